@@ -49,25 +49,28 @@ def _words(pieces: Tensor) -> Tensor:
     return wide[..., 0::2] | wide[..., 1::2] << 8
 
 
-def _fields(pieces: Tensor, *places: int, mask: int) -> Tensor:
-    """[..., n] → [..., len(places), n]: the bits of `mask` from each place on."""
-    shifts = torch.tensor(places, dtype=pieces.dtype, device=pieces.device)
+def _fields(pieces: Tensor, places: range, mask: int) -> Tensor:
+    """[..., n] → [..., len(places), n]: the bits of `mask` from each place on.
+
+    A GPU computes the places: a copy would wait for the layers that are being copied, at each product.
+    """
+    shifts = torch.arange(places.start, places.stop, places.step, dtype=pieces.dtype, device=pieces.device)
     return (pieces[..., None, :] >> shifts[:, None]).bitwise_and_(mask)
 
 
-def _inner_fields(pieces: Tensor, *places: int, mask: int) -> Tensor:
+def _inner_fields(pieces: Tensor, places: range, mask: int) -> Tensor:
     """[..., n] → [..., n · len(places)]: the bit fields of each piece, concatenated."""
-    return _fields(pieces, *places, mask=mask).transpose(-1, -2).flatten(-2)
+    return _fields(pieces, places, mask).transpose(-1, -2).flatten(-2)
 
 
 def _bits(pieces: Tensor) -> Tensor:
     """uint8 [..., n] → [..., 8n], the lowest bit first."""
-    return _inner_fields(pieces, *range(8), mask=1)
+    return _inner_fields(pieces, range(8), mask=1)
 
 
 def _nibbles(pieces: Tensor) -> Tensor:
     """uint8 [..., n] → [..., 2n]: the lower halves of all bytes, then the upper ones."""
-    return _fields(pieces, 0, 4, mask=15).flatten(-2)
+    return _fields(pieces, range(0, 8, 4), mask=15).flatten(-2)
 
 
 def _grouped(blocks: Tensor, group: int) -> Tensor:
@@ -130,15 +133,15 @@ def _q2_k(blocks: Tensor) -> Tensor:
     """scales [16] (4 bit, above them 4 of a minimum), codes of 2 bit [256], d, dmin fp16: w = d·s·code - dmin·min."""
     scales = (_half(blocks, 80) * (blocks[:, :16] & 15)).float()
     lows = (_half(blocks, 82) * (blocks[:, :16] >> 4)).float()
-    codes = _fields(_grouped(blocks[:, 16:80], 32), 0, 2, 4, 6, mask=3).flatten(1)
+    codes = _fields(_grouped(blocks[:, 16:80], 32), range(0, 8, 2), mask=3).flatten(1)
     return _scaled(codes, scales).sub_(lows[..., None]).flatten(1)
 
 
 def _q3_k(blocks: Tensor) -> Tensor:
     """third bits [256], codes of 2 bit [256], scales of 6 bit [16], d fp16: w = d · (s - 32) · (code - 4)."""
-    upper = _fields(blocks[:, :32], *range(8), mask=1).flatten(1)
-    codes = _fields(_grouped(blocks[:, 32:96], 32), 0, 2, 4, 6, mask=3).flatten(1)
-    scales = _nibbles(blocks[:, 96:104]) | _fields(blocks[:, 104:108], 0, 2, 4, 6, mask=3).flatten(1) << 4
+    upper = _fields(blocks[:, :32], range(8), mask=1).flatten(1)
+    codes = _fields(_grouped(blocks[:, 32:96], 32), range(0, 8, 2), mask=3).flatten(1)
+    scales = _nibbles(blocks[:, 96:104]) | _fields(blocks[:, 104:108], range(0, 8, 2), mask=3).flatten(1) << 4
     numbers = (codes | upper << 2).float().sub_(4)
     return _scaled(numbers, _half(blocks, 108) * scales.float().sub_(32)).flatten(1)
 
@@ -165,7 +168,7 @@ def _q4_k(blocks: Tensor) -> Tensor:
 def _q5_k(blocks: Tensor) -> Tensor:
     """d, dmin, scales and minima, fifth bits [256], codes of 4 bit [256]: w = d·s·code - dmin·min."""
     scales, lows = _scales_and_lows(blocks)
-    upper = _fields(blocks[:, 16:48], *range(8), mask=1).flatten(1)
+    upper = _fields(blocks[:, 16:48], range(8), mask=1).flatten(1)
     codes = _nibbles(_grouped(blocks[:, 48:], 32)).flatten(1) | upper << 4
     return _scaled(codes, scales).sub_(lows[..., None]).flatten(1)
 
@@ -173,7 +176,7 @@ def _q5_k(blocks: Tensor) -> Tensor:
 def _q6_k(blocks: Tensor) -> Tensor:
     """lower four bits [256], upper two [256], scales int8 [16], d fp16: w = d · s · (code - 32)."""
     lower = _nibbles(_grouped(blocks[:, :128], 64)).flatten(1)
-    upper = _fields(_grouped(blocks[:, 128:192], 32), 0, 2, 4, 6, mask=3).flatten(1)
+    upper = _fields(_grouped(blocks[:, 128:192], 32), range(0, 8, 2), mask=3).flatten(1)
     numbers = (lower | upper << 4).float().sub_(32)
     scales = blocks[:, 192:208].view(torch.int8).float()
     return _scaled(numbers, _half(blocks, 208) * scales).flatten(1)
@@ -181,8 +184,8 @@ def _q6_k(blocks: Tensor) -> Tensor:
 
 def _iq4_xs(blocks: Tensor) -> Tensor:
     """d fp16, upper two bits of 8 scales, lower four, codes of 4 bit [256]: w = d · (s - 32) · value[code]."""
-    upper = _inner_fields(_words(blocks[:, 2:4]), *range(0, 16, 2), mask=3)
-    scales = _inner_fields(blocks[:, 4:8], 0, 4, mask=15).int() | upper << 4
+    upper = _inner_fields(_words(blocks[:, 2:4]), range(0, 16, 2), mask=3)
+    scales = _inner_fields(blocks[:, 4:8], range(0, 8, 4), mask=15).int() | upper << 4
     codes = _nibbles(_grouped(blocks[:, 8:], 16)).flatten(1)
     values = _iq4_values(blocks.device)[codes.int()]
     return _scaled(values, _half(blocks, 0) * scales.float().sub_(32)).flatten(1)
@@ -238,7 +241,7 @@ def _on_grid(scales: Tensor, points: Tensor, signs: Tensor) -> Tensor:
 def _signs_and_scales(pieces: Tensor) -> tuple[Tensor, Tensor]:
     """uint8 [B, 4n], 32-bit words: four times seven bits of signs, four of a scale: [B, 4n, 8], [B, n]."""
     words = pieces.clone(memory_format=torch.contiguous_format).view(torch.int32)
-    return _even_signs(_inner_fields(words, 0, 7, 14, 21, mask=127)), (words >> 28 & 15).float()
+    return _even_signs(_inner_fields(words, range(0, 28, 7), mask=127)), (words >> 28 & 15).float()
 
 
 def _iq2_xxs(blocks: Tensor) -> Tensor:
@@ -251,14 +254,14 @@ def _iq2_xxs(blocks: Tensor) -> Tensor:
 def _iq2_xs(blocks: Tensor) -> Tensor:
     """d fp16, 32 words (9 bits of an index, 7 of signs), scales of 4 bit [16]."""
     words = _words(blocks[:, 2:66])
-    scales = _inner_fields(blocks[:, 66:], 0, 4, mask=15).float()
+    scales = _inner_fields(blocks[:, 66:], range(0, 8, 4), mask=15).float()
     return _on_grid(_half(blocks, 0) * (scales + 0.5) * 0.25, _points("IQ2_XS", words & 511), _even_signs(words >> 9))
 
 
 def _iq2_s(blocks: Tensor) -> Tensor:
     """d fp16, lower eight bits of indices [32], signs [32], upper two bits [32], scales of 4 bit [16]."""
-    indices = blocks[:, 2:34].int() | _inner_fields(blocks[:, 66:74], 0, 2, 4, 6, mask=3).int() << 8
-    scales = _inner_fields(blocks[:, 74:], 0, 4, mask=15).float()
+    indices = blocks[:, 2:34].int() | _inner_fields(blocks[:, 66:74], range(0, 8, 2), mask=3).int() << 8
+    scales = _inner_fields(blocks[:, 74:], range(0, 8, 4), mask=15).float()
     return _on_grid(_half(blocks, 0) * (scales + 0.5) * 0.25, _points("IQ2_S", indices), _signs(blocks[:, 34:66]))
 
 
@@ -271,7 +274,7 @@ def _iq3_xxs(blocks: Tensor) -> Tensor:
 def _iq3_s(blocks: Tensor) -> Tensor:
     """d fp16, indices [64], their ninth bits, signs [32], scales of 4 bit [8]: w = d · (1 + 2s) · point · sign."""
     indices = blocks[:, 2:66].int() | _bits(blocks[:, 66:74]).int() << 8
-    scales = _inner_fields(blocks[:, 106:], 0, 4, mask=15).float()
+    scales = _inner_fields(blocks[:, 106:], range(0, 8, 4), mask=15).float()
     return _on_grid(_half(blocks, 0) * (scales * 2 + 1), _points("IQ3_S", indices), _signs(blocks[:, 74:106]))
 
 
@@ -286,7 +289,7 @@ def _shifted(scales: Tensor, indices: Tensor, negative: Tensor, name: str) -> Te
 def _iq1_s(blocks: Tensor) -> Tensor:
     """d fp16, lower eight bits of indices [32], 8 words: four times three upper bits, a scale of 3, a shift's sign."""
     words = _words(blocks[:, 34:])
-    indices = blocks[:, 2:34].int() | _inner_fields(words, 0, 3, 6, 9, mask=7) << 8
+    indices = blocks[:, 2:34].int() | _inner_fields(words, range(0, 12, 3), mask=7) << 8
     return _shifted(_half(blocks, 0) * ((words >> 12 & 7) * 2 + 1), indices, words >> 15, "IQ1_S")
 
 
@@ -294,11 +297,11 @@ def _iq1_m(blocks: Tensor) -> Tensor:
     """Indices' lower eight bits [32], their upper three with a shift's sign [32], 4 words: four times three bits of a
     scale, and four bits of d.
     """
-    words, upper = _words(blocks[:, 48:]), _inner_fields(blocks[:, 32:48], 0, 4, mask=15).int()
+    words, upper = _words(blocks[:, 48:]), _inner_fields(blocks[:, 32:48], range(0, 8, 4), mask=15).int()
     whole = words[:, 0] >> 12 | words[:, 1] >> 8 & 0xF0 | words[:, 2] >> 4 & 0xF00 | words[:, 3] & 0xF000
     d = whole.to(torch.int16).view(torch.float16).float()[:, None]
     indices = blocks[:, :32].int() | (upper & 7) << 8
-    scales = d * (_inner_fields(words, 0, 3, 6, 9, mask=7) * 2 + 1)
+    scales = d * (_inner_fields(words, range(0, 12, 3), mask=7) * 2 + 1)
     return _shifted(scales, indices, upper >> 3, "IQ1_M")
 
 
