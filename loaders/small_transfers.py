@@ -62,7 +62,9 @@ class SlotTransfers:
 
     def to_device(self, values: Tensor) -> Tensor:
         """Transfer `values` from the host to the device."""
-        if self._seen is None or not values.nbytes or values.device.type != "cpu":
+        if not values.nbytes:
+            return torch.empty(values.shape, dtype=values.dtype, device=self._device)
+        if self._seen is None or values.device.type != "cpu":
             return values.to(self._device)
         whole = values.contiguous().view(-1).view(torch.uint8)
         words = -(-len(whole) // WORD_BYTES)
