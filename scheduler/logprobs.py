@@ -41,8 +41,9 @@ def token_logprobs(logits: Tensor, tokens: Sequence[int], num_likeliest: int, po
 
 def _of_rows(rows: Tensor, tokens: Sequence[int], num_likeliest: int, position: int) -> list[TokenLogprob]:
     best, ids = rows.topk(min(max(num_likeliest, 1), rows.shape[-1]), dim=-1)
-    own = rows.gather(-1, torch.tensor(tokens, device=rows.device)[:, None])
-    values, likeliest = torch.cat((own, best), dim=-1).tolist(), ids.tolist()
+    # Views by numbers: ids in a tensor would be copied to a GPU.
+    own = torch.stack([row[token] for row, token in zip(rows, tokens, strict=True)])
+    values, likeliest = torch.cat((own[:, None], best), dim=-1).tolist(), ids.tolist()
     found = list[TokenLogprob]()
     for row, token in enumerate(tokens):
         chosen, *others = values[row]
