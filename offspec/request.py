@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 
 from offspec.loaders.cuda import device_bytes, span
+from offspec.loaders.small_transfers import to_device
 from offspec.scheduler.blend import BlendDrafter, blend_walk
 from offspec.scheduler.constraint import TokenConstraint
 from offspec.scheduler.drafter import DraftRequest
@@ -107,7 +108,8 @@ class Request:
         self.engine, self.asked, self.limit = engine, asked, asked.sampling.max_new_tokens
         self.final = frozenset() if asked.sampling.ignore_eos else engine.tokenizer.eos_ids
         self._caches, self._longest, self._shared = caches, len(text) + self.limit, shared
-        self.sampler = Sampler(asked.sampling, asked.seed, engine.target.config.vocab_size, engine.target.device)
+        target = engine.target
+        self.sampler = Sampler(asked.sampling, asked.seed, target.config.vocab_size, target.device, to_device)
         self.sampler.extend(text, is_prompt=True)
         self.sampler.constrain(asked.constraint)
         self._stream = engine.tokenizer.stream(asked.sampling.stop, skip_special_tokens=True)

@@ -119,8 +119,8 @@ def log_likelihoods(tree: TokenTree, logits: Logits, sampler: Sampler, position:
         if len(bad := torch.nonzero(~torch.isfinite(normalisers)).flatten().tolist()):
             raise not_finite(position + len(tree.path(int(nodes[bad[0]]))))
         children = np.flatnonzero(np.isin(tree.parents, nodes))
-        parent_rows = torch.as_tensor(np.searchsorted(nodes, tree.parents[children]), device=values.device)
-        tokens = torch.as_tensor(tree.tokens[children], device=values.device)
+        places = np.stack((np.searchsorted(nodes, tree.parents[children]), tree.tokens[children]))
+        parent_rows, tokens = sampler.to_device(torch.from_numpy(places), values.device)
         found[children] = (values[parent_rows, tokens] - normalisers[parent_rows]).cpu().numpy()
     for depth in range(2, int(tree.depths.max(initial=0)) + 1):
         level = np.flatnonzero(tree.depths == depth)

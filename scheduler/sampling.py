@@ -18,6 +18,7 @@ from offspec.errors import NumericalError
 
 from .constraint import MaskBits, TokenConstraint
 from .params import SEED_LIMIT, SamplingParams
+from .transfer import ToDevice, copied
 from .tree import BoolArray, IntArray
 
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -50,11 +51,14 @@ def gumbel(seed: int, position: int, vocab_size: int, device: torch.device | str
 
 
 def gumbel_of(seed: int, position: int | Sequence[int], tokens: Tensor) -> Tensor:
-    """`gumbel` of these tokens [N] only, float64 [N], on their device. position: one for all, or one per token."""
+    """`gumbel` of these tokens [N] only, float64 [N], on their device.
+
+    position: one for all, or one per token, of tokens on the CPU.
+    """
     if isinstance(position, int):
         return _gumbel(_key(seed, position), tokens)
     keys = {each: _key(seed, each) for each in set(position)}
-    return _gumbel(torch.tensor([keys[each] for each in position], dtype=torch.int64, device=tokens.device), tokens)
+    return _gumbel(torch.tensor([keys[each] for each in position], dtype=torch.int64), tokens)
 
 
 def _key(seed: int, position: int) -> int:
@@ -75,15 +79,26 @@ class Sampler:
 
     vocab_size: the target's; a draft's logits may have fewer columns. `extend` records the text, for penalties.
     constraint: the tokens that the answer may have, or None; set by `constrain` when the text is the prompt.
+    to_device: transfers tokens, masks and biases to the device of the logits.
     """
 
-    def __init__(self, params: SamplingParams, seed: int, vocab_size: int, device: torch.device | str = "cpu") -> None:
-        self.params, self.seed, self.vocab_size, self.device = params, seed, vocab_size, device
+    def __init__(
+        self,
+        params: SamplingParams,
+        seed: int,
+        vocab_size: int,
+        device: torch.device | str = "cpu",
+        to_device: ToDevice = copied,
+    ) -> None:
+        self.params, self.seed, self.vocab_size, self.device = params, seed, vocab_size, torch.device(device)
+        self.to_device = to_device
         self._seen = torch.zeros(vocab_size, dtype=torch.bool, device=device)
         self._answered: Tensor | None = None  # [vocab_size]: how often the answer has each token
         if params.frequency_penalty or params.presence_penalty:
             self._answered = torch.zeros(vocab_size, dtype=torch.long, device=device)
-        self._bias = _bias_vector(params.logit_bias, vocab_size, device) if params.logit_bias else None
+        self._bias: Tensor | None = None  # fp32 [vocab_size]
+        if params.logit_bias:
+            self._bias = to_device(_bias_vector(params.logit_bias, vocab_size), self.device)
         self._noise: dict[int, Tensor] = {}
         self._rounded: dict[int, Tensor] = {}
         self._length = 0  # of the text
@@ -117,14 +132,17 @@ class Sampler:
         if self.constraint is not None:
             self.constraint.accept(tokens)
         if self._has_repetition_penalty:
-            self._seen[torch.tensor(tokens, dtype=torch.long, device=self.device)] = True
+            _mark(self._seen, self._on_device(tokens))
         if self._answered is not None and not is_prompt:
-            places = torch.tensor(tokens, dtype=torch.long, device=self.device)
-            self._answered.index_add_(0, places, torch.ones_like(places))
+            _count(self._answered, self._on_device(tokens))
         self._length += len(tokens)
         for kept in (self._noise, self._rounded):
             for position in [position for position in kept if position < self._length]:
                 del kept[position]
+
+    def _on_device(self, ids: Sequence[int]) -> Tensor:
+        """int64 [len(ids)] on the sampler's device."""
+        return self.to_device(torch.tensor(ids, dtype=torch.long), self.device)
 
     def noise(self, position: int) -> Tensor:
         """G(seed, position, ·), float64 [vocab_size]; cached until the text has passed the position."""
@@ -189,13 +207,13 @@ class Sampler:
         barred = self.constraint.barred(path) if mask is None else ()
         if not barred:
             return logits
-        return logits.index_fill(0, torch.tensor(barred, device=logits.device), -math.inf)
+        return logits.index_fill(0, self._on_device(barred), -math.inf)
 
     def _allowed(self, logits: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
         """Exclude what the constraint forbids; but not from rows without any allowed token, see `are_allowed`."""
         if (bits := self._mask_bits(paths)) is None:
             return logits
-        allowed = _unpacked(bits, logits.device)[:, : logits.shape[1]]
+        allowed = self._unpacked(bits)[:, : logits.shape[1]]
         return logits.masked_fill(~allowed & allowed.any(-1, keepdim=True), -math.inf)
 
     def are_allowed(self, tokens: IntArray, paths: Sequence[Sequence[int]]) -> BoolArray:
@@ -221,49 +239,57 @@ class Sampler:
         rows = np.stack([everything if mask is None else mask for mask in found])
         return rows if len(rows) == len(paths) else np.repeat(rows, len(paths), axis=0)
 
+    def _unpacked(self, bits: MaskBits) -> Tensor:
+        """Bool [R, 8 · B] of bits [R, B], lowest bit first. A GPU gets the bits, an eighth of the bytes."""
+        if self.device.type == "cpu":
+            return torch.from_numpy(np.unpackbits(bits, axis=1, bitorder="little").view(np.bool_))
+        shifts = torch.arange(8, dtype=torch.uint8, device=self.device)
+        packed = self.to_device(torch.from_numpy(bits), self.device)
+        return (packed[..., None] >> shifts & 1).bool().flatten(1)
+
     def _less_repeated(self, logits: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
-        seen = self._seen[: logits.shape[-1]].expand_as(logits).clone()
-        if (places := _places(paths, logits)) is not None:
-            rows, tokens = places
-            seen[rows, tokens] = True
+        seen = self._seen[: logits.shape[-1]].expand_as(logits).clone(memory_format=torch.contiguous_format)
+        if places := _places(paths, logits.shape[-1]):
+            _mark(seen.view(-1), self._on_device(places))
         penalty = self.params.repetition_penalty
         return torch.where(seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
 
     def _less_frequent(self, logits: Tensor, answered: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
         """OpenAI's penalties on tokens of the answer: their number times one, and once the other."""
-        counts = answered[: logits.shape[-1]].expand_as(logits).clone()
-        if (places := _places(paths, logits)) is not None:
-            counts.index_put_(places, torch.ones_like(places[0]), accumulate=True)
+        counts = answered[: logits.shape[-1]].expand_as(logits).clone(memory_format=torch.contiguous_format)
+        if places := _places(paths, logits.shape[-1]):
+            _count(counts.view(-1), self._on_device(places))
         p = self.params
         return logits - counts * p.frequency_penalty - (counts > 0) * p.presence_penalty
 
 
-def _places(paths: Sequence[Sequence[int]], logits: Tensor) -> tuple[Tensor, Tensor] | None:
-    """The rows and columns of `logits` that the tokens of paths have; None if there are none.
+# These two have no value to copy: to a GPU, `seen[places] = True` copies the True.
+
+
+def _mark(seen: Tensor, places: Tensor) -> None:
+    """Set bool [N] at `places`."""
+    seen.index_fill_(0, places, True)
+
+
+def _count(counts: Tensor, places: Tensor) -> None:
+    """Add 1 to int64 [N] at each of `places`, which may repeat."""
+    counts.index_add_(0, places, torch.ones_like(places))
+
+
+def _places(paths: Sequence[Sequence[int]], width: int) -> list[int]:
+    """The places of the paths' tokens in [len(paths), width], flattened.
 
     A path may contain tokens that only the target knows; those have no column.
     """
-    found = [(row, token) for row, path in enumerate(paths) for token in path if token < logits.shape[-1]]
-    if not found:
-        return None
-    rows, tokens = torch.tensor(found, device=logits.device).T  # in one tensor: each is a synchronous copy to a GPU
-    return rows, tokens
+    return [row * width + token for row, path in enumerate(paths) for token in path if token < width]
 
 
-def _bias_vector(bias: Sequence[tuple[int, float]], vocab_size: int, device: torch.device | str) -> Tensor:
+def _bias_vector(bias: Sequence[tuple[int, float]], vocab_size: int) -> Tensor:
     """fp32 [vocab_size]."""
     found = torch.zeros(vocab_size)
     for token, value in bias:
         found[token] = value
-    return found.to(device)
-
-
-def _unpacked(bits: np.ndarray, device: torch.device) -> Tensor:
-    """Bool [R, 8 · B] of bits [R, B], lowest bit first. A GPU gets the bits, an eighth of the bytes."""
-    if device.type == "cpu":
-        return torch.from_numpy(np.unpackbits(bits, axis=1, bitorder="little").view(np.bool_))
-    shifts = torch.arange(8, dtype=torch.uint8, device=device)
-    return (torch.from_numpy(bits).to(device)[..., None] >> shifts & 1).bool().flatten(1)
+    return found
 
 
 def not_finite(position: int) -> NumericalError:

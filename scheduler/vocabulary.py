@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .transfer import ToDevice, copied
 from .tree import IntArray
 
 
@@ -23,13 +24,21 @@ class Vocabulary:
     Column i of the logits is then token i, and an unknown token is read as the draft's last one.
     """
 
-    def __init__(self, size: int, columns: IntArray | None = None, input_of: IntArray | None = None) -> None:
-        """size: rows of the draft's embedding. columns, input_of: created by `mapped`."""
-        self._size, self._columns, self._input_of = size, columns, input_of
+    def __init__(
+        self,
+        size: int,
+        columns: IntArray | None = None,
+        input_of: IntArray | None = None,
+        to_device: ToDevice = copied,
+    ) -> None:
+        """size: rows of the draft's embedding. columns, input_of: created by `mapped`. to_device: transfers tables."""
+        self._size, self._columns, self._input_of, self._to_device = size, columns, input_of, to_device
         self._tables: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] = {}
 
     @classmethod
-    def mapped(cls, columns: Sequence[int] | IntArray, num_inputs: int | None = None) -> Vocabulary:
+    def mapped(
+        cls, columns: Sequence[int] | IntArray, num_inputs: int | None = None, to_device: ToDevice = copied
+    ) -> Vocabulary:
         """Column i of the draft's logits [.., C] is the target's token columns[i].
 
         num_inputs: rows of the draft's embedding, if it uses the target's ids (EAGLE-3 uses the target's embedding).
@@ -40,15 +49,17 @@ class Vocabulary:
         if table.ndim != 1 or not len(table) or table.min() < 0 or len(np.unique(table)) < len(table):
             raise ValueError("a draft's vocabulary is a list of different token ids of the target, one for each column")
         if num_inputs is not None:
-            return cls(num_inputs, table)
+            return cls(num_inputs, table, to_device=to_device)
         input_of = np.full(int(table.max()) + 2, len(table) - 1)  # the last entry is for all greater ids
         input_of[table] = np.arange(len(table))
-        return cls(len(table), table, input_of)
+        return cls(len(table), table, input_of, to_device)
 
     @classmethod
-    def from_offsets(cls, offsets: Sequence[int] | IntArray, num_inputs: int | None = None) -> Vocabulary:
+    def from_offsets(
+        cls, offsets: Sequence[int] | IntArray, num_inputs: int | None = None, to_device: ToDevice = copied
+    ) -> Vocabulary:
         """As `mapped`, from the table d2t [C] of EAGLE-3's checkpoints: column i is token i + d2t[i]."""
-        return cls.mapped(np.arange(len(offsets)) + np.asarray(offsets, dtype=np.int64), num_inputs)
+        return cls.mapped(np.arange(len(offsets)) + np.asarray(offsets, dtype=np.int64), num_inputs, to_device)
 
     def num_known(self, target_size: int) -> int:
         """The number of the target's `target_size` tokens that the draft can predict."""
@@ -84,10 +95,8 @@ class Vocabulary:
         if self._columns is None:
             return torch.where(tokens < self._size, tokens, -1)
         table = torch.full((max(int(self._columns.max()), int(tokens.max())) + 1,), -1, device=tokens.device)
-        table[torch.from_numpy(self._columns).to(tokens.device)] = torch.arange(
-            len(self._columns), device=tokens.device
-        )
-        return table[tokens]
+        columns = self._to_device(torch.from_numpy(self._columns), tokens.device)
+        return table.index_copy_(0, columns, torch.arange(len(columns), device=tokens.device))[tokens]
 
     def add_target(self, logits: Tensor, target_logits: Tensor) -> None:
         """Add to the draft's logits [R, C], in place, the target's logits [R, V] for the same tokens."""
@@ -104,6 +113,6 @@ class Vocabulary:
         if (target_size, device) not in self._tables:
             assert self._columns is not None
             columns = np.flatnonzero(self._columns < target_size)
-            tables = torch.from_numpy(columns), torch.from_numpy(self._columns[columns])
-            self._tables[target_size, device] = tables[0].to(device), tables[1].to(device)
+            of_draft, of_target = (torch.from_numpy(ids) for ids in (columns, self._columns[columns]))
+            self._tables[target_size, device] = self._to_device(of_draft, device), self._to_device(of_target, device)
         return self._tables[target_size, device]

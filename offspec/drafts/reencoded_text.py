@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from offspec.loaders.small_transfers import to_device
 from offspec.scheduler.params import MAX_ROWS
 from offspec.scheduler.vocabulary import Vocabulary
 
@@ -52,7 +53,7 @@ class OtherVocabulary:
         # Columns that are not shared get ids beyond the target's, so they are never proposed.
         columns = np.arange(target_size, target_size + draft_size)
         columns[list(shared.to_draft.values())] = list(shared.to_draft)
-        vocabulary = Vocabulary.mapped(columns, num_inputs=target_size)
+        vocabulary = Vocabulary.mapped(columns, target_size, to_device)
         return cls(shared, Reencoder(target, draft, shared, draft_size), vocabulary)
 
     def note(self, name: str) -> Note:
@@ -221,7 +222,7 @@ class ReencodedText:
         if rows.is_plain:
             return states
         root = np.zeros(min(1, len(own)), dtype=np.int64)
-        return states[torch.from_numpy(np.append(root, rows.last + len(root))).to(states.device)]
+        return states[to_device(torch.from_numpy(np.append(root, rows.last + len(root))), states.device)]
 
     def _enter(self, chain: Sequence[int]) -> list[int]:
         """Append to the text. Returns the draft's tokens after the cached ones, which it has to score."""

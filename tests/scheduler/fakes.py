@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,6 +24,7 @@ from offspec.scheduler.overlap import OverlapSwitch
 from offspec.scheduler.params import SamplingParams
 from offspec.scheduler.recycling import TokenRecycling
 from offspec.scheduler.sampling import Sampler
+from offspec.scheduler.transfer import copied
 from offspec.scheduler.tree import ROOT, BoolArray, FloatArray, IntArray, TokenTree
 from offspec.scheduler.verify import TargetPass, TargetStates, exact_walk
 from offspec.scheduler.vocabulary import Vocabulary
@@ -34,6 +36,20 @@ Rule = Callable[[TokenPath], FloatArray]
 
 few = examples(40)
 many = examples(100)
+
+# ------------------------------------------------------------------------------------------------ transfers
+
+
+class Transfers:
+    """A `ToDevice` that copies, and keeps what it copied."""
+
+    def __init__(self) -> None:
+        self.sent: list[list[Any]] = []
+
+    def __call__(self, values: Tensor, device: torch.device) -> Tensor:
+        self.sent.append(values.tolist())
+        return copied(values, device)
+
 
 # ------------------------------------------------------------------------------------------------ models
 

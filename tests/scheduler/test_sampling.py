@@ -12,14 +12,16 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from offspec.errors import NumericalError, UsageError
+from offspec.loaders.small_transfers import to_device
 from offspec.scheduler import sampling
 from offspec.scheduler.params import SamplingParams, SpeculationParams
 from offspec.scheduler.sampling import Sampler, gumbel
 
 from ..refusals import refused
-from .fakes import GOLDEN, WORD, few, many, noise, processed, sampling_params, splitmix64, uniform
+from .fakes import GOLDEN, WORD, Transfers, few, many, noise, processed, sampling_params, splitmix64, uniform
 
 LARGEST_SEED = 2**64 - 1
 seeds = st.integers(0, LARGEST_SEED)
@@ -264,6 +266,86 @@ def test_a_bias_is_added_before_the_penalties() -> None:
     assert mine.process(torch.ones(1, 4), [[]]).tolist() == [[1, 2, 1, -99]]
     assert mine.process(torch.ones(1, 2), [[0]]).tolist() == [[0.5, 2]]
     assert not sampler(logit_bias=((1, 3.0),)).needs_history
+
+
+# ------------------------------------------------------------------------------------------------ transfers
+
+
+class Operations(TorchDispatchMode):
+    """Notes the names of operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+class OnlyEven:
+    """A constraint, for the calls of `Sampler` alone."""
+
+    def mask(self, path: Sequence[int]) -> np.ndarray:
+        return np.array([0b01010101], dtype=np.uint8)
+
+    def accept(self, tokens: Sequence[int]) -> None: ...
+
+
+PATHS = [[], [5], [6, 7]]
+
+
+@pytest.mark.parametrize(
+    ("params", "sent"),
+    [
+        ({}, []),
+        ({"repetition_penalty": 1.3}, [[1, 2], [8 + 5, 16 + 6, 16 + 7]]),
+        ({"frequency_penalty": 0.5}, [[1, 2], [8 + 5, 16 + 6, 16 + 7]]),
+        ({"logit_bias": ((1, 2.0),)}, [[0, 2, 0, 0, 0, 0, 0, 0]]),
+    ],
+)
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_parameters_reach_the_device_by_the_transfer_that_was_given(
+    params: dict[str, Any], sent: list[list[int]], device: str
+) -> None:
+    """One transfer for all paths. What torch would copy by itself is not used: `x[places] = value` of a GPU's x."""
+    transfers = Transfers()
+    with Operations() as operations:
+        mine = Sampler(SamplingParams(**params), 0, 8, device, transfers)
+        mine.extend([1, 2])
+        found = mine.process(torch.zeros(3, 8, device=device), PATHS)
+    assert found.device.type == device
+    assert transfers.sent == sent
+    assert not any(name.startswith(("index_put", "_index_put")) for name in operations.names)
+
+
+def test_a_constraints_masks_reach_the_device_as_bits() -> None:
+    transfers = Transfers()
+    mine = Sampler(SamplingParams(), 0, 8, "meta", transfers)
+    mine.constrain(OnlyEven())  # type: ignore[arg-type]
+    mine.process(torch.zeros(3, 8, device="meta"), PATHS)
+    assert transfers.sent == [[[0b01010101]] * 3]
+
+
+def test_without_a_path_nothing_is_sent() -> None:
+    transfers = Transfers()
+    mine = Sampler(SamplingParams(repetition_penalty=1.3, frequency_penalty=0.5), 0, 8, "cpu", transfers)
+    mine.process(torch.zeros(2, 8), [[], [9]])  # a token beyond the columns
+    assert transfers.sent == []
+
+
+@pytest.mark.gpu
+def test_nothing_waits_for_the_device() -> None:
+    params = SamplingParams(repetition_penalty=1.3, frequency_penalty=0.5, logit_bias=((7, 2.0),))
+    logits = torch.randn(3, 3000, device="cuda")
+    to_device(torch.zeros(1), logits.device)  # makes its page-locked memory
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        mine = Sampler(params, 3, 3000, "cuda", to_device)
+        mine.extend([1, 2, 3])
+        mine.process(logits, PATHS)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 # ------------------------------------------------------------------------------------------------ choice

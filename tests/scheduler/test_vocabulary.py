@@ -24,6 +24,7 @@ from offspec.scheduler.vocabulary import Vocabulary
 from ..refusals import refused
 from .fakes import (
     RuleModel,
+    Transfers,
     few,
     generate,
     learnt_of,
@@ -203,6 +204,16 @@ def test_the_targets_logits_are_added_where_both_know_a_token(target_size: int) 
         for column, token in enumerate(columns):
             added = target[:, token] if token < target_size else 0.0
             torch.testing.assert_close(found[:, column], logits[:, column] + added)
+
+
+def test_tables_reach_the_device_once_by_the_transfer_that_was_given() -> None:
+    transfers = Transfers()
+    vocabulary = Vocabulary.mapped([7, 1, 4], to_device=transfers)
+    for _ in range(2):
+        vocabulary.over_target(torch.zeros(1, 3), 6)
+    assert transfers.sent == [[1, 2], [1, 4]]
+    assert vocabulary.columns_of(torch.tensor([4, 7])).tolist() == [2, 0]
+    assert transfers.sent[2:] == [[7, 1, 4]]
 
 
 @pytest.mark.parametrize("columns", [[], [1, 1], [0, -1], [[0, 1]]])

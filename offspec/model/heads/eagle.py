@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from offspec.loaders.formats import linear
+from offspec.loaders.small_transfers import to_device
 from offspec.loaders.weights import RamWeights
 from offspec.scheduler.vocabulary import Vocabulary
 
@@ -148,7 +149,7 @@ def _vocabulary(tensors: Mapping[str, Tensor], target: Decoder) -> Vocabulary:
     if TO_TARGET not in tensors:  # columns are the first tokens
         return Vocabulary(min(size, len(tensors[OWN_HEAD])) if OWN_HEAD in tensors else size)
     try:
-        found = Vocabulary.from_offsets(tensors[TO_TARGET].cpu().numpy(), size)
+        found = Vocabulary.from_offsets(tensors[TO_TARGET].cpu().numpy(), size, to_device)
     except ValueError as exc:
         raise CheckpointError(f"the head's table {TO_TARGET} is damaged ({exc}); download it again") from exc
     if not found.num_known(vocab_size):
