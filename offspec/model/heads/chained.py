@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from offspec.loaders.formats import linear
+from offspec.loaders.small_transfers import to_device
 from offspec.loaders.weights import RamWeights
 from offspec.scheduler.vocabulary import Vocabulary
 
@@ -69,7 +70,7 @@ class ChainedHead(Head, ABC):
         states, features = list[Tensor](), list[Tensor]()
         order = list[Tensor]()
         for depth, chosen in _by_depth(inputs.depths):
-            index = chosen.to(inputs.features.device)
+            index = to_device(chosen, inputs.features.device)
             some, further = self.step(depth, inputs.features[index], inputs.tokens[chosen.numpy()])
             states.append(self._placed(depth, some))
             features.append(further)

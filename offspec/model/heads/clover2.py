@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from offspec.loaders.small_transfers import to_device
+
 from ..block import PassRows
 from ..config import ModelConfig
 from ..config_values import Json
@@ -52,7 +54,7 @@ class Clover2Head(ChainedHead):
         if OWN_EMBEDDING not in self._tensors:
             return super().embedded(tokens)
         table = self._tensors[OWN_EMBEDDING]
-        return table[torch.from_numpy(tokens).to(table.device)].to(self.dtype)
+        return table[to_device(torch.from_numpy(tokens), table.device)].to(self.dtype)
 
     def of_text(self, inputs: Inputs, rows: PassRows) -> Tensor:
         x = self._renewed("before", inputs.features, self.embedded(inputs.tokens))

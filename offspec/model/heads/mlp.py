@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from offspec.loaders.formats import linear
+from offspec.loaders.small_transfers import to_device
 
 from ..config import ModelConfig
 from ..config_values import Json, positive
@@ -49,7 +50,7 @@ class MlpHead(ChainedHead):
     def step(self, depth: int, features: Tensor, tokens: IntArray) -> tuple[Tensor, Tensor]:
         embedding, projection, norm = (self._of(name, depth) for name in ("emb", "proj", "ln"))
         table = self._tensors[f"{embedding}.weight"]
-        embedded = table[torch.from_numpy(tokens).to(table.device)].to(self.dtype)
+        embedded = table[to_device(torch.from_numpy(tokens), table.device)].to(self.dtype)
         matrix = self._tensors[f"{projection}.weight"]
         x = linear(features[:, : matrix.shape[1]], matrix) + self._added * embedded
         x = _l2_normed(x) * self._tensors[f"{norm}.weight"] + self._tensors[f"{norm}.bias"]
