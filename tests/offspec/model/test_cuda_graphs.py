@@ -5,9 +5,11 @@ On the CPU nothing is recorded, but the arithmetic, its shapes and the bookkeepi
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -287,46 +289,198 @@ def test_shapes_that_were_missed_are_recorded_as_soon_as_they_can_be(tiny_model:
         twins.keep(1, reroot=True)
 
 
-def test_a_pool_of_graphs_is_never_left_empty(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch refuses to capture into a pool that has had graphs and has none any more, as when the cache has grown."""
-    alive, captured = set[int](), list[int]()
+# ------------------------------------------------------------------------------------------------ how it is recorded
 
-    class Graph:
-        def __init__(self) -> None:
-            alive.add(id(self))
 
-        def __del__(self) -> None:
-            alive.discard(id(self))
+class Cuda:
+    """A stand-in for `torch.cuda`, and for the allocator, that notes calls in their order.
 
-        def replay(self) -> None: ...
+    fails: what each capture raises, None for those that succeed; after the last one all succeed. breaks: a capture that
+    fails cannot be ended either.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *fails: BaseException | None, breaks: bool = False) -> None:
+        self.calls, self.fails, self.breaks = list[str](), list(fails), breaks
+        self.is_capturing, self.alive, self.num_pools = False, set[int](), 0
+        self.main = SimpleNamespace(name="main", wait_stream=lambda other: self.note("main waits for side"))
+        self.side = SimpleNamespace(name="side", wait_stream=lambda other: self.note("side waits for main"))
+        self.current = self.main
+        fakes: dict[str, Any] = {
+            "Stream": lambda device, **options: self.side,
+            "graph_pool_handle": self.new_pool,
+            "current_stream": lambda device: self.current,
+            "default_stream": lambda device: self.main,
+            "current_device": lambda: 0,
+            "stream": self.stream,
+            "CUDAGraph": self.graph_class(),
+            "synchronize": lambda device=None: self.note("synchronize"),
+            "empty_cache": lambda: self.note("empty_cache"),
+        }
+        for name, fake in fakes.items():
+            monkeypatch.setattr(torch.cuda, name, fake)
+        monkeypatch.setattr(torch.cuda, "graph", None)
+        for name in ("_cuda_endAllocateToPool", "_cuda_releasePool"):
+            monkeypatch.setattr(torch._C, name, partial(self.allocator, name), raising=False)
+        monkeypatch.setattr(gc, "collect", lambda *args: self.note("gc.collect"))
+
+    def note(self, call: str) -> None:
+        self.calls.append(call)
+
+    def new_pool(self) -> str:
+        self.num_pools += 1
+        return f"pool {self.num_pools}"
 
     @contextmanager
-    def capture(graph: Graph, pool: str, stream: object, capture_error_mode: str) -> Iterator[None]:
-        assert not captured or alive - {id(graph)}, "use_count > 0"
-        assert capture_error_mode == "thread_local"
-        captured.append(id(graph))
+    def stream(self, stream: SimpleNamespace) -> Iterator[None]:
+        before, self.current = self.current, stream
         yield
+        self.current = before
 
-    stream = SimpleNamespace(wait_stream=lambda other: None)
-    fakes: dict[str, Any] = {
-        "Stream": lambda device, **options: SimpleNamespace(wait_stream=lambda other: None),
-        "graph_pool_handle": lambda: "pool",
-        "current_stream": lambda device, **options: stream,
-        "default_stream": lambda device, **options: stream,
-        "stream": nullcontext,
-        "device": nullcontext,
-        "CUDAGraph": Graph,
-        "graph": capture,
-    }
-    for name, fake in fakes.items():
-        monkeypatch.setattr(torch.cuda, name, fake)
-    recorder, calls = CudaRecorder(torch.device("cuda:0")), list[str]()
+    def allocator(self, name: str, device: int, pool: str) -> None:
+        if not self.breaks:
+            raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
+        self.note(f"{name} {device} {pool}")
+
+    def graph_class(self) -> type:
+        cuda = self
+
+        class Graph:
+            def capture_begin(self, pool: str, capture_error_mode: str) -> None:
+                assert capture_error_mode == "thread_local"
+                assert cuda.current is cuda.side
+                assert not (pool == "pool 1" and "capture_end" in cuda.calls and not cuda.alive), "use_count > 0"
+                cuda.is_capturing = True
+                cuda.note(f"capture_begin {pool}")
+
+            def capture_end(self) -> None:
+                cuda.is_capturing = False
+                if cuda.breaks and cuda.has_failed:
+                    raise RuntimeError("operation failed due to a previous error during capture")
+                cuda.note("capture_end")
+                cuda.alive.add(id(self))
+
+            def __del__(self) -> None:
+                cuda.alive.discard(id(self))
+
+            def replay(self) -> None:
+                cuda.note("replay")
+
+        return Graph
+
+    def work(self) -> None:
+        """What is recorded."""
+        self.note("launch, gc " + ("on" if gc.isenabled() else "off"))
+        self.has_failed = False
+        if self.is_capturing and self.fails and (failure := self.fails.pop(0)) is not None:
+            self.has_failed = True
+            raise failure
+
+
+CUDA_DEVICE = torch.device("cuda:0")
+
+
+def test_a_capture_waits_for_nothing_and_frees_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = Cuda(monkeypatch)
+    replay = CudaRecorder(CUDA_DEVICE)(cuda.work)
+    assert replay is not None
+    replay()
+    assert cuda.calls == [
+        "side waits for main",
+        "launch, gc on",
+        "capture_begin pool 1",
+        "launch, gc off",
+        "capture_end",
+        "main waits for side",
+        "replay",
+    ]
+    assert gc.isenabled()
+
+
+def test_a_capture_leaves_garbage_collection_switched_off_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = Cuda(monkeypatch)
+    gc.disable()
+    try:
+        CudaRecorder(CUDA_DEVICE)(cuda.work)
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
+def test_nothing_is_recorded_beside_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = Cuda(monkeypatch)
+    recorder = CudaRecorder(CUDA_DEVICE)
+    cuda.current = cuda.side
+    assert recorder(cuda.work) is None
+    assert cuda.calls == []
+
+
+def test_a_capture_that_lacks_memory_is_tried_again_with_what_torch_has_cached(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = Cuda(monkeypatch, torch.OutOfMemoryError("CUDA out of memory"))
+    replay = CudaRecorder(CUDA_DEVICE)(cuda.work)
+    assert replay is not None
+    replay()
+    assert cuda.calls[2:] == [
+        *("capture_begin pool 1", "launch, gc off", "capture_end"),
+        "empty_cache",
+        *("capture_begin pool 2", "launch, gc off", "capture_end"),  # the first one has had a graph, and has none now
+        *("main waits for side", "replay"),
+    ]
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+def test_work_that_cannot_be_captured_is_launched_with_one_warning(
+    monkeypatch: pytest.MonkeyPatch, breaks: bool
+) -> None:
+    failures = [RuntimeError("operation not permitted when stream is capturing\nCUDA kernel errors ...")] * 4
+    cuda = Cuda(monkeypatch, *failures, breaks=breaks)
+    recorder = CudaRecorder(CUDA_DEVICE)
+    with pytest.warns(UserWarning, match="slower now: operation not permitted when stream is capturing$") as warned:
+        rounds = [recorder(cuda.work) for _ in range(2)]
+    assert len(warned) == 1
+    assert rounds == [cuda.work, cuda.work]
+    assert cuda.calls.count("empty_cache") == 4
+    assert gc.isenabled()
+    assert cuda.current is cuda.main
+    if breaks:  # torch's allocator would take it for underway
+        ended = [call for call in cuda.calls if call.startswith("_cuda")]
+        assert ended == [
+            f"{name} 0 pool {number}"
+            for number in (1, 2, 3, 4)
+            for name in ("_cuda_endAllocateToPool", "_cuda_releasePool")
+        ]
+    replay = recorder(cuda.work)
+    assert replay is not None
+    assert replay != cuda.work, "another shape may be captured"
+
+
+def test_an_interrupted_capture_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = Cuda(monkeypatch, KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        CudaRecorder(CUDA_DEVICE)(cuda.work)
+    assert cuda.calls[-2:] == ["capture_end", "main waits for side"]
+    assert gc.isenabled()
+
+
+def test_work_that_fails_when_launched_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = Cuda(monkeypatch)
+
+    def work() -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        CudaRecorder(CUDA_DEVICE)(work)
+    assert cuda.calls == ["side waits for main", "main waits for side"]
+
+
+def test_a_pool_of_graphs_is_never_left_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch refuses to capture into a pool that has had graphs and has none any more, as when the cache has grown."""
+    cuda = Cuda(monkeypatch)
+    recorder = CudaRecorder(CUDA_DEVICE)
     for _ in range(3):  # each replay is dropped before the next shape is captured
-        replay = recorder(lambda: calls.append("launched"))
+        replay = recorder(cuda.work)
         assert replay is not None
         del replay
-    assert len(captured) == 3
-    assert len(calls) == 3 * (CudaRecorder.WARM_UPS + 1)
+    assert cuda.calls.count("capture_begin pool 1") == 3
 
 
 # ------------------------------------------------------------------------------------------------ CUDA
@@ -395,6 +549,57 @@ def test_graphs_are_captured_on_the_main_stream_and_replayed_on_any(tiny_model: 
     assert recorded == [False, True]
     for ours, theirs in zip(found, expected, strict=True):
         assert_close(ours, theirs)
+
+
+@pytest.mark.gpu
+def test_a_capture_on_a_gpu_waits_for_no_other_stream() -> None:
+    recorder, sums = CudaRecorder(torch.device("cuda:0")), torch.zeros(4, device="cuda:0")
+    other, is_over = torch.cuda.Stream(), torch.cuda.Event()
+
+    def work() -> None:
+        sums.add_(1)
+
+    first = recorder(work)  # loads the kernel, for which CUDA may wait
+    torch.cuda.synchronize()
+    with torch.cuda.stream(other):
+        torch.cuda._sleep(5 * 10**9)  # cycles: seconds on every card
+        is_over.record(other)
+    second = recorder(work)
+    assert not is_over.query(), "the capture waited for the device"
+    assert first is not None
+    assert second is not None
+    first()
+    second()
+    assert sums.tolist() == [4] * 4  # twice to warm up, twice in replays
+
+
+@pytest.mark.gpu
+def test_what_a_gpu_cannot_capture_is_launched_and_others_are_captured() -> None:
+    recorder, sums = CudaRecorder(torch.device("cuda:0")), torch.zeros(4, device="cuda:0")
+
+    def forbidden() -> None:
+        sums.add_(1)
+        if torch.cuda.is_current_stream_capturing():
+            sums.sum().item()
+
+    with pytest.warns(UserWarning, match="CUDA cannot capture"):
+        rounds = recorder(forbidden)
+    assert rounds is forbidden
+    before = sums.clone()
+
+    def allowed() -> None:
+        sums.add_(1)
+
+    replay = recorder(allowed)
+    assert replay is not None
+    assert replay is not allowed
+    replay()
+    assert torch.equal(sums, before + 2)  # once to warm up, once in the replay
+    taken = torch.cuda.memory_reserved()
+    large = torch.empty(2**28, device="cuda:0", dtype=torch.uint8)
+    del large
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() <= taken, "torch takes the capture for underway"
 
 
 @pytest.mark.gpu
