@@ -86,6 +86,7 @@ class ModelDraft(Draft):
         self.tries_window &= max_context > 2 * TRIED_WINDOW
         if self.decoder.device.type == "cuda" and is_static(self.decoder) and self.graphs is None:
             self.graphs = TreeGraphs(self.decoder, self._num_entries(max_context) + 1 + MAX_ROWS)
+            self.graphs.prepare()
 
     def new_caches(self, target: Decoder, num_tokens: int, num_nodes: int) -> TextCaches:
         return TextCaches(CachedDecoder(target, num_tokens + num_nodes), self.new_text(num_tokens))

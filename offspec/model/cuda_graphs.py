@@ -40,6 +40,9 @@ WIDTHS = (4, 8, 16, 32, 64)  # a round's rows are padded to one of these
 # recording one takes as long as three rounds.
 USES_BEFORE_RECORDING = 3
 MIN_KEYS = 512  # minimum number of keys in attention; doubled until it covers all slots in use
+# Rounds up to this number of keys are recorded before the first text, if the cache is the draft's own: 15 shapes, which
+# take as long as two or three rounds each. More keys would be 5 shapes per doubling, which most texts never need.
+PREPARED_KEYS = 2048
 Work = Callable[[], None]
 Recorder = Callable[[Work], Work | None]
 Shape = tuple[int, int]  # rows and keys of a round
@@ -348,6 +351,18 @@ class StaticRounds:
             self._rounds[shape] = replay
             del self._missed[shape]
 
+    @torch.inference_mode()
+    def prepare(self) -> None:
+        """Record rounds of all widths up to PREPARED_KEYS keys. The cache must be empty, and have its memory."""
+        self.bind()
+        one = np.ones(1, dtype=np.int64)  # a valid round, so that nothing becomes NaN
+        self._buffers.send(self.cache, 0 * one, one, np.ones((1, 1), dtype=np.bool_), WIDTHS[-1])
+        most, in_use = min(PREPARED_KEYS, self.cache.capacity), 1
+        while (num_keys := _num_keys(in_use, self.cache.capacity)) <= most and in_use <= most:
+            self._missed |= dict.fromkeys((width, num_keys) for width in WIDTHS)
+            in_use = num_keys + 1
+        self._catch_up()
+
     def bind(self) -> None:
         """Drop the rounds of other memory than the cache has now."""
         if self.cache.positions is not self._bound_to:
@@ -385,6 +400,16 @@ class TreeGraphs:
     @property
     def cache(self) -> KVCache:
         return self.rounds.cache
+
+    def prepare(self) -> None:
+        """Reserve the cache and record the usual rounds before the first text, whose rounds would seem slow otherwise.
+
+        If the device has too little memory, the first text will find out, and can make room.
+        """
+        with suppress(torch.OutOfMemoryError):
+            self.cache.reserve(self._capacity)
+            self.cache.wipe()
+            self.rounds.prepare()
 
     def text(self, room: int) -> CachedDecoder:
         """An empty text with room for `room` entries; it has its own cache if another text still uses this one."""

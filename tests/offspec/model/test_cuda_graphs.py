@@ -289,6 +289,50 @@ def test_shapes_that_were_missed_are_recorded_as_soon_as_they_can_be(tiny_model:
         twins.keep(1, reroot=True)
 
 
+def test_usual_rounds_are_recorded_before_the_first_text(tiny_model: GetModel) -> None:
+    decoder, recorder = cached(tiny_model, "llama-gqa"), Recorder()
+    graphs = TreeGraphs(decoder, 5000, recorder)
+    graphs.prepare()
+    assert recorder.shapes == [(width, num_keys) for num_keys in (512, 1024, 2048) for width in WIDTHS]
+    twins = Twins(graphs.text(5000), CachedDecoder(decoder))
+    twins.commit(random_tokens(10))
+    for num_nodes in (1, 5, 12, 20):
+        twins.grow(random_tokens(num_nodes), [0] * num_nodes)
+    assert len(recorder.shapes) == 3 * len(WIDTHS)
+
+
+@pytest.mark.parametrize(("capacity", "keys"), [(300, [300]), (512, [512]), (1500, [512, 1024, 1500])])
+def test_no_round_is_prepared_that_the_cache_has_no_room_for(
+    tiny_model: GetModel, capacity: int, keys: list[int]
+) -> None:
+    recorder = Recorder()
+    TreeGraphs(cached(tiny_model, "llama-gqa"), capacity, recorder).prepare()
+    assert recorder.shapes == [(width, num_keys) for num_keys in keys for width in WIDTHS]
+
+
+def test_what_is_computed_in_preparing_leaves_nothing_behind(tiny_model: GetModel) -> None:
+    def record(work: Work) -> Work:
+        work()
+        return work
+
+    decoder = cached(tiny_model, "llama-gqa")
+    graphs = TreeGraphs(decoder, 300, record)
+    graphs.prepare()
+    assert graphs.cache.size == 0
+    live(Twins(graphs.text(300), CachedDecoder(decoder)), [("commit", [1, 2, 3]), ("grow", [4, 5]), ("reroot", [1])])
+
+
+def test_too_little_memory_is_left_to_the_first_text(tiny_model: GetModel) -> None:
+    def record(work: Work) -> Work | None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    graphs = TreeGraphs(cached(tiny_model, "llama-gqa"), 100, record)
+    graphs.prepare()
+    text = graphs.text(100)
+    with pytest.raises(torch.OutOfMemoryError):
+        text.score([1, 2], *NO_NODES)
+
+
 # ------------------------------------------------------------------------------------------------ how it is recorded
 
 
@@ -571,6 +615,22 @@ def test_a_capture_on_a_gpu_waits_for_no_other_stream() -> None:
     first()
     second()
     assert sums.tolist() == [4] * 4  # twice to warm up, twice in replays
+
+
+@pytest.mark.gpu
+def test_rounds_that_were_prepared_are_those_of_plain_ones(tiny_model: GetModel) -> None:
+    decoder, tree = cuda_decoder(tiny_model, torch.float32), star(40)
+    graphs = TreeGraphs(decoder, 3000)
+    graphs.prepare()
+    for seed in range(2):
+        text, plain = graphs.text(3000), CachedDecoder(decoder)
+        assert isinstance(text, StaticText)
+        for first, last in ((0, 4), (4, 40)):
+            if first == 0:
+                tokens = random_tokens(300 + 800 * seed, seed)
+                assert_close(text.score(tokens, *NO_NODES), plain.score(tokens, *NO_NODES))
+            assert_close(text.score([], *tree.round(first, last)), plain.score([], *tree.round(first, last)))
+        del text
 
 
 @pytest.mark.gpu
