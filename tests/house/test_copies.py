@@ -33,7 +33,7 @@ MAY_COPY = {
     "offspec/model/foreign_modules.py": "loads tables of foreign modules",
     "offspec/model/kv_in_ram.py": "KV entries in RAM, copied beside the layer before",
     "offspec/model/rope.py": "loads a model's frequencies",
-    "offspec/training/": "learns when no pass waits for it",
+    "offspec/training/": "learns between texts, or beforehand",
 }
 
 
