@@ -210,11 +210,12 @@ class Sampler:
         return logits.index_fill(0, self._on_device(barred), -math.inf)
 
     def _allowed(self, logits: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
-        """Exclude what the constraint forbids; but not from rows without any allowed token, see `are_allowed`."""
+        """Exclude what the constraint forbids; but not from rows in which nothing would be left, see `are_allowed`."""
         if (bits := self._mask_bits(paths)) is None:
             return logits
         allowed = self._unpacked(bits)[:, : logits.shape[1]]
-        return logits.masked_fill(~allowed & allowed.any(-1, keepdim=True), -math.inf)
+        is_left = (allowed & (logits > -math.inf)).any(-1, keepdim=True)  # a draft's unknown tokens have -inf
+        return logits.masked_fill(~allowed & is_left, -math.inf)
 
     def are_allowed(self, tokens: IntArray, paths: Sequence[Sequence[int]]) -> BoolArray:
         """Which of a draft's proposals, `tokens` [R, C] after R paths, the constraint allows.

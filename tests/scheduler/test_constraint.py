@@ -23,6 +23,7 @@ from offspec.scheduler.model_drafter import ModelDrafter
 from offspec.scheduler.params import Constraint, SamplingParams, SpeculationParams
 from offspec.scheduler.sampling import Sampler
 from offspec.scheduler.tree import ROOT, TokenTree
+from offspec.scheduler.vocabulary import Vocabulary
 
 from ..refusals import refused
 from .fakes import (
@@ -148,7 +149,15 @@ def drafters(sampler: Sampler, budget: int, width: int) -> dict[str, Drafter]:
         "no reuse": model_drafter(RuleModel(DRAFT, VOCAB_SIZE), reuse=False),
         "specexec": model_drafter(RuleModel(DRAFT, VOCAB_SIZE), scoring="specexec"),
         "small vocabulary": model_drafter(RuleModel(random_rule(6, 3), 6)),
+        "table": model_drafter(knowing(range(0, VOCAB_SIZE, 3))),
     }
+
+
+def knowing(tokens: Sequence[int]) -> RuleModel:
+    """A draft that knows some of the target's tokens, as EAGLE-3's heads do."""
+    model = RuleModel(random_rule(len(tokens), 3), len(tokens))
+    model.vocabulary = Vocabulary.mapped(np.array(tokens))
+    return model
 
 
 @pytest.mark.slow
@@ -158,7 +167,7 @@ def drafters(sampler: Sampler, budget: int, width: int) -> dict[str, Drafter]:
     seed=st.integers(0, 1000),
     budget=st.sampled_from([3, 12, 40]),
     width=st.sampled_from([1, 4]),
-    name=st.sampled_from(["plain", "forced", "lookup", "model", "no reuse", "specexec", "small vocabulary"]),
+    name=st.sampled_from(["plain", "forced", "lookup", "model", "no reuse", "specexec", "small vocabulary", "table"]),
     rounds_ahead=st.sampled_from([0, 2]),
 )
 def test_text_is_that_of_masked_plain_decoding(
@@ -217,6 +226,15 @@ def test_what_is_forced_after_the_text_is_scored_with_it() -> None:
     tree = drafter.propose(PROMPT, 20)
     assert (0, 1, 2, 3, 4, 5) in paths(tree)
     assert model.batches[0] == 6, "nodes beside the text"
+
+
+def test_a_draft_that_knows_no_allowed_token_proposes_none() -> None:
+    """Its logits of them are -inf, though its vocabulary spans them."""
+    constraint = HashedConstraint(seed=0)
+    constraint.allowed = lambda answer: [4, 5]  # type: ignore[method-assign]
+    sampler = Prompted(SamplingParams(temperature=0.7, top_p=0.9), constraint)
+    drafter = ModelDrafter(knowing([0, 3, 10]), DraftRequest(sampler), SpeculationParams(8), learnt_of())
+    assert len(drafter.propose(PROMPT, 20)) == 0
 
 
 def test_a_dead_end_is_an_error_at_the_target_only() -> None:
