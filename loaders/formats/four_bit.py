@@ -83,9 +83,26 @@ class Nested:
         return torch.full((), self.offset, dtype=torch.float32, device=self.scales.device)
 
     def expand(self, codes: Tensor) -> Tensor:
-        """uint8 [blocks] → fp32 [blocks]."""
-        scales = self.scales.repeat_interleave(self.blocksize)[: codes.shape[0]]
-        return self.values.index_select(0, codes.int()).mul_(scales).add_(self.offset)
+        """uint8 [blocks] → fp32 [blocks], by few kernels: a matrix needs them for each use, and each is launched.
+
+        The sum is rounded after the product, so that all ways give the same numbers.
+        """
+        if codes.is_cuda and self.blocksize == NESTED_BLOCKSIZE and has_kernels(codes.device):
+            return self.expand_by_bitsandbytes(codes)
+        expanded, size = self.values.index_select(0, codes.int()), self.blocksize
+        if num_whole := codes.shape[0] // size:
+            expanded[: num_whole * size].view(num_whole, size).mul_(self.scales[:num_whole, None])
+        if codes.shape[0] % size:
+            expanded[num_whole * size :].mul_(self.scales[num_whole])
+        return expanded.add_(self.offset)
+
+    def expand_by_bitsandbytes(self, codes: Tensor) -> Tensor:
+        """As `expand`, by two kernels."""
+        bitsandbytes_functional()
+        product: Tensor = torch.ops.bitsandbytes.dequantize_blockwise(
+            codes, self.scales, self.values, self.blocksize, torch.float32
+        )
+        return product.add_(self.offset)
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from offspec.errors import CheckpointError, OffspecError
 from offspec.loaders.checkpoint import TensorInfo
@@ -111,6 +112,62 @@ def test_dequantised_as_bitsandbytes_does(
             scales = matrix.layout.nested.expand(matrix.absmax) if matrix.layout.nested else matrix.absmax
             four_bit.dequantize_reference(matrix.codes, scales, matrix.layout, reference)
             assert equal(reference.view(shape), expected)
+
+
+class CountedKernels(TorchDispatchMode):
+    """Names of the operations of a `with` block that compute something: no views, and no memory without content."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names = list[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func.is_view and "empty" not in func.name():
+            self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def nested_scales(num_blocks: int, blocksize: int) -> tuple[four_bit.Nested, Tensor]:
+    """Some scales, and codes uint8 [num_blocks]."""
+    generator = torch.Generator().manual_seed(num_blocks)
+    codes = torch.randint(0, 256, (num_blocks,), generator=generator, dtype=torch.uint8)
+    scales = torch.rand(-(-num_blocks // blocksize), generator=generator)
+    return four_bit.Nested(torch.randn(256, generator=generator), scales, 0.1234, blocksize), codes
+
+
+@pytest.mark.parametrize("num_blocks", [1, 255, 256, 257, 512, 1000])
+def test_nested_scales_are_unpacked_by_few_kernels(num_blocks: int) -> None:
+    """One rounding for the product, and one for the sum, whatever computes them."""
+    for blocksize in (64, 256):
+        nested, codes = nested_scales(num_blocks, blocksize)
+        factors = nested.scales[torch.arange(num_blocks) // blocksize]
+        expected = nested.values[codes.long()] * factors + torch.tensor(nested.offset)
+        with CountedKernels() as counted:
+            found = nested.expand(codes)
+        assert equal(found, expected)
+        assert len(counted.names) <= 4 + (num_blocks > blocksize and num_blocks % blocksize > 0), counted.names
+
+
+@packs
+@pytest.mark.parametrize("num_blocks", [1, 255, 256, 257, 1000])
+def test_bitsandbytes_unpacks_nested_scales_by_two_kernels(num_blocks: int) -> None:
+    nested, codes = nested_scales(num_blocks, 256)
+    with CountedKernels() as counted:
+        found = nested.expand_by_bitsandbytes(codes)
+    assert equal(found, nested.expand(codes))
+    assert counted.names == ["bitsandbytes::dequantize_blockwise", "aten::add_.Tensor"]
+
+
+@pytest.mark.gpu
+@packs
+@pytest.mark.parametrize("num_blocks", [1, 257, 1000])
+def test_nested_scales_on_cuda_are_those_of_the_cpu(num_blocks: int) -> None:
+    """Wherever their codes begin in a streamed layer."""
+    nested, codes = nested_scales(num_blocks, 256)
+    there = four_bit.Nested(nested.values.cuda(), nested.scales.cuda(), nested.offset, nested.blocksize)
+    for shift in range(4):
+        moved = torch.empty(num_blocks + shift, dtype=torch.uint8, device="cuda")[shift:].copy_(codes)
+        assert equal(there.expand(moved).cpu(), nested.expand(codes))
 
 
 @pytest.mark.parametrize("blocksize", BLOCKSIZES)
