@@ -7,6 +7,7 @@ it, as it would affect a pass.
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import shutil
 import tempfile
@@ -332,9 +333,11 @@ def measure_matmul(
 ) -> dict[int, float]:
     """width → FLOP/s of [width, K] @ [N, K].T, with shape (N, K) and alternating weights that fit no cache.
 
-    If one round would take too long, N is reduced. Raises torch's RuntimeError, for example out of memory.
+    num_weights: at least; a GPU gets as many as `beyond_cache` says. If one round would take too long, N is reduced.
+    Raises torch's RuntimeError, for example out of memory.
     """
-    weights = [_filled(shape, dtype, device) for _ in range(num_weights)]  # 64 MiB each in 16-bit
+    num_weights = beyond_cache(device, math.prod(shape) * dtype.itemsize, num_weights)  # 64 MiB each in 16-bit
+    weights = [_filled(shape, dtype, device) for _ in range(num_weights)]
     return {width: _matmul_flops(weights, width, seconds / len(widths)) for width in widths}
 
 
@@ -360,8 +363,23 @@ def _filled(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) ->
     return row.expand(shape).contiguous()
 
 
+CACHE_MULTIPLE = 4  # bytes measured with, in sizes of the cache: hardly any of them is left when it is read again
+
+
+def beyond_cache(device: torch.device, nbytes: int, least: int) -> int:
+    """How many buffers of `nbytes` are CACHE_MULTIPLE times the GPU's L2 cache (an RTX 4090's has 72 MiB).
+
+    At least `least`, which is the answer for a CPU and for a torch that does not report the cache's size.
+    """
+    if device.type != "cuda":
+        return least
+    cache_bytes = int(getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0))
+    return max(least, -(-CACHE_MULTIPLE * cache_bytes // nbytes))
+
+
 def measure_memory(device: torch.device, *, nbytes: int = 128 * MIB, seconds: float = 1.0) -> float:
-    """Bytes/s, reads plus writes, of a copy within the device's memory."""
+    """Bytes/s, reads plus writes, of a copy of at least `nbytes` within the device's memory, beyond its cache."""
+    nbytes *= beyond_cache(device, nbytes, 1)
     source = torch.ones(nbytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2 * nbytes / typical_seconds(device, lambda: target.copy_(source), seconds)
@@ -387,15 +405,15 @@ def measure_dequantise(
 ) -> float:
     """Weights/s of dequantising whole matrices of a packed format to `dtype`; NF4's for formats without `sized`.
 
-    As in a pass, the matrices fit no cache, and each result is multiplied before the next matrix. On a CPU, NF4 without
-    bitsandbytes raises OffspecError.
+    As in a pass, the matrices fit no cache, and each result is multiplied before the next matrix. num_weights: at least
+    (`beyond_cache`). On a CPU, NF4 without bitsandbytes raises OffspecError.
     """
     known, form = _measured(form)
     if device.type == "cpu":  # a GPU does not need it
         known.prepare()
     stored = known.sized(form, "weight", shape, of_no_file)
     assert stored is not None
-    matrices = itertools.cycle([_packed_sample(stored, device) for _ in range(num_weights)])
+    matrices = _packed_samples(stored, device, num_weights)
     out, row = torch.zeros(shape, dtype=dtype, device=device), _filled((1, shape[1]), dtype, device)
     seconds_each = typical_seconds(
         device, lambda: next(matrices).dequantize(dtype, out), seconds, before=lambda: F.linear(row, out)
@@ -403,20 +421,20 @@ def measure_dequantise(
     return shape[0] * shape[1] / seconds_each
 
 
-_PACKED_FORM, _PACKED_SHAPE = "Q4_K", (16384, 8192)  # 72 MiB each: no cache keeps two of them
+_PACKED_FORM, _PACKED_SHAPE = "Q4_K", (16384, 8192)  # 72 MiB each
 
 
 def measure_packed_product(device: torch.device, dtype: torch.dtype, *, seconds: float = 0.1) -> float | None:
     """Bytes/s of packed matrices in products with 16 rows on a GPU that do not unpack them.
 
-    None on a CPU, and where the kernel is missing, cannot be compiled, or memory for two matrices is lacking.
+    None on a CPU, and where the kernel is missing, cannot be compiled, or memory for the matrices is lacking.
     """
     stored = format_named(_PACKED_FORM).sized(_PACKED_FORM, "weight", _PACKED_SHAPE, of_no_file)
     assert stored is not None
     if device.type == "cpu" or stored.fused_kind is None:
         return None
     try:
-        matrices = itertools.cycle([_packed_sample(stored, device) for _ in range(2)])
+        matrices = _packed_samples(stored, device, 2)
         rows = _filled((16, _PACKED_SHAPE[1]), dtype, device)
         each_s = typical_seconds(device, lambda: _fused(rows, next(matrices), None, None), seconds)
     except Exception:  # noqa: BLE001 (Triton, its compilers and the system's raise many kinds of errors)
@@ -430,13 +448,21 @@ def _measured(form: str) -> tuple[WeightFormat, str]:
     return (known, form) if known.sized(form, "weight", (64, 256), of_no_file) else (format_named("nf4"), "nf4")
 
 
+def _packed_samples(stored: StoredWeight, device: torch.device, least: int) -> Iterator[PackedWeight]:
+    """Samples in endless turns: `least` of them, or as many as fit no cache of a GPU."""
+    num_bytes = sum(info.nbytes for info in stored.streamed)
+    return itertools.cycle([_packed_sample(stored, device) for _ in range(beyond_cache(device, num_bytes, least))])
+
+
 def _packed_sample(stored: StoredWeight, device: torch.device) -> PackedWeight:
     weight = stored.sample(device)
     assert not isinstance(weight, torch.Tensor)
     return weight
 
 
-FUSED_WIDTHS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+# Kernels change between 1 and 8 rows: on an A100, bitsandbytes dequantises some shapes for 6 and 7 rows, not for 8.
+# Beyond, their time rises at the first row of a new tile of 16, 32 or 64 rows.
+FUSED_WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 16, 17, 32, 33, 64, 65, 128, 129, 256)
 FUSED_GAIN = 0.9  # share of the plain product's seconds; a smaller gain does not justify a different rounding
 
 
@@ -444,29 +470,47 @@ def measure_fused_rows(stored: StoredWeight, device: torch.device, dtype: torch.
     """Measure and set the number of rows up to which the fused product is faster for matrices like `stored`.
 
     It tries FUSED_WIDTHS until the fused product is no longer faster, or dequantises: from some width on, bitsandbytes
-    dequantises into memory that no plan contains. 0 if the fused product is never faster, or if this device and layout
-    have none. `FUSED_ROWS` keeps the result until the process ends.
+    dequantises into memory that no plan contains. Between the last two of them it bisects. 0 if the fused product is
+    never faster, or if this device and layout have none. `FUSED_ROWS` keeps the result until the process ends.
     """
     form, shape = stored.dtype, stored.shape
     FUSED_ROWS.set(form, shape, dtype, device, 0)  # `linear` below must be the plain product
-    samples = [_packed_sample(stored, device) for _ in range(2)]
-    if any(sample.fused_linear is None for sample in samples):
+    if _packed_sample(stored, device).fused_linear is None:
         return 0
-    matrices = itertools.cycle(samples)
-    scratch, most = torch.empty(shape[0] * shape[1], dtype=dtype, device=device), 0
-    for width in FUSED_WIDTHS:
+    matrices = _packed_samples(stored, device, 2)
+    scratch = torch.empty(shape[0] * shape[1], dtype=dtype, device=device)
+
+    def is_faster(width: int) -> bool:
         rows = _filled((width, shape[1]), dtype, device)
 
-        def typical_s(multiply: Multiply, rows: torch.Tensor = rows) -> float:
+        def typical_s(multiply: Multiply) -> float:
             each_s = seconds / len(FUSED_WIDTHS) / 2
             return typical_seconds(device, lambda: multiply(rows, next(matrices), None, scratch), each_s)
 
         taken = _allocated(device)
         _fused(rows, next(matrices), None, scratch)
-        if _allocated(device) - taken >= scratch.nbytes or typical_s(_fused) > FUSED_GAIN * typical_s(linear):
-            break
-        most = width
+        dequantises = _allocated(device) - taken >= scratch.nbytes
+        return not dequantises and typical_s(_fused) <= FUSED_GAIN * typical_s(linear)
+
+    most = _most_rows(is_faster)
     FUSED_ROWS.set(form, shape, dtype, device, most)
+    return most
+
+
+def _most_rows(is_faster: Callable[[int], bool]) -> int:
+    """The last number of rows before the first that is not faster; 0 if one row is not."""
+    most = 0
+    for width in FUSED_WIDTHS:
+        if not is_faster(width):
+            return _bisected(is_faster, most, width)
+        most = width
+    return most
+
+
+def _bisected(is_faster: Callable[[int], bool], most: int, slower: int) -> int:
+    while slower - most > 1:
+        width = (most + slower) // 2
+        most, slower = (width, slower) if is_faster(width) else (most, width)
     return most
 
 

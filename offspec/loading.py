@@ -405,14 +405,16 @@ def _load_models(
     device = machine.device
     if device.type == "cuda":  # otherwise memory that torch cached for a closed engine would count as used
         release_memory(device)
+        limit_memory(None, device)
     plan = plan_here(files, features, read_hardware(device), options.memory)
-    if device.type == "cuda":
-        limit_memory(plan.placement.limits.device if options.vram is not None else None, device)
     choose_products([(files, not plan.placement.streamed), *((model, True) for model in opened.models)], device)
     link, rates = machine.measure(plan)
     plan = with_faster_residents(plan, rates)
     notes += [*explain_plan(plan, link), *explain_packing(plan)]
     notes += measure_fused_limits([files, *opened.models], device)
+    if device.type == "cuda":  # only now: a measurement may take more for a moment than a small model may keep
+        release_memory(device)
+        limit_memory(plan.placement.limits.device if options.vram is not None else None, device)
     settings = LoadSettings(has_far_embedding=True, synchronous=options.synchronous, progress=options.progress)
     memory = PlannedMemory(plan, device, notes, lambda plan: load_planned(plan, device, settings))
 

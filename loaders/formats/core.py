@@ -284,7 +284,7 @@ class PackedStored:
 
 def any_bytes(nbytes: int, device: torch.device) -> Tensor:
     """uint8 [nbytes] of arbitrary values."""
-    return torch.arange(256, dtype=torch.uint8).mul_(37).repeat(-(-nbytes // 256))[:nbytes].to(device)
+    return torch.arange(256, dtype=torch.uint8).mul_(37).to(device).repeat(-(-nbytes // 256))[:nbytes]
 
 
 # ------------------------------------------------------------------------------------------------------------- formats

@@ -94,14 +94,16 @@ def choose_products(models: Iterable[tuple[ModelFiles, bool]], device: torch.dev
 
 
 def measure_quick_rates(target: ModelFiles, device: torch.device, link_bytes_per_s: float | None) -> Rates:
-    """Rates for `Plan.predict_pass_s`, measured in a quarter of a second and 64 MiB: good for a first estimate.
+    """Rates for `Plan.predict_pass_s`, measured in a quarter of a second: good for a first estimate.
 
-    Beside a streamed target, packed matrices may draft; on a GPU their products take 0.1 s and 144 MiB more.
+    Takes 32 MiB of weights on a CPU; on a GPU 128 MiB, or four times its L2 cache if that is more. Beside a streamed
+    target, packed matrices may draft; on a GPU their products take 0.1 s and as much memory more.
     """
     form = target.packed_form
     is_unpacked_first = form == LOSSLESS_FORMAT  # its resident layers may be plain, so products are measured apart
     known = HALF_DTYPES.get(target.dtype, "") if form is None or is_unpacked_first else form
     products = product_flops(known, target.dtype) if device.type == "cpu" else {}
+    shape = (2048, 2048) if device.type == "cpu" else (4096, 4096)  # launching a smaller product takes a GPU's time
     if products and not is_unpacked_first:
         return Rates(
             disk_bytes_per_s=link_bytes_per_s, host_to_device_bytes_per_s=link_bytes_per_s, matmul_flops=products
@@ -109,7 +111,7 @@ def measure_quick_rates(target: ModelFiles, device: torch.device, link_bytes_per
     return Rates(
         disk_bytes_per_s=link_bytes_per_s,
         host_to_device_bytes_per_s=link_bytes_per_s,
-        matmul_flops=products or measure_matmul(device, target.dtype, (1, 16, 128), shape=(2048, 2048), seconds=0.2),
+        matmul_flops=products or measure_matmul(device, target.dtype, (1, 16, 128), shape=shape, seconds=0.2),
         dequantise_elements_per_s=measure_dequantise(device, target.dtype, form, seconds=0.05) if form else None,
         packed_bytes_per_s=measure_packed_product(device, target.dtype) if link_bytes_per_s is not None else None,
     )
