@@ -38,7 +38,7 @@ from .errors import ConstraintError, NumericalError, OffspecError
 from .model.decoder import PASS_ROWS, TextRows, score_together
 from .model.row_logits import HEAD_ROWS, RowLogits
 from .model.text_caches import TextCaches
-from .planning.out_of_memory import first_line, retry_out_of_memory
+from .planning.out_of_memory import out_of_memory_message, retry_out_of_memory
 from .stats import Stats, peak_host_bytes
 from .text.lookup_files import FileIndex, LookedUp
 
@@ -340,14 +340,16 @@ class Request:
 
         Returns torch's message if device memory ran out; the text is then complete, the caches are not.
         """
-        message = ""
+        message: str | None = ""
         try:
             self.target.keep(verdict.path)
             done = TargetPass(self.text, self._tree, verdict, rows, rows)
             self.drafter.observe(done)
             self._listen(done)
-        except torch.OutOfMemoryError as exc:
-            message = first_line(exc)
+        except RuntimeError as exc:
+            message = out_of_memory_message(exc)
+            if message is None:
+                raise
         self.text += verdict.tokens
         self.sampler.extend(verdict.tokens)
         return message

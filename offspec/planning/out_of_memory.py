@@ -6,7 +6,8 @@ neither loads weights nor generates text.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 import torch
@@ -19,6 +20,15 @@ from .plan import Plan
 
 SHARE = 10  # the second try has 1/SHARE fewer bytes of resident layers, at least one layer less
 
+_MESSAGES = re.compile(
+    r"CUDA out of memory"  # torch's allocator
+    r"|CUDA error: out of memory|cudaErrorMemoryAllocation"  # the runtime: a graph, or the code of a kernel
+    r"|\[CUDA\]: out of memory|CUDA_ERROR_OUT_OF_MEMORY"  # the driver, as Triton calls it
+    r"|CU[A-Z]+_STATUS_ALLOC_FAILED"  # cuBLAS and its like, which allocate workspaces of their own
+    r"|NVML_SUCCESS == .*CUDACachingAllocator"  # torch's allocator where NVML is missing: its report fails
+)
+_MEMORY_ALLOCATION = 2  # cudaErrorMemoryAllocation
+
 T = TypeVar("T")
 
 
@@ -30,9 +40,33 @@ def retry_out_of_memory(attempt: Callable[[], T], make_room: Callable[[str], obj
     while True:
         try:
             return attempt()
-        except torch.OutOfMemoryError as exc:
-            message = first_line(exc)
+        except RuntimeError as exc:
+            message = out_of_memory_message(exc)
+            if message is None:
+                raise
         make_room(message)  # outside the handler, whose traceback keeps the attempt's tensors alive
+
+
+def out_of_memory_message(exc: RuntimeError) -> str | None:
+    """The message by which a library reports that device memory ran out, in one line; None for any other error.
+
+    CUDA can be used after such an error. After those that it calls sticky, such as an illegal address, each further
+    call fails, so they must not be taken for it (CUDA Runtime API, cudaError_t: they leave "the process in an
+    inconsistent state"). A capture that memory ended raises an error of its own, with the cause as its context.
+    """
+    for error in _with_causes(exc):
+        is_coded = getattr(error, "error_code", None) == _MEMORY_ALLOCATION  # torch.AcceleratorError, from torch 2.9
+        if is_coded or isinstance(error, torch.OutOfMemoryError) or _MESSAGES.search(str(error)):
+            return first_line(error)
+    return None
+
+
+def _with_causes(exc: BaseException) -> Iterator[RuntimeError]:
+    """An error and those that it was raised from, as long as they are torch's own: RuntimeErrors."""
+    error: BaseException | None = exc
+    while isinstance(error, RuntimeError):
+        yield error
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
 
 
 def with_fewer_residents(plan: Plan) -> Plan:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,6 +20,7 @@ from offspec.loaders.placement import Placement
 from offspec.loaders.tiers import TieredWeights
 from offspec.loading import LoadedTarget, PlannedMemory
 from offspec.model.kv_cache import KVCache
+from offspec.planning.out_of_memory import out_of_memory_message
 
 from ...refusals import refused, tells
 
@@ -59,13 +61,20 @@ def num_resident(engine: Engine) -> int:
 class Scarce:
     """Calls of a method or function that fail for want of memory, by their number; the others go through."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, failing: set[int]) -> None:
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        owner: Any,
+        name: str,
+        failing: set[int],
+        make_error: Callable[[], RuntimeError] = lambda: torch.OutOfMemoryError(TOLD),
+    ) -> None:
         self.num_calls, original = 0, getattr(owner, name)
 
         def call(*args: Any, **kwargs: Any) -> Any:
             self.num_calls += 1
             if self.num_calls in failing:
-                raise torch.OutOfMemoryError(TOLD)
+                raise make_error()
             return original(*args, **kwargs)
 
         monkeypatch.setattr(owner, name, call)
@@ -73,7 +82,7 @@ class Scarce:
 
 @pytest.fixture
 def scarce(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Scarce]:
-    return lambda owner, name, failing: Scarce(monkeypatch, owner, name, failing)
+    return lambda *args, **options: Scarce(monkeypatch, *args, **options)
 
 
 @pytest.mark.parametrize("owner", [loading, model_draft], ids=["target", "draft"])
@@ -105,6 +114,93 @@ def test_a_pass_is_tried_again_with_fewer_residents(
     assert says(engine) == expected
     assert num_resident(engine) < 8
     assert says(engine) == expected
+
+
+def accelerator_error(message: str, code: int) -> RuntimeError:
+    """torch's, from 2.9 on; a stand-in before."""
+    error: RuntimeError = getattr(torch, "AcceleratorError", RuntimeError)(message)
+    error.error_code = code  # type: ignore[attr-defined]
+    return error
+
+
+def capture_error() -> RuntimeError:
+    """What ends a capture in which memory ran out."""
+    try:
+        try:
+            raise torch.OutOfMemoryError(TOLD)
+        finally:
+            raise accelerator_error("CUDA error: operation failed due to a previous error during capture", 901)
+    except RuntimeError as exc:
+        return exc
+
+
+@pytest.mark.parametrize(
+    ("make_error", "message"),
+    [
+        (lambda: torch.OutOfMemoryError(TOLD), "CUDA out of memory"),
+        (lambda: accelerator_error("CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation'", 2),
+         "CUDA error: out of memory"),
+        (lambda: accelerator_error("CUDA error: worded otherwise", 2), "CUDA error: worded otherwise"),
+        (lambda: RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported"),
+         "CUDA error: out of memory"),
+        (lambda: RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+         "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        (lambda: RuntimeError("Triton Error [CUDA]: out of memory"), "Triton Error [CUDA]: out of memory"),
+        (capture_error, "CUDA out of memory"),
+    ],
+    ids=["allocator", "runtime", "code", "older torch", "cuBLAS", "Triton", "capture"],
+)  # fmt: skip
+def test_every_way_to_run_out_of_memory_is_tried_again(
+    engine: Engine,
+    scarce: Callable[..., Scarce],
+    expected: list[int],
+    make_error: Callable[[], RuntimeError],
+    message: str,
+) -> None:
+    scarce(request, "score_together", {3}, make_error=make_error)
+    assert says(engine) == expected
+    assert num_resident(engine) < 8
+    (note,) = [note for note in engine.notes if "ran out of memory" in note.text]
+    assert f"({message})" in note.text
+
+
+def test_memory_that_runs_out_after_a_pass_is_found_again(
+    engine: Engine, scarce: Callable[..., Scarce], expected: list[int]
+) -> None:
+    scarce(KVCache, "keep", {2}, make_error=lambda: RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED"))
+    assert says(engine) == expected
+    assert num_resident(engine) < 8
+
+
+@pytest.mark.parametrize(
+    "make_error",
+    [
+        lambda: accelerator_error("CUDA error: an illegal memory access was encountered", 700),
+        lambda: accelerator_error("CUDA error: unspecified launch failure", 719),
+        lambda: RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx`"),
+        lambda: RuntimeError("out of resource: shared memory, Required: 131072, Hardware limit: 101376"),
+        lambda: RuntimeError("index 7 is out of bounds"),
+    ],
+    ids=["address", "launch", "cuBLAS", "shared memory", "index"],
+)
+@pytest.mark.parametrize(("owner", "name"), [(request, "score_together"), (KVCache, "keep")])
+def test_other_errors_are_not_tried_again(
+    engine: Engine, scarce: Callable[..., Scarce], make_error: Callable[[], RuntimeError], owner: Any, name: str
+) -> None:
+    """After most of these, CUDA fails for the rest of the process."""
+    scarce(owner, name, {2}, make_error=make_error)
+    error = make_error()
+    with pytest.raises(type(error), match=re.escape(str(error))):
+        says(engine)
+    assert num_resident(engine) == 8
+
+
+def test_the_report_of_torchs_allocator_fails_where_nvml_is_missing() -> None:
+    text = (
+        'NVML_SUCCESS == DriverAPI::get()->nvmlInit_v2_() INTERNAL ASSERT FAILED at "/pytorch/CUDACachingAllocator.cpp"'
+    )
+    assert out_of_memory_message(RuntimeError(text)) is not None
+    assert out_of_memory_message(RuntimeError("NVML_SUCCESS == r INTERNAL ASSERT FAILED")) is None
 
 
 def test_caches_of_another_text_outlive_running_out_of_memory(
