@@ -104,6 +104,34 @@ def read_memory(root: Path = ROOT) -> Memory:
     return Memory(total, available, machine.total, source)
 
 
+def is_wsl(root: Path = ROOT) -> bool:
+    """Whether this is Linux in the Windows Subsystem for Linux."""
+    try:
+        return "microsoft" in (root / "proc/sys/kernel/osrelease").read_text(encoding="ascii", errors="replace").lower()
+    except OSError:
+        return False
+
+
+def may_spill(root: Path = ROOT) -> bool:
+    """Whether the GPU's driver may move device memory to RAM without an error: Windows' does, which WSL uses too."""
+    return sys.platform == "win32" or is_wsl(root)
+
+
+def pinning_remedy(root: Path = ROOT) -> str:
+    """What to do where the system refused to page-lock memory. RLIMIT_MEMLOCK (`ulimit -l`) does not limit CUDA.
+
+    Source: "CUDA on WSL User Guide", known limitations; cudaHostRegister locks pages in the driver, not by mlock.
+    """
+    if sys.platform == "win32":
+        return "Windows locks at most half of the RAM: set a lower `ram`, or add RAM"
+    if is_wsl(root):
+        return 'WSL locks at most half of its memory: raise "memory" in .wslconfig, or set a lower `ram`'
+    memory = read_memory(root)
+    if memory.limit != "MemAvailable":
+        return f"raise the container's memory limit ({memory.limit}), or set a lower `ram`"
+    return "free RAM, or set a lower `ram`"
+
+
 def read_gpu(device: torch.device) -> Gpu:
     """Query a GPU. Raises HardwareError if the driver does not answer or has no memory for a context."""
     import torch

@@ -14,7 +14,7 @@ from weakref import WeakSet
 import torch
 
 from offspec.loaders.cuda import CopyStream, limit_memory, release_memory
-from offspec.loaders.hardware import Rates, read_hardware
+from offspec.loaders.hardware import Rates, pinning_remedy, read_hardware
 from offspec.loaders.placement import KV_ITEM, Item
 from offspec.loaders.tiers import Progress, TieredWeights
 from offspec.loaders.units import format_size
@@ -43,6 +43,7 @@ from .planning.probe import (
     ram_beside_program,
 )
 from .planning.report import explain_packing, explain_plan
+from .planning.spilling import spill_watch
 from .process import set_num_threads
 from .text.lookup_files import lookup_memory_bytes, open_index
 from .text.tokenizer import Tokenizer
@@ -165,6 +166,7 @@ class LoadedTarget:
         self._memory, self._streamed_before = memory, 0
         self._has_weights, self._is_closed = True, False
         self._caches = WeakSet[KVCache]()
+        self._spill_watch = spill_watch(decoder.device)
 
     @property
     def plan(self) -> Plan | None:
@@ -181,6 +183,17 @@ class LoadedTarget:
         assert self.plan is not None
         assert self.rates is not None
         return self.plan.predict_pass_s(self.rates, width)
+
+    def observe_pass(self, num_rows: int, num_tokens: int, seconds: float) -> None:
+        """Compare a pass of `num_rows` rows, after a text of `num_tokens` tokens, with its prediction.
+
+        Only where the driver may move device memory to RAM without a word; `notes` then says so.
+        """
+        if self._spill_watch is None or self.plan is None or self.rates is None:
+            return
+        predicted_s = self.plan.predict_pass_s(self.rates, num_rows, num_tokens)
+        if (note := self._spill_watch.observe(self.plan, predicted_s, seconds)) is not None:
+            self.notes.append(note)
 
     @property
     def bytes_streamed(self) -> int:
@@ -440,6 +453,5 @@ def _unpinned(decoder: Decoder) -> list[Note]:
     """A note if the system refused to page-lock weights in RAM."""
     if not isinstance(decoder.weights, TieredWeights) or not (unpinned := decoder.weights.unpinned_bytes):
         return []
-    what = f"the system refused to page-lock {format_size(unpinned)} of weights in RAM"
-    remedy = "raise the limit of locked memory (ulimit -l, or the container's setting)"
-    return [Note(f"{what}, so copies of them are slower; {remedy}", advice=True)]
+    refused = f"the system refused to page-lock {format_size(unpinned)} of weights in RAM"
+    return [Note(f"{refused}, so copies of them are slower; {pinning_remedy()}", advice=True)]

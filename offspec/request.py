@@ -224,6 +224,11 @@ class Request:
         retry_out_of_memory(lambda: self._begin(self.text), self._make_room)
 
     @property
+    def num_rows(self) -> int:
+        """Rows of its last pass."""
+        return len(self._chain) + len(self._tree)
+
+    @property
     def _wants_prompt_logprobs(self) -> bool:
         return self.asked.sampling.prompt_logprobs and len(self._prompt_logprobs) < self._num_prompt - 1
 
@@ -432,6 +437,8 @@ def run_pass(
     messages = [request.commit(verdict, own) for request, verdict, own in of_all if isinstance(verdict, Verdict)]
     if any(messages):
         begin_again(max(messages))
+    num_rows, num_tokens = sum(request.num_rows for request in requests), max(len(own.text) for own in requests)
+    requests[0].engine.loaded.observe_pass(num_rows, num_tokens, passed.target_s)
     ended = time.perf_counter()
     for request in requests:
         request.count(passed.drafted_s, passed.target_s, ended - started)

@@ -13,7 +13,9 @@ import pytest
 
 from offspec import Engine, SamplingParams, SpeculationParams
 from offspec.batch import Batch
+from offspec.checkpoints.opening import Note
 from offspec.cli.main import COMMANDS, LazyGroup, cli
+from offspec.loading import LoadedTarget
 from offspec.text.tokenizer import Tokenizer
 
 from ..pair import Pair, variant
@@ -52,6 +54,23 @@ def test_text_is_that_of_json_and_ends_the_line(run_args: Sequence[object], offs
     text = run_json(offspec, *run_args, "hi")["text"]
     result = offspec(*run_args, "hi")
     assert (result.code, result.out, result.err) == (0, text + "\n", "")
+
+
+@pytest.mark.parametrize(("flags", "is_shown"), [((), True), (("--quiet",), False)])
+def test_what_is_noticed_while_a_text_is_made_is_told_after_it(
+    run_args: Sequence[object],
+    offspec: Offspec,
+    monkeypatch: pytest.MonkeyPatch,
+    flags: tuple[str, ...],
+    is_shown: bool,
+) -> None:
+    def observe(self: LoadedTarget, *args: object) -> None:
+        if not any("noticed" in note.text for note in self.notes):
+            self.notes += [Note("noticed; set a lower `vram`", advice=True), Note("noticed, too")]
+
+    monkeypatch.setattr(LoadedTarget, "observe_pass", observe)
+    result = offspec(*run_args, "hi", *flags)
+    assert (result.code, result.err) == (0, "offspec: noticed; set a lower --vram\n" if is_shown else "")
 
 
 def test_a_drawn_seed_is_told_and_gives_the_text_again(run_args: Sequence[object], offspec: Offspec) -> None:

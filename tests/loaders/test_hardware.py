@@ -11,6 +11,7 @@ import time
 from collections import namedtuple
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -40,7 +41,7 @@ from offspec.loaders.product_costs import of_no_file
 from offspec.loaders.readers import FileReader
 from offspec.loaders.units import format_count, format_quantity, format_seconds, format_size, parse_size
 
-from ..refusals import refused
+from ..refusals import refused, tells
 
 GIB, MIB = 2**30, 2**20
 CPU = torch.device("cpu")
@@ -340,6 +341,43 @@ def test_a_gpu_that_does_not_answer(monkeypatch: pytest.MonkeyPatch, fault: Exce
     fake_gpu(monkeypatch, mem_get_info=fault)
     with refused(HardwareError, "cuda:0", reason):
         read_gpu(torch.device("cuda:0"))
+
+
+def system(folder: Path, release: str) -> Path:
+    """A root folder of a Linux with this release."""
+    (folder / "proc/sys/kernel").mkdir(parents=True)
+    (folder / "proc/sys/kernel/osrelease").write_text(release)
+    return folder
+
+
+def test_wsl_is_told_by_its_kernel(tmp_path: Path) -> None:
+    assert hardware.is_wsl(system(tmp_path / "wsl", "6.6.87.2-microsoft-standard-WSL2\n"))
+    assert not hardware.is_wsl(system(tmp_path / "linux", "6.8.0-60-generic\n"))
+    assert not hardware.is_wsl(tmp_path / "other")
+
+
+def test_where_a_driver_may_spill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "linux")
+    assert hardware.may_spill(system(tmp_path / "wsl", "5.15.167.4-microsoft-standard-WSL2"))
+    assert not hardware.may_spill(tmp_path)
+    monkeypatch.setattr(sys, "platform", "win32")
+    assert hardware.may_spill(tmp_path)
+
+
+def test_what_to_do_where_memory_cannot_be_page_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`ulimit -l` is not among it: it does not limit CUDA."""
+    free = Memory(64 * GIB, 50 * GIB, 64 * GIB, "MemAvailable")
+    limited = replace(free, limit="cgroup v2 memory.max of /docker/1")
+    wsl = system(tmp_path / "wsl", "5.15.167.4-microsoft-standard-WSL2")
+    cases = [("linux", wsl, free, (".wslconfig", "half")), ("win32", tmp_path, free, ("half", "RAM")),
+             ("linux", tmp_path, limited, ("container", "cgroup v2 memory.max of /docker/1")),
+             ("linux", tmp_path, free, ("RAM",))]  # fmt: skip
+    for platform, root, memory, words in cases:
+        monkeypatch.setattr(sys, "platform", platform)
+        monkeypatch.setattr(hardware, "read_memory", lambda root, memory=memory: memory)
+        remedy = hardware.pinning_remedy(root)
+        assert tells(remedy, *words, "`ram`")
+        assert "ulimit" not in remedy
 
 
 @pytest.mark.gpu
