@@ -41,11 +41,12 @@ class Job:
 
     def teacher(self) -> Teacher:
         """The target, which is closed before training where it is not needed. Raises a subclass of OffspecError."""
-        from offspec.checkpoints.opening import open_target
+        from offspec.checkpoints.opening import DTYPES, open_target
         from offspec.training.distillation import Teacher
 
         engine = self.engine(draft="none")
-        files = open_target(self.model, self.loading["revision"], self.loading["dtype"], engine.target.device.type)
+        dtype = next(name for name, dtype in DTYPES.items() if dtype is engine.target.dtype)  # the one that was chosen
+        files = open_target(self.model, self.loading["revision"], dtype, engine.target.device.type)
         return Teacher(engine.target, files, engine.tokenizer, close_before_training=True)
 
     def gain(self, path: Path, prompts: Sequence[list[int]], params: DistillParams, **drafting: Any) -> DraftGain:

@@ -18,6 +18,7 @@ import psutil
 from offspec.errors import HardwareError
 
 from .cgroups import ROOT, cpu_quota, memory_limits
+from .gpu_support import fault_of
 
 if TYPE_CHECKING:
     import torch
@@ -46,6 +47,11 @@ class Gpu:
     total_bytes: int
     free_bytes: int
     capability: tuple[int, int]
+
+    @property
+    def has_bf16(self) -> bool:
+        """Whether it computes bf16 itself. Cards before Ampere convert to fp32, at a fraction of fp16's rate."""
+        return self.capability >= (8, 0)
 
 
 @dataclass(frozen=True)
@@ -141,10 +147,7 @@ def read_gpu(device: torch.device) -> Gpu:
         properties = torch.cuda.get_device_properties(index)
         free_bytes, total_bytes = torch.cuda.mem_get_info(index)
     except (RuntimeError, AssertionError) as exc:  # torch built without CUDA asserts
-        reason = (str(exc).strip().splitlines() or [type(exc).__name__])[0]
-        raise HardwareError(
-            f"{device} cannot be used ({reason}); check the output of nvidia-smi, or use `device=cpu`"
-        ) from exc
+        raise HardwareError(f"{device} cannot be used: {fault_of(exc)}, or use `device=cpu`") from exc
     return Gpu(properties.name, index, total_bytes, free_bytes, (properties.major, properties.minor))
 
 

@@ -21,7 +21,7 @@ from offspec.loaders.units import format_size
 from offspec.scheduler.retrieval import SuffixIndex
 
 from .checkpoints.load import LoadSettings, decoder_over, load_weights
-from .checkpoints.opening import ModelFiles, Note, choose_device, locate
+from .checkpoints.opening import ModelFiles, Note, choose_device, dtype_on, locate
 from .drafts.base import Draft, DraftOptions, OpenedDraft, OpenRequest
 from .drafts.kinds import open_draft
 from .drafts.weighing import Chooser, Scales
@@ -357,6 +357,7 @@ def load(options: LoadOptions) -> Loaded:
     device = choose_device(options.device, notes)
     # Check headers and tokenizers of both models first, so that errors appear before gigabytes are read.
     machine = MachineRates(device)
+    options = replace(options, dtype=dtype_on(options.dtype, read_hardware(device).gpu))
     files, tokenizer, opened = open_models(options, device.type, notes, machine)
     features, index = list[MemoryUser]([opened]), None
     if options.lookup_files:

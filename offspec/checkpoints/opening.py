@@ -16,6 +16,8 @@ import torch
 from offspec.loaders.checkpoint import Checkpoint
 from offspec.loaders.containers import open_checkpoint, open_config
 from offspec.loaders.formats import blank_tensors, format_notes, plan_form
+from offspec.loaders.gpu_support import card_fault, gpu_fault
+from offspec.loaders.hardware import Gpu
 from offspec.loaders.hub import resolve
 from offspec.loaders.kernels.compiler import instructions
 from offspec.loaders.tiers import StoredModel
@@ -38,6 +40,9 @@ from .gguf import in_our_names
 from .language_model import language_model
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+AUTO, AUTO_WITHOUT_BF16 = "auto", "auto without bf16"
+# Families whose activations exceed 65504, fp16's largest number (vLLM's _FLOAT16_NOT_SUPPORTED_MODELS).
+BEYOND_FP16 = frozenset({"gemma2", "gemma3", "gemma3_text", "glm4", "plamo2"})
 SMALL_MODEL_BYTES = 2 * 2**30
 COMPARED_BYTES = 2**24  # bytes compared at a time
 
@@ -178,29 +183,37 @@ def count_parameters(stored: StoredModel) -> int:
 
 
 def choose_device(wanted: str, notes: list[Note]) -> torch.device:
-    """`auto` is the first CUDA device, or the CPU. Raises UsageError for a missing device."""
-    if wanted == "auto":
-        has_cuda = torch.cuda.is_available()
-        notes.append(Note("device cuda:0 (found)" if has_cuda else "device cpu (no CUDA device found)"))
-        return torch.device("cuda:0" if has_cuda else "cpu")
+    """`auto` is the first CUDA device, or the CPU. Raises UsageError for a device that is missing or cannot be used."""
     if wanted == "cpu":
         return torch.device("cpu")
+    if wanted == "auto":
+        fault = gpu_fault() or card_fault(0)
+        is_fixable = fault is not None and fault.has_driver
+        notes.append(Note("device cuda:0 (found)" if fault is None else f"device cpu: {fault}", advice=is_fixable))
+        return torch.device("cuda:0" if fault is None else "cpu")
     named = re.fullmatch(r"cuda(?::([0-9]{1,4}))?", wanted)
     if named is None:
         raise UsageError(f"`device={wanted}` is not a device; use auto, cpu, cuda or cuda:N")
-    number, count = int(named[1] or 0), torch.cuda.device_count()
-    if number >= count:
+    number, fault = int(named[1] or 0), gpu_fault()
+    if fault is None and number >= (count := torch.cuda.device_count()):
         raise UsageError(
             f"`device={wanted}` does not exist: this machine has {count} CUDA devices; use cpu or another number"
         )
+    if (fault := fault or card_fault(number)) is not None:
+        raise UsageError(f"`device={wanted}` cannot be used: {fault}, or use `device=cpu`")
     return torch.device("cuda", number)
+
+
+def dtype_on(wanted: str, gpu: Gpu | None) -> str:
+    """The dtype to open models with on a GPU: `auto` becomes AUTO_WITHOUT_BF16 for a card that lacks bf16."""
+    return AUTO_WITHOUT_BF16 if wanted == AUTO and gpu is not None and not gpu.has_bf16 else wanted
 
 
 def choose_dtype(
     wanted: str, name: str, config: ModelConfig, stored: StoredModel, device_type: str, notes: list[Note]
 ) -> torch.dtype:
     """`auto` is the checkpoint's dtype, but fp32 for a small model on a CPU, where exact text costs little."""
-    if wanted != "auto":
+    if wanted not in (AUTO, AUTO_WITHOUT_BF16):
         if wanted not in DTYPES:
             raise UsageError(f"`dtype={wanted}` is unknown; use auto, {', '.join(DTYPES)}")
         return DTYPES[wanted]
@@ -209,10 +222,23 @@ def choose_dtype(
         return torch.float32
     kept = stored.shared[config.embedding_name].dtype
     chosen = {"F16": torch.float16, "F32": torch.float32}.get(kept, torch.bfloat16)
+    if wanted == AUTO_WITHOUT_BF16 and chosen is torch.bfloat16:
+        return _instead_of_bf16(name, config, notes)
     is_slow = device_type == "cpu" and chosen is torch.float16 and "avx512_bf16" in instructions()
     remedy = "; bf16 may be several times as fast on this CPU (`dtype=bf16`)" if is_slow else ""
     notes.append(Note(f"dtype {str(chosen).removeprefix('torch.')} for {name} (the checkpoint's own){remedy}", is_slow))
     return chosen
+
+
+def _instead_of_bf16(name: str, config: ModelConfig, notes: list[Note]) -> torch.dtype:
+    """fp16, or fp32 for families that exceed its range."""
+    why = "this card does not compute bf16"
+    if config.model_type in BEYOND_FP16:
+        notes.append(Note(f"dtype fp32 for {name} ({why}, and {config.model_type} exceeds fp16's range)", advice=True))
+        return torch.float32
+    remedy = "if logits are not finite, use `dtype=fp32`"
+    notes.append(Note(f"dtype fp16 for {name} ({why}; fp16 has a smaller range: {remedy})", advice=True))
+    return torch.float16
 
 
 def open_target(model: str, revision: str | None, dtype: str, device_type: str) -> ModelFiles:

@@ -39,8 +39,8 @@ class SpillWatch:
         self._has_told = True
         return Note(
             f"passes take {slowness:.0f} times as long as predicted, as if the driver kept some of the card's memory "
-            'in RAM; in the NVIDIA control panel, set "CUDA - Sysmem Fallback Policy" to "Prefer No Sysmem Fallback", or '
-            "set a lower `vram`",
+            'in RAM; in the NVIDIA control panel, set "CUDA - Sysmem Fallback Policy" to "Prefer No Sysmem Fallback", '
+            "or set a lower `vram`",
             advice=True,
         )
 

@@ -16,6 +16,7 @@ import psutil
 import torch
 
 from offspec.loaders.formats.products import HALF_DTYPES
+from offspec.loaders.gpu_support import GpuFault, card_fault, gpu_fault
 from offspec.loaders.hardware import Disk, Hardware, read_disk, read_hardware
 from offspec.loaders.kernels.compiler import describe_instructions
 from offspec.loaders.measure import WIDTHS, Progress, measure_rates
@@ -60,6 +61,7 @@ class Diagnosis:
     load_average: float  # runnable processes over the last minute, before the measurements
     instructions: str = ""  # the CPU's instructions that products use
     products: tuple[ProductRate, ...] = ()  # on a CPU: the fastest way to multiply, for each number of rows
+    gpu_fault: GpuFault | None = None  # why `auto` took the CPU
 
     @property
     def model(self) -> Model:
@@ -100,7 +102,8 @@ def diagnose(
         disk, disk_reason = read_disk(where), ""
     except HardwareError as exc:
         disk, disk_reason = None, str(exc)
-    reason = notes[0].text.partition(" (")[2].rstrip(")") if notes else "as asked"
+    fault = (gpu_fault() or card_fault(0)) if device == "auto" and place.type == "cpu" else None
+    reason = "as asked" if device != "auto" else "found" if fault is None else fault.reason
     return Diagnosis(
         str(place),
         reason,
@@ -113,6 +116,7 @@ def diagnose(
         load_average=load_average,
         instructions=describe_instructions(),
         products=products,
+        gpu_fault=fault,
     )
 
 
@@ -133,8 +137,7 @@ def models_folder() -> Path:
 
 def dtype_of(hardware: Hardware) -> torch.dtype:
     """The dtype for large models: bf16, or fp16 on cards before Ampere, which compute bf16 in software."""
-    too_old = hardware.gpu is not None and hardware.gpu.capability < (8, 0)
-    return torch.float16 if too_old else torch.bfloat16
+    return torch.bfloat16 if hardware.gpu is None or hardware.gpu.has_bf16 else torch.float16
 
 
 def _version(package: str) -> str | None:
@@ -178,14 +181,19 @@ def _no_bitsandbytes(d: Diagnosis) -> str | None:
 
 
 def _no_gpu(d: Diagnosis) -> str | None:
-    if d.hardware.gpu is not None or d.device_reason == "as asked":
+    if d.gpu_fault is None:
         return None
-    if not d.torch_has_gpus:
-        return (
-            f"This torch ({d.torch_version}) is built for CPUs only. If this machine has a graphics card, install "
-            "torch for it (https://pytorch.org/get-started/locally)."
-        )
-    return "torch finds no graphics card. If there is one, check that its driver is loaded (nvidia-smi)."
+    reason, remedy = (text[:1].upper() + text[1:] for text in (d.gpu_fault.reason, d.gpu_fault.remedy))
+    return f"{reason}. {remedy}."
+
+
+def _no_bf16(d: Diagnosis) -> str | None:
+    if d.hardware.gpu is None or d.hardware.gpu.has_bf16:
+        return None
+    return (
+        "This card does not compute bf16, so models in bf16 run in fp16, which has a smaller range. If logits are not "
+        "finite, use `dtype=fp32`."
+    )
 
 
 def _reading(d: Diagnosis) -> str | None:
@@ -283,6 +291,7 @@ ADVICE: tuple[Callable[[Diagnosis], str | None], ...] = (
     _tight_container,
     _no_bitsandbytes,
     _no_gpu,
+    _no_bf16,
     _reading,
     _arithmetic,
     _page_cache,

@@ -19,7 +19,7 @@ from offspec.loaders.params import LOSSLESS_FORMAT
 from offspec.loaders.units import format_count, format_quantity, format_size
 
 from .. import builtin
-from ..checkpoints.opening import DTYPES, ModelFiles, Note, choose_device, locate
+from ..checkpoints.opening import DTYPES, ModelFiles, Note, choose_device, dtype_on, locate
 from ..drafts.base import OpenRequest
 from ..drafts.weighing import Prospect, Scales, by_rate
 from ..errors import OffspecError, UsageError
@@ -220,6 +220,7 @@ def make_forecast(
     assumed.check()
     notes: list[Note] = []
     machine = Machine.of(options, assumed, notes)
+    options = replace(options, dtype=dtype_on(options.dtype, machine.hardware.gpu))
     request = _open_to_plan(options, assumed.form, machine.device_type, notes)
     place = planner_here(request.target, machine.hardware, options.memory)
     free_bytes = ram_beside_program(machine.hardware, options.memory)

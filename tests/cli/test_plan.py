@@ -9,6 +9,7 @@ import pytest
 
 from offspec.loaders.hardware import Memory, Rates
 
+from ..refusals import tells
 from .conftest import Offspec
 
 
@@ -143,6 +144,12 @@ def test_an_example_that_is_slower_than_plain_decoding_says_so(offspec: Offspec,
     slow, fast = offspec(*asked, "--device", "cpu").out, offspec(*asked, "--gpu", "rtx4090").out
     assert "not faster than plain decoding" in slow
     assert "not faster" not in fast
+
+
+def test_a_plan_for_a_card_without_bf16(offspec: Offspec, large: Path) -> None:
+    asked = ("plan", large, "--draft", "none", "--ram", "64GiB", "--format", "nf4")
+    assert tells(offspec(*asked, "--gpu", "rtx2080ti").err, "bf16", "fp16", "--dtype fp32")
+    assert "fp16" not in offspec(*asked, "--gpu", "rtx3090").err
 
 
 def test_what_more_memory_would_bring(offspec: Offspec, large: Path) -> None:

@@ -19,6 +19,7 @@ import torch
 
 from offspec import Engine, SamplingParams, SpeculationParams, Step, request
 from offspec.builtin import path as builtin_path
+from offspec.checkpoints import opening
 from offspec.checkpoints.opening import ModelFiles, Note, choose_device
 from offspec.drafts.model_draft import ModelDraft
 from offspec.drafts.recall import RecallingText
@@ -33,6 +34,8 @@ from offspec.errors import (
     UsageError,
     VocabularyMismatchError,
 )
+from offspec.loaders.gpu_support import GpuFault
+from offspec.loaders.hardware import Gpu
 from offspec.loaders.tiers import TieredWeights
 from offspec.model.cuda_graphs import TreeGraphs
 from offspec.model.decoder import random_decoder
@@ -639,14 +642,71 @@ def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
             choose_device(wanted, notes)
 
 
-def test_device_without_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+@pytest.mark.parametrize("has_driver", [False, True])
+def test_device_without_a_card(monkeypatch: pytest.MonkeyPatch, has_driver: bool) -> None:
+    """Where there is a driver, there is a card that could be used."""
+    fault = GpuFault("the driver is too old", "update it", has_driver)
+    monkeypatch.setattr(opening, "gpu_fault", lambda: fault)
     notes: list[Note] = []
     assert choose_device("auto", notes) == CPU
-    assert "no CUDA device" in notes[0].text
-    with refused(UsageError, "`device=cuda`", "0 CUDA devices"):
+    assert notes == [Note("device cpu: the driver is too old; update it", advice=has_driver)]
+    with refused(UsageError, "`device=cuda`", "too old", "update it", "`device=cpu`"):
         choose_device("cuda", notes)
+    assert choose_device("cpu", notes) == CPU
+
+
+def test_device_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A torch that is older than the second of two cards."""
+    monkeypatch.setattr(opening, "gpu_fault", lambda: None)
+    monkeypatch.setattr(opening, "card_fault", lambda index: GpuFault("no kernels", "install it") if index else None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert choose_device("auto", []) == torch.device("cuda:0")
+    with refused(UsageError, "`device=cuda:1`", "no kernels", "install it"):
+        choose_device("cuda:1", [])
+    monkeypatch.setattr(opening, "card_fault", lambda index: GpuFault("no kernels", "install it"))
+    notes: list[Note] = []
+    assert choose_device("auto", notes) == CPU
+    assert notes == [Note("device cpu: no kernels; install it", advice=True)]
+
+
+@pytest.mark.parametrize(
+    ("capability", "model_type", "dtype"),
+    [
+        ((8, 6), "llama", torch.bfloat16),
+        ((7, 5), "llama", torch.float16),
+        ((7, 5), "gemma2", torch.float32),
+        ((7, 5), "gemma3_text", torch.float32),
+        (None, "llama", torch.bfloat16),
+    ],
+)
+def test_cards_without_bf16(capability: tuple[int, int] | None, model_type: str, dtype: torch.dtype) -> None:
+    """fp16, or fp32 for families whose activations exceed its range; what a user sets is kept."""
+    gpu = None if capability is None else Gpu("RTX", 0, 11 * 2**30, 10 * 2**30, capability)
+    files = ModelFiles.open(builtin_path("target"), "bf16", "cuda", [])
+    config, notes = replace(files.config, model_type=model_type), list[Note]()
+    wanted = opening.dtype_on("auto", gpu)
+    assert opening.choose_dtype(wanted, "model", config, files.stored, "cuda", notes) == dtype
+    assert [note.advice for note in notes] == [dtype != torch.bfloat16]
+    assert dtype == torch.bfloat16 or tells(
+        notes[0].text, "bf16", "fp16", "fp32" if dtype == torch.float32 else "range"
+    )
+    assert opening.dtype_on("bf16", gpu) == "bf16"
+
+
+def test_a_model_in_fp32_stays_so_on_a_card_without_bf16(pair: Pair) -> None:
+    notes: list[Note] = []
+    assert ModelFiles.open(pair.target, opening.AUTO_WITHOUT_BF16, "cuda", notes).dtype == torch.float32
+    assert not notes[0].advice
+
+
+def test_an_old_card_loads_in_fp16(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Target and draft."""
+    monkeypatch.setattr(opening, "SMALL_MODEL_BYTES", 0)
+    monkeypatch.setattr("offspec.loading.dtype_on", lambda wanted, gpu: opening.AUTO_WITHOUT_BF16)
+    with Engine.load("builtin", draft="builtin", device="cpu", context=256) as engine:
+        assert engine.draft.decoder is not None
+        assert engine.target.dtype == engine.draft.decoder.dtype == torch.float16
+        assert len([note for note in engine.notes if note.advice and "dtype fp16" in note.text]) == 2
 
 
 def test_a_dtype_that_does_not_exist(pair: Pair) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from offspec.errors import HardwareError, UsageError
+from offspec.loaders.gpu_support import GpuFault, gpu_fault
 from offspec.loaders.hardware import Disk, Gpu, Hardware, Memory, Rates
 from offspec.loaders.product_costs import ProductRate
 from offspec.tools import diagnosis
@@ -33,7 +34,8 @@ DESKTOP = Diagnosis(
     load_average=0.5,
 )
 CPU_RATES = replace(RATES, host_to_device_bytes_per_s=None, matmul_flops={64: 1e11}, dequantise_elements_per_s=1e9)
-CPU_ONLY = replace(DESKTOP, device="cpu", device_reason="no CUDA device found",
+NO_DRIVER = GpuFault("there is no NVIDIA driver", "if there is an NVIDIA card, install its driver", has_driver=False)
+CPU_ONLY = replace(DESKTOP, device="cpu", device_reason=NO_DRIVER.reason, gpu_fault=NO_DRIVER,
                    hardware=replace(DESKTOP.hardware, gpu=None, rates=CPU_RATES))  # fmt: skip
 
 
@@ -79,8 +81,12 @@ def test_a_small_machine_is_told_of_a_small_model() -> None:
             ("6 GiB", "64 GiB", "cgroup v2 memory.max of /"),
         ),
         (replace(DESKTOP, bitsandbytes_version=None), ("pip install bitsandbytes",)),
-        (replace(CPU_ONLY, torch_has_gpus=False), ("torch", "2.9.0+cu130", "CPUs")),
-        (CPU_ONLY, ("torch", "graphics card")),
+        (replace(CPU_ONLY, gpu_fault=GpuFault("the driver is too old", "update it")), ("too old. Update it.",)),
+        (CPU_ONLY, ("There is no NVIDIA driver. If there is an NVIDIA card, install its driver.",)),
+        (
+            replace(DESKTOP, hardware=replace(DESKTOP.hardware, gpu=replace(CARD, capability=(7, 5)))),
+            ("bf16", "fp16", "`dtype=fp32`"),
+        ),
         (
             with_rates(DESKTOP, sources={"disk_bytes_per_s": "1 reader, through the page cache, refused"}),
             ("ext4", "direct reads"),
@@ -115,7 +121,8 @@ def test_a_faster_disk_is_not_advised_to_who_waits_for_arithmetic() -> None:
 
 
 def test_who_asked_for_the_cpu_is_not_told_to_get_a_card() -> None:
-    assert not any("torch" in text for text in replace(CPU_ONLY, device_reason="as asked").advice)
+    asked = replace(CPU_ONLY, device_reason="as asked", gpu_fault=None)
+    assert not any("driver" in text for text in asked.advice)
 
 
 def test_nothing_measured_says_nothing_of_speed() -> None:
@@ -142,8 +149,10 @@ def test_quick_measures_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_reason_for_a_device() -> None:
-    found = diagnose(quick=True)
-    assert (found.device, found.device_reason) in [("cpu", "no CUDA device found"), ("cuda:0", "found")]
+    found, fault = diagnose(quick=True), gpu_fault()
+    assert (found.device, found.device_reason) == (("cuda:0", "found") if fault is None else ("cpu", fault.reason))
+    assert found.gpu_fault == fault
+    assert diagnose("cpu", quick=True).gpu_fault is None
 
 
 def test_measuring_is_told_and_done_on_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
