@@ -345,16 +345,16 @@ class Request:
 
         Returns torch's message if device memory ran out; the text is then complete, the caches are not.
         """
-        message: str | None = ""
+        message = ""
         try:
             self.target.keep(verdict.path)
             done = TargetPass(self.text, self._tree, verdict, rows, rows)
             self.drafter.observe(done)
             self._listen(done)
         except RuntimeError as exc:
-            message = out_of_memory_message(exc)
-            if message is None:
+            if (lack_of_memory := out_of_memory_message(exc)) is None:
                 raise
+            message = lack_of_memory
         self.text += verdict.tokens
         self.sampler.extend(verdict.tokens)
         return message

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from offspec import Engine, SamplingParams, SpeculationParams, Step, request
+from offspec import Engine, SamplingParams, SpeculationParams, Step, loading, request
 from offspec.builtin import path as builtin_path
 from offspec.checkpoints import opening
 from offspec.checkpoints.opening import ModelFiles, Note, choose_device
@@ -697,6 +697,17 @@ def test_a_model_in_fp32_stays_so_on_a_card_without_bf16(pair: Pair) -> None:
     notes: list[Note] = []
     assert ModelFiles.open(pair.target, opening.AUTO_WITHOUT_BF16, "cuda", notes).dtype == torch.float32
     assert not notes[0].advice
+
+
+def test_refused_page_locks_are_told_with_a_remedy(pair: Pair) -> None:
+    with load(pair.target) as engine:
+        assert isinstance(engine.target.weights, TieredWeights)
+        assert loading._unpinned(engine.target) == []
+        engine.target.weights.unpinned_bytes = 3 * 2**29
+        (note,) = loading._unpinned(engine.target)
+    assert note.advice
+    assert tells(note.text, "page-lock", "1.5 GiB", "`ram`")
+    assert "ulimit" not in note.text
 
 
 def test_an_old_card_loads_in_fp16(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
