@@ -559,6 +559,8 @@ def describe(last: Step) -> str:
     ]
     if stats.is_lossy:
         lines.append("lossy     not exact acceptance (--accept): plain decoding may produce another text")
+    if stats.draft_fault is not None:
+        lines.append(f"no draft  from some pass on, which changes no text: {stats.draft_fault}")
     if stats.learnt_loss is not None:
         lines.append(
             f"learning  {stats.learn_steps} steps in {stats.learn_s:.2f} s; draft loss against the target "

@@ -184,6 +184,11 @@ class LoadedTarget:
         assert self.rates is not None
         return self.plan.predict_pass_s(self.rates, width)
 
+    def note_once(self, note: Note) -> None:
+        """Add a note about a request, unless it stands there already."""
+        if note not in self.notes:
+            self.notes.append(note)
+
     def observe_pass(self, num_rows: int, num_tokens: int, seconds: float) -> None:
         """Compare a pass of `num_rows` rows, after a text of `num_tokens` tokens, with its prediction.
 

@@ -19,7 +19,7 @@ from offspec.loaders.cuda import device_bytes, span
 from offspec.loaders.small_transfers import to_device
 from offspec.scheduler.blend import BlendDrafter, blend_walk
 from offspec.scheduler.constraint import TokenConstraint
-from offspec.scheduler.drafter import DraftRequest
+from offspec.scheduler.drafter import DraftRequest, NoDrafter
 from offspec.scheduler.forced import prepare_masks
 from offspec.scheduler.joint import joint_walk
 from offspec.scheduler.logprobs import SLICE_ROWS, TokenLogprob, token_logprobs
@@ -32,6 +32,7 @@ from offspec.scheduler.tree import ROOT, FloatArray, TokenTree
 from offspec.scheduler.verify import Logits, TargetPass, Verdict, exact_walk
 
 from .background import in_background
+from .checkpoints.opening import Note
 from .drafts.base import DraftTask
 from .drafts.shared_rounds import SharedRounds
 from .errors import ConstraintError, NumericalError, OffspecError
@@ -116,7 +117,7 @@ class Request:
         self._moved_before = engine.loaded.bytes_streamed
         self._chain, self._tree = list[int](), TokenTree.empty()  # of the next pass
         self._is_prefilling = False
-        self.fault: OffspecError | None = None  # of drafting, which ends the text
+        self.fault: OffspecError | None = None  # of a constraint while drafting, which ends the text
         self._logprobs, self._prompt_logprobs = list[TokenLogprob](), list[TokenLogprob]()  # of a pass; of the prompt
         self._num_prompt = len(text)
         with engine.turn:
@@ -254,12 +255,21 @@ class Request:
         return None
 
     def catching(self, drafting: Drafting[T]) -> Drafting[T | None]:
-        """`drafting`, of which TEXT_ERRORS become this text's `fault`: they do not end other texts' drafting."""
+        """`drafting`, whose errors do not end other texts' drafting: a constraint's becomes this text's `fault`."""
         try:
             return (yield from drafting)
-        except TEXT_ERRORS as exc:
+        except ConstraintError as exc:
             self.fault = exc
-            return None
+        except NumericalError as exc:
+            self._go_on_without_draft(exc)
+        return None
+
+    def _go_on_without_draft(self, error: NumericalError) -> None:
+        """Decode the rest of the text plainly: a draft's fault changes no text."""
+        self.drafter, self._competitor = NoDrafter(), None
+        self.stats.draft_fault = str(error)
+        text = f"a text was decoded without the draft from some pass on, which changes no text ({error})"
+        self.engine.loaded.note_once(Note(text, advice=True))
 
     def send(self, num_nodes: int | None) -> TextRows:
         """The rows of the pass. num_nodes: of the candidates; None: as many as the drafter wants."""
@@ -338,7 +348,10 @@ class Request:
     def extend(self, is_over: Callable[[], bool]) -> None:
         """Draft during the pass until `is_over`, if the drafter's rounds cannot be shared."""
         if not isinstance(self.drafter, CompetingDrafter):
-            self.drafter.extend(is_over)
+            try:
+                self.drafter.extend(is_over)
+            except NumericalError as exc:
+                self._go_on_without_draft(exc)
 
     def commit(self, verdict: Verdict, rows: RowLogits) -> str:
         """Keep what the verdict accepted, tell the drafter, and extend the text.

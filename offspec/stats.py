@@ -20,6 +20,7 @@ class Stats:
     of all later iterations. tokens_per_pass includes the first pass; plain decoding has 1. draft_s and target_s are
     sums over passes.
     is_lossy: lossy acceptance was on, so the text may differ from plain decoding's.
+    draft_fault: why the draft was given up within the request; None if it was not. The text is the same.
     learn_*: the training after the request (`Engine.learn`). learnt_loss is KL(target ‖ draft) per token in nats, for
     the draft as it was during the request; unlearnt_loss is that of the original draft. learn_file: of several
     trainings of the draft, the one that predicted the prompt best; None if there are none, or the draft as it came did.
@@ -39,6 +40,7 @@ class Stats:
     target_s: float = 0.0
     seed: int = 0
     is_lossy: bool = False
+    draft_fault: str | None = None
     learn_s: float = 0.0
     learn_steps: int = 0
     learnt_loss: float | None = None

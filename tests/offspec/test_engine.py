@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
-from itertools import chain, product, zip_longest
+from itertools import chain, count, product, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -39,12 +39,13 @@ from offspec.loaders.hardware import Gpu
 from offspec.loaders.tiers import TieredWeights
 from offspec.model.cuda_graphs import TreeGraphs
 from offspec.model.decoder import random_decoder
+from offspec.scheduler.child_scores import ChildScorer
 from offspec.scheduler.model_drafter import ModelDrafter
 from offspec.scheduler.overlap import OverlapSwitch
 from offspec.scheduler.params import MAX_ROWS, Scoring, Stopping
 
 from ..pair import CONTEXT, VOCAB_SIZE, Pair, build_pair, narrow, scale_weights, variant
-from ..refusals import refused, tells
+from ..refusals import check_message, refused, tells
 
 CPU = torch.device("cpu")
 PROMPT = "def area("
@@ -467,13 +468,41 @@ def test_a_pass_that_fails_while_the_draft_is_at_work(
     assert ids(steps(one, params=params)) == wanted
 
 
-def test_a_draft_that_fails_beside_the_pass_is_one_line(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    one = fresh(engine)
-    drafts_beside(monkeypatch, lambda logits: logits * float("nan"))
-    with refused(NumericalError, "draft", "logits", "finite"):
+def test_a_draft_that_fails_beside_the_pass_ends_no_text(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    with load(pair.target, pair.draft) as one:
+        plain, num_notes = ids(steps(one, speculation=PLAIN)), len(one.notes)
+        drafts_beside(monkeypatch, lambda logits: logits * float("nan"))
+        found = steps(one, speculation=SpeculationParams(budget=8))
+        assert ids(found) == plain
+        check_message(found[-1].stats.draft_fault or "", "draft", "logits", "finite")
         steps(one, speculation=SpeculationParams(budget=8))
-    monkeypatch.undo()
-    assert ids(steps(one)) == ids(steps(engine, speculation=PLAIN))
+        assert len(one.notes) == num_notes + 1, "it is told once"
+        monkeypatch.undo()
+        assert steps(one)[-1].stats.draft_fault is None
+
+
+@pytest.mark.parametrize("draft", ["model", pytest.param("self", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["greedy", "warm"])
+def test_a_draft_that_fails_ends_no_text(draft: str, name: str, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its conversation goes on with the draft, whose cache may hold anything by then."""
+    options: dict[str, Any] = {"draft": str(pair.draft)} if draft == "model" else {"draft": draft, "exit_layer": 1}
+    with Engine.load(str(pair.target), device="cpu", **options) as one:
+        plain = ids(steps(one, params=SAMPLING[name], speculation=PLAIN))
+        score, num_calls = ChildScorer.score, count()
+
+        def spoilt(self: ChildScorer, logits: torch.Tensor, *args: Any) -> Any:
+            return score(self, logits * float("nan") if next(num_calls) >= 2 else logits, *args)
+
+        caches = one.new_caches()
+        with monkeypatch.context() as patch:
+            patch.setattr(ChildScorer, "score", spoilt)
+            found = list(one.generate(PROMPT, SAMPLING[name], SpeculationParams(8, lookup=False), caches=caches))
+        assert ids(found) == plain
+        check_message(found[-1].stats.draft_fault or "", "draft", "logits", "finite")
+        longer = [*one.encode(PROMPT), *plain]
+        again = list(one.generate(longer, SAMPLING[name], SpeculationParams(8), caches=caches))
+        assert ids(again) == ids(steps(one, longer, SAMPLING[name], PLAIN))
+        assert again[-1].stats.draft_fault is None
 
 
 @pytest.mark.parametrize(("reuse", "overlap"), [(True, False), (False, True), (False, False)])
@@ -515,8 +544,7 @@ def test_weights_that_are_no_numbers(pair: Pair, tmp_path: Path) -> None:
     with refused(NumericalError, "target", "logits", "finite"):
         steps(load(target))
     draft = scale_weights(variant(pair.draft, tmp_path / "draft"), bad)
-    with refused(NumericalError, "draft", "finite"):
-        steps(load(pair.target, draft))
+    check_message(steps(load(pair.target, draft))[-1].stats.draft_fault or "", "draft", "finite")
 
 
 def test_fp16_that_overflows(pair: Pair, tmp_path: Path) -> None:
