@@ -17,12 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .part_attention import KeyPart, part_attention
+
 CAPPED_SCORES = 2**23  # scores (heads * rows * keys) that `capped_attention` computes at once
 MASKED_KEYS = 4096  # keys of a part with a mask
-# Scores (heads * rows * keys) of a part where torch has no attention that returns its sums, with at least so many keys.
-PART_SCORES, LEAST_PART_KEYS = 2**23, 256
-
-FUSED = "_scaled_dot_product_flash_attention_for_cpu"  # torch's attention on a CPU, which returns the sums too
 
 
 @dataclass(frozen=True)
@@ -115,23 +113,15 @@ def attend(
     scale: of scores; None is D ** -0.5. cap: c of c tanh(score / c), see `capped_attention`. The query heads that share
     a key head are stacked as further rows, so that keys and values are never repeated.
     """
-    stacked, group = _stacked(queries, keys.shape[0]), queries.shape[1] // keys.shape[0]
-    if mask is not None and group > 1:
-        mask = mask.repeat(group, 1)
+    grouped = _grouped(queries, keys.shape[0])
+    shape, stacked = grouped.shape[1:3], grouped.flatten(1, 2)
+    if mask is not None and shape[0] > 1:
+        mask = mask.repeat(shape[0], 1)
     if cap is None:
         out = F.scaled_dot_product_attention(stacked[None], keys[None], values[None], attn_mask=mask, scale=scale)[0]
     else:
         out = capped_attention(stacked, keys, values, mask, _scale(queries, scale), cap)
-    return _unstacked(out, group)
-
-
-@dataclass(frozen=True)
-class KeyPart:
-    """Keys and values [kv_heads, S, D] of some slots, and their mask, see `KeyRange`."""
-
-    keys: Tensor
-    values: Tensor
-    mask: Tensor | None
+    return _ungrouped(out.unflatten(1, shape))
 
 
 def attend_by_parts(
@@ -142,12 +132,12 @@ def attend_by_parts(
     Each part's result has the softmax's sum over its keys, by which results are merged (2205.14135, section 3.1). A row
     may have no key in a part, but has one in some part.
     """
+    attend_to_part = part_attention(queries, cap)
     total: Tensor | None = None
     for part in parts:
-        group = queries.shape[1] // part.keys.shape[0]
-        mask = part.mask if part.mask is None or group == 1 else part.mask.repeat(group, 1)
-        stacked = _stacked(queries, part.keys.shape[0])
-        found, sums = _attend_to_part(stacked, part, mask, _scale(queries, scale), cap)
+        if total is None:
+            grouped = _grouped(queries, part.keys.shape[0])
+        found, sums = attend_to_part(grouped, part, _scale(queries, scale))
         if total is None:
             total, all_sums = found.to(sums.dtype), sums
             continue
@@ -155,67 +145,24 @@ def attend_by_parts(
         total = total * (all_sums - new_sums).exp()[..., None] + found * (sums - new_sums).exp()[..., None]
         all_sums = new_sums
     assert total is not None, "attention to no keys"
-    return _unstacked(total.to(queries.dtype), group)
-
-
-def _attend_to_part(
-    queries: Tensor, part: KeyPart, mask: Tensor | None, scale: float, cap: float | None
-) -> tuple[Tensor, Tensor]:
-    """Attention of queries [kv_heads, R, D] to a part: [kv_heads, R, D], and the logarithms of sums [kv_heads, R].
-
-    A row without keys has the sum's logarithm -inf, and any finite result. On a CPU, torch's attention returns the sums
-    and never holds all scores.
-    """
-    fused = getattr(torch.ops.aten, FUSED, None)
-    if cap is not None or queries.device.type != "cpu" or fused is None:
-        return _attend_by_formula(queries, part, mask, scale, cap)
-    added = None
-    if mask is not None:
-        added = torch.zeros(mask.shape, dtype=queries.dtype).masked_fill_(~mask, -torch.inf)
-    found, sums = fused(queries[None], part.keys[None], part.values[None], attn_mask=added, scale=scale)
-    if mask is not None:
-        sums = sums.masked_fill(~mask.any(1), -torch.inf)
-    return found[0], sums[0]
-
-
-def _attend_by_formula(
-    queries: Tensor, part: KeyPart, mask: Tensor | None, scale: float, cap: float | None
-) -> tuple[Tensor, Tensor]:
-    """`_attend_to_part` in plain torch, with all scores of the part in fp32."""
-    exact = torch.promote_types(queries.dtype, torch.float32)
-    scores = (queries.to(exact) @ part.keys.to(exact).transpose(1, 2)) * scale
-    if cap is not None:
-        scores = (scores / cap).tanh_() * cap
-    if mask is not None:
-        scores = scores.masked_fill_(~mask, -torch.inf)
-    sums = scores.logsumexp(-1)
-    weights = (scores - sums.clamp(min=torch.finfo(exact).min)[..., None]).exp_()
-    return weights @ part.values.to(exact), sums
-
-
-def most_part_keys(queries: Tensor, cap: float | None) -> int | None:
-    """The number of keys in a part for queries [T, heads, D]; None for any number."""
-    if queries.device.type == "cpu" and cap is None:
-        return None
-    return max(LEAST_PART_KEYS, PART_SCORES // (queries.shape[0] * queries.shape[1]))
+    return _ungrouped(total.to(queries.dtype))
 
 
 def _scale(queries: Tensor, scale: float | None) -> float:
     return queries.shape[-1] ** -0.5 if scale is None else scale
 
 
-def _stacked(queries: Tensor, num_kv_heads: int) -> Tensor:
-    """Queries [T, heads, D] → [kv_heads, group * T, D]: those that share a key head as further rows."""
+def _grouped(queries: Tensor, num_kv_heads: int) -> Tensor:
+    """Queries [T, heads, D] → [kv_heads, group, T, D]: those that share a key head together, as rows of one matrix."""
     num_rows, num_heads, head_dim = queries.shape
-    shape = num_rows, num_kv_heads, num_heads // num_kv_heads, head_dim
-    return queries.view(shape).permute(1, 2, 0, 3).reshape(num_kv_heads, -1, head_dim)
+    group = num_heads // num_kv_heads
+    by_head = queries.view(num_rows, num_kv_heads, group, head_dim).permute(1, 2, 0, 3)
+    return by_head.reshape(num_kv_heads, -1, head_dim).unflatten(1, (group, num_rows))
 
 
-def _unstacked(found: Tensor, group: int) -> Tensor:
-    """Results [kv_heads, group * T, D] → [T, heads, D]."""
-    num_kv_heads, num_stacked, head_dim = found.shape
-    apart = found.view(num_kv_heads, group, num_stacked // group, head_dim)
-    return apart.permute(2, 0, 1, 3).reshape(num_stacked // group, num_kv_heads * group, head_dim)
+def _ungrouped(found: Tensor) -> Tensor:
+    """Results [kv_heads, group, T, D] → [T, heads, D]."""
+    return found.permute(2, 0, 1, 3).flatten(1, 2)
 
 
 def capped_attention(

@@ -27,14 +27,10 @@ from offspec.scheduler.vocabulary import Vocabulary
 from ..errors import CheckpointError, UnsupportedModelError
 from .attention import (
     CAPPED_SCORES,
-    LEAST_PART_KEYS,
     MASKED_KEYS,
-    PART_SCORES,
-    KeyPart,
     KeyRange,
     Visibility,
     attend_by_parts,
-    most_part_keys,
 )
 from .block import (
     Block,
@@ -54,6 +50,7 @@ from .kv_formats import PLAIN, KVFormat
 from .kv_in_ram import EntriesInRam
 from .names import LAYER_PREFIX
 from .norms import normalize
+from .part_attention import SPLIT_BYTES, KeyPart, most_scored_keys, part_attention, reason_for_formula
 from .rope import Rotations
 from .row_logits import HEAD_ROWS, RowLogits
 
@@ -122,7 +119,8 @@ class AppendedRows(RowsOfText):
             return super().attend(block, projected, first, last)
         self.cache.write(layer, keys, values, self.visibility.start + first)
         scale, cap = block.config.attention_scale, block.config.attention_cap
-        limits = [limit for limit in (most, most_part_keys(queries, cap)) if limit is not None]
+        most_scored = part_attention(queries, cap).most_keys(queries.shape[0] * queries.shape[1])
+        limits = [limit for limit in (most, most_scored) if limit is not None]
         parts = self.parts(layer, self.ranges(first, last, block.window), min(limits, default=None))
         return attend_by_parts(queries, parts, scale=scale, cap=cap)
 
@@ -357,7 +355,10 @@ def _attention_bytes(
     """Bytes of masks, scores, results and unpacked keys of attention, at once or by parts."""
     is_foreign, is_capped = isinstance(config, ForeignConfig), config.attention_cap is not None
     heads, copies = _mask_heads(config), 1 + 2 * itemsize  # the mask as bool, as numbers, and as aligned numbers
-    each = (kv.unpacked_bytes(layout, num_keys, itemsize, is_whole=is_foreign) for layout in kv_layouts(config))
+    each = (
+        kv.unpacked_bytes(layout, num_keys, itemsize, on_cpu=on_cpu, is_whole=is_foreign)
+        for layout in kv_layouts(config)
+    )
     unpacked = max(each, default=0)  # a head may have no layer
     elements = heads * num_rows * num_keys
     if is_foreign:
@@ -369,10 +370,11 @@ def _attention_bytes(
     if kv.is_plain and elements <= MASK_ELEMENTS:
         return found
     rows = num_rows * config.num_heads
-    has_scores = is_capped or not on_cpu
-    scores = rows * min(num_keys, max(LEAST_PART_KEYS, PART_SCORES // rows)) if has_scores else 0
-    masks = heads * num_rows * min(num_keys, MASKED_KEYS) * copies
-    return max(found, masks + 4 * (3 * scores + 6 * rows * config.head_dim) + unpacked)
+    by_formula = reason_for_formula(config.head_dim, itemsize, config.attention_cap, on_cpu=on_cpu) is not None
+    scores = rows * min(num_keys, most_scored_keys(rows)) if by_formula else 0
+    splits = 0 if on_cpu else SPLIT_BYTES
+    masks = (heads if on_cpu else 1) * num_rows * min(num_keys, MASKED_KEYS) * copies
+    return max(found, masks + 4 * (3 * scores + 6 * rows * config.head_dim) + splits + unpacked)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,9 @@ from torch import Tensor
 
 from .kv_cache import KVLayout, LayerCache, PlainLayers, StoredRows, neighbours
 
-UNPACKED_NUMBERS = 2**21  # numbers of keys and values that are unpacked at once
+# Numbers of keys and values that are unpacked at once: few for a CPU's caches, many for a GPU, which launches a dozen
+# kernels for each part of the keys.
+UNPACKED_NUMBERS, UNPACKED_ON_GPU = 2**21, 2**24
 LEAST_UNPACKED = 256  # entries that are unpacked at once, at least
 
 
@@ -72,14 +74,15 @@ class Coding:
         scales = stored_scales.view(torch.float16).float()[..., None]
         if self.bits == 8:
             codes = _in_groups(parts[0].view(torch.int8), num_groups)
-            found = codes * scales
+            found = torch.empty(codes.shape, dtype=dtype, device=rows.device)
+            torch.mul(codes, scales, out=found)  # in one kernel on a GPU, without the product in fp32
         else:
             codes = _apart(parts[0], 4)
             if self.bits == 6:
                 codes = codes | (_apart(parts[1], 2) << 4)
             offsets = stored_zeros.view(torch.int8)[..., None] * scales
-            found = torch.addcmul(offsets, _in_groups(codes, num_groups).float(), scales)
-        return found.flatten(-2)[..., :head_dim].to(dtype)
+            found = torch.addcmul(offsets, _in_groups(codes, num_groups).float(), scales).to(dtype)
+        return found.flatten(-2)[..., :head_dim]
 
     def _groups(self, head_dim: int) -> tuple[int, int]:
         """The number of groups of a head, and of numbers in each: a multiple of 8, `group` or a little more at most.
@@ -147,7 +150,8 @@ class PackedLayers(StoredRows):
         shape, widths = (num_layers, layout.num_heads, 0), [coding.width(layout.head_dim) for coding in codings]
         empty = [torch.empty(*shape, w, dtype=torch.uint8, device=device) for w in widths]
         super().__init__(num_layers, empty, by_slot=by_slot)
-        self.format, self.most_read = " and ".join(map(str, codings)), most_unpacked(layout)
+        self.format = " and ".join(map(str, codings))
+        self.most_read = most_unpacked(layout, on_cpu=device.type == "cpu")
         self._codings, self._head_dim, self._dtype = codings, layout.head_dim, dtype
 
     def write(self, layer: int, keys: Tensor, values: Tensor, start: int) -> None:
@@ -167,22 +171,43 @@ class PackedLayers(StoredRows):
         return keys, values
 
 
-def most_unpacked(layout: KVLayout) -> int:
+def most_unpacked(layout: KVLayout, *, on_cpu: bool) -> int:
     """Entries that are unpacked at once."""
-    return max(LEAST_UNPACKED, UNPACKED_NUMBERS // (2 * layout.num_heads * layout.head_dim))
+    numbers = UNPACKED_NUMBERS if on_cpu else UNPACKED_ON_GPU
+    return max(LEAST_UNPACKED, numbers // (2 * layout.num_heads * layout.head_dim))
+
+
+@dataclass(frozen=True)
+class Unpacking:
+    """What unpacking keys and values costs.
+
+    For each number: bytes that are read and written, and bytes held beside the result. operations: on tensors, of a
+    part of both.
+    """
+
+    traffic: int = 0
+    held: int = 0
+    operations: int = 0
+
+
+FREE = Unpacking()
 
 
 @dataclass(frozen=True)
 class KVFormat:
     """A format of KV entries, by its name as `kv_cache`.
 
-    codings: of keys and of values; None if they stay as attention computes with them. unpacking_traffic: bytes that
-    the operations of `Coding.unpack` read and write for each number.
+    codings: of keys and of values; None if they stay as attention computes with them. on_cpu, on_gpu: what unpacking
+    costs there.
     """
 
     name: str
     codings: tuple[Coding, Coding] | None = None
-    unpacking_traffic: int = 0
+    on_cpu: Unpacking = FREE
+    on_gpu: Unpacking = FREE
+
+    def unpacking(self, *, on_cpu: bool) -> Unpacking:
+        return self.on_cpu if on_cpu else self.on_gpu
 
     @property
     def is_plain(self) -> bool:
@@ -194,15 +219,14 @@ class KVFormat:
             return 2 * layout.num_heads * layout.head_dim * itemsize
         return layout.num_heads * sum(coding.width(layout.head_dim) for coding in self.codings)
 
-    def unpacked_bytes(self, layout: KVLayout, num_keys: int, itemsize: int, *, is_whole: bool = False) -> int:
-        """Bytes of the entries that attention unpacks at once: of `num_keys` keys, or of all of them if `is_whole`.
-
-        Beside the result, unpacking needs it in fp32, and its codes.
-        """
+    def unpacked_bytes(
+        self, layout: KVLayout, num_keys: int, itemsize: int, *, on_cpu: bool, is_whole: bool = False
+    ) -> int:
+        """Bytes of the entries that attention unpacks at once: of `num_keys` keys, or of all of them if `is_whole`."""
         if self.codings is None:
             return 0
-        entries = num_keys if is_whole else min(num_keys, most_unpacked(layout))
-        return layout.num_heads * layout.head_dim * entries * (2 * itemsize + 4 + 4 + 2)
+        entries = num_keys if is_whole else min(num_keys, most_unpacked(layout, on_cpu=on_cpu))
+        return layout.num_heads * layout.head_dim * entries * (2 * itemsize + self.unpacking(on_cpu=on_cpu).held)
 
     def layers(self, layouts: Sequence[KVLayout], dtype: torch.dtype, device: torch.device) -> list[LayerCache]:
         """A `MakeLayerCaches`: empty caches for these layers; neighbours with equal layouts share memory."""
@@ -218,6 +242,6 @@ class KVFormat:
 
 
 PLAIN = KVFormat("16")
-EIGHT_BIT = KVFormat("8", (Coding(8, 32), Coding(8, 32)), unpacking_traffic=12)
-FOUR_BIT = KVFormat("4", (Coding(6, 64), Coding(4, 32)), unpacking_traffic=24)
+EIGHT_BIT = KVFormat("8", (Coding(8, 32), Coding(8, 32)), Unpacking(12, 10, 4), Unpacking(4, 1, 4))
+FOUR_BIT = KVFormat("4", (Coding(6, 64), Coding(4, 32)), Unpacking(24, 10, 38), Unpacking(24, 10, 38))
 KV_FORMATS = {found.name: found for found in (PLAIN, EIGHT_BIT, FOUR_BIT)}

@@ -18,7 +18,8 @@ from offspec.scheduler.params import SpeculationParams
 
 from ..checkpoints.opening import ModelFiles
 from ..model.row_logits import HEAD_ROWS
-from .plan import Plan, Work, layer_s, seconds_of_attention, seconds_per_element
+from .attention_time import seconds_of_attention, seconds_per_element
+from .plan import Plan, Work, layer_s
 
 MAX_ROUNDS = SpeculationParams.max_depth  # a round makes the tree one level deeper
 BEND = 3  # of the curve in `Acceptance.tokens`: fitted to replayed texts (docs/drafts.md)
@@ -159,7 +160,8 @@ def round_s(plan: Plan, guessing: Guessing, rates_of: RatesOf, width: int, num_t
         return round_s(plan, guessing, rates_of, width) + others_s
     width *= num_texts
     launch_s = CAPTURED_LAYER_S if guessing.is_captured else EAGER_LAYER_S
-    if plan.placement.limits.device is None:
+    on_cpu = plan.placement.limits.device is None
+    if on_cpu:
         launch_s = 0.0
     works = [(model, count, Work.of(model)) for model, count in guessing.layers]
     in_layers = sum(
@@ -167,7 +169,7 @@ def round_s(plan: Plan, guessing: Guessing, rates_of: RatesOf, width: int, num_t
     )
     num_keys = min(plan.usual_tokens, guessing.most_keys or plan.usual_tokens)
     for model, count in guessing.layers:
-        attention_s = seconds_of_attention(model, rates_of(model), width, num_keys)
+        attention_s = seconds_of_attention(model, rates_of(model), width, num_keys, on_cpu=on_cpu)
         in_layers += count * sum(attention_s) / len(attention_s)
     first = guessing.layers[0][0]
     head = Work.of(first).head_elements

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -31,11 +31,11 @@ from offspec.scheduler.params import max_nodes
 
 from ..checkpoints.opening import ModelFiles
 from ..errors import MemoryLimitError, UsageError
-from ..model.block import kv_layouts
 from ..model.decoder import activation_bytes
 from ..model.foreign_config import ForeignConfig, is_of_experts
 from ..model.kv_formats import EIGHT_BIT, KV_FORMATS, KVFormat
 from ..model.row_logits import HEAD_ROWS
+from .attention_time import seconds_of_attention, seconds_per_element
 from .memory import AUTO, MemoryOptions, MemoryUse, MemoryUser, Room, add_up
 
 DEFAULT_CONTEXT = 4096
@@ -172,7 +172,8 @@ class Plan:
     def _layers_s(self, rates: Rates, width: int, num_keys: int) -> list[float]:
         """Seconds of arithmetic in each layer, attention included."""
         resident, work = set(self.placement.resident), self.work
-        attention_s = seconds_of_attention(self.demand.target, rates, width, num_keys)
+        on_cpu = self.placement.limits.device is None
+        attention_s = seconds_of_attention(self.demand.target, rates, width, num_keys, on_cpu=on_cpu)
         kept_s, streamed_s = (
             layer_s(work, rates, width, unpacked) for unpacked in (work.kept_elements, work.packed_elements)
         )
@@ -469,34 +470,3 @@ def layer_s(work: Work, rates: Rates, width: int, unpacked_elements: int) -> flo
     if not unpacked_elements or not rates.dequantise_elements_per_s:
         return matmul_s
     return matmul_s + unpacked_elements / rates.dequantise_elements_per_s
-
-
-def seconds_of_attention(target: ModelFiles, rates: Rates, width: int, num_keys: int) -> list[float]:
-    """Seconds of attention of `width` rows to so many keys in each layer, and of unpacking these, if they are packed.
-
-    Keys and values are matrices, which all query heads that share a key multiply. Unpacking moves bytes of memory.
-    """
-    if not num_keys or not rates.matmul_flops:
-        return [0.0] * target.config.num_layers
-    least = min(rates.matmul_flops)  # a product with so few rows takes the time to read the matrix
-    memory = rates.memory_bytes_per_s or rates.matmul_flops[least] / least * target.dtype.itemsize / 2
-    heads, found = target.config.num_heads, list[float]()
-    for layout, window in zip(kv_layouts(target.config), target.config.windows, strict=True):
-        keys = num_keys if window is None else min(num_keys, window)
-        numbers, rows = 2 * keys * layout.num_heads * layout.head_dim, width * heads // layout.num_heads
-        product_s = numbers * seconds_per_element(rates.matmul_flops, max(1, rows))
-        found.append(product_s + numbers * target.kv.unpacking_traffic / memory)
-    return found
-
-
-def seconds_per_element(flops: Mapping[int, float], width: int) -> float:
-    """Seconds for one weight and `width` rows: linear between measured widths, at the last rate beyond them."""
-    if not flops:
-        return 0.0
-    widths = sorted(flops)
-    seconds = [2 * w / flops[w] for w in widths]
-    if width >= widths[-1]:
-        return seconds[-1] * width / widths[-1]
-    right = max(1, bisect_left(widths, width))
-    low, high = widths[right - 1], widths[right]
-    return seconds[right - 1] + (seconds[right] - seconds[right - 1]) * (width - low) / (high - low)

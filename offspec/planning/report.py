@@ -10,8 +10,9 @@ from ..checkpoints.opening import Note
 from ..errors import MemoryLimitError
 from ..model.kv_formats import PLAIN
 from ..model.rope_config import LONG_FACTORS, ORIGINAL_CONTEXT, SHORT_FACTORS
+from .attention_time import attention_shapes
 from .memory import AUTO, MemoryOptions
-from .plan import Plan
+from .plan import DEFAULT_CONTEXT, Plan
 
 
 def explain_plan(plan: Plan, link_bytes_per_s: float | None = None) -> list[Note]:
@@ -22,7 +23,15 @@ def explain_plan(plan: Plan, link_bytes_per_s: float | None = None) -> list[Note
         where += f", which takes {seconds} at {format_quantity(link_bytes_per_s, 'B/s')} (measured)"
     context = Note(f"context {plan.context} tokens (the KV cache has room for as many)")
     limits = _missing(plan.demand.limits, plan.demand.options)
-    return [*limits, context, *_kv_format(plan), *_kv_in_ram(plan), *_rope_factors(plan), Note(where)]
+    return [
+        *limits,
+        context,
+        *_kv_format(plan),
+        *_kv_in_ram(plan),
+        *_attention(plan),
+        *_rope_factors(plan),
+        Note(where),
+    ]
 
 
 def explain_packing(plan: Plan) -> list[Note]:
@@ -62,6 +71,19 @@ def _kv_in_ram(plan: Plan) -> list[Note]:
         Note(
             f"the KV entries of {len(far)} streamed layers are in RAM: each pass reads them beside the weights, {size} "
             f"behind a text of {plan.context} tokens; a smaller `context` keeps them on the device"
+        )
+    ]
+
+
+def _attention(plan: Plan) -> list[Note]:
+    """Why attention behind a long text is slow, if it is."""
+    shape = attention_shapes(plan.demand.target, 1, on_cpu=plan.placement.limits.device is None)[0]
+    if plan.context <= DEFAULT_CONTEXT or shape.reason_for_formula is None:
+        return []
+    return [
+        Note(
+            f"attention to long texts holds its scores in memory, which takes longer: {shape.reason_for_formula}, and "
+            "torch has no kernel for that"
         )
     ]
 

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from offspec.model.attention import KeyPart, Visibility, attend, attend_by_parts
+from offspec.model.attention import Visibility, attend, attend_by_parts
+from offspec.model.part_attention import KeyPart
 from offspec.process import disable_cudnn_attention
 
 from ...examples import examples
@@ -107,7 +108,7 @@ def test_parts_attend_as_the_whole_does(
 ) -> None:
     """Also where a row has no key in a part: the first one, one between, and all but the last."""
     if not is_fused:
-        monkeypatch.setattr("offspec.model.attention.FUSED", "absent")
+        monkeypatch.setattr("offspec.model.part_attention.CPU_FLASH", "absent")
     generator = torch.Generator().manual_seed(0)
     queries = torch.randn(5, heads, 8, generator=generator)
     keys, values = torch.randn(2, kv_heads, 40, 8, generator=generator)
@@ -121,6 +122,38 @@ def test_parts_attend_as_the_whole_does(
     parts = [KeyPart(keys[:, a:b], values[:, a:b], None) for a, b in cuts]
     expected = attend(queries, keys, values, None, cap=cap)
     torch.testing.assert_close(attend_by_parts(queries, parts, cap=cap), expected, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (4, 1)])
+@pytest.mark.parametrize("num_rows", [1, 5])
+def test_the_cpu_merges_its_parts_in_these_steps(num_rows: int, heads: int, kv_heads: int, dtype: torch.dtype) -> None:
+    """To the bit: stacked rows, repeated masks, and a sum of two weighted results for each part."""
+    generator = torch.Generator().manual_seed(0)
+    queries = torch.randn(num_rows, heads, 16, generator=generator).to(dtype)
+    keys, values = torch.randn(2, kv_heads, 40, 16, generator=generator).to(dtype)
+    mask, group = torch.rand(num_rows, 40, generator=generator) < 0.5, heads // kv_heads
+    mask[0, :13], mask[:, 30:] = False, True
+    parts = [
+        KeyPart(keys[:, a:b], values[:, a:b], mask[:, a:b] if b > 13 else None)
+        for a, b in [(0, 13), (13, 26), (26, 40)]
+    ]
+    stacked = queries.view(num_rows, kv_heads, group, 16).permute(1, 2, 0, 3).reshape(kv_heads, -1, 16)
+    total = sums = torch.empty(0)
+    for index, part in enumerate(parts):
+        bias = None
+        if part.mask is not None:
+            repeated = part.mask.repeat(group, 1)
+            bias = torch.zeros(repeated.shape, dtype=dtype).masked_fill(~repeated, -torch.inf)
+        arguments = (stacked[None], part.keys[None], part.values[None])
+        found, new = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*arguments, attn_mask=bias, scale=0.25)
+        if bias is not None:
+            new = new.masked_fill((bias == -torch.inf).all(1), -torch.inf)
+        both = new if index == 0 else torch.logaddexp(sums, new)
+        old = total * (sums - both).exp()[..., None] if index else 0
+        total, sums = (old + found * (new - both).exp()[..., None] if index else found.float()), both
+    apart = total[0].to(dtype).view(kv_heads, group, num_rows, 16).permute(2, 0, 1, 3).reshape(num_rows, heads, 16)
+    assert torch.equal(attend_by_parts(queries, parts, scale=0.25), apart)
 
 
 @pytest.mark.parametrize(("window", "is_all"), [(None, True), (8, True), (7, False)])

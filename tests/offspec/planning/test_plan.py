@@ -15,6 +15,7 @@ from offspec.builtin import path as builtin_path
 from offspec.checkpoints.from_config import stored_from_config
 from offspec.checkpoints.opening import ModelFiles, Note
 from offspec.errors import CheckpointError, MemoryLimitError, UsageError
+from offspec.loaders.gpus import KNOWN_GPUS
 from offspec.loaders.hardware import Rates
 from offspec.loaders.params import PLAN_FORMATS
 from offspec.loaders.placement import Limits
@@ -408,6 +409,23 @@ def test_what_a_pass_is_made_of(large: Path) -> None:
         keys, head_dim = 4096, 128  # of attention to which every head of queries multiplies as many keys and values
         expected_s += 2 * width * 80 * 64 * 2 * keys * head_dim / 1e12
         assert planned.predict_pass_s(rates, width, keys) == pytest.approx(expected_s, rel=1e-3)
+
+
+def test_attention_behind_a_long_text_is_in_the_plan(large: Path) -> None:
+    """A pass takes longer behind more tokens, and the more so where scores are capped, which a note says."""
+    rates = replace(KNOWN_GPUS["rtx4090"].rates(), disk_bytes_per_s=7e9)
+    limits, options = Limits(22 * GIB, 64 * GIB), MemoryOptions(context=32768, kv_cache="16")
+    made = plan(large, "nf4", limits, options)
+    seconds = [made.predict_pass_s(rates, 257, num_tokens) for num_tokens in (0, 1024, 8192, 32768)]
+    assert seconds == sorted(set(seconds))
+    assert made.predict_pass_s(rates, 257) == made.predict_pass_s(rates, 257, 16384)
+    target = made.demand.target
+    capped = replace(
+        made, demand=replace(made.demand, target=replace(target, config=replace(target.config, attention_cap=50.0)))
+    )
+    assert capped.predict_pass_s(rates, 257, 32768) > seconds[-1] + 1
+    told = [[note for note in explain_plan(each) if tells(note.text, "attention", "capped")] for each in (made, capped)]
+    assert [len(notes) for notes in told] == [0, 1]
 
 
 def test_a_link_is_measured_where_something_comes_through_it(large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
