@@ -114,14 +114,14 @@ def attend(
     a key head are stacked as further rows, so that keys and values are never repeated.
     """
     grouped = _grouped(queries, keys.shape[0])
-    shape, stacked = grouped.shape[1:3], grouped.flatten(1, 2)
-    if mask is not None and shape[0] > 1:
-        mask = mask.repeat(shape[0], 1)
+    stacked, group = grouped.flatten(1, 2), grouped.shape[1]
+    if mask is not None and group > 1:
+        mask = mask.repeat(group, 1)
     if cap is None:
         out = F.scaled_dot_product_attention(stacked[None], keys[None], values[None], attn_mask=mask, scale=scale)[0]
     else:
         out = capped_attention(stacked, keys, values, mask, _scale(queries, scale), cap)
-    return _ungrouped(out.unflatten(1, shape))
+    return _ungrouped(out.view(grouped.shape))
 
 
 def attend_by_parts(
@@ -157,7 +157,7 @@ def _grouped(queries: Tensor, num_kv_heads: int) -> Tensor:
     num_rows, num_heads, head_dim = queries.shape
     group = num_heads // num_kv_heads
     by_head = queries.view(num_rows, num_kv_heads, group, head_dim).permute(1, 2, 0, 3)
-    return by_head.reshape(num_kv_heads, -1, head_dim).unflatten(1, (group, num_rows))
+    return by_head.reshape(num_kv_heads, -1, head_dim).view(num_kv_heads, group, num_rows, head_dim)
 
 
 def _ungrouped(found: Tensor) -> Tensor:

@@ -147,9 +147,8 @@ class OnCuda:
         self, flash: Callable[..., Any], queries: Tensor, part: KeyPart, scale: float
     ) -> tuple[Tensor, Tensor]:
         """Heads of a group are further rows, so that few rows fill the kernel's tiles. Nothing is copied."""
-        shape = queries.shape[1:3]
         found, sums, *_ = flash(queries.flatten(1, 2)[None], part.keys[None], part.values[None], scale=scale)
-        return found[0].unflatten(1, shape), sums[0].unflatten(1, shape)
+        return found[0].view(queries.shape), sums[0].view(queries.shape[:3])
 
     def _by_efficient(self, queries: Tensor, part: KeyPart, scale: float) -> tuple[Tensor, Tensor]:
         """Key heads are the batch, and those of a group share keys and bias, which are expanded without copies."""
@@ -181,7 +180,7 @@ class OnCpu:
         return None
 
     def __call__(self, queries: Tensor, part: KeyPart, scale: float) -> tuple[Tensor, Tensor]:
-        group, num_rows = queries.shape[1:3]
+        group = queries.shape[1]
         mask = part.mask if part.mask is None or group == 1 else part.mask.repeat(group, 1)
         added = None
         if mask is not None:
@@ -190,7 +189,7 @@ class OnCpu:
         found, sums = self.flash(rows, part.keys[None], part.values[None], attn_mask=added, scale=scale)
         if mask is not None:
             sums = sums.masked_fill(~mask.any(1), -torch.inf)
-        return found[0].unflatten(1, (group, num_rows)), sums[0].unflatten(1, (group, num_rows))
+        return found[0].view(queries.shape), sums[0].view(queries.shape[:3])
 
 
 @dataclass(frozen=True)
@@ -207,9 +206,9 @@ class ByFormula:
         scores = (queries.flatten(1, 2).to(exact) @ part.keys.to(exact).transpose(1, 2)) * scale
         if self.cap is not None:
             scores = (scores / self.cap).tanh_() * self.cap
-        scores = scores.unflatten(1, queries.shape[1:3])
+        scores = scores.view(*queries.shape[:3], -1)
         if part.mask is not None:
             scores = scores.masked_fill_(~part.mask, -torch.inf)
         sums = scores.logsumexp(-1)
         weights = (scores - sums.clamp(min=torch.finfo(exact).min)[..., None]).exp_()
-        return (weights.flatten(1, 2) @ part.values.to(exact)).unflatten(1, queries.shape[1:3]), sums
+        return (weights.flatten(1, 2) @ part.values.to(exact)).view(queries.shape), sums
