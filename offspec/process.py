@@ -1,7 +1,8 @@
 """All process-wide settings that offspec changes, with their reasons.
 
 - `set_num_threads`: torch's number of threads, if `--threads` sets it (`loading.py`).
-- `disable_cudnn_attention`: torch does not compute attention with cuDNN after a model was loaded on a GPU.
+- `prepare_gpu`: after a model was loaded on a GPU, torch does not compute attention with cuDNN, and sums of products
+  are fp32 throughout.
 - `loaders.cuda.limit_memory`: a limit for torch's allocator on a GPU, if `--vram` sets one.
 - `loaders.formats.process_state`: settings changed during bitsandbytes' import, the measured rows up to which a fused
   product is faster, and blocks in which torch has one thread.
@@ -27,3 +28,24 @@ def disable_cudnn_attention() -> None:
     2.11.)
     """
     torch.backends.cuda.enable_cudnn_sdp(False)
+
+
+def disable_reduced_precision() -> None:
+    """Make torch's products on a GPU sum in fp32 throughout.
+
+    By default cuBLAS may add the parts of a split sum in bf16 or fp16, which depends on the number of rows: a near-tie
+    of two tokens would then be decided differently more often. (https://docs.pytorch.org/docs/stable/notes/cuda.html,
+    "Reduced Precision Reduction in BF16 GEMMs".) TF32 has 10 bits in place of fp32's 23: with it, fp32 would have
+    near-ties, too. torch leaves it off for products, unless another part of the program or an environment variable
+    switches it on, and on for cuDNN.
+    """
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = False
+
+
+def prepare_gpu() -> None:
+    """Change the settings that all work on a GPU needs; every decoder there calls this first."""
+    disable_cudnn_attention()
+    disable_reduced_precision()

@@ -127,6 +127,14 @@ def _settings() -> Iterator[tuple[str, Any, Callable[[Any], object]]]:
         yield "torch's gradients", torch.is_grad_enabled(), torch.set_grad_enabled
         deterministic = torch.are_deterministic_algorithms_enabled()
         yield "torch's deterministic algorithms", deterministic, torch.use_deterministic_algorithms
+        matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+        for place, settings, name in (
+            ("matmul", matmul, "allow_bf16_reduced_precision_reduction"),
+            ("matmul", matmul, "allow_fp16_reduced_precision_reduction"),
+            ("matmul", matmul, "allow_tf32"),
+            ("cudnn", cudnn, "allow_tf32"),
+        ):
+            yield f"torch's {place}.{name}", getattr(settings, name), partial(setattr, settings, name)
     if module := sys.modules.get("offspec.loaders.formats.process_state"):
         yield (
             "measured rows of fused products",

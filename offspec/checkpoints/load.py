@@ -13,7 +13,7 @@ from offspec.loaders.weights import WeightSource
 
 from ..model.decoder import Decoder
 from ..model.foreign_config import ForeignConfig
-from ..process import disable_cudnn_attention
+from ..process import prepare_gpu
 from .opening import ModelFiles
 
 LEAST_BLOCKED_BYTES = 512 * 2**20  # a smaller model's passes are short anyway
@@ -66,10 +66,10 @@ def load_decoder(
 def decoder_over(model: ModelFiles, weights: WeightSource, device: torch.device) -> Decoder:
     """The decoder of a model with loaded weights: offspec's own, or transformers' modules.
 
-    On a GPU, torch does not compute attention with cuDNN afterwards.
+    On a GPU, torch's settings are changed first (`process.prepare_gpu`).
     """
     if device.type == "cuda":
-        disable_cudnn_attention()
+        prepare_gpu()
     if isinstance(model.config, ForeignConfig):
         from ..model.foreign import ForeignDecoder  # imported here, because it imports transformers
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,29 @@ from offspec.process import disable_cudnn_attention, set_num_threads
 
 from ..fakes import FAMILIES, build
 
+matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+REDUCED = [
+    (matmul, "allow_bf16_reduced_precision_reduction"),
+    (matmul, "allow_fp16_reduced_precision_reduction"),
+    (matmul, "allow_tf32"),
+    (cudnn, "allow_tf32"),
+]
+
+
+def reduced() -> list[bool]:
+    return [getattr(place, name) for place, name in REDUCED]
+
+
+@pytest.fixture
+def reduced_precision() -> Iterator[None]:
+    """All of torch's shortcuts on a GPU are on, as another part of the program may have left them."""
+    before = reduced()
+    for place, name in REDUCED:
+        setattr(place, name, True)
+    yield
+    for (place, name), value in zip(REDUCED, before, strict=True):
+        setattr(place, name, value)
+
 
 def test_cudnn_attention_is_off_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[bool] = []
@@ -24,7 +48,10 @@ def test_cudnn_attention_is_off_afterwards(monkeypatch: pytest.MonkeyPatch) -> N
     assert asked == [False]
 
 
-def test_every_decoder_on_a_gpu_computes_without_cudnn(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("reduced_precision")
+def test_every_decoder_on_a_gpu_computes_without_cudnn_and_with_fp32_sums(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """Also one over weights that were not opened by `load_weights`, as the benchmark's are when it is resumed."""
     asked: list[bool] = []
     monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", asked.append)
@@ -32,8 +59,10 @@ def test_every_decoder_on_a_gpu_computes_without_cudnn(monkeypatch: pytest.Monke
     files = ModelFiles.open(build(FAMILIES["llama-gqa"], tmp_path).folder, "fp32", "cpu", [])
     load.decoder_over(files, RamWeights([], {}), torch.device("cuda"))
     assert asked == [False]
+    assert not any(reduced())
 
 
+@pytest.mark.usefixtures("reduced_precision")
 def test_a_model_that_is_loaded_on_the_cpu_changes_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked: list[bool] = []
     monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", asked.append)
@@ -42,6 +71,7 @@ def test_a_model_that_is_loaded_on_the_cpu_changes_nothing(monkeypatch: pytest.M
     placement = Placement(everything, (), (), Slots(0, 0, 0), (), Limits(None, 0), 0, 0)
     load_decoder(files, placement, torch.device("cpu")).weights.close()
     assert asked == []
+    assert all(reduced())
 
 
 def test_threads_are_torchs() -> None:
