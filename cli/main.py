@@ -33,7 +33,7 @@ COMMANDS = {
     "plan": "Predict the placement of a model's layers and the time of a pass.",
     "quantize": "Convert a checkpoint to 4 bit, packed bf16 or plain floats, in a layout for fast streaming.",
     "distill": "Train a draft for a model: an exit layer, a head or a small model.",
-    "verify": "Check that speculative text equals plain decoding, token for token.",
+    "verify": "Compare speculative text with plain decoding, token by token.",
     "doctor": "Show this machine's hardware, its measured rates, and advice.",
     "config": "Show every setting with its value and source.",
 }
@@ -73,7 +73,9 @@ class LazyGroup(click.Group):
 @click.version_option(__version__, "--version", prog_name="offspec")
 @click.pass_context
 def cli(ctx: click.Context) -> None:
-    """Run language models that are larger than the GPU or the RAM, with exactly the output of plain decoding.
+    """Run language models that are larger than the GPU or the RAM.
+
+    The text is that of plain decoding: in 32 bits exactly, in 16 bits up to near-ties of two tokens.
 
     \b
     Example:  offspec run builtin "def area("

@@ -372,7 +372,8 @@ def _joint_options(function: F) -> F:
             type=click.Choice(ACCEPTS),
             default=SpeculationParams.accept,
             show_default=True,
-            help="exact: the text of plain decoding. All other values are LOSSY. joint: by joint likelihood (MJSD).",
+            help="exact: the text of plain decoding, in 16 bits up to near-ties. All other values are LOSSY. "
+            "joint: by joint likelihood (MJSD).",
         ),
         research_option(
             "--tau",

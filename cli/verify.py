@@ -45,12 +45,12 @@ def _refuse_lossy(ctx: click.Context, param: click.Parameter, value: str) -> Non
 @click.command(
     cls=OffspecCommand,
     name="verify",
-    help=f"""Check that speculative text equals plain decoding, token for token.
+    help=f"""Compare speculative text with plain decoding, token by token.
 
-Decodes held-out prompts plainly, then with every combination of the settings below, and compares token ids. In fp32
-every token must be equal. In 16-bit arithmetic, or with packed KV entries (--kv-cache), a difference is allowed at a
-near-tie of the target's logits. The exit code is 1 if any text differs. The built-in pair takes some minutes on one
-core. {MODEL_HELP}
+Decodes held-out prompts plainly, then with every combination of the settings below, and compares token ids. In 32 bits
+every token must be equal. In 16 bits, or with packed KV entries (--kv-cache), near-ties may differ: two tokens whose
+logits differ by no more than rounding. They are counted. The exit code is 1 if any other token differs. The built-in
+pair takes some minutes on one core. {MODEL_HELP}
 
 \b
 Examples:
@@ -206,7 +206,7 @@ def command(
         raise VerificationError(f"{len(report.errors)} texts differ from plain decoding; the first: {report.errors[0]}")
 
 
-reworded(command, dtype="Compute dtype. auto: fp32, where all tokens must be equal; 16 bit allows near-ties.")
+reworded(command, dtype="Compute dtype. auto: fp32, where all tokens must be equal; 16 bits allow near-ties.")
 
 
 def table(report: VerificationReport) -> str:

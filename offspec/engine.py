@@ -176,8 +176,9 @@ class Engine:
     ) -> Generator[Step, None, None]:
         """Generate text for a prompt: an iterator with one `Step` per pass.
 
-        The text equals that of plain decoding (`SpeculationParams(budget=0)`) with the same seed, token for token, for
-        any draft. With lossy acceptance (`SpeculationParams.accept`) it may differ; `Stats.is_lossy` is then true.
+        The text is that of plain decoding (`SpeculationParams(budget=0)`) with the same seed, for any draft: in 32 bits
+        exactly, in 16 bits up to near-ties. With lossy acceptance (`SpeculationParams.accept`) it may differ;
+        `Stats.is_lossy` is then true.
         Closing the iterator between steps leaves the engine ready for the next request.
         caches: from `new_caches`, kept from request to request; tokens that the prompt shares with the earlier text are
         not scored again. One request at a time may use them: UsageError while another iterator is open.

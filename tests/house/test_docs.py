@@ -207,3 +207,19 @@ def test_the_chart_shows_the_tables_figures() -> None:
     assert shown == [round(float(rates[row]), 2) for row in rows]
     bars = [float(bar.get("width", "")) for bar in chart.iter(f"{SVG}rect") if bar.get("class") in ("ours", "peer")]
     assert bars == pytest.approx([bars[0] * rate / shown[0] for rate in shown], abs=0.1)
+
+
+@pytest.mark.parametrize(
+    "source", ["README.md", "docs/faq.md", "docs/limitations.md", "docs/usage.md", "offspec", "run"]
+)
+def test_the_claim_has_its_condition(source: str) -> None:
+    """Wherever it stands first, "the text of plain decoding" says for which numbers it holds."""
+    if source.endswith(".md"):
+        text = (ROOT / source).read_text(encoding="utf-8")
+    else:
+        context = click.Context(cli)
+        command = cli if source == "offspec" else cli.get_command(context, source)
+        assert command is not None
+        text = " ".join([command.help or "", *help_texts(source)] if source != "offspec" else [command.help or ""])
+    plain = " ".join(re.sub(r"[\[\]]", "", text).split())
+    assert "in 16 bits up to near-ties" in plain
