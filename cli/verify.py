@@ -217,10 +217,15 @@ def table(report: VerificationReport) -> str:
             f"{s.temperature:>11g}  {s.top_p:>5g}  {s.draft:<6}  {s.scoring:<8}  {s.budget_name:>6}  "
             f"{tokens_per_pass:.2f}"
         )
-    near_ties = len(report.differences) - len(report.errors)
     verdict = "identical to plain decoding" if report.is_exact else f"{len(report.errors)} texts DIFFER"
-    excused = f", {near_ties} near-ties of 16-bit arithmetic or packed KV entries" if near_ties else ""
-    lines.append(
-        f"{report.num_prompts} prompts, {len(report.settings)} settings, {report.num_tokens} tokens: {verdict}{excused}"
-    )
-    return "\n".join(lines)
+    counts = f"{report.num_prompts} prompts, {len(report.settings)} settings, {report.num_tokens} tokens"
+    return "\n".join([*lines, f"{counts}: {verdict}{_near_ties(report)}"])
+
+
+def _near_ties(report: VerificationReport) -> str:
+    """How often the other token of a near-tie was chosen; empty for never."""
+    if not report.near_ties:
+        return ""
+    beside = "up to" if report.is_exact else "beside"
+    rate = f"{report.near_ties_per_1000:.2g} per 1,000 tokens"
+    return f" {beside} {len(report.near_ties)} near-ties, {rate}, at most {report.largest_gap:.2g} apart"

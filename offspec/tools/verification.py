@@ -3,6 +3,8 @@
 Each prompt is decoded plainly once per temperature. Then the same request runs with every given budget, scoring and
 draft, and the token ids are compared. With a random draft nearly every token takes a pass, so such texts stop after a
 few passes, each over a whole tree. A difference is reported with the distance of the target's values for both tokens.
+
+Near-ties are counted by tokens compared: those of a text up to its first difference, after which it is another text.
 """
 
 from __future__ import annotations
@@ -99,18 +101,34 @@ class Difference:
 
 @dataclass
 class VerificationReport:
-    """The result of `verify`. `tokens_per_pass[i]` belongs to `settings[i]`."""
+    """The result of `verify`. `tokens_per_pass[i]` and `num_compared[i]`, in tokens, belong to `settings[i]`."""
 
     num_prompts: int
     num_tokens: int = 0
     settings: list[Setting] = field(default_factory=list)
     tokens_per_pass: list[float] = field(default_factory=list)
+    num_compared: list[int] = field(default_factory=list)
     differences: list[Difference] = field(default_factory=list)
 
     @property
     def errors(self) -> list[Difference]:
         """The differences that are not near-ties of 16-bit arithmetic, or of packed KV entries."""
         return [difference for difference in self.differences if not difference.is_near_tie]
+
+    @property
+    def near_ties(self) -> list[Difference]:
+        """The differences that rounding explains."""
+        return [difference for difference in self.differences if difference.is_near_tie]
+
+    @property
+    def near_ties_per_1000(self) -> float:
+        """How many near-ties were decided differently, per 1,000 tokens compared."""
+        return 1000 * len(self.near_ties) / max(1, sum(self.num_compared))
+
+    @property
+    def largest_gap(self) -> float:
+        """The largest distance of two tokens' values in a near-tie that was decided differently; 0 without any."""
+        return max((difference.gap for difference in self.near_ties if difference.gap is not None), default=0.0)
 
     @property
     def is_exact(self) -> bool:
@@ -121,9 +139,17 @@ class VerificationReport:
             "exact": self.is_exact,
             "num_prompts": self.num_prompts,
             "num_tokens": self.num_tokens,
+            "near_ties": {
+                "num": len(self.near_ties),
+                "num_compared": sum(self.num_compared),
+                "per_1000_tokens": self.near_ties_per_1000,
+                "largest_gap": self.largest_gap,
+            },
             "settings": [
-                {**asdict(setting), "tokens_per_pass": tokens_per_pass}
-                for setting, tokens_per_pass in zip(self.settings, self.tokens_per_pass, strict=True)
+                {**asdict(setting), "tokens_per_pass": tokens_per_pass, "num_compared": num_compared}
+                for setting, tokens_per_pass, num_compared in zip(
+                    self.settings, self.tokens_per_pass, self.num_compared, strict=True
+                )
             ],
             "differences": [asdict(difference) for difference in self.differences],
         }
@@ -173,13 +199,16 @@ def verify(
                 for prompt, p in zip(ids, params, strict=True)
             ]
         max_passes = random_passes if setting.draft == "random" else None
-        num_tokens = num_passes = 0
+        num_tokens = num_passes = num_compared = 0
         for i, (prompt, p, wanted) in enumerate(zip(ids, params, plain[key], strict=True)):
             found = _run(engines[setting.draft], prompt, p, setting.speculation(), max_passes)
             num_tokens, num_passes = num_tokens + len(found.tokens), num_passes + found.num_passes
             compared = wanted[: len(found.tokens)] if found.was_stopped else wanted
-            report.differences += _differences(engine, setting, i, prompt, p, compared, found.tokens)
+            differences = list(_differences(engine, setting, i, prompt, p, compared, found.tokens))
+            num_compared += differences[0].token_index + 1 if differences else len(compared)
+            report.differences += differences
         report.num_tokens += num_tokens
+        report.num_compared.append(num_compared)
         report.settings.append(setting)
         report.tokens_per_pass.append(num_tokens / num_passes)
         if progress is not None:

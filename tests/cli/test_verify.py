@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 
+from offspec.cli.verify import table
 from offspec.scheduler import verify as scheduler_verify
 from offspec.scheduler.verify import Verdict
-from offspec.tools.verification import VerificationReport
+from offspec.tools.verification import Difference, Setting, VerificationReport
 
 from ..pair import Pair
 from ..refusals import tells
@@ -47,7 +48,16 @@ def test_a_small_matrix_is_exact(verify_args: Sequence[object], offspec: Offspec
     result = offspec(*verify_args, "--json")
     assert (result.code, result.err) == (0, "")
     report = json.loads(result.out)
-    assert report.keys() == {"model", "draft", "exact", "num_prompts", "num_tokens", "settings", "differences"}
+    assert report.keys() == {
+        "model",
+        "draft",
+        "exact",
+        "num_prompts",
+        "num_tokens",
+        "near_ties",
+        "settings",
+        "differences",
+    }
     assert (report["exact"], report["num_prompts"], report["differences"]) == (True, 2, [])
     combinations = {(s["temperature"], s["top_p"], s["draft"], s["scoring"], s["budget"]) for s in report["settings"]}
     assert len(report["settings"]) == len(combinations) == 2 * 2 * 2 * 2
@@ -61,6 +71,17 @@ def test_the_table_says_the_same(verify_args: Sequence[object], offspec: Offspec
     assert (result.code, result.err, len(lines)) == (0, "", 1 + 4 + 1)
     assert lines[-1].startswith("2 prompts, 4 settings, ")
     assert lines[-1].endswith("identical to plain decoding")
+
+
+def test_near_ties_are_counted_in_the_last_line() -> None:
+    one = Setting(0.0, 1.0, 8, "coupled", "own")
+    ties = [Difference(one, 0, 3, 5, 6, gap, gap < 1) for gap in (0.0625, 2.0)]
+    report = VerificationReport(2, 600, [one], [3.0], [500], ties)
+    assert table(report).endswith("1 texts DIFFER beside 1 near-ties, 2 per 1,000 tokens, at most 0.062 apart")
+    report = VerificationReport(2, 600, [one], [3.0], [500], ties[:1])
+    assert table(report).endswith(
+        "identical to plain decoding up to 1 near-ties, 2 per 1,000 tokens, at most 0.062 apart"
+    )
 
 
 @pytest.mark.slow

@@ -171,7 +171,8 @@ def test_the_report_as_json(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> 
     replace_at(monkeypatch, len(engine.encode(PROMPTS[0])), 40)
     report = verify(engine, PROMPTS[:1], [setting(), setting(draft="random")], max_new_tokens=4)
     told = json.loads(json.dumps(report.as_dict(), allow_nan=False))
-    assert told.keys() == {"exact", "num_prompts", "num_tokens", "settings", "differences"}
+    assert told.keys() == {"exact", "num_prompts", "num_tokens", "near_ties", "settings", "differences"}
+    assert told["near_ties"].keys() == {"num", "num_compared", "per_1000_tokens", "largest_gap"}
     assert [s["draft"] for s in told["settings"]] == ["own", "random"]
     assert all(s["tokens_per_pass"] >= 1 for s in told["settings"])
     assert told["differences"][0].keys() == {
@@ -180,8 +181,26 @@ def test_the_report_as_json(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> 
     assert not told["exact"]
 
 
+def test_near_ties_are_counted_by_tokens_compared(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A text counts up to its first difference: what follows it is another text."""
+    monkeypatch.setitem(NEAR_TIE, torch.float32, 1000.0)
+    wanted = plain_tokens(engine, PROMPTS[1], setting(), seed=1)
+    replace_at(monkeypatch, len(engine.encode(PROMPTS[1])) + 3, (wanted[3] + 1) % 256)
+    report = verify(engine, PROMPTS[1:], [setting()], max_new_tokens=8, seed=1)
+    (found,) = report.near_ties
+    assert report.is_exact
+    assert found.token_index == 3
+    assert report.num_compared == [4]
+    assert report.near_ties_per_1000 == 1000 / 4
+    assert report.largest_gap == found.gap
+    counts = report.as_dict()["near_ties"]
+    assert (counts["num"], counts["per_1000_tokens"]) == (1, report.near_ties_per_1000)
+
+
 def test_no_difference_is_exact() -> None:
-    assert VerificationReport(num_prompts=0).is_exact
+    report = VerificationReport(num_prompts=0)
+    assert report.is_exact
+    assert (report.near_ties_per_1000, report.largest_gap) == (0, 0)
 
 
 @pytest.mark.parametrize(
