@@ -1,25 +1,20 @@
 """Costs of each way to multiply on this machine's CPU: measured once, in less than a second, and kept in a file.
 
-The user's cache folder has one file per CPU, version of torch and number of threads. If the file cannot be written,
-each process repeats the measurement.
+There is one file per CPU, version of torch and number of threads (`measured_files`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import itertools
-import json
 import math
 import os
 import platform
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -43,7 +38,7 @@ from .formats.products import (
 )
 from .kernels.compiler import instructions
 from .kernels.row_product import RowProduct
-from .small_files import parse_json, read_small_file
+from .measured_files import measured_file, read_measured, versions, write_measured
 
 ROWS = (1, 4, 16, 64, 256)
 SHAPES = {True: (4096, 2048), False: (512, 2048)}  # of a large matrix and a small one
@@ -289,11 +284,8 @@ def _seconds(way: str, form: str, rows: torch.Tensor, matrices: Sequence[Weight]
 
 def costs_file() -> Path:
     """The file with the costs of this machine."""
-    from platformdirs import user_cache_path
-
-    identity = json.dumps([_REVISION, _processor(), sorted(instructions()), torch.get_num_threads(), *_versions()])
-    digest = hashlib.sha256(identity.encode()).hexdigest()
-    return user_cache_path("offspec", appauthor=False) / f"products-{digest[:12]}.json"
+    identity = [_REVISION, _processor(), sorted(instructions()), torch.get_num_threads(), *_versions()]
+    return measured_file("products", identity)
 
 
 def _processor() -> str:
@@ -307,21 +299,14 @@ def _processor() -> str:
 
 
 def _versions() -> list[str]:
-    found = [torch.__version__, os.environ.get("ONEDNN_MAX_CPU_ISA", "")]
-    for package in ("llvmlite", "bitsandbytes"):
-        try:
-            found.append(version(package))
-        except PackageNotFoundError:
-            found.append("")
-    return found
+    return [torch.__version__, os.environ.get("ONEDNN_MAX_CPU_ISA", ""), *versions("llvmlite", "bitsandbytes")]
 
 
 def _read() -> dict[str, WayCosts]:
     """The content of the file; {} if it is missing or invalid."""
     try:
-        said = parse_json(read_small_file(costs_file()))
-        return {kind: _way_costs(ways) for kind, ways in said.items()}
-    except (OSError, ValueError, OverflowError, AttributeError, TypeError):
+        return {kind: _way_costs(ways) for kind, ways in read_measured(costs_file()).items()}
+    except (ValueError, OverflowError, AttributeError, TypeError):
         return {}
 
 
@@ -341,15 +326,4 @@ def _points(said: Mapping[str, Any]) -> Seconds:
 
 
 def _write(costs: Mapping[str, WayCosts]) -> None:
-    """Write the file atomically; if that fails, the next process repeats the measurement."""
-    content = json.dumps({kind: known.seconds for kind, known in costs.items()}, indent=1)
-    file = costs_file()
-    with contextlib.suppress(OSError):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        number, temporary = tempfile.mkstemp(dir=file.parent, prefix=file.name)
-        try:
-            with os.fdopen(number, "w", encoding="utf-8") as opened:
-                opened.write(content)
-            os.replace(temporary, file)
-        finally:
-            Path(temporary).unlink(missing_ok=True)
+    write_measured(costs_file(), {kind: known.seconds for kind, known in costs.items()})
