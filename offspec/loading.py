@@ -13,6 +13,7 @@ from weakref import WeakSet
 
 import torch
 
+from offspec.loaders.card_choices import keep_ways
 from offspec.loaders.cuda import CopyStream, limit_memory, release_memory
 from offspec.loaders.hardware import Rates, pinning_remedy, read_hardware
 from offspec.loaders.placement import KV_ITEM, Item
@@ -360,6 +361,8 @@ def load(options: LoadOptions) -> Loaded:
         set_num_threads(options.threads)
     notes: list[Note] = []
     device = choose_device(options.device, notes)
+    if device.type == "cuda":
+        keep_ways()
     # Check headers and tokenizers of both models first, so that errors appear before gigabytes are read.
     machine = MachineRates(device)
     options = replace(options, dtype=dtype_on(options.dtype, read_hardware(device).gpu))

@@ -141,6 +141,10 @@ def _settings() -> Iterator[tuple[str, Any, Callable[[Any], object]]]:
             dict(module.FUSED_ROWS._rows),
             partial(_refill, module.FUSED_ROWS._rows),
         )
+    if module := sys.modules.get("offspec.loaders.formats.on_gpu"):
+        way = module.FASTER_WAY
+        yield "faster ways on a GPU", dict(way._is_kernel), partial(_refill, way._is_kernel)
+        yield "kept ways on a GPU", way.kept, partial(setattr, way, "kept")
     if module := sys.modules.get("offspec.loaders.formats.products"):
         yield "measured costs of products", dict(module.COSTS._known), partial(_refill, module.COSTS._known)
         yield "forced way of products", module.COSTS.forced, partial(setattr, module.COSTS, "forced")

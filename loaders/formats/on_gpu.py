@@ -1,8 +1,8 @@
 """Unpacks matrices on a GPU with Triton or with plain torch, whichever is faster on that GPU.
 
 Both give the same numbers. The first matrix of a kind is unpacked both ways, a few times, and the process then uses the
-faster way. Triton is part of torch's CUDA wheels. If it is missing or cannot compile (it needs a C compiler for a small
-stub), torch is used.
+faster way, as do later ones on this card (`card_choices`). Triton is part of torch's CUDA wheels. If it is missing or
+cannot compile (it needs a C compiler for a small stub), torch is used.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from statistics import median
 from types import ModuleType
+from typing import Protocol
 
 import torch
 
@@ -21,20 +22,42 @@ GGUF_WITH_KERNELS = frozenset({"Q4_0", "Q4_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "
 _RUNS = 3
 
 
+class KeptChoices(Protocol):
+    """Choices that outlast the process."""
+
+    def get(self, kind: Hashable, device: torch.device) -> bool | None:
+        """Whether the kernel was faster for this kind; None if it was not measured."""
+
+    def set(self, kind: Hashable, device: torch.device, *, is_kernel: bool) -> None: ...
+
+
 class FasterWay:
-    """For each kind of matrix and device, whether the kernel is faster."""
+    """For each kind of matrix and device, whether the kernel is faster. kept: choices of earlier processes, or None."""
 
     def __init__(self) -> None:
         self._is_kernel: dict[Hashable, bool] = {}
+        self.kept: KeptChoices | None = None
 
     def run(self, kind: Hashable, device: torch.device, kernel: Callable[[], None], plain: Callable[[], None]) -> None:
         """Run the faster of two equivalent functions; both are measured for the first matrix of a kind."""
         key = (kind, device)
         with on_device(device):
             if key not in self._is_kernel:
-                kernel_s = _seconds_of_kernel(device, kernel)
-                self._is_kernel[key] = kernel_s is not None and kernel_s < _seconds(device, plain)
+                self._is_kernel[key] = self._choose(kind, device, kernel, plain)
             (kernel if self._is_kernel[key] else plain)()
+
+    def _choose(
+        self, kind: Hashable, device: torch.device, kernel: Callable[[], None], plain: Callable[[], None]
+    ) -> bool:
+        """Whether to use the kernel. One that was chosen before may not compile any more, so it is run first."""
+        kept = None if self.kept is None else self.kept.get(kind, device)
+        if kept is False or (kernel_s := _seconds_of_kernel(device, kernel)) is None:
+            return False
+        if kept is None:
+            kept = kernel_s < _seconds(device, plain)
+            if self.kept is not None:
+                self.kept.set(kind, device, is_kernel=kept)
+        return kept
 
     def is_kernel(self, kind: Hashable, device: torch.device) -> bool | None:
         """Whether the kernel was chosen; None before the first choice."""

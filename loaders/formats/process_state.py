@@ -5,7 +5,7 @@
   would print warnings about unused kernels, download one from the hub if the package `kernels` is installed, and wrap
   operations in torch.compile, whose import takes seconds. Everything is restored afterwards.
 - `FUSED_ROWS`: for each kind and shape of packed matrices, the number of rows up to which the fused product is used. It
-  is measured when a model is loaded, and kept until the process ends: two models with equal shapes compute alike.
+  is measured once for a card when a model is loaded (`card_choices`): two models with equal shapes compute alike.
 - `one_thread`: sets the number of torch's threads to one inside a `with` block.
 """
 

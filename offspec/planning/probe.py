@@ -8,6 +8,7 @@ from dataclasses import replace
 import psutil
 import torch
 
+from offspec.loaders.card_choices import fused_rows
 from offspec.loaders.cuda import release_memory
 from offspec.loaders.formats import StoredWeight
 from offspec.loaders.formats.products import HALF_DTYPES
@@ -15,7 +16,6 @@ from offspec.loaders.hardware import Hardware, Rates
 from offspec.loaders.measure import (
     measure_dequantise,
     measure_disk,
-    measure_fused_rows,
     measure_host_to_device,
     measure_matmul,
     measure_packed_product,
@@ -147,8 +147,8 @@ class ProductRates:
 def measure_fused_limits(models: Sequence[ModelFiles], device: torch.device) -> list[Note]:
     """On a GPU, measure the number of rows up to which each kind and shape of packed matrix is multiplied packed.
 
-    Takes 0.1 s for each; Triton's kernels are compiled before, for some seconds, once on a machine. The limits hold for
-    the process (`loaders.formats`). Returns notes with the result, for each format.
+    Takes 0.1 s for each, once on a card (`card_choices`); Triton's kernels are compiled before, for some seconds. The
+    limits hold for the process (`loaders.formats`). Returns notes with the result, for each format.
     """
     kinds = {
         (weight.fused_kind, model.dtype): weight
@@ -170,7 +170,7 @@ def measure_fused_limits(models: Sequence[ModelFiles], device: torch.device) -> 
 
 def _fused_note(form: str, kinds: Sequence[tuple[StoredWeight, torch.dtype]], device: torch.device) -> Note:
     try:
-        rows = [measure_fused_rows(weight, device, dtype) for weight, dtype in kinds]
+        rows = [fused_rows(weight, device, dtype) for weight, dtype in kinds]
     except Exception as exc:  # noqa: BLE001 (Triton's compilers raise many kinds, as a missing bitsandbytes, or memory)
         return Note(f"{form} matrices are dequantised for each use (the fused kernel raised {type(exc).__name__})")
     limits = f"{min(rows)} to {max(rows)} rows"
