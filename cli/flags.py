@@ -11,6 +11,7 @@ _ARGUMENTS = [
     "accept",
     "budget",
     "context",
+    "deterministic",
     "device",
     "disk",
     "draft",

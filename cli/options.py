@@ -215,6 +215,12 @@ def loading_options(function: F) -> F:
             is_flag=True,
             help="Parse special tokens in messages, such as `<|im_end|>`, as tokens instead of text.",
         ),
+        option(
+            "--deterministic",
+            is_flag=True,
+            help="Give the same text twice in 16 bits, too: fixed tree sizes (64 nodes without --budget) and kernels, "
+            "one text at a time.",
+        ),
         research_option(
             "--no-read-ahead",
             "synchronous",
@@ -292,7 +298,8 @@ def speculation_options(function: F) -> F:
             callback=budget,
             default="auto",
             metavar="auto|N",
-            help="Draft tokens per pass; 0 disables speculation. Does not change the text. [default: auto, adapts]",
+            help="Draft tokens per pass; 0 disables speculation. Changes the text at most at near-ties in 16 bits. "
+            "[default: auto, adapts]",
         ),
         _tree_options,
         _guess_options,

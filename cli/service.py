@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from threading import Condition, Thread
 from typing import cast
 
-from offspec import AUTO_TEXTS, Constraint, Engine, SamplingParams, SpeculationParams
+from offspec import Constraint, Engine, SamplingParams, SpeculationParams
 from offspec.batch import Batch, Ticket
 from offspec.engine import Message
 from offspec.errors import MemoryLimitError, OffspecError, UsageError
@@ -194,7 +194,7 @@ class Service:
         self.error: OffspecError | None = None
         self.give_up: Callable[[], None] = lambda: None
         self._speculation, self._folders = speculation, model_folders(engine)
-        self._most_texts = most_texts or AUTO_TEXTS
+        self._most_texts = engine.max_texts(most_texts)
         self._pool = TextPool(engine.new_caches, parked_bytes(engine.plan))
         self._batch = Batch(engine, self._most_texts, self._pool)
         self._most_open = most_waiting + self._most_texts

@@ -21,6 +21,7 @@ from .measured_files import measured_file, read_measured, versions, write_measur
 
 _REVISION = 1  # of the file's content and of the kernels; files of other revisions are ignored
 _ROWS, _WAYS = "fused rows", "kernel is faster"  # the parts of a file
+FIXED_ROWS = 1  # for one row, a fused product moves the fewest bytes on any card
 _DRIVER = Path("/proc/driver/nvidia/version")
 
 
@@ -44,9 +45,19 @@ def _driver() -> str:
 def fused_rows(stored: StoredWeight, device: torch.device, dtype: torch.dtype) -> int:
     """Set and return the number of rows up to which matrices like `stored` are multiplied packed.
 
-    It is read from the card's file, or measured (`measure_fused_rows`) and written there. Raises what the kernel
-    raises, such as a compiler's errors.
+    It is read from the card's file, or measured (`measure_fused_rows`) and written there. If `FUSED_ROWS.is_fixed`, it
+    is FIXED_ROWS. Raises what the kernel raises, such as a compiler's errors.
     """
+    rows = _fixed_rows(stored, device, dtype) if FUSED_ROWS.is_fixed else _kept_rows(stored, device, dtype)
+    FUSED_ROWS.set(stored.dtype, stored.shape, dtype, device, rows)
+    return rows
+
+
+def _fixed_rows(stored: StoredWeight, device: torch.device, dtype: torch.dtype) -> int:
+    return FIXED_ROWS if _has_fused(stored, device, dtype) else 0
+
+
+def _kept_rows(stored: StoredWeight, device: torch.device, dtype: torch.dtype) -> int:
     key = f"{stored.dtype} {stored.fused_kind} x {_name(dtype)}"
     rows = _part(device, _ROWS).get(key)
     if type(rows) is not int or rows < 0:
@@ -54,7 +65,6 @@ def fused_rows(stored: StoredWeight, device: torch.device, dtype: torch.dtype) -
         _keep(device, _ROWS, key, rows)
     elif rows and not _has_fused(stored, device, dtype):
         rows = 0
-    FUSED_ROWS.set(stored.dtype, stored.shape, dtype, device, rows)
     return rows
 
 

@@ -57,8 +57,12 @@ _CPU = torch.device("cpu")
 def know_products(forms: Iterable[tuple[str, torch.dtype]], *, anew: bool = False) -> None:
     """Make `formats.linear` use the fastest ways for weights of these forms and rows of these dtypes on the CPU.
 
-    The costs are read from the file, or measured. anew: always measure.
+    The costs are read from the file, or measured. anew: always measure. If `COSTS.is_fixed`, the ways are fixed.
     """
+    if COSTS.is_fixed:
+        for form in {form for form, _ in forms}:
+            COSTS.fix(form)
+        return
     wanted = [
         ProductKind(form, dtype, is_large)
         for form, dtype in sorted(set(forms), key=_after_plain_ones)

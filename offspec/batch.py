@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from offspec.scheduler.params import AUTO_TEXTS, SamplingParams, SpeculationParams, max_nodes
+from offspec.scheduler.params import SamplingParams, SpeculationParams, max_nodes
 from offspec.scheduler.shared_pass import SharedPass
 
 from .errors import OffspecError
@@ -55,12 +55,12 @@ class Batch:
     """
 
     def __init__(self, engine: Engine, max_texts: int | None = None, pool: TextPool | None = None) -> None:
-        """max_texts: the maximum number of texts under way; None is AUTO_TEXTS. The others wait in order.
+        """max_texts: the maximum number of texts under way (`Engine.max_texts`). The others wait in order.
 
         pool: of the caches that are given to `add`; texts without take caches from it, too. Its idle caches are freed
         when texts need their room.
         """
-        self._engine, self._max_texts = engine, max_texts or AUTO_TEXTS
+        self._engine, self._max_texts = engine, engine.max_texts(max_texts)
         self._pool = TextPool(engine.new_caches, 0) if pool is None else pool
         num_nodes = max_nodes(engine.target.device.type) if engine.plan is None else engine.plan.tree
         self._shared = SharedPass(engine.learnt.costs, num_nodes, engine.learnt.overlap_switch)

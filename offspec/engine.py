@@ -21,12 +21,13 @@ from typing import Any, TypeGuard
 from offspec.loaders.params import KV_CACHES
 from offspec.loaders.units import parse_size
 from offspec.scheduler.constraint import TokenConstraint
-from offspec.scheduler.params import Constraint, SamplingParams, SpeculationParams
+from offspec.scheduler.params import AUTO_TEXTS, Constraint, SamplingParams, SpeculationParams
 from offspec.scheduler.retrieval import SuffixIndex
 
 from .batch import Batch, Ticket
 from .checkpoints.opening import Note
 from .drafts.base import NEEDS_DRAFT_MODEL, Draft
+from .drafts.learnt import EstimatesAndRecall
 from .drafts.without_model import NoDraft
 from .errors import ContextLengthError, OffspecError, UsageError
 from .loading import LoadedTarget, LoadOptions, load, path_text
@@ -63,7 +64,7 @@ class Engine:
         """draft: None is plain decoding. name: the model's name as given. index: of other texts for n-gram lookup."""
         self.loaded, self.tokenizer, self.draft = target, tokenizer, draft or NoDraft()
         self.name, self.lookup_index = name, index
-        self.learnt = self.draft.new_learnt(target.decoder, target.predict_pass_s if target.rates else None)
+        self.learnt = self._new_learnt()
         self.draft.prepare(self.max_context)
         self._constraints = ConstraintCompiler(tokenizer, target.decoder.config.vocab_size)
 
@@ -122,6 +123,23 @@ class Engine:
     def aligner(self) -> Aligner | None:
         """Trains the draft between requests; None if the draft does not learn."""
         return self.draft.aligner
+
+    @property
+    def is_deterministic(self) -> bool:
+        """Whether nothing depends on measured times, nor on earlier requests (`LoadOptions.deterministic`)."""
+        return self.loaded.is_deterministic
+
+    def estimates(self) -> EstimatesAndRecall:
+        """The estimates about the draft for a request: those kept from request to request, or new ones."""
+        return self._new_learnt() if self.is_deterministic else self.learnt
+
+    def _new_learnt(self) -> EstimatesAndRecall:
+        target = self.loaded
+        return self.draft.new_learnt(target.decoder, target.predict_pass_s if target.rates else None)
+
+    def max_texts(self, wanted: int | None = None) -> int:
+        """The maximum number of texts that share passes. wanted: None is AUTO_TEXTS."""
+        return 1 if self.is_deterministic else wanted or AUTO_TEXTS
 
     def close(self) -> None:
         """Free the memory and end the read-ahead threads. Afterwards `generate` raises UsageError."""
@@ -203,6 +221,8 @@ class Engine:
         began = time.perf_counter()
         self.loaded.check()
         params, speculation = params or SamplingParams(), speculation or SpeculationParams()
+        if self.is_deterministic:
+            speculation = speculation.without_timing()
         speculation.check_sampling(params)
         if speculation.is_lossy and self.draft.decoder is None:
             raise UsageError(NEEDS_DRAFT_MODEL)

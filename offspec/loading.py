@@ -19,6 +19,7 @@ from offspec.loaders.hardware import Rates, pinning_remedy, read_hardware
 from offspec.loaders.placement import KV_ITEM, Item
 from offspec.loaders.tiers import Progress, TieredWeights
 from offspec.loaders.units import format_size
+from offspec.scheduler.params import DEFAULT_NODES
 from offspec.scheduler.retrieval import SuffixIndex
 
 from .checkpoints.load import LoadSettings, decoder_over, load_weights
@@ -45,7 +46,7 @@ from .planning.probe import (
 )
 from .planning.report import explain_packing, explain_plan
 from .planning.spilling import spill_watch
-from .process import set_num_threads
+from .process import fix_choices, set_num_threads
 from .text.lookup_files import lookup_memory_bytes, open_index
 from .text.tokenizer import Tokenizer
 
@@ -83,7 +84,9 @@ class LoadOptions:
     think: let the model think before its answers to chats, or not; None is the template's own default; a template that
     cannot choose is refused equally early. needs_draft_model: requests will use lossy acceptance; a draft without a
     model is refused equally early. cache_ram: bytes of RAM for the KV caches of earlier conversations (`TextPool`);
-    None is `planning.parked_texts`' default.
+    None is `planning.parked_texts`' default. deterministic: nothing depends on measured times, so that the same request
+    gives the same text in 16 bits, too, if weights and KV entries lie where they did: trees of a given size, no
+    drafting during passes, one text at a time, kernels chosen by rules (for the whole process: `process.fix_choices`).
     """
 
     model: str = "builtin"
@@ -111,8 +114,13 @@ class LoadOptions:
     needs_draft_model: bool = False
     cache_ram: int | None = 0
     more_drafts: Sequence[str] = ()
+    deterministic: bool = False
 
     def __post_init__(self) -> None:
+        if self.deterministic:
+            if self.learn:
+                raise UsageError("`learn` trains for as long as a text took; omit it, or `deterministic`")
+            object.__setattr__(self, "cache_ram", 0)  # later texts would use entries that other passes computed
         if isinstance(self.draft, (list, tuple)):
             if not self.draft:
                 raise UsageError("`draft` is an empty list; give one draft, or several")
@@ -162,6 +170,7 @@ class LoadedTarget:
         """memory: the plan of its weights, and the means to load them again with fewer resident layers."""
         self.decoder, self.notes = decoder, notes if notes is not None else list[Note]()
         self.turn = RLock()
+        self.is_deterministic = False  # see `LoadOptions.deterministic`
         self.rates: Rates | None = None
         self.link_bytes_per_s: float | None = None
         self._memory, self._streamed_before = memory, 0
@@ -363,6 +372,11 @@ def load(options: LoadOptions) -> Loaded:
     device = choose_device(options.device, notes)
     if device.type == "cuda":
         keep_ways()
+    if options.deterministic:
+        fix_choices()
+        notes.append(
+            Note(f"deterministic: {DEFAULT_NODES} nodes per tree unless `budget` is given, one text at a time")
+        )
     # Check headers and tokenizers of both models first, so that errors appear before gigabytes are read.
     machine = MachineRates(device)
     options = replace(options, dtype=dtype_on(options.dtype, read_hardware(device).gpu))
@@ -404,7 +418,7 @@ def open_models(
     if options.think is not None:
         tokenizer.set_thinking(options.think)
     request = OpenRequest(options.drafting, files, tokenizer, options.dtype, device_type, notes, options.progress)
-    if machine is not None:
+    if machine is not None and not options.deterministic:
         request = replace(request, choose=_chooser(options, request, machine))
     return files, tokenizer, open_draft(options.model, request)
 
@@ -431,7 +445,8 @@ def _load_models(
     plan = plan_here(files, features, read_hardware(device), options.memory)
     choose_products([(files, not plan.placement.streamed), *((model, True) for model in opened.models)], device)
     link, rates = machine.measure(plan)
-    plan = with_faster_residents(plan, rates)
+    if not options.deterministic:
+        plan = with_faster_residents(plan, rates)
     notes += [*explain_plan(plan, link), *explain_packing(plan)]
     notes += measure_fused_limits([files, *opened.models], device)
     if device.type == "cuda":  # only now: a measurement may take more for a moment than a small model may keep
@@ -450,6 +465,7 @@ def _load_models(
     notes += _unpinned(decoder)
     target = LoadedTarget(decoder, memory, notes=notes)
     target.rates, target.link_bytes_per_s = rates, link
+    target.is_deterministic = options.deterministic
     return target, draft
 
 

@@ -3,6 +3,7 @@
 - `set_num_threads`: torch's number of threads, if `--threads` sets it (`loading.py`).
 - `prepare_gpu`: after a model was loaded on a GPU, torch does not compute attention with cuDNN, and sums of products
   are fp32 throughout.
+- `fix_choices`: nothing is chosen by measured times, after a model was loaded with `deterministic`.
 - `loaders.cuda.limit_memory`: a limit for torch's allocator on a GPU, if `--vram` sets one.
 - `loaders.formats.process_state`: settings changed during bitsandbytes' import, the measured rows up to which a fused
   product is faster, and blocks in which torch has one thread.
@@ -13,6 +14,10 @@
 from __future__ import annotations
 
 import torch
+
+from offspec.loaders.formats.on_gpu import FASTER_WAY
+from offspec.loaders.formats.process_state import FUSED_ROWS
+from offspec.loaders.formats.products import COSTS
 
 
 def set_num_threads(threads: int) -> None:
@@ -49,3 +54,13 @@ def prepare_gpu() -> None:
     """Change the settings that all work on a GPU needs; every decoder there calls this first."""
     disable_cudnn_attention()
     disable_reduced_precision()
+
+
+def fix_choices() -> None:
+    """Choose between equivalent kernels by rules, from now on, instead of by measured times.
+
+    Kernels round differently, and times differ from run to run: so might the text, at near-ties in 16 bits. The choices
+    belong to the process, so they are fixed for engines that are loaded later, too.
+    """
+    for choices in (COSTS, FUSED_ROWS, FASTER_WAY):
+        choices.is_fixed = True

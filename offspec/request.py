@@ -109,6 +109,7 @@ class Request:
         self.engine, self.asked, self.limit = engine, asked, asked.sampling.max_new_tokens
         self.final = frozenset() if asked.sampling.ignore_eos else engine.tokenizer.eos_ids
         self._caches, self._longest, self._shared = caches, len(text) + self.limit, shared
+        self._learnt = engine.estimates()
         target = engine.target
         self.sampler = Sampler(asked.sampling, asked.seed, target.config.vocab_size, target.device, to_device)
         self.sampler.extend(text, is_prompt=True)
@@ -137,6 +138,8 @@ class Request:
         if self._wants_prompt_logprobs:
             self._prompt_logprobs.clear()
             caches.rewind([])  # the pass has to score all rows
+        if engine.is_deterministic and self._shared is not None:
+            caches.rewind([])  # entries of other texts come from passes of other widths
         num_prefilled = caches.rewind(text)
         self.text, self.target = caches.text, caches.target  # the same list as the caches'
         num_entries = self._num_draft_tokens = 0  # tokens for which the draft's cache has room
@@ -146,7 +149,7 @@ class Request:
         most_rows, shared = self._most_rows, self._shared
         asked = DraftRequest(self.sampler, self.final, num_prefilled, most_rows=most_rows, shared=shared)
         task = DraftTask(caches.draft, engine.target, asked, speculation, engine.lookup_index, text, caches.beside)
-        self.drafter = engine.draft.drafter(task, engine.learnt)
+        self.drafter = engine.draft.drafter(task, self._learnt)
         drafter = self.drafter
         self._competitor = drafter if isinstance(drafter, CompetingDrafter) and self._shared is not None else None
         return num_prefilled
@@ -197,7 +200,7 @@ class Request:
 
     def run(self) -> Generator[Step, None, None]:
         """One step per pass of its own, until the text ends."""
-        alone = SharedPass(self.engine.learnt.costs, max_nodes(self.engine.target.device.type))
+        alone = SharedPass(self._learnt.costs, max_nodes(self.engine.target.device.type))
         while True:
             with self.engine.turn:
                 self.engine.loaded.check()

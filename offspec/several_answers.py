@@ -54,9 +54,9 @@ class _Answers:
         self, engine: Engine, prompt: list[int], speculation: SpeculationParams | None, max_texts: int
     ) -> None:
         self._engine, self._prompt, self._speculation = engine, prompt, speculation
-        self._max_texts = max_texts
+        self._max_texts = engine.max_texts(max_texts)
         self._pool = TextPool(engine.new_caches, 0)
-        self._batch = Batch(engine, max_texts, self._pool)
+        self._batch = Batch(engine, self._max_texts, self._pool)
         self._under_way = dict[Ticket, tuple[int, TextCaches]]()
 
     def steps(self, params: Sequence[SamplingParams]) -> Generator[tuple[int, Step], None, None]:

@@ -9,7 +9,7 @@ import json
 import math
 import reprlib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from numbers import Integral, Real
 from typing import Any, Literal, get_args
 
@@ -20,7 +20,7 @@ MAX_STOPS, MAX_STOP_LENGTH = 64, 1024  # stop texts, and characters of each: eve
 _STOP_LENGTH = f"texts of at most {MAX_STOP_LENGTH} characters"
 MAX_LOGPROBS = 20  # alternatives per token, as at OpenAI and in vLLM
 MAX_NODES = 1024  # per tree, if the budget is found at run time
-DEFAULT_NODES = 64  # per tree of baselines that need a budget, if none is given
+DEFAULT_NODES = 64  # per tree of what needs a budget, baselines and deterministic requests, if none is given
 # MAX_NODES on a CPU. For this number of rows, arithmetic takes longer than reading 16-bit weights from any disk (512
 # operations per weight: 1 TFLOP/s for 4 GB/s), and KV entries of more rows would take memory from resident layers.
 CPU_MAX_NODES = 256
@@ -247,6 +247,16 @@ class SpeculationParams:
     def is_lossy(self) -> bool:
         """Whether the text may differ from plain decoding."""
         return self.accept != "exact"
+
+    def without_timing(self) -> SpeculationParams:
+        """These settings without what depends on measured times: a budget found at run time, and overlap.
+
+        Raises UsageError for a way of stopping that needs the times.
+        """
+        if self.stopping == "thompson-calibrated":
+            raise UsageError("stopping thompson-calibrated depends on measured times; omit it, or `deterministic`")
+        budget = DEFAULT_NODES if self.budget is None and not self.is_lossy else self.budget
+        return replace(self, budget=budget, overlap=False)
 
     def check_sampling(self, sampling: SamplingParams) -> None:
         """Raises UsageError for joint acceptance with a temperature above 0."""

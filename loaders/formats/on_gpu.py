@@ -32,9 +32,14 @@ class KeptChoices(Protocol):
 
 
 class FasterWay:
-    """For each kind of matrix and device, whether the kernel is faster. kept: choices of earlier processes, or None."""
+    """For each kind of matrix and device, whether the kernel is faster.
+
+    kept: choices of earlier processes, or None. is_fixed: nothing is measured any more; every kernel that compiles is
+    used.
+    """
 
     def __init__(self) -> None:
+        self.is_fixed = False
         self._is_kernel: dict[Hashable, bool] = {}
         self.kept: KeptChoices | None = None
 
@@ -50,6 +55,8 @@ class FasterWay:
         self, kind: Hashable, device: torch.device, kernel: Callable[[], None], plain: Callable[[], None]
     ) -> bool:
         """Whether to use the kernel. One that was chosen before may not compile any more, so it is run first."""
+        if self.is_fixed:
+            return _seconds_of_kernel(device, kernel) is not None
         kept = None if self.kept is None else self.kept.get(kind, device)
         if kept is False or (kernel_s := _seconds_of_kernel(device, kernel)) is None:
             return False

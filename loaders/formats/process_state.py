@@ -25,9 +25,13 @@ from offspec.errors import OffspecError
 
 
 class FusedRows:
-    """Rows up to which a fused product was measured to be faster, by (form, shape, dtype, device); 0 unless set."""
+    """Rows up to which a fused product was measured to be faster, by (form, shape, dtype, device); 0 unless set.
+
+    is_fixed: nothing is measured any more (`card_choices.fused_rows`).
+    """
 
     def __init__(self) -> None:
+        self.is_fixed = False
         self._rows: dict[tuple[str, tuple[int, ...], torch.dtype, torch.device], int] = {}
 
     def get(self, form: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> int:

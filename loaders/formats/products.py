@@ -68,12 +68,15 @@ class WayCosts:
 class ProductCosts:
     """The costs measured in this process, or earlier on this machine.
 
-    forced: a way to use regardless of costs, for weights of `forced_form`, or of all forms if that is "".
+    forced: a way to use regardless of costs, for weights of `forced_form`, or of all forms if that is "". is_fixed:
+    nothing is measured any more, and the ways of forms given to `fix` are kernels, for any number of rows.
     """
 
     def __init__(self) -> None:
         self._known: dict[ProductKind, WayCosts] = {}
         self._chosen: dict[tuple[ProductKind, int], str] = {}
+        self._fixed = set[str]()  # forms
+        self.is_fixed = False
         self.forced: str | None = None
         self.forced_form = ""
 
@@ -84,10 +87,16 @@ class ProductCosts:
     def get(self, kind: ProductKind) -> WayCosts | None:
         return self._known.get(kind)
 
+    def fix(self, form: str) -> None:
+        """Use kernels for weights of this form, where there are some, whatever was measured."""
+        self._fixed.add(form)
+
     def way(self, kind: ProductKind, num_rows: int) -> str:
         """The way to use; torch's if there is no measurement."""
         if self.forced is not None and self.forced_form in ("", kind.form):
             return self.forced
+        if kind.form in self._fixed:
+            return KERNEL
         key = (kind, num_rows)
         if key not in self._chosen:
             costs = self._known.get(kind)
@@ -95,6 +104,7 @@ class ProductCosts:
         return self._chosen[key]
 
     def clear(self) -> None:
+        self._fixed.clear()
         self._known.clear()
         self._chosen.clear()
 
