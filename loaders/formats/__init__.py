@@ -3,7 +3,18 @@
 `core` defines the interface of a format; `process_state` contains all process-wide state of formats.
 """
 
-from .core import PackedWeight, StoredTable, StoredWeight, Weight, WeightFormat, as_table, dense, linear, take_rows
+from .core import (
+    PackedWeight,
+    StoredTable,
+    StoredWeight,
+    Weight,
+    WeightFormat,
+    as_table,
+    dense,
+    linear,
+    linear_fp32,
+    take_rows,
+)
 from .registry import (
     FORMATS,
     blank_tensors,
@@ -29,6 +40,7 @@ __all__ = [
     "format_notes",
     "formats_in",
     "linear",
+    "linear_fp32",
     "packer_for",
     "plan_form",
     "stored_weights",

@@ -10,6 +10,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import groupby
 from typing import Any, BinaryIO, NoReturn, Protocol, TypeAlias, runtime_checkable
 
@@ -161,6 +162,25 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None, scratch: Tenso
     if weight.dtype != x.dtype:
         weight = dense(weight, x.dtype, scratch)
     return F.linear(x, weight, bias)
+
+
+def linear_fp32(x: Tensor, weight: Weight, scratch: Tensor | None = None) -> Tensor:
+    """x [R, K] times weight [N, K] → fp32 [R, N]; scratch: see `linear`.
+
+    On a GPU the sums are not rounded to x's dtype first, where torch can (2.8 and newer), if the matrix is plain or is
+    dequantised for the product. Fused products, and those on a CPU, have results of x's dtype. No gradients.
+    """
+    is_half, is_plain = x.dtype in products.HALF_DTYPES, isinstance(weight, Tensor)
+    is_product_of_torch = is_plain or (isinstance(weight, PackedMatrix) and _chosen_fused(weight, x) is None)
+    if x.is_cuda and is_half and has_fp32_output() and is_product_of_torch and not torch.is_grad_enabled():
+        return torch.mm(x, dense(weight, x.dtype, scratch).t(), out_dtype=torch.float32)
+    return linear(x, weight, None, scratch).float()
+
+
+@cache
+def has_fp32_output() -> bool:
+    """Whether torch's products on a GPU can have fp32 results for 16-bit inputs."""
+    return "dtype" in torch.ops.aten.mm.overloads() and torch.version.hip is None
 
 
 def dense(weight: Weight, dtype: torch.dtype, scratch: Tensor | None = None) -> Tensor:

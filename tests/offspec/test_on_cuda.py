@@ -11,7 +11,8 @@ import torch
 
 from offspec import SamplingParams, SpeculationParams
 from offspec.drafts.self_draft import SelfDraft
-from offspec.loaders.formats import dense
+from offspec.loaders.formats import dense, linear_fp32
+from offspec.loaders.formats.core import has_fp32_output
 from offspec.loaders.formats.four_bit import has_kernels
 from offspec.model.early_exit import EarlyExit
 from offspec.planning.plan import Plan
@@ -38,6 +39,18 @@ MOVES = pytest.mark.parametrize("move", [resident, in_ram, on_disk, with_entries
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build(tmp_path_factory.mktemp("pair"))
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("num_rows", [1, 64])
+def test_logits_are_not_rounded_to_16_bits(num_rows: int) -> None:
+    if not has_fp32_output():
+        pytest.skip("torch cannot")
+    generator = torch.Generator().manual_seed(0)
+    states, head = (torch.randn(n, 256, generator=generator).bfloat16() for n in (num_rows, 1000))
+    logits = linear_fp32(states.to("cuda:0"), head.to("cuda:0")).cpu()
+    torch.testing.assert_close(logits, states.float() @ head.float().T, rtol=1e-5, atol=1e-4)
+    assert not torch.equal(logits, logits.bfloat16().float())
 
 
 @MOVES
