@@ -180,7 +180,7 @@ def linear_fp32(x: Tensor, weight: Weight, scratch: Tensor | None = None) -> Ten
 @cache
 def has_fp32_output() -> bool:
     """Whether torch's products on a GPU can have fp32 results for 16-bit inputs."""
-    return "dtype" in torch.ops.aten.mm.overloads() and torch.version.hip is None
+    return hasattr(torch.ops.aten.mm, "dtype") and torch.version.hip is None
 
 
 def dense(weight: Weight, dtype: torch.dtype, scratch: Tensor | None = None) -> Tensor:
