@@ -1,28 +1,33 @@
 """A CUDA device that is only pretended, so that what would fail on a real one fails here: tensors that say they lie on
 `cuda:0`, lie in host memory, and refuse whatever CUDA refuses, above all tensors of the host among them.
 
-What it does not show: order. Everything is done at once, whatever its stream; and kernels are the CPU's.
+`pretended_cuda` yields its `Machine` (`pretend_streams`), which knows what is ordered and what the host waits for.
+What it does not show: time, and CUDA's kernels, because they are the CPU's.
 """
 
 from __future__ import annotations
 
 import subprocess
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from weakref import finalize
 
 import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from offspec import background
 from offspec.loaders import small_transfers
 from offspec.model import cuda_graphs as graphs
+
+from .pretend_capture import CheckingRecorder
+from .pretend_streams import Event, Machine, Stream
 
 CUDA = torch.device("cuda:0")
 TOTAL_BYTES = 24 * 2**30
@@ -30,6 +35,20 @@ aten = torch.ops.aten
 # What may be given tensors of both: copies, and indices, which are moved to the indexed tensor's device.
 BETWEEN = {aten.copy_.default, aten._to_copy.default, aten._copy_from.default}
 INDEXING = {aten.index.Tensor, aten.index_put_.default, aten._index_put_impl_.default, aten.index_put.default}
+EMPTY = {aten.empty.memory_format, aten.empty_strided.default, aten.empty_like.default, aten.new_empty.default}
+# Their results, or the sizes of these, are the host's to know.
+WAITING = {
+    aten._local_scalar_dense.default,
+    aten.nonzero.default,
+    aten.masked_select.default,
+    aten.equal.default,
+    aten._unique2.default,
+    aten.unique_dim.default,
+    aten.unique_consecutive.default,
+    aten.bincount.default,
+    aten.repeat_interleave.Tensor,
+}
+machine = Machine()  # of the process; `pretended_cuda` makes a new one
 
 
 class Pretended(Tensor):
@@ -58,7 +77,7 @@ class Pretended(Tensor):
         return self.held.data_ptr()
 
     def tolist(self) -> Any:
-        return self.held.tolist()
+        return self.cpu().tolist()
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -90,6 +109,14 @@ def is_composite(func: Any) -> bool:
     return key in func.py_kernels or torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key)
 
 
+@cache
+def writes(func: Any) -> tuple[bool, dict[str, bool]]:
+    """Whether an operation only makes views, and which of its arguments it writes to."""
+    arguments = {each.name: each.alias_info is not None and each.alias_info.is_write for each in func._schema.arguments}
+    makes_views = any(each.alias_info is not None for each in func._schema.returns) and not any(arguments.values())
+    return makes_views, arguments
+
+
 def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """As CUDA's kernel would do it, or refuse to."""
     tensors = list(tensors_in((args, *kwargs.values())))
@@ -110,15 +137,21 @@ def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return 0  # by plain products, which every device can
     if func is aten.copy_.default:
         goes_there = isinstance(args[0], Pretended)
+    operation = Operation(func, args, kwargs, tensors, goes_there)
+    if func is aten.copy_.default and operation.comes_later:
+        return operation.copy_later()
+    operation.begin()
     kwargs = {
         name: torch.device("cpu") if name == "device" and value is not None else value for name, value in kwargs.items()
     }
     kwargs.pop("pin_memory", None)
     if str(func) == "bitsandbytes.dequantize_4bit.out":  # which there is for CUDA only
-        return dequantise(*args, **kwargs)
-    if str(func) == "aten.mm.dtype":  # which there is for CUDA only
-        return Pretended(held(args[0]).to(args[2]) @ held(args[1]).to(args[2]))
-    out = func(*mapped(held, args), **{name: mapped(held, value) for name, value in kwargs.items()})
+        out = dequantise(*args, **kwargs)
+    elif str(func) == "aten.mm.dtype":  # which there is for CUDA only
+        out = held(args[0]).to(args[2]) @ held(args[1]).to(args[2])
+    else:
+        out = func(*mapped(held, args), **{name: mapped(held, value) for name, value in kwargs.items()})
+    operation.end(out)
     known = {id(value.held): value for value in there}  # what is written to is given back itself
 
     def wrap(value: Any) -> Any:
@@ -129,6 +162,116 @@ def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return Pretended(value) if goes_there else value
 
     return mapped(wrap, out)
+
+
+class Operation:
+    """What the machine has to know of an operation on the current stream, or on the host."""
+
+    def __init__(self, func: Any, args: Any, kwargs: dict[str, Any], tensors: list[Tensor], goes_there: bool) -> None:
+        """tensors: all of the arguments'. goes_there: whether its results are on the device."""
+        self.func, self.name, self._args, self._kwargs = func, str(func), args, kwargs
+        self._tensors, self._goes_there = tensors, goes_there
+        self._of_host = [value for value in tensors if not isinstance(value, Pretended)]
+        self.is_on_device = goes_there or len(self._of_host) < len(tensors)
+        self._stream = machine.current
+
+    @property
+    def _is_between(self) -> bool:
+        """Whether it copies between the host and the device, indices among them."""
+        if not any(value.numel() for value in self._tensors):
+            return False
+        if self.func in BETWEEN:
+            source = self._args[1 if self.func is aten.copy_.default else 0]
+            return self._goes_there != isinstance(source, Pretended)
+        return self.func in INDEXING and self.is_on_device and bool(self._of_host)
+
+    @property
+    def comes_later(self) -> bool:
+        """Whether neither the host nor the device waits for this copy: between page-locked memory and the device."""
+        is_asked = self._kwargs.get("non_blocking", len(self._args) > 2 and self._args[2])
+        return bool(is_asked) and self._is_between and all(machine.is_locked(value) for value in self._of_host)
+
+    @property
+    def _waits(self) -> bool:
+        if not self.is_on_device:
+            return False
+        if self.func in (aten.index.Tensor, aten.index_put_.default) and self._by_mask:
+            return True
+        return self._is_between or (self.func in WAITING)
+
+    @property
+    def _by_mask(self) -> bool:
+        """Whether it has to count where an index is true. One value for all such places is another kernel's."""
+        if self.func is aten.index_put_.default and self._args[2].numel() == 1:
+            return False
+        return any(value is not None and value.dtype in (torch.bool, torch.uint8) for value in self._args[1])
+
+    def begin(self) -> None:
+        """Before it is done: what has to be over by then, and what is forbidden now."""
+        if self._stream.late and self.is_on_device:
+            machine.before([held(value).untyped_storage()._cdata for value in self._tensors])
+        if machine.recording.forbid is not None and self.is_on_device:
+            self._check_recorded()
+
+    def _check_recorded(self) -> None:
+        assert machine.recording.forbid is not None
+        if self._of_host:
+            machine.recording.forbid(f"{self.name} takes data of the host")
+        if self._waits:
+            machine.recording.forbid(f"the host waits ({self.name})")
+
+    def end(self, out: Any) -> None:
+        """After it is done, and before anyone else sees the results."""
+        touched = self._touched(out)
+        if not self.is_on_device:
+            for value, is_write in touched:
+                if machine.is_locked(value):
+                    machine.order.host_access(self.name, value, is_write=is_write)
+            return
+        if touched:
+            machine.order.access(self._stream.number, self.name, touched)
+        if machine.recording.note is not None:
+            machine.recording.note(self.name, self._args, self._kwargs, list(tensors_in([out])))
+        if self._goes_there and self._is_between:
+            machine.count_copy()
+        if self._waits:
+            machine.host_waits(self.name, self._stream.clock)
+
+    def copy_later(self) -> Tensor:
+        target, source = self._args[:2]
+        if machine.recording.forbid is not None:
+            machine.recording.forbid(f"{self.name} copies between the host and the device")
+        self.begin()
+        machine.order.access(self._stream.number, self.name, self._touched(None))
+        if self._goes_there:
+            machine.count_copy()
+            machine.copy_later(target.held, source)
+        else:  # as it is now: what the stream does to it later does not come before
+            machine.copy_later(target, source.held.clone())
+        return target  # type: ignore[no-any-return]
+
+    def _touched(self, out: Any) -> list[tuple[Tensor, bool]]:
+        """Tensors of the host that stand for what is read (False) and written (True)."""
+        makes_views, written = writes(self.func)
+        if makes_views:
+            return []
+        named = [*zip(written, self._args, strict=False), *self._kwargs.items()]
+        given = [(value, written[name]) for name, values in named for value in tensors_in([values])]
+        if self._is_between:
+            for value in self._of_host:
+                machine.order.memory(value)  # before a stream is taken for the one that allocated it
+        elif self.is_on_device:  # a kernel is given a number of the host's by its value
+            given = [(value, is_write) for value, is_write in given if isinstance(value, Pretended)]
+        views = [(held(value), is_write) for value, is_write in given]
+        before = {value.untyped_storage()._cdata for value, _ in views}
+        made = [value for value in map(held, tensors_in([out])) if value.untyped_storage()._cdata not in before]
+        if not self._goes_there:
+            return views
+        if self.func in EMPTY:
+            for value in made:
+                machine.order.memory(value, self._stream.number)
+            return []
+        return views + [(value, True) for value in made]
 
 
 def dequantise(
@@ -145,28 +288,6 @@ class Pretence(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return run(func, args, kwargs or {})
-
-
-class Stream:
-    def __init__(self, device: Any = None, **options: Any) -> None: ...
-
-    def wait_stream(self, other: Stream) -> None: ...
-
-    def wait_event(self, event: Event) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-
-class Event:
-    def __init__(self, **options: Any) -> None: ...
-
-    def record(self, stream: Stream | None = None) -> None:
-        self.at = time.perf_counter()
-
-    def elapsed_time(self, other: Event) -> float:
-        return 1e3 * (other.at - self.at)
-
-    def synchronize(self) -> None: ...
 
 
 GUARD = """
@@ -191,24 +312,28 @@ def build_guard(folder: Path) -> Path:
 
 
 @contextmanager
-def pretended_cuda(guard: Path) -> Iterator[None]:
-    """While it lasts there is a CUDA device; the process is spoilt for others afterwards. guard: from `build_guard`."""
+def pretended_cuda(guard: Path, *, late: bool = True) -> Iterator[Machine]:
+    """While it lasts there is a CUDA device; the process is spoilt for others afterwards.
+
+    guard: from `build_guard`. late: whether copies come as late as they may.
+    """
+    global machine
     torch.ops.load_library(guard)
-    main, properties = Stream(), SimpleNamespace(name="Pretended", total_memory=TOTAL_BYTES, major=9, minor=0)
-    registered = SimpleNamespace(cudaHostRegister=lambda *args: 0, cudaHostUnregister=lambda *args: 0)
+    made = machine = Machine(late=late)
+    properties = SimpleNamespace(name="Pretended", total_memory=TOTAL_BYTES, major=9, minor=0)
     changes: dict[str, Any] = {
         "_lazy_init": lambda: None,
         "is_available": lambda: True,
         "is_initialized": lambda: True,
         "device_count": lambda: 1,
         "current_device": lambda: 0,
-        "Stream": Stream,
-        "Event": Event,
-        "current_stream": lambda device=None: main,
-        "default_stream": lambda device=None: main,
-        "stream": lambda stream: nullcontext(),
+        "Stream": partial(Stream, machine=made),
+        "Event": partial(Event, machine=made),
+        "current_stream": lambda device=None: made.current,
+        "default_stream": lambda device=None: made.default,
+        "stream": made.on,
         "device": lambda device: nullcontext(),
-        "synchronize": lambda device=None: None,
+        "synchronize": lambda device=None: made.synchronize(),
         "empty_cache": lambda: None,
         "mem_get_info": lambda device=None: (TOTAL_BYTES, TOTAL_BYTES),
         "memory_reserved": lambda device=None: 0,
@@ -219,7 +344,7 @@ def pretended_cuda(guard: Path) -> Iterator[None]:
         "get_device_properties": lambda device=None: properties,
         "get_device_capability": lambda device=None: (9, 0),
         "get_device_name": lambda device=None: properties.name,
-        "cudart": lambda: registered,
+        "cudart": lambda: SimpleNamespace(cudaHostRegister=made.lock_memory, cudaHostUnregister=made.unlock_memory),
     }
     run_thread, make_tensor = threading.Thread.run, torch.tensor
 
@@ -231,18 +356,27 @@ def pretended_cuda(guard: Path) -> Iterator[None]:
         with Pretence():
             run_thread(thread)
 
+    def page_locked(nbytes: int, device: torch.device) -> Tensor:
+        memory = torch.zeros(nbytes, dtype=torch.uint8)
+        if device.type == "cuda":
+            made.lock_memory(memory.data_ptr(), nbytes)
+            made.order.memory(memory)
+            finalize(memory.untyped_storage(), made.locked.pop, memory.data_ptr(), None).atexit = False
+        return memory
+
     with pytest.MonkeyPatch.context() as patch, Pretence():
         for name, value in changes.items():
             patch.setattr(torch.cuda, name, value)
         patch.setattr(threading.Thread, "run", run_pretending)
         patch.setattr(torch, "tensor", tensor)
-        patch.setattr(small_transfers, "page_locked", lambda nbytes, device: torch.zeros(nbytes, dtype=torch.uint8))
+        patch.setattr(small_transfers, "page_locked", page_locked)
         patch.setattr(
             small_transfers, "seen_by", lambda device, host: Pretended(host) if device.type == "cuda" else host
         )
-        patch.setattr(graphs, "page_locked", small_transfers.page_locked)
+        patch.setattr(graphs, "page_locked", page_locked)
         patch.setattr(graphs, "seen_by", small_transfers.seen_by)
-        patch.setattr(graphs, "CudaRecorder", lambda device: graphs.as_it_is)
+        patch.setattr(graphs, "CudaRecorder", lambda device: CheckingRecorder(made))
         patch.setattr(small_transfers, "_transfers", {})
+        patch.setattr(background, "_streams", {})
         patch.setattr(torch.cuda.nvtx, "range", lambda name: nullcontext())
-        yield
+        yield made
