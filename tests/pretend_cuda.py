@@ -7,7 +7,10 @@ What it does not show: time, and CUDA's kernels, because they are the CPU's.
 
 from __future__ import annotations
 
+import json
+import shutil
 import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -309,6 +312,17 @@ def build_guard(folder: Path) -> Path:
     ]
     subprocess.run([*command, f"-L{torch_folder / 'lib'}", "-lc10"], check=True, capture_output=True)
     return library
+
+
+def in_own_process(module: str, folder: Path) -> Any:
+    """What `python -m module folder` prints as JSON, with the guard in the folder. Skips where that cannot be built."""
+    if shutil.which("g++") is None or sys.platform != "linux":
+        pytest.skip("pretending takes a C++ compiler, and Linux")
+    build_guard(folder)
+    command = [sys.executable, "-m", module, str(folder)]
+    done = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 @contextmanager
