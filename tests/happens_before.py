@@ -161,9 +161,8 @@ class Memory:
         self.number, self.home = number, home
         self._accesses = dict[tuple[int, bool, Extent], Access]()
 
-    @property
-    def is_used(self) -> bool:
-        return bool(self._accesses)
+    def __len__(self) -> int:
+        return len(self._accesses)
 
     def unordered(self, clock: Clock, extent: Extent | None = None, *, is_write: bool = True) -> Iterable[Access]:
         """Accesses to these bytes that are not over by this clock, if they or the new one write."""
@@ -250,7 +249,7 @@ class HappensBefore:
         """Called by the garbage collector, perhaps inside of this class: so it only takes note."""
         if self._memories.get(key) is memory:
             del self._memories[key]
-        if memory.is_used:
+        if len(memory):
             self._freed.append((memory, place_here()))
 
     def _lend_again(self, home: int | None) -> None:
