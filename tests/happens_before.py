@@ -49,8 +49,9 @@ class Place:
         return " < ".join(self.lines)
 
     @property
-    def functions(self) -> list[str]:
-        return [f"{name_of(code)} {code.co_name}" for code, _ in self.calls]
+    def function(self) -> str:
+        """The innermost one."""
+        return f"{name_of(self.calls[0][0])} {self.calls[0][0].co_name}" if self.calls else "outside of the project"
 
     @property
     def lines(self) -> list[str]:

@@ -46,10 +46,10 @@ class LateCopy:
 
 @dataclass
 class Counts:
-    """What costs time on a real card, by the place in the project: the innermost call."""
+    """What costs time on a real card, by the project's function that does it."""
 
-    waits: Counter[tuple[str, str]] = field(default_factory=Counter)  # of the host: kind, place
-    copies: Counter[str] = field(default_factory=Counter)  # from the host, by the copy engine: place
+    waits: Counter[tuple[str, int]] = field(default_factory=Counter)  # of the host: function, current stream
+    copies: Counter[str] = field(default_factory=Counter)  # from the host, by the copy engine: function
 
 
 class Recording(threading.local):
@@ -91,7 +91,7 @@ class Machine:
         """The host waits for the device here, until these operations are over."""
         if self.recording.forbid is not None:
             self.recording.forbid(f"the host waits ({kind})")
-        self.counts.waits[kind, (place_here(1).lines or ["?"])[0]] += 1
+        self.counts.waits[place_here(1).function, self.current.number] += 1
         self.order.host_waits(clock)
 
     def synchronize(self) -> None:
@@ -126,7 +126,7 @@ class Machine:
                 self.current.num_over += 1
 
     def count_copy(self) -> None:
-        self.counts.copies[(place_here(1).lines or ["?"])[0]] += 1
+        self.counts.copies[place_here(1).function] += 1
 
     def copy_later(self, target: Tensor, source: Tensor) -> None:
         stream = self.current

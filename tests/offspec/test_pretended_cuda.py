@@ -157,7 +157,7 @@ def is_harmless(race: Race) -> bool:
     if not isinstance(race.later, Access):
         return False
     draft, target = sorted((race.earlier, race.later), key=lambda access: -access.stream)
-    pair = target.place.functions[0], draft.place.functions[0]
+    pair = target.place.function, draft.place.function
     return pair in HARMLESS and not draft.is_write and target.stream == 0
 
 
