@@ -182,37 +182,52 @@ def multiply_kernel(
 
 
 @dataclass(frozen=True)
+class Tile:
+    """The rows and outputs of a program that multiplies, and its warps. Tensor cores take at least 16 rows.
+
+    num_stages: steps whose memory is read ahead; two leave room for several programs per multiprocessor.
+    """
+
+    rows: int
+    outputs: int
+    num_warps: int
+    num_stages: int = 2
+
+    @property
+    def constants(self) -> dict[str, int]:
+        """Arguments of the kernel."""
+        return {"rows": self.rows, "outputs": self.outputs}
+
+    @property
+    def options(self) -> dict[str, int]:
+        """Arguments of Triton."""
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages}
+
+
+# A program reads its rows again for each of its tiles: the more rows, the more outputs it should compute with them.
+# With tensor cores these spill next to no registers (`tests/loaders/kernels/test_triton_compiles.py`).
+TILES = (Tile(16, 32, 4), Tile(32, 32, 4), Tile(64, 64, 8))
+# Of types that take more registers: with 64 rows they spill up to 4 KB a thread.
+NARROW_TILES = (Tile(16, 32, 4), Tile(32, 64, 8))
+# Of fp32, for which there are no tensor cores. Larger ones spill 2 to 5 KB, or take more shared memory than a card has.
+EXACT_TILES = (Tile(16, 32, 4, num_stages=1),)
+
+
+@dataclass(frozen=True)
 class Layout:
-    """A type's function, the bytes of a block, the blocks of a step, and its parts."""
+    """A type's function, the bytes of a block, the blocks of a step, its parts, and tiles of products in 16 bits."""
 
     tile: Any
     num_bytes: int
     together: int
     num_parts: int
+    tiles: tuple[Tile, ...] = TILES
 
     @property
     def constants(self) -> dict[str, Any]:
         """Arguments of the kernels."""
         return {"tile": self.tile, "size": self.num_bytes, "together": self.together, "parts": self.num_parts}
 
-
-@dataclass(frozen=True)
-class Tile:
-    """The rows and outputs of a program that multiplies, and its warps. Tensor cores take at least 16 rows."""
-
-    rows: int
-    outputs: int
-    num_warps: int
-
-    @property
-    def constants(self) -> dict[str, Any]:
-        """Arguments of the kernel, and of Triton: two stages leave room for several programs per multiprocessor."""
-        return {"rows": self.rows, "outputs": self.outputs, "num_warps": self.num_warps, "num_stages": 2}
-
-
-# A program reads its rows again for each of its tiles: the more rows, the more outputs it should compute with them.
-# Compiled for sm_89, these spill no registers, except Q6_K's with 64 rows.
-TILES = (Tile(16, 32, 4), Tile(32, 32, 4), Tile(64, 64, 8))
 
 LAYOUTS: Mapping[str, Layout] = {
     "Q4_0": Layout(_q4_0, 18, 8, 2),
@@ -222,8 +237,13 @@ LAYOUTS: Mapping[str, Layout] = {
     "Q3_K": Layout(_q3_k, 110, 1, 4),
     "Q4_K": Layout(_q4_k, 144, 1, 2),
     "Q5_K": Layout(_q5_k, 176, 1, 2),
-    "Q6_K": Layout(_q6_k, 210, 1, 4),
+    "Q6_K": Layout(_q6_k, 210, 1, 4, NARROW_TILES),
 }
+
+
+def tiles_of(form: str, dtype: torch.dtype) -> tuple[Tile, ...]:
+    """Of products of rows in this dtype with a matrix of this type, in the order of their rows."""
+    return EXACT_TILES if dtype == torch.float32 else LAYOUTS[form].tiles
 
 
 def unpack(form: str, blocks: Tensor, out: Tensor) -> None:
@@ -239,14 +259,15 @@ def multiply(form: str, x: Tensor, blocks: Tensor) -> Tensor:
     layout, num_outputs = LAYOUTS[form], blocks.shape[0]
     row_blocks, x = blocks.shape[1] // layout.num_bytes, x.contiguous()
     num_rows = x.numel() // x.shape[-1]
-    tile = next((tile for tile in TILES if tile.rows >= num_rows), TILES[-1])
+    tiles = tiles_of(form, x.dtype)
+    tile = next((tile for tile in tiles if tile.rows >= num_rows), tiles[-1])
     programs = triton.cdiv(num_outputs, tile.outputs), triton.cdiv(num_rows, tile.rows)
     num_steps = triton.cdiv(row_blocks, layout.together)
     steps = triton.cdiv(num_steps, min(num_steps, triton.cdiv(NUM_PROGRAMS, programs[0] * programs[1])))
     num_splits = triton.cdiv(num_steps, steps)
     sums = x.new_empty(num_splits, num_rows, num_outputs, dtype=x.dtype if num_splits == 1 else torch.float32)
     multiply_kernel[(*programs, num_splits)](
-        x, blocks, sums, num_rows, num_outputs, row_blocks, steps, **layout.constants, **tile.constants
+        x, blocks, sums, num_rows, num_outputs, row_blocks, steps, **layout.constants, **tile.constants, **tile.options
     )
     product = sums[0] if num_splits == 1 else sums.sum(0).to(x.dtype)
     return product.view(*x.shape[:-1], num_outputs)

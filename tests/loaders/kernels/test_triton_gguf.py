@@ -27,6 +27,7 @@ TYPES = ("Q4_0", "Q4_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
 SIZES = ((1, 3, 1), (17, 40, 3), (70, 65, 9))
 # What types with small blocks and with large ones have in common, the default run tries with these.
 SOME = ("Q4_0", "Q4_K")
+WIDE = ("Q4_0", "Q6_K")  # of the two kinds of tiles in 16 bits
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -99,6 +100,18 @@ def test_rows_of_several_dimensions_in_16_bits(kernels: ModuleType) -> None:
     found = kernels.multiply("Q4_K", x, blocks)
     assert (found.dtype, found.shape) == (torch.float16, (2, 3, 24))
     assert (found.float() - expected).abs().max() <= 2e-3 * expected.abs().max()
+
+
+@pytest.mark.parametrize("name", [pytest.param(t, marks=() if t in WIDE else pytest.mark.nightly) for t in TYPES])
+@pytest.mark.parametrize("num_rows", [3, 17, 70])
+def test_every_tile_of_16_bits(kernels: ModuleType, name: str, num_rows: int) -> None:
+    blocks = random_blocks(name, 65, 3)
+    matrix = oracle(name, blocks).half().double()
+    x = rows_of(num_rows, matrix.shape[1], torch.float16)
+    found = kernels.multiply(name, x, blocks)
+    assert (found.dtype, found.shape) == (torch.float16, (num_rows, 65))
+    bound = (x.abs().double() @ matrix.abs().T).max()
+    assert (found - x.double() @ matrix.T).abs().max() <= 1e-3 * bound
 
 
 def test_rows_that_are_not_contiguous(kernels: ModuleType) -> None:
