@@ -43,12 +43,13 @@ class Extent:
 class Record:
     """The tensors of one unit: their extents on disk, and their places in a buffer of `nbytes`.
 
-    places: full tensor name → (start, bytes) in the buffer.
+    places: full tensor name → (start, bytes) in the buffer. step: `shift` is a multiple of it.
     """
 
     nbytes: int
     extents: tuple[Extent, ...]
     places: dict[str, tuple[int, int]]
+    step: int = 4
 
     @property
     def read_bytes(self) -> int:
@@ -64,10 +65,10 @@ class Record:
     def shift(self) -> int:
         """The offset of the record in memory, in bytes, that aligns the most of its bytes to ALIGNMENT.
 
-        Files align their data to 8 bytes only. The offset is a multiple of 4, so that numbers of up to 4 bytes stay
-        aligned.
+        Files align their data to 8 bytes only, some of them less. The offset is a multiple of 4, so that numbers of up
+        to 4 bytes stay aligned, and of 2 where no tensor has larger ones.
         """
-        shifts = range(0, ALIGNMENT, 4)
+        shifts = range(0, ALIGNMENT, self.step)
         aligned = {s: sum(n for start, n in self.places.values() if (start + s) % ALIGNMENT == 0) for s in shifts}
         return max(shifts, key=lambda s: (aligned[s], -s))
 
@@ -98,7 +99,8 @@ class Record:
             extents.append(Extent(info.path, info.offset, info.nbytes, info.nbytes, end))
             places[info.name] = (end, info.nbytes)
             end += align_up(info.nbytes, LOOSE_ALIGNMENT)
-        return cls(align_up(end), tuple(extents), places)
+        step = 2 if all(info.alignment == 2 for info in ordered) else 4
+        return cls(align_up(end), tuple(extents), places, step)
 
 
 def _stretches(infos: Iterable[TensorInfo]) -> Iterator[list[TensorInfo]]:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -65,10 +66,28 @@ def test_shifted_as_much_as_can_be_lies_where_products_want_it(
         return sum(nbytes for start, nbytes in record.places.values() if (start + shift) % ALIGNMENT == 0)
 
     assert 0 <= record.shift < ALIGNMENT
-    assert aligned(record.shift) == max(map(aligned, range(0, ALIGNMENT, 4)))
+    assert aligned(record.shift) == max(map(aligned, range(0, ALIGNMENT, record.step)))
     assert all((start + record.shift) % dtypes[name] == 0 for name, (start, _) in record.places.items())
     raw = torch.arange(8, dtype=torch.uint8)
     assert record.on(torch.device("cpu"), raw) is raw
+
+
+# No shift aligns codes at other places together with scales of 4 bytes.
+HEADERS = [(dtypes, number) for dtypes in ("BF16", "F16", "F32") for number in range(1000, 1016)]
+HEADERS += [("U8, F32, BF16", number) for number in range(1000, 1016, 4)]
+
+
+@pytest.mark.parametrize(("dtypes", "header_bytes"), HEADERS)
+def test_every_matrix_lies_where_products_want_it(dtypes: str, header_bytes: int) -> None:
+    """Whatever the length of a file's header: norms and matrices of a layer."""
+    infos, end = list[TensorInfo](), header_bytes
+    for number, count in enumerate((64, 64 * 64, 64 * 96, 64, 96 * 64)):
+        dtype = dtypes.split(", ")[number % len(dtypes.split(", "))]
+        nbytes = count * DTYPE_BYTES[dtype]
+        infos.append(TensorInfo(str(number), dtype, (count,), FILES[0], end, nbytes))
+        end += nbytes
+    record = Record.of(infos)
+    assert [name for name, (start, _) in record.places.items() if (start + record.shift) % ALIGNMENT] == []
 
 
 @given(layouts())
