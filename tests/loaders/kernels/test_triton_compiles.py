@@ -35,7 +35,13 @@ MOST_SHARED = {
     RTX_5090: 99 << 10,
 }
 # Bytes that a thread spills, where it is not 0, by ptxas 12.9: a type, the card, the rows' dtype, the rows of a tile.
-SPILLS = {("Q8_0", H100, "fp16", 32): 8, ("Q8_0", RTX_5090, "bf16", 32): 8}
+SPILLS = {
+    ("Q8_0", H100, "fp16", 32): 8,
+    ("Q8_0", RTX_5090, "bf16", 32): 8,
+    ("Q6_K", RTX_2080_TI, "fp32", 16): 8,
+    ("Q3_K", RTX_3090, "fp32", 16): 16,
+    ("Q3_K", RTX_4090, "fp32", 16): 16,
+}
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # Arguments of the kernels that unpack.
