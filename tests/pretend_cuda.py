@@ -27,8 +27,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from offspec import background
 from offspec.loaders import small_transfers
+from offspec.loaders.records import ALIGNMENT
 from offspec.model import cuda_graphs as graphs
 
+from .happens_before import place_here
 from .pretend_capture import CheckingRecorder
 from .pretend_streams import Event, Machine, Stream
 
@@ -39,6 +41,7 @@ aten = torch.ops.aten
 BETWEEN = {aten.copy_.default, aten._to_copy.default, aten._copy_from.default}
 INDEXING = {aten.index.Tensor, aten.index_put_.default, aten._index_put_impl_.default, aten.index_put.default}
 EMPTY = {aten.empty.memory_format, aten.empty_strided.default, aten.empty_like.default, aten.new_empty.default}
+PRODUCTS = {aten.mm.default, aten.addmm.default, aten.bmm.default}
 # Their results, or the sizes of these, are the host's to know.
 WAITING = {
     aten._local_scalar_dense.default,
@@ -215,6 +218,8 @@ class Operation:
             machine.before([held(value).untyped_storage()._cdata for value in self._tensors])
         if machine.recording.forbid is not None and self.is_on_device:
             self._check_recorded()
+        if self.func in PRODUCTS and any(value.data_ptr() % ALIGNMENT for value in self._tensors if value.numel()):
+            machine.misaligned.add(place_here(1).function)
 
     def _check_recorded(self) -> None:
         assert machine.recording.forbid is not None

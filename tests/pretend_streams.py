@@ -65,6 +65,7 @@ class Machine:
     def __init__(self, *, late: bool = True) -> None:
         self.order, self.counts, self.recording = HappensBefore(), Counts(), Recording()
         self.is_late = late
+        self.misaligned = set[str]()  # functions that multiplied with operands where fast products cannot read them
         self.lock = threading.RLock()
         self.locked = dict[int, int]()  # page-locked memory: address → bytes
         self.streams = list[Stream]()

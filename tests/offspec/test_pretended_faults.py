@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -20,10 +21,11 @@ from offspec.model import cuda_graphs as graphs
 from offspec.planning.plan import Plan
 
 from ..pretend_cuda import in_own_process, pretended_cuda
-from ..pretend_streams import Event, Stream
+from ..pretend_streams import Event, Machine, Stream
 from .test_pretended_cuda import (
     Move,
     build,
+    half_in_ram,
     in_ram,
     load,
     measured_once,
@@ -244,6 +246,25 @@ def unlocks_during_a_copy() -> str:
     return ""
 
 
+def pad_header(file: Path, number: int) -> None:
+    """Lengthen a safetensors file's header by spaces."""
+    content = file.read_bytes()
+    (size,) = struct.unpack("<Q", content[:8])
+    file.write_bytes(struct.pack("<Q", size + number) + content[8 : 8 + size] + b" " * number + content[8 + size :])
+
+
+def misaligned(folder: Path, machine: Machine) -> list[str]:
+    """Of layers in slots and resident ones, after headers of all lengths; the text is always the same."""
+    functions, texts = set[str](), set[tuple[int, ...]]()
+    for _ in range(4):
+        pad_header(folder / "plain" / "model.safetensors", 4)
+        with load(folder, "plain", "cuda:0", half_in_ram) as engine:
+            texts.add(tuple(says(engine, "greedy")))
+        functions |= machine.misaligned
+    assert len(texts) == 1
+    return sorted(functions)
+
+
 def main(folder: Path) -> None:
     """What every fault leads to, as JSON."""
     build(folder)
@@ -265,6 +286,11 @@ def main(folder: Path) -> None:
             found["freed"], found["freed after a wait"] = (
                 races_of_freed_memory(waits=waits) for waits in (False, True)
             )
+            machine.misaligned.clear()
+            torch.ones(9, device=CUDA)[1:].view(2, 4) @ torch.ones(4, 1, device=CUDA)
+            found["misaligned operand"] = sorted(machine.misaligned)
+            machine.misaligned.clear()
+            found["misaligned"] = misaligned(folder, machine)
             found["unlocked"] = unlocks_during_a_copy()
     print(json.dumps(found))
 
@@ -304,6 +330,12 @@ def test_a_graph_repeats_what_was_recorded(found: dict[str, Any]) -> None:
 def test_memory_outlives_its_use(found: dict[str, Any]) -> None:
     assert (found["freed"], found["freed after a wait"]) == (True, False)
     assert "unlocked before a copy is over" in found["unlocked"]
+
+
+@pytest.mark.slow
+def test_matrices_lie_where_fast_products_need_them(found: dict[str, Any]) -> None:
+    assert found["misaligned operand"] == ["tests/offspec/test_pretended_faults.py main"]
+    assert found["misaligned"] == []
 
 
 if __name__ == "__main__":
