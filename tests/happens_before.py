@@ -1,4 +1,4 @@
-"""Which accesses to memory happen before which, by vector clocks (Fidge and Mattern, 1988; FastTrack, PLDI 2009).
+"""Which accesses to memory happen before which, by vector clocks (FastTrack, Flanagan and Freund, PLDI 2009).
 
 A stream runs its operations in order; events and waits order streams. Two accesses to the same bytes of which one
 writes, without such an order, are a *race*: which is first depends on luck. So is the use of freed memory: torch lends

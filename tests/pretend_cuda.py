@@ -2,7 +2,8 @@
 `cuda:0`, lie in host memory, and refuse whatever CUDA refuses, above all tensors of the host among them.
 
 `pretended_cuda` yields its `Machine` (`pretend_streams`), which knows what is ordered and what the host waits for.
-What it does not show: time, and CUDA's kernels, because they are the CPU's.
+What it does not show: time; CUDA's kernels, because they are the CPU's; and what numpy or a file writes to memory that
+the device reads, except by the bytes that a late copy then brings.
 """
 
 from __future__ import annotations
