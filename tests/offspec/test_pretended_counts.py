@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from offspec import Engine, SamplingParams, SpeculationParams
+from offspec import Constraint, Engine, SamplingParams, SpeculationParams
 from offspec.model.decoder import Decoder
 from offspec.scheduler.child_scores import ChildScorer
 
@@ -29,7 +29,11 @@ REQUESTS: dict[str, SamplingParams] = {
     "greedy": SamplingParams(NUM_TOKENS, ignore_eos=True),
     "sampled": SamplingParams(NUM_TOKENS, temperature=1.0, seed=3, ignore_eos=True),
     "top-p": SamplingParams(NUM_TOKENS, temperature=1.0, top_p=0.9, seed=3, ignore_eos=True),
+    "repetition": SamplingParams(NUM_TOKENS, repetition_penalty=1.2, ignore_eos=True),
+    "frequency": SamplingParams(NUM_TOKENS, frequency_penalty=0.5, presence_penalty=0.5, ignore_eos=True),
+    "JSON": SamplingParams(NUM_TOKENS, constraint=Constraint.json_object()),
 }
+WITH_PATHS = ("repetition", "frequency", "JSON")  # what a row's distribution depends on, beside its logits
 LAYERS = "loaders/cuda.py _copy"
 # Waits by where they are. A layer is waited for when the next one's kernels are about to be queued.
 LAYER, PASS, TOKEN, ROUND, NUCLEUS = (
@@ -42,6 +46,7 @@ LAYER, PASS, TOKEN, ROUND, NUCLEUS = (
 # For kernels that have read earlier data from page-locked memory, which are long over.
 TRANSFER, STATIC_ROUND = "loaders/small_transfers.py _send", "offspec/model/cuda_graphs.py put"
 PER_PASS, PER_ROUND = 6, 2  # of the former, at most
+PER_PATH = 2  # of penalties and constraints, for each token and each round, and each pass
 
 
 @dataclass(frozen=True)
@@ -120,7 +125,10 @@ def test_the_host_waits_once_for_each_result(found: dict[str, Counted], name: st
     }
     assert counts.waits.get(NUCLEUS, 0) <= (2 * (tokens + rounds) if name == "top-p" else 0)
     assert counts.waits.get(STATIC_ROUND, 0) <= rounds
-    assert counts.waits.get(TRANSFER, 0) <= PER_PASS * passes + PER_ROUND * rounds
+    num_transfers = PER_PASS * passes + PER_ROUND * rounds
+    if name in WITH_PATHS:
+        num_transfers += PER_PATH * (passes + tokens + rounds)
+    assert counts.waits.get(TRANSFER, 0) <= num_transfers
     assert counts.waits.keys() <= {LAYER, PASS, TOKEN, ROUND, NUCLEUS, STATIC_ROUND, TRANSFER}
     assert counts.waits_inside == {LAYER: NUM_LAYERS * passes}
 
