@@ -64,6 +64,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item.get_closest_marker("nightly") is None]
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With `-m gpu`, files without such tests are not imported: they may need packages that are missing there."""
+    if config.option.markexpr != "gpu" or not collection_path.match("test_*.py"):
+        return None
+    return True if "pytest.mark.gpu" not in collection_path.read_text(encoding="utf-8") else None
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") is not None:
         import torch

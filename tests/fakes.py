@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -287,6 +288,7 @@ def in_old_layout(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def build(family: Family, folder: Path) -> TinyModel:
     """Writes the family's checkpoint into `folder` and reads it back as the reference."""
+    pytest.importorskip("transformers", reason="the reference: pip install transformers")
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 

@@ -4,9 +4,11 @@ and the part that says what machine this is.
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,32 +21,41 @@ from offspec.loaders.hardware import Rates, read_gpu, read_memory
 from offspec.loaders.measure import measure_dequantise, measure_matmul, measure_memory, measure_packed_product
 from offspec.loaders.readers import HostBuffer
 
-from .jobs import JOBS, Figures
+from .energy import energy_meter
+from .jobs import JOBS
 from .link import link_bytes_per_s
 from .models import Grown
+from .results import Figures
 
 CPU = torch.device("cpu")
 
 
 class Bench:
-    """One run: what it makes once, for all its parts."""
+    """What parts share. folder: for grown models and rates, on this machine. out: for results that are files."""
 
-    def __init__(self, folder: Path, device: torch.device, ram: int | None = None) -> None:
+    def __init__(self, folder: Path, device: torch.device, ram: int | None = None, out: Path | None = None) -> None:
         self.folder, self.device, self.ram = folder, device, ram
+        self.out = out or folder
         self._grown: dict[str, Grown] = {}
         self._rates: Rates | None = None
 
     def grown(self, name: str) -> tuple[Grown, Grown]:
         """Target and draft of a job; those of one shape are made once."""
-        job, made = JOBS[name], list[Grown]()
-        for role, shape in (("target", job.target), ("draft", job.draft)):
-            key = f"{role}-{shape.hidden_size}x{shape.num_layers}-{shape.format}"
-            if key not in self._grown:
-                self._grown[key] = Grown.make(builtin.path(role), self.folder / key, shape, self.device)
-            made.append(self._grown[key])
-        return made[0], made[1]
+        return self.grown_one("target", name), self.grown_one("draft", name)
+
+    def grown_one(self, role: str, name: str) -> Grown:
+        job = JOBS[name]
+        shape = {"target": job.target, "draft": job.draft}[role]
+        key = f"{role}-{shape.hidden_size}x{shape.num_layers}-{shape.format}"
+        if key not in self._grown:
+            self._grown[key] = Grown.make(builtin.path(role), self.folder / key, shape, self.device)
+        return self._grown[key]
 
     def rates(self) -> Rates:
+        """Of this machine, measured by the first part that needs them."""
+        file = self.folder / f"rates-{self.device.type}.json"
+        if self._rates is None and file.exists():
+            self._rates = rates_from(json.loads(file.read_text()))
         if self._rates is None:
             device, dtype = self.device, torch.bfloat16
             widths = (1, 64, 256, 1024) if device.type == "cuda" else (1, 16)
@@ -61,7 +72,20 @@ class Bench:
                 packed_bytes_per_s=measure_packed_product(device, dtype),
             )
             release_memory(device)
+            file.write_text(json.dumps(asdict(self._rates)))
         return self._rates
+
+
+def rates_from(stored: Mapping[str, Any]) -> Rates:
+    """The rates that were stored as JSON, whose keys are text."""
+    return Rates(**{**stored, "matmul_flops": {int(rows): rate for rows, rate in stored["matmul_flops"].items()}})
+
+
+def grow(bench: Bench, role: str, name: str) -> Iterator[Figures]:
+    """Grow one model of a job, for the parts that need it; files that exist are kept."""
+    files = bench.grown_one(role, name).files
+    num_bytes = sum(file.stat().st_size for file in files.checkpoint.path.glob("model-*"))
+    yield {"num_layers": len(files.stored.layers), "file_bytes": num_bytes}
 
 
 def machine(bench: Bench) -> Iterator[Figures]:
@@ -80,6 +104,7 @@ def machine(bench: Bench) -> Iterator[Figures]:
         if can_pin := pin(buffer, bench.device):
             unpin(buffer, bench.device)
         found["can_pin"] = can_pin
+    found["energy_counter"] = "not readable here" if energy_meter(bench.device) is None else "NVML"
     rates = bench.rates()
     yield found | {
         "ram_bytes": read_memory().available_bytes,

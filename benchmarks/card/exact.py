@@ -13,8 +13,9 @@ from offspec.loaders.placement import Limits
 from offspec.model.decoder import CachedDecoder
 
 from .bench import CPU, Bench
-from .jobs import JOBS, Figures
+from .jobs import JOBS
 from .memory import ENDLESS, plan_for, plan_within
+from .results import Figures
 from .running import loaded
 from .texts import num_equal, said
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from benchmarks.grow import SHAPES, Shape
 from offspec.checkpoints.opening import ModelFiles
 
 CONTEXT = 1024
-Figures = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -29,6 +27,8 @@ class Job:
     num_prompts: int = 4
     num_tokens: int = 64
     num_plain_tokens: int = 8
+    num_same_tokens: int = 256
+    num_same_prompts: int = 8
     vocabulary: int = 0
 
     def vocabulary_bytes(self, target: ModelFiles, draft: ModelFiles) -> int:
@@ -49,5 +49,7 @@ JOBS = {
         num_prompts=1,
         num_tokens=12,
         num_plain_tokens=6,
+        num_same_tokens=8,
+        num_same_prompts=2,
     ),
 }

@@ -29,7 +29,8 @@ from offspec.scheduler.child_scores import log_normalisers
 from offspec.scheduler.sampling import gumbel
 
 from .bench import Bench
-from .jobs import CONTEXT, JOBS, Figures
+from .jobs import CONTEXT, JOBS
+from .results import Figures
 from .timing import median_s, synchronize
 
 

@@ -15,19 +15,22 @@ from offspec.loaders.cuda import pin, unpin
 from offspec.loaders.readers import HostBuffer
 from offspec.loaders.small_transfers import to_device
 
-from .jobs import Figures
+from .results import Figures
 from .timing import median_s, synchronize, synchronize_stream
 
 if TYPE_CHECKING:
     from .bench import Bench
 
 
-def link_bytes_per_s(device: torch.device, nbytes: int, seconds: float = 1.0) -> float:
-    """The maximum rate: consecutive copies of `nbytes`, a layer's size, from memory registered like a target's."""
+def link_bytes_per_s(device: torch.device, nbytes: int, seconds: float = 1.0, shift: int = 0) -> float:
+    """The maximum rate: consecutive copies of `nbytes`, a layer's size, from memory registered like a target's.
+
+    shift: bytes between the beginning of the device's memory, which is aligned, and the destination.
+    """
     sources = [HostBuffer(nbytes) for _ in range(2)]
     for source in sources:
         source.tensor.fill_(1)
-    target = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    target = torch.empty(nbytes + shift, dtype=torch.uint8, device=device)[shift:]
     pinned = [source for source in sources if device.type == "cuda" and pin(source, device)]
 
     def copied(count: int) -> float:
@@ -58,6 +61,27 @@ def small_copies(bench: Bench) -> Iterator[Figures]:
         with copying(bench.device):
             found[f"{way}_beside_layers_s"] = median_s(send, wait, 1, warm_ups=0)
     yield found
+
+
+def copies_back(bench: Bench) -> Iterator[Figures]:
+    """Seconds for copies from the device, alone and during copies of layers to it, which another engine does."""
+    found, wait = Figures(), partial(synchronize_stream, bench.device)
+    is_card = bench.device.type == "cuda"
+    for num_bytes in (2**16, 2**24):
+        values = torch.zeros(num_bytes, dtype=torch.uint8, device=bench.device)
+        out = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=is_card)
+        back = partial(out.copy_, values, non_blocking=True)
+        found[f"{num_bytes}_bytes_s"] = median_s(back, wait)
+        with copying(bench.device):
+            found[f"{num_bytes}_bytes_beside_layers_s"] = median_s(back, wait, 5, warm_ups=0)
+        yield found
+
+
+def shifted_copies(bench: Bench) -> Iterator[Figures]:
+    """The link's rate by the shift of the destination: layers are shifted in their slots (`Record.shift`)."""
+    num_bytes = 2**28 if bench.device.type == "cuda" else 2**22
+    rates = {shift: link_bytes_per_s(bench.device, num_bytes, 0.5, shift) for shift in (0, 8, 64)}
+    yield {"bytes_per_s_by_shift": rates, "least_over_aligned": min(rates.values()) / rates[0]}
 
 
 @contextmanager

@@ -20,6 +20,12 @@ from offspec.planning.plan import Plan, make_plan
 from .jobs import CONTEXT, Job
 
 ENDLESS = 2**45  # bytes
+HALF = "half"  # of the layers are resident, on any device
+
+
+def cap_of(word: str) -> int | None:
+    """GiB of the card that a part is limited to."""
+    return None if word == HALF else int(word)
 
 
 def plan_within(

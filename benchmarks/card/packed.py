@@ -24,10 +24,11 @@ from offspec.planning.memory import MemoryOptions
 from offspec.planning.plan import Plan, make_plan
 
 from .bench import Bench
-from .jobs import CONTEXT, JOBS, Figures
+from .jobs import CONTEXT, JOBS
 from .memory import ENDLESS
 from .models import Grown
 from .passes import pass_s
+from .results import Figures
 from .timing import median_s, synchronize
 
 WIDTHS = (1, 64)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,6 +14,7 @@ from benchmarks.streaming import OneLayer, star
 from offspec import SpeculationParams
 from offspec.checkpoints.opening import ModelFiles
 from offspec.errors import UsageError
+from offspec.loaders.cuda import DeviceFiller, DeviceSlot
 from offspec.loaders.formats.process_state import FUSED_ROWS
 from offspec.loaders.gpus import find_gpu
 from offspec.loaders.hardware import Rates
@@ -20,20 +23,22 @@ from offspec.planning.plan import Plan
 from offspec.scheduler.params import MAX_NODES
 
 from .bench import Bench
-from .jobs import CONTEXT, JOBS, Figures, Job
+from .jobs import CONTEXT, JOBS, Job
 from .link import link_bytes_per_s
-from .memory import plan_within, without_residents
+from .memory import cap_of, plan_within, without_residents
+from .report import TOKENS_PER_PASS
+from .results import TRACE_FILE, Figures
 from .running import loaded
 from .texts import said, texts_of
 from .timing import median_s
+from .trace import write_trace
 
 TRANSLATED_TO = "rtx4090"  # the card of the published figures
-TOKENS_PER_PASS = 12  # assumed for the published figures
 
 
-def passes(bench: Bench, name: str, cap: int | None) -> Iterator[Figures]:
+def passes(bench: Bench, name: str, memory: str) -> Iterator[Figures]:
     """Seconds of passes compared with link and arithmetic, then texts, within the memory of one card."""
-    job, (target, draft) = JOBS[name], bench.grown(name)
+    job, cap, (target, draft) = JOBS[name], cap_of(memory), bench.grown(name)
     plan = plan_within(job, cap, target.files, draft.files, bench.device, bench.ram)
     rates, found = bench.rates(), Figures()
     link = link_bytes_per_s(bench.device, max(layer.slot_bytes for layer in plan.layers), 0.5)
@@ -43,18 +48,61 @@ def passes(bench: Bench, name: str, cap: int | None) -> Iterator[Figures]:
         found["fused_rows"] = fused_widths(target.files, bench.device)
         found["passes"] = _seconds_by_width(engine.target, plan, job, link)
         found["peak_device_bytes"] = running.peak_bytes()
+        found["outside_torch_bytes"] = outside_torch(bench.device)
         yield found
-        found["texts"] = texts_of(engine, job, is_brief=cap != job.caps[0])
+        is_first = cap == job.caps[0]
+        found["texts"] = texts_of(engine, job, is_brief=not is_first)
         found["peak_device_bytes"] = running.peak_bytes()
+        found["outside_torch_bytes"] = outside_torch(bench.device)  # with the graphs' memory
         found["alloc_retries"] = alloc_retries(bench.device)
-    found["translation"] = translate(plan, found["texts"]["greedy"], rates)
-    yield found
+        found["translation"] = translate(plan, found["texts"]["greedy"], rates)
+        yield found
+        if is_first:
+            found["trace"] = write_trace(engine, bench.out / TRACE_FILE)
+            yield found
 
 
-def baseline(bench: Bench, name: str, cap: int | None) -> Iterator[Figures]:
+def halved_link(bench: Bench, name: str, memory: str) -> Iterator[Figures]:
+    """The same memory with each layer copied twice: passes and a text at half of the link's rate, measured.
+
+    The link of a card with PCIe 5 then has the rate of PCIe 4.
+    """
+    job, (target, draft) = JOBS[name], bench.grown(name)
+    plan = plan_within(job, cap_of(memory), target.files, draft.files, bench.device, bench.ram)
+    link = link_bytes_per_s(bench.device, max(layer.slot_bytes for layer in plan.layers), 0.5) / 2
+    brief = replace(job, widths=job.widths[:3], repeats=min(3, job.repeats))
+    with (
+        each_layer_copied_twice(),
+        loaded(target, draft, plan, bench.rates(), bench.device, max(job.widths)) as running,
+    ):
+        found = _described(running.plan) | {"load_s": running.load_s, "link_bytes_per_s": link}
+        found["passes"] = _seconds_by_width(running.engine.target, running.plan, brief, link)
+        found["peak_device_bytes"] = running.peak_bytes()
+        yield found
+        found["texts"] = texts_of(running.engine, job, is_brief=True)
+        yield found
+
+
+@contextmanager
+def each_layer_copied_twice() -> Iterator[None]:
+    """Layers take twice their bytes over the link to the device. On a CPU no layer is copied."""
+    copy = DeviceFiller._copy
+
+    def twice(self: DeviceFiller, slot: DeviceSlot, source: torch.Tensor) -> None:
+        copy(self, slot, source)
+        copy(self, slot, source)
+
+    DeviceFiller._copy = twice  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        DeviceFiller._copy = copy  # type: ignore[method-assign]
+
+
+def baseline(bench: Bench, name: str, memory: str) -> Iterator[Figures]:
     """SpecExec's method with offspec's code: no resident layers, no overlap, its scoring, a given budget."""
     job, (target, draft) = JOBS[name], bench.grown(name)
-    ours = plan_within(job, cap, target.files, draft.files, bench.device, bench.ram)
+    ours = plan_within(job, cap_of(memory), target.files, draft.files, bench.device, bench.ram)
     p, plan = ours.placement, without_residents(ours)
     if p.limits.device is not None and p.ram_bytes + len(p.resident) * p.slots.nbytes > p.limits.ram:
         raise UsageError("the layers do not all fit in RAM; increase --ram")
@@ -106,6 +154,14 @@ def pass_s(decoder: Decoder, width: int, repeats: int) -> float:
     text.score_rows(list(range(5, 21)), *star(0))[0]
     one = partial(text.score_rows, [7], *star(width - 1))
     return median_s(lambda: one()[0], text.synchronize, repeats, warm_ups=1, after=partial(text.keep, []))
+
+
+def outside_torch(device: torch.device) -> int:
+    """Bytes of the device that are used, but not by torch's allocator: the CUDA context, kernels, other processes."""
+    if device.type != "cuda":
+        return 0
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free - torch.cuda.memory_reserved(device)
 
 
 def alloc_retries(device: torch.device) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 
 from offspec.loaders.units import format_size
 
-from .passes import TOKENS_PER_PASS
+TOKENS_PER_PASS = 12  # assumed for the published figures
 
 
 def tell(results: Mapping[str, Any]) -> str:
@@ -46,12 +46,16 @@ def _tell_passes(figures: Mapping[str, Any]) -> list[str]:
             f"  {width:>6} {p['seconds']:8.3f} {p['link_s']:8.3f} {p['compute_s']:11.3f} {p['over_bound']:22.2f} "
             f"{p['link_share']:10.0%}"
         )
-    if "texts" not in figures:  # the run was interrupted before
+    lines += [f"  {name}: {format_size(figures[name])}" for name in ("outside_torch_bytes",) if name in figures]
+    if "texts" in figures:
+        lines += _tell_texts(figures)
+    if "trace" in figures:
+        lines.append(f"  trace: {figures['trace']['file']}")
+    if "translation" not in figures:  # of the halved link, which is measured; or the run was interrupted before
         return lines
     there, assumed = figures["translation"], f"tokens_per_s_at_{TOKENS_PER_PASS}"
     return [
         *lines,
-        *_tell_texts(figures),
         f"  translated to an {there['card']} (not measured: its data sheet, {there['link_bytes_per_s'] / 1e9:.0f} "
         "GB/s): "
         f"{there['pass_s']['256']:.2f} s per pass, {there['tokens_per_s']:.1f} tokens/s at the text's tokens per pass, "
@@ -63,6 +67,7 @@ def _tell_texts(figures: Mapping[str, Any]) -> list[str]:
     return ["  text                   tokens/s   tokens/pass   target s   draft s   draft share"] + [
         f"  {kind:<20} {t['tokens_per_s']:10.2f} {t['tokens_per_pass']:13.2f} {t['target_s_per_pass']:10.3f} "
         f"{t['draft_s_per_pass']:9.4f} {t['draft_share']:13.0%}"
+        + ("" if t.get("joules_per_token") is None else f"   {t['joules_per_token']:.1f} J/token")
         for kind, t in figures["texts"].items()
     ]
 
@@ -72,6 +77,18 @@ def verdicts(results: Mapping[str, Any]) -> list[str]:
     found = list[tuple[str, bool, str]]()
     for part, line in results.items():
         figures = line.get("figures", {})
+        if "failed" in figures:
+            found.append(
+                (f"{figures['passed']} GPU tests passed, {figures['failed']} failed", not figures["failed"], part)
+            )
+        if "first_differences" in figures:
+            found.append(
+                (
+                    f"{figures['num_equal_texts']} of {figures['num_prompts']} texts equal plain ones",
+                    figures["num_equal_texts"] > 0,
+                    part,
+                )
+            )
         if "texts_equal" in figures:
             found.append(("fp32 text equals the CPU's", figures["texts_equal"], part))
         for kind in ("builtin", "grown"):

@@ -29,8 +29,9 @@ from offspec.planning.drafting import CAPTURED_LAYER_S, round_layer_s
 from offspec.planning.plan import Work
 
 from .bench import Bench
-from .jobs import CONTEXT, JOBS, Figures
+from .jobs import CONTEXT, JOBS
 from .kernels import round_s
+from .results import Figures
 from .texts import texts_of
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from offspec import Engine, SamplingParams, SpeculationParams, builtin
 
+from .energy import energy_meter
 from .jobs import Job
 
 
@@ -46,6 +47,8 @@ def said(
     params = SamplingParams(num_tokens, temperature=temperature, seed=1, ignore_eos=True)
     total: dict[str, float] = dict.fromkeys(("num_tokens", "num_passes", "decode_s", "draft_s", "target_s"), 0)
     after_first, ids, peak = 0, list[list[int]](), 0
+    meter = energy_meter(engine.target.device)
+    joules = meter() if meter else 0.0
     for prompt in builtin.prompts()[:num_prompts]:
         steps = list(engine.generate(prompt, params, speculation))
         stats = steps[-1].stats
@@ -61,6 +64,7 @@ def said(
         "draft_s_per_pass": total["draft_s"] / total["num_passes"],
         "draft_share": total["draft_s"] / (total["draft_s"] + total["target_s"]),
         "peak_device_bytes": peak,
+        "joules_per_token": (meter() - joules) / total["num_tokens"] if meter else None,
         "token_ids": ids,
     }
 

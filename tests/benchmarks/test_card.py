@@ -1,8 +1,11 @@
-"""The card's benchmark without a card: every part runs, what is there is not done again, and what it says follows."""
+"""The card's benchmark without a card: every part runs, a killed one costs itself only, and it starts on a machine with
+few packages.
+"""
 
 from __future__ import annotations
 
-import json
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,27 +15,36 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.card import bench, exact, kernels, link, packed, parts, passes, shadows
-from benchmarks.card.__main__ import main
-from benchmarks.card.bench import Bench
+from benchmarks.card import bench, disk, exact, gpu_tests, kernels, link, one_part, packed, passes, shadows
+from benchmarks.card.__main__ import parts_of
+from benchmarks.card.calls import CALLS, CARD, MAIN, TINY, Part, gpu_test_files
+from benchmarks.card.energy import energy_meter
 from benchmarks.card.jobs import JOBS, Job
 from benchmarks.card.link import link_bytes_per_s
 from benchmarks.card.models import Grown, pack_plainly
+from benchmarks.card.rehearsal import bare_environment, rehearse
 from benchmarks.card.report import tell, verdicts
+from benchmarks.card.results import LOG_FILE, MAX_FILES, RESULTS_FILE, append, end_last_line, latest, read
+from benchmarks.card.runner import Run
 from benchmarks.card.texts import said, texts_of
 from benchmarks.card.timing import median_s
+from benchmarks.card.travel import PACKAGES_CARRIED, PACKAGES_THERE
 from offspec import Engine, SpeculationParams, builtin
+from offspec.loaders.cuda import DeviceFiller
 from offspec.loaders.formats.four_bit import Layout4bit, Matrix4bit, dequantize_reference, pack_4bit
 
+from ..pages import ROOT
+
 CPU = torch.device("cpu")
-TINY = JOBS["tiny"]
+TINY_JOB = JOBS["tiny"]
 SMALLEST = replace(
-    TINY,
-    target=replace(TINY.target, hidden_size=256, intermediate_size=768, num_heads=8, head_dim=32),
+    TINY_JOB,
+    target=replace(TINY_JOB.target, hidden_size=256, intermediate_size=768, num_heads=8, head_dim=32),
     repeats=1,
     num_tokens=6,
     num_plain_tokens=2,
 )
+PARTS = parts_of(["tiny"])
 
 
 RUNS = [pytest.param("once", marks=pytest.mark.slow), pytest.param("as on a card", marks=pytest.mark.nightly)]
@@ -40,15 +52,21 @@ RUNS = [pytest.param("once", marks=pytest.mark.slow), pytest.param("as on a card
 
 @pytest.fixture(scope="module", params=RUNS)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """What a run wrote, each figure measured once, or as often as on a card."""
+    """What the parts of the calls wrote, each figure measured once, or as often as on a card."""
     made = tmp_path_factory.mktemp("card")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(made / "inductor"))  # or torch sets it
         if request.param == "once":
             patch.setitem(JOBS, "tiny", SMALLEST)
             measure_once(patch)
-        main([str(made), "--device", "cpu", "--shape", "tiny", "--minutes", "600"])
+        for part in PARTS:
+            run_here(part, made)
         yield made
+
+
+def run_here(part: Part, folder: Path) -> None:
+    """As the process of a part does."""
+    one_part.main(["--out", str(folder), "--models", str(folder), "--device", "cpu", part.name, *part.words])
 
 
 def measure_once(patch: pytest.MonkeyPatch) -> None:
@@ -64,14 +82,14 @@ def measure_once(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(module, "median_s", lambda work, wait, *_, after=None, **__: measured_once(work, wait, after))
     for module in (kernels, shadows):
         patch.setattr(module, "WIDTHS", (4,))
-    patch.setattr(packed, "WIDTHS", (1,))
+    for module in (packed, disk):
+        patch.setattr(module, "WIDTHS", (1,))
     for name in ("measure_dequantise", "measure_memory", "measure_matmul"):
         patch.setattr(bench, name, brief(getattr(bench, name), seconds=0.001))
     patch.setattr(bench, "link_bytes_per_s", lambda device, *_: link_bytes_per_s(device, 2**16, 0.01))
     patch.setattr(exact, "said", brief_text)
     for module in (passes, shadows):
         patch.setattr(module, "texts_of", lambda engine, job, **_: texts_of(engine, job, is_brief=True))
-    patch.setattr(parts, "release_memory", lambda device: None)
 
 
 def measured_once(work: Callable[[], object], wait: Callable[[], object], after: Callable[[], object] | None) -> float:
@@ -80,18 +98,34 @@ def measured_once(work: Callable[[], object], wait: Callable[[], object], after:
 
 @pytest.fixture(scope="module")
 def results(folder: Path) -> dict[str, Any]:
-    return {line["part"]: line for line in json.loads((folder / "card.json").read_text())}
+    return latest(read(folder / RESULTS_FILE), "cpu")
 
 
 def test_every_part_has_figures(results: dict[str, Any]) -> None:
-    assert list(results) == [
-        *("machine", "small copies", "exact", "draft tiny", "vocabulary tiny", "shadow tiny", "shadow texts tiny"),
-        *("tiny half", "tiny half as SpecExec", "packed bf16 tiny", "attention tiny"),
-    ]
-    assert not any("error" in line for line in results.values())
+    assert list(results) == [part.name for part in PARTS]
+    assert {name: line["error"] for name, line in results.items() if "error" in line} == {}
+    assert all(line["is_done"] and line["figures"] for line in results.values())
     assert results["exact"]["figures"]["texts_equal"]
     assert 0 < results["exact"]["figures"]["num_resident_layers"] < JOBS["tiny"].target.num_layers
     assert results["exact"]["figures"]["largest_logit_difference"] < 1e-3
+
+
+def test_text_is_compared_with_plain_text(results: dict[str, Any]) -> None:
+    figures = results["same text tiny"]["figures"]
+    assert figures["first_differences"] == [-1] * figures["num_prompts"]
+    assert (figures["num_equal_texts"], figures["margins"]) == (2, {})
+
+
+def test_passes_read_the_disk(results: dict[str, Any]) -> None:
+    figures = results["disk tiny"]["figures"]
+    assert figures["stream_bytes"] > 0
+    assert min(figures["bytes_per_s"], *figures["pass_s"].values(), *figures["disk_share"].values()) > 0
+
+
+def test_a_trace_is_written(folder: Path, results: dict[str, Any]) -> None:
+    trace = results["tiny half"]["figures"]["trace"]
+    assert (folder / trace["file"]).read_bytes()[:2] == b"\x1f\x8b"  # gzip
+    assert trace["longest_us"]
 
 
 def test_passes_stand_beside_their_bounds(results: dict[str, Any]) -> None:
@@ -153,66 +187,243 @@ def test_a_translation_says_what_it_is(results: dict[str, Any]) -> None:
     assert "not measured" in tell(results)
 
 
-def test_what_is_there_is_not_done_again(
-    folder: Path, results: dict[str, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
-    lines = (folder / "results.jsonl").read_text()
-    (folder / "results.jsonl").write_text(lines + '{"part": "cut o')  # as a run that was killed leaves it
-    main([str(folder), "--device", "cpu", "--shape", "tiny", "--minutes", "600"])
-    assert (folder / "results.jsonl").read_text() == lines + '{"part": "cut o\n'
-    assert capsys.readouterr().out.strip() == tell(results).strip()
+# ------------------------------------------------------------------------------------------- processes and watchdogs
 
 
-def test_without_time_nothing_is_begun(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    main([str(tmp_path), "--device", "cpu", "--shape", "tiny", "--minutes", "0"])
-    assert not (tmp_path / "results.jsonl").exists()
-    assert capsys.readouterr().err.count("no time left") == 11
+@pytest.fixture
+def fake_parts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
+    """A run whose parts are Python sources, which write their lines with `append`, in processes of their own."""
+
+    def start(self: Run, part: Part, limit_s: float) -> subprocess.Popen[bytes]:
+        source = "from benchmarks.card.one_part import write_figures; from pathlib import Path; import os, sys, time\n"
+        source += f"out = Path({str(self.folder)!r})\n{part.words[0]}\n"
+        source += f"write_figures(out, {part.name!r}, 'cpu', measure)"
+        process = subprocess.Popen(
+            [sys.executable, "-c", source],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        self._processes.add(process)
+        return process
+
+    monkeypatch.setattr(Run, "_start", start)
+    return Run(tmp_path / "out", tmp_path / "models", "cpu", minutes=10)
+
+
+def part(name: str, source: str, **settings: Any) -> Part:
+    return Part(name, (f"def measure():\n    {source}",), **{"limit_s": 60.0, "least_s": 0.0, **settings})
+
+
+FINE, HANGS = "yield {'good': 1}", "yield {'half': 1}; print('here it hangs', flush=True); time.sleep(600)"
+FAILS, DIES = "yield {'half': 1}; raise ValueError('no such device\\nand more')", "yield {'half': 1}; os._exit(7)"
 
 
 @pytest.mark.slow
-def test_a_part_that_fails_is_told_and_done_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def fail() -> Iterator[dict[str, Any]]:
-        yield {"card": "half of it"}
-        raise RuntimeError("no such device\nand more")
-
-    measured = {"machine": fail, "exact": lambda: iter([{"texts_equal": False}])}
-    monkeypatch.setattr(parts, "parts_of", lambda bench, names: measured)
-    results = parts.run(Bench(tmp_path, CPU), ["tiny"], minutes=600)
-    assert "machine: failed: no such device" in tell(results)
-    assert "half of it" in tell(results)
-    assert not results["machine"]["is_done"]
-    assert verdicts(results) == ["NO   exact: fp32 text equals the CPU's"]
-    measured["machine"], measured["exact"] = lambda: iter([{"torch": "2"}]), fail  # what was done is not asked again
-    results = parts.run(Bench(tmp_path, CPU), ["tiny"], minutes=600)
-    assert results["machine"]["figures"] == {"torch": "2"}
-    assert results["exact"]["is_done"]
+def test_each_part_that_ends_badly_costs_itself(fake_parts: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    parts = [part("hangs", HANGS, limit_s=8.0), part("fails", FAILS), part("dies", DIES), part("fine", FINE)]
+    results = fake_parts.run(parts)
+    errors = {name: line.get("error", "") for name, line in results.items()}
+    assert "stopped by its watchdog" in errors["hangs"]
+    assert errors["fails"] == "no such device"
+    assert "ended with status 7" in errors["dies"]
+    assert results["fine"]["is_done"]
+    assert [line["figures"] for line in results.values()] == [{"half": 1}] * 3 + [{"good": 1}]
+    assert "[hangs] here it hangs" in (fake_parts.folder / LOG_FILE).read_text()
+    assert "fails: failed: no such device" in tell(results)
+    assert len(list(fake_parts.folder.iterdir())) <= MAX_FILES
     capsys.readouterr()
 
 
-def test_what_ended_the_process_comes_last(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_earlier_results_are_kept_and_failures_come_last(
+    fake_parts: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Or it would end the next run as well, before anything else was measured."""
-    begun = list[str]()
-
-    def die() -> Iterator[dict[str, Any]]:
-        begun.append("machine")
-        raise SystemExit
-
-    def live() -> Iterator[dict[str, Any]]:
-        begun.append("exact")
-        yield {"texts_equal": True}
-
-    monkeypatch.setattr(parts, "parts_of", lambda bench, names: {"machine": die, "exact": live})
-    for _ in range(2):
-        with pytest.raises(SystemExit):
-            parts.run(Bench(tmp_path, CPU), ["tiny"], minutes=600)
-    assert begun == ["machine", "exact", "machine"]
-    lines = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
-    assert "the process ended in it" in {line["part"]: line for line in lines}["machine"]["error"]
+    earlier = tmp_path / "earlier"
+    earlier.mkdir()
+    line = {"device": "cpu", "seconds": 1.0, "figures": {"old": 1}}
+    for name, is_done in (("done", True), ("machine", True), ("broken", False)):
+        append(earlier, {**line, "part": name, "is_done": is_done})
+    append(fake_parts.folder.parent, line)  # another folder is not read
+    fake_parts.folder.mkdir()
+    append(fake_parts.folder, {**line, "part": "failed", "is_done": False, "error": "before"})
+    parts = [part("failed", FINE), part("machine", FINE, each_call=True), part("done", FINE), part("broken", FINE)]
+    results = fake_parts.run(parts, [earlier / RESULTS_FILE])
+    assert {name: line["figures"] for name, line in results.items()} == {
+        "failed": {"good": 1},
+        "done": {"old": 1},
+        "machine": {"good": 1},
+        "broken": {"good": 1},
+    }
+    begun = [line["part"] for line in read(fake_parts.folder / RESULTS_FILE) if line["figures"] == {}]
+    assert begun == ["machine", "broken", "failed"]
     capsys.readouterr()
+
+
+def test_lanes_run_together_and_wait_for_each_other(fake_parts: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    """`waits` begins after `slow`, which runs in another lane at the same time as `first`."""
+    meet = "\n    ".join(
+        (
+            "(out / '{here}').touch()",
+            "while not (out / '{there}').exists(): time.sleep(0.01)",
+            "yield {{'met': 1}}",
+        )
+    )
+    first, slow = meet.format(here="a", there="b"), meet.format(here="b", there="a")
+    parts = [part("first", first), part("waits", FINE, after=("slow",)), part("slow", slow, lane="models")]
+    results = fake_parts.run(parts)
+    assert all(line["is_done"] for line in results.values())
+    names = [line["part"] for line in read(fake_parts.folder / RESULTS_FILE) if line["is_done"]]
+    assert names.index("slow") < names.index("waits")
+    capsys.readouterr()
+
+
+def test_without_time_nothing_is_begun(fake_parts: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    fake_parts.minutes = 0.0
+    assert fake_parts.run([part("fine", FINE, least_s=30.0)]) == {}
+    assert capsys.readouterr().out.count("no time left") == 1
+
+
+def test_an_incomplete_last_line_does_not_spoil_the_next(tmp_path: Path) -> None:
+    line = {"part": "a", "device": "cpu", "is_done": True, "figures": {}, "seconds": 0.0}
+    append(tmp_path, line)
+    with (tmp_path / RESULTS_FILE).open("a") as out:
+        out.write('{"part": "cut o')
+    end_last_line(tmp_path / RESULTS_FILE)
+    append(tmp_path, {**line, "part": "b"})
+    assert [line["part"] for line in read(tmp_path / RESULTS_FILE)] == ["a", "b"]
+
+
+def test_the_program_runs_a_call(tmp_path: Path) -> None:
+    """`scripts/card` with one process for each part; nothing is left to do but what needs no model."""
+    done = tmp_path / RESULTS_FILE
+    for each in CALLS["small"](TINY):
+        if each.name != "copies back":
+            append(tmp_path, {"part": each.name, "device": "cpu", "is_done": True, "figures": {}, "seconds": 0.0})
+    out = tmp_path / "out"
+    done.rename(tmp_path / "out.jsonl")
+    out.mkdir()
+    (tmp_path / "out.jsonl").rename(out / RESULTS_FILE)
+    options = ["--out", str(out), "--models", str(tmp_path / "models"), "--device", "cpu", "--shape", "tiny"]
+    run = subprocess.run([sys.executable, "scripts/card", "small", *options], cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert latest(read(out / RESULTS_FILE), "cpu")["copies back"]["figures"]["65536_bytes_s"] > 0
+    assert "copies back" in run.stdout
+
+
+def test_a_missing_earlier_file_is_one_line(tmp_path: Path) -> None:
+    command = [sys.executable, "scripts/card", "big", "--out", str(tmp_path), "--done", "nowhere.jsonl"]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 1
+    assert run.stderr.startswith("Error: nowhere.jsonl: no such file")
+
+
+def test_calls_have_what_they_wait_for() -> None:
+    """Each part's predecessors are in the same call, before it or in another lane; names are of one part each."""
+    for shapes in (CARD, TINY):
+        for call in CALLS.values():
+            parts = call(shapes)
+            lanes = {each.name: each.lane for each in parts}
+            assert len(lanes) == len(parts)
+            for index, each in enumerate(parts):
+                assert set(each.after) <= lanes.keys()
+                before = {other.name for other in parts[:index]}
+                assert all(name in before or lanes[name] != each.lane for name in each.after)
+                assert each.words[0] in {*one_part.MEASURES, *one_part.WITHOUT_TORCH}
+            assert parts[0].lane == MAIN
+
+
+# --------------------------------------------------------------------------------------- on a machine with few packages
+
+
+@pytest.fixture(scope="module")
+def bare_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of an environment with the packages of the lent machine, and those that are carried there."""
+    return bare_environment(tmp_path_factory.mktemp("bare") / "environment", PACKAGES_THERE, PACKAGES_CARRIED)
+
+
+@pytest.mark.slow
+def test_gpu_tests_are_collected_with_few_packages(bare_python: Path) -> None:
+    run = bare(
+        bare_python, "pytest", "-o", "addopts=", "-p", "no:cacheprovider", "-q", "--collect-only", "-m", "gpu", "tests"
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert set(gpu_test_files()) == {line.partition("::")[0] for line in run.stdout.splitlines() if "::" in line}
+
+
+def test_the_benchmark_starts_with_few_packages(bare_python: Path) -> None:
+    modules = ", ".join(f"benchmarks.card.{name}" for name in {*one_part.MEASURES.values(), "__main__"})
+    run = subprocess.run([bare_python, "-c", f"import {modules}"], cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    run = subprocess.run([bare_python, "scripts/card", "--help"], cwd=ROOT, capture_output=True, text=True)
+    assert "prepare" in run.stdout
+
+
+def test_what_starts_parts_does_not_import_torch() -> None:
+    """Or an error of the device would reach it."""
+    source = "import sys, runpy; runpy.run_path('scripts/card'); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", source], cwd=ROOT).returncode == 0
+
+
+def bare(python: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([python, "-m", *words], cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.nightly
+def test_the_calls_can_be_rehearsed(capfd: pytest.CaptureFixture[str]) -> None:
+    """Downloads what travels."""
+    assert rehearse() == []
+    capfd.readouterr()
+
+
+# ----------------------------------------------------------------------------------------------------- tests as parts
+
+
+def test_outcomes_of_tests_are_read(tmp_path: Path) -> None:
+    report = tmp_path / "junit.xml"
+    report.write_text(
+        '<testsuites><testsuite><testcase name="a" time="1.5"/><testcase name="b" time="0.1"><skipped/></testcase>'
+        '<testcase name="c"><failure message="assert 1 == 2">long</failure></testcase></testsuite></testsuites>'
+    )
+    figures = gpu_tests.read_report(report)
+    assert figures == {"passed": 1, "failed": 1, "skipped": 1, "slowest_s": 1.5, "failures": {"c": "assert 1 == 2"}}
+    line = {"figures": figures, "seconds": 2.0}
+    assert verdicts({"tests x": line}) == ["NO   tests x: 1 GPU tests passed, 1 failed"]
+
+
+def test_a_sanitizers_reports_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a program that writes what compute-sanitizer would."""
+    program = tmp_path / "compute-sanitizer"
+    text = (
+        "========= COMPUTE-SANITIZER\n========= Invalid __global__ write of size 4\n========= ERROR SUMMARY: 1 error\n"
+    )
+    program.write_text(
+        f"#!{sys.executable}\nimport sys\nopen(sys.argv[sys.argv.index('--log-file') + 1], 'w').write({text!r})\n"
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    (figures,) = gpu_tests.sanitizer("memcheck", "tests/none.py")
+    assert figures["summary"] == ["1 error"]
+    assert figures["reports"] == ["Invalid __global__ write of size 4"]
+
+
+def test_no_sanitizer_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_tests.shutil, "which", lambda program: None)
+    assert list(gpu_tests.sanitizer("memcheck", "unused")) == [{"compute-sanitizer": "not on this machine"}]
+
+
+def test_layers_are_copied_twice_within_the_block_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    copied = list[object]()
+    monkeypatch.setattr(DeviceFiller, "_copy", lambda self, slot, source: copied.append(slot))
+    filler: Any = SimpleNamespace()
+    with passes.each_layer_copied_twice():
+        DeviceFiller._copy(filler, "first", torch.empty(0))  # type: ignore[arg-type]
+    DeviceFiller._copy(filler, "second", torch.empty(0))  # type: ignore[arg-type]
+    assert copied == ["first", "first", "second"]
+
+
+def test_a_cpu_has_no_energy_counter() -> None:
+    assert energy_meter(CPU) is None
 
 
 def test_a_large_vocabulary_is_left_free() -> None:
@@ -221,13 +432,6 @@ def test_a_large_vocabulary_is_left_free() -> None:
     small, heads = 4096, (shape.hidden_size, JOBS["70b"].draft.hidden_size)
     files = [SimpleNamespace(config=SimpleNamespace(vocab_size=small, hidden_size=width)) for width in heads]
     assert job.vocabulary_bytes(*files) == 2 * sum(heads) * (128_256 - small)  # type: ignore[arg-type]
-
-
-def test_no_card_is_one_line() -> None:
-    if torch.cuda.is_available():
-        pytest.skip("there is one")
-    with pytest.raises(SystemExit, match=r"Error: .*device=cuda:0.* cannot be used: .*--device cpu"):
-        main(["unused"])
 
 
 def test_layers_that_say_nothing_share_a_file(folder: Path) -> None:

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from gguf import GGMLQuantizationType, quants
 from torch import Tensor
 
 from offspec.loaders.checkpoint import Change, TensorInfo
@@ -49,6 +48,8 @@ def edge_blocks(name: str) -> Tensor:
 
 def oracle(name: str, rows: Tensor) -> Tensor:
     """fp32 [N, K], by the `gguf` package."""
+    from gguf import GGMLQuantizationType, quants  # here, because machines with a GPU may lack it
+
     with np.errstate(all="ignore"):
         return torch.from_numpy(quants.dequantize(rows.numpy(), GGMLQuantizationType[name]))
 

@@ -4,6 +4,8 @@ whoever guesses.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,7 @@ from offspec.model.early_exit import EarlyExit
 from offspec.planning.plan import Plan
 from offspec.training.online import Aligner, AlignmentParams
 
+from ..late_work import late_copies, late_layers
 from .test_pretended_cuda import (
     FORMS,
     Move,
@@ -57,6 +60,15 @@ def test_logits_are_not_rounded_to_16_bits(num_rows: int) -> None:
 @pytest.mark.parametrize("form", FORMS)
 def test_texts_are_the_cpus(folder: Path, form: str, move: Move) -> None:
     assert texts(load(folder, form, "cuda:0", move)) == texts(load(folder, form, "cpu"))
+
+
+@pytest.mark.parametrize("late", [late_copies, late_layers])
+@pytest.mark.parametrize("move", [in_ram, on_disk, with_entries_in_ram])
+def test_late_work_changes_no_text(folder: Path, move: Move, late: Callable[[], AbstractContextManager[None]]) -> None:
+    """Each copy, or each layer, takes a millisecond longer: whatever does not wait for it reads the wrong bytes."""
+    expected = texts(load(folder, "plain", "cpu"))
+    with late():
+        assert texts(load(folder, "plain", "cuda:0", move)) == expected
 
 
 def test_without_bitsandbytes_they_are_the_same(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
