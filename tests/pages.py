@@ -19,7 +19,19 @@ SPAN = re.compile(r"`([^`]+)`")
 ASSIGNMENT = re.compile(r"[A-Z_]+=.*")
 ENDS = {"&&", "||", ";", "&", "|", "\n"}
 # First words by which a command is told from a formula or a name.
-PROGRAMS = ("offspec", "python", "python3", "pip", "pytest", "curl", "git", "scripts/check", "scripts/fuzz", "for")
+PROGRAMS = (
+    "offspec",
+    "python",
+    "python3",
+    "pip",
+    "pytest",
+    "curl",
+    "git",
+    "scripts/check",
+    "scripts/fuzz",
+    "scripts/card",
+    "for",
+)
 # Commands that no test runs as they stand, as they begin → who does, or why nobody does.
 ELSEWHERE = {
     **dict.fromkeys(("python3 -m venv", "python -m venv", ". .venv/bin/activate"), ".ci/run"),
@@ -53,7 +65,9 @@ ELSEWHERE = {
     "python -m benchmarks.drafts.heads": "tests/benchmarks/test_heads.py",
     **dict.fromkeys(("_OFFSPEC_COMPLETE=fish_source offspec", "source"), "tests/cli/test_completion.py"),
     "python -m benchmarks.peers": "tests/benchmarks/test_peers.py",
-    "python -m benchmarks.card": "tests/benchmarks/test_card.py",
+    **dict.fromkeys(
+        ("python -m benchmarks.card", "scripts/card", "python3 scripts/card"), "tests/benchmarks/test_card.py"
+    ),
     "python -m benchmarks.lossless passes": "needs a checkpoint of 13 GB, and its packed copy",
     "python benchmarks/streaming.py measure": "needs control groups and a checkpoint of 13 GB",
     "python scripts/record_terminal.py": "tests/cli/test_transcript.py",

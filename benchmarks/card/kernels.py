@@ -52,7 +52,7 @@ def draft_rounds(bench: Bench, name: str) -> Iterator[Figures]:
         graphs, found[kind] = TreeGraphs(decoder, CONTEXT), {}
         for way, text in (("eager", CachedDecoder(decoder, CONTEXT)), ("graph", graphs.text(CONTEXT))):
             text.score(list(range(5, 133)), *star(0))
-            found[kind][way] = {width: round_s(text, width) for width in WIDTHS}
+            found[kind][way] = {width: round_s(text, width, 4 * JOBS[name].repeats) for width in WIDTHS}
         found[kind]["graph_over_eager"] = {
             width: found[kind]["graph"][width] / found[kind]["eager"][width] for width in WIDTHS
         }
@@ -61,9 +61,9 @@ def draft_rounds(bench: Bench, name: str) -> Iterator[Figures]:
     yield found
 
 
-def round_s(text: CachedDecoder, width: int) -> float:
+def round_s(text: CachedDecoder, width: int, repeats: int) -> float:
     """Median seconds of a draft round over `width` nodes, up to its logits."""
-    return median_s(partial(text.score, [], *star(width)), text.synchronize, after=partial(text.keep, []))
+    return median_s(partial(text.score, [], *star(width)), text.synchronize, repeats, after=partial(text.keep, []))
 
 
 def vocabulary(bench: Bench, name: str) -> Iterator[Figures]:

@@ -41,11 +41,12 @@ def shadow_rounds(bench: Bench, name: str) -> Iterator[Figures]:
     unpacked: each matrix is unpacked, then multiplied. packed: few rows are multiplied without unpacking, up to
     `fused_rows`. graph: these rounds as captured graphs.
     """
-    files, found = bench.grown(name)[0].files, dict[str, Any]()
+    files, found = bench.grown_one("target", name).files, dict[str, Any]()
+    repeats = 4 * JOBS[name].repeats
     for bits, form in SHADOW_FORMATS.items():
         layers = layers_from_config(files.config, form)
         decoder = sampled(files, layers, bench.device)
-        rounds = {"unpacked": _rounds(CachedDecoder(decoder, CONTEXT))}
+        rounds = {"unpacked": _rounds(CachedDecoder(decoder, CONTEXT), repeats)}
         found[f"{bits} bits"] = figures = {
             "bytes": sum(layer.cost(files.dtype).resident_bytes for layer in layers),
             "fused_rows": _measured_limits(layers, files.dtype, bench.device),
@@ -53,9 +54,9 @@ def shadow_rounds(bench: Bench, name: str) -> Iterator[Figures]:
             "round_s": rounds,
         }
         if any(figures["fused_rows"].values()):
-            rounds["packed"] = _rounds(CachedDecoder(decoder, CONTEXT))
+            rounds["packed"] = _rounds(CachedDecoder(decoder, CONTEXT), repeats)
         if is_static(decoder):
-            rounds["graph"] = _rounds(TreeGraphs(decoder, CONTEXT).text(CONTEXT))
+            rounds["graph"] = _rounds(TreeGraphs(decoder, CONTEXT).text(CONTEXT), repeats)
         yield dict(found)
 
 
@@ -68,9 +69,9 @@ def shadow_texts(bench: Bench, name: str) -> Iterator[Figures]:
         engine.close()
 
 
-def _rounds(text: CachedDecoder) -> dict[int, float]:
+def _rounds(text: CachedDecoder, repeats: int) -> dict[int, float]:
     text.score(list(range(5, 133)), *star(0))
-    return {width: round_s(text, width) for width in WIDTHS}
+    return {width: round_s(text, width, repeats) for width in WIDTHS}
 
 
 def _measured_limits(layers: Sequence[StoredLayer], dtype: torch.dtype, device: torch.device) -> dict[str, int]:
