@@ -10,8 +10,12 @@ each figure.
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from pathlib import Path
+
+from offspec.checkpoints.opening import choose_device
+from offspec.errors import UsageError
 
 from .calls import CARD, TINY, Part, big, small, unique
 from .report import tell
@@ -32,6 +36,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--ram", help="RAM for weights, e.g. 100GiB [the free RAM]")
     parser.add_argument("--minutes", type=float, default=30.0, help="end after this time")
     args = parser.parse_args(arguments)
+    try:
+        choose_device(args.device, [])
+    except UsageError as exc:
+        sys.exit(f"Error: {exc}; --device cpu --shape tiny runs the same code")
     run = Run(args.folder, args.folder / MODELS, args.device, args.minutes, args.ram)
     print(tell(run.run(parts_of(args.shape or ["70b", "7b"]))))
 

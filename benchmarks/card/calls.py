@@ -8,6 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 MAIN, SANITIZERS, MODELS = "main", "sanitizers", "models"
+FULL, BRIEF = "full", "brief"  # texts of `passes`
 STREAM_TESTS, GRAPH_TESTS = "tests/loaders/test_cuda.py", "tests/offspec/model/test_cuda_graphs.py"
 TRITON_TESTS = "tests/loaders/kernels/test_triton_gguf.py"
 SANITIZED = (  # (tool, tests): racecheck and synccheck look inside kernels, of which Triton's are ours
@@ -70,10 +71,13 @@ def big(shapes: Shapes) -> list[Part]:
             Part(f"vocabulary {name}", ("vocabulary", name), 60),
             Part("small copies", ("small_copies",), 60),
             Part(f"draft {name}", ("draft_rounds", name), 120, after=ready[1:]),
-            Part(within(name, first), ("passes", name, gib(first)), 270, 60, after=ready),
+            Part(within(name, first), ("passes", name, gib(first), FULL), 270, 60, after=ready),
             Part(f"{within(name, first)}, link halved", ("halved_link", name, gib(first)), 150, 60, after=ready),
             Part(f"{within(name, first)} as SpecExec", ("baseline", name, gib(first)), 150, 60, after=ready),
-            *(Part(within(name, cap), ("passes", name, gib(cap)), 200, 80, after=ready) for cap in shapes.big_gib[1:]),
+            *(
+                Part(within(name, cap), ("passes", name, gib(cap), BRIEF), 200, 80, after=ready)
+                for cap in shapes.big_gib[1:]
+            ),
         ]
     )
 
@@ -91,12 +95,12 @@ def small(shapes: Shapes) -> list[Part]:
             Part(f"attention {name}", ("attention", name), 90),
             Part(f"shadow {name}", ("shadow_rounds", name), 120, after=ready[:1]),
             Part(f"same text {name}", ("same_text", name, gib(first)), 200, 60, after=ready),
-            Part(within(name, first), ("passes", name, gib(first)), 150, 60, after=ready),
+            Part(within(name, first), ("passes", name, gib(first), FULL), 150, 60, after=ready),
             Part(f"disk {name}", ("disk", name), 90, after=ready),
             Part(f"packed bf16 {name}", ("packed_bf16", name), 150, 60, after=ready),
             Part(f"shadow texts {name}", ("shadow_texts", name), 90),
             *(
-                Part(within(name, cap), ("passes", name, gib(cap)), 150, 60, after=ready)
+                Part(within(name, cap), ("passes", name, gib(cap), BRIEF), 150, 60, after=ready)
                 for cap in shapes.small_gib[1:]
             ),
         ]

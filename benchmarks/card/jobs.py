@@ -12,8 +12,7 @@ CONTEXT = 1024
 
 @dataclass(frozen=True)
 class Job:
-    """Shapes of a target and its draft, the memory to run it in (GiB of a card; None: half of the layers are resident),
-    and the amount of work.
+    """Shapes of a target and its draft, and the amount of work.
 
     widths: tokens of a timed pass, including the last token of the text. vocabulary: tokens of the real pair; the
     additional memory of its matrices is left free.
@@ -21,7 +20,6 @@ class Job:
 
     target: Shape
     draft: Shape
-    caps: tuple[int | None, ...]
     widths: tuple[int, ...] = (1, 64, 256, 512, 1024)
     repeats: int = 5
     num_prompts: int = 4
@@ -38,12 +36,11 @@ class Job:
 
 
 JOBS = {
-    "70b": Job(SHAPES["70b"], SHAPES["1b"], (24, 16, 12), vocabulary=128_256),  # Llama 3's
-    "7b": Job(SHAPES["7b"], SHAPES["1b"], (12, 16, 24)),  # whose shape has a layer for a larger vocabulary
+    "70b": Job(SHAPES["70b"], SHAPES["1b"], vocabulary=128_256),  # Llama 3's
+    "7b": Job(SHAPES["7b"], SHAPES["1b"]),  # whose shape has a layer for a larger vocabulary
     "tiny": Job(
         Shape(512, 800, 10, 16, 4, 128, format="nf4"),
         Shape(128, 352, 3, 4, 2, 32),
-        (None,),
         widths=(1, 16),
         repeats=2,
         num_prompts=1,

@@ -23,11 +23,12 @@ from offspec.planning.plan import Plan
 from offspec.scheduler.params import MAX_NODES
 
 from .bench import Bench
+from .calls import BRIEF, FULL
 from .jobs import CONTEXT, JOBS, Job
 from .link import link_bytes_per_s
 from .memory import cap_of, plan_within, without_residents
 from .report import TOKENS_PER_PASS
-from .results import TRACE_FILE, Figures
+from .results import Figures
 from .running import loaded
 from .texts import said, texts_of
 from .timing import median_s
@@ -36,10 +37,13 @@ from .trace import write_trace
 TRANSLATED_TO = "rtx4090"  # the card of the published figures
 
 
-def passes(bench: Bench, name: str, memory: str) -> Iterator[Figures]:
-    """Seconds of passes compared with link and arithmetic, then texts, within the memory of one card."""
-    job, cap, (target, draft) = JOBS[name], cap_of(memory), bench.grown(name)
-    plan = plan_within(job, cap, target.files, draft.files, bench.device, bench.ram)
+def passes(bench: Bench, name: str, memory: str, texts: str) -> Iterator[Figures]:
+    """Seconds of passes compared with link and arithmetic, then texts and a trace, within the memory of one card.
+
+    texts: FULL, or BRIEF, which leaves out sampled ones and the trace.
+    """
+    job, (target, draft) = JOBS[name], bench.grown(name)
+    plan = plan_within(job, cap_of(memory), target.files, draft.files, bench.device, bench.ram)
     rates, found = bench.rates(), Figures()
     link = link_bytes_per_s(bench.device, max(layer.slot_bytes for layer in plan.layers), 0.5)
     with loaded(target, draft, plan, rates, bench.device, max(job.widths)) as running:
@@ -50,15 +54,14 @@ def passes(bench: Bench, name: str, memory: str) -> Iterator[Figures]:
         found["peak_device_bytes"] = running.peak_bytes()
         found["outside_torch_bytes"] = outside_torch(bench.device)
         yield found
-        is_first = cap == job.caps[0]
-        found["texts"] = texts_of(engine, job, is_brief=not is_first)
+        found["texts"] = texts_of(engine, job, is_brief=texts == BRIEF)
         found["peak_device_bytes"] = running.peak_bytes()
         found["outside_torch_bytes"] = outside_torch(bench.device)  # with the graphs' memory
         found["alloc_retries"] = alloc_retries(bench.device)
         found["translation"] = translate(plan, found["texts"]["greedy"], rates)
         yield found
-        if is_first:
-            found["trace"] = write_trace(engine, bench.out / TRACE_FILE)
+        if texts == FULL:
+            found["trace"] = write_trace(engine, bench.out / f"trace-{name}.json.gz")
             yield found
 
 
@@ -70,10 +73,11 @@ def halved_link(bench: Bench, name: str, memory: str) -> Iterator[Figures]:
     job, (target, draft) = JOBS[name], bench.grown(name)
     plan = plan_within(job, cap_of(memory), target.files, draft.files, bench.device, bench.ram)
     link = link_bytes_per_s(bench.device, max(layer.slot_bytes for layer in plan.layers), 0.5) / 2
+    rates = replace(bench.rates(), host_to_device_bytes_per_s=link)
     brief = replace(job, widths=job.widths[:3], repeats=min(3, job.repeats))
     with (
         each_layer_copied_twice(),
-        loaded(target, draft, plan, bench.rates(), bench.device, max(job.widths)) as running,
+        loaded(target, draft, plan, rates, bench.device, max(job.widths)) as running,
     ):
         found = _described(running.plan) | {"load_s": running.load_s, "link_bytes_per_s": link}
         found["passes"] = _seconds_by_width(running.engine.target, running.plan, brief, link)

@@ -14,7 +14,7 @@ from typing import Any
 
 Figures = dict[str, Any]
 Line = dict[str, Any]  # part, device, figures, seconds, is_done; error, if it failed
-RESULTS_FILE, LOG_FILE, TABLE_FILE, TRACE_FILE = "results.jsonl", "log.txt", "card.txt", "trace.json.gz"
+RESULTS_FILE, LOG_FILE, TABLE_FILE = "results.jsonl", "log.txt", "card.txt"
 MAX_FILES, MAX_FILE_BYTES = 8, 16 * 2**20  # that a lent machine gives back
 
 

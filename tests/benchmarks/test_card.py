@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from benchmarks.card import bench, disk, exact, gpu_tests, kernels, link, one_part, packed, passes, shadows
-from benchmarks.card.__main__ import parts_of
+from benchmarks.card.__main__ import main, parts_of
 from benchmarks.card.calls import CALLS, CARD, MAIN, TINY, Part, gpu_test_files
 from benchmarks.card.energy import energy_meter
 from benchmarks.card.jobs import JOBS, Job
@@ -432,6 +432,13 @@ def test_a_large_vocabulary_is_left_free() -> None:
     small, heads = 4096, (shape.hidden_size, JOBS["70b"].draft.hidden_size)
     files = [SimpleNamespace(config=SimpleNamespace(vocab_size=small, hidden_size=width)) for width in heads]
     assert job.vocabulary_bytes(*files) == 2 * sum(heads) * (128_256 - small)  # type: ignore[arg-type]
+
+
+def test_no_card_is_one_line() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    with pytest.raises(SystemExit, match=r"Error: .*device=cuda:0.* 0 CUDA devices"):
+        main(["unused"])
 
 
 def test_layers_that_say_nothing_share_a_file(folder: Path) -> None:
