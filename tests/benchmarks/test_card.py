@@ -388,7 +388,9 @@ def test_outcomes_of_tests_are_read(tmp_path: Path) -> None:
     figures = gpu_tests.read_report(report)
     assert figures == {"passed": 1, "failed": 1, "skipped": 1, "slowest_s": 1.5, "failures": {"c": "assert 1 == 2"}}
     line = {"figures": figures, "seconds": 2.0}
-    assert verdicts({"tests x": line}) == ["NO   tests x: 1 GPU tests passed, 1 failed"]
+    assert verdicts({"tests x": line}) == ["NO   tests x: 1 GPU tests passed, 1 failed, 1 were skipped"]
+    nothing_ran = {"figures": {"passed": 0, "failed": 0, "skipped": 3}}
+    assert verdicts({"tests x": nothing_ran}) == ["NO   tests x: 0 GPU tests passed, 0 failed, 3 were skipped"]
 
 
 def test_a_sanitizers_reports_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
