@@ -4,6 +4,7 @@ few packages.
 
 from __future__ import annotations
 
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -399,9 +400,9 @@ def test_a_sanitizers_reports_are_read(tmp_path: Path, monkeypatch: pytest.Monke
     text = (
         "========= COMPUTE-SANITIZER\n========= Invalid __global__ write of size 4\n========= ERROR SUMMARY: 1 error\n"
     )
-    program.write_text(
-        f"#!{sys.executable}\nimport sys\nopen(sys.argv[sys.argv.index('--log-file') + 1], 'w').write({text!r})\n"
-    )
+    source = tmp_path / "sanitizer.py"
+    source.write_text(f"import sys\nopen(sys.argv[sys.argv.index('--log-file') + 1], 'w').write({text!r})\n")
+    program.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {shlex.quote(str(source))} "$@"\n')
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     (figures,) = gpu_tests.sanitizer("memcheck", "tests/none.py")
