@@ -218,8 +218,7 @@ def loading_options(function: F) -> F:
         option(
             "--deterministic",
             is_flag=True,
-            help="Give the same text twice in 16 bits, too: fixed tree sizes (64 nodes without --budget) and kernels, "
-            "one text at a time.",
+            help="Give the same text twice in 16 bits, too: choose nothing by timing, and run one text at a time.",
         ),
         research_option(
             "--no-read-ahead",
@@ -379,8 +378,8 @@ def _joint_options(function: F) -> F:
             type=click.Choice(ACCEPTS),
             default=SpeculationParams.accept,
             show_default=True,
-            help="exact: the text of plain decoding, in 16 bits up to near-ties. All other values are LOSSY. "
-            "joint: by joint likelihood (MJSD).",
+            help="exact: plain decoding's text, in 16 bits up to near-ties. Others are LOSSY. joint: by joint "
+            "likelihood (MJSD).",
         ),
         research_option(
             "--tau",

@@ -104,7 +104,7 @@ def _too_old(text: str) -> GpuFault:
 
 
 def _no_driver(text: str) -> GpuFault:
-    remedy = "if there is an NVIDIA card, install its driver (WSL: in Windows); start a container with --gpus all"
+    remedy = "if there is an NVIDIA card, install its driver (WSL: in Windows); a container has to be given the GPUs"
     return GpuFault("there is no NVIDIA driver", remedy, has_driver=False)
 
 

@@ -164,17 +164,18 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None, scratch: Tenso
     return F.linear(x, weight, bias)
 
 
-def linear_fp32(x: Tensor, weight: Weight, scratch: Tensor | None = None) -> Tensor:
-    """x [R, K] times weight [N, K] → fp32 [R, N]; scratch: see `linear`.
+def linear_fp32(x: Tensor, weight: Weight, bias: Tensor | None = None, scratch: Tensor | None = None) -> Tensor:
+    """As `linear`, with an fp32 result [..., N].
 
     On a GPU the sums are not rounded to x's dtype first, where torch can (2.8 and newer), if the matrix is plain or is
-    dequantised for the product. Fused products, and those on a CPU, have results of x's dtype. No gradients.
+    dequantised for the product, and no gradient is wanted. Fused products, and those on a CPU, are rounded first.
     """
     is_half, is_plain = x.dtype in products.HALF_DTYPES, isinstance(weight, Tensor)
     is_product_of_torch = is_plain or (isinstance(weight, PackedMatrix) and _chosen_fused(weight, x) is None)
     if x.is_cuda and is_half and has_fp32_output() and is_product_of_torch and not torch.is_grad_enabled():
-        return torch.mm(x, dense(weight, x.dtype, scratch).t(), out_dtype=torch.float32)
-    return linear(x, weight, None, scratch).float()
+        product = torch.mm(x, dense(weight, x.dtype, scratch).t(), out_dtype=torch.float32)
+        return product if bias is None else product + bias
+    return linear(x, weight, bias, scratch).float()
 
 
 @cache

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from offspec.loaders.formats import Weight, linear
+from offspec.loaders.formats import Weight, linear, linear_fp32
 
 from .attention import attend
 from .config import ModelConfig
@@ -86,8 +86,14 @@ class LayerWeights:
 
     def linear(self, name: str, x: Tensor) -> Tensor:
         """x [T, K] times `name.weight` [N, K], plus `name.bias` [N] if there is one → [T, N]. Keeps gradients."""
-        bias = self.vector(f"{name}.bias") if f"{name}.bias" in self.tensors else None
-        return linear(x, self.tensors[f"{name}.weight"], bias, self.scratch)
+        return linear(x, self.tensors[f"{name}.weight"], self._bias(name), self.scratch)
+
+    def linear_fp32(self, name: str, x: Tensor) -> Tensor:
+        """As `linear`, with an fp32 result; see `formats.linear_fp32`."""
+        return linear_fp32(x, self.tensors[f"{name}.weight"], self._bias(name), self.scratch)
+
+    def _bias(self, name: str) -> Tensor | None:
+        return self.vector(f"{name}.bias") if f"{name}.bias" in self.tensors else None
 
     def vector(self, name: str) -> Tensor:
         """A norm's weight or a bias; no format packs these."""

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from offspec.loaders.cuda import span
-from offspec.loaders.formats import StoredWeight, Weight, linear_fp32
+from offspec.loaders.formats import StoredWeight, Weight
 from offspec.loaders.small_transfers import to_device
 from offspec.loaders.weights import RamWeights, WeightSource
 from offspec.scheduler.vocabulary import Vocabulary
@@ -300,8 +300,7 @@ class Decoder:
 
     def linear_logits(self, states: Tensor) -> Tensor:
         """Logits before the cap: linear in the states."""
-        weights = self.head_weights()
-        logits = linear_fp32(states, weights.tensors["head.weight"], weights.scratch)
+        logits = self.head_weights().linear_fp32("head", states)
         return logits if self.config.logit_scale == 1 else logits * self.config.logit_scale
 
     def capped(self, logits: Tensor) -> Tensor:

@@ -274,6 +274,9 @@ class AdaptedWeights(LayerWeights):
         a, b = self._pair(name)
         return super().linear(name, x) + self._share * F.linear(F.linear(x, a.to(x.dtype)), b.to(x.dtype))
 
+    def linear_fp32(self, name: str, x: Tensor) -> Tensor:
+        return self.linear(name, x).float()
+
     def added_rows(self, name: str, indices: Tensor, dtype: torch.dtype) -> Tensor:
         """The additions to rows `indices` [T] of `name.weight`: [T, K]."""
         a, b = self._pair(name)

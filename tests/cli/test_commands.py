@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+from ..fixed_choices import end_with_test
 from ..pages import Command, commands
 from .sandbox import Sandbox, check_runs
+
+
+@pytest.fixture(autouse=True)
+def _fixed_until_the_test_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    end_with_test(monkeypatch)
 
 
 @pytest.mark.slow

@@ -58,7 +58,7 @@ def build(monkeypatch: pytest.MonkeyPatch) -> Any:
         ("13.0", TOO_OLD, ("12.8", "13.0", "580", "https://pytorch.org/get-started/locally"), True),
         ("12.6", TOO_OLD.replace("12080", "11040"), ("11.4", "12.6", "525"), True),
         ("14.1", TOO_OLD, ("12.8", "14.1", "update the driver"), True),
-        ("13.0", NO_DRIVER, ("no NVIDIA driver", "WSL", "--gpus all"), False),
+        ("13.0", NO_DRIVER, ("no NVIDIA driver", "WSL", "container"), False),
         ("13.0", MIXED, ("different versions", "restart"), True),
         ("13.0", UNKNOWN, ("restart", "nvidia_uvm"), True),
         ("13.0", "CUDA error: out of memory\nCUDA kernel errors might be", ("out of memory", "close"), True),

@@ -27,6 +27,8 @@ from offspec.scheduler.tree import TokenTree
 from offspec.scheduler.verify import Verdict
 from offspec.several_answers import generate_answers
 
+from ..fixed_choices import end_with_test
+
 Pass = tuple[list[int], list[int], list[int]]  # a tree's tokens and parents, and the tokens that the pass brought
 Clock = Callable[[], float]
 PROMPTS = ["def area(", "class Stack:\n    def push(self, ", "import os\n"]
@@ -35,11 +37,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def _fixed_until_the_test_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`fix_choices` is for good; here it ends with the test, as does what strange clocks measure."""
-    for choices in (product_costs.COSTS, FUSED_ROWS, card_choices.FASTER_WAY):
-        monkeypatch.setattr(choices, "is_fixed", False)
-    for name, nothing in (("_fixed", set()), ("_known", {}), ("_chosen", {})):
-        monkeypatch.setattr(product_costs.COSTS, name, nothing)
+    end_with_test(monkeypatch)
 
 
 def steady(seconds: float) -> Clock:

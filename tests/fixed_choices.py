@@ -1,0 +1,17 @@
+"""`--deterministic` fixes choices between kernels for the rest of a process; in tests this ends with the test."""
+
+from __future__ import annotations
+
+import pytest
+
+from offspec.loaders import product_costs
+from offspec.loaders.card_choices import FASTER_WAY
+from offspec.loaders.formats.process_state import FUSED_ROWS
+
+
+def end_with_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Choices are free now, and what fixes them is undone with `monkeypatch`."""
+    for choices in (product_costs.COSTS, FUSED_ROWS, FASTER_WAY):
+        monkeypatch.setattr(choices, "is_fixed", False)
+    for name, nothing in (("_fixed", set()), ("_known", {}), ("_chosen", {})):
+        monkeypatch.setattr(product_costs.COSTS, name, nothing)
