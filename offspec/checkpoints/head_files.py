@@ -1,7 +1,6 @@
 """Opens the files of a trained head: which kind it is, and whether its tensors are those of that kind.
 
-Heads are published as safetensors, and many only as pickles of torch (`pytorch_model.bin`). Those are read with torch's
-restricted unpickler, which makes tensors and runs no code.
+Heads are published as safetensors, and many only as pickles of torch (`pytorch_model.bin`).
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from torch import Tensor
 
 from offspec.loaders.checkpoint import show
 from offspec.loaders.safetensors_folder import CONFIG_FILE, INDEX_FILE, SINGLE_FILE, SafetensorsFolder, read_header
-from offspec.loaders.small_files import open_regular, parse_json, read_small_file
+from offspec.loaders.small_files import parse_json, read_small_file
 
 from ..errors import CheckpointError, MissingWeightsError, StorageError, UnsupportedModelError, UsageError
 from ..model.config import ModelConfig
@@ -38,6 +37,7 @@ from ..model.heads.mlp import mlp_name, mlp_spec
 from ..model.heads.own_kinds import amphista_spec, clover_spec, recurrent_spec
 from .exit_layers import data_file
 from .opening import ModelFiles
+from .pickles import read_pickle
 
 SAFETENSORS = (SINGLE_FILE, "medusa_lm_head.safetensors", "hydra_lm_head.safetensors")
 PICKLES = ("pytorch_model.bin", "medusa_lm_head.pt", "hydra_lm_head.pt")
@@ -85,7 +85,7 @@ class HeadFiles:
         found: dict[str, Tensor] = {}
         for file in sorted(set(self.files.values())):
             wanted = {own: name for own, name in self.names.items() if self.files[name] == file}
-            read = _read_pickle(file, "cpu") if file.name in PICKLES else _read_safetensors(file, list(wanted.values()))
+            read = read_pickle(file, "cpu") if file.name in PICKLES else _read_safetensors(file, list(wanted.values()))
             for own, name in wanted.items():
                 tensor = read[name]
                 is_plain = tensor.layout == torch.strided and not tensor.is_complex()
@@ -221,25 +221,9 @@ def _tensors(path: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, Path]]:
             return {key: info.shape for key, info in header.items()}, dict.fromkeys(header, path / name)
     for name in PICKLES:
         if name in names:
-            read = _read_pickle(path / name, "meta")
+            read = read_pickle(path / name, "meta")
             return {key: tuple(t.shape) for key, t in read.items()}, dict.fromkeys(read, path / name)
     raise MissingWeightsError(f"{path} has none of {', '.join((*SAFETENSORS, *PICKLES))}; download the head again")
-
-
-def _read_pickle(file: Path, device: str) -> dict[str, Tensor]:
-    """All tensors of a pickle. Each is at most as large as the file, so that a damaged one cannot fill the memory."""
-    try:
-        with open_regular(file):  # torch.load would block on a pipe
-            size = file.stat().st_size
-        read = torch.load(file, map_location=device, weights_only=True, mmap=device == "cpu")
-    except Exception as exc:  # zipfile, pickle and torch raise many kinds of exceptions for damaged files
-        lines = str(exc).strip().splitlines() or [type(exc).__name__]
-        raise CheckpointError(f"{file} cannot be read ({lines[0][:200]}); download it again") from exc
-    if not isinstance(read, dict) or not all(isinstance(t, Tensor) and isinstance(n, str) for n, t in read.items()):
-        raise CheckpointError(f"{file} is not a dictionary of tensors; download it again")
-    if large := [name for name, tensor in read.items() if tensor.numel() * tensor.element_size() > size]:
-        raise CheckpointError(f"{file}: tensor {show(large[0])} is larger than the file; download it again")
-    return read
 
 
 def _read_safetensors(file: Path, names: list[str]) -> dict[str, Tensor]:
