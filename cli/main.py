@@ -100,9 +100,11 @@ def main() -> NoReturn:
         if signal.getsignal(number) is signal.SIG_DFL:  # under nohup, SIGHUP is ignored
             signal.signal(number, _leave)
     try:
-        code = run(sys.argv[1:])
-    except SystemExit as exc:  # from `_leave`, or a server's handler of SIGTERM
-        code = exc.code if isinstance(exc.code, int) else FAILURE
+        code = _run_program()
+        _end_quietly()
+    except KeyboardInterrupt:  # another Ctrl-C, while the first one was handled
+        _end_quietly()
+        code = INTERRUPTED
     if any(thread.name == SERVE_THREAD for thread in threading.enumerate()):
         # A pass of a server that has stopped. Python would end while torch computes, or wait for a minute.
         for stream in (sys.stdout, sys.stderr):
@@ -110,6 +112,20 @@ def main() -> NoReturn:
                 stream.flush()
         os._exit(code)
     sys.exit(code)
+
+
+def _run_program() -> int:
+    """Run the process's command line; returns the exit code."""
+    try:
+        return run(sys.argv[1:])
+    except SystemExit as exc:  # from `_leave`, or a server's handler of SIGTERM
+        return exc.code if isinstance(exc.code, int) else FAILURE
+
+
+def _end_quietly() -> None:
+    """From now on Ctrl-C ends the process at once, without a traceback: everything is written."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, lambda number, frame: os._exit(INTERRUPTED))
 
 
 def _leave(number: int, frame: FrameType | None) -> None:

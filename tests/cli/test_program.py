@@ -38,6 +38,24 @@ def test_ctrl_c_leaves_at_once(endless: Sequence[object]) -> None:
     assert result.err.strip() == ""
 
 
+IMPATIENT = """
+import atexit, signal, sys
+from offspec.cli import main
+signal.signal(signal.SIGINT, signal.default_int_handler)
+ctrl_c = lambda *args: signal.raise_signal(signal.SIGINT)
+main.cli.invoke = main._show = ctrl_c
+atexit.register(ctrl_c)
+sys.argv = ["offspec", "doctor"]
+main.main()
+"""
+
+
+@needs_signals
+def test_more_ctrl_c_while_the_first_is_handled_and_while_python_ends() -> None:
+    done = subprocess.run([sys.executable, "-c", IMPATIENT], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (130, "")
+
+
 @pytest.mark.slow
 def test_a_reader_that_has_had_enough(endless: Sequence[object]) -> None:
     process = start(*endless)
