@@ -36,7 +36,7 @@ from .options import (
 )
 from .reasoning import thinking_first
 from .settings import nearest, parsed_value, settable
-from .terminal import columns, first_pass_shown, marked, shows_colors
+from .terminal import as_shown, columns, first_pass_shown, marked, shows_colors
 from .word_wrap import WordWrap
 
 if TYPE_CHECKING:
@@ -184,7 +184,7 @@ def _history_file(wanted: str | None, *, quiet: bool) -> Path | None:
 
 def _note(text: str, *, quiet: bool) -> None:
     if not quiet:
-        click.echo(f"({text})", err=True)
+        click.echo(as_shown(f"({text})", sys.stderr), err=True)
 
 
 def _is_flag(ctx: click.Context, name: str) -> bool:
@@ -348,7 +348,7 @@ class Chat:
         wrap = WordWrap(columns()) if self.values["wrap"] and not self._marks and shows_colors() else str
 
         def write(step: Step) -> None:
-            sys.stdout.write(marked(step) if self._marks else wrap(step.text))
+            sys.stdout.write(marked(step) if self._marks else wrap(as_shown(step.text)))
             sys.stdout.flush()
 
         return write
@@ -387,7 +387,7 @@ class Chat:
             from traceback import format_exc
 
             click.echo(format_exc().rstrip(), err=True)
-        click.echo(f"Error: {' '.join(message.split())}", err=True)
+        click.echo(as_shown(f"Error: {' '.join(message.split())}", sys.stderr), err=True)
 
     def completions(self, text: str) -> Iterable[str]:
         """Completions of the last word of a line."""
@@ -426,7 +426,7 @@ class Chat:
     def system(self, argument: str) -> None:
         if argument:
             self.session.system = None if argument == "none" else unquoted(argument)
-        click.echo("no system message" if self.session.system is None else self.session.system)
+        click.echo("no system message" if self.session.system is None else as_shown(self.session.system))
 
     def set(self, argument: str) -> None:
         if not argument:
@@ -459,15 +459,15 @@ class Chat:
     def show_settings(self) -> None:
         found = self.values.as_dict()
         width = max(map(len, found))
-        click.echo("\n".join(f"{key:<{width}}  {_worded(value)}" for key, value in found.items()))
+        click.echo(as_shown("\n".join(f"{key:<{width}}  {_worded(value)}" for key, value in found.items())))
 
     def show(self, argument: str) -> None:
         session = self.session
         if session.system is not None:
-            click.echo(f"system  {session.system}\n")
+            click.echo(as_shown(f"system  {session.system}\n"))
         for turn in session.turns:
             state = " (stopped)" if turn.finish_reason == "interrupted" else ""
-            click.echo(f">>> {turn.message}\n{turn.reply.rstrip()}{state}\n")
+            click.echo(as_shown(f">>> {turn.message}\n{turn.reply.rstrip()}{state}\n"))
         engine = session.engine
         click.echo(f"{engine.name}, draft {engine.draft_name or 'none'}, {_turns(session)}; /set shows the settings")
 

@@ -47,7 +47,7 @@ from .options import (
 from .ray_batch import RayEngines
 from .reasoning import ThinkingReader, reader_of, thinking_first
 from .several_answers import AnswerFlags, Printer, answer_several, describe_answers
-from .terminal import first_pass_shown, marked, shows_colors
+from .terminal import as_shown, first_pass_shown, marked, shows_colors
 
 if TYPE_CHECKING:
     from offspec import Engine, Step
@@ -327,7 +327,7 @@ def _run_several(
             found = answer()
             click.echo(json.dumps([answer_of(engine, ids, steps, params) for steps in found]))
         else:
-            found = answer(seen=Printer(several.number, marked if shown.marks else lambda step: step.text))
+            found = answer(seen=Printer(several.number, marked if shown.marks else lambda step: as_shown(step.text)))
             cut = next((steps[-1] for steps in found if steps[-1].finish_reason == "length"), None)
             if cut is not None and not shown.quiet:
                 _tell_cut(engine, cut, params)
@@ -466,7 +466,7 @@ def _stream(engine: Engine, steps: Generator[Step, None, None], *, marks: bool) 
     """Print the text step by step, ending with a newline; returns the last step."""
     shown, last = "", None
     for last in steps:
-        sys.stdout.write(marked(last) if marks else last.text)
+        sys.stdout.write(marked(last) if marks else as_shown(last.text))
         sys.stdout.flush()
         shown = last.text or shown
     if not shown.endswith("\n"):
@@ -489,7 +489,7 @@ def _apart(
         is_end = step.finish_reason is not None
         thought, text = thinking.push(step.text, is_end=is_end)
         if thought and not quiet:
-            click.echo(thought, err=True, nl=False)
+            click.echo(as_shown(thought, sys.stderr), err=True, nl=False)
             is_line_open = True
         if is_line_open and (text or is_end):
             click.echo(err=True)

@@ -1,4 +1,4 @@
-"""Output for a terminal: a bar during loading, a line during the first pass, and marked tokens.
+"""Output for a terminal: a bar during loading, a line during the first pass, marked tokens, harmless text.
 
 Bar and line go to stderr, and only if stderr is a terminal.
 """
@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Generator
 from contextlib import suppress
 from types import TracebackType
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TextIO, TypeVar
 
 import click
 
@@ -31,6 +31,8 @@ ACCEPTED, CORRECTION, PLAIN = "\x1b[32m", "\x1b[1;33m", "\x1b[0m"
 LOOKED_UP = "\x1b[36m"  # cyan
 COLORS = (LOOKED_UP, ACCEPTED, CORRECTION)
 UNDERLINED = "\x1b[4m"
+# Escape sequences change titles, write the clipboard or type keys; a carriage return hides what is before it.
+CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 
 
 def is_watched() -> bool:
@@ -42,6 +44,15 @@ def show_line(text: str = "") -> None:
     """Replace the current progress line. A closed terminal does not interrupt the work."""
     with suppress(OSError):
         click.echo(f"\r\x1b[K{text}", err=True, nl=False)
+
+
+def as_shown(text: str, stream: TextIO | None = None) -> str:
+    """Text of a model or a file, for stdout or another stream. On a terminal, control characters are spelt: \\x1b.
+
+    Newline and tab remain, and what goes to pipes and files is unchanged.
+    """
+    stream = sys.stdout if stream is None else stream
+    return text.translate(CONTROLS) if stream is not None and stream.isatty() else text
 
 
 def columns() -> int:
@@ -182,6 +193,7 @@ def marked(step: Step) -> str:
 
 def _styled(text: str, style: str) -> str:
     """Style each line separately, so that a colour ends at the line's end."""
+    text = as_shown(text)
     if not style:
         return text
     return "\n".join(f"{style}{line}{PLAIN}" if line else "" for line in text.split("\n"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -60,6 +60,41 @@ def test_marks_are_for_terminals(run_args: Sequence[object], offspec: Offspec, m
     monkeypatch.setattr(type(sys.stdout), "isatty", lambda self: True)
     monkeypatch.setenv("TERM", "dumb")
     assert not terminal.shows_colors()
+
+
+EVIL = "\x1b]0;title\x07\x1b]52;c;ZXZpbA==\x07\x9b2J\x7f\ra\tb\n"
+SHOWN = r"\x1b]0;title\x07\x1b]52;c;ZXZpbA==\x07\x9b2J\x7f\x0d" + "a\tb\n"
+
+
+@pytest.fixture
+def evil_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model whose first text has escape sequences."""
+    from offspec import Engine
+
+    generate = Engine.generate
+
+    def changed(self: Engine, *args: Any, **more: Any) -> Iterator[Step]:
+        steps = generate(self, *args, **more)
+        step = next(steps)
+        yield replace(step, text=EVIL + step.text, texts=(EVIL, *step.texts[1:]))
+        yield from steps
+
+    monkeypatch.setattr(Engine, "generate", changed)
+
+
+@pytest.mark.usefixtures("evil_model")
+@pytest.mark.parametrize("command", ["run", "chat"])
+def test_escape_sequences_of_a_model_reach_pipes_only(
+    command: str, run_args: Sequence[object], offspec: Offspec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args, stdin = ((*run_args, "hi"), None) if command == "run" else (("chat", *run_args[1:]), b"hi\n/show\n")
+    assert EVIL in offspec(*args, stdin=stdin).out
+    monkeypatch.setattr(type(sys.stdout), "isatty", lambda self: True)
+    for flags in ((), ("--no-wrap",), ("--color-accepted",)):
+        if command == "chat" or flags != ("--no-wrap",):
+            shown = re.sub(r"\x1b\[[0-9;]*[mDK]", "", offspec(*args, *flags, stdin=stdin).out)  # colours, word wrap
+            assert SHOWN in shown
+            assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", shown)
 
 
 def test_texts_of_tokens_are_the_text(run_args: Sequence[object], pair: Any) -> None:
