@@ -36,7 +36,7 @@ from .options import (
 )
 from .reasoning import thinking_first
 from .settings import nearest, parsed_value, settable
-from .terminal import as_shown, columns, first_pass_shown, marked, shows_colors
+from .terminal import as_shown, columns, draft_off, first_pass_shown, marked, shows_colors
 from .word_wrap import WordWrap
 
 if TYPE_CHECKING:
@@ -341,6 +341,8 @@ class Chat:
         self._explain_end(sampling)
         if self.values["show_stats"] and (turn := self.session.turns[-1]).stats is not None:
             click.echo(f"({reply_figures(turn.stats)})", err=True)
+        elif self._verbose and (stats := self.session.turns[-1].stats) and (off := draft_off(stats)):
+            self._note(f"the draft is {off}")
         self._learn()
 
     def _writer(self) -> Callable[[Step], None]:
@@ -566,9 +568,10 @@ def _stats_cells(number: int, turn: Turn) -> list[str]:
 def reply_figures(stats: Stats) -> str:
     """The statistics of a reply as one line."""
     rate = f", {stats.decode_tokens_per_s:.1f} tokens/s" if stats.decode_tokens_per_s else ""
+    off = f"; the draft is {draft_off(stats)}" if stats.draft_off_since else ""
     return (
         f"{stats.num_tokens} tokens{rate}, {stats.tokens_per_pass:.2f} tokens per pass, "
-        f"first after {stats.ttft_s:.2f} s"
+        f"first after {stats.ttft_s:.2f} s{off}"
     )
 
 

@@ -47,7 +47,7 @@ from .options import (
 from .ray_batch import RayEngines
 from .reasoning import ThinkingReader, reader_of, thinking_first
 from .several_answers import AnswerFlags, Printer, answer_several, describe_answers
-from .terminal import as_shown, first_pass_shown, marked, shows_colors
+from .terminal import as_shown, draft_off, first_pass_shown, marked, shows_colors
 
 if TYPE_CHECKING:
     from offspec import Engine, Step
@@ -106,6 +106,7 @@ class Shown:
     color_accepted: bool
     stats: bool
     quiet: bool
+    verbose: bool
 
     @property
     def marks(self) -> bool:
@@ -233,7 +234,7 @@ def command(
     ids = _parse_ids(prompt_ids) if prompt_ids is not None else None
     asked = PromptFlags(prompt, prompt_file, ids, system, raw, options["think"], options.pop("cache_prompt"))
     asked.check(num_answers)
-    shown = Shown(as_json, color_accepted, show_stats, quiet)
+    shown = Shown(as_json, color_accepted, show_stats, quiet, verbose)
     shown.check(asked)
     several = AnswerFlags(num_answers, max_texts)
     several.check(params, is_file=asked.is_batch)
@@ -305,6 +306,8 @@ def _run_one(
         click.echo(f"offspec: {note}", err=True)
     if shown.stats:
         click.echo(describe(last), err=True)
+    elif shown.verbose and (off := draft_off(last.stats)):
+        click.echo(f"offspec: the draft is {off}", err=True)
     _pass_on(last)
 
 
@@ -561,6 +564,8 @@ def describe(last: Step) -> str:
         lines.append("lossy     not exact acceptance (--accept): plain decoding may produce another text")
     if stats.draft_fault is not None:
         lines.append(f"no draft  from some pass on, which changes no text: {stats.draft_fault}")
+    if off := draft_off(stats):
+        lines.append(f"draft     {off}")
     if stats.learnt_loss is not None:
         lines.append(
             f"learning  {stats.learn_steps} steps in {stats.learn_s:.2f} s; draft loss against the target "

@@ -22,7 +22,7 @@ from offspec import format_quantity, format_seconds
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-    from offspec import Engine, Step
+    from offspec import Engine, Stats, Step
 
 T = TypeVar("T")
 SMALL_LOAD_BYTES = 2**28  # a smaller model loads too fast for a bar
@@ -53,6 +53,19 @@ def as_shown(text: str, stream: TextIO | None = None) -> str:
     """
     stream = sys.stdout if stream is None else stream
     return text.translate(CONTROLS) if stream is not None and stream.isatty() else text
+
+
+def draft_off(stats: Stats) -> str:
+    """Since when and why a request's draft is switched off; empty if it is not."""
+    if stats.draft_off_since is None or stats.plain_pass_s is None:
+        return ""
+    round_ms = "" if stats.draft_round_s is None else f"a round takes {1e3 * stats.draft_round_s:.1f} ms, "
+    num_accepted = max(0, stats.num_tokens - stats.num_passes)
+    return (
+        f"off since pass {stats.draft_off_since} of {stats.num_passes}, but for trials, as it does not pay: {round_ms}"
+        f"a plain token {1e3 * stats.plain_pass_s:.1f} ms, and {num_accepted} of {stats.num_drafted_tokens} drafted "
+        "tokens were accepted; --budget 16 forces it"
+    )
 
 
 def columns() -> int:

@@ -23,6 +23,7 @@ from offspec.scheduler.drafter import DraftRequest, NoDrafter
 from offspec.scheduler.forced import prepare_masks
 from offspec.scheduler.joint import joint_walk
 from offspec.scheduler.logprobs import SLICE_ROWS, TokenLogprob, token_logprobs
+from offspec.scheduler.model_drafter import ModelDrafter
 from offspec.scheduler.params import DRAFT_ROWS, MAX_ROWS, SamplingParams, SpeculationParams, max_nodes, tree_room
 from offspec.scheduler.retrieval import MAX_MATCH
 from offspec.scheduler.sampling import Sampler
@@ -50,6 +51,7 @@ T = TypeVar("T")
 Observer = Callable[[TokenTree, Verdict], None]
 PREFILL_ROWS = 512  # of prompts in a pass that texts past their prompts share: a long prompt may not delay them long
 GRANT = 256  # new tokens for which a request that shares passes reserves KV entries at a time
+SHORT_REST = 8  # passes without a draft after which statistics tell of them
 TEXT_ERRORS = (NumericalError, ConstraintError)  # end their text; other errors of a pass end all texts in it
 
 
@@ -118,6 +120,7 @@ class Request:
         self._moved_before = engine.loaded.bytes_streamed
         self._chain, self._tree = list[int](), TokenTree.empty()  # of the next pass
         self._is_prefilling = False
+        self._resting_since: int | None = None  # the number of a pass
         self.fault: OffspecError | None = None  # of a constraint while drafting, which ends the text
         self._logprobs, self._prompt_logprobs = list[TokenLogprob](), list[TokenLogprob]()  # of a pass; of the prompt
         self._num_prompt = len(text)
@@ -388,12 +391,23 @@ class Request:
             return
         stats.num_passes += 1
         stats.num_drafted_tokens += len(self._tree)
+        self._observe_rest()
         if moved := self.engine.loaded.bytes_streamed - self._moved_before:
             stats.stream_bytes_per_pass = moved // stats.num_passes
             stats.stream_gb_per_s = moved / stats.target_s / 1e9
             stats.link_gb_per_s = link and link / 1e9
         stats.peak_host_bytes = peak_host_bytes()
         stats.peak_device_bytes = device_bytes(self.engine.target.device)[1]
+
+    def _observe_rest(self) -> None:
+        """Record since when the draft is switched off, and why, if it is for more than some passes."""
+        stats = self.stats
+        rest = self.drafter.rest if isinstance(self.drafter, ModelDrafter) else None
+        self._resting_since = None if rest is None else self._resting_since or stats.num_passes
+        stats.draft_off_since = stats.draft_round_s = stats.plain_pass_s = None
+        if rest is not None and self._resting_since and stats.num_passes - self._resting_since >= SHORT_REST:
+            stats.draft_off_since = self._resting_since
+            stats.draft_round_s, stats.plain_pass_s = rest.round_s, rest.plain_s
 
     def observe(self, verdict: Verdict) -> None:
         """Call the request's observer, if it has one."""

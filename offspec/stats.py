@@ -21,6 +21,9 @@ class Stats:
     sums over passes.
     is_lossy: lossy acceptance was on, so the text may differ from plain decoding's.
     draft_fault: why the draft was given up within the request; None if it was not. The text is the same.
+    draft_off_since: the pass since which the draft is switched off, but for trials, as it does not pay; None if it is
+    not, or was for few passes only. Then draft_round_s is what a round of it takes, None if unknown, and plain_pass_s
+    what a pass without it takes, for one token.
     learn_*: the training after the request (`Engine.learn`). learnt_loss is KL(target ‖ draft) per token in nats, for
     the draft as it was during the request; unlearnt_loss is that of the original draft. learn_file: of several
     trainings of the draft, the one that predicted the prompt best; None if there are none, or the draft as it came did.
@@ -41,6 +44,9 @@ class Stats:
     seed: int = 0
     is_lossy: bool = False
     draft_fault: str | None = None
+    draft_off_since: int | None = None
+    draft_round_s: float | None = None
+    plain_pass_s: float | None = None
     learn_s: float = 0.0
     learn_steps: int = 0
     learnt_loss: float | None = None

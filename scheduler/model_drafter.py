@@ -24,7 +24,7 @@ from .lookup import Guesser
 from .model_guesser import ModelGuesser
 from .overlap import Overlap
 from .params import SpeculationParams
-from .pricing import Clock, PassPricing
+from .pricing import Clock, PassPricing, Rest
 from .score_calls import Drafting, run_alone
 from .tree import ROOT, FloatArray, IntArray, TokenTree
 from .verdict_learning import learn_children, learn_trust, learn_trust_unsent
@@ -87,6 +87,11 @@ class ModelDrafter:
     def sent(self) -> IntArray:
         """The candidates in the last proposed tree, in the order of its nodes."""
         return self._sent
+
+    @property
+    def rest(self) -> Rest | None:
+        """Why nothing is drafted in these passes, but for trials; None where something is, and with a given budget."""
+        return self._pricing.rest if self._is_priced else None
 
     # ------------------------------------------------------------------------------------------------ a tree
 

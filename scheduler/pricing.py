@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -19,6 +19,14 @@ from .tree import FloatArray
 Clock = Callable[[], float]  # seconds
 
 NONE = np.empty(0)
+
+
+@dataclass(frozen=True)
+class Rest:
+    """Passes without a draft, as it does not pay. Seconds of a draft round, None if there was none; of a plain pass."""
+
+    round_s: float | None
+    plain_s: float
 
 
 class PassPricing:
@@ -47,6 +55,8 @@ class PassPricing:
         if switch is not None:
             switch.begin_text()
         self._rests = False  # nothing is drafted in this pass, and its seconds are known
+        self._declines = self._is_retry = False  # in this pass: no draft round, or one that is not expected to pay
+        self._is_resting = False
         self.is_first = True  # the first pass contains the prefill and does not count for the rate
 
     @property
@@ -66,12 +76,22 @@ class PassPricing:
         """The switch; None in a pass of several texts, whose seconds are not this text's."""
         return None if self._shared.is_shared else self._switch
 
+    @property
+    def rest(self) -> Rest | None:
+        """Why nothing is drafted in these passes, but for trials; None where something is."""
+        if not self._is_resting:
+            return None
+        draft, plain_rate = self._costs.draft, 0.0 if self._switch is None else self._switch.plain_tokens_per_s
+        round_s = float(draft.seconds(np.array([draft.best_width()]))[0]) if draft.is_known else None
+        return Rest(round_s, 1 / plain_rate if plain_rate else self._predicted_plain_s())
+
     def begin_plain(self) -> None:
         """Start a pass without speculation. `end_plain` ends it; no other call is needed."""
         self._began = self._sent = self._clock()
 
     def end_plain(self) -> None:
         """Record the end of an iteration that `begin_plain` has started."""
+        self._is_resting |= self._switch is not None and self._switch.is_resting
         if not self.is_first and self._switch is not None:
             seconds = self._clock() - self._began
             self._observe_rate(1, seconds)
@@ -84,7 +104,7 @@ class PassPricing:
         """Start a pass. num_chain: the text's rows in addition to the nodes."""
         self._began, self._rounds_s = self._clock(), 0.0
         self._num_chain = num_chain + self._shared.rows_beside
-        self._rests = False
+        self._rests = self._declines = self._is_retry = False
 
     @property
     def is_shared(self) -> bool:
@@ -132,7 +152,10 @@ class PassPricing:
         retry = self._retry
         looks = not retry.is_pausing if self.is_first else retry.wants_look
         self._rests = not looks and not self.is_first
-        return retry.is_worth_trying(pays=looks and self._promises_tokens()) or self.is_catching_up
+        pays = looks and self._promises_tokens()
+        self._declines = not (retry.is_worth_trying(pays=pays) or self.is_catching_up)
+        self._is_retry = not pays
+        return not self._declines
 
     def _promises_tokens(self) -> bool:
         """Whether a first round is expected to bring more tokens than its seconds bring otherwise."""
@@ -182,6 +205,15 @@ class PassPricing:
             if self._rounds_s and not self._shared.is_shared:
                 self._costs.observe_overhead(seconds - self._rounds_s - (self._judged - self._sent))
         self.is_first = False
+        self._observe_rest()
+
+    def _observe_rest(self) -> None:
+        """After a pass with speculation: whether the draft rests. Trials begin no rest, and do not end one."""
+        switch = self._own_switch
+        if not (self._rounds_s or self._num_expected):
+            self._is_resting |= self._declines
+        elif not (self._is_retry or (switch is not None and switch.is_on_trial)):
+            self._is_resting = False
 
     def _observe_rate(self, num_tokens: int, seconds: float) -> None:
         self._controller.observe(num_tokens, seconds)

@@ -64,6 +64,11 @@ class SpeculationSwitch:
         return self._phase is Phase.PLAIN
 
     @property
+    def is_on_trial(self) -> bool:
+        """Whether speculation, switched off before, is tried again."""
+        return self._is_trial
+
+    @property
     def is_catching_up(self) -> bool:
         """Whether the next iteration begins a trial, in which the draft and all guessers are asked."""
         return self._is_trial and self._num_passes == 0

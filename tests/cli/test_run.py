@@ -16,6 +16,7 @@ from offspec.batch import Batch
 from offspec.checkpoints.opening import Note
 from offspec.cli.main import COMMANDS, LazyGroup, cli
 from offspec.loading import LoadedTarget
+from offspec.scheduler.speculation_switch import SpeculationSwitch
 from offspec.text.tokenizer import Tokenizer
 
 from ..pair import Pair, variant
@@ -240,6 +241,24 @@ def test_a_rate_that_was_not_measured(run_args: Sequence[object], offspec: Offsp
 def test_an_empty_prompt_is_refused(run_args: Sequence[object], offspec: Offspec) -> None:
     offspec(*run_args, stdin=b"").refusal(2, "prompt", "empty")
     offspec("run", "def area(", stdin=b"").refusal(2, "prompt", "empty", "'def area('", "MODEL")
+
+
+@pytest.mark.parametrize("flags", [("--stats",), ("-v",), ("--json",)], ids=" ".join)
+def test_a_draft_that_is_switched_off_is_told(
+    flags: Sequence[str], run_args: Sequence[object], offspec: Offspec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SpeculationSwitch, "speculates", lambda self, is_first: False)
+    monkeypatch.setattr(SpeculationSwitch, "is_resting", True)
+    result = offspec(*run_args, "hi", "--ignore-eos", *flags)
+    if flags == ("--json",):
+        stats = json.loads(result.out)["stats"]
+        assert stats["draft_off_since"] == 1
+        assert stats["plain_pass_s"] > 0
+    else:
+        assert "off since pass 1 of" in result.err
+        assert "--budget 16 forces it" in result.err
+    forced = offspec(*run_args, "hi", "--ignore-eos", "--budget", 16, "--stats")
+    assert "off since" not in forced.err
 
 
 @pytest.mark.parametrize("flags", [("--stats",), ("--json",)], ids=" ".join)

@@ -9,7 +9,7 @@ from offspec.scheduler.budget import DraftingState, FixedBudget, MarginalRate
 from offspec.scheduler.calibration import Calibration
 from offspec.scheduler.costs import Costs
 from offspec.scheduler.params import MAX_NODES
-from offspec.scheduler.pricing import PassPricing
+from offspec.scheduler.pricing import PassPricing, Rest
 from offspec.scheduler.score_calls import Drafting, run_alone
 
 from .fakes import VirtualClock
@@ -97,23 +97,44 @@ class Useless:
         for _ in range(20):
             self.costs.target.observe(1, 1.0)
 
+    def pricing(self) -> PassPricing:
+        """Of a request."""
+        controller, retry = MarginalRate(self.costs, MAX_NODES), self.calibration.retry
+        return PassPricing(controller, self.costs, self.calibration, self.clock, retry)
+
+    def is_asked(self, pricing: PassPricing, *, num_expected: float = 0.0) -> bool:
+        """Whether it is asked in the request's next pass, of which it then sends nodes."""
+        pricing.begin(num_chain=1)
+        is_asked = pricing.is_worth_a_round()
+        pricing.send(num_expected if is_asked else 0.0)
+        self.clock.now += self.pass_s
+        pricing.judged(0)
+        pricing.end(1)
+        return is_asked
+
     def asked(self, num_passes: int) -> list[int]:
         """In which passes of a request it is asked, the first being 0."""
-        controller, retry = MarginalRate(self.costs, MAX_NODES), self.calibration.retry
-        pricing = PassPricing(controller, self.costs, self.calibration, self.clock, retry)
-        asked = []
-        for number in range(num_passes):
-            pricing.begin(num_chain=1)
-            asked += [number] if pricing.is_worth_a_round() else []
-            pricing.send()
-            self.clock.now += self.pass_s
-            pricing.judged(0)
-            pricing.end(1)
-        return asked
+        pricing = self.pricing()
+        return [number for number in range(num_passes) if self.is_asked(pricing)]
 
 
 def test_a_draft_that_promises_nothing_is_asked_now_and_then() -> None:
     assert Useless().asked(60) == [7, 23, 55]
+
+
+def test_a_draft_that_is_not_asked_rests_in_spite_of_trials() -> None:
+    draft = Useless()
+    pricing = draft.pricing()
+    assert pricing.rest is None
+    assert [draft.is_asked(pricing, num_expected=0.5) for _ in range(10)] == [False] * 7 + [True] + [False] * 2
+    assert pricing.rest == Rest(50.0, 1.0)
+    draft.costs.draft.observe(4, 1e-6)
+    for _ in range(400):  # it has become quick: its first round pays
+        draft.costs.draft.observe(4, 1e-6)
+    while not draft.is_asked(pricing, num_expected=0.5):
+        assert pricing.rest is not None
+    draft.is_asked(pricing, num_expected=0.5)
+    assert pricing.rest is None
 
 
 def test_the_next_request_goes_on_where_the_draft_did_not_pay() -> None:
