@@ -26,7 +26,6 @@ from .terminal import LoadingBar, is_watched
 
 if TYPE_CHECKING:
     from offspec import Engine
-    from offspec.checkpoints.opening import Note
 
 F = TypeVar("F", bound=Callable[..., Any])
 MODEL_HELP = "MODEL is a folder, a GGUF file, a Hugging Face hub id, or `builtin`."
@@ -546,15 +545,16 @@ def load_engine(model: str, *, quiet: bool, verbose: bool, **loading: Any) -> En
     engine.tokenizer.special_in_text = special_in_text
     # The read-ahead threads must end before the interpreter does, whatever ends the command.
     click.get_current_context().call_on_close(engine.close)
-    num_shown = len(engine.notes)
+    shown = set[str]()
 
-    def show(notes: Sequence[Note]) -> None:
-        for note in notes:
-            if verbose or (note.advice and not quiet):
-                click.echo(f"offspec: {with_flags(note.text)}", err=True)
+    def show() -> None:
+        for text in dict.fromkeys(note.text for note in engine.notes if verbose or (note.advice and not quiet)):
+            if text not in shown:
+                click.echo(f"offspec: {with_flags(text)}", err=True)
+        shown.update(note.text for note in engine.notes)
 
-    show(engine.notes)
-    click.get_current_context().call_on_close(lambda: show(engine.notes[num_shown:]))  # those of requests
+    show()
+    click.get_current_context().call_on_close(show)  # those of requests
     return engine
 
 

@@ -116,19 +116,27 @@ def _automatic(model: str, request: OpenRequest) -> str:
         return BUILTIN
     choice = None if request.choose is None else request.choose(names, shadow_names()[:1])
     name = names[0] if choice is None else choice.name
-    rates = "" if choice is None else f"; predicted tokens/s: {choice}"
-    if name != LookupDraft.NAME:
-        request.notes.append(Note(f"draft: the target's {name}, found in the cache{rates}"))
+    if name == LookupDraft.NAME:
+        request.notes.append(_why_lookup(model, choice, has_shadow=len(names) > 1))
     else:
-        request.notes.append(Note(_advice(model, choice, has_shadow=len(names) > 1) + rates, advice=True))
+        rates = "" if choice is None else f"; predicted tokens/s: {choice}"
+        request.notes.append(Note(f"draft: the target's {name}, found in the cache{rates}"))
     return name
 
 
-def _advice(model: str, choice: Choice | None, *, has_shadow: bool) -> str:
-    """Why lookup drafts, and what would be faster: by the prediction if there is one, a shadow that is not made yet."""
-    best = None if choice is None else next(iter(choice.tokens_per_s))
-    remedy = "a small model of the same family (`draft=PATH`)"
-    if best != LookupDraft.NAME:
-        remedy += " or a copy of the target in 4 bits (`draft=shadow`)"
+def _why_lookup(model: str, choice: Choice | None, *, has_shadow: bool) -> Note:
+    """Why lookup drafts. Advice only where there is a prediction: of a shadow that is not made yet, if it is faster."""
     why = "it is predicted to be faster than a shadow" if has_shadow else f"no draft model was given for {model}"
-    return f"draft: n-gram lookup, because {why}; {remedy} is faster"
+    text = f"draft: n-gram lookup, because {why}"
+    if choice is None:
+        return Note(text)
+    rates = choice.tokens_per_s
+    best = next(iter(rates))
+    if best == LookupDraft.NAME:
+        text += f"; predicted tokens/s: {choice}"
+    else:
+        faster = f"{rates[best]:.2g} tokens/s in place of {rates[LookupDraft.NAME]:.2g}"
+        text += f"; a copy of the target in 4 bits (`draft={SHADOW}`) is predicted to be faster: {faster}"
+    return Note(
+        f"{text}; `offspec plan` predicts what a small model of the same family brings (`draft=PATH`)", advice=True
+    )

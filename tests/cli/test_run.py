@@ -339,12 +339,25 @@ def test_joint_acceptance_needs_a_draft_wherever_it_was_looked_for(pair: Pair, o
 
 def test_notes_are_advice_unless_quiet_or_verbose(pair: Pair, offspec: Offspec) -> None:
     args = ("run", pair.target, "hi", "--max-new-tokens", 2, "--device", "cpu")
-    assert "--draft PATH" in offspec(*args).err
-    assert offspec(*args, "--quiet").err == offspec(*args, "--draft", "none").err == ""
+    windowed = (*args, "--draft", "none", "--draft-window", 64)
+    assert offspec(*windowed).err.count("--draft-window 64 does nothing") == 1
+    assert offspec(*windowed, "--quiet").err == offspec(*args, "--draft", "none").err == ""
     loud = offspec(*args, "-v")
     assert loud.code == 0
     assert "dtype fp32" in loud.err
-    assert "dtype" not in offspec(*args).err
+    assert "draft: n-gram lookup" in loud.err
+    assert offspec(*args).err == "", "nothing is predicted for a resident target, so nothing is advised"
+
+
+def test_advice_is_given_once(run_args: Sequence[object], offspec: Offspec, monkeypatch: pytest.MonkeyPatch) -> None:
+    generate = Engine.generate
+
+    def advising(self: Engine, *args: Any, **more: Any) -> Any:
+        self.loaded.notes += [Note("take `draft=PATH`", advice=True)] * 2
+        return generate(self, *args, **more)
+
+    monkeypatch.setattr(Engine, "generate", advising)
+    assert offspec(*run_args, "hi").err.count("take --draft PATH") == 1
 
 
 @pytest.mark.parametrize(

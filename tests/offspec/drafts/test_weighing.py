@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from offspec.checkpoints.opening import ModelFiles
-from offspec.drafts.base import DraftOptions, OpenRequest
+from offspec.drafts.base import Choice, DraftOptions, OpenRequest
+from offspec.drafts.kinds import open_draft
 from offspec.drafts.weighing import Chooser, Scales, by_rate
 from offspec.errors import MemoryLimitError, UsageError
 from offspec.loaders.hardware import Rates
@@ -75,6 +76,33 @@ def test_nothing_is_chosen_for_a_target_that_stays_or_does_not_fit(target: Model
         chooser = Chooser(scales_of(target, vram), lambda plan: lambda model: FAST_ROUNDS)
         assert chooser(["shadow:4", "lookup"], []) is None
     assert Chooser(scales_of(target, 6 * GIB), lambda plan: lambda model: FAST_ROUNDS)(["shadow:4"], []) is None
+
+
+@pytest.mark.parametrize(
+    ("rates", "advised"),
+    [
+        ({"lookup": 1.5, "shadow:4": 1.2}, ["lookup 1.5, shadow:4 1.2", "offspec plan"]),
+        ({"shadow:4": 3.25, "lookup": 1.5}, ["3.2 tokens/s in place of 1.5", "`draft=shadow`"]),
+    ],
+    ids=["lookup is faster", "a shadow would be faster"],
+)
+def test_advice_has_the_predicted_figures(target: ModelFiles, rates: dict[str, float], advised: list[str]) -> None:
+    request = scales_of(target, 10 * GIB).request
+    open_draft("target", replace(request, choose=lambda names, others: Choice("lookup", rates)))
+    (note,) = request.notes
+    assert note.advice
+    assert all(words in note.text for words in advised)
+
+
+def test_nothing_is_advised_where_nothing_is_predicted(target: ModelFiles) -> None:
+    """For a resident target a draft may be slower than plain decoding."""
+    request = scales_of(target, 40 * GIB).request
+    for choose in (None, lambda names, others: None):
+        request.notes.clear()
+        open_draft("target", replace(request, choose=choose))
+        (note,) = request.notes
+        assert not note.advice
+        assert "faster" not in note.text
 
 
 def test_settings_of_an_early_exit_are_its_own(target: ModelFiles) -> None:
