@@ -175,6 +175,8 @@ class Batch:
             self._tell(line, error)
         tasks, shows, left = self.open_tasks, is_watched() and not quiet and self.output is not None, TimeLeft()
         num_before = len(self.tasks) - len(tasks)
+        if num_before and not quiet:
+            click.echo(f"offspec: {num_before} of {len(self.tasks)} prompts were answered before", err=True)
 
         def show(number: int) -> None:
             if shows and number < len(tasks):

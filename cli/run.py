@@ -552,8 +552,10 @@ def describe(last: Step) -> str:
     stats = last.stats
     passes, rate = max(stats.num_passes, 1), stats.decode_tokens_per_s
     device = f", {stats.peak_device_bytes / 2**30:.2f} GiB device" if stats.peak_device_bytes else ""
+    num_cached = stats.num_prompt_tokens - stats.num_prefilled_tokens
+    cached = f", {num_cached} of them from --cache-prompt" if num_cached else ""
     lines = [
-        f"prompt    {stats.num_prompt_tokens} tokens, first text after {stats.ttft_s:.2f} s, seed {stats.seed}",
+        f"prompt    {stats.num_prompt_tokens} tokens{cached}, first text after {stats.ttft_s:.2f} s, seed {stats.seed}",
         f"decoding  {stats.num_tokens} tokens ({last.finish_reason}), {f'{rate:.1f}' if rate else '-'} tokens/s after "
         "the first pass",
         f"passes    {stats.num_passes}, {stats.tokens_per_pass:.2f} tokens per pass; "

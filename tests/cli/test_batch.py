@@ -69,11 +69,13 @@ def test_a_stopped_run_goes_on(batch: Run, tmp_path: Path, monkeypatch: pytest.M
     output.write_bytes(first + second[:30])
     result = batch("--output", output)
     assert (result.code, result.out) == (0, "")
+    assert "1 of 3 prompts were answered before" in result.err
     again = records(output.read_text())
     assert [(a["line"], a["text"]) for a in again] == [(a["line"], a["text"]) for a in records(whole.decode())]
     assert output.read_bytes().startswith(first)
     monkeypatch.setattr(Engine, "load", None)  # nothing is left to do, so nothing is loaded
-    assert batch("--output", output).code == 0
+    assert "3 of 3" in batch("--output", output).err
+    assert batch("--output", output, "-q").err == ""
 
 
 def test_a_broken_line_is_told_and_the_others_are_done(batch: Run, source: Path, tmp_path: Path) -> None:

@@ -9,10 +9,13 @@ import pty
 import signal
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from offspec.cli import quantize
 from offspec.cli.quantize import ConversionLine
 
 from ..pair import Pair, variant
@@ -39,6 +42,22 @@ def test_keep_says_what_the_source_says(pair: Pair, tmp_path: Path, offspec: Off
     flags = ("--device", "cpu", "--max-new-tokens", 12, "--json", "--draft", "none")
     texts = [json.loads(offspec("run", model, "def area(", *flags).out) for model in (pair.target, tmp_path / "made")]
     assert texts[0]["token_ids"] == texts[1]["token_ids"]
+
+
+def test_a_result_that_is_larger_is_told(
+    pair: Pair, tmp_path: Path, offspec: Offspec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As that of a GGUF file of 3 bits is."""
+
+    def smaller_before(*args: Any) -> Any:
+        done = convert(*args)
+        return replace(done, source_bytes=done.result_bytes - 1)
+
+    convert = quantize._convert
+    monkeypatch.setattr(quantize, "_convert", smaller_before)
+    assert "the result is larger" in offspec("quantize", pair.target, tmp_path / "small").err
+    assert offspec("quantize", pair.target, tmp_path / "quiet", "-q").err == ""
+    assert offspec("quantize", pair.target, tmp_path / "kept", "--format", "keep").err == ""
 
 
 def test_json(pair: Pair, tmp_path: Path, offspec: Offspec) -> None:

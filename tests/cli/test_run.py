@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from collections.abc import Sequence
 from itertools import islice
@@ -347,6 +348,14 @@ def test_notes_are_advice_unless_quiet_or_verbose(pair: Pair, offspec: Offspec) 
     assert "dtype fp32" in loud.err
     assert "draft: n-gram lookup" in loud.err
     assert offspec(*args).err == "", "nothing is predicted for a resident target, so nothing is advised"
+
+
+def test_stats_tell_whether_the_cached_prompt_was_used(
+    run_args: Sequence[object], offspec: Offspec, tmp_path: Path
+) -> None:
+    args = (*run_args, "hi " * 40, "--raw", "--cache-prompt", tmp_path / "prompt.kv", "--stats", "-n", 2)
+    assert "from --cache-prompt" not in offspec(*args).err
+    assert re.search(r"prompt +\d+ tokens, \d+ of them from --cache-prompt", offspec(*args).err)
 
 
 def test_advice_is_given_once(run_args: Sequence[object], offspec: Offspec, monkeypatch: pytest.MonkeyPatch) -> None:
