@@ -11,6 +11,7 @@ from codecs import BOM_UTF8
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -20,9 +21,9 @@ from offspec import SamplingParams
 from offspec.checkpoints.atomic_files import check_writable, lock
 from offspec.errors import OffspecError, StorageError, UsageError
 
-from .constraints import constraint_in
+from .constraints import NAMES, constraint_in
 from .flags import with_flags
-from .openai_api import sampling_params
+from .openai_api import FIELDS, sampling_params
 from .options import read_bytes, read_file
 from .terminal import TimeLeft, is_watched, show_line
 
@@ -40,6 +41,8 @@ NEWER_SETTINGS = (
     *("constraint", "frequency_penalty", "presence_penalty", "logit_bias"),
     *("logprobs", "prompt_logprobs"),
 )
+READ_KEYS = {"prompt", "messages", "stop", "logit_bias", *NAMES, *(name for name, _, _ in FIELDS)}  # of a line
+TYPO = 0.8  # similarity of a misspelt key: "max_new_tokns" has 0.96, "step" and "stop" 0.75
 TAKEN = OWN_KEYS - {"seed"}  # keys that no line may have; a line's seed is also its answer's
 
 
@@ -59,6 +62,12 @@ class Task:
     def text(self) -> str:
         """The prompt as plain text, without a chat template."""
         return self.prompt if isinstance(self.prompt, str) else "\n\n".join(part["content"] for part in self.prompt)
+
+    @property
+    def typos(self) -> dict[str, str]:
+        """Its keys that are not read, although they look like one that is: the key → that one."""
+        near = {key: get_close_matches(key, READ_KEYS, n=1, cutoff=TYPO) for key in self.content.keys() - READ_KEYS}
+        return {key: meant[0] for key, meant in sorted(near.items()) if meant}
 
     def sampling(self, defaults: SamplingParams) -> SamplingParams:
         """`defaults`, overridden by the line's own `temperature`, `json_schema`, …. Raises UsageError."""
@@ -113,13 +122,24 @@ class Batch:
     The batch locks the output until `close`, so that one process reads and appends to it.
     """
 
-    def __init__(self, source: Path, output: Path | None, settings: Mapping[str, Any], params: SamplingParams) -> None:
+    def __init__(
+        self,
+        source: Path,
+        output: Path | None,
+        settings: Mapping[str, Any],
+        params: SamplingParams,
+        *,
+        is_strict: bool = False,
+    ) -> None:
         """params: sampling, which a line may override. settings: everything else that the answers depend on.
+
+        is_strict: misspelt keys are errors of their lines.
 
         Raises UsageError for a source without lines, and for an output with other answers, of another type, or
         locked by another process. Raises StorageError if the output cannot be written.
         """
         self.source, self.output, self._settings, self._params = source, output, settings, params
+        self._is_strict = is_strict
         self.tasks, self.errors = self._readable()
         self._num_lines = len(self.tasks) + len(self.errors)
         if not self.tasks and not self.errors:
@@ -142,6 +162,8 @@ class Batch:
         for task in found:
             try:
                 task.sampling(self._params)
+                if self._is_strict and (typos := task.typos):
+                    raise UsageError(_named(typos))
             except UsageError as exc:
                 errors[task.line] = str(exc)
             else:
@@ -173,6 +195,8 @@ class Batch:
         """
         for line, error in sorted(self.errors.items()):
             self._tell(line, error)
+        if not quiet:
+            self._tell_typos()
         tasks, shows, left = self.open_tasks, is_watched() and not quiet and self.output is not None, TimeLeft()
         num_before = len(self.tasks) - len(tasks)
         if num_before and not quiet:
@@ -208,6 +232,16 @@ class Batch:
 
     def _tell(self, line: int, error: str) -> None:
         click.echo(f"offspec: {self.source}, line {line}: {' '.join(error.split())}", err=True)
+
+    def _tell_typos(self) -> None:
+        """One note for each misspelt key, however many lines have it."""
+        lines = dict[tuple[str, str], list[int]]()
+        for task in self.open_tasks:
+            for typo in task.typos.items():
+                lines.setdefault(typo, []).append(task.line)
+        for typo, (first, *others) in lines.items():
+            more = f"{len(others)} more lines have it, and " if others else ""
+            self._tell(first, f"{_named(dict([typo]))} ({more}--strict refuses such lines)")
 
     def _locked(self, output: Path) -> BinaryIO:
         """The output, opened and locked before a model is loaded; its content does not change."""
@@ -276,6 +310,10 @@ class Batch:
         wanted = {**content, "settings": self._settings_of(task)}
         found = {key: record[key] for key in wanted if key in record}
         return json.dumps(found, sort_keys=True) == json.dumps(wanted, sort_keys=True)  # as text, NaN equals NaN
+
+
+def _named(typos: Mapping[str, str]) -> str:
+    return "; ".join(f"the key {key!r} sets nothing; did you mean {meant!r}?" for key, meant in typos.items())
 
 
 def check_sink(file: Path) -> None:

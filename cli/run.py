@@ -55,11 +55,15 @@ if TYPE_CHECKING:
     from offspec.prompt_cache import PromptCache
 
 STANDARD_OUTPUT = Path("-")
+OF_PROMPT = ("cache_prompt", "strict")  # options that are for `PromptFlags` alone
 
 
 @dataclass(frozen=True)
 class PromptFlags:
-    """The flags that name the prompt, and how to interpret it. cache: the file of its KV entries."""
+    """The flags that name the prompt, and how to interpret it.
+
+    cache: the file of its KV entries. is_strict: misspelt keys of a file's lines are refused.
+    """
 
     prompt: str | None
     file: Path | None
@@ -68,6 +72,7 @@ class PromptFlags:
     raw: bool
     think: bool | None = None
     cache: Path | None = None
+    is_strict: bool = False
 
     @property
     def is_batch(self) -> bool:
@@ -75,6 +80,8 @@ class PromptFlags:
 
     def check(self, num_answers: int) -> None:
         """Raises click.UsageError for flags that contradict each other."""
+        if self.is_strict and not self.is_batch:
+            raise click.UsageError("--strict needs a --prompt-file that ends with .jsonl.")
         if self.cache is not None and (self.is_batch or num_answers > 1):
             raise click.UsageError("--cache-prompt needs one prompt and one answer.")
         if self.ids is not None and (self.prompt is not None or self.file is not None):
@@ -157,6 +164,7 @@ A line of prompts.jsonl is {{"prompt": "..."}} or {{"messages": [{{"role": "user
     metavar="FILE",
     help="File for the answers to a .jsonl file; prompts already answered there are skipped. [default: -, stdout]",
 )
+@option("--strict", is_flag=True, help="Refuse lines of a .jsonl file whose keys look misspelt.")
 @option(
     "--batch",
     "max_texts",
@@ -232,7 +240,7 @@ def command(
     if prompt is None:
         model, prompt = _alone(model) if prompt_flag is None else (model, prompt_flag)
     ids = _parse_ids(prompt_ids) if prompt_ids is not None else None
-    asked = PromptFlags(prompt, prompt_file, ids, system, raw, options["think"], options.pop("cache_prompt"))
+    asked = PromptFlags(prompt, prompt_file, ids, system, raw, options["think"], *map(options.pop, OF_PROMPT))
     asked.check(num_answers)
     shown = Shown(as_json, color_accepted, show_stats, quiet, verbose)
     shown.check(asked)
@@ -247,7 +255,7 @@ def command(
     load = partial(load_engine, model, quiet=quiet, verbose=verbose, **options)
     if asked.is_batch:
         settings = _settings(model, asked, options, speculation)
-        with closing(_batch_of(asked, None if output == STANDARD_OUTPUT else output, settings, params)) as batch:
+        with closing(_batch_of(asked, output, settings, params)) as batch:
             num_texts = max_texts or max(1, min(AUTO_TEXTS, len(batch.open_tasks)))
             options["texts"] = num_texts
             to_prompt = partial(as_prompt, system=asked.system, raw=asked.raw)
@@ -364,7 +372,8 @@ def _settings(
 def _batch_of(asked: PromptFlags, output: Path | None, settings: dict[str, Any], params: SamplingParams) -> Batch:
     """The prompts of a file. Raises click.UsageError for messages with --raw."""
     assert asked.file is not None
-    batch = Batch(asked.file, output, settings, params)
+    sink = None if output == STANDARD_OUTPUT else output
+    batch = Batch(asked.file, sink, settings, params, is_strict=asked.is_strict)
     chats = [task.line for task in batch.tasks if asked.raw and not isinstance(task.prompt, str)]
     if chats:
         batch.close()

@@ -83,17 +83,17 @@ def _pickle_of(file: BinaryIO) -> bytes:
 
 def _check_pickle(content: bytes) -> None:
     """Raises ValueError for what `torch.save` does not write for a dictionary of tensors."""
-    stack, named, previous = list[int](), set[int](), ""  # nesting of the objects; -1 is a mark. Numbers of names
-    for operation, argument, _ in pickletools.genops(content):
-        name = operation.name
+    stack, named, previous = list[int](), set[str](), ""  # nesting of the objects; -1 is a mark. Numbers of names
+    for operation, value, _ in pickletools.genops(content):
+        name, argument = operation.name, str(value)
         if name not in OPERATIONS:
             raise ValueError(f"its pickle has the operation {name}, which tensors do not need")
         if name == "GLOBAL" and argument not in GLOBALS:
-            raise ValueError(f"its pickle names {str(argument)[:80]!r}, which tensors do not need")
+            raise ValueError(f"its pickle names {argument[:80]!r}, which tensors do not need")
         if name in PUTS and previous in NAMES:
-            named.add(int(argument))
+            named.add(argument)
         elif name in PUTS:
-            named.discard(int(argument))
+            named.discard(argument)
         if name in GETS and argument not in named:
             raise ValueError("objects in its pickle share parts")
         _apply(operation, stack)

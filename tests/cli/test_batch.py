@@ -78,6 +78,20 @@ def test_a_stopped_run_goes_on(batch: Run, tmp_path: Path, monkeypatch: pytest.M
     assert batch("--output", output, "-q").err == ""
 
 
+def test_misspelt_keys_are_told_once_and_refused_if_asked(batch: Run, source: Path) -> None:
+    lines = ['{"prompt": "hi", "max_new_tokns": 2, "step": 1}', '{"prompt": "ho", "max_new_tokns": 2}', GOOD[2]]
+    source.write_text("\n".join(lines))
+    result = batch()
+    assert (result.code, len(records(result.out))) == (0, 3)
+    (line,) = result.err.splitlines()
+    assert tells(line, "line 1", "'max_new_tokns'", "'max_new_tokens'", "1 more", "--strict")
+    assert batch("--quiet").err == ""
+    strict = batch("--strict")
+    assert strict.code == 1
+    assert [answer["line"] for answer in records(strict.out)] == [3]
+    assert strict.err.count("did you mean 'max_new_tokens'?") == 2
+
+
 def test_a_broken_line_is_told_and_the_others_are_done(batch: Run, source: Path, tmp_path: Path) -> None:
     output = tmp_path / "answers.jsonl"
     lines = [GOOD[0], '{"prompt": ', *GOOD[1:]]
