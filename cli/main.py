@@ -37,6 +37,10 @@ COMMANDS = {
     "doctor": "Show this machine's hardware, its measured rates, and advice.",
     "config": "Show every setting with its value and source.",
 }
+ELSEWHERE = {  # commands of Ollama and others → what does that here
+    "pull": "a model is downloaded when it is first named, as in offspec run ORG/NAME PROMPT",
+    "list": "offspec runs any folder, GGUF file or hub id; downloads are in Hugging Face's cache",
+}
 COMPLETION = "_OFFSPEC_COMPLETE"  # set by the shell's completion script (click)
 # Signals that end the program, besides Ctrl-C.
 ENDING_SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
@@ -52,6 +56,8 @@ class LazyGroup(click.Group):
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
+            if not ctx.resilient_parsing and cmd_name in ELSEWHERE:
+                ctx.fail(f"no such command {cmd_name!r}; {ELSEWHERE[cmd_name]}")
             if not ctx.resilient_parsing and (meant := get_close_matches(cmd_name, COMMANDS, n=1)):
                 ctx.fail(f"no such command {cmd_name!r}; did you mean {meant[0]}?")
             return None
@@ -158,7 +164,10 @@ def run(args: list[str]) -> int:
         return INTERRUPTED
     except click.ClickException as exc:
         where = exc.ctx.command_path if isinstance(exc, click.UsageError) and exc.ctx else "offspec"
-        return _fail(f"{exc.format_message()} (see {where} --help)", exc.exit_code)
+        message = exc.format_message()
+        if where == "offspec run" and "unexpected extra argument" in message:
+            message += "; put quotes around the prompt"
+        return _fail(f"{message} (see {where} --help)", exc.exit_code)
     except BrokenPipeError:
         _detach(sys.stdout)
         return DONE  # the reader closed the pipe, as `| head` does

@@ -286,3 +286,16 @@ def test_a_folder_that_may_not_be_listed_is_named(pair: Pair, tmp_path: Path, of
     shutil.rmtree(folder)
     folder.symlink_to(folder)  # a loop: it is there, and cannot be opened
     offspec("run", folder, "hi", "--draft", "none").refusal(1, folder)
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        (("pull", "llama3"), ("pull", "offspec run ORG/NAME PROMPT")),
+        (("list",), ("list", "Hugging Face's cache")),
+        (("run", "builtin", "hi", "there"), ("there", "quotes around the prompt")),
+    ],
+    ids=" ".join,
+)
+def test_habits_of_other_programs_are_answered(line: Sequence[str], words: Sequence[str], offspec: Offspec) -> None:
+    offspec(*line).refusal(2, *words)
