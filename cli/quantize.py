@@ -108,9 +108,7 @@ def command(
     if shadow is None:
         _warn_of_a_model_not_run(done.path)
     if form in ("nf4", "fp4") and done.result_bytes > done.source_bytes and not quiet:
-        click.echo(
-            "offspec: the source has fewer bits: the result is larger, and its weights are rounded twice", err=True
-        )
+        click.echo("offspec: the result is larger than the source, and its weights are rounded twice", err=True)
     if as_json:
         said = {"source": src, "target": str(done.path), "format": done.format, "num_files": done.num_files}
         said |= {"num_resumed": done.num_resumed, "source_bytes": done.source_bytes, "result_bytes": done.result_bytes}

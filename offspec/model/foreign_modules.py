@@ -105,6 +105,8 @@ class Modules:
         self.causal = causal.eval()
         self.path, self.layers = _find_layers(causal)
         self.base = causal.get_submodule(self.path.rpartition(".")[0])
+        taken = inspect.signature(self.base.forward).parameters
+        self.cache_argument = "cache" if "cache" in taken else "past_key_values"  # its name before transformers 5.24
         self.num_outputs = 0
         self._calls: list[LayerCall | None] = []
         self._substitute: Tensor | None = None
@@ -165,9 +167,9 @@ class Modules:
         found = self.base(
             inputs_embeds=hidden[None],
             position_ids=positions[None],
-            past_key_values=cache,
             attention_mask=mask,
             use_cache=True,
+            **{self.cache_argument: cache},
         )
         states: Tensor = found[0]
         return states
@@ -330,11 +332,11 @@ def _check_kinds(config: Any) -> None:
 
 def _check_arguments(modules: Modules, raw: Json) -> None:
     """Raises UnsupportedModelError if the modules do not accept positions, masks or a cache."""
-    taken = inspect.signature(modules.base.forward).parameters
-    missing = [n for n in ("past_key_values", "position_ids", "attention_mask", "inputs_embeds") if n not in taken]
+    taken, cache = inspect.signature(modules.base.forward).parameters, modules.cache_argument
+    missing = [name for name in (cache, "position_ids", "attention_mask", "inputs_embeds") if name not in taken]
     if missing:
         why = {
-            "past_key_values": RECURRENT,
+            cache: RECURRENT,
             "position_ids": "counts positions itself, so it cannot process a token tree",
         }.get(missing[0], f"does not accept {missing[0]}")
         raise UnsupportedModelError(f"{raw['model_type']} {why}; not supported through transformers' modules")

@@ -37,9 +37,9 @@ def test_the_model_of_a_card(capsys: pytest.CaptureFixture[str]) -> None:
             ways = ("unpacked", "as built", "hidden")
             unpacked, built, hidden = (row["rates"][way][greedy_or_sampled] for way in ways)
             assert unpacked <= built * 1.001 <= hidden * 1.002
-    unpacked, built = (rows["32b", "shadow:4"]["rates"][way][0] for way in ("unpacked", "as built"))
+    unpacked, built = (rows["32b", "shadow:3"]["rates"][way][0] for way in ("unpacked", "as built"))
     assert built > 1.5 * unpacked
     assert rows["7b", "0.5b"]["resident"] > rows["7b", "shadow:4"]["resident"]
     assert rows["7b", "0.5b"]["greedy"]["round_s"] < rows["7b", "shadow:4"]["greedy"]["round_s"]
-    assert ("70b", "shadow:4") not in rows
+    assert not {("70b", "shadow:4"), ("32b", "shadow:4")} & rows.keys()
     assert "shadow:4: " in said

@@ -98,6 +98,7 @@ def test_without_open_prompts_no_cluster_is_looked_for(
     result = offspec(*many, "--ray", "auto", "--stats")
     assert (result.code, result.err) == (
         0,
+        "offspec: 1 of 1 prompts were answered before\n"
         "cluster   0 prompts, 0 tokens in 0.0 s, - tokens/s since the first engine was ready\n",
     )
 

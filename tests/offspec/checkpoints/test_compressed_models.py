@@ -195,7 +195,7 @@ def test_fp8_says_what_plain_matrices_say(fp8: Model, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("form", ["nf4", "keep", "fp32"])
 def test_fp8_is_a_source_of_others(form: str, fp8: Model, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """4 bit of it are those of the same numbers in plain matrices."""
-    code, _, err = offspec(capsys, "quantize", fp8.packed, tmp_path / "made", "--format", form)
+    code, _, err = offspec(capsys, "quantize", fp8.packed, tmp_path / "made", "--format", form, "-q")
     assert (code, err) == (0, "")
     source = fp8.plain
     if form == "nf4":

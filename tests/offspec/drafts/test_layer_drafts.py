@@ -324,7 +324,7 @@ def test_auto_takes_the_faster_of_lookup_and_a_made_shadow(
     made_none, text = opened_by({"lookup": 1.0, "shadow:4": 2.5})
     assert isinstance(made_none, LookupDraft)
     assert "`draft=shadow`" in text
-    assert "shadow:4 2.5, lookup 1" in text
+    assert "2.5 tokens/s in place of 1" in text
     _, text = opened_by({"lookup": 3.0, "shadow:4": 2.5})
     assert "draft=shadow" not in text
     make_shadow(files, 3)
