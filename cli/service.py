@@ -33,9 +33,9 @@ from .main import SERVE_THREAD
 from .metrics import Metrics, Times, log_line
 from .openai_api import CompletionRequest, with_tools
 from .privacy import model_folders, without_paths
+from .reply_tokens import ReplyTokens
 
 MOST_LOOSER = 64  # constraints that do not compile, whose replacements are kept
-MOST_REMEMBERED = 256  # replies whose token ids are kept
 CLOSE_S = 0.5  # how long `close` waits for a pass
 LONGEST_RETRY_S = 60  # clients ignore longer times
 
@@ -198,7 +198,7 @@ class Service:
         self._pool = TextPool(engine.new_caches, parked_bytes(engine.plan))
         self._batch = Batch(engine, self._most_texts, self._pool)
         self._most_open = most_waiting + self._most_texts
-        self._said = OrderedDict[str, list[int]]()  # replies and their original token ids
+        self._reply_tokens = ReplyTokens()
         self._looser = OrderedDict[Constraint, Constraint | None]()  # in place of those that do not compile
         # The fields below belong to the lock of `_changed`, but for those of the passes' thread.
         self._changed = Condition()
@@ -248,7 +248,9 @@ class Service:
         asked_s = time.monotonic()
         self._reserve(asked.num_choices)
         try:
-            asked, prompts = await asyncio.get_running_loop().run_in_executor(self._encoder, self._encode, asked)
+            asked, prompts = await asyncio.get_running_loop().run_in_executor(
+                self._encoder, self._encode, asked, client
+            )
         except OffspecError as exc:
             raise self._without_paths(exc) from exc
         finally:
@@ -296,14 +298,14 @@ class Service:
                 raise BusyError(min(max(expected_s, 1), LONGEST_RETRY_S))
             self._num_encoding += num_answers
 
-    def _encode(self, asked: CompletionRequest) -> tuple[CompletionRequest, list[list[int]]]:
+    def _encode(self, asked: CompletionRequest, client: str) -> tuple[CompletionRequest, list[list[int]]]:
         """The request as it can be answered, and its prompts' token ids, after checks that depend on the model."""
         self._speculation.check_sampling(asked.params)
         self.engine.check_sampling(asked.params)
         if asked.params.constraint is not None:  # here, because compiling may take a second; the result is kept
             asked = self._compiled(asked, asked.params.constraint)
         if asked.kind == "chat":
-            prompts = [self._encode_chat(asked)]
+            prompts = [self._encode_chat(asked, client)]
         else:
             prompts = [self._encode_text(cast("str | list[int]", prompt)) for prompt in asked.prompts]
         for ids in prompts:
@@ -338,14 +340,14 @@ class Service:
             return False
         return True
 
-    def _encode_chat(self, asked: CompletionRequest) -> list[int]:
-        """A chat's token ids. Replies keep their original ones, because the KV caches contain these."""
+    def _encode_chat(self, asked: CompletionRequest, client: str) -> list[int]:
+        """A chat's token ids. The client's replies keep their original ones, because the KV caches contain these."""
         messages, tokenizer, most = (
             cast(Sequence[Message], asked.prompt),
             self.engine.tokenizer,
             self.engine.max_context,
         )
-        found = turns_of(messages, self._said) if asked.is_plain_chat else None
+        found = turns_of(messages, self._reply_tokens.of(client, messages)) if asked.is_plain_chat else None
         if found is not None:
             return encode_turns(tokenizer, *found, most)
         described = asked.tools.described if asked.tools is not None else ()
@@ -443,7 +445,7 @@ class Service:
             job.work.put(job.index, step)
             return
         self._leave(ticket)
-        self._remember(job.reply)
+        self._remember(job)
         self._close(job, step.finish_reason)
         job.work.put(job.index, step)
         self._learn(job.reply)
@@ -454,7 +456,7 @@ class Service:
             left, self._left = [job for job in self._left if job.is_open], []
         for ticket in [ticket for ticket, (job, _) in self._under_way.items() if job in left]:
             job = self._cancel(ticket)
-            self._remember(job.reply)
+            self._remember(job)
             self._close(job, "left")
             self._learn(job.reply)
 
@@ -496,11 +498,12 @@ class Service:
             self._line.put_first([follower for follower in job.followers if follower.is_open])
             job.followers = []
 
-    def _remember(self, reply: Turn) -> None:
-        self._said[reply.reply] = reply.token_ids
-        self._said.move_to_end(reply.reply)
-        while len(self._said) > MOST_REMEMBERED:
-            self._said.popitem(last=False)
+    def _remember(self, job: Job) -> None:
+        """Keep the token ids of a chat's reply for the next turn."""
+        asked, reply = job.work.asked, job.reply
+        if asked.is_plain_chat:
+            messages = cast(Sequence[Message], asked.prompt)
+            self._reply_tokens.add(job.work.client, messages, reply.reply, reply.token_ids)
 
     def _learn(self, reply: Turn) -> None:
         if reply.stats is None:

@@ -280,10 +280,10 @@ def lasting_caches(engine: Engine) -> TextCaches:
 # ------------------------------------------------------------------------------------------------ to tokens
 
 
-def turns_of(messages: Sequence[Message], said: Mapping[str, list[int]]) -> tuple[str | None, list[Turn]] | None:
+def turns_of(messages: Sequence[Message], reply_ids: Sequence[list[int]]) -> tuple[str | None, list[Turn]] | None:
     """The system message and the turns of alternating messages that end with a user's; None for any other form.
 
-    said: replies with their original token ids.
+    reply_ids: the original token ids of each reply, empty where they are not known.
     """
     roles = [message["role"] for message in messages]
     num_system = int(roles[:1] == ["system"])
@@ -292,7 +292,7 @@ def turns_of(messages: Sequence[Message], said: Mapping[str, list[int]]) -> tupl
         return None
     texts = [message["content"] for message in messages]
     asked, answered = texts[num_system::2], texts[num_system + 1 :: 2]
-    turns = [Turn(text, reply, said.get(reply, [])) for text, reply in zip(asked, answered, strict=False)]
+    turns = [Turn(*turn) for turn in zip(asked, answered, reply_ids, strict=False)]
     return texts[0] if num_system else None, [*turns, Turn(asked[-1])]
 
 

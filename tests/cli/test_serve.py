@@ -23,6 +23,7 @@ from offspec import Engine, SamplingParams
 from offspec.batch import Batch
 from offspec.cli.connections import protocol
 from offspec.cli.privacy import without_paths
+from offspec.cli.reply_tokens import ReplyTokens
 from offspec.cli.server import is_loopback
 from offspec.cli.service import Service, Work
 from offspec.errors import MemoryLimitError, NumericalError
@@ -98,6 +99,30 @@ def test_a_conversation_scores_only_what_is_new(client: Client) -> None:
     held = before.body["usage"]["prompt_tokens"] + before.body["usage"]["completion_tokens"]
     # All but the last token, unless it was a guess; and the end of the text is no part of a reply.
     assert held - 2 <= after["prompt_tokens_details"]["cached_tokens"] <= held
+
+
+def test_a_reply_does_not_change_the_tokens_of_another_conversation(client: Client, engine: Engine) -> None:
+    """Neither of another client with the same reply, nor of one that has other messages before."""
+    again = {"role": "user", "content": "and then"}
+    asked = {"max_tokens": 24, "temperature": 2.0, "ignore_eos": True}
+    for seed in range(6):
+        first = {"role": "user", "content": f"tell me {seed}"}
+        for fields, before in (({"user": "B"}, first), ({"user": "A"}, {**first, "content": f"tell us {seed}"})):
+            reply = client.chat(first, **asked, seed=seed, user="A").body["choices"][0]["message"]
+            there = client.chat(before, reply, again, **fields).body
+            alone = engine.tokenizer.encode_chat([before, reply, again])
+            assert there["usage"]["prompt_tokens"] == len(alone)
+
+
+def test_a_conversation_keeps_the_tokens_of_its_replies() -> None:
+    kept, asked, reply = ReplyTokens(most=2), [USER], {"role": "assistant", "content": "yes"}
+    kept.add("A", asked, "yes", [7])
+    assert kept.of("A", [USER, reply, USER]) == [[7]]
+    assert kept.of("B", [USER, reply, USER]) == kept.of("A", [{**USER, "content": "ho"}, reply, USER]) == [[]]
+    kept.add("A", [USER, reply, USER], "yes", [8])
+    assert kept.of("A", [USER, reply, USER, reply, USER]) == [[7], [8]]
+    kept.add("A", asked, "no", [9])
+    assert kept.of("A", [USER, reply, USER]) == [[]]
 
 
 def test_requests_wait_for_one_another(client: Client) -> None:
@@ -464,10 +489,10 @@ def test_what_only_this_machine_can_mean(host: str, is_private: bool) -> None:
 
 def test_turns_are_found_in_messages() -> None:
     system, reply = {"role": "system", "content": "brief"}, {"role": "assistant", "content": "yes"}
-    assert turns_of([system, USER, reply, USER], {"yes": [7]}) == ("brief", [Turn("hi", "yes", [7]), Turn("hi")])
-    assert turns_of([USER], {}) == (None, [Turn("hi")])
+    assert turns_of([system, USER, reply, USER], [[7]]) == ("brief", [Turn("hi", "yes", [7]), Turn("hi")])
+    assert turns_of([USER], []) == (None, [Turn("hi")])
     for other in ([USER, reply], [system], [USER, USER], [reply, USER], [USER, system, USER]):
-        assert turns_of(other, {}) is None
+        assert turns_of(other, [[7]]) is None
 
 
 # ------------------------------------------------------------------------------------------------ the command
