@@ -8,19 +8,25 @@ spaces would leave little that is certain, and small models repeat spaces withou
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
+from pathlib import Path
+from threading import Lock
 from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
 from offspec.scheduler.constraint import TokenConstraint
 from offspec.scheduler.params import Constraint, Trigger
 
 from ..errors import TokenizerError, UsageError
-from .grammar_constraint import GrammarConstraint, Vocabulary, reason
+from .grammar_constraint import GrammarConstraint, Start, Vocabulary, reason
 from .late_constraint import LateConstraint, Marker, Opening
 from .thinking import CLOSE, OPEN, ThinkingStyle
 from .tokenizer import Tokenizer
@@ -40,7 +46,9 @@ STACK_BYTES = 1 << 27  # the library's compiler recurses along chains of rules; 
 THINKS, THOUGHT = Trigger((OPEN,), is_at_start=True), Trigger((CLOSE,))
 MAY_THINK = f'start: @answer | "{OPEN}" rest\nrest: /(.|\\n)*/'
 AFTER_THINKING = "start: first gap @answer\ngap: /\\n{0,2}/\nfirst[lazy]: /(.|\\n)*<\\/think>/"
-MOST_COMPILED = 16  # constraints whose matchers are kept: requests of one program repeat theirs
+# Matchers that are kept, because requests of one program repeat their constraints; and refusals, a message each.
+MOST_COMPILED, MOST_COMPILED_BYTES, MOST_REFUSED = 16, 1 << 28, 1024
+Key = tuple[Constraint, str]
 
 
 class ConstraintCompiler:
@@ -49,7 +57,10 @@ class ConstraintCompiler:
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
         """vocab_size: the target's, which may exceed the tokenizer's."""
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
-        self._compiled = OrderedDict[tuple[Constraint, str], Any]()  # the library's matchers, the last used last
+        self._lock = Lock()  # guards the next three
+        self._kept = OrderedDict[Key, Start]()  # the last used last
+        self._used = WeakValueDictionary[Key, Start]()  # these, and those of requests that wait or are under way
+        self._refused = OrderedDict[bytes, str]()  # messages, by the constraint's digest
         self._markers = dict[Trigger, Marker]()  # a model has one format of calls, so these are few
 
     def compile(
@@ -64,8 +75,6 @@ class ConstraintCompiler:
         """
         plain = replace(constraint, thinks=False)
         found = self._parser(plain, "", gives_forced)
-        if (mask := found.mask([])) is not None and not mask.any():
-            raise UsageError(str(found.dead_end([])))
         thinking = ThinkingStyle.of(prompt, self._tokenizer) if constraint.thinks else None
         final, trigger = self._vocabulary.final, constraint.trigger
         if thinking is None or thinking.is_over:
@@ -83,13 +92,46 @@ class ConstraintCompiler:
 
     def _parser(self, constraint: Constraint, start: str, gives_forced: bool) -> GrammarConstraint:
         """start: rules in which `@answer` is the constraint's own grammar; "" for that alone."""
-        what, key = NAMES[constraint.kind], (constraint, start)
-        vocabulary = self._vocabulary
-        matcher = self._compiled.pop(key, None) or self._new_matcher(constraint, start, what)
-        self._compiled[key] = matcher
-        while len(self._compiled) > MOST_COMPILED:
-            self._compiled.popitem(last=False)
-        return GrammarConstraint(matcher, vocabulary, what, gives_forced=gives_forced)
+        what, key, vocabulary = NAMES[constraint.kind], (constraint, start), self._vocabulary
+        digest = hashlib.sha256(repr(key).encode(errors="backslashreplace")).digest()
+        with self._lock:
+            if (message := self._refused.get(digest)) is not None:
+                raise UsageError(message)
+            compiled = self._used.get(key)
+        if compiled is None:
+            try:
+                compiled = self._compiled(constraint, start, what)
+            except UsageError as exc:
+                self._refuse(digest, str(exc))
+                raise
+        self._keep(key, compiled)
+        return GrammarConstraint(compiled, vocabulary, what, gives_forced=gives_forced)
+
+    def _compiled(self, constraint: Constraint, start: str, what: str) -> Start:
+        """A new matcher with its first mask. Raises UsageError; nothing of the matcher is then kept."""
+        before = _resident_bytes()
+        matcher = self._new_matcher(constraint, start, what)
+        nbytes = max(_resident_bytes() - before, len(constraint.text))
+        parser = GrammarConstraint(Start(matcher), self._vocabulary, what, gives_forced=False)
+        mask = parser.mask([])
+        if mask is not None and not mask.any():
+            raise UsageError(str(parser.dead_end([])))
+        return Start(matcher, nbytes, mask)
+
+    def _refuse(self, digest: bytes, message: str) -> None:
+        with self._lock:
+            self._refused[digest] = message
+            while len(self._refused) > MOST_REFUSED:
+                self._refused.popitem(last=False)
+
+    def _keep(self, key: Key, compiled: Start) -> None:
+        """Keep the matcher beyond its requests, as long as it is among the last used ones and there is room."""
+        with self._lock:
+            kept, self._used[key] = self._kept, compiled
+            kept[key] = compiled
+            kept.move_to_end(key)
+            while len(kept) > MOST_COMPILED or (kept and sum(s.nbytes for s in kept.values()) > MOST_COMPILED_BYTES):
+                kept.popitem(last=False)
 
     def _marker(self, trigger: Trigger) -> Marker:
         if trigger not in self._markers:
@@ -184,6 +226,13 @@ def _grammar(constraint: Constraint) -> str:
         return LLMatcher.grammar_from_json_schema("{}" if schema is True else text, layout)
     except ValueError as exc:  # such as half a surrogate pair, which Python's JSON allows
         raise UsageError(f"the JSON schema cannot be used: {reason(str(exc))}") from exc
+
+
+def _resident_bytes() -> int:
+    """This process's memory, where the system tells it; else 0."""
+    with suppress(OSError):
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return 0
 
 
 def _within(start: str, grammar: str) -> str:

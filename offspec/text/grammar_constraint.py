@@ -15,8 +15,9 @@ from offspec.scheduler.tree import IntArray
 from ..errors import ConstraintError
 
 T = TypeVar("T")
-# Calls that take longer than SLOW_S are added up. Usual ones take microseconds; the library bounds each to seconds.
-SLOW_S, MAX_SLOW_S = 0.05, 10.0
+# CPU time of calls that take longer than SLOW_S is added up. Usual ones take microseconds; the library bounds each to
+# seconds.
+SLOW_S, MAX_SLOW_S = 0.005, 10.0
 NOTHING_FOLLOWS = "NoExtensionBias"  # the library's word for a dead end
 MAX_MESSAGE = 200  # characters of the library's message
 
@@ -35,27 +36,56 @@ class Vocabulary:
     final: Sequence[int]
 
 
+@dataclass(eq=False)
+class Start:
+    """A constraint before an answer. matcher: the library's, which stays there. mask: of the first token, if computed.
+
+    nbytes: of the matcher, about.
+    """
+
+    matcher: Any
+    nbytes: int = 0
+    mask: MaskBits | None = None
+
+
+@dataclass
+class SlowTime:
+    """Seconds of CPU time of an answer's slow calls, over all its parsers."""
+
+    seconds: float = 0.0
+
+
 class GrammarConstraint:
     """A `TokenConstraint`: a parser of one answer's tokens, which moves along paths and back.
 
     Where only the end of the text may follow, the mask has the tokenizer's own EOS; elsewhere all that end a text.
     """
 
-    def __init__(self, start: Any, vocabulary: Vocabulary, what: str, *, gives_forced: bool) -> None:
-        """start: the library's matcher at the answer's start; it stays there. what: the constraint, for messages."""
+    def __init__(
+        self,
+        start: Start,
+        vocabulary: Vocabulary,
+        what: str,
+        *,
+        gives_forced: bool,
+        slow: SlowTime | None = None,
+    ) -> None:
+        """what: the constraint, for messages. slow: of the answer's other parsers as well."""
         self._start, self._vocabulary, self._what, self._gives_forced = start, vocabulary, what, gives_forced
-        self._matcher = start.deep_copy()
+        self._matcher, self.slow = start.matcher.deep_copy(), slow or SlowTime()
         self._text: list[int] = []
         self._path: list[int] = []  # the matcher has parsed text + path
-        self._masks: dict[tuple[int, ...], MaskBits | None] = {}
-        self._slow_s, self._error, self._has_ended = 0.0, "", False
+        self._masks: dict[tuple[int, ...], MaskBits | None] = {} if start.mask is None else {(): start.mask}
+        self._error, self._has_ended = "", False
         self._final = frozenset(vocabulary.final)
         self._ends = self._bits(vocabulary.final)
         self._end = self._bits([vocabulary.eos])
 
     def new(self) -> GrammarConstraint:
-        """The same constraint on another answer."""
-        return GrammarConstraint(self._start, self._vocabulary, self._what, gives_forced=self._gives_forced)
+        """The same constraint on another part of the answer, whose time it shares."""
+        return GrammarConstraint(
+            self._start, self._vocabulary, self._what, gives_forced=self._gives_forced, slow=self.slow
+        )
 
     @property
     def has_failed(self) -> bool:
@@ -144,8 +174,8 @@ class GrammarConstraint:
 
     def _go(self, path: Sequence[int]) -> bool:
         """Move the matcher to text + path; False if the constraint forbids the path, or the library has failed."""
-        if self._slow_s > MAX_SLOW_S:
-            self._error = f"too complex: {self._slow_s:.0f} s were spent on it"
+        if self.slow.seconds > MAX_SLOW_S:
+            self._error = f"too complex: {self.slow.seconds:.0f} s were spent on it"
             return False
         here = self._path
         common = _num_common(here, path)
@@ -166,7 +196,7 @@ class GrammarConstraint:
         if not self._matcher.is_error():
             return False
         self._error = self._matcher.get_error()
-        self._matcher, self._path = self._start.deep_copy(), []
+        self._matcher, self._path = self._start.matcher.deep_copy(), []
         self._matcher.try_consume_tokens(self._text)
         return True
 
@@ -175,7 +205,7 @@ class GrammarConstraint:
         began = time.thread_time()
         found = call()
         if (seconds := time.thread_time() - began) > SLOW_S:
-            self._slow_s += seconds
+            self.slow.seconds += seconds
         return found
 
 

@@ -165,6 +165,9 @@ class LateConstraint:
         """
         self._fresh, self._markers, self._trigger, self._opening = grammar, markers, trigger, opening
         self._must_begin = must_begin
+        self.slow = grammar.slow
+        if opening is not None and opening.grammar is not None:
+            opening.grammar.slow = grammar.slow
         self._final, self._ends = frozenset(final), final
         self._here = Place(stage=0 if opening is None else UNDECIDED)
         self._places: dict[Tokens, Place] = {}  # below `_here`, by path

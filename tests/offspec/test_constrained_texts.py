@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
+import itertools
 import json
 import re
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import closing
@@ -18,6 +21,7 @@ import pytest
 from offspec import Constraint, Engine, SamplingParams, SpeculationParams
 from offspec.errors import ConstraintError, UsageError
 from offspec.scheduler.constraint import allows
+from offspec.text import grammar
 from offspec.text.grammar import MAX_BYTES, ConstraintCompiler
 from offspec.text.grammar_constraint import GrammarConstraint
 
@@ -237,3 +241,81 @@ def test_hostile_constraints_end(compiler: ConstraintCompiler, name: str) -> Non
     assert len(message.splitlines()) <= 1
     assert len(message) < 1000
     assert time.thread_time() - began < 10
+
+
+class Compiled:
+    """The library's matcher; notes when it is made, and may be watched."""
+
+    def __init__(self, matcher: Any) -> None:
+        self._matcher = matcher
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._matcher, name)
+
+
+@pytest.fixture
+def matchers(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[Compiled]]:
+    """All matchers that are compiled from here on."""
+    made, matcher = list[weakref.ref[Compiled]](), grammar._matcher
+
+    def noted(*args: Any) -> Compiled:
+        compiled = Compiled(matcher(*args))
+        made.append(weakref.ref(compiled))
+        return compiled
+
+    monkeypatch.setattr(grammar, "_matcher", noted)
+    return made
+
+
+@pytest.mark.parametrize("text", [r"[^\s\S]", "a("])
+def test_of_a_refused_constraint_the_message_alone_is_kept(
+    engine: Engine, matchers: list[weakref.ref[Compiled]], text: str
+) -> None:
+    compiler = ConstraintCompiler(engine.tokenizer, engine.target.config.vocab_size)
+    messages = list[str]()
+    for _ in range(3):
+        with pytest.raises(UsageError) as caught:
+            compiler.compile(Constraint.regex(text))
+        messages.append(str(caught.value))
+        del caught
+    gc.collect()
+    assert len(set(messages)) == 1
+    assert len(matchers) == 1, "it is compiled once"
+    assert [ref() for ref in matchers] == [None]
+
+
+def test_compiled_constraints_are_kept_up_to_a_number_of_bytes(
+    engine: Engine, matchers: list[weakref.ref[Compiled]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = itertools.count(0, 100)
+    monkeypatch.setattr(grammar, "_resident_bytes", lambda: next(sizes))
+    monkeypatch.setattr(grammar, "MOST_COMPILED_BYTES", 250)
+    compiler = ConstraintCompiler(engine.tokenizer, engine.target.config.vocab_size)
+    for number in range(4):
+        compiler.compile(Constraint.regex(f"a{number}"))
+    gc.collect()
+    assert [ref() is not None for ref in matchers] == [False, False, True, True]
+
+
+def test_a_constraint_in_use_is_not_compiled_again(engine: Engine, matchers: list[weakref.ref[Compiled]]) -> None:
+    compiler = ConstraintCompiler(engine.tokenizer, engine.target.config.vocab_size)
+    used = compiler.compile(Constraint.regex("a"))
+    for number in range(grammar.MOST_COMPILED + 1):
+        compiler.compile(Constraint.regex(f"b{number}"))
+    before = len(matchers)
+    again = compiler.compile(Constraint.regex("a"))
+    assert len(matchers) == before
+    np.testing.assert_array_equal(used.mask([]), again.mask([]))
+
+
+def test_every_slow_step_counts(compiler: ConstraintCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also the many that take little: they may be thousands in a tree. A further call of a tool has no new budget."""
+    clock = itertools.count(0.0, 0.02)
+    monkeypatch.setattr("time.thread_time", lambda: next(clock))
+    constraint = compiler.compile(Constraint.regex("[ab]{4000}"))
+    (token,) = compiler._tokenizer.encode("a", add_special_tokens=False)
+    with refused(ConstraintError, "complex"):
+        for _ in range(2000):
+            if not constraint.mask([]).any():
+                raise constraint.dead_end([])
+            constraint.accept([token])
