@@ -1,8 +1,8 @@
 """The original token ids of the last replies, for their clients' next turns. It knows no model and no engine.
 
 A client that sends a conversation back gets the ids of its earlier replies again, because the KV caches contain these.
-Another client, or another conversation that has the same reply, does not: its prompt would have other tokens than alone,
-and would tell it of the first one.
+Another client, or another conversation that has the same reply, does not: its prompt would have other tokens than
+alone, and would tell it of the first one.
 """
 
 from __future__ import annotations

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import secrets
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from threading import Condition, Thread
-from typing import cast
+from typing import TypeVar, cast
 
 from offspec import Constraint, Engine, SamplingParams, SpeculationParams
 from offspec.batch import Batch, Ticket
@@ -34,20 +35,24 @@ from .metrics import Metrics, Times, log_line
 from .openai_api import CompletionRequest, with_tools
 from .privacy import model_folders, without_paths
 from .reply_tokens import ReplyTokens
+from .turns import TimeBudget, TurnsExecutor
 
 MOST_LOOSER = 64  # constraints that do not compile, whose replacements are kept
+# A client's constraints may take so many seconds to compile at once, and later this share of the time.
+CONSTRAINTS_S, CONSTRAINTS_SHARE = 30.0, 0.25
 CLOSE_S = 0.5  # how long `close` waits for a pass
 LONGEST_RETRY_S = 60  # clients ignore longer times
 
 
+T = TypeVar("T")
 LOG = logging.getLogger("uvicorn.error")  # shown with -v
 
 
 class BusyError(OffspecError):
-    """The queue is full. retry_after_s: when there may be room."""
+    """The queue is full, or the client's time for constraints is used up. retry_after_s: when there may be room."""
 
-    def __init__(self, retry_after_s: int) -> None:
-        super().__init__(f"the server's queue is full; try again in {retry_after_s} s")
+    def __init__(self, retry_after_s: int, why: str = "the server's queue is full") -> None:
+        super().__init__(f"{why}; try again in {retry_after_s} s")
         self.retry_after_s = retry_after_s
 
 
@@ -94,6 +99,7 @@ class Work:
     def __init__(self, asked: CompletionRequest, prompts: list[list[int]], client: str, asked_s: float) -> None:
         """asked: as it is answered. prompts: token ids. client: whose request it is; clients take turns."""
         self.asked, self.kind, self.prompts, self.client = asked, asked.kind, prompts, client
+        self.constraint: object = None  # held, so that the passes' thread need not compile it again
         self.jobs, self.leaders = list[Job](), list[Job]()
         for prompt in prompts:
             first = len(self.jobs)
@@ -172,7 +178,9 @@ class Line:
 
 
 class Service:
-    """One engine for many clients. One thread runs all passes, so that torch has one thread pool; another encodes.
+    """One engine for many clients. One thread runs all passes, so that torch has one thread pool.
+
+    Another one encodes, and a third one compiles constraints, which may take seconds; clients take turns at both.
 
     error: an error after which the engine cannot continue; the service then calls `give_up`.
     """
@@ -206,7 +214,8 @@ class Service:
         self._num_encoding, self._is_stopping = 0, False
         self._under_way = dict[Ticket, tuple[Job, TextCaches]]()
         self._cancelled = list[TextCaches]()  # of tickets that leave the batch with its next step
-        self._encoder = ThreadPoolExecutor(1, thread_name_prefix="offspec-encode")
+        self._encoder, self._compiler = TurnsExecutor("offspec-encode"), TurnsExecutor("offspec-compile")
+        self._constraint_time = TimeBudget(CONSTRAINTS_S, CONSTRAINTS_SHARE)
         self._thread = Thread(target=self._run, name=SERVE_THREAD, daemon=True)
         self._thread.start()
 
@@ -222,7 +231,8 @@ class Service:
     def close(self) -> None:
         """Stop the threads. Waits for a pass under way, but not for long: a streamed pass can take a minute."""
         self.stop()
-        self._encoder.shutdown(wait=False, cancel_futures=True)
+        self._encoder.shutdown()
+        self._compiler.shutdown()
         self._thread.join(CLOSE_S)
 
     def gauges(self) -> dict[str, tuple[str, float]]:
@@ -248,15 +258,16 @@ class Service:
         asked_s = time.monotonic()
         self._reserve(asked.num_choices)
         try:
-            asked, prompts = await asyncio.get_running_loop().run_in_executor(
-                self._encoder, self._encode, asked, client
-            )
+            asked, prompts, constraint = await self._prepare(asked, client)
+        except BusyError:
+            raise
         except OffspecError as exc:
             raise self._without_paths(exc) from exc
         finally:
             with self._changed:
                 self._num_encoding -= asked.num_choices
         work = Work(asked, prompts, client, asked_s)
+        work.constraint = constraint
         with self._changed:
             if self._is_stopping:
                 raise StoppingError
@@ -298,23 +309,49 @@ class Service:
                 raise BusyError(min(max(expected_s, 1), LONGEST_RETRY_S))
             self._num_encoding += num_answers
 
-    def _encode(self, asked: CompletionRequest, client: str) -> tuple[CompletionRequest, list[list[int]]]:
-        """The request as it can be answered, and its prompts' token ids, after checks that depend on the model."""
+    async def _prepare(
+        self, asked: CompletionRequest, client: str
+    ) -> tuple[CompletionRequest, list[list[int]], object]:
+        """The request as it can be answered, its prompts' token ids, and its constraint, compiled."""
         self._speculation.check_sampling(asked.params)
         self.engine.check_sampling(asked.params)
-        if asked.params.constraint is not None:  # here, because compiling may take a second; the result is kept
-            asked = self._compiled(asked, asked.params.constraint)
+        if asked.params.constraint is not None:
+            asked = await self._compile(client, partial(self._compiled, asked, asked.params.constraint))
+        encoded = self._encoder.submit(client, partial(self._encode, asked, client))
+        prompts = await asyncio.wrap_future(encoded)
+        constraint = asked.params.constraint
+        if constraint is None:
+            return asked, prompts, None
+        if asked.kind == "chat":
+            constraint = replace(constraint, thinks=True)
+            asked = replace(asked, params=replace(asked.params, constraint=constraint))
+        compile_it = partial(self.engine.compile_constraint, constraint, prompts[0])
+        return asked, prompts, await self._compile(client, compile_it)
+
+    async def _compile(self, client: str, work: Callable[[], T]) -> T:
+        """The result of `work`, whose seconds are the client's. Raises BusyError if it has used up its time."""
+
+        def timed() -> T:
+            if (wait_s := self._constraint_time.wait_s(client)) > 0:
+                why = f"constraints took more than {self._constraint_time.most_s:.0f} s to compile"
+                raise BusyError(min(math.ceil(wait_s), LONGEST_RETRY_S), why)
+            began = time.monotonic()
+            try:
+                return work()
+            finally:
+                self._constraint_time.spend(client, time.monotonic() - began)
+
+        return await asyncio.wrap_future(self._compiler.submit(client, timed))
+
+    def _encode(self, asked: CompletionRequest, client: str) -> list[list[int]]:
+        """The prompts' token ids, after checks that depend on the model."""
         if asked.kind == "chat":
             prompts = [self._encode_chat(asked, client)]
         else:
             prompts = [self._encode_text(cast("str | list[int]", prompt)) for prompt in asked.prompts]
         for ids in prompts:
             self.engine.room_after(len(ids))
-        if asked.kind == "chat" and asked.params.constraint is not None:
-            constraint = replace(asked.params.constraint, thinks=True)
-            self.engine.compile_constraint(constraint, prompts[0])
-            asked = replace(asked, params=replace(asked.params, constraint=constraint))
-        return asked, prompts
+        return prompts
 
     def _compiled(self, asked: CompletionRequest, constraint: Constraint) -> CompletionRequest:
         """The request with a constraint that compiles. Tools that the model may call need not be bound to a schema."""

@@ -71,7 +71,8 @@ def served(
 ) -> Generator[tuple[Client, Service], None, None]:
     sock = listening("127.0.0.1", 0)
     with closing(Service(engine, SpeculationParams(), most_waiting=most_waiting, most_texts=parallel)) as service:
-        service._encoder.submit(int).result()  # its thread begins here, not in the test that asks first
+        for executor in (service._encoder, service._compiler):
+            executor.submit("", int).result()  # its thread begins here, not in the test that asks first
         app = application(service, SamplingParams(16), **settings)
         limits = {"http": http or protocol(100), "timeout_graceful_shutdown": 1}
         server = StoppableServer(uvicorn.Config(app, log_level="critical", lifespan="off", **limits), service)

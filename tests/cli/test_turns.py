@@ -1,0 +1,55 @@
+"""Clients take turns, and each has its share of the time."""
+
+from __future__ import annotations
+
+from concurrent.futures import CancelledError
+from threading import Event
+
+import pytest
+
+from offspec.cli.turns import TimeBudget, TurnsExecutor
+
+
+def test_clients_take_turns() -> None:
+    executor, begin, order = TurnsExecutor("test"), Event(), list[str]()
+    first = executor.submit("A", begin.wait)
+    calls = [executor.submit(name[0], lambda name=name: order.append(name)) for name in ("A1", "A2", "A3", "B1", "C1")]
+    calls.pop(1).cancel()
+    begin.set()
+    assert first.result()
+    for call in calls:
+        call.result()
+    assert order == ["A1", "B1", "C1", "A3"]
+    executor.shutdown()
+
+
+def test_an_error_is_the_callers_and_the_thread_goes_on() -> None:
+    executor = TurnsExecutor("test")
+    with pytest.raises(ZeroDivisionError):
+        executor.submit("A", lambda: 1 // 0).result()
+    assert executor.submit("A", lambda: 5).result() == 5
+    executor.shutdown()
+
+
+def test_what_waits_is_cancelled_at_the_end() -> None:
+    executor, begin = TurnsExecutor("test"), Event()
+    running, waiting = executor.submit("A", begin.wait), executor.submit("A", list)
+    executor.shutdown()
+    with pytest.raises(CancelledError):
+        waiting.result()
+    begin.set()
+    assert running.result()
+
+
+def test_who_has_used_up_the_time_waits() -> None:
+    now = [0.0]
+    budget = TimeBudget(10.0, 0.25, lambda: now[0])
+    budget.spend("A", 9.0)
+    assert budget.wait_s("A") == 0
+    budget.spend("A", 5.0)
+    assert (budget.wait_s("A"), budget.wait_s("B")) == (16.0, 0.0)
+    now[0] = 16.0
+    assert budget.wait_s("A") == 0
+    now[0] = 100.0
+    budget.spend("B", 1.0)
+    assert list(budget._spent) == ["B"]
