@@ -7,6 +7,7 @@ is scored again later, and stays the same.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
@@ -45,6 +46,8 @@ class Ticket:
     lent: TextCaches | None = None
     request: Request | None = None
     is_cancelled: bool = False
+    counted_s: float = 0.0  # of its constraint's seconds, those that others' passes have been made up for
+    owed_s: float = 0.0  # seconds of passes that go to the other texts first, because its constraint took as many
 
 
 class Batch:
@@ -117,13 +120,14 @@ class Batch:
             with self._engine.turn:
                 self._engine.loaded.check()
                 retry_out_of_memory(self._make_room, self._begin_again)
-                running = list(self._running)
+                running, began = self._next_texts(), time.perf_counter()
                 verdicts = run_pass([_request(ticket) for ticket in running], self._shared, self._begin_again)
         except OffspecError as exc:
             ended += [(ticket, exc) for ticket in self._running]
             for ticket in list(self._running):
                 self._leave(ticket)
             return ended
+        self._settle(running, time.perf_counter() - began)
         for ticket, verdict in zip(running, verdicts, strict=True):
             if verdict is None:
                 continue
@@ -132,6 +136,19 @@ class Batch:
             if isinstance(outcome, OffspecError) or outcome.finish_reason:
                 self._leave(ticket)
         return ended
+
+    def _next_texts(self) -> list[Ticket]:
+        """The texts of the next pass: without those whose constraints took long, until the others had as much time."""
+        return [ticket for ticket in self._running if ticket.owed_s <= 0] or list(self._running)
+
+    def _settle(self, running: Sequence[Ticket], pass_s: float) -> None:
+        """After a pass of `running`: what they owe to the other texts, and what has been paid back."""
+        for ticket in self._running:
+            if ticket not in running:
+                ticket.owed_s -= pass_s
+                continue
+            total_s = _request(ticket).constraint_s
+            ticket.owed_s, ticket.counted_s = max(0.0, total_s - ticket.counted_s), total_s
 
     def pause_last(self) -> None:
         """Free the KV entries of the text that joined last; it waits, and resumes later. For `step`'s thread."""

@@ -163,6 +163,12 @@ class Request:
         return self._longest if self._shared is None else min(self._longest, len(self.text) + GRANT)
 
     @property
+    def constraint_s(self) -> float:
+        """Seconds of CPU time that slow steps of the request's constraint have taken so far."""
+        slow = getattr(self.asked.constraint, "slow", None)
+        return 0.0 if slow is None else float(slow.seconds)
+
+    @property
     def num_unscored(self) -> int:
         """Tokens of the text that the target has not scored yet: the last one, and those of a prompt."""
         return len(self.text) - self.target.length
