@@ -13,12 +13,14 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
+import numpy as np
 import torch
 
 from offspec.loaders.cuda import device_bytes, span
 from offspec.loaders.small_transfers import to_device
 from offspec.scheduler.blend import BlendDrafter, blend_walk
 from offspec.scheduler.constraint import TokenConstraint
+from offspec.scheduler.costs import CostCurve
 from offspec.scheduler.drafter import DraftRequest, NoDrafter
 from offspec.scheduler.forced import prepare_masks
 from offspec.scheduler.joint import joint_walk
@@ -49,7 +51,11 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Observer = Callable[[TokenTree, Verdict], None]
-PREFILL_ROWS = 512  # of prompts in a pass that texts past their prompts share: a long prompt may not delay them long
+# Rows of prompts in a pass that texts past their prompts share: a long prompt may not delay them long. At most
+# PREFILL_ROWS, and so few that the pass takes PREFILL_S more than one without, or PREFILL_SLOWDOWN times as long.
+PREFILL_ROWS, PREFILL_S, PREFILL_SLOWDOWN = 512, 0.5, 2.5
+FEWEST_PREFILL_ROWS = 16
+MEASURED = 0.02  # weight of measured passes from which on they count as measured
 GRANT = 256  # new tokens for which a request that shares passes reserves KV entries at a time
 SHORT_REST = 8  # passes without a draft after which statistics tell of them
 TEXT_ERRORS = (NumericalError, ConstraintError)  # end their text; other errors of a pass end all texts in it
@@ -518,7 +524,9 @@ def _score(requests: Sequence[Request], shared: SharedPass) -> ScoredPass:
 
 def _propose(requests: Sequence[Request], shared: SharedPass) -> list[TextRows]:
     """Draft for all requests, and share the pass among their trees."""
-    began, chains = time.perf_counter(), _chains([request.num_unscored for request in requests])
+    began, engine = time.perf_counter(), requests[0].engine
+    num_beside = prefill_rows(engine.learnt.costs.target, len(requests))
+    chains = _chains([request.num_unscored for request in requests], num_beside)
     shared.begin(chains)
     draftings = [_drafting(request, num_chain, shared) for request, num_chain in zip(requests, chains, strict=True)]
     drafted = run_together(draftings, SharedRounds(shared).score)
@@ -536,14 +544,35 @@ def _drafting(request: Request, num_chain: int, shared: SharedPass) -> Drafting[
     return (yield from request.draft(num_chain))
 
 
-def _chains(unscored: Sequence[int]) -> list[int]:
-    """How many of its unscored tokens each text scores in the next pass: of all prompts PASS_ROWS or PREFILL_ROWS.
+def prefill_rows(costs: CostCurve, num_texts: int) -> int:
+    """How many rows of prompts may join a pass of `num_texts` texts; costs: of passes by number of rows.
 
-    Prompts have equal shares, and what shorter ones leave goes to longer ones: so none waits for another to end.
+    Twice the rows of measured passes are taken to cost twice as much, so that the rows grow from pass to pass.
+    """
+    if not costs.is_known:
+        return PREFILL_ROWS
+    plain_s, rows = float(costs.seconds(np.array([num_texts]))[0]), FEWEST_PREFILL_ROWS
+    most_s = max(plain_s * PREFILL_SLOWDOWN, plain_s + PREFILL_S)
+    pass_s = float(costs.seconds(np.array([num_texts + rows]))[0])
+    while rows < PREFILL_ROWS:
+        more = min(2 * rows, PREFILL_ROWS)
+        more_s = float(costs.seconds(np.array([num_texts + more]))[0])
+        pass_s = more_s if costs.weight(num_texts + more) > MEASURED else max(more_s, pass_s * more / rows)
+        if pass_s > most_s:
+            break
+        rows = more
+    return rows
+
+
+def _chains(unscored: Sequence[int], num_beside: int) -> list[int]:
+    """How many of its unscored tokens each text scores in the next pass: of all prompts PASS_ROWS or `num_beside`.
+
+    num_beside: of prompts beside texts past theirs. Prompts have equal shares, and what shorter ones leave goes to
+    longer ones: so none waits for another to end.
     """
     chains = [1] * len(unscored)
     prompts = sorted((number, place) for place, number in enumerate(unscored) if number > 1)
-    left = PREFILL_ROWS if 1 in unscored else PASS_ROWS
+    left = num_beside if 1 in unscored else PASS_ROWS
     for rank, (number, place) in enumerate(prompts):
         chains[place] = max(1, min(number, left // (len(prompts) - rank)))
         left -= chains[place]

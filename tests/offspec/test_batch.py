@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -18,7 +18,10 @@ from offspec.errors import ContextLengthError, NumericalError, OffspecError, Usa
 from offspec.model.decoder import CachedDecoder
 from offspec.model.kv_cache import KVCache
 from offspec.model.text_pool import TextPool
+from offspec.request import PREFILL_ROWS, prefill_rows
+from offspec.scheduler.costs import CostCurve
 from offspec.scheduler.shared_pass import SharedPass
+from offspec.text.grammar_constraint import SlowTime
 
 from ..pair import Pair, build_pair
 from ..refusals import refused
@@ -232,7 +235,7 @@ def test_a_pass_takes_all_texts(engines: dict[str, Engine], monkeypatch: pytest.
 def test_a_long_prompt_is_scored_in_parts_beside_other_texts(
     engines: dict[str, Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("offspec.request.PREFILL_ROWS", 5)
+    monkeypatch.setattr("offspec.request.prefill_rows", lambda *_: 5)
     engine = engines["own"]
     watched = Watched(Batch(engine))
     first = watched.add(PROMPTS[0], SAMPLING[0])
@@ -251,7 +254,7 @@ def test_a_long_prompt_is_scored_in_parts_beside_other_texts(
 
 def test_a_short_prompt_does_not_wait_for_a_long_one(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts have equal shares of a pass beside other texts; what the short one leaves goes to the long one."""
-    monkeypatch.setattr("offspec.request.PREFILL_ROWS", 32)
+    monkeypatch.setattr("offspec.request.prefill_rows", lambda *_: 32)
     with load(pair, "none", texts=8) as engine:
         watched = Watched(Batch(engine))
         watched.add(PROMPTS[0], SAMPLING[0])
@@ -263,6 +266,64 @@ def test_a_short_prompt_does_not_wait_for_a_long_one(pair: Pair, monkeypatch: py
         assert long.request.num_unscored == len(long.text) - (32 - len(short.text))
         watched.finish()
         assert watched.ids(long) == plain(engine, HEAD, SAMPLING[1])
+
+
+def test_prompts_take_rows_by_measured_seconds() -> None:
+    """A pass beside other texts may take half a second more, or 2.5 times as long if it takes long anyway."""
+
+    def rows(seconds_of: Callable[[int], float], num_passes: int = 40) -> int:
+        costs = CostCurve()
+        for _ in range(num_passes):
+            costs.observe(1, seconds_of(1))
+            number = 1 + prefill_rows(costs, 1)
+            costs.observe(number, seconds_of(number))
+        return prefill_rows(costs, 1)
+
+    assert prefill_rows(CostCurve(), 8) == PREFILL_ROWS, "nothing is measured yet"
+    assert rows(lambda number: 0.05 + 0.05 * number) == 16, "a slow CPU"
+    assert rows(lambda number: 0.01 + 0.0005 * number) == PREFILL_ROWS, "a GPU"
+    assert rows(lambda number: 8.0 + 0.01 * number) == PREFILL_ROWS, "streamed weights"
+    assert rows(lambda number: 0.05 + 0.05 * number, 1) == 16, "from the first measurement on"
+
+
+class SlowConstraint:
+    """Allows everything; each look at it is accounted as so many seconds."""
+
+    def __init__(self) -> None:
+        self.slow = SlowTime()
+
+    def mask(self, path: Any) -> None:
+        self.slow.seconds += 1e6
+
+    def barred(self, path: Any) -> tuple[()]:
+        return ()
+
+    def is_idle(self, tokens: Any) -> bool:
+        return False
+
+    def forced(self, path: Any, most: int) -> list[int]:
+        return []
+
+    def accept(self, tokens: Any) -> None:
+        pass
+
+
+def test_a_text_with_a_slow_constraint_lets_the_others_go_first(
+    engines: dict[str, Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes no part in passes until they have had as much time; then it goes on, and its text is the same."""
+    engine = engines["none"]
+    with monkeypatch.context() as patch:
+        patch.setattr(type(engine), "compile_constraint", lambda *_, **__: SlowConstraint())
+        watched = Watched(Batch(engine))
+        other = watched.add(PROMPTS[1], SamplingParams(12, seed=3, ignore_eos=True))
+        slow = watched.add(PROMPTS[0], replace(SAMPLING[0], constraint=Constraint.regex("a"), ignore_eos=False))
+        for _ in range(5):
+            watched.step()
+        assert (len(watched.found[slow]), len(watched.found[other])) == (1, 5)
+        watched.finish()
+    assert watched.ids(other) == plain(engine, PROMPTS[1], SamplingParams(12, seed=3, ignore_eos=True))
+    assert watched.ids(slow) == plain(engine, PROMPTS[0], replace(SAMPLING[0], ignore_eos=False))
 
 
 # ------------------------------------------------------------------------------------------------ KV entries
