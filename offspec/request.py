@@ -53,7 +53,7 @@ T = TypeVar("T")
 Observer = Callable[[TokenTree, Verdict], None]
 # Rows of prompts in a pass that texts past their prompts share: a long prompt may not delay them long. At most
 # PREFILL_ROWS, and so few that the pass takes PREFILL_S more than one without, or PREFILL_SLOWDOWN times as long.
-PREFILL_ROWS, PREFILL_S, PREFILL_SLOWDOWN = 512, 0.5, 2.5
+PREFILL_ROWS, PREFILL_S, PREFILL_SLOWDOWN = 512, 0.5, 2.0
 FEWEST_PREFILL_ROWS = 16
 MEASURED = 0.02  # weight of measured passes from which on they count as measured
 GRANT = 256  # new tokens for which a request that shares passes reserves KV entries at a time
@@ -547,20 +547,24 @@ def _drafting(request: Request, num_chain: int, shared: SharedPass) -> Drafting[
 def prefill_rows(costs: CostCurve, num_texts: int) -> int:
     """How many rows of prompts may join a pass of `num_texts` texts; costs: of passes by number of rows.
 
-    Twice the rows of measured passes are taken to cost twice as much, so that the rows grow from pass to pass.
+    At most twice as many as in measured passes, whose rows are taken to cost as much again.
     """
     if not costs.is_known:
         return PREFILL_ROWS
-    plain_s, rows = float(costs.seconds(np.array([num_texts]))[0]), FEWEST_PREFILL_ROWS
-    most_s = max(plain_s * PREFILL_SLOWDOWN, plain_s + PREFILL_S)
-    pass_s = float(costs.seconds(np.array([num_texts + rows]))[0])
-    while rows < PREFILL_ROWS:
+
+    def seconds(num_rows: int) -> float:
+        return float(costs.seconds(np.array([num_texts + num_rows]))[0])
+
+    plain_s, rows = seconds(0), FEWEST_PREFILL_ROWS
+    most_s, pass_s = max(plain_s * PREFILL_SLOWDOWN, plain_s + PREFILL_S), seconds(rows)
+    while rows < PREFILL_ROWS and costs.weight(num_texts + rows) > MEASURED:
         more = min(2 * rows, PREFILL_ROWS)
-        more_s = float(costs.seconds(np.array([num_texts + more]))[0])
-        pass_s = more_s if costs.weight(num_texts + more) > MEASURED else max(more_s, pass_s * more / rows)
-        if pass_s > most_s:
+        more_s = seconds(more)
+        if costs.weight(num_texts + more) <= MEASURED:
+            more_s = max(more_s, plain_s + (pass_s - plain_s) * more / rows)
+        if more_s > most_s:
             break
-        rows = more
+        rows, pass_s = more, more_s
     return rows
 
 

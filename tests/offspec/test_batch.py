@@ -269,7 +269,7 @@ def test_a_short_prompt_does_not_wait_for_a_long_one(pair: Pair, monkeypatch: py
 
 
 def test_prompts_take_rows_by_measured_seconds() -> None:
-    """A pass beside other texts may take half a second more, or 2.5 times as long if it takes long anyway."""
+    """A pass beside other texts may take half a second more, or twice as long if it takes long anyway."""
 
     def rows(seconds_of: Callable[[int], float], num_passes: int = 40) -> int:
         costs = CostCurve()
