@@ -29,7 +29,8 @@ import numpy as np
 from torch import Tensor
 
 from offspec import Engine, SamplingParams, SpeculationParams, builtin
-from offspec.drafts.base import DraftTask
+from offspec.drafts.base import Draft, DraftTask
+from offspec.drafts.model_draft import ModelDraft
 from offspec.drafts.recall import RecallingText
 from offspec.drafts.without_model import LookupDraft
 from offspec.model.text_caches import DraftText
@@ -173,8 +174,14 @@ def replayed_texts(
         task = DraftTask(caches.draft, fresh.target, request, method.speculation, beside=caches.beside)
         with telling_time(clock), rounds.corrections():
             drafter = fresh.draft.drafter(task, fresh.learnt)
-            parts.append(replay(recording, drafter, sampler, clock, costs, rounds, caches.target))
+            target = caches.target if needs_target(fresh.draft, method.speculation) else None
+            parts.append(replay(recording, drafter, sampler, clock, costs, rounds, target))
     return parts
+
+
+def needs_target(draft: Draft, speculation: SpeculationParams) -> bool:
+    """Whether drafting draws on the target's states or predictions, beside the text; a replay may spare them if not."""
+    return type(draft) is not ModelDraft or speculation.recall or speculation.recycling
 
 
 def written(engine: Engine, method: Method, recordings: Sequence[Recording], costs: Costs) -> Replayed:

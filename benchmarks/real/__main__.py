@@ -21,22 +21,21 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from platformdirs import user_cache_path
-
 from benchmarks.scheduling.replay import Recording, record
 from offspec import Engine, SamplingParams
 from offspec.drafts.base import Draft
 
 from .agreement import agreement
+from .models import DRAFT, FOLDER, PROMPTS, TARGET
 from .prompts import read_set
 from .results import Cell, CellKey, Results
 from .rows import Row, chosen, with_model, without_model
 from .table import show
 
-PAIR = user_cache_path("offspec") / "real_pair"
-TARGET, DRAFT = "Qwen2.5-Coder-1.5B-Instruct.Q4_K_M.gguf", "Qwen2.5-Coder-0.5B-Instruct.Q4_K_M.gguf"
 SETS = ("mt_bench", "humaneval", "gsm8k")
 TOP_P = {0.6: 0.9}  # as SpecExec's and Spec-Bench's settings at this temperature
+
+QUICK = "lookup|authors|at 0.7|opt-tree|^offspec$"  # rows of a quick run
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parser().parse_args(arguments)
     work = work_of(args)
     for path in (args.model, args.draft):
-        if Path(path).parent == PAIR and not Path(path).exists():
+        if Path(path).parent == FOLDER and not Path(path).exists():
             sys.exit(f"Error: {path} is not there: run scripts/fetch_real_pair")
     try:
         texts = {name: read_set(name, args.prompt_folder)[: work.num_prompts] for name in work.sets}
@@ -64,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except ValueError as exc:
         sys.exit(f"Error: {exc}")
     results = Results(args.folder / "results.jsonl")
-    with Engine.load(args.model, draft=args.draft, dtype="fp32", context=args.context) as engine:
+    with Engine.load(args.model, draft=args.draft, dtype="fp32", context=args.context, threads=args.threads) as engine:
         for temperature in work.temperatures:
             params = SamplingParams(work.num_tokens, temperature, top_p=TOP_P.get(temperature, 1.0), seed=0)
             for name, prompts in texts.items():
@@ -77,9 +76,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--quick", action="store_true", help="2 prompts of each set, 64 nodes, T = 0 and 1")
-    made.add_argument("--model", default=str(PAIR / TARGET), help="another target [the fetched one]")
-    made.add_argument("--draft", default=str(PAIR / DRAFT), help="another draft: a path, shadow:4, … [the fetched one]")
+    made.add_argument("--quick", action="store_true", help="2 prompts of each set, 64 nodes, T = 0 and 1, six rows")
+    made.add_argument("--model", default=str(TARGET), help="another target [the fetched one]")
+    made.add_argument("--draft", default=str(DRAFT), help="another draft: a path, shadow:4, … [the fetched one]")
     made.add_argument("--sets", default=",".join(SETS), help="names, or files in MT-Bench's format")
     made.add_argument("--prompts", type=int, default=20, help="of each set")
     made.add_argument("--tokens", type=int, default=128)
@@ -88,15 +87,16 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--only", default="", help="a pattern of methods' names")
     made.add_argument("--raw", action="store_true", help="prompts as plain text, for models without a chat template")
     made.add_argument("--context", type=int, default=2048)
+    made.add_argument("--threads", type=int, help="two processes of one thread each are faster than one of two")
     made.add_argument("--folder", type=Path, default=Path("build/real"), help="folder for texts and results")
-    made.add_argument("--prompt-folder", type=Path, default=user_cache_path("offspec") / "prompts")
+    made.add_argument("--prompt-folder", type=Path, default=PROMPTS)
     return made
 
 
 def work_of(args: argparse.Namespace) -> Work:
     sets = args.sets.split(",")
     if args.quick:
-        return Work(sets, 2, 64, (0.0, 1.0), (64,), args.only)
+        return Work(sets, 2, 64, (0.0, 1.0), (64,), args.only or QUICK)
     budgets = [None if each == "auto" else int(each) for each in args.budgets.split(",")]
     return Work(sets, args.prompts, args.tokens, [*map(float, args.temperatures.split(","))], budgets, args.only)
 

@@ -28,12 +28,11 @@ from typing import Any
 
 import psutil
 import torch
-from platformdirs import user_cache_path
 
 from offspec import Engine, SamplingParams, SpeculationParams, builtin
 from offspec.planning.plan import PROGRAM_ITEM, WORKSPACE_BYTES
 
-from .__main__ import DRAFT, PAIR, TARGET
+from .models import DRAFT, PROMPTS, TARGET
 from .prompts import read_set
 
 MOST_GAP = 0.5  # logits that 8-bit inputs of 28 layers' products may be off
@@ -149,14 +148,14 @@ def check(file: Path, draft: Path, prompts: Sequence[Any], count: int, num_perpl
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("files", nargs="*", type=Path, default=[PAIR / TARGET, PAIR / DRAFT])
+    parser.add_argument("files", nargs="*", type=Path, default=[TARGET, DRAFT])
     parser.add_argument("--prompts", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--perplexity-tokens", type=int, default=256)
     args = parser.parse_args()
     if missing := [file for file in args.files if not file.is_file()]:
         sys.exit(f"Error: {missing[0]} is not there: run scripts/fetch_real_pair")
-    prompts = [each.messages for each in read_set("mt_bench", user_cache_path("offspec") / "prompts")[: args.prompts]]
+    prompts = [each.messages for each in read_set("mt_bench", PROMPTS)[: args.prompts]]
     holds = [check(file, args.files[-1], prompts, args.tokens, args.perplexity_tokens) for file in args.files]
     sys.exit(0 if all(holds) else 1)
 

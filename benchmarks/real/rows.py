@@ -1,11 +1,15 @@
-"""The methods of the table: each replays recorded texts of the target and returns one result per text."""
+"""The methods of the table: each replays recorded texts of the target and returns one result per text.
+
+No row drafts during the target's pass: that spares seconds, and a replay would compute all of its rounds. Rows that
+find their own budget are the exception: their seconds decide.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from benchmarks.methods import Method, replayed_texts
 from benchmarks.scheduling.replay import Recording, Replayed
@@ -13,6 +17,7 @@ from benchmarks.scheduling.schedulers import COSTS, Bench
 from benchmarks.scheduling.specexec import SpecExecSettings
 from offspec import Engine, SpeculationParams
 
+AUTHORS, OURS = "SpecExec (authors' settings)", "offspec"
 CARD = "card"  # the cost model whose seconds decide where a method may choose its budget
 
 
@@ -53,28 +58,28 @@ class SpecExecRow:
 
 def without_model(budget: int | None) -> Iterator[Row]:
     """Rows that need no draft model."""
-    yield OffspecRow(Method("lookup", False, SpeculationParams(budget)))
-    yield OffspecRow(Method("lookup and token recycling", False, SpeculationParams(budget, recycling=True)))
+    yield OffspecRow(Method("lookup and token recycling", False, SpeculationParams(budget)))
 
 
 def with_model(budget: int | None) -> Iterator[Row]:
     """Rows of a draft with a model."""
+
+    def row(name: str, **settings: Any) -> Row:
+        return OffspecRow(Method(name, True, SpeculationParams(budget, overlap=budget is None, **settings)))
+
     alone = {"lookup": False, "recall": False}
     if budget is not None:
-        plain = {**alone, "reuse": False, "overlap": False}
-        yield SpecExecRow("SpecExec (authors' settings)", SpecExecSettings(budget))
+        yield SpecExecRow(AUTHORS, SpecExecSettings(budget))
         for temperature in (0.5, 0.7, 1.4):
             settings = SpecExecSettings(budget, draft_temperature=temperature)
             yield SpecExecRow(f"SpecExec, draft at {temperature}", settings)
         for tree in ("sequoia", "opt-tree"):
-            params = SpeculationParams(budget, scoring="specexec", tree=tree, **plain)
-            yield OffspecRow(Method(f"`--tree {tree}`", True, params))
-        params = SpeculationParams(budget, scoring="specexec", **alone)
-        yield OffspecRow(Method("`--draft-scoring specexec`", True, params))
-    yield OffspecRow(Method("offspec, no recall, no lookup", True, SpeculationParams(budget, **alone)))
-    yield OffspecRow(Method("offspec, no recall", True, SpeculationParams(budget, recall=False)))
-    yield OffspecRow(Method("offspec", True, SpeculationParams(budget)))
-    yield OffspecRow(Method("offspec, `--recycling`", True, SpeculationParams(budget, recycling=True)))
+            yield row(f"`--tree {tree}`", scoring="specexec", tree=tree, reuse=False, **alone)
+        yield row("`--draft-scoring specexec`", scoring="specexec", **alone)
+    yield row("offspec, no recall, no lookup", **alone)
+    yield row("offspec, no recall", recall=False)
+    yield row(OURS)
+    yield row("offspec, `--recycling`", recycling=True)
 
 
 def chosen(rows: Iterator[Row], pattern: str) -> list[Row]:

@@ -7,8 +7,8 @@ from itertools import groupby
 
 from .estimates import Estimate, ratio_of_sums, speedup
 from .results import Cell, CellKey
+from .rows import AUTHORS
 
-REFERENCE = "SpecExec (authors' settings)"
 COPIED = 0.5  # share of an answer's 4-grams from which on it counts as a repetition of its prompt
 ABSENT = "\N{EN DASH}"
 
@@ -62,8 +62,8 @@ def _shown(cells: Sequence[Cell], method: str, column: Column) -> str:
     places = _of(cell, column)
     tokens, passes = ([values[i] for i in places] for values in (cell.tokens, cell.passes))
     text = f"{ratio_of_sums(tokens, passes)} of {len(places)}"
-    reference = _find(cells, REFERENCE, column)
-    if reference is None or method == REFERENCE:
+    reference = _find(cells, AUTHORS, column)
+    if reference is None or method == AUTHORS:
         return text
     gain: Estimate = speedup(tokens, passes, [reference.passes[i] for i in places])
     return f"{text}, x{gain.value:.2f}"

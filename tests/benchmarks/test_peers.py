@@ -4,16 +4,21 @@ and counted right.
 
 from __future__ import annotations
 
+import gzip
+import json
 import sys
 from dataclasses import replace
 from pathlib import Path
 
+import gguf
+import numpy as np
 import pytest
 
 from benchmarks.peers import cells, report
 from benchmarks.peers.catalog import LEFT_OUT, PEERS, ROWS, Row
 from benchmarks.peers.cells import Cell, Terms
-from benchmarks.peers.prepare import FORMS, HERE, Files
+from benchmarks.peers.gguf_file import rewrite
+from benchmarks.peers.prepare import FORMS, HERE, Files, RealPair
 from benchmarks.peers.truth import Judgement, Truth
 from offspec import builtin
 
@@ -143,3 +148,37 @@ def test_the_catalogue_holds_together() -> None:
         assert peer.form in FORMS
         assert (HERE / "workers" / peer.worker).is_file()
         assert all("==" in one or one == "numpy" for one in peer.requirements)
+
+
+def test_a_real_pair_takes_the_prompts_of_two_sets_by_turns(tmp_path: Path) -> None:
+    with gzip.open(tmp_path / "HumanEval.jsonl.gz", "wt", encoding="utf-8") as out:
+        out.writelines(json.dumps({"task_id": f"h{i}", "prompt": f"def f{i}():"}) + "\n" for i in range(2))
+    questions = [{"question_id": i, "category": "a", "turns": [f"question {i}"]} for i in range(3)]
+    (tmp_path / "mt_bench.jsonl").write_text("\n".join(map(json.dumps, questions)), encoding="utf-8")
+    pair = RealPair("real", Files(tmp_path / "target.gguf", tmp_path / "draft.gguf"), tmp_path, tmp_path)
+    texts = [messages[0]["content"] for messages in pair.prompts()]  # type: ignore[index]
+    assert ["def f0" in texts[0], texts[1], "def f1" in texts[2], texts[3]] == [True, "question 0", True, "question 1"]
+
+
+def test_a_gguf_file_is_rewritten_in_bf16(tmp_path: Path) -> None:
+    matrix = np.random.default_rng(0).standard_normal((4, 64), dtype=np.float32)
+    packed = gguf.quants.quantize(matrix, gguf.GGMLQuantizationType.Q8_0)
+    vector = np.arange(64, dtype=np.float32)
+    writer = gguf.GGUFWriter(str(tmp_path / "model.gguf"), "qwen2")
+    writer.add_block_count(3)
+    writer.add_token_list(["a", "b"])
+    writer.add_tensor("blk.0.attn_q.weight", packed, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
+    writer.add_tensor("blk.0.attn_q.bias", vector)
+    for write in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file):
+        write()
+    writer.close()
+    rewrite(tmp_path / "model.gguf", tmp_path / "bf16.gguf")
+    read = gguf.GGUFReader(tmp_path / "bf16.gguf")
+    assert read.fields["general.architecture"].contents() == "qwen2"
+    assert read.fields["qwen2.block_count"].contents() == 3
+    assert read.fields["tokenizer.ggml.tokens"].contents() == ["a", "b"]
+    weight, bias = read.tensors
+    assert (weight.name, weight.tensor_type.name, bias.tensor_type.name) == ("blk.0.attn_q.weight", "BF16", "F32")
+    values = gguf.quants.dequantize(packed, gguf.GGMLQuantizationType.Q8_0)
+    assert np.allclose(gguf.quants.dequantize(weight.data, weight.tensor_type), values, rtol=2**-8)
+    assert np.array_equal(bias.data, vector)
