@@ -31,9 +31,9 @@ class Row:
 
 TORCH = "torch==2.13.0"
 PEERS = {
-    "offspec": Peer("offspec_worker.py", "safetensors"),
+    "offspec": Peer("offspec_worker.py", "small draft"),
     "transformers": Peer(
-        "transformers_worker.py", "safetensors", (TORCH, "transformers==5.23.0", "accelerate==1.15.0")
+        "transformers_worker.py", "safetensors", (TORCH, "transformers==5.24.0", "accelerate==1.15.0")
     ),
     "airllm": Peer("airllm_worker.py", "airllm", (TORCH, "airllm==4.0.0")),
     "llama.cpp": Peer("llama_cpp_worker.py", "gguf", ("xllamacpp==2026.10.11549", "gguf==0.19.0", "numpy")),
@@ -50,9 +50,15 @@ def _assisted(number: int) -> Row:
     return Row(f"transformers, assistant, {number}", "transformers", says, {**_SHARE, "assistant_tokens": number})
 
 
-def _drafted(number: int) -> Row:
-    says = f"mmap, speculative type draft-simple, n_max={number}, p_min=0 (here the most tokens per pass), AVX2 build"
-    return Row(f"llama.cpp, draft, {number}", "llama.cpp", says, {"draft_max": number, "draft_p_min": 0.0})
+def _drafted(number: int, p_min: float = 0.0) -> Row:
+    says = f"mmap, speculative type draft-simple, n_max={number}, p_min={p_min:g}, AVX2 build"
+    name = f"llama.cpp, draft, {number}" + (f", p_min {p_min:g}" if p_min else "")
+    return Row(name, "llama.cpp", says, {"draft_max": number, "draft_p_min": p_min})
+
+
+def _guessed(kind: str, **settings: int) -> Row:
+    says = f"mmap, speculative type {kind}, " + ("its defaults" if not settings else f"{settings}") + ", AVX2 build"
+    return Row(f"llama.cpp, {kind}", "llama.cpp", says, {"ngram": kind.replace("-", "_"), **settings})
 
 
 _OPENVINO = (
@@ -65,6 +71,7 @@ ROWS = (
     Row(OURS, "offspec", "the defaults (the budget is found at run time), ram= the limit"),
     Row("offspec, plain", "offspec", "budget 0: no draft", {"budget": 0}, is_steady=True),
     Row("transformers", "transformers", _ACCELERATE, _SHARE, is_steady=True),
+    _assisted(5),
     _assisted(10),
     _assisted(20),
     _assisted(32),
@@ -76,8 +83,14 @@ ROWS = (
     ),
     Row("airllm", "airllm", "AutoModel on the CPU, bf16, split by layers beforehand", is_steady=True),
     Row("llama.cpp", "llama.cpp", "mmap (the default), AVX2 build", is_steady=True),
+    _drafted(4),
     _drafted(8),
     _drafted(16),
+    _drafted(16, 0.5),
+    _guessed("ngram-cache"),
+    _guessed("ngram-simple", size_n=4),
+    _guessed("ngram-map-k", size_n=4),
+    _guessed("ngram-mod"),
     Row("openvino", "openvino", _OPENVINO, is_steady=True),
     Row("openvino, draft, 8", "openvino", f"{_OPENVINO}; draft_model, num_assistant_tokens=8", {"draft_tokens": 8}),
 )

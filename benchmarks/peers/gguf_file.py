@@ -1,6 +1,9 @@
-"""Writes a Llama checkpoint (safetensors, bf16) as GGUF for llama.cpp or OpenVINO, tensor by tensor.
+"""Writes a model as GGUF in 16 bits for llama.cpp or OpenVINO, tensor by tensor.
 
-    PYTHON gguf_file.py CHECKPOINT FILE.gguf bf16|f16
+    PYTHON gguf_file.py SOURCE FILE.gguf bf16|f16
+
+SOURCE: a Llama checkpoint (safetensors, bf16), or another GGUF file, whose metadata stay and whose matrices are
+dequantised (to bf16).
 
 Runs in the peer's environment (packages gguf and numpy). The rows of q and k are reordered: RoPE rotates dimension i
 with i + D/2 in Hugging Face's order, and 2i with 2i + 1 in llama.cpp's. Weights stay bf16, or become fp16 for OpenVINO,
@@ -38,6 +41,29 @@ def write(folder: Path, file: Path, dtype: str) -> None:
     writer.write_ti_data_to_file()
     for name, bits in tensors.items():
         writer.write_tensor_data(content(name, bits, config, dtype))
+    writer.close()
+    part.rename(file)
+
+
+def rewrite(source: Path, file: Path) -> None:
+    """Another GGUF file's model in bf16; vectors in fp32."""
+    reader, part = gguf.GGUFReader(source), file.with_suffix(".part")
+    writer = gguf.GGUFWriter(str(part), reader.fields["general.architecture"].contents())
+    writer.add_file_type(FILE_TYPES["bf16"])
+    for name, field in reader.fields.items():
+        if not name.startswith("GGUF.") and name not in ("general.architecture", "general.file_type"):
+            inner = field.types[-1] if field.types[0] is gguf.GGUFValueType.ARRAY else None
+            writer.add_key_value(name, field.contents(), field.types[0], inner)
+    for tensor in reader.tensors:
+        shape = tuple(reversed([int(size) for size in tensor.shape]))
+        writer.add_tensor_info(tensor.name, *told(np.empty(shape, np.uint16), "bf16"))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    for tensor in reader.tensors:
+        values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        is_vector = len(tensor.shape) == 1
+        writer.write_tensor_data(values if is_vector else gguf.quants.quantize(values, gguf.GGMLQuantizationType.BF16))
     writer.close()
     part.rename(file)
 
@@ -114,4 +140,9 @@ def stored(folder: Path) -> Iterator[tuple[str, np.ndarray]]:
 
 
 if __name__ == "__main__":
-    write(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])
+    if sys.argv[1].endswith(".gguf"):
+        if sys.argv[3] != "bf16":
+            sys.exit(f"Error: {sys.argv[1]}: a GGUF file is rewritten in bf16 only, not in {sys.argv[3]}")
+        rewrite(Path(sys.argv[1]), Path(sys.argv[2]))
+    else:
+        write(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])

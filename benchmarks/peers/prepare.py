@@ -8,12 +8,17 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
+from typing import Protocol
 
 from benchmarks.grow import SHAPES, grow
+from benchmarks.real.prompts import read_set
+from offspec import builtin
+from offspec.engine import Prompt
+from offspec.loaders.safetensors_folder import INDEX_FILE
 
 from .catalog import Peer
 
@@ -29,15 +34,95 @@ class Files:
     draft: Path
 
 
-@dataclass(frozen=True)
-class Workshop:
-    """A folder for all prepared files. checkpoint: the grown model, which may not exist yet."""
+class Pair(Protocol):
+    """A target and a draft that all peers run, each in its own format.
 
-    folder: Path
-    shape: str
+    checkpoint: the target, safetensors in bf16, made if it is missing. draft: the same of the draft. sources: the files
+    that GGUF files are made of; the draft's smallest form is the second. truth: what gives the target's text in fp32.
+    """
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def checkpoint(self) -> Path: ...
+    @property
+    def draft(self) -> Path: ...
+    @property
+    def sources(self) -> Files: ...
+    @property
+    def truth(self) -> Path: ...
+    def prompts(self) -> Sequence[Prompt]: ...
+
+
+@dataclass(frozen=True)
+class GrownPair:
+    """The small target `source` in the tensors of a large one, and its draft. place: of the grown checkpoint."""
+
+    name: str
     source: Path
     draft: Path
-    checkpoint: Path
+    place: Path
+
+    @cached_property
+    def checkpoint(self) -> Path:
+        return grow(self.source, self.place, SHAPES[self.name], say=tell)
+
+    @property
+    def sources(self) -> Files:
+        return Files(self.checkpoint, self.draft)
+
+    @property
+    def truth(self) -> Path:
+        return self.source  # computes the same function within a second
+
+    def prompts(self) -> Sequence[Prompt]:
+        return builtin.prompts()
+
+
+@dataclass(frozen=True)
+class RealPair:
+    """Two GGUF files; their quantised weights are rounded to bf16, so the target has twice to four times the bytes.
+
+    The files stay the draft of programs that read them: it is smaller than in bf16.
+    """
+
+    name: str
+    sources: Files
+    folder: Path
+    prompt_folder: Path
+
+    @property
+    def checkpoint(self) -> Path:
+        return self._in_bf16(self.sources.model)
+
+    @property
+    def draft(self) -> Path:
+        return self._in_bf16(self.sources.draft)
+
+    @property
+    def truth(self) -> Path:
+        return self.checkpoint
+
+    def prompts(self) -> Sequence[Prompt]:
+        """Those of HumanEval and MT-Bench by turns, as chats of one message."""
+        sets = (read_set(name, self.prompt_folder) for name in ("humaneval", "mt_bench"))
+        return [each.messages for both in zip(*sets, strict=False) for each in both]
+
+    def _in_bf16(self, file: Path) -> Path:
+        folder = self.folder / file.stem
+        if not (folder / INDEX_FILE).exists():
+            tell(f"{file.name} in bf16")
+            command = ["quantize", file, folder, "--format", "bf16", "--quiet"]
+            subprocess.run([sys.executable, "-m", "offspec", *command], check=True, cwd=REPOSITORY)
+        return folder
+
+
+@dataclass(frozen=True)
+class Workshop:
+    """A folder for all prepared files of one pair."""
+
+    folder: Path
+    pair: Pair
 
     def python(self, name: str, peer: Peer) -> Path:
         """The interpreter of a peer's environment, created if it is missing. Raises subprocess.CalledProcessError."""
@@ -59,17 +144,19 @@ class Workshop:
         """The model in the peer's format. Raises subprocess.CalledProcessError if the peer's converter fails."""
         return FORMS[peer.form](self, self.python(name, peer))
 
-    @cached_property
-    def grown(self) -> Path:
-        """The grown checkpoint, created if it is missing."""
-        return grow(self.source, self.checkpoint, SHAPES[self.shape], say=tell)
-
     def _safetensors(self, python: Path) -> Files:
-        return Files(self.grown, self.draft)
+        return Files(self.pair.checkpoint, self.pair.draft)
+
+    def _small_draft(self, python: Path) -> Files:
+        return Files(self.pair.checkpoint, self.pair.sources.draft)
 
     def _gguf(self, python: Path, dtype: str) -> Files:
-        files = Files(self.folder / f"{self.shape}-{dtype}.gguf", self.folder / f"draft-{dtype}.gguf")
-        for source, file in ((self.grown, files.model), (self.draft, files.draft)):
+        """Draft files that are GGUF already stay as they are."""
+        sources = self.pair.sources
+        files = Files(self.folder / f"{self.pair.name}-{dtype}.gguf", self.folder / f"draft-{dtype}.gguf")
+        if sources.draft.suffix == ".gguf":
+            files = Files(files.model, sources.draft)
+        for source, file in ((sources.model, files.model), (sources.draft, files.draft)):
             if not file.exists():
                 tell(f"{file.name}")
                 subprocess.run([python, HERE / "gguf_file.py", source, file, dtype], check=True)
@@ -88,17 +175,20 @@ class Workshop:
 
     def _airllm(self, python: Path) -> Files:
         """AirLLM stores every layer in a separate file, in a subfolder of its choice."""
-        split = self.folder / f"{self.shape}-airllm"
+        split = self.folder / f"{self.pair.name}-airllm"
         if not (split / "done").exists():
             tell("splitting the checkpoint as AirLLM does")
             shutil.rmtree(split, ignore_errors=True)
-            subprocess.run([python, HERE / "workers" / "airllm_worker.py", "--split", self.grown, split], check=True)
+            subprocess.run(
+                [python, HERE / "workers" / "airllm_worker.py", "--split", self.pair.checkpoint, split], check=True
+            )
             (split / "done").touch()
-        return Files(self.grown, split)
+        return Files(self.pair.checkpoint, split)
 
 
 FORMS: dict[str, Callable[[Workshop, Path], Files]] = {
     "safetensors": Workshop._safetensors,
+    "small draft": Workshop._small_draft,
     "gguf": partial(Workshop._gguf, dtype="bf16"),
     "openvino": Workshop._openvino,
     "airllm": Workshop._airllm,

@@ -1,8 +1,8 @@
-"""Checks with the small model in fp32 whether a peer's text is the target's greedy text.
+"""Checks in fp32 whether a peer's text is the target's greedy text.
 
-The grown model computes the small model's function. So the small model in fp32 gives, within a second, the large one's
-output without rounding: plain decoding of each prompt, and for any text the logit gap of each token to the best one. In
-bf16, near-ties may be decided either way, and the text then differs. So two texts are compared up to the first
+A grown model computes the small model's function. So the small model in fp32 gives, within a second, the large one's
+output without rounding: plain decoding of each prompt, and for any text the logit gap of each token to the best one. Of
+a real pair, the target itself does. In bf16, near-ties may be decided either way, and the text then differs. So two texts are compared up to the first
 difference, and every later token by its gap, given the text before it.
 """
 
@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from offspec import Engine, SamplingParams, SpeculationParams
+from offspec.engine import Prompt
 from offspec.tools.verification import NEAR_TIE
 
 GAP = NEAR_TIE[torch.bfloat16]  # in logits
@@ -39,13 +40,13 @@ class Judgement:
 
 
 class Truth:
-    """The small model in fp32."""
+    """A model in fp32 with the target's function."""
 
     def __init__(self, source: Path) -> None:
         self._engine = Engine.load(str(source), draft="none", dtype="fp32", device="cpu")
         self.plain = cache(self._plain)
 
-    def encode(self, prompt: str) -> tuple[int, ...]:
+    def encode(self, prompt: Prompt) -> tuple[int, ...]:
         return tuple(self._engine.encode(prompt))
 
     def _plain(self, prompt: tuple[int, ...], num_tokens: int) -> list[int]:

@@ -31,7 +31,7 @@ class Watch(BaseStreamer):
 
 def opened(model: str, split: str) -> AutoModel:
     return AutoModel.from_pretrained(
-        model, device="cpu", dtype=torch.bfloat16, max_seq_len=1024, layer_shards_saving_path=split
+        model, device="cpu", dtype=torch.bfloat16, max_seq_len=common.CONTEXT, layer_shards_saving_path=split
     )
 
 

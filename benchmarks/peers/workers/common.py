@@ -17,6 +17,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+CONTEXT = 1024  # tokens of prompt and text that a model is opened for
+
 Emit = Callable[[Sequence[int]], None]
 Generate = Callable[[list[int], int, Emit], int | None]
 

@@ -1,6 +1,7 @@
-"""llama.cpp through xllamacpp: the GGUF mapped (mmap), alone or with its draft model.
+"""llama.cpp through xllamacpp: the GGUF mapped (mmap), alone, with its draft model, or with n-grams.
 
 Settings: `draft_max` N drafts up to N tokens per pass, `draft_p_min` ends a draft at a token less likely than that.
+`ngram` is a kind of n-gram speculation (ngram_cache, ngram_simple, ...); other settings are that kind's.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import xllamacpp as llama
 def load(job: common.Job) -> tuple[common.Generate, str]:
     params = llama.CommonParams()
     params.model.path = job.model
-    params.n_ctx, params.n_parallel = 512, 1
+    params.n_ctx, params.n_parallel = common.CONTEXT, 1
     params.warmup = False  # it would read the whole model once before the clock runs
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = job.threads
     if number := job.settings.get("draft_max"):
@@ -25,6 +26,12 @@ def load(job: common.Job) -> tuple[common.Generate, str]:
         draft.mparams.path = job.draft
         draft.n_max, draft.p_min = number, job.settings["draft_p_min"]
         draft.cpuparams.n_threads = draft.cpuparams_batch.n_threads = job.threads
+    if kind := job.settings.get("ngram"):
+        name = f"COMMON_SPECULATIVE_TYPE_{kind.upper()}"
+        params.speculative.types = [getattr(llama.common_speculative_type, name)]
+        own = getattr(params.speculative, kind)
+        for setting in job.settings.keys() - {"ngram"}:
+            setattr(own, setting, job.settings[setting])
     server = llama.Server(params)
 
     def generate(prompt: list[int], num_tokens: int, emit: common.Emit) -> int:

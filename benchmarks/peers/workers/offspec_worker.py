@@ -9,7 +9,7 @@ from offspec import Engine, SamplingParams, SpeculationParams, __version__
 
 def load(job: common.Job) -> tuple[common.Generate, str]:
     engine = Engine.load(
-        job.model, draft=job.draft, dtype="bf16", device="cpu", threads=job.threads, ram=job.ram, context=512
+        job.model, draft=job.draft, dtype="bf16", device="cpu", threads=job.threads, ram=job.ram, context=common.CONTEXT
     )
     speculation = SpeculationParams(**job.settings)
 
