@@ -89,8 +89,9 @@ Examples:
 @option(
     "--format",
     "form",
-    type=click.Choice(PLAN_FORMATS),
-    help="Plan for the model in this format; fp4 is as large as nf4. [default: the model's format]",
+    type=click.Choice(PLAN_FORMATS, case_sensitive=False),
+    help="Plan for the model in this format; fp4 is as large as nf4, and q2_k to q8_0 are GGUF files of llama.cpp. "
+    "[default: the model's format]",
 )
 @option(
     "--disk",
