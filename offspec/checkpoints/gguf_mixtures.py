@@ -1,8 +1,8 @@
 """The tensor types that llama.cpp's mixtures (Q4_K_M and the like) give to each weight, for plans from config.json.
 
 Source: `llama_tensor_get_type` and its fallback in llama.cpp's src/llama-quant.cpp, without an importance matrix.
-Value matrices follow the layers of the down projections; in Q3_K_M and Q4_K_S this is llama.cpp's own rule for 32 layers
-and differs by less than 0.1 % of the size for others.
+Value matrices follow the layers of the down projections. In Q3_K_M and Q4_K_S this is llama.cpp's own rule for 32
+layers; for other numbers the size differs by less than 0.1 %.
 """
 
 from __future__ import annotations
