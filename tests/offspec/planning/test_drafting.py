@@ -123,15 +123,15 @@ def test_the_range_is_that_of_prompts(plan: Plan, draft: ModelFiles, greedy: boo
     assert alone.least_tokens_per_s == alone.tokens_per_s == alone.most_tokens_per_s
     assert found.least_tokens_per_pass < found.tokens_per_pass < found.most_tokens_per_pass
     assert found.least_tokens_per_s < found.tokens_per_s < found.most_tokens_per_s
-    low, high = (
-        num_texts
-        * replace(usual, greedy={64: factor * 10.0}, sampled={64: factor * 6.0}).tokens(
-            found.num_nodes, found.num_rounds, greedy=greedy
-        )
-        for factor in (0.5, 1.5)
-    )
-    if found.num_nodes == 64:  # smaller trees are interpolated from one token on, which the spread does not stretch
-        assert (found.least_tokens_per_pass, found.most_tokens_per_pass) == pytest.approx((low, high))
+
+
+def test_a_factor_is_of_the_measured_tokens() -> None:
+    usual, poor, good = (Acceptance({64: tokens}, {64: tokens}, "this test") for tokens in (10.0, 5.0, 15.0))
+    for other, factor in ((poor, 0.5), (good, 1.5), (usual, 1.0)):
+        expected = other.tokens(64, 20, greedy=True)
+        assert usual.tokens(64, 20, greedy=True, factor=factor) == pytest.approx(expected)
+    assert usual.tokens(64, 20, greedy=True, factor=0.01) == 1
+    assert usual.tokens(64, MAX_ROUNDS, greedy=True, factor=100) == pytest.approx(MAX_ROUNDS)
 
 
 def test_the_slowest_prompt_is_decoded_plainly_at_worst(plan: Plan, draft: ModelFiles) -> None:
