@@ -27,10 +27,16 @@ from .options import (
 from .terminal import is_watched, show_line
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
     from offspec.drafts.weighing import Prospect
+    from offspec.planning.drafting import Drafting
+    from offspec.tools.caches_forecast import CacheProspect
     from offspec.tools.forecast import Forecast
+    from offspec.tools.improvements import FourBit, Gain, Improvement
 
 WIDTHS = (1, 16, 64, 256, 512)
+LEAST_DIFFERENCE = 1.02  # between rows of a table that is worth showing
 
 
 @click.command(
@@ -89,8 +95,9 @@ Examples:
 @option(
     "--format",
     "form",
-    type=click.Choice(PLAN_FORMATS),
-    help="Plan for the model in this format; fp4 is as large as nf4. [default: the model's format]",
+    type=click.Choice(PLAN_FORMATS, case_sensitive=False),
+    help="Plan for the model in this format; fp4 is as large as nf4, and q2_k to q8_0 are GGUF files of llama.cpp. "
+    "[default: the model's format]",
 )
 @option(
     "--disk",
@@ -138,26 +145,90 @@ def command(
 
 
 def describe(forecast: Forecast) -> list[str]:
-    """The plan as a table, and the predicted seconds."""
+    """The plan: what limits its truth, the verdict, and then the details."""
+    slowed = f"{forecast.busy}, so the measured rates are too low; plan again when it is idle"
+    return [
+        *([f"{slowed[0].upper()}{slowed[1:]}."] if forecast.busy else []),
+        forecast.title,
+        *_verdict(forecast),
+        "",
+        *_memory(forecast),
+        *_kept(forecast),
+        *_seconds(forecast),
+        *_drafts(forecast),
+        *_texts(forecast),
+        *_caches(forecast),
+        *_entries_in_ram(forecast),
+        *_gains(forecast),
+    ]
+
+
+def _verdict(forecast: Forecast) -> list[str]:
+    """In at most five lines: where the layers go, tokens/s, the time to the first token, and what would help most."""
+    from offspec.tools.forecast import PROMPT_TOKENS
+
+    lines = [f"It runs. {forecast.where}", *_speed(forecast)]
+    if forecast.prompt_s is not None:
+        first = format_seconds(forecast.prompt_s)
+        lines.append(f"With a prompt of {PROMPT_TOKENS} tokens, the first token comes after {first}.")
+    if (best := forecast.improvement) is not None:
+        rate = f"{_three_digits(best.tokens_per_s)} tokens/s, {best.times:.1f} times as many"
+        lines.append(f"What would help most: {_change(best)} ({rate}).")
+    return lines
+
+
+def _speed(forecast: Forecast) -> list[str]:
+    """Tokens/s with the planned draft and without one."""
+    planned, plain = forecast.planned, f"{_three_digits(forecast.plain_tokens_per_s)} tokens/s"
+    assert planned.greedy is not None
+    assert planned.sampled is not None
+    if not planned.greedy.num_nodes:
+        slower = f"; --draft {planned.name} does not make it faster" if planned.source else ""
+        return [f"Without a draft: {plain}{slower}."]
+    rates = [
+        f"{_rate_range(drafting)} tokens/s, {_tokens_range(drafting)} tokens per pass"
+        for drafting in (planned.greedy, planned.sampled)
+    ]
+    return [
+        f"With --draft {planned.name}, at temperature 0: {rates[0]}.",
+        f"At temperature 1: {rates[1]}. Without a draft: {plain}.",
+    ]
+
+
+def _change(best: Improvement) -> str:
+    """The change as a flag, or as something to buy."""
+    if isinstance(best.value, int):
+        return f"{format_size(best.value)} more {best.kind}"
+    return f"{'4 bit, ' if best.kind == 'format' else ''}--{best.kind} {best.value}"
+
+
+def _rate_range(drafting: Drafting) -> str:
+    """Tokens/s: "7.20 (3.60 to 10.9)"."""
+    return _with_range(
+        *map(_three_digits, (drafting.tokens_per_s, drafting.least_tokens_per_s, drafting.most_tokens_per_s))
+    )
+
+
+def _tokens_range(drafting: Drafting) -> str:
+    """Tokens per pass: "5.1 (3.4 to 8.0)"."""
+    tokens = (drafting.tokens_per_pass, drafting.least_tokens_per_pass, drafting.most_tokens_per_pass)
+    return _with_range(*(f"{number:.1f}" for number in tokens))
+
+
+def _with_range(usual: str, least: str, most: str) -> str:
+    return usual if least == most else f"{usual} ({least} to {most})"
+
+
+def _memory(forecast: Forecast) -> list[str]:
+    """What needs how much memory, and the limits."""
     limits = forecast.plan.placement.limits
     rows = [["", forecast.device_name, "RAM"]]
     rows += [[name, _cell(device), _cell(ram)] for name, device, ram in forecast.rows()]
     rows.append(["limit", *(format_size(limit or 0) for limit in (limits.device, limits.ram))])
     if not forecast.has_card:
         rows = [[name, ram] for name, _, ram in rows]
-    return [
-        forecast.title,
-        "",
-        *_table(rows),
-        "",
-        forecast.where,
-        *_kept(forecast),
-        *_seconds(forecast),
-        *_drafts(forecast),
-        *_texts(forecast),
-        *_caches(forecast),
-        *_gains(forecast),
-    ]
+    context = f"The largest context that fits with this KV cache is {forecast.max_context} tokens (--context)."
+    return [*_table(rows), context]
 
 
 def _kept(forecast: Forecast) -> list[str]:
@@ -184,9 +255,9 @@ def _table(rows: list[list[str]]) -> list[str]:
 
 
 def _drafts(forecast: Forecast) -> list[str]:
-    """What each draft is expected to bring, and which one is the fastest."""
+    """What each draft is expected to bring, which one is the fastest, and where tokens per pass come from."""
     if len(forecast.prospects) < 2:
-        return []
+        return ["", *_sources(forecast)] if forecast.planned.source else []
     rows = [["draft", "its memory", "resident", "pass s", "round s", "rounds", "tokens/pass", "tokens/s", "sampled"]]
     rows += [_draft_row(prospect) for prospect in forecast.prospects if prospect.plan is not None]
     refused = [_refusal(prospect) for prospect in forecast.prospects if prospect.plan is None]
@@ -195,7 +266,8 @@ def _drafts(forecast: Forecast) -> list[str]:
         "Drafts, by these rates (sampled: tokens/s at temperature 1):",
         *_table(rows),
         *refused,
-        *_verdict(forecast),
+        *_fastest(forecast),
+        *_sources(forecast),
     ]
 
 
@@ -218,14 +290,14 @@ def _draft_row(prospect: Prospect) -> list[str]:
         _three_digits(best.pass_s),
         _three_digits(best.round_s) if best.round_s else "-",
         str(best.num_rounds) if best.round_s else "-",
-        f"{best.tokens_per_pass:.1f}",
-        f"{best.tokens_per_s:.2f}",
-        f"{prospect.sampled.tokens_per_s:.2f}",
+        _tokens_range(best),
+        _rate_range(best),
+        _rate_range(prospect.sampled),
     ]
 
 
-def _verdict(forecast: Forecast) -> list[str]:
-    """The fastest draft and its lead; what it needs, if it is a shadow; where tokens per pass come from."""
+def _fastest(forecast: Forecast) -> list[str]:
+    """The fastest draft and its lead; what it needs, if it is a shadow."""
     from offspec.drafts.weighing import by_rate
 
     first, *rest = by_rate(forecast.prospects)
@@ -234,12 +306,24 @@ def _verdict(forecast: Forecast) -> list[str]:
     kind, _, bits = first.name.partition(":")
     if kind == "shadow" and bits.isdecimal():
         lines.append(f"A shadow is made once: offspec quantize {forecast.model} --shadow {bits}")
-    return [*lines, "Tokens per pass are those of the built-in pair (docs/drafts.md); your models may differ by half."]
+    return lines
+
+
+def _sources(forecast: Forecast) -> list[str]:
+    """Where tokens per pass and their ranges come from."""
+    figures, ranges = (
+        "; ".join(dict.fromkeys(source for source in sources if source))
+        for sources in zip(*((each.source, each.range_source) for each in forecast.prospects), strict=True)
+    )
+    lines = [f"Tokens per pass: {figures}."] if figures else []
+    return [*lines, f"Their ranges over prompts: {ranges}."] if ranges else lines
 
 
 def _texts(forecast: Forecast) -> list[str]:
     """Tokens/s of several texts that share passes, one column each."""
     found = forecast.texts
+    if all(each.plan for each in found) and not _differ(each.tokens_per_s for each in found):
+        return []
     return [
         "",
         "Texts that share passes, by these rates, at temperature 0, without their prompts:",
@@ -255,26 +339,44 @@ def _texts(forecast: Forecast) -> list[str]:
 
 
 def _caches(forecast: Forecast) -> list[str]:
-    """What each format of the KV cache would bring, one row each."""
-    from offspec.tools.forecast import GAIN_WIDTH
+    """What each format of the KV cache would bring, one row each; nothing if that is the same."""
+    from offspec.tools.improvements import GAIN_WIDTH
 
+    if not _caches_differ(forecast.caches):
+        return []
     of_context = f"{forecast.plan.context} tokens"
     seconds = f"s per pass of {GAIN_WIDTH}"
-    rows = [["KV cache", "a token", of_context, "in RAM", "resident", seconds, "behind a full context"]]
+    rows = [["--kv-cache", "entries", "a token", of_context, "in RAM", "resident", seconds, "behind a full context"]]
     for found in forecast.caches:
-        name = f"{found.name} bit" + (" (planned)" if found.name == forecast.plan.demand.target.kv.name else "")
+        name = found.name + (" (planned)" if found.name == forecast.plan.demand.target.kv.name else "")
         sizes = [format_size(found.token_bytes), format_size(found.context_bytes), _cell(found.ram_bytes)]
         resident = f"{len(found.plan.placement.resident)} of {len(found.plan.layers)}" if found.plan else "does not fit"
         times = ["-" if each is None else _three_digits(each) for each in (found.short_s, found.full_s)]
-        rows.append([name, *sizes, resident, *times])
+        rows.append([name, found.stored_as, *sizes, resident, *times])
     return [
         "",
-        "Formats of the KV cache (--kv-cache), in the same memory:",
+        "Formats of the KV cache, in the same memory:",
         *_table(rows),
         "With 8 or 4 bits the target computes with rounded keys and values: the text is that of plain decoding with",
-        "the same format, and may differ from that with 16 bits.",
-        *_entries_in_ram(forecast),
+        f"the same format, and may differ from that with {forecast.caches[0].stored_as}.",
     ]
+
+
+def _caches_differ(caches: Sequence[CacheProspect]) -> bool:
+    """Whether a format of the KV cache changes more than its own size."""
+    if any(found.plan is None for found in caches):
+        return True
+    places = {(found.plan.tiers, found.ram_bytes) for found in caches if found.plan}
+    return len(places) > 1 or any(
+        _differ(seconds for seconds in times if seconds)
+        for times in zip(*((found.short_s, found.full_s) for found in caches), strict=True)
+    )
+
+
+def _differ(numbers: Iterable[float]) -> bool:
+    """Whether positive numbers differ by more than predictions are good for."""
+    found = list(numbers)
+    return max(found) > LEAST_DIFFERENCE * min(found)
 
 
 def _entries_in_ram(forecast: Forecast) -> list[str]:
@@ -282,24 +384,30 @@ def _entries_in_ram(forecast: Forecast) -> list[str]:
     if forecast.entries_in_ram_from is None:
         return []
     first = f"From a context of {forecast.entries_in_ram_from} tokens on, KV entries of streamed layers are in RAM, and"
-    return [first, "each pass reads them beside the weights (in this format)."]
+    return ["", first, "each pass reads them beside the weights (in this format)."]
 
 
 def _gains(forecast: Forecast) -> list[str]:
-    """The gain of each additional 8 GiB of memory."""
-    if not forecast.plan.placement.streamed:
-        return []
-    if not forecast.gains:
-        return ["", "8 GiB more memory would not make a pass faster."]
-    from offspec.tools.forecast import GAIN_WIDTH
+    """The gain of 4 bit, and of each additional 8 GiB of memory; nothing if they bring none."""
+    from offspec.tools.improvements import FOUR_BIT, GAIN_WIDTH
 
-    now = f"{_three_digits(forecast.tree_pass_s)} s"
-    lines = [
-        f"  {format_size(gain.more_bytes):>6} more {gain.memory:<4}  {_three_digits(gain.pass_s):>7} s  "
-        f"{gain.plan.tiers}"
-        for gain in forecast.gains
+    changes: list[tuple[str, Gain | FourBit]] = [
+        (f"{format_size(gain.more_bytes)} more {gain.memory}", gain) for gain in forecast.gains
     ]
-    return ["", f"A pass of {GAIN_WIDTH} tokens takes {now}. With more memory it would take:", *lines]
+    if forecast.four_bit is not None:
+        changes.append((f"4 bit (--format {FOUR_BIT})", forecast.four_bit))
+    found = [(forecast.tree_pass_s, forecast.planned.tokens_per_s)]
+    found += [(change.pass_s, change.tokens_per_s) for _, change in changes]
+    if not any(_differ(numbers) for numbers in zip(*found, strict=True)):
+        return []
+    tiers = [forecast.plan.tiers, *(change.plan.tiers for _, change in changes)]
+    rows = [["", f"s per pass of {GAIN_WIDTH}", "tokens/s"]]
+    rows += [
+        [name, _three_digits(seconds), _three_digits(rate)]
+        for name, (seconds, rate) in zip(("as planned", *(name for name, _ in changes)), found, strict=True)
+    ]
+    lines = [f"{line}  {where}".rstrip() for line, where in zip(_table(rows), ("", *tiers), strict=True)]
+    return ["", "With more memory, or in 4 bit (tokens/s at temperature 0):", *lines]
 
 
 def _seconds(forecast: Forecast) -> list[str]:
@@ -311,32 +419,8 @@ def _seconds(forecast: Forecast) -> list[str]:
     for width, seconds in forecast.pass_s.items():
         plain = f"{1 / seconds:8.2f}  plain decoding" if width == 1 else ""
         lines.append(f"{width:>20}  {_three_digits(seconds):>9}  {plain}".rstrip())
-    lines += ["", *_examples(forecast)]
-    return [*lines, *(f"{name}: {with_flags(source)}" for name, source in forecast.sources())]
-
-
-def _examples(forecast: Forecast) -> list[str]:
-    """Tokens/s, time to first token and largest context that follow from the plan, and a pass in 4 bit."""
-    from offspec.tools.forecast import EXAMPLE_ACCEPTED, FOUR_BIT, GAIN_WIDTH, PROMPT_TOKENS
-
-    lines = [
-        "With a draft, tokens/s = tokens per pass (`offspec run --stats`) ÷ seconds per pass. For example,",
-        f"{EXAMPLE_ACCEPTED} tokens per pass of {GAIN_WIDTH} give {_three_digits(forecast.example_tokens_per_s)} "
-        "tokens/s, minus the time for drafting.",
-    ]
-    if forecast.example_tokens_per_s <= forecast.plain_tokens_per_s:
-        lines.append("That is not faster than plain decoding; `offspec bench` also measures smaller trees.")
-    if forecast.prompt_s is not None:
-        first = format_seconds(forecast.prompt_s)
-        lines.append(f"With a prompt of {PROMPT_TOKENS} tokens, the first token comes after {first}.")
-    lines.append(f"The largest context that fits with this KV cache is {forecast.max_context} tokens (--context).")
-    if forecast.four_bit is not None:
-        packed = forecast.four_bit
-        lines.append(
-            f"In 4 bit (--format {FOUR_BIT}) a pass of {GAIN_WIDTH} takes {_three_digits(packed.pass_s)} s instead of "
-            f"{_three_digits(forecast.tree_pass_s)} s: {packed.plan.tiers}."
-        )
-    return lines
+    sources = [f"{name}: {with_flags(source)}" for name, source in forecast.sources()]
+    return [*lines, "", *sources] if sources else lines
 
 
 def _three_digits(seconds: float) -> str:

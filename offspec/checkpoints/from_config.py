@@ -6,7 +6,7 @@ Each weight format computes its own sizes (`WeightFormat.sized`).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from offspec.loaders.checkpoint import DTYPE_BYTES, TensorInfo
@@ -15,31 +15,54 @@ from offspec.loaders.tiers import StoredLayer, StoredModel
 
 from ..model.block import layer_shapes
 from ..model.config import ModelConfig
+from .gguf_mixtures import MIXTURES, Mixture
+
+FormOf = Callable[[str, tuple[int, ...]], str]  # a weight's name in its layer and its shape → its form
 
 
 def stored_from_config(config: ModelConfig, form: str) -> StoredModel:
     """The weights of a model of this shape in the format `form` (of PLAN_FORMATS)."""
-    shared = _Layer(format_named(form).outside_layers or form, config.shared_shapes()).weights("")
+    if form in MIXTURES:
+        return _mixed(config, MIXTURES[form])
+    outside = format_named(form).outside_layers or form
+    shared = _Layer(lambda name, shape: outside, config.shared_shapes()).weights("")
     return StoredModel(layers_from_config(config, form), shared)
 
 
 def layers_from_config(config: ModelConfig, form: str) -> list[StoredLayer]:
-    """The layers alone, in one of PLAN_FORMATS or SHADOW_FORMATS."""
-    shapes = [layer_shapes(config, i) for i in range(config.num_layers)]
-    return [StoredLayer(_Layer(form, shapes[i]).weights(f"{config.layer_prefix}{i}.")) for i in range(len(shapes))]
+    """The layers alone, in a format with one form for all matrices: of PLAN_FORMATS or SHADOW_FORMATS."""
+    return _layers(config, lambda i: lambda name, shape: form)
+
+
+def _mixed(config: ModelConfig, mixture: Mixture) -> StoredModel:
+    """The weights as a GGUF file has them: in several types."""
+
+    def of_layer(layer: int | None) -> FormOf:
+        return lambda name, shape: mixture.type_of(config, name, shape, layer)
+
+    return StoredModel(_layers(config, of_layer), _Layer(of_layer(None), config.shared_shapes()).weights(""))
+
+
+def _layers(config: ModelConfig, form_in: Callable[[int], FormOf]) -> list[StoredLayer]:
+    return [
+        StoredLayer(_Layer(form_in(i), layer_shapes(config, i)).weights(f"{config.layer_prefix}{i}."))
+        for i in range(config.num_layers)
+    ]
 
 
 class _Layer:
     """Lays out weights one after another in an imaginary file."""
 
-    def __init__(self, form: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        self._form, self._shapes, self._end = form, shapes, 0
+    def __init__(self, form_of: FormOf, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        self._form_of, self._shapes, self._end = form_of, shapes, 0
 
     def weights(self, prefix: str) -> dict[str, StoredWeight]:
-        return {name: self._weight(prefix + name, shape) for name, shape in self._shapes.items()}
+        return {
+            name: self._weight(self._form_of(name, shape), prefix + name, shape) for name, shape in self._shapes.items()
+        }
 
-    def _weight(self, name: str, shape: tuple[int, ...]) -> StoredWeight:
-        weight = format_named(self._form).sized(self._form, name, shape, self._allocate)
+    def _weight(self, form: str, name: str, shape: tuple[int, ...]) -> StoredWeight:
+        weight = format_named(form).sized(form, name, shape, self._allocate)
         assert weight is not None, "each of PLAN_FORMATS implements `sized`"
         return weight
 

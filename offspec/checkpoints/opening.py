@@ -20,6 +20,7 @@ from offspec.loaders.gpu_support import card_fault, gpu_fault
 from offspec.loaders.hardware import Gpu
 from offspec.loaders.hub import resolve
 from offspec.loaders.kernels.compiler import instructions
+from offspec.loaders.params import GGUF_MIXTURES
 from offspec.loaders.tiers import StoredModel
 
 from .. import builtin
@@ -104,6 +105,9 @@ class ModelFiles:
         checkpoint = language_model(in_our_names(open_config(path)))
         notes += [Note(text) for text in checkpoint.notes]
         config, form = _config(path, checkpoint.config, None, notes), form or plan_form(checkpoint.config)
+        if form in GGUF_MIXTURES and isinstance(config, ForeignConfig):
+            what = f"{path}: GGUF files of model_type {config.model_type} are not supported"
+            raise UnsupportedModelError(f"{what}; plan for another `format`, such as nf4")
         stored = stored_from_config(config, form)
         notes.append(Note(f"sizes of {path.name} as {form}, from config.json alone ({why})"))
         return cls(checkpoint, config, stored, choose_dtype(dtype, path.name, config, stored, device_type, notes))

@@ -27,7 +27,7 @@ class Prospect:
 
     name: as `--draft` takes it. plan: None if the draft does not fit or cannot be used, and `why_not` says why.
     draft_bytes: memory that it needs. greedy, sampled: the fastest drafting at temperature 0 and 1. source: where the
-    tokens per pass come from.
+    tokens per pass come from. range_source: where their range comes from; "" without one.
     """
 
     name: str
@@ -37,6 +37,7 @@ class Prospect:
     greedy: Drafting | None = None
     sampled: Drafting | None = None
     source: str = ""
+    range_source: str = ""
 
     @property
     def tokens_per_s(self) -> float:
@@ -53,6 +54,7 @@ class Prospect:
             "greedy": vars(self.greedy),
             "sampled": vars(self.sampled),
             "source": self.source,
+            "range_source": self.range_source,
         }
 
 
@@ -118,9 +120,10 @@ class Scales:
             return Prospect(name, why_not=str(exc))
         guessing = opened.guessing(plan.placement)
         greedy, sampled = (predict_drafting(plan, guessing, rates_of, greedy=greedy) for greedy in (True, False))
-        source = guessing.acceptance.source if guessing.acceptance else ""
         taken = _item_bytes(plan) - _item_bytes(self.plan_with(self.open(NO_DRAFT, [])))
-        return Prospect(name, plan, "", taken, greedy, sampled, source)
+        acceptance = guessing.acceptance
+        sources = (acceptance.source, acceptance.spread.source) if acceptance else ("", "")
+        return Prospect(name, plan, "", taken, greedy, sampled, *sources)
 
 
 @dataclass(frozen=True)

@@ -35,27 +35,43 @@ RatesOf = Callable[[ModelFiles], Rates]  # rates of products with a model's matr
 
 
 @dataclass(frozen=True)
+class Spread:
+    """How far tokens per pass of single prompts lie from the figure for all of them, as shares of it.
+
+    source: where this was measured; "" if nothing is known about it.
+    """
+
+    least: float = 1.0
+    most: float = 1.0
+    source: str = ""
+
+
+@dataclass(frozen=True)
 class Acceptance:
     """How many tokens a pass brings with a kind of draft.
 
     greedy, sampled (temperature 1): nodes of the tree → tokens per pass with MAX_ROUNDS rounds. source: where these
-    figures were measured.
+    figures were measured. spread: of prompts around them.
     """
 
     greedy: Mapping[int, float]
     sampled: Mapping[int, float]
     source: str
+    spread: Spread = Spread()
 
-    def tokens(self, num_nodes: int, num_rounds: int, *, greedy: bool, share: float = 1.0) -> float:
+    def tokens(
+        self, num_nodes: int, num_rounds: int, *, greedy: bool, share: float = 1.0, factor: float = 1.0
+    ) -> float:
         """Expected tokens per pass of a tree of `num_nodes` nodes after `num_rounds` rounds.
 
         A path is at most num_rounds + 1 tokens long, and on average as long as the draft guesses right: a smooth
-        minimum of both. Wrong guesses are as frequent as approximated layers (`share`).
+        minimum of both. Wrong guesses are as frequent as approximated layers (`share`). factor: of the measured tokens,
+        within the spread.
         """
-        measured = _interpolated(self.greedy if greedy else self.sampled, num_nodes)
-        longest = _without(measured, MAX_ROUNDS + 1)
+        measured = factor * _interpolated(self.greedy if greedy else self.sampled, num_nodes)
+        longest = _without(max(1.0, min(measured, MAX_ROUNDS)), MAX_ROUNDS + 1)
         longest = 1 + (longest - 1) / share if share else math.inf
-        return _smooth_minimum(num_rounds + 1, longest)
+        return max(1.0, _smooth_minimum(num_rounds + 1, longest))
 
 
 def _interpolated(measured: Mapping[int, float], num_nodes: int) -> float:
@@ -99,7 +115,8 @@ class Drafting:
     """A prediction: the tree and the rounds that bring the most tokens/s, and their seconds.
 
     num_nodes: of each text's tree. num_rounds: all rounds of a pass, those during the previous pass included.
-    tokens_per_pass, tokens_per_s: of all texts together.
+    tokens_per_pass, tokens_per_s: of all texts together. least, most: of these two with this tree and these rounds,
+    over the spread of prompts. Tokens/s are at least those of plain decoding, to which a text falls back.
     """
 
     num_nodes: int
@@ -108,6 +125,46 @@ class Drafting:
     pass_s: float
     tokens_per_pass: float
     tokens_per_s: float
+    least_tokens_per_pass: float
+    most_tokens_per_pass: float
+    least_tokens_per_s: float
+    most_tokens_per_s: float
+
+
+@dataclass(frozen=True)
+class _Tree:
+    """A tree and its rounds, for `num_texts` texts that share passes."""
+
+    guessing: Guessing
+    num_nodes: int
+    num_rounds: int
+    round_s: float
+    pass_s: float
+    greedy: bool
+    num_texts: int
+
+    def tokens(self, factor: float = 1.0) -> float:
+        """Tokens per pass of one text. factor: within the spread of prompts."""
+        guessing = self.guessing
+        assert guessing.acceptance is not None
+        return guessing.acceptance.tokens(
+            self.num_nodes, self.num_rounds, greedy=self.greedy, share=guessing.share, factor=factor
+        )
+
+    def tokens_per_s(self, factor: float = 1.0) -> float:
+        """Of all texts together."""
+        tokens = self.tokens(factor)
+        spared = (tokens / (self.num_rounds + 1)) ** SPARED_POWER if self.guessing.overlaps else 0.0
+        seconds = self.pass_s + max(0.0, self.num_rounds * self.round_s - spared * self.pass_s)
+        return self.num_texts * tokens / seconds
+
+    def drafting(self, plain_tokens_per_s: float) -> Drafting:
+        assert self.guessing.acceptance is not None
+        spread = self.guessing.acceptance.spread
+        least, usual, most = (self.num_texts * self.tokens(factor) for factor in (spread.least, 1.0, spread.most))
+        slowest, rate, fastest = (self.tokens_per_s(factor) for factor in (spread.least, 1.0, spread.most))
+        tree = (self.num_nodes, self.num_rounds, self.round_s, self.pass_s)
+        return Drafting(*tree, usual, rate, least, most, max(slowest, plain_tokens_per_s), fastest)
 
 
 def predict_drafting(
@@ -119,20 +176,18 @@ def predict_drafting(
     """
     rates, acceptance = rates_of(plan.demand.target), guessing.acceptance
     plain_s = plan.predict_pass_s(rates, num_texts)
-    plain = Drafting(0, 0, 0.0, plain_s, float(num_texts), num_texts / plain_s)
+    plain_rate, tokens = num_texts / plain_s, float(num_texts)
+    plain = Drafting(0, 0, 0.0, plain_s, tokens, plain_rate, tokens, tokens, plain_rate, plain_rate)
     if acceptance is None:
         return plain
-    found = [plain]
+    trees = list[_Tree]()
     for num_nodes in _sizes(acceptance, plan.tree, num_texts):
         pass_s = plan.predict_pass_s(rates, num_texts * (1 + num_nodes))
         one_s = round_s(plan, guessing, rates_of, rows_of_round(num_nodes), num_texts)
-        for num_rounds in range(1, MAX_ROUNDS + 1) if one_s else (MAX_ROUNDS,):
-            tokens = acceptance.tokens(num_nodes, num_rounds, greedy=greedy, share=guessing.share)
-            spared_s = (tokens / (num_rounds + 1)) ** SPARED_POWER * pass_s if guessing.overlaps else 0.0
-            seconds = pass_s + max(0.0, num_rounds * one_s - spared_s)
-            together = num_texts * tokens
-            found.append(Drafting(num_nodes, num_rounds, one_s, pass_s, together, together / seconds))
-    return max(found, key=lambda drafting: drafting.tokens_per_s)
+        numbers = range(1, MAX_ROUNDS + 1) if one_s else (MAX_ROUNDS,)
+        trees += [_Tree(guessing, num_nodes, number, one_s, pass_s, greedy, num_texts) for number in numbers]
+    best = max(trees, key=_Tree.tokens_per_s, default=None)
+    return plain if best is None or best.tokens_per_s() <= plain_rate else best.drafting(plain_rate)
 
 
 def _sizes(acceptance: Acceptance, tree: int, num_texts: int) -> list[int]:

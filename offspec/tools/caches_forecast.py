@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from offspec.loaders.hardware import Rates
 
+from ..checkpoints.opening import DTYPES
 from ..errors import MemoryLimitError
 from ..model.kv_formats import KV_FORMATS
 from ..planning.plan import Plan
@@ -16,11 +17,13 @@ from ..planning.plan import Plan
 class CacheProspect:
     """A plan with a format of the target's KV entries; without one if it does not fit in memory.
 
-    token_bytes: of one token's entries in all layers. context_bytes: of the context's. short_s, full_s: of the
-    forecast's pass, behind a short text and behind one as long as the context.
+    stored_as: the dtype of the entries, or their bits. token_bytes: of one token's entries in all layers.
+    context_bytes: of the context's. short_s, full_s: of the forecast's pass, behind a short text and behind one as
+    long as the context.
     """
 
     name: str
+    stored_as: str
     token_bytes: int
     context_bytes: int
     plan: Plan | None = None
@@ -35,6 +38,7 @@ class CacheProspect:
     def as_dict(self) -> dict[str, Any]:
         return {
             "kv_cache": self.name,
+            "stored_as": self.stored_as,
             "token_bytes": self.token_bytes,
             "context_bytes": self.context_bytes,
             "num_resident_layers": None if self.plan is None else len(self.plan.placement.resident),
@@ -51,12 +55,13 @@ def predict_caches(plan: Plan, rates: Rates, width: int) -> list[CacheProspect]:
 
 def _predict(plan: Plan, rates: Rates, width: int, name: str) -> CacheProspect:
     kv = KV_FORMATS[name]
+    target = plan.demand.target.with_kv(kv)
+    dtype = next(dtype for dtype, found in DTYPES.items() if found == target.dtype)
+    stored_as = dtype if kv.is_plain else f"{name} bit"
+    prospect = CacheProspect(name, stored_as, target.kv_bytes(1), target.kv_bytes(plan.context))
     try:
         found = plan if kv == plan.demand.target.kv else plan.with_kv(kv)
     except MemoryLimitError:
-        target = plan.demand.target.with_kv(kv)
-        return CacheProspect(name, target.kv_bytes(1), target.kv_bytes(plan.context))
-    target = found.demand.target
-    each, whole = target.kv_bytes(1), target.kv_bytes(plan.context)
-    seconds = (found.predict_pass_s(rates, width, num_tokens) for num_tokens in (0, plan.context))
-    return CacheProspect(name, each, whole, found, *seconds)
+        return prospect
+    short_s, full_s = (found.predict_pass_s(rates, width, num_tokens) for num_tokens in (0, plan.context))
+    return replace(prospect, plan=found, short_s=short_s, full_s=full_s)

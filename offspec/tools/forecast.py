@@ -19,63 +19,34 @@ from offspec.loaders.params import LOSSLESS_FORMAT
 from offspec.loaders.units import format_count, format_quantity, format_size
 
 from .. import builtin
-from ..checkpoints.opening import DTYPES, ModelFiles, Note, choose_device, dtype_on, locate
+from ..checkpoints.opening import ModelFiles, Note, choose_device, dtype_on, locate
 from ..drafts.base import OpenRequest
-from ..drafts.weighing import Prospect, Scales, by_rate
-from ..errors import OffspecError, UsageError
+from ..drafts.weighing import NO_DRAFT, Prospect, Scales, by_rate
+from ..errors import UsageError
 from ..loading import LoadOptions
 from ..planning.parked_texts import ParkedTexts
 from ..planning.plan import Plan, with_faster_residents
 from ..planning.probe import ProductRates, planner_here, ram_beside_program
 from ..planning.report import explain_packing, explain_plan, tell_tiers
 from .caches_forecast import CacheProspect, predict_caches
+from .improvements import GAIN_WIDTH, FourBit, Gain, Improvement, Improvements, best_improvement
 from .texts_forecast import NUMBERS, TextsProspect, predict_texts
 
-GAIN_STEP_BYTES, MAX_GAIN_STEPS = 8 * 2**30, 4
-GAIN_WIDTH = 64  # rows of the pass that gains are predicted for
-EXAMPLE_ACCEPTED = 8  # accepted tokens of such a pass, in the example
 PROMPT_TOKENS = 2000  # the prompt's length in the prediction of the time to first token
-FOUR_BIT = "nf4"  # the default format of `offspec quantize`
-
-
-@dataclass(frozen=True)
-class Gain:
-    """The effect of `more_bytes` more of one kind of memory: the new plan, and the seconds of its pass."""
-
-    memory: str
-    more_bytes: int
-    plan: Plan
-    pass_s: float
-
-    def as_dict(self) -> dict[str, Any]:
-        p = self.plan.placement
-        layers = {"resident": len(p.resident), "in_ram": len(p.in_ram), "on_disk": len(p.on_disk)}
-        return {"memory": self.memory, "more_bytes": self.more_bytes, "num_layers": layers, "pass_s": self.pass_s}
-
-
-@dataclass(frozen=True)
-class FourBit:
-    """The same model in FOUR_BIT: the plan, and the seconds of a pass of GAIN_WIDTH rows."""
-
-    plan: Plan
-    pass_s: float
-
-    def as_dict(self) -> dict[str, Any]:
-        return {"format": FOUR_BIT, "stream_bytes_per_pass": self.plan.stream_bytes, "pass_s": self.pass_s}
 
 
 @dataclass(frozen=True)
 class Forecast:
     """A plan, predicted seconds of a pass at some widths (rows → seconds), and possible improvements.
 
-    model: the name as given; title: its size and format. gains: more VRAM, then more RAM, in steps of GAIN_STEP_BYTES,
-    as long as a step changes the placement. four_bit: the same model in that format; None if nothing is streamed, or
-    it has 4 bits already. max_context: the largest context that fits, in tokens. prospects: what drafts would bring, as
-    asked for and then others; empty if one draft was asked for and nothing is streamed. draft: the one of `plan`, the
-    fastest of those that were asked for. texts: what several texts that share passes would bring with it.
+    model: the name as given; title: its size and format. gains, four_bit: as `Improvements` predicts them.
+    max_context: the largest context that fits, in tokens. prospects: what drafts would bring, as asked for and then
+    others. planned: the one of `plan`, the fastest of those that were asked for. texts: what several texts that share
+    passes would bring with it.
     parked_bytes: RAM in which a server keeps the KV caches of earlier conversations by default; 0 if they are planned.
     caches: what the formats of the KV cache would bring. entries_in_ram_from: the shortest context for which KV entries
-    are in RAM although a GPU computes; None if there is none.
+    are in RAM although a GPU computes; None if there is none. busy: why the measured rates are too low; "" if they are
+    not.
     """
 
     model: str
@@ -88,12 +59,18 @@ class Forecast:
     gains: list[Gain]
     four_bit: FourBit | None
     max_context: int
-    draft: str
+    planned: Prospect
     prospects: list[Prospect]
     texts: list[TextsProspect]
     parked_bytes: int
     caches: list[CacheProspect]
     entries_in_ram_from: int | None
+    busy: str
+
+    @property
+    def improvement(self) -> Improvement | None:
+        """The one change that brings the most."""
+        return best_improvement(self.planned, self.prospects, self.gains, self.four_bit)
 
     @property
     def tree_pass_s(self) -> float:
@@ -101,14 +78,10 @@ class Forecast:
         return self.plan.predict_pass_s(self.rates, GAIN_WIDTH)
 
     @property
-    def example_tokens_per_s(self) -> float:
-        """Tokens/s with EXAMPLE_ACCEPTED accepted tokens per pass, without the time of drafting."""
-        return EXAMPLE_ACCEPTED / self.tree_pass_s
-
-    @property
     def plain_tokens_per_s(self) -> float:
-        """Tokens/s of plain decoding."""
-        return 1 / self.plan.predict_pass_s(self.rates, 1)
+        """Tokens/s of plain decoding: without the memory of a draft, if that was predicted, too."""
+        without = next((each.tokens_per_s for each in self.prospects if each.name == NO_DRAFT), 0.0)
+        return without or 1 / self.plan.predict_pass_s(self.rates, 1)
 
     @property
     def prompt_s(self) -> float | None:
@@ -171,7 +144,10 @@ class Forecast:
             "four_bit": self.four_bit and self.four_bit.as_dict(),
             "gain_pass_tokens": GAIN_WIDTH,
             "gains": [gain.as_dict() for gain in self.gains],
-            "draft": self.draft,
+            "draft": self.planned.name,
+            "plain_tokens_per_s": self.plain_tokens_per_s,
+            "improvement": self.improvement and vars(self.improvement),
+            "busy": self.busy or None,
             "drafts": [prospect.as_dict() for prospect in self.prospects],
             "texts": [found.as_dict() for found in self.texts],
             "parked_bytes": self.parked_bytes,
@@ -228,12 +204,15 @@ def make_forecast(
     scales = Scales(options.model, request, lambda draft: place([draft, *kept]))
     names = scales.names(drafts or (options.draft,))
     first = scales.first_plan(names)
+    busy = machine.busy()  # before the measurements, which are work, too
     rates = machine.measure(request.target, first, widths, progress)
     rates_of = ProductRates(request.target, rates, machine.device_type)
     prospects = scales.compare(names, rates_of, first)
     chosen = by_rate(prospects[: len(names)])[0]
     plan = with_faster_residents(chosen.plan or first, rates)
-    notes += [*explain_plan(plan), *explain_packing(plan), *machine.notes()]
+    notes += [*explain_plan(plan), *explain_packing(plan)]
+    draft = scales.open(chosen.name, [])
+    improvements = Improvements(plan, draft, rates, rates_of)
     return Forecast(
         options.model,
         _title(request.target, assumed.form, plan),
@@ -242,15 +221,16 @@ def make_forecast(
         rates,
         {w: plan.predict_pass_s(rates, w) for w in widths},
         notes,
-        _gains(plan, rates),
-        _four_bit(plan, rates),
+        improvements.gains(),
+        improvements.four_bit(),
         plan.largest_context(),
-        chosen.name,
+        chosen,
         prospects,
-        predict_texts(plan, scales.open(chosen.name, []), rates_of, sorted({*NUMBERS, options.texts})),
+        predict_texts(plan, draft, rates_of, sorted({*NUMBERS, options.texts})),
         0 if kept else max(0, ParkedTexts(None, free_bytes).most_bytes(plan.demand.target, plan.room)),
         predict_caches(plan, rates, GAIN_WIDTH),
         plan.first_context_with_entries_in_ram(),
+        busy,
     )
 
 
@@ -296,12 +276,11 @@ class Machine:
             )
         return rates if self.disk_bytes_per_s is None else _with_disk(rates, self.disk_bytes_per_s, "given")
 
-    def notes(self) -> list[Note]:
-        """A note if this machine is too busy to be measured."""
+    def busy(self) -> str:
+        """Why rates that are measured now are too low; "" if they are not, or if they come from a data sheet."""
         if self.known is not None or (load := psutil.getloadavg()[0]) <= self.hardware.num_cores:
-            return []
-        busy = f"this machine is busy: {load:.1f} processes share {self.hardware.num_cores} cores"
-        return [Note(f"{busy}, so the measured rates are too low", advice=True)]
+            return ""
+        return f"this machine is busy: {load:.1f} processes share {self.hardware.num_cores} cores"
 
 
 def _card_rates(card: KnownGpu, target: ModelFiles) -> Rates:
@@ -315,21 +294,6 @@ def _card_rates(card: KnownGpu, target: ModelFiles) -> Rates:
 
 def _with_disk(rates: Rates, bytes_per_s: float, source: str) -> Rates:
     return replace(rates, disk_bytes_per_s=bytes_per_s, sources={**rates.sources, "disk_bytes_per_s": source})
-
-
-def _four_bit(plan: Plan, rates: Rates) -> FourBit | None:
-    """The same model in 4 bit, in the same memory."""
-    target = plan.demand.target
-    if target.packed_form not in (None, LOSSLESS_FORMAT) or not plan.placement.streamed:
-        return None
-    dtype = next(name for name, found in DTYPES.items() if found == target.dtype)
-    device_type = "cpu" if plan.placement.limits.device is None else "cuda"
-    try:
-        packed = ModelFiles.from_config(target.checkpoint.path, FOUR_BIT, dtype, device_type, [])
-        found = plan.with_target(packed)
-    except OffspecError:  # the format does not support this shape
-        return None
-    return FourBit(found, found.predict_pass_s(rates, GAIN_WIDTH))
 
 
 def _open_to_plan(options: LoadOptions, form: str | None, device_type: str, notes: list[Note]) -> OpenRequest:
@@ -357,20 +321,3 @@ def _title(target: ModelFiles, form: str | None, plan: Plan) -> str:
     )
     path = target.checkpoint.path
     return f"{'builtin' if path == builtin.path('target') else path.name}: {', '.join(parts)}"
-
-
-def _gains(plan: Plan, rates: Rates) -> list[Gain]:
-    gains = list[Gain]()
-    for memory in ("RAM",) if plan.placement.limits.device is None else ("VRAM", "RAM"):
-        before = plan
-        for step in range(1, MAX_GAIN_STEPS + 1):
-            more = step * GAIN_STEP_BYTES
-            after = plan.with_more(**{memory.lower(): more})
-            if (
-                after.placement.resident == before.placement.resident
-                and after.placement.in_ram == before.placement.in_ram
-            ):
-                break
-            gains.append(Gain(memory, more, after, after.predict_pass_s(rates, GAIN_WIDTH)))
-            before = after
-    return gains

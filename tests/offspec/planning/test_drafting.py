@@ -16,7 +16,15 @@ from offspec.drafts.acceptance import SHADOWS, SMALL_MODEL
 from offspec.loaders.hardware import Rates
 from offspec.loaders.params import SHADOW_FORMATS
 from offspec.loaders.placement import Limits
-from offspec.planning.drafting import CAPTURED_LAYER_S, MAX_ROUNDS, Acceptance, Guessing, predict_drafting, round_s
+from offspec.planning.drafting import (
+    CAPTURED_LAYER_S,
+    MAX_ROUNDS,
+    Acceptance,
+    Guessing,
+    Spread,
+    predict_drafting,
+    round_s,
+)
 from offspec.planning.memory import MemoryOptions
 from offspec.planning.plan import Plan, make_plan
 
@@ -95,6 +103,44 @@ def test_slower_rounds_are_fewer_and_overlap_hides_some(plan: Plan, draft: Model
     assert last.tokens_per_s == pytest.approx(last.tokens_per_pass / (last.pass_s + last.num_rounds * last.round_s))
     sampled = predict_drafting(plan, quick, rates_of, greedy=False)
     assert sampled.tokens_per_s < found[0].tokens_per_s
+
+
+@pytest.mark.parametrize("num_texts", [1, 4])
+@pytest.mark.parametrize("greedy", [True, False])
+def test_the_range_is_that_of_prompts(plan: Plan, draft: ModelFiles, greedy: bool, num_texts: int) -> None:
+    """With the tree and the rounds that are the best for the usual prompt."""
+    usual = Acceptance({64: 10.0}, {64: 6.0}, "this test")
+    spread = replace(usual, spread=Spread(0.5, 1.5, "here"))
+    found, alone = (
+        predict_drafting(plan, Guessing(((draft, 8),), given), rates_of, greedy=greedy, num_texts=num_texts)
+        for given in (spread, usual)
+    )
+    assert (found.num_nodes, found.num_rounds, found.tokens_per_s) == (
+        *(alone.num_nodes, alone.num_rounds),
+        alone.tokens_per_s,
+    )
+    assert alone.least_tokens_per_pass == alone.tokens_per_pass == alone.most_tokens_per_pass
+    assert alone.least_tokens_per_s == alone.tokens_per_s == alone.most_tokens_per_s
+    assert found.least_tokens_per_pass < found.tokens_per_pass < found.most_tokens_per_pass
+    assert found.least_tokens_per_s < found.tokens_per_s < found.most_tokens_per_s
+
+
+def test_a_factor_is_of_the_measured_tokens() -> None:
+    usual, poor, good = (Acceptance({64: tokens}, {64: tokens}, "this test") for tokens in (10.0, 5.0, 15.0))
+    for other, factor in ((poor, 0.5), (good, 1.5), (usual, 1.0)):
+        expected = other.tokens(64, 20, greedy=True)
+        assert usual.tokens(64, 20, greedy=True, factor=factor) == pytest.approx(expected)
+    assert usual.tokens(64, 20, greedy=True, factor=0.01) == 1
+    assert usual.tokens(64, MAX_ROUNDS, greedy=True, factor=100) == pytest.approx(MAX_ROUNDS)
+
+
+def test_the_slowest_prompt_is_decoded_plainly_at_worst(plan: Plan, draft: ModelFiles) -> None:
+    poor = Acceptance({64: 1.2}, {64: 1.2}, "this test", Spread(0.1, 90.0, "here"))
+    found = predict_drafting(plan, Guessing(((draft, 8),), poor, overlaps=False), rates_of, greedy=True)
+    assert found.num_nodes > 0
+    assert found.least_tokens_per_s == pytest.approx(1 / plan.predict_pass_s(RATES, 1))
+    assert found.least_tokens_per_pass == 1
+    assert found.most_tokens_per_pass <= found.num_rounds + 1
 
 
 def test_what_a_draft_cannot_speed_up_is_decoded_plainly(plan: Plan, target: ModelFiles) -> None:

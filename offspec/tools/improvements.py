@@ -1,0 +1,162 @@
+"""Predicts what would make a planned model faster: more memory, 4 bit, another draft; and which one helps most."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from offspec.loaders.hardware import Rates
+from offspec.loaders.params import LOSSLESS_FORMAT
+
+from ..checkpoints.opening import DTYPES, ModelFiles
+from ..drafts.base import OpenedDraft
+from ..drafts.weighing import Prospect
+from ..errors import OffspecError
+from ..planning.drafting import RatesOf, predict_drafting
+from ..planning.plan import Plan
+
+GAIN_STEP_BYTES, MAX_GAIN_STEPS = 8 * 2**30, 4
+GAIN_WIDTH = 64  # rows of the pass that gains are predicted for
+FOUR_BIT = "nf4"  # the default format of `offspec quantize`
+LEAST_TIMES_AS_FAST = 1.1  # by a change that is worth advising
+TIMES_WITHOUT_BUYING = 1.5  # by a change that is advised although more memory would bring more
+
+
+@dataclass(frozen=True)
+class Gain:
+    """The effect of `more_bytes` more of one kind of memory: the new plan, and the seconds of its pass.
+
+    tokens_per_s: with the planned draft, at temperature 0.
+    """
+
+    memory: str
+    more_bytes: int
+    plan: Plan
+    pass_s: float
+    tokens_per_s: float
+
+    def as_dict(self) -> dict[str, Any]:
+        p = self.plan.placement
+        layers = {"resident": len(p.resident), "in_ram": len(p.in_ram), "on_disk": len(p.on_disk)}
+        return {
+            "memory": self.memory,
+            "more_bytes": self.more_bytes,
+            "num_layers": layers,
+            "pass_s": self.pass_s,
+            "tokens_per_s": self.tokens_per_s,
+        }
+
+
+@dataclass(frozen=True)
+class FourBit:
+    """The same model in FOUR_BIT: the plan, the seconds of a pass of GAIN_WIDTH rows, and tokens/s as in `Gain`."""
+
+    plan: Plan
+    pass_s: float
+    tokens_per_s: float
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "format": FOUR_BIT,
+            "stream_bytes_per_pass": self.plan.stream_bytes,
+            "pass_s": self.pass_s,
+            "tokens_per_s": self.tokens_per_s,
+        }
+
+
+@dataclass(frozen=True)
+class Improvement:
+    """One change. kind: "draft", "format", "RAM" or "VRAM". value: the draft, the format, or the bytes of more memory.
+
+    tokens_per_s: at temperature 0. times: as many as without the change.
+    """
+
+    kind: str
+    value: str | int
+    tokens_per_s: float
+    times: float
+
+
+@dataclass(frozen=True)
+class Improvements:
+    """Predictions for changes of `plan`. draft: the planned one. rates: of the target's products, as it is planned."""
+
+    plan: Plan
+    draft: OpenedDraft
+    rates: Rates
+    rates_of: RatesOf
+
+    def gains(self) -> list[Gain]:
+        """More VRAM, then more RAM, in steps of GAIN_STEP_BYTES, as long as a step changes the placement."""
+        found = list[Gain]()
+        for memory in ("RAM",) if self.plan.placement.limits.device is None else ("VRAM", "RAM"):
+            before = self.plan
+            for step in range(1, MAX_GAIN_STEPS + 1):
+                more = step * GAIN_STEP_BYTES
+                after = self.plan.with_more(**{memory.lower(): more})
+                if (
+                    after.placement.resident == before.placement.resident
+                    and after.placement.in_ram == before.placement.in_ram
+                ):
+                    break
+                found.append(Gain(memory, more, after, self._pass_s(after), self._tokens_per_s(after)))
+                before = after
+        return found
+
+    def four_bit(self) -> FourBit | None:
+        """The same model in 4 bit, in the same memory; None if nothing is streamed, or it is quantised already."""
+        target = self.plan.demand.target
+        if target.packed_form not in (None, LOSSLESS_FORMAT) or not self.plan.placement.streamed:
+            return None
+        dtype = next(name for name, found in DTYPES.items() if found == target.dtype)
+        device_type = "cpu" if self.plan.placement.limits.device is None else "cuda"
+        try:
+            packed = ModelFiles.from_config(target.checkpoint.path, FOUR_BIT, dtype, device_type, [])
+            found = self.plan.with_target(packed)
+        except OffspecError:  # the format does not support this shape
+            return None
+        return FourBit(found, self._pass_s(found), self._tokens_per_s(found))
+
+    def _pass_s(self, plan: Plan) -> float:
+        return plan.predict_pass_s(self.rates, GAIN_WIDTH)
+
+    def _tokens_per_s(self, plan: Plan) -> float:
+        """With the planned draft, at temperature 0. A target in another format has the rates of the planned one."""
+
+        def rates_of(model: ModelFiles) -> Rates:
+            return self.rates if model is plan.demand.target else self.rates_of(model)
+
+        return predict_drafting(plan, self.draft.guessing(plan.placement), rates_of, greedy=True).tokens_per_s
+
+
+def best_improvement(
+    planned: Prospect, prospects: Sequence[Prospect], gains: Sequence[Gain], four_bit: FourBit | None
+) -> Improvement | None:
+    """The change to advise; None if no change brings LEAST_TIMES_AS_FAST times as many tokens/s.
+
+    It is the draft or the format with the most tokens/s, which cost nothing, if it brings TIMES_WITHOUT_BUYING times as
+    many; otherwise the change with the most tokens/s. Of more memory of a kind, the amount counts that brings the most
+    tokens/s per byte.
+    """
+    now = planned.tokens_per_s
+
+    def change(kind: str, value: str | int, rate: float) -> Improvement:
+        return Improvement(kind, value, rate, rate / now)
+
+    free = [change("draft", each.name, each.tokens_per_s) for each in prospects]
+    if four_bit is not None:
+        free.append(change("format", FOUR_BIT, four_bit.tokens_per_s))
+    bought = list[Improvement]()
+    for memory in dict.fromkeys(gain.memory for gain in gains):
+        steps = [gain for gain in gains if gain.memory == memory]
+        step = max(steps, key=lambda gain: (gain.tokens_per_s - now) / gain.more_bytes)
+        bought.append(change(memory, step.more_bytes, step.tokens_per_s))
+    best = max(free, key=_times)
+    if best.times < TIMES_WITHOUT_BUYING:
+        best = max((best, *bought), key=_times)
+    return best if best.times >= LEAST_TIMES_AS_FAST else None
+
+
+def _times(change: Improvement) -> float:
+    return change.times

@@ -1,0 +1,115 @@
+"""Plans for llama.cpp's mixtures have the sizes of published files."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from offspec.checkpoints.gguf_mixtures import MIXTURES
+from offspec.checkpoints.opening import ModelFiles
+from offspec.errors import UnsupportedModelError
+from offspec.loaders.params import GGUF_MIXTURES
+
+from ...refusals import refused
+
+LLAMA_8B = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "num_hidden_layers": 32,
+    "vocab_size": 128256,
+    "max_position_embeddings": 8192,
+}
+LLAMA_70B = LLAMA_8B | {
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_attention_heads": 64,
+    "num_hidden_layers": 80,
+}
+QWEN_05B = {
+    "model_type": "qwen2",
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 24,
+    "vocab_size": 151936,
+    "max_position_embeddings": 32768,
+}
+
+
+def planned(folder: Path, config: dict[str, Any], form: str) -> ModelFiles:
+    (folder / "config.json").write_text(json.dumps(config))
+    return ModelFiles.from_config(folder, form, "auto", "cuda", [])
+
+
+def types_of(files: ModelFiles) -> dict[str, str]:
+    return {name: weight.dtype for name, weight in files.stored.by_name.items()}
+
+
+def nbytes(files: ModelFiles) -> int:
+    return sum(info.nbytes for weight in files.stored.by_name.values() for info in weight.streamed)
+
+
+def test_each_name_has_a_mixture() -> None:
+    assert tuple(MIXTURES) == GGUF_MIXTURES
+
+
+@pytest.mark.parametrize(
+    ("form", "gigabytes"),
+    [
+        *(("q2_k", 3.18), ("q3_k_s", 3.66), ("q3_k_m", 4.02), ("q3_k_l", 4.32), ("q4_k_s", 4.69), ("q4_k_m", 4.92)),
+        *(("q4_0", 4.66), ("q5_k_s", 5.60), ("q5_k_m", 5.73), ("q6_k", 6.60), ("q8_0", 8.54)),
+    ],
+)
+def test_files_of_llama_3_8b_are_as_large_as_published(tmp_path: Path, form: str, gigabytes: float) -> None:
+    """The sizes of bartowski's and lmstudio-community's files, which have tokenizers of 8 MB in addition."""
+    assert nbytes(planned(tmp_path, LLAMA_8B, form)) / 1e9 == pytest.approx(gigabytes, rel=5e-3)
+
+
+def test_a_file_of_llama_3_1_70b_is_as_large_as_published(tmp_path: Path) -> None:
+    files = planned(tmp_path, LLAMA_70B, "q4_k_m")
+    assert nbytes(files) / 1e9 == pytest.approx(42.52, rel=5e-3)
+    assert Counter(types_of(files)[f"model.layers.{i}.self_attn.v_proj.weight"] for i in range(80)) == {
+        "Q6_K": 40,
+        "Q5_K": 40,
+    }
+
+
+def test_rows_that_are_no_whole_blocks_have_smaller_ones(tmp_path: Path) -> None:
+    """The types of Qwen2.5-Coder-0.5B-Instruct.Q4_K_M.gguf, whose head is a tensor of its own."""
+    types = types_of(planned(tmp_path, QWEN_05B | {"tie_word_embeddings": False}, "q4_k_m"))
+    assert (types["lm_head.weight"], types["model.embed_tokens.weight"]) == ("Q8_0", "Q5_0")
+    first = {name.removeprefix("model.layers.0."): kind for name, kind in types.items() if ".layers.0." in name}
+    assert first["self_attn.v_proj.weight"] == "Q8_0"
+    assert first["mlp.down_proj.weight"] == "Q6_K"
+    assert {first[f"self_attn.{name}_proj.weight"] for name in "qko"} == {"Q5_0"}
+    assert {first["self_attn.q_proj.bias"], first["input_layernorm.weight"]} == {"F32"}
+    downs = Counter(types[f"model.layers.{i}.mlp.down_proj.weight"] for i in range(24))
+    assert downs == {"Q6_K": 12, "Q4_K": 12}
+
+
+def test_a_tied_embedding_has_the_heads_type(tmp_path: Path) -> None:
+    tied = {"tie_word_embeddings": True}
+    for form, kind in (("q4_k_m", "Q6_K"), ("q8_0", "Q8_0")):
+        files = planned(tmp_path, LLAMA_8B | tied, form)
+        assert "lm_head.weight" not in files.stored.shared
+        assert files.stored.shared["model.embed_tokens.weight"].dtype == kind
+
+
+def test_rows_of_no_block_at_all_are_plain(tmp_path: Path) -> None:
+    types = types_of(planned(tmp_path, QWEN_05B | {"intermediate_size": 4868}, "q4_0"))
+    assert types["model.layers.0.mlp.down_proj.weight"] == "F16"
+    assert types["model.layers.0.mlp.up_proj.weight"] == "Q4_0"
+
+
+def test_models_that_gguf_files_cannot_have_here_are_refused(tmp_path: Path) -> None:
+    experts = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+    with refused(UnsupportedModelError, "mixtral", "`format`", "nf4"):
+        planned(tmp_path, LLAMA_8B | experts | {"num_hidden_layers": 1}, "q4_k_m")

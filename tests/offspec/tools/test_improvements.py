@@ -1,0 +1,100 @@
+"""Of all changes that would make a model faster, the one that brings the most is advised."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from offspec.checkpoints.opening import ModelFiles
+from offspec.drafts.weighing import Prospect
+from offspec.drafts.without_model import LookupDraft
+from offspec.loaders.hardware import Rates
+from offspec.loaders.placement import Limits
+from offspec.planning.drafting import Guessing, predict_drafting
+from offspec.planning.memory import MemoryOptions
+from offspec.planning.plan import Plan, make_plan
+from offspec.tools.improvements import FourBit, Gain, Improvement, Improvements, best_improvement
+
+GIB = 2**30
+SHAPE = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "num_hidden_layers": 32,
+    "vocab_size": 128256,
+    "max_position_embeddings": 8192,
+    "torch_dtype": "bfloat16",
+}
+RATES = Rates(host_to_device_bytes_per_s=25e9, disk_bytes_per_s=5e9, matmul_flops={1: 4e11, 256: 1e14})
+
+
+def plan_of(folder: Path, vram: int, form: str | None = None) -> Plan:
+    (folder / "config.json").write_text(json.dumps(SHAPE))
+    target = ModelFiles.from_config(folder, form, "auto", "cuda", [])
+    return make_plan(target, [], Limits(vram, 64 * GIB), MemoryOptions(context=2048), GIB)
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> Plan:
+    return plan_of(tmp_path, 8 * GIB)
+
+
+def prospect(plan: Plan, name: str, tokens_per_s: float) -> Prospect:
+    drafting = predict_drafting(plan, Guessing(), lambda model: RATES, greedy=True)
+    return Prospect(name, plan, greedy=replace(drafting, tokens_per_s=tokens_per_s))
+
+
+def improvements(plan: Plan) -> Improvements:
+    return Improvements(plan, LookupDraft(), RATES, lambda model: RATES)
+
+
+def test_gains_and_four_bit_have_tokens_per_s(plan: Plan) -> None:
+    made = improvements(plan)
+    now = predict_drafting(plan, LookupDraft().guessing(plan.placement), lambda model: RATES, greedy=True).tokens_per_s
+    vram = [gain for gain in made.gains() if gain.memory == "VRAM"]
+    rates = [now, *(gain.tokens_per_s for gain in vram)]
+    assert rates == sorted(set(rates))
+    packed = made.four_bit()
+    assert packed is not None
+    assert packed.tokens_per_s > 2 * now
+
+
+def test_a_model_that_fits_has_no_gains(tmp_path: Path) -> None:
+    made = improvements(plan_of(tmp_path, 40 * GIB))
+    assert (made.gains(), made.four_bit()) == ([], None)
+
+
+def test_a_packed_model_is_not_packed_again(tmp_path: Path) -> None:
+    assert improvements(plan_of(tmp_path, 4 * GIB, "q4_k_m")).four_bit() is None
+
+
+def test_what_costs_nothing_is_advised_before_memory_if_it_brings_much(plan: Plan) -> None:
+    now, other = prospect(plan, "lookup", 2.0), prospect(plan, "shadow:4", 2.5)
+    gains = [Gain("RAM", 8 * GIB, plan, 1.0, 2.2), Gain("RAM", 16 * GIB, plan, 0.2, 8.0)]
+    packed = FourBit(plan, 0.5, 6.0)
+    missing = Prospect("head", why_not="it is not there")
+
+    assert best_improvement(now, [now, other], gains, packed) == Improvement("format", "nf4", 6.0, 3.0)
+    assert best_improvement(now, [now, other], gains, None) == Improvement("RAM", 16 * GIB, 8.0, 4.0)
+    assert best_improvement(now, [now, other, missing], [], None) == Improvement("draft", "shadow:4", 2.5, 1.25)
+
+
+def test_what_brings_little_is_not_advised(plan: Plan) -> None:
+    now = prospect(plan, "lookup", 2.0)
+    little, enough = (Gain("RAM", 8 * GIB, plan, 1.0, rate) for rate in (2.1, 2.3))
+    assert best_improvement(now, [now], [little], None) is None
+    assert best_improvement(now, [now], [enough], None) == Improvement("RAM", 8 * GIB, 2.3, 2.3 / 2.0)
+
+
+def test_more_memory_is_as_much_as_brings_the_most_per_byte(plan: Plan) -> None:
+    """Not the largest amount, and not a first step that brings little."""
+    now = prospect(plan, "none", 1.0)
+    gains = [Gain("VRAM", step * 8 * GIB, plan, 1.0, rate) for step, rate in ((1, 1.2), (2, 4.0), (3, 4.1))]
+    found = best_improvement(now, [now], gains, None)
+    assert found is not None
+    assert found.value == 16 * GIB
