@@ -2,7 +2,7 @@
 
     scripts/fetch_real_pair && scripts/fetch_prompts
     python -m benchmarks.real.quality --quick          # 2 prompts of each set, two joint rows
-    python -m benchmarks.real.quality                  # 20 of each set, 18 joint rows; many hours; resumable
+    python -m benchmarks.real.quality                  # 20 of each set, 18 joint rows; days on two cores; resumable
     python -m benchmarks.real.quality --taus 0.1,0.4 --gammas 8 --dtype bf16
 
 Rows: plain decoding, the default engine (exact, with the draft), and `--accept joint` for each tau and each gamma, the
@@ -16,8 +16,8 @@ find that drafting does not pay here. Each answers the same prompts greedily. Co
   code, or its text, against the set's reference answer, in tokens of the model.
 - tokens per pass (the accepted length, with the target's own token), and tokens/s on this machine's clock, with the
   prompt's pass. `over exact` and `over plain`: tokens/s over those of the default engine and of plain decoding on the
-  same prompt, both measured again when they are older than `--beside` seconds. Each text begins without recall of the
-  texts before.
+  same prompt, both measured again when they are older than `--beside` seconds: on a slow machine once for each row,
+  which takes most of the time. Each text begins without recall of the texts before.
 - J/token: of a card by NVML, otherwise of this machine's processors by RAPL.
 
 Brackets: 95 % intervals over prompts (bootstrap). One JSON line per row and prompt lies in `quality.jsonl` of the
@@ -98,7 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             measuring = Measuring(engine, args.dtype, list(ways(engine, work)), work.num_tokens, args.beside)
             for answer in measuring.missing(tasks, results):
                 print(told(results.add(answer)), file=sys.stderr, flush=True)
-    except OffspecError as exc:
+    except (OffspecError, OSError) as exc:  # OSError: answers cannot be run within limits
         sys.exit(f"Error: {exc}")
     print(show(list(results.entries.values())))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
+from pathlib import Path
 
 from .answers import Answer
 from .estimates import mean, ratio_of_rates, ratio_of_sums
@@ -22,7 +23,7 @@ def show(answers: Sequence[Answer]) -> str:
         ways: dict[str, dict[str, Answer]] = {}
         for answer in group:
             ways.setdefault(answer.key.way, {})[answer.key.prompt] = answer
-        title = f"{name}, at most {count} tokens: {model}, draft {draft}, {dtype}"
+        title = f"{name}, at most {count} tokens: {Path(model).name}, draft {Path(draft).name}, {dtype}"
         parts.append(f"{title}\n\n{_table(name, ways)}")
     return "\n\n".join(parts)
 

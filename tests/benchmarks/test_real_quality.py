@@ -20,7 +20,7 @@ from offspec.drafts.without_model import LookupDraft
 from ..pair import Pair, build_pair
 from .test_real_tasks import prompt_folder
 
-KEY = AnswerKey("target", "draft", "fp32", PLAIN, "gsm8k", "g0", 32)
+KEY = AnswerKey("models/target", "models/draft", "fp32", PLAIN, "gsm8k", "g0", 32)
 ANSWER = Answer(KEY, "It is 2.", 8, 8, 2.0, 4.0, -4.0, 0.5, "", False, Rate(8, 1.0), Rate(8, 2.0))
 
 
