@@ -105,13 +105,13 @@ def measure(way: Way, prompt: list[int], params: SamplingParams, meter: Meter) -
     began_j, began = meter(), time.perf_counter()
     steps = list(way.engine.generate(prompt, params, way.speculation))
     seconds, ended_j = time.perf_counter() - began, meter()
-    is_read = began_j is not None and ended_j is not None and ended_j >= began_j  # RAPL's counters wrap around
+    joules = None if began_j is None or ended_j is None or ended_j < began_j else ended_j - began_j  # RAPL wraps around
     return Run(
         tuple(token for step in steps for token in step.token_ids),
         "".join(step.text for step in steps),
         steps[-1].stats.num_passes,
         seconds,
-        ended_j - began_j if is_read else None,
+        joules,
         steps[-1].finish_reason == "length",
     )
 

@@ -37,7 +37,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -227,7 +227,7 @@ class Measuring:
     def _run(self, ids: list[int], num_tokens: int, way: Way) -> Run:
         return measure(way, ids, SamplingParams(num_tokens), self._meter)
 
-    def _judged(self, key: AnswerKey, task: Task, ids: list[int], run: Run, references: dict[str, Run]) -> Answer:
+    def _judged(self, key: AnswerKey, task: Task, ids: list[int], run: Run, references: Mapping[str, Run]) -> Answer:
         return Answer(
             key,
             run.text,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from benchmarks.scheduling.replay import Recording, Replayed
 
@@ -72,6 +72,8 @@ class Cell:
 
 class HasKey(Protocol):
     """A dataclass with a key by which it is found again."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
 
     @property
     def key(self) -> Hashable: ...
