@@ -2,7 +2,9 @@
 
 A grown model computes the small model's function. So the small model in fp32 gives, within a second, the large one's
 output without rounding: plain decoding of each prompt, and for any text the logit gap of each token to the best one. Of
-a real pair, the target itself does. In bf16, near-ties may be decided either way, and the text then differs. So two texts are compared up to the first
+a real pair, the target itself does.
+
+In bf16, near-ties may be decided either way, and the text then differs. So two texts are compared up to the first
 difference, and every later token by its gap, given the text before it.
 """
 

@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(f"Error: {exc.filename} is not there: run scripts/fetch_prompts")
     except ValueError as exc:
         sys.exit(f"Error: {exc}")
-    results = Results(args.folder / "results.jsonl")
+    results = Results(args.folder / "results.jsonl", Cell.read)
     with Engine.load(args.model, draft=args.draft, dtype="fp32", context=args.context, threads=args.threads) as engine:
         for temperature in work.temperatures:
             params = SamplingParams(work.num_tokens, temperature, top_p=TOP_P.get(temperature, 1.0), seed=0)
@@ -71,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 recordings = record(engine, posed, params, args.folder / "texts")
                 for cell in measured(engine, name, recordings, work, results):
                     print(cell, file=sys.stderr, flush=True)
-    print(show(results.cells))
+    print(show(list(results.entries.values())))
 
 
 def parser() -> argparse.ArgumentParser:
@@ -102,7 +102,7 @@ def work_of(args: argparse.Namespace) -> Work:
 
 
 def measured(
-    engine: Engine, name: str, recordings: Sequence[Recording], work: Work, results: Results
+    engine: Engine, name: str, recordings: Sequence[Recording], work: Work, results: Results[Cell]
 ) -> Iterator[Cell]:
     """The cells of one set at one temperature; those that are missing are measured and stored."""
     temperature, draft = recordings[0].params.temperature, engine.draft_name or ""

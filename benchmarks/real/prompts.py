@@ -36,10 +36,9 @@ def read_set(name: str, folder: Path) -> list[RealPrompt]:
     Raises FileNotFoundError, and ValueError for a file in another format.
     """
     if name == "humaneval":
-        with gzip.open(folder / "HumanEval.jsonl.gz", "rt", encoding="utf-8") as file:
-            return [RealPrompt(each["task_id"], HUMANEVAL.format(each["prompt"])) for each in map(json.loads, file)]
+        return [RealPrompt(each["task_id"], HUMANEVAL.format(each["prompt"])) for each in humaneval_lines(folder)]
     if name == "gsm8k":
-        return [RealPrompt(each["id"], GSM8K.format(each["prompt"])) for each in _lines(folder / "gsm8k.jsonl")]
+        return [RealPrompt(each["id"], GSM8K.format(each["prompt"])) for each in gsm8k_lines(folder)]
     lines = list(_lines(folder / "mt_bench.jsonl" if name == "mt_bench" else Path(name)))
     try:
         categories: dict[str, list[RealPrompt]] = {}
@@ -50,6 +49,17 @@ def read_set(name: str, folder: Path) -> list[RealPrompt]:
         raise ValueError(f"{name}: a line needs question_id and turns, as MT-Bench's have ({exc!r})") from exc
     turns = zip_longest(*categories.values())
     return [prompt for turn in turns for prompt in turn if prompt is not None]
+
+
+def humaneval_lines(folder: Path) -> Iterator[dict[str, Any]]:
+    """task_id, prompt, entry_point, canonical_solution, test. Raises FileNotFoundError."""
+    with gzip.open(folder / "HumanEval.jsonl.gz", "rt", encoding="utf-8") as file:
+        yield from map(json.loads, file)
+
+
+def gsm8k_lines(folder: Path) -> Iterator[dict[str, Any]]:
+    """id, prompt, expected (a number as text), upstream_answer (with the way there). Raises FileNotFoundError."""
+    return _lines(folder / "gsm8k.jsonl")
 
 
 def _lines(file: Path) -> Iterator[Any]:

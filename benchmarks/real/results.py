@@ -1,12 +1,13 @@
-"""Results on disk: one line per cell, appended as it arises, read again by the next run."""
+"""Results on disk: one line per cell or answer, appended as it arises, read again by the next run."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from benchmarks.scheduling.replay import Recording, Replayed
 
@@ -55,6 +56,12 @@ class Cell:
     def of_agreement(cls, key: CellKey, estimate: Estimate) -> Cell:
         return cls(key, estimate=estimate)
 
+    @classmethod
+    def read(cls, line: dict[str, Any]) -> Cell:
+        """From its fields. Raises ValueError, KeyError or TypeError for others."""
+        estimate = line.pop("estimate")
+        return cls(CellKey(**line.pop("key")), estimate=estimate and Estimate(**estimate), **line)
+
     def __str__(self) -> str:
         key = self.key
         what = f"{key.set} T={key.temperature:g} {key.method}, {'auto' if key.budget is None else key.budget} nodes: "
@@ -63,29 +70,40 @@ class Cell:
         return what + f"{sum(self.tokens) / sum(self.passes):.2f} tokens per pass"
 
 
-class Results:
-    """The cells of a file. A line that an interruption cut short is left out."""
+class HasKey(Protocol):
+    """A dataclass with a key by which it is found again."""
 
-    def __init__(self, file: Path) -> None:
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @property
+    def key(self) -> Hashable: ...
+
+
+Entry = TypeVar("Entry", bound=HasKey)
+
+
+class Results(Generic[Entry]):
+    """The entries of a file by their keys. A line that an interruption cut short is left out."""
+
+    def __init__(self, file: Path, read: Callable[[dict[str, Any]], Entry]) -> None:
+        """read: makes an entry from its fields; may raise ValueError, KeyError or TypeError."""
         self._file = file
         file.parent.mkdir(parents=True, exist_ok=True)
-        self.cells: dict[CellKey, Cell] = {}
+        self.entries: dict[Hashable, Entry] = {}
         content = file.read_text(encoding="utf-8") if file.exists() else ""
         if content and not content.endswith("\n"):
             file.write_text(content + "\n", encoding="utf-8")
         for line in content.splitlines():
             with suppress(ValueError, KeyError, TypeError):
-                read = json.loads(line)
-                estimate = read.pop("estimate")
-                cell = Cell(CellKey(**read.pop("key")), estimate=estimate and Estimate(**estimate), **read)
-                self.cells[cell.key] = cell
+                entry = read(json.loads(line))
+                self.entries[entry.key] = entry
 
-    def get(self, key: CellKey) -> Cell | None:
-        return self.cells.get(key)
+    def get(self, key: Hashable) -> Entry | None:
+        return self.entries.get(key)
 
-    def add(self, cell: Cell) -> Cell:
+    def add(self, entry: Entry) -> Entry:
         """Store it, in memory and at the end of the file."""
-        self.cells[cell.key] = cell
+        self.entries[entry.key] = entry
         with self._file.open("a", encoding="utf-8") as out:
-            out.write(json.dumps(asdict(cell)) + "\n")
-        return cell
+            out.write(json.dumps(asdict(entry)) + "\n")
+        return entry

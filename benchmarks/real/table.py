@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 
 from .estimates import Estimate, ratio_of_sums, speedup
-from .results import Cell, CellKey
+from .results import Cell
 from .rows import AUTHORS
 
 COPIED = 0.5  # share of an answer's 4-grams from which on it counts as a repetition of its prompt
 ABSENT = "\N{EN DASH}"
 
 
-def show(cells: Mapping[CellKey, Cell]) -> str:
+def show(cells: Sequence[Cell]) -> str:
     """All tables: one for each pair, budget and kind of text."""
     parts = list[str]()
-    ordered = sorted(cells.values(), key=_table_of)
+    ordered = sorted(cells, key=_table_of)
     for (model, draft, size), group in groupby(ordered, key=_table_of):
         parts.append(_table(f"{model}, draft {draft}, {'auto' if size == 0 else size} nodes", list(group)))
-    agreements = [cell for cell in cells.values() if cell.estimate is not None]
+    agreements = [cell for cell in cells if cell.estimate is not None]
     parts += [f"agreement of draft {cell.key.draft} and target, {cell}" for cell in agreements]
     return "\n\n".join(parts)
 

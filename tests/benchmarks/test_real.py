@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.real import __main__ as real
-from benchmarks.real.estimates import copied_share, ratio_of_sums, speedup
+from benchmarks.real.estimates import copied_share, mean, ratio_of_rates, ratio_of_sums, speedup
 from benchmarks.real.prompts import read_set
 from benchmarks.real.results import Cell, CellKey, Results
 from benchmarks.real.rows import OffspecRow, SpecExecRow
@@ -51,6 +51,19 @@ def test_another_format_is_named(tmp_path: Path) -> None:
         read_set(str(file), tmp_path)
 
 
+def test_rates_are_compared_by_prompt() -> None:
+    """Twice as fast on both prompts, the second of which ran on a machine of half the speed."""
+    gain = ratio_of_rates([10, 10], [1, 2], [20, 20], [4, 8])
+    assert (gain.low, gain.value, gain.high) == (2, 2, 2)
+    other = ratio_of_rates([10, 10], [1, 1], [10, 10], [2, 4])
+    assert (other.low, other.value, other.high) == (2, 3, 4)
+
+
+def test_estimates_have_the_digits_that_are_asked_for() -> None:
+    found = mean([0.25, 0.25])
+    assert (str(found), f"{found:.3f}") == ("0.25 [0.25, 0.25]", "0.250 [0.250, 0.250]")
+
+
 def test_a_ratio_lies_in_its_interval() -> None:
     same = ratio_of_sums([10, 20, 30], [5, 10, 15])
     assert (same.value, same.low, same.high) == (2, 2, 2)
@@ -75,18 +88,18 @@ def test_an_answer_that_repeats_its_prompt_is_told_apart(prompt: range, answer: 
 
 def test_results_are_read_again_without_a_line_that_was_cut(tmp_path: Path) -> None:
     file, cell = tmp_path / "results.jsonl", Cell(KEY, [8, 8], [2, 4], [0.0, 0.9], [1.5, 2.5])
-    Results(file).add(cell)
+    Results(file, Cell.read).add(cell)
     with file.open("a", encoding="utf-8") as out:
         out.write('{"key": {"model": "tar')
-    again = Results(file)
+    again = Results(file, Cell.read)
     assert again.get(KEY) == cell
-    assert again.cells.keys() == {KEY}
+    assert again.entries.keys() == {KEY}
     again.add(cell)
-    assert Results(file).get(KEY) == cell  # on a line of its own
+    assert Results(file, Cell.read).get(KEY) == cell  # on a line of its own
 
 
 def test_texts_that_repeat_their_prompt_have_their_own_column() -> None:
-    table = show({KEY: Cell(KEY, [8, 8], [2, 4], [0.0, 0.9], [1.5, 2.5])})
+    table = show([Cell(KEY, [8, 8], [2, 4], [0.0, 0.9], [1.5, 2.5])])
     assert "mt_bench, T = 0 | mt_bench, repeating, T = 0" in table
     assert "| offspec | 4.00 [4.00, 4.00] of 1 | 2.00 [2.00, 2.00] of 1 |" in table
 
