@@ -42,8 +42,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from platformdirs import user_cache_path
-
 from benchmarks.card.energy import energy_meter
 from benchmarks.scheduling.references import energy_j, rouge_l
 from offspec import Engine, OffspecError, SamplingParams, SpeculationParams
@@ -56,8 +54,8 @@ from offspec.model.early_exit import EarlyExit
 from offspec.scheduler.params import Stopping
 from offspec.tools.benchmark import Workload, token_log_likelihoods
 
-from .__main__ import DRAFT, PAIR, TARGET
 from .answers import Answer, AnswerKey, Beside, Meter, Run, Way, measure
+from .models import DRAFT, FOLDER, PROMPTS, TARGET
 from .quality_table import EXACT, PLAIN, UNREADABLE, show
 from .results import Results
 from .tasks import TASKS, Task
@@ -84,7 +82,7 @@ class Work:
 def main(arguments: Sequence[str] | None = None) -> None:
     args = parser().parse_args(arguments)
     for path in (args.model, args.draft):
-        if Path(path).parent == PAIR and not Path(path).exists():
+        if Path(path).parent == FOLDER and not Path(path).exists():
             sys.exit(f"Error: {path} is not there: run scripts/fetch_real_pair")
     work = work_of(args)
     try:
@@ -106,8 +104,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--quick", action="store_true", help="2 prompts of each set, tau 0.1 and 1, gamma 8")
-    made.add_argument("--model", default=str(PAIR / TARGET), help="another target [the fetched one]")
-    made.add_argument("--draft", default=str(PAIR / DRAFT), help="another draft model [the fetched one]")
+    made.add_argument("--model", default=str(TARGET), help="another target [the fetched one]")
+    made.add_argument("--draft", default=str(DRAFT), help="another draft model [the fetched one]")
     made.add_argument("--sets", default=",".join(TASKS))
     made.add_argument("--prompts", type=int, default=20, help="of each set")
     made.add_argument("--tokens", type=int, default=512, help="of an answer, at most")
@@ -119,7 +117,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--beside", type=float, default=60.0, metavar="SECONDS", help="how old the references may be")
     made.add_argument("--context", type=int, default=2048)
     made.add_argument("--folder", type=Path, default=Path("build/real"), help="folder for results")
-    made.add_argument("--prompt-folder", type=Path, default=user_cache_path("offspec") / "prompts")
+    made.add_argument("--prompt-folder", type=Path, default=PROMPTS)
     return made
 
 
