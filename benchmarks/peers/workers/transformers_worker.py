@@ -3,12 +3,13 @@ with prompt lookup.
 
 Settings: `assistant_tokens` N drafts N tokens per pass with the draft model ("constant" and no confidence threshold,
 without which N is only a beginning); `lookup_tokens` N guesses by prompt lookup; `resident_share` of the memory goes to
-layers that accelerate keeps out of the offload (max_memory).
+layers that accelerate keeps out of the offload (max_memory), less the draft's bytes.
 """
 
 from __future__ import annotations
 
 import tempfile
+from pathlib import Path
 
 import common
 import torch
@@ -35,7 +36,8 @@ def load(job: common.Job) -> tuple[common.Generate, str]:
     torch.set_num_threads(job.threads)
     where: dict[str, object] = {}
     if not job.fits:
-        resident = int(job.ram * job.settings["resident_share"])
+        files = Path(job.draft).glob("*.safetensors") if job.settings.get("assistant_tokens") else ()
+        resident = int(job.ram * job.settings["resident_share"]) - sum(file.stat().st_size for file in files)
         where = {"device_map": "auto", "max_memory": {"cpu": resident}, "offload_folder": tempfile.mkdtemp()}
     model = AutoModelForCausalLM.from_pretrained(job.model, dtype=torch.bfloat16, **where).eval()
     options: dict[str, object] = {}
