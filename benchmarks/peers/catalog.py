@@ -41,7 +41,7 @@ PEERS = {
 }
 
 # accelerate: its layers in RAM must leave memory for a streamed layer and for torch itself.
-_ACCELERATE = 'if it does not fit: device_map="auto", max_memory of half the memory less the draft, read from the safetensors in place'
+_ACCELERATE = "if it does not fit: half of the memory, less the draft, by device_map; the rest from the safetensors"
 _SHARE = {"resident_share": 0.5}
 
 

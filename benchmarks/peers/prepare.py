@@ -104,8 +104,8 @@ class RealPair:
         return self.checkpoint
 
     def prompts(self) -> Sequence[Prompt]:
-        """Those of HumanEval and MT-Bench by turns, as chats of one message."""
-        sets = (read_set(name, self.prompt_folder) for name in ("humaneval", "mt_bench"))
+        """Those of MT-Bench and HumanEval by turns, as chats of one message."""
+        sets = (read_set(name, self.prompt_folder) for name in ("mt_bench", "humaneval"))
         return [each.messages for both in zip(*sets, strict=False) for each in both]
 
     def _in_bf16(self, file: Path) -> Path:

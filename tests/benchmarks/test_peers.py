@@ -157,7 +157,7 @@ def test_a_real_pair_takes_the_prompts_of_two_sets_by_turns(tmp_path: Path) -> N
     (tmp_path / "mt_bench.jsonl").write_text("\n".join(map(json.dumps, questions)), encoding="utf-8")
     pair = RealPair("real", Files(tmp_path / "target.gguf", tmp_path / "draft.gguf"), tmp_path, tmp_path)
     texts = [messages[0]["content"] for messages in pair.prompts()]  # type: ignore[index]
-    assert ["def f0" in texts[0], texts[1], "def f1" in texts[2], texts[3]] == [True, "question 0", True, "question 1"]
+    assert [texts[0], "def f0" in texts[1], texts[2], "def f1" in texts[3]] == ["question 0", True, "question 1", True]
 
 
 def test_a_gguf_file_is_rewritten_in_bf16(tmp_path: Path) -> None:
