@@ -18,6 +18,7 @@ from offspec import format_quantity, format_size
 
 from .catalog import LEFT_OUT, OURS, ROWS
 from .cells import Cell
+from .chart import chart
 
 
 @dataclass(frozen=True)
@@ -126,8 +127,11 @@ def line(cell: Cell) -> str:
 # ------------------------------------------------------------------------------------------------ table, JSON, plot
 
 
-def publish(found: Sequence[Cell], results: Path) -> None:
-    """Print the table; write JSON and plot beside the results."""
+def publish(found: Sequence[Cell], results: Path, picture: tuple[Path, str] | None = None) -> None:
+    """Print the table; write JSON and plot beside the results.
+
+    picture: a file for a chart of the fastest rows (SVG), and what the chart calls the model.
+    """
     if not found:
         sys.exit("Error: no results yet")
     all_lines = lines(found)
@@ -137,8 +141,24 @@ def publish(found: Sequence[Cell], results: Path) -> None:
     results.with_suffix(".json").write_text(json.dumps(summary, indent=1))
     results.with_suffix(".md").write_text(table)
     plot(all_lines, results.with_suffix(".png"), f"{found[-1].shape}, {format_size(found[-1].ram)} of RAM")
+    if picture is not None:
+        file, title = picture
+        where = f"{title}, {format_size(found[-1].ram)} of RAM, {found[-1].threads} CPU cores, SSD"
+        file.write_text(chart(bars(all_lines), where), encoding="utf-8")
     print(table)
     print(f"{results.with_suffix('.json')}, .md, .png")
+
+
+def bars(all_lines: Sequence[Line]) -> list[tuple[str, float]]:
+    """(row, tokens/s): of each program the fastest row with a draft and the one without; ours first, then by speed."""
+    fastest: dict[tuple[str, bool], Line] = {}
+    for one in all_lines:
+        row = next((row for row in ROWS if row.name == one.row), None)
+        if row is not None and one.num_prompts:
+            kind = (row.peer, row.is_steady)
+            fastest[kind] = max(one, fastest.get(kind, one), key=lambda line: line.tokens_per_s)
+    ordered = sorted(fastest.values(), key=lambda line: (line.row != OURS, -line.tokens_per_s))
+    return [(line.row, line.tokens_per_s) for line in ordered]
 
 
 def machine() -> dict[str, Any]:

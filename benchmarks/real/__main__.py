@@ -3,6 +3,7 @@
     scripts/fetch_real_pair && scripts/fetch_prompts
     python -m benchmarks.real --quick              # 6 prompts, 64 nodes: twenty minutes on two cores
     python -m benchmarks.real                      # 20 prompts of each set, T = 0, 0.6 and 1; hours; resumable
+    python -m benchmarks.real --own shadow:4/0,shadow:3/9,resident/14 --draft none     # copies of the target's layers
 
 The target's texts are recorded once by plain decoding, in fp32, so that they do not depend on the shape of a pass. Each
 method is replayed along the same texts. Its tokens per pass do not depend on this machine; where a method chooses its
@@ -21,15 +22,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.drafts.own_layers import draft_of
 from benchmarks.scheduling.replay import Recording, record
 from offspec import Engine, SamplingParams
 from offspec.drafts.base import Draft
+from offspec.drafts.model_draft import ModelDraft
+from offspec.loaders.placement import spread
 
 from .agreement import agreement
 from .models import DRAFT, FOLDER, PROMPTS, TARGET
 from .prompts import read_set
 from .results import Cell, CellKey, Results
-from .rows import Row, chosen, with_model, without_model
+from .rows import Row, chosen, of_own_layers, with_model, without_model
 from .table import show
 
 SETS = ("mt_bench", "humaneval", "gsm8k")
@@ -64,13 +68,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(f"Error: {exc}")
     results = Results(args.folder / "results.jsonl", Cell.read)
     with Engine.load(args.model, draft=args.draft, dtype="fp32", context=args.context, threads=args.threads) as engine:
+        engines = [engine.with_draft(own_draft(engine, each)) for each in args.own.split(",") if each] or [engine]
         for temperature in work.temperatures:
             params = SamplingParams(work.num_tokens, temperature, top_p=TOP_P.get(temperature, 1.0), seed=0)
             for name, prompts in texts.items():
                 posed = [each.text if args.raw else each.messages for each in prompts]
                 recordings = record(engine, posed, params, args.folder / "texts")
-                for cell in measured(engine, name, recordings, work, results):
-                    print(cell, file=sys.stderr, flush=True)
+                for each in engines:
+                    for cell in measured(each, name, recordings, work, results):
+                        print(cell, file=sys.stderr, flush=True)
     print(show(list(results.entries.values())))
 
 
@@ -79,6 +85,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--quick", action="store_true", help="2 prompts of each set, 64 nodes, T = 0 and 1, six rows")
     made.add_argument("--model", default=str(TARGET), help="another target [the fetched one]")
     made.add_argument("--draft", default=str(DRAFT), help="another draft: a path, shadow:4, … [the fetched one]")
+    made.add_argument("--own", default="", help="copies of the target's layers as drafts: KIND[:BITS]/RESIDENT, ...")
     made.add_argument("--sets", default=",".join(SETS), help="names, or files in MT-Bench's format")
     made.add_argument("--prompts", type=int, default=20, help="of each set")
     made.add_argument("--tokens", type=int, default=128)
@@ -107,7 +114,7 @@ def measured(
     """The cells of one set at one temperature; those that are missing are measured and stored."""
     temperature, draft = recordings[0].params.temperature, engine.draft_name or ""
     shape = (name, len(recordings), work.num_tokens, temperature)
-    if engine.draft.decoder is not None:
+    if type(engine.draft) is ModelDraft:
         key = CellKey(engine.name, draft, "agreement", None, *shape)
         yield results.get(key) or results.add(Cell.of_agreement(key, agreement(engine, recordings)))
     for budget in work.budgets:
@@ -117,8 +124,17 @@ def measured(
 
 
 def rows(draft: Draft, budget: int | None, pattern: str) -> Sequence[Row]:
-    found = [*without_model(budget), *(with_model(budget) if draft.decoder is not None else ())]
-    return chosen(iter(found), pattern)
+    if type(draft) is ModelDraft:
+        return chosen([*without_model(budget), *with_model(budget)], pattern)
+    return chosen([*(without_model(budget) if draft.decoder is None else of_own_layers(budget))], pattern)
+
+
+def own_draft(engine: Engine, name: str) -> Draft:
+    """`shadow:3/9`: a copy in 3 bits of all layers but 9; `resident/14`: 14 layers alone; both spread evenly."""
+    kind, _, number = name.partition("/")
+    if not number.isdecimal():
+        sys.exit(f"Error: --own {name}: write the number of resident layers after a slash, e.g. shadow:3/9")
+    return draft_of(engine, kind, spread(engine.target.config.num_layers, int(number)), 0)
 
 
 if __name__ == "__main__":

@@ -7,17 +7,18 @@ find their own budget are the exception: their seconds decide.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from benchmarks.methods import Method, replayed_texts
 from benchmarks.scheduling.replay import Recording, Replayed
-from benchmarks.scheduling.schedulers import COSTS, Bench
+from benchmarks.scheduling.schedulers import COSTS, INDEPENDENT, Bench, Shape
 from benchmarks.scheduling.specexec import SpecExecSettings
+from benchmarks.scheduling.tree_rules import multi_step
 from offspec import Engine, SpeculationParams
 
-AUTHORS, OURS = "SpecExec (authors' settings)", "offspec"
+AUTHORS, OURS, ALONE = "SpecExec (authors' settings)", "offspec", "offspec, no recall, no lookup"
 CARD = "card"  # the cost model whose seconds decide where a method may choose its budget
 
 
@@ -56,6 +57,18 @@ class SpecExecRow:
         return Bench(engine, recordings).specexec_texts(self.settings, CARD)
 
 
+@dataclass(frozen=True)
+class SpecInferRow:
+    """SpecInfer's acceptance: trees of drafted chains, verified by ratios; it draws its own texts, of equal length."""
+
+    name: str
+    shape: Shape
+
+    def replay(self, engine: Engine, recordings: Sequence[Recording]) -> list[Replayed]:
+        texts = Bench(engine, recordings).sampled_texts(multi_step, self.shape)
+        return [Replayed(text.num_tokens, text.num_passes, num_drafted_tokens=text.num_drafted) for text in texts]
+
+
 def without_model(budget: int | None) -> Iterator[Row]:
     """Rows that need no draft model."""
     yield OffspecRow(Method("lookup and token recycling", False, SpeculationParams(budget)))
@@ -76,12 +89,20 @@ def with_model(budget: int | None) -> Iterator[Row]:
         for tree in ("sequoia", "opt-tree"):
             yield row(f"`--tree {tree}`", scoring="specexec", tree=tree, reuse=False, **alone)
         yield row("`--draft-scoring specexec`", scoring="specexec", **alone)
-    yield row("offspec, no recall, no lookup", **alone)
+        if budget in INDEPENDENT:
+            yield SpecInferRow("SpecInfer (its own texts)", INDEPENDENT[budget])
+    yield row(ALONE, **alone)
     yield row("offspec, no recall", recall=False)
     yield row(OURS)
     yield row("offspec, `--recycling`", recycling=True)
 
 
-def chosen(rows: Iterator[Row], pattern: str) -> list[Row]:
+def of_own_layers(budget: int | None) -> Iterator[Row]:
+    """Rows of a draft in the target's own KV cache."""
+    for name, settings in ((ALONE, {"lookup": False, "recall": False}), (OURS, {})):
+        yield OffspecRow(Method(name, True, SpeculationParams(budget, overlap=budget is None, **settings)))
+
+
+def chosen(rows: Iterable[Row], pattern: str) -> list[Row]:
     """Those whose name the pattern matches."""
     return [row for row in rows if re.search(pattern, row.name)]

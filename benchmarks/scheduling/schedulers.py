@@ -201,13 +201,16 @@ class Bench:
 
     def sampled_tree(self, method: str, rule: tree_rules.TreeRule, shape: Shape, budget: int) -> Row:
         """Trees of at most `budget` drawn candidates with a rule from the literature, on the same prompts."""
+        return self._drawn(method, self.sampled_texts(rule, shape), budget, shape.depth)
+
+    def sampled_texts(self, rule: tree_rules.TreeRule, shape: Shape) -> list[rules.Decoded]:
+        """What `sampled_tree` sums up, text by text."""
 
         def draws(draft: CachedDecoder, sampler: Sampler, generator: np.random.Generator) -> rules.Draws:
             drawing = tree_rules.TreeDrawing(draft, shape.drawing, sampler, shape.depth)
             return tree_rules.trees(drawing, rule, generator)
 
-        texts = [self._decoded(recording, draws, index) for index, recording in enumerate(self.recordings)]
-        return self._drawn(method, texts, budget, shape.depth)
+        return [self._decoded(recording, draws, index) for index, recording in enumerate(self.recordings)]
 
     def _decoded(self, recording: Recording, make: MakeDraws, seed: int) -> rules.Decoded:
         """A text of the recording's length, decoded by a rule with its own randomness."""

@@ -110,14 +110,32 @@ def test_a_run_measures_what_is_missing(
 ) -> None:
     args = ["--model", "builtin", "--draft", "auto", "--sets", str(questions(tmp_path / "set.jsonl"))]
     args += ["--prompts", "2", "--tokens", "12", "--temperatures", "0", "--budgets", "8", "--context", "256"]
-    args += ["--folder", str(tmp_path / "run"), "--only", r"authors|^offspec$|^lookup$", "--raw"]
+    args += ["--folder", str(tmp_path / "run"), "--only", r"authors|^offspec$|^lookup|at 0.7", "--raw"]
     real.main(args)
     first = capsys.readouterr()
     assert "| SpecExec (authors' settings) |" in first.out
-    assert first.err.count("tokens per pass") == 3
+    assert first.err.count("tokens per pass") == 4
     lines = (tmp_path / "run" / "results.jsonl").read_text(encoding="utf-8").splitlines()
-    assert len(lines) == 4  # three methods, and how far draft and target agree
+    assert len(lines) == 5  # four methods, and how far draft and target agree
     monkeypatch.setattr(OffspecRow, "replay", lambda *_: pytest.fail("measured again"))
     monkeypatch.setattr(SpecExecRow, "replay", lambda *_: pytest.fail("measured again"))
     real.main(args)
     assert capsys.readouterr().out == first.out
+
+
+@pytest.mark.slow
+def test_copies_of_the_targets_layers_are_drafts_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    args = ["--model", "builtin", "--draft", "none", "--sets", str(questions(tmp_path / "set.jsonl"))]
+    args += ["--prompts", "1", "--tokens", "12", "--temperatures", "1", "--budgets", "8", "--context", "256", "--raw"]
+    real.main([*args, "--folder", str(tmp_path / "run"), "--own", "shadow:4/0,resident/6"])
+    lines = (tmp_path / "run" / "results.jsonl").read_text(encoding="utf-8").splitlines()
+    drafts = [json.loads(line)["key"]["draft"] for line in lines]
+    assert len(set(drafts)) == 2
+    assert len(drafts) == 4  # each alone, and with recall and lookup
+    assert "| offspec, no recall, no lookup |" in capsys.readouterr().out
+
+
+def test_own_layers_need_their_number(tmp_path: Path) -> None:
+    args = ["--model", "builtin", "--draft", "none", "--sets", str(questions(tmp_path / "set.jsonl"))]
+    with pytest.raises(SystemExit, match="resident layers after a slash"):
+        real.main([*args, "--folder", str(tmp_path), "--own", "shadow:3"])
