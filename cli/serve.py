@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 import signal
 import socket
@@ -45,6 +46,7 @@ MAX_NEW_TOKENS = 4096  # a model ends its answers itself, and clients may reques
 EVERYWHERE = {"0.0.0.0": ("192.0.2.1", "127.0.0.1"), "::": ("2001:db8::1", "::1")}
 GRACE_S = 1  # for requests that are still being received when the server stops
 ORIGIN = re.compile(r"https?://[A-Za-z0-9.\-\[\]:]+")  # without a path, as browsers state it
+KEY_VARIABLES = ("OFFSPEC_SERVE_API_KEY", "OFFSPEC_API_KEY")
 MOST_WAITING = 64  # requests in the queue, by default
 
 
@@ -135,8 +137,7 @@ def command(
 ) -> None:
     params, speculation = request_of(options)
     options["needs_draft_model"] = needs_draft_model(speculation, options["draft"])
-    if api_key is not None and not (api_key and api_key.isascii()):
-        raise UsageError("--api-key must be non-empty ASCII; omit it to disable authentication")
+    api_key = _checked_key(api_key)
     _check_origins(cors, api_key)
     written = written_file(learn_file) if learn else None
     options |= {"learn": learn, "learn_file": learn_file, "tree": speculation.budget, "texts": parallel or AUTO_TEXTS}
@@ -189,6 +190,19 @@ def _process_of_a_server() -> Iterator[None]:
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
         messages.removeFilter(seldom)
+
+
+def _checked_key(api_key: str | None) -> str | None:
+    """The key without spaces around it. Raises UsageError for one that no request can state, such as an empty one."""
+    if api_key is None:
+        for variable in KEY_VARIABLES:
+            if variable in os.environ:  # elsewhere, an empty variable is no setting; here it would open the server
+                raise UsageError(f"{variable} is empty; set it to a key, or unset it to disable authentication")
+        return None
+    key = api_key.strip()
+    if not (key and key.isascii() and key.isprintable()):
+        raise UsageError("--api-key must be non-empty printable ASCII; omit it to disable authentication")
+    return key
 
 
 def _check_origins(origins: Sequence[str], api_key: str | None) -> None:

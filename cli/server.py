@@ -195,14 +195,20 @@ class Guard:
         named = [origin for origin in request.headers.getlist("origin") if origin not in self._origins]
         if self._is_private:
             named.append(f"//{request.headers.get('host', '')}")
-        borne = request.headers.get("authorization", "").removeprefix("Bearer ")
         if self._api_key is not None:
-            if not secrets.compare_digest(borne.encode(), self._api_key.encode()):
+            borne = _bearer(request.headers.get("authorization", ""))
+            if borne is None or not secrets.compare_digest(borne.encode(), self._api_key.encode()):
                 return JSONResponse(failure("the API key is missing or wrong", code="invalid_api_key"), 401)
         elif not all(map(is_loopback, map(_host_of, named))):
             who = "programs on its own machine" if self._is_private else "programs, not web pages"
             return JSONResponse(failure(f"without --api-key this server answers only {who}"), 403)
         return None
+
+
+def _bearer(authorization: str) -> str | None:
+    """The key in `Bearer KEY`; None for another scheme. The scheme may be in any case (RFC 9110, section 11.1)."""
+    scheme, _, key = authorization.partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else None
 
 
 def _host_of(url: str) -> str:

@@ -24,7 +24,8 @@ from offspec.batch import Batch
 from offspec.cli.connections import protocol
 from offspec.cli.privacy import without_paths
 from offspec.cli.reply_tokens import ReplyTokens
-from offspec.cli.server import is_loopback
+from offspec.cli.serve import _checked_key
+from offspec.cli.server import StoppableServer, is_loopback
 from offspec.cli.service import Service, Work
 from offspec.errors import MemoryLimitError, NumericalError
 from offspec.session import Turn, turns_of
@@ -420,7 +421,15 @@ def test_a_key_is_asked_for(engine: Engine) -> None:
     with served(engine, api_key="secret") as (client, _):
         assert client.ask("GET", "/v1/models").status == 401
         assert client.ask("GET", "/v1/models", Authorization="Bearer wrong").status == 401
-        assert client.ask("GET", "/v1/models", Authorization="Bearer secret").status == 200
+        for borne, status in (
+            ("Bearer secret", 200),
+            ("bearer secret", 200),
+            ("BEARER   secret  ", 200),
+            ("secret", 401),
+            ("Basic secret", 401),
+            ("Bearer", 401),
+        ):
+            assert client.ask("GET", "/v1/models", Authorization=borne).status == status, borne
         assert client.ask("GET", "/health").status == 200
 
 
@@ -598,9 +607,16 @@ def test_a_server_of_a_model_that_cannot_chat_says_so(pair: Pair, tmp_path: Path
     assert tells(note, folder, "chat template", "completions")
 
 
-@pytest.mark.parametrize("key", ["", "schlüssel"])
+@pytest.mark.parametrize("key", ["", "  ", "schlüssel", "a\nb"])
 def test_a_key_that_nobody_could_bear_is_refused(offspec: Offspec, key: str) -> None:
     offspec("serve", "no-such-folder", "--port", 0, "--api-key", key).refusal(2, "--api-key")
+
+
+@pytest.mark.parametrize("variable", ["OFFSPEC_API_KEY", "OFFSPEC_SERVE_API_KEY"])
+def test_an_empty_variable_opens_no_server(offspec: Offspec, variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(variable, "")
+    offspec("serve", "no-such-folder", "--port", 0).refusal(2, variable, "empty")
+    assert _checked_key(" hush\n") == "hush"  # a flag takes precedence
 
 
 def test_a_port_that_is_taken_is_refused_before_anything_is_loaded(offspec: Offspec) -> None:
