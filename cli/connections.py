@@ -11,6 +11,7 @@ import logging
 import os
 import sys
 import time
+from collections import Counter
 from contextlib import suppress
 from typing import Any
 
@@ -134,15 +135,18 @@ class Seldom(logging.Filter):
 class Bodies:
     """The bytes of request bodies in memory, over all connections."""
 
-    def __init__(self, most_bytes: int) -> None:
-        self._most_bytes, self._num_bytes = most_bytes, 0
+    def __init__(self, most_bytes: int, most_client_bytes: int) -> None:
+        self._most_bytes, self._most_client_bytes = most_bytes, most_client_bytes
+        self._num_bytes = Counter[str]()
 
-    def take(self, num_bytes: int) -> bool:
-        """Reserve bytes; False if the limit does not allow it."""
-        if self._num_bytes + num_bytes > self._most_bytes:
+    def take(self, client: str, num_bytes: int) -> bool:
+        """Reserve bytes; False if a limit does not allow it."""
+        of_all, of_client = sum(self._num_bytes.values()), self._num_bytes[client]
+        if of_all + num_bytes > self._most_bytes or of_client + num_bytes > self._most_client_bytes:
             return False
-        self._num_bytes += num_bytes
+        self._num_bytes[client] += num_bytes
         return True
 
-    def give_back(self, num_bytes: int) -> None:
-        self._num_bytes -= num_bytes
+    def give_back(self, client: str, num_bytes: int) -> None:
+        self._num_bytes[client] -= num_bytes
+        self._num_bytes += Counter()  # forgets clients that have none

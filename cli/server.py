@@ -39,6 +39,7 @@ from .service import Service, StoppingError
 
 MOST_BYTES = 32 * 2**20  # of a request
 MOST_BODIES_BYTES = 2 * MOST_BYTES  # of all requests being received
+MOST_CLIENT_BYTES = MOST_BYTES  # of those of one client
 Handler = Callable[[Request], Awaitable[Response]]
 
 
@@ -98,7 +99,7 @@ class Api:
 
     def __init__(self, service: Service, defaults: SamplingParams) -> None:
         self._service, self._defaults = service, defaults
-        self._bodies = Bodies(MOST_BODIES_BYTES)
+        self._bodies = Bodies(MOST_BODIES_BYTES, MOST_CLIENT_BYTES)
         self._name = public_name(service.engine.name)
         self._described = describe_model(service.engine, self._name)
 
@@ -140,21 +141,21 @@ class Api:
 
     async def _json(self, request: Request) -> Any:
         """The body as JSON. Raises UsageError, and TooLargeError for a body over its own or the common limit."""
-        stated, content = request.headers.get("content-length", ""), bytearray()
+        stated, content, client = request.headers.get("content-length", ""), bytearray(), _address(request)
         if stated.isdecimal() and len(stated) < 19 and int(stated) > MOST_BYTES:
             raise TooLargeError(413)
         try:
             async for part in request.stream():
                 if len(content) + len(part) > MOST_BYTES:
                     raise TooLargeError(413)
-                if not self._bodies.take(len(part)):
+                if not self._bodies.take(client, len(part)):
                     raise TooLargeError(503)
                 content += part
             return parse_json(bytes(content))
         except ValueError as exc:
             raise UsageError(f"the request is not JSON ({exc})") from exc
         finally:
-            self._bodies.give_back(len(content))
+            self._bodies.give_back(client, len(content))
 
 
 def describe_model(engine: Engine, name: str) -> Json:
@@ -167,7 +168,11 @@ def describe_model(engine: Engine, name: str) -> Json:
 
 def _client(request: Request, asked: CompletionRequest) -> str:
     """Whose request it is: clients take turns. Programs with many users state them (`user`)."""
-    return f"{request.client.host if request.client else ''} {asked.user}"
+    return f"{_address(request)} {asked.user}"
+
+
+def _address(request: Request) -> str:
+    return request.client.host if request.client else ""
 
 
 class TooLargeError(Exception):

@@ -21,7 +21,7 @@ import uvicorn
 
 from offspec import Engine, SamplingParams
 from offspec.batch import Batch
-from offspec.cli.connections import protocol
+from offspec.cli.connections import Bodies, protocol
 from offspec.cli.privacy import without_paths
 from offspec.cli.reply_tokens import ReplyTokens
 from offspec.cli.serve import _checked_key
@@ -349,8 +349,18 @@ def test_requests_that_do_not_come_are_not_waited_for(sent: bytes, engine: Engin
         assert tells(last, "time")
 
 
-def test_bodies_that_do_not_come_take_bounded_memory(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("offspec.cli.server.MOST_BODIES_BYTES", 1000)
+def test_one_client_leaves_memory_for_the_bodies_of_others() -> None:
+    bodies = Bodies(10, 6)
+    assert [bodies.take("a", 6), bodies.take("a", 1), bodies.take("b", 4), bodies.take("b", 1)] == [1, 0, 1, 0]
+    bodies.give_back("a", 6)
+    assert [bodies.take("b", 3), bodies.take("b", 2)] == [0, 1]
+
+
+@pytest.mark.parametrize("limit", ["MOST_BODIES_BYTES", "MOST_CLIENT_BYTES"])
+def test_bodies_that_do_not_come_take_bounded_memory(
+    limit: str, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(f"offspec.cli.server.{limit}", 1000)
     with served(engine) as (client, _), socket.create_connection(("127.0.0.1", client.port)) as stalled:
         head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 900\r\n\r\n"
         stalled.sendall(head + b" " * 800)
