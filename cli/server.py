@@ -8,9 +8,11 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import secrets
+import signal
 import socket
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
@@ -58,6 +60,20 @@ class StoppableServer(uvicorn.Server):
         super().__init__(config)
         self._service = service
         service.give_up = lambda: setattr(self, "should_exit", True)
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Also SIGHUP, of a terminal that closes, ends the server as SIGTERM does; under nohup it is ignored."""
+        hangup = getattr(signal, "SIGHUP", None)  # Windows has none
+        is_main = threading.current_thread() is threading.main_thread()
+        is_caught = hangup is not None and is_main and signal.getsignal(hangup) is not signal.SIG_IGN
+        before = signal.signal(hangup, self.handle_exit) if is_caught else None
+        try:
+            with super().capture_signals():
+                yield
+        finally:
+            if is_caught:
+                signal.signal(hangup, before)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._service.stop()

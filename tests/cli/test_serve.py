@@ -530,15 +530,32 @@ def port_of(process: subprocess.Popen[bytes]) -> int:
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGINT for one process")
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
-def test_the_program_serves_until_it_is_stopped(serving: Sequence[object], number: signal.Signals, code: int) -> None:
+@pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 0), ("SIGHUP", 0)])
+def test_the_program_serves_until_it_is_stopped(serving: Sequence[object], name: str, code: int) -> None:
+    number = signal.Signals[name]
     process = start(*serving)
     assert Client(port_of(process)).chat(USER).status == 200
     process.send_signal(number)
     result = finish(process)
-    (line,) = result.err.split("\n")[:-1] if number == signal.SIGTERM else result.err.rstrip().split("\n")
+    (line,) = result.err.rstrip().split("\n") if number == signal.SIGINT else result.err.split("\n")[:-1]
     assert result.code == code
     assert tells(line, "chat", "length", "8 tokens", "tokens/s", "cached")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGHUP")
+@pytest.mark.parametrize("is_ignored", [False, True], ids=["terminal", "nohup"])
+def test_a_terminal_that_closes_stops_the_server_as_sigterm_does(is_ignored: bool, engine: Engine) -> None:
+    """With an error for each answer under way; under nohup not at all."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN if is_ignored else signal.SIG_DFL)
+    try:
+        with closing(Service(engine, SpeculationParams(), most_waiting=1)) as service:
+            server = StoppableServer(uvicorn.Config(lambda: None), service)
+            with server.capture_signals():
+                signal.raise_signal(signal.SIGHUP)
+                assert server.should_exit != is_ignored
+        assert signal.getsignal(signal.SIGHUP) is (signal.SIG_IGN if is_ignored else signal.SIG_DFL)
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 @pytest.mark.slow
