@@ -10,6 +10,7 @@ import ipaddress
 import secrets
 import signal
 import socket
+import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager

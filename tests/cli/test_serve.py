@@ -19,7 +19,7 @@ import click
 import pytest
 import uvicorn
 
-from offspec import Engine, SamplingParams
+from offspec import Engine, SamplingParams, SpeculationParams
 from offspec.batch import Batch
 from offspec.cli.connections import Bodies, protocol
 from offspec.cli.privacy import without_paths
@@ -347,6 +347,50 @@ def test_requests_that_do_not_come_are_not_waited_for(sent: bytes, engine: Engin
         *_, last = read_all(sock).rpartition("HTTP/1.1")
         assert last.startswith(" 408")
         assert tells(last, "time")
+
+
+@pytest.mark.parametrize(
+    ("sent", "words"),
+    [
+        (
+            b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+            ("Content-Length",),
+        ),
+        (b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nxyz\r\n", ("chunk",)),
+        (b"GET /health HTTP/1.1\r\n\r\n", ("Host",)),
+        (b"\x16\x03\x01 nonsense\r\n\r\n", ("request",)),
+    ],
+    ids=["two lengths", "chunk", "host", "nonsense"],
+)
+def test_what_is_no_valid_http_is_refused_in_json(client: Client, sent: bytes, words: Sequence[str]) -> None:
+    with socket.create_connection(("127.0.0.1", client.port)) as sock:
+        sock.sendall(sent)
+        head, _, body = read_all(sock).partition("\r\n\r\n")  # to the end: the connection closes
+    assert head.startswith("HTTP/1.1 400 ")
+    error = json.loads(body)["error"]
+    assert error["type"] == "invalid_request_error"
+    check_message(error["message"], "HTTP", *words)
+
+
+def test_a_client_that_sends_no_more_gets_its_answer(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    may_go_on, step = Event(), Batch.step
+
+    def held(self: Batch) -> Any:
+        assert may_go_on.wait(LONG_S)
+        return step(self)
+
+    monkeypatch.setattr(Batch, "step", held)
+    body = json.dumps({"prompt": "hi", "max_tokens": 2}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
+    with served(engine) as (client, _), socket.create_connection(("127.0.0.1", client.port)) as sock:
+        sock.settimeout(LONG_S)
+        sock.sendall(head.encode() + body)
+        sock.shutdown(socket.SHUT_WR)
+        assert sock.recv(12) == b"HTTP/1.1 100"  # by now the server knows
+        may_go_on.set()
+        head, _, body = read_all(sock).rpartition("\r\n\r\n")
+    assert "HTTP/1.1 200" in head
+    assert json.loads(body)["usage"]["completion_tokens"] == 2
 
 
 def test_one_client_leaves_memory_for_the_bodies_of_others() -> None:

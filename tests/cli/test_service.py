@@ -254,6 +254,7 @@ def params(seed: int) -> SamplingParams:
     return SamplingParams(12, temperature=1.0, seed=seed, ignore_eos=True)
 
 
+@pytest.mark.usefixtures("_often")
 def test_of_several_answers_none_is_left_behind(engine: Engine, gate: Gate) -> None:
     body = {**SHORT, "n": 3, "stream": True}
     with served(engine) as (client, _):
