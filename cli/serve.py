@@ -89,6 +89,11 @@ Examples:
     help="Reject requests without this key; OFFSPEC_API_KEY keeps it out of process lists.",
 )
 @option(
+    "--alias",
+    metavar="NAME",
+    help="Name of the model for clients. [default: the name of its folder or file]",
+)
+@option(
     "--cors",
     multiple=True,
     metavar="ORIGIN",
@@ -126,6 +131,7 @@ def command(
     host: str,
     port: int,
     api_key: str | None,
+    alias: str | None,
     cors: tuple[str, ...],
     parallel: int | None,
     max_queue: int,
@@ -138,6 +144,8 @@ def command(
     params, speculation = request_of(options)
     options["needs_draft_model"] = needs_draft_model(speculation, options["draft"])
     api_key = _checked_key(api_key)
+    if alias is not None and not (alias.strip() and alias.isprintable()):
+        raise UsageError(f"--alias must be a name of printable characters, not {alias!r}")
     _check_origins(cors, api_key)
     written = written_file(learn_file) if learn else None
     options |= {"learn": learn, "learn_file": learn_file, "tree": speculation.budget, "texts": parallel or AUTO_TEXTS}
@@ -158,7 +166,7 @@ def command(
         tell = (lambda line: None) if quiet else _log
         service = Service(engine, speculation, most_waiting=max_queue, most_texts=parallel, tell=tell)
         with _process_of_a_server(), learning_kept(engine, written, quiet=quiet), closing(service):
-            app = application(service, params, api_key, is_private=is_loopback(host), origins=cors)
+            app = application(service, params, api_key, is_private=is_loopback(host), origins=cors, alias=alias)
             config = uvicorn.Config(
                 app,
                 http=protocol(most_connections()),

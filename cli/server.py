@@ -88,13 +88,15 @@ def application(
     *,
     is_private: bool = False,
     origins: Sequence[str] = (),
+    alias: str | None = None,
 ) -> Starlette:
     """The routes. Without a key, requests from web pages are refused: browsers send them even across origins.
 
     is_private: only this machine can reach the server, so another host name indicates DNS rebinding. origins: of web
-    pages that may ask and read answers (CORS); "*" is all of them, with a key.
+    pages that may ask and read answers (CORS); "*" is all of them, with a key. alias: what clients see as the model's
+    name.
     """
-    api = Api(service, defaults)
+    api = Api(service, defaults, alias)
     guarded = Guard(api_key, is_private=is_private, origins=origins)
     routes = [
         Route("/health", api.health),
@@ -114,17 +116,19 @@ def application(
 class Api:
     """The handlers of the routes."""
 
-    def __init__(self, service: Service, defaults: SamplingParams) -> None:
+    def __init__(self, service: Service, defaults: SamplingParams, alias: str | None = None) -> None:
         self._service, self._defaults = service, defaults
         self._bodies = Bodies(MOST_BODIES_BYTES, MOST_CLIENT_BYTES)
-        self._name = public_name(service.engine.name)
+        public = public_name(service.engine.name)
+        self._name = alias or public
+        self._names = {self._name, public, service.engine.name}  # by which a client may ask for the model
         self._described = describe_model(service.engine, self._name)
 
     async def models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._described]})
 
     async def model(self, request: Request) -> Response:
-        if (asked := request.path_params["id"]) != self._name:
+        if (asked := request.path_params["id"]) not in self._names:
             message = f"unknown model {asked!r}; this server has {self._name}"
             return JSONResponse(failure(message, code="model_not_found"), 404)
         return JSONResponse(self._described)

@@ -14,6 +14,7 @@ from pathlib import Path
 from statistics import fmean
 from threading import Event
 from typing import Any
+from urllib.parse import quote
 
 import click
 import pytest
@@ -22,7 +23,7 @@ import uvicorn
 from offspec import Engine, SamplingParams, SpeculationParams
 from offspec.batch import Batch
 from offspec.cli.connections import Bodies, protocol
-from offspec.cli.privacy import without_paths
+from offspec.cli.privacy import public_name, without_paths
 from offspec.cli.reply_tokens import ReplyTokens
 from offspec.cli.serve import _checked_key
 from offspec.cli.server import StoppableServer, is_loopback
@@ -450,6 +451,41 @@ def test_models_are_described(client: Client, engine: Engine) -> None:
     for other in ("other", "org/other", ""):
         unknown = client.ask("GET", f"/v1/models/{other}")
         assert (unknown.status, unknown.body["error"]["code"]) == (404, "model_not_found")
+
+
+def test_a_file_is_named_by_its_stem(tmp_path: Path) -> None:
+    for name, shown in (("SmolLM2.Q4_1.gguf", "SmolLM2.Q4_1"), ("big-00001-of-00003.gguf", "big")):
+        (tmp_path / name).touch()
+        assert public_name(str(tmp_path / name)) == shown
+    (tmp_path / "Llama-3.1-8B").mkdir()
+    assert public_name(str(tmp_path / "Llama-3.1-8B")) == "Llama-3.1-8B"
+    assert public_name("org/Llama-3.1-8B") == "org/Llama-3.1-8B"
+
+
+def test_no_message_names_the_folder_of_a_file(engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "my models" / "small.gguf"
+    file.parent.mkdir()
+    file.touch()
+    monkeypatch.setattr(engine, "name", str(file))
+    with served(engine) as (client, service):
+        (model,) = client.ask("GET", "/v1/models").body["data"]
+        assert model["id"] == "small"
+        for asked in ("small", str(file)):
+            assert client.ask("GET", f"/v1/models/{quote(asked)}") == Reply(200, model)
+        assert without_paths(f"cannot read {file}: gone", service._folders) == "cannot read small.gguf: gone"
+
+
+def test_an_alias_names_the_model(engine: Engine) -> None:
+    with served(engine, alias="house/model") as (client, _):
+        (model,) = client.ask("GET", "/v1/models").body["data"]
+        assert model["id"] == client.chat(USER, model="house/model").body["model"] == "house/model"
+        for name, status in (("house/model", 200), (Path(engine.name).name, 200), ("model", 404)):
+            assert client.ask("GET", f"/v1/models/{name}").status == status
+
+
+@pytest.mark.parametrize("alias", ["", " ", "a\nb"])
+def test_an_alias_that_nobody_could_read_is_refused(offspec: Offspec, alias: str) -> None:
+    offspec("serve", "no-such-folder", "--port", 0, "--alias", alias).refusal(2, "--alias")
 
 
 def test_an_error_while_running_is_told_and_the_next_request_is_served(
