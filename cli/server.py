@@ -55,7 +55,10 @@ def is_loopback(host: str) -> bool:
 
 
 class StoppableServer(uvicorn.Server):
-    """A uvicorn server that answers requests under way with an error when it stops, instead of waiting for them."""
+    """A uvicorn server that answers requests under way with an error when it stops, instead of waiting for them.
+
+    Its log tells of long answers while they are computed.
+    """
 
     def __init__(self, config: uvicorn.Config, service: Service) -> None:
         super().__init__(config)
@@ -75,6 +78,10 @@ class StoppableServer(uvicorn.Server):
         finally:
             if is_caught:
                 signal.signal(hangup, before)
+
+    async def on_tick(self, counter: int) -> bool:
+        self._service.tell_progress()
+        return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._service.stop()

@@ -617,9 +617,10 @@ def test_the_program_serves_until_it_is_stopped(serving: Sequence[object], name:
     assert Client(port_of(process)).chat(USER).status == 200
     process.send_signal(number)
     result = finish(process)
-    (line,) = result.err.rstrip().split("\n") if number == signal.SIGINT else result.err.split("\n")[:-1]
+    begun, line = result.err.rstrip().split("\n") if number == signal.SIGINT else result.err.split("\n")[:-1]
     assert result.code == code
-    assert tells(line, "chat", "length", "8 tokens", "tokens/s", "cached")
+    assert tells(begun, "chat 1", "begins", "prompt")
+    assert tells(line, "chat 1", "length", "8 tokens", "tokens/s", "cached")
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGHUP")
@@ -709,7 +710,7 @@ def test_a_server_of_a_model_that_cannot_chat_says_so(pair: Pair, tmp_path: Path
     assert client.chat(USER).status == 400
     assert client.ask("POST", "/v1/completions", {"prompt": "hi", "max_tokens": 2}).status == 200
     process.terminate()
-    note, refused, _ = finish(process).err.splitlines()
+    note, refused, _, _ = finish(process).err.splitlines()
     assert tells(refused, "chat", "refused", "template")
     assert tells(note, folder, "chat template", "completions")
 
