@@ -437,6 +437,16 @@ def test_an_answer_without_a_limit_ends_with_the_context(client: Client) -> None
     assert usage["total_tokens"] == CONTEXT
 
 
+def test_limits_are_as_the_page_says(client: Client, engine: Engine) -> None:
+    """Any temperature from 0 on; without max_tokens, the server's limit."""
+    asked = {"prompt": "hi", "temperature": 50, "seed": 3, "ignore_eos": True, "max_tokens": None}
+    reply = client.ask("POST", "/v1/completions", asked)
+    assert reply.body["usage"]["completion_tokens"] == 16
+    wanted = SamplingParams(16, temperature=50, seed=3, ignore_eos=True)
+    assert reply.body["choices"][0]["text"] == engine.complete("hi", wanted)
+    assert client.ask("POST", "/v1/completions", {**asked, "temperature": -0.1}).status == 400
+
+
 def test_other_paths(client: Client) -> None:
     assert client.ask("GET", "/health") == Reply(200, {"status": "ok"})
     assert client.ask("GET", "/v1/embeddings").status == 404
