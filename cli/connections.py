@@ -77,6 +77,7 @@ class StrictConnection(h11.Connection):
 class LimitedProtocol(H11Protocol):
     """limits_s: the maximum seconds that the client may stay in each state of h11."""
 
+    conn: StrictConnection
     most_connections: int
     limits_s: dict[Any, float]
 

@@ -70,14 +70,16 @@ class StoppableServer(uvicorn.Server):
         """Also SIGHUP, of a terminal that closes, ends the server as SIGTERM does; under nohup it is ignored."""
         hangup = getattr(signal, "SIGHUP", None)  # Windows has none
         is_main = threading.current_thread() is threading.main_thread()
-        is_caught = hangup is not None and is_main and signal.getsignal(hangup) is not signal.SIG_IGN
-        before = signal.signal(hangup, self.handle_exit) if is_caught else None
+        if hangup is None or not is_main or signal.getsignal(hangup) is signal.SIG_IGN:
+            with super().capture_signals():
+                yield
+            return
+        before = signal.signal(hangup, self.handle_exit)
         try:
             with super().capture_signals():
                 yield
         finally:
-            if is_caught:
-                signal.signal(hangup, before)
+            signal.signal(hangup, before)
 
     async def on_tick(self, counter: int) -> bool:
         self._service.tell_progress()
