@@ -25,6 +25,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from offspec.errors import ConstraintError, ContextLengthError, OffspecError, TokenizerError, UsageError
+from offspec.planning.system_memory import memory_error
 
 from .flags import with_flags
 from .openai_answers import Answer, Said, failure
@@ -157,6 +158,7 @@ class SlowResponse(StreamingResponse):
 
 def describe(error: Exception, *, is_running: bool = False) -> tuple[Json, int]:
     """An error as JSON, and its status: 400 for an invalid request. is_running: the request was valid."""
+    error = memory_error(error) or error
     if not isinstance(error, OffspecError):
         name = type(error).__name__
         click.echo(f"offspec: {name}: {error} (unexpected; offspec serve -v shows the traceback)", err=True)

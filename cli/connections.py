@@ -1,6 +1,7 @@
 """Limits on connections of `offspec serve`: their number, the time that a request may take, and its size.
 
-The limits apply before authentication. A refusal is JSON in the form that OpenAI's clients read.
+The limits apply before authentication. A refusal is JSON in the form that OpenAI's clients read. A client may end its
+own direction of the connection after its request; it gets its answer.
 """
 
 from __future__ import annotations
@@ -9,14 +10,17 @@ import asyncio
 import json
 import logging
 import os
+import socket
 import sys
 import time
+from collections import Counter
 from contextlib import suppress
 from typing import Any
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from .metrics import one_line
 from .openai_answers import failure
 
 BACKLOG = 32  # connections that the system queues; asyncio accepts as many at a time
@@ -24,6 +28,7 @@ SPARE_FILES = 4 * BACKLOG  # descriptors kept free for files, and for refusing c
 MOST_CONNECTIONS = 512
 HEADERS_S = 10.0  # for a request's headers, from the start of the connection
 BODY_S = 60.0  # for its body: 32 MiB at 0.5 MiB/s
+FIRST_PROBE_S, LAST_PROBE_S = 0.05, 1.0  # between two looks whether a client is still there, after its end of data
 ACCEPT_FAILED = "socket.accept() out of system resource"
 
 
@@ -49,14 +54,37 @@ def protocol(most: int, headers_s: float = HEADERS_S, body_s: float = BODY_S) ->
     return Limited
 
 
+class StrictConnection(h11.Connection):
+    """h11, which also refuses a request with two lengths: a proxy may take the other one (RFC 9112, section 6.3).
+
+    fault: what is wrong with a request that is not valid HTTP.
+    """
+
+    fault = ""
+
+    def next_event(self) -> Any:
+        try:
+            event = super().next_event()
+            names = {name for name, _ in event.headers} if isinstance(event, h11.Request) else set()
+            if {b"content-length", b"transfer-encoding"} <= names:
+                raise h11.RemoteProtocolError("it has both Content-Length and Transfer-Encoding; omit one of them")
+        except h11.RemoteProtocolError as exc:
+            self.fault = str(exc)
+            raise
+        return event
+
+
 class LimitedProtocol(H11Protocol):
     """limits_s: the maximum seconds that the client may stay in each state of h11."""
 
+    conn: StrictConnection
     most_connections: int
     limits_s: dict[Any, float]
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
+        self.conn = StrictConnection(h11.SERVER)
+        self._is_half_closed = False  # the client sends no more
         self._timer: asyncio.TimerHandle | None = None
         self._timed: object = None  # the state that the timer is for
 
@@ -76,9 +104,40 @@ class LimitedProtocol(H11Protocol):
             super().data_received(data)
             self._set_timer()
 
+    def eof_received(self) -> bool:  # type: ignore[override]  # asyncio keeps the connection open if it is true
+        """Whether the client, which sends no more, still gets an answer."""
+        if not self._is_answering or self.cycle.more_body:
+            return False
+        if not self._is_half_closed:
+            self._is_half_closed = True
+            self._probe()
+        return True
+
+    @property
+    def _is_answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _probe(self, wait_s: float = FIRST_PROBE_S) -> None:
+        """Notice whether the client has closed both directions. Its system then answers what it is sent with a reset.
+
+        Until the response begins, that is an informational one, which clients of HTTP/1.1 skip (RFC 9110, 15.2).
+        """
+        if self.transport.is_closing() or not self._is_answering:
+            return
+        if self.transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            self.transport.abort()
+            return
+        is_new = self.cycle.scope["http_version"] != "1.0"
+        if wait_s == FIRST_PROBE_S and is_new and not self.cycle.response_started:
+            event = h11.InformationalResponse(status_code=100, headers=[], reason="Continue")
+            self.transport.write(self.conn.send(event))
+        self.loop.call_later(wait_s, self._probe, min(2 * wait_s, LAST_PROBE_S))
+
     def on_response_complete(self) -> None:
         super().on_response_complete()
         self._set_timer()
+        if self._is_half_closed and not self._is_answering:
+            self.transport.close()
 
     def _set_timer(self) -> None:
         """Start a timer for the client's state, unless one runs; uvicorn itself times idle connections."""
@@ -98,15 +157,22 @@ class LimitedProtocol(H11Protocol):
             self._timer = None
 
     def _too_slow(self) -> None:
-        if self.cycle is None or not self.cycle.response_started or self.cycle.response_complete:
-            self._refuse(408, "the request did not arrive in time")
-        else:
+        self._refuse_request(408, "the request did not arrive in time")
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse_request(400, f"the request is not valid HTTP: {one_line(self.conn.fault)}")
+
+    def _refuse_request(self, status: int, message: str) -> None:
+        """Refuse what the client sends; if an answer has begun, only the connection's end can tell."""
+        if self._is_answering and self.cycle.response_started:
             self.transport.abort()
+        else:
+            self._refuse(status, message)
 
     def _refuse(self, status: int, message: str) -> None:
         """Answer without h11, which may be in the middle of a request, and close the connection."""
         body = json.dumps(failure(message, kind="server_error" if status >= 500 else "invalid_request_error")).encode()
-        reason = {408: "Request Timeout", 503: "Service Unavailable"}[status]
+        reason = {400: "Bad Request", 408: "Request Timeout", 503: "Service Unavailable"}[status]
         head = f"HTTP/1.1 {status} {reason}\r\ncontent-type: application/json\r\nconnection: close\r\n"
         if not self.transport.is_closing():
             self.transport.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
@@ -132,17 +198,20 @@ class Seldom(logging.Filter):
 
 
 class Bodies:
-    """The bytes of request bodies in memory, over all connections."""
+    """The bytes of request bodies in memory, over all connections: a limit for all clients, and one for each."""
 
-    def __init__(self, most_bytes: int) -> None:
-        self._most_bytes, self._num_bytes = most_bytes, 0
+    def __init__(self, most_bytes: int, most_client_bytes: int) -> None:
+        self._most_bytes, self._most_client_bytes = most_bytes, most_client_bytes
+        self._num_bytes = Counter[str]()
 
-    def take(self, num_bytes: int) -> bool:
-        """Reserve bytes; False if the limit does not allow it."""
-        if self._num_bytes + num_bytes > self._most_bytes:
+    def take(self, client: str, num_bytes: int) -> bool:
+        """Reserve bytes; False if a limit does not allow it."""
+        of_all, of_client = sum(self._num_bytes.values()), self._num_bytes[client]
+        if of_all + num_bytes > self._most_bytes or of_client + num_bytes > self._most_client_bytes:
             return False
-        self._num_bytes += num_bytes
+        self._num_bytes[client] += num_bytes
         return True
 
-    def give_back(self, num_bytes: int) -> None:
-        self._num_bytes -= num_bytes
+    def give_back(self, client: str, num_bytes: int) -> None:
+        self._num_bytes[client] -= num_bytes
+        self._num_bytes += Counter()  # forgets clients that have none

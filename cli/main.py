@@ -171,13 +171,22 @@ def run(args: list[str]) -> int:
     except BrokenPipeError:
         _detach(sys.stdout)
         return DONE  # the reader closed the pipe, as `| head` does
-    except OSError as exc:
-        _detach(sys.stdout)
-        return _fail(f"cannot read or write: {exc}", FAILURE)
     except OffspecError as exc:
         return _fail(with_flags(str(exc)), exc.exit_code, traceback=verbose)
-    except Exception as exc:  # noqa: BLE001 (out of memory, or a bug: still one line)
-        return _fail(f"{type(exc).__name__}: {exc} (unexpected; -v shows the traceback)", FAILURE, traceback=verbose)
+    except Exception as exc:  # noqa: BLE001 (a disk, memory, or a bug: still one line)
+        return _fail_with(exc, verbose=verbose)
+
+
+def _fail_with(exc: Exception, *, verbose: bool) -> int:
+    """Print an error that is not ours; returns the exit code."""
+    from offspec.planning.system_memory import memory_error
+
+    if (lack := memory_error(exc)) is not None:
+        return _fail(with_flags(str(lack)), lack.exit_code, traceback=verbose)
+    if isinstance(exc, OSError):
+        _detach(sys.stdout)
+        return _fail(f"cannot read or write: {exc}", FAILURE)
+    return _fail(f"{type(exc).__name__}: {exc} (unexpected; -v shows the traceback)", FAILURE, traceback=verbose)
 
 
 def _fail(message: str, exit_code: int, *, traceback: bool = False) -> int:

@@ -1,4 +1,4 @@
-"""What a server counts: figures for Prometheus, and one line of log for each answer.
+"""What a server counts: figures for Prometheus, and lines of log for each answer, without its text.
 
 The text format is Prometheus' 0.0.4. It is a few lines, so there is no dependency on its client library, whose registry
 would be common to all servers of a process.
@@ -122,9 +122,23 @@ def _head(name: str, kind: str, help_text: str) -> tuple[str, str]:
     return f"# HELP {name} {help_text}", f"# TYPE {name} {kind}"
 
 
-def log_line(kind: str, outcome: str, stats: Stats | None, times: Times) -> str:
-    """One line about an answer that has ended. kind: what was asked for."""
-    parts = [f"{kind}: {outcome}"]
+def first_line(name: str, num_prompt_tokens: int, times: Times) -> str:
+    """One line about an answer that begins. name: its kind and number."""
+    return f"{name}: begins, prompt {num_prompt_tokens} tokens, waited {times.queue_s:.1f} s"
+
+
+def progress_line(name: str, stats: Stats | None, times: Times) -> str:
+    """One line about an answer under way."""
+    seconds = times.total_s - times.queue_s
+    if stats is None:
+        return f"{name}: running for {seconds:.0f} s, no token yet"
+    rate = stats.num_tokens / max(seconds, 1e-9)
+    return f"{name}: running for {seconds:.0f} s, answer {stats.num_tokens} tokens so far at {rate:.2f} tokens/s"
+
+
+def log_line(name: str, outcome: str, stats: Stats | None, times: Times) -> str:
+    """One line about an answer that has ended."""
+    parts = [f"{name}: {outcome}"]
     if stats is not None:
         cached = stats.num_prompt_tokens - stats.num_prefilled_tokens
         rate = stats.num_tokens / max(times.total_s - times.queue_s, 1e-9)

@@ -10,6 +10,7 @@ import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from offspec.text.thinking import ThinkingStyle
@@ -44,6 +45,8 @@ class Said:
     @classmethod
     def of(cls, step: Step) -> Said:
         figures = step.stats.as_dict()
+        if figures["learn_file"] is not None:
+            figures["learn_file"] = Path(figures["learn_file"]).name  # clients may not learn this machine's folders
         return cls(step.text, step.finish_reason, figures, step.texts, step.logprobs, step.prompt_logprobs)
 
     def then(self, step: Step) -> Said:

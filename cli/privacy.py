@@ -11,9 +11,14 @@ if TYPE_CHECKING:
     from offspec import Engine
 
 
+PART = re.compile(r"-\d{5}-of-\d{5}$")  # at the end of the stem of a GGUF file that is one of several
+
+
 def public_name(model: str) -> str:
-    """A model's name without its parent folders; a hub id is unchanged."""
+    """A folder's name, or the stem of a file's, without parent folders; a hub id is unchanged."""
     path = Path(model).expanduser()
+    if path.is_file():
+        return PART.sub("", path.stem)  # links are not followed: in the hub's cache, they lead to hashes
     return path.resolve().name if path.is_dir() else model
 
 
@@ -30,8 +35,9 @@ def without_paths(message: str, folders: Sequence[Path] = ()) -> str:
 
 
 def model_folders(engine: Engine) -> list[Path]:
-    """The folders of the engine's models, in each form that a message may contain; longest first."""
-    named = (Path(name) for name in (engine.name, engine.draft_name, engine.tokenizer.folder) if name is not None)
-    given = [path.expanduser() for path in named if path.expanduser().is_dir()]
+    """The folders of the engine's models or their files, in each form that a message may contain; longest first."""
+    names = (engine.name, engine.draft_name, engine.tokenizer.folder)
+    named = [Path(name).expanduser() for name in names if name is not None]
+    given = [path if path.is_dir() else path.parent for path in named if path.exists()]
     forms = {form for path in given for form in (path, path.absolute(), path.resolve())}
-    return sorted((form for form in forms if form.is_absolute()), key=lambda form: -len(str(form)))
+    return sorted((form for form in forms if form.is_absolute() and form.name), key=lambda form: -len(str(form)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 import signal
 import socket
@@ -45,6 +46,7 @@ MAX_NEW_TOKENS = 4096  # a model ends its answers itself, and clients may reques
 EVERYWHERE = {"0.0.0.0": ("192.0.2.1", "127.0.0.1"), "::": ("2001:db8::1", "::1")}
 GRACE_S = 1  # for requests that are still being received when the server stops
 ORIGIN = re.compile(r"https?://[A-Za-z0-9.\-\[\]:]+")  # without a path, as browsers state it
+KEY_VARIABLES = ("OFFSPEC_SERVE_API_KEY", "OFFSPEC_API_KEY")
 MOST_WAITING = 64  # requests in the queue, by default
 
 
@@ -87,6 +89,11 @@ Examples:
     help="Reject requests without this key; OFFSPEC_API_KEY keeps it out of process lists.",
 )
 @option(
+    "--alias",
+    metavar="NAME",
+    help="Name of the model for clients. [default: the name of its folder or file]",
+)
+@option(
     "--cors",
     multiple=True,
     metavar="ORIGIN",
@@ -124,6 +131,7 @@ def command(
     host: str,
     port: int,
     api_key: str | None,
+    alias: str | None,
     cors: tuple[str, ...],
     parallel: int | None,
     max_queue: int,
@@ -135,8 +143,9 @@ def command(
 ) -> None:
     params, speculation = request_of(options)
     options["needs_draft_model"] = needs_draft_model(speculation, options["draft"])
-    if api_key is not None and not (api_key and api_key.isascii()):
-        raise UsageError("--api-key must be non-empty ASCII; omit it to disable authentication")
+    api_key = _checked_key(api_key)
+    if alias is not None and not (alias.strip() and alias.isprintable()):
+        raise UsageError(f"--alias must be a name of printable characters, not {alias!r}")
     _check_origins(cors, api_key)
     written = written_file(learn_file) if learn else None
     options |= {"learn": learn, "learn_file": learn_file, "tree": speculation.budget, "texts": parallel or AUTO_TEXTS}
@@ -157,7 +166,7 @@ def command(
         tell = (lambda line: None) if quiet else _log
         service = Service(engine, speculation, most_waiting=max_queue, most_texts=parallel, tell=tell)
         with _process_of_a_server(), learning_kept(engine, written, quiet=quiet), closing(service):
-            app = application(service, params, api_key, is_private=is_loopback(host), origins=cors)
+            app = application(service, params, api_key, is_private=is_loopback(host), origins=cors, alias=alias)
             config = uvicorn.Config(
                 app,
                 http=protocol(most_connections()),
@@ -189,6 +198,19 @@ def _process_of_a_server() -> Iterator[None]:
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
         messages.removeFilter(seldom)
+
+
+def _checked_key(api_key: str | None) -> str | None:
+    """The key without spaces around it. Raises UsageError for one that no request can state, such as an empty one."""
+    if api_key is None:
+        for variable in KEY_VARIABLES:
+            if variable in os.environ:  # elsewhere, an empty variable is no setting; here it would open the server
+                raise UsageError(f"{variable} is empty; set it to a key, or unset it to disable authentication")
+        return None
+    key = api_key.strip()
+    if not (key and key.isascii() and key.isprintable()):
+        raise UsageError("--api-key must be non-empty printable ASCII; omit it to disable authentication")
+    return key
 
 
 def _check_origins(origins: Sequence[str], api_key: str | None) -> None:

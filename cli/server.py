@@ -8,9 +8,12 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import secrets
+import signal
 import socket
+import threading
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
@@ -39,6 +42,7 @@ from .service import Service, StoppingError
 
 MOST_BYTES = 32 * 2**20  # of a request
 MOST_BODIES_BYTES = 2 * MOST_BYTES  # of all requests being received
+MOST_CLIENT_BYTES = MOST_BYTES  # of those of one client
 Handler = Callable[[Request], Awaitable[Response]]
 
 
@@ -51,12 +55,35 @@ def is_loopback(host: str) -> bool:
 
 
 class StoppableServer(uvicorn.Server):
-    """A uvicorn server that answers requests under way with an error when it stops, instead of waiting for them."""
+    """A uvicorn server that answers requests under way with an error when it stops, instead of waiting for them.
+
+    Its log tells of long answers while they are computed.
+    """
 
     def __init__(self, config: uvicorn.Config, service: Service) -> None:
         super().__init__(config)
         self._service = service
         service.give_up = lambda: setattr(self, "should_exit", True)
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Also SIGHUP, of a terminal that closes, ends the server as SIGTERM does; under nohup it is ignored."""
+        hangup = getattr(signal, "SIGHUP", None)  # Windows has none
+        is_main = threading.current_thread() is threading.main_thread()
+        if hangup is None or not is_main or signal.getsignal(hangup) is signal.SIG_IGN:
+            with super().capture_signals():
+                yield
+            return
+        before = signal.signal(hangup, self.handle_exit)
+        try:
+            with super().capture_signals():
+                yield
+        finally:
+            signal.signal(hangup, before)
+
+    async def on_tick(self, counter: int) -> bool:
+        self._service.tell_progress()
+        return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._service.stop()
@@ -70,13 +97,15 @@ def application(
     *,
     is_private: bool = False,
     origins: Sequence[str] = (),
+    alias: str | None = None,
 ) -> Starlette:
     """The routes. Without a key, requests from web pages are refused: browsers send them even across origins.
 
     is_private: only this machine can reach the server, so another host name indicates DNS rebinding. origins: of web
-    pages that may ask and read answers (CORS); "*" is all of them, with a key.
+    pages that may ask and read answers (CORS); "*" is all of them, with a key. alias: what clients see as the model's
+    name.
     """
-    api = Api(service, defaults)
+    api = Api(service, defaults, alias)
     guarded = Guard(api_key, is_private=is_private, origins=origins)
     routes = [
         Route("/health", api.health),
@@ -96,17 +125,19 @@ def application(
 class Api:
     """The handlers of the routes."""
 
-    def __init__(self, service: Service, defaults: SamplingParams) -> None:
+    def __init__(self, service: Service, defaults: SamplingParams, alias: str | None = None) -> None:
         self._service, self._defaults = service, defaults
-        self._bodies = Bodies(MOST_BODIES_BYTES)
-        self._name = public_name(service.engine.name)
+        self._bodies = Bodies(MOST_BODIES_BYTES, MOST_CLIENT_BYTES)
+        public = public_name(service.engine.name)
+        self._name = alias or public
+        self._names = {self._name, public, service.engine.name}  # by which a client may ask for the model
         self._described = describe_model(service.engine, self._name)
 
     async def models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._described]})
 
     async def model(self, request: Request) -> Response:
-        if (asked := request.path_params["id"]) != self._name:
+        if (asked := request.path_params["id"]) not in self._names:
             message = f"unknown model {asked!r}; this server has {self._name}"
             return JSONResponse(failure(message, code="model_not_found"), 404)
         return JSONResponse(self._described)
@@ -140,21 +171,21 @@ class Api:
 
     async def _json(self, request: Request) -> Any:
         """The body as JSON. Raises UsageError, and TooLargeError for a body over its own or the common limit."""
-        stated, content = request.headers.get("content-length", ""), bytearray()
+        stated, content, client = request.headers.get("content-length", ""), bytearray(), _address(request)
         if stated.isdecimal() and len(stated) < 19 and int(stated) > MOST_BYTES:
             raise TooLargeError(413)
         try:
             async for part in request.stream():
                 if len(content) + len(part) > MOST_BYTES:
                     raise TooLargeError(413)
-                if not self._bodies.take(len(part)):
+                if not self._bodies.take(client, len(part)):
                     raise TooLargeError(503)
                 content += part
             return parse_json(bytes(content))
         except ValueError as exc:
             raise UsageError(f"the request is not JSON ({exc})") from exc
         finally:
-            self._bodies.give_back(len(content))
+            self._bodies.give_back(client, len(content))
 
 
 def describe_model(engine: Engine, name: str) -> Json:
@@ -167,7 +198,11 @@ def describe_model(engine: Engine, name: str) -> Json:
 
 def _client(request: Request, asked: CompletionRequest) -> str:
     """Whose request it is: clients take turns. Programs with many users state them (`user`)."""
-    return f"{request.client.host if request.client else ''} {asked.user}"
+    return f"{_address(request)} {asked.user}"
+
+
+def _address(request: Request) -> str:
+    return request.client.host if request.client else ""
 
 
 class TooLargeError(Exception):
@@ -195,14 +230,20 @@ class Guard:
         named = [origin for origin in request.headers.getlist("origin") if origin not in self._origins]
         if self._is_private:
             named.append(f"//{request.headers.get('host', '')}")
-        borne = request.headers.get("authorization", "").removeprefix("Bearer ")
         if self._api_key is not None:
-            if not secrets.compare_digest(borne.encode(), self._api_key.encode()):
+            borne = _bearer(request.headers.get("authorization", ""))
+            if borne is None or not secrets.compare_digest(borne.encode(), self._api_key.encode()):
                 return JSONResponse(failure("the API key is missing or wrong", code="invalid_api_key"), 401)
         elif not all(map(is_loopback, map(_host_of, named))):
             who = "programs on its own machine" if self._is_private else "programs, not web pages"
             return JSONResponse(failure(f"without --api-key this server answers only {who}"), 403)
         return None
+
+
+def _bearer(authorization: str) -> str | None:
+    """The key in `Bearer KEY`; None for another scheme. The scheme may be in any case (RFC 9110, section 11.1)."""
+    scheme, _, key = authorization.partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else None
 
 
 def _host_of(url: str) -> str:

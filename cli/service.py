@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import count
 from threading import Condition, Thread
 from typing import TypeVar, cast
 
@@ -31,7 +32,7 @@ from offspec.session import Turn, encode_turns, turns_of
 from offspec.several_answers import params_of_each
 
 from .main import SERVE_THREAD
-from .metrics import Metrics, Times, log_line
+from .metrics import Metrics, Times, first_line, log_line, progress_line
 from .openai_api import CompletionRequest, with_tools
 from .privacy import model_folders, without_paths
 from .reply_tokens import ReplyTokens
@@ -42,6 +43,7 @@ MOST_LOOSER = 64  # constraints that do not compile, whose replacements are kept
 CONSTRAINTS_S, CONSTRAINTS_SHARE = 30.0, 0.25
 CLOSE_S = 0.5  # how long `close` waits for a pass
 LONGEST_RETRY_S = 60  # clients ignore longer times
+PROGRESS_S = 30.0  # between two lines of log about an answer under way
 
 
 T = TypeVar("T")
@@ -65,7 +67,7 @@ class StoppingError(OffspecError):
 
 @dataclass(eq=False)
 class Job:
-    """One answer of a request. prompt: its token ids.
+    """One answer of a request. prompt: its token ids. number: of the server's answers, for its log.
 
     followers: other answers to the same prompt. They begin when this one has scored it, and copy its KV entries.
     """
@@ -79,18 +81,24 @@ class Job:
     followers: list[Job] = field(default_factory=list)
     began_s: float | None = None
     first_s: float | None = None
+    told_s: float = 0.0  # when the log last told of it
+    number: int = 0
     is_open: bool = True  # until its last step, its error, or its client's leave
     is_taken: bool = False  # by the thread of the passes
 
-    def add(self, step: Step) -> None:
+    @property
+    def name(self) -> str:
+        return f"{self.work.kind} {self.number}"
+
+    def add(self, step: Step, now_s: float) -> None:
         self.reply.add(step)
         if self.first_s is None:
-            self.first_s = time.monotonic()
+            self.first_s = now_s
 
-    def times(self) -> Times:
-        now = time.monotonic()
+    def times(self, now_s: float) -> Times:
         first_s = None if self.first_s is None else self.first_s - self.asked_s
-        return Times((self.began_s or now) - self.asked_s, first_s, now - self.asked_s)
+        queue_s = (now_s if self.began_s is None else self.began_s) - self.asked_s
+        return Times(queue_s, first_s, now_s - self.asked_s)
 
 
 class Work:
@@ -193,14 +201,16 @@ class Service:
         most_waiting: int,
         most_texts: int | None = None,
         tell: Callable[[str], None] = lambda text: None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """most_waiting: answers beyond those under way. most_texts: of these, by default AUTO_TEXTS.
 
-        tell: gets a line for each answer that has ended.
+        tell: gets a line for each answer that begins or has ended.
         """
         self.engine, self.metrics, self.tell = engine, Metrics(), tell
         self.error: OffspecError | None = None
         self.give_up: Callable[[], None] = lambda: None
+        self._clock, self._numbers = clock, count(1)
         self._speculation, self._folders = speculation, model_folders(engine)
         self._most_texts = engine.max_texts(most_texts)
         self._pool = TextPool(engine.new_caches, parked_bytes(engine.plan))
@@ -247,6 +257,16 @@ class Service:
             "parked_bytes": ("Bytes of these entries.", self._pool.parked_bytes),
         }
 
+    def tell_progress(self) -> None:
+        """A line of log for each answer that has been under way for PROGRESS_S since the last one; from any thread."""
+        now_s = self._clock()
+        with self._changed:
+            begun = [job for job in self._open if job.began_s is not None and now_s - job.told_s >= PROGRESS_S]
+            for job in begun:
+                job.told_s = now_s
+        for job in sorted(begun, key=lambda job: job.number):
+            self.tell(progress_line(job.name, job.reply.stats, job.times(now_s)))
+
     # ---------------------------------------------------------------------------------------- for the event loop
 
     async def submit(self, asked: CompletionRequest, client: str) -> Work:
@@ -255,7 +275,7 @@ class Service:
         Raises BusyError if the queue is full, StoppingError, and the errors of `Engine.generate` for an invalid
         request, without this machine's folders, which clients should not learn.
         """
-        asked_s = time.monotonic()
+        asked_s = self._clock()
         self._reserve(asked.num_choices)
         try:
             asked, prompts, constraint = await self._prepare(asked, client)
@@ -272,6 +292,8 @@ class Service:
             if self._is_stopping:
                 raise StoppingError
             self._open.update(work.jobs)
+            for job in work.jobs:
+                job.number = next(self._numbers)
             for job in work.leaders:
                 self._line.append(job)
             self._changed.notify()
@@ -428,7 +450,8 @@ class Service:
                     return
                 job = self._line.pop()
                 job.is_taken = True
-                job.began_s = time.monotonic()
+                job.began_s = job.told_s = self._clock()
+            self.tell(first_line(job.name, len(job.prompt), job.times(job.began_s)))
             self._begin(job)
 
     def _has_room(self, job: Job) -> bool:
@@ -475,7 +498,7 @@ class Service:
     def _advance(self, ticket: Ticket, step: Step) -> None:
         """Deliver a step. After the last one, the draft trains."""
         job, _ = self._under_way[ticket]
-        job.add(step)
+        job.add(step, self._clock())
         if job.followers:
             self._release_followers(job)
         if step.finish_reason is None:
@@ -526,9 +549,9 @@ class Service:
             self._open.discard(job)
             if job.followers:
                 self._release_followers(job)
-        times = job.times()
+        times = job.times(self._clock())
         self.metrics.ended(outcome, job.reply.stats, times)
-        self.tell(log_line(job.work.kind, outcome, job.reply.stats, times))
+        self.tell(log_line(job.name, outcome, job.reply.stats, times))
 
     def _release_followers(self, job: Job) -> None:
         with self._changed:

@@ -51,6 +51,7 @@ class TurnsExecutor:
             future.set_result(call())
         except BaseException as exc:  # noqa: BLE001 (who waits for it gets it)
             future.set_exception(exc)
+            del future, call  # the error has this frame: a cycle, which would keep the call's arguments
 
 
 class TimeBudget:

@@ -23,13 +23,16 @@ from .gpu_support import fault_of
 if TYPE_CHECKING:
     import torch
 
+ADDRESS_LIMIT = "ulimit -v"  # RLIMIT_AS: files that are mapped count, too
+
 
 @dataclass(frozen=True)
 class Memory:
     """RAM that this process may use. Swap does not count, because swapping is slower than streaming.
 
     total_bytes: the machine's RAM, or its container's limit if that is less. available_bytes: RAM that can be allocated
-    now; page cache counts as free. limit: the source of available_bytes, "MemAvailable" or a control group's file.
+    now; page cache counts as free. limit: the source of available_bytes, "MemAvailable", a control group's file or
+    "ulimit -v".
     """
 
     total_bytes: int
@@ -102,12 +105,24 @@ def read_hardware(device: torch.device) -> Hardware:
 
 
 def read_memory(root: Path = ROOT) -> Memory:
-    """RAM within the lowest limit of this process's control groups."""
+    """RAM within the lowest limit of this process, its control groups' or its own."""
     machine, limits = psutil.virtual_memory(), memory_limits(root)
     total = min([machine.total, *(limit.limit_bytes for limit in limits)])
     rooms = [(machine.available, "MemAvailable"), *((limit.available_bytes, limit.source) for limit in limits)]
+    if (most_bytes := address_space_limit()) is not None:
+        rooms.append((max(most_bytes - psutil.Process().memory_info().vms, 0), ADDRESS_LIMIT))
     available, source = min(rooms, key=lambda room: room[0])
     return Memory(total, available, machine.total, source)
+
+
+def address_space_limit() -> int | None:
+    """The bytes of addresses that this process may map; None without a limit."""
+    if sys.platform == "win32":
+        return None
+    import resource
+
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    return None if limit == resource.RLIM_INFINITY else limit
 
 
 def is_wsl(root: Path = ROOT) -> bool:

@@ -7,7 +7,9 @@ checksum, so the index is built again if a text changes or the file is damaged.
 from __future__ import annotations
 
 import codecs
+import errno
 import hashlib
+import io
 import os
 import struct
 import zlib
@@ -22,6 +24,7 @@ from typing import BinaryIO
 import numpy as np
 import numpy.typing as npt
 
+from offspec.loaders.small_files import open_regular
 from offspec.loaders.tiers import Progress
 from offspec.loaders.units import format_size
 from offspec.scheduler.lookup import NO_TOKEN
@@ -176,9 +179,7 @@ def _text_blocks(file: Path) -> Iterator[bytes]:
     """The bytes of a text file. Raises UsageError for anything else."""
     decoder, is_empty = codecs.getincrementaldecoder("utf-8")(), True
     try:
-        if file.exists() and not (file.is_file() or file.is_dir()):  # reading a pipe or a device may never end
-            raise UsageError(f"lookup file {file} is not a regular file; give text files")
-        with file.open("rb") as opened:
+        with open_regular(file) as opened:
             while block := opened.read(_BLOCK_BYTES):
                 if b"\0" in block:
                     raise UsageError(f"lookup file {file} is binary, not text; give text files")
@@ -199,20 +200,22 @@ def _unreadable(file: Path, exc: OSError) -> UsageError:
         return UsageError(f"lookup file {file} does not exist; check the path")
     if isinstance(exc, IsADirectoryError):
         return UsageError(f"lookup file {file} is a folder; give the text files in it")
+    if exc.errno == errno.EINVAL:  # of `open_regular`
+        return UsageError(f"lookup file {file} cannot be read ({exc.strerror}); give text files")
     return UsageError(f"lookup file {file} cannot be read ({exc.strerror or exc}); check its permissions")
 
 
 def _opened(file: Path, files: Sequence[Path], tokenizer: Tokenizer) -> FileIndex | None:
-    """The index in a cached file; None if it is missing or damaged."""
+    """The index in a cached file; None if it is missing, damaged or no regular file."""
     try:
-        with file.open("rb") as opened:
+        with open_regular(file) as opened:
             magic, num_tokens, checksum = _HEADER.unpack(opened.read(_HEADER.size))
             size = _HEADER.size + 2 * _TOKEN_BYTES * num_tokens
             if magic != _MAGIC or num_tokens < 1 or os.fstat(opened.fileno()).st_size != size:
                 return None
             if _checksum(opened) != checksum:
                 return None
-        arrays = np.memmap(file, np.int32, "r", offset=_HEADER.size, shape=(2, num_tokens))
+            arrays = np.memmap(opened, np.int32, "r", offset=_HEADER.size, shape=(2, num_tokens))
     except (OSError, ValueError, struct.error):
         return None
     return FileIndex(arrays[0], arrays[1], files, tokenizer.token_bytes)
@@ -241,7 +244,7 @@ def _tokens(files: Sequence[Path], tokenizer: Tokenizer, progress: Progress | No
 def _pieces(file: Path) -> Iterator[str]:
     """A text file in pieces of about PIECE_CHARACTERS, split after a line's end if there is one."""
     try:
-        with file.open(encoding="utf-8", newline="") as opened:
+        with io.TextIOWrapper(open_regular(file), encoding="utf-8", newline="") as opened:
             while piece := opened.read(PIECE_CHARACTERS) + opened.readline(PIECE_CHARACTERS):
                 yield piece
     except (OSError, UnicodeDecodeError) as exc:

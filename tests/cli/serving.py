@@ -6,7 +6,7 @@ import http.client
 import json
 import re
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from threading import Thread
@@ -67,10 +67,15 @@ def served(
     http: type[H11Protocol] | None = None,
     most_waiting: int = 16,
     parallel: int | None = None,
+    tell: Callable[[str], None] = lambda line: None,
+    clock: Callable[[], float] = time.monotonic,
     **settings: Any,
 ) -> Generator[tuple[Client, Service], None, None]:
     sock = listening("127.0.0.1", 0)
-    with closing(Service(engine, SpeculationParams(), most_waiting=most_waiting, most_texts=parallel)) as service:
+    service = Service(
+        engine, SpeculationParams(), most_waiting=most_waiting, most_texts=parallel, tell=tell, clock=clock
+    )
+    with closing(service):
         for executor in (service._encoder, service._compiler):
             executor.submit("", int).result()  # its thread begins here, not in the test that asks first
         app = application(service, SamplingParams(16), **settings)

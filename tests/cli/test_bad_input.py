@@ -275,10 +275,20 @@ def test_even_our_own_mistakes_are_one_line(
     run_args: Sequence[object], offspec: Offspec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*args: object, **more: object) -> None:
+        raise ArithmeticError("no such\nnumber")
+
+    monkeypatch.setattr("offspec.request.exact_walk", fail)
+    offspec(*run_args, "hi").refusal(1, "ArithmeticError", "no such number")
+
+
+def test_memory_that_the_system_does_not_give_is_told_with_a_remedy(
+    run_args: Sequence[object], offspec: Offspec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: object, **more: object) -> None:
         raise MemoryError("cannot allocate\n64 GiB")
 
     monkeypatch.setattr("offspec.request.exact_walk", fail)
-    offspec(*run_args, "hi").refusal(1, "MemoryError", "cannot allocate 64 GiB")
+    offspec(*run_args, "hi").refusal(1, "memory", "cannot allocate 64 GiB", "--context")
 
 
 def test_a_folder_that_may_not_be_listed_is_named(pair: Pair, tmp_path: Path, offspec: Offspec) -> None:

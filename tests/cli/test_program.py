@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from ..pair import Pair, variant
+from ..refusals import check_message
 from .conftest import finish, start
 
 FULL = Path("/dev/full")
@@ -141,6 +142,21 @@ def test_heavy_modules_are_left_alone(statement: str) -> None:
     heavy = "torch numpy tokenizers jinja2 transformers huggingface_hub rich prompt_toolkit matplotlib"
     loaded = python(f"{statement}\nimport sys; print('loaded:', *(set('{heavy}'.split()) & sys.modules.keys()))")
     assert loaded.splitlines()[-1] == "loaded:"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not enforce this limit")
+def test_a_limit_on_addresses_ends_in_one_line() -> None:
+    """`ulimit -v`, with room for the libraries and little more."""
+    code = (
+        "import psutil, resource, offspec.engine; from offspec.cli.main import run\n"
+        "most = psutil.Process().memory_info().vms + 2**20\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (most, most))\n"
+        "raise SystemExit(run(['run', 'builtin', 'hi', '--device', 'cpu']))\n"
+    )
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert (shown.returncode, shown.stdout, len(shown.stderr.splitlines())) == (1, "", 1), shown
+    check_message(shown.stderr.strip(), "memory", "ulimit -v", "--context")
 
 
 def test_version_of_both_entry_points() -> None:

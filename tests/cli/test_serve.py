@@ -14,17 +14,19 @@ from pathlib import Path
 from statistics import fmean
 from threading import Event
 from typing import Any
+from urllib.parse import quote
 
 import click
 import pytest
 import uvicorn
 
-from offspec import Engine, SamplingParams
+from offspec import Engine, SamplingParams, SpeculationParams
 from offspec.batch import Batch
-from offspec.cli.connections import protocol
-from offspec.cli.privacy import without_paths
+from offspec.cli.connections import Bodies, protocol
+from offspec.cli.privacy import public_name, without_paths
 from offspec.cli.reply_tokens import ReplyTokens
-from offspec.cli.server import is_loopback
+from offspec.cli.serve import _checked_key
+from offspec.cli.server import StoppableServer, is_loopback
 from offspec.cli.service import Service, Work
 from offspec.errors import MemoryLimitError, NumericalError
 from offspec.session import Turn, turns_of
@@ -348,8 +350,62 @@ def test_requests_that_do_not_come_are_not_waited_for(sent: bytes, engine: Engin
         assert tells(last, "time")
 
 
-def test_bodies_that_do_not_come_take_bounded_memory(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("offspec.cli.server.MOST_BODIES_BYTES", 1000)
+@pytest.mark.parametrize(
+    ("sent", "words"),
+    [
+        (
+            b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+            ("Content-Length",),
+        ),
+        (b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nxyz\r\n", ("chunk",)),
+        (b"GET /health HTTP/1.1\r\n\r\n", ("Host",)),
+        (b"\x16\x03\x01 nonsense\r\n\r\n", ("request",)),
+    ],
+    ids=["two lengths", "chunk", "host", "nonsense"],
+)
+def test_what_is_no_valid_http_is_refused_in_json(client: Client, sent: bytes, words: Sequence[str]) -> None:
+    with socket.create_connection(("127.0.0.1", client.port)) as sock:
+        sock.sendall(sent)
+        head, _, body = read_all(sock).partition("\r\n\r\n")  # to the end: the connection closes
+    assert head.startswith("HTTP/1.1 400 ")
+    error = json.loads(body)["error"]
+    assert error["type"] == "invalid_request_error"
+    check_message(error["message"], "HTTP", *words)
+
+
+def test_a_client_that_sends_no_more_gets_its_answer(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    may_go_on, step = Event(), Batch.step
+
+    def held(self: Batch) -> Any:
+        assert may_go_on.wait(LONG_S)
+        return step(self)
+
+    monkeypatch.setattr(Batch, "step", held)
+    body = json.dumps({"prompt": "hi", "max_tokens": 2}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
+    with served(engine) as (client, _), socket.create_connection(("127.0.0.1", client.port)) as sock:
+        sock.settimeout(LONG_S)
+        sock.sendall(head.encode() + body)
+        sock.shutdown(socket.SHUT_WR)
+        assert sock.recv(12) == b"HTTP/1.1 100"  # by now the server knows
+        may_go_on.set()
+        head, _, body = read_all(sock).rpartition("\r\n\r\n")
+    assert "HTTP/1.1 200" in head
+    assert json.loads(body)["usage"]["completion_tokens"] == 2
+
+
+def test_one_client_leaves_memory_for_the_bodies_of_others() -> None:
+    bodies = Bodies(10, 6)
+    assert [bodies.take("a", 6), bodies.take("a", 1), bodies.take("b", 4), bodies.take("b", 1)] == [1, 0, 1, 0]
+    bodies.give_back("a", 6)
+    assert [bodies.take("b", 3), bodies.take("b", 2)] == [0, 1]
+
+
+@pytest.mark.parametrize("limit", ["MOST_BODIES_BYTES", "MOST_CLIENT_BYTES"])
+def test_bodies_that_do_not_come_take_bounded_memory(
+    limit: str, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(f"offspec.cli.server.{limit}", 1000)
     with served(engine) as (client, _), socket.create_connection(("127.0.0.1", client.port)) as stalled:
         head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 900\r\n\r\n"
         stalled.sendall(head + b" " * 800)
@@ -381,6 +437,16 @@ def test_an_answer_without_a_limit_ends_with_the_context(client: Client) -> None
     assert usage["total_tokens"] == CONTEXT
 
 
+def test_limits_are_as_the_page_says(client: Client, engine: Engine) -> None:
+    """Any temperature from 0 on; without max_tokens, the server's limit."""
+    asked = {"prompt": "hi", "temperature": 50, "seed": 3, "ignore_eos": True, "max_tokens": None}
+    reply = client.ask("POST", "/v1/completions", asked)
+    assert reply.body["usage"]["completion_tokens"] == 16
+    wanted = SamplingParams(16, temperature=50, seed=3, ignore_eos=True)
+    assert reply.body["choices"][0]["text"] == engine.complete("hi", wanted)
+    assert client.ask("POST", "/v1/completions", {**asked, "temperature": -0.1}).status == 400
+
+
 def test_other_paths(client: Client) -> None:
     assert client.ask("GET", "/health") == Reply(200, {"status": "ok"})
     assert client.ask("GET", "/v1/embeddings").status == 404
@@ -395,6 +461,41 @@ def test_models_are_described(client: Client, engine: Engine) -> None:
     for other in ("other", "org/other", ""):
         unknown = client.ask("GET", f"/v1/models/{other}")
         assert (unknown.status, unknown.body["error"]["code"]) == (404, "model_not_found")
+
+
+def test_a_file_is_named_by_its_stem(tmp_path: Path) -> None:
+    for name, shown in (("SmolLM2.Q4_1.gguf", "SmolLM2.Q4_1"), ("big-00001-of-00003.gguf", "big")):
+        (tmp_path / name).touch()
+        assert public_name(str(tmp_path / name)) == shown
+    (tmp_path / "Llama-3.1-8B").mkdir()
+    assert public_name(str(tmp_path / "Llama-3.1-8B")) == "Llama-3.1-8B"
+    assert public_name("org/Llama-3.1-8B") == "org/Llama-3.1-8B"
+
+
+def test_no_message_names_the_folder_of_a_file(engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "my models" / "small.gguf"
+    file.parent.mkdir()
+    file.touch()
+    monkeypatch.setattr(engine, "name", str(file))
+    with served(engine) as (client, service):
+        (model,) = client.ask("GET", "/v1/models").body["data"]
+        assert model["id"] == "small"
+        for asked in ("small", str(file)):
+            assert client.ask("GET", f"/v1/models/{quote(asked)}") == Reply(200, model)
+        assert without_paths(f"cannot read {file}: gone", service._folders) == "cannot read small.gguf: gone"
+
+
+def test_an_alias_names_the_model(engine: Engine) -> None:
+    with served(engine, alias="house/model") as (client, _):
+        (model,) = client.ask("GET", "/v1/models").body["data"]
+        assert model["id"] == client.chat(USER, model="house/model").body["model"] == "house/model"
+        for name, status in (("house/model", 200), (Path(engine.name).name, 200), ("model", 404)):
+            assert client.ask("GET", f"/v1/models/{name}").status == status
+
+
+@pytest.mark.parametrize("alias", ["", " ", "a\nb"])
+def test_an_alias_that_nobody_could_read_is_refused(offspec: Offspec, alias: str) -> None:
+    offspec("serve", "no-such-folder", "--port", 0, "--alias", alias).refusal(2, "--alias")
 
 
 def test_an_error_while_running_is_told_and_the_next_request_is_served(
@@ -420,7 +521,15 @@ def test_a_key_is_asked_for(engine: Engine) -> None:
     with served(engine, api_key="secret") as (client, _):
         assert client.ask("GET", "/v1/models").status == 401
         assert client.ask("GET", "/v1/models", Authorization="Bearer wrong").status == 401
-        assert client.ask("GET", "/v1/models", Authorization="Bearer secret").status == 200
+        for borne, status in (
+            ("Bearer secret", 200),
+            ("bearer secret", 200),
+            ("BEARER   secret  ", 200),
+            ("secret", 401),
+            ("Basic secret", 401),
+            ("Bearer", 401),
+        ):
+            assert client.ask("GET", "/v1/models", Authorization=borne).status == status, borne
         assert client.ask("GET", "/health").status == 200
 
 
@@ -511,15 +620,33 @@ def port_of(process: subprocess.Popen[bytes]) -> int:
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGINT for one process")
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
-def test_the_program_serves_until_it_is_stopped(serving: Sequence[object], number: signal.Signals, code: int) -> None:
+@pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 0), ("SIGHUP", 0)])
+def test_the_program_serves_until_it_is_stopped(serving: Sequence[object], name: str, code: int) -> None:
+    number = signal.Signals[name]
     process = start(*serving)
     assert Client(port_of(process)).chat(USER).status == 200
     process.send_signal(number)
     result = finish(process)
-    (line,) = result.err.split("\n")[:-1] if number == signal.SIGTERM else result.err.rstrip().split("\n")
+    begun, line = result.err.rstrip().split("\n") if number == signal.SIGINT else result.err.split("\n")[:-1]
     assert result.code == code
-    assert tells(line, "chat", "length", "8 tokens", "tokens/s", "cached")
+    assert tells(begun, "chat 1", "begins", "prompt")
+    assert tells(line, "chat 1", "length", "8 tokens", "tokens/s", "cached")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGHUP")
+@pytest.mark.parametrize("is_ignored", [False, True], ids=["terminal", "nohup"])
+def test_a_terminal_that_closes_stops_the_server_as_sigterm_does(is_ignored: bool, engine: Engine) -> None:
+    """With an error for each answer under way; under nohup not at all."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN if is_ignored else signal.SIG_DFL)
+    try:
+        with closing(Service(engine, SpeculationParams(), most_waiting=1)) as service:
+            server = StoppableServer(uvicorn.Config(lambda: None), service)
+            with server.capture_signals():
+                signal.raise_signal(signal.SIGHUP)
+                assert server.should_exit != is_ignored
+        assert signal.getsignal(signal.SIGHUP) is (signal.SIG_IGN if is_ignored else signal.SIG_DFL)
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 @pytest.mark.slow
@@ -593,14 +720,21 @@ def test_a_server_of_a_model_that_cannot_chat_says_so(pair: Pair, tmp_path: Path
     assert client.chat(USER).status == 400
     assert client.ask("POST", "/v1/completions", {"prompt": "hi", "max_tokens": 2}).status == 200
     process.terminate()
-    note, refused, _ = finish(process).err.splitlines()
+    note, refused, _, _ = finish(process).err.splitlines()
     assert tells(refused, "chat", "refused", "template")
     assert tells(note, folder, "chat template", "completions")
 
 
-@pytest.mark.parametrize("key", ["", "schlüssel"])
+@pytest.mark.parametrize("key", ["", "  ", "schlüssel", "a\nb"])
 def test_a_key_that_nobody_could_bear_is_refused(offspec: Offspec, key: str) -> None:
     offspec("serve", "no-such-folder", "--port", 0, "--api-key", key).refusal(2, "--api-key")
+
+
+@pytest.mark.parametrize("variable", ["OFFSPEC_API_KEY", "OFFSPEC_SERVE_API_KEY"])
+def test_an_empty_variable_opens_no_server(offspec: Offspec, variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(variable, "")
+    offspec("serve", "no-such-folder", "--port", 0).refusal(2, variable, "empty")
+    assert _checked_key(" hush\n") == "hush"  # a flag takes precedence
 
 
 def test_a_port_that_is_taken_is_refused_before_anything_is_loaded(offspec: Offspec) -> None:

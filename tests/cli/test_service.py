@@ -17,7 +17,7 @@ import pytest
 
 from offspec import Engine, SamplingParams
 from offspec.batch import Batch
-from offspec.cli.metrics import BOUNDS_S, Metrics, Times, log_line, one_line
+from offspec.cli.metrics import BOUNDS_S, Metrics, Times, log_line, one_line, progress_line
 from offspec.cli.service import Job, Line, Work
 from offspec.errors import NumericalError
 from offspec.stats import Stats
@@ -254,6 +254,7 @@ def params(seed: int) -> SamplingParams:
     return SamplingParams(12, temperature=1.0, seed=seed, ignore_eos=True)
 
 
+@pytest.mark.usefixtures("_often")
 def test_of_several_answers_none_is_left_behind(engine: Engine, gate: Gate) -> None:
     body = {**SHORT, "n": 3, "stream": True}
     with served(engine) as (client, _):
@@ -314,6 +315,34 @@ def test_the_log_has_a_line_an_answer() -> None:
         assert told in line
     assert "waited 2.0 s" in log_line("text", "left", None, Times(2.0, None, 2.0))
     assert one_line("a\x1b[31m\nb" + "c" * 300) == "a [31m b" + "c" * 192 + "…"
+
+
+def test_the_log_tells_of_answers_under_way(engine: Engine, gate: Gate) -> None:
+    """When they begin, every 30 s, and at their end; never of their text."""
+    lines, now = list[str](), [1000.0]
+    body = {**SHORT, "prompt": "a secret", "stream": True}
+    with served(engine, tell=lines.append, clock=lambda: now[0]) as (client, service):
+        with asked(client, **body) as response:
+            assert gate.reached.wait(LONG_S)
+            now[0] += 29.9
+            service.tell_progress()
+            num_prompt = len(gate.prompts[0])
+            assert lines == [f"text 1: begins, prompt {num_prompt} tokens, waited 0.0 s"]
+            for seconds in (30, 60):
+                now[0] = 1000.0 + seconds
+                until(lambda seconds=seconds: lines[-1] == f"text 1: running for {seconds} s, no token yet")
+                service.tell_progress()
+            gate.is_open.set()
+            response.read()
+        until(lambda: len(lines) == 4)
+        now[0] += 60
+        service.tell_progress()
+    assert lines[3:] == [line for line in lines if line.startswith("text 1: length, ")]
+    assert "60.0 s in all" in lines[3]
+    assert "secret" not in "".join(lines)
+    assert progress_line("chat 2", Stats(num_tokens=12), Times(2.0, 3.0, 62.0)).endswith(
+        "running for 60 s, answer 12 tokens so far at 0.20 tokens/s"
+    )
 
 
 def test_the_context_is_told_in_other_servers_words(engine: Engine) -> None:

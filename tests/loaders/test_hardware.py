@@ -249,6 +249,21 @@ def test_ram_is_the_least_of_what_machine_and_group_have(
     assert read_memory(root) == expected
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such limit")
+def test_a_limit_on_addresses_bounds_the_ram(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import resource
+
+    used = psutil.Process().memory_info().vms
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: VirtualMemory(2**60, 2**60))
+    assert read_memory(tmp_path).limit == "MemAvailable"
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: {resource.RLIMIT_AS: (used + 2 * GIB, 2**60)}[kind])
+    memory = read_memory(tmp_path)
+    assert memory.limit == "ulimit -v"
+    assert GIB < memory.available_bytes <= 3 * GIB
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (MIB, MIB))
+    assert read_memory(tmp_path).available_bytes == 0
+
+
 def processors(
     monkeypatch: pytest.MonkeyPatch, usable: set[int], there: int, siblings: dict[int, str], root: Path
 ) -> None:

@@ -220,6 +220,17 @@ def test_pipes_and_devices_are_refused(tmp_path: Path, tokenizer: Tokenizer) -> 
     assert not (tmp_path / "cache").exists()
 
 
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes here")
+def test_a_pipe_in_the_place_of_the_index_is_replaced(file: Path, tmp_path: Path, tokenizer: Tokenizer) -> None:
+    """Opening it would wait for a writer."""
+    tokens = open_index([file], tokenizer, tmp_path).tokens.tolist()
+    (index,) = tmp_path.glob("*.index")
+    index.unlink()
+    os.mkfifo(index)
+    assert open_index([file], tokenizer, tmp_path).tokens.tolist() == tokens
+    assert index.is_file()
+
+
 def test_pieces_are_cut_at_lines_and_lose_nothing(
     file: Path, tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

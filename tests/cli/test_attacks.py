@@ -1,0 +1,75 @@
+"""`scripts/replay_attacks`: servers withstand, and the figures show it if one does not."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from offspec import Engine
+from offspec.cli.reply_tokens import ReplyTokens
+from offspec.text.grammar import ConstraintCompiler
+
+from ..refusals import tells
+from . import attacks
+from .attacks import Finding
+from .serving import Client, served
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few short requests."""
+    for name, value in {"NUM_REPLIES": 4, "NUM_CONSTRAINTS": 3, "NUM_REFUSED": 3, "NUM_PROMPTS": 2}.items():
+        monkeypatch.setattr(attacks, name, value)
+    monkeypatch.setattr(attacks, "REGEX_BYTES", 5000)
+
+
+def test_prompts_that_change_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Engine.load("builtin", draft="none", device="cpu") as engine, served(engine) as (client, _):
+        assert attacks.changed_prompts(client).holds
+        known, add = dict[str, list[int]](), ReplyTokens.add
+
+        def shared(self: ReplyTokens, client: str, messages: Any, reply: str, token_ids: list[int]) -> None:
+            known[reply] = [token for character in reply for token in engine.encode(character)]
+            add(self, client, messages, reply, token_ids)
+
+        def of_all(self: ReplyTokens, client: str, messages: Sequence[Any]) -> list[list[int]]:
+            return [known.get(message["content"], []) for message in messages if message["role"] == "assistant"]
+
+        monkeypatch.setattr(ReplyTokens, "add", shared)
+        monkeypatch.setattr(ReplyTokens, "of", of_all)
+        assert not attacks.changed_prompts(client).holds
+
+
+def test_memory_that_refused_constraints_keep_is_noticed(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert attacks.refused_constraints(client, os.getpid()).holds
+    kept, refuse = list[bytes](), ConstraintCompiler._refuse
+
+    def keep(self: ConstraintCompiler, digest: bytes, message: str) -> None:
+        kept.append(b"x" * attacks.MOST_GROWTH)
+        refuse(self, digest, message)
+
+    monkeypatch.setattr(ConstraintCompiler, "_refuse", keep)
+    assert not attacks.refused_constraints(client, os.getpid()).holds
+
+
+def test_delays_are_measured_while_others_ask(client: Client) -> None:
+    """Whether they are long is for the script to say, on a machine that does nothing else."""
+    for attack in (attacks.hard_constraints, attacks.long_prompts):
+        assert tells(attack(client).figure, "alone", "attack")
+    assert [attacks.is_late(0.1, seconds) for seconds in (1.3, 1.5)] == [False, True]
+
+
+def test_the_port_leads_to_the_process(client: Client) -> None:
+    assert attacks.pid_of(client.port) == os.getpid()
+    with pytest.raises(LookupError, match="port 0"):
+        attacks.pid_of(0)
+
+
+def test_one_attack_that_succeeds_fails_the_script() -> None:
+    lines, good, bad = list[str](), Finding("an attack", "0 prompts", True), Finding("another", "9 s", False)
+    assert attacks.report(iter([good, good]), lines.append) == 0
+    assert attacks.report(iter([bad, good]), lines.append) == 1
+    assert lines[1:3] == ["an attack: 0 prompts: holds", "another: 9 s: FAILS"]
