@@ -1,4 +1,4 @@
-"""Compares offspec with other programs (peers) on the same work: table, JSON and plot.
+"""Compares offspec with other programs (peers) on the same work: table, JSON and chart.
 
     python -m benchmarks.peers --work /data/peers --shape 7b --ram 6GiB     # the built-in pair, grown
     python -m benchmarks.peers --work /data/peers --shape real --ram 3GiB   # Qwen2.5-Coder 1.5B and 0.5B, in bf16
@@ -61,8 +61,7 @@ def main() -> None:
         except KeyboardInterrupt:
             tell(f"interrupted; the same command continues; the results so far are in {results}")
     wanted = {cells.blank(row, number, terms).key for row in ROWS for number in range(args.prompts)}
-    picture = None if args.chart is None else (args.chart, args.title or args.shape)
-    report.publish([cell for cell in cells.stored(results) if cell.key in wanted], results, picture)
+    report.publish([cell for cell in cells.stored(results) if cell.key in wanted], results, args.title or args.shape)
 
 
 def arguments() -> argparse.Namespace:
@@ -85,7 +84,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--results", type=Path, help="file of JSON lines [WORK/results-SHAPE-RAM.jsonl]")
     parser.add_argument("--retry", action="store_true", help="run failed cells again")
     parser.add_argument("--report", action="store_true", help="measure nothing; show the results so far")
-    parser.add_argument("--chart", type=Path, metavar="FILE.svg", help="write a bar chart of each program's best rows")
     parser.add_argument("--title", help="what the chart calls the model [the shape]")
     return parser.parse_args()
 

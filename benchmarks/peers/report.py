@@ -1,4 +1,4 @@
-"""Creates the table, the JSON summary and the plot from stored cells."""
+"""Creates the table, the JSON summary and the chart from stored cells."""
 
 from __future__ import annotations
 
@@ -124,14 +124,11 @@ def line(cell: Cell) -> str:
     )
 
 
-# ------------------------------------------------------------------------------------------------ table, JSON, plot
+# ------------------------------------------------------------------------------------------------ table, JSON, chart
 
 
-def publish(found: Sequence[Cell], results: Path, picture: tuple[Path, str] | None = None) -> None:
-    """Print the table; write JSON and plot beside the results.
-
-    picture: a file for a chart of the fastest rows (SVG), and what the chart calls the model.
-    """
+def publish(found: Sequence[Cell], results: Path, title: str) -> None:
+    """Print the table; write it, JSON and a chart beside the results. title: what the chart calls the model."""
     if not found:
         sys.exit("Error: no results yet")
     all_lines = lines(found)
@@ -140,13 +137,10 @@ def publish(found: Sequence[Cell], results: Path, picture: tuple[Path, str] | No
     summary = {"machine": machine(), "terms": said, "rows": [asdict(one) for one in all_lines]}
     results.with_suffix(".json").write_text(json.dumps(summary, indent=1))
     results.with_suffix(".md").write_text(table)
-    plot(all_lines, results.with_suffix(".png"), f"{found[-1].shape}, {format_size(found[-1].ram)} of RAM")
-    if picture is not None:
-        file, title = picture
-        where = f"{title}, {format_size(found[-1].ram)} of RAM, {found[-1].threads} CPU cores, SSD"
-        file.write_text(chart(bars(all_lines), where), encoding="utf-8")
+    where = f"{title}, {format_size(found[-1].ram)} of RAM, {found[-1].threads} CPU cores, SSD"
+    results.with_suffix(".svg").write_text(chart(bars(all_lines), where), encoding="utf-8")
     print(table)
-    print(f"{results.with_suffix('.json')}, .md, .png")
+    print(f"{results.with_suffix('.json')}, .md, .svg")
 
 
 def bars(all_lines: Sequence[Line]) -> list[tuple[str, float]]:
@@ -226,29 +220,6 @@ def _markdown(one: Line) -> str:
         f"| {one.first_token_s:.1f} ({one.worst_first_token_s:.1f}) | {format_size(one.peak_bytes)} "
         f"({format_size(one.peak_anonymous_bytes)}) | {one.read_bytes / 1e9:.2f} GB | {one.text} |\n"
     )
-
-
-def plot(all_lines: Sequence[Line], file: Path, title: str) -> None:
-    """Two panels with one bar per row: tokens/s (whiskers: worst and best prompt) and seconds to the first token."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    good = [one for one in all_lines if one.num_prompts][::-1]
-    names = [one.row for one in good]
-    colours = ["tab:orange" if one.row == OURS else "tab:gray" for one in good]
-    figure, (left, right) = plt.subplots(1, 2, sharey=True, figsize=(10, 1 + 0.35 * len(good)), layout="constrained")
-    rates = [one.tokens_per_s for one in good]
-    below = [one.tokens_per_s - one.worst_tokens_per_s for one in good]
-    above = [one.best_tokens_per_s - one.tokens_per_s for one in good]
-    left.barh(names, rates, xerr=[below, above], color=colours, capsize=2)
-    left.set_xlabel("tokens/s while decoding (worst and best prompt)")
-    right.barh(names, [one.first_token_s for one in good], color=colours)
-    right.set_xlabel("seconds to the first token (median)")
-    figure.suptitle(title)
-    figure.savefig(file, dpi=150)
-    plt.close(figure)
 
 
 def folder_bytes(folder: Path) -> int:
