@@ -64,10 +64,11 @@ class Cell:
 
     def __str__(self) -> str:
         key = self.key
-        what = f"{key.set} T={key.temperature:g} {key.method}, {'auto' if key.budget is None else key.budget} nodes: "
+        what = f"{key.set} T={key.temperature:g} {key.method}"
         if self.estimate is not None:
-            return what + str(self.estimate)
-        return what + f"{sum(self.tokens) / sum(self.passes):.2f} tokens per pass"
+            return f"{what}: {self.estimate}"
+        nodes = "auto" if key.budget is None else key.budget
+        return f"{what}, {nodes} nodes: {sum(self.tokens) / sum(self.passes):.2f} tokens per pass"
 
 
 class HasKey(Protocol):

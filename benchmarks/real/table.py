@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import astuple, dataclass
 from itertools import groupby
+from pathlib import Path
 
-from .estimates import Estimate, ratio_of_sums, speedup
+from .estimates import ratio_of_sums, speedup
 from .results import Cell
 from .rows import AUTHORS
 
@@ -18,9 +20,10 @@ def show(cells: Sequence[Cell]) -> str:
     parts = list[str]()
     ordered = sorted(cells, key=_table_of)
     for (model, draft, size), group in groupby(ordered, key=_table_of):
-        parts.append(_table(f"{model}, draft {draft}, {'auto' if size == 0 else size} nodes", list(group)))
+        nodes = "auto" if size == 0 else size
+        parts.append(_table(f"{Path(model).name}, draft {Path(draft).name}, {nodes} nodes", list(group)))
     agreements = [cell for cell in cells if cell.estimate is not None]
-    parts += [f"agreement of draft {cell.key.draft} and target, {cell}" for cell in agreements]
+    parts += [f"agreement of draft {Path(cell.key.draft).name} and target, {cell}" for cell in agreements]
     return "\n\n".join(parts)
 
 
@@ -33,25 +36,38 @@ def _table(title: str, cells: Sequence[Cell]) -> str:
     if not cells:
         return title
     methods = list(dict.fromkeys(cell.key.method for cell in cells))
-    columns = sorted({(cell.key.temperature, cell.key.set, repeats) for cell in cells for repeats in (False, True)})
-    columns = [column for column in columns if any(_of(cell, column) for cell in cells)]
-    head = [f"{each[1]}{', repeating' if each[2] else ''}, T = {each[0]:g}" for each in columns]
-    lines = [title, "", "| tokens per pass | " + " | ".join(head) + " |", "|---" * (len(head) + 1) + "|"]
+    columns = sorted({Column.of(cell, repeats) for cell in cells for repeats in (False, True)}, key=astuple)
+    columns = [column for column in columns if any(column.places(cell) for cell in cells)]
+    lines = [title, "", f"| tokens per pass | {' | '.join(map(str, columns))} |", "|---" * (len(columns) + 1) + "|"]
     for method in methods:
         row = [_shown(cells, method, column) for column in columns]
         lines.append(f"| {method} | " + " | ".join(row) + " |")
     return "\n".join(lines)
 
 
-Column = tuple[float, str, bool]
+@dataclass(frozen=True)
+class Column:
+    """Texts of one set at one temperature, and whether those that repeat their prompt or the others."""
 
+    temperature: float
+    set: str
+    repeats: bool
+    num_prompts: int
+    num_tokens: int
 
-def _of(cell: Cell, column: Column) -> list[int]:
-    """The places of a cell's texts that belong to a column."""
-    temperature, name, repeats = column
-    if (cell.key.temperature, cell.key.set) != (temperature, name):
-        return []
-    return [i for i, share in enumerate(cell.copied) if (share > COPIED) == repeats]
+    @classmethod
+    def of(cls, cell: Cell, repeats: bool) -> Column:
+        key = cell.key
+        return cls(key.temperature, key.set, repeats, key.num_prompts, key.num_tokens)
+
+    def places(self, cell: Cell) -> list[int]:
+        """The places of a cell's texts that belong to this column."""
+        if Column.of(cell, self.repeats) != self:
+            return []
+        return [i for i, share in enumerate(cell.copied) if (share > COPIED) == self.repeats]
+
+    def __str__(self) -> str:
+        return f"{Path(self.set).stem}{', repeating' if self.repeats else ''}, T = {self.temperature:g}"
 
 
 def _shown(cells: Sequence[Cell], method: str, column: Column) -> str:
@@ -59,15 +75,14 @@ def _shown(cells: Sequence[Cell], method: str, column: Column) -> str:
     cell = _find(cells, method, column)
     if cell is None:
         return ABSENT
-    places = _of(cell, column)
+    places = column.places(cell)
     tokens, passes = ([values[i] for i in places] for values in (cell.tokens, cell.passes))
     text = f"{ratio_of_sums(tokens, passes)} of {len(places)}"
     reference = _find(cells, AUTHORS, column)
     if reference is None or method == AUTHORS:
         return text
-    gain: Estimate = speedup(tokens, passes, [reference.passes[i] for i in places])
-    return f"{text}, x{gain.value:.2f}"
+    return f"{text}, x{speedup(tokens, passes, [reference.passes[i] for i in places])}"
 
 
 def _find(cells: Sequence[Cell], method: str, column: Column) -> Cell | None:
-    return next((cell for cell in cells if cell.key.method == method and _of(cell, column)), None)
+    return next((cell for cell in cells if cell.key.method == method and column.places(cell)), None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from benchmarks.real import __main__ as real
 from benchmarks.real.estimates import copied_share, mean, ratio_of_rates, ratio_of_sums, speedup
 from benchmarks.real.prompts import read_set
 from benchmarks.real.results import Cell, CellKey, Results
-from benchmarks.real.rows import OffspecRow, SpecExecRow
+from benchmarks.real.rows import AUTHORS, OffspecRow, SpecExecRow
 from benchmarks.real.table import show
 
 KEY = CellKey("target", "draft", "offspec", 64, "mt_bench", 2, 8, 0.0)
@@ -99,9 +100,11 @@ def test_results_are_read_again_without_a_line_that_was_cut(tmp_path: Path) -> N
 
 
 def test_texts_that_repeat_their_prompt_have_their_own_column() -> None:
-    table = show([Cell(KEY, [8, 8], [2, 4], [0.0, 0.9], [1.5, 2.5])])
-    assert "mt_bench, T = 0 | mt_bench, repeating, T = 0" in table
-    assert "| offspec | 4.00 [4.00, 4.00] of 1 | 2.00 [2.00, 2.00] of 1 |" in table
+    others = Cell(replace(KEY, method=AUTHORS, num_prompts=1), [8], [2], [0.0], [1.5])  # not the same texts
+    table = show([Cell(KEY, [8, 8], [2, 4], [0.0, 0.9], [1.5, 2.5]), others])
+    assert "mt_bench, T = 0 | mt_bench, T = 0 | mt_bench, repeating, T = 0" in table
+    row = next(line for line in table.splitlines() if line.startswith("| offspec |"))
+    assert row.split(" | ")[2:] == ["4.00 [4.00, 4.00] of 1", "2.00 [2.00, 2.00] of 1 |"]
 
 
 @pytest.mark.slow
