@@ -235,7 +235,8 @@ def _verdict(forecast: Forecast) -> list[str]:
     kind, _, bits = first.name.partition(":")
     if kind == "shadow" and bits.isdecimal():
         lines.append(f"A shadow is made once: offspec quantize {forecast.model} --shadow {bits}")
-    return [*lines, "Tokens per pass are those of the built-in pair (docs/drafts.md); your models may differ by half."]
+    source = "Tokens per pass are those of the built-in pair (docs/drafts-results.md); your models may differ by half."
+    return [*lines, source]
 
 
 def _texts(forecast: Forecast) -> list[str]:
