@@ -1,6 +1,6 @@
 """Which model for which card: predicted tokens/s of usual targets and their small drafts, as Markdown tables.
 
-    python -m benchmarks.which_model [--gpus rtx3060,rtx4090] [--rams 32GiB,64GiB] [--forms nf4,bf16]
+    python -m benchmarks.which_model [--gpus rtx3060,rtx4090] [--forms nf4,bf16]
 
 Everything follows from shapes (config.json) and data sheets, as in `offspec plan --gpu CARD --ram SIZE`; nothing is
 measured. A cell is tokens/s with the draft, then without, both greedy; in italics if layers are streamed.
@@ -18,7 +18,7 @@ from typing import Any
 from benchmarks.drafts.card_model import LLAMA, NAMES, QWEN, SHAPES
 from offspec.errors import MemoryLimitError
 from offspec.loaders.gpus import find_gpu
-from offspec.loaders.units import GIB, parse_size
+from offspec.loaders.units import GIB
 from offspec.loading import LoadOptions
 from offspec.tools.forecast import Assumptions, make_forecast
 
@@ -30,7 +30,8 @@ TARGETS: dict[str, dict[str, Any]] = {
     "Llama-3.1-70B": SHAPES["70b"],
 }
 DRAFTS = {name: "0.5b" if name.startswith("Qwen") else "1b" for name in TARGETS}
-NONE, TOO_LARGE = "none", "–"
+RAMS_GIB = {"nf4": (16, 32), "bf16": (32, 64, 128)}
+NONE, TOO_LARGE = "none", "-"
 
 
 class Shapes:
@@ -60,27 +61,25 @@ def _number(rate: float) -> str:
     return f"{rate:.1f}" if rate < 10 else f"{rate:.0f}"
 
 
-def table(shapes: Shapes, gpus: Sequence[str], rams: Sequence[int], form: str) -> list[str]:
+def table(shapes: Shapes, gpus: Sequence[str], form: str) -> list[str]:
     """Rows of cards and RAM, columns of targets."""
     lines = [f"| card | RAM | {' | '.join(TARGETS)} |", f"|---|---|{'---|' * len(TARGETS)}"]
     for gpu in gpus:
-        for ram in rams:
-            cells = [shapes.cell(target, gpu, ram, form) for target in TARGETS]
-            lines.append(f"| {' | '.join((find_gpu(gpu).name, f'{ram // GIB} GiB', *cells))} |")
+        for ram in RAMS_GIB[form]:
+            cells = [shapes.cell(target, gpu, ram * GIB, form) for target in TARGETS]
+            lines.append(f"| {' | '.join((find_gpu(gpu).name, f'{ram} GiB', *cells))} |")
     return lines
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpus", default="rtx3060,rtx4060ti-16,rtx4090,rtx5090")
-    parser.add_argument("--rams", default="32GiB,64GiB,128GiB")
-    parser.add_argument("--forms", default="nf4,bf16")
+    parser.add_argument("--forms", default=",".join(RAMS_GIB))
     args = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
         shapes = Shapes(Path(folder))
         for form in args.forms.split(","):
-            rams = [parse_size(size) for size in args.rams.split(",")]
-            print("\n".join(["", f"**{form}**", "", *table(shapes, args.gpus.split(","), rams, form)]), flush=True)
+            print("\n".join(["", f"**{form}**", "", *table(shapes, args.gpus.split(","), form)]), flush=True)
 
 
 if __name__ == "__main__":
