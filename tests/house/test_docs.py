@@ -210,7 +210,7 @@ def test_the_chart_shows_the_tables_figures() -> None:
 
 
 @pytest.mark.parametrize(
-    "source", ["README.md", "docs/faq.md", "docs/limitations.md", "docs/usage.md", "offspec", "run"]
+    "source", ["README.md", "docs/faq.md", "docs/limitations.md", "docs/from-llama-cpp.md", "offspec", "run"]
 )
 def test_the_claim_has_its_condition(source: str) -> None:
     """Wherever it stands first, "the text of plain decoding" says for which numbers it holds."""
