@@ -55,14 +55,14 @@ def check_names(where: str, given: Iterable[str], known: Sequence[str]) -> None:
 
 def known_settings_only(params: type[T]) -> type[T]:
     """A dataclass that raises UsageError, not TypeError, for an unknown setting."""
-    known, init = [field.name for field in fields(params)], params.__init__  # type: ignore[arg-type,misc]
+    known, init = [field.name for field in fields(params)], params.__init__  # type: ignore[arg-type]
 
     @wraps(init)
     def checked(self: T, *args: Any, **settings: Any) -> None:
         check_names(params.__name__, settings, known)
         init(self, *args, **settings)
 
-    params.__init__ = checked  # type: ignore[misc]
+    params.__init__ = checked  # type: ignore[method-assign,assignment]
     return params
 
 
