@@ -162,7 +162,7 @@ def test_every_page_can_be_reached_from_readme() -> None:
 
 
 def test_readme_leads_no_user_into_the_log() -> None:
-    assert "LOG.md" not in (ROOT / "README.md").read_text(encoding="utf-8")
+    assert "/LOG.md" not in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def test_the_changelog_has_this_version() -> None:
