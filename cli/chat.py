@@ -17,6 +17,7 @@ from click.core import ParameterSource
 from offspec import SamplingParams, SpeculationParams
 from offspec.errors import OffspecError, UsageError
 
+from .chat_files import KeptChat, chats_folder, newest_file
 from .constraints import constraint_of, constraint_options
 from .flags import with_flags
 from .help_groups import OffspecCommand, option
@@ -36,7 +37,7 @@ from .options import (
 )
 from .reasoning import thinking_first
 from .settings import nearest, parsed_value, settable
-from .terminal import as_shown, columns, draft_off, first_pass_shown, marked, shows_colors
+from .terminal import as_shown, columns, draft_off, first_pass_shown, keys_held, marked, shows_colors
 from .word_wrap import WordWrap
 
 if TYPE_CHECKING:
@@ -52,6 +53,8 @@ OWN_SETTINGS = {
     "save_cache",
 }  # by click's names, in addition to sampling and speculation
 SHORTHANDS = {"verbose": "stats"}  # Ollama's name
+# What `/set` shows first; the others follow.
+USUAL_SETTINGS = ("temperature", "top-p", "top-k", "max-new-tokens", "seed", "stop", "stats")
 WARN_SHARE = 0.75  # a note appears when this share of the context is in use
 
 
@@ -78,6 +81,13 @@ Examples:
     "saved",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="Continue a conversation saved with /save; flags override its settings.",
+)
+@option("--resume", is_flag=True, help="Continue the latest conversation with MODEL on a terminal.")
+@option(
+    "--autosave/--no-autosave",
+    default=True,
+    show_default=True,
+    help="On a terminal, keep the conversation in the user's state folder, for --resume.",
 )
 @option(
     "--when-full",
@@ -119,6 +129,8 @@ def command(
     model: str,
     system: str | None,
     saved: Path | None,
+    resume: bool,
+    autosave: bool,
     history: str | None,
     color_accepted: bool,
     quiet: bool,
@@ -127,6 +139,9 @@ def command(
     learn_file: tuple[Path, ...],
     **options: Any,
 ) -> None:
+    if resume and saved is not None:
+        raise click.UsageError("Give --resume or --load, not both.")
+    resumed = newest_file(chats_folder(), model) if resume else None
     names = _setting_names() | OWN_SETTINGS
     values = {name: options.pop(name) for name in list(options) if name in names}
     settings = Values(ctx.command, values)
@@ -139,21 +154,31 @@ def command(
 
     drops_oldest = settings["when_full"] == "drop"
     session = Session(engine, system, drops_oldest=drops_oldest, tell=partial(_note, quiet=quiet))
-    chat = Chat(session, settings, marks=color_accepted and shows_colors(), quiet=quiet, verbose=verbose)
-    if saved is not None:
-        flags = settings.given_as_flags(ctx)
-        chat.load(str(saved))
-        chat.change(flags)
-        if _is_flag(ctx, "system"):
-            session.system = system
     on_terminal = sys.stdin is not None and sys.stdin.isatty() and sys.stdout.isatty()
+    kept = KeptChat(chats_folder()) if on_terminal and autosave else None
+    chat = Chat(session, settings, kept, marks=color_accepted and shows_colors(), quiet=quiet, verbose=verbose)
+    if (file := saved or resumed) is not None:
+        _continue(chat, file, ctx, system)
+        if resumed is not None and kept is not None:
+            kept.begin(resumed)
     if on_terminal and not quiet:
         click.echo(f"{engine.name}, draft {engine.draft_name or 'none'}. /help shows the commands, Ctrl-D exits.")
     lines = TerminalInput(_history_file(history, quiet=quiet), chat.completions) if on_terminal else PipeInput()
     with learning_kept(engine, written, quiet=quiet):
         num_errors = chat.talk(lines)
+    if kept is not None and kept.is_written:
+        _note(f"offspec chat {shlex.quote(model)} --resume continues this conversation", quiet=quiet)
     if num_errors and not on_terminal:
         raise OffspecError(f"{num_errors} line{'s' * (num_errors > 1)} failed; see the errors above")
+
+
+def _continue(chat: Chat, file: Path, ctx: click.Context, system: str | None) -> None:
+    """Load a conversation; the command line's settings override its own."""
+    flags = chat.values.given_as_flags(ctx)
+    chat.load(str(file))
+    chat.change(flags)
+    if _is_flag(ctx, "system"):
+        chat.session.system = system
 
 
 def _setting_names() -> set[str]:
@@ -263,9 +288,17 @@ class Chat:
     """Reads lines, answers messages and runs commands. An error prints one line; the conversation continues."""
 
     def __init__(
-        self, session: Session, values: Values, *, marks: bool = False, quiet: bool = False, verbose: bool = False
+        self,
+        session: Session,
+        values: Values,
+        kept: KeptChat | None = None,
+        *,
+        marks: bool = False,
+        quiet: bool = False,
+        verbose: bool = False,
     ) -> None:
-        self.session, self.values = session, values
+        """kept: where the conversation is saved after each line; None is nowhere."""
+        self.session, self.values, self._kept = session, values, kept
         self._marks, self._quiet, self._verbose = marks, quiet, verbose
         self._note = partial(_note, quiet=quiet)
         self._edited: str | None = None  # the message that the next one replaces
@@ -296,6 +329,22 @@ class Chat:
 
     def do(self, line: str) -> bool:
         """Process one message or command; False if it ends the chat. Raises OffspecError."""
+        try:
+            return self._do(line)
+        finally:
+            self._keep()
+
+    def _keep(self) -> None:
+        """Save the conversation, if it has a turn; a failure is told once."""
+        if self._kept is not None and self.session.turns:
+            try:
+                self.session.save(self._kept.file(), self.values.as_dict())
+            except (OSError, OffspecError) as exc:
+                self._kept.begin()
+                self._kept = None
+                self._note(f"this conversation is not kept for --resume: {exc}")
+
+    def _do(self, line: str) -> bool:
         text, again = unquoted(line), self._edited is not None
         self._edited = None
         if not line.startswith("/"):
@@ -314,6 +363,10 @@ class Chat:
 
     def answer(self, message: str, *, again: bool = False) -> None:
         """Print the reply step by step. Ctrl-C stops it; the conversation keeps the printed part."""
+        with keys_held():
+            self._answer(message, again=again)
+
+    def _answer(self, message: str, *, again: bool) -> None:
         sampling, speculation = self.values.params()
         sampling = thinking_first(sampling, [{"role": "user", "content": message}])
         steps, last = self.session.reply(message, sampling, speculation, again=again), ""
@@ -461,12 +514,14 @@ class Chat:
     def show_settings(self) -> None:
         found = self.values.as_dict()
         width = max(map(len, found))
-        click.echo(as_shown("\n".join(f"{key:<{width}}  {_worded(value)}" for key, value in found.items())))
+        others = [key for key in found if key not in USUAL_SETTINGS]
+        lines = {key: f"{key:<{width}}  {_worded(found[key])}" for key in found}
+        click.echo(as_shown("\n".join(lines.get(key, "") for key in (*USUAL_SETTINGS, "", *others))))
 
     def show(self, argument: str) -> None:
         session = self.session
         if session.system is not None:
-            click.echo(as_shown(f"system  {session.system}\n"))
+            click.echo(as_shown(f"system message: {session.system}\n"))
         for turn in session.turns:
             state = " (stopped)" if turn.finish_reason == "interrupted" else ""
             click.echo(as_shown(f">>> {turn.message}\n{turn.reply.rstrip()}{state}\n"))
@@ -478,6 +533,7 @@ class Chat:
 
     def clear(self, argument: str) -> None:
         self.session.clear()
+        self._keep_apart()
         self._note("new conversation with the same system message and settings")
 
     def save(self, argument: str) -> None:
@@ -495,7 +551,13 @@ class Chat:
         except OffspecError as exc:
             self.session.turns, self.session.system = before
             raise UsageError(f"{path}: {exc}") from exc
+        self._keep_apart()
         self._note(f"{_turns(self.session)} loaded from {path}")
+
+    def _keep_apart(self) -> None:
+        """Another conversation begins: it must not replace the earlier one."""
+        if self._kept is not None:
+            self._kept.begin()
 
     def export(self, argument: str) -> None:
         path = _path(argument, "/export")

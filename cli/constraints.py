@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import click
 
 from offspec import Constraint
+from offspec.checkpoints.small_files import parse_json
 from offspec.errors import UsageError
 
 from .help_groups import option
@@ -52,7 +53,7 @@ def constraint_of(options: dict[str, Any]) -> Constraint | None:
         if name == "grammar":
             return Constraint.grammar(_text(Path(value)))
         is_text = value.lstrip().startswith("{") or value.strip() in ("true", "false")
-        return Constraint.json_schema(value if is_text else _text(Path(value)))
+        return Constraint.json_schema(value if is_text else _json_text(Path(value)))
     return None
 
 
@@ -77,6 +78,16 @@ def constraint_in(content: Mapping[str, Any], default: Constraint | None) -> Con
             raise UsageError(f"{name} must be a string")
         return Constraint.grammar(value) if name == "grammar" else Constraint.regex(value)
     return default
+
+
+def _json_text(file: Path) -> str:
+    """Raises click.UsageError for text that is not JSON: the engine's error could not name the file."""
+    text = _text(file)
+    try:
+        parse_json(text.encode())
+    except (ValueError, RecursionError) as exc:
+        raise click.UsageError(f"{file} is not JSON ({exc}); --json-schema needs a JSON schema.") from exc
+    return text
 
 
 def _text(file: Path) -> str:

@@ -42,6 +42,7 @@ ADVANCED = {
     *("exit_file", "exit_layer", "draft_window", "learn", "learn_file"),
     *("min_p", "repetition_penalty", "frequency_penalty", "presence_penalty"),
     *("ignore_eos", "color_accepted", "wrap", "prompt_ids", "max_texts", "num_answers", "ray", "history"),
+    "autosave",
 }
 
 

@@ -18,6 +18,7 @@ from click.shell_completion import CompletionItem
 from offspec import ACCEPTS, KV_CACHES, SEED_LIMIT, SamplingParams, SpeculationParams, parse_size
 from offspec.checkpoints.small_files import MOST_TEXT_BYTES, read_small_file
 from offspec.errors import UsageError
+from offspec.named_models import NAMES
 
 from .flags import with_flags
 from .help_groups import option, research_option
@@ -28,7 +29,8 @@ if TYPE_CHECKING:
     from offspec import Engine
 
 F = TypeVar("F", bound=Callable[..., Any])
-MODEL_HELP = "MODEL is a folder, a GGUF file, a Hugging Face hub id, or `builtin`."
+A_MODEL = f"a folder, a GGUF file, a Hugging Face hub id, or a name: {', '.join(NAMES)}"
+MODEL_HELP = f"MODEL is {A_MODEL}."
 IDLE_S = 3  # seconds without input after which a note says that the command waits for the pipe
 MAX_TEXTS = 64  # that share passes
 MOST_DIGITS = 9  # of a number of tokens
@@ -36,17 +38,22 @@ MAX_BUDGET = 8192  # for N nodes the mask takes N² bytes, the logits 4 · N · 
 
 
 class ModelName(click.types.StringParamType):
-    """A model. The shell completes folders and the given names."""
+    """A model. An empty one is refused. The shell completes folders and the given names."""
 
     def __init__(self, *names: str) -> None:
         self._names = names
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if value == "":
+            self.fail(f"it is empty; give {A_MODEL}. If $(...) stands there, its command has failed.", param, ctx)
+        return super().convert(value, param, ctx)
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
         names = [CompletionItem(name) for name in self._names if incomplete and name.startswith(incomplete)]
         return [CompletionItem(incomplete, type="dir"), *names]  # bash drops entries before a folder
 
 
-MODEL = ModelName("builtin")
+MODEL = ModelName(*NAMES)
 
 
 class Number(click.FloatRange):
@@ -173,7 +180,7 @@ def loading_options(function: F) -> F:
     return _all(
         option(
             "--draft",
-            type=ModelName("auto", "shadow", "head", "self", "resident", "lookup", "none", "builtin"),
+            type=ModelName("auto", "shadow", "head", "self", "resident", "lookup", "none", *NAMES),
             default=("auto",),
             multiple=True,
             callback=one_or_several,

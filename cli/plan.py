@@ -10,6 +10,7 @@ import click
 from click.core import ParameterSource
 
 from offspec import PLAN_FORMATS, format_seconds, format_size
+from offspec.named_models import NAMES
 
 from .flags import with_flags
 from .help_groups import OffspecCommand, option
@@ -57,7 +58,7 @@ Examples:
 @option(
     "--draft",
     "drafts",
-    type=ModelName("auto", "shadow", "head", "self", "resident", "lookup", "none", "builtin"),
+    type=ModelName("auto", "shadow", "head", "self", "resident", "lookup", "none", *NAMES),
     default=("auto",),
     multiple=True,
     metavar="PATH|auto|shadow|head|self|resident|lookup|none",

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 import click
 
 from offspec import CONVERT_FORMATS, LOSSLESS_FORMAT, SHADOW_FORMATS, ConvertParams, format_quantity
-from offspec.builtin import path as builtin_path
 from offspec.errors import OffspecError
+from offspec.named_models import named_path
 
 from .flags import with_flags
 from .help_groups import OffspecCommand, option
-from .options import MODEL
+from .options import A_MODEL, MODEL
 from .terminal import TimeLeft, is_watched, show_line
 
 PLAIN_BITS = 16  # a weight
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 @click.command(
     cls=OffspecCommand,
     name="quantize",
-    help="""Convert SRC into the checkpoint DST. SRC is a folder, a GGUF file, a Hugging Face hub id, or `builtin`.
+    help=f"""Convert SRC into the checkpoint DST. SRC is {A_MODEL}.
 
 nf4 and fp4 convert the matrices inside the layers to bitsandbytes' 4-bit format, as transformers saves it. Embeddings,
 norms and lm_head keep 16 or 32 bits. bf16, fp16 and fp32 unpack packed matrices. keep changes no tensor, only the
@@ -97,7 +97,7 @@ def command(
     start = time.monotonic()
     bar = ConversionLine() if is_watched() and not quiet else None
     try:
-        source, target = str(builtin_path("target")) if src == "builtin" else src, dst and dst.expanduser()
+        source, target = str(named_path(src) or src), dst and dst.expanduser()
         if shadow is None:
             done = _convert(source, target, ConvertParams(form, double_quant), revision, bar)
         else:

@@ -19,10 +19,12 @@ from click.core import ParameterSource
 
 from offspec import AUTO_TEXTS, SamplingParams, SpeculationParams
 from offspec.errors import OffspecError
+from offspec.named_models import NAMES
 
 from .answers import INTERRUPTED, SharedAnswers, answer_of, interrupted
 from .batch import EMPTY_PROMPT, Answer, Asked, Batch, Turns
 from .constraints import constraint_of, constraint_options
+from .first_run import tell_next_once
 from .help_groups import OffspecCommand, option
 from .learning import learning_kept, written_file
 from .node_engine import Job
@@ -317,6 +319,8 @@ def _run_one(
     elif shown.verbose and (off := draft_off(last.stats)):
         click.echo(f"offspec: the draft is {off}", err=True)
     _pass_on(last)
+    if not (shown.as_json or shown.quiet):
+        tell_next_once(engine)
 
 
 def _run_several(
@@ -444,7 +448,7 @@ def _alone(argument: str) -> tuple[str, str | None]:
     """MODEL and PROMPT for a single argument: it is PROMPT if a setting names MODEL and it does not look like MODEL."""
     named = (click.get_current_context().default_map or {}).get("model")
     is_path = any(separator in argument for separator in "/\\") and not any(map(str.isspace, argument))
-    if named is None or argument in (named, "builtin") or is_path or os.path.exists(argument):
+    if named is None or argument in (named, *NAMES) or is_path or os.path.exists(argument):
         return argument, None
     return named, argument
 

@@ -1,4 +1,4 @@
-"""Output for a terminal: a bar during loading, a line during the first pass, marked tokens, harmless text.
+"""A terminal: a bar during loading, a line during the first pass, marked tokens, harmless text, keys that wait.
 
 Bar and line go to stderr, and only if stderr is a terminal.
 """
@@ -10,10 +10,10 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator
-from contextlib import suppress
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager, suppress
 from types import TracebackType
-from typing import TYPE_CHECKING, TextIO, TypeVar
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 import click
 
@@ -66,6 +66,37 @@ def draft_off(stats: Stats) -> str:
         f"a plain token {1e3 * stats.plain_pass_s:.1f} ms, and {num_accepted} of {stats.num_drafted_tokens} drafted "
         "tokens were accepted; --budget 16 forces it"
     )
+
+
+@contextmanager
+def keys_held() -> Iterator[None]:
+    """Meanwhile the terminal does not echo what is typed; the next line has it. Ctrl-C still interrupts."""
+    before = _terminal_settings()
+    if before is None:
+        yield
+        return
+    import termios
+
+    held = [*before]
+    held[0] &= ~termios.ICRNL  # Enter stays the key that a line editor reads
+    held[3] &= ~(termios.ECHO | termios.ICANON)
+    termios.tcsetattr(sys.stdin, termios.TCSANOW, held)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSANOW, before)
+
+
+def _terminal_settings() -> list[Any] | None:
+    """Those of standard input; None if it is no terminal, and on Windows, which echoes only while a program reads."""
+    if sys.platform == "win32" or sys.stdin is None or not sys.stdin.isatty():
+        return None
+    import termios
+
+    try:
+        return termios.tcgetattr(sys.stdin)
+    except (OSError, ValueError, termios.error):
+        return None
 
 
 def columns() -> int:

@@ -44,10 +44,9 @@ _PICKLE_REFUSED = (
     "contains only pickled weights, which can run code and are not supported; convert them on a machine you trust with "
     "transformers: AutoModelForCausalLM.from_pretrained(SRC).save_pretrained(DST)"
 )
-_NO_WEIGHTS = (
-    f"contains neither {SINGLE_FILE} nor {INDEX_FILE}; choose a model published as safetensors, or for GGUF name the "
-    "quantisation, as in org/name:Q4_K_M"
-)
+_NO_WEIGHTS = f"contains neither {SINGLE_FILE} nor {INDEX_FILE}"
+_OF_THE_HUB = "choose a model published as safetensors, or for GGUF name the quantisation, as in org/name:Q4_K_M"
+_OF_THE_USER = "give the folder with config.json and the *.safetensors, or a GGUF file"
 
 
 @dataclass(frozen=True)
@@ -105,8 +104,13 @@ class SafetensorsFolder:
 
 def _belongs(file: Path, folder: Path) -> bool:
     """Whether a file, with links resolved, is in a checkpoint's folder, or among the blobs of its hub cache."""
-    blobs = folder.parent.parent / "blobs"  # cache/models--org--name/snapshots/revision
-    return file.is_relative_to(folder) or (folder.parent.name == "snapshots" and file.is_relative_to(blobs))
+    blobs = folder.parent.parent / "blobs"
+    return file.is_relative_to(folder) or (_is_of_the_hub(folder) and file.is_relative_to(blobs))
+
+
+def _is_of_the_hub(folder: Path) -> bool:
+    """Whether this is a folder of the hub's cache: models--org--name/snapshots/revision."""
+    return folder.parent.name == "snapshots"
 
 
 def shard_names(folder: Path) -> list[str]:
@@ -138,17 +142,19 @@ def _find_tensors(folder: Path, names: frozenset[str], *, headers_only: bool) ->
         return read_header(folder / SINGLE_FILE, headers_only=headers_only)
     if INDEX_FILE in names:
         return _read_shards(folder, headers_only=headers_only)
-    raise fault(folder, _why_no_weights(names), MissingWeightsError)
+    raise fault(folder, _why_no_weights(folder, names), MissingWeightsError)
 
 
-def _why_no_weights(names: frozenset[str]) -> str:
+def _why_no_weights(folder: Path, names: frozenset[str]) -> str:
     if UNFINISHED_MARKER in names:
         return "is unfinished; repeat the `offspec quantize` command to resume it"
     if any(fnmatch(name, "model-*-of-*.safetensors") for name in names):
         return f"has shards but no {INDEX_FILE}; download that file too"
     if any(fnmatch(name, pattern) for name in names for pattern in _PICKLES):
         return _PICKLE_REFUSED
-    return _NO_WEIGHTS
+    if _is_of_the_hub(folder):
+        return f"{_NO_WEIGHTS}; {_OF_THE_HUB}"
+    return f"{_NO_WEIGHTS if names else 'is an empty folder'}; {_OF_THE_USER}"
 
 
 def _read_shards(folder: Path, *, headers_only: bool) -> dict[str, TensorInfo]:

@@ -10,7 +10,6 @@ import time
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import fields, replace
-from difflib import get_close_matches
 from numbers import Integral
 from operator import index
 from os import PathLike
@@ -21,7 +20,7 @@ from typing import Any, TypeGuard
 from offspec.loaders.params import KV_CACHES
 from offspec.loaders.units import parse_size
 from offspec.scheduler.constraint import TokenConstraint
-from offspec.scheduler.params import AUTO_TEXTS, Constraint, SamplingParams, SpeculationParams
+from offspec.scheduler.params import AUTO_TEXTS, Constraint, SamplingParams, SpeculationParams, check_names
 from offspec.scheduler.retrieval import SuffixIndex
 
 from .batch import Batch, Ticket
@@ -70,7 +69,7 @@ class Engine:
 
     @classmethod
     def load(cls, model: str | PathLike[str] = "builtin", **options: Any) -> Engine:
-        """Load MODEL (a path, a hub id, or `builtin`) and its draft; layers that do not fit in memory are streamed.
+        """Load MODEL (a path, a hub id or a name) and its draft; layers that do not fit in memory are streamed.
 
         options: the fields of `offspec.loading.LoadOptions`, e.g. draft, device, dtype, context. vram, ram and
         cache_ram may also be texts like "4GiB". `notes` lists automatic choices and their reasons, `plan` shows where
@@ -329,10 +328,7 @@ def _steps_of(batch: Batch, indices: Mapping[Ticket, int]) -> Generator[tuple[in
 def _load_options(model: str | PathLike[str], options: Mapping[str, Any]) -> LoadOptions:
     """`LoadOptions` from keyword arguments; parses sizes. Raises UsageError for an unknown name or an invalid size."""
     known, found = [field.name for field in fields(LoadOptions) if field.name != "model"], dict(options)
-    if unknown := [name for name in options if name not in known]:
-        near = get_close_matches(unknown[0], known, n=1)
-        meant = f"did you mean {near[0]}?" if near else f"choose from {', '.join(known)}"
-        raise UsageError(f"Engine.load has no option {unknown[0]!r}; {meant}")
+    check_names("Engine.load", options, known)
     for name in ("vram", "ram", "cache_ram"):
         size = found.get(name)
         if isinstance(size, str):

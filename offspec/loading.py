@@ -63,12 +63,13 @@ def path_text(name: str, said: Any) -> str:
 class LoadOptions:
     """The options of `Engine.load`. Paths may be text or path-like objects.
 
-    model: a folder, a `.gguf` file, a hub id, or `builtin`. draft: `auto` (the built-in draft for the built-in target,
-    otherwise the faster of lookup and a shadow that was made), `none`, `lookup` (n-gram lookup and token recycling, no
-    model), `self` (early exit: the target's first layers and an exit layer), `shadow` (the target in fewer bits),
-    `resident` (its resident layers), `head` (a trained head), or a model or a head like `model`. A list names several
-    drafts: the first one scores what the others, smaller models, guess. more_drafts: these others. exit_file: the exit
-    layer for `self`; None is the newest one for this target. revision: branch, tag or commit of a hub id.
+    model: a folder, a `.gguf` file, a hub id, or a name of `named_models`. draft: `auto` (the built-in draft for the
+    built-in target, otherwise the faster of lookup and a shadow that was made), `none`, `lookup` (n-gram lookup and
+    token recycling, no model), `self` (early exit: the target's first layers and an exit layer), `shadow` (the target
+    in fewer bits), `resident` (its resident layers), `head` (a trained head), or a model or a head like `model`. A list
+    names several drafts: the first one scores what the others, smaller models, guess. more_drafts: these others.
+    exit_file: the exit layer for `self`; None is the newest one for this target. revision: branch, tag or commit of a
+    hub id.
     device: auto, cpu, cuda or cuda:N. dtype: auto, bf16, fp16, fp32. threads: CPU threads; None keeps torch's number.
     vram, ram: limits in bytes; None is all that is free. context: maximum number of tokens of prompt and answer; None
     is up to `planning.plan.DEFAULT_CONTEXT`. tree: nodes to reserve memory for, if requests will use a larger budget

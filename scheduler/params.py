@@ -8,10 +8,12 @@ from __future__ import annotations
 import json
 import math
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from difflib import get_close_matches
+from functools import wraps
 from numbers import Integral, Real
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 from offspec.errors import UsageError
 
@@ -33,6 +35,7 @@ ACCEPTS: tuple[Accept, ...] = get_args(Accept)
 Scoring = Literal["coupled", "specexec"]
 Tree = Literal["best-first", "sequoia", "opt-tree"]
 Stopping = Literal["default", "thompson", "thompson-calibrated"]
+T = TypeVar("T")
 ConstraintKind = Literal["json_schema", "json_object", "grammar", "regex", "tool_calls"]
 NUMBERS: dict[str, tuple[type, str]] = {"int": (Integral, "a whole number"), "float": (Real, "a number")}
 
@@ -40,6 +43,27 @@ NUMBERS: dict[str, tuple[type, str]] = {"int": (Integral, "a whole number"), "fl
 def max_nodes(device_type: str) -> int:
     """The maximum number of nodes per tree if the budget is found at run time."""
     return CPU_MAX_NODES if device_type == "cpu" else MAX_NODES
+
+
+def check_names(where: str, given: Iterable[str], known: Sequence[str]) -> None:
+    """Raises UsageError for a name that is not known, with the nearest one. where: what has no such setting."""
+    if unknown := [name for name in given if name not in known]:
+        near = get_close_matches(unknown[0], known, n=1)
+        meant = f"did you mean {near[0]}?" if near else f"choose from {', '.join(known)}"
+        raise UsageError(f"{where} has no setting {unknown[0]!r}; {meant}")
+
+
+def known_settings_only(params: type[T]) -> type[T]:
+    """A dataclass that raises UsageError, not TypeError, for an unknown setting."""
+    known, init = [field.name for field in fields(params)], params.__init__  # type: ignore[arg-type]
+
+    @wraps(init)
+    def checked(self: T, *args: Any, **settings: Any) -> None:
+        check_names(params.__name__, settings, known)
+        init(self, *args, **settings)
+
+    params.__init__ = checked  # type: ignore[method-assign,assignment]
+    return params
 
 
 def _check_numbers(params: Any) -> None:
@@ -116,6 +140,7 @@ class Constraint:
         return cls("regex", text)
 
 
+@known_settings_only
 @dataclass(frozen=True)
 class SamplingParams:
     """Sampling and stopping; the defaults are greedy.
@@ -183,6 +208,7 @@ def _is_bias(pairs: Any) -> bool:
     return are_numbers and all(token >= 0 and abs(value) <= 100 for token, value in pairs)
 
 
+@known_settings_only
 @dataclass(frozen=True)
 class SpeculationParams:
     """Drafting and acceptance. Only `accept` changes the text, if it is not exact.

@@ -17,10 +17,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+WITHOUT_ENVIRONMENT = "Error: this script needs the environment of offspec; activate it first (README, Install)"
 try:
     from platformdirs import user_cache_path
 except ImportError:
-    sys.exit("Error: this script needs the environment of offspec; activate it first (README, Install)")
+    sys.exit(WITHOUT_ENVIRONMENT)
 
 BLOCK = 2**20
 

@@ -23,7 +23,6 @@ from offspec.loaders.kernels.compiler import instructions
 from offspec.loaders.params import GGUF_MIXTURES
 from offspec.loaders.tiers import StoredModel
 
-from .. import builtin
 from ..errors import (
     CheckpointError,
     MissingWeightsError,
@@ -35,6 +34,7 @@ from ..model.config import ModelConfig, read_config
 from ..model.decoder import check_tensors, is_ignored, wanted_shapes
 from ..model.foreign_config import ForeignConfig
 from ..model.kv_formats import PLAIN, KVFormat
+from ..named_models import NAMES, named_path
 from .foreign import read_foreign_config
 from .from_config import stored_from_config
 from .gguf import in_our_names
@@ -253,8 +253,8 @@ def open_target(model: str, revision: str | None, dtype: str, device_type: str) 
 def locate(model: str, revision: str | None, role: str, *, weights: bool = True) -> Path:
     """The path of MODEL; a hub id is downloaded first, its weights only if `weights` is true.
 
-    role: target or draft; for `builtin`. Raises a subclass of OffspecError.
+    role: target or draft, of `builtin`. Raises a subclass of OffspecError.
     """
-    if revision is not None and (model == "builtin" or Path(model).expanduser().is_dir()):
+    if revision is not None and (model in NAMES or Path(model).expanduser().is_dir()):
         raise UsageError(f"`revision={revision}` needs a hub id, and {model} is a local model; omit it")
-    return builtin.path(role) if model == "builtin" else resolve(model, revision, weights=weights)
+    return named_path(model, role) or resolve(model, revision, weights=weights)

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from ..planning.drafting import Acceptance, Spread
 
-_SOURCE = "the built-in pair, docs/drafts.md"
-# Not measured over prompts: docs/drafts.md warns that real models differ from the built-in pair by half. SubSpec
+_SOURCE = "the built-in pair, docs/drafts-results.md"
+# Not measured over prompts: docs/drafts-results.md warns that real models differ from the built-in pair by half. SubSpec
 # (2509.18344) has 0.68 times its tokens per pass with a small draft, 11.9 for a 1.5B draft of a 7B model, and as many
 # with a shadow of 4 bits, 28.4.
-_HALF = Spread(0.5, 1.5, "assumed, half less and half more, docs/drafts.md")
+_HALF = Spread(0.5, 1.5, "assumed, half less and half more, docs/drafts-results.md")
 
 SMALL_MODEL = Acceptance({64: 13.8, 256: 17.4}, {64: 5.1, 256: 6.7}, _SOURCE, _HALF)
 OTHER_VOCABULARY = Acceptance({64: 5.3}, {64: 2.6}, _SOURCE, _HALF)
@@ -21,7 +21,7 @@ SHADOWS = {
     2: Acceptance({64: 12.8, 256: 16.7}, {64: 4.7, 256: 6.1}, _SOURCE, _HALF),
     3: Acceptance({64: 18.7, 256: 22.9}, {64: 8.5, 256: 10.8}, _SOURCE, _HALF),  # with 3 of 8 layers without a copy
 }
-_HEADS_SOURCE = "heads trained for half an hour on the built-in target, docs/drafts.md"
+_HEADS_SOURCE = "heads trained for half an hour on the built-in target, docs/drafts-results.md"
 _EAGLE_3 = Acceptance({16: 5.00, 64: 6.19}, {16: 2.47, 64: 3.01}, _HEADS_SOURCE, _HALF)
 _MEDUSA = Acceptance({16: 2.63, 64: 2.90}, {16: 1.73, 64: 1.96}, _HEADS_SOURCE, _HALF)
 # By `HeadSpec.kind`. The others were compared after a short training only, in which each brought more than Medusa: its

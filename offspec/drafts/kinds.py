@@ -13,6 +13,7 @@ from ..checkpoints.opening import Note, locate
 from ..checkpoints.shadows import made_shadows
 from ..errors import UsageError
 from ..model.foreign_config import ForeignConfig
+from ..named_models import BUILTIN
 from .base import Choice, DraftOptions, OpenedDraft, OpenRequest
 from .head_draft import NAME as HEAD
 from .head_draft import OpenedHead
@@ -34,7 +35,7 @@ def _open_self(request: OpenRequest) -> OpenedDraft:
     return OpenedLayers.open_exit(request)
 
 
-AUTO, BUILTIN = "auto", "builtin"
+AUTO = "auto"
 KINDS: dict[str, Callable[[OpenRequest], OpenedDraft]] = {
     "none": NoDraft.open,
     LookupDraft.NAME: LookupDraft.open,

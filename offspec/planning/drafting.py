@@ -22,9 +22,9 @@ from .attention_time import seconds_of_attention, seconds_per_element
 from .plan import Plan, Work, layer_s
 
 MAX_ROUNDS = SpeculationParams.max_depth  # a round makes the tree one level deeper
-BEND = 3  # of the curve in `Acceptance.tokens`: fitted to replayed texts (docs/drafts.md)
+BEND = 3  # of the curve in `Acceptance.tokens`: fitted to replayed texts (docs/drafts-results.md)
 # Rounds during a pass spare the next tree the more rounds, the longer the accepted paths are for their depth; fitted to
-# replayed texts, where a small model was spared 0.3 of them, and a shadow of 4 bits 0.7 (docs/drafts.md).
+# replayed texts, where a small model was spared 0.3 of them, and a shadow of 4 bits 0.7 (docs/drafts-results.md).
 SPARED_POWER = 8
 # On a GPU, seconds to launch the kernels of one layer: about 75, of 5 us each, or 1.5 us in a captured graph.
 EAGER_LAYER_S, CAPTURED_LAYER_S = 75 * 5e-6, 75 * 1.5e-6

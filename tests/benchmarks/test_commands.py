@@ -71,6 +71,7 @@ SMALL: dict[str, tuple[str, ...]] = {
     ),
     "benchmarks.scheduling.schedulers": ("--prompts", "1", "--tokens", "4", "--budgets", "16", "--temperatures", "0"),
     "benchmarks.scheduling.stopping": ("--prompts", "1", "--tokens", "4", "--temperatures", "1", "--costs", "card"),
+    "benchmarks.which_model": ("--gpus", "rtx3060", "--forms", "nf4"),
     "benchmarks.unpack": ("--types", "fp8,nf4", "--shape", "256x256", "--rows", "1"),
 }
 SHORT = {"--minutes": "0.001", "--steps": "1"}  # in place of what a page says

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -46,11 +47,11 @@ class Result:
 
 
 class Stdin(io.TextIOWrapper):
-    """Standard input as a pipe, or as a terminal at which nobody types."""
+    """Standard input as a pipe, or as a terminal at which nobody types, or has typed."""
 
-    def __init__(self, content: bytes | None) -> None:
+    def __init__(self, content: bytes | None, *, is_terminal: bool = False) -> None:
         super().__init__(io.BytesIO(content or b""), encoding="utf-8")
-        self._is_terminal = content is None
+        self._is_terminal = content is None or is_terminal
 
     def isatty(self) -> bool:
         return self._is_terminal
@@ -69,6 +70,59 @@ def offspec(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch)
         return Result(code, *capsys.readouterr())
 
     return call
+
+
+@pytest.fixture
+def offspec_at_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Offspec:
+    """`offspec` with three streams that are terminals; `typed` are its lines. What it keeps of them is this test's."""
+    from offspec.cli import chat
+    from offspec.cli.line_input import PipeInput
+
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setattr(chat, "TerminalInput", lambda history, complete: PipeInput())
+    for stream in {type(sys.stdout), type(sys.stderr)}:
+        monkeypatch.setattr(stream, "isatty", lambda self: True)
+
+    def call(*args: object, typed: Sequence[str] = ()) -> Result:
+        monkeypatch.setattr(sys, "stdin", Stdin("".join(f"{line}\n" for line in typed).encode(), is_terminal=True))
+        code = run([str(arg) for arg in args])
+        return Result(code, *capsys.readouterr())
+
+    return call
+
+
+class Keyboard:
+    """Types at the terminal that is standard input."""
+
+    def __init__(self, descriptor: int, terminal: int) -> None:
+        self._descriptor, self._terminal = descriptor, terminal
+
+    def type(self, keys: bytes) -> None:
+        """Returns when the terminal has them, and has echoed them if it does."""
+        from fcntl import ioctl
+        from termios import FIONREAD
+
+        os.write(self._descriptor, keys)
+        while int.from_bytes(ioctl(self._terminal, FIONREAD, bytes(4)), sys.byteorder) < len(keys):
+            pass
+
+    def echo(self) -> bytes:
+        """What the terminal has shown."""
+        shown = b""
+        while select.select([self._descriptor], [], [], 0)[0]:
+            shown += os.read(self._descriptor, 4096)
+        return shown
+
+
+@pytest.fixture
+def keyboard(monkeypatch: pytest.MonkeyPatch) -> Iterator[Keyboard]:
+    if sys.platform == "win32":
+        pytest.skip("needs a pseudo-terminal")
+    descriptor, terminal = os.openpty()
+    with open(terminal, encoding="utf-8") as stdin:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        yield Keyboard(descriptor, terminal)
+    os.close(descriptor)
 
 
 @pytest.fixture(autouse=True, scope="session")

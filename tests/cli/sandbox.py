@@ -46,7 +46,7 @@ MODELS = {
     "SmolLM2.gguf": "gguf",
 }
 # Words that are no names of files, or name what would be downloaded.
-WORDS = {"$(scripts/fetch_smollm2)": "SmolLM2.gguf", "org/name:Q4_K_M": "model.gguf", "FOLDER": ".", "N": "1"}
+WORDS = {"smollm2": "SmolLM2.gguf", "org/name:Q4_K_M": "model.gguf", "FOLDER": ".", "N": "1"}
 FILES = {
     "prompts.jsonl": '{"prompt": "def area("}\n{"messages": [{"role": "user", "content": "Hello"}]}\n',
     "question.txt": "Why is the sky blue?\n",

@@ -26,7 +26,7 @@ def a_file(folder: Path, pair: Pair) -> tuple[Path, Sequence[str]]:
 
 def empty_folder(folder: Path, pair: Pair) -> tuple[Path, Sequence[str]]:
     folder.mkdir()
-    return folder, ("model.safetensors",)
+    return folder, ("empty folder", "config.json", "*.safetensors")
 
 
 def no_config(folder: Path, pair: Pair) -> tuple[Path, Sequence[str]]:
@@ -106,6 +106,12 @@ def test_a_model_that_cannot_run(
     model, words = breaker(tmp_path / "model", pair)
     where = () if breaker is not_a_number else (model,)
     offspec("run", model, "hi", "--draft", "none", "--device", "cpu", *json_flag).refusal(1, *where, *words)
+
+
+@pytest.mark.parametrize("line", [("run", "", "hi"), ("run", ""), ("chat", ""), ("run", "builtin", "--draft", "")])
+def test_an_empty_name_is_refused(line: Sequence[str], offspec: Offspec) -> None:
+    """As `"$(command)"` is if the command fails."""
+    offspec(*line, stdin=b"hi").refusal(2, "empty", "a folder, a GGUF file", "$(...)")
 
 
 def test_a_draft_that_is_not_there(pair: Pair, tmp_path: Path, offspec: Offspec) -> None:

@@ -13,11 +13,12 @@ import pytest
 from offspec import Engine, SamplingParams
 from offspec.cli import chat as chat_module
 from offspec.cli.line_input import TerminalInput, is_open, open_history, unquoted
+from offspec.cli.main import run
 from offspec.session import Session, Turn
 
 from ..pair import CONTEXT, Pair, variant
 from ..refusals import check_message, tells
-from .conftest import Offspec, Result
+from .conftest import Keyboard, Offspec, Result
 
 Talk = Callable[..., Result]
 
@@ -435,3 +436,103 @@ def test_completions(tmp_path: Path, pair: Pair) -> None:
     assert list(chat.completions(f"/load {tmp_path}/ta")) == [str(tmp_path / "talk.json")]
     assert list(chat.completions("/load /no/such/")) == []
     assert list(chat.completions("hello /s")) == []
+
+
+def test_keys_typed_during_a_reply_are_the_next_lines(
+    keyboard: Keyboard, pair: Pair, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = chat_module.Chat._writer
+
+    def typing(chat: chat_module.Chat) -> Any:
+        keyboard.type(b"/show\n/exit\n")
+        return writer(chat)
+
+    monkeypatch.setattr(chat_module.Chat, "_writer", typing)
+    keyboard.type(b"hi\n")
+    assert run(["chat", str(pair.target), "--draft", "none", "--device", "cpu", "-n", "8"]) == 0
+    assert ">>> hi" in capsys.readouterr().out
+    assert keyboard.echo() == b"hi\r\n"
+
+
+def test_useful_settings_and_the_system_message_come_first(talk: Talk) -> None:
+    shown = talk("/set", "/system Be brief.", "/show").out
+    settings, _, others = shown.partition("\n\n")
+    assert [line.split()[0] for line in settings.splitlines()] == list(chat_module.USUAL_SETTINGS)
+    assert "\nscoring" not in settings
+    assert "\nbudget" in others
+    assert "system message: Be brief." in shown.splitlines()
+
+
+# ------------------------------------------------------------------------------------------------ what is kept
+
+
+@pytest.fixture
+def chat_args(pair: Pair) -> Sequence[object]:
+    return ("chat", pair.target, "--draft", "none", "--device", "cpu", "-n", 8)
+
+
+def kept(folder: Path) -> dict[Path, list[str]]:
+    """The messages of each conversation."""
+    return {file: [turn["message"] for turn in saved(file)["turns"]] for file in chats(folder)}
+
+
+def chats(folder: Path) -> list[Path]:
+    return sorted((folder / "state" / "offspec" / "chats").glob("*.json"))
+
+
+def test_a_conversation_on_a_terminal_is_kept_and_resumed(
+    chat_args: Sequence[object], offspec_at_terminal: Offspec, tmp_path: Path
+) -> None:
+    first = offspec_at_terminal(*chat_args, "--system", "Be brief.", typed=["hi", "/set temperature 0.5", "more"])
+    assert tells(first.err, f"offspec chat {chat_args[1]} --resume")
+    (file,) = chats(tmp_path)
+    assert file.stat().st_mode & 0o077 == 0
+    again = offspec_at_terminal(*chat_args, "--resume", typed=["/system", "/set temperature 0.5", "last"])
+    assert tells(again.err, "2 turns loaded")
+    assert "\nBe brief.\n" in again.out
+    assert kept(tmp_path) == {file: ["hi", "more", "last"]}
+
+
+def test_another_conversation_has_another_file(
+    chat_args: Sequence[object], offspec_at_terminal: Offspec, tmp_path: Path
+) -> None:
+    file = tmp_path / "talk.json"
+    offspec_at_terminal(*chat_args, typed=["one", f"/save {file}", "/clear", "two", f"/load {file}", "three"])
+    assert list(kept(tmp_path).values()) == [["one"], ["two"], ["one", "three"]]
+
+
+def test_only_the_newest_conversations_stay(
+    chat_args: Sequence[object], offspec_at_terminal: Offspec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("offspec.cli.chat_files.MOST_FILES", 2)
+    offspec_at_terminal(*chat_args, typed=["one", "/clear", "two", "/clear", "three"])
+    assert list(kept(tmp_path).values()) == [["two"], ["three"]]
+
+
+def test_what_is_not_a_conversation_on_a_terminal_is_not_kept(
+    chat_args: Sequence[object], offspec_at_terminal: Offspec, talk: Talk, tmp_path: Path
+) -> None:
+    assert "--resume" not in offspec_at_terminal(*chat_args, typed=["/help"]).err
+    assert "--resume" not in offspec_at_terminal(*chat_args, "--no-autosave", typed=["hi"]).err
+    talk("hi")
+    assert chats(tmp_path) == []
+
+
+def test_a_conversation_that_cannot_be_kept_goes_on(
+    chat_args: Sequence[object], offspec_at_terminal: Offspec, tmp_path: Path
+) -> None:
+    (tmp_path / "state" / "offspec").mkdir(parents=True)
+    (tmp_path / "state" / "offspec" / "chats").write_text("a file")
+    result = offspec_at_terminal(*chat_args, typed=["hi", "more", "/show"])
+    assert (result.code, result.err.count("not kept for --resume")) == (0, 1)
+    assert ">>> more" in result.out
+    assert "continues this conversation" not in result.err
+
+
+def test_what_cannot_be_resumed(
+    chat_args: Sequence[object], offspec_at_terminal: Offspec, offspec: Offspec, pair: Pair, tmp_path: Path
+) -> None:
+    offspec("chat", pair.draft, "--resume").refusal(2, "--resume", pair.draft, "omit --resume")
+    offspec_at_terminal(*chat_args, typed=["hi"])
+    offspec("chat", pair.draft, "--resume").refusal(2, "--resume", pair.draft, pair.target)
+    offspec("chat", pair.target, "--resume", "--load", chats(tmp_path)[0]).refusal(2, "--resume", "--load")

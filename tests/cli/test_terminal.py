@@ -178,7 +178,7 @@ def test_a_model_that_is_there_at_once_has_no_bar(
 ) -> None:
     on_terminal(monkeypatch, 80)
     monkeypatch.setattr(terminal, "FIRST_LOOK_S", 3600)
-    assert offspec(*run_args, "hi").err == ""
+    assert "loading" not in offspec(*run_args, "hi").err
     monkeypatch.setattr(terminal, "SMALL_LOAD_BYTES", 0)
     assert "loading" in offspec(*run_args, "hi").err
     assert offspec(*run_args, "hi", "-q").err == ""
@@ -190,3 +190,25 @@ def test_a_terminal_that_is_gone_stops_nothing(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(terminal.click, "echo", gone)
     terminal.show_line("step 1 of 9")
+
+
+# ------------------------------------------------------------------------------------------------ the first text
+
+
+def test_the_first_text_on_a_terminal_names_the_next_command_once(
+    run_args: Sequence[object], offspec: Offspec, offspec_at_terminal: Offspec, pair: Any
+) -> None:
+    told = f"next: offspec chat {pair.target}\n"
+    for quiet in (("-q",), ("--json",)):
+        assert offspec_at_terminal(*run_args, "hi", *quiet).err == ""
+    assert offspec_at_terminal("run", pair.target, "hi", "--prompt-ids", "1").code == 2
+    assert offspec_at_terminal(*run_args, "hi").err.endswith(told)
+    assert told not in offspec_at_terminal(*run_args, "hi").err
+
+
+def test_pipes_are_not_told_of_the_next_command(
+    run_args: Sequence[object], offspec: Offspec, monkeypatch: pytest.MonkeyPatch, pair: Any
+) -> None:
+    assert offspec(*run_args, "hi").err == ""
+    on_terminal(monkeypatch, 80)
+    assert offspec(*run_args, "hi").err == f"next: offspec chat {pair.target}\n"  # it was not told before

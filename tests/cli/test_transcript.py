@@ -132,3 +132,17 @@ def test_a_pasted_message_is_one_message_in_a_narrow_terminal_without_utf8(
     assert [turn["message"] for turn in saved(tmp_path / "talk.json")["turns"]] == [
         "def area(width,\n         height):"
     ]
+
+
+def test_what_is_typed_during_a_reply_is_the_next_line(tmp_path: Path, environment: dict[str, str]) -> None:
+    with Tmux(tmp_path, environment) as terminal:
+        start(terminal)
+        ask(terminal, "/set ignore-eos true")
+        ask(terminal, "/set max-new-tokens 800")
+        terminal.type("def endless(")
+        terminal.wait(lambda screen: "def endless(\ndef " in screen)  # the reply has begun
+        terminal.type("/undo")
+        shown = terminal.wait(lambda screen: "removed: def endless(" in screen and ready(screen))
+    reply, _, after = shown.partition("def endless(\n")[2].partition(f"\n{PROMPT}")
+    assert "/undo" not in reply
+    assert after.startswith(" /undo\n")

@@ -161,6 +161,10 @@ def test_every_page_can_be_reached_from_readme() -> None:
     assert {str(page.relative_to(ROOT)) for page in (ROOT / "docs").glob("*.md")} <= linked
 
 
+def test_readme_leads_no_user_into_the_log() -> None:
+    assert "/LOG.md" not in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
 def test_the_changelog_has_this_version() -> None:
     versions = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
     assert versions[0] == __version__
@@ -210,7 +214,7 @@ def test_the_chart_shows_the_tables_figures() -> None:
 
 
 @pytest.mark.parametrize(
-    "source", ["README.md", "docs/faq.md", "docs/limitations.md", "docs/usage.md", "offspec", "run"]
+    "source", ["README.md", "docs/faq.md", "docs/limitations.md", "docs/from-llama-cpp.md", "offspec", "run"]
 )
 def test_the_claim_has_its_condition(source: str) -> None:
     """Wherever it stands first, "the text of plain decoding" says for which numbers it holds."""

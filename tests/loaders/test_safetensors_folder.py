@@ -174,10 +174,19 @@ def test_pickles_beside_safetensors_are_no_matter(folder: Path) -> None:
     assert_holds_tensors(open_checkpoint(folder))
 
 
-def test_no_weights(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    with refused(MissingWeightsError, "model.safetensors"):
-        open_checkpoint(tmp_path)
+@pytest.mark.parametrize("is_empty", [True, False])
+@pytest.mark.parametrize("parent", ["models", "snapshots"])
+def test_no_weights(parent: str, is_empty: bool, tmp_path: Path) -> None:
+    """Names of the hub's repositories help only with a folder of the hub's cache."""
+    folder = tmp_path / parent / "here"
+    folder.mkdir(parents=True)
+    if not is_empty:
+        (folder / "config.json").write_text("{}")
+    is_of_the_hub = parent == "snapshots"
+    fault = "empty folder" if is_empty and not is_of_the_hub else "model.safetensors"
+    with refused(MissingWeightsError, folder, fault, "GGUF") as caught:
+        open_checkpoint(folder)
+    assert ("org/name" in str(caught.value)) == is_of_the_hub
 
 
 def test_shards_without_their_index(folder: Path) -> None:

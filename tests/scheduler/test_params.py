@@ -35,3 +35,16 @@ def test_what_is_no_number_is_named(kind: Any, settings: dict[str, Any], words: 
 def test_numbers_of_numpy_are_numbers() -> None:
     SamplingParams(np.int64(3), np.float32(0.5), np.uint8(2), seed=np.uint64(7), stop=["a"])  # type: ignore[arg-type]
     SpeculationParams(np.int32(8), tau=np.float64(0.5))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("kind", "unknown", "words"),
+    [
+        (SamplingParams, "max_tokens", ("did you mean max_new_tokens?",)),
+        (SamplingParams, "xyzzy", ("max_new_tokens", "temperature", "stop")),
+        (SpeculationParams, "budgets", ("did you mean budget?",)),
+    ],
+)
+def test_a_setting_of_another_name_is_refused(kind: Any, unknown: str, words: tuple[str, ...]) -> None:
+    with refused(UsageError, kind.__name__, unknown, *words):
+        kind(**{unknown: 3})

