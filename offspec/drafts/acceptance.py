@@ -9,9 +9,9 @@ from __future__ import annotations
 from ..planning.drafting import Acceptance, Spread
 
 _SOURCE = "the built-in pair, docs/drafts-results.md"
-# Not measured over prompts: docs/drafts-results.md warns that real models differ from the built-in pair by half. SubSpec
-# (2509.18344) has 0.68 times its tokens per pass with a small draft, 11.9 for a 1.5B draft of a 7B model, and as many
-# with a shadow of 4 bits, 28.4.
+# Not measured over prompts: docs/drafts-results.md warns that real models differ from the built-in pair by half.
+# SubSpec (2509.18344) has 0.68 times its tokens per pass with a small draft, 11.9 for a 1.5B draft of a 7B model, and
+# as many with a shadow of 4 bits, 28.4.
 _HALF = Spread(0.5, 1.5, "assumed, half less and half more, docs/drafts-results.md")
 
 SMALL_MODEL = Acceptance({64: 13.8, 256: 17.4}, {64: 5.1, 256: 6.7}, _SOURCE, _HALF)

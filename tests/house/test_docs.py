@@ -201,16 +201,17 @@ def test_the_python_page_names_every_public_member() -> None:
 
 
 def test_the_chart_shows_the_tables_figures() -> None:
-    """docs/peers.svg beside the table of 128 tokens in docs/benchmarks.md; bars are as long as their figures."""
-    table = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8").partition("**With recall, 128 tokens**")[2]
-    rates = dict(re.findall(r"^\| ([^|]+?) \| \d+ x \d+ \| ([\d.]+) ", table.partition("\n- ")[0], re.MULTILINE))
-    rows = ["offspec", "llama.cpp, draft, 16", "transformers, assistant, 20", "llama.cpp", "transformers", "airllm"]
+    """docs/peers.svg beside the table of all rows in docs/benchmarks.md; bars are as long as their figures."""
+    table = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    rates = dict(re.findall(r"^\| ([^|]+?) \| \d+ x \d+ \| ([\d.]+) ", table, re.MULTILINE))
     chart = ElementTree.parse(ROOT / "docs" / "peers.svg")
-    texts = [element.text or "" for element in chart.iter(f"{SVG}text")]
-    shown = [float(text) for text in texts if re.fullmatch(r"\d\.\d\d", text)]
-    assert shown == [round(float(rates[row]), 2) for row in rows]
+    texts = list(chart.iter(f"{SVG}text"))
+    names = [element.text or "" for element in texts if element.get("text-anchor") == "end"]
+    shown = [float(text) for element in texts if re.fullmatch(r"\d+\.\d\d", text := element.text or "")]
+    assert len(names) >= 6
+    assert shown == pytest.approx([float(rates[name]) for name in names], abs=0.006)
     bars = [float(bar.get("width", "")) for bar in chart.iter(f"{SVG}rect") if bar.get("class") in ("ours", "peer")]
-    assert bars == pytest.approx([bars[0] * rate / shown[0] for rate in shown], abs=0.1)
+    assert bars == pytest.approx([bars[0] * rate / shown[0] for rate in shown], abs=0.5)
 
 
 @pytest.mark.parametrize(
