@@ -321,8 +321,8 @@ def _tree_options(function: F) -> F:
             type=click.Choice(["coupled", "specexec"]),
             default=SpeculationParams.scoring,
             show_default=True,
-            help="Rank draft tokens by the target's noise and a fitted sharpness, or by the draft's probability at the "
-            "request's temperature and top-p.",
+            help="Rank draft tokens by the target's noise and a fitted sharpness, or by the draft's processed "
+            "probability.",
         ),
         research_option(
             "--tree",

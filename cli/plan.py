@@ -97,7 +97,7 @@ Examples:
     "--format",
     "form",
     type=click.Choice(PLAN_FORMATS, case_sensitive=False),
-    help="Plan for the model in this format; fp4 is as large as nf4, and q2_k to q8_0 are GGUF files of llama.cpp. "
+    help="Plan for the model in this format; fp4 is as large as nf4. q2_k to q8_0 are llama.cpp's mixtures. "
     "[default: the model's format]",
 )
 @option(
