@@ -7,13 +7,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from offspec.checkpoints.small_files import expand_home
+
 if TYPE_CHECKING:
     from offspec import Engine
 
 
 def public_name(model: str) -> str:
     """A model's name without its parent folders; a hub id is unchanged."""
-    path = Path(model).expanduser()
+    path = expand_home(model)
     return path.resolve().name if path.is_dir() else model
 
 
@@ -31,7 +33,7 @@ def without_paths(message: str, folders: Sequence[Path] = ()) -> str:
 
 def model_folders(engine: Engine) -> list[Path]:
     """The folders of the engine's models, in each form that a message may contain; longest first."""
-    named = (Path(name) for name in (engine.name, engine.draft_name, engine.tokenizer.folder) if name is not None)
-    given = [path.expanduser() for path in named if path.expanduser().is_dir()]
+    names = (engine.name, engine.draft_name, engine.tokenizer.folder)
+    given = [path for path in map(expand_home, filter(None, names)) if path.is_dir()]
     forms = {form for path in given for form in (path, path.absolute(), path.resolve())}
     return sorted((form for form in forms if form.is_absolute()), key=lambda form: -len(str(form)))
