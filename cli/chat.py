@@ -15,6 +15,7 @@ import click
 from click.core import ParameterSource
 
 from offspec import SamplingParams, SpeculationParams
+from offspec.checkpoints.small_files import expand_home
 from offspec.errors import OffspecError, UsageError
 
 from .chat_files import KeptChat, chats_folder, newest_file
@@ -200,7 +201,7 @@ def _history_file(wanted: str | None, *, quiet: bool) -> Path | None:
 
         file = user_state_path("offspec", appauthor=False) / "chat_history"
     else:
-        file = Path(wanted).expanduser()
+        file = expand_home(wanted)
     if open_history(file):
         return file
     _note(f"cannot write {file}, so the history of typed lines is off; --history FILE sets another file", quiet=quiet)
@@ -640,11 +641,11 @@ def reply_figures(stats: Stats) -> str:
 def _path(argument: str, command: str) -> Path:
     if not argument:
         raise UsageError(f"{command} needs a file, like {command} talk{'.md' if command == '/export' else '.json'}")
-    return Path(argument).expanduser()
+    return expand_home(argument)
 
 
 def _files(beginning: str) -> Sequence[str]:
-    path = Path(beginning).expanduser()
+    path = expand_home(beginning)
     folder, stem = (path, "") if beginning.endswith(("/", "\\")) else (path.parent, path.name)
     try:
         found = sorted(entry for entry in folder.iterdir() if entry.name.startswith(stem))

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import click
 
 from offspec import format_seconds
+from offspec.checkpoints.small_files import expand_home
 from offspec.training.distill_params import HEADS, DistillParams, DraftParams, HeadParams, Init
 
 from .distill_draft import DRAFT_FLAGS, DraftFlags, distil_draft, draft_options
@@ -217,7 +218,7 @@ def command(
         "context": context,
         "kv_cache": kv_cache,
     }
-    more: dict[str, Any] = {"out": None if out is None else out.expanduser(), "texts": texts, "resume": resume}
+    more: dict[str, Any] = {"out": None if out is None else expand_home(out), "texts": texts, "resume": resume}
     job = Job(model, loading, more, quiet=quiet, verbose=verbose)
     began = time.monotonic()
     if draft.is_given:

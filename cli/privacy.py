@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from offspec.checkpoints.small_files import expand_home
+
 if TYPE_CHECKING:
     from offspec import Engine
 
@@ -16,7 +18,7 @@ PART = re.compile(r"-\d{5}-of-\d{5}$")  # at the end of the stem of a GGUF file 
 
 def public_name(model: str) -> str:
     """A folder's name, or the stem of a file's, without parent folders; a hub id is unchanged."""
-    path = Path(model).expanduser()
+    path = expand_home(model)
     if path.is_file():
         return PART.sub("", path.stem)  # links are not followed: in the hub's cache, they lead to hashes
     return path.resolve().name if path.is_dir() else model
@@ -37,7 +39,7 @@ def without_paths(message: str, folders: Sequence[Path] = ()) -> str:
 def model_folders(engine: Engine) -> list[Path]:
     """The folders of the engine's models or their files, in each form that a message may contain; longest first."""
     names = (engine.name, engine.draft_name, engine.tokenizer.folder)
-    named = [Path(name).expanduser() for name in names if name is not None]
+    named = [expand_home(name) for name in names if name is not None]
     given = [path if path.is_dir() else path.parent for path in named if path.exists()]
     forms = {form for path in given for form in (path, path.absolute(), path.resolve())}
     return sorted((form for form in forms if form.is_absolute() and form.name), key=lambda form: -len(str(form)))

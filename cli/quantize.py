@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from offspec import CONVERT_FORMATS, LOSSLESS_FORMAT, SHADOW_FORMATS, ConvertParams, format_quantity
+from offspec.checkpoints.small_files import expand_home
 from offspec.errors import OffspecError
 from offspec.named_models import named_path
 
@@ -90,14 +91,14 @@ def command(
     quiet: bool,
     verbose: bool,
 ) -> None:
-    if revision is not None and Path(src).expanduser().exists():
+    if revision is not None and expand_home(src).exists():
         raise click.UsageError("--revision needs a hub id, but SRC is a local path.")
     if shadow is not None and (form != ConvertParams.format or not double_quant):
         raise click.UsageError("--shadow has a format of its own; leave out --format and --no-double-quant.")
     start = time.monotonic()
     bar = ConversionLine() if is_watched() and not quiet else None
     try:
-        source, target = str(named_path(src) or src), dst and dst.expanduser()
+        source, target = str(named_path(src) or src), dst and expand_home(dst)
         if shadow is None:
             done = _convert(source, target, ConvertParams(form, double_quant), revision, bar)
         else:

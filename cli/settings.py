@@ -24,7 +24,7 @@ from typing import Any
 
 import click
 
-from offspec.checkpoints.small_files import read_small_file
+from offspec.checkpoints.small_files import expand_home, read_small_file
 from offspec.errors import OffspecError
 
 FILE_VARIABLE, PREFIX = "OFFSPEC_CONFIG", "OFFSPEC_"
@@ -65,7 +65,7 @@ class Settings:
         """The user's file, which may not exist; None if OFFSPEC_CONFIG is empty."""
         named = self._environment.get(FILE_VARIABLE)
         if named is not None:
-            return Path(named).expanduser() if named else None
+            return expand_home(named) if named else None
         from platformdirs import user_config_path
 
         return user_config_path("offspec", appauthor=False) / "config.toml"

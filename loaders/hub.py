@@ -5,7 +5,6 @@ A hub id is `org/name`, or `org/name:Q4_K_M` for the GGUF file in that quantisat
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ from .containers import is_checkpoint
 from .gguf_file import part_paths
 from .safetensors_folder import COMPANIONS, CONFIG_FILE, INDEX_FILE, SINGLE_FILE, shard_names, why_no_folder
 from .shards import write_verified
+from .small_files import expand_home
 
 HEADER_BYTES = 32 * 2**20  # of a GGUF file; vocabularies of 260,000 tokens with as many merges have 12 MiB
 _AROUND = ("", "*[-._/]"), ("", "[-.]*")  # a word in a file's name, as patterns of fnmatch; see `_named_as`
@@ -112,7 +112,7 @@ def _the_file_in(quantisation: str, folder: Path, repository: str) -> Path:
 def _local(model: str) -> Path | None:
     if not model:  # Path("") would be the current folder
         return None
-    path = Path(os.path.expanduser(model))
+    path = expand_home(model)
     with reading(path):
         if path.is_dir() or (path.exists() and is_checkpoint(path)):
             return path

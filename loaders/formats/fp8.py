@@ -68,8 +68,8 @@ class Fp8Settings:
 
 
 def is_block(said: object) -> bool:
-    """Whether a JSON value is a block: outputs and inputs."""
-    return isinstance(said, list) and len(said) == 2 and all(type(size) is int and size > 0 for size in said)
+    """Whether a JSON value is a block: outputs and inputs. The bound keeps row numbers by block within 64 bits."""
+    return isinstance(said, list) and len(said) == 2 and all(type(size) is int and 0 < size < 2**31 for size in said)
 
 
 def block_of(shape: tuple[int, int], scales: TensorInfo, block: Block | None) -> Block | None:

@@ -335,7 +335,7 @@ def _grouped_weight(group: TensorGroup, settings: GroupedSettings) -> GroupedWei
             refuse(f"has a {part} that is {found}, not {what[0]} {list(what[1])}")
     if scales.dtype not in ("F16", "BF16", "F32"):
         refuse(f"has scales that are {scales.dtype}, not fp16, bf16 or fp32")
-    size = settings.group_size or num_inputs
+    size = min(settings.group_size or num_inputs, num_inputs)
     if num_groups != (wanted_groups := -(-num_inputs // size)):
         refuse(f"has {num_groups} groups of scales, but {num_inputs} inputs in groups of {size} need {wanted_groups}")
     groups = order_of(group, "g_idx", num_inputs, num_groups, size)

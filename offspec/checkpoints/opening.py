@@ -21,6 +21,7 @@ from offspec.loaders.hardware import Gpu
 from offspec.loaders.hub import resolve
 from offspec.loaders.kernels.compiler import instructions
 from offspec.loaders.params import GGUF_MIXTURES
+from offspec.loaders.small_files import expand_home
 from offspec.loaders.tiers import StoredModel
 
 from ..errors import (
@@ -255,6 +256,6 @@ def locate(model: str, revision: str | None, role: str, *, weights: bool = True)
 
     role: target or draft, of `builtin`. Raises a subclass of OffspecError.
     """
-    if revision is not None and (model in NAMES or Path(model).expanduser().is_dir()):
+    if revision is not None and (model in NAMES or expand_home(model).is_dir()):
         raise UsageError(f"`revision={revision}` needs a hub id, and {model} is a local model; omit it")
     return named_path(model, role) or resolve(model, revision, weights=weights)

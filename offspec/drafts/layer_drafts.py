@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 
 from offspec.loaders.layer_view import LayerView, ViewedLayer
 from offspec.loaders.placement import SHADOW_ITEM, Placement
+from offspec.loaders.small_files import expand_home
 from offspec.loaders.tiers import StoredModel, TieredWeights, load_layer
 from offspec.scheduler.drafter import Drafter
 from offspec.scheduler.params import tree_room
@@ -112,7 +112,7 @@ class OpenedShadow:
         _check(request)
         _, _, said = request.options.draft.partition(":")
         if said and not said.isdecimal():
-            shadow = Shadow.open(Path(said).expanduser(), target)
+            shadow = Shadow.open(expand_home(said), target)
         else:
             shadow = _of_bits(int(said[:4] or DEFAULT_BITS), request)
         stored = replace(target.stored, layers=list(shadow.layers))
@@ -204,7 +204,7 @@ class OpenedLayers:
         """
         _check(request)
         target, (_, _, file) = request.target, request.options.draft.partition(":")
-        skips = SkipFile.open(Path(file).expanduser(), target) if file else SkipFile.find(target)
+        skips = SkipFile.open(expand_home(file), target) if file else SkipFile.find(target)
         if skips is not None:
             request.notes.append(Note(f"draft: layers are skipped by {skips.path}"))
         return cls(target, None, request.notes, request.device_type, skips=skips)

@@ -240,6 +240,7 @@ def test_a_lossy_turn_says_so(talk: Talk) -> None:
         ("/save", ("/save", "file")),
         ("/load no-such-file.json", ("no-such-file.json", "read")),
         ("/save /no/such/folder/talk.json", ("/no/such/folder", "choose another file")),
+        ("/save ~nobody-of-this-name/talk.json", ("~nobody-of-this-name", "choose another file")),
         ("/export /no/such/folder/talk.md", ("/no/such/folder", "choose another file")),
         ("x" * 600, ("tokens", "context", CONTEXT)),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -159,10 +160,17 @@ def test_a_full_disk_does_not_lose_what_was_learnt(
     other.mkdir()
     home.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(other))
-    monkeypatch.setattr(Path, "home", lambda: home)
+    monkeypatch.setenv("HOME", str(home))
     file = tmp_path / "disk" / "learnt"
     file.parent.mkdir()
-    for disks, place in (((file.parent,), other), ((file.parent, other), home)):
+    for disks, place, has_home in (
+        ((file.parent,), other, True),
+        ((file.parent, other), home, True),
+        ((file.parent,), other, False),
+    ):
+        if not has_home:  # as in a container whose user is a number alone
+            monkeypatch.delenv("HOME")
+            monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
         with monkeypatch.context() as patch:
             patch.setattr("offspec.training.lora.write_atomically", full(*disks))
             result = offspec(*batch_args, "--learn", "--learn-file", file)
@@ -172,6 +180,7 @@ def test_a_full_disk_does_not_lose_what_was_learnt(
         (line,) = result.err.splitlines()
         assert tells(line, "Error: ", file, "No space left on device", kept)
         assert answers(offspec, *batch_args, "--learn-file", kept)
+        shutil.rmtree(kept.parent)
     assert list(file.parent.iterdir()) == []
     assert [folder for folder in other.iterdir() if not any(folder.iterdir())] == []
 

@@ -305,6 +305,13 @@ def test_a_group_size_that_contradicts_the_scales(form: str, size: int, tmp_path
 
 
 @pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("size", [65, 2**40, 2**70])
+def test_a_group_larger_than_the_matrix_is_all_of_it(form: str, size: int, tmp_path: Path) -> None:
+    matrix = random_matrix(form, 16, 64, -1)
+    assert_right(open_with(tmp_path, matrix.tensors(form), said_by(form, size))[NAME], matrix)
+
+
+@pytest.mark.parametrize("form", FORMS)
 def test_outputs_that_fill_no_words(form: str, tmp_path: Path) -> None:
     tensors = random_matrix(form, 16, 64, 32).tensors(form)
     with refused(CheckpointError, tmp_path, 12, 8):

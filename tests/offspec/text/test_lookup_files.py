@@ -282,6 +282,14 @@ def test_default_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch,
     assert default_folder() == Path.home() / ".cache" / "offspec" / "lookup"
 
 
+def test_default_folder_of_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container whose user is a number alone."""
+    for name in ("XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name)
+    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
+    assert default_folder() == Path("~/.cache/offspec/lookup")
+
+
 def test_the_source_of_accepted_guesses(tmp_path: Path, tokenizer: Tokenizer) -> None:
     """File, bytes before the first accepted token, and how many of them the file has."""
     files = [tmp_path / "first.py", tmp_path / "second.py"]
