@@ -17,8 +17,8 @@ _HALF = Spread(0.5, 1.5, "assumed, half less and half more, docs/drafts-results.
 # SubSpec (2509.18344) has 11.9 for a 1.5B draft of a 7B model, and 28.4 for a shadow of 4 bits.
 SMALL_MODEL = Acceptance({64: 9.4, 256: 11.8}, {64: 7.3, 256: 9.6}, _SOURCE, _SPREAD)
 OTHER_VOCABULARY = Acceptance({64: 5.3}, {64: 2.6}, _BUILT_IN, _HALF)
-# Of two prompts, on which the small draft has 6.9 and 4.8; 3 bits: with 9 of 28 layers without a copy. 2 bits, and more
-# nodes than 64, follow from these by the ratios of the built-in pair.
+# Of two prompts, on which the small draft has 6.9 and 4.8; 3 bits: with 9 of 28 layers without a copy. 2 bits follow
+# from these by the ratios of the built-in pair, and so do 256 nodes of all kinds.
 SHADOWS = {
     4: Acceptance({64: 19.7, 256: 25.3}, {64: 15.1, 256: 20.0}, _SOURCE, _HALF),
     3: Acceptance({64: 12.2, 256: 14.9}, {64: 10.7, 256: 13.6}, _SOURCE, _HALF),
