@@ -69,8 +69,10 @@ def served(
     parallel: int | None = None,
     tell: Callable[[str], None] = lambda line: None,
     clock: Callable[[], float] = time.monotonic,
+    idle_s: float = 5,
     **settings: Any,
 ) -> Generator[tuple[Client, Service], None, None]:
+    """idle_s: how long a connection may be idle between requests."""
     sock = listening("127.0.0.1", 0)
     service = Service(
         engine, SpeculationParams(), most_waiting=most_waiting, most_texts=parallel, tell=tell, clock=clock
@@ -79,8 +81,9 @@ def served(
         for executor in (service._encoder, service._compiler):
             executor.submit("", int).result()  # its thread begins here, not in the test that asks first
         app = application(service, SamplingParams(16), **settings)
-        limits = {"http": http or protocol(100), "timeout_graceful_shutdown": 1}
-        server = StoppableServer(uvicorn.Config(app, log_level="critical", lifespan="off", **limits), service)
+        limits: dict[str, Any] = {"timeout_graceful_shutdown": 1, "timeout_keep_alive": idle_s}
+        config = uvicorn.Config(app, http=http or protocol(100), log_level="critical", lifespan="off", **limits)
+        server = StoppableServer(config, service)
         thread = Thread(target=server.run, kwargs={"sockets": [sock]})
         thread.start()
         try:

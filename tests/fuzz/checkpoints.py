@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from unittest.mock import patch
 
 from offspec import Engine, SamplingParams, SpeculationParams
@@ -30,6 +30,7 @@ from offspec.text import chat_template
 
 from .damage import peak_bytes_anew
 
+Result = TypeVar("Result")
 LONGEST_S, MOST_BYTES = 20, 2**29
 PROMPT, CHAT = "def area(", [{"role": "user", "content": "hi, what is <|end|> this?"}]
 PARAMS, PLAIN = SamplingParams(6, ignore_eos=True), SpeculationParams(0)
@@ -79,24 +80,27 @@ class Findings:
     """outcomes: how many cases ended how. wrong: cases that must not end so, with what was found.
 
     most_bytes: the most that a case added to the peak of the process's memory. longest_s: the longest case.
+    also_right: outcomes that are right beside RIGHT.
     """
 
     outcomes: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
     most_bytes: int = 0
     longest_s: float = 0.0
+    also_right: tuple[str, ...] = ()
 
     def add(self, case: str, outcome: str, grown_bytes: int, seconds: float) -> None:
         self.most_bytes, self.longest_s = max(self.most_bytes, grown_bytes), max(self.longest_s, seconds)
         self.outcomes[kind := outcome.partition(":")[0]] += 1
-        if kind not in RIGHT:
+        if kind not in (*RIGHT, *self.also_right):
             self.wrong.append(f"{case}: {outcome}")
         if grown_bytes > MOST_BYTES:
             self.wrong.append(f"{case}: {grown_bytes >> 20} MiB of memory")
 
 
-def run_cases(numbers: range, sound: Path, folder: Path) -> Findings:
-    """sound: an undamaged checkpoint. folder: where damaged copies are made, one at a time."""
+@contextmanager
+def quick_loading() -> Iterator[None]:
+    """Short waits for templates, and no measured rates, while the body loads many models."""
     worker = chat_template.Worker(deadline_s=1)  # nothing is learnt from waiting longer
     rates = Rates()  # measuring them takes a third of a second, and they are no part of the text
     with (
@@ -104,17 +108,23 @@ def run_cases(numbers: range, sound: Path, folder: Path) -> Findings:
         patch.object(chat_template, "WORKER", worker),
         patch("offspec.loading.measure_quick_rates", lambda *_: rates),
     ):
+        yield
+
+
+def run_cases(numbers: range, sound: Path, folder: Path) -> Findings:
+    """sound: an undamaged checkpoint. folder: where damaged copies are made, one at a time."""
+    with quick_loading():
         return _run_cases(numbers, sound, folder)
 
 
 def _run_cases(numbers: range, sound: Path, folder: Path) -> Findings:
-    findings, expected = Findings(), _said(sound)
+    findings, expected = Findings(), said_by(sound)
     for number in numbers:
         shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(sound, folder)
         what = damage(folder, random.Random(number))
         began, before = time.perf_counter(), peak_bytes_anew()
-        outcome = found if isinstance(found := _tried(folder), str) else ""
+        outcome = found if isinstance(found := tried(folder), str) else ""
         grown, seconds = peak_host_bytes() - before, time.perf_counter() - began
         if isinstance(found, Said):  # compared after the measurement, which is of offspec alone
             outcome = _judged(folder, found, expected)
@@ -132,7 +142,7 @@ def damage(folder: Path, chance: random.Random) -> str:
         _value,
         _bytes,
         _special_file,
-        _header,
+        damaged_header,
         _template,
     )
     return chance.choice(kinds)(folder, chance)
@@ -141,9 +151,9 @@ def damage(folder: Path, chance: random.Random) -> str:
 def _value(folder: Path, chance: random.Random) -> str:
     file = folder / chance.choice(JSON_FILES)
     content = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-    places = list(_places(content))
-    if places and chance.random() < 0.9:
-        holder, key = chance.choice(places if chance.random() < 0.3 else places[:60])
+    known = list(places(content))
+    if known and chance.random() < 0.9:
+        holder, key = chance.choice(known if chance.random() < 0.3 else known[:60])
         if chance.random() < 0.2:
             del holder[key]
         else:
@@ -155,12 +165,12 @@ def _value(folder: Path, chance: random.Random) -> str:
     return f"{file.name}: {key}"
 
 
-def _places(content: Any) -> Iterator[tuple[Any, Any]]:
+def places(content: Any) -> Iterator[tuple[Any, Any]]:
     keys = content.keys() if isinstance(content, dict) else range(len(content))
     for key in list(keys):
         yield content, key
         if isinstance(content[key], (dict, list)):
-            yield from _places(content[key])
+            yield from places(content[key])
 
 
 def _bytes(folder: Path, chance: random.Random) -> str:
@@ -198,12 +208,12 @@ def _special_file(folder: Path, chance: random.Random) -> str:
     return f"{file.name}: {kind}"
 
 
-def _header(folder: Path, chance: random.Random) -> str:
+def damaged_header(folder: Path, chance: random.Random) -> str:
     file = folder / "model.safetensors"
     content = file.read_bytes()
     (length,) = struct.unpack("<Q", content[:8])
     header = json.loads(content[8 : 8 + length])
-    holder, key = chance.choice(list(_places(header)))
+    holder, key = chance.choice(list(places(header)))
     kind = chance.choice(("value", "length", "bytes", "cut"))
     if kind == "value":
         holder[key] = chance.choice(VALUES)
@@ -222,7 +232,7 @@ def _template(folder: Path, chance: random.Random) -> str:
     return f"template: {template}"
 
 
-def _said(folder: Path) -> Said:
+def said_by(folder: Path) -> Said:
     engine = Engine.load(str(folder), draft="none", device="cpu", dtype="fp32")
     try:
         prompt = engine.encode(PROMPT)
@@ -236,10 +246,15 @@ def _said(folder: Path) -> Said:
         engine.close()
 
 
-def _tried(folder: Path) -> Said | str:
+def tried(folder: Path) -> Said | str:
+    return outcome_of(lambda: said_by(folder))
+
+
+def outcome_of(load: Callable[[], Result]) -> Result | str:
+    """What a model said; or `refused`, or what is wrong with its error."""
     try:
-        with _deadline():
-            return _said(folder)
+        with deadline():
+            return load()
     except OffspecError as exc:
         return "refused" if len(str(exc).splitlines()) == 1 else f"more than a line: {exc}"
     except BaseException as exc:  # noqa: BLE001 (a panic of Rust's code is no Exception)
@@ -274,7 +289,7 @@ def _transformers(folder: Path) -> list[int] | str:
 
 
 @contextmanager
-def _deadline() -> Iterator[None]:
+def deadline() -> Iterator[None]:
     def late(number: int, frame: object) -> None:
         raise TimeoutError(f"longer than {LONGEST_S} s")
 

@@ -1,4 +1,4 @@
-"""Random schemas, regexes and grammars, valid or not: each is refused in one line, or followed to an end, in time.
+"""Random schemas, regexes and grammars, valid, invalid or hostile: refused in one line, or followed, in time.
 
     python -m tests.fuzz.constraints [--count 500] [--seed 0]
 
@@ -106,6 +106,41 @@ def random_constraint(rng: random.Random) -> Constraint:
     return rng.choice([Constraint.json_schema, Constraint.regex, Constraint.grammar])(text)
 
 
+def random_hostile(rng: random.Random) -> Constraint:
+    """One that takes far more steps or memory than its text has bytes, if nothing limits it; of a random size."""
+    size = int(10 ** rng.uniform(0.5, 4.2))
+    depth, count = rng.randint(2, 6), rng.choice((3, 30, 300))
+    deep: Any = {"type": "integer"}
+    for _ in range(min(size, 900)):
+        deep = {rng.choice(NESTING[:2]): deep}
+    repeated = "a"
+    for _ in range(depth):
+        repeated = f"({repeated}{{1,{count}}})"
+    kinds = {
+        "chain": lambda: Constraint.grammar(
+            "\n".join(["start: r0", *(f"r{i}: r{i + 1}" for i in range(size)), f'r{size}: "a"'])
+        ),
+        "ambiguous": lambda: Constraint.grammar(f'start: e\ne: {" | ".join(["e e"] * depth)} | "a" |\n'),
+        "repetitions": lambda: Constraint.regex(repeated),
+        "states": lambda: Constraint.regex(f"[ab]*a[ab]{{{min(size, 60)}}}"),
+        "alternatives": lambda: Constraint.regex("|".join(f"w{i}" for i in range(size))),
+        "references": lambda: Constraint.json_schema(
+            {"$defs": {f"a{i}": {"$ref": f"#/$defs/a{(i + 1) % (size + 1)}"} for i in range(size)} | {f"a{size}": {}},
+             "$ref": "#/$defs/a0"}
+        ),
+        "depth": lambda: Constraint.json_schema(deep),
+        "unions": lambda: Constraint.json_schema(
+            {"allOf": [{"anyOf": [{"properties": {f"p{i}{j}": {}}} for j in range(depth)]} for i in range(depth + 3)]}
+        ),
+        "values": lambda: Constraint.json_schema({"enum": [f"{i:x}" * 3 for i in range(size)]}),
+        "names": lambda: Constraint.json_schema(
+            {"properties": {f"n{i}": {"type": "integer"} for i in range(size)},
+             "required": [f"n{i}" for i in range(size)]}
+        ),
+    }  # fmt: skip
+    return kinds[rng.choice(list(kinds))]()
+
+
 def random_calls(rng: random.Random) -> Constraint:
     """Calls of a function with a random schema, from the model's marker on."""
     form, schema = rng.choice(FORMS), random_schema(rng)
@@ -142,6 +177,8 @@ def follow(
 
 
 def maker(number: int) -> Callable[[random.Random], Constraint]:
+    if number % 20 == 7:
+        return random_hostile
     return random_calls if number % 5 == 4 else random_constraint
 
 

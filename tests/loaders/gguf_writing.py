@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,10 @@ def write_gguf(
         kind = gguf.GGMLQuantizationType[kinds.get(name, "F32")]
         content = gguf.quants.quantize(tensor.astype(np.float32), kind)
         writer.add_tensor(name, content, raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    with closing(writer):
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
     return path
 
 
