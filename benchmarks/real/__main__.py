@@ -1,7 +1,7 @@
 """Tokens per pass of a real pair on the field's prompts: offspec beside SpecExec, Sequoia, OPT-Tree and lookup.
 
     scripts/fetch_real_pair && scripts/fetch_prompts
-    python -m benchmarks.real --quick              # 6 prompts, 64 nodes: twenty minutes on two cores
+    python -m benchmarks.real --quick              # 6 prompts, 64 nodes: 12 minutes on two cores
     python -m benchmarks.real                      # 20 prompts of each set, T = 0, 0.6 and 1; hours; resumable
     python -m benchmarks.real --own shadow:4/0,shadow:3/9,resident/14 --draft none     # copies of the target's layers
 
