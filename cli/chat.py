@@ -15,7 +15,7 @@ import click
 from click.core import ParameterSource
 
 from offspec import SamplingParams, SpeculationParams
-from offspec.checkpoints.small_files import expand_home
+from offspec.checkpoints.user_folders import expand_home, user_folder
 from offspec.errors import OffspecError, UsageError
 
 from .chat_files import KeptChat, chats_folder, newest_file
@@ -196,12 +196,7 @@ def _setting_names() -> set[str]:
 def _history_file(wanted: str | None, *, quiet: bool) -> Path | None:
     if wanted == "none":
         return None
-    if wanted is None:
-        from platformdirs import user_state_path
-
-        file = user_state_path("offspec", appauthor=False) / "chat_history"
-    else:
-        file = expand_home(wanted)
+    file = user_folder("state") / "chat_history" if wanted is None else expand_home(wanted)
     if open_history(file):
         return file
     _note(f"cannot write {file}, so the history of typed lines is off; --history FILE sets another file", quiet=quiet)

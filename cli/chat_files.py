@@ -11,15 +11,14 @@ from contextlib import suppress
 from pathlib import Path
 
 from offspec.checkpoints.small_files import parse_json, read_small_file
+from offspec.checkpoints.user_folders import user_folder
 from offspec.errors import UsageError
 
 MOST_FILES = 20
 
 
 def chats_folder() -> Path:
-    from platformdirs import user_state_path
-
-    return user_state_path("offspec", appauthor=False) / "chats"
+    return user_folder("state") / "chats"
 
 
 class KeptChat:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -123,7 +124,7 @@ def _shown(value: Any) -> str:
 def _head(settings: Settings) -> list[str]:
     if settings.file is None:
         return ["no file (OFFSPEC_CONFIG is empty)"]
-    return [f"{settings.file}{'' if settings.file.is_file() else ' (does not exist)'}"]
+    return [f"{settings.file}{'' if os.path.isfile(settings.file) else ' (does not exist)'}"]
 
 
 def _table(rows: list[SettingRow]) -> list[str]:

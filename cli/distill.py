@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import click
 
 from offspec import format_seconds
-from offspec.checkpoints.small_files import expand_home
+from offspec.checkpoints.user_folders import expand_home
 from offspec.training.distill_params import HEADS, DistillParams, DraftParams, HeadParams, Init
 
 from .distill_draft import DRAFT_FLAGS, DraftFlags, distil_draft, draft_options

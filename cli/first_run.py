@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from offspec.checkpoints.user_folders import user_folder
+
 if TYPE_CHECKING:
     from offspec import Engine
 
@@ -20,9 +22,7 @@ def tell_next_once(engine: Engine) -> None:
     streams = (sys.stdout, sys.stderr)
     if not all(stream is not None and stream.isatty() for stream in streams) or not engine.tokenizer.has_chat_template:
         return
-    from platformdirs import user_cache_path
-
-    told = user_cache_path("offspec", appauthor=False) / "told-of-chat"
+    told = user_folder("cache") / "told-of-chat"
     try:
         told.parent.mkdir(parents=True, exist_ok=True)
         told.touch(exist_ok=False)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import click
 
 from offspec.checkpoints.atomic_files import locked_name
-from offspec.checkpoints.small_files import expand_home
+from offspec.checkpoints.user_folders import home_folder
 from offspec.errors import StorageError
 
 from .terminal import is_watched
@@ -77,7 +77,7 @@ def _save(adapter: Adapter, file: Path) -> None:
 
 def _saved_elsewhere(adapter: Adapter, name: str) -> Path | None:
     """Save to a file of that name in a new folder, on the first disk with space for it; None if none has."""
-    for parent in (None, expand_home("~"), Path.cwd()):  # None is the system's temporary folder
+    for parent in (None, home_folder(), Path.cwd()):  # None is the system's temporary folder
         with suppress(OSError):
             folder = Path(tempfile.mkdtemp(prefix="offspec-", dir=parent))
             try:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from offspec import CONVERT_FORMATS, LOSSLESS_FORMAT, SHADOW_FORMATS, ConvertParams, format_quantity
-from offspec.checkpoints.small_files import expand_home
+from offspec.checkpoints.user_folders import expand_home
 from offspec.errors import OffspecError
 from offspec.named_models import named_path
 

@@ -24,7 +24,8 @@ from typing import Any
 
 import click
 
-from offspec.checkpoints.small_files import expand_home, read_small_file
+from offspec.checkpoints.small_files import read_small_file
+from offspec.checkpoints.user_folders import expand_home, user_folder
 from offspec.errors import OffspecError
 
 FILE_VARIABLE, PREFIX = "OFFSPEC_CONFIG", "OFFSPEC_"
@@ -66,9 +67,7 @@ class Settings:
         named = self._environment.get(FILE_VARIABLE)
         if named is not None:
             return expand_home(named) if named else None
-        from platformdirs import user_config_path
-
-        return user_config_path("offspec", appauthor=False) / "config.toml"
+        return user_folder("config") / "config.toml"
 
     @cached_property
     def given(self) -> list[Given]:
@@ -123,7 +122,7 @@ class Settings:
 
     def _read(self) -> dict[str, Any]:
         file = self.file
-        if file is None or not (file.exists() or FILE_VARIABLE in self._environment):
+        if file is None or not (os.path.exists(file) or FILE_VARIABLE in self._environment):
             return {}
         if sys.version_info >= (3, 11):
             import tomllib

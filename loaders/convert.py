@@ -177,7 +177,7 @@ class _Counter:
 
 def _check_folders(source: Path, target: Path) -> None:
     """Raises UsageError if the result would lie in the source, or the source in the result."""
-    if target.exists() and not target.is_dir():
+    if os.path.exists(target) and not os.path.isdir(target):
         raise UsageError(f"{target}: is a file; name a new folder for the result")
     one, other = source.resolve(), target.resolve()
     if one == other or one in other.parents or other in one.parents:

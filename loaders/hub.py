@@ -12,8 +12,6 @@ from glob import escape
 from itertools import product
 from pathlib import Path
 
-from platformdirs import user_cache_path
-
 from offspec.errors import CheckpointError
 
 from .checkpoint import fault, reading, show
@@ -21,7 +19,7 @@ from .containers import is_checkpoint
 from .gguf_file import part_paths
 from .safetensors_folder import COMPANIONS, CONFIG_FILE, INDEX_FILE, SINGLE_FILE, shard_names, why_no_folder
 from .shards import write_verified
-from .small_files import expand_home
+from .user_folders import expand_home, user_folder
 
 HEADER_BYTES = 32 * 2**20  # of a GGUF file; vocabularies of 260,000 tokens with as many merges have 12 MiB
 _AROUND = ("", "*[-._/]"), ("", "[-.]*")  # a word in a file's name, as patterns of fnmatch; see `_named_as`
@@ -80,7 +78,7 @@ def _download_headers(repository: str, quantisation: str, revision: str | None) 
     with _hub_errors(repository, revision):
         info = HfApi().model_info(repository, revision=revision)
         names = [file.rfilename for file in info.siblings or ()]
-    folder = user_cache_path("offspec", appauthor=False) / "headers" / repository.replace("/", "--") / str(info.sha)
+    folder = user_folder("cache") / "headers" / repository.replace("/", "--") / str(info.sha)
     for name in filter(_named_as(quantisation).fullmatch, names):
         target = folder / name
         if not target.is_file():

@@ -16,14 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from .small_files import parse_json, read_small_file
+from .user_folders import user_folder
 
 
 def measured_file(kind: str, identity: Sequence[object]) -> Path:
     """The file for measurements of a kind. identity: all that they depend on, as JSON can express it."""
-    from platformdirs import user_cache_path
-
     digest = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
-    return user_cache_path("offspec", appauthor=False) / f"{kind}-{digest[:12]}.json"
+    return user_folder("cache") / f"{kind}-{digest[:12]}.json"
 
 
 def versions(*packages: str) -> list[str]:

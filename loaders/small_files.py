@@ -27,11 +27,6 @@ MOST_JSON_VALUES = 2_000_000
 PairsHook = Callable[[list[tuple[str, Any]]], Any]
 
 
-def expand_home(path: str | os.PathLike[str]) -> Path:
-    """The path with `~` replaced by a home folder; unchanged if there is none, for which `Path.expanduser` raises."""
-    return Path(os.path.expanduser(path))
-
-
 def open_regular(path: Path) -> BinaryIO:
     """Open a regular file, or a link to one, for reading. Raises OSError for other kinds, without blocking."""
     _check_kind(os.stat(path).st_mode, allow_pipe=False)  # opening a device may have side effects

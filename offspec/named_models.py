@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+
+from offspec.loaders.user_folders import user_folder
 
 from . import builtin
 from .errors import CheckpointError
@@ -27,13 +30,11 @@ class WheelModel:
 
     def path(self, name: str) -> Path:
         """The file in the installed package, or in the user's cache. Raises CheckpointError if it is in neither."""
-        from platformdirs import user_cache_path
-
         package, _, file = self.member.partition("/")
         spec = find_spec(package)  # imports nothing of it
         folders = list(spec.submodule_search_locations or ()) if spec is not None else []
-        places = [*(Path(folder) / file for folder in folders), user_cache_path("offspec") / name / file]
-        found = next((place for place in places if place.is_file()), None)
+        places = [*(Path(folder) / file for folder in folders), user_folder("cache") / name / file]
+        found = next((place for place in places if os.path.isfile(place)), None)
         if found is None:
             raise CheckpointError(f"the model {name} ({self.size}) is not installed: {self.install}")
         return found

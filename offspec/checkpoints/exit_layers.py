@@ -20,6 +20,7 @@ from torch import Tensor
 
 from offspec.loaders.checkpoint import show
 from offspec.loaders.safetensors_folder import read_header
+from offspec.loaders.user_folders import user_folder
 
 from ..errors import CheckpointError, StorageError, UsageError
 from ..model.block import layer_shapes
@@ -62,9 +63,7 @@ def has_weights(target: ModelFiles) -> bool:
 
 def exits_folder() -> Path:
     """The default folder of exit layers."""
-    from platformdirs import user_data_path  # imported here, so that the engine runs without it
-
-    return user_data_path("offspec") / "exits"
+    return user_folder("data") / "exits"
 
 
 def default_file(target: ModelFiles, exit_layer: int) -> Path:
@@ -156,7 +155,7 @@ class ExitFile:
         """The newest exit layer for this target, or that after so many layers. Raises UsageError if there is none."""
         if exit_layer is not None:
             check_exit_layer(exit_layer, target.config)
-            newest = file if (file := default_file(target, exit_layer)).is_file() else None
+            newest = file if os.path.isfile(file := default_file(target, exit_layer)) else None
         else:
             newest = max(_exit_files(target), key=lambda file: (file.stat().st_mtime_ns, file.name), default=None)
         if newest is None:

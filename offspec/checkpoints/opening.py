@@ -21,8 +21,8 @@ from offspec.loaders.hardware import Gpu
 from offspec.loaders.hub import resolve
 from offspec.loaders.kernels.compiler import instructions
 from offspec.loaders.params import GGUF_MIXTURES
-from offspec.loaders.small_files import expand_home
 from offspec.loaders.tiers import StoredModel
+from offspec.loaders.user_folders import expand_home
 
 from ..errors import (
     CheckpointError,

@@ -7,6 +7,7 @@ nothing of drafting.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from offspec.loaders.convert import convert as convert_layers
 from offspec.loaders.params import SHADOW_FORMATS, ConvertParams
 from offspec.loaders.safetensors_folder import CONFIG_FILE, UNFINISHED_MARKER
 from offspec.loaders.tiers import StoredLayer, StoredModel
+from offspec.loaders.user_folders import user_folder
 
 from ..errors import CheckpointError, UsageError
 from ..model.block import layer_shapes
@@ -77,10 +79,8 @@ def shadow_folder(target: ModelFiles, bits: int) -> Path:
 
 def _folders(target: ModelFiles) -> dict[int, Path]:
     """By bits."""
-    from platformdirs import user_cache_path
-
     name = f"{target.checkpoint.path.name}-{fingerprint(target)}"
-    cache = user_cache_path("offspec", appauthor=False) / "shadows"
+    cache = user_folder("cache") / "shadows"
     return {bits: cache / f"{name}-{bits}bit" for bits in SHADOW_FORMATS}
 
 
@@ -98,7 +98,7 @@ def made_shadows(target: ModelFiles) -> list[int]:
 
 def _is_complete(folder: Path) -> bool:
     """Whether a finished shadow may be there."""
-    return (folder / CONFIG_FILE).is_file() and not (folder / UNFINISHED_MARKER).exists()
+    return os.path.isfile(folder / CONFIG_FILE) and not (folder / UNFINISHED_MARKER).exists()
 
 
 def make_shadow(

@@ -7,6 +7,7 @@ finds it there. This module neither searches nor computes with layers.
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -63,7 +64,7 @@ class SkipFile:
     @classmethod
     def find(cls, target: ModelFiles) -> SkipFile | None:
         """The file in the user's data folder; None if there is none, or the weights are not here to identify it."""
-        if not has_weights(target) or not (path := default_skip_file(target)).is_file():
+        if not has_weights(target) or not os.path.isfile(path := default_skip_file(target)):
             return None
         return cls.open(path, target)
 

@@ -14,8 +14,8 @@ import torch
 
 from offspec.loaders.layer_view import LayerView, ViewedLayer
 from offspec.loaders.placement import SHADOW_ITEM, Placement
-from offspec.loaders.small_files import expand_home
 from offspec.loaders.tiers import StoredModel, TieredWeights, load_layer
+from offspec.loaders.user_folders import expand_home
 from offspec.scheduler.drafter import Drafter
 from offspec.scheduler.params import tree_room
 

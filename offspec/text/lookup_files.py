@@ -24,9 +24,10 @@ from typing import BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from offspec.loaders.small_files import expand_home, open_regular
+from offspec.loaders.small_files import open_regular
 from offspec.loaders.tiers import Progress
 from offspec.loaders.units import format_size
+from offspec.loaders.user_folders import home_folder
 from offspec.scheduler.lookup import NO_TOKEN
 from offspec.scheduler.retrieval import SHARD_TOKENS, Retrieval, SuffixIndex, sorted_places
 
@@ -108,7 +109,7 @@ def lookup_memory_bytes(files: Sequence[str | PathLike[str]]) -> tuple[int, int]
 
 def default_folder() -> Path:
     """The folder of indices: below XDG_CACHE_HOME, or ~/.cache."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or expand_home("~/.cache")) / "offspec" / "lookup"
+    return Path(os.environ.get("XDG_CACHE_HOME") or home_folder() / ".cache") / "offspec" / "lookup"
 
 
 def open_index(

@@ -15,16 +15,9 @@ import pytest
 from offspec.errors import CheckpointError
 from offspec.loaders.containers import open_checkpoint
 from offspec.loaders.safetensors_folder import read_header
-from offspec.loaders.small_files import MOST_JSON_BYTES, MOST_JSON_VALUES, expand_home, parse_json, read_small_file
+from offspec.loaders.small_files import MOST_JSON_BYTES, MOST_JSON_VALUES, parse_json, read_small_file
 
 from ..refusals import refused
-
-
-def test_homes_are_put_in_where_there_are_any(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert expand_home("~/a") == tmp_path / "a"
-    assert expand_home(Path("a/~")) == Path("a/~")
-    assert expand_home("~nobody-of-this-name/a") == Path("~nobody-of-this-name/a")
 
 
 def other_kinds(folder: Path) -> list[tuple[Path, str]]:

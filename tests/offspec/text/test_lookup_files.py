@@ -16,6 +16,7 @@ import tokenizers
 
 from offspec import builtin
 from offspec.errors import StorageError, UsageError
+from offspec.loaders.user_folders import NO_HOME
 from offspec.scheduler import retrieval
 from offspec.scheduler.lookup import NO_TOKEN
 from offspec.scheduler.params import SamplingParams
@@ -287,7 +288,7 @@ def test_default_folder_of_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch
     for name in ("XDG_CACHE_HOME", "HOME"):
         monkeypatch.delenv(name)
     monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
-    assert default_folder() == Path("~/.cache/offspec/lookup")
+    assert default_folder() == NO_HOME / ".cache" / "offspec" / "lookup"
 
 
 def test_the_source_of_accepted_guesses(tmp_path: Path, tokenizer: Tokenizer) -> None:
