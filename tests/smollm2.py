@@ -14,8 +14,5 @@ FOUND = "SMOLLM2_OF_TESTS"  # under which processes of pytest know it, as offspe
 def smollm2_path() -> Path:
     """What the variable says, or the file in the user's cache; it need not be there."""
     said = os.environ.get(FOUND) or os.environ.get(VARIABLE)
-    return (
-        Path(said)
-        if said
-        else user_cache_path("offspec", appauthor=False) / "smollm2" / "SmolLM2-135M-Instruct.Q4_1.gguf"
-    )
+    cache = user_cache_path("offspec", appauthor=False)
+    return Path(said) if said else cache / "smollm2" / "SmolLM2-135M-Instruct.Q4_1.gguf"

@@ -245,7 +245,8 @@ def _damaged_settings(file: Path, chance: random.Random) -> str:
     config = json.loads(file.read_text())
     settings = config["quantization_config"]
     holder, key = chance.choice([(config, "quantization_config"), *places(settings), *places(settings)])
-    kind, value = chance.random(), chance.choice(SETTINGS if chance.random() < 0.6 else VALUES)
+    alike = [value for value in (*SETTINGS, *VALUES) if type(value) is type(holder[key])]
+    kind, value = chance.random(), chance.choice(alike if alike and chance.random() < 0.5 else (*SETTINGS, *VALUES))
     if kind < 0.15:
         del holder[key]
         value = "taken out"
