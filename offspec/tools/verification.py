@@ -204,7 +204,7 @@ def verify(
             found = _run(engines[setting.draft], prompt, p, setting.speculation(), max_passes)
             num_tokens, num_passes = num_tokens + len(found.tokens), num_passes + found.num_passes
             compared = wanted[: len(found.tokens)] if found.was_stopped else wanted
-            differences = list(_differences(engine, setting, i, prompt, p, compared, found.tokens))
+            differences = list(first_difference(engine, setting, i, prompt, p, compared, found.tokens))
             num_compared += differences[0].token_index + 1 if differences else len(compared)
             report.differences += differences
         report.num_tokens += num_tokens
@@ -270,7 +270,7 @@ def _run(
     return _Text(tokens, steps[-1].stats.num_passes, was_stopped)
 
 
-def _differences(
+def first_difference(
     engine: Engine,
     setting: Setting,
     index: int,

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -21,10 +21,11 @@ from offspec.batch import Batch
 from offspec.errors import ConstraintError, OffspecError, UsageError
 from offspec.scheduler.params import Scoring, Stopping, Tree
 from offspec.session import Session
+from offspec.tools.verification import Setting, first_difference
 
 from ..offspec.checkpoints.test_grouped_models import RATES, streamed
 
-PLAIN = SpeculationParams(budget=0)
+PLAIN, CONTEXT = SpeculationParams(budget=0), 512
 PROMPTS = (
     "def area(",
     "class Tree:\n    def",
@@ -45,7 +46,7 @@ DRAFTS: tuple[Any, ...] = (
     *("none", "lookup", "builtin", "builtin", "builtin", "resident", "shadow:4", "shadow:2", "self"),
     *(["builtin", "builtin"], ["shadow:3", "builtin"]),
 )
-IDs = tuple[tuple[int, ...], str, str | None]  # token ids, text, and why it ended
+Text = tuple[tuple[int, ...], str, str | None]  # token ids, text, and why it ended
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ WAYS = ("alone", "alone", "batch", "batch", "kept", "session", "session")
 
 def random_case(chance: random.Random, lookup_file: Path) -> Case:
     draft = chance.choice(DRAFTS)
-    loading: dict[str, Any] = {"draft": draft, "kv_cache": chance.choice(KV_CACHES), "context": 512}
+    loading: dict[str, Any] = {"draft": draft, "kv_cache": chance.choice(KV_CACHES), "context": CONTEXT}
     learns = draft == "builtin" and chance.random() < 0.3
     if learns:
         loading["learn"] = True
@@ -121,16 +122,13 @@ def random_speculation(chance: random.Random) -> SpeculationParams:
     return SpeculationParams(**settings)
 
 
-@contextmanager
-def loaded(case: Case) -> Iterator[Engine]:
+def load(case: Case) -> Engine:
     """The case's engine; its layers are streamed from disk but for `num_resident`."""
     with ExitStack() as stack:
         stack.enter_context(patch("offspec.loading.measure_quick_rates", lambda *_: RATES))
         if case.num_resident is not None:
             stack.enter_context(patch("offspec.loading.plan_here", streamed(case.num_resident)))
-        engine = Engine.load("builtin", device="cpu", dtype="fp32", **case.loading)
-    with engine:
-        yield engine
+        return Engine.load("builtin", device="cpu", dtype="fp32", **case.loading)
 
 
 class PlainDecoding:
@@ -143,18 +141,39 @@ class PlainDecoding:
         for engine in self._engines.values():
             engine.close()
 
-    def text(self, case: Case, ids: Sequence[int], params: SamplingParams) -> IDs:
-        kv_cache = case.loading["kv_cache"]
+    def faults(
+        self, case: Case, prompt: Sequence[int], params: SamplingParams, steps: Sequence[Step], asked: object
+    ) -> Iterator[str]:
+        """What is wrong with a text; only its beginning may be there if its last step has no finish_reason.
+
+        Packed KV entries may differ where rounding crosses the border of two codes, so near-ties are right with them.
+        """
+        engine, told = self._engine(case.loading["kv_cache"]), joined(steps)
+        expected = joined(list(engine.generate(prompt, params, PLAIN)))
+        if told[2] is None:
+            told, expected = (told[0], "", None), (expected[0][: len(told[0])], "", None)
+        if told != expected and not _is_near_tie(engine, prompt, params, told[0], expected[0]):
+            yield f"{told}, not {expected}, of {asked}"
+
+    def _engine(self, kv_cache: str) -> Engine:
         if kv_cache not in self._engines:
-            plain = Case({"draft": "none", "kv_cache": kv_cache, "context": 512}, None, False, "")
-            with patch("offspec.loading.measure_quick_rates", lambda *_: RATES):
-                self._engines[kv_cache] = Engine.load("builtin", device="cpu", dtype="fp32", **plain.loading)
-        return joined(list(self._engines[kv_cache].generate(ids, params, PLAIN)))
+            plain = Case({"draft": "none", "kv_cache": kv_cache, "context": CONTEXT}, None, False, "")
+            self._engines[kv_cache] = load(plain)
+        return self._engines[kv_cache]
 
 
-def joined(steps: Sequence[Step]) -> IDs:
+def joined(steps: Sequence[Step]) -> Text:
     ids = tuple(token for step in steps for token in step.token_ids)
     return ids, "".join(step.text for step in steps), steps[-1].finish_reason if steps else None
+
+
+def _is_near_tie(
+    engine: Engine, prompt: Sequence[int], params: SamplingParams, told: Sequence[int], expected: Sequence[int]
+) -> bool:
+    """Whether the first difference is one that `offspec verify` allows: none in fp32 without packed KV entries."""
+    setting = Setting(params.temperature, params.top_p, None, "coupled", "own")
+    found = list(first_difference(engine, setting, 0, prompt, params, list(expected), list(told)))
+    return bool(found) and all(difference.is_near_tie for difference in found)
 
 
 Ask = Callable[[Engine, Case, PlainDecoding, random.Random], Iterator[str]]
@@ -166,9 +185,7 @@ def _alone(engine: Engine, case: Case, plain: PlainDecoding, chance: random.Rand
         steps = list(engine.generate(prompt, params, speculation))
         if case.learns:
             engine.learn(steps[-1].stats)
-        yield from _compared(
-            joined(steps), plain.text(case, engine.encode(prompt), params), (prompt, params, speculation)
-        )
+        yield from plain.faults(case, engine.encode(prompt), params, steps, (prompt, params, speculation))
 
 
 def _kept(engine: Engine, case: Case, plain: PlainDecoding, chance: random.Random) -> Iterator[str]:
@@ -177,28 +194,31 @@ def _kept(engine: Engine, case: Case, plain: PlainDecoding, chance: random.Rando
     for _ in range(3):
         prompt = text[: chance.randrange(len(text) + 1)] + engine.encode(chance.choice(PROMPTS))
         params, speculation = random_sampling(chance), random_speculation(chance)
-        steps = list[Step]()
         with closing(engine.generate(prompt, params, speculation, caches=caches)) as found:
-            for step in found:
-                steps.append(step)
-                if chance.random() < 0.1:
-                    break  # whoever asked has gone
-        told, expected = joined(steps), plain.text(case, prompt, params)
-        if steps[-1].finish_reason is None:
-            told, expected = (told[0], "", None), (expected[0][: len(told[0])], "", None)
-        yield from _compared(told, expected, (prompt, params, speculation))
-        text = [*prompt, *told[0]]
+            steps = _some(found, chance)
+        yield from plain.faults(case, prompt, params, steps, (prompt, params, speculation))
+        text = [*prompt, *joined(steps)[0]]
+
+
+def _some(steps: Iterable[Step], chance: random.Random) -> list[Step]:
+    """The steps up to where whoever asked leaves, which may be the end."""
+    found = list[Step]()
+    for step in steps:
+        found.append(step)
+        if chance.random() < 0.1:
+            break
+    return found
 
 
 def _batch(engine: Engine, case: Case, plain: PlainDecoding, chance: random.Random) -> Iterator[str]:
     """Texts that join one another in the middle; some of them are cancelled."""
+    asked = [
+        (chance.choice(PROMPTS), random_sampling(chance), random_speculation(chance))
+        for _ in range(chance.randint(2, 4))
+    ]
+    tickets, found, number = dict[Any, int](), dict[int, list[Step]](), 0
+    errors, left = dict[int, OffspecError](), set[int]()
     with closing(Batch(engine, chance.choice((None, 2, 4)))) as batch:
-        asked = [
-            (chance.choice(PROMPTS), random_sampling(chance), random_speculation(chance))
-            for _ in range(chance.randint(2, 4))
-        ]
-        tickets, found, number = dict[Any, int](), dict[int, list[Step]](), 0
-        errors, left = dict[int, OffspecError](), set[int]()
         while number < len(asked) or not batch.is_idle:
             if number < len(asked) and (batch.is_idle or chance.random() < 0.5):
                 try:
@@ -216,14 +236,14 @@ def _batch(engine: Engine, case: Case, plain: PlainDecoding, chance: random.Rand
                 else:
                     found.setdefault(tickets[ticket], []).append(outcome)
     for i, (prompt, params, speculation) in enumerate(asked):
+        steps = found.get(i, [])
         if i in errors:
             if not isinstance(errors[i], (UsageError, ConstraintError)) or len(str(errors[i]).splitlines()) > 1:
                 yield f"{errors[i]!r} of {asked[i]}"
             continue
-        told, expected = joined(found.get(i, [])), plain.text(case, engine.encode(prompt), params)
-        if i in left and told[2] is None:
-            told, expected = (told[0], "", None), (expected[0][: len(told[0])], "", None)
-        yield from _compared(told, expected, (prompt, params, speculation))
+        if i not in left and joined(steps)[2] is None:
+            yield f"no end of {asked[i]}"
+        yield from plain.faults(case, engine.encode(prompt), params, steps, (prompt, params, speculation))
 
 
 def _session(engine: Engine, case: Case, plain: PlainDecoding, chance: random.Random) -> Iterator[str]:
@@ -234,22 +254,11 @@ def _session(engine: Engine, case: Case, plain: PlainDecoding, chance: random.Ra
             session.undo()
         again = bool(session.turns) and chance.random() < 0.3
         params, speculation = random_sampling(chance), random_speculation(chance)
-        with closing(session.reply(chance.choice(MESSAGES), params, speculation, again=again)) as steps:
-            for _ in steps:
-                if chance.random() < 0.1:
-                    break
+        with closing(session.reply(chance.choice(MESSAGES), params, speculation, again=again)) as found:
+            steps = _some(found, chance)
         turn = session.turns[-1]
-        ids, _, reason = plain.text(case, session.encode(session.turns[turn.num_dropped :]), params)
-        ids = ids[:-1] if reason == "eos" else ids
-        if turn.finish_reason == "interrupted":
-            ids, reason = ids[: len(turn.token_ids)], "interrupted"
-        told = tuple(turn.token_ids), "", turn.finish_reason
-        yield from _compared(told, (ids, "", reason), (turn.message, params, speculation))
-
-
-def _compared(told: IDs, expected: IDs, asked: object) -> Iterator[str]:
-    if told != expected:
-        yield f"{told}, not {expected}, of {asked}"
+        prompt = session.encode(session.turns[turn.num_dropped :])
+        yield from plain.faults(case, prompt, params, steps, (turn.message, params, speculation))
 
 
 ASK: dict[str, Ask] = {"alone": _alone, "batch": _batch, "kept": _kept, "session": _session}
@@ -264,7 +273,7 @@ def run_cases(numbers: range, folder: Path) -> tuple[Counter[str], list[str]]:
             chance = random.Random(number)
             case = random_case(chance, file)
             try:
-                with loaded(case) as engine:
+                with load(case) as engine:
                     faults = list(ASK[case.way](engine, case, plain, chance))
             except (UsageError, ConstraintError) as exc:
                 faults = [] if len(str(exc).splitlines()) == 1 else [repr(exc)]

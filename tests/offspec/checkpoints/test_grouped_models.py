@@ -137,7 +137,7 @@ def streamed(num_resident: int) -> Callable[..., Plan]:
 
     def place(*args: Any) -> Plan:
         plan = plan_here(*args)
-        resident, on_disk = (tuple(r) for r in np.split(np.arange(len(plan.layers)), [num_resident]))
+        resident, on_disk = (tuple(r.tolist()) for r in np.split(np.arange(len(plan.layers)), [num_resident]))
         slot = max(layer.slot_bytes for layer in plan.layers)
         where = replace(plan.placement, resident=resident, on_disk=on_disk, slots=Slots(2, 0, slot))
         return replace(plan, placement=where)
