@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -14,18 +13,9 @@ from offspec.checkpoints.opening import ModelFiles
 from offspec.errors import UnsupportedModelError
 from offspec.loaders.params import GGUF_MIXTURES
 
+from ...llama_configs import LLAMA_8B, write_config
 from ...refusals import refused
 
-LLAMA_8B = {
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "num_hidden_layers": 32,
-    "vocab_size": 128256,
-    "max_position_embeddings": 8192,
-}
 LLAMA_70B = LLAMA_8B | {
     "hidden_size": 8192,
     "intermediate_size": 28672,
@@ -45,7 +35,7 @@ QWEN_05B = {
 
 
 def planned(folder: Path, config: dict[str, Any], form: str) -> ModelFiles:
-    (folder / "config.json").write_text(json.dumps(config))
+    write_config(folder, config)
     return ModelFiles.from_config(folder, form, "auto", "cuda", [])
 
 

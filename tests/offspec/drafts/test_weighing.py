@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,25 +17,16 @@ from offspec.loaders.placement import Limits
 from offspec.planning.memory import MemoryOptions
 from offspec.planning.plan import make_plan
 
+from ...llama_configs import LLAMA_8B_IN_BF16, write_config
+
 GIB = 2**30
-SHAPE = {
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "num_hidden_layers": 32,
-    "vocab_size": 128256,
-    "max_position_embeddings": 8192,
-    "torch_dtype": "bfloat16",
-}
 FAST_ROUNDS = Rates(host_to_device_bytes_per_s=25e9, matmul_flops={1: 1e13, 256: 1e15}, dequantise_elements_per_s=1e13)
 SLOW_ROUNDS = replace(FAST_ROUNDS, dequantise_elements_per_s=1e9)
 
 
 @pytest.fixture
 def target(tmp_path: Path) -> ModelFiles:
-    (tmp_path / "config.json").write_text(json.dumps(SHAPE))
+    write_config(tmp_path, LLAMA_8B_IN_BF16)
     return ModelFiles.from_config(tmp_path, None, "auto", "cuda", [])
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import pairwise
@@ -28,18 +27,9 @@ from offspec.planning.drafting import (
 from offspec.planning.memory import MemoryOptions
 from offspec.planning.plan import Plan, make_plan
 
+from ...llama_configs import LLAMA_8B_IN_BF16, write_config
+
 GIB = 2**30
-SHAPE = {
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "num_hidden_layers": 32,
-    "vocab_size": 128256,
-    "max_position_embeddings": 8192,
-    "torch_dtype": "bfloat16",
-}
 SMALL = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 8, "num_attention_heads": 8}
 FLOPS = {1: 4e11, 64: 25.6e12, 256: 1e14}
 RATES = Rates(host_to_device_bytes_per_s=25e9, disk_bytes_per_s=5e9, matmul_flops=FLOPS, dequantise_elements_per_s=2e11)
@@ -47,18 +37,18 @@ RATES = Rates(host_to_device_bytes_per_s=25e9, disk_bytes_per_s=5e9, matmul_flop
 
 def files_of(folder: Path, config: Mapping[str, Any], form: str | None = None) -> ModelFiles:
     folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config))
+    write_config(folder, config)
     return ModelFiles.from_config(folder, form, "auto", "cuda", [])
 
 
 @pytest.fixture
 def target(tmp_path: Path) -> ModelFiles:
-    return files_of(tmp_path / "target", SHAPE)
+    return files_of(tmp_path / "target", LLAMA_8B_IN_BF16)
 
 
 @pytest.fixture
 def draft(tmp_path: Path) -> ModelFiles:
-    return files_of(tmp_path / "draft", SHAPE | SMALL)
+    return files_of(tmp_path / "draft", LLAMA_8B_IN_BF16 | SMALL)
 
 
 @pytest.fixture
@@ -152,7 +142,7 @@ def test_what_a_draft_cannot_speed_up_is_decoded_plainly(plan: Plan, target: Mod
 
 
 def test_a_round_reads_its_layers(plan: Plan, target: ModelFiles, draft: ModelFiles, tmp_path: Path) -> None:
-    packed = files_of(tmp_path / "packed", SHAPE, "nf4")
+    packed = files_of(tmp_path / "packed", LLAMA_8B_IN_BF16, "nf4")
     seconds = [
         round_s(plan, Guessing(((model, count),), SMALL_MODEL), rates_of, 16)
         for model, count in ((draft, 8), (target, 8), (target, 16), (packed, 16))
@@ -209,7 +199,7 @@ def test_a_round_of_several_texts_is_one_forward_without_captured_graphs(plan: P
 
 def test_a_gpu_reads_packed_matrices_in_rounds_of_few_rows(tmp_path: Path, plan: Plan) -> None:
     """Without the rate of such products it unpacks them first, as for more rows; formats without a kernel always."""
-    packed, other = (files_of(tmp_path / form, SHAPE, form) for form in (SHADOW_FORMATS[4], "nf4"))
+    packed, other = (files_of(tmp_path / form, LLAMA_8B_IN_BF16, form) for form in (SHADOW_FORMATS[4], "nf4"))
     fast = replace(RATES, packed_bytes_per_s=5e11)
     for model, width, is_faster in ((packed, 16, True), (packed, 65, False), (other, 16, False)):
         before, now = (

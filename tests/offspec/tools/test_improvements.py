@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,23 +17,14 @@ from offspec.planning.memory import MemoryOptions
 from offspec.planning.plan import Plan, make_plan
 from offspec.tools.improvements import FourBit, Gain, Improvement, Improvements, best_improvement
 
+from ...llama_configs import LLAMA_8B_IN_BF16, write_config
+
 GIB = 2**30
-SHAPE = {
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "num_hidden_layers": 32,
-    "vocab_size": 128256,
-    "max_position_embeddings": 8192,
-    "torch_dtype": "bfloat16",
-}
 RATES = Rates(host_to_device_bytes_per_s=25e9, disk_bytes_per_s=5e9, matmul_flops={1: 4e11, 256: 1e14})
 
 
 def plan_of(folder: Path, vram: int, form: str | None = None) -> Plan:
-    (folder / "config.json").write_text(json.dumps(SHAPE))
+    write_config(folder, LLAMA_8B_IN_BF16)
     target = ModelFiles.from_config(folder, form, "auto", "cuda", [])
     return make_plan(target, [], Limits(vram, 64 * GIB), MemoryOptions(context=2048), GIB)
 
