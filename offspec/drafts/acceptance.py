@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from ..planning.drafting import Acceptance, Spread
 
-_SOURCE = "Qwen2.5-Coder 1.5B with a 0.5B draft on MT-Bench, docs/benchmarks.md"
+_SOURCE = "Qwen2.5-Coder 1.5B with a 0.5B draft on MT-Bench, docs/benchmarks.md; 256 nodes by the built-in pair's ratio"
+_SHADOW_SOURCE = (
+    "shadows of Qwen2.5-Coder 1.5B on two prompts, docs/benchmarks.md; {scaled} by the built-in pair's ratios"
+)
 _BUILT_IN = "the built-in pair, docs/drafts-results.md"
 _SPREAD = Spread(0.6, 1.9, "eight questions of MT-Bench without the least and the most, docs/benchmarks.md")
 # Not measured over prompts: real models differ from the built-in pair by half (docs/drafts-results.md).
@@ -17,12 +20,11 @@ _HALF = Spread(0.5, 1.5, "assumed, half less and half more, docs/drafts-results.
 # SubSpec (2509.18344) has 11.9 for a 1.5B draft of a 7B model, and 28.4 for a shadow of 4 bits.
 SMALL_MODEL = Acceptance({64: 9.4, 256: 11.8}, {64: 7.3, 256: 9.6}, _SOURCE, _SPREAD)
 OTHER_VOCABULARY = Acceptance({64: 5.3}, {64: 2.6}, _BUILT_IN, _HALF)
-# Of two prompts, on which the small draft has 6.9 and 4.8; 3 bits: with 9 of 28 layers without a copy. 2 bits follow
-# from these by the ratios of the built-in pair, and so do 256 nodes of all kinds.
+# On its two prompts the small draft has 6.9 and 4.8. 3 bits: with 9 of 28 layers without a copy.
 SHADOWS = {
-    4: Acceptance({64: 19.7, 256: 25.3}, {64: 15.1, 256: 20.0}, _SOURCE, _HALF),
-    3: Acceptance({64: 12.2, 256: 14.9}, {64: 10.7, 256: 13.6}, _SOURCE, _HALF),
-    2: Acceptance({64: 8.4, 256: 10.9}, {64: 5.9, 256: 7.7}, _SOURCE, _HALF),
+    4: Acceptance({64: 19.7, 256: 25.3}, {64: 15.1, 256: 20.0}, _SHADOW_SOURCE.format(scaled="256 nodes"), _HALF),
+    3: Acceptance({64: 12.2, 256: 14.9}, {64: 10.7, 256: 13.6}, _SHADOW_SOURCE.format(scaled="256 nodes"), _HALF),
+    2: Acceptance({64: 8.4, 256: 10.9}, {64: 5.9, 256: 7.7}, _SHADOW_SOURCE.format(scaled="2 bits"), _HALF),
 }
 _HEADS_SOURCE = "heads trained for half an hour on the built-in target, docs/drafts-results.md"
 _EAGLE_3 = Acceptance({16: 5.00, 64: 6.19}, {16: 2.47, 64: 3.01}, _HEADS_SOURCE, _HALF)
@@ -40,8 +42,10 @@ EXIT_LAYER = Acceptance({64: 4.1}, {64: 3.3}, _EXIT_SOURCE, _HALF)
 EXIT_AGREEMENT = 0.59  # of that exit layer with its target, on held-out text
 EXIT = Acceptance({64: 2.0}, {64: 2.0}, _EXIT_SOURCE, _HALF)
 RESIDENT_LAYERS = Acceptance({64: 1.3}, {64: 1.3}, _BUILT_IN, _HALF)
-# At temperature 1: on the built-in pair.
-LOOKUP = Acceptance({64: 2.1}, {64: 1.6}, _SOURCE, Spread(0.75, 1.3, "eight questions of MT-Bench, docs/benchmarks.md"))
+_LOOKUP_SOURCE = "Qwen2.5-Coder 1.5B on MT-Bench, docs/benchmarks.md; at temperature 1 the built-in target"
+LOOKUP = Acceptance(
+    {64: 2.1}, {64: 1.6}, _LOOKUP_SOURCE, Spread(0.75, 1.3, "eight questions of MT-Bench, docs/benchmarks.md")
+)
 
 
 def of_agreement(share: float, source: str) -> Acceptance:
