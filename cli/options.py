@@ -321,8 +321,8 @@ def _tree_options(function: F) -> F:
             type=click.Choice(["coupled", "specexec"]),
             default=SpeculationParams.scoring,
             show_default=True,
-            help="Rank draft tokens by the target's noise and a fitted sharpness, or by the draft's processed "
-            "probability.",
+            help="Rank draft tokens by the target's noise and a fitted sharpness, or by draft probability "
+            "after temperature and top-p.",
         ),
         research_option(
             "--tree",
