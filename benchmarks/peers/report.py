@@ -144,13 +144,13 @@ def publish(found: Sequence[Cell], results: Path, title: str) -> None:
 
 
 def bars(all_lines: Sequence[Line]) -> list[tuple[str, float]]:
-    """(row, tokens/s): of each program the fastest row with a draft and the one without; ours first, then by speed."""
+    """(row, tokens/s) of each program: plain, and its fastest row with a draft of those with the most prompts."""
     fastest: dict[tuple[str, bool], Line] = {}
     for one in all_lines:
         row = next((row for row in ROWS if row.name == one.row), None)
         if row is not None and one.num_prompts:
             kind = (row.peer, row.is_steady)
-            fastest[kind] = max(one, fastest.get(kind, one), key=lambda line: line.tokens_per_s)
+            fastest[kind] = max(one, fastest.get(kind, one), key=lambda line: (line.num_prompts, line.tokens_per_s))
     ordered = sorted(fastest.values(), key=lambda line: (line.row != OURS, -line.tokens_per_s))
     return [(line.row, line.tokens_per_s) for line in ordered]
 
