@@ -37,8 +37,8 @@ class Files:
 class Pair(Protocol):
     """A target and a draft that all peers run, each in its own format.
 
-    checkpoint: the target, safetensors in bf16, made if it is missing. draft: the same of the draft. sources: the files
-    that GGUF files are made of; the draft's smallest form is the second. truth: what gives the target's text in fp32.
+    checkpoint, draft: both models as safetensors in bf16, made if they are missing. sources: the files of both that
+    llama.cpp's GGUF files are made of. truth: the model decoded in fp32 for the text that all should give.
     """
 
     @property

@@ -37,7 +37,8 @@ class Watch(BaseStreamer):
 def placement(job: common.Job) -> dict[str, str]:
     """accelerate's device map: as many first modules on the CPU as `resident_share` holds beside the draft.
 
-    The embedding is always there: assisted decoding moves tokens to its device, and fails where that is a disk.
+    The embedding is always there: assisted decoding moves tokens to its device, and fails where that is a disk. The
+    output matrix, which each pass needs, comes before the layers.
     """
     room = int(job.ram * job.settings["resident_share"])
     if job.settings.get("assistant_tokens"):
