@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from offspec import Engine, SamplingParams, SpeculationParams, builtin
 from offspec.checkpoints.shadows import find_shadow
 from offspec.drafts.layer_drafts import DEFAULT_BITS, load_shadow
-from offspec.loaders.placement import spread
+from offspec.loaders.streaming.placement import spread
 from offspec.scheduler.params import Scoring
 
 

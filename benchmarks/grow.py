@@ -40,15 +40,15 @@ from torch import Tensor
 from offspec import builtin
 from offspec.checkpoints.gguf import in_our_names
 from offspec.errors import OffspecError, UsageError
-from offspec.loaders.checkpoint import Checkpoint
-from offspec.loaders.containers import open_checkpoint
 from offspec.loaders.convert import read_whole
+from offspec.loaders.files.checkpoint import Checkpoint
+from offspec.loaders.files.containers import open_checkpoint
+from offspec.loaders.files.safetensors_folder import INDEX_FILE, read_header
+from offspec.loaders.files.shards import Piece, write_shard
 from offspec.loaders.formats import formats_in, stored_weights
 from offspec.loaders.formats.bf16_packed import Bf16Packer
 from offspec.loaders.formats.four_bit import pack_4bit, quantization_config
 from offspec.loaders.params import LOSSLESS_FORMAT, QUANT_TYPES, ConvertParams
-from offspec.loaders.safetensors_folder import INDEX_FILE, read_header
-from offspec.loaders.shards import Piece, write_shard
 from offspec.model.block import layer_shapes
 from offspec.model.config import ModelConfig, read_config
 from offspec.model.names import EMBEDDING, HEAD, LAYER_PREFIX, in_layer

@@ -31,12 +31,12 @@ from benchmarks.streaming import CONTEXT, star
 from offspec import builtin
 from offspec.checkpoints.opening import ModelFiles
 from offspec.loaders.convert import read_whole
+from offspec.loaders.files.readers import FileReader
 from offspec.loaders.formats import bf16_bits
 from offspec.loaders.formats.bf16_packed import PackedBf16Matrix, is_bf16_matrix
-from offspec.loaders.hardware import read_hardware
 from offspec.loaders.kernels.compiler import describe_instructions
-from offspec.loaders.readers import FileReader
-from offspec.loaders.tiers import TieredWeights, TierOptions
+from offspec.loaders.machine.hardware import read_hardware
+from offspec.loaders.streaming.tiers import TieredWeights, TierOptions
 from offspec.loaders.units import parse_size
 from offspec.model.decoder import CachedDecoder, Decoder
 from offspec.planning.memory import MemoryOptions

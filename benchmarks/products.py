@@ -18,7 +18,7 @@ from offspec.checkpoints.opening import DTYPES
 from offspec.loaders.formats import linear
 from offspec.loaders.formats.products import COSTS
 from offspec.loaders.kernels.compiler import describe_instructions
-from offspec.loaders.product_costs import sample, ways_of
+from offspec.loaders.machine.product_costs import sample, ways_of
 
 CACHE_BYTES, TURNS = 256 * 2**20, 9
 

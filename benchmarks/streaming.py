@@ -34,15 +34,15 @@ import torch
 
 from offspec.checkpoints.load import LoadSettings, load_decoder
 from offspec.checkpoints.opening import DTYPES, ModelFiles
+from offspec.loaders.files.readers import READ_BYTES, FileReader, HostBuffer
+from offspec.loaders.files.records import Extent
 from offspec.loaders.formats import Weight
-from offspec.loaders.hardware import read_hardware
-from offspec.loaders.measure import measure_rates
-from offspec.loaders.readers import READ_BYTES, FileReader, HostBuffer
-from offspec.loaders.records import Extent
-from offspec.loaders.stream import Unit
-from offspec.loaders.tiers import TieredWeights
+from offspec.loaders.machine.hardware import read_hardware
+from offspec.loaders.machine.measure import measure_rates
+from offspec.loaders.streaming.stream import Unit
+from offspec.loaders.streaming.tiers import TieredWeights
+from offspec.loaders.streaming.weights import WeightSource
 from offspec.loaders.units import format_size, parse_size
-from offspec.loaders.weights import WeightSource
 from offspec.model.block import layer_shapes
 from offspec.model.config import read_config
 from offspec.model.decoder import CachedDecoder, Decoder

@@ -28,20 +28,14 @@ from torch import Tensor
 
 from offspec.errors import CheckpointError, StorageError, UsageError
 
-from .checkpoint import DTYPE_BYTES, Checkpoint, TensorInfo, as_config_json, fault, num_bytes, reading, show
-from .containers import open_checkpoint
-from .file_locks import try_lock
-from .formats import StoredWeight, formats_in, packer_for, stored_weights
-from .formats.core import Packer
-from .formats.plain import FloatPacker
-from .formats.process_state import one_thread
-from .hardware import read_cores
-from .hub import resolve
-from .params import FLOAT_FORMATS, LOSSLESS_FORMAT, QUANT_TYPES, ConvertParams
-from .records import FLOAT_DTYPES
-from .safetensors_folder import CONFIG_FILE, INDEX_FILE, read_header
-from .safetensors_folder import UNFINISHED_MARKER as MARKER
-from .shards import (
+from .files.checkpoint import DTYPE_BYTES, Checkpoint, TensorInfo, as_config_json, fault, num_bytes, reading, show
+from .files.containers import open_checkpoint
+from .files.file_locks import try_lock
+from .files.hub import resolve
+from .files.records import FLOAT_DTYPES
+from .files.safetensors_folder import CONFIG_FILE, INDEX_FILE, read_header
+from .files.safetensors_folder import UNFINISHED_MARKER as MARKER
+from .files.shards import (
     CHUNK_BYTES,
     PART_SUFFIX,
     Background,
@@ -52,8 +46,14 @@ from .shards import (
     write_shard,
     write_verified,
 )
+from .formats import StoredWeight, formats_in, packer_for, stored_weights
+from .formats.core import Packer
+from .formats.plain import FloatPacker
+from .formats.process_state import one_thread
+from .machine.hardware import read_cores
+from .params import FLOAT_FORMATS, LOSSLESS_FORMAT, QUANT_TYPES, ConvertParams
+from .streaming.weights import split_names
 from .units import format_quantity
-from .weights import split_names
 
 _SAFETENSORS_DTYPES = {torch.uint8: "U8", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 _SPARE_BYTES = 2**20  # headers, config.json, tokenizer

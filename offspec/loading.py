@@ -13,11 +13,11 @@ from weakref import WeakSet
 
 import torch
 
-from offspec.loaders.card_choices import keep_ways
-from offspec.loaders.cuda import CopyStream, limit_memory, release_memory
-from offspec.loaders.hardware import Rates, pinning_remedy, read_hardware
-from offspec.loaders.placement import KV_ITEM, Item
-from offspec.loaders.tiers import Progress, TieredWeights
+from offspec.loaders.machine.card_choices import keep_ways
+from offspec.loaders.machine.hardware import Rates, pinning_remedy, read_hardware
+from offspec.loaders.streaming.cuda import CopyStream, limit_memory, release_memory
+from offspec.loaders.streaming.placement import KV_ITEM, Item
+from offspec.loaders.streaming.tiers import Progress, TieredWeights
 from offspec.loaders.units import format_size
 from offspec.scheduler.params import DEFAULT_NODES
 from offspec.scheduler.retrieval import SuffixIndex

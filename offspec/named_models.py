@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from offspec.loaders.user_folders import user_folder
+from offspec.loaders.files.user_folders import user_folder
 
 from . import builtin
 from .errors import CheckpointError

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 import torch
 
-from offspec.loaders.cuda import device_bytes, span
-from offspec.loaders.small_transfers import to_device
+from offspec.loaders.streaming.cuda import device_bytes, span
+from offspec.loaders.streaming.small_transfers import to_device
 from offspec.scheduler.blend import BlendDrafter, blend_walk
 from offspec.scheduler.constraint import TokenConstraint
 from offspec.scheduler.costs import CostCurve

@@ -18,7 +18,7 @@ from pathlib import Path
 from threading import RLock
 from typing import Any
 
-from offspec.loaders.small_files import parse_json, read_small_file
+from offspec.loaders.files.small_files import parse_json, read_small_file
 from offspec.scheduler.params import SamplingParams, SpeculationParams
 
 from .checkpoints.atomic_files import write_atomically

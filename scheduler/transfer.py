@@ -1,7 +1,7 @@
 """How small tensors of the host get to the device that has the logits.
 
 This folder knows no devices. Whoever makes a `Sampler` or a `Vocabulary` gives it a transfer. An engine's transfer does
-not wait for layers that are being copied (`loaders/small_transfers.py`).
+not wait for layers that are being copied (`loaders/streaming/small_transfers.py`).
 """
 
 from __future__ import annotations

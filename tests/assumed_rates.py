@@ -11,7 +11,7 @@ import pytest
 def assumed_rates() -> Iterator[None]:
     """A first estimate for each engine, as of a small CPU; what its passes take is still measured."""
     from offspec import loading
-    from offspec.loaders.hardware import Rates
+    from offspec.loaders.machine.hardware import Rates
     from offspec.planning.plan import Plan
 
     flops = {1: 5e9, 16: 4e10, 128: 8e10}

@@ -149,8 +149,8 @@ def learning_takes_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def product_costs(monkeypatch: pytest.MonkeyPatch) -> ProductCosts:
     """Costs of products on a CPU of which nothing is known yet, in place of the process's own."""
-    from offspec.loaders import product_costs
     from offspec.loaders.formats import products
+    from offspec.loaders.machine import product_costs
 
     costs = products.ProductCosts()
     for module in (products, product_costs):

@@ -20,8 +20,8 @@ from torch import Tensor
 from offspec.checkpoints.load import load_decoder
 from offspec.checkpoints.opening import ModelFiles
 from offspec.loaders.formats import Weight
-from offspec.loaders.stream import Unit
-from offspec.loaders.weights import WeightSource
+from offspec.loaders.streaming.stream import Unit
+from offspec.loaders.streaming.weights import WeightSource
 from offspec.model.decoder import Decoder
 from offspec.planning.plan import all_resident
 

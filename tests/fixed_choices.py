@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from offspec.loaders import product_costs
-from offspec.loaders.card_choices import FASTER_WAY
 from offspec.loaders.formats.process_state import FUSED_ROWS
+from offspec.loaders.machine import product_costs
+from offspec.loaders.machine.card_choices import FASTER_WAY
 
 
 def end_with_test(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,8 +27,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from offspec import background
-from offspec.loaders import small_transfers
-from offspec.loaders.records import ALIGNMENT
+from offspec.loaders.files.records import ALIGNMENT
+from offspec.loaders.streaming import small_transfers
 from offspec.model import cuda_graphs as graphs
 
 from .happens_before import place_here

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from offspec.loaders.measure import measure_disk
-from offspec.loaders.placement import Limits
-from offspec.loaders.tiers import TieredWeights
+from offspec.loaders.machine.measure import measure_disk
+from offspec.loaders.streaming.placement import Limits
+from offspec.loaders.streaming.tiers import TieredWeights
 from offspec.model.decoder import Decoder
 from offspec.planning.plan import Plan
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from benchmarks.streaming import star
 from offspec import SpeculationParams
-from offspec.loaders.placement import Limits
+from offspec.loaders.streaming.placement import Limits
 from offspec.model.decoder import CachedDecoder
 
 from .bench import CPU, Bench

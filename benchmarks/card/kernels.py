@@ -18,8 +18,8 @@ from benchmarks.streaming import star
 from offspec import SpeculationParams, builtin
 from offspec.checkpoints.load import load_decoder
 from offspec.checkpoints.opening import ModelFiles
-from offspec.loaders.containers import open_config
-from offspec.loaders.tiers import TieredWeights, TierOptions
+from offspec.loaders.files.containers import open_config
+from offspec.loaders.streaming.tiers import TieredWeights, TierOptions
 from offspec.model.attention import attend
 from offspec.model.config import read_config
 from offspec.model.cuda_graphs import WIDTHS, TreeGraphs

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from offspec.loaders.cuda import pin, unpin
-from offspec.loaders.readers import HostBuffer
-from offspec.loaders.small_transfers import to_device
+from offspec.loaders.files.readers import HostBuffer
+from offspec.loaders.streaming.cuda import pin, unpin
+from offspec.loaders.streaming.small_transfers import to_device
 
 from .results import Figures
 from .timing import median_s, synchronize, synchronize_stream

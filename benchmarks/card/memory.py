@@ -10,9 +10,9 @@ import torch
 from offspec.checkpoints.opening import ModelFiles
 from offspec.drafts.base import DraftOptions
 from offspec.drafts.model_draft import OpenedModel
-from offspec.loaders.gpus import CONTEXT_BYTES, USABLE_SHARE
-from offspec.loaders.hardware import read_memory
-from offspec.loaders.placement import Limits
+from offspec.loaders.machine.gpus import CONTEXT_BYTES, USABLE_SHARE
+from offspec.loaders.machine.hardware import read_memory
+from offspec.loaders.streaming.placement import Limits
 from offspec.loaders.units import GIB
 from offspec.planning.memory import MemoryOptions
 from offspec.planning.plan import Plan, make_plan

@@ -17,13 +17,13 @@ from torch import Tensor
 
 from benchmarks.grow import Layout, Shape, grow
 from offspec.checkpoints.opening import ModelFiles
-from offspec.loaders.checkpoint import TensorInfo
-from offspec.loaders.containers import open_config
+from offspec.loaders.files.checkpoint import TensorInfo
+from offspec.loaders.files.containers import open_config
+from offspec.loaders.files.safetensors_folder import SafetensorsFolder, read_header
 from offspec.loaders.formats.four_bit import CODES, pack_4bit
 from offspec.loaders.formats.process_state import has_bitsandbytes
-from offspec.loaders.hardware import read_memory
-from offspec.loaders.safetensors_folder import SafetensorsFolder, read_header
-from offspec.loaders.tiers import StoredModel
+from offspec.loaders.machine.hardware import read_memory
+from offspec.loaders.streaming.tiers import StoredModel
 from offspec.loaders.units import GIB
 from offspec.model.config import read_config
 from offspec.model.names import LAYER_PREFIX

@@ -17,8 +17,8 @@ from offspec.loaders.formats.bf16_bits import PackedBits, pack
 from offspec.loaders.formats.bf16_packed import PackedBf16Matrix
 from offspec.loaders.formats.on_gpu import FASTER_WAY
 from offspec.loaders.params import LOSSLESS_FORMAT
-from offspec.loaders.placement import Limits
-from offspec.loaders.tiers import TieredWeights, TierOptions
+from offspec.loaders.streaming.placement import Limits
+from offspec.loaders.streaming.tiers import TieredWeights, TierOptions
 from offspec.model.decoder import CachedDecoder, Decoder
 from offspec.planning.memory import MemoryOptions
 from offspec.planning.plan import Plan, make_plan

@@ -14,10 +14,10 @@ from benchmarks.streaming import OneLayer, star
 from offspec import SpeculationParams
 from offspec.checkpoints.opening import ModelFiles
 from offspec.errors import UsageError
-from offspec.loaders.cuda import DeviceFiller, DeviceSlot
 from offspec.loaders.formats.process_state import FUSED_ROWS
-from offspec.loaders.gpus import find_gpu
-from offspec.loaders.hardware import Rates
+from offspec.loaders.machine.gpus import find_gpu
+from offspec.loaders.machine.hardware import Rates
+from offspec.loaders.streaming.cuda import DeviceFiller, DeviceSlot
 from offspec.model.decoder import CachedDecoder, Decoder
 from offspec.planning.plan import Plan
 from offspec.scheduler.params import MAX_NODES

@@ -13,10 +13,10 @@ from benchmarks.streaming import star
 from offspec import Engine
 from offspec.checkpoints.opening import Note
 from offspec.drafts.model_draft import ModelDraft
-from offspec.loaders.cuda import device_bytes, limit_memory, release_memory
-from offspec.loaders.hardware import Rates
-from offspec.loaders.placement import Placement
-from offspec.loaders.tiers import TieredWeights, TierOptions
+from offspec.loaders.machine.hardware import Rates
+from offspec.loaders.streaming.cuda import device_bytes, limit_memory, release_memory
+from offspec.loaders.streaming.placement import Placement
+from offspec.loaders.streaming.tiers import TieredWeights, TierOptions
 from offspec.loading import LoadedTarget, PlannedMemory
 from offspec.model.decoder import CachedDecoder, Decoder
 from offspec.model.names import EMBEDDING

@@ -8,7 +8,7 @@ import numpy as np
 
 from benchmarks.streaming import star
 from offspec import Engine, SamplingParams, SpeculationParams, builtin
-from offspec.loaders.placement import Limits
+from offspec.loaders.streaming.placement import Limits
 from offspec.model.decoder import CachedDecoder
 
 from .bench import Bench

@@ -18,11 +18,11 @@ from offspec import Engine
 from offspec.checkpoints.from_config import layers_from_config
 from offspec.checkpoints.opening import ModelFiles
 from offspec.loaders.formats import Weight
-from offspec.loaders.layer_view import LayerView
-from offspec.loaders.measure import measure_fused_rows
+from offspec.loaders.machine.measure import measure_fused_rows
 from offspec.loaders.params import SHADOW_FORMATS
-from offspec.loaders.tiers import StoredLayer, StoredModel
-from offspec.loaders.weights import RamWeights
+from offspec.loaders.streaming.layer_view import LayerView
+from offspec.loaders.streaming.tiers import StoredLayer, StoredModel
+from offspec.loaders.streaming.weights import RamWeights
 from offspec.model.cuda_graphs import WIDTHS, TreeGraphs, is_static
 from offspec.model.decoder import CachedDecoder, Decoder
 from offspec.planning.drafting import CAPTURED_LAYER_S, round_layer_s

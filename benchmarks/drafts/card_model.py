@@ -27,9 +27,9 @@ from offspec.checkpoints.opening import ModelFiles
 from offspec.drafts.base import DraftOptions, OpenRequest
 from offspec.drafts.weighing import Scales, usual_names
 from offspec.errors import MemoryLimitError
-from offspec.loaders.gpus import KnownGpu, find_gpu
-from offspec.loaders.hardware import Rates
-from offspec.loaders.placement import Limits
+from offspec.loaders.machine.gpus import KnownGpu, find_gpu
+from offspec.loaders.machine.hardware import Rates
+from offspec.loaders.streaming.placement import Limits
 from offspec.loaders.units import GIB
 from offspec.planning.drafting import Acceptance, Drafting, Guessing, predict_drafting
 from offspec.planning.memory import MemoryOptions

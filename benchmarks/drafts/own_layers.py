@@ -23,7 +23,7 @@ from offspec.checkpoints.shadows import Shadow, find_shadow, make_shadow
 from offspec.drafts.base import Draft
 from offspec.drafts.layer_drafts import RESIDENT, SHADOW, load_layers, load_shadow
 from offspec.drafts.without_model import LookupDraft
-from offspec.loaders.placement import spread
+from offspec.loaders.streaming.placement import spread
 
 DRAFTS = ("shadow:4", "shadow:3", "shadow:2", RESIDENT, "exit", LookupDraft.NAME)
 

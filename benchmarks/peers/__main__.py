@@ -26,9 +26,9 @@ from benchmarks.real import models
 from benchmarks.streaming import best_raw
 from offspec import builtin, parse_size
 from offspec.errors import OffspecError
-from offspec.loaders.containers import open_checkpoint
-from offspec.loaders.readers import READ_BYTES
-from offspec.loaders.records import Record
+from offspec.loaders.files.containers import open_checkpoint
+from offspec.loaders.files.readers import READ_BYTES
+from offspec.loaders.files.records import Record
 from offspec.model.names import LAYER_PREFIX
 
 from . import cells, report

@@ -18,7 +18,7 @@ from benchmarks.grow import SHAPES, grow
 from benchmarks.real.prompts import read_set
 from offspec import builtin
 from offspec.engine import Prompt
-from offspec.loaders.safetensors_folder import INDEX_FILE
+from offspec.loaders.files.safetensors_folder import INDEX_FILE
 
 from .catalog import Peer
 

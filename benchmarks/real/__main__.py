@@ -27,7 +27,7 @@ from benchmarks.scheduling.replay import Recording, record
 from offspec import Engine, SamplingParams
 from offspec.drafts.base import Draft
 from offspec.drafts.model_draft import ModelDraft
-from offspec.loaders.placement import spread
+from offspec.loaders.streaming.placement import spread
 
 from .agreement import agreement
 from .models import DRAFT, FOLDER, PROMPTS, TARGET

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from offspec.errors import CheckpointError
 
-from ..checkpoint import TensorInfo
+from ..files.checkpoint import TensorInfo
 from ..kernels.bf16_bits import Bf16Bits
 from ..kernels.row_product import RowProduct
 from ..kernels.unpack import Unpacker

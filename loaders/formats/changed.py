@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..checkpoint import Change, TensorInfo
+from ..files.checkpoint import Change, TensorInfo
 from . import core
 from .core import DAMAGED, Product, StoredWeight, TensorGroup, Weight
 

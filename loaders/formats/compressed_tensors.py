@@ -28,9 +28,9 @@ from torch import Tensor
 
 from offspec.errors import CheckpointError, UnsupportedModelError
 
-from ..checkpoint import Checkpoint, TensorInfo, fault, show
+from ..files.checkpoint import Checkpoint, TensorInfo, fault, show
+from ..files.records import FLOAT_DTYPES
 from ..params import COMPRESSED_TENSORS
-from ..records import FLOAT_DTYPES
 from .core import DAMAGED, REMEDY, Allocate, StoredWeight, TensorGroup
 from .fp8 import block_of, is_block
 from .grouped import MAX_ORDER_BYTES, order_of

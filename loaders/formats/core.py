@@ -18,10 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..checkpoint import Checkpoint, TensorInfo, fault, reading, show
+from ..files.checkpoint import Checkpoint, TensorInfo, fault, reading, show
+from ..files.records import ALIGNMENT
 from ..kernels.row_product import RowProduct
 from ..params import ConvertParams
-from ..records import ALIGNMENT
 from . import products
 from .process_state import FUSED_ROWS
 

@@ -27,11 +27,11 @@ from torch import Tensor
 
 from offspec.errors import CheckpointError
 
-from ..checkpoint import TensorInfo, show
+from ..files.checkpoint import TensorInfo, show
+from ..files.records import ALIGNMENT, typed
 from ..kernels.encodings import Blocks, FourBit
 from ..kernels.row_product import RowProduct
 from ..params import QUANT_TYPES, ConvertParams
-from ..records import ALIGNMENT, typed
 from . import core
 from .core import (
     DAMAGED,

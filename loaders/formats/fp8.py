@@ -17,9 +17,9 @@ from typing import Any
 
 from offspec.errors import UnsupportedModelError
 
-from ..checkpoint import Checkpoint, TensorInfo, fault, show
+from ..files.checkpoint import Checkpoint, TensorInfo, fault, show
+from ..files.records import FLOAT_DTYPES
 from ..params import FP8_METHODS
-from ..records import FLOAT_DTYPES
 from .core import DAMAGED, REMEDY, Allocate, StoredWeight, TensorGroup
 from .plain import PlainWeight
 from .scaled import (

@@ -15,8 +15,8 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from ..checkpoint import TensorInfo, show
-from ..gguf_types import GGUF_TYPES, GgufType
+from ..files.checkpoint import TensorInfo, show
+from ..files.gguf_types import GGUF_TYPES, GgufType
 from ..kernels.gguf_encodings import block_encoding
 from ..kernels.row_product import RowProduct
 from ..kernels.unpack import Unpacker

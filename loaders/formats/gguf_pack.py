@@ -19,7 +19,7 @@ from torch import Tensor
 
 from offspec.errors import CheckpointError
 
-from ..gguf_types import GGUF_TYPES, GgufType
+from ..files.gguf_types import GGUF_TYPES, GgufType
 from ..kernels.group_quantising import ROUNDS, TINY, Groups, can_run
 
 VERSION = "2"  # of the method: an unfinished result of another one is not resumed

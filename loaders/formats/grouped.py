@@ -26,9 +26,9 @@ from torch import Tensor
 
 from offspec.errors import UnsupportedModelError
 
-from ..checkpoint import Checkpoint, TensorInfo, fault, show
+from ..files.checkpoint import Checkpoint, TensorInfo, fault, show
+from ..files.records import FLOAT_DTYPES, typed
 from ..params import GROUPED_METHODS
-from ..records import FLOAT_DTYPES, typed
 from .core import DAMAGED, Allocate, PackedMatrix, PackedStored, TensorGroup, WeightFormat, read_small
 from .on_gpu import FASTER_WAY, triton_kernels
 

@@ -17,10 +17,10 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from ..checkpoint import TensorInfo
+from ..files.checkpoint import TensorInfo
+from ..files.records import typed
 from ..kernels.encodings import Int8
 from ..kernels.row_product import RowProduct
-from ..records import typed
 from .core import DAMAGED, Allocate, PackedMatrix, PackedStored, TensorGroup, WeightFormat, tile
 from .products import num_lanes
 

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from offspec.errors import CheckpointError
 
-from ..checkpoint import TensorInfo, fault, show
+from ..files.checkpoint import TensorInfo, fault, show
+from ..files.records import FLOAT_DTYPES, typed
 from ..params import FLOAT_FORMATS, ConvertParams
-from ..records import FLOAT_DTYPES, typed
 from .core import REMEDY, Allocate, Packer, StoredWeight, TensorGroup, WeightFormat, any_bytes
 
 PLAN_DTYPES = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}

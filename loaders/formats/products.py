@@ -5,7 +5,7 @@
     tiles     converts some rows of the matrix at a time to fp32, and multiplies with torch's fp32 product
     kernel    a kernel of `loaders.kernels`, which unpacks in registers
 
-The results agree within rounding. Without costs in `COSTS` (`loaders.product_costs`), the way is torch's.
+The results agree within rounding. Without costs in `COSTS` (`loaders.machine.product_costs`), the way is torch's.
 """
 
 from __future__ import annotations

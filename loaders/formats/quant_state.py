@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from ..checkpoint import TensorInfo, show
+from ..files.checkpoint import TensorInfo, show
 from .core import DAMAGED, TensorGroup
 
 BLOCKSIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from ..checkpoint import Checkpoint, TensorInfo
+from ..files.checkpoint import Checkpoint, TensorInfo
 from ..params import ConvertParams
 from ..registry import Registry
 from .bf16_packed import PackedBf16Format

@@ -26,12 +26,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..checkpoint import TensorInfo
+from ..files.checkpoint import TensorInfo
+from ..files.records import FLOAT_DTYPES, typed
 from ..kernels.encodings import Blocks, Int8
 from ..kernels.row_product import RowProduct
 from ..kernels.scaled import Fp8, LowFirst
 from ..kernels.unpack import Unpacker
-from ..records import FLOAT_DTYPES, typed
 from .core import Allocate, PackedMatrix, PackedStored, StoredWeight, WeightFormat, any_bytes, tile
 from .plain import PlainWeight
 from .products import num_lanes

@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
-from offspec.loaders.file_locks import try_lock
+from offspec.loaders.files.file_locks import try_lock
 
 from ..errors import StorageError, UsageError
 

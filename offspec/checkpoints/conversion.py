@@ -5,10 +5,10 @@ from __future__ import annotations
 from os import PathLike, fspath
 from pathlib import Path
 
-from offspec.loaders.checkpoint import Checkpoint, without
 from offspec.loaders.convert import Conversion as Conversion
 from offspec.loaders.convert import Progress
 from offspec.loaders.convert import convert as convert_layers
+from offspec.loaders.files.checkpoint import Checkpoint, without
 from offspec.loaders.formats import blank_tensors
 from offspec.loaders.params import ConvertParams
 

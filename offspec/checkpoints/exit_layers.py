@@ -18,9 +18,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from offspec.loaders.checkpoint import show
-from offspec.loaders.safetensors_folder import read_header
-from offspec.loaders.user_folders import user_folder
+from offspec.loaders.files.checkpoint import show
+from offspec.loaders.files.safetensors_folder import read_header
+from offspec.loaders.files.user_folders import user_folder
 
 from ..errors import CheckpointError, StorageError, UsageError
 from ..model.block import layer_shapes

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from offspec.loaders.checkpoint import Checkpoint, show
+from offspec.loaders.files.checkpoint import Checkpoint, show
 from offspec.loaders.formats import StoredWeight, blank_tensors, formats_in, stored_weights
 
 from ..errors import CheckpointError, UnsupportedModelError

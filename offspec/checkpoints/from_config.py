@@ -9,9 +9,9 @@ import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from offspec.loaders.checkpoint import DTYPE_BYTES, TensorInfo
+from offspec.loaders.files.checkpoint import DTYPE_BYTES, TensorInfo
 from offspec.loaders.formats import StoredWeight, format_named
-from offspec.loaders.tiers import StoredLayer, StoredModel
+from offspec.loaders.streaming.tiers import StoredLayer, StoredModel
 
 from ..model.block import layer_shapes
 from ..model.config import ModelConfig

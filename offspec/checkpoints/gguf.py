@@ -16,8 +16,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from offspec.loaders.checkpoint import Change, Checkpoint, TensorInfo, as_config_json, fault, reading, show
-from offspec.loaders.gguf_file import GgufModel, Metadata, read_metadata
+from offspec.loaders.files.checkpoint import Change, Checkpoint, TensorInfo, as_config_json, fault, reading, show
+from offspec.loaders.files.gguf_file import GgufModel, Metadata, read_metadata
 
 from ..model.names import EMBEDDING, FINAL_NORM, HEAD, in_layer
 from ..text.gguf_tokenizer import tokenizer_json

@@ -20,9 +20,15 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from offspec.loaders.checkpoint import show
-from offspec.loaders.safetensors_folder import CONFIG_FILE, INDEX_FILE, SINGLE_FILE, SafetensorsFolder, read_header
-from offspec.loaders.small_files import parse_json, read_small_file
+from offspec.loaders.files.checkpoint import show
+from offspec.loaders.files.safetensors_folder import (
+    CONFIG_FILE,
+    INDEX_FILE,
+    SINGLE_FILE,
+    SafetensorsFolder,
+    read_header,
+)
+from offspec.loaders.files.small_files import parse_json, read_small_file
 
 from ..errors import CheckpointError, MissingWeightsError, StorageError, UnsupportedModelError, UsageError
 from ..model.config import ModelConfig

@@ -25,10 +25,10 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from offspec.loaders.checkpoint import TensorInfo, show
-from offspec.loaders.safetensors_folder import read_header
-from offspec.loaders.shards import Piece, header
-from offspec.loaders.small_files import open_regular
+from offspec.loaders.files.checkpoint import TensorInfo, show
+from offspec.loaders.files.safetensors_folder import read_header
+from offspec.loaders.files.shards import Piece, header
+from offspec.loaders.files.small_files import open_regular
 from offspec.loaders.units import format_size
 
 from ..errors import CheckpointError, StorageError, UsageError

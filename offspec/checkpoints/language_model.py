@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from offspec.loaders.checkpoint import Checkpoint, CheckpointView, TensorInfo, fault, show
+from offspec.loaders.files.checkpoint import Checkpoint, CheckpointView, TensorInfo, fault, show
 
 from ..model.config import is_multimodal, text_config
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 
 from offspec.loaders.formats.blocked import is_supported as is_blocking_supported
-from offspec.loaders.placement import Placement
-from offspec.loaders.tiers import Progress, TieredWeights, TierOptions
-from offspec.loaders.weights import WeightSource
+from offspec.loaders.streaming.placement import Placement
+from offspec.loaders.streaming.tiers import Progress, TieredWeights, TierOptions
+from offspec.loaders.streaming.weights import WeightSource
 
 from ..model.decoder import Decoder
 from ..model.foreign_config import ForeignConfig

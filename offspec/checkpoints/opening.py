@@ -13,16 +13,16 @@ from typing import Any
 
 import torch
 
-from offspec.loaders.checkpoint import Checkpoint
-from offspec.loaders.containers import open_checkpoint, open_config
+from offspec.loaders.files.checkpoint import Checkpoint
+from offspec.loaders.files.containers import open_checkpoint, open_config
+from offspec.loaders.files.hub import resolve
+from offspec.loaders.files.user_folders import expand_home
 from offspec.loaders.formats import blank_tensors, format_notes, plan_form
-from offspec.loaders.gpu_support import card_fault, gpu_fault
-from offspec.loaders.hardware import Gpu
-from offspec.loaders.hub import resolve
 from offspec.loaders.kernels.compiler import instructions
+from offspec.loaders.machine.gpu_support import card_fault, gpu_fault
+from offspec.loaders.machine.hardware import Gpu
 from offspec.loaders.params import GGUF_MIXTURES
-from offspec.loaders.tiers import StoredModel
-from offspec.loaders.user_folders import expand_home
+from offspec.loaders.streaming.tiers import StoredModel
 
 from ..errors import (
     CheckpointError,

@@ -15,8 +15,8 @@ from zipfile import ZIP_STORED, ZipFile
 import torch
 from torch import Tensor
 
-from offspec.loaders.checkpoint import show
-from offspec.loaders.small_files import open_regular
+from offspec.loaders.files.checkpoint import show
+from offspec.loaders.files.small_files import open_regular
 
 from ..errors import CheckpointError
 

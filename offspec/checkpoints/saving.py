@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from offspec.loaders.checkpoint import Checkpoint, as_config_json
+from offspec.loaders.files.checkpoint import Checkpoint, as_config_json
 
 from ..errors import StorageError
 from .opening import ModelFiles

@@ -12,14 +12,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from offspec.loaders.checkpoint import Checkpoint, CheckpointView
-from offspec.loaders.containers import open_checkpoint
 from offspec.loaders.convert import Conversion, Progress
 from offspec.loaders.convert import convert as convert_layers
+from offspec.loaders.files.checkpoint import Checkpoint, CheckpointView
+from offspec.loaders.files.containers import open_checkpoint
+from offspec.loaders.files.safetensors_folder import CONFIG_FILE, UNFINISHED_MARKER
+from offspec.loaders.files.user_folders import user_folder
 from offspec.loaders.params import SHADOW_FORMATS, ConvertParams
-from offspec.loaders.safetensors_folder import CONFIG_FILE, UNFINISHED_MARKER
-from offspec.loaders.tiers import StoredLayer, StoredModel
-from offspec.loaders.user_folders import user_folder
+from offspec.loaders.streaming.tiers import StoredLayer, StoredModel
 
 from ..errors import CheckpointError, UsageError
 from ..model.block import layer_shapes

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from offspec.loaders.small_files import parse_json, read_small_file
+from offspec.loaders.files.small_files import parse_json, read_small_file
 
 from ..errors import CheckpointError
 from .atomic_files import write_atomically

@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 
 from offspec.loaders.convert import Progress
-from offspec.loaders.placement import Placement
+from offspec.loaders.streaming.placement import Placement
 from offspec.scheduler.budget import Controller
 from offspec.scheduler.controllers import controller_for
 from offspec.scheduler.drafter import Drafter, DraftRequest, NoDrafter

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from offspec.loaders.hub import resolve_files
-from offspec.loaders.placement import Item, Placement
-from offspec.loaders.safetensors_folder import CONFIG_FILE, INDEX_FILE
+from offspec.loaders.files.hub import resolve_files
+from offspec.loaders.files.safetensors_folder import CONFIG_FILE, INDEX_FILE
+from offspec.loaders.streaming.placement import Item, Placement
 from offspec.scheduler.drafter import Drafter
 from offspec.scheduler.lookup import Guesser
 from offspec.scheduler.model_drafter import ModelDrafter

@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from offspec.loaders.layer_view import LayerView, ViewedLayer
-from offspec.loaders.placement import SHADOW_ITEM, Placement
-from offspec.loaders.tiers import StoredModel, TieredWeights, load_layer
-from offspec.loaders.user_folders import expand_home
+from offspec.loaders.files.user_folders import expand_home
+from offspec.loaders.streaming.layer_view import LayerView, ViewedLayer
+from offspec.loaders.streaming.placement import SHADOW_ITEM, Placement
+from offspec.loaders.streaming.tiers import StoredModel, TieredWeights, load_layer
 from offspec.scheduler.drafter import Drafter
 from offspec.scheduler.params import tree_room
 

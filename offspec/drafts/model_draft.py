@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from offspec.loaders.placement import Item, Placement
+from offspec.loaders.streaming.placement import Item, Placement
 from offspec.scheduler.baselines.opt_tree import OptTreeDrafter
 from offspec.scheduler.baselines.sequoia import SequoiaDrafter
 from offspec.scheduler.blend import BlendDrafter

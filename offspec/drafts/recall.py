@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from offspec.loaders.small_transfers import to_device
+from offspec.loaders.streaming.small_transfers import to_device
 from offspec.scheduler.costs import WIDTHS
 from offspec.scheduler.params import MAX_ROWS
 from offspec.scheduler.verify import TargetStates

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from offspec.loaders.small_transfers import to_device
+from offspec.loaders.streaming.small_transfers import to_device
 from offspec.scheduler.params import MAX_ROWS
 from offspec.scheduler.vocabulary import Vocabulary
 

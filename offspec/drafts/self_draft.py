@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from offspec.loaders.placement import Item, Placement
+from offspec.loaders.streaming.placement import Item, Placement
 from offspec.scheduler.params import MAX_ROWS
 
 from ..checkpoints.exit_layers import ExitFile, has_weights, refuse_foreign

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from offspec.loaders.placement import Placement
+from offspec.loaders.streaming.placement import Placement
 from offspec.scheduler.blend import ProxyDrafter
 from offspec.scheduler.drafter import Drafter
 from offspec.scheduler.model_guesser import ModelGuesser

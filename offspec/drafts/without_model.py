@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from offspec.loaders.placement import Placement
+from offspec.loaders.streaming.placement import Placement
 from offspec.scheduler.lookup import Guesser, PromptLookup
 
 from ..checkpoints.opening import ModelFiles

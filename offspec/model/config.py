@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any
 
-from offspec.loaders.checkpoint import show
+from offspec.loaders.files.checkpoint import show
 from offspec.loaders.params import QUANT_METHODS
 
 from ..errors import CheckpointError, UnsupportedModelError

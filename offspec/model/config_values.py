@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any, TypeGuard
 
-from offspec.loaders.checkpoint import show
+from offspec.loaders.files.checkpoint import show
 
 from ..errors import CheckpointError
 

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from offspec.loaders.formats import Weight
-from offspec.loaders.small_transfers import page_locked, read_words, seen_by
+from offspec.loaders.streaming.small_transfers import page_locked, read_words, seen_by
 from offspec.scheduler.params import MAX_ROWS
 
 from ..errors import CheckpointError

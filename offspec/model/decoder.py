@@ -18,10 +18,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from offspec.loaders.cuda import span
 from offspec.loaders.formats import StoredWeight, Weight
-from offspec.loaders.small_transfers import to_device
-from offspec.loaders.weights import RamWeights, WeightSource
+from offspec.loaders.streaming.cuda import span
+from offspec.loaders.streaming.small_transfers import to_device
+from offspec.loaders.streaming.weights import RamWeights, WeightSource
 from offspec.scheduler.vocabulary import Vocabulary
 
 from ..errors import CheckpointError, UnsupportedModelError

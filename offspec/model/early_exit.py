@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from offspec.loaders.small_transfers import to_device
-from offspec.loaders.weights import RamWeights
+from offspec.loaders.streaming.small_transfers import to_device
+from offspec.loaders.streaming.weights import RamWeights
 from offspec.scheduler.params import MAX_NODES
 from offspec.scheduler.tree import ROOT
 

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from offspec.loaders.cuda import span
 from offspec.loaders.formats import Weight
-from offspec.loaders.weights import WeightSource
+from offspec.loaders.streaming.cuda import span
+from offspec.loaders.streaming.weights import WeightSource
 
 from .block import PassRows
 from .decoder import AfterLayer, AppendedRows, Decoder, JoinedRows

@@ -23,7 +23,7 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from offspec.loaders.checkpoint import show
+from offspec.loaders.files.checkpoint import show
 
 from ..errors import CheckpointError, UnsupportedModelError
 from .config_values import MAX_SIZE, Json

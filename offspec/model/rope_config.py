@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from offspec.loaders.checkpoint import show
+from offspec.loaders.files.checkpoint import show
 
 from ..errors import CheckpointError, UnsupportedModelError
 from .config_values import Json, check_range, is_positive_number, mapping, numbers, positive, positive_number

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from offspec.loaders.small_transfers import to_device
+from offspec.loaders.streaming.small_transfers import to_device
 
 HEAD_ROWS = 64  # rows whose logits are computed together
 

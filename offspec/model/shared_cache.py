@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from offspec.loaders.small_transfers import to_device
+from offspec.loaders.streaming.small_transfers import to_device
 from offspec.scheduler.params import MAX_NODES
 
 from .attention import Visibility

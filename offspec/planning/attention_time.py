@@ -10,7 +10,7 @@ from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from offspec.loaders.hardware import Rates
+from offspec.loaders.machine.hardware import Rates
 
 from ..checkpoints.opening import ModelFiles
 from ..model.block import kv_layouts
@@ -23,7 +23,7 @@ from ..model.part_attention import most_scored_keys, reason_for_formula
 # Bytes that are read and written: for each score by formula (product, scale, logsumexp, softmax, product) and, if it is
 # capped, two quotients more and tanh; for each number of a part's result, merged into the total.
 SCORE_TRAFFIC, CAP_TRAFFIC, MERGE_TRAFFIC = 56, 24, 28
-# A GeForce card multiplies fp32 at half the rate of bf16 (`loaders.gpus`).
+# A GeForce card multiplies fp32 at half the rate of bf16 (`loaders.machine.gpus`).
 FP32_SHARE = 0.5
 # A GPU's operations: of a layer (cache, queries, mask, result), of packing a pass's entries, of a part by formula (one
 # by an operator), and of merging a part.

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from offspec.loaders.formats.on_gpu import GGUF_WITH_KERNELS
-from offspec.loaders.hardware import Rates
+from offspec.loaders.machine.hardware import Rates
 from offspec.scheduler.params import SpeculationParams
 
 from ..checkpoints.opening import ModelFiles

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from offspec.loaders.placement import Item
+from offspec.loaders.streaming.placement import Item
 
 from ..checkpoints.opening import ModelFiles
 from ..model.decoder import PASS_ROWS

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from offspec.loaders.placement import Item
+from offspec.loaders.streaming.placement import Item
 
 from ..checkpoints.opening import ModelFiles
 from .memory import MemoryUse, Room

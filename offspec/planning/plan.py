@@ -1,6 +1,6 @@
 """Plans a target and its features: what must be in memory, where each part goes, and how long a pass takes.
 
-This module turns a model's shapes into bytes; `loaders.placement` knows neither KV caches nor drafts. Pure functions:
+This module turns a model's shapes into bytes; `loaders.streaming.placement` knows neither KV caches nor drafts. All is pure:
 nothing is read, measured or allocated. `planning.probe` measures, and `loading` carries out a plan.
 """
 
@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from offspec.loaders.hardware import Hardware, Rates
+from offspec.loaders.machine.hardware import Hardware, Rates
 from offspec.loaders.params import LOSSLESS_FORMAT
-from offspec.loaders.placement import (
+from offspec.loaders.streaming.placement import (
     KV_ITEM,
     SHADOW_ITEM,
     Item,
@@ -26,7 +26,7 @@ from offspec.loaders.placement import (
     place,
     predict_pass_s,
 )
-from offspec.loaders.tiers import StoredLayer
+from offspec.loaders.streaming.tiers import StoredLayer
 from offspec.scheduler.params import max_nodes
 
 from ..checkpoints.opening import ModelFiles

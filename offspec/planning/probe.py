@@ -8,20 +8,20 @@ from dataclasses import replace
 import psutil
 import torch
 
-from offspec.loaders.card_choices import fused_rows
-from offspec.loaders.cuda import release_memory
 from offspec.loaders.formats import StoredWeight
 from offspec.loaders.formats.products import HALF_DTYPES
-from offspec.loaders.hardware import Hardware, Rates
-from offspec.loaders.measure import (
+from offspec.loaders.machine.card_choices import fused_rows
+from offspec.loaders.machine.hardware import Hardware, Rates
+from offspec.loaders.machine.measure import (
     measure_dequantise,
     measure_disk,
     measure_host_to_device,
     measure_matmul,
     measure_packed_product,
 )
+from offspec.loaders.machine.product_costs import forms_of, know_products, product_flops
 from offspec.loaders.params import LOSSLESS_FORMAT
-from offspec.loaders.product_costs import forms_of, know_products, product_flops
+from offspec.loaders.streaming.cuda import release_memory
 
 from ..checkpoints.load import is_blocked
 from ..checkpoints.opening import ModelFiles, Note
@@ -79,7 +79,7 @@ def choose_products(models: Iterable[tuple[ModelFiles, bool]], device: torch.dev
 
     models: each with whether all its layers are resident. Matrices that would be resident in oneDNN's order are
     multiplied by oneDNN when streamed, too, so that results are identical to the bit. Each machine is measured once,
-    for at most a second (`loaders.product_costs`). Small models are not measured; their passes are short anyway.
+    for at most a second (`loaders.machine.product_costs`). Small models are not measured: their passes are short.
     """
     if device.type != "cpu":
         return

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from offspec.loaders.params import LOSSLESS_FORMAT
-from offspec.loaders.placement import Limits
+from offspec.loaders.streaming.placement import Limits
 from offspec.loaders.units import format_quantity, format_seconds, format_size
 
 from ..checkpoints.opening import Note

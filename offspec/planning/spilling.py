@@ -11,7 +11,7 @@ from collections import deque
 
 import torch
 
-from offspec.loaders.hardware import may_spill
+from offspec.loaders.machine.hardware import may_spill
 
 from ..checkpoints.opening import Note
 from .plan import Plan

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import re
 
-from offspec.loaders.hardware import address_space_limit
+from offspec.loaders.machine.hardware import address_space_limit
 from offspec.loaders.units import format_size
 
 from ..errors import MemoryLimitError

@@ -14,7 +14,7 @@ from typing import Any
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
-from offspec.loaders.checkpoint import show
+from offspec.loaders.files.checkpoint import show
 
 from ..errors import UnsupportedModelError
 from .gguf_pretokenizers import WORD_RULES

@@ -12,7 +12,7 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
-from offspec.loaders.checkpoint import show
+from offspec.loaders.files.checkpoint import show
 
 from ..errors import TokenizerError
 

@@ -24,10 +24,10 @@ from typing import BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from offspec.loaders.small_files import open_regular
-from offspec.loaders.tiers import Progress
+from offspec.loaders.files.small_files import open_regular
+from offspec.loaders.files.user_folders import home_folder
+from offspec.loaders.streaming.tiers import Progress
 from offspec.loaders.units import format_size
-from offspec.loaders.user_folders import home_folder
 from offspec.scheduler.lookup import NO_TOKEN
 from offspec.scheduler.retrieval import SHARD_TOKENS, Retrieval, SuffixIndex, sorted_places
 

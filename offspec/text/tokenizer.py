@@ -18,7 +18,7 @@ from typing import Any
 
 import tokenizers
 
-from offspec.loaders.gguf_file import read_metadata
+from offspec.loaders.files.gguf_file import read_metadata
 
 from ..errors import ContextLengthError, TokenizerError, VocabularyMismatchError
 from . import chat_template

@@ -11,8 +11,8 @@ from typing import Any
 
 import tokenizers
 
-from offspec.loaders.checkpoint import show
-from offspec.loaders.small_files import MOST_JSON_BYTES, MOST_TOKENIZER_BYTES, parse_json, read_small_file
+from offspec.loaders.files.checkpoint import show
+from offspec.loaders.files.small_files import MOST_JSON_BYTES, MOST_TOKENIZER_BYTES, parse_json, read_small_file
 
 from ..errors import OffspecError, TokenizerError
 

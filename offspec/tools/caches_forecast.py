@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from offspec.loaders.hardware import Rates
+from offspec.loaders.machine.hardware import Rates
 
 from ..checkpoints.opening import DTYPES
 from ..errors import MemoryLimitError

@@ -16,12 +16,12 @@ import psutil
 import torch
 
 from offspec.loaders.formats.products import HALF_DTYPES
-from offspec.loaders.gpu_support import GpuFault, card_fault, gpu_fault
-from offspec.loaders.hardware import Disk, Hardware, read_disk, read_hardware
 from offspec.loaders.kernels.compiler import describe_instructions
-from offspec.loaders.measure import WIDTHS, Progress, measure_rates
-from offspec.loaders.product_costs import ProductRate as ProductRate  # re-exported for the CLI
-from offspec.loaders.product_costs import has_choice, know_products, product_rates
+from offspec.loaders.machine.gpu_support import GpuFault, card_fault, gpu_fault
+from offspec.loaders.machine.hardware import Disk, Hardware, read_disk, read_hardware
+from offspec.loaders.machine.measure import WIDTHS, Progress, measure_rates
+from offspec.loaders.machine.product_costs import ProductRate as ProductRate  # re-exported for the CLI
+from offspec.loaders.machine.product_costs import has_choice, know_products, product_rates
 from offspec.loaders.units import format_quantity, format_seconds, format_size
 
 from ..checkpoints.opening import Note, choose_device

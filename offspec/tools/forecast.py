@@ -10,11 +10,11 @@ from typing import Any
 import psutil
 import torch
 
-from offspec.loaders.containers import largest_weight_file
+from offspec.loaders.files.containers import largest_weight_file
 from offspec.loaders.formats import plan_form
-from offspec.loaders.gpus import NVME_BYTES_PER_S, NVME_SOURCE, KnownGpu, find_gpu
-from offspec.loaders.hardware import Hardware, Rates, read_hardware
-from offspec.loaders.measure import measure_rates
+from offspec.loaders.machine.gpus import NVME_BYTES_PER_S, NVME_SOURCE, KnownGpu, find_gpu
+from offspec.loaders.machine.hardware import Hardware, Rates, read_hardware
+from offspec.loaders.machine.measure import measure_rates
 from offspec.loaders.params import LOSSLESS_FORMAT
 from offspec.loaders.units import format_count, format_quantity, format_size
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from offspec.loaders.hardware import Rates
+from offspec.loaders.machine.hardware import Rates
 from offspec.loaders.params import LOSSLESS_FORMAT
 
 from ..checkpoints.opening import DTYPES, ModelFiles

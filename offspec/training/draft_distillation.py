@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from offspec.loaders.formats import dense
-from offspec.loaders.weights import RamWeights
+from offspec.loaders.streaming.weights import RamWeights
 
 from ..checkpoints.atomic_files import refuse_replacing
 from ..checkpoints.exit_layers import refuse_foreign

@@ -21,9 +21,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from offspec.loaders.files.small_files import open_regular
 from offspec.loaders.formats import Weight
-from offspec.loaders.small_files import open_regular
-from offspec.loaders.weights import RamWeights
+from offspec.loaders.streaming.weights import RamWeights
 from offspec.scheduler.tree import ROOT
 
 from ..checkpoints.atomic_files import write_atomically

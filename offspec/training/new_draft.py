@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offspec.loaders.hardware import read_gpu, read_memory
+from offspec.loaders.machine.hardware import read_gpu, read_memory
 from offspec.loaders.units import format_size
 
 from ..checkpoints.opening import ModelFiles

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from offspec.loaders.small_files import parse_json, read_small_file
+from offspec.loaders.files.small_files import parse_json, read_small_file
 
 from ..checkpoints.atomic_files import locked_name, refuse_replacing, write_atomically
 from ..checkpoints.exit_layers import fingerprint, refuse_foreign

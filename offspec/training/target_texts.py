@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from offspec.loaders.small_files import MOST_TEXT_BYTES, read_small_file
+from offspec.loaders.files.small_files import MOST_TEXT_BYTES, read_small_file
 from offspec.loaders.units import format_size
 
 from ..errors import CheckpointError, StorageError, UsageError

@@ -31,8 +31,8 @@ from benchmarks.card.texts import said, texts_of
 from benchmarks.card.timing import median_s
 from benchmarks.card.travel import PACKAGES_CARRIED, PACKAGES_THERE
 from offspec import Engine, SpeculationParams, builtin
-from offspec.loaders.cuda import DeviceFiller
 from offspec.loaders.formats.four_bit import Layout4bit, Matrix4bit, dequantize_reference, pack_4bit
+from offspec.loaders.streaming.cuda import DeviceFiller
 
 from ..pages import ROOT
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from benchmarks.grow import SHAPES, Layout, Shape, grow
 from offspec import Engine, SamplingParams, SpeculationParams, builtin
 from offspec.errors import UsageError
-from offspec.loaders.containers import open_checkpoint
+from offspec.loaders.files.containers import open_checkpoint
 from offspec.loaders.formats import dense, stored_weights
 from offspec.loaders.formats.products import TORCH, ProductCosts
 from offspec.model.config import read_config

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from offspec.loaders.hardware import Rates
+from offspec.loaders.machine.hardware import Rates
 from offspec.training.skipping import SkipParams
 
 from ..pages import Command, commands

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from offspec.cli.doctor import table
-from offspec.loaders.hardware import Rates
-from offspec.loaders.product_costs import ProductRate
+from offspec.loaders.machine.hardware import Rates
+from offspec.loaders.machine.product_costs import ProductRate
 
 from ..offspec.tools.test_diagnosis import CPU_ONLY, DESKTOP
 from .conftest import Offspec, finish, start

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from offspec.loaders.hardware import Rates
+from offspec.loaders.machine.hardware import Rates
 
 from ..pair import Pair, variant
 from ..refusals import tells

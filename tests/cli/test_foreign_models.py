@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from offspec.loaders.hardware import Rates
+from offspec.loaders.machine.hardware import Rates
 
 from ..pair import VOCAB_SIZE, Pair
 from ..refusals import tells

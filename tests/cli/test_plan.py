@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from offspec.loaders.hardware import Memory, Rates
+from offspec.loaders.machine.hardware import Memory, Rates
 
 from ..llama_configs import LLAMA_8B, write_config
 from ..refusals import tells
@@ -22,7 +22,7 @@ def _measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("offspec.planning.probe.choose_products", lambda models, device: None)
     # A machine on which any of these tests' limits is free, whatever this one has.
     monkeypatch.setattr(
-        "offspec.loaders.hardware.read_memory", lambda *_: Memory(64 << 30, 60 << 30, 64 << 30, "given")
+        "offspec.loaders.machine.hardware.read_memory", lambda *_: Memory(64 << 30, 60 << 30, 64 << 30, "given")
     )
     monkeypatch.setattr("psutil.getloadavg", lambda: (0.0, 0.0, 0.0))
     # The memory that earlier tests left in use in this process is no part of what a test grants.

@@ -24,7 +24,7 @@ from unittest.mock import patch
 
 from offspec import Engine, SamplingParams, SpeculationParams
 from offspec.errors import OffspecError
-from offspec.loaders.hardware import Rates
+from offspec.loaders.machine.hardware import Rates
 from offspec.stats import peak_host_bytes
 from offspec.text import chat_template
 

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from offspec.checkpoints.opening import ModelFiles
-from offspec.loaders.checkpoint import DTYPE_BYTES
+from offspec.loaders.files.checkpoint import DTYPE_BYTES
 from offspec.stats import peak_host_bytes
 
 from ..pair import build_pair

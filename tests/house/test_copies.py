@@ -1,7 +1,7 @@
 """Who copies from the host to a device: one copy beside the ring's waits until a layer has arrived.
 
 A GPU has one engine for these copies and takes them in order. So what runs while texts run sends tensors through
-`loaders/small_transfers.py`. This test reads the source; `tests/offspec/test_pretended_cuda.py` runs it.
+`loaders/streaming/small_transfers.py`. This test reads the source; `tests/offspec/test_pretended_cuda.py` runs it.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ FOLDERS = ("loaders", "scheduler", "offspec")
 FROM_HOST_DATA = {"tensor", "as_tensor", "asarray", "from_numpy", "frombuffer", "scalar_tensor"}
 # A module, or a folder → why it copies.
 MAY_COPY = {
-    "loaders/small_transfers.py": "is the other way; copies where memory cannot be shared",
-    "loaders/cuda.py": "the ring's filler, and KV entries in RAM: these are the large copies",
-    "loaders/measure.py": "measures before texts run",
-    "loaders/tiers.py": "loads resident weights",
+    "loaders/streaming/small_transfers.py": "is the other way; copies where memory cannot be shared",
+    "loaders/streaming/cuda.py": "the ring's filler, and KV entries in RAM: these are the large copies",
+    "loaders/machine/measure.py": "measures before texts run",
+    "loaders/streaming/tiers.py": "loads resident weights",
     "loaders/formats/changed.py": "loads small parts of weights, as the next four",
     "loaders/formats/core.py": "makes samples to measure",
     "loaders/formats/four_bit.py": "scales of scales",
@@ -119,7 +119,7 @@ def test_small_tensors_go_through_small_transfers() -> None:
         if not any(is_of(module, place) for place in MAY_COPY)
         for line in lines
     ]
-    assert wrong == [], "use `to_device` of loaders/small_transfers.py; in scheduler/, the one that is handed in"
+    assert wrong == [], "use `to_device` of loaders/streaming/small_transfers.py; in scheduler/, what is handed in"
 
 
 def test_exceptions_are_needed() -> None:

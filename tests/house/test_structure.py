@@ -42,7 +42,7 @@ FLOORS = (
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 # What weight formats may know of loading (kernels know nothing but themselves), and who may know the methods that are
 # kept for comparison.
-UNDER_FORMATS = {"checkpoint", "gguf_types", "params", "records", "registry"} | {
+UNDER_FORMATS = {"files.checkpoint", "files.gguf_types", "files.records", "params", "registry"} | {
     f"kernels.{name}"
     for name in (
         *("bf16_bits", "compiler", "encodings", "gguf_encodings", "group_quantising"),

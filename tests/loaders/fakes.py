@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import save_file
 
 from offspec.errors import CheckpointError
-from offspec.loaders.checkpoint import Checkpoint
-from offspec.loaders.containers import open_checkpoint
+from offspec.loaders.files.checkpoint import Checkpoint
+from offspec.loaders.files.containers import open_checkpoint
 
 Tensors = dict[str, torch.Tensor]
 LAYER_PREFIX = "model.layers."

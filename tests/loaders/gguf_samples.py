@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from offspec.loaders.checkpoint import Change, TensorInfo
+from offspec.loaders.files.checkpoint import Change, TensorInfo
 from offspec.loaders.formats.gguf import QUANTISED, GgufMatrix
 from offspec.loaders.formats.gguf_blocks import HALVES
 

@@ -25,17 +25,17 @@ from torch import Tensor
 from offspec import convert
 from offspec.errors import CheckpointError, MissingWeightsError, StorageError, UsageError
 from offspec.loaders import convert as converting
-from offspec.loaders import shards
-from offspec.loaders.checkpoint import num_bytes
-from offspec.loaders.containers import open_checkpoint
+from offspec.loaders.files import shards
+from offspec.loaders.files.checkpoint import num_bytes
+from offspec.loaders.files.containers import open_checkpoint
+from offspec.loaders.files.records import Record
+from offspec.loaders.files.safetensors_folder import INDEX_FILE, read_header
+from offspec.loaders.files.safetensors_folder import UNFINISHED_MARKER as MARKER
 from offspec.loaders.formats import bf16_bits, bf16_packed, stored_weights
 from offspec.loaders.formats.four_bit import pack_4bit
 from offspec.loaders.formats.process_state import bitsandbytes_functional
 from offspec.loaders.params import LOSSLESS_FORMAT, ConvertParams
-from offspec.loaders.records import Record
-from offspec.loaders.safetensors_folder import INDEX_FILE, read_header
-from offspec.loaders.safetensors_folder import UNFINISHED_MARKER as MARKER
-from offspec.loaders.weights import split_names
+from offspec.loaders.streaming.weights import split_names
 
 from ..refusals import refused
 from .fakes import LAYER_PREFIX
@@ -394,7 +394,7 @@ def is_whole_or_refused(target: Path, expected: dict[str, bytes]) -> bool:
 KILLED = """
 import sys, time
 from pathlib import Path
-from offspec.loaders import shards
+from offspec.loaders.files import shards
 from offspec import ConvertParams, convert
 
 real, writes = shards.write_verified, iter(range(99))

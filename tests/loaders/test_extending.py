@@ -22,12 +22,12 @@ from offspec import Engine, SamplingParams
 from offspec.checkpoints.load import load_decoder
 from offspec.checkpoints.opening import ModelFiles, Note, open_target
 from offspec.errors import CheckpointError
-from offspec.loaders.checkpoint import TensorInfo, fault
-from offspec.loaders.containers import CONTAINERS, largest_weight_file, open_checkpoint
+from offspec.loaders.files.checkpoint import TensorInfo, fault
+from offspec.loaders.files.containers import CONTAINERS, largest_weight_file, open_checkpoint
 from offspec.loaders.formats import FORMATS, StoredWeight, WeightFormat, stored_weights
 from offspec.loaders.formats.core import PackedMatrix, PackedStored, TensorGroup
-from offspec.loaders.measure import measure_dequantise
-from offspec.loaders.placement import Placement, Slots
+from offspec.loaders.machine.measure import measure_dequantise
+from offspec.loaders.streaming.placement import Placement, Slots
 from offspec.planning.plan import all_resident
 
 from ..pair import Pair, build_pair

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from offspec import Engine, SamplingParams, builtin
-from offspec.loaders.containers import open_checkpoint
+from offspec.loaders.files.containers import open_checkpoint
 from offspec.text.tokenizer import Tokenizer, check_vocabularies
 from offspec.tools.verification import settings_of, verify
 

@@ -13,13 +13,13 @@ import torch
 
 from offspec import Engine, SamplingParams, SpeculationParams
 from offspec.errors import UsageError
-from offspec.loaders import card_choices, product_costs
-from offspec.loaders.card_choices import FIXED_ROWS, fused_rows
 from offspec.loaders.formats import four_bit
 from offspec.loaders.formats.on_gpu import FasterWay
 from offspec.loaders.formats.process_state import FUSED_ROWS, FusedRows
 from offspec.loaders.formats.products import KERNEL, TORCH, ProductCosts, ProductKind, WayCosts
-from offspec.loaders.product_costs import know_products
+from offspec.loaders.machine import card_choices, product_costs
+from offspec.loaders.machine.card_choices import FIXED_ROWS, fused_rows
+from offspec.loaders.machine.product_costs import know_products
 from offspec.planning import probe
 from offspec.process import fix_choices
 from offspec.scheduler.model_drafter import ModelDrafter
@@ -149,7 +149,7 @@ def test_no_product_is_measured(product_costs: ProductCosts, monkeypatch: pytest
     kind = ProductKind("bf16", torch.bfloat16, is_large=True)
     product_costs.set(kind, WayCosts({TORCH: {1: 1e-12}, KERNEL: {1: 1e-3}}))  # as measured before
     product_costs.is_fixed = True
-    monkeypatch.setattr("offspec.loaders.product_costs.measure_ways", lambda kind: pytest.fail("is measured"))
+    monkeypatch.setattr("offspec.loaders.machine.product_costs.measure_ways", lambda kind: pytest.fail("is measured"))
     know_products([("bf16", torch.bfloat16)])
     assert {product_costs.way(kind, rows) for rows in (1, 64, 4096)} == {KERNEL}
     assert product_costs.way(ProductKind("fp16", torch.float16, is_large=True), 1) == TORCH

@@ -34,9 +34,9 @@ from offspec.errors import (
     UsageError,
     VocabularyMismatchError,
 )
-from offspec.loaders.gpu_support import GpuFault
-from offspec.loaders.hardware import Gpu
-from offspec.loaders.tiers import TieredWeights
+from offspec.loaders.machine.gpu_support import GpuFault
+from offspec.loaders.machine.hardware import Gpu
+from offspec.loaders.streaming.tiers import TieredWeights
 from offspec.model.cuda_graphs import TreeGraphs
 from offspec.model.decoder import random_decoder
 from offspec.scheduler.child_scores import ChildScorer

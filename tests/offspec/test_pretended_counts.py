@@ -34,17 +34,17 @@ REQUESTS: dict[str, SamplingParams] = {
     "JSON": SamplingParams(NUM_TOKENS, constraint=Constraint.json_object()),
 }
 WITH_PATHS = ("repetition", "frequency", "JSON")  # what a row's distribution depends on, beside its logits
-LAYERS = "loaders/cuda.py _copy"
+LAYERS = "loaders/streaming/cuda.py _copy"
 # Waits by where they are. A layer is waited for when the next one's kernels are about to be queued.
 LAYER, PASS, TOKEN, ROUND, NUCLEUS = (
-    "loaders/cuda.py leave",
+    "loaders/streaming/cuda.py leave",
     "offspec/model/decoder.py synchronize",
     "scheduler/sampling.py choose",
     "scheduler/child_scores.py score",
     "scheduler/sampling.py _nucleus",
 )
 # For kernels that have read earlier data from page-locked memory, which are long over.
-TRANSFER, STATIC_ROUND = "loaders/small_transfers.py _send", "offspec/model/cuda_graphs.py put"
+TRANSFER, STATIC_ROUND = "loaders/streaming/small_transfers.py _send", "offspec/model/cuda_graphs.py put"
 PER_PASS, PER_ROUND = 6, 2  # of the former, at most
 PER_PATH = 2  # of penalties and constraints, for each token and each round, and each pass
 

@@ -21,7 +21,7 @@ import torch
 from offspec import Engine, SamplingParams, SpeculationParams, convert, loading
 from offspec.checkpoints.opening import ModelFiles
 from offspec.loaders.formats.process_state import has_bitsandbytes
-from offspec.loaders.hardware import Rates
+from offspec.loaders.machine.hardware import Rates
 from offspec.model.block import Block
 from offspec.model.cuda_graphs import StaticRounds
 from offspec.planning.plan import Plan

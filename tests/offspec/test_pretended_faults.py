@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from offspec.errors import OffspecError
-from offspec.loaders import small_transfers
-from offspec.loaders.cuda import CopyStream, DeviceFiller, DeviceSlot
-from offspec.loaders.readers import HostBuffer
+from offspec.loaders.files.readers import HostBuffer
+from offspec.loaders.streaming import small_transfers
+from offspec.loaders.streaming.cuda import CopyStream, DeviceFiller, DeviceSlot
 from offspec.model import cuda_graphs as graphs
 from offspec.planning.plan import Plan
 

@@ -11,8 +11,8 @@ import torch
 from offspec.checkpoints import load
 from offspec.checkpoints.load import load_decoder
 from offspec.checkpoints.opening import ModelFiles
-from offspec.loaders.placement import Limits, Placement, Slots
-from offspec.loaders.weights import RamWeights
+from offspec.loaders.streaming.placement import Limits, Placement, Slots
+from offspec.loaders.streaming.weights import RamWeights
 from offspec.process import disable_cudnn_attention, set_num_threads
 
 from ..fakes import FAMILIES, build

@@ -17,7 +17,7 @@ from offspec.checkpoints.load import LoadSettings, load_decoder
 from offspec.checkpoints.opening import ModelFiles
 from offspec.loaders.formats.products import KERNEL, TILES, TORCH, ProductCosts, num_lanes
 from offspec.loaders.kernels.row_product import RowProduct
-from offspec.loaders.placement import Limits, Placement, Slots
+from offspec.loaders.streaming.placement import Limits, Placement, Slots
 from offspec.loading import LoadedTarget
 from offspec.model.decoder import Decoder
 

@@ -13,7 +13,7 @@ import torch
 from offspec.checkpoints.load import LoadSettings, load_decoder
 from offspec.checkpoints.opening import ModelFiles
 from offspec.loaders.formats.process_state import bitsandbytes_functional
-from offspec.loaders.placement import Limits, Placement, Slots
+from offspec.loaders.streaming.placement import Limits, Placement, Slots
 from offspec.model.decoder import CachedDecoder, Decoder
 from offspec.planning.plan import all_resident
 

@@ -21,7 +21,7 @@ from offspec import Engine, SamplingParams, SpeculationParams
 from offspec.checkpoints.load import LoadSettings, load_decoder
 from offspec.checkpoints.opening import ModelFiles
 from offspec.errors import CheckpointError, MemoryLimitError, UsageError
-from offspec.loaders.placement import KV_ITEM, Item, Limits, Placement, Slots, scattered
+from offspec.loaders.streaming.placement import KV_ITEM, Item, Limits, Placement, Slots, scattered
 from offspec.loading import LoadedTarget, PlannedMemory
 from offspec.model.block import Block, PassRows, kv_cache_bytes
 from offspec.model.decoder import CachedDecoder, Decoder

@@ -18,7 +18,7 @@ from offspec import Engine, SamplingParams, SpeculationParams, Step
 from offspec.drafts.base import DraftTask
 from offspec.drafts.recall import RecallingText
 from offspec.drafts.without_model import NoDraft
-from offspec.loaders.hardware import Rates
+from offspec.loaders.machine.hardware import Rates
 from offspec.scheduler.baselines.opt_tree import OptTreeDrafter
 from offspec.scheduler.baselines.sequoia import MeasuredAcceptance, SequoiaDrafter
 from offspec.scheduler.drafter import Drafter, DraftRequest, NoDrafter

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from offspec.errors import NumericalError, UsageError
-from offspec.loaders.small_transfers import to_device
+from offspec.loaders.streaming.small_transfers import to_device
 from offspec.scheduler import sampling
 from offspec.scheduler.params import SamplingParams, SpeculationParams
 from offspec.scheduler.sampling import Sampler, gumbel

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from offspec.loaders.formats import linear
-from offspec.loaders.small_transfers import to_device
-from offspec.loaders.weights import RamWeights
+from offspec.loaders.streaming.small_transfers import to_device
+from offspec.loaders.streaming.weights import RamWeights
 from offspec.scheduler.vocabulary import Vocabulary
 
 from ...errors import CheckpointError, UnsupportedModelError

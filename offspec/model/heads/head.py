@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from offspec.loaders.weights import WeightSource
+from offspec.loaders.streaming.weights import WeightSource
 from offspec.scheduler.vocabulary import Vocabulary
 
 from ..block import PassRows

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from offspec.loaders.formats import linear
-from offspec.loaders.small_transfers import to_device
+from offspec.loaders.streaming.small_transfers import to_device
 
 from ..config import ModelConfig
 from ..config_values import Json, positive

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from offspec.loaders.small_transfers import to_device
+from offspec.loaders.streaming.small_transfers import to_device
 from offspec.scheduler.verify import TargetPass, TargetStates
 from offspec.scheduler.vocabulary import Vocabulary
 

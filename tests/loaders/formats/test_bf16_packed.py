@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from offspec.errors import CheckpointError
-from offspec.loaders.checkpoint import DTYPE_BYTES, TensorInfo
+from offspec.loaders.files.checkpoint import DTYPE_BYTES, TensorInfo
 from offspec.loaders.formats import linear, stored_weights
 from offspec.loaders.formats.bf16_bits import (
     EXCEPTION,
@@ -40,7 +40,7 @@ from offspec.loaders.kernels.compiler import instructions
 from offspec.loaders.kernels.encodings import Float16
 from offspec.loaders.kernels.row_product import RowProduct
 from offspec.loaders.kernels.unpack import Unpacker
-from offspec.loaders.product_costs import sample
+from offspec.loaders.machine.product_costs import sample
 
 from ...examples import examples
 from ...refusals import refused

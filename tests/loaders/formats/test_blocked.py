@@ -11,10 +11,10 @@ from torch import Tensor
 from offspec.loaders.formats import blocked as module
 from offspec.loaders.formats import dense, linear
 from offspec.loaders.formats.blocked import BlockedMatrix, can_be_blocked, is_supported
-from offspec.loaders.tiers import TierOptions
+from offspec.loaders.streaming.tiers import TierOptions
 
 from ..fakes import open_with
-from ..test_tiers import ALL, SOME, tiered
+from ..streaming.test_tiers import ALL, SOME, tiered
 
 BF16 = torch.bfloat16
 SHAPES = [(48, 32), (256, 128), (33, 65), (1, 16), (704, 256)]

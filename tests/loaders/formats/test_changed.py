@@ -12,12 +12,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from offspec.errors import CheckpointError
-from offspec.loaders.checkpoint import Change, TensorInfo
+from offspec.loaders.files.checkpoint import Change, TensorInfo
+from offspec.loaders.files.safetensors_folder import read_header
 from offspec.loaders.formats import StoredWeight, dense, linear, stored_weights
 from offspec.loaders.formats.blocked import is_supported
-from offspec.loaders.placement import Limits, Placement, Slots
-from offspec.loaders.safetensors_folder import read_header
-from offspec.loaders.tiers import StoredLayer, StoredModel, TieredWeights, TierOptions
+from offspec.loaders.streaming.placement import Limits, Placement, Slots
+from offspec.loaders.streaming.tiers import StoredLayer, StoredModel, TieredWeights, TierOptions
 
 from ...refusals import refused
 from ..gguf_samples import info_of, oracle, random_blocks, same_bits

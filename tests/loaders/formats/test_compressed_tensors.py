@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from offspec.errors import CheckpointError, OffspecError, UnsupportedModelError
-from offspec.loaders.containers import open_checkpoint
+from offspec.loaders.files.containers import open_checkpoint
 from offspec.loaders.formats import (
     StoredWeight,
     as_table,
@@ -31,7 +31,7 @@ from offspec.loaders.formats import (
 )
 from offspec.loaders.formats.core import PackedMatrix
 from offspec.loaders.formats.products import KERNEL, ProductCosts, num_lanes
-from offspec.loaders.product_costs import of_no_file
+from offspec.loaders.machine.product_costs import of_no_file
 
 from ...examples import examples
 from ...refusals import refused

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from offspec.errors import CheckpointError, UnsupportedModelError
-from offspec.loaders.containers import open_checkpoint
+from offspec.loaders.files.containers import open_checkpoint
 from offspec.loaders.formats import StoredWeight, dense, formats_in, linear, stored_weights
 from offspec.loaders.formats.products import KERNEL, ProductCosts, num_lanes
 from offspec.loaders.formats.scaled import WORTH_COMPILING

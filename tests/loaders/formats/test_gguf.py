@@ -11,12 +11,12 @@ import torch
 import torch.nn.functional as F
 
 from offspec.errors import CheckpointError, UnsupportedModelError
-from offspec.loaders.checkpoint import TensorInfo
+from offspec.loaders.files.checkpoint import TensorInfo
+from offspec.loaders.files.gguf_types import GGUF_TYPES
 from offspec.loaders.formats import linear, stored_weights
 from offspec.loaders.formats.gguf import QUANTISED, GgufMatrix, unpack_reference
 from offspec.loaders.formats.gguf_blocks import GRID_TYPES, HALVES, check_grid
-from offspec.loaders.gguf_types import GGUF_TYPES
-from offspec.loaders.weights import RamWeights
+from offspec.loaders.streaming.weights import RamWeights
 
 from ...refusals import refused
 from ..gguf_samples import NAMES, edge_blocks, info_of, matrix_of, oracle, random_blocks, same_bits

@@ -18,10 +18,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from offspec.errors import CheckpointError, UnsupportedModelError
-from offspec.loaders.containers import open_checkpoint
+from offspec.loaders.files.containers import open_checkpoint
 from offspec.loaders.formats import StoredWeight, blank_tensors, dense, formats_in, grouped, linear, stored_weights
 from offspec.loaders.formats.grouped import GroupedMatrix
-from offspec.loaders.measure import measure_dequantise
+from offspec.loaders.machine.measure import measure_dequantise
 
 from ...examples import examples
 from ...refusals import refused

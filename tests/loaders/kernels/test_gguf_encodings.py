@@ -17,7 +17,7 @@ from offspec.loaders.kernels.compiler import instructions
 from offspec.loaders.kernels.gguf_encodings import BlockEncoding, block_encoding
 from offspec.loaders.kernels.row_product import RowProduct
 from offspec.loaders.kernels.unpack import Unpacker
-from offspec.loaders.product_costs import has_choice, of_no_file, sample, ways_of
+from offspec.loaders.machine.product_costs import has_choice, of_no_file, sample, ways_of
 
 from ..gguf_samples import NAMES, edge_blocks, matrix_of, oracle, random_blocks, same_bits
 

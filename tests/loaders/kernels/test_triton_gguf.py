@@ -14,8 +14,8 @@ from offspec.loaders.formats import gguf, linear
 from offspec.loaders.formats.gguf import GgufMatrix, unpack_reference
 from offspec.loaders.formats.on_gpu import FASTER_WAY, GGUF_WITH_KERNELS, gguf_kernels
 from offspec.loaders.formats.process_state import FUSED_ROWS
-from offspec.loaders.measure import measure_fused_rows
-from offspec.loaders.product_costs import of_no_file
+from offspec.loaders.machine.measure import measure_fused_rows
+from offspec.loaders.machine.product_costs import of_no_file
 
 from ..gguf_samples import NAMES, edge_blocks, matrix_of, oracle, random_blocks, same_bits
 from .interpreted import interpreted, same_numbers

@@ -17,7 +17,7 @@ from offspec.checkpoints.gguf import translated
 from offspec.checkpoints.load import load_decoder
 from offspec.checkpoints.opening import ModelFiles
 from offspec.errors import CheckpointError, MissingWeightsError
-from offspec.loaders.gguf_file import read_model
+from offspec.loaders.files.gguf_file import read_model
 from offspec.model.decoder import CachedDecoder, Decoder
 from offspec.planning.plan import all_resident
 

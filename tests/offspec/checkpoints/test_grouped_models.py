@@ -23,8 +23,8 @@ from offspec.checkpoints.load import LoadSettings, load_decoder
 from offspec.checkpoints.opening import ModelFiles
 from offspec.cli.main import run
 from offspec.errors import UnsupportedModelError
-from offspec.loaders.hardware import Rates
-from offspec.loaders.placement import Slots
+from offspec.loaders.machine.hardware import Rates
+from offspec.loaders.streaming.placement import Slots
 from offspec.model.decoder import CachedDecoder
 from offspec.planning.plan import Plan, all_resident
 from offspec.planning.probe import plan_here

@@ -18,10 +18,10 @@ from offspec import ConvertParams, Engine, SamplingParams, builtin, convert, loa
 from offspec.checkpoints.load import load_weights
 from offspec.checkpoints.opening import ModelFiles
 from offspec.loaders.formats.products import KERNEL, TORCH, ProductCosts, ProductKind, WayCosts, num_lanes
-from offspec.loaders.gpus import find_gpu
-from offspec.loaders.hardware import Rates
+from offspec.loaders.machine.gpus import find_gpu
+from offspec.loaders.machine.hardware import Rates
 from offspec.loaders.params import LOSSLESS_FORMAT
-from offspec.loaders.placement import Limits, Placement, Slots, place
+from offspec.loaders.streaming.placement import Limits, Placement, Slots, place
 from offspec.loaders.units import GIB
 from offspec.model.decoder import CachedDecoder, Decoder
 from offspec.planning.memory import MemoryOptions

@@ -20,8 +20,8 @@ from offspec.checkpoints.opening import ModelFiles
 from offspec.drafts.base import Attach, Draft, DraftTask, OpenRequest
 from offspec.drafts.kinds import KINDS
 from offspec.drafts.learnt import EstimatesAndRecall
-from offspec.loaders.hardware import Rates
-from offspec.loaders.placement import Item, Placement
+from offspec.loaders.machine.hardware import Rates
+from offspec.loaders.streaming.placement import Item, Placement
 from offspec.loading import LoadOptions
 from offspec.model.decoder import Decoder
 from offspec.planning.drafting import Acceptance, Guessing

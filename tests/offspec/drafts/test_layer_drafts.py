@@ -23,7 +23,7 @@ from offspec.drafts.kinds import open_draft
 from offspec.drafts.layer_drafts import MOST_READ_ON_CPU, MOST_ROWS_ON_CPU, LayersOfTarget, OpenedShadow
 from offspec.drafts.without_model import LookupDraft
 from offspec.errors import CheckpointError, OffspecError, UsageError
-from offspec.loaders.placement import SHADOW_ITEM, Limits, Placement, Slots
+from offspec.loaders.streaming.placement import SHADOW_ITEM, Limits, Placement, Slots
 from offspec.loading import LoadedTarget
 from offspec.model.layer_draft import LayerDraftText
 from offspec.planning.memory import MemoryOptions

@@ -12,8 +12,8 @@ from offspec.drafts.base import Choice, DraftOptions, OpenRequest
 from offspec.drafts.kinds import open_draft
 from offspec.drafts.weighing import Chooser, Scales, by_rate
 from offspec.errors import MemoryLimitError, UsageError
-from offspec.loaders.hardware import Rates
-from offspec.loaders.placement import Limits
+from offspec.loaders.machine.hardware import Rates
+from offspec.loaders.streaming.placement import Limits
 from offspec.planning.memory import MemoryOptions
 from offspec.planning.plan import make_plan
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from offspec.checkpoints.opening import ModelFiles, Note
 from offspec.errors import CheckpointError, UnsupportedModelError
-from offspec.loaders.checkpoint import TensorInfo
+from offspec.loaders.files.checkpoint import TensorInfo
 from offspec.loaders.formats import StoredWeight
 from offspec.loaders.formats.plain import PlainWeight
 from offspec.model.block import layer_shapes

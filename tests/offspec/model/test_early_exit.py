@@ -27,7 +27,7 @@ from offspec.drafts.recall import RecallingText
 from offspec.drafts.self_draft import OpenedSelf, SelfDraft
 from offspec.drafts.without_model import NoDraft
 from offspec.errors import MemoryLimitError
-from offspec.loaders.placement import Limits, Placement, Slots
+from offspec.loaders.streaming.placement import Limits, Placement, Slots
 from offspec.loading import LoadedTarget
 from offspec.model.block import Block
 from offspec.model.cuda_graphs import RoundBuffers, Work, as_it_is, is_static

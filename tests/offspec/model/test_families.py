@@ -20,8 +20,8 @@ from offspec.checkpoints.load import LoadSettings, load_decoder, load_weights
 from offspec.checkpoints.opening import ModelFiles
 from offspec.drafts.model_draft import ModelDraft
 from offspec.loaders.params import ConvertParams
-from offspec.loaders.placement import Limits, Placement, Slots
-from offspec.loaders.weights import RamWeights
+from offspec.loaders.streaming.placement import Limits, Placement, Slots
+from offspec.loaders.streaming.weights import RamWeights
 from offspec.loading import LoadedTarget, PlannedMemory
 from offspec.model.block import matrix_shapes
 from offspec.model.decoder import Decoder, activation_bytes

@@ -23,7 +23,7 @@ from offspec.checkpoints.opening import ModelFiles, Note
 from offspec.drafts.without_model import LookupDraft
 from offspec.errors import CheckpointError, UnsupportedModelError, UsageError
 from offspec.loaders.params import ConvertParams
-from offspec.loaders.placement import Limits, Placement, Slots
+from offspec.loaders.streaming.placement import Limits, Placement, Slots
 from offspec.loading import LoadedTarget
 from offspec.model import decoder as decoder_module
 from offspec.model.decoder import Decoder

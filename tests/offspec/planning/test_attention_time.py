@@ -7,8 +7,8 @@ from itertools import pairwise
 
 import pytest
 
-from offspec.loaders.gpus import KNOWN_GPUS
-from offspec.loaders.hardware import Rates
+from offspec.loaders.machine.gpus import KNOWN_GPUS
+from offspec.loaders.machine.hardware import Rates
 from offspec.model.kv_cache import KVLayout
 from offspec.model.kv_formats import EIGHT_BIT, FOUR_BIT, PLAIN, KVFormat
 from offspec.planning.attention_time import LAUNCH_S, AttentionShape

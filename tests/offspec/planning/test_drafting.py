@@ -12,9 +12,9 @@ import pytest
 
 from offspec.checkpoints.opening import ModelFiles
 from offspec.drafts.acceptance import SHADOWS, SMALL_MODEL
-from offspec.loaders.hardware import Rates
+from offspec.loaders.machine.hardware import Rates
 from offspec.loaders.params import SHADOW_FORMATS
-from offspec.loaders.placement import Limits
+from offspec.loaders.streaming.placement import Limits
 from offspec.planning.drafting import (
     CAPTURED_LAYER_S,
     MAX_ROUNDS,

@@ -15,9 +15,9 @@ from offspec.checkpoints.load import load_weights
 from offspec.drafts import model_draft
 from offspec.drafts.without_model import NoDraft
 from offspec.errors import MemoryLimitError
-from offspec.loaders.cuda import limit_memory, release_memory
-from offspec.loaders.placement import Placement
-from offspec.loaders.tiers import TieredWeights
+from offspec.loaders.streaming.cuda import limit_memory, release_memory
+from offspec.loaders.streaming.placement import Placement
+from offspec.loaders.streaming.tiers import TieredWeights
 from offspec.loading import LoadedTarget, PlannedMemory
 from offspec.model.kv_cache import KVCache
 from offspec.planning.out_of_memory import out_of_memory_message

@@ -15,10 +15,10 @@ from offspec.builtin import path as builtin_path
 from offspec.checkpoints.from_config import stored_from_config
 from offspec.checkpoints.opening import ModelFiles, Note
 from offspec.errors import CheckpointError, MemoryLimitError, UsageError
-from offspec.loaders.gpus import KNOWN_GPUS
-from offspec.loaders.hardware import Rates
+from offspec.loaders.machine.gpus import KNOWN_GPUS
+from offspec.loaders.machine.hardware import Rates
 from offspec.loaders.params import PLAN_FORMATS
-from offspec.loaders.placement import Limits
+from offspec.loaders.streaming.placement import Limits
 from offspec.loading import LoadOptions
 from offspec.model.block import kv_cache_bytes
 from offspec.model.decoder import activation_bytes

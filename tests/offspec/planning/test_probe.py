@@ -9,7 +9,7 @@ import torch
 
 from offspec.checkpoints.opening import ModelFiles
 from offspec.loaders.formats.products import TORCH, ProductCosts, ProductKind, WayCosts
-from offspec.loaders.product_costs import product_flops
+from offspec.loaders.machine.product_costs import product_flops
 from offspec.planning import probe
 from offspec.planning.probe import choose_products, measure_quick_rates
 
@@ -63,7 +63,9 @@ def test_quick_rates_are_those_of_the_chosen_products(
     assert rates.matmul_flops.keys() == {1, 16, 128}, "measured as long as no costs are known"
     product_costs.set(ProductKind("bf16", torch.bfloat16, is_large=True), WayCosts({TORCH: {1: 0.5, 16: 1.0}}))
     monkeypatch.setattr(probe, "measure_matmul", refuse)
-    monkeypatch.setattr("offspec.loaders.product_costs._typical_s", lambda kind: 1.0)  # the machine is as it was
+    monkeypatch.setattr(
+        "offspec.loaders.machine.product_costs._typical_s", lambda kind: 1.0
+    )  # the machine is as it was
     rates = measure_quick_rates(files, CPU, 5e9)
     assert rates.matmul_flops == product_flops("bf16", torch.bfloat16)
     assert (rates.disk_bytes_per_s, rates.host_to_device_bytes_per_s) == (5e9, 5e9)

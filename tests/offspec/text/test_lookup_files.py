@@ -16,7 +16,7 @@ import tokenizers
 
 from offspec import builtin
 from offspec.errors import StorageError, UsageError
-from offspec.loaders.user_folders import NO_HOME
+from offspec.loaders.files.user_folders import NO_HOME
 from offspec.scheduler import retrieval
 from offspec.scheduler.lookup import NO_TOKEN
 from offspec.scheduler.params import SamplingParams

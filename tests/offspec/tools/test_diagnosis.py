@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from offspec.errors import HardwareError, UsageError
-from offspec.loaders.gpu_support import GpuFault, gpu_fault
-from offspec.loaders.hardware import Disk, Gpu, Hardware, Memory, Rates
-from offspec.loaders.product_costs import ProductRate
+from offspec.loaders.machine.gpu_support import GpuFault, gpu_fault
+from offspec.loaders.machine.hardware import Disk, Gpu, Hardware, Memory, Rates
+from offspec.loaders.machine.product_costs import ProductRate
 from offspec.tools import diagnosis
 from offspec.tools.diagnosis import MAX_ADVICE, Diagnosis, diagnose
 

@@ -10,8 +10,8 @@ import pytest
 from offspec.checkpoints.opening import ModelFiles
 from offspec.drafts.weighing import Prospect
 from offspec.drafts.without_model import LookupDraft
-from offspec.loaders.hardware import Rates
-from offspec.loaders.placement import Limits
+from offspec.loaders.machine.hardware import Rates
+from offspec.loaders.streaming.placement import Limits
 from offspec.planning.drafting import Guessing, predict_drafting
 from offspec.planning.memory import MemoryOptions
 from offspec.planning.plan import Plan, make_plan

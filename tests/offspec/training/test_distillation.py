@@ -24,7 +24,7 @@ from offspec.drafts.base import Choice, DraftOptions, OpenRequest
 from offspec.drafts.kinds import open_draft
 from offspec.drafts.self_draft import OpenedSelf
 from offspec.errors import CheckpointError, StorageError, UsageError
-from offspec.loaders.placement import Limits, Placement, Slots
+from offspec.loaders.streaming.placement import Limits, Placement, Slots
 from offspec.model.block import layer_shapes
 from offspec.model.decoder import CachedDecoder
 from offspec.model.early_exit import EarlyExit

@@ -16,7 +16,7 @@ from offspec.checkpoints.skip_files import SkipFile, default_skip_file
 from offspec.drafts.base import DraftOptions, OpenRequest
 from offspec.drafts.kinds import open_draft
 from offspec.errors import CheckpointError, MemoryLimitError, UsageError
-from offspec.loaders.placement import Limits
+from offspec.loaders.streaming.placement import Limits
 from offspec.model.decoder import CachedDecoder
 from offspec.planning.memory import MemoryOptions
 from offspec.planning.plan import make_plan

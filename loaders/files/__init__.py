@@ -1,0 +1,1 @@
+"""Bytes on disk: containers of tensors, reads, locks, the user's folders."""

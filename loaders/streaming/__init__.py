@@ -1,0 +1,1 @@
+"""Where weights lie, and how they reach the device that computes with them."""

@@ -1,0 +1,148 @@
+"""The source of a model's weights: the `WeightSource` protocol, and `RamWeights` over tensors in memory.
+
+A source lends *units*, groups of weights that are used together; today, a unit is a layer. Tensor names determine the
+layer of each tensor.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
+
+import torch
+
+from offspec.errors import CheckpointError
+
+from ..files.checkpoint import show
+from ..formats import Weight, as_table, take_rows
+from .small_transfers import to_device
+from .stream import Unit
+
+
+class WeightSource(Protocol):
+    """The weights of one model, unit by unit, on the compute device.
+
+    Units may be requested in any order, and any number of times per pass. An implementation may be fast in one order
+    only (`stream.Ring`: the order of layers in a pass).
+    """
+
+    @property
+    def num_layers(self) -> int: ...
+
+    @property
+    def bytes_streamed(self) -> int:
+        """Bytes streamed for passes so far, counted on use; passes may differ."""
+        ...
+
+    @property
+    def is_resident(self) -> bool:
+        """Whether every request for a unit returns the same tensors until `close`."""
+        ...
+
+    @property
+    def scratch(self) -> torch.Tensor | None:
+        """Scratch memory in which `formats.linear` dequantises or converts a matrix; None if no matrix needs it."""
+        ...
+
+    def lend(self, unit: Unit) -> AbstractContextManager[Mapping[str, Weight]]:
+        """A unit's weights by short name, valid only inside the `with` block: a streaming source reuses memory."""
+        ...
+
+    def layer(self, index: int) -> AbstractContextManager[Mapping[str, Weight]]:
+        """`lend` for the unit of layer `index`: "x.weight" is the checkpoint's "<prefix>3.x.weight" for layer 3."""
+        ...
+
+    def shared(self, name: str) -> Weight:
+        """A weight outside the layers by its full name, valid until `close`. Raises CheckpointError if missing."""
+        ...
+
+    def rows(self, name: str, indices: torch.Tensor) -> torch.Tensor:
+        """Rows [T, columns] of a table outside the layers, on the compute device; indices: int64 [T] on the CPU."""
+        ...
+
+    def close(self) -> None:
+        """Free the memory; no requests are allowed afterwards."""
+        ...
+
+
+class RamWeights:
+    """A source over tensors in memory."""
+
+    def __init__(
+        self,
+        layers: Sequence[Mapping[str, Weight]],
+        shared: Mapping[str, Weight],
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        """layers: the weights of each layer by short name. shared: weights outside the layers by full name.
+
+        dtype: of rows from a packed table; rows of a plain table keep their dtype.
+        """
+        self._layers = layers
+        self._shared, self._dtype = shared, dtype
+        self.is_resident = True
+        self.scratch = None
+        self.bytes_streamed = 0
+
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, torch.Tensor], layer_prefix: str) -> RamWeights:
+        """Create a source from tensors by full name, without copies. Raises CheckpointError."""
+        layers, shared = split_names(tensors, layer_prefix)
+        return cls(
+            [{short: tensors[name] for short, name in layer.items()} for layer in layers],
+            {name: tensors[name] for name in shared},
+        )
+
+    @property
+    def num_layers(self) -> int:
+        return len(self._layers)
+
+    def lend(self, unit: Unit) -> AbstractContextManager[Mapping[str, Weight]]:
+        assert isinstance(unit, int), "units are layers"
+        return nullcontext(self._layers[unit])
+
+    def layer(self, index: int) -> AbstractContextManager[Mapping[str, Weight]]:
+        return self.lend(index)
+
+    def shared(self, name: str) -> Weight:
+        if name not in self._shared:
+            raise missing(name)
+        return self._shared[name]
+
+    def rows(self, name: str, indices: torch.Tensor) -> torch.Tensor:
+        table = as_table(self.shared(name))
+        dtype = table.dtype if isinstance(table, torch.Tensor) else self._dtype
+        return take_rows(table, to_device(indices, table.device), dtype)
+
+    def close(self) -> None:
+        self._layers, self._shared = [], {}
+
+
+def missing(name: str) -> CheckpointError:
+    """The error for a missing tensor."""
+    return CheckpointError(f"tensor {show(name)} is missing; the checkpoint is incomplete or of another kind")
+
+
+def split_names(names: Iterable[str], layer_prefix: str) -> tuple[list[dict[str, str]], list[str]]:
+    """{short name: full name} per layer, and the names outside the layers. Raises CheckpointError for gaps."""
+    pattern = re.compile(re.escape(layer_prefix) + r"(0|[1-9][0-9]{0,5})\.(.+)", re.DOTALL)
+    layers: dict[int, dict[str, str]] = {}
+    shared = []
+    for name in names:
+        if match := pattern.fullmatch(name):
+            layers.setdefault(int(match[1]), {})[match[2]] = name
+        else:
+            shared.append(name)
+    _refuse_gaps(layers, layer_prefix)
+    return [layers[index] for index in range(len(layers))], shared
+
+
+def _refuse_gaps(layers: Collection[int], layer_prefix: str) -> None:
+    if not layers:
+        raise CheckpointError(f"no tensor is named {layer_prefix}0.*; the checkpoint has another architecture")
+    missing = next((index for index in range(len(layers)) if index not in layers), None)
+    if missing is not None:
+        have = f"there are tensors up to layer {max(layers)}"
+        raise CheckpointError(f"layer {missing} is missing ({layer_prefix}{missing}.*), but {have}; download it again")
