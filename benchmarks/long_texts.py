@@ -34,7 +34,7 @@ from torch import Tensor
 from offspec import KV_CACHES, Engine
 from offspec.model.block import kv_layouts
 from offspec.model.decoder import CachedDecoder
-from offspec.scheduler.tree import TokenTree
+from offspec.scheduler.trees.token_tree import TokenTree
 
 WIDTHS, REPEATS = (1, 16), 5
 BORDER_WIDTHS = (1, 16, 64)

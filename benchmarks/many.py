@@ -24,7 +24,7 @@ from torch import Tensor
 
 from offspec import Engine, SamplingParams, SpeculationParams, builtin
 from offspec.model.decoder import Decoder
-from offspec.scheduler.model_drafter import ModelDrafter
+from offspec.scheduler.drafting.model_drafter import ModelDrafter
 from offspec.scheduler.params import MAX_NODES
 from offspec.tools.texts_benchmark import TextsRun, answer_together, num_different
 
@@ -48,7 +48,7 @@ def simulate(engine: Engine, clock: VirtualClock, costs: Costs) -> list[Any]:
         mock.patch.object(ModelDrafter.__init__, "__kwdefaults__", defaults),
         *(
             mock.patch(f"offspec.{module}.time", mock.Mock(perf_counter=clock.now))
-            for module in ("request", "drafts.shared_rounds", "scheduler.shared_pass")
+            for module in ("request", "drafts.shared_rounds", "scheduler.pace.shared_pass")
         ),
     ]
 

@@ -35,11 +35,11 @@ from offspec.drafts.recall import RecallingText
 from offspec.drafts.without_model import LookupDraft
 from offspec.model.text_caches import DraftText
 from offspec.scheduler.blend import WAYS
-from offspec.scheduler.costs import Costs as LearntCosts
-from offspec.scheduler.drafter import DraftRequest
-from offspec.scheduler.model_drafter import ModelDrafter
-from offspec.scheduler.tree import TokenTree
-from offspec.scheduler.verify import Verdict
+from offspec.scheduler.drafting.drafter import DraftRequest
+from offspec.scheduler.drafting.model_drafter import ModelDrafter
+from offspec.scheduler.pace.costs import Costs as LearntCosts
+from offspec.scheduler.trees.token_tree import TokenTree
+from offspec.scheduler.trees.verify import Verdict
 
 from .scheduling.against_plain import Passes, Turns, by_turns
 from .scheduling.replay import Costs, Recording, Replayed, VirtualClock, record, replay

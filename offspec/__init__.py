@@ -29,7 +29,7 @@ _HOMES = {
     "SpeculationParams": "offspec.scheduler.params",
     "SamplingParams": "offspec.scheduler.params",
     "Stats": "offspec.stats",
-    "TokenLogprob": "offspec.scheduler.logprobs",
+    "TokenLogprob": "offspec.scheduler.trees.logprobs",
     "OffspecError": "offspec.errors",
     "CONVERT_FORMATS": "offspec.loaders.params",
     "ConvertParams": "offspec.loaders.params",
@@ -80,8 +80,8 @@ if TYPE_CHECKING:
         ConvertParams,
     )
     from offspec.loaders.units import format_quantity, format_seconds, format_size, parse_size
-    from offspec.scheduler.logprobs import TokenLogprob
     from offspec.scheduler.params import ACCEPTS, AUTO_TEXTS, SEED_LIMIT, Constraint, SamplingParams, SpeculationParams
+    from offspec.scheduler.trees.logprobs import TokenLogprob
 
     from .checkpoints.conversion import convert
     from .engine import Engine

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from offspec.scheduler.pace.shared_pass import SharedPass
 from offspec.scheduler.params import SamplingParams, SpeculationParams, max_nodes
-from offspec.scheduler.shared_pass import SharedPass
 
 from .errors import OffspecError
 from .model.text_caches import TextCaches

@@ -19,9 +19,9 @@ from typing import Any, TypeGuard
 
 from offspec.loaders.params import KV_CACHES
 from offspec.loaders.units import parse_size
-from offspec.scheduler.constraint import TokenConstraint
+from offspec.scheduler.guessing.retrieval import SuffixIndex
 from offspec.scheduler.params import AUTO_TEXTS, Constraint, SamplingParams, SpeculationParams, check_names
-from offspec.scheduler.retrieval import SuffixIndex
+from offspec.scheduler.trees.constraint import TokenConstraint
 
 from .batch import Batch, Ticket
 from .checkpoints.opening import Note
@@ -302,7 +302,7 @@ class Engine:
         return self.draft_name is not None or self.draft.decoder is not None or self.lookup_index is not None
 
     def sharpness(self, *, greedy: bool) -> float:
-        """The sharpness fitted so far (see `scheduler.calibration`)."""
+        """The sharpness fitted so far (see `scheduler.pace.calibration`)."""
         return self.learnt.calibration.sharpness(greedy=greedy).value
 
     def _too_long(self, num_tokens: int) -> str:

@@ -19,8 +19,8 @@ from offspec.loaders.streaming.cuda import CopyStream, limit_memory, release_mem
 from offspec.loaders.streaming.placement import KV_ITEM, Item
 from offspec.loaders.streaming.tiers import Progress, TieredWeights
 from offspec.loaders.units import format_size
+from offspec.scheduler.guessing.retrieval import SuffixIndex
 from offspec.scheduler.params import DEFAULT_NODES
-from offspec.scheduler.retrieval import SuffixIndex
 
 from .checkpoints.load import LoadSettings, decoder_over, load_weights
 from .checkpoints.opening import ModelFiles, Note, choose_device, dtype_on, locate

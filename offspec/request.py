@@ -19,20 +19,20 @@ import torch
 from offspec.loaders.streaming.cuda import device_bytes, span
 from offspec.loaders.streaming.small_transfers import to_device
 from offspec.scheduler.blend import BlendDrafter, blend_walk
-from offspec.scheduler.constraint import TokenConstraint
-from offspec.scheduler.costs import CostCurve
-from offspec.scheduler.drafter import DraftRequest, NoDrafter
-from offspec.scheduler.forced import prepare_masks
+from offspec.scheduler.drafting.drafter import DraftRequest, NoDrafter
+from offspec.scheduler.drafting.forced import prepare_masks
+from offspec.scheduler.drafting.model_drafter import ModelDrafter
+from offspec.scheduler.drafting.score_calls import CompetingDrafter, Drafting, run_together
+from offspec.scheduler.guessing.retrieval import MAX_MATCH
 from offspec.scheduler.joint import joint_walk
-from offspec.scheduler.logprobs import SLICE_ROWS, TokenLogprob, token_logprobs
-from offspec.scheduler.model_drafter import ModelDrafter
+from offspec.scheduler.pace.costs import CostCurve
+from offspec.scheduler.pace.shared_pass import SharedPass
 from offspec.scheduler.params import DRAFT_ROWS, MAX_ROWS, SamplingParams, SpeculationParams, max_nodes, tree_room
-from offspec.scheduler.retrieval import MAX_MATCH
-from offspec.scheduler.sampling import Sampler
-from offspec.scheduler.score_calls import CompetingDrafter, Drafting, run_together
-from offspec.scheduler.shared_pass import SharedPass
-from offspec.scheduler.tree import ROOT, FloatArray, TokenTree
-from offspec.scheduler.verify import Logits, TargetPass, Verdict, exact_walk
+from offspec.scheduler.trees.constraint import TokenConstraint
+from offspec.scheduler.trees.logprobs import SLICE_ROWS, TokenLogprob, token_logprobs
+from offspec.scheduler.trees.sampling import Sampler
+from offspec.scheduler.trees.token_tree import ROOT, FloatArray, TokenTree
+from offspec.scheduler.trees.verify import Logits, TargetPass, Verdict, exact_walk
 
 from .background import in_background
 from .checkpoints.opening import Note

@@ -15,12 +15,12 @@ from collections.abc import Collection, Sequence
 import numpy as np
 import torch
 
-from .drafter import SequentialDrafter, TreeModel
-from .layered_draft import UNEXPANDED, LayeredDraft
+from .drafting.drafter import SequentialDrafter, TreeModel
+from .drafting.layered_draft import UNEXPANDED, LayeredDraft
 from .params import SpeculationParams
-from .sampling import Sampler, not_finite
-from .tree import ROOT, FloatArray, IntArray, TokenTree
-from .verify import Logits, TargetPass, Verdict
+from .trees.sampling import Sampler, not_finite
+from .trees.token_tree import ROOT, FloatArray, IntArray, TokenTree
+from .trees.verify import Logits, TargetPass, Verdict
 
 SLICE_ROWS = 32  # rows whose double-precision logits are in memory at a time
 

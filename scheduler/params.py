@@ -150,7 +150,7 @@ class SamplingParams:
     far. The frequency and the presence penalty (OpenAI) apply to the answer's tokens: the first is subtracted from a
     token's logit for each time it occurs, the second once. logit_bias: (token id, number to add to its logit) pairs.
     seed None selects a random one, which the statistics report. constraint: what the answer must be, or None.
-    logprobs: report the log-probability of each token, and of so many of the likeliest (`scheduler.logprobs`); None is
+    logprobs: report the log-probability of each token, and of so many of the likeliest (`trees.logprobs`); None is
     off. prompt_logprobs: also of the prompt's tokens from the second on, all of which are then scored anew.
     Raises UsageError for a value out of range.
     """
@@ -213,7 +213,7 @@ def _is_bias(pairs: Any) -> bool:
 class SpeculationParams:
     """Drafting and acceptance. Only `accept` changes the text, if it is not exact.
 
-    budget: nodes per tree; 0 is plain decoding; None finds the budget at run time (`scheduler.budget`). scoring:
+    budget: nodes per tree; 0 is plain decoding; None finds the budget at run time (`scheduler.pace.budget`). scoring:
     coupled (shared noise, fitted sharpness) or specexec (cumulative draft probability). tree: best-first, or the shape
     of a baseline (`scheduler.baselines`). width: nodes expanded by one draft forward; None finds it at run time, or is
     an eighth of a given budget, from 16 to 64. children: candidates kept per expanded node. max_depth: longest path.

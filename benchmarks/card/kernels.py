@@ -25,8 +25,8 @@ from offspec.model.config import read_config
 from offspec.model.cuda_graphs import WIDTHS, TreeGraphs
 from offspec.model.decoder import CachedDecoder, Decoder
 from offspec.planning.plan import all_resident
-from offspec.scheduler.child_scores import log_normalisers
-from offspec.scheduler.sampling import gumbel
+from offspec.scheduler.drafting.child_scores import log_normalisers
+from offspec.scheduler.trees.sampling import gumbel
 
 from .bench import Bench
 from .jobs import CONTEXT, JOBS

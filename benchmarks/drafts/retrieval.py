@@ -25,12 +25,12 @@ from benchmarks.scheduling.repetition import MODULES
 from benchmarks.scheduling.replay import Costs, Recording, Replayed, VirtualClock, record, replay
 from offspec import Engine, SamplingParams, SpeculationParams, builtin
 from offspec.model.decoder import CachedDecoder
-from offspec.scheduler.drafter import DraftRequest
-from offspec.scheduler.learnt import RunningEstimates
-from offspec.scheduler.lookup import NO_TOKEN, PromptLookup
-from offspec.scheduler.model_drafter import ModelDrafter
-from offspec.scheduler.retrieval import Retrieval, SuffixIndex, build_index
-from offspec.scheduler.tree import BoolArray
+from offspec.scheduler.drafting.drafter import DraftRequest
+from offspec.scheduler.drafting.learnt import RunningEstimates
+from offspec.scheduler.drafting.model_drafter import ModelDrafter
+from offspec.scheduler.guessing.lookup import NO_TOKEN, PromptLookup
+from offspec.scheduler.guessing.retrieval import Retrieval, SuffixIndex, build_index
+from offspec.scheduler.trees.token_tree import BoolArray
 
 NODES = 64  # sent
 REACH, BEFORE = 16, 8  # tokens after a place, and up to it, that the pruned index keeps

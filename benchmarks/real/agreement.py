@@ -9,7 +9,7 @@ import torch
 from benchmarks.scheduling.replay import Recording
 from offspec import Engine
 from offspec.model.decoder import CachedDecoder, Decoder
-from offspec.scheduler.sampling import Sampler
+from offspec.scheduler.trees.sampling import Sampler
 
 from .estimates import Estimate, ratio_of_sums
 

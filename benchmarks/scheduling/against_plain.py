@@ -25,7 +25,7 @@ from unittest.mock import patch
 from offspec import Engine, SamplingParams, SpeculationParams, builtin
 from offspec.engine import Prompt
 from offspec.request import Step
-from offspec.scheduler.model_drafter import ModelDrafter
+from offspec.scheduler.drafting.model_drafter import ModelDrafter
 from offspec.tools.benchmark import WORKLOADS
 
 CLOCKS: dict[str, Callable[[], float]] = {"cpu": time.process_time, "wall": time.perf_counter}

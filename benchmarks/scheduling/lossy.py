@@ -23,8 +23,8 @@ import numpy as np
 from offspec import Engine, SamplingParams, SpeculationParams, builtin
 from offspec.model.decoder import CachedDecoder
 from offspec.scheduler.blend import WAYS
-from offspec.scheduler.sampling import Sampler
-from offspec.scheduler.tree import TokenTree
+from offspec.scheduler.trees.sampling import Sampler
+from offspec.scheduler.trees.token_tree import TokenTree
 from offspec.tools.benchmark import token_log_likelihoods
 
 from .replay import Costs

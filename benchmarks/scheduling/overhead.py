@@ -27,7 +27,7 @@ from offspec import Engine, SamplingParams, SpeculationParams, builtin
 from offspec.drafts.recall import RecallingText
 from offspec.model.decoder import CachedDecoder
 from offspec.model.row_logits import RowLogits
-from offspec.scheduler.child_scores import ChildScorer
+from offspec.scheduler.drafting.child_scores import ChildScorer
 
 
 @dataclass(frozen=True)

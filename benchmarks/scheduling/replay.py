@@ -21,11 +21,11 @@ from torch import Tensor
 from offspec import Engine, SamplingParams, SpeculationParams
 from offspec.engine import Prompt
 from offspec.model.decoder import CachedDecoder
-from offspec.scheduler.drafter import Drafter, LogitCorrector, TreeModel
-from offspec.scheduler.sampling import Sampler
-from offspec.scheduler.tree import ROOT, BoolArray, IntArray, TokenTree
-from offspec.scheduler.verify import Logits, TargetPass, TargetStates, Verdict, exact_walk
-from offspec.scheduler.vocabulary import Vocabulary
+from offspec.scheduler.drafting.drafter import Drafter, LogitCorrector, TreeModel
+from offspec.scheduler.trees.sampling import Sampler
+from offspec.scheduler.trees.token_tree import ROOT, BoolArray, IntArray, TokenTree
+from offspec.scheduler.trees.verify import Logits, TargetPass, TargetStates, Verdict, exact_walk
+from offspec.scheduler.trees.vocabulary import Vocabulary
 
 # ------------------------------------------------------------------------------------------------ recording
 

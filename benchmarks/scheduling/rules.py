@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from offspec.scheduler.drafter import TreeModel
-from offspec.scheduler.sampling import Sampler
-from offspec.scheduler.tree import BoolArray, FloatArray, IntArray, TokenTree
+from offspec.scheduler.drafting.drafter import TreeModel
+from offspec.scheduler.trees.sampling import Sampler
+from offspec.scheduler.trees.token_tree import BoolArray, FloatArray, IntArray, TokenTree
 
 
 @dataclass(frozen=True)

@@ -30,13 +30,13 @@ from offspec.drafts.recall import Recall, RecallingText
 from offspec.model.decoder import CachedDecoder, random_decoder
 from offspec.scheduler.baselines.opt_tree import OptTreeDrafter
 from offspec.scheduler.baselines.sequoia import SequoiaDrafter
-from offspec.scheduler.budget import Controller
-from offspec.scheduler.costs import Costs as LearntCosts
-from offspec.scheduler.drafter import Drafter, DraftRequest
-from offspec.scheduler.learnt import RunningEstimates
-from offspec.scheduler.lookup import Guesser, PromptLookup
-from offspec.scheduler.model_drafter import ModelDrafter
-from offspec.scheduler.sampling import Sampler
+from offspec.scheduler.drafting.drafter import Drafter, DraftRequest
+from offspec.scheduler.drafting.learnt import RunningEstimates
+from offspec.scheduler.drafting.model_drafter import ModelDrafter
+from offspec.scheduler.guessing.lookup import Guesser, PromptLookup
+from offspec.scheduler.pace.budget import Controller
+from offspec.scheduler.pace.costs import Costs as LearntCosts
+from offspec.scheduler.trees.sampling import Sampler
 
 from . import repetition, rules, tree_rules
 from .replay import ClockedCorrector, ClockedModel, Costs, Recording, Replayed, VirtualClock, record, replay

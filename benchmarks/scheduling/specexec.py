@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from offspec.scheduler.drafter import SequentialDrafter, TreeModel
-from offspec.scheduler.sampling import Sampler
-from offspec.scheduler.tree import ROOT, BoolArray, IntArray, TokenTree, trimmed
-from offspec.scheduler.verify import TargetPass
+from offspec.scheduler.drafting.drafter import SequentialDrafter, TreeModel
+from offspec.scheduler.trees.sampling import Sampler
+from offspec.scheduler.trees.token_tree import ROOT, BoolArray, IntArray, TokenTree, trimmed
+from offspec.scheduler.trees.verify import TargetPass
 
 UNEXPANDED = -2  # the row of a node without a row; ROOT (-1) is the root's row
 

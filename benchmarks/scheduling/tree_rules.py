@@ -18,9 +18,9 @@ from typing import Protocol
 
 import numpy as np
 
-from offspec.scheduler.drafter import TreeModel
-from offspec.scheduler.sampling import Sampler
-from offspec.scheduler.tree import ROOT, BoolArray, FloatArray, TokenTree
+from offspec.scheduler.drafting.drafter import TreeModel
+from offspec.scheduler.trees.sampling import Sampler
+from offspec.scheduler.trees.token_tree import ROOT, BoolArray, FloatArray, TokenTree
 
 from .rules import Candidates, Draws, drawn, normalised
 

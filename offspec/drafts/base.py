@@ -15,16 +15,16 @@ import torch
 
 from offspec.loaders.convert import Progress
 from offspec.loaders.streaming.placement import Placement
-from offspec.scheduler.budget import Controller
-from offspec.scheduler.controllers import controller_for
-from offspec.scheduler.drafter import Drafter, DraftRequest, NoDrafter
-from offspec.scheduler.forced import ForcedDrafter
-from offspec.scheduler.lookup import Guesser
-from offspec.scheduler.model_drafter import ModelDrafter
-from offspec.scheduler.model_guesser import ModelGuesser
+from offspec.scheduler.drafting.controllers import controller_for
+from offspec.scheduler.drafting.drafter import Drafter, DraftRequest, NoDrafter
+from offspec.scheduler.drafting.forced import ForcedDrafter
+from offspec.scheduler.drafting.model_drafter import ModelDrafter
+from offspec.scheduler.drafting.model_guesser import ModelGuesser
+from offspec.scheduler.guessing.lookup import Guesser
+from offspec.scheduler.guessing.retrieval import Retrieval, SuffixIndex
+from offspec.scheduler.pace.budget import Controller
 from offspec.scheduler.params import SpeculationParams, max_nodes
-from offspec.scheduler.retrieval import Retrieval, SuffixIndex
-from offspec.scheduler.verify import TargetPass
+from offspec.scheduler.trees.verify import TargetPass
 
 from ..checkpoints.opening import ModelFiles, Note
 from ..errors import UsageError

@@ -12,11 +12,11 @@ import torch
 from offspec.loaders.files.hub import resolve_files
 from offspec.loaders.files.safetensors_folder import CONFIG_FILE, INDEX_FILE
 from offspec.loaders.streaming.placement import Item, Placement
-from offspec.scheduler.drafter import Drafter
-from offspec.scheduler.lookup import Guesser
-from offspec.scheduler.model_drafter import ModelDrafter
+from offspec.scheduler.drafting.drafter import Drafter
+from offspec.scheduler.drafting.model_drafter import ModelDrafter
+from offspec.scheduler.guessing.lookup import Guesser
 from offspec.scheduler.params import MAX_ROWS
-from offspec.scheduler.verify import TargetPass
+from offspec.scheduler.trees.verify import TargetPass
 
 from ..checkpoints.exit_layers import fingerprint, has_weights, refuse_foreign
 from ..checkpoints.head_files import PICKLES, SAFETENSORS, HeadFiles, find_head

@@ -16,7 +16,7 @@ from offspec.loaders.files.user_folders import expand_home
 from offspec.loaders.streaming.layer_view import LayerView, ViewedLayer
 from offspec.loaders.streaming.placement import SHADOW_ITEM, Placement
 from offspec.loaders.streaming.tiers import StoredModel, TieredWeights, load_layer
-from offspec.scheduler.drafter import Drafter
+from offspec.scheduler.drafting.drafter import Drafter
 from offspec.scheduler.params import tree_room
 
 from ..checkpoints.exit_layers import check_exit_layer, refuse_foreign

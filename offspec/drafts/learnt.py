@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from offspec.scheduler.costs import Costs
-from offspec.scheduler.learnt import RunningEstimates
-from offspec.scheduler.overlap import OverlapSwitch
-from offspec.scheduler.recycling import TokenRecycling
-from offspec.scheduler.window_trials import WindowTrials
+from offspec.scheduler.drafting.learnt import RunningEstimates
+from offspec.scheduler.guessing.recycling import TokenRecycling
+from offspec.scheduler.pace.costs import Costs
+from offspec.scheduler.pace.overlap import OverlapSwitch
+from offspec.scheduler.pace.window_trials import WindowTrials
 
 from ..model.decoder import Decoder
 from ..model.foreign_config import ForeignConfig

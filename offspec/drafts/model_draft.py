@@ -14,14 +14,14 @@ from offspec.loaders.streaming.placement import Item, Placement
 from offspec.scheduler.baselines.opt_tree import OptTreeDrafter
 from offspec.scheduler.baselines.sequoia import SequoiaDrafter
 from offspec.scheduler.blend import BlendDrafter
-from offspec.scheduler.costs import WIDTHS
-from offspec.scheduler.drafter import Drafter, NoDrafter
+from offspec.scheduler.drafting.drafter import Drafter, NoDrafter
+from offspec.scheduler.drafting.model_drafter import ModelDrafter
+from offspec.scheduler.guessing.lookup import Guesser, PromptLookup
 from offspec.scheduler.joint import BeamDrafter
-from offspec.scheduler.lookup import Guesser, PromptLookup
-from offspec.scheduler.model_drafter import ModelDrafter
+from offspec.scheduler.pace.costs import WIDTHS
+from offspec.scheduler.pace.window_trials import WindowTrials
 from offspec.scheduler.params import DRAFT_ROWS, MAX_ROWS, SpeculationParams
-from offspec.scheduler.verify import TargetPass
-from offspec.scheduler.window_trials import WindowTrials
+from offspec.scheduler.trees.verify import TargetPass
 
 from ..checkpoints.load import LoadSettings, load_decoder
 from ..checkpoints.opening import ModelFiles, Note, locate
@@ -45,7 +45,7 @@ from .learnt import EstimatesAndRecall
 from .recall import MOST_PROMPT, RecallingText, recall_bytes
 from .reencoded_text import OtherVocabulary
 
-TRIED_WINDOW = 512  # tokens; tried behind texts of at least twice as many (`scheduler.window_trials`)
+TRIED_WINDOW = 512  # tokens; tried behind texts of at least twice as many (`scheduler.pace.window_trials`)
 WALKED_SLICES = 3  # slices of HEAD_ROWS rows that a walk keeps beside the current one
 
 

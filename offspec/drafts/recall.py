@@ -25,10 +25,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from offspec.loaders.streaming.small_transfers import to_device
-from offspec.scheduler.costs import WIDTHS
+from offspec.scheduler.pace.costs import WIDTHS
 from offspec.scheduler.params import MAX_ROWS
-from offspec.scheduler.verify import TargetStates
-from offspec.scheduler.vocabulary import Vocabulary
+from offspec.scheduler.trees.verify import TargetStates
+from offspec.scheduler.trees.vocabulary import Vocabulary
 
 from ..model.config import ModelConfig
 from ..model.decoder import BoolArray, Decoder, IntArray
@@ -97,7 +97,7 @@ def recall_bytes(
 
 
 class RecallingText:
-    """The draft's text, with logits corrected by recall (a `scheduler.drafter.TreeModel`)."""
+    """The draft's text, with logits corrected by recall (a `scheduler.drafting.drafter.TreeModel`)."""
 
     num_before = MOST_PROMPT  # rows of a chain whose states are kept, in addition to its last one
 

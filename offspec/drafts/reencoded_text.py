@@ -21,7 +21,7 @@ from torch import Tensor
 
 from offspec.loaders.streaming.small_transfers import to_device
 from offspec.scheduler.params import MAX_ROWS
-from offspec.scheduler.vocabulary import Vocabulary
+from offspec.scheduler.trees.vocabulary import Vocabulary
 
 from ..checkpoints.opening import Note
 from ..model.decoder import BoolArray, CachedDecoder, Decoder, IntArray

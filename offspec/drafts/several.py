@@ -1,7 +1,7 @@
 """Several drafts of one target (`--draft B --draft C`): B scores what smaller models guess for it.
 
 Staged speculation (2308.04623), cascade drafting (2312.11462) and Minions (2402.15678) on one seam: smaller drafts
-guess ahead of the first one (`scheduler.model_guesser`).
+guess ahead of the first one (`scheduler.drafting.model_guesser`).
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import torch
 
 from offspec.loaders.streaming.placement import Placement
 from offspec.scheduler.blend import ProxyDrafter
-from offspec.scheduler.drafter import Drafter
-from offspec.scheduler.model_guesser import ModelGuesser
+from offspec.scheduler.drafting.drafter import Drafter
+from offspec.scheduler.drafting.model_guesser import ModelGuesser
 
 from ..checkpoints.opening import ModelFiles
 from ..errors import UsageError

@@ -9,8 +9,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from offspec.scheduler.score_calls import ScoreCall
-from offspec.scheduler.shared_pass import SharedPass
+from offspec.scheduler.drafting.score_calls import ScoreCall
+from offspec.scheduler.pace.shared_pass import SharedPass
 
 from ..model.decoder import CHUNK_ROWS, CachedDecoder, TextRows, pass_together
 from ..model.draft_window import WindowedText

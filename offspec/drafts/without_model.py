@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from offspec.loaders.streaming.placement import Placement
-from offspec.scheduler.lookup import Guesser, PromptLookup
+from offspec.scheduler.guessing.lookup import Guesser, PromptLookup
 
 from ..checkpoints.opening import ModelFiles
 from ..planning.drafting import Guessing

@@ -22,7 +22,7 @@ from offspec.loaders.formats import StoredWeight, Weight
 from offspec.loaders.streaming.cuda import span
 from offspec.loaders.streaming.small_transfers import to_device
 from offspec.loaders.streaming.weights import RamWeights, WeightSource
-from offspec.scheduler.vocabulary import Vocabulary
+from offspec.scheduler.trees.vocabulary import Vocabulary
 
 from ..errors import CheckpointError, UnsupportedModelError
 from .attention import (

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from offspec.scheduler.params import MAX_ROWS, SpeculationParams
-from offspec.scheduler.vocabulary import Vocabulary
+from offspec.scheduler.trees.vocabulary import Vocabulary
 
 from .config import ModelConfig
 from .decoder import BoolArray, CachedDecoder, Decoder, IntArray

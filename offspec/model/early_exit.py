@@ -18,7 +18,7 @@ from torch import Tensor
 from offspec.loaders.streaming.small_transfers import to_device
 from offspec.loaders.streaming.weights import RamWeights
 from offspec.scheduler.params import MAX_NODES
-from offspec.scheduler.tree import ROOT
+from offspec.scheduler.trees.token_tree import ROOT
 
 from .block import PassRows
 from .cuda_graphs import USES_BEFORE_RECORDING, RoundBuffers, StaticRounds

@@ -14,7 +14,7 @@ from weakref import ref
 
 from torch import Tensor
 
-from offspec.scheduler.drafter import TreeModel
+from offspec.scheduler.drafting.drafter import TreeModel
 
 from ..errors import UsageError
 from .decoder import BoolArray, CachedDecoder, Decoder, IntArray

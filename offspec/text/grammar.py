@@ -22,8 +22,8 @@ from threading import Lock
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
-from offspec.scheduler.constraint import TokenConstraint
 from offspec.scheduler.params import Constraint, Trigger
+from offspec.scheduler.trees.constraint import TokenConstraint
 
 from ..errors import TokenizerError, UsageError
 from .grammar_constraint import GrammarConstraint, Start, Vocabulary, reason

@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from offspec.scheduler.constraint import MaskBits
-from offspec.scheduler.tree import IntArray
+from offspec.scheduler.trees.constraint import MaskBits
+from offspec.scheduler.trees.token_tree import IntArray
 
 from ..errors import ConstraintError
 

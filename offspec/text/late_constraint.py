@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from offspec.scheduler.constraint import MaskBits
 from offspec.scheduler.params import Trigger
-from offspec.scheduler.tree import BoolArray, IntArray
+from offspec.scheduler.trees.constraint import MaskBits
+from offspec.scheduler.trees.token_tree import BoolArray, IntArray
 
 from ..errors import ConstraintError
 from .grammar_constraint import GrammarConstraint

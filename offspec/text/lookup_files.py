@@ -28,8 +28,8 @@ from offspec.loaders.files.small_files import open_regular
 from offspec.loaders.files.user_folders import home_folder
 from offspec.loaders.streaming.tiers import Progress
 from offspec.loaders.units import format_size
-from offspec.scheduler.lookup import NO_TOKEN
-from offspec.scheduler.retrieval import SHARD_TOKENS, Retrieval, SuffixIndex, sorted_places
+from offspec.scheduler.guessing.lookup import NO_TOKEN
+from offspec.scheduler.guessing.retrieval import SHARD_TOKENS, Retrieval, SuffixIndex, sorted_places
 
 from ..errors import MemoryLimitError, StorageError, UsageError
 from .tokenizer import Tokenizer

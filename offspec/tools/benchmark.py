@@ -18,9 +18,9 @@ import numpy as np
 
 from offspec.scheduler.joint import log_likelihoods
 from offspec.scheduler.params import Accept, SamplingParams, SpeculationParams
-from offspec.scheduler.sampling import Sampler
-from offspec.scheduler.tree import FloatArray, TokenTree
-from offspec.scheduler.verify import Verdict
+from offspec.scheduler.trees.sampling import Sampler
+from offspec.scheduler.trees.token_tree import FloatArray, TokenTree
+from offspec.scheduler.trees.verify import Verdict
 
 from ..engine import Engine, Message, Prompt
 from ..model.decoder import CachedDecoder

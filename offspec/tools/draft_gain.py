@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from offspec.scheduler.params import SamplingParams, SpeculationParams
-from offspec.scheduler.tree import TokenTree
-from offspec.scheduler.verify import Verdict
+from offspec.scheduler.trees.token_tree import TokenTree
+from offspec.scheduler.trees.verify import Verdict
 
 from ..engine import Engine
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from offspec.scheduler.params import SEED_LIMIT, Constraint, SamplingParams, Scoring, SpeculationParams
-from offspec.scheduler.sampling import Sampler
+from offspec.scheduler.trees.sampling import Sampler
 
 from ..drafts.model_draft import ModelDraft
 from ..engine import Engine

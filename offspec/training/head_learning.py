@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from offspec.scheduler.verify import TargetPass
+from offspec.scheduler.trees.verify import TargetPass
 
 from ..model.config import ModelConfig
 from ..model.decoder import IntArray

@@ -24,7 +24,7 @@ from torch import Tensor
 from offspec.loaders.files.small_files import open_regular
 from offspec.loaders.formats import Weight
 from offspec.loaders.streaming.weights import RamWeights
-from offspec.scheduler.tree import ROOT
+from offspec.scheduler.trees.token_tree import ROOT
 
 from ..checkpoints.atomic_files import write_atomically
 from ..errors import UsageError

@@ -23,9 +23,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from offspec.scheduler.tree import ROOT, TokenTree
-from offspec.scheduler.verify import TargetPass, TargetStates
-from offspec.scheduler.vocabulary import Vocabulary
+from offspec.scheduler.trees.token_tree import ROOT, TokenTree
+from offspec.scheduler.trees.verify import TargetPass, TargetStates
+from offspec.scheduler.trees.vocabulary import Vocabulary
 
 from ..checkpoints.atomic_files import check_writable
 from ..errors import UsageError

@@ -10,12 +10,12 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
-from ..drafter import SequentialDrafter, TreeModel
-from ..layered_draft import UNEXPANDED, LayeredDraft, subtree
+from ..drafting.drafter import SequentialDrafter, TreeModel
+from ..drafting.layered_draft import UNEXPANDED, LayeredDraft, subtree
 from ..params import DEFAULT_NODES, SpeculationParams
-from ..sampling import Sampler
-from ..tree import ROOT, IntArray, TokenTree
-from ..verify import TargetPass
+from ..trees.sampling import Sampler
+from ..trees.token_tree import ROOT, IntArray, TokenTree
+from ..trees.verify import TargetPass
 
 
 class OptTreeDrafter(SequentialDrafter):

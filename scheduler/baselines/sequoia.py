@@ -13,12 +13,12 @@ from heapq import heappop, heappush
 
 import numpy as np
 
-from ..drafter import SequentialDrafter, TreeModel
-from ..layered_draft import UNEXPANDED, LayeredDraft, subtree
+from ..drafting.drafter import SequentialDrafter, TreeModel
+from ..drafting.layered_draft import UNEXPANDED, LayeredDraft, subtree
 from ..params import DEFAULT_NODES, SpeculationParams
-from ..sampling import Sampler
-from ..tree import ROOT, FloatArray, IntArray, TokenTree
-from ..verify import TargetPass
+from ..trees.sampling import Sampler
+from ..trees.token_tree import ROOT, FloatArray, IntArray, TokenTree
+from ..trees.verify import TargetPass
 
 # ------------------------------------------------------------------------------------------------ Sequoia's shape
 

@@ -29,12 +29,12 @@ from offspec.drafts.recall import Recall, RecallingText
 from offspec.model.decoder import CachedDecoder
 from offspec.scheduler.baselines.opt_tree import OptTreeDrafter
 from offspec.scheduler.baselines.sequoia import MeasuredAcceptance, SequoiaDrafter
-from offspec.scheduler.drafter import Drafter, DraftRequest, NoDrafter
-from offspec.scheduler.learnt import RunningEstimates
-from offspec.scheduler.model_drafter import ModelDrafter
-from offspec.scheduler.sampling import Sampler
-from offspec.scheduler.tree import TokenTree
-from offspec.scheduler.verify import TargetPass, Verdict, exact_walk
+from offspec.scheduler.drafting.drafter import Drafter, DraftRequest, NoDrafter
+from offspec.scheduler.drafting.learnt import RunningEstimates
+from offspec.scheduler.drafting.model_drafter import ModelDrafter
+from offspec.scheduler.trees.sampling import Sampler
+from offspec.scheduler.trees.token_tree import TokenTree
+from offspec.scheduler.trees.verify import TargetPass, Verdict, exact_walk
 
 from ..scheduler.fakes import (
     RuleModel,

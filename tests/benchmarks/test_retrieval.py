@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from benchmarks.drafts.retrieval import frequent, pruned
-from offspec.scheduler.lookup import NO_TOKEN
-from offspec.scheduler.retrieval import build_index
+from offspec.scheduler.guessing.lookup import NO_TOKEN
+from offspec.scheduler.guessing.retrieval import build_index
 
 # Three texts over eight tokens, so that many n-grams recur.
 TOKENS = np.random.default_rng(0).integers(0, 8, 400).astype(np.int32)

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from benchmarks.scheduling.rules import Outcome, Rule, block, chains, decode, draw, token_level
 from offspec.scheduler.params import SamplingParams
-from offspec.scheduler.sampling import Sampler
-from offspec.scheduler.tree import FloatArray
+from offspec.scheduler.trees.sampling import Sampler
+from offspec.scheduler.trees.token_tree import FloatArray
 
 from ..scheduler.fakes import RuleModel, few, plain_text, processed, random_rule, resembling, sampling_params, softmax
-from ..scheduler.test_distribution import p_value
+from ..scheduler.trees.test_distribution import p_value
 
 RULES: list[Rule] = [token_level, block]
 each_rule = pytest.mark.parametrize("rule", RULES)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from benchmarks.scheduling.specexec import SpecExecDrafter, SpecExecSettings
 from offspec.scheduler.params import SamplingParams
-from offspec.scheduler.sampling import Sampler
+from offspec.scheduler.trees.sampling import Sampler
 
 from ..scheduler.fakes import (
     Rule,

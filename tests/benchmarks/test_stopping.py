@@ -17,8 +17,8 @@ from benchmarks.scheduling.stopping import (
     to_depth,
 )
 from offspec.scheduler.baselines.sequoia import MeasuredAcceptance
-from offspec.scheduler.budget import DraftingState
-from offspec.scheduler.tree import FloatArray
+from offspec.scheduler.pace.budget import DraftingState
+from offspec.scheduler.trees.token_tree import FloatArray
 
 ROOT_STATE = DraftingState(np.empty(0), np.ones(1), np.ones(1), 1, 0.0)
 

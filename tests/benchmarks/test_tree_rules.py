@@ -27,11 +27,11 @@ from benchmarks.scheduling.tree_rules import (
     trees,
 )
 from offspec.scheduler.params import SamplingParams
-from offspec.scheduler.sampling import Sampler
-from offspec.scheduler.tree import FloatArray
+from offspec.scheduler.trees.sampling import Sampler
+from offspec.scheduler.trees.token_tree import FloatArray
 
 from ..scheduler.fakes import RuleModel, few, plain_text, random_rule, resembling, sampling_params, softmax
-from ..scheduler.test_distribution import p_value
+from ..scheduler.trees.test_distribution import p_value
 
 REPLACED: dict[str, TreeRule] = {"multi-step": multi_step, "K-SEQ": k_sequential}
 RULES: dict[str, TreeRule] = {**REPLACED, "recursive": recursive}

@@ -15,9 +15,9 @@ from offspec import Engine, SamplingParams, request
 from offspec import batch as shared
 from offspec.cli.batch import Asked, Batch
 from offspec.errors import NumericalError
-from offspec.scheduler.sampling import Sampler
-from offspec.scheduler.tree import TokenTree
-from offspec.scheduler.verify import Logits, Verdict
+from offspec.scheduler.trees.sampling import Sampler
+from offspec.scheduler.trees.token_tree import TokenTree
+from offspec.scheduler.trees.verify import Logits, Verdict
 from offspec.text.tokenizer import Tokenizer
 
 from ..pair import CONTEXT, Pair

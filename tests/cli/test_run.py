@@ -17,7 +17,7 @@ from offspec.batch import Batch
 from offspec.checkpoints.opening import Note
 from offspec.cli.main import COMMANDS, LazyGroup, cli
 from offspec.loading import LoadedTarget
-from offspec.scheduler.speculation_switch import SpeculationSwitch
+from offspec.scheduler.pace.speculation_switch import SpeculationSwitch
 from offspec.text.tokenizer import Tokenizer
 
 from ..pair import Pair, variant

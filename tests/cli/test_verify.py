@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from offspec.cli.verify import table
-from offspec.scheduler import verify as scheduler_verify
-from offspec.scheduler.verify import Verdict
+from offspec.scheduler.trees import verify as scheduler_verify
+from offspec.scheduler.trees.verify import Verdict
 from offspec.tools.verification import Difference, Setting, VerificationReport
 
 from ..pair import Pair

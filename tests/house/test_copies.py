@@ -26,7 +26,7 @@ MAY_COPY = {
     "loaders/formats/four_bit.py": "scales of scales",
     "loaders/formats/grouped.py": "the columns of groups",
     "loaders/formats/scaled.py": "the columns of groups",
-    "scheduler/transfer.py": "the plain twin",
+    "scheduler/trees/transfer.py": "the plain twin",
     "offspec/checkpoints/": "loads heads, exit layers and KV entries of files",
     "offspec/model/cuda_graphs.py": "a round's inputs where memory cannot be shared",
     "offspec/model/decoder.py": "makes random weights",

@@ -49,7 +49,11 @@ UNDER_FORMATS = {"files.checkpoint", "files.gguf_types", "files.records", "param
         *("row_product", "scaled", "triton_gguf", "triton_unpack", "unpack"),
     )
 }
-ABOVE_BASELINES = {"offspec.scheduler.controllers", "offspec.scheduler.learnt", "offspec.drafts.model_draft"}
+ABOVE_BASELINES = {
+    "offspec.scheduler.drafting.controllers",
+    "offspec.scheduler.drafting.learnt",
+    "offspec.drafts.model_draft",
+}
 # These two stand for the package as it is installed, all four folders, not for the folder they lie in.
 FRONT_DOORS = (ROOT / "offspec" / "__init__.py", ROOT / "offspec" / "__main__.py")
 

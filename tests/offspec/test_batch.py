@@ -19,8 +19,8 @@ from offspec.model.decoder import CachedDecoder
 from offspec.model.kv_cache import KVCache
 from offspec.model.text_pool import TextPool
 from offspec.request import PREFILL_ROWS, prefill_rows
-from offspec.scheduler.costs import CostCurve
-from offspec.scheduler.shared_pass import SharedPass
+from offspec.scheduler.pace.costs import CostCurve
+from offspec.scheduler.pace.shared_pass import SharedPass
 from offspec.text.grammar_constraint import SlowTime
 
 from ..pair import Pair, build_pair
@@ -561,7 +561,7 @@ def test_a_closed_batch_lets_go_of_all_caches(engines: dict[str, Engine]) -> Non
 def test_texts_have_their_own_layer_states(engines: dict[str, Engine]) -> None:
     """Of a shared pass, each text gets the states and logits of a pass of its own."""
     from offspec.model.decoder import TextRows, score_together
-    from offspec.scheduler.tree import TokenTree
+    from offspec.scheduler.trees.token_tree import TokenTree
 
     decoder, tree = engines["none"].target, TokenTree.chain([7, 8])
     chains = [[5, 6, 7], [9], [3, 4]]

@@ -20,7 +20,7 @@ import pytest
 
 from offspec import Constraint, Engine, SamplingParams, SpeculationParams
 from offspec.errors import ConstraintError, UsageError
-from offspec.scheduler.constraint import allows
+from offspec.scheduler.trees.constraint import allows
 from offspec.text import grammar
 from offspec.text.grammar import MAX_BYTES, ConstraintCompiler
 from offspec.text.grammar_constraint import GrammarConstraint

@@ -22,9 +22,9 @@ from offspec.loaders.machine.card_choices import FIXED_ROWS, fused_rows
 from offspec.loaders.machine.product_costs import know_products
 from offspec.planning import probe
 from offspec.process import fix_choices
-from offspec.scheduler.model_drafter import ModelDrafter
-from offspec.scheduler.tree import TokenTree
-from offspec.scheduler.verify import Verdict
+from offspec.scheduler.drafting.model_drafter import ModelDrafter
+from offspec.scheduler.trees.token_tree import TokenTree
+from offspec.scheduler.trees.verify import Verdict
 from offspec.several_answers import generate_answers
 
 from ..fixed_choices import end_with_test

@@ -11,7 +11,7 @@ from torch import Tensor
 from offspec import Engine, SamplingParams, SpeculationParams, Step
 from offspec.errors import NumericalError, UsageError
 from offspec.model.row_logits import HEAD_ROWS
-from offspec.scheduler.logprobs import TokenLogprob, token_logprobs
+from offspec.scheduler.trees.logprobs import TokenLogprob, token_logprobs
 from offspec.several_answers import generate_answers
 
 from ..pair import Pair, build_pair

@@ -13,7 +13,7 @@ import pytest
 from offspec import Engine, SamplingParams, SpeculationParams
 from offspec.errors import UsageError
 from offspec.model.decoder import CachedDecoder, Decoder
-from offspec.scheduler.tree import FloatArray
+from offspec.scheduler.trees.token_tree import FloatArray
 
 from ..pair import CONTEXT, Pair, build_pair, variant
 from ..refusals import refused

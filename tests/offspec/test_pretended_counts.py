@@ -18,7 +18,7 @@ import pytest
 
 from offspec import Constraint, Engine, SamplingParams, SpeculationParams
 from offspec.model.decoder import Decoder
-from offspec.scheduler.child_scores import ChildScorer
+from offspec.scheduler.drafting.child_scores import ChildScorer
 
 from ..pretend_cuda import in_own_process, pretended_cuda
 from ..pretend_streams import Machine
@@ -39,9 +39,9 @@ LAYERS = "loaders/streaming/cuda.py _copy"
 LAYER, PASS, TOKEN, ROUND, NUCLEUS = (
     "loaders/streaming/cuda.py leave",
     "offspec/model/decoder.py synchronize",
-    "scheduler/sampling.py choose",
-    "scheduler/child_scores.py score",
-    "scheduler/sampling.py _nucleus",
+    "scheduler/trees/sampling.py choose",
+    "scheduler/drafting/child_scores.py score",
+    "scheduler/trees/sampling.py _nucleus",
 )
 # For kernels that have read earlier data from page-locked memory, which are long over.
 TRANSFER, STATIC_ROUND = "loaders/streaming/small_transfers.py _send", "offspec/model/cuda_graphs.py put"

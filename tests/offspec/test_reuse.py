@@ -22,15 +22,15 @@ from offspec.drafts.recall import Recall, RecallingText
 from offspec.model.cuda_graphs import TreeGraphs, as_it_is
 from offspec.model.decoder import BoolArray, CachedDecoder, Decoder, IntArray
 from offspec.model.row_logits import RowLogits
-from offspec.scheduler.child_scores import ChildScorer
-from offspec.scheduler.controllers import controller_for
-from offspec.scheduler.drafter import DraftRequest, NoDrafter
-from offspec.scheduler.lookup import Guesser, PromptLookup
-from offspec.scheduler.model_drafter import ModelDrafter
+from offspec.scheduler.drafting.child_scores import ChildScorer
+from offspec.scheduler.drafting.controllers import controller_for
+from offspec.scheduler.drafting.drafter import DraftRequest, NoDrafter
+from offspec.scheduler.drafting.model_drafter import ModelDrafter
+from offspec.scheduler.guessing.lookup import Guesser, PromptLookup
 from offspec.scheduler.params import MAX_ROWS
-from offspec.scheduler.sampling import Sampler
-from offspec.scheduler.tree import ROOT, TokenTree, trimmed
-from offspec.scheduler.verify import TargetPass, Verdict
+from offspec.scheduler.trees.sampling import Sampler
+from offspec.scheduler.trees.token_tree import ROOT, TokenTree, trimmed
+from offspec.scheduler.trees.verify import TargetPass, Verdict
 from offspec.text.tokenizer import Tokenizer
 
 from ..examples import examples

@@ -196,7 +196,7 @@ def test_a_turn_left_in_the_middle_of_a_pass(
     session = Session(engine)
     say(session, "hi")
     owner = {"score_together": "request", "keep": "model.kv_cache.KVCache"}.get(
-        where, "scheduler.model_drafter.ModelDrafter"
+        where, "scheduler.drafting.model_drafter.ModelDrafter"
     )
     name, calls = f"offspec.{owner}.{where}", []
     steps = session.reply("def area(", SamplingParams(max_new_tokens=40))

@@ -21,15 +21,15 @@ from offspec.drafts.without_model import NoDraft
 from offspec.loaders.machine.hardware import Rates
 from offspec.scheduler.baselines.opt_tree import OptTreeDrafter
 from offspec.scheduler.baselines.sequoia import MeasuredAcceptance, SequoiaDrafter
-from offspec.scheduler.drafter import Drafter, DraftRequest, NoDrafter
+from offspec.scheduler.drafting.drafter import Drafter, DraftRequest, NoDrafter
+from offspec.scheduler.drafting.model_drafter import ModelDrafter
+from offspec.scheduler.guessing.lookup import PromptLookup
+from offspec.scheduler.guessing.recycling import TokenRecycling
+from offspec.scheduler.guessing.retrieval import Retrieval, SuffixIndex, build_index
 from offspec.scheduler.joint import BeamDrafter
-from offspec.scheduler.lookup import PromptLookup
-from offspec.scheduler.model_drafter import ModelDrafter
 from offspec.scheduler.params import Scoring, Tree
-from offspec.scheduler.recycling import TokenRecycling
-from offspec.scheduler.retrieval import Retrieval, SuffixIndex, build_index
-from offspec.scheduler.sampling import Sampler
-from offspec.scheduler.tree import TokenTree
+from offspec.scheduler.trees.sampling import Sampler
+from offspec.scheduler.trees.token_tree import TokenTree
 
 from ..pair import Pair, build_pair
 from ..scheduler.fakes import paths

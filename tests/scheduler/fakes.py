@@ -15,19 +15,19 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from offspec.scheduler.calibration import GRID, Calibration
-from offspec.scheduler.candidate_tree import ChildScores
-from offspec.scheduler.costs import Costs
-from offspec.scheduler.drafter import Drafter, TreeModel
-from offspec.scheduler.learnt import RunningEstimates
-from offspec.scheduler.overlap import OverlapSwitch
+from offspec.scheduler.drafting.candidate_tree import ChildScores
+from offspec.scheduler.drafting.drafter import Drafter, TreeModel
+from offspec.scheduler.drafting.learnt import RunningEstimates
+from offspec.scheduler.guessing.recycling import TokenRecycling
+from offspec.scheduler.pace.calibration import GRID, Calibration
+from offspec.scheduler.pace.costs import Costs
+from offspec.scheduler.pace.overlap import OverlapSwitch
 from offspec.scheduler.params import SamplingParams
-from offspec.scheduler.recycling import TokenRecycling
-from offspec.scheduler.sampling import Sampler
-from offspec.scheduler.transfer import copied
-from offspec.scheduler.tree import ROOT, BoolArray, FloatArray, IntArray, TokenTree
-from offspec.scheduler.verify import TargetPass, TargetStates, exact_walk
-from offspec.scheduler.vocabulary import Vocabulary
+from offspec.scheduler.trees.sampling import Sampler
+from offspec.scheduler.trees.token_tree import ROOT, BoolArray, FloatArray, IntArray, TokenTree
+from offspec.scheduler.trees.transfer import copied
+from offspec.scheduler.trees.verify import TargetPass, TargetStates, exact_walk
+from offspec.scheduler.trees.vocabulary import Vocabulary
 
 from ..examples import examples
 

@@ -12,9 +12,9 @@ import torch
 from offspec.errors import UsageError
 from offspec.scheduler.blend import WAYS, BlendDrafter, ProxyDrafter, blend_walk, blended
 from offspec.scheduler.params import Accept, SamplingParams, SpeculationParams
-from offspec.scheduler.sampling import Sampler
-from offspec.scheduler.tree import FloatArray
-from offspec.scheduler.verify import TargetPass
+from offspec.scheduler.trees.sampling import Sampler
+from offspec.scheduler.trees.token_tree import FloatArray
+from offspec.scheduler.trees.verify import TargetPass
 
 from ..refusals import refused
 from .fakes import Rule, RuleModel, noise, plain_text, random_rule, resembling

@@ -16,9 +16,9 @@ from torch import Tensor
 from offspec.errors import NumericalError, UsageError
 from offspec.scheduler.joint import SLICE_ROWS, BeamDrafter, joint_walk, log_likelihoods
 from offspec.scheduler.params import MAX_JOINT_NODES, SamplingParams, SpeculationParams
-from offspec.scheduler.sampling import Sampler
-from offspec.scheduler.tree import FloatArray, TokenTree
-from offspec.scheduler.verify import TargetPass
+from offspec.scheduler.trees.sampling import Sampler
+from offspec.scheduler.trees.token_tree import FloatArray, TokenTree
+from offspec.scheduler.trees.verify import TargetPass
 
 from ..refusals import refused
 from .fakes import (

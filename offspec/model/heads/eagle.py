@@ -19,7 +19,7 @@ from torch import Tensor
 from offspec.loaders.formats import linear
 from offspec.loaders.streaming.small_transfers import to_device
 from offspec.loaders.streaming.weights import RamWeights
-from offspec.scheduler.vocabulary import Vocabulary
+from offspec.scheduler.trees.vocabulary import Vocabulary
 
 from ...errors import CheckpointError, UnsupportedModelError
 from ..block import Block, LayerWeights, PassRows, layer_shapes

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from offspec.loaders.streaming.weights import WeightSource
-from offspec.scheduler.vocabulary import Vocabulary
+from offspec.scheduler.trees.vocabulary import Vocabulary
 
 from ..block import PassRows
 from ..config import ModelConfig

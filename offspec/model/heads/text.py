@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from offspec.loaders.streaming.small_transfers import to_device
-from offspec.scheduler.verify import TargetPass, TargetStates
-from offspec.scheduler.vocabulary import Vocabulary
+from offspec.scheduler.trees.verify import TargetPass, TargetStates
+from offspec.scheduler.trees.vocabulary import Vocabulary
 
 from ..block import PassRows
 from ..decoder import CHUNK_ROWS, BoolArray, IntArray, placed

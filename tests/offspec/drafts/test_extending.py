@@ -26,8 +26,8 @@ from offspec.loading import LoadOptions
 from offspec.model.decoder import Decoder
 from offspec.planning.drafting import Acceptance, Guessing
 from offspec.planning.memory import MemoryUse, Room
-from offspec.scheduler.drafter import Drafter, NoDrafter
-from offspec.scheduler.tree import TokenTree
+from offspec.scheduler.drafting.drafter import Drafter, NoDrafter
+from offspec.scheduler.trees.token_tree import TokenTree
 from offspec.tools.forecast import make_forecast
 
 from ...pair import Pair, build_pair

@@ -28,8 +28,8 @@ from offspec.loading import LoadedTarget
 from offspec.model.layer_draft import LayerDraftText
 from offspec.planning.memory import MemoryOptions
 from offspec.planning.plan import make_plan
-from offspec.scheduler.tree import TokenTree
-from offspec.scheduler.verify import Verdict
+from offspec.scheduler.trees.token_tree import TokenTree
+from offspec.scheduler.trees.verify import Verdict
 from offspec.text.tokenizer import Tokenizer
 
 from ...pair import build_pair

@@ -7,7 +7,7 @@ import torch
 from offspec import Engine, SamplingParams
 from offspec.drafts.base import Listener
 from offspec.drafts.model_draft import ModelDraft
-from offspec.scheduler.verify import TargetPass
+from offspec.scheduler.trees.verify import TargetPass
 
 PARAMS = SamplingParams(12, temperature=0.8, seed=3, ignore_eos=True)
 

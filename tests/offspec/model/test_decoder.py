@@ -26,7 +26,7 @@ from offspec.model.block import layer_shapes
 from offspec.model.config import ModelConfig, read_config
 from offspec.model.decoder import CachedDecoder, Decoder, TextRows, check_tensors, is_ignored, score_together
 from offspec.model.rope import RotaryEmbedding, rotation
-from offspec.scheduler.tree import TokenTree
+from offspec.scheduler.trees.token_tree import TokenTree
 
 from ...examples import examples
 from ...fakes import FAMILIES, VOCAB_SIZE, TinyModel, config_json

@@ -13,8 +13,8 @@ import pytest
 
 from offspec import Constraint, Engine, SamplingParams, SpeculationParams
 from offspec.errors import ConstraintError
-from offspec.scheduler.constraint import TokenConstraint, allows
 from offspec.scheduler.params import Trigger
+from offspec.scheduler.trees.constraint import TokenConstraint, allows
 from offspec.text.grammar import ConstraintCompiler
 from offspec.text.thinking import CLOSE, OPEN
 from offspec.text.tokenizer import Tokenizer

@@ -17,11 +17,11 @@ import tokenizers
 from offspec import builtin
 from offspec.errors import StorageError, UsageError
 from offspec.loaders.files.user_folders import NO_HOME
-from offspec.scheduler import retrieval
-from offspec.scheduler.lookup import NO_TOKEN
+from offspec.scheduler.guessing import retrieval
+from offspec.scheduler.guessing.lookup import NO_TOKEN
+from offspec.scheduler.guessing.retrieval import Retrieval
 from offspec.scheduler.params import SamplingParams
-from offspec.scheduler.retrieval import Retrieval
-from offspec.scheduler.sampling import Sampler
+from offspec.scheduler.trees.sampling import Sampler
 from offspec.text import lookup_files as corpus
 from offspec.text.lookup_files import default_folder, lookup_memory_bytes, open_index
 from offspec.text.tokenizer import Tokenizer

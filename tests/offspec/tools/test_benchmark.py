@@ -10,8 +10,8 @@ import pytest
 
 from offspec import Engine, SamplingParams, SpeculationParams, Stats
 from offspec.model.decoder import CachedDecoder
-from offspec.scheduler.tree import TokenTree
-from offspec.scheduler.verify import Verdict
+from offspec.scheduler.trees.token_tree import TokenTree
+from offspec.scheduler.trees.verify import Verdict
 from offspec.tools.benchmark import (
     WORKLOADS,
     Acceptance,

@@ -12,11 +12,11 @@ import torch
 from offspec import Engine
 from offspec.drafts.without_model import LookupDraft, NoDraft
 from offspec.errors import UsageError
-from offspec.scheduler import verify as scheduler_verify
+from offspec.scheduler.guessing.retrieval import build_index
 from offspec.scheduler.params import Scoring, SpeculationParams
-from offspec.scheduler.retrieval import build_index
-from offspec.scheduler.sampling import gumbel
-from offspec.scheduler.verify import Verdict
+from offspec.scheduler.trees import verify as scheduler_verify
+from offspec.scheduler.trees.sampling import gumbel
+from offspec.scheduler.trees.verify import Verdict
 from offspec.tools.verification import NEAR_TIE, Setting, VerificationReport, near_tie, settings_of, verify
 
 from ...pair import build_pair

@@ -22,8 +22,8 @@ from offspec.model.cuda_graphs import TreeGraphs
 from offspec.model.decoder import CachedDecoder, Decoder
 from offspec.model.row_logits import HEAD_ROWS
 from offspec.scheduler.params import MAX_ROWS
-from offspec.scheduler.tree import ROOT, TokenTree
-from offspec.scheduler.verify import NoStates, TargetPass, Verdict
+from offspec.scheduler.trees.token_tree import ROOT, TokenTree
+from offspec.scheduler.trees.verify import NoStates, TargetPass, Verdict
 from offspec.training.lora import Adapter, TreeRows, adapted_shapes, hidden_states
 from offspec.training.online import Aligner, AlignmentParams, Listener, Window, best_beside, divergence, learning_bytes
 

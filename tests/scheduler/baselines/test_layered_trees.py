@@ -24,11 +24,11 @@ from offspec.scheduler.baselines.sequoia import (
     best_size,
     best_topology,
 )
-from offspec.scheduler.drafter import Drafter
+from offspec.scheduler.drafting.drafter import Drafter
 from offspec.scheduler.params import SamplingParams, SpeculationParams
-from offspec.scheduler.sampling import Sampler
-from offspec.scheduler.tree import ROOT, FloatArray, TokenTree
-from offspec.scheduler.verify import TargetPass, Verdict, exact_walk
+from offspec.scheduler.trees.sampling import Sampler
+from offspec.scheduler.trees.token_tree import ROOT, FloatArray, TokenTree
+from offspec.scheduler.trees.verify import TargetPass, Verdict, exact_walk
 
 from ...refusals import refused
 from ..fakes import (

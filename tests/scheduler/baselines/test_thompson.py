@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from offspec.scheduler.baselines.thompson import CalibrationSampling, ThompsonSampling
-from offspec.scheduler.budget import FixedBudget, MarginalRate
-from offspec.scheduler.costs import Costs
+from offspec.scheduler.pace.budget import FixedBudget, MarginalRate
+from offspec.scheduler.pace.costs import Costs
 
-from ..test_budget import NONE, PROFILE, flat_until, rated, state_of
+from ..pace.test_budget import NONE, PROFILE, flat_until, rated, state_of
 
 
 def thompson(*, calibrated: bool = False, seed: int = 0) -> ThompsonSampling:

@@ -26,8 +26,8 @@ from offspec.model.decoder import Decoder
 from offspec.model.heads.eagle import tapped_layers
 from offspec.model.heads.text import HeadText
 from offspec.planning.plan import all_resident
-from offspec.scheduler.tree import TokenTree
-from offspec.scheduler.verify import TargetPass, Verdict
+from offspec.scheduler.trees.token_tree import TokenTree
+from offspec.scheduler.trees.verify import TargetPass, Verdict
 
 from ....fakes import CPU
 from ....pair import build_pair

@@ -1,0 +1,124 @@
+"""Protocols of drafters and of the models that they use; the description of a request."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from ..pace.shared_pass import SharedPass
+from ..params import MAX_ROWS
+from ..trees.sampling import Sampler
+from ..trees.token_tree import BoolArray, IntArray, TokenTree
+from ..trees.verify import TargetPass, TargetStates
+from ..trees.vocabulary import Vocabulary
+
+
+class TreeModel(Protocol):
+    """A drafter's interface to a model: score tokens after one text, and keep those that became part of it."""
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """The target's tokens that the model reads and predicts."""
+
+    @property
+    def max_context(self) -> int: ...
+
+    @property
+    def length(self) -> int:
+        """The number of the text's tokens in the model's KV cache."""
+
+    def score(self, chain: Sequence[int], tokens: IntArray, depths: IntArray, mask: BoolArray) -> Tensor:
+        """Commit chain; add R tree nodes as pending. Logits [(1 if chain) + R, C], C columns of `vocabulary`.
+
+        chain, tokens: `vocabulary.inputs` of the target's tokens. mask: bool [R, P + R], see `TokenTree.mask`; P nodes
+        are already pending.
+        """
+
+    def keep(self, path: Sequence[int], pending: Sequence[int] = ()) -> None:
+        """Commit the pending nodes `path`; the nodes `pending` below them stay pending; drop the others.
+
+        path followed by pending is ascending. The nodes that stay pending are numbered from 0 in their order.
+        """
+
+
+class LogitCorrector(Protocol):
+    """Corrects a `TreeModel`'s logits by the target's predictions at nodes that both models scored."""
+
+    def observe(self, rows: IntArray, nodes: IntArray, states: TargetStates) -> None:
+        """Record the target's states at K nodes. Called before `TreeModel.keep`.
+
+        rows [K]: of the model's pending region, ROOT for the text's last token. nodes [K]: their rows in the target's
+        pass.
+        """
+
+    def corrected(self, rows: IntArray) -> Tensor:
+        """Corrected logits [K, C] of these pending rows (ROOT first), with all corrections observed so far."""
+
+
+@dataclass(frozen=True)
+class DraftRequest:
+    """The input of a drafter for one request.
+
+    sampler: the target's. final: tokens that end the text and have no children. num_unscored: tokens of the text that
+    the target's first pass scores; None: as many as the draft scores. most_read: tokens that the draft scores itself
+    before it drafts; with more unscored ones it waits for the target. None: no limit. most_rows: nodes that may be
+    pending in the draft's KV cache. shared: the passes that the request shares with others; None: it has its own.
+    """
+
+    sampler: Sampler
+    final: Collection[int] = ()
+    num_unscored: int | None = None
+    most_read: int | None = None
+    most_rows: int = MAX_ROWS
+    shared: SharedPass | None = None
+
+
+class Drafter(Protocol):
+    """Proposes trees for one request. Calls of propose and observe alternate; after an error, create a new drafter."""
+
+    def propose(self, text: Sequence[int], max_depth: int) -> TokenTree:
+        """A tree of continuations of `text` (all tokens so far), at most max_depth deep."""
+
+    @property
+    def wants_overlap(self) -> bool:
+        """Whether to call `extend` during the next pass."""
+
+    def extend(self, is_over: Callable[[], bool]) -> None:
+        """Draft during the target's pass until `is_over`. Called between propose and observe, maybe on a thread."""
+
+    def observe(self, done: TargetPass) -> None:
+        """Record the target's pass over the tree that was proposed last."""
+
+
+class SequentialDrafter:
+    """Base of drafters that do not draft during the target's pass."""
+
+    wants_overlap = False
+
+    def extend(self, is_over: Callable[[], bool]) -> None:
+        pass
+
+
+class NoDrafter(SequentialDrafter):
+    """Proposes empty trees: plain decoding."""
+
+    def propose(self, text: Sequence[int], max_depth: int) -> TokenTree:
+        return TokenTree.empty()
+
+    def observe(self, done: TargetPass) -> None:
+        pass
+
+
+class NoModel:
+    """A TreeModel for drafters without a model: its context of 0 prevents every call."""
+
+    vocabulary, max_context, length = Vocabulary(1), 0, 0
+
+    def score(self, chain: Sequence[int], tokens: IntArray, depths: IntArray, mask: BoolArray) -> Tensor:
+        raise AssertionError("NoModel cannot score")
+
+    def keep(self, path: Sequence[int], pending: Sequence[int] = ()) -> None:
+        pass

@@ -1,0 +1,265 @@
+"""Best-first drafting with a small model (SpecExec, 2406.02532, section 4), with guessers, or with both.
+
+The tree contains the best of all candidates. `draft_rounds` runs the model and `guesser_pool` the guessers. `pricing`
+decides how long to draft and how many nodes to send, `overlap` whether to draft during the pass. After the verdict,
+`verdict_learning` updates the calibration.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from ..guessing.lookup import Guesser
+from ..pace.budget import Controller
+from ..pace.overlap import Overlap
+from ..params import SpeculationParams
+from ..trees.token_tree import ROOT, FloatArray, IntArray, TokenTree
+from ..trees.verify import TargetPass
+from .candidate_tree import CandidateTree
+from .child_scores import ChildScorer
+from .controllers import controller_for
+from .draft_rounds import DraftRounds
+from .drafter import DraftRequest, LogitCorrector, NoModel, TreeModel
+from .guesser_pool import GuesserPool
+from .learnt import RunningEstimates
+from .model_guesser import ModelGuesser
+from .pricing import Clock, PassPricing, Rest
+from .score_calls import Drafting, run_alone
+from .verdict_learning import learn_children, learn_trust, learn_trust_unsent
+
+EMPTY_TREE = TokenTree.empty()
+NO_NODES: IntArray = np.empty(0, dtype=np.int64)
+ROOT_WIDTH = 16  # guessed or forced nodes that are scored together with the text
+
+
+class ModelDrafter:
+    """Proposes trees of the likeliest candidates of draft and guessers; one drafter per request.
+
+    Each round expands the best open candidates with one forward of the draft. If the target's next token is an expanded
+    candidate, the subtree below it stays with its KV entries (`--no-reuse` drops it).
+    """
+
+    def __init__(
+        self,
+        model: TreeModel | None,
+        request: DraftRequest,
+        params: SpeculationParams,
+        learnt: RunningEstimates,
+        *,
+        guessers: Sequence[Guesser | ModelGuesser] = (),
+        corrector: LogitCorrector | None = None,
+        controller: Controller | None = None,
+        clock: Clock = time.perf_counter,
+    ) -> None:
+        """model: None drafts with guessers alone; otherwise their trees are merged with the model's.
+
+        guessers: smaller models among them guess ahead of the model. corrector: the model's, or None. controller: None
+        selects one by `params`.
+        """
+        self._params, self._request = params, request
+        is_coupled = params.scoring == "coupled"
+        self._calibration = learnt.calibration.of(greedy=request.sampler.is_greedy, coupled=is_coupled)
+        model = model or NoModel()
+        scorer = ChildScorer(model.vocabulary, request.sampler, params.children, coupled=is_coupled)
+        self._rounds = DraftRounds(model, request, scorer, self._calibration, corrector)
+        self._guessers = GuesserPool(guessers, request.sampler, self._calibration, clock)
+        controller = controller or controller_for(params, learnt.costs)
+        known = self._calibration
+        retry, switch = (known.retry, known.switch) if params.budget is None else (None, None)
+        self._pricing = PassPricing(controller, learnt.costs, known, clock, retry, switch, request.shared)
+        self._draft_costs = learnt.costs.draft
+        self._overlap = Overlap(allowed=params.overlap and params.reuse, switch=learnt.overlap_switch)
+        self._text: Sequence[int] = ()
+        self._may_draft = False
+        self._best = self._sent = NO_NODES  # candidates, the best first
+        self._is_plain = False  # this pass does not speculate, but for what a constraint forces
+        self._forced: list[int] = []
+
+    @property
+    def candidates(self) -> CandidateTree:
+        """All candidates below the text's last token."""
+        return self._rounds.tree
+
+    @property
+    def sent(self) -> IntArray:
+        """The candidates in the last proposed tree, in the order of its nodes."""
+        return self._sent
+
+    @property
+    def rest(self) -> Rest | None:
+        """Why nothing is drafted in these passes, but for trials; None where something is, and with a given budget."""
+        return self._pricing.rest if self._is_priced else None
+
+    # ------------------------------------------------------------------------------------------------ a tree
+
+    def propose(self, text: Sequence[int], max_depth: int) -> TokenTree:
+        run_alone(self.prepare(text, max_depth))
+        return self.send()
+
+    def prepare(self, text: Sequence[int], max_depth: int) -> Drafting[FloatArray | None]:
+        """See `CompetingDrafter`."""
+        rounds, pricing = self._rounds, self._pricing
+        self._best = self._sent = NO_NODES
+        self._is_plain = not pricing.speculates
+        if self._is_plain:
+            pricing.begin_plain()
+            self._forced = rounds.forced(min(max_depth, self._params.max_depth, pricing.limit))
+            return None
+        self._text = text
+        rounds.begin(text, min(max_depth, self._params.max_depth))
+        pricing.begin(self._num_chain())
+        self._may_draft = rounds.max_depth > 0 and pricing.limit > 0
+        if self._may_draft:
+            yield from self._draft()
+            if not rounds.is_untouched:
+                self._best = rounds.best(pricing.limit)
+        return rounds.probabilities(self._best) if self._is_priced else None
+
+    def send(self, num_nodes: int | None = None) -> TokenTree:
+        """See `CompetingDrafter`."""
+        if self._is_plain:
+            self._overlap.begin(is_on=False)
+            return TokenTree.chain(self._forced) if self._forced else EMPTY_TREE
+        rounds, pricing = self._rounds, self._pricing
+        if len(self._best):
+            self._sent = self._best[
+                : pricing.size(rounds.probabilities(self._best)) if num_nodes is None else num_nodes
+            ]
+        if self._may_draft:
+            self._learn_guessers_worth()
+        tree, num_expected = EMPTY_TREE, 0.0
+        if len(self._sent):
+            tree, num_expected = rounds.tree.tree(self._sent), float(rounds.probabilities(self._sent).sum())
+        cycle_s = pricing.send(num_expected)
+        if self._overlap.is_learning and not pricing.is_first and not pricing.is_shared:
+            self._overlap.observe(1 + num_expected, cycle_s)
+        self._overlap.begin(is_on=self.wants_overlap)
+        return tree
+
+    def _num_chain(self) -> int:
+        """Rows of the target's pass in addition to the nodes: the last token; in the first pass, all new tokens."""
+        if not self._pricing.is_first:
+            return 1
+        unscored = self._request.num_unscored
+        return self._rounds.num_unscored if unscored is None else unscored
+
+    def _draft(self) -> Drafting[None]:
+        """Add what is forced, run the guessers, then the draft."""
+        rounds, pricing = self._rounds, self._pricing
+        rounds.begin_forced()
+        rate = pricing.tokens_per_s if self._is_priced and not pricing.is_catching_up else None
+        self._guessers.ask(rounds.tree, self._text, pricing.limit, rounds.max_depth, rate)
+        if self._can_ask_model and (rounds.tree.is_rooted or pricing.is_worth_a_round()):
+            yield from self._grow()
+
+    @property
+    def _is_priced(self) -> bool:
+        """Whether measured times decide; with a given budget, trees must not depend on them."""
+        return self._params.budget is None
+
+    def _learn_guessers_worth(self) -> None:
+        rounds, pricing = self._rounds, self._pricing
+        if self._is_priced and self._guessers.was_asked and not pricing.is_first:  # the first pass indexes all the text
+            guessed = self._sent[rounds.tree.is_claimed(self._sent)]
+            num_tokens = float(rounds.probabilities(guessed).sum())
+            self._guessers.learn_worth(pricing.worth(num_tokens, len(guessed), len(self._sent)))
+
+    @property
+    def _can_ask_model(self) -> bool:
+        rounds = self._rounds
+        most_read = self._request.most_read
+        return rounds.model_depth > 0 and (most_read is None or rounds.num_unscored <= most_read)
+
+    def _grow(self) -> Drafting[None]:
+        """Run draft rounds while they are worth their cost."""
+        rounds, pricing = self._rounds, self._pricing
+        if self._guessers.has_smaller:
+            self._guessers.begin_ahead(self._text, rounds.max_depth)
+        if rounds.tree.is_rooted:
+            rounds.rejudge()
+        else:
+            yield from pricing.round(rounds.expand_root(self._guessed_ahead()))
+        while rounds.room > 0:
+            best = rounds.best(pricing.limit)
+            nodes = rounds.open_among(best)
+            width = min(pricing.width(rounds.probabilities(best), rounds.probabilities(nodes)), rounds.room)
+            if width < 1:
+                break
+            if self._guessers.has_smaller:
+                self._look_ahead(best)
+                nodes = rounds.open_among(rounds.best(pricing.limit))
+            if not len(nodes):
+                break
+            yield from pricing.round(rounds.expand(nodes[:width]))
+
+    def _guessed_ahead(self) -> IntArray | None:
+        """What can be scored together with the text: what the constraint forces after it, and smaller drafts guess."""
+        rounds, limit, has_smaller = self._rounds, self._pricing.limit, self._guessers.has_smaller
+        if not has_smaller and self._request.sampler.constraint is None:
+            return None
+        if has_smaller:
+            self._look_ahead(rounds.best(limit))
+        found = rounds.open_among(rounds.best(limit))
+        return found[:ROOT_WIDTH] if has_smaller else found[rounds.tree.is_certain(found)][:ROOT_WIDTH]
+
+    def _look_ahead(self, best: IntArray) -> None:
+        """Let smaller drafts guess below the best candidates."""
+        round_s = None
+        if self._is_priced and self._draft_costs.is_known:
+            round_s = float(self._draft_costs.seconds(np.array([ROOT_WIDTH]))[0])
+        self._guessers.guess_ahead(self._rounds.tree, best, round_s)
+
+    @property
+    def wants_overlap(self) -> bool:
+        if self._is_plain or not self._rounds.tree.is_rooted:
+            return False
+        shared = self._request.shared
+        return self._overlap.is_allowed and shared.overlaps if shared and shared.is_shared else self._overlap.is_on
+
+    def extend(self, is_over: Callable[[], bool]) -> None:
+        """Continue the rounds of `propose` during the pass."""
+        run_alone(self.extending(is_over))
+
+    def extending(self, is_over: Callable[[], bool]) -> Drafting[None]:
+        """See `CompetingDrafter`."""
+        look = self._look_ahead if self._guessers.has_smaller else None
+        return self._rounds.extend(self._draft_costs.best_width(), is_over, look)
+
+    # ------------------------------------------------------------------------------------------------ a verdict
+
+    def observe(self, done: TargetPass) -> None:
+        if self._is_plain:
+            self._observe_plain(done)
+            return
+        self._pricing.judged(len(done.tree))
+        self._guessers.observe(done)
+        if not self._rounds.is_untouched:  # where nothing pays, passes follow each other as in plain decoding
+            self._learn(done)
+        else:
+            self._rounds.keep_nothing()
+        self._pricing.end(len(done.verdict.tokens))
+
+    def _observe_plain(self, done: TargetPass) -> None:
+        """After a pass without speculation: record only what a later trial needs."""
+        self._guessers.observe(done)
+        if self._rounds.is_untouched:
+            self._rounds.keep_nothing()
+        else:  # of the last tree
+            self._rounds.keep(NO_NODES, done.verdict.tokens, reuse=self._params.reuse and not done.verdict.path)
+        self._pricing.end_plain()
+
+    def _learn(self, done: TargetPass) -> None:
+        """From a verdict on what was drafted or guessed, sent or not; and keep what is left of it."""
+        tree, verdict = done.tree, done.verdict
+        rounds, path = self._rounds, self._sent[verdict.path]
+        if len(tree):
+            learn_trust(self._calibration.trust, rounds.tree, self._sent, tree, verdict)
+        elif rounds.tree.is_rooted:
+            learn_trust_unsent(self._calibration.trust, rounds.tree, rounds.best(1), verdict)
+        self._guessers.learn_trust(rounds.tree, np.append(ROOT, path), verdict.tokens)
+        rounds.correct(self._sent, np.arange(len(self._sent)) + 1, done.states)
+        learn_children(self._calibration, rounds.tree, path, verdict.tokens)
+        rounds.keep(path, verdict.tokens, reuse=self._params.reuse)

@@ -1,0 +1,88 @@
+"""Drafting as a sequence of the draft's forwards, so that one forward can serve several texts.
+
+A text's drafting is a generator: it yields what the draft has to score and receives the logits. `run_alone` serves one
+text, `run_together` several: each round of theirs is one forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeVar, runtime_checkable
+
+from torch import Tensor
+
+from ..trees.token_tree import BoolArray, FloatArray, IntArray, TokenTree
+from .drafter import Drafter, TreeModel
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class ScoreCall:
+    """The arguments of `TreeModel.score`, and the model of the text."""
+
+    model: TreeModel
+    chain: Sequence[int]
+    tokens: IntArray
+    depths: IntArray
+    mask: BoolArray
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.chain) + len(self.tokens)
+
+    def score(self) -> Tensor:
+        return self.model.score(self.chain, self.tokens, self.depths, self.mask)
+
+
+Drafting = Generator[ScoreCall, Tensor, T]
+ScoreTogether = Callable[[Sequence[ScoreCall]], Sequence[Tensor]]
+
+
+@runtime_checkable
+class CompetingDrafter(Drafter, Protocol):
+    """A drafter whose trees compete with those of other texts: `prepare`, then `send`, in place of `propose`."""
+
+    def prepare(self, text: Sequence[int], max_depth: int) -> Drafting[FloatArray | None]:
+        """Draft. The result is the probabilities of the best candidates, descending; None if the size is given."""
+
+    def send(self, num_nodes: int | None = None) -> TokenTree:
+        """The tree of the `num_nodes` best candidates; None: as many as the drafter would send on its own."""
+
+    def extending(self, is_over: Callable[[], bool]) -> Drafting[None]:
+        """`extend`, of which the caller runs the forwards."""
+
+
+def run_alone(drafting: Drafting[T]) -> T:
+    """Serve one text, and return the generator's result."""
+    try:
+        call = next(drafting)
+        while True:
+            call = drafting.send(call.score())
+    except StopIteration as end:
+        found: T = end.value
+        return found
+
+
+def run_together(draftings: Sequence[Drafting[T]], score: ScoreTogether) -> list[T]:
+    """Serve several texts, and return their results. Generators start in order; rounds of all of them are one call."""
+    results: dict[int, T] = {}
+    calls: dict[int, ScoreCall] = {}
+    logits: dict[int, Tensor] = {}
+
+    def advance(text: int) -> None:
+        try:
+            calls[text] = draftings[text].send(logits[text]) if text in logits else next(draftings[text])
+        except StopIteration as end:
+            results[text] = end.value
+
+    for text in range(len(draftings)):
+        advance(text)
+    while calls:
+        texts, asked = list(calls), list(calls.values())
+        calls.clear()
+        logits = dict(zip(texts, score(asked), strict=True))
+        for text in texts:
+            advance(text)
+    return [results[text] for text in range(len(draftings))]

@@ -1,0 +1,1 @@
+"""Guesses without a model: the text so far, other texts, earlier predictions."""

@@ -1,0 +1,106 @@
+"""The cost of draft rounds and target passes by number of rows, learnt at run time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import cache
+
+import numpy as np
+
+from ..trees.token_tree import FloatArray, IntArray
+from .averages import MovingAverage
+
+Predict = Callable[[int], float]
+MOST_ROWS = 4096
+_LOGS = np.log2(np.maximum(np.arange(MOST_ROWS + 1), 1))
+WIDTHS = np.array([4, 8, 16, 32, 64])  # of draft rounds; so few that each can have a captured graph
+
+
+class CostCurve:
+    """Seconds of one forward as a non-decreasing function of its rows.
+
+    The curve has knots half an octave apart; each observation updates the knots near it. Knots without observations
+    follow the prior's shape, scaled to the observed knots. Without a prior, their estimate is optimistic, so that
+    better widths are tried: seconds proportional to rows below the observed knots, constant above them. If knots
+    violate the order, those farther from the last observation change, because they may be stale.
+    """
+
+    KNOTS = np.arange(0, 2 * np.log2(MOST_ROWS) + 1) / 2  # log2 of rows
+    RATE = 0.15  # weight of an observation at its own number of rows
+    FORGETTING = 0.99  # so that a width not observed for some hundred passes may be tried again
+    LITTLE = 0.02  # weight of an inferred value against observed ones
+
+    def __init__(self, prior: Predict | None = None) -> None:
+        """prior: predicted seconds for a number of rows."""
+        self._prior = None if prior is None else np.array([prior(round(2**x)) for x in self.KNOTS])
+        self._sums, self._weights = np.zeros_like(self.KNOTS), np.zeros_like(self.KNOTS)
+        self._last = 0  # knot nearest to the last observation
+        self._seconds: FloatArray | None = None  # at the knots
+        self.is_known = prior is not None
+
+    def observe(self, rows: int, seconds: float) -> None:
+        place = math.log2(min(max(rows, 1), MOST_ROWS))
+        rates, self._last = self._nearness(place)
+        shape = 1.0 if self._prior is None else self._prior / np.interp(place, self.KNOTS, self._prior)
+        self._sums = self.FORGETTING * self._sums + rates * (seconds * shape - self._sums)
+        self._weights = self.FORGETTING * self._weights + rates * (1 - self._weights)
+        self._seconds, self.is_known = None, True
+
+    @classmethod
+    @cache
+    def _nearness(cls, place: float) -> tuple[FloatArray, int]:
+        """How much an observation at `place` counts for each knot, and which knot is the nearest."""
+        rates: FloatArray = cls.RATE * np.exp(-0.5 * ((cls.KNOTS - place) / 0.25) ** 2)
+        rates[rates < cls.LITTLE * cls.RATE] = 0.0
+        return rates, int(np.abs(cls.KNOTS - place).argmin())
+
+    def weight(self, rows: int) -> float:
+        """The weight of observations near this number of rows, from 0 to 1."""
+        return float(np.interp(math.log2(min(max(rows, 1), MOST_ROWS)), self.KNOTS, self._weights))
+
+    def best_width(self) -> int:
+        """The number of rows with the lowest cost per row."""
+        return int(WIDTHS[(self.seconds(WIDTHS) / WIDTHS).argmin()])
+
+    def seconds(self, rows: IntArray) -> FloatArray:
+        """Seconds of forwards with these numbers of rows."""
+        if self._seconds is None:
+            knots = (self._sums + self.LITTLE * self._inferred()) / (self._weights + self.LITTLE)
+            last = self._last
+            knots[last:] = np.maximum.accumulate(knots[last:])
+            knots[last::-1] = np.minimum.accumulate(knots[last::-1])
+            self._seconds = knots
+        curve: FloatArray = np.interp(_LOGS[np.minimum(rows, MOST_ROWS)], self.KNOTS, self._seconds)
+        return curve
+
+    def _inferred(self) -> FloatArray:
+        """Values of all knots, inferred from the observed ones."""
+        seen = np.flatnonzero(self._weights > self.LITTLE)
+        if not len(seen):
+            return np.ones_like(self.KNOTS) if self._prior is None else self._prior
+        known = self._sums[seen] / self._weights[seen]
+        if self._prior is not None:
+            ratios: FloatArray = np.interp(self.KNOTS, self.KNOTS[seen], known / self._prior[seen])
+            return self._prior * ratios
+        right = np.searchsorted(seen, np.arange(len(self.KNOTS)))  # the first observed knot, at or after each
+        above, below = np.minimum(right, len(seen) - 1), np.maximum(right - 1, 0)
+        fewer = known[above] * 2 ** np.minimum(self.KNOTS - self.KNOTS[seen[above]], 0.0)
+        least: FloatArray = np.where(right > 0, np.maximum(known[below], fewer), fewer)
+        return np.where(right == len(seen), known[-1], least)
+
+
+class Costs:
+    """The costs of one pair of models, kept from request to request."""
+
+    def __init__(self, target: Predict | None = None, draft: Predict | None = None) -> None:
+        self.target, self.draft = CostCurve(target), CostCurve(draft)
+        self._overhead = MovingAverage(0.1, initial=0.0)
+
+    @property
+    def overhead_s(self) -> float:
+        """Seconds of a pass with a tree in addition to drafting and scoring."""
+        return self._overhead.value
+
+    def observe_overhead(self, seconds: float) -> None:
+        self._overhead.observe(max(0.0, seconds))

@@ -1,0 +1,1 @@
+"""Trees of tokens, the noise that decides between tokens, and verification."""

@@ -1,0 +1,127 @@
+"""A cost curve: what was observed, what lies between, what the prior says where nothing was, and forgetting."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from offspec.scheduler.pace.costs import MOST_ROWS, CostCurve, Costs
+
+from ..fakes import many
+
+ROWS = np.array([1, 2, 3, 5, 8, 16, 40, 64, 100, 256, 700, 1024, 4096])
+
+
+def seconds(curve: CostCurve, rows: int) -> float:
+    return float(curve.seconds(np.array(rows)))
+
+
+def pass_s(rows: int) -> float:
+    """As a streamed target's: flat, then rising."""
+    return 0.5 + 0.004 * max(0, rows - 64)
+
+
+def observed(curve: CostCurve, rows: int, value: float, count: int = 100) -> CostCurve:
+    for _ in range(count):
+        curve.observe(rows, value)
+    return curve
+
+
+def test_learns_a_curve_and_what_lies_between() -> None:
+    curve = CostCurve()
+    for _ in range(60):
+        for exponent in range(10):
+            curve.observe(2**exponent, pass_s(2**exponent))
+    for rows in (1, 2, 16, 64, 128, 256, 512):
+        assert seconds(curve, rows) == pytest.approx(pass_s(rows), rel=0.2)
+    for low, middle, high in ((1, 6, 8), (128, 200, 256), (256, 300, 512)):
+        assert seconds(curve, low) <= seconds(curve, middle) < 1.01 * seconds(curve, high)
+
+
+def test_scale_and_noise_of_what_is_observed() -> None:
+    """A mean of the last observations, in the units they came in."""
+    generator = np.random.default_rng(0)
+    for scale in (1e-4, 1.0, 1e3):
+        curve = CostCurve()
+        for _ in range(300):
+            curve.observe(8, scale * generator.uniform(0.8, 1.2))
+        assert seconds(curve, 8) == pytest.approx(scale, rel=0.1)
+
+
+@many
+@given(
+    observations=st.lists(st.tuples(st.integers(1, 2 * MOST_ROWS), st.floats(1e-6, 1e3)), max_size=30),
+    has_prior=st.booleans(),
+)
+def test_never_falls_and_never_ends(observations: list[tuple[int, float]], has_prior: bool) -> None:
+    curve = CostCurve(pass_s if has_prior else None)
+    for rows, value in observations:
+        curve.observe(rows, value)
+        found = curve.seconds(np.arange(2 * MOST_ROWS))
+        assert (np.diff(found) >= 0).all()
+        assert (found > 0).all()
+        assert np.isfinite(found).all()
+
+
+def test_the_prior_holds_where_nothing_was_seen() -> None:
+    curve = CostCurve(pass_s)
+    np.testing.assert_allclose(
+        curve.seconds(ROWS[[0, 1, 3, 4, 5, 7, 9, 11]]), [pass_s(n) for n in ROWS[[0, 1, 3, 4, 5, 7, 9, 11]]], rtol=0.02
+    )
+    assert curve.is_known
+
+
+def test_what_was_seen_somewhere_corrects_the_prior_everywhere() -> None:
+    """A machine twice as slow as predicted is so for other numbers of rows, too; its own observations weigh more."""
+    curve = observed(CostCurve(pass_s), 16, 2 * pass_s(16))
+    for rows in (1, 16, 256, 4096):
+        assert seconds(curve, rows) == pytest.approx(2 * pass_s(rows), rel=0.02)
+    observed(curve, 1024, 3 * pass_s(1024))
+    assert seconds(curve, 1024) == pytest.approx(3 * pass_s(1024), rel=0.1)
+    assert seconds(curve, 16) == pytest.approx(2 * pass_s(16), rel=0.1), "small ones give way, nobody has seen them"
+
+
+def test_forgets_old_costs() -> None:
+    """Though what lies to both sides was learnt with the old ones, and is remembered longer."""
+    curve = observed(CostCurve(pass_s), 32, 5.0)
+    assert seconds(observed(curve, 32, 1.0, count=40), 32) == pytest.approx(1.0, rel=0.02)
+
+
+def test_one_outlier_moves_little() -> None:
+    curve = observed(CostCurve(), 32, 1.0)
+    curve.observe(32, 2.0)
+    assert 1.0 < seconds(curve, 32) < 1.2
+
+
+def test_the_first_observation_is_believed_and_hope_fills_the_rest() -> None:
+    """More rows may cost nothing more, and fewer as much less: what might be better is tried."""
+    curve = CostCurve()
+    assert not curve.is_known
+    curve.observe(16, 7.0)
+    assert curve.is_known
+    np.testing.assert_allclose(curve.seconds(np.array([16, 17, 40, 4096])), 7.0)
+    hoped = curve.seconds(np.array([1, 2, 4]))
+    np.testing.assert_allclose(hoped, hoped[0] * np.array([1, 2, 4]))
+    assert hoped[0] < 1.0
+
+
+def test_weight_says_where_was_observed() -> None:
+    curve = CostCurve(pass_s)
+    assert curve.weight(1) == curve.weight(16) == 0
+    curve.observe(16, 1.0)
+    once = curve.weight(16)
+    observed(curve, 16, 1.0)
+    assert 0 < once < curve.weight(16) <= 1
+    assert curve.weight(16) > 0.9
+    assert curve.weight(13) > 0.5 > 0.1 > curve.weight(1)
+    assert curve.weight(10**6) == curve.weight(MOST_ROWS)
+
+
+def test_a_pair_has_two_curves() -> None:
+    costs = Costs(pass_s)
+    costs.draft.observe(1, 0.1)
+    assert seconds(costs.target, 1) == pytest.approx(pass_s(1))
+    assert seconds(costs.draft, 1) == pytest.approx(0.1)
+    assert not Costs(pass_s).draft.is_known

@@ -1,0 +1,70 @@
+"""Whether to draft beside the pass: the switch finds the better way, and follows it when it changes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from offspec.scheduler.pace.overlap import Overlap, OverlapSwitch
+
+
+def cycles(switch: OverlapSwitch, seconds: dict[bool, float], count: int) -> list[bool]:
+    """Which way each cycle went, at these costs of two tokens."""
+    ways = []
+    for _ in range(count):
+        ways.append(switch.is_on())
+        switch.observe(ways[-1], 2.0, seconds[ways[-1]])
+    return ways
+
+
+@pytest.mark.parametrize("better", [True, False])
+def test_the_switch_finds_the_better_way_and_tries_the_other_now_and_then(better: bool) -> None:
+    ways = cycles(OverlapSwitch(), {better: 1.0, not better: 1.5}, 400)
+    assert set(ways[:4]) == {True, False}
+    others = [cycle for cycle, way in enumerate(ways) if way != better and cycle >= 4]
+    assert 400 / OverlapSwitch.AGAIN - 2 <= len(others) <= 400 / OverlapSwitch.AGAIN + 2
+    assert max(np.diff(others)) <= 2 * OverlapSwitch.AGAIN
+
+
+@pytest.mark.parametrize("better", [True, False])
+def test_where_cores_are_shared_the_switch_starts_without_and_finds_out_later(better: bool) -> None:
+    ways = cycles(OverlapSwitch(shares_cores=True), {better: 1.0, not better: 1.5}, 400)
+    assert not any(ways[: OverlapSwitch.AGAIN])
+    assert True in ways
+    assert np.mean([way == better for way in ways[2 * OverlapSwitch.AGAIN :]]) > 0.9
+
+
+def test_the_switch_follows_a_change() -> None:
+    switch = OverlapSwitch()
+    for better in (True, False, True):
+        ways = cycles(switch, {better: 1.0, not better: 3.0}, 40 * OverlapSwitch.AGAIN)
+        assert np.mean([way == better for way in ways[-4 * OverlapSwitch.AGAIN :]]) > 0.9
+        assert np.mean(ways) not in (0.0, 1.0)
+
+
+def test_more_tokens_may_be_worth_more_time() -> None:
+    switch = OverlapSwitch()
+    for _ in range(10):
+        switch.observe(True, 6.0, 2.0)
+        switch.observe(False, 2.0, 1.0)
+    assert switch.is_on()
+
+
+# ------------------------------------------------------------------------------------------------ a request
+
+
+@pytest.mark.parametrize("allowed", [True, False])
+def test_without_a_switch_overlap_is_on_where_it_is_allowed(allowed: bool) -> None:
+    assert Overlap(allowed=allowed).is_on == allowed
+
+
+def test_a_switch_has_the_last_word_where_overlap_is_allowed() -> None:
+    switch = OverlapSwitch(shares_cores=True)
+    assert not Overlap(allowed=True, switch=switch).is_on
+    assert not Overlap(allowed=False, switch=OverlapSwitch()).is_on
+    for was_on, seconds in ((True, 1.0), (False, 2.0)):
+        overlap = Overlap(allowed=True, switch=switch)
+        for _ in range(OverlapSwitch.AGAIN):
+            overlap.begin(is_on=was_on)
+            overlap.observe(2.0, seconds)
+    assert [Overlap(allowed=True, switch=switch).is_on for _ in range(2)] == [switch.is_on()] * 2

@@ -1,0 +1,90 @@
+"""The mask is the ancestor relation; children and paths are those of a walk; what is trimmed is a tree."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from offspec.scheduler.drafting.candidate_tree import CandidateTree
+from offspec.scheduler.pace.calibration import UNIT
+from offspec.scheduler.trees.token_tree import ROOT, TokenTree, trimmed
+
+from ..fakes import build_tree, many, paths, trees
+
+
+@many
+@given(tree=trees(vocab_size=3))
+def test_mask_is_the_ancestor_relation(tree: TokenTree) -> None:
+    tokens = paths(tree)
+    expected = [[below[: len(above)] == above for above in tokens] for below in tokens]
+    np.testing.assert_array_equal(tree.mask(), np.array(expected, dtype=bool).reshape(len(tree), len(tree)))
+
+
+@many
+@given(tree=trees(vocab_size=3))
+def test_child_is_found_by_its_token(tree: TokenTree) -> None:
+    places = {path: node for node, path in enumerate(paths(tree))}
+    for node, path in [(ROOT, ()), *enumerate(paths(tree))]:
+        assert [tree.child(node, token) for token in range(4)] == [places.get((*path, token)) for token in range(4)]
+
+
+@many
+@given(tree=trees(vocab_size=3))
+def test_path_leads_from_the_root_to_the_node(tree: TokenTree) -> None:
+    assert [tuple(tree.tokens[tree.path(node)]) for node in range(len(tree))] == paths(tree)
+    assert [len(tree.path(node)) for node in range(len(tree))] == tree.depths.tolist()
+
+
+def test_mask_of_a_long_chain() -> None:
+    np.testing.assert_array_equal(build_tree([range(300)]).mask(), np.tri(300, dtype=bool))
+
+
+def test_empty_tree() -> None:
+    tree = TokenTree.empty()
+    assert len(tree) == 0
+    assert tree.mask().shape == (0, 0)
+    assert tree.mask().dtype == np.bool_
+    assert tree.child(ROOT, 0) is None
+    assert tree.path(ROOT) == []
+
+
+@st.composite
+def scored_trees(draw: st.DrawFn) -> TokenTree:
+    """Trees whose scores fall, or stay, along each path."""
+    tree = draw(trees(vocab_size=3))
+    gains = draw(st.lists(st.sampled_from([0.0, -0.5, -1.0]), min_size=len(tree), max_size=len(tree)))
+    scores = [sum((gains[above] for above in tree.path(node)), 0.0) for node in range(len(tree))]
+    return TokenTree(tree.tokens, tree.parents, tree.depths, np.array(scores))
+
+
+def scores_of(tree: TokenTree) -> dict[tuple[int, ...], float]:
+    return dict(zip(paths(tree), tree.scores.tolist(), strict=True))
+
+
+def assert_best_of(tree: TokenTree, everything: dict[tuple[int, ...], float], budget: int) -> None:
+    """A tree, parents first, of `budget` nodes of `everything`, and no other is better than one of them."""
+    assert len(set(paths(tree))) == len(tree) == min(budget, len(everything))
+    assert (tree.parents < np.arange(len(tree))).all()
+    assert tree.depths.tolist() == [len(path) for path in paths(tree)]
+    assert tree.scores.tolist() == sorted(everything.values(), reverse=True)[:budget]
+    assert scores_of(tree).items() <= everything.items()
+
+
+@many
+@given(tree=scored_trees(), budget=st.integers(0, 12))
+def test_trimmed_keeps_the_best_and_keeps_a_tree(tree: TokenTree, budget: int) -> None:
+    assert_best_of(trimmed(tree, budget), scores_of(tree), budget)
+
+
+@many
+@given(guesses=st.lists(scored_trees(), max_size=3), budget=st.integers(0, 20))
+def test_guesses_are_merged_with_the_highest_scores(guesses: list[TokenTree], budget: int) -> None:
+    union: dict[tuple[int, ...], float] = {}
+    for tree in guesses:
+        for path, score in scores_of(tree).items():
+            union[path] = max(union.get(path, score), score)
+    candidates = CandidateTree()
+    for tree in guesses:
+        candidates.add_guesses(tree, UNIT)
+    assert_best_of(candidates.tree(candidates.best(budget, max_depth=9)), union, budget)
