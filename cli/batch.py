@@ -23,8 +23,8 @@ from offspec.errors import OffspecError, StorageError, UsageError
 
 from .constraints import NAMES, constraint_in
 from .flags import with_flags
-from .openai_api import FIELDS, sampling_params
 from .options import read_bytes, read_file
+from .server.openai_requests import FIELDS, sampling_params
 from .terminal import TimeLeft, is_watched, show_line
 
 Answer = dict[str, Any]

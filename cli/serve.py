@@ -153,9 +153,9 @@ def command(
         engine = load_engine(model, quiet=quiet, verbose=verbose, **options)
         import uvicorn
 
-        from .connections import BACKLOG, most_connections, protocol
-        from .server import StoppableServer, application, is_loopback
-        from .service import Service
+        from .server.connections import BACKLOG, most_connections, protocol
+        from .server.routes import StoppableServer, application, is_loopback
+        from .server.service import Service
 
         if not quiet:
             _tell_of_template(engine)
@@ -188,7 +188,7 @@ def _process_of_a_server() -> Iterator[None]:
 
     uvicorn stops the server first, then raises the signal again.
     """
-    from .connections import Seldom
+    from .server.connections import Seldom
 
     messages, seldom = logging.getLogger("asyncio"), Seldom()
     messages.addFilter(seldom)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from ..pair import Pair
     from .sandbox import Sandbox, Shelf
-    from .serving import Client
+    from .server.serving import Client
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ def engine(pair: Pair) -> Iterator[Engine]:
 @pytest.fixture(scope="module")
 def client(engine: Engine) -> Generator[Client, None, None]:
     """Asks a server of the module's `engine`."""
-    from .serving import served
+    from .server.serving import served
 
     with served(engine) as (found, _):
         yield found

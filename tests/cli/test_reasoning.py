@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from offspec import Engine, SamplingParams
-from offspec.cli.openai_answers import Answer, Said
-from offspec.cli.openai_api import parse, with_tools
 from offspec.cli.reasoning import ThinkingReader
+from offspec.cli.server.openai_answers import Answer, Said
+from offspec.cli.server.openai_requests import parse, with_tools
 from offspec.errors import TokenizerError
 from offspec.text.thinking import CLOSE, OPEN, ThinkingStyle
 from offspec.text.tokenizer import Tokenizer
@@ -20,8 +20,8 @@ from offspec.text.tokenizer import Tokenizer
 from ..pair import TEMPLATE, Pair, build_pair
 from ..refusals import refused
 from .conftest import Offspec
-from .serving import USER, Client, served
-from .test_tools import HERMES, WEATHER
+from .server.serving import USER, Client, served
+from .server.test_tools import HERMES, WEATHER
 
 # As Qwen3 has it: without thinking, the prompt ends with an empty one.
 SWITCHED = TEMPLATE.removesuffix("{% endif %}") + (

@@ -22,12 +22,12 @@ import uvicorn
 
 from offspec import Engine, SamplingParams, SpeculationParams
 from offspec.batch import Batch
-from offspec.cli.connections import Bodies, protocol
-from offspec.cli.privacy import public_name, without_paths
-from offspec.cli.reply_tokens import ReplyTokens
 from offspec.cli.serve import _checked_key
-from offspec.cli.server import StoppableServer, is_loopback
-from offspec.cli.service import Service, Work
+from offspec.cli.server.connections import Bodies, protocol
+from offspec.cli.server.privacy import public_name, without_paths
+from offspec.cli.server.reply_tokens import ReplyTokens
+from offspec.cli.server.routes import StoppableServer, is_loopback
+from offspec.cli.server.service import Service, Work
 from offspec.errors import MemoryLimitError, NumericalError
 from offspec.session import Turn, turns_of
 from offspec.text.tokenizer import Tokenizer
@@ -35,7 +35,7 @@ from offspec.text.tokenizer import Tokenizer
 from ..pair import CONTEXT, Pair, variant
 from ..refusals import check_message, tells
 from .conftest import Offspec, finish, start
-from .serving import LONG_S, USER, Client, Reply, gauge, served, until
+from .server.serving import LONG_S, USER, Client, Reply, gauge, served, until
 
 
 def test_text_is_what_the_engine_says(client: Client, engine: Engine) -> None:
@@ -214,7 +214,7 @@ def test_a_server_whose_passes_ended_does_not_let_requests_wait(
     def fail(*args: object) -> None:
         raise ZeroDivisionError("nothing that anybody expects")
 
-    monkeypatch.setattr("offspec.cli.service.Service._end_left", fail)
+    monkeypatch.setattr("offspec.cli.server.service.Service._end_left", fail)
     with served(engine) as (client, service):
         service.give_up = service.stop  # as the program does
         assert client.chat(USER).status == 503
@@ -405,7 +405,7 @@ def test_one_client_leaves_memory_for_the_bodies_of_others() -> None:
 def test_bodies_that_do_not_come_take_bounded_memory(
     limit: str, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(f"offspec.cli.server.{limit}", 1000)
+    monkeypatch.setattr(f"offspec.cli.server.routes.{limit}", 1000)
     with served(engine) as (client, _), socket.create_connection(("127.0.0.1", client.port)) as stalled:
         head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 900\r\n\r\n"
         stalled.sendall(head + b" " * 800)

@@ -16,7 +16,7 @@ from typing import Any
 
 from offspec import Engine
 
-from ..cli.serving import Client, served
+from ..cli.server.serving import Client, served
 
 TEXTS = ["", "a", "def f(x):\n    return", "é\u0000\u202e", "\ud800", "<|end|>", "<think>", "x" * 300, "</tool_call>"]
 NUMBERS = [0, 1, 2, -1, 3.5, 0.5, -0.0, 1e308, float("nan"), float("inf"), 2**31, 2**63, 2**64, -(2**70), 10**400]

@@ -14,9 +14,9 @@ from threading import Event
 import pytest
 
 from offspec import Engine, SamplingParams, SpeculationParams
-from offspec.cli.connections import protocol
+from offspec.cli.server.connections import protocol
 
-from ..cli.serving import LONG_S, Client, served
+from ..cli.server.serving import LONG_S, Client, served
 from ..pair import build_pair
 
 NUM_CASES = int(os.environ.get("FUZZ_CASES", "8"))

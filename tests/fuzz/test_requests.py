@@ -9,8 +9,8 @@ import pytest
 
 from offspec import Engine
 
-from ..cli.serving import USER, served
-from ..cli.test_tools import HERMES
+from ..cli.server.serving import USER, served
+from ..cli.server.test_tools import HERMES
 from ..pair import build_pair
 from . import requests
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from offspec import Engine, SamplingParams, SpeculationParams
-from offspec.cli.connections import protocol
+from offspec.cli.server.connections import protocol
 
-from ..cli.serving import Client, served
+from ..cli.server.serving import Client, served
 from ..pair import build_pair
 from .wire import fault_of
 

@@ -13,7 +13,7 @@ import socket
 import struct
 from contextlib import closing, suppress
 
-from ..cli.serving import Client
+from ..cli.server.serving import Client
 from .damage import damaged
 
 DEADLINE_S = 20.0  # for an answer to what came only in part; the test's server waits for a third of a second

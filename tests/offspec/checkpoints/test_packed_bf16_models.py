@@ -27,7 +27,7 @@ from offspec.model.decoder import CachedDecoder, Decoder
 from offspec.planning.memory import MemoryOptions
 from offspec.planning.plan import Plan, make_plan, with_faster_residents
 
-from ...cli.serving import served
+from ...cli.server.serving import served
 from .test_grouped_models import NO_NODES, PLAIN, RATES, offspec, streamed, texts
 
 CPU = torch.device("cpu")

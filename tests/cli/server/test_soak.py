@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ..pair import Pair
+from ...pair import Pair
 
 pytest.importorskip("openai", reason="OpenAI's client is not installed: pip install 'offspec[test]'")
 

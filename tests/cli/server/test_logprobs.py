@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from offspec import Engine, SamplingParams
-from offspec.cli.logprobs import TokenTexts
+from offspec.cli.server.logprobs import TokenTexts
 
 from .serving import USER, Client
 

@@ -27,9 +27,9 @@ from starlette.types import Message, Receive, Scope, Send
 from offspec.errors import ConstraintError, ContextLengthError, OffspecError, TokenizerError, UsageError
 from offspec.planning.system_memory import memory_error
 
-from .flags import with_flags
+from ..flags import with_flags
 from .openai_answers import Answer, Said, failure
-from .openai_api import Json
+from .openai_requests import Json
 from .service import BusyError, StoppingError, Work
 
 KEEP_ALIVE_S = 5.0  # between two signs of life

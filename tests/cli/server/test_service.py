@@ -17,13 +17,13 @@ import pytest
 
 from offspec import Engine, SamplingParams
 from offspec.batch import Batch
-from offspec.cli.metrics import BOUNDS_S, Metrics, Times, log_line, one_line, progress_line
-from offspec.cli.service import Job, Line, Work
+from offspec.cli.server.metrics import BOUNDS_S, Metrics, Times, log_line, one_line, progress_line
+from offspec.cli.server.service import Job, Line, Work
 from offspec.errors import NumericalError
 from offspec.stats import Stats
 
-from ..pair import Pair, variant
-from ..refusals import check_message
+from ...pair import Pair, variant
+from ...refusals import check_message
 from .serving import LONG_S, Client, gauge, served, until
 
 TEXT = "/v1/completions"
@@ -67,8 +67,8 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Generator[Gate, None, None]:
 
 @pytest.fixture
 def _often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("offspec.cli.answering.KEEP_ALIVE_S", 0.02)
-    monkeypatch.setattr("offspec.cli.answering.SILENCE_S", 0.05)
+    monkeypatch.setattr("offspec.cli.server.responses.KEEP_ALIVE_S", 0.02)
+    monkeypatch.setattr("offspec.cli.server.responses.SILENCE_S", 0.05)
 
 
 @contextmanager

@@ -12,9 +12,9 @@ from typing import Any, Literal
 import pytest
 
 from offspec import Engine, SamplingParams, SpeculationParams
-from offspec.cli.openai_answers import Answer, Said
-from offspec.cli.openai_api import parse, with_tools
-from offspec.cli.tools import CalledTools, Tools
+from offspec.cli.server.openai_answers import Answer, Said
+from offspec.cli.server.openai_requests import parse, with_tools
+from offspec.cli.server.tools import CalledTools, Tools
 from offspec.errors import TokenizerError, UsageError
 from offspec.text.tokenizer import Tokenizer
 from offspec.text.tool_calls import (
@@ -28,8 +28,8 @@ from offspec.text.tool_calls import (
     ToolFormat,
 )
 
-from ..pair import Pair, build_pair
-from ..refusals import refused, tells
+from ...pair import Pair, build_pair
+from ...refusals import refused, tells
 from .serving import USER, Client, served
 
 openai = pytest.importorskip("openai", reason="OpenAI's client is not installed: pip install 'offspec[test]'")

@@ -16,7 +16,7 @@ import torch
 
 from offspec import Engine
 
-from ..pair import Pair, build_pair
+from ...pair import Pair, build_pair
 from .serving import Client, served
 from .test_tools import HERMES
 

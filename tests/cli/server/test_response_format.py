@@ -8,12 +8,12 @@ from typing import Any, Literal
 import pytest
 
 from offspec import Constraint, Engine, SamplingParams, SpeculationParams
-from offspec.cli.answering import describe
-from offspec.cli.openai_api import parse
+from offspec.cli.server.openai_requests import parse
+from offspec.cli.server.responses import describe
 from offspec.errors import ConstraintError, UsageError
 from offspec.text.tool_calls import ToolFormat
 
-from ..refusals import refused, tells
+from ...refusals import refused, tells
 from .serving import USER, Client
 
 openai = pytest.importorskip("openai", reason="OpenAI's client is not installed: pip install 'offspec[test]'")

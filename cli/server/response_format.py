@@ -8,7 +8,7 @@ from typing import Any
 from offspec import Constraint
 from offspec.errors import UsageError
 
-from .constraints import NAMES, constraint_in
+from ..constraints import NAMES, constraint_in
 
 # vLLM's names of older releases → those of prompt files, which are llama.cpp's as well.
 GUIDED = {"guided_json": "json_schema", "guided_regex": "regex", "guided_grammar": "grammar"}

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 
 from offspec.text.thinking import ThinkingStyle
 
+from ..reasoning import ThinkingReader
 from . import logprobs
 from .logprobs import TokenTexts
-from .openai_api import CompletionRequest, Json
-from .reasoning import ThinkingReader
+from .openai_requests import CompletionRequest, Json
 from .tools import CalledTools
 
 if TYPE_CHECKING:

@@ -31,12 +31,12 @@ from offspec.request import Step
 from offspec.session import Turn, encode_turns, turns_of
 from offspec.several_answers import params_of_each
 
-from .main import SERVE_THREAD
+from ..main import SERVE_THREAD
+from .fair_thread import TimeBudget, TurnsExecutor
 from .metrics import Metrics, Times, first_line, log_line, progress_line
-from .openai_api import CompletionRequest, with_tools
+from .openai_requests import CompletionRequest, with_tools
 from .privacy import model_folders, without_paths
 from .reply_tokens import ReplyTokens
-from .turns import TimeBudget, TurnsExecutor
 
 MOST_LOOSER = 64  # constraints that do not compile, whose replacements are kept
 # A client's constraints may take so many seconds to compile at once, and later this share of the time.
@@ -300,7 +300,7 @@ class Service:
         return work
 
     def with_tools(self, asked: CompletionRequest) -> CompletionRequest:
-        """The request with the model's format of tool calls. Raises the errors of `openai_api.with_tools`."""
+        """The request with the model's format of tool calls. Raises the errors of `openai_requests.with_tools`."""
         try:
             return with_tools(asked, self.engine.tokenizer)
         except OffspecError as exc:

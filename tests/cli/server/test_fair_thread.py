@@ -10,7 +10,7 @@ from threading import Event
 
 import pytest
 
-from offspec.cli.turns import TimeBudget, TurnsExecutor
+from offspec.cli.server.fair_thread import TimeBudget, TurnsExecutor
 
 
 def test_clients_take_turns() -> None:

@@ -12,8 +12,8 @@ from starlette.applications import Starlette
 
 from offspec import AUTO_TEXTS, Engine, SamplingParams, SpeculationParams
 
-from .serve import MAX_NEW_TOKENS, MOST_WAITING
-from .server import application
+from ..serve import MAX_NEW_TOKENS, MOST_WAITING
+from .routes import application
 from .service import Service
 
 

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from offspec import SamplingParams, Step
-from offspec.cli.openai_answers import Answer, Said
-from offspec.cli.openai_api import parse
+from offspec.cli.server.openai_answers import Answer, Said
+from offspec.cli.server.openai_requests import parse
 from offspec.errors import UsageError
 from offspec.stats import Stats
 
-from ..refusals import refused
+from ...refusals import refused
 
 DEFAULTS = SamplingParams(40, temperature=0.5, top_k=7)
 USER = {"role": "user", "content": "hi"}

@@ -31,13 +31,13 @@ from offspec import Engine, SamplingParams
 from offspec.checkpoints.small_files import parse_json
 from offspec.errors import OffspecError, UsageError
 
-from .answering import EventResponse, describe, refusal, whole_response
+from ..flags import with_flags
 from .connections import Bodies
-from .flags import with_flags
 from .metrics import MEDIA_TYPE, one_line
 from .openai_answers import Answer, failure
-from .openai_api import CompletionRequest, Json, Kind, parse
+from .openai_requests import CompletionRequest, Json, Kind, parse
 from .privacy import public_name
+from .responses import EventResponse, describe, refusal, whole_response
 from .service import Service, StoppingError
 
 MOST_BYTES = 32 * 2**20  # of a request

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from offspec import Engine
-from offspec.cli.reply_tokens import ReplyTokens
+from offspec.cli.server.reply_tokens import ReplyTokens
 from offspec.text.grammar import ConstraintCompiler
 
-from ..refusals import tells
+from ...refusals import tells
 from . import attacks
 from .attacks import Finding
 from .serving import Client, served

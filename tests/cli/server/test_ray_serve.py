@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 
 from offspec import Engine, SamplingParams
-from offspec.cli.ray_serve import Replica
+from offspec.cli.server.ray_serve import Replica
 from offspec.errors import MemoryLimitError
 
-from ..pages import ROOT, blocks
-from ..refusals import refused
-from .ray_nodes import LONG_S, nodes, unchanged_process
+from ...pages import ROOT, blocks
+from ...refusals import refused
+from ..ray_nodes import LONG_S, nodes, unchanged_process
 
 DEPLOYS = """
 import sys, ray

@@ -16,10 +16,10 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from offspec import Engine, SamplingParams, SpeculationParams
-from offspec.cli.connections import protocol
 from offspec.cli.serve import listening
-from offspec.cli.server import StoppableServer, application
-from offspec.cli.service import Service
+from offspec.cli.server.connections import protocol
+from offspec.cli.server.routes import StoppableServer, application
+from offspec.cli.server.service import Service
 
 USER = {"role": "user", "content": "hi"}
 LONG_S = 300.0  # what is waited for at most, where a test would else hang

@@ -1,0 +1,1 @@
+"""`offspec serve`: the APIs over HTTP, and one engine for many clients."""
