@@ -51,7 +51,7 @@ def shares_of(resources: Mapping[str, float], device: str) -> list[Share]:
     cpus, gpus = resources.get("CPU", 0.0), int(resources.get("GPU", 0))
     if gpus == 0 or device == "cpu":
         return [Share(cpus)] if cpus else []
-    ram = int(resources["memory"]) // gpus if gpus > 1 else None
+    ram = int(resources["memory"]) // gpus if gpus > 1 and "memory" in resources else None
     return [Share(cpus // gpus, 1, ram)] * gpus
 
 
@@ -279,7 +279,7 @@ def _check_address(address: str) -> None:
         raise UsageError(f"--ray must be auto or the HOST:PORT of a cluster's head node, not {address!r}")
     try:
         socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
-    except (OSError, OverflowError) as exc:
+    except (OSError, OverflowError, ValueError) as exc:  # ValueError: a name that no host can have
         raise UsageError(f"there is no Ray cluster at {address} ({exc}); {START_RAY}") from exc
 
 
