@@ -1,4 +1,4 @@
-"""The commands that README and the pages of docs/ show."""
+"""The commands that README and the pages of docs/ and its folders show."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # The log tells what was tried when; its commands are of their day.
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "offspec/builtin/README.md")),
-    *sorted(page for page in (ROOT / "docs").glob("*.md") if page.name != "LOG.md"),
+    *sorted(page for page in (ROOT / "docs").rglob("*.md") if page.name != "LOG.md"),
 ]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SPAN = re.compile(r"`([^`]+)`")
