@@ -39,7 +39,7 @@ def check_parses(args: list[str]) -> None:
 def test_commands_are_found() -> None:
     found = [command for command in commands() if command.program == "offspec"]
     assert {command.words[1] for command in found} == set(COMMANDS)
-    names = ("usage", "drafts", "results/streaming", "developing/joint", "developing/early-exit")
+    names = ("usage", "drafts", "large-models", "developing/joint", "developing/early-exit")
     assert {"README.md", *(f"docs/{name}.md" for name in names)} <= {command.page for command in found}
     line = "X=1 offspec run builtin 'a # b' < in.txt && git diff | offspec chat > out # offspec serve"
     first, second, third = commands_of(line)
