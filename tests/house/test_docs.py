@@ -20,6 +20,7 @@ from ..pages import ELSEWHERE, FENCE, PAGES, ROOT, blocks, commands, commands_of
 
 SVG = "{http://www.w3.org/2000/svg}"
 MEDIAN_WORDS, MOST_WORDS = 15, 35  # of a sentence, in README and help
+USERS_WORDS = 15_000  # of all pages in docs/ itself, which are for users
 
 
 def check_parses(args: list[str]) -> None:
@@ -165,6 +166,12 @@ def test_every_page_can_be_reached_from_readme() -> None:
             targets = re.findall(r"\]\(([\w./-]+\.md)", page.read_text(encoding="utf-8"))
             open_pages += [(page.parent / target).resolve() for target in targets]
     assert {*(ROOT / "docs").rglob("*.md")} - reached == set()
+
+
+def test_users_pages_are_read_in_an_hour() -> None:
+    """Figures belong in docs/results/, what describes the code in docs/developing/."""
+    pages = [page for page in (ROOT / "docs").glob("*.md") if page.name != "LOG.md"]
+    assert sum(len(page.read_text(encoding="utf-8").split()) for page in pages) <= USERS_WORDS
 
 
 def test_readme_leads_no_user_into_the_log() -> None:
