@@ -40,7 +40,7 @@ HEADS = {
     **dict.fromkeys(("Medusa", "Hydra", "MLP speculator", "recurrent", "Clover", "Clover-2", "Amphista"), _MEDUSA),
     "FSPAD": _EAGLE_3,
 }
-_EXIT_SOURCE = "the built-in target, docs/developing/early-exit.md"
+_EXIT_SOURCE = "the built-in target, docs/results/early-exit.md"
 EXIT_LAYER = Acceptance({64: 4.1}, {64: 3.3}, _EXIT_SOURCE, _HALF)
 EXIT_AGREEMENT = 0.59  # of that exit layer with its target, on held-out text
 EXIT = Acceptance({64: 2.0}, {64: 2.0}, _EXIT_SOURCE, _HALF)
