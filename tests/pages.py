@@ -1,4 +1,4 @@
-"""The commands that README and the pages of docs/ show."""
+"""The commands that README and the pages of docs/ and its folders show."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # The log tells what was tried when; its commands are of their day.
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "offspec/builtin/README.md")),
-    *sorted(page for page in (ROOT / "docs").glob("*.md") if page.name != "LOG.md"),
+    *sorted(page for page in (ROOT / "docs").rglob("*.md") if page.name != "LOG.md"),
 ]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SPAN = re.compile(r"`([^`]+)`")
@@ -45,13 +45,11 @@ ELSEWHERE = {
     # These need a cluster.
     **dict.fromkeys(("ray start", "offspec run ~/models/Llama-3.1-70B-nf4"), "tests/cli/test_ray_batch.py"),
     **dict.fromkeys(("for stage in", "do python scripts/train_builtin.py", "done"), "trains for hours"),
-    **dict.fromkeys(("ray start", "offspec run ~/models/Llama-3.1-70B-nf4"), "tests/cli/test_ray_batch.py"),
     "serve run": "tests/cli/server/test_ray_serve.py",
     "offspec tokens": "tests/house/test_docs.py",
     "python -m tests.offspec.schemas": "tests/offspec/test_constrained_texts.py",
     "python -m tests.fuzz.requests": "tests/fuzz/test_requests.py",
     "lm_eval": "tests/cli/server/test_clients.py",
-    "offspec run --budget 96": "names a flag",
     **dict.fromkeys(
         ("offspec distill TARGET --draft builtin", "python -m benchmarks.drafts.distilled measure"),
         "tests/benchmarks/test_distilled.py",

@@ -3,8 +3,8 @@
     python -m benchmarks.card /tmp/card                            # 70B in NF4, then 7B in bf16
     python -m benchmarks.card /tmp/card --device cpu --shape tiny  # the same code without a card, only as a test
 
-The same command continues with the parts that are missing. For a lent card, use `scripts/card`. docs/card.md explains
-each figure.
+The same command continues with the parts that are missing. For a lent card, use `scripts/card`.
+docs/developing/card.md explains each figure.
 """
 
 from __future__ import annotations

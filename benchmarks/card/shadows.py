@@ -1,7 +1,7 @@
 """Seconds per round of a shadow: the target's layers in 4, 3 or 2 bits, beside what `offspec plan` predicts.
 
 Every layer is the same sample in memory, so a shadow of a model of any size can be measured. Its tokens mean nothing.
-Tokens/s follow from these seconds, those of passes, and tokens per pass (`docs/drafts-results.md`). Texts with a real
+Tokens/s follow from these seconds, those of passes, and tokens per pass (`docs/results/drafts.md`). Texts with a real
 shadow are those of the built-in target.
 """
 

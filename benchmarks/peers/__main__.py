@@ -8,7 +8,7 @@ Every row (a peer with settings) runs every prompt greedily. Each cell has a new
 next prompt starts, so that other load on the machine affects all of them. A run can be interrupted at any time: the
 same command continues with the missing cells, and --report only shows the results so far. Rows whose tokens cost the
 same in every text generate only --steady-tokens for --steady-prompts. The work folder needs four times the checkpoint's
-bytes; see docs/benchmarks.md.
+bytes; see docs/results/benchmarks.md.
 """
 
 from __future__ import annotations

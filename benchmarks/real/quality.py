@@ -63,7 +63,7 @@ from .tasks import TASKS, Task
 TAUS, GAMMAS = "0.05,0.1,0.2,0.4,0.7,1", "4,8,16"
 STOPPINGS: tuple[Stopping, ...] = ("default", "thompson")
 WARM_UP_TOKENS = 16
-EXIT_NODES = 16  # as in docs/early-exit.md: where all is in memory, the default engine may send no tree at all
+EXIT_NODES = 16  # as in docs/results/early-exit.md: in memory, the default engine may send no tree at all
 
 
 @dataclass(frozen=True)

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 from ..planning.drafting import Acceptance, Spread
 
-_SOURCE = "Qwen2.5-Coder 1.5B with a 0.5B draft on MT-Bench, docs/benchmarks.md; 256 nodes by the built-in pair's ratio"
-_SHADOW_SOURCE = (
-    "shadows of Qwen2.5-Coder 1.5B on two prompts, docs/benchmarks.md; {scaled} by the built-in pair's ratios"
+_SOURCE = (
+    "Qwen2.5-Coder 1.5B with a 0.5B draft on MT-Bench, docs/results/benchmarks.md; "
+    "256 nodes by the built-in pair's ratio"
 )
-_BUILT_IN = "the built-in pair, docs/drafts-results.md"
-_SPREAD = Spread(0.6, 1.9, "eight questions of MT-Bench without the least and the most, docs/benchmarks.md")
-# Not measured over prompts: real models differ from the built-in pair by half (docs/drafts-results.md).
-_HALF = Spread(0.5, 1.5, "assumed, half less and half more, docs/drafts-results.md")
+_SHADOW_SOURCE = (
+    "shadows of Qwen2.5-Coder 1.5B on two prompts, docs/results/benchmarks.md; {scaled} by the built-in pair's ratios"
+)
+_BUILT_IN = "the built-in pair, docs/results/drafts.md"
+_SPREAD = Spread(0.6, 1.9, "eight questions of MT-Bench without the least and the most, docs/results/benchmarks.md")
+# Not measured over prompts: real models differ from the built-in pair by half (docs/results/drafts.md).
+_HALF = Spread(0.5, 1.5, "assumed, half less and half more, docs/results/drafts.md")
 
 # SubSpec (2509.18344) has 11.9 for a 1.5B draft of a 7B model, and 28.4 for a shadow of 4 bits.
 SMALL_MODEL = Acceptance({64: 9.4, 256: 11.8}, {64: 7.3, 256: 9.6}, _SOURCE, _SPREAD)
@@ -26,7 +29,7 @@ SHADOWS = {
     3: Acceptance({64: 12.2, 256: 14.9}, {64: 10.7, 256: 13.6}, _SHADOW_SOURCE.format(scaled="256 nodes"), _HALF),
     2: Acceptance({64: 8.4, 256: 10.9}, {64: 5.9, 256: 7.7}, _SHADOW_SOURCE.format(scaled="2 bits"), _HALF),
 }
-_HEADS_SOURCE = "heads trained for half an hour on the built-in target, docs/drafts-results.md"
+_HEADS_SOURCE = "heads trained for half an hour on the built-in target, docs/results/drafts.md"
 _EAGLE_3 = Acceptance({16: 5.00, 64: 6.19}, {16: 2.47, 64: 3.01}, _HEADS_SOURCE, _HALF)
 _MEDUSA = Acceptance({16: 2.63, 64: 2.90}, {16: 1.73, 64: 1.96}, _HEADS_SOURCE, _HALF)
 # By `HeadSpec.kind`. The others were compared after a short training only, in which each brought more than Medusa: its
@@ -37,14 +40,14 @@ HEADS = {
     **dict.fromkeys(("Medusa", "Hydra", "MLP speculator", "recurrent", "Clover", "Clover-2", "Amphista"), _MEDUSA),
     "FSPAD": _EAGLE_3,
 }
-_EXIT_SOURCE = "the built-in target, docs/early-exit.md"
+_EXIT_SOURCE = "the built-in target, docs/results/early-exit.md"
 EXIT_LAYER = Acceptance({64: 4.1}, {64: 3.3}, _EXIT_SOURCE, _HALF)
 EXIT_AGREEMENT = 0.59  # of that exit layer with its target, on held-out text
 EXIT = Acceptance({64: 2.0}, {64: 2.0}, _EXIT_SOURCE, _HALF)
 RESIDENT_LAYERS = Acceptance({64: 1.3}, {64: 1.3}, _BUILT_IN, _HALF)
-_LOOKUP_SOURCE = "Qwen2.5-Coder 1.5B on MT-Bench, docs/benchmarks.md; at temperature 1 the built-in target"
+_LOOKUP_SOURCE = "Qwen2.5-Coder 1.5B on MT-Bench, docs/results/benchmarks.md; at temperature 1 the built-in target"
 LOOKUP = Acceptance(
-    {64: 2.1}, {64: 1.6}, _LOOKUP_SOURCE, Spread(0.75, 1.3, "eight questions of MT-Bench, docs/benchmarks.md")
+    {64: 2.1}, {64: 1.6}, _LOOKUP_SOURCE, Spread(0.75, 1.3, "eight questions of MT-Bench, docs/results/benchmarks.md")
 )
 
 

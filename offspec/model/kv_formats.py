@@ -3,7 +3,7 @@
 Each entry is packed by itself: every group of numbers of one token and one head has its own scale. So entries do not
 depend on what shares their pass. Keys need more bits than values, because their errors pass through the softmax
 (KIVI, 2402.02750, section 3.2, sees the same). `--kv-cache 4` therefore has keys in 6 bits and values in 4; with both
-in 4 bits, the perplexity of SmolLM2-135M grew by 6 % instead of 1 % (docs/long-texts.md).
+in 4 bits, the perplexity of SmolLM2-135M grew by 6 % instead of 1 % (docs/results/long-texts.md).
 """
 
 from __future__ import annotations

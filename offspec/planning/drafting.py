@@ -22,9 +22,9 @@ from .attention_time import seconds_of_attention, seconds_per_element
 from .plan import Plan, Work, layer_s
 
 MAX_ROUNDS = SpeculationParams.max_depth  # a round makes the tree one level deeper
-BEND = 3  # of the curve in `Acceptance.tokens`: fitted to replayed texts (docs/drafts-results.md)
+BEND = 3  # of the curve in `Acceptance.tokens`: fitted to replayed texts (docs/results/drafts.md)
 # Rounds during a pass spare the next tree the more rounds, the longer the accepted paths are for their depth; fitted to
-# replayed texts, where a small model was spared 0.3 of them, and a shadow of 4 bits 0.7 (docs/drafts-results.md).
+# replayed texts, where a small model was spared 0.3 of them, and a shadow of 4 bits 0.7 (docs/results/drafts.md).
 SPARED_POWER = 8
 # On a GPU, seconds to launch the kernels of one layer: about 75, of 5 us each, or 1.5 us in a captured graph.
 EAGER_LAYER_S, CAPTURED_LAYER_S = 75 * 5e-6, 75 * 1.5e-6
@@ -77,7 +77,7 @@ class Acceptance:
 def _interpolated(measured: Mapping[int, float], num_nodes: int) -> float:
     """Tokens per pass of trees of another size: linear in log(1 + nodes), from one token without nodes.
 
-    Within 6 % of what was measured at 16 and 128 nodes (docs/scheduling.md). Beyond the largest size: as there.
+    Within 6 % of what was measured at 16 and 128 nodes (docs/results/scheduling.md). Beyond the largest size: as there.
     """
     sizes = [0, *sorted(measured)]
     tokens = [1.0, *(measured[size] for size in sizes[1:])]

@@ -32,7 +32,7 @@ from .benchmark import budget_name
 # The largest distance of two tokens' values that counts as a near-tie; in fp32 there are none.
 NEAR_TIE = {torch.float32: 0.0, torch.float16: 0.05, torch.bfloat16: 0.25}
 # With packed KV entries, by their format, in any dtype: if a product's rounding crosses the border of two codes, later
-# entries differ as much as packing changes them. Two and a half times what was measured (docs/long-texts.md).
+# entries differ as much as packing changes them. Two and a half times what was measured (docs/results/long-texts.md).
 PACKED_TIE = {"8": 1.0, "4": 4.0}
 
 

@@ -97,8 +97,8 @@ def folder(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     for name, path in (("target", pair.target), ("draft", pair.draft)):
         (tmp_path / name).symlink_to(path)
-    for name in ("headers", "docs"):
-        (tmp_path / name).mkdir()
+    for name in ("headers", "docs/results"):
+        (tmp_path / name).mkdir(parents=True)
     for number in range(8):
         for kind in ("h", "txt"):
             (tmp_path / "headers" / f"{number}.{kind}").write_text(f"int number_{number}(int width);\n" * 20)

@@ -1,4 +1,4 @@
-"""A draft that was distilled, beside the one it comes from: the commands of docs/drafts-results.md in this order."""
+"""A draft that was distilled, beside the one it comes from: the commands of docs/results/drafts.md in this order."""
 
 from __future__ import annotations
 

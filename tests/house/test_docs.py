@@ -20,6 +20,7 @@ from ..pages import ELSEWHERE, FENCE, PAGES, ROOT, blocks, commands, commands_of
 
 SVG = "{http://www.w3.org/2000/svg}"
 MEDIAN_WORDS, MOST_WORDS = 15, 35  # of a sentence, in README and help
+USERS_WORDS = 15_000  # of all pages in docs/ itself, which are for users
 
 
 def check_parses(args: list[str]) -> None:
@@ -39,8 +40,8 @@ def check_parses(args: list[str]) -> None:
 def test_commands_are_found() -> None:
     found = [command for command in commands() if command.program == "offspec"]
     assert {command.words[1] for command in found} == set(COMMANDS)
-    pages = ("README.md", *(f"docs/{name}.md" for name in ("usage", "streaming", "drafts", "joint", "early-exit")))
-    assert {*pages} <= {command.page for command in found}
+    names = ("usage", "drafts", "large-models", "developing/joint", "developing/early-exit")
+    assert {"README.md", *(f"docs/{name}.md" for name in names)} <= {command.page for command in found}
     line = "X=1 offspec run builtin 'a # b' < in.txt && git diff | offspec chat > out # offspec serve"
     first, second, third = commands_of(line)
     assert (first.words, first.environment, first.stdin) == (("offspec", "run", "builtin", "a # b"), ("X=1",), "in.txt")
@@ -61,9 +62,10 @@ def test_tests_that_a_page_names_are_there() -> None:
 
 
 def test_the_example_of_a_command_runs() -> None:
-    (code,) = (code for code in blocks(ROOT / "docs" / "extending.md", "python") if "`offspec tokens`" in code)
+    page = ROOT / "docs" / "developing" / "extending.md"
+    (code,) = (code for code in blocks(page, "python") if "`offspec tokens`" in code)
     names: dict[str, Any] = {"__name__": "offspec.cli.tokens", "__package__": "offspec.cli"}
-    exec(compile(code, "docs/extending.md", "exec"), names)
+    exec(compile(code, "docs/developing/extending.md", "exec"), names)
     result = CliRunner().invoke(names["command"], ["builtin", "def area("])
     assert (result.exit_code, result.output) == (0, "301 695 69 12\n")
 
@@ -156,9 +158,20 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 def test_every_page_can_be_reached_from_readme() -> None:
-    linked = set(re.findall(r"\]\((docs/[\w-]+\.md)", (ROOT / "README.md").read_text(encoding="utf-8")))
-    linked |= {f"docs/{name}" for page in PAGES for name in re.findall(r"\]\(([\w-]+\.md)", page.read_text("utf-8"))}
-    assert {str(page.relative_to(ROOT)) for page in (ROOT / "docs").glob("*.md")} <= linked
+    reached, open_pages = set(), [ROOT / "README.md"]
+    while open_pages:
+        page = open_pages.pop()
+        if page not in reached and page.is_file():
+            reached.add(page)
+            targets = re.findall(r"\]\(([\w./-]+\.md)", page.read_text(encoding="utf-8"))
+            open_pages += [(page.parent / target).resolve() for target in targets]
+    assert {*(ROOT / "docs").rglob("*.md")} - reached == set()
+
+
+def test_users_pages_are_read_in_an_hour() -> None:
+    """Figures belong in docs/results/, what describes the code in docs/developing/."""
+    pages = [page for page in (ROOT / "docs").glob("*.md") if page.name != "LOG.md"]
+    assert sum(len(page.read_text(encoding="utf-8").split()) for page in pages) <= USERS_WORDS
 
 
 def test_readme_leads_no_user_into_the_log() -> None:
@@ -201,8 +214,8 @@ def test_the_python_page_names_every_public_member() -> None:
 
 
 def test_the_chart_shows_the_tables_figures() -> None:
-    """docs/peers.svg beside the table of all rows in docs/benchmarks.md; bars are as long as their figures."""
-    table = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    """docs/peers.svg beside the table of all rows in docs/results/benchmarks.md; bars are as long as their figures."""
+    table = (ROOT / "docs" / "results" / "benchmarks.md").read_text(encoding="utf-8")
     rates = dict(re.findall(r"^\| ([^|]+?) \| \d+ x \d+ \| ([\d.]+) ", table, re.MULTILINE))
     chart = ElementTree.parse(ROOT / "docs" / "peers.svg")
     texts = list(chart.iter(f"{SVG}text"))

@@ -14,10 +14,10 @@ MODULES = sorted(file for folder in FOLDERS for file in (ROOT / folder).rglob("*
 
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md")),
-    *sorted(page for page in (ROOT / "docs").glob("*.md") if page.name != "LOG.md"),  # it tells of other days
+    *sorted(page for page in (ROOT / "docs").rglob("*.md") if page.name != "LOG.md"),  # it tells of other days
 ]
 
-# Folder → what it may import of offspec, outside itself. Imports point one way (docs/architecture.md).
+# Folder → what it may import of offspec, outside itself. Imports point one way (docs/developing/architecture.md).
 ALLOWED = {
     "loaders": r"offspec\.errors",
     "scheduler": r"offspec\.errors",
@@ -264,7 +264,7 @@ def test_classes_that_a_page_names_are_there() -> None:
 
 def test_the_architecture_names_every_room() -> None:
     """Rooms of `offspec/` by their names alone, those of other folders with the folder."""
-    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "developing" / "architecture.md").read_text(encoding="utf-8")
     rooms = {str(file.parent.relative_to(ROOT)) for file in MODULES}
     assert {room for room in rooms if f"`{room.removeprefix('offspec/')}/`" not in text} == set()
 

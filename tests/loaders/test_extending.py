@@ -1,4 +1,4 @@
-"""A container and a weight format of one's own are registered, and nothing else is touched (docs/extending.md).
+"""A container and a weight format of one's own are registered; no other file changes (docs/developing/extending.md).
 
 The container is one file: a line of JSON (config, tensors), then the tensors. The format is fp32 with its bytes
 reversed, so that what is computed has to be equal to the last bit.

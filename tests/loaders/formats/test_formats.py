@@ -35,7 +35,7 @@ KINDS = [("nf4", True), ("nf4", False), ("fp4", True), ("fp4", False)]  # quant_
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 NAME = "mlp.up_proj.weight"
 STATE = f"{NAME}.quant_state.bitsandbytes__nf4"
-# A machine with a card may lack it (`docs/card.md`); everywhere else it is installed.
+# A machine with a card may lack it (`docs/developing/card.md`); everywhere else it is installed.
 packs = pytest.mark.skipif(not has_bitsandbytes(), reason="bitsandbytes packs what is compared")
 
 

@@ -1,4 +1,4 @@
-"""A kind of draft of one's own is registered, and nothing else is touched (docs/extending.md).
+"""A kind of draft of one's own is registered, and nothing else is touched (docs/developing/extending.md).
 
 It guesses by a table: after each token the one that followed it in a text that is known. What it guesses comes true
 where the text goes on as that one did, and whatever it guesses, the text is the target's.

@@ -158,8 +158,8 @@ def test_a_round_reads_its_layers(plan: Plan, target: ModelFiles, draft: ModelFi
 
 
 def test_trees_of_other_sizes_bring_about_what_was_measured() -> None:
-    """Of the built-in pair: docs/scheduling.md."""
-    measured = Acceptance({64: 12.85, 256: 16.00}, {64: 5.14, 256: 6.61}, "docs/scheduling.md")
+    """Of the built-in pair: docs/results/scheduling.md."""
+    measured = Acceptance({64: 12.85, 256: 16.00}, {64: 5.14, 256: 6.61}, "docs/results/scheduling.md")
     for greedy, nodes, tokens in ((True, 16, 8.60), (True, 128, 14.28), (False, 16, 3.81), (False, 128, 5.87)):
         assert measured.tokens(nodes, MAX_ROUNDS, greedy=greedy) == pytest.approx(tokens, rel=0.06)
     assert 1 < measured.tokens(1, MAX_ROUNDS, greedy=False) < 2
