@@ -29,8 +29,8 @@ from .drafts.kinds import open_draft
 from .drafts.weighing import Chooser, Scales
 from .errors import MemoryLimitError, UsageError
 from .model.decoder import Decoder
-from .model.kv_cache import KVCache
-from .model.kv_in_ram import EntriesInRam
+from .model.memory.kv_cache import KVCache
+from .model.memory.kv_in_ram import EntriesInRam
 from .planning.memory import AUTO, MemoryOptions, MemoryUse, MemoryUser, Room
 from .planning.out_of_memory import explain_out_of_memory, retry_out_of_memory, with_fewer_residents
 from .planning.parked_texts import ParkedTexts

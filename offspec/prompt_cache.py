@@ -19,9 +19,9 @@ from offspec.scheduler.params import SamplingParams, SpeculationParams, tree_roo
 from .checkpoints.kv_files import KVFile, Owner, Part, check_replaceable, free_disk_bytes, model_identity, write_kv_file
 from .engine import Engine, Prompt
 from .errors import CheckpointError, StorageError, UsageError
-from .model.kv_cache import KVCache
-from .model.text_caches import TextCaches
-from .model.text_pool import WORTHWHILE, has_all_entries, num_common, own_cache
+from .model.memory.kv_cache import KVCache
+from .model.memory.text_caches import TextCaches
+from .model.memory.text_pool import WORTHWHILE, has_all_entries, num_common, own_cache
 from .request import Request, RequestParams, Step
 
 TARGET, DRAFT = "target", "draft"  # the parts of a file

@@ -33,7 +33,7 @@ from offspec.loaders.units import format_size
 
 from ..errors import CheckpointError, StorageError, UsageError
 from ..model.config import ModelConfig
-from ..model.kv_cache import KVCache
+from ..model.memory.kv_cache import KVCache
 from .atomic_files import writing_whole
 from .opening import ModelFiles
 

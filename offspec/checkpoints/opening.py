@@ -34,7 +34,7 @@ from ..model.block import kv_cache_bytes
 from ..model.config import ModelConfig, read_config
 from ..model.decoder import check_tensors, is_ignored, wanted_shapes
 from ..model.foreign_config import ForeignConfig
-from ..model.kv_formats import PLAIN, KVFormat
+from ..model.memory.kv_formats import PLAIN, KVFormat
 from ..named_models import NAMES, named_path
 from .foreign import read_foreign_config
 from .from_config import stored_from_config

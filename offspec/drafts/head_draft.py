@@ -26,7 +26,7 @@ from ..model.block import kv_cache_bytes
 from ..model.decoder import CachedDecoder, Decoder, activation_bytes
 from ..model.heads.head import Head
 from ..model.heads.text import HeadText
-from ..model.text_caches import TextCaches
+from ..model.memory.text_caches import TextCaches
 from ..planning.drafting import Guessing
 from ..planning.memory import MemoryUse, Room
 from ..training.distill_params import HEADS as KINDS

@@ -26,7 +26,7 @@ from ..checkpoints.skip_files import SkipFile
 from ..model.cuda_graphs import RoundBuffers, is_static
 from ..model.decoder import CachedDecoder, Decoder
 from ..model.layer_draft import LayerDraft, LayerDraftText
-from ..model.text_caches import TextCaches
+from ..model.memory.text_caches import TextCaches
 from ..planning.drafting import Guessing
 from ..planning.memory import MemoryUse, Room
 from ..planning.plan import unpacking_items

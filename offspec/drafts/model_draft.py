@@ -29,10 +29,10 @@ from ..errors import UsageError, VocabularyMismatchError
 from ..model.config import ModelConfig
 from ..model.cuda_graphs import TreeGraphs, is_static
 from ..model.decoder import CachedDecoder, Decoder
-from ..model.draft_window import LEAST_WINDOW, NUM_SINKS, WindowedText, context_window, most_entries
 from ..model.foreign_config import ForeignConfig
+from ..model.memory.draft_window import LEAST_WINDOW, NUM_SINKS, WindowedText, context_window, most_entries
+from ..model.memory.text_caches import DraftText, TextCaches
 from ..model.row_logits import HEAD_ROWS
-from ..model.text_caches import DraftText, TextCaches
 from ..planning.drafting import Guessing
 from ..planning.memory import MemoryUse, Room
 from ..planning.plan import all_resident, pass_bytes, resident_bytes, unpacking_items
@@ -70,7 +70,7 @@ class ModelDraft(Draft):
         target, and they take more memory.
         """
         super().__init__(name)
-        self.window: int | None = None  # tokens that it keeps of a text (`model.draft_window`); None: all
+        self.window: int | None = None  # tokens that it keeps of a text (`model.memory.draft_window`); None: all
         self.tries_window = False  # requests may keep TRIED_WINDOW of them, if that brings as many tokens per pass
         self.decoder, self.aligner, self.other, self._is_larger = decoder, aligner, other, is_larger
         self._specialists = specialists

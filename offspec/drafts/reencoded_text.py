@@ -25,7 +25,7 @@ from offspec.scheduler.trees.vocabulary import Vocabulary
 
 from ..checkpoints.opening import Note
 from ..model.decoder import BoolArray, CachedDecoder, Decoder, IntArray
-from ..model.draft_window import WindowedText
+from ..model.memory.draft_window import WindowedText
 from ..text.reencoding import Reencoder
 from ..text.shared_tokens import SharedTokens
 from ..text.tokenizer import Tokenizer

@@ -16,7 +16,7 @@ from ..errors import UsageError
 from ..model.cuda_graphs import RoundBuffers, is_static
 from ..model.decoder import Decoder
 from ..model.early_exit import EarlyExit, shared_text
-from ..model.text_caches import TextCaches
+from ..model.memory.text_caches import TextCaches
 from ..planning.drafting import Guessing
 from ..planning.memory import MemoryUse, Room
 from .acceptance import EXIT_AGREEMENT, EXIT_LAYER

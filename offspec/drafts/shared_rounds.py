@@ -13,7 +13,7 @@ from offspec.scheduler.drafting.score_calls import ScoreCall
 from offspec.scheduler.pace.shared_pass import SharedPass
 
 from ..model.decoder import CHUNK_ROWS, CachedDecoder, TextRows, pass_together
-from ..model.draft_window import WindowedText
+from ..model.memory.draft_window import WindowedText
 from .recall import RecallingText
 
 

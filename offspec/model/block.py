@@ -22,8 +22,8 @@ from offspec.loaders.formats import Weight, linear, linear_fp32
 from .attention import attend
 from .config import ModelConfig
 from .foreign_config import ForeignConfig
-from .kv_cache import KVLayout
-from .kv_formats import PLAIN, KVFormat
+from .memory.kv_cache import KVLayout
+from .memory.kv_formats import PLAIN, KVFormat
 from .norms import normalize
 from .rope import RotaryEmbedding, Rotations, rotate
 from .rope_config import RopeConfig

@@ -32,7 +32,7 @@ from ..errors import CheckpointError
 from .block import RowsOfText
 from .decoder import BoolArray, CachedDecoder, Decoder, IntArray
 from .foreign_config import ForeignConfig
-from .kv_cache import KVCache
+from .memory.kv_cache import KVCache
 from .rope import Rotations
 
 WIDTHS = (4, 8, 16, 32, 64)  # a round's rows are padded to one of these

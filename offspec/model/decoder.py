@@ -45,9 +45,9 @@ from .block import (
 )
 from .config import ModelConfig
 from .foreign_config import ForeignConfig
-from .kv_cache import KVCache, MakeLayerCaches, plain_layers
-from .kv_formats import PLAIN, KVFormat
-from .kv_in_ram import EntriesInRam
+from .memory.kv_cache import KVCache, MakeLayerCaches, plain_layers
+from .memory.kv_formats import PLAIN, KVFormat
+from .memory.kv_in_ram import EntriesInRam
 from .names import LAYER_PREFIX
 from .norms import normalize
 from .part_attention import SPLIT_BYTES, KeyPart, most_scored_keys, part_attention, reason_for_formula

@@ -23,7 +23,7 @@ from offspec.scheduler.trees.token_tree import ROOT
 from .block import PassRows
 from .cuda_graphs import USES_BEFORE_RECORDING, RoundBuffers, StaticRounds
 from .decoder import AppendedRows, BoolArray, CachedDecoder, Decoder, IntArray, TextRows, placed
-from .kv_cache import KVCache
+from .memory.kv_cache import KVCache
 
 ABSENT = -2  # in place of a row: the node is not in the trunk
 

@@ -21,8 +21,8 @@ from .decoder import AfterLayer, AppendedRows, Decoder, JoinedRows
 from .foreign_config import ForeignConfig, Source
 from .foreign_modules import LayerCall, TextCache, build
 from .foreign_probe import by_kind
-from .kv_cache import MakeLayerCaches, plain_layers
 from .lent_modules import Lender
+from .memory.kv_cache import MakeLayerCaches, plain_layers
 
 
 class RowsCache(TextCache):

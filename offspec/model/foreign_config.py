@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 
 from .config import ModelConfig
 from .config_values import Json
-from .kv_cache import KVLayout
+from .memory.kv_cache import KVLayout
 
 Shape = tuple[int, ...]
 

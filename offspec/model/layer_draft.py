@@ -17,8 +17,8 @@ from offspec.loaders.streaming.layer_view import LayerView
 
 from .cuda_graphs import USES_BEFORE_RECORDING, WIDTHS, RoundBuffers, StaticRounds
 from .decoder import AppendedRows, BoolArray, CachedDecoder, Decoder, IntArray
-from .kv_cache import KVCache
-from .shared_cache import GapVisibility, SharedCache
+from .memory.kv_cache import KVCache
+from .memory.shared_cache import GapVisibility, SharedCache
 
 
 class LayerDraft(Decoder):

@@ -16,8 +16,8 @@ from ..checkpoints.opening import ModelFiles
 from ..model.block import kv_layouts
 from ..model.decoder import MASK_ELEMENTS
 from ..model.foreign_config import ForeignConfig
-from ..model.kv_cache import KVLayout
-from ..model.kv_formats import KVFormat, most_unpacked
+from ..model.memory.kv_cache import KVLayout
+from ..model.memory.kv_formats import KVFormat, most_unpacked
 from ..model.part_attention import most_scored_keys, reason_for_formula
 
 # Bytes that are read and written: for each score by formula (product, scale, logsumexp, softmax, product) and, if it is

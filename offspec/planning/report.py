@@ -8,7 +8,7 @@ from offspec.loaders.units import format_quantity, format_seconds, format_size
 
 from ..checkpoints.opening import Note
 from ..errors import MemoryLimitError
-from ..model.kv_formats import PLAIN
+from ..model.memory.kv_formats import PLAIN
 from ..model.rope_config import LONG_FACTORS, ORIGINAL_CONTEXT, SHORT_FACTORS
 from .attention_time import attention_shapes
 from .memory import AUTO, MemoryOptions

@@ -13,7 +13,7 @@ from offspec import Engine, SamplingParams, SpeculationParams, request
 from offspec.batch import Batch, Ticket
 from offspec.drafts import model_draft
 from offspec.errors import MemoryLimitError, OffspecError
-from offspec.model.kv_cache import KVCache
+from offspec.model.memory.kv_cache import KVCache
 
 from ..assumed_rates import assumed_rates  # noqa: F401 (for this module)
 from ..offspec.planning.test_out_of_memory import Scarce

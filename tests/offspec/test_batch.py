@@ -16,8 +16,8 @@ from offspec import Constraint, Engine, SamplingParams, SpeculationParams, Step
 from offspec.batch import Batch, Ticket
 from offspec.errors import ContextLengthError, NumericalError, OffspecError, UsageError
 from offspec.model.decoder import CachedDecoder
-from offspec.model.kv_cache import KVCache
-from offspec.model.text_pool import TextPool
+from offspec.model.memory.kv_cache import KVCache
+from offspec.model.memory.text_pool import TextPool
 from offspec.request import PREFILL_ROWS, prefill_rows
 from offspec.scheduler.pace.costs import CostCurve
 from offspec.scheduler.pace.shared_pass import SharedPass

@@ -10,9 +10,9 @@ import pytest
 from offspec import KV_CACHES, Engine, SamplingParams, SpeculationParams
 from offspec.errors import UsageError
 from offspec.loaders.streaming.cuda import CopyStream
-from offspec.model.kv_formats import KV_FORMATS
-from offspec.model.kv_in_ram import EntriesInRam
-from offspec.model.text_pool import TextPool
+from offspec.model.memory.kv_formats import KV_FORMATS
+from offspec.model.memory.kv_in_ram import EntriesInRam
+from offspec.model.memory.text_pool import TextPool
 from offspec.session import Session
 
 from ..pair import Pair, build_pair

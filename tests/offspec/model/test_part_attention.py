@@ -14,8 +14,8 @@ from offspec.model import part_attention
 from offspec.model.attention import Visibility, attend, attend_by_parts
 from offspec.model.block import Block
 from offspec.model.decoder import AppendedRows, CachedDecoder
-from offspec.model.kv_cache import KVCache, KVLayout
-from offspec.model.kv_formats import EIGHT_BIT, FOUR_BIT, PLAIN, KVFormat
+from offspec.model.memory.kv_cache import KVCache, KVLayout
+from offspec.model.memory.kv_formats import EIGHT_BIT, FOUR_BIT, PLAIN, KVFormat
 from offspec.model.part_attention import (
     CUDA_EFFICIENT,
     CUDA_FLASH,
@@ -31,7 +31,7 @@ from offspec.model.rope import Rotations
 from offspec.planning.attention_time import AttentionShape
 
 from ...cuda_attention import TWINS, RefusedByCudaError, efficient, flash
-from .test_kv_formats import life, with_caches
+from .memory.test_kv_formats import life, with_caches
 
 META = torch.device("meta")
 aten = torch.ops.aten

@@ -19,7 +19,7 @@ from offspec.loaders.streaming.cuda import limit_memory, release_memory
 from offspec.loaders.streaming.placement import Placement
 from offspec.loaders.streaming.tiers import TieredWeights
 from offspec.loading import LoadedTarget, PlannedMemory
-from offspec.model.kv_cache import KVCache
+from offspec.model.memory.kv_cache import KVCache
 from offspec.planning.out_of_memory import out_of_memory_message
 
 from ...refusals import refused, tells

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from offspec.scheduler.drafting.drafter import TreeModel
 
-from ..errors import UsageError
-from .decoder import BoolArray, CachedDecoder, Decoder, IntArray
+from ...errors import UsageError
+from ..decoder import BoolArray, CachedDecoder, Decoder, IntArray
 
 G = TypeVar("G", bound=Generator[Any, None, None])
 

@@ -15,8 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .cuda_graphs import StaticText
-from .decoder import CachedDecoder
+from ..cuda_graphs import StaticText
+from ..decoder import CachedDecoder
 from .draft_window import WindowedText
 from .kv_cache import KVCache
 from .text_caches import DraftText, TextCaches

@@ -169,7 +169,7 @@ class KVCache:
     `length` tokens are committed, followed by `pending` entries; `positions` [capacity] has each entry's position in
     the text (nodes of equal depth share a position). A draft may have entries in later slots, below `shared_end`. A
     text with a window has dropped `num_dropped` entries, so its slots are so many less than their positions
-    (`model.draft_window`).
+    (`model.memory.draft_window`).
     """
 
     def __init__(

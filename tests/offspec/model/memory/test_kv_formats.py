@@ -17,13 +17,13 @@ from offspec.model.config import read_config
 from offspec.model.cuda_graphs import TreeGraphs
 from offspec.model.decoder import CachedDecoder, Decoder, TextRows, pass_together
 from offspec.model.early_exit import EarlyExit, shared_text
-from offspec.model.kv_cache import KVCache, KVLayout, LayerCache, MakeLayerCaches, PlainLayers, plain_layers
-from offspec.model.kv_formats import EIGHT_BIT, FOUR_BIT, KV_FORMATS, PLAIN, Coding, KVFormat
+from offspec.model.memory.kv_cache import KVCache, KVLayout, LayerCache, MakeLayerCaches, PlainLayers, plain_layers
+from offspec.model.memory.kv_formats import EIGHT_BIT, FOUR_BIT, KV_FORMATS, PLAIN, Coding, KVFormat
 
-from ...examples import examples
-from ...fakes import FAMILIES, TinyModel, config_json
+from ....examples import examples
+from ....fakes import FAMILIES, TinyModel, config_json
+from ..test_decoder import NO_NODES, TREE_FAMILIES, Tree, random_tokens
 from .kv_formats import fp32_layers, int8_layers
-from .test_decoder import NO_NODES, TREE_FAMILIES, Tree, random_tokens
 
 GetModel = Callable[[str], TinyModel]
 CPU = torch.device("cpu")
@@ -149,8 +149,8 @@ def test_packed_attention_is_that_of_unpacked_entries(
     tiny_model: GetModel, family: str, kv: KVFormat, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Although only a few entries are unpacked at once. In fp64, as below: in fp32 a code may flip at a border."""
-    monkeypatch.setattr("offspec.model.kv_formats.UNPACKED_NUMBERS", 1)
-    monkeypatch.setattr("offspec.model.kv_formats.LEAST_UNPACKED", 7)
+    monkeypatch.setattr("offspec.model.memory.kv_formats.UNPACKED_NUMBERS", 1)
+    monkeypatch.setattr("offspec.model.memory.kv_formats.LEAST_UNPACKED", 7)
     decoder = tiny_model(family).decoder(torch.float64)
     texts = CachedDecoder(with_caches(decoder, kv.layers)), CachedDecoder(with_caches(decoder, rounded_layers(kv)))
     for found, expected in zip(*map(life, texts), strict=True):

@@ -13,12 +13,12 @@ import torch
 from offspec.loaders.streaming.cuda import CopyStream
 from offspec.model.decoder import CachedDecoder, Decoder, TextRows, score_together
 from offspec.model.early_exit import EarlyExit, shared_text
-from offspec.model.kv_cache import KVCache, KVLayout
-from offspec.model.kv_formats import EIGHT_BIT, KV_FORMATS, KVFormat
-from offspec.model.kv_in_ram import EntriesInRam, LayersInRam
+from offspec.model.memory.kv_cache import KVCache, KVLayout
+from offspec.model.memory.kv_formats import EIGHT_BIT, KV_FORMATS, KVFormat
+from offspec.model.memory.kv_in_ram import EntriesInRam, LayersInRam
 
-from ...fakes import TinyModel
-from .test_decoder import NO_NODES, TREE_FAMILIES, random_tokens
+from ....fakes import TinyModel
+from ..test_decoder import NO_NODES, TREE_FAMILIES, random_tokens
 from .test_kv_formats import TREE, life, with_caches
 
 GetModel = Callable[[str], TinyModel]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from offspec.model.kv_cache import KVLayout, LayerCache
+from offspec.model.memory.kv_cache import KVLayout, LayerCache
 
 
 class Fp32Layer:

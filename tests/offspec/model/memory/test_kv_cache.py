@@ -7,9 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offspec.model.kv_cache import KVCache, KVLayout, plain_layers
+from offspec.model.memory.kv_cache import KVCache, KVLayout, plain_layers
 
-from ...examples import examples
+from ....examples import examples
 
 LAYERS, KV_HEADS, HEAD_DIM = 2, 3, 4
 Entry = tuple[float, int]  # the number that fills its keys (its values: the negative), and its position

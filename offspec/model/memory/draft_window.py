@@ -19,8 +19,8 @@ from torch import Tensor
 from offspec.scheduler.params import MAX_ROWS, SpeculationParams
 from offspec.scheduler.trees.vocabulary import Vocabulary
 
-from .config import ModelConfig
-from .decoder import BoolArray, CachedDecoder, Decoder, IntArray
+from ..config import ModelConfig
+from ..decoder import BoolArray, CachedDecoder, Decoder, IntArray
 from .kv_cache import KVCache
 
 NUM_SINKS = 4  # StreamingLLM's number
