@@ -19,12 +19,12 @@ from torch import Tensor
 
 from offspec.loaders.formats import Weight, linear, linear_fp32
 
-from .attention import attend
 from .config import ModelConfig
 from .foreign_config import ForeignConfig
 from .memory.kv_cache import KVLayout
 from .memory.kv_formats import PLAIN, KVFormat
 from .norms import normalize
+from .parts.kv_attention import attend
 from .rope import RotaryEmbedding, Rotations, rotate
 from .rope_config import RopeConfig
 

@@ -25,13 +25,6 @@ from offspec.loaders.streaming.weights import RamWeights, WeightSource
 from offspec.scheduler.trees.vocabulary import Vocabulary
 
 from ..errors import CheckpointError, UnsupportedModelError
-from .attention import (
-    CAPPED_SCORES,
-    MASKED_KEYS,
-    KeyRange,
-    Visibility,
-    attend_by_parts,
-)
 from .block import (
     Block,
     LayerWeights,
@@ -50,7 +43,8 @@ from .memory.kv_formats import PLAIN, KVFormat
 from .memory.kv_in_ram import EntriesInRam
 from .names import LAYER_PREFIX
 from .norms import normalize
-from .part_attention import SPLIT_BYTES, KeyPart, most_scored_keys, part_attention, reason_for_formula
+from .parts.kv_attention import CAPPED_SCORES, MASKED_KEYS, KeyRange, Visibility, attend_by_parts
+from .parts.split_attention import SPLIT_BYTES, KeyPart, most_scored_keys, part_attention, reason_for_formula
 from .rope import Rotations
 from .row_logits import HEAD_ROWS, RowLogits
 

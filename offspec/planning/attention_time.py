@@ -1,7 +1,7 @@
 """Predicts the seconds of attention behind a text, from a model's shapes and a machine's rates. Pure functions.
 
 A product with the keys and values as matrices, at the rate measured for matrices; unpacking of packed entries; merging
-of parts; and scores in memory where no operator of torch computes attention (`model.part_attention`).
+of parts; and scores in memory where no operator of torch computes attention (`model.parts.split_attention`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..model.decoder import MASK_ELEMENTS
 from ..model.foreign_config import ForeignConfig
 from ..model.memory.kv_cache import KVLayout
 from ..model.memory.kv_formats import KVFormat, most_unpacked
-from ..model.part_attention import most_scored_keys, reason_for_formula
+from ..model.parts.split_attention import most_scored_keys, reason_for_formula
 
 # Bytes that are read and written: for each score by formula (product, scale, logsumexp, softmax, product) and, if it is
 # capped, two quotients more and tanh; for each number of a part's result, merged into the total.

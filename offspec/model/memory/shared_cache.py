@@ -16,8 +16,8 @@ from torch import Tensor
 from offspec.loaders.streaming.small_transfers import to_device
 from offspec.scheduler.params import MAX_NODES
 
-from ..attention import Visibility
 from ..decoder import CachedDecoder
+from ..parts.kv_attention import Visibility
 from .kv_cache import KVCache
 
 

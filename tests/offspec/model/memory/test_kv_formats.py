@@ -182,7 +182,7 @@ def test_long_texts_are_attended_to_by_parts(tiny_model: GetModel, most: int, mo
     decoder = tiny_model("mistral-window").decoder()
     expected = list(life(CachedDecoder(decoder)))
     monkeypatch.setattr("offspec.model.decoder.MASK_ELEMENTS", most)
-    monkeypatch.setattr("offspec.model.attention.MASKED_KEYS", 5)
+    monkeypatch.setattr("offspec.model.parts.kv_attention.MASKED_KEYS", 5)
     for found, wanted in zip(life(CachedDecoder(decoder)), expected, strict=True):
         torch.testing.assert_close(found, wanted, rtol=0, atol=1e-4 * wanted.std().item())
 
