@@ -25,7 +25,6 @@ from offspec.loaders.files.user_folders import user_folder
 from ..errors import CheckpointError, StorageError, UsageError
 from ..model.block import layer_shapes
 from ..model.config import ModelConfig
-from ..model.foreign_config import ForeignConfig
 from .opening import ModelFiles
 
 FORMAT = "offspec exit layer 1"
@@ -78,7 +77,7 @@ def data_file(target: ModelFiles, suffix: str) -> Path:
 
 def refuse_foreign(config: ModelConfig, feature: str = "an exit layer") -> None:
     """Raises UsageError for a target that transformers' modules run. feature: what needs offspec's own decoder."""
-    if isinstance(config, ForeignConfig):
+    if not config.is_native:
         raise UsageError(
             f"{feature} needs offspec's own decoder, and a {config.model_type} runs on transformers' modules; use "
             "n-gram lookup (`draft=lookup`) or a small model (`draft=PATH`)"

@@ -23,7 +23,6 @@ from offspec.loaders.streaming.tiers import StoredLayer, StoredModel
 
 from ..errors import CheckpointError, UsageError
 from ..model.block import layer_shapes
-from ..model.foreign_config import ForeignConfig
 from ..model.names import LAYER_PREFIX
 from .conversion import without_blanks
 from .exit_layers import fingerprint, has_weights, refuse_foreign
@@ -91,7 +90,7 @@ def find_shadow(target: ModelFiles, bits: int) -> Shadow | None:
 
 def made_shadows(target: ModelFiles) -> list[int]:
     """The bits of the finished shadows in the user's cache, most first. None for a target without weights here."""
-    if not has_weights(target) or isinstance(target.config, ForeignConfig):
+    if not has_weights(target) or not target.config.is_native:
         return []
     return [bits for bits, folder in _folders(target).items() if _is_complete(folder)]
 

@@ -29,7 +29,6 @@ from ..errors import UsageError, VocabularyMismatchError
 from ..model.config import ModelConfig
 from ..model.cuda_graphs import TreeGraphs, is_static
 from ..model.decoder import CachedDecoder, Decoder
-from ..model.foreign_config import ForeignConfig
 from ..model.memory.draft_window import LEAST_WINDOW, NUM_SINKS, WindowedText, context_window, most_entries
 from ..model.memory.text_caches import DraftText, TextCaches
 from ..model.row_logits import HEAD_ROWS
@@ -274,8 +273,7 @@ class OpenedModel:
         def attach(target: Decoder) -> ModelDraft:
             draft = ModelDraft(decoder, self.name, other=self.other, is_larger=self.is_larger, **more)
             draft.files, draft.window = self.files, self.window
-            is_plain = self.other is None and not isinstance(self.files.config, ForeignConfig)
-            draft.tries_window = is_plain and self.window is None
+            draft.tries_window = self.other is None and self.window is None and self.files.config.can_forget
             return draft
 
         return attach
@@ -288,18 +286,17 @@ def _window(wanted: int | None, draft: ModelFiles, target: ModelFiles, other: Ot
     draft could not continue longer texts. With another vocabulary it reads the end of a long text again instead
     (`reencoded_text`). Raises UsageError for a draft that transformers' modules run.
     """
-    is_foreign = isinstance(draft.config, ForeignConfig)
     if wanted is not None:
         if wanted < LEAST_WINDOW:
             raise UsageError(f"`draft_window={wanted}` is too short; give at least {LEAST_WINDOW}, or auto")
-        if is_foreign:
+        if not draft.config.can_forget:
             raise UsageError(
                 f"`draft_window={wanted}` needs offspec's own decoder, and the draft is a {draft.config.model_type} "
                 "that runs on transformers' modules; omit it"
             )
         return wanted
     is_short = draft.config.max_context < target.config.max_context
-    return context_window(draft.config) if is_short and not is_foreign and other is None else None
+    return context_window(draft.config) if is_short and draft.config.can_forget and other is None else None
 
 
 def _num_entries(num_tokens: int, draft: ModelConfig, other: OtherVocabulary | None, window: int | None) -> int:
@@ -348,7 +345,7 @@ def _guessing_bytes(draft_vocabulary: int, target_vocabulary: int) -> int:
 
 
 def _refuse_foreign_learner(name: str, config: ModelConfig) -> None:
-    if isinstance(config, ForeignConfig):
+    if not config.is_native:
         raise UsageError(
             f"the draft {name} runs on transformers' modules, and only offspec's own decoder can learn; "
             "omit `learn` and `learn_file`"

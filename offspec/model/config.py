@@ -90,6 +90,28 @@ class ModelConfig:
     has_fused_qkv: bool = False
     mlp: MlpNames = GATED_MLP
 
+    # How the layers are computed: not fields, because they follow from the class.
+
+    is_native = True  # by offspec's own parts, of which drafts can be made, and which can be trained
+    can_forget = True  # entries may be dropped from the middle of a text
+    has_whole_attention = False  # attention takes all keys at once, with one mask; otherwise it may take parts of them
+    only_multiplies = True  # matrices are used for products only, so that any order of their numbers will do
+    has_linear_head = True  # logits are linear in the final states
+    expert_share = 1.0  # the share of a layer's experts that a row uses
+
+    @property
+    def mask_heads(self) -> int:
+        """The number of heads whose mask or scores are in memory at once."""
+        return self.num_heads // self.num_kv_heads
+
+    def made_numbers(self, num_keys: int) -> int:
+        """Numbers that a layer makes of its weights, or of `num_keys` keys and values, beside those of attention."""
+        return 0
+
+    def as_native(self) -> ModelConfig:
+        """The shape of a decoder of this size that `is_native`."""
+        return self
+
     # Names of tensors in the checkpoint.
 
     @property
@@ -115,6 +137,10 @@ class ModelConfig:
     def final_norm_names(self) -> tuple[str, ...]:
         """Full names of the vectors of the norm after the last layer."""
         return (FINAL_NORM, FINAL_NORM_BIAS) if self.has_norm_bias else (FINAL_NORM,)
+
+    def ignores(self, name: str) -> bool:
+        """Whether a decoder does not need this tensor: a tied head's copy, precomputed frequencies."""
+        return (self.tied_head and name == self.own_head_name) or name.endswith("rotary_emb.inv_freq")
 
     @property
     def rotary_dim(self) -> int:

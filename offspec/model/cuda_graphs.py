@@ -31,7 +31,6 @@ from offspec.scheduler.params import MAX_ROWS
 from ..errors import CheckpointError
 from .block import RowsOfText
 from .decoder import BoolArray, CachedDecoder, Decoder, IntArray
-from .foreign_config import ForeignConfig
 from .memory.kv_cache import KVCache
 from .rope import Rotations
 
@@ -54,7 +53,7 @@ def is_static(decoder: Decoder, layers: range | None = None) -> bool:
     bitsandbytes does not guarantee that its kernels can be captured.
     """
     weights = decoder.weights
-    if isinstance(decoder.config, ForeignConfig) or (layers is None and not weights.is_resident):
+    if not decoder.config.is_native or (layers is None and not weights.is_resident):
         return False
     for index in layers or range(decoder.config.num_layers):
         with weights.layer(index) as layer:

@@ -37,7 +37,6 @@ from .block import (
     layer_shapes,
 )
 from .config import ModelConfig
-from .foreign_config import ForeignConfig
 from .memory.kv_cache import KVCache, MakeLayerCaches, plain_layers
 from .memory.kv_formats import PLAIN, KVFormat
 from .memory.kv_in_ram import EntriesInRam
@@ -83,13 +82,6 @@ def wanted_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     prefix, layers = config.layer_prefix, range(config.num_layers)
     inner = {f"{prefix}{i}.{name}": shape for i in layers for name, shape in layer_shapes(config, i).items()}
     return config.shared_shapes() | inner
-
-
-def is_ignored(name: str, config: ModelConfig) -> bool:
-    """Whether a decoder does not need this tensor: a tied head's copy, precomputed frequencies."""
-    if isinstance(config, ForeignConfig) and name in config.ignored:
-        return True
-    return (config.tied_head and name == config.own_head_name) or name.endswith("rotary_emb.inv_freq")
 
 
 @dataclass(frozen=True)
@@ -310,18 +302,11 @@ class Decoder:
 def chunk_rows(config: ModelConfig, num_keys: int) -> int:
     """How many rows go through a layer together if attention has `num_keys` keys.
 
-    Only transformers' modules need a mask over all keys.
+    A mask over all keys limits them.
     """
-    if not isinstance(config, ForeignConfig):
+    if not config.has_whole_attention:
         return CHUNK_ROWS
-    return max(1, min(CHUNK_ROWS, MASK_ELEMENTS // (_mask_heads(config) * max(1, num_keys))))
-
-
-def _mask_heads(config: ModelConfig) -> int:
-    """The number of heads whose mask or scores are in memory at once."""
-    if isinstance(config, ForeignConfig) and config.form.attention == "eager":
-        return config.num_heads
-    return config.num_heads // config.num_kv_heads
+    return max(1, min(CHUNK_ROWS, MASK_ELEMENTS // (config.mask_heads * max(1, num_keys))))
 
 
 def activation_bytes(
@@ -337,8 +322,7 @@ def activation_bytes(
     widths = 4 * c.hidden_size + max(inner, 6 * queries)
     fp32 = 0 if c.norm == "rms" else 8 * rows * max(c.hidden_size, queries)  # the other norms compute in fp32
     attention = _attention_bytes(c, rows, num_keys, itemsize, kv, on_cpu=on_cpu)
-    if isinstance(c, ForeignConfig):  # keys and values are repeated for each head; one expert is made at a time
-        attention += (2 * queries * num_keys + c.made_elements) * itemsize
+    attention += c.made_numbers(num_keys) * itemsize
     head = HEAD_ROWS * c.vocab_size * (itemsize + (4 if c.logit_cap is None else 12))
     return 2 * num_rows * c.hidden_size * itemsize + max(rows * widths * itemsize + fp32 + attention, head)
 
@@ -347,15 +331,14 @@ def _attention_bytes(
     config: ModelConfig, num_rows: int, num_keys: int, itemsize: int, kv: KVFormat, *, on_cpu: bool
 ) -> int:
     """Bytes of masks, scores, results and unpacked keys of attention, at once or by parts."""
-    is_foreign, is_capped = isinstance(config, ForeignConfig), config.attention_cap is not None
-    heads, copies = _mask_heads(config), 1 + 2 * itemsize  # the mask as bool, as numbers, and as aligned numbers
+    is_whole, is_capped = config.has_whole_attention, config.attention_cap is not None
+    heads, copies = config.mask_heads, 1 + 2 * itemsize  # the mask as bool, as numbers, and as aligned numbers
     each = (
-        kv.unpacked_bytes(layout, num_keys, itemsize, on_cpu=on_cpu, is_whole=is_foreign)
-        for layout in kv_layouts(config)
+        kv.unpacked_bytes(layout, num_keys, itemsize, on_cpu=on_cpu, is_whole=is_whole) for layout in kv_layouts(config)
     )
     unpacked = max(each, default=0)  # a head may have no layer
     elements = heads * num_rows * num_keys
-    if is_foreign:
+    if is_whole:
         return elements * copies + unpacked
     at_once = min(elements, MASK_ELEMENTS) if kv.is_plain else 0
     found = at_once * copies

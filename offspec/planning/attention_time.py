@@ -15,7 +15,6 @@ from offspec.loaders.machine.hardware import Rates
 from ..checkpoints.opening import ModelFiles
 from ..model.block import kv_layouts
 from ..model.decoder import MASK_ELEMENTS
-from ..model.foreign_config import ForeignConfig
 from ..model.memory.kv_cache import KVLayout
 from ..model.memory.kv_formats import KVFormat, most_unpacked
 from ..model.parts.split_attention import most_scored_keys, reason_for_formula
@@ -123,7 +122,7 @@ def seconds_of_attention(target: ModelFiles, rates: Rates, width: int, num_keys:
 def attention_shapes(target: ModelFiles, width: int, *, on_cpu: bool) -> list[AttentionShape]:
     """Of each layer."""
     config, itemsize = target.config, target.dtype.itemsize
-    is_whole = isinstance(config, ForeignConfig)
+    is_whole = config.has_whole_attention
     return [
         AttentionShape(width, config.num_heads, layout, config.attention_cap, itemsize, target.kv, on_cpu, is_whole)
         for layout in kv_layouts(config)

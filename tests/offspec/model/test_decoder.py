@@ -24,7 +24,7 @@ from offspec.loaders.formats import StoredWeight
 from offspec.loaders.formats.plain import PlainWeight
 from offspec.model.block import layer_shapes
 from offspec.model.config import ModelConfig, read_config
-from offspec.model.decoder import CachedDecoder, Decoder, TextRows, check_tensors, is_ignored, score_together
+from offspec.model.decoder import CachedDecoder, Decoder, TextRows, check_tensors, score_together
 from offspec.model.rope import RotaryEmbedding, rotation
 from offspec.scheduler.trees.token_tree import TokenTree
 
@@ -470,7 +470,7 @@ def test_a_tensor_without_a_place_is_refused(name: str) -> None:
     ],
 )
 def test_tensors_that_nothing_is_lost_without_are_ignored(config: ModelConfig, name: str) -> None:
-    assert is_ignored(name, config)
+    assert config.ignores(name)
 
 
 @pytest.mark.parametrize("is_copy", [True, False])
@@ -497,4 +497,4 @@ def test_a_head_that_is_stored_although_the_embedding_serves_for_it(
 
 
 def test_the_head_of_an_untied_model_is_not_ignored() -> None:
-    assert not is_ignored("lm_head.weight", LLAMA)
+    assert not LLAMA.ignores("lm_head.weight")
