@@ -278,8 +278,7 @@ def kv_cache_bytes(
 ) -> int:
     """Bytes of a KV cache with room for `num_entries` entries, of all layers or of `layers`, in the format `kv`.
 
-    It equals `KVCache.nbytes` of a cache by `Decoder.new_cache`. Layers with a sliding window need as much as others.
-    Their old entries are kept, because the text may be cut back to a position whose window contains them.
+    It equals `TextMemory.nbytes` by `Decoder.new_cache`. Layers with a sliding window need as much as others. Their old entries are kept, because the text may be cut back to a position whose window contains them.
     """
     layouts = kv_layouts(config)
     return num_entries * sum(kv.entry_bytes(layouts[i], itemsize) for i in layers or range(config.num_layers))

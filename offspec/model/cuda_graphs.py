@@ -31,7 +31,7 @@ from offspec.scheduler.params import MAX_ROWS
 from ..errors import CheckpointError
 from .block import RowsOfText
 from .decoder import BoolArray, CachedDecoder, Decoder, IntArray
-from .memory.kv_cache import KVCache
+from .memory.text_memory import TextMemory
 from .rope import Rotations
 
 WIDTHS = (4, 8, 16, 32, 64)  # a round's rows are padded to one of these
@@ -79,7 +79,7 @@ def _has_ready_embedding(decoder: Decoder) -> bool:
 class Inputs:
     """The inputs of a round, in one host buffer and an equal device buffer, so that one transfer is enough.
 
-    counts [3]: the slots that every row attends to, the first slot of the region after the gap (`KVCache.gap`), the
+    counts [3]: the slots that every row attends to, the first slot of the region after the gap (`TextMemory.gap`), the
     slot of the first row. ids, positions [W]. region [W, 1 + P + 1]: column 0 is true, for the slots before the gap;
     the next P are the mask of the region; the last one is false, for the gap and for slots after the region. W and P
     are maxima; a round of fewer rows transfers fewer.
@@ -101,7 +101,7 @@ class Inputs:
         words, region = buffer[:head].view(torch.int64), buffer[head:].view(torch.bool)
         return words[:3], words[3 : 3 + most], words[3 + most :], region.view(most, self._columns)
 
-    def put(self, cache: KVCache, tokens: IntArray, depths: IntArray, mask: BoolArray, width: int) -> None:
+    def put(self, cache: TextMemory, tokens: IntArray, depths: IntArray, mask: BoolArray, width: int) -> None:
         """Send R rows after the entries of `cache`; arguments as in `CachedDecoder.score`.
 
         Rows R to `width` repeat the last one, so that they cannot introduce NaNs.
@@ -144,7 +144,7 @@ class StaticRows(RowsOfText):
     slots, positions [W]. seen: bool [W, S], the mask over all keys of the round.
     """
 
-    cache: KVCache
+    cache: TextMemory
     slots: Tensor
     positions: Tensor
     seen: Tensor
@@ -274,7 +274,7 @@ class RoundBuffers:
         self.embedded = None if _has_ready_embedding(decoder) else torch.zeros_like(self.states)
         self.record = record or (CudaRecorder(decoder.device) if decoder.device.type == "cuda" else as_it_is)
 
-    def send(self, cache: KVCache, tokens: IntArray, depths: IntArray, mask: BoolArray, width: int) -> None:
+    def send(self, cache: TextMemory, tokens: IntArray, depths: IntArray, mask: BoolArray, width: int) -> None:
         """The inputs of a round, see `Inputs.put`; with the embedding's rows if a graph cannot look them up."""
         self.inputs.put(cache, tokens, depths, mask, width)
         if self.embedded is not None:
@@ -284,7 +284,7 @@ class RoundBuffers:
 class StaticRounds:
     """The static rounds of one KV cache: one for each shape, as long as the cache keeps its memory."""
 
-    def __init__(self, buffers: RoundBuffers, cache: KVCache, *, uses_before: int = 0) -> None:
+    def __init__(self, buffers: RoundBuffers, cache: TextMemory, *, uses_before: int = 0) -> None:
         """uses_before: rounds of a shape that are not static, because recording takes longer than some rounds."""
         self.cache, self._buffers, self._uses_before = cache, buffers, uses_before
         self._rounds: dict[Shape, Work] = {}
@@ -397,7 +397,7 @@ class TreeGraphs:
         self._borrower: ReferenceType[StaticText] | None = None
 
     @property
-    def cache(self) -> KVCache:
+    def cache(self) -> TextMemory:
         return self.rounds.cache
 
     def prepare(self) -> None:

@@ -37,9 +37,10 @@ from .block import (
     layer_shapes,
 )
 from .config import ModelConfig
-from .memory.kv_cache import KVCache, MakeLayerCaches, plain_layers
+from .memory.kv_cache import MakeLayerCaches, plain_layers
 from .memory.kv_formats import PLAIN, KVFormat
 from .memory.kv_in_ram import EntriesInRam
+from .memory.text_memory import TextMemory
 from .names import LAYER_PREFIX
 from .norms import normalize
 from .parts.kv_attention import CAPPED_SCORES, MASKED_KEYS, KeyRange, Visibility, attend_by_parts
@@ -88,7 +89,7 @@ def wanted_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 class AppendedRows(RowsOfText):
     """`PassRows` whose KV entries are appended to the cache. first_layer: the number of the cache's first layer."""
 
-    cache: KVCache
+    cache: TextMemory
     visibility: Visibility
     rotations: Rotations
     chunks: list[tuple[int, int]]
@@ -191,28 +192,30 @@ class Decoder:
         self.current_layer = 0  # the progress of a pass, for observers in other threads
         self.make_layer_caches = make_layer_caches
 
-    def new_cache(self, layers: range | None = None) -> KVCache:
+    def new_cache(self, layers: range | None = None) -> TextMemory:
         """An empty KV cache for all layers, or for `layers`."""
         layouts = kv_layouts(self.config)
         numbers = layers or range(len(layouts))
         layouts = [layouts[index] for index in numbers]
         if self.entries_in_ram is not None:
             return self.entries_in_ram.new_cache(numbers, layouts, self.make_layer_caches, self.dtype)
-        return KVCache(self.make_layer_caches(layouts, self.dtype, self.device), self.device)
+        return TextMemory(self.make_layer_caches(layouts, self.dtype, self.device), self.device)
 
     # ---------------------------------------------------------------------------------------- a pass
 
     @torch.inference_mode()
-    def forward(self, tokens: Tensor, positions: Tensor, cache: KVCache, tree_mask: Tensor | None = None) -> Tensor:
+    def forward(self, tokens: Tensor, positions: Tensor, cache: TextMemory, tree_mask: Tensor | None = None) -> Tensor:
         """Hidden states [T, hidden] of tokens [T] at positions [T].
 
         Their keys and values are appended to the cache. tokens are on the CPU, positions on the device.
         With tree_mask (bool [R, P + R], see `Visibility`) the last R rows are tree nodes, the rows before them a chain.
-        The caller advances the cache's counts (`KVCache.append`).
+        The caller advances the cache's counts (`TextMemory.append`).
         """
         return self.through(self.embed(tokens), self.rows(positions, cache, tree_mask))
 
-    def rows(self, positions: Tensor, cache: KVCache, tree_mask: Tensor | None, first_layer: int = 0) -> AppendedRows:
+    def rows(
+        self, positions: Tensor, cache: TextMemory, tree_mask: Tensor | None, first_layer: int = 0
+    ) -> AppendedRows:
         """Rows at positions [T] after the entries of `cache`, which is extended for them; arguments as in `forward`."""
         start, num_rows = cache.size, positions.shape[0]
         cache.extend(num_rows)
@@ -535,7 +538,7 @@ def score_together(texts: Sequence[TextPass], layers: Collection[int] = ()) -> l
     ]
 
 
-def placed(cache: KVCache, num_chain: int, depths: IntArray, mask: BoolArray) -> tuple[Tensor, Tensor | None]:
+def placed(cache: TextMemory, num_chain: int, depths: IntArray, mask: BoolArray) -> tuple[Tensor, Tensor | None]:
     """Positions [num_chain + R] of a chain and nodes after the text in `cache`, and their mask; both on its device."""
     base, device = cache.next_position + num_chain, cache.positions.device
     positions = torch.cat(

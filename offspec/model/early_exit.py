@@ -23,7 +23,7 @@ from offspec.scheduler.trees.token_tree import ROOT
 from .block import PassRows
 from .cuda_graphs import USES_BEFORE_RECORDING, RoundBuffers, StaticRounds
 from .decoder import AppendedRows, BoolArray, CachedDecoder, Decoder, IntArray, TextRows, placed
-from .memory.kv_cache import KVCache
+from .memory.text_memory import TextMemory
 
 ABSENT = -2  # in place of a row: the node is not in the trunk
 
@@ -79,7 +79,7 @@ class Trunk:
         """buffers: see `shared_text`."""
         self.decoder, self.layers, self._buffers = decoder, range(num_layers), buffers
         self._new_cache()
-        self.readers: list[KVCache] = []
+        self.readers: list[TextMemory] = []
         self.num_rows = 0
         self._hidden: list[Tensor] = []  # parts of [slots from _first on, hidden]
         self._first = 0
@@ -134,7 +134,7 @@ class Trunk:
         self._accepted = list(rows)
 
     def keep(self, path: Sequence[int], pending: Sequence[int], num_drafted: int) -> None:
-        """`KVCache.keep` in the draft's numbering; also commits accepted nodes after the draft's `num_drafted`."""
+        """`TextMemory.keep` in the draft's numbering; also commits accepted nodes after the draft's `num_drafted`."""
         path = [*path, *(row for row in self._accepted if row >= num_drafted)]
         start = self.cache.length - self._first
         stay = [*range(start), *(start + row for row in (*path, *pending))]

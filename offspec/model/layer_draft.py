@@ -17,8 +17,8 @@ from offspec.loaders.streaming.layer_view import LayerView
 
 from .cuda_graphs import USES_BEFORE_RECORDING, WIDTHS, RoundBuffers, StaticRounds
 from .decoder import AppendedRows, BoolArray, CachedDecoder, Decoder, IntArray
-from .memory.kv_cache import KVCache
 from .memory.shared_cache import GapVisibility, SharedCache
+from .memory.text_memory import TextMemory
 
 
 class LayerDraft(Decoder):
@@ -36,7 +36,9 @@ class LayerDraft(Decoder):
         )
         self.numbers = tuple(numbers)
 
-    def rows(self, positions: Tensor, cache: KVCache, tree_mask: Tensor | None, first_layer: int = 0) -> AppendedRows:
+    def rows(
+        self, positions: Tensor, cache: TextMemory, tree_mask: Tensor | None, first_layer: int = 0
+    ) -> AppendedRows:
         """`Decoder.rows`, which do not attend to the gap of a shared cache."""
         if not isinstance(cache, SharedCache):
             return super().rows(positions, cache, tree_mask, first_layer)

@@ -16,7 +16,7 @@ from offspec import Constraint, Engine, SamplingParams, SpeculationParams, Step
 from offspec.batch import Batch, Ticket
 from offspec.errors import ContextLengthError, NumericalError, OffspecError, UsageError
 from offspec.model.decoder import CachedDecoder
-from offspec.model.memory.kv_cache import KVCache
+from offspec.model.memory.text_memory import TextMemory
 from offspec.model.memory.text_pool import TextPool
 from offspec.request import PREFILL_ROWS, prefill_rows
 from offspec.scheduler.pace.costs import CostCurve
@@ -426,14 +426,14 @@ def test_the_drafts_cache_has_room_before_each_pass(pair: Pair, monkeypatch: pyt
     """For all rounds, however long the text has grown: on a GPU it must not grow while the target computes."""
     monkeypatch.setattr("offspec.request.GRANT", 8)
     monkeypatch.setattr("offspec.request.DRAFT_ROWS", 10)
-    extend, num_grown = KVCache.extend, 0
+    extend, num_grown = TextMemory.extend, 0
 
-    def noted(self: KVCache, count: int) -> None:
+    def noted(self: TextMemory, count: int) -> None:
         nonlocal num_grown
         num_grown += self.size + count > self.capacity
         extend(self, count)
 
-    monkeypatch.setattr(KVCache, "extend", noted)
+    monkeypatch.setattr(TextMemory, "extend", noted)
     with load(pair, "own", texts=4) as engine:
         caches = [engine.new_caches() for _ in range(2)]
         for own in caches:

@@ -21,7 +21,7 @@ from offspec.scheduler.trees.vocabulary import Vocabulary
 
 from ..config import ModelConfig
 from ..decoder import BoolArray, CachedDecoder, Decoder, IntArray
-from .kv_cache import KVCache
+from .text_memory import TextMemory
 
 NUM_SINKS = 4  # StreamingLLM's number
 LEAST_WINDOW = 64
@@ -71,7 +71,7 @@ class WindowedText:
         self.reserve(self._capacity)
 
     @property
-    def cache(self) -> KVCache:
+    def cache(self) -> TextMemory:
         """The entries that it keeps: all of the text's without a window."""
         return self._text.cache
 

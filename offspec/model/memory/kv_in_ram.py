@@ -17,8 +17,9 @@ from torch import Tensor
 
 from offspec.loaders.streaming.cuda import CopyStream, PinnedTables
 
-from .kv_cache import KVCache, KVLayout, MakeLayerCaches, PlainLayers
+from .kv_cache import KVLayout, MakeLayerCaches, PlainLayers
 from .kv_formats import KVFormat, PackedLayers
+from .text_memory import TextMemory
 
 NUM_SLOTS = 2  # layers whose entries are on the device: one in use, and the next one
 
@@ -155,7 +156,7 @@ class EntriesInRam:
 
     def new_cache(
         self, numbers: Sequence[int], layouts: Sequence[KVLayout], make: MakeLayerCaches, dtype: torch.dtype
-    ) -> KVCache:
+    ) -> TextMemory:
         """An empty cache for the layers `numbers` with these layouts. make: for those on the device."""
         device = self.copies.device
         places = range(len(numbers))
@@ -166,7 +167,7 @@ class EntriesInRam:
             far = [place for place in places if place not in near and layouts[place] == layout]
             parts.append(LayersInRam(len(far), layout, self.kv, dtype=dtype, device=device, copies=self.copies))
             order.append(far)
-        return KVCache(parts, device, order)
+        return TextMemory(parts, device, order)
 
 
 def _split(numbers: Sequence[int], sizes: Sequence[int]) -> list[Sequence[int]]:

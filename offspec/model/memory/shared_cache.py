@@ -18,10 +18,10 @@ from offspec.scheduler.params import MAX_NODES
 
 from ..decoder import CachedDecoder
 from ..parts.kv_attention import Visibility
-from .kv_cache import KVCache
+from .text_memory import TextMemory
 
 
-class SharedCache(KVCache):
+class SharedCache(TextMemory):
     """A text's entries as a draft sees them: `num_exact` of the target's, then its own, committed and pending.
 
     `length` and `pending` count as in any KV cache. `size` is the slot of the next entry, behind the gap. layers: the
@@ -83,7 +83,7 @@ class SharedCache(KVCache):
         return self._target.cache.most_read(self._numbers[layer])
 
     def keep(self, path: Sequence[int], pending: Sequence[int] = ()) -> None:
-        """As `KVCache.keep`, to be called after the target's. The target's entries replace those of `path`.
+        """As `TextMemory.keep`, to be called after the target's. The target's entries replace those of `path`.
 
         The target has not scored the last token of a pass, which it chose itself. If `path` ends with this token, its
         entry stays the draft's, and the entries `pending` below it stay too.

@@ -18,22 +18,22 @@ from torch import Tensor
 from ..cuda_graphs import StaticText
 from ..decoder import CachedDecoder
 from .draft_window import WindowedText
-from .kv_cache import KVCache
 from .text_caches import DraftText, TextCaches
+from .text_memory import TextMemory
 
 WORTHWHILE = 32  # tokens; scoring fewer of them again is as fast as copying entries
 Ids = NDArray[np.int64]
 
 
 class Entries:
-    """A copy in RAM of the committed entries of a `KVCache`."""
+    """A copy in RAM of the committed entries of a `TextMemory`."""
 
-    def __init__(self, cache: KVCache) -> None:
+    def __init__(self, cache: TextMemory) -> None:
         self.length = cache.length
         self._stored = [view.to("cpu", copy=True) for view in cache.stored(self.length)]
 
     def stored(self, end: int) -> Sequence[Tensor]:
-        """`KVCache.stored` of the first `end` entries."""
+        """`TextMemory.stored` of the first `end` entries."""
         return [part[..., :end, :] for part in self._stored]
 
 
@@ -167,7 +167,7 @@ def num_common(one: Ids, other: Ids) -> int:
     return int(differs.argmax()) if differs.any() else length
 
 
-def _entry_bytes(cache: KVCache) -> int:
+def _entry_bytes(cache: TextMemory) -> int:
     return cache.nbytes // max(cache.capacity, 1)
 
 
@@ -176,7 +176,7 @@ def has_all_entries(caches: TextCaches) -> bool:
     return type(caches.target) is CachedDecoder
 
 
-def own_cache(draft: DraftText | None) -> KVCache | None:
+def own_cache(draft: DraftText | None) -> TextMemory | None:
     """The draft's cache, if its entries depend on nothing but the target's tokens, of which it has all."""
     if isinstance(draft, WindowedText):
         return draft.cache if draft.window is None else None
@@ -203,7 +203,7 @@ def _shrink(caches: TextCaches, length: int) -> None:
     _copy(target.cache, old, length)
 
 
-def _copy(cache: KVCache, other: Entries | KVCache, length: int) -> None:
+def _copy(cache: TextMemory, other: Entries | TextMemory, length: int) -> None:
     """Make the first `length` entries of `other` those of an empty cache."""
     cache.reserve(length)
     for mine, others in zip(cache.stored(length), other.stored(length), strict=True):

@@ -17,8 +17,9 @@ from offspec.model.config import read_config
 from offspec.model.cuda_graphs import TreeGraphs
 from offspec.model.decoder import CachedDecoder, Decoder, TextRows, pass_together
 from offspec.model.early_exit import EarlyExit, shared_text
-from offspec.model.memory.kv_cache import KVCache, KVLayout, LayerCache, MakeLayerCaches, PlainLayers, plain_layers
+from offspec.model.memory.kv_cache import KVLayout, LayerCache, MakeLayerCaches, PlainLayers, plain_layers
 from offspec.model.memory.kv_formats import EIGHT_BIT, FOUR_BIT, KV_FORMATS, PLAIN, Coding, KVFormat
+from offspec.model.memory.text_memory import TextMemory
 
 from ....examples import examples
 from ....fakes import FAMILIES, TinyModel, config_json
@@ -220,7 +221,7 @@ def test_bytes_are_counted_as_they_are_allocated(family: str, kv: KVFormat) -> N
     config = read_config(config_json(FAMILIES[family]))
     layouts = [block.kv for block in build_blocks(config, dtype=torch.bfloat16, device=CPU)]
     for layers in (range(config.num_layers), range(1), range(1, config.num_layers)):
-        cache = KVCache(kv.layers([layouts[i] for i in layers], torch.bfloat16, CPU), CPU)
+        cache = TextMemory(kv.layers([layouts[i] for i in layers], torch.bfloat16, CPU), CPU)
         for capacity in (1, 77):
             cache.reserve(capacity)
             assert cache.nbytes == kv_cache_bytes(config, capacity, 2, layers, kv) > 0
@@ -231,7 +232,7 @@ def test_neighbours_of_one_layout_lie_together() -> None:
     wide, narrow = KVLayout(4, 16), KVLayout(1, 8)
     parts = plain_layers([wide, wide, narrow, wide], torch.float32, CPU)
     assert [part.num_layers for part in parts] == [2, 1, 1]
-    cache = KVCache(parts, CPU)
+    cache = TextMemory(parts, CPU)
     cache.reserve(3)
     for layer, layout in enumerate((wide, wide, narrow, wide)):
         entry = torch.full((1, layout.num_heads, layout.head_dim), float(layer))
