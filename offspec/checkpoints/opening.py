@@ -30,7 +30,7 @@ from ..errors import (
     UnsupportedModelError,
     UsageError,
 )
-from ..model.block import kv_cache_bytes
+from ..model.block import memory_bytes
 from ..model.config import ModelConfig, read_config
 from ..model.decoder import check_tensors, wanted_shapes
 from ..model.foreign_config import ForeignConfig
@@ -132,7 +132,7 @@ class ModelFiles:
 
     def kv_bytes(self, num_entries: int, layers: range | None = None) -> int:
         """Bytes of a KV cache with room for `num_entries` entries, of all layers or of `layers`."""
-        return kv_cache_bytes(self.config, num_entries, self.dtype.itemsize, layers, self.kv)
+        return memory_bytes(self.config, num_entries, self.dtype.itemsize, layers, self.kv)
 
     def with_kv(self, kv: KVFormat) -> ModelFiles:
         """The same model with another format of its KV entries."""

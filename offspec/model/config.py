@@ -50,6 +50,7 @@ class ModelConfig:
     (`rope.growth`). attention_scale: of scores; None is head_dim ** -0.5. attention_cap, logit_cap: c of c tanh(x / c).
     norm: "rms", "rms plus one", "layer" or "layer plus one" (`norms.normalize`).
     is_parallel: attention and MLP have the same normed states as input.
+    parts: names of each layer's parts (`parts.kinds.PARTS`); empty: attention and an MLP in every layer.
     """
 
     model_type: str
@@ -89,6 +90,7 @@ class ModelConfig:
     activation: str = "silu"
     has_fused_qkv: bool = False
     mlp: MlpNames = GATED_MLP
+    parts: tuple[tuple[str, ...], ...] = ()
 
     # How the layers are computed: not fields, because they follow from the class.
 
@@ -147,6 +149,12 @@ class ModelConfig:
         """The number of a head's dimensions that RoPE rotates."""
         return int(self.head_dim * self.rotary_share)
 
+    def parts_of(self, layer: int) -> tuple[str, ...]:
+        """The names of a layer's parts, in their order."""
+        if self.parts:
+            return self.parts[layer]
+        return ("attention beside mlp",) if self.is_parallel else ("attention", "mlp")
+
     def rope_of(self, layer: int) -> RopeConfig | None:
         """RoPE of a layer; None for a layer without it."""
         if layer in self.unrotated:
@@ -164,7 +172,8 @@ class ModelConfig:
         """The shape of a decoder with these layers only."""
         unrotated = tuple(i for i, layer in enumerate(layers) if layer in self.unrotated)
         windows = tuple(self.windows[layer] for layer in layers)
-        return replace(self, num_layers=len(layers), windows=windows, unrotated=unrotated)
+        parts = tuple(self.parts[layer] for layer in layers if self.parts)
+        return replace(self, num_layers=len(layers), windows=windows, unrotated=unrotated, parts=parts)
 
     def for_context(self, num_tokens: int) -> ModelConfig:
         """The shape for texts of up to `num_tokens` tokens.

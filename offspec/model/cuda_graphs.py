@@ -27,11 +27,12 @@ from torch import Tensor
 from offspec.loaders.formats import Weight
 from offspec.loaders.streaming.small_transfers import page_locked, read_words, seen_by
 from offspec.scheduler.params import MAX_ROWS
+from offspec.scheduler.trees.token_tree import BoolArray, IntArray
 
 from ..errors import CheckpointError
-from .block import RowsOfText
-from .decoder import BoolArray, CachedDecoder, Decoder, IntArray
+from .decoder import CachedDecoder, Decoder
 from .memory.text_memory import TextMemory
+from .parts.part import RowsOfText
 from .rope import Rotations
 
 WIDTHS = (4, 8, 16, 32, 64)  # a round's rows are padded to one of these
@@ -53,9 +54,11 @@ def is_static(decoder: Decoder, layers: range | None = None) -> bool:
     bitsandbytes does not guarantee that its kernels can be captured.
     """
     weights = decoder.weights
-    if not decoder.config.is_native or (layers is None and not weights.is_resident):
+    if layers is None and not weights.is_resident:
         return False
-    for index in layers or range(decoder.config.num_layers):
+    for index in layers or range(len(decoder.blocks)):
+        if not all(part.is_static for part in decoder.blocks[index].parts):
+            return False
         with weights.layer(index) as layer:
             if not all(_is_ready(weight, decoder) for weight in layer.values()):
                 return False

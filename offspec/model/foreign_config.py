@@ -80,6 +80,9 @@ class ForeignConfig(ModelConfig):
     has_whole_attention = True
     only_multiplies = False
 
+    def parts_of(self, layer: int) -> tuple[str, ...]:
+        return ("modules",)
+
     @property
     def mask_heads(self) -> int:
         return self.num_heads if self.form.attention == "eager" else super().mask_heads

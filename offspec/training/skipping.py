@@ -20,13 +20,15 @@ import torch
 from torch import Tensor
 
 from offspec.loaders.files.small_files import parse_json, read_small_file
+from offspec.scheduler.trees.token_tree import IntArray
 
 from ..checkpoints.atomic_files import locked_name, refuse_replacing, write_atomically
 from ..checkpoints.exit_layers import fingerprint, refuse_foreign
 from ..checkpoints.skip_files import SkipFile, default_skip_file
 from ..errors import CheckpointError, StorageError, UsageError
-from ..model.block import PassRows
-from ..model.decoder import CachedDecoder, Decoder, IntArray, JoinedRows, TextRows, pass_together
+from ..model.decoder import CachedDecoder, Decoder, pass_together
+from ..model.parts.part import PassRows
+from ..model.pass_rows import JoinedRows, TextRows
 from ..model.row_logits import HEAD_ROWS
 from .distillation import Teacher
 from .target_texts import Forest, first_token, text_pieces

@@ -560,7 +560,8 @@ def test_a_closed_batch_lets_go_of_all_caches(engines: dict[str, Engine]) -> Non
 @pytest.mark.slow
 def test_texts_have_their_own_layer_states(engines: dict[str, Engine]) -> None:
     """Of a shared pass, each text gets the states and logits of a pass of its own."""
-    from offspec.model.decoder import TextRows, score_together
+    from offspec.model.decoder import score_together
+    from offspec.model.pass_rows import TextRows
     from offspec.scheduler.trees.token_tree import TokenTree
 
     decoder, tree = engines["none"].target, TokenTree.chain([7, 8])

@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 
 from offspec.loaders.streaming.weights import WeightSource
+from offspec.scheduler.trees.token_tree import IntArray
 from offspec.scheduler.trees.vocabulary import Vocabulary
 
-from ..block import PassRows
 from ..config import ModelConfig
-from ..decoder import Decoder, IntArray
+from ..decoder import Decoder
 from ..names import EMBEDDING
+from ..parts.part import PassRows
 
 
 class Advanced(NamedTuple):

@@ -13,10 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from offspec.scheduler.trees.token_tree import IntArray
+
 from ...errors import CheckpointError
 from ..config import ModelConfig
 from ..config_values import Json, positive
-from ..decoder import Decoder, IntArray
+from ..decoder import Decoder
 from .chained import (
     MOST_STEPS,
     TEXT_NORM,

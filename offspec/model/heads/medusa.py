@@ -13,9 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from offspec.scheduler.trees.token_tree import IntArray
+
 from ..config import ModelConfig
 from ..config_values import Json, positive
-from ..decoder import Decoder, IntArray
+from ..decoder import Decoder
 from .chained import MOST_STEPS, ChainedHead, head_name, num_heads, num_steps, renamed, states_config
 from .head import HeadSpec
 

@@ -15,10 +15,11 @@ from torch import Tensor
 
 from offspec.loaders.formats import linear
 from offspec.loaders.streaming.small_transfers import to_device
+from offspec.scheduler.trees.token_tree import IntArray
 
 from ..config import ModelConfig
 from ..config_values import Json, positive
-from ..decoder import Decoder, IntArray
+from ..decoder import Decoder
 from .chained import ChainedHead, head_name, num_heads, num_steps, states_config
 from .head import HeadSpec
 

@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 
 from offspec.scheduler.params import MAX_ROWS, SpeculationParams
+from offspec.scheduler.trees.token_tree import BoolArray, IntArray
 from offspec.scheduler.trees.vocabulary import Vocabulary
 
 from ..config import ModelConfig
-from ..decoder import BoolArray, CachedDecoder, Decoder, IntArray
+from ..decoder import CachedDecoder, Decoder
 from .text_memory import TextMemory
 
 NUM_SINKS = 4  # StreamingLLM's number

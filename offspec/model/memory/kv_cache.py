@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
+
+from .layer_memory import Kept, LayerMemory, StateLayout
 
 
 @dataclass(frozen=True)
@@ -23,47 +25,23 @@ class KVLayout:
     head_dim: int
 
 
-class LayerCache(Protocol):
-    """The entries of `num_layers` layers that are stored together; `layer` counts from the first of them.
+MemoryLayout: TypeAlias = KVLayout | StateLayout  # of what a layer keeps of a text
+
+
+class LayerCache(LayerMemory, Protocol):
+    """The KV entries of layers, each in a slot of its own.
 
     It manages slots, and does not know which of them are committed or pending. Arguments and results have attention's
     dtype and device, for any format and place of storage, except those of `stored`. `write` and `read` are called for
-    each layer in the order of a pass; `reserve` and `keep` are called once for all layers. An entry depends on what was
+    each layer in the order of a pass; `reserve` and `move` are called once for all layers. An entry depends on what was
     written to its slot alone, so that a text does not depend on what shared its passes.
 
     A draft that shares the cache calls `write` and `read` while the target's pass does. They write to different slots.
     """
 
     @property
-    def num_layers(self) -> int: ...
-
-    @property
-    def nbytes(self) -> int:
-        """All allocated bytes, on any device."""
-
-    @property
-    def format(self) -> str:
-        """What the bytes of `stored` mean, beside their dtypes; files name it. It changes whenever the meaning does.
-
-        It does not depend on where they lie.
-        """
-
-    @property
     def most_read(self) -> int | None:
         """The number of entries to read at once, if `read` makes them; None if it returns views of any number."""
-
-    def stored(self, layer: int, end: int) -> list[Tensor]:
-        """Everything that is stored of a layer's first `end` slots: writable views [..., end, width], on any device.
-
-        Copies of entries are made of them, in other caches or in files, so that no entry is quantised twice. Zeros read
-        as zeros. They are valid until the cache is used otherwise.
-        """
-
-    def reserve(self, capacity: int, in_use: int) -> None:
-        """Grow to `capacity` entries, and keep the first `in_use` ones. All others read as zeros until written to.
-
-        Attention multiplies masked values by 0, and 0 times what memory may contain can be NaN.
-        """
 
     def write(self, layer: int, keys: Tensor, values: Tensor, start: int) -> None:
         """Put keys and values [T, kv_heads, head_dim] into slots start .. start + T."""
@@ -74,11 +52,34 @@ class LayerCache(Protocol):
     def read(self, layer: int, end: int, first: int = 0) -> tuple[Tensor, Tensor]:
         """Keys and values [kv_heads, end - first, head_dim] of the slots first .. end."""
 
-    def keep(self, start: int, slots: Tensor) -> None:
-        """Move the entries in slots [K] (ascending, on the compute device) to start .. start + K."""
+    def move(self, start: int, slots: Tensor) -> None:
+        """Move the entries in slots [K] (ascending, on the compute device) to start .. start + K, in use or not."""
 
 
-class StoredRows:
+class EntriesBySlot:
+    """What all caches of entries by slots have in common, as kinds of `LayerMemory`."""
+
+    can_be_cut = True
+
+    def move(self, start: int, slots: Tensor) -> None:
+        """`LayerCache.move`."""
+        raise NotImplementedError
+
+    def append(self, num_committed: int, num_pending: int) -> None:
+        """Nothing: the entries are in their slots."""
+
+    def keep(self, kept: Kept) -> None:
+        if kept.slots is not None:
+            self.move(kept.length, kept.slots)
+
+    def restorable(self, length: int) -> int:
+        return length
+
+    def rewind(self, length: int) -> None:
+        """Nothing: entries behind those that are counted are overwritten."""
+
+
+class StoredRows(EntriesBySlot):
     """The memory of layers that are stored together: tensors [layers, ..., capacity, width] with a row for each slot.
 
     by_slot: everything of one slot lies side by side in a layer, so that a stretch of slots is one stretch of memory,
@@ -87,7 +88,8 @@ class StoredRows:
 
     def __init__(self, num_layers: int, empty: Sequence[Tensor], *, by_slot: bool = False) -> None:
         """empty: the tensors with a capacity of 0."""
-        self.num_layers, self._by_slot = num_layers, by_slot
+        self.num_layers = num_layers
+        self._by_slot = by_slot
         self._rows = list(empty)
 
     @property
@@ -112,7 +114,7 @@ class StoredRows:
             grown[..., :in_use, :] = rows[..., :in_use, :]
             self._rows[index] = grown
 
-    def keep(self, start: int, slots: Tensor) -> None:
+    def move(self, start: int, slots: Tensor) -> None:
         for rows in self._rows:
             rows[..., start : start + len(slots), :] = rows[..., slots, :]
 

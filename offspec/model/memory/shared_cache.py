@@ -31,7 +31,8 @@ class SharedCache(TextMemory):
 
     def __init__(self, target: CachedDecoder, layers: Sequence[int]) -> None:
         super().__init__((), target.device)
-        self._target, self._numbers = target, tuple(layers)
+        self._target = target
+        self._numbers = tuple(layers)
         self.num_exact = 0
         self._room = MAX_NODES
         self._start = 0  # the slot of the first own entry
@@ -44,6 +45,11 @@ class SharedCache(TextMemory):
     def gap(self) -> slice:
         """Slots that belong to the target's next pass, behind the target's entries."""
         return slice(self.num_exact, self._start)
+
+    @property
+    def last_slot(self) -> int:
+        num_own = self.length - self.num_exact
+        return self._start + num_own - 1 if num_own else self.num_exact - 1
 
     @property
     def nbytes(self) -> int:

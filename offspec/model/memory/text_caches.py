@@ -15,9 +15,10 @@ from weakref import ref
 from torch import Tensor
 
 from offspec.scheduler.drafting.drafter import TreeModel
+from offspec.scheduler.trees.token_tree import BoolArray, IntArray
 
 from ...errors import UsageError
-from ..decoder import BoolArray, CachedDecoder, Decoder, IntArray
+from ..decoder import CachedDecoder, Decoder
 
 G = TypeVar("G", bound=Generator[Any, None, None])
 

@@ -1,20 +1,45 @@
 """The memory of one text: a committed prefix, then a pending region with the nodes that wait for the verdict.
 
 Slot i of the committed prefix holds the token at position i. Pending entries follow in the order of their computation.
-`TextMemory` counts a text's entries; `LayerCache`s store them.
+`TextMemory` counts a text's entries; `LayerMemory`s store them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import groupby, pairwise
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, groupby, pairwise
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from offspec.loaders.streaming.small_transfers import to_device
 
-from .kv_cache import LayerCache
+from .kv_cache import KVLayout, LayerCache, MakeLayerCaches, MemoryLayout
+from .layer_memory import Kept, LayerMemory
+
+
+def split(numbers: Sequence[int], memories: Sequence[LayerMemory]) -> list[Sequence[int]]:
+    """`numbers` of layers in consecutive groups, one for each of these memories."""
+    ends = list(accumulate((memory.num_layers for memory in memories), initial=0))
+    return [numbers[begin:end] for begin, end in pairwise(ends)]
+
+
+def empty_memories(
+    layouts: Mapping[int, MemoryLayout], make: MakeLayerCaches, dtype: torch.dtype, device: torch.device
+) -> tuple[list[LayerMemory], list[Sequence[int]]]:
+    """Empty memories for layers with these layouts, by number, and the numbers of each one's layers.
+
+    make: for KV entries, in some format and place.
+    """
+    kv = {number: layout for number, layout in layouts.items() if isinstance(layout, KVLayout)}
+    memories: list[LayerMemory] = list(make(list(kv.values()), dtype, device))
+    numbers = split(list(kv), memories)
+    states = {number: layout for number, layout in layouts.items() if not isinstance(layout, KVLayout)}
+    for layout in dict.fromkeys(states.values()):
+        numbers.append([number for number, other in states.items() if other == layout])
+        memories.append(layout.new(len(numbers[-1]), dtype, device))
+    return memories, numbers
 
 
 class TextMemory:
@@ -27,22 +52,25 @@ class TextMemory:
     """
 
     def __init__(
-        self, parts: Sequence[LayerCache], device: torch.device, numbers: Sequence[Sequence[int]] | None = None
+        self, memories: Sequence[LayerMemory], device: torch.device, numbers: Sequence[Sequence[int]] | None = None
     ) -> None:
-        """parts: the layers' caches, empty. device: attention's.
+        """memories: of the layers, empty. device: the arithmetic's.
 
-        numbers: of the layers of each part, from 0; without it, the parts are in the layers' order.
+        numbers: of the layers of each memory; without it, they are in the layers' order, from 0. A layer that keeps
+        nothing is in none of them.
         """
         self.length = 0
         self.pending = 0
         self.shared_end = 0  # `shared_cache.SharedCache` sets it
         self.num_dropped = 0
         self.positions = torch.empty(0, dtype=torch.long, device=device)
-        self._parts = list(parts)
-        self._layers = [(part, layer) for part in parts for layer in range(part.num_layers)]
-        if numbers is not None:
-            order = [number for part in numbers for number in part]
-            self._layers = [self._layers[order.index(number)] for number in range(len(order))]
+        self._memories = list(memories)
+        if numbers is None:
+            numbers = split(range(sum(memory.num_layers for memory in memories)), memories)
+        pairs = zip(memories, numbers, strict=True)
+        places = {number: (memory, place) for memory, group in pairs for place, number in enumerate(group)}
+        self._places = dict(sorted(places.items()))  # by a layer's number: its memory, and its place there
+        self._kv = cast(dict[int, tuple[LayerCache, int]], self._places)  # the same, for layers that attend
 
     @property
     def size(self) -> int:
@@ -65,22 +93,37 @@ class TextMemory:
 
     @property
     def num_layers(self) -> int:
-        return len(self._layers)
+        """Layers that keep something."""
+        return len(self._places)
+
+    @property
+    def last_slot(self) -> int:
+        """The slot of the last committed entry, -1 if there is none."""
+        return self.length - 1
+
+    @property
+    def can_be_cut(self) -> bool:
+        """`LayerMemory.can_be_cut` of all layers."""
+        return all(memory.can_be_cut for memory in self._memories)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of keys and values."""
-        return sum(part.nbytes for part in self._parts)
+        """Bytes of all layers' memories."""
+        return sum(memory.nbytes for memory in self._memories)
 
     @property
     def format(self) -> str:
-        """How entries are stored, by groups of layers; caches of equal formats can copy each other's `stored`."""
-        groups = groupby(part.format for part, _ in self._layers)
+        """How entries are stored, by groups of layers; texts of equal formats can copy each other's `stored`."""
+        groups = groupby(memory.format for memory, _ in self._places.values())
         return ", ".join(f"{len(list(layers))} {form}" for form, layers in groups)
 
     def stored(self, end: int) -> list[Tensor]:
-        """`LayerCache.stored` of all layers, in their order."""
-        return [view for part, layer in self._layers for view in part.stored(layer, end)]
+        """`LayerMemory.stored` of all layers, in their order."""
+        return [view for memory, place in self._places.values() for view in memory.stored(place, end)]
+
+    def memory_of(self, layer: int) -> tuple[LayerMemory, int]:
+        """What a layer keeps, and its place there. A part knows the kind of its memory, and its functions."""
+        return self._places[layer]
 
     def begin(self, length: int) -> None:
         """Commit the first `length` slots of an empty cache, which were written through `stored`."""
@@ -93,8 +136,8 @@ class TextMemory:
         """Grow to at least `capacity` entries; keep the existing ones, also those of a draft."""
         if capacity <= self.capacity:
             return
-        for part in self._parts:
-            part.reserve(capacity, max(self.size, self.shared_end))
+        for memory in self._memories:
+            memory.reserve(capacity, max(self.size, self.shared_end))
         self.positions = torch.cat((self.positions, self.positions.new_empty(capacity - self.capacity)))
 
     def extend(self, count: int) -> None:
@@ -107,26 +150,28 @@ class TextMemory:
 
     def write(self, layer: int, keys: Tensor, values: Tensor, start: int) -> None:
         """Put keys and values [T, kv_heads, head_dim] of one layer into slots start .. start + T."""
-        part, layer = self._layers[layer]
-        part.write(layer, keys, values, start)
+        cache, place = self._kv[layer]
+        cache.write(place, keys, values, start)
 
     def scatter(self, layer: int, keys: Tensor, values: Tensor, slots: Tensor) -> None:
         """`write` into slots [T] on the device, without synchronising."""
-        part, layer = self._layers[layer]
-        part.scatter(layer, keys, values, slots)
+        cache, place = self._kv[layer]
+        cache.scatter(place, keys, values, slots)
 
     def read(self, layer: int, end: int, first: int = 0) -> tuple[Tensor, Tensor]:
         """Keys and values [kv_heads, end - first, head_dim] of one layer; valid until this layer is written to."""
-        part, layer = self._layers[layer]
-        return part.read(layer, end, first)
+        cache, place = self._kv[layer]
+        return cache.read(place, end, first)
 
     def most_read(self, layer: int) -> int | None:
         """The number of entries to read at once, see `LayerCache`."""
-        return self._layers[layer][0].most_read
+        return self._kv[layer][0].most_read
 
     def append(self, num_committed: int, num_pending: int) -> None:
         """Count the entries that all layers have written: committed ones (if nothing is pending), then pending ones."""
         assert num_committed == 0 or self.pending == 0, "the committed prefix cannot grow behind pending entries"
+        for memory in self._memories:
+            memory.append(num_committed, num_pending)
         self.length += num_committed
         self.pending += num_pending
         assert self.size <= self.capacity
@@ -138,16 +183,19 @@ class TextMemory:
         """
         kept = [*path, *pending]
         assert all(a < b for a, b in pairwise((-1, *kept, self.pending))), "kept entries must be pending and ascending"
+        slots = None
         if kept != list(range(len(kept))):
             slots = to_device(torch.tensor(kept), self.positions.device) + self.length
-            self.move(self.length, slots)
+            self.positions[self.length : self.length + len(kept)] = self.positions[slots]
+        for memory in self._memories:
+            memory.keep(Kept(self.length, path, pending, slots))
         self.length += len(path)
         self.pending = len(pending)
 
     def move(self, start: int, slots: Tensor) -> None:
-        """Move the entries in slots [K] (ascending) to start .. start + K, in use or not."""
-        for part in self._parts:
-            part.keep(start, slots)
+        """Move the KV entries in slots [K] (ascending) to start .. start + K, in use or not."""
+        for memory in self._memories:
+            cast(LayerCache, memory).move(start, slots)
         self.positions[start : start + len(slots)] = self.positions[slots]
 
     def drop(self, start: int, count: int) -> None:
@@ -158,9 +206,18 @@ class TextMemory:
         self.num_dropped += count
 
     def truncate(self, length: int) -> None:
-        """Keep the first `length` committed entries alone."""
+        """Keep the first `length` committed entries alone; fewer, if a layer can go back to fewer tokens only."""
         assert 0 <= length <= self.length
+        length = self.restorable(length)
+        for memory in self._memories:
+            memory.rewind(length)
         self.length, self.pending = length, 0
+
+    def restorable(self, length: int) -> int:
+        """The largest number of first tokens, at most `length`, that all layers can go back to."""
+        while (fewer := min((memory.restorable(length) for memory in self._memories), default=length)) < length:
+            length = fewer
+        return length
 
     def wipe(self) -> None:
         """Zero all unused slots. A text that ran into NaN left some there, and attention multiplies them by 0."""

@@ -26,15 +26,22 @@ Ids = NDArray[np.int64]
 
 
 class Entries:
-    """A copy in RAM of the committed entries of a `TextMemory`."""
+    """A copy in RAM of what a `TextMemory` has of its committed tokens."""
 
     def __init__(self, cache: TextMemory) -> None:
         self.length = cache.length
+        self._can_be_cut = cache.can_be_cut
         self._stored = [view.to("cpu", copy=True) for view in cache.stored(self.length)]
 
+    def restorable(self, length: int) -> int:
+        """`TextMemory.restorable`."""
+        if self._can_be_cut:
+            return min(length, self.length)
+        return self.length if length >= self.length else 0
+
     def stored(self, end: int) -> Sequence[Tensor]:
-        """`TextMemory.stored` of the first `end` entries."""
-        return [part[..., :end, :] for part in self._stored]
+        """`TextMemory.stored` of the first `end` tokens."""
+        return [view[..., :end, :] for view in self._stored] if self._can_be_cut else self._stored
 
 
 @dataclass(frozen=True)
@@ -125,10 +132,11 @@ class TextPool:
         """The text with the longest beginning of `wanted`, of those that can be copied, and its number of tokens."""
         found: tuple[ParkedText | TextCaches | None, int] = (None, 0)
         for index, parked in enumerate(self._parked):
-            if (num_tokens := num_common(parked.ids, wanted)) > found[1]:
+            if (num_tokens := parked.target.restorable(num_common(parked.ids, wanted))) > found[1]:
                 found, latest = (parked, num_tokens), index
         for caches in filter(has_all_entries, (*self._used, *self._free)):
-            if (num_tokens := num_common(_ids(caches), wanted)) > found[1]:
+            num_tokens = caches.target.cache.restorable(num_common(_ids(caches), wanted))
+            if num_tokens > found[1]:
                 found = (caches, num_tokens)
         if isinstance(found[0], ParkedText):
             self._parked.append(self._parked.pop(latest))
@@ -192,7 +200,7 @@ def _fill(caches: TextCaches, source: ParkedText | TextCaches | None, ids: Ids) 
     _copy(caches.target.cache, source.target if isinstance(source, ParkedText) else source.target.cache, len(ids))
     draft = source.draft if isinstance(source, ParkedText) else own_cache(source.draft)
     if (cache := own_cache(caches.draft)) is not None and draft is not None:
-        _copy(cache, draft, min(len(ids), draft.length))
+        _copy(cache, draft, draft.restorable(min(len(ids), draft.length)))
 
 
 @torch.inference_mode()
@@ -200,7 +208,7 @@ def _shrink(caches: TextCaches, length: int) -> None:
     """Keep `length` entries and no further room: others than the last request share the plan's entries."""
     target, old = caches.target, caches.target.cache
     caches.drop_target()
-    _copy(target.cache, old, length)
+    _copy(target.cache, old, old.restorable(length))
 
 
 def _copy(cache: TextMemory, other: Entries | TextMemory, length: int) -> None:

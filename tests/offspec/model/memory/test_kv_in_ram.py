@@ -11,12 +11,13 @@ import pytest
 import torch
 
 from offspec.loaders.streaming.cuda import CopyStream
-from offspec.model.decoder import CachedDecoder, Decoder, TextRows, score_together
+from offspec.model.decoder import CachedDecoder, Decoder, score_together
 from offspec.model.early_exit import EarlyExit, shared_text
 from offspec.model.memory.kv_cache import KVLayout
 from offspec.model.memory.kv_formats import EIGHT_BIT, KV_FORMATS, KVFormat
 from offspec.model.memory.kv_in_ram import EntriesInRam, LayersInRam
 from offspec.model.memory.text_memory import TextMemory
+from offspec.model.pass_rows import TextRows
 
 from ....fakes import TinyModel
 from ..test_decoder import NO_NODES, TREE_FAMILIES, random_tokens

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from offspec.model.block import Block
-from offspec.model.decoder import AppendedRows, CachedDecoder
+from offspec.model.decoder import CachedDecoder
 from offspec.model.memory.kv_cache import KVLayout
 from offspec.model.memory.kv_formats import EIGHT_BIT, FOUR_BIT, PLAIN, KVFormat
 from offspec.model.memory.text_memory import TextMemory
 from offspec.model.parts import split_attention
 from offspec.model.parts.kv_attention import Visibility, attend, attend_by_parts
+from offspec.model.parts.part import Attending
 from offspec.model.parts.split_attention import (
     CUDA_EFFICIENT,
     CUDA_FLASH,
@@ -28,6 +28,7 @@ from offspec.model.parts.split_attention import (
     operator,
     reason_for_formula,
 )
+from offspec.model.pass_rows import AppendedRows, TextRows
 from offspec.model.rope import Rotations
 from offspec.planning.attention_time import AttentionShape
 
@@ -54,7 +55,7 @@ def on_cuda(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     twins = OnCuda(recorded("flash", flash), recorded("efficient", efficient))
     monkeypatch.setattr("offspec.model.parts.kv_attention.part_attention", lambda queries, cap: twins)
-    monkeypatch.setattr("offspec.model.decoder.part_attention", lambda queries, cap: twins)
+    monkeypatch.setattr("offspec.model.pass_rows.part_attention", lambda queries, cap: twins)
     return called
 
 
@@ -97,7 +98,7 @@ def test_a_decoder_attends_by_cuda_operators(
     tiny_model: Any, family: str, dtype: torch.dtype, kv: KVFormat, on_cuda: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Chains, trees and windows, as by formula, within what the dtype rounds; codes of packed entries may flip."""
-    monkeypatch.setattr("offspec.model.decoder.MASK_ELEMENTS", 1)
+    monkeypatch.setattr("offspec.model.pass_rows.MASK_ELEMENTS", 1)
     monkeypatch.setattr("offspec.model.parts.kv_attention.MASKED_KEYS", 5)
     decoder = with_caches(tiny_model(family).decoder(dtype), kv.layers)
     with monkeypatch.context() as patch:
@@ -246,11 +247,12 @@ def kernels_of_a_layer(kv: KVFormat, num_keys: int, num_rows: int, cap: float | 
         torch.empty(num_keys + num_rows, dtype=torch.long, device=META),
         torch.empty(nodes, nodes, dtype=torch.bool, device=META),
     )
-    rows = AppendedRows(cache, visibility, Rotations(visibility.positions), [(0, num_rows)])
+    positions = Rotations(visibility.positions)
+    rows = AppendedRows(TextRows.of_chain([0]), num_keys - 1, cache, visibility, positions, [(0, num_rows)])
     queries = torch.empty(num_rows, 64, 128, dtype=dtype, device=META)
     keys = queries[:, :8]
     config = SimpleNamespace(attention_scale=None, attention_cap=cap)
-    first, second = (cast(Block, SimpleNamespace(index=i, window=None, config=config)) for i in range(2))
+    first, second = (cast(Attending, SimpleNamespace(layer=i, window=None, config=config)) for i in range(2))
     rows.attend(first, (queries, keys, keys), 0, num_rows)  # which makes the masks of the pass
     with Kernels() as kernels:
         rows.attend(second, (queries, keys, keys), 0, num_rows)

@@ -1,0 +1,53 @@
+"""A whole layer of transformers' modules as one part. This module does not import transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ..config import ModelConfig
+from ..foreign_config import ForeignConfig
+from ..memory.kv_cache import MemoryLayout
+from ..pass_rows import AppendedRows, by_text
+from .part import LayerWeights, PassRows, Shape
+
+
+class ComputeLayer(Protocol):
+    """Computes one layer over rows first .. last of a text: hidden states x [T, hidden] → [T, hidden]."""
+
+    def __call__(
+        self, layer: int, x: Tensor, weights: LayerWeights, text: AppendedRows, first: int, last: int
+    ) -> Tensor: ...
+
+
+class LayerOfModules:
+    """Layer `layer` of a `ForeignConfig`."""
+
+    is_static = False
+    matrices: Mapping[str, tuple[int, int]] = {}
+
+    def __init__(self, config: ModelConfig, layer: int, compute: ComputeLayer | None = None) -> None:
+        """compute: by the modules; without it, a part tells shapes only."""
+        assert isinstance(config, ForeignConfig)
+        self.config = config
+        self.layer = layer
+        self._compute = compute
+
+    @property
+    def shapes(self) -> Mapping[str, Shape]:
+        return self.config.layers[self.layer]
+
+    @property
+    def memory(self) -> MemoryLayout:
+        return self.config.kv[self.layer]
+
+    def forward(self, x: Tensor, weights: LayerWeights, rows: PassRows, first: int, last: int) -> Tensor:
+        assert self._compute is not None, "a part without modules"
+        outputs = [
+            self._compute(self.layer, x[some], weights, text, begin, end)
+            for text, begin, end, some in by_text(rows, first, last)
+        ]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
