@@ -99,8 +99,8 @@ class Decoder:
 
     def new_cache(self, layers: range | None = None) -> TextMemory:
         """An empty memory of a text for all layers, or for `layers`."""
-        numbers = layers or range(len(self.blocks))
-        layouts = {n: layout for n in numbers if (layout := self.blocks[n].memory) is not None}
+        blocks = (self.blocks[index] for index in layers or range(len(self.blocks)))
+        layouts = {block.index: layout for block in blocks if (layout := block.memory) is not None}
         if self.entries_in_ram is not None:
             return self.entries_in_ram.new_cache(layouts, self.make_layer_caches, self.dtype)
         memories, numbers = empty_memories(layouts, self.make_layer_caches, self.dtype, self.device)

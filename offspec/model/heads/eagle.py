@@ -39,7 +39,7 @@ from .head import Advanced, Head, HeadSpec, Inputs
 FC, FC_BIAS = "fc.weight", "fc.bias"
 OWN_EMBEDDING, OWN_NORM, OWN_HEAD = "embed_tokens.weight", "norm.weight", "lm_head.weight"
 TO_TARGET, OF_TARGET = "d2t", "t2d"
-INPUT_NORM = "input_norm.weight"
+JOINED_NORM, INPUT_NORM = "hidden_norm.weight", "input_norm.weight"
 LAYERS = "layers."
 TAPPED = "eagle_aux_hidden_state_layer_ids"  # the key in config.json of the target's layers whose states are read
 WITHOUT_INPUT_NORM = NormPlaces(before_attention=None)
