@@ -89,7 +89,8 @@ class Inputs:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._most_rows, self._columns = WIDTHS[-1], MAX_ROWS + 2
+        self._most_rows = WIDTHS[-1]
+        self._columns = MAX_ROWS + 2
         num_bytes = 8 * (3 + 2 * self._most_rows) + self._most_rows * self._columns
         self._host = page_locked(num_bytes, device)
         self._seen = seen_by(device, self._host)
@@ -271,7 +272,9 @@ class RoundBuffers:
 
         layers: rounds go through these alone, and their states are those after the last one, without the final norm.
         """
-        self.decoder, self.layers, self.inputs = decoder, layers, Inputs(decoder.device)
+        self.decoder = decoder
+        self.layers = layers
+        self.inputs = Inputs(decoder.device)
         shape = WIDTHS[-1], decoder.config.hidden_size
         self.states = torch.zeros(shape, dtype=decoder.dtype, device=decoder.device)
         self.embedded = None if _has_ready_embedding(decoder) else torch.zeros_like(self.states)
@@ -289,7 +292,9 @@ class StaticRounds:
 
     def __init__(self, buffers: RoundBuffers, cache: TextMemory, *, uses_before: int = 0) -> None:
         """uses_before: rounds of a shape that are not static, because recording takes longer than some rounds."""
-        self.cache, self._buffers, self._uses_before = cache, buffers, uses_before
+        self.cache = cache
+        self._buffers = buffers
+        self._uses_before = uses_before
         self._rounds: dict[Shape, Work] = {}
         self._uses = Counter[Shape]()
         # Shapes of rounds that ran during a pass, when nothing can be recorded; in their order.
@@ -395,7 +400,8 @@ class TreeGraphs:
 
     def __init__(self, decoder: Decoder, capacity: int, record: Recorder | None = None) -> None:
         """decoder: must be `is_static`. capacity: entries to reserve at the first text."""
-        self.decoder, self._capacity = decoder, capacity
+        self.decoder = decoder
+        self._capacity = capacity
         self.rounds = StaticRounds(RoundBuffers(decoder, record), decoder.new_cache())
         self._borrower: ReferenceType[StaticText] | None = None
 
@@ -443,7 +449,8 @@ class StaticText(CachedDecoder):
     """A text with static tree rounds."""
 
     def __init__(self, graphs: TreeGraphs) -> None:
-        self.decoder, self.cache = graphs.decoder, graphs.cache
+        self.decoder = graphs.decoder
+        self.cache = graphs.cache
         self._graphs = graphs
 
     def states(

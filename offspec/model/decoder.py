@@ -340,10 +340,7 @@ class CachedDecoder:
     def begin_pass(self, rows: TextRows) -> tuple[Tensor, AppendedRows]:
         """Hidden states [T, hidden] of these rows before `layers`, and their places. `end_pass` must follow."""
         hidden = self.decoder.embed(torch.tensor([*rows.chain, *rows.tokens.tolist()]))
-        return hidden, self._appended(rows)
-
-    def _appended(self, rows: TextRows) -> AppendedRows:
-        return self.decoder.rows(rows, self.cache)
+        return hidden, self.decoder.rows(rows, self.cache)
 
     def end_pass(self, rows: TextRows) -> None:
         """Count the entries that the pass has written."""

@@ -43,7 +43,8 @@ class EarlyExit(Decoder):
         weights = RamWeights([dict(layer)], {name: target.weights.shared(name) for name in names})
         caches = target.make_layer_caches
         super().__init__(config, weights, dtype=dtype or target.dtype, device=target.device, make_layer_caches=caches)
-        self.num_first, self._head_dtype = num_first, target.dtype
+        self.num_first = num_first
+        self._head_dtype = target.dtype
 
     def linear_logits(self, states: Tensor) -> Tensor:
         """`Decoder.linear_logits` in the target's dtype; the layer may have another dtype."""
@@ -79,13 +80,16 @@ class Trunk:
 
     def __init__(self, decoder: Decoder, num_layers: int, buffers: RoundBuffers | None = None) -> None:
         """buffers: see `shared_text`."""
-        self.decoder, self.layers, self._buffers = decoder, range(num_layers), buffers
+        self.decoder = decoder
+        self.layers = range(num_layers)
+        self._buffers = buffers
         self._new_cache()
         self.readers: list[TextMemory] = []
         self.num_rows = 0
         self._hidden: list[Tensor] = []  # parts of [slots from _first on, hidden]
         self._first = 0
-        self._tokens, self._parents = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)  # of pending nodes
+        self._tokens = np.empty(0, dtype=np.int64)  # of pending nodes
+        self._parents = np.empty(0, dtype=np.int64)  # of pending nodes, as rows of the pending region or ROOT
         self._accepted: list[int] = []
 
     def _new_cache(self) -> None:
@@ -187,7 +191,8 @@ class SharedTarget(CachedDecoder):
     """The target over a trunk; `length` and `cache` belong to its other layers."""
 
     def __init__(self, trunk: Trunk) -> None:
-        self.decoder, self.trunk = trunk.decoder, trunk
+        self.decoder = trunk.decoder
+        self.trunk = trunk
         self._layers = range(len(trunk.layers), trunk.decoder.config.num_layers)
         self.cache = trunk.decoder.new_cache(self._layers)
         self._rows = np.empty(0, dtype=np.int64)  # rows in the trunk of the tree that waits for its verdict
@@ -215,7 +220,7 @@ class SharedTarget(CachedDecoder):
         base = self.length + len(chain)
         hidden = trunk.hidden([*range(self.length, base), *(base + nodes).tolist()])  # the chain is never empty
         self._rows = nodes
-        return hidden, self._appended(rows)
+        return hidden, self.decoder.rows(rows, self.cache)
 
     def keep(self, path: Sequence[int], pending: Sequence[int] = ()) -> None:
         """`CachedDecoder.keep`; called once per pass, before the draft's."""
@@ -249,7 +254,8 @@ class SharedDraft(CachedDecoder):
         trunk, start = self.trunk, self.cache.size
         known = trunk.cache.length - self.length  # tokens of the chain accepted without having been expanded
         trunk.advance(replace(rows, chain=rows.chain[known:]))
-        return trunk.hidden(range(start, start + len(rows.chain) + len(rows.tokens))), self._appended(rows)
+        hidden = trunk.hidden(range(start, start + len(rows)))
+        return hidden, self.decoder.rows(rows, self.cache)
 
     def keep(self, path: Sequence[int], pending: Sequence[int] = ()) -> None:
         num_drafted = self.cache.pending

@@ -33,7 +33,10 @@ class RowsCache(TextCache):
 
     def __init__(self, rows: AppendedRows, config: ForeignConfig, first: int, last: int) -> None:
         super().__init__(rows.visibility.start + first)
-        self._rows, self._config, self._first, self._last = rows, config, first, last
+        self._rows = rows
+        self._config = config
+        self._first = first
+        self._last = last
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any

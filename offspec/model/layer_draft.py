@@ -60,7 +60,8 @@ class LayerDraftText(CachedDecoder):
 
     def __init__(self, decoder: LayerDraft, target: CachedDecoder, buffers: RoundBuffers | None = None) -> None:
         """buffers: of the draft's static rounds; None: it has none."""
-        self.decoder, self.cache = decoder, SharedCache(target, decoder.numbers)
+        self.decoder = decoder
+        self.cache = SharedCache(target, decoder.numbers)
         self._rounds: StaticRounds | None = None
         if buffers is not None:
             self._rounds = StaticRounds(buffers, self.cache, uses_before=USES_BEFORE_RECORDING)

@@ -104,7 +104,9 @@ class RotaryEmbedding:
     ) -> None:
         """is_interleaved: pairs are neighbours. Raises CheckpointError, see `rotation`."""
         frequencies, self._magnitude = rotation(rope, rotary_dim)
-        self._frequencies, self._dtype, self._is_interleaved = frequencies.to(device), dtype, is_interleaved
+        self._frequencies = frequencies.to(device)
+        self._dtype = dtype
+        self._is_interleaved = is_interleaved
 
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin [T, 1, rotary_dim] of positions [T] on the device."""

@@ -53,7 +53,8 @@ class ChainedHead(Head, ABC):
         width: int | None = None,
     ) -> None:
         """num_parts: heads of its own, or 1 for one head. width: of a part; None is the target's hidden size."""
-        self._tensors, self._num_parts = tensors, num_parts
+        self._tensors = tensors
+        self._num_parts = num_parts
         layers = _text_layers(tensors)
         config = states_config(target.config, num_parts, width, len(layers))
         super().__init__(config, RamWeights(layers, {}), target, Vocabulary(target.config.vocab_size), dtype)

@@ -104,8 +104,10 @@ class EagleHead(Head):
         self, shape: EagleShape, tensors: Mapping[str, Tensor], target: Decoder, dtype: torch.dtype | None = None
     ) -> None:
         """tensors: by the names of `eagle_shapes`, on the target's device."""
-        self._shape, self._tensors = shape, tensors
-        config, self.target_layers = shape.config, shape.target_layers
+        self._shape = shape
+        self._tensors = tensors
+        config = shape.config
+        self.target_layers = shape.target_layers
         layers = [_layer(tensors, index) for index in range(config.num_layers)]
         names = {EMBEDDING: OWN_EMBEDDING, FINAL_NORM: OWN_NORM, HEAD: OWN_HEAD}
         shared = {name: tensors[own] for name, own in names.items() if own in tensors}

@@ -68,7 +68,8 @@ class Head(Decoder, ABC):
         dtype: of its arithmetic; None is the target's.
         """
         super().__init__(config, weights, dtype=dtype or target.dtype, device=target.device)
-        self.target, self.vocabulary = target, vocabulary
+        self.target = target
+        self.vocabulary = vocabulary
 
     def fused(self, states: Tensor) -> Tensor:
         """Features [K, F] from the target's states [K, S]; S: the chosen layers' hidden sizes, side by side."""

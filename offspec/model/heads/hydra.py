@@ -40,7 +40,8 @@ class HydraHead(ChainedHead):
         self, steps: int, blocks: int, tensors: Mapping[str, Tensor], target: Decoder, dtype: torch.dtype | None = None
     ) -> None:
         super().__init__(num_heads(tensors), tensors, target, dtype)
-        self.num_steps, self._blocks = steps, blocks
+        self.num_steps = steps
+        self._blocks = blocks
         self.room = steps * target.config.hidden_size  # for the embeddings of a path
 
     def step(self, depth: int, features: Tensor, tokens: IntArray) -> tuple[Tensor, Tensor]:

@@ -29,7 +29,8 @@ class MedusaHead(ChainedHead):
         self, steps: int, blocks: int, tensors: Mapping[str, Tensor], target: Decoder, dtype: torch.dtype | None = None
     ) -> None:
         super().__init__(num_heads(tensors), tensors, target, dtype)
-        self.num_steps, self._blocks = steps, blocks
+        self.num_steps = steps
+        self._blocks = blocks
 
     def step(self, depth: int, features: Tensor, tokens: IntArray) -> tuple[Tensor, Tensor]:
         x = features

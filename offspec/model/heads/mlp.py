@@ -38,7 +38,9 @@ class MlpHead(ChainedHead):
         """scales: the first state is normed."""
         inner = len(tensors["ln.0.weight"])
         super().__init__(num_heads(tensors), tensors, target, dtype, inner)
-        self.num_steps, self._scales, self._inner = steps, scales, inner
+        self.num_steps = steps
+        self._scales = scales
+        self._inner = inner
         self._state = 0.5 ** (0.5 / steps)
         self._added = math.sqrt((1 - self._state**2) * (inner / 2)) / self._state
 

@@ -58,7 +58,8 @@ class AttendingHead(ChainedHead):
         self, steps: int, heads: int, tensors: Mapping[str, Tensor], target: Decoder, dtype: torch.dtype | None = None
     ) -> None:
         super().__init__(1, tensors, target, dtype)
-        self.num_steps, self._heads = steps, heads
+        self.num_steps = steps
+        self._heads = heads
 
 
 class CloverHead(AttendingHead):

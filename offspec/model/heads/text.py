@@ -45,7 +45,8 @@ class HeadText:
 
     def __init__(self, head: Head, capacity: int = 0) -> None:
         """capacity: entries to reserve."""
-        self.decoder, self.cache = head, head.new_cache()
+        self.decoder = head
+        self.cache = head.new_cache()
         self.cache.reserve(capacity)
         self.length = 0
         self._positions: list[int] = []  # of the committed entries' tokens

@@ -55,7 +55,8 @@ class WindowedText:
 
     def __init__(self, text: CachedDecoder, window: int | None) -> None:
         """text: empty; used by nobody else. window: None keeps all entries, until `begin` says otherwise."""
-        self._text, self.window = text, window
+        self._text = text
+        self.window = window
         self._sinks: list[int] = []  # the text's first tokens
         self._capacity = 0
 

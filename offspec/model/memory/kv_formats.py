@@ -152,7 +152,9 @@ class PackedLayers(StoredRows):
         super().__init__(num_layers, empty, by_slot=by_slot)
         self.format = " and ".join(map(str, codings))
         self.most_read = most_unpacked(layout, on_cpu=device.type == "cpu")
-        self._codings, self._head_dim, self._dtype = codings, layout.head_dim, dtype
+        self._codings = codings
+        self._head_dim = layout.head_dim
+        self._dtype = dtype
 
     def write(self, layer: int, keys: Tensor, values: Tensor, start: int) -> None:
         for coding, rows, given in zip(self._codings, self._rows, (keys, values), strict=True):

@@ -63,8 +63,10 @@ class TextPool:
 
     def __init__(self, new_caches: Callable[[], TextCaches], most_bytes: int) -> None:
         """new_caches: makes empty caches."""
-        self._new_caches, self._most_bytes = new_caches, most_bytes
-        self._free, self._used = list[TextCaches](), list[TextCaches]()  # each of them least recently used first
+        self._new_caches = new_caches
+        self._most_bytes = most_bytes
+        self._free = list[TextCaches]()  # least recently used first
+        self._used = list[TextCaches]()  # least recently used first
         self._parked: list[ParkedText] = []
 
     @property
