@@ -68,9 +68,9 @@ def layer_shapes(config: ModelConfig, index: int = 0) -> dict[str, tuple[int, ..
     return Block(index, parts_of(config, index)).shapes
 
 
-def memory_layouts(config: ModelConfig) -> list[MemoryLayout | None]:
-    """The shape of what each layer keeps of a text."""
-    return [Block(index, parts_of(config, index)).memory for index in range(config.num_layers)]
+def memory_layouts(config: ModelConfig, layers: range | None = None) -> list[MemoryLayout | None]:
+    """The shape of what each layer keeps of a text, of all layers or of `layers`."""
+    return [Block(index, parts_of(config, index)).memory for index in layers or range(config.num_layers)]
 
 
 def memory_bytes(
@@ -81,6 +81,5 @@ def memory_bytes(
     It equals `TextMemory.nbytes` by `Decoder.new_cache`. Layers with a sliding window need as much as others. Their old
     entries are kept, because the text may be cut back to a position whose window contains them.
     """
-    layouts = memory_layouts(config)
-    kept = (layouts[index] for index in layers or range(config.num_layers))
-    return sum(kv.memory_bytes(layout, num_entries, itemsize) for layout in kept if layout is not None)
+    layouts = (layout for layout in memory_layouts(config, layers) if layout is not None)
+    return sum(kv.memory_bytes(layout, num_entries, itemsize) for layout in layouts)
