@@ -30,7 +30,9 @@ from .memory.kv_in_ram import EntriesInRam
 from .memory.text_memory import TextMemory, empty_memories
 from .names import LAYER_PREFIX
 from .norms import normalize
+from .parts.kinds import parts_of
 from .parts.kv_attention import CAPPED_SCORES, MASKED_KEYS, Visibility
+from .parts.mlp import Mlp
 from .parts.part import LayerWeights, PassRows, as_vector
 from .parts.split_attention import SPLIT_BYTES, most_scored_keys, reason_for_formula
 from .pass_rows import MASK_ELEMENTS, PASS_ROWS, AppendedRows, JoinedRows, TextRows, chunk_rows, placed
@@ -218,8 +220,8 @@ def activation_bytes(
     """
     c, rows = config, min(num_rows, chunk_rows(config, num_keys))
     queries = c.num_heads * c.head_dim
-    inner = (4 if c.mlp.is_fused else 3) * c.intermediate_size
-    widths = 4 * c.hidden_size + max(inner, 6 * queries)
+    numbers = [part.row_numbers for layer in range(c.num_layers) for part in parts_of(c, layer)]
+    widths = 4 * c.hidden_size + max(6 * queries, Mlp(c, 0).row_numbers, *numbers)  # a head may have no layers
     fp32 = 0 if c.norm == "rms" else 8 * rows * max(c.hidden_size, queries)  # the other norms compute in fp32
     attention = _attention_bytes(c, rows, num_keys, itemsize, kv, on_cpu=on_cpu)
     attention += c.made_numbers(num_keys) * itemsize

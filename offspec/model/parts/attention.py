@@ -40,6 +40,10 @@ class Attention(NativePart):
             shapes = {f"self_attn.{name}_proj": (rows, hidden) for name, rows in (("q", q), ("k", kv), ("v", kv))}
         return {**shapes, "self_attn.o_proj": (hidden, q)}
 
+    @property
+    def row_numbers(self) -> int:
+        return 6 * self.config.num_heads * self.config.head_dim
+
     def has_bias(self, matrix: str) -> bool:
         return self.config.o_bias if matrix.endswith(".o_proj") else self.config.qkv_bias
 

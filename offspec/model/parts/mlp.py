@@ -38,6 +38,10 @@ class Mlp(NativePart):
         gate = {} if names.gate is None else {names.gate: (inner, hidden)}
         return {**gate, names.up: (2 * inner if names.is_fused else inner, hidden), names.down: (hidden, inner)}
 
+    @property
+    def row_numbers(self) -> int:
+        return (4 if self.config.mlp.is_fused else 3) * self.config.intermediate_size
+
     def has_bias(self, matrix: str) -> bool:
         return self.config.mlp_bias
 
@@ -73,6 +77,10 @@ class AttentionBesideMlp(Attention):
     @property
     def norms(self) -> list[str]:
         return [*super().norms, *self.mlp.norms]
+
+    @property
+    def row_numbers(self) -> int:
+        return max(super().row_numbers, self.mlp.row_numbers)
 
     def has_bias(self, matrix: str) -> bool:
         return super().has_bias(matrix) if matrix in super().matrices else self.mlp.has_bias(matrix)

@@ -41,6 +41,10 @@ class LayerOfModules:
         return self.config.layers[self.layer]
 
     @property
+    def row_numbers(self) -> int:
+        return max(3 * self.config.intermediate_size, 6 * self.config.num_heads * self.config.head_dim)
+
+    @property
     def memory(self) -> MemoryLayout:
         return self.config.kv[self.layer]
 

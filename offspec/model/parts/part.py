@@ -100,7 +100,8 @@ class Part(Protocol):
 
     A part owns its tensors' names and shapes, and the shape of what it keeps of a text. Of a layer's parts at most one
     keeps something. matrices: those of offspec's own parts by short names without ".weight", in the order of use.
-    is_static: it only launches kernels, on tensors that stay, so that CUDA graphs can record it.
+    row_numbers: numbers that it holds of a row at once, beside hidden states and what attention reads. is_static: it
+    only launches kernels, on tensors that stay, so that CUDA graphs can record it.
     """
 
     layer: int
@@ -112,6 +113,9 @@ class Part(Protocol):
 
     @property
     def matrices(self) -> Mapping[str, tuple[int, int]]: ...
+
+    @property
+    def row_numbers(self) -> int: ...
 
     @property
     def memory(self) -> MemoryLayout | None:
@@ -143,6 +147,10 @@ class NativePart(ABC):
     @property
     @abstractmethod
     def matrices(self) -> dict[str, tuple[int, int]]: ...
+
+    @property
+    @abstractmethod
+    def row_numbers(self) -> int: ...
 
     @abstractmethod
     def has_bias(self, matrix: str) -> bool: ...

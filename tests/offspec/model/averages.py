@@ -121,6 +121,10 @@ class Average(NativePart):
         hidden = self.config.hidden_size
         return {"average.in_proj": (WIDTH, hidden), "average.out_proj": (hidden, WIDTH)}
 
+    @property
+    def row_numbers(self) -> int:
+        return 2 * WIDTH
+
     def has_bias(self, matrix: str) -> bool:
         return False
 
