@@ -23,7 +23,7 @@ from offspec.loaders.files.safetensors_folder import read_header
 from offspec.loaders.files.user_folders import user_folder
 
 from ..errors import CheckpointError, StorageError, UsageError
-from ..model.block import layer_shapes
+from ..model.block import has_entries_alone, layer_shapes
 from ..model.config import ModelConfig
 from .opening import ModelFiles
 
@@ -75,7 +75,7 @@ def data_file(target: ModelFiles, suffix: str) -> Path:
     return exits_folder() / f"{fingerprint(target)}-{suffix}"
 
 
-def refuse_foreign(config: ModelConfig, feature: str = "an exit layer") -> None:
+def refuse_foreign(config: ModelConfig, feature: str) -> None:
     """Raises UsageError for a target that transformers' modules run. feature: what needs offspec's own decoder."""
     if not config.is_native:
         raise UsageError(
@@ -84,9 +84,19 @@ def refuse_foreign(config: ModelConfig, feature: str = "an exit layer") -> None:
         )
 
 
+def refuse_states(config: ModelConfig, feature: str = "an exit layer") -> None:
+    """`refuse_foreign`; also for a target whose layers keep something else of a text than KV entries."""
+    refuse_foreign(config, feature)
+    if not has_entries_alone(config):
+        raise UsageError(
+            f"{feature} shares the target's KV entries, and layers of a {config.model_type} keep a state of the text "
+            "instead; use n-gram lookup (`draft=lookup`) or a small model (`draft=PATH`)"
+        )
+
+
 def check_exit_layer(number: int, config: ModelConfig) -> None:
     """Raises UsageError unless `number` is at least 1 and less than the layers of offspec's own decoder."""
-    refuse_foreign(config)
+    refuse_states(config)
     if not 1 <= number < config.num_layers:
         raise UsageError(
             f"`exit_layer={number}` is out of range: the model has {config.num_layers} layers; choose 1 to "

@@ -26,6 +26,7 @@ from offspec.scheduler.trees.verify import TargetPass
 from ..checkpoints.load import LoadSettings, load_decoder
 from ..checkpoints.opening import ModelFiles, Note, locate
 from ..errors import UsageError, VocabularyMismatchError
+from ..model.block import has_entries_alone
 from ..model.config import ModelConfig
 from ..model.cuda_graphs import TreeGraphs, is_static
 from ..model.decoder import CachedDecoder, Decoder
@@ -273,7 +274,7 @@ class OpenedModel:
         def attach(target: Decoder) -> ModelDraft:
             draft = ModelDraft(decoder, self.name, other=self.other, is_larger=self.is_larger, **more)
             draft.files, draft.window = self.files, self.window
-            draft.tries_window = self.other is None and self.window is None and self.files.config.can_forget
+            draft.tries_window = self.other is None and self.window is None and has_entries_alone(self.files.config)
             return draft
 
         return attach
@@ -284,19 +285,19 @@ def _window(wanted: int | None, draft: ModelFiles, target: ModelFiles, other: Ot
 
     wanted: by the user. None is what fits the draft's context, if the target has a longer one: with all entries, the
     draft could not continue longer texts. With another vocabulary it reads the end of a long text again instead
-    (`reencoded_text`). Raises UsageError for a draft that transformers' modules run.
+    (`reencoded_text`). Raises UsageError for a draft whose entries cannot be dropped.
     """
     if wanted is not None:
         if wanted < LEAST_WINDOW:
             raise UsageError(f"`draft_window={wanted}` is too short; give at least {LEAST_WINDOW}, or auto")
-        if not draft.config.can_forget:
+        if not has_entries_alone(draft.config):
             raise UsageError(
-                f"`draft_window={wanted}` needs offspec's own decoder, and the draft is a {draft.config.model_type} "
-                "that runs on transformers' modules; omit it"
+                f"`draft_window={wanted}` drops KV entries of the draft, and offspec cannot drop those of a "
+                f"{draft.config.model_type}; omit it"
             )
         return wanted
     is_short = draft.config.max_context < target.config.max_context
-    return context_window(draft.config) if is_short and draft.config.can_forget and other is None else None
+    return context_window(draft.config) if is_short and other is None and has_entries_alone(draft.config) else None
 
 
 def _num_entries(num_tokens: int, draft: ModelConfig, other: OtherVocabulary | None, window: int | None) -> int:

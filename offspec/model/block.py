@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .config import ModelConfig
-from .memory.kv_cache import MemoryLayout
+from .memory.kv_cache import KVLayout, MemoryLayout
 from .memory.kv_formats import PLAIN, KVFormat
 from .parts.kinds import parts_of
 from .parts.part import LayerWeights, Part, PassRows
@@ -71,6 +71,14 @@ def layer_shapes(config: ModelConfig, index: int = 0) -> dict[str, tuple[int, ..
 def memory_layouts(config: ModelConfig, layers: range | None = None) -> list[MemoryLayout | None]:
     """The shape of what each layer keeps of a text, of all layers or of `layers`."""
     return [Block(index, parts_of(config, index)).memory for index in layers or range(config.num_layers)]
+
+
+def has_entries_alone(config: ModelConfig) -> bool:
+    """Whether offspec's own parts compute the layers, and these keep KV entries of a text or nothing.
+
+    Then a draft can use some of the layers and their entries, and entries can be dropped from the middle of a text.
+    """
+    return config.is_native and all(layout is None or isinstance(layout, KVLayout) for layout in memory_layouts(config))
 
 
 def memory_bytes(

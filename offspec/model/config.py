@@ -95,7 +95,6 @@ class ModelConfig:
     # How the layers are computed: not fields, because they follow from the class.
 
     is_native = True  # by offspec's own parts, of which drafts can be made, and which can be trained
-    can_forget = True  # entries may be dropped from the middle of a text
     has_whole_attention = False  # attention takes all keys at once, with one mask; otherwise it may take parts of them
     only_multiplies = True  # matrices are used for products only, so that any order of their numbers will do
     has_linear_head = True  # logits are linear in the final states

@@ -76,7 +76,6 @@ class ForeignConfig(ModelConfig):
     ignored: frozenset[str]
 
     is_native = False
-    can_forget = False
     has_whole_attention = True
     only_multiplies = False
 

@@ -11,8 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from offspec.checkpoints.exit_layers import check_exit_layer, refuse_states
+from offspec.errors import UsageError
 from offspec.loaders.streaming.cuda import CopyStream
-from offspec.model.block import layer_shapes, memory_bytes, memory_layouts
+from offspec.model.block import has_entries_alone, layer_shapes, memory_bytes, memory_layouts
 from offspec.model.config import ModelConfig, read_config
 from offspec.model.cuda_graphs import is_static
 from offspec.model.decoder import CachedDecoder, Decoder, random_decoder, score_together, wanted_shapes
@@ -26,6 +28,7 @@ from offspec.model.pass_rows import TextRows
 
 from ....examples import examples
 from ....fakes import FAMILIES, config_json
+from ....refusals import refused
 from ..averages import DECAY, WIDTH, Average, AverageLayout, Averages
 from ..test_decoder import (
     NO_NODES,
@@ -180,6 +183,17 @@ def test_equal_layouts_share_a_memory(decoder: Decoder) -> None:
     (memory, first), (other, second) = cache.memory_of(1), cache.memory_of(2)
     assert isinstance(memory, Averages)
     assert (memory is other, first, second) == (True, 0, 1)
+
+
+def test_drafts_of_its_own_layers_are_refused() -> None:
+    """They would share KV entries that some layers do not have."""
+    config = hybrid()
+    assert not has_entries_alone(config)
+    assert has_entries_alone(config.only_layers([0, 3]))
+    with refused(UsageError, "llama", "`draft=shadow`", "`draft=lookup`"):
+        refuse_states(config, "`draft=shadow`")
+    with refused(UsageError, "an exit layer", "llama"):
+        check_exit_layer(1, config)
 
 
 def test_formats_and_places_concern_kv_entries_alone(decoder: Decoder) -> None:
