@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Protocol
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -14,13 +13,9 @@ from ..memory.kv_cache import MemoryLayout
 from ..pass_rows import AppendedRows, by_text
 from .part import LayerWeights, PassRows, Shape
 
-
-class ComputeLayer(Protocol):
-    """Computes one layer over rows first .. last of a text: hidden states x [T, hidden] → [T, hidden]."""
-
-    def __call__(
-        self, layer: int, x: Tensor, weights: LayerWeights, text: AppendedRows, first: int, last: int
-    ) -> Tensor: ...
+# Computes a layer by its number over rows first .. last of a text: hidden states x [T, hidden] → [T, hidden].
+# Arguments: the layer, x, its weights, the text's rows, first, last.
+ComputeLayer = Callable[[int, Tensor, LayerWeights, AppendedRows, int, int], Tensor]
 
 
 class LayerOfModules:

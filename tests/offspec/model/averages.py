@@ -70,6 +70,8 @@ class Averages:
         pass
 
     def append(self, num_committed: int, num_pending: int) -> None:
+        if not num_committed + num_pending:
+            return
         if self._copied is not None:
             states, self._copied = self._copied[:, None].expand(-1, num_committed, -1), None
         else:
