@@ -18,6 +18,7 @@ from offspec.scheduler.params import MAX_NODES
 
 from ..decoder import CachedDecoder
 from ..parts.kv_attention import Visibility
+from .kv_cache import LayerCache
 from .text_memory import TextMemory
 
 
@@ -76,17 +77,8 @@ class SharedCache(TextMemory):
         cache = self._target.cache
         self.positions, cache.shared_end = cache.positions, max(cache.shared_end, self.size + count)
 
-    def write(self, layer: int, keys: Tensor, values: Tensor, start: int) -> None:
-        self._target.cache.write(self._numbers[layer], keys, values, start)
-
-    def scatter(self, layer: int, keys: Tensor, values: Tensor, slots: Tensor) -> None:
-        self._target.cache.scatter(self._numbers[layer], keys, values, slots)
-
-    def read(self, layer: int, end: int, first: int = 0) -> tuple[Tensor, Tensor]:
-        return self._target.cache.read(self._numbers[layer], end, first)
-
-    def most_read(self, layer: int) -> int | None:
-        return self._target.cache.most_read(self._numbers[layer])
+    def kv_of(self, layer: int) -> tuple[LayerCache, int]:
+        return self._target.cache.kv_of(self._numbers[layer])
 
     def keep(self, path: Sequence[int], pending: Sequence[int] = ()) -> None:
         """As `TextMemory.keep`, to be called after the target's. The target's entries replace those of `path`.

@@ -125,6 +125,10 @@ class TextMemory:
         """What a layer keeps, and its place there. A part knows the kind of its memory, and its functions."""
         return self._places[layer]
 
+    def kv_of(self, layer: int) -> tuple[LayerCache, int]:
+        """`memory_of` a layer that attends."""
+        return self._kv[layer]
+
     def begin(self, length: int) -> None:
         """Commit the first `length` slots of an empty cache, which were written through `stored`."""
         assert not self.size, "the cache has entries"
@@ -150,22 +154,22 @@ class TextMemory:
 
     def write(self, layer: int, keys: Tensor, values: Tensor, start: int) -> None:
         """Put keys and values [T, kv_heads, head_dim] of one layer into slots start .. start + T."""
-        cache, place = self._kv[layer]
+        cache, place = self.kv_of(layer)
         cache.write(place, keys, values, start)
 
     def scatter(self, layer: int, keys: Tensor, values: Tensor, slots: Tensor) -> None:
         """`write` into slots [T] on the device, without synchronising."""
-        cache, place = self._kv[layer]
+        cache, place = self.kv_of(layer)
         cache.scatter(place, keys, values, slots)
 
     def read(self, layer: int, end: int, first: int = 0) -> tuple[Tensor, Tensor]:
         """Keys and values [kv_heads, end - first, head_dim] of one layer; valid until this layer is written to."""
-        cache, place = self._kv[layer]
+        cache, place = self.kv_of(layer)
         return cache.read(place, end, first)
 
     def most_read(self, layer: int) -> int | None:
         """The number of entries to read at once, see `LayerCache`."""
-        return self._kv[layer][0].most_read
+        return self.kv_of(layer)[0].most_read
 
     def append(self, num_committed: int, num_pending: int) -> None:
         """Count the entries that all layers have written: committed ones (if nothing is pending), then pending ones."""

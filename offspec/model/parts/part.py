@@ -95,32 +95,37 @@ def as_vector(weight: Weight) -> Tensor:
     return weight if isinstance(weight, Tensor) else weight.dequantize(torch.float32)
 
 
-class Part(Protocol):
+class Part(ABC):
     """One step of layer `layer`, such as attention or an MLP. It holds no weights.
 
-    A part owns its tensors' names and shapes, and the shape of what it keeps of a text. Of a layer's parts at most one
-    keeps something. matrices: those of offspec's own parts by short names without ".weight", in the order of use.
-    row_numbers: numbers that it holds of a row at once, beside hidden states and what attention reads. is_static: it
-    only launches kernels, on tensors that stay, so that CUDA graphs can record it.
+    A part owns its tensors' names and shapes, and the shape of what it keeps of a text. memory: the latter; None:
+    nothing. Of a layer's parts at most one keeps something. is_static: it only launches kernels, on tensors that stay,
+    so that CUDA graphs can record it.
     """
 
-    layer: int
-    is_static: bool
+    is_static = True
+    memory: MemoryLayout | None = None
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        self.config = config
+        self.layer = layer
 
     @property
+    @abstractmethod
     def shapes(self) -> Mapping[str, Shape]:
         """Short name → shape of each of its tensors."""
 
     @property
-    def matrices(self) -> Mapping[str, tuple[int, int]]: ...
+    def matrices(self) -> dict[str, tuple[int, int]]:
+        """Short name without ".weight" → shape of each matrix that training can change, in the order of use."""
+        return {}
 
     @property
-    def row_numbers(self) -> int: ...
+    @abstractmethod
+    def row_numbers(self) -> int:
+        """Numbers that it holds of a row at once, beside hidden states and what attention reads."""
 
-    @property
-    def memory(self) -> MemoryLayout | None:
-        """The shape of what it keeps of a text; None: nothing."""
-
+    @abstractmethod
     def forward(self, x: Tensor, weights: LayerWeights, rows: PassRows, first: int, last: int) -> Tensor:
         """Rows first .. last of a pass: hidden states x [T, hidden] → [T, hidden], a new tensor.
 
@@ -128,36 +133,20 @@ class Part(Protocol):
         """
 
 
-class NativePart(ABC):
+class NativePart(Part):
     """Base of offspec's own parts: norms, matrices with biases, and a residual. Every method keeps gradients."""
-
-    is_static = True
-    memory: MemoryLayout | None = None
 
     def __init__(self, config: ModelConfig, layer: int, rotaries: RotaryEmbeddings | None = None) -> None:
         """rotaries: of the decoder; without them, a part tells shapes only. Raises CheckpointError, see `rope`."""
-        self.config = config
-        self.layer = layer
+        super().__init__(config, layer)
 
     @property
     @abstractmethod
     def norms(self) -> list[str]:
         """Names of its norms over hidden states."""
 
-    @property
-    @abstractmethod
-    def matrices(self) -> dict[str, tuple[int, int]]: ...
-
-    @property
-    @abstractmethod
-    def row_numbers(self) -> int: ...
-
     @abstractmethod
     def has_bias(self, matrix: str) -> bool: ...
-
-    @abstractmethod
-    def forward(self, x: Tensor, weights: LayerWeights, rows: PassRows, first: int, last: int) -> Tensor:
-        """`Part.forward`."""
 
     @property
     def shapes(self) -> dict[str, Shape]:
