@@ -8,7 +8,7 @@ from offspec.errors import UsageError
 
 QUANT_TYPES = ("nf4", "fp4")
 FLOAT_FORMATS = ("bf16", "fp16", "fp32")
-KV_CACHES = ("16", "8", "4")  # bits of the target's KV entries, see `offspec.model.kv_formats`
+KV_CACHES = ("16", "8", "4")  # bits of the target's KV entries, see `offspec.model.memory.kv_formats`
 LOSSLESS_FORMAT = "bf16-packed"
 CONVERT_FORMATS = (*QUANT_TYPES, LOSSLESS_FORMAT, *FLOAT_FORMATS, "keep")
 SHADOW_FORMATS = {4: "q4_k", 3: "q3_k", 2: "q2_k"}  # bits → the format of a shadow's matrices

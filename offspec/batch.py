@@ -21,8 +21,8 @@ from offspec.scheduler.pace.shared_pass import SharedPass
 from offspec.scheduler.params import SamplingParams, SpeculationParams, max_nodes
 
 from .errors import OffspecError
-from .model.text_caches import TextCaches
-from .model.text_pool import TextPool, num_common
+from .model.memory.text_caches import TextCaches
+from .model.memory.text_pool import TextPool, num_common
 from .planning.out_of_memory import retry_out_of_memory
 from .request import Observer, Request, RequestParams, Step, run_pass
 

@@ -31,7 +31,7 @@ from .drafts.without_model import NoDraft
 from .errors import ContextLengthError, OffspecError, UsageError
 from .loading import LoadedTarget, LoadOptions, load, path_text
 from .model.decoder import Decoder
-from .model.text_caches import TextCaches
+from .model.memory.text_caches import TextCaches
 from .planning.memory import AUTO
 from .planning.out_of_memory import retry_out_of_memory
 from .planning.plan import Plan

@@ -29,8 +29,8 @@ from .drafts.kinds import open_draft
 from .drafts.weighing import Chooser, Scales
 from .errors import MemoryLimitError, UsageError
 from .model.decoder import Decoder
-from .model.kv_cache import KVCache
-from .model.kv_in_ram import EntriesInRam
+from .model.memory.kv_in_ram import EntriesInRam
+from .model.memory.text_memory import TextMemory
 from .planning.memory import AUTO, MemoryOptions, MemoryUse, MemoryUser, Room
 from .planning.out_of_memory import explain_out_of_memory, retry_out_of_memory, with_fewer_residents
 from .planning.parked_texts import ParkedTexts
@@ -176,7 +176,7 @@ class LoadedTarget:
         self.link_bytes_per_s: float | None = None
         self._memory, self._streamed_before = memory, 0
         self._has_weights, self._is_closed = True, False
-        self._caches = WeakSet[KVCache]()
+        self._caches = WeakSet[TextMemory]()
         self._spill_watch = spill_watch(decoder.device)
 
     @property
@@ -218,7 +218,7 @@ class LoadedTarget:
         copied = 0 if entries is None else entries.copies.num_bytes
         return self._streamed_before + self.decoder.weights.bytes_streamed + copied
 
-    def make_kv_room(self, cache: KVCache, num_entries: int) -> None:
+    def make_kv_room(self, cache: TextMemory, num_entries: int) -> None:
         """Call this before a text's cache grows to `num_entries` entries.
 
         Memory within the limit that no text's cache needs holds some of the layers on disk. This frees these layers

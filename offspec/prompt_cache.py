@@ -19,9 +19,9 @@ from offspec.scheduler.params import SamplingParams, SpeculationParams, tree_roo
 from .checkpoints.kv_files import KVFile, Owner, Part, check_replaceable, free_disk_bytes, model_identity, write_kv_file
 from .engine import Engine, Prompt
 from .errors import CheckpointError, StorageError, UsageError
-from .model.kv_cache import KVCache
-from .model.text_caches import TextCaches
-from .model.text_pool import WORTHWHILE, has_all_entries, num_common, own_cache
+from .model.memory.text_caches import TextCaches
+from .model.memory.text_memory import TextMemory
+from .model.memory.text_pool import WORTHWHILE, has_all_entries, num_common, own_cache
 from .request import Request, RequestParams, Step
 
 TARGET, DRAFT = "target", "draft"  # the parts of a file
@@ -128,13 +128,13 @@ class PromptCache:
         except (StorageError, UsageError) as exc:
             return f"the KV entries of {num_tokens} tokens are not kept: {exc}"
 
-    def _caches(self, caches: TextCaches) -> dict[str, KVCache]:
+    def _caches(self, caches: TextCaches) -> dict[str, TextMemory]:
         """The caches whose entries a file can hold, by part."""
         assert has_all_entries(caches)
         drafts = own_cache(caches.draft)
         return {TARGET: caches.target.cache} | ({} if drafts is None or self._draft_id is None else {DRAFT: drafts})
 
-    def _owner(self, part: str, cache: KVCache) -> Owner:
+    def _owner(self, part: str, cache: TextMemory) -> Owner:
         engine = self._engine
         if part == TARGET:
             return Owner.of(self._target_id, engine.target.dtype, cache)

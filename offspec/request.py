@@ -39,9 +39,10 @@ from .checkpoints.opening import Note
 from .drafts.base import DraftTask
 from .drafts.shared_rounds import SharedRounds
 from .errors import ConstraintError, NumericalError, OffspecError
-from .model.decoder import PASS_ROWS, TextRows, score_together
+from .model.decoder import score_together
+from .model.memory.text_caches import TextCaches
+from .model.pass_rows import PASS_ROWS, TextRows
 from .model.row_logits import HEAD_ROWS, RowLogits
-from .model.text_caches import TextCaches
 from .planning.out_of_memory import out_of_memory_message, retry_out_of_memory
 from .stats import Stats, peak_host_bytes
 from .text.lookup_files import FileIndex, LookedUp

@@ -24,7 +24,7 @@ from offspec.scheduler.params import SamplingParams, SpeculationParams
 from .checkpoints.atomic_files import write_atomically
 from .engine import Engine, Message
 from .errors import ContextLengthError, OffspecError, StorageError, UsageError
-from .model.text_caches import SoleUser, TextCaches
+from .model.memory.text_caches import SoleUser, TextCaches
 from .prompt_cache import PromptCache
 from .request import Step
 from .stats import Stats

@@ -15,8 +15,8 @@ from offspec.scheduler.params import AUTO_TEXTS, SEED_LIMIT, SamplingParams, Spe
 from .batch import Batch, Ticket
 from .engine import Engine, Prompt
 from .errors import OffspecError
-from .model.text_caches import TextCaches
-from .model.text_pool import TextPool
+from .model.memory.text_caches import TextCaches
+from .model.memory.text_pool import TextPool
 from .request import Step
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from offspec.model.part_attention import OnCuda
+from offspec.model.parts.split_attention import OnCuda
 
 ALIGNMENT = 16  # bytes
 LSE_ROWS = 32  # rows to a multiple of which memory-efficient attention pads the sums

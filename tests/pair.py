@@ -126,7 +126,8 @@ def _random_weights(printable: list[int], raw: dict[str, Any]) -> dict[str, torc
     config = read_config(raw)
     shapes = dict(config.shared_shapes())
     for index in range(config.num_layers):
-        shapes |= {f"{LAYER_PREFIX}{index}.{name}": shape for name, shape in layer_shapes(config).items()}
+        inner = sorted(layer_shapes(config).items(), key=lambda item: len(item[1]))  # vectors first
+        shapes |= {f"{LAYER_PREFIX}{index}.{name}": shape for name, shape in inner}
     weights = {}
     for name, shape in shapes.items():
         noise = torch.randn(shape, generator=generator)

@@ -20,10 +20,10 @@ from offspec.checkpoints.load import load_decoder
 from offspec.checkpoints.opening import ModelFiles
 from offspec.loaders.files.containers import open_config
 from offspec.loaders.streaming.tiers import TieredWeights, TierOptions
-from offspec.model.attention import attend
 from offspec.model.config import read_config
 from offspec.model.cuda_graphs import WIDTHS, TreeGraphs
 from offspec.model.decoder import CachedDecoder, Decoder
+from offspec.model.parts.kv_attention import attend
 from offspec.planning.plan import all_resident
 from offspec.scheduler.drafting.child_scores import log_normalisers
 from offspec.scheduler.trees.sampling import gumbel

@@ -24,7 +24,7 @@ import torch
 from offspec import Engine, SamplingParams, SpeculationParams
 from offspec.drafts.model_draft import ModelDraft
 from offspec.model.decoder import CachedDecoder, Decoder
-from offspec.model.draft_window import WindowedText
+from offspec.model.memory.draft_window import WindowedText
 from offspec.prompt_cache import PromptCache
 
 ROUND_NODES = 16

@@ -23,9 +23,8 @@ from offspec.loaders.files.safetensors_folder import read_header
 from offspec.loaders.files.user_folders import user_folder
 
 from ..errors import CheckpointError, StorageError, UsageError
-from ..model.block import layer_shapes
+from ..model.block import has_entries_alone, layer_shapes
 from ..model.config import ModelConfig
-from ..model.foreign_config import ForeignConfig
 from .opening import ModelFiles
 
 FORMAT = "offspec exit layer 1"
@@ -76,18 +75,28 @@ def data_file(target: ModelFiles, suffix: str) -> Path:
     return exits_folder() / f"{fingerprint(target)}-{suffix}"
 
 
-def refuse_foreign(config: ModelConfig, feature: str = "an exit layer") -> None:
+def refuse_foreign(config: ModelConfig, feature: str) -> None:
     """Raises UsageError for a target that transformers' modules run. feature: what needs offspec's own decoder."""
-    if isinstance(config, ForeignConfig):
+    if not config.is_native:
         raise UsageError(
             f"{feature} needs offspec's own decoder, and a {config.model_type} runs on transformers' modules; use "
             "n-gram lookup (`draft=lookup`) or a small model (`draft=PATH`)"
         )
 
 
+def refuse_states(config: ModelConfig, feature: str = "an exit layer") -> None:
+    """`refuse_foreign`; also for a target whose layers keep something else of a text than KV entries."""
+    refuse_foreign(config, feature)
+    if not has_entries_alone(config):
+        raise UsageError(
+            f"{feature} shares the target's KV entries, and layers of a {config.model_type} keep a state of the text "
+            "instead; use n-gram lookup (`draft=lookup`) or a small model (`draft=PATH`)"
+        )
+
+
 def check_exit_layer(number: int, config: ModelConfig) -> None:
     """Raises UsageError unless `number` is at least 1 and less than the layers of offspec's own decoder."""
-    refuse_foreign(config)
+    refuse_states(config)
     if not 1 <= number < config.num_layers:
         raise UsageError(
             f"`exit_layer={number}` is out of range: the model has {config.num_layers} layers; choose 1 to "

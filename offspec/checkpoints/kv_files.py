@@ -1,6 +1,6 @@
 """Files of a text's first KV entries: its tokens and what the caches of target and draft store of them.
 
-A file is safetensors: the tokens, each cache's `KVCache.stored`, and checksums of the header and of each tensor. Its
+A file is safetensors: the tokens, each cache's `TextMemory.stored`, and checksums of the header and of each tensor. Its
 metadata say for which model, dtype and KV format the entries are. Files are untrusted: headers are checked before use,
 only tensors of the expected sizes are read, and entries count only when all checksums are right. This module does not
 know engines.
@@ -33,7 +33,7 @@ from offspec.loaders.units import format_size
 
 from ..errors import CheckpointError, StorageError, UsageError
 from ..model.config import ModelConfig
-from ..model.kv_cache import KVCache
+from ..model.memory.text_memory import TextMemory
 from .atomic_files import writing_whole
 from .opening import ModelFiles
 
@@ -84,7 +84,7 @@ def model_identity(model: ModelFiles, config: ModelConfig) -> str:
 class Owner:
     """What a cache's entries depend on, beside the tokens: files with entries of others are not read.
 
-    model: `model_identity`. dtype: of the arithmetic. form: `KVCache.format`.
+    model: `model_identity`. dtype: of the arithmetic. form: `TextMemory.format`.
     """
 
     model: str
@@ -92,7 +92,7 @@ class Owner:
     form: str
 
     @classmethod
-    def of(cls, model: str, dtype: torch.dtype, cache: KVCache) -> Owner:
+    def of(cls, model: str, dtype: torch.dtype, cache: TextMemory) -> Owner:
         return cls(model, str(dtype).removeprefix("torch."), cache.format)
 
     def check(self, other: Owner, path: Path) -> None:
@@ -112,7 +112,7 @@ class Part:
     """One cache's entries to write: the first `length` ones."""
 
     owner: Owner
-    cache: KVCache
+    cache: TextMemory
     length: int
 
     def pieces(self, name: str) -> list[Piece]:
@@ -245,7 +245,7 @@ class KVFile:
         lengths = {name: _length(metadata[f"{name}.length"], len(tokens), path) for name in names}
         return cls(path, tokens, owners, lengths, infos, checksums)
 
-    def load(self, caches: Mapping[str, KVCache], length: int) -> None:
+    def load(self, caches: Mapping[str, TextMemory], length: int) -> None:
         """Put the first entries, at most `length`, into these empty caches, by their parts' names.
 
         Raises CheckpointError for a damaged file; the caches stay empty then.
@@ -265,7 +265,7 @@ class KVFile:
         for name, cache in caches.items():
             cache.begin(min(length, self.lengths[name]))
 
-    def _check_shapes(self, name: str, cache: KVCache) -> None:
+    def _check_shapes(self, name: str, cache: TextMemory) -> None:
         """Whether the file's tensors have the shapes that the cache stores. Raises CheckpointError."""
         for index, view in enumerate(cache.stored(0)):
             expected = DTYPE_NAMES[view.dtype], (*view.shape[:-2], self.lengths[name], view.shape[-1])

@@ -84,9 +84,9 @@ def is_blocked(model: ModelFiles, device: torch.device) -> bool:
 
     It depends on the model and the machine only, so that equal requests are computed identically.
     """
+    if device.type != "cpu" or not model.config.only_multiplies:
+        return False
     layers = model.stored.layers
     is_large = sum(layer.record.nbytes for layer in layers) >= LEAST_BLOCKED_BYTES
     is_plain = all(weight.plain_dtype for layer in layers for weight in layer.weights.values())
-    if isinstance(model.config, ForeignConfig):  # its modules also use matrices for other things than products
-        return False
-    return device.type == "cpu" and is_large and is_plain and is_blocking_supported(model.dtype)
+    return is_large and is_plain and is_blocking_supported(model.dtype)

@@ -30,11 +30,11 @@ from ..errors import (
     UnsupportedModelError,
     UsageError,
 )
-from ..model.block import kv_cache_bytes
+from ..model.block import memory_bytes
 from ..model.config import ModelConfig, read_config
-from ..model.decoder import check_tensors, is_ignored, wanted_shapes
+from ..model.decoder import check_tensors, wanted_shapes
 from ..model.foreign_config import ForeignConfig
-from ..model.kv_formats import PLAIN, KVFormat
+from ..model.memory.kv_formats import PLAIN, KVFormat
 from ..named_models import NAMES, named_path
 from .foreign import read_foreign_config
 from .from_config import stored_from_config
@@ -80,7 +80,7 @@ class ModelFiles:
             notes.append(
                 Note(f"{path.name} has a separate head, although config.json says that its embedding is the head")
             )
-        ignored = {name for name in checkpoint.tensors if is_ignored(name, config)}
+        ignored = {name for name in checkpoint.tensors if config.ignores(name)}
         ignored |= blank_tensors(checkpoint.tensors, wanted_shapes(config))
         try:
             stored = StoredModel.of(checkpoint, layer_prefix=config.layer_prefix, ignore=ignored)
@@ -106,7 +106,7 @@ class ModelFiles:
         checkpoint = language_model(in_our_names(open_config(path)))
         notes += [Note(text) for text in checkpoint.notes]
         config, form = _config(path, checkpoint.config, None, notes), form or plan_form(checkpoint.config)
-        if form in GGUF_MIXTURES and isinstance(config, ForeignConfig):
+        if form in GGUF_MIXTURES and not config.is_native:
             what = f"{path}: GGUF files of model_type {config.model_type} are not supported"
             raise UnsupportedModelError(f"{what}; plan for another `format`, such as nf4")
         stored = stored_from_config(config, form)
@@ -132,7 +132,7 @@ class ModelFiles:
 
     def kv_bytes(self, num_entries: int, layers: range | None = None) -> int:
         """Bytes of a KV cache with room for `num_entries` entries, of all layers or of `layers`."""
-        return kv_cache_bytes(self.config, num_entries, self.dtype.itemsize, layers, self.kv)
+        return memory_bytes(self.config, num_entries, self.dtype.itemsize, layers, self.kv)
 
     def with_kv(self, kv: KVFormat) -> ModelFiles:
         """The same model with another format of its KV entries."""

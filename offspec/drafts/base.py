@@ -29,7 +29,7 @@ from offspec.scheduler.trees.verify import TargetPass
 from ..checkpoints.opening import ModelFiles, Note
 from ..errors import UsageError
 from ..model.decoder import CachedDecoder, Decoder
-from ..model.text_caches import DraftText, TextCaches
+from ..model.memory.text_caches import DraftText, TextCaches
 from ..planning.drafting import Guessing
 from ..planning.memory import MemoryUse, Room
 from ..text.tokenizer import Tokenizer

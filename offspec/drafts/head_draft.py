@@ -22,11 +22,11 @@ from ..checkpoints.exit_layers import fingerprint, has_weights, refuse_foreign
 from ..checkpoints.head_files import PICKLES, SAFETENSORS, HeadFiles, find_head
 from ..checkpoints.opening import ModelFiles, Note, locate
 from ..errors import CheckpointError, UsageError
-from ..model.block import kv_cache_bytes
+from ..model.block import memory_bytes
 from ..model.decoder import CachedDecoder, Decoder, activation_bytes
 from ..model.heads.head import Head
 from ..model.heads.text import HeadText
-from ..model.text_caches import TextCaches
+from ..model.memory.text_caches import TextCaches
 from ..planning.drafting import Guessing
 from ..planning.memory import MemoryUse, Room
 from ..training.distill_params import HEADS as KINDS
@@ -141,7 +141,7 @@ class OpenedHead:
         states = max(1, len(spec.target_layers)) * target.config.hidden_size
         items = [
             Item("head's weights", on_device=self.files.num_elements * itemsize),
-            Item("head's KV cache", on_device=kv_cache_bytes(spec.config, room.num_tokens + MAX_ROWS, itemsize)),
+            Item("head's KV cache", on_device=memory_bytes(spec.config, room.num_tokens + MAX_ROWS, itemsize)),
             Item("head's inputs", on_device=2 * room.pass_rows * states * itemsize),  # side by side, they are copied
             *guessing_items(spec.config, target, is_mapped=spec.num_columns != target.config.vocab_size),
         ]

@@ -12,7 +12,7 @@ from ..checkpoints.head_files import is_head
 from ..checkpoints.opening import Note, locate
 from ..checkpoints.shadows import made_shadows
 from ..errors import UsageError
-from ..model.foreign_config import ForeignConfig
+from ..model.block import has_entries_alone
 from ..named_models import BUILTIN
 from .base import Choice, DraftOptions, OpenedDraft, OpenRequest
 from .head_draft import NAME as HEAD
@@ -97,7 +97,7 @@ def _resolve(model: str, request: OpenRequest) -> str:
 def exit_names(request: OpenRequest) -> list[str]:
     """The exit layers of this target that `self` chooses from, if neither a file nor a number of layers is given."""
     options, target = request.options, request.target
-    if options.exit_file is not None or options.exit_layer is not None or isinstance(target.config, ForeignConfig):
+    if options.exit_file is not None or options.exit_layer is not None or not has_entries_alone(target.config):
         return []
     return [f"{SELF}:{number}" for number in found_exits(target)] if has_weights(target) else []
 

@@ -19,14 +19,14 @@ from offspec.loaders.streaming.tiers import StoredModel, TieredWeights, load_lay
 from offspec.scheduler.drafting.drafter import Drafter
 from offspec.scheduler.params import tree_room
 
-from ..checkpoints.exit_layers import check_exit_layer, refuse_foreign
+from ..checkpoints.exit_layers import check_exit_layer, refuse_states
 from ..checkpoints.opening import ModelFiles, Note
 from ..checkpoints.shadows import Shadow, check_bits, find_shadow, make_shadow
 from ..checkpoints.skip_files import SkipFile
 from ..model.cuda_graphs import RoundBuffers, is_static
 from ..model.decoder import CachedDecoder, Decoder
 from ..model.layer_draft import LayerDraft, LayerDraftText
-from ..model.text_caches import TextCaches
+from ..model.memory.text_caches import TextCaches
 from ..planning.drafting import Guessing
 from ..planning.memory import MemoryUse, Room
 from ..planning.plan import unpacking_items
@@ -259,7 +259,7 @@ class OpenedLayers:
 
 def _check(request: OpenRequest) -> None:
     """Refuse what drafts of the target's layers cannot do. Raises UsageError."""
-    refuse_foreign(request.target.config, f"`draft={request.options.draft}`")
+    refuse_states(request.target.config, f"`draft={request.options.draft}`")
     request.options.refuse_exit_file()
     request.options.refuse_learning()
 

@@ -12,7 +12,6 @@ from offspec.scheduler.pace.overlap import OverlapSwitch
 from offspec.scheduler.pace.window_trials import WindowTrials
 
 from ..model.decoder import Decoder
-from ..model.foreign_config import ForeignConfig
 from .recall import Recall
 
 
@@ -44,4 +43,4 @@ class EstimatesAndRecall(RunningEstimates):
 
 def _is_linear(decoder: Decoder) -> bool:
     """Whether its logits are linear in its final states, as recall requires."""
-    return not isinstance(decoder.config, ForeignConfig) or decoder.config.has_linear_head
+    return decoder.config.has_linear_head

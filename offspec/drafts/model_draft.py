@@ -26,13 +26,13 @@ from offspec.scheduler.trees.verify import TargetPass
 from ..checkpoints.load import LoadSettings, load_decoder
 from ..checkpoints.opening import ModelFiles, Note, locate
 from ..errors import UsageError, VocabularyMismatchError
+from ..model.block import has_entries_alone
 from ..model.config import ModelConfig
 from ..model.cuda_graphs import TreeGraphs, is_static
 from ..model.decoder import CachedDecoder, Decoder
-from ..model.draft_window import LEAST_WINDOW, NUM_SINKS, WindowedText, context_window, most_entries
-from ..model.foreign_config import ForeignConfig
+from ..model.memory.draft_window import LEAST_WINDOW, NUM_SINKS, WindowedText, context_window, most_entries
+from ..model.memory.text_caches import DraftText, TextCaches
 from ..model.row_logits import HEAD_ROWS
-from ..model.text_caches import DraftText, TextCaches
 from ..planning.drafting import Guessing
 from ..planning.memory import MemoryUse, Room
 from ..planning.plan import all_resident, pass_bytes, resident_bytes, unpacking_items
@@ -70,7 +70,7 @@ class ModelDraft(Draft):
         target, and they take more memory.
         """
         super().__init__(name)
-        self.window: int | None = None  # tokens that it keeps of a text (`model.draft_window`); None: all
+        self.window: int | None = None  # tokens that it keeps of a text (`model.memory.draft_window`); None: all
         self.tries_window = False  # requests may keep TRIED_WINDOW of them, if that brings as many tokens per pass
         self.decoder, self.aligner, self.other, self._is_larger = decoder, aligner, other, is_larger
         self._specialists = specialists
@@ -274,8 +274,7 @@ class OpenedModel:
         def attach(target: Decoder) -> ModelDraft:
             draft = ModelDraft(decoder, self.name, other=self.other, is_larger=self.is_larger, **more)
             draft.files, draft.window = self.files, self.window
-            is_plain = self.other is None and not isinstance(self.files.config, ForeignConfig)
-            draft.tries_window = is_plain and self.window is None
+            draft.tries_window = self.other is None and self.window is None and has_entries_alone(self.files.config)
             return draft
 
         return attach
@@ -286,20 +285,19 @@ def _window(wanted: int | None, draft: ModelFiles, target: ModelFiles, other: Ot
 
     wanted: by the user. None is what fits the draft's context, if the target has a longer one: with all entries, the
     draft could not continue longer texts. With another vocabulary it reads the end of a long text again instead
-    (`reencoded_text`). Raises UsageError for a draft that transformers' modules run.
+    (`reencoded_text`). Raises UsageError for a draft whose entries cannot be dropped.
     """
-    is_foreign = isinstance(draft.config, ForeignConfig)
     if wanted is not None:
         if wanted < LEAST_WINDOW:
             raise UsageError(f"`draft_window={wanted}` is too short; give at least {LEAST_WINDOW}, or auto")
-        if is_foreign:
+        if not has_entries_alone(draft.config):
             raise UsageError(
-                f"`draft_window={wanted}` needs offspec's own decoder, and the draft is a {draft.config.model_type} "
-                "that runs on transformers' modules; omit it"
+                f"`draft_window={wanted}` drops KV entries of the draft, and offspec cannot drop those of a "
+                f"{draft.config.model_type}; omit it"
             )
         return wanted
     is_short = draft.config.max_context < target.config.max_context
-    return context_window(draft.config) if is_short and not is_foreign and other is None else None
+    return context_window(draft.config) if is_short and other is None and has_entries_alone(draft.config) else None
 
 
 def _num_entries(num_tokens: int, draft: ModelConfig, other: OtherVocabulary | None, window: int | None) -> int:
@@ -348,7 +346,7 @@ def _guessing_bytes(draft_vocabulary: int, target_vocabulary: int) -> int:
 
 
 def _refuse_foreign_learner(name: str, config: ModelConfig) -> None:
-    if isinstance(config, ForeignConfig):
+    if not config.is_native:
         raise UsageError(
             f"the draft {name} runs on transformers' modules, and only offspec's own decoder can learn; "
             "omit `learn` and `learn_file`"

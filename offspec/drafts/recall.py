@@ -27,12 +27,13 @@ from torch import Tensor
 from offspec.loaders.streaming.small_transfers import to_device
 from offspec.scheduler.pace.costs import WIDTHS
 from offspec.scheduler.params import MAX_ROWS
+from offspec.scheduler.trees.token_tree import BoolArray, IntArray
 from offspec.scheduler.trees.verify import TargetStates
 from offspec.scheduler.trees.vocabulary import Vocabulary
 
 from ..model.config import ModelConfig
-from ..model.decoder import BoolArray, Decoder, IntArray
-from ..model.text_caches import DraftText
+from ..model.decoder import Decoder
+from ..model.memory.text_caches import DraftText
 
 SIZE = 1024  # number of places kept
 MOST_NODES = 256  # places kept of one tree, so that a large tree does not replace all earlier places

@@ -21,11 +21,12 @@ from torch import Tensor
 
 from offspec.loaders.streaming.small_transfers import to_device
 from offspec.scheduler.params import MAX_ROWS
+from offspec.scheduler.trees.token_tree import BoolArray, IntArray
 from offspec.scheduler.trees.vocabulary import Vocabulary
 
 from ..checkpoints.opening import Note
-from ..model.decoder import BoolArray, CachedDecoder, Decoder, IntArray
-from ..model.draft_window import WindowedText
+from ..model.decoder import CachedDecoder, Decoder
+from ..model.memory.draft_window import WindowedText
 from ..text.reencoding import Reencoder
 from ..text.shared_tokens import SharedTokens
 from ..text.tokenizer import Tokenizer

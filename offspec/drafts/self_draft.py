@@ -10,13 +10,13 @@ import torch
 from offspec.loaders.streaming.placement import Item, Placement
 from offspec.scheduler.params import MAX_ROWS
 
-from ..checkpoints.exit_layers import ExitFile, has_weights, refuse_foreign
+from ..checkpoints.exit_layers import ExitFile, has_weights, refuse_states
 from ..checkpoints.opening import ModelFiles, Note
 from ..errors import UsageError
 from ..model.cuda_graphs import RoundBuffers, is_static
 from ..model.decoder import Decoder
 from ..model.early_exit import EarlyExit, shared_text
-from ..model.text_caches import TextCaches
+from ..model.memory.text_caches import TextCaches
 from ..planning.drafting import Guessing
 from ..planning.memory import MemoryUse, Room
 from .acceptance import EXIT_AGREEMENT, EXIT_LAYER
@@ -70,7 +70,7 @@ class OpenedSelf:
     def open(cls, request: OpenRequest) -> OpenedSelf:
         """Open the given exit file, or the newest exit layer for this target. Raises UsageError, CheckpointError."""
         target, options = request.target, request.options
-        refuse_foreign(target.config)
+        refuse_states(target.config)
         if not has_weights(target):
             raise UsageError(
                 f"`draft=self` needs the weights of {target.checkpoint.path}, to which its exit layer belongs; give "

@@ -21,7 +21,7 @@ from offspec.scheduler.drafting.model_guesser import ModelGuesser
 from ..checkpoints.opening import ModelFiles
 from ..errors import UsageError
 from ..model.decoder import Decoder
-from ..model.text_caches import DraftText, TextCaches
+from ..model.memory.text_caches import DraftText, TextCaches
 from ..planning.drafting import Guessing
 from ..planning.memory import MemoryUse, Room
 from .base import NEEDS_TWO_DRAFTS, Attach, Draft, DraftTask, Listener, OpenedDraft

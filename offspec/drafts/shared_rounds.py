@@ -12,8 +12,9 @@ from torch import Tensor
 from offspec.scheduler.drafting.score_calls import ScoreCall
 from offspec.scheduler.pace.shared_pass import SharedPass
 
-from ..model.decoder import CHUNK_ROWS, CachedDecoder, TextRows, pass_together
-from ..model.draft_window import WindowedText
+from ..model.decoder import CachedDecoder, pass_together
+from ..model.memory.draft_window import WindowedText
+from ..model.pass_rows import CHUNK_ROWS, TextRows
 from .recall import RecallingText
 
 

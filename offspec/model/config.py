@@ -50,6 +50,7 @@ class ModelConfig:
     (`rope.growth`). attention_scale: of scores; None is head_dim ** -0.5. attention_cap, logit_cap: c of c tanh(x / c).
     norm: "rms", "rms plus one", "layer" or "layer plus one" (`norms.normalize`).
     is_parallel: attention and MLP have the same normed states as input.
+    parts: names of each layer's parts (`parts.kinds.PARTS`); empty: attention and an MLP in every layer.
     """
 
     model_type: str
@@ -89,6 +90,28 @@ class ModelConfig:
     activation: str = "silu"
     has_fused_qkv: bool = False
     mlp: MlpNames = GATED_MLP
+    parts: tuple[tuple[str, ...], ...] = ()
+
+    # How the layers are computed: not fields, because they follow from the class.
+
+    is_native = True  # by offspec's own parts, of which drafts can be made, and which can be trained
+    has_whole_attention = False  # attention takes all keys at once, with one mask; otherwise it may take parts of them
+    only_multiplies = True  # matrices are used for products only, so that any order of their numbers will do
+    has_linear_head = True  # logits are linear in the final states
+    expert_share = 1.0  # the share of a layer's experts that a row uses
+
+    @property
+    def mask_heads(self) -> int:
+        """The number of heads whose mask or scores are in memory at once."""
+        return self.num_heads // self.num_kv_heads
+
+    def made_numbers(self, num_keys: int) -> int:
+        """Numbers that a layer makes of its weights, or of `num_keys` keys and values, beside those of attention."""
+        return 0
+
+    def as_native(self) -> ModelConfig:
+        """The shape of a decoder of this size that `is_native`."""
+        return self
 
     # Names of tensors in the checkpoint.
 
@@ -116,10 +139,20 @@ class ModelConfig:
         """Full names of the vectors of the norm after the last layer."""
         return (FINAL_NORM, FINAL_NORM_BIAS) if self.has_norm_bias else (FINAL_NORM,)
 
+    def ignores(self, name: str) -> bool:
+        """Whether a decoder does not need this tensor: a tied head's copy, precomputed frequencies."""
+        return (self.tied_head and name == self.own_head_name) or name.endswith("rotary_emb.inv_freq")
+
     @property
     def rotary_dim(self) -> int:
         """The number of a head's dimensions that RoPE rotates."""
         return int(self.head_dim * self.rotary_share)
+
+    def parts_of(self, layer: int) -> tuple[str, ...]:
+        """The names of a layer's parts, in their order."""
+        if self.parts:
+            return self.parts[layer]
+        return ("attention beside mlp",) if self.is_parallel else ("attention", "mlp")
 
     def rope_of(self, layer: int) -> RopeConfig | None:
         """RoPE of a layer; None for a layer without it."""
@@ -138,7 +171,8 @@ class ModelConfig:
         """The shape of a decoder with these layers only."""
         unrotated = tuple(i for i, layer in enumerate(layers) if layer in self.unrotated)
         windows = tuple(self.windows[layer] for layer in layers)
-        return replace(self, num_layers=len(layers), windows=windows, unrotated=unrotated)
+        parts = tuple(self.parts[layer] for layer in layers if self.parts)
+        return replace(self, num_layers=len(layers), windows=windows, unrotated=unrotated, parts=parts)
 
     def for_context(self, num_tokens: int) -> ModelConfig:
         """The shape for texts of up to `num_tokens` tokens.

@@ -27,12 +27,12 @@ from torch import Tensor
 from offspec.loaders.formats import Weight
 from offspec.loaders.streaming.small_transfers import page_locked, read_words, seen_by
 from offspec.scheduler.params import MAX_ROWS
+from offspec.scheduler.trees.token_tree import BoolArray, IntArray
 
 from ..errors import CheckpointError
-from .block import RowsOfText
-from .decoder import BoolArray, CachedDecoder, Decoder, IntArray
-from .foreign_config import ForeignConfig
-from .kv_cache import KVCache
+from .decoder import CachedDecoder, Decoder
+from .memory.text_memory import TextMemory
+from .parts.part import RowsOfText
 from .rope import Rotations
 
 WIDTHS = (4, 8, 16, 32, 64)  # a round's rows are padded to one of these
@@ -54,9 +54,11 @@ def is_static(decoder: Decoder, layers: range | None = None) -> bool:
     bitsandbytes does not guarantee that its kernels can be captured.
     """
     weights = decoder.weights
-    if isinstance(decoder.config, ForeignConfig) or (layers is None and not weights.is_resident):
+    if layers is None and not weights.is_resident:
         return False
-    for index in layers or range(decoder.config.num_layers):
+    for index in layers or range(len(decoder.blocks)):
+        if not all(part.is_static for part in decoder.blocks[index].parts):
+            return False
         with weights.layer(index) as layer:
             if not all(_is_ready(weight, decoder) for weight in layer.values()):
                 return False
@@ -80,14 +82,15 @@ def _has_ready_embedding(decoder: Decoder) -> bool:
 class Inputs:
     """The inputs of a round, in one host buffer and an equal device buffer, so that one transfer is enough.
 
-    counts [3]: the slots that every row attends to, the first slot of the region after the gap (`KVCache.gap`), the
+    counts [3]: the slots that every row attends to, the first slot of the region after the gap (`TextMemory.gap`), the
     slot of the first row. ids, positions [W]. region [W, 1 + P + 1]: column 0 is true, for the slots before the gap;
     the next P are the mask of the region; the last one is false, for the gap and for slots after the region. W and P
     are maxima; a round of fewer rows transfers fewer.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._most_rows, self._columns = WIDTHS[-1], MAX_ROWS + 2
+        self._most_rows = WIDTHS[-1]
+        self._columns = MAX_ROWS + 2
         num_bytes = 8 * (3 + 2 * self._most_rows) + self._most_rows * self._columns
         self._host = page_locked(num_bytes, device)
         self._seen = seen_by(device, self._host)
@@ -102,7 +105,7 @@ class Inputs:
         words, region = buffer[:head].view(torch.int64), buffer[head:].view(torch.bool)
         return words[:3], words[3 : 3 + most], words[3 + most :], region.view(most, self._columns)
 
-    def put(self, cache: KVCache, tokens: IntArray, depths: IntArray, mask: BoolArray, width: int) -> None:
+    def put(self, cache: TextMemory, tokens: IntArray, depths: IntArray, mask: BoolArray, width: int) -> None:
         """Send R rows after the entries of `cache`; arguments as in `CachedDecoder.score`.
 
         Rows R to `width` repeat the last one, so that they cannot introduce NaNs.
@@ -145,7 +148,7 @@ class StaticRows(RowsOfText):
     slots, positions [W]. seen: bool [W, S], the mask over all keys of the round.
     """
 
-    cache: KVCache
+    cache: TextMemory
     slots: Tensor
     positions: Tensor
     seen: Tensor
@@ -269,13 +272,15 @@ class RoundBuffers:
 
         layers: rounds go through these alone, and their states are those after the last one, without the final norm.
         """
-        self.decoder, self.layers, self.inputs = decoder, layers, Inputs(decoder.device)
+        self.decoder = decoder
+        self.layers = layers
+        self.inputs = Inputs(decoder.device)
         shape = WIDTHS[-1], decoder.config.hidden_size
         self.states = torch.zeros(shape, dtype=decoder.dtype, device=decoder.device)
         self.embedded = None if _has_ready_embedding(decoder) else torch.zeros_like(self.states)
         self.record = record or (CudaRecorder(decoder.device) if decoder.device.type == "cuda" else as_it_is)
 
-    def send(self, cache: KVCache, tokens: IntArray, depths: IntArray, mask: BoolArray, width: int) -> None:
+    def send(self, cache: TextMemory, tokens: IntArray, depths: IntArray, mask: BoolArray, width: int) -> None:
         """The inputs of a round, see `Inputs.put`; with the embedding's rows if a graph cannot look them up."""
         self.inputs.put(cache, tokens, depths, mask, width)
         if self.embedded is not None:
@@ -285,9 +290,11 @@ class RoundBuffers:
 class StaticRounds:
     """The static rounds of one KV cache: one for each shape, as long as the cache keeps its memory."""
 
-    def __init__(self, buffers: RoundBuffers, cache: KVCache, *, uses_before: int = 0) -> None:
+    def __init__(self, buffers: RoundBuffers, cache: TextMemory, *, uses_before: int = 0) -> None:
         """uses_before: rounds of a shape that are not static, because recording takes longer than some rounds."""
-        self.cache, self._buffers, self._uses_before = cache, buffers, uses_before
+        self.cache = cache
+        self._buffers = buffers
+        self._uses_before = uses_before
         self._rounds: dict[Shape, Work] = {}
         self._uses = Counter[Shape]()
         # Shapes of rounds that ran during a pass, when nothing can be recorded; in their order.
@@ -393,12 +400,13 @@ class TreeGraphs:
 
     def __init__(self, decoder: Decoder, capacity: int, record: Recorder | None = None) -> None:
         """decoder: must be `is_static`. capacity: entries to reserve at the first text."""
-        self.decoder, self._capacity = decoder, capacity
+        self.decoder = decoder
+        self._capacity = capacity
         self.rounds = StaticRounds(RoundBuffers(decoder, record), decoder.new_cache())
         self._borrower: ReferenceType[StaticText] | None = None
 
     @property
-    def cache(self) -> KVCache:
+    def cache(self) -> TextMemory:
         return self.rounds.cache
 
     def prepare(self) -> None:
@@ -441,7 +449,8 @@ class StaticText(CachedDecoder):
     """A text with static tree rounds."""
 
     def __init__(self, graphs: TreeGraphs) -> None:
-        self.decoder, self.cache = graphs.decoder, graphs.cache
+        self.decoder = graphs.decoder
+        self.cache = graphs.cache
         self._graphs = graphs
 
     def states(

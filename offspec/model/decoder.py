@@ -8,59 +8,37 @@ it. This module does not depend on sampling, budgets or where weights are stored
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from offspec.loaders.formats import StoredWeight, Weight
 from offspec.loaders.streaming.cuda import span
-from offspec.loaders.streaming.small_transfers import to_device
 from offspec.loaders.streaming.weights import RamWeights, WeightSource
+from offspec.scheduler.trees.token_tree import BoolArray, IntArray
 from offspec.scheduler.trees.vocabulary import Vocabulary
 
 from ..errors import CheckpointError, UnsupportedModelError
-from .attention import (
-    CAPPED_SCORES,
-    MASKED_KEYS,
-    KeyRange,
-    Visibility,
-    attend_by_parts,
-)
-from .block import (
-    Block,
-    LayerWeights,
-    PassRows,
-    Projected,
-    RowsOfText,
-    as_vector,
-    build_blocks,
-    kv_layouts,
-    layer_shapes,
-)
+from .block import Block, build_blocks, layer_shapes, memory_layouts
 from .config import ModelConfig
-from .foreign_config import ForeignConfig
-from .kv_cache import KVCache, MakeLayerCaches, plain_layers
-from .kv_formats import PLAIN, KVFormat
-from .kv_in_ram import EntriesInRam
+from .memory.kv_cache import KVLayout, MakeLayerCaches, plain_layers
+from .memory.kv_formats import PLAIN, KVFormat
+from .memory.kv_in_ram import EntriesInRam
+from .memory.text_memory import TextMemory, empty_memories
 from .names import LAYER_PREFIX
 from .norms import normalize
-from .part_attention import SPLIT_BYTES, KeyPart, most_scored_keys, part_attention, reason_for_formula
+from .parts.kinds import parts_of
+from .parts.kv_attention import CAPPED_SCORES, MASKED_KEYS, Visibility
+from .parts.mlp import Mlp
+from .parts.part import LayerWeights, PassRows, as_vector
+from .parts.split_attention import SPLIT_BYTES, most_scored_keys, reason_for_formula
+from .pass_rows import MASK_ELEMENTS, PASS_ROWS, AppendedRows, JoinedRows, TextRows, chunk_rows, placed
 from .rope import Rotations
 from .row_logits import HEAD_ROWS, RowLogits
 
-CHUNK_ROWS = 512  # rows of a long chain that go through a layer together; limits activations
-# Rows of chains in one pass; a longer prompt takes several, because hidden states of all rows are in memory. Streaming
-# the weights again takes less time than the arithmetic of so many rows. A multiple of CHUNK_ROWS: the same chunks.
-PASS_ROWS = 16 * CHUNK_ROWS
-MASK_ELEMENTS = 2**25  # heads of a group * rows * keys in one attention; limits the mask of a long text
-IntArray = npt.NDArray[np.int64]
-BoolArray = npt.NDArray[np.bool_]
 AfterLayer = Callable[[int, Tensor], None]  # a layer's number, and the hidden states [T, hidden] after it
 
 
@@ -91,97 +69,6 @@ def wanted_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return config.shared_shapes() | inner
 
 
-def is_ignored(name: str, config: ModelConfig) -> bool:
-    """Whether a decoder does not need this tensor: a tied head's copy, precomputed frequencies."""
-    if isinstance(config, ForeignConfig) and name in config.ignored:
-        return True
-    return (config.tied_head and name == config.own_head_name) or name.endswith("rotary_emb.inv_freq")
-
-
-@dataclass(frozen=True)
-class AppendedRows(RowsOfText):
-    """`PassRows` whose KV entries are appended to the cache. first_layer: the number of the cache's first layer."""
-
-    cache: KVCache
-    visibility: Visibility
-    rotations: Rotations
-    chunks: list[tuple[int, int]]
-    first_layer: int = 0
-    masks: dict[int | None, Tensor | None] = field(default_factory=dict)
-    known_ranges: dict[int | None, list[KeyRange]] = field(default_factory=dict)
-
-    def attend(self, block: Block, projected: Projected, first: int, last: int) -> Tensor:
-        """Attention to all keys at once, or by parts: of many keys, and of keys that are unpacked for each use."""
-        queries, keys, values = projected
-        layer, group = block.index - self.first_layer, queries.shape[1] // keys.shape[1]
-        most = self.cache.most_read(layer)
-        if most is None and group * len(queries) * (self.visibility.start + last) <= MASK_ELEMENTS:
-            return super().attend(block, projected, first, last)
-        self.cache.write(layer, keys, values, self.visibility.start + first)
-        scale, cap = block.config.attention_scale, block.config.attention_cap
-        most_scored = part_attention(queries, cap).most_keys(queries.shape[0] * queries.shape[1])
-        limits = [limit for limit in (most, most_scored) if limit is not None]
-        parts = self.parts(layer, self.ranges(first, last, block.window), min(limits, default=None))
-        return attend_by_parts(queries, parts, scale=scale, cap=cap)
-
-    def parts(self, layer: int, ranges: Sequence[KeyRange], most: int | None) -> Iterator[KeyPart]:
-        """Keys and values of these slots in the cache's layer `layer`, at most `most` of them at once."""
-        for whole in ranges:
-            for each in whole.split(most or max(1, whole.end - whole.first)):
-                yield KeyPart(*self.cache.read(layer, each.end, each.first), each.mask)
-
-    def exchange(self, layer: int, keys: Tensor, values: Tensor, first: int, last: int) -> tuple[Tensor, Tensor]:
-        start = self.visibility.start
-        self.cache.write(layer - self.first_layer, keys, values, start + first)
-        return self.cache.read(layer - self.first_layer, start + last)
-
-    def ranges(self, first: int, last: int, window: int | None) -> list[KeyRange]:
-        """`Visibility.ranges`; if they are all rows', they are computed once per pass, otherwise in each layer."""
-        if last - first < len(self):
-            return self.visibility.ranges(first, last, window)
-        if window not in self.known_ranges:
-            self.known_ranges[window] = self.visibility.ranges(first, last, window)
-        return self.known_ranges[window]
-
-    def __len__(self) -> int:
-        return len(self.visibility.positions)
-
-    def mask(self, first: int, last: int, window: int | None) -> Tensor | None:
-        """`Visibility.mask`; if it is all rows', it is computed once per pass, otherwise in each layer."""
-        if last - first < len(self):
-            return self.visibility.mask(first, last, window)
-        if window not in self.masks:
-            self.masks[window] = self.visibility.mask(first, last, window)
-        return self.masks[window]
-
-
-class JoinedRows:
-    """`PassRows` of several texts, one after the other, without padding (EMS-SD, 2405.07542).
-
-    They share every product with weights; attention is each text's own. parts: the texts' rows.
-    """
-
-    def __init__(self, config: ModelConfig, parts: Sequence[AppendedRows]) -> None:
-        self.parts = list(parts)
-        self.rotations = Rotations(torch.cat([part.visibility.positions for part in parts]))
-        self.ends = list(accumulate(len(part) for part in parts))
-        step = min(chunk_rows(config, part.visibility.start + len(part)) for part in parts)
-        self.chunks = [(first, min(first + step, self.ends[-1])) for first in range(0, self.ends[-1], step)]
-
-    def ranges(self) -> Iterator[tuple[AppendedRows, int, int]]:
-        """Each text's rows, and the range of them in the pass."""
-        return zip(self.parts, (0, *self.ends), self.ends, strict=False)
-
-    def attend(self, block: Block, projected: Projected, first: int, last: int) -> Tensor:
-        found = list[Tensor]()
-        for part, begin, end in self.ranges():
-            begins, ends = max(first, begin), min(last, end)
-            if begins < ends:
-                queries, keys, values = (each[begins - first : ends - first] for each in projected)
-                found.append(part.attend(block, (queries, keys, values), begins - begin, ends - begin))
-        return torch.cat(found)
-
-
 class Decoder:
     """A decoder of the shape `config` with the weights of `weights`.
 
@@ -198,43 +85,54 @@ class Decoder:
         dtype: torch.dtype,
         device: torch.device,
         make_layer_caches: MakeLayerCaches = plain_layers,
+        blocks: Sequence[Block] | None = None,
     ) -> None:
-        """make_layer_caches: creates the KV caches of texts, in some format and place."""
-        self.config, self.weights, self.dtype, self.device = config, weights, dtype, device
-        self.blocks = build_blocks(config, dtype=dtype, device=device)
-        self.current_layer = 0  # the progress of a pass, for observers in other threads
-        self.make_layer_caches = make_layer_caches
+        """make_layer_caches: creates the memories of texts, with KV entries in some format and place.
 
-    def new_cache(self, layers: range | None = None) -> KVCache:
-        """An empty KV cache for all layers, or for `layers`."""
-        layouts = kv_layouts(self.config)
-        numbers = layers or range(len(layouts))
-        layouts = [layouts[index] for index in numbers]
+        blocks: the layers; None: those that `config` describes.
+        """
+        self.config = config
+        self.weights = weights
+        self.dtype = dtype
+        self.device = device
+        self.make_layer_caches = make_layer_caches
+        self.blocks = build_blocks(config, dtype=dtype, device=device) if blocks is None else list(blocks)
+        self.current_layer = 0  # the progress of a pass, for observers in other threads
+
+    def new_cache(self, layers: range | None = None) -> TextMemory:
+        """An empty memory of a text for all layers, or for `layers`."""
+        blocks = (self.blocks[index] for index in layers or range(len(self.blocks)))
+        layouts = {block.index: layout for block in blocks if (layout := block.memory) is not None}
         if self.entries_in_ram is not None:
-            return self.entries_in_ram.new_cache(numbers, layouts, self.make_layer_caches, self.dtype)
-        return KVCache(self.make_layer_caches(layouts, self.dtype, self.device), self.device)
+            return self.entries_in_ram.new_cache(layouts, self.make_layer_caches, self.dtype)
+        memories, numbers = empty_memories(layouts, self.make_layer_caches, self.dtype, self.device)
+        return TextMemory(memories, self.device, numbers)
 
     # ---------------------------------------------------------------------------------------- a pass
 
     @torch.inference_mode()
-    def forward(self, tokens: Tensor, positions: Tensor, cache: KVCache, tree_mask: Tensor | None = None) -> Tensor:
-        """Hidden states [T, hidden] of tokens [T] at positions [T].
+    def forward(self, tokens: Tensor, positions: Tensor, cache: TextMemory) -> Tensor:
+        """Hidden states [T, hidden] of a chain of tokens [T] at positions [T].
 
-        Their keys and values are appended to the cache. tokens are on the CPU, positions on the device.
-        With tree_mask (bool [R, P + R], see `Visibility`) the last R rows are tree nodes, the rows before them a chain.
-        The caller advances the cache's counts (`KVCache.append`).
+        What the layers keep of them is appended to `cache`. tokens are on the CPU, positions on the device. The caller
+        advances the cache's counts (`TextMemory.append`).
         """
-        return self.through(self.embed(tokens), self.rows(positions, cache, tree_mask))
+        return self.through(self.embed(tokens), self.rows(TextRows.of_chain(tokens.tolist()), cache, positions))
 
-    def rows(self, positions: Tensor, cache: KVCache, tree_mask: Tensor | None, first_layer: int = 0) -> AppendedRows:
-        """Rows at positions [T] after the entries of `cache`, which is extended for them; arguments as in `forward`."""
-        start, num_rows = cache.size, positions.shape[0]
-        cache.extend(num_rows)
-        cache.positions[start : start + num_rows] = positions
+    def rows(self, rows: TextRows, cache: TextMemory, positions: Tensor | None = None) -> AppendedRows:
+        """Rows after the text in `cache`, which is extended for them.
+
+        positions [T]: of a chain; None for those that follow.
+        """
+        cache.extend(len(rows))
+        start, tree_mask = cache.size, None
+        if positions is None:
+            positions, tree_mask = placed(cache, rows)
+        cache.positions[start : start + len(rows)] = positions
         visibility = Visibility(start, positions, cache.positions, tree_mask)
-        step = chunk_rows(self.config, start + num_rows)
-        chunks = [(first, min(first + step, num_rows)) for first in range(0, num_rows, step)]
-        return AppendedRows(cache, visibility, Rotations(positions), chunks, first_layer)
+        step = chunk_rows(self.config, start + len(rows))
+        chunks = [(first, min(first + step, len(rows))) for first in range(0, len(rows), step)]
+        return AppendedRows(rows, cache.last_slot, cache, visibility, Rotations(positions), chunks)
 
     @torch.inference_mode()
     def through(
@@ -313,23 +211,6 @@ class Decoder:
         return LayerWeights({"head.weight": self.weights.shared(self.config.head_name)})
 
 
-def chunk_rows(config: ModelConfig, num_keys: int) -> int:
-    """How many rows go through a layer together if attention has `num_keys` keys.
-
-    Only transformers' modules need a mask over all keys.
-    """
-    if not isinstance(config, ForeignConfig):
-        return CHUNK_ROWS
-    return max(1, min(CHUNK_ROWS, MASK_ELEMENTS // (_mask_heads(config) * max(1, num_keys))))
-
-
-def _mask_heads(config: ModelConfig) -> int:
-    """The number of heads whose mask or scores are in memory at once."""
-    if isinstance(config, ForeignConfig) and config.form.attention == "eager":
-        return config.num_heads
-    return config.num_heads // config.num_kv_heads
-
-
 def activation_bytes(
     config: ModelConfig, num_rows: int, num_keys: int, itemsize: int, kv: KVFormat = PLAIN, *, on_cpu: bool = False
 ) -> int:
@@ -339,12 +220,11 @@ def activation_bytes(
     """
     c, rows = config, min(num_rows, chunk_rows(config, num_keys))
     queries = c.num_heads * c.head_dim
-    inner = (4 if c.mlp.is_fused else 3) * c.intermediate_size
-    widths = 4 * c.hidden_size + max(inner, 6 * queries)
+    numbers = [part.row_numbers for layer in range(c.num_layers) for part in parts_of(c, layer)]
+    widths = 4 * c.hidden_size + max(6 * queries, Mlp(c, 0).row_numbers, *numbers)  # a head may have no layers
     fp32 = 0 if c.norm == "rms" else 8 * rows * max(c.hidden_size, queries)  # the other norms compute in fp32
     attention = _attention_bytes(c, rows, num_keys, itemsize, kv, on_cpu=on_cpu)
-    if isinstance(c, ForeignConfig):  # keys and values are repeated for each head; one expert is made at a time
-        attention += (2 * queries * num_keys + c.made_elements) * itemsize
+    attention += c.made_numbers(num_keys) * itemsize
     head = HEAD_ROWS * c.vocab_size * (itemsize + (4 if c.logit_cap is None else 12))
     return 2 * num_rows * c.hidden_size * itemsize + max(rows * widths * itemsize + fp32 + attention, head)
 
@@ -353,15 +233,13 @@ def _attention_bytes(
     config: ModelConfig, num_rows: int, num_keys: int, itemsize: int, kv: KVFormat, *, on_cpu: bool
 ) -> int:
     """Bytes of masks, scores, results and unpacked keys of attention, at once or by parts."""
-    is_foreign, is_capped = isinstance(config, ForeignConfig), config.attention_cap is not None
-    heads, copies = _mask_heads(config), 1 + 2 * itemsize  # the mask as bool, as numbers, and as aligned numbers
-    each = (
-        kv.unpacked_bytes(layout, num_keys, itemsize, on_cpu=on_cpu, is_whole=is_foreign)
-        for layout in kv_layouts(config)
-    )
+    layouts = [layout for layout in memory_layouts(config) if isinstance(layout, KVLayout)]
+    is_whole, is_capped = config.has_whole_attention, config.attention_cap is not None
+    heads, copies = config.mask_heads, 1 + 2 * itemsize  # the mask as bool, as numbers, and as aligned numbers
+    each = (kv.unpacked_bytes(layout, num_keys, itemsize, on_cpu=on_cpu, is_whole=is_whole) for layout in layouts)
     unpacked = max(each, default=0)  # a head may have no layer
     elements = heads * num_rows * num_keys
-    if is_foreign:
+    if is_whole:
         return elements * copies + unpacked
     at_once = min(elements, MASK_ELEMENTS) if kv.is_plain else 0
     found = at_once * copies
@@ -375,25 +253,6 @@ def _attention_bytes(
     splits = 0 if on_cpu else SPLIT_BYTES
     masks = (heads if on_cpu else 1) * num_rows * min(num_keys, MASKED_KEYS) * copies
     return max(found, masks + 4 * (3 * scores + 6 * rows * config.head_dim) + splits + unpacked)
-
-
-@dataclass(frozen=True)
-class TextRows:
-    """One text's rows in a pass, see `CachedDecoder.score`: a chain, then tree nodes tokens, depths [R] with a mask."""
-
-    chain: Sequence[int]
-    tokens: IntArray
-    depths: IntArray
-    mask: BoolArray
-
-    @classmethod
-    def of_chain(cls, chain: Sequence[int]) -> TextRows:
-        """A chain without nodes."""
-        none = np.empty(0, dtype=np.int64)
-        return cls(chain, none, none, np.empty((0, 0), dtype=np.bool_))
-
-    def __len__(self) -> int:
-        return len(self.chain) + len(self.tokens)
 
 
 class CachedDecoder:
@@ -483,11 +342,7 @@ class CachedDecoder:
     def begin_pass(self, rows: TextRows) -> tuple[Tensor, AppendedRows]:
         """Hidden states [T, hidden] of these rows before `layers`, and their places. `end_pass` must follow."""
         hidden = self.decoder.embed(torch.tensor([*rows.chain, *rows.tokens.tolist()]))
-        return hidden, self._appended(rows)
-
-    def _appended(self, rows: TextRows) -> AppendedRows:
-        positions, tree_mask = placed(self.cache, len(rows.chain), rows.depths, rows.mask)
-        return self.decoder.rows(positions, self.cache, tree_mask, self.layers.start)
+        return hidden, self.decoder.rows(rows, self.cache)
 
     def end_pass(self, rows: TextRows) -> None:
         """Count the entries that the pass has written."""
@@ -556,15 +411,6 @@ def score_together(texts: Sequence[TextPass], layers: Collection[int] = ()) -> l
         )
         for (text, rows), begin, end in zip(texts, (0, *ends), ends, strict=False)
     ]
-
-
-def placed(cache: KVCache, num_chain: int, depths: IntArray, mask: BoolArray) -> tuple[Tensor, Tensor | None]:
-    """Positions [num_chain + R] of a chain and nodes after the text in `cache`, and their mask; both on its device."""
-    base, device = cache.next_position + num_chain, cache.positions.device
-    positions = torch.cat(
-        (torch.arange(cache.next_position, base), torch.as_tensor(depths, dtype=torch.long) + (base - 1))
-    )
-    return to_device(positions, device), to_device(torch.as_tensor(mask), device) if len(depths) else None
 
 
 def random_decoder(config: ModelConfig, seed: int, *, dtype: torch.dtype, device: torch.device) -> Decoder:

@@ -10,6 +10,7 @@ the parent of each pending node, so neither the drafter nor the engine reports t
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -18,12 +19,13 @@ from torch import Tensor
 from offspec.loaders.streaming.small_transfers import to_device
 from offspec.loaders.streaming.weights import RamWeights
 from offspec.scheduler.params import MAX_NODES
-from offspec.scheduler.trees.token_tree import ROOT
+from offspec.scheduler.trees.token_tree import ROOT, IntArray
 
-from .block import PassRows
 from .cuda_graphs import USES_BEFORE_RECORDING, RoundBuffers, StaticRounds
-from .decoder import AppendedRows, BoolArray, CachedDecoder, Decoder, IntArray, TextRows, placed
-from .kv_cache import KVCache
+from .decoder import CachedDecoder, Decoder
+from .memory.text_memory import TextMemory
+from .parts.part import PassRows
+from .pass_rows import AppendedRows, TextRows
 
 ABSENT = -2  # in place of a row: the node is not in the trunk
 
@@ -41,7 +43,8 @@ class EarlyExit(Decoder):
         weights = RamWeights([dict(layer)], {name: target.weights.shared(name) for name in names})
         caches = target.make_layer_caches
         super().__init__(config, weights, dtype=dtype or target.dtype, device=target.device, make_layer_caches=caches)
-        self.num_first, self._head_dtype = num_first, target.dtype
+        self.num_first = num_first
+        self._head_dtype = target.dtype
 
     def linear_logits(self, states: Tensor) -> Tensor:
         """`Decoder.linear_logits` in the target's dtype; the layer may have another dtype."""
@@ -77,13 +80,16 @@ class Trunk:
 
     def __init__(self, decoder: Decoder, num_layers: int, buffers: RoundBuffers | None = None) -> None:
         """buffers: see `shared_text`."""
-        self.decoder, self.layers, self._buffers = decoder, range(num_layers), buffers
+        self.decoder = decoder
+        self.layers = range(num_layers)
+        self._buffers = buffers
         self._new_cache()
-        self.readers: list[KVCache] = []
+        self.readers: list[TextMemory] = []
         self.num_rows = 0
         self._hidden: list[Tensor] = []  # parts of [slots from _first on, hidden]
         self._first = 0
-        self._tokens, self._parents = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)  # of pending nodes
+        self._tokens = np.empty(0, dtype=np.int64)  # of pending nodes
+        self._parents = np.empty(0, dtype=np.int64)  # of pending nodes, as rows of the pending region or ROOT
         self._accepted: list[int] = []
 
     def _new_cache(self) -> None:
@@ -92,22 +98,23 @@ class Trunk:
         if self._buffers is not None:
             self._rounds = StaticRounds(self._buffers, self.cache, uses_before=USES_BEFORE_RECORDING)
 
-    def advance(self, chain: Sequence[int], tokens: IntArray, depths: IntArray, mask: BoolArray) -> None:
-        """Take a chain and R nodes through the first layers; arguments as in `CachedDecoder.score`."""
-        if not len(chain) and not len(tokens):
+    def advance(self, rows: TextRows) -> None:
+        """Take a chain and nodes through the first layers."""
+        if not len(rows):
             return  # the draft may have computed all rows of the target's pass
-        hidden = None if self._rounds is None or len(chain) else self._rounds.run(chain, tokens, depths, mask)
+        hidden = None
+        if self._rounds is not None and not rows.chain:
+            hidden = self._rounds.run(rows.chain, rows.tokens, rows.depths, rows.mask)
         if hidden is None:
-            positions, tree_mask = placed(self.cache, len(chain), depths, mask)
-            rows = self.decoder.rows(positions, self.cache, tree_mask)
-            embedded = self.decoder.embed(torch.tensor([*chain, *tokens.tolist()]))
-            self._hidden.append(self.decoder.through(embedded, rows, self.layers))
-            self.cache.append(len(chain), len(tokens))
+            embedded = self.decoder.embed(torch.tensor([*rows.chain, *rows.tokens.tolist()]))
+            appended = self.decoder.rows(rows, self.cache)
+            self._hidden.append(self.decoder.through(embedded, appended, self.layers))
+            self.cache.append(len(rows.chain), len(rows.tokens))
         else:
             self._hidden.append(hidden.clone())  # the next round overwrites it
-        self._tokens = np.concatenate((self._tokens, tokens))
-        self._parents = np.concatenate((self._parents, parents_of(mask)))
-        self.num_rows += len(chain) + len(tokens)
+        self._tokens = np.concatenate((self._tokens, rows.tokens))
+        self._parents = np.concatenate((self._parents, rows.parents))
+        self.num_rows += len(rows)
 
     def hidden(self, slots: Sequence[int]) -> Tensor:
         """Hidden states [len(slots), hidden] after the first layers, as a copy.
@@ -134,7 +141,7 @@ class Trunk:
         self._accepted = list(rows)
 
     def keep(self, path: Sequence[int], pending: Sequence[int], num_drafted: int) -> None:
-        """`KVCache.keep` in the draft's numbering; also commits accepted nodes after the draft's `num_drafted`."""
+        """`TextMemory.keep` in the draft's numbering; also commits accepted nodes after the draft's `num_drafted`."""
         path = [*path, *(row for row in self._accepted if row >= num_drafted)]
         start = self.cache.length - self._first
         stay = [*range(start), *(start + row for row in (*path, *pending))]
@@ -184,7 +191,8 @@ class SharedTarget(CachedDecoder):
     """The target over a trunk; `length` and `cache` belong to its other layers."""
 
     def __init__(self, trunk: Trunk) -> None:
-        self.decoder, self.trunk = trunk.decoder, trunk
+        self.decoder = trunk.decoder
+        self.trunk = trunk
         self._layers = range(len(trunk.layers), trunk.decoder.config.num_layers)
         self.cache = trunk.decoder.new_cache(self._layers)
         self._rows = np.empty(0, dtype=np.int64)  # rows in the trunk of the tree that waits for its verdict
@@ -201,18 +209,18 @@ class SharedTarget(CachedDecoder):
 
     def begin_pass(self, rows: TextRows) -> tuple[Tensor, AppendedRows]:
         trunk, chain = self.trunk, rows.chain
-        nodes = trunk.find(rows.tokens, parents_of(rows.mask))
+        nodes = trunk.find(rows.tokens, rows.parents)
         absent = np.flatnonzero(nodes == ABSENT)
         size = trunk.cache.pending + len(absent)
         nodes[absent] = np.arange(trunk.cache.pending, size)
         region = np.zeros((len(absent), size), dtype=np.bool_)
         region[:, nodes] = rows.mask[absent]
         known = trunk.cache.length - self.length  # tokens of the chain that the draft has computed
-        trunk.advance(chain[known:], rows.tokens[absent], rows.depths[absent], region)
+        trunk.advance(TextRows(chain[known:], rows.tokens[absent], rows.depths[absent], region))
         base = self.length + len(chain)
         hidden = trunk.hidden([*range(self.length, base), *(base + nodes).tolist()])  # the chain is never empty
         self._rows = nodes
-        return hidden, self._appended(rows)
+        return hidden, self.decoder.rows(rows, self.cache)
 
     def keep(self, path: Sequence[int], pending: Sequence[int] = ()) -> None:
         """`CachedDecoder.keep`; called once per pass, before the draft's."""
@@ -245,8 +253,9 @@ class SharedDraft(CachedDecoder):
     def begin_pass(self, rows: TextRows) -> tuple[Tensor, AppendedRows]:
         trunk, start = self.trunk, self.cache.size
         known = trunk.cache.length - self.length  # tokens of the chain accepted without having been expanded
-        trunk.advance(rows.chain[known:], rows.tokens, rows.depths, rows.mask)
-        return trunk.hidden(range(start, start + len(rows.chain) + len(rows.tokens))), self._appended(rows)
+        trunk.advance(replace(rows, chain=rows.chain[known:]))
+        hidden = trunk.hidden(range(start, start + len(rows)))
+        return hidden, self.decoder.rows(rows, self.cache)
 
     def keep(self, path: Sequence[int], pending: Sequence[int] = ()) -> None:
         num_drafted = self.cache.pending
@@ -256,17 +265,3 @@ class SharedDraft(CachedDecoder):
     def truncate(self, length: int) -> None:
         super().truncate(length)
         self.trunk.truncate()
-
-
-def parents_of(mask: BoolArray) -> IntArray:
-    """[R]: the parent of each of the last R nodes of a region, from their mask; ROOT for the root's children.
-
-    mask: bool [R, P + R]. Parents come before their children, so the last other node in a node's mask is its parent.
-    """
-    num_rows, num_seen = mask.shape
-    if not num_rows:
-        return np.empty(0, dtype=np.int64)
-    above = mask.copy()
-    above[np.arange(num_rows), np.arange(num_seen - num_rows, num_seen)] = False
-    last = num_seen - 1 - above[:, ::-1].argmax(axis=1)
-    return np.where(above.any(axis=1), last, ROOT).astype(np.int64)

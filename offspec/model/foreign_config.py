@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 
 from .config import ModelConfig
 from .config_values import Json
-from .kv_cache import KVLayout
+from .memory.kv_cache import KVLayout
 
 Shape = tuple[int, ...]
 
@@ -75,6 +75,24 @@ class ForeignConfig(ModelConfig):
     made_elements: int
     ignored: frozenset[str]
 
+    is_native = False
+    has_whole_attention = True
+    only_multiplies = False
+
+    def parts_of(self, layer: int) -> tuple[str, ...]:
+        return ("modules",)
+
+    @property
+    def mask_heads(self) -> int:
+        return self.num_heads if self.form.attention == "eager" else super().mask_heads
+
+    def made_numbers(self, num_keys: int) -> int:
+        """Keys and values are repeated for each head, and one expert is made at a time."""
+        return 2 * self.num_heads * self.head_dim * num_keys + self.made_elements
+
+    def ignores(self, name: str) -> bool:
+        return name in self.ignored or super().ignores(name)
+
     @property
     def layer_prefix(self) -> str:
         return self.prefix
@@ -88,7 +106,6 @@ class ForeignConfig(ModelConfig):
         return self.head
 
     def as_native(self) -> ModelConfig:
-        """The shape of a decoder with Llama's layout and this one's size."""
         return ModelConfig(**{field.name: getattr(self, field.name) for field in fields(ModelConfig)})
 
     def shared_shapes(self) -> dict[str, Shape]:

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map
 from ..errors import UnsupportedModelError
 from .foreign_config import CallForm
 from .foreign_modules import RECURRENT, LayerCall, Modules, RecurrentStateError, TextCache
-from .kv_cache import KVLayout
+from .memory.kv_cache import KVLayout
 
 MAX_PROBED_KEYS = 2**20
 OUTPUT_FORMS = (0, 1, 2, 3)  # 0: hidden states only; n: n values, hidden states first
@@ -41,7 +41,9 @@ class SeenKeysError(Exception):
 
     def __init__(self, layer: int, keys: Tensor, values: Tensor) -> None:
         super().__init__()
-        self.layer, self.keys, self.values = layer, keys, values
+        self.layer = layer
+        self.keys = keys
+        self.values = values
 
 
 class ProbeCache(TextCache):
@@ -58,7 +60,8 @@ def probe(modules: Modules) -> Probed:
 
 class _Probe:
     def __init__(self, modules: Modules) -> None:
-        self.modules, self.config = modules, modules.causal.config
+        self.modules = modules
+        self.config = modules.causal.config
         self.name = self.config.model_type
         self.width = int(modules.embedding.weight.shape[1])
         longest = getattr(self.config, "max_position_embeddings", None)

@@ -14,11 +14,13 @@ from dataclasses import replace
 from torch import Tensor
 
 from offspec.loaders.streaming.layer_view import LayerView
+from offspec.scheduler.trees.token_tree import BoolArray, IntArray
 
 from .cuda_graphs import USES_BEFORE_RECORDING, WIDTHS, RoundBuffers, StaticRounds
-from .decoder import AppendedRows, BoolArray, CachedDecoder, Decoder, IntArray
-from .kv_cache import KVCache
-from .shared_cache import GapVisibility, SharedCache
+from .decoder import CachedDecoder, Decoder
+from .memory.shared_cache import GapVisibility, SharedCache
+from .memory.text_memory import TextMemory
+from .pass_rows import AppendedRows, TextRows
 
 
 class LayerDraft(Decoder):
@@ -36,14 +38,14 @@ class LayerDraft(Decoder):
         )
         self.numbers = tuple(numbers)
 
-    def rows(self, positions: Tensor, cache: KVCache, tree_mask: Tensor | None, first_layer: int = 0) -> AppendedRows:
+    def rows(self, rows: TextRows, cache: TextMemory, positions: Tensor | None = None) -> AppendedRows:
         """`Decoder.rows`, which do not attend to the gap of a shared cache."""
+        appended = super().rows(rows, cache, positions)
         if not isinstance(cache, SharedCache):
-            return super().rows(positions, cache, tree_mask, first_layer)
-        cache.extend(len(positions))  # places the first own entries
-        rows = super().rows(positions, cache, tree_mask, first_layer)
-        seen = rows.visibility
-        return replace(rows, visibility=GapVisibility(seen.start, positions, seen.key_positions, tree_mask, cache.gap))
+            return appended
+        seen = appended.visibility
+        gap = GapVisibility(seen.start, seen.positions, seen.key_positions, seen.tree_mask, cache.gap)
+        return replace(appended, visibility=gap)
 
 
 class LayerDraftText(CachedDecoder):
@@ -58,7 +60,8 @@ class LayerDraftText(CachedDecoder):
 
     def __init__(self, decoder: LayerDraft, target: CachedDecoder, buffers: RoundBuffers | None = None) -> None:
         """buffers: of the draft's static rounds; None: it has none."""
-        self.decoder, self.cache = decoder, SharedCache(target, decoder.numbers)
+        self.decoder = decoder
+        self.cache = SharedCache(target, decoder.numbers)
         self._rounds: StaticRounds | None = None
         if buffers is not None:
             self._rounds = StaticRounds(buffers, self.cache, uses_before=USES_BEFORE_RECORDING)

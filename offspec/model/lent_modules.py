@@ -25,7 +25,8 @@ class LentLinear(nn.Module):
 
     def __init__(self, module: Any) -> None:
         super().__init__()
-        self.in_features, self.out_features = module.in_features, module.out_features
+        self.in_features = module.in_features
+        self.out_features = module.out_features
         self.weight: Any = None
         self.bias: Any = None
         self.scratch: Tensor | None = None

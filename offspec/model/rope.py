@@ -104,7 +104,9 @@ class RotaryEmbedding:
     ) -> None:
         """is_interleaved: pairs are neighbours. Raises CheckpointError, see `rotation`."""
         frequencies, self._magnitude = rotation(rope, rotary_dim)
-        self._frequencies, self._dtype, self._is_interleaved = frequencies.to(device), dtype, is_interleaved
+        self._frequencies = frequencies.to(device)
+        self._dtype = dtype
+        self._is_interleaved = is_interleaved
 
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin [T, 1, rotary_dim] of positions [T] on the device."""
@@ -114,6 +116,29 @@ class RotaryEmbedding:
         else:
             angles = torch.cat((angles, angles), dim=-1)[:, None]
         return (angles.cos() * self._magnitude).to(self._dtype), (angles.sin() * self._magnitude).to(self._dtype)
+
+
+class RotaryEmbeddings:
+    """The rotations of a decoder's layers: one object for all with equal RoPE, so that a pass computes angles once."""
+
+    def __init__(self, rotary_dim: int, *, is_interleaved: bool, dtype: torch.dtype, device: torch.device) -> None:
+        """Arguments as in `RotaryEmbedding`."""
+        self._rotary_dim = rotary_dim
+        self._is_interleaved = is_interleaved
+        self._dtype = dtype
+        self._device = device
+        self._made: list[tuple[RopeConfig, RotaryEmbedding]] = []
+
+    def of(self, rope: RopeConfig) -> RotaryEmbedding:
+        """Raises CheckpointError, see `rotation`."""
+        for other, embedding in self._made:
+            if other == rope:
+                return embedding
+        embedding = RotaryEmbedding(
+            rope, self._rotary_dim, is_interleaved=self._is_interleaved, dtype=self._dtype, device=self._device
+        )
+        self._made.append((rope, embedding))
+        return embedding
 
 
 class Rotations:

@@ -37,8 +37,10 @@ class RowLogits:
         self, head: Head, hidden: Tensor, num_before: int = 0, layer_states: Mapping[int, Tensor] | None = None
     ) -> None:
         """hidden [num_before + R, hidden]: the first num_before are earlier rows of the pass, see `before`."""
-        self._head, self._hidden = head, hidden[num_before:]
-        self._before, self.num_before = hidden[:num_before], num_before
+        self._head = head
+        self._hidden = hidden[num_before:]
+        self._before = hidden[:num_before]
+        self.num_before = num_before
         self.layer_states: Mapping[int, Tensor] = layer_states or {}
         self._slices: dict[int, Tensor] = {}
 

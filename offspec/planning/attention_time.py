@@ -1,7 +1,7 @@
 """Predicts the seconds of attention behind a text, from a model's shapes and a machine's rates. Pure functions.
 
 A product with the keys and values as matrices, at the rate measured for matrices; unpacking of packed entries; merging
-of parts; and scores in memory where no operator of torch computes attention (`model.part_attention`).
+of parts; and scores in memory where no operator of torch computes attention (`model.parts.split_attention`).
 """
 
 from __future__ import annotations
@@ -9,16 +9,16 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from offspec.loaders.machine.hardware import Rates
 
 from ..checkpoints.opening import ModelFiles
-from ..model.block import kv_layouts
-from ..model.decoder import MASK_ELEMENTS
-from ..model.foreign_config import ForeignConfig
-from ..model.kv_cache import KVLayout
-from ..model.kv_formats import KVFormat, most_unpacked
-from ..model.part_attention import most_scored_keys, reason_for_formula
+from ..model.block import memory_layouts
+from ..model.memory.kv_cache import KVLayout
+from ..model.memory.kv_formats import KVFormat, most_unpacked
+from ..model.parts.split_attention import most_scored_keys, reason_for_formula
+from ..model.pass_rows import MASK_ELEMENTS
 
 # Bytes that are read and written: for each score by formula (product, scale, logsumexp, softmax, product) and, if it is
 # capped, two quotients more and tanh; for each number of a part's result, merged into the total.
@@ -115,18 +115,20 @@ def seconds_of_attention(target: ModelFiles, rates: Rates, width: int, num_keys:
         return [0.0] * config.num_layers
     shapes = attention_shapes(target, width, on_cpu=on_cpu)
     return [
-        shape.seconds(num_keys if window is None else min(num_keys, window), rates)
+        0.0 if shape is None else shape.seconds(num_keys if window is None else min(num_keys, window), rates)
         for shape, window in zip(shapes, config.windows, strict=True)
     ]
 
 
-def attention_shapes(target: ModelFiles, width: int, *, on_cpu: bool) -> list[AttentionShape]:
-    """Of each layer."""
-    config, itemsize = target.config, target.dtype.itemsize
-    is_whole = isinstance(config, ForeignConfig)
+def attention_shapes(target: ModelFiles, width: int, *, on_cpu: bool) -> list[AttentionShape | None]:
+    """Of each layer; None for one without KV entries."""
+    config, itemsize, is_whole = target.config, target.dtype.itemsize, target.config.has_whole_attention
+    make = partial(AttentionShape, width, config.num_heads)
     return [
-        AttentionShape(width, config.num_heads, layout, config.attention_cap, itemsize, target.kv, on_cpu, is_whole)
-        for layout in kv_layouts(config)
+        make(layout, config.attention_cap, itemsize, target.kv, on_cpu, is_whole)
+        if isinstance(layout, KVLayout)
+        else None
+        for layout in memory_layouts(config)
     ]
 
 

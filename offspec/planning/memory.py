@@ -12,7 +12,7 @@ from typing import Protocol
 from offspec.loaders.streaming.placement import Item
 
 from ..checkpoints.opening import ModelFiles
-from ..model.decoder import PASS_ROWS
+from ..model.pass_rows import PASS_ROWS
 
 AUTO = "auto"
 

@@ -1,4 +1,4 @@
-"""RAM for the KV caches of earlier conversations (`model.text_pool`), as a feature of a plan."""
+"""RAM for the KV caches of earlier conversations (`model.memory.text_pool`), as a feature of a plan."""
 
 from __future__ import annotations
 

@@ -32,8 +32,8 @@ from offspec.scheduler.params import max_nodes
 from ..checkpoints.opening import ModelFiles
 from ..errors import MemoryLimitError, UsageError
 from ..model.decoder import activation_bytes
-from ..model.foreign_config import ForeignConfig, is_of_experts
-from ..model.kv_formats import EIGHT_BIT, KV_FORMATS, KVFormat
+from ..model.foreign_config import is_of_experts
+from ..model.memory.kv_formats import EIGHT_BIT, KV_FORMATS, KVFormat
 from ..model.row_logits import HEAD_ROWS
 from .attention_time import seconds_of_attention, seconds_per_element
 from .memory import AUTO, MemoryOptions, MemoryUse, MemoryUser, Room, add_up
@@ -96,12 +96,8 @@ class Work:
             for weight in layer.weights.values()
             if len(weight.shape) == 2 and layer.needs_scratch(weight, target.dtype, is_streamed=False)
         ]
-        each, unpacked, unpacked_kept = (
-            sum(math.prod(w.shape) for w in found) // len(layers) for found in (matrices, packed, kept)
-        )
+        unpacked, unpacked_kept = (sum(math.prod(w.shape) for w in found) // len(layers) for found in (packed, kept))
         head_elements = target.config.vocab_size * target.config.hidden_size
-        if not isinstance(target.config, ForeignConfig):
-            return cls(each, unpacked, head_elements, kept_elements=unpacked_kept)
         weights = [weight for layer in layers for weight in layer.weights.items()]
         experts = sum(math.prod(w.shape) for name, w in weights if is_of_experts(name, w.shape)) // len(layers)
         own = sum(math.prod(w.shape) for name, w in weights if len(w.shape) == 2 and not is_of_experts(name, w.shape))

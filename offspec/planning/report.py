@@ -8,7 +8,7 @@ from offspec.loaders.units import format_quantity, format_seconds, format_size
 
 from ..checkpoints.opening import Note
 from ..errors import MemoryLimitError
-from ..model.kv_formats import PLAIN
+from ..model.memory.kv_formats import PLAIN
 from ..model.rope_config import LONG_FACTORS, ORIGINAL_CONTEXT, SHORT_FACTORS
 from .attention_time import attention_shapes
 from .memory import AUTO, MemoryOptions
@@ -77,13 +77,14 @@ def _kv_in_ram(plan: Plan) -> list[Note]:
 
 def _attention(plan: Plan) -> list[Note]:
     """Why attention behind a long text is slow, if it is."""
-    shape = attention_shapes(plan.demand.target, 1, on_cpu=plan.placement.limits.device is None)[0]
-    if plan.context <= DEFAULT_CONTEXT or shape.reason_for_formula is None:
+    shapes = attention_shapes(plan.demand.target, 1, on_cpu=plan.placement.limits.device is None)
+    reason = next((shape.reason_for_formula for shape in shapes if shape is not None), None)
+    if plan.context <= DEFAULT_CONTEXT or reason is None:
         return []
     return [
         Note(
-            f"attention to long texts holds its scores in memory, which takes longer: {shape.reason_for_formula}, and "
-            "torch has no kernel for that"
+            f"attention to long texts holds its scores in memory, which takes longer: {reason}, and torch has no "
+            "kernel for that"
         )
     ]
 

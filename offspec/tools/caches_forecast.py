@@ -9,7 +9,7 @@ from offspec.loaders.machine.hardware import Rates
 
 from ..checkpoints.opening import DTYPES
 from ..errors import MemoryLimitError
-from ..model.kv_formats import KV_FORMATS
+from ..model.memory.kv_formats import KV_FORMATS
 from ..planning.plan import Plan
 
 

@@ -25,7 +25,6 @@ from ..drafts.model_draft import ModelDraft
 from ..engine import Engine
 from ..errors import UsageError
 from ..model.decoder import Decoder, random_decoder
-from ..model.foreign_config import ForeignConfig
 from ..model.rope_config import RopeConfig
 from .benchmark import budget_name
 
@@ -226,9 +225,7 @@ def _with_draft(engine: Engine, draft: str) -> Engine:
 
 def _random_draft(engine: Engine) -> Decoder:
     """A draft of the smallest possible size, because its memory is not planned."""
-    config = engine.target.config
-    if isinstance(config, ForeignConfig):
-        config = config.as_native()
+    config = engine.target.config.as_native()
     rope = config.rope
     shape = replace(
         config,

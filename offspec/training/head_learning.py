@@ -19,10 +19,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from offspec.scheduler.trees.token_tree import IntArray
 from offspec.scheduler.trees.verify import TargetPass
 
 from ..model.config import ModelConfig
-from ..model.decoder import IntArray
 from ..model.heads.head import Head, HeadSpec
 from ..model.heads.text import target_states
 from .lora import Adapter

@@ -28,11 +28,12 @@ from offspec.scheduler.trees.token_tree import ROOT
 
 from ..checkpoints.atomic_files import write_atomically
 from ..errors import UsageError
-from ..model.block import Block, LayerWeights, PassRows, Projected, RowsOfText, matrix_shapes
+from ..model.block import matrix_shapes
 from ..model.config import ModelConfig
 from ..model.cuda_graphs import is_static
 from ..model.decoder import Decoder
 from ..model.names import LAYER_PREFIX, in_layer
+from ..model.parts.part import Attending, LayerWeights, PassRows, Projected, RowsOfText
 from ..model.rope import Rotations
 
 FILE_FORMAT, FILE_VERSION = "offspec draft adapter", "1"
@@ -43,8 +44,8 @@ PARTS = ("weight", A, B)
 
 def adapted_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
     """Full name → [N, K] of the matrices with additions: all projections, and the head (if tied, the embedding)."""
-    shapes = matrix_shapes(config).items()
-    found = {in_layer(i, f"{name}.weight"): shape for i in range(config.num_layers) for name, shape in shapes}
+    layers = range(config.num_layers)
+    found = {in_layer(i, f"{name}.weight"): shape for i in layers for name, shape in matrix_shapes(config, i).items()}
     found[config.head_name] = (config.vocab_size, config.hidden_size)
     return found
 
@@ -258,9 +259,9 @@ class CausalTexts(RowsOfText):
     def exchange(self, layer: int, keys: Tensor, values: Tensor, first: int, last: int) -> tuple[Tensor, Tensor]:
         return keys.transpose(0, 1), values.transpose(0, 1)
 
-    def attend(self, block: Block, projected: Projected, first: int, last: int) -> Tensor:
-        texts = zip(*(torch.split(part, self._length) for part in projected), strict=True)
-        return torch.cat([super(CausalTexts, self).attend(block, text, 0, self._length) for text in texts])
+    def attend(self, part: Attending, projected: Projected, first: int, last: int) -> Tensor:
+        texts = zip(*(torch.split(each, self._length) for each in projected), strict=True)
+        return torch.cat([super(CausalTexts, self).attend(part, text, 0, self._length) for text in texts])
 
 
 class AdaptedWeights(LayerWeights):

@@ -20,13 +20,15 @@ import torch
 from torch import Tensor
 
 from offspec.loaders.files.small_files import parse_json, read_small_file
+from offspec.scheduler.trees.token_tree import IntArray
 
 from ..checkpoints.atomic_files import locked_name, refuse_replacing, write_atomically
-from ..checkpoints.exit_layers import fingerprint, refuse_foreign
+from ..checkpoints.exit_layers import fingerprint, refuse_states
 from ..checkpoints.skip_files import SkipFile, default_skip_file
 from ..errors import CheckpointError, StorageError, UsageError
-from ..model.block import PassRows
-from ..model.decoder import CachedDecoder, Decoder, IntArray, JoinedRows, TextRows, pass_together
+from ..model.decoder import CachedDecoder, Decoder, pass_together
+from ..model.parts.part import PassRows
+from ..model.pass_rows import JoinedRows, TextRows
 from ..model.row_logits import HEAD_ROWS
 from .distillation import Teacher
 from .target_texts import Forest, first_token, text_pieces
@@ -66,7 +68,7 @@ def search_skips(
     progress(what, done, total) is called for tokens and layers. Raises a subclass of OffspecError.
     """
     params, progress = params or SkipParams(), progress or (lambda what, done, total: None)
-    refuse_foreign(teacher.target.config, "skipping layers")
+    refuse_states(teacher.target.config, "skipping layers")
     if teacher.target.config.num_layers < 2:
         raise UsageError("the model has one layer, and none of it can be skipped")
     out = out or default_skip_file(teacher.files)

@@ -23,9 +23,11 @@ from torch import Tensor
 
 from offspec.loaders.files.small_files import MOST_TEXT_BYTES, read_small_file
 from offspec.loaders.units import format_size
+from offspec.scheduler.trees.token_tree import IntArray
 
 from ..errors import CheckpointError, StorageError, UsageError
-from ..model.decoder import CachedDecoder, Decoder, IntArray, TextRows, pass_together
+from ..model.decoder import CachedDecoder, Decoder, pass_together
+from ..model.pass_rows import TextRows
 from ..model.row_logits import HEAD_ROWS
 from ..text.tokenizer import Tokenizer
 from .distill_params import DistillParams

@@ -19,8 +19,9 @@ from accelerate import Accelerator
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
+from offspec.scheduler.trees.token_tree import IntArray
+
 from ..errors import CheckpointError, NumericalError, StorageError
-from ..model.decoder import IntArray
 from ..planning.out_of_memory import first_line
 from .distill_params import DistillParams
 from .target_texts import SHARD_TEXTS, Progress, Shard, Shards

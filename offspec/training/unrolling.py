@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..model.block import Block, Projected
 from ..model.heads.head import Advanced, Head, Inputs
+from ..model.parts.part import Attending, Projected
 from ..model.rope import Rotations
 from .target_texts import Shard
 
@@ -92,16 +92,16 @@ class UnrolledRows:
         self.rotations = Rotations(positions.repeat(self._num_texts))
         self.chunks = [(0, self._num_texts * count)]
 
-    def attend(self, block: Block, projected: Projected, first: int, last: int) -> Tensor:
+    def attend(self, part: Attending, projected: Projected, first: int, last: int) -> Tensor:
         queries, keys, values = (
-            part.view(self._num_texts, self._count, *part.shape[1:]).transpose(1, 2) for part in projected
+            each.view(self._num_texts, self._count, *each.shape[1:]).transpose(1, 2) for each in projected
         )
-        entries = self._entries.setdefault(block.index, [])
+        entries = self._entries.setdefault(part.layer, [])
         entries.append((keys, values))
-        scale = block.config.attention_scale or queries.shape[-1] ** -0.5
+        scale = part.config.attention_scale or queries.shape[-1] ** -0.5
         group = queries.shape[1] // keys.shape[1]
         seen = [
-            [part[:, :, : self._count].repeat_interleave(group, 1).to(queries.dtype) for part in entry]
+            [each[:, :, : self._count].repeat_interleave(group, 1).to(queries.dtype) for each in entry]
             for entry in entries
         ]
         (keys, values), *above = seen

@@ -13,7 +13,7 @@ from offspec import Engine, SamplingParams, SpeculationParams, request
 from offspec.batch import Batch, Ticket
 from offspec.drafts import model_draft
 from offspec.errors import MemoryLimitError, OffspecError
-from offspec.model.kv_cache import KVCache
+from offspec.model.memory.text_memory import TextMemory
 
 from ..assumed_rates import assumed_rates  # noqa: F401 (for this module)
 from ..offspec.planning.test_out_of_memory import Scarce
@@ -25,8 +25,8 @@ PROMPTS = ("def area(", "class Tree:\n    def", "import", "for i in range(10):\n
 SAMPLING = [SamplingParams(10, temperature=0.8, seed=seed, ignore_eos=True) for seed in range(len(PROMPTS))]
 PLACES: tuple[tuple[Any, str], ...] = (
     (request, "score_together"),
-    (KVCache, "keep"),
-    (KVCache, "reserve"),
+    (TextMemory, "keep"),
+    (TextMemory, "reserve"),
     (model_draft, "CachedDecoder"),
 )
 

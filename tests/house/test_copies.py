@@ -31,7 +31,7 @@ MAY_COPY = {
     "offspec/model/cuda_graphs.py": "a round's inputs where memory cannot be shared",
     "offspec/model/decoder.py": "makes random weights",
     "offspec/model/foreign_modules.py": "loads tables of foreign modules",
-    "offspec/model/kv_in_ram.py": "KV entries in RAM, copied beside the layer before",
+    "offspec/model/memory/kv_in_ram.py": "KV entries in RAM, copied beside the layer before",
     "offspec/model/rope.py": "loads a model's frequencies",
     "offspec/training/": "learns between texts, or beforehand",
 }

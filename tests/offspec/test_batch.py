@@ -16,8 +16,8 @@ from offspec import Constraint, Engine, SamplingParams, SpeculationParams, Step
 from offspec.batch import Batch, Ticket
 from offspec.errors import ContextLengthError, NumericalError, OffspecError, UsageError
 from offspec.model.decoder import CachedDecoder
-from offspec.model.kv_cache import KVCache
-from offspec.model.text_pool import TextPool
+from offspec.model.memory.text_memory import TextMemory
+from offspec.model.memory.text_pool import TextPool
 from offspec.request import PREFILL_ROWS, prefill_rows
 from offspec.scheduler.pace.costs import CostCurve
 from offspec.scheduler.pace.shared_pass import SharedPass
@@ -426,14 +426,14 @@ def test_the_drafts_cache_has_room_before_each_pass(pair: Pair, monkeypatch: pyt
     """For all rounds, however long the text has grown: on a GPU it must not grow while the target computes."""
     monkeypatch.setattr("offspec.request.GRANT", 8)
     monkeypatch.setattr("offspec.request.DRAFT_ROWS", 10)
-    extend, num_grown = KVCache.extend, 0
+    extend, num_grown = TextMemory.extend, 0
 
-    def noted(self: KVCache, count: int) -> None:
+    def noted(self: TextMemory, count: int) -> None:
         nonlocal num_grown
         num_grown += self.size + count > self.capacity
         extend(self, count)
 
-    monkeypatch.setattr(KVCache, "extend", noted)
+    monkeypatch.setattr(TextMemory, "extend", noted)
     with load(pair, "own", texts=4) as engine:
         caches = [engine.new_caches() for _ in range(2)]
         for own in caches:
@@ -560,7 +560,8 @@ def test_a_closed_batch_lets_go_of_all_caches(engines: dict[str, Engine]) -> Non
 @pytest.mark.slow
 def test_texts_have_their_own_layer_states(engines: dict[str, Engine]) -> None:
     """Of a shared pass, each text gets the states and logits of a pass of its own."""
-    from offspec.model.decoder import TextRows, score_together
+    from offspec.model.decoder import score_together
+    from offspec.model.pass_rows import TextRows
     from offspec.scheduler.trees.token_tree import TokenTree
 
     decoder, tree = engines["none"].target, TokenTree.chain([7, 8])

@@ -10,9 +10,9 @@ import pytest
 from offspec import KV_CACHES, Engine, SamplingParams, SpeculationParams
 from offspec.errors import UsageError
 from offspec.loaders.streaming.cuda import CopyStream
-from offspec.model.kv_formats import KV_FORMATS
-from offspec.model.kv_in_ram import EntriesInRam
-from offspec.model.text_pool import TextPool
+from offspec.model.memory.kv_formats import KV_FORMATS
+from offspec.model.memory.kv_in_ram import EntriesInRam
+from offspec.model.memory.text_pool import TextPool
 from offspec.session import Session
 
 from ..pair import Pair, build_pair
@@ -110,7 +110,7 @@ def test_long_prompts_take_several_passes(draft: str, engine_of: GetEngine, monk
     """Whose chunks are the same, so that the text is; only the last one has a tree, and counts as a pass."""
     engine = engine_of(draft, "8")
     params, prompt = SamplingParams(10, ignore_eos=True, logprobs=1, prompt_logprobs=True), list(range(40, 110))
-    monkeypatch.setattr("offspec.model.decoder.CHUNK_ROWS", 8)
+    monkeypatch.setattr("offspec.model.pass_rows.CHUNK_ROWS", 8)
     expected = list(engine.generate(prompt, params))
     for module in ("offspec.model.decoder", "offspec.request"):
         monkeypatch.setattr(f"{module}.PASS_ROWS", 16)

@@ -149,7 +149,7 @@ def measured_once() -> Iterator[None]:
 # Pairs of functions that may touch the same bytes at the same time, and why; the second one is the draft's.
 HARMLESS = {
     # A pass writes to the gap of a shared cache. The draft reads it with the rest of its keys, and multiplies by zero.
-    ("offspec/model/kv_cache.py write", "offspec/model/attention.py attend"),
+    ("offspec/model/memory/kv_cache.py write", "offspec/model/parts/kv_attention.py attend"),
 }
 
 

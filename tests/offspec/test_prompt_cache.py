@@ -190,9 +190,9 @@ WRITER = """
     from pathlib import Path
     import torch
     from offspec.checkpoints import kv_files
-    from offspec.model.kv_cache import KVCache, KVLayout, plain_layers
+    from offspec.model.memory.kv_cache import TextMemory, KVLayout, plain_layers
 
-    cache = KVCache(plain_layers([KVLayout(2, 8)] * 2, torch.float32, torch.device("cpu")), torch.device("cpu"))
+    cache = TextMemory(plain_layers([KVLayout(2, 8)] * 2, torch.float32, torch.device("cpu")), torch.device("cpu"))
     cache.reserve(4000)
     cache.begin(4000)
     exactly = kv_files._bytes

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from offspec import Engine, SamplingParams, SpeculationParams
 from offspec.drafts.recall import Recall, RecallingText
 from offspec.model.cuda_graphs import TreeGraphs, as_it_is
-from offspec.model.decoder import BoolArray, CachedDecoder, Decoder, IntArray
+from offspec.model.decoder import CachedDecoder, Decoder
 from offspec.model.row_logits import RowLogits
 from offspec.scheduler.drafting.child_scores import ChildScorer
 from offspec.scheduler.drafting.controllers import controller_for
@@ -29,7 +29,7 @@ from offspec.scheduler.drafting.model_drafter import ModelDrafter
 from offspec.scheduler.guessing.lookup import Guesser, PromptLookup
 from offspec.scheduler.params import MAX_ROWS
 from offspec.scheduler.trees.sampling import Sampler
-from offspec.scheduler.trees.token_tree import ROOT, TokenTree, trimmed
+from offspec.scheduler.trees.token_tree import ROOT, BoolArray, IntArray, TokenTree, trimmed
 from offspec.scheduler.trees.verify import TargetPass, Verdict
 from offspec.text.tokenizer import Tokenizer
 

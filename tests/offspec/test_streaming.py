@@ -23,8 +23,9 @@ from offspec.checkpoints.opening import ModelFiles
 from offspec.errors import CheckpointError, MemoryLimitError, UsageError
 from offspec.loaders.streaming.placement import KV_ITEM, Item, Limits, Placement, Slots, scattered
 from offspec.loading import LoadedTarget, PlannedMemory
-from offspec.model.block import Block, PassRows, kv_cache_bytes
+from offspec.model.block import Block, memory_bytes
 from offspec.model.decoder import CachedDecoder, Decoder
+from offspec.model.parts.part import PassRows
 
 from ..fakes import FAMILIES, build
 from ..pair import CONFIG, CONTEXT, Pair, build_pair, variant
@@ -96,7 +97,7 @@ def test_layers_stay_as_long_as_texts_are_short(engine: Engine, tmp_path: Path) 
     layer = files.stored.layers[0].record
 
     def kv_bytes(num_entries: int) -> int:
-        return kv_cache_bytes(files.config, num_entries, files.dtype.itemsize)
+        return memory_bytes(files.config, num_entries, files.dtype.itemsize)
 
     items = (Item(KV_ITEM, on_device=kv_bytes(CONTEXT)),)
     limit = 5 * layer.nbytes - kv_bytes(CONTEXT)  # so many layers' bytes for texts and what may stay

@@ -19,13 +19,15 @@ from torch import Tensor
 from offspec.loaders.formats import linear
 from offspec.loaders.streaming.small_transfers import to_device
 from offspec.loaders.streaming.weights import RamWeights
+from offspec.scheduler.trees.token_tree import IntArray
 from offspec.scheduler.trees.vocabulary import Vocabulary
 
 from ...errors import CheckpointError
-from ..block import Block, PassRows, layer_shapes
+from ..block import build_blocks, layer_shapes
 from ..config import ModelConfig
 from ..config_values import Json, positive
-from ..decoder import Decoder, IntArray
+from ..decoder import Decoder
+from ..parts.part import PassRows
 from .head import Advanced, Head, Inputs
 
 MOST_STEPS = 64
@@ -51,12 +53,13 @@ class ChainedHead(Head, ABC):
         width: int | None = None,
     ) -> None:
         """num_parts: heads of its own, or 1 for one head. width: of a part; None is the target's hidden size."""
-        self._tensors, self._num_parts = tensors, num_parts
+        self._tensors = tensors
+        self._num_parts = num_parts
         layers = _text_layers(tensors)
         config = states_config(target.config, num_parts, width, len(layers))
         super().__init__(config, RamWeights(layers, {}), target, Vocabulary(target.config.vocab_size), dtype)
         inner = target.config.only_layers([0] * len(layers))
-        self.blocks = [Block(inner, block.index, block.rotary) for block in self.blocks]
+        self.blocks = build_blocks(inner, dtype=self.dtype, device=self.device)
         self.reads_text = bool(layers)
 
     @abstractmethod

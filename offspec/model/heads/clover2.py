@@ -16,12 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from offspec.loaders.streaming.small_transfers import to_device
+from offspec.scheduler.trees.token_tree import IntArray
 
-from ..block import PassRows
 from ..config import ModelConfig
 from ..config_values import Json
-from ..decoder import Decoder, IntArray
+from ..decoder import Decoder
 from ..norms import normalize
+from ..parts.part import PassRows
 from .chained import TEXT_NORM, ChainedHead, attention_heads, renamed, states_config, text_shapes
 from .head import HeadSpec, Inputs
 

@@ -8,7 +8,7 @@ head are its own. Names and shapes: SafeAILab/EAGLE (cnets1.py, cnets.py), SpecF
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -22,13 +22,18 @@ from offspec.loaders.streaming.weights import RamWeights
 from offspec.scheduler.trees.vocabulary import Vocabulary
 
 from ...errors import CheckpointError, UnsupportedModelError
-from ..block import Block, LayerWeights, PassRows, layer_shapes
+from ..block import Block, layer_shapes, rotaries_of
 from ..config import ModelConfig, read_config
 from ..config_values import Json, number_in
 from ..decoder import Decoder
 from ..families import NormPlaces
 from ..names import EMBEDDING, FINAL_NORM, HEAD
 from ..norms import normalize
+from ..parts.attention import Attention
+from ..parts.kinds import parts_of
+from ..parts.mlp import Mlp
+from ..parts.part import LayerWeights, Part, PassRows
+from ..rope import RotaryEmbeddings
 from .head import Advanced, Head, HeadSpec, Inputs
 
 FC, FC_BIAS = "fc.weight", "fc.bias"
@@ -57,19 +62,39 @@ class EagleShape:
     norm_output: bool = False
 
 
-class JoinedBlock(Block):
-    """EAGLE-3's first layer, which attends with embedding and features side by side."""
+class JoinedAttention(Attention):
+    """EAGLE-3's first attention, to embedding and features side by side."""
 
-    norm_before_residual = False
+    def __init__(self, shape: EagleShape, rotaries: RotaryEmbeddings | None = None) -> None:
+        super().__init__(shape.config, 0, rotaries)
+        self._norm_before_residual = shape.norm_before_residual
+
+    @property
+    def norms(self) -> list[str]:
+        return [*super().norms, "hidden_norm"]
+
+    @property
+    def matrices(self) -> dict[str, tuple[int, int]]:
+        """Queries, keys and values have twice as many columns."""
+        return {
+            name: (rows, columns if name.endswith(".o_proj") else 2 * columns)
+            for name, (rows, columns) in super().matrices.items()
+        }
 
     def forward(self, x: Tensor, weights: LayerWeights, rows: PassRows, first: int, last: int) -> Tensor:
         """x [T, 2 * hidden]: embeddings, then features; returns [T, hidden]."""
         embedded, features = x.chunk(2, dim=-1)
         normed = self.norm(features, weights, "hidden_norm")
         joined = torch.cat((self.norm(embedded, weights, "input_layernorm"), normed), dim=-1)
-        x = normed if self.norm_before_residual else features
-        x = x + self.attention(joined, weights, rows, first, last)
-        return x + self.mlp(self.norm(x, weights, "post_attention_layernorm"), weights)
+        residual = normed if self._norm_before_residual else features
+        return residual + self.attended(joined, weights, rows, first, last)
+
+
+def first_parts(shape: EagleShape, rotaries: RotaryEmbeddings | None = None) -> list[Part]:
+    """The parts of a head's first layer."""
+    if shape.version == 1:
+        return parts_of(replace(shape.config, norms=WITHOUT_INPUT_NORM), 0, rotaries)
+    return [JoinedAttention(shape, rotaries), Mlp(shape.config, 0)]
 
 
 class EagleHead(Head):
@@ -79,21 +104,18 @@ class EagleHead(Head):
         self, shape: EagleShape, tensors: Mapping[str, Tensor], target: Decoder, dtype: torch.dtype | None = None
     ) -> None:
         """tensors: by the names of `eagle_shapes`, on the target's device."""
-        self._shape, self._tensors = shape, tensors
-        config, self.target_layers = shape.config, shape.target_layers
+        self._shape = shape
+        self._tensors = tensors
+        config = shape.config
+        self.target_layers = shape.target_layers
         layers = [_layer(tensors, index) for index in range(config.num_layers)]
         names = {EMBEDDING: OWN_EMBEDDING, FINAL_NORM: OWN_NORM, HEAD: OWN_HEAD}
         shared = {name: tensors[own] for name, own in names.items() if own in tensors}
         super().__init__(config, RamWeights(layers, shared), target, _vocabulary(tensors, target), dtype)
-        self.blocks[0] = self._first_block()
+        self.blocks[0] = Block(0, self._first_parts(rotaries_of(config, self.dtype, self.device)))
 
-    def _first_block(self) -> Block:
-        config, rotary = self.config, self.blocks[0].rotary
-        if self._shape.version == 1:
-            return Block(replace(config, norms=WITHOUT_INPUT_NORM), 0, rotary)
-        block = JoinedBlock(config, 0, rotary)
-        block.norm_before_residual = self._shape.norm_before_residual
-        return block
+    def _first_parts(self, rotaries: RotaryEmbeddings) -> Sequence[Part]:
+        return first_parts(self._shape, rotaries)
 
     @property
     def has_own_embedding(self) -> bool:
@@ -241,19 +263,15 @@ def eagle_shapes(
     c, hidden = shape.config, shape.config.hidden_size
     num_taps = len(shape.target_layers)
     shapes: dict[str, tuple[int, ...]] = {
-        f"{LAYERS}{i}.{name}": size for i in range(c.num_layers) for name, size in layer_shapes(c, i).items()
+        f"{LAYERS}{i}.{name}": size for i in range(1, c.num_layers) for name, size in layer_shapes(c, i).items()
     }
+    shapes |= {f"{LAYERS}0.{name}": size for name, size in Block(0, first_parts(shape)).shapes.items()}
     rows = _num_rows(present, OWN_EMBEDDING, target.vocab_size)
     optional = {OWN_EMBEDDING: (rows, hidden), FC_BIAS: (hidden,)}
     if shape.version == 1:
         shapes[FC] = (hidden, 2 * hidden)
-        del shapes[f"{LAYERS}0.input_layernorm.weight"]
     else:
         shapes |= {FC: (hidden, num_taps * target.hidden_size), OWN_NORM: (hidden,)}
-        shapes[f"{LAYERS}0.{JOINED_NORM}"] = (hidden,)
-        for name in "qkv":
-            matrix = f"{LAYERS}0.self_attn.{name}_proj.weight"
-            shapes[matrix] = (shapes[matrix][0], 2 * hidden)
         optional |= {OWN_HEAD: (c.vocab_size, hidden), INPUT_NORM: (num_taps * target.hidden_size,)}
         optional |= {fc_norm(i): (target.hidden_size,) for i in range(num_taps)}
         optional |= {TO_TARGET: (c.vocab_size,)}

@@ -8,7 +8,7 @@ feature is trained to be the target's. Names and shapes: Luc4Gui/FSPAD (cnets_fs
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -16,9 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..block import ACTIVATIONS, Block, LayerWeights, PassRows
 from ..config import ModelConfig
 from ..config_values import Json
+from ..parts.attention import Attention
+from ..parts.mlp import ACTIVATIONS, Mlp
+from ..parts.part import LayerWeights, Part, PassRows
+from ..rope import RotaryEmbeddings
 from .chained import renamed
 from .eagle import LAYERS, WITHOUT_INPUT_NORM, EagleHead, eagle_name, eagle_shape, eagle_shapes
 from .head import Advanced, HeadSpec, Inputs
@@ -31,20 +34,26 @@ _RULES = (
 )
 
 
-class SplitBlock(Block):
-    """A layer without a norm before attention, whose MLP's output is added to its input twice, side by side."""
+class SplitMlp(Mlp):
+    """An MLP whose output is added to its input twice, side by side."""
+
+    @property
+    def matrices(self) -> dict[str, tuple[int, int]]:
+        rows, columns = super().matrices[self.config.mlp.down]
+        return {**super().matrices, self.config.mlp.down: (2 * rows, columns)}
 
     def forward(self, x: Tensor, weights: LayerWeights, rows: PassRows, first: int, last: int) -> Tensor:
         """x [T, hidden]; returns [T, 2 * hidden]."""
-        x = x + self.attention(x, weights, rows, first, last)
-        return torch.cat((x, x), dim=-1) + self.mlp(self.norm(x, weights, "post_attention_layernorm"), weights)
+        output = self.output(self.norm(x, weights, self.config.norms.before_mlp), weights)
+        return torch.cat((x, x), dim=-1) + output
 
 
 class FspadHead(EagleHead):
     """An EAGLE-1 head of one layer with FSPAD's input and outputs."""
 
-    def _first_block(self) -> Block:
-        return SplitBlock(replace(self.config, norms=WITHOUT_INPUT_NORM), 0, self.blocks[0].rotary)
+    def _first_parts(self, rotaries: RotaryEmbeddings) -> Sequence[Part]:
+        config = replace(self.config, norms=WITHOUT_INPUT_NORM)
+        return [Attention(config, 0, rotaries), SplitMlp(config, 0)]
 
     def advance(self, inputs: Inputs, rows: PassRows) -> Advanced:
         return Advanced(*super().advance(inputs, rows).states.chunk(2, dim=-1))

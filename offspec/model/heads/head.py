@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 
 from offspec.loaders.streaming.weights import WeightSource
+from offspec.scheduler.trees.token_tree import IntArray
 from offspec.scheduler.trees.vocabulary import Vocabulary
 
-from ..block import PassRows
 from ..config import ModelConfig
-from ..decoder import Decoder, IntArray
+from ..decoder import Decoder
 from ..names import EMBEDDING
+from ..parts.part import PassRows
 
 
 class Advanced(NamedTuple):
@@ -67,7 +68,8 @@ class Head(Decoder, ABC):
         dtype: of its arithmetic; None is the target's.
         """
         super().__init__(config, weights, dtype=dtype or target.dtype, device=target.device)
-        self.target, self.vocabulary = target, vocabulary
+        self.target = target
+        self.vocabulary = vocabulary
 
     def fused(self, states: Tensor) -> Tensor:
         """Features [K, F] from the target's states [K, S]; S: the chosen layers' hidden sizes, side by side."""

@@ -13,10 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from offspec.scheduler.trees.token_tree import IntArray
+
 from ...errors import CheckpointError
 from ..config import ModelConfig
 from ..config_values import Json, positive
-from ..decoder import Decoder, IntArray
+from ..decoder import Decoder
 from .chained import (
     MOST_STEPS,
     TEXT_NORM,
@@ -38,7 +40,8 @@ class HydraHead(ChainedHead):
         self, steps: int, blocks: int, tensors: Mapping[str, Tensor], target: Decoder, dtype: torch.dtype | None = None
     ) -> None:
         super().__init__(num_heads(tensors), tensors, target, dtype)
-        self.num_steps, self._blocks = steps, blocks
+        self.num_steps = steps
+        self._blocks = blocks
         self.room = steps * target.config.hidden_size  # for the embeddings of a path
 
     def step(self, depth: int, features: Tensor, tokens: IntArray) -> tuple[Tensor, Tensor]:

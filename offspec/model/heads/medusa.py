@@ -13,9 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from offspec.scheduler.trees.token_tree import IntArray
+
 from ..config import ModelConfig
 from ..config_values import Json, positive
-from ..decoder import Decoder, IntArray
+from ..decoder import Decoder
 from .chained import MOST_STEPS, ChainedHead, head_name, num_heads, num_steps, renamed, states_config
 from .head import HeadSpec
 
@@ -27,7 +29,8 @@ class MedusaHead(ChainedHead):
         self, steps: int, blocks: int, tensors: Mapping[str, Tensor], target: Decoder, dtype: torch.dtype | None = None
     ) -> None:
         super().__init__(num_heads(tensors), tensors, target, dtype)
-        self.num_steps, self._blocks = steps, blocks
+        self.num_steps = steps
+        self._blocks = blocks
 
     def step(self, depth: int, features: Tensor, tokens: IntArray) -> tuple[Tensor, Tensor]:
         x = features

@@ -15,10 +15,11 @@ from torch import Tensor
 
 from offspec.loaders.formats import linear
 from offspec.loaders.streaming.small_transfers import to_device
+from offspec.scheduler.trees.token_tree import IntArray
 
 from ..config import ModelConfig
 from ..config_values import Json, positive
-from ..decoder import Decoder, IntArray
+from ..decoder import Decoder
 from .chained import ChainedHead, head_name, num_heads, num_steps, states_config
 from .head import HeadSpec
 
@@ -37,7 +38,9 @@ class MlpHead(ChainedHead):
         """scales: the first state is normed."""
         inner = len(tensors["ln.0.weight"])
         super().__init__(num_heads(tensors), tensors, target, dtype, inner)
-        self.num_steps, self._scales, self._inner = steps, scales, inner
+        self.num_steps = steps
+        self._scales = scales
+        self._inner = inner
         self._state = 0.5 ** (0.5 / steps)
         self._added = math.sqrt((1 - self._state**2) * (inner / 2)) / self._state
 

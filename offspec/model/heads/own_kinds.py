@@ -13,10 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..block import PassRows
+from offspec.scheduler.trees.token_tree import IntArray
+
 from ..config import ModelConfig
 from ..config_values import Json, positive
-from ..decoder import Decoder, IntArray
+from ..decoder import Decoder
+from ..parts.part import PassRows
 from .chained import ChainedHead, attention_heads, num_steps, states_config, text_shapes
 from .head import HeadSpec, Inputs
 
@@ -56,7 +58,8 @@ class AttendingHead(ChainedHead):
         self, steps: int, heads: int, tensors: Mapping[str, Tensor], target: Decoder, dtype: torch.dtype | None = None
     ) -> None:
         super().__init__(1, tensors, target, dtype)
-        self.num_steps, self._heads = steps, heads
+        self.num_steps = steps
+        self._heads = heads
 
 
 class CloverHead(AttendingHead):

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from offspec.loaders.streaming.small_transfers import to_device
+from offspec.scheduler.trees.token_tree import BoolArray, IntArray
 from offspec.scheduler.trees.verify import TargetPass, TargetStates
 from offspec.scheduler.trees.vocabulary import Vocabulary
 
-from ..block import PassRows
-from ..decoder import CHUNK_ROWS, BoolArray, IntArray, placed
-from ..early_exit import parents_of
+from ..parts.part import PassRows
+from ..pass_rows import CHUNK_ROWS, TextRows
 from .head import Head, Inputs
 
 T = TypeVar("T")
@@ -45,7 +45,8 @@ class HeadText:
 
     def __init__(self, head: Head, capacity: int = 0) -> None:
         """capacity: entries to reserve."""
-        self.decoder, self.cache = head, head.new_cache()
+        self.decoder = head
+        self.cache = head.new_cache()
         self.cache.reserve(capacity)
         self.length = 0
         self._positions: list[int] = []  # of the committed entries' tokens
@@ -127,8 +128,11 @@ class HeadText:
         """States [(1 if chain) + R, hidden], see `CachedDecoder.states`; those of rows `before` are left out."""
         found = [self._of_root(chain[-1])] if chain else []
         num_before = self.cache.pending
-        for first, last in _runs(parents_of(mask) - num_before if len(tokens) else _NONE):
-            found.append(self._of_nodes(tokens[first:last], depths[first:last], mask[first:last, : num_before + last]))
+        parents = TextRows((), tokens, depths, mask).parents - num_before
+        for first, last in _runs(parents):
+            some = slice(first, last)
+            nodes = TextRows((), tokens[some], depths[some], mask[some, : num_before + last])
+            found.append(self._of_nodes(nodes))
         return torch.cat(found)
 
     def _of_root(self, token: int) -> Tensor:
@@ -146,24 +150,22 @@ class HeadText:
 
     def _append(self, rows: Sequence[_Row], compute: Callable[[Inputs, PassRows], T]) -> T:
         """Append entries of rows of the text, and return what `compute` makes of them."""
-        positions, _ = placed(self.cache, len(rows), _NONE, _NO_MASK)
-        appended = self.decoder.rows(positions, self.cache, None)
         tokens = np.array([row.token for row in rows], dtype=np.int64)
+        appended = self.decoder.rows(TextRows.of_chain(tokens.tolist()), self.cache)
         features = torch.cat([row.features for row in rows])
         found = compute(Inputs(features, tokens, np.zeros_like(tokens)), appended)
         self.cache.append(len(rows), 0)
         self._positions += [row.position for row in rows]
         return found
 
-    def _of_nodes(self, tokens: IntArray, depths: IntArray, mask: BoolArray) -> Tensor:
+    def _of_nodes(self, nodes: TextRows) -> Tensor:
         """The states [R, hidden] after these nodes, which become pending; no one is another's child."""
-        positions, tree_mask = placed(self.cache, 0, depths, mask)
-        appended = self.decoder.rows(positions, self.cache, tree_mask)
+        appended = self.decoder.rows(nodes, self.cache)
         known = self._features = [torch.cat(self._features)]
-        parents = to_device(torch.from_numpy(parents_of(mask) + 1), self.decoder.device)
+        parents = to_device(torch.from_numpy(nodes.parents + 1), self.decoder.device)
         above = known[0][parents]
-        states, features = self.decoder.advance(Inputs(above, tokens, np.asarray(depths)), appended)
-        self.cache.append(0, len(tokens))
+        states, features = self.decoder.advance(Inputs(above, nodes.tokens, np.asarray(nodes.depths)), appended)
+        self.cache.append(0, len(nodes))
         self._features.append(features)
         return states
 
@@ -191,10 +193,6 @@ def _runs(parents: IntArray) -> list[tuple[int, int]]:
         if parent >= starts[-1]:
             starts.append(node)
     return [(first, last) for first, last in zip(starts, [*starts[1:], len(parents)], strict=True) if first < last]
-
-
-_NONE: IntArray = np.empty(0, dtype=np.int64)
-_NO_MASK: BoolArray = np.empty((0, 0), dtype=np.bool_)
 
 
 def target_states(states: TargetStates, layers: Sequence[int], num_before: int, rows: Sequence[int]) -> Tensor:

@@ -34,7 +34,7 @@ from offspec.text.tokenizer import Tokenizer
 
 from ...pair import build_pair
 from ...refusals import refused
-from ..model.test_shared_cache import CopyingText
+from ..model.memory.test_shared_cache import CopyingText
 
 CPU = torch.device("cpu")
 NUM_LAYERS, RESIDENT = 4, (0, 2)

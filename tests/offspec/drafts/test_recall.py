@@ -15,11 +15,11 @@ from torch import Tensor
 
 from offspec import Engine, SamplingParams, SpeculationParams, builtin
 from offspec.drafts.recall import DOUBT, MOST_NODES, MOST_PROMPT, NEARNESS, SIZE, Recall, RecallingText, recall_bytes
-from offspec.model.decoder import CachedDecoder, Decoder, IntArray
+from offspec.model.decoder import CachedDecoder, Decoder
 from offspec.model.row_logits import RowLogits
 from offspec.scheduler.pace.costs import WIDTHS
 from offspec.scheduler.params import MAX_ROWS
-from offspec.scheduler.trees.token_tree import ROOT, TokenTree
+from offspec.scheduler.trees.token_tree import ROOT, IntArray, TokenTree
 from offspec.scheduler.trees.verify import Logits, Verdict
 
 from ...pair import Pair, build_pair, narrow, variant

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from offspec import SpeculationParams
 from offspec.drafts.reencoded_text import OtherVocabulary, ReencodedText
-from offspec.model.decoder import BoolArray, IntArray
-from offspec.scheduler.trees.token_tree import ROOT
+from offspec.scheduler.trees.token_tree import ROOT, BoolArray, IntArray
 from offspec.text.reencoding import FIRST_SPECIAL
 from offspec.text.tokenizer import Tokenizer
 

@@ -9,13 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from offspec.model.block import ACTIVATIONS, build_blocks, layer_shapes
+from offspec.model.block import build_blocks, layer_shapes
 from offspec.model.config import read_config
 from offspec.model.cuda_graphs import TreeGraphs
 from offspec.model.decoder import CachedDecoder, Decoder, random_decoder, wanted_shapes
 from offspec.model.early_exit import EarlyExit, shared_text
 from offspec.model.families import ACTIVATIONS as KNOWN_ACTIVATIONS
 from offspec.model.names import EMBEDDING, LAYER_PREFIX
+from offspec.model.parts.attention import Attention
+from offspec.model.parts.mlp import ACTIVATIONS
 from offspec.training.lora import Adapter, TreeRows, hidden_states
 
 from ...fakes import FAMILIES, TinyModel, config_json
@@ -32,15 +34,16 @@ def test_a_block_says_what_the_config_calls_for(family: str) -> None:
     config = read_config(config_json(FAMILIES[family]))
     blocks = build_blocks(config, dtype=torch.float32, device=CPU)
     assert [block.index for block in blocks] == list(range(config.num_layers))
-    assert tuple(block.window for block in blocks) == config.windows
+    attentions = [part for block in blocks for part in block.parts if isinstance(part, Attention)]
+    assert tuple(part.window for part in attentions) == config.windows
     whole = {f"{LAYER_PREFIX}{block.index}.{name}": s for block in blocks for name, s in block.shapes.items()}
     assert whole | config.shared_shapes() == wanted_shapes(config)
     if config.has_fused_qkv:
         rows = layer_shapes(config)["self_attn.qkv_proj.weight"][0] - config.num_heads * config.head_dim
     else:
         rows = 2 * layer_shapes(config)["self_attn.k_proj.weight"][0]
-    assert all(2 * block.kv.num_heads * block.kv.head_dim == rows for block in blocks)
-    assert [block.rotary is None for block in blocks] == [i in config.unrotated for i in range(config.num_layers)]
+    assert all(2 * part.memory.num_heads * part.memory.head_dim == rows for part in attentions)
+    assert [part.rotary is None for part in attentions] == [i in config.unrotated for i in range(config.num_layers)]
 
 
 # ------------------------------------------------------------------------------------------------ one embedding

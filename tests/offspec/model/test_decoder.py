@@ -24,7 +24,8 @@ from offspec.loaders.formats import StoredWeight
 from offspec.loaders.formats.plain import PlainWeight
 from offspec.model.block import layer_shapes
 from offspec.model.config import ModelConfig, read_config
-from offspec.model.decoder import CachedDecoder, Decoder, TextRows, check_tensors, is_ignored, score_together
+from offspec.model.decoder import CachedDecoder, Decoder, check_tensors, score_together
+from offspec.model.pass_rows import TextRows
 from offspec.model.rope import RotaryEmbedding, rotation
 from offspec.scheduler.trees.token_tree import TokenTree
 
@@ -309,7 +310,7 @@ def test_a_node_of_a_tree_is_the_end_of_a_plain_chain(tiny_model: GetModel, fami
     text, tokens = CachedDecoder(decoder), []
     for step in steps:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("offspec.model.decoder.CHUNK_ROWS", step.chunk_rows)
+            patch.setattr("offspec.model.pass_rows.CHUNK_ROWS", step.chunk_rows)
             logits = score_in_rounds(text, step)
         tokens += step.chain
         assert_close(logits, expected_logits(decoder, tokens, step.tree))
@@ -327,7 +328,7 @@ def test_a_branch_longer_than_the_window(
     decoder, text = tiny_model(family).decoder(), random_tokens(10)
     tree = Tree(random_tokens(30, seed=4), [-1, -1, *range(28)])  # two branches, their nodes in turn
     expected = expected_logits(decoder, text, tree)
-    monkeypatch.setattr("offspec.model.decoder.CHUNK_ROWS", chunk_rows)
+    monkeypatch.setattr("offspec.model.pass_rows.CHUNK_ROWS", chunk_rows)
     assert_close(CachedDecoder(decoder).score(text, *tree.round(0, 30)), expected)
 
 
@@ -350,7 +351,7 @@ def test_a_prompt_in_chunks_gives_the_same(
     expected = chain_logits(decoder, tokens)
     text = CachedDecoder(decoder)
     with monkeypatch.context() as patch:
-        patch.setattr("offspec.model.decoder.CHUNK_ROWS", chunk_rows)
+        patch.setattr("offspec.model.pass_rows.CHUNK_ROWS", chunk_rows)
         assert_close(chain_logits(decoder, tokens), expected)
         assert_close(text.score(tokens, *NO_NODES), expected[-1:])
     assert_holds(text, tokens)
@@ -373,7 +374,7 @@ def test_one_pass_borrows_every_layer_once_and_gives_it_back(
     tiny_model: GetModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decoder, weights = tiny_model("qwen3-biased-window").lending_decoder()
-    monkeypatch.setattr("offspec.model.decoder.CHUNK_ROWS", 7)
+    monkeypatch.setattr("offspec.model.pass_rows.CHUNK_ROWS", 7)
     tokens, tree = random_tokens(40), Tree([1, 2, 3], [-1, 0, 0])
     text = CachedDecoder(decoder)
     logits = text.score(tokens, *tree.round(0, 3))
@@ -470,7 +471,7 @@ def test_a_tensor_without_a_place_is_refused(name: str) -> None:
     ],
 )
 def test_tensors_that_nothing_is_lost_without_are_ignored(config: ModelConfig, name: str) -> None:
-    assert is_ignored(name, config)
+    assert config.ignores(name)
 
 
 @pytest.mark.parametrize("is_copy", [True, False])
@@ -497,4 +498,4 @@ def test_a_head_that_is_stored_although_the_embedding_serves_for_it(
 
 
 def test_the_head_of_an_untied_model_is_not_ignored() -> None:
-    assert not is_ignored("lm_head.weight", LLAMA)
+    assert not LLAMA.ignores("lm_head.weight")

@@ -5,7 +5,7 @@ drafting streams nothing.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
 from itertools import count
@@ -31,8 +31,9 @@ from offspec.loaders.streaming.placement import Limits, Placement, Slots
 from offspec.loading import LoadedTarget
 from offspec.model.block import Block
 from offspec.model.cuda_graphs import RoundBuffers, Work, as_it_is, is_static
-from offspec.model.decoder import BoolArray, CachedDecoder, Decoder, IntArray
-from offspec.model.early_exit import EarlyExit, SharedDraft, Trunk, parents_of, shared_text
+from offspec.model.decoder import CachedDecoder, Decoder
+from offspec.model.early_exit import EarlyExit, SharedDraft, Trunk, shared_text
+from offspec.model.pass_rows import TextRows
 from offspec.planning.memory import MemoryOptions
 from offspec.planning.plan import make_plan
 from offspec.text.tokenizer import Tokenizer
@@ -143,12 +144,12 @@ def test_every_row_goes_through_the_first_layers_once(
     through = Counter[int]()
     advance, compute = Trunk.advance, Block.forward
 
-    def watched(self: Trunk, chain: Sequence[int], tokens: IntArray, depths: IntArray, mask: BoolArray) -> None:
-        length = self.cache.length
-        came.extend(tuple(text[: length + i + 1]) for i in range(len(chain)))
-        pending = np.concatenate((self._tokens, tokens))
-        came.extend((*text[: length + len(chain)], *pending[row].tolist()) for row in mask)
-        advance(self, chain, tokens, depths, mask)
+    def watched(self: Trunk, rows: TextRows) -> None:
+        length, num_chain = self.cache.length, len(rows.chain)
+        came.extend(tuple(text[: length + i + 1]) for i in range(num_chain))
+        pending = np.concatenate((self._tokens, rows.tokens))
+        came.extend((*text[: length + num_chain], *pending[row].tolist()) for row in rows.mask)
+        advance(self, rows)
 
     def counted(self: Block, x: torch.Tensor, *rest: object) -> torch.Tensor:
         if self in engine.target.blocks:
@@ -202,9 +203,9 @@ def test_all_caches_are_those_of_a_fresh_prefill(get_engine: GetEngine, reuse: b
         fresh = CachedDecoder(engine.target)
         fresh.score(text[: trunk.cache.length], nothing.tokens, nothing.depths, nothing.mask())
         for layer in range(NUM_LAYERS):
-            ours, index = (trunk.cache, layer) if layer < 2 else (target.cache, layer - 2)
+            ours = trunk.cache if layer < 2 else target.cache
             for found, expected in zip(
-                ours.read(index, ours.length), fresh.cache.read(layer, ours.length), strict=True
+                ours.read(layer, ours.length), fresh.cache.read(layer, ours.length), strict=True
             ):
                 torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCE)
         assert trunk.num_hidden <= trunk.cache.size - min(target.length, draft.length), (
@@ -251,15 +252,6 @@ def test_an_interrupted_pass_does_not_disturb_the_next(get_engine: GetEngine, mo
 def test_an_exit_that_is_the_rest_of_the_target_guesses_everything(get_engine: GetEngine) -> None:
     *_, last = get_engine(NUM_LAYERS - 1, False, True).generate(PROMPT, GREEDY, SpeculationParams(16))
     assert last.stats.tokens_per_pass > 5
-
-
-def test_parents_are_seen_last() -> None:
-    tree = build_tree([(1, 2, 3), (1, 4), (5,)])
-    assert parents_of(tree.mask()).tolist() == tree.parents.tolist()
-    waiting = np.concatenate((np.zeros((1, 2), bool), np.eye(1, dtype=bool)), axis=1)
-    assert parents_of(waiting).tolist() == [-1]
-    waiting[0, 1] = True
-    assert parents_of(waiting).tolist() == [1]
 
 
 def test_room_is_made_at_once(get_engine: GetEngine) -> None:

@@ -25,7 +25,7 @@ from offspec.errors import CheckpointError, UnsupportedModelError, UsageError
 from offspec.loaders.params import ConvertParams
 from offspec.loaders.streaming.placement import Limits, Placement, Slots
 from offspec.loading import LoadedTarget
-from offspec.model import decoder as decoder_module
+from offspec.model import pass_rows
 from offspec.model.decoder import Decoder
 from offspec.model.foreign import ForeignDecoder
 from offspec.planning.plan import Work, all_resident
@@ -203,7 +203,7 @@ def test_long_rows_go_through_a_layer_in_chunks(
     tokens, cache = torch.tensor(PROMPT), (decoder := resident(model.folder)).new_cache()
     expected = model.reference(tokens[None]).logits[0]
     whole = decoder.logits(decoder.forward(tokens, torch.arange(len(PROMPT)), decoder.new_cache()))
-    monkeypatch.setattr(decoder_module, "CHUNK_ROWS", 5)
+    monkeypatch.setattr(pass_rows, "CHUNK_ROWS", 5)
     chunked = decoder.logits(decoder.forward(tokens, torch.arange(len(PROMPT)), cache))
     torch.testing.assert_close(whole, expected, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(chunked, expected, rtol=1e-4, atol=1e-4)

@@ -9,8 +9,8 @@ import pytest
 
 from offspec.loaders.machine.gpus import KNOWN_GPUS
 from offspec.loaders.machine.hardware import Rates
-from offspec.model.kv_cache import KVLayout
-from offspec.model.kv_formats import EIGHT_BIT, FOUR_BIT, PLAIN, KVFormat
+from offspec.model.memory.kv_cache import KVLayout
+from offspec.model.memory.kv_formats import EIGHT_BIT, FOUR_BIT, PLAIN, KVFormat
 from offspec.planning.attention_time import LAUNCH_S, AttentionShape
 
 RATES = Rates(matmul_flops={1: 1e12, 1000: 100e12}, memory_bytes_per_s=1e12)

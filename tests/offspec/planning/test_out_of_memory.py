@@ -19,7 +19,7 @@ from offspec.loaders.streaming.cuda import limit_memory, release_memory
 from offspec.loaders.streaming.placement import Placement
 from offspec.loaders.streaming.tiers import TieredWeights
 from offspec.loading import LoadedTarget, PlannedMemory
-from offspec.model.kv_cache import KVCache
+from offspec.model.memory.text_memory import TextMemory
 from offspec.planning.out_of_memory import out_of_memory_message
 
 from ...refusals import refused, tells
@@ -167,7 +167,7 @@ def test_every_way_to_run_out_of_memory_is_tried_again(
 def test_memory_that_runs_out_after_a_pass_is_found_again(
     engine: Engine, scarce: Callable[..., Scarce], expected: list[int]
 ) -> None:
-    scarce(KVCache, "keep", {2}, make_error=lambda: RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED"))
+    scarce(TextMemory, "keep", {2}, make_error=lambda: RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED"))
     assert says(engine) == expected
     assert num_resident(engine) < 8
 
@@ -183,7 +183,7 @@ def test_memory_that_runs_out_after_a_pass_is_found_again(
     ],
     ids=["address", "launch", "cuBLAS", "shared memory", "index"],
 )
-@pytest.mark.parametrize(("owner", "name"), [(request, "score_together"), (KVCache, "keep")])
+@pytest.mark.parametrize(("owner", "name"), [(request, "score_together"), (TextMemory, "keep")])
 def test_other_errors_are_not_tried_again(
     engine: Engine, scarce: Callable[..., Scarce], make_error: Callable[[], RuntimeError], owner: Any, name: str
 ) -> None:
@@ -222,10 +222,10 @@ def test_caches_that_do_not_fit_are_made_with_fewer_residents(
     engine: Engine, scarce: Callable[..., Scarce], failing: int, expected: list[int]
 ) -> None:
     """They are the largest of what is taken after loading."""
-    scarce(KVCache, "reserve", {failing})
+    scarce(TextMemory, "reserve", {failing})
     assert says(engine) == expected
     assert num_resident(engine) < 8
-    scarce(KVCache, "reserve", {failing})
+    scarce(TextMemory, "reserve", {failing})
     with refused(MemoryLimitError, "cpu", "out of memory", "`context`"):
         says(engine)
 
@@ -243,7 +243,7 @@ def test_memory_runs_out_for_what_is_kept_from_request_to_request(
 def test_running_out_again_is_explained(engine: Engine, scarce: Callable[..., Scarce]) -> None:
     """First there is too little for a pass, then for the new caches."""
     scarce(request, "score_together", {2})
-    scarce(KVCache, "reserve", {5})
+    scarce(TextMemory, "reserve", {5})
     with refused(MemoryLimitError, "cpu", "out of memory", "`context`"):
         says(engine)
 

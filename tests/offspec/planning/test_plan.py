@@ -20,7 +20,7 @@ from offspec.loaders.machine.hardware import Rates
 from offspec.loaders.params import PLAN_FORMATS
 from offspec.loaders.streaming.placement import Limits
 from offspec.loading import LoadOptions
-from offspec.model.block import kv_cache_bytes
+from offspec.model.block import memory_bytes
 from offspec.model.decoder import activation_bytes
 from offspec.planning.memory import MemoryOptions, MemoryUse, Room
 from offspec.planning.plan import (
@@ -395,7 +395,7 @@ def test_long_contexts_need_no_mask_over_all_keys(large: Path) -> None:
 
 
 def test_the_kv_cache_of_a_70b_model(large: Path) -> None:
-    assert kv_cache_bytes(ModelFiles.from_config(large, None, "auto", "cuda", []).config, 4096, 2) == 4096 * 327_680
+    assert memory_bytes(ModelFiles.from_config(large, None, "auto", "cuda", []).config, 4096, 2) == 4096 * 327_680
 
 
 def test_what_a_pass_is_made_of(large: Path) -> None:

@@ -28,6 +28,7 @@ from offspec.loaders.streaming.placement import Limits, Placement, Slots
 from offspec.model.block import layer_shapes
 from offspec.model.decoder import CachedDecoder
 from offspec.model.early_exit import EarlyExit
+from offspec.model.pass_rows import TextRows
 from offspec.text.tokenizer import Tokenizer
 from offspec.training.distill_params import DistillParams
 from offspec.training.distillation import Distilled, ExitModule, Teacher, distill, distill_exits
@@ -225,9 +226,7 @@ def test_labels_are_what_the_target_says_of_each_text_alone(engine: Engine) -> N
         found = {name: torch.cat([part[name][number] for part in parts]) for name in parts[0]}
         assert torch.equal(found["labels"].long(), labels)
         torch.testing.assert_close(found["log_probabilities"], expected, rtol=0, atol=1e-4)
-        positions = torch.arange(len(text))
-        cache = engine.target.new_cache()
-        rows = engine.target.rows(positions, cache, None)
+        rows = engine.target.rows(TextRows.of_chain(text.tolist()), engine.target.new_cache())
         hidden = engine.target.through(engine.target.embed(torch.from_numpy(text)), rows, range(EXIT))
         torch.testing.assert_close(found["hidden"], hidden, rtol=0, atol=1e-4)
 
@@ -237,8 +236,8 @@ def test_what_is_trained_is_what_is_run(engine: Engine) -> None:
     module = ExitModule(engine.target, EXIT, EXIT)
     hidden = torch.randn(1, 6, engine.target.config.hidden_size, generator=torch.Generator().manual_seed(0))
     exit_layer = EarlyExit(engine.target, EXIT, {name: weight.detach() for name, weight in module.weights().items()})
-    cache = exit_layer.new_cache()
-    out = exit_layer.through(hidden[0].clone(), exit_layer.rows(torch.arange(6), cache, None))
+    rows = exit_layer.rows(TextRows.of_chain([0] * 6), exit_layer.new_cache())
+    out = exit_layer.through(hidden[0].clone(), rows)
     torch.testing.assert_close(exit_layer.logits(out), module.logits(hidden)[0].detach(), rtol=0, atol=1e-4)
 
 

@@ -19,10 +19,10 @@ from safetensors.torch import load_file
 from offspec import Engine, SamplingParams, SpeculationParams
 from offspec.checkpoints.opening import ModelFiles
 from offspec.errors import CheckpointError, NumericalError, UsageError
-from offspec.model.block import PassRows
-from offspec.model.decoder import CHUNK_ROWS
 from offspec.model.heads.head import Advanced, Inputs
 from offspec.model.heads.text import HeadText
+from offspec.model.parts.part import PassRows
+from offspec.model.pass_rows import CHUNK_ROWS
 from offspec.training.distill_params import HEADS, HeadParams
 from offspec.training.distillation import Teacher
 from offspec.training.head_structures import STRUCTURES

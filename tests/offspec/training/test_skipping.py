@@ -18,6 +18,7 @@ from offspec.drafts.kinds import open_draft
 from offspec.errors import CheckpointError, MemoryLimitError, UsageError
 from offspec.loaders.streaming.placement import Limits
 from offspec.model.decoder import CachedDecoder
+from offspec.model.pass_rows import TextRows
 from offspec.planning.memory import MemoryOptions
 from offspec.planning.plan import make_plan
 from offspec.training.distillation import Teacher
@@ -84,7 +85,7 @@ def test_agreement_is_the_likeliest_token_without_these_layers(engine: Engine) -
             whole = cached.score(text[: place + 1].tolist(), *_no_nodes())
             cached.truncate(place)
             hidden = target.embed(_tensor(text[place : place + 1]))
-            rows = target.rows(_tensor([place]), cached.cache, None)
+            rows = target.rows(TextRows.of_chain(text[place : place + 1].tolist()), cached.cache)
             for layer in range(NUM_LAYERS):
                 if layer not in skipped:
                     hidden = target.through(hidden, rows, range(layer, layer + 1))

@@ -15,9 +15,10 @@ from weakref import ref
 from torch import Tensor
 
 from offspec.scheduler.drafting.drafter import TreeModel
+from offspec.scheduler.trees.token_tree import BoolArray, IntArray
 
-from ..errors import UsageError
-from .decoder import BoolArray, CachedDecoder, Decoder, IntArray
+from ...errors import UsageError
+from ..decoder import CachedDecoder, Decoder
 
 G = TypeVar("G", bound=Generator[Any, None, None])
 
@@ -75,7 +76,9 @@ class TextCaches:
     def __init__(self, target: CachedDecoder, draft: DraftText | None, num_shared: int = 0) -> None:
         """target, draft: both empty. num_shared: entries of the target's cache that are the draft's own."""
         self.text: list[int] = []
-        self.target, self.draft, self.num_shared = target, draft, num_shared
+        self.target = target
+        self.draft = draft
+        self.num_shared = num_shared
         self.beside: Sequence[DraftText] = ()  # of smaller drafts, which guess for the draft
         self.user = SoleUser(
             "another request is using these caches; finish it, close its iterator, or use other caches "

@@ -15,26 +15,33 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .cuda_graphs import StaticText
-from .decoder import CachedDecoder
+from ..cuda_graphs import StaticText
+from ..decoder import CachedDecoder
 from .draft_window import WindowedText
-from .kv_cache import KVCache
 from .text_caches import DraftText, TextCaches
+from .text_memory import TextMemory
 
 WORTHWHILE = 32  # tokens; scoring fewer of them again is as fast as copying entries
 Ids = NDArray[np.int64]
 
 
 class Entries:
-    """A copy in RAM of the committed entries of a `KVCache`."""
+    """A copy in RAM of what a `TextMemory` has of its committed tokens."""
 
-    def __init__(self, cache: KVCache) -> None:
+    def __init__(self, cache: TextMemory) -> None:
         self.length = cache.length
+        self._can_be_cut = cache.can_be_cut
         self._stored = [view.to("cpu", copy=True) for view in cache.stored(self.length)]
 
+    def restorable(self, length: int) -> int:
+        """`TextMemory.restorable`."""
+        if self._can_be_cut:
+            return min(length, self.length)
+        return self.length if length >= self.length else 0
+
     def stored(self, end: int) -> Sequence[Tensor]:
-        """`KVCache.stored` of the first `end` entries."""
-        return [part[..., :end, :] for part in self._stored]
+        """`TextMemory.stored` of the first `end` tokens."""
+        return [view[..., :end, :] for view in self._stored] if self._can_be_cut else self._stored
 
 
 @dataclass(frozen=True)
@@ -56,8 +63,10 @@ class TextPool:
 
     def __init__(self, new_caches: Callable[[], TextCaches], most_bytes: int) -> None:
         """new_caches: makes empty caches."""
-        self._new_caches, self._most_bytes = new_caches, most_bytes
-        self._free, self._used = list[TextCaches](), list[TextCaches]()  # each of them least recently used first
+        self._new_caches = new_caches
+        self._most_bytes = most_bytes
+        self._free = list[TextCaches]()  # least recently used first
+        self._used = list[TextCaches]()  # least recently used first
         self._parked: list[ParkedText] = []
 
     @property
@@ -125,10 +134,11 @@ class TextPool:
         """The text with the longest beginning of `wanted`, of those that can be copied, and its number of tokens."""
         found: tuple[ParkedText | TextCaches | None, int] = (None, 0)
         for index, parked in enumerate(self._parked):
-            if (num_tokens := num_common(parked.ids, wanted)) > found[1]:
+            if (num_tokens := parked.target.restorable(num_common(parked.ids, wanted))) > found[1]:
                 found, latest = (parked, num_tokens), index
         for caches in filter(has_all_entries, (*self._used, *self._free)):
-            if (num_tokens := num_common(_ids(caches), wanted)) > found[1]:
+            num_tokens = caches.target.cache.restorable(num_common(_ids(caches), wanted))
+            if num_tokens > found[1]:
                 found = (caches, num_tokens)
         if isinstance(found[0], ParkedText):
             self._parked.append(self._parked.pop(latest))
@@ -167,7 +177,7 @@ def num_common(one: Ids, other: Ids) -> int:
     return int(differs.argmax()) if differs.any() else length
 
 
-def _entry_bytes(cache: KVCache) -> int:
+def _entry_bytes(cache: TextMemory) -> int:
     return cache.nbytes // max(cache.capacity, 1)
 
 
@@ -176,7 +186,7 @@ def has_all_entries(caches: TextCaches) -> bool:
     return type(caches.target) is CachedDecoder
 
 
-def own_cache(draft: DraftText | None) -> KVCache | None:
+def own_cache(draft: DraftText | None) -> TextMemory | None:
     """The draft's cache, if its entries depend on nothing but the target's tokens, of which it has all."""
     if isinstance(draft, WindowedText):
         return draft.cache if draft.window is None else None
@@ -192,7 +202,7 @@ def _fill(caches: TextCaches, source: ParkedText | TextCaches | None, ids: Ids) 
     _copy(caches.target.cache, source.target if isinstance(source, ParkedText) else source.target.cache, len(ids))
     draft = source.draft if isinstance(source, ParkedText) else own_cache(source.draft)
     if (cache := own_cache(caches.draft)) is not None and draft is not None:
-        _copy(cache, draft, min(len(ids), draft.length))
+        _copy(cache, draft, draft.restorable(min(len(ids), draft.length)))
 
 
 @torch.inference_mode()
@@ -200,10 +210,10 @@ def _shrink(caches: TextCaches, length: int) -> None:
     """Keep `length` entries and no further room: others than the last request share the plan's entries."""
     target, old = caches.target, caches.target.cache
     caches.drop_target()
-    _copy(target.cache, old, length)
+    _copy(target.cache, old, old.restorable(length))
 
 
-def _copy(cache: KVCache, other: Entries | KVCache, length: int) -> None:
+def _copy(cache: TextMemory, other: Entries | TextMemory, length: int) -> None:
     """Make the first `length` entries of `other` those of an empty cache."""
     cache.reserve(length)
     for mine, others in zip(cache.stored(length), other.stored(length), strict=True):

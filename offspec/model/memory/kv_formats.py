@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .kv_cache import KVLayout, LayerCache, PlainLayers, StoredRows, neighbours
+from .kv_cache import KVLayout, LayerCache, MemoryLayout, PlainLayers, StoredRows, neighbours
 
 # Numbers of keys and values that are unpacked at once: few for a CPU's caches, many for a GPU, which launches a dozen
 # kernels for each part of the keys.
@@ -152,7 +152,9 @@ class PackedLayers(StoredRows):
         super().__init__(num_layers, empty, by_slot=by_slot)
         self.format = " and ".join(map(str, codings))
         self.most_read = most_unpacked(layout, on_cpu=device.type == "cpu")
-        self._codings, self._head_dim, self._dtype = codings, layout.head_dim, dtype
+        self._codings = codings
+        self._head_dim = layout.head_dim
+        self._dtype = dtype
 
     def write(self, layer: int, keys: Tensor, values: Tensor, start: int) -> None:
         for coding, rows, given in zip(self._codings, self._rows, (keys, values), strict=True):
@@ -227,6 +229,12 @@ class KVFormat:
             return 0
         entries = num_keys if is_whole else min(num_keys, most_unpacked(layout, on_cpu=on_cpu))
         return layout.num_heads * layout.head_dim * entries * (2 * itemsize + self.unpacking(on_cpu=on_cpu).held)
+
+    def memory_bytes(self, layout: MemoryLayout, num_entries: int, itemsize: int) -> int:
+        """Bytes of one layer's memory of a text with room for `num_entries` entries."""
+        if isinstance(layout, KVLayout):
+            return num_entries * self.entry_bytes(layout, itemsize)
+        return layout.nbytes(num_entries, itemsize)
 
     def layers(self, layouts: Sequence[KVLayout], dtype: torch.dtype, device: torch.device) -> list[LayerCache]:
         """A `MakeLayerCaches`: empty caches for these layers; neighbours with equal layouts share memory."""

@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from offspec.model import part_attention
-from offspec.model.attention import Visibility, attend, attend_by_parts
-from offspec.model.block import Block
-from offspec.model.decoder import AppendedRows, CachedDecoder
-from offspec.model.kv_cache import KVCache, KVLayout
-from offspec.model.kv_formats import EIGHT_BIT, FOUR_BIT, PLAIN, KVFormat
-from offspec.model.part_attention import (
+from offspec.model.decoder import CachedDecoder
+from offspec.model.memory.kv_cache import KVLayout
+from offspec.model.memory.kv_formats import EIGHT_BIT, FOUR_BIT, PLAIN, KVFormat
+from offspec.model.memory.text_memory import TextMemory
+from offspec.model.parts import split_attention
+from offspec.model.parts.kv_attention import Visibility, attend, attend_by_parts
+from offspec.model.parts.part import Attending
+from offspec.model.parts.split_attention import (
     CUDA_EFFICIENT,
     CUDA_FLASH,
     ByFormula,
@@ -27,11 +28,12 @@ from offspec.model.part_attention import (
     operator,
     reason_for_formula,
 )
+from offspec.model.pass_rows import AppendedRows, TextRows
 from offspec.model.rope import Rotations
 from offspec.planning.attention_time import AttentionShape
 
-from ...cuda_attention import TWINS, RefusedByCudaError, efficient, flash
-from .test_kv_formats import life, with_caches
+from ....cuda_attention import TWINS, RefusedByCudaError, efficient, flash
+from ..memory.test_kv_formats import life, with_caches
 
 META = torch.device("meta")
 aten = torch.ops.aten
@@ -52,8 +54,8 @@ def on_cuda(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return call
 
     twins = OnCuda(recorded("flash", flash), recorded("efficient", efficient))
-    monkeypatch.setattr("offspec.model.attention.part_attention", lambda queries, cap: twins)
-    monkeypatch.setattr("offspec.model.decoder.part_attention", lambda queries, cap: twins)
+    monkeypatch.setattr("offspec.model.parts.kv_attention.part_attention", lambda queries, cap: twins)
+    monkeypatch.setattr("offspec.model.pass_rows.part_attention", lambda queries, cap: twins)
     return called
 
 
@@ -96,11 +98,11 @@ def test_a_decoder_attends_by_cuda_operators(
     tiny_model: Any, family: str, dtype: torch.dtype, kv: KVFormat, on_cuda: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Chains, trees and windows, as by formula, within what the dtype rounds; codes of packed entries may flip."""
-    monkeypatch.setattr("offspec.model.decoder.MASK_ELEMENTS", 1)
-    monkeypatch.setattr("offspec.model.attention.MASKED_KEYS", 5)
+    monkeypatch.setattr("offspec.model.pass_rows.MASK_ELEMENTS", 1)
+    monkeypatch.setattr("offspec.model.parts.kv_attention.MASKED_KEYS", 5)
     decoder = with_caches(tiny_model(family).decoder(dtype), kv.layers)
     with monkeypatch.context() as patch:
-        patch.setattr("offspec.model.attention.part_attention", lambda queries, cap: ByFormula())
+        patch.setattr("offspec.model.parts.kv_attention.part_attention", lambda queries, cap: ByFormula())
         expected = list(life(CachedDecoder(decoder)))
     assert on_cuda == []
     tolerance = 1e-4 if dtype == torch.float32 and kv.is_plain else 0.1
@@ -180,22 +182,22 @@ def test_what_no_operator_takes_is_by_formula(
 
 def test_the_card_and_the_build_decide(monkeypatch: pytest.MonkeyPatch) -> None:
     """Builds for CPUs have no operator of CUDA's; old cards have neither FlashAttention nor bf16."""
-    device, detect = torch.device("cuda:0"), part_attention.cuda_operators.__wrapped__
+    device, detect = torch.device("cuda:0"), split_attention.cuda_operators.__wrapped__
     queries = torch.empty(1, 1, 16, dtype=torch.bfloat16, device=META)
     capability = [(8, 9)]
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability[0])
-    monkeypatch.setattr(part_attention, "cuda_operators", detect)
+    monkeypatch.setattr(split_attention, "cuda_operators", detect)
     monkeypatch.setattr(torch._C, "_dispatch_has_kernel_for_dispatch_key", lambda name, key: False)
-    assert isinstance(part_attention.part_attention(queries, None), ByFormula)
+    assert isinstance(split_attention.part_attention(queries, None), ByFormula)
     monkeypatch.setattr(torch._C, "_dispatch_has_kernel_for_dispatch_key", lambda name, key: True)
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
     assert detect(device) == REAL
-    assert isinstance(part_attention.part_attention(queries, None), OnCuda)
-    assert isinstance(part_attention.part_attention(queries, 30.0), ByFormula)
+    assert isinstance(split_attention.part_attention(queries, None), OnCuda)
+    assert isinstance(split_attention.part_attention(queries, 30.0), ByFormula)
     capability[0] = (7, 5)
     assert detect(device) == OnCuda(None, REAL.efficient, takes_bf16=False)
-    assert isinstance(part_attention.part_attention(queries, None), ByFormula)
-    assert isinstance(part_attention.part_attention(queries.half(), None), OnCuda)
+    assert isinstance(split_attention.part_attention(queries, None), ByFormula)
+    assert isinstance(split_attention.part_attention(queries.half(), None), OnCuda)
     capability[0] = (8, 0)
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: False)
     assert detect(device) == OnCuda(None, REAL.efficient)
@@ -204,9 +206,9 @@ def test_the_card_and_the_build_decide(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_operator_with_other_arguments_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert operator(CUDA_FLASH) is REAL.flash
     assert operator(CUDA_EFFICIENT) is REAL.efficient
-    assert isinstance(part_attention.part_attention(torch.empty(1, 1, 8), None), OnCpu)
-    monkeypatch.setitem(part_attention.ARGUMENTS, CUDA_FLASH, {"query", "renamed"})
-    monkeypatch.setitem(part_attention.ARGUMENTS, "absent", set())
+    assert isinstance(split_attention.part_attention(torch.empty(1, 1, 8), None), OnCpu)
+    monkeypatch.setitem(split_attention.ARGUMENTS, CUDA_FLASH, {"query", "renamed"})
+    monkeypatch.setitem(split_attention.ARGUMENTS, "absent", set())
     assert operator(CUDA_FLASH) is None
     assert operator("absent") is None
 
@@ -236,7 +238,7 @@ class Kernels(TorchDispatchMode):
 def kernels_of_a_layer(kv: KVFormat, num_keys: int, num_rows: int, cap: float | None = None) -> list[str]:
     """Of a 70B's attention, with `num_rows` - 1 nodes behind a token and a text of `num_keys`."""
     layout, dtype = KVLayout(8, 128), torch.bfloat16
-    cache = KVCache(kv.layers([layout] * 2, dtype, META), META)
+    cache = TextMemory(kv.layers([layout] * 2, dtype, META), META)
     cache.reserve(num_keys + num_rows)
     nodes = num_rows - 1
     visibility = Visibility(
@@ -245,11 +247,12 @@ def kernels_of_a_layer(kv: KVFormat, num_keys: int, num_rows: int, cap: float | 
         torch.empty(num_keys + num_rows, dtype=torch.long, device=META),
         torch.empty(nodes, nodes, dtype=torch.bool, device=META),
     )
-    rows = AppendedRows(cache, visibility, Rotations(visibility.positions), [(0, num_rows)])
+    positions = Rotations(visibility.positions)
+    rows = AppendedRows(TextRows.of_chain([0]), num_keys - 1, cache, visibility, positions, [(0, num_rows)])
     queries = torch.empty(num_rows, 64, 128, dtype=dtype, device=META)
     keys = queries[:, :8]
     config = SimpleNamespace(attention_scale=None, attention_cap=cap)
-    first, second = (cast(Block, SimpleNamespace(index=i, window=None, config=config)) for i in range(2))
+    first, second = (cast(Attending, SimpleNamespace(layer=i, window=None, config=config)) for i in range(2))
     rows.attend(first, (queries, keys, keys), 0, num_rows)  # which makes the masks of the pass
     with Kernels() as kernels:
         rows.attend(second, (queries, keys, keys), 0, num_rows)
@@ -265,7 +268,7 @@ def test_kernels_of_a_layer_behind_a_long_text(
     kv: KVFormat, num_parts: int, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """70B, 256 nodes behind 32k tokens, and the plan counts as many. By formula they were 1317, 1745 and 3440."""
-    monkeypatch.setattr(part_attention, "cuda_operators", lambda device: REAL)
+    monkeypatch.setattr(split_attention, "cuda_operators", lambda device: REAL)
     names = kernels_of_a_layer(kv, 32768, 257)
     assert len(names) <= most, names
     operators = [name for name in names if name.startswith("_scaled_dot_product")]
@@ -294,7 +297,7 @@ def test_operators_of_a_card_agree_with_the_formula(num_rows: int, head_dim: int
     cached = torch.randn(2, 4, 2100, head_dim, generator=generator).to(device, dtype)
     mask = torch.rand(num_rows, 1501, generator=generator) < 0.5
     mask[0] = False
-    operators = part_attention.part_attention(queries, None)
+    operators = split_attention.part_attention(queries, None)
     assert isinstance(operators, OnCuda)
     for seen in (None, mask.to(device)):
         part = KeyPart(*cached[:, :, 13:1514].unbind(), seen)

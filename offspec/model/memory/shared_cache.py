@@ -16,12 +16,13 @@ from torch import Tensor
 from offspec.loaders.streaming.small_transfers import to_device
 from offspec.scheduler.params import MAX_NODES
 
-from .attention import Visibility
-from .decoder import CachedDecoder
-from .kv_cache import KVCache
+from ..decoder import CachedDecoder
+from ..parts.kv_attention import Visibility
+from .kv_cache import LayerCache
+from .text_memory import TextMemory
 
 
-class SharedCache(KVCache):
+class SharedCache(TextMemory):
     """A text's entries as a draft sees them: `num_exact` of the target's, then its own, committed and pending.
 
     `length` and `pending` count as in any KV cache. `size` is the slot of the next entry, behind the gap. layers: the
@@ -31,7 +32,8 @@ class SharedCache(KVCache):
 
     def __init__(self, target: CachedDecoder, layers: Sequence[int]) -> None:
         super().__init__((), target.device)
-        self._target, self._numbers = target, tuple(layers)
+        self._target = target
+        self._numbers = tuple(layers)
         self.num_exact = 0
         self._room = MAX_NODES
         self._start = 0  # the slot of the first own entry
@@ -44,6 +46,11 @@ class SharedCache(KVCache):
     def gap(self) -> slice:
         """Slots that belong to the target's next pass, behind the target's entries."""
         return slice(self.num_exact, self._start)
+
+    @property
+    def last_slot(self) -> int:
+        num_own = self.length - self.num_exact
+        return self._start + num_own - 1 if num_own else self.num_exact - 1
 
     @property
     def nbytes(self) -> int:
@@ -70,20 +77,11 @@ class SharedCache(KVCache):
         cache = self._target.cache
         self.positions, cache.shared_end = cache.positions, max(cache.shared_end, self.size + count)
 
-    def write(self, layer: int, keys: Tensor, values: Tensor, start: int) -> None:
-        self._target.cache.write(self._numbers[layer], keys, values, start)
-
-    def scatter(self, layer: int, keys: Tensor, values: Tensor, slots: Tensor) -> None:
-        self._target.cache.scatter(self._numbers[layer], keys, values, slots)
-
-    def read(self, layer: int, end: int, first: int = 0) -> tuple[Tensor, Tensor]:
-        return self._target.cache.read(self._numbers[layer], end, first)
-
-    def most_read(self, layer: int) -> int | None:
-        return self._target.cache.most_read(self._numbers[layer])
+    def kv_of(self, layer: int) -> tuple[LayerCache, int]:
+        return self._target.cache.kv_of(self._numbers[layer])
 
     def keep(self, path: Sequence[int], pending: Sequence[int] = ()) -> None:
-        """As `KVCache.keep`, to be called after the target's. The target's entries replace those of `path`.
+        """As `TextMemory.keep`, to be called after the target's. The target's entries replace those of `path`.
 
         The target has not scored the last token of a pass, which it chose itself. If `path` ends with this token, its
         entry stays the draft's, and the entries `pending` below it stay too.

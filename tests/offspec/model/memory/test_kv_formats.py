@@ -12,18 +12,20 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from offspec.loaders.params import KV_CACHES
-from offspec.model.block import build_blocks, kv_cache_bytes
+from offspec.model.block import memory_bytes, memory_layouts
 from offspec.model.config import read_config
 from offspec.model.cuda_graphs import TreeGraphs
-from offspec.model.decoder import CachedDecoder, Decoder, TextRows, pass_together
+from offspec.model.decoder import CachedDecoder, Decoder, pass_together
 from offspec.model.early_exit import EarlyExit, shared_text
-from offspec.model.kv_cache import KVCache, KVLayout, LayerCache, MakeLayerCaches, PlainLayers, plain_layers
-from offspec.model.kv_formats import EIGHT_BIT, FOUR_BIT, KV_FORMATS, PLAIN, Coding, KVFormat
+from offspec.model.memory.kv_cache import KVLayout, LayerCache, MakeLayerCaches, PlainLayers, plain_layers
+from offspec.model.memory.kv_formats import EIGHT_BIT, FOUR_BIT, KV_FORMATS, PLAIN, Coding, KVFormat
+from offspec.model.memory.text_memory import TextMemory
+from offspec.model.pass_rows import TextRows
 
-from ...examples import examples
-from ...fakes import FAMILIES, TinyModel, config_json
+from ....examples import examples
+from ....fakes import FAMILIES, TinyModel, config_json
+from ..test_decoder import NO_NODES, TREE_FAMILIES, Tree, random_tokens
 from .kv_formats import fp32_layers, int8_layers
-from .test_decoder import NO_NODES, TREE_FAMILIES, Tree, random_tokens
 
 GetModel = Callable[[str], TinyModel]
 CPU = torch.device("cpu")
@@ -149,8 +151,8 @@ def test_packed_attention_is_that_of_unpacked_entries(
     tiny_model: GetModel, family: str, kv: KVFormat, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Although only a few entries are unpacked at once. In fp64, as below: in fp32 a code may flip at a border."""
-    monkeypatch.setattr("offspec.model.kv_formats.UNPACKED_NUMBERS", 1)
-    monkeypatch.setattr("offspec.model.kv_formats.LEAST_UNPACKED", 7)
+    monkeypatch.setattr("offspec.model.memory.kv_formats.UNPACKED_NUMBERS", 1)
+    monkeypatch.setattr("offspec.model.memory.kv_formats.LEAST_UNPACKED", 7)
     decoder = tiny_model(family).decoder(torch.float64)
     texts = CachedDecoder(with_caches(decoder, kv.layers)), CachedDecoder(with_caches(decoder, rounded_layers(kv)))
     for found, expected in zip(*map(life, texts), strict=True):
@@ -181,8 +183,8 @@ def test_long_texts_are_attended_to_by_parts(tiny_model: GetModel, most: int, mo
     """Or all at once, within rounding."""
     decoder = tiny_model("mistral-window").decoder()
     expected = list(life(CachedDecoder(decoder)))
-    monkeypatch.setattr("offspec.model.decoder.MASK_ELEMENTS", most)
-    monkeypatch.setattr("offspec.model.attention.MASKED_KEYS", 5)
+    monkeypatch.setattr("offspec.model.pass_rows.MASK_ELEMENTS", most)
+    monkeypatch.setattr("offspec.model.parts.kv_attention.MASKED_KEYS", 5)
     for found, wanted in zip(life(CachedDecoder(decoder)), expected, strict=True):
         torch.testing.assert_close(found, wanted, rtol=0, atol=1e-4 * wanted.std().item())
 
@@ -218,20 +220,20 @@ def test_packing_rounds_each_entry_by_itself(coding: Coding, head_dim: int, seed
 def test_bytes_are_counted_as_they_are_allocated(family: str, kv: KVFormat) -> None:
     """By layer, sliding windows included."""
     config = read_config(config_json(FAMILIES[family]))
-    layouts = [block.kv for block in build_blocks(config, dtype=torch.bfloat16, device=CPU)]
+    layouts = [layout for layout in memory_layouts(config) if isinstance(layout, KVLayout)]
     for layers in (range(config.num_layers), range(1), range(1, config.num_layers)):
-        cache = KVCache(kv.layers([layouts[i] for i in layers], torch.bfloat16, CPU), CPU)
+        cache = TextMemory(kv.layers([layouts[i] for i in layers], torch.bfloat16, CPU), CPU)
         for capacity in (1, 77):
             cache.reserve(capacity)
-            assert cache.nbytes == kv_cache_bytes(config, capacity, 2, layers, kv) > 0
-    assert kv_cache_bytes(config, 77, 2) == kv_cache_bytes(config, 77, 2, range(config.num_layers))
+            assert cache.nbytes == memory_bytes(config, capacity, 2, layers, kv) > 0
+    assert memory_bytes(config, 77, 2) == memory_bytes(config, 77, 2, range(config.num_layers))
 
 
 def test_neighbours_of_one_layout_lie_together() -> None:
     wide, narrow = KVLayout(4, 16), KVLayout(1, 8)
     parts = plain_layers([wide, wide, narrow, wide], torch.float32, CPU)
     assert [part.num_layers for part in parts] == [2, 1, 1]
-    cache = KVCache(parts, CPU)
+    cache = TextMemory(parts, CPU)
     cache.reserve(3)
     for layer, layout in enumerate((wide, wide, narrow, wide)):
         entry = torch.full((1, layout.num_heads, layout.head_dim), float(layer))

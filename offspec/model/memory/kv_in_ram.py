@@ -8,22 +8,22 @@ other, with the same bits. On a CPU, both places are RAM; tests use it so.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from offspec.loaders.streaming.cuda import CopyStream, PinnedTables
 
-from .kv_cache import KVCache, KVLayout, MakeLayerCaches, PlainLayers
+from .kv_cache import EntriesBySlot, KVLayout, MakeLayerCaches, MemoryLayout, PlainLayers
 from .kv_formats import KVFormat, PackedLayers
+from .text_memory import TextMemory, empty_memories
 
 NUM_SLOTS = 2  # layers whose entries are on the device: one in use, and the next one
 
 
-class LayersInRam:
+class LayersInRam(EntriesBySlot):
     """Layers of one layout with their entries in RAM, and slots on the device for NUM_SLOTS of them.
 
     Passes use the layers in their order. When a pass turns to a layer, the next one's entries follow into the other
@@ -40,10 +40,12 @@ class LayersInRam:
         device: torch.device,
         copies: CopyStream,
     ) -> None:
-        self.num_layers, self._copies = num_layers, copies
+        self.num_layers = num_layers
+        self._copies = copies
         made = [kv.of_layout(1, layout, dtype, device, by_slot=True) for _ in range(min(NUM_SLOTS, num_layers))]
         self._slots = [LayerSlot(cache) for cache in made]  # the first one is in use
-        self.format, self.most_read = made[0].format, made[0].most_read
+        self.format = made[0].format
+        self.most_read = made[0].most_read
         self._kept = [PinnedTables(num_layers, rows[0], device) for rows in made[0].by_slot]
         # Copies may be under way, which read these tables and write to the slots.
         weakref.finalize(self, _free, copies, self._kept).atexit = False
@@ -78,7 +80,7 @@ class LayersInRam:
         return self._turn_to(layer, end).cache.read(0, end, first)
 
     @torch.inference_mode()
-    def keep(self, start: int, slots: Tensor) -> None:
+    def move(self, start: int, slots: Tensor) -> None:
         self._copies.finish_writes()
         chosen = slots.cpu()
         for table in (table for kept in self._kept for table in kept.tables):
@@ -153,23 +155,17 @@ class EntriesInRam:
     kv: KVFormat
     copies: CopyStream
 
-    def new_cache(
-        self, numbers: Sequence[int], layouts: Sequence[KVLayout], make: MakeLayerCaches, dtype: torch.dtype
-    ) -> KVCache:
-        """An empty cache for the layers `numbers` with these layouts. make: for those on the device."""
+    def new_cache(self, layouts: Mapping[int, MemoryLayout], make: MakeLayerCaches, dtype: torch.dtype) -> TextMemory:
+        """An empty cache for the layers with these layouts, by their numbers.
+
+        make: for KV entries on the device.
+        """
         device = self.copies.device
-        places = range(len(numbers))
-        near = [place for place in places if numbers[place] not in self.layers]
-        parts = list(make([layouts[place] for place in near], dtype, device))
-        order = _split(near, [part.num_layers for part in parts])
-        for layout in dict.fromkeys(layouts[place] for place in places if place not in near):
-            far = [place for place in places if place not in near and layouts[place] == layout]
-            parts.append(LayersInRam(len(far), layout, self.kv, dtype=dtype, device=device, copies=self.copies))
-            order.append(far)
-        return KVCache(parts, device, order)
-
-
-def _split(numbers: Sequence[int], sizes: Sequence[int]) -> list[Sequence[int]]:
-    """`numbers` in consecutive groups of these sizes."""
-    ends = [sum(sizes[:count]) for count in range(len(sizes) + 1)]
-    return [numbers[begin:end] for begin, end in pairwise(ends)]
+        far = {n: layout for n, layout in layouts.items() if n in self.layers and isinstance(layout, KVLayout)}
+        near = {n: layout for n, layout in layouts.items() if n not in far}
+        memories, numbers = empty_memories(near, make, dtype, device)
+        for layout in dict.fromkeys(far.values()):
+            numbers.append([number for number, other in far.items() if other == layout])
+            count = len(numbers[-1])
+            memories.append(LayersInRam(count, layout, self.kv, dtype=dtype, device=device, copies=self.copies))
+        return TextMemory(memories, device, numbers)

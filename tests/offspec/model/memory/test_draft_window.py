@@ -13,14 +13,14 @@ from offspec import Engine, SamplingParams, SpeculationParams
 from offspec.errors import UsageError
 from offspec.model.cuda_graphs import TreeGraphs
 from offspec.model.decoder import CachedDecoder, Decoder
-from offspec.model.draft_window import NUM_SINKS, WindowedText, context_window, most_entries
-from offspec.model.text_pool import TextPool
+from offspec.model.memory.draft_window import NUM_SINKS, WindowedText, context_window, most_entries
+from offspec.model.memory.text_pool import TextPool
 from offspec.scheduler.pace.window_trials import WindowTrials
 from offspec.scheduler.params import DRAFT_ROWS, MAX_ROWS
 
-from ...fakes import TinyModel
-from ...pair import Pair, build_pair, variant
-from .test_decoder import NO_NODES, Tree, random_tokens
+from ....fakes import TinyModel
+from ....pair import Pair, build_pair, variant
+from ..test_decoder import NO_NODES, Tree, random_tokens
 
 GetModel = Callable[[str], TinyModel]
 WINDOW = 64

@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from offspec.model.attention import Visibility, attend, attend_by_parts
-from offspec.model.part_attention import KeyPart
+from offspec.model.parts.kv_attention import Visibility, attend, attend_by_parts
+from offspec.model.parts.split_attention import KeyPart
 from offspec.process import disable_cudnn_attention
 
-from ...examples import examples
+from ....examples import examples
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def test_ranges_are_the_mask_in_parts(p: Pass, most: int, data: st.DataObject) -
     last = data.draw(st.integers(first + 1, num_rows), label="last")
     found = torch.zeros(last - first, p.start + last, dtype=torch.long)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("offspec.model.attention.MASKED_KEYS", 3)
+        patch.setattr("offspec.model.parts.kv_attention.MASKED_KEYS", 3)
         ranges = p.visibility().ranges(first, last, p.window)
     for part in (part for whole in ranges for part in whole.split(most)):
         assert 0 < part.end - part.first <= most
@@ -108,7 +108,7 @@ def test_parts_attend_as_the_whole_does(
 ) -> None:
     """Also where a row has no key in a part: the first one, one between, and all but the last."""
     if not is_fused:
-        monkeypatch.setattr("offspec.model.part_attention.CPU_FLASH", "absent")
+        monkeypatch.setattr("offspec.model.parts.split_attention.CPU_FLASH", "absent")
     generator = torch.Generator().manual_seed(0)
     queries = torch.randn(5, heads, 8, generator=generator)
     keys, values = torch.randn(2, kv_heads, 40, 8, generator=generator)
@@ -195,7 +195,7 @@ def test_capped_attention_is_its_formula(
     heads: int, kv_heads: int, is_masked: bool, most_scores: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whether one head's scores fit, or those of several."""
-    monkeypatch.setattr("offspec.model.attention.CAPPED_SCORES", most_scores)
+    monkeypatch.setattr("offspec.model.parts.kv_attention.CAPPED_SCORES", most_scores)
     generator = torch.Generator().manual_seed(0)
     queries = 3 * torch.randn(5, heads, 8, generator=generator, dtype=torch.float64)
     keys, values = torch.randn(2, kv_heads, 20, 8, generator=generator, dtype=torch.float64)

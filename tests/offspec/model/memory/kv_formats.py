@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from offspec.model.kv_cache import KVLayout, LayerCache
+from offspec.model.memory.kv_cache import EntriesBySlot, KVLayout, LayerCache
 
 
-class Fp32Layer:
+class Fp32Layer(EntriesBySlot):
     """Loses nothing of 16-bit numbers. Keys and values apart, [capacity, kv_heads, head_dim], unlike `PlainLayers`."""
 
     num_layers, format = 1, "fp32"
@@ -47,7 +47,7 @@ class Fp32Layer:
         keys, values = (part[first:end].transpose(0, 1).to(self._dtype) for part in self._entries)
         return keys, values
 
-    def keep(self, start: int, slots: Tensor) -> None:
+    def move(self, start: int, slots: Tensor) -> None:
         for part in self._entries:
             part[start : start + len(slots)] = part[slots]
 

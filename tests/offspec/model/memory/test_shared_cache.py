@@ -14,12 +14,12 @@ from torch import Tensor
 from offspec.loaders.streaming.layer_view import LayerView
 from offspec.model.cuda_graphs import RoundBuffers, Work, as_it_is, is_static
 from offspec.model.decoder import CachedDecoder, Decoder
-from offspec.model.kv_cache import MakeLayerCaches, plain_layers
 from offspec.model.layer_draft import LayerDraft, LayerDraftText
+from offspec.model.memory.kv_cache import MakeLayerCaches, plain_layers
 
-from ...fakes import TinyModel
+from ....fakes import TinyModel
+from ..test_decoder import NO_NODES, random_tokens
 from .kv_formats import fp32_layers, int8_layers
-from .test_decoder import NO_NODES, random_tokens
 
 GetModel = Callable[[str], TinyModel]
 ROOM = 5  # nodes of the target's largest tree

@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 
 from offspec.scheduler.params import MAX_ROWS, SpeculationParams
+from offspec.scheduler.trees.token_tree import BoolArray, IntArray
 from offspec.scheduler.trees.vocabulary import Vocabulary
 
-from .config import ModelConfig
-from .decoder import BoolArray, CachedDecoder, Decoder, IntArray
-from .kv_cache import KVCache
+from ..config import ModelConfig
+from ..decoder import CachedDecoder, Decoder
+from .text_memory import TextMemory
 
 NUM_SINKS = 4  # StreamingLLM's number
 LEAST_WINDOW = 64
@@ -54,7 +55,8 @@ class WindowedText:
 
     def __init__(self, text: CachedDecoder, window: int | None) -> None:
         """text: empty; used by nobody else. window: None keeps all entries, until `begin` says otherwise."""
-        self._text, self.window = text, window
+        self._text = text
+        self.window = window
         self._sinks: list[int] = []  # the text's first tokens
         self._capacity = 0
 
@@ -71,7 +73,7 @@ class WindowedText:
         self.reserve(self._capacity)
 
     @property
-    def cache(self) -> KVCache:
+    def cache(self) -> TextMemory:
         """The entries that it keeps: all of the text's without a window."""
         return self._text.cache
 

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .part_attention import KeyPart, part_attention
+from .split_attention import KeyPart, part_attention
 
 CAPPED_SCORES = 2**23  # scores (heads * rows * keys) that `capped_attention` computes at once
 MASKED_KEYS = 4096  # keys of a part with a mask

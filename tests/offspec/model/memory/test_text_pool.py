@@ -10,10 +10,10 @@ import pytest
 from offspec import Engine, SamplingParams
 from offspec.drafts.self_draft import SelfDraft
 from offspec.model.early_exit import EarlyExit
-from offspec.model.text_pool import WORTHWHILE, TextPool
+from offspec.model.memory.text_pool import WORTHWHILE, TextPool
 from offspec.planning.parked_texts import CONTEXTS, parked_bytes
 
-from ...pair import build_pair
+from ....pair import build_pair
 
 CHAT, TITLE, OTHER = ([40 + (number * step) % 90 for number in range(64)] for step in (1, 7, 11))
 MUCH = 2**30

@@ -11,14 +11,16 @@ import pytest
 import torch
 
 from offspec.loaders.streaming.cuda import CopyStream
-from offspec.model.decoder import CachedDecoder, Decoder, TextRows, score_together
+from offspec.model.decoder import CachedDecoder, Decoder, score_together
 from offspec.model.early_exit import EarlyExit, shared_text
-from offspec.model.kv_cache import KVCache, KVLayout
-from offspec.model.kv_formats import EIGHT_BIT, KV_FORMATS, KVFormat
-from offspec.model.kv_in_ram import EntriesInRam, LayersInRam
+from offspec.model.memory.kv_cache import KVLayout
+from offspec.model.memory.kv_formats import EIGHT_BIT, KV_FORMATS, KVFormat
+from offspec.model.memory.kv_in_ram import EntriesInRam, LayersInRam
+from offspec.model.memory.text_memory import TextMemory
+from offspec.model.pass_rows import TextRows
 
-from ...fakes import TinyModel
-from .test_decoder import NO_NODES, TREE_FAMILIES, random_tokens
+from ....fakes import TinyModel
+from ..test_decoder import NO_NODES, TREE_FAMILIES, random_tokens
 from .test_kv_formats import TREE, life, with_caches
 
 GetModel = Callable[[str], TinyModel]
@@ -142,13 +144,13 @@ class CountingCopies(CopyStream):
         return super().run(copies)
 
 
-def cache_of(num_layers: int, copies: CopyStream) -> KVCache:
+def cache_of(num_layers: int, copies: CopyStream) -> TextMemory:
     kv, layout = KV_FORMATS["16"], KVLayout(1, 8)
     part = LayersInRam(num_layers, layout, kv, dtype=torch.float32, device=CPU, copies=copies)
-    return KVCache([part], CPU)
+    return TextMemory([part], CPU)
 
 
-def one_pass(cache: KVCache, count: int) -> None:
+def one_pass(cache: TextMemory, count: int) -> None:
     cache.extend(count)
     for layer in range(cache.num_layers):
         entries = torch.full((count, 1, 8), float(layer + 1))

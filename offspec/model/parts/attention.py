@@ -1,0 +1,109 @@
+"""Grouped-query attention with RoPE, as a part of a layer.
+
+A family's differences are fields of `ModelConfig`, each read in one place here: biases in `has_bias`, fused matrices in
+`matrices` and `projected`, QK norm in `qk_normed`, scores in the rows' `attend`, the places of norms in `forward`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..config import ModelConfig
+from ..memory.kv_cache import KVLayout
+from ..rope import RotaryEmbeddings, rotate
+from .part import LayerWeights, NativePart, PassRows, Projected, Shape
+
+
+class Attention(NativePart):
+    """Attention of layer `layer`: norm, projections, KV entries, and a residual."""
+
+    def __init__(self, config: ModelConfig, layer: int, rotaries: RotaryEmbeddings | None = None) -> None:
+        super().__init__(config, layer, rotaries)
+        self.window = config.windows[layer]  # the number of positions a row attends to, itself included; None is all
+        self.memory = KVLayout(config.num_kv_heads, config.head_dim)
+        rope = config.rope_of(layer)
+        self.rotary = None if rope is None or rotaries is None else rotaries.of(rope)
+
+    @property
+    def norms(self) -> list[str]:
+        places = self.config.norms
+        return [name for name in (places.before_attention, places.after_attention) if name is not None]
+
+    @property
+    def matrices(self) -> dict[str, tuple[int, int]]:
+        c = self.config
+        q, kv, hidden = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim, c.hidden_size
+        if c.has_fused_qkv:
+            shapes = {"self_attn.qkv_proj": (q + 2 * kv, hidden)}
+        else:
+            shapes = {f"self_attn.{name}_proj": (rows, hidden) for name, rows in (("q", q), ("k", kv), ("v", kv))}
+        return {**shapes, "self_attn.o_proj": (hidden, q)}
+
+    @property
+    def row_numbers(self) -> int:
+        return 6 * self.config.num_heads * self.config.head_dim
+
+    def has_bias(self, matrix: str) -> bool:
+        return self.config.o_bias if matrix.endswith(".o_proj") else self.config.qkv_bias
+
+    @property
+    def shapes(self) -> dict[str, Shape]:
+        c, form, shapes = self.config, self.config.qk_norm_form, super().shapes
+        if c.qk_norm:
+            for name, heads in ((form.queries, c.num_heads), (form.keys, c.num_kv_heads)):
+                forms = {
+                    "head": (c.head_dim,),
+                    "own head": (heads, c.head_dim),
+                    "projection": (heads * c.head_dim,),
+                }
+                shapes[f"{name}.weight"] = forms[form.over]
+        return shapes
+
+    def forward(self, x: Tensor, weights: LayerWeights, rows: PassRows, first: int, last: int) -> Tensor:
+        places = self.config.norms
+        attended = self.attended(self.norm(x, weights, places.before_attention), weights, rows, first, last)
+        return self.added(x, self.norm(attended, weights, places.after_attention))
+
+    def attended(self, x: Tensor, weights: LayerWeights, rows: PassRows, first: int, last: int) -> Tensor:
+        """Attention of rows first .. last: normed states x [T, hidden] → [T, hidden]."""
+        c = self.config
+        queries, keys, values = self.projected(x, weights)
+        if not c.qk_norm_form.is_after_rope:
+            queries, keys = self.qk_normed(queries, keys, weights)
+        if self.rotary is not None:
+            cos, sin = (each[first:last] for each in rows.rotations.of(self.rotary))
+            queries = rotate(queries, cos, sin, is_interleaved=c.has_interleaved_rope)
+            keys = rotate(keys, cos, sin, is_interleaved=c.has_interleaved_rope)
+        if c.qk_norm_form.is_after_rope:
+            queries, keys = self.qk_normed(queries, keys, weights)
+        if c.query_growth is not None:
+            queries = queries * rows.rotations.growth(*c.query_growth)[first:last].to(queries.dtype)
+        out = rows.attend(self, (queries, keys, values), first, last)
+        return weights.linear("self_attn.o_proj", out.flatten(1))
+
+    def projected(self, x: Tensor, weights: LayerWeights) -> Projected:
+        """Queries [T, heads, head_dim], keys and values [T, kv_heads, head_dim] of normed states x [T, hidden]."""
+        c = self.config
+        if c.has_fused_qkv:
+            sizes = [heads * c.head_dim for heads in (c.num_heads, c.num_kv_heads, c.num_kv_heads)]
+            queries, keys, values = torch.split(weights.linear("self_attn.qkv_proj", x), sizes, dim=-1)
+        else:
+            queries, keys, values = (weights.linear(f"self_attn.{name}_proj", x) for name in "qkv")
+        return (
+            queries.view(-1, c.num_heads, c.head_dim),
+            keys.view(-1, c.num_kv_heads, c.head_dim),
+            values.view(-1, c.num_kv_heads, c.head_dim),
+        )
+
+    def qk_normed(self, queries: Tensor, keys: Tensor, weights: LayerWeights) -> tuple[Tensor, Tensor]:
+        """Queries and keys [T, heads, head_dim], normed if the family has a QK norm."""
+        if not self.config.qk_norm:
+            return queries, keys
+        form = self.config.qk_norm_form
+        if form.over != "projection":
+            return self.norm(queries, weights, form.queries), self.norm(keys, weights, form.keys)
+        return (
+            self.norm(queries.flatten(1), weights, form.queries).view(queries.shape),
+            self.norm(keys.flatten(1), weights, form.keys).view(keys.shape),
+        )

@@ -1,0 +1,24 @@
+"""The kinds of parts by the names that configs use (`ModelConfig.parts_of`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ..config import ModelConfig
+from ..rope import RotaryEmbeddings
+from .attention import Attention
+from .mlp import AttentionBesideMlp, Mlp
+from .modules import LayerOfModules
+from .part import Part
+
+PARTS: dict[str, Callable[[ModelConfig, int, RotaryEmbeddings | None], Part]] = {
+    "attention": Attention,
+    "mlp": Mlp,
+    "attention beside mlp": AttentionBesideMlp,
+    "modules": lambda config, layer, rotaries: LayerOfModules(config, layer),
+}
+
+
+def parts_of(config: ModelConfig, layer: int, rotaries: RotaryEmbeddings | None = None) -> list[Part]:
+    """A layer's parts, in their order. rotaries: see `NativePart`."""
+    return [PARTS[name](config, layer, rotaries) for name in config.parts_of(layer)]

@@ -1,0 +1,90 @@
+"""The MLP as a part of a layer, with a gate (SwiGLU, GeGLU) or without, behind attention or beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..config import ModelConfig
+from ..rope import RotaryEmbeddings
+from .attention import Attention
+from .part import LayerWeights, NativePart, PassRows
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {  # by their names in config.json
+    "silu": F.silu,
+    "swish": F.silu,
+    "gelu": F.gelu,
+    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
+    "gelu_new": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+    "relu2": lambda x: F.relu(x).square(),
+}
+
+
+class Mlp(NativePart):
+    """The MLP of a layer: norm, matrices, and a residual. Differences are in `ModelConfig.mlp` and `activation`."""
+
+    @property
+    def norms(self) -> list[str]:
+        places = self.config.norms
+        return [name for name in (places.before_mlp, places.after_mlp) if name is not None]
+
+    @property
+    def matrices(self) -> dict[str, tuple[int, int]]:
+        hidden, inner, names = self.config.hidden_size, self.config.intermediate_size, self.config.mlp
+        gate = {} if names.gate is None else {names.gate: (inner, hidden)}
+        return {**gate, names.up: (2 * inner if names.is_fused else inner, hidden), names.down: (hidden, inner)}
+
+    @property
+    def row_numbers(self) -> int:
+        return (4 if self.config.mlp.is_fused else 3) * self.config.intermediate_size
+
+    def has_bias(self, matrix: str) -> bool:
+        return self.config.mlp_bias
+
+    def forward(self, x: Tensor, weights: LayerWeights, rows: PassRows, first: int, last: int) -> Tensor:
+        places = self.config.norms
+        output = self.output(self.norm(x, weights, places.before_mlp), weights)
+        return self.added(x, self.norm(output, weights, places.after_mlp))
+
+    def output(self, x: Tensor, weights: LayerWeights) -> Tensor:
+        """Normed states x [T, hidden] → [T, hidden]; with a gate it is SwiGLU or GeGLU (2002.05202)."""
+        names, activate = self.config.mlp, ACTIVATIONS[self.config.activation]
+        if names.gate is None:
+            inner = activate(weights.linear(names.up, x))
+        elif names.is_fused:
+            gate, up = weights.linear(names.up, x).chunk(2, dim=-1)
+            inner = activate(gate) * up
+        else:
+            inner = activate(weights.linear(names.gate, x)) * weights.linear(names.up, x)
+        return weights.linear(names.down, inner)
+
+
+class AttentionBesideMlp(Attention):
+    """Attention and an MLP that have the same normed states as input (Cohere)."""
+
+    def __init__(self, config: ModelConfig, layer: int, rotaries: RotaryEmbeddings | None = None) -> None:
+        super().__init__(config, layer, rotaries)
+        self.mlp = Mlp(config, layer)
+
+    @property
+    def matrices(self) -> dict[str, tuple[int, int]]:
+        return {**super().matrices, **self.mlp.matrices}
+
+    @property
+    def norms(self) -> list[str]:
+        return [*super().norms, *self.mlp.norms]
+
+    @property
+    def row_numbers(self) -> int:
+        return max(super().row_numbers, self.mlp.row_numbers)
+
+    def has_bias(self, matrix: str) -> bool:
+        return super().has_bias(matrix) if matrix in super().matrices else self.mlp.has_bias(matrix)
+
+    def forward(self, x: Tensor, weights: LayerWeights, rows: PassRows, first: int, last: int) -> Tensor:
+        normed = self.norm(x, weights, self.config.norms.before_attention)
+        return x + self.attended(normed, weights, rows, first, last) + self.mlp.output(normed, weights)

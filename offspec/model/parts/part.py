@@ -1,0 +1,174 @@
+"""What the parts of a layer have in common: their protocol, borrowed weights, and the rows of a pass."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from offspec.loaders.formats import Weight, linear, linear_fp32
+
+from ..config import ModelConfig
+from ..memory.kv_cache import MemoryLayout
+from ..norms import normalize
+from ..rope import RotaryEmbeddings, Rotations
+from .kv_attention import attend
+
+Shape = tuple[int, ...]
+Projected = tuple[Tensor, Tensor, Tensor]  # queries [T, heads, D], keys and values [T, kv_heads, D] of T rows
+
+
+class Attending(Protocol):
+    """A part of layer `layer` that attends to KV entries. window: positions that a row attends to; None: all."""
+
+    layer: int
+    config: ModelConfig
+    window: int | None
+
+
+class PassRows(Protocol):
+    """The rows of one pass: their positions and chunks, and their attention.
+
+    rotations: of the T rows' positions. chunks: (first, last) ranges of rows that go through a layer together.
+    """
+
+    @property
+    def rotations(self) -> Rotations: ...
+
+    @property
+    def chunks(self) -> list[tuple[int, int]]: ...
+
+    def attend(self, part: Attending, projected: Projected, first: int, last: int) -> Tensor:
+        """Attention [last - first, heads, head_dim] of rows first .. last, given their queries, keys and values."""
+
+
+class RowsOfText(ABC):
+    """`PassRows` of one text: its KV entries, and the mask over them."""
+
+    @abstractmethod
+    def mask(self, first: int, last: int, window: int | None) -> Tensor | None:
+        """Bool [last - first, S]: the keys that rows first .. last attend to; None for all keys."""
+
+    @abstractmethod
+    def exchange(self, layer: int, keys: Tensor, values: Tensor, first: int, last: int) -> tuple[Tensor, Tensor]:
+        """Store the keys and values [T, kv_heads, head_dim] of rows first .. last.
+
+        Returns the keys and values for their attention, [kv_heads, S, head_dim] each.
+        """
+
+    def attend(self, part: Attending, projected: Projected, first: int, last: int) -> Tensor:
+        queries, keys, values = projected
+        keys, values = self.exchange(part.layer, keys, values, first, last)
+        mask, c = self.mask(first, last, part.window), part.config
+        return attend(queries, keys, values, mask, scale=c.attention_scale, cap=c.attention_cap)
+
+
+class LayerWeights:
+    """One unit's weights by their short names, with the operations that parts need. Today, a unit is a layer."""
+
+    def __init__(self, tensors: Mapping[str, Weight], scratch: Tensor | None = None) -> None:
+        """scratch: memory for a dequantised matrix, see `formats.linear`."""
+        self.tensors = tensors
+        self.scratch = scratch
+
+    def linear(self, name: str, x: Tensor) -> Tensor:
+        """x [T, K] times `name.weight` [N, K], plus `name.bias` [N] if there is one → [T, N]. Keeps gradients."""
+        return linear(x, self.tensors[f"{name}.weight"], self.optional_vector(f"{name}.bias"), self.scratch)
+
+    def linear_fp32(self, name: str, x: Tensor) -> Tensor:
+        """As `linear`, with an fp32 result; see `formats.linear_fp32`."""
+        return linear_fp32(x, self.tensors[f"{name}.weight"], self.optional_vector(f"{name}.bias"), self.scratch)
+
+    def optional_vector(self, name: str) -> Tensor | None:
+        return self.vector(name) if name in self.tensors else None
+
+    def vector(self, name: str) -> Tensor:
+        """A norm's weight or a bias; no format packs these."""
+        return as_vector(self.tensors[name])
+
+
+def as_vector(weight: Weight) -> Tensor:
+    """A norm's weight or a bias as a tensor. A two-dimensional one may be stored in oneDNN's order."""
+    return weight if isinstance(weight, Tensor) else weight.dequantize(torch.float32)
+
+
+class Part(ABC):
+    """One step of layer `layer`, such as attention or an MLP. It holds no weights.
+
+    A part owns its tensors' names and shapes, and the shape of what it keeps of a text. memory: the latter; None:
+    nothing. Of a layer's parts at most one keeps something. is_static: it only launches kernels, on tensors that stay,
+    so that CUDA graphs can record it.
+    """
+
+    is_static = True
+    memory: MemoryLayout | None = None
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        self.config = config
+        self.layer = layer
+
+    @property
+    @abstractmethod
+    def shapes(self) -> Mapping[str, Shape]:
+        """Short name → shape of each of its tensors."""
+
+    @property
+    def matrices(self) -> dict[str, tuple[int, int]]:
+        """Short name without ".weight" → shape of each matrix that training can change, in the order of use."""
+        return {}
+
+    @property
+    @abstractmethod
+    def row_numbers(self) -> int:
+        """Numbers that it holds of a row at once, beside hidden states and what attention reads."""
+
+    @abstractmethod
+    def forward(self, x: Tensor, weights: LayerWeights, rows: PassRows, first: int, last: int) -> Tensor:
+        """Rows first .. last of a pass: hidden states x [T, hidden] → [T, hidden], a new tensor.
+
+        weights: of the unit that the decoder has borrowed, which is the layer.
+        """
+
+
+class NativePart(Part):
+    """Base of offspec's own parts: norms, matrices with biases, and a residual. Every method keeps gradients."""
+
+    def __init__(self, config: ModelConfig, layer: int, rotaries: RotaryEmbeddings | None = None) -> None:
+        """rotaries: of the decoder; without them, a part tells shapes only. Raises CheckpointError, see `rope`."""
+        super().__init__(config, layer)
+
+    @property
+    @abstractmethod
+    def norms(self) -> list[str]:
+        """Names of its norms over hidden states."""
+
+    @abstractmethod
+    def has_bias(self, matrix: str) -> bool: ...
+
+    @property
+    def shapes(self) -> dict[str, Shape]:
+        shapes = dict[str, Shape]()
+        for name in self.norms:
+            shapes[f"{name}.weight"] = (self.config.hidden_size,)
+            if self.config.has_norm_bias:
+                shapes[f"{name}.bias"] = (self.config.hidden_size,)
+        for name, shape in self.matrices.items():
+            shapes[f"{name}.weight"] = shape
+            if self.has_bias(name):
+                shapes[f"{name}.bias"] = shape[:1]
+        return shapes
+
+    def norm(self, x: Tensor, weights: LayerWeights, name: str | None) -> Tensor:
+        """x [..., N], normed by the layer's norm `name`; x itself if `name` is None."""
+        if name is None:
+            return x
+        c, bias = self.config, weights.optional_vector(f"{name}.bias")
+        return normalize(x, weights.vector(f"{name}.weight"), bias, c.norm, c.rms_norm_eps)
+
+    def added(self, x: Tensor, output: Tensor) -> Tensor:
+        """Hidden states x [T, hidden] plus the scaled output of attention or an MLP."""
+        scale = self.config.residual_scale
+        return x + output if scale == 1 else x + output * scale

@@ -1,0 +1,185 @@
+"""The rows of a pass: where they are in their texts, what they attend to, and whose children they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from offspec.loaders.streaming.small_transfers import to_device
+from offspec.scheduler.trees.token_tree import ROOT, BoolArray, IntArray
+
+from .config import ModelConfig
+from .memory.text_memory import TextMemory
+from .parts.kv_attention import KeyRange, Visibility, attend_by_parts
+from .parts.part import Attending, PassRows, Projected, RowsOfText
+from .parts.split_attention import KeyPart, part_attention
+from .rope import Rotations
+
+CHUNK_ROWS = 512  # rows of a long chain that go through a layer together; limits activations
+# Rows of chains in one pass; a longer prompt takes several, because hidden states of all rows are in memory. Streaming
+# the weights again takes less time than the arithmetic of so many rows. A multiple of CHUNK_ROWS: the same chunks.
+PASS_ROWS = 16 * CHUNK_ROWS
+MASK_ELEMENTS = 2**25  # heads of a group * rows * keys in one attention; limits the mask of a long text
+
+
+@dataclass(frozen=True)
+class TextRows:
+    """One text's rows in a pass, see `CachedDecoder.score`: a chain, then tree nodes tokens, depths [R] with a mask."""
+
+    chain: Sequence[int]
+    tokens: IntArray
+    depths: IntArray
+    mask: BoolArray
+
+    @classmethod
+    def of_chain(cls, chain: Sequence[int]) -> TextRows:
+        """A chain without nodes."""
+        none = np.empty(0, dtype=np.int64)
+        return cls(chain, none, none, np.empty((0, 0), dtype=np.bool_))
+
+    def __len__(self) -> int:
+        return len(self.chain) + len(self.tokens)
+
+    @cached_property
+    def parents(self) -> IntArray:
+        """[R]: each node's parent as an index into the pending region; ROOT for the root's children.
+
+        Parents come before their children, so the last other node in a node's mask is its parent.
+        """
+        num_rows, num_seen = self.mask.shape
+        if not num_rows:
+            return np.empty(0, dtype=np.int64)
+        above = self.mask.copy()
+        above[np.arange(num_rows), np.arange(num_seen - num_rows, num_seen)] = False
+        last = num_seen - 1 - above[:, ::-1].argmax(axis=1)
+        return np.where(above.any(axis=1), last, ROOT).astype(np.int64)
+
+
+@dataclass(frozen=True)
+class AppendedRows(RowsOfText):
+    """`PassRows` of one text, appended to its memory.
+
+    before: the slot of the last token before them, or ROOT. once: what parts compute once in a pass, by their own keys.
+    """
+
+    rows: TextRows
+    before: int
+    cache: TextMemory
+    visibility: Visibility
+    rotations: Rotations
+    chunks: list[tuple[int, int]]
+    masks: dict[int | None, Tensor | None] = field(default_factory=dict)
+    known_ranges: dict[int | None, list[KeyRange]] = field(default_factory=dict)
+    once: dict[object, Any] = field(default_factory=dict)
+
+    @cached_property
+    def parents(self) -> IntArray:
+        """[T]: the slot of each row's parent; ROOT for a text's first token."""
+        start, num_chain = self.visibility.start, len(self.rows.chain)
+        slots = np.arange(start - 1, start + num_chain)  # of the certain tokens from the last one before these rows on
+        slots[0] = self.before
+        nodes = np.where(self.rows.parents == ROOT, slots[-1], self.rows.parents + self.visibility.region)
+        return np.concatenate((slots[:-1], nodes))
+
+    def attend(self, part: Attending, projected: Projected, first: int, last: int) -> Tensor:
+        """Attention to all keys at once, or by parts: of many keys, and of keys that are unpacked for each use."""
+        queries, keys, values = projected
+        layer, group = part.layer, queries.shape[1] // keys.shape[1]
+        most = self.cache.most_read(layer)
+        if most is None and group * len(queries) * (self.visibility.start + last) <= MASK_ELEMENTS:
+            return super().attend(part, projected, first, last)
+        self.cache.write(layer, keys, values, self.visibility.start + first)
+        scale, cap = part.config.attention_scale, part.config.attention_cap
+        most_scored = part_attention(queries, cap).most_keys(queries.shape[0] * queries.shape[1])
+        limits = [limit for limit in (most, most_scored) if limit is not None]
+        parts = self.parts(layer, self.ranges(first, last, part.window), min(limits, default=None))
+        return attend_by_parts(queries, parts, scale=scale, cap=cap)
+
+    def parts(self, layer: int, ranges: Sequence[KeyRange], most: int | None) -> Iterator[KeyPart]:
+        """Keys and values of these slots in the cache's layer `layer`, at most `most` of them at once."""
+        for whole in ranges:
+            for each in whole.split(most or max(1, whole.end - whole.first)):
+                yield KeyPart(*self.cache.read(layer, each.end, each.first), each.mask)
+
+    def exchange(self, layer: int, keys: Tensor, values: Tensor, first: int, last: int) -> tuple[Tensor, Tensor]:
+        start = self.visibility.start
+        self.cache.write(layer, keys, values, start + first)
+        return self.cache.read(layer, start + last)
+
+    def ranges(self, first: int, last: int, window: int | None) -> list[KeyRange]:
+        """`Visibility.ranges`; if they are all rows', they are computed once per pass, otherwise in each layer."""
+        if last - first < len(self):
+            return self.visibility.ranges(first, last, window)
+        if window not in self.known_ranges:
+            self.known_ranges[window] = self.visibility.ranges(first, last, window)
+        return self.known_ranges[window]
+
+    def __len__(self) -> int:
+        return len(self.visibility.positions)
+
+    def mask(self, first: int, last: int, window: int | None) -> Tensor | None:
+        """`Visibility.mask`; if it is all rows', it is computed once per pass, otherwise in each layer."""
+        if last - first < len(self):
+            return self.visibility.mask(first, last, window)
+        if window not in self.masks:
+            self.masks[window] = self.visibility.mask(first, last, window)
+        return self.masks[window]
+
+
+class JoinedRows:
+    """`PassRows` of several texts, one after the other, without padding (EMS-SD, 2405.07542).
+
+    They share every product with weights; attention is each text's own.
+    """
+
+    def __init__(self, config: ModelConfig, texts: Sequence[AppendedRows]) -> None:
+        self.texts = list(texts)
+        self.rotations = Rotations(torch.cat([text.visibility.positions for text in texts]))
+        self.ends = list(accumulate(len(text) for text in texts))
+        step = min(chunk_rows(config, text.visibility.start + len(text)) for text in texts)
+        self.chunks = [(first, min(first + step, self.ends[-1])) for first in range(0, self.ends[-1], step)]
+
+    def attend(self, part: Attending, projected: Projected, first: int, last: int) -> Tensor:
+        outputs = list[Tensor]()
+        for text, begin, end, some in by_text(self, first, last):
+            queries, keys, values = (each[some] for each in projected)
+            outputs.append(text.attend(part, (queries, keys, values), begin, end))
+        return torch.cat(outputs)
+
+
+def by_text(rows: PassRows, first: int, last: int) -> Iterator[tuple[AppendedRows, int, int, slice]]:
+    """The texts of rows first .. last: a text, the range of these rows in it, and their slice of first .. last."""
+    if isinstance(rows, AppendedRows):
+        yield rows, first, last, slice(0, last - first)
+        return
+    assert isinstance(rows, JoinedRows), "rows that are in no text's memory"
+    for text, start, stop in zip(rows.texts, (0, *rows.ends), rows.ends, strict=False):
+        begin, end = max(first, start), min(last, stop)
+        if begin < end:
+            yield text, begin - start, end - start, slice(begin - first, end - first)
+
+
+def chunk_rows(config: ModelConfig, num_keys: int) -> int:
+    """How many rows go through a layer together if attention has `num_keys` keys.
+
+    A mask over all keys limits them.
+    """
+    if not config.has_whole_attention:
+        return CHUNK_ROWS
+    return max(1, min(CHUNK_ROWS, MASK_ELEMENTS // (config.mask_heads * max(1, num_keys))))
+
+
+def placed(cache: TextMemory, rows: TextRows) -> tuple[Tensor, Tensor | None]:
+    """Positions [T] of rows after the text in `cache`, and their nodes' mask; both on its device."""
+    base, device = cache.next_position + len(rows.chain), cache.positions.device
+    positions = torch.cat(
+        (torch.arange(cache.next_position, base), torch.as_tensor(rows.depths, dtype=torch.long) + (base - 1))
+    )
+    return to_device(positions, device), to_device(torch.as_tensor(rows.mask), device) if len(rows.depths) else None

@@ -1,0 +1,123 @@
+"""A family whose layers have different parts, one of them with a recurrent state: the text is plain decoding's.
+
+The family is data, as any other: an entry of `FAMILIES` that names the parts of each layer.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from offspec import Engine, SamplingParams, SpeculationParams
+from offspec.checkpoints.load import LoadSettings, load_decoder
+from offspec.checkpoints.opening import ModelFiles
+from offspec.drafts.model_draft import ModelDraft
+from offspec.drafts.without_model import LookupDraft, NoDraft
+from offspec.loaders.streaming.placement import Limits, Placement, Slots
+from offspec.loading import LoadedTarget
+from offspec.model.config import read_config
+from offspec.model.decoder import Decoder, wanted_shapes
+from offspec.model.families import FAMILIES
+from offspec.model.parts.kinds import PARTS
+from offspec.planning.plan import all_resident
+
+from ..pair import build_pair
+from .model.averages import Average
+
+CPU = torch.device("cpu")
+LAYERS = (("average", "mlp"), ("attention", "mlp"), ("average", "mlp"), ("attention", "mlp"))
+GREEDY, SAMPLED = SamplingParams(24, ignore_eos=True), SamplingParams(24, temperature=0.9, seed=3, ignore_eos=True)
+PLAIN = SpeculationParams(budget=0)
+PROMPT = "def area("
+
+
+@pytest.fixture(scope="module", autouse=True)
+def family() -> Iterator[None]:
+    PARTS["average"] = Average
+    FAMILIES["averaging"] = lambda config, num_layers: FAMILIES["llama"](config, num_layers) | {"parts": LAYERS}
+    yield
+    del PARTS["average"], FAMILIES["averaging"]
+
+
+@pytest.fixture(scope="module")
+def folder(family: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pair, folder = build_pair(tmp_path_factory.mktemp("pair")), tmp_path_factory.mktemp("averaging")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(pair.target / name, folder)
+    config = json.loads((pair.target / "config.json").read_text())
+    config |= {"model_type": "averaging", "num_hidden_layers": len(LAYERS)}
+    (folder / "config.json").write_text(json.dumps(config))
+    generator, tensors = torch.Generator().manual_seed(0), dict[str, torch.Tensor]()
+    for name, shape in wanted_shapes(read_config(config)).items():
+        noise = torch.randn(shape, generator=generator)
+        tensors[name] = 1 + 0.1 * noise if len(shape) == 1 else 1.5 * noise / shape[-1] ** 0.5
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def loaded(folder: Path, *resident: int) -> Decoder:
+    """All layers stay, or these alone, and the others come from disk."""
+    files = ModelFiles.open(folder, "fp32", "cpu", [])
+    if not resident:
+        return load_decoder(files, all_resident(files), CPU)
+    others = tuple(layer for layer in range(len(LAYERS)) if layer not in resident)
+    slot = max(layer.cost(files.dtype).slot_bytes for layer in files.stored.layers)
+    placement = Placement(resident, (), others, Slots(2, 0, slot), (), Limits(None, 0), 0, 0)
+    return load_decoder(files, placement, CPU, LoadSettings(has_far_embedding=True))
+
+
+@pytest.fixture(scope="module")
+def engine(folder: Path) -> Iterator[Engine]:
+    with Engine.load(str(folder), draft="lookup", device="cpu", dtype="fp32") as found:
+        yield found
+
+
+def text_of(engine: Engine, params: SamplingParams, speculation: SpeculationParams | None = None) -> list[int]:
+    steps = engine.generate(PROMPT, params, speculation or SpeculationParams(budget=12))
+    return [token for step in steps for token in step.token_ids]
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_the_text_is_plain_decodings(engine: Engine, folder: Path, params: SamplingParams) -> None:
+    """With lookup; with itself as its draft, whose trees live on from pass to pass; and with layers from disk."""
+    expected = text_of(engine, params, PLAIN)
+    assert len(set(expected)) > 5
+    assert text_of(engine, params) == expected
+    target, streamed = loaded(folder), loaded(folder, 1)
+    drafted = Engine(LoadedTarget(target), engine.tokenizer, ModelDraft(loaded(folder), "itself"))
+    steps = list(drafted.generate(PROMPT, params, SpeculationParams(budget=12)))
+    assert [token for step in steps for token in step.token_ids] == expected
+    assert steps[-1].stats.tokens_per_pass > 2
+    assert text_of(Engine(LoadedTarget(streamed), engine.tokenizer, LookupDraft()), params) == expected
+    streamed.weights.close()
+
+
+def test_a_text_that_was_changed_is_scored_again_from_an_earlier_state(engine: Engine) -> None:
+    caches, text = engine.new_caches(), engine.encode(PROMPT)
+    for _ in engine.generate(text, GREEDY, caches=caches):
+        pass
+    changed = [*text, *caches.text[len(text) : len(text) + 9], 7, 8]
+    found = [token for step in engine.generate(changed, GREEDY, caches=caches) for token in step.token_ids]
+    expected = [token for step in engine.generate(changed, GREEDY, PLAIN) for token in step.token_ids]
+    assert found == expected
+
+
+def test_texts_that_share_passes_are_plain_decodings(folder: Path, engine: Engine) -> None:
+    plain = Engine(LoadedTarget(loaded(folder)), engine.tokenizer, NoDraft())
+    prompts = [PROMPT, "The quick", "x = 1\ny ="]
+    expected = [list(text_tokens(plain, prompt)) for prompt in prompts]
+    found: dict[int, list[int]] = {number: [] for number in range(len(prompts))}
+    for number, step in engine.generate_many(prompts, GREEDY):
+        found[number] += step.token_ids
+    assert [found[number] for number in range(len(prompts))] == expected
+
+
+def text_tokens(engine: Engine, prompt: str) -> Iterator[int]:
+    for step in engine.generate(prompt, GREEDY, PLAIN):
+        yield from step.token_ids
