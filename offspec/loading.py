@@ -15,7 +15,7 @@ import torch
 
 from offspec.loaders.machine.card_choices import keep_ways
 from offspec.loaders.machine.hardware import Rates, pinning_remedy, read_hardware
-from offspec.loaders.streaming.cuda import CopyStream, limit_memory, release_memory
+from offspec.loaders.streaming.link import CopyStream, limit_memory, release_memory
 from offspec.loaders.streaming.placement import KV_ITEM, Item
 from offspec.loaders.streaming.tiers import Progress, TieredWeights
 from offspec.loaders.units import format_size

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 import torch
 
-from offspec.loaders.streaming.cuda import device_bytes, span
+from offspec.loaders.streaming.link import device_bytes, span
 from offspec.loaders.streaming.small_transfers import to_device
 from offspec.scheduler.blend import BlendDrafter, blend_walk
 from offspec.scheduler.drafting.drafter import DraftRequest, NoDrafter

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from offspec.loaders.streaming.cuda import CopyStream, DeviceFiller, DeviceSlot
+from offspec.loaders.streaming.link import CopyStream, DeviceFiller, DeviceSlot
 
 NUM_CYCLES = 2_000_000  # about a millisecond: longer than a copy or a layer of these tests
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from offspec.loaders.streaming.cuda import CopyStream, DeviceFiller, DeviceSlot
+from offspec.loaders.streaming.link import CopyStream, DeviceFiller, DeviceSlot
 
 from .late_work import late_copies, late_layers
 

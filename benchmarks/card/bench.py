@@ -19,7 +19,7 @@ from offspec.loaders.files.readers import HostBuffer
 from offspec.loaders.formats.process_state import has_bitsandbytes
 from offspec.loaders.machine.hardware import Rates, read_gpu, read_memory
 from offspec.loaders.machine.measure import measure_dequantise, measure_matmul, measure_memory, measure_packed_product
-from offspec.loaders.streaming.cuda import pin, release_memory, unpin
+from offspec.loaders.streaming.link import pin, release_memory, unpin
 
 from .energy import energy_meter
 from .jobs import JOBS

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from offspec.loaders.files.readers import HostBuffer
-from offspec.loaders.streaming.cuda import pin, unpin
+from offspec.loaders.streaming.link import pin, unpin
 from offspec.loaders.streaming.small_transfers import to_device
 
 from .results import Figures

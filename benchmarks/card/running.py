@@ -14,7 +14,7 @@ from offspec import Engine
 from offspec.checkpoints.opening import Note
 from offspec.drafts.model_draft import ModelDraft
 from offspec.loaders.machine.hardware import Rates
-from offspec.loaders.streaming.cuda import device_bytes, limit_memory, release_memory
+from offspec.loaders.streaming.link import device_bytes, limit_memory, release_memory
 from offspec.loaders.streaming.placement import Placement
 from offspec.loaders.streaming.tiers import TieredWeights, TierOptions
 from offspec.loading import LoadedTarget, PlannedMemory

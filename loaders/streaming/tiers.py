@@ -21,7 +21,7 @@ from ..files.records import Record
 from ..formats import StoredTable, StoredWeight, Weight, as_table, dense, formats_in, stored_weights, take_rows
 from ..formats.bf16_packed import is_bf16_matrix
 from ..formats.blocked import in_blocks
-from .cuda import DeviceFiller, DeviceSlot, pin_whole, unpin
+from .link import DeviceFiller, DeviceSlot, pin_whole, unpin
 from .placement import LayerCost, Placement, scattered
 from .small_transfers import to_device
 from .stream import DiskFiller, HostSlot, PlainStream, Ring, Stream, Unit, read_record

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from offspec.loaders.formats import StoredWeight, Weight
-from offspec.loaders.streaming.cuda import span
+from offspec.loaders.streaming.link import span
 from offspec.loaders.streaming.small_transfers import to_device
 from offspec.loaders.streaming.weights import RamWeights, WeightSource
 from offspec.scheduler.trees.vocabulary import Vocabulary

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from offspec.loaders.formats import Weight
-from offspec.loaders.streaming.cuda import span
+from offspec.loaders.streaming.link import span
 from offspec.loaders.streaming.weights import WeightSource
 
 from .block import PassRows

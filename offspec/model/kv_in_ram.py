@@ -15,7 +15,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from offspec.loaders.streaming.cuda import CopyStream, PinnedTables
+from offspec.loaders.streaming.link import CopyStream, PinnedTables
 
 from .kv_cache import KVCache, KVLayout, MakeLayerCaches, PlainLayers
 from .kv_formats import KVFormat, PackedLayers

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import torch
 
-from offspec.loaders.streaming.cuda import device_bytes
+from offspec.loaders.streaming.link import device_bytes
 from offspec.loaders.units import format_size
 
 from ..errors import MemoryLimitError

@@ -21,7 +21,7 @@ from offspec.loaders.machine.measure import (
 )
 from offspec.loaders.machine.product_costs import forms_of, know_products, product_flops
 from offspec.loaders.params import LOSSLESS_FORMAT
-from offspec.loaders.streaming.cuda import release_memory
+from offspec.loaders.streaming.link import release_memory
 
 from ..checkpoints.load import is_blocked
 from ..checkpoints.opening import ModelFiles, Note

@@ -9,7 +9,7 @@ import pytest
 
 from offspec import KV_CACHES, Engine, SamplingParams, SpeculationParams
 from offspec.errors import UsageError
-from offspec.loaders.streaming.cuda import CopyStream
+from offspec.loaders.streaming.link import CopyStream
 from offspec.model.kv_formats import KV_FORMATS
 from offspec.model.kv_in_ram import EntriesInRam
 from offspec.model.text_pool import TextPool

@@ -16,7 +16,7 @@ from torch import Tensor
 from offspec.errors import OffspecError
 from offspec.loaders.files.readers import HostBuffer
 from offspec.loaders.streaming import small_transfers
-from offspec.loaders.streaming.cuda import CopyStream, DeviceFiller, DeviceSlot
+from offspec.loaders.streaming.link import CopyStream, DeviceFiller, DeviceSlot
 from offspec.model import cuda_graphs as graphs
 from offspec.planning.plan import Plan
 

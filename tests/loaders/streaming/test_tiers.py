@@ -135,7 +135,7 @@ def test_what_was_opened_is_closed_where_the_rest_fails(
     monkeypatch.setattr(
         "offspec.loaders.streaming.tiers.DeviceSlot", lambda nbytes, device: HostSlot(HostBuffer(nbytes))
     )
-    monkeypatch.setattr("offspec.loaders.streaming.cuda.pin", refuse)
+    monkeypatch.setattr("offspec.loaders.streaming.link.pin", refuse)
     placement = placed(model, NONE)
     placement = replace(placement, in_ram=(1,), on_disk=(0, 2), slots=replace(placement.slots, num_host=2))
     cuda = torch.device("cuda")
@@ -174,7 +174,7 @@ def test_what_waits_for_a_gpu_is_pinned_in_one_piece(tmp_path: Path, monkeypatch
         "offspec.loaders.streaming.tiers.DeviceSlot", lambda nbytes, device: HostSlot(HostBuffer(nbytes))
     )
     monkeypatch.setattr("offspec.loaders.streaming.tiers.DeviceFiller", Filler)
-    monkeypatch.setattr("offspec.loaders.streaming.cuda.pin", pin)
+    monkeypatch.setattr("offspec.loaders.streaming.link.pin", pin)
     monkeypatch.setattr(
         "offspec.loaders.streaming.tiers.unpin", lambda buffer, device: pinned.remove((buffer.address, buffer.nbytes))
     )

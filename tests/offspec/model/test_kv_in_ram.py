@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from offspec.loaders.streaming.cuda import CopyStream
+from offspec.loaders.streaming.link import CopyStream
 from offspec.model.decoder import CachedDecoder, Decoder, TextRows, score_together
 from offspec.model.early_exit import EarlyExit, shared_text
 from offspec.model.kv_cache import KVCache, KVLayout

@@ -15,7 +15,7 @@ from offspec.checkpoints.load import load_weights
 from offspec.drafts import model_draft
 from offspec.drafts.without_model import NoDraft
 from offspec.errors import MemoryLimitError
-from offspec.loaders.streaming.cuda import limit_memory, release_memory
+from offspec.loaders.streaming.link import limit_memory, release_memory
 from offspec.loaders.streaming.placement import Placement
 from offspec.loaders.streaming.tiers import TieredWeights
 from offspec.loading import LoadedTarget, PlannedMemory

@@ -16,8 +16,8 @@ import torch
 
 from offspec.loaders.files.readers import HostBuffer
 from offspec.loaders.files.records import Record
-from offspec.loaders.streaming import cuda
-from offspec.loaders.streaming.cuda import (
+from offspec.loaders.streaming import link
+from offspec.loaders.streaming.link import (
     DeviceFiller,
     DeviceSlot,
     device_bytes,
@@ -128,9 +128,9 @@ def test_what_the_system_does_not_pin_at_once_is_pinned_in_parts(
         left -= buffer.nbytes * fits
         return fits
 
-    monkeypatch.setattr(cuda, "pin", pin_some)
+    monkeypatch.setattr(link, "pin", pin_some)
     whole, parts = HostBuffer.side_by_side([4096, 4096, 100])
-    assert [-(-buffer.nbytes // 4096) for buffer in cuda.pin_whole(whole, parts, CUDA)] == registered
+    assert [-(-buffer.nbytes // 4096) for buffer in link.pin_whole(whole, parts, CUDA)] == registered
 
 
 def test_copies_are_through_before_the_link_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,7 +173,7 @@ def test_spans_are_for_devices_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda.nvtx, "range", marked)
     for is_initialized in (False, True):
         monkeypatch.setattr(torch.cuda, "is_initialized", lambda is_initialized=is_initialized: is_initialized)
-        with cuda.span(f"in use: {is_initialized}"):
+        with link.span(f"in use: {is_initialized}"):
             pass
     assert ranges == ["in use: True"]
 
@@ -252,7 +252,7 @@ def test_memory_is_pinned_where_it_lies() -> None:
 @pytest.mark.gpu
 def test_parts_of_what_was_pinned_are_pinned() -> None:
     whole, parts = HostBuffer.side_by_side([MIB + 5, 3 * MIB, 4096])
-    pinned = cuda.pin_whole(whole, parts, CUDA)
+    pinned = link.pin_whole(whole, parts, CUDA)
     assert pinned == [whole]
     for value, part in enumerate(parts, 1):
         part.tensor.fill_(value)
