@@ -1,70 +1,42 @@
-"""The link to a CUDA device: pinned host memory, device slots, and the thread that copies ahead on its own stream.
+"""The link to a device with memory of its own: its slots, and the thread that copies ahead on a stream of its own.
 
 The same `Ring` drives the link and the disk. The host does not wait for the device here: a slot's `ready` event makes
 the compute stream wait for the copy, and its `free` event makes the copy wait for the compute stream.
-The module also contains page-locked tables with a copy stream of their own (a KV cache in RAM), the allocator's limit,
-the release of memory, and ranges for a profiler.
+The module also contains page-locked tables with a copy stream of their own (a KV cache in RAM).
 """
 
 from __future__ import annotations
 
-import gc
 import queue
 import threading
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
 from itertools import takewhile
 from math import prod
 
 import torch
 
+from ..accelerators.accelerator import Accelerator, DeviceEvent, accelerator_of
+from ..accelerators.cuda import span
 from ..files.readers import HostBuffer
 from ..files.records import ALIGNMENT, Record
 from .stream import Fill, Stream, Unit
 
-_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device, not only for the current one
 
-
-def pin(buffer: HostBuffer, device: torch.device) -> bool:
-    """Page-lock memory in place, for copies to `device` at the link's full speed; False if the system refuses.
-
-    Registering in place saves memory: torch's pinned allocator would round the size up to a power of two. After a
-    refusal, copies are only slower. But CUDA stores it as this thread's last error, which torch would report after the
-    next kernel launch. So this function launches a kernel to clear the error.
-    """
-    if buffer.nbytes == 0:
-        return True
-    with torch.cuda.device(device):
-        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        status = runtime.cudaHostRegister(buffer.address, buffer.nbytes, _PORTABLE)
-        if int(status) == 0:
-            return True
-        with suppress(RuntimeError):
-            torch.ones(1, device=device)
-    return False
-
-
-def pin_whole(whole: HostBuffer, parts: Sequence[HostBuffer], device: torch.device) -> list[HostBuffer]:
-    """`pin` memory in one piece; if the system refuses (WSL, containers), pin as many of its parts as it allows.
+def pin_whole(whole: HostBuffer, parts: Sequence[HostBuffer], accelerator: Accelerator) -> list[HostBuffer]:
+    """Pin memory in one piece; if the system refuses (WSL, containers), pin as many of its parts as it allows.
 
     Returns the buffers to unpin later.
     """
-    return [whole] if pin(whole, device) else list(takewhile(lambda part: pin(part, device), parts))
-
-
-def unpin(buffer: HostBuffer, device: torch.device) -> None:
-    """Undo `pin`, before the memory is freed. No copy from it may be running."""
-    with torch.cuda.device(device):
-        torch.cuda.cudart().cudaHostUnregister(buffer.address)  # type: ignore[no-untyped-call]
+    return [whole] if accelerator.pin(whole) else list(takewhile(accelerator.pin, parts))
 
 
 class PinnedTables:
     """Tables [rows, ...] in page-locked RAM, for copies to a device and back. A refusal to lock only slows copies."""
 
     def __init__(self, num_tables: int, empty: torch.Tensor, device: torch.device) -> None:
-        """empty: a table without rows. device: a CPU needs no locked memory."""
+        """empty: a table without rows."""
         self.tables = [torch.empty(empty.shape, dtype=empty.dtype) for _ in range(num_tables)]
-        self._device, self._pinned = device, dict[int, HostBuffer]()
+        self._accelerator, self._pinned = accelerator_of(device), dict[int, HostBuffer]()
 
     @property
     def nbytes(self) -> int:
@@ -80,7 +52,7 @@ class PinnedTables:
             self.tables[index] = buffer.tensor.view(old.dtype).view(num_rows, *old.shape[1:])
             self.tables[index][:in_use] = old[:in_use]
             self._unpin(index)
-            if self._device.type == "cuda" and pin(buffer, self._device):
+            if self._accelerator.pin(buffer):
                 self._pinned[index] = buffer
 
     def free(self) -> None:
@@ -90,7 +62,7 @@ class PinnedTables:
 
     def _unpin(self, index: int) -> None:
         if (buffer := self._pinned.pop(index, None)) is not None:
-            unpin(buffer, self._device)
+            self._accelerator.unpin(buffer)
 
 
 class CopyStream:
@@ -98,97 +70,51 @@ class CopyStream:
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.num_bytes = device, 0
-        self._stream: torch.cuda.Stream | None = None
-        if device.type == "cuda":
-            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._accelerator = accelerator_of(device)
+        self._stream = self._accelerator.new_stream()
 
-    def run(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.cuda.Event | None:
-        """Queue copies (to, from) behind all work that the compute stream has now.
-
-        Returns what `wait` needs, if anything.
-        """
+    def run(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> DeviceEvent:
+        """Queue copies (to, from) behind all work that the compute stream has now; returns what `wait` needs."""
         self.num_bytes += sum(source.nbytes for _, source in copies)
-        if self._stream is None:
-            for there, source in copies:
-                there.copy_(source)
-            return None
-        self._stream.wait_stream(torch.cuda.current_stream(self.device))
-        arrival = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        with torch.cuda.device(self.device), torch.cuda.stream(self._stream), span("copy"):
+        self._stream.wait_stream(self._accelerator.current_stream)
+        arrival = self._accelerator.new_event()
+        with self._accelerator.on(self._stream), span("copy"):
             for there, source in copies:
                 there.copy_(source, non_blocking=True)
             arrival.record(self._stream)
         return arrival
 
-    def wait(self, arrival: torch.cuda.Event) -> None:
+    def wait(self, arrival: DeviceEvent) -> None:
         """Make later work of the compute stream wait for a copy."""
-        torch.cuda.current_stream(self.device).wait_event(arrival)
+        self._accelerator.current_stream.wait_event(arrival)
 
     def finish_writes(self) -> None:
         """Wait until all work of the compute stream has ended, what it copies to RAM included."""
-        if self._stream is not None:
-            torch.cuda.current_stream(self.device).synchronize()
+        self._accelerator.current_stream.synchronize()
 
     def finish(self) -> None:
         """Wait until the device has finished everything, whichever stream and thread it comes from."""
-        if self._stream is not None:
-            torch.cuda.synchronize(self.device)
-
-
-def limit_memory(nbytes: int | None, device: torch.device) -> None:
-    """Limit torch to `nbytes` more device memory than it holds now; None removes the limit. Resets peak statistics.
-
-    An allocation beyond the limit raises torch.OutOfMemoryError. The CUDA context (some hundred MB) and the code of
-    kernels are not torch's and do not count.
-    """
-    total = torch.cuda.mem_get_info(device)[1]
-    allowed = total if nbytes is None else torch.cuda.memory_reserved(device) + nbytes
-    torch.cuda.set_per_process_memory_fraction(min(1.0, allowed / total), device)
-    torch.cuda.reset_peak_memory_stats(device)
-
-
-def release_memory(device: torch.device) -> None:
-    """Free unreferenced memory: Python's reference cycles, and on a GPU torch's cache."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        torch.cuda.empty_cache()
-
-
-def device_bytes(device: torch.device) -> tuple[int, int]:
-    """Bytes of device memory that torch holds now, and the peak, including its cache; zeros for a CPU."""
-    if device.type != "cuda":
-        return 0, 0
-    return torch.cuda.memory_reserved(device), torch.cuda.max_memory_reserved(device)
-
-
-def span(name: str) -> AbstractContextManager[None]:
-    """A range in a profiler's timeline (NVTX); without CUDA, a null context."""
-    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        return nullcontext()
-    marked: AbstractContextManager[None] = torch.cuda.nvtx.range(name)
-    return marked
+        self._accelerator.finish()
 
 
 class DeviceSlot:
     """A slot in device memory; its events order the copy stream and the compute stream."""
 
     @torch.inference_mode(False)  # another thread writes to it, which inference tensors do not allow
-    def __init__(self, nbytes: int, device: torch.device) -> None:
-        self._memory = torch.empty(nbytes + ALIGNMENT, dtype=torch.uint8, device=device)
-        self._nbytes, self._device = nbytes, device
+    def __init__(self, nbytes: int, accelerator: Accelerator) -> None:
+        self._memory = torch.empty(nbytes + ALIGNMENT, dtype=torch.uint8, device=accelerator.device)
+        self._nbytes, self._accelerator = nbytes, accelerator
         self.shift = 0  # offset of the content, from 0 to ALIGNMENT; set when the slot is filled
-        # blocking: a host thread that waits for `ready` sleeps and frees its core.
-        self.ready = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-        self.free = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self.free.record(torch.cuda.current_stream(device))  # after any earlier use of this memory
+        self.ready = accelerator.new_event(blocking=True)
+        self.free = accelerator.new_event()
+        self.free.record(accelerator.current_stream)  # after any earlier use of this memory
 
     @property
     def tensor(self) -> torch.Tensor:
         return self._memory[self.shift : self.shift + self._nbytes]
 
     def enter(self) -> None:
-        torch.cuda.current_stream(self._device).wait_event(self.ready)
+        self._accelerator.current_stream.wait_event(self.ready)
 
     def leave(self) -> None:
         """Record the end of use, and wait until the layer has arrived before the host queues more kernels.
@@ -196,7 +122,7 @@ class DeviceSlot:
         A pass has some thousand kernels, and the queue holds about a thousand. A thread that waits at a full queue may
         block launches of other threads, such as the draft's rounds.
         """
-        self.free.record(torch.cuda.current_stream(self._device))
+        self.free.record(self._accelerator.current_stream)
         self.ready.synchronize()
 
 
@@ -211,10 +137,10 @@ class DeviceFiller:
         in_ram: Mapping[Unit, torch.Tensor],
         on_disk: Stream | None,
         records: Mapping[Unit, Record],
-        device: torch.device,
+        accelerator: Accelerator,
     ) -> None:
-        self._in_ram, self._on_disk, self._records, self._device = in_ram, on_disk, records, device
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._in_ram, self._on_disk, self._records, self._accelerator = in_ram, on_disk, records, accelerator
+        self._stream = accelerator.new_stream()
         self._work = queue.SimpleQueue[tuple[Fill, DeviceSlot, Unit] | None]()
         self._thread = threading.Thread(target=self._run, name="offspec-copy", daemon=True)
         self._thread.start()
@@ -255,7 +181,7 @@ class DeviceFiller:
 
     def _copy(self, slot: DeviceSlot, source: torch.Tensor) -> None:
         nbytes = source.numel()
-        with torch.cuda.device(self._device), torch.cuda.stream(self._stream), span("copy"):
+        with self._accelerator.on(self._stream), span("copy"):
             self._stream.wait_event(slot.free)
             slot.tensor[:nbytes].copy_(source, non_blocking=True)
             slot.ready.record(self._stream)

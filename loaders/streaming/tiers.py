@@ -15,13 +15,14 @@ from threading import Lock
 
 import torch
 
+from ..accelerators.accelerator import accelerator_of
 from ..files.checkpoint import Checkpoint
 from ..files.readers import FileReader, FileStates, HostBuffer, Reader, align_down, align_up
 from ..files.records import Record
 from ..formats import StoredTable, StoredWeight, Weight, as_table, dense, formats_in, stored_weights, take_rows
 from ..formats.bf16_packed import is_bf16_matrix
 from ..formats.blocked import in_blocks
-from .link import DeviceFiller, DeviceSlot, pin_whole, unpin
+from .link import DeviceFiller, DeviceSlot, pin_whole
 from .placement import LayerCost, Placement, scattered
 from .small_transfers import to_device
 from .stream import DiskFiller, HostSlot, PlainStream, Ring, Stream, Unit, read_record
@@ -208,6 +209,7 @@ class TieredWeights:
     ) -> None:
         options = options or TierOptions()
         self._model, self._placement, self._dtype, self._device = model.to(device), placement, dtype, device
+        self._accelerator = accelerator_of(device)
         num_elements = model.scratch_elements(placement.streamed, dtype)
         self.scratch = torch.empty(num_elements, dtype=dtype, device=device) if num_elements else None
         self._reader = options.reader or FileReader()
@@ -230,8 +232,8 @@ class TieredWeights:
         try:
             for name, layer in shared.items():
                 self._shared |= self._load(layer, torch.device("cpu") if name == embedding else device)
-            is_blocked = options.blocked and device.type == "cpu" and not placement.on_disk  # else the disk dominates
-            load = self._load_blocked if is_blocked else self._load
+            is_in_ram = not (self._accelerator.has_own_memory or placement.on_disk)  # else the disk dominates
+            load = self._load_blocked if options.blocked and is_in_ram else self._load
             for i in placement.resident:
                 self._resident[i] = load(self._model.layers[i], device)
             self._staged = None
@@ -279,7 +281,7 @@ class TieredWeights:
         follows it. The results do not change.
         """
         on_disk = self._placement.on_disk
-        if self._device.type != "cpu" or not isinstance(self._stream, Ring):
+        if self._accelerator.has_own_memory or not isinstance(self._stream, Ring):
             return
         num_wanted = max(0, min(nbytes // self._placement.slots.nbytes, len(on_disk) - LEAST_STREAMED))
         self._wanted = frozenset(on_disk[i] for i in scattered(len(on_disk) - 1)[:num_wanted])
@@ -311,13 +313,13 @@ class TieredWeights:
             return to_device(self._rows.take(indices, self._dtype), self._device)
         table = as_table(self.shared(name))
         rows = take_rows(table, to_device(indices, table.device), self._dtype)
-        return to_device(rows, self._device) if table.device.type == "cpu" else rows
+        return to_device(rows, self._device)
 
     def close(self) -> None:
         if self._stream is not None:
             self._stream.close()
         for buffer in self._pinned:
-            unpin(buffer, self._device)
+            self._accelerator.unpin(buffer)
         self._pinned = []
         self._reader.close()
         self._resident, self._shared, self._stream, self.scratch = {}, {}, None, None
@@ -343,7 +345,7 @@ class TieredWeights:
         """Load a layer into its own memory on the device, in the compute dtype."""
         if layer.is_converted(self._dtype):
             bound = layer.bind(self._read(layer, self._staging(layer)).tensor, self._dtype, is_kept=True)
-            return bound if device.type == "cpu" else {name: _moved(weight, device) for name, weight in bound.items()}
+            return {name: _moved(weight, device) for name, weight in bound.items()}
         return layer.bind(layer.record.on(device, self._read(layer).tensor), self._dtype, is_kept=True)
 
     def _load_blocked(self, layer: StoredLayer, device: torch.device) -> dict[str, Weight]:
@@ -373,7 +375,7 @@ class TieredWeights:
         if synchronous:
             everything: dict[Unit, Record] = {i: self._model.layers[i].record for i in self._placement.streamed}
             return PlainStream(everything, self._reader, self._device)
-        if self._device.type == "cuda":
+        if self._accelerator.has_own_memory:
             return self._open_link(records)
         buffers = [HostBuffer(self._placement.slots.nbytes) for _ in range(self._placement.slots.num)]
         return self._open_disk(records, buffers)
@@ -385,7 +387,7 @@ class TieredWeights:
     def _open_link(self, records: Mapping[Unit, Record]) -> Stream:
         """A stream to a GPU. Layers in RAM and the slots for layers on disk share one pinned buffer."""
         p, layers = self._placement, self._model.layers
-        slots = [DeviceSlot(p.slots.nbytes, self._device) for _ in range(p.slots.num)]
+        slots = [DeviceSlot(p.slots.nbytes, self._accelerator) for _ in range(p.slots.num)]
         sizes = [*(layers[i].record.nbytes for i in p.in_ram), *[p.slots.nbytes] * (p.slots.num_host if records else 0)]
         whole, parts = HostBuffer.side_by_side(sizes)
         in_ram: dict[Unit, torch.Tensor] = {
@@ -396,9 +398,9 @@ class TieredWeights:
             if records:
                 disk = self._open_disk(records, parts[len(in_ram) :])
                 opened.callback(disk.close)
-            self._pinned += pin_whole(whole, parts, self._device)
+            self._pinned += pin_whole(whole, parts, self._accelerator)
             self.unpinned_bytes = whole.nbytes - sum(buffer.nbytes for buffer in self._pinned)
-            filler = DeviceFiller(in_ram, disk, {i: layers[i].record for i in p.streamed}, self._device)
+            filler = DeviceFiller(in_ram, disk, {i: layers[i].record for i in p.streamed}, self._accelerator)
             opened.pop_all()  # from here on, the filler closes `disk`
         return Ring(self._placement.streamed, slots, filler)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from offspec.loaders.accelerators.accelerator import accelerator_of
 from offspec.loaders.streaming.placement import Item, Placement
 from offspec.scheduler.baselines.opt_tree import OptTreeDrafter
 from offspec.scheduler.baselines.sequoia import SequoiaDrafter
@@ -84,7 +85,7 @@ class ModelDraft(Draft):
         if self.window is not None and self.window >= max_context:
             self.window = None
         self.tries_window &= max_context > 2 * TRIED_WINDOW
-        if self.decoder.device.type == "cuda" and is_static(self.decoder) and self.graphs is None:
+        if accelerator_of(self.decoder.device).records and is_static(self.decoder) and self.graphs is None:
             self.graphs = TreeGraphs(self.decoder, self._num_entries(max_context) + 1 + MAX_ROWS)
             self.graphs.prepare()
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from offspec.loaders.accelerators.cuda import span
 from offspec.loaders.formats import Weight
-from offspec.loaders.streaming.link import span
 from offspec.loaders.streaming.weights import WeightSource
 
 from .block import PassRows

@@ -15,6 +15,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from offspec.loaders.accelerators.accelerator import DeviceEvent
 from offspec.loaders.streaming.link import CopyStream, PinnedTables
 
 from .kv_cache import KVCache, KVLayout, MakeLayerCaches, PlainLayers
@@ -131,7 +132,7 @@ class LayerSlot:
         self.cache = cache
         self.layer: int | None = None
         self.num_known = 0
-        self.arrival: torch.cuda.Event | None = None
+        self.arrival: DeviceEvent | None = None
 
     @property
     def rows(self) -> list[Tensor]:

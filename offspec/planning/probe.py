@@ -8,6 +8,7 @@ from dataclasses import replace
 import psutil
 import torch
 
+from offspec.loaders.accelerators.accelerator import accelerator_of
 from offspec.loaders.formats import StoredWeight
 from offspec.loaders.formats.products import HALF_DTYPES
 from offspec.loaders.machine.card_choices import fused_rows
@@ -21,7 +22,6 @@ from offspec.loaders.machine.measure import (
 )
 from offspec.loaders.machine.product_costs import forms_of, know_products, product_flops
 from offspec.loaders.params import LOSSLESS_FORMAT
-from offspec.loaders.streaming.link import release_memory
 
 from ..checkpoints.load import is_blocked
 from ..checkpoints.opening import ModelFiles, Note
@@ -157,14 +157,14 @@ def measure_fused_limits(models: Sequence[ModelFiles], device: torch.device) -> 
         for weight in layer.weights.values()
         if weight.fused_kind is not None
     }
-    if device.type != "cuda" or not kinds:
+    if not accelerator_of(device).has_own_memory or not kinds:
         return []
     forms = {weight.dtype: [kind for kind in kinds if kinds[kind].dtype == weight.dtype] for weight in kinds.values()}
     notes = [
         _fused_note(form, [(kinds[kind], kind[1]) for kind in sorted(forms[form], key=str)], device)
         for form in sorted(forms)
     ]
-    release_memory(device)
+    accelerator_of(device).release_memory()
     return notes
 
 

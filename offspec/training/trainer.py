@@ -19,6 +19,8 @@ from accelerate import Accelerator
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
+from offspec.loaders.accelerators.accelerator import accelerator_of
+
 from ..errors import CheckpointError, NumericalError, StorageError
 from ..model.decoder import IntArray
 from ..planning.out_of_memory import first_line
@@ -53,8 +55,7 @@ class Trainer:
 
     def __init__(self, student: Student, params: DistillParams, folder: Path) -> None:
         device = student.device
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
+        accelerator_of(device).make_current()
         self._accelerator = Accelerator(cpu=device.type == "cpu")
         self._params, self._folder, self.step = params, folder, 0
         self._peak = params.learning_rate * student.rate_factor

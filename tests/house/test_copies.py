@@ -17,6 +17,7 @@ FOLDERS = ("loaders", "scheduler", "offspec")
 FROM_HOST_DATA = {"tensor", "as_tensor", "asarray", "from_numpy", "frombuffer", "scalar_tensor"}
 # A module, or a folder → why it copies.
 MAY_COPY = {
+    "loaders/accelerators/cuda.py": "a view of page-locked memory",
     "loaders/streaming/small_transfers.py": "is the other way; copies where memory cannot be shared",
     "loaders/streaming/link.py": "the ring's filler, and KV entries in RAM: these are the large copies",
     "loaders/machine/measure.py": "measures before texts run",

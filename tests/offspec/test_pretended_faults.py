@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from offspec.errors import OffspecError
+from offspec.loaders.accelerators.accelerator import Accelerator
+from offspec.loaders.accelerators.cpu import Moment
 from offspec.loaders.files.readers import HostBuffer
 from offspec.loaders.streaming import small_transfers
 from offspec.loaders.streaming.link import CopyStream, DeviceFiller, DeviceSlot
@@ -93,8 +95,8 @@ def kv_entries_are_copied_at_once(patch: Patch) -> None:
 
     def deaf(self: CopyStream, device: torch.device) -> None:
         make(self, device)
-        if self._stream is not None:
-            self._stream = Deaf(machine=torch.cuda.current_stream().machine)  # type: ignore[assignment]
+        if device.type == "cuda":
+            self._stream = Deaf(machine=torch.cuda.current_stream().machine)
 
     patch.setattr(CopyStream, "__init__", deaf)
 
@@ -103,9 +105,9 @@ def a_small_transfer_is_overwritten(patch: Patch) -> None:
     class Impatient(small_transfers.SlotTransfers):
         NUM_SLOTS = 1
 
-        def __init__(self, device: torch.device) -> None:
-            super().__init__(device)
-            self._read = []
+        def __init__(self, accelerator: Accelerator) -> None:
+            super().__init__(accelerator)
+            self._read = [Moment()]
 
     patch.setattr(small_transfers, "SlotTransfers", Impatient)
     patch.setattr(small_transfers, "_transfers", {})

@@ -5,32 +5,21 @@ What needs no GPU to be seen is tested with a stand-in that writes down what CUD
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
+from offspec.loaders.accelerators.cuda import Cuda
 from offspec.loaders.files.readers import HostBuffer
 from offspec.loaders.files.records import Record
-from offspec.loaders.streaming import link
-from offspec.loaders.streaming.link import (
-    DeviceFiller,
-    DeviceSlot,
-    device_bytes,
-    limit_memory,
-    pin,
-    release_memory,
-    span,
-    unpin,
-)
+from offspec.loaders.streaming.link import DeviceFiller, DeviceSlot, pin_whole
 from offspec.loaders.streaming.placement import Limits, Placement, Slots
 from offspec.loaders.streaming.stream import Ring
 from offspec.loaders.streaming.tiers import StoredModel, TieredWeights, TierOptions
 
+from ..accelerators.fake_cuda import FakeCuda
 from ..fakes import LAYER_PREFIX, Tensors, open_with
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda:0")
@@ -55,89 +44,30 @@ def records(layers: Mapping[int, torch.Tensor | HostBuffer]) -> dict[int, Record
 # ------------------------------------------------------------------------------------------------ without a GPU
 
 
-class FakeCuda:
-    """What is asked of CUDA, in order. refuses: whether memory cannot be registered, which leaves an error behind."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, refuses: bool = False) -> None:
-        self.asked: list[str] = []
-        self.has_error, self._refuses = False, refuses
-        main = self.stream("main")
-        changes = {
-            "Stream": lambda device: self.stream("copy"),
-            "Event": lambda **_: self.event(),
-            "current_stream": lambda device: main,
-            "stream": self.nothing,
-            "device": self.nothing,
-            "cudart": lambda: SimpleNamespace(cudaHostRegister=self.register, cudaHostUnregister=self.unregister),
-        }
-        for name, change in changes.items():
-            monkeypatch.setattr(torch.cuda, name, change)
-
-    def stream(self, name: str) -> Any:
-        return SimpleNamespace(
-            synchronize=lambda: self.asked.append(f"{name} synchronize"),
-            wait_event=lambda event: self.asked.append(f"{name} waits"),
-        )
-
-    def event(self) -> Any:
-        return SimpleNamespace(record=lambda stream: None, synchronize=lambda: self.asked.append("event synchronize"))
-
-    @contextmanager
-    def nothing(self, _: object) -> Iterator[None]:
-        yield
-
-    def register(self, address: int, nbytes: int, flags: int) -> int:
-        self.asked.append(f"register {nbytes} {flags}")
-        self.has_error = self._refuses
-        return int(self._refuses)
-
-    def unregister(self, address: int) -> None:
-        self.asked.append("unregister")
-
-    def launch(self, *_: object, **__: object) -> None:
-        """A kernel, after which torch asks for the thread's last error, and so takes it away."""
-        failed, self.has_error = self.has_error, False
-        if failed:
-            raise RuntimeError("CUDA error: out of memory")
-
-
-def test_memory_that_cannot_be_pinned_leaves_no_error_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = FakeCuda(monkeypatch, refuses=True)
-    monkeypatch.setattr(torch, "ones", fake.launch)
-    assert not pin(HostBuffer(4096), CUDA)
-    assert not fake.has_error
-    fake.launch()  # the next kernel is not blamed
-
-
-def test_pinned_memory_is_every_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = FakeCuda(monkeypatch)
-    assert pin(HostBuffer(4096), CUDA)
-    assert pin(HostBuffer(0), CUDA)  # nothing to pin is no fault
-    assert fake.asked == ["register 4096 1"]
-
-
 @pytest.mark.parametrize(("allowed", "registered"), [(3 * 4096, [3]), (2 * 4096, [1, 1]), (4096, [1]), (0, [])])
 def test_what_the_system_does_not_pin_at_once_is_pinned_in_parts(
     monkeypatch: pytest.MonkeyPatch, allowed: int, registered: list[int]
 ) -> None:
     left = allowed
 
-    def pin_some(buffer: HostBuffer, device: torch.device) -> bool:
+    def pin_some(cuda: Cuda, buffer: HostBuffer) -> bool:
         nonlocal left
         fits = buffer.nbytes <= left
         left -= buffer.nbytes * fits
         return fits
 
-    monkeypatch.setattr(link, "pin", pin_some)
+    monkeypatch.setattr(Cuda, "pin", pin_some)
     whole, parts = HostBuffer.side_by_side([4096, 4096, 100])
-    assert [-(-buffer.nbytes // 4096) for buffer in link.pin_whole(whole, parts, CUDA)] == registered
+    assert [-(-buffer.nbytes // 4096) for buffer in pin_whole(whole, parts, Cuda(CUDA))] == registered
 
 
 def test_copies_are_through_before_the_link_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is queued still writes into slots, and reads memory that is unpinned next."""
-    fake = FakeCuda(monkeypatch)
+    fake, device = FakeCuda(monkeypatch), Cuda(CPU)
     layers = {i: torch.full((64,), i, dtype=torch.uint8) for i in range(4)}
-    ring = Ring(range(4), [DeviceSlot(64, CPU) for _ in range(3)], DeviceFiller(layers, None, records(layers), CPU))
+    ring = Ring(
+        range(4), [DeviceSlot(64, device) for _ in range(3)], DeviceFiller(layers, None, records(layers), device)
+    )
     for layer in (0, 1, 2, 3, 0, 1):
         with ring.lend(layer) as buffer:
             assert torch.equal(buffer, layers[layer])
@@ -147,40 +77,6 @@ def test_copies_are_through_before_the_link_is_closed(monkeypatch: pytest.Monkey
     assert fake.asked.count("copy waits") >= 6
     ring.close()
     assert fake.asked[-1] == "copy synchronize"
-
-
-@pytest.mark.parametrize(("nbytes", "fraction"), [(None, 1.0), (6 * MIB, 0.5), (1000 * MIB, 1.0)])
-def test_the_limit_is_a_fraction_beyond_what_is_held(
-    monkeypatch: pytest.MonkeyPatch, nbytes: int | None, fraction: float
-) -> None:
-    asked: list[Any] = []
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (3 * MIB, 16 * MIB))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 2 * MIB)
-    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *given: asked.append(given))
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", asked.append)
-    limit_memory(nbytes, CUDA)
-    assert asked == [(fraction, CUDA), CUDA]
-
-
-def test_spans_are_for_devices_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    ranges: list[str] = []
-
-    @contextmanager
-    def marked(name: str) -> Iterator[None]:
-        ranges.append(name)
-        yield
-
-    monkeypatch.setattr(torch.cuda.nvtx, "range", marked)
-    for is_initialized in (False, True):
-        monkeypatch.setattr(torch.cuda, "is_initialized", lambda is_initialized=is_initialized: is_initialized)
-        with link.span(f"in use: {is_initialized}"):
-            pass
-    assert ranges == ["in use: True"]
-
-
-def test_a_cpu_has_no_device_memory() -> None:
-    release_memory(CPU)
-    assert device_bytes(CPU) == (0, 0)
 
 
 # ------------------------------------------------------------------------------------------------ on a GPU
@@ -239,20 +135,9 @@ def test_every_pass_computes_with_the_right_layers(
 
 
 @pytest.mark.gpu
-def test_memory_is_pinned_where_it_lies() -> None:
-    buffer = HostBuffer(3 * MIB + 5)
-    assert pin(buffer, CUDA)
-    assert buffer.tensor.is_pinned()
-    assert not pin(buffer, CUDA)  # twice is refused
-    assert torch.ones(3, device=CUDA).sum().item() == 3  # and the next kernel is not blamed for it
-    unpin(buffer, CUDA)
-    assert not buffer.tensor.is_pinned()
-
-
-@pytest.mark.gpu
 def test_parts_of_what_was_pinned_are_pinned() -> None:
     whole, parts = HostBuffer.side_by_side([MIB + 5, 3 * MIB, 4096])
-    pinned = link.pin_whole(whole, parts, CUDA)
+    pinned = pin_whole(whole, parts, Cuda(CUDA))
     assert pinned == [whole]
     for value, part in enumerate(parts, 1):
         part.tensor.fill_(value)
@@ -260,7 +145,7 @@ def test_parts_of_what_was_pinned_are_pinned() -> None:
     there = [part.tensor.to(CUDA, non_blocking=True) for part in parts]
     torch.cuda.synchronize()
     assert [tensor.unique().tolist() for tensor in there] == [[1], [2], [3]]
-    unpin(whole, CUDA)
+    Cuda(CUDA).unpin(whole)
     assert not any(part.tensor.is_pinned() for part in parts)
 
 
@@ -270,10 +155,10 @@ def test_a_link_may_be_closed_while_it_copies() -> None:
     layers = {i: HostBuffer(64 * MIB) for i in range(3)}
     for i, buffer in layers.items():
         buffer.tensor.fill_(i + 1)
-        assert pin(buffer, CUDA)
+        assert Cuda(CUDA).pin(buffer)
     for _ in range(5):
-        filler = DeviceFiller({i: buffer.tensor for i, buffer in layers.items()}, None, records(layers), CUDA)
-        ring = Ring(range(3), [DeviceSlot(64 * MIB, CUDA) for _ in range(3)], filler)
+        filler = DeviceFiller({i: buffer.tensor for i, buffer in layers.items()}, None, records(layers), Cuda(CUDA))
+        ring = Ring(range(3), [DeviceSlot(64 * MIB, Cuda(CUDA)) for _ in range(3)], filler)
         with ring.lend(0):
             pass
         ring.close()
@@ -282,35 +167,4 @@ def test_a_link_may_be_closed_while_it_copies() -> None:
         assert not any(tensor.any() for tensor in after)
         del after
     for buffer in layers.values():
-        unpin(buffer, CUDA)
-
-
-@pytest.mark.gpu
-def test_what_is_allowed_is_all_there_is() -> None:
-    release_memory(CUDA)
-    limit_memory(256 * MIB, CUDA)
-    try:
-        held, _ = device_bytes(CUDA)
-        within = torch.empty(200 * MIB, dtype=torch.uint8, device=CUDA)
-        with pytest.raises(torch.OutOfMemoryError):
-            torch.empty(100 * MIB, dtype=torch.uint8, device=CUDA)
-        assert within.nbytes <= device_bytes(CUDA)[1] - held <= 256 * MIB
-    finally:
-        limit_memory(None, CUDA)
-    assert torch.empty(300 * MIB, dtype=torch.uint8, device=CUDA).is_cuda
-
-
-@pytest.mark.gpu
-def test_spans_may_be_nested() -> None:
-    torch.ones(1, device=CUDA)
-    with span("pass"), span("layer"):
-        assert torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-
-
-@pytest.mark.gpu
-def test_memory_is_given_back() -> None:
-    kept = torch.empty(64 * MIB, dtype=torch.uint8, device=CUDA)
-    held, _ = device_bytes(CUDA)
-    del kept
-    release_memory(CUDA)
-    assert device_bytes(CUDA)[0] <= held - 64 * MIB
+        Cuda(CUDA).unpin(buffer)

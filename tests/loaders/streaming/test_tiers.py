@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from offspec.errors import CheckpointError
+from offspec.loaders.accelerators.cuda import Cuda
 from offspec.loaders.files.checkpoint import Checkpoint
 from offspec.loaders.files.containers import open_checkpoint
 from offspec.loaders.files.readers import FileReader, HostBuffer
@@ -128,14 +129,14 @@ def test_what_was_opened_is_closed_where_the_rest_fails(
     if fails == "reading":
         reader.fail_at = model.layers[1].weights["norm"].streamed[0].offset
 
-    def refuse(buffer: HostBuffer, device: torch.device) -> bool:
+    def refuse(cuda: Cuda, buffer: HostBuffer) -> bool:
         opened.extend(set(threading.enumerate()) - before)
         raise CheckpointError("told to fail")
 
     monkeypatch.setattr(
         "offspec.loaders.streaming.tiers.DeviceSlot", lambda nbytes, device: HostSlot(HostBuffer(nbytes))
     )
-    monkeypatch.setattr("offspec.loaders.streaming.link.pin", refuse)
+    monkeypatch.setattr(Cuda, "pin", refuse)
     placement = placed(model, NONE)
     placement = replace(placement, in_ram=(1,), on_disk=(0, 2), slots=replace(placement.slots, num_host=2))
     cuda = torch.device("cuda")
@@ -153,7 +154,7 @@ def test_what_waits_for_a_gpu_is_pinned_in_one_piece(tmp_path: Path, monkeypatch
     tensors, pinned, filled = toy_tensors(), list[tuple[int, int]](), dict[int, torch.Tensor]()
     model = StoredModel.of(open_with(tmp_path, tensors), layer_prefix=LAYER_PREFIX)
 
-    def pin(buffer: HostBuffer, device: torch.device) -> bool:
+    def pin(cuda: Cuda, buffer: HostBuffer) -> bool:
         pinned.append((buffer.address, buffer.nbytes))
         return True
 
@@ -174,10 +175,8 @@ def test_what_waits_for_a_gpu_is_pinned_in_one_piece(tmp_path: Path, monkeypatch
         "offspec.loaders.streaming.tiers.DeviceSlot", lambda nbytes, device: HostSlot(HostBuffer(nbytes))
     )
     monkeypatch.setattr("offspec.loaders.streaming.tiers.DeviceFiller", Filler)
-    monkeypatch.setattr("offspec.loaders.streaming.link.pin", pin)
-    monkeypatch.setattr(
-        "offspec.loaders.streaming.tiers.unpin", lambda buffer, device: pinned.remove((buffer.address, buffer.nbytes))
-    )
+    monkeypatch.setattr(Cuda, "pin", pin)
+    monkeypatch.setattr(Cuda, "unpin", lambda cuda, buffer: pinned.remove((buffer.address, buffer.nbytes)))
     monkeypatch.setattr(Record, "on", lambda record, device, raw: raw)  # there is no device to move residents to
     placement = placed(model, NONE)
     placement = replace(placement, in_ram=(1,), on_disk=(0, 2), slots=replace(placement.slots, num_host=2))
