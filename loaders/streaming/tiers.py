@@ -23,7 +23,7 @@ from ..formats import StoredTable, StoredWeight, Weight, as_table, dense, format
 from ..formats.bf16_packed import is_bf16_matrix
 from ..formats.blocked import in_blocks
 from .link import DeviceFiller, DeviceSlot, pin_whole
-from .placement import LayerCost, Placement, scattered
+from .placement import Placement, UnitCost, scattered
 from .small_transfers import to_device
 from .stream import DiskFiller, HostSlot, PlainStream, Ring, Stream, Unit, read_record
 from .weights import missing, split_names
@@ -51,15 +51,15 @@ class StoredLayer:
     def num_weights(self) -> int:
         return sum(prod(weight.shape) for weight in self.weights.values())
 
-    def cost(self, dtype: torch.dtype) -> LayerCost:
+    def cost(self, dtype: torch.dtype) -> UnitCost:
         """The bytes to stream it, and to keep it resident for computing in `dtype`."""
         if self.is_converted(dtype):
-            return LayerCost(self.record.read_bytes, self.record.nbytes, self.num_weights * dtype.itemsize)
+            return UnitCost(self.record.read_bytes, self.record.nbytes, self.num_weights * dtype.itemsize)
         converted = [w for w in self.weights.values() if not w.is_kept_as_read(dtype)]
         resident = sum(prod(w.shape) * dtype.itemsize for w in converted)
         if len(converted) < len(self.weights):  # the others stay in the buffer of the record
             resident += self.record.nbytes
-        return LayerCost(self.record.read_bytes, self.record.nbytes, resident)
+        return UnitCost(self.record.read_bytes, self.record.nbytes, resident)
 
     def needs_scratch(self, weight: StoredWeight, dtype: torch.dtype, *, is_streamed: bool) -> bool:
         """Whether products with one of its weights need memory for the matrix in `dtype`."""

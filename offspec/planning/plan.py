@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -18,13 +19,15 @@ from offspec.loaders.streaming.placement import (
     KV_ITEM,
     SHADOW_ITEM,
     Item,
-    LayerCost,
     Limits,
     PassRates,
     Placement,
+    Tier,
+    UnitCost,
     Wishes,
     place,
     predict_pass_s,
+    used_share,
 )
 from offspec.loaders.streaming.tiers import StoredLayer
 from offspec.scheduler.params import max_nodes
@@ -111,7 +114,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Plan:
-    """Where the target's layers go, and the memory planned beside them.
+    """Where the target's layers go, each of which is a unit, and the memory planned beside them.
 
     `context` is the maximum number of tokens of a text, `tree` the maximum number of nodes of a tree beside it.
     kv_entries: of the target's KV cache for all texts and trees, and for drafts that share it.
@@ -120,7 +123,7 @@ class Plan:
     demand: Demand
     room: Room
     placement: Placement
-    layers: tuple[LayerCost, ...]
+    layers: tuple[UnitCost, ...]
     work: Work
     kv_entries: int
 
@@ -140,9 +143,8 @@ class Plan:
     @property
     def tiers(self) -> str:
         """The number of layers in each tier, such as "32 resident, 48 in RAM"."""
-        p = self.placement
-        tiers = (("resident", p.resident), ("in RAM", p.in_ram), ("on disk", p.on_disk))
-        return ", ".join(f"{len(layers)} {name}" for name, layers in tiers if layers)
+        counts = Counter(place.tier for place in self.placement.places)
+        return ", ".join(f"{counts[tier]} {tier.value}" for tier in Tier if tier in counts)
 
     @property
     def stream_bytes(self) -> int:
@@ -163,11 +165,11 @@ class Plan:
         head_s = self.work.head_elements * seconds_per_element(rates.matmul_flops, min(width, HEAD_ROWS))
         if num_tokens is None:
             num_tokens = self.usual_tokens
-        return self._pass_s(rates, self._layers_s(rates, width, num_tokens), head_s, num_tokens)
+        return self._pass_s(rates, self._layers_s(rates, width, num_tokens), width, head_s, num_tokens)
 
     def link_s(self, rates: Rates) -> float:
         """Seconds to move the streamed layers, without computation."""
-        return self._pass_s(rates, [0.0] * len(self.layers))
+        return self._pass_s(rates, [0.0] * len(self.layers), 1)
 
     def _layers_s(self, rates: Rates, width: int, num_keys: int) -> list[float]:
         """Seconds of arithmetic in each layer, attention included."""
@@ -179,11 +181,14 @@ class Plan:
         )
         return [(kept_s if i in resident else streamed_s) + attention_s[i] for i in range(len(self.layers))]
 
-    def _pass_s(self, rates: Rates, layers_s: Sequence[float], head_s: float = 0.0, num_keys: int = 0) -> float:
+    def _pass_s(
+        self, rates: Rates, layers_s: Sequence[float], width: int, head_s: float = 0.0, num_keys: int = 0
+    ) -> float:
         disk = rates.disk_bytes_per_s or math.inf
         link = rates.host_to_device_bytes_per_s if self.placement.limits.device is not None else None
         compute_s = (*layers_s[:-1], layers_s[-1] + head_s)
-        return predict_pass_s(self.placement, self.layers, PassRates(compute_s, disk, link), num_keys / self.kv_entries)
+        pass_rates = PassRates(compute_s, disk, link)
+        return predict_pass_s(self.placement, self.layers, pass_rates, width, num_keys / self.kv_entries)
 
     def with_more(self, *, vram: int = 0, ram: int = 0) -> Plan:
         """The plan if the limits were higher by these bytes. Raises MemoryLimitError."""
@@ -400,13 +405,13 @@ def _wishes(uses: Sequence[MemoryUse]) -> Wishes:
     return Wishes(sum(use.num_pinned_layers for use in uses), order)
 
 
-def _layer_costs(target: ModelFiles, uses: Sequence[MemoryUse]) -> list[LayerCost]:
+def _layer_costs(target: ModelFiles, uses: Sequence[MemoryUse]) -> list[UnitCost]:
     costs = [layer.cost(target.dtype) for layer in target.stored.layers]
     shadows = next((use.shadow_bytes for use in uses if use.shadow_bytes), (0,) * len(costs))
     return [replace(cost, shadow_bytes=nbytes) for cost, nbytes in zip(costs, shadows, strict=True)]
 
 
-def _place(costs: list[LayerCost], items: list[Item], limits: Limits, wishes: Wishes) -> Placement:
+def _place(costs: list[UnitCost], items: list[Item], limits: Limits, wishes: Wishes) -> Placement:
     """`place`; if layers are on disk, the embedding stays on disk too, is read by row, and needs no memory."""
     without = [item for item in items if item.name != EMBEDDING_ITEM]
     try:
@@ -464,7 +469,7 @@ def pass_bytes(model: ModelFiles, room: Room) -> int:
 def layer_s(work: Work, rates: Rates, width: int, unpacked_elements: int) -> float:
     """Seconds of arithmetic in one layer, with so many elements to dequantise."""
     matmul_s = work.layer_elements * seconds_per_element(rates.matmul_flops, width)
-    used = 1 - (1 - work.expert_share) ** width  # expected share of the experts, if rows choose independently
+    used = used_share(work.expert_share, width)  # of the experts
     rows = max(1, round(width * work.expert_share / used))
     matmul_s += work.expert_elements * used * seconds_per_element(rates.matmul_flops, rows)
     if not unpacked_elements or not rates.dequantise_elements_per_s:

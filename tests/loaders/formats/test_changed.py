@@ -16,7 +16,7 @@ from offspec.loaders.files.checkpoint import Change, TensorInfo
 from offspec.loaders.files.safetensors_folder import read_header
 from offspec.loaders.formats import StoredWeight, dense, linear, stored_weights
 from offspec.loaders.formats.blocked import is_supported
-from offspec.loaders.streaming.placement import Limits, Placement, Slots
+from offspec.loaders.streaming.placement import Limits, Placement, Slots, places_of
 from offspec.loaders.streaming.tiers import StoredLayer, StoredModel, TieredWeights, TierOptions
 
 from ...refusals import refused
@@ -157,7 +157,7 @@ def test_wherever_they_lie(tmp_path: Path, resident: tuple[int, ...], dtype: tor
     model, meant = model_on_disk(tmp_path)
     on_disk = tuple(i for i in range(3) if i not in resident)
     slots = Slots(2, 0, max(layer.record.nbytes for layer in model.layers))
-    placement = Placement(resident, (), on_disk, slots, (), Limits(None, 0), 0, 0)
+    placement = Placement(places_of(resident=resident, on_disk=on_disk), slots, (), Limits(None, 0), 0, 0)
     weights = TieredWeights(
         model, placement, dtype=dtype, device=CPU, embedding=EMBEDDING, options=TierOptions(blocked=True)
     )
@@ -184,7 +184,7 @@ def test_kept_plain_matrices_can_be_blocked(tmp_path: Path) -> None:
     plain = torch.randn(NUM_ROWS, COLUMNS).bfloat16()
     infos = plain_infos(tmp_path, {"l.0.w": as_llama_cpp_has_it(plain)}, {"l.0.w": Change(num_heads=HEADS)})
     model = StoredModel([StoredLayer({"w": stored_weights(infos)["l.0.w"]})], {})
-    placement = Placement((0,), (), (), Slots(0, 0, 0), (), Limits(None, 0), 0, 0)
+    placement = Placement(places_of(resident=(0,)), Slots(0, 0, 0), (), Limits(None, 0), 0, 0)
     weights = TieredWeights(model, placement, dtype=torch.bfloat16, device=CPU, options=TierOptions(blocked=True))
     with weights.layer(0) as layer:
         assert type(layer["w"]).__name__ == "BlockedMatrix"

@@ -15,7 +15,7 @@ from offspec.loaders.accelerators.cuda import Cuda
 from offspec.loaders.files.readers import HostBuffer
 from offspec.loaders.files.records import Record
 from offspec.loaders.streaming.link import DeviceFiller, DeviceSlot, pin_whole
-from offspec.loaders.streaming.placement import Limits, Placement, Slots
+from offspec.loaders.streaming.placement import Limits, Placement, Slots, places_of
 from offspec.loaders.streaming.stream import Ring
 from offspec.loaders.streaming.tiers import StoredModel, TieredWeights, TierOptions
 
@@ -101,7 +101,12 @@ def test_every_pass_computes_with_the_right_layers(
     on_disk = tuple(i for i in range(9) if i not in resident and i not in in_ram)
     slot_bytes = max(layer.record.nbytes for layer in model.layers)
     placement = Placement(
-        tuple(resident), in_ram, on_disk, Slots(num_slots, num_slots, slot_bytes), (), Limits(2**30, 2**30), 0, 0
+        places_of(resident=resident, in_ram=in_ram, on_disk=on_disk),
+        Slots(num_slots, num_slots, slot_bytes),
+        (),
+        Limits(2**30, 2**30),
+        0,
+        0,
     )
     weights = TieredWeights(
         model,

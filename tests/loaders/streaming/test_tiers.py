@@ -19,7 +19,7 @@ from offspec.loaders.files.checkpoint import Checkpoint
 from offspec.loaders.files.containers import open_checkpoint
 from offspec.loaders.files.readers import FileReader, HostBuffer
 from offspec.loaders.files.records import Record
-from offspec.loaders.streaming.placement import Limits, Placement, Slots, scattered
+from offspec.loaders.streaming.placement import Limits, Placement, Slots, places_of, scattered
 from offspec.loaders.streaming.stream import Fill, HostSlot, Ring
 from offspec.loaders.streaming.tiers import LEAST_STREAMED, StoredModel, TieredWeights, TierOptions
 from offspec.loaders.streaming.weights import WeightSource
@@ -35,7 +35,9 @@ ALL, NONE, SOME = (0, 1, 2), (), (1,)
 def placed(model: StoredModel, resident: tuple[int, ...], num_slots: int = 3) -> Placement:
     slot_bytes = max(layer.record.nbytes for layer in model.layers)
     on_disk = tuple(i for i in range(len(model.layers)) if i not in resident)
-    return Placement(resident, (), on_disk, Slots(num_slots, 0, slot_bytes), (), Limits(None, 0), 0, 0)
+    return Placement(
+        places_of(resident=resident, on_disk=on_disk), Slots(num_slots, 0, slot_bytes), (), Limits(None, 0), 0, 0
+    )
 
 
 def tiered(
@@ -138,7 +140,9 @@ def test_what_was_opened_is_closed_where_the_rest_fails(
     )
     monkeypatch.setattr(Cuda, "pin", refuse)
     placement = placed(model, NONE)
-    placement = replace(placement, in_ram=(1,), on_disk=(0, 2), slots=replace(placement.slots, num_host=2))
+    placement = replace(
+        placement, places=places_of(in_ram=(1,), on_disk=(0, 2)), slots=replace(placement.slots, num_host=2)
+    )
     cuda = torch.device("cuda")
     with refused(CheckpointError, "told to fail"):
         TieredWeights(
@@ -179,7 +183,9 @@ def test_what_waits_for_a_gpu_is_pinned_in_one_piece(tmp_path: Path, monkeypatch
     monkeypatch.setattr(Cuda, "unpin", lambda cuda, buffer: pinned.remove((buffer.address, buffer.nbytes)))
     monkeypatch.setattr(Record, "on", lambda record, device, raw: raw)  # there is no device to move residents to
     placement = placed(model, NONE)
-    placement = replace(placement, in_ram=(1,), on_disk=(0, 2), slots=replace(placement.slots, num_host=2))
+    placement = replace(
+        placement, places=places_of(in_ram=(1,), on_disk=(0, 2)), slots=replace(placement.slots, num_host=2)
+    )
     cuda = torch.device("cuda")
     weights = TieredWeights(model, placement, dtype=torch.float32, device=cuda, embedding=EMBEDDING)
     ((begin, size),) = pinned
