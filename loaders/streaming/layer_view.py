@@ -36,7 +36,6 @@ class LayerView:
         return len(self._layers)
 
     def lend(self, unit: Unit) -> AbstractContextManager[Mapping[str, Weight]]:
-        assert isinstance(unit, int), "its units are layers"
         layer = self._layers[unit]
         return self._source.lend(layer) if isinstance(layer, int) else nullcontext(layer)
 

@@ -100,7 +100,6 @@ class RamWeights:
         return len(self._layers)
 
     def lend(self, unit: Unit) -> AbstractContextManager[Mapping[str, Weight]]:
-        assert isinstance(unit, int), "units are layers"
         return nullcontext(self._layers[unit])
 
     def layer(self, index: int) -> AbstractContextManager[Mapping[str, Weight]]:

@@ -14,7 +14,6 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from offspec.loaders.machine.hardware import Hardware, Rates
-from offspec.loaders.params import LOSSLESS_FORMAT
 from offspec.loaders.streaming.placement import (
     KV_ITEM,
     SHADOW_ITEM,
@@ -29,7 +28,7 @@ from offspec.loaders.streaming.placement import (
     predict_pass_s,
     used_share,
 )
-from offspec.loaders.streaming.tiers import StoredLayer
+from offspec.loaders.streaming.stored_model import StoredUnit
 from offspec.scheduler.params import max_nodes
 
 from ..checkpoints.opening import ModelFiles
@@ -57,8 +56,8 @@ class Demand:
     """The inputs of a plan.
 
     features: these need memory beside the target. program_bytes: RAM that the process already holds. packs: whether
-    bf16-packed matrices of resident layers stay packed if not all layers can be resident; more of them are then. None:
-    as long as nothing else was found to be faster.
+    matrices that have two forms stay packed in resident layers if not all layers can be resident; more of them are
+    then. None: as long as nothing else was found to be faster.
     """
 
     target: ModelFiles
@@ -70,7 +69,7 @@ class Demand:
 
     @property
     def is_packing(self) -> bool:
-        return self.target.packed_form == LOSSLESS_FORMAT if self.packs is None else self.packs
+        return self.target.stored.has_two_forms if self.packs is None else self.packs
 
 
 @dataclass(frozen=True)
@@ -197,7 +196,7 @@ class Plan:
         return _plan_for(self.room, replace(self.demand, limits=Limits(device, limits.ram + ram)))
 
     def packing(self, *, packs: bool) -> Plan:
-        """The plan with packed bf16 matrices of resident layers kept packed or unpacked. Raises MemoryLimitError."""
+        """The plan with resident matrices that have two forms packed or unpacked. Raises MemoryLimitError."""
         return _plan_for(self.room, replace(self.demand, packs=packs))
 
     def with_target(self, target: ModelFiles) -> Plan:
@@ -297,11 +296,11 @@ def _plan_in_room(demand: Demand) -> Plan:
 
 
 def with_faster_residents(plan: Plan, rates: Rates) -> Plan:
-    """The plan with packed bf16 matrices of resident layers kept packed or unpacked, whichever has the faster pass.
+    """The plan with resident matrices that have two forms packed or unpacked, whichever has the faster pass.
 
     Packed, more layers are resident, and each pass unpacks them.
     """
-    if not plan.placement.streamed or plan.demand.target.packed_form != LOSSLESS_FORMAT:
+    if not plan.placement.streamed or not plan.demand.target.stored.has_two_forms:
         return plan
     try:
         other = plan.packing(packs=not plan.demand.is_packing)
@@ -431,7 +430,7 @@ def _items(room: Room, demand: Demand, uses: Sequence[MemoryUse]) -> list[Item]:
     """Everything but the target's layers and its KV cache."""
     target, on_gpu = demand.target, demand.limits.device is not None
     config = target.config
-    shared = {n: StoredLayer({n: w}).cost(target.dtype).resident_bytes for n, w in target.stored.shared.items()}
+    shared = {n: StoredUnit({n: w}).cost(target.dtype).resident_bytes for n, w in target.stored.shared.items()}
     workspace = max([pass_bytes(target, room), *(use.workspace_bytes for use in uses)])
     cuda_bytes = CUDA_WORKSPACE_BYTES if on_gpu else 0
     items = [
@@ -453,7 +452,7 @@ def unpacking_items(model: ModelFiles) -> list[Item]:
 
 def resident_bytes(model: ModelFiles) -> int:
     """Bytes of all weights of a model that is fully resident."""
-    layers = (*model.stored.layers, *(StoredLayer({n: w}) for n, w in model.stored.shared.items()))
+    layers = (*model.stored.layers, *(StoredUnit({n: w}) for n, w in model.stored.shared.items()))
     return sum(layer.cost(model.dtype).resident_bytes for layer in layers)
 
 

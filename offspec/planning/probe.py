@@ -21,7 +21,6 @@ from offspec.loaders.machine.measure import (
     measure_packed_product,
 )
 from offspec.loaders.machine.product_costs import forms_of, know_products, product_flops
-from offspec.loaders.params import LOSSLESS_FORMAT
 
 from ..checkpoints.load import is_blocked
 from ..checkpoints.opening import ModelFiles, Note
@@ -100,7 +99,7 @@ def measure_quick_rates(target: ModelFiles, device: torch.device, link_bytes_per
     target, packed matrices may draft; on a GPU their products take 0.1 s and as much memory more.
     """
     form = target.packed_form
-    is_unpacked_first = form == LOSSLESS_FORMAT  # its resident layers may be plain, so products are measured apart
+    is_unpacked_first = target.stored.has_two_forms  # its resident layers may be plain, so products are measured apart
     known = HALF_DTYPES.get(target.dtype, "") if form is None or is_unpacked_first else form
     products = product_flops(known, target.dtype) if device.type == "cpu" else {}
     shape = (2048, 2048) if device.type == "cpu" else (4096, 4096)  # launching a smaller product takes a GPU's time

@@ -16,8 +16,9 @@ from offspec.loaders.files.readers import HostBuffer
 from offspec.loaders.files.records import Record
 from offspec.loaders.streaming.link import DeviceFiller, DeviceSlot, pin_whole
 from offspec.loaders.streaming.placement import Limits, Placement, Slots, places_of
+from offspec.loaders.streaming.stored_model import StoredModel
 from offspec.loaders.streaming.stream import Ring
-from offspec.loaders.streaming.tiers import StoredModel, TieredWeights, TierOptions
+from offspec.loaders.streaming.tiers import TieredWeights, TierOptions
 
 from ..accelerators.fake_cuda import FakeCuda
 from ..fakes import LAYER_PREFIX, Tensors, open_with

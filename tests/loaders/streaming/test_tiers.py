@@ -20,8 +20,9 @@ from offspec.loaders.files.containers import open_checkpoint
 from offspec.loaders.files.readers import FileReader, HostBuffer
 from offspec.loaders.files.records import Record
 from offspec.loaders.streaming.placement import Limits, Placement, Slots, places_of, scattered
+from offspec.loaders.streaming.stored_model import StoredModel
 from offspec.loaders.streaming.stream import Fill, HostSlot, Ring
-from offspec.loaders.streaming.tiers import LEAST_STREAMED, StoredModel, TieredWeights, TierOptions
+from offspec.loaders.streaming.tiers import LEAST_STREAMED, TieredWeights, TierOptions
 from offspec.loaders.streaming.weights import WeightSource
 
 from ...refusals import refused
