@@ -18,9 +18,7 @@ class InOrder:
     """The only stream of a CPU. Whatever came before is done."""
 
     def wait_stream(self, stream: Any) -> None: ...
-
     def wait_event(self, event: Any) -> None: ...
-
     def synchronize(self) -> None: ...
 
 
@@ -62,7 +60,6 @@ class Cpu:
         return nullcontext()
 
     def finish(self) -> None: ...
-
     def make_current(self) -> None: ...
 
     def recorder(self) -> Recorder:

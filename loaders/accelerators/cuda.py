@@ -15,7 +15,6 @@ from ..files.readers import HostBuffer
 from .capture import CudaRecorder, Recorder
 
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device, not only for the current one
-_URGENT = -1  # priority of a stream
 
 
 class Cuda:
@@ -27,15 +26,13 @@ class Cuda:
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
-    # ---------------------------------------------------------------------------------------- order
-
     @property
     def current_stream(self) -> torch.cuda.Stream:
         return torch.cuda.current_stream(self.device)
 
     @cached_property
     def urgent_stream(self) -> torch.cuda.Stream:
-        return torch.cuda.Stream(self.device, priority=_URGENT)  # type: ignore[no-untyped-call]
+        return torch.cuda.Stream(self.device, priority=-1)  # type: ignore[no-untyped-call]
 
     def new_stream(self) -> torch.cuda.Stream:
         return torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
@@ -54,8 +51,6 @@ class Cuda:
 
     def recorder(self) -> Recorder:
         return CudaRecorder(self.device)
-
-    # ---------------------------------------------------------------------------------------- memory of the host
 
     def pin(self, buffer: HostBuffer) -> bool:
         """Registering in place saves memory: torch's pinned allocator would round the size up to a power of two.
@@ -91,8 +86,6 @@ class Cuda:
                 return view
         return None
 
-    # ---------------------------------------------------------------------------------------- its own memory
-
     def limit_memory(self, nbytes: int | None) -> None:
         total = torch.cuda.mem_get_info(self.device)[1]
         allowed = total if nbytes is None else torch.cuda.memory_reserved(self.device) + nbytes
@@ -112,8 +105,6 @@ class Cuda:
 
     def free_and_total_bytes(self) -> tuple[int, int]:
         return torch.cuda.mem_get_info(self.device)
-
-    # ---------------------------------------------------------------------------------------- the device itself
 
     @property
     def _properties(self) -> Any:

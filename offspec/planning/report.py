@@ -38,11 +38,10 @@ def explain_packing(plan: Plan) -> list[Note]:
     target = plan.demand.target
     if not target.stored.has_two_forms:
         return []
+    matrices = f"{target.packed_form} matrices"
     if not target.stored.layers[0].packs:
-        return [Note(f"{target.packed_form} matrices of resident layers are unpacked once, while they are loaded")]
-    return [
-        Note(f"{target.packed_form} matrices stay packed in memory, so that more layers are resident: {plan.tiers}")
-    ]
+        return [Note(f"{matrices} of resident layers are unpacked once, while they are loaded")]
+    return [Note(f"{matrices} stay packed in memory, so that more layers are resident: {plan.tiers}")]
 
 
 def _kv_format(plan: Plan) -> list[Note]:
