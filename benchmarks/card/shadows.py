@@ -20,9 +20,8 @@ from offspec.checkpoints.opening import ModelFiles
 from offspec.loaders.formats import Weight
 from offspec.loaders.machine.measure import measure_fused_rows
 from offspec.loaders.params import SHADOW_FORMATS
-from offspec.loaders.streaming.layer_view import LayerView
 from offspec.loaders.streaming.stored_model import StoredModel, StoredUnit
-from offspec.loaders.streaming.weights import RamWeights
+from offspec.loaders.streaming.weights import LayerView, RamWeights
 from offspec.model.cuda_graphs import WIDTHS, TreeGraphs, is_static
 from offspec.model.decoder import CachedDecoder, Decoder
 from offspec.planning.drafting import CAPTURED_LAYER_S, round_layer_s

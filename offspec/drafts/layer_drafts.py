@@ -14,10 +14,10 @@ import torch
 
 from offspec.loaders.accelerators.accelerator import accelerator_of
 from offspec.loaders.files.user_folders import expand_home
-from offspec.loaders.streaming.layer_view import LayerView, ViewedLayer
 from offspec.loaders.streaming.placement import SHADOW_ITEM, Placement
 from offspec.loaders.streaming.stored_model import StoredModel
 from offspec.loaders.streaming.tiers import TieredWeights, load_layer
+from offspec.loaders.streaming.weights import LayerView, ViewedLayer
 from offspec.scheduler.drafting.drafter import Drafter
 from offspec.scheduler.params import tree_room
 

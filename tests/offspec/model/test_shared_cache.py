@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from offspec.loaders.streaming.layer_view import LayerView
+from offspec.loaders.streaming.weights import LayerView
 from offspec.model.cuda_graphs import RoundBuffers, Work, as_it_is, is_static
 from offspec.model.decoder import CachedDecoder, Decoder
 from offspec.model.kv_cache import MakeLayerCaches, plain_layers
