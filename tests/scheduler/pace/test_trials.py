@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from offspec.scheduler.pace.overlap import Overlap, OverlapSwitch
+from offspec.scheduler.pace.trials import Overlap, OverlapSwitch
 
 
 def cycles(switch: OverlapSwitch, seconds: dict[bool, float], count: int) -> list[bool]:
