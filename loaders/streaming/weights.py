@@ -124,7 +124,8 @@ class RamWeights:
 class LayerView:
     """Some layers of another source, all resident, others in place of some, and everything outside the layers.
 
-    A draft that is made of its target's own parts has its weights from such a view. Two threads may use the view and its source at the same time: the view has a scratch of its own.
+    A draft that is made of its target's own parts has its weights from such a view. Two threads may use the view and
+    its source at the same time: the view has a scratch of its own.
     """
 
     is_resident = True
