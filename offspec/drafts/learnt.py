@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from offspec.scheduler.drafting.learnt import RunningEstimates
 from offspec.scheduler.guessing.recycling import TokenRecycling
 from offspec.scheduler.pace.costs import Costs
-from offspec.scheduler.pace.trials import OverlapSwitch
-from offspec.scheduler.pace.window_trials import WindowTrials
+from offspec.scheduler.pace.trials import OverlapSwitch, WindowTrials
 
 from ..model.decoder import Decoder
 from ..model.foreign_config import ForeignConfig

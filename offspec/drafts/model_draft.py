@@ -20,7 +20,7 @@ from offspec.scheduler.drafting.model_drafter import ModelDrafter
 from offspec.scheduler.guessing.lookup import Guesser, PromptLookup
 from offspec.scheduler.joint import BeamDrafter
 from offspec.scheduler.pace.costs import WIDTHS
-from offspec.scheduler.pace.window_trials import WindowTrials
+from offspec.scheduler.pace.trials import WindowTrials
 from offspec.scheduler.params import DRAFT_ROWS, MAX_ROWS, SpeculationParams
 from offspec.scheduler.trees.verify import TargetPass
 
@@ -46,7 +46,7 @@ from .learnt import EstimatesAndRecall
 from .recall import MOST_PROMPT, RecallingText, recall_bytes
 from .reencoded_text import OtherVocabulary
 
-TRIED_WINDOW = 512  # tokens; tried behind texts of at least twice as many (`scheduler.pace.window_trials`)
+TRIED_WINDOW = 512  # tokens; tried behind texts of at least twice as many (`scheduler.pace.trials`)
 WALKED_SLICES = 3  # slices of HEAD_ROWS rows that a walk keeps beside the current one
 
 
