@@ -14,12 +14,11 @@ import torch
 from torch import Tensor
 
 from offspec.errors import OffspecError
-from offspec.loaders.accelerators.accelerator import Accelerator
+from offspec.loaders.accelerators.accelerator import Accelerator, accelerator_of
 from offspec.loaders.accelerators.cpu import Moment
 from offspec.loaders.files.readers import HostBuffer
 from offspec.loaders.streaming import small_transfers
 from offspec.loaders.streaming.link import CopyStream, DeviceFiller, DeviceSlot
-from offspec.model import cuda_graphs as graphs
 from offspec.planning.plan import Plan
 
 from ..pretend_cuda import in_own_process, pretended_cuda
@@ -203,7 +202,7 @@ def refusal(name: str, change: Callable[[Recorded], None] | None = None) -> str 
     """What the recorder says to this work, changed after it was recorded; None if it is content."""
     work = Recorded()
     try:
-        replay = graphs.CudaRecorder(CUDA)(lambda: getattr(work, name)())
+        replay = accelerator_of(CUDA).recorder()(lambda: getattr(work, name)())
         assert replay is not None
         replay()
         if change is not None:
@@ -217,7 +216,7 @@ def refusal(name: str, change: Callable[[Recorded], None] | None = None) -> str 
 def records_beside() -> bool:
     """Whether anything is recorded on another stream than the default one."""
     with torch.cuda.stream(torch.cuda.Stream()):
-        return graphs.CudaRecorder(CUDA)(Recorded().sound) is not None
+        return accelerator_of(CUDA).recorder()(Recorded().sound) is not None
 
 
 # ------------------------------------------------------------------------------------------------ memory
