@@ -27,10 +27,11 @@ from offspec.drafts.recall import RecallingText
 from offspec.drafts.self_draft import OpenedSelf, SelfDraft
 from offspec.drafts.without_model import NoDraft
 from offspec.errors import MemoryLimitError
+from offspec.loaders.accelerators.capture import Work, as_it_is
 from offspec.loaders.streaming.placement import Limits, Placement, Slots, places_of
 from offspec.loading import LoadedTarget
 from offspec.model.block import Block
-from offspec.model.cuda_graphs import RoundBuffers, Work, as_it_is, is_static
+from offspec.model.cuda_graphs import RoundBuffers, is_static
 from offspec.model.decoder import BoolArray, CachedDecoder, Decoder, IntArray
 from offspec.model.early_exit import EarlyExit, SharedDraft, Trunk, parents_of, shared_text
 from offspec.planning.memory import MemoryOptions
