@@ -15,22 +15,16 @@ from .capture import Recorder, as_it_is
 
 
 class InOrder:
-    """The only stream of a CPU. Whatever came before is done."""
+    """The only stream of a CPU, and each event in it: whatever came before is done."""
+
+    at_s = 0.0  # when it was recorded
 
     def wait_stream(self, stream: Any) -> None: ...
     def wait_event(self, event: Any) -> None: ...
     def synchronize(self) -> None: ...
 
-
-class Moment:
-    """An event on a CPU."""
-
-    at_s = 0.0
-
     def record(self, stream: Any) -> None:
         self.at_s = time.perf_counter()
-
-    def synchronize(self) -> None: ...
 
     def elapsed_time(self, end: Any) -> float:
         return float(end.at_s - self.at_s) * 1e3
@@ -53,8 +47,8 @@ class Cpu:
     def new_stream(self) -> InOrder:
         return self.current_stream
 
-    def new_event(self, *, blocking: bool = False, timing: bool = False) -> Moment:
-        return Moment()
+    def new_event(self, *, blocking: bool = False, timing: bool = False) -> InOrder:
+        return InOrder()
 
     def on(self, stream: Any) -> AbstractContextManager[Any]:
         return nullcontext()

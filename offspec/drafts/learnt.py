@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from offspec.loaders.accelerators.accelerator import accelerator_of
 from offspec.scheduler.drafting.learnt import RunningEstimates
 from offspec.scheduler.guessing.recycling import TokenRecycling
 from offspec.scheduler.pace.costs import Costs
@@ -36,7 +37,7 @@ class EstimatesAndRecall(RunningEstimates):
         return cls(
             TokenRecycling(target.config.vocab_size),
             costs=Costs(predict_pass_s),
-            overlap_switch=OverlapSwitch(shares_cores=target.device.type == "cpu"),
+            overlap_switch=OverlapSwitch(shares_cores=not accelerator_of(target.device).has_own_memory),
             recall=None if draft is None or not (_is_linear(draft) and _is_linear(target)) else Recall(draft, target),
         )
 

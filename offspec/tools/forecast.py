@@ -270,7 +270,7 @@ class Machine:
                 largest_weight_file(target.checkpoint.path) or target.checkpoint.path,
                 widths=widths,
                 form=target.packed_form,
-                beside_reads=bool(plan.placement.on_disk) and self.place.type == "cpu",
+                beside_reads=bool(plan.placement.on_disk) and plan.placement.limits.device is None,
                 progress=progress,
             )
         return rates if self.disk_bytes_per_s is None else _with_disk(rates, self.disk_bytes_per_s, "given")

@@ -56,7 +56,7 @@ class Trainer:
     def __init__(self, student: Student, params: DistillParams, folder: Path) -> None:
         device = student.device
         accelerator_of(device).make_current()
-        self._accelerator = Accelerator(cpu=device.type == "cpu")
+        self._accelerator = Accelerator(cpu=not accelerator_of(device).has_own_memory)
         self._params, self._folder, self.step = params, folder, 0
         self._peak = params.learning_rate * student.rate_factor
         optimizer = torch.optim.AdamW(student.parameters(), lr=self._peak, betas=(0.9, 0.95), weight_decay=0.01)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from offspec.errors import OffspecError
 from offspec.loaders.accelerators.accelerator import Accelerator, accelerator_of
-from offspec.loaders.accelerators.cpu import Moment
+from offspec.loaders.accelerators.cpu import InOrder
 from offspec.loaders.files.readers import HostBuffer
 from offspec.loaders.streaming import small_transfers
 from offspec.loaders.streaming.link import CopyStream, DeviceFiller, DeviceSlot
@@ -106,7 +106,7 @@ def a_small_transfer_is_overwritten(patch: Patch) -> None:
 
         def __init__(self, accelerator: Accelerator) -> None:
             super().__init__(accelerator)
-            self._read = [Moment()]
+            self._read = [InOrder()]
 
     patch.setattr(small_transfers, "SlotTransfers", Impatient)
     patch.setattr(small_transfers, "_transfers", {})
