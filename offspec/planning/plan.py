@@ -89,26 +89,24 @@ class Work:
 
     @classmethod
     def of(cls, target: ModelFiles) -> Work:
-        layers = target.stored.layers
-        matrices = [w for layer in layers for w in layer.weights.values() if len(w.shape) == 2]
-        packed = [w for w in matrices if w.is_packed]
-        kept = [
-            weight
-            for layer in layers
-            for weight in layer.weights.values()
-            if len(weight.shape) == 2 and layer.needs_scratch(weight, target.dtype, is_streamed=False)
-        ]
-        each, unpacked, unpacked_kept = (
-            sum(math.prod(w.shape) for w in found) // len(layers) for found in (matrices, packed, kept)
+        config, sums = target.config, Counter[str]()
+        is_foreign = isinstance(config, ForeignConfig)
+        for layer in target.stored.layers:
+            for name, weight in layer.weights.items():
+                is_matrix, elements = len(weight.shape) == 2, math.prod(weight.shape)
+                if is_foreign and is_of_experts(name, weight.shape):
+                    sums["experts"] += elements
+                elif is_matrix:
+                    sums["matrices"] += elements
+                if is_matrix and weight.is_packed:
+                    sums["packed"] += elements
+                if is_matrix and layer.needs_scratch(weight, target.dtype, is_streamed=False):
+                    sums["kept"] += elements
+        matrices, packed, experts, kept = (
+            sums[name] // len(target.stored.layers) for name in ("matrices", "packed", "experts", "kept")
         )
-        head_elements = target.config.vocab_size * target.config.hidden_size
-        if not isinstance(target.config, ForeignConfig):
-            return cls(each, unpacked, head_elements, kept_elements=unpacked_kept)
-        weights = [weight for layer in layers for weight in layer.weights.items()]
-        experts = sum(math.prod(w.shape) for name, w in weights if is_of_experts(name, w.shape)) // len(layers)
-        own = sum(math.prod(w.shape) for name, w in weights if len(w.shape) == 2 and not is_of_experts(name, w.shape))
-        share = target.config.expert_share
-        return cls(own // len(layers), unpacked, head_elements, experts, share, unpacked_kept)
+        share = config.expert_share if isinstance(config, ForeignConfig) else 1.0
+        return cls(matrices, packed, config.vocab_size * config.hidden_size, experts, share, kept)
 
 
 @dataclass(frozen=True)
@@ -236,8 +234,8 @@ class Plan:
                 return True
 
         longest = self.largest_context()
-        found = bisect_left(range(longest), True, key=lambda shorter: spills(shorter + 1))
-        return found + 1 if found < longest else None
+        first = 1 + bisect_left(range(longest), True, key=lambda shorter: spills(shorter + 1))
+        return first if first <= longest else None
 
 
 def make_plan(
@@ -269,12 +267,12 @@ def make_plan(
 
 def _with_residents_back(plan: Plan) -> Plan:
     """The plan with an 8-bit KV cache, if the context asked for costs resident layers and this returns some of them."""
-    asked = plan.demand.options.context
-    if asked is None or asked <= DEFAULT_CONTEXT or not plan.placement.streamed:
+    context = plan.demand.options.context
+    if context is None or context <= DEFAULT_CONTEXT or not plan.placement.streamed:
         return plan
     usual, packed = _plan_for(replace(plan.room, context=DEFAULT_CONTEXT), plan.demand), plan.with_kv(EIGHT_BIT)
-    now, without, found = (len(each.placement.resident) for each in (plan, usual, packed))
-    return packed if now < min(without, found) else plan
+    num_residents, in_usual, in_packed = (len(each.placement.resident) for each in (plan, usual, packed))
+    return packed if num_residents < min(in_usual, in_packed) else plan
 
 
 def _plan_in_room(demand: Demand) -> Plan:
@@ -306,7 +304,7 @@ def with_faster_residents(plan: Plan, rates: Rates) -> Plan:
         other = plan.packing(packs=not plan.demand.is_packing)
     except MemoryLimitError:  # layers that must be resident do not fit in the other form
         return plan
-    return min((plan, other), key=lambda found: found.predict_pass_s(rates, COMPARED_WIDTH))
+    return min((plan, other), key=lambda either: either.predict_pass_s(rates, COMPARED_WIDTH))
 
 
 def limits_of(hardware: Hardware, options: MemoryOptions, own_bytes: int) -> Limits:
