@@ -141,7 +141,7 @@ class TieredWeights:
 
     @property
     def placement(self) -> Placement:
-        """The tier of each layer."""
+        """The place of each unit."""
         return self._placement
 
     @contextmanager
