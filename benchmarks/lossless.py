@@ -32,8 +32,8 @@ from offspec import builtin
 from offspec.checkpoints.opening import ModelFiles
 from offspec.loaders.convert import read_whole
 from offspec.loaders.files.readers import FileReader
-from offspec.loaders.formats import bf16_bits
-from offspec.loaders.formats.bf16_packed import PackedBf16Matrix, is_bf16_matrix
+from offspec.loaders.formats import StoredWeight, bf16_bits
+from offspec.loaders.formats.bf16_packed import PackedBf16Matrix
 from offspec.loaders.kernels.compiler import describe_instructions
 from offspec.loaders.machine.hardware import read_hardware
 from offspec.loaders.streaming.tiers import TieredWeights, TierOptions
@@ -65,9 +65,15 @@ def weigh() -> None:
             print(f"| {name} | {code} | {bits:.2f} | {rate:.2f} |")
 
 
+def _is_bf16_matrix(stored: StoredWeight) -> bool:
+    """Whether it is a bf16 matrix, plain or packed; norms of heads are none."""
+    is_product = len(stored.shape) == 2 and not stored.name.endswith("norm.weight")
+    return is_product and stored.plain_dtype == "BF16" and stored.is_kept_as_read(torch.bfloat16)
+
+
 def _builtin() -> list[Tensor]:
     files = ModelFiles.open(builtin.path("target"), "bf16", "cpu", [])
-    stored = [weight for layer in files.stored.layers for weight in layer.weights.values() if is_bf16_matrix(weight)]
+    stored = [weight for layer in files.stored.layers for weight in layer.weights.values() if _is_bf16_matrix(weight)]
     return [read_whole(weight) for weight in stored]
 
 

@@ -1,4 +1,4 @@
-"""Runs work during a pass of the target: on a thread, and on a GPU in a separate stream."""
+"""Runs work during a pass of the target: on a thread, and on a GPU in `Accelerator.urgent_stream`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from threading import Event, Thread
 
 import torch
+
+from offspec.loaders.accelerators.accelerator import accelerator_of
 
 Work = Callable[[Callable[[], bool]], None]
 
@@ -20,17 +22,14 @@ def in_background(work: Work, device: torch.device) -> Generator[None, None, Non
     """
     over = Event()
     errors: list[BaseException] = []
-    stream = _stream(device)
-    if stream is not None:
-        stream.wait_stream(torch.cuda.current_stream(device))
+    accelerator = accelerator_of(device)
+    stream = accelerator.urgent_stream
+    stream.wait_stream(accelerator.current_stream)
 
     def run() -> None:
         try:
-            if stream is None:
+            with accelerator.on(stream):
                 work(over.is_set)
-            else:
-                with torch.cuda.stream(stream):
-                    work(over.is_set)
         except BaseException as exc:  # noqa: BLE001 - raised after the body
             errors.append(exc)
 
@@ -41,22 +40,6 @@ def in_background(work: Work, device: torch.device) -> Generator[None, None, Non
     finally:
         over.set()
         thread.join()
-        if stream is not None:
-            torch.cuda.current_stream(device).wait_stream(stream)
+        accelerator.current_stream.wait_stream(stream)
     if errors:
         raise errors[0]
-
-
-_streams: dict[torch.device, torch.cuda.Stream] = {}
-
-
-def _stream(device: torch.device) -> torch.cuda.Stream | None:
-    """One stream per device; the work and the main stream use the work's tensors alternately.
-
-    Its kernels come first: they are small, and would otherwise wait behind each of the pass's.
-    """
-    if device.type != "cuda":
-        return None
-    if device not in _streams:
-        _streams[device] = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
-    return _streams[device]

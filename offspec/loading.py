@@ -13,9 +13,10 @@ from weakref import WeakSet
 
 import torch
 
+from offspec.loaders.accelerators.accelerator import accelerator_of
 from offspec.loaders.machine.card_choices import keep_ways
 from offspec.loaders.machine.hardware import Rates, pinning_remedy, read_hardware
-from offspec.loaders.streaming.cuda import CopyStream, limit_memory, release_memory
+from offspec.loaders.streaming.link import CopyStream
 from offspec.loaders.streaming.placement import KV_ITEM, Item
 from offspec.loaders.streaming.tiers import Progress, TieredWeights
 from offspec.loaders.units import format_size
@@ -253,7 +254,7 @@ class LoadedTarget:
         free_more()
         self._streamed_before = self.bytes_streamed
         self.decoder.weights.close()
-        release_memory(memory.device)
+        accelerator_of(memory.device).release_memory()
         self._has_weights = False
         self.decoder.weights = retry_out_of_memory(memory.load_weights, memory.reduce_residents)
         self.decoder.entries_in_ram = memory.entries_in_ram()
@@ -324,7 +325,7 @@ class PlannedMemory:
         if self._first_failure is not None:
             raise MemoryLimitError(f"{self._first_failure}; still out of memory with fewer resident layers")
         self._first_failure = explain_out_of_memory(self.plan, self.device, message)
-        release_memory(self.device)
+        accelerator_of(self.device).release_memory()
         try:
             leaner = with_fewer_residents(self.plan)
         except MemoryLimitError as exc:
@@ -371,7 +372,7 @@ def load(options: LoadOptions) -> Loaded:
         set_num_threads(options.threads)
     notes: list[Note] = []
     device = choose_device(options.device, notes)
-    if device.type == "cuda":
+    if accelerator_of(device).has_own_memory:
         keep_ways()
     if options.deterministic:
         fix_choices()
@@ -439,10 +440,10 @@ def _load_models(
     machine: MachineRates,
     notes: list[Note],
 ) -> tuple[LoadedTarget, Draft]:
-    device = machine.device
-    if device.type == "cuda":  # otherwise memory that torch cached for a closed engine would count as used
-        release_memory(device)
-        limit_memory(None, device)
+    device, accelerator = machine.device, accelerator_of(machine.device)
+    if accelerator.has_own_memory:  # otherwise memory that torch cached for a closed engine would count as used
+        accelerator.release_memory()
+        accelerator.limit_memory(None)
     plan = plan_here(files, features, read_hardware(device), options.memory)
     choose_products([(files, not plan.placement.streamed), *((model, True) for model in opened.models)], device)
     link, rates = machine.measure(plan)
@@ -450,9 +451,9 @@ def _load_models(
         plan = with_faster_residents(plan, rates)
     notes += [*explain_plan(plan, link), *explain_packing(plan)]
     notes += measure_fused_limits([files, *opened.models], device)
-    if device.type == "cuda":  # only now: a measurement may take more for a moment than a small model may keep
-        release_memory(device)
-        limit_memory(plan.placement.limits.device if options.vram is not None else None, device)
+    if accelerator.has_own_memory:  # only now: a measurement may take more for a moment than a small model may keep
+        accelerator.release_memory()
+        accelerator.limit_memory(plan.placement.limits.device if options.vram is not None else None)
     settings = LoadSettings(has_far_embedding=True, synchronous=options.synchronous, progress=options.progress)
     memory = PlannedMemory(plan, device, notes, lambda plan: load_planned(plan, device, settings))
 

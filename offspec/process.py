@@ -4,7 +4,7 @@
 - `prepare_gpu`: after a model was loaded on a GPU, torch does not compute attention with cuDNN, and sums of products
   are fp32 throughout.
 - `fix_choices`: nothing is chosen by measured times, after a model was loaded with `deterministic`.
-- `loaders.streaming.cuda.limit_memory`: a limit for torch's allocator on a GPU, if `--vram` sets one.
+- `loaders.accelerators.Accelerator.limit_memory`: a limit for torch's allocator on a GPU, if `--vram` sets one.
 - `loaders.formats.process_state`: settings changed during bitsandbytes' import, the measured rows up to which a fused
   product is faster, and blocks in which torch has one thread.
 - `model.foreign_modules`: transformers logs errors only, after a model was loaded through its modules.

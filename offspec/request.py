@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 import torch
 
-from offspec.loaders.streaming.cuda import device_bytes, span
+from offspec.loaders.accelerators.accelerator import accelerator_of
+from offspec.loaders.accelerators.cuda import span
 from offspec.loaders.streaming.small_transfers import to_device
 from offspec.scheduler.blend import BlendDrafter, blend_walk
 from offspec.scheduler.drafting.drafter import DraftRequest, NoDrafter
@@ -345,7 +346,8 @@ class Request:
     def prepares_masks(self) -> bool:
         """Whether to compute a constraint's masks during the pass: on a GPU, or while layers are read."""
         engine = self.engine
-        has_time = engine.target.device.type != "cpu" or engine.loaded.bytes_streamed > self._moved_before
+        is_on_gpu = accelerator_of(engine.target.device).has_own_memory
+        has_time = is_on_gpu or engine.loaded.bytes_streamed > self._moved_before
         constraint = self.sampler.constraint
         if constraint is None or not has_time or self._is_prefilling:
             return False
@@ -410,7 +412,7 @@ class Request:
             stats.stream_gb_per_s = moved / stats.target_s / 1e9
             stats.link_gb_per_s = link and link / 1e9
         stats.peak_host_bytes = peak_host_bytes()
-        stats.peak_device_bytes = device_bytes(self.engine.target.device)[1]
+        stats.peak_device_bytes = accelerator_of(self.engine.target.device).held_bytes()[1]
 
     def _observe_rest(self) -> None:
         """Record since when the draft is switched off, and why, if it is for more than some passes."""

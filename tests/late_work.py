@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
 
-from offspec.loaders.streaming.cuda import CopyStream, DeviceFiller, DeviceSlot
+from offspec.loaders.accelerators.accelerator import DeviceEvent
+from offspec.loaders.streaming.link import CopyStream, DeviceFiller, DeviceSlot
 
 NUM_CYCLES = 2_000_000  # about a millisecond: longer than a copy or a layer of these tests
 
@@ -22,9 +24,8 @@ def late_copies() -> Iterator[None]:
         _sleep(self._stream)
         copy(self, slot, source)
 
-    def late_run(self: CopyStream, copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.cuda.Event | None:
-        if self._stream is not None:
-            _sleep(self._stream)
+    def late_run(self: CopyStream, copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> DeviceEvent:
+        _sleep(self._stream)
         return run(self, copies)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -40,11 +41,11 @@ def late_layers() -> Iterator[None]:
 
     def late_enter(self: DeviceSlot) -> None:
         enter(self)
-        _sleep(torch.cuda.current_stream(self._device))
+        _sleep(self._accelerator.current_stream)
 
-    def late_wait(self: CopyStream, arrival: torch.cuda.Event) -> None:
+    def late_wait(self: CopyStream, arrival: DeviceEvent) -> None:
         wait(self, arrival)
-        _sleep(torch.cuda.current_stream(self.device))
+        _sleep(self._accelerator.current_stream)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(DeviceSlot, "enter", late_enter)
@@ -52,6 +53,6 @@ def late_layers() -> Iterator[None]:
         yield
 
 
-def _sleep(stream: torch.cuda.Stream) -> None:
+def _sleep(stream: Any) -> None:
     with torch.cuda.stream(stream):
         torch.cuda._sleep(NUM_CYCLES)

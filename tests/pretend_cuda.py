@@ -26,10 +26,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from offspec import background
+from offspec.loaders.accelerators.accelerator import accelerator_of
+from offspec.loaders.accelerators.cuda import Cuda
 from offspec.loaders.files.records import ALIGNMENT
 from offspec.loaders.streaming import small_transfers
-from offspec.model import cuda_graphs as graphs
 
 from .happens_before import place_here
 from .pretend_capture import CheckingRecorder
@@ -376,12 +376,11 @@ def pretended_cuda(guard: Path, *, late: bool = True) -> Iterator[Machine]:
         with Pretence():
             run_thread(thread)
 
-    def page_locked(nbytes: int, device: torch.device) -> Tensor:
+    def page_locked(cuda: Cuda, nbytes: int) -> Tensor:
         memory = torch.zeros(nbytes, dtype=torch.uint8)
-        if device.type == "cuda":
-            made.lock_memory(memory.data_ptr(), nbytes)
-            made.order.memory(memory)
-            finalize(memory.untyped_storage(), made.locked.pop, memory.data_ptr(), None).atexit = False
+        made.lock_memory(memory.data_ptr(), nbytes)
+        made.order.memory(memory)
+        finalize(memory.untyped_storage(), made.locked.pop, memory.data_ptr(), None).atexit = False
         return memory
 
     with pytest.MonkeyPatch.context() as patch, Pretence():
@@ -389,14 +388,10 @@ def pretended_cuda(guard: Path, *, late: bool = True) -> Iterator[Machine]:
             patch.setattr(torch.cuda, name, value)
         patch.setattr(threading.Thread, "run", run_pretending)
         patch.setattr(torch, "tensor", tensor)
-        patch.setattr(small_transfers, "page_locked", page_locked)
-        patch.setattr(
-            small_transfers, "seen_by", lambda device, host: Pretended(host) if device.type == "cuda" else host
-        )
-        patch.setattr(graphs, "page_locked", page_locked)
-        patch.setattr(graphs, "seen_by", small_transfers.seen_by)
-        patch.setattr(graphs, "CudaRecorder", lambda device: CheckingRecorder(made))
+        patch.setattr(Cuda, "page_locked", page_locked)
+        patch.setattr(Cuda, "view_of", lambda cuda, host: Pretended(host))
+        patch.setattr(Cuda, "recorder", lambda cuda: CheckingRecorder(made))
         patch.setattr(small_transfers, "_transfers", {})
-        patch.setattr(background, "_streams", {})
+        accelerator_of.cache_clear()  # their streams are another machine's
         patch.setattr(torch.cuda.nvtx, "range", lambda name: nullcontext())
         yield made

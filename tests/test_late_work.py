@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from offspec.loaders.streaming.cuda import CopyStream, DeviceFiller, DeviceSlot
+from offspec.loaders.streaming.link import CopyStream, DeviceFiller, DeviceSlot
 
 from .late_work import late_copies, late_layers
 
@@ -28,14 +28,13 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
 
     monkeypatch.setattr(torch.cuda, "stream", stream)
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: made.append(("sleep", on[-1])), raising=False)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "compute")
     for owner, name in ((DeviceFiller, "_copy"), (CopyStream, "run"), (DeviceSlot, "enter"), (CopyStream, "wait")):
         monkeypatch.setattr(owner, name, lambda *_, name=name: made.append((name, None)))
     return made
 
 
 def test_copies_are_late(calls: list[tuple[str, Any]]) -> None:
-    there: Any = SimpleNamespace(_stream="copies", _device="cuda", device="cuda")
+    there: Any = SimpleNamespace(_stream="copies", _accelerator=SimpleNamespace(current_stream="compute"))
     with late_copies():
         DeviceFiller._copy(there, there, torch.empty(0))
         CopyStream.run(there, [])
@@ -45,7 +44,7 @@ def test_copies_are_late(calls: list[tuple[str, Any]]) -> None:
 
 
 def test_layers_are_late(calls: list[tuple[str, Any]]) -> None:
-    there: Any = SimpleNamespace(_stream="copies", _device="cuda", device="cuda")
+    there: Any = SimpleNamespace(_stream="copies", _accelerator=SimpleNamespace(current_stream="compute"))
     with late_layers():
         DeviceSlot.enter(there)
         CopyStream.wait(there, there)

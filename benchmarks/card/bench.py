@@ -15,11 +15,11 @@ from typing import Any
 import torch
 
 from offspec import builtin
+from offspec.loaders.accelerators.accelerator import accelerator_of
 from offspec.loaders.files.readers import HostBuffer
 from offspec.loaders.formats.process_state import has_bitsandbytes
 from offspec.loaders.machine.hardware import Rates, read_gpu, read_memory
 from offspec.loaders.machine.measure import measure_dequantise, measure_matmul, measure_memory, measure_packed_product
-from offspec.loaders.streaming.cuda import pin, release_memory, unpin
 
 from .energy import energy_meter
 from .jobs import JOBS
@@ -71,7 +71,7 @@ class Bench:
                 dequantise_elements_per_s=dequantised,
                 packed_bytes_per_s=measure_packed_product(device, dtype),
             )
-            release_memory(device)
+            accelerator_of(device).release_memory()
             file.write_text(json.dumps(asdict(self._rates)))
         return self._rates
 
@@ -101,8 +101,8 @@ def machine(bench: Bench) -> Iterator[Figures]:
         gpu = read_gpu(bench.device)
         found |= {"card": gpu.name, "total_bytes": gpu.total_bytes, "capability": gpu.capability}
         buffer = HostBuffer(2**28)
-        if can_pin := pin(buffer, bench.device):
-            unpin(buffer, bench.device)
+        if can_pin := accelerator_of(bench.device).pin(buffer):
+            accelerator_of(bench.device).unpin(buffer)
         found["can_pin"] = can_pin
     found["energy_counter"] = "not readable here" if energy_meter(bench.device) is None else "NVML"
     rates = bench.rates()

@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 MAIN, SANITIZERS, MODELS = "main", "sanitizers", "models"
 FULL, BRIEF = "full", "brief"  # texts of `passes`
-STREAM_TESTS, GRAPH_TESTS = "tests/loaders/streaming/test_cuda.py", "tests/offspec/model/test_cuda_graphs.py"
+STREAM_TESTS, GRAPH_TESTS = "tests/loaders/streaming/test_link.py", "tests/offspec/model/test_cuda_graphs.py"
 TRITON_TESTS = "tests/loaders/kernels/test_triton_gguf.py"
 SANITIZED = (  # (tool, tests): racecheck and synccheck look inside kernels, of which Triton's are ours
     ("memcheck", STREAM_TESTS),

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from offspec.loaders.machine.measure import measure_disk
-from offspec.loaders.streaming.placement import Limits
+from offspec.loaders.streaming.placement import Limits, places_of
 from offspec.loaders.streaming.tiers import TieredWeights
 from offspec.model.decoder import Decoder
 from offspec.planning.plan import Plan
@@ -52,4 +52,4 @@ def with_all_on_disk(plan: Plan, num_host_slots: int) -> Plan:
     placement = plan.placement
     slots = replace(placement.slots, num=NUM_SLOTS, num_host=num_host_slots)
     everything = tuple(range(len(plan.layers)))
-    return replace(plan, placement=replace(placement, resident=(), in_ram=(), on_disk=everything, slots=slots))
+    return replace(plan, placement=replace(placement, places=places_of(on_disk=everything), slots=slots))

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from offspec.loaders.accelerators.accelerator import accelerator_of
 from offspec.loaders.files.readers import HostBuffer
-from offspec.loaders.streaming.cuda import pin, unpin
 from offspec.loaders.streaming.small_transfers import to_device
 
 from .results import Figures
@@ -31,7 +31,7 @@ def link_bytes_per_s(device: torch.device, nbytes: int, seconds: float = 1.0, sh
     for source in sources:
         source.tensor.fill_(1)
     target = torch.empty(nbytes + shift, dtype=torch.uint8, device=device)[shift:]
-    pinned = [source for source in sources if device.type == "cuda" and pin(source, device)]
+    pinned = [source for source in sources if accelerator_of(device).pin(source)]
 
     def copied(count: int) -> float:
         synchronize(device)
@@ -44,7 +44,7 @@ def link_bytes_per_s(device: torch.device, nbytes: int, seconds: float = 1.0, sh
     count = max(4, min(1000, int(seconds / max(copied(4) / 4, 1e-6) / 3)))
     rate = count * nbytes / statistics.median(copied(count) for _ in range(3))
     for source in pinned:
-        unpin(source, device)
+        accelerator_of(device).unpin(source)
     return rate
 
 

@@ -12,7 +12,7 @@ from offspec.drafts.base import DraftOptions
 from offspec.drafts.model_draft import OpenedModel
 from offspec.loaders.machine.gpus import CONTEXT_BYTES, USABLE_SHARE
 from offspec.loaders.machine.hardware import read_memory
-from offspec.loaders.streaming.placement import Limits
+from offspec.loaders.streaming.placement import Limits, places_of
 from offspec.loaders.units import GIB
 from offspec.planning.memory import MemoryOptions
 from offspec.planning.plan import Plan, make_plan
@@ -60,5 +60,5 @@ def without_residents(plan: Plan) -> Plan:
     p = plan.placement
     everything = tuple(range(len(plan.layers)))
     in_ram, on_disk = ((), everything) if p.limits.device is None else (everything, ())
-    placement = replace(p, resident=(), in_ram=in_ram, on_disk=on_disk, slots=replace(p.slots, num=max(2, p.slots.num)))
-    return replace(plan, placement=placement)
+    places, slots = places_of(in_ram=in_ram, on_disk=on_disk), replace(p.slots, num=max(2, p.slots.num))
+    return replace(plan, placement=replace(p, places=places, slots=slots))

@@ -23,7 +23,7 @@ from offspec.loaders.files.safetensors_folder import SafetensorsFolder, read_hea
 from offspec.loaders.formats.four_bit import CODES, pack_4bit
 from offspec.loaders.formats.process_state import has_bitsandbytes
 from offspec.loaders.machine.hardware import read_memory
-from offspec.loaders.streaming.tiers import StoredModel
+from offspec.loaders.streaming.stored_model import StoredModel
 from offspec.loaders.units import GIB
 from offspec.model.config import read_config
 from offspec.model.names import LAYER_PREFIX

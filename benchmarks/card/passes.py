@@ -17,7 +17,7 @@ from offspec.errors import UsageError
 from offspec.loaders.formats.process_state import FUSED_ROWS
 from offspec.loaders.machine.gpus import find_gpu
 from offspec.loaders.machine.hardware import Rates
-from offspec.loaders.streaming.cuda import DeviceFiller, DeviceSlot
+from offspec.loaders.streaming.link import DeviceFiller, DeviceSlot
 from offspec.model.decoder import CachedDecoder, Decoder
 from offspec.planning.plan import Plan
 from offspec.scheduler.params import MAX_NODES

@@ -13,8 +13,8 @@ from benchmarks.streaming import star
 from offspec import Engine
 from offspec.checkpoints.opening import Note
 from offspec.drafts.model_draft import ModelDraft
+from offspec.loaders.accelerators.accelerator import accelerator_of
 from offspec.loaders.machine.hardware import Rates
-from offspec.loaders.streaming.cuda import device_bytes, limit_memory, release_memory
 from offspec.loaders.streaming.placement import Placement
 from offspec.loaders.streaming.tiers import TieredWeights, TierOptions
 from offspec.loading import LoadedTarget, PlannedMemory
@@ -42,7 +42,7 @@ class Running:
 
     def peak_bytes(self) -> int:
         """The peak device memory of torch so far."""
-        return device_bytes(self.engine.target.device)[1] - self.held_bytes
+        return accelerator_of(self.engine.target.device).held_bytes()[1] - self.held_bytes
 
 
 @contextmanager
@@ -52,10 +52,10 @@ def loaded(
     """An engine for `plan`, limited by torch's allocator; for a plan with fewer resident layers if a pass of `width`
     runs out of memory.
     """
-    release_memory(device)
-    held = device_bytes(device)[0]
+    accelerator_of(device).release_memory()
+    held = accelerator_of(device).held_bytes()[0]
     if device.type == "cuda":
-        limit_memory(plan.placement.limits.device, device)
+        accelerator_of(device).limit_memory(plan.placement.limits.device)
     began, files, notes = time.perf_counter(), target.files, list[Note]()
     measure_fused_limits([files], device)
 
@@ -93,6 +93,6 @@ def loaded(
     finally:
         engine.close()
         del engine, decoder, guesser
-        release_memory(device)
+        accelerator_of(device).release_memory()
         if device.type == "cuda":
-            limit_memory(None, device)
+            accelerator_of(device).limit_memory(None)

@@ -20,9 +20,8 @@ from offspec.checkpoints.opening import ModelFiles
 from offspec.loaders.formats import Weight
 from offspec.loaders.machine.measure import measure_fused_rows
 from offspec.loaders.params import SHADOW_FORMATS
-from offspec.loaders.streaming.layer_view import LayerView
-from offspec.loaders.streaming.tiers import StoredLayer, StoredModel
-from offspec.loaders.streaming.weights import RamWeights
+from offspec.loaders.streaming.stored_model import StoredModel, StoredUnit
+from offspec.loaders.streaming.weights import LayerView, RamWeights
 from offspec.model.cuda_graphs import WIDTHS, TreeGraphs, is_static
 from offspec.model.decoder import CachedDecoder, Decoder
 from offspec.planning.drafting import CAPTURED_LAYER_S, round_layer_s
@@ -74,7 +73,7 @@ def _rounds(text: CachedDecoder, repeats: int) -> dict[int, float]:
     return {width: round_s(text, width, repeats) for width in WIDTHS}
 
 
-def _measured_limits(layers: Sequence[StoredLayer], dtype: torch.dtype, device: torch.device) -> dict[str, int]:
+def _measured_limits(layers: Sequence[StoredUnit], dtype: torch.dtype, device: torch.device) -> dict[str, int]:
     """Rows up to which each kind and shape of matrix is multiplied packed from now on in this process."""
     kinds = {weight.fused_kind: weight for weight in layers[0].weights.values() if weight.fused_kind is not None}
     if device.type == "cpu":
@@ -82,7 +81,7 @@ def _measured_limits(layers: Sequence[StoredLayer], dtype: torch.dtype, device: 
     return {f"{w.dtype} {w.shape[0]}x{w.shape[1]}": measure_fused_rows(w, device, dtype) for w in kinds.values()}
 
 
-def sampled(files: ModelFiles, layers: Sequence[StoredLayer], device: torch.device) -> Decoder:
+def sampled(files: ModelFiles, layers: Sequence[StoredUnit], device: torch.device) -> Decoder:
     """A decoder of the target's shape, all of whose layers are one sample of the first of `layers`."""
     config, dtype = files.config, files.dtype
 
@@ -100,7 +99,7 @@ def sampled(files: ModelFiles, layers: Sequence[StoredLayer], device: torch.devi
     return Decoder(config, view, dtype=dtype, device=device)
 
 
-def _predicted_s(bench: Bench, files: ModelFiles, layers: Sequence[StoredLayer], width: int) -> float:
+def _predicted_s(bench: Bench, files: ModelFiles, layers: Sequence[StoredUnit], width: int) -> float:
     shadow = replace(files, stored=replace(files.stored, layers=list(layers)))
     launch_s = CAPTURED_LAYER_S if bench.device.type == "cuda" else 0.0
     return len(layers) * (launch_s + round_layer_s(shadow, Work.of(shadow), bench.rates(), width))

@@ -173,12 +173,6 @@ class PackedBf16Weight(PackedStored):
         return self.bind([low, codes & 0x77, groups])
 
 
-def is_bf16_matrix(stored: StoredWeight) -> bool:
-    """Whether it is a bf16 matrix, plain or packed; norms of heads are none."""
-    is_product = len(stored.shape) == 2 and not stored.name.endswith("norm.weight")
-    return is_product and stored.plain_dtype == "BF16" and stored.is_kept_as_read(torch.bfloat16)
-
-
 class PackedBf16Format(WeightFormat):
     """Recognised by the names of its parts."""
 

@@ -2,7 +2,7 @@
 
 The bytes stay unchanged. For a matrix with rows in llama.cpp's order, the outputs of each product are reordered: N
 numbers per row instead of the matrix's N·K. Vectors, and plain matrices that stay in memory, are changed when they are
-bound (`StoredLayer.bind`).
+bound (`StoredUnit.bind`).
 
 llama.cpp's order (`permute` in convert_hf_to_gguf.py): within a head, row i and row i + head_dim / 2, which RoPE
 rotates together, are adjacent.

@@ -99,8 +99,10 @@ class Disk:
 
 def read_hardware(device: torch.device) -> Hardware:
     """The hardware for computing on `device`, without measurements. Raises HardwareError if the GPU fails."""
+    from ..accelerators.accelerator import accelerator_of
+
     num_cores, cores_limit = read_cores()
-    gpu = read_gpu(device) if device.type == "cuda" else None
+    gpu = read_gpu(device) if accelerator_of(device).has_own_memory else None
     return Hardware(read_memory(), read_cpu_name(), num_cores, cores_limit, gpu)
 
 
@@ -155,15 +157,14 @@ def pinning_remedy(root: Path = ROOT) -> str:
 
 def read_gpu(device: torch.device) -> Gpu:
     """Query a GPU. Raises HardwareError if the driver does not answer or has no memory for a context."""
-    import torch
+    from ..accelerators.accelerator import accelerator_of
 
+    card = accelerator_of(device)
     try:
-        index = torch.cuda.current_device() if device.index is None else device.index
-        properties = torch.cuda.get_device_properties(index)
-        free_bytes, total_bytes = torch.cuda.mem_get_info(index)
+        free_bytes, total_bytes = card.free_and_total_bytes()
+        return Gpu(card.name, card.index, total_bytes, free_bytes, card.capability)
     except (RuntimeError, AssertionError) as exc:  # torch built without CUDA asserts
         raise HardwareError(f"{device} cannot be used: {fault_of(exc)}, or use `device=cpu`") from exc
-    return Gpu(properties.name, index, total_bytes, free_bytes, (properties.major, properties.minor))
 
 
 def read_disk(path: Path) -> Disk:

@@ -27,6 +27,7 @@ import torch.nn.functional as F
 
 from offspec.errors import HardwareError, OffspecError
 
+from ..accelerators.accelerator import accelerator_of
 from ..files.containers import largest_weight_file
 from ..files.readers import READ_BYTES, FileReader, HostBuffer, align_down
 from ..formats import StoredWeight, WeightFormat, format_named, linear
@@ -371,10 +372,7 @@ def beyond_cache(device: torch.device, nbytes: int, least: int) -> int:
 
     At least `least`, which is the answer for a CPU and for a torch that does not report the cache's size.
     """
-    if device.type != "cuda":
-        return least
-    cache_bytes = int(getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0))
-    return max(least, -(-CACHE_MULTIPLE * cache_bytes // nbytes))
+    return max(least, -(-CACHE_MULTIPLE * accelerator_of(device).cache_bytes // nbytes))
 
 
 def measure_memory(device: torch.device, *, nbytes: int = 128 * MIB, seconds: float = 1.0) -> float:
@@ -387,9 +385,10 @@ def measure_memory(device: torch.device, *, nbytes: int = 128 * MIB, seconds: fl
 
 def measure_host_to_device(device: torch.device, *, nbytes: int = 64 * MIB, seconds: float = 1.0) -> float | None:
     """Bytes/s of copies from pinned memory; None for a CPU, which has no such link."""
-    if device.type != "cuda":
+    accelerator = accelerator_of(device)
+    if not accelerator.has_own_memory:
         return None
-    source = torch.ones(nbytes, dtype=torch.uint8, pin_memory=True)
+    source = accelerator.page_locked(nbytes).fill_(1)
     target = torch.empty(nbytes, dtype=torch.uint8, device=device)
     return nbytes / typical_seconds(device, lambda: target.copy_(source, non_blocking=True), seconds)
 
@@ -477,7 +476,7 @@ def measure_fused_rows(stored: StoredWeight, device: torch.device, dtype: torch.
     FUSED_ROWS.set(form, shape, dtype, device, 0)  # `linear` below must be the plain product
     if _packed_sample(stored, device).fused_linear is None:
         return 0
-    matrices = _packed_samples(stored, device, 2)
+    matrices, allocated_bytes = _packed_samples(stored, device, 2), accelerator_of(device).allocated_bytes
     scratch = torch.empty(shape[0] * shape[1], dtype=dtype, device=device)
 
     def is_faster(width: int) -> bool:
@@ -487,9 +486,9 @@ def measure_fused_rows(stored: StoredWeight, device: torch.device, dtype: torch.
             each_s = seconds / len(FUSED_WIDTHS) / 2
             return typical_seconds(device, lambda: multiply(rows, next(matrices), None, scratch), each_s)
 
-        taken = _allocated(device)
+        taken = allocated_bytes()
         _fused(rows, next(matrices), None, scratch)
-        dequantises = _allocated(device) - taken >= scratch.nbytes
+        dequantises = allocated_bytes() - taken >= scratch.nbytes
         return not dequantises and typical_s(_fused) <= FUSED_GAIN * typical_s(linear)
 
     most = _most_rows(is_faster)
@@ -522,13 +521,6 @@ def _fused(
     return multiply(x, bias, scratch)
 
 
-def _allocated(device: torch.device) -> int:
-    """Total bytes of device memory allocated so far; 0 for a CPU."""
-    if device.type != "cuda":
-        return 0
-    return int(torch.cuda.memory_stats(device).get("allocated_bytes.all.allocated", 0))
-
-
 # ------------------------------------------------------------------------------------------------ clocks
 
 
@@ -552,18 +544,10 @@ def typical_seconds(
 
 def device_seconds(device: torch.device, work: Callable[[], object]) -> float:
     """Seconds of the work on the device itself, without launches. Never zero."""
-    if device.type == "cuda":
-        stream = torch.cuda.current_stream(device)
-        start, end = _timing_event(), _timing_event()
-        start.record(stream)
-        work()
-        end.record(stream)
-        end.synchronize()
-        return max(float(start.elapsed_time(end)) / 1e3, 1e-9)  # milliseconds
-    began = time.perf_counter()
+    accelerator = accelerator_of(device)
+    stream, start, end = accelerator.current_stream, *(accelerator.new_event(timing=True) for _ in range(2))
+    start.record(stream)
     work()
-    return max(time.perf_counter() - began, 1e-9)
-
-
-def _timing_event() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    end.record(stream)
+    end.synchronize()
+    return max(start.elapsed_time(end) / 1e3, 1e-9)  # milliseconds

@@ -11,7 +11,7 @@ import queue
 import threading
 import weakref
 from collections import deque
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeAlias, TypeVar
@@ -22,7 +22,7 @@ from ..files.readers import HostBuffer, Reader
 from ..files.records import Extent, Record
 
 NUM_READERS = 4  # reads in flight
-Unit: TypeAlias = Hashable  # the key of weights that are lent together: a layer's index
+Unit: TypeAlias = int  # the number of weights that are lent together, in the order of a pass: a layer's
 
 
 class Slot(Protocol):

@@ -5,141 +5,28 @@ A `Reader` reads every byte into private memory, without the page cache, so the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
-from functools import cached_property
-from math import prod
+from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
 
 import torch
 
-from ..files.checkpoint import Checkpoint
+from ..accelerators.accelerator import accelerator_of
 from ..files.readers import FileReader, FileStates, HostBuffer, Reader, align_down, align_up
 from ..files.records import Record
-from ..formats import StoredTable, StoredWeight, Weight, as_table, dense, formats_in, stored_weights, take_rows
-from ..formats.bf16_packed import is_bf16_matrix
+from ..formats import StoredTable, Weight, as_table, dense, take_rows
 from ..formats.blocked import in_blocks
-from .cuda import DeviceFiller, DeviceSlot, pin_whole, unpin
-from .placement import LayerCost, Placement, scattered
+from .link import DeviceFiller, DeviceSlot, pin_whole
+from .placement import Placement, scattered
 from .small_transfers import to_device
+from .stored_model import StoredModel, StoredUnit
 from .stream import DiskFiller, HostSlot, PlainStream, Ring, Stream, Unit, read_record
-from .weights import missing, split_names
+from .weights import missing
 
 Progress = Callable[[int, int], None]
 LEAST_STREAMED = 4  # layers that always stay on disk: more than a ring reads ahead
-
-
-@dataclass(frozen=True)
-class StoredLayer:
-    """The stored weights of one layer (or of those outside the layers), by short name.
-
-    packs: whether `bf16_packed` matrices that stay in memory stay packed; otherwise they are unpacked when they are
-    loaded.
-    """
-
-    weights: Mapping[str, StoredWeight]
-    packs: bool = False
-
-    @cached_property
-    def record(self) -> Record:
-        return Record.of(info for weight in self.weights.values() for info in weight.streamed)
-
-    @property
-    def num_weights(self) -> int:
-        return sum(prod(weight.shape) for weight in self.weights.values())
-
-    def cost(self, dtype: torch.dtype) -> LayerCost:
-        """The bytes to stream it, and to keep it resident for computing in `dtype`."""
-        if self.is_converted(dtype):
-            return LayerCost(self.record.read_bytes, self.record.nbytes, self.num_weights * dtype.itemsize)
-        converted = [w for w in self.weights.values() if not w.is_kept_as_read(dtype)]
-        resident = sum(prod(w.shape) * dtype.itemsize for w in converted)
-        if len(converted) < len(self.weights):  # the others stay in the buffer of the record
-            resident += self.record.nbytes
-        return LayerCost(self.record.read_bytes, self.record.nbytes, resident)
-
-    def needs_scratch(self, weight: StoredWeight, dtype: torch.dtype, *, is_streamed: bool) -> bool:
-        """Whether products with one of its weights need memory for the matrix in `dtype`."""
-        if not is_streamed and self.is_converted(dtype):
-            return False
-        return weight.is_packed or (is_streamed and len(weight.shape) > 1 and not weight.is_kept_as_read(dtype))
-
-    def is_converted(self, dtype: torch.dtype) -> bool:
-        """Whether matrices are kept unpacked that are read packed, and everything in memory of its own."""
-        weights = self.weights.values()
-        changes = any(self._changes_form(weight, dtype) for weight in weights)
-        return changes and all(weight.plain_dtype is not None for weight in weights)
-
-    def _changes_form(self, weight: StoredWeight, dtype: torch.dtype) -> bool:
-        return not self.packs and weight.is_packed and is_bf16_matrix(weight) and dtype is torch.bfloat16
-
-    def bind(self, buffer: torch.Tensor, dtype: torch.dtype, *, is_kept: bool) -> dict[str, Weight]:
-        """The weights in a buffer with the record. Vectors have `dtype`; matrices too if they are kept."""
-        bound = self._views(buffer, dtype, is_kept=is_kept)
-        if not is_kept or not self.is_converted(dtype):
-            return bound
-        for name, weight in bound.items():
-            if self._changes_form(self.weights[name], dtype):
-                bound[name] = dense(weight, dtype)
-            elif isinstance(weight, torch.Tensor):
-                bound[name] = weight.clone()
-        return bound
-
-    def _views(self, buffer: torch.Tensor, dtype: torch.dtype, *, is_kept: bool) -> dict[str, Weight]:
-        parts = self.record.parts(buffer)
-        bound: dict[str, Weight] = {}
-        for name, stored in self.weights.items():
-            weight = stored.bind([parts[info.name] for info in stored.streamed])
-            stays_packed = stored.is_packed and stored.is_kept_as_read(dtype)
-            as_plain = len(weight.shape) < 2 or (is_kept and not stays_packed)
-            bound[name] = dense(weight, dtype) if as_plain else weight
-        return bound
-
-
-@dataclass(frozen=True)
-class StoredModel:
-    """A checkpoint's stored weights by layer, and those outside the layers by full name; none is in memory."""
-
-    layers: list[StoredLayer]
-    shared: Mapping[str, StoredWeight]
-
-    @classmethod
-    def of(cls, checkpoint: Checkpoint, *, layer_prefix: str, ignore: Collection[str] = ()) -> StoredModel:
-        """Group a checkpoint's tensors into weights, and the weights into layers. Raises CheckpointError."""
-        infos = {n: info for n, info in checkpoint.tensors.items() if n not in ignore}
-        weights = stored_weights(infos, formats_in(checkpoint))
-        layers, shared = split_names(weights, layer_prefix)
-        return cls(
-            [StoredLayer({short: weights[name] for short, name in layer.items()}) for layer in layers],
-            {name: weights[name] for name in shared},
-        )
-
-    @cached_property
-    def by_name(self) -> Mapping[str, StoredWeight]:
-        """All weights by full name."""
-        layers = (weight for layer in self.layers for weight in layer.weights.values())
-        return {**self.shared, **{weight.name: weight for weight in layers}}
-
-    def to(self, device: torch.device) -> StoredModel:
-        """The same model with the formats' tables (scales) on `device`."""
-        layers = [replace(layer, weights={n: w.to(device) for n, w in layer.weights.items()}) for layer in self.layers]
-        return StoredModel(layers, {name: w.to(device) for name, w in self.shared.items()})
-
-    def keeping(self, *, packed: bool) -> StoredModel:
-        """The same model with `bf16_packed` matrices of resident layers packed, or unpacked when they are loaded."""
-        return replace(self, layers=[replace(layer, packs=packed) for layer in self.layers])
-
-    def scratch_elements(self, streamed: Collection[int], dtype: torch.dtype) -> int:
-        """Elements of the largest matrix that needs scratch memory, with the layers `streamed` streamed."""
-        made = (
-            prod(weight.shape)
-            for index, layer in enumerate(self.layers)
-            for weight in layer.weights.values()
-            if layer.needs_scratch(weight, dtype, is_streamed=index in streamed)
-        )
-        return max(made, default=0)
 
 
 @dataclass(frozen=True)
@@ -208,6 +95,7 @@ class TieredWeights:
     ) -> None:
         options = options or TierOptions()
         self._model, self._placement, self._dtype, self._device = model.to(device), placement, dtype, device
+        self._accelerator = accelerator_of(device)
         num_elements = model.scratch_elements(placement.streamed, dtype)
         self.scratch = torch.empty(num_elements, dtype=dtype, device=device) if num_elements else None
         self._reader = options.reader or FileReader()
@@ -222,7 +110,7 @@ class TieredWeights:
         self._rows = self._rows_of(embedding)
         self._files = FileStates(self._streamed_paths())
         by_row = None if self._rows is None else self._rows.stored.name
-        shared = {n: StoredLayer({n: stored}) for n, stored in self._model.shared.items() if n != by_row}
+        shared = {n: StoredUnit({n: stored}) for n, stored in self._model.shared.items() if n != by_row}
         read_once = placement.resident if options.synchronous else placement.resident + placement.in_ram
         layers = (*shared.values(), *(self._model.layers[i] for i in read_once))
         self._done, self._total = 0, sum(layer.record.read_bytes for layer in layers)
@@ -230,8 +118,8 @@ class TieredWeights:
         try:
             for name, layer in shared.items():
                 self._shared |= self._load(layer, torch.device("cpu") if name == embedding else device)
-            is_blocked = options.blocked and device.type == "cpu" and not placement.on_disk  # else the disk dominates
-            load = self._load_blocked if is_blocked else self._load
+            is_in_ram = not (self._accelerator.has_own_memory or placement.on_disk)  # else the disk dominates
+            load = self._load_blocked if options.blocked and is_in_ram else self._load
             for i in placement.resident:
                 self._resident[i] = load(self._model.layers[i], device)
             self._staged = None
@@ -253,12 +141,11 @@ class TieredWeights:
 
     @property
     def placement(self) -> Placement:
-        """The tier of each layer."""
+        """The place of each unit."""
         return self._placement
 
     @contextmanager
     def lend(self, unit: Unit) -> Iterator[Mapping[str, Weight]]:
-        assert isinstance(unit, int), "units are layers"
         if (here := self._resident.get(unit) or self._kept.get(unit)) is not None:
             yield here
             return
@@ -279,7 +166,7 @@ class TieredWeights:
         follows it. The results do not change.
         """
         on_disk = self._placement.on_disk
-        if self._device.type != "cpu" or not isinstance(self._stream, Ring):
+        if self._accelerator.has_own_memory or not isinstance(self._stream, Ring):
             return
         num_wanted = max(0, min(nbytes // self._placement.slots.nbytes, len(on_disk) - LEAST_STREAMED))
         self._wanted = frozenset(on_disk[i] for i in scattered(len(on_disk) - 1)[:num_wanted])
@@ -311,13 +198,13 @@ class TieredWeights:
             return to_device(self._rows.take(indices, self._dtype), self._device)
         table = as_table(self.shared(name))
         rows = take_rows(table, to_device(indices, table.device), self._dtype)
-        return to_device(rows, self._device) if table.device.type == "cpu" else rows
+        return to_device(rows, self._device)
 
     def close(self) -> None:
         if self._stream is not None:
             self._stream.close()
         for buffer in self._pinned:
-            unpin(buffer, self._device)
+            self._accelerator.unpin(buffer)
         self._pinned = []
         self._reader.close()
         self._resident, self._shared, self._stream, self.scratch = {}, {}, None, None
@@ -339,14 +226,14 @@ class TieredWeights:
         weights += [self._rows.stored] if self._rows is not None else []
         return {info.path for weight in weights for info in weight.streamed}
 
-    def _load(self, layer: StoredLayer, device: torch.device) -> dict[str, Weight]:
+    def _load(self, layer: StoredUnit, device: torch.device) -> dict[str, Weight]:
         """Load a layer into its own memory on the device, in the compute dtype."""
         if layer.is_converted(self._dtype):
             bound = layer.bind(self._read(layer, self._staging(layer)).tensor, self._dtype, is_kept=True)
-            return bound if device.type == "cpu" else {name: _moved(weight, device) for name, weight in bound.items()}
+            return {name: _moved(weight, device) for name, weight in bound.items()}
         return layer.bind(layer.record.on(device, self._read(layer).tensor), self._dtype, is_kept=True)
 
-    def _load_blocked(self, layer: StoredLayer, device: torch.device) -> dict[str, Weight]:
+    def _load_blocked(self, layer: StoredUnit, device: torch.device) -> dict[str, Weight]:
         """As `_load`, with matrices in oneDNN's order if all support it; the next layer then reuses the buffer."""
         buffer = self._staging(layer)
         bound = layer.bind(self._read(layer, buffer).tensor, self._dtype, is_kept=True)
@@ -355,13 +242,13 @@ class TieredWeights:
             self._staged = None  # what is bound lies there
         return bound if kept is None else kept
 
-    def _staging(self, layer: StoredLayer) -> HostBuffer:
+    def _staging(self, layer: StoredUnit) -> HostBuffer:
         """The buffer for a layer that is then converted; the next one reuses it."""
         if self._staged is None or self._staged.nbytes < layer.record.nbytes:
             self._staged = HostBuffer(layer.record.nbytes)
         return self._staged
 
-    def _read(self, layer: StoredLayer, into: HostBuffer | None = None) -> HostBuffer:
+    def _read(self, layer: StoredUnit, into: HostBuffer | None = None) -> HostBuffer:
         buffer = read_record(self._reader, layer.record, into=into)
         self._done += layer.record.read_bytes
         if self._progress is not None:
@@ -373,7 +260,7 @@ class TieredWeights:
         if synchronous:
             everything: dict[Unit, Record] = {i: self._model.layers[i].record for i in self._placement.streamed}
             return PlainStream(everything, self._reader, self._device)
-        if self._device.type == "cuda":
+        if self._accelerator.has_own_memory:
             return self._open_link(records)
         buffers = [HostBuffer(self._placement.slots.nbytes) for _ in range(self._placement.slots.num)]
         return self._open_disk(records, buffers)
@@ -385,7 +272,7 @@ class TieredWeights:
     def _open_link(self, records: Mapping[Unit, Record]) -> Stream:
         """A stream to a GPU. Layers in RAM and the slots for layers on disk share one pinned buffer."""
         p, layers = self._placement, self._model.layers
-        slots = [DeviceSlot(p.slots.nbytes, self._device) for _ in range(p.slots.num)]
+        slots = [DeviceSlot(p.slots.nbytes, self._accelerator) for _ in range(p.slots.num)]
         sizes = [*(layers[i].record.nbytes for i in p.in_ram), *[p.slots.nbytes] * (p.slots.num_host if records else 0)]
         whole, parts = HostBuffer.side_by_side(sizes)
         in_ram: dict[Unit, torch.Tensor] = {
@@ -396,9 +283,9 @@ class TieredWeights:
             if records:
                 disk = self._open_disk(records, parts[len(in_ram) :])
                 opened.callback(disk.close)
-            self._pinned += pin_whole(whole, parts, self._device)
+            self._pinned += pin_whole(whole, parts, self._accelerator)
             self.unpinned_bytes = whole.nbytes - sum(buffer.nbytes for buffer in self._pinned)
-            filler = DeviceFiller(in_ram, disk, {i: layers[i].record for i in p.streamed}, self._device)
+            filler = DeviceFiller(in_ram, disk, {i: layers[i].record for i in p.streamed}, self._accelerator)
             opened.pop_all()  # from here on, the filler closes `disk`
         return Ring(self._placement.streamed, slots, filler)
 
@@ -408,7 +295,7 @@ def _moved(weight: Weight, device: torch.device) -> Weight:
     return weight.to(device)
 
 
-def load_layer(layer: StoredLayer, dtype: torch.dtype, device: torch.device) -> dict[str, Weight]:
+def load_layer(layer: StoredUnit, dtype: torch.dtype, device: torch.device) -> dict[str, Weight]:
     """A layer's weights in memory of their own on the device, to compute with in `dtype`. Raises CheckpointError."""
     reader = FileReader()
     try:

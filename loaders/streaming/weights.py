@@ -1,4 +1,4 @@
-"""The source of a model's weights: the `WeightSource` protocol, and `RamWeights` over tensors in memory.
+"""Sources of a model's weights: the `WeightSource` protocol, `RamWeights` over tensors, `LayerView` over a source.
 
 A source lends *units*, groups of weights that are used together; today, a unit is a layer. Tensor names determine the
 layer of each tensor.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 
@@ -19,6 +19,8 @@ from ..files.checkpoint import show
 from ..formats import Weight, as_table, take_rows
 from .small_transfers import to_device
 from .stream import Unit
+
+ViewedLayer: TypeAlias = int | Mapping[str, Weight]  # a layer of the source by its number, or weights in its place
 
 
 class WeightSource(Protocol):
@@ -100,7 +102,6 @@ class RamWeights:
         return len(self._layers)
 
     def lend(self, unit: Unit) -> AbstractContextManager[Mapping[str, Weight]]:
-        assert isinstance(unit, int), "units are layers"
         return nullcontext(self._layers[unit])
 
     def layer(self, index: int) -> AbstractContextManager[Mapping[str, Weight]]:
@@ -118,6 +119,42 @@ class RamWeights:
 
     def close(self) -> None:
         self._layers, self._shared = [], {}
+
+
+class LayerView:
+    """Some layers of another source, all resident, others in place of some, and everything outside the layers.
+
+    A draft that is made of its target's own parts has its weights from such a view. Two threads may use the view and
+    its source at the same time: the view has a scratch of its own.
+    """
+
+    is_resident = True
+    bytes_streamed = 0
+
+    def __init__(self, source: WeightSource, layers: Sequence[ViewedLayer], scratch: torch.Tensor | None) -> None:
+        """scratch: see `WeightSource.scratch`; large enough for every layer of the view."""
+        self._source, self._layers, self.scratch = source, tuple(layers), scratch
+
+    @property
+    def num_layers(self) -> int:
+        return len(self._layers)
+
+    def lend(self, unit: Unit) -> AbstractContextManager[Mapping[str, Weight]]:
+        layer = self._layers[unit]
+        return self._source.lend(layer) if isinstance(layer, int) else nullcontext(layer)
+
+    def layer(self, index: int) -> AbstractContextManager[Mapping[str, Weight]]:
+        return self.lend(index)
+
+    def shared(self, name: str) -> Weight:
+        return self._source.shared(name)
+
+    def rows(self, name: str, indices: torch.Tensor) -> torch.Tensor:
+        return self._source.rows(name, indices)
+
+    def close(self) -> None:
+        """Frees the view's own weights; the source stays open."""
+        self._layers, self.scratch = (), None
 
 
 def missing(name: str) -> CheckpointError:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from offspec.loaders.files.checkpoint import DTYPE_BYTES, TensorInfo
 from offspec.loaders.formats import StoredWeight, format_named
-from offspec.loaders.streaming.tiers import StoredLayer, StoredModel
+from offspec.loaders.streaming.stored_model import StoredModel, StoredUnit
 
 from ..model.block import layer_shapes
 from ..model.config import ModelConfig
@@ -29,7 +29,7 @@ def stored_from_config(config: ModelConfig, form: str) -> StoredModel:
     return StoredModel(layers_from_config(config, form), shared)
 
 
-def layers_from_config(config: ModelConfig, form: str) -> list[StoredLayer]:
+def layers_from_config(config: ModelConfig, form: str) -> list[StoredUnit]:
     """The layers alone, in a format with one form for all matrices: of PLAN_FORMATS or SHADOW_FORMATS."""
     return _layers(config, lambda i: lambda name, shape: form)
 
@@ -43,9 +43,9 @@ def _mixed(config: ModelConfig, mixture: Mixture) -> StoredModel:
     return StoredModel(_layers(config, of_layer), _Layer(of_layer(None), config.shared_shapes()).weights(""))
 
 
-def _layers(config: ModelConfig, form_in: Callable[[int], FormOf]) -> list[StoredLayer]:
+def _layers(config: ModelConfig, form_in: Callable[[int], FormOf]) -> list[StoredUnit]:
     return [
-        StoredLayer(_Layer(form_in(i), layer_shapes(config, i)).weights(f"{config.layer_prefix}{i}."))
+        StoredUnit(_Layer(form_in(i), layer_shapes(config, i)).weights(f"{config.layer_prefix}{i}."))
         for i in range(config.num_layers)
     ]
 

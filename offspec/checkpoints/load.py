@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from offspec.loaders.accelerators.accelerator import accelerator_of
 from offspec.loaders.formats.blocked import is_supported as is_blocking_supported
 from offspec.loaders.streaming.placement import Placement
 from offspec.loaders.streaming.tiers import Progress, TieredWeights, TierOptions
@@ -68,7 +69,7 @@ def decoder_over(model: ModelFiles, weights: WeightSource, device: torch.device)
 
     On a GPU, torch's settings are changed first (`process.prepare_gpu`).
     """
-    if device.type == "cuda":
+    if accelerator_of(device).has_own_memory:
         prepare_gpu()
     if isinstance(model.config, ForeignConfig):
         from ..model.foreign import ForeignDecoder  # imported here, because it imports transformers

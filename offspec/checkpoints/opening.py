@@ -22,7 +22,7 @@ from offspec.loaders.kernels.compiler import instructions
 from offspec.loaders.machine.gpu_support import card_fault, gpu_fault
 from offspec.loaders.machine.hardware import Gpu
 from offspec.loaders.params import GGUF_MIXTURES
-from offspec.loaders.streaming.tiers import StoredModel
+from offspec.loaders.streaming.stored_model import StoredModel
 
 from ..errors import (
     CheckpointError,
@@ -123,7 +123,7 @@ class ModelFiles:
         return max(elements, key=lambda form: elements[form], default=None)
 
     def keeping(self, *, packed: bool) -> ModelFiles:
-        """The same model, with packed bf16 matrices of resident layers kept packed, or unpacked."""
+        """The same model, with resident matrices that have two forms packed, or unpacked."""
         return self if self.stored.layers[0].packs == packed else self._kept_otherwise
 
     @cached_property

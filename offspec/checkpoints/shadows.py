@@ -19,7 +19,7 @@ from offspec.loaders.files.containers import open_checkpoint
 from offspec.loaders.files.safetensors_folder import CONFIG_FILE, UNFINISHED_MARKER
 from offspec.loaders.files.user_folders import user_folder
 from offspec.loaders.params import SHADOW_FORMATS, ConvertParams
-from offspec.loaders.streaming.tiers import StoredLayer, StoredModel
+from offspec.loaders.streaming.stored_model import StoredModel, StoredUnit
 
 from ..errors import CheckpointError, UsageError
 from ..model.block import has_entries_alone, layer_shapes
@@ -37,7 +37,7 @@ class Shadow:
     """A shadow whose headers fit its target, or the sizes of one that is not made yet."""
 
     bits: int
-    layers: tuple[StoredLayer, ...]
+    layers: tuple[StoredUnit, ...]
 
     @classmethod
     def open(cls, path: Path, target: ModelFiles) -> Shadow:

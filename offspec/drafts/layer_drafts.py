@@ -12,10 +12,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from offspec.loaders.accelerators.accelerator import accelerator_of
 from offspec.loaders.files.user_folders import expand_home
-from offspec.loaders.streaming.layer_view import LayerView, ViewedLayer
 from offspec.loaders.streaming.placement import SHADOW_ITEM, Placement
-from offspec.loaders.streaming.tiers import StoredModel, TieredWeights, load_layer
+from offspec.loaders.streaming.stored_model import StoredModel
+from offspec.loaders.streaming.tiers import TieredWeights, load_layer
+from offspec.loaders.streaming.weights import LayerView, ViewedLayer
 from offspec.scheduler.drafting.drafter import Drafter
 from offspec.scheduler.params import tree_room
 
@@ -69,7 +71,7 @@ class LayersOfTarget(ModelDraft):
     _buffers: RoundBuffers | None = None  # of captured rounds, on a GPU only
 
     def prepare(self, max_context: int) -> None:
-        if self.decoder.device.type == "cuda" and is_static(self.decoder) and self._buffers is None:
+        if accelerator_of(self.decoder.device).records and is_static(self.decoder) and self._buffers is None:
             self._buffers = RoundBuffers(self.decoder)
 
     def new_caches(self, target: Decoder, num_tokens: int, num_nodes: int) -> TextCaches:

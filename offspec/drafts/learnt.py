@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from offspec.loaders.accelerators.accelerator import accelerator_of
 from offspec.scheduler.drafting.learnt import RunningEstimates
 from offspec.scheduler.guessing.recycling import TokenRecycling
 from offspec.scheduler.pace.costs import Costs
-from offspec.scheduler.pace.overlap import OverlapSwitch
-from offspec.scheduler.pace.window_trials import WindowTrials
+from offspec.scheduler.pace.trials import OverlapSwitch, WindowTrials
 
 from ..model.decoder import Decoder
 from .recall import Recall
@@ -36,7 +36,7 @@ class EstimatesAndRecall(RunningEstimates):
         return cls(
             TokenRecycling(target.config.vocab_size),
             costs=Costs(predict_pass_s),
-            overlap_switch=OverlapSwitch(shares_cores=target.device.type == "cpu"),
+            overlap_switch=OverlapSwitch(shares_cores=not accelerator_of(target.device).has_own_memory),
             recall=None if draft is None or not (_is_linear(draft) and _is_linear(target)) else Recall(draft, target),
         )
 

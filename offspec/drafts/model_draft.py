@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from offspec.loaders.accelerators.accelerator import accelerator_of
 from offspec.loaders.streaming.placement import Item, Placement
 from offspec.scheduler.baselines.opt_tree import OptTreeDrafter
 from offspec.scheduler.baselines.sequoia import SequoiaDrafter
@@ -19,7 +20,7 @@ from offspec.scheduler.drafting.model_drafter import ModelDrafter
 from offspec.scheduler.guessing.lookup import Guesser, PromptLookup
 from offspec.scheduler.joint import BeamDrafter
 from offspec.scheduler.pace.costs import WIDTHS
-from offspec.scheduler.pace.window_trials import WindowTrials
+from offspec.scheduler.pace.trials import WindowTrials
 from offspec.scheduler.params import DRAFT_ROWS, MAX_ROWS, SpeculationParams
 from offspec.scheduler.trees.verify import TargetPass
 
@@ -45,7 +46,7 @@ from .learnt import EstimatesAndRecall
 from .recall import MOST_PROMPT, RecallingText, recall_bytes
 from .reencoded_text import OtherVocabulary
 
-TRIED_WINDOW = 512  # tokens; tried behind texts of at least twice as many (`scheduler.pace.window_trials`)
+TRIED_WINDOW = 512  # tokens; tried behind texts of at least twice as many (`scheduler.pace.trials`)
 WALKED_SLICES = 3  # slices of HEAD_ROWS rows that a walk keeps beside the current one
 
 
@@ -84,7 +85,7 @@ class ModelDraft(Draft):
         if self.window is not None and self.window >= max_context:
             self.window = None
         self.tries_window &= max_context > 2 * TRIED_WINDOW
-        if self.decoder.device.type == "cuda" and is_static(self.decoder) and self.graphs is None:
+        if accelerator_of(self.decoder.device).records and is_static(self.decoder) and self.graphs is None:
             self.graphs = TreeGraphs(self.decoder, self._num_entries(max_context) + 1 + MAX_ROWS)
             self.graphs.prepare()
 

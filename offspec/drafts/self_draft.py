@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from offspec.loaders.accelerators.accelerator import accelerator_of
 from offspec.loaders.streaming.placement import Item, Placement
 from offspec.scheduler.params import MAX_ROWS
 
@@ -49,7 +50,7 @@ class SelfDraft(ModelDraft):
     def new_caches(self, target: Decoder, num_tokens: int, num_nodes: int) -> TextCaches:
         """On a GPU, graphs capture rounds through the target's layers; the exit layer's few kernels are launched."""
         layers = range(self.decoder.num_first)
-        if self._buffers is None and target.device.type == "cuda" and is_static(target, layers):
+        if self._buffers is None and accelerator_of(target.device).records and is_static(target, layers):
             self._buffers = RoundBuffers(target, layers=layers)
         return TextCaches(*shared_text(target, self.decoder, num_tokens + num_nodes, self._buffers))
 

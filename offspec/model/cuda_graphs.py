@@ -11,11 +11,9 @@ A draft's cache is its own (`TreeGraphs`), or part of its target's (`LayerDraftT
 
 from __future__ import annotations
 
-import gc
-import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from weakref import ReferenceType, ref
@@ -24,8 +22,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from offspec.loaders.accelerators.accelerator import accelerator_of
+from offspec.loaders.accelerators.capture import Recorder, Work
 from offspec.loaders.formats import Weight
-from offspec.loaders.streaming.small_transfers import page_locked, read_words, seen_by
+from offspec.loaders.streaming.small_transfers import read_words
 from offspec.scheduler.params import MAX_ROWS
 from offspec.scheduler.trees.token_tree import BoolArray, IntArray
 
@@ -43,8 +43,6 @@ MIN_KEYS = 512  # minimum number of keys in attention; doubled until it covers a
 # Rounds up to this number of keys are recorded before the first text, if the cache is the draft's own: 15 shapes, which
 # take as long as two or three rounds each. More keys would be 5 shapes per doubling, which most texts never need.
 PREPARED_KEYS = 2048
-Work = Callable[[], None]
-Recorder = Callable[[Work], Work | None]
 Shape = tuple[int, int]  # rows and keys of a round
 
 
@@ -92,10 +90,11 @@ class Inputs:
         self._most_rows = WIDTHS[-1]
         self._columns = MAX_ROWS + 2
         num_bytes = 8 * (3 + 2 * self._most_rows) + self._most_rows * self._columns
-        self._host = page_locked(num_bytes, device)
-        self._seen = seen_by(device, self._host)
+        self._accelerator = accelerator_of(device)
+        self._host = self._accelerator.page_locked(num_bytes)
+        self._seen = self._accelerator.view_of(self._host)
         self._device = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
-        self._sent = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._sent = self._accelerator.new_event()
         self.counts, self.ids, self.positions, self.region = self._views(self._device)
         self._written = tuple(view.numpy() for view in self._views(self._host))
         self._written[3][:, 0] = True
@@ -110,8 +109,7 @@ class Inputs:
 
         Rows R to `width` repeat the last one, so that they cannot introduce NaNs.
         """
-        if self._sent is not None:
-            self._sent.synchronize()  # the last transfer may still read the host buffer
+        self._sent.synchronize()  # the last transfer may still read the host buffer
         counts, ids, places, region = self._written
         num_rows, num_pending, start = *mask.shape, cache.gap.stop
         first = 1 + cache.size - start - cache.pending  # the column of the first pending node
@@ -130,8 +128,7 @@ class Inputs:
             read_words(self._seen[:num_bytes], self._device[:num_bytes])
         else:
             self._device[:num_bytes].copy_(self._host[:num_bytes], non_blocking=True)
-        if self._sent is not None:  # name the copy's stream; the default is the current device's stream
-            self._sent.record(torch.cuda.current_stream(self._device.device))
+        self._sent.record(self._accelerator.current_stream)
 
     def seen(self, width: int, num_keys: int) -> Tensor:
         """Bool [width, num_keys]: the slots that each row attends to. Computed on the device."""
@@ -168,102 +165,6 @@ class StaticRows(RowsOfText):
         return self.cache.read(layer, self.seen.shape[1])
 
 
-class CudaRecorder:
-    """Records work as a CUDA graph, which launches all its kernels at once, on the same memory.
-
-    All graphs share one pool of memory for intermediate tensors, so only one may run at a time.
-
-    `torch.cuda.graph` would first wait for the whole device, with all layers that are being copied, and give back the
-    memory that torch has cached, which is soon needed again. Neither is necessary: streams order the work.
-    """
-
-    TRIES = 2  # the second one with all memory that torch has cached: during a capture it gives none back
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        # Recorded kernels keep this priority: before those of a pass, see `background`.
-        self._side = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
-        self._pool = torch.cuda.graph_pool_handle()
-        # Keeps the pool alive: a pool without graphs cannot be used again.
-        self._first: torch.cuda.CUDAGraph | None = None
-        self._has_warned = False
-
-    def __call__(self, work: Work) -> Work | None:
-        """The recorded work, or the work itself, with a warning, if it cannot be captured.
-
-        None outside the default stream, because recording would block the other streams.
-        """
-        main = torch.cuda.current_stream(self._device)
-        if main != torch.cuda.default_stream(self._device):
-            return None
-        self._side.wait_stream(main)
-        try:
-            with torch.cuda.stream(self._side):  # it also makes the stream's device the current one
-                work()  # libraries load kernels, choose among them and allocate workspaces, which cannot be captured
-                graph = self._graph_of(work)
-        finally:
-            main.wait_stream(self._side)
-        return work if graph is None else graph.replay
-
-    def _graph_of(self, work: Work) -> torch.cuda.CUDAGraph | None:
-        message = ""
-        for _ in range(self.TRIES):
-            try:
-                return self._captured(work)
-            except RuntimeError as exc:
-                message = str(exc.__context__ or exc)  # the work's error comes before the capture's
-            torch.cuda.empty_cache()  # outside the handler, whose traceback keeps the work's tensors alive
-        if not self._has_warned:
-            self._has_warned = True
-            why = message.strip().partition("\n")[0]
-            warnings.warn(f"CUDA cannot capture rounds of the draft, which are slower now: {why}", stacklevel=2)
-        return None
-
-    def _captured(self, work: Work) -> torch.cuda.CUDAGraph:
-        graph = torch.cuda.CUDAGraph()
-        try:
-            with _no_garbage_collection():
-                # thread_local: other threads may copy weights meanwhile, which is forbidden in a capture.
-                graph.capture_begin(self._pool, capture_error_mode="thread_local")
-                try:
-                    work()
-                finally:
-                    graph.capture_end()
-        except BaseException:
-            self._leave_pool()
-            raise
-        self._first = self._first or graph
-        return graph
-
-    def _leave_pool(self) -> None:
-        """Tell torch's allocator that a capture has ended, if CUDA ended it: else it never gives memory back again."""
-        end = getattr(torch._C, "_cuda_endAllocateToPool", None)
-        end = end or getattr(torch._C, "_cuda_endAllocateCurrentStreamToPool")  # noqa: B009 - before torch 2.8
-        device = torch.cuda.current_device()
-        with suppress(RuntimeError):  # the capture was ended in good order
-            end(device, self._pool)
-            torch._C._cuda_releasePool(device, self._pool)
-        if self._first is None:
-            self._pool = torch.cuda.graph_pool_handle()
-
-
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """A collection may destroy events and graphs, which ends a capture."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
-def as_it_is(work: Work) -> Work:
-    """A `Recorder` that records nothing: the plain twin."""
-    return work
-
-
 class RoundBuffers:
     """What all texts of a model have in common in static rounds: inputs, results, the recorder. One runs at a time."""
 
@@ -278,7 +179,7 @@ class RoundBuffers:
         shape = WIDTHS[-1], decoder.config.hidden_size
         self.states = torch.zeros(shape, dtype=decoder.dtype, device=decoder.device)
         self.embedded = None if _has_ready_embedding(decoder) else torch.zeros_like(self.states)
-        self.record = record or (CudaRecorder(decoder.device) if decoder.device.type == "cuda" else as_it_is)
+        self.record = record or accelerator_of(decoder.device).recorder()
 
     def send(self, cache: TextMemory, tokens: IntArray, depths: IntArray, mask: BoolArray, width: int) -> None:
         """The inputs of a round, see `Inputs.put`; with the embedding's rows if a graph cannot look them up."""

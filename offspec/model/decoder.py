@@ -15,8 +15,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from offspec.loaders.accelerators.accelerator import accelerator_of
+from offspec.loaders.accelerators.cuda import span
 from offspec.loaders.formats import StoredWeight, Weight
-from offspec.loaders.streaming.cuda import span
 from offspec.loaders.streaming.weights import RamWeights, WeightSource
 from offspec.scheduler.trees.token_tree import BoolArray, IntArray
 from offspec.scheduler.trees.vocabulary import Vocabulary
@@ -284,8 +285,7 @@ class CachedDecoder:
 
     def synchronize(self) -> None:
         """Wait until the device has finished all its work."""
-        if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()
+        accelerator_of(self.device).current_stream.synchronize()
 
     @torch.inference_mode()
     def score(self, chain: Sequence[int], tokens: IntArray, depths: IntArray, mask: BoolArray) -> Tensor:

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from offspec.loaders.streaming.layer_view import LayerView
+from offspec.loaders.streaming.weights import LayerView
 from offspec.scheduler.trees.token_tree import BoolArray, IntArray
 
 from .cuda_graphs import USES_BEFORE_RECORDING, WIDTHS, RoundBuffers, StaticRounds

@@ -13,7 +13,7 @@ def normalize(x: Tensor, weight: Tensor, bias: Tensor | None, kind: str, eps: fl
     """x [..., N], normed over N, times weight [N] (plus one for some kinds), plus bias [N].
 
     A weight [..., N] with more dimensions has x's last ones; each row of x is normed separately. Such a weight is first
-    rounded to x's dtype: a streamed one has the file's dtype, a resident one was rounded before (`StoredLayer.bind`).
+    rounded to x's dtype: a streamed one has the file's dtype, a resident one was rounded before (`StoredUnit.bind`).
     kind: of NORMS; "rms" is RMSNorm (1910.07467), "layer" LayerNorm (1607.06450). With "plus one", an RMSNorm adds in
     fp32 and rounds once, as Gemma does; a LayerNorm adds in the weight's dtype, as Nemotron does.
     """

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import torch
 
-from offspec.loaders.streaming.cuda import device_bytes
+from offspec.loaders.accelerators.accelerator import accelerator_of
 from offspec.loaders.units import format_size
 
 from ..errors import MemoryLimitError
@@ -87,7 +87,9 @@ def explain_out_of_memory(plan: Plan, device: torch.device, message: str) -> str
     limit, planned, setting = limits.ram, placement.ram_bytes, "ram"
     if limits.device is not None:
         limit, planned, setting = limits.device, placement.device_bytes, "vram"
-    peak = f", torch's peak was {format_size(device_bytes(device)[1])}" if device.type == "cuda" else ""
+    accelerator = accelerator_of(device)
+    peak_bytes = accelerator.held_bytes()[1]
+    peak = f", torch's peak was {format_size(peak_bytes)}" if accelerator.has_own_memory else ""
     return (
         f"{device} ran out of memory ({message}): planned {format_size(planned)}, limit {format_size(limit)}{peak}; "
         f"close other programs that use this memory, or set a lower limit (`{setting}`) or a smaller `context`"

@@ -8,25 +8,27 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from offspec.loaders.machine.hardware import Hardware, Rates
-from offspec.loaders.params import LOSSLESS_FORMAT
 from offspec.loaders.streaming.placement import (
     KV_ITEM,
     SHADOW_ITEM,
     Item,
-    LayerCost,
     Limits,
     PassRates,
     Placement,
+    Tier,
+    UnitCost,
     Wishes,
     place,
     predict_pass_s,
+    used_share,
 )
-from offspec.loaders.streaming.tiers import StoredLayer
+from offspec.loaders.streaming.stored_model import StoredUnit
 from offspec.scheduler.params import max_nodes
 
 from ..checkpoints.opening import ModelFiles
@@ -54,8 +56,8 @@ class Demand:
     """The inputs of a plan.
 
     features: these need memory beside the target. program_bytes: RAM that the process already holds. packs: whether
-    bf16-packed matrices of resident layers stay packed if not all layers can be resident; more of them are then. None:
-    as long as nothing else was found to be faster.
+    matrices that have two forms stay packed in resident layers if not all layers can be resident; more of them are
+    then. None: as long as nothing else was found to be faster.
     """
 
     target: ModelFiles
@@ -67,7 +69,7 @@ class Demand:
 
     @property
     def is_packing(self) -> bool:
-        return self.target.packed_form == LOSSLESS_FORMAT if self.packs is None else self.packs
+        return self.target.stored.has_two_forms if self.packs is None else self.packs
 
 
 @dataclass(frozen=True)
@@ -87,27 +89,28 @@ class Work:
 
     @classmethod
     def of(cls, target: ModelFiles) -> Work:
-        layers = target.stored.layers
-        matrices = [w for layer in layers for w in layer.weights.values() if len(w.shape) == 2]
-        packed = [w for w in matrices if w.is_packed]
-        kept = [
-            weight
-            for layer in layers
-            for weight in layer.weights.values()
-            if len(weight.shape) == 2 and layer.needs_scratch(weight, target.dtype, is_streamed=False)
-        ]
-        unpacked, unpacked_kept = (sum(math.prod(w.shape) for w in found) // len(layers) for found in (packed, kept))
-        head_elements = target.config.vocab_size * target.config.hidden_size
-        weights = [weight for layer in layers for weight in layer.weights.items()]
-        experts = sum(math.prod(w.shape) for name, w in weights if is_of_experts(name, w.shape)) // len(layers)
-        own = sum(math.prod(w.shape) for name, w in weights if len(w.shape) == 2 and not is_of_experts(name, w.shape))
-        share = target.config.expert_share
-        return cls(own // len(layers), unpacked, head_elements, experts, share, unpacked_kept)
+        config, sums = target.config, Counter[str]()
+        for layer in target.stored.layers:
+            for name, weight in layer.weights.items():
+                is_matrix, elements = len(weight.shape) == 2, math.prod(weight.shape)
+                if is_of_experts(name, weight.shape):
+                    sums["experts"] += elements
+                elif is_matrix:
+                    sums["matrices"] += elements
+                if is_matrix and weight.is_packed:
+                    sums["packed"] += elements
+                if is_matrix and layer.needs_scratch(weight, target.dtype, is_streamed=False):
+                    sums["kept"] += elements
+        matrices, packed, experts, kept = (
+            sums[name] // len(target.stored.layers) for name in ("matrices", "packed", "experts", "kept")
+        )
+        head = config.vocab_size * config.hidden_size
+        return cls(matrices, packed, head, experts, config.expert_share, kept)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Where the target's layers go, and the memory planned beside them.
+    """Where the target's layers go, each of which is a unit, and the memory planned beside them.
 
     `context` is the maximum number of tokens of a text, `tree` the maximum number of nodes of a tree beside it.
     kv_entries: of the target's KV cache for all texts and trees, and for drafts that share it.
@@ -116,7 +119,7 @@ class Plan:
     demand: Demand
     room: Room
     placement: Placement
-    layers: tuple[LayerCost, ...]
+    layers: tuple[UnitCost, ...]
     work: Work
     kv_entries: int
 
@@ -136,9 +139,8 @@ class Plan:
     @property
     def tiers(self) -> str:
         """The number of layers in each tier, such as "32 resident, 48 in RAM"."""
-        p = self.placement
-        tiers = (("resident", p.resident), ("in RAM", p.in_ram), ("on disk", p.on_disk))
-        return ", ".join(f"{len(layers)} {name}" for name, layers in tiers if layers)
+        counts = Counter(place.tier for place in self.placement.places)
+        return ", ".join(f"{counts[tier]} {tier.value}" for tier in Tier if tier in counts)
 
     @property
     def stream_bytes(self) -> int:
@@ -159,11 +161,11 @@ class Plan:
         head_s = self.work.head_elements * seconds_per_element(rates.matmul_flops, min(width, HEAD_ROWS))
         if num_tokens is None:
             num_tokens = self.usual_tokens
-        return self._pass_s(rates, self._layers_s(rates, width, num_tokens), head_s, num_tokens)
+        return self._pass_s(rates, self._layers_s(rates, width, num_tokens), width, head_s, num_tokens)
 
     def link_s(self, rates: Rates) -> float:
         """Seconds to move the streamed layers, without computation."""
-        return self._pass_s(rates, [0.0] * len(self.layers))
+        return self._pass_s(rates, [0.0] * len(self.layers), 1)
 
     def _layers_s(self, rates: Rates, width: int, num_keys: int) -> list[float]:
         """Seconds of arithmetic in each layer, attention included."""
@@ -175,11 +177,14 @@ class Plan:
         )
         return [(kept_s if i in resident else streamed_s) + attention_s[i] for i in range(len(self.layers))]
 
-    def _pass_s(self, rates: Rates, layers_s: Sequence[float], head_s: float = 0.0, num_keys: int = 0) -> float:
+    def _pass_s(
+        self, rates: Rates, layers_s: Sequence[float], width: int, head_s: float = 0.0, num_keys: int = 0
+    ) -> float:
         disk = rates.disk_bytes_per_s or math.inf
         link = rates.host_to_device_bytes_per_s if self.placement.limits.device is not None else None
         compute_s = (*layers_s[:-1], layers_s[-1] + head_s)
-        return predict_pass_s(self.placement, self.layers, PassRates(compute_s, disk, link), num_keys / self.kv_entries)
+        pass_rates = PassRates(compute_s, disk, link)
+        return predict_pass_s(self.placement, self.layers, pass_rates, width, num_keys / self.kv_entries)
 
     def with_more(self, *, vram: int = 0, ram: int = 0) -> Plan:
         """The plan if the limits were higher by these bytes. Raises MemoryLimitError."""
@@ -188,7 +193,7 @@ class Plan:
         return _plan_for(self.room, replace(self.demand, limits=Limits(device, limits.ram + ram)))
 
     def packing(self, *, packs: bool) -> Plan:
-        """The plan with packed bf16 matrices of resident layers kept packed or unpacked. Raises MemoryLimitError."""
+        """The plan with resident matrices that have two forms packed or unpacked. Raises MemoryLimitError."""
         return _plan_for(self.room, replace(self.demand, packs=packs))
 
     def with_target(self, target: ModelFiles) -> Plan:
@@ -228,8 +233,8 @@ class Plan:
                 return True
 
         longest = self.largest_context()
-        found = bisect_left(range(longest), True, key=lambda shorter: spills(shorter + 1))
-        return found + 1 if found < longest else None
+        first = 1 + bisect_left(range(longest), True, key=lambda shorter: spills(shorter + 1))
+        return first if first <= longest else None
 
 
 def make_plan(
@@ -261,12 +266,12 @@ def make_plan(
 
 def _with_residents_back(plan: Plan) -> Plan:
     """The plan with an 8-bit KV cache, if the context asked for costs resident layers and this returns some of them."""
-    asked = plan.demand.options.context
-    if asked is None or asked <= DEFAULT_CONTEXT or not plan.placement.streamed:
+    context = plan.demand.options.context
+    if context is None or context <= DEFAULT_CONTEXT or not plan.placement.streamed:
         return plan
     usual, packed = _plan_for(replace(plan.room, context=DEFAULT_CONTEXT), plan.demand), plan.with_kv(EIGHT_BIT)
-    now, without, found = (len(each.placement.resident) for each in (plan, usual, packed))
-    return packed if now < min(without, found) else plan
+    num_residents, in_usual, in_packed = (len(each.placement.resident) for each in (plan, usual, packed))
+    return packed if num_residents < min(in_usual, in_packed) else plan
 
 
 def _plan_in_room(demand: Demand) -> Plan:
@@ -288,17 +293,17 @@ def _plan_in_room(demand: Demand) -> Plan:
 
 
 def with_faster_residents(plan: Plan, rates: Rates) -> Plan:
-    """The plan with packed bf16 matrices of resident layers kept packed or unpacked, whichever has the faster pass.
+    """The plan with resident matrices that have two forms packed or unpacked, whichever has the faster pass.
 
     Packed, more layers are resident, and each pass unpacks them.
     """
-    if not plan.placement.streamed or plan.demand.target.packed_form != LOSSLESS_FORMAT:
+    if not plan.placement.streamed or not plan.demand.target.stored.has_two_forms:
         return plan
     try:
         other = plan.packing(packs=not plan.demand.is_packing)
     except MemoryLimitError:  # layers that must be resident do not fit in the other form
         return plan
-    return min((plan, other), key=lambda found: found.predict_pass_s(rates, COMPARED_WIDTH))
+    return min((plan, other), key=lambda either: either.predict_pass_s(rates, COMPARED_WIDTH))
 
 
 def limits_of(hardware: Hardware, options: MemoryOptions, own_bytes: int) -> Limits:
@@ -396,13 +401,13 @@ def _wishes(uses: Sequence[MemoryUse]) -> Wishes:
     return Wishes(sum(use.num_pinned_layers for use in uses), order)
 
 
-def _layer_costs(target: ModelFiles, uses: Sequence[MemoryUse]) -> list[LayerCost]:
+def _layer_costs(target: ModelFiles, uses: Sequence[MemoryUse]) -> list[UnitCost]:
     costs = [layer.cost(target.dtype) for layer in target.stored.layers]
     shadows = next((use.shadow_bytes for use in uses if use.shadow_bytes), (0,) * len(costs))
     return [replace(cost, shadow_bytes=nbytes) for cost, nbytes in zip(costs, shadows, strict=True)]
 
 
-def _place(costs: list[LayerCost], items: list[Item], limits: Limits, wishes: Wishes) -> Placement:
+def _place(costs: list[UnitCost], items: list[Item], limits: Limits, wishes: Wishes) -> Placement:
     """`place`; if layers are on disk, the embedding stays on disk too, is read by row, and needs no memory."""
     without = [item for item in items if item.name != EMBEDDING_ITEM]
     try:
@@ -422,7 +427,7 @@ def _items(room: Room, demand: Demand, uses: Sequence[MemoryUse]) -> list[Item]:
     """Everything but the target's layers and its KV cache."""
     target, on_gpu = demand.target, demand.limits.device is not None
     config = target.config
-    shared = {n: StoredLayer({n: w}).cost(target.dtype).resident_bytes for n, w in target.stored.shared.items()}
+    shared = {n: StoredUnit({n: w}).cost(target.dtype).resident_bytes for n, w in target.stored.shared.items()}
     workspace = max([pass_bytes(target, room), *(use.workspace_bytes for use in uses)])
     cuda_bytes = CUDA_WORKSPACE_BYTES if on_gpu else 0
     items = [
@@ -444,7 +449,7 @@ def unpacking_items(model: ModelFiles) -> list[Item]:
 
 def resident_bytes(model: ModelFiles) -> int:
     """Bytes of all weights of a model that is fully resident."""
-    layers = (*model.stored.layers, *(StoredLayer({n: w}) for n, w in model.stored.shared.items()))
+    layers = (*model.stored.layers, *(StoredUnit({n: w}) for n, w in model.stored.shared.items()))
     return sum(layer.cost(model.dtype).resident_bytes for layer in layers)
 
 
@@ -460,7 +465,7 @@ def pass_bytes(model: ModelFiles, room: Room) -> int:
 def layer_s(work: Work, rates: Rates, width: int, unpacked_elements: int) -> float:
     """Seconds of arithmetic in one layer, with so many elements to dequantise."""
     matmul_s = work.layer_elements * seconds_per_element(rates.matmul_flops, width)
-    used = 1 - (1 - work.expert_share) ** width  # expected share of the experts, if rows choose independently
+    used = used_share(work.expert_share, width)  # of the experts
     rows = max(1, round(width * work.expert_share / used))
     matmul_s += work.expert_elements * used * seconds_per_element(rates.matmul_flops, rows)
     if not unpacked_elements or not rates.dequantise_elements_per_s:

@@ -8,6 +8,7 @@ from dataclasses import replace
 import psutil
 import torch
 
+from offspec.loaders.accelerators.accelerator import accelerator_of
 from offspec.loaders.formats import StoredWeight
 from offspec.loaders.formats.products import HALF_DTYPES
 from offspec.loaders.machine.card_choices import fused_rows
@@ -20,8 +21,6 @@ from offspec.loaders.machine.measure import (
     measure_packed_product,
 )
 from offspec.loaders.machine.product_costs import forms_of, know_products, product_flops
-from offspec.loaders.params import LOSSLESS_FORMAT
-from offspec.loaders.streaming.cuda import release_memory
 
 from ..checkpoints.load import is_blocked
 from ..checkpoints.opening import ModelFiles, Note
@@ -100,7 +99,7 @@ def measure_quick_rates(target: ModelFiles, device: torch.device, link_bytes_per
     target, packed matrices may draft; on a GPU their products take 0.1 s and as much memory more.
     """
     form = target.packed_form
-    is_unpacked_first = form == LOSSLESS_FORMAT  # its resident layers may be plain, so products are measured apart
+    is_unpacked_first = target.stored.has_two_forms  # its resident layers may be plain, so products are measured apart
     known = HALF_DTYPES.get(target.dtype, "") if form is None or is_unpacked_first else form
     products = product_flops(known, target.dtype) if device.type == "cpu" else {}
     shape = (2048, 2048) if device.type == "cpu" else (4096, 4096)  # launching a smaller product takes a GPU's time
@@ -157,14 +156,14 @@ def measure_fused_limits(models: Sequence[ModelFiles], device: torch.device) -> 
         for weight in layer.weights.values()
         if weight.fused_kind is not None
     }
-    if device.type != "cuda" or not kinds:
+    if not accelerator_of(device).has_own_memory or not kinds:
         return []
     forms = {weight.dtype: [kind for kind in kinds if kinds[kind].dtype == weight.dtype] for weight in kinds.values()}
     notes = [
         _fused_note(form, [(kinds[kind], kind[1]) for kind in sorted(forms[form], key=str)], device)
         for form in sorted(forms)
     ]
-    release_memory(device)
+    accelerator_of(device).release_memory()
     return notes
 
 

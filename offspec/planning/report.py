@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from offspec.loaders.params import LOSSLESS_FORMAT
 from offspec.loaders.streaming.placement import Limits
 from offspec.loaders.units import format_quantity, format_seconds, format_size
 
@@ -35,13 +34,14 @@ def explain_plan(plan: Plan, link_bytes_per_s: float | None = None) -> list[Note
 
 
 def explain_packing(plan: Plan) -> list[Note]:
-    """How bf16 matrices that files have packed are kept in memory."""
+    """How matrices that are packed without loss are kept in memory."""
     target = plan.demand.target
-    if target.packed_form != LOSSLESS_FORMAT:
+    if not target.stored.has_two_forms:
         return []
+    matrices = f"{target.packed_form} matrices"
     if not target.stored.layers[0].packs:
-        return [Note(f"{LOSSLESS_FORMAT} matrices of resident layers are unpacked once, while they are loaded")]
-    return [Note(f"{LOSSLESS_FORMAT} matrices stay packed in memory, so that more layers are resident: {plan.tiers}")]
+        return [Note(f"{matrices} of resident layers are unpacked once, while they are loaded")]
+    return [Note(f"{matrices} stay packed in memory, so that more layers are resident: {plan.tiers}")]
 
 
 def _kv_format(plan: Plan) -> list[Note]:

@@ -11,6 +11,7 @@ from collections import deque
 
 import torch
 
+from offspec.loaders.accelerators.accelerator import accelerator_of
 from offspec.loaders.machine.hardware import may_spill
 
 from ..checkpoints.opening import Note
@@ -47,4 +48,4 @@ class SpillWatch:
 
 def spill_watch(device: torch.device) -> SpillWatch | None:
     """A watch where the driver may move the device's memory to RAM; None elsewhere."""
-    return SpillWatch() if device.type == "cuda" and may_spill() else None
+    return SpillWatch() if accelerator_of(device).has_own_memory and may_spill() else None

@@ -15,7 +15,6 @@ from offspec.loaders.formats import plan_form
 from offspec.loaders.machine.gpus import NVME_BYTES_PER_S, NVME_SOURCE, KnownGpu, find_gpu
 from offspec.loaders.machine.hardware import Hardware, Rates, read_hardware
 from offspec.loaders.machine.measure import measure_rates
-from offspec.loaders.params import LOSSLESS_FORMAT
 from offspec.loaders.units import format_count, format_quantity, format_size
 
 from .. import builtin
@@ -271,7 +270,7 @@ class Machine:
                 largest_weight_file(target.checkpoint.path) or target.checkpoint.path,
                 widths=widths,
                 form=target.packed_form,
-                beside_reads=bool(plan.placement.on_disk) and self.place.type == "cpu",
+                beside_reads=bool(plan.placement.on_disk) and plan.placement.limits.device is None,
                 progress=progress,
             )
         return rates if self.disk_bytes_per_s is None else _with_disk(rates, self.disk_bytes_per_s, "given")
@@ -285,7 +284,7 @@ class Machine:
 
 def _card_rates(card: KnownGpu, target: ModelFiles) -> Rates:
     """The card's rates, with its unpacking of the target's packed matrices."""
-    if target.packed_form != LOSSLESS_FORMAT:
+    if not target.stored.has_two_forms:
         return card.rates()
     packed = [weight for weight in target.stored.layers[0].weights.values() if weight.is_packed]
     num_bytes = sum(info.nbytes for weight in packed for info in weight.streamed)

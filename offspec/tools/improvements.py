@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from offspec.loaders.machine.hardware import Rates
-from offspec.loaders.params import LOSSLESS_FORMAT
 
 from ..checkpoints.opening import DTYPES, ModelFiles
 from ..drafts.base import OpenedDraft
@@ -107,7 +106,8 @@ class Improvements:
     def four_bit(self) -> FourBit | None:
         """The same model in 4 bit, in the same memory; None if nothing is streamed, or it is quantised already."""
         target = self.plan.demand.target
-        if target.packed_form not in (None, LOSSLESS_FORMAT) or not self.plan.placement.streamed:
+        is_quantised = target.packed_form is not None and not target.stored.has_two_forms
+        if is_quantised or not self.plan.placement.streamed:
             return None
         dtype = next(name for name, found in DTYPES.items() if found == target.dtype)
         device_type = "cpu" if self.plan.placement.limits.device is None else "cuda"

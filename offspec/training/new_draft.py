@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from offspec.loaders.accelerators.accelerator import accelerator_of
 from offspec.loaders.machine.hardware import read_gpu, read_memory
 from offspec.loaders.units import format_size
 
@@ -91,7 +92,7 @@ def new_draft(
 def _check_memory(config: ModelConfig, device: torch.device) -> None:
     """Raises MemoryLimitError."""
     needed = TRAINED_BYTES * sum(math.prod(shape) for shape in wanted_shapes(config).values())
-    free = read_gpu(device).free_bytes if device.type == "cuda" else read_memory().available_bytes
+    free = read_gpu(device).free_bytes if accelerator_of(device).has_own_memory else read_memory().available_bytes
     if needed > free:
         raise MemoryLimitError(
             f"training a draft of hidden size {config.hidden_size} and {config.num_layers} layers needs "

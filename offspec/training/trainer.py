@@ -19,6 +19,7 @@ from accelerate import Accelerator
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
+from offspec.loaders.accelerators.accelerator import accelerator_of
 from offspec.scheduler.trees.token_tree import IntArray
 
 from ..errors import CheckpointError, NumericalError, StorageError
@@ -54,9 +55,8 @@ class Trainer:
 
     def __init__(self, student: Student, params: DistillParams, folder: Path) -> None:
         device = student.device
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-        self._accelerator = Accelerator(cpu=device.type == "cpu")
+        accelerator_of(device).make_current()
+        self._accelerator = Accelerator(cpu=not accelerator_of(device).has_own_memory)
         self._params, self._folder, self.step = params, folder, 0
         self._peak = params.learning_rate * student.rate_factor
         optimizer = torch.optim.AdamW(student.parameters(), lr=self._peak, betas=(0.9, 0.95), weight_decay=0.01)

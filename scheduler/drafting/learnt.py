@@ -10,7 +10,7 @@ from ..guessing.recycling import TokenRecycling
 from ..guessing.reliability import Reliability
 from ..pace.calibration import Calibration
 from ..pace.costs import Costs, Predict
-from ..pace.overlap import OverlapSwitch
+from ..pace.trials import OverlapSwitch
 
 
 @dataclass

@@ -14,7 +14,7 @@ import numpy as np
 
 from ..guessing.lookup import Guesser
 from ..pace.budget import Controller
-from ..pace.overlap import Overlap
+from ..pace.trials import Overlap
 from ..params import SpeculationParams
 from ..trees.token_tree import ROOT, FloatArray, IntArray, TokenTree
 from ..trees.verify import TargetPass

@@ -16,7 +16,7 @@ from ..trees.token_tree import FloatArray
 from .averages import DecayingRatio
 from .budget import RATE_FORGETTING
 from .costs import MOST_ROWS, Costs
-from .overlap import OverlapSwitch
+from .trials import OverlapSwitch
 
 CHEAP_ROWS = 512  # of a pass, on most GPUs; where nothing was measured
 

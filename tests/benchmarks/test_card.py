@@ -32,7 +32,7 @@ from benchmarks.card.timing import median_s
 from benchmarks.card.travel import PACKAGES_CARRIED, PACKAGES_THERE
 from offspec import Engine, SpeculationParams, builtin
 from offspec.loaders.formats.four_bit import Layout4bit, Matrix4bit, dequantize_reference, pack_4bit
-from offspec.loaders.streaming.cuda import DeviceFiller
+from offspec.loaders.streaming.link import DeviceFiller
 
 from ..pages import ROOT
 

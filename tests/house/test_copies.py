@@ -17,9 +17,11 @@ FOLDERS = ("loaders", "scheduler", "offspec")
 FROM_HOST_DATA = {"tensor", "as_tensor", "asarray", "from_numpy", "frombuffer", "scalar_tensor"}
 # A module, or a folder → why it copies.
 MAY_COPY = {
+    "loaders/accelerators/cuda.py": "a view of page-locked memory",
     "loaders/streaming/small_transfers.py": "is the other way; copies where memory cannot be shared",
-    "loaders/streaming/cuda.py": "the ring's filler, and KV entries in RAM: these are the large copies",
+    "loaders/streaming/link.py": "the ring's filler, and KV entries in RAM: these are the large copies",
     "loaders/machine/measure.py": "measures before texts run",
+    "loaders/streaming/stored_model.py": "loads formats' tables",
     "loaders/streaming/tiers.py": "loads resident weights",
     "loaders/formats/changed.py": "loads small parts of weights, as the next four",
     "loaders/formats/core.py": "makes samples to measure",

@@ -27,7 +27,7 @@ from offspec.loaders.files.containers import CONTAINERS, largest_weight_file, op
 from offspec.loaders.formats import FORMATS, StoredWeight, WeightFormat, stored_weights
 from offspec.loaders.formats.core import PackedMatrix, PackedStored, TensorGroup
 from offspec.loaders.machine.measure import measure_dequantise
-from offspec.loaders.streaming.placement import Placement, Slots
+from offspec.loaders.streaming.placement import Placement, Slots, places_of
 from offspec.planning.plan import all_resident
 
 from ..pair import Pair, build_pair
@@ -167,7 +167,7 @@ def on_disk(files: ModelFiles) -> Placement:
     """Every layer streamed."""
     slot_bytes = max(layer.record.nbytes for layer in files.stored.layers)
     layers = tuple(range(len(files.stored.layers)))
-    return replace(all_resident(files), resident=(), on_disk=layers, slots=Slots(2, 0, slot_bytes))
+    return replace(all_resident(files), places=places_of(on_disk=layers), slots=Slots(2, 0, slot_bytes))
 
 
 def states(files: ModelFiles, placement: Placement) -> Tensor:

@@ -10,8 +10,8 @@ from threading import Event
 import pytest
 import torch
 
-from offspec import background
 from offspec.background import in_background
+from offspec.loaders.accelerators.cuda import Cuda
 
 CPU = torch.device("cpu")
 DEVICES = [CPU, pytest.param(torch.device("cuda:0"), marks=pytest.mark.gpu)]
@@ -124,6 +124,6 @@ def test_work_has_a_stream_of_its_own_and_sees_what_came_before() -> None:
 def test_on_a_gpu_its_kernels_come_before_those_of_the_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[dict[str, int]] = []
     monkeypatch.setattr(torch.cuda, "Stream", lambda device, **options: made.append(options))
-    monkeypatch.setattr(background, "_streams", {})
-    background._stream(torch.device("cuda:0"))
+    accelerator = Cuda(torch.device("cuda:0"))
+    assert accelerator.urgent_stream is accelerator.urgent_stream
     assert made == [{"priority": -1}]

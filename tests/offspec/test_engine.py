@@ -41,7 +41,7 @@ from offspec.model.cuda_graphs import TreeGraphs
 from offspec.model.decoder import random_decoder
 from offspec.scheduler.drafting.child_scores import ChildScorer
 from offspec.scheduler.drafting.model_drafter import ModelDrafter
-from offspec.scheduler.pace.overlap import OverlapSwitch
+from offspec.scheduler.pace.trials import OverlapSwitch
 from offspec.scheduler.params import MAX_ROWS, Scoring, Stopping
 
 from ..pair import CONTEXT, VOCAB_SIZE, Pair, build_pair, narrow, scale_weights, variant

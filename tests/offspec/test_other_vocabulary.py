@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 from offspec import Engine, SamplingParams, SpeculationParams
 from offspec.drafts.model_draft import ModelDraft
 from offspec.errors import UsageError
-from offspec.model.cuda_graphs import TreeGraphs, as_it_is
+from offspec.loaders.accelerators.capture import as_it_is
+from offspec.model.cuda_graphs import TreeGraphs
 from offspec.scheduler.params import MAX_ROWS
 from offspec.session import Session
 

@@ -9,7 +9,7 @@ import pytest
 
 from offspec import KV_CACHES, Engine, SamplingParams, SpeculationParams
 from offspec.errors import UsageError
-from offspec.loaders.streaming.cuda import CopyStream
+from offspec.loaders.streaming.link import CopyStream
 from offspec.model.memory.kv_formats import KV_FORMATS
 from offspec.model.memory.kv_in_ram import EntriesInRam
 from offspec.model.memory.text_pool import TextPool

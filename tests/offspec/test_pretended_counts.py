@@ -34,10 +34,10 @@ REQUESTS: dict[str, SamplingParams] = {
     "JSON": SamplingParams(NUM_TOKENS, constraint=Constraint.json_object()),
 }
 WITH_PATHS = ("repetition", "frequency", "JSON")  # what a row's distribution depends on, beside its logits
-LAYERS = "loaders/streaming/cuda.py _copy"
+LAYERS = "loaders/streaming/link.py _copy"
 # Waits by where they are. A layer is waited for when the next one's kernels are about to be queued.
 LAYER, PASS, TOKEN, ROUND, NUCLEUS = (
-    "loaders/streaming/cuda.py leave",
+    "loaders/streaming/link.py leave",
     "offspec/model/decoder.py synchronize",
     "scheduler/trees/sampling.py choose",
     "scheduler/drafting/child_scores.py score",

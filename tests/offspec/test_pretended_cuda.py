@@ -22,6 +22,7 @@ from offspec import Engine, SamplingParams, SpeculationParams, convert, loading
 from offspec.checkpoints.opening import ModelFiles
 from offspec.loaders.formats.process_state import has_bitsandbytes
 from offspec.loaders.machine.hardware import Rates
+from offspec.loaders.streaming.placement import places_of
 from offspec.model.block import Block
 from offspec.model.cuda_graphs import StaticRounds
 from offspec.planning.plan import Plan
@@ -70,9 +71,11 @@ def half_in_ram(plan: Plan) -> Plan:
     return streamed(plan, resident=(1, 3), in_ram=(0, 2))
 
 
-def streamed(plan: Plan, num_host_slots: int = 0, **where: Any) -> Plan:
+def streamed(
+    plan: Plan, num_host_slots: int = 0, entries_in_ram: tuple[int, ...] = (), **where: tuple[int, ...]
+) -> Plan:
     slots = replace(plan.placement.slots, num=2, num_host=num_host_slots)
-    placement = replace(plan.placement, **{"resident": (), "slots": slots, **where})
+    placement = replace(plan.placement, places=places_of(**where), slots=slots, entries_in_ram=entries_in_ram)
     return replace(plan, placement=placement)
 
 

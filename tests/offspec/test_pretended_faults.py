@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from offspec.errors import OffspecError
+from offspec.loaders.accelerators.accelerator import Accelerator, accelerator_of
+from offspec.loaders.accelerators.cpu import InOrder
 from offspec.loaders.files.readers import HostBuffer
 from offspec.loaders.streaming import small_transfers
-from offspec.loaders.streaming.cuda import CopyStream, DeviceFiller, DeviceSlot
-from offspec.model import cuda_graphs as graphs
+from offspec.loaders.streaming.link import CopyStream, DeviceFiller, DeviceSlot
 from offspec.planning.plan import Plan
 
 from ..pretend_cuda import in_own_process, pretended_cuda
@@ -93,8 +94,8 @@ def kv_entries_are_copied_at_once(patch: Patch) -> None:
 
     def deaf(self: CopyStream, device: torch.device) -> None:
         make(self, device)
-        if self._stream is not None:
-            self._stream = Deaf(machine=torch.cuda.current_stream().machine)  # type: ignore[assignment]
+        if device.type == "cuda":
+            self._stream = Deaf(machine=torch.cuda.current_stream().machine)
 
     patch.setattr(CopyStream, "__init__", deaf)
 
@@ -103,9 +104,9 @@ def a_small_transfer_is_overwritten(patch: Patch) -> None:
     class Impatient(small_transfers.SlotTransfers):
         NUM_SLOTS = 1
 
-        def __init__(self, device: torch.device) -> None:
-            super().__init__(device)
-            self._read = []
+        def __init__(self, accelerator: Accelerator) -> None:
+            super().__init__(accelerator)
+            self._read = [InOrder()]
 
     patch.setattr(small_transfers, "SlotTransfers", Impatient)
     patch.setattr(small_transfers, "_transfers", {})
@@ -201,7 +202,7 @@ def refusal(name: str, change: Callable[[Recorded], None] | None = None) -> str 
     """What the recorder says to this work, changed after it was recorded; None if it is content."""
     work = Recorded()
     try:
-        replay = graphs.CudaRecorder(CUDA)(lambda: getattr(work, name)())
+        replay = accelerator_of(CUDA).recorder()(lambda: getattr(work, name)())
         assert replay is not None
         replay()
         if change is not None:
@@ -215,7 +216,7 @@ def refusal(name: str, change: Callable[[Recorded], None] | None = None) -> str 
 def records_beside() -> bool:
     """Whether anything is recorded on another stream than the default one."""
     with torch.cuda.stream(torch.cuda.Stream()):
-        return graphs.CudaRecorder(CUDA)(Recorded().sound) is not None
+        return accelerator_of(CUDA).recorder()(Recorded().sound) is not None
 
 
 # ------------------------------------------------------------------------------------------------ memory

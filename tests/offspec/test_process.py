@@ -11,7 +11,7 @@ import torch
 from offspec.checkpoints import load
 from offspec.checkpoints.load import load_decoder
 from offspec.checkpoints.opening import ModelFiles
-from offspec.loaders.streaming.placement import Limits, Placement, Slots
+from offspec.loaders.streaming.placement import Limits, Placement, Slots, places_of
 from offspec.loaders.streaming.weights import RamWeights
 from offspec.process import disable_cudnn_attention, set_num_threads
 
@@ -67,8 +67,8 @@ def test_a_model_that_is_loaded_on_the_cpu_changes_nothing(monkeypatch: pytest.M
     asked: list[bool] = []
     monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", asked.append)
     files = ModelFiles.open(build(FAMILIES["llama-gqa"], tmp_path).folder, "fp32", "cpu", [])
-    everything = tuple(range(files.config.num_layers))
-    placement = Placement(everything, (), (), Slots(0, 0, 0), (), Limits(None, 0), 0, 0)
+    everything = places_of(resident=range(files.config.num_layers))
+    placement = Placement(everything, Slots(0, 0, 0), (), Limits(None, 0), 0, 0)
     load_decoder(files, placement, torch.device("cpu")).weights.close()
     assert asked == []
     assert all(reduced())

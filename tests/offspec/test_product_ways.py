@@ -17,7 +17,7 @@ from offspec.checkpoints.load import LoadSettings, load_decoder
 from offspec.checkpoints.opening import ModelFiles
 from offspec.loaders.formats.products import KERNEL, TILES, TORCH, ProductCosts, num_lanes
 from offspec.loaders.kernels.row_product import RowProduct
-from offspec.loaders.streaming.placement import Limits, Placement, Slots
+from offspec.loaders.streaming.placement import Limits, Placement, Slots, places_of
 from offspec.loading import LoadedTarget
 from offspec.model.decoder import Decoder
 
@@ -76,7 +76,7 @@ def stream(folder: Path) -> Decoder:
     files = ModelFiles.open(folder, "fp32", "cpu", [])
     layers = files.stored.layers
     slot = max(layer.cost(files.dtype).slot_bytes for layer in layers)
-    placement = Placement((), (), tuple(range(len(layers))), Slots(2, 0, slot), (), Limits(None, 0), 0, 0)
+    placement = Placement(places_of(on_disk=range(len(layers))), Slots(2, 0, slot), (), Limits(None, 0), 0, 0)
     return load_decoder(files, placement, CPU, LoadSettings(has_far_embedding=True))
 
 

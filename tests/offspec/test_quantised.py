@@ -13,7 +13,7 @@ import torch
 from offspec.checkpoints.load import LoadSettings, load_decoder
 from offspec.checkpoints.opening import ModelFiles
 from offspec.loaders.formats.process_state import bitsandbytes_functional
-from offspec.loaders.streaming.placement import Limits, Placement, Slots
+from offspec.loaders.streaming.placement import Limits, Placement, Slots, places_of
 from offspec.model.decoder import CachedDecoder, Decoder
 from offspec.planning.plan import all_resident
 
@@ -72,7 +72,7 @@ def test_greedy_tokens_are_those_of_transformers(options: dict[str, Any], tmp_pa
     files = ModelFiles.open(folder, "fp32", "cpu", [])
     num_layers = files.config.num_layers
     slot = max(layer.record.nbytes for layer in files.stored.layers)
-    on_disk = Placement((), (), tuple(range(num_layers)), Slots(2, 0, slot), (), Limits(None, 0), 0, 0)
+    on_disk = Placement(places_of(on_disk=range(num_layers)), Slots(2, 0, slot), (), Limits(None, 0), 0, 0)
     expected = greedy_of(model)
     assert len(set(expected)) > 8
     for placement in (all_resident(files), on_disk):

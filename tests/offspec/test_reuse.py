@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 
 from offspec import Engine, SamplingParams, SpeculationParams
 from offspec.drafts.recall import Recall, RecallingText
-from offspec.model.cuda_graphs import TreeGraphs, as_it_is
+from offspec.loaders.accelerators.capture import as_it_is
+from offspec.model.cuda_graphs import TreeGraphs
 from offspec.model.decoder import CachedDecoder, Decoder
 from offspec.model.row_logits import RowLogits
 from offspec.scheduler.drafting.child_scores import ChildScorer

@@ -21,7 +21,7 @@ from offspec import Engine, SamplingParams, SpeculationParams
 from offspec.checkpoints.load import LoadSettings, load_decoder
 from offspec.checkpoints.opening import ModelFiles
 from offspec.errors import CheckpointError, MemoryLimitError, UsageError
-from offspec.loaders.streaming.placement import KV_ITEM, Item, Limits, Placement, Slots, scattered
+from offspec.loaders.streaming.placement import KV_ITEM, Item, Limits, Placement, Slots, places_of, scattered
 from offspec.loading import LoadedTarget, PlannedMemory
 from offspec.model.block import Block, memory_bytes
 from offspec.model.decoder import CachedDecoder, Decoder
@@ -51,9 +51,9 @@ def engine(pair: Pair) -> Iterator[Engine]:
 def stream(folder: Path, resident: tuple[int, ...] = (), *, synchronous: bool = False, dtype: str = "fp32") -> Decoder:
     files = ModelFiles.open(folder, dtype, "cpu", [])
     costs = [layer.cost(files.dtype) for layer in files.stored.layers]
-    on_disk = tuple(i for i in range(len(costs)) if i not in resident)
+    places = places_of(resident=resident, on_disk=(i for i in range(len(costs)) if i not in resident))
     slot = max(cost.slot_bytes for cost in costs)
-    placement = Placement(resident, (), on_disk, Slots(2, 0, slot), (), Limits(None, 0), 0, 0)
+    placement = Placement(places, Slots(2, 0, slot), (), Limits(None, 0), 0, 0)
     return load_decoder(files, placement, CPU, LoadSettings(has_far_embedding=True, synchronous=synchronous))
 
 
@@ -101,7 +101,7 @@ def test_layers_stay_as_long_as_texts_are_short(engine: Engine, tmp_path: Path) 
 
     items = (Item(KV_ITEM, on_device=kv_bytes(CONTEXT)),)
     limit = 5 * layer.nbytes - kv_bytes(CONTEXT)  # so many layers' bytes for texts and what may stay
-    placement = Placement((), (), tuple(range(9)), Slots(2, 0, layer.nbytes), items, Limits(None, limit), 0, 0)
+    placement = Placement(places_of(on_disk=range(9)), Slots(2, 0, layer.nbytes), items, Limits(None, limit), 0, 0)
     plan = SimpleNamespace(context=CONTEXT, tree=0, placement=placement, demand=SimpleNamespace(target=files))
     loaded = LoadedTarget(target, PlannedMemory(plan, CPU, [], lambda plan: target.weights))  # type: ignore[arg-type]
     one, other = (Engine(each, engine.tokenizer) for each in (loaded, LoadedTarget(twin)))
@@ -224,7 +224,7 @@ def test_nothing_waits_for_the_device_within_a_pass(pair: Pair) -> None:
     device = torch.device("cuda:0")
     files = ModelFiles.open(pair.target, "fp32", "cuda", [])
     slot, everything = max(layer.record.nbytes for layer in files.stored.layers), tuple(range(files.config.num_layers))
-    placement = Placement((), everything, (), Slots(2, 0, slot), (), Limits(2**30, 2**30), 0, 0)
+    placement = Placement(places_of(in_ram=everything), Slots(2, 0, slot), (), Limits(2**30, 2**30), 0, 0)
     decoder = load_decoder(files, placement, device, LoadSettings(has_far_embedding=True))
     through = decoder.through
 

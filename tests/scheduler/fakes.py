@@ -21,7 +21,7 @@ from offspec.scheduler.drafting.learnt import RunningEstimates
 from offspec.scheduler.guessing.recycling import TokenRecycling
 from offspec.scheduler.pace.calibration import GRID, Calibration
 from offspec.scheduler.pace.costs import Costs
-from offspec.scheduler.pace.overlap import OverlapSwitch
+from offspec.scheduler.pace.trials import OverlapSwitch
 from offspec.scheduler.params import SamplingParams
 from offspec.scheduler.trees.sampling import Sampler
 from offspec.scheduler.trees.token_tree import ROOT, BoolArray, FloatArray, IntArray, TokenTree

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from offspec.loaders.streaming.cuda import CopyStream, PinnedTables
+from offspec.loaders.accelerators.accelerator import DeviceEvent
+from offspec.loaders.streaming.link import CopyStream, PinnedTables
 
 from .kv_cache import EntriesBySlot, KVLayout, MakeLayerCaches, MemoryLayout, PlainLayers
 from .kv_formats import KVFormat, PackedLayers
@@ -133,7 +134,7 @@ class LayerSlot:
         self.cache = cache
         self.layer: int | None = None
         self.num_known = 0
-        self.arrival: torch.cuda.Event | None = None
+        self.arrival: DeviceEvent | None = None
 
     @property
     def rows(self) -> list[Tensor]:

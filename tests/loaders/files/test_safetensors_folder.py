@@ -24,7 +24,7 @@ from offspec.loaders.files.checkpoint import DTYPE_BYTES, Checkpoint, num_bytes
 from offspec.loaders.files.containers import open_checkpoint
 from offspec.loaders.files.hub import resolve
 from offspec.loaders.files.safetensors_folder import read_header
-from offspec.loaders.streaming.tiers import StoredModel
+from offspec.loaders.streaming.stored_model import StoredModel
 
 from ...examples import examples
 from ...refusals import refused

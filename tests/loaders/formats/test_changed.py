@@ -16,8 +16,9 @@ from offspec.loaders.files.checkpoint import Change, TensorInfo
 from offspec.loaders.files.safetensors_folder import read_header
 from offspec.loaders.formats import StoredWeight, dense, linear, stored_weights
 from offspec.loaders.formats.blocked import is_supported
-from offspec.loaders.streaming.placement import Limits, Placement, Slots
-from offspec.loaders.streaming.tiers import StoredLayer, StoredModel, TieredWeights, TierOptions
+from offspec.loaders.streaming.placement import Limits, Placement, Slots, places_of
+from offspec.loaders.streaming.stored_model import StoredModel, StoredUnit
+from offspec.loaders.streaming.tiers import TieredWeights, TierOptions
 
 from ...refusals import refused
 from ..gguf_samples import info_of, oracle, random_blocks, same_bits
@@ -64,7 +65,7 @@ def test_vectors(tmp_path: Path) -> None:
 def test_subtracted_before_rounding(tmp_path: Path) -> None:
     """1 + 2^-9 is 1 in bf16, and in fp16 stored numbers are widened first."""
     infos = plain_infos(tmp_path, {"norm": torch.full((4,), 1 + 2**-9)}, {"norm": Change(added=1.0)})
-    layer = StoredLayer(stored_weights(infos))
+    layer = StoredUnit(stored_weights(infos))
     buffer = torch.zeros(layer.record.nbytes, dtype=torch.uint8)
     start, nbytes = layer.record.places["norm"]
     buffer[start : start + nbytes] = bytes_of(infos["norm"])
@@ -146,7 +147,7 @@ def model_on_disk(folder: Path) -> tuple[StoredModel, dict[str, Tensor]]:
     meant[EMBEDDING] = oracle("Q6_K", table)
     stored = stored_weights(infos)
     layers = [
-        StoredLayer({name: stored[f"l.{index}.{name}"] for name in ("plain", "norm", "packed")}) for index in range(3)
+        StoredUnit({name: stored[f"l.{index}.{name}"] for name in ("plain", "norm", "packed")}) for index in range(3)
     ]
     return StoredModel(layers, {EMBEDDING: stored[EMBEDDING]}), meant
 
@@ -157,7 +158,7 @@ def test_wherever_they_lie(tmp_path: Path, resident: tuple[int, ...], dtype: tor
     model, meant = model_on_disk(tmp_path)
     on_disk = tuple(i for i in range(3) if i not in resident)
     slots = Slots(2, 0, max(layer.record.nbytes for layer in model.layers))
-    placement = Placement(resident, (), on_disk, slots, (), Limits(None, 0), 0, 0)
+    placement = Placement(places_of(resident=resident, on_disk=on_disk), slots, (), Limits(None, 0), 0, 0)
     weights = TieredWeights(
         model, placement, dtype=dtype, device=CPU, embedding=EMBEDDING, options=TierOptions(blocked=True)
     )
@@ -183,8 +184,8 @@ def test_kept_plain_matrices_can_be_blocked(tmp_path: Path) -> None:
     """Where nothing is packed, a layer that stays is in oneDNN's order, its rows in the architecture's."""
     plain = torch.randn(NUM_ROWS, COLUMNS).bfloat16()
     infos = plain_infos(tmp_path, {"l.0.w": as_llama_cpp_has_it(plain)}, {"l.0.w": Change(num_heads=HEADS)})
-    model = StoredModel([StoredLayer({"w": stored_weights(infos)["l.0.w"]})], {})
-    placement = Placement((0,), (), (), Slots(0, 0, 0), (), Limits(None, 0), 0, 0)
+    model = StoredModel([StoredUnit({"w": stored_weights(infos)["l.0.w"]})], {})
+    placement = Placement(places_of(resident=(0,)), Slots(0, 0, 0), (), Limits(None, 0), 0, 0)
     weights = TieredWeights(model, placement, dtype=torch.bfloat16, device=CPU, options=TierOptions(blocked=True))
     with weights.layer(0) as layer:
         assert type(layer["w"]).__name__ == "BlockedMatrix"

@@ -326,7 +326,8 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
     """A card as torch shows it; a change that is an exception is raised instead."""
     answers = {
         "current_device": 1,
-        "get_device_properties": SimpleNamespace(name="Fake RTX", major=8, minor=9),
+        "get_device_properties": SimpleNamespace(name="Fake RTX"),
+        "get_device_capability": (8, 9),
         "mem_get_info": (20 * GIB, 24 * GIB),
         **changes,
     }
@@ -580,7 +581,7 @@ class FakeEvent:
 
     recorded: list[object] = []  # noqa: RUF012
 
-    def __init__(self, enable_timing: bool = False) -> None:
+    def __init__(self, enable_timing: bool = False, blocking: bool = False) -> None:
         assert enable_timing
 
     def record(self, stream: object) -> None:

@@ -12,12 +12,15 @@ from offspec.errors import MemoryLimitError
 from offspec.loaders.streaming.placement import (
     MIN_SLOTS,
     Item,
-    LayerCost,
     Limits,
     PassRates,
+    Place,
     Placement,
+    Tier,
+    UnitCost,
     Wishes,
     place,
+    places_of,
     predict_pass_s,
     scattered,
     spread,
@@ -28,13 +31,13 @@ from ...refusals import refused
 GB = 10**9
 
 
-def layers(num: int, nbytes: int = GB) -> list[LayerCost]:
-    return [LayerCost(nbytes, nbytes, nbytes) for _ in range(num)]
+def layers(num: int, nbytes: int = GB) -> list[UnitCost]:
+    return [UnitCost(nbytes, nbytes, nbytes) for _ in range(num)]
 
 
 ITEMS = [Item("KV cache", on_device=2 * GB), Item("embedding", on_host=GB)]
 costs = st.lists(
-    st.builds(lambda n, extra: LayerCost(n, n + extra, n * 2), st.integers(1, 50), st.integers(0, 5)),
+    st.builds(lambda n, extra: UnitCost(n, n + extra, n * 2), st.integers(1, 50), st.integers(0, 5)),
     min_size=1,
     max_size=20,
 )
@@ -52,7 +55,7 @@ def test_spread_is_even(numbers: tuple[int, int]) -> None:
 
 @given(costs, st.integers(0, 2000), st.one_of(st.none(), st.integers(0, 2000)))
 def test_what_is_placed_fits_and_every_layer_lies_somewhere(
-    costs: list[LayerCost], ram: int, device: int | None
+    costs: list[UnitCost], ram: int, device: int | None
 ) -> None:
     items = [Item("a", 10, 5), Item("b", 0, 7)]
     try:
@@ -75,7 +78,7 @@ def test_what_is_placed_fits_and_every_layer_lies_somewhere(
 
 @given(costs, st.integers(0, 1000), st.randoms(), st.integers(0, 2))
 def test_layers_are_streamed_in_the_order_asked_for(
-    costs: list[LayerCost], ram: int, random: Random, pinned: int
+    costs: list[UnitCost], ram: int, random: Random, pinned: int
 ) -> None:
     order = list(range(len(costs)))
     random.shuffle(order)
@@ -91,14 +94,14 @@ def test_layers_are_streamed_in_the_order_asked_for(
 
 
 @given(costs, st.integers(0, 1000), st.integers(0, 500))
-def test_more_memory_never_keeps_less(costs: list[LayerCost], ram: int, more: int) -> None:
+def test_more_memory_never_keeps_less(costs: list[UnitCost], ram: int, more: int) -> None:
     def kept(ram: int) -> int:
         try:
             return len(place(costs, [], Limits(None, ram)).resident)
         except MemoryLimitError:
             return -1
 
-    equal = [LayerCost(c.read_bytes, costs[0].slot_bytes, costs[0].resident_bytes) for c in costs]
+    equal = [UnitCost(c.read_bytes, costs[0].slot_bytes, costs[0].resident_bytes) for c in costs]
     costs[:] = equal
     assert kept(ram) <= kept(ram + more)
 
@@ -131,7 +134,7 @@ def test_a_gpu_spills_to_ram_then_to_disk() -> None:
 
 def test_the_slots_in_ram_are_as_large_as_those_on_the_device() -> None:
     """The largest layer stays on the device here, but every slot has its size."""
-    costs = [LayerCost(n, n, 2 * n) for n in (40, 40, 50, 40, 40)]
+    costs = [UnitCost(n, n, 2 * n) for n in (40, 40, 50, 40, 40)]
     placed = place(costs, [], Limits(250, 125))
     assert (placed.resident, placed.in_ram, placed.on_disk) == ((2,), (), (0, 1, 3, 4))
     assert (placed.slots.num_host, placed.slots.nbytes, placed.ram_bytes) == (2, 50, 100)
@@ -146,8 +149,8 @@ def test_a_refusal_has_the_numbers_and_the_remedy() -> None:
         place(layers(12), ITEMS, Limits(8 * GB, 2 * GB))
 
 
-def predict(placed: Placement, costs: list[LayerCost], compute_s: float, disk: float, link: float | None) -> float:
-    return predict_pass_s(placed, costs, PassRates((compute_s,) * len(costs), disk, link))
+def predict(placed: Placement, costs: list[UnitCost], compute_s: float, disk: float, link: float | None) -> float:
+    return predict_pass_s(placed, costs, PassRates((compute_s,) * len(costs), disk, link), 1)
 
 
 def test_a_pass_takes_the_slowest_link_s_time_or_the_computing_s() -> None:
@@ -168,15 +171,42 @@ def test_a_pass_takes_the_slowest_link_s_time_or_the_computing_s() -> None:
 def test_the_disk_reads_into_ram_while_other_layers_come_from_there() -> None:
     costs = layers(24)
     placed = replace(
-        place(costs, [], Limits(2 * GB, 40 * GB)), in_ram=tuple(i for i in range(24) if i % 8), on_disk=(0, 8, 16)
+        place(costs, [], Limits(2 * GB, 40 * GB)),
+        places=places_of(in_ram=(i for i in range(24) if i % 8), on_disk=(0, 8, 16)),
     )
     placed = replace(placed, slots=replace(placed.slots, num_host=3))
     assert predict(placed, costs, 0.0, GB, 10 * GB) == pytest.approx(3.0, rel=0.01)  # the disk rests at no time
 
 
+def test_each_device_has_a_link_of_its_own() -> None:
+    costs, rates = layers(12), PassRates((0.0,) * 12, GB, GB)
+    placed = place(costs, [], Limits(2 * GB, 40 * GB))
+    both = replace(placed, places=tuple(Place(Tier.RAM, i % 2) for i in range(12)))
+    assert predict_pass_s(placed, costs, rates, 1) == pytest.approx(12.0)
+    assert predict_pass_s(both, costs, rates, 1) == pytest.approx(6.0, rel=0.01)
+    from_disk = replace(both, places=tuple(Place(Tier.DISK, i % 2) for i in range(12)))
+    assert predict_pass_s(from_disk, costs, rates, 1) >= 12.0  # which is common
+
+
+def test_a_pass_moves_what_one_of_its_rows_uses() -> None:
+    always, experts = UnitCost(GB, GB, GB), UnitCost(GB, GB, GB, row_share=0.25)
+    costs, rates = [always, experts] * 6, PassRates((0.0,) * 12, GB, 4 * GB)
+    placed = place(costs, [], Limits(2 * GB, 40 * GB))
+    assert predict_pass_s(placed, costs, rates, 1) == pytest.approx(6 * 0.25 * 1.25)
+    assert predict_pass_s(placed, costs, rates, 2) == pytest.approx(6 * 0.25 * 1.4375)
+    assert predict_pass_s(placed, costs, rates, 64) == pytest.approx(3.0, rel=1e-6)
+
+
+def test_places_are_those_of_all_units() -> None:
+    places = places_of(resident=(1,), in_ram=range(2, 4), on_disk=(0,))
+    assert [place.tier for place in places] == [Tier.DISK, Tier.DEVICE, Tier.RAM, Tier.RAM]
+    with pytest.raises(KeyError):
+        places_of(resident=(1,))
+
+
 @given(costs, st.integers(0, 2000), st.one_of(st.none(), st.integers(0, 2000)), st.data())
 def test_pinned_layers_stay_or_all_is_refused(
-    costs: list[LayerCost], ram: int, device: int | None, data: st.DataObject
+    costs: list[UnitCost], ram: int, device: int | None, data: st.DataObject
 ) -> None:
     num_pinned = data.draw(st.integers(0, len(costs)))
     try:

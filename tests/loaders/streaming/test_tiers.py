@@ -14,13 +14,15 @@ import torch
 from safetensors.torch import save_file
 
 from offspec.errors import CheckpointError
+from offspec.loaders.accelerators.cuda import Cuda
 from offspec.loaders.files.checkpoint import Checkpoint
 from offspec.loaders.files.containers import open_checkpoint
 from offspec.loaders.files.readers import FileReader, HostBuffer
 from offspec.loaders.files.records import Record
-from offspec.loaders.streaming.placement import Limits, Placement, Slots, scattered
+from offspec.loaders.streaming.placement import Limits, Placement, Slots, places_of, scattered
+from offspec.loaders.streaming.stored_model import StoredModel
 from offspec.loaders.streaming.stream import Fill, HostSlot, Ring
-from offspec.loaders.streaming.tiers import LEAST_STREAMED, StoredModel, TieredWeights, TierOptions
+from offspec.loaders.streaming.tiers import LEAST_STREAMED, TieredWeights, TierOptions
 from offspec.loaders.streaming.weights import WeightSource
 
 from ...refusals import refused
@@ -34,7 +36,9 @@ ALL, NONE, SOME = (0, 1, 2), (), (1,)
 def placed(model: StoredModel, resident: tuple[int, ...], num_slots: int = 3) -> Placement:
     slot_bytes = max(layer.record.nbytes for layer in model.layers)
     on_disk = tuple(i for i in range(len(model.layers)) if i not in resident)
-    return Placement(resident, (), on_disk, Slots(num_slots, 0, slot_bytes), (), Limits(None, 0), 0, 0)
+    return Placement(
+        places_of(resident=resident, on_disk=on_disk), Slots(num_slots, 0, slot_bytes), (), Limits(None, 0), 0, 0
+    )
 
 
 def tiered(
@@ -128,16 +132,18 @@ def test_what_was_opened_is_closed_where_the_rest_fails(
     if fails == "reading":
         reader.fail_at = model.layers[1].weights["norm"].streamed[0].offset
 
-    def refuse(buffer: HostBuffer, device: torch.device) -> bool:
+    def refuse(cuda: Cuda, buffer: HostBuffer) -> bool:
         opened.extend(set(threading.enumerate()) - before)
         raise CheckpointError("told to fail")
 
     monkeypatch.setattr(
         "offspec.loaders.streaming.tiers.DeviceSlot", lambda nbytes, device: HostSlot(HostBuffer(nbytes))
     )
-    monkeypatch.setattr("offspec.loaders.streaming.cuda.pin", refuse)
+    monkeypatch.setattr(Cuda, "pin", refuse)
     placement = placed(model, NONE)
-    placement = replace(placement, in_ram=(1,), on_disk=(0, 2), slots=replace(placement.slots, num_host=2))
+    placement = replace(
+        placement, places=places_of(in_ram=(1,), on_disk=(0, 2)), slots=replace(placement.slots, num_host=2)
+    )
     cuda = torch.device("cuda")
     with refused(CheckpointError, "told to fail"):
         TieredWeights(
@@ -153,7 +159,7 @@ def test_what_waits_for_a_gpu_is_pinned_in_one_piece(tmp_path: Path, monkeypatch
     tensors, pinned, filled = toy_tensors(), list[tuple[int, int]](), dict[int, torch.Tensor]()
     model = StoredModel.of(open_with(tmp_path, tensors), layer_prefix=LAYER_PREFIX)
 
-    def pin(buffer: HostBuffer, device: torch.device) -> bool:
+    def pin(cuda: Cuda, buffer: HostBuffer) -> bool:
         pinned.append((buffer.address, buffer.nbytes))
         return True
 
@@ -174,13 +180,13 @@ def test_what_waits_for_a_gpu_is_pinned_in_one_piece(tmp_path: Path, monkeypatch
         "offspec.loaders.streaming.tiers.DeviceSlot", lambda nbytes, device: HostSlot(HostBuffer(nbytes))
     )
     monkeypatch.setattr("offspec.loaders.streaming.tiers.DeviceFiller", Filler)
-    monkeypatch.setattr("offspec.loaders.streaming.cuda.pin", pin)
-    monkeypatch.setattr(
-        "offspec.loaders.streaming.tiers.unpin", lambda buffer, device: pinned.remove((buffer.address, buffer.nbytes))
-    )
+    monkeypatch.setattr(Cuda, "pin", pin)
+    monkeypatch.setattr(Cuda, "unpin", lambda cuda, buffer: pinned.remove((buffer.address, buffer.nbytes)))
     monkeypatch.setattr(Record, "on", lambda record, device, raw: raw)  # there is no device to move residents to
     placement = placed(model, NONE)
-    placement = replace(placement, in_ram=(1,), on_disk=(0, 2), slots=replace(placement.slots, num_host=2))
+    placement = replace(
+        placement, places=places_of(in_ram=(1,), on_disk=(0, 2)), slots=replace(placement.slots, num_host=2)
+    )
     cuda = torch.device("cuda")
     weights = TieredWeights(model, placement, dtype=torch.float32, device=cuda, embedding=EMBEDDING)
     ((begin, size),) = pinned

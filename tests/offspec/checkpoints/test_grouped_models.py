@@ -24,7 +24,7 @@ from offspec.checkpoints.opening import ModelFiles
 from offspec.cli.main import run
 from offspec.errors import UnsupportedModelError
 from offspec.loaders.machine.hardware import Rates
-from offspec.loaders.streaming.placement import Slots
+from offspec.loaders.streaming.placement import Slots, places_of
 from offspec.model.decoder import CachedDecoder
 from offspec.planning.plan import Plan, all_resident
 from offspec.planning.probe import plan_here
@@ -139,7 +139,7 @@ def streamed(num_resident: int) -> Callable[..., Plan]:
         plan = plan_here(*args)
         resident, on_disk = (tuple(r.tolist()) for r in np.split(np.arange(len(plan.layers)), [num_resident]))
         slot = max(layer.slot_bytes for layer in plan.layers)
-        where = replace(plan.placement, resident=resident, on_disk=on_disk, slots=Slots(2, 0, slot))
+        where = replace(plan.placement, places=places_of(resident=resident, on_disk=on_disk), slots=Slots(2, 0, slot))
         return replace(plan, placement=where)
 
     return place

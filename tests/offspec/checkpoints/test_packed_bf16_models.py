@@ -21,7 +21,7 @@ from offspec.loaders.formats.products import KERNEL, TORCH, ProductCosts, Produc
 from offspec.loaders.machine.gpus import find_gpu
 from offspec.loaders.machine.hardware import Rates
 from offspec.loaders.params import LOSSLESS_FORMAT
-from offspec.loaders.streaming.placement import Limits, Placement, Slots, place
+from offspec.loaders.streaming.placement import Limits, Placement, Slots, place, places_of
 from offspec.loaders.units import GIB
 from offspec.model.decoder import CachedDecoder, Decoder
 from offspec.planning.memory import MemoryOptions
@@ -56,7 +56,7 @@ def everywhere(files: ModelFiles, num_resident: int) -> Placement:
     whole = place(costs, [], Limits(None, 2**40))
     resident, on_disk = (tuple(r) for r in np.split(np.arange(len(costs)), [num_resident]))
     slots = Slots(2, 0, max(cost.slot_bytes for cost in costs))
-    return replace(whole, resident=resident, on_disk=on_disk, slots=slots)
+    return replace(whole, places=places_of(resident=resident, on_disk=on_disk), slots=slots)
 
 
 def logits(folder: Path, dtype: str, num_resident: int, *, keeps_packed: bool = False) -> Tensor:

@@ -23,7 +23,7 @@ from offspec.drafts.kinds import open_draft
 from offspec.drafts.layer_drafts import MOST_READ_ON_CPU, MOST_ROWS_ON_CPU, LayersOfTarget, OpenedShadow
 from offspec.drafts.without_model import LookupDraft
 from offspec.errors import CheckpointError, OffspecError, UsageError
-from offspec.loaders.streaming.placement import SHADOW_ITEM, Limits, Placement, Slots
+from offspec.loaders.streaming.placement import SHADOW_ITEM, Limits, Placement, Slots, places_of
 from offspec.loading import LoadedTarget
 from offspec.model.layer_draft import LayerDraftText
 from offspec.planning.memory import MemoryOptions
@@ -67,8 +67,8 @@ def opened(files: ModelFiles, draft: str, resident: tuple[int, ...] = RESIDENT) 
     options = DraftOptions(draft, exit_layer=1 if draft == "self" else None)
     found = open_draft("target", OpenRequest(options, files, tokenizer, "fp32", "cpu", []))
     slot = max(layer.cost(files.dtype).slot_bytes for layer in files.stored.layers)
-    on_disk = tuple(i for i in range(NUM_LAYERS) if i not in resident)
-    placement = Placement(resident, (), on_disk, Slots(2, 0, slot), (), Limits(None, 0), 0, 0)
+    places = places_of(resident=resident, on_disk=(i for i in range(NUM_LAYERS) if i not in resident))
+    placement = Placement(places, Slots(2, 0, slot), (), Limits(None, 0), 0, 0)
     decoder = load_decoder(files, placement, CPU, LoadSettings(has_far_embedding=True))
     with Engine(LoadedTarget(decoder), tokenizer, found.load(CPU)(decoder)) as engine:
         yield engine

@@ -21,7 +21,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from offspec.background import in_background
-from offspec.model.cuda_graphs import WIDTHS, CudaRecorder, StaticText, TreeGraphs, Work, as_it_is, is_static
+from offspec.loaders.accelerators.capture import CudaRecorder, Work, as_it_is
+from offspec.model.cuda_graphs import WIDTHS, StaticText, TreeGraphs, is_static
 from offspec.model.decoder import CachedDecoder, Decoder, random_decoder
 
 from ...examples import examples

@@ -27,10 +27,11 @@ from offspec.drafts.recall import RecallingText
 from offspec.drafts.self_draft import OpenedSelf, SelfDraft
 from offspec.drafts.without_model import NoDraft
 from offspec.errors import MemoryLimitError
-from offspec.loaders.streaming.placement import Limits, Placement, Slots
+from offspec.loaders.accelerators.capture import Work, as_it_is
+from offspec.loaders.streaming.placement import Limits, Placement, Slots, places_of
 from offspec.loading import LoadedTarget
 from offspec.model.block import Block
-from offspec.model.cuda_graphs import RoundBuffers, Work, as_it_is, is_static
+from offspec.model.cuda_graphs import RoundBuffers, is_static
 from offspec.model.decoder import CachedDecoder, Decoder
 from offspec.model.early_exit import EarlyExit, SharedDraft, Trunk, shared_text
 from offspec.model.pass_rows import TextRows
@@ -58,8 +59,9 @@ def load(folder: Path, num_resident: int = NUM_LAYERS) -> Decoder:
     """A target whose first layers stay and whose other ones come from disk."""
     files = ModelFiles.open(folder, "fp32", "cpu", [])
     costs = [layer.cost(files.dtype) for layer in files.stored.layers]
-    slot, on_disk = max(cost.slot_bytes for cost in costs), tuple(range(num_resident, NUM_LAYERS))
-    placement = Placement(tuple(range(num_resident)), (), on_disk, Slots(2, 0, slot), (), Limits(None, 0), 0, 0)
+    slot = max(cost.slot_bytes for cost in costs)
+    places = places_of(resident=range(num_resident), on_disk=range(num_resident, NUM_LAYERS))
+    placement = Placement(places, Slots(2, 0, slot), (), Limits(None, 0), 0, 0)
     return load_decoder(files, placement, CPU, LoadSettings(has_far_embedding=True))
 
 

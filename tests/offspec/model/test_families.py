@@ -20,7 +20,7 @@ from offspec.checkpoints.load import LoadSettings, load_decoder, load_weights
 from offspec.checkpoints.opening import ModelFiles
 from offspec.drafts.model_draft import ModelDraft
 from offspec.loaders.params import ConvertParams
-from offspec.loaders.streaming.placement import Limits, Placement, Slots
+from offspec.loaders.streaming.placement import Limits, Placement, Slots, places_of
 from offspec.loaders.streaming.weights import RamWeights
 from offspec.loading import LoadedTarget, PlannedMemory
 from offspec.model.block import matrix_shapes
@@ -52,7 +52,7 @@ def streamed(folder: Path) -> Decoder:
     costs = [layer.cost(files.dtype) for layer in files.stored.layers]
     on_disk = tuple(i for i in range(len(costs)) if i != 1)
     slots = Slots(2, 0, max(cost.slot_bytes for cost in costs))
-    placement = Placement((1,), (), on_disk, slots, (), Limits(None, 0), 0, 0)
+    placement = Placement(places_of(resident=(1,), on_disk=on_disk), slots, (), Limits(None, 0), 0, 0)
     return load_decoder(files, placement, CPU, LoadSettings(has_far_embedding=True))
 
 

@@ -23,7 +23,7 @@ from offspec.checkpoints.opening import ModelFiles, Note
 from offspec.drafts.without_model import LookupDraft
 from offspec.errors import CheckpointError, UnsupportedModelError, UsageError
 from offspec.loaders.params import ConvertParams
-from offspec.loaders.streaming.placement import Limits, Placement, Slots
+from offspec.loaders.streaming.placement import Limits, Placement, Slots, places_of
 from offspec.loading import LoadedTarget
 from offspec.model import pass_rows
 from offspec.model.decoder import Decoder
@@ -155,7 +155,7 @@ def streamed(folder: Path) -> Decoder:
     files = ModelFiles.open(folder, "fp32", "cpu", [])
     costs = [layer.cost(files.dtype) for layer in files.stored.layers]
     slots = Slots(2, 0, max(cost.slot_bytes for cost in costs))
-    placement = Placement((0,), (), tuple(range(1, len(costs))), slots, (), Limits(None, 0), 0, 0)
+    placement = Placement(places_of(resident=(0,), on_disk=range(1, len(costs))), slots, (), Limits(None, 0), 0, 0)
     return load_decoder(files, placement, CPU, LoadSettings(has_far_embedding=True))
 
 

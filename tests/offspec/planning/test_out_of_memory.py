@@ -15,7 +15,7 @@ from offspec.checkpoints.load import load_weights
 from offspec.drafts import model_draft
 from offspec.drafts.without_model import NoDraft
 from offspec.errors import MemoryLimitError
-from offspec.loaders.streaming.cuda import limit_memory, release_memory
+from offspec.loaders.accelerators.accelerator import accelerator_of
 from offspec.loaders.streaming.placement import Placement
 from offspec.loaders.streaming.tiers import TieredWeights
 from offspec.loading import LoadedTarget, PlannedMemory
@@ -356,7 +356,8 @@ def test_running_out_of_memory_on_a_gpu(scarce: Callable[..., Scarce], expected:
 def test_what_is_allowed_is_not_exceeded(expected: list[int]) -> None:
     """A byte less than all of it takes: layers are streamed, the text is the CPU's, and the allocator agrees."""
     allowed = wanted() - 1
-    release_memory(torch.device("cuda:0"))
+    accelerator = accelerator_of(torch.device("cuda:0"))
+    accelerator.release_memory()
     before = torch.cuda.memory_reserved(0)
     engine = on_gpu(allowed)
     try:
@@ -368,4 +369,4 @@ def test_what_is_allowed_is_not_exceeded(expected: list[int]) -> None:
             torch.empty(allowed, dtype=torch.uint8, device="cuda")
     finally:
         engine.close()
-        limit_memory(None, torch.device("cuda:0"))
+        accelerator.limit_memory(None)

@@ -405,7 +405,7 @@ def test_of_several_exits_the_fastest_is_used(
     said = open_draft("target", replace(request, options=DraftOptions("self:1")))
     assert isinstance(said, OpenedSelf)
     assert said.file.exit_layer == 1
-    placement = Placement((), (), (), Slots(0, 0, 0), (), Limits(None, 0), 0, 0)
+    placement = Placement((), Slots(0, 0, 0), (), Limits(None, 0), 0, 0)
     assert said.guessing(placement).share == pytest.approx(0.75 / (1 - EXIT_AGREEMENT)), "it errs more often"
     for name in ("self:x", "self:9", "self:3"):
         with refused(UsageError, "draft" if name == "self:x" else name.partition(":")[2]):

@@ -15,7 +15,7 @@ from torch import Tensor
 from offspec.errors import NumericalError
 from offspec.scheduler.drafting.drafter import DraftRequest, NoDrafter
 from offspec.scheduler.drafting.model_drafter import ModelDrafter
-from offspec.scheduler.pace.overlap import OverlapSwitch
+from offspec.scheduler.pace.trials import OverlapSwitch
 from offspec.scheduler.params import MAX_NODES, SamplingParams, SpeculationParams
 from offspec.scheduler.trees.sampling import Sampler
 from offspec.scheduler.trees.token_tree import ROOT, TokenTree

@@ -15,7 +15,7 @@ from offspec.model.cuda_graphs import TreeGraphs
 from offspec.model.decoder import CachedDecoder, Decoder
 from offspec.model.memory.draft_window import NUM_SINKS, WindowedText, context_window, most_entries
 from offspec.model.memory.text_pool import TextPool
-from offspec.scheduler.pace.window_trials import WindowTrials
+from offspec.scheduler.pace.trials import WindowTrials
 from offspec.scheduler.params import DRAFT_ROWS, MAX_ROWS
 
 from ....fakes import TinyModel

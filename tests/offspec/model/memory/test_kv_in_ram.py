@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from offspec.loaders.streaming.cuda import CopyStream
+from offspec.loaders.accelerators.accelerator import DeviceEvent
+from offspec.loaders.streaming.link import CopyStream
 from offspec.model.decoder import CachedDecoder, Decoder, score_together
 from offspec.model.early_exit import EarlyExit, shared_text
 from offspec.model.memory.kv_cache import KVLayout
@@ -139,7 +140,7 @@ class CountingCopies(CopyStream):
 
     num_copies = 0
 
-    def run(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.cuda.Event | None:
+    def run(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> DeviceEvent:
         self.num_copies += 1
         return super().run(copies)
 

@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from offspec.loaders.streaming.layer_view import LayerView
-from offspec.model.cuda_graphs import RoundBuffers, Work, as_it_is, is_static
+from offspec.loaders.accelerators.capture import Work, as_it_is
+from offspec.loaders.streaming.weights import LayerView
+from offspec.model.cuda_graphs import RoundBuffers, is_static
 from offspec.model.decoder import CachedDecoder, Decoder
 from offspec.model.layer_draft import LayerDraft, LayerDraftText
 from offspec.model.memory.kv_cache import MakeLayerCaches, plain_layers

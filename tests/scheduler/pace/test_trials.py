@@ -1,11 +1,11 @@
-"""Whether to draft beside the pass: the switch finds the better way, and follows it when it changes."""
+"""Drafting beside the pass, and a draft's window: the better way is found, and followed when it changes."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from offspec.scheduler.pace.overlap import Overlap, OverlapSwitch
+from offspec.scheduler.pace.trials import Overlap, OverlapSwitch, WindowTrials
 
 
 def cycles(switch: OverlapSwitch, seconds: dict[bool, float], count: int) -> list[bool]:
@@ -68,3 +68,30 @@ def test_a_switch_has_the_last_word_where_overlap_is_allowed() -> None:
             overlap.begin(is_on=was_on)
             overlap.observe(2.0, seconds)
     assert [Overlap(allowed=True, switch=switch).is_on for _ in range(2)] == [switch.is_on()] * 2
+
+
+def choices(trials: WindowTrials, length: int, tokens: dict[bool, int], num_requests: int) -> list[bool]:
+    """What so many requests of 8 passes each choose; tokens: per pass, with and without the window."""
+    found = list[bool]()
+    for _ in range(num_requests):
+        has_window = trials.choose(length)
+        found.append(has_window)
+        for _ in range(8):
+            trials.observe(length, has_window, tokens[has_window])
+    return found
+
+
+@pytest.mark.parametrize(("with_window", "pays"), [(4, True), (2, False), (9, True)])
+def test_both_are_measured_and_then_the_better_one_is_used(with_window: int, pays: bool) -> None:
+    found = choices(WindowTrials(), 3000, {True: with_window, False: 4}, 40)
+    assert found[:4] == [False, False, True, True]
+    assert found[4:20] == [pays] * 16
+    assert found[20:].count(not pays) == 1  # a trial, in case the texts have changed
+
+
+def test_lengths_are_measured_apart_and_changes_are_noticed() -> None:
+    trials = WindowTrials()
+    choices(trials, 1500, {True: 5, False: 1}, 8)
+    assert trials.choose(1900)
+    assert not trials.choose(5000)
+    assert choices(trials, 1500, {True: 1, False: 5}, 60)[-1] is False
