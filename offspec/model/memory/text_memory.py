@@ -43,7 +43,7 @@ def empty_memories(
 
 
 class TextMemory:
-    """The KV entries of one text in all layers; grows as needed.
+    """What the layers keep of one text; grows as needed.
 
     `length` tokens are committed, followed by `pending` entries; `positions` [capacity] has each entry's position in
     the text (nodes of equal depth share a position). A draft may have entries in later slots, below `shared_end`. A
