@@ -19,7 +19,7 @@ from offspec.checkpoints.load import LoadSettings, load_decoder
 from offspec.checkpoints.opening import ModelFiles
 from offspec.drafts.model_draft import ModelDraft
 from offspec.drafts.without_model import LookupDraft, NoDraft
-from offspec.loaders.streaming.placement import Limits, Placement, Slots
+from offspec.loaders.streaming.placement import Limits, Placement, Slots, places_of
 from offspec.loading import LoadedTarget
 from offspec.model.config import read_config
 from offspec.model.decoder import Decoder, wanted_shapes
@@ -68,7 +68,8 @@ def loaded(folder: Path, *resident: int) -> Decoder:
         return load_decoder(files, all_resident(files), CPU)
     others = tuple(layer for layer in range(len(LAYERS)) if layer not in resident)
     slot = max(layer.cost(files.dtype).slot_bytes for layer in files.stored.layers)
-    placement = Placement(resident, (), others, Slots(2, 0, slot), (), Limits(None, 0), 0, 0)
+    places = places_of(resident=resident, on_disk=others)
+    placement = Placement(places, Slots(2, 0, slot), (), Limits(None, 0), 0, 0)
     return load_decoder(files, placement, CPU, LoadSettings(has_far_embedding=True))
 
 

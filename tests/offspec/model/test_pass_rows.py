@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from offspec.loaders.streaming.layer_view import LayerView
+from offspec.loaders.streaming.weights import LayerView
 from offspec.model.decoder import CachedDecoder
 from offspec.model.layer_draft import LayerDraft, LayerDraftText
 from offspec.model.pass_rows import JoinedRows, TextRows, by_text

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from offspec.checkpoints.exit_layers import check_exit_layer, refuse_states
 from offspec.errors import UsageError
-from offspec.loaders.streaming.cuda import CopyStream
+from offspec.loaders.streaming.link import CopyStream
 from offspec.model.block import has_entries_alone, layer_shapes, memory_bytes, memory_layouts
 from offspec.model.config import ModelConfig, read_config
 from offspec.model.cuda_graphs import is_static
