@@ -23,7 +23,6 @@ from offspec.scheduler.guessing.retrieval import SuffixIndex
 from offspec.scheduler.params import AUTO_TEXTS, Constraint, SamplingParams, SpeculationParams, check_names
 from offspec.scheduler.trees.constraint import TokenConstraint
 
-from .batch import Batch, Ticket
 from .checkpoints.opening import Note
 from .drafts.base import NEEDS_DRAFT_MODEL, Draft
 from .drafts.learnt import EstimatesAndRecall
@@ -35,7 +34,8 @@ from .model.text_caches import TextCaches
 from .planning.memory import AUTO
 from .planning.out_of_memory import retry_out_of_memory
 from .planning.plan import Plan
-from .request import Observer, Request, RequestParams, Step
+from .running.batch import Batch, Ticket
+from .running.request import Observer, Request, RequestParams, Step
 from .stats import Stats
 from .text.grammar import ConstraintCompiler
 from .text.tokenizer import Tokenizer

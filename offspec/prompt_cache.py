@@ -22,7 +22,7 @@ from .errors import CheckpointError, StorageError, UsageError
 from .model.kv_cache import KVCache
 from .model.text_caches import TextCaches
 from .model.text_pool import WORTHWHILE, has_all_entries, num_common, own_cache
-from .request import Request, RequestParams, Step
+from .running.request import Request, RequestParams, Step
 
 TARGET, DRAFT = "target", "draft"  # the parts of a file
 # The file is written again if more than 1/REWRITTEN_SHARE of a prompt was not in it: not for each new question behind

@@ -12,12 +12,12 @@ from dataclasses import replace
 
 from offspec.scheduler.params import AUTO_TEXTS, SEED_LIMIT, SamplingParams, SpeculationParams
 
-from .batch import Batch, Ticket
 from .engine import Engine, Prompt
 from .errors import OffspecError
 from .model.text_caches import TextCaches
 from .model.text_pool import TextPool
-from .request import Step
+from .running.batch import Batch, Ticket
+from .running.request import Step
 
 
 def generate_answers(

@@ -21,13 +21,13 @@ from threading import Condition, Thread
 from typing import TypeVar, cast
 
 from offspec import Constraint, Engine, SamplingParams, SpeculationParams
-from offspec.batch import Batch, Ticket
 from offspec.engine import Message
 from offspec.errors import MemoryLimitError, OffspecError, UsageError
 from offspec.model.text_caches import TextCaches
 from offspec.model.text_pool import TextPool
 from offspec.planning.parked_texts import parked_bytes
-from offspec.request import Step
+from offspec.running.batch import Batch, Ticket
+from offspec.running.request import Step
 from offspec.session import Turn, encode_turns, turns_of
 from offspec.several_answers import params_of_each
 

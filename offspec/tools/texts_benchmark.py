@@ -16,9 +16,9 @@ from typing import Any
 from offspec.scheduler.params import SEED_LIMIT, SamplingParams, SpeculationParams
 
 from .. import builtin
-from ..batch import Batch, Ticket
 from ..engine import Engine, Prompt
 from ..errors import OffspecError, UsageError
+from ..running.batch import Batch, Ticket
 from .benchmark import WORKLOADS, Figure, Workload
 
 FEWEST_PROMPTS = 8

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from offspec import Engine, SamplingParams, SpeculationParams
-from offspec.batch import Batch
 from offspec.checkpoints.opening import Note
 from offspec.cli.main import COMMANDS, LazyGroup, cli
 from offspec.loading import LoadedTarget
+from offspec.running.batch import Batch
 from offspec.scheduler.pace.speculation_switch import SpeculationSwitch
 from offspec.text.tokenizer import Tokenizer
 

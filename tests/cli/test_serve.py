@@ -21,7 +21,6 @@ import pytest
 import uvicorn
 
 from offspec import Engine, SamplingParams, SpeculationParams
-from offspec.batch import Batch
 from offspec.cli.serve import _checked_key
 from offspec.cli.server.connections import Bodies, protocol
 from offspec.cli.server.privacy import public_name, without_paths
@@ -29,6 +28,7 @@ from offspec.cli.server.reply_tokens import ReplyTokens
 from offspec.cli.server.routes import StoppableServer, is_loopback
 from offspec.cli.server.service import Service, Work
 from offspec.errors import MemoryLimitError, NumericalError
+from offspec.running.batch import Batch
 from offspec.session import Turn, turns_of
 from offspec.text.tokenizer import Tokenizer
 
@@ -197,7 +197,7 @@ def test_an_engine_that_lost_its_target_gives_up(engine: Engine, monkeypatch: py
     def fail(*args: object) -> None:
         raise MemoryLimitError("no room")
 
-    monkeypatch.setattr("offspec.request.exact_walk", fail)
+    monkeypatch.setattr("offspec.running.request.exact_walk", fail)
     with served(engine) as (client, service):
         gave_up = Event()
         service.give_up = gave_up.set
@@ -291,7 +291,7 @@ def test_of_an_error_of_others_a_client_learns_the_kind_alone(engine: Engine, mo
     def fail(*args: object) -> None:
         raise RuntimeError("at /home/me, my models/x")
 
-    monkeypatch.setattr("offspec.request.exact_walk", fail)
+    monkeypatch.setattr("offspec.running.request.exact_walk", fail)
     with served(engine) as (client, _):
         reply = client.chat(USER)
     assert reply.status == 500
@@ -506,10 +506,10 @@ def test_an_error_while_running_is_told_and_the_next_request_is_served(
 
     with served(engine) as (client, _):
         with monkeypatch.context() as patch:
-            patch.setattr("offspec.request.exact_walk", fail)
+            patch.setattr("offspec.running.request.exact_walk", fail)
             reply = client.chat(USER)
             (event,) = client.stream("/v1/chat/completions", {"messages": [USER]})
-            patch.setattr("offspec.request.exact_walk", None)
+            patch.setattr("offspec.running.request.exact_walk", None)
             broken = client.chat(USER)
         assert (reply.status, reply.body["error"]["message"]) == (500, "not a number")
         assert event["error"]["message"] == "not a number"

@@ -17,8 +17,8 @@ from typing import Any, get_args
 from unittest.mock import patch
 
 from offspec import KV_CACHES, Constraint, Engine, SamplingParams, SpeculationParams, Step, builtin
-from offspec.batch import Batch
 from offspec.errors import ConstraintError, OffspecError, UsageError
+from offspec.running.batch import Batch
 from offspec.scheduler.params import Scoring, Stopping, Tree
 from offspec.session import Session
 from offspec.tools.verification import Setting, first_difference

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
-from offspec import Engine, SamplingParams, SpeculationParams, request
-from offspec.batch import Batch, Ticket
+from offspec import Engine, SamplingParams, SpeculationParams
 from offspec.drafts import model_draft
 from offspec.errors import MemoryLimitError, OffspecError
 from offspec.model.kv_cache import KVCache
+from offspec.running import request
+from offspec.running.batch import Batch, Ticket
 
 from ..assumed_rates import assumed_rates  # noqa: F401 (for this module)
 from ..offspec.planning.test_out_of_memory import Scarce

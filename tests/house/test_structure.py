@@ -33,8 +33,7 @@ FLOORS = (
     ("training",),
     ("drafts",),
     ("loading",),
-    ("request",),
-    ("batch",),
+    ("running",),
     ("engine",),
     ("prompt_cache",),
     ("several_answers", "session", "tools"),
@@ -165,7 +164,7 @@ def arrows() -> Iterator[tuple[Import, str, str]]:
 
 def test_every_room_has_its_floor() -> None:
     assert {room for name in NAMES if (room := room_of(name)) is not None} == set(FLOOR_OF)
-    assert {("request", "drafts"), ("drafts", "planning"), ("model", "errors")} <= {arrow[1:] for arrow in arrows()}
+    assert {("running", "drafts"), ("drafts", "planning"), ("model", "errors")} <= {arrow[1:] for arrow in arrows()}
 
 
 def test_between_rooms_imports_point_down() -> None:
@@ -173,7 +172,7 @@ def test_between_rooms_imports_point_down() -> None:
     up = [(found, here, there) for found, here, there in arrows() if FLOOR_OF[here] <= FLOOR_OF[there]]
     assert [str(found) for found, _, _ in up if not found.for_types] == []
     up_for_types = {(here, there) for _, here, there in up}
-    assert up_for_types == {("request", "engine"), ("batch", "engine")}, "for types: both have an engine"
+    assert up_for_types == {("running", "engine")}, "for types: texts have an engine"
 
 
 def test_no_module_imports_itself_by_way_of_others() -> None:

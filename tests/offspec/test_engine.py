@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from offspec import Engine, SamplingParams, SpeculationParams, Step, loading, request
+from offspec import Engine, SamplingParams, SpeculationParams, Step, loading
 from offspec.builtin import path as builtin_path
 from offspec.checkpoints import opening
 from offspec.checkpoints.opening import ModelFiles, Note, choose_device
@@ -39,6 +39,7 @@ from offspec.loaders.machine.hardware import Gpu
 from offspec.loaders.streaming.tiers import TieredWeights
 from offspec.model.cuda_graphs import TreeGraphs
 from offspec.model.decoder import random_decoder
+from offspec.running import request
 from offspec.scheduler.drafting.child_scores import ChildScorer
 from offspec.scheduler.drafting.model_drafter import ModelDrafter
 from offspec.scheduler.pace.overlap import OverlapSwitch
@@ -399,7 +400,7 @@ def test_an_interrupted_pass_leaves_the_engine_usable(engine: Engine, monkeypatc
     def interrupted(*args: Any, **more: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("offspec.request.exact_walk", interrupted)
+    monkeypatch.setattr("offspec.running.request.exact_walk", interrupted)
     with pytest.raises(KeyboardInterrupt):
         next(under_way)
     monkeypatch.undo()

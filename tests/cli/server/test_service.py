@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 
 from offspec import Engine, SamplingParams
-from offspec.batch import Batch
 from offspec.cli.server.metrics import BOUNDS_S, Metrics, Times, log_line, one_line, progress_line
 from offspec.cli.server.service import Job, Line, Work
 from offspec.errors import NumericalError
+from offspec.running.batch import Batch
 from offspec.stats import Stats
 
 from ...pair import Pair, variant
@@ -356,7 +356,7 @@ def test_the_context_is_told_in_other_servers_words(engine: Engine) -> None:
 
 SLOW_PASS = """
 import sys, time
-from offspec.batch import Batch
+from offspec.running.batch import Batch
 from offspec.cli import main
 Batch.step = lambda self: time.sleep(10**6)  # as a pass that streams a large model
 sys.argv = ["offspec", *sys.argv[1:]]

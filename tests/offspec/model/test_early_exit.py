@@ -19,7 +19,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offspec import Engine, SamplingParams, SpeculationParams, Step
-from offspec.batch import Batch
 from offspec.checkpoints.exit_layers import ExitFile
 from offspec.checkpoints.load import LoadSettings, load_decoder
 from offspec.checkpoints.opening import ModelFiles
@@ -35,6 +34,7 @@ from offspec.model.decoder import BoolArray, CachedDecoder, Decoder, IntArray
 from offspec.model.early_exit import EarlyExit, SharedDraft, Trunk, parents_of, shared_text
 from offspec.planning.memory import MemoryOptions
 from offspec.planning.plan import make_plan
+from offspec.running.batch import Batch
 from offspec.text.tokenizer import Tokenizer
 
 from ...examples import examples

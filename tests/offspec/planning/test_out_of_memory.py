@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from offspec import Engine, SamplingParams, SpeculationParams, loading, request
+from offspec import Engine, SamplingParams, SpeculationParams, loading
 from offspec.checkpoints.load import load_weights
 from offspec.drafts import model_draft
 from offspec.drafts.without_model import NoDraft
@@ -21,6 +21,7 @@ from offspec.loaders.streaming.tiers import TieredWeights
 from offspec.loading import LoadedTarget, PlannedMemory
 from offspec.model.kv_cache import KVCache
 from offspec.planning.out_of_memory import out_of_memory_message
+from offspec.running import request
 
 from ...refusals import refused, tells
 

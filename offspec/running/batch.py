@@ -20,14 +20,14 @@ import numpy as np
 from offspec.scheduler.pace.shared_pass import SharedPass
 from offspec.scheduler.params import SamplingParams, SpeculationParams, max_nodes
 
-from .errors import OffspecError
-from .model.text_caches import TextCaches
-from .model.text_pool import TextPool, num_common
-from .planning.out_of_memory import retry_out_of_memory
+from ..errors import OffspecError
+from ..model.text_caches import TextCaches
+from ..model.text_pool import TextPool, num_common
+from ..planning.out_of_memory import retry_out_of_memory
 from .request import Observer, Request, RequestParams, Step, run_pass
 
 if TYPE_CHECKING:
-    from .engine import Engine, Prompt
+    from ..engine import Engine, Prompt
 
 Outcome = Step | OffspecError
 

@@ -34,20 +34,20 @@ from offspec.scheduler.trees.sampling import Sampler
 from offspec.scheduler.trees.token_tree import ROOT, FloatArray, TokenTree
 from offspec.scheduler.trees.verify import Logits, TargetPass, Verdict, exact_walk
 
-from .background import in_background
-from .checkpoints.opening import Note
-from .drafts.base import DraftTask
-from .drafts.shared_rounds import SharedRounds
-from .errors import ConstraintError, NumericalError, OffspecError
-from .model.decoder import PASS_ROWS, TextRows, score_together
-from .model.row_logits import HEAD_ROWS, RowLogits
-from .model.text_caches import TextCaches
-from .planning.out_of_memory import out_of_memory_message, retry_out_of_memory
-from .stats import Stats, peak_host_bytes
-from .text.lookup_files import FileIndex, LookedUp
+from ..background import in_background
+from ..checkpoints.opening import Note
+from ..drafts.base import DraftTask
+from ..drafts.shared_rounds import SharedRounds
+from ..errors import ConstraintError, NumericalError, OffspecError
+from ..model.decoder import PASS_ROWS, TextRows, score_together
+from ..model.row_logits import HEAD_ROWS, RowLogits
+from ..model.text_caches import TextCaches
+from ..planning.out_of_memory import out_of_memory_message, retry_out_of_memory
+from ..stats import Stats, peak_host_bytes
+from ..text.lookup_files import FileIndex, LookedUp
 
 if TYPE_CHECKING:
-    from .engine import Engine
+    from ..engine import Engine
 
 T = TypeVar("T")
 Observer = Callable[[TokenTree, Verdict], None]

@@ -13,20 +13,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offspec import Constraint, Engine, SamplingParams, SpeculationParams, Step
-from offspec.batch import Batch, Ticket
 from offspec.errors import ContextLengthError, NumericalError, OffspecError, UsageError
 from offspec.model.decoder import CachedDecoder
 from offspec.model.kv_cache import KVCache
 from offspec.model.text_pool import TextPool
-from offspec.request import PREFILL_ROWS, prefill_rows
+from offspec.running.batch import Batch, Ticket
+from offspec.running.request import PREFILL_ROWS, prefill_rows
 from offspec.scheduler.pace.costs import CostCurve
 from offspec.scheduler.pace.shared_pass import SharedPass
 from offspec.text.grammar_constraint import SlowTime
 
-from ..pair import Pair, build_pair
-from ..refusals import refused
-from ..scheduler.fakes import few
-from .model.heads.head_twins import EAGLE_CONFIG, MEDUSA_CONFIG, eagle_tensors, medusa_tensors, write_folder
+from ...pair import Pair, build_pair
+from ...refusals import refused
+from ...scheduler.fakes import few
+from ..model.heads.head_twins import EAGLE_CONFIG, MEDUSA_CONFIG, eagle_tensors, medusa_tensors, write_folder
 
 PLAIN = SpeculationParams(budget=0)
 PROMPTS = (
@@ -235,7 +235,7 @@ def test_a_pass_takes_all_texts(engines: dict[str, Engine], monkeypatch: pytest.
 def test_a_long_prompt_is_scored_in_parts_beside_other_texts(
     engines: dict[str, Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("offspec.request.prefill_rows", lambda *_: 5)
+    monkeypatch.setattr("offspec.running.request.prefill_rows", lambda *_: 5)
     engine = engines["own"]
     watched = Watched(Batch(engine))
     first = watched.add(PROMPTS[0], SAMPLING[0])
@@ -254,7 +254,7 @@ def test_a_long_prompt_is_scored_in_parts_beside_other_texts(
 
 def test_a_short_prompt_does_not_wait_for_a_long_one(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts have equal shares of a pass beside other texts; what the short one leaves goes to the long one."""
-    monkeypatch.setattr("offspec.request.prefill_rows", lambda *_: 32)
+    monkeypatch.setattr("offspec.running.request.prefill_rows", lambda *_: 32)
     with load(pair, "none", texts=8) as engine:
         watched = Watched(Batch(engine))
         watched.add(PROMPTS[0], SAMPLING[0])
@@ -424,8 +424,8 @@ def test_texts_wait_for_a_long_beginning_that_is_being_scored(pair: Pair, monkey
 @pytest.mark.slow
 def test_the_drafts_cache_has_room_before_each_pass(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """For all rounds, however long the text has grown: on a GPU it must not grow while the target computes."""
-    monkeypatch.setattr("offspec.request.GRANT", 8)
-    monkeypatch.setattr("offspec.request.DRAFT_ROWS", 10)
+    monkeypatch.setattr("offspec.running.request.GRANT", 8)
+    monkeypatch.setattr("offspec.running.request.DRAFT_ROWS", 10)
     extend, num_grown = KVCache.extend, 0
 
     def noted(self: KVCache, count: int) -> None:
