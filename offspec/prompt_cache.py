@@ -22,7 +22,7 @@ from .errors import CheckpointError, StorageError, UsageError
 from .model.kv_cache import KVCache
 from .model.text_caches import TextCaches
 from .model.text_pool import WORTHWHILE, has_all_entries, num_common, own_cache
-from .running.request import Request, RequestParams, Step
+from .running.request import CheckedRequest, Request, Step
 
 TARGET, DRAFT = "target", "draft"  # the parts of a file
 # The file is written again if more than 1/REWRITTEN_SHARE of a prompt was not in it: not for each new question behind
@@ -56,17 +56,16 @@ class PromptCache:
 
         After the prompt's pass it writes the file, unless most of the prompt was in it. Raises the same errors.
         """
-        text, asked = self._engine.check_request(prompt, params, speculation, None)
-        return self._run(text, asked)
+        return self._run(self._engine.check_request(prompt, params, speculation))
 
-    def _run(self, text: list[int], asked: RequestParams) -> Generator[Step, None, None]:
-        engine = self._engine
-        num_nodes = tree_room(asked.speculation, engine.target.device.type)
-        caches = engine.new_caches(len(text) + asked.sampling.max_new_tokens, num_nodes)
+    def _run(self, checked: CheckedRequest) -> Generator[Step, None, None]:
+        engine, text = self._engine, checked.prompt
+        num_nodes = tree_room(checked.speculation, engine.target.device.type)
+        caches = engine.new_caches(len(text) + checked.sampling.max_new_tokens, num_nodes)
         engine.loaded.make_kv_room(caches.target.cache, caches.target.cache.capacity)
         num_known = self.read(caches, text)
         with engine.turn:
-            steps = caches.user.begin(Request(engine, text, asked, caches).run())
+            steps = caches.user.begin(Request(engine.models, checked, caches).run())
         with closing(steps):
             step, said = next(steps), None
             try:

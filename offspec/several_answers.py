@@ -36,8 +36,8 @@ def generate_answers(
     errors of `Engine.generate`.
     """
     params = params or SamplingParams()
-    text, asked = engine.check_request(prompt, params, speculation, None)
-    return _Answers(engine, text, speculation, max_texts).steps(params_of_each(params, asked.seed, num_answers))
+    asked = engine.check_request(prompt, params, speculation)
+    return _Answers(engine, asked.prompt, speculation, max_texts).steps(params_of_each(params, asked.seed, num_answers))
 
 
 def params_of_each(params: SamplingParams, seed: int, num_answers: int) -> list[SamplingParams]:
@@ -54,9 +54,9 @@ class _Answers:
         self, engine: Engine, prompt: list[int], speculation: SpeculationParams | None, max_texts: int
     ) -> None:
         self._engine, self._prompt, self._speculation = engine, prompt, speculation
-        self._max_texts = engine.max_texts(max_texts)
+        self._max_texts = engine.models.max_texts(max_texts)
         self._pool = TextPool(engine.new_caches, 0)
-        self._batch = Batch(engine, self._max_texts, self._pool)
+        self._batch = Batch(engine.models, self._max_texts, self._pool)
         self._under_way = dict[Ticket, tuple[int, TextCaches]]()
 
     def steps(self, params: Sequence[SamplingParams]) -> Generator[tuple[int, Step], None, None]:
@@ -78,7 +78,7 @@ class _Answers:
 
     def _begin(self, index: int, params: SamplingParams) -> None:
         caches = self._pool.borrow(self._prompt)
-        ticket = self._batch.add(self._prompt, params, self._speculation, caches=caches)
+        ticket = self._batch.add(self._engine.check_request(self._prompt, params, self._speculation), caches)
         self._under_way[ticket] = index, caches
 
     def _has_room(self) -> bool:

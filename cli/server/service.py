@@ -212,9 +212,9 @@ class Service:
         self.give_up: Callable[[], None] = lambda: None
         self._clock, self._numbers = clock, count(1)
         self._speculation, self._folders = speculation, model_folders(engine)
-        self._most_texts = engine.max_texts(most_texts)
+        self._most_texts = engine.models.max_texts(most_texts)
         self._pool = TextPool(engine.new_caches, parked_bytes(engine.plan))
-        self._batch = Batch(engine, self._most_texts, self._pool)
+        self._batch = Batch(engine.models, self._most_texts, self._pool)
         self._most_open = most_waiting + self._most_texts
         self._reply_tokens = ReplyTokens()
         self._looser = OrderedDict[Constraint, Constraint | None]()  # in place of those that do not compile
@@ -467,7 +467,7 @@ class Service:
             self._fail(job, exc)
             return
         try:
-            ticket = self._batch.add(job.prompt, job.params, self._speculation, caches=caches)
+            ticket = self._batch.add(self.engine.check_request(job.prompt, job.params, self._speculation), caches)
         except Exception as exc:  # noqa: BLE001 (its client is told)
             self._pool.give_back(caches)
             self._fail(job, exc)

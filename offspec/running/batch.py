@@ -13,21 +13,18 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from threading import Lock
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from offspec.scheduler.pace.shared_pass import SharedPass
-from offspec.scheduler.params import SamplingParams, SpeculationParams, max_nodes
+from offspec.scheduler.params import max_nodes
 
 from ..errors import OffspecError
 from ..model.text_caches import TextCaches
 from ..model.text_pool import TextPool, num_common
 from ..planning.out_of_memory import retry_out_of_memory
-from .request import Observer, Request, RequestParams, Step, run_pass
-
-if TYPE_CHECKING:
-    from ..engine import Engine, Prompt
+from .models import Models
+from .request import CheckedRequest, Request, Step, run_pass
 
 Outcome = Step | OffspecError
 
@@ -39,8 +36,7 @@ class Ticket:
     user: marks the caches as used while the request lasts. lent: caches of the batch's own pool.
     """
 
-    text: list[int]
-    asked: RequestParams
+    asked: CheckedRequest
     caches: TextCaches | None
     user: Generator[None, None, None]
     lent: TextCaches | None = None
@@ -57,17 +53,17 @@ class Batch:
     as for any tree).
     """
 
-    def __init__(self, engine: Engine, max_texts: int | None = None, pool: TextPool | None = None) -> None:
-        """max_texts: the maximum number of texts under way (`Engine.max_texts`). The others wait in order.
+    def __init__(self, models: Models, max_texts: int | None = None, pool: TextPool | None = None) -> None:
+        """max_texts: the maximum number of texts under way (`Models.max_texts`). The others wait in order.
 
         pool: of the caches that are given to `add`; texts without take caches from it, too. Its idle caches are freed
         when texts need their room.
         """
-        self._engine, self._max_texts = engine, engine.max_texts(max_texts)
-        self._pool = TextPool(engine.new_caches, 0) if pool is None else pool
-        num_nodes = max_nodes(engine.target.device.type) if engine.plan is None else engine.plan.tree
-        self._shared = SharedPass(engine.learnt.costs, num_nodes, engine.learnt.overlap_switch)
-        self._num_entries = None if engine.plan is None else engine.plan.kv_entries
+        self._models, self._max_texts = models, models.max_texts(max_texts)
+        self._pool = TextPool(models.new_caches, 0) if pool is None else pool
+        num_nodes = max_nodes(models.device.type) if (plan := models.loaded.plan) is None else plan.tree
+        self._shared = SharedPass(models.learnt.costs, num_nodes, models.learnt.overlap_switch)
+        self._num_entries = None if plan is None else plan.kv_entries
         self._waiting, self._running = deque[Ticket](), list[Ticket]()
         self._lock = Lock()  # guards the waiting tickets
 
@@ -84,23 +80,14 @@ class Batch:
     def num_running(self) -> int:
         return len(self._running)
 
-    def add(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None = None,
-        speculation: SpeculationParams | None = None,
-        *,
-        caches: TextCaches | None = None,
-        observer: Observer | None = None,
-    ) -> Ticket:
-        """Queue a request; the arguments and errors are those of `Engine.generate`."""
-        text, asked = self._engine.check_request(prompt, params, speculation, observer)
+    def add(self, asked: CheckedRequest, caches: TextCaches | None = None) -> Ticket:
+        """Queue a request. Raises UsageError for caches that another request uses."""
         user = _marker()
         with self._lock:
             if caches is not None:
                 caches.user.check_free()
                 caches.user.begin(user)
-            ticket = Ticket(text, asked, caches, user)
+            ticket = Ticket(asked, caches, user)
             self._waiting.append(ticket)
         return ticket
 
@@ -117,8 +104,8 @@ class Batch:
         if not self._running:
             return ended
         try:
-            with self._engine.turn:
-                self._engine.loaded.check()
+            with self._models.turn:
+                self._models.loaded.check()
                 retry_out_of_memory(self._make_room, self._begin_again)
                 running, began = self._next_texts(), time.perf_counter()
                 verdicts = run_pass([_request(ticket) for ticket in running], self._shared, self._begin_again)
@@ -200,7 +187,7 @@ class Batch:
         num_nodes = self._shared.limit_of(len(self._running) + 1)
         if ticket.request is not None:
             return ticket.request.num_needed(ticket.request.granted, num_nodes)
-        needed = len(ticket.text) + num_nodes + self._engine.draft.num_shared
+        needed = len(ticket.asked.prompt) + num_nodes + self._models.draft.num_shared
         return needed if ticket.caches is None else max(needed, ticket.caches.target.cache.capacity)
 
     def _has_beginning_soon(self, ticket: Ticket) -> bool:
@@ -210,7 +197,7 @@ class Batch:
         """
         if ticket.caches is not None or ticket.request is not None or not self._pool.can_copy:
             return False
-        unscored = (_num_unscored(_request(other), ticket.text) for other in self._running)
+        unscored = (_num_unscored(_request(other), ticket.asked.prompt) for other in self._running)
         return self._shared.is_worth_a_pass(max(unscored))
 
     def _begin(self, ticket: Ticket) -> None:
@@ -219,9 +206,9 @@ class Batch:
             return
         caches = ticket.caches
         if caches is None:
-            borrow = partial(self._pool.borrow, ticket.text)
+            borrow = partial(self._pool.borrow, ticket.asked.prompt)
             caches = ticket.lent = retry_out_of_memory(borrow, self._begin_again)
-        ticket.request = Request(self._engine, ticket.text, ticket.asked, caches, self._shared)
+        ticket.request = Request(self._models, ticket.asked, caches, self._shared)
 
     def _leave(self, ticket: Ticket) -> None:
         self._running.remove(ticket)
@@ -242,7 +229,7 @@ class Batch:
             for ticket in self._running:
                 _request(ticket).pause()
 
-        self._engine.loaded.make_room(message, free)
+        self._models.loaded.make_room(message, free)
         for ticket in self._running:
             _request(ticket).resume()
 

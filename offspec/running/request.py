@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -45,9 +45,7 @@ from ..model.text_caches import TextCaches
 from ..planning.out_of_memory import out_of_memory_message, retry_out_of_memory
 from ..stats import Stats, peak_host_bytes
 from ..text.lookup_files import FileIndex, LookedUp
-
-if TYPE_CHECKING:
-    from ..engine import Engine
+from .models import Models
 
 T = TypeVar("T")
 Observer = Callable[[TokenTree, Verdict], None]
@@ -85,12 +83,14 @@ class Step:
 
 
 @dataclass(frozen=True)
-class RequestParams:
-    """The parameters of a request.
+class CheckedRequest:
+    """A request that can run (`Engine.check_request`).
 
-    seed: the sampling seed, never None. began: the start time, by `perf_counter`. constraint: of the answer, compiled.
+    prompt: its token ids, which fit the context together with `sampling.max_new_tokens`. seed: the sampling seed, never
+    None. began: the start time, by `perf_counter`. constraint: of the answer, compiled.
     """
 
+    prompt: list[int]
     sampling: SamplingParams
     seed: int
     speculation: SpeculationParams
@@ -104,61 +104,58 @@ class Request:
 
     def __init__(
         self,
-        engine: Engine,
-        text: list[int],
-        asked: RequestParams,
+        models: Models,
+        asked: CheckedRequest,
         caches: TextCaches,
         shared: SharedPass | None = None,
     ) -> None:
-        """text: the prompt's token ids. They and `max_new_tokens` must fit the context together.
-
-        shared: the passes that it shares with other requests. None: passes of its own; it reserves all its KV entries.
-        """
-        self.engine, self.asked, self.limit = engine, asked, asked.sampling.max_new_tokens
-        self.final = frozenset() if asked.sampling.ignore_eos else engine.tokenizer.eos_ids
+        """shared: the passes that it shares with other requests. None: its own, and it reserves all its KV entries."""
+        text = asked.prompt
+        self.models, self.asked, self.limit = models, asked, asked.sampling.max_new_tokens
+        self.final = frozenset() if asked.sampling.ignore_eos else models.tokenizer.eos_ids
         self._caches, self._longest, self._shared = caches, len(text) + self.limit, shared
-        self._learnt = engine.estimates()
-        target = engine.target
+        self._learnt = models.estimates()
+        target = models.target
         self.sampler = Sampler(asked.sampling, asked.seed, target.config.vocab_size, target.device, to_device)
         self.sampler.extend(text, is_prompt=True)
         self.sampler.constrain(asked.constraint)
-        self._stream = engine.tokenizer.stream(asked.sampling.stop, skip_special_tokens=True)
-        self._moved_before = engine.loaded.bytes_streamed
+        self._stream = models.tokenizer.stream(asked.sampling.stop, skip_special_tokens=True)
+        self._moved_before = models.loaded.bytes_streamed
         self._chain, self._tree = list[int](), TokenTree.empty()  # of the next pass
         self._is_prefilling = False
         self._resting_since: int | None = None  # the number of a pass
         self.fault: OffspecError | None = None  # of a constraint while drafting, which ends the text
         self._logprobs, self._prompt_logprobs = list[TokenLogprob](), list[TokenLogprob]()  # of a pass; of the prompt
         self._num_prompt = len(text)
-        with engine.turn:
+        with models.turn:
             num_prefilled = retry_out_of_memory(lambda: self._begin(text), self._make_room)
-        self._listen = engine.draft.new_listener()
+        self._listen = models.draft.new_listener()
         self.stats = Stats(
             num_prompt_tokens=len(text),
             num_prefilled_tokens=num_prefilled,
             seed=asked.seed,
             is_lossy=asked.speculation.is_lossy,
-            learn_file=None if (file := engine.draft.learn_file) is None else str(file),
+            learn_file=None if (file := models.draft.learn_file) is None else str(file),
         )
 
     def _begin(self, text: list[int]) -> int:
         """Prepare the caches and a drafter for `text`. Returns how many of its tokens the target must score."""
-        caches, engine, speculation = self._caches, self.engine, self.asked.speculation
+        caches, models, speculation = self._caches, self.models, self.asked.speculation
         if self._wants_prompt_logprobs:
             self._prompt_logprobs.clear()
             caches.rewind([])  # the pass has to score all rows
-        if engine.is_deterministic and self._shared is not None:
+        if models.loaded.is_deterministic and self._shared is not None:
             caches.rewind([])  # entries of other texts come from passes of other widths
         num_prefilled = caches.rewind(text)
         self.text, self.target = caches.text, caches.target  # the same list as the caches'
         num_entries = self._num_draft_tokens = 0  # tokens for which the draft's cache has room
         if self._shared is None:
-            num_entries = self.num_needed(self._longest, tree_room(speculation, engine.target.device.type))
+            num_entries = self.num_needed(self._longest, tree_room(speculation, models.device.type))
         self.reserve(num_entries)
         most_rows, shared = self._most_rows, self._shared
         asked = DraftRequest(self.sampler, self.final, num_prefilled, most_rows=most_rows, shared=shared)
-        task = DraftTask(caches.draft, engine.target, asked, speculation, engine.lookup_index, text, caches.beside)
-        self.drafter = engine.draft.drafter(task, self._learnt)
+        task = DraftTask(caches.draft, models.target, asked, speculation, models.index, text, caches.beside)
+        self.drafter = models.draft.drafter(task, self._learnt)
         drafter = self.drafter
         self._competitor = drafter if isinstance(drafter, CompetingDrafter) and self._shared is not None else None
         return num_prefilled
@@ -188,7 +185,7 @@ class Request:
         """KV entries that a text of `num_tokens` and a tree of `num_nodes` need, with those of a draft among them."""
         num_shared = self._caches.num_shared
         if num_shared:
-            num_nodes = max(num_nodes, tree_room(self.asked.speculation, self.engine.target.device.type))
+            num_nodes = max(num_nodes, tree_room(self.asked.speculation, self.models.device.type))
         return num_tokens + num_nodes + num_shared
 
     def reserve(self, num_entries: int) -> None:
@@ -197,7 +194,7 @@ class Request:
         On a GPU the draft's must not grow during the target's pass.
         """
         if num_entries > self.target.cache.capacity:
-            self.engine.loaded.make_kv_room(self.target.cache, num_entries)
+            self.models.loaded.make_kv_room(self.target.cache, num_entries)
             self.target.cache.reserve(num_entries)
         if self._caches.draft is not None and len(self.text) > self._num_draft_tokens:
             self._num_draft_tokens = self.granted
@@ -211,14 +208,14 @@ class Request:
 
     def _make_room(self, message: str) -> None:
         """After device memory ran out, drop the text's KV cache and reload the target. message: torch's error."""
-        self.engine.loaded.make_room(message, self._caches.drop_target)
+        self.models.loaded.make_room(message, self._caches.drop_target)
 
     def run(self) -> Generator[Step, None, None]:
         """One step per pass of its own, until the text ends."""
-        alone = SharedPass(self._learnt.costs, max_nodes(self.engine.target.device.type))
+        alone = SharedPass(self._learnt.costs, max_nodes(self.models.device.type))
         while True:
-            with self.engine.turn:
-                self.engine.loaded.check()
+            with self.models.turn:
+                self.models.loaded.check()
                 (verdict,) = run_pass([self], alone, self._begin_again)
             if isinstance(verdict, OffspecError):
                 raise verdict
@@ -287,7 +284,7 @@ class Request:
         self.drafter, self._competitor = NoDrafter(), None
         self.stats.draft_fault = str(error)
         text = f"a text was decoded without the draft from some pass on, which changes no text ({error})"
-        self.engine.loaded.note_once(Note(text, advice=True))
+        self.models.loaded.note_once(Note(text, advice=True))
 
     def send(self, num_nodes: int | None) -> TextRows:
         """The rows of the pass. num_nodes: of the candidates; None: as many as the drafter wants."""
@@ -343,8 +340,8 @@ class Request:
     @property
     def prepares_masks(self) -> bool:
         """Whether to compute a constraint's masks during the pass: on a GPU, or while layers are read."""
-        engine = self.engine
-        has_time = engine.target.device.type != "cpu" or engine.loaded.bytes_streamed > self._moved_before
+        models = self.models
+        has_time = models.device.type != "cpu" or models.loaded.bytes_streamed > self._moved_before
         constraint = self.sampler.constraint
         if constraint is None or not has_time or self._is_prefilling:
             return False
@@ -392,7 +389,7 @@ class Request:
 
     def count(self, draft_s: float, target_s: float, total_s: float) -> None:
         """Record a pass: seconds of drafting, of the pass with its verdicts, and of everything."""
-        stats, link = self.stats, self.engine.loaded.link_bytes_per_s
+        stats, link = self.stats, self.models.loaded.link_bytes_per_s
         stats.draft_s += draft_s
         stats.target_s += target_s
         if stats.num_passes == 0:
@@ -404,12 +401,12 @@ class Request:
         stats.num_passes += 1
         stats.num_drafted_tokens += len(self._tree)
         self._observe_rest()
-        if moved := self.engine.loaded.bytes_streamed - self._moved_before:
+        if moved := self.models.loaded.bytes_streamed - self._moved_before:
             stats.stream_bytes_per_pass = moved // stats.num_passes
             stats.stream_gb_per_s = moved / stats.target_s / 1e9
             stats.link_gb_per_s = link and link / 1e9
         stats.peak_host_bytes = peak_host_bytes()
-        stats.peak_device_bytes = device_bytes(self.engine.target.device)[1]
+        stats.peak_device_bytes = device_bytes(self.models.device)[1]
 
     def _observe_rest(self) -> None:
         """Record since when the draft is switched off, and why, if it is for more than some passes."""
@@ -455,7 +452,7 @@ class Request:
 
     def _looked_up(self, position: int, accepted: Sequence[int]) -> LookedUp | None:
         """Where the tokens accepted at `position` stand in the files for lookup."""
-        index = self.engine.lookup_index
+        index = self.models.index
         if not isinstance(index, FileIndex):
             return None
         return index.source(self.text[max(0, position - MAX_MATCH) : position], accepted)
@@ -480,7 +477,7 @@ def run_pass(
     if any(messages):
         begin_again(max(messages))
     num_rows, num_tokens = sum(request.num_rows for request in requests), max(len(own.text) for own in requests)
-    requests[0].engine.loaded.observe_pass(num_rows, num_tokens, passed.target_s)
+    requests[0].models.loaded.observe_pass(num_rows, num_tokens, passed.target_s)
     ended = time.perf_counter()
     for request in requests:
         request.count(passed.drafted_s, passed.target_s, ended - started)
@@ -506,7 +503,7 @@ class ScoredPass:
 
 def _score(requests: Sequence[Request], shared: SharedPass) -> ScoredPass:
     """Propose, score and verify. If drafting failed for all texts, there is no pass."""
-    engine, target, started = requests[0].engine, requests[0].target, time.perf_counter()
+    models, target, started = requests[0].models, requests[0].target, time.perf_counter()
     with span("draft"):
         rows = _propose(requests, shared)
     drafted = time.perf_counter()
@@ -514,7 +511,7 @@ def _score(requests: Sequence[Request], shared: SharedPass) -> ScoredPass:
         return ScoredPass([request.fault for request in requests], [], 0, drafted - started, 0.0)
     with span("pass"), _drafting_ahead(requests, shared):
         texts = [(request.target, own) for request, own in zip(requests, rows, strict=True)]
-        logits = score_together(texts, engine.draft.target_layers)
+        logits = score_together(texts, models.draft.target_layers)
         target.synchronize()
     with span("walk"):
         verdicts = [request.verdict(own) for request, own in zip(requests, logits, strict=True)]
@@ -524,8 +521,8 @@ def _score(requests: Sequence[Request], shared: SharedPass) -> ScoredPass:
 
 def _propose(requests: Sequence[Request], shared: SharedPass) -> list[TextRows]:
     """Draft for all requests, and share the pass among their trees."""
-    began, engine = time.perf_counter(), requests[0].engine
-    num_beside = prefill_rows(engine.learnt.costs.target, len(requests))
+    began, models = time.perf_counter(), requests[0].models
+    num_beside = prefill_rows(models.learnt.costs.target, len(requests))
     chains = _chains([request.num_unscored for request in requests], num_beside)
     shared.begin(chains)
     draftings = [_drafting(request, num_chain, shared) for request, num_chain in zip(requests, chains, strict=True)]

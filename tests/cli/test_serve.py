@@ -173,11 +173,11 @@ def test_a_client_that_leaves_while_it_waits_costs_nothing(engine: Engine, monke
         cancel(self, work)
         has_left.set()
 
-    def held(self: Batch, prompt: Any, *args: Any, **kwargs: Any) -> Any:
-        asked.append(prompt)
+    def held(self: Batch, checked: Any, *args: Any, **kwargs: Any) -> Any:
+        asked.append(checked.prompt)
         began.set()
         assert may_go_on.wait(LONG_S)
-        return add(self, prompt, *args, **kwargs)
+        return add(self, checked, *args, **kwargs)
 
     monkeypatch.setattr(Batch, "add", held)
     monkeypatch.setattr(Service, "cancel", cancelled)

@@ -218,11 +218,11 @@ def _batch(engine: Engine, case: Case, plain: PlainDecoding, chance: random.Rand
     ]
     tickets, found, number = dict[Any, int](), dict[int, list[Step]](), 0
     errors, left = dict[int, OffspecError](), set[int]()
-    with closing(Batch(engine, chance.choice((None, 2, 4)))) as batch:
+    with closing(Batch(engine.models, chance.choice((None, 2, 4)))) as batch:
         while number < len(asked) or not batch.is_idle:
             if number < len(asked) and (batch.is_idle or chance.random() < 0.5):
                 try:
-                    tickets[batch.add(*asked[number])] = number
+                    tickets[batch.add(engine.check_request(*asked[number]))] = number
                 except OffspecError as exc:
                     errors[number] = exc
                 number += 1

@@ -48,9 +48,9 @@ class Gate:
 def gate(monkeypatch: pytest.MonkeyPatch) -> Generator[Gate, None, None]:
     gate, add, step = Gate(), Batch.add, Batch.step
 
-    def noted(self: Batch, prompt: Any, *args: Any, **kwargs: Any) -> Any:
-        gate.prompts.append(prompt)
-        return add(self, prompt, *args, **kwargs)
+    def noted(self: Batch, checked: Any, *args: Any, **kwargs: Any) -> Any:
+        gate.prompts.append(checked.prompt)
+        return add(self, checked, *args, **kwargs)
 
     def held(self: Batch) -> Any:
         gate.reached.set()

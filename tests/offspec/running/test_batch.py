@@ -92,12 +92,17 @@ def plain_of(engines: dict[str, Engine]) -> Callable[..., list[int]]:
 class Watched:
     """A batch, and what its tickets got."""
 
-    batch: Batch
+    engine: Engine
+    max_texts: int | None = None
+    pool: TextPool | None = None
     found: dict[Ticket, list[Step]] = field(default_factory=dict)
     errors: dict[Ticket, OffspecError] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        self.batch = Batch(self.engine.models, self.max_texts, self.pool)
+
     def add(self, prompt: str, params: SamplingParams, speculation: SpeculationParams | None = None) -> Ticket:
-        ticket = self.batch.add(prompt, params, speculation)
+        ticket = self.batch.add(self.engine.check_request(prompt, params, speculation))
         self.found[ticket] = []
         return ticket
 
@@ -137,7 +142,7 @@ def test_requests_of_other_kinds_share_passes(pair: Pair) -> None:
         with load(pair, "own") as engine:
             found.append([token for step in engine.generate(prompt, params, speculation) for token in step.token_ids])
     with load(pair, "own", texts=4) as engine:
-        watched = Watched(Batch(engine))
+        watched = Watched(engine)
         tickets = [watched.add(*each) for each in asked]
         watched.finish()
         assert [watched.ids(ticket) for ticket in tickets] == found
@@ -175,7 +180,7 @@ def test_texts_do_not_depend_on_the_schedule(
     draft: str,
     max_texts: int,
 ) -> None:
-    watched = Watched(Batch(engines[draft], max_texts))
+    watched = Watched(engines[draft], max_texts)
     asked: dict[Ticket, tuple[str, SamplingParams]] = {}
     cancelled = set[Ticket]()
     for kind, first, second in schedule:
@@ -237,7 +242,7 @@ def test_a_long_prompt_is_scored_in_parts_beside_other_texts(
 ) -> None:
     monkeypatch.setattr("offspec.running.request.prefill_rows", lambda *_: 5)
     engine = engines["own"]
-    watched = Watched(Batch(engine))
+    watched = Watched(engine)
     first = watched.add(PROMPTS[0], SAMPLING[0])
     watched.step()
     second = watched.add(PROMPTS[3], SAMPLING[1])
@@ -256,14 +261,14 @@ def test_a_short_prompt_does_not_wait_for_a_long_one(pair: Pair, monkeypatch: py
     """Prompts have equal shares of a pass beside other texts; what the short one leaves goes to the long one."""
     monkeypatch.setattr("offspec.running.request.prefill_rows", lambda *_: 32)
     with load(pair, "none", texts=8) as engine:
-        watched = Watched(Batch(engine))
+        watched = Watched(engine)
         watched.add(PROMPTS[0], SAMPLING[0])
         watched.step()
         long, short = (watched.add(prompt, SAMPLING[1]) for prompt in (HEAD, PROMPTS[4]))
         watched.step()
         assert (len(watched.found[long]), len(watched.found[short])) == (0, 1)
         assert long.request is not None
-        assert long.request.num_unscored == len(long.text) - (32 - len(short.text))
+        assert long.request.num_unscored == len(long.asked.prompt) - (32 - len(short.asked.prompt))
         watched.finish()
         assert watched.ids(long) == plain(engine, HEAD, SAMPLING[1])
 
@@ -315,7 +320,7 @@ def test_a_text_with_a_slow_constraint_lets_the_others_go_first(
     engine = engines["none"]
     with monkeypatch.context() as patch:
         patch.setattr(type(engine), "compile_constraint", lambda *_, **__: SlowConstraint())
-        watched = Watched(Batch(engine))
+        watched = Watched(engine)
         other = watched.add(PROMPTS[1], SamplingParams(12, seed=3, ignore_eos=True))
         slow = watched.add(PROMPTS[0], replace(SAMPLING[0], constraint=Constraint.regex("a"), ignore_eos=False))
         for _ in range(5):
@@ -335,8 +340,8 @@ def test_texts_share_the_planned_kv_entries(pair: Pair) -> None:
     engine = load(pair, "own", context=64)
     assert engine.plan is not None
     room = engine.plan.context + engine.plan.tree
-    batch = Batch(engine, 4)
-    watched = Watched(batch)
+    watched = Watched(engine, 4)
+    batch = watched.batch
     params = [SamplingParams(48, temperature=1.0, seed=i, ignore_eos=True) for i in range(4)]
     tickets = [watched.add("def area(", own) for own in params]
     most = 0
@@ -357,8 +362,8 @@ def test_idle_caches_leave_before_texts_that_need_their_room(pair: Pair) -> None
     engine = load(pair, "own", context=64)
     assert engine.plan is not None
     pool = TextPool(engine.new_caches, 0)
-    batch = Batch(engine, 3, pool)
-    watched = Watched(batch)
+    watched = Watched(engine, 3, pool)
+    batch = watched.batch
     for i, number in enumerate((40, 48, 48)):
         watched.add("def area(", SamplingParams(number, temperature=1.0, seed=i, ignore_eos=True))
     while not batch.is_idle:
@@ -372,7 +377,7 @@ def test_idle_caches_leave_before_texts_that_need_their_room(pair: Pair) -> None
 def test_a_short_text_takes_no_room_of_a_long_one(engines: dict[str, Engine]) -> None:
     """Caches that were made for a long text are cut to the next one's entries where other texts are running."""
     engine, pool = engines["own"], TextPool(engines["own"].new_caches, 0)
-    watched = Watched(Batch(engine, 2, pool))
+    watched = Watched(engine, 2, pool)
     first = watched.add(PROMPTS[1], SamplingParams(60, ignore_eos=True, seed=0))
     watched.add(PROMPTS[2], SamplingParams(90, ignore_eos=True, seed=0))
     while not watched.found[first] or watched.found[first][-1].finish_reason is None:
@@ -408,7 +413,7 @@ def test_texts_wait_for_a_long_beginning_that_is_being_scored(pair: Pair, monkey
     prompts = [HEAD + "x = 1", HEAD + "def area(", "import", HEAD + "return"]
     params = SamplingParams(12, seed=0, ignore_eos=True)
     with load(pair, "own", texts=8) as engine:
-        watched = Watched(Batch(engine, 4))
+        watched = Watched(engine, 4)
         tickets = [watched.add(prompt, params) for prompt in prompts]
         watched.step()
         assert [bool(watched.found[ticket]) for ticket in tickets] == [True, False, False, False]
@@ -417,7 +422,7 @@ def test_texts_wait_for_a_long_beginning_that_is_being_scored(pair: Pair, monkey
         watched.finish()
         assert [watched.ids(ticket) for ticket in tickets] == [plain(engine, prompt, params) for prompt in prompts]
     numbers = [watched.found[ticket][-1].stats.num_prefilled_tokens for ticket in tickets]
-    assert numbers[0] == len(tickets[0].text)
+    assert numbers[0] == len(tickets[0].asked.prompt)
     assert max(numbers[1:]) < 12
 
 
@@ -438,16 +443,17 @@ def test_the_drafts_cache_has_room_before_each_pass(pair: Pair, monkeypatch: pyt
         caches = [engine.new_caches() for _ in range(2)]
         for own in caches:
             own.target.reserve(200)  # as after a longer text: the target's never grows
-        batch = Batch(engine)
+        batch = Batch(engine.models)
         for own, prompt in zip(caches, PROMPTS, strict=False):
-            batch.add(prompt, SamplingParams(40, seed=1, ignore_eos=True), SpeculationParams(8), caches=own)
+            params = SamplingParams(40, seed=1, ignore_eos=True)
+            batch.add(engine.check_request(prompt, params, SpeculationParams(8)), own)
         while not batch.is_idle:
             batch.step()
     assert num_grown == 0
 
 
 def test_waiting_texts_join_in_order(engines: dict[str, Engine]) -> None:
-    watched = Watched(Batch(engines["none"], 2))
+    watched = Watched(engines["none"], 2)
     tickets = [watched.add("x = 1", SamplingParams(2 + i, seed=0, ignore_eos=True)) for i in range(5)]
     began = list[Ticket]()
     while not watched.batch.is_idle:
@@ -461,17 +467,14 @@ def test_waiting_texts_join_in_order(engines: dict[str, Engine]) -> None:
 
 
 def test_errors_come_at_once(engines: dict[str, Engine]) -> None:
-    batch = Batch(engines["none"])
-    with refused(UsageError, "prompt"):
-        batch.add("")
-    with refused(ContextLengthError):
-        batch.add("x = 1\n" * 1000)
-    assert batch.is_idle
+    for prompt, error in (("", UsageError), ("x = 1\n" * 1000, ContextLengthError)):
+        with refused(error, "prompt"):
+            engines["none"].generate_many(["x = 1", prompt])
 
 
 def test_a_text_with_bad_logits_ends_alone(engines: dict[str, Engine], monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engines["none"]
-    watched = Watched(Batch(engine))
+    watched = Watched(engine)
     good = watched.add(PROMPTS[0], SAMPLING[0])
     bad = watched.add(PROMPTS[1], SAMPLING[0])
     watched.step()
@@ -492,7 +495,7 @@ def test_a_text_whose_draft_fails_goes_on_without_it(pair: Pair, part: str, monk
         yield
 
     with load(pair, "own") as engine:
-        watched = Watched(Batch(engine))
+        watched = Watched(engine)
         good, bad = (watched.add(prompt, SAMPLING[0], SpeculationParams(8)) for prompt in PROMPTS[:2])
         watched.step()
         assert bad.request is not None
@@ -508,7 +511,7 @@ def test_no_token_is_lost_when_memory_runs_out_after_a_verdict(pair: Pair, monke
     """The texts that were committed before go on behind their last token, and so does the one that failed."""
     with load(pair, "own") as engine:
         monkeypatch.setattr(engine.loaded, "make_room", lambda message, free: free())
-        watched = Watched(Batch(engine))
+        watched = Watched(engine)
         tickets = [watched.add(prompt, SAMPLING[0], SpeculationParams(8)) for prompt in PROMPTS[:3]]
         watched.step()
         middle = tickets[1].request
@@ -527,14 +530,14 @@ def _out_of_memory(*args: object) -> None:
 def test_caches_belong_to_one_request(engines: dict[str, Engine]) -> None:
     engine = engines["own"]
     caches = engine.new_caches()
-    batch = Batch(engine)
-    ticket = batch.add(PROMPTS[0], SAMPLING[0], caches=caches)
+    batch = Batch(engine.models)
+    ticket = batch.add(engine.check_request(PROMPTS[0], SAMPLING[0]), caches)
     with refused(UsageError, "caches"):
-        batch.add(PROMPTS[1], SAMPLING[0], caches=caches)
+        batch.add(engine.check_request(PROMPTS[1], SAMPLING[0]), caches)
     while not batch.is_idle:
         batch.step()
     assert ticket.request is None
-    again = batch.add(PROMPTS[0], SAMPLING[0], caches=caches)
+    again = batch.add(engine.check_request(PROMPTS[0], SAMPLING[0]), caches)
     outcomes = [outcome for _, outcome in batch.step()]
     assert isinstance(outcomes[0], Step)
     assert outcomes[0].stats.num_prefilled_tokens == 1
@@ -548,8 +551,8 @@ def test_a_closed_batch_lets_go_of_all_caches(engines: dict[str, Engine]) -> Non
     """Also of those whose requests had not begun."""
     engine = engines["none"]
     caches = [engine.new_caches() for _ in range(2)]
-    batch = Batch(engine, 1)
-    tickets = [batch.add(PROMPTS[0], SAMPLING[0], caches=own) for own in caches]
+    batch = Batch(engine.models, 1)
+    tickets = [batch.add(engine.check_request(PROMPTS[0], SAMPLING[0]), own) for own in caches]
     batch.step()
     batch.close()
     for own in caches:
