@@ -101,7 +101,7 @@ class SharedAnswers:
                         self.ends.append(outcome)
                         engine.learn(outcome.stats)
                         place, params = places[ticket]
-                        yield place, answer_of(engine, ticket.asked.prompt, steps.pop(ticket), params)
+                        yield place, answer_of(engine, ticket.checked.prompt, steps.pop(ticket), params)
 
     def progress(self) -> str:
         """How many texts are under way, for a progress line."""

@@ -34,8 +34,11 @@ from .model.text_caches import TextCaches
 from .planning.memory import AUTO
 from .planning.plan import Plan
 from .running.batch import Batch, Ticket
+from .running.checked_request import CheckedRequest, Observer
 from .running.models import Models
-from .running.request import CheckedRequest, Observer, Request, Step
+from .running.passes import run_alone
+from .running.request import Request
+from .running.steps import Step
 from .stats import Stats
 from .text.grammar import ConstraintCompiler
 from .text.tokenizer import Tokenizer
@@ -204,7 +207,7 @@ class Engine:
         caches = caches or self.new_caches()
         with self.turn:  # if two threads use the same caches, one gets UsageError
             caches.user.check_free()
-            return caches.user.begin(Request(self.models, checked, caches).run())
+            return caches.user.begin(run_alone(Request(self.models, checked, caches)))
 
     def check_request(
         self,

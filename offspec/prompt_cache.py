@@ -22,7 +22,10 @@ from .errors import CheckpointError, StorageError, UsageError
 from .model.kv_cache import KVCache
 from .model.text_caches import TextCaches
 from .model.text_pool import WORTHWHILE, has_all_entries, num_common, own_cache
-from .running.request import CheckedRequest, Request, Step
+from .running.checked_request import CheckedRequest
+from .running.passes import run_alone
+from .running.request import Request
+from .running.steps import Step
 
 TARGET, DRAFT = "target", "draft"  # the parts of a file
 # The file is written again if more than 1/REWRITTEN_SHARE of a prompt was not in it: not for each new question behind
@@ -65,7 +68,7 @@ class PromptCache:
         engine.loaded.make_kv_room(caches.target.cache, caches.target.cache.capacity)
         num_known = self.read(caches, text)
         with engine.turn:
-            steps = caches.user.begin(Request(engine.models, checked, caches).run())
+            steps = caches.user.begin(run_alone(Request(engine.models, checked, caches)))
         with closing(steps):
             step, said = next(steps), None
             try:

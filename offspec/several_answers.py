@@ -17,7 +17,7 @@ from .errors import OffspecError
 from .model.text_caches import TextCaches
 from .model.text_pool import TextPool
 from .running.batch import Batch, Ticket
-from .running.request import Step
+from .running.steps import Step
 
 
 def generate_answers(

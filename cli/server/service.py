@@ -27,7 +27,7 @@ from offspec.model.text_caches import TextCaches
 from offspec.model.text_pool import TextPool
 from offspec.planning.parked_texts import parked_bytes
 from offspec.running.batch import Batch, Ticket
-from offspec.running.request import Step
+from offspec.running.steps import Step
 from offspec.session import Turn, encode_turns, turns_of
 from offspec.several_answers import params_of_each
 

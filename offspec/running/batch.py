@@ -23,8 +23,11 @@ from ..errors import OffspecError
 from ..model.text_caches import TextCaches
 from ..model.text_pool import TextPool, num_common
 from ..planning.out_of_memory import retry_out_of_memory
+from .checked_request import CheckedRequest
 from .models import Models
-from .request import CheckedRequest, Request, Step, run_pass
+from .passes import run_pass
+from .request import Request
+from .steps import Step
 
 Outcome = Step | OffspecError
 
@@ -36,7 +39,7 @@ class Ticket:
     user: marks the caches as used while the request lasts. lent: caches of the batch's own pool.
     """
 
-    asked: CheckedRequest
+    checked: CheckedRequest
     caches: TextCaches | None
     user: Generator[None, None, None]
     lent: TextCaches | None = None
@@ -80,14 +83,14 @@ class Batch:
     def num_running(self) -> int:
         return len(self._running)
 
-    def add(self, asked: CheckedRequest, caches: TextCaches | None = None) -> Ticket:
+    def add(self, checked: CheckedRequest, caches: TextCaches | None = None) -> Ticket:
         """Queue a request. Raises UsageError for caches that another request uses."""
         user = _marker()
         with self._lock:
             if caches is not None:
                 caches.user.check_free()
                 caches.user.begin(user)
-            ticket = Ticket(asked, caches, user)
+            ticket = Ticket(checked, caches, user)
             self._waiting.append(ticket)
         return ticket
 
@@ -134,7 +137,7 @@ class Batch:
             if ticket not in running:
                 ticket.owed_s -= pass_s
                 continue
-            total_s = _request(ticket).constraint_s
+            total_s = ticket.checked.constraint_s
             ticket.owed_s, ticket.counted_s = max(0.0, total_s - ticket.counted_s), total_s
 
     def pause_last(self) -> None:
@@ -186,8 +189,8 @@ class Batch:
         """KV entries that a waiting request needs to join; a paused one would otherwise soon be paused again."""
         num_nodes = self._shared.limit_of(len(self._running) + 1)
         if ticket.request is not None:
-            return ticket.request.num_needed(ticket.request.granted, num_nodes)
-        needed = len(ticket.asked.prompt) + num_nodes + self._models.draft.num_shared
+            return ticket.request.kv.needed(ticket.request.kv.granted, num_nodes)
+        needed = len(ticket.checked.prompt) + num_nodes + self._models.draft.num_shared
         return needed if ticket.caches is None else max(needed, ticket.caches.target.cache.capacity)
 
     def _has_beginning_soon(self, ticket: Ticket) -> bool:
@@ -197,7 +200,7 @@ class Batch:
         """
         if ticket.caches is not None or ticket.request is not None or not self._pool.can_copy:
             return False
-        unscored = (_num_unscored(_request(other), ticket.asked.prompt) for other in self._running)
+        unscored = (_num_unscored(_request(other), ticket.checked.prompt) for other in self._running)
         return self._shared.is_worth_a_pass(max(unscored))
 
     def _begin(self, ticket: Ticket) -> None:
@@ -206,9 +209,9 @@ class Batch:
             return
         caches = ticket.caches
         if caches is None:
-            borrow = partial(self._pool.borrow, ticket.asked.prompt)
+            borrow = partial(self._pool.borrow, ticket.checked.prompt)
             caches = ticket.lent = retry_out_of_memory(borrow, self._begin_again)
-        ticket.request = Request(self._models, ticket.asked, caches, self._shared)
+        ticket.request = Request(self._models, ticket.checked, caches, self._shared)
 
     def _leave(self, ticket: Ticket) -> None:
         self._running.remove(ticket)
@@ -239,7 +242,7 @@ class Batch:
         """Whether this number of additional KV entries is within the plan, if necessary without idle caches."""
         if self._num_entries is None:
             return True
-        room = self._num_entries - sum(_request(ticket).num_entries for ticket in self._running)
+        room = self._num_entries - sum(_request(ticket).kv.num_entries for ticket in self._running)
         if num_entries + self._pool.num_idle_entries > room:
             self._pool.park_idle()
         return num_entries <= room
@@ -253,13 +256,14 @@ class Batch:
 
     def _has_grown(self, request: Request, num_nodes: int) -> bool:
         """Reserve KV entries for the text and `num_nodes` nodes, and for some tokens more if there is room."""
-        if request.num_needed(len(request.text), num_nodes) <= request.num_entries:
-            request.reserve(request.num_entries)
+        kv = request.kv
+        if kv.needed(len(request.text), num_nodes) <= kv.num_entries:
+            kv.reserve(kv.num_entries)
             return True
-        for num_tokens in (request.granted, len(request.text)):
-            needed = request.num_needed(num_tokens, num_nodes)
-            if self._has_room(needed - request.num_entries) or len(self._running) == 1:
-                request.reserve(needed)
+        for num_tokens in (kv.granted, len(request.text)):
+            needed = kv.needed(num_tokens, num_nodes)
+            if self._has_room(needed - kv.num_entries) or len(self._running) == 1:
+                kv.reserve(needed)
                 return True
         return False
 

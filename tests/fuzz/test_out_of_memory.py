@@ -13,7 +13,7 @@ from offspec import Engine, SamplingParams, SpeculationParams
 from offspec.drafts import model_draft
 from offspec.errors import MemoryLimitError, OffspecError
 from offspec.model.kv_cache import KVCache
-from offspec.running import request
+from offspec.running import passes
 from offspec.running.batch import Batch, Ticket
 
 from ..assumed_rates import assumed_rates  # noqa: F401 (for this module)
@@ -25,7 +25,7 @@ PLAIN, SPECULATION = SpeculationParams(budget=0), SpeculationParams(budget=8)
 PROMPTS = ("def area(", "class Tree:\n    def", "import", "for i in range(10):\n    print(i)\n" * 2)
 SAMPLING = [SamplingParams(10, temperature=0.8, seed=seed, ignore_eos=True) for seed in range(len(PROMPTS))]
 PLACES: tuple[tuple[Any, str], ...] = (
-    (request, "score_together"),
+    (passes, "score_together"),
     (KVCache, "keep"),
     (KVCache, "reserve"),
     (model_draft, "CachedDecoder"),

@@ -52,7 +52,7 @@ def check(found: list[TokenLogprob], tokens: list[int], rows: Tensor, num_likeli
 @pytest.mark.parametrize("shares", [False, True])
 def test_they_are_those_of_a_plain_pass(pair: Pair, draft: str, shares: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the answer and of the prompt: before penalties, temperature and filters; also where caches hold the prompt."""
-    monkeypatch.setattr("offspec.running.request.prefill_rows", lambda *_: 40)
+    monkeypatch.setattr("offspec.running.passes.prefill_rows", lambda *_: 40)
     asked = SamplingParams(**{**vars(PARAMS), "prompt_logprobs": True})
     with load(pair, draft) as engine:
         caches, prompt = engine.new_caches(), engine.encode(PROMPT)

@@ -18,7 +18,7 @@ from offspec.model.decoder import CachedDecoder
 from offspec.model.kv_cache import KVCache
 from offspec.model.text_pool import TextPool
 from offspec.running.batch import Batch, Ticket
-from offspec.running.request import PREFILL_ROWS, prefill_rows
+from offspec.running.passes import PREFILL_ROWS, prefill_rows
 from offspec.scheduler.pace.costs import CostCurve
 from offspec.scheduler.pace.shared_pass import SharedPass
 from offspec.text.grammar_constraint import SlowTime
@@ -240,7 +240,7 @@ def test_a_pass_takes_all_texts(engines: dict[str, Engine], monkeypatch: pytest.
 def test_a_long_prompt_is_scored_in_parts_beside_other_texts(
     engines: dict[str, Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("offspec.running.request.prefill_rows", lambda *_: 5)
+    monkeypatch.setattr("offspec.running.passes.prefill_rows", lambda *_: 5)
     engine = engines["own"]
     watched = Watched(engine)
     first = watched.add(PROMPTS[0], SAMPLING[0])
@@ -259,7 +259,7 @@ def test_a_long_prompt_is_scored_in_parts_beside_other_texts(
 
 def test_a_short_prompt_does_not_wait_for_a_long_one(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts have equal shares of a pass beside other texts; what the short one leaves goes to the long one."""
-    monkeypatch.setattr("offspec.running.request.prefill_rows", lambda *_: 32)
+    monkeypatch.setattr("offspec.running.passes.prefill_rows", lambda *_: 32)
     with load(pair, "none", texts=8) as engine:
         watched = Watched(engine)
         watched.add(PROMPTS[0], SAMPLING[0])
@@ -268,7 +268,7 @@ def test_a_short_prompt_does_not_wait_for_a_long_one(pair: Pair, monkeypatch: py
         watched.step()
         assert (len(watched.found[long]), len(watched.found[short])) == (0, 1)
         assert long.request is not None
-        assert long.request.num_unscored == len(long.asked.prompt) - (32 - len(short.asked.prompt))
+        assert long.request.num_unscored == len(long.checked.prompt) - (32 - len(short.checked.prompt))
         watched.finish()
         assert watched.ids(long) == plain(engine, HEAD, SAMPLING[1])
 
@@ -347,7 +347,7 @@ def test_texts_share_the_planned_kv_entries(pair: Pair) -> None:
     most = 0
     while not batch.is_idle:
         watched.step()
-        entries = [ticket.request.num_entries for ticket in tickets if ticket.request is not None]
+        entries = [ticket.request.kv.num_entries for ticket in tickets if ticket.request is not None]
         assert sum(entries) <= room
         most = max(most, batch.num_running)
     assert most > 1
@@ -385,7 +385,7 @@ def test_a_short_text_takes_no_room_of_a_long_one(engines: dict[str, Engine]) ->
     before = pool.num_idle_entries
     last = watched.add(PROMPTS[0], SamplingParams(3, ignore_eos=True, seed=0))
     watched.step()
-    assert last.request is None or last.request.num_entries < before
+    assert last.request is None or last.request.kv.num_entries < before
     watched.finish()
     assert watched.ids(last) == plain(engine, PROMPTS[0], SamplingParams(3, ignore_eos=True, seed=0))
 
@@ -422,15 +422,15 @@ def test_texts_wait_for_a_long_beginning_that_is_being_scored(pair: Pair, monkey
         watched.finish()
         assert [watched.ids(ticket) for ticket in tickets] == [plain(engine, prompt, params) for prompt in prompts]
     numbers = [watched.found[ticket][-1].stats.num_prefilled_tokens for ticket in tickets]
-    assert numbers[0] == len(tickets[0].asked.prompt)
+    assert numbers[0] == len(tickets[0].checked.prompt)
     assert max(numbers[1:]) < 12
 
 
 @pytest.mark.slow
 def test_the_drafts_cache_has_room_before_each_pass(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """For all rounds, however long the text has grown: on a GPU it must not grow while the target computes."""
-    monkeypatch.setattr("offspec.running.request.GRANT", 8)
-    monkeypatch.setattr("offspec.running.request.DRAFT_ROWS", 10)
+    monkeypatch.setattr("offspec.running.kv_reservation.GRANT", 8)
+    monkeypatch.setattr("offspec.running.kv_reservation.DRAFT_ROWS", 10)
     extend, num_grown = KVCache.extend, 0
 
     def noted(self: KVCache, count: int) -> None:
@@ -499,8 +499,8 @@ def test_a_text_whose_draft_fails_goes_on_without_it(pair: Pair, part: str, monk
         good, bad = (watched.add(prompt, SAMPLING[0], SpeculationParams(8)) for prompt in PROMPTS[:2])
         watched.step()
         assert bad.request is not None
-        monkeypatch.setattr(bad.request.drafter, part, fail)
-        monkeypatch.setattr(type(bad.request.drafter), "wants_overlap", True)
+        monkeypatch.setattr(bad.request.drafting.drafter, part, fail)
+        monkeypatch.setattr(type(bad.request.drafting.drafter), "wants_overlap", True)
         watched.finish()
         for ticket, prompt in ((good, PROMPTS[0]), (bad, PROMPTS[1])):
             assert watched.ids(ticket) == plain(engine, prompt, SAMPLING[0])
@@ -516,7 +516,7 @@ def test_no_token_is_lost_when_memory_runs_out_after_a_verdict(pair: Pair, monke
         watched.step()
         middle = tickets[1].request
         assert middle is not None
-        monkeypatch.setattr(middle.drafter, "observe", _out_of_memory)
+        monkeypatch.setattr(middle.drafting.drafter, "observe", _out_of_memory)
         watched.finish()
         assert [watched.ids(ticket) for ticket in tickets] == [
             plain(engine, prompt, SAMPLING[0]) for prompt in PROMPTS[:3]
