@@ -38,6 +38,7 @@ from .running.checked_request import CheckedRequest, Observer
 from .running.models import Models
 from .running.passes import run_alone
 from .running.request import Request
+from .running.several_answers import params_of_each
 from .running.steps import Step
 from .stats import Stats
 from .text.grammar import ConstraintCompiler
@@ -255,6 +256,25 @@ class Engine:
         pairs = zip(prompts, each, strict=True)
         indices = {batch.add(self.check_request(*pair, speculation)): i for i, pair in enumerate(pairs)}
         return _steps_of(batch, indices)
+
+    def generate_answers(
+        self,
+        prompt: Prompt,
+        num_answers: int,
+        params: SamplingParams | None = None,
+        speculation: SpeculationParams | None = None,
+        *,
+        max_texts: int | None = None,
+    ) -> Generator[tuple[int, Step], None, None]:
+        """Generate several answers to one prompt, which is scored once: pairs of an answer's index and its next `Step`.
+
+        Answer i is that of `generate` with seed params.seed + i; without a seed, a random one. The first one alone has
+        `prompt_logprobs`. max_texts and errors: those of `generate_many`.
+        """
+        params = params or SamplingParams()
+        checked = self.check_request(prompt, params, speculation)
+        each = params_of_each(params, checked.seed, num_answers)
+        return self.generate_many([checked.prompt] * num_answers, each, speculation, max_texts=max_texts)
 
     def compile_constraint(
         self, constraint: Constraint, prompt: Sequence[int] = (), *, gives_forced: bool = True

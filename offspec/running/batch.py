@@ -3,15 +3,18 @@
 A streamed pass costs the same for one text's rows as for those of eight. The KV entries that a plan reserves for one
 text of the full context and its tree are shared by all texts. If they run out, the text that joined last is paused: it
 is scored again later, and stays the same.
+
+A beginning that several texts have in common is scored once, by the first of them. The others join when it is, and copy
+its KV entries: several answers to one prompt, and conversations with one system prompt.
 """
 
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
+from itertools import islice
 from threading import Lock
 
 import numpy as np
@@ -21,32 +24,38 @@ from offspec.scheduler.params import max_nodes
 
 from ..errors import OffspecError
 from ..model.text_caches import TextCaches
-from ..model.text_pool import TextPool, num_common
+from ..model.text_pool import WORTHWHILE, Ids, TextPool, num_common
 from ..planning.out_of_memory import retry_out_of_memory
 from .checked_request import CheckedRequest
 from .models import Models
 from .passes import run_pass
 from .request import Request
 from .steps import Step
+from .waiting_line import WaitingLine
 
 Outcome = Step | OffspecError
+LOOKAHEAD = 64  # waiting requests of which one may join before the others, because they wait for another's pass
 
 
 @dataclass(eq=False)
 class Ticket:
-    """A request of a batch. It waits, is under way, or has ended; only its batch writes it.
+    """A request of a batch. It waits, is under way or paused, or has ended; only the batch's thread writes it.
 
-    user: marks the caches as used while the request lasts. lent: caches of the batch's own pool.
+    client: whose request it is. caches: of the batch's pool, until it has ended.
     """
 
     checked: CheckedRequest
-    caches: TextCaches | None
-    user: Generator[None, None, None]
-    lent: TextCaches | None = None
+    client: str
+    caches: TextCaches | None = None
     request: Request | None = None
     is_cancelled: bool = False
     counted_s: float = 0.0  # of its constraint's seconds, those that others' passes have been made up for
     owed_s: float = 0.0  # seconds of passes that go to the other texts first, because its constraint took as many
+
+    @cached_property
+    def ids(self) -> Ids:
+        """The prompt without its last token, which is always scored."""
+        return np.asarray(self.checked.prompt[:-1], dtype=np.int64)
 
 
 class Batch:
@@ -56,47 +65,53 @@ class Batch:
     as for any tree).
     """
 
-    def __init__(self, models: Models, max_texts: int | None = None, pool: TextPool | None = None) -> None:
-        """max_texts: the maximum number of texts under way (`Models.max_texts`). The others wait in order.
+    def __init__(
+        self,
+        models: Models,
+        max_texts: int | None = None,
+        pool: TextPool | None = None,
+        on_begin: Callable[[Ticket], None] = lambda ticket: None,
+    ) -> None:
+        """max_texts: the maximum number of texts under way (`Models.max_texts`).
 
-        pool: of the caches that are given to `add`; texts without take caches from it, too. Its idle caches are freed
-        when texts need their room.
+        pool: of the texts' caches; its idle caches are freed when texts need their KV entries. on_begin: called with a
+        ticket that waits no more, before its first pass.
         """
+        self._on_begin = on_begin
         self._models, self._max_texts = models, models.max_texts(max_texts)
         self._pool = TextPool(models.new_caches, 0) if pool is None else pool
         num_nodes = max_nodes(models.device.type) if (plan := models.loaded.plan) is None else plan.tree
         self._shared = SharedPass(models.learnt.costs, num_nodes, models.learnt.overlap_switch)
         self._num_entries = None if plan is None else plan.kv_entries
-        self._waiting, self._running = deque[Ticket](), list[Ticket]()
+        self._waiting = WaitingLine[Ticket]()
+        self._running, self._paused = list[Ticket](), list[Ticket]()  # paused: the next one to resume is the last
         self._lock = Lock()  # guards the waiting tickets
 
     @property
     def is_idle(self) -> bool:
         """Whether no request waits or is under way."""
-        return not self._waiting and not self._running
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self._waiting)
+        with self._lock:
+            return not (self._waiting or self._running or self._paused)
 
     @property
     def num_running(self) -> int:
+        """Texts under way."""
         return len(self._running)
 
-    def add(self, checked: CheckedRequest, caches: TextCaches | None = None) -> Ticket:
-        """Queue a request. Raises UsageError for caches that another request uses."""
-        user = _marker()
+    def add(self, checked: CheckedRequest, client: str = "") -> Ticket:
+        """Queue a request. client: whose it is; clients take turns, each one's requests join in order."""
+        ticket = Ticket(checked, client)
         with self._lock:
-            if caches is not None:
-                caches.user.check_free()
-                caches.user.begin(user)
-            ticket = Ticket(checked, caches, user)
             self._waiting.append(ticket)
         return ticket
 
-    def cancel(self, ticket: Ticket) -> None:
-        """End a request before the next pass. Its caches keep its tokens so far."""
+    def cancel(self, ticket: Ticket) -> bool:
+        """End a request before the next pass. Returns whether it still waited, and so has ended at once."""
+        with self._lock:
+            if self._waiting.discard(ticket):
+                return True
         ticket.is_cancelled = True
+        return False
 
     def step(self) -> list[tuple[Ticket, Outcome]]:
         """One pass over the texts under way, after waiting ones have joined; returns what each request got.
@@ -109,7 +124,7 @@ class Batch:
         try:
             with self._models.turn:
                 self._models.loaded.check()
-                retry_out_of_memory(self._make_room, self._begin_again)
+                retry_out_of_memory(self._reserve_entries, self._begin_again)
                 running, began = self._next_texts(), time.perf_counter()
                 verdicts = run_pass([_request(ticket) for ticket in running], self._shared, self._begin_again)
         except OffspecError as exc:
@@ -117,7 +132,7 @@ class Batch:
             for ticket in list(self._running):
                 self._leave(ticket)
             return ended
-        self._settle(running, time.perf_counter() - began)
+        self._observe_constraints(running, time.perf_counter() - began)
         for ticket, verdict in zip(running, verdicts, strict=True):
             if verdict is None:
                 continue
@@ -131,7 +146,7 @@ class Batch:
         """The texts of the next pass: without those whose constraints took long, until the others had as much time."""
         return [ticket for ticket in self._running if ticket.owed_s <= 0] or list(self._running)
 
-    def _settle(self, running: Sequence[Ticket], pass_s: float) -> None:
+    def _observe_constraints(self, running: Sequence[Ticket], pass_s: float) -> None:
         """After a pass of `running`: what they owe to the other texts, and what has been paid back."""
         for ticket in self._running:
             if ticket not in running:
@@ -141,89 +156,106 @@ class Batch:
             ticket.owed_s, ticket.counted_s = max(0.0, total_s - ticket.counted_s), total_s
 
     def pause_last(self) -> None:
-        """Free the KV entries of the text that joined last; it waits, and resumes later. For `step`'s thread."""
+        """Free the KV entries of the text that joined last; it resumes before others join. For `step`'s thread."""
         if self._running:
             last = self._running.pop()
             _request(last).pause()
-            with self._lock:
-                self._waiting.appendleft(last)
+            self._paused.append(last)
 
     def close(self) -> None:
         """End all requests."""
         with self._lock:
-            while self._waiting:
-                self._end(self._waiting.popleft())
-        for ticket in list(self._running):
+            self._waiting.clear()
+        for ticket in [*self._running, *self._paused]:
             self._leave(ticket)
 
     # ---------------------------------------------------------------------------------------- joining and leaving
 
     def _join(self) -> list[tuple[Ticket, Outcome]]:
-        """Drop cancelled requests, and let waiting ones join in order. Returns those that could not."""
-        for cancelled in [ticket for ticket in self._running if ticket.is_cancelled]:
+        """Drop cancelled requests, and let paused and waiting ones join. Returns those that could not."""
+        for cancelled in [ticket for ticket in (*self._running, *self._paused) if ticket.is_cancelled]:
             self._leave(cancelled)
         failed = list[tuple[Ticket, Outcome]]()
         while (ticket := self._next()) is not None:
             try:
                 self._begin(ticket)
-            except OffspecError as exc:
-                failed.append((ticket, exc))
+            except BaseException as exc:
                 self._end(ticket)
+                if not isinstance(exc, OffspecError):
+                    raise
+                failed.append((ticket, exc))
             else:
                 self._running.append(ticket)
         return failed
 
     def _next(self) -> Ticket | None:
-        """The next request, if there is room for it."""
+        """The next request, if there are KV entries for it: a paused one, or one that waits for no other's pass."""
+        if len(self._running) >= self._max_texts:
+            return None
+        if self._paused:
+            request = _request(self._paused[-1])
+            needed = request.kv.needed(request.kv.granted, self._num_nodes_of_next)
+            return self._paused.pop() if not self._running or self._can_reserve(needed) else None
+        unscored = self._unscored_texts() if self._waiting else []
         with self._lock:
-            while self._waiting and self._waiting[0].is_cancelled:
-                self._end(self._waiting.popleft())
-            if not self._waiting or len(self._running) >= self._max_texts:
+            looked_at = islice(self._waiting, LOOKAHEAD)
+            ticket = next((ticket for ticket in looked_at if not self._waits_for(ticket, unscored)), None)
+            if ticket is None or (self._running and not self._has_entries_for(ticket)):
                 return None
-            first = self._waiting[0]
-            if self._running and (not self._has_room(self._needed(first)) or self._has_beginning_soon(first)):
-                return None
-            return self._waiting.popleft()
+            self._waiting.take(ticket)
+            return ticket
 
-    def _needed(self, ticket: Ticket) -> int:
-        """KV entries that a waiting request needs to join; a paused one would otherwise soon be paused again."""
-        num_nodes = self._shared.limit_of(len(self._running) + 1)
-        if ticket.request is not None:
-            return ticket.request.kv.needed(ticket.request.kv.granted, num_nodes)
-        needed = len(ticket.checked.prompt) + num_nodes + self._models.draft.num_shared
-        return needed if ticket.caches is None else max(needed, ticket.caches.target.cache.capacity)
+    @property
+    def _num_nodes_of_next(self) -> int:
+        """Nodes of a text in a pass with one more text."""
+        return self._shared.limit_of(len(self._running) + 1)
 
-    def _has_beginning_soon(self, ticket: Ticket) -> bool:
-        """Whether another text is about to score so much of this one's beginning that waiting for it takes less time.
+    def _has_entries_for(self, ticket: Ticket) -> bool:
+        """Whether the plan has KV entries for a request beside those under way. Caches that are idle leave for it."""
+        if self._num_entries is None:
+            return True
+        needed = len(ticket.checked.prompt) + self._num_nodes_of_next + self._models.draft.num_shared
+        if not self._models.draft.keeps_target_whole:  # idle caches that it takes over keep their size
+            needed = max(needed, self._pool.num_idle_entries)
+        return needed <= self._num_entries - self._num_used_entries
 
-        The entries are then copied.
+    def _unscored_texts(self) -> list[tuple[Ids, int]]:
+        """The texts whose prompts are being scored, and how many of their tokens are."""
+        requests = [_request(ticket) for ticket in self._running] if self._pool.can_copy else []
+        prefilling = [request for request in requests if request.num_unscored > 1]
+        return [(np.asarray(request.text), request.target.length) for request in prefilling]
+
+    def _waits_for(self, ticket: Ticket, unscored: Sequence[tuple[Ids, int]]) -> bool:
+        """Whether to wait until one of these texts has scored a beginning, so that its KV entries can be copied.
+
+        The whole prompt is not scored twice; a part of it is if that takes less time than waiting for a pass.
         """
-        if ticket.caches is not None or ticket.request is not None or not self._pool.can_copy:
-            return False
-        unscored = (_num_unscored(_request(other), ticket.checked.prompt) for other in self._running)
-        return self._shared.is_worth_a_pass(max(unscored))
+        for text, num_scored in unscored:
+            number = num_common(text, ticket.ids)
+            is_whole = number == len(ticket.ids) and number >= WORTHWHILE
+            if number > num_scored and (is_whole or self._shared.is_worth_a_pass(number - num_scored)):
+                return True
+        return False
 
     def _begin(self, ticket: Ticket) -> None:
         if ticket.request is not None:
             ticket.request.resume()
             return
-        caches = ticket.caches
-        if caches is None:
-            borrow = partial(self._pool.borrow, ticket.checked.prompt)
-            caches = ticket.lent = retry_out_of_memory(borrow, self._begin_again)
-        ticket.request = Request(self._models, ticket.checked, caches, self._shared)
+        self._on_begin(ticket)
+        borrow = partial(self._pool.borrow, ticket.checked.prompt)
+        ticket.caches = retry_out_of_memory(borrow, self._begin_again)
+        ticket.request = Request(self._models, ticket.checked, ticket.caches, self._shared)
 
     def _leave(self, ticket: Ticket) -> None:
-        self._running.remove(ticket)
+        (self._running if ticket in self._running else self._paused).remove(ticket)
         self._end(ticket)
 
     def _end(self, ticket: Ticket) -> None:
-        """The request is over, whether it has begun or not."""
-        ticket.user.close()
+        """The request is over, or could not begin."""
         ticket.request = None
-        if ticket.lent is not None:
-            self._pool.give_back(ticket.lent)
-            ticket.lent = None
+        if ticket.caches is not None:
+            self._pool.give_back(ticket.caches)
+            ticket.caches = None
 
     def _begin_again(self, message: str) -> None:
         """After a pass ran out of device memory: free all KV entries, load the target again, and start again."""
@@ -238,16 +270,20 @@ class Batch:
 
     # ---------------------------------------------------------------------------------------- KV entries
 
-    def _has_room(self, num_entries: int) -> bool:
+    @property
+    def _num_used_entries(self) -> int:
+        return sum(_request(ticket).kv.num_entries for ticket in self._running)
+
+    def _can_reserve(self, num_entries: int) -> bool:
         """Whether this number of additional KV entries is within the plan, if necessary without idle caches."""
         if self._num_entries is None:
             return True
-        room = self._num_entries - sum(_request(ticket).kv.num_entries for ticket in self._running)
-        if num_entries + self._pool.num_idle_entries > room:
+        num_free = self._num_entries - self._num_used_entries
+        if num_entries + self._pool.num_idle_entries > num_free:
             self._pool.park_idle()
-        return num_entries <= room
+        return num_entries <= num_free
 
-    def _make_room(self) -> None:
+    def _reserve_entries(self) -> None:
         """Give every text the KV entries that it needs for the next pass; pause those that joined last if necessary."""
         limit = self._shared.most_per_text = self._shared.limit_of(len(self._running))
         for ticket in list(self._running):
@@ -255,14 +291,14 @@ class Batch:
                 self.pause_last()
 
     def _has_grown(self, request: Request, num_nodes: int) -> bool:
-        """Reserve KV entries for the text and `num_nodes` nodes, and for some tokens more if there is room."""
+        """Reserve KV entries for the text and `num_nodes` nodes, and for some tokens more if the plan has them."""
         kv = request.kv
         if kv.needed(len(request.text), num_nodes) <= kv.num_entries:
             kv.reserve(kv.num_entries)
             return True
         for num_tokens in (kv.granted, len(request.text)):
             needed = kv.needed(num_tokens, num_nodes)
-            if self._has_room(needed - kv.num_entries) or len(self._running) == 1:
+            if self._can_reserve(needed - kv.num_entries) or len(self._running) == 1:
                 kv.reserve(needed)
                 return True
         return False
@@ -271,13 +307,3 @@ class Batch:
 def _request(ticket: Ticket) -> Request:
     assert ticket.request is not None, "the request is not under way"
     return ticket.request
-
-
-def _num_unscored(request: Request, text: Sequence[int]) -> int:
-    """How many tokens of the beginning that both texts have in common the request has not scored yet."""
-    return num_common(np.asarray(request.text), np.asarray(text[:-1])) - request.target.length
-
-
-def _marker() -> Generator[None, None, None]:
-    """A generator that marks caches as used until it is closed."""
-    yield

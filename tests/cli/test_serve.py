@@ -28,7 +28,7 @@ from offspec.cli.server.reply_tokens import ReplyTokens
 from offspec.cli.server.routes import StoppableServer, is_loopback
 from offspec.cli.server.service import Service, Work
 from offspec.errors import MemoryLimitError, NumericalError
-from offspec.running.batch import Batch
+from offspec.running.batch import Batch, Ticket
 from offspec.session import Turn, turns_of
 from offspec.text.tokenizer import Tokenizer
 
@@ -137,13 +137,13 @@ def test_requests_wait_for_one_another(client: Client) -> None:
 
 
 def test_a_client_that_leaves_ends_its_request(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    begun, add = Event(), Batch.add
+    begun, begin = Event(), Service._begin
 
-    def told(self: Batch, *args: Any, **kwargs: Any) -> Any:
+    def told(self: Service, ticket: Ticket) -> None:
         begun.set()
-        return add(self, *args, **kwargs)
+        begin(self, ticket)
 
-    monkeypatch.setattr(Batch, "add", told)
+    monkeypatch.setattr(Service, "_begin", told)
     folder = variant(pair.target, tmp_path / "target", max_position_embeddings=10**6)
     body = {"prompt": "hi", "max_tokens": 10**5, "ignore_eos": True, "stream": True}
     with Engine.load(str(folder), draft="none", device="cpu", context=10**5) as endless, served(endless) as (client, _):
@@ -166,20 +166,20 @@ def test_the_draft_learns_between_requests(pair: Pair) -> None:
 
 
 def test_a_client_that_leaves_while_it_waits_costs_nothing(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    began, may_go_on, has_left, add, cancel = Event(), Event(), Event(), Batch.add, Service.cancel
+    began, may_go_on, has_left, begin, cancel = Event(), Event(), Event(), Service._begin, Service.cancel
     asked: list[Any] = []
 
     def cancelled(self: Service, work: Work) -> None:
         cancel(self, work)
         has_left.set()
 
-    def held(self: Batch, checked: Any, *args: Any, **kwargs: Any) -> Any:
-        asked.append(checked.prompt)
+    def held(self: Service, ticket: Ticket) -> None:
+        asked.append(ticket.checked.prompt)
         began.set()
         assert may_go_on.wait(LONG_S)
-        return add(self, checked, *args, **kwargs)
+        begin(self, ticket)
 
-    monkeypatch.setattr(Batch, "add", held)
+    monkeypatch.setattr(Service, "_begin", held)
     monkeypatch.setattr(Service, "cancel", cancelled)
     with served(engine, parallel=1) as (client, _):
         body = {"prompt": [70, 71], "max_tokens": 2}

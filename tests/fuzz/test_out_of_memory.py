@@ -52,20 +52,18 @@ def expected(pair: Pair) -> list[list[int]]:
 
 def outcomes(engine: Engine, chance: random.Random) -> list[list[int] | OffspecError]:
     """Of all texts, some of which join in the middle: the tokens, or the error."""
-    found, tickets, caches = dict[Ticket, list[int]](), list[Ticket](), engine.new_caches()
+    found, tickets = dict[Ticket, list[int]](), list[Ticket]()
     errors = dict[Ticket, OffspecError]()
     with closing(Batch(engine.models)) as batch:
         while len(tickets) < len(PROMPTS) or not batch.is_idle:
             if (number := len(tickets)) < len(PROMPTS) and (batch.is_idle or chance.random() < 0.6):
-                own = caches if number == 1 else None
-                tickets.append(batch.add(engine.check_request(PROMPTS[number], SAMPLING[number], SPECULATION), own))
+                tickets.append(batch.add(engine.check_request(PROMPTS[number], SAMPLING[number], SPECULATION)))
                 found[tickets[-1]] = []
             for ticket, outcome in batch.step():
                 if isinstance(outcome, OffspecError):
                     errors[ticket] = outcome
                 else:
                     found[ticket] += outcome.token_ids
-    caches.user.check_free()
     return [errors.get(ticket, found[ticket]) for ticket in tickets]
 
 

@@ -36,7 +36,7 @@ FLOORS = (
     ("running",),
     ("engine",),
     ("prompt_cache",),
-    ("several_answers", "session", "tools"),
+    ("session", "tools"),
 )
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 # What weight formats may know of loading (kernels know nothing but themselves), and who may know the methods that are

@@ -408,7 +408,7 @@ def test_a_common_beginning_is_scored_once(pair: Pair, draft: str, monkeypatch: 
 
 
 def test_texts_wait_for_a_long_beginning_that_is_being_scored(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If scoring it again would take longer than a pass; texts behind them wait as long."""
+    """If scoring it again would take longer than a pass; the others need not wait."""
     monkeypatch.setattr(SharedPass, "is_worth_a_pass", lambda self, num_rows: num_rows > 32)
     prompts = [HEAD + "x = 1", HEAD + "def area(", "import", HEAD + "return"]
     params = SamplingParams(12, seed=0, ignore_eos=True)
@@ -416,7 +416,7 @@ def test_texts_wait_for_a_long_beginning_that_is_being_scored(pair: Pair, monkey
         watched = Watched(engine, 4)
         tickets = [watched.add(prompt, params) for prompt in prompts]
         watched.step()
-        assert [bool(watched.found[ticket]) for ticket in tickets] == [True, False, False, False]
+        assert [bool(watched.found[ticket]) for ticket in tickets] == [True, False, True, False]
         watched.step()
         assert all(watched.found[ticket] for ticket in tickets)
         watched.finish()
@@ -424,6 +424,20 @@ def test_texts_wait_for_a_long_beginning_that_is_being_scored(pair: Pair, monkey
     numbers = [watched.found[ticket][-1].stats.num_prefilled_tokens for ticket in tickets]
     assert numbers[0] == len(tickets[0].checked.prompt)
     assert max(numbers[1:]) < 12
+
+
+def test_a_whole_prompt_is_scored_once(pair: Pair) -> None:
+    """However little it takes to score it; unless it is not worth copying. Others need not wait."""
+    params = SamplingParams(4, seed=0, ignore_eos=True)
+    with load(pair, "own", texts=8) as engine:
+        watched = Watched(engine, 8)
+        long, short, again, twice = (watched.add(prompt, params) for prompt in (HEAD, "x = 1", HEAD, "x = 1"))
+        watched.step()
+        assert [bool(watched.found[ticket]) for ticket in (long, short, again, twice)] == [True, True, False, True]
+        watched.finish()
+        prefilled = [watched.found[ticket][-1].stats.num_prefilled_tokens for ticket in (long, again)]
+        assert prefilled == [len(long.checked.prompt), 1]
+        assert watched.ids(again) == watched.ids(long) == plain(engine, HEAD, params)
 
 
 @pytest.mark.slow
@@ -440,13 +454,14 @@ def test_the_drafts_cache_has_room_before_each_pass(pair: Pair, monkeypatch: pyt
 
     monkeypatch.setattr(KVCache, "extend", noted)
     with load(pair, "own", texts=4) as engine:
-        caches = [engine.new_caches() for _ in range(2)]
-        for own in caches:
-            own.target.reserve(200)  # as after a longer text: the target's never grows
         batch = Batch(engine.models)
-        for own, prompt in zip(caches, PROMPTS, strict=False):
-            params = SamplingParams(40, seed=1, ignore_eos=True)
-            batch.add(engine.check_request(prompt, params, SpeculationParams(8)), own)
+        params = SamplingParams(40, seed=1, ignore_eos=True)
+        tickets = [batch.add(engine.check_request(prompt, params, SpeculationParams(8))) for prompt in PROMPTS[:2]]
+        batch.step()
+        for ticket in tickets:
+            assert ticket.caches is not None
+            ticket.caches.target.reserve(200)  # as after a longer text: the target's never grows
+        num_grown = 0
         while not batch.is_idle:
             batch.step()
     assert num_grown == 0
@@ -527,37 +542,59 @@ def _out_of_memory(*args: object) -> None:
     raise torch.OutOfMemoryError("out of memory")
 
 
-def test_caches_belong_to_one_request(engines: dict[str, Engine]) -> None:
-    engine = engines["own"]
-    caches = engine.new_caches()
-    batch = Batch(engine.models)
-    ticket = batch.add(engine.check_request(PROMPTS[0], SAMPLING[0]), caches)
-    with refused(UsageError, "caches"):
-        batch.add(engine.check_request(PROMPTS[1], SAMPLING[0]), caches)
-    while not batch.is_idle:
-        batch.step()
-    assert ticket.request is None
-    again = batch.add(engine.check_request(PROMPTS[0], SAMPLING[0]), caches)
-    outcomes = [outcome for _, outcome in batch.step()]
-    assert isinstance(outcomes[0], Step)
-    assert outcomes[0].stats.num_prefilled_tokens == 1
-    batch.cancel(again)
-    batch.step()
-    assert batch.is_idle
-    caches.user.check_free()
-
-
-def test_a_closed_batch_lets_go_of_all_caches(engines: dict[str, Engine]) -> None:
-    """Also of those whose requests had not begun."""
+def test_a_request_that_ends_gives_its_caches_back(engines: dict[str, Engine]) -> None:
+    """However it ends: by its last token, cancelled while it runs or waits, or with its batch."""
     engine = engines["none"]
-    caches = [engine.new_caches() for _ in range(2)]
-    batch = Batch(engine.models, 1)
-    tickets = [batch.add(engine.check_request(PROMPTS[0], SAMPLING[0]), own) for own in caches]
+    pool = TextPool(engine.new_caches, 0)
+    batch = Batch(engine.models, 1, pool)
+    first, second, third = (batch.add(engine.check_request(prompt, SAMPLING[0])) for prompt in PROMPTS[:3])
     batch.step()
+    assert batch.cancel(second)
+    assert not batch.cancel(first)
+    batch.step()
+    assert (first.request, second.request, pool.num_used) == (None, None, 1)
+    assert third.request is not None
+    batch.pause_last()
     batch.close()
-    for own in caches:
-        own.user.check_free()
-    assert [ticket.request for ticket in tickets] == [None, None]
+    assert (third.request, pool.num_used) == (None, 0)
+    assert batch.is_idle
+
+
+def test_a_request_that_cannot_begin_gives_its_caches_back(
+    engines: dict[str, Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, pool = engines["none"], TextPool(engines["none"].new_caches, 0)
+    watched = Watched(engine, pool=pool)
+    for error in (NumericalError("bad"), ZeroDivisionError()):
+        ticket = watched.add(PROMPTS[0], SAMPLING[0])
+        with monkeypatch.context() as patch:
+            patch.setattr("offspec.running.batch.Request", lambda *args, error=error: _raise(error))
+            if isinstance(error, OffspecError):
+                watched.step()
+                assert watched.errors == {ticket: error}
+            else:
+                with pytest.raises(ZeroDivisionError):
+                    watched.step()
+        assert (watched.batch.is_idle, pool.num_used) == (True, 0)
+
+
+def _raise(error: Exception) -> None:
+    raise error
+
+
+def test_a_paused_text_resumes_before_others_join(engines: dict[str, Engine]) -> None:
+    engine, began = engines["none"], list[Ticket]()
+    batch = Batch(engine.models, 2, on_begin=began.append)
+    checked = [engine.check_request(prompt, SAMPLING[0]) for prompt in PROMPTS[:4]]
+    tickets = [batch.add(*each) for each in zip(checked, "aabc", strict=True)]
+    batch.step()
+    assert began == [tickets[0], tickets[2]], "clients take turns"
+    batch.pause_last()
+    batch.cancel(tickets[0])
+    batch.step()
+    assert tickets[2].request is not None
+    assert began == [tickets[0], tickets[2], tickets[3]]
+    batch.close()
 
 
 @pytest.mark.slow
