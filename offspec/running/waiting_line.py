@@ -1,4 +1,4 @@
-"""Requests that wait. Clients take turns, so that one with many requests does not hold up the others."""
+"""A line of requests in which clients take turns, so that one with many does not hold up the others."""
 
 from __future__ import annotations
 
@@ -22,9 +22,6 @@ class WaitingLine(Generic[T]):
 
     def __init__(self) -> None:
         self._by_client = OrderedDict[str, deque[T]]()
-
-    def __len__(self) -> int:
-        return sum(map(len, self._by_client.values()))
 
     def __bool__(self) -> bool:
         return bool(self._by_client)
