@@ -66,19 +66,19 @@ class PromptCache:
         num_nodes = tree_room(checked.speculation, engine.target.device.type)
         caches = engine.new_caches(len(text) + checked.sampling.max_new_tokens, num_nodes)
         engine.loaded.make_kv_room(caches.target.cache, caches.target.cache.capacity)
-        num_known = self.read(caches, text)
+        num_in_file = self.read(caches, text)
         with engine.turn:
             steps = caches.user.begin(run_alone(Request(engine.models, checked, caches)))
         with closing(steps):
-            step, said = next(steps), None
+            step, message = next(steps), None
             try:
                 yield step
             finally:  # also if nobody wants the rest: the prompt's pass was the longest
-                if REWRITTEN_SHARE * (len(text) - num_known) > len(text):
-                    said = self._written(caches, len(text))
+                if REWRITTEN_SHARE * (len(text) - num_in_file) > len(text):
+                    message = self._written(caches, len(text))
             yield from steps
-        if said is not None:
-            self._tell(said)  # not in the middle of the text
+        if message is not None:
+            self._tell(message)  # not in the middle of the text
 
     def read(self, caches: TextCaches, text: Sequence[int]) -> int:
         """Begin `caches` with the longest beginning of `text` in the file; returns its number of tokens, or 0."""

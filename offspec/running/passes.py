@@ -71,7 +71,7 @@ def run_pass(
     if not passed.logits:
         return verdicts
     of_all = zip(requests, verdicts, passed.logits, strict=True)
-    messages = [request.commit(verdict, own) for request, verdict, own in of_all if isinstance(verdict, Verdict)]
+    messages = [request.commit(verdict, logits) for request, verdict, logits in of_all if isinstance(verdict, Verdict)]
     if any(messages):
         begin_again(max(messages))
     num_rows = sum(request.drafting.num_rows for request in requests)
@@ -109,12 +109,12 @@ def _score(requests: Sequence[Request], shared: SharedPass) -> ScoredPass:
     if all(request.drafting.fault is not None for request in requests):
         return ScoredPass([request.drafting.fault for request in requests], [], 0, drafted - started, 0.0)
     with span("pass"), _drafting_ahead(requests, shared):
-        texts = [(request.target, own) for request, own in zip(requests, rows, strict=True)]
+        texts = [(request.target, text_rows) for request, text_rows in zip(requests, rows, strict=True)]
         logits = score_together(texts, requests[0].models.draft.target_layers)
         requests[0].target.synchronize()
     with span("walk"):
-        verdicts = [request.verdict(own) for request, own in zip(requests, logits, strict=True)]
-    num_nodes = sum(len(own.tokens) for own in rows)
+        verdicts = [request.verdict(text_logits) for request, text_logits in zip(requests, logits, strict=True)]
+    num_nodes = sum(len(text_rows.tokens) for text_rows in rows)
     return ScoredPass(verdicts, logits, num_nodes, drafted - started, time.perf_counter() - drafted)
 
 
