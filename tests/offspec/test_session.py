@@ -195,7 +195,7 @@ def test_a_turn_left_in_the_middle_of_a_pass(
 ) -> None:
     session = Session(engine)
     say(session, "hi")
-    owner = {"score_together": "request", "keep": "model.kv_cache.KVCache"}.get(
+    owner = {"score_together": "running.passes", "keep": "model.kv_cache.KVCache"}.get(
         where, "scheduler.drafting.model_drafter.ModelDrafter"
     )
     name, calls = f"offspec.{owner}.{where}", []
