@@ -48,7 +48,12 @@ def simulate(engine: Engine, clock: VirtualClock, costs: Costs) -> list[Any]:
         mock.patch.object(ModelDrafter.__init__, "__kwdefaults__", defaults),
         *(
             mock.patch(f"offspec.{module}.time", mock.Mock(perf_counter=clock.now))
-            for module in ("request", "drafts.shared_rounds", "scheduler.pace.shared_pass")
+            for module in (
+                "running.passes",
+                "running.pass_counter",
+                "drafts.shared_rounds",
+                "scheduler.pace.shared_pass",
+            )
         ),
     ]
 

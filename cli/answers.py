@@ -16,8 +16,8 @@ from .reasoning import reader_of, thinking_first
 
 if TYPE_CHECKING:
     from offspec import Engine, SamplingParams, Step
-    from offspec.batch import Ticket
     from offspec.engine import Prompt
+    from offspec.running.batch import Ticket
 
 INTERRUPTED = "interrupted"  # the finish_reason of a text that Ctrl-C stopped
 ToPrompt = Callable[["Engine", str | Turns], "Prompt"]
@@ -75,17 +75,17 @@ class SharedAnswers:
 
     def answers(self, prompts: Sequence[Asked]) -> Generator[tuple[int, Answer | OffspecError], None, None]:
         """Yields the place of each prompt in the list, and its answer or error, in the order in which texts end."""
-        from offspec.batch import Batch
+        from offspec.running.batch import Batch
 
         engine, began = self._engine, time.perf_counter()
-        with closing(Batch(engine, self._max_texts)) as batch:
+        with closing(Batch(engine.models, self._max_texts)) as batch:
             places: dict[Ticket, tuple[int, SamplingParams]] = {}
             steps: dict[Ticket, list[Step]] = {}
             for place, (prompt, params) in enumerate(prompts):
                 try:
                     asked = self._to_prompt(engine, prompt)
                     params = thinking_first(params, asked)
-                    ticket = batch.add(asked, params, self._speculation)
+                    ticket = batch.add(engine.check_request(asked, params, self._speculation))
                 except OffspecError as exc:
                     yield place, exc
                 else:
@@ -101,7 +101,7 @@ class SharedAnswers:
                         self.ends.append(outcome)
                         engine.learn(outcome.stats)
                         place, params = places[ticket]
-                        yield place, answer_of(engine, ticket.text, steps.pop(ticket), params)
+                        yield place, answer_of(engine, ticket.checked.prompt, steps.pop(ticket), params)
 
     def progress(self) -> str:
         """How many texts are under way, for a progress line."""

@@ -86,15 +86,13 @@ def answer_several(
 
     If Ctrl-C stops them, each unfinished answer ends with an empty step, INTERRUPTED.
     """
-    from offspec.several_answers import generate_answers
-
     found: list[list[Step]] = [[] for _ in range(flags.number)]
 
     def add(index: int, step: Step) -> None:
         found[index].append(step)
         seen(index, step)
 
-    pairs = generate_answers(engine, prompt, flags.number, params, speculation, max_texts=flags.num_texts)
+    pairs = engine.generate_answers(prompt, flags.number, params, speculation, max_texts=flags.num_texts)
     try:
         for index, step in first_pass_shown(engine, pairs, quiet=quiet):
             add(index, step)

@@ -23,7 +23,7 @@ if (_root / "pyproject.toml").is_file() and (_root / "loaders").is_dir():
 _HOMES = {
     "AUTO_TEXTS": "offspec.scheduler.params",
     "Engine": "offspec.engine",
-    "Step": "offspec.request",
+    "Step": "offspec.running.steps",
     "ACCEPTS": "offspec.scheduler.params",
     "Constraint": "offspec.scheduler.params",
     "SpeculationParams": "offspec.scheduler.params",
@@ -86,7 +86,7 @@ if TYPE_CHECKING:
     from .checkpoints.conversion import convert
     from .engine import Engine
     from .errors import OffspecError
-    from .request import Step
+    from .running.steps import Step
     from .stats import Stats
 
 

@@ -20,10 +20,9 @@ from typing import Any, TypeGuard
 from offspec.loaders.params import KV_CACHES
 from offspec.loaders.units import parse_size
 from offspec.scheduler.guessing.retrieval import SuffixIndex
-from offspec.scheduler.params import AUTO_TEXTS, Constraint, SamplingParams, SpeculationParams, check_names
+from offspec.scheduler.params import Constraint, SamplingParams, SpeculationParams, check_names
 from offspec.scheduler.trees.constraint import TokenConstraint
 
-from .batch import Batch, Ticket
 from .checkpoints.opening import Note
 from .drafts.base import NEEDS_DRAFT_MODEL, Draft
 from .drafts.learnt import EstimatesAndRecall
@@ -33,9 +32,14 @@ from .loading import LoadedTarget, LoadOptions, load, path_text
 from .model.decoder import Decoder
 from .model.memory.text_caches import TextCaches
 from .planning.memory import AUTO
-from .planning.out_of_memory import retry_out_of_memory
 from .planning.plan import Plan
-from .request import Observer, Request, RequestParams, Step
+from .running.batch import Batch, Ticket
+from .running.checked_request import CheckedRequest, Observer
+from .running.models import Models
+from .running.passes import run_alone
+from .running.request import Request
+from .running.several_answers import params_of_each
+from .running.steps import Step
 from .stats import Stats
 from .text.grammar import ConstraintCompiler
 from .text.tokenizer import Tokenizer
@@ -61,10 +65,9 @@ class Engine:
         index: SuffixIndex | None = None,
     ) -> None:
         """draft: None is plain decoding. name: the model's name as given. index: of other texts for n-gram lookup."""
-        self.loaded, self.tokenizer, self.draft = target, tokenizer, draft or NoDraft()
-        self.name, self.lookup_index = name, index
-        self.learnt = self._new_learnt()
-        self.draft.prepare(self.max_context)
+        self.models = Models(target, tokenizer, draft or NoDraft(), index)
+        self.loaded, self.tokenizer, self.draft = target, tokenizer, self.models.draft
+        self.name = name
         self._constraints = ConstraintCompiler(tokenizer, target.decoder.config.vocab_size)
 
     @classmethod
@@ -128,17 +131,15 @@ class Engine:
         """Whether nothing depends on measured times, nor on earlier requests (`LoadOptions.deterministic`)."""
         return self.loaded.is_deterministic
 
-    def estimates(self) -> EstimatesAndRecall:
-        """The estimates about the draft for a request: those kept from request to request, or new ones."""
-        return self._new_learnt() if self.is_deterministic else self.learnt
+    @property
+    def learnt(self) -> EstimatesAndRecall:
+        """The estimates about the draft that are kept from request to request."""
+        return self.models.learnt
 
-    def _new_learnt(self) -> EstimatesAndRecall:
-        target = self.loaded
-        return self.draft.new_learnt(target.decoder, target.predict_pass_s if target.rates else None)
-
-    def max_texts(self, wanted: int | None = None) -> int:
-        """The maximum number of texts that share passes. wanted: None is AUTO_TEXTS."""
-        return 1 if self.is_deterministic else wanted or AUTO_TEXTS
+    @property
+    def lookup_index(self) -> SuffixIndex | None:
+        """Of other texts, for n-gram lookup."""
+        return self.models.index
 
     def close(self) -> None:
         """Free the memory and end the read-ahead threads. Afterwards `generate` raises UsageError."""
@@ -203,20 +204,20 @@ class Engine:
         Raises ContextLengthError or UsageError at once, TokenizerError if a constraint does not fit the tokenizer.
         Raises NumericalError, MemoryLimitError or ConstraintError while running.
         """
-        text, asked = self.check_request(prompt, params, speculation, observer)
+        checked = self.check_request(prompt, params, speculation, observer)
         caches = caches or self.new_caches()
         with self.turn:  # if two threads use the same caches, one gets UsageError
             caches.user.check_free()
-            return caches.user.begin(Request(self, text, asked, caches).run())
+            return caches.user.begin(run_alone(Request(self.models, checked, caches)))
 
     def check_request(
         self,
         prompt: Prompt,
-        params: SamplingParams | None,
-        speculation: SpeculationParams | None,
-        observer: Observer | None,
-    ) -> tuple[list[int], RequestParams]:
-        """A prompt's token ids and its request's parameters. Raises those errors of `generate` that come at once."""
+        params: SamplingParams | None = None,
+        speculation: SpeculationParams | None = None,
+        observer: Observer | None = None,
+    ) -> CheckedRequest:
+        """A request that can run, for `Batch.add`. Raises those errors of `generate` that come at once."""
         began = time.perf_counter()
         self.loaded.check()
         params, speculation = params or SamplingParams(), speculation or SpeculationParams()
@@ -233,7 +234,7 @@ class Engine:
         constraint = None
         if params.constraint is not None:
             constraint = self.compile_constraint(params.constraint, text, gives_forced=speculation.forced)
-        return text, RequestParams(params, seed, speculation, observer, began, constraint)
+        return CheckedRequest(text, params, seed, speculation, observer, began, constraint)
 
     def generate_many(
         self,
@@ -248,13 +249,32 @@ class Engine:
         Each text is that of `generate` with the same parameters. params: for all prompts, or one for each. max_texts:
         the maximum number of texts under way (`Batch`); the others wait in order. Raises the errors of `generate`.
         """
-        batch = Batch(self, max_texts)
+        batch = Batch(self.models, max_texts)
         each = [params] * len(prompts) if params is None or isinstance(params, SamplingParams) else params
         if len(each) != len(prompts):
             raise UsageError(f"there are {len(prompts)} prompts and {len(each)} params; give one for all, or one each")
         pairs = zip(prompts, each, strict=True)
-        indices = {batch.add(prompt, own, speculation): i for i, (prompt, own) in enumerate(pairs)}
+        indices = {batch.add(self.check_request(*pair, speculation)): i for i, pair in enumerate(pairs)}
         return _steps_of(batch, indices)
+
+    def generate_answers(
+        self,
+        prompt: Prompt,
+        num_answers: int,
+        params: SamplingParams | None = None,
+        speculation: SpeculationParams | None = None,
+        *,
+        max_texts: int | None = None,
+    ) -> Generator[tuple[int, Step], None, None]:
+        """Generate several answers to one prompt, which is scored once: pairs of an answer's index and its next `Step`.
+
+        Answer i is that of `generate` with seed params.seed + i; without a seed, a random one. The first one alone has
+        `prompt_logprobs`. max_texts and errors: those of `generate_many`.
+        """
+        params = params or SamplingParams()
+        checked = self.check_request(prompt, params, speculation)
+        each = params_of_each(params, checked.seed, num_answers)
+        return self.generate_many([checked.prompt] * num_answers, each, speculation, max_texts=max_texts)
 
     def compile_constraint(
         self, constraint: Constraint, prompt: Sequence[int] = (), *, gives_forced: bool = True
@@ -288,13 +308,7 @@ class Engine:
         They have room for `num_tokens` tokens and a tree of `num_nodes` nodes at once, and grow as needed. If device
         memory runs out here, the target is loaded again with fewer resident layers.
         """
-        with self.turn:
-            self.loaded.check()
-            if num_tokens or num_nodes:
-                self.loaded.spare_nothing()
-            return retry_out_of_memory(
-                lambda: self.draft.new_caches(self.target, num_tokens, num_nodes), self.loaded.make_room
-            )
+        return self.models.new_caches(num_tokens, num_nodes)
 
     @property
     def guesses(self) -> bool:

@@ -22,7 +22,10 @@ from .errors import CheckpointError, StorageError, UsageError
 from .model.memory.text_caches import TextCaches
 from .model.memory.text_memory import TextMemory
 from .model.memory.text_pool import WORTHWHILE, has_all_entries, num_common, own_cache
-from .request import Request, RequestParams, Step
+from .running.checked_request import CheckedRequest
+from .running.passes import run_alone
+from .running.request import Request
+from .running.steps import Step
 
 TARGET, DRAFT = "target", "draft"  # the parts of a file
 # The file is written again if more than 1/REWRITTEN_SHARE of a prompt was not in it: not for each new question behind
@@ -56,27 +59,26 @@ class PromptCache:
 
         After the prompt's pass it writes the file, unless most of the prompt was in it. Raises the same errors.
         """
-        text, asked = self._engine.check_request(prompt, params, speculation, None)
-        return self._run(text, asked)
+        return self._run(self._engine.check_request(prompt, params, speculation))
 
-    def _run(self, text: list[int], asked: RequestParams) -> Generator[Step, None, None]:
-        engine = self._engine
-        num_nodes = tree_room(asked.speculation, engine.target.device.type)
-        caches = engine.new_caches(len(text) + asked.sampling.max_new_tokens, num_nodes)
+    def _run(self, checked: CheckedRequest) -> Generator[Step, None, None]:
+        engine, text = self._engine, checked.prompt
+        num_nodes = tree_room(checked.speculation, engine.target.device.type)
+        caches = engine.new_caches(len(text) + checked.sampling.max_new_tokens, num_nodes)
         engine.loaded.make_kv_room(caches.target.cache, caches.target.cache.capacity)
-        num_known = self.read(caches, text)
+        num_in_file = self.read(caches, text)
         with engine.turn:
-            steps = caches.user.begin(Request(engine, text, asked, caches).run())
+            steps = caches.user.begin(run_alone(Request(engine.models, checked, caches)))
         with closing(steps):
-            step, said = next(steps), None
+            step, message = next(steps), None
             try:
                 yield step
             finally:  # also if nobody wants the rest: the prompt's pass was the longest
-                if REWRITTEN_SHARE * (len(text) - num_known) > len(text):
-                    said = self._written(caches, len(text))
+                if REWRITTEN_SHARE * (len(text) - num_in_file) > len(text):
+                    message = self._written(caches, len(text))
             yield from steps
-        if said is not None:
-            self._tell(said)  # not in the middle of the text
+        if message is not None:
+            self._tell(message)  # not in the middle of the text
 
     def read(self, caches: TextCaches, text: Sequence[int]) -> int:
         """Begin `caches` with the longest beginning of `text` in the file; returns its number of tokens, or 0."""

@@ -26,7 +26,7 @@ from .engine import Engine, Message
 from .errors import ContextLengthError, OffspecError, StorageError, UsageError
 from .model.memory.text_caches import SoleUser, TextCaches
 from .prompt_cache import PromptCache
-from .request import Step
+from .running.steps import Step
 from .stats import Stats
 from .text.tokenizer import Tokenizer
 

@@ -118,7 +118,7 @@ def measure(way: Way, prompt: list[int], params: SamplingParams, meter: Meter) -
 
 def _forget_texts(engine: Engine) -> None:
     fresh = engine.draft.new_learnt(engine.target, None)
-    engine.learnt = replace(engine.learnt, recall=fresh.recall, recycling=fresh.recycling)
+    engine.models.learnt = replace(engine.learnt, recall=fresh.recall, recycling=fresh.recycling)
 
 
 class Beside:

@@ -24,7 +24,7 @@ from unittest.mock import patch
 
 from offspec import Engine, SamplingParams, SpeculationParams, builtin
 from offspec.engine import Prompt
-from offspec.request import Step
+from offspec.running.steps import Step
 from offspec.scheduler.drafting.model_drafter import ModelDrafter
 from offspec.tools.benchmark import WORKLOADS
 

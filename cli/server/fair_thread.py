@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import time
-from collections import OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from threading import Lock
 from typing import Any, TypeVar
 
+from offspec.running.waiting_line import WaitingLine
+
 T = TypeVar("T")
+
+
+@dataclass(eq=False)
+class Call:
+    """A function that waits, and its result to come."""
+
+    client: str
+    function: Callable[[], Any]
+    future: Future[Any]
 
 
 class TurnsExecutor:
@@ -19,13 +30,13 @@ class TurnsExecutor:
         """name: the thread's."""
         self._pool = ThreadPoolExecutor(1, thread_name_prefix=name)
         self._lock = Lock()
-        self._waiting = OrderedDict[str, deque[tuple[Future[Any], Callable[[], Any]]]]()
+        self._waiting = WaitingLine[Call]()
 
-    def submit(self, client: str, call: Callable[[], T]) -> Future[T]:
-        """The result of `call` to come. Raises RuntimeError after `shutdown`."""
+    def submit(self, client: str, function: Callable[[], T]) -> Future[T]:
+        """The result of `function` to come. Raises RuntimeError after `shutdown`."""
         future = Future[T]()
         with self._lock:
-            self._waiting.setdefault(client, deque()).append((future, call))
+            self._waiting.append(Call(client, function, future))
         self._pool.submit(self._run_next)
         return future
 
@@ -33,25 +44,23 @@ class TurnsExecutor:
         """Cancel what waits. Does not wait for a call that runs."""
         self._pool.shutdown(wait=False, cancel_futures=True)
         with self._lock:
-            for future, _ in [each for calls in self._waiting.values() for each in calls]:
-                future.cancel()
+            for call in self._waiting:
+                call.future.cancel()
             self._waiting.clear()
 
     def _run_next(self) -> None:
         with self._lock:
-            if not self._waiting:
+            call = next(iter(self._waiting), None)
+            if call is None:
                 return
-            client, calls = self._waiting.popitem(last=False)
-            future, call = calls.popleft()
-            if calls:
-                self._waiting[client] = calls
-        if not future.set_running_or_notify_cancel():
+            self._waiting.take(call)
+        if not call.future.set_running_or_notify_cancel():
             return
         try:
-            future.set_result(call())
+            call.future.set_result(call.function())
         except BaseException as exc:  # noqa: BLE001 (who waits for it gets it)
-            future.set_exception(exc)
-            del future, call  # the error has this frame: a cycle, which would keep the call's arguments
+            call.future.set_exception(exc)
+            del call  # the error has this frame: a cycle, which would keep the call's arguments
 
 
 class TimeBudget:

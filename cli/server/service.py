@@ -1,8 +1,4 @@
-"""One engine for many clients: a queue of limited length, and a thread that runs the passes of those under way.
-
-Requests wait here, not in the `Batch`, so that clients take turns, and each request takes the caches that are the best
-when it begins.
-"""
+"""One engine for many clients: a queue of limited length, and a thread that runs the passes of those under way."""
 
 from __future__ import annotations
 
@@ -11,25 +7,25 @@ import logging
 import math
 import secrets
 import time
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import count
+from itertools import chain, count
 from threading import Condition, Thread
 from typing import TypeVar, cast
 
 from offspec import Constraint, Engine, SamplingParams, SpeculationParams
-from offspec.batch import Batch, Ticket
 from offspec.engine import Message
 from offspec.errors import MemoryLimitError, OffspecError, UsageError
-from offspec.model.memory.text_caches import TextCaches
 from offspec.model.memory.text_pool import TextPool
 from offspec.planning.parked_texts import parked_bytes
-from offspec.request import Step
+from offspec.running.batch import Batch, Ticket
+from offspec.running.checked_request import CheckedRequest
+from offspec.running.several_answers import params_of_each
+from offspec.running.steps import Step
 from offspec.session import Turn, encode_turns, turns_of
-from offspec.several_answers import params_of_each
 
 from ..main import SERVE_THREAD
 from .fair_thread import TimeBudget, TurnsExecutor
@@ -67,24 +63,18 @@ class StoppingError(OffspecError):
 
 @dataclass(eq=False)
 class Job:
-    """One answer of a request. prompt: its token ids. number: of the server's answers, for its log.
-
-    followers: other answers to the same prompt. They begin when this one has scored it, and copy its KV entries.
-    """
+    """One answer of a request. ticket: its place in the batch. number: of the server's answers, for its log."""
 
     work: Work
     index: int
-    prompt: list[int]
-    params: SamplingParams
+    ticket: Ticket
+    number: int
     asked_s: float
     reply: Turn = field(default_factory=lambda: Turn(""))
-    followers: list[Job] = field(default_factory=list)
     began_s: float | None = None
     first_s: float | None = None
     told_s: float = 0.0  # when the log last told of it
-    number: int = 0
     is_open: bool = True  # until its last step, its error, or its client's leave
-    is_taken: bool = False  # by the thread of the passes
 
     @property
     def name(self) -> str:
@@ -104,22 +94,16 @@ class Job:
 class Work:
     """A request under way: its answers, and the queue that their steps arrive in."""
 
-    def __init__(self, asked: CompletionRequest, prompts: list[list[int]], client: str, asked_s: float) -> None:
+    def __init__(self, asked: CompletionRequest, prompts: list[list[int]], client: str) -> None:
         """asked: as it is answered. prompts: token ids. client: whose request it is; clients take turns."""
         self.asked, self.kind, self.prompts, self.client = asked, asked.kind, prompts, client
-        self.constraint: object = None  # held, so that the passes' thread need not compile it again
-        self.jobs, self.leaders = list[Job](), list[Job]()
-        for prompt in prompts:
-            first = len(self.jobs)
-            self.jobs += [Job(self, first + i, prompt, params, asked_s) for i, params in enumerate(_params(asked))]
-            self.leaders.append(self.jobs[first])
-            self.jobs[first].followers = self.jobs[first + 1 :]
+        self.jobs = list[Job]()
         self._results = asyncio.Queue[tuple[int, Step | Exception]]()
         self._loop = asyncio.get_running_loop()
 
     @property
     def has_begun(self) -> bool:
-        return any(job.began_s is not None for job in self.leaders)
+        return any(job.began_s is not None for job in self.jobs)
 
     def put(self, index: int, result: Step | Exception) -> None:
         """The next step of an answer, or its error; from any thread."""
@@ -143,46 +127,6 @@ def _params(asked: CompletionRequest) -> list[SamplingParams]:
         return [asked.params]
     seed = secrets.randbits(32) if asked.params.seed is None else asked.params.seed
     return params_of_each(asked.params, seed, asked.num_answers)
-
-
-class Line:
-    """Jobs that wait. Clients take turns, so that one with many requests does not hold up the others."""
-
-    def __init__(self) -> None:
-        self._by_client = OrderedDict[str, deque[Job]]()
-
-    def __len__(self) -> int:
-        return sum(map(len, self._by_client.values()))
-
-    def append(self, job: Job) -> None:
-        self._by_client.setdefault(job.work.client, deque()).append(job)
-
-    def put_first(self, jobs: Sequence[Job]) -> None:
-        """Before the other jobs of their client, and its turn is the next."""
-        for job in reversed(jobs):
-            self._by_client.setdefault(job.work.client, deque()).appendleft(job)
-            self._by_client.move_to_end(job.work.client, last=False)
-
-    @property
-    def first(self) -> Job:
-        """What `pop` will return."""
-        return next(iter(self._by_client.values()))[0]
-
-    def pop(self) -> Job:
-        """The next client's first job; the client's next turn is after all others'."""
-        client, jobs = next(iter(self._by_client.items()))
-        job = jobs.popleft()
-        del self._by_client[client]
-        if jobs:
-            self._by_client[client] = jobs
-        return job
-
-    def discard(self, job: Job) -> None:
-        jobs = self._by_client.get(job.work.client, deque())
-        with suppress(ValueError):
-            jobs.remove(job)
-            if not jobs:
-                del self._by_client[job.work.client]
 
 
 class Service:
@@ -212,18 +156,15 @@ class Service:
         self.give_up: Callable[[], None] = lambda: None
         self._clock, self._numbers = clock, count(1)
         self._speculation, self._folders = speculation, model_folders(engine)
-        self._most_texts = engine.max_texts(most_texts)
+        self._most_texts = engine.models.max_texts(most_texts)
         self._pool = TextPool(engine.new_caches, parked_bytes(engine.plan))
-        self._batch = Batch(engine, self._most_texts, self._pool)
+        self._batch = Batch(engine.models, self._most_texts, self._pool, self._begin)
         self._most_open = most_waiting + self._most_texts
         self._reply_tokens = ReplyTokens()
         self._looser = OrderedDict[Constraint, Constraint | None]()  # in place of those that do not compile
-        # The fields below belong to the lock of `_changed`, but for those of the passes' thread.
-        self._changed = Condition()
-        self._open, self._line, self._left = set[Job](), Line(), list[Job]()
+        self._changed = Condition()  # its lock guards the next four
+        self._open, self._left = dict[Ticket, Job](), list[Job]()
         self._num_encoding, self._is_stopping = 0, False
-        self._under_way = dict[Ticket, tuple[Job, TextCaches]]()
-        self._cancelled = list[TextCaches]()  # of tickets that leave the batch with its next step
         self._encoder, self._compiler = TurnsExecutor("offspec-encode"), TurnsExecutor("offspec-compile")
         self._constraint_time = TimeBudget(CONSTRAINTS_S, CONSTRAINTS_SHARE)
         self._thread = Thread(target=self._run, name=SERVE_THREAD, daemon=True)
@@ -233,7 +174,7 @@ class Service:
         """Answer all requests with an error, at once, and take no more."""
         with self._changed:
             self._is_stopping = True
-            for job in list(self._open):
+            for job in list(self._open.values()):
                 job.work.put(job.index, StoppingError())
                 self._close(job, "stopped")
             self._changed.notify()
@@ -248,7 +189,7 @@ class Service:
     def gauges(self) -> dict[str, tuple[str, float]]:
         """Present figures and their descriptions, by name."""
         with self._changed:
-            num_begun = sum(job.began_s is not None for job in self._open)
+            num_begun = sum(job.began_s is not None for job in self._open.values())
             num_waiting = len(self._open) - num_begun + self._num_encoding
         return {
             "requests_running": ("Answers under way.", num_begun),
@@ -261,7 +202,7 @@ class Service:
         """A line of log for each answer that has been under way for PROGRESS_S since the last one; from any thread."""
         now_s = self._clock()
         with self._changed:
-            begun = [job for job in self._open if job.began_s is not None and now_s - job.told_s >= PROGRESS_S]
+            begun = [job for job in self._open.values() if job.began_s is not None and now_s - job.told_s >= PROGRESS_S]
             for job in begun:
                 job.told_s = now_s
         for job in sorted(begun, key=lambda job: job.number):
@@ -278,7 +219,7 @@ class Service:
         asked_s = self._clock()
         self._reserve(asked.num_choices)
         try:
-            asked, prompts, constraint = await self._prepare(asked, client)
+            asked, checked = await self._prepare(asked, client)
         except BusyError:
             raise
         except OffspecError as exc:
@@ -286,16 +227,14 @@ class Service:
         finally:
             with self._changed:
                 self._num_encoding -= asked.num_choices
-        work = Work(asked, prompts, client, asked_s)
-        work.constraint = constraint
+        work = Work(asked, [each[0].prompt for each in checked], client)
         with self._changed:
             if self._is_stopping:
                 raise StoppingError
-            self._open.update(work.jobs)
-            for job in work.jobs:
-                job.number = next(self._numbers)
-            for job in work.leaders:
-                self._line.append(job)
+            for index, request in enumerate(chain.from_iterable(checked)):
+                ticket = self._batch.add(request, client)
+                job = self._open[ticket] = Job(work, index, ticket, next(self._numbers), asked_s)
+                work.jobs.append(job)
             self._changed.notify()
         return work
 
@@ -309,12 +248,11 @@ class Service:
     def cancel(self, work: Work) -> None:
         """Nobody reads the answers any more. Those under way end before the next pass."""
         with self._changed:
-            for job in work.jobs:
-                if job.is_open and job.is_taken:
-                    self._left.append(job)
-                elif job.is_open:
-                    self._line.discard(job)
+            for job in [job for job in work.jobs if job.is_open]:
+                if self._batch.cancel(job.ticket):
                     self._close(job, "left")
+                else:
+                    self._left.append(job)
             self._changed.notify()
 
     def _reserve(self, num_answers: int) -> None:
@@ -333,22 +271,30 @@ class Service:
 
     async def _prepare(
         self, asked: CompletionRequest, client: str
-    ) -> tuple[CompletionRequest, list[list[int]], object]:
-        """The request as it can be answered, its prompts' token ids, and its constraint, compiled."""
+    ) -> tuple[CompletionRequest, list[list[CheckedRequest]]]:
+        """The request as it can be answered, and the answers of each of its prompts, checked."""
         self._speculation.check_sampling(asked.params)
         self.engine.check_sampling(asked.params)
         if asked.params.constraint is not None:
             asked = await self._compile(client, partial(self._compiled, asked, asked.params.constraint))
-        encoded = self._encoder.submit(client, partial(self._encode, asked, client))
-        prompts = await asyncio.wrap_future(encoded)
-        constraint = asked.params.constraint
-        if constraint is None:
-            return asked, prompts, None
-        if asked.kind == "chat":
-            constraint = replace(constraint, thinks=True)
+        if asked.kind == "chat" and asked.params.constraint is not None:
+            constraint = replace(asked.params.constraint, thinks=True)
             asked = replace(asked, params=replace(asked.params, constraint=constraint))
-        compile_it = partial(self.engine.compile_constraint, constraint, prompts[0])
-        return asked, prompts, await self._compile(client, compile_it)
+        prompts = await asyncio.wrap_future(self._encoder.submit(client, partial(self._encode, asked, client)))
+        check = partial(self._checked, asked, prompts)
+        if asked.params.constraint is None:
+            return asked, await asyncio.wrap_future(self._encoder.submit(client, check))
+        return asked, await self._compile(client, check)
+
+    def _checked(self, asked: CompletionRequest, prompts: Sequence[list[int]]) -> list[list[CheckedRequest]]:
+        """The answers of each prompt."""
+
+        def check(prompt: list[int], params: SamplingParams) -> CheckedRequest:
+            return replace(
+                self.engine.check_request(prompt, params, self._speculation), prompt=prompt
+            )  # one list for all
+
+        return [[check(prompt, params) for params in _params(asked)] for prompt in prompts]
 
     async def _compile(self, client: str, work: Callable[[], T]) -> T:
         """The result of `work`, whose seconds are the client's. Raises BusyError if it has used up its time."""
@@ -426,7 +372,6 @@ class Service:
         try:
             while self._has_work():
                 self._end_left()
-                self._begin_waiting()
                 self._step()
         except Exception as exc:
             LOG.error("the thread of the passes failed", exc_info=exc)
@@ -437,101 +382,57 @@ class Service:
     def _has_work(self) -> bool:
         """Wait for work; False if the service stops."""
         with self._changed:
-            self._changed.wait_for(lambda: self._is_stopping or self._line or self._left or not self._batch.is_idle)
+            self._changed.wait_for(lambda: self._is_stopping or self._left or not self._batch.is_idle)
             return not self._is_stopping
 
-    def _begin_waiting(self) -> None:
-        """Let waiting answers join the batch in order, as far as there are KV entries for them."""
-        if self._batch.num_waiting:  # it has paused a text, or has none left for the last one
-            return
-        while self._pool.num_used < self._most_texts:
-            with self._changed:
-                if not self._line or not self._has_room(self._line.first):
-                    return
-                job = self._line.pop()
-                job.is_taken = True
-                job.began_s = job.told_s = self._clock()
-            self.tell(first_line(job.name, len(job.prompt), job.times(job.began_s)))
-            self._begin(job)
-
-    def _has_room(self, job: Job) -> bool:
-        plan = self.engine.plan
-        if plan is None or not self._pool.num_used:
-            return True
-        return self._pool.num_entries + len(job.prompt) <= plan.kv_entries
-
-    def _begin(self, job: Job) -> None:
-        try:
-            caches = self._pool.borrow(job.prompt)
-        except Exception as exc:  # noqa: BLE001 (its client is told)
-            self._fail(job, exc)
-            return
-        try:
-            ticket = self._batch.add(job.prompt, job.params, self._speculation, caches=caches)
-        except Exception as exc:  # noqa: BLE001 (its client is told)
-            self._pool.give_back(caches)
-            self._fail(job, exc)
-        else:
-            self._under_way[ticket] = job, caches
+    def _begin(self, ticket: Ticket) -> None:
+        """An answer's first pass is the next. Its clock begins: its seconds in the queue are another figure."""
+        ticket.checked = replace(ticket.checked, began=time.perf_counter())
+        with self._changed:
+            if (job := self._open.get(ticket)) is None:
+                return
+            job.began_s = job.told_s = self._clock()
+        self.tell(first_line(job.name, len(ticket.checked.prompt), job.times(job.began_s)))
 
     def _step(self) -> None:
-        if self._batch.is_idle:
-            return
         try:
             results = self._batch.step()
         except Exception as exc:
             LOG.error("a pass failed", exc_info=exc)
-            for ticket in list(self._under_way):
-                self._fail(self._cancel(ticket), exc)
+            with self._changed:
+                begun = [job for job in self._open.values() if job.began_s is not None]
+            for job in begun:
+                self._batch.cancel(job.ticket)
+                self._fail(job, exc)
             return
-        for caches in self._cancelled:
-            self._pool.give_back(caches)
-        self._cancelled.clear()
         for ticket, result in results:
-            if ticket not in self._under_way:
-                continue  # it was cancelled
+            answer = self._open.get(ticket)
+            if answer is None:
+                continue  # its client has left, or the server stops
             if isinstance(result, Step):
-                self._advance(ticket, result)
+                self._advance(answer, result)
             else:
-                self._fail(self._leave(ticket), result)
+                self._fail(answer, result)
 
-    def _advance(self, ticket: Ticket, step: Step) -> None:
+    def _advance(self, job: Job, step: Step) -> None:
         """Deliver a step. After the last one, the draft trains."""
-        job, _ = self._under_way[ticket]
         job.add(step, self._clock())
-        if job.followers:
-            self._release_followers(job)
         if step.finish_reason is None:
             job.work.put(job.index, step)
             return
-        self._leave(ticket)
         self._remember(job)
         self._close(job, step.finish_reason)
         job.work.put(job.index, step)
         self._learn(job.reply)
 
     def _end_left(self) -> None:
-        """End the answers under way whose clients have disconnected."""
+        """Count the answers whose clients have disconnected; the batch ends them with its next step."""
         with self._changed:
             left, self._left = [job for job in self._left if job.is_open], []
-        for ticket in [ticket for ticket, (job, _) in self._under_way.items() if job in left]:
-            job = self._cancel(ticket)
+        for job in left:
             self._remember(job)
             self._close(job, "left")
             self._learn(job.reply)
-
-    def _leave(self, ticket: Ticket) -> Job:
-        """A request has ended; its caches are free for others."""
-        job, caches = self._under_way.pop(ticket)
-        self._pool.give_back(caches)
-        return job
-
-    def _cancel(self, ticket: Ticket) -> Job:
-        """End a request with the batch's next step, which frees its caches."""
-        self._batch.cancel(ticket)
-        job, caches = self._under_way.pop(ticket)
-        self._cancelled.append(caches)
-        return job
 
     def _fail(self, job: Job, error: Exception) -> None:
         self._close(job, "failed")
@@ -546,17 +447,10 @@ class Service:
             if not job.is_open:
                 return
             job.is_open = False
-            self._open.discard(job)
-            if job.followers:
-                self._release_followers(job)
+            del self._open[job.ticket]
         times = job.times(self._clock())
         self.metrics.ended(outcome, job.reply.stats, times)
         self.tell(log_line(job.name, outcome, job.reply.stats, times))
-
-    def _release_followers(self, job: Job) -> None:
-        with self._changed:
-            self._line.put_first([follower for follower in job.followers if follower.is_open])
-            job.followers = []
 
     def _remember(self, job: Job) -> None:
         """Keep the token ids of a chat's reply for the next turn."""

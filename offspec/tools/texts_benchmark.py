@@ -16,9 +16,9 @@ from typing import Any
 from offspec.scheduler.params import SEED_LIMIT, SamplingParams, SpeculationParams
 
 from .. import builtin
-from ..batch import Batch, Ticket
 from ..engine import Engine, Prompt
 from ..errors import OffspecError, UsageError
+from ..running.batch import Batch, Ticket
 from .benchmark import WORKLOADS, Figure, Workload
 
 FEWEST_PROMPTS = 8
@@ -170,9 +170,9 @@ def answer_together(
 ) -> TextsRun:
     """Answer all prompts with up to `num_texts` texts under way. Raises the errors of `Engine.generate`."""
     num_passes, began = 0, clock()
-    with closing(Batch(engine, num_texts)) as batch:
+    with closing(Batch(engine.models, num_texts)) as batch:
         pairs = zip(prompts, params, strict=True)
-        texts: dict[Ticket, list[int]] = {batch.add(prompt, own, speculation): [] for prompt, own in pairs}
+        texts: dict[Ticket, list[int]] = {batch.add(engine.check_request(*pair, speculation)): [] for pair in pairs}
         rates = dict.fromkeys(texts, 0.0)
         while not batch.is_idle:
             outcomes = batch.step()

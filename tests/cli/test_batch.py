@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
-from offspec import Engine, SamplingParams, request
-from offspec import batch as shared
+from offspec import Engine, SamplingParams
 from offspec.cli.batch import Asked, Batch
 from offspec.errors import NumericalError
+from offspec.running import batch as shared
+from offspec.running import request
 from offspec.scheduler.trees.sampling import Sampler
 from offspec.scheduler.trees.token_tree import TokenTree
 from offspec.scheduler.trees.verify import Logits, Verdict

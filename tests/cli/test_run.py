@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from offspec import Engine, SamplingParams, SpeculationParams
-from offspec.batch import Batch
 from offspec.checkpoints.opening import Note
 from offspec.cli.main import COMMANDS, LazyGroup, cli
 from offspec.loading import LoadedTarget
+from offspec.running.batch import Batch
 from offspec.scheduler.pace.speculation_switch import SpeculationSwitch
 from offspec.text.tokenizer import Tokenizer
 
@@ -502,7 +502,7 @@ def test_several_answers_that_make_no_sense_are_refused(
 def test_several_answers_that_are_interrupted(
     run_args: Sequence[object], offspec: Offspec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After two passes, all that have begun are there, and say so. The third one waits for KV entries."""
+    """After two passes, all that have begun are there, and say so. The third one waits for an end."""
     real = Batch.step
     calls = iter(range(100))
 
@@ -512,11 +512,11 @@ def test_several_answers_that_are_interrupted(
         return real(self)
 
     monkeypatch.setattr(Batch, "step", stopping)
-    asked = (*run_args, "hi", "--temperature", 1, "--seed", 7, "--num-answers", 3, "--budget", 0)
+    asked = (*run_args, "hi", "--temperature", 1, "--seed", 7, "--num-answers", 3, "--batch", 2, "--budget", 0)
     result = offspec(*asked, "--json")
     assert result.code == 130
     found = json.loads(result.out)
-    assert [(answer["seed"], len(answer["token_ids"])) for answer in found] == [(7, 2), (8, 1)]
+    assert [(answer["seed"], len(answer["token_ids"])) for answer in found] == [(7, 2), (8, 2)]
     assert {answer["finish_reason"] for answer in found} == {"interrupted"}
     calls = iter(range(100))
     shown = offspec(*asked, "-q").out

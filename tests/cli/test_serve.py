@@ -21,7 +21,6 @@ import pytest
 import uvicorn
 
 from offspec import Engine, SamplingParams, SpeculationParams
-from offspec.batch import Batch
 from offspec.cli.serve import _checked_key
 from offspec.cli.server.connections import Bodies, protocol
 from offspec.cli.server.privacy import public_name, without_paths
@@ -29,6 +28,7 @@ from offspec.cli.server.reply_tokens import ReplyTokens
 from offspec.cli.server.routes import StoppableServer, is_loopback
 from offspec.cli.server.service import Service, Work
 from offspec.errors import MemoryLimitError, NumericalError
+from offspec.running.batch import Batch, Ticket
 from offspec.session import Turn, turns_of
 from offspec.text.tokenizer import Tokenizer
 
@@ -137,13 +137,13 @@ def test_requests_wait_for_one_another(client: Client) -> None:
 
 
 def test_a_client_that_leaves_ends_its_request(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    begun, add = Event(), Batch.add
+    begun, begin = Event(), Service._begin
 
-    def told(self: Batch, *args: Any, **kwargs: Any) -> Any:
+    def told(self: Service, ticket: Ticket) -> None:
         begun.set()
-        return add(self, *args, **kwargs)
+        begin(self, ticket)
 
-    monkeypatch.setattr(Batch, "add", told)
+    monkeypatch.setattr(Service, "_begin", told)
     folder = variant(pair.target, tmp_path / "target", max_position_embeddings=10**6)
     body = {"prompt": "hi", "max_tokens": 10**5, "ignore_eos": True, "stream": True}
     with Engine.load(str(folder), draft="none", device="cpu", context=10**5) as endless, served(endless) as (client, _):
@@ -166,20 +166,20 @@ def test_the_draft_learns_between_requests(pair: Pair) -> None:
 
 
 def test_a_client_that_leaves_while_it_waits_costs_nothing(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    began, may_go_on, has_left, add, cancel = Event(), Event(), Event(), Batch.add, Service.cancel
+    began, may_go_on, has_left, begin, cancel = Event(), Event(), Event(), Service._begin, Service.cancel
     asked: list[Any] = []
 
     def cancelled(self: Service, work: Work) -> None:
         cancel(self, work)
         has_left.set()
 
-    def held(self: Batch, prompt: Any, *args: Any, **kwargs: Any) -> Any:
-        asked.append(prompt)
+    def held(self: Service, ticket: Ticket) -> None:
+        asked.append(ticket.checked.prompt)
         began.set()
         assert may_go_on.wait(LONG_S)
-        return add(self, prompt, *args, **kwargs)
+        begin(self, ticket)
 
-    monkeypatch.setattr(Batch, "add", held)
+    monkeypatch.setattr(Service, "_begin", held)
     monkeypatch.setattr(Service, "cancel", cancelled)
     with served(engine, parallel=1) as (client, _):
         body = {"prompt": [70, 71], "max_tokens": 2}
@@ -197,7 +197,7 @@ def test_an_engine_that_lost_its_target_gives_up(engine: Engine, monkeypatch: py
     def fail(*args: object) -> None:
         raise MemoryLimitError("no room")
 
-    monkeypatch.setattr("offspec.request.exact_walk", fail)
+    monkeypatch.setattr("offspec.running.request.exact_walk", fail)
     with served(engine) as (client, service):
         gave_up = Event()
         service.give_up = gave_up.set
@@ -291,7 +291,7 @@ def test_of_an_error_of_others_a_client_learns_the_kind_alone(engine: Engine, mo
     def fail(*args: object) -> None:
         raise RuntimeError("at /home/me, my models/x")
 
-    monkeypatch.setattr("offspec.request.exact_walk", fail)
+    monkeypatch.setattr("offspec.running.request.exact_walk", fail)
     with served(engine) as (client, _):
         reply = client.chat(USER)
     assert reply.status == 500
@@ -506,10 +506,10 @@ def test_an_error_while_running_is_told_and_the_next_request_is_served(
 
     with served(engine) as (client, _):
         with monkeypatch.context() as patch:
-            patch.setattr("offspec.request.exact_walk", fail)
+            patch.setattr("offspec.running.request.exact_walk", fail)
             reply = client.chat(USER)
             (event,) = client.stream("/v1/chat/completions", {"messages": [USER]})
-            patch.setattr("offspec.request.exact_walk", None)
+            patch.setattr("offspec.running.request.exact_walk", None)
             broken = client.chat(USER)
         assert (reply.status, reply.body["error"]["message"]) == (500, "not a number")
         assert event["error"]["message"] == "not a number"

@@ -17,8 +17,8 @@ from typing import Any, get_args
 from unittest.mock import patch
 
 from offspec import KV_CACHES, Constraint, Engine, SamplingParams, SpeculationParams, Step, builtin
-from offspec.batch import Batch
 from offspec.errors import ConstraintError, OffspecError, UsageError
+from offspec.running.batch import Batch
 from offspec.scheduler.params import Scoring, Stopping, Tree
 from offspec.session import Session
 from offspec.tools.verification import Setting, first_difference
@@ -218,11 +218,11 @@ def _batch(engine: Engine, case: Case, plain: PlainDecoding, chance: random.Rand
     ]
     tickets, found, number = dict[Any, int](), dict[int, list[Step]](), 0
     errors, left = dict[int, OffspecError](), set[int]()
-    with closing(Batch(engine, chance.choice((None, 2, 4)))) as batch:
+    with closing(Batch(engine.models, chance.choice((None, 2, 4)))) as batch:
         while number < len(asked) or not batch.is_idle:
             if number < len(asked) and (batch.is_idle or chance.random() < 0.5):
                 try:
-                    tickets[batch.add(*asked[number])] = number
+                    tickets[batch.add(engine.check_request(*asked[number]))] = number
                 except OffspecError as exc:
                     errors[number] = exc
                 number += 1

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
-from offspec import Engine, SamplingParams, SpeculationParams, request
-from offspec.batch import Batch, Ticket
+from offspec import Engine, SamplingParams, SpeculationParams
 from offspec.drafts import model_draft
 from offspec.errors import MemoryLimitError, OffspecError
 from offspec.model.memory.text_memory import TextMemory
+from offspec.running import passes
+from offspec.running.batch import Batch, Ticket
 
 from ..assumed_rates import assumed_rates  # noqa: F401 (for this module)
 from ..offspec.planning.test_out_of_memory import Scarce
@@ -24,7 +25,7 @@ PLAIN, SPECULATION = SpeculationParams(budget=0), SpeculationParams(budget=8)
 PROMPTS = ("def area(", "class Tree:\n    def", "import", "for i in range(10):\n    print(i)\n" * 2)
 SAMPLING = [SamplingParams(10, temperature=0.8, seed=seed, ignore_eos=True) for seed in range(len(PROMPTS))]
 PLACES: tuple[tuple[Any, str], ...] = (
-    (request, "score_together"),
+    (passes, "score_together"),
     (TextMemory, "keep"),
     (TextMemory, "reserve"),
     (model_draft, "CachedDecoder"),
@@ -51,20 +52,18 @@ def expected(pair: Pair) -> list[list[int]]:
 
 def outcomes(engine: Engine, chance: random.Random) -> list[list[int] | OffspecError]:
     """Of all texts, some of which join in the middle: the tokens, or the error."""
-    found, tickets, caches = dict[Ticket, list[int]](), list[Ticket](), engine.new_caches()
+    found, tickets = dict[Ticket, list[int]](), list[Ticket]()
     errors = dict[Ticket, OffspecError]()
-    with closing(Batch(engine)) as batch:
+    with closing(Batch(engine.models)) as batch:
         while len(tickets) < len(PROMPTS) or not batch.is_idle:
             if (number := len(tickets)) < len(PROMPTS) and (batch.is_idle or chance.random() < 0.6):
-                own = caches if number == 1 else None
-                tickets.append(batch.add(PROMPTS[number], SAMPLING[number], SPECULATION, caches=own))
+                tickets.append(batch.add(engine.check_request(PROMPTS[number], SAMPLING[number], SPECULATION)))
                 found[tickets[-1]] = []
             for ticket, outcome in batch.step():
                 if isinstance(outcome, OffspecError):
                     errors[ticket] = outcome
                 else:
                     found[ticket] += outcome.token_ids
-    caches.user.check_free()
     return [errors.get(ticket, found[ticket]) for ticket in tickets]
 
 

@@ -33,11 +33,10 @@ FLOORS = (
     ("training",),
     ("drafts",),
     ("loading",),
-    ("request",),
-    ("batch",),
+    ("running",),
     ("engine",),
     ("prompt_cache",),
-    ("several_answers", "session", "tools"),
+    ("session", "tools"),
 )
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 # What weight formats may know of loading (kernels know nothing but themselves), and who may know the methods that are
@@ -60,16 +59,12 @@ FRONT_DOORS = (ROOT / "offspec" / "__init__.py", ROOT / "offspec" / "__main__.py
 
 @dataclass(frozen=True)
 class Import:
-    """One `import name`, or one name of `from module import name`; level counts the dots.
-
-    for_types: below `if TYPE_CHECKING`, so that it never runs.
-    """
+    """One `import name`, or one name of `from module import name`, also for types only; level counts the dots."""
 
     file: Path
     line: int
     name: str
     level: int
-    for_types: bool
 
     @property
     def folder(self) -> str:
@@ -103,20 +98,13 @@ NAMES = {name_of(file) for file in MODULES}
 
 def imports_of(file: Path) -> Iterator[Import]:
     tree = ast.parse(file.read_text(encoding="utf-8"))
-    for_types = {
-        inner
-        for node in ast.walk(tree)
-        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
-        for outer in node.body
-        for inner in ast.walk(outer)
-    }
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
-                yield Import(file, node.lineno, alias.name, 0, node in for_types)
+                yield Import(file, node.lineno, alias.name, 0)
         elif isinstance(node, ast.ImportFrom):
             for alias in node.names:
-                yield Import(file, node.lineno, _joined(node.module, alias.name), node.level, node in for_types)
+                yield Import(file, node.lineno, _joined(node.module, alias.name), node.level)
 
 
 def _joined(module: str | None, name: str) -> str:
@@ -165,21 +153,18 @@ def arrows() -> Iterator[tuple[Import, str, str]]:
 
 def test_every_room_has_its_floor() -> None:
     assert {room for name in NAMES if (room := room_of(name)) is not None} == set(FLOOR_OF)
-    assert {("request", "drafts"), ("drafts", "planning"), ("model", "errors")} <= {arrow[1:] for arrow in arrows()}
+    assert {("running", "drafts"), ("drafts", "planning"), ("model", "errors")} <= {arrow[1:] for arrow in arrows()}
 
 
 def test_between_rooms_imports_point_down() -> None:
     """So that there is no circle: a room that imports a second one is not imported by it, by whatever way round."""
-    up = [(found, here, there) for found, here, there in arrows() if FLOOR_OF[here] <= FLOOR_OF[there]]
-    assert [str(found) for found, _, _ in up if not found.for_types] == []
-    up_for_types = {(here, there) for _, here, there in up}
-    assert up_for_types == {("request", "engine"), ("batch", "engine")}, "for types: both have an engine"
+    assert [str(found) for found, here, there in arrows() if FLOOR_OF[here] <= FLOOR_OF[there]] == []
 
 
 def test_no_module_imports_itself_by_way_of_others() -> None:
     known: dict[str, set[str]] = {name: set() for name in NAMES}
     for found in IMPORTS:
-        if found.target is not None and not found.for_types:
+        if found.target is not None:
             known[name_of(found.file)].add(found.target)
     while leaves := {name for name, targets in known.items() if not targets}:
         known = {name: targets - leaves for name, targets in known.items() if name not in leaves}

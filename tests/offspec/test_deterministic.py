@@ -25,7 +25,6 @@ from offspec.process import fix_choices
 from offspec.scheduler.drafting.model_drafter import ModelDrafter
 from offspec.scheduler.trees.token_tree import TokenTree
 from offspec.scheduler.trees.verify import Verdict
-from offspec.several_answers import generate_answers
 
 from ..fixed_choices import end_with_test
 
@@ -114,7 +113,7 @@ def test_texts_do_not_share_passes() -> None:
         params = SamplingParams(6, temperature=1.0, seed=5)
         together = dict.fromkeys(range(3), "")
         order = list[int]()
-        for index, step in generate_answers(engine, PROMPTS[0], 3, params):
+        for index, step in engine.generate_answers(PROMPTS[0], 3, params):
             together[index] += step.text
             order.append(index)
         assert order == sorted(order), "one after the other"

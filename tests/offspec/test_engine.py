@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from offspec import Engine, SamplingParams, SpeculationParams, Step, loading, request
+from offspec import Engine, SamplingParams, SpeculationParams, Step, loading
 from offspec.builtin import path as builtin_path
 from offspec.checkpoints import opening
 from offspec.checkpoints.opening import ModelFiles, Note, choose_device
@@ -39,6 +39,7 @@ from offspec.loaders.machine.hardware import Gpu
 from offspec.loaders.streaming.tiers import TieredWeights
 from offspec.model.cuda_graphs import TreeGraphs
 from offspec.model.decoder import random_decoder
+from offspec.running import passes
 from offspec.scheduler.drafting.child_scores import ChildScorer
 from offspec.scheduler.drafting.model_drafter import ModelDrafter
 from offspec.scheduler.pace.trials import OverlapSwitch
@@ -399,7 +400,7 @@ def test_an_interrupted_pass_leaves_the_engine_usable(engine: Engine, monkeypatc
     def interrupted(*args: Any, **more: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("offspec.request.exact_walk", interrupted)
+    monkeypatch.setattr("offspec.running.request.exact_walk", interrupted)
     with pytest.raises(KeyboardInterrupt):
         next(under_way)
     monkeypatch.undo()
@@ -410,7 +411,7 @@ def drafts_beside(monkeypatch: pytest.MonkeyPatch, spoil: Callable[[torch.Tensor
     """Every pass of the target waits until the draft has scored beside it (else it may be too late);
     `spoil` its logits.
     """
-    scored, score, together = threading.Event(), RecallingText.score, request.score_together
+    scored, score, together = threading.Event(), RecallingText.score, passes.score_together
 
     def spied(self: RecallingText, *args: Any) -> torch.Tensor:
         logits = score(self, *args)
@@ -425,7 +426,7 @@ def drafts_beside(monkeypatch: pytest.MonkeyPatch, spoil: Callable[[torch.Tensor
 
     monkeypatch.setattr(OverlapSwitch, "is_on", lambda _: True)
     monkeypatch.setattr(RecallingText, "score", spied)
-    monkeypatch.setattr(request, "score_together", late)
+    monkeypatch.setattr(passes, "score_together", late)
     return scored
 
 
@@ -461,7 +462,7 @@ def test_a_pass_that_fails_while_the_draft_is_at_work(
         assert scored.wait(300)
         raise error
 
-    monkeypatch.setattr(request, "score_together", failing)
+    monkeypatch.setattr(passes, "score_together", failing)
     with pytest.raises(error):
         next(one.generate(PROMPT, params, SpeculationParams(budget=8)))
     monkeypatch.undo()

@@ -12,7 +12,6 @@ from offspec import Engine, SamplingParams, SpeculationParams, Step
 from offspec.errors import NumericalError, UsageError
 from offspec.model.row_logits import HEAD_ROWS
 from offspec.scheduler.trees.logprobs import TokenLogprob, token_logprobs
-from offspec.several_answers import generate_answers
 
 from ..pair import Pair, build_pair
 from ..refusals import refused
@@ -52,7 +51,7 @@ def check(found: list[TokenLogprob], tokens: list[int], rows: Tensor, num_likeli
 @pytest.mark.parametrize("shares", [False, True])
 def test_they_are_those_of_a_plain_pass(pair: Pair, draft: str, shares: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the answer and of the prompt: before penalties, temperature and filters; also where caches hold the prompt."""
-    monkeypatch.setattr("offspec.request.prefill_rows", lambda *_: 40)
+    monkeypatch.setattr("offspec.running.passes.prefill_rows", lambda *_: 40)
     asked = SamplingParams(**{**vars(PARAMS), "prompt_logprobs": True})
     with load(pair, draft) as engine:
         caches, prompt = engine.new_caches(), engine.encode(PROMPT)
@@ -96,7 +95,7 @@ def test_of_several_answers_the_first_has_the_prompts(pair: Pair) -> None:
     with load(pair, "lookup") as engine:
         params = SamplingParams(4, temperature=1.0, seed=2, logprobs=1, prompt_logprobs=True)
         found: list[list[Step]] = [[], [], []]
-        for index, step in generate_answers(engine, PROMPT, 3, params):
+        for index, step in engine.generate_answers(PROMPT, 3, params):
             found[index].append(step)
         num_prompt = len(engine.encode(PROMPT))
     assert [len(steps[0].prompt_logprobs) for steps in found] == [num_prompt - 1, 0, 0]

@@ -112,7 +112,7 @@ def test_long_prompts_take_several_passes(draft: str, engine_of: GetEngine, monk
     params, prompt = SamplingParams(10, ignore_eos=True, logprobs=1, prompt_logprobs=True), list(range(40, 110))
     monkeypatch.setattr("offspec.model.pass_rows.CHUNK_ROWS", 8)
     expected = list(engine.generate(prompt, params))
-    for module in ("offspec.model.decoder", "offspec.request"):
+    for module in ("offspec.model.decoder", "offspec.running.passes"):
         monkeypatch.setattr(f"{module}.PASS_ROWS", 16)
     found = list(engine.generate(prompt, params))
     tokens = [[token for step in steps for token in step.token_ids] for steps in (expected, found)]

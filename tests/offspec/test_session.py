@@ -195,7 +195,7 @@ def test_a_turn_left_in_the_middle_of_a_pass(
 ) -> None:
     session = Session(engine)
     say(session, "hi")
-    owner = {"score_together": "request", "keep": "model.memory.text_memory.TextMemory"}.get(
+    owner = {"score_together": "running.passes", "keep": "model.memory.text_memory.TextMemory"}.get(
         where, "scheduler.drafting.model_drafter.ModelDrafter"
     )
     name, calls = f"offspec.{owner}.{where}", []
@@ -228,7 +228,7 @@ def test_a_turn_in_which_nothing_was_said_is_taken_back(engine: Engine, monkeypa
 
     for again in (False, True):
         with monkeypatch.context() as patch:
-            patch.setattr("offspec.request.exact_walk", fail)
+            patch.setattr("offspec.running.request.exact_walk", fail)
             with pytest.raises(KeyboardInterrupt):
                 list(session.reply("more", again=again))
         assert session.turns == [kept]

@@ -158,7 +158,7 @@ def test_who_guesses_beside_the_model(
 ) -> None:
     engine = engines[draft]
     if has_files:
-        engine.lookup_index = index_of(engine.encode("for item in items"))
+        engine.models.index = index_of(engine.encode("for item in items"))
     kinds = {
         PromptLookup: lookup and draft != "none",
         Retrieval: has_files,
@@ -177,7 +177,7 @@ def test_who_guesses_beside_the_model(
 @pytest.mark.usefixtures("noted")
 def test_what_one_request_learns_the_next_one_knows(draft: str, engines: dict[str, Engine]) -> None:
     engine = engines[draft]
-    engine.lookup_index = index_of(engine.encode("for item in items"))
+    engine.models.index = index_of(engine.encode("for item in items"))
     for _ in range(2):
         drafter = drafter_of(engine)
         assert isinstance(drafter, Noted)

@@ -16,10 +16,11 @@ from typing import Any
 import pytest
 
 from offspec import Engine, SamplingParams
-from offspec.batch import Batch
 from offspec.cli.server.metrics import BOUNDS_S, Metrics, Times, log_line, one_line, progress_line
-from offspec.cli.server.service import Job, Line, Work
+from offspec.cli.server.service import Service
 from offspec.errors import NumericalError
+from offspec.running.batch import Ticket
+from offspec.running.passes import run_pass
 from offspec.stats import Stats
 
 from ...pair import Pair, variant
@@ -46,21 +47,21 @@ class Gate:
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Generator[Gate, None, None]:
-    gate, add, step = Gate(), Batch.add, Batch.step
+    gate, begin = Gate(), Service._begin
 
-    def noted(self: Batch, prompt: Any, *args: Any, **kwargs: Any) -> Any:
-        gate.prompts.append(prompt)
-        return add(self, prompt, *args, **kwargs)
+    def noted(self: Service, ticket: Ticket) -> None:
+        gate.prompts.append(ticket.checked.prompt)
+        begin(self, ticket)
 
-    def held(self: Batch) -> Any:
+    def held(*args: Any) -> Any:
         gate.reached.set()
         assert gate.is_open.wait(LONG_S)
         if gate.error:
             raise gate.error[0]
-        return step(self)
+        return run_pass(*args)
 
-    monkeypatch.setattr(Batch, "add", noted)
-    monkeypatch.setattr(Batch, "step", held)
+    monkeypatch.setattr(Service, "_begin", noted)
+    monkeypatch.setattr("offspec.running.batch.run_pass", held)
     yield gate
     gate.is_open.set()
 
@@ -189,23 +190,6 @@ def test_users_take_turns(engine: Engine, gate: Gate) -> None:
     assert begun == ["a1", "b1", "c1", "a2", "b2", "a3"]
 
 
-def test_a_line_forgets_who_left_and_lets_in_who_goes_first() -> None:
-    def job(client: str) -> Job:
-        work = object.__new__(Work)
-        work.client = client
-        return Job(work, 0, [], SamplingParams(), 0.0)
-
-    line, jobs = Line(), [job(client) for client in "aabc"]
-    for one in jobs:
-        line.append(one)
-    line.discard(jobs[2])
-    line.discard(jobs[2])
-    line.put_first([other := job("c"), another := job("c")])
-    assert len(line) == 5
-    assert [line.pop() for _ in range(5)] == [other, jobs[0], another, jobs[1], jobs[3]]
-    assert len(line) == 0
-
-
 # ------------------------------------------------------------------------------------------------ what is kept
 
 
@@ -256,7 +240,7 @@ def params(seed: int) -> SamplingParams:
 
 @pytest.mark.usefixtures("_often")
 def test_of_several_answers_none_is_left_behind(engine: Engine, gate: Gate) -> None:
-    body = {**SHORT, "n": 3, "stream": True}
+    body = {**SHORT, "prompt": "def area(width, height): return width", "n": 3, "stream": True}  # worth copying
     with served(engine) as (client, _):
         with closing(client.open("POST", TEXT, body)) as connection:
             connection.getresponse()
@@ -356,9 +340,9 @@ def test_the_context_is_told_in_other_servers_words(engine: Engine) -> None:
 
 SLOW_PASS = """
 import sys, time
-from offspec.batch import Batch
 from offspec.cli import main
-Batch.step = lambda self: time.sleep(10**6)  # as a pass that streams a large model
+from offspec.running import batch
+batch.run_pass = lambda *args: time.sleep(10**6)  # as a pass that streams a large model
 sys.argv = ["offspec", *sys.argv[1:]]
 main.main()
 """

@@ -19,7 +19,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offspec import Engine, SamplingParams, SpeculationParams, Step
-from offspec.batch import Batch
 from offspec.checkpoints.exit_layers import ExitFile
 from offspec.checkpoints.load import LoadSettings, load_decoder
 from offspec.checkpoints.opening import ModelFiles
@@ -37,6 +36,7 @@ from offspec.model.early_exit import EarlyExit, SharedDraft, Trunk, shared_text
 from offspec.model.pass_rows import TextRows
 from offspec.planning.memory import MemoryOptions
 from offspec.planning.plan import make_plan
+from offspec.running.batch import Batch
 from offspec.text.tokenizer import Tokenizer
 
 from ...examples import examples
@@ -326,8 +326,10 @@ def test_texts_that_share_passes_are_plain_decodings(get_engine: GetEngine, is_s
     """Also one that is paused, with its first layers' entries, and resumed."""
     engine, prompts = get_engine(2, is_streamed, True), ("def area(", "class Tree:\n    def", "x = 1", "import")
     params = [SamplingParams(20, temperature=0.7 * (i % 2), seed=i, ignore_eos=True) for i in range(len(prompts))]
-    batch = Batch(engine, 3)
-    tickets = {batch.add(prompts[i], params[i], SpeculationParams(8)): i for i in range(len(prompts))}
+    batch = Batch(engine.models, 3)
+    tickets = {
+        batch.add(engine.check_request(prompts[i], params[i], SpeculationParams(8))): i for i in range(len(prompts))
+    }
     found: list[list[int]] = [[] for _ in prompts]
     for number in count():
         if batch.is_idle:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from offspec import Engine, SamplingParams, SpeculationParams, loading, request
+from offspec import Engine, SamplingParams, SpeculationParams, loading
 from offspec.checkpoints.load import load_weights
 from offspec.drafts import model_draft
 from offspec.drafts.without_model import NoDraft
@@ -21,6 +21,7 @@ from offspec.loaders.streaming.tiers import TieredWeights
 from offspec.loading import LoadedTarget, PlannedMemory
 from offspec.model.memory.text_memory import TextMemory
 from offspec.planning.out_of_memory import out_of_memory_message
+from offspec.running import passes
 
 from ...refusals import refused, tells
 
@@ -110,7 +111,7 @@ def test_loading_is_tried_again_with_fewer_residents(
 def test_a_pass_is_tried_again_with_fewer_residents(
     engine: Engine, scarce: Callable[..., Scarce], expected: list[int]
 ) -> None:
-    scarce(request, "score_together", {3})
+    scarce(passes, "score_together", {3})
     assert says(engine) == expected
     assert num_resident(engine) < 8
     assert says(engine) == expected
@@ -157,7 +158,7 @@ def test_every_way_to_run_out_of_memory_is_tried_again(
     make_error: Callable[[], RuntimeError],
     message: str,
 ) -> None:
-    scarce(request, "score_together", {3}, make_error=make_error)
+    scarce(passes, "score_together", {3}, make_error=make_error)
     assert says(engine) == expected
     assert num_resident(engine) < 8
     (note,) = [note for note in engine.notes if "ran out of memory" in note.text]
@@ -183,7 +184,7 @@ def test_memory_that_runs_out_after_a_pass_is_found_again(
     ],
     ids=["address", "launch", "cuBLAS", "shared memory", "index"],
 )
-@pytest.mark.parametrize(("owner", "name"), [(request, "score_together"), (TextMemory, "keep")])
+@pytest.mark.parametrize(("owner", "name"), [(passes, "score_together"), (TextMemory, "keep")])
 def test_other_errors_are_not_tried_again(
     engine: Engine, scarce: Callable[..., Scarce], make_error: Callable[[], RuntimeError], owner: Any, name: str
 ) -> None:
@@ -210,7 +211,7 @@ def test_caches_of_another_text_outlive_running_out_of_memory(
     first = [
         token for step in engine.generate("def area(", PARAMS, SPECULATION, caches=caches) for token in step.token_ids
     ]
-    scarce(request, "score_together", {1})
+    scarce(passes, "score_together", {1})
     assert says(engine) == expected
     steps = list(engine.generate("def area(", PARAMS, SPECULATION, caches=caches))
     assert first == [token for step in steps for token in step.token_ids] == expected
@@ -242,7 +243,7 @@ def test_memory_runs_out_for_what_is_kept_from_request_to_request(
 
 def test_running_out_again_is_explained(engine: Engine, scarce: Callable[..., Scarce]) -> None:
     """First there is too little for a pass, then for the new caches."""
-    scarce(request, "score_together", {2})
+    scarce(passes, "score_together", {2})
     scarce(TextMemory, "reserve", {5})
     with refused(MemoryLimitError, "cpu", "out of memory", "`context`"):
         says(engine)
@@ -250,7 +251,7 @@ def test_running_out_again_is_explained(engine: Engine, scarce: Callable[..., Sc
 
 def test_counters_go_on_after_running_out_of_memory(engine: Engine, scarce: Callable[..., Scarce]) -> None:
     num_passes = [step.stats.num_passes for step in engine.generate("def area(", PARAMS, SPECULATION)]
-    scarce(request, "score_together", {2})
+    scarce(passes, "score_together", {2})
     steps = list(engine.generate("def area(", PARAMS, SPECULATION))
     assert [step.stats.num_passes for step in steps] == list(range(1, len(steps) + 1))
     assert len(num_passes) > 2
@@ -258,7 +259,7 @@ def test_counters_go_on_after_running_out_of_memory(engine: Engine, scarce: Call
 
 
 def test_running_out_twice_in_one_request_is_explained(engine: Engine, scarce: Callable[..., Scarce]) -> None:
-    scarce(request, "score_together", {2, 3})
+    scarce(passes, "score_together", {2, 3})
     with refused(MemoryLimitError, "cpu", "planned", "CUDA out of memory", "`ram`", "`context`"):
         says(engine)
 
@@ -270,13 +271,13 @@ def test_what_ran_out_while_loading_does_not_count_afterwards(
     with load() as engine:
         before = num_resident(engine)
         assert before < 8
-        scarce(request, "score_together", {2})
+        scarce(passes, "score_together", {2})
         assert says(engine) == expected
         assert num_resident(engine) < before
 
 
 def test_a_target_that_could_not_be_loaded_again_says_so(engine: Engine, scarce: Callable[..., Scarce]) -> None:
-    scarce(request, "score_together", {1})
+    scarce(passes, "score_together", {1})
     scarce(loading, "load_weights", {1, 2})
     with refused(MemoryLimitError, "cpu", "out of memory", "fewer resident layers"):
         says(engine)
@@ -292,7 +293,7 @@ def test_loading_that_fails_twice_is_explained(scarce: Callable[..., Scarce]) ->
 
 def test_an_engine_of_given_decoders_cannot_load_again(engine: Engine, scarce: Callable[..., Scarce]) -> None:
     given = Engine(LoadedTarget(engine.target), engine.tokenizer)
-    scarce(request, "score_together", {1})
+    scarce(passes, "score_together", {1})
     with refused(MemoryLimitError, "cpu", "CUDA out of memory"):
         says(given)
 
@@ -316,7 +317,7 @@ def test_engines_that_share_a_target_follow_it_when_it_is_loaded_again(
     twin = engine.with_draft(NoDraft())
     steps = engine.generate("def area(", PARAMS, SPECULATION)
     found = next(steps).token_ids
-    scarce(request, "score_together", {2})
+    scarce(passes, "score_together", {2})
     assert says(twin) == expected
     assert num_resident(engine) == num_resident(twin) < 8
     assert found + [token for step in steps for token in step.token_ids] == expected
@@ -345,7 +346,7 @@ def test_running_out_of_memory_on_a_gpu(scarce: Callable[..., Scarce], expected:
     """The layers that do not stay any more come through the link, beside the draft's stream and graphs."""
     engine = on_gpu(wanted())
     assert num_resident(engine) == 8
-    scarce(request, "score_together", {3})
+    scarce(passes, "score_together", {3})
     assert says(engine) == expected
     assert num_resident(engine) < 8
     assert says(engine) == expected

@@ -47,7 +47,7 @@ def replace_at(monkeypatch: pytest.MonkeyPatch, place: int, token: int) -> None:
             return verdict
         return Verdict(verdict.path[:at], [*verdict.tokens[:at], token])
 
-    monkeypatch.setattr("offspec.request.exact_walk", walk)
+    monkeypatch.setattr("offspec.running.request.exact_walk", walk)
 
 
 def plain_tokens(engine: Engine, prompt: str, one: Setting, seed: int, num_tokens: int = 8) -> list[int]:
@@ -227,7 +227,7 @@ def test_own_needs_something_that_guesses(engine: Engine) -> None:
 def test_what_is_looked_up_is_verified(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     ids = engine.encode(PROMPTS[0] * 2)
     alone = engine.with_draft(NoDraft())
-    alone.lookup_index = build_index(np.array(ids, dtype=np.int32))
+    alone.models.index = build_index(np.array(ids, dtype=np.int32))
     for found in (engine.with_draft(LookupDraft()), alone):
         assert verify(found, [PROMPTS[0] * 2], [setting(), setting(budget=None)], max_new_tokens=8).is_exact
         with monkeypatch.context() as patch:

@@ -13,20 +13,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offspec import Constraint, Engine, SamplingParams, SpeculationParams, Step
-from offspec.batch import Batch, Ticket
 from offspec.errors import ContextLengthError, NumericalError, OffspecError, UsageError
 from offspec.model.decoder import CachedDecoder
 from offspec.model.memory.text_memory import TextMemory
 from offspec.model.memory.text_pool import TextPool
-from offspec.request import PREFILL_ROWS, prefill_rows
+from offspec.running.batch import Batch, Ticket
+from offspec.running.passes import PREFILL_ROWS, prefill_rows
 from offspec.scheduler.pace.costs import CostCurve
 from offspec.scheduler.pace.shared_pass import SharedPass
 from offspec.text.grammar_constraint import SlowTime
 
-from ..pair import Pair, build_pair
-from ..refusals import refused
-from ..scheduler.fakes import few
-from .model.heads.head_twins import EAGLE_CONFIG, MEDUSA_CONFIG, eagle_tensors, medusa_tensors, write_folder
+from ...pair import Pair, build_pair
+from ...refusals import refused
+from ...scheduler.fakes import few
+from ..model.heads.head_twins import EAGLE_CONFIG, MEDUSA_CONFIG, eagle_tensors, medusa_tensors, write_folder
 
 PLAIN = SpeculationParams(budget=0)
 PROMPTS = (
@@ -92,12 +92,17 @@ def plain_of(engines: dict[str, Engine]) -> Callable[..., list[int]]:
 class Watched:
     """A batch, and what its tickets got."""
 
-    batch: Batch
+    engine: Engine
+    max_texts: int | None = None
+    pool: TextPool | None = None
     found: dict[Ticket, list[Step]] = field(default_factory=dict)
     errors: dict[Ticket, OffspecError] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        self.batch = Batch(self.engine.models, self.max_texts, self.pool)
+
     def add(self, prompt: str, params: SamplingParams, speculation: SpeculationParams | None = None) -> Ticket:
-        ticket = self.batch.add(prompt, params, speculation)
+        ticket = self.batch.add(self.engine.check_request(prompt, params, speculation))
         self.found[ticket] = []
         return ticket
 
@@ -137,7 +142,7 @@ def test_requests_of_other_kinds_share_passes(pair: Pair) -> None:
         with load(pair, "own") as engine:
             found.append([token for step in engine.generate(prompt, params, speculation) for token in step.token_ids])
     with load(pair, "own", texts=4) as engine:
-        watched = Watched(Batch(engine))
+        watched = Watched(engine)
         tickets = [watched.add(*each) for each in asked]
         watched.finish()
         assert [watched.ids(ticket) for ticket in tickets] == found
@@ -175,7 +180,7 @@ def test_texts_do_not_depend_on_the_schedule(
     draft: str,
     max_texts: int,
 ) -> None:
-    watched = Watched(Batch(engines[draft], max_texts))
+    watched = Watched(engines[draft], max_texts)
     asked: dict[Ticket, tuple[str, SamplingParams]] = {}
     cancelled = set[Ticket]()
     for kind, first, second in schedule:
@@ -235,9 +240,9 @@ def test_a_pass_takes_all_texts(engines: dict[str, Engine], monkeypatch: pytest.
 def test_a_long_prompt_is_scored_in_parts_beside_other_texts(
     engines: dict[str, Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("offspec.request.prefill_rows", lambda *_: 5)
+    monkeypatch.setattr("offspec.running.passes.prefill_rows", lambda *_: 5)
     engine = engines["own"]
-    watched = Watched(Batch(engine))
+    watched = Watched(engine)
     first = watched.add(PROMPTS[0], SAMPLING[0])
     watched.step()
     second = watched.add(PROMPTS[3], SAMPLING[1])
@@ -254,16 +259,16 @@ def test_a_long_prompt_is_scored_in_parts_beside_other_texts(
 
 def test_a_short_prompt_does_not_wait_for_a_long_one(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts have equal shares of a pass beside other texts; what the short one leaves goes to the long one."""
-    monkeypatch.setattr("offspec.request.prefill_rows", lambda *_: 32)
+    monkeypatch.setattr("offspec.running.passes.prefill_rows", lambda *_: 32)
     with load(pair, "none", texts=8) as engine:
-        watched = Watched(Batch(engine))
+        watched = Watched(engine)
         watched.add(PROMPTS[0], SAMPLING[0])
         watched.step()
         long, short = (watched.add(prompt, SAMPLING[1]) for prompt in (HEAD, PROMPTS[4]))
         watched.step()
         assert (len(watched.found[long]), len(watched.found[short])) == (0, 1)
         assert long.request is not None
-        assert long.request.num_unscored == len(long.text) - (32 - len(short.text))
+        assert long.request.num_unscored == len(long.checked.prompt) - (32 - len(short.checked.prompt))
         watched.finish()
         assert watched.ids(long) == plain(engine, HEAD, SAMPLING[1])
 
@@ -315,7 +320,7 @@ def test_a_text_with_a_slow_constraint_lets_the_others_go_first(
     engine = engines["none"]
     with monkeypatch.context() as patch:
         patch.setattr(type(engine), "compile_constraint", lambda *_, **__: SlowConstraint())
-        watched = Watched(Batch(engine))
+        watched = Watched(engine)
         other = watched.add(PROMPTS[1], SamplingParams(12, seed=3, ignore_eos=True))
         slow = watched.add(PROMPTS[0], replace(SAMPLING[0], constraint=Constraint.regex("a"), ignore_eos=False))
         for _ in range(5):
@@ -335,14 +340,14 @@ def test_texts_share_the_planned_kv_entries(pair: Pair) -> None:
     engine = load(pair, "own", context=64)
     assert engine.plan is not None
     room = engine.plan.context + engine.plan.tree
-    batch = Batch(engine, 4)
-    watched = Watched(batch)
+    watched = Watched(engine, 4)
+    batch = watched.batch
     params = [SamplingParams(48, temperature=1.0, seed=i, ignore_eos=True) for i in range(4)]
     tickets = [watched.add("def area(", own) for own in params]
     most = 0
     while not batch.is_idle:
         watched.step()
-        entries = [ticket.request.num_entries for ticket in tickets if ticket.request is not None]
+        entries = [ticket.request.kv.num_entries for ticket in tickets if ticket.request is not None]
         assert sum(entries) <= room
         most = max(most, batch.num_running)
     assert most > 1
@@ -357,8 +362,8 @@ def test_idle_caches_leave_before_texts_that_need_their_room(pair: Pair) -> None
     engine = load(pair, "own", context=64)
     assert engine.plan is not None
     pool = TextPool(engine.new_caches, 0)
-    batch = Batch(engine, 3, pool)
-    watched = Watched(batch)
+    watched = Watched(engine, 3, pool)
+    batch = watched.batch
     for i, number in enumerate((40, 48, 48)):
         watched.add("def area(", SamplingParams(number, temperature=1.0, seed=i, ignore_eos=True))
     while not batch.is_idle:
@@ -372,7 +377,7 @@ def test_idle_caches_leave_before_texts_that_need_their_room(pair: Pair) -> None
 def test_a_short_text_takes_no_room_of_a_long_one(engines: dict[str, Engine]) -> None:
     """Caches that were made for a long text are cut to the next one's entries where other texts are running."""
     engine, pool = engines["own"], TextPool(engines["own"].new_caches, 0)
-    watched = Watched(Batch(engine, 2, pool))
+    watched = Watched(engine, 2, pool)
     first = watched.add(PROMPTS[1], SamplingParams(60, ignore_eos=True, seed=0))
     watched.add(PROMPTS[2], SamplingParams(90, ignore_eos=True, seed=0))
     while not watched.found[first] or watched.found[first][-1].finish_reason is None:
@@ -380,7 +385,7 @@ def test_a_short_text_takes_no_room_of_a_long_one(engines: dict[str, Engine]) ->
     before = pool.num_idle_entries
     last = watched.add(PROMPTS[0], SamplingParams(3, ignore_eos=True, seed=0))
     watched.step()
-    assert last.request is None or last.request.num_entries < before
+    assert last.request is None or last.request.kv.num_entries < before
     watched.finish()
     assert watched.ids(last) == plain(engine, PROMPTS[0], SamplingParams(3, ignore_eos=True, seed=0))
 
@@ -403,29 +408,43 @@ def test_a_common_beginning_is_scored_once(pair: Pair, draft: str, monkeypatch: 
 
 
 def test_texts_wait_for_a_long_beginning_that_is_being_scored(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If scoring it again would take longer than a pass; texts behind them wait as long."""
+    """If scoring it again would take longer than a pass; the others need not wait."""
     monkeypatch.setattr(SharedPass, "is_worth_a_pass", lambda self, num_rows: num_rows > 32)
     prompts = [HEAD + "x = 1", HEAD + "def area(", "import", HEAD + "return"]
     params = SamplingParams(12, seed=0, ignore_eos=True)
     with load(pair, "own", texts=8) as engine:
-        watched = Watched(Batch(engine, 4))
+        watched = Watched(engine, 4)
         tickets = [watched.add(prompt, params) for prompt in prompts]
         watched.step()
-        assert [bool(watched.found[ticket]) for ticket in tickets] == [True, False, False, False]
+        assert [bool(watched.found[ticket]) for ticket in tickets] == [True, False, True, False]
         watched.step()
         assert all(watched.found[ticket] for ticket in tickets)
         watched.finish()
         assert [watched.ids(ticket) for ticket in tickets] == [plain(engine, prompt, params) for prompt in prompts]
     numbers = [watched.found[ticket][-1].stats.num_prefilled_tokens for ticket in tickets]
-    assert numbers[0] == len(tickets[0].text)
+    assert numbers[0] == len(tickets[0].checked.prompt)
     assert max(numbers[1:]) < 12
+
+
+def test_a_whole_prompt_is_scored_once(pair: Pair) -> None:
+    """However little it takes to score it; unless it is not worth copying. Others need not wait."""
+    params = SamplingParams(4, seed=0, ignore_eos=True)
+    with load(pair, "own", texts=8) as engine:
+        watched = Watched(engine, 8)
+        long, short, again, twice = (watched.add(prompt, params) for prompt in (HEAD, "x = 1", HEAD, "x = 1"))
+        watched.step()
+        assert [bool(watched.found[ticket]) for ticket in (long, short, again, twice)] == [True, True, False, True]
+        watched.finish()
+        prefilled = [watched.found[ticket][-1].stats.num_prefilled_tokens for ticket in (long, again)]
+        assert prefilled == [len(long.checked.prompt), 1]
+        assert watched.ids(again) == watched.ids(long) == plain(engine, HEAD, params)
 
 
 @pytest.mark.slow
 def test_the_drafts_cache_has_room_before_each_pass(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """For all rounds, however long the text has grown: on a GPU it must not grow while the target computes."""
-    monkeypatch.setattr("offspec.request.GRANT", 8)
-    monkeypatch.setattr("offspec.request.DRAFT_ROWS", 10)
+    monkeypatch.setattr("offspec.running.kv_reservation.GRANT", 8)
+    monkeypatch.setattr("offspec.running.kv_reservation.DRAFT_ROWS", 10)
     extend, num_grown = TextMemory.extend, 0
 
     def noted(self: TextMemory, count: int) -> None:
@@ -435,19 +454,21 @@ def test_the_drafts_cache_has_room_before_each_pass(pair: Pair, monkeypatch: pyt
 
     monkeypatch.setattr(TextMemory, "extend", noted)
     with load(pair, "own", texts=4) as engine:
-        caches = [engine.new_caches() for _ in range(2)]
-        for own in caches:
-            own.target.reserve(200)  # as after a longer text: the target's never grows
-        batch = Batch(engine)
-        for own, prompt in zip(caches, PROMPTS, strict=False):
-            batch.add(prompt, SamplingParams(40, seed=1, ignore_eos=True), SpeculationParams(8), caches=own)
+        batch = Batch(engine.models)
+        params = SamplingParams(40, seed=1, ignore_eos=True)
+        tickets = [batch.add(engine.check_request(prompt, params, SpeculationParams(8))) for prompt in PROMPTS[:2]]
+        batch.step()
+        for ticket in tickets:
+            assert ticket.caches is not None
+            ticket.caches.target.reserve(200)  # as after a longer text: the target's never grows
+        num_grown = 0
         while not batch.is_idle:
             batch.step()
     assert num_grown == 0
 
 
 def test_waiting_texts_join_in_order(engines: dict[str, Engine]) -> None:
-    watched = Watched(Batch(engines["none"], 2))
+    watched = Watched(engines["none"], 2)
     tickets = [watched.add("x = 1", SamplingParams(2 + i, seed=0, ignore_eos=True)) for i in range(5)]
     began = list[Ticket]()
     while not watched.batch.is_idle:
@@ -461,17 +482,14 @@ def test_waiting_texts_join_in_order(engines: dict[str, Engine]) -> None:
 
 
 def test_errors_come_at_once(engines: dict[str, Engine]) -> None:
-    batch = Batch(engines["none"])
-    with refused(UsageError, "prompt"):
-        batch.add("")
-    with refused(ContextLengthError):
-        batch.add("x = 1\n" * 1000)
-    assert batch.is_idle
+    for prompt, error in (("", UsageError), ("x = 1\n" * 1000, ContextLengthError)):
+        with refused(error, "prompt"):
+            engines["none"].generate_many(["x = 1", prompt])
 
 
 def test_a_text_with_bad_logits_ends_alone(engines: dict[str, Engine], monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engines["none"]
-    watched = Watched(Batch(engine))
+    watched = Watched(engine)
     good = watched.add(PROMPTS[0], SAMPLING[0])
     bad = watched.add(PROMPTS[1], SAMPLING[0])
     watched.step()
@@ -492,12 +510,12 @@ def test_a_text_whose_draft_fails_goes_on_without_it(pair: Pair, part: str, monk
         yield
 
     with load(pair, "own") as engine:
-        watched = Watched(Batch(engine))
+        watched = Watched(engine)
         good, bad = (watched.add(prompt, SAMPLING[0], SpeculationParams(8)) for prompt in PROMPTS[:2])
         watched.step()
         assert bad.request is not None
-        monkeypatch.setattr(bad.request.drafter, part, fail)
-        monkeypatch.setattr(type(bad.request.drafter), "wants_overlap", True)
+        monkeypatch.setattr(bad.request.drafting.drafter, part, fail)
+        monkeypatch.setattr(type(bad.request.drafting.drafter), "wants_overlap", True)
         watched.finish()
         for ticket, prompt in ((good, PROMPTS[0]), (bad, PROMPTS[1])):
             assert watched.ids(ticket) == plain(engine, prompt, SAMPLING[0])
@@ -508,12 +526,12 @@ def test_no_token_is_lost_when_memory_runs_out_after_a_verdict(pair: Pair, monke
     """The texts that were committed before go on behind their last token, and so does the one that failed."""
     with load(pair, "own") as engine:
         monkeypatch.setattr(engine.loaded, "make_room", lambda message, free: free())
-        watched = Watched(Batch(engine))
+        watched = Watched(engine)
         tickets = [watched.add(prompt, SAMPLING[0], SpeculationParams(8)) for prompt in PROMPTS[:3]]
         watched.step()
         middle = tickets[1].request
         assert middle is not None
-        monkeypatch.setattr(middle.drafter, "observe", _out_of_memory)
+        monkeypatch.setattr(middle.drafting.drafter, "observe", _out_of_memory)
         watched.finish()
         assert [watched.ids(ticket) for ticket in tickets] == [
             plain(engine, prompt, SAMPLING[0]) for prompt in PROMPTS[:3]
@@ -524,37 +542,59 @@ def _out_of_memory(*args: object) -> None:
     raise torch.OutOfMemoryError("out of memory")
 
 
-def test_caches_belong_to_one_request(engines: dict[str, Engine]) -> None:
-    engine = engines["own"]
-    caches = engine.new_caches()
-    batch = Batch(engine)
-    ticket = batch.add(PROMPTS[0], SAMPLING[0], caches=caches)
-    with refused(UsageError, "caches"):
-        batch.add(PROMPTS[1], SAMPLING[0], caches=caches)
-    while not batch.is_idle:
-        batch.step()
-    assert ticket.request is None
-    again = batch.add(PROMPTS[0], SAMPLING[0], caches=caches)
-    outcomes = [outcome for _, outcome in batch.step()]
-    assert isinstance(outcomes[0], Step)
-    assert outcomes[0].stats.num_prefilled_tokens == 1
-    batch.cancel(again)
-    batch.step()
-    assert batch.is_idle
-    caches.user.check_free()
-
-
-def test_a_closed_batch_lets_go_of_all_caches(engines: dict[str, Engine]) -> None:
-    """Also of those whose requests had not begun."""
+def test_a_request_that_ends_gives_its_caches_back(engines: dict[str, Engine]) -> None:
+    """However it ends: by its last token, cancelled while it runs or waits, or with its batch."""
     engine = engines["none"]
-    caches = [engine.new_caches() for _ in range(2)]
-    batch = Batch(engine, 1)
-    tickets = [batch.add(PROMPTS[0], SAMPLING[0], caches=own) for own in caches]
+    pool = TextPool(engine.new_caches, 0)
+    batch = Batch(engine.models, 1, pool)
+    first, second, third = (batch.add(engine.check_request(prompt, SAMPLING[0])) for prompt in PROMPTS[:3])
     batch.step()
+    assert batch.cancel(second)
+    assert not batch.cancel(first)
+    batch.step()
+    assert (first.request, second.request, pool.num_used) == (None, None, 1)
+    assert third.request is not None
+    batch.pause_last()
     batch.close()
-    for own in caches:
-        own.user.check_free()
-    assert [ticket.request for ticket in tickets] == [None, None]
+    assert (third.request, pool.num_used) == (None, 0)
+    assert batch.is_idle
+
+
+def test_a_request_that_cannot_begin_gives_its_caches_back(
+    engines: dict[str, Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, pool = engines["none"], TextPool(engines["none"].new_caches, 0)
+    watched = Watched(engine, pool=pool)
+    for error in (NumericalError("bad"), ZeroDivisionError()):
+        ticket = watched.add(PROMPTS[0], SAMPLING[0])
+        with monkeypatch.context() as patch:
+            patch.setattr("offspec.running.batch.Request", lambda *args, error=error: _raise(error))
+            if isinstance(error, OffspecError):
+                watched.step()
+                assert watched.errors == {ticket: error}
+            else:
+                with pytest.raises(ZeroDivisionError):
+                    watched.step()
+        assert (watched.batch.is_idle, pool.num_used) == (True, 0)
+
+
+def _raise(error: Exception) -> None:
+    raise error
+
+
+def test_a_paused_text_resumes_before_others_join(engines: dict[str, Engine]) -> None:
+    engine, began = engines["none"], list[Ticket]()
+    batch = Batch(engine.models, 2, on_begin=began.append)
+    checked = [engine.check_request(prompt, SAMPLING[0]) for prompt in PROMPTS[:4]]
+    tickets = [batch.add(*each) for each in zip(checked, "aabc", strict=True)]
+    batch.step()
+    assert began == [tickets[0], tickets[2]], "clients take turns"
+    batch.pause_last()
+    batch.cancel(tickets[0])
+    batch.step()
+    assert tickets[2].request is not None
+    assert began == [tickets[0], tickets[2], tickets[3]]
+    batch.close()
 
 
 @pytest.mark.slow

@@ -8,10 +8,9 @@ import pytest
 
 from offspec import Engine, SamplingParams, SpeculationParams, Step
 from offspec.errors import ContextLengthError, NumericalError
-from offspec.several_answers import generate_answers
 
-from ..pair import Pair, build_pair
-from ..refusals import refused
+from ...pair import Pair, build_pair
+from ...refusals import refused
 
 PROMPT = "for i in range(10):\n    print(i)\n" * 2 + "def area("  # longer than what is not worth copying
 PARAMS = SamplingParams(16, temperature=0.9, seed=7)
@@ -33,7 +32,7 @@ def ids_of(steps: list[Step]) -> list[int]:
 
 def answers_of(engine: Engine, number: int, **more: Any) -> list[list[Step]]:
     found: list[list[Step]] = [[] for _ in range(number)]
-    for index, step in generate_answers(engine, PROMPT, number, PARAMS, **more):
+    for index, step in engine.generate_answers(PROMPT, number, PARAMS, **more):
         found[index].append(step)
     return found
 
@@ -69,17 +68,17 @@ def test_answers_for_which_there_are_no_kv_entries_wait(pair: Pair) -> None:
 
 def test_without_a_seed_it_is_drawn_once(pair: Pair) -> None:
     with load(pair, texts=2) as engine:
-        ends = dict(generate_answers(engine, "x", 2, SamplingParams(3, temperature=1.0)))
+        ends = dict(engine.generate_answers("x", 2, SamplingParams(3, temperature=1.0)))
     assert ends[1].stats.seed == ends[0].stats.seed + 1
 
 
 def test_errors(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     with load(pair) as engine:
         with refused(ContextLengthError, "context"):
-            generate_answers(engine, "x" * 500, 2, PARAMS)
-        monkeypatch.setattr("offspec.request.exact_walk", _fail)
+            engine.generate_answers("x" * 500, 2, PARAMS)
+        monkeypatch.setattr("offspec.running.request.exact_walk", _fail)
         with pytest.raises(NumericalError):
-            list(generate_answers(engine, "x", 2, PARAMS))
+            list(engine.generate_answers("x", 2, PARAMS))
 
 
 def _fail(*args: Any) -> None:

@@ -1,0 +1,1 @@
+"""Texts that run: requests, and the passes of the target that they share."""

@@ -1,0 +1,57 @@
+"""How many KV entries a text needs for its next passes, and their memory."""
+
+from __future__ import annotations
+
+from offspec.scheduler.params import DRAFT_ROWS, MAX_ROWS, SpeculationParams, tree_room
+
+from ..model.memory.text_caches import TextCaches
+from .models import Models
+
+GRANT = 256  # new tokens for which a request that shares passes reserves KV entries at a time
+
+
+class KVReservation:
+    """The KV entries of one text, in the target's cache and in the draft's."""
+
+    def __init__(
+        self, models: Models, caches: TextCaches, speculation: SpeculationParams, longest: int, *, is_shared: bool
+    ) -> None:
+        """longest: tokens of prompt and answer. is_shared: with other texts, so that it reserves few at a time."""
+        self._models, self._caches, self._longest, self._is_shared = models, caches, longest, is_shared
+        self._tree_room = tree_room(speculation, models.device.type)
+        self._num_draft_tokens = 0  # tokens for which the draft's cache has room
+        self.draft_rows = DRAFT_ROWS if is_shared else MAX_ROWS  # pending nodes of the draft
+
+    @property
+    def num_entries(self) -> int:
+        """KV entries that the target's cache has room for."""
+        return self._caches.target.cache.capacity
+
+    @property
+    def granted(self) -> int:
+        """Tokens of the text, now and in a while, that need KV entries."""
+        return min(self._longest, len(self._caches.text) + GRANT) if self._is_shared else self._longest
+
+    def needed(self, num_tokens: int, num_nodes: int) -> int:
+        """KV entries that a text of `num_tokens` and a tree of `num_nodes` need, with those of a draft among them."""
+        num_shared = self._caches.num_shared
+        return num_tokens + (max(num_nodes, self._tree_room) if num_shared else num_nodes) + num_shared
+
+    def begin(self) -> None:
+        """Reserve what a text that has just begun, or begun again, needs at once."""
+        self._num_draft_tokens = 0
+        self.reserve(0 if self._is_shared else self.needed(self._longest, self._tree_room))
+
+    def reserve(self, num_entries: int) -> None:
+        """Make room for `num_entries` in the target's KV cache, and in the draft's for the granted text and all rounds.
+
+        On a GPU the draft's must not grow during the target's pass.
+        """
+        caches = self._caches
+        if num_entries > self.num_entries:
+            self._models.loaded.make_kv_room(caches.target.cache, num_entries)
+            caches.target.cache.reserve(num_entries)
+        if caches.draft is not None and len(caches.text) > self._num_draft_tokens:
+            self._num_draft_tokens = self.granted
+            for draft_text in (caches.draft, *caches.beside):
+                draft_text.reserve(self.granted + self.draft_rows)

@@ -1,0 +1,76 @@
+"""What texts run on: the models in memory, and what was learnt about the draft."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from threading import RLock
+
+import torch
+
+from offspec.scheduler.guessing.retrieval import SuffixIndex
+from offspec.scheduler.params import AUTO_TEXTS
+
+from ..drafts.base import Draft
+from ..drafts.learnt import EstimatesAndRecall
+from ..loading import LoadedTarget
+from ..model.decoder import Decoder
+from ..model.memory.text_caches import TextCaches
+from ..planning.out_of_memory import retry_out_of_memory
+from ..text.tokenizer import Tokenizer
+
+
+@dataclass(eq=False)
+class Models:
+    """A target, its tokenizer, a draft, and the estimates about the draft.
+
+    One object for an engine and all of its requests, so that they see the same estimates, also after somebody replaced
+    them. index: of other texts for n-gram lookup. learnt: kept from request to request.
+    """
+
+    loaded: LoadedTarget
+    tokenizer: Tokenizer
+    draft: Draft
+    index: SuffixIndex | None = None
+    learnt: EstimatesAndRecall = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.learnt = self._new_learnt()
+        self.draft.prepare(self.loaded.max_context)
+
+    @property
+    def target(self) -> Decoder:
+        return self.loaded.decoder
+
+    @property
+    def device(self) -> torch.device:
+        return self.target.device
+
+    @property
+    def turn(self) -> RLock:
+        """The lock that a request holds while it uses the models."""
+        return self.loaded.turn
+
+    def estimates(self) -> EstimatesAndRecall:
+        """The estimates about the draft for a request: those kept from request to request, or new ones."""
+        return self._new_learnt() if self.loaded.is_deterministic else self.learnt
+
+    def _new_learnt(self) -> EstimatesAndRecall:
+        target = self.loaded
+        return self.draft.new_learnt(target.decoder, target.predict_pass_s if target.rates else None)
+
+    def max_texts(self, wanted: int | None = None) -> int:
+        """The maximum number of texts that share passes. wanted: None is AUTO_TEXTS."""
+        return 1 if self.loaded.is_deterministic else wanted or AUTO_TEXTS
+
+    def new_caches(self, num_tokens: int = 0, num_nodes: int = 0) -> TextCaches:
+        """Empty KV caches of one text, with room for `num_tokens` tokens and a tree of `num_nodes` nodes.
+
+        They grow as needed. If device memory runs out here, the target is loaded again with fewer resident layers.
+        """
+        with self.turn:
+            self.loaded.check()
+            if num_tokens or num_nodes:
+                self.loaded.spare_nothing()
+            return retry_out_of_memory(
+                lambda: self.draft.new_caches(self.target, num_tokens, num_nodes), self.loaded.make_room
+            )

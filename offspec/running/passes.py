@@ -1,0 +1,199 @@
+"""A pass of the target over the texts of one or several requests.
+
+propose (draft) → score (target) → verify (scheduler) → commit (both caches) → observe.
+The first pass takes the prompt and the first tree together, so that the weights are streamed once for both. A prompt
+of more than PASS_ROWS tokens takes several passes, the last of which has the tree.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import numpy as np
+
+from offspec.loaders.accelerators.cuda import span
+from offspec.scheduler.drafting.score_calls import Drafting, run_together
+from offspec.scheduler.pace.costs import CostCurve
+from offspec.scheduler.pace.shared_pass import SharedPass
+from offspec.scheduler.params import max_nodes
+from offspec.scheduler.trees.token_tree import FloatArray
+from offspec.scheduler.trees.verify import Verdict
+
+from ..background import in_background
+from ..drafts.shared_rounds import SharedRounds
+from ..errors import OffspecError
+from ..model.decoder import score_together
+from ..model.pass_rows import PASS_ROWS, TextRows
+from ..model.row_logits import RowLogits
+from ..planning.out_of_memory import retry_out_of_memory
+from .request import Request
+from .steps import Step
+
+# Rows of prompts in a pass that texts past their prompts share: a long prompt may not delay them long. At most
+# PREFILL_ROWS, and so few that the pass takes PREFILL_S more than one without, or PREFILL_SLOWDOWN times as long.
+PREFILL_ROWS, PREFILL_S, PREFILL_SLOWDOWN = 512, 0.5, 2.0
+FEWEST_PREFILL_ROWS = 16
+MEASURED = 0.02  # weight of measured passes from which on they count as measured
+
+
+def run_alone(request: Request) -> Generator[Step, None, None]:
+    """One step per pass of the request's own, until its text ends."""
+    models = request.models
+    alone = SharedPass(request.learnt.costs, max_nodes(models.device.type))
+    while True:
+        with models.turn:
+            models.loaded.check()
+            (verdict,) = run_pass([request], alone, request.begin_again)
+        if isinstance(verdict, OffspecError):
+            raise verdict
+        if verdict is None:  # a part of a long prompt
+            continue
+        step = request.step(verdict)
+        yield step
+        if step.finish_reason:
+            return
+
+
+def run_pass(
+    requests: Sequence[Request], shared: SharedPass, begin_again: Callable[[str], None]
+) -> list[Verdict | OffspecError | None]:
+    """One pass of the target over the texts of these requests: propose, score, verify, commit, observe.
+
+    Returns each request's verdict: None after a part of its prompt, an error if logits are not finite or its constraint
+    allows no token. Each text is the same as in passes of its own, whatever else shares the pass. begin_again: called
+    with torch's message after device memory ran out; it frees some, and starts all requests again from their texts.
+    """
+    started = time.perf_counter()
+    passed = retry_out_of_memory(lambda: _score(requests, shared), begin_again)
+    verdicts = passed.verdicts
+    if not passed.logits:
+        return verdicts
+    of_all = zip(requests, verdicts, passed.logits, strict=True)
+    messages = [request.commit(verdict, logits) for request, verdict, logits in of_all if isinstance(verdict, Verdict)]
+    if any(messages):
+        begin_again(max(messages))
+    num_rows = sum(request.drafting.num_rows for request in requests)
+    num_tokens = max(len(request.text) for request in requests)
+    requests[0].models.loaded.observe_pass(num_rows, num_tokens, passed.target_s)
+    ended = time.perf_counter()
+    for request in requests:
+        request.count(passed.drafted_s, passed.target_s, ended - started)
+    good = [verdict for verdict in verdicts if isinstance(verdict, Verdict)]
+    if shared.is_shared:
+        shared.end(passed.num_nodes, sum(len(verdict.tokens) for verdict in good), passed.target_s, ended - started)
+    for request, verdict in zip(requests, verdicts, strict=True):
+        if isinstance(verdict, Verdict):
+            request.observe(verdict)
+    return verdicts
+
+
+@dataclass(frozen=True)
+class ScoredPass:
+    """A pass before anything of it is kept. logits: of each text. Seconds: of drafting, of the pass with verdicts."""
+
+    verdicts: list[Verdict | OffspecError | None]
+    logits: list[RowLogits]
+    num_nodes: int
+    drafted_s: float
+    target_s: float
+
+
+def _score(requests: Sequence[Request], shared: SharedPass) -> ScoredPass:
+    """Propose, score and verify. If drafting failed for all texts, there is no pass."""
+    started = time.perf_counter()
+    with span("draft"):
+        rows = _propose(requests, shared)
+    drafted = time.perf_counter()
+    if all(request.drafting.fault is not None for request in requests):
+        return ScoredPass([request.drafting.fault for request in requests], [], 0, drafted - started, 0.0)
+    with span("pass"), _drafting_ahead(requests, shared):
+        texts = [(request.target, text_rows) for request, text_rows in zip(requests, rows, strict=True)]
+        logits = score_together(texts, requests[0].models.draft.target_layers)
+        requests[0].target.synchronize()
+    with span("walk"):
+        verdicts = [request.verdict(text_logits) for request, text_logits in zip(requests, logits, strict=True)]
+    num_nodes = sum(len(text_rows.tokens) for text_rows in rows)
+    return ScoredPass(verdicts, logits, num_nodes, drafted - started, time.perf_counter() - drafted)
+
+
+def _propose(requests: Sequence[Request], shared: SharedPass) -> list[TextRows]:
+    """Draft for all requests, and share the pass among their trees."""
+    began = time.perf_counter()
+    num_beside = prefill_rows(requests[0].models.learnt.costs.target, len(requests))
+    chains = _chains([request.num_unscored for request in requests], num_beside)
+    shared.begin(chains)
+    draftings = [_drafting(request, num_chain, shared) for request, num_chain in zip(requests, chains, strict=True)]
+    drafted = run_together(draftings, SharedRounds(shared).score)
+    if not shared.is_shared:
+        return [requests[0].drafting.send(None)]
+    competing = [found for found in drafted if found is not None]
+    sizes = iter(shared.sizes(competing, time.perf_counter() - began))
+    return [
+        request.drafting.send(None if found is None else next(sizes))
+        for request, found in zip(requests, drafted, strict=True)
+    ]
+
+
+def _drafting(request: Request, num_chain: int, shared: SharedPass) -> Drafting[FloatArray | None]:
+    shared.next_text()
+    return (yield from request.draft(num_chain))
+
+
+def prefill_rows(costs: CostCurve, num_texts: int) -> int:
+    """How many rows of prompts may join a pass of `num_texts` texts; costs: of passes by number of rows.
+
+    At most twice as many as in measured passes, whose rows are taken to cost as much again.
+    """
+    if not costs.is_known:
+        return PREFILL_ROWS
+
+    def seconds(num_rows: int) -> float:
+        return float(costs.seconds(np.array([num_texts + num_rows]))[0])
+
+    plain_s, rows = seconds(0), FEWEST_PREFILL_ROWS
+    most_s, pass_s = max(plain_s * PREFILL_SLOWDOWN, plain_s + PREFILL_S), seconds(rows)
+    while rows < PREFILL_ROWS and costs.weight(num_texts + rows) > MEASURED:
+        more = min(2 * rows, PREFILL_ROWS)
+        more_s = seconds(more)
+        if costs.weight(num_texts + more) <= MEASURED:
+            more_s = max(more_s, plain_s + (pass_s - plain_s) * more / rows)
+        if more_s > most_s:
+            break
+        rows, pass_s = more, more_s
+    return rows
+
+
+def _chains(unscored: Sequence[int], num_beside: int) -> list[int]:
+    """How many of its unscored tokens each text scores in the next pass: of all prompts PASS_ROWS or `num_beside`.
+
+    num_beside: of prompts beside texts past theirs. Prompts have equal shares, and what shorter ones leave goes to
+    longer ones: so none waits for another to end.
+    """
+    chains = [1] * len(unscored)
+    prompts = sorted((number, place) for place, number in enumerate(unscored) if number > 1)
+    left = num_beside if 1 in unscored else PASS_ROWS
+    for rank, (number, place) in enumerate(prompts):
+        chains[place] = max(1, min(number, left // (len(prompts) - rank)))
+        left -= chains[place]
+    return chains
+
+
+def _drafting_ahead(requests: Sequence[Request], shared: SharedPass) -> AbstractContextManager[None]:
+    """Computes masks and drafts for these requests in the background, as far as their drafters want to."""
+    sound = [request.drafting for request in requests if request.drafting.fault is None]
+    drafting = [text for text in sound if text.drafter.wants_overlap]
+    constrained = [text for text in sound if text.prepares_masks]
+    if not drafting and not constrained:
+        return nullcontext()
+
+    def work(is_over: Callable[[], bool]) -> None:
+        for text in constrained:
+            text.prepare_masks(is_over)
+        run_together([text.extending(is_over) for text in drafting], SharedRounds(shared).score)
+        for text in drafting:
+            text.extend(is_over)
+
+    return in_background(work, requests[0].models.device)

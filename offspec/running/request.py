@@ -1,0 +1,157 @@
+"""One request, from a prompt to its text, and its part in a pass (`passes.run_pass`)."""
+
+from __future__ import annotations
+
+from offspec.loaders.streaming.small_transfers import to_device
+from offspec.scheduler.blend import BlendDrafter, blend_walk
+from offspec.scheduler.drafting.drafter import DraftRequest
+from offspec.scheduler.drafting.score_calls import Drafting
+from offspec.scheduler.joint import joint_walk
+from offspec.scheduler.pace.shared_pass import SharedPass
+from offspec.scheduler.trees.sampling import Sampler
+from offspec.scheduler.trees.token_tree import FloatArray
+from offspec.scheduler.trees.verify import Logits, TargetPass, Verdict, exact_walk
+
+from ..drafts.base import DraftTask
+from ..errors import OffspecError
+from ..model.memory.text_caches import TextCaches
+from ..model.row_logits import RowLogits
+from ..planning.out_of_memory import out_of_memory_message, retry_out_of_memory
+from .checked_request import CheckedRequest
+from .kv_reservation import KVReservation
+from .logprob_report import LogprobReport
+from .models import Models
+from .pass_counter import PassCounter
+from .steps import Step, StepMaker
+from .text_drafting import TEXT_ERRORS, TextDrafting
+
+
+class Request:
+    """A running request. `text` is the prompt and all emitted tokens; the caches hold all of it but the last token."""
+
+    def __init__(
+        self, models: Models, checked: CheckedRequest, caches: TextCaches, shared: SharedPass | None = None
+    ) -> None:
+        """shared: the passes that it shares with other requests. None: its own, and it reserves all its KV entries."""
+        sampling, prompt, target = checked.sampling, checked.prompt, models.target
+        self.models, self.checked = models, checked
+        self._caches, self._shared = caches, shared
+        self.sampler = Sampler(sampling, checked.seed, target.config.vocab_size, target.device, to_device)
+        self.sampler.extend(prompt, is_prompt=True)
+        self.sampler.constrain(checked.constraint)
+        self.learnt = models.estimates()
+        longest = len(prompt) + sampling.max_new_tokens
+        self.kv = KVReservation(models, caches, checked.speculation, longest, is_shared=shared is not None)
+        self._counter = PassCounter(models.loaded, checked)
+        self.stats = self._counter.stats
+        self.drafting = TextDrafting(models, self._counter, checked.constraint)
+        self._logprobs, self._steps = LogprobReport(sampling, len(prompt)), StepMaker(models, checked)
+        with models.turn:
+            self.stats.num_prefilled_tokens = retry_out_of_memory(lambda: self._begin(prompt), self._make_room)
+        self._listen = models.draft.new_listener()
+        self.stats.learn_file = None if (file := models.draft.learn_file) is None else str(file)
+
+    # ---------------------------------------------------------------------------------------- the text and its caches
+
+    def _begin(self, text: list[int]) -> int:
+        """Prepare the caches and a drafter for `text`. Returns how many of its tokens the target must score."""
+        caches, models, is_shared = self._caches, self.models, self._shared is not None
+        if self._logprobs.lacks_prompt:
+            self._logprobs.of_prompt.clear()
+            caches.rewind([])  # the pass has to score all rows
+        if models.loaded.is_deterministic and is_shared:
+            caches.rewind([])  # entries of other texts come from passes of other widths
+        num_prefilled = caches.rewind(text)
+        self.text, self.target = caches.text, caches.target  # the same list as the caches'
+        self.kv.begin()
+        draft_request = DraftRequest(
+            self.sampler, self._steps.final, num_prefilled, most_rows=self.kv.draft_rows, shared=self._shared
+        )
+        speculation = self.checked.speculation
+        task = DraftTask(caches.draft, models.target, draft_request, speculation, models.index, text, caches.beside)
+        self.drafting.begin(models.draft.drafter(task, self.learnt), competes=is_shared)
+        return num_prefilled
+
+    @property
+    def num_unscored(self) -> int:
+        """Tokens of the text that the target has not scored yet: the last one, and those of a prompt."""
+        return len(self.text) - self.target.length
+
+    def pause(self) -> None:
+        """Free the target's KV entries. `resume` must come before the next pass."""
+        self._caches.drop_target()
+
+    def resume(self) -> None:
+        """Start again from the same text, whose dropped entries the next pass computes again."""
+        retry_out_of_memory(lambda: self._begin(self.text), self._make_room)
+
+    def begin_again(self, message: str) -> None:
+        """After a pass ran out of device memory, free some and start again from the same text."""
+        self._make_room(message)
+        self.resume()
+
+    def _make_room(self, message: str) -> None:
+        """After device memory ran out, drop the text's KV cache and reload the target. message: torch's error."""
+        self.models.loaded.make_room(message, self.pause)
+
+    # ---------------------------------------------------------------------------------------- passes
+
+    def draft(self, num_chain: int) -> Drafting[FloatArray | None]:
+        """`TextDrafting.draft` for a pass that scores `num_chain` of the unscored tokens."""
+        max_depth = self.checked.sampling.max_new_tokens - self.stats.num_tokens - 1
+        return self.drafting.draft(self.text, self.target.length, num_chain, max_depth)
+
+    def verdict(self, rows: RowLogits) -> Verdict | OffspecError | None:
+        """The verdict on the tree; None after a part of a prompt."""
+        drafting = self.drafting
+        if drafting.fault is not None:
+            return drafting.fault
+        try:
+            verdict = None if drafting.is_prefilling else self._judge(rows)
+            self._logprobs.take(rows, verdict, self.text, self.target.length, len(drafting.chain))
+        except TEXT_ERRORS as exc:
+            return exc
+        return verdict
+
+    def _judge(self, logits: Logits) -> Verdict:
+        position, speculation, drafting = len(self.text), self.checked.speculation, self.drafting
+        if isinstance(drafting.drafter, BlendDrafter):
+            return blend_walk(drafting.tree, logits, drafting.drafter, self.sampler, position, speculation)
+        if speculation.is_lossy:
+            final = self._steps.final
+            return joint_walk(drafting.tree, logits, self.sampler, position, tau=speculation.tau, final=final)
+        return exact_walk(drafting.tree, logits, self.sampler, position)
+
+    def commit(self, verdict: Verdict, rows: RowLogits) -> str:
+        """Keep what the verdict accepted, tell the drafter, and extend the text.
+
+        Returns torch's message if device memory ran out; the text is then complete, the caches are not.
+        """
+        message = ""
+        try:
+            self.target.keep(verdict.path)
+            done = TargetPass(self.text, self.drafting.tree, verdict, rows, rows)
+            self.drafting.drafter.observe(done)
+            self._listen(done)
+        except RuntimeError as exc:
+            if (lack_of_memory := out_of_memory_message(exc)) is None:
+                raise
+            message = lack_of_memory
+        self.text += verdict.tokens
+        self.sampler.extend(verdict.tokens)
+        return message
+
+    def count(self, draft_s: float, target_s: float, total_s: float) -> None:
+        """Record a pass: seconds of drafting, of the pass with its verdicts, and of everything."""
+        self._counter.count(draft_s, target_s, total_s)
+        if not self.drafting.is_prefilling:
+            self._counter.count_tree(len(self.drafting.tree), self.drafting.drafter)
+
+    def observe(self, verdict: Verdict) -> None:
+        """Call the request's observer, if it has one."""
+        if self.checked.observer is not None:
+            self.checked.observer(self.drafting.tree, verdict)
+
+    def step(self, verdict: Verdict) -> Step:
+        """The step of a verdict, after `commit`: its tokens up to the end of the answer."""
+        return self._steps.step(verdict, self.text, self.stats, self._logprobs)

@@ -1,0 +1,90 @@
+"""From a pass's verdict to the step that a user gets: text, the end of the answer, where its tokens stand in files."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from offspec.scheduler.guessing.retrieval import MAX_MATCH
+from offspec.scheduler.trees.logprobs import TokenLogprob
+from offspec.scheduler.trees.verify import Verdict
+
+from ..stats import Stats
+from ..text.lookup_files import FileIndex, LookedUp
+from .checked_request import CheckedRequest
+from .logprob_report import LogprobReport
+from .models import Models
+
+
+@dataclass(frozen=True)
+class Step:
+    """The result of one pass: new token ids, the text that is final by now, and the counters so far.
+
+    finish_reason is None until the last step: eos (the model ended the text), stop (a stop text), length
+    (max_new_tokens, or the context is full). The draft proposed num_accepted of the token ids; the last token of a pass
+    comes from the target alone. texts[i] is the text that became final with token_ids[i], usually that token's own;
+    joined, they are `text`. looked_up: where the first of the accepted ones stand in the files for lookup, if they do.
+    logprobs: of the token ids, if asked for. prompt_logprobs: in the first step, of the prompt's tokens from the second
+    on.
+    """
+
+    token_ids: list[int]
+    text: str
+    stats: Stats
+    finish_reason: str | None = None
+    num_accepted: int = 0
+    texts: tuple[str, ...] = ()
+    looked_up: LookedUp | None = None
+    logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+
+
+class StepMaker:
+    """Makes the steps of one request, in order. final: the tokens that end its text."""
+
+    def __init__(self, models: Models, checked: CheckedRequest) -> None:
+        sampling, tokenizer = checked.sampling, models.tokenizer
+        self.final = frozenset() if sampling.ignore_eos else tokenizer.eos_ids
+        self._index, self._limit = models.index, sampling.max_new_tokens
+        self._stream = tokenizer.stream(sampling.stop, skip_special_tokens=True)
+
+    def step(self, verdict: Verdict, text: Sequence[int], stats: Stats, logprobs: LogprobReport) -> Step:
+        """The step of a verdict: its tokens up to the end of the answer. text: the prompt and all tokens so far."""
+        tokens, texts, reason = self._until_end(verdict.tokens)
+        stats.num_tokens += len(tokens)
+        if stats.num_passes == 1:
+            stats.num_first_pass_tokens = len(tokens)
+        if reason is None and stats.num_tokens >= self._limit:
+            reason = "length"
+        if reason:
+            texts[-1] += self._stream.flush()
+        num_accepted = min(len(verdict.path), len(tokens))
+        return Step(
+            tokens,
+            "".join(texts),
+            replace(stats),
+            reason,
+            num_accepted,
+            tuple(texts),
+            self._looked_up(text, len(text) - len(verdict.tokens), tokens[:num_accepted]),
+            logprobs=tuple(logprobs.of_pass[: len(tokens)]),
+            prompt_logprobs=tuple(logprobs.of_prompt) if stats.num_passes == 1 else (),
+        )
+
+    def _until_end(self, accepted: Sequence[int]) -> tuple[list[int], list[str], str | None]:
+        """The tokens up to one that ends the answer, the text that is final with each, and why it ends."""
+        tokens, texts, stream = list[int](), list[str](), self._stream
+        for token in accepted:
+            tokens.append(token)
+            texts.append("" if token in self.final else stream.push(token))
+            if token in self.final:
+                return tokens, texts, "eos"
+            if stream.stopped is not None:
+                return tokens, texts, "stop"
+        return tokens, texts, None
+
+    def _looked_up(self, text: Sequence[int], position: int, accepted: Sequence[int]) -> LookedUp | None:
+        """Where the tokens accepted at `position` of the text stand in the files for lookup."""
+        if not isinstance(self._index, FileIndex):
+            return None
+        return self._index.source(text[max(0, position - MAX_MATCH) : position], accepted)
