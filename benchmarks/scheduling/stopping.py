@@ -32,10 +32,10 @@ import numpy as np
 from offspec import Engine, SamplingParams, SpeculationParams, builtin
 from offspec.model.decoder import CachedDecoder
 from offspec.scheduler.baselines.sequoia import MeasuredAcceptance, SequoiaDrafter, best_size
-from offspec.scheduler.baselines.thompson import CalibrationSampling, ThompsonSampling
 from offspec.scheduler.drafting.drafter import Drafter
 from offspec.scheduler.pace.budget import Controller, DraftingState, FixedBudget, MarginalRate
 from offspec.scheduler.pace.costs import Costs as LearntCosts
+from offspec.scheduler.pace.thompson import CalibrationSampling, ThompsonSampling
 from offspec.scheduler.trees.sampling import Sampler
 
 from .replay import ClockedModel, Costs, Recording, Replayed, VirtualClock, record, replay

@@ -50,7 +50,6 @@ UNDER_FORMATS = {"files.checkpoint", "files.gguf_types", "files.records", "param
     )
 }
 ABOVE_BASELINES = {
-    "offspec.scheduler.drafting.controllers",
     "offspec.scheduler.drafting.learnt",
     "offspec.drafts.model_draft",
 }

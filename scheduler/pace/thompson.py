@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..pace.averages import DecayingRatio
-from ..pace.budget import Controller, DraftingState
-from ..pace.costs import Costs
 from ..trees.token_tree import FloatArray
+from .averages import DecayingRatio
+from .budget import Controller, DraftingState
+from .costs import Costs
 
 THOMPSON_WIDTH = 16  # nodes that a round expands
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from offspec.scheduler.baselines.thompson import CalibrationSampling, ThompsonSampling
 from offspec.scheduler.pace.budget import FixedBudget, MarginalRate
 from offspec.scheduler.pace.costs import Costs
+from offspec.scheduler.pace.thompson import CalibrationSampling, ThompsonSampling
 
-from ..pace.test_budget import NONE, PROFILE, flat_until, rated, state_of
+from .test_budget import NONE, PROFILE, flat_until, rated, state_of
 
 
 def thompson(*, calibrated: bool = False, seed: int = 0) -> ThompsonSampling:
