@@ -33,8 +33,8 @@ from offspec.drafts.base import Draft, DraftTask
 from offspec.drafts.model_draft import ModelDraft
 from offspec.drafts.recall import RecallingText
 from offspec.drafts.without_model import LookupDraft
+from offspec.lab.blend import WAYS
 from offspec.model.text_caches import DraftText
-from offspec.scheduler.blend import WAYS
 from offspec.scheduler.drafting.drafter import DraftRequest
 from offspec.scheduler.drafting.model_drafter import ModelDrafter
 from offspec.scheduler.pace.costs import Costs as LearntCosts

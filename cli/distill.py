@@ -266,7 +266,7 @@ def _exit(done: Distilled) -> tuple[dict[str, Any], str]:
 
 def _skips(teacher: Teacher, params: DistillParams, **more: Any) -> tuple[dict[str, Any], str]:
     """Search layers to skip; the result as JSON and as a sentence."""
-    from offspec.training.skipping import SkipParams, search_skips
+    from offspec.lab.skipping import SkipParams, search_skips
 
     found = search_skips(teacher, SkipParams(temperature=params.temperature, seed=params.seed), **more)
     shares = ", ".join(f"{n}: {share:.0%}" for n, share in enumerate(found.agreement) if n)

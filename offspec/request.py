@@ -18,7 +18,6 @@ import torch
 
 from offspec.loaders.streaming.cuda import device_bytes, span
 from offspec.loaders.streaming.small_transfers import to_device
-from offspec.scheduler.blend import BlendDrafter, blend_walk
 from offspec.scheduler.drafting.drafter import DraftRequest, NoDrafter
 from offspec.scheduler.drafting.forced import prepare_masks
 from offspec.scheduler.drafting.model_drafter import ModelDrafter
@@ -39,6 +38,7 @@ from .checkpoints.opening import Note
 from .drafts.base import DraftTask
 from .drafts.shared_rounds import SharedRounds
 from .errors import ConstraintError, NumericalError, OffspecError
+from .lab.blend import BlendDrafter, blend_walk
 from .model.decoder import PASS_ROWS, TextRows, score_together
 from .model.row_logits import HEAD_ROWS, RowLogits
 from .model.text_caches import TextCaches

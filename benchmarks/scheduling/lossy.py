@@ -21,8 +21,8 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from offspec import Engine, SamplingParams, SpeculationParams, builtin
+from offspec.lab.blend import WAYS
 from offspec.model.decoder import CachedDecoder
-from offspec.scheduler.blend import WAYS
 from offspec.scheduler.trees.sampling import Sampler
 from offspec.scheduler.trees.token_tree import TokenTree
 from offspec.tools.benchmark import token_log_likelihoods

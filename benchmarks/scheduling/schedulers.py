@@ -27,9 +27,9 @@ import numpy as np
 
 from offspec import Engine, SamplingParams, SpeculationParams, builtin
 from offspec.drafts.recall import Recall, RecallingText
+from offspec.lab.opt_tree import OptTreeDrafter
+from offspec.lab.sequoia import SequoiaDrafter
 from offspec.model.decoder import CachedDecoder, random_decoder
-from offspec.scheduler.baselines.opt_tree import OptTreeDrafter
-from offspec.scheduler.baselines.sequoia import SequoiaDrafter
 from offspec.scheduler.drafting.drafter import Drafter, DraftRequest
 from offspec.scheduler.drafting.learnt import RunningEstimates
 from offspec.scheduler.drafting.model_drafter import ModelDrafter

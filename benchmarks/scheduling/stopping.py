@@ -30,8 +30,8 @@ from pathlib import Path
 import numpy as np
 
 from offspec import Engine, SamplingParams, SpeculationParams, builtin
+from offspec.lab.sequoia import MeasuredAcceptance, SequoiaDrafter, best_size
 from offspec.model.decoder import CachedDecoder
-from offspec.scheduler.baselines.sequoia import MeasuredAcceptance, SequoiaDrafter, best_size
 from offspec.scheduler.drafting.drafter import Drafter
 from offspec.scheduler.pace.budget import Controller, DraftingState, FixedBudget, MarginalRate
 from offspec.scheduler.pace.costs import Costs as LearntCosts

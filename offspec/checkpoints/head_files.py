@@ -31,16 +31,16 @@ from offspec.loaders.files.safetensors_folder import (
 from offspec.loaders.files.small_files import parse_json, read_small_file
 
 from ..errors import CheckpointError, MissingWeightsError, StorageError, UnsupportedModelError, UsageError
+from ..lab.clover2 import clover2_name, clover2_spec
+from ..lab.own_heads import amphista_spec, clover_spec, recurrent_spec
 from ..model.config import ModelConfig
 from ..model.config_values import Json
-from ..model.heads.clover2 import clover2_name, clover2_spec
 from ..model.heads.eagle import TO_TARGET, eagle_name, eagle_spec
 from ..model.heads.fspad import fspad_name, fspad_spec
 from ..model.heads.head import HeadSpec
 from ..model.heads.hydra import hydra_name, hydra_spec
 from ..model.heads.medusa import medusa_name, medusa_spec
 from ..model.heads.mlp import mlp_name, mlp_spec
-from ..model.heads.own_kinds import amphista_spec, clover_spec, recurrent_spec
 from .exit_layers import data_file
 from .opening import ModelFiles
 from .pickles import read_pickle

@@ -12,6 +12,7 @@ from ..checkpoints.head_files import is_head
 from ..checkpoints.opening import Note, locate
 from ..checkpoints.shadows import made_shadows
 from ..errors import UsageError
+from ..lab.several import OpenedSeveral
 from ..model.foreign_config import ForeignConfig
 from ..named_models import BUILTIN
 from .base import Choice, DraftOptions, OpenedDraft, OpenRequest
@@ -21,7 +22,6 @@ from .layer_drafts import RESIDENT, SHADOW, OpenedLayers, OpenedShadow
 from .model_draft import OpenedModel
 from .self_draft import NAME as SELF
 from .self_draft import OpenedSelf
-from .several import OpenedSeveral
 from .without_model import LookupDraft, NoDraft
 
 

@@ -22,7 +22,7 @@ from offspec.scheduler.params import tree_room
 from ..checkpoints.exit_layers import check_exit_layer, refuse_foreign
 from ..checkpoints.opening import ModelFiles, Note
 from ..checkpoints.shadows import Shadow, check_bits, find_shadow, make_shadow
-from ..checkpoints.skip_files import SkipFile
+from ..lab.skip_files import SkipFile
 from ..model.cuda_graphs import RoundBuffers, is_static
 from ..model.decoder import CachedDecoder, Decoder
 from ..model.layer_draft import LayerDraft, LayerDraftText

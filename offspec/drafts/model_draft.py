@@ -11,9 +11,6 @@ from typing import Any
 import torch
 
 from offspec.loaders.streaming.placement import Item, Placement
-from offspec.scheduler.baselines.opt_tree import OptTreeDrafter
-from offspec.scheduler.baselines.sequoia import SequoiaDrafter
-from offspec.scheduler.blend import BlendDrafter
 from offspec.scheduler.drafting.drafter import Drafter, NoDrafter
 from offspec.scheduler.drafting.model_drafter import ModelDrafter
 from offspec.scheduler.guessing.lookup import Guesser, PromptLookup
@@ -26,6 +23,9 @@ from offspec.scheduler.trees.verify import TargetPass
 from ..checkpoints.load import LoadSettings, load_decoder
 from ..checkpoints.opening import ModelFiles, Note, locate
 from ..errors import UsageError, VocabularyMismatchError
+from ..lab.blend import BlendDrafter
+from ..lab.opt_tree import OptTreeDrafter
+from ..lab.sequoia import SequoiaDrafter
 from ..model.config import ModelConfig
 from ..model.cuda_graphs import TreeGraphs, is_static
 from ..model.decoder import CachedDecoder, Decoder

@@ -18,6 +18,7 @@ from offspec.loaders.formats import dense
 
 from ..checkpoints.head_files import OWN_KIND
 from ..errors import UsageError
+from ..lab.own_heads import STAGES
 from ..model.config import ModelConfig
 from ..model.decoder import Decoder
 from ..model.families import NORMS_BEFORE
@@ -31,7 +32,6 @@ from ..model.heads.eagle import (
     TO_TARGET,
     tapped_layers,
 )
-from ..model.heads.own_kinds import STAGES
 from ..model.names import FINAL_NORM
 
 STEPS = 5  # tokens ahead that heads without attention learn to predict

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ..baselines.sequoia import MeasuredAcceptance
+from offspec.lab.sequoia import MeasuredAcceptance
+
 from ..guessing.lookup import match_reliability
 from ..guessing.recycling import TokenRecycling
 from ..guessing.reliability import Reliability

@@ -16,7 +16,7 @@ from benchmarks.scheduling.stopping import (
     spec_dec_pp,
     to_depth,
 )
-from offspec.scheduler.baselines.sequoia import MeasuredAcceptance
+from offspec.lab.sequoia import MeasuredAcceptance
 from offspec.scheduler.pace.budget import DraftingState
 from offspec.scheduler.trees.token_tree import FloatArray
 

@@ -13,12 +13,12 @@ from heapq import heappop, heappush
 
 import numpy as np
 
-from ..drafting.drafter import SequentialDrafter, TreeModel
-from ..drafting.layered_draft import UNEXPANDED, LayeredDraft, subtree
-from ..params import DEFAULT_NODES, SpeculationParams
-from ..trees.sampling import Sampler
-from ..trees.token_tree import ROOT, FloatArray, IntArray, TokenTree
-from ..trees.verify import TargetPass
+from offspec.scheduler.drafting.drafter import SequentialDrafter, TreeModel
+from offspec.scheduler.drafting.layered_draft import UNEXPANDED, LayeredDraft, subtree
+from offspec.scheduler.params import DEFAULT_NODES, SpeculationParams
+from offspec.scheduler.trees.sampling import Sampler
+from offspec.scheduler.trees.token_tree import ROOT, FloatArray, IntArray, TokenTree
+from offspec.scheduler.trees.verify import TargetPass
 
 # ------------------------------------------------------------------------------------------------ Sequoia's shape
 

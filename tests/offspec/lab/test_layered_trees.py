@@ -15,15 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offspec.errors import NumericalError
-from offspec.scheduler.baselines.opt_tree import OptTreeDrafter
-from offspec.scheduler.baselines.sequoia import (
-    MeasuredAcceptance,
-    RankAcceptance,
-    SequoiaDrafter,
-    Topology,
-    best_size,
-    best_topology,
-)
+from offspec.lab.opt_tree import OptTreeDrafter
+from offspec.lab.sequoia import MeasuredAcceptance, RankAcceptance, SequoiaDrafter, Topology, best_size, best_topology
 from offspec.scheduler.drafting.drafter import Drafter
 from offspec.scheduler.params import SamplingParams, SpeculationParams
 from offspec.scheduler.trees.sampling import Sampler
@@ -31,7 +24,7 @@ from offspec.scheduler.trees.token_tree import ROOT, FloatArray, TokenTree
 from offspec.scheduler.trees.verify import TargetPass, Verdict, exact_walk
 
 from ...refusals import refused
-from ..fakes import (
+from ...scheduler.fakes import (
     Rule,
     RuleModel,
     few,

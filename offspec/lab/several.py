@@ -14,21 +14,21 @@ from pathlib import Path
 import torch
 
 from offspec.loaders.streaming.placement import Placement
-from offspec.scheduler.blend import ProxyDrafter
 from offspec.scheduler.drafting.drafter import Drafter
 from offspec.scheduler.drafting.model_guesser import ModelGuesser
 
 from ..checkpoints.opening import ModelFiles
+from ..drafts.base import NEEDS_TWO_DRAFTS, Attach, Draft, DraftTask, Listener, OpenedDraft
+from ..drafts.learnt import EstimatesAndRecall
+from ..drafts.model_draft import ModelDraft, OpenedModel
+from ..drafts.recall import RecallingText
+from ..drafts.without_model import WithoutModel
 from ..errors import UsageError
 from ..model.decoder import Decoder
 from ..model.text_caches import DraftText, TextCaches
 from ..planning.drafting import Guessing
 from ..planning.memory import MemoryUse, Room
-from .base import NEEDS_TWO_DRAFTS, Attach, Draft, DraftTask, Listener, OpenedDraft
-from .learnt import EstimatesAndRecall
-from .model_draft import ModelDraft, OpenedModel
-from .recall import RecallingText
-from .without_model import WithoutModel
+from .blend import ProxyDrafter
 
 SEPARATOR = " + "  # of the drafts' names
 

@@ -13,12 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..block import PassRows
-from ..config import ModelConfig
-from ..config_values import Json, positive
-from ..decoder import Decoder, IntArray
-from .chained import ChainedHead, attention_heads, num_steps, states_config, text_shapes
-from .head import HeadSpec, Inputs
+from ..model.block import PassRows
+from ..model.config import ModelConfig
+from ..model.config_values import Json, positive
+from ..model.decoder import Decoder, IntArray
+from ..model.heads.chained import ChainedHead, attention_heads, num_steps, states_config, text_shapes
+from ..model.heads.head import HeadSpec, Inputs
 
 Shapes = Mapping[str, tuple[int, ...]]
 

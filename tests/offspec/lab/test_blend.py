@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from offspec.errors import UsageError
-from offspec.scheduler.blend import WAYS, BlendDrafter, ProxyDrafter, blend_walk, blended
+from offspec.lab.blend import WAYS, BlendDrafter, ProxyDrafter, blend_walk, blended
 from offspec.scheduler.params import Accept, SamplingParams, SpeculationParams
 from offspec.scheduler.trees.sampling import Sampler
 from offspec.scheduler.trees.token_tree import FloatArray
 from offspec.scheduler.trees.verify import TargetPass
 
-from ..refusals import refused
-from .fakes import Rule, RuleModel, noise, plain_text, random_rule, resembling
+from ...refusals import refused
+from ...scheduler.fakes import Rule, RuleModel, noise, plain_text, random_rule, resembling
 
 SIZE, GAMMA, PROMPT = 3, 3, [1, 0, 2]
 each_way = pytest.mark.parametrize("accept", WAYS)

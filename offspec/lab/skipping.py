@@ -23,13 +23,13 @@ from offspec.loaders.files.small_files import parse_json, read_small_file
 
 from ..checkpoints.atomic_files import locked_name, refuse_replacing, write_atomically
 from ..checkpoints.exit_layers import fingerprint, refuse_foreign
-from ..checkpoints.skip_files import SkipFile, default_skip_file
 from ..errors import CheckpointError, StorageError, UsageError
 from ..model.block import PassRows
 from ..model.decoder import CachedDecoder, Decoder, IntArray, JoinedRows, TextRows, pass_together
 from ..model.row_logits import HEAD_ROWS
-from .distillation import Teacher
-from .target_texts import Forest, first_token, text_pieces
+from ..training.distillation import Teacher
+from ..training.target_texts import Forest, first_token, text_pieces
+from .skip_files import SkipFile, default_skip_file
 
 NUM_TEXTS = 16  # written at once: a streamed target is read once for a token of each
 Progress = Callable[[str, int, int], None]

@@ -17,13 +17,13 @@ from torch import Tensor
 
 from offspec.loaders.streaming.small_transfers import to_device
 
-from ..block import PassRows
-from ..config import ModelConfig
-from ..config_values import Json
-from ..decoder import Decoder, IntArray
-from ..norms import normalize
-from .chained import TEXT_NORM, ChainedHead, attention_heads, renamed, states_config, text_shapes
-from .head import HeadSpec, Inputs
+from ..model.block import PassRows
+from ..model.config import ModelConfig
+from ..model.config_values import Json
+from ..model.decoder import Decoder, IntArray
+from ..model.heads.chained import TEXT_NORM, ChainedHead, attention_heads, renamed, states_config, text_shapes
+from ..model.heads.head import HeadSpec, Inputs
+from ..model.norms import normalize
 
 OWN_EMBEDDING, OWN_NORM = "embedding.weight", "norm.weight"
 MOST_LAYERS = 64

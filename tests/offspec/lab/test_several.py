@@ -11,8 +11,8 @@ import pytest
 
 from offspec import Engine, SamplingParams, SpeculationParams
 from offspec.drafts.model_draft import ModelDraft
-from offspec.drafts.several import SeveralDrafts
 from offspec.errors import UsageError
+from offspec.lab.several import SeveralDrafts
 from offspec.session import Session
 
 from ...pair import Pair, build_pair, scale_weights, variant

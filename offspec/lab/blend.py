@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .drafting.drafter import TreeModel
-from .drafting.layered_draft import UNEXPANDED
-from .joint import BeamDrafter
-from .params import Accept, SpeculationParams
-from .trees.sampling import Sampler
-from .trees.token_tree import ROOT, TokenTree
-from .trees.verify import Logits, TargetPass, Verdict
+from offspec.scheduler.drafting.drafter import TreeModel
+from offspec.scheduler.drafting.layered_draft import UNEXPANDED
+from offspec.scheduler.joint import BeamDrafter
+from offspec.scheduler.params import Accept, SpeculationParams
+from offspec.scheduler.trees.sampling import Sampler
+from offspec.scheduler.trees.token_tree import ROOT, TokenTree
+from offspec.scheduler.trees.verify import Logits, TargetPass, Verdict
 
 CONTRAST_LEAST = 0.1  # of the target's greatest probability: tokens below it stay excluded (2311.08981, section 2)
 BILD_ROLLBACK = 0.05  # of the target's probability: below it, the draft's confident choice is taken back

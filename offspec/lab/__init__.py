@@ -1,0 +1,1 @@
+"""The laboratory: research methods that nobody needs to run a model, and published ones kept for comparison."""
