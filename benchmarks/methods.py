@@ -102,7 +102,7 @@ def methods(budget: int) -> Iterator[Method]:
     yield Method("the same, with token recycling too", True, SpeculationParams(budget, recycling=True))
     yield Method("recall and lookup, `--budget auto` (the default)", True, SpeculationParams())
     yield Method("the same, with token recycling too, `--budget auto`", True, SpeculationParams(recycling=True))
-    for accept in ("joint", *(way for way in WAYS if way != "proxy")):  # which needs two drafts
+    for accept in ("joint", *WAYS):
         yield Method(f"`--accept {accept}`, lossy", True, SpeculationParams(accept=accept, beam=8, gamma=8))
 
 

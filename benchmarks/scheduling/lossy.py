@@ -95,8 +95,6 @@ def ways(strengths: Sequence[float], beam: int, gamma: int) -> Iterator[tuple[st
     yield "plain", SpeculationParams(budget=0)
     yield "exact", SpeculationParams(accept="mix", strength=EXACT, beam=beam, gamma=gamma)
     for accept in WAYS:
-        if accept == "proxy":  # it needs two drafts
-            continue
         for strength in strengths:
             found = SpeculationParams(accept=accept, strength=strength, beam=beam, gamma=gamma)
             yield f"{accept} {strength:g}", found

@@ -39,10 +39,6 @@ from .learnt import EstimatesAndRecall
 NEEDS_DRAFT_MODEL = (
     "joint and other lossy acceptance needs a draft model, and none is loaded; choose one (`draft=PATH`)"
 )
-NEEDS_TWO_DRAFTS = (
-    "`accept=proxy` needs two drafts, a trained one and then the same model before its training; name both "
-    "(`draft=PATH`, twice)"
-)
 
 
 @dataclass(frozen=True)

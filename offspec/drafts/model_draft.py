@@ -40,7 +40,7 @@ from ..text.tokenizer import Tokenizer, check_vocabularies
 from ..training.online import Aligner, AlignmentParams, check_learning, learning_bytes, open_aligner
 from ..training.specialists import Specialists
 from .acceptance import OTHER_VOCABULARY, SMALL_MODEL
-from .base import NEEDS_TWO_DRAFTS, Attach, Draft, DraftOptions, DraftTask, Listener, OpenRequest, controller_of
+from .base import Attach, Draft, DraftOptions, DraftTask, Listener, OpenRequest, controller_of
 from .learnt import EstimatesAndRecall
 from .recall import MOST_PROMPT, RecallingText, recall_bytes
 from .reencoded_text import OtherVocabulary
@@ -109,8 +109,6 @@ class ModelDraft(Draft):
         text, speculation, request = task.text, task.speculation, task.request
         if text is None:  # an engine without this draft made the caches, so only guessers can draft
             return super().drafter(task, learnt)
-        if speculation.accept == "proxy":
-            raise UsageError(NEEDS_TWO_DRAFTS)
         if speculation.is_lossy:
             lossy = BeamDrafter if speculation.accept == "joint" else BlendDrafter
             return lossy(text, request.sampler, speculation, request.final)

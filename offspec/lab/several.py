@@ -18,7 +18,7 @@ from offspec.scheduler.drafting.drafter import Drafter
 from offspec.scheduler.drafting.model_guesser import ModelGuesser
 
 from ..checkpoints.opening import ModelFiles
-from ..drafts.base import NEEDS_TWO_DRAFTS, Attach, Draft, DraftTask, Listener, OpenedDraft
+from ..drafts.base import Attach, Draft, DraftTask, Listener, OpenedDraft
 from ..drafts.learnt import EstimatesAndRecall
 from ..drafts.model_draft import ModelDraft, OpenedModel
 from ..drafts.recall import RecallingText
@@ -28,7 +28,6 @@ from ..model.decoder import Decoder
 from ..model.text_caches import DraftText, TextCaches
 from ..planning.drafting import Guessing
 from ..planning.memory import MemoryUse, Room
-from .blend import ProxyDrafter
 
 SEPARATOR = " + "  # of the drafts' names
 
@@ -63,21 +62,13 @@ class SeveralDrafts(Draft):
         return found
 
     def drafter(self, task: DraftTask, learnt: EstimatesAndRecall) -> Drafter:
-        """Raises UsageError where the first draft would guess alone: a baseline's tree, or most lossy acceptance."""
+        """Raises UsageError where the first draft would guess alone: a baseline's tree, or lossy acceptance."""
         speculation = task.speculation
-        if speculation.accept == "proxy":
-            return self._proxy(task)
         if speculation.tree != "best-first" or speculation.is_lossy:
             wanted = f"accept={speculation.accept}" if speculation.is_lossy else f"tree={speculation.tree}"
             raise UsageError(f"`{wanted}` uses one draft, and {self.name} are several; omit it, or give one draft")
         smaller = [self._guesser(text, task, own) for text, own in zip(task.beside, learnt.beside, strict=True)]
         return self.first.drafter(replace(task, smaller=smaller), learnt)
-
-    def _proxy(self, task: DraftTask) -> Drafter:
-        if task.text is None or len(task.beside) != 1:
-            raise UsageError(NEEDS_TWO_DRAFTS)
-        request = task.request
-        return ProxyDrafter(task.text, task.beside[0], request.sampler, task.speculation, request.final)
 
     def _guesser(self, text: DraftText, task: DraftTask, learnt: EstimatesAndRecall) -> ModelGuesser:
         recalling = None

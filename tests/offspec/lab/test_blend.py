@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from offspec.errors import UsageError
-from offspec.lab.blend import WAYS, BlendDrafter, ProxyDrafter, blend_walk, blended
+from offspec.lab.blend import WAYS, BlendDrafter, blend_walk, blended
 from offspec.scheduler.params import Accept, SamplingParams, SpeculationParams
 from offspec.scheduler.trees.sampling import Sampler
 from offspec.scheduler.trees.token_tree import FloatArray
@@ -128,41 +128,6 @@ def test_a_draft_that_is_the_target_changes_nothing(accept: Accept) -> None:
     target, speculation = random_rule(SIZE, 0), SpeculationParams(accept=accept, beam=2, gamma=GAMMA)
     found = generate(target, target, SamplingParams(), speculation, 30)
     assert found == plain_text(target, SamplingParams(), 7, PROMPT, 30)
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("size", [SIZE, SIZE - 1])
-def test_proxy_tuning_adds_what_training_changed(temperature: float, size: int) -> None:
-    """p * (trained / untrained) ** strength wherever both have scored; the untrained one may know fewer tokens."""
-    target, base = random_rule(SIZE, 0), random_rule(SIZE, 1)
-    trained = resembling(base, 2, 2.0)
-    small = RuleModel(lambda text: base(text)[:size], size)
-    params = SamplingParams(temperature=temperature)
-    speculation = SpeculationParams(accept="proxy", strength=0.5, beam=9, gamma=GAMMA)
-    text, sampler, model = list(PROMPT), Sampler(params, 7, SIZE), RuleModel(target, SIZE)
-    drafter = ProxyDrafter(RuleModel(trained, SIZE), small, sampler, speculation)
-    sampler.extend(text)
-    num_moved = 0
-    while len(text) < len(PROMPT) + 30:
-        tree = drafter.propose(text, max_depth=len(PROMPT) + 29 - len(text))
-        logits = model.score(text[model.length :], tree.tokens, tree.depths, tree.mask())
-        verdict = blend_walk(tree, logits, drafter, sampler, len(text), speculation)
-        for place, token in enumerate(verdict.tokens[: len(verdict.path)]):
-            before = (*text, *verdict.tokens[:place])
-            known = tuple(min(token, size - 1) for token in before)
-            p, q, r = (
-                torch.tensor(np.array(logits) / (temperature or 1.0)).log_softmax(-1).numpy()
-                for logits in (target(before), trained(before), base(known)[:size])
-            )
-            values = np.concatenate((p[:size] + 0.5 * (q[:size] - r), p[size:]))
-            chosen = values + (noise(7, len(before), SIZE) if temperature else 0.0)
-            assert token == chosen.argmax()
-            num_moved += int(values.argmax() != p.argmax())
-        model.keep(verdict.path)
-        drafter.observe(TargetPass(text, tree, verdict, logits))
-        text += verdict.tokens
-        sampler.extend(verdict.tokens)
-    assert num_moved > 0
 
 
 def test_settings_are_checked() -> None:
