@@ -23,7 +23,6 @@ from offspec.scheduler.drafting.forced import prepare_masks
 from offspec.scheduler.drafting.model_drafter import ModelDrafter
 from offspec.scheduler.drafting.score_calls import CompetingDrafter, Drafting, run_together
 from offspec.scheduler.guessing.retrieval import MAX_MATCH
-from offspec.scheduler.joint import joint_walk
 from offspec.scheduler.pace.costs import CostCurve
 from offspec.scheduler.pace.shared_pass import SharedPass
 from offspec.scheduler.params import DRAFT_ROWS, MAX_ROWS, SamplingParams, SpeculationParams, max_nodes, tree_room
@@ -31,14 +30,13 @@ from offspec.scheduler.trees.constraint import TokenConstraint
 from offspec.scheduler.trees.logprobs import SLICE_ROWS, TokenLogprob, token_logprobs
 from offspec.scheduler.trees.sampling import Sampler
 from offspec.scheduler.trees.token_tree import ROOT, FloatArray, TokenTree
-from offspec.scheduler.trees.verify import Logits, TargetPass, Verdict, exact_walk
+from offspec.scheduler.trees.verify import TargetPass, Verdict
 
 from .background import in_background
 from .checkpoints.opening import Note
 from .drafts.base import DraftTask
 from .drafts.shared_rounds import SharedRounds
 from .errors import ConstraintError, NumericalError, OffspecError
-from .lab.blend import BlendDrafter, blend_walk
 from .model.decoder import PASS_ROWS, TextRows, score_together
 from .model.row_logits import HEAD_ROWS, RowLogits
 from .model.text_caches import TextCaches
@@ -137,7 +135,7 @@ class Request:
             num_prompt_tokens=len(text),
             num_prefilled_tokens=num_prefilled,
             seed=asked.seed,
-            is_lossy=asked.speculation.is_lossy,
+            is_lossy=self.drafter.is_lossy,
             learn_file=None if (file := engine.draft.learn_file) is None else str(file),
         )
 
@@ -301,19 +299,13 @@ class Request:
         if self.fault is not None:
             return self.fault
         try:
-            verdict = None if self._is_prefilling else self._judge(rows)
+            verdict = None
+            if not self._is_prefilling:
+                verdict = self.drafter.walk(self._tree, rows, self.sampler, len(self.text))
             self._report(rows, verdict)
         except TEXT_ERRORS as exc:
             return exc
         return verdict
-
-    def _judge(self, logits: Logits) -> Verdict:
-        position, speculation = len(self.text), self.asked.speculation
-        if isinstance(self.drafter, BlendDrafter):
-            return blend_walk(self._tree, logits, self.drafter, self.sampler, position, speculation)
-        if speculation.is_lossy:
-            return joint_walk(self._tree, logits, self.sampler, position, tau=speculation.tau, final=self.final)
-        return exact_walk(self._tree, logits, self.sampler, position)
 
     def _report(self, rows: RowLogits, verdict: Verdict | None) -> None:
         """Take the log-probabilities that the request asks for from a pass."""

@@ -14,7 +14,7 @@ from offspec.loaders.streaming.placement import Item, Placement
 from offspec.scheduler.drafting.drafter import Drafter, NoDrafter
 from offspec.scheduler.drafting.model_drafter import ModelDrafter
 from offspec.scheduler.guessing.lookup import Guesser, PromptLookup
-from offspec.scheduler.joint import BeamDrafter
+from offspec.scheduler.joint import JointDrafter
 from offspec.scheduler.pace.costs import WIDTHS
 from offspec.scheduler.pace.window_trials import WindowTrials
 from offspec.scheduler.params import DRAFT_ROWS, MAX_ROWS, SpeculationParams
@@ -110,7 +110,7 @@ class ModelDraft(Draft):
         if text is None:  # an engine without this draft made the caches, so only guessers can draft
             return super().drafter(task, learnt)
         if speculation.is_lossy:
-            lossy = BeamDrafter if speculation.accept == "joint" else BlendDrafter
+            lossy = JointDrafter if speculation.accept == "joint" else BlendDrafter
             return lossy(text, request.sampler, speculation, request.final)
         if speculation.budget == 0:
             return NoDrafter()

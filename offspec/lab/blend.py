@@ -97,32 +97,29 @@ class BlendDrafter(BeamDrafter):
         self, model: TreeModel, sampler: Sampler, params: SpeculationParams, final: Collection[int] = ()
     ) -> None:
         super().__init__(model, sampler, params, final, coupled=True)
+        self._way = WAYS[params.accept]
+        self._strength = self._way.strength if params.strength is None else params.strength
 
     def log_probabilities(self, node: int) -> Tensor | None:
         """log q [V] after a node of the last tree, or after ROOT; None where the draft has not scored it."""
         row = ROOT if node == ROOT else int(self._rows[node])
         return None if row == UNEXPANDED or not self._draft.layers else self._draft.log_probabilities(row)
 
-
-def blend_walk(
-    tree: TokenTree, logits: Logits, drafter: BlendDrafter, sampler: Sampler, position: int, params: SpeculationParams
-) -> Verdict:
-    """Walk down the tree by choices from the blend; arguments and errors as in `exact_walk`."""
-    way = WAYS[params.accept]
-    strength = way.strength if params.strength is None else params.strength
-    node, path, tokens = ROOT, list[int](), list[int]()
-    while True:
-        token = sampler.choose(logits[node + 1], position + len(path), tokens)
-        if (log_q := drafter.log_probabilities(node)) is not None:
-            log_p = sampler.process(logits[node + 1][None].double(), [tokens])[0].log_softmax(-1)
-            values = blended(way, log_p, log_q.to(log_p), strength)
-            token = int((values if sampler.is_greedy else values + sampler.noise(position + len(path))).argmax())
-        tokens.append(token)
-        child = tree.child(node, token)
-        if child is None:
-            return Verdict(path, tokens)
-        node = child
-        path.append(node)
+    def walk(self, tree: TokenTree, logits: Logits, sampler: Sampler, position: int) -> Verdict:
+        """Walk down the tree by choices from the blend; arguments and errors as in `exact_walk`."""
+        node, path, tokens = ROOT, list[int](), list[int]()
+        while True:
+            token = sampler.choose(logits[node + 1], position + len(path), tokens)
+            if (log_q := self.log_probabilities(node)) is not None:
+                log_p = sampler.process(logits[node + 1][None].double(), [tokens])[0].log_softmax(-1)
+                values = blended(self._way, log_p, log_q.to(log_p), self._strength)
+                token = int((values if sampler.is_greedy else values + sampler.noise(position + len(path))).argmax())
+            tokens.append(token)
+            child = tree.child(node, token)
+            if child is None:
+                return Verdict(path, tokens)
+            node = child
+            path.append(node)
 
 
 def blended(way: Way, log_p: Tensor, log_q: Tensor, strength: float) -> Tensor:

@@ -77,7 +77,7 @@ def test_errors(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     with load(pair) as engine:
         with refused(ContextLengthError, "context"):
             generate_answers(engine, "x" * 500, 2, PARAMS)
-        monkeypatch.setattr("offspec.request.exact_walk", _fail)
+        monkeypatch.setattr("offspec.scheduler.drafting.drafter.exact_walk", _fail)
         with pytest.raises(NumericalError):
             list(generate_answers(engine, "x", 2, PARAMS))
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from offspec.errors import UsageError
-from offspec.lab.blend import WAYS, BlendDrafter, blend_walk, blended
+from offspec.lab.blend import WAYS, BlendDrafter, blended
 from offspec.scheduler.params import Accept, SamplingParams, SpeculationParams
 from offspec.scheduler.trees.sampling import Sampler
 from offspec.scheduler.trees.token_tree import FloatArray
@@ -85,7 +85,7 @@ def generate(target: Rule, draft: Rule, params: SamplingParams, speculation: Spe
     while len(text) < end:
         tree = drafter.propose(text, max_depth=end - len(text) - 1)
         logits = models[0].score(text[models[0].length :], tree.tokens, tree.depths, tree.mask())
-        verdict = blend_walk(tree, logits, drafter, sampler, len(text), speculation)
+        verdict = drafter.walk(tree, logits, sampler, len(text))
         models[0].keep(verdict.path)
         drafter.observe(TargetPass(text, tree, verdict, logits))
         text += verdict.tokens
