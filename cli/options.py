@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 from click.shell_completion import CompletionItem
 
-from offspec import ACCEPTS, KV_CACHES, SEED_LIMIT, SamplingParams, SpeculationParams, parse_size
+from offspec import ACCEPTS, KV_CACHES, SEED_LIMIT, TREES, SamplingParams, SpeculationParams, parse_size
 from offspec.checkpoints.small_files import MOST_TEXT_BYTES, read_small_file
 from offspec.errors import UsageError
 from offspec.named_models import NAMES
@@ -326,7 +326,7 @@ def _tree_options(function: F) -> F:
         ),
         research_option(
             "--tree",
-            type=click.Choice(["best-first", "sequoia", "opt-tree"]),
+            type=click.Choice(TREES),
             default=SpeculationParams.tree,
             show_default=True,
             help="Shape of the draft tree; sequoia and opt-tree are baselines.",

@@ -236,6 +236,16 @@ def _ignore(done: TargetPass) -> None:
 
 
 Attach = Callable[[Decoder], Draft]
+
+
+class MakeDrafter(Protocol):
+    """Makes the drafter of one request with a draft model: of a lossy acceptance, or of another shape of a tree."""
+
+    def __call__(
+        self, text: DraftText, request: DraftRequest, params: SpeculationParams, learnt: EstimatesAndRecall
+    ) -> Drafter: ...
+
+
 Listener = Callable[[TargetPass], None]
 
 

@@ -17,15 +17,13 @@ from offspec.scheduler.guessing.lookup import Guesser, PromptLookup
 from offspec.scheduler.joint import JointDrafter
 from offspec.scheduler.pace.costs import WIDTHS
 from offspec.scheduler.pace.window_trials import WindowTrials
-from offspec.scheduler.params import DRAFT_ROWS, MAX_ROWS, SpeculationParams
+from offspec.scheduler.params import ACCEPTS, DRAFT_ROWS, MAX_ROWS, TREES, SpeculationParams
 from offspec.scheduler.trees.verify import TargetPass
 
 from ..checkpoints.load import LoadSettings, load_decoder
 from ..checkpoints.opening import ModelFiles, Note, locate
 from ..errors import UsageError, VocabularyMismatchError
-from ..lab.blend import BlendDrafter
-from ..lab.opt_tree import OptTreeDrafter
-from ..lab.sequoia import SequoiaDrafter
+from ..methods import Methods
 from ..model.config import ModelConfig
 from ..model.cuda_graphs import TreeGraphs, is_static
 from ..model.decoder import CachedDecoder, Decoder
@@ -40,7 +38,7 @@ from ..text.tokenizer import Tokenizer, check_vocabularies
 from ..training.online import Aligner, AlignmentParams, check_learning, learning_bytes, open_aligner
 from ..training.specialists import Specialists
 from .acceptance import OTHER_VOCABULARY, SMALL_MODEL
-from .base import Attach, Draft, DraftOptions, DraftTask, Listener, OpenRequest, controller_of
+from .base import Attach, Draft, DraftOptions, DraftTask, Listener, MakeDrafter, OpenRequest, controller_of
 from .learnt import EstimatesAndRecall
 from .recall import MOST_PROMPT, RecallingText, recall_bytes
 from .reencoded_text import OtherVocabulary
@@ -109,9 +107,10 @@ class ModelDraft(Draft):
         text, speculation, request = task.text, task.speculation, task.request
         if text is None:  # an engine without this draft made the caches, so only guessers can draft
             return super().drafter(task, learnt)
+        if speculation.accept == "joint":
+            return JointDrafter(text, request.sampler, speculation, request.final)
         if speculation.is_lossy:
-            lossy = JointDrafter if speculation.accept == "joint" else BlendDrafter
-            return lossy(text, request.sampler, speculation, request.final)
+            return _from(ACCEPTS, speculation.accept)(text, request, speculation, learnt)
         if speculation.budget == 0:
             return NoDrafter()
         if self._is_larger and speculation.budget is None and task.target.weights.is_resident:
@@ -121,13 +120,8 @@ class ModelDraft(Draft):
             self._specialists.choose(task.prompt)
         if not self.overlaps:
             speculation = replace(speculation, overlap=False)
-        is_coupled = speculation.scoring == "coupled"
-        if speculation.tree == "sequoia":
-            return SequoiaDrafter(
-                text, request.sampler, speculation, learnt.acceptance, request.final, coupled=is_coupled
-            )
-        if speculation.tree == "opt-tree":
-            return OptTreeDrafter(text, request.sampler, speculation, request.final, coupled=is_coupled)
+        if speculation.tree != "best-first":
+            return _from(TREES, speculation.tree)(text, request, speculation, learnt)
         has_window = self._choose_window(text, task, learnt.windows)
         recalling = None
         if learnt.recall is not None and speculation.recall:
@@ -164,6 +158,11 @@ class ModelDraft(Draft):
         if self.graphs is not None:
             self.graphs.close()
         self.decoder.weights.close()
+
+
+def _from(methods: Methods, name: str) -> MakeDrafter:
+    make: MakeDrafter = methods.load(name)
+    return make
 
 
 class WatchedDrafter(ModelDrafter):

@@ -1,1 +1,14 @@
-"""The laboratory: research methods that nobody needs to run a model, and published ones kept for comparison."""
+"""The laboratory: research that nobody needs to run a model, and published methods kept for comparison.
+
+METHODS is all that the core sees of it (`offspec.methods`). This module imports nothing, so that `--help` is fast.
+"""
+
+METHODS: dict[str, dict[str, str]] = {
+    "lossy acceptance": dict.fromkeys(
+        ("cascade", "contrastive", "mix", "bild", "relaxed"), "offspec.lab.blend:blend_drafter"
+    ),
+    "shape of a tree": {
+        "sequoia": "offspec.lab.sequoia:sequoia_drafter",
+        "opt-tree": "offspec.lab.opt_tree:opt_tree_drafter",
+    },
+}

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from offspec.scheduler.drafting.drafter import TreeModel
+from offspec.scheduler.drafting.drafter import DraftRequest, TreeModel
 from offspec.scheduler.drafting.layered_draft import UNEXPANDED
+from offspec.scheduler.drafting.learnt import RunningEstimates
 from offspec.scheduler.joint import BeamDrafter
-from offspec.scheduler.params import Accept, SpeculationParams
+from offspec.scheduler.params import SpeculationParams
 from offspec.scheduler.trees.sampling import Sampler
 from offspec.scheduler.trees.token_tree import ROOT, TokenTree
 from offspec.scheduler.trees.verify import Logits, Verdict
@@ -81,13 +82,20 @@ class Way:
     strength: float
 
 
-WAYS: dict[Accept, Way] = {
+WAYS: dict[str, Way] = {
     "cascade": Way(cascade, 0.5),
     "contrastive": Way(contrastive, 0.5),
     "mix": Way(mix, 0.3),
     "bild": Way(bild, 0.6),
     "relaxed": Way(relaxed, 0.3),
 }
+
+
+def blend_drafter(
+    text: TreeModel, request: DraftRequest, params: SpeculationParams, learnt: RunningEstimates
+) -> BlendDrafter:
+    """The drafter of one request with a draft model (`drafts.base.MakeDrafter`)."""
+    return BlendDrafter(text, request.sampler, params, request.final)
 
 
 class BlendDrafter(BeamDrafter):

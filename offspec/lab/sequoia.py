@@ -13,8 +13,9 @@ from heapq import heappop, heappush
 
 import numpy as np
 
-from offspec.scheduler.drafting.drafter import SequentialDrafter, TreeModel
+from offspec.scheduler.drafting.drafter import DraftRequest, SequentialDrafter, TreeModel
 from offspec.scheduler.drafting.layered_draft import UNEXPANDED, LayeredDraft, subtree
+from offspec.scheduler.drafting.learnt import RunningEstimates
 from offspec.scheduler.params import DEFAULT_NODES, SpeculationParams
 from offspec.scheduler.trees.sampling import Sampler
 from offspec.scheduler.trees.token_tree import ROOT, FloatArray, IntArray, TokenTree
@@ -134,6 +135,14 @@ class MeasuredAcceptance:
 
 
 # ------------------------------------------------------------------------------------------------ the drafter
+
+
+def sequoia_drafter(
+    text: TreeModel, request: DraftRequest, params: SpeculationParams, learnt: RunningEstimates
+) -> SequoiaDrafter:
+    """The drafter of one request with a draft model (`drafts.base.MakeDrafter`)."""
+    acceptance, is_coupled = learnt.of_kind(MeasuredAcceptance), params.scoring == "coupled"
+    return SequoiaDrafter(text, request.sampler, params, acceptance, request.final, coupled=is_coupled)
 
 
 class SequoiaDrafter(SequentialDrafter):
