@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 import click
 
-from offspec.training.distill_params import DraftParams, Embedding, Loss
+from offspec.training.distill_params import LOSSES, DraftParams, Embedding
 
 from .help_groups import option, research_option
 from .options import Number, WholeNumber
@@ -32,7 +32,7 @@ def draft_options(function: F) -> F:
             option("--new-draft", metavar="HIDDEN,LAYERS", help="Train a new model of this size, for instance 512,4."),
             option(
                 "--loss",
-                type=click.Choice(get_args(Loss)),
+                type=click.Choice(LOSSES),
                 default=P.loss,
                 show_default=True,
                 help="A draft's loss: forward or reverse KL, Jensen-Shannon, or total variation (TVD++).",

@@ -23,6 +23,9 @@ class Methods:
     def __iter__(self) -> Iterator[str]:
         return iter((*self._names, *self._added()))
 
+    def __len__(self) -> int:
+        return len(self._names) + len(self._added())
+
     def __contains__(self, name: object) -> bool:
         return name in self._names or (isinstance(name, str) and name in self._added())
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from offspec.loaders.streaming.small_transfers import to_device
 
+from ..checkpoints.head_files import Layout
 from ..model.block import PassRows
 from ..model.config import ModelConfig
 from ..model.config_values import Json
@@ -99,3 +100,6 @@ def clover2_spec(config: Json, present: Mapping[str, tuple[int, ...]], target: M
 def clover2_name(name: str) -> str | None:
     """`Clover2Head`'s name of a tensor in a file; None for the copy of the target's head."""
     return None if name == "lm_head.weight" else renamed(name, _RULES)
+
+
+CLOVER2 = Layout(clover2_name, clover2_spec)

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..checkpoints.head_files import Layout
 from ..model.block import PassRows
 from ..model.config import ModelConfig
 from ..model.config_values import Json, positive
@@ -47,6 +48,9 @@ def recurrent_spec(config: Json, present: Shapes, target: ModelConfig) -> HeadSp
     shapes: dict[str, tuple[int, ...]] = {"cell.weight": (hidden, 2 * hidden), "cell.bias": (hidden,)}
     shapes |= {"up.weight": (inner, 2 * hidden), "down.weight": (hidden, inner)}
     return HeadSpec("recurrent", states_config(target, 1), shapes, (), target.vocab_size, RecurrentHead)
+
+
+RECURRENT = Layout(lambda name: name, recurrent_spec)
 
 
 class AttendingHead(ChainedHead):
@@ -92,6 +96,9 @@ def clover_spec(config: Json, present: Shapes, target: ModelConfig) -> HeadSpec:
     return HeadSpec("Clover", states_config(target, 1, None, 1), shapes, (), target.vocab_size, make)
 
 
+CLOVER = Layout(lambda name: name, clover_spec)
+
+
 class AmphistaHead(AttendingHead):
     """All steps' states at once, from the final state and the text's last token; they attend to each other.
 
@@ -131,6 +138,9 @@ def amphista_spec(config: Json, present: Shapes, target: ModelConfig) -> HeadSpe
     shapes |= {"token.weight": (hidden, 2 * hidden)} | text_shapes(target, STAGES)
     make = partial(AmphistaHead, steps, attention_heads(config, hidden))
     return HeadSpec("Amphista", states_config(target, 1, None, STAGES), shapes, (), target.vocab_size, make)
+
+
+AMPHISTA = Layout(lambda name: name, amphista_spec)
 
 
 def _attended(queries: Tensor, keys: Tensor, values: Tensor, heads: int) -> Tensor:

@@ -26,6 +26,7 @@ def test_an_extension_adds_names_and_is_imported_when_its_method_is_used(
 ) -> None:
     greetings = Methods("a greeting", "plain")
     assert list(greetings) == ["plain", "hello"]
+    assert len(greetings) == 2
     assert [name in greetings for name in ("plain", "hello", "bye", ["plain"])] == [True, True, False, False]
     with pytest.raises(ModuleNotFoundError, match="laboratory_of_greetings"):
         greetings.load("hello")
