@@ -146,7 +146,7 @@ class DraftTask:
     """One request, as a draft sees it.
 
     text: the draft's own cached text; None without a draft model. index: other texts for n-gram lookup. prompt: the
-    tokens of the text so far. beside: the cached texts of smaller drafts (`drafts.several`). smaller: these
+    tokens of the text so far. beside: the cached texts of smaller drafts, which guess for it. smaller: these
     drafts, in the request.
     """
 

@@ -91,24 +91,6 @@ class OpenedSeveral:
     first: OpenedDraft
     others: Sequence[OpenedModel]
 
-    @classmethod
-    def of(cls, drafts: Sequence[OpenedDraft], names: Sequence[str]) -> OpenedSeveral:
-        """Raises UsageError for kinds that cannot be combined."""
-        first, *others = drafts
-        if isinstance(first, WithoutModel):
-            raise UsageError(
-                f"`draft={names[0]}` has no model that could score what the others guess; name a draft with a model "
-                "first (n-gram lookup is on beside any draft)"
-            )
-        models = list[OpenedModel]()
-        for draft, name in zip(others, names[1:], strict=True):
-            if not isinstance(draft, OpenedModel):
-                raise UsageError(
-                    f"`draft={name}` cannot guess for another draft, only a small model can; name it first, or alone"
-                )
-            models.append(draft)
-        return cls(first, models)
-
     @property
     def models(self) -> Sequence[ModelFiles]:
         return (*self.first.models, *chain.from_iterable(draft.models for draft in self.others))
@@ -137,3 +119,21 @@ class OpenedSeveral:
             return SeveralDrafts(main, models) if models else main
 
         return attach
+
+
+def open_several(drafts: Sequence[OpenedDraft], names: Sequence[str]) -> OpenedSeveral:
+    """Combine opened drafts, of which the first one drafts. Raises UsageError for kinds that cannot be combined."""
+    first, *others = drafts
+    if isinstance(first, WithoutModel):
+        raise UsageError(
+            f"`draft={names[0]}` has no model that could score what the others guess; name a draft with a model "
+            "first (n-gram lookup is on beside any draft)"
+        )
+    models = list[OpenedModel]()
+    for draft, name in zip(others, names[1:], strict=True):
+        if not isinstance(draft, OpenedModel):
+            raise UsageError(
+                f"`draft={name}` cannot guess for another draft, only a small model can; name it first, or alone"
+            )
+        models.append(draft)
+    return OpenedSeveral(first, models)

@@ -70,7 +70,7 @@ def distill_head(
     refuse_foreign(target.config, "a head")
     beginning = structure_of(kind)(target, params.seed)
     if params.head_tokens and TO_TARGET not in beginning.tensors:
-        raise UsageError(f"a {kind} head predicts all tokens (`head_tokens`); choose `head=eagle3` or koala")
+        raise UsageError(f"a {kind} head predicts all tokens (`head_tokens`); choose `head=eagle3`")
     out = out or head_folder(files, kind)
     if out.exists():
         raise UsageError(f"`out={out}` exists already; delete it, or choose another folder")
