@@ -10,7 +10,6 @@ from ..errors import UsageError
 from ..methods import Methods
 
 Init = Literal["next", "last"]
-Embedding = Literal["components", "random"]  # of a new draft
 LOSSES = Methods("loss of a draft", "fkl")  # `draft_losses`
 HEADS = Methods("head to train", "eagle3")  # `head_structures`
 LEAST_TEMPERATURE = 1e-3  # a smaller one could overflow
