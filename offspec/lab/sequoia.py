@@ -80,23 +80,6 @@ def best_topology(acceptance: FloatArray, num_nodes: int, max_depth: int) -> Top
     return Topology(parents, ranks, depths, columns[3])
 
 
-def best_size(acceptance: FloatArray, max_depth: int, pass_s: FloatArray, round_s: float) -> tuple[int, int]:
-    """Nodes and depth with the most tokens per second; among equals, the smallest (Sequoia, section 3.3).
-
-    pass_s [1 + N]: seconds of a target pass over 0 to N nodes. round_s: seconds of one draft forward, one per layer.
-    (0, 0) if no tree is worth its cost.
-    """
-    best = (1 / float(pass_s[0]), 0, 0)
-    for limit in range(1, max_depth + 1):
-        shape = best_topology(acceptance, len(pass_s) - 1, limit)
-        if not len(shape) or shape.depths.max() < limit:
-            break
-        rates = (1 + shape.probabilities.cumsum()) / (pass_s[1 : len(shape) + 1] + limit * round_s)
-        if (rate := float(rates.max())) > best[0]:
-            best = (rate, int(rates.argmax()) + 1, limit)
-    return best[1:]
-
-
 class RankAcceptance:
     """The share of verified, expanded nodes at which the target's token had each rank among the draft's choices.
 
