@@ -1,4 +1,4 @@
-"""Methods by name, of which research adds some: the core knows this module, and no other of the laboratory's ways in.
+"""Methods by name: those of the core, and those that extensions such as the laboratory add.
 
 An extension is a module with a table METHODS: kind of method → name → "module:object". It is imported when names are
 listed, or when a name is asked for that the core does not know; an object's module only when the method is used.

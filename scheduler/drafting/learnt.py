@@ -34,8 +34,8 @@ class RunningEstimates:
 
     def of_kind(self, kind: type[T]) -> T:
         """The estimates of a method that the core does not know: nothing at first, then as the method left them."""
-        found: T = self.by_kind.setdefault(kind, kind())
-        return found
+        estimates: T = self.by_kind.setdefault(kind, kind())
+        return estimates
 
     @classmethod
     def nothing(

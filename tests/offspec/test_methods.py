@@ -7,8 +7,12 @@ from types import ModuleType
 
 import pytest
 
-from offspec import methods
+from offspec import ACCEPTS, TREES, Engine, SamplingParams, SpeculationParams, methods
+from offspec.errors import UsageError
 from offspec.methods import Methods
+from offspec.training.distill_params import HEADS, LOSSES
+
+from ..refusals import refused
 
 
 @pytest.fixture
@@ -40,6 +44,16 @@ def test_what_no_extension_adds_is_none(laboratory: ModuleType) -> None:
     assert Methods("a greeting", "plain").load("plain") is None, "the core has code of its own for it"
     assert Methods("a greeting").load("bye") is None
     assert list(Methods("another kind", "one")) == ["one"]
+
+
+def test_the_core_is_whole_without_the_laboratory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(methods, "EXTENSIONS", [])
+    assert [list(names) for names in (ACCEPTS, TREES)] == [["exact", "joint"], ["best-first"]]
+    assert [list(names) for names in (HEADS, LOSSES)] == [["eagle3"], ["fkl"]]
+    with refused(UsageError, "accept", "joint", "mix"):
+        SpeculationParams(accept="mix")
+    with Engine.load("builtin", device="cpu") as engine:
+        assert engine.complete("def area(", SamplingParams(4))
 
 
 def test_the_cores_names_need_no_extension(monkeypatch: pytest.MonkeyPatch) -> None:
