@@ -239,7 +239,7 @@ Attach = Callable[[Decoder], Draft]
 
 
 class MakeDrafter(Protocol):
-    """Makes the drafter of one request with a draft model: of a lossy acceptance, or of another shape of a tree."""
+    """Makes the drafter of one request with a draft model, whose trees have another shape."""
 
     def __call__(
         self, text: DraftText, request: DraftRequest, params: SpeculationParams, learnt: EstimatesAndRecall

@@ -14,7 +14,7 @@ from offspec.loaders.streaming.placement import Item, Placement
 from offspec.scheduler.drafting.drafter import Drafter, NoDrafter
 from offspec.scheduler.drafting.model_drafter import ModelDrafter
 from offspec.scheduler.guessing.lookup import Guesser, PromptLookup
-from offspec.scheduler.joint import JointDrafter
+from offspec.scheduler.joint import BeamDrafter, JointDrafter
 from offspec.scheduler.pace.costs import WIDTHS
 from offspec.scheduler.pace.window_trials import WindowTrials
 from offspec.scheduler.params import ACCEPTS, DRAFT_ROWS, MAX_ROWS, TREES, SpeculationParams
@@ -23,7 +23,6 @@ from offspec.scheduler.trees.verify import TargetPass
 from ..checkpoints.load import LoadSettings, load_decoder
 from ..checkpoints.opening import ModelFiles, Note, locate
 from ..errors import UsageError, VocabularyMismatchError
-from ..methods import Methods
 from ..model.config import ModelConfig
 from ..model.cuda_graphs import TreeGraphs, is_static
 from ..model.decoder import CachedDecoder, Decoder
@@ -107,10 +106,10 @@ class ModelDraft(Draft):
         text, speculation, request = task.text, task.speculation, task.request
         if text is None:  # an engine without this draft made the caches, so only guessers can draft
             return super().drafter(task, learnt)
-        if speculation.accept == "joint":
-            return JointDrafter(text, request.sampler, speculation, request.final)
         if speculation.is_lossy:
-            return _from(ACCEPTS, speculation.accept)(text, request, speculation, learnt)
+            is_joint = speculation.accept == "joint"
+            make_beam: type[BeamDrafter] = JointDrafter if is_joint else ACCEPTS.load(speculation.accept)
+            return make_beam(text, request.sampler, speculation, request.final)
         if speculation.budget == 0:
             return NoDrafter()
         if self._is_larger and speculation.budget is None and task.target.weights.is_resident:
@@ -121,7 +120,8 @@ class ModelDraft(Draft):
         if not self.overlaps:
             speculation = replace(speculation, overlap=False)
         if speculation.tree != "best-first":
-            return _from(TREES, speculation.tree)(text, request, speculation, learnt)
+            make_tree: MakeDrafter = TREES.load(speculation.tree)
+            return make_tree(text, request, speculation, learnt)
         has_window = self._choose_window(text, task, learnt.windows)
         recalling = None
         if learnt.recall is not None and speculation.recall:
@@ -158,11 +158,6 @@ class ModelDraft(Draft):
         if self.graphs is not None:
             self.graphs.close()
         self.decoder.weights.close()
-
-
-def _from(methods: Methods, name: str) -> MakeDrafter:
-    make: MakeDrafter = methods.load(name)
-    return make
 
 
 class WatchedDrafter(ModelDrafter):

@@ -5,7 +5,7 @@ METHODS is all that the core sees of it (`offspec.methods`). This module imports
 
 METHODS: dict[str, dict[str, str]] = {
     "lossy acceptance": dict.fromkeys(
-        ("cascade", "contrastive", "mix", "bild", "relaxed"), "offspec.lab.blend:blend_drafter"
+        ("cascade", "contrastive", "mix", "bild", "relaxed"), "offspec.lab.blend:BlendDrafter"
     ),
     "shape of a tree": {
         "sequoia": "offspec.lab.sequoia:sequoia_drafter",

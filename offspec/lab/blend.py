@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from offspec.scheduler.drafting.drafter import DraftRequest, TreeModel
+from offspec.scheduler.drafting.drafter import TreeModel
 from offspec.scheduler.drafting.layered_draft import UNEXPANDED
-from offspec.scheduler.drafting.learnt import RunningEstimates
 from offspec.scheduler.joint import BeamDrafter
 from offspec.scheduler.params import SpeculationParams
 from offspec.scheduler.trees.sampling import Sampler
@@ -89,13 +88,6 @@ WAYS: dict[str, Way] = {
     "bild": Way(bild, 0.6),
     "relaxed": Way(relaxed, 0.3),
 }
-
-
-def blend_drafter(
-    text: TreeModel, request: DraftRequest, params: SpeculationParams, learnt: RunningEstimates
-) -> BlendDrafter:
-    """The drafter of one request with a draft model (`drafts.base.MakeDrafter`)."""
-    return BlendDrafter(text, request.sampler, params, request.final)
 
 
 class BlendDrafter(BeamDrafter):
