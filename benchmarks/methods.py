@@ -33,8 +33,8 @@ from offspec.drafts.base import Draft, DraftTask
 from offspec.drafts.model_draft import ModelDraft
 from offspec.drafts.recall import RecallingText
 from offspec.drafts.without_model import LookupDraft
+from offspec.lab.blend import WAYS
 from offspec.model.memory.text_caches import DraftText
-from offspec.scheduler.blend import WAYS
 from offspec.scheduler.drafting.drafter import DraftRequest
 from offspec.scheduler.drafting.model_drafter import ModelDrafter
 from offspec.scheduler.pace.costs import Costs as LearntCosts
@@ -102,7 +102,7 @@ def methods(budget: int) -> Iterator[Method]:
     yield Method("the same, with token recycling too", True, SpeculationParams(budget, recycling=True))
     yield Method("recall and lookup, `--budget auto` (the default)", True, SpeculationParams())
     yield Method("the same, with token recycling too, `--budget auto`", True, SpeculationParams(recycling=True))
-    for accept in ("joint", *(way for way in WAYS if way != "proxy")):  # which needs two drafts
+    for accept in ("joint", *WAYS):
         yield Method(f"`--accept {accept}`, lossy", True, SpeculationParams(accept=accept, beam=8, gamma=8))
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from offspec.training.distill_params import DraftParams, Embedding, Loss
+from offspec.training.distill_params import LOSSES, DraftParams
 
 from .help_groups import option, research_option
 from .options import Number, WholeNumber
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 F = TypeVar("F", bound=Callable[..., Any])
 P = DraftParams
-DRAFT_FLAGS = ("embedding", "loss", "on_policy", "rounds", "lora_rank")
+DRAFT_FLAGS = ("loss", "on_policy", "rounds", "lora_rank")
 
 
 def draft_options(function: F) -> F:
@@ -32,7 +32,7 @@ def draft_options(function: F) -> F:
             option("--new-draft", metavar="HIDDEN,LAYERS", help="Train a new model of this size, for instance 512,4."),
             option(
                 "--loss",
-                type=click.Choice(get_args(Loss)),
+                type=click.Choice(LOSSES),
                 default=P.loss,
                 show_default=True,
                 help="A draft's loss: forward or reverse KL, Jensen-Shannon, or total variation (TVD++).",
@@ -59,13 +59,6 @@ def draft_options(function: F) -> F:
                 metavar="N",
                 help="How often the draft writes new texts.",
             ),
-            research_option(
-                "--embedding",
-                type=click.Choice(get_args(Embedding)),
-                default="components",
-                show_default=True,
-                help="A new draft's embedding: principal components of MODEL's, or random numbers.",
-            ),
         )
     ):
         function = decorate(function)
@@ -74,17 +67,16 @@ def draft_options(function: F) -> F:
 
 @dataclass(frozen=True)
 class DraftFlags:
-    """What is trained: an existing draft, or a new one of this shape, with this embedding."""
+    """What is trained: an existing draft, or a new one of this shape."""
 
     small: str | None
     new_draft: str | None
-    embedding: Any
 
     @classmethod
     def of(cls, settings: dict[str, Any]) -> DraftFlags:
         """Remove the flags from `settings`. The draft that the user's settings name for other commands is not meant."""
         small = settings.pop("small", None)
-        found = cls(small if is_typed("small") else None, settings.pop("new_draft", None), settings.pop("embedding"))
+        found = cls(small if is_typed("small") else None, settings.pop("new_draft", None))
         if not found.is_given:
             for name in DRAFT_FLAGS:
                 settings.pop(name, None)
@@ -105,7 +97,7 @@ class DraftFlags:
         if self.small is not None:
             return Untrained.of_model(locate(self.small, None, "draft"), teacher.tokenizer, teacher.target.device)
         shape = parse_shape(str(self.new_draft))
-        return new_draft(teacher.files, teacher.target, *shape, embedding=self.embedding, seed=seed)
+        return new_draft(teacher.files, teacher.target, *shape, seed=seed)
 
 
 def distil_draft(job: Job, flags: DraftFlags, settings: dict[str, Any]) -> tuple[dict[str, Any], str]:

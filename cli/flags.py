@@ -18,7 +18,6 @@ _ARGUMENTS = [
     "draft_window",
     "drafts",
     "dtype",
-    "embedding",
     "exit_file",
     "exit_layer",
     "format",

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 from click.shell_completion import CompletionItem
 
-from offspec import ACCEPTS, KV_CACHES, SEED_LIMIT, SamplingParams, SpeculationParams, parse_size
+from offspec import ACCEPTS, KV_CACHES, SEED_LIMIT, TREES, SamplingParams, SpeculationParams, parse_size
 from offspec.checkpoints.small_files import MOST_TEXT_BYTES, read_small_file
 from offspec.errors import UsageError
 from offspec.named_models import NAMES
@@ -326,7 +326,7 @@ def _tree_options(function: F) -> F:
         ),
         research_option(
             "--tree",
-            type=click.Choice(["best-first", "sequoia", "opt-tree"]),
+            type=click.Choice(TREES),
             default=SpeculationParams.tree,
             show_default=True,
             help="Shape of the draft tree; sequoia and opt-tree are baselines.",
@@ -401,7 +401,7 @@ def _joint_options(function: F) -> F:
             type=Number(0, 1, min_open=True),
             default=SpeculationParams.strength,
             metavar="X",
-            help="With --accept cascade, contrastive, mix, bild, relaxed or proxy: weight of the draft, or threshold. "
+            help="With --accept cascade, contrastive, mix, bild or relaxed: weight of the draft, or threshold. "
             "[default: depends on --accept]",
         ),
         research_option(
@@ -646,14 +646,10 @@ def request_of(options: dict[str, Any]) -> tuple[SamplingParams, SpeculationPara
 
 
 def needs_draft_model(speculation: SpeculationParams, draft: str | Sequence[str]) -> bool:
-    """Whether the acceptance needs a draft model. Raises click.UsageError for too few drafts or too many."""
-    number, accept = 1 if isinstance(draft, str) else len(draft), speculation.accept
-    if accept == "proxy" and number != 2:
-        raise click.UsageError(
-            "--accept proxy needs two drafts, a small model after training and before: --draft TRAINED --draft BASE"
-        )
-    if speculation.is_lossy and accept != "proxy" and number > 1:
-        raise click.UsageError(f"--accept {accept} uses one draft, and --draft names {number}; give one.")
+    """Whether the acceptance needs a draft model. Raises click.UsageError for too many drafts."""
+    number = 1 if isinstance(draft, str) else len(draft)
+    if speculation.is_lossy and number > 1:
+        raise click.UsageError(f"--accept {speculation.accept} uses one draft, and --draft names {number}; give one.")
     return speculation.is_lossy
 
 

@@ -13,12 +13,16 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .methods import EXTENSIONS
+
 __version__ = "0.2.0"
 
 # In a source checkout the subpackages are beside this folder; in an installed package they are inside it.
 _root = Path(__file__).resolve().parent.parent
 if (_root / "pyproject.toml").is_file() and (_root / "loaders").is_dir():
     __path__.append(str(_root))
+
+EXTENSIONS.append("offspec.lab")
 
 _HOMES = {
     "AUTO_TEXTS": "offspec.scheduler.params",
@@ -39,6 +43,7 @@ _HOMES = {
     "convert": "offspec.checkpoints.conversion",
     "SEED_LIMIT": "offspec.scheduler.params",
     "SHADOW_FORMATS": "offspec.loaders.params",
+    "TREES": "offspec.scheduler.params",
     "format_quantity": "offspec.loaders.units",
     "format_seconds": "offspec.loaders.units",
     "format_size": "offspec.loaders.units",
@@ -53,6 +58,7 @@ __all__ = [
     "PLAN_FORMATS",
     "SEED_LIMIT",
     "SHADOW_FORMATS",
+    "TREES",
     "Constraint",
     "ConvertParams",
     "Engine",
@@ -80,7 +86,15 @@ if TYPE_CHECKING:
         ConvertParams,
     )
     from offspec.loaders.units import format_quantity, format_seconds, format_size, parse_size
-    from offspec.scheduler.params import ACCEPTS, AUTO_TEXTS, SEED_LIMIT, Constraint, SamplingParams, SpeculationParams
+    from offspec.scheduler.params import (
+        ACCEPTS,
+        AUTO_TEXTS,
+        SEED_LIMIT,
+        TREES,
+        Constraint,
+        SamplingParams,
+        SpeculationParams,
+    )
     from offspec.scheduler.trees.logprobs import TokenLogprob
 
     from .checkpoints.conversion import convert

@@ -28,13 +28,15 @@ SLICE_ROWS = 32  # rows whose double-precision logits are in memory at a time
 
 
 class BeamDrafter(SequentialDrafter):
-    """Beam search for the `gamma` tokens with the highest joint probability under the draft; one per request.
+    """Base: beam search for the `gamma` tokens with the highest joint probability under the draft; one per request.
 
     The tree contains every hypothesis that was in the beam at some length, at most beam x gamma nodes. A hypothesis
     that left the beam costs a row per node, and may be the best one if the longer ones fail. `final` tokens (end of
     text) end a hypothesis, which stays in the beam while it is among the likeliest. `TokenTree.scores` are log
     q(x1..xi); q is the draft's distribution after the sampler's parameters.
     """
+
+    is_lossy = True
 
     def __init__(
         self,
@@ -86,6 +88,13 @@ class BeamDrafter(SequentialDrafter):
     def observe(self, done: TargetPass) -> None:
         if self._draft.layers:
             self._draft.model.keep([int(row) for row in self._rows[done.verdict.path] if row != UNEXPANDED])
+
+
+class JointDrafter(BeamDrafter):
+    """A beam, of which the target accepts the longest prefix that is likely enough (`joint_walk`)."""
+
+    def walk(self, tree: TokenTree, logits: Logits, sampler: Sampler, position: int) -> Verdict:
+        return joint_walk(tree, logits, sampler, position, tau=self._params.tau, final=self._final)
 
 
 # ------------------------------------------------------------------------------------------------ the target

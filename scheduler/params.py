@@ -16,6 +16,7 @@ from numbers import Integral, Real
 from typing import Any, Literal, TypeVar, get_args
 
 from offspec.errors import UsageError
+from offspec.methods import Methods
 
 SEED_LIMIT = 1 << 64
 MAX_STOPS, MAX_STOP_LENGTH = 64, 1024  # stop texts, and characters of each: every token's text is searched for all
@@ -30,10 +31,9 @@ AUTO_TEXTS = 8  # that share passes; more of them bring little, because the late
 MAX_ROWS = 3072  # expanded candidates pending in the draft's KV cache at a time
 DRAFT_ROWS = 384  # of each text of several that share passes, because each has a draft cache
 MAX_JOINT_NODES = 256  # per jointly accepted tree, because all its logits are in memory at a time
-Accept = Literal["exact", "joint", "cascade", "contrastive", "mix", "bild", "relaxed", "proxy"]
-ACCEPTS: tuple[Accept, ...] = get_args(Accept)
+ACCEPTS = Methods("lossy acceptance", "exact", "joint")
 Scoring = Literal["coupled", "specexec"]
-Tree = Literal["best-first", "sequoia", "opt-tree"]
+TREES = Methods("shape of a tree", "best-first")
 Stopping = Literal["default", "thompson", "thompson-calibrated"]
 T = TypeVar("T")
 ConstraintKind = Literal["json_schema", "json_object", "grammar", "regex", "tool_calls"]
@@ -214,8 +214,8 @@ class SpeculationParams:
     """Drafting and acceptance. Only `accept` changes the text, if it is not exact.
 
     budget: nodes per tree; 0 is plain decoding; None finds the budget at run time (`scheduler.pace.budget`). scoring:
-    coupled (shared noise, fitted sharpness) or specexec (cumulative draft probability). tree: best-first, or the shape
-    of a baseline (`scheduler.baselines`). width: nodes expanded by one draft forward; None finds it at run time, or is
+    coupled (shared noise, fitted sharpness) or specexec (cumulative draft probability). tree: best-first, or another
+    of TREES, for comparison. width: nodes expanded by one draft forward; None finds it at run time, or is
     an eighth of a given budget, from 16 to 64. children: candidates kept per expanded node. max_depth: longest path.
     stopping: default stops when another round is not worth its cost; thompson samples (EESD) as published;
     thompson-calibrated also uses costs and the draft's confidence. lookup: merge in n-gram lookup in the text.
@@ -226,7 +226,7 @@ class SpeculationParams:
     accept: exact, or joint (`scheduler.joint`), which is lossy: it accepts the longest path whose joint probability
     under the target is at least `tau`, in (0, 1], times that under the draft. Joint acceptance drafts by beam search,
     `beam` wide and `gamma` tokens deep, and the drafting settings above must have their defaults. The other lossy ways
-    draft the same beam, and choose each token from target and draft together (`scheduler.blend`). strength: how much
+    draft the same beam, and choose each token from target and draft together (others of ACCEPTS). strength: how much
     the draft counts in them, in (0, 1]; None: the default of the way. Exact acceptance ignores tau, beam, gamma and
     strength.
 
@@ -235,7 +235,7 @@ class SpeculationParams:
 
     budget: int | None = None
     scoring: Scoring = "coupled"
-    tree: Tree = "best-first"
+    tree: str = "best-first"
     width: int | None = None
     children: int = 16
     max_depth: int = 64
@@ -246,7 +246,7 @@ class SpeculationParams:
     reuse: bool = True
     overlap: bool = True
     forced: bool = True
-    accept: Accept = "exact"
+    accept: str = "exact"
     tau: float = 0.1
     beam: int = 8
     gamma: int = 16
@@ -256,9 +256,9 @@ class SpeculationParams:
         _check_numbers(self)
         if self.scoring not in ("coupled", "specexec"):
             raise UsageError(f"scoring must be coupled or specexec, not {self.scoring!r}")
-        for name, kind in (("tree", Tree), ("stopping", Stopping), ("accept", Accept)):
-            if getattr(self, name) not in get_args(kind):
-                raise UsageError(f"{name} must be one of {', '.join(get_args(kind))}, not {getattr(self, name)!r}")
+        for name, choices in (("tree", TREES), ("stopping", get_args(Stopping)), ("accept", ACCEPTS)):
+            if (value := getattr(self, name)) not in choices:
+                raise UsageError(f"{name} must be one of {', '.join(choices)}, not {value!r}")
         for name, least in (("budget", 0), ("width", 1), ("children", 1), ("max_depth", 1), ("beam", 1), ("gamma", 1)):
             if (value := getattr(self, name)) is not None and value < least:
                 raise UsageError(f"{name} must be at least {least}, not {value}")

@@ -33,12 +33,12 @@ from offspec.engine import Prompt
 from offspec.loaders.formats import dense
 from offspec.model.decoder import Decoder
 from offspec.model.early_exit import EarlyExit, SharedDraft, Trunk
-from offspec.scheduler.baselines.thompson import THOMPSON_WIDTH, ThompsonSampling
 from offspec.scheduler.drafting.drafter import DraftRequest
 from offspec.scheduler.drafting.learnt import RunningEstimates
 from offspec.scheduler.drafting.model_drafter import ModelDrafter
 from offspec.scheduler.pace.budget import Controller, DraftingState, FixedBudget
 from offspec.scheduler.pace.costs import Costs as LearntCosts
+from offspec.scheduler.pace.thompson import THOMPSON_WIDTH, ThompsonSampling
 
 DEPTHS = (1, 2, 3, 4, 6, 8, 12)
 THOMPSON = (("thompson", False), ("thompson-calibrated", True))  # name, whether it knows costs

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from offspec import Engine, SamplingParams, SpeculationParams, builtin
-from offspec.drafts.several import SeveralDrafts
+from offspec.lab.several import SeveralDrafts
 
 from ..methods import Method, replayed
 from ..scheduling.replay import Costs, Recording, record

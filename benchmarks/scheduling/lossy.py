@@ -21,8 +21,8 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from offspec import Engine, SamplingParams, SpeculationParams, builtin
+from offspec.lab.blend import WAYS
 from offspec.model.decoder import CachedDecoder
-from offspec.scheduler.blend import WAYS
 from offspec.scheduler.trees.sampling import Sampler
 from offspec.scheduler.trees.token_tree import TokenTree
 from offspec.tools.benchmark import token_log_likelihoods
@@ -95,8 +95,6 @@ def ways(strengths: Sequence[float], beam: int, gamma: int) -> Iterator[tuple[st
     yield "plain", SpeculationParams(budget=0)
     yield "exact", SpeculationParams(accept="mix", strength=EXACT, beam=beam, gamma=gamma)
     for accept in WAYS:
-        if accept == "proxy":  # it needs two drafts
-            continue
         for strength in strengths:
             found = SpeculationParams(accept=accept, strength=strength, beam=beam, gamma=gamma)
             yield f"{accept} {strength:g}", found

@@ -27,9 +27,9 @@ import numpy as np
 
 from offspec import Engine, SamplingParams, SpeculationParams, builtin
 from offspec.drafts.recall import Recall, RecallingText
+from offspec.lab.opt_tree import OptTreeDrafter
+from offspec.lab.sequoia import MeasuredAcceptance, SequoiaDrafter
 from offspec.model.decoder import CachedDecoder, random_decoder
-from offspec.scheduler.baselines.opt_tree import OptTreeDrafter
-from offspec.scheduler.baselines.sequoia import SequoiaDrafter
 from offspec.scheduler.drafting.drafter import Drafter, DraftRequest
 from offspec.scheduler.drafting.learnt import RunningEstimates
 from offspec.scheduler.drafting.model_drafter import ModelDrafter
@@ -152,7 +152,7 @@ class Bench:
             sampler = recording.sampler(self.engine.target.config.vocab_size)
             drafter: Drafter
             if speculation.tree == "sequoia":
-                drafter = SequoiaDrafter(model, sampler, speculation, learnt.acceptance)
+                drafter = SequoiaDrafter(model, sampler, speculation, learnt.of_kind(MeasuredAcceptance))
             elif speculation.tree == "opt-tree":
                 drafter = OptTreeDrafter(model, sampler, speculation)
             else:

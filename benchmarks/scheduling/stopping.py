@@ -30,13 +30,14 @@ from pathlib import Path
 import numpy as np
 
 from offspec import Engine, SamplingParams, SpeculationParams, builtin
+from offspec.lab.sequoia import MeasuredAcceptance, SequoiaDrafter, best_topology
 from offspec.model.decoder import CachedDecoder
-from offspec.scheduler.baselines.sequoia import MeasuredAcceptance, SequoiaDrafter, best_size
-from offspec.scheduler.baselines.thompson import CalibrationSampling, ThompsonSampling
 from offspec.scheduler.drafting.drafter import Drafter
 from offspec.scheduler.pace.budget import Controller, DraftingState, FixedBudget, MarginalRate
 from offspec.scheduler.pace.costs import Costs as LearntCosts
+from offspec.scheduler.pace.thompson import ThompsonSampling
 from offspec.scheduler.trees.sampling import Sampler
+from offspec.scheduler.trees.token_tree import FloatArray
 
 from .replay import ClockedModel, Costs, Recording, Replayed, VirtualClock, record, replay
 from .schedulers import COSTS, Bench, Row
@@ -90,6 +91,38 @@ def dynamic_depth(least_sum: float) -> GoesOn:
     return lambda open_nodes, above, done: float(open_nodes[:WIDTH].sum()) >= least_sum
 
 
+class CalibrationSampling(ThompsonSampling):
+    """Thompson sampling that begins with the draft's own confidence (EESD's Calibration-TS, section 3.3).
+
+    theta is drawn from the normal posterior of a mean. The prior's mean is the probability that the draft gives to its
+    best continuation, the likelihood's is the share of accepted levels so far. So the confidence decides while little
+    is known, and always moves the coin somewhat. The paper's constants are not used: `PRIOR_DEVIATION` is the prior's,
+    and older levels count less (`FORGETTING`).
+    """
+
+    PRIOR_DEVIATION = 0.15
+
+    def __init__(self, inner: Controller, *, seed: int = 0) -> None:
+        super().__init__(inner, seed=seed)
+        self._accepted = self._against = 0.5
+        self._above = 1.0  # probability of the best path a round before
+
+    def _bias(self, open_nodes: FloatArray) -> float:
+        confidence, self._above = float(open_nodes[0]) / self._above, float(open_nodes[0])
+        count = self._accepted + self._against
+        share = self._accepted / count
+        evidence, prior = count / (share * (1 - share)), self.PRIOR_DEVIATION**-2  # precisions
+        mean = (prior * min(1.0, confidence) + evidence * share) / (prior + evidence)
+        return float(np.clip(self._random.normal(mean, (prior + evidence) ** -0.5), 0.0, 1.0))
+
+    def observe(self, num_tokens: int, seconds: float) -> None:
+        self._accepted, self._against = (
+            max(0.5, self.FORGETTING**self._num_rounds * counts) for counts in (self._accepted, self._against)
+        )
+        super().observe(num_tokens, seconds)
+        self._above = 1.0
+
+
 def rules(budget: int) -> Iterator[tuple[str, Callable[[LearntCosts], Controller]]]:
     """Names of rules, and what makes a controller of each."""
     settings: list[tuple[str, Callable[[float], GoesOn], tuple[float, ...]]] = [
@@ -117,6 +150,23 @@ class SequoiaSize:
 
     budget: int
     depth: int
+
+
+def best_size(acceptance: FloatArray, max_depth: int, pass_s: FloatArray, round_s: float) -> tuple[int, int]:
+    """Nodes and depth with the most tokens per second; among equals, the smallest (Sequoia, section 3.3).
+
+    pass_s [1 + N]: seconds of a target pass over 0 to N nodes. round_s: seconds of one draft forward, one per layer.
+    (0, 0) if no tree is worth its cost.
+    """
+    best = (1 / float(pass_s[0]), 0, 0)
+    for limit in range(1, max_depth + 1):
+        shape = best_topology(acceptance, len(pass_s) - 1, limit)
+        if not len(shape) or shape.depths.max() < limit:
+            break
+        rates = (1 + shape.probabilities.cumsum()) / (pass_s[1 : len(shape) + 1] + limit * round_s)
+        if (rate := float(rates.max())) > best[0]:
+            best = (rate, int(rates.argmax()) + 1, limit)
+    return best[1:]
 
 
 def sequoia_size(acceptance: MeasuredAcceptance, *, greedy: bool, costs: Costs, most_nodes: int) -> SequoiaSize:

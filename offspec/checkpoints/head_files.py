@@ -31,16 +31,15 @@ from offspec.loaders.files.safetensors_folder import (
 from offspec.loaders.files.small_files import parse_json, read_small_file
 
 from ..errors import CheckpointError, MissingWeightsError, StorageError, UnsupportedModelError, UsageError
+from ..methods import Methods
 from ..model.config import ModelConfig
 from ..model.config_values import Json
-from ..model.heads.clover2 import clover2_name, clover2_spec
 from ..model.heads.eagle import TO_TARGET, eagle_name, eagle_spec
 from ..model.heads.fspad import fspad_name, fspad_spec
 from ..model.heads.head import HeadSpec
 from ..model.heads.hydra import hydra_name, hydra_spec
 from ..model.heads.medusa import medusa_name, medusa_spec
 from ..model.heads.mlp import mlp_name, mlp_spec
-from ..model.heads.own_kinds import amphista_spec, clover_spec, recurrent_spec
 from .exit_layers import data_file
 from .opening import ModelFiles
 from .pickles import read_pickle
@@ -131,52 +130,46 @@ LAYOUTS = {
     "hydra": Layout(partial(hydra_name, False), partial(hydra_spec, False)),
     HYDRA_PREFIX: Layout(partial(hydra_name, True), partial(hydra_spec, True)),
     "mlp_speculator": Layout(mlp_name, mlp_spec),
-    "recurrent": Layout(lambda name: name, recurrent_spec),
-    "clover": Layout(lambda name: name, clover_spec),
-    "clover2": Layout(clover2_name, clover2_spec),
     "fspad": Layout(fspad_name, fspad_spec),
-    "amphista": Layout(lambda name: name, amphista_spec),
 }
 MARKS = {"medusa_num_heads": "medusa", "hydra_num_heads": "hydra"}  # a key of config.json → the kind
-MARKING_TENSORS = {"clover_head_mlp_rnn.q.weight": "clover2", "fc.fc.weight": "fspad"}
+NAMED_KINDS = Methods("kind of head", "medusa", "mlp_speculator")  # named by OWN_KIND, or by model_type
+MARKING_TENSORS = Methods("tensor of a head", "fc.fc.weight")  # that only one kind has: FSPAD's, and others'
 TARGET_KEY = "offspec_target"  # the key of the target's fingerprint, in heads that offspec trained
 OWN_KIND = "offspec_head"  # the key of kinds that nobody else publishes
-NAMED = ("medusa", "mlp_speculator", "recurrent", "clover", "amphista")  # by that key, or by model_type
 
 
 def layout_of(config: Json, names: Iterable[str]) -> Layout | None:
-    """The layout of a head's files; None: it is no head."""
-    kind = head_kind(config, names)
-    return None if kind is None else LAYOUTS[kind]
-
-
-def head_kind(config: Json, names: Iterable[str]) -> str | None:
-    """The kind of head by its config.json, or by its tensors where it says nothing. None: it is no head."""
+    """The layout of a head's files by their config.json, or by their tensors where it says nothing; None: no head."""
     if (kind := next((kind for key, kind in MARKS.items() if key in config), None)) is not None:
-        return HYDRA_PREFIX if config.get("hydra_head_arch") == "prefix-mlp" else kind
+        return LAYOUTS[HYDRA_PREFIX if config.get("hydra_head_arch") == "prefix-mlp" else kind]
     named = config.get(OWN_KIND, config.get("model_type"))
-    if named in NAMED:
-        return str(named)
+    if named in NAMED_KINDS:
+        return _layout(NAMED_KINDS, str(named), str(named))
     plain = {name.removeprefix("model.") for name in names}
-    if (kind := next((kind for name, kind in MARKING_TENSORS.items() if name in plain), None)) is not None:
-        return kind
+    if (mark := next((name for name in MARKING_TENSORS if name in plain), None)) is not None:
+        return _layout(MARKING_TENSORS, mark, "fspad")
     stated = config.get("architectures")
     classes = [str(name).lower() for name in stated] if isinstance(stated, list) else []
     method = config.get("speculators_model_type")
     if method == "eagle3" or any("eagle3" in name for name in classes) or any(n.startswith("midlayer.") for n in plain):
-        return "eagle3"
+        return LAYOUTS["eagle3"]
     if any("eagle" in name for name in classes) or "fc.weight" in plain:
-        return "eagle"
+        return LAYOUTS["eagle"]
     return None
+
+
+def _layout(methods: Methods, name: str, kind: str) -> Layout:
+    """An extension's layout of this name, or else the core's of this kind."""
+    layout: Layout | None = methods.load(name)
+    return LAYOUTS[kind] if layout is None else layout
 
 
 def is_head(path: Path) -> bool:
     """Whether a folder holds a head, rather than a model; False for anything that cannot be read."""
     try:
         config = _read_config(path)
-        if head_kind(config, ()) is not None:
-            return True
-        return head_kind(config, _tensors(path)[0]) is not None
+        return (layout_of(config, ()) or layout_of(config, _tensors(path)[0])) is not None
     except CheckpointError:
         return False
 

@@ -32,14 +32,9 @@ SHADOWS = {
 _HEADS_SOURCE = "heads trained for half an hour on the built-in target, docs/results/drafts.md"
 _EAGLE_3 = Acceptance({16: 5.00, 64: 6.19}, {16: 2.47, 64: 3.01}, _HEADS_SOURCE, _HALF)
 _MEDUSA = Acceptance({16: 2.63, 64: 2.90}, {16: 1.73, 64: 1.96}, _HEADS_SOURCE, _HALF)
-# By `HeadSpec.kind`. The others were compared after a short training only, in which each brought more than Medusa: its
-# figures are the least that they should bring. FSPAD, the best of them, and EAGLE-1 have those of EAGLE-3.
-HEADS = {
-    "EAGLE-3": _EAGLE_3,
-    "EAGLE-1": _EAGLE_3,
-    **dict.fromkeys(("Medusa", "Hydra", "MLP speculator", "recurrent", "Clover", "Clover-2", "Amphista"), _MEDUSA),
-    "FSPAD": _EAGLE_3,
-}
+# The others were compared after a short training only, in which each brought more than Medusa: its figures are the
+# least that they should bring. FSPAD, the best of them, and EAGLE-1 have those of EAGLE-3.
+_LIKE_EAGLE_3 = ("EAGLE-1", "EAGLE-3", "FSPAD")
 _EXIT_SOURCE = "the built-in target, docs/results/early-exit.md"
 EXIT_LAYER = Acceptance({64: 4.1}, {64: 3.3}, _EXIT_SOURCE, _HALF)
 EXIT_AGREEMENT = 0.59  # of that exit layer with its target, on held-out text
@@ -49,6 +44,11 @@ _LOOKUP_SOURCE = "Qwen2.5-Coder 1.5B on MT-Bench, docs/results/benchmarks.md; at
 LOOKUP = Acceptance(
     {64: 2.1}, {64: 1.6}, _LOOKUP_SOURCE, Spread(0.75, 1.3, "eight questions of MT-Bench, docs/results/benchmarks.md")
 )
+
+
+def of_head(kind: str) -> Acceptance:
+    """Of a trained head. kind: `HeadSpec.kind`."""
+    return _EAGLE_3 if kind in _LIKE_EAGLE_3 else _MEDUSA
 
 
 def of_agreement(share: float, source: str) -> Acceptance:

@@ -39,10 +39,6 @@ from .learnt import EstimatesAndRecall
 NEEDS_DRAFT_MODEL = (
     "joint and other lossy acceptance needs a draft model, and none is loaded; choose one (`draft=PATH`)"
 )
-NEEDS_TWO_DRAFTS = (
-    "`accept=proxy` needs two drafts, a trained one and then the same model before its training; name both "
-    "(`draft=PATH`, twice)"
-)
 
 
 @dataclass(frozen=True)
@@ -150,7 +146,7 @@ class DraftTask:
     """One request, as a draft sees it.
 
     text: the draft's own cached text; None without a draft model. index: other texts for n-gram lookup. prompt: the
-    tokens of the text so far. beside: the cached texts of smaller drafts (`drafts.several`). smaller: these
+    tokens of the text so far. beside: the cached texts of smaller drafts, which guess for it. smaller: these
     drafts, in the request.
     """
 
@@ -240,6 +236,16 @@ def _ignore(done: TargetPass) -> None:
 
 
 Attach = Callable[[Decoder], Draft]
+
+
+class MakeDrafter(Protocol):
+    """Makes the drafter of one request with a draft model, whose trees have another shape."""
+
+    def __call__(
+        self, text: DraftText, request: DraftRequest, params: SpeculationParams, learnt: EstimatesAndRecall
+    ) -> Drafter: ...
+
+
 Listener = Callable[[TargetPass], None]
 
 

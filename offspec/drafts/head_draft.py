@@ -32,7 +32,7 @@ from ..planning.memory import MemoryUse, Room
 from ..training.distill_params import HEADS as KINDS
 from ..training.head_learning import learning_bytes, open_head_aligner
 from ..training.online import check_learning
-from .acceptance import HEADS
+from .acceptance import of_head
 from .base import Attach, Draft, DraftOptions, DraftTask, Listener, OpenRequest, controller_of
 from .learnt import EstimatesAndRecall
 from .model_draft import guessers_beside_model, guessing_items
@@ -154,7 +154,7 @@ class OpenedHead:
     def guessing(self, placement: Placement) -> Guessing:
         """A round goes through about as much as a layer of the target for each of its own, and its head."""
         spec = self.files.spec
-        return Guessing(((self.target, max(1, spec.config.num_layers)),), HEADS[spec.kind], overlaps=False)
+        return Guessing(((self.target, max(1, spec.config.num_layers)),), of_head(spec.kind), overlaps=False)
 
     def load(self, device: torch.device) -> Attach:
         spec, options, tensors = self.files.spec, self.options, self.files.load(self.target.dtype, device)

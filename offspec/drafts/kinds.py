@@ -1,4 +1,4 @@
-"""The kinds of draft by their names in `--draft`. Any other name is a model's."""
+"""The kinds of draft by their names in `--draft`. A name that is no kind is a model's."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from ..checkpoints.head_files import is_head
 from ..checkpoints.opening import Note, locate
 from ..checkpoints.shadows import made_shadows
 from ..errors import UsageError
+from ..methods import Methods
 from ..model.block import has_entries_alone
 from ..named_models import BUILTIN
 from .base import Choice, DraftOptions, OpenedDraft, OpenRequest
 from .head_draft import NAME as HEAD
 from .head_draft import OpenedHead
-from .layer_drafts import RESIDENT, SHADOW, OpenedLayers, OpenedShadow
+from .layer_drafts import SHADOW, OpenedLayers, OpenedShadow
 from .model_draft import OpenedModel
 from .self_draft import NAME as SELF
 from .self_draft import OpenedSelf
-from .several import OpenedSeveral
 from .without_model import LookupDraft, NoDraft
 
 
@@ -42,8 +42,9 @@ KINDS: dict[str, Callable[[OpenRequest], OpenedDraft]] = {
     SELF: _open_self,
     HEAD: OpenedHead.open,
     SHADOW: OpenedShadow.open,
-    RESIDENT: OpenedLayers.open_resident,
 }
+MORE_KINDS = Methods("draft")  # name → a function as in KINDS
+COMBINATIONS = Methods("combination of drafts")
 
 
 def open_draft(model: str, request: OpenRequest) -> OpenedDraft:
@@ -54,16 +55,18 @@ def open_draft(model: str, request: OpenRequest) -> OpenedDraft:
         return first
     alone = DraftOptions(window=options.window)  # other settings are the first draft's
     others = [_open_one(model, replace(request, options=replace(alone, draft=name))) for name in options.beside]
-    return OpenedSeveral.of([first, *others], [options.draft, *options.beside])
+    combined: OpenedDraft = COMBINATIONS.load("guessing ahead")([first, *others], [options.draft, *options.beside])
+    return combined
 
 
 def _open_one(model: str, request: OpenRequest) -> OpenedDraft:
     options = replace(request.options, draft=_resolve(model, request))
     kind, _, _ = options.draft.partition(":")  # shadow:3
-    if options.window is not None and kind in KINDS and kind != HEAD:
+    if options.window is not None and kind != HEAD and (kind in KINDS or kind in MORE_KINDS):
         text = f"`draft_window={options.window}` does nothing: `draft={kind}` has no KV cache of its own"
         request.notes.append(Note(text, advice=True))
-    return KINDS.get(kind, _open_files)(replace(request, options=options))
+    opens: Callable[[OpenRequest], OpenedDraft] = KINDS.get(kind) or MORE_KINDS.load(kind) or _open_files
+    return opens(replace(request, options=options))
 
 
 def _open_files(request: OpenRequest) -> OpenedDraft:

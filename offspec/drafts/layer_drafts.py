@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -24,7 +26,6 @@ from offspec.scheduler.params import tree_room
 from ..checkpoints.exit_layers import check_exit_layer, refuse_states
 from ..checkpoints.opening import ModelFiles, Note
 from ..checkpoints.shadows import Shadow, check_bits, find_shadow, make_shadow
-from ..checkpoints.skip_files import SkipFile
 from ..model.cuda_graphs import RoundBuffers, is_static
 from ..model.decoder import CachedDecoder, Decoder
 from ..model.layer_draft import LayerDraft, LayerDraftText
@@ -111,7 +112,7 @@ class OpenedShadow:
         Raises UsageError, CheckpointError, StorageError.
         """
         target = request.target
-        _check(request)
+        check_own_layers(request)
         _, _, said = request.options.draft.partition(":")
         if said and not said.isdecimal():
             shadow = Shadow.open(expand_home(said), target)
@@ -184,6 +185,19 @@ def load_shadow(shadow: Shadow, target: Decoder, chosen: Collection[int]) -> Lay
     return LayersOfTarget(LayerDraft(target, range(len(layers)), weights), name)
 
 
+class SkippingOrder(Protocol):
+    """In which order a target's layers are best skipped, all of them; and the file that says so."""
+
+    @property
+    def path(self) -> Path: ...
+
+    @property
+    def order(self) -> tuple[int, ...]: ...
+
+    def agreement_without(self, num_skipped: int) -> float:
+        """How often the likeliest token is the target's without the first so many layers."""
+
+
 @dataclass(frozen=True)
 class OpenedLayers:
     """Layers of the target as they are: the first `num_first` (an early exit), or all resident ones (None).
@@ -196,27 +210,14 @@ class OpenedLayers:
     notes: list[Note]
     device_type: str
     models: Sequence[ModelFiles] = ()
-    skips: SkipFile | None = None
-
-    @classmethod
-    def open_resident(cls, request: OpenRequest) -> OpenedLayers:
-        """All layers that stay, by a file of `offspec distill --skip` if there is one.
-
-        Raises UsageError, CheckpointError.
-        """
-        _check(request)
-        target, (_, _, file) = request.target, request.options.draft.partition(":")
-        skips = SkipFile.open(expand_home(file), target) if file else SkipFile.find(target)
-        if skips is not None:
-            request.notes.append(Note(f"draft: layers are skipped by {skips.path}"))
-        return cls(target, None, request.notes, request.device_type, skips=skips)
+    skips: SkippingOrder | None = None
 
     @classmethod
     def open_exit(cls, request: OpenRequest) -> OpenedLayers:
         """The first layers, as many as `--exit-layer` says. Raises UsageError."""
         number = request.options.exit_layer
         assert number is not None
-        _check(request)
+        check_own_layers(request)
         check_exit_layer(number, request.target.config)
         request.notes.append(
             Note(f"draft: the first {number} of {request.target.config.num_layers} layers, without an exit layer")
@@ -259,7 +260,7 @@ class OpenedLayers:
         return load_layers(self.target, target, numbers, RESIDENT if self.num_first is None else "exit")
 
 
-def _check(request: OpenRequest) -> None:
+def check_own_layers(request: OpenRequest) -> None:
     """Refuse what drafts of the target's layers cannot do. Raises UsageError."""
     refuse_states(request.target.config, f"`draft={request.options.draft}`")
     request.options.refuse_exit_file()

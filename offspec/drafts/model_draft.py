@@ -12,16 +12,13 @@ import torch
 
 from offspec.loaders.accelerators.accelerator import accelerator_of
 from offspec.loaders.streaming.placement import Item, Placement
-from offspec.scheduler.baselines.opt_tree import OptTreeDrafter
-from offspec.scheduler.baselines.sequoia import SequoiaDrafter
-from offspec.scheduler.blend import BlendDrafter
 from offspec.scheduler.drafting.drafter import Drafter, NoDrafter
 from offspec.scheduler.drafting.model_drafter import ModelDrafter
 from offspec.scheduler.guessing.lookup import Guesser, PromptLookup
-from offspec.scheduler.joint import BeamDrafter
+from offspec.scheduler.joint import BeamDrafter, JointDrafter
 from offspec.scheduler.pace.costs import WIDTHS
 from offspec.scheduler.pace.trials import WindowTrials
-from offspec.scheduler.params import DRAFT_ROWS, MAX_ROWS, SpeculationParams
+from offspec.scheduler.params import ACCEPTS, DRAFT_ROWS, MAX_ROWS, TREES, SpeculationParams
 from offspec.scheduler.trees.verify import TargetPass
 
 from ..checkpoints.load import LoadSettings, load_decoder
@@ -41,7 +38,7 @@ from ..text.tokenizer import Tokenizer, check_vocabularies
 from ..training.online import Aligner, AlignmentParams, check_learning, learning_bytes, open_aligner
 from ..training.specialists import Specialists
 from .acceptance import OTHER_VOCABULARY, SMALL_MODEL
-from .base import NEEDS_TWO_DRAFTS, Attach, Draft, DraftOptions, DraftTask, Listener, OpenRequest, controller_of
+from .base import Attach, Draft, DraftOptions, DraftTask, Listener, MakeDrafter, OpenRequest, controller_of
 from .learnt import EstimatesAndRecall
 from .recall import MOST_PROMPT, RecallingText, recall_bytes
 from .reencoded_text import OtherVocabulary
@@ -110,11 +107,10 @@ class ModelDraft(Draft):
         text, speculation, request = task.text, task.speculation, task.request
         if text is None:  # an engine without this draft made the caches, so only guessers can draft
             return super().drafter(task, learnt)
-        if speculation.accept == "proxy":
-            raise UsageError(NEEDS_TWO_DRAFTS)
         if speculation.is_lossy:
-            lossy = BeamDrafter if speculation.accept == "joint" else BlendDrafter
-            return lossy(text, request.sampler, speculation, request.final)
+            is_joint = speculation.accept == "joint"
+            make_beam: type[BeamDrafter] = JointDrafter if is_joint else ACCEPTS.load(speculation.accept)
+            return make_beam(text, request.sampler, speculation, request.final)
         if speculation.budget == 0:
             return NoDrafter()
         if self._is_larger and speculation.budget is None and task.target.weights.is_resident:
@@ -124,13 +120,9 @@ class ModelDraft(Draft):
             self._specialists.choose(task.prompt)
         if not self.overlaps:
             speculation = replace(speculation, overlap=False)
-        is_coupled = speculation.scoring == "coupled"
-        if speculation.tree == "sequoia":
-            return SequoiaDrafter(
-                text, request.sampler, speculation, learnt.acceptance, request.final, coupled=is_coupled
-            )
-        if speculation.tree == "opt-tree":
-            return OptTreeDrafter(text, request.sampler, speculation, request.final, coupled=is_coupled)
+        if speculation.tree != "best-first":
+            make_tree: MakeDrafter = TREES.load(speculation.tree)
+            return make_tree(text, request, speculation, learnt)
         has_window = self._choose_window(text, task, learnt.windows)
         recalling = None
         if learnt.recall is not None and speculation.recall:

@@ -21,9 +21,7 @@ class PassCounter:
     def __init__(self, loaded: LoadedTarget, checked: CheckedRequest) -> None:
         self._loaded, self._began, self._bytes_before = loaded, checked.began, loaded.bytes_streamed
         self._resting_since: int | None = None  # the number of a pass
-        self.stats = Stats(
-            num_prompt_tokens=len(checked.prompt), seed=checked.seed, is_lossy=checked.speculation.is_lossy
-        )
+        self.stats = Stats(num_prompt_tokens=len(checked.prompt), seed=checked.seed)
 
     @property
     def bytes_streamed(self) -> int:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from offspec.loaders.streaming.small_transfers import to_device
-from offspec.scheduler.blend import BlendDrafter, blend_walk
 from offspec.scheduler.drafting.drafter import DraftRequest
 from offspec.scheduler.drafting.score_calls import Drafting
-from offspec.scheduler.joint import joint_walk
 from offspec.scheduler.pace.shared_pass import SharedPass
 from offspec.scheduler.trees.sampling import Sampler
 from offspec.scheduler.trees.token_tree import FloatArray
-from offspec.scheduler.trees.verify import Logits, TargetPass, Verdict, exact_walk
+from offspec.scheduler.trees.verify import TargetPass, Verdict
 
 from ..drafts.base import DraftTask
 from ..errors import OffspecError
@@ -48,6 +46,7 @@ class Request:
         self._logprobs, self._steps = LogprobReport(sampling, len(prompt)), StepMaker(models, checked)
         with models.turn:
             self.stats.num_prefilled_tokens = retry_out_of_memory(lambda: self._begin(prompt), self._make_room)
+        self.stats.is_lossy = self.drafting.drafter.is_lossy
         self._listen = models.draft.new_listener()
         self.stats.learn_file = None if (file := models.draft.learn_file) is None else str(file)
 
@@ -107,20 +106,13 @@ class Request:
         if drafting.fault is not None:
             return drafting.fault
         try:
-            verdict = None if drafting.is_prefilling else self._judge(rows)
+            verdict = None
+            if not drafting.is_prefilling:
+                verdict = drafting.drafter.walk(drafting.tree, rows, self.sampler, len(self.text))
             self._logprobs.take(rows, verdict, self.text, self.target.length, len(drafting.chain))
         except TEXT_ERRORS as exc:
             return exc
         return verdict
-
-    def _judge(self, logits: Logits) -> Verdict:
-        position, speculation, drafting = len(self.text), self.checked.speculation, self.drafting
-        if isinstance(drafting.drafter, BlendDrafter):
-            return blend_walk(drafting.tree, logits, drafting.drafter, self.sampler, position, speculation)
-        if speculation.is_lossy:
-            final = self._steps.final
-            return joint_walk(drafting.tree, logits, self.sampler, position, tau=speculation.tau, final=final)
-        return exact_walk(drafting.tree, logits, self.sampler, position)
 
     def commit(self, verdict: Verdict, rows: RowLogits) -> str:
         """Keep what the verdict accepted, tell the drafter, and extend the text.

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from offspec.scheduler.joint import log_likelihoods
-from offspec.scheduler.params import Accept, SamplingParams, SpeculationParams
+from offspec.scheduler.params import SamplingParams, SpeculationParams
 from offspec.scheduler.trees.sampling import Sampler
 from offspec.scheduler.trees.token_tree import FloatArray, TokenTree
 from offspec.scheduler.trees.verify import Verdict
@@ -84,7 +84,7 @@ class Run:
     token_ids: tuple[int, ...]
     first: Stats
     stats: Stats
-    accept: Accept = "exact"
+    accept: str = "exact"
     log_likelihood: float | None = None
 
     @property
@@ -179,7 +179,7 @@ class BenchmarkRow:
     tokens_per_pass: Figure
     first_ms: Parts
     later_ms: Parts | None
-    accept: Accept = "exact"
+    accept: str = "exact"
     log_likelihood: float | None = None
 
     @property
@@ -284,7 +284,7 @@ class BenchmarkReport:
         auto = self._row(best.kind, budget_name(None)) if budget_name(None) in self.budget_names else None
         return Outcome(best, self._row(best.kind, budget_name(0)), auto)
 
-    def num_different(self, accept: Accept = "exact") -> int:
+    def num_different(self, accept: str = "exact") -> int:
         """The number of texts that differ from plain decoding's.
 
         For exact runs in fp32 it is 0; in 16 bit, near-ties may be decided differently.
@@ -362,7 +362,7 @@ def _mean_ms(parts: Sequence[Parts], count: int) -> Parts:
     return draft, target, rest
 
 
-def budget_name(budget: int | None, accept: Accept = "exact") -> str:
+def budget_name(budget: int | None, accept: str = "exact") -> str:
     """The name of a budget: plain, auto, or the number of nodes; "joint, lossy" for joint acceptance, and so on."""
     if accept != "exact":
         return f"{accept}, lossy"

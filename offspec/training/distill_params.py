@@ -7,22 +7,11 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from ..errors import UsageError
+from ..methods import Methods
 
 Init = Literal["next", "last"]
-Loss = Literal["fkl", "rkl", "jsd", "tvd++"]
-Embedding = Literal["components", "random"]  # of a new draft
-HEADS = (
-    "eagle3",
-    "medusa",
-    "hydra",
-    "recurrent",
-    "mlp",
-    "clover",
-    "clover2",
-    "koala",
-    "amphista",
-    "fspad",
-)  # the structures of `head_structures`
+LOSSES = Methods("loss of a draft", "fkl")  # `draft_losses`
+HEADS = Methods("head to train", "eagle3")  # `head_structures`
 LEAST_TEMPERATURE = 1e-3  # a smaller one could overflow
 LEAST_TEXT = 3  # tokens: a place whose state a head reads, the token after it, and one to predict
 
@@ -98,15 +87,15 @@ class DraftParams(DistillParams):
     """
 
     learning_rate: float = 5e-4
-    loss: Loss = "fkl"
+    loss: str = "fkl"
     on_policy: float = 0.0
     rounds: int = 4
     lora_rank: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.loss not in get_args(Loss):
-            raise UsageError(f"loss must be one of {', '.join(get_args(Loss))}, not {self.loss!r}")
+        if self.loss not in LOSSES:
+            raise UsageError(f"loss must be one of {', '.join(LOSSES)}, not {self.loss!r}")
         if not 0 <= self.on_policy <= 1:
             raise UsageError(f"on_policy must be between 0 and 1, not {self.on_policy}")
         for name, least in (("rounds", 1), ("lora_rank", 0)):

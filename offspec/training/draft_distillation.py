@@ -32,7 +32,7 @@ from ..planning.plan import all_resident
 from ..text.tokenizer import Tokenizer, check_vocabularies
 from .distill_params import DraftParams
 from .distillation import Teacher, run_settings
-from .draft_losses import LOSSES, forward_kl, outcomes
+from .draft_losses import forward_kl, loss_of, outcomes
 from .lora import Adapter, CausalTexts, SavedAdapter, hidden_states, weights_of
 from .run_folder import run_folder, work_folder
 from .target_texts import Progress, Shard, Shards
@@ -185,7 +185,7 @@ class DraftStudent(Student):
 
     def __init__(self, draft: Untrained, params: DraftParams) -> None:
         super().__init__()
-        self.draft, self._loss = draft, LOSSES[params.loss]
+        self.draft, self._loss = draft, loss_of(params.loss)
         self.width = draft.config.hidden_size
 
     def forward(self, batch: Shard) -> Tensor:

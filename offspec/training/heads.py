@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from offspec.loaders.kernels.compiler import instructions
@@ -25,14 +24,13 @@ from ..model.heads.eagle import TO_TARGET
 from ..model.heads.head import Advanced, Head
 from .distill_params import HeadParams
 from .distillation import Teacher, run_settings
-from .head_structures import STRUCTURES, Beginning
+from .head_structures import Beginning, structure_of
 from .run_folder import run_folder, work_folder
 from .target_texts import Progress, Shard, Shards
 from .trainer import CHECKPOINT_EVERY_S, Student, Trainer
 from .unrolling import cross_entropy, unroll, weighted
 
 HELD_OUT_TEXTS = 4
-ALIGNMENT = 10.0  # weight of the distance from the target's states, beside the cross entropy (Clover-2's and FSPAD's)
 
 
 @dataclass(frozen=True)
@@ -63,16 +61,16 @@ def distill_head(
     progress: Progress | None = None,
     checkpoint_every_s: float = CHECKPOINT_EVERY_S,
 ) -> DistilledHead:
-    """Train a head of a structure in `STRUCTURES`, and write its folder: `out`, or where `--draft head` finds it.
+    """Train a head of a kind in `HEADS`, and write its folder: `out`, or where `--draft head` finds it.
 
     The other arguments are those of `distillation.distill`. Raises a subclass of OffspecError.
     """
     target, files = teacher.target, teacher.files
     params, progress = params or HeadParams(), progress or (lambda what, done, total: None)
     refuse_foreign(target.config, "a head")
-    beginning = STRUCTURES[kind](target, params.seed)
+    beginning = structure_of(kind)(target, params.seed)
     if params.head_tokens and TO_TARGET not in beginning.tensors:
-        raise UsageError(f"a {kind} head predicts all tokens (`head_tokens`); choose `head=eagle3` or koala")
+        raise UsageError(f"a {kind} head predicts all tokens (`head_tokens`); choose `head=eagle3`")
     out = out or head_folder(files, kind)
     if out.exists():
         raise UsageError(f"`out={out}` exists already; delete it, or choose another folder")
@@ -150,11 +148,8 @@ class HeadStudent(Student):
         return weighted([self._step_loss(made, said) for made, said in self.unrolled(batch)])
 
     def _step_loss(self, made: Advanced, said: Shard) -> Tensor:
-        loss = cross_entropy(self.head, made.states, said)
-        if (aligned := self._beginning.aligned) is None:
-            return loss
-        found = made.states if aligned == "states" else made.features
-        return loss + ALIGNMENT * F.smooth_l1_loss(found.float(), said["states"].float())
+        loss, more_loss = cross_entropy(self.head, made.states, said), self._beginning.more_loss
+        return loss if more_loss is None else loss + more_loss(made, said)
 
     @torch.no_grad()
     def agreements(self, shard: Shard) -> list[float]:

@@ -1,8 +1,8 @@
 """A draft from nothing, for targets without a small sibling: `offspec distill TARGET --new-draft hidden,layers`.
 
 It is a decoder of Llama's layout with the target's vocabulary. Its layers are random. Its embedding, which is also its
-head, is random, or the target's embedding reduced to its principal components. So tokens that the target treats alike
-are alike from the first step on.
+head, is the target's embedding reduced to its principal components. So tokens that the target treats alike are alike
+from the first step on.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from ..errors import MemoryLimitError, UsageError
 from ..model.config import ModelConfig, read_config
 from ..model.decoder import Decoder, wanted_shapes
 from ..model.names import EMBEDDING
-from .distill_params import Embedding
 from .draft_distillation import Untrained
 
 HEAD_DIMS = (64, 32, 16, 8)  # the first that gives two heads or more
@@ -62,9 +61,7 @@ def new_config(target: ModelFiles, hidden: int, layers: int) -> dict[str, Any]:
     }
 
 
-def new_draft(
-    files: ModelFiles, target: Decoder, hidden: int, layers: int, *, embedding: Embedding = "components", seed: int = 0
-) -> Untrained:
+def new_draft(files: ModelFiles, target: Decoder, hidden: int, layers: int, *, seed: int = 0) -> Untrained:
     """An untrained draft on the target's device.
 
     Raises UsageError for shapes that are none, MemoryLimitError for a draft that is too large to be trained here.
@@ -82,10 +79,9 @@ def new_draft(
             DEVIATION / (2 * layers) ** 0.5 if name.endswith(("o_proj.weight", "down_proj.weight")) else DEVIATION
         )
         tensors[name] = deviation * torch.randn(shape, generator=generator)
-    if embedding == "components":
-        tensors[EMBEDDING] = components(target, hidden)
+    tensors[EMBEDDING] = components(target, hidden)
     placed = {name: tensor.to(target.device) for name, tensor in tensors.items()}
-    name = f"new {hidden},{layers} {embedding} {seed}"
+    name = f"new {hidden},{layers} {seed}"
     return Untrained(name, config, placed, NewCheckpoint(said, files.checkpoint, torch.bfloat16))
 
 
@@ -109,8 +105,7 @@ def components(target: Decoder, count: int) -> Tensor:
     size, width = target.config.vocab_size, target.config.hidden_size
     if count > width:
         raise UsageError(
-            f"the target's embedding has {width} components, not {count}; choose a smaller draft (`new_draft`), or a "
-            "random embedding (`embedding`)"
+            f"the target's embedding has {width} components, not {count}; choose a smaller draft (`new_draft`)"
         )
     rows = torch.cat([_rows(target, first, min(first + TABLE_ROWS, size)) for first in range(0, size, TABLE_ROWS)])
     rows -= rows.mean(0)

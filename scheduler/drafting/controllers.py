@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ..baselines.thompson import ThompsonSampling
 from ..pace.budget import Controller, FixedBudget, MarginalRate
 from ..pace.costs import Costs
+from ..pace.thompson import ThompsonSampling
 from ..params import MAX_NODES, SpeculationParams
 
 

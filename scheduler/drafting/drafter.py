@@ -12,7 +12,7 @@ from ..pace.shared_pass import SharedPass
 from ..params import MAX_ROWS
 from ..trees.sampling import Sampler
 from ..trees.token_tree import BoolArray, IntArray, TokenTree
-from ..trees.verify import TargetPass, TargetStates
+from ..trees.verify import Logits, TargetPass, TargetStates, Verdict, exact_walk
 from ..trees.vocabulary import Vocabulary
 
 
@@ -77,7 +77,14 @@ class DraftRequest:
 
 
 class Drafter(Protocol):
-    """Proposes trees for one request. Calls of propose and observe alternate; after an error, create a new drafter."""
+    """Proposes trees for one request, and says how a tree's logits become a verdict.
+
+    Calls of propose and observe alternate; after an error, create a new drafter.
+    """
+
+    @property
+    def is_lossy(self) -> bool:
+        """Whether the verdicts' tokens may differ from those of plain decoding."""
 
     def propose(self, text: Sequence[int], max_depth: int) -> TokenTree:
         """A tree of continuations of `text` (all tokens so far), at most max_depth deep."""
@@ -89,11 +96,23 @@ class Drafter(Protocol):
     def extend(self, is_over: Callable[[], bool]) -> None:
         """Draft during the target's pass until `is_over`. Called between propose and observe, maybe on a thread."""
 
+    def walk(self, tree: TokenTree, logits: Logits, sampler: Sampler, position: int) -> Verdict:
+        """The verdict on the tree that was proposed last; arguments and errors as in `exact_walk`."""
+
     def observe(self, done: TargetPass) -> None:
         """Record the target's pass over the tree that was proposed last."""
 
 
-class SequentialDrafter:
+class ExactDrafter:
+    """Base of drafters whose verdicts have plain decoding's tokens."""
+
+    is_lossy = False
+
+    def walk(self, tree: TokenTree, logits: Logits, sampler: Sampler, position: int) -> Verdict:
+        return exact_walk(tree, logits, sampler, position)
+
+
+class SequentialDrafter(ExactDrafter):
     """Base of drafters that do not draft during the target's pass."""
 
     wants_overlap = False

@@ -22,7 +22,7 @@ from .candidate_tree import CandidateTree
 from .child_scores import ChildScorer
 from .controllers import controller_for
 from .draft_rounds import DraftRounds
-from .drafter import DraftRequest, LogitCorrector, NoModel, TreeModel
+from .drafter import DraftRequest, ExactDrafter, LogitCorrector, NoModel, TreeModel
 from .guesser_pool import GuesserPool
 from .learnt import RunningEstimates
 from .model_guesser import ModelGuesser
@@ -35,7 +35,7 @@ NO_NODES: IntArray = np.empty(0, dtype=np.int64)
 ROOT_WIDTH = 16  # guessed or forced nodes that are scored together with the text
 
 
-class ModelDrafter:
+class ModelDrafter(ExactDrafter):
     """Proposes trees of the likeliest candidates of draft and guessers; one drafter per request.
 
     Each round expands the best open candidates with one forward of the draft. If the target's next token is an expanded

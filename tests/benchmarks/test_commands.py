@@ -65,10 +65,6 @@ SMALL: dict[str, tuple[str, ...]] = {
         "1,2",
     ),
     "benchmarks.scheduling.lossy": (*TINY, "--max-prompts", "1", "--max-new-tokens", "4", "--strengths", "0.5"),
-    "benchmarks.scheduling.proxy": (
-        *("--model", "target", "--judge", "target", "--trained", "draft", "--base", "draft", "--folder", "headers"),
-        *("--prompts", "1", "--prompt-tokens", "8", "--tokens", "4", "--strengths", "1", "--temperatures", "1"),
-    ),
     "benchmarks.scheduling.schedulers": ("--prompts", "1", "--tokens", "4", "--budgets", "16", "--temperatures", "0"),
     "benchmarks.scheduling.stopping": ("--prompts", "1", "--tokens", "4", "--temperatures", "1", "--costs", "card"),
     "benchmarks.which_model": ("--gpus", "rtx3060", "--forms", "nf4"),

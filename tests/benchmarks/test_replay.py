@@ -26,10 +26,10 @@ from benchmarks.scheduling.replay import (
 )
 from offspec import Engine, SamplingParams, SpeculationParams, builtin
 from offspec.drafts.recall import Recall, RecallingText
+from offspec.lab.opt_tree import OptTreeDrafter
+from offspec.lab.sequoia import MeasuredAcceptance, SequoiaDrafter
 from offspec.model.decoder import CachedDecoder
-from offspec.scheduler.baselines.opt_tree import OptTreeDrafter
-from offspec.scheduler.baselines.sequoia import MeasuredAcceptance, SequoiaDrafter
-from offspec.scheduler.drafting.drafter import Drafter, DraftRequest, NoDrafter
+from offspec.scheduler.drafting.drafter import Drafter, DraftRequest, ExactDrafter, NoDrafter
 from offspec.scheduler.drafting.learnt import RunningEstimates
 from offspec.scheduler.drafting.model_drafter import ModelDrafter
 from offspec.scheduler.trees.sampling import Sampler
@@ -139,7 +139,7 @@ VOCAB_SIZE, PROMPT, SEED = 4, [3, 0, 2], 11
 TARGET = random_rule(VOCAB_SIZE, seed=0)
 
 
-class Witness:
+class Witness(ExactDrafter):
     """A drafter that writes down what was asked of it and what it was told."""
 
     def __init__(self, drafter: Drafter) -> None:

@@ -19,8 +19,8 @@ from typing import Any
 
 import pytest
 
+from offspec.lab.skipping import SkipParams
 from offspec.loaders.machine.hardware import Rates
-from offspec.training.skipping import SkipParams
 
 from ..pages import Command, commands
 from ..pair import SPECIALS, TEMPLATE, VOCAB_SIZE, build_pair
@@ -185,7 +185,7 @@ class Sandbox:
         patch.setattr("offspec.tools.forecast.measure_rates", lambda *_, **__: RATES)
         patch.setattr("offspec.tools.diagnosis.measure_rates", lambda *_, **__: RATES)
         patch.setattr("offspec.tools.diagnosis.measure_products", lambda dtype: ())
-        patch.setattr("offspec.training.skipping.SkipParams", partial(SkipParams, num_tokens=64, candidates=2))
+        patch.setattr("offspec.lab.skipping.SkipParams", partial(SkipParams, num_tokens=64, candidates=2))
 
     def run(self, command: Command) -> Result:
         args = [WORDS.get(word, word) for word in command.args]

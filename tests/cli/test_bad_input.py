@@ -283,7 +283,7 @@ def test_even_our_own_mistakes_are_one_line(
     def fail(*args: object, **more: object) -> None:
         raise ArithmeticError("no such\nnumber")
 
-    monkeypatch.setattr("offspec.running.request.exact_walk", fail)
+    monkeypatch.setattr("offspec.scheduler.drafting.drafter.exact_walk", fail)
     offspec(*run_args, "hi").refusal(1, "ArithmeticError", "no such number")
 
 
@@ -293,7 +293,7 @@ def test_memory_that_the_system_does_not_give_is_told_with_a_remedy(
     def fail(*args: object, **more: object) -> None:
         raise MemoryError("cannot allocate\n64 GiB")
 
-    monkeypatch.setattr("offspec.running.request.exact_walk", fail)
+    monkeypatch.setattr("offspec.scheduler.drafting.drafter.exact_walk", fail)
     offspec(*run_args, "hi").refusal(1, "memory", "cannot allocate 64 GiB", "--context")
 
 

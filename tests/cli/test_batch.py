@@ -15,7 +15,7 @@ from offspec import Engine, SamplingParams
 from offspec.cli.batch import Asked, Batch
 from offspec.errors import NumericalError
 from offspec.running import batch as shared
-from offspec.running import request
+from offspec.scheduler.drafting import drafter
 from offspec.scheduler.trees.sampling import Sampler
 from offspec.scheduler.trees.token_tree import TokenTree
 from offspec.scheduler.trees.verify import Logits, Verdict
@@ -136,14 +136,14 @@ def test_lines_that_cannot_be_done(line: bytes, words: Sequence[object], batch: 
 def test_a_failure_while_running_is_told_and_the_others_are_done(
     batch: Run, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    walk = request.exact_walk
+    walk = drafter.exact_walk
 
     def fail(tree: TokenTree, logits: Logits, sampler: Sampler, position: int) -> Verdict:
         if position > 8:
             raise NumericalError("the logits are not finite")
         return walk(tree, logits, sampler, position)
 
-    monkeypatch.setattr(request, "exact_walk", fail)
+    monkeypatch.setattr(drafter, "exact_walk", fail)
     result = batch("--max-new-tokens", 1)
     assert result.code == 1
     told, last = result.err.splitlines()

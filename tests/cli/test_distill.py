@@ -89,7 +89,7 @@ def test_ctrl_c_says_how_to_go_on(pair: Pair, offspec: Offspec, exits: Path, mon
 def test_layers_to_skip_are_found_and_resumed(
     pair: Pair, offspec: Offspec, exits: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from offspec.training import skipping
+    from offspec.lab import skipping
 
     monkeypatch.setattr(skipping.SkipParams, "__init__", _few_tokens(skipping.SkipParams.__init__))
     made = offspec("distill", pair.target, "--skip", "--device", "cpu", "--json")

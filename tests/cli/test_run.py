@@ -324,11 +324,7 @@ def test_other_lossy_ways_are_marked(accept: str, run_args: Sequence[object], of
     assert len(told["token_ids"]) == 12
 
 
-def test_proxy_tuning_needs_two_drafts(pair: Pair, run_args: Sequence[object], offspec: Offspec) -> None:
-    told = run_json(offspec, *run_args, "hi", "--draft", pair.target, "--accept", "proxy", "--gamma", "4")
-    assert told["stats"]["is_lossy"]
-    assert told["draft"] == f"{pair.draft} + {pair.target}"
-    offspec(*run_args, "hi", "--accept", "proxy").refusal(2, "--accept proxy", "--draft")
+def test_lossy_acceptance_uses_one_draft(pair: Pair, run_args: Sequence[object], offspec: Offspec) -> None:
     offspec(*run_args, "hi", "--draft", pair.target, "--accept", "mix").refusal(2, "--accept mix", "--draft")
 
 

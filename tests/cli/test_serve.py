@@ -197,7 +197,7 @@ def test_an_engine_that_lost_its_target_gives_up(engine: Engine, monkeypatch: py
     def fail(*args: object) -> None:
         raise MemoryLimitError("no room")
 
-    monkeypatch.setattr("offspec.running.request.exact_walk", fail)
+    monkeypatch.setattr("offspec.scheduler.drafting.drafter.exact_walk", fail)
     with served(engine) as (client, service):
         gave_up = Event()
         service.give_up = gave_up.set
@@ -291,7 +291,7 @@ def test_of_an_error_of_others_a_client_learns_the_kind_alone(engine: Engine, mo
     def fail(*args: object) -> None:
         raise RuntimeError("at /home/me, my models/x")
 
-    monkeypatch.setattr("offspec.running.request.exact_walk", fail)
+    monkeypatch.setattr("offspec.scheduler.drafting.drafter.exact_walk", fail)
     with served(engine) as (client, _):
         reply = client.chat(USER)
     assert reply.status == 500
@@ -506,10 +506,10 @@ def test_an_error_while_running_is_told_and_the_next_request_is_served(
 
     with served(engine) as (client, _):
         with monkeypatch.context() as patch:
-            patch.setattr("offspec.running.request.exact_walk", fail)
+            patch.setattr("offspec.scheduler.drafting.drafter.exact_walk", fail)
             reply = client.chat(USER)
             (event,) = client.stream("/v1/chat/completions", {"messages": [USER]})
-            patch.setattr("offspec.running.request.exact_walk", None)
+            patch.setattr("offspec.scheduler.drafting.drafter.exact_walk", None)
             broken = client.chat(USER)
         assert (reply.status, reply.body["error"]["message"]) == (500, "not a number")
         assert event["error"]["message"] == "not a number"

@@ -40,7 +40,7 @@ def spoil(monkeypatch: pytest.MonkeyPatch) -> None:
             return verdict
         return Verdict([], [int(tree.tokens[-1])])
 
-    monkeypatch.setattr("offspec.running.request.exact_walk", walk)
+    monkeypatch.setattr("offspec.scheduler.drafting.drafter.exact_walk", walk)
 
 
 @pytest.mark.slow

@@ -20,13 +20,13 @@ PAGES = [
 # Folder → what it may import of offspec, outside itself. Imports point one way (docs/developing/architecture.md).
 ALLOWED = {
     "loaders": r"offspec\.errors",
-    "scheduler": r"offspec\.errors",
+    "scheduler": r"offspec\.(errors|methods)",
     "offspec": r"offspec\.(loaders|scheduler)(\..+)?",
     "cli": r"offspec(\.(?!loaders\b|scheduler\b).+)?",  # what a user can set comes through the front door
 }
 # The rooms of offspec/ (a folder or a module each), from the ground up: a room imports from lower floors alone.
 FLOORS = (
-    ("errors", "stats", "background", "process", "builtin"),
+    ("errors", "methods", "stats", "background", "process", "builtin"),
     ("text", "model", "named_models"),
     ("checkpoints",),
     ("planning",),
@@ -37,10 +37,10 @@ FLOORS = (
     ("engine",),
     ("prompt_cache",),
     ("session", "tools"),
+    ("lab",),
 )
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
-# What weight formats may know of loading (kernels know nothing but themselves), and who may know the methods that are
-# kept for comparison.
+# What weight formats may know of loading (kernels know nothing but themselves).
 UNDER_FORMATS = {"files.checkpoint", "files.gguf_types", "files.records", "params", "registry"} | {
     f"kernels.{name}"
     for name in (
@@ -48,11 +48,7 @@ UNDER_FORMATS = {"files.checkpoint", "files.gguf_types", "files.records", "param
         *("row_product", "scaled", "triton_gguf", "triton_unpack", "unpack"),
     )
 }
-ABOVE_BASELINES = {
-    "offspec.scheduler.drafting.controllers",
-    "offspec.scheduler.drafting.learnt",
-    "offspec.drafts.model_draft",
-}
+LAB = "offspec.lab"
 # These two stand for the package as it is installed, all four folders, not for the folder they lie in.
 FRONT_DOORS = (ROOT / "offspec" / "__init__.py", ROOT / "offspec" / "__main__.py")
 
@@ -171,15 +167,32 @@ def test_no_module_imports_itself_by_way_of_others() -> None:
     assert known == {}, "what is left imports each other in a circle"
 
 
-def test_formats_and_baselines_are_rooms_of_their_folders() -> None:
+def test_formats_are_a_room_of_their_folder() -> None:
     pairs = {(name_of(found.file), found.target) for found in IMPORTS if found.target is not None}
     under = {there for here, there in pairs if here.startswith("offspec.loaders.formats")}
     under = {name.removeprefix("offspec.loaders.") for name in under if name.startswith("offspec.loaders.")}
     assert {name for name in under if not name.startswith("formats")} == UNDER_FORMATS
     within = {there for here, there in pairs if here.startswith("offspec.loaders.kernels")}
     assert within == {f"offspec.loaders.kernels.{name}" for name in ("compiler", "encodings")}
-    above = {here for here, there in pairs if there.startswith("offspec.scheduler.baselines")}
-    assert {name for name in above if not name.startswith("offspec.scheduler.baselines")} == ABOVE_BASELINES
+
+
+def test_the_core_imports_nothing_from_the_laboratory() -> None:
+    """It asks for the laboratory's methods by name (`offspec.methods`); a command of training knows a recipe of its."""
+    importers = {name_of(found.file) for found in IMPORTS if f"{found.target}.".startswith(f"{LAB}.")}
+    assert {name for name in importers if room_of(name) != "lab"} == {"offspec.cli.distill"}
+
+
+def test_only_the_front_door_names_the_laboratory() -> None:
+    naming = {file.relative_to(ROOT) for file in MODULES if LAB in file.read_text(encoding="utf-8")}
+    outside = {str(file) for file in naming if file.parent != Path("offspec/lab")}
+    assert outside == {"offspec/__init__.py", "cli/distill.py"}
+
+
+def test_the_core_asks_for_every_kind_of_method_that_the_laboratory_has() -> None:
+    from offspec.lab import METHODS
+
+    code = "".join(file.read_text(encoding="utf-8") for file in MODULES)
+    assert set(re.findall(r'Methods\("([^"]+)"', code)) == set(METHODS)
 
 
 def test_no_folder_is_imported_as_a_package_of_its_own() -> None:

@@ -400,7 +400,7 @@ def test_an_interrupted_pass_leaves_the_engine_usable(engine: Engine, monkeypatc
     def interrupted(*args: Any, **more: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("offspec.running.request.exact_walk", interrupted)
+    monkeypatch.setattr("offspec.scheduler.drafting.drafter.exact_walk", interrupted)
     with pytest.raises(KeyboardInterrupt):
         next(under_way)
     monkeypatch.undo()

@@ -11,9 +11,14 @@ import numpy as np
 import pytest
 
 from offspec import Engine, SamplingParams, SpeculationParams
+from offspec.drafts.base import Draft, DraftTask
+from offspec.drafts.learnt import EstimatesAndRecall
 from offspec.errors import UsageError
 from offspec.model.decoder import CachedDecoder, Decoder
-from offspec.scheduler.trees.token_tree import FloatArray
+from offspec.scheduler.drafting.drafter import Drafter, NoDrafter
+from offspec.scheduler.trees.sampling import Sampler
+from offspec.scheduler.trees.token_tree import FloatArray, TokenTree
+from offspec.scheduler.trees.verify import Logits, Verdict
 
 from ..pair import CONTEXT, Pair, build_pair, variant
 from ..refusals import refused
@@ -120,3 +125,23 @@ def test_it_needs_a_draft_and_no_temperature(pair: Pair, engine: Engine) -> None
             alone.generate(PROMPT, speculation=JOINT)  # at once, not at the first step
     with refused(UsageError, "joint", "temperature", 0, 1, "exact"):
         engine.generate(PROMPT, SamplingParams(temperature=1.0), JOINT)
+
+
+class OneTokenDrafter(NoDrafter):
+    """Its walk says the same token, whatever the target says."""
+
+    is_lossy = True
+
+    def walk(self, tree: TokenTree, logits: Logits, sampler: Sampler, position: int) -> Verdict:
+        return Verdict([], [7])
+
+
+class OneTokenDraft(Draft):
+    def drafter(self, task: DraftTask, learnt: EstimatesAndRecall) -> Drafter:
+        return OneTokenDrafter()
+
+
+def test_the_drafter_brings_the_walk_and_marks_the_text(engine: Engine) -> None:
+    made = list(engine.with_draft(OneTokenDraft()).generate(PROMPT, SamplingParams(4, ignore_eos=True)))
+    assert ids(made) == [7] * 4
+    assert made[-1].stats.is_lossy

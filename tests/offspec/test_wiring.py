@@ -18,16 +18,16 @@ from offspec import Engine, SamplingParams, SpeculationParams, Step
 from offspec.drafts.base import DraftTask
 from offspec.drafts.recall import RecallingText
 from offspec.drafts.without_model import NoDraft
+from offspec.lab.opt_tree import OptTreeDrafter
+from offspec.lab.sequoia import MeasuredAcceptance, SequoiaDrafter
 from offspec.loaders.machine.hardware import Rates
-from offspec.scheduler.baselines.opt_tree import OptTreeDrafter
-from offspec.scheduler.baselines.sequoia import MeasuredAcceptance, SequoiaDrafter
 from offspec.scheduler.drafting.drafter import Drafter, DraftRequest, NoDrafter
 from offspec.scheduler.drafting.model_drafter import ModelDrafter
 from offspec.scheduler.guessing.lookup import PromptLookup
 from offspec.scheduler.guessing.recycling import TokenRecycling
 from offspec.scheduler.guessing.retrieval import Retrieval, SuffixIndex, build_index
-from offspec.scheduler.joint import BeamDrafter
-from offspec.scheduler.params import Scoring, Tree
+from offspec.scheduler.joint import JointDrafter
+from offspec.scheduler.params import Scoring
 from offspec.scheduler.trees.sampling import Sampler
 from offspec.scheduler.trees.token_tree import TokenTree
 
@@ -115,7 +115,7 @@ def test_before_the_first_pass_its_cost_is_what_the_plan_predicts(pair: Pair, mo
         ("own", {}, ModelDrafter),
         ("own", {"tree": "sequoia"}, SequoiaDrafter),
         ("own", {"tree": "opt-tree"}, OptTreeDrafter),
-        ("own", {"accept": "joint"}, BeamDrafter),
+        ("own", {"accept": "joint"}, JointDrafter),
         ("own", {"budget": 0}, NoDrafter),
         ("own", {"budget": 0, "tree": "sequoia"}, NoDrafter),
         ("lookup", {}, ModelDrafter),
@@ -243,7 +243,7 @@ def test_repetitions_join_the_models_tree(engines: dict[str, Engine]) -> None:
 
 
 @pytest.mark.parametrize("tree", ["sequoia", "opt-tree"])
-def test_trees_of_layers_see_the_noise_where_scoring_is_coupled(tree: Tree, engines: dict[str, Engine]) -> None:
+def test_trees_of_layers_see_the_noise_where_scoring_is_coupled(tree: str, engines: dict[str, Engine]) -> None:
     engine, found = engines["own"], list[TokenTree]()
     text, final = engine.encode(PROMPT), frozenset(range(0, 320, 3))
     for scoring in SCORINGS:
@@ -266,9 +266,10 @@ def test_sequoia_goes_on_measuring_from_request_to_request(scoring: Scoring, eng
     engine, counts = engines["own"], list[int]()
     for _ in range(2):
         steps(engine, SAMPLED, SpeculationParams(20, tree="sequoia", scoring=scoring))
-        counts.append(engine.learnt.acceptance.ranks(greedy=False, coupled=scoring == "coupled").num_nodes)
+        acceptance = engine.learnt.of_kind(MeasuredAcceptance)
+        counts.append(acceptance.ranks(greedy=False, coupled=scoring == "coupled").num_nodes)
     assert counts[1] > counts[0] > 0
-    assert engine.learnt.acceptance.ranks(greedy=False, coupled=scoring != "coupled").num_nodes == 0
+    assert acceptance.ranks(greedy=False, coupled=scoring != "coupled").num_nodes == 0
 
 
 # ------------------------------------------------------------------------------------------------ looking up

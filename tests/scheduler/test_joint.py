@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from offspec.errors import NumericalError, UsageError
-from offspec.scheduler.joint import SLICE_ROWS, BeamDrafter, joint_walk, log_likelihoods
+from offspec.scheduler.joint import SLICE_ROWS, BeamDrafter, JointDrafter, joint_walk, log_likelihoods
 from offspec.scheduler.params import MAX_JOINT_NODES, SamplingParams, SpeculationParams
 from offspec.scheduler.trees.sampling import Sampler
 from offspec.scheduler.trees.token_tree import FloatArray, TokenTree
@@ -129,13 +129,13 @@ def generate(
 ) -> list[int]:
     """The engine's loop without the engine, up to a final token."""
     sampler = Sampler(params, 0, target.vocab_size)
-    drafter = BeamDrafter(draft, sampler, speculation, final)
+    drafter = JointDrafter(draft, sampler, speculation, final)
     text, end = list(prompt), len(prompt) + num_tokens
     sampler.extend(text)
     while len(text) < end:
         tree = drafter.propose(text, max_depth=end - len(text) - 1)
         logits = target.score(text[target.length :], tree.tokens, tree.depths, tree.mask())
-        verdict = joint_walk(tree, logits, sampler, len(text), tau=speculation.tau, final=final)
+        verdict = drafter.walk(tree, logits, sampler, len(text))
         target.keep(verdict.path)
         drafter.observe(TargetPass(text, tree, verdict, logits))
         if verdict.path and verdict.tokens[-2] in final:

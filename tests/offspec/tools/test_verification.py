@@ -47,7 +47,7 @@ def replace_at(monkeypatch: pytest.MonkeyPatch, place: int, token: int) -> None:
             return verdict
         return Verdict(verdict.path[:at], [*verdict.tokens[:at], token])
 
-    monkeypatch.setattr("offspec.running.request.exact_walk", walk)
+    monkeypatch.setattr("offspec.scheduler.drafting.drafter.exact_walk", walk)
 
 
 def plain_tokens(engine: Engine, prompt: str, one: Setting, seed: int, num_tokens: int = 8) -> list[int]:

@@ -243,7 +243,7 @@ def test_a_rank_that_is_not_low_is_refused(pair: Pair, teacher: Teacher, tmp_pat
 
 def test_a_new_draft_that_does_not_fit_is_refused_before_it_is_made(teacher: Teacher) -> None:
     with pytest.raises(MemoryLimitError, match="choose a smaller one"):
-        new_draft(teacher.files, teacher.target, 2**20, 64, embedding="random")
+        new_draft(teacher.files, teacher.target, 2**20, 64)
 
 
 @pytest.mark.slow
@@ -277,7 +277,6 @@ def test_shapes_without_heads_layers_or_components_are_refused(teacher: Teacher)
     for hidden, layers, word in ((17, 1, "heads"), (0, 1, "heads"), (16, 0, "layer"), (64, 1, "components")):
         with refused(UsageError, word, "`new_draft`"):
             new_draft(teacher.files, teacher.target, hidden, layers)
-    assert new_draft(teacher.files, teacher.target, 64, 1, embedding="random").config.hidden_size == 64
 
 
 # ------------------------------------------------------------------------------------------------ refusals

@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from offspec.training.draft_losses import LOSSES, outcomes, tvd_plus_plus
+from offspec.lab.draft_losses import tvd_plus_plus
+from offspec.training.distill_params import LOSSES
+from offspec.training.draft_losses import loss_of, outcomes
 
 
 def drawn(seed: int, size: int = 7) -> Tensor:
@@ -15,7 +17,7 @@ def drawn(seed: int, size: int = 7) -> Tensor:
 
 def gradient(name: str, logits: Tensor, p: Tensor) -> Tensor:
     free = logits.clone().requires_grad_()
-    LOSSES[name](p, free.log_softmax(-1)).sum().backward()  # type: ignore[no-untyped-call]
+    loss_of(name)(p, free.log_softmax(-1)).sum().backward()  # type: ignore[no-untyped-call]
     assert free.grad is not None
     return free.grad
 
@@ -23,17 +25,17 @@ def gradient(name: str, logits: Tensor, p: Tensor) -> Tensor:
 @pytest.mark.parametrize("name", ["fkl", "rkl", "jsd"])
 def test_equal_distributions_have_no_loss_and_different_ones_have_some(name: str) -> None:
     p = drawn(0).log_softmax(-1)
-    assert LOSSES[name](p, p).abs().max() < 1e-9
-    assert (LOSSES[name](p, drawn(1).log_softmax(-1)) > 0.01).all()
+    assert loss_of(name)(p, p).abs().max() < 1e-9
+    assert (loss_of(name)(p, drawn(1).log_softmax(-1)) > 0.01).all()
 
 
-@pytest.mark.parametrize("name", list(LOSSES))
+@pytest.mark.parametrize("name", LOSSES)
 def test_every_loss_has_no_gradient_where_the_draft_is_the_target(name: str) -> None:
     logits = drawn(0)
     assert gradient(name, logits, logits.log_softmax(-1)).abs().max() < 1e-6
 
 
-@pytest.mark.parametrize("name", list(LOSSES))
+@pytest.mark.parametrize("name", LOSSES)
 def test_every_loss_brings_the_draft_to_the_target(name: str) -> None:
     wanted, logits = drawn(0).softmax(-1), drawn(1)
     for _ in range(1000):
@@ -45,8 +47,8 @@ def test_kl_has_its_definition() -> None:
     p, q = drawn(0).log_softmax(-1), drawn(1).log_softmax(-1)
     kl = torch.distributions.kl_divergence
     one, other = torch.distributions.Categorical(logits=p), torch.distributions.Categorical(logits=q)
-    torch.testing.assert_close(LOSSES["fkl"](p, q), kl(one, other))
-    torch.testing.assert_close(LOSSES["rkl"](p, q), kl(other, one))
+    torch.testing.assert_close(loss_of("fkl")(p, q), kl(one, other))
+    torch.testing.assert_close(loss_of("rkl")(p, q), kl(other, one))
 
 
 def test_tvd_plus_plus_is_the_total_variation_in_units_of_the_rewards_deviation() -> None:
@@ -66,10 +68,10 @@ def test_tokens_that_are_not_kept_count_as_one() -> None:
     assert p.shape == q.shape == (5, 4)
     torch.testing.assert_close(p.exp().sum(-1), torch.ones(5))
     torch.testing.assert_close(q.exp().sum(-1), torch.ones(5, dtype=torch.float64))
-    whole = LOSSES["fkl"](target.log_softmax(-1), logits.log_softmax(-1))
-    assert (LOSSES["fkl"](p.double(), q) <= whole + 1e-6).all()
+    whole = loss_of("fkl")(target.log_softmax(-1), logits.log_softmax(-1))
+    assert (loss_of("fkl")(p.double(), q) <= whole + 1e-6).all()
     everything = outcomes(logits, *reversed(target.log_softmax(-1).topk(7)))
-    torch.testing.assert_close(LOSSES["fkl"](*everything), whole, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(loss_of("fkl")(*everything), whole, rtol=1e-5, atol=1e-6)
 
 
 def test_rewards_are_divided_by_their_deviation_over_the_batch() -> None:

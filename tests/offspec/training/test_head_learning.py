@@ -13,7 +13,7 @@ from offspec import Engine, SamplingParams, SpeculationParams
 from offspec.checkpoints.head_files import HeadFiles, write_head
 from offspec.errors import UsageError
 from offspec.training.head_learning import HeadAligner, HeadWindow, Place
-from offspec.training.head_structures import STRUCTURES
+from offspec.training.head_structures import structure_of
 from offspec.training.online import AlignmentParams
 from offspec.training.target_texts import Forest
 
@@ -43,7 +43,7 @@ def expected(plain: Engine) -> list[int]:
 
 
 def head_of(kind: str, plain: Engine, folder: Path) -> Path:
-    beginning = STRUCTURES[kind](plain.target, 0)
+    beginning = structure_of(kind)(plain.target, 0)
     write_head(folder / kind, beginning.config, beginning.tensors)
     return folder / kind
 
@@ -90,7 +90,7 @@ def test_it_learns_from_its_own_texts(
 def test_layers_with_other_norms_learn_in_16_bits(kind: str, tmp_path: Path) -> None:
     """Layers over the text are the target's, whose LayerNorm wants states and weights of one dtype."""
     target = build(FAMILIES["starcoder2"], tmp_path / "target").decoder(torch.bfloat16)
-    beginning = STRUCTURES[kind](target, 0)
+    beginning = structure_of(kind)(target, 0)
     write_head(tmp_path / kind, beginning.config, beginning.tensors)
     files = HeadFiles.open(tmp_path / kind, target.config)
     tensors = files.load(torch.bfloat16, CPU)

@@ -19,13 +19,10 @@ from safetensors.torch import load_file
 from offspec import Engine, SamplingParams, SpeculationParams
 from offspec.checkpoints.opening import ModelFiles
 from offspec.errors import CheckpointError, NumericalError, UsageError
-from offspec.model.heads.head import Advanced, Inputs
 from offspec.model.heads.text import HeadText
-from offspec.model.parts.part import PassRows
-from offspec.model.pass_rows import CHUNK_ROWS
 from offspec.training.distill_params import HEADS, HeadParams
 from offspec.training.distillation import Teacher
-from offspec.training.head_structures import STRUCTURES
+from offspec.training.head_structures import structure_of
 from offspec.training.heads import HeadStudent, distill_head
 from offspec.training.target_texts import Forest, Shard
 from offspec.training.unrolling import SoftCrossEntropy
@@ -33,6 +30,7 @@ from offspec.training.unrolling import SoftCrossEntropy
 from ...fakes import FAMILIES, Family, build
 from ...pages import ROOT
 from ...pair import Pair, build_pair
+from ...refusals import refused
 from ..model.heads.test_kinds_of_head import told, tree_mask
 
 PARAMS = HeadParams(steps=6, num_texts=32, text_tokens=12, batch_texts=8, num_labels=16)
@@ -50,14 +48,15 @@ def teacher(pair: Pair) -> Iterator[Teacher]:
         yield Teacher(engine.target, ModelFiles.open(pair.target, "fp32", "cpu", []), engine.tokenizer)
 
 
-def test_every_structure_can_be_named() -> None:
-    assert tuple(STRUCTURES) == HEADS
+def test_a_kind_that_nobody_knows_is_refused() -> None:
+    with refused(UsageError, "head=none", "eagle3", "medusa", "fspad"):
+        structure_of("none")
 
 
 @pytest.mark.parametrize("kind", HEADS)
 def test_training_computes_what_drafting_computes(kind: str, teacher: Teacher) -> None:
     """Row i of step s, unrolled over a text, is the node that is s below the text's token i + 1."""
-    beginning = STRUCTURES[kind](teacher.target, 0)
+    beginning = structure_of(kind)(teacher.target, 0)
     student = HeadStudent(beginning, teacher.target)
     with torch.no_grad():
         for part in student.parts.values():
@@ -77,60 +76,6 @@ def test_training_computes_what_drafting_computes(kind: str, teacher: Teacher) -
         found.append(text.states([], tokens[1, 4 + step, None], np.array([step]), tree_mask([-1, 0][:step], step - 1)))
     for step, states in enumerate(found):
         torch.testing.assert_close(states[0], unrolled[step][1, 3], atol=1e-4, rtol=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("kind", "sees_path"), [("clover", True), ("clover2", True), ("amphista", False), ("medusa", False)]
-)
-def test_which_tokens_a_head_sees(kind: str, sees_path: bool, teacher: Teacher) -> None:
-    """All but Medusa see the text's last token; the path's tokens only those that go from token to token."""
-    student = HeadStudent(STRUCTURES[kind](teacher.target, 0), teacher.target)
-    with torch.no_grad():
-        for part in student.parts.values():
-            part.add_(0.1 * torch.randn(part.shape, generator=torch.Generator().manual_seed(1)))
-    text, empty = HeadText(student.head), np.empty(0, dtype=np.int64)
-
-    def after(root: int, token: int) -> torch.Tensor:
-        text.truncate(0)
-        text.feed(told([5, 6], torch.ones(2, student.width), (), [], [root]))
-        text.states([root], empty, empty, np.empty((0, 0), dtype=np.bool_))
-        text.states([], np.array([token]), np.array([1]), tree_mask([-1]))
-        return text.states([], np.array([9]), np.array([2]), tree_mask([-1, 0], 1))
-
-    assert torch.equal(after(7, 20), after(7, 20))
-    assert torch.equal(after(7, 20), after(7, 21)) == (not sees_path)
-    assert torch.equal(after(7, 20), after(8, 20)) == (kind == "medusa")
-
-
-@pytest.mark.parametrize("kind", ["clover", "amphista", "clover2", "fspad"])
-def test_a_long_prompt_is_read_in_parts(kind: str, teacher: Teacher) -> None:
-    """No computation has more than CHUNK_ROWS rows; waiting rows hold the target's states, and no room for a path."""
-    head = HeadStudent(STRUCTURES[kind](teacher.target, 0), teacher.target).head
-    count, hidden, computed = 2 * CHUNK_ROWS + 5, head.target.config.hidden_size, list[torch.Size]()
-    words = np.random.default_rng(0).integers(5, 200, count + 1).tolist()
-    states = torch.randn(count, hidden, generator=torch.Generator().manual_seed(0))
-    empty = np.empty(0, dtype=np.int64)
-
-    def states_of(parts: list[int]) -> torch.Tensor:
-        """After the text's last token, if the head is told of the text in such parts."""
-        text, end = HeadText(head), 0
-        for part in parts:
-            end += part
-            text.feed(told(words[:end], states[end - part : end], (), [], words[end : end + 1]))
-            found = text.states(words[end : end + 1], empty, empty, np.empty((0, 0), dtype=np.bool_))
-        return found
-
-    def watched(inputs: Inputs, rows: PassRows) -> Advanced:
-        computed.append(inputs.features.shape)
-        return advance(inputs, rows)
-
-    advance = head.advance
-    expected = states_of([300, 300, 300, count - 900])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(head, "advance", watched)
-        torch.testing.assert_close(states_of([count]), expected, atol=1e-4, rtol=1e-4)
-    assert computed
-    assert all(rows <= CHUNK_ROWS and width == hidden for rows, width in computed)
 
 
 class StopError(Exception):
@@ -220,7 +165,7 @@ def assert_drafts(pair: Pair, head: Path) -> None:
 def test_a_trained_head_drafts(kind: str, teacher: Teacher, pair: Pair, tmp_path: Path) -> None:
     """Its loss has fallen, its folder is that of its kind, and the text is plain decoding's."""
     done = distill_head(teacher, kind, PARAMS, out=tmp_path / kind)
-    assert len(done.agreement) == STRUCTURES[kind](teacher.target, 0).steps
+    assert len(done.agreement) == structure_of(kind)(teacher.target, 0).steps
     assert [len(prompt) for prompt in done.prompts] == [6] * 4
     assert_drafts(pair, done.path)
     with pytest.raises(UsageError, match="exists already"):
@@ -232,9 +177,9 @@ def test_what_cannot_be_trained_is_refused(tmp_path: Path) -> None:
     behind = build(Family("olmo2", {"num_hidden_layers": 4}), tmp_path / "behind").decoder()
     for kind in ("eagle3", "koala"):
         with pytest.raises(UsageError, match="norms before attention"):
-            STRUCTURES[kind](behind, 0)
+            structure_of(kind)(behind, 0)
     with pytest.raises(UsageError, match="a target of 4 layers, not 3"):
-        STRUCTURES["eagle3"](build(FAMILIES["llama-gqa"], tmp_path / "short").decoder(), 0)
+        structure_of("eagle3")(build(FAMILIES["llama-gqa"], tmp_path / "short").decoder(), 0)
     with pytest.raises(UsageError, match="at least 3 tokens"):
         HeadParams(text_tokens=2)
     with pytest.raises(UsageError, match="temperature"):
@@ -245,27 +190,6 @@ def test_a_training_that_diverges_writes_no_head(teacher: Teacher, tmp_path: Pat
     with pytest.raises(NumericalError, match="smaller `learning_rate`"):
         distill_head(teacher, "recurrent", replace(PARAMS, learning_rate=1e30), out=tmp_path / "out")
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("kind", ["clover", "clover2", "amphista"])
-def test_attention_divides_the_hidden_size(kind: str, tmp_path: Path) -> None:
-    """The target's own heads need not."""
-    odd = build_pair(tmp_path, num_attention_heads=3, num_key_value_heads=1, head_dim=16)
-    with Engine.load(str(odd.target), draft="none", device="cpu", dtype="fp32") as engine:
-        target = engine.target
-        tokens = np.random.default_rng(0).integers(5, 100, (2, 9))
-        batch = Forest(target, 2, (target.config.num_layers - 1,)).add(tokens, 8)
-        assert HeadStudent(STRUCTURES[kind](target, 0), target)(batch).isfinite()
-
-
-def test_medusa_begins_as_the_targets_head(tmp_path: Path) -> None:
-    """Also where the target scales its logits."""
-    target = build(FAMILIES["granite"], tmp_path).decoder()
-    head = HeadStudent(STRUCTURES["medusa"](target, 0), target).head
-    states = torch.randn(3, target.config.hidden_size)
-    with torch.no_grad():
-        made = head.advance(Inputs(states, np.zeros(3, dtype=np.int64), np.arange(3)), None)  # type: ignore[arg-type]
-        torch.testing.assert_close(head.head(made.states), target.head(states))
 
 
 def test_a_head_that_is_not_trained_yet_is_told(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -307,32 +231,11 @@ def batch_of(teacher: Teacher, layers: tuple[int, ...]) -> Shard:
     return {name: part.clone() for name, part in said.items()}  # outside of inference mode
 
 
-@pytest.mark.parametrize("kind", ["clover2", "fspad"])
-def test_the_distance_from_the_targets_states_counts(kind: str, teacher: Teacher) -> None:
-    """Of the head's states or features at each place ahead, from the target's final state there; less from step to
-    step.
-    """
-    beginning = STRUCTURES[kind](teacher.target, 0)
-    batch, losses = batch_of(teacher, ()), list[torch.Tensor]()
-    with torch.no_grad():
-        final = teacher.target.normed(batch["hidden"])
-        for aligned in (beginning.aligned, None):
-            student = HeadStudent(replace(beginning, aligned=aligned), teacher.target)
-            losses.append(student._loss(batch))
-        distances = list[torch.Tensor]()
-        for step, (made, _) in enumerate(student.unrolled(batch)):
-            found = made.features if kind == "fspad" else made.states
-            distances.append(torch.nn.functional.smooth_l1_loss(found, final[:, 1 + step :].flatten(0, 1)))
-    weights = [0.8**step for step in range(len(distances))]
-    wanted = 10 * sum(w * each for w, each in zip(weights, distances, strict=True)) / sum(weights)
-    torch.testing.assert_close(losses[0] - losses[1], wanted, atol=1e-4, rtol=1e-4)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["eagle3", "clover2", "fspad"])
 def test_the_loss_falls(kind: str, teacher: Teacher) -> None:
     """On one batch, within a few steps."""
-    beginning = STRUCTURES[kind](teacher.target, 0)
+    beginning = structure_of(kind)(teacher.target, 0)
     student, batch = HeadStudent(beginning, teacher.target), batch_of(teacher, beginning.layers)
     optimizer, losses = torch.optim.Adam(student.parameters(), lr=3e-3), []
     for _ in range(12):

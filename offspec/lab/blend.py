@@ -8,20 +8,20 @@ parameters and seed, and on where the tree ends: there q is unknown, and the tok
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .drafting.drafter import TreeModel
-from .drafting.layered_draft import UNEXPANDED
-from .joint import BeamDrafter
-from .params import Accept, SpeculationParams
-from .trees.sampling import Sampler
-from .trees.token_tree import ROOT, TokenTree
-from .trees.verify import Logits, TargetPass, Verdict
+from offspec.scheduler.drafting.drafter import TreeModel
+from offspec.scheduler.drafting.layered_draft import UNEXPANDED
+from offspec.scheduler.joint import BeamDrafter
+from offspec.scheduler.params import SpeculationParams
+from offspec.scheduler.trees.sampling import Sampler
+from offspec.scheduler.trees.token_tree import ROOT, TokenTree
+from offspec.scheduler.trees.verify import Logits, Verdict
 
 CONTRAST_LEAST = 0.1  # of the target's greatest probability: tokens below it stay excluded (2311.08981, section 2)
 BILD_ROLLBACK = 0.05  # of the target's probability: below it, the draft's confident choice is taken back
@@ -50,14 +50,6 @@ def contrastive(log_p: Tensor, log_q: Tensor, strength: float) -> Tensor:
 def mix(log_p: Tensor, log_q: Tensor, strength: float) -> Tensor:
     """The two models' logits combined (FS-GEN, 2406.12295, section 2): a weighted mean of log-probabilities."""
     return (1 - strength) * log_p + strength * log_q.clamp(min=-50.0)
-
-
-def proxy(log_p: Tensor, difference: Tensor, strength: float) -> Tensor:
-    """Proxy tuning (2401.08565, section 3; FS-GEN, 2406.12295): the target, moved as training moved a small model.
-
-    difference: log-probabilities of the trained small model minus those of the untrained one.
-    """
-    return log_p + strength * difference.clamp(min=-50.0)
 
 
 def bild(log_p: Tensor, log_q: Tensor, strength: float) -> Tensor:
@@ -89,13 +81,12 @@ class Way:
     strength: float
 
 
-WAYS: dict[Accept, Way] = {
+WAYS: dict[str, Way] = {
     "cascade": Way(cascade, 0.5),
     "contrastive": Way(contrastive, 0.5),
     "mix": Way(mix, 0.3),
     "bild": Way(bild, 0.6),
     "relaxed": Way(relaxed, 0.3),
-    "proxy": Way(proxy, 1.0),
 }
 
 
@@ -106,74 +97,29 @@ class BlendDrafter(BeamDrafter):
         self, model: TreeModel, sampler: Sampler, params: SpeculationParams, final: Collection[int] = ()
     ) -> None:
         super().__init__(model, sampler, params, final, coupled=True)
+        self._way = WAYS[params.accept]
+        self._strength = self._way.strength if params.strength is None else params.strength
 
     def log_probabilities(self, node: int) -> Tensor | None:
         """log q [V] after a node of the last tree, or after ROOT; None where the draft has not scored it."""
         row = ROOT if node == ROOT else int(self._rows[node])
         return None if row == UNEXPANDED or not self._draft.layers else self._draft.log_probabilities(row)
 
-
-class ProxyDrafter(BlendDrafter):
-    """A beam of a trained draft, which an untrained one scores too: their difference counts (`proxy`)."""
-
-    def __init__(
-        self,
-        trained: TreeModel,
-        untrained: TreeModel,
-        sampler: Sampler,
-        params: SpeculationParams,
-        final: Collection[int] = (),
-    ) -> None:
-        super().__init__(trained, sampler, params, final)
-        self._untrained, self._sampler = untrained, sampler
-        self._scored: Tensor | None = None  # log q of the untrained one [1 + N, C], of the last tree
-
-    def propose(self, text: Sequence[int], max_depth: int) -> TokenTree:
-        model, vocabulary, self._scored = self._untrained, self._untrained.vocabulary, None
-        tree = super().propose(text, min(max_depth, model.max_context - len(text)))
-        if self._draft.layers:
-            paths = [tree.tokens[tree.path(node)].tolist() for node in range(len(tree))]
-            chain, tokens = vocabulary.text(text[model.length :]), vocabulary.inputs(tree.tokens)
-            logits = model.score(chain, tokens, tree.depths, tree.mask())
-            logits = vocabulary.over_target(logits, self._sampler.vocab_size)
-            self._scored = self._sampler.process(logits, [[], *paths]).log_softmax(-1)
-        return tree
-
-    def log_probabilities(self, node: int) -> Tensor | None:
-        """The difference of both models' log-probabilities [V] after a node, 0 for tokens that one does not know."""
-        trained = super().log_probabilities(node)
-        if trained is None or self._scored is None:
-            return None
-        found = torch.zeros(self._sampler.vocab_size, dtype=trained.dtype, device=trained.device)
-        size = min(len(trained), self._scored.shape[1])
-        found[:size] = trained[:size].clamp(min=-50.0) - self._scored[node + 1, :size].clamp(min=-50.0)
-        return found
-
-    def observe(self, done: TargetPass) -> None:
-        super().observe(done)
-        if self._scored is not None:
-            self._untrained.keep(done.verdict.path)
-
-
-def blend_walk(
-    tree: TokenTree, logits: Logits, drafter: BlendDrafter, sampler: Sampler, position: int, params: SpeculationParams
-) -> Verdict:
-    """Walk down the tree by choices from the blend; arguments and errors as in `exact_walk`."""
-    way = WAYS[params.accept]
-    strength = way.strength if params.strength is None else params.strength
-    node, path, tokens = ROOT, list[int](), list[int]()
-    while True:
-        token = sampler.choose(logits[node + 1], position + len(path), tokens)
-        if (log_q := drafter.log_probabilities(node)) is not None:
-            log_p = sampler.process(logits[node + 1][None].double(), [tokens])[0].log_softmax(-1)
-            values = blended(way, log_p, log_q.to(log_p), strength)
-            token = int((values if sampler.is_greedy else values + sampler.noise(position + len(path))).argmax())
-        tokens.append(token)
-        child = tree.child(node, token)
-        if child is None:
-            return Verdict(path, tokens)
-        node = child
-        path.append(node)
+    def walk(self, tree: TokenTree, logits: Logits, sampler: Sampler, position: int) -> Verdict:
+        """Walk down the tree by choices from the blend; arguments and errors as in `exact_walk`."""
+        node, path, tokens = ROOT, list[int](), list[int]()
+        while True:
+            token = sampler.choose(logits[node + 1], position + len(path), tokens)
+            if (log_q := self.log_probabilities(node)) is not None:
+                log_p = sampler.process(logits[node + 1][None].double(), [tokens])[0].log_softmax(-1)
+                values = blended(self._way, log_p, log_q.to(log_p), self._strength)
+                token = int((values if sampler.is_greedy else values + sampler.noise(position + len(path))).argmax())
+            tokens.append(token)
+            child = tree.child(node, token)
+            if child is None:
+                return Verdict(path, tokens)
+            node = child
+            path.append(node)
 
 
 def blended(way: Way, log_p: Tensor, log_q: Tensor, strength: float) -> Tensor:

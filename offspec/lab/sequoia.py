@@ -13,12 +13,13 @@ from heapq import heappop, heappush
 
 import numpy as np
 
-from ..drafting.drafter import SequentialDrafter, TreeModel
-from ..drafting.layered_draft import UNEXPANDED, LayeredDraft, subtree
-from ..params import DEFAULT_NODES, SpeculationParams
-from ..trees.sampling import Sampler
-from ..trees.token_tree import ROOT, FloatArray, IntArray, TokenTree
-from ..trees.verify import TargetPass
+from offspec.scheduler.drafting.drafter import DraftRequest, SequentialDrafter, TreeModel
+from offspec.scheduler.drafting.layered_draft import UNEXPANDED, LayeredDraft, subtree
+from offspec.scheduler.drafting.learnt import RunningEstimates
+from offspec.scheduler.params import DEFAULT_NODES, SpeculationParams
+from offspec.scheduler.trees.sampling import Sampler
+from offspec.scheduler.trees.token_tree import ROOT, FloatArray, IntArray, TokenTree
+from offspec.scheduler.trees.verify import TargetPass
 
 # ------------------------------------------------------------------------------------------------ Sequoia's shape
 
@@ -79,23 +80,6 @@ def best_topology(acceptance: FloatArray, num_nodes: int, max_depth: int) -> Top
     return Topology(parents, ranks, depths, columns[3])
 
 
-def best_size(acceptance: FloatArray, max_depth: int, pass_s: FloatArray, round_s: float) -> tuple[int, int]:
-    """Nodes and depth with the most tokens per second; among equals, the smallest (Sequoia, section 3.3).
-
-    pass_s [1 + N]: seconds of a target pass over 0 to N nodes. round_s: seconds of one draft forward, one per layer.
-    (0, 0) if no tree is worth its cost.
-    """
-    best = (1 / float(pass_s[0]), 0, 0)
-    for limit in range(1, max_depth + 1):
-        shape = best_topology(acceptance, len(pass_s) - 1, limit)
-        if not len(shape) or shape.depths.max() < limit:
-            break
-        rates = (1 + shape.probabilities.cumsum()) / (pass_s[1 : len(shape) + 1] + limit * round_s)
-        if (rate := float(rates.max())) > best[0]:
-            best = (rate, int(rates.argmax()) + 1, limit)
-    return best[1:]
-
-
 class RankAcceptance:
     """The share of verified, expanded nodes at which the target's token had each rank among the draft's choices.
 
@@ -134,6 +118,14 @@ class MeasuredAcceptance:
 
 
 # ------------------------------------------------------------------------------------------------ the drafter
+
+
+def sequoia_drafter(
+    text: TreeModel, request: DraftRequest, params: SpeculationParams, learnt: RunningEstimates
+) -> SequoiaDrafter:
+    """The drafter of one request with a draft model (`drafts.base.MakeDrafter`)."""
+    acceptance, is_coupled = learnt.of_kind(MeasuredAcceptance), params.scoring == "coupled"
+    return SequoiaDrafter(text, request.sampler, params, acceptance, request.final, coupled=is_coupled)
 
 
 class SequoiaDrafter(SequentialDrafter):

@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 import math
-from typing import get_args
 
 import numpy as np
 import pytest
 import torch
 
 from offspec.errors import UsageError
-from offspec.scheduler.blend import WAYS, BlendDrafter, ProxyDrafter, blend_walk, blended
-from offspec.scheduler.params import Accept, SamplingParams, SpeculationParams
+from offspec.lab.blend import WAYS, BlendDrafter, blended
+from offspec.scheduler.params import ACCEPTS, SamplingParams, SpeculationParams
 from offspec.scheduler.trees.sampling import Sampler
 from offspec.scheduler.trees.token_tree import FloatArray
 from offspec.scheduler.trees.verify import TargetPass
 
-from ..refusals import refused
-from .fakes import Rule, RuleModel, noise, plain_text, random_rule, resembling
+from ...refusals import refused
+from ...scheduler.fakes import Rule, RuleModel, noise, plain_text, random_rule, resembling
 
 SIZE, GAMMA, PROMPT = 3, 3, [1, 0, 2]
 each_way = pytest.mark.parametrize("accept", WAYS)
 
 
-def mixture(accept: Accept, p: list[float], q: list[float], strength: float | None = None) -> FloatArray:
+def mixture(accept: str, p: list[float], q: list[float], strength: float | None = None) -> FloatArray:
     """The blend of two distributions, as a distribution."""
     way = WAYS[accept]
     values = blended(way, torch.tensor(p).double().log(), torch.tensor(q).double().log(), strength or way.strength)
@@ -34,7 +33,7 @@ P, Q = [0.5, 0.3, 0.2], [0.1, 0.8, 0.1]
 
 
 def test_every_lossy_way_but_joint_is_a_blend() -> None:
-    assert {*WAYS, "exact", "joint"} == set(get_args(Accept))
+    assert ("exact", "joint", *WAYS) == tuple(ACCEPTS)
 
 
 @pytest.mark.parametrize(
@@ -51,7 +50,7 @@ def test_every_lossy_way_but_joint_is_a_blend() -> None:
         ("relaxed", [0.3, 0.25, 0.24, 0.21], [0.1, 0.1, 0.1, 0.7], 0.5, [0.3, 0.25, 0.24, 0.21]),  # the fourth best
     ],
 )
-def test_who_decides(accept: Accept, p: list[float], q: list[float], strength: float, expected: list[float]) -> None:
+def test_who_decides(accept: str, p: list[float], q: list[float], strength: float, expected: list[float]) -> None:
     found, wanted = mixture(accept, p, q, strength), np.array(expected)
     np.testing.assert_allclose(found, wanted / wanted.sum(), atol=1e-9)
 
@@ -67,7 +66,7 @@ def normed(values: FloatArray) -> FloatArray:
 
 
 @each_way
-def test_what_the_target_excludes_stays_excluded(accept: Accept) -> None:
+def test_what_the_target_excludes_stays_excluded(accept: str) -> None:
     """Also where a draft knows fewer tokens, and where the two have none in common."""
     assert mixture(accept, [0.6, 0.4, 0.0, 0.0], [0.0, 0.1, 0.9])[2:].sum() == 0
     np.testing.assert_allclose(mixture(accept, [1.0, 0.0, 0.0], [0.0, 0.0, 1.0]), [1, 0, 0])
@@ -85,7 +84,7 @@ def generate(target: Rule, draft: Rule, params: SamplingParams, speculation: Spe
     while len(text) < end:
         tree = drafter.propose(text, max_depth=end - len(text) - 1)
         logits = models[0].score(text[models[0].length :], tree.tokens, tree.depths, tree.mask())
-        verdict = blend_walk(tree, logits, drafter, sampler, len(text), speculation)
+        verdict = drafter.walk(tree, logits, sampler, len(text))
         models[0].keep(verdict.path)
         drafter.observe(TargetPass(text, tree, verdict, logits))
         text += verdict.tokens
@@ -111,7 +110,7 @@ def twin(target: Rule, draft: Rule, temperature: float, speculation: Speculation
 
 @each_way
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_text_is_that_of_models_without_caches(accept: Accept, temperature: float) -> None:
+def test_text_is_that_of_models_without_caches(accept: str, temperature: float) -> None:
     target = random_rule(SIZE, 0)
     draft = resembling(target, 1, 2.0)
     params, speculation = (
@@ -124,45 +123,10 @@ def test_text_is_that_of_models_without_caches(accept: Accept, temperature: floa
 
 
 @each_way
-def test_a_draft_that_is_the_target_changes_nothing(accept: Accept) -> None:
+def test_a_draft_that_is_the_target_changes_nothing(accept: str) -> None:
     target, speculation = random_rule(SIZE, 0), SpeculationParams(accept=accept, beam=2, gamma=GAMMA)
     found = generate(target, target, SamplingParams(), speculation, 30)
     assert found == plain_text(target, SamplingParams(), 7, PROMPT, 30)
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("size", [SIZE, SIZE - 1])
-def test_proxy_tuning_adds_what_training_changed(temperature: float, size: int) -> None:
-    """p * (trained / untrained) ** strength wherever both have scored; the untrained one may know fewer tokens."""
-    target, base = random_rule(SIZE, 0), random_rule(SIZE, 1)
-    trained = resembling(base, 2, 2.0)
-    small = RuleModel(lambda text: base(text)[:size], size)
-    params = SamplingParams(temperature=temperature)
-    speculation = SpeculationParams(accept="proxy", strength=0.5, beam=9, gamma=GAMMA)
-    text, sampler, model = list(PROMPT), Sampler(params, 7, SIZE), RuleModel(target, SIZE)
-    drafter = ProxyDrafter(RuleModel(trained, SIZE), small, sampler, speculation)
-    sampler.extend(text)
-    num_moved = 0
-    while len(text) < len(PROMPT) + 30:
-        tree = drafter.propose(text, max_depth=len(PROMPT) + 29 - len(text))
-        logits = model.score(text[model.length :], tree.tokens, tree.depths, tree.mask())
-        verdict = blend_walk(tree, logits, drafter, sampler, len(text), speculation)
-        for place, token in enumerate(verdict.tokens[: len(verdict.path)]):
-            before = (*text, *verdict.tokens[:place])
-            known = tuple(min(token, size - 1) for token in before)
-            p, q, r = (
-                torch.tensor(np.array(logits) / (temperature or 1.0)).log_softmax(-1).numpy()
-                for logits in (target(before), trained(before), base(known)[:size])
-            )
-            values = np.concatenate((p[:size] + 0.5 * (q[:size] - r), p[size:]))
-            chosen = values + (noise(7, len(before), SIZE) if temperature else 0.0)
-            assert token == chosen.argmax()
-            num_moved += int(values.argmax() != p.argmax())
-        model.keep(verdict.path)
-        drafter.observe(TargetPass(text, tree, verdict, logits))
-        text += verdict.tokens
-        sampler.extend(verdict.tokens)
-    assert num_moved > 0
 
 
 def test_settings_are_checked() -> None:

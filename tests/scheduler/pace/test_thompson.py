@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from offspec.scheduler.baselines.thompson import CalibrationSampling, ThompsonSampling
 from offspec.scheduler.pace.budget import FixedBudget, MarginalRate
 from offspec.scheduler.pace.costs import Costs
+from offspec.scheduler.pace.thompson import ThompsonSampling
 
-from ..pace.test_budget import NONE, PROFILE, flat_until, rated, state_of
+from .test_budget import NONE, PROFILE, flat_until, rated, state_of
 
 
 def thompson(*, calibrated: bool = False, seed: int = 0) -> ThompsonSampling:
@@ -106,39 +106,6 @@ def test_only_the_calibrated_one_listens_to_the_draft() -> None:
 
     assert mean(False, 0.05) == mean(False, 0.95)
     assert 1.5 * mean(True, 0.05) < mean(False, 0.5) < mean(True, 0.95)
-
-
-def surely_drafted(controller: CalibrationSampling, depth: int, confidence: float, most: int = 40) -> int:
-    """Rounds until it stops; each continuation of the best path has this confidence. Then the verdict."""
-    rounds, best = 0, NONE
-    while rounds < most and controller.width(state_of(best, np.array([confidence**rounds]))):
-        rounds, best = rounds + 1, np.array([confidence**rounds])
-    controller.observe(1 + depth, 1.0)
-    return rounds
-
-
-def test_calibration_sampling_starts_with_the_drafts_confidence() -> None:
-    """Before any verdict, the expected bias of the coin is near the confidence."""
-
-    def mean(confidence: float) -> float:
-        return float(
-            np.mean(
-                [surely_drafted(CalibrationSampling(FixedBudget(50), seed=seed), 0, confidence) for seed in range(300)]
-            )
-        )
-
-    assert mean(0.1) < 1.5 < 3 < mean(0.8) < mean(0.95)
-
-
-def test_calibration_sampling_learns_how_many_levels_hold() -> None:
-    """The same confidence is worth less to a draft that was wrong; and it counts after many verdicts, too."""
-
-    def mean(depth: int, confidence: float) -> float:
-        controller = CalibrationSampling(FixedBudget(50), seed=1)
-        return float(np.mean([surely_drafted(controller, depth, confidence) for _ in range(300)][100:]))
-
-    assert mean(0, 0.9) < 0.5 * mean(20, 0.9)
-    assert mean(3, 0.2) < 0.95 * mean(3, 0.9)
 
 
 def test_the_tree_is_another_controllers() -> None:

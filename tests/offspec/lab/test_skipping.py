@@ -12,17 +12,17 @@ import pytest
 
 from offspec import Engine
 from offspec.checkpoints.opening import ModelFiles
-from offspec.checkpoints.skip_files import SkipFile, default_skip_file
 from offspec.drafts.base import DraftOptions, OpenRequest
 from offspec.drafts.kinds import open_draft
 from offspec.errors import CheckpointError, MemoryLimitError, UsageError
+from offspec.lab.skip_files import SkipFile, default_skip_file
+from offspec.lab.skipping import Agreement, SkipParams, search_skips
 from offspec.loaders.streaming.placement import Limits
 from offspec.model.decoder import CachedDecoder
 from offspec.model.pass_rows import TextRows
 from offspec.planning.memory import MemoryOptions
 from offspec.planning.plan import make_plan
 from offspec.training.distillation import Teacher
-from offspec.training.skipping import Agreement, SkipParams, search_skips
 
 from ...pair import build_pair, scale_weights
 from ...refusals import refused

@@ -15,12 +15,13 @@ from torch import Tensor
 
 from offspec.scheduler.trees.token_tree import IntArray
 
-from ..config import ModelConfig
-from ..config_values import Json, positive
-from ..decoder import Decoder
-from ..parts.part import PassRows
-from .chained import ChainedHead, attention_heads, num_steps, states_config, text_shapes
-from .head import HeadSpec, Inputs
+from ..checkpoints.head_files import Layout
+from ..model.config import ModelConfig
+from ..model.config_values import Json, positive
+from ..model.decoder import Decoder
+from ..model.heads.chained import ChainedHead, attention_heads, num_steps, states_config, text_shapes
+from ..model.heads.head import HeadSpec, Inputs
+from ..model.parts.part import PassRows
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -49,6 +50,9 @@ def recurrent_spec(config: Json, present: Shapes, target: ModelConfig) -> HeadSp
     shapes: dict[str, tuple[int, ...]] = {"cell.weight": (hidden, 2 * hidden), "cell.bias": (hidden,)}
     shapes |= {"up.weight": (inner, 2 * hidden), "down.weight": (hidden, inner)}
     return HeadSpec("recurrent", states_config(target, 1), shapes, (), target.vocab_size, RecurrentHead)
+
+
+RECURRENT = Layout(lambda name: name, recurrent_spec)
 
 
 class AttendingHead(ChainedHead):
@@ -95,6 +99,9 @@ def clover_spec(config: Json, present: Shapes, target: ModelConfig) -> HeadSpec:
     return HeadSpec("Clover", states_config(target, 1, None, 1), shapes, (), target.vocab_size, make)
 
 
+CLOVER = Layout(lambda name: name, clover_spec)
+
+
 class AmphistaHead(AttendingHead):
     """All steps' states at once, from the final state and the text's last token; they attend to each other.
 
@@ -134,6 +141,9 @@ def amphista_spec(config: Json, present: Shapes, target: ModelConfig) -> HeadSpe
     shapes |= {"token.weight": (hidden, 2 * hidden)} | text_shapes(target, STAGES)
     make = partial(AmphistaHead, steps, attention_heads(config, hidden))
     return HeadSpec("Amphista", states_config(target, 1, None, STAGES), shapes, (), target.vocab_size, make)
+
+
+AMPHISTA = Layout(lambda name: name, amphista_spec)
 
 
 def _attended(queries: Tensor, keys: Tensor, values: Tensor, heads: int) -> Tensor:

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..pace.averages import DecayingRatio
-from ..pace.budget import Controller, DraftingState
-from ..pace.costs import Costs
 from ..trees.token_tree import FloatArray
+from .averages import DecayingRatio
+from .budget import Controller, DraftingState
+from .costs import Costs
 
 THOMPSON_WIDTH = 16  # nodes that a round expands
 
@@ -87,35 +87,3 @@ class ThompsonSampling:
         self._recent_rate.observe(num_tokens, seconds)
         self._num_rounds = 0
         self._inner.observe(num_tokens, seconds)
-
-
-class CalibrationSampling(ThompsonSampling):
-    """Thompson sampling that begins with the draft's own confidence (EESD's Calibration-TS, section 3.3).
-
-    theta is drawn from the normal posterior of a mean. The prior's mean is the probability that the draft gives to its
-    best continuation, the likelihood's is the share of accepted levels so far. So the confidence decides while little
-    is known, and always moves the coin somewhat. The paper's constants are not used: `PRIOR_DEVIATION` is the prior's,
-    and older levels count less (`FORGETTING`).
-    """
-
-    PRIOR_DEVIATION = 0.15
-
-    def __init__(self, inner: Controller, *, seed: int = 0) -> None:
-        super().__init__(inner, seed=seed)
-        self._accepted = self._against = 0.5
-        self._above = 1.0  # probability of the best path a round before
-
-    def _bias(self, open_nodes: FloatArray) -> float:
-        confidence, self._above = float(open_nodes[0]) / self._above, float(open_nodes[0])
-        count = self._accepted + self._against
-        share = self._accepted / count
-        evidence, prior = count / (share * (1 - share)), self.PRIOR_DEVIATION**-2  # precisions
-        mean = (prior * min(1.0, confidence) + evidence * share) / (prior + evidence)
-        return float(np.clip(self._random.normal(mean, (prior + evidence) ** -0.5), 0.0, 1.0))
-
-    def observe(self, num_tokens: int, seconds: float) -> None:
-        self._accepted, self._against = (
-            max(0.5, self.FORGETTING**self._num_rounds * counts) for counts in (self._accepted, self._against)
-        )
-        super().observe(num_tokens, seconds)
-        self._above = 1.0

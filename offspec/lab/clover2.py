@@ -18,13 +18,14 @@ from torch import Tensor
 from offspec.loaders.streaming.small_transfers import to_device
 from offspec.scheduler.trees.token_tree import IntArray
 
-from ..config import ModelConfig
-from ..config_values import Json
-from ..decoder import Decoder
-from ..norms import normalize
-from ..parts.part import PassRows
-from .chained import TEXT_NORM, ChainedHead, attention_heads, renamed, states_config, text_shapes
-from .head import HeadSpec, Inputs
+from ..checkpoints.head_files import Layout
+from ..model.config import ModelConfig
+from ..model.config_values import Json
+from ..model.decoder import Decoder
+from ..model.heads.chained import TEXT_NORM, ChainedHead, attention_heads, renamed, states_config, text_shapes
+from ..model.heads.head import HeadSpec, Inputs
+from ..model.norms import normalize
+from ..model.parts.part import PassRows
 
 OWN_EMBEDDING, OWN_NORM = "embedding.weight", "norm.weight"
 MOST_LAYERS = 64
@@ -100,3 +101,6 @@ def clover2_spec(config: Json, present: Mapping[str, tuple[int, ...]], target: M
 def clover2_name(name: str) -> str | None:
     """`Clover2Head`'s name of a tensor in a file; None for the copy of the target's head."""
     return None if name == "lm_head.weight" else renamed(name, _RULES)
+
+
+CLOVER2 = Layout(clover2_name, clover2_spec)

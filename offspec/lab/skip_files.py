@@ -14,10 +14,10 @@ from typing import Any, TypeGuard
 
 from offspec.loaders.files.small_files import parse_json, read_small_file
 
+from ..checkpoints.atomic_files import write_atomically
+from ..checkpoints.exit_layers import data_file, fingerprint, has_weights
+from ..checkpoints.opening import ModelFiles
 from ..errors import CheckpointError
-from .atomic_files import write_atomically
-from .exit_layers import data_file, fingerprint, has_weights
-from .opening import ModelFiles
 
 FORMAT = "offspec skipped layers 1"
 

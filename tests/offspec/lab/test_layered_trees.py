@@ -15,15 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offspec.errors import NumericalError
-from offspec.scheduler.baselines.opt_tree import OptTreeDrafter
-from offspec.scheduler.baselines.sequoia import (
-    MeasuredAcceptance,
-    RankAcceptance,
-    SequoiaDrafter,
-    Topology,
-    best_size,
-    best_topology,
-)
+from offspec.lab.opt_tree import OptTreeDrafter
+from offspec.lab.sequoia import MeasuredAcceptance, RankAcceptance, SequoiaDrafter, Topology, best_topology
 from offspec.scheduler.drafting.drafter import Drafter
 from offspec.scheduler.params import SamplingParams, SpeculationParams
 from offspec.scheduler.trees.sampling import Sampler
@@ -31,7 +24,7 @@ from offspec.scheduler.trees.token_tree import ROOT, FloatArray, TokenTree
 from offspec.scheduler.trees.verify import TargetPass, Verdict, exact_walk
 
 from ...refusals import refused
-from ..fakes import (
+from ...scheduler.fakes import (
     Rule,
     RuleModel,
     few,
@@ -175,26 +168,6 @@ def test_a_big_topology() -> None:
 
     assert count_above(0, 1.0) <= 1023
     assert count_above(0, 1.0) >= 1024 - int(np.isclose(shape.probabilities, worst, rtol=1e-9).sum())
-
-
-@few
-@given(
-    acceptance=st.lists(st.floats(0.01, 1), min_size=1, max_size=3),
-    flat=st.integers(0, 5),
-    slope=st.floats(0.01, 1),
-    round_s=st.sampled_from([0.0, 0.05, 0.5, 5.0]),
-)
-def test_size_and_depth_are_the_fastest(acceptance: list[float], flat: int, slope: float, round_s: float) -> None:
-    pass_s = 1 + slope * np.maximum(0, np.arange(6) - flat)
-    num_nodes, depth = best_size(np.array(acceptance), 4, pass_s, round_s)
-
-    def rate(tree: Collection[Path]) -> float:
-        tokens = 1 + sum(math.prod(acceptance[rank] for rank in path) for path in tree)
-        return tokens / float(pass_s[len(tree)] + round_s * max(map(len, tree), default=0))
-
-    chosen = best_topology(np.array(acceptance), num_nodes, depth) if depth else None
-    found = rate(rank_paths(chosen)) if chosen is not None else rate([])
-    assert found == pytest.approx(max(rate(tree) for tree in all_trees(len(acceptance), 5, 4)))
 
 
 # ------------------------------------------------------------------------------------------------ acceptance

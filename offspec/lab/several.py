@@ -14,21 +14,20 @@ from pathlib import Path
 import torch
 
 from offspec.loaders.streaming.placement import Placement
-from offspec.scheduler.blend import ProxyDrafter
 from offspec.scheduler.drafting.drafter import Drafter
 from offspec.scheduler.drafting.model_guesser import ModelGuesser
 
 from ..checkpoints.opening import ModelFiles
+from ..drafts.base import Attach, Draft, DraftTask, Listener, OpenedDraft
+from ..drafts.learnt import EstimatesAndRecall
+from ..drafts.model_draft import ModelDraft, OpenedModel
+from ..drafts.recall import RecallingText
+from ..drafts.without_model import WithoutModel
 from ..errors import UsageError
 from ..model.decoder import Decoder
 from ..model.memory.text_caches import DraftText, TextCaches
 from ..planning.drafting import Guessing
 from ..planning.memory import MemoryUse, Room
-from .base import NEEDS_TWO_DRAFTS, Attach, Draft, DraftTask, Listener, OpenedDraft
-from .learnt import EstimatesAndRecall
-from .model_draft import ModelDraft, OpenedModel
-from .recall import RecallingText
-from .without_model import WithoutModel
 
 SEPARATOR = " + "  # of the drafts' names
 
@@ -63,21 +62,13 @@ class SeveralDrafts(Draft):
         return found
 
     def drafter(self, task: DraftTask, learnt: EstimatesAndRecall) -> Drafter:
-        """Raises UsageError where the first draft would guess alone: a baseline's tree, or most lossy acceptance."""
+        """Raises UsageError where the first draft would guess alone: a baseline's tree, or lossy acceptance."""
         speculation = task.speculation
-        if speculation.accept == "proxy":
-            return self._proxy(task)
         if speculation.tree != "best-first" or speculation.is_lossy:
             wanted = f"accept={speculation.accept}" if speculation.is_lossy else f"tree={speculation.tree}"
             raise UsageError(f"`{wanted}` uses one draft, and {self.name} are several; omit it, or give one draft")
         smaller = [self._guesser(text, task, own) for text, own in zip(task.beside, learnt.beside, strict=True)]
         return self.first.drafter(replace(task, smaller=smaller), learnt)
-
-    def _proxy(self, task: DraftTask) -> Drafter:
-        if task.text is None or len(task.beside) != 1:
-            raise UsageError(NEEDS_TWO_DRAFTS)
-        request = task.request
-        return ProxyDrafter(task.text, task.beside[0], request.sampler, task.speculation, request.final)
 
     def _guesser(self, text: DraftText, task: DraftTask, learnt: EstimatesAndRecall) -> ModelGuesser:
         recalling = None
@@ -99,24 +90,6 @@ class OpenedSeveral:
 
     first: OpenedDraft
     others: Sequence[OpenedModel]
-
-    @classmethod
-    def of(cls, drafts: Sequence[OpenedDraft], names: Sequence[str]) -> OpenedSeveral:
-        """Raises UsageError for kinds that cannot be combined."""
-        first, *others = drafts
-        if isinstance(first, WithoutModel):
-            raise UsageError(
-                f"`draft={names[0]}` has no model that could score what the others guess; name a draft with a model "
-                "first (n-gram lookup is on beside any draft)"
-            )
-        models = list[OpenedModel]()
-        for draft, name in zip(others, names[1:], strict=True):
-            if not isinstance(draft, OpenedModel):
-                raise UsageError(
-                    f"`draft={name}` cannot guess for another draft, only a small model can; name it first, or alone"
-                )
-            models.append(draft)
-        return cls(first, models)
 
     @property
     def models(self) -> Sequence[ModelFiles]:
@@ -146,3 +119,21 @@ class OpenedSeveral:
             return SeveralDrafts(main, models) if models else main
 
         return attach
+
+
+def open_several(drafts: Sequence[OpenedDraft], names: Sequence[str]) -> OpenedSeveral:
+    """Combine opened drafts, of which the first one drafts. Raises UsageError for kinds that cannot be combined."""
+    first, *others = drafts
+    if isinstance(first, WithoutModel):
+        raise UsageError(
+            f"`draft={names[0]}` has no model that could score what the others guess; name a draft with a model "
+            "first (n-gram lookup is on beside any draft)"
+        )
+    models = list[OpenedModel]()
+    for draft, name in zip(others, names[1:], strict=True):
+        if not isinstance(draft, OpenedModel):
+            raise UsageError(
+                f"`draft={name}` cannot guess for another draft, only a small model can; name it first, or alone"
+            )
+        models.append(draft)
+    return OpenedSeveral(first, models)

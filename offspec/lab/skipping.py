@@ -24,14 +24,14 @@ from offspec.scheduler.trees.token_tree import IntArray
 
 from ..checkpoints.atomic_files import locked_name, refuse_replacing, write_atomically
 from ..checkpoints.exit_layers import fingerprint, refuse_states
-from ..checkpoints.skip_files import SkipFile, default_skip_file
 from ..errors import CheckpointError, StorageError, UsageError
 from ..model.decoder import CachedDecoder, Decoder, pass_together
 from ..model.parts.part import PassRows
 from ..model.pass_rows import JoinedRows, TextRows
 from ..model.row_logits import HEAD_ROWS
-from .distillation import Teacher
-from .target_texts import Forest, first_token, text_pieces
+from ..training.distillation import Teacher
+from ..training.target_texts import Forest, first_token, text_pieces
+from .skip_files import SkipFile, default_skip_file
 
 NUM_TEXTS = 16  # written at once: a streamed target is read once for a token of each
 Progress = Callable[[str, int, int], None]

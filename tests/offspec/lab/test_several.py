@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +10,8 @@ import pytest
 
 from offspec import Engine, SamplingParams, SpeculationParams
 from offspec.drafts.model_draft import ModelDraft
-from offspec.drafts.several import SeveralDrafts
 from offspec.errors import UsageError
+from offspec.lab.several import SeveralDrafts
 from offspec.session import Session
 
 from ...pair import Pair, build_pair, scale_weights, variant
@@ -151,31 +150,6 @@ def test_what_cannot_be_combined(pair: Pair, small: Path, drafts: list[str], wor
 def test_no_draft_at_all_is_a_mistake() -> None:
     with refused(UsageError, "draft"):
         Engine.load("builtin", draft=[])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("sampling", SAMPLING)
-def test_proxy_tuning_takes_a_trained_draft_and_the_same_untrained(pair: Pair, small: Path, sampling: str) -> None:
-    """If training changed nothing, the text is the target's; otherwise it moves, and is marked."""
-    proxy, params = SpeculationParams(accept="proxy", beam=4, gamma=4), replace(SAMPLING[sampling], max_new_tokens=24)
-    texts = list[list[int]]()
-    for drafts in ([small, small], [pair.draft, small]):
-        with Engine.load(pair.target, draft=drafts, device="cpu", dtype="fp32") as engine:
-            steps = list(engine.generate(PROMPT, params, proxy))
-            texts.append([token for step in steps for token in step.token_ids])
-            plain = text_of(engine, params, PLAIN)
-            assert steps[-1].stats.is_lossy
-            assert steps[-1].stats.num_passes < steps[-1].stats.num_tokens
-    same, moved = texts
-    assert same == plain
-    assert moved != plain
-
-
-@pytest.mark.parametrize("number", [1, 3])
-def test_proxy_tuning_needs_two(pair: Pair, number: int) -> None:
-    loaded = Engine.load(pair.target, draft=[pair.draft] * number, device="cpu", dtype="fp32")
-    with loaded as engine, refused(UsageError, "accept=proxy", "two"):
-        text_of(engine, SAMPLING["greedy"], SpeculationParams(accept="proxy"))
 
 
 @pytest.mark.parametrize("asked", [{"tree": "sequoia"}, {"accept": "mix"}])

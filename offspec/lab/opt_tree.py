@@ -10,12 +10,20 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
-from ..drafting.drafter import SequentialDrafter, TreeModel
-from ..drafting.layered_draft import UNEXPANDED, LayeredDraft, subtree
-from ..params import DEFAULT_NODES, SpeculationParams
-from ..trees.sampling import Sampler
-from ..trees.token_tree import ROOT, IntArray, TokenTree
-from ..trees.verify import TargetPass
+from offspec.scheduler.drafting.drafter import DraftRequest, SequentialDrafter, TreeModel
+from offspec.scheduler.drafting.layered_draft import UNEXPANDED, LayeredDraft, subtree
+from offspec.scheduler.drafting.learnt import RunningEstimates
+from offspec.scheduler.params import DEFAULT_NODES, SpeculationParams
+from offspec.scheduler.trees.sampling import Sampler
+from offspec.scheduler.trees.token_tree import ROOT, IntArray, TokenTree
+from offspec.scheduler.trees.verify import TargetPass
+
+
+def opt_tree_drafter(
+    text: TreeModel, request: DraftRequest, params: SpeculationParams, learnt: RunningEstimates
+) -> OptTreeDrafter:
+    """The drafter of one request with a draft model (`drafts.base.MakeDrafter`)."""
+    return OptTreeDrafter(text, request.sampler, params, request.final, coupled=params.scoring == "coupled")
 
 
 class OptTreeDrafter(SequentialDrafter):

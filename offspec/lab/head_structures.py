@@ -1,0 +1,174 @@
+"""Structures of heads that only comparisons need: their config.json, and the weights they begin with.
+
+Files of Medusa, Hydra, MLP speculators, Clover-2 and FSPAD are published; the others are offspec's own.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..checkpoints.head_files import OWN_KIND
+from ..model.config import ModelConfig
+from ..model.decoder import Decoder
+from ..model.heads.eagle import LAYERS
+from ..model.heads.head import Advanced
+from ..model.names import FINAL_NORM
+from ..training.head_structures import (
+    UNROLLED,
+    Beginning,
+    copied_layer,
+    eagle3,
+    eagle_config,
+    need_llamas_layout,
+    own_head,
+    shared,
+)
+from ..training.target_texts import Shard
+from .own_heads import STAGES
+
+ALIGNMENT = 10.0  # weight of the distance from the target's states, beside the cross entropy
+STEPS = 5  # tokens ahead that heads without attention learn to predict
+
+
+def states_loss(made: Advanced, target: Shard) -> Tensor:
+    """The distance of the head's states from the target's final states."""
+    return ALIGNMENT * F.smooth_l1_loss(made.states.float(), target["states"].float())
+
+
+def features_loss(made: Advanced, target: Shard) -> Tensor:
+    """The distance of the head's features from the target's final states."""
+    return ALIGNMENT * F.smooth_l1_loss(made.features.float(), target["states"].float())
+
+
+def koala(target: Decoder, seed: int) -> Beginning:
+    """KOALA's depth (2408.08146): EAGLE-3 with two layers. Its adversarial loss is left out."""
+    return eagle3(target, seed, 2)
+
+
+def medusa(target: Decoder, seed: int) -> Beginning:
+    """Medusa with 5 heads of one residual block: each begins as the target's own head."""
+    hidden, head = target.config.hidden_size, own_head(target)
+    tensors: dict[str, Tensor] = {}
+    for step in range(STEPS):
+        tensors |= {
+            f"{step}.0.linear.weight": torch.zeros(hidden, hidden),
+            f"{step}.0.linear.bias": torch.zeros(hidden),
+        }
+        tensors[f"{step}.1.weight"] = head.clone()
+    config = {"medusa_num_heads": STEPS, "medusa_num_layers": 1, "model_type": "medusa"}
+    return Beginning("medusa", config, tensors, (), STEPS)
+
+
+def hydra(target: Decoder, seed: int) -> Beginning:
+    """Hydra with 5 heads of one block, over the target's own head: each begins as Medusa's."""
+    hidden, tensors = target.config.hidden_size, dict[str, Tensor]()
+    for step in range(STEPS):
+        wide = (2 + step) * hidden
+        passed = torch.cat((torch.eye(hidden), torch.zeros(hidden, wide - hidden)), dim=1)
+        for name, matrix in (("linear", _small(hidden, wide, seed + step)), ("res_connection", passed)):
+            tensors |= {
+                f"hydra_mlp.{step}.0.{name}.weight": matrix,
+                f"hydra_mlp.{step}.0.{name}.bias": torch.zeros(hidden),
+            }
+    config = {"hydra_num_heads": STEPS, "hydra_num_layers": 1, "hydra_head_arch": "mlp", "grounded_heads": True}
+    return Beginning("hydra", config, tensors, (), STEPS)
+
+
+def recurrent(target: Decoder, seed: int) -> Beginning:
+    """A recurrent cell for all steps, over the target's own head."""
+    hidden, inner = target.config.hidden_size, target.config.intermediate_size
+    tensors = {"cell.weight": _small(hidden, 2 * hidden, seed), "cell.bias": torch.zeros(hidden)}
+    tensors |= {"up.weight": _small(inner, 2 * hidden, seed + 1), "down.weight": torch.zeros(hidden, inner)}
+    return Beginning("recurrent", {OWN_KIND: "recurrent", "intermediate_size": inner}, tensors, (), STEPS)
+
+
+def mlp(target: Decoder, seed: int) -> Beginning:
+    """An MLP speculator of 5 steps, as wide as the target's state, with one embedding and head for all steps."""
+    hidden, vocab = target.config.hidden_size, target.config.vocab_size
+    config = {"model_type": "mlp_speculator", "architectures": ["MLPSpeculatorPreTrainedModel"], "n_predict": STEPS}
+    config |= {"emb_dim": hidden, "inner_dim": hidden, "vocab_size": vocab, "tie_weights": True, "scale_input": True}
+    tensors = {"emb.0.weight": shared(target, target.config.embedding_name), "proj.0.weight": torch.eye(hidden)}
+    tensors |= {"proj.1.weight": torch.eye(hidden), "head.0.weight": own_head(target)}
+    tensors |= {"ln.0.weight": torch.ones(hidden), "ln.0.bias": torch.zeros(hidden)}
+    return Beginning("mlp", config, {f"speculator.{name}": tensor for name, tensor in tensors.items()}, (), STEPS)
+
+
+def clover(target: Decoder, seed: int) -> Beginning:
+    """Clover: a layer over the text, and steps that attend to the path's tokens."""
+    hidden = target.config.hidden_size
+    tensors = {"q.weight": _small(hidden, hidden, seed), "kv.weight": _small(2 * hidden, hidden, seed + 1)}
+    tensors |= {"o.weight": torch.zeros(hidden, hidden), "places": torch.zeros(STEPS, hidden)}
+    tensors |= {f"blocks.{step}.weight": torch.zeros(hidden, hidden) for step in range(STEPS)} | _text_layers(target, 1)
+    config = {OWN_KIND: "clover", "num_steps": STEPS, "num_attention_heads": _num_heads(target.config)}
+    return Beginning("clover", config, tensors, (), STEPS)
+
+
+def clover2(target: Decoder, seed: int) -> Beginning:
+    """Clover-2: a cell that renews the state by each token, and layers over the text behind its first step."""
+    hidden, heads = target.config.hidden_size, _num_heads(target.config)
+    names, tensors = ("clover_head_mlp_rnn", "clover_head_mlp_rnn2"), dict[str, Tensor]()
+    size = shared(target, FINAL_NORM).square().mean().sqrt()  # norms keep the size of the target's final states
+    for index, cell in enumerate(names):
+        tensors |= {f"{cell}.{name}.weight": torch.eye(hidden) for name in "qk"}
+        tensors |= {f"{cell}.v.weight": 0.1 * _small(hidden, hidden, seed + index)}
+        tensors |= {f"{cell}.{name}.bias": torch.zeros(hidden) for name in "qkv"}
+        tensors |= {f"{cell}.input_layernorm.weight": torch.ones(hidden)}
+    tensors |= {"clover_head_mlp.weight": torch.eye(hidden), "clover_head_mlp.bias": torch.zeros(hidden)}
+    tensors |= {"clover_head_mlp2.weight": torch.eye(hidden, 2 * hidden), "clover_head_mlp2.bias": torch.zeros(hidden)}
+    tensors |= {name: size.repeat(hidden) for name in ("clover_norm.weight", "clover_head_norm.weight")}
+    layers = {name.replace("text.", LAYERS, 1): tensor for name, tensor in _text_layers(target, 2).items()}
+    config = {"num_attention_heads": heads, "clover": {"num_heads": STEPS, "num_layers": 2}}
+    return Beginning("clover2", config, tensors | layers, (), STEPS, states_loss)
+
+
+def fspad(target: Decoder, seed: int) -> Beginning:
+    """FSPAD: begins as the target's final states, which its layer does not change."""
+    c, hidden = target.config, target.config.hidden_size
+    need_llamas_layout("FSPAD", c)
+    layer = copied_layer(target, c.num_layers - 1)
+    copied = (*(f"self_attn.{name}_proj" for name in "qkv"), "mlp.gate_proj", "mlp.up_proj")
+    tensors = {f"{LAYERS}0.{name}.weight": layer[f"{name}.weight"] for name in copied}
+    tensors |= {f"{LAYERS}0.self_attn.o_proj.weight": torch.zeros(layer["self_attn.o_proj.weight"].shape)}
+    tensors |= {f"{LAYERS}0.mlp.down_proj.weight": torch.zeros(2 * hidden, c.intermediate_size)}
+    tensors |= {f"{LAYERS}0.post_attention_layernorm.weight": torch.ones(hidden)}
+    tensors |= {"fc.fc.weight": torch.cat((0.02 * _small(hidden, hidden, seed), torch.eye(hidden)), dim=1)}
+    tensors |= {"fc.fc.bias": torch.zeros(hidden), "fc.post_attention_layernorm.weight": torch.ones(hidden)}
+    tensors |= {f"fc.mlp.{name}_proj.weight": _small(c.intermediate_size, hidden, seed + 1) for name in ("gate", "up")}
+    tensors |= {"fc.mlp.down_proj.weight": torch.zeros(hidden, c.intermediate_size)}
+    config = {**eagle_config(target, 1), "architectures": ["LlamaForCausalLM"], "bias": True}
+    del config["draft_vocab_size"]
+    return Beginning("fspad", config, tensors, (), UNROLLED, features_loss)
+
+
+def amphista(target: Decoder, seed: int) -> Beginning:
+    """Amphista: layers over the text, and states of all steps at once, which attend to each other."""
+    c, hidden, inner = target.config, target.config.hidden_size, target.config.intermediate_size
+    tensors = {"qkv.weight": _small(3 * hidden, hidden, seed), "up.weight": _small(inner, hidden, seed + 1)}
+    tensors |= {"o.weight": torch.zeros(hidden, hidden), "down.weight": torch.zeros(hidden, inner)}
+    tensors |= {"token.weight": torch.zeros(hidden, 2 * hidden), "places": torch.zeros(STEPS, hidden)}
+    tensors |= {f"blocks.{step}.weight": _small(hidden, hidden, seed + 2 + step) for step in range(STEPS)}
+    config = {OWN_KIND: "amphista", "num_steps": STEPS, "intermediate_size": inner}
+    config |= {"num_attention_heads": _num_heads(c)}
+    return Beginning("amphista", config, tensors | _text_layers(target, STAGES), (), STEPS)
+
+
+def _num_heads(target: ModelConfig) -> int:
+    """Heads of a head's own attention, which divide the hidden size: the target's, if they do."""
+    return math.gcd(target.num_heads, target.hidden_size)
+
+
+def _text_layers(target: Decoder, count: int) -> dict[str, Tensor]:
+    """Layers over the text that change nothing yet: copies of the target's last one, whose outputs are zero."""
+    layer = copied_layer(target, target.config.num_layers - 1)
+    outputs = {"self_attn.o_proj.weight", f"{target.config.mlp.down}.weight"}
+    made = {name: torch.zeros_like(tensor) if name in outputs else tensor for name, tensor in layer.items()}
+    return {f"text.{index}.{name}": tensor.clone() for index in range(count) for name, tensor in made.items()}
+
+
+def _small(rows: int, columns: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, columns, generator=generator) * math.sqrt(1 / columns)

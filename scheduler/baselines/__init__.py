@@ -1,1 +1,0 @@
-"""Baselines: published methods for comparison with best-first drafting."""

@@ -1,0 +1,37 @@
+"""METHODS: each method is where the table says, and commands list its name without importing it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from offspec.lab import METHODS
+from offspec.methods import Methods
+
+from ...pages import ROOT
+
+CALLED = [(kind, name) for kind in METHODS for name in METHODS[kind]]
+LISTED = """
+import sys
+from offspec import ACCEPTS, TREES
+from offspec.training.distill_params import HEADS, LOSSES
+print(*ACCEPTS, *TREES, *HEADS, *LOSSES)
+print([name for name in sys.modules if name == "torch" or name.startswith("offspec.lab.")])
+"""
+
+
+@pytest.mark.parametrize(("kind", "name"), CALLED)
+def test_each_method_is_there(kind: str, name: str) -> None:
+    assert name in Methods(kind)
+    assert Methods(kind).load(name) is not None
+
+
+def test_names_are_listed_without_the_methods() -> None:
+    """In a process of its own, where nothing is imported yet."""
+    listed = subprocess.run(
+        [sys.executable, "-c", LISTED], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    assert {"exact", "mix", "sequoia", "eagle3", "koala", "tvd++"} <= set(listed[0].split())
+    assert listed[1] == "[]"
