@@ -124,7 +124,7 @@ def command(
         raise click.UsageError(
             f"--gpu {options['gpu']} and --device {options['device']} both name the device; omit one."
         )
-    from offspec.loading import LoadOptions
+    from offspec import LoadOptions
     from offspec.tools.forecast import Assumptions, make_forecast
 
     def progress(what: str) -> None:

@@ -23,6 +23,7 @@ if (_root / "pyproject.toml").is_file() and (_root / "loaders").is_dir():
 _HOMES = {
     "AUTO_TEXTS": "offspec.scheduler.params",
     "Engine": "offspec.engine",
+    "LoadOptions": "offspec.load_options",
     "Step": "offspec.request",
     "ACCEPTS": "offspec.scheduler.params",
     "Constraint": "offspec.scheduler.params",
@@ -56,6 +57,7 @@ __all__ = [
     "Constraint",
     "ConvertParams",
     "Engine",
+    "LoadOptions",
     "OffspecError",
     "SamplingParams",
     "SpeculationParams",
@@ -86,6 +88,7 @@ if TYPE_CHECKING:
     from .checkpoints.conversion import convert
     from .engine import Engine
     from .errors import OffspecError
+    from .load_options import LoadOptions
     from .request import Step
     from .stats import Stats
 

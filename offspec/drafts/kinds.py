@@ -49,19 +49,19 @@ KINDS: dict[str, Callable[[OpenRequest], OpenedDraft]] = {
 def open_draft(model: str, request: OpenRequest) -> OpenedDraft:
     """Open the draft that `--draft` names for the target MODEL, or several. Raises a subclass of OffspecError."""
     options = request.options
-    first = _open_one(model, replace(request, options=replace(options, beside=())))
-    if not options.beside:
+    first = _open_one(model, replace(request, options=replace(options, more_drafts=())))
+    if not options.more_drafts:
         return first
-    alone = DraftOptions(window=options.window)  # other settings are the first draft's
-    others = [_open_one(model, replace(request, options=replace(alone, draft=name))) for name in options.beside]
-    return OpenedSeveral.of([first, *others], [options.draft, *options.beside])
+    alone = DraftOptions(draft_window=options.draft_window)  # other settings are the first draft's
+    others = [_open_one(model, replace(request, options=replace(alone, draft=name))) for name in options.more_drafts]
+    return OpenedSeveral.of([first, *others], [options.draft, *options.more_drafts])
 
 
 def _open_one(model: str, request: OpenRequest) -> OpenedDraft:
     options = replace(request.options, draft=_resolve(model, request))
     kind, _, _ = options.draft.partition(":")  # shadow:3
-    if options.window is not None and kind in KINDS and kind != HEAD:
-        text = f"`draft_window={options.window}` does nothing: `draft={kind}` has no KV cache of its own"
+    if options.draft_window is not None and kind in KINDS and kind != HEAD:
+        text = f"`draft_window={options.draft_window}` does nothing: `draft={kind}` has no KV cache of its own"
         request.notes.append(Note(text, advice=True))
     return KINDS.get(kind, _open_files)(replace(request, options=options))
 

@@ -27,7 +27,7 @@ ALLOWED = {
 # The rooms of offspec/ (a folder or a module each), from the ground up: a room imports from lower floors alone.
 FLOORS = (
     ("errors", "stats", "background", "process", "builtin"),
-    ("text", "model", "named_models"),
+    ("text", "model", "named_models", "load_options"),
     ("checkpoints",),
     ("planning",),
     ("training",),
