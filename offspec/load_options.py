@@ -64,7 +64,8 @@ class LoadOptions:
 
     model: a folder, a `.gguf` file, a hub id, or a name of `named_models`. draft: `auto` (the built-in draft for the
     built-in target, otherwise the faster of lookup and a shadow that was made), `none`, `lookup` (n-gram lookup and
-    token recycling, no model), `self` (early exit: the target's first layers and an exit layer), `shadow` (the target
+    token recycling, no model), `self` (early exit: the target's first layers and an exit layer; `self:N` and
+    `self:FILE` name one), `shadow` (the target
     in fewer bits), `resident` (its resident layers), `head` (a trained head), or a model or a head like `model`.
     more_drafts: smaller models, which guess what `draft` scores.
     exit_file: the exit layer for `self`; None is the newest one for this target. exit_layer: the number of first layers

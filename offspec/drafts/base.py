@@ -49,10 +49,11 @@ NEEDS_TWO_DRAFTS = (
 class DraftOptions:
     """The user's settings of the draft.
 
-    draft: auto, none, lookup, self, shadow, shadow:BITS, shadow:FOLDER, resident, or a model. exit_file: the exit layer
-    for `self`. exit_layer: the number of first layers with which `self` drafts without a trained exit layer. learn: the
-    draft may learn between requests. learn_files: what it learnt before; without `learn`, they must exist, and each
-    request uses the one of several that fits its prompt. needs_draft_model: requests will use lossy acceptance.
+    draft: auto, none, lookup, self, self:N, self:FILE, shadow, shadow:BITS, shadow:FOLDER, resident, or a model.
+    exit_file: the exit layer for `self`. exit_layer: the number of first layers with which `self` drafts without a
+    trained exit layer. learn: the draft may learn between requests. learn_files: what it learnt before; without
+    `learn`, they must exist, and each request uses the one of several that fits its prompt. needs_draft_model: requests
+    will use lossy acceptance.
     draft_window: tokens that a draft model keeps in its KV cache; None is chosen by its context (`model_draft`).
     more_drafts: smaller drafts, which guess for `draft`.
     """
@@ -87,7 +88,7 @@ class DraftOptions:
 
     def refuse_exit_file(self) -> None:
         """For kinds without an exit layer. Raises UsageError if an exit file or an exit layer was given."""
-        if self.exit_layer is not None and self.draft != "self":
+        if self.exit_layer is not None and self.draft.partition(":")[0] != "self":
             raise UsageError(f"`exit_layer={self.exit_layer}` needs an early-exit draft; add `draft=self`, or omit it")
         if self.exit_file is not None:
             raise UsageError(

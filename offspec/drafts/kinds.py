@@ -9,7 +9,7 @@ from offspec.loaders.params import SHADOW_FORMATS
 
 from ..checkpoints.exit_layers import found_exits, has_weights
 from ..checkpoints.head_files import is_head
-from ..checkpoints.opening import Note, locate
+from ..checkpoints.opening import ModelFiles, Note, locate
 from ..checkpoints.shadows import made_shadows
 from ..errors import UsageError
 from ..model.foreign_config import ForeignConfig
@@ -20,19 +20,28 @@ from .head_draft import OpenedHead
 from .layer_drafts import RESIDENT, SHADOW, OpenedLayers, OpenedShadow
 from .model_draft import OpenedModel
 from .self_draft import NAME as SELF
-from .self_draft import OpenedSelf
+from .self_draft import OpenedSelf, layer_number
 from .several import OpenedSeveral
 from .without_model import LookupDraft, NoDraft
 
 
 def _open_self(request: OpenRequest) -> OpenedDraft:
-    """The target's first layers, with a trained exit layer or without. Raises OffspecError's children."""
-    options = request.options
-    if options.exit_layer is None:
-        return OpenedSelf.open(request)
-    if options.exit_file is not None:
+    """The target's first layers, with a trained exit layer or without. Raises OffspecError's children.
+
+    `self:N` uses the trained exit layer after N layers if there is one.
+    """
+    options, number = request.options, layer_number(request.options.draft)
+    if options.exit_layer is not None and options.exit_file is not None:
         raise UsageError("`exit_layer` drafts without a trained exit layer, `exit_file` is one; give one of the two")
-    return OpenedLayers.open_exit(request)
+    if options.exit_layer is None and (number is None or number in trained_exits(request.target)):
+        return OpenedSelf.open(request)
+    number = options.exit_layer if number is None else number
+    return OpenedLayers.open_exit(replace(request, options=replace(options, exit_layer=number)))
+
+
+def trained_exits(target: ModelFiles) -> list[int]:
+    """The numbers of layers before trained exit layers of this target; none without its weights."""
+    return found_exits(target) if not isinstance(target.config, ForeignConfig) and has_weights(target) else []
 
 
 AUTO = "auto"
@@ -97,9 +106,9 @@ def _resolve(model: str, request: OpenRequest) -> str:
 def exit_names(request: OpenRequest) -> list[str]:
     """The exit layers of this target that `self` chooses from, if neither a file nor a number of layers is given."""
     options, target = request.options, request.target
-    if options.exit_file is not None or options.exit_layer is not None or isinstance(target.config, ForeignConfig):
+    if options.exit_file is not None or options.exit_layer is not None:
         return []
-    return [f"{SELF}:{number}" for number in found_exits(target)] if has_weights(target) else []
+    return [f"{SELF}:{number}" for number in trained_exits(target)]
 
 
 def _chosen(names: Sequence[str], request: OpenRequest, otherwise: str | None = None) -> str:
