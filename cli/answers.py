@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from offspec import SpeculationParams
 from offspec.errors import OffspecError
 
-from .batch import Answer, Asked, Turns
+from .batch import Answer, Asked, TokenIds, Turns
 from .reasoning import reader_of, thinking_first
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from offspec.engine import Prompt
 
 INTERRUPTED = "interrupted"  # the finish_reason of a text that Ctrl-C stopped
-ToPrompt = Callable[["Engine", str | Turns], "Prompt"]
+ToPrompt = Callable[["Engine", str | Turns | TokenIds], "Prompt"]
 
 
 def answer_of(engine: Engine, prompt_ids: Sequence[int], steps: Sequence[Step], params: SamplingParams) -> Answer:

@@ -119,11 +119,12 @@ def distil_draft(job: Job, flags: DraftFlags, settings: dict[str, Any]) -> tuple
     with training_line(quiet=job.quiet) as line:
         done = distill_draft(teacher, flags.untrained(teacher, params.seed), params, progress=line, **job.more)
     teacher.target.weights.close()
-    before = None if flags.small is None else job.gain(done.path, done.prompts, params, draft=flags.small)
-    now: dict[str, Any] = {"draft": str(done.path)}
-    if params.lora_rank:
-        now = {"draft": flags.small, "learn_file": done.path}
-    return _said(done, before, job.gain(done.path, done.prompts, params, **now))
+    before = None if flags.small is None else job.gain(done.path, done.prompts, params, flags.small)
+    if params.lora_rank and flags.small is not None:
+        after = job.gain(done.path, done.prompts, params, flags.small, (done.path,))
+    else:
+        after = job.gain(done.path, done.prompts, params, str(done.path))
+    return _said(done, before, after)
 
 
 def _said(done: DistilledDraft, before: DraftGain | None, after: DraftGain) -> tuple[dict[str, Any], str]:

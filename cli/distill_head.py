@@ -17,7 +17,7 @@ def distil_head(job: Job, kind: str, params: HeadParams) -> tuple[dict[str, Any]
     with training_line(quiet=job.quiet) as line:
         done = distill_head(teacher, kind, params, progress=line, **job.more)
     teacher.target.weights.close()
-    gain = job.gain(done.path, done.prompts, params, draft=str(done.path))
+    gain = job.gain(done.path, done.prompts, params, str(done.path))
     said: dict[str, Any] = {"path": str(done.path), "kind": kind, "num_tokens": done.num_tokens}
     said |= {"num_steps": done.num_steps, "agreement_before": done.agreement_before, "agreement": done.agreement}
     said |= {"tokens_per_pass": gain.tokens_per_pass, "found_by_depth": gain.by_depth}

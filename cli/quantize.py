@@ -76,7 +76,6 @@ Examples:
     metavar="4|3|2",
     help="Bits per weight of a shadow of SRC, for --draft shadow.",
 )
-@option("--revision", metavar="REV", help="Branch, tag or commit of a hub id.")
 @option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a sentence.")
 @option("-q", "--quiet", is_flag=True, help="Print no progress to stderr.")
 @option("-v", "--verbose", is_flag=True, help="Show tracebacks.")
@@ -86,13 +85,10 @@ def command(
     form: str,
     double_quant: bool,
     shadow: str | None,
-    revision: str | None,
     as_json: bool,
     quiet: bool,
     verbose: bool,
 ) -> None:
-    if revision is not None and expand_home(src).exists():
-        raise click.UsageError("--revision needs a hub id, but SRC is a local path.")
     if shadow is not None and (form != ConvertParams.format or not double_quant):
         raise click.UsageError("--shadow has a format of its own; leave out --format and --no-double-quant.")
     start = time.monotonic()
@@ -100,9 +96,9 @@ def command(
     try:
         source, target = str(named_path(src) or src), dst and expand_home(dst)
         if shadow is None:
-            done = _convert(source, target, ConvertParams(form, double_quant), revision, bar)
+            done = _convert(source, target, ConvertParams(form, double_quant), bar)
         else:
-            done = _make_shadow(source, target, int(shadow), revision, bar)
+            done = _make_shadow(source, target, int(shadow), bar)
     finally:
         if bar is not None:
             bar.clear()
@@ -140,23 +136,19 @@ def _ratios(done: Conversion, *, each: bool) -> list[str]:
     return [*lines, f"{len(packed)} matrices packed: {found}, the same bits when unpacked again (compared){stayed}"]
 
 
-def _convert(
-    source: str, target: Path | None, params: ConvertParams, revision: str | None, bar: ConversionLine | None
-) -> Conversion:
+def _convert(source: str, target: Path | None, params: ConvertParams, bar: ConversionLine | None) -> Conversion:
     from offspec import convert
 
     if target is None:
         raise click.UsageError("Missing argument 'DST': the folder for the result.")
-    return convert(source, target, params, revision=revision, progress=bar)
+    return convert(source, target, params, progress=bar)
 
 
-def _make_shadow(
-    source: str, target: Path | None, bits: int, revision: str | None, bar: ConversionLine | None
-) -> Conversion:
+def _make_shadow(source: str, target: Path | None, bits: int, bar: ConversionLine | None) -> Conversion:
     from offspec.checkpoints.opening import open_target
     from offspec.checkpoints.shadows import make_shadow
 
-    return make_shadow(open_target(source, revision, "auto", "cpu"), bits, target, bar)
+    return make_shadow(open_target(source, None, "auto", "cpu"), bits, target, bar)
 
 
 def _warn_of_a_model_not_run(folder: Path) -> None:

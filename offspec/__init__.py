@@ -29,6 +29,7 @@ _HOMES = {
     "Constraint": "offspec.scheduler.params",
     "SpeculationParams": "offspec.scheduler.params",
     "SamplingParams": "offspec.scheduler.params",
+    "Scoring": "offspec.scheduler.params",
     "Stats": "offspec.stats",
     "TokenLogprob": "offspec.scheduler.trees.logprobs",
     "OffspecError": "offspec.errors",
@@ -60,6 +61,7 @@ __all__ = [
     "LoadOptions",
     "OffspecError",
     "SamplingParams",
+    "Scoring",
     "SpeculationParams",
     "Stats",
     "Step",
@@ -82,7 +84,15 @@ if TYPE_CHECKING:
         ConvertParams,
     )
     from offspec.loaders.units import format_quantity, format_seconds, format_size, parse_size
-    from offspec.scheduler.params import ACCEPTS, AUTO_TEXTS, SEED_LIMIT, Constraint, SamplingParams, SpeculationParams
+    from offspec.scheduler.params import (
+        ACCEPTS,
+        AUTO_TEXTS,
+        SEED_LIMIT,
+        Constraint,
+        SamplingParams,
+        Scoring,
+        SpeculationParams,
+    )
     from offspec.scheduler.trees.logprobs import TokenLogprob
 
     from .checkpoints.conversion import convert

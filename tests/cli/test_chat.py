@@ -225,7 +225,7 @@ def test_a_lossy_turn_says_so(talk: Talk) -> None:
         ("/set top_p 0", ("top-p", "0")),
         ("/set seed 99999999999999999999999", ("seed",)),
         ("/set budget many", ("budget", "many")),
-        ("/set draft-scoring foo", ("foo",)),
+        ("/set stopping foo", ("foo",)),
         ("/set temperature", ("/set temperature 0.7",)),
         ("/set temperature none", ("temperature", "value")),
         ("/set temprature 1", ("temprature", "temperature")),
@@ -433,7 +433,7 @@ def test_completions(tmp_path: Path, pair: Pair) -> None:
     values = chat_module.Values(chat_module.command, {"temperature": 0.0, "top_p": 1.0, "top_k": 0})
     chat = chat_module.Chat(None, values)  # type: ignore[arg-type]
     assert list(chat.completions("/s")) == ["/system", "/set", "/show", "/stats", "/save"]
-    assert list(chat.completions("/set to")) == ["top-k", "top-p"]
+    assert list(chat.completions("/set to")) == ["top-p", "top-k"]
     assert list(chat.completions(f"/load {tmp_path}/ta")) == [str(tmp_path / "talk.json")]
     assert list(chat.completions("/load /no/such/")) == []
     assert list(chat.completions("hello /s")) == []
