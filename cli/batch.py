@@ -18,8 +18,8 @@ from typing import Any, BinaryIO, TypeGuard
 import click
 
 from offspec import SamplingParams
-from offspec.checkpoints.atomic_files import check_writable, lock
 from offspec.errors import OffspecError, StorageError, UsageError
+from offspec.user_files import check_writable, lock
 
 from .constraints import NAMES, constraint_in
 from .flags import with_flags

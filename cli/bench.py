@@ -137,9 +137,8 @@ def command(
     loading = fit_to_requests(loading, sampling, speculation)
     if numbers is not None:
         check_flags(speculation)
-    for file in (csv_file, plot_file):
-        if file is not None:
-            check_sink(file)
+    for file in filter(None, (csv_file, plot_file)):
+        check_sink(file)
     workloads = None if prompt_file is None else _workloads(prompt_file)
     load = partial(load_engine, quiet=quiet, verbose=verbose)
     progress = _no_progress if quiet else _progress

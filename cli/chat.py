@@ -15,11 +15,11 @@ import click
 from click.core import ParameterSource
 
 from offspec import LoadOptions, SamplingParams, SpeculationParams
-from offspec.checkpoints.user_folders import expand_home, user_folder
 from offspec.errors import OffspecError, UsageError
+from offspec.user_files import expand_home, user_folder
 
 from .chat_files import KeptChat, chats_folder, newest_file
-from .constraints import CONSTRAINT, constraint_options
+from .constraints import ANY_OBJECT, CONSTRAINT, constraint_options
 from .flags import with_flags
 from .help_groups import VALUES, OffspecCommand, option, record_of
 from .learning import learning_kept, written_file
@@ -47,14 +47,13 @@ from .terminal import as_shown, columns, draft_off, first_pass_shown, keys_held,
 from .word_wrap import WordWrap
 
 if TYPE_CHECKING:
-    from offspec import Stats, Step
-    from offspec.session import Session, Turn
+    from offspec import Session, Stats, Step, Turn
 
 MAX_NEW_TOKENS = 1024  # in a chat the model ends its replies itself
 LEAVING = ("exit", "quit", "bye")
 OWN_SETTINGS = {"when_full", "show_stats", "wrap", "save_cache"}  # by click's names
 SETTINGS = (SAMPLING, SPECULATION, CONSTRAINT)  # records whose flags are settings of the conversation, too
-# Of chats that earlier versions saved; all but the last changed no text, or only that of lossy acceptance.
+# In chats that earlier versions saved. They changed no text, but for json-object and lossy acceptance.
 FORMER_SETTINGS = {
     *("lookup", "recycling", "recall", "reuse", "overlap", "forced", "draft-scoring", "tree"),
     *("strength", "beam", "gamma", "json-object"),
@@ -151,7 +150,7 @@ def command(
     settings.params()  # raises for a constraint that cannot be read
     loading = replace(fit_to_requests(loading, sampling, speculation), chats=True)
     engine = load_engine(loading, quiet=quiet, verbose=verbose)
-    from offspec.session import Session
+    from offspec import Session
 
     drops_oldest = settings["when_full"] == "drop"
     session = Session(engine, system, drops_oldest=drops_oldest, tell=partial(_note, quiet=quiet))
@@ -538,7 +537,7 @@ class Chat:
         path, before = _path(argument, "/load"), (self.session.turns, self.session.system)
         settings = self.session.load(path)
         try:
-            self.change({key: value for key, value in settings.items() if key not in FORMER_SETTINGS})
+            self.change(_present(settings))
         except OffspecError as exc:
             self.session.turns, self.session.system = before
             raise UsageError(f"{path}: {exc}") from exc
@@ -626,6 +625,12 @@ def reply_figures(stats: Stats) -> str:
         f"{stats.num_tokens} tokens{rate}, {stats.tokens_per_pass:.2f} tokens per pass, "
         f"first after {stats.ttft_s:.2f} s{off}"
     )
+
+
+def _present(settings: Mapping[str, object]) -> dict[str, object]:
+    """The settings of a saved conversation, without those that only earlier versions had."""
+    present = {key: value for key, value in settings.items() if key not in FORMER_SETTINGS}
+    return present | {"json-schema": ANY_OBJECT} if settings.get("json-object") is True else present
 
 
 def _path(argument: str, command: str) -> Path:

@@ -10,8 +10,8 @@ from pathlib import Path
 import click
 
 from offspec import Constraint, SamplingParams
-from offspec.checkpoints.small_files import parse_json
 from offspec.errors import UsageError
+from offspec.user_files import parse_json
 
 from .help_groups import FLAGS, SAMPLING, Record, all_of
 from .options import read_file
@@ -50,26 +50,17 @@ class ConstraintFlags:
         return None
 
 
-CONSTRAINT = Record("constraint", ConstraintFlags, ConstraintFlags)
+CONSTRAINT = Record("constraint", ConstraintFlags, ConstraintFlags, group=SAMPLING)
 constraint_options = all_of(
     CONSTRAINT.option(
         "json_schema",
-        group=SAMPLING,
         metavar="FILE|TEXT|object",
         help="Answer in JSON that is valid by this schema: a file, the schema itself, or object for any JSON object.",
     ),
     CONSTRAINT.option(
-        "grammar",
-        group=SAMPLING,
-        metavar="FILE",
-        help="Answer with a text of this grammar: GBNF as in llama.cpp, or Lark.",
+        "grammar", metavar="FILE", help="Answer with a text of this grammar: GBNF as in llama.cpp, or Lark."
     ),
-    CONSTRAINT.option(
-        "regex",
-        group=SAMPLING,
-        metavar="R",
-        help="Answer with a text that matches this regular expression as a whole.",
-    ),
+    CONSTRAINT.option("regex", metavar="R", help="Answer with a text that matches this regular expression as a whole."),
 )
 
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, get_args
 import click
 
 from offspec import LoadOptions, format_seconds
-from offspec.checkpoints.user_folders import expand_home
 from offspec.training.distill_params import HEADS, DistillParams, DraftParams, HeadParams, Init
+from offspec.user_files import expand_home
 
 from .distill_draft import DRAFT_FLAGS, DraftFlags, distil_draft, draft_options
 from .distill_head import distil_head

@@ -98,12 +98,11 @@ class DraftFlags:
 
     def untrained(self, teacher: Teacher, seed: int) -> Untrained:
         """The draft before its training. Raises a subclass of OffspecError."""
-        from offspec.checkpoints.opening import locate
         from offspec.training.draft_distillation import Untrained
         from offspec.training.new_draft import new_draft, parse_shape
 
         if self.small is not None:
-            return Untrained.of_model(locate(self.small, None, "draft"), teacher.tokenizer, teacher.target.device)
+            return Untrained.of_model(self.small, teacher.tokenizer, teacher.target.device)
         shape = parse_shape(str(self.new_draft))
         return new_draft(teacher.files, teacher.target, *shape, embedding=self.embedding, seed=seed)
 

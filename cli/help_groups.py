@@ -97,17 +97,23 @@ class RecordArgument(click.Argument):
 class Record(Generic[R]):
     """A dataclass whose fields are flags. A command gets it as the argument `name`."""
 
-    def __init__(self, name: str, kind: type, make: Callable[..., R]) -> None:
-        """kind: the dataclass, for the flags' defaults. make: makes one of the flags' values."""
+    def __init__(self, name: str, kind: type, make: Callable[..., R], **settings: Any) -> None:
+        """kind: the dataclass, for defaults. make: makes one of the flags' values. settings: of each of its flags."""
         self.name = name
         self._make = make
+        self._settings = settings
         self._defaults = {field.name: field.default for field in fields(kind)}
 
     def option(self, field: str, *names: str, **settings: Any) -> Decorator:
-        """A flag for a field, spelt like it unless `names` has another spelling; the default is the field's."""
+        """A flag for a field, spelt like it unless `names` has another spelling; the default is the field's.
+
+        Help shows the default, unless the help text says it or it is off.
+        """
         spelt = any(name.startswith("--") for name in names)
         flags = names if spelt else (f"--{field.replace('_', '-')}", *names)
-        return option(field, *flags, **{"default": self._defaults[field], "record": self, **settings})
+        settings = {"default": self._defaults[field], "record": self, **self._settings, **settings}
+        help_says_it = "[default" in settings["help"] or isinstance(settings["default"], (bool, tuple))
+        return option(field, *flags, show_default=not help_says_it, **settings)
 
     def argument(self, field: str, **settings: Any) -> Decorator:
         """An argument for a field."""

@@ -8,20 +8,24 @@ import tempfile
 from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import click
 
 from offspec import LoadOptions
-from offspec.checkpoints.atomic_files import locked_name
-from offspec.checkpoints.user_folders import home_folder
 from offspec.errors import StorageError
+from offspec.user_files import home_folder, locked_name
 
 from .terminal import is_watched
 
 if TYPE_CHECKING:
     from offspec import Engine
-    from offspec.training.lora import Adapter
+
+
+class Adapter(Protocol):
+    """What a draft has learnt."""
+
+    def save(self, path: Path) -> None: ...
 
 
 def written_file(options: LoadOptions) -> Path | None:

@@ -178,7 +178,7 @@ def run(args: list[str]) -> int:
 
 def _fail_with(exc: Exception, *, verbose: bool) -> int:
     """Print an error that is not ours; returns the exit code."""
-    from offspec.planning.system_memory import memory_error
+    from offspec import memory_error
 
     if (lack := memory_error(exc)) is not None:
         return _fail(with_flags(str(lack)), lack.exit_code, traceback=verbose)

@@ -95,8 +95,7 @@ def _load(job: Job, ram: int | None) -> Engine:
         raise OffspecError(f"it has offspec {__version__}, not {job.version}; install the same version")
     with suppress(OSError):
         os.chdir(job.folder)
-    from offspec import Engine
-    from offspec.planning.plan import DEFAULT_CONTEXT
+    from offspec import DEFAULT_CONTEXT, Engine
 
     options = job.options if job.options.ram is not None else replace(job.options, ram=ram)
     engine = Engine.load(options)

@@ -15,10 +15,18 @@ from typing import TYPE_CHECKING, TypeVar
 import click
 from click.shell_completion import CompletionItem
 
-from offspec import ACCEPTS, KV_CACHES, SEED_LIMIT, LoadOptions, SamplingParams, SpeculationParams, parse_size
-from offspec.checkpoints.small_files import MOST_TEXT_BYTES, read_small_file
+from offspec import (
+    ACCEPTS,
+    KV_CACHES,
+    MODEL_NAMES,
+    SEED_LIMIT,
+    LoadOptions,
+    SamplingParams,
+    SpeculationParams,
+    parse_size,
+)
 from offspec.errors import UsageError
-from offspec.named_models import NAMES
+from offspec.user_files import MOST_TEXT_BYTES, read_small_file
 
 from . import help_groups as heading
 from .flags import with_flags
@@ -30,7 +38,7 @@ if TYPE_CHECKING:
     from offspec import Engine
 
 T = TypeVar("T")
-A_MODEL = f"a folder, a GGUF file, a Hugging Face hub id, or a name: {', '.join(NAMES)}"
+A_MODEL = f"a folder, a GGUF file, a Hugging Face hub id, or a name: {', '.join(MODEL_NAMES)}"
 MODEL_HELP = f"MODEL is {A_MODEL}."
 IDLE_S = 3  # seconds without input after which a note says that the command waits for the pipe
 MAX_TEXTS = 64  # that share passes
@@ -54,7 +62,7 @@ class ModelName(click.types.StringParamType):
         return [CompletionItem(incomplete, type="dir"), *names]  # bash drops entries before a folder
 
 
-MODEL = ModelName(*NAMES)
+MODEL = ModelName(*MODEL_NAMES)
 
 
 class Number(click.FloatRange):
@@ -142,9 +150,9 @@ def reworded(command: click.Command, **helps: str) -> None:
 
 # ------------------------------------------------------------------------------------------------ shared flags
 
-LOADING = Record("loading", LoadOptions, LoadOptions.of)
-SAMPLING = Record("sampling", SamplingParams, SamplingParams)
-SPECULATION = Record("speculation", SpeculationParams, SpeculationParams)
+LOADING = Record("loading", LoadOptions, LoadOptions.of, group=heading.MODEL)
+SAMPLING = Record("sampling", SamplingParams, SamplingParams, group=heading.SAMPLING)
+SPECULATION = Record("speculation", SpeculationParams, SpeculationParams, group=heading.DRAFT, is_research=True)
 
 model_argument = LOADING.argument("model", type=MODEL)
 
@@ -152,16 +160,13 @@ model_argument = LOADING.argument("model", type=MODEL)
 model_flags = all_of(
     LOADING.option(
         "device",
-        group=heading.MODEL,
         metavar="auto|cpu|cuda[:N]",
         help="Device that computes. [default: auto, the first CUDA device or the CPU]",
     ),
     LOADING.option(
         "dtype",
-        group=heading.MODEL,
         is_rare=True,
         type=click.Choice(["auto", "bf16", "fp16", "fp32"]),
-        show_default=True,
         help="Compute dtype. auto: the checkpoint's own; fp32 for small models on a CPU.",
     ),
 )
@@ -194,14 +199,13 @@ memory_flags = all_of(
         group=heading.MEMORY,
         is_rare=True,
         type=click.Choice(["auto", *KV_CACHES]),
-        show_default=True,
         help="Bits of the KV cache; 8 and 4 change the text. auto: 16, or 8 for long contexts.",
     ),
 )
 draft_option = LOADING.option(
     "draft",
     group=heading.DRAFT,
-    type=ModelName("auto", "shadow", "head", "self", "resident", "lookup", "none", *NAMES),
+    type=ModelName("auto", "shadow", "head", "self", "resident", "lookup", "none", *MODEL_NAMES),
     default=(LoadOptions.draft,),
     multiple=True,
     metavar="PATH|auto|shadow|head|self|resident|lookup|none",
@@ -222,14 +226,12 @@ loading_options = all_of(
     model_flags,
     LOADING.option(
         "deterministic",
-        group=heading.MODEL,
         is_rare=True,
         is_flag=True,
         help="Give the same text twice in 16 bits, too: choose nothing by timing, and run one text at a time.",
     ),
     LOADING.option(
         "threads",
-        group=heading.MODEL,
         is_rare=True,
         type=WholeNumber(1, os.cpu_count()),
         metavar="N",
@@ -250,13 +252,11 @@ loading_options = all_of(
 think_option = LOADING.option(
     "think",
     "--think/--no-think",
-    group=heading.MODEL,
     is_rare=True,
     help="Let the model think before its answer, or not, if its chat template can choose. [default: the template's]",
 )
 special_in_text_option = LOADING.option(
     "special_in_text",
-    group=heading.MODEL,
     is_rare=True,
     is_flag=True,
     help="Parse special tokens in messages, such as `<|im_end|>`, as tokens instead of text.",
@@ -297,27 +297,18 @@ learning_options = all_of(
 acceptance_options = all_of(
     SPECULATION.option(
         "stopping",
-        group=heading.DRAFT,
-        is_research=True,
         type=click.Choice(["default", "thompson", "thompson-calibrated"]),
-        show_default=True,
         help="Stop drafting when another round is not worth its cost, or by Thompson sampling (EESD).",
     ),
     SPECULATION.option(
         "accept",
-        group=heading.DRAFT,
-        is_research=True,
         type=click.Choice(ACCEPTS),
-        show_default=True,
         help="exact: plain decoding's text, in 16 bits up to near-ties. Others are LOSSY. joint: by joint likelihood "
         "(MJSD).",
     ),
     SPECULATION.option(
         "tau",
-        group=heading.DRAFT,
-        is_research=True,
         type=Number(0, 1, min_open=True),
-        show_default=True,
         metavar="T",
         help="With --accept joint: minimum ratio of target to draft likelihood.",
     ),
@@ -325,7 +316,7 @@ acceptance_options = all_of(
 speculation_options = all_of(
     SPECULATION.option(
         "budget",
-        group=heading.DRAFT,
+        is_research=False,
         callback=budget,
         default="auto",
         metavar="auto|N",
@@ -336,180 +327,98 @@ speculation_options = all_of(
 )
 # For `bench`: parts of drafting to compare, and the settings of lossy acceptance.
 research_options = all_of(
-    SPECULATION.option(
-        "lookup",
-        "--lookup/--no-lookup",
-        group=heading.DRAFT,
-        is_research=True,
-        help="Also draft by n-gram lookup in the text so far.",
-    ),
+    SPECULATION.option("lookup", "--lookup/--no-lookup", help="Also draft by n-gram lookup in the text so far."),
     SPECULATION.option(
         "recycling",
         "--recycling/--no-recycling",
-        group=heading.DRAFT,
-        is_research=True,
         help="Reuse the target's earlier top-k predictions (token recycling).",
     ),
     SPECULATION.option(
         "recall",
         "--recall/--no-recall",
-        group=heading.DRAFT,
-        is_research=True,
         help="Correct the draft by the target's earlier predictions after similar text.",
     ),
     SPECULATION.option(
-        "reuse",
-        "--reuse/--no-reuse",
-        group=heading.DRAFT,
-        is_research=True,
-        help="Keep draft tokens that follow the accepted ones, for the next tree.",
+        "reuse", "--reuse/--no-reuse", help="Keep draft tokens that follow the accepted ones, for the next tree."
     ),
+    SPECULATION.option("overlap", "--overlap/--no-overlap", help="Keep drafting while the target's pass runs."),
     SPECULATION.option(
-        "overlap",
-        "--overlap/--no-overlap",
-        group=heading.DRAFT,
-        is_research=True,
-        help="Keep drafting while the target's pass runs.",
-    ),
-    SPECULATION.option(
-        "forced",
-        "--forced/--no-forced",
-        group=heading.DRAFT,
-        is_research=True,
-        help="Add tokens to the tree where a schema or grammar allows only one.",
+        "forced", "--forced/--no-forced", help="Add tokens to the tree where a schema or grammar allows only one."
     ),
     SPECULATION.option(
         "scoring",
         "--draft-scoring",
-        group=heading.DRAFT,
-        is_research=True,
         type=click.Choice(["coupled", "specexec"]),
-        show_default=True,
         help="Rank draft tokens by the target's noise and a fitted sharpness, or by draft probability after "
         "temperature and top-p.",
     ),
     SPECULATION.option(
         "tree",
-        group=heading.DRAFT,
-        is_research=True,
         type=click.Choice(["best-first", "sequoia", "opt-tree"]),
-        show_default=True,
         help="Shape of the draft tree; sequoia and opt-tree are baselines.",
     ),
     acceptance_options,
     SPECULATION.option(
         "strength",
-        group=heading.DRAFT,
-        is_research=True,
         type=Number(0, 1, min_open=True),
         metavar="X",
         help="With lossy acceptance other than joint: weight of the draft, or threshold. "
         "[default: depends on --accept]",
     ),
-    SPECULATION.option(
-        "beam",
-        group=heading.DRAFT,
-        is_research=True,
-        type=WholeNumber(1),
-        show_default=True,
-        metavar="N",
-        help="With lossy acceptance: number of hypotheses.",
-    ),
-    SPECULATION.option(
-        "gamma",
-        group=heading.DRAFT,
-        is_research=True,
-        type=WholeNumber(1),
-        show_default=True,
-        metavar="N",
-        help="With lossy acceptance: tokens per hypothesis.",
-    ),
+    SPECULATION.option("beam", type=WholeNumber(1), metavar="N", help="With lossy acceptance: number of hypotheses."),
+    SPECULATION.option("gamma", type=WholeNumber(1), metavar="N", help="With lossy acceptance: tokens per hypothesis."),
 )
 _other_sampling_options = all_of(
     SAMPLING.option(
-        "temperature",
-        "--temperature",
-        "--temp",
-        group=heading.SAMPLING,
-        type=Number(0),
-        show_default=True,
-        metavar="T",
-        help="Sampling temperature; 0 is greedy.",
+        "temperature", "--temperature", "--temp", type=Number(0), metavar="T", help="Sampling temperature; 0 is greedy."
     ),
     SAMPLING.option(
         "top_p",
-        group=heading.SAMPLING,
         type=Number(0, 1, min_open=True),
-        show_default=True,
         metavar="P",
         help="Sample from the most likely tokens whose probabilities sum to P; 1 disables.",
     ),
     SAMPLING.option(
-        "top_k",
-        group=heading.SAMPLING,
-        type=WholeNumber(0),
-        show_default=True,
-        metavar="K",
-        help="Sample from the K most likely tokens; 0 disables.",
+        "top_k", type=WholeNumber(0), metavar="K", help="Sample from the K most likely tokens; 0 disables."
     ),
     SAMPLING.option(
         "min_p",
-        group=heading.SAMPLING,
         is_rare=True,
         type=Number(0, 1, max_open=True),
-        show_default=True,
         metavar="P",
         help="Drop tokens less than P times as likely as the likeliest; 0 disables.",
     ),
     SAMPLING.option(
         "repetition_penalty",
-        group=heading.SAMPLING,
         is_rare=True,
         type=Number(0, min_open=True),
-        show_default=True,
         metavar="R",
         help="Values above 1 make earlier tokens less likely; 1 disables.",
     ),
     SAMPLING.option(
         "frequency_penalty",
-        group=heading.SAMPLING,
         is_rare=True,
         type=Number(-2, 2),
-        show_default=True,
         metavar="F",
         help="Make tokens less likely for each time that the answer has them, -2 to 2; 0 disables.",
     ),
     SAMPLING.option(
         "presence_penalty",
-        group=heading.SAMPLING,
         is_rare=True,
         type=Number(-2, 2),
-        show_default=True,
         metavar="F",
         help="Make tokens that the answer has less likely, -2 to 2; 0 disables.",
     ),
     SAMPLING.option(
         "seed",
-        group=heading.SAMPLING,
         type=WholeNumber(0, SEED_LIMIT - 1),
         metavar="S",
         help="Random seed; the draft does not change the text. [default: random]",
     ),
     SAMPLING.option(
-        "stop",
-        group=heading.SAMPLING,
-        multiple=True,
-        callback=_stops,
-        metavar="TEXT",
-        help="Stop before this text; may be repeated.",
+        "stop", multiple=True, callback=_stops, metavar="TEXT", help="Stop before this text; may be repeated."
     ),
-    SAMPLING.option(
-        "ignore_eos",
-        group=heading.SAMPLING,
-        is_rare=True,
-        is_flag=True,
-        help="Continue after the end-of-text token.",
-    ),
+    SAMPLING.option("ignore_eos", is_rare=True, is_flag=True, help="Continue after the end-of-text token."),
 )
 
 
@@ -518,10 +427,8 @@ def sampling_options(max_new_tokens: int = SamplingParams.max_new_tokens) -> Dec
     limit = SAMPLING.option(
         "max_new_tokens",
         "-n",
-        group=heading.SAMPLING,
         type=WholeNumber(1),
         default=max_new_tokens,
-        show_default=True,
         metavar="N",
         help="Generate at most N tokens.",
     )

@@ -13,7 +13,7 @@ from click.core import ParameterSource
 from offspec import PLAN_FORMATS, LoadOptions, format_seconds, format_size
 
 from .flags import with_flags
-from .help_groups import OffspecCommand, option
+from .help_groups import OWN, OffspecCommand, option
 from .options import (
     LOADING,
     MAX_TEXTS,
@@ -33,10 +33,8 @@ from .terminal import is_watched, show_line
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from offspec.drafts.weighing import Prospect
-    from offspec.planning.drafting import Drafting
     from offspec.tools.caches_forecast import CacheProspect
-    from offspec.tools.forecast import Forecast
+    from offspec.tools.forecast import Drafting, Forecast, Prospect
     from offspec.tools.improvements import FourBit, Gain, Improvement
 
 WIDTHS = (1, 16, 64, 256, 512)
@@ -64,13 +62,14 @@ Examples:
 @memory_flags
 @LOADING.option(
     "texts",
+    group=OWN,
     type=WholeNumber(1, MAX_TEXTS),
-    show_default=True,
     metavar="N",
     help="Plan KV entries for N texts that share passes, as for `offspec run --batch N`.",
 )
 @LOADING.option(
     "cache_ram",
+    group=OWN,
     callback=size,
     default="0",
     metavar="SIZE",
@@ -289,9 +288,7 @@ def _draft_row(prospect: Prospect) -> list[str]:
 
 def _fastest(forecast: Forecast) -> list[str]:
     """The fastest draft and its lead; what it needs, if it is a shadow."""
-    from offspec.drafts.weighing import by_rate
-
-    first, *rest = by_rate(forecast.prospects)
+    first, *rest = forecast.fastest_first
     lead = f", {first.tokens_per_s / rest[0].tokens_per_s:.2f} times {rest[0].name}" if rest else ""
     lines = [f"The fastest is {first.name}{lead}."]
     kind, _, bits = first.name.partition(":")

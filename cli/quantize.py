@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING
 import click
 
 from offspec import CONVERT_FORMATS, LOSSLESS_FORMAT, SHADOW_FORMATS, ConvertParams, format_quantity
-from offspec.checkpoints.user_folders import expand_home
 from offspec.errors import OffspecError
-from offspec.named_models import named_path
+from offspec.user_files import expand_home
 
 from .flags import with_flags
 from .help_groups import OffspecCommand, option
@@ -22,7 +21,7 @@ from .terminal import TimeLeft, is_watched, show_line
 PLAIN_BITS = 16  # a weight
 
 if TYPE_CHECKING:
-    from offspec.checkpoints.conversion import Conversion
+    from offspec import Conversion
 
 
 @click.command(
@@ -94,11 +93,11 @@ def command(
     start = time.monotonic()
     bar = ConversionLine() if is_watched() and not quiet else None
     try:
-        source, target = str(named_path(src) or src), dst and expand_home(dst)
+        target = dst and expand_home(dst)
         if shadow is None:
-            done = _convert(source, target, ConvertParams(form, double_quant), bar)
+            done = _convert(src, target, ConvertParams(form, double_quant), bar)
         else:
-            done = _make_shadow(source, target, int(shadow), bar)
+            done = _make_shadow(src, target, int(shadow), bar)
     finally:
         if bar is not None:
             bar.clear()
@@ -145,18 +144,17 @@ def _convert(source: str, target: Path | None, params: ConvertParams, bar: Conve
 
 
 def _make_shadow(source: str, target: Path | None, bits: int, bar: ConversionLine | None) -> Conversion:
-    from offspec.checkpoints.opening import open_target
-    from offspec.checkpoints.shadows import make_shadow
+    from offspec.tools.quantizing import make_shadow
 
-    return make_shadow(open_target(source, None, "auto", "cpu"), bits, target, bar)
+    return make_shadow(source, bits, target, progress=bar)
 
 
 def _warn_of_a_model_not_run(folder: Path) -> None:
     """Print a note if offspec cannot run the result. That is not an error: transformers may run it."""
-    from offspec.checkpoints.opening import ModelFiles
+    from offspec.tools.quantizing import check_runs
 
     try:
-        ModelFiles.open(folder, "auto", "cpu", [])
+        check_runs(folder)
     except OffspecError as exc:
         why = " ".join(with_flags(str(exc)).split())
         click.echo(f"offspec: the conversion is complete, but offspec cannot run this model: {why}", err=True)

@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING
 import click
 from click.core import ParameterSource
 
-from offspec import AUTO_TEXTS, LoadOptions, SamplingParams, SpeculationParams
+from offspec import AUTO_TEXTS, MODEL_NAMES, LoadOptions, SamplingParams, SpeculationParams
 from offspec.errors import OffspecError
-from offspec.named_models import NAMES
 
 from .answers import INTERRUPTED, SharedAnswers, answer_of, interrupted
 from .batch import EMPTY_PROMPT, Answer, Asked, Batch, TokenIds, Turns, is_turns
@@ -53,9 +52,7 @@ from .several_answers import AnswerFlags, Printer, answer_several, describe_answ
 from .terminal import as_shown, draft_off, first_pass_shown, marked, shows_colors
 
 if TYPE_CHECKING:
-    from offspec import Engine, Step
-    from offspec.engine import Prompt
-    from offspec.prompt_cache import PromptCache
+    from offspec import Engine, Prompt, PromptCache, Step
 
 STANDARD_OUTPUT = Path("-")
 
@@ -458,14 +455,14 @@ def _alone(argument: str) -> tuple[str, str | None]:
     """MODEL and PROMPT for a single argument: it is PROMPT if a setting names MODEL and it does not look like MODEL."""
     named = (click.get_current_context().default_map or {}).get("model")
     is_path = any(separator in argument for separator in "/\\") and not any(map(str.isspace, argument))
-    if named is None or argument in (named, *NAMES) or is_path or os.path.exists(argument):
+    if named is None or argument in (named, *MODEL_NAMES) or is_path or os.path.exists(argument):
         return argument, None
     return named, argument
 
 
 def _cached(engine: Engine, file: Path, tell: Callable[[str], None]) -> PromptCache:
     """Raises UsageError for a file of something else."""
-    from offspec.prompt_cache import PromptCache
+    from offspec import PromptCache
 
     return PromptCache(engine, file, tell)
 

@@ -20,7 +20,7 @@ from offspec import AUTO_TEXTS, LoadOptions, SamplingParams, SpeculationParams
 from offspec.errors import TokenizerError, UsageError
 
 from .flags import with_flags
-from .help_groups import OffspecCommand, option
+from .help_groups import OWN, OffspecCommand, option
 from .learning import learning_kept, written_file
 from .options import (
     LOADING,
@@ -118,6 +118,7 @@ Examples:
 )
 @LOADING.option(
     "cache_ram",
+    group=OWN,
     default=None,
     callback=size,
     metavar="SIZE",

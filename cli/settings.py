@@ -23,9 +23,8 @@ from pathlib import Path
 
 import click
 
-from offspec.checkpoints.small_files import read_small_file
-from offspec.checkpoints.user_folders import expand_home, user_folder
 from offspec.errors import OffspecError
+from offspec.user_files import expand_home, read_small_file, user_folder
 
 from .help_groups import where_is
 

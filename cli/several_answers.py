@@ -16,8 +16,7 @@ from .answers import interrupted
 from .terminal import first_pass_shown
 
 if TYPE_CHECKING:
-    from offspec import Engine, Step
-    from offspec.engine import Prompt
+    from offspec import Engine, Prompt, Step
 
 
 @dataclass(frozen=True)
@@ -86,7 +85,7 @@ def answer_several(
 
     If Ctrl-C stops them, each unfinished answer ends with an empty step, INTERRUPTED.
     """
-    from offspec.several_answers import generate_answers
+    from offspec import generate_answers
 
     found: list[list[Step]] = [[] for _ in range(flags.number)]
 

@@ -42,13 +42,10 @@ class Job:
 
     def teacher(self) -> Teacher:
         """The target, which is closed before training where it is not needed. Raises a subclass of OffspecError."""
-        from offspec.checkpoints.opening import DTYPES, open_target
         from offspec.training.distillation import Teacher
 
         engine = self.engine("none")
-        dtype = next(name for name, dtype in DTYPES.items() if dtype is engine.target.dtype)  # the one that was chosen
-        files = open_target(self.loading.model, None, dtype, engine.target.device.type)
-        return Teacher(engine.target, files, engine.tokenizer, close_before_training=True)
+        return Teacher.of(self.loading.model, engine.target, engine.tokenizer)
 
     def gain(
         self,

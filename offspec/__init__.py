@@ -22,6 +22,18 @@ if (_root / "pyproject.toml").is_file() and (_root / "loaders").is_dir():
 
 _HOMES = {
     "AUTO_TEXTS": "offspec.scheduler.params",
+    "Batch": "offspec.batch",
+    "Conversion": "offspec.loaders.convert",
+    "DEFAULT_CONTEXT": "offspec.planning.plan",
+    "Message": "offspec.engine",
+    "MODEL_NAMES": "offspec.named_models",
+    "Prompt": "offspec.engine",
+    "PromptCache": "offspec.prompt_cache",
+    "Session": "offspec.session",
+    "Ticket": "offspec.batch",
+    "Turn": "offspec.session",
+    "generate_answers": "offspec.several_answers",
+    "memory_error": "offspec.planning.system_memory",
     "Engine": "offspec.engine",
     "LoadOptions": "offspec.load_options",
     "Step": "offspec.request",
@@ -50,27 +62,39 @@ __all__ = [
     "ACCEPTS",
     "AUTO_TEXTS",
     "CONVERT_FORMATS",
+    "DEFAULT_CONTEXT",
     "KV_CACHES",
     "LOSSLESS_FORMAT",
+    "MODEL_NAMES",
     "PLAN_FORMATS",
     "SEED_LIMIT",
     "SHADOW_FORMATS",
+    "Batch",
     "Constraint",
+    "Conversion",
     "ConvertParams",
     "Engine",
     "LoadOptions",
+    "Message",
     "OffspecError",
+    "Prompt",
+    "PromptCache",
     "SamplingParams",
     "Scoring",
+    "Session",
     "SpeculationParams",
     "Stats",
     "Step",
+    "Ticket",
     "TokenLogprob",
+    "Turn",
     "__version__",
     "convert",
     "format_quantity",
     "format_seconds",
     "format_size",
+    "generate_answers",
+    "memory_error",
     "parse_size",
 ]
 
@@ -95,11 +119,18 @@ if TYPE_CHECKING:
     )
     from offspec.scheduler.trees.logprobs import TokenLogprob
 
-    from .checkpoints.conversion import convert
-    from .engine import Engine
+    from .batch import Batch, Ticket
+    from .checkpoints.conversion import Conversion, convert
+    from .engine import Engine, Message, Prompt
     from .errors import OffspecError
     from .load_options import LoadOptions
+    from .named_models import MODEL_NAMES
+    from .planning.plan import DEFAULT_CONTEXT
+    from .planning.system_memory import memory_error
+    from .prompt_cache import PromptCache
     from .request import Step
+    from .session import Session, Turn
+    from .several_answers import generate_answers
     from .stats import Stats
 
 

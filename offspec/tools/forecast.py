@@ -21,10 +21,12 @@ from offspec.loaders.units import format_count, format_quantity, format_size
 from .. import builtin
 from ..checkpoints.opening import ModelFiles, Note, choose_device, dtype_on, locate
 from ..drafts.base import OpenRequest
-from ..drafts.weighing import NO_DRAFT, Prospect, Scales, by_rate
+from ..drafts.weighing import NO_DRAFT, Scales, by_rate
+from ..drafts.weighing import Prospect as Prospect
 from ..errors import UsageError
 from ..load_options import LoadOptions
 from ..loading import draft_options, memory_options
+from ..planning.drafting import Drafting as Drafting
 from ..planning.parked_texts import ParkedTexts
 from ..planning.plan import Plan, with_faster_residents
 from ..planning.probe import ProductRates, planner_here, ram_beside_program
@@ -67,6 +69,11 @@ class Forecast:
     caches: list[CacheProspect]
     entries_in_ram_from: int | None
     busy: str
+
+    @property
+    def fastest_first(self) -> list[Prospect]:
+        """The drafts that can be used, by predicted tokens/s."""
+        return by_rate(self.prospects)
 
     @property
     def improvement(self) -> Improvement | None:

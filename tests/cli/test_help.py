@@ -41,7 +41,7 @@ def brew_command(received: list[Brew]) -> OffspecCommand:
 
     @click.command(cls=OffspecCommand, name="make-tea")
     @brewing.argument("leaves", required=False)
-    @brewing.option("cup_size", group=MEMORY, type=int, show_default=True, help="Cups.")
+    @brewing.option("cup_size", group=MEMORY, type=int, help="Cups.")
     @brewing.option("milk", "--milk/--no-milk", is_rare=True, help="With milk.")
     @all_of(*(option(f"--other-{letter}", is_flag=True, help="Nothing.") for letter in "abcdefghijklmnop"))
     def command(brew: Brew, **others: object) -> None:

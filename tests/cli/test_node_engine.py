@@ -79,7 +79,7 @@ def test_prompts_in_answers_out(job: Job, pair: Pair) -> None:
     [
         ({"options": LoadOptions("no-such-model")}, ("no-such-model",)),
         ({"version": "0.0.1"}, ("0.0.1", "offspec")),
-        ({"options": LoadOptions(draft="none", device="cpu", context="many")}, ("TypeError",)),  # type: ignore[arg-type]
+        ({"options": LoadOptions(device="cpu", context="many")}, ("TypeError",)),  # type: ignore[arg-type]
     ],
 )
 def test_an_engine_that_cannot_be_loaded_says_why(change: dict[str, Any], words: tuple[str, ...], job: Job) -> None:
