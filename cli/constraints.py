@@ -14,7 +14,7 @@ from offspec.errors import UsageError
 from offspec.user_files import parse_json
 
 from .help_groups import FLAGS, SAMPLING, Record, all_of
-from .options import read_file
+from .reading import read_file
 
 NAMES = ("json_schema", "json_object", "grammar", "regex")  # of a JSON object
 OFF = "none"  # unsets a flag: in a chat's /set, or over a setting of the user's file

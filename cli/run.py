@@ -40,13 +40,13 @@ from .options import (
     model_argument,
     number_of_texts,
     output_options,
-    read_prompt,
     reworded,
     sampling_options,
     speculation_options,
     think_option,
 )
 from .ray_batch import RayEngines
+from .reading import read_prompt
 from .reasoning import ThinkingReader, reader_of, thinking_first
 from .several_answers import AnswerFlags, Printer, answer_several, describe_answers
 from .terminal import as_shown, draft_off, first_pass_shown, marked, shows_colors

@@ -245,7 +245,7 @@ def test_a_refusal_in_the_users_words(
 def test_input_that_does_not_end_is_refused(
     run_args: Sequence[object], offspec: Offspec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("offspec.cli.options.MOST_TEXT_BYTES", 1 << 20)
+    monkeypatch.setattr("offspec.cli.reading.MOST_TEXT_BYTES", 1 << 20)
     offspec(*run_args, stdin=b"a" * (2 << 20)).refusal(2, "1 MiB", "standard input")
     chat = offspec("chat", *run_args[1:], stdin=b"a" * (2 << 20) + b"\nhi\n")
     assert chat.code == 1
