@@ -155,7 +155,8 @@ class OffspecCommand(click.Command):
             return super().parse_args(ctx, args)
         except click.NoSuchOption as exc:
             if place := where_is(exc.option_name, Commands(ctx)):
-                raise click.UsageError(f"offspec {self.name} has no {exc.option_name}; {place}", ctx) from exc
+                near = f"; did you mean {exc.possibilities[0]}?" if exc.possibilities else ""
+                raise click.UsageError(f"offspec {self.name} has no {exc.option_name}; {place}{near}", ctx) from exc
             raise
 
     def invoke(self, ctx: click.Context) -> object:
@@ -199,11 +200,14 @@ def where_is(flag: str, commands: Mapping[str, click.Command]) -> str:
     if flag in REPLACED:
         return f"give {REPLACED[flag]}"
     having = [
-        f"offspec {name}"
+        name
         for name, command in commands.items()
         if any(flag in (*parameter.opts, *parameter.secondary_opts) for parameter in command.params)
     ]
-    return f"{' and '.join(having)} {'have' if len(having) > 1 else 'has'} it" if having else ""
+    if not having:
+        return ""
+    *others, last = having
+    return f"offspec {', '.join(others)} and {last} have it" if others else f"offspec {last} has it"
 
 
 class Commands(Mapping[str, click.Command]):

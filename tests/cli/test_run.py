@@ -432,8 +432,9 @@ def test_help_is_in_short_sentences(command: str, offspec: Offspec) -> None:
     [
         (("--no-recall",), ("--no-recall", "offspec bench")),
         (("--beam", "4"), ("--beam", "offspec bench")),
-        (("--draft-window", "64"), ("--draft-window", "offspec bench", "offspec plan", "offspec verify")),
-        (("--special-in-text",), ("offspec chat", "offspec serve")),
+        (("--draft-window", "64"), ("--draft-window", "offspec bench, plan and verify")),
+        (("--special-in-text",), ("offspec chat and serve",)),
+        (("--prompts", "x"), ("--prompts", "offspec bench and verify", "--prompt")),
         (("--exit-layer", "2"), ("--exit-layer", "--draft self:N")),
         (("--json-object",), ("--json-object", "--json-schema object")),
         (("--prompt-ids", "1,2"), ("--prompt-ids", ".jsonl")),
