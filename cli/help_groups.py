@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
+from difflib import get_close_matches
 from typing import Any, Generic, Protocol, TypeVar
 
 import click
@@ -25,6 +26,7 @@ class Decorator(Protocol):
 HELP_NAMES = ("-h", "--help")
 SHOWS_ALL = "offspec.shows_all_flags"  # set in a click context's `meta` by `--help-all`
 VALUES = "offspec.values"  # in `meta`: the values of all flags, by click's names, before records were built
+LIKE = 0.8  # similarity of a misspelt flag to the one that is meant
 FEW = 16  # a command with at most this number of flags shows all of them under one heading
 
 # Headings of `--help`, in their order. Flags stand below them in the order of their declaration.
@@ -155,8 +157,9 @@ class OffspecCommand(click.Command):
             return super().parse_args(ctx, args)
         except click.NoSuchOption as exc:
             if place := where_is(exc.option_name, Commands(ctx)):
-                near = f"; did you mean {exc.possibilities[0]}?" if exc.possibilities else ""
-                raise click.UsageError(f"offspec {self.name} has no {exc.option_name}; {place}{near}", ctx) from exc
+                near = get_close_matches(exc.option_name, exc.possibilities or (), n=1, cutoff=LIKE)
+                question = f"; did you mean {near[0]}?" if near else ""
+                raise click.UsageError(f"offspec {self.name} has no {exc.option_name}; {place}{question}", ctx) from exc
             raise
 
     def invoke(self, ctx: click.Context) -> object:

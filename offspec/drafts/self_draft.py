@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 import torch
 
+from offspec.loaders.files.user_folders import expand_home
 from offspec.loaders.streaming.placement import Item, Placement
 from offspec.scheduler.params import MAX_ROWS
 
 from ..checkpoints.exit_layers import ExitFile, has_weights, refuse_foreign
 from ..checkpoints.opening import ModelFiles, Note
-from ..checkpoints.user_folders import expand_home
 from ..errors import UsageError
 from ..model.cuda_graphs import RoundBuffers, is_static
 from ..model.decoder import Decoder
