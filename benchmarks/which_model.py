@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.drafts.card_model import LLAMA, NAMES, QWEN, SHAPES
+from offspec import LoadOptions
 from offspec.errors import MemoryLimitError
 from offspec.loaders.machine.gpus import find_gpu
 from offspec.loaders.units import GIB
-from offspec.loading import LoadOptions
 from offspec.tools.forecast import Assumptions, make_forecast
 
 TARGETS: dict[str, dict[str, Any]] = {

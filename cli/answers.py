@@ -11,16 +11,14 @@ from typing import TYPE_CHECKING
 from offspec import SpeculationParams
 from offspec.errors import OffspecError
 
-from .batch import Answer, Asked, Turns
+from .batch import Answer, Asked, TokenIds, Turns
 from .reasoning import reader_of, thinking_first
 
 if TYPE_CHECKING:
-    from offspec import Engine, SamplingParams, Step
-    from offspec.engine import Prompt
-    from offspec.running.batch import Ticket
+    from offspec import Engine, Prompt, SamplingParams, Step, Ticket
 
 INTERRUPTED = "interrupted"  # the finish_reason of a text that Ctrl-C stopped
-ToPrompt = Callable[["Engine", str | Turns], "Prompt"]
+ToPrompt = Callable[["Engine", str | Turns | TokenIds], "Prompt"]
 
 
 def answer_of(engine: Engine, prompt_ids: Sequence[int], steps: Sequence[Step], params: SamplingParams) -> Answer:
@@ -75,7 +73,7 @@ class SharedAnswers:
 
     def answers(self, prompts: Sequence[Asked]) -> Generator[tuple[int, Answer | OffspecError], None, None]:
         """Yields the place of each prompt in the list, and its answer or error, in the order in which texts end."""
-        from offspec.running.batch import Batch
+        from offspec import Batch
 
         engine, began = self._engine, time.perf_counter()
         with closing(Batch(engine.models, self._max_texts)) as batch:

@@ -13,23 +13,24 @@ from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeGuard
 
 import click
 
 from offspec import SamplingParams
-from offspec.checkpoints.atomic_files import check_writable, lock
 from offspec.errors import OffspecError, StorageError, UsageError
+from offspec.user_files import check_writable, lock
 
 from .constraints import NAMES, constraint_in
 from .flags import with_flags
-from .options import read_bytes, read_file
+from .reading import read_bytes, read_file
 from .server.openai_requests import FIELDS, sampling_params
 from .terminal import TimeLeft, is_watched, show_line
 
 Answer = dict[str, Any]
 Turns = list[dict[str, str]]
-Asked = tuple[str | Turns, SamplingParams]  # a prompt and its settings
+TokenIds = list[int]
+Asked = tuple[str | Turns | TokenIds, SamplingParams]  # a prompt and its settings
 # Answers a list of prompts in any order: yields a prompt's place in the list, and its answer or error.
 Answers = Callable[[Sequence[Asked]], Generator[tuple[int, Answer | OffspecError], None, None]]
 EMPTY_PROMPT = "the prompt is empty"
@@ -54,14 +55,18 @@ class Task:
     content: Mapping[str, Any]
 
     @property
-    def prompt(self) -> str | Turns:
-        found: str | Turns = self.content.get("prompt", self.content.get("messages"))
-        return found
+    def prompt(self) -> str | Turns | TokenIds:
+        prompt: str | Turns | TokenIds = self.content.get("prompt", self.content.get("messages"))
+        return prompt
 
     @property
     def text(self) -> str:
-        """The prompt as plain text, without a chat template."""
-        return self.prompt if isinstance(self.prompt, str) else "\n\n".join(part["content"] for part in self.prompt)
+        """The prompt as plain text, without a chat template. Raises click.UsageError for token ids."""
+        if isinstance(self.prompt, str):
+            return self.prompt
+        if not is_turns(self.prompt):
+            raise click.UsageError(f"line {self.line} of the prompts has token ids; give text.")
+        return "\n\n".join(part["content"] for part in self.prompt)
 
     @property
     def typos(self) -> dict[str, str]:
@@ -73,6 +78,10 @@ class Task:
         """`defaults`, overridden by the line's own `temperature`, `json_schema`, …. Raises UsageError."""
         params = sampling_params(self.content, defaults)
         return replace(params, constraint=constraint_in(self.content, params.constraint))
+
+
+def is_turns(prompt: str | Turns | TokenIds) -> TypeGuard[Turns]:
+    return not isinstance(prompt, str) and isinstance(prompt[0], dict)
 
 
 def read_tasks(source: Path, taken: frozenset[str] = frozenset()) -> tuple[list[Task], dict[int, str]]:
@@ -126,7 +135,7 @@ class Batch:
         self,
         source: Path,
         output: Path | None,
-        settings: Mapping[str, Any],
+        settings: Mapping[str, object],
         params: SamplingParams,
         *,
         is_strict: bool = False,
@@ -295,9 +304,9 @@ class Batch:
             self._file.write(line.encode())
             self._file.flush()
 
-    def _settings_of(self, task: Task) -> dict[str, Any]:
+    def _settings_of(self, task: Task) -> dict[str, object]:
         sampling = task.sampling(self._params)
-        settings = asdict(sampling)
+        settings: dict[str, object] = asdict(sampling)
         for name in NEWER_SETTINGS:  # as in the answers of versions without them
             if getattr(sampling, name) == getattr(SamplingParams, name):
                 del settings[name]
@@ -332,10 +341,11 @@ def _check(content: Any, taken: frozenset[str]) -> None:
     """Raises UsageError for an object that is not a valid task."""
     if not isinstance(content, dict) or ("prompt" in content) == ("messages" in content):
         raise UsageError('not an object with either "prompt" or "messages"')
-    if content.get("prompt") == "":
+    prompt = content.get("prompt", "messages")
+    if prompt in ("", []):
         raise UsageError(EMPTY_PROMPT)
-    if "prompt" in content and not isinstance(content["prompt"], str):
-        raise UsageError('"prompt" is not a string')
+    if not isinstance(prompt, str) and not (isinstance(prompt, list) and all(type(token) is int for token in prompt)):
+        raise UsageError('"prompt" is neither a string nor a list of token ids')
     messages = content.get("messages", [{"role": "", "content": ""}])
     is_chat = isinstance(messages, list) and all(
         isinstance(m, dict) and m.keys() == {"role", "content"} and all(isinstance(part, str) for part in m.values())

@@ -10,29 +10,31 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
+from offspec import LoadOptions, SamplingParams, SpeculationParams
 from offspec.errors import StorageError
 
 from .batch import check_sink, read_prompts
 from .bench_texts import check_flags, several_numbers, texts_table, with_spread
 from .help_groups import OffspecCommand, option
 from .options import (
-    MODEL,
     MODEL_HELP,
     WholeNumber,
-    learning_options,
+    fit_to_requests,
+    learn_file_option,
     load_engine,
     loading_options,
     lossy_settings,
-    needs_draft_model,
-    request_of,
+    model_argument,
+    output_options,
+    research_options,
     reworded,
     sampling_options,
     several_budgets,
-    speculation_options,
+    tuning_options,
 )
 from .terminal import columns, is_watched, show_line
 
@@ -76,7 +78,7 @@ Examples:
   offspec bench ./Llama-3.1-70B-nf4 --draft ./Llama-3.2-1B-Instruct --texts 1,2,4,8 --max-new-tokens 32
 """,
 )
-@click.argument("model", default="builtin", type=MODEL)
+@model_argument
 @option(
     "--prompts",
     "prompt_file",
@@ -110,14 +112,14 @@ Examples:
     help="Plot passes and accepted tokens as .png or .svg; needs matplotlib.",
 )
 @loading_options
-@speculation_options
-@learning_options
-@partial(sampling_options, max_new_tokens=MAX_NEW_TOKENS)
-@option("--json", "as_json", is_flag=True, help="Print one JSON object; the table goes to stderr.")
-@option("-q", "--quiet", is_flag=True, help="Print no progress and no notes to stderr.")
-@option("-v", "--verbose", is_flag=True, help="Explain automatic choices; show tracebacks.")
+@tuning_options
+@learn_file_option
+@research_options
+@sampling_options(MAX_NEW_TOKENS)
+@output_options(
+    json="Print one JSON object; the table goes to stderr.", quiet="Print no progress and no notes to stderr."
+)
 def command(
-    model: str,
     prompt_file: Path | None,
     budgets: list[int | None],
     numbers: list[int] | None,
@@ -128,41 +130,48 @@ def command(
     as_json: bool,
     quiet: bool,
     verbose: bool,
-    **options: Any,
+    loading: LoadOptions,
+    speculation: SpeculationParams,
+    sampling: SamplingParams,
 ) -> None:
-    params, speculation = request_of(options)
-    options["needs_draft_model"] = needs_draft_model(speculation, options["draft"])
+    loading = fit_to_requests(loading, sampling, speculation)
     if numbers is not None:
         check_flags(speculation)
-    for file in (csv_file, plot_file):
-        if file is not None:
-            check_sink(file)
+    for file in filter(None, (csv_file, plot_file)):
+        check_sink(file)
     workloads = None if prompt_file is None else _workloads(prompt_file)
-    load = partial(load_engine, model, quiet=quiet, verbose=verbose, **options)
-    rounds: dict[str, Any] = {
-        "num_warmups": warmup,
-        "num_repeats": repeats,
-        "progress": _no_progress if quiet else _progress,
-    }
-    settings = {"warmup": warmup, "repeats": repeats, "max_new_tokens": params.max_new_tokens}
-    shown = Shown(as_json, quiet, settings | {"temperature": params.temperature, **lossy_settings(speculation)})
+    load = partial(load_engine, quiet=quiet, verbose=verbose)
+    progress = _no_progress if quiet else _progress
+    settings = {"warmup": warmup, "repeats": repeats, "max_new_tokens": sampling.max_new_tokens}
+    shown = Shown(as_json, quiet, settings | {"temperature": sampling.temperature, **lossy_settings(speculation)})
     if numbers is not None:
         from offspec.tools.texts_benchmark import check_numbers, default_workloads, measure_texts
 
         workloads = workloads or default_workloads(numbers)
         check_numbers(numbers, workloads)
-        engine = load(texts=max(numbers))
-        found = measure_texts(engine, workloads, params, speculation, numbers, **rounds)
-        shown.show(engine, found.as_dict(), partial(texts_table, found))
+        engine = load(replace(loading, texts=max(numbers)))
+        texts_report = measure_texts(
+            engine,
+            workloads,
+            sampling,
+            speculation,
+            numbers,
+            num_warmups=warmup,
+            num_repeats=repeats,
+            progress=progress,
+        )
+        shown.show(engine, texts_report.as_dict(), partial(texts_table, texts_report))
         return
     from offspec.tools.benchmark import WORKLOADS, measure
 
-    engine = load(tree=max((nodes or 0 for nodes in budgets), default=0))
+    engine = load(replace(loading, tree=max((nodes or 0 for nodes in budgets), default=0)))
     if not engine.guesses:
         budgets = []
     ways = [replace(speculation, accept="exact", budget=nodes) for nodes in budgets]
     ways += [speculation] * speculation.is_lossy
-    report = measure(engine, workloads or WORKLOADS, params, ways, **rounds)
+    report = measure(
+        engine, workloads or WORKLOADS, sampling, ways, num_warmups=warmup, num_repeats=repeats, progress=progress
+    )
     shown.show(engine, report.as_dict(), partial(table, report))
     if csv_file is not None:
         write_csv(report, csv_file)
@@ -172,8 +181,7 @@ def command(
         plot(report, f"{engine.name}, draft {engine.draft_name or 'none'}", plot_file)
 
 
-# Measuring a draft on the prompts that it is trained on would be meaningless; --learn-file loads earlier training.
-command.params = [parameter for parameter in command.params if parameter.name not in ("budget", "learn")]
+# Measuring a draft on the prompts that it is trained on would be meaningless, so `bench` has no --learn.
 reworded(
     command,
     learn_file="File with the draft's training (offspec run --learn). Of several, the best for each prompt is used.",
@@ -202,9 +210,9 @@ class Shown:
 
     as_json: bool
     quiet: bool
-    settings: Mapping[str, Any]
+    settings: Mapping[str, object]
 
-    def show(self, engine: Engine, report: Mapping[str, Any], table: Callable[[int], list[str]]) -> None:
+    def show(self, engine: Engine, report: Mapping[str, object], table: Callable[[int], list[str]]) -> None:
         """Print the table, and the report as JSON if wanted. table: its lines for a number of columns."""
         if not (self.as_json and self.quiet):
             on_terminal = is_watched() if self.as_json else sys.stdout.isatty()

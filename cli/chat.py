@@ -5,36 +5,41 @@ from __future__ import annotations
 import shlex
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 from click.core import ParameterSource
 
-from offspec import SamplingParams, SpeculationParams
-from offspec.checkpoints.user_folders import expand_home, user_folder
+from offspec import LoadOptions, SamplingParams, SpeculationParams
 from offspec.errors import OffspecError, UsageError
+from offspec.user_files import expand_home, user_folder
 
 from .chat_files import KeptChat, chats_folder, newest_file
-from .constraints import constraint_of, constraint_options
+from .constraints import ANY_OBJECT, CONSTRAINT, constraint_options
 from .flags import with_flags
-from .help_groups import OffspecCommand, option
+from .help_groups import VALUES, OffspecCommand, option, record_of
 from .learning import learning_kept, written_file
 from .line_input import LineInput, PipeInput, TerminalInput, open_history, unquoted
 from .options import (
-    MODEL,
     MODEL_HELP,
+    SAMPLING,
+    SPECULATION,
+    color_option,
+    fit_to_requests,
     learning_options,
     load_engine,
     loading_options,
-    needs_draft_model,
-    request_of,
+    model_argument,
+    output_options,
     sampling_options,
+    special_in_text_option,
     speculation_options,
     think_option,
+    wrap_option,
 )
 from .reasoning import thinking_first
 from .settings import nearest, parsed_value, settable
@@ -42,17 +47,17 @@ from .terminal import as_shown, columns, draft_off, first_pass_shown, keys_held,
 from .word_wrap import WordWrap
 
 if TYPE_CHECKING:
-    from offspec import Stats, Step
-    from offspec.session import Session, Turn
+    from offspec import Session, Stats, Step, Turn
 
 MAX_NEW_TOKENS = 1024  # in a chat the model ends its replies itself
 LEAVING = ("exit", "quit", "bye")
-OWN_SETTINGS = {
-    "when_full",
-    "show_stats",
-    "wrap",
-    "save_cache",
-}  # by click's names, in addition to sampling and speculation
+OWN_SETTINGS = {"when_full", "show_stats", "wrap", "save_cache"}  # by click's names
+SETTINGS = (SAMPLING, SPECULATION, CONSTRAINT)  # records whose flags are settings of the conversation, too
+# In chats that earlier versions saved. They changed no text, but for json-object and lossy acceptance.
+FORMER_SETTINGS = {
+    *("lookup", "recycling", "recall", "reuse", "overlap", "forced", "draft-scoring", "tree"),
+    *("strength", "beam", "gamma", "json-object"),
+}
 SHORTHANDS = {"verbose": "stats"}  # Ollama's name
 # What `/set` shows first; the others follow.
 USUAL_SETTINGS = ("temperature", "top-p", "top-k", "max-new-tokens", "seed", "stop", "stats")
@@ -75,7 +80,7 @@ Examples:
   printf 'def area(\\n/save talk.json\\n' | offspec chat builtin -q
 """,
 )
-@click.argument("model", default="builtin", type=MODEL)
+@model_argument
 @option("--system", metavar="TEXT", help="System message.")
 @option(
     "--load",
@@ -86,6 +91,7 @@ Examples:
 @option("--resume", is_flag=True, help="Continue the latest conversation with MODEL on a terminal.")
 @option(
     "--autosave/--no-autosave",
+    is_rare=True,
     default=True,
     show_default=True,
     help="On a terminal, keep the conversation in the user's state folder, for --resume.",
@@ -99,35 +105,30 @@ Examples:
 )
 @option(
     "--history",
+    is_rare=True,
     metavar="FILE|none",
     help="File for the history of typed lines. [default: in the user's state folder]",
 )
-@option("--stats", "show_stats", is_flag=True, help="Show tokens/s and other statistics after each reply.")
 @option(
     "--save-cache/--no-save-cache",
     default=True,
     show_default=True,
     help="/save also writes the KV entries to FILE.kv, so that /load need not compute them.",
 )
-@option("--wrap/--no-wrap", default=True, show_default=True, help="Wrap lines between words on a terminal.")
-@option(
-    "--color-accepted",
-    is_flag=True,
-    help="Color accepted draft tokens green, looked-up ones cyan, the target's own tokens yellow.",
-)
-@think_option
 @loading_options
+@think_option
+@special_in_text_option
 @speculation_options
 @learning_options
-@partial(sampling_options, max_new_tokens=MAX_NEW_TOKENS)
+@sampling_options(MAX_NEW_TOKENS)
 @constraint_options
-@option("-q", "--quiet", is_flag=True, help="Print no notes to stderr.")
-@option("-v", "--verbose", is_flag=True, help="Explain automatic choices; show tracebacks.")
+@wrap_option
+@color_option
+@output_options(stats="Show tokens/s and other statistics after each reply.")
 @click.pass_context
 def command(
     ctx: click.Context,
     /,
-    model: str,
     system: str | None,
     saved: Path | None,
     resume: bool,
@@ -136,22 +137,20 @@ def command(
     color_accepted: bool,
     quiet: bool,
     verbose: bool,
-    learn: bool,
-    learn_file: tuple[Path, ...],
-    **options: Any,
+    loading: LoadOptions,
+    speculation: SpeculationParams,
+    sampling: SamplingParams,
+    **others: object,  # settings of the conversation, which `Values` reads
 ) -> None:
     if resume and saved is not None:
         raise click.UsageError("Give --resume or --load, not both.")
+    model = loading.model
     resumed = newest_file(chats_folder(), model) if resume else None
-    names = _setting_names() | OWN_SETTINGS
-    values = {name: options.pop(name) for name in list(options) if name in names}
-    settings = Values(ctx.command, values)
-    speculation = settings.params()[1]
-    options["needs_draft_model"] = needs_draft_model(speculation, options["draft"])
-    written = written_file(learn_file) if learn else None
-    options |= {"learn": learn, "learn_file": learn_file, "tree": speculation.budget}
-    engine = load_engine(model, quiet=quiet, verbose=verbose, chats=True, **options)
-    from offspec.session import Session
+    settings = Values(ctx.command, ctx.meta[VALUES])
+    settings.params()  # raises for a constraint that cannot be read
+    loading = replace(fit_to_requests(loading, sampling, speculation), chats=True)
+    engine = load_engine(loading, quiet=quiet, verbose=verbose)
+    from offspec import Session
 
     drops_oldest = settings["when_full"] == "drop"
     session = Session(engine, system, drops_oldest=drops_oldest, tell=partial(_note, quiet=quiet))
@@ -165,7 +164,7 @@ def command(
     if on_terminal and not quiet:
         click.echo(f"{engine.name}, draft {engine.draft_name or 'none'}. /help shows the commands, Ctrl-D exits.")
     lines = TerminalInput(_history_file(history, quiet=quiet), chat.completions) if on_terminal else PipeInput()
-    with learning_kept(engine, written, quiet=quiet):
+    with learning_kept(engine, written_file(loading), quiet=quiet):
         num_errors = chat.talk(lines)
     if kept is not None and kept.is_written:
         _note(f"offspec chat {shlex.quote(model)} --resume continues this conversation", quiet=quiet)
@@ -180,17 +179,6 @@ def _continue(chat: Chat, file: Path, ctx: click.Context, system: str | None) ->
     chat.change(flags)
     if _is_flag(ctx, "system"):
         chat.session.system = system
-
-
-def _setting_names() -> set[str]:
-    """The sampling and speculation settings, by click's names."""
-
-    @speculation_options
-    @sampling_options
-    @constraint_options
-    def probe() -> None: ...
-
-    return {str(parameter.name) for parameter in click.command()(probe).params}
 
 
 def _history_file(wanted: str | None, *, quiet: bool) -> Path | None:
@@ -218,22 +206,28 @@ def _is_flag(ctx: click.Context, name: str) -> bool:
 class Values:
     """The settings of a conversation, parsed and checked by the same click parameters as the flags."""
 
-    def __init__(self, command: click.Command, values: dict[str, Any]) -> None:
+    def __init__(self, command: click.Command, values: Mapping[str, object]) -> None:
         """values: by click's names, as the command received them."""
-        self._command, self._values = command, values
-        self.parameters = {key: p for key, p in settable(command).items() if p.name in values}
+        self._command = command
+        self.parameters = {
+            key: parameter
+            for key, parameter in settable(command).items()
+            if parameter.name in values and (parameter.name in OWN_SETTINGS or record_of(parameter) in SETTINGS)
+        }
+        self._values = {str(p.name): values[str(p.name)] for p in self.parameters.values()}
 
     def params(self) -> tuple[SamplingParams, SpeculationParams]:
         """Raises UsageError or click.UsageError for an invalid value or combination."""
-        values = dict(self._values)
-        values["constraint"] = constraint_of(values)
-        return request_of(values)
+        sampling = CONSTRAINT.of(self._command, self._values).applied_to(SAMPLING.of(self._command, self._values))
+        speculation = SPECULATION.of(self._command, self._values)
+        speculation.check_sampling(sampling)
+        return sampling, speculation
 
-    def __getitem__(self, name: str) -> Any:
+    def __getitem__(self, name: str) -> object:
         """A value by click's name."""
         return self._values[name]
 
-    def set(self, changes: dict[str, Any]) -> None:
+    def set(self, changes: Mapping[str, object]) -> None:
         """Change settings, by their flags' names without dashes; all or none. Raises UsageError."""
         values = dict(self._values)
         for key, value in changes.items():
@@ -256,14 +250,14 @@ class Values:
             self._values = before
             raise exc if isinstance(exc, OffspecError) else UsageError("a setting has no value") from exc
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """The settings by the flags' names without dashes, as values that the flags accept and JSON can hold."""
         found = {key: self._values[str(p.name)] for key, p in self.parameters.items()}
         if found.get("budget", 0) is None:
             found["budget"] = "auto"
         return {key: list(value) if isinstance(value, tuple) else value for key, value in found.items()}
 
-    def given_as_flags(self, ctx: click.Context) -> dict[str, Any]:
+    def given_as_flags(self, ctx: click.Context) -> dict[str, object]:
         """The settings that the command line gave; they override all others."""
         return {key: value for key, value in self.as_dict().items() if _is_flag(ctx, str(self.parameters[key].name))}
 
@@ -300,7 +294,7 @@ class Chat:
         self._edited: str | None = None  # the message that the next one replaces
         self._is_warned = False
 
-    def change(self, settings: dict[str, Any]) -> None:
+    def change(self, settings: Mapping[str, object]) -> None:
         """Change settings, by the flags' names without dashes. If it raises UsageError, nothing changes."""
         self.values.set(settings)
         self.session.drops_oldest = self.values["when_full"] == "drop"
@@ -494,7 +488,7 @@ class Chat:
         if not words and isinstance(parameter, click.Option) and parameter.is_flag:
             words = ["true"]
         if words == ["none"]:
-            value: Any = [] if takes_several else None
+            value: object = [] if takes_several else None
         elif takes_several and words:
             value = words
         elif len(words) != 1:
@@ -543,7 +537,7 @@ class Chat:
         path, before = _path(argument, "/load"), (self.session.turns, self.session.system)
         settings = self.session.load(path)
         try:
-            self.change(settings)
+            self.change(_present(settings))
         except OffspecError as exc:
             self.session.turns, self.session.system = before
             raise UsageError(f"{path}: {exc}") from exc
@@ -633,6 +627,12 @@ def reply_figures(stats: Stats) -> str:
     )
 
 
+def _present(settings: Mapping[str, object]) -> dict[str, object]:
+    """The settings of a saved conversation, without those that only earlier versions had."""
+    present = {key: value for key, value in settings.items() if key not in FORMER_SETTINGS}
+    return present | {"json-schema": ANY_OBJECT} if settings.get("json-object") is True else present
+
+
 def _path(argument: str, command: str) -> Path:
     if not argument:
         raise UsageError(f"{command} needs a file, like {command} talk{'.md' if command == '/export' else '.json'}")
@@ -654,7 +654,7 @@ def _turns(session: Session) -> str:
     return f"{number} turn{'s' * (number != 1)}"
 
 
-def _worded(value: Any) -> str:
+def _worded(value: object) -> str:
     if isinstance(value, list):
         return shlex.join(value) or "none"
     return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

@@ -10,9 +10,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from offspec.checkpoints.small_files import parse_json, read_small_file
-from offspec.checkpoints.user_folders import user_folder
 from offspec.errors import UsageError
+from offspec.user_files import parse_json, read_small_file, user_folder
 
 MOST_FILES = 20
 

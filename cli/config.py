@@ -6,11 +6,10 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import click
 
-from .help_groups import OffspecCommand, option
+from .help_groups import Commands, OffspecCommand, option
 from .settings import Settings, settable
 
 SECRETS = ("api-key",)  # values that are not printed: people paste this output into questions
@@ -21,7 +20,7 @@ class SettingRow:
     """A setting and its commands; `commands` is empty if the value is the same for all of them."""
 
     key: str
-    value: Any
+    value: object
     source: str
     commands: tuple[str, ...] = ()
 
@@ -53,7 +52,7 @@ The file, for example:
 @option("-v", "--verbose", is_flag=True, help="Show tracebacks.")
 @click.pass_context
 def command(ctx: click.Context, name: str | None, as_json: bool, verbose: bool) -> None:
-    commands = Commands(ctx.find_root())
+    commands = Commands(ctx)
     if name is not None and name not in commands:
         raise click.UsageError(f"unknown command {name!r}; choose one of {', '.join(commands)}")
     faults: list[click.UsageError] = []
@@ -70,35 +69,14 @@ def command(ctx: click.Context, name: str | None, as_json: bool, verbose: bool) 
         raise faults[-1]
 
 
-class Commands(Mapping[str, click.Command]):
-    """Every command of the program except `config`, imported on first use."""
-
-    def __init__(self, ctx: click.Context) -> None:
-        assert isinstance(ctx.command, click.Group)
-        self._group, self._ctx = ctx.command, ctx
-        self._names = [name for name in self._group.list_commands(ctx) if name != "config"]
-
-    def __getitem__(self, name: str) -> click.Command:
-        found = self._group.get_command(self._ctx, name) if name in self._names else None
-        if found is None:
-            raise KeyError(name)
-        return found
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-
 def _rows(settings: Settings, commands: Mapping[str, click.Command]) -> Iterator[SettingRow]:
     """One row per setting, or several if its commands differ."""
     by_key: dict[str, dict[tuple[str, str], list[str]]] = {}
-    values: dict[tuple[str, str], Any] = {}
+    values: dict[tuple[str, str], object] = {}
     for name, command in commands.items():
         given = settings.for_command(name)
         for key, parameter in settable(command).items():
-            value: Any = parameter.get_default(click.Context(command))
+            value: object = parameter.get_default(click.Context(command))
             source = "default"
             if key in given:
                 value, source = given[key].value, given[key].source
@@ -112,7 +90,7 @@ def _rows(settings: Settings, commands: Mapping[str, click.Command]) -> Iterator
             yield SettingRow(key, values[shown, source], source, tuple(names) if len(groups) > 1 else ())
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     """A value as text; `-` if it is not set."""
     if isinstance(value, bool):
         return str(value).lower()

@@ -3,61 +3,68 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
 
 import click
 
-from offspec import Constraint
-from offspec.checkpoints.small_files import parse_json
+from offspec import Constraint, SamplingParams
 from offspec.errors import UsageError
+from offspec.user_files import parse_json
 
-from .help_groups import option
-from .options import read_file
+from .help_groups import FLAGS, SAMPLING, Record, all_of
+from .reading import read_file
 
-F = TypeVar("F", bound=Callable[..., Any])
-NAMES = ("json_schema", "json_object", "grammar", "regex")
-FLAGS = ", ".join(f"--{name.replace('_', '-')}" for name in NAMES)
+NAMES = ("json_schema", "json_object", "grammar", "regex")  # of a JSON object
 OFF = "none"  # unsets a flag: in a chat's /set, or over a setting of the user's file
+ANY_OBJECT = "object"  # in place of a schema
 
 
-def constraint_options(function: F) -> F:
-    """--json-schema, --json-object, --grammar and --regex; `constraint_of` reads them."""
-    decorators = (
-        option(
-            "--json-schema",
-            metavar="FILE|TEXT",
-            help="Answer in JSON that is valid by this schema: a file, or the schema itself.",
-        ),
-        option("--json-object", is_flag=True, help="Answer with a JSON object."),
-        option("--grammar", metavar="FILE", help="Answer with a text of this grammar: GBNF as in llama.cpp, or Lark."),
-        option("--regex", metavar="R", help="Answer with a text that matches this regular expression as a whole."),
-    )
-    for decorate in reversed(decorators):
-        function = decorate(function)
-    return function
+@dataclass(frozen=True)
+class ConstraintFlags:
+    """What the answer must be, as flags say it: names of files, or texts. At most one is given."""
+
+    json_schema: str | None = None
+    grammar: str | None = None
+    regex: str | None = None
+
+    def applied_to(self, sampling: SamplingParams) -> SamplingParams:
+        """Raises click.UsageError for a file that cannot be read, or for several flags."""
+        constraint = self._constraint()
+        return sampling if constraint is None else replace(sampling, constraint=constraint)
+
+    def _constraint(self) -> Constraint | None:
+        given = {name: text for name, text in asdict(self).items() if text not in (None, OFF)}
+        if len(given) > 1:
+            raise click.UsageError(f"Give only one of {', '.join(FLAGS[name] for name in asdict(self))}.")
+        for name, text in given.items():
+            if name == "regex":
+                return Constraint.regex(text)
+            if name == "grammar":
+                return Constraint.grammar(_text(Path(text)))
+            if text == ANY_OBJECT:
+                return Constraint.json_object()
+            is_schema = text.lstrip().startswith("{") or text.strip() in ("true", "false")
+            return Constraint.json_schema(text if is_schema else _json_text(Path(text)))
+        return None
 
 
-def constraint_of(options: dict[str, Any]) -> Constraint | None:
-    """Remove the values of `constraint_options` from `options`. Raises click.UsageError."""
-    values = {name: options.pop(name) for name in NAMES}
-    given = {name: value for name, value in values.items() if value not in (None, False, OFF)}
-    if len(given) > 1:
-        raise click.UsageError(f"Give only one of {FLAGS}.")
-    for name, value in given.items():
-        if name == "json_object":
-            return Constraint.json_object()
-        if name == "regex":
-            return Constraint.regex(value)
-        if name == "grammar":
-            return Constraint.grammar(_text(Path(value)))
-        is_text = value.lstrip().startswith("{") or value.strip() in ("true", "false")
-        return Constraint.json_schema(value if is_text else _json_text(Path(value)))
-    return None
+CONSTRAINT = Record("constraint", ConstraintFlags, ConstraintFlags, group=SAMPLING)
+constraint_options = all_of(
+    CONSTRAINT.option(
+        "json_schema",
+        metavar="FILE|TEXT|object",
+        help="Answer in JSON that is valid by this schema: a file, the schema itself, or object for any JSON object.",
+    ),
+    CONSTRAINT.option(
+        "grammar", metavar="FILE", help="Answer with a text of this grammar: GBNF as in llama.cpp, or Lark."
+    ),
+    CONSTRAINT.option("regex", metavar="R", help="Answer with a text that matches this regular expression as a whole."),
+)
 
 
-def constraint_in(content: Mapping[str, Any], default: Constraint | None) -> Constraint | None:
+def constraint_in(content: Mapping[str, object], default: Constraint | None) -> Constraint | None:
     """The constraint that a JSON object's keys name, else `default`. Raises UsageError, which names the key.
 
     json_schema: the schema, as an object or as text. json_object: true. grammar, regex: text.

@@ -10,13 +10,23 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
-from offspec import format_seconds
-from offspec.checkpoints.user_folders import expand_home
+from offspec import LoadOptions, format_seconds
 from offspec.training.distill_params import HEADS, DistillParams, DraftParams, HeadParams, Init
+from offspec.user_files import expand_home
 
 from .distill_draft import DRAFT_FLAGS, DraftFlags, distil_draft, draft_options
-from .help_groups import OffspecCommand, option, research_option
-from .options import MODEL, MODEL_HELP, MOST_DIGITS, Number, WholeNumber, memory_flags
+from .help_groups import SAMPLING, OffspecCommand, option, research_option
+from .options import (
+    MODEL_HELP,
+    MOST_DIGITS,
+    Number,
+    WholeNumber,
+    memory_flags,
+    model_argument,
+    model_flags,
+    output_options,
+    reworded,
+)
 from .training_job import Job, refuse_flags, training_line
 
 if TYPE_CHECKING:
@@ -65,7 +75,7 @@ Examples:
   offspec distill ./Mistral-Large --new-draft 1024,4 --out ./my-draft
 """,
 )
-@click.argument("model", default="builtin", type=MODEL)
+@model_argument
 @option(
     "--exit-layer",
     "exit_layers",
@@ -123,6 +133,7 @@ Examples:
 )
 @option(
     "--temperature",
+    group=SAMPLING,
     type=Number(0, min_open=True),
     default=P.temperature,
     show_default=True,
@@ -158,23 +169,14 @@ Examples:
     show_default=True,
     help="Initialise with a copy of the next layer, or of the last one, which trains faster.",
 )
-@option("--seed", type=WholeNumber(0), default=P.seed, show_default=True, metavar="S", help="Random seed.")
-@option("--resume", is_flag=True, help="Resume an interrupted run.")
-@option("--revision", metavar="REV", help="Branch, tag or commit of a hub id.")
-@option("--device", default="auto", metavar="auto|cpu|cuda[:N]", help="Device that computes. [default: auto]")
 @option(
-    "--dtype",
-    type=click.Choice(["auto", "bf16", "fp16", "fp32"]),
-    default="auto",
-    show_default=True,
-    help="Compute dtype of the target; the exit layer is trained in fp32.",
+    "--seed", group=SAMPLING, type=WholeNumber(0), default=P.seed, show_default=True, metavar="S", help="Random seed."
 )
+@option("--resume", is_flag=True, help="Resume an interrupted run.")
+@model_flags
 @memory_flags
-@option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a sentence.")
-@option("-q", "--quiet", is_flag=True, help="Print no progress and no notes to stderr.")
-@option("-v", "--verbose", is_flag=True, help="Explain automatic choices; show tracebacks.")
+@output_options(json="Print one JSON object instead of a sentence.", quiet="Print no progress and no notes to stderr.")
 def command(
-    model: str,
     exit_layers: list[int] | None,
     head: str | None,
     skips: bool,
@@ -184,13 +186,7 @@ def command(
     as_json: bool,
     quiet: bool,
     verbose: bool,
-    revision: str | None,
-    device: str,
-    dtype: str,
-    vram: int | None,
-    ram: int | None,
-    context: int | None,
-    kv_cache: str,
+    loading: LoadOptions,
     **settings: Any,
 ) -> None:
     settings = {name: value for name, value in settings.items() if value is not None}
@@ -208,17 +204,8 @@ def command(
     if skips:
         refuse_flags(TRAINING_FLAGS, "is for training, and --skip trains nothing")
     _check_out(out, exit_layers, is_folder=draft.is_given or head is not None)
-    loading: dict[str, Any] = {
-        "revision": revision,
-        "device": device,
-        "dtype": dtype,
-        "vram": vram,
-        "ram": ram,
-        "context": context,
-        "kv_cache": kv_cache,
-    }
     more: dict[str, Any] = {"out": None if out is None else expand_home(out), "texts": texts, "resume": resume}
-    job = Job(model, loading, more, quiet=quiet, verbose=verbose)
+    job = Job(loading, more, quiet=quiet, verbose=verbose)
     began = time.monotonic()
     if draft.is_given:
         said, sentence = distil_draft(job, draft, settings)
@@ -231,6 +218,9 @@ def command(
         click.echo(json.dumps(said | {"seconds": round(seconds, 3)}))
     else:
         click.echo(f"{sentence}; took {format_seconds(seconds)}")
+
+
+reworded(command, dtype="Compute dtype of the target; the exit layer is trained in fp32.")
 
 
 def _check_out(out: Path | None, exit_layers: list[int] | None, *, is_folder: bool) -> None:

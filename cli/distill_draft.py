@@ -90,12 +90,11 @@ class DraftFlags:
 
     def untrained(self, teacher: Teacher, seed: int) -> Untrained:
         """The draft before its training. Raises a subclass of OffspecError."""
-        from offspec.checkpoints.opening import locate
         from offspec.training.draft_distillation import Untrained
         from offspec.training.new_draft import new_draft, parse_shape
 
         if self.small is not None:
-            return Untrained.of_model(locate(self.small, None, "draft"), teacher.tokenizer, teacher.target.device)
+            return Untrained.of_model(self.small, teacher.tokenizer, teacher.target.device)
         shape = parse_shape(str(self.new_draft))
         return new_draft(teacher.files, teacher.target, *shape, seed=seed)
 
@@ -111,11 +110,12 @@ def distil_draft(job: Job, flags: DraftFlags, settings: dict[str, Any]) -> tuple
     with training_line(quiet=job.quiet) as line:
         done = distill_draft(teacher, flags.untrained(teacher, params.seed), params, progress=line, **job.more)
     teacher.target.weights.close()
-    before = None if flags.small is None else job.gain(done.path, done.prompts, params, draft=flags.small)
-    now: dict[str, Any] = {"draft": str(done.path)}
-    if params.lora_rank:
-        now = {"draft": flags.small, "learn_file": done.path}
-    return _said(done, before, job.gain(done.path, done.prompts, params, **now))
+    before = None if flags.small is None else job.gain(done.path, done.prompts, params, flags.small)
+    if params.lora_rank and flags.small is not None:
+        after = job.gain(done.path, done.prompts, params, flags.small, (done.path,))
+    else:
+        after = job.gain(done.path, done.prompts, params, str(done.path))
+    return _said(done, before, after)
 
 
 def _said(done: DistilledDraft, before: DraftGain | None, after: DraftGain) -> tuple[dict[str, Any], str]:

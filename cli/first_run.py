@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from offspec.checkpoints.user_folders import user_folder
+from offspec.user_files import user_folder
 
 if TYPE_CHECKING:
     from offspec import Engine

@@ -1,53 +1,74 @@
-"""`--help`: flags by groups, common flags first; `--help-all` also shows the others.
+"""Flags, declared once: spelling, type, default, help, heading, and the record that they are a field of.
 
-This module knows only the flags' click names.
+From a declaration follow the flag's place in `--help`, its keys in the settings, its name in messages (`flags`), and
+the record that the command receives. A command with several records gets each of them, built once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields
+from difflib import get_close_matches
+from typing import Any, Generic, Protocol, TypeVar
 
 import click
 
-F = TypeVar("F", bound=Callable[..., Any])
+F = TypeVar("F", bound=Callable[..., object])
+R = TypeVar("R")
+
+
+class Decorator(Protocol):
+    """A decorator that adds options to a command."""
+
+    def __call__(self, command: F, /) -> F: ...
+
+
 HELP_NAMES = ("-h", "--help")
 SHOWS_ALL = "offspec.shows_all_flags"  # set in a click context's `meta` by `--help-all`
+VALUES = "offspec.values"  # in `meta`: the values of all flags, by click's names, before records were built
+LIKE = 0.8  # similarity of a misspelt flag to the one that is meant
 FEW = 16  # a command with at most this number of flags shows all of them under one heading
 
-# Heading → flags in display order; a command's other flags come first, under "Options".
-OWN = "Options"
-GROUPS: dict[str, tuple[str, ...]] = {
-    "Model": ("device", "dtype", "deterministic", "revision", "threads", "think", "special_in_text"),
-    "Draft": (
-        *("draft", "budget", "lookup_files", "exit_file", "exit_layer", "draft_window"),
-        *("learn", "learn_file"),
-        *("lookup", "recycling", "recall", "reuse", "overlap", "forced", "scoring", "tree", "stopping"),
-        *("accept", "tau", "strength", "beam", "gamma"),
-    ),
-    "Memory": ("vram", "ram", "context", "kv_cache", "synchronous"),
-    "Sampling": (
-        *("max_new_tokens", "temperature", "top_p", "top_k", "min_p"),
-        *("repetition_penalty", "frequency_penalty", "presence_penalty"),
-        *("seed", "stop", "ignore_eos", "json_schema", "json_object", "grammar", "regex"),
-    ),
-    "Output": ("show_stats", "as_json", "color_accepted", "wrap", "quiet", "verbose"),
+# Headings of `--help`, in their order. Flags stand below them in the order of their declaration.
+OWN, MODEL, DRAFT, MEMORY, SAMPLING, OUTPUT = "Options", "Model", "Draft", "Memory", "Sampling", "Output"
+HEADINGS = (OWN, MODEL, DRAFT, MEMORY, SAMPLING, OUTPUT)
+# Flags that have gone → what does the same.
+REPLACED = {
+    "--exit-file": "--draft self:FILE",
+    "--exit-layer": "--draft self:N",
+    "--json-object": "--json-schema object",
+    "--prompt-ids": 'a line like {"prompt": [1, 2, 3]} of a .jsonl --prompt-file',
+    "--revision": "MODEL as org/name@REVISION",
 }
-PLACES = {name: (heading, place) for heading, names in GROUPS.items() for place, name in enumerate(names)}
-PLACES["help_all"] = ("Output", 101)
-HELP_PLACE = ("Output", 100)  # --help has several names in click
-# Only `--help-all` shows these flags.
-ADVANCED = {
-    *("dtype", "deterministic", "revision", "threads", "kv_cache", "special_in_text", "think", "lookup_files"),
-    *("exit_file", "exit_layer", "draft_window", "learn", "learn_file"),
-    *("min_p", "repetition_penalty", "frequency_penalty", "presence_penalty"),
-    *("ignore_eos", "color_accepted", "wrap", "prompt_ids", "max_texts", "num_answers", "ray", "history"),
-    "autosave",
-}
+FLAGS: dict[str, str] = {}  # name of a setting in Python → flag; of every command that was imported
 
 
 class OffspecOption(click.Option):
-    """A flag whose help omits the range: the help text or the error message names it."""
+    """A flag. group: its heading in help. is_rare: only `--help-all` shows it, unless the command has few flags.
+
+    is_research: a flag for comparing or tuning methods, which only `--help-all` shows. record: what it is a field of.
+    Help omits the range: the help text or the error message names it.
+    """
+
+    def __init__(
+        self,
+        param_decls: Sequence[str],
+        *,
+        group: str = OWN,
+        is_rare: bool = False,
+        is_research: bool = False,
+        record: Record[Any] | None = None,
+        **settings: Any,
+    ) -> None:
+        super().__init__(param_decls, **settings)
+        assert group in HEADINGS, group
+        self.group = group
+        self.is_rare = is_rare
+        self.is_research = is_research
+        self.record = record
+        flag = max(self.opts, key=len)
+        FLAGS.setdefault(flag.lstrip("-").replace("-", "_"), flag)
+        FLAGS[str(self.name)] = flag
 
     def get_help_extra(self, ctx: click.Context) -> Any:
         extra = super().get_help_extra(ctx)
@@ -57,18 +78,68 @@ class OffspecOption(click.Option):
         return extra
 
 
-class ResearchOption(OffspecOption):
-    """A flag for comparing or tuning methods. Only `--help-all` shows it."""
-
-
-def option(*names: str, **settings: Any) -> Callable[[F], F]:
+def option(*names: str, **settings: Any) -> Decorator:
     """`click.option` for an `OffspecOption`."""
     return click.option(*names, cls=OffspecOption, **settings)
 
 
-def research_option(*names: str, **settings: Any) -> Callable[[F], F]:
-    """`click.option` for a `ResearchOption`."""
-    return click.option(*names, cls=ResearchOption, **settings)
+def research_option(*names: str, **settings: Any) -> Decorator:
+    """An `option` for comparing or tuning methods."""
+    return option(*names, is_research=True, **settings)
+
+
+class RecordArgument(click.Argument):
+    """An argument that is a field of a record."""
+
+    def __init__(self, param_decls: Sequence[str], *, record: Record[Any], **settings: Any) -> None:
+        super().__init__(param_decls, **settings)
+        self.record = record
+
+
+class Record(Generic[R]):
+    """A dataclass whose fields are flags. A command gets it as the argument `name`."""
+
+    def __init__(self, name: str, kind: type, make: Callable[..., R], **settings: Any) -> None:
+        """kind: the dataclass, for defaults. make: makes one of the flags' values. settings: of each of its flags."""
+        self.name = name
+        self._make = make
+        self._settings = settings
+        self._defaults = {field.name: field.default for field in fields(kind)}
+
+    def option(self, field: str, *names: str, **settings: Any) -> Decorator:
+        """A flag for a field, spelt like it unless `names` has another spelling; the default is the field's.
+
+        Help shows the default, unless the help text says it or it is off.
+        """
+        spelt = any(name.startswith("--") for name in names)
+        flags = names if spelt else (f"--{field.replace('_', '-')}", *names)
+        settings = {"default": self._defaults[field], "record": self, **self._settings, **settings}
+        help_says_it = "[default" in settings["help"] or isinstance(settings["default"], (bool, tuple))
+        return option(field, *flags, show_default=not help_says_it, **settings)
+
+    def argument(self, field: str, **settings: Any) -> Decorator:
+        """An argument for a field."""
+        return click.argument(field, cls=RecordArgument, record=self, default=self._defaults[field], **settings)
+
+    def of(self, command: click.Command, values: Mapping[str, object]) -> R:
+        """The record of a command's values, by click's names. Raises what making it raises."""
+        return self._make(**{str(p.name): values[str(p.name)] for p in command.params if record_of(p) is self})
+
+
+def record_of(parameter: click.Parameter) -> Record[Any] | None:
+    """The record that the parameter is a field of."""
+    return parameter.record if isinstance(parameter, (OffspecOption, RecordArgument)) else None
+
+
+def all_of(*options: Decorator) -> Decorator:
+    """Several options as one decorator; help shows them in this order."""
+
+    def decorate(command: F, /) -> F:
+        for add in reversed(options):
+            command = add(command)
+        return command
+
+    return decorate
 
 
 class OffspecCommand(click.Command):
@@ -81,32 +152,87 @@ class OffspecCommand(click.Command):
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
         return [*super().get_params(ctx), _help_all_option(sum(map(self._is_left_out, self.params)))]
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as exc:
+            if place := where_is(exc.option_name, Commands(ctx)):
+                near = get_close_matches(exc.option_name, exc.possibilities or (), n=1, cutoff=LIKE)
+                question = f"; did you mean {near[0]}?" if near else ""
+                raise click.UsageError(f"offspec {self.name} has no {exc.option_name}; {place}{question}", ctx) from exc
+            raise
+
+    def invoke(self, ctx: click.Context) -> object:
+        """Call the command with its records in place of their flags' values."""
+        values = ctx.meta[VALUES] = dict(ctx.params)
+        records = dict.fromkeys(record for parameter in self.params if (record := record_of(parameter)) is not None)
+        others = {str(p.name) for p in self.params if record_of(p) is None} & values.keys()
+        ctx.params = {name: values[name] for name in others} | {each.name: each.of(self, values) for each in records}
+        return super().invoke(ctx)
+
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        groups: dict[str, list[tuple[int, tuple[str, str]]]] = {heading: [] for heading in (OWN, *GROUPS)}
-        options = [parameter for parameter in self.get_params(ctx) if isinstance(parameter, click.Option)]
-        for parameter in options:
+        groups: dict[str, list[tuple[str, str]]] = {heading: [] for heading in HEADINGS}
+        for parameter in self.get_params(ctx):
             if self._is_left_out(parameter) and not ctx.meta.get(SHOWS_ALL):
                 continue
-            if (record := parameter.get_help_record(ctx)) is not None:
-                heading, place = self._place(parameter)
-                groups[heading].append((place, record))
-        for heading, found in groups.items():
-            if found:
+            if isinstance(parameter, click.Option) and (line := parameter.get_help_record(ctx)) is not None:
+                groups[self._heading(parameter)].append(line)
+        for heading, lines in groups.items():
+            if lines:
                 with formatter.section(heading):
-                    formatter.write_dl([record for _, record in sorted(found, key=lambda placed: placed[0])])
+                    formatter.write_dl(lines)
 
-    def _place(self, parameter: click.Parameter) -> tuple[str, int]:
-        """The heading, and the position below it. A command with few flags has one heading."""
+    def _heading(self, parameter: click.Option) -> str:
+        """A command with few flags has one heading."""
         if not self._has_many:
-            return OWN, 0
-        return HELP_PLACE if "--help" in parameter.opts else PLACES.get(str(parameter.name), (OWN, 0))
+            return OWN
+        return parameter.group if isinstance(parameter, OffspecOption) else OUTPUT  # click's own: --help, --help-all
 
     def _is_left_out(self, parameter: click.Parameter) -> bool:
-        return isinstance(parameter, ResearchOption) or (self._has_many and parameter.name in ADVANCED)
+        if not isinstance(parameter, OffspecOption):
+            return False
+        return parameter.is_research or (parameter.is_rare and self._has_many)
 
     @property
     def _has_many(self) -> bool:
-        return sum(isinstance(found, click.Option) for found in self.params) > FEW
+        return sum(isinstance(parameter, click.Option) for parameter in self.params) > FEW
+
+
+def where_is(flag: str, commands: Mapping[str, click.Command]) -> str:
+    """What does the same as a flag that a command lacks: another flag, or the commands that have it; or nothing."""
+    if flag in REPLACED:
+        return f"give {REPLACED[flag]}"
+    having = [
+        name
+        for name, command in commands.items()
+        if any(flag in (*parameter.opts, *parameter.secondary_opts) for parameter in command.params)
+    ]
+    if not having:
+        return ""
+    *others, last = having
+    return f"offspec {', '.join(others)} and {last} have it" if others else f"offspec {last} has it"
+
+
+class Commands(Mapping[str, click.Command]):
+    """Every command of the program except `config`, imported on first use."""
+
+    def __init__(self, ctx: click.Context) -> None:
+        group = ctx.find_root().command
+        self._group = group if isinstance(group, click.Group) else click.Group()
+        self._ctx = ctx
+        self._names = [name for name in self._group.list_commands(ctx) if name != "config"]
+
+    def __getitem__(self, name: str) -> click.Command:
+        command = self._group.get_command(self._ctx, name) if name in self._names else None
+        if command is None:
+            raise KeyError(name)
+        return command
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
 
 
 def _help_all_option(num_left_out: int) -> click.Option:

@@ -5,29 +5,32 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import click
 
-from offspec.checkpoints.atomic_files import locked_name
-from offspec.checkpoints.user_folders import home_folder
+from offspec import LoadOptions
 from offspec.errors import StorageError
+from offspec.user_files import home_folder, locked_name
 
 from .terminal import is_watched
 
 if TYPE_CHECKING:
     from offspec import Engine
-    from offspec.training.lora import Adapter
 
 
-def written_file(files: Sequence[Path]) -> Path | None:
-    """The file that --learn writes, of those given as --learn-file. Raises click.UsageError for several."""
-    if len(files) > 1:
-        raise click.UsageError("--learn trains into one file: give --learn-file once, or omit --learn.")
-    return files[0] if files else None
+class Adapter(Protocol):
+    """What a draft has learnt."""
+
+    def save(self, path: Path) -> None: ...
+
+
+def written_file(options: LoadOptions) -> Path | None:
+    """The file that --learn writes."""
+    return options.learn_file[0] if options.learn and options.learn_file else None
 
 
 def learning_alone(file: Path) -> AbstractContextManager[None]:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from .options import read_line
+from .reading import read_line
 
 if TYPE_CHECKING:
     from prompt_toolkit import PromptSession

@@ -23,7 +23,7 @@ from offspec import __version__
 from offspec.errors import OffspecError
 
 from .flags import with_flags
-from .help_groups import HELP_NAMES
+from .help_groups import HELP_NAMES, Commands
 
 COMMANDS = {
     "run": "Generate text for one prompt, or for a file of prompts.",
@@ -90,7 +90,6 @@ def cli(ctx: click.Context) -> None:
         _show(ctx.get_help())
         ctx.exit(WRONG_USAGE)
     if ctx.invoked_subcommand != "config":  # config has no settings of its own, and itself reports a faulty file
-        from .config import Commands
         from .settings import Settings
 
         try:
@@ -179,7 +178,7 @@ def run(args: list[str]) -> int:
 
 def _fail_with(exc: Exception, *, verbose: bool) -> int:
     """Print an error that is not ours; returns the exit code."""
-    from offspec.planning.system_memory import memory_error
+    from offspec import memory_error
 
     if (lack := memory_error(exc)) is not None:
         return _fail(with_flags(str(lack)), lack.exit_code, traceback=verbose)

@@ -6,12 +6,12 @@ It does not know who calls it. Everything that it takes and returns can be pickl
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
-from offspec import __version__
+from offspec import LoadOptions, __version__
 from offspec.errors import CheckpointError, HardwareError, MemoryLimitError, OffspecError
 
 from .batch import Answer, Asked
@@ -24,13 +24,12 @@ if TYPE_CHECKING:
 class Job:
     """What every engine needs. Paths are looked up on the engine's machine, relative to `folder` if it exists there.
 
-    options: of `Engine.load`, and special_in_text. answers: yields, for an engine and prompts, the place of each prompt
+    options: what to load. answers: yields, for an engine and prompts, the place of each prompt
     in the list and its answer or error, in any order; another exception ends the engine. prompts_per_call: how many
     prompts an engine gets at a time.
     """
 
-    model: str
-    options: Mapping[str, Any]
+    options: LoadOptions
     answers: Callable[[Engine, Sequence[Asked]], Generator[tuple[int, Answer | OffspecError], None, None]]
     prompts_per_call: int = 1
     folder: str = field(default_factory=os.getcwd)
@@ -96,17 +95,12 @@ def _load(job: Job, ram: int | None) -> Engine:
         raise OffspecError(f"it has offspec {__version__}, not {job.version}; install the same version")
     with suppress(OSError):
         os.chdir(job.folder)
-    from offspec import Engine
-    from offspec.planning.plan import DEFAULT_CONTEXT
+    from offspec import DEFAULT_CONTEXT, Engine
 
-    options = dict(job.options)
-    special_in_text = options.pop("special_in_text", False)
-    if options.get("ram") is None:
-        options["ram"] = ram
-    engine = Engine.load(job.model, **options)
-    engine.tokenizer.special_in_text = special_in_text
+    options = job.options if job.options.ram is not None else replace(job.options, ram=ram)
+    engine = Engine.load(options)
     wanted = min(DEFAULT_CONTEXT, engine.target.config.max_context)
-    if options.get("context") is None and engine.max_context < wanted:
+    if options.context is None and engine.max_context < wanted:
         raise MemoryLimitError(
             f"its memory allows a context of {engine.max_context} tokens, not {wanted}; with --context "
             f"{engine.max_context} every node has the same"

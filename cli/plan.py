@@ -4,25 +4,28 @@ from __future__ import annotations
 
 import json
 import math
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import click
 from click.core import ParameterSource
 
-from offspec import PLAN_FORMATS, format_seconds, format_size
-from offspec.named_models import NAMES
+from offspec import PLAN_FORMATS, LoadOptions, format_seconds, format_size
 
 from .flags import with_flags
-from .help_groups import OffspecCommand, option
+from .help_groups import OWN, OffspecCommand, option
 from .options import (
+    LOADING,
     MAX_TEXTS,
-    MODEL,
     MODEL_HELP,
-    ModelName,
     WholeNumber,
+    draft_option,
     draft_window_option,
     memory_flags,
+    model_argument,
     model_flags,
+    output_options,
+    reworded,
     size,
 )
 from .terminal import is_watched, show_line
@@ -30,10 +33,8 @@ from .terminal import is_watched, show_line
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from offspec.drafts.weighing import Prospect
-    from offspec.planning.drafting import Drafting
     from offspec.tools.caches_forecast import CacheProspect
-    from offspec.tools.forecast import Forecast
+    from offspec.tools.forecast import Drafting, Forecast, Prospect
     from offspec.tools.improvements import FourBit, Gain, Improvement
 
 WIDTHS = (1, 16, 64, 256, 512)
@@ -54,35 +55,21 @@ Examples:
   offspec plan ./Qwen2.5-32B-Instruct --draft ./Qwen2.5-0.5B-Instruct --draft shadow --gpu rtx4090 --ram 128GiB
 """,
 )
-@click.argument("model", default="builtin", type=MODEL)
-@option(
-    "--draft",
-    "drafts",
-    type=ModelName("auto", "shadow", "head", "self", "resident", "lookup", "none", *NAMES),
-    default=("auto",),
-    multiple=True,
-    metavar="PATH|auto|shadow|head|self|resident|lookup|none",
-    help="Draft, as for `offspec run`; several are compared, and the plan is for the fastest. [default: auto]",
-)
-@option(
-    "--exit-layer",
-    type=WholeNumber(1),
-    metavar="N",
-    help="With --draft self: draft with the first N layers, without a trained exit layer.",
-)
+@model_argument
+@draft_option
 @draft_window_option
 @model_flags
 @memory_flags
-@option(
-    "--texts",
+@LOADING.option(
+    "texts",
+    group=OWN,
     type=WholeNumber(1, MAX_TEXTS),
-    default=1,
-    show_default=True,
     metavar="N",
     help="Plan KV entries for N texts that share passes, as for `offspec run --batch N`.",
 )
-@option(
-    "--cache-ram",
+@LOADING.option(
+    "cache_ram",
+    group=OWN,
     callback=size,
     default="0",
     metavar="SIZE",
@@ -107,33 +94,29 @@ Examples:
     metavar="SIZE",
     help="Bytes per second that the disk reads, e.g. 3.5GB. [default: measured; 7GB with --gpu]",
 )
-@option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
-@option("-q", "--quiet", is_flag=True, help="Print no notes to stderr.")
-@option("-v", "--verbose", is_flag=True, help="Explain automatic choices; show tracebacks.")
+@output_options(json="Print one JSON object instead of the table.")
 def command(
-    model: str,
-    drafts: tuple[str, ...],
+    gpu: str | None,
+    form: str | None,
     disk_rate: int | None,
     as_json: bool,
     quiet: bool,
     verbose: bool,
-    **options: Any,
+    loading: LoadOptions,
 ) -> None:
-    is_said = click.get_current_context().get_parameter_source("device") is ParameterSource.COMMANDLINE
-    if options["gpu"] is not None and options["device"] != "auto" and is_said:
-        raise click.UsageError(
-            f"--gpu {options['gpu']} and --device {options['device']} both name the device; omit one."
-        )
-    from offspec.loading import LoadOptions
+    is_typed = click.get_current_context().get_parameter_source("device") is ParameterSource.COMMANDLINE
+    if gpu is not None and loading.device != "auto" and is_typed:
+        raise click.UsageError(f"--gpu {gpu} and --device {loading.device} both name the device; omit one.")
     from offspec.tools.forecast import Assumptions, make_forecast
 
     def progress(what: str) -> None:
         if is_watched() and not quiet:
             show_line(f"measuring {what}" if what else "")
 
-    assumptions = Assumptions(options.pop("gpu"), options.pop("form"), disk_rate)
+    drafts = (loading.draft, *loading.more_drafts)
+    assumptions = Assumptions(gpu, form, disk_rate)
     forecast = make_forecast(
-        LoadOptions(model, drafts[0], **options), assumptions, drafts=drafts, widths=WIDTHS, progress=progress
+        replace(loading, more_drafts=()), assumptions, drafts=drafts, widths=WIDTHS, progress=progress
     )
     progress("")
     for note in forecast.notes:
@@ -143,6 +126,12 @@ def command(
         click.echo(json.dumps(forecast.as_dict()))
     else:
         click.echo("\n".join(describe(forecast)))
+
+
+reworded(
+    command,
+    draft="Draft, as for `offspec run`; several are compared, and the plan is for the fastest. [default: auto]",
+)
 
 
 def describe(forecast: Forecast) -> list[str]:
@@ -299,9 +288,7 @@ def _draft_row(prospect: Prospect) -> list[str]:
 
 def _fastest(forecast: Forecast) -> list[str]:
     """The fastest draft and its lead; what it needs, if it is a shadow."""
-    from offspec.drafts.weighing import by_rate
-
-    first, *rest = by_rate(forecast.prospects)
+    first, *rest = forecast.fastest_first
     lead = f", {first.tokens_per_s / rest[0].tokens_per_s:.2f} times {rest[0].name}" if rest else ""
     lines = [f"The fastest is {first.name}{lead}."]
     kind, _, bits = first.name.partition(":")

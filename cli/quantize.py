@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING
 import click
 
 from offspec import CONVERT_FORMATS, LOSSLESS_FORMAT, SHADOW_FORMATS, ConvertParams, format_quantity
-from offspec.checkpoints.user_folders import expand_home
 from offspec.errors import OffspecError
-from offspec.named_models import named_path
+from offspec.user_files import expand_home
 
 from .flags import with_flags
 from .help_groups import OffspecCommand, option
@@ -22,7 +21,7 @@ from .terminal import TimeLeft, is_watched, show_line
 PLAIN_BITS = 16  # a weight
 
 if TYPE_CHECKING:
-    from offspec.checkpoints.conversion import Conversion
+    from offspec import Conversion
 
 
 @click.command(
@@ -76,7 +75,6 @@ Examples:
     metavar="4|3|2",
     help="Bits per weight of a shadow of SRC, for --draft shadow.",
 )
-@option("--revision", metavar="REV", help="Branch, tag or commit of a hub id.")
 @option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a sentence.")
 @option("-q", "--quiet", is_flag=True, help="Print no progress to stderr.")
 @option("-v", "--verbose", is_flag=True, help="Show tracebacks.")
@@ -86,23 +84,20 @@ def command(
     form: str,
     double_quant: bool,
     shadow: str | None,
-    revision: str | None,
     as_json: bool,
     quiet: bool,
     verbose: bool,
 ) -> None:
-    if revision is not None and expand_home(src).exists():
-        raise click.UsageError("--revision needs a hub id, but SRC is a local path.")
     if shadow is not None and (form != ConvertParams.format or not double_quant):
         raise click.UsageError("--shadow has a format of its own; leave out --format and --no-double-quant.")
     start = time.monotonic()
     bar = ConversionLine() if is_watched() and not quiet else None
     try:
-        source, target = str(named_path(src) or src), dst and expand_home(dst)
+        target = dst and expand_home(dst)
         if shadow is None:
-            done = _convert(source, target, ConvertParams(form, double_quant), revision, bar)
+            done = _convert(src, target, ConvertParams(form, double_quant), bar)
         else:
-            done = _make_shadow(source, target, int(shadow), revision, bar)
+            done = _make_shadow(src, target, int(shadow), bar)
     finally:
         if bar is not None:
             bar.clear()
@@ -140,31 +135,26 @@ def _ratios(done: Conversion, *, each: bool) -> list[str]:
     return [*lines, f"{len(packed)} matrices packed: {found}, the same bits when unpacked again (compared){stayed}"]
 
 
-def _convert(
-    source: str, target: Path | None, params: ConvertParams, revision: str | None, bar: ConversionLine | None
-) -> Conversion:
+def _convert(source: str, target: Path | None, params: ConvertParams, bar: ConversionLine | None) -> Conversion:
     from offspec import convert
 
     if target is None:
         raise click.UsageError("Missing argument 'DST': the folder for the result.")
-    return convert(source, target, params, revision=revision, progress=bar)
+    return convert(source, target, params, progress=bar)
 
 
-def _make_shadow(
-    source: str, target: Path | None, bits: int, revision: str | None, bar: ConversionLine | None
-) -> Conversion:
-    from offspec.checkpoints.opening import open_target
-    from offspec.checkpoints.shadows import make_shadow
+def _make_shadow(source: str, target: Path | None, bits: int, bar: ConversionLine | None) -> Conversion:
+    from offspec.tools.quantizing import make_shadow
 
-    return make_shadow(open_target(source, revision, "auto", "cpu"), bits, target, bar)
+    return make_shadow(source, bits, target, progress=bar)
 
 
 def _warn_of_a_model_not_run(folder: Path) -> None:
     """Print a note if offspec cannot run the result. That is not an error: transformers may run it."""
-    from offspec.checkpoints.opening import ModelFiles
+    from offspec.tools.quantizing import check_runs
 
     try:
-        ModelFiles.open(folder, "auto", "cpu", [])
+        check_runs(folder)
     except OffspecError as exc:
         why = " ".join(with_flags(str(exc)).split())
         click.echo(f"offspec: the conversion is complete, but offspec cannot run this model: {why}", err=True)

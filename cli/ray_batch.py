@@ -105,7 +105,7 @@ class RayEngines:
                 self._start_engines()
                 self._hand_out(waiting, prompts)
                 if not self._calls:
-                    what = f"can run {self._job.model}" if self._engines else "offers CPUs or GPUs"
+                    what = f"can run {self._job.options.model}" if self._engines else "offers CPUs or GPUs"
                     raise OffspecError(f"no node of the Ray cluster {what}; {len(waiting)} prompts are unanswered")
                 for call in ray.wait(list(self._calls), timeout=LOOK_S)[0]:
                     yield from self._take(call, waiting)
@@ -130,7 +130,7 @@ class RayEngines:
             if node_id in self._known or not node["Alive"]:
                 continue
             self._known.add(node_id)
-            for share in shares_of(node["Resources"], self._job.options["device"]):
+            for share in shares_of(node["Resources"], self._job.options.device):
                 actor = ray.remote(NodeEngine).options(
                     num_cpus=share.num_cpus,
                     num_gpus=share.num_gpus,
@@ -182,7 +182,7 @@ class RayEngines:
     def _after_report(self, engine: RemoteEngine, report: Report) -> None:
         """Keep the engine, unless it reports a fault."""
         if report.fault is not None:
-            what = "stopped" if engine.is_loaded else f"cannot run {self._job.model}"
+            what = "stopped" if engine.is_loaded else f"cannot run {self._job.options.model}"
             self._tell(engine, f"{what}: {report.fault}")
             return
         self._idle.append(engine)

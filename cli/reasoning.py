@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 from offspec.text.thinking import CLOSE, OPEN, ThinkingStyle
 
 if TYPE_CHECKING:
-    from offspec import Engine, SamplingParams
-    from offspec.engine import Prompt
+    from offspec import Engine, Prompt, SamplingParams
 
 
 def thinking_first(params: SamplingParams, prompt: Prompt) -> SamplingParams:

@@ -12,99 +12,105 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 from click.core import ParameterSource
 
-from offspec import AUTO_TEXTS, SamplingParams, SpeculationParams
+from offspec import AUTO_TEXTS, MODEL_NAMES, LoadOptions, SamplingParams, SpeculationParams
 from offspec.errors import OffspecError
-from offspec.named_models import NAMES
 
 from .answers import INTERRUPTED, SharedAnswers, answer_of, interrupted
-from .batch import EMPTY_PROMPT, Answer, Asked, Batch, Turns
-from .constraints import constraint_of, constraint_options
+from .batch import EMPTY_PROMPT, Answer, Asked, Batch, TokenIds, Turns, is_turns
+from .constraints import ConstraintFlags, constraint_options
 from .first_run import tell_next_once
-from .help_groups import OffspecCommand, option
+from .help_groups import OffspecCommand, Record, option
 from .learning import learning_kept, written_file
 from .node_engine import Job
 from .options import (
     MAX_TEXTS,
-    MODEL,
     MODEL_HELP,
     WholeNumber,
+    color_option,
+    fit_to_requests,
     learning_options,
     load_engine,
     loading_options,
     lossy_settings,
-    needs_draft_model,
+    model_argument,
     number_of_texts,
-    read_prompt,
-    request_of,
+    output_options,
     reworded,
     sampling_options,
     speculation_options,
     think_option,
 )
 from .ray_batch import RayEngines
+from .reading import read_prompt
 from .reasoning import ThinkingReader, reader_of, thinking_first
 from .several_answers import AnswerFlags, Printer, answer_several, describe_answers
 from .terminal import as_shown, draft_off, first_pass_shown, marked, shows_colors
 
 if TYPE_CHECKING:
-    from offspec import Engine, Step
-    from offspec.engine import Prompt
-    from offspec.prompt_cache import PromptCache
+    from offspec import Engine, Prompt, PromptCache, Step
 
 STANDARD_OUTPUT = Path("-")
-OF_PROMPT = ("cache_prompt", "strict")  # options that are for `PromptFlags` alone
 
 
 @dataclass(frozen=True)
 class PromptFlags:
     """The flags that name the prompt, and how to interpret it.
 
-    cache: the file of its KV entries. is_strict: misspelt keys of a file's lines are refused.
+    cache_prompt: the file of its KV entries. strict: misspelt keys of a file's lines are refused.
     """
 
-    prompt: str | None
-    file: Path | None
-    ids: list[int] | None
-    system: str | None
-    raw: bool
-    think: bool | None = None
-    cache: Path | None = None
-    is_strict: bool = False
+    prompt: str | None = None
+    prompt_file: Path | None = None
+    system: str | None = None
+    raw: bool = False
+    cache_prompt: Path | None = None
+    strict: bool = False
 
     @property
     def is_batch(self) -> bool:
-        return self.file is not None and self.file.suffix == ".jsonl"
+        return self.prompt_file is not None and self.prompt_file.suffix == ".jsonl"
 
-    def check(self, num_answers: int) -> None:
+    def check(self, num_answers: int, think: bool | None) -> None:
         """Raises click.UsageError for flags that contradict each other."""
-        if self.is_strict and not self.is_batch:
+        if self.strict and not self.is_batch:
             raise click.UsageError("--strict needs a --prompt-file that ends with .jsonl.")
-        if self.cache is not None and (self.is_batch or num_answers > 1):
+        if self.cache_prompt is not None and (self.is_batch or num_answers > 1):
             raise click.UsageError("--cache-prompt needs one prompt and one answer.")
-        if self.ids is not None and (self.prompt is not None or self.file is not None):
-            raise click.UsageError("Give --prompt-ids or a prompt, not both.")
-        if self.ids is not None and self.system is not None:
-            raise click.UsageError("--system needs the chat template, which --prompt-ids does not use.")
         if self.raw and self.system is not None:
             raise click.UsageError("--system needs the chat template, which --raw turns off.")
-        if self.think is not None and (self.raw or self.ids is not None):
-            raise click.UsageError("--think and --no-think need the chat template, which --raw and --prompt-ids omit.")
+        if self.raw and think is not None:
+            raise click.UsageError("--think and --no-think need the chat template, which --raw turns off.")
         if self.is_batch and self.prompt is not None:
             raise click.UsageError("Give PROMPT or --prompt-file, not both.")
 
     def words(self, model: str) -> str:
         """The prompt's text. Raises click.UsageError if it is empty."""
-        found = read_prompt(self.prompt, self.file)
-        if not found:
-            is_piped = self.prompt is None and self.file is None
+        text = read_prompt(self.prompt, self.prompt_file)
+        if not text:
+            is_piped = self.prompt is None and self.prompt_file is None
             where = f": standard input is empty, and {model!r} is MODEL" if is_piped else ""
             raise click.UsageError(f"{EMPTY_PROMPT}{where}.")
-        return found
+        return text
+
+    def for_engine(self, engine: Engine, prompt: str | Turns | TokenIds) -> Prompt:
+        """Messages for a model with a chat template, otherwise the text or the ids. The prompt's own system message has
+        priority.
+        """
+        if isinstance(prompt, str):
+            if self.raw or not (engine.tokenizer.has_chat_template or self.system is not None):
+                return prompt
+            prompt = [{"role": "user", "content": prompt}]
+        if self.system is None or not is_turns(prompt) or any(turn["role"] == "system" for turn in prompt):
+            return prompt
+        return [{"role": "system", "content": self.system}, *prompt]
+
+
+PROMPT = Record("prompts", PromptFlags, PromptFlags)
 
 
 @dataclass(frozen=True)
@@ -122,11 +128,11 @@ class Shown:
         """Whether text shows which tokens were accepted."""
         return self.color_accepted and shows_colors()
 
-    def check(self, asked: PromptFlags) -> None:
+    def check(self, prompts: PromptFlags) -> None:
         """Raises click.UsageError for --color-accepted without text output."""
         if self.color_accepted and self.as_json:
             raise click.UsageError("--color-accepted needs text output; omit it or --json.")
-        if self.color_accepted and asked.is_batch:
+        if self.color_accepted and prompts.is_batch:
             raise click.UsageError("--color-accepted needs text output, but the answers to a .jsonl file are JSON.")
 
 
@@ -149,14 +155,14 @@ Examples:
 
 A line of prompts.jsonl is {{"prompt": "..."}} or {{"messages": [{{"role": "user", "content": "..."}}]}}. Its
 "temperature", "max_new_tokens", "seed", "stop" and other sampling settings override flags, and so do "json_schema",
-"json_object", "grammar" and "regex". Other keys of the line are copied into the answer.
+"json_object", "grammar" and "regex". A "prompt" may be a list of token ids. Other keys are copied into the answer.
 """,
 )
-@click.argument("model", default="builtin", type=MODEL)
-@click.argument("prompt", required=False)
+@model_argument
+@PROMPT.argument("prompt", required=False)
 @option("--prompt", "-p", "prompt_flag", metavar="TEXT", help="The same as PROMPT.")
-@option(
-    "--prompt-file",
+@PROMPT.option(
+    "prompt_file",
     type=click.Path(exists=True, dir_okay=False, readable=True, path_type=Path),
     help="Read the prompt from a file, or many prompts from a .jsonl file, one per line.",
 )
@@ -166,10 +172,11 @@ A line of prompts.jsonl is {{"prompt": "..."}} or {{"messages": [{{"role": "user
     metavar="FILE",
     help="File for the answers to a .jsonl file; prompts already answered there are skipped. [default: -, stdout]",
 )
-@option("--strict", is_flag=True, help="Refuse lines of a .jsonl file whose keys look misspelt.")
+@PROMPT.option("strict", is_flag=True, help="Refuse lines of a .jsonl file whose keys look misspelt.")
 @option(
     "--batch",
     "max_texts",
+    is_rare=True,
     default="auto",
     show_default=True,
     metavar="auto|N",
@@ -178,124 +185,98 @@ A line of prompts.jsonl is {{"prompt": "..."}} or {{"messages": [{{"role": "user
 )
 @option(
     "--ray",
+    is_rare=True,
     metavar="ADDRESS|auto",
     help="Answer a .jsonl file on all nodes of a Ray cluster: HOST:PORT of its head, or auto.",
 )
 @option(
     "--num-answers",
+    is_rare=True,
     type=WholeNumber(1, MAX_TEXTS),
     default=1,
     show_default=True,
     metavar="N",
     help="Give N answers, with seeds that count up from --seed; they share the prompt's pass and all later ones.",
 )
-@option("--prompt-ids", metavar='"1,2,3"', help="Prompt as token ids, without chat template and special tokens.")
-@option(
-    "--cache-prompt",
+@PROMPT.option(
+    "cache_prompt",
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE",
     help="Keep the prompt's KV entries in FILE; a prompt that begins the same is not computed again.",
 )
-@option("--system", metavar="TEXT", help="System message, for models with a chat template.")
-@option("--raw", is_flag=True, help="Continue the prompt as text, without the chat template.")
-@option(
-    "--color-accepted",
-    is_flag=True,
-    help="Color accepted draft tokens green, looked-up ones cyan, the target's own tokens yellow.",
-)
-@think_option
+@PROMPT.option("system", metavar="TEXT", help="System message, for models with a chat template.")
+@PROMPT.option("raw", is_flag=True, help="Continue the prompt as text, without the chat template.")
 @loading_options
+@think_option
 @speculation_options
 @learning_options
-@sampling_options
+@sampling_options()
 @constraint_options
-@option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the text.")
-@option("--stats", "show_stats", is_flag=True, help="Show tokens/s and other statistics on stderr.")
-@option("-q", "--quiet", is_flag=True, help="Print no notes to stderr.")
-@option("-v", "--verbose", is_flag=True, help="Explain automatic choices; show tracebacks.")
+@color_option
+@output_options(
+    json="Print one JSON object instead of the text.", stats="Show tokens/s and other statistics on stderr."
+)
 def command(
-    model: str,
-    prompt: str | None,
     prompt_flag: str | None,
-    prompt_file: Path | None,
-    prompt_ids: str | None,
     output: Path | None,
     max_texts: int | None,
     ray: str | None,
     num_answers: int,
-    system: str | None,
-    raw: bool,
     color_accepted: bool,
     as_json: bool,
     show_stats: bool,
     quiet: bool,
     verbose: bool,
-    learn: bool,
-    learn_file: tuple[Path, ...],
-    **options: Any,
+    prompts: PromptFlags,
+    loading: LoadOptions,
+    speculation: SpeculationParams,
+    sampling: SamplingParams,
+    constraint: ConstraintFlags,
 ) -> None:
-    options["constraint"] = constraint_of(options)
-    params, speculation = request_of(options)
-    options["needs_draft_model"] = needs_draft_model(speculation, options["draft"])
-    if prompt_flag is not None and prompt is not None:
+    sampling = constraint.applied_to(sampling)
+    if prompt_flag is not None and prompts.prompt is not None:
         raise click.UsageError("Give PROMPT or --prompt, not both.")
+    model, prompt = loading.model, prompt_flag if prompts.prompt is None else prompts.prompt
     if prompt is None:
-        model, prompt = _alone(model) if prompt_flag is None else (model, prompt_flag)
-    ids = _parse_ids(prompt_ids) if prompt_ids is not None else None
-    asked = PromptFlags(prompt, prompt_file, ids, system, raw, options["think"], *map(options.pop, OF_PROMPT))
-    asked.check(num_answers)
+        model, prompt = _alone(model)
+    prompts = replace(prompts, prompt=prompt)
+    prompts.check(num_answers, loading.think)
     shown = Shown(as_json, color_accepted, show_stats, quiet, verbose)
-    shown.check(asked)
+    shown.check(prompts)
     several = AnswerFlags(num_answers, max_texts)
-    several.check(params, is_file=asked.is_batch)
-    written = written_file(learn_file) if learn else None
-    if not asked.is_batch:
-        _check_one(output, learn, written)
-        options["texts"] = several.num_texts
-    _check_ray(ray, asked, options["device"], writes=written)
-    options |= {"learn": learn, "learn_file": learn_file, "tree": speculation.budget, "chats": system is not None}
-    load = partial(load_engine, model, quiet=quiet, verbose=verbose, **options)
-    if asked.is_batch:
-        settings = _settings(model, asked, options, speculation)
-        with closing(_batch_of(asked, output, settings, params)) as batch:
-            num_texts = max_texts or max(1, min(AUTO_TEXTS, len(batch.open_tasks)))
-            options["texts"] = num_texts
-            to_prompt = partial(as_prompt, system=asked.system, raw=asked.raw)
-            together = partial(SharedAnswers, to_prompt=to_prompt, speculation=speculation, max_texts=num_texts)
-            if ray is None:
-                load = partial(load, texts=num_texts)
-                _run_batch(batch, load, together, written, show_stats=show_stats, quiet=quiet)
-            else:
-                job = Job(model, options, partial(_answers_together, together=together), num_texts)
-                engines = RayEngines(ray, job, quiet=quiet, verbose=verbose)
-                _run_on_ray(batch, engines, show_stats=show_stats, quiet=quiet)
-    else:
-        load_one = partial(_load_one, asked, model, load)
-        run = partial(_run_several, several=several) if num_answers > 1 else partial(_run_one, cache_file=asked.cache)
-        run(load_one, params, speculation, shown=shown, learn_file=written)
+    several.check(sampling, is_file=prompts.is_batch)
+    loading = replace(fit_to_requests(loading, sampling, speculation), model=model, chats=prompts.system is not None)
+    _check_ray(ray, prompts, loading)
+    if prompts.is_batch:
+        _run_file(prompts, output, loading, sampling, speculation, max_texts=max_texts, ray=ray, shown=shown)
+        return
+    _check_one(output, loading)
+    loading = replace(loading, texts=several.num_texts)
+    load = partial(_load_one, prompts, loading, shown)
+    run = partial(_run_several, several=several) if num_answers > 1 else partial(_run_one, prompts.cache_prompt)
+    run(load, sampling, speculation, shown=shown, learn_file=written_file(loading))
 
 
 reworded(
     command,
-    seed="Random seed; the draft does not change the text. [default: random, shown by --stats and --json]",
+    seed="Random seed; the draft does not change the text. [default: random; --stats and --json show it]",
 )
 
 
-def _load_one(asked: PromptFlags, model: str, load: Callable[[], Engine]) -> tuple[Engine, Prompt]:
+def _load_one(prompts: PromptFlags, loading: LoadOptions, shown: Shown) -> tuple[Engine, Prompt]:
     """The engine and the prompt. Raises click.UsageError for an empty one before anything is loaded."""
-    words = asked.words(model) if asked.ids is None else ""
-    engine = load()
-    return engine, asked.ids if asked.ids is not None else as_prompt(engine, words, asked.system, asked.raw)
+    words = prompts.words(loading.model)
+    engine = load_engine(loading, quiet=shown.quiet, verbose=shown.verbose)
+    return engine, prompts.for_engine(engine, words)
 
 
 def _run_one(
+    cache_file: Path | None,
     load: Callable[[], tuple[Engine, Prompt]],
     params: SamplingParams,
     speculation: SpeculationParams,
     shown: Shown,
     learn_file: Path | None,
-    *,
-    cache_file: Path | None,
 ) -> None:
     """Answer one prompt on standard output. cache_file: of the prompt's KV entries, or None."""
     engine, prompt = load()
@@ -352,37 +333,63 @@ def _run_several(
         _pass_on(steps[-1])
 
 
-def _check_one(output: Path | None, learn: bool, learn_file: Path | None) -> None:
+def _check_one(output: Path | None, loading: LoadOptions) -> None:
     """Raises click.UsageError for flags that need a file of prompts."""
     if output is not None:
         raise click.UsageError("--output needs a --prompt-file that ends with .jsonl.")
-    if learn and learn_file is None:
+    if loading.learn and not loading.learn_file:
         raise click.UsageError("--learn helps only later prompts: give --learn-file FILE, or a .jsonl --prompt-file.")
 
 
-def _settings(
-    model: str, asked: PromptFlags, options: Mapping[str, Any], speculation: SpeculationParams
-) -> dict[str, Any]:
+def _run_file(
+    prompts: PromptFlags,
+    output: Path | None,
+    loading: LoadOptions,
+    sampling: SamplingParams,
+    speculation: SpeculationParams,
+    *,
+    max_texts: int | None,
+    ray: str | None,
+    shown: Shown,
+) -> None:
+    """Answer the prompts of a file, here or on a Ray cluster."""
+    settings = _settings(prompts, loading, speculation)
+    with closing(_batch_of(prompts, output, settings, sampling)) as batch:
+        num_texts = max_texts or max(1, min(AUTO_TEXTS, len(batch.open_tasks)))
+        loading = replace(loading, texts=num_texts)
+        together = partial(SharedAnswers, to_prompt=prompts.for_engine, speculation=speculation, max_texts=num_texts)
+        if ray is None:
+            load = partial(load_engine, loading, quiet=shown.quiet, verbose=shown.verbose)
+            _run_batch(batch, load, together, written_file(loading), show_stats=shown.stats, quiet=shown.quiet)
+        else:
+            job = Job(loading, partial(_answers_together, together=together), num_texts)
+            engines = RayEngines(ray, job, quiet=shown.quiet, verbose=shown.verbose)
+            _run_on_ray(batch, engines, show_stats=shown.stats, quiet=shown.quiet)
+
+
+def _settings(prompts: PromptFlags, loading: LoadOptions, speculation: SpeculationParams) -> dict[str, object]:
     """The settings that answers in a file depend on, beside those of sampling."""
-    which = {name: options[name] for name in ("revision", "dtype")}
-    settings = {"model": model, **which, "system": asked.system, "raw": asked.raw}
-    if asked.think is not None:
-        settings["think"] = asked.think
+    settings: dict[str, object] = {"model": loading.model, "revision": loading.revision, "dtype": loading.dtype}
+    settings |= {"system": prompts.system, "raw": prompts.raw}
+    if loading.think is not None:
+        settings["think"] = loading.think
     if speculation.is_lossy:  # exact answers do not depend on the draft
-        settings |= {"draft": options["draft"], **lossy_settings(speculation)}
+        settings |= {"draft": loading.draft, **lossy_settings(speculation)}
     return settings
 
 
-def _batch_of(asked: PromptFlags, output: Path | None, settings: dict[str, Any], params: SamplingParams) -> Batch:
+def _batch_of(
+    prompts: PromptFlags, output: Path | None, settings: Mapping[str, object], params: SamplingParams
+) -> Batch:
     """The prompts of a file. Raises click.UsageError for messages with --raw."""
-    assert asked.file is not None
+    assert prompts.prompt_file is not None
     sink = None if output == STANDARD_OUTPUT else output
-    batch = Batch(asked.file, sink, settings, params, is_strict=asked.is_strict)
-    chats = [task.line for task in batch.tasks if asked.raw and not isinstance(task.prompt, str)]
+    batch = Batch(prompts.prompt_file, sink, settings, params, is_strict=prompts.strict)
+    chats = [task.line for task in batch.tasks if prompts.raw and is_turns(task.prompt)]
     if chats:
         batch.close()
         raise click.UsageError(
-            f"{asked.file}, line {chats[0]}: messages need the chat template, which --raw turns off."
+            f"{prompts.prompt_file}, line {chats[0]}: messages need the chat template, which --raw turns off."
         )
     return batch
 
@@ -416,16 +423,16 @@ def _no_answers(prompts: Sequence[Asked]) -> Generator[tuple[int, Answer | Offsp
     yield from ()
 
 
-def _check_ray(address: str | None, asked: PromptFlags, device: str, *, writes: Path | None) -> None:
-    """Raises click.UsageError for what --ray does not go with. writes: the file of the draft's training."""
+def _check_ray(address: str | None, prompts: PromptFlags, loading: LoadOptions) -> None:
+    """Raises click.UsageError for what --ray does not go with."""
     if address is None:
         return
-    if not asked.is_batch:
+    if not prompts.is_batch:
         raise click.UsageError("--ray needs a --prompt-file that ends with .jsonl.")
-    if writes is not None:
+    if written_file(loading) is not None:
         raise click.UsageError("With --ray each engine learns for itself: omit --learn, or --learn-file.")
-    if device.startswith("cuda:"):
-        raise click.UsageError(f"Ray chooses the GPU of each engine: give --device cuda instead of {device}.")
+    if loading.device.startswith("cuda:"):
+        raise click.UsageError(f"Ray chooses the GPU of each engine: give --device cuda instead of {loading.device}.")
 
 
 def _answers_together(
@@ -448,32 +455,14 @@ def _alone(argument: str) -> tuple[str, str | None]:
     """MODEL and PROMPT for a single argument: it is PROMPT if a setting names MODEL and it does not look like MODEL."""
     named = (click.get_current_context().default_map or {}).get("model")
     is_path = any(separator in argument for separator in "/\\") and not any(map(str.isspace, argument))
-    if named is None or argument in (named, *NAMES) or is_path or os.path.exists(argument):
+    if named is None or argument in (named, *MODEL_NAMES) or is_path or os.path.exists(argument):
         return argument, None
     return named, argument
 
 
-def as_prompt(engine: Engine, asked: str | Turns, system: str | None, raw: bool) -> Prompt:
-    """Messages for a model with a chat template, otherwise plain text. A system message in `asked` has priority."""
-    if isinstance(asked, str):
-        if raw or not (engine.tokenizer.has_chat_template or system is not None):
-            return asked
-        asked = [{"role": "user", "content": asked}]
-    if system is None or any(turn["role"] == "system" for turn in asked):
-        return asked
-    return [{"role": "system", "content": system}, *asked]
-
-
-def _parse_ids(text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.replace(",", " ").split()]
-    except ValueError as exc:
-        raise click.UsageError(f'--prompt-ids must be numbers like "1,2,3", not {text!r}.') from exc
-
-
 def _cached(engine: Engine, file: Path, tell: Callable[[str], None]) -> PromptCache:
     """Raises UsageError for a file of something else."""
-    from offspec.prompt_cache import PromptCache
+    from offspec import PromptCache
 
     return PromptCache(engine, file, tell)
 
@@ -551,7 +540,7 @@ def _tell_cut(engine: Engine, last: Step, params: SamplingParams) -> None:
 
 def _answer(
     engine: Engine, prompt: Sequence[int], found: Iterable[Step], params: SamplingParams
-) -> tuple[dict[str, Any], Step]:
+) -> tuple[Answer, Step]:
     """The answer to one request as a JSON object, and its last step."""
     steps = list(found)
     last = steps[-1]

@@ -11,30 +11,32 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
-from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import click
 
-from offspec import AUTO_TEXTS
+from offspec import AUTO_TEXTS, LoadOptions, SamplingParams, SpeculationParams
 from offspec.errors import TokenizerError, UsageError
 
 from .flags import with_flags
-from .help_groups import OffspecCommand, option
+from .help_groups import OWN, OffspecCommand, option
 from .learning import learning_kept, written_file
 from .options import (
-    MODEL,
+    LOADING,
     MODEL_HELP,
     WholeNumber,
+    fit_to_requests,
     learning_options,
     load_engine,
     loading_options,
-    needs_draft_model,
+    model_argument,
     number_of_texts,
-    request_of,
+    output_options,
+    reworded,
     sampling_options,
     size,
+    special_in_text_option,
     speculation_options,
 )
 
@@ -67,7 +69,7 @@ Examples:
       -d '{{"messages": [{{"role": "user", "content": "Why is the sky blue?"}}]}}'
 """,
 )
-@click.argument("model", default="builtin", type=MODEL)
+@model_argument
 @option(
     "--host",
     default="127.0.0.1",
@@ -114,20 +116,21 @@ Examples:
     metavar="N",
     help="Number of requests that may wait; others are refused with status 429.",
 )
-@option(
-    "--cache-ram",
+@LOADING.option(
+    "cache_ram",
+    group=OWN,
+    default=None,
     callback=size,
     metavar="SIZE",
     help="RAM for the KV caches of earlier conversations. [default: 1/16 of the free RAM, at most 4 contexts]",
 )
 @loading_options
+@special_in_text_option
 @speculation_options
 @learning_options
-@partial(sampling_options, max_new_tokens=MAX_NEW_TOKENS)
-@option("-q", "--quiet", is_flag=True, help="Print no notes, and no line for each request.")
-@option("-v", "--verbose", is_flag=True, help="Explain automatic choices, log requests; show tracebacks.")
+@sampling_options(MAX_NEW_TOKENS)
+@output_options(quiet="Print no notes, and no line for each request.")
 def command(
-    model: str,
     host: str,
     port: int,
     api_key: str | None,
@@ -137,20 +140,17 @@ def command(
     max_queue: int,
     quiet: bool,
     verbose: bool,
-    learn: bool,
-    learn_file: tuple[Path, ...],
-    **options: Any,
+    loading: LoadOptions,
+    speculation: SpeculationParams,
+    sampling: SamplingParams,
 ) -> None:
-    params, speculation = request_of(options)
-    options["needs_draft_model"] = needs_draft_model(speculation, options["draft"])
+    loading = replace(fit_to_requests(loading, sampling, speculation), texts=parallel or AUTO_TEXTS)
     api_key = _checked_key(api_key)
     if alias is not None and not (alias.strip() and alias.isprintable()):
         raise UsageError(f"--alias must be a name of printable characters, not {alias!r}")
     _check_origins(cors, api_key)
-    written = written_file(learn_file) if learn else None
-    options |= {"learn": learn, "learn_file": learn_file, "tree": speculation.budget, "texts": parallel or AUTO_TEXTS}
     with listening(host, port) as sock:  # before the model is loaded
-        engine = load_engine(model, quiet=quiet, verbose=verbose, **options)
+        engine = load_engine(loading, quiet=quiet, verbose=verbose)
         import uvicorn
 
         from .server.connections import BACKLOG, most_connections, protocol
@@ -165,8 +165,8 @@ def command(
             sys.stdout.flush()
         tell = (lambda line: None) if quiet else _log
         service = Service(engine, speculation, most_waiting=max_queue, most_texts=parallel, tell=tell)
-        with _process_of_a_server(), learning_kept(engine, written, quiet=quiet), closing(service):
-            app = application(service, params, api_key, is_private=is_loopback(host), origins=cors, alias=alias)
+        with _process_of_a_server(), learning_kept(engine, written_file(loading), quiet=quiet), closing(service):
+            app = application(service, sampling, api_key, is_private=is_loopback(host), origins=cors, alias=alias)
             config = uvicorn.Config(
                 app,
                 http=protocol(most_connections()),
@@ -180,6 +180,9 @@ def command(
             server.run(sockets=[sock])
         if service.error is not None:
             raise service.error
+
+
+reworded(command, verbose="Explain automatic choices, log requests; show tracebacks.")
 
 
 @contextmanager

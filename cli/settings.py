@@ -15,18 +15,18 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import click
 
-from offspec.checkpoints.small_files import read_small_file
-from offspec.checkpoints.user_folders import expand_home, user_folder
 from offspec.errors import OffspecError
+from offspec.user_files import expand_home, read_small_file, user_folder
+
+from .help_groups import where_is
 
 FILE_VARIABLE, PREFIX = "OFFSPEC_CONFIG", "OFFSPEC_"
 
@@ -37,7 +37,7 @@ class Given:
 
     command: str | None
     key: str
-    value: Any
+    value: object
     source: str
 
 
@@ -92,7 +92,7 @@ class Settings:
                     found[given.key] = given
         return found
 
-    def defaults(self, name: str) -> dict[str, Any]:
+    def defaults(self, name: str) -> dict[str, object]:
         """The settings of one command in the form of click's default_map."""
         parameters = settable(self._commands[name])
         given = self.for_command(name)
@@ -120,7 +120,7 @@ class Settings:
                 fault = f"{self.file}: unknown command [{key}]{_instead(key, self._commands)}"
                 self._on_fault(click.UsageError(fault))
 
-    def _read(self) -> dict[str, Any]:
+    def _read(self) -> dict[str, object]:
         file = self.file
         if file is None or not (os.path.exists(file) or FILE_VARIABLE in self._environment):
             return {}
@@ -142,10 +142,9 @@ class Settings:
         keys = {key for name in names for key in settable(self._commands[name])}
         if given.key not in keys:
             of = "" if given.command is None else f" of offspec {given.command}"
-            fault = (
-                f"{given.source}: unknown setting {given.key!r}{of}{_instead(given.key, keys)}; "
-                "`offspec config` lists all settings"
-            )
+            place = where_is(f"--{given.key}", self._commands)
+            remedy = f"; {place}" if place else f"{_instead(given.key, keys)}; `offspec config` lists all settings"
+            fault = f"{given.source}: unknown setting {given.key!r}{of}{remedy}"
             self._on_fault(click.UsageError(fault))
         return given.key in keys
 
@@ -161,7 +160,7 @@ def settable(command: click.Command) -> dict[str, click.Parameter]:
     return found
 
 
-def parsed_value(parameter: click.Parameter, value: Any, command: click.Command) -> Any:
+def parsed_value(parameter: click.Parameter, value: object, command: click.Command) -> object:
     """A value from file or environment, parsed like the flag's. Raises click.BadParameter or OffspecError."""
     if isinstance(value, bool) and not (isinstance(parameter, click.Option) and parameter.is_flag):
         raise click.BadParameter(f"{str(value).lower()} is neither a number nor a string")
@@ -170,7 +169,7 @@ def parsed_value(parameter: click.Parameter, value: Any, command: click.Command)
     return parameter.process_value(click.Context(command), plain(parameter, value))
 
 
-def plain(parameter: click.Parameter, value: Any) -> Any:
+def plain(parameter: click.Parameter, value: object) -> bool | str | list[str]:
     """A value as on the command line: numbers as strings, a list for a flag that may be repeated."""
     if parameter.multiple:
         return [str(part) for part in (value if isinstance(value, list) else [value])]
@@ -186,12 +185,12 @@ def check(parameter: click.Parameter, given: Given, command: click.Command) -> N
         raise click.UsageError(f"{given.source}: {given.key}: {said}") from exc
 
 
-def nearest(word: str, words: Mapping[str, Any] | set[str]) -> str | None:
+def nearest(word: str, words: Collection[str]) -> str | None:
     """The word most similar to a misspelt one, or None."""
     return next(iter(get_close_matches(word, words, n=1)), None)
 
 
-def _instead(word: str, words: Mapping[str, Any] | set[str]) -> str:
+def _instead(word: str, words: Collection[str]) -> str:
     found = nearest(word, words)
     return "" if found is None else f"; did you mean {found!r}?"
 

@@ -16,8 +16,7 @@ from .answers import interrupted
 from .terminal import first_pass_shown
 
 if TYPE_CHECKING:
-    from offspec import Engine, Step
-    from offspec.engine import Prompt
+    from offspec import Engine, Prompt, Step
 
 
 @dataclass(frozen=True)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
 
+from offspec import LoadOptions
 from offspec.training.distill_params import DistillParams
 
 from .options import load_engine
@@ -27,33 +28,37 @@ MOST_MEASURED = 64  # tokens generated after each held-out prompt
 
 @dataclass(frozen=True)
 class Job:
-    """A training's target and files. loading: of `load_engine`. more: `out`, `texts` and `resume` of the training."""
+    """A training's target and files. more: `out`, `texts` and `resume` of the training."""
 
-    model: str
-    loading: Mapping[str, Any]
+    loading: LoadOptions
     more: Mapping[str, Any]
     quiet: bool
     verbose: bool
 
-    def engine(self, **drafting: Any) -> Engine:
+    def engine(self, draft: str, learn_file: Sequence[Path] = ()) -> Engine:
         """The target with a draft."""
-        return load_engine(self.model, quiet=self.quiet, verbose=self.verbose, **self.loading, **drafting)
+        loading = replace(self.loading, draft=draft, learn_file=learn_file)
+        return load_engine(loading, quiet=self.quiet, verbose=self.verbose)
 
     def teacher(self) -> Teacher:
         """The target, which is closed before training where it is not needed. Raises a subclass of OffspecError."""
-        from offspec.checkpoints.opening import DTYPES, open_target
         from offspec.training.distillation import Teacher
 
-        engine = self.engine(draft="none")
-        dtype = next(name for name, dtype in DTYPES.items() if dtype is engine.target.dtype)  # the one that was chosen
-        files = open_target(self.model, self.loading["revision"], dtype, engine.target.device.type)
-        return Teacher(engine.target, files, engine.tokenizer, close_before_training=True)
+        engine = self.engine("none")
+        return Teacher.of(self.loading.model, engine.target, engine.tokenizer)
 
-    def gain(self, path: Path, prompts: Sequence[list[int]], params: DistillParams, **drafting: Any) -> DraftGain:
+    def gain(
+        self,
+        path: Path,
+        prompts: Sequence[list[int]],
+        params: DistillParams,
+        draft: str,
+        learn_file: Sequence[Path] = (),
+    ) -> DraftGain:
         """What a draft brings on held-out texts. path: the result of the training, for advice after Ctrl-C."""
         from offspec.tools.draft_gain import measure_gain
 
-        engine, count = self.engine(**drafting), min(MOST_MEASURED, params.text_tokens // 2)
+        engine, count = self.engine(draft, learn_file), min(MOST_MEASURED, params.text_tokens // 2)
         with training_line(quiet=self.quiet, advice=f"the training is complete, and its result is {path}.") as line:
             found = measure_gain(engine, prompts, count, params.temperature, line)
         engine.close()

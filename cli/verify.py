@@ -3,31 +3,35 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
-from offspec import ACCEPTS, SEED_LIMIT
+from offspec import ACCEPTS, SEED_LIMIT, LoadOptions, SamplingParams
 from offspec.errors import VerificationError
 
 from .batch import read_prompts
-from .constraints import NAMES, constraint_of, constraint_options
+from .constraints import ConstraintFlags, constraint_options
 from .help_groups import OffspecCommand, option, research_option
 from .options import (
-    MODEL,
     MODEL_HELP,
     Number,
     WholeNumber,
     load_engine,
     loading_options,
+    model_argument,
+    output_options,
     reworded,
     several,
     several_budgets,
+    tuning_options,
 )
 from .terminal import is_watched, show_line
 
 if TYPE_CHECKING:
+    from offspec import Scoring
     from offspec.tools.verification import VerificationReport
 
 BUILTIN_PROMPTS = 20  # with all settings these take minutes; all held-out prompts take half an hour
@@ -58,7 +62,7 @@ Examples:
   offspec verify ./Llama-3.1-8B --draft ./Llama-3.2-1B --dtype bf16 --budgets 64 --max-prompts 4
 """,
 )
-@click.argument("model", default="builtin", type=MODEL)
+@model_argument
 @option(
     "--prompts",
     "prompt_file",
@@ -135,6 +139,7 @@ Examples:
 )
 @constraint_options
 @loading_options
+@tuning_options
 @research_option(
     "--accept",
     type=click.Choice(ACCEPTS),
@@ -144,11 +149,8 @@ Examples:
     callback=_refuse_lossy,
     help="Only exact: the others are lossy and have nothing to verify.",
 )
-@option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
-@option("-q", "--quiet", is_flag=True, help="Print no progress and no notes to stderr.")
-@option("-v", "--verbose", is_flag=True, help="Explain automatic choices; show tracebacks.")
+@output_options(json="Print one JSON object instead of the table.", quiet="Print no progress and no notes to stderr.")
 def command(
-    model: str,
     prompt_file: Path | None,
     max_prompts: int | None,
     max_new_tokens: int,
@@ -156,30 +158,32 @@ def command(
     temperatures: list[float],
     top_p: float,
     budgets: list[int | None],
-    scorings: list[Any],
+    scorings: list[Scoring],
     drafts: list[str],
     seed: int,
     as_json: bool,
     quiet: bool,
     verbose: bool,
-    dtype: str,
-    **loading: Any,
+    loading: LoadOptions,
+    constraint: ConstraintFlags,
 ) -> None:
     from offspec import builtin
     from offspec.tools.verification import settings_of, verify
 
-    constraint = constraint_of({name: loading.pop(name) for name in NAMES})
-    settings = settings_of(temperatures, top_p, budgets, scorings, drafts, constraint)
+    required = constraint.applied_to(SamplingParams()).constraint
+    settings = settings_of(temperatures, top_p, budgets, scorings, drafts, required)
     if prompt_file is None:
         prompts = builtin.prompts()[: max_prompts or BUILTIN_PROMPTS]
     else:
         prompts = [task.text for task in read_prompts(prompt_file)][:max_prompts]
-    if dtype == "auto":  # fp32 has no near-ties with a plain KV cache, so any difference is an error of the algorithm
-        dtype = "fp32"
+    loading = replace(loading, tree=max(nodes or 0 for nodes in budgets))
+    if (
+        loading.dtype == "auto"
+    ):  # fp32 has no near-ties with a plain KV cache, so any difference is an error of the algorithm
+        loading = replace(loading, dtype="fp32")
         if verbose:
             click.echo("offspec: dtype fp32 (text is exact to the token)", err=True)
-    tree = max(nodes or 0 for nodes in budgets)
-    engine = load_engine(model, quiet=quiet, verbose=verbose, dtype=dtype, tree=tree, **loading)
+    engine = load_engine(loading, quiet=quiet, verbose=verbose)
     if not engine.guesses and "random" in drafts:
         settings = [setting for setting in settings if setting.draft == "random"]
         if "own" in drafts and not quiet:

@@ -26,12 +26,25 @@ EXTENSIONS.append("offspec.lab")
 
 _HOMES = {
     "AUTO_TEXTS": "offspec.scheduler.params",
+    "Batch": "offspec.running.batch",
+    "Conversion": "offspec.loaders.convert",
+    "DEFAULT_CONTEXT": "offspec.planning.plan",
+    "Message": "offspec.engine",
+    "MODEL_NAMES": "offspec.named_models",
+    "Prompt": "offspec.engine",
+    "PromptCache": "offspec.prompt_cache",
+    "Session": "offspec.session",
+    "Ticket": "offspec.running.batch",
+    "Turn": "offspec.session",
+    "memory_error": "offspec.planning.system_memory",
     "Engine": "offspec.engine",
+    "LoadOptions": "offspec.load_options",
     "Step": "offspec.running.steps",
     "ACCEPTS": "offspec.scheduler.params",
     "Constraint": "offspec.scheduler.params",
     "SpeculationParams": "offspec.scheduler.params",
     "SamplingParams": "offspec.scheduler.params",
+    "Scoring": "offspec.scheduler.params",
     "Stats": "offspec.stats",
     "TokenLogprob": "offspec.scheduler.trees.logprobs",
     "OffspecError": "offspec.errors",
@@ -53,26 +66,39 @@ __all__ = [
     "ACCEPTS",
     "AUTO_TEXTS",
     "CONVERT_FORMATS",
+    "DEFAULT_CONTEXT",
     "KV_CACHES",
     "LOSSLESS_FORMAT",
+    "MODEL_NAMES",
     "PLAN_FORMATS",
     "SEED_LIMIT",
     "SHADOW_FORMATS",
     "TREES",
+    "Batch",
     "Constraint",
+    "Conversion",
     "ConvertParams",
     "Engine",
+    "LoadOptions",
+    "Message",
     "OffspecError",
+    "Prompt",
+    "PromptCache",
     "SamplingParams",
+    "Scoring",
+    "Session",
     "SpeculationParams",
     "Stats",
     "Step",
+    "Ticket",
     "TokenLogprob",
+    "Turn",
     "__version__",
     "convert",
     "format_quantity",
     "format_seconds",
     "format_size",
+    "memory_error",
     "parse_size",
 ]
 
@@ -93,14 +119,22 @@ if TYPE_CHECKING:
         TREES,
         Constraint,
         SamplingParams,
+        Scoring,
         SpeculationParams,
     )
     from offspec.scheduler.trees.logprobs import TokenLogprob
 
-    from .checkpoints.conversion import convert
-    from .engine import Engine
+    from .checkpoints.conversion import Conversion, convert
+    from .engine import Engine, Message, Prompt
     from .errors import OffspecError
+    from .load_options import LoadOptions
+    from .named_models import MODEL_NAMES
+    from .planning.plan import DEFAULT_CONTEXT
+    from .planning.system_memory import memory_error
+    from .prompt_cache import PromptCache
+    from .running.batch import Batch, Ticket
     from .running.steps import Step
+    from .session import Session, Turn
     from .stats import Stats
 
 

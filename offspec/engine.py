@@ -9,18 +9,14 @@ import secrets
 import time
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import fields, replace
-from numbers import Integral
+from dataclasses import replace
 from operator import index
-from os import PathLike
 from threading import RLock
 from types import TracebackType
-from typing import Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
-from offspec.loaders.params import KV_CACHES
-from offspec.loaders.units import parse_size
 from offspec.scheduler.guessing.retrieval import SuffixIndex
-from offspec.scheduler.params import Constraint, SamplingParams, SpeculationParams, check_names
+from offspec.scheduler.params import Constraint, SamplingParams, SpeculationParams
 from offspec.scheduler.trees.constraint import TokenConstraint
 
 from .checkpoints.opening import Note
@@ -28,10 +24,10 @@ from .drafts.base import NEEDS_DRAFT_MODEL, Draft
 from .drafts.learnt import EstimatesAndRecall
 from .drafts.without_model import NoDraft
 from .errors import ContextLengthError, OffspecError, UsageError
-from .loading import LoadedTarget, LoadOptions, load, path_text
+from .load_options import AnyPath, LoadOptions, LoadSettings
+from .loading import LoadedTarget, load
 from .model.decoder import Decoder
 from .model.memory.text_caches import TextCaches
-from .planning.memory import AUTO
 from .planning.plan import Plan
 from .running.batch import Batch, Ticket
 from .running.checked_request import CheckedRequest, Observer
@@ -44,6 +40,9 @@ from .stats import Stats
 from .text.grammar import ConstraintCompiler
 from .text.tokenizer import Tokenizer
 from .training.online import Aligner
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 Message = Mapping[str, Any]  # role and content; with tools also what OpenAI's messages have
 Prompt = str | Sequence[int] | Sequence[Message]
@@ -71,18 +70,22 @@ class Engine:
         self._constraints = ConstraintCompiler(tokenizer, target.decoder.config.vocab_size)
 
     @classmethod
-    def load(cls, model: str | PathLike[str] = "builtin", **options: Any) -> Engine:
+    def load(cls, model: AnyPath | LoadOptions = "builtin", **options: Unpack[LoadSettings]) -> Engine:
         """Load MODEL (a path, a hub id or a name) and its draft; layers that do not fit in memory are streamed.
 
-        options: the fields of `offspec.loading.LoadOptions`, e.g. draft, device, dtype, context. vram, ram and
-        cache_ram may also be texts like "4GiB". `notes` lists automatic choices and their reasons, `plan` shows where
-        everything went.
+        options: what `LoadOptions` describes, e.g. draft, device, dtype, context. A LoadOptions in place of MODEL has
+        all of them. `notes` lists automatic choices and their reasons, `plan` shows where everything went.
         The engine is a context manager: `with Engine.load(...) as engine` closes it at the end.
         Raises a subclass of OffspecError if something cannot be loaded or does not match.
         """
-        asked = _load_options(model, options)
-        found = load(asked)
-        return cls(found.target, found.tokenizer, found.draft, name=asked.model, index=found.index)
+        if isinstance(model, LoadOptions):
+            if options:
+                raise UsageError("LoadOptions has all options; give it alone, or a model with options")
+            chosen = model
+        else:
+            chosen = LoadOptions.of(model, **options)
+        parts = load(chosen)
+        return cls(parts.target, parts.tokenizer, parts.draft, name=chosen.model, index=parts.index)
 
     def __enter__(self) -> Engine:
         return self
@@ -337,28 +340,6 @@ def _steps_of(batch: Batch, indices: Mapping[Ticket, int]) -> Generator[tuple[in
                 if isinstance(outcome, OffspecError):
                     raise outcome
                 yield indices[ticket], outcome
-
-
-def _load_options(model: str | PathLike[str], options: Mapping[str, Any]) -> LoadOptions:
-    """`LoadOptions` from keyword arguments; parses sizes. Raises UsageError for an unknown name or an invalid size."""
-    known, found = [field.name for field in fields(LoadOptions) if field.name != "model"], dict(options)
-    check_names("Engine.load", options, known)
-    for name in ("vram", "ram", "cache_ram"):
-        size = found.get(name)
-        if isinstance(size, str):
-            found[name] = parse_size(size)
-        elif not (size is None or isinstance(size, Integral)):
-            raise UsageError(f'{name} must be a number of bytes or a text like "4GiB", not {size!r}')
-    if "kv_cache" in found:
-        found["kv_cache"] = _cache_format(found["kv_cache"])
-    return LoadOptions(path_text("model", model), **found)
-
-
-def _cache_format(given: Any) -> str:
-    """The name of a format of the KV cache, from a number or a text. Raises UsageError."""
-    if (name := str(given)) not in (AUTO, *KV_CACHES):
-        raise UsageError(f"`kv_cache` must be {AUTO}, {', '.join(KV_CACHES[:-1])} or {KV_CACHES[-1]}, not {given!r}")
-    return name
 
 
 def _is_chat(prompt: Sequence[int] | Sequence[Message]) -> TypeGuard[Sequence[Message]]:

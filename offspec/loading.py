@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from os import PathLike
 from pathlib import Path
 from threading import RLock
-from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -18,7 +15,7 @@ from offspec.loaders.machine.card_choices import keep_ways
 from offspec.loaders.machine.hardware import Rates, pinning_remedy, read_hardware
 from offspec.loaders.streaming.link import CopyStream
 from offspec.loaders.streaming.placement import KV_ITEM, Item
-from offspec.loaders.streaming.tiers import Progress, TieredWeights
+from offspec.loaders.streaming.tiers import TieredWeights
 from offspec.loaders.units import format_size
 from offspec.scheduler.guessing.retrieval import SuffixIndex
 from offspec.scheduler.params import DEFAULT_NODES
@@ -29,10 +26,11 @@ from .drafts.base import Draft, DraftOptions, OpenedDraft, OpenRequest
 from .drafts.kinds import open_draft
 from .drafts.weighing import Chooser, Scales
 from .errors import MemoryLimitError, UsageError
+from .load_options import LoadOptions
 from .model.decoder import Decoder
 from .model.memory.kv_in_ram import EntriesInRam
 from .model.memory.text_memory import TextMemory
-from .planning.memory import AUTO, MemoryOptions, MemoryUse, MemoryUser, Room
+from .planning.memory import MemoryOptions, MemoryUse, MemoryUser, Room
 from .planning.out_of_memory import explain_out_of_memory, retry_out_of_memory, with_fewer_residents
 from .planning.parked_texts import ParkedTexts
 from .planning.plan import Plan, with_faster_residents
@@ -52,112 +50,21 @@ from .text.lookup_files import lookup_memory_bytes, open_index
 from .text.tokenizer import Tokenizer
 
 
-def path_text(name: str, said: Any) -> str:
-    """A model's name or path as text. name: of the argument. Raises UsageError for something else."""
-    try:
-        return os.fsdecode(said)
-    except TypeError as exc:
-        raise UsageError(f"{name} must be a path or a name, not {said!r}") from exc
+def memory_options(options: LoadOptions) -> MemoryOptions:
+    return MemoryOptions(options.vram, options.ram, options.context, options.tree, options.texts, options.kv_cache)
 
 
-@dataclass(frozen=True)
-class LoadOptions:
-    """The options of `Engine.load`. Paths may be text or path-like objects.
-
-    model: a folder, a `.gguf` file, a hub id, or a name of `named_models`. draft: `auto` (the built-in draft for the
-    built-in target, otherwise the faster of lookup and a shadow that was made), `none`, `lookup` (n-gram lookup and
-    token recycling, no model), `self` (early exit: the target's first layers and an exit layer), `shadow` (the target
-    in fewer bits), `resident` (its resident layers), `head` (a trained head), or a model or a head like `model`. A list
-    names several drafts: the first one scores what the others, smaller models, guess. more_drafts: these others.
-    exit_file: the exit layer for `self`; None is the newest one for this target. revision: branch, tag or commit of a
-    hub id.
-    device: auto, cpu, cuda or cuda:N. dtype: auto, bf16, fp16, fp32. threads: CPU threads; None keeps torch's number.
-    vram, ram: limits in bytes; None is all that is free. context: maximum number of tokens of prompt and answer; None
-    is up to `planning.plan.DEFAULT_CONTEXT`. tree: nodes to reserve memory for, if requests will use a larger budget
-    than the automatic one. texts: the number of texts that will share passes (`Engine.generate_many`), for which memory
-    is reserved. kv_cache: the format of the target's KV entries, by its name (`planning.memory.MemoryOptions`).
-    synchronous: no read-ahead; read each streamed layer when the pass needs it.
-    progress(bytes_done, bytes_total) is called while resident weights load. lookup_files: text files for n-gram lookup.
-    draft_window: how many tokens of a text a draft model keeps in its KV cache; None: what fits its context if the
-    target's is longer, otherwise all, or fewer if requests with long texts find that to bring as many tokens per pass.
-    learn: the draft may learn between requests (`Engine.learn`). learn_file: what it learnt before; without `learn`,
-    the file must exist, and may be several, of which each request uses the one that predicts its prompt best.
-    chats: prompts will be messages; a model without a chat template is refused before its weights are read.
-    think: let the model think before its answers to chats, or not; None is the template's own default; a template that
-    cannot choose is refused equally early. needs_draft_model: requests will use lossy acceptance; a draft without a
-    model is refused equally early. cache_ram: bytes of RAM for the KV caches of earlier conversations (`TextPool`);
-    None is `planning.parked_texts`' default. deterministic: nothing depends on measured times, so that the same request
-    gives the same text in 16 bits, too, if weights and KV entries lie where they did: trees of a given size, no
-    drafting during passes, one text at a time, kernels chosen by rules (for the whole process: `process.fix_choices`).
-    """
-
-    model: str = "builtin"
-    draft: str = "auto"
-    revision: str | None = None
-    device: str = "auto"
-    dtype: str = "auto"
-    threads: int | None = None
-    vram: int | None = None
-    ram: int | None = None
-    context: int | None = None
-    tree: int | None = None
-    texts: int = 1
-    kv_cache: str = AUTO
-    synchronous: bool = False
-    progress: Progress | None = None
-    lookup_files: Sequence[str | PathLike[str]] = ()
-    learn: bool = False
-    learn_file: str | PathLike[str] | Sequence[str | PathLike[str]] | None = None
-    exit_file: str | PathLike[str] | None = None
-    exit_layer: int | None = None
-    draft_window: int | None = None
-    chats: bool = False
-    think: bool | None = None
-    needs_draft_model: bool = False
-    cache_ram: int | None = 0
-    more_drafts: Sequence[str] = ()
-    deterministic: bool = False
-
-    def __post_init__(self) -> None:
-        if self.deterministic:
-            if self.learn:
-                raise UsageError("`learn` trains for as long as a text took; omit it, or `deterministic`")
-            object.__setattr__(self, "cache_ram", 0)  # later texts would use entries that other passes computed
-        if isinstance(self.draft, (list, tuple)):
-            if not self.draft:
-                raise UsageError("`draft` is an empty list; give one draft, or several")
-            first, *others = self.draft
-            object.__setattr__(self, "draft", first)
-            object.__setattr__(self, "more_drafts", tuple(path_text("draft", other) for other in others))
-        for name in ("model", "draft"):
-            object.__setattr__(self, name, path_text(name, getattr(self, name)))
-        if isinstance(self.lookup_files, (str, PathLike)):
-            object.__setattr__(self, "lookup_files", (self.lookup_files,))
-
-    @property
-    def memory(self) -> MemoryOptions:
-        return MemoryOptions(self.vram, self.ram, self.context, self.tree, self.texts, self.kv_cache)
-
-    @property
-    def drafting(self) -> DraftOptions:
-        said, exit_file = self.learn_file, None if self.exit_file is None else Path(self.exit_file)
-        files = (said,) if isinstance(said, (str, PathLike)) else tuple(said or ())
-        if len(files) > 1 and self.learn:
-            raise UsageError(
-                "`learn` trains into one file, and there are several; give one `learn_file`, or omit `learn`"
-            )
-        paths = tuple(map(Path, files))
-        return DraftOptions(
-            self.draft,
-            exit_file,
-            self.learn,
-            paths[0] if len(paths) == 1 else None,
-            self.needs_draft_model,
-            exit_layer=self.exit_layer,
-            learn_files=paths if len(paths) > 1 else (),
-            window=self.draft_window,
-            beside=self.more_drafts,
-        )
+def draft_options(options: LoadOptions) -> DraftOptions:
+    return DraftOptions(
+        options.draft,
+        options.exit_file,
+        options.learn,
+        tuple(options.learn_file),
+        options.needs_draft_model,
+        options.exit_layer,
+        options.draft_window,
+        options.more_drafts,
+    )
 
 
 class LoadedTarget:
@@ -385,11 +292,13 @@ def load(options: LoadOptions) -> Loaded:
     files, tokenizer, opened = open_models(options, device.type, notes, machine)
     features, index = list[MemoryUser]([opened]), None
     if options.lookup_files:
-        free_bytes = ram_beside_program(read_hardware(device), options.memory)
+        free_bytes = ram_beside_program(read_hardware(device), memory_options(options))
         index = open_index(options.lookup_files, tokenizer, free_bytes=free_bytes)
         features.append(LookupIndex(options.lookup_files))
     if options.cache_ram != 0:
-        features.append(ParkedTexts(options.cache_ram, ram_beside_program(read_hardware(device), options.memory)))
+        features.append(
+            ParkedTexts(options.cache_ram, ram_beside_program(read_hardware(device), memory_options(options)))
+        )
     target, draft = _load_models(options, files, opened, features, machine, notes)
     return Loaded(target, tokenizer, draft, index)
 
@@ -398,7 +307,7 @@ def load(options: LoadOptions) -> Loaded:
 class LookupIndex:
     """An index of texts for n-gram lookup, as a feature of a plan (`planning.memory.MemoryUser`)."""
 
-    files: Sequence[str | PathLike[str]]
+    files: Sequence[Path]
 
     def memory_use(self, target: ModelFiles, room: Room) -> MemoryUse:
         resident, _ = lookup_memory_bytes(self.files)
@@ -419,7 +328,8 @@ def open_models(
         tokenizer.check_chat_template()
     if options.think is not None:
         tokenizer.set_thinking(options.think)
-    request = OpenRequest(options.drafting, files, tokenizer, options.dtype, device_type, notes, options.progress)
+    tokenizer.special_in_text = options.special_in_text
+    request = OpenRequest(draft_options(options), files, tokenizer, options.dtype, device_type, notes, options.progress)
     if machine is not None and not options.deterministic:
         request = replace(request, choose=_chooser(options, request, machine))
     return files, tokenizer, open_draft(options.model, request)
@@ -428,7 +338,7 @@ def open_models(
 def _chooser(options: LoadOptions, request: OpenRequest, machine: MachineRates) -> Chooser:
     """Chooses a draft by the plans of this machine."""
     hardware, target = read_hardware(machine.device), request.target
-    scales = Scales(options.model, request, lambda draft: plan_here(target, [draft], hardware, options.memory))
+    scales = Scales(options.model, request, lambda draft: plan_here(target, [draft], hardware, memory_options(options)))
     return Chooser(scales, lambda plan: ProductRates(target, machine.measure(plan)[1], machine.device.type))
 
 
@@ -444,7 +354,7 @@ def _load_models(
     if accelerator.has_own_memory:  # otherwise memory that torch cached for a closed engine would count as used
         accelerator.release_memory()
         accelerator.limit_memory(None)
-    plan = plan_here(files, features, read_hardware(device), options.memory)
+    plan = plan_here(files, features, read_hardware(device), memory_options(options))
     choose_products([(files, not plan.placement.streamed), *((model, True) for model in opened.models)], device)
     link, rates = machine.measure(plan)
     if not options.deterministic:

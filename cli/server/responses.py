@@ -24,8 +24,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
+from offspec import memory_error
 from offspec.errors import ConstraintError, ContextLengthError, OffspecError, TokenizerError, UsageError
-from offspec.planning.system_memory import memory_error
 
 from ..flags import with_flags
 from .openai_answers import Answer, Said, failure

@@ -28,8 +28,8 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from offspec import Engine, SamplingParams
-from offspec.checkpoints.small_files import parse_json
 from offspec.errors import OffspecError, UsageError
+from offspec.user_files import parse_json
 
 from ..flags import with_flags
 from .connections import Bodies

@@ -1,6 +1,7 @@
 """Finds a model: a local folder or file, or a hub id, whose files are downloaded unless they are cached.
 
-A hub id is `org/name`, or `org/name:Q4_K_M` for the GGUF file in that quantisation, as in llama.cpp.
+A hub id is `org/name`, or `org/name:Q4_K_M` for the GGUF file in that quantisation, as in llama.cpp. `org/name@REV`
+and `org/name@REV:Q4_K_M` name a branch, tag or commit.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from .user_folders import expand_home, user_folder
 
 HEADER_BYTES = 32 * 2**20  # of a GGUF file; vocabularies of 260,000 tokens with as many merges have 12 MiB
 _AROUND = ("", "*[-._/]"), ("", "[-.]*")  # a word in a file's name, as patterns of fnmatch; see `_named_as`
-_HUB_ID = re.compile(r"([A-Za-z0-9_][A-Za-z0-9_.-]*/[A-Za-z0-9_][A-Za-z0-9_.-]*)(?::([A-Za-z0-9_.-]+))?")
+_NAME = "[A-Za-z0-9_][A-Za-z0-9_.-]*"
+_HUB_ID = re.compile(rf"({_NAME}/{_NAME})(?:@([A-Za-z0-9_./-]+))?(?::([A-Za-z0-9_.-]+))?")
 NOT_HERE = "no folder or file has that name"
 
 
@@ -32,31 +34,34 @@ def resolve(model: str, revision: str | None = None, *, weights: bool = True) ->
 
     Of a hub repository, only the needed weights are downloaded, because other files may double the size.
     weights=False: download only the small JSON files, or the headers of GGUF files.
-    revision: branch, tag or commit of a hub id. Raises CheckpointError.
+    revision: branch, tag or commit of a hub id that names none. Raises CheckpointError.
     """
     local = _local(model)
     if local is not None:
         return local
     if (match := _HUB_ID.fullmatch(model)) is None:
         raise CheckpointError(
-            f"{show(model)}: no such folder or file; give a local path, or a hub id of the form org/name or "
-            "org/name:Q4_K_M"
+            f"{show(model)}: no such folder or file; give a local path, or a hub id of the form org/name, "
+            "org/name@REVISION or org/name:Q4_K_M"
         )
-    if match[2]:
+    repository, revision, quantisation = match[1], match[2] or revision, match[3]
+    if quantisation:
         download = _download_gguf if weights else _download_headers
-        return _the_file_in(match[2], download(match[1], match[2], revision), match[1])
+        return _the_file_in(quantisation, download(repository, quantisation, revision), repository)
     if not weights:
-        return _download(model, revision, (CONFIG_FILE, INDEX_FILE))
+        return _download(repository, revision, (CONFIG_FILE, INDEX_FILE))
     files = (CONFIG_FILE, *COMPANIONS, SINGLE_FILE, INDEX_FILE)
-    folder = _download(model, revision, files)
+    folder = _download(repository, revision, files)
     shards = shard_names(folder)  # their names may be arbitrary
-    return _download(model, revision, (*files, *map(escape, shards))) if shards else folder
+    return _download(repository, revision, (*files, *map(escape, shards))) if shards else folder
 
 
 def resolve_files(model: str, names: Sequence[str]) -> Path:
     """The path of a local folder, or the folder of a hub id with these of its files. Raises CheckpointError."""
-    local = _local(model)
-    return _download(model, None, names) if local is None else local
+    if (local := _local(model)) is not None:
+        return local
+    repository, _, revision = model.partition("@")
+    return _download(repository, revision or None, names)
 
 
 def _download_gguf(repository: str, quantisation: str, revision: str | None) -> Path:

@@ -16,6 +16,7 @@ from ..errors import CheckpointError, UnsupportedModelError
 from ..model.config import read_config
 from ..model.decoder import wanted_shapes
 from ..model.names import LAYER_PREFIX
+from ..named_models import named_path
 from .gguf import in_our_names
 from .language_model import language_model
 
@@ -28,15 +29,16 @@ def convert(
     revision: str | None = None,
     progress: Progress | None = None,
 ) -> Conversion:
-    """Convert the checkpoint `source` (a path or a hub id) to the checkpoint `target`; resumes if interrupted.
+    """Convert the checkpoint `source` (a path, a hub id or a name) to the checkpoint `target`; resumes if interrupted.
 
     `progress(bytes_done, bytes_total)` counts bytes of the source; its first call reports the bytes done before.
     Raises UsageError, CheckpointError (the source), StorageError (the target; repeat the call to resume).
     """
     params = params or ConvertParams()
     understand = _language_model if params.format == "keep" else without_blanks
+    name = fspath(source)
     return convert_layers(
-        fspath(source),
+        str(named_path(name) or name),
         Path(target),
         params,
         layer_prefix=LAYER_PREFIX,

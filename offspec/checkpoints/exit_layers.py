@@ -94,12 +94,15 @@ def refuse_states(config: ModelConfig, feature: str = "an exit layer") -> None:
         )
 
 
-def check_exit_layer(number: int, config: ModelConfig) -> None:
-    """Raises UsageError unless `number` is at least 1 and less than the layers of offspec's own decoder."""
+def check_exit_layer(number: int, config: ModelConfig, setting: str = "exit_layer=") -> None:
+    """Raises UsageError unless `number` is at least 1 and less than the layers of offspec's own decoder.
+
+    setting: what names the number in the message: the argument before it.
+    """
     refuse_states(config)
     if not 1 <= number < config.num_layers:
         raise UsageError(
-            f"`exit_layer={number}` is out of range: the model has {config.num_layers} layers; choose 1 to "
+            f"`{setting}{number}` is out of range: the model has {config.num_layers} layers; choose 1 to "
             f"{config.num_layers - 1}"
         )
 
@@ -163,7 +166,7 @@ class ExitFile:
     def find(cls, target: ModelFiles, exit_layer: int | None = None) -> ExitFile:
         """The newest exit layer for this target, or that after so many layers. Raises UsageError if there is none."""
         if exit_layer is not None:
-            check_exit_layer(exit_layer, target.config)
+            check_exit_layer(exit_layer, target.config, "draft=self:")
             newest = file if os.path.isfile(file := default_file(target, exit_layer)) else None
         else:
             newest = max(_exit_files(target), key=lambda file: (file.stat().st_mtime_ns, file.name), default=None)
@@ -171,8 +174,8 @@ class ExitFile:
             after = "" if exit_layer is None else f" after {exit_layer} layers"
             raise UsageError(
                 f"`draft=self` needs an exit layer, and there is none{after} for {target.checkpoint.path}; run "
-                "offspec distill MODEL --exit-layer N first, choose a file (`exit_file`), or draft without a trained "
-                "exit layer (`exit_layer`)"
+                "offspec distill MODEL --exit-layer N first, choose a file (`draft=self:FILE`), or draft without a "
+                "trained exit layer (`draft=self:N`)"
             )
         return cls.open(newest, target)
 

@@ -35,7 +35,7 @@ from ..model.config import ModelConfig, read_config
 from ..model.decoder import check_tensors, wanted_shapes
 from ..model.foreign_config import ForeignConfig
 from ..model.memory.kv_formats import PLAIN, KVFormat
-from ..named_models import NAMES, named_path
+from ..named_models import MODEL_NAMES, named_path
 from .foreign import read_foreign_config
 from .from_config import stored_from_config
 from .gguf import in_our_names
@@ -256,6 +256,6 @@ def locate(model: str, revision: str | None, role: str, *, weights: bool = True)
 
     role: target or draft, of `builtin`. Raises a subclass of OffspecError.
     """
-    if revision is not None and (model in NAMES or expand_home(model).is_dir()):
+    if revision is not None and (model in MODEL_NAMES or expand_home(model).is_dir()):
         raise UsageError(f"`revision={revision}` needs a hub id, and {model} is a local model; omit it")
     return named_path(model, role) or resolve(model, revision, weights=weights)

@@ -45,31 +45,36 @@ NEEDS_DRAFT_MODEL = (
 class DraftOptions:
     """The user's settings of the draft.
 
-    draft: auto, none, lookup, self, shadow, shadow:BITS, shadow:FOLDER, resident, or a model. exit_file: the exit layer
-    for `self`. exit_layer: the number of first layers with which `self` drafts without a trained exit layer. learn: the
-    draft may learn between requests. learn_file: what it learnt before; without `learn`, the file must exist.
-    learn_files: several of them, of which each request uses the one that fits its prompt; without `learn`.
-    needs_model: requests will use lossy acceptance. window: tokens that a draft model keeps in its KV cache; None is
-    chosen by its context (`model_draft`). beside: smaller drafts, which guess for `draft`.
+    draft: auto, none, lookup, self, self:N, self:FILE, shadow, shadow:BITS, shadow:FOLDER, resident, or a model.
+    exit_file: the exit layer for `self`. exit_layer: the number of first layers with which `self` drafts without a
+    trained exit layer. learn: the draft may learn between requests. learn_files: what it learnt before; without
+    `learn`, they must exist, and each request uses the one of several that fits its prompt. needs_draft_model: requests
+    will use lossy acceptance.
+    draft_window: tokens that a draft model keeps in its KV cache; None is chosen by its context (`model_draft`).
+    more_drafts: smaller drafts, which guess for `draft`.
     """
 
     draft: str = "auto"
     exit_file: Path | None = None
     learn: bool = False
-    learn_file: Path | None = None
-    needs_model: bool = False
-    exit_layer: int | None = None
     learn_files: tuple[Path, ...] = ()
-    window: int | None = None
-    beside: Sequence[str] = ()
+    needs_draft_model: bool = False
+    exit_layer: int | None = None
+    draft_window: int | None = None
+    more_drafts: Sequence[str] = ()
 
     @property
     def learns(self) -> bool:
-        return self.learn or self.learn_file is not None or bool(self.learn_files)
+        return self.learn or bool(self.learn_files)
+
+    @property
+    def learn_file(self) -> Path | None:
+        """The file that `learn` writes; None for none, or for several, which are only read."""
+        return self.learn_files[0] if len(self.learn_files) == 1 else None
 
     def refuse_model_needs(self) -> None:
         """For kinds without a model. Raises UsageError if a draft model is needed."""
-        if self.needs_model:
+        if self.needs_draft_model:
             raise UsageError(NEEDS_DRAFT_MODEL)
 
     def refuse_learning(self) -> None:
@@ -79,7 +84,7 @@ class DraftOptions:
 
     def refuse_exit_file(self) -> None:
         """For kinds without an exit layer. Raises UsageError if an exit file or an exit layer was given."""
-        if self.exit_layer is not None and self.draft != "self":
+        if self.exit_layer is not None and self.draft.partition(":")[0] != "self":
             raise UsageError(f"`exit_layer={self.exit_layer}` needs an early-exit draft; add `draft=self`, or omit it")
         if self.exit_file is not None:
             raise UsageError(

@@ -118,7 +118,7 @@ class OpenedHead:
         options, target = request.options, request.target
         options.refuse_exit_file()
         refuse_foreign(target.config, "a head")
-        if options.learn_files:
+        if len(options.learn_files) > 1:
             raise UsageError("a head uses one file of what it learnt; give one `learn_file`")
         if options.learns:
             check_learning(options.learn_file, has_draft=True, writes=options.learn)
@@ -130,8 +130,8 @@ class OpenedHead:
                 "offspec distill"
             )
         request.notes.append(Note(f"draft: {files.path.name}, a head ({files.spec.kind})"))
-        if options.window is not None:
-            text = f"`draft_window={options.window}` does nothing: a head keeps what it reads of all of the text"
+        if options.draft_window is not None:
+            text = f"`draft_window={options.draft_window}` does nothing: a head keeps what it reads of all of the text"
             request.notes.append(Note(text, advice=True))
         return cls(options.draft, files, target, options)
 

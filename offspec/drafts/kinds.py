@@ -9,7 +9,7 @@ from offspec.loaders.params import SHADOW_FORMATS
 
 from ..checkpoints.exit_layers import found_exits, has_weights
 from ..checkpoints.head_files import is_head
-from ..checkpoints.opening import Note, locate
+from ..checkpoints.opening import ModelFiles, Note, locate
 from ..checkpoints.shadows import made_shadows
 from ..errors import UsageError
 from ..methods import Methods
@@ -21,18 +21,27 @@ from .head_draft import OpenedHead
 from .layer_drafts import SHADOW, OpenedLayers, OpenedShadow
 from .model_draft import OpenedModel
 from .self_draft import NAME as SELF
-from .self_draft import OpenedSelf
+from .self_draft import OpenedSelf, layer_number
 from .without_model import LookupDraft, NoDraft
 
 
 def _open_self(request: OpenRequest) -> OpenedDraft:
-    """The target's first layers, with a trained exit layer or without. Raises OffspecError's children."""
-    options = request.options
-    if options.exit_layer is None:
-        return OpenedSelf.open(request)
-    if options.exit_file is not None:
+    """The target's first layers, with a trained exit layer or without. Raises OffspecError's children.
+
+    `self:N` uses the trained exit layer after N layers if there is one.
+    """
+    options, number = request.options, layer_number(request.options.draft)
+    if options.exit_layer is not None and options.exit_file is not None:
         raise UsageError("`exit_layer` drafts without a trained exit layer, `exit_file` is one; give one of the two")
-    return OpenedLayers.open_exit(request)
+    if options.exit_layer is None and (number is None or number in trained_exits(request.target)):
+        return OpenedSelf.open(request)
+    number = options.exit_layer if number is None else number
+    return OpenedLayers.open_exit(replace(request, options=replace(options, exit_layer=number)))
+
+
+def trained_exits(target: ModelFiles) -> list[int]:
+    """The numbers of layers before trained exit layers of this target; none without its weights."""
+    return found_exits(target) if target.config.is_native and has_weights(target) else []
 
 
 AUTO = "auto"
@@ -50,20 +59,20 @@ COMBINATIONS = Methods("combination of drafts")
 def open_draft(model: str, request: OpenRequest) -> OpenedDraft:
     """Open the draft that `--draft` names for the target MODEL, or several. Raises a subclass of OffspecError."""
     options = request.options
-    first = _open_one(model, replace(request, options=replace(options, beside=())))
-    if not options.beside:
+    first = _open_one(model, replace(request, options=replace(options, more_drafts=())))
+    if not options.more_drafts:
         return first
-    alone = DraftOptions(window=options.window)  # other settings are the first draft's
-    others = [_open_one(model, replace(request, options=replace(alone, draft=name))) for name in options.beside]
-    combined: OpenedDraft = COMBINATIONS.load("guessing ahead")([first, *others], [options.draft, *options.beside])
+    alone = DraftOptions(draft_window=options.draft_window)  # other settings are the first draft's
+    others = [_open_one(model, replace(request, options=replace(alone, draft=name))) for name in options.more_drafts]
+    combined: OpenedDraft = COMBINATIONS.load("guessing ahead")([first, *others], [options.draft, *options.more_drafts])
     return combined
 
 
 def _open_one(model: str, request: OpenRequest) -> OpenedDraft:
     options = replace(request.options, draft=_resolve(model, request))
     kind, _, _ = options.draft.partition(":")  # shadow:3
-    if options.window is not None and kind != HEAD and (kind in KINDS or kind in MORE_KINDS):
-        text = f"`draft_window={options.window}` does nothing: `draft={kind}` has no KV cache of its own"
+    if options.draft_window is not None and kind != HEAD and (kind in KINDS or kind in MORE_KINDS):
+        text = f"`draft_window={options.draft_window}` does nothing: `draft={kind}` has no KV cache of its own"
         request.notes.append(Note(text, advice=True))
     opens: Callable[[OpenRequest], OpenedDraft] = KINDS.get(kind) or MORE_KINDS.load(kind) or _open_files
     return opens(replace(request, options=options))
@@ -102,7 +111,7 @@ def exit_names(request: OpenRequest) -> list[str]:
     options, target = request.options, request.target
     if options.exit_file is not None or options.exit_layer is not None or not has_entries_alone(target.config):
         return []
-    return [f"{SELF}:{number}" for number in found_exits(target)] if has_weights(target) else []
+    return [f"{SELF}:{number}" for number in trained_exits(target)]
 
 
 def _chosen(names: Sequence[str], request: OpenRequest, otherwise: str | None = None) -> str:

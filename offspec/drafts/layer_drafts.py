@@ -214,11 +214,11 @@ class OpenedLayers:
 
     @classmethod
     def open_exit(cls, request: OpenRequest) -> OpenedLayers:
-        """The first layers, as many as `--exit-layer` says. Raises UsageError."""
-        number = request.options.exit_layer
+        """The first layers, as many as `exit_layer` or `self:N` says. Raises UsageError."""
+        number, draft = request.options.exit_layer, request.options.draft
         assert number is not None
         check_own_layers(request)
-        check_exit_layer(number, request.target.config)
+        check_exit_layer(number, request.target.config, "draft=self:" if draft == f"self:{number}" else "exit_layer=")
         request.notes.append(
             Note(f"draft: the first {number} of {request.target.config.num_layers} layers, without an exit layer")
         )

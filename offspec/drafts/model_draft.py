@@ -205,23 +205,23 @@ class OpenedModel:
         asked = (request.dtype, request.device_type, request.notes)
         if request.tokenizer is None:
             files = ModelFiles.from_config(path, None, *asked)
-            return cls(name, files, options, window=_window(options.window, files, request.target, None))
+            return cls(name, files, options, window=_window(options.draft_window, files, request.target, None))
         files = ModelFiles.open(path, *asked)
         other = _other_vocabulary(request.tokenizer, request.target, files)
         if options.learns:
             _refuse_foreign_learner(name, files.config)
             _refuse_other_vocabulary(name, other)
-            for file in options.learn_files or (options.learn_file,):
+            for file in options.learn_files or (None,):
                 check_learning(file, has_draft=True, writes=options.learn)
         if other is not None:
             request.notes.append(other.note(name))
         if is_larger := _is_larger(files, request.target):
             text = f"the draft {name} is larger than the target, so it is asked only where layers are streamed, or"
             request.notes.append(Note(f"{text} if `budget` sets the number of nodes", advice=True))
-        window = _window(options.window, files, request.target, other)
+        window = _window(options.draft_window, files, request.target, other)
         if window is not None:
             text = f"the draft keeps the last {window} tokens of a text, and the first {NUM_SINKS}"
-            why = "" if options.window else f", because its context is {files.config.max_context}"
+            why = "" if options.draft_window else f", because its context is {files.config.max_context}"
             request.notes.append(Note(text + why))
         return cls(name, files, options, other, is_larger, window)
 
@@ -244,7 +244,8 @@ class OpenedModel:
         if self.options.learns:
             params = AlignmentParams()
             learning = learning_bytes(files.config, itemsize, params)
-            learning += sum(file.stat().st_size for file in self.options.learn_files)
+            if len(self.options.learn_files) > 1:  # all of them are in memory
+                learning += sum(file.stat().st_size for file in self.options.learn_files)
             items.append(Item("learning", on_device=learning, on_host=params.buffer_bytes))
         return MemoryUse(tuple(items), pass_bytes(files, room))
 
@@ -258,7 +259,7 @@ class OpenedModel:
         options = self.options
         settings = LoadSettings(is_written=options.learns)
         decoder = load_decoder(self.files, all_resident(self.files), device, settings)
-        if options.learn_files:
+        if len(options.learn_files) > 1:
             more: dict[str, Any] = {"specialists": Specialists(decoder, options.learn_files)}
         else:
             aligner = open_aligner(decoder, options.learn_file, listens=options.learn) if options.learns else None

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from offspec.loaders.accelerators.accelerator import accelerator_of
+from offspec.loaders.files.user_folders import expand_home
 from offspec.loaders.streaming.placement import Item, Placement
 from offspec.scheduler.params import MAX_ROWS
 
@@ -26,6 +27,12 @@ from .model_draft import ModelDraft, guessing_items
 
 NAME = "self"
 MOST_DIGITS = 9
+
+
+def layer_number(draft: str) -> int | None:
+    """N of `self:N`; None for `self` and `self:FILE`."""
+    _, _, text = draft.partition(":")
+    return int(text) if text.isdecimal() and len(text) <= MOST_DIGITS else None
 
 
 class SelfDraft(ModelDraft):
@@ -75,7 +82,7 @@ class OpenedSelf:
         if not has_weights(target):
             raise UsageError(
                 f"`draft=self` needs the weights of {target.checkpoint.path}, to which its exit layer belongs; give "
-                "`exit_layer` to plan for an early exit without a trained layer"
+                "`draft=self:N` to plan for an early exit without a trained layer"
             )
         options.refuse_learning()
         found = cls._file(request)
@@ -85,16 +92,16 @@ class OpenedSelf:
 
     @staticmethod
     def _file(request: OpenRequest) -> ExitFile:
-        """The file that was given, the exit of `self:N`, or the newest one."""
-        options, (_, _, number) = request.options, request.options.draft.partition(":")
-        if not number:
+        """The file that was given (`exit_file`, `self:FILE`), the exit of `self:N`, or the newest one."""
+        options, (_, _, exit_name) = request.options, request.options.draft.partition(":")
+        if not exit_name:
             target = request.target
             return ExitFile.find(target) if options.exit_file is None else ExitFile.open(options.exit_file, target)
-        if not number.isdecimal() or len(number) > MOST_DIGITS:
-            raise UsageError(f"`draft={options.draft}` has no number of layers after the colon; write {NAME}:4, say")
         if options.exit_file is not None:
             raise UsageError(f"`draft={options.draft}` and `exit_file` both name an exit layer; give one of the two")
-        return ExitFile.find(request.target, int(number))
+        if (number := layer_number(options.draft)) is not None:
+            return ExitFile.find(request.target, number)
+        return ExitFile.open(expand_home(exit_name), request.target)
 
     def memory_use(self, target: ModelFiles, room: Room) -> MemoryUse:
         """The exit layer, its KV cache, the drafted nodes' KV entries in the layers before it, and hidden states.

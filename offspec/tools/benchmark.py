@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,7 +22,7 @@ from offspec.scheduler.trees.sampling import Sampler
 from offspec.scheduler.trees.token_tree import FloatArray, TokenTree
 from offspec.scheduler.trees.verify import Verdict
 
-from ..engine import Engine, Message, Prompt
+from ..engine import Engine, Prompt
 from ..model.decoder import CachedDecoder
 from ..stats import Stats
 
@@ -37,13 +37,14 @@ class Workload:
     """A prompt and the kind of its text."""
 
     kind: str
-    prompt: str | Sequence[Message]
+    prompt: Prompt
 
     def for_model(self, engine: Engine) -> Prompt:
         """The prompt; for a model without a chat template, messages become plain text."""
-        if isinstance(self.prompt, str) or engine.tokenizer.has_chat_template:
+        messages = [] if isinstance(self.prompt, str) else [part for part in self.prompt if isinstance(part, Mapping)]
+        if not messages or engine.tokenizer.has_chat_template:
             return self.prompt
-        return "\n\n".join(message["content"] for message in self.prompt)
+        return "\n\n".join(message["content"] for message in messages)
 
 
 WORKLOADS = (

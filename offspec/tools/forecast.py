@@ -20,9 +20,12 @@ from offspec.loaders.units import format_count, format_quantity, format_size
 from .. import builtin
 from ..checkpoints.opening import ModelFiles, Note, choose_device, dtype_on, locate
 from ..drafts.base import OpenRequest
-from ..drafts.weighing import NO_DRAFT, Prospect, Scales, by_rate
+from ..drafts.weighing import NO_DRAFT, Scales, by_rate
+from ..drafts.weighing import Prospect as Prospect
 from ..errors import UsageError
-from ..loading import LoadOptions
+from ..load_options import LoadOptions
+from ..loading import draft_options, memory_options
+from ..planning.drafting import Drafting as Drafting
 from ..planning.parked_texts import ParkedTexts
 from ..planning.plan import Plan, with_faster_residents
 from ..planning.probe import ProductRates, planner_here, ram_beside_program
@@ -65,6 +68,11 @@ class Forecast:
     caches: list[CacheProspect]
     entries_in_ram_from: int | None
     busy: str
+
+    @property
+    def fastest_first(self) -> list[Prospect]:
+        """The drafts that can be used, by predicted tokens/s."""
+        return by_rate(self.prospects)
 
     @property
     def improvement(self) -> Improvement | None:
@@ -197,8 +205,8 @@ def make_forecast(
     machine = Machine.of(options, assumed, notes)
     options = replace(options, dtype=dtype_on(options.dtype, machine.hardware.gpu))
     request = _open_to_plan(options, assumed.form, machine.device_type, notes)
-    place = planner_here(request.target, machine.hardware, options.memory)
-    free_bytes = ram_beside_program(machine.hardware, options.memory)
+    place = planner_here(request.target, machine.hardware, memory_options(options))
+    free_bytes = ram_beside_program(machine.hardware, memory_options(options))
     kept = [ParkedTexts(options.cache_ram, free_bytes)] if options.cache_ram != 0 else []
     scales = Scales(options.model, request, lambda draft: place([draft, *kept]))
     names = scales.names(drafts or (options.draft,))
@@ -299,7 +307,7 @@ def _open_to_plan(options: LoadOptions, form: str | None, device_type: str, note
     """Open the target, for drafts that are only planned for; for hub ids, only config.json is downloaded."""
     path = locate(options.model, options.revision, "target", weights=False)
     target = ModelFiles.from_config(path, form, options.dtype, device_type, notes)
-    return OpenRequest(options.drafting, target, None, options.dtype, device_type, notes)
+    return OpenRequest(draft_options(options), target, None, options.dtype, device_type, notes)
 
 
 def _hardware(place: torch.device, known: KnownGpu | None, ram: int | None) -> Hardware:

@@ -19,7 +19,7 @@ from offspec.loaders.formats import dense
 
 from ..checkpoints.atomic_files import refuse_replacing
 from ..checkpoints.exit_layers import check_exit_layer, data_file, default_file, is_exit_file, save
-from ..checkpoints.opening import ModelFiles
+from ..checkpoints.opening import DTYPES, ModelFiles, open_target
 from ..model.decoder import Decoder
 from ..model.early_exit import EarlyExit
 from ..text.tokenizer import Tokenizer
@@ -58,6 +58,12 @@ class Teacher:
     files: ModelFiles
     tokenizer: Tokenizer
     close_before_training: bool = False
+
+    @classmethod
+    def of(cls, model: str, target: Decoder, tokenizer: Tokenizer) -> Teacher:
+        """The target that was loaded as MODEL, to be freed before training. Raises a subclass of OffspecError."""
+        dtype = next(name for name, dtype in DTYPES.items() if dtype is target.dtype)
+        return cls(target, open_target(model, None, dtype, target.device.type), tokenizer, close_before_training=True)
 
 
 def distill(

@@ -22,7 +22,7 @@ from offspec.loaders.streaming.weights import RamWeights
 from ..checkpoints.atomic_files import refuse_replacing
 from ..checkpoints.exit_layers import refuse_foreign
 from ..checkpoints.load import LoadSettings, load_decoder
-from ..checkpoints.opening import ModelFiles
+from ..checkpoints.opening import ModelFiles, locate
 from ..checkpoints.saving import NewCheckpoint
 from ..errors import UsageError, VocabularyMismatchError
 from ..model.config import ModelConfig
@@ -74,8 +74,9 @@ class Untrained:
     decoder: Decoder | None = None
 
     @classmethod
-    def of_model(cls, path: Path, tokenizer: Tokenizer, device: torch.device) -> Untrained:
+    def of_model(cls, model: str | Path, tokenizer: Tokenizer, device: torch.device) -> Untrained:
         """A draft model with the target's vocabulary. Raises a subclass of OffspecError."""
+        path = locate(str(model), None, "draft")
         files = ModelFiles.open(path, "fp32", device.type, [])
         refuse_foreign(files.config, "distilling a draft")
         own = files.checkpoint.tokenizer_path

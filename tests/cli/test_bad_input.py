@@ -133,12 +133,13 @@ def test_a_prompt_longer_than_the_context(run_args: Sequence[object], long_promp
     offspec(*run_args, "--prompt-file", long_prompt).refusal(1, "context", CONTEXT)
 
 
-def test_a_prompt_that_leaves_room_for_one_token(run_args: Sequence[object], offspec: Offspec) -> None:
-    ids = ",".join(["40"] * (CONTEXT - 1))
-    result = offspec(*run_args, "--prompt-ids", ids, "--budget", "256", "--json")
-    assert result.code == 0
+def test_a_prompt_that_leaves_room_for_one_token(run_args: Sequence[object], tmp_path: Path, offspec: Offspec) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": [40] * number}) + "\n" for number in (CONTEXT - 1, CONTEXT)))
+    result = offspec(*run_args, "--prompt-file", prompts, "--budget", "256")
+    assert result.code == 1
     assert len(json.loads(result.out)["token_ids"]) == 1
-    offspec(*run_args, "--prompt-ids", ids + ",40").refusal(1, "context", CONTEXT)
+    assert tells(result.err.splitlines()[0], "line 2", "context", CONTEXT)
 
 
 @pytest.mark.parametrize(
@@ -148,7 +149,6 @@ def test_a_prompt_that_leaves_room_for_one_token(run_args: Sequence[object], off
         ("--budget", "1000000"),
         ("--budget", "many"),
         ("--budget", "9" * 5000),
-        ("--draft-scoring", "foo"),
         ("--max-new-tokens", "0"),
         ("--max-new-tokens", "-5"),
         ("--max-new-tokens", "lots"),
@@ -176,15 +176,10 @@ def test_a_prompt_that_leaves_room_for_one_token(run_args: Sequence[object], off
         ("--tau", "0"),
         ("--tau", "1.01"),
         ("--tau", "nan"),
-        ("--beam", "0"),
-        ("--beam", "300", "--accept", "joint"),
-        ("--gamma", "0"),
         ("--temperature", "0.5", "--accept", "joint"),
         ("--draft", "none", "--accept", "joint"),
         ("--draft", "lookup", "--accept", "bild"),
-        ("--strength", "1.1", "--accept", "mix"),
         ("--draft", "lookup", "--accept", "joint"),
-        ("--tree", "sequoia", "--accept", "joint"),
         ("--budget", "0", "--accept", "joint"),
         ("--no-such-flag",),
     ],
@@ -196,18 +191,30 @@ def test_a_flag_that_cannot_be_meant(flags: Sequence[str], run_args: Sequence[ob
 
 
 @pytest.mark.parametrize(
+    "flags",
+    [
+        ("--draft-scoring", "foo"),
+        ("--beam", "0"),
+        ("--beam", "300", "--accept", "joint"),
+        ("--gamma", "0"),
+        ("--strength", "1.1", "--accept", "mix"),
+        ("--tree", "sequoia", "--accept", "joint"),
+    ],
+    ids=" ".join,
+)
+def test_a_flag_of_research_that_cannot_be_meant(
+    flags: Sequence[str], run_args: Sequence[object], offspec: Offspec
+) -> None:
+    message = offspec("bench", *run_args[1:], *flags).refusal(2)
+    assert flags[0].removeprefix("--").removeprefix("draft-") in message.replace("_", "-")
+
+
+@pytest.mark.parametrize(
     ("prompt", "words"),
     [
-        (("hi", "--prompt-ids", "1"), ("--prompt-ids",)),
         (("hi", "--prompt-file", __file__), ("--prompt-file",)),
-        (("--prompt-file", __file__, "--prompt-ids", "1"), ("--prompt-ids",)),
         (("--prompt-file", "no-such-file"), ("no-such-file",)),
         (("--prompt-file", "."), ("--prompt-file",)),
-        (("--prompt-ids", "1,two"), ("--prompt-ids", "1,two")),
-        (("--prompt-ids", ""), ("prompt", "empty")),
-        (("--prompt-ids", "1,-1"), (-1,)),
-        (("--prompt-ids", "1,320"), (320,)),
-        (("--prompt-ids", "1", "--system", "Be brief."), ("--prompt-ids", "--system")),
         (("hi", "--raw", "--system", "Be brief."), ("--raw", "--system")),
         (("", "--raw"), ("prompt", "empty")),
         (("hi", "there"), ("there",)),
@@ -238,7 +245,7 @@ def test_a_refusal_in_the_users_words(
 def test_input_that_does_not_end_is_refused(
     run_args: Sequence[object], offspec: Offspec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("offspec.cli.options.MOST_TEXT_BYTES", 1 << 20)
+    monkeypatch.setattr("offspec.cli.reading.MOST_TEXT_BYTES", 1 << 20)
     offspec(*run_args, stdin=b"a" * (2 << 20)).refusal(2, "1 MiB", "standard input")
     chat = offspec("chat", *run_args[1:], stdin=b"a" * (2 << 20) + b"\nhi\n")
     assert chat.code == 1

@@ -191,6 +191,19 @@ def test_flags_win_over_a_loaded_file(talk: Talk, tmp_path: Path) -> None:
     assert (saved(file)["system"], len(saved(file)["turns"])) == ("Be kind.", 1)
 
 
+def test_a_chat_of_an_earlier_version_is_continued(talk: Talk, tmp_path: Path) -> None:
+    """Its settings that are now flags of `bench` alone are left out; what constrains the text stays."""
+    file, later = tmp_path / "talk.json", tmp_path / "later.json"
+    assert talk("hi", f"/save {file}").code == 0
+    content = saved(file)
+    content["settings"] |= {"recall": False, "tree": "best-first", "beam": 8, "json-object": True}
+    file.write_text(json.dumps(content))
+    assert talk(f"/load {file}", f"/save {later}").code == 0
+    settings = saved(later)["settings"]
+    assert settings["json-schema"] == "object"
+    assert not {"recall", "tree", "beam", "json-object"} & settings.keys()
+
+
 def test_the_budget_that_is_found_is_called_auto(talk: Talk) -> None:
     result = talk("/set budget 4", "/set budget auto", "/set")
     lines = [line for line in result.out.splitlines() if line.startswith("budget")]
@@ -225,7 +238,7 @@ def test_a_lossy_turn_says_so(talk: Talk) -> None:
         ("/set top_p 0", ("top-p", "0")),
         ("/set seed 99999999999999999999999", ("seed",)),
         ("/set budget many", ("budget", "many")),
-        ("/set draft-scoring foo", ("foo",)),
+        ("/set stopping foo", ("foo",)),
         ("/set temperature", ("/set temperature 0.7",)),
         ("/set temperature none", ("temperature", "value")),
         ("/set temprature 1", ("temprature", "temperature")),
@@ -433,7 +446,7 @@ def test_completions(tmp_path: Path, pair: Pair) -> None:
     values = chat_module.Values(chat_module.command, {"temperature": 0.0, "top_p": 1.0, "top_k": 0})
     chat = chat_module.Chat(None, values)  # type: ignore[arg-type]
     assert list(chat.completions("/s")) == ["/system", "/set", "/show", "/stats", "/save"]
-    assert list(chat.completions("/set to")) == ["top-k", "top-p"]
+    assert list(chat.completions("/set to")) == ["top-p", "top-k"]
     assert list(chat.completions(f"/load {tmp_path}/ta")) == [str(tmp_path / "talk.json")]
     assert list(chat.completions("/load /no/such/")) == []
     assert list(chat.completions("hello /s")) == []

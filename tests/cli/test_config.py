@@ -102,9 +102,14 @@ def test_what_is_on_by_default_is_turned_off_by_its_own_name(
 
     monkeypatch.setattr(Engine, "generate", spy)
     file.write_text("lookup = false\noverlap = false\n")
-    assert offspec(*run_args, "hi", "--overlap").code == 0
-    assert [(s.lookup, s.reuse, s.overlap) for s in given] == [(False, True, True)]
-    assert told(offspec, "run")["lookup"]["value"] is False
+    (prompts := file.with_name("prompts.txt")).write_text("hi\n")
+    small = ("--budgets", 4, "--repeats", 1, "--warmup", 0)
+    assert offspec("bench", *run_args[1:], "--prompts", prompts, "--overlap", *small, "-q").code == 0
+    assert {(s.lookup, s.reuse, s.overlap) for s in given if s.budget} == {(False, True, True)}
+    assert told(offspec, "bench")["lookup"]["value"] is False
+    assert offspec(*run_args, "hi").code == 0, "a setting of another command is none of its own"
+    file.write_text("[run]\nlookup = false\n")
+    offspec(*run_args, "hi").refusal(2, "lookup", "offspec bench")
 
 
 def test_the_table_says_where_commands_differ(file: Path, offspec: Offspec) -> None:

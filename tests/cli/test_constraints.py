@@ -35,7 +35,7 @@ def files(tmp_path: Path) -> Path:
         (("--json-schema", json.dumps(SCHEMA)), r'\["(red|green)"\]'),
         (("--grammar", "answer.gbnf"), "yes|no"),
         (("--regex", "[a-c]{4}"), "[a-c]{4}"),
-        (("--json-object", "-n", "40"), r"\{.*\}"),
+        (("--json-schema", "object", "-n", "40"), r"\{.*\}"),
     ],
     ids=str,
 )
@@ -57,7 +57,7 @@ def test_a_cut_answer_is_told_although_the_limit_was_given(run_args: Sequence[ob
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (("--regex", "a", "--json-object"), ["--regex", "--json-object"]),
+        (("--regex", "a", "--json-schema", "object"), ["--regex", "--json-schema"]),
         (("--json-schema", "missing.json"), ["missing.json"]),
         (("--grammar", "missing.gbnf"), ["missing.gbnf"]),
         (("--regex", "a("), ["regex"]),

@@ -65,8 +65,8 @@ def test_mistakes_are_one_line(pair: Pair, offspec: Offspec) -> None:
     missing.refusal(2, "--draft self", "exit layer", "offspec distill")
     other = offspec("plan", pair.target, "--draft", "self", "--device", "cpu")
     other.refusal(2, "--draft self", "exit layer", "offspec distill")
-    stray = offspec("run", pair.target, "x", "--exit-file", "none.safetensors", "--device", "cpu")
-    stray.refusal(2, "--exit-file", "--draft self")
+    stray = offspec("run", pair.target, "x", "--draft", "self:none.safetensors", "--device", "cpu")
+    stray.refusal(1, "none.safetensors")
 
 
 def test_ctrl_c_says_how_to_go_on(pair: Pair, offspec: Offspec, exits: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from offspec import Engine, SamplingParams
+from offspec import Engine, LoadOptions, SamplingParams
 from offspec.cli.batch import Asked
 from offspec.cli.node_engine import Job, NodeEngine
 from offspec.errors import CheckpointError, ContextLengthError, MemoryLimitError, OffspecError
@@ -53,7 +53,7 @@ def failing(error: Exception) -> Callable[[Engine, Sequence[Asked]], Found]:
 @pytest.fixture
 def job(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
     monkeypatch.chdir(pair.target.parent)
-    found = Job(pair.target.name, {"device": "cpu", "draft": "draft", "special_in_text": True}, answers)
+    found = Job(LoadOptions(pair.target.name, "draft", device="cpu", special_in_text=True), answers)
     monkeypatch.chdir(tmp_path)
     return found
 
@@ -77,10 +77,9 @@ def test_prompts_in_answers_out(job: Job, pair: Pair) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"model": "no-such-model"}, ("no-such-model",)),
+        ({"options": LoadOptions("no-such-model")}, ("no-such-model",)),
         ({"version": "0.0.1"}, ("0.0.1", "offspec")),
-        ({"options": {"no_such_option": 1}}, ("no_such_option",)),
-        ({"options": {"draft": "none", "device": "cpu", "context": "many"}}, ("TypeError",)),
+        ({"options": LoadOptions(device="cpu", context="many")}, ("TypeError",)),  # type: ignore[arg-type]
     ],
 )
 def test_an_engine_that_cannot_be_loaded_says_why(change: dict[str, Any], words: tuple[str, ...], job: Job) -> None:
@@ -98,7 +97,7 @@ def test_an_engine_with_a_smaller_context_than_others_is_refused(job: Job, monke
     fault = NodeEngine(job).answer([]).fault
     assert fault is not None
     check_message(fault, 64, CONTEXT, "--context 64")
-    assert NodeEngine(replace(job, options={**job.options, "context": 64})).answer([]).fault is None
+    assert NodeEngine(replace(job, options=replace(job.options, context=64))).answer([]).fault is None
     monkeypatch.setattr(plan, "DEFAULT_CONTEXT", 64)
     assert NodeEngine(job).answer([]).fault is None
 

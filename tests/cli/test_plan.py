@@ -243,13 +243,13 @@ def test_drafts_are_compared_in_one_table(offspec: Offspec, large: Path, tmp_pat
     shape = {"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 8, "num_hidden_layers": 8}
     (small / "config.json").write_text(json.dumps(json.loads((large / "config.json").read_text()) | shape))
     card = ("plan", large, "--gpu", "rtx4090", "--vram", "10GiB", "--ram", "64GiB", "-c", "2048", "-q")
-    asked = (*card, "--draft", small, "--draft", "shadow:3", "--draft", "self", "--exit-layer", "4")
+    asked = (*card, "--draft", small, "--draft", "shadow:3", "--draft", "self:4")
     told = json.loads(offspec(*asked, "--json").out)
     drafts = {draft["draft"]: draft for draft in told["drafts"]}
-    assert list(drafts) == [str(small), "shadow:3", "self", "shadow:4", "shadow:2", "lookup", "none"]
+    assert list(drafts) == [str(small), "shadow:3", "self:4", "shadow:4", "shadow:2", "lookup", "none"]
     usable = {name: draft for name, draft in drafts.items() if "greedy" in draft}
     assert told["draft"] == max(
-        [str(small), "shadow:3", "self"], key=lambda name: usable[name]["greedy"]["tokens_per_s"]
+        [str(small), "shadow:3", "self:4"], key=lambda name: usable[name]["greedy"]["tokens_per_s"]
     )
     alone = json.loads(offspec(*card, "--draft", told["draft"], "--json").out)
     assert told["resident_layers"] == alone["resident_layers"]
@@ -328,7 +328,7 @@ def test_refusals(offspec: Offspec, large: Path) -> None:
     offspec("plan", large, "--ram", "plenty").refusal(2, "--ram", "plenty", "20GiB")
     offspec("plan", large, "--gpu", "rtx4090", "--device", "cpu", "-q").refusal(2, "--gpu rtx4090", "--device cpu")
     offspec("plan", large, "--disk", "0", "-q").refusal(2, "--disk 0", "7GB")
-    offspec("plan", large, "--draft", "lookup", "--exit-layer", "2", "-q").refusal(2, "--exit-layer 2", "--draft self")
+    offspec("plan", large, "--draft", "lookup", "--exit-layer", "2", "-q").refusal(2, "--exit-layer", "--draft self:N")
     (large / "config.json").unlink()
     offspec("plan", large, "-q").refusal(1, large / "config.json")
 

@@ -77,7 +77,7 @@ def test_json(pair: Pair, tmp_path: Path, offspec: Offspec) -> None:
         (("{source}", "{source}/nf4"), 2, ("{source}/nf4", "SRC", "new folder")),
         (("{source}", "{new}", "--format", "int3"), 2, ("--format", "int3", "nf4")),
         (("{source}", "{new}", "--format", "keep", "--no-double-quant"), 2, ("keep",)),
-        (("{source}", "{new}", "--revision", "main"), 2, ("--revision", "hub id")),
+        (("{source}", "{new}", "--revision", "main"), 2, ("--revision", "org/name@REVISION")),
         (("{source}", "{taken}"), 2, ("{taken}", "not empty", "new folder")),
         (("{new}", "{new}/deeper"), 1, ("{new}", "no such folder")),
         (("{taken}", "{new}"), 1, ("{taken}", "safetensors")),

@@ -202,10 +202,12 @@ def test_the_terminal_has_constrained_answers_apart_from_their_thinking(
     assert answers[0]["reasoning_content"]
     assert answers[0]["reasoning_content"] in answers[1]["text"], "without a constraint, the text is what it was"
     assert CLOSE in answers[1]["text"]
-    cut = offspec("run", folder, "hi", "--json-object", "-n", 5, "--temperature", 1, "--seed", 2, *common)
+    cut = offspec("run", folder, "hi", "--json-schema", "object", "-n", 5, "--temperature", 1, "--seed", 2, *common)
     assert not cut.out.strip(), "it has not ended its thinking"
     assert len(cut.err.splitlines()) > 1
-    quiet = offspec("run", folder, "hi", "--json-object", "-n", 5, "--temperature", 1, "--seed", 2, "-q", *common)
+    quiet = offspec(
+        "run", folder, "hi", "--json-schema", "object", "-n", 5, "--temperature", 1, "--seed", 2, "-q", *common
+    )
     assert not quiet.err.strip()
 
 

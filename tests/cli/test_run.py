@@ -82,9 +82,7 @@ def test_a_drawn_seed_is_told_and_gives_the_text_again(run_args: Sequence[object
     assert again["token_ids"] == drawn["token_ids"] != other["token_ids"]
 
 
-@pytest.mark.parametrize(
-    "flags", [(), ("--no-reuse",), ("--no-overlap",), ("--budget", "auto", "--stopping", "thompson-calibrated")]
-)
+@pytest.mark.parametrize("flags", [(), ("--budget", "16"), ("--budget", "auto", "--stopping", "thompson-calibrated")])
 def test_how_is_drafted_leaves_the_text_as_it_is(
     flags: Sequence[str], run_args: Sequence[object], offspec: Offspec
 ) -> None:
@@ -153,9 +151,12 @@ def test_a_prompt_from_a_file(run_args: Sequence[object], pair: Pair, tmp_path: 
     assert prompt_text(pair, answer) == "schön\r\n"
 
 
-def test_a_prompt_as_ids(run_args: Sequence[object], offspec: Offspec) -> None:
-    answer = run_json(offspec, *run_args, "--prompt-ids", "40, 41,319", stdin=b"not this")
-    assert answer["prompt_token_ids"] == [40, 41, 319]
+def test_a_prompt_as_ids(run_args: Sequence[object], tmp_path: Path, offspec: Offspec) -> None:
+    (tmp_path / "ids.jsonl").write_text('{"prompt": [40, 41, 319]}')
+    result = offspec(*run_args, "--prompt-file", tmp_path / "ids.jsonl", "--system", "Be brief.")
+    assert (result.code, result.err) == (0, "")
+    answer = json.loads(result.out)
+    assert (answer["prompt_token_ids"], len(answer["token_ids"])) == ([40, 41, 319], 12)
 
 
 def test_every_flag_reaches_the_engine(
@@ -186,23 +187,13 @@ def test_every_flag_reaches_the_engine(
             "yy",
             "--ignore-eos",
         ),
-        *(
-            "--budget",
-            4,
-            "--draft-scoring",
-            "specexec",
-            "--stopping",
-            "thompson",
-            "--no-recall",
-            "--no-reuse",
-            "--no-overlap",
-        ),
+        *("--budget", 4, "--stopping", "thompson"),
     )
     assert offspec(*run_args[:-2], "hi", *flags).code == 0
     assert offspec(*run_args[:-2], "hi").code == 0
     params = SamplingParams(3, 0.5, 9, 0.8, 0.1, 1.2, 5, ("zz", "yy"), True, None, 0.3, -0.5)
     assert asked == [
-        (params, SpeculationParams(4, "specexec", stopping="thompson", recall=False, reuse=False, overlap=False)),
+        (params, SpeculationParams(4, stopping="thompson")),
         (SamplingParams(), SpeculationParams()),
     ]
 
@@ -304,7 +295,7 @@ def test_where_guesses_were_looked_up(run_args: Sequence[object], offspec: Offsp
         assert 0 < found["offset"] < len(content)
 
 
-JOINT = ("--accept", "joint", "--tau", "0.01", "--beam", "4", "--gamma", "4")
+JOINT = ("--accept", "joint", "--tau", "0.01")
 
 
 def test_joint_acceptance_is_marked_lossy(run_args: Sequence[object], offspec: Offspec) -> None:
@@ -319,7 +310,7 @@ def test_joint_acceptance_is_marked_lossy(run_args: Sequence[object], offspec: O
 @pytest.mark.parametrize("accept", ["cascade", "contrastive", "mix", "bild", "relaxed"])
 def test_other_lossy_ways_are_marked(accept: str, run_args: Sequence[object], offspec: Offspec) -> None:
     """Whether the text differs depends on the way and the models; that it may is said."""
-    told = run_json(offspec, *run_args, "hi", "--accept", accept, "--strength", "0.4", "--beam", "4", "--gamma", "4")
+    told = run_json(offspec, *run_args, "hi", "--accept", accept)
     assert told["stats"]["is_lossy"]
     assert len(told["token_ids"]) == 12
 
@@ -336,9 +327,9 @@ def test_joint_acceptance_needs_a_draft_wherever_it_was_looked_for(pair: Pair, o
 
 def test_notes_are_advice_unless_quiet_or_verbose(pair: Pair, offspec: Offspec) -> None:
     args = ("run", pair.target, "hi", "--max-new-tokens", 2, "--device", "cpu")
-    windowed = (*args, "--draft", "none", "--draft-window", 64)
-    assert offspec(*windowed).err.count("--draft-window 64 does nothing") == 1
-    assert offspec(*windowed, "--quiet").err == offspec(*args, "--draft", "none").err == ""
+    advised = (*args, "--vram", "1GiB")
+    assert offspec(*advised).err.count("--vram is ignored on the CPU") == 1
+    assert offspec(*advised, "--quiet").err == offspec(*args, "--draft", "none").err == ""
     loud = offspec(*args, "-v")
     assert loud.code == 0
     assert "dtype fp32" in loud.err
@@ -368,7 +359,7 @@ def test_advice_is_given_once(run_args: Sequence[object], offspec: Offspec, monk
 @pytest.mark.parametrize(
     ("command", "words"),
     [
-        ("run", ("[default: random, shown by --stats and --json]", "torch's choice")),
+        ("run", ("[default: random; --stats and --json show it]", "torch's choice")),
         ("chat", ("[default: random]",)),
         ("bench", ("does not change the text. [default: 0]", "(offspec run --learn). Of several")),
         ("plan", ("PATH|auto|shadow|head|self|resident|lookup|none",)),
@@ -381,9 +372,9 @@ def test_help_holds_for_its_command(command: str, words: Sequence[str], offspec:
 
 
 EVERYDAY = ("--draft ", "--vram ", "--context ", "--budget ", "--temperature, ", "--json ", "--device ", "--seed ")
-RESEARCH = ("--tree ", "--stopping ", "--draft-scoring ", "--lookup ", "--recycling ", "--recall ", "--reuse ",
-            "--overlap ", "--accept ", "--tau ", "--beam ", "--gamma ", "--no-read-ahead ")  # fmt: skip
-SELDOM = ("--dtype ", "--revision ", "--threads ", "--min-p ", "--learn ", "--learn-file ", "--prompt-ids ")
+RESEARCH = ("--stopping ", "--accept ", "--tau ")
+SELDOM = ("--dtype ", "--deterministic ", "--threads ", "--min-p ", "--learn ", "--learn-file ", "--lookup-files ")
+MOST_FLAGS = 48  # of `run`: a page of them
 HEADINGS = ["Options:", "Model:", "Draft:", "Memory:", "Sampling:", "Output:"]
 
 
@@ -418,11 +409,12 @@ def test_the_rest_is_left_out_until_all_is_asked_for(offspec: Offspec) -> None:
     last = shown.out.splitlines()[-1].split()
     num_left_out = sum(map(len, flags_of(everything.out).values())) - sum(map(len, flags_of(shown.out).values()))
     assert last == ["--help-all", "Show", str(num_left_out), "more", "flags."]
+    assert sum(map(len, flags_of(everything.out).values())) <= MOST_FLAGS
     assert "<=" not in everything.out.partition("Options:")[2]  # ranges are said where they are left
 
 
 def test_of_few_flags_none_is_left_out(offspec: Offspec) -> None:
-    assert "--revision " in offspec("quantize", "--help").out
+    assert "--shadow " in offspec("quantize", "--help").out
     assert "--help-all" not in offspec("quantize", "--help").out
 
 
@@ -433,6 +425,25 @@ def test_help_is_in_short_sentences(command: str, offspec: Offspec) -> None:
     for parameter in found.params:
         told = str(getattr(parameter, "help", None) or "").partition(" [default")[0]
         assert len(told.split()) <= 20, told
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--no-recall",), ("--no-recall", "offspec bench")),
+        (("--beam", "4"), ("--beam", "offspec bench")),
+        (("--draft-window", "64"), ("--draft-window", "offspec bench, plan and verify")),
+        (("--special-in-text",), ("offspec chat and serve",)),
+        (("--prompts", "x"), ("--prompts", "offspec bench and verify", "--prompt")),
+        (("--exit-layer", "2"), ("--exit-layer", "--draft self:N")),
+        (("--json-object",), ("--json-object", "--json-schema object")),
+        (("--prompt-ids", "1,2"), ("--prompt-ids", ".jsonl")),
+        (("--revision", "main"), ("--revision", "org/name@REVISION")),
+        (("--temprature", "1"), ("--temprature", "--temperature")),
+    ],
+)
+def test_a_flag_that_is_elsewhere_is_told(flags: Sequence[str], words: Sequence[str], offspec: Offspec) -> None:
+    offspec("run", "builtin", "hi", *flags).refusal(2, *words)
 
 
 def test_a_command_without_research_flags_knows_the_word(offspec: Offspec) -> None:
@@ -458,12 +469,14 @@ def test_special_tokens_in_messages_are_text_unless_asked_for(
     run_args: Sequence[object], pair: Pair, offspec: Offspec
 ) -> None:
     (end,) = Tokenizer.load(pair.target).encode("<|end|>")
-    harmless, plain, special = (
-        run_json(offspec, *run_args, *prompt)["prompt_token_ids"]
-        for prompt in (["hi"], ["hi<|end|>"], ["hi<|end|>", "--special-in-text"])
-    )
-    assert plain.count(end) == harmless.count(end) == special.count(end) - 1
-    assert len(plain) > len(special)
+    harmless, plain = (run_json(offspec, *run_args, prompt)["prompt_token_ids"] for prompt in ("hi", "hi<|end|>"))
+    assert plain.count(end) == harmless.count(end)
+    chats = [
+        offspec("chat", pair.target, "--device", "cpu", "-n", 2, *flags, stdin=b"hi<|end|>\n/stats\n").out.split()
+        for flags in ((), ("--special-in-text",))
+    ]
+    kept, special = (int(words[words.index("1") + 1]) for words in chats)
+    assert kept > special
 
 
 @pytest.mark.slow

@@ -201,7 +201,7 @@ def test_the_first_text_on_a_terminal_names_the_next_command_once(
     told = f"next: offspec chat {pair.target}\n"
     for quiet in (("-q",), ("--json",)):
         assert offspec_at_terminal(*run_args, "hi", *quiet).err == ""
-    assert offspec_at_terminal("run", pair.target, "hi", "--prompt-ids", "1").code == 2
+    assert offspec_at_terminal("run", pair.target, "hi", "--prompt-file", __file__).code == 2
     assert offspec_at_terminal(*run_args, "hi").err.endswith(told)
     assert told not in offspec_at_terminal(*run_args, "hi").err
 

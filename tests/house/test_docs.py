@@ -199,13 +199,18 @@ def test_the_python_page_names_every_public_member() -> None:
 
     import offspec
     from offspec import errors
-    from offspec.loading import LoadOptions
     from offspec.session import Session
 
     page = FENCE.sub("", (ROOT / "docs" / "python.md").read_text(encoding="utf-8"))
     spans = re.findall(r"`[^`]+`|^## .+$", page, re.MULTILINE)
     told = set(re.findall(r"\w+", " ".join(spans)))
-    settings = (LoadOptions, offspec.SamplingParams, offspec.SpeculationParams, offspec.ConvertParams, offspec.Stats)
+    settings = (
+        offspec.LoadOptions,
+        offspec.SamplingParams,
+        offspec.SpeculationParams,
+        offspec.ConvertParams,
+        offspec.Stats,
+    )
     expected = {field.name for kind in (*settings, offspec.Step) for field in fields(kind)} - {"model"}
     expected |= {name for kind in (Engine, Session) for name in vars(kind) if not name.startswith("_")}
     expected |= {name for name in vars(errors) if name.endswith("Error")}

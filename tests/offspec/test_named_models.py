@@ -9,7 +9,7 @@ import pytest
 from offspec import builtin, named_models
 from offspec.checkpoints.opening import locate
 from offspec.errors import CheckpointError, UsageError
-from offspec.named_models import NAMES, WHEEL_MODELS, named_path
+from offspec.named_models import MODEL_NAMES, WHEEL_MODELS, named_path
 
 from ..refusals import refused
 
@@ -58,7 +58,7 @@ def test_a_model_that_is_not_installed_names_the_command(tmp_path: Path, monkeyp
         locate(NAME, None, "draft")
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", MODEL_NAMES)
 def test_a_name_has_no_revisions(name: str) -> None:
     with refused(UsageError, "main", name):
         locate(name, "main", "target")

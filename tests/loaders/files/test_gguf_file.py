@@ -242,7 +242,7 @@ def repository(model: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_quantisation_of_a_hub_id(repository: Path) -> None:
     assert resolve("org/name:Q4_K_M") == repository / "name-Q4_K_M.gguf"
-    assert resolve("org/name:q4_k_m", "main") == repository / "name-Q4_K_M.gguf"
+    assert resolve("org/name@main:q4_k_m") == resolve("org/name:q4_k_m", "main") == repository / "name-Q4_K_M.gguf"
     first = resolve("org/name:Q8_0")
     assert first == repository / "Q8_0" / "name-Q8_0-00001-of-00002.gguf"
     assert len(open_checkpoint(first).tensors) == 2

@@ -22,7 +22,7 @@ from safetensors.torch import save, save_file
 from offspec.errors import CheckpointError, MissingWeightsError
 from offspec.loaders.files.checkpoint import DTYPE_BYTES, Checkpoint, num_bytes
 from offspec.loaders.files.containers import open_checkpoint
-from offspec.loaders.files.hub import resolve
+from offspec.loaders.files.hub import resolve, resolve_files
 from offspec.loaders.files.safetensors_folder import read_header
 from offspec.loaders.streaming.stored_model import StoredModel
 
@@ -570,6 +570,15 @@ def test_a_folder_of_the_form_of_a_hub_id_is_a_folder(
     monkeypatch.chdir(tmp_path)
     hub(AssertionError("no download"))
     assert resolve("org/name") == Path("org/name")
+
+
+def test_a_hub_id_names_its_revision(tmp_path: Path, hub: Hub) -> None:
+    calls = hub(tmp_path)
+    for model in ("org/name@refs/pr/3", "org/name"):
+        assert resolve(model, weights=False) == resolve_files(model, ["config.json"]) == tmp_path
+    assert [(name, more["revision"]) for name, more in calls] == [("org/name", "refs/pr/3")] * 2 + [
+        ("org/name", None)
+    ] * 2
 
 
 def test_home_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

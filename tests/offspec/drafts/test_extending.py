@@ -15,14 +15,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from offspec import Engine, SamplingParams, SpeculationParams
+from offspec import Engine, LoadOptions, SamplingParams, SpeculationParams
 from offspec.checkpoints.opening import ModelFiles
 from offspec.drafts.base import Attach, Draft, DraftTask, OpenRequest
 from offspec.drafts.kinds import KINDS
 from offspec.drafts.learnt import EstimatesAndRecall
 from offspec.loaders.machine.hardware import Rates
 from offspec.loaders.streaming.placement import Item, Placement
-from offspec.loading import LoadOptions
 from offspec.model.decoder import Decoder
 from offspec.planning.drafting import Acceptance, Guessing
 from offspec.planning.memory import MemoryUse, Room

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from offspec import LoadOptions
 from offspec.builtin import path as builtin_path
 from offspec.checkpoints.from_config import stored_from_config
 from offspec.checkpoints.opening import ModelFiles, Note
@@ -19,7 +20,6 @@ from offspec.loaders.machine.gpus import KNOWN_GPUS
 from offspec.loaders.machine.hardware import Rates
 from offspec.loaders.params import PLAN_FORMATS
 from offspec.loaders.streaming.placement import Limits
-from offspec.loading import LoadOptions
 from offspec.model.block import memory_bytes
 from offspec.model.decoder import activation_bytes
 from offspec.planning.memory import MemoryOptions, MemoryUse, Room

@@ -22,6 +22,7 @@ from offspec.checkpoints.opening import ModelFiles
 from offspec.drafts.acceptance import EXIT_AGREEMENT
 from offspec.drafts.base import Choice, DraftOptions, OpenRequest
 from offspec.drafts.kinds import open_draft
+from offspec.drafts.layer_drafts import OpenedLayers
 from offspec.drafts.self_draft import OpenedSelf
 from offspec.errors import CheckpointError, StorageError, UsageError
 from offspec.loaders.streaming.placement import Limits, Placement, Slots
@@ -407,9 +408,16 @@ def test_of_several_exits_the_fastest_is_used(
     assert said.file.exit_layer == 1
     placement = Placement((), Slots(0, 0, 0), (), Limits(None, 0), 0, 0)
     assert said.guessing(placement).share == pytest.approx(0.75 / (1 - EXIT_AGREEMENT)), "it errs more often"
-    for name in ("self:x", "self:9", "self:3"):
-        with refused(UsageError, "draft" if name == "self:x" else name.partition(":")[2]):
-            open_draft("target", replace(request, options=DraftOptions(name)))
+    given = open_draft("target", replace(request, options=DraftOptions(f"self:{trained.path}")))
+    assert isinstance(given, OpenedSelf)
+    assert given.file.path == trained.path
+    untrained = open_draft("target", replace(request, options=DraftOptions("self:3")))
+    assert isinstance(untrained, OpenedLayers)
+    assert untrained.num_first == 3
+    with refused(UsageError, "self:9", "1 to 3"):
+        open_draft("target", replace(request, options=DraftOptions("self:9")))
+    with refused(CheckpointError, tmp_path / "none"):
+        open_draft("target", replace(request, options=DraftOptions(f"self:{tmp_path / 'none'}")))
 
 
 def test_another_targets_exit_layer_is_refused(folder: Path, trained: Distilled, tmp_path: Path) -> None:

@@ -1,0 +1,18 @@
+"""The user's files and folders: how programs that use offspec, its commands among them, read, lock and write them."""
+
+from offspec.loaders.files.small_files import MOST_TEXT_BYTES, parse_json, read_small_file
+from offspec.loaders.files.user_folders import expand_home, home_folder, user_folder
+
+from .checkpoints.atomic_files import check_writable, lock, locked_name
+
+__all__ = [
+    "MOST_TEXT_BYTES",
+    "check_writable",
+    "expand_home",
+    "home_folder",
+    "lock",
+    "locked_name",
+    "parse_json",
+    "read_small_file",
+    "user_folder",
+]
