@@ -190,7 +190,8 @@ WRITER = """
     from pathlib import Path
     import torch
     from offspec.checkpoints import kv_files
-    from offspec.model.memory.kv_cache import TextMemory, KVLayout, plain_layers
+    from offspec.model.memory.kv_cache import KVLayout, plain_layers
+    from offspec.model.memory.text_memory import TextMemory
 
     cache = TextMemory(plain_layers([KVLayout(2, 8)] * 2, torch.float32, torch.device("cpu")), torch.device("cpu"))
     cache.reserve(4000)

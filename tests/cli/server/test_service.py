@@ -240,7 +240,7 @@ def params(seed: int) -> SamplingParams:
 
 @pytest.mark.usefixtures("_often")
 def test_of_several_answers_none_is_left_behind(engine: Engine, gate: Gate) -> None:
-    body = {**SHORT, "prompt": "def area(width, height): return width", "n": 3, "stream": True}  # worth copying
+    body = {**SHORT, "prompt": "def area(width, height): return width\n" * 4, "n": 3, "stream": True}  # worth copying
     with served(engine) as (client, _):
         with closing(client.open("POST", TEXT, body)) as connection:
             connection.getresponse()
