@@ -1,0 +1,170 @@
+"""Recurrences over chains and trees beside a loop over each path: the delta rule beside transformers' own."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from offspec.model.recurrence import (
+    ROOT,
+    DeltaInputs,
+    Inputs,
+    SumInputs,
+    chain_convolution,
+    chain_step,
+    no_rows,
+    path_convolution,
+    path_windows,
+    state_after,
+    tree_step,
+)
+
+HEADS, KEY_HEADS, KEY_SIZE, VALUE_SIZE = 4, 2, 16, 8
+
+
+def inputs_of(kind: type[Inputs], num_rows: int, seed: int, more_decay: float = 0.0) -> Inputs:
+    made = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=made)
+
+    queries, keys = (torch.nn.functional.normalize(normal(num_rows, KEY_HEADS, KEY_SIZE), dim=-1) for _ in range(2))
+    values, decays = normal(num_rows, HEADS, VALUE_SIZE), -normal(num_rows, HEADS).exp() - more_decay
+    if kind is SumInputs:
+        return SumInputs(queries, keys, values, decays)
+    return DeltaInputs(queries, keys, values, decays, normal(num_rows, HEADS).sigmoid())
+
+
+def some(inputs: Inputs, rows: list[int] | slice) -> Inputs:
+    return type(inputs)(*(each[rows] for each in vars(inputs).values()))
+
+
+def step_by_step(state: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """A loop over a text; the delta rule's is transformers'."""
+    if isinstance(inputs, SumInputs):
+        return summed(state, inputs)
+    modeling = pytest.importorskip("transformers.models.qwen3_5.modeling_qwen3_5")
+    outputs, after = modeling.torch_recurrent_gated_delta_rule(
+        inputs.queries[None] * KEY_SIZE**0.5,  # it scales queries itself
+        inputs.keys[None],
+        inputs.values[None],
+        inputs.decays[None],
+        inputs.rates[None],
+        initial_state=state[None],
+        output_final_state=True,
+    )
+    return outputs[0], after[0]
+
+
+def summed(state: Tensor, inputs: SumInputs) -> tuple[Tensor, Tensor]:
+    outputs = []
+    for queries, keys, updates, decays in zip(*vars(inputs).values(), strict=True):
+        keys, queries = (each.repeat_interleave(HEADS // KEY_HEADS, 0) for each in (keys, queries))
+        state = state * decays.exp()[:, None, None] + keys[:, :, None] * updates[:, None, :]
+        outputs.append((state * queries[:, :, None]).sum(1))
+    return torch.stack(outputs), state
+
+
+def first_state(seed: int) -> Tensor:
+    return torch.randn(HEADS, KEY_SIZE, VALUE_SIZE, generator=torch.Generator().manual_seed(seed))
+
+
+def paths_of(parents: list[int]) -> list[list[int]]:
+    """The rows from the root's child to each row."""
+    paths = list[list[int]]()
+    for row, parent in enumerate(parents):
+        paths.append([*(paths[parent] if parent >= 0 else []), row])
+    return paths
+
+
+def random_parents(chance: random.Random) -> list[int]:
+    """Of the rows of a tree: each an earlier row, or ROOT."""
+    return [chance.randint(ROOT, row - 1) for row in range(chance.randint(2, 40))]
+
+
+def mask_of(paths: list[list[int]], first: int = 0) -> Tensor:
+    """bool [rows from `first` on, all rows]."""
+    mask = torch.zeros(len(paths), len(paths), dtype=torch.bool)
+    for row, path in enumerate(paths):
+        mask[row, path] = True
+    return mask[first:]
+
+
+KINDS = pytest.mark.parametrize("kind", [DeltaInputs, SumInputs])
+
+
+def assert_close(left: Tensor, right: Tensor) -> None:
+    torch.testing.assert_close(left, right, atol=2e-5, rtol=1e-4)
+
+
+@KINDS
+@pytest.mark.parametrize("num_rows", [1, 2, 63, 64, 65, 200])
+def test_a_chain_is_the_loop_over_its_rows(kind: type[Inputs], num_rows: int) -> None:
+    state, inputs = first_state(1), inputs_of(kind, num_rows, num_rows)
+    for found, expected in zip(chain_step(state, inputs), step_by_step(state, inputs), strict=True):
+        assert_close(found, expected)
+
+
+@KINDS
+@pytest.mark.parametrize("seed", range(8))
+def test_each_node_of_a_tree_continues_its_own_path(kind: type[Inputs], seed: int) -> None:
+    """Outputs, and the state after each path, in one round and in two."""
+    chance, state = random.Random(seed), first_state(seed)
+    parents = random_parents(chance)
+    paths, inputs = paths_of(parents), inputs_of(kind, len(parents), seed)
+    outputs, rows = tree_step(state, inputs, mask_of(paths))
+    cut = chance.randint(0, len(parents))
+    _, early = tree_step(state, some(inputs, slice(0, cut)), mask_of(paths[:cut]))
+    late_outputs, late = tree_step(state, some(inputs, slice(cut, None)), mask_of(paths, cut), early)
+    assert_close(late_outputs, outputs[cut:])
+    grown = early.with_more(late)
+    for row, path in enumerate(paths):
+        expected, after = step_by_step(state, some(inputs, path))
+        assert_close(outputs[row], expected[-1])
+        for kept in (rows, grown):
+            assert_close(state_after(state, kept.at(path)), after)
+
+
+@KINDS
+@pytest.mark.parametrize("seed", range(4))
+def test_a_row_becomes_the_root_and_what_is_below_it_stays(kind: type[Inputs], seed: int) -> None:
+    chance, state = random.Random(seed), first_state(seed)
+    parents = [ROOT, *(max(0, parent) for parent in random_parents(chance))]
+    paths, inputs = paths_of(parents), inputs_of(kind, len(parents), seed)
+    _, rows = tree_step(state, inputs, mask_of(paths))
+    below = rows.below(0, range(1, len(parents)))
+    root = state_after(state, rows.at([0]))
+    for path in paths[1:]:
+        assert_close(state_after(root, below.at([row - 1 for row in path[1:]])), state_after(state, rows.at(path)))
+
+
+@KINDS
+def test_strong_decay_forgets_and_stays_finite(kind: type[Inputs]) -> None:
+    state, inputs = first_state(0), inputs_of(kind, 100, 0, more_decay=60.0)
+    for found, expected in zip(chain_step(state, inputs), step_by_step(state, inputs), strict=True):
+        assert_close(found, expected)
+
+
+@KINDS
+def test_no_rows_leave_the_state(kind: type[Inputs]) -> None:
+    state, inputs = first_state(0), inputs_of(kind, 3, 0)
+    assert state_after(state, no_rows(inputs)) is state
+    outputs, rows = tree_step(state, some(inputs, []), torch.zeros(0, 0, dtype=torch.bool))
+    assert len(outputs) == len(rows) == 0
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_convolution_looks_along_the_path(seed: int) -> None:
+    chance, made = random.Random(seed), torch.Generator().manual_seed(seed)
+    parents, size, channels = random_parents(chance), 4, 6
+    values = torch.randn(len(parents), channels, generator=made)
+    before, weight = (torch.randn(*shape, generator=made) for shape in ((size - 1, channels), (channels, size)))
+    bias = torch.randn(channels, generator=made)
+    windows = path_windows(values, before, torch.tensor(parents))
+    found = path_convolution(windows, weight, bias)
+    for row, path in enumerate(paths_of(parents)):
+        assert_close(found[row], chain_convolution(values[path], before, weight, bias)[-1])
+        assert torch.equal(windows[row].t(), torch.cat((before, values[path]))[-size:])
