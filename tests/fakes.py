@@ -141,6 +141,13 @@ _NESTED = {
 }
 _STRETCHED = {kind: {**said, "rope_theta": 50000.0} for kind, said in _NESTED.items()}
 _PARTIAL = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+_QUARTER = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25, "mrope_section": [2, 1, 1]}
+_DELTA = {
+    "linear_num_value_heads": 4,
+    "linear_value_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 24,
+}
 _GROWING = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,
@@ -238,6 +245,7 @@ FAMILIES = {
     "arcee": Family("arcee"),
     "ernie": Family("ernie4_5", {"head_dim": 24, "use_bias": True}),
     "hunyuan": Family("hunyuan_v1_dense", {"head_dim": 24}),
+    "qwen3.5": Family("qwen3_5_text", {"head_dim": 32, "num_hidden_layers": 5, **_DELTA}, rope=_QUARTER),
     "hunyuan-alpha": Family(
         "hunyuan_v1_dense",
         {"head_dim": 24},
@@ -311,7 +319,9 @@ def randomise(model: PreTrainedModel, generator: torch.Generator) -> None:
 
     Embeddings are small, so that what a layer adds outweighs them; a tied head would else repeat the last token.
     """
-    unit = 0 if model.config.model_type.startswith(("gemma", "nemotron")) else 1  # they add 1 to norms' weights
+    unit = (
+        0 if model.config.model_type.startswith(("gemma", "nemotron", "qwen3_5")) else 1
+    )  # they add 1 to norms' weights
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
         if name.endswith(("q_norm.weight", "k_norm.weight")):

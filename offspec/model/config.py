@@ -25,6 +25,7 @@ from .families import (
     NORMS_BEFORE,
     PARTLY_ROTATED,
     TEXT_CLASSES,
+    DeltaShape,
     Fields,
     MlpNames,
     NormPlaces,
@@ -49,7 +50,8 @@ class ModelConfig:
     not a dimension of each half of a head. query_growth: (beta, context) of the queries' scaling by position
     (`rope.growth`). attention_scale: of scores; None is head_dim ** -0.5. attention_cap, logit_cap: c of c tanh(x / c).
     norm: "rms", "rms plus one", "layer" or "layer plus one" (`norms.normalize`).
-    is_parallel: attention and MLP have the same normed states as input.
+    is_parallel: attention and MLP have the same normed states as input. has_attention_gate: the queries' projection
+    also gives a gate for each number of attention's result. delta: the shape of gated delta nets, if there are any.
     parts: names of each layer's parts (`parts.kinds.PARTS`); empty: attention and an MLP in every layer.
     """
 
@@ -90,6 +92,8 @@ class ModelConfig:
     activation: str = "silu"
     has_fused_qkv: bool = False
     mlp: MlpNames = GATED_MLP
+    has_attention_gate: bool = False
+    delta: DeltaShape | None = None
     parts: tuple[tuple[str, ...], ...] = ()
 
     # How the layers are computed: not fields, because they follow from the class.

@@ -17,6 +17,7 @@ from .config_values import EPS_RANGE, Json, integer, mapping, number_in, optiona
 from .rope_config import (
     FULL,
     LAYER_KINDS,
+    LINEAR,
     ORIGINAL_CONTEXT,
     SLIDING,
     THETA_RANGE,
@@ -73,6 +74,32 @@ class QKNorm:
     keys: str = "self_attn.k_norm"
     over: str = "head"
     is_after_rope: bool = False
+
+
+@dataclass(frozen=True)
+class DeltaShape:
+    """The shape of gated delta nets (`parts.delta_net`).
+
+    num_heads, value_size: of values and states; key_heads, key_size: of queries and keys. kernel: tokens that the
+    convolution sees. is_fused: one matrix for queries, keys, values and gates, by key head (Qwen3-Next).
+    """
+
+    num_heads: int
+    value_size: int
+    key_heads: int
+    key_size: int
+    kernel: int
+    is_fused: bool = False
+
+    @property
+    def values(self) -> int:
+        """Numbers of all heads' values of a row."""
+        return self.num_heads * self.value_size
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution: queries, keys and values of a row."""
+        return 2 * self.key_heads * self.key_size + self.values
 
 
 # Llama's layout, and differences that several families share.
@@ -176,6 +203,35 @@ def _qwen3(config: Json, num_layers: int) -> Fields:
     windows = _qwen_windows(config, num_layers)
     head_dim = positive(config, "head_dim", 128)  # other families' default is hidden_size / heads
     return {"qkv_bias": bias, "o_bias": bias, "qk_norm": True, "windows": windows, "head_dim": head_dim}
+
+
+def _qwen3_5(config: Json, num_layers: int) -> Fields:
+    """Gated delta nets in most layers; attention with a gate in the others, and RoPE for a share of each head."""
+    kinds = config.get("layer_types")
+    if kinds is None:
+        interval = positive(config, "full_attention_interval", 4)
+        kinds = [FULL if (i + 1) % interval == 0 else LINEAR for i in range(num_layers)]
+    mixers = {FULL: "attention", LINEAR: "delta net"}
+    if not isinstance(kinds, list) or len(kinds) != num_layers or not all(kind in mixers for kind in kinds):
+        raise CheckpointError(f"config.json: layer_types must list {num_layers} of {', '.join(mixers)}")
+    bias = bool(config.get("attention_bias"))
+    return {
+        "qkv_bias": bias,
+        "o_bias": bias,
+        "qk_norm": True,
+        "norm": "rms plus one",
+        "head_dim": positive(config, "head_dim", 256),
+        "rotary_share": read_rotary_share(config),
+        "has_attention_gate": True,
+        "delta": DeltaShape(
+            num_heads=positive(config, "linear_num_value_heads", 32),
+            value_size=positive(config, "linear_value_head_dim", 128),
+            key_heads=positive(config, "linear_num_key_heads", 16),
+            key_size=positive(config, "linear_key_head_dim", 128),
+            kernel=positive(config, "linear_conv_kernel_dim", 4),
+        ),
+        "parts": tuple((mixers[kind], "mlp") for kind in kinds),
+    }
 
 
 def _gemma(config: Json, num_layers: int) -> Fields:
@@ -380,6 +436,7 @@ FAMILIES: dict[str, Callable[[Json, int], Fields]] = {
     "ministral": _mistral,
     "qwen2": _qwen2,
     "qwen3": _qwen3,
+    "qwen3_5_text": _qwen3_5,
     "ministral3": _ministral3,
     "gemma": _gemma,
     "gemma2": _gemma2,
@@ -446,6 +503,12 @@ DEFAULTS: dict[str, Json] = {
         "default_theta": 1000000.0,
         "default_local_theta": 10000.0,
     },
+    "qwen3_5_text": {
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 32768,
+        "partial_rotary_factor": 0.25,
+    },
     "phi3": {"rms_norm_eps": 1e-5, ORIGINAL_CONTEXT: 4096},
     "glm": _GLM,
     "glm4": _GLM,
@@ -476,10 +539,10 @@ DEFAULTS: dict[str, Json] = {
     "hunyuan_v1_dense": {"rms_norm_eps": 1e-5},
 }
 # Multimodal models → the family of their language model, if `text_config` does not name it.
-MULTIMODAL = {"gemma3": "gemma3_text", "mistral3": "mistral"}
+MULTIMODAL = {"gemma3": "gemma3_text", "mistral3": "mistral", "qwen3_5": "qwen3_5_text"}
 TEXT_CLASSES = {
     "gemma3_text": "Gemma3ForCausalLM",
     "mistral": "MistralForCausalLM",
     "ministral3": "Ministral3ForCausalLM",
 }
-PARTLY_ROTATED = ("phi3", "glm", "glm4", "nemotron")  # the families that read `partial_rotary_factor`
+PARTLY_ROTATED = ("phi3", "glm", "glm4", "nemotron", "qwen3_5_text")  # the families that read `partial_rotary_factor`

@@ -25,6 +25,7 @@ ROPE_HEADER = ("rope_theta", "rope_type", "type", "partial_rotary_factor")  # no
 ORIGINAL_CONTEXT = "original_max_position_embeddings"
 LONG_FACTORS, SHORT_FACTORS = "long_factor", "short_factor"
 FULL, SLIDING = LAYER_KINDS = ("full_attention", "sliding_attention")
+LINEAR = "linear_attention"
 
 
 @dataclass(frozen=True)

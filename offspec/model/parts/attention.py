@@ -34,7 +34,9 @@ class Attention(NativePart):
     def matrices(self) -> dict[str, tuple[int, int]]:
         c = self.config
         q, kv, hidden = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim, c.hidden_size
-        if c.has_fused_qkv:
+        if c.has_attention_gate:
+            shapes = {f"self_attn.{name}_proj": (n, hidden) for name, n in (("q", 2 * q), ("k", kv), ("v", kv))}
+        elif c.has_fused_qkv:
             shapes = {"self_attn.qkv_proj": (q + 2 * kv, hidden)}
         else:
             shapes = {f"self_attn.{name}_proj": (rows, hidden) for name, rows in (("q", q), ("k", kv), ("v", kv))}
@@ -69,6 +71,9 @@ class Attention(NativePart):
         """Attention of rows first .. last: normed states x [T, hidden] → [T, hidden]."""
         c = self.config
         queries, keys, values = self.projected(x, weights)
+        gate = None
+        if c.has_attention_gate:
+            queries, gate = queries.chunk(2, dim=-1)
         if not c.qk_norm_form.is_after_rope:
             queries, keys = self.qk_normed(queries, keys, weights)
         if self.rotary is not None:
@@ -80,10 +85,15 @@ class Attention(NativePart):
         if c.query_growth is not None:
             queries = queries * rows.rotations.growth(*c.query_growth)[first:last].to(queries.dtype)
         out = rows.attend(self, (queries, keys, values), first, last)
+        if gate is not None:
+            out = out * gate.sigmoid()
         return weights.linear("self_attn.o_proj", out.flatten(1))
 
     def projected(self, x: Tensor, weights: LayerWeights) -> Projected:
-        """Queries [T, heads, head_dim], keys and values [T, kv_heads, head_dim] of normed states x [T, hidden]."""
+        """Queries [T, heads, head_dim], keys and values [T, kv_heads, head_dim] of normed states x [T, hidden].
+
+        With a gate, a head's queries are followed by it.
+        """
         c = self.config
         if c.has_fused_qkv:
             sizes = [heads * c.head_dim for heads in (c.num_heads, c.num_kv_heads, c.num_kv_heads)]
@@ -91,7 +101,7 @@ class Attention(NativePart):
         else:
             queries, keys, values = (weights.linear(f"self_attn.{name}_proj", x) for name in "qkv")
         return (
-            queries.view(-1, c.num_heads, c.head_dim),
+            queries.view(len(x), c.num_heads, -1),
             keys.view(-1, c.num_kv_heads, c.head_dim),
             values.view(-1, c.num_kv_heads, c.head_dim),
         )

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from ..config import ModelConfig
 from ..rope import RotaryEmbeddings
 from .attention import Attention
+from .delta_net import DeltaNet
 from .mlp import AttentionBesideMlp, Mlp
 from .modules import LayerOfModules
 from .part import Part
@@ -14,6 +15,7 @@ from .part import Part
 PARTS: dict[str, Callable[[ModelConfig, int, RotaryEmbeddings | None], Part]] = {
     "attention": Attention,
     "mlp": Mlp,
+    "delta net": DeltaNet,
     "attention beside mlp": AttentionBesideMlp,
     "modules": lambda config, layer, rotaries: LayerOfModules(config, layer),
 }

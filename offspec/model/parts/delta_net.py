@@ -1,0 +1,179 @@
+"""A gated delta net as a part of a layer (Gated Delta Networks, 2412.06464; Qwen3-Next, Qwen3.5 and newer).
+
+A row's queries, keys and values come from a projection and a short convolution along the text; a state per head maps
+keys to values (`recurrence`). The layer's output is the state's answer to the query, normed and gated.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..config import ModelConfig
+from ..memory.recurrent_states import LEAST_COPIED, Nodes, Progress, RecurrentLayout, RecurrentStates, State
+from ..pass_rows import AppendedRows, by_text
+from ..recurrence import DeltaInputs, chain_convolution, chain_step, path_convolution, path_windows, tree_step
+from ..rope import RotaryEmbeddings
+from .part import LayerWeights, NativePart, PassRows, Shape
+
+NORM_EPS = 1e-6  # of queries and keys
+
+
+class DeltaNet(NativePart):
+    """The gated delta net of layer `layer`: norm, projections, convolution, recurrence, and a residual."""
+
+    is_static = False
+
+    def __init__(self, config: ModelConfig, layer: int, rotaries: RotaryEmbeddings | None = None) -> None:
+        super().__init__(config, layer, rotaries)
+        assert config.delta is not None
+        self.shape = shape = config.delta
+        self.memory = RecurrentLayout(
+            shape.num_heads, shape.key_heads, shape.key_size, shape.value_size, shape.channels, shape.kernel - 1
+        )
+
+    @property
+    def norms(self) -> list[str]:
+        name = self.config.norms.before_attention
+        return [] if name is None else [name]
+
+    @property
+    def matrices(self) -> dict[str, tuple[int, int]]:
+        shape, hidden = self.shape, self.config.hidden_size
+        if shape.is_fused:
+            rows = {"in_proj_qkvz": shape.channels + shape.values, "in_proj_ba": 2 * shape.num_heads}
+        else:
+            heads = shape.num_heads
+            rows = {"in_proj_qkv": shape.channels, "in_proj_z": shape.values, "in_proj_b": heads, "in_proj_a": heads}
+        made = {f"linear_attn.{name}": (count, hidden) for name, count in rows.items()}
+        return {**made, "linear_attn.out_proj": (hidden, shape.values)}
+
+    def has_bias(self, matrix: str) -> bool:
+        return False
+
+    @property
+    def shapes(self) -> dict[str, Shape]:
+        shape = self.shape
+        return {
+            **super().shapes,
+            "linear_attn.conv1d.weight": (shape.channels, 1, shape.kernel),
+            "linear_attn.A_log": (shape.num_heads,),
+            "linear_attn.dt_bias": (shape.num_heads,),
+            "linear_attn.norm.weight": (shape.value_size,),
+        }
+
+    def forward(self, x: Tensor, weights: LayerWeights, rows: PassRows, first: int, last: int) -> Tensor:
+        mixed, gates, rates, steps = self.projected(self.norm(x, weights, self.config.norms.before_attention), weights)
+        decays = -weights.vector("linear_attn.A_log").float().exp() * F.softplus(
+            steps.float() + weights.vector("linear_attn.dt_bias").float()
+        )
+        outputs = list[Tensor]()
+        for text, begin, end, some in by_text(rows, first, last):
+            pieces = (mixed[some], decays[some], rates[some].float().sigmoid())
+            outputs.append(self.advance(text, begin, end, pieces, weights))
+        return self.added(x, self.gated(torch.cat(outputs).to(x.dtype), gates, weights))
+
+    def projected(self, x: Tensor, weights: LayerWeights) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Of normed states x [T, hidden]: the convolution's inputs [T, channels], gates [T, heads, Dv], and per head
+        the inputs of the update's rate and of the decay's step [T, heads].
+        """
+        shape = self.shape
+        if not shape.is_fused:
+            mixed, gates, rates, steps = (
+                weights.linear(f"linear_attn.in_proj_{name}", x) for name in ("qkv", "z", "b", "a")
+            )
+            return mixed, gates.view(len(x), shape.num_heads, shape.value_size), rates, steps
+        group = shape.num_heads // shape.key_heads
+        sizes = [shape.key_size, shape.key_size, group * shape.value_size, group * shape.value_size]
+        by_head = weights.linear("linear_attn.in_proj_qkvz", x).view(len(x), shape.key_heads, sum(sizes))
+        queries, keys, values, gates = (each.flatten(1) for each in by_head.split(sizes, -1))
+        rates, steps = weights.linear("linear_attn.in_proj_ba", x).view(len(x), shape.key_heads, 2 * group).chunk(2, -1)
+        mixed = torch.cat((queries, keys, values), -1)
+        gates = gates.view(len(x), shape.num_heads, shape.value_size)
+        return mixed, gates, rates.flatten(1), steps.flatten(1)
+
+    def advance(
+        self, text: AppendedRows, begin: int, end: int, pieces: tuple[Tensor, Tensor, Tensor], weights: LayerWeights
+    ) -> Tensor:
+        """Outputs [end - begin, heads, Dv] of rows begin .. end of a text. pieces: their `mixed`, decays and rates."""
+        memory, place = text.cache.memory_of(self.layer)
+        assert isinstance(memory, RecurrentStates)
+        progress, num_chain = memory.progress(place, begin), len(text.rows.chain)
+        last = max(0, min(end, num_chain) - begin)  # of these rows, those up to `last` are the chain's
+        outputs = list[Tensor]()
+        if is_copied := end >= num_chain >= LEAST_COPIED and last > 0:
+            last -= 1
+        if last:
+            outputs.append(self._chain(progress, *(each[:last] for each in pieces), weights))
+        if is_copied:
+            progress.before_last = progress.state
+            outputs.append(self._chain(progress, *(each[last : last + 1] for each in pieces), weights))
+            last += 1
+        if last < end - begin:
+            nodes = (max(begin, num_chain) - num_chain, end - num_chain)
+            outputs.append(self._tree(text, memory, progress, nodes, tuple(each[last:] for each in pieces), weights))
+        return torch.cat(outputs)
+
+    def _chain(self, progress: Progress, mixed: Tensor, decays: Tensor, rates: Tensor, weights: LayerWeights) -> Tensor:
+        """Outputs of rows that follow the chain so far; moves the state behind them."""
+        state = progress.state
+        convolved = chain_convolution(mixed.float(), state.inputs.float(), self._kernel(weights))
+        inputs = torch.cat((state.inputs, mixed))[len(mixed) :]
+        outputs, matrix = chain_step(state.matrix, self._inputs(convolved, decays, rates))
+        progress.state = State(matrix, inputs.clone())  # not a view of a whole prompt
+        return outputs
+
+    def _tree(
+        self,
+        text: AppendedRows,
+        memory: RecurrentStates,
+        progress: Progress,
+        nodes: tuple[int, int],
+        pieces: tuple[Tensor, ...],
+        weights: LayerWeights,
+    ) -> Tensor:
+        """Outputs of nodes first .. last of the pass, whose ancestors are among the pending ones and among these."""
+        (first, last), (mixed, decays, rates), before = nodes, pieces, progress.nodes
+        mask, device = text.visibility.tree_mask, mixed.device
+        assert mask is not None
+        num_seen = mask.shape[1] - mask.shape[0] + last
+        parents = memory.parents(torch.as_tensor(text.rows.parents, device=device))[:num_seen]
+        inputs = torch.cat((before.inputs, mixed))
+        windows = path_windows(inputs.float(), progress.state.inputs.float(), parents)[num_seen - len(mixed) :]
+        convolved = path_convolution(windows, self._kernel(weights))
+        outputs, rows = tree_step(
+            progress.state.matrix, self._inputs(convolved, decays, rates), mask[first:last, :num_seen], before.rows
+        )
+        progress.nodes = Nodes(before.rows.with_more(rows), inputs)
+        return outputs
+
+    def _kernel(self, weights: LayerWeights) -> Tensor:
+        return weights.vector("linear_attn.conv1d.weight").float().view(self.shape.channels, self.shape.kernel)
+
+    def _inputs(self, convolved: Tensor, decays: Tensor, rates: Tensor) -> DeltaInputs:
+        """Of the convolution's results [R, channels], in fp32."""
+        shape = self.shape
+        size = shape.key_heads * shape.key_size
+        active = F.silu(convolved)
+        queries, keys, values = active.split((size, size, shape.values), -1)
+        by_head = (len(active), shape.key_heads, shape.key_size)
+        return DeltaInputs(
+            _normed(queries.view(by_head)) * shape.key_size**-0.5,
+            _normed(keys.view(by_head)),
+            values.view(len(active), shape.num_heads, shape.value_size),
+            decays,
+            rates,
+        )
+
+    def gated(self, outputs: Tensor, gates: Tensor, weights: LayerWeights) -> Tensor:
+        """Outputs [T, heads, Dv], normed per head and times silu(gate), through the last projection: [T, hidden]."""
+        wide = outputs.float()
+        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.config.rms_norm_eps)
+        normed = weights.vector("linear_attn.norm.weight") * normed.to(outputs.dtype)
+        gated = (normed * F.silu(gates.float())).to(outputs.dtype)
+        return weights.linear("linear_attn.out_proj", gated.flatten(1))
+
+
+def _normed(x: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + NORM_EPS)
