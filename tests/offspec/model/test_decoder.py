@@ -401,7 +401,7 @@ def complete(config: ModelConfig) -> dict[str, StoredWeight]:
     """Headers of a checkpoint that fits `config`."""
     shapes = dict(config.shared_shapes())
     for layer in range(config.num_layers):
-        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in layer_shapes(config).items()}
+        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in layer_shapes(config, layer).items()}
     return {name: stored(name, shape) for name, shape in shapes.items()}
 
 
