@@ -192,16 +192,16 @@ def _through(state: Tensor, rows: Tensor) -> Tensor:
 # ------------------------------------------------------------------------------------------------ convolution
 
 
-def path_windows(values: Tensor, before: Tensor, parents: Tensor) -> Tensor:
+def path_windows(values: Tensor, before: Tensor, parents: Tensor, first: int = 0) -> Tensor:
     """[R, C, K]: each row's value behind those of the K - 1 places before it on its path, the oldest first.
 
-    values [P + R, C]: of earlier rows, then of the R rows of this pass. before [K - 1, C]: those before the root's
+    values [P + R, C]: of earlier rows, then of the R rows from `first` on. before [K - 1, C]: those before the root's
     children, the oldest first. parents [P + R]: a row's parent among them, or ROOT.
     """
     num_before = len(before)
     places = torch.cat((before, values))
     above = torch.cat((torch.arange(-1, num_before - 1, device=parents.device).clamp_(min=0), parents + num_before))
-    place = torch.arange(num_before, len(places), device=parents.device)
+    place = torch.arange(num_before + first, len(places), device=parents.device)
     found = [place]
     for _ in range(num_before):
         place = above[place]

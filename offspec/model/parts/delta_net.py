@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from offspec.scheduler.params import MAX_NODES
+
 from ..config import ModelConfig
 from ..memory.recurrent_states import LEAST_COPIED, Nodes, Progress, RecurrentLayout, RecurrentStates, State
 from ..pass_rows import AppendedRows, by_text
@@ -18,6 +20,7 @@ from ..rope import RotaryEmbeddings
 from .part import LayerWeights, NativePart, PassRows, Shape
 
 NORM_EPS = 1e-6  # of queries and keys
+TREE_ROWS = 128  # nodes that are computed together: each has a product with each ancestor, in each head
 
 
 class DeltaNet(NativePart):
@@ -48,6 +51,11 @@ class DeltaNet(NativePart):
             rows = {"in_proj_qkv": shape.channels, "in_proj_z": shape.values, "in_proj_b": heads, "in_proj_a": heads}
         made = {f"linear_attn.{name}": (count, hidden) for name, count in rows.items()}
         return {**made, "linear_attn.out_proj": (hidden, shape.values)}
+
+    @property
+    def row_numbers(self) -> int:
+        shape = self.shape  # what is in fp32 counts twice
+        return 2 * ((shape.kernel + 6) * shape.channels + 8 * shape.values + 3 * shape.num_heads * MAX_NODES)
 
     def has_bias(self, matrix: str) -> bool:
         return False
@@ -134,19 +142,21 @@ class DeltaNet(NativePart):
         weights: LayerWeights,
     ) -> Tensor:
         """Outputs of nodes first .. last of the pass, whose ancestors are among the pending ones and among these."""
-        (first, last), (mixed, decays, rates), before = nodes, pieces, progress.nodes
-        mask, device = text.visibility.tree_mask, mixed.device
+        mask, (first, last) = text.visibility.tree_mask, nodes
         assert mask is not None
-        num_seen = mask.shape[1] - mask.shape[0] + last
-        parents = memory.parents(torch.as_tensor(text.rows.parents, device=device))[:num_seen]
-        inputs = torch.cat((before.inputs, mixed))
-        windows = path_windows(inputs.float(), progress.state.inputs.float(), parents)[num_seen - len(mixed) :]
-        convolved = path_convolution(windows, self._kernel(weights))
-        outputs, rows = tree_step(
-            progress.state.matrix, self._inputs(convolved, decays, rates), mask[first:last, :num_seen], before.rows
-        )
-        progress.nodes = Nodes(before.rows.with_more(rows), inputs)
-        return outputs
+        num_earlier = mask.shape[1] - mask.shape[0]
+        parents = memory.parents(torch.as_tensor(text.rows.parents, device=mask.device))
+        outputs = list[Tensor]()
+        for begin in range(first, last, TREE_ROWS):
+            end, seen = min(begin + TREE_ROWS, last), num_earlier + min(begin + TREE_ROWS, last)
+            mixed, decays, rates = (each[begin - first : end - first] for each in pieces)
+            inputs = torch.cat((progress.nodes.inputs, mixed))
+            windows = path_windows(inputs.float(), progress.state.inputs.float(), parents[:seen], num_earlier + begin)
+            given = self._inputs(path_convolution(windows, self._kernel(weights)), decays, rates)
+            some, rows = tree_step(progress.state.matrix, given, mask[begin:end, :seen], progress.nodes.rows)
+            progress.nodes = Nodes(progress.nodes.rows.with_more(rows), inputs)
+            outputs.append(some)
+        return torch.cat(outputs)
 
     def _kernel(self, weights: LayerWeights) -> Tensor:
         return weights.vector("linear_attn.conv1d.weight").float().view(self.shape.channels, self.shape.kernel)
