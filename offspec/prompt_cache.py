@@ -98,6 +98,8 @@ class PromptCache:
         self._owner(TARGET, kept[TARGET]).check(file.owners[TARGET], self.path)
         known = file.tokens[: file.lengths[TARGET]]
         number = num_common(known, np.asarray(text[:-1], dtype=np.int64))  # the last token is always scored
+        if not kept[TARGET].can_be_cut and number < len(known):
+            number = 0  # a state of all of the file's tokens
         if number < WORTHWHILE:
             self._tell(f"{self.path} has {len(known)} tokens, and the prompt begins otherwise; it is scored as usual")
             return 0
@@ -119,9 +121,9 @@ class PromptCache:
         if num_tokens < WORTHWHILE:
             return None
         parts = {
-            name: Part(self._owner(name, cache), cache, min(cache.length, num_tokens))
+            name: Part(self._owner(name, cache), cache, length)
             for name, cache in self._caches(caches).items()
-            if cache.length
+            if (length := cache.restorable(min(cache.length, num_tokens if cache.can_be_cut else num_tokens - 1)))
         }
         try:
             nbytes = write_kv_file(self.path, caches.text[:num_tokens], parts)

@@ -252,10 +252,11 @@ class KVFile:
         """
         views = dict[str, Tensor]()
         for name, cache in caches.items():
-            self._check_shapes(name, cache)
             number = min(length, self.lengths[name])
             cache.reserve(number)
-            views |= {f"{name}.{index}": view for index, view in enumerate(cache.stored(number))}
+            stored = cache.stored(number)
+            self._check_shapes(name, stored, has_slots=cache.can_be_cut)
+            views |= {f"{name}.{index}": view for index, view in enumerate(stored)}
         try:
             with open_regular(self.path) as file:
                 for name, view in views.items():
@@ -265,12 +266,15 @@ class KVFile:
         for name, cache in caches.items():
             cache.begin(min(length, self.lengths[name]))
 
-    def _check_shapes(self, name: str, cache: TextMemory) -> None:
-        """Whether the file's tensors have the shapes that the cache stores. Raises CheckpointError."""
-        for index, view in enumerate(cache.stored(0)):
-            expected = DTYPE_NAMES[view.dtype], (*view.shape[:-2], self.lengths[name], view.shape[-1])
+    def _check_shapes(self, name: str, stored: Sequence[Tensor], *, has_slots: bool) -> None:
+        """Whether the file's tensors have the shapes of these views. Raises CheckpointError.
+
+        has_slots: the views are of as many slots as are read, of those in the file; otherwise both are of all tokens.
+        """
+        for index, view in enumerate(stored):
+            shape = (*view.shape[:-2], self.lengths[name], view.shape[-1]) if has_slots else tuple(view.shape)
             info = self.infos.get(f"{name}.{index}")
-            if info is None or (info.dtype, info.shape) != expected:
+            if info is None or (info.dtype, info.shape) != (DTYPE_NAMES[view.dtype], shape):
                 raise CheckpointError(f"{self.path} is damaged: the shapes of its entries are not the model's")
 
     @torch.inference_mode()

@@ -134,6 +134,7 @@ class RecurrentStates:
     def progress(self, layer: int, first: int) -> Progress:
         """What this pass has made of the layer before its row `first`; from row 0 on, what is committed and pending."""
         if first == 0:
+            self._stored.clear()
             self._passing[layer] = Progress(self._states[layer], self._nodes[layer])
         return self._passing[layer]
 
@@ -198,6 +199,7 @@ class RecurrentStates:
         self._nodes = [self._no_nodes()] * self.num_layers
         self._parents = self._parents[:0]
         self._passing.clear()
+        self._stored.clear()
         if length == self._length:
             return
         self._copies = [copy for copy in self._copies if copy.length <= length]
