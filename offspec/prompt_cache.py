@@ -125,6 +125,8 @@ class PromptCache:
             for name, cache in self._caches(caches).items()
             if (length := cache.restorable(min(cache.length, num_tokens if cache.can_be_cut else num_tokens - 1)))
         }
+        if TARGET not in parts:
+            return None
         try:
             nbytes = write_kv_file(self.path, caches.text[:num_tokens], parts)
             sizes = f"{format_size(nbytes)}; {format_size(free_disk_bytes(self.path))} of its disk are free"

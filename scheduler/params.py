@@ -30,6 +30,7 @@ CPU_MAX_NODES = 256
 AUTO_TEXTS = 8  # that share passes; more of them bring little, because the later nodes of eight trees bring little
 MAX_ROWS = 3072  # expanded candidates pending in the draft's KV cache at a time
 DRAFT_ROWS = 384  # of each text of several that share passes, because each has a draft cache
+MOST_STATE_NODES = 256  # per tree of a model with recurrent layers, whose nodes take much memory
 MAX_JOINT_NODES = 256  # per jointly accepted tree, because all its logits are in memory at a time
 ACCEPTS = Methods("lossy acceptance", "exact", "joint")
 Scoring = Literal["coupled", "specexec"]

@@ -216,7 +216,7 @@ class Draft:
         guessers = self.guessers(task, learnt)
         speculation, constraint = task.speculation, task.request.sampler.constraint
         if speculation.budget != 0 and not guessers and constraint is not None:
-            return ForcedDrafter(constraint, speculation.budget or max_nodes(task.target.device.type))
+            return ForcedDrafter(constraint, speculation.budget or most_nodes(task))
         if speculation.budget == 0 or not guessers:
             return NoDrafter()
         return ModelDrafter(
@@ -256,4 +256,9 @@ Listener = Callable[[TargetPass], None]
 
 def controller_of(task: DraftTask, learnt: EstimatesAndRecall) -> Controller:
     """Decides how long to draft and how many nodes to send, by the request's parameters."""
-    return controller_for(task.speculation, learnt.costs, max_nodes(task.target.device.type))
+    return controller_for(task.speculation, learnt.costs, most_nodes(task))
+
+
+def most_nodes(task: DraftTask) -> int:
+    """The most nodes of a tree whose size is found at run time."""
+    return min(max_nodes(task.target.device.type), task.target.config.most_nodes)

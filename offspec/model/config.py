@@ -12,6 +12,7 @@ from typing import Any
 
 from offspec.loaders.files.checkpoint import show
 from offspec.loaders.params import QUANT_METHODS
+from offspec.scheduler.params import MAX_NODES, MOST_STATE_NODES
 
 from ..errors import CheckpointError, UnsupportedModelError
 from .config_values import EPS_RANGE, Json, mapping, number_in, positive
@@ -105,6 +106,11 @@ class ModelConfig:
     expert_share = 1.0  # the share of a layer's experts that a row uses
 
     @property
+    def most_nodes(self) -> int:
+        """The most nodes of a tree whose size is found at run time."""
+        return MAX_NODES if self.delta is None else MOST_STATE_NODES
+
+    @property
     def mask_heads(self) -> int:
         """The number of heads whose mask or scores are in memory at once."""
         return self.num_heads // self.num_kv_heads
@@ -144,8 +150,9 @@ class ModelConfig:
         return (FINAL_NORM, FINAL_NORM_BIAS) if self.has_norm_bias else (FINAL_NORM,)
 
     def ignores(self, name: str) -> bool:
-        """Whether a decoder does not need this tensor: a tied head's copy, precomputed frequencies."""
-        return (self.tied_head and name == self.own_head_name) or name.endswith("rotary_emb.inv_freq")
+        """Whether a decoder does not need this tensor: a tied head's copy, precomputed frequencies, MTP layers."""
+        is_mtp = self.delta is not None and name.startswith("mtp.")  # drafts within the checkpoint, of Qwen3.5
+        return is_mtp or (self.tied_head and name == self.own_head_name) or name.endswith("rotary_emb.inv_freq")
 
     @property
     def rotary_dim(self) -> int:

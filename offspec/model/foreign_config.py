@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
+from offspec.scheduler.params import MAX_NODES
+
 from .config import ModelConfig
 from .config_values import Json
 from .memory.kv_cache import KVLayout
@@ -76,6 +78,7 @@ class ForeignConfig(ModelConfig):
     ignored: frozenset[str]
 
     is_native = False
+    most_nodes = MAX_NODES
     has_whole_attention = True
     only_multiplies = False
 

@@ -277,7 +277,7 @@ def _with_residents_back(plan: Plan) -> Plan:
 def _plan_in_room(demand: Demand) -> Plan:
     """The plan for the context asked for, or for the default context."""
     target, limits, options = demand.target, demand.limits, demand.options
-    longest, tree = target.config.max_context, max(options.tree or 0, _max_nodes(limits))
+    longest, tree = target.config.max_context, max(options.tree or 0, min(_max_nodes(limits), target.config.most_nodes))
     if options.context is not None:
         if options.context > longest:
             raise UsageError(f"`context={options.context}` exceeds the model's maximum of {longest}; set a smaller one")

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from offspec import Engine, SamplingParams, SpeculationParams
+from offspec import Engine, PromptCache, SamplingParams, SpeculationParams
 from offspec.checkpoints.load import LoadSettings, load_decoder
 from offspec.checkpoints.opening import ModelFiles
 from offspec.drafts.model_draft import ModelDraft
@@ -45,13 +45,25 @@ def family() -> Iterator[None]:
     del PARTS["average"], FAMILIES["averaging"]
 
 
-@pytest.fixture(scope="module")
-def folder(family: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    pair, folder = build_pair(tmp_path_factory.mktemp("pair")), tmp_path_factory.mktemp("averaging")
+DELTA_NETS = {
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "linear_num_value_heads": 4,
+    "linear_value_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 24,
+}
+
+
+@pytest.fixture(scope="module", params=["averaging", "qwen3_5_text"])
+def folder(family: None, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of each hybrid family, with random weights."""
+    pair, folder = build_pair(tmp_path_factory.mktemp("pair")), tmp_path_factory.mktemp(request.param)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(pair.target / name, folder)
     config = json.loads((pair.target / "config.json").read_text())
-    config |= {"model_type": "averaging", "num_hidden_layers": len(LAYERS)}
+    config |= {"model_type": request.param, "num_hidden_layers": len(LAYERS)}
+    if request.param == "qwen3_5_text":
+        config |= DELTA_NETS
     (folder / "config.json").write_text(json.dumps(config))
     generator, tensors = torch.Generator().manual_seed(0), dict[str, torch.Tensor]()
     for name, shape in wanted_shapes(read_config(config)).items():
@@ -122,3 +134,18 @@ def test_texts_that_share_passes_are_plain_decodings(folder: Path, engine: Engin
 def text_tokens(engine: Engine, prompt: str) -> Iterator[int]:
     for step in engine.generate(prompt, GREEDY, PLAIN):
         yield from step.token_ids
+
+
+def test_a_prompts_states_are_kept_in_a_file(folder: Path, tmp_path: Path) -> None:
+    """Those before its last token: for the same prompt, and for one that begins with all of it."""
+    prompt, told = "x = [" + "1, " * 30, list[str]()
+    with Engine.load(str(folder), draft="lookup", device="cpu", dtype="fp32") as engine:
+        for text in (prompt, prompt, prompt + "2, 3", "y" + prompt):
+            expected = [token for step in engine.generate(text, GREEDY, PLAIN) for token in step.token_ids]
+            steps = PromptCache(engine, tmp_path / "prompt.kv", told.append).generate(text, GREEDY)
+            assert [token for step in steps for token in step.token_ids] == expected
+    number = len(engine.encode(prompt)) - 1
+    if "qwen3_5" in folder.name:
+        assert [line.startswith(f"{number} of the prompt's") for line in told] == [False, True, True, False, False]
+    else:
+        assert not told  # no state is kept there

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from offspec.scheduler.params import MOST_STATE_NODES
+
 from ..recurrence import ROOT, PathRows, state_after
 from .layer_memory import Kept
 
@@ -40,8 +42,13 @@ class RecurrentLayout:
         return 4 * self.num_heads * self.key_size * self.value_size
 
     def nbytes(self, num_entries: int, itemsize: int) -> int:
-        """Bytes of one layer: the state, the one of a pass under way, and the copies. They do not grow with a text."""
-        return (2 + MOST_COPIES) * (self.state_bytes + itemsize * self.window * self.channels)
+        """At most so many bytes of one layer: the state, the one of a pass under way, the copies, and pending nodes.
+
+        They do not grow with a text.
+        """
+        states = (2 + MOST_COPIES) * (self.state_bytes + itemsize * self.window * self.channels)
+        row = 4 * (self.key_heads * self.key_size + self.num_heads * (self.value_size + 1)) + itemsize * self.channels
+        return states + min(num_entries, MOST_STATE_NODES) * row
 
     def new(self, num_layers: int, dtype: torch.dtype, device: torch.device) -> RecurrentStates:
         return RecurrentStates(self, num_layers, dtype, device)
@@ -148,6 +155,8 @@ class RecurrentStates:
             self._states = [self._stored[layer] for layer in range(self.num_layers)]
             self._stored.clear()
             self._length += num_committed
+            return
+        if not num_committed + num_pending:
             return
         passing = [self._passing[layer] for layer in range(self.num_layers)]
         if all(progress.before_last is not None for progress in passing):

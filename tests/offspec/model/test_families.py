@@ -93,7 +93,9 @@ def test_plain_trees_and_streamed_are_one_text(tiny_model: GetModel, tokenizer: 
             assert says(far, params, TREES)[0] == plain
 
 
-@pytest.mark.parametrize("family", ["gemma2", "phi3-longrope", "cohere-qk-norm", "starcoder2", "olmo3", "glm", "qwen3.5"])
+@pytest.mark.parametrize(
+    "family", ["gemma2", "phi3-longrope", "cohere-qk-norm", "starcoder2", "olmo3", "glm", "qwen3.5"]
+)
 def test_verifying_with_random_drafts(tiny_model: GetModel, tokenizer: Tokenizer, family: str) -> None:
     """A small draft of the target's own layout is made for it."""
     engine = Engine(LoadedTarget(tiny_model(family).decoder()), tokenizer)

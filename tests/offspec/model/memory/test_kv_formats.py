@@ -216,7 +216,7 @@ def test_packing_rounds_each_entry_by_itself(coding: Coding, head_dim: int, seed
 
 
 @pytest.mark.parametrize("kv", KV_FORMATS.values())
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "qwen3.5"])  # it keeps states, too
 def test_bytes_are_counted_as_they_are_allocated(family: str, kv: KVFormat) -> None:
     """By layer, sliding windows included."""
     config = read_config(config_json(FAMILIES[family]))
