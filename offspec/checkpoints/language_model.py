@@ -14,7 +14,7 @@ BEGINNINGS = {
     "language_model.lm_head.": "lm_head.",
     "model.language_model.": "model.",
 }
-OTHER_MODULES = ("vision_tower", "multi_modal_projector")  # they encode images
+OTHER_MODULES = ("vision_tower", "multi_modal_projector", "visual")  # they encode images
 
 
 def language_model(checkpoint: Checkpoint) -> Checkpoint:

@@ -36,11 +36,13 @@ VISION = {
 }
 GEMMA = {"vision_config": {"model_type": "siglip_vision_model", **VISION}, "mm_tokens_per_image": 4}
 PIXTRAL = {"vision_config": {"model_type": "pixtral", "head_dim": 16, **VISION}, "tie_word_embeddings": False}
+QWEN = {"vision_config": {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32, "out_hidden_size": 64}}
 # No Gemma 3 caps its logits, and where config.json says so transformers does it without images only.
 UNCAPPED = replace(FAMILIES["gemma3"], settings={**FAMILIES["gemma3"].settings, "final_logit_softcapping": None})
 MODELS: dict[str, tuple[str, Family, dict[str, Any]]] = {
     "gemma3": ("gemma3", UNCAPPED, GEMMA),
     "mistral3": ("mistral3", FAMILIES["mistral"], PIXTRAL),
+    "qwen3.5": ("qwen3_5", FAMILIES["qwen3.5"], QWEN),
     "mistral3-ministral": ("mistral3", FAMILIES["ministral3"], PIXTRAL),
 }
 GetModel = Callable[[str], TinyModel]
