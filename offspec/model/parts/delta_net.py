@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from offspec.loaders.streaming.small_transfers import to_device
 from offspec.scheduler.params import MAX_NODES
 
 from ..config import ModelConfig
@@ -95,7 +96,7 @@ class DeltaNet(NativePart):
         group = shape.num_heads // shape.key_heads
         sizes = [shape.key_size, shape.key_size, group * shape.value_size, group * shape.value_size]
         by_head = weights.linear("linear_attn.in_proj_qkvz", x).view(len(x), shape.key_heads, sum(sizes))
-        queries, keys, values, gates = (each.flatten(1) for each in by_head.split(sizes, -1))
+        queries, keys, values, gates = (each.flatten(1) for each in torch.split(by_head, sizes, -1))
         rates, steps = weights.linear("linear_attn.in_proj_ba", x).view(len(x), shape.key_heads, 2 * group).chunk(2, -1)
         mixed = torch.cat((queries, keys, values), -1)
         gates = gates.view(len(x), shape.num_heads, shape.value_size)
@@ -113,17 +114,17 @@ class DeltaNet(NativePart):
         if is_copied := end >= num_chain >= LEAST_COPIED and last > 0:
             last -= 1
         if last:
-            outputs.append(self._chain(progress, *(each[:last] for each in pieces), weights))
+            outputs.append(self._chain(progress, weights, *(each[:last] for each in pieces)))
         if is_copied:
             progress.before_last = progress.state
-            outputs.append(self._chain(progress, *(each[last : last + 1] for each in pieces), weights))
+            outputs.append(self._chain(progress, weights, *(each[last : last + 1] for each in pieces)))
             last += 1
         if last < end - begin:
             nodes = (max(begin, num_chain) - num_chain, end - num_chain)
             outputs.append(self._tree(text, memory, progress, nodes, tuple(each[last:] for each in pieces), weights))
         return torch.cat(outputs)
 
-    def _chain(self, progress: Progress, mixed: Tensor, decays: Tensor, rates: Tensor, weights: LayerWeights) -> Tensor:
+    def _chain(self, progress: Progress, weights: LayerWeights, mixed: Tensor, decays: Tensor, rates: Tensor) -> Tensor:
         """Outputs of rows that follow the chain so far; moves the state behind them."""
         state = progress.state
         convolved = chain_convolution(mixed.float(), state.inputs.float(), self._kernel(weights))
@@ -145,7 +146,7 @@ class DeltaNet(NativePart):
         mask, (first, last) = text.visibility.tree_mask, nodes
         assert mask is not None
         num_earlier = mask.shape[1] - mask.shape[0]
-        parents = memory.parents(torch.as_tensor(text.rows.parents, device=mask.device))
+        parents = memory.parents(to_device(torch.from_numpy(text.rows.parents), mask.device))
         outputs = list[Tensor]()
         for begin in range(first, last, TREE_ROWS):
             end, seen = min(begin + TREE_ROWS, last), num_earlier + min(begin + TREE_ROWS, last)
@@ -166,7 +167,7 @@ class DeltaNet(NativePart):
         shape = self.shape
         size = shape.key_heads * shape.key_size
         active = F.silu(convolved)
-        queries, keys, values = active.split((size, size, shape.values), -1)
+        queries, keys, values = torch.split(active, [size, size, shape.values], -1)
         by_head = (len(active), shape.key_heads, shape.key_size)
         return DeltaInputs(
             _normed(queries.view(by_head)) * shape.key_size**-0.5,

@@ -36,7 +36,9 @@ VISION = {
 }
 GEMMA = {"vision_config": {"model_type": "siglip_vision_model", **VISION}, "mm_tokens_per_image": 4}
 PIXTRAL = {"vision_config": {"model_type": "pixtral", "head_dim": 16, **VISION}, "tie_word_embeddings": False}
-QWEN = {"vision_config": {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32, "out_hidden_size": 64}}
+QWEN = {
+    "vision_config": {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32, "out_hidden_size": 64}
+}
 # No Gemma 3 caps its logits, and where config.json says so transformers does it without images only.
 UNCAPPED = replace(FAMILIES["gemma3"], settings={**FAMILIES["gemma3"].settings, "final_logit_softcapping": None})
 MODELS: dict[str, tuple[str, Family, dict[str, Any]]] = {
