@@ -27,6 +27,7 @@ from .kv_formats import PLAIN, KVFormat
 from .norms import normalize
 from .rope import RotaryEmbedding, Rotations, rotate
 from .rope_config import RopeConfig
+from .row_wise import row_wise
 
 Projected = tuple[Tensor, Tensor, Tensor]  # queries [T, heads, D], keys and values [T, kv_heads, D] of T rows
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {  # by their names in config.json
@@ -177,12 +178,12 @@ class Block:
         """Normed states x [T, hidden] → [T, hidden]; with a gate it is SwiGLU or GeGLU (2002.05202)."""
         names, activate = self.config.mlp, ACTIVATIONS[self.config.activation]
         if names.gate is None:
-            inner = activate(weights.linear(names.up, x))
+            inner = row_wise(activate, weights.linear(names.up, x))
         elif names.is_fused:
             gate, up = weights.linear(names.up, x).chunk(2, dim=-1)
-            inner = activate(gate) * up
+            inner = row_wise(activate, gate) * up
         else:
-            inner = activate(weights.linear(names.gate, x)) * weights.linear(names.up, x)
+            inner = row_wise(activate, weights.linear(names.gate, x)) * weights.linear(names.up, x)
         return weights.linear(names.down, inner)
 
     def norm(self, x: Tensor, weights: LayerWeights, name: str | None) -> Tensor:

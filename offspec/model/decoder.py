@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 
 from offspec.loaders.formats import StoredWeight, Weight
+from offspec.loaders.formats.products import HALF_DTYPES, can_be_exact, exact_rows, must_be_exact
+from offspec.loaders.kernels.row_attention import Visible, attend_rows, can_attend
 from offspec.loaders.streaming.cuda import span
 from offspec.loaders.streaming.small_transfers import to_device
 from offspec.loaders.streaming.weights import RamWeights, WeightSource
@@ -52,7 +54,9 @@ from .names import LAYER_PREFIX
 from .norms import normalize
 from .part_attention import SPLIT_BYTES, KeyPart, most_scored_keys, part_attention, reason_for_formula
 from .rope import Rotations
+from .row_attention import key_parts, visible_slots
 from .row_logits import HEAD_ROWS, RowLogits
+from .row_wise import row_wise
 
 CHUNK_ROWS = 512  # rows of a long chain that go through a layer together; limits activations
 # Rows of chains in one pass; a longer prompt takes several, because hidden states of all rows are in memory. Streaming
@@ -109,20 +113,28 @@ class AppendedRows(RowsOfText):
     first_layer: int = 0
     masks: dict[int | None, Tensor | None] = field(default_factory=dict)
     known_ranges: dict[int | None, list[KeyRange]] = field(default_factory=dict)
+    known_slots: dict[int | None, Visible] = field(default_factory=dict)
 
     def attend(self, block: Block, projected: Projected, first: int, last: int) -> Tensor:
         """Attention to all keys at once, or by parts: of many keys, and of keys that are unpacked for each use."""
         queries, keys, values = projected
         layer, group = block.index - self.first_layer, queries.shape[1] // keys.shape[1]
         most = self.cache.most_read(layer)
+        if must_be_exact(queries):
+            self.cache.write(layer, keys, values, self.visibility.start + first)
+            visible, c = self.slots(first, last, block.window, group), block.config
+            parts = key_parts(self.cache, layer, visible, most)
+            scale = c.attention_scale or c.head_dim**-0.5
+            return attend_rows(queries, parts, visible, scale=scale, cap=c.attention_cap)
         if most is None and group * len(queries) * (self.visibility.start + last) <= MASK_ELEMENTS:
             return super().attend(block, projected, first, last)
         self.cache.write(layer, keys, values, self.visibility.start + first)
         scale, cap = block.config.attention_scale, block.config.attention_cap
         most_scored = part_attention(queries, cap).most_keys(queries.shape[0] * queries.shape[1])
         limits = [limit for limit in (most, most_scored) if limit is not None]
-        parts = self.parts(layer, self.ranges(first, last, block.window), min(limits, default=None))
-        return attend_by_parts(queries, parts, scale=scale, cap=cap)
+        ranges = self.ranges(first, last, block.window)
+        key_ranges = self.parts(layer, ranges, min(limits, default=None))
+        return attend_by_parts(queries, key_ranges, scale=scale, cap=cap)
 
     def parts(self, layer: int, ranges: Sequence[KeyRange], most: int | None) -> Iterator[KeyPart]:
         """Keys and values of these slots in the cache's layer `layer`, at most `most` of them at once."""
@@ -134,6 +146,14 @@ class AppendedRows(RowsOfText):
         start = self.visibility.start
         self.cache.write(layer - self.first_layer, keys, values, start + first)
         return self.cache.read(layer - self.first_layer, start + last)
+
+    def slots(self, first: int, last: int, window: int | None, group: int) -> Visible:
+        """`visible_slots`; if they are all rows', they are computed once per pass, otherwise in each layer."""
+        if last - first < len(self):
+            return visible_slots(self.visibility, first, last, window, group)
+        if window not in self.known_slots:
+            self.known_slots[window] = visible_slots(self.visibility, first, last, window, group)
+        return self.known_slots[window]
 
     def ranges(self, first: int, last: int, window: int | None) -> list[KeyRange]:
         """`Visibility.ranges`; if they are all rows', they are computed once per pass, otherwise in each layer."""
@@ -186,9 +206,11 @@ class Decoder:
     """A decoder of the shape `config` with the weights of `weights`.
 
     entries_in_ram: the layers whose KV entries lie in RAM, in caches made from now on; None: all are on the device.
+    is_exact: a row's results have the same bits whatever rows share its pass (`reason_against_exactness`).
     """
 
     entries_in_ram: EntriesInRam | None = None
+    is_exact = False
 
     def __init__(
         self,
@@ -246,7 +268,7 @@ class Decoder:
         """
         for index in layers or range(len(self.blocks)):
             self.current_layer, block = index, self.blocks[index]
-            with span("layer"), self.weights.layer(index) as tensors:
+            with exact_rows(self.is_exact), span("layer"), self.weights.layer(index) as tensors:
                 weights = self.layer_weights(tensors)
                 if len(rows.chunks) == 1:
                     hidden = block.forward(hidden, weights, rows, 0, len(hidden))
@@ -296,7 +318,8 @@ class Decoder:
 
     def head(self, states: Tensor) -> Tensor:
         """fp32 logits [R, vocab] of `normed` states [R, hidden]."""
-        return self.capped(self.linear_logits(states))
+        with exact_rows(self.is_exact):
+            return self.capped(self.linear_logits(states))
 
     def linear_logits(self, states: Tensor) -> Tensor:
         """Logits before the cap: linear in the states."""
@@ -306,11 +329,24 @@ class Decoder:
     def capped(self, logits: Tensor) -> Tensor:
         """fp32 logits [R, vocab]: `linear_logits`, or sums of them, with the model's cap."""
         cap = self.config.logit_cap
-        return logits if cap is None else cap * torch.tanh(logits / cap)
+        return logits if cap is None else cap * row_wise(torch.tanh, logits / cap)
 
     def head_weights(self) -> LayerWeights:
         """The matrix of the head as "head.weight"."""
         return LayerWeights({"head.weight": self.weights.shared(self.config.head_name)})
+
+
+def reason_against_exactness(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Why a decoder cannot be `is_exact`; None if it can."""
+    if isinstance(config, ForeignConfig):
+        return "its layers are modules of transformers"
+    if device.type != "cpu":
+        return f"{device.type} has no such kernels yet"
+    if not can_be_exact(dtype):
+        return "this CPU has no kernels" if dtype in HALF_DTYPES else f"products in {dtype} have no such kernels"
+    if not can_attend(config.num_heads // config.num_kv_heads, dtype):
+        return "too many heads share keys"
+    return None
 
 
 def chunk_rows(config: ModelConfig, num_keys: int) -> int:
