@@ -21,6 +21,7 @@ _ARGUMENTS = [
     "embedding",
     "exit_file",
     "exit_layer",
+    "fast_arithmetic",
     "format",
     "head",
     "head_tokens",

@@ -18,7 +18,7 @@ FEW = 16  # a command with at most this number of flags shows all of them under 
 # Heading → flags in display order; a command's other flags come first, under "Options".
 OWN = "Options"
 GROUPS: dict[str, tuple[str, ...]] = {
-    "Model": ("device", "dtype", "deterministic", "revision", "threads", "think", "special_in_text"),
+    "Model": ("device", "dtype", "deterministic", "fast_arithmetic", "revision", "threads", "think", "special_in_text"),
     "Draft": (
         *("draft", "budget", "lookup_files", "exit_file", "exit_layer", "draft_window"),
         *("learn", "learn_file"),
@@ -38,7 +38,17 @@ PLACES["help_all"] = ("Output", 101)
 HELP_PLACE = ("Output", 100)  # --help has several names in click
 # Only `--help-all` shows these flags.
 ADVANCED = {
-    *("dtype", "deterministic", "revision", "threads", "kv_cache", "special_in_text", "think", "lookup_files"),
+    *(
+        "dtype",
+        "deterministic",
+        "fast_arithmetic",
+        "revision",
+        "threads",
+        "kv_cache",
+        "special_in_text",
+        "think",
+        "lookup_files",
+    ),
     *("exit_file", "exit_layer", "draft_window", "learn", "learn_file"),
     *("min_p", "repetition_penalty", "frequency_penalty", "presence_penalty"),
     *("ignore_eos", "color_accepted", "wrap", "prompt_ids", "max_texts", "num_answers", "ray", "history"),

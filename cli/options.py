@@ -226,6 +226,11 @@ def loading_options(function: F) -> F:
             is_flag=True,
             help="Give the same text twice in 16 bits, too: choose nothing by timing, and run one text at a time.",
         ),
+        option(
+            "--fast-arithmetic",
+            is_flag=True,
+            help="In 16 bits, compute in the fastest way: the text equals plain decoding's up to near-ties.",
+        ),
         research_option(
             "--no-read-ahead",
             "synchronous",

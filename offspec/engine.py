@@ -128,6 +128,11 @@ class Engine:
         """Whether nothing depends on measured times, nor on earlier requests (`LoadOptions.deterministic`)."""
         return self.loaded.is_deterministic
 
+    @property
+    def is_exact(self) -> bool:
+        """Whether texts in 16 bits equal plain decoding's to the bit, not only up to near-ties (`model.exactness`)."""
+        return self.loaded.decoder.is_exact
+
     def estimates(self) -> EstimatesAndRecall:
         """The estimates about the draft for a request: those kept from request to request, or new ones."""
         return self._new_learnt() if self.is_deterministic else self.learnt

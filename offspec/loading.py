@@ -29,6 +29,7 @@ from .drafts.kinds import open_draft
 from .drafts.weighing import Chooser, Scales
 from .errors import MemoryLimitError, UsageError
 from .model.decoder import Decoder
+from .model.exactness import is_exact_by_default
 from .model.kv_cache import KVCache
 from .model.kv_in_ram import EntriesInRam
 from .planning.memory import AUTO, MemoryOptions, MemoryUse, MemoryUser, Room
@@ -42,6 +43,7 @@ from .planning.probe import (
     measure_link,
     measure_quick_rates,
     plan_here,
+    prepare_exact_products,
     ram_beside_program,
 )
 from .planning.report import explain_packing, explain_plan
@@ -88,6 +90,8 @@ class LoadOptions:
     None is `planning.parked_texts`' default. deterministic: nothing depends on measured times, so that the same request
     gives the same text in 16 bits, too, if weights and KV entries lie where they did: trees of a given size, no
     drafting during passes, one text at a time, kernels chosen by rules (for the whole process: `process.fix_choices`).
+    fast_arithmetic: in 16 bits compute rows in the fastest way, whatever rows share their pass: the text is plain
+    decoding's up to near-ties. Otherwise it equals plain decoding's wherever there are kernels (`model.exactness`).
     """
 
     model: str = "builtin"
@@ -116,6 +120,7 @@ class LoadOptions:
     cache_ram: int | None = 0
     more_drafts: Sequence[str] = ()
     deterministic: bool = False
+    fast_arithmetic: bool = False
 
     def __post_init__(self) -> None:
         if self.deterministic:
@@ -453,12 +458,20 @@ def _load_models(
     if device.type == "cuda":  # only now: a measurement may take more for a moment than a small model may keep
         release_memory(device)
         limit_memory(plan.placement.limits.device if options.vram is not None else None, device)
-    settings = LoadSettings(has_far_embedding=True, synchronous=options.synchronous, progress=options.progress)
+    is_exact = not options.fast_arithmetic and is_exact_by_default(
+        files.config, files.dtype, device, is_streamed=bool(plan.placement.streamed)
+    )
+    if is_exact:
+        prepare_exact_products(files, is_resident=not plan.placement.streamed)
+    settings = LoadSettings(
+        has_far_embedding=True, synchronous=options.synchronous, is_exact=is_exact, progress=options.progress
+    )
     memory = PlannedMemory(plan, device, notes, lambda plan: load_planned(plan, device, settings))
 
     def load_both() -> tuple[Decoder, Draft]:
         attach = opened.load(device)  # the draft first: it is small, so its errors appear early
         decoder = memory.load_decoder()
+        decoder.is_exact = is_exact
         return decoder, attach(decoder)
 
     decoder, draft = retry_out_of_memory(load_both, memory.reduce_residents)

@@ -151,7 +151,7 @@ def _chosen_kernel(matrix: Any, x: Tensor) -> tuple[RowProduct, list[Tensor]] | 
 def exact_kernel(matrix: PackedMatrix, x: Tensor) -> tuple[RowProduct, list[Tensor]] | None:
     """The matrix's kernel for rows x inside `products.exact_rows`, and its arguments; None if there is none."""
     kernel = matrix.kernel
-    return None if kernel is None else (products.exact_kernel(kernel[0], x), kernel[1])
+    return None if kernel is None else (products.exact_kernel(kernel[0], x.dtype), kernel[1])
 
 
 def linear(x: Tensor, weight: Weight, bias: Tensor | None = None, scratch: Tensor | None = None) -> Tensor:

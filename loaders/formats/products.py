@@ -144,14 +144,18 @@ def must_be_exact(x: Tensor) -> bool:
     return are_rows_exact() and x.device.type == "cpu" and x.dtype in HALF_DTYPES and not has_gradients
 
 
-def exact_kernel(product: RowProduct, x: Tensor) -> RowProduct:
-    """The kernel for rows x inside `exact_rows`: a rule of dtype and CPU alone."""
-    return product.in_pairs if x.dtype == torch.bfloat16 and product.encoding.lanes == 16 and can_pair() else product
+def exact_kernel(product: RowProduct, dtype: torch.dtype) -> RowProduct:
+    """The kernel for rows of a dtype inside `exact_rows`: a rule of dtype and CPU alone."""
+    return product.in_pairs if dtype == torch.bfloat16 and product.encoding.lanes == 16 and can_pair() else product
 
 
 def _multiply_exactly(x: Tensor, weight: Tensor, scratch: Tensor | None) -> Tensor:
-    """x [..., K] times a plain weight [N, K] → [..., N], by a kernel. Columns that it cannot read become zeros."""
-    if weight.dtype not in HALF_DTYPES:
+    """x [..., K] times a plain weight [N, K] → [..., N], by a kernel. Columns that it cannot read become zeros.
+
+    A weight with more precision than x is rounded to x's dtype, as a resident one was when it was loaded.
+    """
+    is_wider = weight.dtype == torch.float16 and x.dtype == torch.bfloat16 and not can_pair()
+    if weight.dtype not in HALF_DTYPES or is_wider:
         weight = weight.to(x.dtype) if scratch is None else scratch[: weight.numel()].view(weight.shape).copy_(weight)
     product = half_product(weight.dtype)
     assert product is not None, "`exact_rows` needs kernels, see `can_be_exact`"
@@ -159,7 +163,7 @@ def _multiply_exactly(x: Tensor, weight: Tensor, scratch: Tensor | None) -> Tens
         return F.linear(x, weight.to(x.dtype))
     if (missing := -x.shape[-1] % product.encoding.step) > 0:
         x, weight = F.pad(x, (0, missing)), F.pad(weight, (0, missing))
-    return exact_kernel(product, x)(x, [weight.contiguous()], weight.shape[0])
+    return exact_kernel(product, x.dtype)(x, [weight.contiguous()], weight.shape[0])
 
 
 def can_be_exact(dtype: torch.dtype) -> bool:

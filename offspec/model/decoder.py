@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from offspec.loaders.formats import StoredWeight, Weight
-from offspec.loaders.formats.products import HALF_DTYPES, can_be_exact, exact_rows, must_be_exact
-from offspec.loaders.kernels.row_attention import Visible, attend_rows, can_attend
+from offspec.loaders.formats.products import exact_rows, must_be_exact
+from offspec.loaders.kernels.row_attention import Visible, attend_rows
 from offspec.loaders.streaming.cuda import span
 from offspec.loaders.streaming.small_transfers import to_device
 from offspec.loaders.streaming.weights import RamWeights, WeightSource
@@ -206,7 +206,7 @@ class Decoder:
     """A decoder of the shape `config` with the weights of `weights`.
 
     entries_in_ram: the layers whose KV entries lie in RAM, in caches made from now on; None: all are on the device.
-    is_exact: a row's results have the same bits whatever rows share its pass (`reason_against_exactness`).
+    is_exact: a row's results have the same bits whatever rows share its pass (`exactness`).
     """
 
     entries_in_ram: EntriesInRam | None = None
@@ -334,19 +334,6 @@ class Decoder:
     def head_weights(self) -> LayerWeights:
         """The matrix of the head as "head.weight"."""
         return LayerWeights({"head.weight": self.weights.shared(self.config.head_name)})
-
-
-def reason_against_exactness(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Why a decoder cannot be `is_exact`; None if it can."""
-    if isinstance(config, ForeignConfig):
-        return "its layers are modules of transformers"
-    if device.type != "cpu":
-        return f"{device.type} has no such kernels yet"
-    if not can_be_exact(dtype):
-        return "this CPU has no kernels" if dtype in HALF_DTYPES else f"products in {dtype} have no such kernels"
-    if not can_attend(config.num_heads // config.num_kv_heads, dtype):
-        return "too many heads share keys"
-    return None
 
 
 def chunk_rows(config: ModelConfig, num_keys: int) -> int:

@@ -22,9 +22,9 @@ from offspec.model.decoder import (
     TextRows,
     pass_together,
     random_decoder,
-    reason_against_exactness,
     score_together,
 )
+from offspec.model.exactness import is_exact_by_default, reason_against_exactness
 from offspec.model.foreign_config import ForeignConfig
 from offspec.model.kv_formats import KV_FORMATS
 from offspec.model.norms import NORMS, normalize
@@ -153,6 +153,20 @@ def test_other_decoders_are_not_exact() -> None:
     tokens = list(range(40))
     together = pass_together([(CachedDecoder(decoder), TextRows.of_chain(tokens))])
     assert not torch.equal(chains_one_by_one(CachedDecoder(decoder), tokens), together)
+
+
+def test_where_decoders_are_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = read_config(config_json(FAMILIES["llama-gqa"]))
+    for dtype in HALVES:
+        assert is_exact_by_default(config, dtype, CPU, is_streamed=False)
+    assert "float32" in (reason_against_exactness(config, torch.float32, CPU) or "")
+    assert "cuda" in (reason_against_exactness(config, torch.bfloat16, torch.device("cuda")) or "")
+    monkeypatch.setattr("offspec.model.exactness.has_amx", lambda: True)
+    assert not is_exact_by_default(config, torch.bfloat16, CPU, is_streamed=False)
+    assert is_exact_by_default(config, torch.bfloat16, CPU, is_streamed=True)
+    assert is_exact_by_default(config, torch.float16, CPU, is_streamed=False)
+    monkeypatch.setattr("offspec.loaders.formats.products.num_lanes", lambda: 0)
+    assert "processor" in (reason_against_exactness(config, torch.bfloat16, CPU) or "")
 
 
 # ------------------------------------------------------------------------------------------------ parts of a layer
