@@ -1,7 +1,7 @@
 """Whether a decoder is exact: a row's results have the same bits whatever rows share its pass.
 
-Then texts in 16 bits equal plain decoding's, not only up to near-ties. Kernels for it exist for CPUs; their speed is
-that of the others, except where torch has AMX for many rows of bf16. Passes of a streamed model wait for weights anyway.
+Then texts in 16 bits equal plain decoding's, not only up to near-ties. Kernels for it exist for CPUs. They are as fast
+as others, except where torch has AMX for many rows of bf16. Passes of a streamed model wait for weights anyway.
 """
 
 from __future__ import annotations

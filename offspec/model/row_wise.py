@@ -10,8 +10,8 @@ from torch import Tensor
 from offspec.loaders.formats.products import are_rows_exact
 
 # torch computes the end of a tensor, and of a thread's share of it, by other instructions than the rest, which round
-# exponentials otherwise: numbers that are not a multiple of TAIL, and shares of more than SHARE numbers. So it does with
-# numbers that do not lie side by side.
+# exponentials otherwise: where the numbers are no multiple of TAIL, or more than SHARE. So it does with numbers that do
+# not lie side by side.
 TAIL, SHARE = 64, 32768
 
 

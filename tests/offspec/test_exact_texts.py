@@ -43,11 +43,9 @@ def load(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Iterator[GetEn
         engine.close()
 
 
-def text(
-    engine: Engine, prompt: str, params: SamplingParams, speculation: SpeculationParams | None = None
-) -> list[int]:
+def text(engine: Engine, prompt: str, params: SamplingParams, speculation: SpeculationParams) -> list[int]:
     """A text's tokens."""
-    return [token for step in engine.generate(prompt, params, speculation) for token in step.tokens]
+    return [token for step in engine.generate(prompt, params, speculation) for token in step.token_ids]
 
 
 @pytest.mark.slow
@@ -69,7 +67,7 @@ def test_texts_that_share_passes_are_those_alone(load: GetEngine, dtype: str) ->
     engine, params = load(dtype=dtype), PARAMS[1]
     together: dict[int, list[int]] = {i: [] for i in range(len(PROMPTS))}
     for index, step in engine.generate_many(PROMPTS, params):
-        together[index] += step.tokens
+        together[index] += step.token_ids
     assert list(together.values()) == [text(engine, prompt, params, PLAIN) for prompt in PROMPTS]
 
 
