@@ -226,11 +226,7 @@ def loading_options(function: F) -> F:
             is_flag=True,
             help="Give the same text twice in 16 bits, too: choose nothing by timing, and run one text at a time.",
         ),
-        option(
-            "--fast-arithmetic",
-            is_flag=True,
-            help="In 16 bits, compute in the fastest way: the text equals plain decoding's up to near-ties.",
-        ),
+        fast_arithmetic_option,
         research_option(
             "--no-read-ahead",
             "synchronous",
@@ -238,6 +234,13 @@ def loading_options(function: F) -> F:
             help="Read each streamed layer only when the pass needs it: slower, same text.",
         ),
     )(function)
+
+
+fast_arithmetic_option = option(
+    "--fast-arithmetic",
+    is_flag=True,
+    help="In 16 bits, compute in the fastest way: the text equals plain decoding's up to near-ties.",
+)
 
 
 draft_window_option = option(

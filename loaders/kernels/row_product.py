@@ -285,31 +285,49 @@ def _block(name: str, encoding: Encoding, factors: Factors, tile: Tile) -> str:
     e.do(f"%next_column = add i64 %column, {encoding.step}")
     e.do(f"br i1 {e.op(f'icmp slt i64 %next_column, {stop}')}, label %step, label %store")
     e.label("store")
-    for i, j in sums:
-        place = e.address("%out", e.op(f"add i64 {e.op(f'mul i64 %outputs, {i}')}, {indices[j]}"), "float")
-        before = e.op(f"select i1 %adds, float {e.op(f'load float, ptr {place}, align 4')}, float -0.0")
-        number = _total(e, f"%new{i}_{j}", encoding.lanes)
-        e.do(f"store float {e.op(f'fadd float {number}, {before}')}, ptr {place}, align 4")
+    kind = f"<{tile.outputs} x float>"
+    for i in range(tile.rows):
+        place = e.address("%out", e.op(f"add i64 {e.op(f'mul i64 %outputs, {i}')}, %output"), "float")
+        loaded = e.op(f"load {kind}, ptr {place}, align 4")
+        before = e.op(f"select i1 %adds, {kind} {loaded}, {kind} splat (float -0.0)")
+        totals = _totals(e, [f"%new{i}_{j}" for j in range(tile.outputs)], encoding.lanes)
+        e.do(f"store {kind} {e.op(f'fadd {kind} {totals}, {before}')}, ptr {place}, align 4")
     e.do(f"br i1 {e.op('icmp slt i64 %next_column, %width')}, label %partial, label %outputs_loop")
     e.label("end")
     e.do("ret i64 %output")
     return e.function(f"define internal i64 @{name}_{tile.rows}_{tile.outputs}({_BLOCK})")
 
 
-def _total(e: Emitter, vector: str, lanes: int) -> str:
-    """The sum of a vector: its upper half is added to its lower half, until one number is left."""
-    while lanes > 1:
-        kind, half = f"<{lanes} x float>", lanes // 2
-        lower, upper = (
-            e.op(f"shufflevector {kind} {vector}, {kind} poison, <{half} x i32> <{places}>")
-            for places in (_numbers(0, half), _numbers(half, lanes))
+def _totals(e: Emitter, vectors: Sequence[str], lanes: int) -> str:
+    """The sums of as many vectors as a power of two, as one vector.
+
+    Of each vector the upper half is added to the lower half, until one number is left. Two vectors' halves share an
+    instruction, which changes no bit.
+    """
+    part = lanes  # numbers that are left of each vector
+    while part > 1:
+        halves = [[i for i in range(lanes) if (i % part >= part // 2) == is_upper] for is_upper in (False, True)]
+        if len(vectors) > 1:
+            pairs = list(zip(vectors[::2], vectors[1::2], strict=True))
+            halves = [[*half, *(lanes + i for i in half)] for half in halves]
+        else:
+            pairs = [(vectors[0], "poison")]
+        vectors = [_added_halves(e, pair, halves, lanes) for pair in pairs]
+        lanes, part = len(halves[0]), part // 2
+    return vectors[0]
+
+
+def _added_halves(e: Emitter, pair: tuple[str, str], halves: Sequence[Sequence[int]], lanes: int) -> str:
+    """The numbers of two vectors at the places of one half, plus those at the places of the other."""
+    kind = f"<{lanes} x float>"
+    lower, upper = (
+        e.op(
+            f"shufflevector {kind} {pair[0]}, {kind} {pair[1]}, "
+            f"<{len(half)} x i32> <{', '.join(f'i32 {place}' for place in half)}>"
         )
-        vector, lanes = e.op(f"fadd <{half} x float> {lower}, {upper}"), half
-    return e.op(f"extractelement <1 x float> {vector}, i64 0")
-
-
-def _numbers(first: int, last: int) -> str:
-    return ", ".join(f"i32 {i}" for i in range(first, last))
+        for half in halves
+    )
+    return e.op(f"fadd <{len(halves[0])} x float> {lower}, {upper}")
 
 
 def _fetch(e: Emitter, encoding: Encoding, starts: Sequence[str], column: str, num_ahead: int) -> None:

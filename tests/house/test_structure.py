@@ -192,7 +192,7 @@ def test_formats_and_baselines_are_rooms_of_their_folders() -> None:
     under = {name.removeprefix("offspec.loaders.") for name in under if name.startswith("offspec.loaders.")}
     assert {name for name in under if not name.startswith("formats")} == UNDER_FORMATS
     within = {there for here, there in pairs if here.startswith("offspec.loaders.kernels")}
-    assert within == {f"offspec.loaders.kernels.{name}" for name in ("compiler", "encodings")}
+    assert within == {f"offspec.loaders.kernels.{name}" for name in ("compiler", "encodings", "loops")}
     above = {here for here, there in pairs if there.startswith("offspec.scheduler.baselines")}
     assert {name for name in above if not name.startswith("offspec.scheduler.baselines")} == ABOVE_BASELINES
 
