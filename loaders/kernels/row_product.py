@@ -30,7 +30,8 @@ FEW_TILE_ROWS, CHUNK_BYTES = 4, 2**17
 # With one: its rows and the bytes of each, 192 KiB, and rows of x at a time, 24 KiB, which a first-level cache holds.
 PANEL_ROWS, PANEL_ROW_BYTES, PANEL_TILE_ROWS = 48, 4096, 6
 MOST_PARTS, CACHE_LINE = 5, 64
-FETCH_AHEAD = 4  # rows of the matrix between one that is read and one that is fetched into the caches meanwhile
+MOST_DIRECT_LONG = 16  # rows of bf16 in pairs without a panel, if they are longer than a panel's
+FETCH_AHEAD = 8  # rows of the matrix between one that is read and one that is fetched into the caches meanwhile
 
 _PARTS = ", ".join(f"ptr %part{i}" for i in range(MOST_PARTS))
 _NONE = ", ".join(["ptr null"] * (MOST_PARTS - 1))
@@ -41,8 +42,8 @@ _BLOCK = (
 _BLOCK_NAMES = _BLOCK.replace("noalias ", "")
 
 # A job is 64-bit words: addresses of x, the result and the panels; N, K, R; rows of a chunk; the next chunk and the
-# next panel, which threads count up; the addresses of the matrix's parts.
-_JOB_WORDS = 9
+# next panel, which threads count up; whether there are panels; the addresses of the matrix's parts.
+_JOB_WORDS = 10
 _WORKER = f"""
 define void @worker(ptr %job) {{
 entry:
@@ -50,7 +51,7 @@ entry:
   %own = atomicrmw add ptr %at8, i64 1 seq_cst
   %own_start = mul i64 %own, {PANEL_ROWS * PANEL_ROW_BYTES}
   %panel = getelementptr i8, ptr %panels, i64 %own_start
-  %has_few = icmp sle i64 %rows, {{few}}
+  %is_panel = icmp ne i64 %uses_panel, 0
   br label %next
 next:
   %first = atomicrmw add ptr %at7, i64 %chunk seq_cst
@@ -59,7 +60,7 @@ next:
 begin:
   %behind = add i64 %first, %chunk
   %last = call i64 @llvm.smin.i64(i64 %behind, i64 %outputs)
-  br i1 %has_few, label %few, label %part
+  br i1 %is_panel, label %part, label %few
 few:
   %few_row = phi i64 [ 0, %begin ], [ %few_next, %few ]
   %is_new = icmp eq i64 %few_row, 0
@@ -127,11 +128,18 @@ class RowProduct:
         """The product with bf16 factors in pairs, for matrices of the same encoding."""
         return RowProduct(self.encoding, in_pairs=True)
 
-    @property
-    def _most_direct(self) -> int:
-        """The number of rows up to which weights are unpacked in registers. Products in pairs take less time."""
+    def _most_direct(self, num_columns: int) -> int:
+        """The number of rows up to which weights are unpacked in registers.
+
+        Products in pairs take less time, so unpacking again pays for fewer rows, and rows of x of more than a panel's
+        columns do not stay in a first-level cache.
+        """
         most = self.encoding.most_direct
-        return min(most, FEW_TILE_ROWS) if self._factors.is_paired and not isinstance(self.encoding, Float16) else most
+        if not self._factors.is_paired:
+            return most
+        if not isinstance(self.encoding, Float16):
+            return min(most, FEW_TILE_ROWS)
+        return most if num_columns <= _panel_columns(self._factors) else min(most, MOST_DIRECT_LONG)
 
     def prepare(self) -> None:
         """Compile it, if it is not compiled yet."""
@@ -148,11 +156,11 @@ class RowProduct:
         rows = self._laid_out(x.reshape(-1, num_columns))
         out, num_rows, num_threads = torch.empty(rows.shape[0], num_outputs), rows.shape[0], torch.get_num_threads()
         chunk, panels = max(8, CHUNK_BYTES * num_outputs // max(1, parts[0].nbytes) // 8 * 8), out
-        if num_rows > self._most_direct:
+        if has_panel := num_rows > self._most_direct(num_columns):
             chunk = PANEL_ROWS
             panels = torch.empty(num_threads * PANEL_ROWS * PANEL_ROW_BYTES, dtype=torch.uint8)
         words = [tensor.data_ptr() for tensor in (rows, out, panels)]
-        words += [num_outputs, num_columns, num_rows, chunk, 0, 0, *(part.data_ptr() for part in parts)]
+        words += [num_outputs, num_columns, num_rows, chunk, 0, 0, has_panel, *(part.data_ptr() for part in parts)]
         self.prepare()
         assert self._compiled is not None
         run_on_threads(self._compiled, (ctypes.c_int64 * (_JOB_WORDS + MOST_PARTS))(*words), num_threads)
@@ -170,7 +178,7 @@ class RowProduct:
     def source(self) -> str:
         """The module that is compiled."""
         factors, lanes, vector = self._factors, self.encoding.lanes, self.encoding.vector
-        few = [Tile(rows, _few_outputs(rows, lanes)) for rows in range(1, FEW_TILE_ROWS + 1)]
+        few = [Tile(rows, _few_outputs(rows, self.encoding)) for rows in range(1, FEW_TILE_ROWS + 1)]
         panel = [Tile(rows, 4 if lanes == 16 else 2) for rows in range(1, PANEL_TILE_ROWS + 1)]
         unpacked = Unpacked(lanes, factors, _panel_columns(factors), self.encoding.step, _order(self.encoding, factors))
         fma = f"declare {vector} @llvm.fma.v{lanes}f32({vector}, {vector}, {vector})\n"
@@ -184,7 +192,7 @@ class RowProduct:
                 _product("few", self.encoding, factors, few),
                 _product("panel", unpacked, factors, panel),
                 _unpack(self.encoding, factors),
-                _worker(self._most_direct, factors),
+                _worker(factors),
             )
         )
 
@@ -194,11 +202,14 @@ def can_pair() -> bool:
     return "avx512_bf16" in instructions()
 
 
-def _few_outputs(num_rows: int, lanes: int) -> int:
-    """Rows of the matrix at a time without a panel: as many sums as hide the time of an addition, and fit registers."""
+def _few_outputs(num_rows: int, encoding: Encoding) -> int:
+    """Rows of the matrix at a time without a panel: as many sums as hide the time of an addition, and fit registers.
+
+    Plain weights come at memory's speed, which has more of it for fewer streams.
+    """
     if num_rows == 1:
-        return 8 if lanes == 16 else 4
-    return 4 if lanes == 16 else 2
+        return 8 if encoding.lanes == 16 and not isinstance(encoding, Float16) else 4
+    return 4 if encoding.lanes == 16 else 2
 
 
 def _order(encoding: Encoding, factors: Factors) -> list[int]:
@@ -210,15 +221,21 @@ def _order(encoding: Encoding, factors: Factors) -> list[int]:
     return [first for first, _ in vectors]
 
 
-def _worker(few: int, factors: Factors) -> str:
+def _worker(factors: Factors) -> str:
     loads, names = list[str](), ("x", "out", "panels", "outputs", "columns", "rows", "chunk")
-    places = [*enumerate(names), (7, None), (8, None), *((_JOB_WORDS + i, f"part{i}") for i in range(MOST_PARTS))]
+    places = [
+        *enumerate(names),
+        (7, None),
+        (8, None),
+        (9, "uses_panel"),
+        *((_JOB_WORDS + i, f"part{i}") for i in range(MOST_PARTS)),
+    ]
     for place, name in places:
         loads.append(f"%at{place} = getelementptr i64, ptr %job, i64 {place}")
         if name is not None:
-            kind = "i64" if name in ("outputs", "columns", "rows", "chunk") else "ptr"
+            kind = "i64" if name in ("outputs", "columns", "rows", "chunk", "uses_panel") else "ptr"
             loads.append(f"%{name} = load {kind}, ptr %at{place}")
-    text = _WORKER.replace("{loads}", "\n  ".join(loads)).replace("{few}", str(few))
+    text = _WORKER.replace("{loads}", "\n  ".join(loads))
     return text.replace("{item}", factors.item).replace("{panel_columns}", str(_panel_columns(factors)))
 
 
