@@ -227,6 +227,12 @@ loading_options = all_of(
         help="Give the same text twice in 16 bits, too: choose nothing by timing, and run one text at a time.",
     ),
     LOADING.option(
+        "fast_arithmetic",
+        is_rare=True,
+        is_flag=True,
+        help="In 16 bits, compute in the fastest way: the text equals plain decoding's up to near-ties.",
+    ),
+    LOADING.option(
         "threads",
         is_rare=True,
         type=WholeNumber(1, os.cpu_count()),

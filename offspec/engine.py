@@ -135,6 +135,11 @@ class Engine:
         return self.loaded.is_deterministic
 
     @property
+    def is_exact(self) -> bool:
+        """Whether texts in 16 bits equal plain decoding's to the bit, not only up to near-ties (`model.exactness`)."""
+        return self.loaded.decoder.is_exact
+
+    @property
     def learnt(self) -> EstimatesAndRecall:
         """The estimates about the draft that are kept from request to request."""
         return self.models.learnt

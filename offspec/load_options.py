@@ -54,6 +54,7 @@ class LoadSettings(TypedDict, total=False):
     special_in_text: bool
     needs_draft_model: bool
     deterministic: bool
+    fast_arithmetic: bool
     synchronous: bool
     progress: Callable[[int, int], None] | None
 
@@ -89,6 +90,8 @@ class LoadOptions:
     `planning.parked_texts`' default. deterministic: nothing depends on measured times, so that the same request gives
     the same text in 16 bits, too, if weights and KV entries lie where they did: trees of a given size, no drafting
     during passes, one text at a time, kernels chosen by rules (for the whole process: `process.fix_choices`).
+    fast_arithmetic: in 16 bits compute rows in the fastest way, whatever rows share their pass: the text is plain
+    decoding's up to near-ties. Otherwise it equals plain decoding's wherever there are kernels (`model.exactness`).
     Raises UsageError for values that contradict each other.
     """
 
@@ -118,6 +121,7 @@ class LoadOptions:
     cache_ram: int | None = 0
     more_drafts: Sequence[str] = ()
     deterministic: bool = False
+    fast_arithmetic: bool = False
     special_in_text: bool = False
 
     def __post_init__(self) -> None:

@@ -28,6 +28,7 @@ from .drafts.weighing import Chooser, Scales
 from .errors import MemoryLimitError, UsageError
 from .load_options import LoadOptions
 from .model.decoder import Decoder
+from .model.exactness import is_exact_by_default
 from .model.memory.kv_in_ram import EntriesInRam
 from .model.memory.text_memory import TextMemory
 from .planning.memory import MemoryOptions, MemoryUse, MemoryUser, Room
@@ -41,6 +42,7 @@ from .planning.probe import (
     measure_link,
     measure_quick_rates,
     plan_here,
+    prepare_exact_products,
     ram_beside_program,
 )
 from .planning.report import explain_packing, explain_plan
@@ -364,12 +366,21 @@ def _load_models(
     if accelerator.has_own_memory:  # only now: a measurement may take more for a moment than a small model may keep
         accelerator.release_memory()
         accelerator.limit_memory(plan.placement.limits.device if options.vram is not None else None)
-    settings = LoadSettings(has_far_embedding=True, synchronous=options.synchronous, progress=options.progress)
+    is_exact = not options.fast_arithmetic and is_exact_by_default(
+        files.config, files.dtype, device, is_streamed=bool(plan.placement.streamed)
+    )
+    if is_exact:
+        prepare_exact_products(files, is_resident=not plan.placement.streamed)
+    settings = LoadSettings(
+        has_far_embedding=True, synchronous=options.synchronous, is_exact=is_exact, progress=options.progress
+    )
     memory = PlannedMemory(plan, device, notes, lambda plan: load_planned(plan, device, settings))
 
     def load_both() -> tuple[Decoder, Draft]:
         attach = opened.load(device)  # the draft first: it is small, so its errors appear early
         decoder = memory.load_decoder()
+        decoder.is_exact = is_exact
+        decoder.is_exact = is_exact
         return decoder, attach(decoder)
 
     decoder, draft = retry_out_of_memory(load_both, memory.reduce_residents)

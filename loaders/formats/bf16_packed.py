@@ -46,6 +46,7 @@ from .core import (
     WeightFormat,
     any_bytes,
     dense,
+    exact_kernel,
 )
 from .on_gpu import FASTER_WAY, triton_kernels
 from .plain import PlainWeight
@@ -109,6 +110,9 @@ class PackedBf16Matrix(PackedMatrix):
         """
         if x.device.type != "cpu":
             return F.linear(x, dense(self, x.dtype, scratch), bias)
+        if products.must_be_exact(x) and x.numel() and (exact := exact_kernel(self, x)) is not None:
+            product, parts = exact
+            return products.plus(product(x, parts, self.shape[0]), bias)
         way = products.way_for(torch.bfloat16, x, self.bits.low.numel())
         if way == products.TORCH:
             return F.linear(x, dense(self, x.dtype, scratch), bias)

@@ -15,6 +15,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from . import products
 from .core import PackedMatrix, Weight
 
 ROWS = 16  # the order is optimised for this number of rows, and nearly as good for others
@@ -34,7 +35,9 @@ class BlockedMatrix(PackedMatrix):
         return product
 
     def linear(self, x: Tensor, bias: Tensor | None = None, scratch: Tensor | None = None) -> Tensor:
-        return self.times(x, bias) if x.dtype == self.dtype else super().linear(x, bias, scratch)
+        """By oneDNN; if rows have another dtype or must be exact, the matrix is made plain for each product."""
+        is_exact = products.must_be_exact(x)
+        return self.times(x, bias) if x.dtype == self.dtype and not is_exact else super().linear(x, bias, scratch)
 
     def dequantize(self, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
         """The plain matrix in `dtype`."""

@@ -136,14 +136,22 @@ def _needs_gradients(x: Tensor) -> bool:
 
 
 def _chosen_kernel(matrix: Any, x: Tensor) -> tuple[RowProduct, list[Tensor]] | None:
-    """The kernel, if it was measured to be faster than dequantising; otherwise None."""
+    """The kernel, if it was measured to be faster than dequantising, or rows must be exact; otherwise None."""
     if x.device.type != "cpu" or not x.numel() or x.shape[-1] != matrix.shape[1] or _needs_gradients(x):
         return None
+    if products.must_be_exact(x):
+        return exact_kernel(matrix, x)
     kind = products.ProductKind.of(matrix.form, x.dtype, math.prod(matrix.shape))
     if products.COSTS.way(kind, products.rows_of(x)) != products.KERNEL:
         return None
     found: tuple[RowProduct, list[Tensor]] | None = matrix.kernel
     return found
+
+
+def exact_kernel(matrix: PackedMatrix, x: Tensor) -> tuple[RowProduct, list[Tensor]] | None:
+    """The matrix's kernel for rows x inside `products.exact_rows`, and its arguments; None if there is none."""
+    kernel = matrix.kernel
+    return None if kernel is None else (products.exact_kernel(kernel[0], x.dtype), kernel[1])
 
 
 def linear(x: Tensor, weight: Weight, bias: Tensor | None = None, scratch: Tensor | None = None) -> Tensor:

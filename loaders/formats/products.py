@@ -6,13 +6,18 @@
     kernel    a kernel of `loaders.kernels`, which unpacks in registers
 
 The results agree within rounding. Without costs in `COSTS` (`loaders.machine.product_costs`), the way is torch's.
+
+Inside `exact_rows`, 16-bit rows are multiplied by kernels alone, which sum a row in one order however many rows there
+are. bf16 rows take the kernel with bf16 factors in pairs if the CPU has its instruction.
 """
 
 from __future__ import annotations
 
 import math
+import threading
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 
@@ -22,7 +27,7 @@ from torch import Tensor
 
 from ..kernels.compiler import instructions
 from ..kernels.encodings import Float16
-from ..kernels.row_product import RowProduct
+from ..kernels.row_product import RowProduct, can_pair
 
 TORCH, TILES, KERNEL = "torch", "tiles", "kernel"
 HALF_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}  # plain dtypes with several ways
@@ -112,6 +117,60 @@ class ProductCosts:
 COSTS = ProductCosts()
 
 
+# ------------------------------------------------------------------------------------------------ exact rows
+
+_THREAD = threading.local()
+
+
+@contextmanager
+def exact_rows(is_on: bool = True) -> Iterator[None]:
+    """Inside, this thread computes each 16-bit row on a CPU with the same bits whatever rows share its pass."""
+    before = are_rows_exact()
+    _THREAD.are_rows_exact = is_on
+    try:
+        yield
+    finally:
+        _THREAD.are_rows_exact = before
+
+
+def are_rows_exact() -> bool:
+    """Whether this thread is inside `exact_rows`."""
+    return getattr(_THREAD, "are_rows_exact", False)
+
+
+def must_be_exact(x: Tensor) -> bool:
+    """Whether rows x must be multiplied by a kernel (`exact_kernel`)."""
+    has_gradients = torch.is_grad_enabled() and x.requires_grad
+    return are_rows_exact() and x.device.type == "cpu" and x.dtype in HALF_DTYPES and not has_gradients
+
+
+def exact_kernel(product: RowProduct, dtype: torch.dtype) -> RowProduct:
+    """The kernel for rows of a dtype inside `exact_rows`: a rule of dtype and CPU alone."""
+    return product.in_pairs if dtype == torch.bfloat16 and product.encoding.lanes == 16 and can_pair() else product
+
+
+def _multiply_exactly(x: Tensor, weight: Tensor, scratch: Tensor | None) -> Tensor:
+    """x [..., K] times a plain weight [N, K] → [..., N], by a kernel. Columns that it cannot read become zeros.
+
+    A weight with more precision than x is rounded to x's dtype, as a resident one was when it was loaded.
+    """
+    is_wider = weight.dtype == torch.float16 and x.dtype == torch.bfloat16 and not can_pair()
+    if weight.dtype not in HALF_DTYPES or is_wider:
+        weight = weight.to(x.dtype) if scratch is None else scratch[: weight.numel()].view(weight.shape).copy_(weight)
+    product = half_product(weight.dtype)
+    assert product is not None, "`exact_rows` needs kernels, see `can_be_exact`"
+    if not x.numel() or not weight.numel():
+        return F.linear(x, weight.to(x.dtype))
+    if (missing := -x.shape[-1] % product.encoding.step) > 0:
+        x, weight = F.pad(x, (0, missing)), F.pad(weight, (0, missing))
+    return exact_kernel(product, x.dtype)(x, [weight.contiguous()], weight.shape[0])
+
+
+def can_be_exact(dtype: torch.dtype) -> bool:
+    """Whether this CPU has kernels for `exact_rows` with rows of a dtype."""
+    return dtype in HALF_DTYPES and num_lanes() > 0
+
+
 def between(points: Seconds, place: int) -> float:
     """Linear interpolation at `place`; after the last point proportional to rows, before the first constant."""
     known = sorted(points)
@@ -132,6 +191,8 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None, scratch: Ten
 
     scratch: at least N·K elements of x's dtype, for a weight of another dtype.
     """
+    if must_be_exact(x):
+        return plus(_multiply_exactly(x, weight, scratch), bias)
     way = TORCH if torch.is_grad_enabled() and weight.requires_grad else way_for(weight.dtype, x, weight.numel())
     if way == KERNEL and (product := half_product(weight.dtype)) is not None and can_multiply(product, x, weight):
         return plus(product(x, [weight], weight.shape[0]), bias)

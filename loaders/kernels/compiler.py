@@ -68,13 +68,18 @@ def instructions() -> frozenset[str]:
     return frozenset(found)
 
 
+def has_amx() -> bool:
+    """Whether torch multiplies bf16 matrices with AMX here, which is faster than our kernels for many rows."""
+    return "avx512_bf16" in instructions() and bool(_host_features().get("amx-bf16"))
+
+
 _NAMES = {"avx2": "AVX2", "avx512": "AVX-512", "avx512_bf16": "AVX512-BF16"}
 
 
 def describe_instructions() -> str:
     """The vector instructions that products are computed with here, as text; "" if unknown."""
     names = [_NAMES[name] for name in sorted(instructions())]
-    if "AVX512-BF16" in names and _host_features().get("amx-bf16"):
+    if has_amx():
         names.append("AMX")
     return ", ".join(names)
 

@@ -11,6 +11,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from .compiler import Emitter
 
 # Names of the values that an encoding has computed for a row; the first is the address of its weights, the last that of
@@ -71,6 +73,67 @@ class Encoding(ABC):
         return e.address(base, e.op(f"mul i64 {index}, {row_bytes}"))
 
 
+@dataclass(frozen=True)
+class Factors:
+    """The numbers that a product multiplies, as vectors, and the instruction that adds products to fp32 sums.
+
+    item, vector: LLVM's types of a number and of a vector; sums: of a vector of sums.
+    """
+
+    dtype: torch.dtype
+    item: str
+    vector: str
+    sums: str
+    declarations: str
+
+    @classmethod
+    def fp32(cls, lanes: int) -> Factors:
+        vector = f"<{lanes} x float>"
+        return cls(torch.float32, "float", vector, vector, "")
+
+    @classmethod
+    def in_pairs(cls) -> Factors:
+        """bf16 numbers, of which two products at a time are added to each of 16 sums (AVX512-BF16)."""
+        sums, pairs = "<16 x float>", "<32 x bfloat>"
+        added = f"declare {sums} @llvm.x86.avx512bf16.dpbf16ps.512({sums}, {pairs}, {pairs})\n"
+        rounded = f"declare {pairs} @llvm.x86.avx512bf16.cvtne2ps2bf16.512({sums}, {sums})\n"
+        return cls(torch.bfloat16, "bfloat", pairs, sums, added + rounded)
+
+    @property
+    def is_paired(self) -> bool:
+        return self.dtype == torch.bfloat16
+
+    def added(self, e: Emitter, total: str, one: str, other: str) -> str:
+        """total + one · other."""
+        if self.is_paired:
+            operands = f"{self.sums} {total}, {self.vector} {one}, {self.vector} {other}"
+            return e.op(f"call {self.sums} @llvm.x86.avx512bf16.dpbf16ps.512({operands})")
+        lanes = self.vector[1:].split()[0]
+        return e.op(
+            f"call {self.sums} @llvm.fma.v{lanes}f32({self.vector} {one}, {self.vector} {other}, {self.sums} {total})"
+        )
+
+    def joined(self, e: Emitter, vectors: Vectors, *, are_bf16: bool) -> Vectors:
+        """Vectors of 16 numbers, fp32 or the bits of bf16 (<16 x i16>), as vectors of 32 bf16 numbers.
+
+        The weights of each pair of vectors are 32 in a row, whichever vector comes first.
+        """
+        waiting: dict[int, str] = {}
+        for first, vector in vectors:
+            start = first // 32 * 32
+            if start not in waiting:
+                waiting[start] = vector
+                continue
+            lower, upper = (waiting.pop(start), vector) if first > start else (vector, waiting.pop(start))
+            if are_bf16:
+                places = ", ".join(f"i32 {i}" for i in range(32))
+                words = e.op(f"shufflevector <16 x i16> {lower}, <16 x i16> {upper}, <32 x i32> <{places}>")
+                yield start, e.op(f"bitcast <32 x i16> {words} to {self.vector}")
+            else:
+                operands = f"{self.sums} {upper}, {self.sums} {lower}"
+                yield start, e.op(f"call {self.vector} @llvm.x86.avx512bf16.cvtne2ps2bf16.512({operands})")
+
+
 class Float16(Encoding):
     """bf16 or fp16, row after row."""
 
@@ -79,7 +142,7 @@ class Float16(Encoding):
     def __init__(self, lanes: int, dtype: str) -> None:
         """dtype: bf16 or fp16."""
         super().__init__(lanes)
-        self.step, self._is_bf16 = 4 * lanes, dtype == "bf16"
+        self.step, self.has_bf16 = 4 * lanes, dtype == "bf16"
 
     def row(self, e: Emitter, parts: Sequence[str], index: str, num_columns: str) -> Row:
         return (self.start(e, parts[0], index, e.op(f"mul i64 {num_columns}, 2")),)
@@ -88,7 +151,7 @@ class Float16(Encoding):
         n = self.lanes
         for first in range(0, self.step, n):
             place = e.address(row[0], e.op(f"add i64 {column}, {first}"), "i16")
-            if self._is_bf16:  # the upper half of an fp32
+            if self.has_bf16:  # the upper half of an fp32
                 halves = e.op(f"load <{n} x i16>, ptr {place}, align 1")
                 wide = e.op(f"zext <{n} x i16> {halves} to <{n} x i32>")
                 bits = e.op(f"shl <{n} x i32> {wide}, splat (i32 16)")
@@ -96,6 +159,11 @@ class Float16(Encoding):
             else:
                 halves = e.op(f"load <{n} x half>, ptr {place}, align 1")
                 yield first, e.op(f"fpext <{n} x half> {halves} to {self.vector}")
+
+    def bf16_vectors(self, e: Emitter, parts: Sequence[str], row: Row, column: str) -> Vectors:
+        for first in range(0, self.step, 16):
+            place = e.address(row[0], e.op(f"add i64 {column}, {first}"), "i16")
+            yield first, e.op(f"load <16 x i16>, ptr {place}, align 1")
 
 
 class Int8(Encoding):
@@ -177,22 +245,23 @@ class FourBit(Encoding):
 
 
 class Unpacked(Encoding):
-    """fp32, `stride` weights a row: what other encodings are unpacked to where there are many rows."""
+    """Factors, `stride` a row: what other encodings are unpacked to where there are many rows."""
 
-    size, num_bytes = 1, 4
+    size = 1
 
-    def __init__(self, lanes: int, stride: int, most: int) -> None:
-        """most: the step of the encoding that was unpacked. A longer one would read what is behind a row's weights."""
+    def __init__(self, lanes: int, factors: Factors, stride: int, step: int, order: Sequence[int]) -> None:
+        """step, order: of the encoding that was unpacked, and the first weights of its vectors as they come."""
         super().__init__(lanes)
-        self.step, self._stride = min(4 * lanes, most), stride
+        self.num_bytes, self.step = factors.dtype.itemsize, step
+        self._factors, self._stride, self._order = factors, stride, order
 
     def row(self, e: Emitter, parts: Sequence[str], index: str, num_columns: str) -> Row:
-        return (self.start(e, parts[0], index, str(4 * self._stride)),)
+        return (self.start(e, parts[0], index, str(self.num_bytes * self._stride)),)
 
     def vectors(self, e: Emitter, parts: Sequence[str], row: Row, column: str) -> Vectors:
-        for first in range(0, self.step, self.lanes):
-            place = e.address(row[0], e.op(f"add i64 {column}, {first}"), "float")
-            yield first, e.op(f"load {self.vector}, ptr {place}, align 4")
+        for first in self._order:
+            place = e.address(row[0], e.op(f"add i64 {column}, {first}"), self._factors.item)
+            yield first, e.op(f"load {self._factors.vector}, ptr {place}, align 2")
 
 
 class RowReader:
@@ -210,8 +279,11 @@ class RowReader:
         self._rows = [(*row, own) for row, own in zip(found, self._scratch, strict=True)]
         return [row[0] for row in found]
 
-    def step(self, column: str, *, as_bf16: bool = False) -> list[Vectors]:
-        """The vectors of each row's step, after what comes before the first step of a block."""
+    def step(self, column: str, factors: Factors | None = None, *, as_bf16: bool = False) -> list[Vectors]:
+        """The vectors of each row's step, after what comes before the first step of a block.
+
+        factors: what a product needs; without them the encoding's vectors, or its `bf16_vectors`.
+        """
         e, encoding = self._e, self.encoding
         if encoding.scratch:
             inside = e.op(f"and i64 {column}, {encoding.size - 1}")
@@ -221,8 +293,13 @@ class RowReader:
                 encoding.begin_block(e, row, column)
             e.do("br label %in_block")
             e.label("in_block")
+        is_paired = factors is not None and factors.is_paired and not isinstance(encoding, Unpacked)
+        as_bf16 = as_bf16 or (is_paired and encoding.has_bf16)
         vectors = encoding.bf16_vectors if as_bf16 else encoding.vectors
-        return [vectors(e, self._parts, row, column) for row in self._rows]
+        each = [vectors(e, self._parts, row, column) for row in self._rows]
+        if factors is not None and is_paired:
+            each = [factors.joined(e, vectors, are_bf16=as_bf16) for vectors in each]
+        return [iter(list(vectors)) for vectors in each] if encoding.is_decoded_first and factors else each
 
 
 def splat(e: Emitter, number: str, lanes: int, kind: str = "float") -> str:

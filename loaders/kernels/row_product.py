@@ -4,6 +4,11 @@ Threads take chunks of the matrix's rows until none is left, so one that is held
 others wait. For few rows of x (`Encoding.most_direct`) weights are unpacked in registers as they come from memory, at
 memory's speed. For more, a chunk's weights are unpacked once, part by part along K, to a panel that a core's cache
 holds, and the panel is multiplied with all rows.
+
+A row's result has the same bits however many rows are multiplied: every sum along K is made of partial sums over as
+many columns as a panel has, each of them in vectors in the order of columns, then over the halves of the vector.
+
+Sums are fp32 of fp32 factors, or with `in_pairs` of bf16 factors, two at a time, by an instruction of AVX512-BF16.
 """
 
 from __future__ import annotations
@@ -12,19 +17,21 @@ import ctypes
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from .compiler import Emitter, compile_ir, run_on_threads
-from .encodings import Encoding, RowReader, Unpacked, Vectors
+from .compiler import Emitter, compile_ir, instructions, run_on_threads
+from .encodings import Encoding, Factors, Float16, RowReader, Unpacked, Vectors
 
 # Without a panel: rows of x at a time, and bytes of weights that a thread takes at a time, which stay in its cache.
 FEW_TILE_ROWS, CHUNK_BYTES = 4, 2**17
-# With one: its rows and columns, 192 KiB, and rows of x at a time, 24 KiB, which a first-level cache holds beside it.
-PANEL_ROWS, PANEL_COLUMNS, PANEL_TILE_ROWS = 48, 1024, 6
+# With one: its rows and the bytes of each, 192 KiB, and rows of x at a time, 24 KiB, which a first-level cache holds.
+PANEL_ROWS, PANEL_ROW_BYTES, PANEL_TILE_ROWS = 48, 4096, 6
 MOST_PARTS, CACHE_LINE = 5, 64
-FETCH_AHEAD = 4  # rows of the matrix between one that is read and one that is fetched into the caches meanwhile
+MOST_DIRECT_LONG = 16  # rows of bf16 in pairs without a panel, if they are longer than a panel's
+FETCH_AHEAD = 8  # rows of the matrix between one that is read and one that is fetched into the caches meanwhile
 
 _PARTS = ", ".join(f"ptr %part{i}" for i in range(MOST_PARTS))
 _NONE = ", ".join(["ptr null"] * (MOST_PARTS - 1))
@@ -35,16 +42,16 @@ _BLOCK = (
 _BLOCK_NAMES = _BLOCK.replace("noalias ", "")
 
 # A job is 64-bit words: addresses of x, the result and the panels; N, K, R; rows of a chunk; the next chunk and the
-# next panel, which threads count up; the addresses of the matrix's parts.
-_JOB_WORDS = 9
+# next panel, which threads count up; whether there are panels; the addresses of the matrix's parts.
+_JOB_WORDS = 10
 _WORKER = f"""
 define void @worker(ptr %job) {{
 entry:
   {{loads}}
   %own = atomicrmw add ptr %at8, i64 1 seq_cst
-  %own_start = mul i64 %own, {PANEL_ROWS * PANEL_COLUMNS}
-  %panel = getelementptr float, ptr %panels, i64 %own_start
-  %has_few = icmp sle i64 %rows, {{few}}
+  %own_start = mul i64 %own, {PANEL_ROWS * PANEL_ROW_BYTES}
+  %panel = getelementptr i8, ptr %panels, i64 %own_start
+  %is_panel = icmp ne i64 %uses_panel, 0
   br label %next
 next:
   %first = atomicrmw add ptr %at7, i64 %chunk seq_cst
@@ -53,13 +60,13 @@ next:
 begin:
   %behind = add i64 %first, %chunk
   %last = call i64 @llvm.smin.i64(i64 %behind, i64 %outputs)
-  br i1 %has_few, label %few, label %part
+  br i1 %is_panel, label %part, label %few
 few:
   %few_row = phi i64 [ 0, %begin ], [ %few_next, %few ]
   %is_new = icmp eq i64 %few_row, 0
   %few_left = sub i64 %rows, %few_row
   %few_x = mul i64 %few_row, %columns
-  %few_x_own = getelementptr float, ptr %x, i64 %few_x
+  %few_x_own = getelementptr {{item}}, ptr %x, i64 %few_x
   %few_out = mul i64 %few_row, %outputs
   %few_out_own = getelementptr float, ptr %out, i64 %few_out
   call void @few(i64 %few_left, ptr %few_x_own, ptr %few_out_own, {_PARTS},
@@ -69,7 +76,7 @@ few:
   br i1 %few_more, label %few, label %next
 part:
   %column = phi i64 [ 0, %begin ], [ %stop, %part_end ]
-  %full = add i64 %column, {PANEL_COLUMNS}
+  %full = add i64 %column, {{panel_columns}}
   %stop = call i64 @llvm.smin.i64(i64 %full, i64 %columns)
   %width = sub i64 %stop, %column
   %add = icmp sgt i64 %column, 0
@@ -81,7 +88,7 @@ tile:
   %left = sub i64 %rows, %row
   %x_row = mul i64 %row, %columns
   %x_start = add i64 %x_row, %column
-  %x_own = getelementptr float, ptr %x, i64 %x_start
+  %x_own = getelementptr {{item}}, ptr %x, i64 %x_start
   %out_row = mul i64 %row, %outputs
   %out_start = add i64 %out_row, %first
   %out_own = getelementptr float, ptr %out, i64 %out_start
@@ -110,10 +117,29 @@ class Tile:
 class RowProduct:
     """x [R, K] times a matrix [N, K] stored in `encoding`; compiled at its first use."""
 
-    def __init__(self, encoding: Encoding) -> None:
-        self.encoding = encoding
+    def __init__(self, encoding: Encoding, *, in_pairs: bool = False) -> None:
+        """in_pairs: round both factors to bf16, and add their products in pairs (`can_pair`)."""
+        self.encoding, self._factors = encoding, Factors.in_pairs() if in_pairs else Factors.fp32(encoding.lanes)
         self._lock = threading.Lock()
         self._compiled: Callable[..., None] | None = None
+
+    @cached_property
+    def in_pairs(self) -> RowProduct:
+        """The product with bf16 factors in pairs, for matrices of the same encoding."""
+        return RowProduct(self.encoding, in_pairs=True)
+
+    def _most_direct(self, num_columns: int) -> int:
+        """The number of rows up to which weights are unpacked in registers.
+
+        Products in pairs take less time, so unpacking again pays for fewer rows, and rows of x of more than a panel's
+        columns do not stay in a first-level cache.
+        """
+        most = self.encoding.most_direct
+        if not self._factors.is_paired:
+            return most
+        if not isinstance(self.encoding, Float16):
+            return min(most, FEW_TILE_ROWS)
+        return most if num_columns <= _panel_columns(self._factors) else min(most, MOST_DIRECT_LONG)
 
     def prepare(self) -> None:
         """Compile it, if it is not compiled yet."""
@@ -129,59 +155,98 @@ class RowProduct:
         num_columns = x.shape[-1]
         rows = self._laid_out(x.reshape(-1, num_columns))
         out, num_rows, num_threads = torch.empty(rows.shape[0], num_outputs), rows.shape[0], torch.get_num_threads()
-        chunk, panels = max(4, CHUNK_BYTES * num_outputs // max(1, parts[0].nbytes) // 4 * 4), out
-        if num_rows > self.encoding.most_direct:
-            chunk, panels = PANEL_ROWS, torch.empty(num_threads * PANEL_ROWS * PANEL_COLUMNS)
+        chunk, panels = max(8, CHUNK_BYTES * num_outputs // max(1, parts[0].nbytes) // 8 * 8), out
+        if has_panel := num_rows > self._most_direct(num_columns):
+            chunk = PANEL_ROWS
+            panels = torch.empty(num_threads * PANEL_ROWS * PANEL_ROW_BYTES, dtype=torch.uint8)
         words = [tensor.data_ptr() for tensor in (rows, out, panels)]
-        words += [num_outputs, num_columns, num_rows, chunk, 0, 0, *(part.data_ptr() for part in parts)]
+        words += [num_outputs, num_columns, num_rows, chunk, 0, 0, has_panel, *(part.data_ptr() for part in parts)]
         self.prepare()
         assert self._compiled is not None
         run_on_threads(self._compiled, (ctypes.c_int64 * (_JOB_WORDS + MOST_PARTS))(*words), num_threads)
         return out.to(x.dtype).view(*x.shape[:-1], num_outputs)
 
     def _laid_out(self, x: Tensor) -> Tensor:
-        """fp32 [R, K], each row in the order in which the encoding has the weights."""
+        """[R, K] in the factors' dtype, each row in the order in which the encoding has the weights."""
         if (apart := self.encoding.interleave) > 1:
             x = x.reshape(x.shape[0], -1, self.encoding.lanes, apart).transpose(2, 3)
-        return x.float().contiguous()
+        return x.to(self._factors.dtype).contiguous()
 
     # ---------------------------------------------------------------------------------------- the text
 
     @property
     def source(self) -> str:
         """The module that is compiled."""
-        lanes, vector = self.encoding.lanes, self.encoding.vector
-        few = [Tile(rows, 4 if lanes == 16 or rows == 1 else 2) for rows in range(1, FEW_TILE_ROWS + 1)]
+        factors, lanes, vector = self._factors, self.encoding.lanes, self.encoding.vector
+        few = [Tile(rows, _few_outputs(rows, self.encoding)) for rows in range(1, FEW_TILE_ROWS + 1)]
         panel = [Tile(rows, 4 if lanes == 16 else 2) for rows in range(1, PANEL_TILE_ROWS + 1)]
+        unpacked = Unpacked(lanes, factors, _panel_columns(factors), self.encoding.step, _order(self.encoding, factors))
+        fma = f"declare {vector} @llvm.fma.v{lanes}f32({vector}, {vector}, {vector})\n"
         return "".join(
             (
                 self.encoding.declarations,
-                f"declare {vector} @llvm.fma.v{lanes}f32({vector}, {vector}, {vector})\n",
-                f"declare float @llvm.vector.reduce.fadd.v{lanes}f32(float, {vector})\n",
+                fma,
+                factors.declarations,
                 "declare i64 @llvm.smin.i64(i64, i64)\n",
                 "declare void @llvm.prefetch.p0(ptr, i32, i32, i32)\n",
-                _product("few", self.encoding, few),
-                _product("panel", Unpacked(lanes, PANEL_COLUMNS, self.encoding.step), panel),
-                _unpack(self.encoding),
-                _worker(self.encoding.most_direct),
+                _product("few", self.encoding, factors, few),
+                _product("panel", unpacked, factors, panel),
+                _unpack(self.encoding, factors),
+                _worker(factors),
             )
         )
 
 
-def _worker(few: int) -> str:
+def can_pair() -> bool:
+    """Whether this CPU has the instruction that products in pairs need."""
+    return "avx512_bf16" in instructions()
+
+
+def _few_outputs(num_rows: int, encoding: Encoding) -> int:
+    """Rows of the matrix at a time without a panel: as many sums as hide the time of an addition, and fit registers.
+
+    Plain weights come at memory's speed, which has more of it for fewer streams.
+    """
+    if num_rows == 1:
+        return 8 if encoding.lanes == 16 and not isinstance(encoding, Float16) else 4
+    return 4 if encoding.lanes == 16 else 2
+
+
+def _order(encoding: Encoding, factors: Factors) -> list[int]:
+    """The first weights of a step's vectors, in the order in which an encoding has them."""
+    e = Emitter()
+    reader = RowReader(e, encoding, [f"%part{i}" for i in range(MOST_PARTS)], 1)
+    reader.begin_rows(["%index"], "%columns")
+    (vectors,) = reader.step("%column", factors)
+    return [first for first, _ in vectors]
+
+
+def _worker(factors: Factors) -> str:
     loads, names = list[str](), ("x", "out", "panels", "outputs", "columns", "rows", "chunk")
-    places = [*enumerate(names), (7, None), (8, None), *((_JOB_WORDS + i, f"part{i}") for i in range(MOST_PARTS))]
+    places = [
+        *enumerate(names),
+        (7, None),
+        (8, None),
+        (9, "uses_panel"),
+        *((_JOB_WORDS + i, f"part{i}") for i in range(MOST_PARTS)),
+    ]
     for place, name in places:
         loads.append(f"%at{place} = getelementptr i64, ptr %job, i64 {place}")
         if name is not None:
-            kind = "i64" if name in ("outputs", "columns", "rows", "chunk") else "ptr"
+            kind = "i64" if name in ("outputs", "columns", "rows", "chunk", "uses_panel") else "ptr"
             loads.append(f"%{name} = load {kind}, ptr %at{place}")
-    return _WORKER.replace("{loads}", "\n  ".join(loads)).replace("{few}", str(few))
+    text = _WORKER.replace("{loads}", "\n  ".join(loads))
+    return text.replace("{item}", factors.item).replace("{panel_columns}", str(_panel_columns(factors)))
 
 
-def _product(name: str, encoding: Encoding, tiles: Sequence[Tile]) -> str:
+def _panel_columns(factors: Factors) -> int:
+    """Columns of a panel, and of a partial sum."""
+    return PANEL_ROW_BYTES // factors.dtype.itemsize
+
+
+def _product(name: str, encoding: Encoding, factors: Factors, tiles: Sequence[Tile]) -> str:
     """A function of as many rows of x as the largest tile has, or `%rows` if these are fewer."""
-    text = "".join(_block(name, encoding, tile) for tile in dict.fromkeys((*tiles, Tile(1, 1))))
+    text = "".join(_block(name, encoding, factors, tile) for tile in dict.fromkeys((*tiles, Tile(1, 1))))
     e = Emitter()
     cases = " ".join(f"i64 {tile.rows}, label %rows{tile.rows}" for tile in tiles[:-1])
     e.do(f"switch i64 %rows, label %rows{tiles[-1].rows} [ {cases} ]")
@@ -189,7 +254,7 @@ def _product(name: str, encoding: Encoding, tiles: Sequence[Tile]) -> str:
         e.label(f"rows{tile.rows}")
         done = e.op(f"call i64 @{name}_{tile.rows}_{tile.outputs}({_BLOCK_NAMES})")
         for i in range(tile.rows):  # what is left, fewer than a tile has
-            x = e.address("%x", e.op(f"mul i64 %columns, {i}"), "float")
+            x = e.address("%x", e.op(f"mul i64 %columns, {i}"), factors.item)
             out = e.address("%out", e.op(f"mul i64 %outputs, {i}"), "float")
             rest = _BLOCK_NAMES.replace("%first", done).replace("%x", x, 1).replace("%out", out, 1)
             e.op(f"call i64 @{name}_1_1({rest})")
@@ -197,13 +262,12 @@ def _product(name: str, encoding: Encoding, tiles: Sequence[Tile]) -> str:
     return text + e.function(f"define internal void @{name}(i64 %rows, {_BLOCK})")
 
 
-def _block(name: str, encoding: Encoding, tile: Tile) -> str:
+def _block(name: str, encoding: Encoding, factors: Factors, tile: Tile) -> str:
     """Products of `tile.rows` rows of x with rows first .. last of the matrix, `tile.outputs` at a time while there are
     as many; returns the first that is left. add: to what the result holds. fetch: the rows behind meanwhile.
     """
-    e, vector, lanes = Emitter(), encoding.vector, encoding.lanes
-    chains = _chains(tile, encoding)
-    sums = [(i, j, u) for i in range(tile.rows) for j in range(tile.outputs) for u in range(chains)]
+    e, vector = Emitter(), encoding.vector
+    sums = [(i, j) for i in range(tile.rows) for j in range(tile.outputs)]
     e.label("entry")
     reader = RowReader(e, encoding, [f"%part{i}" for i in range(MOST_PARTS)], tile.outputs)
     e.do("br label %outputs_loop")
@@ -214,45 +278,81 @@ def _block(name: str, encoding: Encoding, tile: Tile) -> str:
     e.label("rows_begin")
     indices = [e.op(f"add i64 %output, {j}") for j in range(tile.outputs)]
     starts = reader.begin_rows(indices, "%columns")
-    xs = [e.address("%x", e.op(f"mul i64 %columns, {i}"), "float") for i in range(tile.rows)]
+    xs = [e.address("%x", e.op(f"mul i64 %columns, {i}"), factors.item) for i in range(tile.rows)]
+    e.do("br label %partial")
+    e.label("partial")
+    e.do("%start = phi i64 [ 0, %rows_begin ], [ %next_column, %store ]")
+    e.do("%adds = phi i1 [ %add, %rows_begin ], [ 1, %store ]")
+    behind = e.op(f"add i64 %start, {_panel_columns(factors)}")
+    stop = e.op(f"call i64 @llvm.smin.i64(i64 {behind}, i64 %width)")
     e.do("br label %step")
     e.label("step")
-    e.do("%column = phi i64 [ 0, %rows_begin ], [ %next_column, %step_end ]")
-    for i, j, u in sums:
-        e.do(f"%sum{i}_{j}_{u} = phi {vector} [ zeroinitializer, %rows_begin ], [ %new{i}_{j}_{u}, %step_end ]")
+    e.do("%column = phi i64 [ %start, %partial ], [ %next_column, %step_end ]")
+    for i, j in sums:
+        e.do(f"%sum{i}_{j} = phi {vector} [ zeroinitializer, %partial ], [ %new{i}_{j}, %step_end ]")
     if name == "few" and tile.outputs > 1:
         e.do("br i1 %fetch, label %fetch_ahead, label %compute")
         e.label("fetch_ahead")
-        _fetch(e, encoding, starts, "%column")
+        _fetch(e, encoding, starts, "%column", max(FETCH_AHEAD, tile.outputs))
         e.do("br label %compute")
         e.label("compute")
-    _step(e, encoding, tile, reader.step("%column"), xs)
+    _step(e, factors, reader.step("%column", factors), xs)
     e.do("br label %step_end")
     e.label("step_end")
     e.do(f"%next_column = add i64 %column, {encoding.step}")
-    e.do(f"br i1 {e.op('icmp slt i64 %next_column, %width')}, label %step, label %store")
+    e.do(f"br i1 {e.op(f'icmp slt i64 %next_column, {stop}')}, label %step, label %store")
     e.label("store")
-    for i, j, u in sums:
-        if u == 0:
-            total = f"%new{i}_{j}_0"
-            for other in range(1, chains):
-                total = e.op(f"fadd {vector} {total}, %new{i}_{j}_{other}")
-            number = e.op(f"call reassoc float @llvm.vector.reduce.fadd.v{lanes}f32(float -0.0, {vector} {total})")
-            place = e.address("%out", e.op(f"add i64 {e.op(f'mul i64 %outputs, {i}')}, {indices[j]}"), "float")
-            before = e.op(f"select i1 %add, float {e.op(f'load float, ptr {place}, align 4')}, float -0.0")
-            e.do(f"store float {e.op(f'fadd float {number}, {before}')}, ptr {place}, align 4")
-    e.do("br label %outputs_loop")
+    kind = f"<{tile.outputs} x float>"
+    for i in range(tile.rows):
+        place = e.address("%out", e.op(f"add i64 {e.op(f'mul i64 %outputs, {i}')}, %output"), "float")
+        loaded = e.op(f"load {kind}, ptr {place}, align 4")
+        before = e.op(f"select i1 %adds, {kind} {loaded}, {kind} splat (float -0.0)")
+        totals = _totals(e, [f"%new{i}_{j}" for j in range(tile.outputs)], encoding.lanes)
+        e.do(f"store {kind} {e.op(f'fadd {kind} {totals}, {before}')}, ptr {place}, align 4")
+    e.do(f"br i1 {e.op('icmp slt i64 %next_column, %width')}, label %partial, label %outputs_loop")
     e.label("end")
     e.do("ret i64 %output")
     return e.function(f"define internal i64 @{name}_{tile.rows}_{tile.outputs}({_BLOCK})")
 
 
-def _fetch(e: Emitter, encoding: Encoding, starts: Sequence[str], column: str) -> None:
-    """Prefetch the step at `column` of the rows FETCH_AHEAD after those that begin at `starts`.
+def _totals(e: Emitter, vectors: Sequence[str], lanes: int) -> str:
+    """The sums of as many vectors as a power of two, as one vector.
+
+    Of each vector the upper half is added to the lower half, until one number is left. Two vectors' halves share an
+    instruction, which changes no bit.
+    """
+    part = lanes  # numbers that are left of each vector
+    while part > 1:
+        halves = [[i for i in range(lanes) if (i % part >= part // 2) == is_upper] for is_upper in (False, True)]
+        if len(vectors) > 1:
+            pairs = list(zip(vectors[::2], vectors[1::2], strict=True))
+            halves = [[*half, *(lanes + i for i in half)] for half in halves]
+        else:
+            pairs = [(vectors[0], "poison")]
+        vectors = [_added_halves(e, pair, halves, lanes) for pair in pairs]
+        lanes, part = len(halves[0]), part // 2
+    return vectors[0]
+
+
+def _added_halves(e: Emitter, pair: tuple[str, str], halves: Sequence[Sequence[int]], lanes: int) -> str:
+    """The numbers of two vectors at the places of one half, plus those at the places of the other."""
+    kind = f"<{lanes} x float>"
+    lower, upper = (
+        e.op(
+            f"shufflevector {kind} {pair[0]}, {kind} {pair[1]}, "
+            f"<{len(half)} x i32> <{', '.join(f'i32 {place}' for place in half)}>"
+        )
+        for half in halves
+    )
+    return e.op(f"fadd <{len(halves[0])} x float> {lower}, {upper}")
+
+
+def _fetch(e: Emitter, encoding: Encoding, starts: Sequence[str], column: str, num_ahead: int) -> None:
+    """Prefetch the step at `column` of the rows `num_ahead` after those that begin at `starts`.
 
     A CPU prefetches by itself if one block of memory is read sequentially, but hardly if several are read by turns.
     """
-    ahead = e.op(f"mul i64 {_bytes_of(e, encoding, '%columns')}, {FETCH_AHEAD}")
+    ahead = e.op(f"mul i64 {_bytes_of(e, encoding, '%columns')}, {num_ahead}")
     behind = e.op(f"add i64 {_bytes_of(e, encoding, column)}, {ahead}")
     for start in starts:
         for line in range(0, encoding.step * encoding.num_bytes // encoding.size, CACHE_LINE):
@@ -265,34 +365,20 @@ def _bytes_of(e: Emitter, encoding: Encoding, num_weights: str) -> str:
     return e.op(f"udiv i64 {e.op(f'mul i64 {num_weights}, {encoding.num_bytes}')}, {encoding.size}")
 
 
-def _chains(tile: Tile, encoding: Encoding) -> int:
-    """Sums for each product, so that one addition need not wait for the one before.
-
-    As many as a step has vectors and registers have room for.
-    """
-    wanted = 4 if tile.rows * tile.outputs == 1 else 2 if tile.rows == 1 and encoding.lanes == 16 else 1
-    return min(wanted, encoding.step // encoding.lanes)
-
-
-def _step(e: Emitter, encoding: Encoding, tile: Tile, weights: Sequence[Vectors], xs: Sequence[str]) -> None:
+def _step(e: Emitter, factors: Factors, weights: Sequence[Vectors], xs: Sequence[str]) -> None:
     """One step along K: what is added to each sum. weights: of each row of the matrix."""
-    vector, fma = encoding.vector, f"@llvm.fma.v{encoding.lanes}f32"
-    new: dict[tuple[int, int, int], str] = {}
-    if encoding.is_decoded_first:
-        weights = [iter(list(vectors)) for vectors in weights]
-    for part, found in enumerate(zip(*weights, strict=True)):
-        place, u = e.op(f"add i64 %column, {found[0][0]}"), part % _chains(tile, encoding)
+    new: dict[tuple[int, int], str] = {}
+    for vectors in zip(*weights, strict=True):
+        place = e.op(f"add i64 %column, {vectors[0][0]}")
         for i, x in enumerate(xs):
-            factor = e.op(f"load {vector}, ptr {e.address(x, place, 'float')}, align 4")
-            for j, (_, weight) in enumerate(found):
-                before = new.get((i, j, u), f"%sum{i}_{j}_{u}")
-                product = f"{vector} {weight}, {vector} {factor}, {vector} {before}"
-                new[i, j, u] = e.op(f"call {vector} {fma}({product})")
-    for (i, j, u), value in new.items():
-        e.do(f"%new{i}_{j}_{u} = bitcast {vector} {value} to {vector}")
+            factor = e.op(f"load {factors.vector}, ptr {e.address(x, place, factors.item)}, align 2")
+            for j, (_, weight) in enumerate(vectors):
+                new[i, j] = factors.added(e, new.get((i, j), f"%sum{i}_{j}"), weight, factor)
+    for (i, j), value in new.items():
+        e.do(f"%new{i}_{j} = bitcast {factors.sums} {value} to {factors.sums}")
 
 
-def _unpack(encoding: Encoding) -> str:
+def _unpack(encoding: Encoding, factors: Factors) -> str:
     """Rows first .. last of the matrix, `%width` columns from `%start` on, to a panel."""
     e, parts = Emitter(), [f"%part{i}" for i in range(MOST_PARTS)]
     e.label("entry")
@@ -301,16 +387,16 @@ def _unpack(encoding: Encoding) -> str:
     e.label("row")
     e.do("%index = phi i64 [ %first, %entry ], [ %next_index, %row_end ]")
     starts = reader.begin_rows(["%index"], "%columns")
-    start = e.op(f"mul i64 {e.op('sub i64 %index, %first')}, {PANEL_COLUMNS}")
+    start = e.op(f"mul i64 {e.op('sub i64 %index, %first')}, {_panel_columns(factors)}")
     e.do("br label %step")
     e.label("step")
     e.do("%done = phi i64 [ 0, %row ], [ %next_done, %step_end ]")
     column = e.op("add i64 %start, %done")
-    _fetch(e, encoding, starts, column)
-    (vectors,) = reader.step(column)
+    _fetch(e, encoding, starts, column, FETCH_AHEAD)
+    (vectors,) = reader.step(column, factors)
     for first, weights in vectors:
         place = e.op(f"add i64 {e.op(f'add i64 {start}, %done')}, {first}")
-        e.do(f"store {encoding.vector} {weights}, ptr {e.address('%panel', place, 'float')}, align 4")
+        e.do(f"store {factors.vector} {weights}, ptr {e.address('%panel', place, factors.item)}, align 2")
     e.do("br label %step_end")
     e.label("step_end")
     e.do(f"%next_done = add i64 %done, {encoding.step}")

@@ -33,6 +33,7 @@ from ..formats.products import (
     ProductKind,
     Seconds,
     WayCosts,
+    exact_kernel,
     half_product,
     num_lanes,
 )
@@ -84,6 +85,14 @@ def know_products(forms: Iterable[tuple[str, torch.dtype]], *, anew: bool = Fals
     kernels = {kind.form for kind in wanted if (costs := COSTS.get(kind)) and KERNEL in map(costs.way, ROWS)}
     for product in filter(None, map(_kernel, kernels)):
         threading.Thread(target=product.prepare, name="compile", daemon=True).start()  # while weights are read
+
+
+def compile_exact(forms: Iterable[tuple[str, torch.dtype]]) -> None:
+    """Compile the kernels for `exact_rows` with weights of these forms and rows of these dtypes, in the background."""
+    for form, dtype in forms:
+        if (product := _kernel(form)) is not None:
+            kernel = exact_kernel(product, dtype)
+            threading.Thread(target=kernel.prepare, name="compile", daemon=True).start()
 
 
 def _after_plain_ones(kind: tuple[str, torch.dtype]) -> tuple[bool, str]:

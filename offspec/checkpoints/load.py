@@ -26,12 +26,14 @@ class LoadSettings:
 
     has_far_embedding: the embedding may stay off the device, unless it is also the head. synchronous: no read-ahead;
     read each streamed layer when the pass needs it. is_written: training will change the weights (`--learn`), so they
-    keep their memory layout. progress(bytes_done, bytes_total): called while resident weights load.
+    keep their memory layout. is_exact: the decoder will be exact (`model.exactness`), whose kernels read the usual
+    layout. progress(bytes_done, bytes_total): called while resident weights load.
     """
 
     has_far_embedding: bool = False
     synchronous: bool = False
     is_written: bool = False
+    is_exact: bool = False
     progress: Progress | None = None
 
 
@@ -45,13 +47,14 @@ def load_weights(
 
     Raises torch.OutOfMemoryError, MemoryLimitError, CheckpointError.
     """
+    is_in_order = is_blocked(model, device) and not settings.is_written and not settings.is_exact
     return TieredWeights(
         model.stored,
         placement,
         dtype=model.dtype,
         device=device,
         embedding=model.config.embedding_name if settings.has_far_embedding and not model.config.tied_head else None,
-        options=TierOptions(is_blocked(model, device) and not settings.is_written, settings.synchronous),
+        options=TierOptions(is_in_order, settings.synchronous),
         progress=settings.progress,
     )
 

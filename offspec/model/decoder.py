@@ -18,6 +18,7 @@ from torch import Tensor
 from offspec.loaders.accelerators.accelerator import accelerator_of
 from offspec.loaders.accelerators.cuda import span
 from offspec.loaders.formats import StoredWeight, Weight
+from offspec.loaders.formats.products import exact_rows
 from offspec.loaders.streaming.weights import RamWeights, WeightSource
 from offspec.scheduler.trees.token_tree import BoolArray, IntArray
 from offspec.scheduler.trees.vocabulary import Vocabulary
@@ -39,6 +40,7 @@ from .parts.split_attention import SPLIT_BYTES, most_scored_keys, reason_for_for
 from .pass_rows import MASK_ELEMENTS, PASS_ROWS, AppendedRows, JoinedRows, TextRows, chunk_rows, placed
 from .rope import Rotations
 from .row_logits import HEAD_ROWS, RowLogits
+from .row_wise import row_wise
 
 AfterLayer = Callable[[int, Tensor], None]  # a layer's number, and the hidden states [T, hidden] after it
 
@@ -74,9 +76,11 @@ class Decoder:
     """A decoder of the shape `config` with the weights of `weights`.
 
     entries_in_ram: the layers whose KV entries lie in RAM, in caches made from now on; None: all are on the device.
+    is_exact: a row's results have the same bits whatever rows share its pass (`exactness`).
     """
 
     entries_in_ram: EntriesInRam | None = None
+    is_exact = False
 
     def __init__(
         self,
@@ -145,7 +149,7 @@ class Decoder:
         """
         for index in layers or range(len(self.blocks)):
             self.current_layer, block = index, self.blocks[index]
-            with span("layer"), self.weights.layer(index) as tensors:
+            with exact_rows(self.is_exact), span("layer"), self.weights.layer(index) as tensors:
                 weights = self.layer_weights(tensors)
                 if len(rows.chunks) == 1:
                     hidden = block.forward(hidden, weights, rows, 0, len(hidden))
@@ -195,7 +199,8 @@ class Decoder:
 
     def head(self, states: Tensor) -> Tensor:
         """fp32 logits [R, vocab] of `normed` states [R, hidden]."""
-        return self.capped(self.linear_logits(states))
+        with exact_rows(self.is_exact):
+            return self.capped(self.linear_logits(states))
 
     def linear_logits(self, states: Tensor) -> Tensor:
         """Logits before the cap: linear in the states."""
@@ -205,7 +210,7 @@ class Decoder:
     def capped(self, logits: Tensor) -> Tensor:
         """fp32 logits [R, vocab]: `linear_logits`, or sums of them, with the model's cap."""
         cap = self.config.logit_cap
-        return logits if cap is None else cap * torch.tanh(logits / cap)
+        return logits if cap is None else cap * row_wise(torch.tanh, logits / cap)
 
     def head_weights(self) -> LayerWeights:
         """The matrix of the head as "head.weight"."""

@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from offspec.loaders.formats.products import must_be_exact
+from offspec.loaders.kernels.row_attention import Visible, attend_rows
 from offspec.loaders.streaming.small_transfers import to_device
 from offspec.scheduler.trees.token_tree import ROOT, BoolArray, IntArray
 
@@ -21,6 +23,7 @@ from .parts.kv_attention import KeyRange, Visibility, attend_by_parts
 from .parts.part import Attending, PassRows, Projected, RowsOfText
 from .parts.split_attention import KeyPart, part_attention
 from .rope import Rotations
+from .row_attention import key_parts, visible_slots
 
 CHUNK_ROWS = 512  # rows of a long chain that go through a layer together; limits activations
 # Rows of chains in one pass; a longer prompt takes several, because hidden states of all rows are in memory. Streaming
@@ -77,6 +80,7 @@ class AppendedRows(RowsOfText):
     chunks: list[tuple[int, int]]
     masks: dict[int | None, Tensor | None] = field(default_factory=dict)
     known_ranges: dict[int | None, list[KeyRange]] = field(default_factory=dict)
+    known_slots: dict[int | None, Visible] = field(default_factory=dict)
     once: dict[object, Any] = field(default_factory=dict)
 
     @cached_property
@@ -93,6 +97,12 @@ class AppendedRows(RowsOfText):
         queries, keys, values = projected
         layer, group = part.layer, queries.shape[1] // keys.shape[1]
         most = self.cache.most_read(layer)
+        if must_be_exact(queries):
+            self.cache.write(layer, keys, values, self.visibility.start + first)
+            visible, c = self.slots(first, last, part.window, group), part.config
+            key_parts_ = key_parts(self.cache, layer, visible, most)
+            scale = c.attention_scale or c.head_dim**-0.5
+            return attend_rows(queries, key_parts_, visible, scale=scale, cap=c.attention_cap)
         if most is None and group * len(queries) * (self.visibility.start + last) <= MASK_ELEMENTS:
             return super().attend(part, projected, first, last)
         self.cache.write(layer, keys, values, self.visibility.start + first)
@@ -112,6 +122,14 @@ class AppendedRows(RowsOfText):
         start = self.visibility.start
         self.cache.write(layer, keys, values, start + first)
         return self.cache.read(layer, start + last)
+
+    def slots(self, first: int, last: int, window: int | None, group: int) -> Visible:
+        """`visible_slots`; if they are all rows', they are computed once per pass, otherwise in each layer."""
+        if last - first < len(self):
+            return visible_slots(self.visibility, first, last, window, group)
+        if window not in self.known_slots:
+            self.known_slots[window] = visible_slots(self.visibility, first, last, window, group)
+        return self.known_slots[window]
 
     def ranges(self, first: int, last: int, window: int | None) -> list[KeyRange]:
         """`Visibility.ranges`; if they are all rows', they are computed once per pass, otherwise in each layer."""

@@ -90,8 +90,15 @@ def _yarn_attention_factor(scaling: Mapping[str, Any]) -> float:
     return magnitude(mscale) / magnitude(mscale_all_dim) if mscale and mscale_all_dim else magnitude(1.0)
 
 
+TABLE_POSITIONS, MOST_TABLES = 256, 64
+
+
 class RotaryEmbedding:
-    """The rotation of one kind of layer. cos and sin have `dtype`; angles are computed in fp32."""
+    """The rotation of one kind of layer. cos and sin have `dtype`; angles are computed in fp32.
+
+    On a CPU a position's numbers come from a table of TABLE_POSITIONS positions, since torch rounds some of them
+    otherwise in tensors of another length (`row_wise`). The last MOST_TABLES tables are kept.
+    """
 
     def __init__(
         self,
@@ -107,9 +114,26 @@ class RotaryEmbedding:
         self._frequencies = frequencies.to(device)
         self._dtype = dtype
         self._is_interleaved = is_interleaved
+        self._tables: dict[int, Tensor] = {}  # cos and sin [2, TABLE_POSITIONS, 1, rotary_dim], by their number
 
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin [T, 1, rotary_dim] of positions [T] on the device."""
+        if positions.device.type != "cpu":
+            return self._computed(positions)
+        numbers, of_position = torch.unique(positions // TABLE_POSITIONS, return_inverse=True)
+        tables = torch.cat([self._table(number) for number in numbers.tolist()], dim=1)
+        cos, sin = tables[:, of_position * TABLE_POSITIONS + positions % TABLE_POSITIONS]
+        return cos, sin
+
+    def _table(self, number: int) -> Tensor:
+        if number not in self._tables:
+            if len(self._tables) >= MOST_TABLES:
+                del self._tables[next(iter(self._tables))]
+            first = number * TABLE_POSITIONS
+            self._tables[number] = torch.stack(self._computed(torch.arange(first, first + TABLE_POSITIONS)))
+        return self._tables[number]
+
+    def _computed(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         angles = positions[:, None].float() * self._frequencies
         if self._is_interleaved:
             angles = torch.stack((angles, angles), dim=-1).flatten(-2)[:, None]
@@ -162,8 +186,12 @@ class Rotations:
         It keeps attention sharp in texts longer than those of the first training phase (Llama 4).
         """
         if (beta, context) not in self._growths:
-            steps = torch.floor(self._positions / context)
-            self._growths[beta, context] = (1 + beta * torch.log(1 + steps))[:, None, None]
+            if self._positions.device.type == "cpu":  # each by itself, see `row_wise`
+                each = [1 + beta * math.log(1 + position // context) for position in self._positions.tolist()]
+                growths = torch.tensor(each, dtype=torch.float32)
+            else:
+                growths = 1 + beta * torch.log(1 + torch.floor(self._positions / context))
+            self._growths[beta, context] = growths[:, None, None]
         return self._growths[beta, context]
 
 

@@ -20,7 +20,7 @@ from offspec.loaders.machine.measure import (
     measure_matmul,
     measure_packed_product,
 )
-from offspec.loaders.machine.product_costs import forms_of, know_products, product_flops
+from offspec.loaders.machine.product_costs import compile_exact, forms_of, know_products, product_flops
 
 from ..checkpoints.load import is_blocked
 from ..checkpoints.opening import ModelFiles, Note
@@ -84,12 +84,23 @@ def choose_products(models: Iterable[tuple[ModelFiles, bool]], device: torch.dev
         return
     forms = set[tuple[str, torch.dtype]]()
     for model, stays in models:
-        is_large = sum(layer.num_weights for layer in model.stored.layers) >= LEAST_CHOSEN_WEIGHTS
-        if is_large and not is_blocked(model, device):
-            in_layers = [weight for layer in model.stored.layers for weight in layer.weights.values()]
-            packed = [weight for weight in model.stored.shared.values() if weight.is_packed]
-            forms |= forms_of([*in_layers, *packed], model.dtype, is_kept=stays)
+        if not is_blocked(model, device):
+            forms |= _product_forms(model, is_resident=stays)
     know_products(forms)
+
+
+def prepare_exact_products(target: ModelFiles, *, is_resident: bool) -> None:
+    """Compile the kernels of an exact target while weights are read."""
+    compile_exact(_product_forms(target, is_resident=is_resident))
+
+
+def _product_forms(model: ModelFiles, *, is_resident: bool) -> set[tuple[str, torch.dtype]]:
+    """(form, dtype of the rows) of a large model's products; none of a small model, whose passes are short."""
+    if sum(layer.num_weights for layer in model.stored.layers) < LEAST_CHOSEN_WEIGHTS:
+        return set()
+    in_layers = [weight for layer in model.stored.layers for weight in layer.weights.values()]
+    packed = [weight for weight in model.stored.shared.values() if weight.is_packed]
+    return forms_of([*in_layers, *packed], model.dtype, is_kept=is_resident)
 
 
 def measure_quick_rates(target: ModelFiles, device: torch.device, link_bytes_per_s: float | None) -> Rates:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..config import ModelConfig
 from ..rope import RotaryEmbeddings
+from ..row_wise import row_wise
 from .attention import Attention
 from .part import LayerWeights, NativePart, PassRows
 
@@ -54,12 +55,12 @@ class Mlp(NativePart):
         """Normed states x [T, hidden] → [T, hidden]; with a gate it is SwiGLU or GeGLU (2002.05202)."""
         names, activate = self.config.mlp, ACTIVATIONS[self.config.activation]
         if names.gate is None:
-            inner = activate(weights.linear(names.up, x))
+            inner = row_wise(activate, weights.linear(names.up, x))
         elif names.is_fused:
             gate, up = weights.linear(names.up, x).chunk(2, dim=-1)
-            inner = activate(gate) * up
+            inner = row_wise(activate, gate) * up
         else:
-            inner = activate(weights.linear(names.gate, x)) * weights.linear(names.up, x)
+            inner = row_wise(activate, weights.linear(names.gate, x)) * weights.linear(names.up, x)
         return weights.linear(names.down, inner)
 
 

@@ -1,0 +1,41 @@
+"""Whether a decoder is exact: a row's results have the same bits whatever rows share its pass.
+
+Then texts in 16 bits equal plain decoding's, not only up to near-ties. Kernels for it exist for CPUs. They are as fast
+as others, except where torch has AMX for many rows of bf16. Passes of a streamed model wait for weights anyway.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from offspec.loaders.formats.products import HALF_DTYPES, can_be_exact
+from offspec.loaders.kernels.compiler import has_amx
+from offspec.loaders.kernels.row_attention import can_attend
+
+from .config import ModelConfig
+
+
+def is_exact_by_default(config: ModelConfig, dtype: torch.dtype, device: torch.device, *, is_streamed: bool) -> bool:
+    """Whether a target is exact unless its user wants fast arithmetic: a rule without measured times.
+
+    is_streamed: whether a pass waits for weights.
+    """
+    is_slower = dtype == torch.bfloat16 and has_amx()
+    return reason_against_exactness(config, dtype, device) is None and (is_streamed or not is_slower)
+
+
+def reason_against_exactness(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Why a decoder cannot be exact; None if it can."""
+    if not config.is_native:
+        return "its layers are modules of transformers"
+    if config.delta is not None:
+        return "its layers keep states of the text, which other rows round otherwise"
+    if device.type != "cpu":
+        return f"there are no such kernels for {device.type}"
+    if dtype not in HALF_DTYPES:
+        return f"there are no such kernels for {str(dtype).removeprefix('torch.')}"
+    if not can_be_exact(dtype):
+        return "there are no kernels for this processor"
+    if not can_attend(config.num_heads // config.num_kv_heads, dtype):
+        return "too many query heads share a key head"
+    return None

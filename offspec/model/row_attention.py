@@ -1,0 +1,46 @@
+"""What each row of a text's pass attends to, as lists of slots, for attention that does not depend on other rows.
+
+The kernel is `loaders.kernels.row_attention`; another one, for another device, takes the same lists. A row's slots in
+ascending order are its tokens' positions in ascending order: the committed prefix, a chain, then a node's ancestors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+import torch
+
+from offspec.loaders.kernels.row_attention import BLOCK, KeySlots, Visible, rows_of_tile
+
+from .memory.text_memory import TextMemory
+from .parts.kv_attention import Visibility
+
+
+def visible_slots(visibility: Visibility, first: int, last: int, window: int | None, group: int) -> Visible:
+    """The slots that rows first .. last of a pass attend to; group: query heads that share a key head.
+
+    window: as in `Visibility.mask`.
+    """
+    num_rows, tree = visibility.positions.shape[0], visibility.tree_mask
+    num_nodes = 0 if tree is None else tree.shape[0]
+    rows = torch.arange(first, last)
+    is_node = rows >= num_rows - num_nodes
+    end = torch.where(is_node, visibility.region, visibility.start + rows + 1)
+    num_singles, singles = torch.zeros(len(rows), dtype=torch.int64), torch.empty(0, dtype=torch.int64)
+    if tree is not None and bool(is_node.any()):
+        nodes = rows[is_node] - (num_rows - num_nodes)
+        mask = tree[int(nodes[0]) : int(nodes[-1]) + 1]
+        num_singles[is_node] = mask.sum(dim=1)
+        singles = mask.nonzero()[:, 1] + visibility.region
+    unseen = torch.zeros_like(end) if window is None else (end + num_singles - window).clamp(min=0)
+    return Visible.of(unseen, end, singles, num_singles, rows_of_tile(group))
+
+
+def key_parts(cache: TextMemory, layer: int, visible: Visible, most: int | None) -> Iterator[KeySlots]:
+    """The keys and values that `visible` names: at most `most` at once, then all that must be given together."""
+    end, together = visible.end, min(visible.end, visible.first_single) // BLOCK * BLOCK
+    step = end if most is None else max(BLOCK, most // BLOCK * BLOCK)
+    cuts = () if most is None else (*range(step, together, step), together)
+    for first, until in pairwise(dict.fromkeys((0, *cuts, end))):
+        yield KeySlots(first, *cache.read(layer, until, first))

@@ -1,0 +1,133 @@
+"""Products inside `exact_rows`: the same bits for a row however many rows there are, in every format and shape."""
+
+from __future__ import annotations
+
+import threading
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from offspec.loaders.formats import Weight, dense, linear
+from offspec.loaders.formats.blocked import BlockedMatrix, is_supported
+from offspec.loaders.formats.changed import ReorderedMatrix
+from offspec.loaders.formats.core import PackedMatrix
+from offspec.loaders.formats.products import (
+    KERNEL,
+    TORCH,
+    ProductCosts,
+    ProductKind,
+    WayCosts,
+    are_rows_exact,
+    can_be_exact,
+    exact_rows,
+    num_lanes,
+)
+from offspec.loaders.kernels.row_product import can_pair
+from offspec.loaders.machine.product_costs import sample
+
+pytestmark = pytest.mark.skipif(not num_lanes(), reason="this processor has no kernels")
+HALVES = (torch.bfloat16, torch.float16)
+each_half = pytest.mark.parametrize("dtype", HALVES, ids=["bf16", "fp16"])
+ROWS = (1, 2, 3, 4, 5, 8, 17, 64)
+
+
+def noise(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def assert_exact(weight: Weight, dtype: torch.dtype, most_rows: int = 70) -> None:
+    """Of any rows together, any of them alone are the same; and they are those of the matrix's numbers."""
+    num_outputs, num_columns = weight.shape
+    x, bias = noise(most_rows, num_columns, seed=1).to(dtype), noise(num_outputs, seed=2).to(dtype)
+    with exact_rows():
+        together = linear(x, weight, bias)
+        for num_rows in ROWS:
+            for first in (0, most_rows - num_rows):
+                found = linear(x[first : first + num_rows], weight, bias)
+                assert torch.equal(found, together[first : first + num_rows]), num_rows
+    exact = x.double() @ dense(weight, torch.float32).double().T + bias.double()
+    assert ((together.double() - exact).abs() <= 2**-6 * exact.abs().max()).all()
+
+
+@each_half
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16, torch.float32], ids=["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("shape", [(7, 33), (65, 2048 + 96)], ids=str)
+def test_plain_matrices(shape: tuple[int, int], stored: torch.dtype, dtype: torch.dtype) -> None:
+    """Columns that no kernel reads, and more of them than a partial sum has."""
+    assert_exact(noise(*shape).to(stored), dtype)
+
+
+@pytest.mark.slow
+@each_half
+@pytest.mark.parametrize("form", ["nf4", "Q8_0", "Q4_K", "Q6_K", "bf16-packed", "fp8", "w4a16"])
+def test_packed_matrices(form: str, dtype: torch.dtype) -> None:
+    weight = sample(form, (48, 512))
+    assert weight is not None
+    assert_exact(weight, dtype)
+
+
+def test_many_rows() -> None:
+    assert_exact(noise(33, 128).to(torch.bfloat16), torch.bfloat16, most_rows=1100)
+
+
+def test_matrices_in_another_order() -> None:
+    matrix = noise(32, 128).to(torch.bfloat16)
+    assert_exact(ReorderedMatrix(matrix, 2), torch.bfloat16)
+    if is_supported(torch.bfloat16):
+        assert_exact(BlockedMatrix(matrix), torch.bfloat16)
+
+
+@pytest.mark.slow
+@each_half
+def test_packed_bf16_has_the_bits_of_the_plain_matrix(dtype: torch.dtype) -> None:
+    packed, x = sample("bf16-packed", (48, 2304)), noise(9, 2304).to(dtype)
+    assert isinstance(packed, PackedMatrix)
+    with exact_rows():
+        plain = linear(x, packed.dequantize(torch.bfloat16))
+        assert torch.equal(linear(x, packed), plain)
+        assert torch.equal(linear(x[:1], packed), plain[:1])
+
+
+def test_costs_do_not_count(product_costs: ProductCosts) -> None:
+    weight, x = noise(64, 256).to(torch.bfloat16), noise(2, 256).to(torch.bfloat16)
+    found = list[Tensor]()
+    for fastest, other in ((TORCH, KERNEL), (KERNEL, TORCH)):
+        kind = ProductKind.of("bf16", torch.bfloat16, weight.numel())
+        product_costs.set(kind, WayCosts({fastest: {1: 1e-12}, other: {1: 1e-3}}))
+        with exact_rows():
+            found.append(linear(x, weight))
+    assert torch.equal(*found)
+
+
+def test_gradients_and_fp32_take_their_usual_ways() -> None:
+    weight, x = noise(64, 256), noise(2, 256)
+    with exact_rows():
+        assert torch.equal(linear(x, weight), torch.nn.functional.linear(x, weight))
+        half = x.to(torch.bfloat16).requires_grad_()
+        assert linear(half, weight.to(torch.bfloat16)).requires_grad
+    assert not can_be_exact(torch.float32)
+
+
+def test_only_the_thread_inside_is_exact() -> None:
+    found = list[bool]()
+    with exact_rows():
+        other = threading.Thread(target=lambda: found.append(are_rows_exact()))
+        other.start()
+        other.join()
+        assert are_rows_exact()
+        with exact_rows(False):
+            assert not are_rows_exact()
+        assert are_rows_exact()
+    assert found == [False]
+    assert not are_rows_exact()
+
+
+@pytest.mark.skipif(not can_pair(), reason="this processor has no AVX512-BF16")
+def test_bf16_rows_take_bf16_factors() -> None:
+    """fp16 weights are rounded to bf16, as when they are converted."""
+    weight, x = noise(64, 256).to(torch.float16), noise(3, 256).to(torch.bfloat16)
+    with exact_rows():
+        product = partial(linear, x)
+        assert torch.equal(product(weight), product(weight.to(torch.bfloat16)))

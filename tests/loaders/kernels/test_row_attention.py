@@ -1,0 +1,181 @@
+"""Attention of rows to lists of slots, against the formula; the same bits for a row wherever its keys lie."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+
+from offspec.loaders.kernels.compiler import instructions
+from offspec.loaders.kernels.row_attention import (
+    BLOCK,
+    KeySlots,
+    RowAttention,
+    Visible,
+    attend_rows,
+    can_attend,
+    row_attention,
+    rows_of_tile,
+)
+
+pytestmark = pytest.mark.skipif(not instructions(), reason="this processor has no kernels")
+PREFIX, NUM_SLOTS = 4 * BLOCK + 5, 400
+
+
+@dataclass(frozen=True)
+class Heads:
+    """The shape of heads, and which keys their rows see. group: query heads that share one of `kv_heads` key heads."""
+
+    size: int
+    kv_heads: int
+    group: int
+    dtype: torch.dtype = torch.bfloat16
+    cap: float | None = None
+    window: int | None = None
+
+    @property
+    def scale(self) -> float:
+        return self.size**-0.5
+
+
+HEADS = [
+    Heads(64, 2, 4),
+    Heads(128, 1, 3, torch.float16, window=40),
+    Heads(20, 3, 1, torch.float32),
+    Heads(80, 2, 2, cap=30.0, window=3 * BLOCK),
+    Heads(8, 1, 71),
+]
+each_heads = pytest.mark.parametrize("heads", HEADS, ids=lambda heads: f"{heads.size}x{heads.group}")
+
+
+@dataclass(frozen=True)
+class Row:
+    """What a row sees: slots below `end`, then `singles`."""
+
+    end: int
+    singles: tuple[int, ...]
+
+    def slots(self, window: int | None) -> list[int]:
+        every = [*range(self.end), *self.singles]
+        return every if window is None else every[-window:]
+
+
+def some_rows() -> list[Row]:
+    """A chain of rows that see each other, then nodes of a tree, of few and of many single slots."""
+    chance = torch.Generator().manual_seed(2)
+    chain = [Row(PREFIX - 19 + i, ()) for i in range(20)]
+    counts = [1, 2, 3, 40, 70, 1, 5]
+    singles = [(torch.randperm(200, generator=chance)[:n] + PREFIX + 30).sort().values.tolist() for n in counts]
+    return chain + [Row(PREFIX + 1, tuple(slots)) for slots in singles]
+
+
+def visible(rows: Sequence[Row], heads: Heads) -> Visible:
+    end, num = (torch.tensor(numbers) for numbers in ([r.end for r in rows], [len(r.singles) for r in rows]))
+    first = torch.zeros_like(end) if heads.window is None else (end + num - heads.window).clamp(min=0)
+    singles = torch.tensor([slot for row in rows for slot in row.singles], dtype=torch.int64)
+    return Visible.of(first, end, singles, num, rows_of_tile(heads.group))
+
+
+def numbers_for(heads: Heads, num_rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    chance = torch.Generator().manual_seed(1)
+    shapes = ((num_rows, heads.kv_heads * heads.group, heads.size), *[(heads.kv_heads, NUM_SLOTS, heads.size)] * 2)
+    queries, keys, values = (torch.randn(shape, generator=chance).to(heads.dtype) for shape in shapes)
+    return queries, keys, values
+
+
+def attended(heads: Heads, queries: Tensor, parts: Sequence[KeySlots], rows: Sequence[Row]) -> Tensor:
+    return attend_rows(queries, parts, visible(rows, heads), scale=heads.scale, cap=heads.cap)
+
+
+def by_formula(heads: Heads, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """One row's result [heads, D] in fp64; keys, values [kv_heads, S, D]: those that it sees."""
+    keys, values = (each.double().repeat_interleave(heads.group, 0) for each in (keys, values))
+    scores = (keys @ query.double()[..., None])[..., 0] * heads.scale
+    if heads.cap is not None:
+        scores = heads.cap * (scores / heads.cap).tanh()
+    return (scores.softmax(-1)[:, None] @ values)[:, 0]
+
+
+@each_heads
+def test_results_are_those_of_the_formula(heads: Heads) -> None:
+    rows = some_rows()
+    queries, keys, values = numbers_for(heads, len(rows))
+    found = attended(heads, queries, [KeySlots(0, keys, values)], rows)
+    assert found.dtype == heads.dtype
+    for i, row in enumerate(rows):
+        slots = row.slots(heads.window)
+        expected = by_formula(heads, queries[i], keys[:, slots], values[:, slots])
+        assert ((found[i] - expected).abs() <= 1e-5 + torch.finfo(heads.dtype).eps * expected.abs()).all()
+
+
+@each_heads
+def test_a_row_does_not_depend_on_others_or_on_slots(heads: Heads) -> None:
+    """Alone; with its keys side by side, as after a commit; with keys in several parts: the same bits."""
+    rows = some_rows()
+    queries, keys, values = numbers_for(heads, len(rows))
+    together = attended(heads, queries, [KeySlots(0, keys, values)], rows)
+    for i, row in enumerate(rows):
+        query = queries[i : i + 1]
+        assert torch.equal(attended(heads, query, [KeySlots(0, keys, values)], [row])[0], together[i])
+        slots = row.slots(None)
+        moved = KeySlots(0, keys[:, slots].contiguous(), values[:, slots].contiguous())
+        assert torch.equal(attended(heads, query, [moved], [Row(len(slots), ())])[0], together[i])
+    cuts = (0, BLOCK, 3 * BLOCK, NUM_SLOTS)
+    parts = [
+        KeySlots(first, keys[:, first:end].contiguous(), values[:, first:end].contiguous())
+        for first, end in pairwise(cuts)
+    ]
+    assert torch.equal(attended(heads, queries, parts, rows), together)
+
+
+@each_heads
+def test_keys_that_a_row_does_not_see_do_not_matter(heads: Heads) -> None:
+    rows = some_rows()
+    queries, keys, values = numbers_for(heads, len(rows))
+    found = attended(heads, queries[:1], [KeySlots(0, keys, values)], rows[:1])
+    keys[:, rows[0].end :], values[:, rows[0].end :] = 3e4, -3e4
+    assert torch.equal(attended(heads, queries[:1], [KeySlots(0, keys, values)], rows[:1]), found)
+    assert torch.equal(attended(heads, queries, [KeySlots(0, keys, values)], rows)[:1], found)
+
+
+def test_threads_change_no_bit() -> None:
+    heads, rows, threads = HEADS[0], some_rows(), torch.get_num_threads()
+    queries, keys, values = numbers_for(heads, len(rows))
+    parts = [KeySlots(0, keys, values)]
+    try:
+        torch.set_num_threads(1)
+        alone = attended(heads, queries, parts, rows)
+        torch.set_num_threads(3)
+        assert torch.equal(attended(heads, queries, parts, rows), alone)
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.skipif("avx512" not in instructions(), reason="this processor has no AVX-512")
+def test_narrow_vectors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A processor with AVX2 alone: results of the formula, and the same bits for a row alone."""
+    monkeypatch.setattr(
+        "offspec.loaders.kernels.row_attention.row_attention",
+        lambda head_dim, kind, cap: RowAttention(head_dim, kind, cap, lanes=8),
+    )
+    test_results_are_those_of_the_formula(HEADS[3])
+    test_a_row_does_not_depend_on_others_or_on_slots(HEADS[3])
+
+
+def test_what_is_no_number_stays_none() -> None:
+    heads = Heads(8, 1, 1, torch.float32)
+    queries, keys, values = numbers_for(heads, 1)
+    keys[0, 3] = torch.nan
+    assert attended(heads, queries, [KeySlots(0, keys, values)], [Row(5, ())]).isnan().all()
+    assert attended(heads, queries, [KeySlots(0, keys, values)], [Row(3, ())]).isfinite().all()
+
+
+def test_what_the_kernel_supports() -> None:
+    assert can_attend(8, torch.bfloat16)
+    assert not can_attend(8, torch.float64)
+    assert not can_attend(512, torch.bfloat16)
+    assert row_attention(64, "bf16", None) is row_attention(64, "bf16", None)

@@ -1,0 +1,217 @@
+"""An exact decoder in 16 bits: a row's hidden states and logits equal, to the bit, those of a pass of its own."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from offspec.loaders.formats.products import exact_rows, num_lanes
+from offspec.model.config import ModelConfig, read_config
+from offspec.model.decoder import (
+    CachedDecoder,
+    Decoder,
+    TextRows,
+    pass_together,
+    random_decoder,
+    score_together,
+)
+from offspec.model.exactness import is_exact_by_default, reason_against_exactness
+from offspec.model.foreign_config import ForeignConfig
+from offspec.model.memory.kv_formats import KV_FORMATS
+from offspec.model.norms import NORMS, normalize
+from offspec.model.parts.mlp import ACTIVATIONS
+from offspec.model.rope import RotaryEmbedding, Rotations, rotate
+from offspec.model.row_wise import row_wise
+
+from ...fakes import FAMILIES, VOCAB_SIZE, config_json
+
+pytestmark = pytest.mark.skipif(not num_lanes(), reason="this processor has no kernels")
+CPU = torch.device("cpu")
+HALVES = (torch.bfloat16, torch.float16)
+each_half = pytest.mark.parametrize("dtype", HALVES, ids=["bf16", "fp16"])
+ROWS = (1, 2, 3, 5, 8, 64, 256)
+PROMPT = 45  # tokens: more than a block of positions, and than windows
+
+
+def exact_decoder(config: ModelConfig, dtype: torch.dtype, kv: str = "16") -> Decoder:
+    decoder = random_decoder(config, 3, dtype=dtype, device=CPU)
+    decoder.make_layer_caches = KV_FORMATS[kv].layers
+    assert reason_against_exactness(config, dtype, CPU) is None
+    decoder.is_exact = True
+    return decoder
+
+
+@dataclass(frozen=True)
+class Tree:
+    """A random tree: tokens and parents (-1: the text) of its nodes, parents first."""
+
+    tokens: list[int]
+    parents: list[int]
+
+    @classmethod
+    def random(cls, chance: random.Random, size: int) -> Tree:
+        tokens = [chance.randrange(VOCAB_SIZE) for _ in range(size)]
+        return cls(tokens, [chance.randrange(-1, i) if i % 3 else i - 1 for i in range(size)])
+
+    def path(self, node: int) -> list[int]:
+        """The node's ancestors, from the first one on, and itself."""
+        return [node] if self.parents[node] < 0 else [*self.path(self.parents[node]), node]
+
+    def rows(self, chain: Sequence[int], first: int, last: int) -> TextRows:
+        """A pass over a chain and nodes first .. last, after those before."""
+        mask = np.zeros((last - first, last), dtype=np.bool_)
+        for node in range(first, last):
+            mask[node - first, self.path(node)] = True
+        depths = np.array([len(self.path(node)) for node in range(first, last)], dtype=np.int64)
+        return TextRows(chain, np.array(self.tokens[first:last], dtype=np.int64), depths, mask)
+
+
+def chains_one_by_one(text: CachedDecoder, tokens: Sequence[int]) -> Tensor:
+    """Hidden states [T, hidden] of tokens that each have a pass of their own: plain decoding."""
+    return torch.cat([pass_together([(text, TextRows.of_chain([token]))]) for token in tokens])
+
+
+def pieces(chance: random.Random, total: int, count: int) -> list[tuple[int, int]]:
+    cuts = [0, *sorted(chance.sample(range(1, total), count - 1)), total]
+    return list(pairwise(cuts))
+
+
+def assert_exact(decoder: Decoder, seed: int) -> None:
+    """A prompt in pieces, two texts' trees in passes that they share, and what follows a verdict."""
+    chance = random.Random(seed)
+    prompts = [[chance.randrange(VOCAB_SIZE) for _ in range(PROMPT + extra)] for extra in (1, 9)]
+    trees = [Tree.random(chance, 17) for _ in prompts]
+    texts, plain = ([CachedDecoder(decoder) for _ in prompts] for _ in range(2))
+    for text, twin, prompt in zip(texts, plain, prompts, strict=True):
+        hidden = [
+            pass_together([(text, TextRows.of_chain(prompt[first:last]))]) for first, last in pieces(chance, PROMPT, 4)
+        ]
+        assert torch.equal(torch.cat(hidden), chains_one_by_one(twin, prompt[:PROMPT]))
+        chains_one_by_one(twin, prompt[PROMPT:])
+    last = len(trees[0].tokens)
+    cut = chance.randrange(1, last)
+    passes = [
+        [(text, tree.rows(prompt[PROMPT:], 0, cut)) for text, tree, prompt in zip(texts, trees, prompts, strict=True)],
+        [(text, tree.rows([], cut, last)) for text, tree in zip(texts, trees, strict=True)],
+    ]
+    scored = [score_together(each) for each in passes]
+    for index, (tree, twin, prompt) in enumerate(zip(trees, plain, prompts, strict=True)):
+        for node in range(last):
+            twin.truncate(len(prompt))
+            expected = chains_one_by_one(twin, [tree.tokens[i] for i in tree.path(node)])[-1:]
+            rows = scored[0][index] if node < cut else scored[1][index]
+            number = node + 1 if node < cut else node - cut
+            assert torch.equal(rows[number], decoder.logits(expected)[0]), f"node {node}"
+    path = trees[0].path(last - 1)
+    texts[0].keep(path)
+    plain[0].truncate(len(prompts[0]))
+    chains_one_by_one(plain[0], [trees[0].tokens[i] for i in path])
+    follow = [chance.randrange(VOCAB_SIZE) for _ in range(4)]
+    found = pass_together([(texts[0], TextRows.of_chain(follow))])
+    assert torch.equal(found, chains_one_by_one(plain[0], follow))
+
+
+@pytest.mark.slow
+@each_half
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rows_equal_plain_decoding(family: str, dtype: torch.dtype) -> None:
+    config = read_config(config_json(FAMILIES[family]))
+    assert not isinstance(config, ForeignConfig)
+    assert_exact(exact_decoder(config, dtype), seed=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kv", ["8", "4"])
+def test_packed_entries(kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where keys are read in parts."""
+    monkeypatch.setattr("offspec.model.kv_formats.most_unpacked", lambda layout, *, on_cpu: 32)
+    assert_exact(exact_decoder(read_config(config_json(FAMILIES["llama-gqa"])), torch.bfloat16, kv), seed=2)
+
+
+@pytest.mark.nightly
+@each_half
+@pytest.mark.parametrize("seed", range(20))
+def test_many_trees(seed: int, dtype: torch.dtype) -> None:
+    for family in ("llama-gqa", "qwen2", "mistral-window", "gemma2"):
+        assert_exact(exact_decoder(read_config(config_json(FAMILIES[family])), dtype), seed)
+
+
+def test_other_decoders_are_not_exact() -> None:
+    """So that the tests above can fail: torch's products of one row round otherwise than those of several."""
+    config = read_config(config_json(FAMILIES["llama-gqa"]))
+    decoder = random_decoder(
+        replace(config, hidden_size=512, intermediate_size=1024), 3, dtype=torch.float16, device=CPU
+    )
+    tokens = list(range(40))
+    together = pass_together([(CachedDecoder(decoder), TextRows.of_chain(tokens))])
+    assert not torch.equal(chains_one_by_one(CachedDecoder(decoder), tokens), together)
+
+
+def test_where_decoders_are_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = read_config(config_json(FAMILIES["llama-gqa"]))
+    for dtype in HALVES:
+        assert is_exact_by_default(config, dtype, CPU, is_streamed=False)
+    assert "float32" in (reason_against_exactness(config, torch.float32, CPU) or "")
+    assert "cuda" in (reason_against_exactness(config, torch.bfloat16, torch.device("cuda")) or "")
+    monkeypatch.setattr("offspec.model.exactness.has_amx", lambda: True)
+    assert not is_exact_by_default(config, torch.bfloat16, CPU, is_streamed=False)
+    assert is_exact_by_default(config, torch.bfloat16, CPU, is_streamed=True)
+    assert is_exact_by_default(config, torch.float16, CPU, is_streamed=False)
+    monkeypatch.setattr("offspec.loaders.formats.products.num_lanes", lambda: 0)
+    assert "processor" in (reason_against_exactness(config, torch.bfloat16, CPU) or "")
+
+
+# ------------------------------------------------------------------------------------------------ parts of a layer
+
+
+@cache
+def noise(num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(num_rows, width, generator=torch.Generator().manual_seed(4)).to(dtype)
+
+
+@each_half
+@pytest.mark.parametrize("width", [24, 576, 896, 2048])
+def test_norms_do_not_depend_on_other_rows(width: int, dtype: torch.dtype) -> None:
+    x, weight, bias = noise(256, width, dtype), noise(1, width, dtype)[0], noise(2, width, dtype)[1]
+    for kind in NORMS:
+        together = normalize(x, weight, bias, kind, 1e-6)
+        for num_rows in ROWS:
+            assert torch.equal(normalize(x[-num_rows:], weight, bias, kind, 1e-6), together[-num_rows:])
+
+
+@each_half
+@pytest.mark.parametrize("width", [100, 1056, 4864])
+def test_activations_do_not_depend_on_other_rows(width: int, dtype: torch.dtype) -> None:
+    x = noise(256, width, dtype) * 4
+    with exact_rows():
+        for activate in (*ACTIVATIONS.values(), torch.tanh):
+            together = row_wise(activate, x)
+            fused = row_wise(activate, x.repeat(1, 2)[:, :width])
+            for num_rows in ROWS:
+                assert torch.equal(row_wise(activate, x[-num_rows:]), together[-num_rows:])
+                assert torch.equal(fused[-num_rows:], together[-num_rows:])
+
+
+def test_rotations_do_not_depend_on_other_rows() -> None:
+    config = read_config(config_json(FAMILIES["llama-gqa"]))
+    assert config.rope is not None
+    rotary = RotaryEmbedding(config.rope, 24, dtype=torch.float32, device=CPU)
+    positions = torch.randint(3000, (256,), generator=torch.Generator().manual_seed(5))
+    cos, sin = rotary.at(positions)
+    x = noise(256, 24, torch.bfloat16)[:, None]
+    together = rotate(x, cos.bfloat16(), sin.bfloat16())
+    growth = Rotations(positions).growth(0.1, 512)
+    for num_rows in ROWS:
+        some = rotary.at(positions[:num_rows])
+        assert torch.equal(some[0], cos[:num_rows])
+        assert torch.equal(some[1], sin[:num_rows])
+        assert torch.equal(rotate(x[:num_rows], *(each.bfloat16() for each in some)), together[:num_rows])
+        assert torch.equal(Rotations(positions[:num_rows]).growth(0.1, 512), growth[:num_rows])

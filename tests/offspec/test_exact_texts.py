@@ -1,0 +1,90 @@
+"""Texts in 16 bits: equal to plain decoding's, whatever drafts, however large trees are, and whatever shares passes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from offspec import Engine, SamplingParams, SpeculationParams
+from offspec.loaders.formats.products import num_lanes
+
+from ..pair import Pair, build_pair
+
+pytestmark = pytest.mark.skipif(not num_lanes(), reason="this processor has no kernels")
+GetEngine = Callable[..., Engine]
+PLAIN = SpeculationParams(budget=0)
+PROMPTS = ("def area(", "for i in range(10):\n    print(i)\n" * 3, "x = 1", "class Stack:\n    def push(self, ")
+PARAMS = [SamplingParams(24, temperature=temperature, seed=3, ignore_eos=True) for temperature in (0.0, 1.0)]
+each_dtype = pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return build_pair(tmp_path_factory.mktemp("pair"), 3, max_position_embeddings=512)
+
+
+@pytest.fixture(scope="module")
+def load(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Iterator[GetEngine]:
+    """Loads the pair's target; engines close at the end."""
+    engines = list[Engine]()
+
+    def get(draft: str = "own", **options: Any) -> Engine:
+        name = str(pair.draft) if draft == "own" else draft
+        more: dict[str, Any] = {"exit_layer": 1} if draft == "self" else {}
+        engines.append(Engine.load(str(pair.target), draft=name, device="cpu", **more, **options))
+        return engines[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield get
+    for engine in engines:
+        engine.close()
+
+
+def text(engine: Engine, prompt: str, params: SamplingParams, speculation: SpeculationParams) -> list[int]:
+    """A text's tokens."""
+    return [token for step in engine.generate(prompt, params, speculation) for token in step.token_ids]
+
+
+@pytest.mark.slow
+@each_dtype
+@pytest.mark.parametrize("draft", ["own", "lookup", "shadow", "self"])
+def test_drafts_change_no_token(load: GetEngine, draft: str, dtype: str) -> None:
+    engine = load(draft, dtype=dtype)
+    assert engine.is_exact
+    for prompt in PROMPTS:
+        for params in PARAMS:
+            plain = text(engine, prompt, params, PLAIN)
+            for budget in (3, 64):
+                assert text(engine, prompt, params, SpeculationParams(budget=budget)) == plain
+
+
+@pytest.mark.slow
+@each_dtype
+def test_texts_that_share_passes_are_those_alone(load: GetEngine, dtype: str) -> None:
+    engine, params = load(dtype=dtype), PARAMS[1]
+    together: dict[int, list[int]] = {i: [] for i in range(len(PROMPTS))}
+    for index, step in engine.generate_many(PROMPTS, params):
+        together[index] += step.token_ids
+    assert list(together.values()) == [text(engine, prompt, params, PLAIN) for prompt in PROMPTS]
+
+
+@pytest.mark.nightly
+@each_dtype
+def test_many_seeds_of_the_built_in_pair(dtype: str) -> None:
+    with Engine.load("builtin", device="cpu", dtype=dtype) as engine:
+        assert engine.is_exact
+        for seed in range(40):
+            params = SamplingParams(64, temperature=seed % 2, seed=seed, ignore_eos=True)
+            prompt = PROMPTS[seed % len(PROMPTS)]
+            plain = text(engine, prompt, params, PLAIN)
+            for budget in (8, 64):
+                assert text(engine, prompt, params, SpeculationParams(budget=budget)) == plain, (seed, budget)
+
+
+@pytest.mark.slow
+def test_fast_arithmetic_is_not_exact(load: GetEngine) -> None:
+    assert not load("none", dtype="bf16", fast_arithmetic=True).is_exact
+    assert not load("none", dtype="fp32").is_exact
