@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..errors import CheckpointError, UnsupportedModelError
@@ -214,8 +214,12 @@ def _qwen3_5(config: Json, num_layers: int) -> Fields:
     mixers = {FULL: "attention", LINEAR: "delta net"}
     if not isinstance(kinds, list) or len(kinds) != num_layers or not all(kind in mixers for kind in kinds):
         raise CheckpointError(f"config.json: layer_types must list {num_layers} of {', '.join(mixers)}")
-    bias = bool(config.get("attention_bias"))
+    bias, rope = bool(config.get("attention_bias")), read_rope(config)
+    of_text = {
+        key: value for key, value in rope.scaling.items() if not key.startswith("mrope")
+    }  # the others place images
     return {
+        "rope": replace(rope, scaling=of_text),
         "qkv_bias": bias,
         "o_bias": bias,
         "qk_norm": True,

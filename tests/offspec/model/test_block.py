@@ -35,15 +35,16 @@ def test_a_block_says_what_the_config_calls_for(family: str) -> None:
     blocks = build_blocks(config, dtype=torch.float32, device=CPU)
     assert [block.index for block in blocks] == list(range(config.num_layers))
     attentions = [part for block in blocks for part in block.parts if isinstance(part, Attention)]
-    assert tuple(part.window for part in attentions) == config.windows
+    attending = [layer for layer in range(config.num_layers) if "delta net" not in config.parts_of(layer)]
+    assert [part.window for part in attentions] == [config.windows[layer] for layer in attending]
     whole = {f"{LAYER_PREFIX}{block.index}.{name}": s for block in blocks for name, s in block.shapes.items()}
     assert whole | config.shared_shapes() == wanted_shapes(config)
     if config.has_fused_qkv:
-        rows = layer_shapes(config)["self_attn.qkv_proj.weight"][0] - config.num_heads * config.head_dim
+        rows = layer_shapes(config, attending[0])["self_attn.qkv_proj.weight"][0] - config.num_heads * config.head_dim
     else:
-        rows = 2 * layer_shapes(config)["self_attn.k_proj.weight"][0]
+        rows = 2 * layer_shapes(config, attending[0])["self_attn.k_proj.weight"][0]
     assert all(2 * part.memory.num_heads * part.memory.head_dim == rows for part in attentions)
-    assert [part.rotary is None for part in attentions] == [i in config.unrotated for i in range(config.num_layers)]
+    assert [part.rotary is None for part in attentions] == [layer in config.unrotated for layer in attending]
 
 
 # ------------------------------------------------------------------------------------------------ one embedding
