@@ -215,9 +215,7 @@ def _qwen3_5(config: Json, num_layers: int) -> Fields:
     if not isinstance(kinds, list) or len(kinds) != num_layers or not all(kind in mixers for kind in kinds):
         raise CheckpointError(f"config.json: layer_types must list {num_layers} of {', '.join(mixers)}")
     bias, rope = bool(config.get("attention_bias")), read_rope(config)
-    of_text = {
-        key: value for key, value in rope.scaling.items() if not key.startswith("mrope")
-    }  # the others place images
+    of_text = {key: value for key, value in rope.scaling.items() if not key.startswith("mrope")}  # that is of images
     return {
         "rope": replace(rope, scaling=of_text),
         "qkv_bias": bias,
