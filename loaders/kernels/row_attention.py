@@ -223,6 +223,24 @@ class _Scratch:
         return -(-(self.totals + 4 * self.padded * num_queries) // 4096) * 4096
 
 
+@dataclass(frozen=True)
+class _Tile:
+    """Names of a tile's values in the module: addresses of its first query and first row, and how many it has.
+
+    keys, values: of its key head, in slot 0.
+    """
+
+    scratch: str
+    queries: str
+    results: str
+    states: str
+    keys: str
+    values: str
+    rows: str
+    num_rows: str
+    num_queries: str
+
+
 class _Source:
     """The module that is compiled."""
 
@@ -543,109 +561,110 @@ class _Source:
         return e.function("define void @worker(ptr %job)")
 
     def _tile(self, e: Emitter, job: dict[str, str], scratch: str, item: str) -> None:
-        tile, head = e.op(f"udiv i64 {item}, {job['num_heads']}"), e.op(f"urem i64 {item}, {job['num_heads']}")
-        first_row = e.op(f"mul i64 {tile}, {job['tile_rows']}")
+        """Attention of a tile's queries to all keys of the job; item: a tile and a key head."""
+        index, head = e.op(f"udiv i64 {item}, {job['num_heads']}"), e.op(f"urem i64 {item}, {job['num_heads']}")
+        tile = self._tile_names(e, job, scratch, index, head)
+        is_first, is_last = (e.op(f"icmp ne i64 {job[name]}, 0") for name in ("is_first", "is_last"))
+        self._begin(e, job, tile)
+        self._exchange(e, "resume", tile, e.op(f"select i1 {is_first}, i64 0, i64 {tile.num_queries}"), is_back=True)
+        words = e.address(job["tiles"], e.op(f"mul i64 {index}, {_TILE_WORDS}"), "i64")
+        first_slot, end_slot = (
+            e.op(f"load i64, ptr {e.address(words, str(i), 'i64')}, align 8") for i in range(_TILE_WORDS)
+        )
+
+        def block(start: str) -> None:
+            num_keys = e.op(f"sub i64 {end_slot}, {start}")
+            self._unpack_keys(e, job, tile, lambda key: e.op(f"add i64 {start}, {key}"), num_keys)
+            self._attend(e, tile, "0", tile.num_queries, start)
+
+        counted(e, "block", first_slot, end_slot, BLOCK, block)
+        num_rows = e.op(f"select i1 {is_last}, i64 {tile.num_rows}, i64 0")
+        counted(e, "row", "0", num_rows, 1, lambda row: self._single_slots(e, job, tile, row))
+        self._end(e, tile, e.op(f"select i1 {is_last}, i64 {tile.num_queries}, i64 0"))
+        self._exchange(e, "suspend", tile, e.op(f"select i1 {is_last}, i64 0, i64 {tile.num_queries}"), is_back=False)
+
+    def _tile_names(self, e: Emitter, job: dict[str, str], scratch: str, index: str, head: str) -> _Tile:
+        first_row = e.op(f"mul i64 {index}, {job['tile_rows']}")
         behind = e.op(f"add i64 {first_row}, {job['tile_rows']}")
         end_row = e.op(f"call i64 @llvm.smin.i64(i64 {behind}, i64 {job['num_rows']})")
-        num_queries = e.op(f"mul i64 {e.op(f'sub i64 {end_row}, {first_row}')}, {job['group']}")
-        rows_before = e.op(f"add i64 {e.op('mul i64 {}, {}'.format(head, job['num_rows']))}, {first_row}")
+        num_rows = e.op(f"sub i64 {end_row}, {first_row}")
+        rows_of_heads = e.op(f"mul i64 {head}, {job['num_rows']}")
+        rows_before = e.op(f"add i64 {rows_of_heads}, {first_row}")
         queries_before = e.op(f"mul i64 {rows_before}, {job['group']}")
         numbers = e.op(f"mul i64 {queries_before}, {self.head_dim}")
-        queries, results = (e.address(job[name], numbers, "float") for name in ("queries", "results"))
-        states = e.address(job["states"], e.op(f"mul i64 {queries_before}, 2"), "float")
-        is_first, is_last = (e.op(f"icmp ne i64 {job[name]}, 0") for name in ("is_first", "is_last"))
-        heads = [
-            e.address(job[name], e.op(f"mul i64 {head}, {job[stride]}"), self.item)
-            for name, stride in (("keys", "key_head"), ("values", "value_head"))
-        ]
-        rows = e.address(job["rows"], e.op(f"mul i64 {first_row}, {_ROW_WORDS}"), "i64")
-        self._begin(e, job, scratch, rows, num_queries)
-        num_resumed = e.op(f"select i1 {is_first}, i64 0, i64 {num_queries}")
-        self._exchange(e, "resume", scratch, (results, states), num_resumed, is_back=True)
-
-        def unpack(places: Callable[[str], str], count: str) -> None:
-            """Unpack the first `count` keys of a block; places: the slot of a key."""
-            self._note_places(e, job, scratch, heads, places, count)
-            e.do(f"call void @unpack(ptr {scratch})")
-
-        tile_words = e.address(job["tiles"], e.op(f"mul i64 {tile}, {_TILE_WORDS}"), "i64")
-        first_slot, end_slot = (
-            e.op(f"load i64, ptr {e.address(tile_words, str(i), 'i64')}, align 8") for i in range(_TILE_WORDS)
+        return _Tile(
+            scratch,
+            e.address(job["queries"], numbers, "float"),
+            e.address(job["results"], numbers, "float"),
+            e.address(job["states"], e.op(f"mul i64 {queries_before}, 2"), "float"),
+            e.address(job["keys"], e.op(f"mul i64 {head}, {job['key_head']}"), self.item),
+            e.address(job["values"], e.op(f"mul i64 {head}, {job['value_head']}"), self.item),
+            e.address(job["rows"], e.op(f"mul i64 {first_row}, {_ROW_WORDS}"), "i64"),
+            num_rows,
+            e.op(f"mul i64 {num_rows}, {job['group']}"),
         )
 
-        def shared(start: str) -> None:
-            unpack(lambda key: e.op(f"add i64 {start}, {key}"), e.op(f"sub i64 {end_slot}, {start}"))
-            e.do(f"call void @all_queries(ptr {scratch}, ptr {queries}, i64 0, i64 {num_queries}, i64 {start})")
+    def _attend(self, e: Emitter, tile: _Tile, first: str, last: str, start: str) -> None:
+        """Attention of queries first .. last to the keys that were unpacked, whose block begins at `start`."""
+        e.do(f"call void @all_queries(ptr {tile.scratch}, ptr {tile.queries}, i64 {first}, i64 {last}, i64 {start})")
 
-        counted(e, "shared", first_slot, end_slot, BLOCK, shared)
+    def _single_slots(self, e: Emitter, job: dict[str, str], tile: _Tile, row: str) -> None:
+        """Attention of one row's queries to its single slots, block by block."""
+        words = e.address(tile.rows, e.op(f"mul i64 {row}, {_ROW_WORDS}"), "i64")
+        offset, count, unseen = (e.op(f"load i64, ptr {e.address(words, str(i), 'i64')}, align 8") for i in (2, 3, 4))
+        slots = e.address(job["slots"], offset, "i64")
+        first = e.op(f"mul i64 {row}, {job['group']}")
+        last = e.op(f"add i64 {first}, {job['group']}")
+        counted(e, "single_sees", first, last, 1, lambda query: self._note_sight(e, tile, query, unseen, count))
 
-        def row(index: str) -> None:
-            words = e.address(rows, e.op(f"mul i64 {index}, {_ROW_WORDS}"), "i64")
-            offset, count, unseen = (
-                e.op(f"load i64, ptr {e.address(words, str(i), 'i64')}, align 8") for i in (2, 3, 4)
-            )
-            slots = e.address(job["slots"], offset, "i64")
-            first = e.op(f"mul i64 {index}, {job['group']}")
-            last = e.op(f"add i64 {first}, {job['group']}")
-            counted(e, "own_sees", first, last, 1, lambda query: self._note_sight(e, scratch, query, unseen, count))
+        def block(start: str) -> None:
+            def slot(key: str) -> str:
+                place = e.address(slots, e.op(f"add i64 {start}, {key}"), "i64")
+                return e.op(f"load i64, ptr {place}, align 8")
 
-            def own(start: str) -> None:
-                def slot(key: str) -> str:
-                    place = e.address(slots, e.op(f"add i64 {start}, {key}"), "i64")
-                    return e.op(f"load i64, ptr {place}, align 8")
+            self._unpack_keys(e, job, tile, slot, e.op(f"sub i64 {count}, {start}"))
+            self._attend(e, tile, first, last, start)
 
-                unpack(slot, e.op(f"sub i64 {count}, {start}"))
-                e.do(f"call void @all_queries(ptr {scratch}, ptr {queries}, i64 {first}, i64 {last}, i64 {start})")
+        counted(e, "single", "0", count, BLOCK, block)
 
-            counted(e, "own", "0", count, BLOCK, own)
-
-        num_rows = e.op(f"sub i64 {end_row}, {first_row}")
-        counted(e, "row", "0", e.op(f"select i1 {is_last}, i64 {num_rows}, i64 0"), 1, row)
-        self._end(e, scratch, results, e.op(f"select i1 {is_last}, i64 {num_queries}, i64 0"))
-        num_suspended = e.op(f"select i1 {is_last}, i64 0, i64 {num_queries}")
-        self._exchange(e, "suspend", scratch, (results, states), num_suspended, is_back=False)
-
-    def _begin(self, e: Emitter, job: dict[str, str], scratch: str, rows: str, num_queries: str) -> None:
-        """Nothing was seen by any query of the tile."""
+    def _kept(self, e: Emitter, tile: _Tile) -> tuple[str, str, str]:
+        """Where the scratch has the queries' largest scores, sums and totals."""
         most, sums, totals = (
-            e.address(scratch, str(place)) for place in (self.places.most, self.places.sums, self.places.totals)
+            e.address(tile.scratch, str(place)) for place in (self.places.most, self.places.sums, self.places.totals)
         )
+        return most, sums, totals
+
+    def _begin(self, e: Emitter, job: dict[str, str], tile: _Tile) -> None:
+        """Nothing was seen by any query of the tile."""
+        most, sums, totals = self._kept(e, tile)
 
         def begin(query: str) -> None:
             row_index = e.op(f"udiv i64 {query}, {job['group']}")
-            words = e.address(rows, e.op(f"mul i64 {row_index}, {_ROW_WORDS}"), "i64")
+            words = e.address(tile.rows, e.op(f"mul i64 {row_index}, {_ROW_WORDS}"), "i64")
             begins, ends = (e.op(f"load i64, ptr {e.address(words, str(i), 'i64')}, align 8") for i in (0, 1))
-            self._note_sight(e, scratch, query, begins, ends)
+            self._note_sight(e, tile, query, begins, ends)
             e.do(f"store float {constant(LEAST)}, ptr {e.address(most, query, 'float')}, align 4")
             e.do(f"store float 0.0, ptr {e.address(sums, query, 'float')}, align 4")
             row = e.address(totals, e.op(f"mul i64 {query}, {self.padded}"), "float")
             for column in range(0, self.padded, self.lanes):
                 self._store(e, "zeroinitializer", e.address(row, str(column), "float"))
 
-        counted(e, "begin_query", "0", num_queries, 1, begin)
+        counted(e, "begin_query", "0", tile.num_queries, 1, begin)
 
-    def _note_sight(self, e: Emitter, scratch: str, query: str, begin: str, end: str) -> None:
+    def _note_sight(self, e: Emitter, tile: _Tile, query: str, begin: str, end: str) -> None:
         for places, position in ((self.places.begins, begin), (self.places.ends, end)):
-            place = e.address(e.address(scratch, str(places)), query, "i64")
+            place = e.address(e.address(tile.scratch, str(places)), query, "i64")
             e.do(f"store i64 {position}, ptr {place}, align 8")
 
-    def _note_places(
-        self,
-        e: Emitter,
-        job: dict[str, str],
-        scratch: str,
-        heads: Sequence[str],
-        slot_of: Callable[[str], str],
-        count: str,
+    def _unpack_keys(
+        self, e: Emitter, job: dict[str, str], tile: _Tile, slot_of: Callable[[str], str], count: str
     ) -> None:
-        """Where the keys and values of a block lie; zeros are those behind the first `count`."""
+        """Unpack the first `count` keys of a block, and zeros behind them. slot_of: emits the slot of a key."""
         most = e.op(f"call i64 @llvm.smin.i64(i64 {count}, i64 {BLOCK})")
-        zeros = e.address(scratch, str(self.places.zeros))
+        zeros = e.address(tile.scratch, str(self.places.zeros))
         each = [
-            (e.address(scratch, str(places)), start, job[stride])
-            for places, start, stride in zip(
-                (self.places.key_places, self.places.value_places), heads, ("key_slot", "value_slot"), strict=True
-            )
+            (e.address(tile.scratch, str(self.places.key_places)), tile.keys, job["key_slot"]),
+            (e.address(tile.scratch, str(self.places.value_places)), tile.values, job["value_slot"]),
         ]
 
         def note(key: str) -> None:
@@ -661,15 +680,11 @@ class _Source:
         name = most.removeprefix("%")
         counted(e, f"place_{name}", "0", most, 1, note)
         counted(e, f"none_{name}", most, str(BLOCK), 1, fill)
+        e.do(f"call void @unpack(ptr {tile.scratch})")
 
-    def _exchange(
-        self, e: Emitter, name: str, scratch: str, kept: tuple[str, str], num_queries: str, *, is_back: bool
-    ) -> None:
-        """Copy what was computed so far from the scratch to `kept`, results and states; is_back: from there."""
-        most, sums, totals = (
-            e.address(scratch, str(place)) for place in (self.places.most, self.places.sums, self.places.totals)
-        )
-        results, states = kept
+    def _exchange(self, e: Emitter, name: str, tile: _Tile, num_queries: str, *, is_back: bool) -> None:
+        """Copy what was computed so far from the scratch to the results and states; is_back: from there."""
+        most, sums, totals = self._kept(e, tile)
 
         def copy(inside: str, outside: str) -> None:
             source, goal = (outside, inside) if is_back else (inside, outside)
@@ -677,8 +692,8 @@ class _Source:
 
         def query(index: str) -> None:
             total = e.address(totals, e.op(f"mul i64 {index}, {self.padded}"), "float")
-            result = e.address(results, e.op(f"mul i64 {index}, {self.head_dim}"), "float")
-            state = e.address(states, e.op(f"mul i64 {index}, 2"), "float")
+            result = e.address(tile.results, e.op(f"mul i64 {index}, {self.head_dim}"), "float")
+            state = e.address(tile.states, e.op(f"mul i64 {index}, 2"), "float")
             for i, places in enumerate((most, sums)):
                 copy(e.address(places, index, "float"), e.address(state, str(i), "float"))
 
@@ -689,13 +704,13 @@ class _Source:
 
         counted(e, name, "0", num_queries, 1, query)
 
-    def _end(self, e: Emitter, scratch: str, results: str, num_queries: str) -> None:
-        """results: the totals, divided by the softmax's sums."""
-        sums, totals = (e.address(scratch, str(place)) for place in (self.places.sums, self.places.totals))
+    def _end(self, e: Emitter, tile: _Tile, num_queries: str) -> None:
+        """The results: totals, divided by the softmax's sums."""
+        _, sums, totals = self._kept(e, tile)
 
         def end(query: str) -> None:
             total = e.address(totals, e.op(f"mul i64 {query}, {self.padded}"), "float")
-            result = e.address(results, e.op(f"mul i64 {query}, {self.head_dim}"), "float")
+            result = e.address(tile.results, e.op(f"mul i64 {query}, {self.head_dim}"), "float")
             divisor = e.op(f"load float, ptr {e.address(sums, query, 'float')}, align 4")
 
             def divide(column: str) -> None:
