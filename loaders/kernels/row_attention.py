@@ -92,7 +92,7 @@ class Visible:
         rows = torch.stack((first, shared_end, offsets, counts, unseen), dim=1)
         tiles = [
             torch.stack((begin.min() // BLOCK * BLOCK, until.max()))
-            for begin, until in zip(first.split(tile_rows), shared_end.split(tile_rows), strict=True)
+            for begin, until in zip(torch.split(first, tile_rows), torch.split(shared_end, tile_rows), strict=True)
         ]
         return cls(rows.contiguous(), torch.stack(tiles), slots, tile_rows)
 

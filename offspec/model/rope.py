@@ -118,8 +118,10 @@ class RotaryEmbedding:
         """cos and sin [T, 1, rotary_dim] of positions [T] on the device."""
         if positions.device.type != "cpu":
             return self._computed(positions)
-        numbers, of_position = (positions // TABLE_POSITIONS).unique(return_inverse=True)
-        tables = torch.cat([self._table(number) for number in numbers.tolist()], dim=1)
+        number_of = positions // TABLE_POSITIONS
+        numbers = sorted(set(number_of.tolist()))
+        tables = torch.cat([self._table(number) for number in numbers], dim=1)
+        of_position = torch.searchsorted(torch.tensor(numbers), number_of)
         cos, sin = tables[:, of_position * TABLE_POSITIONS + positions % TABLE_POSITIONS]
         return cos, sin
 

@@ -21,4 +21,4 @@ def row_wise(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         return function(x)
     width = x.shape[1]
     step = max(1, SHARE // width) if width % TAIL == 0 else 1
-    return torch.cat([function(rows) for rows in x.contiguous().split(step)])
+    return torch.cat([function(rows) for rows in torch.split(x.contiguous(), step)])
