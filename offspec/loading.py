@@ -369,6 +369,8 @@ def _load_models(
     is_exact = not options.fast_arithmetic and is_exact_by_default(
         files.config, files.dtype, device, is_streamed=bool(plan.placement.streamed)
     )
+    if options.fast_arithmetic and files.dtype.itemsize == 2:
+        notes.append(Note("`fast_arithmetic`: the text equals plain decoding's up to near-ties"))
     if is_exact:
         prepare_exact_products(files, is_resident=not plan.placement.streamed)
     settings = LoadSettings(

@@ -158,7 +158,7 @@ def _multiply_exactly(x: Tensor, weight: Tensor, scratch: Tensor | None) -> Tens
     if weight.dtype not in HALF_DTYPES or is_wider:
         weight = weight.to(x.dtype) if scratch is None else scratch[: weight.numel()].view(weight.shape).copy_(weight)
     product = half_product(weight.dtype)
-    assert product is not None, "`exact_rows` needs kernels, see `can_be_exact`"
+    assert product is not None, "exact rows without kernels"
     if not x.numel() or not weight.numel():
         return F.linear(x, weight.to(x.dtype))
     if (missing := -x.shape[-1] % product.encoding.step) > 0:
