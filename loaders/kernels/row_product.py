@@ -205,10 +205,10 @@ def can_pair() -> bool:
 def _few_outputs(num_rows: int, encoding: Encoding) -> int:
     """Rows of the matrix at a time without a panel: as many sums as hide the time of an addition, and fit registers.
 
-    Plain weights come at memory's speed, which has more of it for fewer streams.
+    Weights of about 16 bits come at memory's speed, which has more of it for fewer streams.
     """
     if num_rows == 1:
-        return 8 if encoding.lanes == 16 and not isinstance(encoding, Float16) else 4
+        return 8 if encoding.lanes == 16 and not (encoding.has_bf16 or isinstance(encoding, Float16)) else 4
     return 4 if encoding.lanes == 16 else 2
 
 

@@ -30,10 +30,9 @@ def _wanted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def load(pair: Pair, dtype: str = "bf16", **options: bool) -> Engine:
-    """In fast arithmetic: exact rows have kernels of their own, which read plain matrices."""
-    return Engine.load(
-        str(pair.target), draft=str(pair.draft), device="cpu", dtype=dtype, fast_arithmetic=True, **options
-    )
+    """Exact targets keep the usual order, so these are fast ones."""
+    draft = str(pair.draft)
+    return Engine.load(str(pair.target), draft=draft, device="cpu", dtype=dtype, fast_arithmetic=True, **options)
 
 
 def is_blocked(engine: Engine) -> tuple[bool, bool]:
@@ -50,6 +49,13 @@ def scores(engine: Engine) -> torch.Tensor:
     """Logits after each of some tokens, and of a node beside them."""
     cached, root = CachedDecoder(engine.target), np.ones(1, dtype=np.int64)
     return cached.score([70, 71, 72, 73], root, root, np.ones((1, 1), dtype=np.bool_))
+
+
+@pytest.mark.usefixtures("_wanted")
+def test_exact_targets_keep_the_usual_order(pair: Pair) -> None:
+    with Engine.load(str(pair.target), draft=str(pair.draft), device="cpu", dtype="bf16") as engine:
+        assert engine.is_exact
+        assert is_blocked(engine) == (False, True)
 
 
 @pytest.mark.usefixtures("_wanted")

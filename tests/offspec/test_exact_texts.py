@@ -11,6 +11,7 @@ from offspec import Engine, SamplingParams, SpeculationParams
 from offspec.loaders.formats.products import num_lanes
 
 from ..pair import Pair, build_pair
+from .test_streaming import behind, stream
 
 pytestmark = pytest.mark.skipif(not num_lanes(), reason="this processor has no kernels")
 GetEngine = Callable[..., Engine]
@@ -69,6 +70,18 @@ def test_texts_that_share_passes_are_those_alone(load: GetEngine, dtype: str) ->
     for index, step in engine.generate_many(PROMPTS, params):
         together[index] += step.token_ids
     assert list(together.values()) == [text(engine, prompt, params, PLAIN) for prompt in PROMPTS]
+
+
+@pytest.mark.slow
+@each_dtype
+def test_streamed_targets_have_the_text_of_resident_ones(load: GetEngine, pair: Pair, dtype: str) -> None:
+    engine = load(dtype=dtype)
+    streamed = stream(pair.target, (1,), dtype=dtype)
+    streamed.is_exact = True
+    for params in PARAMS:
+        plain = text(engine, PROMPTS[0], params, PLAIN)
+        for speculation in (PLAIN, SpeculationParams(budget=64)):
+            assert text(behind(engine, streamed), PROMPTS[0], params, speculation) == plain
 
 
 @pytest.mark.nightly
