@@ -245,7 +245,7 @@ FAMILIES = {
     "arcee": Family("arcee"),
     "ernie": Family("ernie4_5", {"head_dim": 24, "use_bias": True}),
     "hunyuan": Family("hunyuan_v1_dense", {"head_dim": 24}),
-    "qwen3.5": Family("qwen3_5_text", {"head_dim": 32, "num_hidden_layers": 5, **_DELTA}, rope=_QUARTER),
+    "qwen3.5": Family("qwen3_5_text", {"head_dim": 32, "num_hidden_layers": 4, **_DELTA}, rope=_QUARTER),
     "hunyuan-alpha": Family(
         "hunyuan_v1_dense",
         {"head_dim": 24},

@@ -81,7 +81,7 @@ class DeltaShape:
     """The shape of gated delta nets (`parts.delta_net`).
 
     num_heads, value_size: of values and states; key_heads, key_size: of queries and keys. kernel: tokens that the
-    convolution sees. is_fused: one matrix for queries, keys, values and gates, by key head (Qwen3-Next).
+    convolution sees.
     """
 
     num_heads: int
@@ -89,7 +89,6 @@ class DeltaShape:
     key_heads: int
     key_size: int
     kernel: int
-    is_fused: bool = False
 
     @property
     def values(self) -> int:

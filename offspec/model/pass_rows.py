@@ -100,9 +100,9 @@ class AppendedRows(RowsOfText):
         if must_be_exact(queries):
             self.cache.write(layer, keys, values, self.visibility.start + first)
             visible, c = self.slots(first, last, part.window, group), part.config
-            key_parts_ = key_parts(self.cache, layer, visible, most)
+            keys_and_values = key_parts(self.cache, layer, visible, most)
             scale = c.attention_scale or c.head_dim**-0.5
-            return attend_rows(queries, key_parts_, visible, scale=scale, cap=c.attention_cap)
+            return attend_rows(queries, keys_and_values, visible, scale=scale, cap=c.attention_cap)
         if most is None and group * len(queries) * (self.visibility.start + last) <= MASK_ELEMENTS:
             return super().attend(part, projected, first, last)
         self.cache.write(layer, keys, values, self.visibility.start + first)

@@ -60,7 +60,7 @@ def test_arguments_in_messages_have_a_flag() -> None:
     """What stands between backticks in a message is a setting that the terminal knows, or only Python."""
     flags_of_the_program()
     named = {name for file in BELOW for _, text in texts(file) for name in re.findall(r"`([a-z_]+)(?:=[^`]*)?`", text)}
-    words = {"values", "sized", "exact_rows", "can_be_exact"}  # in a sample text and in assertions
+    words = {"values", "sized"}  # in a sample text and in an assertion
     assert named - words - PYTHON_ONLY <= FLAGS.keys()
     assert not PYTHON_ONLY & FLAGS.keys()
 

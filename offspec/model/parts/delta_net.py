@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from offspec.loaders.streaming.small_transfers import to_device
-from offspec.scheduler.params import MAX_NODES
+from offspec.scheduler.params import MOST_STATE_NODES
 
 from ..config import ModelConfig
 from ..memory.recurrent_states import LEAST_COPIED, Nodes, Progress, RecurrentLayout, RecurrentStates, State
@@ -44,19 +44,15 @@ class DeltaNet(NativePart):
 
     @property
     def matrices(self) -> dict[str, tuple[int, int]]:
-        shape, hidden = self.shape, self.config.hidden_size
-        if shape.is_fused:
-            rows = {"in_proj_qkvz": shape.channels + shape.values, "in_proj_ba": 2 * shape.num_heads}
-        else:
-            heads = shape.num_heads
-            rows = {"in_proj_qkv": shape.channels, "in_proj_z": shape.values, "in_proj_b": heads, "in_proj_a": heads}
+        shape, heads, hidden = self.shape, self.shape.num_heads, self.config.hidden_size
+        rows = {"in_proj_qkv": shape.channels, "in_proj_z": shape.values, "in_proj_b": heads, "in_proj_a": heads}
         made = {f"linear_attn.{name}": (count, hidden) for name, count in rows.items()}
         return {**made, "linear_attn.out_proj": (hidden, shape.values)}
 
     @property
     def row_numbers(self) -> int:
         shape = self.shape  # what is in fp32 counts twice
-        return 2 * ((shape.kernel + 6) * shape.channels + 8 * shape.values + 3 * shape.num_heads * MAX_NODES)
+        return 2 * ((shape.kernel + 6) * shape.channels + 8 * shape.values + 3 * shape.num_heads * MOST_STATE_NODES)
 
     def has_bias(self, matrix: str) -> bool:
         return False
@@ -88,19 +84,10 @@ class DeltaNet(NativePart):
         the inputs of the update's rate and of the decay's step [T, heads].
         """
         shape = self.shape
-        if not shape.is_fused:
-            mixed, gates, rates, steps = (
-                weights.linear(f"linear_attn.in_proj_{name}", x) for name in ("qkv", "z", "b", "a")
-            )
-            return mixed, gates.view(len(x), shape.num_heads, shape.value_size), rates, steps
-        group = shape.num_heads // shape.key_heads
-        sizes = [shape.key_size, shape.key_size, group * shape.value_size, group * shape.value_size]
-        by_head = weights.linear("linear_attn.in_proj_qkvz", x).view(len(x), shape.key_heads, sum(sizes))
-        queries, keys, values, gates = (each.flatten(1) for each in torch.split(by_head, sizes, -1))
-        rates, steps = weights.linear("linear_attn.in_proj_ba", x).view(len(x), shape.key_heads, 2 * group).chunk(2, -1)
-        mixed = torch.cat((queries, keys, values), -1)
-        gates = gates.view(len(x), shape.num_heads, shape.value_size)
-        return mixed, gates, rates.flatten(1), steps.flatten(1)
+        mixed, gates, rates, steps = (
+            weights.linear(f"linear_attn.in_proj_{name}", x) for name in ("qkv", "z", "b", "a")
+        )
+        return mixed, gates.view(len(x), shape.num_heads, shape.value_size), rates, steps
 
     def advance(
         self, text: AppendedRows, begin: int, end: int, pieces: tuple[Tensor, Tensor, Tensor], weights: LayerWeights
