@@ -133,7 +133,9 @@ class DeltaNet(NativePart):
         mask, (first, last) = text.visibility.tree_mask, nodes
         assert mask is not None
         num_earlier = mask.shape[1] - mask.shape[0]
-        parents = memory.parents(to_device(torch.from_numpy(text.rows.parents), mask.device))
+        if memory not in text.once:  # in the pass's first such layer
+            text.once[memory] = memory.parents(to_device(torch.from_numpy(text.rows.parents), mask.device))
+        parents: Tensor = text.once[memory]
         outputs = list[Tensor]()
         for begin in range(first, last, TREE_ROWS):
             end, seen = min(begin + TREE_ROWS, last), num_earlier + min(begin + TREE_ROWS, last)
