@@ -148,6 +148,7 @@ _DELTA = {
     "linear_num_key_heads": 2,
     "linear_key_head_dim": 24,
 }
+_NO_ROPE = {"rope_type": "default", "rope_theta": None}
 _GROWING = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,
@@ -246,6 +247,7 @@ FAMILIES = {
     "ernie": Family("ernie4_5", {"head_dim": 24, "use_bias": True}),
     "hunyuan": Family("hunyuan_v1_dense", {"head_dim": 24}),
     "qwen3.5": Family("qwen3_5_text", {"head_dim": 32, "num_hidden_layers": 4, **_DELTA}, rope=_QUARTER),
+    "olmo-hybrid": Family("olmo_hybrid", {"num_hidden_layers": 4, **_DELTA, "linear_num_key_heads": 4}, rope=_NO_ROPE),
     "hunyuan-alpha": Family(
         "hunyuan_v1_dense",
         {"head_dim": 24},
