@@ -56,11 +56,11 @@ def check_names(where: str, given: Iterable[str], known: Sequence[str]) -> None:
 
 def known_settings_only(params: type[T]) -> type[T]:
     """A dataclass that raises UsageError, not TypeError, for an unknown setting."""
-    known, init = [field.name for field in fields(params)], params.__init__  # type: ignore[arg-type]
+    names, init = [field.name for field in fields(params)], params.__init__  # type: ignore[arg-type]
 
     @wraps(init)
     def checked(self: T, *args: Any, **settings: Any) -> None:
-        check_names(params.__name__, settings, known)
+        check_names(params.__name__, settings, names)
         init(self, *args, **settings)
 
     params.__init__ = checked  # type: ignore[method-assign,assignment]
@@ -71,11 +71,11 @@ def _check_numbers(params: Any) -> None:
     """Raises UsageError for a field that should be a number but is not; numpy's numbers are accepted."""
     for field in fields(params):
         kind, _, none = str(field.type).partition(" | ")
-        value, (wanted, what) = getattr(params, field.name), NUMBERS.get(kind, (object, "anything"))
+        value, (wanted, description) = getattr(params, field.name), NUMBERS.get(kind, (object, "anything"))
         if value is None and not none:
-            raise UsageError(f"{field.name} has no value; give {what}")
+            raise UsageError(f"{field.name} has no value; give {description}")
         if value is not None and not isinstance(value, wanted):
-            raise UsageError(f"{field.name} must be {what}{' or None' if none else ''}, not {value!r}")
+            raise UsageError(f"{field.name} must be {description}{' or None' if none else ''}, not {value!r}")
 
 
 @dataclass(frozen=True)

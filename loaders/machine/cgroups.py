@@ -60,8 +60,8 @@ class _Group:
 
 def memory_limits(root: Path = ROOT) -> list[MemoryLimit]:
     """Every memory limit of this process, without swap."""
-    found = (_memory_limit(group) for group in _groups(root, "memory"))
-    return [limit for limit in found if limit is not None]
+    limits = (_memory_limit(group) for group in _groups(root, "memory"))
+    return [limit for limit in limits if limit is not None]
 
 
 def _memory_limit(group: _Group) -> MemoryLimit | None:
@@ -92,8 +92,8 @@ def _reclaimable_bytes(group: _Group) -> int:
 
 def cpu_quota(root: Path = ROOT) -> CpuQuota | None:
     """The lowest limit of processor time of this process; None if there is none."""
-    found = [quota for group in _groups(root, "cpu") if (quota := _cpu_quota(group)) is not None]
-    return min(found, key=lambda quota: quota.num_cpus, default=None)
+    quotas = [quota for group in _groups(root, "cpu") if (quota := _cpu_quota(group)) is not None]
+    return min(quotas, key=lambda quota: quota.num_cpus, default=None)
 
 
 def _cpu_quota(group: _Group) -> CpuQuota | None:
@@ -112,11 +112,11 @@ def _cpu_quota(group: _Group) -> CpuQuota | None:
 
 def _groups(root: Path, controller: str) -> Iterator[_Group]:
     """The process's group and its ancestors, in each hierarchy that may limit `controller`."""
-    own = _own_paths(root, controller)
+    own_paths = _own_paths(root, controller)
     for version, mounted, mount_point in _mounts(root, controller):
-        if version in own:
+        if version in own_paths:
             top = root / mount_point.lstrip("/")
-            below = _below(own[version], mounted)
+            below = _below(own_paths[version], mounted)
             for part in (below, *below.parents):
                 yield _Group(version, top / part, str(PurePosixPath(mounted) / part))
 

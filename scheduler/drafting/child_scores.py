@@ -50,9 +50,9 @@ class ChildScorer:
         normalisers = _log_normalisers(parts[:, 2 * count :])
         if not np.isfinite(normalisers).all():
             raise draft_not_finite()
-        found, best_values = parts[:, :count].astype(np.int64), parts[:, count : 2 * count]
+        best_tokens, best_values = parts[:, :count].astype(np.int64), parts[:, count : 2 * count]
         return ChildScores(
-            found, np.where(self._sampler.are_allowed(found, paths), best_values, -math.inf), normalisers
+            best_tokens, np.where(self._sampler.are_allowed(best_tokens, paths), best_values, -math.inf), normalisers
         )
 
 

@@ -226,18 +226,18 @@ class Sampler:
         if self.constraint is None or (rows := self._mask_bits(paths)) is None:
             return np.ones(tokens.shape, dtype=np.bool_)
         bits = np.take_along_axis(rows, tokens >> 3, axis=1)
-        found: BoolArray = (bits >> (tokens & 7).astype(np.uint8) & 1).astype(np.bool_)
-        return found
+        allowed: BoolArray = (bits >> (tokens & 7).astype(np.uint8) & 1).astype(np.bool_)
+        return allowed
 
     def _mask_bits(self, paths: Sequence[Sequence[int]]) -> MaskBits | None:
         """[R, ceil(V / 8)], see `TokenConstraint.mask`; None if every token may follow each path."""
         assert self.constraint is not None
-        found = [self.constraint.mask(path) for path in (paths if any(paths) else paths[:1])]
-        some = next((mask for mask in found if mask is not None), None)
+        masks = [self.constraint.mask(path) for path in (paths if any(paths) else paths[:1])]
+        some = next((mask for mask in masks if mask is not None), None)
         if some is None:
             return None
         everything = np.full_like(some, 255)
-        rows = np.stack([everything if mask is None else mask for mask in found])
+        rows = np.stack([everything if mask is None else mask for mask in masks])
         return rows if len(rows) == len(paths) else np.repeat(rows, len(paths), axis=0)
 
     def _unpacked(self, bits: MaskBits) -> Tensor:
@@ -287,10 +287,10 @@ def _places(paths: Sequence[Sequence[int]], width: int) -> list[int]:
 
 def _bias_vector(bias: Sequence[tuple[int, float]], vocab_size: int) -> Tensor:
     """fp32 [vocab_size]."""
-    found = torch.zeros(vocab_size)
+    biases = torch.zeros(vocab_size)
     for token, value in bias:
-        found[token] = value
-    return found
+        biases[token] = value
+    return biases
 
 
 def not_finite(position: int) -> NumericalError:
