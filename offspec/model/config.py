@@ -114,7 +114,7 @@ class ModelConfig:
     @property
     def most_nodes(self) -> int:
         """The most nodes of a tree whose size is found at run time."""
-        return MAX_NODES if self.delta is None else MOST_STATE_NODES
+        return MAX_NODES if self.delta is None and self.short_convolution is None else MOST_STATE_NODES
 
     @property
     def mask_heads(self) -> int:

@@ -136,7 +136,7 @@ class DeltaShape:
 
 @dataclass(frozen=True)
 class ShortConvolutionShape:
-    """The shape of short convolutions (`parts.short_convolution`). kernel: tokens that one sees, at least 2."""
+    """The shape of short convolutions (`parts.short_convolution`). kernel: tokens that one sees."""
 
     kernel: int
     has_bias: bool

@@ -75,7 +75,7 @@ class DeltaNet(RecurrentPart):
             steps.float() + weights.vector("linear_attn.dt_bias").float()
         )
         rates = rates.float().sigmoid() * self.shape.top_rate
-        outputs = self.recurred(mixed, (decays, rates), weights, rows, first, last)
+        outputs = self.advanced(mixed, (decays, rates), weights, rows, first, last)
         return self.added(x, self.gated(outputs.to(x.dtype), gates, weights))
 
     def projected(self, x: Tensor, weights: LayerWeights) -> tuple[Tensor, Tensor, Tensor, Tensor]:
