@@ -268,6 +268,8 @@ FAMILIES = {
         seed=1,
     ),
 }
+DELTA_NETS = ("qwen3.5", "olmo-hybrid")
+HYBRIDS = (*DELTA_NETS, "lfm2", "lfm2-biased")  # families with layers that keep a state of the text
 
 
 @dataclass(frozen=True)

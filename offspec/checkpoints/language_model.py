@@ -35,7 +35,9 @@ def language_model(checkpoint: Checkpoint) -> Checkpoint:
     Raises CheckpointError if config.json does not describe the language model, or a tensor has two names.
     """
     if is_multimodal(checkpoint.config):
-        note = f"{checkpoint.path.name} is a multimodal model; offspec loads its language model only and reads no images"
+        note = (
+            f"{checkpoint.path.name} is a multimodal model; offspec loads its language model only and reads no images"
+        )
         return CheckpointView(checkpoint, _renamed(checkpoint, BEGINNINGS), text_config(checkpoint.config), (note,))
     names = OTHER_NAMES.get(str(checkpoint.config.get("model_type")))
     return checkpoint if names is None else CheckpointView(checkpoint, _renamed(checkpoint, names))

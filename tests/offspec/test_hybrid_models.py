@@ -54,11 +54,14 @@ DELTA_NETS = {
 }
 OF_HYBRIDS = {  # by model_type: what its config.json says beside Llama's
     "qwen3_5_text": DELTA_NETS,
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2, "block_auto_adjust_ff_dim": False},
     "olmo_hybrid": {**DELTA_NETS, "linear_num_key_heads": 4, "rope_parameters": {"rope_theta": None}},
 }
 
 
-@pytest.fixture(scope="module", params=["averaging", "qwen3_5_text", pytest.param("olmo_hybrid", marks=pytest.mark.nightly)])
+@pytest.fixture(
+    scope="module", params=["averaging", "qwen3_5_text", "lfm2", pytest.param("olmo_hybrid", marks=pytest.mark.nightly)]
+)
 def folder(family: None, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of each hybrid family, with random weights."""
     pair, folder = build_pair(tmp_path_factory.mktemp("pair")), tmp_path_factory.mktemp(request.param)

@@ -68,4 +68,6 @@ class ShortConvolution(ConvolvedPart):
         self, matrix: Tensor, convolved: Tensor, pieces: Sequence[Tensor], ancestors: Tensor, earlier: PathRows
     ) -> tuple[Tensor, PathRows]:
         """Rows of no heads."""
-        return convolved, PathRows(*(part.new_empty(len(convolved), *part.shape[1:]) for part in vars(earlier).values()))
+        return convolved, PathRows(
+            *(part.new_empty(len(convolved), *part.shape[1:]) for part in vars(earlier).values())
+        )
