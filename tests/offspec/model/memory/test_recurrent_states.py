@@ -1,4 +1,4 @@
-"""States of gated delta nets and short convolutions, in layers between others with KV entries: trees, verdicts, rewinds, copies, batches."""
+"""States of hybrids, in layers between others with KV entries: trees, verdicts, rewinds, copies, batches."""
 
 from __future__ import annotations
 
