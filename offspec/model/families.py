@@ -289,7 +289,7 @@ def _mixers(config: Json, num_layers: int, parts: Mapping[str, str], attends: Se
     kinds, (other, attention) = config.get("layer_types"), parts
     if kinds is None:
         kinds = [attention if each else other for each in attends]
-    if not isinstance(kinds, list) or len(kinds) != num_layers or not all(kind in parts for kind in kinds):
+    if not isinstance(kinds, list) or len(kinds) != num_layers or not all(kind in tuple(parts) for kind in kinds):
         raise CheckpointError(f"config.json: layer_types must list {num_layers} of {', '.join(parts)}")
     return [parts[kind] for kind in kinds]
 
@@ -446,11 +446,8 @@ def _lfm2_inner_size(config: Json) -> int:
     size = positive(config, "block_ff_dim", positive(config, "intermediate_size"))
     if not config.get("block_auto_adjust_ff_dim", True):
         return size
-    size = max(1, int(2 * size / 3))
-    if config.get("block_ffn_dim_multiplier", 1.0) is None:
-        return size
+    scaled = int(number_in(config, "block_ffn_dim_multiplier", 1.0) * int(2 * size / 3))
     multiple = positive(config, "block_multiple_of", 256)
-    scaled = int(number_in(config, "block_ffn_dim_multiplier", 1.0) * size)
     return max(1, -(-scaled // multiple)) * multiple
 
 
