@@ -462,7 +462,7 @@ def _translated(info: TensorInfo, kind: Architecture, config: Config) -> TensorI
     if match := _LAYER.fullmatch(info.name):
         name = _name_in_layer(int(match[1]), match[2], kind, config["num_hidden_layers"])
     else:
-        name = (_SHARED | kind.shared).get(info.name) or (
+        name = {**_SHARED, **kind.shared}.get(info.name) or (
             FINAL_NORM.replace("weight", suffix) if base == "output_norm" else info.name
         )
     is_flat = base.endswith(_CONVOLUTIONS) and len(info.shape) == 2

@@ -195,8 +195,9 @@ class ModelConfig:
         windows = tuple(self.windows[layer] for layer in layers)
         parts = tuple(self.parts[layer] for layer in layers if self.parts)
         norms = tuple(self.layer_norms[layer] for layer in layers if self.layer_norms)
-        kept = {"windows": windows, "unrotated": unrotated, "parts": parts, "layer_norms": norms}
-        return replace(self, num_layers=len(layers), **kept)
+        return replace(
+            self, num_layers=len(layers), windows=windows, unrotated=unrotated, parts=parts, layer_norms=norms
+        )
 
     def for_context(self, num_tokens: int) -> ModelConfig:
         """The shape for texts of up to `num_tokens` tokens.
