@@ -97,8 +97,9 @@ class Keys:
     def integer(self, key: str, default: int | None = None, least: int = 1) -> int:
         """A number of at least `least`, or a list of equal ones; in it, layers without such a part have 0."""
         value = self.value(key)
-        if isinstance(value, list) and len(numbers := [item for item in value if item != 0][:1]) == 1:
-            value = numbers[0] if all(item in (0, numbers[0]) for item in value) else value
+        numbers = [item for item in value if item != 0] if isinstance(value, list) else []
+        if numbers and all(item == numbers[0] for item in numbers):
+            value = numbers[0]
         value = default if value is None else value
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             why = "; a value per layer is not supported" if isinstance(value, list) else ""

@@ -47,11 +47,11 @@ def _renamed(checkpoint: Checkpoint, names: Mapping[str, str]) -> dict[str, Tens
     """The language model's tensors by their usual names. names: patterns → what replaces them."""
     tensors = dict[str, TensorInfo]()
     for name, info in checkpoint.tensors.items():
-        own = next((re.sub(old, new, name) for old, new in names.items() if re.search(old, name)), name)
-        if own in tensors:
-            raise fault(info.path, f"has {show(own)} under another name too, {show(name)}; download it again")
+        usual = next((re.sub(old, new, name) for old, new in names.items() if re.search(old, name)), name)
+        if usual in tensors:
+            raise fault(info.path, f"has {show(usual)} under another name too, {show(name)}; download it again")
         if not _is_of_another(name):
-            tensors[own] = replace(info, name=own)
+            tensors[usual] = replace(info, name=usual)
     return tensors
 
 
