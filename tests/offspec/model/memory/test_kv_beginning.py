@@ -155,3 +155,16 @@ def test_few_entries_are_copied() -> None:
     first.score(random_tokens(FEWEST_SHARED), *NO_NODES)
     second.cache.begin_like(first.cache, FEWEST_SHARED - 1, shares=True)
     assert (second.length, second.cache.beginning, first.cache.beginning) == (FEWEST_SHARED - 1, None, None)
+
+
+def test_a_hybrid_shares_entries_and_copies_states() -> None:
+    decoder = decoder_of("qwen3.5", dtype=torch.float32)
+    found = []
+    for shares in (True, False):
+        first, second = CachedDecoder(decoder), CachedDecoder(decoder)
+        first.score(COMMON, *NO_NODES)
+        length = first.cache.restorable(LENGTH - 1)
+        second.cache.begin_like(first.cache, length, shares=shares)
+        assert second.cache.num_in_beginning == (NUM_SHARED if shares else 0)
+        found.append(torch.cat(score([second, first], [COMMON[length:], [5]])))
+    assert (found[0] - found[1]).abs().max() <= 1e-4
