@@ -24,6 +24,7 @@ from offspec.checkpoints.opening import ModelFiles
 from offspec.errors import CheckpointError, UnsupportedModelError
 from offspec.model.decoder import Decoder
 from offspec.model.heads.eagle import tapped_layers
+from offspec.model.heads.head import Head
 from offspec.model.heads.text import HeadText
 from offspec.planning.plan import all_resident
 from offspec.scheduler.trees.token_tree import TokenTree
@@ -128,9 +129,14 @@ def test_logits_equal_the_reference(layout: str, tmp_path: Path, target_files: M
     head = files.spec.make(files.load(torch.float32, CPU), target)
     flags = {name: bool(config.get(name)) for name in ("norm_before_residual", "norm_output")}
     twin = FspadTwin(tensors, target) if layout == "FSPAD" else EagleTwin(version, tensors, target, **flags)
+    check_logits(head, twin, 32 * (3 if version == 3 else 1))
+
+
+def check_logits(head: Head, twin: Any, width: int) -> None:
+    """After a text that came in two passes, and in a tree. width: of the target's states that the head reads."""
     text = HeadText(head)
     generator = torch.Generator().manual_seed(1)
-    states = torch.randn(9, 32 * (3 if version == 3 else 1), generator=generator)
+    states = torch.randn(9, width, generator=generator)
     tokens = torch.randint(0, 300, (10,), generator=generator).tolist()
     text.feed(told(tokens[:6], states[:6], head.target_layers, [], tokens[6:7]))
     root = text.score(tokens[6:7], _none(), _none(), np.empty((0, 0), dtype=np.bool_))
