@@ -37,14 +37,16 @@ from ..errors import CheckpointError, MissingWeightsError, StorageError, Unsuppo
 from ..methods import Methods
 from ..model.config import ModelConfig
 from ..model.config_values import Json, mapping
+from ..model.heads.dflash import ENTRY as DFLASH_ENTRY
+from ..model.heads.dflash import dflash_name, dflash_spec
 from ..model.heads.eagle import TO_TARGET, eagle_name, eagle_spec
 from ..model.heads.fspad import fspad_name, fspad_spec
-from ..model.heads.head import LAYERS, HeadSpec
+from ..model.heads.head import LAYERS, OWN_EMBEDDING, OWN_HEAD, HeadSpec
 from ..model.heads.hydra import hydra_name, hydra_spec
 from ..model.heads.medusa import medusa_name, medusa_spec
 from ..model.heads.mlp import mlp_name, mlp_spec
-from ..model.heads.mtp import OWN_EMBEDDING, OWN_HEAD, mtp_name, mtp_spec, num_promised
 from ..model.heads.mtp import PREFIX as MTP_PREFIX
+from ..model.heads.mtp import mtp_name, mtp_spec, num_promised
 from .exit_layers import data_file, has_weights, refuse_foreign
 from .from_config import weights_from_shapes
 from .opening import ModelFiles, have_equal_bytes
@@ -227,8 +229,13 @@ LAYOUTS = {
     "mlp_speculator": Layout(mlp_name, mlp_spec),
     "fspad": Layout(fspad_name, fspad_spec),
     "mtp": Layout(mtp_name, mtp_spec),
+    "dflash": Layout(dflash_name, dflash_spec),
 }
-MARKS = {"medusa_num_heads": "medusa", "hydra_num_heads": "hydra"}  # a key of config.json → the kind
+MARKS = {
+    "medusa_num_heads": "medusa",
+    "hydra_num_heads": "hydra",
+    DFLASH_ENTRY: "dflash",
+}  # a key of config.json → the kind
 NAMED_KINDS = Methods("kind of head", "medusa", "mlp_speculator")  # named by OWN_KIND, or by model_type
 MARKING_TENSORS = Methods("tensor of a head", "fc.fc.weight")  # that only one kind has: FSPAD's, and others'
 TARGET_KEY = "offspec_target"  # the key of the target's fingerprint, in heads that offspec trained
@@ -251,6 +258,8 @@ def layout_of(config: Json, names: Iterable[str]) -> Layout | None:
     stated = config.get("architectures")
     classes = [str(name).lower() for name in stated] if isinstance(stated, list) else []
     method = config.get("speculators_model_type")
+    if method == "dflash":
+        return LAYOUTS["dflash"]
     if method == "eagle3" or any("eagle3" in name for name in classes) or any(n.startswith("midlayer.") for n in plain):
         return LAYOUTS["eagle3"]
     if any("eagle" in name for name in classes) or "fc.weight" in plain:

@@ -129,6 +129,8 @@ class OpenedHead:
                 f"the head {files.path} was trained for another target than {target.checkpoint.path}; make one with "
                 "offspec distill"
             )
+        if options.learns and not files.spec.can_learn:
+            raise UsageError(f"a {files.spec.kind} head does not learn (`learn`); omit it")
         request.notes.extend(_notes(files, options.draft, target))
         if options.draft_window is not None:
             text = f"`draft_window={options.draft_window}` does nothing: a head keeps what it reads of all of the text"

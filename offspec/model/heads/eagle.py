@@ -34,10 +34,10 @@ from ..parts.kinds import parts_of
 from ..parts.mlp import Mlp
 from ..parts.part import LayerWeights, Part, PassRows, as_vector
 from ..rope import RotaryEmbeddings
-from .head import LAYERS, HeadSpec, Inputs, LayeredHead, layers_of
+from .head import LAYERS, OWN_EMBEDDING, OWN_HEAD, HeadSpec, Inputs, LayeredHead, layers_of
 
 FC, FC_BIAS = "fc.weight", "fc.bias"
-OWN_EMBEDDING, OWN_NORM, OWN_HEAD = "embed_tokens.weight", "norm.weight", "lm_head.weight"
+OWN_NORM = "norm.weight"
 TO_TARGET, OF_TARGET = "d2t", "t2d"
 JOINED_NORM, INPUT_NORM = "hidden_norm.weight", "input_norm.weight"
 TAPPED = "eagle_aux_hidden_state_layer_ids"  # the key in config.json of the target's layers whose states are read
@@ -112,7 +112,7 @@ class EagleHead(LayeredHead):
         names = {EMBEDDING: OWN_EMBEDDING, FINAL_NORM: OWN_NORM, HEAD: OWN_HEAD}
         shared = {name: tensors[own] for name, own in names.items() if own in tensors}
         weights = RamWeights(layers, shared, dtype or target.dtype)
-        super().__init__(config, weights, target, _vocabulary(tensors, target), dtype)
+        super().__init__(config, weights, target, vocabulary_of(tensors, target), dtype)
         self.blocks[0] = Block(0, self._first_parts(rotaries_of(config, self.dtype, self.device)))
 
     def _first_parts(self, rotaries: RotaryEmbeddings) -> Sequence[Part]:
@@ -153,7 +153,7 @@ class EagleHead(LayeredHead):
         return linear(x, self._tensors[FC], None if bias is None else as_vector(bias))
 
 
-def _vocabulary(tensors: Mapping[str, Weight], target: Decoder) -> Vocabulary:
+def vocabulary_of(tensors: Mapping[str, Weight], target: Decoder) -> Vocabulary:
     """The tokens of the head's logits. Raises CheckpointError for a table d2t that is no selection of tokens."""
     vocab_size = target.config.vocab_size
     size = tensors[OWN_EMBEDDING].shape[0] if OWN_EMBEDDING in tensors else vocab_size

@@ -26,6 +26,7 @@ from ..names import EMBEDDING
 from ..parts.part import PassRows
 
 LAYERS = "layers."  # the prefix of a head's own layers
+OWN_EMBEDDING, OWN_HEAD = "embed_tokens.weight", "lm_head.weight"
 
 
 class Advanced(NamedTuple):
@@ -153,7 +154,8 @@ class HeadSpec:
 
     kind: of head, for messages. config: the shape of its layers and of its states. shapes: its tensors by `Head`'s
     names. num_columns: of its logits. make: see `MakeHead`. takes_packed: whether it multiplies with quantised
-    matrices; otherwise they are unpacked for it.
+    matrices; otherwise they are unpacked for it. can_learn: whether it can be unrolled over a text
+    (`training.unrolling`).
     """
 
     kind: str
@@ -163,3 +165,4 @@ class HeadSpec:
     num_columns: int
     make: MakeHead
     takes_packed: bool = False
+    can_learn: bool = True

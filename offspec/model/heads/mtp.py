@@ -29,13 +29,12 @@ from ..memory.kv_cache import KVLayout
 from ..names import EMBEDDING, FINAL_NORM, HEAD, LAYER_PREFIX
 from ..norms import normalize
 from ..parts.part import as_vector
-from .head import LAYERS, HeadSpec, Inputs, LayeredHead, layers_of
+from .head import LAYERS, OWN_EMBEDDING, OWN_HEAD, HeadSpec, Inputs, LayeredHead, layers_of
 
 KIND = "MTP"
 PREFIX = "mtp."  # of Qwen's names; the rest of them are `MtpHead`'s
 FC, OWN_NORM = "fc.weight", "norm.weight"
 EMBEDDING_NORM, STATE_NORM = "pre_fc_norm_embedding.weight", "pre_fc_norm_hidden.weight"
-OWN_EMBEDDING, OWN_HEAD = "embed_tokens.weight", "lm_head.weight"
 # DeepSeek's and GLM's names in the layer after the last one → `MtpHead`'s.
 _NEXTN = {
     "eh_proj": "fc",

@@ -15,12 +15,14 @@ from offspec.errors import UsageError
 
 from ...pair import Pair, build_pair
 from ..model.heads.head_twins import (
+    DFLASH_CONFIG,
     EAGLE_CONFIG,
     HYDRA_CONFIG,
     HYDRA_PREFIX_CONFIG,
     MEDUSA_CONFIG,
     MLP_CONFIG,
     RECURRENT_CONFIG,
+    dflash_tensors,
     eagle_tensors,
     hydra_tensors,
     medusa_tensors,
@@ -39,6 +41,7 @@ HEADS = {
     "Hydra": (HYDRA_CONFIG, hydra_tensors),
     "Hydra++": (HYDRA_PREFIX_CONFIG, lambda: hydra_tensors(has_prefix=True)),
     "MLP speculator": (MLP_CONFIG, mlp_tensors),
+    "DFlash": (DFLASH_CONFIG, dflash_tensors),
     "recurrent": (RECURRENT_CONFIG, recurrent_tensors),
 }
 Texts = Callable[[str, SamplingParams], list[int]]

@@ -34,6 +34,7 @@ from ....fakes import CPU
 from ....pair import build_pair
 from .head_twins import (
     CLOVER2_CONFIG,
+    DFLASH_CONFIG,
     EAGLE_CONFIG,
     HYDRA_CONFIG,
     HYDRA_PREFIX_CONFIG,
@@ -43,6 +44,8 @@ from .head_twins import (
     FspadTwin,
     clover2_states,
     clover2_tensors,
+    dflash_states,
+    dflash_tensors,
     eagle_tensors,
     fspad_tensors,
     hydra_logits,
@@ -215,6 +218,38 @@ def test_logits_of_clover_2(tmp_path: Path, target_files: ModelFiles, target: De
     rows = torch.cat((found[0], found[1][:1], *found[2:]))
     expected = target.linear_logits(clover2_states(tensors, states, [*tokens[1:], *path]))
     torch.testing.assert_close(rows, expected, atol=1e-4, rtol=1e-4)
+
+
+SPECULATORS_DFLASH = {
+    "speculators_model_type": "dflash",
+    "block_size": 6,
+    "mask_token_id": 7,
+    "aux_hidden_state_layer_ids": [0, 2, 4],
+    "transformer_layer_config": {k: v for k, v in DFLASH_CONFIG.items() if not k.startswith(("dflash", "block"))},
+}
+
+
+@pytest.mark.parametrize("config", [DFLASH_CONFIG, SPECULATORS_DFLASH], ids=["z-lab", "Speculators"])
+def test_logits_of_dflash(config: dict[str, Any], tmp_path: Path, target_files: ModelFiles, target: Decoder) -> None:
+    """A block behind a text that came in two passes: every place of the block has its own distribution."""
+    tensors = dflash_tensors()
+    folder = write_folder(tmp_path, config, tensors)
+    assert is_head(folder)
+    files = HeadFiles.open(folder, target_files.config)
+    text = HeadText(files.spec.make(files.load(torch.float32, CPU), target))
+    states, tokens = torch.randn(9, 96), [*range(20, 30)]
+    text.feed(told(tokens[:6], states[:6], (0, 2, 4), [], tokens[6:7]))
+    text.score(tokens[6:7], _none(), _none(), np.empty((0, 0), dtype=np.bool_))
+    text.keep([])
+    text.feed(told(tokens[:7], states[6:9], (0, 2, 4), [0, 1], tokens[7:10]))
+    found = [text.score(tokens[9:], _none(), _none(), np.empty((0, 0), dtype=np.bool_))]
+    for depth in range(1, 5):
+        parents = [-1, 0, 1, 2][:depth]
+        found.append(text.score([], np.array([40 + depth]), np.array([depth]), tree_mask(parents, depth - 1)))
+    assert text.max_context == len(tokens) + 5, "five tokens can be predicted"
+    block = target.embed(torch.tensor([tokens[9], 7, 7, 7, 7, 7]))
+    expected = target.linear_logits(dflash_states(tensors, states, block))
+    torch.testing.assert_close(torch.cat(found), expected, atol=1e-4, rtol=1e-4)
 
 
 def _none() -> Any:
