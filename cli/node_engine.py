@@ -68,8 +68,8 @@ class NodeEngine:
         if self._fault:
             return Report(results, self._fault)
         try:
-            with closing(self._job.answers(self._engine, prompts)) as found:
-                for place, result in found:
+            with closing(self._job.answers(self._engine, prompts)) as answers:
+                for place, result in answers:
                     if isinstance(result, OffspecError) and self._is_lost_by(result):
                         raise result
                     results[place] = str(result) if isinstance(result, OffspecError) else result

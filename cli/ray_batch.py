@@ -105,8 +105,8 @@ class RayEngines:
                 self._start_engines()
                 self._hand_out(waiting, prompts)
                 if not self._calls:
-                    what = f"can run {self._job.options.model}" if self._engines else "offers CPUs or GPUs"
-                    raise OffspecError(f"no node of the Ray cluster {what}; {len(waiting)} prompts are unanswered")
+                    predicate = f"can run {self._job.options.model}" if self._engines else "offers CPUs or GPUs"
+                    raise OffspecError(f"no node of the Ray cluster {predicate}; {len(waiting)} prompts are unanswered")
                 for call in ray.wait(list(self._calls), timeout=LOOK_S)[0]:
                     yield from self._take(call, waiting)
         finally:
@@ -182,8 +182,8 @@ class RayEngines:
     def _after_report(self, engine: RemoteEngine, report: Report) -> None:
         """Keep the engine, unless it reports a fault."""
         if report.fault is not None:
-            what = "stopped" if engine.is_loaded else f"cannot run {self._job.options.model}"
-            self._tell(engine, f"{what}: {report.fault}")
+            state = "stopped" if engine.is_loaded else f"cannot run {self._job.options.model}"
+            self._tell(engine, f"{state}: {report.fault}")
             return
         self._idle.append(engine)
         if engine.is_loaded:

@@ -286,8 +286,8 @@ def _run_one(
     with learning_kept(engine, learn_file, quiet=shown.quiet):
         steps = _steps(engine, source.generate(prompt, params, speculation), quiet=shown.quiet)
         if shown.as_json:
-            found, last = _answer(engine, prompt, steps, params)
-            click.echo(json.dumps(found))
+            record, last = _answer(engine, prompt, steps, params)
+            click.echo(json.dumps(record))
         else:
             thinking = None if shown.marks else reader_of(engine, prompt, params)
             last = _stream(engine, _apart(steps, thinking, quiet=shown.quiet), marks=shown.marks)
@@ -320,16 +320,18 @@ def _run_several(
     answer = partial(answer_several, engine, ids, params, speculation, several, quiet=shown.quiet)
     with learning_kept(engine, learn_file, quiet=shown.quiet):
         if shown.as_json:
-            found = answer()
-            click.echo(json.dumps([answer_of(engine, ids, steps, params) for steps in found]))
+            all_steps = answer()
+            click.echo(json.dumps([answer_of(engine, ids, steps, params) for steps in all_steps]))
         else:
-            found = answer(seen=Printer(several.number, marked if shown.marks else lambda step: as_shown(step.text)))
-            cut = next((steps[-1] for steps in found if steps[-1].finish_reason == "length"), None)
+            all_steps = answer(
+                seen=Printer(several.number, marked if shown.marks else lambda step: as_shown(step.text))
+            )
+            cut = next((steps[-1] for steps in all_steps if steps[-1].finish_reason == "length"), None)
             if cut is not None and not shown.quiet:
                 _tell_cut(engine, cut, params)
     if shown.stats:
-        click.echo(describe_answers(found, time.perf_counter() - began), err=True)
-    for steps in found:
+        click.echo(describe_answers(all_steps, time.perf_counter() - began), err=True)
+    for steps in all_steps:
         _pass_on(steps[-1])
 
 
@@ -410,13 +412,13 @@ def _run_batch(
             click.echo(describe_batch([], 0.0), err=True)
         return
     engine = load()
-    found = together(engine)
+    answered = together(engine)
     try:
         with learning_kept(engine, learn_file, quiet=quiet):
-            batch.collect(found.answers, quiet=quiet, progress=found.progress)
+            batch.collect(answered.answers, quiet=quiet, progress=answered.progress)
     finally:
         if show_stats:
-            click.echo(describe_batch(found.ends, found.seconds), err=True)
+            click.echo(describe_batch(answered.ends, answered.seconds), err=True)
 
 
 def _no_answers(prompts: Sequence[Asked]) -> Generator[tuple[int, Answer | OffspecError], None, None]:

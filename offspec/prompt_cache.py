@@ -96,12 +96,14 @@ class PromptCache:
         if TARGET not in file.owners:
             raise CheckpointError(f"{self.path} has no entries of a target")
         self._owner(TARGET, kept[TARGET]).check(file.owners[TARGET], self.path)
-        known = file.tokens[: file.lengths[TARGET]]
-        number = num_common(known, np.asarray(text[:-1], dtype=np.int64))  # the last token is always scored
-        if not kept[TARGET].can_be_cut and number < len(known):
+        stored_tokens = file.tokens[: file.lengths[TARGET]]
+        number = num_common(stored_tokens, np.asarray(text[:-1], dtype=np.int64))  # the last token is always scored
+        if not kept[TARGET].can_be_cut and number < len(stored_tokens):
             number = 0  # a state of all of the file's tokens
         if number < WORTHWHILE:
-            self._tell(f"{self.path} has {len(known)} tokens, and the prompt begins otherwise; it is scored as usual")
+            self._tell(
+                f"{self.path} has {len(stored_tokens)} tokens, and the prompt begins otherwise; it is scored as usual"
+            )
             return 0
         if DRAFT in kept and file.owners.get(DRAFT) != self._owner(DRAFT, kept[DRAFT]):
             del kept[DRAFT]  # another draft's: this one reads the text again
@@ -113,8 +115,8 @@ class PromptCache:
 
     def write(self, caches: TextCaches, num_tokens: int) -> None:
         """Write the first entries of a text, unless it is short. A file that cannot be written is told."""
-        if (said := self._written(caches, num_tokens)) is not None:
-            self._tell(said)
+        if (note := self._written(caches, num_tokens)) is not None:
+            self._tell(note)
 
     def _written(self, caches: TextCaches, num_tokens: int) -> str | None:
         """`write`; returns what there is to tell."""

@@ -10,8 +10,9 @@ rule differs. Before each round it sees the calibrated probabilities of the node
     SpecDec++ h    stops where a rejection is likelier than h (2405.19715, section 3.2; its head is our calibration)
     Kangaroo c     stops where the draft's best continuation has less than confidence c (2404.18911, section 3.2)
     DDD s          stops where the beam's probabilities sum to less than s (2409.00142, section 3)
-    thompson       EESD's coin (2406.03853, section 3.3); `-calibrated` also knows costs and the draft's confidence
-    Calibration-TS EESD's other coin, which begins with the draft's confidence
+    thompson       EESD's coin (2406.03853, section 3.3); `-calibrated` is its Calibration-TS, which begins with the
+                   draft's confidence
+    priced         our own: Thompson sampling that also knows what a round costs
     Sequoia, size  its shape, with the size and depth that its own prediction prefers (2402.12374, section 3.3);
                    acceptance by rank is measured on other prompts
     marginal rate  offspec's rule, which also decides how many nodes are sent
@@ -33,9 +34,10 @@ from offspec import Engine, SamplingParams, SpeculationParams, builtin
 from offspec.lab.sequoia import MeasuredAcceptance, SequoiaDrafter, best_topology
 from offspec.model.decoder import CachedDecoder
 from offspec.scheduler.drafting.drafter import Drafter
+from offspec.scheduler.pace.averages import DecayingRatio
 from offspec.scheduler.pace.budget import Controller, DraftingState, FixedBudget, MarginalRate
 from offspec.scheduler.pace.costs import Costs as LearntCosts
-from offspec.scheduler.pace.thompson import ThompsonSampling
+from offspec.scheduler.pace.thompson import THOMPSON_WIDTH, CalibrationSampling, ThompsonSampling
 from offspec.scheduler.trees.sampling import Sampler
 from offspec.scheduler.trees.token_tree import FloatArray
 
@@ -91,36 +93,40 @@ def dynamic_depth(least_sum: float) -> GoesOn:
     return lambda open_nodes, above, done: float(open_nodes[:WIDTH].sum()) >= least_sum
 
 
-class CalibrationSampling(ThompsonSampling):
-    """Thompson sampling that begins with the draft's own confidence (EESD's Calibration-TS, section 3.3).
+class PricedSampling(ThompsonSampling):
+    """Thompson sampling that knows what a round costs and how sure the draft is: a rule of our own.
 
-    theta is drawn from the normal posterior of a mean. The prior's mean is the probability that the draft gives to its
-    best continuation, the likelihood's is the share of accepted levels so far. So the confidence decides while little
-    is known, and always moves the coin somewhat. The paper's constants are not used: `PRIOR_DEVIATION` is the prior's,
-    and older levels count less (`FORGETTING`).
+    theta is the probability that a level is accepted if the level above it is. beta counts the walks that ended within
+    the tree; older walks count less. Another round adds theta ** (n + 1) tokens, and runs while these exceed the recent
+    rate * its seconds. `CONFIDENCE` additional counts are divided by the level probability that the open nodes imply.
+    Until costs are known, the coin decides with these counts.
     """
 
-    PRIOR_DEVIATION = 0.15
+    CONFIDENCE = 4.0
+    FORGETTING = 0.98
 
-    def __init__(self, inner: Controller, *, seed: int = 0) -> None:
+    def __init__(self, inner: Controller, costs: LearntCosts, *, seed: int = 0) -> None:
         super().__init__(inner, seed=seed)
-        self._accepted = self._against = 0.5
-        self._above = 1.0  # probability of the best path a round before
+        self._costs, self._recent_rate = costs, DecayingRatio(self.FORGETTING)
 
-    def _bias(self, open_nodes: FloatArray) -> float:
-        confidence, self._above = float(open_nodes[0]) / self._above, float(open_nodes[0])
-        count = self._accepted + self._against
-        share = self._accepted / count
-        evidence, prior = count / (share * (1 - share)), self.PRIOR_DEVIATION**-2  # precisions
-        mean = (prior * min(1.0, confidence) + evidence * share) / (prior + evidence)
-        return float(np.clip(self._random.normal(mean, (prior + evidence) ** -0.5), 0.0, 1.0))
+    def _continues(self, open_nodes: FloatArray) -> bool:
+        width = min(THOMPSON_WIDTH, len(open_nodes))
+        likely = min(1.0, float(open_nodes[:width].sum())) ** (1 / max(1, self._num_rounds))
+        theta = self._random.beta(
+            self._accepted + self.CONFIDENCE * likely, self._against + self.CONFIDENCE * (1 - likely)
+        )
+        if not self._costs.draft.is_known or not self._recent_rate.value:
+            return bool(self._random.random() < theta)
+        price = self._recent_rate.value * float(self._costs.draft.seconds(np.array([width]))[0])
+        return bool(theta ** (self._num_rounds + 1) > price)
 
     def observe(self, num_tokens: int, seconds: float) -> None:
-        self._accepted, self._against = (
-            max(0.5, self.FORGETTING**self._num_rounds * counts) for counts in (self._accepted, self._against)
-        )
+        self._recent_rate.observe(num_tokens, seconds)
         super().observe(num_tokens, seconds)
-        self._above = 1.0
+
+    def _count(self, num_accepted: int) -> None:
+        self._accepted = max(1.0, self.FORGETTING * self._accepted) + num_accepted
+        self._against = max(1.0, self.FORGETTING * self._against) + (num_accepted < self._num_rounds)
 
 
 def rules(budget: int) -> Iterator[tuple[str, Callable[[LearntCosts], Controller]]]:
@@ -136,8 +142,8 @@ def rules(budget: int) -> Iterator[tuple[str, Callable[[LearntCosts], Controller
         for value in values:
             yield f"{name} {value:g}", lambda costs, rule=rule, value=value: Stopping(budget, rule(value))
     yield "thompson", lambda costs: ThompsonSampling(FixedBudget(budget))
-    yield "Calibration-TS", lambda costs: CalibrationSampling(FixedBudget(budget))
-    yield "thompson-calibrated", lambda costs: ThompsonSampling(FixedBudget(budget), costs)
+    yield "thompson-calibrated", lambda costs: CalibrationSampling(FixedBudget(budget))
+    yield "priced sampling", lambda costs: PricedSampling(FixedBudget(budget), costs)
     yield "marginal rate", lambda costs: MarginalRate(costs, limit=1024)
 
 

@@ -79,21 +79,21 @@ class Marker:
             return True, (token,)
         if token not in self.known:  # another special token
             return False, ()
-        found = [at for text in self.texts if (at := content.find(text)) >= 0]
-        if found:
-            return True, self._from(tokens, min(found))
+        positions = [at for text in self.texts if (at := content.find(text)) >= 0]
+        if positions:
+            return True, self._from(tokens, min(positions))
         size = max((_num_begun(content, text) for text in self.texts), default=0)
         return False, self._from(tokens, len(content) - size)
 
     def _read_start(self, tokens: Tokens, content: bytes) -> tuple[bool, Tokens | None]:
-        said = b"".join(content.split())
-        if tokens[-1] == self.token and not said:
+        visible = b"".join(content.split())
+        if tokens[-1] == self.token and not visible:
             return True, tokens
         if tokens[-1] not in self.known:
             return False, None
-        if any(said.startswith(text) for text in self.texts):
+        if any(visible.startswith(text) for text in self.texts):
             return True, tokens
-        return False, tokens if any(text.startswith(said) for text in self.texts) else None
+        return False, tokens if any(text.startswith(visible) for text in self.texts) else None
 
     def _from(self, tokens: Tokens, at: int) -> Tokens:
         """The tokens from the one on that has byte `at` of their text; none if it is the text's end."""
@@ -180,9 +180,9 @@ class LateConstraint:
             return self._opening.grammar.mask(place.tokens)
         if place.grammar is None:
             return self._fits(place) if place.tokens and place.stage == len(self._markers) - 1 else None
-        found = place.grammar.mask(place.tokens)
-        is_dead_end = found is not None and not found.any()
-        return None if is_dead_end and self._trigger.yields else found
+        allowed = place.grammar.mask(place.tokens)
+        is_dead_end = allowed is not None and not allowed.any()
+        return None if is_dead_end and self._trigger.yields else allowed
 
     def _fits(self, place: Place) -> MaskBits | None:
         """All tokens but those that complete the last marker and go on as its grammar does not."""
@@ -244,11 +244,11 @@ class LateConstraint:
         if self._here.is_over or (self._is_waiting and self._markers[self._here.stage].starters.isdisjoint(path)):
             return self._here
         key = tuple(path)
-        known = len(key)
-        while known and key[:known] not in self._places:
-            known -= 1
-        place = self._places[key[:known]] if known else self._here
-        for size in range(known + 1, len(key) + 1):
+        size_of_known = len(key)
+        while size_of_known and key[:size_of_known] not in self._places:
+            size_of_known -= 1
+        place = self._places[key[:size_of_known]] if size_of_known else self._here
+        for size in range(size_of_known + 1, len(key) + 1):
             place = self._places[key[:size]] = self._next(place, key[size - 1])
         return place
 
@@ -276,13 +276,13 @@ class LateConstraint:
             return self._after(UNDECIDED, token)
         if tokens is not None:
             return Place(tokens, stage=UNDECIDED)
-        said = (*place.tokens, token)
+        path = (*place.tokens, token)
         if self._opening.grammar is not None:
-            return self._within(self._opening.grammar, said, len(self._markers) - 1)
-        found = Place(stage=1)
-        for each in said:
-            found = self._next(found, each)
-        return found
+            return self._within(self._opening.grammar, path, len(self._markers) - 1)
+        place_reached = Place(stage=1)
+        for each in path:
+            place_reached = self._next(place_reached, each)
+        return place_reached
 
     def _within(self, grammar: GrammarConstraint, tokens: Tokens, stage: int) -> Place:
         """The place after tokens of a grammar's text."""

@@ -301,7 +301,7 @@ class BenchmarkReport:
             "num_different_lossy_texts": self.num_different("joint"),
             "outcome": outcome and outcome.as_dict(),
             "rows": [row.as_dict() for row in self.rows()],
-            "acceptance": {name: found.as_dict() for name, found in self.acceptance.items()},
+            "acceptance": {name: acceptance.as_dict() for name, acceptance in self.acceptance.items()},
         }
 
     def _repeats(self, kind: str, name: str) -> list[list[Run]]:
@@ -402,10 +402,12 @@ def measure(
     rounds = list(_rounds(num_warmups, num_repeats, workloads, ways))
     for done, (repeat, index, way) in enumerate(rounds):
         progress(done, total)
-        found = report.acceptance.get(budget_name(way.budget, way.accept))
+        acceptance = report.acceptance.get(budget_name(way.budget, way.accept))
         workload = workloads[index]
         ids = engine.encode(workload.for_model(engine))
-        steps = list(engine.generate(ids, params, way, observer=found.observe if found and repeat >= 0 else None))
+        steps = list(
+            engine.generate(ids, params, way, observer=acceptance.observe if acceptance and repeat >= 0 else None)
+        )
         if repeat >= 0:
             tokens = tuple(token for step in steps for token in step.token_ids)
             first, last = steps[0].stats, steps[-1].stats
