@@ -162,8 +162,8 @@ def dflash_spec(config: Json, present: Mapping[str, tuple[int, ...]], target: Mo
     c, hidden = shape.config, shape.config.hidden_size
     shapes = {f"{LAYERS}{i}.{name}": size for i in range(c.num_layers) for name, size in layer_shapes(c, i).items()}
     shapes |= {FC: (hidden, len(shape.target_layers) * target.hidden_size), STATE_NORM: (hidden,), OWN_NORM: (hidden,)}
-    optional = {OWN_EMBEDDING: (target.vocab_size, hidden), OWN_HEAD: (c.vocab_size, hidden)}
-    optional |= {TO_TARGET: (c.vocab_size,)}
+    tables = {OWN_EMBEDDING: (target.vocab_size, hidden), OWN_HEAD: (c.vocab_size, hidden)}
+    optional: dict[str, tuple[int, ...]] = {**tables, TO_TARGET: (c.vocab_size,)}
     shapes |= {name: size for name, size in optional.items() if name in present}
     if hidden != target.hidden_size and not {OWN_EMBEDDING, OWN_HEAD} <= shapes.keys():
         raise CheckpointError(f"the head has hidden size {hidden}, the target {target.hidden_size}")
