@@ -206,7 +206,7 @@ draft_option = LOADING.option(
     multiple=True,
     metavar="PATH|auto|mtp|shadow|head|self|resident|lookup|none",
     help="Draft: path or hub id, mtp (the target's own layer), shadow[:BITS] (low-bit target), head, self[:N|:FILE] "
-    "(early exit), resident (layers), lookup or none; may be repeated. [default: auto: mtp, lookup, or a cached shadow]",
+    "(early exit), resident (layers), lookup or none; may be repeated. [default: auto: mtp, lookup or a cached shadow]",
 )
 draft_window_option = LOADING.option(
     "draft_window",
