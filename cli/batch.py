@@ -125,7 +125,7 @@ def read_prompts(source: Path) -> list[Task]:
     return tasks
 
 
-class Batch:
+class PromptBatch:
     """The tasks of a prompt file, and the file for the answers (None: standard output).
 
     The batch locks the output until `close`, so that one process reads and appends to it.

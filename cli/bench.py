@@ -143,7 +143,7 @@ def command(
     load = partial(load_engine, quiet=quiet, verbose=verbose)
     progress = _no_progress if quiet else _progress
     settings = {"warmup": warmup, "repeats": repeats, "max_new_tokens": sampling.max_new_tokens}
-    shown = Shown(as_json, quiet, settings | {"temperature": sampling.temperature, **lossy_settings(speculation)})
+    shown = ReportFlags(as_json, quiet, settings | {"temperature": sampling.temperature, **lossy_settings(speculation)})
     if numbers is not None:
         from offspec.tools.texts_benchmark import check_numbers, default_workloads, measure_texts
 
@@ -205,7 +205,7 @@ def _no_progress(done: int, total: int) -> None:
 
 
 @dataclass(frozen=True)
-class Shown:
+class ReportFlags:
     """The output flags, and the settings that the JSON object has."""
 
     as_json: bool

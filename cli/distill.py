@@ -27,7 +27,7 @@ from .options import (
     output_options,
     reworded,
 )
-from .training_job import Job, refuse_flags, training_line
+from .training_job import TrainingJob, refuse_flags, training_line
 
 if TYPE_CHECKING:
     from offspec.training.distillation import Distilled, Teacher
@@ -205,7 +205,7 @@ def command(
         refuse_flags(TRAINING_FLAGS, "is for training, and --skip trains nothing")
     _check_out(out, exit_layers, is_folder=draft.is_given or head is not None)
     more: dict[str, Any] = {"out": None if out is None else expand_home(out), "texts": texts, "resume": resume}
-    job = Job(loading, more, quiet=quiet, verbose=verbose)
+    job = TrainingJob(loading, more, quiet=quiet, verbose=verbose)
     began = time.monotonic()
     if draft.is_given:
         summary, sentence = distil_draft(job, draft, settings)
@@ -231,7 +231,7 @@ def _check_out(out: Path | None, exit_layers: list[int] | None, *, is_folder: bo
         raise click.BadParameter(f"{out} is a folder; give a file.", param_hint="--out")
 
 
-def _head(job: Job, kind: str, params: HeadParams) -> tuple[dict[str, Any], str]:
+def _head(job: TrainingJob, kind: str, params: HeadParams) -> tuple[dict[str, Any], str]:
     """Train a head and measure it; the result as JSON and as a sentence. Raises a subclass of OffspecError."""
     from offspec.training.heads import distill_head
 
@@ -253,7 +253,7 @@ def _head(job: Job, kind: str, params: HeadParams) -> tuple[dict[str, Any], str]
     )
 
 
-def _own_layers(job: Job, exit_layers: list[int] | None, params: DistillParams) -> tuple[dict[str, Any], str]:
+def _own_layers(job: TrainingJob, exit_layers: list[int] | None, params: DistillParams) -> tuple[dict[str, Any], str]:
     """Train exit layers, or (None) search layers to skip; the result as JSON and as a sentence."""
     from offspec.training.distillation import distill_exits
 

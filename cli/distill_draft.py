@@ -12,7 +12,7 @@ from offspec.training.distill_params import LOSSES, DraftParams
 
 from .help_groups import option, research_option
 from .options import Number, WholeNumber
-from .training_job import Job, is_typed, training_line
+from .training_job import TrainingJob, is_typed, training_line
 
 if TYPE_CHECKING:
     from offspec.tools.draft_gain import DraftGain
@@ -99,7 +99,7 @@ class DraftFlags:
         return new_draft(teacher.files, teacher.target, *shape, seed=seed)
 
 
-def distil_draft(job: Job, flags: DraftFlags, settings: dict[str, Any]) -> tuple[dict[str, Any], str]:
+def distil_draft(job: TrainingJob, flags: DraftFlags, settings: dict[str, Any]) -> tuple[dict[str, Any], str]:
     """Train the draft and measure it; the result as JSON and as a sentence."""
     from offspec.training.draft_distillation import distill_draft
 

@@ -27,7 +27,7 @@ from offspec.errors import UsageError
 
 from . import help_groups as heading
 from .flags import with_flags
-from .help_groups import Decorator, Record, all_of, option
+from .help_groups import Decorator, FlagRecord, all_of, option
 from .learning import learning_alone, written_file
 from .terminal import LoadingBar, is_watched
 
@@ -146,9 +146,9 @@ def reworded(command: click.Command, **helps: str) -> None:
 
 # ------------------------------------------------------------------------------------------------ shared flags
 
-LOADING = Record("loading", LoadOptions, LoadOptions.of, group=heading.MODEL)
-SAMPLING = Record("sampling", SamplingParams, SamplingParams, group=heading.SAMPLING)
-SPECULATION = Record("speculation", SpeculationParams, SpeculationParams, group=heading.DRAFT, is_research=True)
+LOADING = FlagRecord("loading", LoadOptions, LoadOptions.of, group=heading.MODEL)
+SAMPLING = FlagRecord("sampling", SamplingParams, SamplingParams, group=heading.SAMPLING)
+SPECULATION = FlagRecord("speculation", SpeculationParams, SpeculationParams, group=heading.DRAFT, is_research=True)
 
 model_argument = LOADING.argument("model", type=MODEL)
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from offspec.tools.caches_forecast import CacheProspect
     from offspec.tools.forecast import Drafting, Forecast, Prospect
-    from offspec.tools.improvements import FourBit, Gain, Improvement
+    from offspec.tools.improvements import FourBitPlan, Gain, Improvement
 
 WIDTHS = (1, 16, 64, 256, 512)
 LEAST_DIFFERENCE = 1.02  # between rows of a table that is worth showing
@@ -383,7 +383,7 @@ def _gains(forecast: Forecast) -> list[str]:
     """The gain of 4 bit, and of each additional 8 GiB of memory; nothing if they bring none."""
     from offspec.tools.improvements import FOUR_BIT, GAIN_WIDTH
 
-    changes: list[tuple[str, Gain | FourBit]] = [
+    changes: list[tuple[str, Gain | FourBitPlan]] = [
         (f"{format_size(gain.more_bytes)} more {gain.memory}", gain) for gain in forecast.gains
     ]
     if forecast.four_bit is not None:

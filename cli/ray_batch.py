@@ -23,7 +23,7 @@ from offspec.errors import OffspecError, UsageError
 
 from .batch import Answer, Asked
 from .flags import with_flags
-from .node_engine import Job, NodeEngine, Report, reason_of
+from .node_engine import EngineJob, NodeEngine, Report, reason_of
 from .terminal import is_watched, show_line
 
 LOOK_S = 5.0  # between looks for new nodes
@@ -79,7 +79,7 @@ class RemoteEngine:
 class RayEngines:
     """The engines of a Ray cluster."""
 
-    def __init__(self, address: str, job: Job, *, quiet: bool, verbose: bool) -> None:
+    def __init__(self, address: str, job: EngineJob, *, quiet: bool, verbose: bool) -> None:
         """address: HOST:PORT of the cluster's head, or `auto`: the cluster that this machine belongs to."""
         self._address, self._job, self._quiet, self._verbose = address, job, quiet, verbose
         self._engines = list[RemoteEngine]()  # all of them, also those that stopped

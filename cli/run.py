@@ -21,12 +21,12 @@ from offspec import AUTO_TEXTS, MODEL_NAMES, LoadOptions, SamplingParams, Specul
 from offspec.errors import OffspecError
 
 from .answers import INTERRUPTED, SharedAnswers, answer_of, interrupted
-from .batch import EMPTY_PROMPT, Answer, Asked, Batch, TokenIds, Turns, is_turns
+from .batch import EMPTY_PROMPT, Answer, Asked, PromptBatch, TokenIds, Turns, is_turns
 from .constraints import ConstraintFlags, constraint_options
 from .first_run import tell_next_once
-from .help_groups import OffspecCommand, Record, option
+from .help_groups import FlagRecord, OffspecCommand, option
 from .learning import learning_kept, written_file
-from .node_engine import Job
+from .node_engine import EngineJob
 from .options import (
     MAX_TEXTS,
     MODEL_HELP,
@@ -110,11 +110,11 @@ class PromptFlags:
         return [{"role": "system", "content": self.system}, *prompt]
 
 
-PROMPT = Record("prompts", PromptFlags, PromptFlags)
+PROMPT = FlagRecord("prompts", PromptFlags, PromptFlags)
 
 
 @dataclass(frozen=True)
-class Shown:
+class OutputFlags:
     """The output flags of a request."""
 
     as_json: bool
@@ -241,7 +241,7 @@ def command(
         model, prompt = _alone(model)
     prompts = replace(prompts, prompt=prompt)
     prompts.check(num_answers, loading.think)
-    shown = Shown(as_json, color_accepted, show_stats, quiet, verbose)
+    shown = OutputFlags(as_json, color_accepted, show_stats, quiet, verbose)
     shown.check(prompts)
     several = AnswerFlags(num_answers, max_texts)
     several.check(sampling, is_file=prompts.is_batch)
@@ -263,7 +263,7 @@ reworded(
 )
 
 
-def _load_one(prompts: PromptFlags, loading: LoadOptions, shown: Shown) -> tuple[Engine, Prompt]:
+def _load_one(prompts: PromptFlags, loading: LoadOptions, shown: OutputFlags) -> tuple[Engine, Prompt]:
     """The engine and the prompt. Raises click.UsageError for an empty one before anything is loaded."""
     words = prompts.words(loading.model)
     engine = load_engine(loading, quiet=shown.quiet, verbose=shown.verbose)
@@ -275,7 +275,7 @@ def _run_one(
     load: Callable[[], tuple[Engine, Prompt]],
     params: SamplingParams,
     speculation: SpeculationParams,
-    shown: Shown,
+    shown: OutputFlags,
     learn_file: Path | None,
 ) -> None:
     """Answer one prompt on standard output. cache_file: of the prompt's KV entries, or None."""
@@ -310,7 +310,7 @@ def _run_several(
     speculation: SpeculationParams,
     *,
     several: AnswerFlags,
-    shown: Shown,
+    shown: OutputFlags,
     learn_file: Path | None,
 ) -> None:
     """Give several answers to one prompt on standard output."""
@@ -352,7 +352,7 @@ def _run_file(
     *,
     max_texts: int | None,
     ray: str | None,
-    shown: Shown,
+    shown: OutputFlags,
 ) -> None:
     """Answer the prompts of a file, here or on a Ray cluster."""
     settings = _settings(prompts, loading, speculation)
@@ -364,7 +364,7 @@ def _run_file(
             load = partial(load_engine, loading, quiet=shown.quiet, verbose=shown.verbose)
             _run_batch(batch, load, together, written_file(loading), show_stats=shown.stats, quiet=shown.quiet)
         else:
-            job = Job(loading, partial(_answers_together, together=together), num_texts)
+            job = EngineJob(loading, partial(_answers_together, together=together), num_texts)
             engines = RayEngines(ray, job, quiet=shown.quiet, verbose=shown.verbose)
             _run_on_ray(batch, engines, show_stats=shown.stats, quiet=shown.quiet)
 
@@ -382,11 +382,11 @@ def _settings(prompts: PromptFlags, loading: LoadOptions, speculation: Speculati
 
 def _batch_of(
     prompts: PromptFlags, output: Path | None, settings: Mapping[str, object], params: SamplingParams
-) -> Batch:
+) -> PromptBatch:
     """The prompts of a file. Raises click.UsageError for messages with --raw."""
     assert prompts.prompt_file is not None
     sink = None if output == STANDARD_OUTPUT else output
-    batch = Batch(prompts.prompt_file, sink, settings, params, is_strict=prompts.strict)
+    batch = PromptBatch(prompts.prompt_file, sink, settings, params, is_strict=prompts.strict)
     chats = [task.line for task in batch.tasks if prompts.raw and is_turns(task.prompt)]
     if chats:
         batch.close()
@@ -397,7 +397,7 @@ def _batch_of(
 
 
 def _run_batch(
-    batch: Batch,
+    batch: PromptBatch,
     load: Callable[[], Engine],
     together: Callable[[Engine], SharedAnswers],
     learn_file: Path | None,
@@ -444,7 +444,7 @@ def _answers_together(
     yield from together(engine).answers(prompts)
 
 
-def _run_on_ray(batch: Batch, engines: RayEngines, *, show_stats: bool, quiet: bool) -> None:
+def _run_on_ray(batch: PromptBatch, engines: RayEngines, *, show_stats: bool, quiet: bool) -> None:
     """Answer the open tasks on a cluster; if there is none, no cluster is looked for."""
     try:
         batch.collect(engines.answers, quiet=quiet, progress=engines.progress)

@@ -27,7 +27,7 @@ MOST_MEASURED = 64  # tokens generated after each held-out prompt
 
 
 @dataclass(frozen=True)
-class Job:
+class TrainingJob:
     """A training's target and files. more: `out`, `texts` and `resume` of the training."""
 
     loading: LoadOptions

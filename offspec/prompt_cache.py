@@ -16,7 +16,15 @@ import numpy as np
 from offspec.loaders.units import format_size
 from offspec.scheduler.params import SamplingParams, SpeculationParams, tree_room
 
-from .checkpoints.kv_files import KVFile, Owner, Part, check_replaceable, free_disk_bytes, model_identity, write_kv_file
+from .checkpoints.kv_files import (
+    CachePart,
+    KVFile,
+    Owner,
+    check_replaceable,
+    free_disk_bytes,
+    model_identity,
+    write_kv_file,
+)
 from .engine import Engine, Prompt
 from .errors import CheckpointError, StorageError, UsageError
 from .model.memory.text_caches import TextCaches
@@ -123,7 +131,7 @@ class PromptCache:
         if num_tokens < WORTHWHILE:
             return None
         parts = {
-            name: Part(self._owner(name, cache), cache, length)
+            name: CachePart(self._owner(name, cache), cache, length)
             for name, cache in self._caches(caches).items()
             if (length := cache.restorable(min(cache.length, num_tokens if cache.can_be_cut else num_tokens - 1)))
         }

@@ -26,7 +26,7 @@ from offspec.scheduler.params import Constraint, Trigger
 from offspec.scheduler.trees.constraint import TokenConstraint
 
 from ..errors import TokenizerError, UsageError
-from .grammar_constraint import GrammarConstraint, Start, Vocabulary, reason
+from .grammar_constraint import GrammarConstraint, GrammarVocabulary, Start, reason
 from .late_constraint import LateConstraint, Marker, Opening
 from .thinking import CLOSE, OPEN, ThinkingStyle
 from .tokenizer import Tokenizer
@@ -153,7 +153,7 @@ class ConstraintCompiler:
         return matcher
 
     @cached_property
-    def _vocabulary(self) -> Vocabulary:
+    def _vocabulary(self) -> GrammarVocabulary:
         tokenizer, size = self._tokenizer, self._vocab_size
         if (token_bytes := tokenizer.token_bytes) is None:
             raise TokenizerError(
@@ -170,7 +170,7 @@ class ConstraintCompiler:
         from llguidance import LLTokenizer  # here, because few requests need it
 
         tokens: Any = _Tokens(tokenizer, token_bytes, size)  # it has what the library reads of its own wrapper class
-        return Vocabulary(LLTokenizer(tokens, eos_token=final), token_bytes, size, eos, final)
+        return GrammarVocabulary(LLTokenizer(tokens, eos_token=final), token_bytes, size, eos, final)
 
 
 class _Tokens:

@@ -23,7 +23,7 @@ MAX_MESSAGE = 200  # characters of the library's message
 
 
 @dataclass(frozen=True)
-class Vocabulary:
+class GrammarVocabulary:
     """A vocabulary in the library's form. final: the tokens that end a text; eos: the tokenizer's own.
 
     known: the bytes of each token that stands for text.
@@ -64,7 +64,7 @@ class GrammarConstraint:
     def __init__(
         self,
         start: Start,
-        vocabulary: Vocabulary,
+        vocabulary: GrammarVocabulary,
         what: str,
         *,
         gives_forced: bool,

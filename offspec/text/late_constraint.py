@@ -126,7 +126,7 @@ class Opening:
     grammar: GrammarConstraint | None = None
 
 
-class Place(NamedTuple):
+class TextState(NamedTuple):
     """Where a text stands. grammar: what it has to obey now, or None if every token may follow.
 
     tokens: of the grammar's text, beyond those that it has accepted; without a grammar, of a marker that may have
@@ -141,7 +141,7 @@ class Place(NamedTuple):
 
 
 UNDECIDED = -1
-OVER = Place(is_over=True)
+OVER = TextState(is_over=True)
 
 
 class LateConstraint:
@@ -169,8 +169,8 @@ class LateConstraint:
         if opening is not None and opening.grammar is not None:
             opening.grammar.slow = grammar.slow
         self._final, self._ends = frozenset(final), final
-        self._here = Place(stage=0 if opening is None else UNDECIDED)
-        self._places: dict[Tokens, Place] = {}  # below `_here`, by path
+        self._here = TextState(stage=0 if opening is None else UNDECIDED)
+        self._places: dict[Tokens, TextState] = {}  # below `_here`, by path
         self._fitting: dict[Tokens, MaskBits | None] = {}  # by the tokens of an incomplete marker
 
     def mask(self, path: Sequence[int]) -> MaskBits | None:
@@ -184,7 +184,7 @@ class LateConstraint:
         is_dead_end = allowed is not None and not allowed.any()
         return None if is_dead_end and self._trigger.yields else allowed
 
-    def _fits(self, place: Place) -> MaskBits | None:
+    def _fits(self, place: TextState) -> MaskBits | None:
         """All tokens but those that complete the last marker and go on as its grammar does not."""
         marker, held = self._markers[-1], place.tokens
         if marker.is_at_start:
@@ -239,7 +239,7 @@ class LateConstraint:
         place = self._place(path)
         return (place.grammar or self._fresh).dead_end(place.tokens)
 
-    def _place(self, path: Sequence[int]) -> Place:
+    def _place(self, path: Sequence[int]) -> TextState:
         """Where the text stands after `path`."""
         if self._here.is_over or (self._is_waiting and self._markers[self._here.stage].starters.isdisjoint(path)):
             return self._here
@@ -252,7 +252,7 @@ class LateConstraint:
             place = self._places[key[:size]] = self._next(place, key[size - 1])
         return place
 
-    def _next(self, place: Place, token: int) -> Place:
+    def _next(self, place: TextState, token: int) -> TextState:
         if place.is_over:
             return place
         if place.stage == UNDECIDED:
@@ -263,38 +263,38 @@ class LateConstraint:
         if tokens is None or token in self._final:
             return OVER
         if not is_complete:
-            return Place(tokens, stage=place.stage)
+            return TextState(tokens, stage=place.stage)
         if place.stage + 1 < len(self._markers):
             return self._after(place.stage, token)
         return self._within(self._fresh, tokens, place.stage)
 
-    def _opened(self, place: Place, token: int) -> Place:
+    def _opened(self, place: TextState, token: int) -> TextState:
         """The place after tokens of an opening, complete or not, or of something else."""
         assert self._opening is not None
         is_complete, tokens = self._opening.marker.read(place.tokens, token)
         if is_complete:
             return self._after(UNDECIDED, token)
         if tokens is not None:
-            return Place(tokens, stage=UNDECIDED)
+            return TextState(tokens, stage=UNDECIDED)
         path = (*place.tokens, token)
         if self._opening.grammar is not None:
             return self._within(self._opening.grammar, path, len(self._markers) - 1)
-        place_reached = Place(stage=1)
+        place_reached = TextState(stage=1)
         for each in path:
             place_reached = self._next(place_reached, each)
         return place_reached
 
-    def _within(self, grammar: GrammarConstraint, tokens: Tokens, stage: int) -> Place:
+    def _within(self, grammar: GrammarConstraint, tokens: Tokens, stage: int) -> TextState:
         """The place after tokens of a grammar's text."""
         if not grammar.takes(tokens):
             may_end = self._trigger.yields or not grammar.has_failed
-            return OVER if may_end else Place(tokens, grammar, stage)
+            return OVER if may_end else TextState(tokens, grammar, stage)
         if self._trigger.repeats and grammar.is_complete(tokens):
             return self._after(stage - 1, tokens[-1])
-        return Place(tokens, grammar, stage)
+        return TextState(tokens, grammar, stage)
 
-    def _after(self, stage: int, token: int) -> Place:
+    def _after(self, stage: int, token: int) -> TextState:
         """The place behind a stage's end, which is in `token`; the next marker may begin there as well."""
         marker = self._markers[stage + 1]
         _, begun = (False, ()) if marker.is_at_start else marker.read((), token)
-        return Place(begun or (), stage=stage + 1)
+        return TextState(begun or (), stage=stage + 1)

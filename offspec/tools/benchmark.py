@@ -98,7 +98,7 @@ class Run:
 
 
 @dataclass
-class Acceptance:
+class BudgetAcceptance:
     """Acceptance of the trees of one budget, over all recorded passes.
 
     lengths[n]: the number of passes with n accepted nodes. The lists have NUM_BINS equal bins of a node's predicted
@@ -257,7 +257,7 @@ class BenchmarkReport:
     """The result of `measure`."""
 
     runs: list[Run] = field(default_factory=list)
-    acceptance: dict[str, Acceptance] = field(default_factory=dict)
+    acceptance: dict[str, BudgetAcceptance] = field(default_factory=dict)
 
     @property
     def kinds(self) -> list[str]:
@@ -395,7 +395,7 @@ def measure(
     if params.seed is None:
         params = replace(params, seed=0)
     exact = [speculation for speculation in speculations if not speculation.is_lossy]
-    report = BenchmarkReport(acceptance={budget_name(speculation.budget): Acceptance() for speculation in exact})
+    report = BenchmarkReport(acceptance={budget_name(speculation.budget): BudgetAcceptance() for speculation in exact})
     likelihoods = _Likelihoods(engine) if len(exact) < len(speculations) else None
     ways = [SpeculationParams(budget=0), *speculations]
     total = (num_warmups + num_repeats) * len(workloads) * len(ways)

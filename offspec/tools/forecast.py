@@ -31,7 +31,7 @@ from ..planning.plan import Plan, with_faster_residents
 from ..planning.probe import ProductRates, planner_here, ram_beside_program
 from ..planning.report import explain_packing, explain_plan, tell_tiers
 from .caches_forecast import CacheProspect, predict_caches
-from .improvements import GAIN_WIDTH, FourBit, Gain, Improvement, Improvements, best_improvement
+from .improvements import GAIN_WIDTH, FourBitPlan, Gain, Improvement, Improvements, best_improvement
 from .texts_forecast import NUMBERS, TextsProspect, predict_texts
 
 PROMPT_TOKENS = 2000  # the prompt's length in the prediction of the time to first token
@@ -59,7 +59,7 @@ class Forecast:
     pass_s: dict[int, float]
     notes: list[Note]
     gains: list[Gain]
-    four_bit: FourBit | None
+    four_bit: FourBitPlan | None
     max_context: int
     planned: Prospect
     prospects: list[Prospect]

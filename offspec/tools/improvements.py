@@ -48,7 +48,7 @@ class Gain:
 
 
 @dataclass(frozen=True)
-class FourBit:
+class FourBitPlan:
     """The same model in FOUR_BIT: the plan, the seconds of a pass of GAIN_WIDTH rows, and tokens/s as in `Gain`."""
 
     plan: Plan
@@ -103,7 +103,7 @@ class Improvements:
                 before = after
         return possible
 
-    def four_bit(self) -> FourBit | None:
+    def four_bit(self) -> FourBitPlan | None:
         """The same model in 4 bit, in the same memory; None if nothing is streamed, or it is quantised already."""
         target = self.plan.demand.target
         is_quantised = target.packed_form is not None and not target.stored.has_two_forms
@@ -116,7 +116,7 @@ class Improvements:
             plan = self.plan.with_target(packed)
         except OffspecError:  # the format does not support this shape
             return None
-        return FourBit(plan, self._pass_s(plan), self._tokens_per_s(plan))
+        return FourBitPlan(plan, self._pass_s(plan), self._tokens_per_s(plan))
 
     def _pass_s(self, plan: Plan) -> float:
         return plan.predict_pass_s(self.rates, GAIN_WIDTH)
@@ -131,7 +131,7 @@ class Improvements:
 
 
 def best_improvement(
-    planned: Prospect, prospects: Sequence[Prospect], gains: Sequence[Gain], four_bit: FourBit | None
+    planned: Prospect, prospects: Sequence[Prospect], gains: Sequence[Gain], four_bit: FourBitPlan | None
 ) -> Improvement | None:
     """The change to advise; None if no change brings LEAST_TIMES_AS_FAST times as many tokens/s.
 

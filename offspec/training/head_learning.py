@@ -64,7 +64,7 @@ def adapted_head_shapes(spec: HeadSpec, vocab_size: int) -> dict[str, tuple[int,
     }
 
 
-class Place(NamedTuple):
+class LearntToken(NamedTuple):
     """A token of a text, the target's state after it [S], and its likeliest next tokens [K]."""
 
     token: int
@@ -92,14 +92,14 @@ class HeadWindow(Window):
         """The places that the head predicts the target's own token after; it needs the state of the place before."""
         return np.arange(max(1, self.said_from), self.num_tokens) if self.num_places else np.empty(0, dtype=np.int64)
 
-    def add(self, place: Place) -> None:
+    def add(self, place: LearntToken) -> None:
         row = self.num_tokens
         self.hang(place.token, row - 1)
         self.tell(row, place.choices, place.logs)
         self.states[row].copy_(place.state)
 
-    def place(self, row: int) -> Place:
-        return Place(int(self.tokens[row]), self.states[row], self.choices[row], self.logs[row])
+    def place(self, row: int) -> LearntToken:
+        return LearntToken(int(self.tokens[row]), self.states[row], self.choices[row], self.logs[row])
 
 
 class HeadAligner(Aligner):
@@ -156,7 +156,7 @@ class HeadAligner(Aligner):
         new.said_from = max(shared, window.said_from - len(window.tokens) + shared)
         return new
 
-    def _places(self, done: TargetPass, num_before: int) -> list[Place]:
+    def _places(self, done: TargetPass, num_before: int) -> list[LearntToken]:
         """The last `num_before` places before the pass's root, the root, and the accepted nodes."""
         rows, states = [0, *(node + 1 for node in done.verdict.path)], done.states
         end = len(done.text) - 1
@@ -165,7 +165,7 @@ class HeadAligner(Aligner):
         first = states.num_before - num_before
         logits = [*states.before(first, states.num_before)] if num_before else []
         logs, choices = self.likeliest([*logits, *(done.logits[row] for row in rows)])
-        return [Place(*each) for each in zip(tokens, features, choices, logs, strict=True)]
+        return [LearntToken(*each) for each in zip(tokens, features, choices, logs, strict=True)]
 
     def loss(self, batch: Sequence[Window], share: float = 1.0, *, said_alone: bool = False) -> float:
         """Mean cross entropy of the head with the target, minus the target's entropy, in nats per place.
