@@ -22,6 +22,8 @@ from offspec.checkpoints.head_files import HeadFiles, is_head
 from offspec.checkpoints.load import load_decoder
 from offspec.checkpoints.opening import ModelFiles
 from offspec.errors import CheckpointError, UnsupportedModelError
+from offspec.loaders.convert import convert as convert_layers
+from offspec.loaders.params import ConvertParams
 from offspec.model.decoder import Decoder
 from offspec.model.heads.eagle import tapped_layers
 from offspec.model.heads.head import Head
@@ -341,6 +343,25 @@ def test_wrong_numbers_are_refused(what: str, tmp_path: Path, target_files: Mode
     with pytest.raises(CheckpointError) as caught:
         load()
     assert "\n" not in str(caught.value)
+
+
+def test_a_quantised_head_stays_packed(tmp_path: Path, target_files: ModelFiles, target: Decoder) -> None:
+    """Its logits are those of the unpacked matrices."""
+    source = write_folder(tmp_path / "source", EAGLE_1, eagle_tensors(1, layer="layers.0"))
+    convert_layers(source, tmp_path / "nf4", ConvertParams("nf4"), layer_prefix="layers.")
+    files = HeadFiles.open(tmp_path / "nf4", target_files.config)
+    name = "layers.0.mlp.up_proj.weight"
+    packed, unpacked = (files.load(torch.float32, CPU, packed=packed) for packed in (True, False))
+    assert not isinstance(packed[name], Tensor)
+    assert isinstance(unpacked[name], Tensor)
+    assert files.nbytes(torch.float32) < files.nbytes(torch.float32, packed=False)
+    states, tokens = torch.randn(6, 32), [*range(20, 27)]
+    found = list[Tensor]()
+    for weights in (packed, unpacked):
+        text = HeadText(files.spec.make(weights, target))
+        text.feed(told(tokens[:6], states, (), [], tokens[6:]))
+        found.append(text.score(tokens[6:], _none(), _none(), np.empty((0, 0), dtype=np.bool_)))
+    torch.testing.assert_close(*found, atol=1e-4, rtol=1e-4)
 
 
 def test_hydra_has_heads_for_all_steps_or_for_none(tmp_path: Path, target_files: ModelFiles) -> None:
