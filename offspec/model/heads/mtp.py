@@ -26,7 +26,7 @@ from ..config import ModelConfig
 from ..config_values import Json
 from ..decoder import Decoder
 from ..memory.kv_cache import KVLayout
-from ..names import EMBEDDING, FINAL_NORM, HEAD, LAYER_PREFIX
+from ..names import EMBEDDING, HEAD, LAYER_PREFIX
 from ..norms import normalize
 from ..parts.part import as_vector
 from .head import LAYERS, OWN_EMBEDDING, OWN_HEAD, HeadSpec, Inputs, LayeredHead, layers_of
@@ -59,7 +59,7 @@ class MtpHead(LayeredHead):
     ) -> None:
         """tensors: by the names of `mtp_spec`, on the target's device."""
         self.tensors = tensors
-        names = {EMBEDDING: OWN_EMBEDDING, FINAL_NORM: OWN_NORM, HEAD: OWN_HEAD}
+        names = {EMBEDDING: OWN_EMBEDDING, config.final_norm: OWN_NORM, HEAD: OWN_HEAD}
         shared = {name: tensors[own] for name, own in names.items() if own in tensors}
         weights = RamWeights(layers_of(tensors, config.num_layers), shared, dtype or target.dtype)
         super().__init__(config, weights, target, Vocabulary(target.config.vocab_size), dtype)
