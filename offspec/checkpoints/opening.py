@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from offspec.loaders.files.checkpoint import Checkpoint
+from offspec.loaders.files.checkpoint import Checkpoint, TensorInfo
 from offspec.loaders.files.containers import open_checkpoint, open_config
 from offspec.loaders.files.hub import resolve
 from offspec.loaders.files.user_folders import expand_home
@@ -34,6 +34,7 @@ from ..model.block import memory_bytes
 from ..model.config import ModelConfig, read_config
 from ..model.decoder import check_tensors, wanted_shapes
 from ..model.foreign_config import ForeignConfig
+from ..model.heads.mtp import mtp_names, num_promised
 from ..model.memory.kv_formats import PLAIN, KVFormat
 from ..model.names import in_layer
 from ..named_models import MODEL_NAMES, named_path
@@ -83,6 +84,11 @@ class ModelFiles:
             )
         ignored = {name for name in checkpoint.tensors if config.ignores(name)}
         ignored |= blank_tensors(checkpoint.tensors, wanted_shapes(config))
+        if config.is_native:
+            of_mtp = mtp_names(checkpoint.tensors, config.num_layers)
+            ignored |= of_mtp.keys()
+            if not of_mtp and num_promised(checkpoint.config):
+                notes.append(Note(f"{path.name} has no MTP layer, although config.json names one; it runs without"))
         try:
             stored = StoredModel.of(checkpoint, layer_prefix=config.layer_prefix, ignore=ignored)
         except CheckpointError as exc:  # name the model: it may be the target or the draft
@@ -143,6 +149,11 @@ class ModelFiles:
     def num_parameters(self) -> int:
         return count_parameters(self.stored)
 
+    @cached_property
+    def mtp_names(self) -> Mapping[str, str | None]:
+        """Full name → an `MtpHead`'s, of the tensors of MTP layers; None for those that it does not read."""
+        return mtp_names(self.checkpoint.tensors, self.config.num_layers)
+
 
 def _config(path: Path, raw: Mapping[str, Any], checkpoint: Checkpoint | None, notes: list[Note]) -> ModelConfig:
     """The config for offspec's own decoder, or else for transformers' modules. checkpoint: None without weights."""
@@ -187,16 +198,21 @@ def _has_another_head(checkpoint: Checkpoint, config: ModelConfig) -> bool:
     head, embedding = (checkpoint.tensors.get(name) for name in (config.own_head_name, config.embedding_name))
     if head is None or embedding is None:
         return False
-    if (head.dtype, head.shape) != (embedding.dtype, embedding.shape):
-        return True
+    return not have_equal_bytes(head, embedding)
+
+
+def have_equal_bytes(one: TensorInfo, other: TensorInfo) -> bool:
+    """Whether two tensors have the same dtype, shape and content. Raises CheckpointError."""
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
     try:
-        with head.path.open("rb") as one, embedding.path.open("rb") as other:
-            one.seek(head.offset)
-            other.seek(embedding.offset)
-            sizes = [min(COMPARED_BYTES, head.nbytes - start) for start in range(0, head.nbytes, COMPARED_BYTES)]
-            return any(one.read(size) != other.read(size) for size in sizes)
+        with one.path.open("rb") as first, other.path.open("rb") as second:
+            first.seek(one.offset)
+            second.seek(other.offset)
+            sizes = [min(COMPARED_BYTES, one.nbytes - start) for start in range(0, one.nbytes, COMPARED_BYTES)]
+            return all(first.read(size) == second.read(size) for size in sizes)
     except OSError as exc:
-        raise CheckpointError(f"{checkpoint.path} cannot be read ({exc.strerror})") from exc
+        raise CheckpointError(f"{one.path} cannot be read ({exc.strerror})") from exc
 
 
 def count_parameters(stored: StoredModel) -> int:

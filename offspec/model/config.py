@@ -157,9 +157,8 @@ class ModelConfig:
         return (weight, f"{weight.removesuffix('weight')}bias") if self.has_norm_bias else (weight,)
 
     def ignores(self, name: str) -> bool:
-        """Whether a decoder does not need this tensor: a tied head's copy, precomputed frequencies, MTP layers."""
-        is_mtp = self.delta is not None and name.startswith("mtp.")  # drafts within the checkpoint, of Qwen3.5
-        return is_mtp or (self.tied_head and name == self.own_head_name) or name.endswith("rotary_emb.inv_freq")
+        """Whether a decoder does not need this tensor: a tied head's copy, precomputed frequencies."""
+        return (self.tied_head and name == self.own_head_name) or name.endswith("rotary_emb.inv_freq")
 
     @property
     def rotary_dim(self) -> int:

@@ -21,14 +21,12 @@ from ..model.families import NORMS_BEFORE
 from ..model.heads.eagle import (
     FC,
     JOINED_NORM,
-    LAYERS,
     OF_TARGET,
-    OWN_HEAD,
     OWN_NORM,
     TO_TARGET,
     tapped_layers,
 )
-from ..model.heads.head import Advanced
+from ..model.heads.head import LAYERS, OWN_HEAD, Advanced
 from .distill_params import HEADS
 from .target_texts import Shard
 
