@@ -382,7 +382,6 @@ def _load_models(
         attach = opened.load(device)  # the draft first: it is small, so its errors appear early
         decoder = memory.load_decoder()
         decoder.is_exact = is_exact
-        decoder.is_exact = is_exact
         return decoder, attach(decoder)
 
     decoder, draft = retry_out_of_memory(load_both, memory.reduce_residents)
