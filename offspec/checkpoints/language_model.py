@@ -1,7 +1,11 @@
-"""Extracts the language model of a multimodal checkpoint: its tensors, under the names of a pure language model."""
+"""Names of tensors as transformers has them in memory: of a multimodal checkpoint's language model, and of Nemotron-H.
+
+Other modules of a multimodal checkpoint are left out.
+"""
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 from offspec.loaders.files.checkpoint import Checkpoint, CheckpointView, TensorInfo, fault, show
@@ -14,6 +18,7 @@ BEGINNINGS = {
     "language_model.lm_head.": "lm_head.",
     "model.language_model.": "model.",
 }
+BACKBONES = {"nemotron_h": "backbone."}  # in place of "model.", by model_type
 OTHER_MODULES = ("vision_tower", "multi_modal_projector", "visual")  # they encode images
 
 
@@ -23,7 +28,7 @@ def language_model(checkpoint: Checkpoint) -> Checkpoint:
     Raises CheckpointError if config.json does not describe the language model, or a tensor has two names.
     """
     if not is_multimodal(checkpoint.config):
-        return checkpoint
+        return _without_backbone(checkpoint)
     tensors: dict[str, TensorInfo] = {}
     for name, info in checkpoint.tensors.items():
         own = _own_name(name)
@@ -33,6 +38,17 @@ def language_model(checkpoint: Checkpoint) -> Checkpoint:
             tensors[own] = replace(info, name=own)
     note = f"{checkpoint.path.name} is a multimodal model; offspec loads its language model only and reads no images"
     return CheckpointView(checkpoint, tensors, text_config(checkpoint.config), (note,))
+
+
+def _without_backbone(checkpoint: Checkpoint) -> Checkpoint:
+    """The checkpoint, with names that begin with "model." if its family has another word for it."""
+    model_type = checkpoint.config.get("model_type")
+    word = BACKBONES.get(model_type) if isinstance(model_type, str) else None
+    if word is None or not any(name.startswith(word) for name in checkpoint.tensors):
+        return checkpoint
+    names = {name: re.sub(f"^{re.escape(word)}", "model.", name) for name in checkpoint.tensors}
+    tensors = {names[name]: replace(info, name=names[name]) for name, info in checkpoint.tensors.items()}
+    return CheckpointView(checkpoint, tensors, checkpoint.config, checkpoint.notes)
 
 
 def _own_name(name: str) -> str:

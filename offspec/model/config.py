@@ -18,21 +18,26 @@ from ..errors import CheckpointError, UnsupportedModelError
 from .config_values import EPS_RANGE, Json, mapping, number_in, positive
 from .families import (
     ACTIVATIONS,
+    COMPLETED,
     DEFAULTS,
     FAMILIES,
     GATED_MLP,
     HEADS_NORMED,
+    LLAMA_NAMES,
     MULTIMODAL,
     NORMS_BEFORE,
     PARTLY_ROTATED,
     TEXT_CLASSES,
     DeltaShape,
     Fields,
+    MambaShape,
     MlpNames,
+    Multipliers,
     NormPlaces,
+    OuterNames,
     QKNorm,
 )
-from .names import EMBEDDING, FINAL_NORM, FINAL_NORM_BIAS, HEAD, LAYER_PREFIX
+from .names import HEAD, LAYER_PREFIX
 from .rope_config import LONG_FACTORS, ORIGINAL_CONTEXT, SHORT_FACTORS, RopeConfig, read_rope, read_rotary_share
 
 MAX_CONTEXT = 2**31  # a scaled context is at most this long
@@ -52,7 +57,9 @@ class ModelConfig:
     (`rope.growth`). attention_scale: of scores; None is head_dim ** -0.5. attention_cap, logit_cap: c of c tanh(x / c).
     norm: "rms", "rms plus one", "layer" or "layer plus one" (`norms.normalize`).
     is_parallel: attention and MLP have the same normed states as input. has_attention_gate: the queries' projection
-    also gives a gate for each number of attention's result. delta: the shape of gated delta nets, if there are any.
+    also gives a gate for each number of attention's result. delta, mamba: the shapes of gated delta nets and of Mamba2,
+    if there are any. multipliers: Falcon-H1's. attention: the prefix of attention's tensors in a layer. outer: names of
+    tensors outside the layers.
     parts: names of each layer's parts (`parts.kinds.PARTS`); empty: attention and an MLP in every layer.
     """
 
@@ -95,6 +102,10 @@ class ModelConfig:
     mlp: MlpNames = GATED_MLP
     has_attention_gate: bool = False
     delta: DeltaShape | None = None
+    mamba: MambaShape | None = None
+    multipliers: Multipliers | None = None
+    attention: str = "self_attn"
+    outer: OuterNames = LLAMA_NAMES
     parts: tuple[tuple[str, ...], ...] = ()
 
     # How the layers are computed: not fields, because they follow from the class.
@@ -108,7 +119,12 @@ class ModelConfig:
     @property
     def most_nodes(self) -> int:
         """The most nodes of a tree whose size is found at run time."""
-        return MAX_NODES if self.delta is None else MOST_STATE_NODES
+        return MOST_STATE_NODES if self.has_states else MAX_NODES
+
+    @property
+    def has_states(self) -> bool:
+        """Whether layers keep states of a text."""
+        return self.delta is not None or self.mamba is not None
 
     @property
     def mask_heads(self) -> int:
@@ -132,7 +148,7 @@ class ModelConfig:
 
     @property
     def embedding_name(self) -> str:
-        return EMBEDDING
+        return f"{self.outer.embedding}.weight"
 
     @property
     def own_head_name(self) -> str:
@@ -147,11 +163,12 @@ class ModelConfig:
     @property
     def final_norm_names(self) -> tuple[str, ...]:
         """Full names of the vectors of the norm after the last layer."""
-        return (FINAL_NORM, FINAL_NORM_BIAS) if self.has_norm_bias else (FINAL_NORM,)
+        weight = f"{self.outer.final_norm}.weight"
+        return (weight, f"{self.outer.final_norm}.bias") if self.has_norm_bias else (weight,)
 
     def ignores(self, name: str) -> bool:
         """Whether a decoder does not need this tensor: a tied head's copy, precomputed frequencies, MTP layers."""
-        is_mtp = self.delta is not None and name.startswith("mtp.")  # drafts within the checkpoint, of Qwen3.5
+        is_mtp = self.has_states and name.startswith("mtp.")  # drafts within the checkpoint
         return is_mtp or (self.tied_head and name == self.own_head_name) or name.endswith("rotary_emb.inv_freq")
 
     @property
@@ -174,7 +191,7 @@ class ModelConfig:
     def shared_shapes(self) -> dict[str, tuple[int, ...]]:
         """Name → shape of every tensor outside the layers."""
         table = (self.vocab_size, self.hidden_size)
-        shapes: dict[str, tuple[int, ...]] = {EMBEDDING: table}
+        shapes: dict[str, tuple[int, ...]] = {self.embedding_name: table}
         shapes |= dict.fromkeys(self.final_norm_names, (self.hidden_size,))
         return shapes if self.tied_head else {**shapes, HEAD: table}
 
@@ -215,6 +232,8 @@ def read_config(config: Json) -> ModelConfig:
     config = text_config(config)
     family = _family(config)
     config = {**DEFAULTS.get(config["model_type"], {}), **config}
+    if complete := COMPLETED.get(config["model_type"]):
+        config = complete(config)
     hidden, heads, layers = (
         positive(config, key) for key in ("hidden_size", "num_attention_heads", "num_hidden_layers")
     )

@@ -35,12 +35,12 @@ class Attention(NativePart):
         c = self.config
         q, kv, hidden = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim, c.hidden_size
         if c.has_attention_gate:
-            shapes = {f"self_attn.{name}_proj": (n, hidden) for name, n in (("q", 2 * q), ("k", kv), ("v", kv))}
+            shapes = {f"{c.attention}.{name}_proj": (n, hidden) for name, n in (("q", 2 * q), ("k", kv), ("v", kv))}
         elif c.has_fused_qkv:
-            shapes = {"self_attn.qkv_proj": (q + 2 * kv, hidden)}
+            shapes = {f"{c.attention}.qkv_proj": (q + 2 * kv, hidden)}
         else:
-            shapes = {f"self_attn.{name}_proj": (rows, hidden) for name, rows in (("q", q), ("k", kv), ("v", kv))}
-        return {**shapes, "self_attn.o_proj": (hidden, q)}
+            shapes = {f"{c.attention}.{name}_proj": (rows, hidden) for name, rows in (("q", q), ("k", kv), ("v", kv))}
+        return {**shapes, f"{c.attention}.o_proj": (hidden, q)}
 
     @property
     def row_numbers(self) -> int:
@@ -87,7 +87,7 @@ class Attention(NativePart):
         out = rows.attend(self, (queries, keys, values), first, last)
         if gate is not None:
             out = out * gate.sigmoid()
-        return weights.linear("self_attn.o_proj", out.flatten(1))
+        return weights.linear(f"{c.attention}.o_proj", out.flatten(1))
 
     def projected(self, x: Tensor, weights: LayerWeights) -> Projected:
         """Queries [T, heads, head_dim], keys and values [T, kv_heads, head_dim] of normed states x [T, hidden].
@@ -97,9 +97,9 @@ class Attention(NativePart):
         c = self.config
         if c.has_fused_qkv:
             sizes = [heads * c.head_dim for heads in (c.num_heads, c.num_kv_heads, c.num_kv_heads)]
-            queries, keys, values = torch.split(weights.linear("self_attn.qkv_proj", x), sizes, dim=-1)
+            queries, keys, values = torch.split(weights.linear(f"{c.attention}.qkv_proj", x), sizes, dim=-1)
         else:
-            queries, keys, values = (weights.linear(f"self_attn.{name}_proj", x) for name in "qkv")
+            queries, keys, values = (weights.linear(f"{c.attention}.{name}_proj", x) for name in "qkv")
         return (
             queries.view(len(x), c.num_heads, -1),
             keys.view(-1, c.num_kv_heads, c.head_dim),
