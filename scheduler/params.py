@@ -215,11 +215,12 @@ class SpeculationParams:
     """Drafting and acceptance. Only `accept` changes the text, if it is not exact.
 
     budget: nodes per tree; 0 is plain decoding; None finds the budget at run time (`scheduler.pace.budget`). scoring:
-    coupled (shared noise, fitted sharpness) or specexec (cumulative draft probability). tree: best-first, or another
-    of TREES, for comparison. width: nodes expanded by one draft forward; None finds it at run time, or is
-    an eighth of a given budget, from 16 to 64. children: candidates kept per expanded node. max_depth: longest path.
-    stopping: default stops when another round is not worth its cost; thompson and thompson-calibrated
-    sample (EESD's TS and Calibration-TS). lookup: merge in n-gram lookup in the text.
+    coupled (shared noise, fitted sharpness) or specexec (the draft's cumulative probability, without the request's
+    temperature, top-k, top-p and min-p, as in its authors' code). tree: best-first, or another of TREES, for
+    comparison. width: nodes expanded by one draft forward; None finds it at run time, or is an eighth of a given
+    budget, from 16 to 64. children: candidates kept per expanded node. max_depth: longest path. stopping: default
+    stops when another round is not worth its cost; thompson and thompson-calibrated sample (EESD's TS and
+    Calibration-TS). lookup: merge in n-gram lookup in the text.
     recycling: merge in the target's earlier top-k predictions after the same token; always on without a draft model.
     recall: correct the draft by the target's predictions at similar places. reuse: keep the subtree below the accepted
     token. overlap: draft during the target's pass. forced: add the tokens that a constraint forces to the tree.

@@ -25,13 +25,13 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
 
 from offspec import Engine, SamplingParams, SpeculationParams, builtin
-from offspec.lab.sequoia import MeasuredAcceptance, SequoiaDrafter, best_topology
+from offspec.lab.sequoia import MeasuredAcceptance, SequoiaDrafter, TreeSize, best_size
 from offspec.model.decoder import CachedDecoder
 from offspec.scheduler.drafting.drafter import Drafter
 from offspec.scheduler.pace.averages import DecayingRatio
@@ -150,42 +150,17 @@ def rules(budget: int) -> Iterator[tuple[str, Callable[[LearntCosts], Controller
 # ------------------------------------------------------------------------------------------------ Sequoia's size
 
 
-@dataclass(frozen=True)
-class SequoiaSize:
-    """What Sequoia's prediction chooses for a machine."""
-
-    budget: int
-    depth: int
-
-
-def best_size(acceptance: FloatArray, max_depth: int, pass_s: FloatArray, round_s: float) -> tuple[int, int]:
-    """Nodes and depth with the most tokens per second; among equals, the smallest (Sequoia, section 3.3).
-
-    pass_s [1 + N]: seconds of a target pass over 0 to N nodes. round_s: seconds of one draft forward, one per layer.
-    (0, 0) if no tree is worth its cost.
-    """
-    best = (1 / float(pass_s[0]), 0, 0)
-    for limit in range(1, max_depth + 1):
-        shape = best_topology(acceptance, len(pass_s) - 1, limit)
-        if not len(shape) or shape.depths.max() < limit:
-            break
-        rates = (1 + shape.probabilities.cumsum()) / (pass_s[1 : len(shape) + 1] + limit * round_s)
-        if (rate := float(rates.max())) > best[0]:
-            best = (rate, int(rates.argmax()) + 1, limit)
-    return best[1:]
-
-
-def sequoia_size(acceptance: MeasuredAcceptance, *, greedy: bool, costs: Costs, most_nodes: int) -> SequoiaSize:
+def sequoia_size(acceptance: MeasuredAcceptance, *, greedy: bool, costs: Costs, most_nodes: int) -> TreeSize:
     """The size and depth with the most predicted tokens/s. acceptance: measured with the machine's own draft."""
     probabilities = acceptance.ranks(greedy=greedy, coupled=True).probabilities(SEQUOIA_CHILDREN)
     pass_s = np.array([costs.pass_s(1 + nodes) for nodes in range(most_nodes + 1)])
-    return SequoiaSize(*best_size(probabilities, SEQUOIA_DEPTH, pass_s, costs.round_s(1)))
+    return best_size(probabilities, SEQUOIA_DEPTH, pass_s, costs.round_s(1))
 
 
 def replayed_sequoia(
-    bench: Bench, recordings: Sequence[Recording], size: SequoiaSize, costs: Costs, acceptance: MeasuredAcceptance
+    bench: Bench, recordings: Sequence[Recording], size: TreeSize, costs: Costs, acceptance: MeasuredAcceptance
 ) -> list[Replayed]:
-    params = replace(PLAIN, budget=size.budget, max_depth=max(1, size.depth), tree="sequoia")
+    params = replace(PLAIN, budget=size.nodes, max_depth=max(1, size.depth), tree="sequoia")
 
     def drafter(model: ClockedModel, sampler: Sampler) -> Drafter:
         return SequoiaDrafter(model, sampler, params, acceptance, coupled=True)
@@ -205,10 +180,10 @@ def replay_one(
 def sequoia_row(bench: Bench, others: Sequence[Recording], name: str, most_nodes: int) -> Row:
     """Sequoia at the size that it finds best; its acceptance is measured on `others`."""
     acceptance, costs = MeasuredAcceptance(), COSTS[name]
-    replayed_sequoia(bench, others, SequoiaSize(64, 8), costs, acceptance)
+    replayed_sequoia(bench, others, TreeSize(64, 8), costs, acceptance)
     size = sequoia_size(acceptance, greedy=bench.temperature == 0, costs=costs, most_nodes=most_nodes)
     parts = replayed_sequoia(bench, bench.recordings, size, costs, acceptance)
-    return bench.replayed(f"Sequoia, size {size.budget}x{size.depth}", size.budget, name, parts)
+    return bench.replayed(f"Sequoia, size {size.nodes}x{size.depth}", size.nodes, name, parts)
 
 
 def main() -> None:

@@ -163,15 +163,7 @@ class Sampler:
         Order as in vLLM and transformers: constraint, bias, repetition, frequency and presence penalty, temperature,
         top-k, top-p, min-p. Greedy: up to the penalties only.
         """
-        p = self.params
-        if self.constraint is not None:
-            logits = self._allowed(logits, paths)
-        if self._bias is not None:
-            logits = logits + self._bias[: logits.shape[-1]]
-        if self._has_repetition_penalty:
-            logits = self._less_repeated(logits, paths)
-        if self._answered is not None:
-            logits = self._less_frequent(logits, self._answered, paths)
+        p, logits = self.params, self.penalised(logits, paths)
         if self.is_greedy:
             return logits
         # Relative to the maximum, so that division by any temperature above 0 is safe.
@@ -182,6 +174,18 @@ class Sampler:
             logits = _nucleus(logits, p.top_p)
         if p.min_p > 0:
             logits = logits.masked_fill(logits < math.log(p.min_p), -math.inf)  # the maximum is 0
+        return logits
+
+    def penalised(self, logits: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
+        """Logits [R, V] after constraint, bias and penalties, before the temperature. paths: see `process`."""
+        if self.constraint is not None:
+            logits = self._allowed(logits, paths)
+        if self._bias is not None:
+            logits = logits + self._bias[: logits.shape[-1]]
+        if self._has_repetition_penalty:
+            logits = self._less_repeated(logits, paths)
+        if self._answered is not None:
+            logits = self._less_frequent(logits, self._answered, paths)
         return logits
 
     def choose(self, logits: Tensor, position: int, path: Sequence[int]) -> int:
