@@ -444,7 +444,7 @@ def _beside(stored: StoredWeight, packer: Packer) -> Packer:
 def _is_matrix(stored: StoredWeight, checkpoint: Checkpoint) -> bool:
     """Whether it is a matrix of a layer. Raises CheckpointError for shapes that no linear layer has."""
     is_norm = stored.name.endswith("norm.weight")  # norms per head are 2-D
-    if len(stored.shape) == 3 and stored.shape[1] == 1 and stored.name.endswith("conv1d.weight"):
+    if len(stored.shape) == 3 and stored.shape[1] == 1 and stored.name.endswith(("conv1d.weight", ".conv.weight")):
         return False  # of a convolution of each channel by itself
     if len(stored.shape) == 2 and stored.name.endswith(".weight") and not is_norm:
         return bool(math.prod(stored.shape))

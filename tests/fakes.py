@@ -191,6 +191,8 @@ _NEMOTRON_H = {
     "n_groups": 2,
     "time_step_min": 1e-9,  # transformers limits a prompt's steps by it
 }
+_NO_ROPE = {"rope_type": "default", "rope_theta": None}
+_EXACT_MLP = {"block_auto_adjust_ff_dim": False, "tie_word_embeddings": False}
 _GROWING = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,
@@ -299,6 +301,19 @@ FAMILIES = {
     "falcon-h1-norm-first": Family("falcon_h1", {**_FALCON_H1, "mamba_norm_before_gate": True}),
     "falcon-h1-unnormed": Family("falcon_h1", {**_FALCON_H1, "mamba_rms_norm": False, "projectors_bias": True}),
     "nemotron-h": Family("nemotron_h", {**_NEMOTRON_H, "use_bias": True, "mlp_bias": True}),
+    "olmo-hybrid": Family("olmo_hybrid", {"num_hidden_layers": 4, **_DELTA, "linear_num_key_heads": 4}, rope=_NO_ROPE),
+    "lfm2": Family(
+        "lfm2",
+        {
+            "num_hidden_layers": 4,
+            "layer_types": ["conv", "full_attention"] * 2,
+            "block_multiple_of": 16,
+            "block_ffn_dim_multiplier": 1.3,
+        },
+    ),
+    "lfm2-biased": Family(
+        "lfm2", {"layer_types": ["conv", "full_attention", "conv"], "conv_bias": True, "conv_L_cache": 5, **_EXACT_MLP}
+    ),
     "hunyuan-alpha": Family(
         "hunyuan_v1_dense",
         {"head_dim": 24},
@@ -306,8 +321,9 @@ FAMILIES = {
         seed=1,
     ),
 }
-
-HYBRIDS = [name for name in FAMILIES if name.startswith(("qwen3.5", "granite-h", "bamba", "falcon", "nemotron-h"))]
+DELTA_NETS = ("qwen3.5", "olmo-hybrid")
+MAMBAS = ("granite-h", "bamba", "falcon-h1", "falcon-h1-norm-first", "falcon-h1-unnormed", "nemotron-h")
+HYBRIDS = (*DELTA_NETS, *MAMBAS, "lfm2", "lfm2-biased")  # families with layers that keep a state of the text
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,7 @@ from ..model.config import ModelConfig, read_config
 from ..model.decoder import check_tensors, wanted_shapes
 from ..model.foreign_config import ForeignConfig
 from ..model.memory.kv_formats import PLAIN, KVFormat
+from ..model.names import in_layer
 from ..named_models import MODEL_NAMES, named_path
 from .foreign import read_foreign_config
 from .from_config import stored_from_config
@@ -74,7 +75,7 @@ class ModelFiles:
         """Read headers. dtype: auto, bf16, fp16 or fp32; notes get auto's choice. Raises a subclass of OffspecError."""
         checkpoint = language_model(in_our_names(open_checkpoint(path, headers_only=headers_only)))
         notes += [Note(text) for text in (*checkpoint.notes, *format_notes(checkpoint))]
-        config = _config(path, checkpoint.config, checkpoint, notes)
+        config = _with_stored_kernels(_config(path, checkpoint.config, checkpoint, notes), checkpoint)
         if config.tied_head and not headers_only and _has_another_head(checkpoint, config):
             config = replace(config, tied_head=False)
             notes.append(
@@ -164,6 +165,21 @@ def _foreign_notes(name: str, config: ForeignConfig) -> list[Note]:
         every = "a pass reads all experts of a layer, not only those in use"
         notes.append(Note(f"{name} has experts: {every}; llama.cpp with experts on the CPU is faster", advice=True))
     return notes
+
+
+def _with_stored_kernels(config: ModelConfig, checkpoint: Checkpoint) -> ModelConfig:
+    """With the channels of a delta net's kernels as they are stored.
+
+    transformers writes a third of all channels under each of OLMo-Hybrid's three names, in their order. Releases have
+    there those of queries, keys and values.
+    """
+    if (delta := config.delta) is None or len(delta.names.convolutions) == 1:
+        return config
+    layer = next((layer for layer in range(config.num_layers) if "delta net" in config.parts_of(layer)), 0)
+    keys = [in_layer(layer, f"linear_attn.{name}.weight") for name in delta.names.convolutions]
+    parts = tuple(rows for key in keys if key in checkpoint.tensors for rows in checkpoint.tensors[key].shape[:1])
+    is_whole = len(parts) == len(keys) and sum(parts) == delta.channels  # anything else is refused, with its name
+    return replace(config, delta=replace(delta, kernel_parts=parts)) if is_whole and parts != delta.inputs else config
 
 
 def _has_another_head(checkpoint: Checkpoint, config: ModelConfig) -> bool:

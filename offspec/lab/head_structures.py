@@ -16,7 +16,6 @@ from ..model.config import ModelConfig
 from ..model.decoder import Decoder
 from ..model.heads.eagle import LAYERS
 from ..model.heads.head import Advanced
-from ..model.names import FINAL_NORM
 from ..training.head_structures import (
     UNROLLED,
     Beginning,
@@ -111,7 +110,9 @@ def clover2(target: Decoder, seed: int) -> Beginning:
     """Clover-2: a cell that renews the state by each token, and layers over the text behind its first step."""
     hidden, heads = target.config.hidden_size, _num_heads(target.config)
     names, tensors = ("clover_head_mlp_rnn", "clover_head_mlp_rnn2"), dict[str, Tensor]()
-    size = shared(target, FINAL_NORM).square().mean().sqrt()  # norms keep the size of the target's final states
+    size = (
+        shared(target, target.config.final_norm).square().mean().sqrt()
+    )  # norms keep the size of the target's final states
     for index, cell in enumerate(names):
         tensors |= {f"{cell}.{name}.weight": torch.eye(hidden) for name in "qk"}
         tensors |= {f"{cell}.v.weight": 0.1 * _small(hidden, hidden, seed + index)}

@@ -23,7 +23,6 @@ from .families import (
     FAMILIES,
     GATED_MLP,
     HEADS_NORMED,
-    LLAMA_NAMES,
     MULTIMODAL,
     NORMS_BEFORE,
     PARTLY_ROTATED,
@@ -34,10 +33,10 @@ from .families import (
     MlpNames,
     Multipliers,
     NormPlaces,
-    OuterNames,
     QKNorm,
+    ShortConvolutionShape,
 )
-from .names import HEAD, LAYER_PREFIX
+from .names import EMBEDDING, FINAL_NORM, HEAD, LAYER_PREFIX
 from .rope_config import LONG_FACTORS, ORIGINAL_CONTEXT, SHORT_FACTORS, RopeConfig, read_rope, read_rotary_share
 
 MAX_CONTEXT = 2**31  # a scaled context is at most this long
@@ -57,10 +56,10 @@ class ModelConfig:
     (`rope.growth`). attention_scale: of scores; None is head_dim ** -0.5. attention_cap, logit_cap: c of c tanh(x / c).
     norm: "rms", "rms plus one", "layer" or "layer plus one" (`norms.normalize`).
     is_parallel: attention and MLP have the same normed states as input. has_attention_gate: the queries' projection
-    also gives a gate for each number of attention's result. delta, mamba: the shapes of gated delta nets and of Mamba2,
-    if there are any. multipliers: Falcon-H1's. attention: the prefix of attention's tensors in a layer. outer: names of
-    tensors outside the layers.
-    parts: names of each layer's parts (`parts.kinds.PARTS`); empty: attention and an MLP in every layer.
+    also gives a gate for each number of attention's result. attention, attention_output: the prefix of its tensors in a
+    layer, and its last matrix. layer_norms: each layer's norms; empty: `norms`. delta, mamba, short_convolution: the
+    shape of such parts, if there are any. multipliers: Falcon-H1's. parts: names of each layer's parts
+    (`parts.kinds.PARTS`); empty: attention and an MLP in every layer.
     """
 
     model_type: str
@@ -96,16 +95,20 @@ class ModelConfig:
     norm: str = "rms"
     has_norm_bias: bool = False
     norms: NormPlaces = NORMS_BEFORE
+    layer_norms: tuple[NormPlaces, ...] = ()
+    final_norm: str = FINAL_NORM
+    embedding_table: str = EMBEDDING
     is_parallel: bool = False
     activation: str = "silu"
     has_fused_qkv: bool = False
     mlp: MlpNames = GATED_MLP
     has_attention_gate: bool = False
+    attention: str = "self_attn"
+    attention_output: str = "self_attn.o_proj"
     delta: DeltaShape | None = None
     mamba: MambaShape | None = None
     multipliers: Multipliers | None = None
-    attention: str = "self_attn"
-    outer: OuterNames = LLAMA_NAMES
+    short_convolution: ShortConvolutionShape | None = None
     parts: tuple[tuple[str, ...], ...] = ()
 
     # How the layers are computed: not fields, because they follow from the class.
@@ -124,7 +127,7 @@ class ModelConfig:
     @property
     def has_states(self) -> bool:
         """Whether layers keep states of a text."""
-        return self.delta is not None or self.mamba is not None
+        return any(shape is not None for shape in (self.delta, self.mamba, self.short_convolution))
 
     @property
     def mask_heads(self) -> int:
@@ -148,7 +151,7 @@ class ModelConfig:
 
     @property
     def embedding_name(self) -> str:
-        return f"{self.outer.embedding}.weight"
+        return self.embedding_table
 
     @property
     def own_head_name(self) -> str:
@@ -163,8 +166,8 @@ class ModelConfig:
     @property
     def final_norm_names(self) -> tuple[str, ...]:
         """Full names of the vectors of the norm after the last layer."""
-        weight = f"{self.outer.final_norm}.weight"
-        return (weight, f"{self.outer.final_norm}.bias") if self.has_norm_bias else (weight,)
+        weight = self.final_norm
+        return (weight, f"{weight.removesuffix('weight')}bias") if self.has_norm_bias else (weight,)
 
     def ignores(self, name: str) -> bool:
         """Whether a decoder does not need this tensor: a tied head's copy, precomputed frequencies, MTP layers."""
@@ -181,6 +184,10 @@ class ModelConfig:
         if self.parts:
             return self.parts[layer]
         return ("attention beside mlp",) if self.is_parallel else ("attention", "mlp")
+
+    def norms_of(self, layer: int) -> NormPlaces:
+        """The norms of a layer."""
+        return self.layer_norms[layer] if self.layer_norms else self.norms
 
     def rope_of(self, layer: int) -> RopeConfig | None:
         """RoPE of a layer; None for a layer without it."""
@@ -200,7 +207,10 @@ class ModelConfig:
         unrotated = tuple(i for i, layer in enumerate(layers) if layer in self.unrotated)
         windows = tuple(self.windows[layer] for layer in layers)
         parts = tuple(self.parts[layer] for layer in layers if self.parts)
-        return replace(self, num_layers=len(layers), windows=windows, unrotated=unrotated, parts=parts)
+        norms = tuple(self.layer_norms[layer] for layer in layers if self.layer_norms)
+        return replace(
+            self, num_layers=len(layers), windows=windows, unrotated=unrotated, parts=parts, layer_norms=norms
+        )
 
     def for_context(self, num_tokens: int) -> ModelConfig:
         """The shape for texts of up to `num_tokens` tokens.

@@ -12,6 +12,7 @@ from .mamba import AttentionBesideMamba, Mamba
 from .mlp import AttentionBesideMlp, Mlp
 from .modules import LayerOfModules
 from .part import Part
+from .short_convolution import ShortConvolution
 
 PARTS: dict[str, Callable[[ModelConfig, int, RotaryEmbeddings | None], Part]] = {
     "attention": Attention,
@@ -19,6 +20,7 @@ PARTS: dict[str, Callable[[ModelConfig, int, RotaryEmbeddings | None], Part]] = 
     "delta net": DeltaNet,
     "mamba": Mamba,
     "attention beside mamba": AttentionBesideMamba,
+    "short convolution": ShortConvolution,
     "attention beside mlp": AttentionBesideMlp,
     "modules": lambda config, layer, rotaries: LayerOfModules(config, layer),
 }

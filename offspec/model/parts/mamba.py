@@ -43,7 +43,7 @@ class Mamba(RecurrentPart):
 
     @property
     def norms(self) -> list[str]:
-        name = self.config.norms.before_attention
+        name = self.config.norms_of(self.layer).before_attention
         return [] if name is None else [name]
 
     @property
@@ -75,7 +75,7 @@ class Mamba(RecurrentPart):
         return shapes
 
     def forward(self, x: Tensor, weights: LayerWeights, rows: PassRows, first: int, last: int) -> Tensor:
-        normed = self.norm(x, weights, self.config.norms.before_attention)
+        normed = self.norm(x, weights, self.config.norms_of(self.layer).before_attention)
         return self.added(x, self.mixed(normed, weights, rows, first, last))
 
     def mixed(self, x: Tensor, weights: LayerWeights, rows: PassRows, first: int, last: int) -> Tensor:
@@ -85,7 +85,7 @@ class Mamba(RecurrentPart):
         steps = F.softplus(steps.float() + weights.vector(self.name("dt_bias")).float()).clamp(*shape.step_limits)
         decays = -weights.vector(self.name("A_log")).float().exp() * steps
         skips = weights.vector(self.name("D")).float().expand(len(x), -1)
-        outputs = self.recurred(mixed, (decays, steps, skips), weights, rows, first, last).flatten(1)
+        outputs = self.advanced(mixed, (decays, steps, skips), weights, rows, first, last).flatten(1)
         return weights.linear(self.name("out_proj"), self.gated(outputs, gates, weights).to(x.dtype))
 
     def projected(self, x: Tensor, weights: LayerWeights) -> tuple[Tensor, Tensor, Tensor]:
@@ -93,7 +93,7 @@ class Mamba(RecurrentPart):
         shape, multipliers = self.shape, self.config.multipliers
         if multipliers is not None:
             x = x * multipliers.ssm_in
-        parts = weights.linear(self.name("in_proj"), x).split(shape.widths, -1)
+        parts = torch.split(weights.linear(self.name("in_proj"), x), shape.widths, -1)
         if multipliers is not None:
             parts = tuple(part * factor for part, factor in zip(parts, multipliers.ssm, strict=True))
         gates, *convolved, steps = parts
@@ -106,7 +106,7 @@ class Mamba(RecurrentPart):
 
     def inputs(self, convolved: Tensor, pieces: Sequence[Tensor]) -> SumInputs:
         shape, (decays, steps, skips) = self.shape, pieces
-        values, keys, queries = F.silu(convolved).split(shape.widths[1:4], -1)
+        values, keys, queries = torch.split(F.silu(convolved), shape.widths[1:4], -1)
         values = values.reshape(len(values), shape.num_heads, shape.head_size)
         by_group = (len(values), shape.num_groups, shape.state_size)
         return SumInputs(
@@ -165,7 +165,7 @@ class AttentionBesideMamba(Attention):
 
     def forward(self, x: Tensor, weights: LayerWeights, rows: PassRows, first: int, last: int) -> Tensor:
         factors = self.multipliers
-        normed = self.norm(x, weights, self.config.norms.before_attention)
+        normed = self.norm(x, weights, self.config.norms_of(self.layer).before_attention)
         mixed = self.mamba.mixed(normed, weights, rows, first, last)
         attended = self.attended(normed * factors.attention_in, weights, rows, first, last)
         return x + (mixed * factors.ssm_out + attended * factors.attention_out)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
@@ -29,8 +31,10 @@ from ..test_decoder import (
     score_in_rounds,
 )
 
+NIGHTLY = [pytest.param(family, marks=pytest.mark.nightly) for family in ("olmo-hybrid", "nemotron-h")]
 
-@pytest.fixture(scope="module", params=["qwen3.5", "falcon-h1", "nemotron-h"])
+
+@pytest.fixture(scope="module", params=["qwen3.5", "lfm2", "falcon-h1", *NIGHTLY])
 def decoder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Decoder:
     return build(FAMILIES[request.param], tmp_path_factory.mktemp("hybrid") / "model").decoder()
 
@@ -97,10 +101,10 @@ def test_an_interrupted_pass_leaves_the_text_as_it_was(decoder: Decoder, monkeyp
     text.score(tokens[:14], *NO_NODES)
     forward = Block.forward
 
-    def interrupted(self: Block, *args: object) -> Tensor:
+    def interrupted(self: Block, *args: Any) -> Tensor:
         if self.index == 2:
             raise KeyboardInterrupt
-        return forward(self, *args)  # type: ignore[arg-type]
+        return forward(self, *args)
 
     with monkeypatch.context() as patch:
         patch.setattr(Block, "forward", interrupted)
