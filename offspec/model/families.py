@@ -441,6 +441,8 @@ def _mamba_mixers(config: Json, num_layers: int) -> tuple[str, ...]:
 
 def _mamba(config: Json, inner: int, **differing: Any) -> MambaShape:
     """Mamba2 by the keys of Granite 4 H, Bamba and Falcon-H1. inner: numbers of all heads' inputs of a row."""
+    if config.get("hidden_act", "silu") not in ("silu", "swish"):
+        raise UnsupportedModelError(f"hidden_act {show(config['hidden_act'])} is not supported behind a convolution")
     heads = positive(config, "mamba_n_heads", 128)
     size = config.get("mamba_d_head", "auto")
     shape = MambaShape(
@@ -490,6 +492,8 @@ def _granite_hybrid(config: Json, num_layers: int) -> Fields:
 def _bamba(config: Json, num_layers: int) -> Fields:
     """Mamba2 in all layers but those that `attn_layer_indices` lists."""
     indices = config.get("attn_layer_indices") or []
+    if not isinstance(indices, list):
+        raise CheckpointError(f"config.json: attn_layer_indices must be a list, not {show(indices)}")
     mixers = tuple("attention" if i in indices else "mamba" for i in range(num_layers))
     return _biases(config) | {
         "norms": NormPlaces(before_mlp="pre_ff_layernorm"),
