@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -96,6 +96,42 @@ def _lfm2(config: Json) -> dict[str, Any]:
     }
 
 
+def _mamba(config: Json) -> dict[str, Any]:
+    heads, size = config["mamba_n_heads"], config["mamba_d_head"]
+    return {
+        "ssm.conv_kernel": config["mamba_d_conv"],
+        "ssm.state_size": config["mamba_d_state"],
+        "ssm.group_count": config["mamba_n_groups"],
+        "ssm.inner_size": heads * size,
+        "ssm.time_step_rank": heads,
+    }
+
+
+def _granite_hybrid(config: Json) -> dict[str, Any]:
+    kinds = config["layer_types"]
+    return {
+        **_granite(config),
+        **_mamba(config),
+        "attention.head_count_kv": [config["num_key_value_heads"] * (kind == "full_attention") for kind in kinds],
+        "feed_forward_length": config["shared_intermediate_size"],
+        "rope.scaling.finetuned": False,
+    }
+
+
+def _nemotron_h(config: Json) -> dict[str, Any]:
+    kinds = config["layers_block_type"]
+    return {
+        "attention.head_count_kv": [config["num_key_value_heads"] * (kind == "full_attention") for kind in kinds],
+        "attention.layer_norm_rms_epsilon": config["layer_norm_epsilon"],
+        "feed_forward_length": [config["intermediate_size"] * (kind == "mlp") for kind in kinds],
+        "ssm.conv_kernel": config["conv_kernel"],
+        "ssm.state_size": config["ssm_state_size"],
+        "ssm.group_count": config["n_groups"],
+        "ssm.inner_size": config["mamba_num_heads"] * config["mamba_head_dim"],
+        "ssm.time_step_rank": config["mamba_num_heads"],
+    }
+
+
 @dataclass(frozen=True)
 class Written:
     """How llama.cpp writes a family. arch: its name there. differences: of the metadata."""
@@ -128,6 +164,9 @@ WRITTEN = {
     "nemotron": Written("nemotron", _rotary_share, has_shifted_norms=True, eps="norm_eps"),
     "exaone4": Written("exaone4", _window),
     "qwen3_5_text": Written("qwen35", _qwen35, has_shifted_norms=True),
+    "granitemoehybrid": Written("granitehybrid", _granite_hybrid, has_paired_heads=True),
+    "falcon_h1": Written("falcon-h1", _mamba),
+    "nemotron_h": Written("nemotron_h", _nemotron_h, eps="layer_norm_epsilon"),
     "lfm2": Written("lfm2", _lfm2, eps="norm_eps"),
 }
 
@@ -146,10 +185,11 @@ def write_model(
     """
     written = WRITTEN[config["model_type"]]
     arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == written.arch)
+    config = {"num_hidden_layers": len(config.get("layers_block_type") or ()), **config}
     names = gguf.get_tensor_name_map(arch, config["num_hidden_layers"] + config.get("mtp_num_hidden_layers", 0))
     content = {
         name.replace(".dt_bias", ".dt_proj.bias"): _changed(name, tensor, config, written)
-        for name, tensor in tensors.items()
+        for name, tensor in _parts(tensors, config)
     }
     if config["tie_word_embeddings"]:
         content.pop("lm_head.weight", None)
@@ -163,6 +203,50 @@ def write_model(
     return write_gguf(path, written.arch, {**metadata, **tokenizer}, renamed, types)
 
 
+def _parts(tensors: Mapping[str, Tensor], config: Json) -> Iterator[tuple[str, Tensor]]:
+    """Tensors by the names that llama.cpp's conversion knows; it splits Granite 4's MLP."""
+    for name, tensor in tensors.items():
+        if name.endswith("shared_mlp.input_linear.weight"):
+            for part, half in zip(("gate_proj", "up_proj"), tensor.chunk(2), strict=True):
+                yield name.replace("shared_mlp.input_linear", f"mlp.{part}"), half
+        else:
+            is_backbone = config["model_type"] == "nemotron_h" and name.startswith("model.")
+            stored = name.replace("model.", "backbone.", 1) if is_backbone else name
+            yield stored.replace("shared_mlp.output_linear", "mlp.down_proj"), tensor
+
+
+def _changed_mamba(name: str, array: np.ndarray, config: Json) -> np.ndarray:
+    """A in place of its logarithm, dimensions of groups and of one input channel, and Falcon-H1's factors."""
+    if name.endswith("A_log"):
+        return -np.exp(array)[:, None]
+    if name.endswith(".D"):
+        return array[:, None]
+    if name.endswith("conv1d.weight"):
+        return array.squeeze(1)
+    if name.endswith(("mamba.norm.weight", "mixer.norm.weight")):
+        return array.reshape(config.get("mamba_n_groups") or config["n_groups"], -1)
+    return array * _falcon_factors(name, config) if config["model_type"] == "falcon_h1" else array
+
+
+def _falcon_factors(name: str, config: Json) -> Any:
+    factors = {
+        "down_proj.weight": config["mlp_multipliers"][1],
+        "gate_proj.weight": config["mlp_multipliers"][0],
+        "k_proj.weight": config["key_multiplier"] * config["attention_in_multiplier"],
+        "q_proj.weight": config["attention_in_multiplier"],
+        "v_proj.weight": config["attention_in_multiplier"],
+        "o_proj.weight": config["attention_out_multiplier"],
+        "out_proj.weight": config["ssm_out_multiplier"],
+        "lm_head.weight": config["lm_head_multiplier"],
+        "embed_tokens.weight": config["embedding_multiplier"],
+    }
+    if name.endswith("in_proj.weight"):
+        groups = config["mamba_n_groups"] * config["mamba_d_state"]
+        widths = [config["mamba_d_ssm"]] * 2 + [groups] * 2 + [config["mamba_n_heads"]]
+        return config["ssm_in_multiplier"] * np.repeat(np.float32(config["ssm_multipliers"]), widths)[:, None]
+    return np.float32(next((factor for end, factor in factors.items() if name.endswith(end)), 1.0))
+
+
 def _changed(name: str, tensor: Tensor, config: Json, written: Written) -> np.ndarray:
     array = tensor.float().numpy()
     for projection, key in (("q_proj", "num_attention_heads"), ("k_proj", "num_key_value_heads")):
@@ -170,6 +254,8 @@ def _changed(name: str, tensor: Tensor, config: Json, written: Written) -> np.nd
             heads = config[key]
             halves = array.reshape(heads, 2, array.shape[0] // heads // 2, *array.shape[1:])
             array = halves.swapaxes(1, 2).reshape(array.shape)
+    if config["model_type"] in ("granitemoehybrid", "falcon_h1", "nemotron_h"):
+        return _changed_mamba(name, array, config)
     if "linear_attn." in name:
         return _changed_delta_net(name, array, config)
     if name.endswith("conv.conv.weight"):

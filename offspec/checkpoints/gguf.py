@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import re
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -73,6 +73,38 @@ _LFM2 = {
     "attn_norm": "operator_norm",
     "ffn_norm": "ffn_norm",
 }
+_MAMBA = {
+    "ssm_in": "in_proj",
+    "ssm_conv1d": "conv1d",
+    "ssm_dt.bias": "dt_bias",
+    "ssm_a": "A_log",
+    "ssm_d": "D",
+    "ssm_norm": "norm",
+    "ssm_out": "out_proj",
+}
+_GRANITE_HYBRID = {
+    **_ATTENTION,
+    **_NORMS,
+    **{name: f"mamba.{tensor}" for name, tensor in _MAMBA.items()},
+    "ffn_gate": "shared_mlp.gate_linear",
+    "ffn_up": "shared_mlp.up_linear",
+    "ffn_down": "shared_mlp.output_linear",
+}
+_FALCON_H1 = {
+    **_ATTENTION,
+    **{name: f"mamba.{tensor}" for name, tensor in _MAMBA.items()},
+    **{f"ffn_{name}": f"feed_forward.{name}_proj" for name in ("gate", "up", "down")},
+    "attn_norm": "input_layernorm",
+    **dict.fromkeys(("ffn_norm", "ffn_norm.weight"), "pre_ff_layernorm.weight"),
+}
+_NEMOTRON_H = {
+    **{name: tensor.replace("self_attn", "mixer") for name, tensor in _ATTENTION.items()},
+    **{name: f"mixer.{tensor}" for name, tensor in _MAMBA.items()},
+    "ffn_up": "mixer.up_proj",
+    "ffn_down": "mixer.down_proj",
+    "attn_norm": "norm",
+}
+_BY_GROUP = (".ssm_a", ".ssm_d", ".ssm_norm.weight")  # vectors to which llama.cpp gives a second dimension
 _CONVOLUTIONS = (".ssm_conv1d", ".shortconv.conv")  # llama.cpp drops their dimension of one input channel
 _MTP = {  # of a layer behind the others, which drafts
     "nextn.eh_proj": "fc",
@@ -85,8 +117,13 @@ _MTP = {  # of a layer behind the others, which drafts
 class Keys:
     """The metadata of one architecture; each value is checked when it is read. Raises CheckpointError."""
 
-    def __init__(self, path: Path, metadata: Metadata, arch: str) -> None:
+    def __init__(self, path: Path, metadata: Metadata, arch: str, tensors: Iterable[str]) -> None:
         self.path, self.arch, self._metadata = path, arch, metadata
+        self._suffixes = {name.split(".", 2)[-1] for name in tensors}
+
+    def has_tensor(self, name: str) -> bool:
+        """Whether some layer has a tensor of this name."""
+        return name in self._suffixes
 
     def has(self, key: str) -> bool:
         return f"{self.arch}.{key}" in self._metadata
@@ -124,7 +161,7 @@ class Architecture:
     model_type, class_name: the family's in Hugging Face's config.json. names: of the tensors in a layer, whole or
     without .weight and .bias. differences: the family's additional fields of config.json. has_paired_heads: Q's and K's
     rows are in llama.cpp's order. norm_offset: llama.cpp added this to the weights of norms. change: of other tensors.
-    shared: whole names of tensors outside the layers, if they differ.
+    shared: whole names of tensors outside the layers, if they differ. has_rope: config.json describes RoPE.
     """
 
     model_type: str
@@ -136,6 +173,7 @@ class Architecture:
     change: Callable[[str, Config], Change | None] = lambda name, config: None
     shared: Mapping[str, str] = field(default_factory=dict)
     eps_key: str = "rms_norm_eps"
+    has_rope: bool = True
 
 
 # ------------------------------------------------------------------------------------------------------------ families
@@ -325,6 +363,84 @@ def _lfm2(keys: Keys, config: Config) -> Config:
     }
 
 
+def _mamba(keys: Keys) -> Config:
+    """The fields of Mamba2, by the names of Granite 4 H and Falcon-H1."""
+    heads, inner = keys.integer("ssm.time_step_rank"), keys.integer("ssm.inner_size")
+    return {
+        "mamba_n_heads": heads,
+        "mamba_d_head": max(1, inner // heads),
+        "mamba_d_ssm": inner,
+        "mamba_expand": max(1, inner // keys.integer("embedding_length")),
+        "mamba_n_groups": keys.integer("ssm.group_count"),
+        "mamba_d_state": keys.integer("ssm.state_size"),
+        "mamba_d_conv": keys.integer("ssm.conv_kernel"),
+        "mamba_conv_bias": keys.has_tensor("ssm_conv1d.bias"),
+        "mamba_proj_bias": keys.has_tensor("ssm_in.bias"),
+        "attention_bias": keys.has_tensor("attn_q.bias"),
+        "mlp_bias": keys.has_tensor("ffn_up.bias"),
+    }
+
+
+def _by_layer(keys: Keys, config: Config, key: str) -> list[Any]:
+    """A list with a number for each layer."""
+    listed, count = keys.value(key), config["num_hidden_layers"]
+    if not isinstance(listed, list) or len(listed) != count:
+        raise fault(keys.path, f"{keys.arch}.{key} must list {count} layers; download it again")
+    return listed
+
+
+def _granite_hybrid(keys: Keys, config: Config) -> Config:
+    """Layers without key heads are Mamba2. llama.cpp splits the MLP's matrix of gate and input."""
+    key_heads = _by_layer(keys, config, "attention.head_count_kv")
+    return {
+        **_granite(keys, config),
+        **_mamba(keys),
+        "layer_types": ["full_attention" if count else "linear_attention" for count in key_heads],
+        "position_embedding_type": "rope" if keys.value("rope.scaling.finetuned") else "nope",
+        "num_local_experts": 0,
+        "shared_intermediate_size": config["intermediate_size"],
+        "has_split_mlp": True,
+    }
+
+
+def _falcon_h1(keys: Keys, config: Config) -> Config:
+    """llama.cpp multiplies the factors into the weights."""
+    return {
+        **_mamba(keys),
+        "mamba_rms_norm": keys.has_tensor("ssm_norm.weight"),
+        "mamba_norm_before_gate": False,
+        "projectors_bias": keys.has_tensor("ssm_out.bias"),
+    }
+
+
+def _nemotron_h(keys: Keys, config: Config) -> Config:
+    """A layer has key heads, an MLP, or neither, and is Mamba2 then."""
+    key_heads, inner = (_by_layer(keys, config, key) for key in ("attention.head_count_kv", "feed_forward_length"))
+    kinds = [
+        "full_attention" if heads else "mlp" if size else "linear_attention"
+        for heads, size in zip(key_heads, inner, strict=True)
+    ]
+    shape = _mamba(keys)
+    return {
+        "layers_block_type": kinds,
+        "layer_norm_epsilon": config["rms_norm_eps"],
+        "mlp_hidden_act": "relu2",
+        "mamba_num_heads": shape["mamba_n_heads"],
+        "mamba_head_dim": shape["mamba_d_head"],
+        "n_groups": shape["mamba_n_groups"],
+        "ssm_state_size": shape["mamba_d_state"],
+        "conv_kernel": shape["mamba_d_conv"],
+        "use_conv_bias": shape["mamba_conv_bias"],
+        "use_bias": shape["mamba_proj_bias"],
+        "attention_bias": shape["attention_bias"],
+        "mlp_bias": shape["mlp_bias"],
+    }
+
+
+def _change_of_mamba(name: str, config: Config) -> Change | None:
+    return Change(is_negative_exp=True) if name.endswith(".A_log") else None
+
+
 _GLM4_NORMS = {
     "attn_norm": "input_layernorm",
     "post_attention_norm": "post_self_attn_layernorm",
@@ -382,6 +498,31 @@ ARCHITECTURES: dict[str, Architecture] = {
         norm_offset=1.0,
         change=_change_of_delta_net,
     ),
+    "granitehybrid": Architecture(
+        "granitemoehybrid",
+        "GraniteMoeHybridForCausalLM",
+        _GRANITE_HYBRID,
+        _granite_hybrid,
+        has_paired_heads=True,
+        change=_change_of_mamba,
+    ),
+    "falcon-h1": Architecture(
+        "falcon_h1",
+        "FalconH1ForCausalLM",
+        _FALCON_H1,
+        _falcon_h1,
+        change=_change_of_mamba,
+        shared={"output_norm.weight": "model.final_layernorm.weight"},
+    ),
+    "nemotron_h": Architecture(
+        "nemotron_h",
+        "NemotronHForCausalLM",
+        _NEMOTRON_H,
+        _nemotron_h,
+        change=_change_of_mamba,
+        shared={"token_embd.weight": "model.embeddings.weight", "output_norm.weight": "model.norm_f.weight"},
+        has_rope=False,
+    ),
     "lfm2": Architecture(
         "lfm2",
         "Lfm2ForCausalLM",
@@ -438,7 +579,7 @@ def translated(model: GgufModel) -> GgufCheckpoint:
         supported = ", ".join(ARCHITECTURES)
         what = f"has the architecture {show(arch)}, which is not supported in GGUF files; supported: {supported}"
         raise fault(path, f"{what}; use the original safetensors checkpoint")
-    keys, kind = Keys(path, metadata, arch), ARCHITECTURES[arch]
+    keys, kind = Keys(path, metadata, arch, model.tensors), ARCHITECTURES[arch]
     if keys.value("expert_count"):
         what = "is a mixture of experts, which is not supported in GGUF files"
         raise fault(path, f"{what}; use its safetensors checkpoint with pip install 'offspec[transformers]'")
@@ -468,6 +609,8 @@ def _translated(info: TensorInfo, kind: Architecture, config: Config) -> TensorI
         )
     is_flat = base.endswith(_CONVOLUTIONS) and len(info.shape) == 2
     shape = (info.shape[0], 1, info.shape[1]) if is_flat else info.shape
+    if info.name.endswith(_BY_GROUP):
+        shape = (math.prod(shape),)
     return replace(info, name=name, shape=shape, change=_change(info.name, name, kind, config))
 
 
@@ -516,9 +659,9 @@ def _config(keys: Keys, kind: Architecture, model: GgufModel) -> Config:
         "use_qk_norm": "blk.0.attn_q_norm.weight" in names,
         "torch_dtype": "bfloat16",
         **{f"{kind}_token_id": _token_id(model.metadata, name) for kind, name in _TOKENS.items()},
-        "rope_theta": keys.number("rope.freq_base", 10000.0),
-        "rope_scaling": _rope_scaling(keys, model),
     }
+    if kind.has_rope:
+        config |= {"rope_theta": keys.number("rope.freq_base", 10000.0), "rope_scaling": _rope_scaling(keys, model)}
     return config | kind.differences(keys, config)
 
 

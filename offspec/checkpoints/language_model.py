@@ -19,12 +19,13 @@ BEGINNINGS = {
     r"^language_model\.lm_head\.": "lm_head.",
     r"^model\.language_model\.": "model.",
 }
-# By model_type: names under which transformers writes some tensors → the usual ones, which releases have.
+# By model_type: names under which some tensors are stored → the usual ones, which transformers reads, too.
 OTHER_NAMES = {
+    "nemotron_h": {r"^backbone\.": "model."},
     "olmo_hybrid": {
         r"\.attention_layer_norm\.": ".input_layernorm.",
         r"\.feedforward_layer_norm\.": ".post_attention_layernorm.",
-    }
+    },
 }
 OTHER_MODULES = ("vision_tower", "multi_modal_projector", "visual")  # they encode images
 

@@ -18,6 +18,7 @@ from ..errors import CheckpointError, UnsupportedModelError
 from .config_values import EPS_RANGE, Json, mapping, number_in, positive
 from .families import (
     ACTIVATIONS,
+    COMPLETED,
     DEFAULTS,
     FAMILIES,
     GATED_MLP,
@@ -28,7 +29,9 @@ from .families import (
     TEXT_CLASSES,
     DeltaShape,
     Fields,
+    MambaShape,
     MlpNames,
+    Multipliers,
     NormPlaces,
     QKNorm,
     ShortConvolutionShape,
@@ -53,9 +56,10 @@ class ModelConfig:
     (`rope.growth`). attention_scale: of scores; None is head_dim ** -0.5. attention_cap, logit_cap: c of c tanh(x / c).
     norm: "rms", "rms plus one", "layer" or "layer plus one" (`norms.normalize`).
     is_parallel: attention and MLP have the same normed states as input. has_attention_gate: the queries' projection
-    also gives a gate for each number of attention's result. attention_output: its last matrix. layer_norms: each
-    layer's norms; empty: `norms`. delta, short_convolution: the shape of such parts, if there are any. parts: names of
-    each layer's parts (`parts.kinds.PARTS`); empty: attention and an MLP in every layer.
+    also gives a gate for each number of attention's result. attention, attention_output: the prefix of its tensors in a
+    layer, and its last matrix. layer_norms: each layer's norms; empty: `norms`. delta, mamba, short_convolution: the
+    shape of such parts, if there are any. multipliers: Falcon-H1's. parts: names of each layer's parts
+    (`parts.kinds.PARTS`); empty: attention and an MLP in every layer.
     """
 
     model_type: str
@@ -93,13 +97,17 @@ class ModelConfig:
     norms: NormPlaces = NORMS_BEFORE
     layer_norms: tuple[NormPlaces, ...] = ()
     final_norm: str = FINAL_NORM
+    embedding_table: str = EMBEDDING
     is_parallel: bool = False
     activation: str = "silu"
     has_fused_qkv: bool = False
     mlp: MlpNames = GATED_MLP
     has_attention_gate: bool = False
+    attention: str = "self_attn"
     attention_output: str = "self_attn.o_proj"
     delta: DeltaShape | None = None
+    mamba: MambaShape | None = None
+    multipliers: Multipliers | None = None
     short_convolution: ShortConvolutionShape | None = None
     parts: tuple[tuple[str, ...], ...] = ()
 
@@ -114,7 +122,12 @@ class ModelConfig:
     @property
     def most_nodes(self) -> int:
         """The most nodes of a tree whose size is found at run time."""
-        return MAX_NODES if self.delta is None and self.short_convolution is None else MOST_STATE_NODES
+        return MOST_STATE_NODES if self.has_states else MAX_NODES
+
+    @property
+    def has_states(self) -> bool:
+        """Whether layers keep states of a text."""
+        return any(shape is not None for shape in (self.delta, self.mamba, self.short_convolution))
 
     @property
     def mask_heads(self) -> int:
@@ -138,7 +151,7 @@ class ModelConfig:
 
     @property
     def embedding_name(self) -> str:
-        return EMBEDDING
+        return self.embedding_table
 
     @property
     def own_head_name(self) -> str:
@@ -184,7 +197,7 @@ class ModelConfig:
     def shared_shapes(self) -> dict[str, tuple[int, ...]]:
         """Name → shape of every tensor outside the layers."""
         table = (self.vocab_size, self.hidden_size)
-        shapes: dict[str, tuple[int, ...]] = {EMBEDDING: table}
+        shapes: dict[str, tuple[int, ...]] = {self.embedding_name: table}
         shapes |= dict.fromkeys(self.final_norm_names, (self.hidden_size,))
         return shapes if self.tied_head else {**shapes, HEAD: table}
 
@@ -228,6 +241,8 @@ def read_config(config: Json) -> ModelConfig:
     config = text_config(config)
     family = _family(config)
     config = {**DEFAULTS.get(config["model_type"], {}), **config}
+    if complete := COMPLETED.get(config["model_type"]):
+        config = complete(config)
     hidden, heads, layers = (
         positive(config, key) for key in ("hidden_size", "num_attention_heads", "num_hidden_layers")
     )

@@ -28,7 +28,7 @@ def reason_against_exactness(config: ModelConfig, dtype: torch.dtype, device: to
     """Why a decoder cannot be exact; None if it can."""
     if not config.is_native:
         return "its layers are modules of transformers"
-    if config.delta is not None:
+    if config.delta is not None or config.mamba is not None:
         return "its layers keep states of the text, which other rows round otherwise"
     if device.type != "cpu":
         return f"there are no such kernels for {device.type}"

@@ -54,14 +54,38 @@ DELTA_NETS = {
 }
 OF_HYBRIDS = {  # by model_type: what its config.json says beside Llama's
     "qwen3_5_text": DELTA_NETS,
+    "falcon_h1": {
+        "mamba_d_ssm": 96,
+        "mamba_n_heads": 4,
+        "mamba_n_groups": 2,
+        "mamba_d_state": 16,
+        "mamba_rms_norm": True,
+    },
+    "granitemoehybrid": {
+        "layer_types": ["mamba", "attention"] * 2,
+        "mamba_n_heads": 4,
+        "num_local_experts": 0,
+        "shared_intermediate_size": 96,
+    },
+    "nemotron_h": {
+        "hybrid_override_pattern": "M-*M",
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 16,
+        "n_groups": 2,
+        "ssm_state_size": 24,
+    },
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2, "block_auto_adjust_ff_dim": False},
     "olmo_hybrid": {**DELTA_NETS, "linear_num_key_heads": 4, "rope_parameters": {"rope_theta": None}},
 }
 
 
-@pytest.fixture(
-    scope="module", params=["averaging", "qwen3_5_text", "lfm2", pytest.param("olmo_hybrid", marks=pytest.mark.nightly)]
-)
+NIGHTLY = [
+    pytest.param(model_type, marks=pytest.mark.nightly)
+    for model_type in ("olmo_hybrid", "granitemoehybrid", "nemotron_h")
+]
+
+
+@pytest.fixture(scope="module", params=["averaging", "qwen3_5_text", "lfm2", "falcon_h1", *NIGHTLY])
 def folder(family: None, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of each hybrid family, with random weights."""
     pair, folder = build_pair(tmp_path_factory.mktemp("pair")), tmp_path_factory.mktemp(request.param)

@@ -7,9 +7,9 @@ Slot i of the committed prefix holds the token at position i. Pending entries fo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate, groupby, pairwise
-from typing import cast
+from typing import TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -20,6 +20,8 @@ from .kv_beginning import FEWEST_SHARED, Beginning, ContinuedLayers, continued, 
 from .kv_cache import EntriesBySlot, KVLayout, LayerCache, MakeLayerCaches, MemoryLayout
 from .layer_memory import Kept, LayerMemory
 
+LayerLayout: TypeAlias = tuple[int, MemoryLayout]  # a layer's number, and the shape of something that it keeps
+
 
 def split(numbers: Sequence[int], memories: Sequence[LayerMemory]) -> list[Sequence[int]]:
     """`numbers` of layers in consecutive groups, one for each of these memories."""
@@ -28,16 +30,17 @@ def split(numbers: Sequence[int], memories: Sequence[LayerMemory]) -> list[Seque
 
 
 def empty_memories(
-    layouts: Mapping[int, MemoryLayout], make: MakeLayerCaches, dtype: torch.dtype, device: torch.device
+    layouts: Iterable[LayerLayout], make: MakeLayerCaches, dtype: torch.dtype, device: torch.device
 ) -> tuple[list[LayerMemory], list[Sequence[int]]]:
-    """Empty memories for layers with these layouts, by number, and the numbers of each one's layers.
+    """Empty memories for layers with these layouts, and the numbers of each one's layers.
 
     make: for KV entries, in some format and place.
     """
-    kv = {number: layout for number, layout in layouts.items() if isinstance(layout, KVLayout)}
+    layouts = list(layouts)
+    kv = {number: layout for number, layout in layouts if isinstance(layout, KVLayout)}
     memories: list[LayerMemory] = list(make(list(kv.values()), dtype, device))
     numbers = split(list(kv), memories)
-    states = {number: layout for number, layout in layouts.items() if not isinstance(layout, KVLayout)}
+    states = {number: layout for number, layout in layouts if not isinstance(layout, KVLayout)}
     for layout in dict.fromkeys(states.values()):
         numbers.append([number for number, other in states.items() if other == layout])
         memories.append(layout.new(len(numbers[-1]), dtype, device))
@@ -64,7 +67,7 @@ class TextMemory:
         """memories: of the layers, empty. device: the arithmetic's.
 
         numbers: of the layers of each memory; without it, they are in the layers' order, from 0. A layer that keeps
-        nothing is in none of them.
+        nothing is in none of them; one that keeps KV entries and a state is in two.
         """
         self.length = 0
         self.pending = 0
@@ -82,9 +85,12 @@ class TextMemory:
         self._memories = list(memories)
         self._beginning = beginning
         pairs = zip(memories, self._groups, strict=True)
-        places = {number: (memory, place) for memory, group in pairs for place, number in enumerate(group)}
-        self._places = dict(sorted(places.items()))  # by a layer's number: its memory, and its place there
-        self._kv = cast(dict[int, tuple[LayerCache, int]], self._places)  # the same, for layers that attend
+        places = [(number, memory, place) for memory, group in pairs for place, number in enumerate(group)]
+        self._places = sorted(places, key=lambda each: each[0])  # a layer's number, its memory, and its place there
+        self._kv = {
+            number: (cast(LayerCache, memory), place) for number, memory, place in self._places if is_kv(memory)
+        }
+        self._states = {number: (memory, place) for number, memory, place in self._places if not is_kv(memory)}
 
     @property
     def size(self) -> int:
@@ -108,7 +114,7 @@ class TextMemory:
     @property
     def num_layers(self) -> int:
         """Layers that keep something."""
-        return len(self._places)
+        return len({number for number, _, _ in self._places})
 
     @property
     def last_slot(self) -> int:
@@ -144,19 +150,19 @@ class TextMemory:
     @property
     def format(self) -> str:
         """How entries are stored, by groups of layers; texts of equal formats can copy each other's `stored`."""
-        groups = groupby(memory.format for memory, _ in self._places.values())
+        groups = groupby(memory.format for _, memory, _ in self._places)
         return ", ".join(f"{len(list(layers))} {form}" for form, layers in groups)
 
     def stored(self, end: int) -> list[Tensor]:
         """`LayerMemory.stored` of all layers, in their order."""
-        return [view for memory, place in self._places.values() for view in memory.stored(place, end)]
+        return [view for _, memory, place in self._places for view in memory.stored(place, end)]
 
-    def memory_of(self, layer: int) -> tuple[LayerMemory, int]:
-        """What a layer keeps, and its place there. A part knows the kind of its memory, and its functions."""
-        return self._places[layer]
+    def state_of(self, layer: int) -> tuple[LayerMemory, int]:
+        """A layer's memory that is not of KV entries, and its place there. A part knows the memory's functions."""
+        return self._states[layer]
 
     def kv_of(self, layer: int) -> tuple[LayerCache, int]:
-        """`memory_of` a layer that attends."""
+        """The KV entries of a layer, and its place there."""
         return self._kv[layer]
 
     def begin(self, length: int) -> None:

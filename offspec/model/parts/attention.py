@@ -35,11 +35,11 @@ class Attention(NativePart):
         c = self.config
         q, kv, hidden = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim, c.hidden_size
         if c.has_attention_gate:
-            shapes = {f"self_attn.{name}_proj": (n, hidden) for name, n in (("q", 2 * q), ("k", kv), ("v", kv))}
+            shapes = {f"{c.attention}.{name}_proj": (n, hidden) for name, n in (("q", 2 * q), ("k", kv), ("v", kv))}
         elif c.has_fused_qkv:
-            shapes = {"self_attn.qkv_proj": (q + 2 * kv, hidden)}
+            shapes = {f"{c.attention}.qkv_proj": (q + 2 * kv, hidden)}
         else:
-            shapes = {f"self_attn.{name}_proj": (rows, hidden) for name, rows in (("q", q), ("k", kv), ("v", kv))}
+            shapes = {f"{c.attention}.{name}_proj": (rows, hidden) for name, rows in (("q", q), ("k", kv), ("v", kv))}
         return {**shapes, c.attention_output: (hidden, q)}
 
     @property
@@ -96,9 +96,9 @@ class Attention(NativePart):
         c = self.config
         if c.has_fused_qkv:
             sizes = [heads * c.head_dim for heads in (c.num_heads, c.num_kv_heads, c.num_kv_heads)]
-            queries, keys, values = torch.split(weights.linear("self_attn.qkv_proj", x), sizes, dim=-1)
+            queries, keys, values = torch.split(weights.linear(f"{c.attention}.qkv_proj", x), sizes, dim=-1)
         else:
-            queries, keys, values = (weights.linear(f"self_attn.{name}_proj", x) for name in "qkv")
+            queries, keys, values = (weights.linear(f"{c.attention}.{name}_proj", x) for name in "qkv")
         return (
             queries.view(len(x), c.num_heads, -1),
             keys.view(-1, c.num_kv_heads, c.head_dim),

@@ -28,6 +28,10 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {  # by their names in conf
 class Mlp(NativePart):
     """The MLP of a layer: norm, matrices, and a residual. Differences are in `ModelConfig.mlp` and `activation`."""
 
+    def __init__(self, config: ModelConfig, layer: int, rotaries: RotaryEmbeddings | None = None) -> None:
+        super().__init__(config, layer, rotaries)
+        self.multipliers = config.multipliers
+
     @property
     def norms(self) -> list[str]:
         places = self.config.norms_of(self.layer)
@@ -60,8 +64,12 @@ class Mlp(NativePart):
             gate, up = weights.linear(names.up, x).chunk(2, dim=-1)
             inner = row_wise(activate, gate) * up
         else:
-            inner = row_wise(activate, weights.linear(names.gate, x)) * weights.linear(names.up, x)
-        return weights.linear(names.down, inner)
+            gate = weights.linear(names.gate, x)
+            if self.multipliers is not None:
+                gate = gate * self.multipliers.gate
+            inner = row_wise(activate, gate) * weights.linear(names.up, x)
+        down = weights.linear(names.down, inner)
+        return down if self.multipliers is None else down * self.multipliers.down
 
 
 class AttentionBesideMlp(Attention):

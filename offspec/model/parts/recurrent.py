@@ -68,7 +68,7 @@ class ConvolvedPart(NativePart):
         self, text: AppendedRows, begin: int, end: int, pieces: Sequence[Tensor], weights: LayerWeights
     ) -> Tensor:
         """Outputs [end - begin, ...] of rows begin .. end of a text. pieces: `mixed`, then the others."""
-        memory, place = text.cache.memory_of(self.layer)
+        memory, place = text.cache.state_of(self.layer)
         assert isinstance(memory, RecurrentStates)
         progress, num_chain = memory.progress(place, begin), len(text.rows.chain)
         last = max(0, min(end, num_chain) - begin)  # of these rows, those up to `last` are the chain's

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache
@@ -68,6 +69,14 @@ OWN = {
         {**fakes.FAMILIES["qwen3.5"].settings, "linear_key_head_dim": 16, "linear_num_value_heads": 6},
         rope=fakes.FAMILIES["qwen3.5"].rope,
     ),
+    "granite-h": Family(
+        "granitemoehybrid", {**fakes.FAMILIES["granite-h"].settings, "position_embedding_type": "nope"}
+    ),
+    "falcon-h1": Family(
+        "falcon_h1",
+        {**fakes.FAMILIES["falcon-h1"].settings, "mamba_proj_bias": False, "time_step_limit": [0.0, math.inf]},
+    ),
+    "nemotron-h": Family("nemotron_h", {**fakes.FAMILIES["nemotron-h"].settings, "use_bias": False}),
     "starcoder2": Family("starcoder2", {"sliding_window": None, "tie_word_embeddings": True}, seed=4),
 }
 FAMILIES = (
@@ -135,6 +144,8 @@ def test_text_equals_llama_cpps(gguf_model: GetModel, family: str, llama_cpp: Ll
         "smollm3",
         "qwen3.5",
         "lfm2",
+        "falcon-h1",
+        "nemotron-h",
     ],
 )
 def test_a_plain_copy_is_a_checkpoint_of_transformers(gguf_model: GetModel, family: str, tmp_path: Path) -> None:

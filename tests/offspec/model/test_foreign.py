@@ -271,7 +271,14 @@ def test_a_plan_counts_the_experts_that_rows_choose(models: dict[str, Foreign]) 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "recurrent layers": ({"model_type": "mamba", "hidden_size": 32}, "recurrent"),
     "hybrid layers": (
-        GROUPED | {"model_type": "lfm2", "layer_types": ["conv", "full_attention", "conv"]},
+        GROUPED
+        | {
+            "model_type": "granitemoehybrid",
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "mamba_n_heads": 4,
+            "num_local_experts": 2,
+            "time_step_limit": [0.0, {"__float__": "Infinity"}],  # as transformers 5 writes it
+        },
         "recurrent",
     ),
     "jamba": (GROUPED | {"model_type": "jamba", "use_mamba_kernels": False}, "recurrent"),

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from offspec.loaders.params import KV_CACHES
-from offspec.model.block import memory_bytes, memory_layouts
+from offspec.model.block import kv_layouts, memory_bytes
 from offspec.model.config import read_config
 from offspec.model.cuda_graphs import TreeGraphs
 from offspec.model.decoder import CachedDecoder, Decoder, pass_together
@@ -220,7 +220,7 @@ def test_packing_rounds_each_entry_by_itself(coding: Coding, head_dim: int, seed
 def test_bytes_are_counted_as_they_are_allocated(family: str, kv: KVFormat) -> None:
     """By layer, sliding windows included."""
     config = read_config(config_json(FAMILIES[family]))
-    layouts = [layout for layout in memory_layouts(config) if isinstance(layout, KVLayout)]
+    layouts = [layout for layout in kv_layouts(config) if layout is not None]
     for layers in (range(config.num_layers), range(1), range(1, config.num_layers)):
         cache = TextMemory(kv.layers([layouts[i] for i in layers], torch.bfloat16, CPU), CPU)
         for capacity in (1, 77):
