@@ -210,7 +210,7 @@ def command(
         raise VerificationError(f"{len(report.errors)} texts differ from plain decoding; the first: {report.errors[0]}")
 
 
-reworded(command, dtype="Compute dtype. auto: fp32, where all tokens must be equal; 16 bits allow near-ties.")
+reworded(command, dtype="Compute dtype. auto: fp32. Near-ties are allowed where the text is not exact.")
 
 
 def table(report: VerificationReport) -> str:
@@ -223,7 +223,7 @@ def table(report: VerificationReport) -> str:
         )
     verdict = "identical to plain decoding" if report.is_exact else f"{len(report.errors)} texts DIFFER"
     counts = f"{report.num_prompts} prompts, {len(report.settings)} settings, {report.num_tokens} tokens"
-    return "\n".join([*lines, f"{counts}: {verdict}{_near_ties(report)}"])
+    return "\n".join([*lines, f"{counts}, promised {report.promise}: {verdict}{_near_ties(report)}"])
 
 
 def _near_ties(report: VerificationReport) -> str:

@@ -204,7 +204,7 @@ WRITER = """
         return exactly(block)
 
     kv_files._bytes = slow
-    owner = kv_files.Owner.of("model", torch.float32, cache)
+    owner = kv_files.Owner("model", "float32", "", cache.format)
     kv_files.write_kv_file(Path(sys.argv[1]), range(4000), {"target": kv_files.Part(owner, cache, 4000)})
 """
 
