@@ -51,10 +51,10 @@ def _refuse_lossy(ctx: click.Context, param: click.Parameter, value: str) -> Non
     name="verify",
     help=f"""Compare speculative text with plain decoding, token by token.
 
-Decodes held-out prompts plainly, then with every combination of the settings below, and compares token ids. In 32 bits
-every token must be equal. In 16 bits, or with packed KV entries (--kv-cache), near-ties may differ: two tokens whose
-logits differ by no more than rounding. They are counted. The exit code is 1 if any other token differs. The built-in
-pair takes some minutes on one core. {MODEL_HELP}
+Decodes held-out prompts plainly, then with every combination of the settings below, and compares token ids. On a CPU
+every token must be equal. On a GPU, or with --fast-arithmetic, near-ties may differ: two tokens whose logits differ by
+no more than rounding. They are counted. The exit code is 1 if any other token differs. The built-in pair takes some
+minutes on one core. {MODEL_HELP}
 
 \b
 Examples:
@@ -177,12 +177,10 @@ def command(
     else:
         prompts = [task.text for task in read_prompts(prompt_file)][:max_prompts]
     loading = replace(loading, tree=max(nodes or 0 for nodes in budgets))
-    if (
-        loading.dtype == "auto"
-    ):  # fp32 has no near-ties with a plain KV cache, so any difference is an error of the algorithm
+    if loading.dtype == "auto":  # where the text is not exact, fp32 has next to no near-ties with a plain KV cache
         loading = replace(loading, dtype="fp32")
         if verbose:
-            click.echo("offspec: dtype fp32 (text is exact to the token)", err=True)
+            click.echo("offspec: dtype fp32 (verify's default)", err=True)
     engine = load_engine(loading, quiet=quiet, verbose=verbose)
     if not engine.guesses and "random" in drafts:
         settings = [setting for setting in settings if setting.draft == "random"]

@@ -105,7 +105,7 @@ def _host_features() -> Mapping[str, bool]:
 
 
 def compile_ir(text: str, name: str) -> Callable[..., None]:
-    """The function `name` (of one address: a `Worker`) of a module, for `instructions()` only. Takes some tenths of a second.
+    """The function `name` (of one address: a `Worker`) of a module, for `instructions()` only, in tenths of a second.
 
     Raises RuntimeError where LLVM does not accept the text.
     """

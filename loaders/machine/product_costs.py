@@ -34,8 +34,8 @@ from ..formats.products import (
     Seconds,
     WayCosts,
     exact_kernel,
-    plain_product,
     num_lanes,
+    plain_product,
 )
 from ..kernels.compiler import instructions
 from ..kernels.row_product import RowProduct

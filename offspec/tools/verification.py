@@ -101,7 +101,9 @@ class Difference:
 
 @dataclass
 class VerificationReport:
-    """The result of `verify`. inexact_reason: `Engine.inexact_reason`. `tokens_per_pass[i]` and `num_compared[i]`, in tokens, belong to `settings[i]`."""
+    """The result of `verify`. inexact_reason: as the engine's.
+
+    `tokens_per_pass[i]` and `num_compared[i]`, in tokens, belong to `settings[i]`."""
 
     num_prompts: int
     num_tokens: int = 0

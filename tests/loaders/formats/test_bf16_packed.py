@@ -32,8 +32,8 @@ from offspec.loaders.formats.products import (
     ProductCosts,
     ProductKind,
     WayCosts,
-    plain_product,
     num_lanes,
+    plain_product,
 )
 from offspec.loaders.kernels.bf16_bits import Bf16Bits
 from offspec.loaders.kernels.compiler import instructions

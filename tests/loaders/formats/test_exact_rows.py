@@ -31,9 +31,9 @@ from offspec.loaders.kernels.row_product import can_pair
 from offspec.loaders.machine.product_costs import sample
 
 pytestmark = pytest.mark.skipif(not num_lanes(), reason="this processor has no kernels")
-each_half = pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=["bf16", "fp16"])
+each_half = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 each_dtype = pytest.mark.parametrize(
-    "dtype", (torch.bfloat16, torch.float16, torch.float32), ids=["bf16", "fp16", "fp32"]
+    "dtype", [torch.bfloat16, torch.float16, torch.float32], ids=["bf16", "fp16", "fp32"]
 )
 ROWS = (1, 2, 3, 4, 5, 8, 17, 64)
 

@@ -20,7 +20,7 @@ from offspec.loaders.formats import Weight, dense, linear
 from offspec.loaders.formats.core import PackedMatrix
 from offspec.loaders.formats.four_bit import CODES, Layout4bit, Matrix4bit, Nested
 from offspec.loaders.formats.int8 import Int8Matrix
-from offspec.loaders.formats.products import KERNEL, ProductCosts, can_multiply, plain_product, num_lanes
+from offspec.loaders.formats.products import KERNEL, ProductCosts, can_multiply, num_lanes, plain_product
 from offspec.loaders.formats.scaled import Codes, ScaledLayout, ScaledMatrix
 from offspec.loaders.kernels import compiler
 from offspec.loaders.kernels.compiler import instructions

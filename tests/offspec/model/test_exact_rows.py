@@ -124,7 +124,10 @@ def families() -> list[Any]:
     """Families in each dtype; in fp32 the default run has one of them, as the arithmetic is the same code."""
     return [
         pytest.param(
-            name, dtype, id=f"{name}-{short}", marks=pytest.mark.nightly if short == "fp32" and name != "llama-gqa" else ()
+            name,
+            dtype,
+            id=f"{name}-{short}",
+            marks=pytest.mark.nightly if short == "fp32" and name != "llama-gqa" else (),
         )
         for name in FAMILIES
         if name != "qwen3.5"  # it cannot be exact
