@@ -140,9 +140,9 @@ def are_rows_exact() -> bool:
 
 
 def must_be_exact(x: Tensor) -> bool:
-    """Whether rows x must be multiplied by a kernel (`exact_kernel`)."""
+    """Whether rows x on any device must be computed with the same bits whatever rows share their pass."""
     has_gradients = torch.is_grad_enabled() and x.requires_grad
-    return are_rows_exact() and x.device.type == "cpu" and x.dtype in EXACT_DTYPES and not has_gradients
+    return are_rows_exact() and x.dtype in EXACT_DTYPES and not has_gradients
 
 
 def exact_kernel(product: RowProduct, dtype: torch.dtype) -> RowProduct:

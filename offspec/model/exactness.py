@@ -34,7 +34,7 @@ def reason_against_exactness(config: ModelConfig, dtype: torch.dtype, device: to
     if config.delta is not None:
         return "its layers keep states of the text, which other rows round otherwise"
     if device.type != "cpu":
-        return f"there are no such kernels for {device.type}"
+        return f"the kernels for {device.type} have not run on a card yet"
     if dtype not in EXACT_DTYPES:
         return f"there are no such kernels for {str(dtype).removeprefix('torch.')}"
     if not can_be_exact(dtype):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from offspec.loaders.formats.products import must_be_exact
-from offspec.loaders.kernels.row_attention import Visible, attend_rows
+from offspec.loaders.kernels.row_attention import Visible
 from offspec.loaders.streaming.small_transfers import to_device
 from offspec.scheduler.trees.token_tree import ROOT, BoolArray, IntArray
 
@@ -23,7 +23,7 @@ from .parts.kv_attention import KeyRange, Visibility, attend_by_parts
 from .parts.part import Attending, PassRows, Projected, RowsOfText
 from .parts.split_attention import KeyPart, part_attention
 from .rope import Rotations
-from .row_attention import key_parts, visible_slots
+from .row_attention import attend_exactly, visible_slots
 
 CHUNK_ROWS = 512  # rows of a long chain that go through a layer together; limits activations
 # Rows of chains in one pass; a longer prompt takes several, because hidden states of all rows are in memory. Streaming
@@ -99,10 +99,9 @@ class AppendedRows(RowsOfText):
         most = self.cache.most_read(layer)
         if must_be_exact(queries):
             self.cache.write(layer, keys, values, self.visibility.start + first)
-            visible, c = self.slots(first, last, part.window, group), part.config
-            keys_and_values = key_parts(self.cache, layer, visible, most)
-            scale = c.attention_scale or c.head_dim**-0.5
-            return attend_rows(queries, keys_and_values, visible, scale=scale, cap=c.attention_cap)
+            c = part.config
+            sees = self.slots(first, last, part.window, group)
+            return attend_exactly(queries, self.cache, layer, sees, scale=c.attention_scale, cap=c.attention_cap)
         if most is None and group * len(queries) * (self.visibility.start + last) <= MASK_ELEMENTS:
             return super().attend(part, projected, first, last)
         self.cache.write(layer, keys, values, self.visibility.start + first)

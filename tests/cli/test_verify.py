@@ -52,6 +52,8 @@ def test_a_small_matrix_is_exact(verify_args: Sequence[object], offspec: Offspec
         "model",
         "draft",
         "exact",
+        "promise",
+        "inexact_reason",
         "num_prompts",
         "num_tokens",
         "near_ties",
