@@ -51,9 +51,12 @@ def product_kernel(
     x, matrix, out, num_rows, num_outputs, num_inputs,
     rows: tl.constexpr, outputs: tl.constexpr, inputs: tl.constexpr,
 ):  # fmt: skip
-    """x [num_rows, K] times matrix [num_outputs, K], both contiguous → out [num_rows, num_outputs]."""
-    output = tl.program_id(0) * outputs + tl.arange(0, outputs)
-    row = tl.program_id(1) * rows + tl.arange(0, rows)
+    """x [num_rows, K] times matrix [num_outputs, K], both contiguous → out [num_rows, num_outputs].
+
+    Programs with the same weights run at the same time, so that all but one of them read these from the L2 cache.
+    """
+    row = tl.program_id(0) * rows + tl.arange(0, rows)
+    output = tl.program_id(1) * outputs + tl.arange(0, outputs)
     x_rows = x + tl.minimum(row, num_rows - 1).to(tl.int64)[:, None] * num_inputs
     matrix_rows = matrix + tl.minimum(output, num_outputs - 1).to(tl.int64)[:, None] * num_inputs
     total = tl.full((rows, outputs), 0.0, tl.float32)
@@ -74,7 +77,7 @@ def multiply(x: Tensor, matrix: Tensor, dtype: torch.dtype | None = None) -> Ten
     x, tile = x.contiguous(), TILES[x.dtype.itemsize]
     num_rows = x.numel() // num_inputs
     out = x.new_empty(*x.shape[:-1], num_outputs, dtype=dtype or x.dtype)
-    grid = triton.cdiv(num_outputs, tile.outputs), triton.cdiv(num_rows, ROWS)
+    grid = triton.cdiv(num_rows, ROWS), triton.cdiv(num_outputs, tile.outputs)
     product_kernel[grid](x, matrix, out, num_rows, num_outputs, num_inputs, **tile.constants, **tile.options)
     return out
 
