@@ -22,6 +22,7 @@ from offspec.checkpoints.atomic_files import locked_name
 from offspec.drafts.self_draft import SelfDraft
 from offspec.errors import UsageError
 from offspec.model.early_exit import EarlyExit
+from offspec.loaders.formats.products import num_lanes
 from offspec.prompt_cache import PromptCache
 from offspec.session import Session, entries_path
 
@@ -97,6 +98,7 @@ def test_a_file_of_another_model_dtype_or_draft_is_not_used(pair: Pair, engine: 
         (loaded(other), "another model"),
         (loaded(longer), "another model"),
         (loaded(pair, dtype="bf16"), "another dtype"),
+        *([(loaded(pair, fast_arithmetic=True), "another arithmetic")] if num_lanes() else []),
     ):
         file.write_bytes(before)
         found, cached, told = answer(changed, file, PROMPT)
