@@ -21,8 +21,8 @@ from offspec import Engine, SamplingParams, SpeculationParams
 from offspec.checkpoints.atomic_files import locked_name
 from offspec.drafts.self_draft import SelfDraft
 from offspec.errors import UsageError
-from offspec.model.early_exit import EarlyExit
 from offspec.loaders.formats.products import num_lanes
+from offspec.model.early_exit import EarlyExit
 from offspec.prompt_cache import PromptCache
 from offspec.session import Session, entries_path
 
