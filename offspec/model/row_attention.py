@@ -21,19 +21,16 @@ from .parts.kv_attention import Visibility
 
 
 def attend_exactly(
-    queries: Tensor, cache: TextMemory, layer: int, visible: Visible, *, scale: float | None, cap: float | None
+    queries: Tensor, cache: TextMemory, layer: int, visible: Visible, *, scale: float, cap: float | None
 ) -> Tensor:
-    """Attention of queries [R, heads, D] to a layer's entries → [R, heads, D]; a row has the same bits in any pass.
-
-    scale: of scores; None is D ** -0.5.
-    """
-    scale = scale or queries.shape[-1] ** -0.5
+    """Attention of queries [R, heads, D] to a layer's entries → [R, heads, D]; a row has the same bits in any pass."""
     if queries.device.type == "cpu":
-        parts = key_parts(cache, layer, visible, cache.most_read(layer))
-        return attend_rows(queries, parts, visible, scale=scale, cap=cap)
+        few = key_parts(cache, layer, visible, cache.most_read(layer))
+        return attend_rows(queries, few, visible, scale=scale, cap=cap)
     kernels = row_kernels()
     assert kernels is not None, "exact rows without kernels"
-    keys, values = cache.read(layer, visible.end)
+    parts = list(key_parts(cache, layer, visible, None))
+    keys, values = (torch.cat(each, 1) for each in zip(*((part.keys, part.values) for part in parts), strict=True))
     rows, slots = (to_device(each, queries.device) for each in (visible.rows, visible.slots))
     with on_device(queries.device):
         found: Tensor = kernels.attend(queries, keys, values, rows, slots, scale, cap)
@@ -61,10 +58,17 @@ def visible_slots(visibility: Visibility, first: int, last: int, window: int | N
     return Visible.of(unseen, end, singles, num_singles, rows_of_tile(group))
 
 
-def key_parts(cache: TextMemory, layer: int, visible: Visible, most: int | None) -> Iterator[KeySlots]:
-    """The keys and values that `visible` names: at most `most` at once, then all that must be given together."""
-    end, together = visible.end, min(visible.end, visible.first_single) // BLOCK * BLOCK
+def key_parts(
+    cache: TextMemory, layer: int, visible: Visible, most: int | None, first: int = 0, end: int | None = None
+) -> Iterator[KeySlots]:
+    """The keys and values that `visible` names: at most `most` at once, then all that must be given together.
+
+    first, end: only those of these slots, multiples of BLOCK; None: up to `visible.end`. What the text shares with
+    others comes in parts of its own.
+    """
+    end, together = end or visible.end, min(visible.end, visible.first_single) // BLOCK * BLOCK
     step = end if most is None else max(BLOCK, most // BLOCK * BLOCK)
     cuts = () if most is None else (*range(step, together, step), together)
-    for first, until in pairwise(dict.fromkeys((0, *cuts, end))):
-        yield KeySlots(first, *cache.read(layer, until, first))
+    inside = sorted({slot for slot in (*cuts, cache.num_in_beginning) if first < slot < end})
+    for begin, until in pairwise((first, *inside, end)):
+        yield KeySlots(begin, *cache.read(layer, until, begin))
