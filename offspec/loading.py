@@ -28,7 +28,7 @@ from .drafts.weighing import Chooser, Scales
 from .errors import MemoryLimitError, UsageError
 from .load_options import LoadOptions
 from .model.decoder import Decoder
-from .model.exactness import is_exact_by_default
+from .model.exactness import is_exact_by_default, reason_of
 from .model.memory.kv_in_ram import EntriesInRam
 from .model.memory.text_memory import TextMemory, total_bytes
 from .planning.memory import MemoryOptions, MemoryUse, MemoryUser, Room
@@ -369,8 +369,6 @@ def _load_models(
     is_exact = not options.fast_arithmetic and is_exact_by_default(
         files.config, files.dtype, device, is_streamed=bool(plan.placement.streamed)
     )
-    if options.fast_arithmetic and files.dtype.itemsize == 2:
-        notes.append(Note("`fast_arithmetic`: the text equals plain decoding's up to near-ties"))
     if is_exact:
         prepare_exact_products(files, is_resident=not plan.placement.streamed)
     settings = LoadSettings(
@@ -382,6 +380,8 @@ def _load_models(
         attach = opened.load(device)  # the draft first: it is small, so its errors appear early
         decoder = memory.load_decoder()
         decoder.is_exact = is_exact
+        if (reason := reason_of(decoder)) is not None:
+            notes.append(Note(f"the text equals plain decoding's up to near-ties: {reason}"))
         return decoder, attach(decoder)
 
     decoder, draft = retry_out_of_memory(load_both, memory.reduce_residents)

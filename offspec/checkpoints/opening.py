@@ -255,7 +255,7 @@ def choose_dtype(
             raise UsageError(f"`dtype={wanted}` is unknown; use auto, {', '.join(DTYPES)}")
         return DTYPES[wanted]
     if device_type == "cpu" and 4 * count_parameters(stored) <= SMALL_MODEL_BYTES:
-        notes.append(Note(f"dtype fp32 for {name} (a small model; the text is exact to the token)"))
+        notes.append(Note(f"dtype fp32 for {name} (a small model)"))
         return torch.float32
     kept = stored.shared[config.embedding_name].dtype
     chosen = {"F16": torch.float16, "F32": torch.float32}.get(kept, torch.bfloat16)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from offspec.loaders.formats.products import must_be_exact
 from offspec.loaders.kernels.row_attention import Attention as RowAttention
-from offspec.loaders.kernels.row_attention import Visible, attend_rows
+from offspec.loaders.kernels.row_attention import Visible
 from offspec.loaders.streaming.small_transfers import to_device
 from offspec.scheduler.trees.token_tree import ROOT, BoolArray, IntArray
 
@@ -24,7 +24,7 @@ from .parts.kv_attention import KeyRange, Visibility, attend_by_parts, merge_par
 from .parts.part import Attending, PassRows, Projected, RowsOfText
 from .parts.split_attention import KeyPart, part_attention
 from .rope import Rotations
-from .row_attention import key_parts, visible_slots
+from .row_attention import attend_exactly, key_parts, visible_slots
 
 CHUNK_ROWS = 512  # rows of a long chain that go through a layer together; limits activations
 # Rows of chains in one pass; a longer prompt takes several, because hidden states of all rows are in memory. Streaming
@@ -101,8 +101,7 @@ class AppendedRows(RowsOfText):
         if must_be_exact(queries):
             self.cache.write(layer, keys, values, self.visibility.start + first)
             visible, c = self.slots(first, last, part.window, group), part.config
-            keys_and_values = key_parts(self.cache, layer, visible, most)
-            return attend_rows(queries, keys_and_values, visible, scale=_scale(c), cap=c.attention_cap)
+            return attend_exactly(queries, self.cache, layer, visible, scale=_scale(c), cap=c.attention_cap)
         is_little = group * len(queries) * (self.visibility.start + last) <= MASK_ELEMENTS
         if most is None and self.cache.beginning is None and is_little:
             return super().attend(part, projected, first, last)
@@ -213,6 +212,12 @@ class JoinedRows:
         c, cache, group = part.config, pieces[0].text.cache, queries.shape[1] // num_heads
         most, shared = cache.most_read(part.layer), cache.num_in_beginning
         seen = [piece.text.slots(piece.first, piece.last, part.window, group) for piece in pieces]
+        if queries.device.type != "cpu":
+            alone = partial(attend_exactly, layer=part.layer, scale=_scale(c), cap=c.attention_cap)
+            return [
+                alone(queries[some], piece.text.cache, visible=visible)
+                for piece, visible, some in zip(pieces, seen, rows, strict=True)
+            ]
         together = self._slots_together(seen)
         attention = RowAttention.of(queries, num_heads, scale=_scale(c), cap=c.attention_cap)
         for keys in key_parts(cache, part.layer, together, most, end=shared):

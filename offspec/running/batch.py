@@ -62,8 +62,8 @@ class Ticket:
 class Batch:
     """Requests that share passes. `add` and `cancel` may be called from any thread, `step` from one thread at a time.
 
-    Each text is that of `Engine.generate` alone with its seed, whatever shares its passes (in 16 bits up to near-ties,
-    as for any tree).
+    Each text is that of `Engine.generate` alone with its seed, whatever shares its passes (up to near-ties
+    where the target is not exact, as for any tree).
     """
 
     def __init__(
