@@ -12,8 +12,9 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
@@ -32,17 +33,27 @@ from offspec.errors import OffspecError, UsageError
 from offspec.user_files import parse_json
 
 from ..flags import with_flags
+from .answer_forms import ApiForm
+from .anthropic_messages import Messages
 from .connections import Bodies
 from .metrics import MEDIA_TYPE, one_line
-from .openai_answers import Answer, failure
-from .openai_requests import CompletionRequest, Json, Kind, parse
+from .openai_answers import Completions, failure
+from .openai_requests import CompletionRequest
+from .openai_responses import Responses
 from .privacy import public_name
+from .request_parts import Json
 from .responses import EventResponse, describe, refusal, whole_response
 from .service import Service, StoppingError
 
 MOST_BYTES = 32 * 2**20  # of a request
 MOST_BODIES_BYTES = 2 * MOST_BYTES  # of all requests being received
 MOST_CLIENT_BYTES = MOST_BYTES  # of those of one client
+FORMS: dict[str, ApiForm] = {  # below /v1
+    "chat/completions": Completions("chat"),
+    "completions": Completions("text"),
+    "messages": Messages(),
+    "responses": Responses(),
+}
 Handler = Callable[[Request], Awaitable[Response]]
 
 
@@ -112,14 +123,25 @@ def application(
         Route("/metrics", guarded(api.metrics)),
         Route("/v1/models", guarded(api.models)),
         Route("/v1/models/{id:path}", guarded(api.model)),
-        Route("/v1/chat/completions", guarded(partial(api.completion, kind="chat")), methods=["POST"]),
-        Route("/v1/completions", guarded(partial(api.completion, kind="text")), methods=["POST"]),
+        *(
+            Route(f"/v1/{path}", guarded(partial(api.answer, form=form)), methods=["POST"])
+            for path, form in FORMS.items()
+        ),
+        Route("/v1/messages/count_tokens", guarded(api.count_tokens), methods=["POST"]),
+        Route("/v1/embeddings", guarded(api.embeddings), methods=["POST"]),
     ]
     cors = Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["GET", "POST"], allow_headers=["*"])
     middleware = [cors] if origins else []
     return Starlette(
         routes=routes, middleware=middleware, exception_handlers={HTTPException: _not_found, Exception: _unexpected}
     )
+
+
+@dataclass
+class Reading:
+    """A request being read and checked. refusal: the response, if it is refused."""
+
+    refusal: Response | None = None
 
 
 class Api:
@@ -148,26 +170,46 @@ class Api:
     async def metrics(self, request: Request) -> Response:
         return PlainTextResponse(self._service.metrics.text(self._service.gauges()), media_type=MEDIA_TYPE)
 
-    async def completion(self, request: Request, kind: Kind) -> Response:
-        try:
-            asked = self._service.with_tools(parse(kind, await self._json(request), self._defaults))
+    async def answer(self, request: Request, form: ApiForm) -> Response:
+        async with self._told_of(form) as reading:
+            body = await self._json(request)
+            asked = self._service.with_tools(form.request(body, self._defaults))
             work = await self._service.submit(asked, _client(request, asked))
-        except (TooLargeError, OffspecError) as exc:
-            return self._refusal(kind, exc)
-        except ClientDisconnect:
-            return Response(status_code=499)  # nobody reads it
-        except asyncio.CancelledError:
-            return refusal(StoppingError())
-        answer = Answer(work.asked, self._name, work.prompts, self._service.engine.tokenizer)
+        if reading.refusal is not None:
+            return reading.refusal
+        answer = form.answer(body, work.asked, self._name, work.prompts, self._service.engine.tokenizer)
         if asked.streams:
             return EventResponse(answer, work, self._service.cancel)
-        return await whole_response(answer, work, self._service.cancel, request)
+        return await whole_response(answer, work, self._service.cancel, request, form.error)
 
-    def _refusal(self, kind: Kind, error: TooLargeError | OffspecError) -> Response:
-        self._service.tell(f"{kind}: refused: {one_line(with_flags(str(error)))}")
-        if isinstance(error, TooLargeError):
-            return JSONResponse(failure(str(error), kind=error.kind), error.status)
-        return refusal(error)
+    async def count_tokens(self, request: Request) -> Response:
+        """Anthropic's count of a request's tokens, which the model does not read."""
+        form = Messages()
+        async with self._told_of(form) as reading:
+            asked = self._service.with_tools(form.request(await self._json(request), self._defaults))
+            number = await self._service.count_tokens(asked, _client(request, asked))
+        return reading.refusal or JSONResponse({"input_tokens": number})
+
+    async def embeddings(self, request: Request) -> Response:
+        return JSONResponse(failure("offspec has no embeddings; ask a server with an embedding model"), 404)
+
+    @asynccontextmanager
+    async def _told_of(self, form: ApiForm) -> AsyncIterator[Reading]:
+        """Turns errors of a request, raised in the body, into the response that refuses it."""
+        reading = Reading()
+        try:
+            yield reading
+        except (TooLargeError, OffspecError) as exc:
+            self._service.tell(f"{form.name}: refused: {one_line(with_flags(str(exc)))}")
+            if isinstance(exc, TooLargeError):
+                content = form.error(failure(str(exc), kind=exc.kind), exc.status)
+                reading.refusal = JSONResponse(content, exc.status)
+            else:
+                reading.refusal = refusal(exc, form.error)
+        except ClientDisconnect:
+            reading.refusal = Response(status_code=499)  # nobody reads it
+        except asyncio.CancelledError:
+            reading.refusal = refusal(StoppingError(), form.error)
 
     async def _json(self, request: Request) -> Any:
         """The body as JSON. Raises UsageError, and TooLargeError for a body over its own or the common limit."""
@@ -231,7 +273,7 @@ class Guard:
         if self._is_private:
             named.append(f"//{request.headers.get('host', '')}")
         if self._api_key is not None:
-            borne = _bearer(request.headers.get("authorization", ""))
+            borne = request.headers.get("x-api-key") or _bearer(request.headers.get("authorization", ""))
             if borne is None or not secrets.compare_digest(borne.encode(), self._api_key.encode()):
                 return JSONResponse(failure("the API key is missing or wrong", code="invalid_api_key"), 401)
         elif not all(map(is_loopback, map(_host_of, named))):

@@ -238,6 +238,19 @@ class Service:
             self._changed.notify()
         return work
 
+    async def count_tokens(self, asked: CompletionRequest, client: str) -> int:
+        """The number of a chat's tokens. Raises the errors of `submit`."""
+        self._reserve(1)
+        try:
+            return len(
+                await asyncio.wrap_future(self._encoder.submit(client, partial(self._encode_chat, asked, client)))
+            )
+        except OffspecError as exc:
+            raise self._without_paths(exc) from exc
+        finally:
+            with self._changed:
+                self._num_encoding -= 1
+
     def with_tools(self, asked: CompletionRequest) -> CompletionRequest:
         """The request with the model's format of tool calls. Raises the errors of `openai_requests.with_tools`."""
         try:
