@@ -35,7 +35,7 @@ FINISHES = {"eos": "stop", "stop": "stop", "length": "length", None: None}
 class Said:
     """Text of an answer, all of it or a part. figures: `Stats.as_dict`, once there is a pass.
 
-    texts, logprobs, prompt_logprobs, stopped: as in `Step`.
+    texts, logprobs, prompt_logprobs, stopped: as in `Step`. report: of the pass, if the request asks for it.
     """
 
     text: str = ""
@@ -45,14 +45,22 @@ class Said:
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     stopped: str | None = None
+    report: Json | None = None
 
     @classmethod
-    def of(cls, step: Step) -> Said:
+    def of(cls, step: Step, report: Json | None = None) -> Said:
         figures = step.stats.as_dict()
         if figures["learn_file"] is not None:
             figures["learn_file"] = Path(figures["learn_file"]).name  # clients may not learn this machine's folders
         return cls(
-            step.text, step.finish_reason, figures, step.texts, step.logprobs, step.prompt_logprobs, step.stopped
+            step.text,
+            step.finish_reason,
+            figures,
+            step.texts,
+            step.logprobs,
+            step.prompt_logprobs,
+            step.stopped,
+            report,
         )
 
     def then(self, step: Step) -> Said:
@@ -260,6 +268,9 @@ class Answer:
             parts[-1]["choices"][0]["finish_reason"] = choice.finish(said)
             parts[-1]["offspec"] = said.figures
             self._figures[index] = said.figures
+        if said.report is not None:
+            told = {"index": index, "pass": said.report, **said.figures}
+            parts.insert(0, {**self._part_head, "choices": [], "offspec": told})
         return parts
 
     def last_parts(self) -> list[Json]:

@@ -103,6 +103,7 @@ class CompletionRequest:
     tools: Tools | None = None
     tool_format: ToolFormat | None = None  # how the model writes calls of the tools
     template_settings: Json = field(default_factory=dict)  # further variables of the chat template
+    reports_passes: bool = False  # whether a stream tells of each pass
 
     @property
     def prompt(self) -> Prompt:
@@ -153,6 +154,7 @@ def parse(kind: Kind, body: Any, defaults: SamplingParams) -> CompletionRequest:
         omits_answer,
         _tools(kind, body),
         template_settings=_template_settings(kind, body),
+        reports_passes=_reports_passes(body),
     )
 
 
@@ -182,6 +184,16 @@ def _template_settings(kind: Kind, body: Json) -> Json:
         raise UsageError(f"{name} may not have {', '.join(taken)}")
     check_depth(found, name)
     return found
+
+
+def _reports_passes(body: Json) -> bool:
+    settings = field_of(body, "offspec", Mapping, "an object") or {}
+    if unknown := sorted(settings.keys() - {"passes"}):
+        raise UsageError(f"offspec may have passes, not {', '.join(unknown)}")
+    passes = bool(field_of(settings, "passes", bool, "true or false"))
+    if passes and not body.get("stream"):
+        raise UsageError("offspec.passes is for streams; set stream to true, or omit it")
+    return passes
 
 
 def _tools(kind: Kind, body: Json) -> Tools | None:

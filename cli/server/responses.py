@@ -67,8 +67,8 @@ async def _events(answer: AnswerForm, work: Work) -> AsyncGenerator[str, None]:
             if found is None:
                 yield _sign_of_life(work)
                 continue
-            index, step = found
-            for part in answer.parts(index, Said.of(step), is_first=index not in begun):
+            index, step, report = found
+            for part in answer.parts(index, Said.of(step, report), is_first=index not in begun):
                 yield answer.event(part)
             begun.add(index)
             num_open -= step.finish_reason is not None
@@ -111,7 +111,7 @@ async def _collect(answer: AnswerForm, work: Work, write_error: WriteError) -> t
     try:
         while any(one.finish_reason is None for one in said):
             if (found := await work.next()) is not None:
-                index, step = found
+                index, step, _ = found
                 said[index] = said[index].then(step)
     except Exception as exc:  # noqa: BLE001 (the client is told)
         content, status = describe(exc, is_running=True)

@@ -53,6 +53,10 @@ class TokenTree:
         """The same tree, all of whose nodes one of SOURCES proposed."""
         return replace(self, sources=np.full(len(self), source))
 
+    def source(self, node: int) -> str:
+        """Which of SOURCES gave the node its score."""
+        return SOURCES[DRAFT if self.sources is None else self.sources[node]]
+
     def picked(self, nodes: IntArray) -> TokenTree:
         """These nodes, in that order, as a tree. They contain the parent of each node before the node."""
         renumbered = np.full(len(self) + 1, ROOT)  # the last entry is for parent -1

@@ -101,6 +101,8 @@ def test_what_asks_for_nothing_is_no_reason_to_refuse() -> None:
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0] parts text"),
         ({"messages": [{**USER, "tool_calls": [{}]}]}, "messages[0] tool_calls"),
         ({"messages": [USER], "n": 0}, "n between 1 16 0"),
+        ({"messages": [USER], "offspec": {"passes": True}}, "offspec.passes stream"),
+        ({"messages": [USER], "offspec": {"trees": True}}, "offspec passes trees"),
         ({"messages": [USER], "n": 2.0}, "n number 2.0"),
         ({"messages": [USER], "n": 2, "best_of": 3}, "best_of text completions"),
         ({"messages": [USER], "logprobs": 0}, "logprobs true 0"),
