@@ -103,6 +103,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("--draft", default="auto")
+    parser.add_argument("--context", default="8192")
     parser.add_argument("--file", type=Path, default=FILE)
     parser.add_argument("--case", default=CASE, help="the id of a conversation in the file")
     parser.add_argument("--turns", type=int, default=12, help="of the user; the first ones")
@@ -110,7 +111,7 @@ def main() -> None:
     args = parser.parse_args()
     cases = json.loads(args.file.read_text(encoding="utf-8"))["cases"]
     messages = next(case["messages"] for case in cases if case["id"] == args.case)
-    turns, flags = turns_of(messages, args.turns), ("--draft", args.draft)
+    turns, flags = turns_of(messages, args.turns), ("--draft", args.draft, "--context", args.context)
     reused = replay(args.model, flags, turns, args.max_tokens)
     scored = replay(args.model, (*flags, *WITHOUT_REUSE), turns, args.max_tokens)
     print(f"{'turn':>4} {'tokens':>7} {'new':>7} {'with s':>8} {'CPU s':>8} {'without s':>10} {'CPU s':>8}")

@@ -101,6 +101,7 @@ Examples:
     metavar="ORIGIN",
     help="Answer web pages of this origin, such as https://chat.example; * allows all origins and needs an API key.",
 )
+@option("--page/--no-page", default=True, help="Whether a browser gets a page to chat in at /. [default: --page]")
 @option(
     "--parallel",
     callback=number_of_texts,
@@ -136,6 +137,7 @@ def command(
     api_key: str | None,
     alias: str | None,
     cors: tuple[str, ...],
+    page: bool,
     parallel: int | None,
     max_queue: int,
     quiet: bool,
@@ -161,12 +163,15 @@ def command(
             _tell_of_template(engine)
             if api_key is None and not is_loopback(host):
                 _warn_of_strangers(host)
-            click.echo(f"{engine.name} is served at http://{_address(sock)}/v1; Ctrl-C stops the server.")
+            paths = "/v1, and a page to chat in at /" if page else "/v1"
+            click.echo(f"{engine.name} is served at http://{_address(sock)}{paths}; Ctrl-C stops the server.")
             sys.stdout.flush()
         tell = (lambda line: None) if quiet else _log
         service = Service(engine, speculation, most_waiting=max_queue, most_texts=parallel, tell=tell)
         with _process_of_a_server(), learning_kept(engine, written_file(loading), quiet=quiet), closing(service):
-            app = application(service, sampling, api_key, is_private=is_loopback(host), origins=cors, alias=alias)
+            app = application(
+                service, sampling, api_key, is_private=is_loopback(host), origins=cors, alias=alias, has_page=page
+            )
             config = uvicorn.Config(
                 app,
                 http=protocol(most_connections()),

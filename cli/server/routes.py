@@ -40,6 +40,7 @@ from .metrics import MEDIA_TYPE, one_line
 from .openai_answers import Completions, failure
 from .openai_requests import CompletionRequest
 from .openai_responses import Responses
+from .page_routes import page_routes
 from .privacy import public_name
 from .request_parts import Json
 from .responses import EventResponse, describe, refusal, whole_response
@@ -109,12 +110,13 @@ def application(
     is_private: bool = False,
     origins: Sequence[str] = (),
     alias: str | None = None,
+    has_page: bool = False,
 ) -> Starlette:
     """The routes. Without a key, requests from web pages are refused: browsers send them even across origins.
 
     is_private: only this machine can reach the server, so another host name indicates DNS rebinding. origins: of web
     pages that may ask and read answers (CORS); "*" is all of them, with a key. alias: what clients see as the model's
-    name.
+    name. has_page: whether `/` is a page to chat in.
     """
     api = Api(service, defaults, alias)
     guarded = Guard(api_key, is_private=is_private, origins=origins)
@@ -129,6 +131,7 @@ def application(
         ),
         Route("/v1/messages/count_tokens", guarded(api.count_tokens), methods=["POST"]),
         Route("/v1/embeddings", guarded(api.embeddings), methods=["POST"]),
+        *(page_routes() if has_page else []),
     ]
     cors = Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["GET", "POST"], allow_headers=["*"])
     middleware = [cors] if origins else []
