@@ -34,12 +34,14 @@ COMMANDS = {
     "quantize": "Convert a checkpoint to 4 bit, packed bf16 or plain floats, in a layout for fast streaming.",
     "distill": "Train a draft for a model: an exit layer, a head or a small model.",
     "verify": "Compare speculative text with plain decoding, token by token.",
+    "models": "List, download and remove models.",
     "doctor": "Show this machine's hardware, its measured rates, and advice.",
     "config": "Show every setting with its value and source.",
 }
 ELSEWHERE = {  # commands of Ollama and others → what does that here
-    "pull": "a model is downloaded when it is first named, as in offspec run ORG/NAME PROMPT",
-    "list": "offspec runs any folder, GGUF file or hub id; downloads are in Hugging Face's cache",
+    "pull": "offspec models pull downloads one; other commands do when it is first named",
+    "list": "offspec models lists them",
+    "rm": "offspec models rm removes one",
 }
 COMPLETION = "_OFFSPEC_COMPLETE"  # set by the shell's completion script (click)
 # Signals that end the program, besides Ctrl-C.

@@ -3,7 +3,7 @@
 import { svg, visible } from "./dom.js";
 
 const ROW = 24;
-const GAP = 26; // between columns, for the branches
+const GAP = 20; // between columns, for the branches
 const CHAR = 7.3; // width of a character of the labels
 const MOST_CHARS = 16;
 

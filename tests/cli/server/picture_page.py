@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from offspec import Engine
+from offspec import Engine, SpeculationParams
 
 from .browser import Browser, chromium
 from .serving import served
@@ -61,36 +61,47 @@ def show_markdown(browser: Browser) -> None:
     )
 
 
+def choose_best_pass(browser: Browser) -> None:
+    """The pass with the most tokens, but the first, which has the prompt's."""
+    heights = browser.run(
+        "return [...document.querySelectorAll('.bars rect')].map((bar) => Number(bar.getAttribute('height')))"
+    )
+    best = max(range(1, len(heights)), key=lambda place: heights[place])
+    for _ in range(len(heights) - 1 - best):
+        browser.run("document.querySelector(arguments[0]).click()", "[aria-label='Earlier pass']")
+
+
 def main(model: str = "builtin", draft: str = "auto") -> None:
     with (
         Engine.load(model, draft=draft, device="cpu", context=1024) as engine,
-        served(engine, has_page=True) as (client, _),
+        served(engine, has_page=True, speculation=SpeculationParams(budget=20)) as (client, _),
         chromium(1360, 860) as browser,
     ):
         browser.open(f"http://127.0.0.1:{client.port}/")
         picture(browser, "1-empty")
+        browser.click("#settings-button")
+        browser.find("#s-max_tokens").send_keys("120")
+        browser.find("#s-temperature").send_keys("0")
+        picture(browser, "2-settings")
+        browser.press("Done", "#settings")
         browser.run("document.querySelector('#prompt').value = arguments[0]", PROMPT)
         browser.find("#prompt").send_keys("\n")
         browser.wait_for_answer()
-        if browser.find("#insight").get_attribute("hidden"):
+        if browser.run("return document.querySelector('#insight').hidden"):
             browser.click("#insight-button")
-        browser.click("#insight [aria-label='Earlier pass']")
-        picture(browser, "2-passes")
         browser.click("#sources")
-        picture(browser, "3-sources")
+        choose_best_pass(browser)
+        picture(browser, "3-passes")
         browser.click("#sources")
         show_markdown(browser)
         picture(browser, "4-markdown")
-        browser.click("#settings-button")
-        picture(browser, "5-settings")
-        browser.keys("\ue00c")
         browser.run("document.documentElement.dataset.theme = 'dark'")
-        picture(browser, "6-dark")
+        picture(browser, "5-dark")
         browser.click("#insight-button")
         browser.driver.set_window_size(420, 860)
-        picture(browser, "7-narrow")
+        picture(browser, "6-narrow")
         browser.click("#insight-button")
-        picture(browser, "8-narrow-passes")
+        picture(browser, "7-narrow-passes")
         for message in browser.errors():
             print(message)
 

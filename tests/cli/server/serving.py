@@ -70,12 +70,18 @@ def served(
     tell: Callable[[str], None] = lambda line: None,
     clock: Callable[[], float] = time.monotonic,
     idle_s: float = 5,
+    speculation: SpeculationParams | None = None,
     **settings: Any,
 ) -> Generator[tuple[Client, Service], None, None]:
     """idle_s: how long a connection may be idle between requests."""
     sock = listening("127.0.0.1", 0)
     service = Service(
-        engine, SpeculationParams(), most_waiting=most_waiting, most_texts=parallel, tell=tell, clock=clock
+        engine,
+        speculation or SpeculationParams(),
+        most_waiting=most_waiting,
+        most_texts=parallel,
+        tell=tell,
+        clock=clock,
     )
     with closing(service):
         for executor in (service._encoder, service._compiler):
