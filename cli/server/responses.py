@@ -32,6 +32,7 @@ from .answer_forms import AnswerForm
 from .openai_answers import Said, failure
 from .request_parts import Json
 from .service import BusyError, StoppingError, Work
+from .shelf import UnknownModelError
 
 KEEP_ALIVE_S = 5.0  # between two signs of life
 SILENCE_S = 10.0  # before the first one of a whole answer
@@ -170,6 +171,8 @@ def describe(error: Exception, *, is_running: bool = False) -> tuple[Json, int]:
         return failure(str(error), kind="rate_limit_error", code="rate_limit_exceeded"), 429
     if isinstance(error, StoppingError):
         return failure(str(error), kind="server_error"), 503
+    if isinstance(error, UnknownModelError):
+        return failure(str(error), code="model_not_found"), 404
     is_invalid = isinstance(error, (UsageError, TokenizerError, ContextLengthError)) and not is_running
     is_theirs = is_invalid or isinstance(error, ConstraintError)  # its dead ends are met while running
     code = "context_length_exceeded" if isinstance(error, ContextLengthError) else None

@@ -11,7 +11,6 @@ import secrets
 import signal
 import socket
 import threading
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
@@ -28,7 +27,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from offspec import Engine, SamplingParams
+from offspec import SamplingParams
 from offspec.errors import OffspecError, UsageError
 from offspec.user_files import parse_json
 
@@ -41,10 +40,9 @@ from .openai_answers import Completions, failure
 from .openai_requests import CompletionRequest
 from .openai_responses import Responses
 from .page_routes import page_routes
-from .privacy import public_name
-from .request_parts import Json
 from .responses import EventResponse, describe, refusal, whole_response
 from .service import Service, StoppingError
+from .shelf import Models, OneModel, Shelf, UnknownModelError
 
 MOST_BYTES = 32 * 2**20  # of a request
 MOST_BODIES_BYTES = 2 * MOST_BYTES  # of all requests being received
@@ -72,7 +70,7 @@ class StoppableServer(uvicorn.Server):
     Its log tells of long answers while they are computed.
     """
 
-    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+    def __init__(self, config: uvicorn.Config, service: Service | Shelf) -> None:
         super().__init__(config)
         self._service = service
         service.give_up = lambda: setattr(self, "should_exit", True)
@@ -103,7 +101,7 @@ class StoppableServer(uvicorn.Server):
 
 
 def application(
-    service: Service,
+    models: Service | Shelf,
     defaults: SamplingParams,
     api_key: str | None = None,
     *,
@@ -118,7 +116,7 @@ def application(
     pages that may ask and read answers (CORS); "*" is all of them, with a key. alias: what clients see as the model's
     name. has_page: whether `/` is a page to chat in.
     """
-    api = Api(service, defaults, alias)
+    api = Api(models if isinstance(models, Shelf) else OneModel(models, alias), defaults)
     guarded = Guard(api_key, is_private=is_private, origins=origins)
     routes = [
         Route("/health", api.health),
@@ -150,47 +148,50 @@ class Reading:
 class Api:
     """The handlers of the routes."""
 
-    def __init__(self, service: Service, defaults: SamplingParams, alias: str | None = None) -> None:
-        self._service, self._defaults = service, defaults
+    def __init__(self, models: Models, defaults: SamplingParams) -> None:
+        self._models, self._defaults = models, defaults
         self._bodies = Bodies(MOST_BODIES_BYTES, MOST_CLIENT_BYTES)
-        public = public_name(service.engine.name)
-        self._name = alias or public
-        self._names = {self._name, public, service.engine.name}  # by which a client may ask for the model
-        self._described = describe_model(service.engine, self._name)
 
     async def models(self, request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [self._described]})
+        return JSONResponse({"object": "list", "data": self._models.list()})
 
     async def model(self, request: Request) -> Response:
-        if (asked := request.path_params["id"]) not in self._names:
-            message = f"unknown model {asked!r}; this server has {self._name}"
-            return JSONResponse(failure(message, code="model_not_found"), 404)
-        return JSONResponse(self._described)
+        try:
+            return JSONResponse(self._models.describe(request.path_params["id"]))
+        except UnknownModelError as exc:
+            return refusal(exc)
 
     async def health(self, request: Request) -> Response:
         return JSONResponse({"status": "ok"})
 
     async def metrics(self, request: Request) -> Response:
-        return PlainTextResponse(self._service.metrics.text(self._service.gauges()), media_type=MEDIA_TYPE)
+        loaded = self._models.loaded
+        text = "" if loaded is None else loaded.service.metrics.text(loaded.service.gauges())
+        return PlainTextResponse(text, media_type=MEDIA_TYPE)
 
     async def answer(self, request: Request, form: ApiForm) -> Response:
         async with self._told_of(form) as reading:
             body = await self._json(request)
-            asked = self._service.with_tools(form.request(body, self._defaults))
-            work = await self._service.submit(asked, _client(request, asked))
+            asked = form.request(body, self._defaults)
+            async with self._models.using(body.get("model")) as loaded:
+                service = loaded.service
+                work = await service.submit(service.with_tools(asked), _client(request, asked))
         if reading.refusal is not None:
             return reading.refusal
-        answer = form.answer(body, work.asked, self._name, work.prompts, self._service.engine.tokenizer)
+        answer = form.answer(body, work.asked, loaded.name, work.prompts, service.engine.tokenizer)
         if asked.streams:
-            return EventResponse(answer, work, self._service.cancel)
-        return await whole_response(answer, work, self._service.cancel, request, form.error)
+            return EventResponse(answer, work, service.cancel)
+        return await whole_response(answer, work, service.cancel, request, form.error)
 
     async def count_tokens(self, request: Request) -> Response:
         """Anthropic's count of a request's tokens, which the model does not read."""
         form = Messages()
         async with self._told_of(form) as reading:
-            asked = self._service.with_tools(form.request(await self._json(request), self._defaults))
-            number = await self._service.count_tokens(asked, _client(request, asked))
+            body = await self._json(request)
+            asked = form.request(body, self._defaults)
+            async with self._models.using(body.get("model")) as loaded:
+                asked = loaded.service.with_tools(asked)
+                number = await loaded.service.count_tokens(asked, _client(request, asked))
         return reading.refusal or JSONResponse({"input_tokens": number})
 
     async def embeddings(self, request: Request) -> Response:
@@ -203,7 +204,7 @@ class Api:
         try:
             yield reading
         except (TooLargeError, OffspecError) as exc:
-            self._service.tell(f"{form.name}: refused: {one_line(with_flags(str(exc)))}")
+            self._models.tell(f"{form.name}: refused: {one_line(with_flags(str(exc)))}")
             if isinstance(exc, TooLargeError):
                 content = form.error(failure(str(exc), kind=exc.kind), exc.status)
                 reading.refusal = JSONResponse(content, exc.status)
@@ -231,14 +232,6 @@ class Api:
             raise UsageError(f"the request is not JSON ({exc})") from exc
         finally:
             self._bodies.give_back(client, len(content))
-
-
-def describe_model(engine: Engine, name: str) -> Json:
-    """The model as `/v1/models` lists it. The context is `max_model_len` in vLLM, and in llama.cpp's server `meta`."""
-    config = engine.target.config
-    meta = {"n_ctx": engine.max_context, "n_ctx_train": config.max_context, "n_vocab": config.vocab_size}
-    head = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "offspec"}
-    return {**head, "max_model_len": engine.max_context, "context_length": engine.max_context, "meta": meta}
 
 
 def _client(request: Request, asked: CompletionRequest) -> str:

@@ -213,6 +213,12 @@ class Service:
             "parked_bytes": ("Bytes of these entries.", self._pool.parked_bytes),
         }
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no answer is under way or waits."""
+        with self._changed:
+            return not self._open and not self._num_encoding
+
     def tell_progress(self) -> None:
         """A line of log for each answer that has been under way for PROGRESS_S since the last one; from any thread."""
         now_s = self._clock()

@@ -344,16 +344,31 @@ function showFiles() {
 
 async function connect() {
   try {
-    const [model] = await api.models();
-    state.model = model.id;
-    byId("model").textContent = model.id;
-    document.title = `${model.id} · offspec`;
+    showModels((await api.models()).map((model) => model.id));
     setOnline(true);
   } catch (error) {
     if (error.status === 401) askKey();
     else if (error.status === 0) setOnline(false);
     else notice(error.message);
   }
+}
+
+/** The model's name; of several models a choice, which the browser keeps. */
+function showModels(names) {
+  const kept = localStorage.getItem("offspec.model");
+  const choice = byId("models");
+  choice.replaceChildren(...names.map((name) => el("option", {}, name)));
+  choice.value = names.includes(kept) ? kept : names[0];
+  choice.hidden = names.length < 2;
+  byId("model").hidden = names.length > 1;
+  useModel();
+}
+
+function useModel() {
+  state.model = byId("models").value;
+  localStorage.setItem("offspec.model", state.model);
+  byId("model").textContent = state.model;
+  document.title = `${state.model} · offspec`;
 }
 
 function setOnline(isOnline) {
@@ -507,6 +522,7 @@ function listen() {
   byId("composer").addEventListener("submit", send);
   byId("settings").addEventListener("close", closeSettings);
   byId("sources").addEventListener("change", showSources);
+  byId("models").addEventListener("change", useModel);
   byId("file").addEventListener("change", async (event) => {
     await addFiles(event.target.files);
     event.target.value = "";

@@ -59,6 +59,7 @@ class FakeServer:
     def __init__(self) -> None:
         self.script: Callable[[Any], Iterator[Any]] = lambda body: iter(["Hello."])
         self.bodies, self.num_left, self.key = list[Any](), 0, ""
+        self.names = ["<i>fake</i>"]
         self.sock = listening("127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{self.sock.getsockname()[1]}/"
         self.start()
@@ -93,7 +94,7 @@ class FakeServer:
     async def models(self, request: Request) -> Response:
         if self.key and request.headers.get("authorization") != f"Bearer {self.key}":
             return JSONResponse({"error": {"message": "the API key is missing or wrong"}}, 401)
-        return JSONResponse({"data": [{"id": "<i>fake</i>"}]})
+        return JSONResponse({"data": [{"id": name} for name in self.names]})
 
     async def chat(self, request: Request) -> Response:
         self.bodies.append(await request.json())
@@ -141,6 +142,7 @@ def fakes() -> Generator[FakeServer, None, None]:
 @pytest.fixture
 def fake(fakes: FakeServer) -> FakeServer:
     fakes.script, fakes.key, fakes.num_left = (lambda body: iter(["Hello."])), "", 0
+    fakes.names = ["<i>fake</i>"]
     fakes.bodies.clear()
     return fakes
 
@@ -323,6 +325,18 @@ def test_settings_and_keys(page: Browser, fake: FakeServer) -> None:
     page.run("document.activeElement.blur()")
     page.keys("?")
     page.until("return document.querySelector('#keys').open")
+
+
+def test_of_several_models_one_is_chosen(page: Browser, fake: FakeServer) -> None:
+    fake.names = ["one", "two"]
+    page.driver.refresh()
+    page.until("return document.querySelectorAll('#models option').length === 2")
+    page.find("#models").send_keys("two")
+    page.say("hi")
+    page.wait_for_answer()
+    assert fake.bodies[0]["model"] == "two"
+    page.driver.refresh()
+    page.until("return document.querySelector('#models').value === 'two'")
 
 
 def test_the_key_is_asked_for(page: Browser, fake: FakeServer) -> None:
