@@ -61,12 +61,11 @@ def show_markdown(browser: Browser) -> None:
     )
 
 
-def choose_best_pass(browser: Browser) -> None:
-    """The pass with the most tokens, but the first, which has the prompt's."""
-    heights = browser.run(
-        "return [...document.querySelectorAll('.bars rect')].map((bar) => Number(bar.getAttribute('height')))"
-    )
-    best = max(range(1, len(heights)), key=lambda place: heights[place])
+def choose_pass(browser: Browser) -> None:
+    """A pass of some tokens, whose tree has branches."""
+    bars = "return [...document.querySelectorAll('.bars rect')].map((bar) => Number(bar.getAttribute('height')))"
+    heights = browser.run(bars)
+    best = min(range(1, len(heights)), key=lambda place: abs(heights[place] - 0.4 * max(heights)))
     for _ in range(len(heights) - 1 - best):
         browser.run("document.querySelector(arguments[0]).click()", "[aria-label='Earlier pass']")
 
@@ -81,7 +80,8 @@ def main(model: str = "builtin", draft: str = "auto") -> None:
         picture(browser, "1-empty")
         browser.click("#settings-button")
         browser.find("#s-max_tokens").send_keys("120")
-        browser.find("#s-temperature").send_keys("0")
+        browser.find("#s-temperature").send_keys("0.8")
+        browser.find("#s-seed").send_keys("7")
         picture(browser, "2-settings")
         browser.press("Done", "#settings")
         browser.run("document.querySelector('#prompt').value = arguments[0]", PROMPT)
@@ -90,7 +90,7 @@ def main(model: str = "builtin", draft: str = "auto") -> None:
         if browser.run("return document.querySelector('#insight').hidden"):
             browser.click("#insight-button")
         browser.click("#sources")
-        choose_best_pass(browser)
+        choose_pass(browser)
         picture(browser, "3-passes")
         browser.click("#sources")
         show_markdown(browser)
