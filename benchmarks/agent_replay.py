@@ -107,18 +107,22 @@ def main() -> None:
     parser.add_argument("--file", type=Path, default=FILE)
     parser.add_argument("--case", default=CASE, help="the id of a conversation in the file")
     parser.add_argument("--turns", type=int, default=12, help="of the user; the first ones")
+    parser.add_argument("--compare", help="turns to repeat without reuse, as in 4,8,11; default: all")
     parser.add_argument("--max-tokens", type=int, default=8)
     args = parser.parse_args()
     cases = json.loads(args.file.read_text(encoding="utf-8"))["cases"]
     messages = next(case["messages"] for case in cases if case["id"] == args.case)
     turns, flags = turns_of(messages, args.turns), ("--draft", args.draft, "--context", args.context)
+    numbers = [int(number) for number in args.compare.split(",")] if args.compare else range(1, len(turns) + 1)
     reused = replay(args.model, flags, turns, args.max_tokens)
-    scored = replay(args.model, (*flags, *WITHOUT_REUSE), turns, args.max_tokens)
+    compared = [turns[number - 1] for number in numbers]
+    scored = dict(zip(numbers, replay(args.model, (*flags, *WITHOUT_REUSE), compared, args.max_tokens), strict=True))
     print(f"{'turn':>4} {'tokens':>7} {'new':>7} {'with s':>8} {'CPU s':>8} {'without s':>10} {'CPU s':>8}")
-    for number, (one, other) in enumerate(zip(reused, scored, strict=True), start=1):
-        figures = f"{one.wall_s:8.2f} {one.cpu_s:8.2f} {other.wall_s:10.2f} {other.cpu_s:8.2f}"
-        print(f"{number:4} {one.tokens:7} {one.scored:7} {figures}")
-    print(json.dumps({"reused": [*map(asdict, reused)], "scored": [*map(asdict, scored)]}))
+    for number, one in enumerate(reused, start=1):
+        other = f"{scored[number].wall_s:10.2f} {scored[number].cpu_s:8.2f}" if number in scored else ""
+        print(f"{number:4} {one.tokens:7} {one.scored:7} {one.wall_s:8.2f} {one.cpu_s:8.2f} {other}")
+    without = {number: asdict(each) for number, each in scored.items()}
+    print(json.dumps({"reused": [*map(asdict, reused)], "scored": without}))
 
 
 if __name__ == "__main__":

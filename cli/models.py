@@ -26,7 +26,7 @@ download it by themselves. `rm` removes a hub id from the cache, or a folder or 
 
 \b
 Examples:
-  offspec models
+  offspec models list
   offspec models list ./models
   offspec models pull Qwen/Qwen3-8B
   offspec models rm Qwen/Qwen3-8B

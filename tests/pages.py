@@ -48,6 +48,7 @@ ELSEWHERE = {
     "serve run": "tests/cli/server/test_ray_serve.py",
     "offspec tokens": "tests/house/test_docs.py",
     "python -m tests.offspec.schemas": "tests/offspec/test_constrained_texts.py",
+    "python -m tests.cli.server.picture_page": "tests/cli/server/test_page.py",
     "python -m tests.fuzz.requests": "tests/fuzz/test_requests.py",
     "lm_eval": "tests/cli/server/test_clients.py",
     **dict.fromkeys(

@@ -1,9 +1,12 @@
-// A pass's tree, drawn: from left to right the tokens guessed, the accepted path filled, siblings with probabilities.
+// A pass's tree, drawn downwards: the tokens guessed, the accepted path filled, siblings with their probabilities.
 
 import { svg, visible } from "./dom.js";
 
-const ROW = 24;
-const GAP = 20; // between columns, for the branches
+const LEVEL = 34; // from one depth to the next
+const HEIGHT = 20; // of a node
+const GAP = 7; // between neighbours
+const EDGE = 10;
+const STEM = 14; // where branches leave a node, from its left
 const CHAR = 7.3; // width of a character of the labels
 const MOST_CHARS = 16;
 
@@ -16,28 +19,23 @@ const percent = (share) => (share >= 0.995 ? "1" : share < 0.01 ? "<.01" : share
 /** The SVG of a pass. pass: as the server reports it. before: the text's last token. */
 export function drawTree(pass, before) {
   const nodes = nodesOf(pass, before);
-  place(nodes);
-  const widths = columnWidths(nodes);
-  const lefts = widths.map((_, depth) => 10 + widths.slice(0, depth).reduce((sum, width) => sum + width + GAP, 0));
-  const width = lefts.at(-1) + widths.at(-1) + 12;
-  const height = ROW * (1 + Math.max(...nodes.map((node) => node.row))) + 16;
-  const title = `Tree of the pass: ${nodes.filter((node) => node.isAccepted).length} guesses accepted of ${pass.tree.num_nodes}`;
+  place(nodes[0], []);
+  const width = Math.max(...nodes.map((node) => node.x + node.width)) + EDGE;
+  const height = Math.max(...nodes.map((node) => node.y)) + HEIGHT + EDGE;
+  const title = `Tree of the pass: ${pass.tree.accepted.length} guesses accepted of ${pass.tree.num_nodes}`;
   const drawn = svg("svg", { width, height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": title });
-  const centre = (node) => 8 + ROW * node.row + ROW / 2;
-  for (const node of nodes.slice(1)) {
-    const from = lefts[node.parent.depth] + node.parent.width;
-    const to = lefts[node.depth];
-    const [y, end] = [centre(node.parent), centre(node)];
-    const middle = to - GAP / 2;
-    drawn.append(
-      svg("path", {
-        d: `M${from} ${y}H${middle - 6}C${middle} ${y} ${middle} ${end} ${middle + 8} ${end}H${to}`,
-        className: `branch ${node.isAccepted ? `accepted from-${node.source}` : ""}`,
-      }),
-    );
-  }
-  for (const node of nodes) drawn.append(box(node, lefts[node.depth], centre(node)));
+  const byAcceptance = [...nodes.slice(1)].sort((one, other) => one.isAccepted - other.isAccepted);
+  drawn.append(...byAcceptance.map(branch), ...nodes.map(box));
   return drawn;
+}
+
+/** From a node's parent down to it. */
+function branch(node) {
+  const [x, y] = [node.parent.x + STEM, node.parent.y + HEIGHT];
+  const [toX, toY] = [node.x + STEM, node.y];
+  const middle = y + (toY - y) / 2;
+  const line = x === toX ? `V${toY}` : `C${x} ${middle + 4} ${toX} ${middle - 4} ${toX} ${toY}`;
+  return svg("path", { d: `M${x} ${y}${line}`, className: `branch ${node.isAccepted ? `accepted from-${node.source}` : ""}` });
 }
 
 /** The nodes with the text's end first, and the target's own token last, if the pass ended with one. */
@@ -66,39 +64,30 @@ function nodesOf(pass, before) {
   return [root, ...found];
 }
 
-/** Gives each node its row: the accepted child's first, then by probability. */
-function place(nodes) {
-  let row = 0;
-  const visit = (node) => {
-    node.row = row;
-    const order = (child) => (child.isAccepted ? 2 : (child.probability ?? 0));
-    node.children.sort((one, other) => order(other) - order(one));
-    node.children.forEach((child, index) => {
-      if (index) row += 1;
-      visit(child);
-    });
-  };
-  visit(nodes[0]);
+/** Gives each node its place: a level a depth, each as far left as its parent and its neighbours allow.
+ *
+ * So branches do not cross. The accepted child comes first, then by probability: the accepted path is the left edge.
+ */
+function place(node, free) {
+  const share = node.probability === undefined ? 0 : 4.6;
+  node.width = (label(node.text).length + share) * CHAR + 14;
+  node.x = Math.max(free[node.depth] ?? EDGE, node.parent?.x ?? EDGE);
+  node.y = EDGE + node.depth * LEVEL;
+  free[node.depth] = node.x + node.width + GAP;
+  const order = (child) => (child.isAccepted ? 2 : (child.probability ?? 0));
+  node.children.sort((one, other) => order(other) - order(one));
+  for (const child of node.children) place(child, free);
 }
 
-function columnWidths(nodes) {
-  const widths = [];
-  for (const node of nodes) {
-    const share = node.probability === undefined ? 0 : 4.6;
-    node.width = (label(node.text).length + share) * CHAR + 14;
-    widths[node.depth] = Math.max(widths[node.depth] ?? 0, node.width);
-  }
-  return widths;
-}
-
-function box(node, left, middle) {
+function box(node) {
+  const [left, middle] = [node.x, node.y + HEIGHT / 2];
   const share = node.probability === undefined ? "" : `, guessed ${(100 * node.probability).toFixed(1)} %`;
   const told = `${visible(node.text)}: ${node.source === "text" ? "the text so far" : node.source}${share}`;
   return svg(
     "g",
     { className: `node from-${node.source} ${node.isAccepted ? "accepted" : ""}` },
     svg("title", {}, told),
-    svg("rect", { x: left, y: middle - 9.5, width: node.width, height: 19, rx: 5 }),
+    svg("rect", { x: left, y: node.y, width: node.width, height: HEIGHT, rx: 5 }),
     svg("text", { x: left + 7, y: middle + 4 }, label(node.text)),
     node.probability === undefined
       ? null
