@@ -168,7 +168,7 @@ def _add_tools(chat: Json, body: Json) -> None:
         return
     if choice.get("type") == "tool":
         chat["tool_choice"] = {"type": "function", "function": {"name": choice.get("name")}}
-    elif choice.get("type") in CHOICES:
+    elif choice.get("type") in [*CHOICES]:  # a list: the value may be anything
         chat["tool_choice"] = CHOICES[choice["type"]]
     else:
         raise UsageError(f"tool_choice.type must be one of {', '.join(CHOICES)}, tool")
@@ -181,12 +181,10 @@ def _add_thinking(chat: Json, body: Json) -> None:
     thinking = field_of(body, "thinking", dict, "an object")
     if thinking is None:
         return
-    if thinking.get("type") not in THINKING:
+    if thinking.get("type") not in [*THINKING]:
         raise UsageError(f"thinking.type must be one of {', '.join(THINKING)}")
-    chat["chat_template_kwargs"] = {
-        "enable_thinking": THINKING[thinking["type"]],
-        **(chat.get("chat_template_kwargs") or {}),
-    }
+    settings = field_of(chat, "chat_template_kwargs", dict, "an object") or {}
+    chat["chat_template_kwargs"] = {"enable_thinking": THINKING[thinking["type"]], **settings}
 
 
 def _add_format(chat: Json, body: Json) -> None:

@@ -5,6 +5,7 @@ A request becomes a body of OpenAI's chats, so both have the same checks and the
 
 from __future__ import annotations
 
+import reprlib
 import secrets
 import time
 from collections.abc import Iterator, Sequence
@@ -31,8 +32,10 @@ NOT_FOLLOWED: dict[str, tuple[Any, ...]] = {
     "top_logprobs": (0,),
     "context_management": ([],),
 }
-SAME_FIELDS = ("stream", "user", "stop", "parallel_tool_calls", "ignore_eos", "logit_bias", "chat_template_kwargs")
-SAME_FIELDS += tuple(name for name, *_ in FIELDS)
+SAME_FIELDS = (
+    *("stream", "user", "stop", "parallel_tool_calls", "ignore_eos", "logit_bias", "chat_template_kwargs"),
+    *(name for name, *_ in FIELDS),
+)
 ECHOED = ("instructions", "max_output_tokens", "metadata", "temperature", "top_p", "user")
 TEXTS = ["input_text", "output_text", "text"]
 DELTAS = {"thinking": "reasoning_text", "text": "output_text", "call": "function_call_arguments"}
@@ -106,7 +109,7 @@ def _messages(body: Json) -> list[Json]:
         elif kind == "message":
             found.append({"role": item.get("role"), "content": text_of(item.get("content"), f"{where}.content", TEXTS)})
         else:
-            raise UsageError(f"{where} is of type {kind!r}, which is not supported")
+            raise UsageError(f"{where} is of type {reprlib.repr(kind)}, which is not supported")
         if thoughts and found[-1]["role"] == "assistant":
             found[-1]["reasoning_content"], thoughts = thoughts, ""
     return found

@@ -5,6 +5,7 @@ The page itself holds no secret: what it asks for goes through the API, with the
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from importlib.resources import files
 
 from starlette.requests import Request
@@ -49,7 +50,7 @@ def _kind(name: str) -> str:
     return name.rpartition(".")[2]
 
 
-def _sender(name: str) -> object:
+def _sender(name: str) -> Callable[[Request], Awaitable[Response]]:
     content = (files(__package__) / FOLDER / name).read_bytes()
     media_type = f"{TYPES[_kind(name)]}; charset=utf-8"
 

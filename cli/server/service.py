@@ -96,9 +96,9 @@ class Job:
 
 
 class Arrival(NamedTuple):
-    """The next step of one of a request's answers, or its error."""
+    """The next step of one of a request's answers, or its error. number: the answer's."""
 
-    index: int
+    number: int
     result: Step | Exception
     report: Json | None
 
