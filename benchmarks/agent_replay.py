@@ -67,7 +67,7 @@ def first_token(port: int, process: psutil.Process, messages: Sequence[Message],
         return float(times.user + times.system)
 
     body = {"model": "any", "messages": messages, "max_tokens": max_tokens, "stream": True, "temperature": 0}
-    began, began_cpu, usage, found = time.perf_counter(), cpu_s(), dict[str, int](), None
+    began, began_cpu, usage, seconds = time.perf_counter(), cpu_s(), dict[str, int](), None
     with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=3600)) as connection:
         connection.request("POST", "/v1/messages", json.dumps(body))
         for line in connection.getresponse():
@@ -76,11 +76,11 @@ def first_token(port: int, process: psutil.Process, messages: Sequence[Message],
                 sys.exit(f"Error: {event['error']['message']}")
             if event.get("type") == "message_start":
                 usage = event["message"]["usage"]
-                found = time.perf_counter() - began, cpu_s() - began_cpu
-    if found is None:
+                seconds = time.perf_counter() - began, cpu_s() - began_cpu
+    if seconds is None:
         sys.exit("Error: the server refused a turn; give a smaller --turns, or a model with a longer context")
     scored = usage["input_tokens"]
-    return FirstToken(scored + usage["cache_read_input_tokens"], scored, *found)
+    return FirstToken(scored + usage["cache_read_input_tokens"], scored, *seconds)
 
 
 def turns_of(messages: Sequence[Message], most: int) -> list[list[Message]]:
@@ -90,13 +90,13 @@ def turns_of(messages: Sequence[Message], most: int) -> list[list[Message]]:
 
 
 def replay(model: str, flags: Sequence[str], turns: Sequence[list[Message]], max_tokens: int) -> list[FirstToken]:
-    found = list[FirstToken]()
+    results = list[FirstToken]()
     with server(model, flags) as (port, process):
         first_token(port, process, OTHER, 2)  # what is measured once, and compiled once
         for turn in turns:
-            found.append(first_token(port, process, turn, max_tokens))
+            results.append(first_token(port, process, turn, max_tokens))
             first_token(port, process, OTHER, 2)
-    return found
+    return results
 
 
 def main() -> None:

@@ -56,12 +56,12 @@ def command(action: str, model: str | None, yes: bool, as_json: bool, verbose: b
 def _list(folder: str | None, *, as_json: bool) -> None:
     from offspec.tools.local_models import hub_models, models_in, named_models
 
-    found = [*named_models(), *hub_models()] if folder is None else models_in(Path(folder))
+    models = [*named_models(), *hub_models()] if folder is None else models_in(Path(folder))
     if as_json:
-        for each in found:
+        for each in models:
             click.echo(json.dumps({**each.as_dict(), "fault": with_flags(each.fault)}))
     else:
-        click.echo(table(found))
+        click.echo(table(models))
 
 
 def table(models: Sequence[LocalModel]) -> str:

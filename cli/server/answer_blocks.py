@@ -45,16 +45,16 @@ class BlockEvent:
 class BlockAnswer:
     """The blocks of one chat's answer, whole or as they grow; its finish_reason as OpenAI's chats have it."""
 
-    def __init__(self, asked: CompletionRequest, prompt: Sequence[int], tokenizer: Tokenizer) -> None:
-        self._choice = ChatChoice(asked, TokenTexts(tokenizer), ThinkingStyle.of(prompt, tokenizer))
+    def __init__(self, request: CompletionRequest, prompt: Sequence[int], tokenizer: Tokenizer) -> None:
+        self._choice = ChatChoice(request, TokenTexts(tokenizer), ThinkingStyle.of(prompt, tokenizer))
         self.blocks = list[Block]()
         self._is_open = False
         self.finish: str | None = None
 
-    def whole(self, said: Said) -> list[Block]:
+    def whole(self, passage: Said) -> list[Block]:
         """The blocks of a whole answer."""
-        message = self._choice.whole(said)["message"]
-        self.finish = self._choice.finish(said)
+        message = self._choice.whole(passage)["message"]
+        self.finish = self._choice.finish(passage)
         if message.get("reasoning_content"):
             self.blocks.append(Block("thinking", message["reasoning_content"]))
         if message["content"]:
@@ -64,9 +64,9 @@ class BlockAnswer:
             self.blocks.append(Block("call", function["arguments"], function["name"], call["id"]))
         return self.blocks
 
-    def push(self, said: Said) -> Iterator[BlockEvent]:
+    def push(self, passage: Said) -> Iterator[BlockEvent]:
         """What the text of one pass adds; after the last pass, no block is open."""
-        for part in self._choice.parts(said, is_first=False):
+        for part in self._choice.parts(passage, is_first=False):
             delta = part["delta"]
             for kind, name in (("thinking", "reasoning_content"), ("text", "content")):
                 if text := delta.get(name):
@@ -76,8 +76,8 @@ class BlockAnswer:
                     yield from self._begin(Block("call", name=call["function"]["name"], call_id=call["id"]))
                 if text := call["function"]["arguments"]:
                     yield from self._more(self.blocks[-1], text)
-        if said.finish_reason is not None:
-            self.finish = self._choice.finish(said)
+        if passage.finish_reason is not None:
+            self.finish = self._choice.finish(passage)
             yield from self._end()
 
     def _more(self, block: Block, text: str) -> Iterator[BlockEvent]:

@@ -24,7 +24,7 @@ class AnswerForm(Protocol):
 
     def whole(self, answers: Sequence[Said]) -> Json: ...
 
-    def parts(self, index: int, said: Said, *, is_first: bool) -> list[Json]:
+    def parts(self, index: int, passage: Said, *, is_first: bool) -> list[Json]:
         """The parts of a stream for an answer's text of one pass."""
 
     def last_parts(self) -> list[Json]:
@@ -46,7 +46,7 @@ class ApiForm(Protocol):
         """Raises UsageError, which names the field."""
 
     def answer(
-        self, body: Json, asked: CompletionRequest, model: str, prompts: Sequence[Sequence[int]], tokenizer: Tokenizer
+        self, body: Json, request: CompletionRequest, model: str, prompts: Sequence[Sequence[int]], tokenizer: Tokenizer
     ) -> AnswerForm:
         """asked: as it is answered. prompts: token ids."""
 

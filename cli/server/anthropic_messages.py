@@ -44,9 +44,9 @@ class Messages:
         return parse("chat", as_chat(body), defaults)
 
     def answer(
-        self, body: Json, asked: CompletionRequest, model: str, prompts: Sequence[Sequence[int]], tokenizer: Tokenizer
+        self, body: Json, request: CompletionRequest, model: str, prompts: Sequence[Sequence[int]], tokenizer: Tokenizer
     ) -> MessageAnswer:
-        return MessageAnswer(model, BlockAnswer(asked, prompts[0], tokenizer))
+        return MessageAnswer(model, BlockAnswer(request, prompts[0], tokenizer))
 
     def error(self, failure: Json, status: int) -> Json:
         return error_of(failure, status)
@@ -213,28 +213,28 @@ class MessageAnswer(NamedEvents):
         }
 
     def whole(self, answers: Sequence[Said]) -> Json:
-        (said,) = answers
-        content = [_content(block, is_whole=True) for block in self._answer.whole(said)]
+        (passage,) = answers
+        content = [_content(block, is_whole=True) for block in self._answer.whole(passage)]
         return {
             **self._head,
             "content": content,
-            **self._stop(said),
-            "usage": _usage(said.figures),
-            "offspec": said.figures,
+            **self._stop(passage),
+            "usage": _usage(passage.figures),
+            "offspec": passage.figures,
         }
 
-    def parts(self, index: int, said: Said, *, is_first: bool) -> list[Json]:
+    def parts(self, index: int, passage: Said, *, is_first: bool) -> list[Json]:
         """The events of one pass."""
-        found = list[Json]()
+        events = list[Json]()
         if is_first:
-            usage = {**_usage(said.figures), "output_tokens": 0}
+            usage = {**_usage(passage.figures), "output_tokens": 0}
             message = {**self._head, "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
-            found.append({"type": "message_start", "message": message})
-        found += map(_event, self._answer.push(said))
-        if said.finish_reason is not None:
-            figures = {"usage": _usage(said.figures), "offspec": said.figures}
-            found += [{"type": "message_delta", "delta": self._stop(said), **figures}, {"type": "message_stop"}]
-        return found
+            events.append({"type": "message_start", "message": message})
+        events += map(_event, self._answer.push(passage))
+        if passage.finish_reason is not None:
+            figures = {"usage": _usage(passage.figures), "offspec": passage.figures}
+            events += [{"type": "message_delta", "delta": self._stop(passage), **figures}, {"type": "message_stop"}]
+        return events
 
     def last_parts(self) -> list[Json]:
         return []
@@ -242,9 +242,9 @@ class MessageAnswer(NamedEvents):
     def error_parts(self, failure: Json, status: int) -> list[Json]:
         return [error_of(failure, status)]
 
-    def _stop(self, said: Said) -> Json:
-        if said.stopped is not None:
-            return {"stop_reason": "stop_sequence", "stop_sequence": said.stopped}
+    def _stop(self, passage: Said) -> Json:
+        if passage.stopped is not None:
+            return {"stop_reason": "stop_sequence", "stop_sequence": passage.stopped}
         return {"stop_reason": STOP_REASONS[self._answer.finish or "stop"], "stop_sequence": None}
 
 

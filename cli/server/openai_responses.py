@@ -52,9 +52,9 @@ class Responses:
         return parse("chat", as_chat(body), defaults)
 
     def answer(
-        self, body: Json, asked: CompletionRequest, model: str, prompts: Sequence[Sequence[int]], tokenizer: Tokenizer
+        self, body: Json, request: CompletionRequest, model: str, prompts: Sequence[Sequence[int]], tokenizer: Tokenizer
     ) -> ResponseAnswer:
-        return ResponseAnswer(body, model, BlockAnswer(asked, prompts[0], tokenizer))
+        return ResponseAnswer(body, model, BlockAnswer(request, prompts[0], tokenizer))
 
     def error(self, failure: Json, status: int) -> Json:
         return failure
@@ -89,9 +89,9 @@ def as_chat(body: Any) -> Json:
 
 def _messages(body: Json) -> list[Json]:
     instructions = field_of(body, "instructions", str, "a string")
-    found = [{"role": "system", "content": instructions}] if instructions else []
+    messages = [{"role": "system", "content": instructions}] if instructions else []
     if isinstance(body.get("input"), str):
-        return [*found, {"role": "user", "content": body["input"]}]
+        return [*messages, {"role": "user", "content": body["input"]}]
     items = list_of_objects(body, "input")
     if not items:
         raise UsageError("input must be a string or a list of at least one item")
@@ -102,17 +102,19 @@ def _messages(body: Json) -> list[Json]:
             thoughts += text_of(item.get("content") or [], f"{where}.content", ["reasoning_text"])
             continue
         if kind == "function_call":
-            _turn_of_assistant(found)["tool_calls"].append(_call(item))
+            _turn_of_assistant(messages)["tool_calls"].append(_call(item))
         elif kind == "function_call_output":
             output = text_of(item.get("output"), f"{where}.output", TEXTS)
-            found.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
+            messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
         elif kind == "message":
-            found.append({"role": item.get("role"), "content": text_of(item.get("content"), f"{where}.content", TEXTS)})
+            messages.append(
+                {"role": item.get("role"), "content": text_of(item.get("content"), f"{where}.content", TEXTS)}
+            )
         else:
             raise UsageError(f"{where} is of type {reprlib.repr(kind)}, which is not supported")
-        if thoughts and found[-1]["role"] == "assistant":
-            found[-1]["reasoning_content"], thoughts = thoughts, ""
-    return found
+        if thoughts and messages[-1]["role"] == "assistant":
+            messages[-1]["reasoning_content"], thoughts = thoughts, ""
+    return messages
 
 
 def _turn_of_assistant(messages: list[Json]) -> Json:
@@ -155,22 +157,22 @@ class ResponseAnswer(NamedEvents):
         }
 
     def whole(self, answers: Sequence[Said]) -> Json:
-        (said,) = answers
-        self._answer.whole(said)
-        return self._response(said)
+        (passage,) = answers
+        self._answer.whole(passage)
+        return self._response(passage)
 
-    def parts(self, index: int, said: Said, *, is_first: bool) -> list[Json]:
+    def parts(self, index: int, passage: Said, *, is_first: bool) -> list[Json]:
         """The events of one pass."""
-        found = list[Json]()
+        events = list[Json]()
         if is_first:
             response = {**self._head, "status": "in_progress", "output": []}
-            found = [{"type": f"response.{each}", "response": response} for each in ("created", "in_progress")]
-        for event in self._answer.push(said):
-            found += self._events(event)
-        if said.finish_reason is not None:
-            response = self._response(said)
-            found.append({"type": f"response.{response['status']}", "response": response})
-        return self._numbered(found)
+            events = [{"type": f"response.{each}", "response": response} for each in ("created", "in_progress")]
+        for event in self._answer.push(passage):
+            events += self._events(event)
+        if passage.finish_reason is not None:
+            response = self._response(passage)
+            events.append({"type": f"response.{response['status']}", "response": response})
+        return self._numbered(events)
 
     def last_parts(self) -> list[Json]:
         return []
@@ -185,13 +187,13 @@ class ResponseAnswer(NamedEvents):
         first, self._number = self._number, self._number + len(events)
         return [{**event, "sequence_number": number} for number, event in enumerate(events, start=first)]
 
-    def _response(self, said: Said) -> Json:
+    def _response(self, passage: Said) -> Json:
         is_cut = self._answer.finish == "length"
         state = {"status": "incomplete" if is_cut else "completed"}
         if is_cut:
             state["incomplete_details"] = {"reason": "max_output_tokens"}  # type: ignore[assignment]
         output = [self._item(number, block, state["status"]) for number, block in enumerate(self._answer.blocks)]
-        return {**self._head, **state, "output": output, "usage": _usage(said.figures), "offspec": said.figures}
+        return {**self._head, **state, "output": output, "usage": _usage(passage.figures), "offspec": passage.figures}
 
     def _item(self, number: int, block: Block, status: str) -> Json:
         """A block as an item of the output."""

@@ -47,9 +47,9 @@ def text_of(content: Any, where: str, types: Sequence[str]) -> str:
 
 def list_of_objects(body: Mapping[str, Any], name: str) -> list[Json]:
     """A field that is a list of objects; empty if it is absent."""
-    found = body.get(name)
-    if found is None:
+    objects = body.get(name)
+    if objects is None:
         return []
-    if not isinstance(found, list) or not all(isinstance(each, dict) for each in found):
+    if not isinstance(objects, list) or not all(isinstance(each, dict) for each in objects):
         raise UsageError(f"{name} must be a list of objects")
-    return found
+    return objects

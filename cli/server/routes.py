@@ -128,7 +128,7 @@ def application(
             for path, form in FORMS.items()
         ),
         Route("/v1/messages/count_tokens", guarded(api.count_tokens), methods=["POST"]),
-        Route("/v1/embeddings", guarded(api.embeddings), methods=["POST"]),
+        Route("/v1/embeddings", guarded(api.embeddings), methods=["GET", "POST"]),
         *(page_routes() if has_page else []),
     ]
     cors = Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["GET", "POST"], allow_headers=["*"])

@@ -69,15 +69,15 @@ def size_of(path: Path) -> int:
 
 def named_models() -> list[LocalModel]:
     """The models that have names here and are installed."""
-    found = list[LocalModel]()
+    models = list[LocalModel]()
     for name in MODEL_NAMES:
         try:
             path = named_path(name)
         except CheckpointError:
             continue
         if path is not None:
-            found.append(described(name, path))
-    return found
+            models.append(described(name, path))
+    return models
 
 
 def models_in(folder: Path) -> list[LocalModel]:
@@ -118,7 +118,7 @@ def _is_first(file: Path) -> bool:
 
 def hub_models() -> list[LocalModel]:
     """The models in the hub's cache."""
-    found = list[LocalModel]()
+    models = list[LocalModel]()
     for repository in _hub_repositories():
         for revision in sorted(repository.revisions, key=lambda each: -each.last_modified)[:1]:
             paths = [revision.snapshot_path]
@@ -126,8 +126,8 @@ def hub_models() -> list[LocalModel]:
                 paths = checkpoints_in(paths[0])
             for path in paths:
                 name = repository.repo_id if path.is_dir() else str(path)
-                found.append(described(name, path))
-    return found
+                models.append(described(name, path))
+    return models
 
 
 def _hub_repositories() -> list[Any]:

@@ -44,12 +44,12 @@ export async function copyText(text) {
 }
 
 export function copyButton(text, label = "Copy") {
-  const found = button(label, async () => {
+  const made = button(label, async () => {
     await copyText(text());
-    found.textContent = "Copied";
-    setTimeout(() => (found.textContent = label), 1500);
+    made.textContent = "Copied";
+    setTimeout(() => (made.textContent = label), 1500);
   });
-  return found;
+  return made;
 }
 
 /** A text with white space made visible, for labels of tokens. */

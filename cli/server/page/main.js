@@ -55,9 +55,9 @@ const children = (parent) =>
 
 /** The messages from the first one down to the chosen leaf. */
 function path(leaf = state.conversation.leaf) {
-  const found = [];
-  for (let node = state.nodes.get(leaf); node; node = state.nodes.get(node.parent)) found.unshift(node);
-  return found;
+  const messages = [];
+  for (let node = state.nodes.get(leaf); node; node = state.nodes.get(node.parent)) messages.unshift(node);
+  return messages;
 }
 
 function newestLeaf(id) {
@@ -270,9 +270,9 @@ async function receive(run, body) {
 
 /** Take an event of an answer into its node. */
 function take(node, data) {
-  const told = data.offspec;
-  if (told) {
-    const { pass, ...figures } = told;
+  const report = data.offspec;
+  if (report) {
+    const { pass, ...figures } = report;
     node.figures = figures;
     if (pass) {
       const passes = passesOf(node);
@@ -555,8 +555,8 @@ async function onOtherTab({ conversation }) {
     await showList();
     if (conversation !== state.conversation.id || state.runs.has(conversation)) return;
     for (const node of await store.nodesOf(conversation)) {
-      const known = state.nodes.get(node.id);
-      if (!known || known.state === "running" || known.content !== node.content) state.nodes.set(node.id, node);
+      const earlier = state.nodes.get(node.id);
+      if (!earlier || earlier.state === "running" || earlier.content !== node.content) state.nodes.set(node.id, node);
     }
     const stored = (await store.conversations()).find((each) => each.id === conversation);
     if (stored) state.conversation = stored;

@@ -105,10 +105,10 @@ export class Markdown {
 
 /** The nodes of lines without blank ones and without fences. */
 function blocks(lines, depth) {
-  const found = [];
+  const nodes = [];
   let paragraph = [];
   const flush = () => {
-    if (paragraph.length) found.push(el("p", { dir: "auto" }, ...inline(paragraph.join("\n"), 0)));
+    if (paragraph.length) nodes.push(el("p", { dir: "auto" }, ...inline(paragraph.join("\n"), 0)));
     paragraph = [];
   };
   for (let at = 0; at < lines.length; at += 1) {
@@ -117,30 +117,30 @@ function blocks(lines, depth) {
     if (heading) {
       flush();
       const level = Math.min(6, heading[1].length + 2); // below the page's own headings
-      found.push(el(`h${level}`, { dir: "auto" }, ...inline(heading[2], 0)));
+      nodes.push(el(`h${level}`, { dir: "auto" }, ...inline(heading[2], 0)));
     } else if (RULE.test(line)) {
       flush();
-      found.push(el("hr"));
+      nodes.push(el("hr"));
     } else if (depth < MOST_DEPTH && QUOTE.test(line)) {
       flush();
       const end = firstWithout(lines, at, (each) => QUOTE.test(each));
       const inside = lines.slice(at, end).map((each) => QUOTE.exec(each)[1]);
-      found.push(el("blockquote", {}, ...blocks(inside, depth + 1)));
+      nodes.push(el("blockquote", {}, ...blocks(inside, depth + 1)));
       at = end - 1;
     } else if (depth < MOST_DEPTH && ITEM.test(line) && (!paragraph.length || !line.startsWith(" "))) {
       flush();
       const [element, end] = listOf(lines, at, depth);
-      found.push(element);
+      nodes.push(element);
       at = end - 1;
     } else if (line.includes("|") && at + 1 < lines.length && TABLE_RULE.test(lines[at + 1]) && lines[at + 1].includes("-")) {
       flush();
       const end = firstWithout(lines, at, (each) => each.includes("|"));
-      found.push(table(lines.slice(at, end)));
+      nodes.push(table(lines.slice(at, end)));
       at = end - 1;
     } else paragraph.push(line);
   }
   flush();
-  return found;
+  return nodes;
 }
 
 function firstWithout(lines, at, has) {
@@ -190,12 +190,12 @@ const MARKS = [
 
 /** The nodes of a text with emphasis, code and links. Each mark without an end is looked for once. */
 export function inline(text, depth) {
-  const found = [];
+  const nodes = [];
   const endless = new Set(); // marks that do not end after here
   let plain = "";
   let at = 0;
   const flush = () => {
-    if (plain) found.push(document.createTextNode(plain));
+    if (plain) nodes.push(document.createTextNode(plain));
     plain = "";
   };
   const closed = (mark, from) => {
@@ -213,7 +213,7 @@ export function inline(text, depth) {
     const made = one(text, at, depth, closed);
     if (made) {
       flush();
-      found.push(made.node);
+      nodes.push(made.node);
       at = made.end;
     } else if (text[at] === "\\" && /[!-/:-@[-`{-~]/.test(text[at + 1] ?? "")) {
       plain += text[at + 1];
@@ -225,7 +225,7 @@ export function inline(text, depth) {
     }
   }
   flush();
-  return found;
+  return nodes;
 }
 
 /** What begins at a place, and its end; null if it is text. */

@@ -51,8 +51,8 @@ export const saveNode = (node) => save("nodes", node);
 
 /** All conversations, the last used first. */
 export async function conversations() {
-  const found = database ? await promised(store("conversations").getAll()) : [...memory.conversations.values()];
-  return found.sort((one, other) => other.updated - one.updated);
+  const all = database ? await promised(store("conversations").getAll()) : [...memory.conversations.values()];
+  return all.sort((one, other) => other.updated - one.updated);
 }
 
 export async function nodesOf(conversation) {
@@ -97,15 +97,15 @@ const list = (value) => (Array.isArray(value) ? value : []);
 
 /** Adds the conversations of an exported file, with new ids; returns how many. Raises Error for another file. */
 export async function imported(content) {
-  let found;
+  let parsed;
   try {
-    found = JSON.parse(content);
+    parsed = JSON.parse(content);
   } catch {
     throw new Error("The file is not JSON.");
   }
-  if (object(found).format !== FORMAT) throw new Error("The file has no conversations of this page.");
+  if (object(parsed).format !== FORMAT) throw new Error("The file has no conversations of this page.");
   let count = 0;
-  for (const each of list(found.conversations).map(object)) {
+  for (const each of list(parsed.conversations).map(object)) {
     const ids = new Map(list(each.nodes).map((node) => [object(node).id, randomId()]));
     const conversation = {
       ...newConversation(),

@@ -43,25 +43,25 @@ function nodesOf(pass, before) {
   const { tree, tokens } = pass;
   const accepted = new Set(tree.accepted);
   const root = { text: before, depth: 0, children: [], source: "text", isAccepted: false, parent: null };
-  const found = tree.texts.map((text, index) => ({
+  const guesses = tree.texts.map((text, index) => ({
     text,
     probability: tree.probabilities[index],
     source: tree.sources[index],
     isAccepted: accepted.has(index),
     children: [],
   }));
-  found.forEach((node, index) => {
-    node.parent = tree.parents[index] < 0 ? root : found[tree.parents[index]];
+  guesses.forEach((node, index) => {
+    node.parent = tree.parents[index] < 0 ? root : guesses[tree.parents[index]];
     node.depth = node.parent.depth + 1;
     node.parent.children.push(node);
   });
   if (tokens.length > accepted.size) {
-    const parent = tree.accepted.length ? found[tree.accepted.at(-1)] : root;
+    const parent = tree.accepted.length ? guesses[tree.accepted.at(-1)] : root;
     const node = { text: tokens.at(-1).text, source: "target", isAccepted: true, children: [], parent, depth: parent.depth + 1 };
     parent.children.push(node);
-    found.push(node);
+    guesses.push(node);
   }
-  return [root, ...found];
+  return [root, ...guesses];
 }
 
 /** Gives each node its place: a level a depth, each as far left as its parent and its neighbours allow.
@@ -82,11 +82,11 @@ function place(node, free) {
 function box(node) {
   const [left, middle] = [node.x, node.y + HEIGHT / 2];
   const share = node.probability === undefined ? "" : `, guessed ${(100 * node.probability).toFixed(1)} %`;
-  const told = `${visible(node.text)}: ${node.source === "text" ? "the text so far" : node.source}${share}`;
+  const title = `${visible(node.text)}: ${node.source === "text" ? "the text so far" : node.source}${share}`;
   return svg(
     "g",
     { className: `node from-${node.source} ${node.isAccepted ? "accepted" : ""}` },
-    svg("title", {}, told),
+    svg("title", {}, title),
     svg("rect", { x: left, y: node.y, width: node.width, height: HEIGHT, rx: 5 }),
     svg("text", { x: left + 7, y: middle + 4 }, label(node.text)),
     node.probability === undefined
