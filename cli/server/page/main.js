@@ -220,7 +220,14 @@ async function answer(parent) {
   await receive(run, body);
 }
 
-const save = (node) => store.saveNode({ ...node, saved: Date.now() });
+/** Keeps an answer in the browser; a full store ends no answer. */
+async function save(node) {
+  try {
+    await store.saveNode({ ...node, saved: Date.now() });
+  } catch (error) {
+    notice(`The browser cannot keep this answer: ${error.message}`);
+  }
+}
 
 function requestOf(conversation, messages) {
   const system = conversation.system ? [{ role: "system", content: conversation.system }] : [];

@@ -3,6 +3,7 @@
 import { button, copyButton, el } from "./dom.js";
 import { Markdown } from "./markdown.js";
 
+const LONG = 1500; // characters of a message that may scroll
 const FRAME_MS = 12; // more for rendering than this, and the next one waits
 const STATES = { stopped: "stopped", failed: "ended early" };
 
@@ -80,7 +81,8 @@ export class MessageView {
   #drawUser() {
     if (this.isDrawn) return;
     this.isDrawn = true;
-    this.body.replaceChildren(el("div", { className: "plain", dir: "auto" }, this.node.content));
+    const { content } = this.node;
+    this.body.replaceChildren(el("div", { className: "plain", dir: "auto", tabindex: content.length > LONG ? "0" : null }, content));
   }
 
   #drawTokens() {

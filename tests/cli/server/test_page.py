@@ -327,6 +327,24 @@ def test_settings_and_keys(page: Browser, fake: FakeServer) -> None:
     page.until("return document.querySelector('#keys').open")
 
 
+def test_it_fits_a_narrow_screen_and_any_direction(page: Browser, fake: FakeServer) -> None:
+    fake.script = lambda body: iter(["```\n", "wide " * 99, "\n```\n\n", "سلام"])
+    page.driver.set_window_size(400, 700)
+    try:
+        page.say("مرحبا")
+        page.wait_for_answer()
+        for selector in (".user .plain", ".assistant .prose > .block:last-child p"):
+            script = "return getComputedStyle(document.querySelector(arguments[0])).direction"
+            assert page.run(script, selector) == "rtl", selector
+        for _ in range(2):  # without and with the panel
+            assert page.run("return document.scrollingElement.scrollWidth <= innerWidth")
+            page.click("#insight-button")
+        page.click("#open-sidebar")
+        assert page.find("#sidebar").is_displayed()
+    finally:
+        page.driver.set_window_size(1280, 800)
+
+
 def test_of_several_models_one_is_chosen(page: Browser, fake: FakeServer) -> None:
     fake.names = ["one", "two"]
     page.driver.refresh()
