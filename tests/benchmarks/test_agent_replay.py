@@ -33,6 +33,7 @@ def server_here(model: str, flags: Sequence[str]) -> Iterator[tuple[int, psutil.
         yield client.port, psutil.Process()
 
 
+@pytest.mark.nightly
 def test_turns_are_replayed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -315,8 +315,8 @@ def test_a_folder_that_may_not_be_listed_is_named(pair: Pair, tmp_path: Path, of
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        (("pull", "llama3"), ("pull", "offspec run ORG/NAME PROMPT")),
-        (("list",), ("list", "Hugging Face's cache")),
+        (("pull", "llama3"), ("pull", "offspec models pull")),
+        (("list",), ("list", "offspec models lists")),
         (("run", "builtin", "hi", "there"), ("there", "quotes around the prompt")),
     ],
     ids=" ".join,
