@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from offspec.loaders.files.checkpoint import Order
 from offspec.loaders.formats import Weight, dense, linear
 from offspec.loaders.formats.blocked import BlockedMatrix, is_supported
 from offspec.loaders.formats.changed import ReorderedMatrix
@@ -74,7 +75,7 @@ def test_many_rows() -> None:
 
 def test_matrices_in_another_order() -> None:
     matrix = noise(32, 128).to(torch.bfloat16)
-    assert_exact(ReorderedMatrix(matrix, 2), torch.bfloat16)
+    assert_exact(ReorderedMatrix(matrix, Order(2, groups=2)), torch.bfloat16)
     if is_supported(torch.bfloat16):
         assert_exact(BlockedMatrix(matrix), torch.bfloat16)
 
