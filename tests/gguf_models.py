@@ -69,6 +69,21 @@ def _ministral3(config: Json) -> dict[str, Any]:
     }
 
 
+def _qwen35(config: Json) -> dict[str, Any]:
+    return {
+        **_rotary_share(config),
+        "rope.dimension_sections": [*_rope(config)["mrope_section"], 0],
+        "ssm.conv_kernel": config["linear_conv_kernel_dim"],
+        "ssm.state_size": config["linear_key_head_dim"],
+        "ssm.group_count": config["linear_num_key_heads"],
+        "ssm.time_step_rank": config["linear_num_value_heads"],
+        "ssm.inner_size": config["linear_value_head_dim"] * config["linear_num_value_heads"],
+        "full_attention_interval": 4,
+        "block_count": config["num_hidden_layers"] + config.get("mtp_num_hidden_layers", 0),
+        **({"nextn_predict_layers": 1} if config.get("mtp_num_hidden_layers") else {}),
+    }
+
+
 @dataclass(frozen=True)
 class Written:
     """How llama.cpp writes a family. arch: its name there. differences: of the metadata."""
@@ -100,6 +115,7 @@ WRITTEN = {
     "starcoder2": Written("starcoder2", eps="norm_epsilon"),
     "nemotron": Written("nemotron", _rotary_share, has_shifted_norms=True, eps="norm_eps"),
     "exaone4": Written("exaone4", _window),
+    "qwen3_5_text": Written("qwen35", _qwen35, has_shifted_norms=True),
 }
 
 
@@ -117,11 +133,16 @@ def write_model(
     """
     written = WRITTEN[config["model_type"]]
     arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == written.arch)
-    names = gguf.get_tensor_name_map(arch, config["num_hidden_layers"])
-    content = {name: _changed(name, tensor, config, written) for name, tensor in tensors.items()}
+    names = gguf.get_tensor_name_map(arch, config["num_hidden_layers"] + config.get("mtp_num_hidden_layers", 0))
+    content = {
+        name.replace(".dt_bias", ".dt_proj.bias"): _changed(name, tensor, config, written)
+        for name, tensor in tensors.items()
+    }
     if config["tie_word_embeddings"]:
         content.pop("lm_head.weight", None)
-    renamed = {names.get_name(name, try_suffixes=(".weight", ".bias")): array for name, array in content.items()}
+    renamed = {
+        names.get_name(name, try_suffixes=(".weight", ".bias")) or name: array for name, array in content.items()
+    }
     renamed |= _factors(config)
     types = {name: kind for name in renamed for part, kind in kinds.items() if part in name}
     metadata = {f"{written.arch}.{key}": value for key, value in _metadata(config, written).items()}
@@ -136,7 +157,28 @@ def _changed(name: str, tensor: Tensor, config: Json, written: Written) -> np.nd
             heads = config[key]
             halves = array.reshape(heads, 2, array.shape[0] // heads // 2, *array.shape[1:])
             array = halves.swapaxes(1, 2).reshape(array.shape)
+    if "linear_attn." in name:
+        return _changed_delta_net(name, array, config)
     return array + 1 if written.has_shifted_norms and name.endswith("norm.weight") else array
+
+
+def _changed_delta_net(name: str, array: np.ndarray, config: Json) -> np.ndarray:
+    """llama.cpp sorts value heads by their place among those of a key head (`_reorder_v_heads`)."""
+    key_heads = config["linear_num_key_heads"]
+    num_keys = 2 * key_heads * config["linear_key_head_dim"]
+
+    def sorted_heads(numbers: np.ndarray) -> np.ndarray:
+        by_head = numbers.reshape(key_heads, config["linear_num_value_heads"] // key_heads, -1, *numbers.shape[1:])
+        return by_head.swapaxes(0, 1).reshape(numbers.shape)
+
+    if "norm" in name:
+        return array
+    if "in_proj_qkv" in name or "conv1d" in name:
+        array = array.reshape(len(array), -1)
+        return np.concatenate((array[:num_keys], sorted_heads(array[num_keys:])))
+    if "out_proj" in name:
+        return sorted_heads(array.T).T
+    return sorted_heads(-np.exp(array) if "A_log" in name else array)
 
 
 def _head_dim(config: Json) -> int:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from offspec.loaders.files.checkpoint import Change, Checkpoint, TensorInfo, as_config_json, fault, reading, show
+from offspec.loaders.files.checkpoint import Change, Checkpoint, Order, TensorInfo, as_config_json, fault, reading, show
 from offspec.loaders.files.gguf_file import GgufModel, Metadata, read_metadata
 
 from ..model.names import EMBEDDING, FINAL_NORM, HEAD, in_layer
@@ -24,7 +24,7 @@ from ..text.gguf_tokenizer import tokenizer_json
 
 MOST_ROPE_NUMBERS = 4096  # half a head's dimensions; models have 64
 ATTENTION_FACTOR = "rope.scaling.attn_factor"
-_LAYER = re.compile(r"blk\.(\d{1,6})\.(.+)\.(weight|bias)", re.DOTALL)
+_LAYER = re.compile(r"blk\.(\d{1,6})\.(.+)", re.DOTALL)
 _UNUSED = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 _SHARED = {"token_embd.weight": EMBEDDING, "output.weight": HEAD, "output_norm.weight": FINAL_NORM}
 
@@ -50,6 +50,23 @@ _NORMS_BEHIND = {
     "post_ffw_norm": "post_feedforward_layernorm",
 }
 _LLAMA = {**_ATTENTION, **_MLP, **_NORMS}
+_DELTA_NET = {
+    "attn_qkv": "linear_attn.in_proj_qkv",
+    "attn_gate": "linear_attn.in_proj_z",
+    "ssm_beta": "linear_attn.in_proj_b",
+    "ssm_alpha": "linear_attn.in_proj_a",
+    "ssm_out": "linear_attn.out_proj",
+    "ssm_norm": "linear_attn.norm",
+    "ssm_conv1d": "linear_attn.conv1d",
+    "ssm_dt.bias": "linear_attn.dt_bias",
+    "ssm_a": "linear_attn.A_log",
+}
+_MTP = {  # of a layer behind the others, which drafts
+    "nextn.eh_proj": "fc",
+    "nextn.enorm": "pre_fc_norm_embedding",
+    "nextn.hnorm": "pre_fc_norm_hidden",
+    "nextn.shared_head_norm": "norm",
+}
 
 
 class Keys:
@@ -64,15 +81,15 @@ class Keys:
     def value(self, key: str) -> Any:
         return self._metadata.get(f"{self.arch}.{key}")
 
-    def integer(self, key: str, default: int | None = None) -> int:
-        """A positive number, or a list of equal ones."""
+    def integer(self, key: str, default: int | None = None, least: int = 1) -> int:
+        """A number of at least `least`, or a list of equal ones."""
         value = self.value(key)
         if isinstance(value, list) and value and all(item == value[0] for item in value):
             value = value[0]
         value = default if value is None else value
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
             why = "; a value per layer is not supported" if isinstance(value, list) else ""
-            raise fault(self.path, f"{self.arch}.{key} must be a positive integer, not {show(value)}{why}")
+            raise fault(self.path, f"{self.arch}.{key} must be an integer of at least {least}, not {show(value)}{why}")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
@@ -90,9 +107,9 @@ Config = dict[str, Any]
 class Architecture:
     """How llama.cpp stores one family of models.
 
-    model_type, class_name: the family's in Hugging Face's config.json. names: of the tensors in a layer, without
-    .weight and .bias. differences: the family's additional fields of config.json. has_paired_heads: Q's and K's rows
-    are in llama.cpp's order. norm_offset: llama.cpp added this to the weights of norms.
+    model_type, class_name: the family's in Hugging Face's config.json. names: of the tensors in a layer, whole or
+    without .weight and .bias. differences: the family's additional fields of config.json. has_paired_heads: Q's and K's
+    rows are in llama.cpp's order. norm_offset: llama.cpp added this to the weights of norms. change: of other tensors.
     """
 
     model_type: str
@@ -101,6 +118,7 @@ class Architecture:
     differences: Callable[[Keys, Config], Config] = lambda keys, config: {}
     has_paired_heads: bool = False
     norm_offset: float = 0.0
+    change: Callable[[str, Config], Change | None] = lambda name, config: None
     eps_key: str = "rms_norm_eps"
 
 
@@ -236,6 +254,46 @@ def _exaone4(keys: Keys, config: Config) -> Config:
     return _windows(keys, config, 4)
 
 
+def _qwen35(keys: Keys, config: Config) -> Config:
+    """The layers behind `num_hidden_layers` are of multi-token prediction."""
+    num_layers = config["num_hidden_layers"] - keys.integer("nextn_predict_layers", 0, least=0)
+    heads = keys.integer("ssm.time_step_rank")
+    interval, listed = keys.integer("full_attention_interval", 4), keys.value("attention.recurrent_layers")
+    is_recurrent = [(i + 1) % interval != 0 for i in range(num_layers)]
+    if isinstance(listed, list) and len(listed) >= num_layers:
+        is_recurrent = [bool(item) for item in listed[:num_layers]]
+    return {
+        "num_hidden_layers": num_layers,
+        "layer_types": ["linear_attention" if each else "full_attention" for each in is_recurrent],
+        "linear_conv_kernel_dim": keys.integer("ssm.conv_kernel"),
+        "linear_key_head_dim": keys.integer("ssm.state_size"),
+        "linear_num_key_heads": keys.integer("ssm.group_count"),
+        "linear_num_value_heads": heads,
+        "linear_value_head_dim": max(1, keys.integer("ssm.inner_size") // heads),
+        "partial_rotary_factor": keys.integer("rope.dimension_count", config["head_dim"]) / config["head_dim"],
+    }
+
+
+def _change_of_delta_net(name: str, config: Config) -> Change | None:
+    """llama.cpp sorts value heads by their place among those of one key head, and stores A instead of its logarithm."""
+    key_heads, size = config["linear_num_key_heads"], config["linear_value_head_dim"]
+    num_keys = 2 * key_heads * config["linear_key_head_dim"]
+
+    def order(run: int = 1, kept: int = 0) -> Order | None:
+        return None if config["linear_num_value_heads"] == key_heads else Order(key_heads, run=run, kept=kept)
+
+    changes = {
+        "in_proj_qkv.weight": Change(rows=order(size, num_keys)),
+        "conv1d.weight": Change(rows=order(size, num_keys)),
+        "in_proj_z.weight": Change(rows=order(size)),
+        "out_proj.weight": Change(columns=order(size)),
+        **dict.fromkeys(("in_proj_a.weight", "in_proj_b.weight", "dt_bias"), Change(rows=order())),
+        "A_log": Change(rows=order(), is_negative_exp=True),
+    }
+    change = changes.get(name.rpartition("linear_attn.")[2])
+    return None if change == Change() else change
+
+
 _GLM4_NORMS = {
     "attn_norm": "input_layernorm",
     "post_attention_norm": "post_self_attn_layernorm",
@@ -278,6 +336,21 @@ ARCHITECTURES: dict[str, Architecture] = {
         "nemotron", "NemotronForCausalLM", differences=_nemotron, norm_offset=1.0, eps_key="norm_eps"
     ),
     "exaone4": Architecture("exaone4", "Exaone4ForCausalLM", {**_ATTENTION, **_MLP, **_NORMS_BEHIND}, _exaone4),
+    "qwen35": Architecture(
+        "qwen3_5_text",
+        "Qwen3_5ForCausalLM",
+        {
+            **_ATTENTION,
+            **_DELTA_NET,
+            **_MLP,
+            "attn_norm": "input_layernorm",
+            "post_attention_norm": "post_attention_layernorm",
+            **_MTP,
+        },
+        _qwen35,
+        norm_offset=1.0,
+        change=_change_of_delta_net,
+    ),
 }
 
 
@@ -346,20 +419,34 @@ def _is_unused(name: str) -> bool:
     return name in _UNUSED or name.endswith(".attn_rot_embd.weight")
 
 
-def _translated(info: TensorInfo, kind: Architecture, config: Mapping[str, Any]) -> TensorInfo:
+def _translated(info: TensorInfo, kind: Architecture, config: Config) -> TensorInfo:
     """The tensor under Hugging Face's name. An unknown tensor keeps its name, and the decoder refuses it."""
-    if (match := _LAYER.fullmatch(info.name)) is None:
-        base, _, suffix = info.name.rpartition(".")
-        name = _SHARED.get(info.name) or (FINAL_NORM.replace("weight", suffix) if base == "output_norm" else info.name)
+    base, _, suffix = info.name.rpartition(".")
+    if match := _LAYER.fullmatch(info.name):
+        name = _name_in_layer(int(match[1]), match[2], kind, config["num_hidden_layers"])
     else:
-        name = in_layer(int(match[1]), f"{kind.names.get(match[2], match[2])}.{match[3]}")
-    return replace(info, name=name, change=_change(name, kind, config))
+        name = _SHARED.get(info.name) or (FINAL_NORM.replace("weight", suffix) if base == "output_norm" else info.name)
+    shape = (info.shape[0], 1, info.shape[1]) if base.endswith(".ssm_conv1d") and len(info.shape) == 2 else info.shape
+    return replace(info, name=name, shape=shape, change=_change(info.name, name, kind, config))
 
 
-def _change(name: str, kind: Architecture, config: Mapping[str, Any]) -> Change | None:
+def _name_in_layer(layer: int, name: str, kind: Architecture, num_layers: int) -> str:
+    """Under Hugging Face's names, layers behind the last one are `mtp`'s."""
+    base, _, suffix = name.rpartition(".")
+    short = kind.names.get(name) or f"{kind.names.get(base, base)}.{suffix}"
+    if layer < num_layers or "nextn.eh_proj" not in kind.names:
+        return in_layer(layer, short)
+    return f"mtp.{short}" if base.startswith("nextn.") else f"mtp.layers.{layer - num_layers}.{short}"
+
+
+def _change(stored_name: str, name: str, kind: Architecture, config: Config) -> Change | None:
+    """stored_name: llama.cpp's. name: Hugging Face's."""
+    if (change := kind.change(name, config)) is not None:
+        return change
     if kind.has_paired_heads and (found := re.search(r"self_attn\.(q|k)_proj\.(weight|bias)$", name)):
-        return Change(num_heads=config["num_attention_heads" if found[1] == "q" else "num_key_value_heads"])
-    if kind.norm_offset and name.endswith("norm.weight"):
+        heads = config["num_attention_heads" if found[1] == "q" else "num_key_value_heads"]
+        return Change(rows=Order(2, groups=heads))
+    if kind.norm_offset and stored_name.endswith("norm.weight") and not stored_name.endswith(".ssm_norm.weight"):
         return Change(added=kind.norm_offset)
     return None
 
