@@ -105,6 +105,7 @@ class ModelDraft(Draft):
 
     def drafter(self, task: DraftTask, learnt: EstimatesAndRecall) -> Drafter:
         text, speculation, request = task.text, task.speculation, task.request
+        request = replace(request, most_rows=min(request.most_rows, self.decoder.config.most_pending))
         if text is None:  # an engine without this draft made the caches, so only guessers can draft
             return super().drafter(task, learnt)
         if speculation.is_lossy:

@@ -12,7 +12,7 @@ from typing import Any
 
 from offspec.loaders.files.checkpoint import show
 from offspec.loaders.params import QUANT_METHODS
-from offspec.scheduler.params import MAX_NODES, MOST_STATE_NODES
+from offspec.scheduler.params import MAX_NODES, MAX_ROWS, MOST_STATE_NODES
 
 from ..errors import CheckpointError, UnsupportedModelError
 from .config_values import EPS_RANGE, Json, mapping, number_in, positive
@@ -109,6 +109,11 @@ class ModelConfig:
     def most_nodes(self) -> int:
         """The most nodes of a tree whose size is found at run time."""
         return MAX_NODES if self.delta is None else MOST_STATE_NODES
+
+    @property
+    def most_pending(self) -> int:
+        """The most nodes that may be pending in a text of a draft of this shape."""
+        return MAX_ROWS if self.most_nodes == MAX_NODES else self.most_nodes
 
     @property
     def mask_heads(self) -> int:

@@ -6,7 +6,7 @@ Slot i of the committed prefix holds the token at position i. Pending entries fo
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import accumulate, groupby, pairwise
 from typing import cast
 
@@ -90,6 +90,11 @@ class TextMemory:
     @property
     def capacity(self) -> int:
         return len(self.positions)
+
+    @property
+    def layers(self) -> Collection[int]:
+        """Numbers of the layers that keep something."""
+        return self._places.keys()
 
     @property
     def num_layers(self) -> int:
@@ -199,7 +204,8 @@ class TextMemory:
     def move(self, start: int, slots: Tensor) -> None:
         """Move the KV entries in slots [K] (ascending) to start .. start + K, in use or not."""
         for memory in self._memories:
-            cast(LayerCache, memory).move(start, slots)
+            if memory.can_be_cut:
+                cast(LayerCache, memory).move(start, slots)
         self.positions[start : start + len(slots)] = self.positions[slots]
 
     def drop(self, start: int, count: int) -> None:
