@@ -26,7 +26,7 @@ from offspec.scheduler.params import tree_room
 from ..checkpoints.exit_layers import check_exit_layer, refuse_foreign
 from ..checkpoints.opening import ModelFiles, Note
 from ..checkpoints.shadows import Shadow, check_bits, find_shadow, make_shadow
-from ..model.block import memory_layouts
+from ..model.block import keeps_states, memory_layouts
 from ..model.cuda_graphs import RoundBuffers, is_static
 from ..model.decoder import CachedDecoder, Decoder
 from ..model.layer_draft import LayerDraft, LayerDraftText
@@ -156,8 +156,9 @@ class OpenedShadow:
             return Guessing(acceptance=LOOKUP)
         chosen = len(placement.streamed) or layers
         parts = ((copies, chosen), (self.target, layers - chosen))
-        is_captured = self.device_type != "cpu"
-        return Guessing(parts, SHADOWS[self.shadow.bits], share=chosen / layers, is_captured=is_captured)
+        is_usual = not keeps_states(self.target.config)
+        is_captured, acceptance = self.device_type != "cpu" and is_usual, SHADOWS[self.shadow.bits]
+        return Guessing(parts, acceptance, share=chosen / layers, is_captured=is_captured, overlaps=is_usual)
 
     def load(self, device: torch.device) -> Attach:
         return self._attach
@@ -260,8 +261,9 @@ class OpenedLayers:
         acceptance = RESIDENT_LAYERS if self.num_first is None else EXIT
         if self.skips is not None:
             acceptance = of_agreement(self.skips.agreement_without(layers - number), str(self.skips.path))
-        is_captured = self.device_type != "cpu" and self.target.packed_form is None
-        return Guessing(((self.target, number),), acceptance, is_captured=is_captured)
+        is_usual = not keeps_states(self.target.config)
+        is_captured = self.device_type != "cpu" and self.target.packed_form is None and is_usual
+        return Guessing(((self.target, number),), acceptance, is_captured=is_captured, overlaps=is_usual)
 
     def load(self, device: torch.device) -> Attach:
         return self._attach
