@@ -257,7 +257,7 @@ def train_tokenizer(texts: list[str]) -> Tokenizer:
 # -------------------------------------------------------------------------------------------------------- training
 
 SEEDS = {"target": 7, "draft": 8, "hybrid": 11}
-STEPS = {"target": 2250, "draft": 6700, "hybrid": 200}
+STEPS = {"target": 2250, "draft": 6700, "hybrid": 120}
 CHAT_STEPS = (120, 70)
 PROMPT_TOKENS, SAMPLE_TOKENS = 128, 513
 TEXT_STEPS = 1000  # of the draft learn from the text alone, before the target teaches
