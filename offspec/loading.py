@@ -30,7 +30,7 @@ from .load_options import LoadOptions
 from .model.decoder import Decoder
 from .model.exactness import is_exact_by_default
 from .model.memory.kv_in_ram import EntriesInRam
-from .model.memory.text_memory import TextMemory
+from .model.memory.text_memory import TextMemory, total_bytes
 from .planning.memory import MemoryOptions, MemoryUse, MemoryUser, Room
 from .planning.out_of_memory import explain_out_of_memory, retry_out_of_memory, with_fewer_residents
 from .planning.parked_texts import ParkedTexts
@@ -140,8 +140,8 @@ class LoadedTarget:
         files = plan.demand.target
         self._caches.add(cache)
         planned = sum(item.on_device for item in plan.placement.items if item.name in (KV_ITEM, STATES_ITEM))
-        needed = files.kv_bytes(num_entries)
-        taken = sum(other.nbytes for other in self._caches) + (needed if num_entries > cache.capacity else 0)
+        needed = files.kv_bytes(num_entries - cache.num_in_beginning)
+        taken = total_bytes(self._caches) + (needed if num_entries > cache.capacity else 0)
         unused = plan.placement.limits.ram - plan.placement.ram_bytes
         weights.spare(unused + planned - taken)
 
@@ -381,7 +381,6 @@ def _load_models(
     def load_both() -> tuple[Decoder, Draft]:
         attach = opened.load(device)  # the draft first: it is small, so its errors appear early
         decoder = memory.load_decoder()
-        decoder.is_exact = is_exact
         decoder.is_exact = is_exact
         return decoder, attach(decoder)
 

@@ -148,6 +148,8 @@ _DELTA = {
     "linear_num_key_heads": 2,
     "linear_key_head_dim": 24,
 }
+_NO_ROPE = {"rope_type": "default", "rope_theta": None}
+_EXACT_MLP = {"block_auto_adjust_ff_dim": False, "tie_word_embeddings": False}
 _GROWING = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,
@@ -246,6 +248,19 @@ FAMILIES = {
     "ernie": Family("ernie4_5", {"head_dim": 24, "use_bias": True}),
     "hunyuan": Family("hunyuan_v1_dense", {"head_dim": 24}),
     "qwen3.5": Family("qwen3_5_text", {"head_dim": 32, "num_hidden_layers": 4, **_DELTA}, rope=_QUARTER),
+    "olmo-hybrid": Family("olmo_hybrid", {"num_hidden_layers": 4, **_DELTA, "linear_num_key_heads": 4}, rope=_NO_ROPE),
+    "lfm2": Family(
+        "lfm2",
+        {
+            "num_hidden_layers": 4,
+            "layer_types": ["conv", "full_attention"] * 2,
+            "block_multiple_of": 16,
+            "block_ffn_dim_multiplier": 1.3,
+        },
+    ),
+    "lfm2-biased": Family(
+        "lfm2", {"layer_types": ["conv", "full_attention", "conv"], "conv_bias": True, "conv_L_cache": 5, **_EXACT_MLP}
+    ),
     "hunyuan-alpha": Family(
         "hunyuan_v1_dense",
         {"head_dim": 24},
@@ -253,6 +268,8 @@ FAMILIES = {
         seed=1,
     ),
 }
+DELTA_NETS = ("qwen3.5", "olmo-hybrid")
+HYBRIDS = (*DELTA_NETS, "lfm2", "lfm2-biased")  # families with layers that keep a state of the text
 
 
 @dataclass(frozen=True)

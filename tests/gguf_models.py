@@ -84,6 +84,18 @@ def _qwen35(config: Json) -> dict[str, Any]:
     }
 
 
+def _lfm2(config: Json) -> dict[str, Any]:
+    is_attention = [kind == "full_attention" for kind in config["layer_types"]]
+    inner = int(config["block_ffn_dim_multiplier"] * int(2 * config["intermediate_size"] / 3))
+    multiple = config["block_multiple_of"]
+    return {
+        "attention.head_count_kv": [config["num_key_value_heads"] if each else 0 for each in is_attention],
+        "attention.layer_norm_rms_epsilon": float(config["norm_eps"]),
+        "feed_forward_length": (inner + multiple - 1) // multiple * multiple,
+        "shortconv.l_cache": config["conv_L_cache"],
+    }
+
+
 @dataclass(frozen=True)
 class Written:
     """How llama.cpp writes a family. arch: its name there. differences: of the metadata."""
@@ -116,6 +128,7 @@ WRITTEN = {
     "nemotron": Written("nemotron", _rotary_share, has_shifted_norms=True, eps="norm_eps"),
     "exaone4": Written("exaone4", _window),
     "qwen3_5_text": Written("qwen35", _qwen35, has_shifted_norms=True),
+    "lfm2": Written("lfm2", _lfm2, eps="norm_eps"),
 }
 
 
@@ -159,6 +172,8 @@ def _changed(name: str, tensor: Tensor, config: Json, written: Written) -> np.nd
             array = halves.swapaxes(1, 2).reshape(array.shape)
     if "linear_attn." in name:
         return _changed_delta_net(name, array, config)
+    if name.endswith("conv.conv.weight"):
+        array = array.squeeze(1)
     return array + 1 if written.has_shifted_norms and name.endswith("norm.weight") else array
 
 

@@ -61,6 +61,19 @@ _DELTA_NET = {
     "ssm_dt.bias": "linear_attn.dt_bias",
     "ssm_a": "linear_attn.A_log",
 }
+_LFM2 = {
+    **_ATTENTION,
+    "attn_output": "self_attn.out_proj",
+    "attn_q_norm": "self_attn.q_layernorm",
+    "attn_k_norm": "self_attn.k_layernorm",
+    **{f"shortconv.{name}": f"conv.{name}" for name in ("conv", "in_proj", "out_proj")},
+    "ffn_gate": "feed_forward.w1",
+    "ffn_down": "feed_forward.w2",
+    "ffn_up": "feed_forward.w3",
+    "attn_norm": "operator_norm",
+    "ffn_norm": "ffn_norm",
+}
+_CONVOLUTIONS = (".ssm_conv1d", ".shortconv.conv")  # llama.cpp drops their dimension of one input channel
 _MTP = {  # of a layer behind the others, which drafts
     "nextn.eh_proj": "fc",
     "nextn.enorm": "pre_fc_norm_embedding",
@@ -82,10 +95,11 @@ class Keys:
         return self._metadata.get(f"{self.arch}.{key}")
 
     def integer(self, key: str, default: int | None = None, least: int = 1) -> int:
-        """A number of at least `least`, or a list of equal ones."""
+        """A number of at least `least`, or a list of equal ones; in it, layers without such a part have 0."""
         value = self.value(key)
-        if isinstance(value, list) and value and all(item == value[0] for item in value):
-            value = value[0]
+        numbers = [item for item in value if item != 0] if isinstance(value, list) else []
+        if numbers and all(item == numbers[0] for item in numbers):
+            value = numbers[0]
         value = default if value is None else value
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             why = "; a value per layer is not supported" if isinstance(value, list) else ""
@@ -110,6 +124,7 @@ class Architecture:
     model_type, class_name: the family's in Hugging Face's config.json. names: of the tensors in a layer, whole or
     without .weight and .bias. differences: the family's additional fields of config.json. has_paired_heads: Q's and K's
     rows are in llama.cpp's order. norm_offset: llama.cpp added this to the weights of norms. change: of other tensors.
+    shared: whole names of tensors outside the layers, if they differ.
     """
 
     model_type: str
@@ -119,6 +134,7 @@ class Architecture:
     has_paired_heads: bool = False
     norm_offset: float = 0.0
     change: Callable[[str, Config], Change | None] = lambda name, config: None
+    shared: Mapping[str, str] = field(default_factory=dict)
     eps_key: str = "rms_norm_eps"
 
 
@@ -294,6 +310,21 @@ def _change_of_delta_net(name: str, config: Config) -> Change | None:
     return None if change == Change() else change
 
 
+def _lfm2(keys: Keys, config: Config) -> Config:
+    """Layers without key heads have a short convolution. The MLP's size is final."""
+    if keys.value("attention.sliding_window"):
+        raise fault(keys.path, "has sliding windows, which are not supported for lfm2")
+    heads = keys.value("attention.head_count_kv")
+    if not isinstance(heads, list) or len(heads) != config["num_hidden_layers"]:
+        raise fault(keys.path, f"lfm2.attention.head_count_kv must list {config['num_hidden_layers']} layers")
+    return {
+        "norm_eps": keys.number("attention.layer_norm_rms_epsilon", 1e-5),
+        "conv_L_cache": keys.integer("shortconv.l_cache"),
+        "block_auto_adjust_ff_dim": False,
+        "layer_types": ["full_attention" if count else "conv" for count in heads],
+    }
+
+
 _GLM4_NORMS = {
     "attn_norm": "input_layernorm",
     "post_attention_norm": "post_self_attn_layernorm",
@@ -350,6 +381,13 @@ ARCHITECTURES: dict[str, Architecture] = {
         _qwen35,
         norm_offset=1.0,
         change=_change_of_delta_net,
+    ),
+    "lfm2": Architecture(
+        "lfm2",
+        "Lfm2ForCausalLM",
+        _LFM2,
+        _lfm2,
+        shared=dict.fromkeys(("token_embd_norm.weight", "output_norm.weight"), "model.embedding_norm.weight"),
     ),
 }
 
@@ -425,8 +463,11 @@ def _translated(info: TensorInfo, kind: Architecture, config: Config) -> TensorI
     if match := _LAYER.fullmatch(info.name):
         name = _name_in_layer(int(match[1]), match[2], kind, config["num_hidden_layers"])
     else:
-        name = _SHARED.get(info.name) or (FINAL_NORM.replace("weight", suffix) if base == "output_norm" else info.name)
-    shape = (info.shape[0], 1, info.shape[1]) if base.endswith(".ssm_conv1d") and len(info.shape) == 2 else info.shape
+        name = {**_SHARED, **kind.shared}.get(info.name) or (
+            FINAL_NORM.replace("weight", suffix) if base == "output_norm" else info.name
+        )
+    is_flat = base.endswith(_CONVOLUTIONS) and len(info.shape) == 2
+    shape = (info.shape[0], 1, info.shape[1]) if is_flat else info.shape
     return replace(info, name=name, shape=shape, change=_change(info.name, name, kind, config))
 
 

@@ -58,7 +58,7 @@ class Mixture:
             return self._of_value(config, layer)
         if name == config.mlp.down:
             return self.better if self.is_better(layer, config.num_layers) else self.down or self.usual
-        by_name = {"self_attn.o_proj": self.output, **dict.fromkeys(_FUSED_QKV, self.qkv)}
+        by_name = {config.attention_output: self.output, **dict.fromkeys(_FUSED_QKV, self.qkv)}
         return by_name.get(name, "") or self.usual
 
     def _of_value(self, config: ModelConfig, layer: int) -> str:

@@ -8,7 +8,7 @@ The source is transformers' configuration and modeling files (5.23).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,6 +22,7 @@ from .rope_config import (
     SLIDING,
     THETA_RANGE,
     RopeConfig,
+    has_null_theta,
     read_rope,
     read_ropes,
     read_rotary_share,
@@ -77,11 +78,29 @@ class QKNorm:
 
 
 @dataclass(frozen=True)
+class DeltaNames:
+    """Names of a gated delta net's tensors behind `linear_attn.`.
+
+    inputs: matrices that give queries, keys and values, in this order, together or each its own. convolutions: the
+    parts of the kernel in the same order. rate: of the update; step: of the decay.
+    """
+
+    inputs: tuple[str, ...] = ("in_proj_qkv",)
+    convolutions: tuple[str, ...] = ("conv1d",)
+    gate: str = "in_proj_z"
+    rate: str = "in_proj_b"
+    step: str = "in_proj_a"
+    norm: str = "norm"
+    output: str = "out_proj"
+
+
+@dataclass(frozen=True)
 class DeltaShape:
     """The shape of gated delta nets (`parts.delta_net`).
 
     num_heads, value_size: of values and states; key_heads, key_size: of queries and keys. kernel: tokens that the
-    convolution sees.
+    convolution sees. top_rate: of an update; above 1, a state may change its sign. norm_eps: of the outputs' norm.
+    kernel_parts: channels of each part of the kernel; empty: as in `inputs`.
     """
 
     num_heads: int
@@ -89,6 +108,10 @@ class DeltaShape:
     key_heads: int
     key_size: int
     kernel: int
+    norm_eps: float
+    top_rate: float = 1.0
+    names: DeltaNames = DeltaNames()
+    kernel_parts: tuple[int, ...] = ()
 
     @property
     def values(self) -> int:
@@ -96,9 +119,27 @@ class DeltaShape:
         return self.num_heads * self.value_size
 
     @property
+    def keys(self) -> int:
+        """Numbers of all heads' keys of a row."""
+        return self.key_heads * self.key_size
+
+    @property
     def channels(self) -> int:
         """Of the convolution: queries, keys and values of a row."""
-        return 2 * self.key_heads * self.key_size + self.values
+        return 2 * self.keys + self.values
+
+    @property
+    def inputs(self) -> tuple[int, ...]:
+        """Numbers that each matrix of `names.inputs` gives of a row."""
+        return (self.channels,) if len(self.names.inputs) == 1 else (self.keys, self.keys, self.values)
+
+
+@dataclass(frozen=True)
+class ShortConvolutionShape:
+    """The shape of short convolutions (`parts.short_convolution`). kernel: tokens that one sees."""
+
+    kernel: int
+    has_bias: bool
 
 
 # Llama's layout, and differences that several families share.
@@ -111,6 +152,18 @@ NORMS_BEHIND = NormPlaces(None, "post_attention_layernorm", None, "post_feedforw
 NORMS_AROUND = NormPlaces(
     "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
 )
+OLMO_DELTA = DeltaNames(
+    inputs=("q_proj", "k_proj", "v_proj"),
+    convolutions=("q_conv1d", "k_conv1d", "v_conv1d"),
+    gate="g_proj",
+    rate="b_proj",
+    step="a_proj",
+    norm="o_norm",
+    output="o_proj",
+)
+# Kinds of layers in `layer_types` → the part beside the MLP; attention is the second.
+DELTA_NETS = {LINEAR: "delta net", FULL: "attention"}
+SHORT_CONVOLUTIONS = {"conv": "short convolution", FULL: "attention"}
 
 
 # ------------------------------------------------------------------------------------------------ windows
@@ -206,13 +259,8 @@ def _qwen3(config: Json, num_layers: int) -> Fields:
 
 def _qwen3_5(config: Json, num_layers: int) -> Fields:
     """Gated delta nets in most layers; attention with a gate in the others, and RoPE for a share of each head."""
-    kinds = config.get("layer_types")
-    if kinds is None:
-        interval = positive(config, "full_attention_interval", 4)
-        kinds = [FULL if (i + 1) % interval == 0 else LINEAR for i in range(num_layers)]
-    mixers = {FULL: "attention", LINEAR: "delta net"}
-    if not isinstance(kinds, list) or len(kinds) != num_layers or not all(kind in mixers for kind in kinds):
-        raise CheckpointError(f"config.json: layer_types must list {num_layers} of {', '.join(mixers)}")
+    interval = positive(config, "full_attention_interval", 4)
+    mixers = _mixers(config, num_layers, DELTA_NETS, [(i + 1) % interval == 0 for i in range(num_layers)])
     bias, rope = bool(config.get("attention_bias")), read_rope(config)
     of_text = {key: value for key, value in rope.scaling.items() if not key.startswith("mrope")}  # that is of images
     return {
@@ -230,9 +278,20 @@ def _qwen3_5(config: Json, num_layers: int) -> Fields:
             key_heads=positive(config, "linear_num_key_heads", 16),
             key_size=positive(config, "linear_key_head_dim", 128),
             kernel=positive(config, "linear_conv_kernel_dim", 4),
+            norm_eps=number_in(config, "rms_norm_eps", 1e-6, EPS_RANGE),
         ),
-        "parts": tuple((mixers[kind], "mlp") for kind in kinds),
+        "parts": tuple((mixer, "mlp") for mixer in mixers),
     }
+
+
+def _mixers(config: Json, num_layers: int, parts: Mapping[str, str], attends: Sequence[bool]) -> list[str]:
+    """Each layer's part beside its MLP. parts: kinds in `layer_types` → parts; attends: without `layer_types`."""
+    kinds, (other, attention) = config.get("layer_types"), parts
+    if kinds is None:
+        kinds = [attention if each else other for each in attends]
+    if not isinstance(kinds, list) or len(kinds) != num_layers or not all(kind in tuple(parts) for kind in kinds):
+        raise CheckpointError(f"config.json: layer_types must list {num_layers} of {', '.join(parts)}")
+    return [parts[kind] for kind in kinds]
 
 
 def _gemma(config: Json, num_layers: int) -> Fields:
@@ -334,6 +393,62 @@ def _olmo3(config: Json, num_layers: int) -> Fields:
     windows = _alternating_windows(config, num_layers)
     fields = {"windows": windows, "rope": rope, "local_rope": None if local == rope else local}
     return _olmo2(config, num_layers) | fields
+
+
+def _olmo_hybrid(config: Json, num_layers: int) -> Fields:
+    """OLMo 3's attention, whose norms are behind it, without RoPE as released; gated delta nets with norms before."""
+    attends = [i % 4 == 3 for i in range(num_layers)]
+    mixers = _mixers(config, num_layers, DELTA_NETS, attends if any(attends) else [*attends[1:], True])
+    heads = positive(config, "num_attention_heads")
+    key_heads = positive(config, "linear_num_key_heads", heads)
+    key_size = positive(config, "linear_key_head_dim", max(1, 3 * positive(config, "hidden_size") // (4 * key_heads)))
+    return _olmo2(config, num_layers) | {
+        "unrotated": tuple(range(num_layers)) if has_null_theta(config) else (),
+        "layer_norms": tuple(NORMS_BEHIND if mixer == "attention" else NORMS_BEFORE for mixer in mixers),
+        "delta": DeltaShape(
+            num_heads=positive(config, "linear_num_value_heads", heads),
+            value_size=positive(config, "linear_value_head_dim", 2 * key_size),
+            key_heads=key_heads,
+            key_size=key_size,
+            kernel=positive(config, "linear_conv_kernel_dim", 4),
+            norm_eps=1e-5,
+            top_rate=2.0 if config.get("linear_allow_neg_eigval", True) else 1.0,
+            names=OLMO_DELTA,
+        ),
+        "parts": tuple((mixer, "mlp") for mixer in mixers),
+    }
+
+
+def _lfm2(config: Json, num_layers: int) -> Fields:
+    """Short convolutions in most layers, attention in the others."""
+    attending = config.get("full_attn_idxs")
+    if not isinstance(attending, list):
+        attending = range(num_layers)
+    mixers = _mixers(config, num_layers, SHORT_CONVOLUTIONS, [i in attending for i in range(num_layers)])
+    return {
+        "rms_norm_eps": number_in(config, "norm_eps", 1e-5, EPS_RANGE),
+        "activation": "silu",
+        "qk_norm": True,
+        "qk_norm_form": QKNorm("self_attn.q_layernorm", "self_attn.k_layernorm"),
+        "attention_output": "self_attn.out_proj",
+        "norms": NormPlaces("operator_norm", None, "ffn_norm", None),
+        "final_norm": "model.embedding_norm.weight",
+        "mlp": MlpNames("feed_forward.w1", "feed_forward.w3", "feed_forward.w2"),
+        "intermediate_size": _lfm2_inner_size(config),
+        "tied_head": bool(config.get("tie_embedding", config["tie_word_embeddings"])),
+        "short_convolution": ShortConvolutionShape(positive(config, "conv_L_cache", 3), bool(config.get("conv_bias"))),
+        "parts": tuple((mixer, "mlp") for mixer in mixers),
+    }
+
+
+def _lfm2_inner_size(config: Json) -> int:
+    """Of the MLP: two thirds of config.json's, times a factor, rounded up, unless it says that its size is final."""
+    size = positive(config, "block_ff_dim", positive(config, "intermediate_size"))
+    if not config.get("block_auto_adjust_ff_dim", True):
+        return size
+    scaled = int(number_in(config, "block_ffn_dim_multiplier", 1.0) * int(2 * size / 3))
+    multiple = positive(config, "block_multiple_of", 256)
+    return max(1, -(-scaled // multiple)) * multiple
 
 
 def _cohere(config: Json, num_layers: int) -> Fields:
@@ -449,6 +564,8 @@ FAMILIES: dict[str, Callable[[Json, int], Fields]] = {
     "granitemoehybrid": _granite_hybrid,
     "olmo2": _olmo2,
     "olmo3": _olmo3,
+    "olmo_hybrid": _olmo_hybrid,
+    "lfm2": _lfm2,
     "cohere": _cohere,
     "cohere2": _cohere2,
     "smollm3": _smollm3,
@@ -515,6 +632,14 @@ DEFAULTS: dict[str, Json] = {
     "glm4": _GLM,
     "olmo2": {"rms_norm_eps": 1e-5},
     "olmo3": {"rms_norm_eps": 1e-5, "default_theta": 500000.0, "sliding_window_pattern": 4},
+    "olmo_hybrid": {"vocab_size": 100352, "max_position_embeddings": 65536},
+    "lfm2": {
+        "intermediate_size": 12288,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 128000,
+        "tie_word_embeddings": True,
+        "default_theta": 1000000.0,
+    },
     "granitemoehybrid": {"num_local_experts": 8, "shared_intermediate_size": 1024},
     "cohere": {"tie_word_embeddings": True, "default_theta": 500000.0},
     "cohere2": {"tie_word_embeddings": True, "sliding_window_pattern": 4},
@@ -540,10 +665,11 @@ DEFAULTS: dict[str, Json] = {
     "hunyuan_v1_dense": {"rms_norm_eps": 1e-5},
 }
 # Multimodal models → the family of their language model, if `text_config` does not name it.
-MULTIMODAL = {"gemma3": "gemma3_text", "mistral3": "mistral", "qwen3_5": "qwen3_5_text"}
+MULTIMODAL = {"gemma3": "gemma3_text", "mistral3": "mistral", "qwen3_5": "qwen3_5_text", "lfm2_vl": "lfm2"}
 TEXT_CLASSES = {
     "gemma3_text": "Gemma3ForCausalLM",
     "mistral": "MistralForCausalLM",
     "ministral3": "Ministral3ForCausalLM",
+    "lfm2": "Lfm2ForCausalLM",
 }
 PARTLY_ROTATED = ("phi3", "glm", "glm4", "nemotron", "qwen3_5_text")  # the families that read `partial_rotary_factor`

@@ -37,10 +37,17 @@ def visible_slots(visibility: Visibility, first: int, last: int, window: int | N
     return Visible.of(unseen, end, singles, num_singles, rows_of_tile(group))
 
 
-def key_parts(cache: TextMemory, layer: int, visible: Visible, most: int | None) -> Iterator[KeySlots]:
-    """The keys and values that `visible` names: at most `most` at once, then all that must be given together."""
-    end, together = visible.end, min(visible.end, visible.first_single) // BLOCK * BLOCK
+def key_parts(
+    cache: TextMemory, layer: int, visible: Visible, most: int | None, first: int = 0, end: int | None = None
+) -> Iterator[KeySlots]:
+    """The keys and values that `visible` names: at most `most` at once, then all that must be given together.
+
+    first, end: only those of these slots, multiples of BLOCK; None: up to `visible.end`. What the text shares with
+    others comes in parts of its own.
+    """
+    end, together = end or visible.end, min(visible.end, visible.first_single) // BLOCK * BLOCK
     step = end if most is None else max(BLOCK, most // BLOCK * BLOCK)
     cuts = () if most is None else (*range(step, together, step), together)
-    for first, until in pairwise(dict.fromkeys((0, *cuts, end))):
-        yield KeySlots(first, *cache.read(layer, until, first))
+    inside = sorted({slot for slot in (*cuts, cache.num_in_beginning) if first < slot < end})
+    for begin, until in pairwise((first, *inside, end)):
+        yield KeySlots(begin, *cache.read(layer, until, begin))

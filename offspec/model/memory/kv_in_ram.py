@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -43,6 +44,7 @@ class LayersInRam(EntriesBySlot):
     ) -> None:
         self.num_layers = num_layers
         self._copies = copies
+        self._new = partial(LayersInRam, num_layers, layout, kv, dtype=dtype, device=device, copies=copies)
         made = [kv.of_layout(1, layout, dtype, device, by_slot=True) for _ in range(min(NUM_SLOTS, num_layers))]
         self._slots = [LayerSlot(cache) for cache in made]  # the first one is in use
         self.format = made[0].format
@@ -55,9 +57,12 @@ class LayersInRam(EntriesBySlot):
     def nbytes(self) -> int:
         return sum(kept.nbytes for kept in self._kept) + sum(slot.cache.nbytes for slot in self._slots)
 
-    def stored(self, layer: int, end: int) -> list[Tensor]:
+    def empty(self) -> LayersInRam:
+        return self._new()
+
+    def stored(self, layer: int, end: int, first: int = 0) -> list[Tensor]:
         self._forget(layer)
-        return [kept.tables[layer][:end].movedim(0, -2) for kept in self._kept]
+        return [kept.tables[layer][first:end].movedim(0, -2) for kept in self._kept]
 
     def reserve(self, capacity: int, in_use: int) -> None:
         self._copies.finish()

@@ -1,12 +1,13 @@
 """The memory of one text: a committed prefix, then a pending region with the nodes that wait for the verdict.
 
 Slot i of the committed prefix holds the token at position i. Pending entries follow in the order of their computation.
-`TextMemory` counts a text's entries; `LayerMemory`s store them.
+`TextMemory` counts a text's entries; `LayerMemory`s store them. Texts that begin alike may share KV entries
+(`kv_beginning`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import accumulate, groupby, pairwise
 from typing import cast
 
@@ -15,7 +16,8 @@ from torch import Tensor
 
 from offspec.loaders.streaming.small_transfers import to_device
 
-from .kv_cache import KVLayout, LayerCache, MakeLayerCaches, MemoryLayout
+from .kv_beginning import FEWEST_SHARED, Beginning, ContinuedLayers, continued, most_shared, split_off
+from .kv_cache import EntriesBySlot, KVLayout, LayerCache, MakeLayerCaches, MemoryLayout
 from .layer_memory import Kept, LayerMemory
 
 
@@ -42,6 +44,11 @@ def empty_memories(
     return memories, numbers
 
 
+def is_kv(memory: LayerMemory) -> bool:
+    """Whether a memory has KV entries."""
+    return isinstance(memory, EntriesBySlot)
+
+
 class TextMemory:
     """What the layers keep of one text; grows as needed.
 
@@ -64,10 +71,17 @@ class TextMemory:
         self.shared_end = 0  # `shared_cache.SharedCache` sets it
         self.num_dropped = 0
         self.positions = torch.empty(0, dtype=torch.long, device=device)
-        self._memories = list(memories)
         if numbers is None:
             numbers = split(range(sum(memory.num_layers for memory in memories)), memories)
-        pairs = zip(memories, numbers, strict=True)
+        self._groups = [tuple(group) for group in numbers]  # the layers of each memory
+        self._beginning: Beginning | None = None
+        self._store_in(memories)
+
+    def _store_in(self, memories: Sequence[LayerMemory], beginning: Beginning | None = None) -> None:
+        """Replace the layers' memories. beginning: what they share with other texts."""
+        self._memories = list(memories)
+        self._beginning = beginning
+        pairs = zip(memories, self._groups, strict=True)
         places = {number: (memory, place) for memory, group in pairs for place, number in enumerate(group)}
         self._places = dict(sorted(places.items()))  # by a layer's number: its memory, and its place there
         self._kv = cast(dict[int, tuple[LayerCache, int]], self._places)  # the same, for layers that attend
@@ -113,8 +127,24 @@ class TextMemory:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all layers' memories."""
+        """Bytes of all layers' memories, with those of the beginning that the text shares."""
+        return total_bytes([self])
+
+    @property
+    def own_bytes(self) -> int:
+        """Bytes of all layers' memories, without the beginning that the text shares."""
         return sum(memory.nbytes for memory in self._memories)
+
+    @property
+    def beginning(self) -> Beginning | None:
+        """The first entries, if the text shares them."""
+        return self._beginning
+
+    @property
+    def num_in_beginning(self) -> int:
+        """How many entries the text shares: the first ones of `beginning`."""
+        shared = (memory.num_shared for memory in self._memories if isinstance(memory, ContinuedLayers))
+        return next(shared, 0)
 
     @property
     def format(self) -> str:
@@ -139,6 +169,55 @@ class TextMemory:
         assert not self.size, "the cache has entries"
         self.positions[:length] = torch.arange(length, device=self.positions.device)
         self.append(length, 0)
+
+    @torch.inference_mode(False)
+    def begin_like(self, other: TextMemory, length: int, *, shares: bool) -> None:
+        """Make the first `length` tokens of `other`, a result of its `restorable`, those of this empty memory.
+
+        shares: share as many KV entries as possible, and copy the rest. The other text is between two passes.
+        """
+        assert not self.size, "the cache has entries"
+        num_shared = other._lend(length) if shares and self._groups == other._groups else 0
+        if not num_shared:
+            self.reserve(length)
+            for mine, others in zip(self.stored(length), other.stored(length), strict=True):
+                mine.copy_(others)
+        else:
+            self._continue(other, num_shared, length)
+        self.begin(length)
+
+    def num_lendable(self, length: int) -> int:
+        """How many entries a text shares with this one that begins with its first `length` tokens."""
+        wanted = most_shared(length)
+        return wanted if wanted >= self.num_in_beginning + FEWEST_SHARED else min(wanted, self.num_in_beginning)
+
+    def _lend(self, length: int) -> int:
+        """Let others share the first `length` entries; returns how many they share."""
+        wanted = self.num_lendable(length)
+        if wanted > self.num_in_beginning:
+            in_use = max(self.size, self.shared_end)
+            memories = [
+                split_off(cast(LayerCache, memory), wanted, in_use, self.capacity) if is_kv(memory) else memory
+                for memory in self._memories
+            ]
+            layers = tuple(memory.beginning for memory in memories if isinstance(memory, ContinuedLayers))
+            self._store_in(memories, Beginning(layers, wanted))
+            self.positions = self.positions.clone()  # other memory has other positions, see `cuda_graphs.StaticRounds`
+        return wanted
+
+    def _continue(self, other: TextMemory, num_shared: int, length: int) -> None:
+        """Take `length` entries of `other`, `num_shared` of its beginning among them, and room for no more."""
+        memories = list[LayerMemory]()
+        for mine, others in zip(self._memories, other._memories, strict=True):
+            if is_kv(others):
+                memories.append(continued(cast(LayerCache, others), num_shared, length))
+                continue
+            memories.append(mine)
+            for layer in range(mine.num_layers):
+                for state, copied in zip(mine.stored(layer, length), others.stored(layer, length), strict=True):
+                    state.copy_(copied)
+        self._store_in(memories, other.beginning)
+        self.positions, self.shared_end = other.positions[:length].clone(), 0
 
     @torch.inference_mode(False)  # outside inference mode, `keep` may not write to inference tensors
     def reserve(self, capacity: int) -> None:
@@ -203,6 +282,8 @@ class TextMemory:
 
     def move(self, start: int, slots: Tensor) -> None:
         """Move the KV entries in slots [K] (ascending) to start .. start + K, in use or not."""
+        if start < self.num_in_beginning:
+            self._own_all()
         for memory in self._memories:
             if memory.can_be_cut:
                 cast(LayerCache, memory).move(start, slots)
@@ -219,6 +300,8 @@ class TextMemory:
         """Keep the first `length` committed entries alone; fewer, if a layer can go back to fewer tokens only."""
         assert 0 <= length <= self.length
         length = self.restorable(length)
+        if length < self.num_in_beginning:
+            self._go_back(length)
         for memory in self._memories:
             memory.rewind(length)
         self.length, self.pending = length, 0
@@ -229,7 +312,57 @@ class TextMemory:
             length = fewer
         return length
 
+    @torch.inference_mode(False)
+    def shrink(self) -> None:
+        """Give up all room but that of the committed entries."""
+        for memory in self._memories:
+            memory.reserve(self.length, self.length)
+        self.positions, self.pending, self.shared_end = self.positions[: self.length].clone(), 0, 0
+
+    @torch.inference_mode(False)
+    def _go_back(self, length: int) -> None:
+        """Share fewer entries: those of the first `length`. There is room for no more, as other texts may need it."""
+        num_shared = most_shared(length)
+        memories = [
+            continued(memory, num_shared, length) if isinstance(memory, ContinuedLayers) else memory
+            for memory in self._memories
+        ]
+        self._store_in(memories, self._beginning if num_shared else None)
+        self.positions, self.shared_end = self.positions[:length].clone(), 0
+
+    @torch.inference_mode(False)
+    def _own_all(self) -> None:
+        """Copy what the text shares."""
+        in_use, capacity = max(self.size, self.shared_end), self.capacity
+        self._store_in(
+            [
+                continued(memory, 0, in_use) if isinstance(memory, ContinuedLayers) else memory
+                for memory in self._memories
+            ]
+        )
+        for memory in self._memories:
+            memory.reserve(capacity, in_use)
+        self.positions = self.positions.clone()
+
     def wipe(self) -> None:
         """Zero all unused slots. A text that ran into NaN left some there, and attention multiplies them by 0."""
+        assert self._beginning is None, "what other texts have is not overwritten"
         for rows in self.stored(self.capacity):
             rows[..., self.size :, :] = 0
+
+
+def total_bytes(texts: Iterable[TextMemory]) -> int:
+    """Bytes of these texts' memories; a beginning that several share counts once."""
+    texts = list(texts)
+    return sum(text.own_bytes for text in texts) + sum(beginning.nbytes for beginning in _beginnings(texts))
+
+
+def total_entries(texts: Iterable[TextMemory]) -> int:
+    """Entries that these texts have room for; a beginning that several share counts once."""
+    texts = list(texts)
+    num_own = sum(text.capacity - text.num_in_beginning for text in texts)
+    return num_own + sum(beginning.length for beginning in _beginnings(texts))
+
+
+def _beginnings(texts: Iterable[TextMemory]) -> set[Beginning]:
+    return {text.beginning for text in texts if text.beginning is not None}

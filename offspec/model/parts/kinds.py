@@ -11,11 +11,13 @@ from .delta_net import DeltaNet
 from .mlp import AttentionBesideMlp, Mlp
 from .modules import LayerOfModules
 from .part import Part
+from .short_convolution import ShortConvolution
 
 PARTS: dict[str, Callable[[ModelConfig, int, RotaryEmbeddings | None], Part]] = {
     "attention": Attention,
     "mlp": Mlp,
     "delta net": DeltaNet,
+    "short convolution": ShortConvolution,
     "attention beside mlp": AttentionBesideMlp,
     "modules": lambda config, layer, rotaries: LayerOfModules(config, layer),
 }

@@ -30,7 +30,7 @@ class Mlp(NativePart):
 
     @property
     def norms(self) -> list[str]:
-        places = self.config.norms
+        places = self.config.norms_of(self.layer)
         return [name for name in (places.before_mlp, places.after_mlp) if name is not None]
 
     @property
@@ -47,7 +47,7 @@ class Mlp(NativePart):
         return self.config.mlp_bias
 
     def forward(self, x: Tensor, weights: LayerWeights, rows: PassRows, first: int, last: int) -> Tensor:
-        places = self.config.norms
+        places = self.config.norms_of(self.layer)
         output = self.output(self.norm(x, weights, places.before_mlp), weights)
         return self.added(x, self.norm(output, weights, places.after_mlp))
 
@@ -87,5 +87,5 @@ class AttentionBesideMlp(Attention):
         return super().has_bias(matrix) if matrix in super().matrices else self.mlp.has_bias(matrix)
 
     def forward(self, x: Tensor, weights: LayerWeights, rows: PassRows, first: int, last: int) -> Tensor:
-        normed = self.norm(x, weights, self.config.norms.before_attention)
+        normed = self.norm(x, weights, self.places.before_attention)
         return x + self.attended(normed, weights, rows, first, last) + self.mlp.output(normed, weights)

@@ -73,7 +73,7 @@ OWN = {
 FAMILIES = (
     *("llama-gqa", "llama-tied", "llama-llama3", "llama-linear", "llama-yarn"),
     *("llama-yarn-attention-factor", "ministral3", "qwen2", "qwen3"),
-    *("glm4", "granite", "olmo2", "nemotron", "exaone4-full", *OWN),
+    *("glm4", "lfm2", "granite", "olmo2", "nemotron", "exaone4-full", *OWN),
 )
 
 
@@ -134,6 +134,7 @@ def test_text_equals_llama_cpps(gguf_model: GetModel, family: str, llama_cpp: Ll
         "cohere2",
         "smollm3",
         "qwen3.5",
+        "lfm2",
     ],
 )
 def test_a_plain_copy_is_a_checkpoint_of_transformers(gguf_model: GetModel, family: str, tmp_path: Path) -> None:

@@ -170,6 +170,38 @@ def test_which_layers_of_a_family_have_no_positions() -> None:
     assert unrotated("exaone4", sliding_window=None) == unrotated("llama-gqa") == ()
     assert unrotated("smollm3", no_rope_layers=[1, 1, 0, 1]) == (2,)
     assert unrotated("granite-dense-hybrid", position_embedding_type=None) == (0, 1, 2)
+    assert unrotated("olmo-hybrid") == (0, 1, 2, 3)
+    assert unrotated("olmo-hybrid", rope_parameters={"rope_theta": 500000.0}) == ()
+    assert unrotated("olmo-hybrid", rope_parameters=None) == ()
+
+
+def test_which_layers_of_a_hybrid_attend() -> None:
+    """What transformers assumes where `layer_types` is missing."""
+
+    def attending(name: str, **said: Any) -> list[int]:
+        config = read_config(without(config_json(FAMILIES[name]), "layer_types") | said)
+        return [layer for layer in range(config.num_layers) if "attention" in config.parts_of(layer)]
+
+    assert attending("qwen3.5") == attending("olmo-hybrid", num_hidden_layers=7) == [3]
+    assert attending("olmo-hybrid", num_hidden_layers=2) == [1]
+    assert attending("lfm2", full_attn_idxs=[0, 2]) == [0, 2]
+    assert attending("lfm2") == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("said", "size"),
+    [
+        ({}, 96),  # 1.3 * 64 = 83, the next multiple of 16
+        ({"block_auto_adjust_ff_dim": False}, 96),
+        ({"block_auto_adjust_ff_dim": False, "block_ff_dim": 50}, 50),
+        ({"block_multiple_of": 256}, 256),
+    ],
+)
+def test_the_size_of_lfm2s_mlp(said: dict[str, Any], size: int) -> None:
+    modeling = pytest.importorskip("transformers.models.lfm2")
+    config = config_json(FAMILIES["lfm2"]) | said
+    module = modeling.modeling_lfm2.Lfm2MLP(modeling.Lfm2Config(**without(config, "model_type")))
+    assert read_config(config).intermediate_size == module.w1.out_features == size
 
 
 @pytest.mark.parametrize("kind", ["longrope", "su", "yarn"])
@@ -305,6 +337,10 @@ def test_sizes_must_be_there(key: str) -> None:
             "partial_rotary_factor 3 16",
         ),
         (config_json(FAMILIES["smollm3"]) | {"no_rope_layers": [1]}, "no_rope_layers 4 layers"),
+        (config_json(FAMILIES["lfm2"]) | {"layer_types": ["conv"]}, "layer_types list 4 conv full_attention"),
+        (config_json(FAMILIES["lfm2"]) | {"layer_types": ["conv", [], "conv", 1]}, "layer_types list 4"),
+        (config_json(FAMILIES["lfm2"]) | {"conv_L_cache": 0}, "conv_L_cache"),
+        (config_json(FAMILIES["olmo-hybrid"]) | {"linear_num_key_heads": 0}, "linear_num_key_heads"),
         (config_json(FAMILIES["granite"]) | {"logits_scaling": 0}, "logits_scaling"),
         (config_json(FAMILIES["gemma2"]) | {"attn_logit_softcapping": "50"}, "attn_logit_softcapping"),
         (config_json(FAMILIES["cohere"]) | {"layer_norm_eps": -1}, "layer_norm_eps"),

@@ -23,7 +23,7 @@ from offspec.model.memory.text_memory import TextMemory
 from offspec.model.pass_rows import TextRows
 
 from ....examples import examples
-from ....fakes import FAMILIES, TinyModel, config_json
+from ....fakes import FAMILIES, HYBRIDS, TinyModel, config_json
 from ..test_decoder import NO_NODES, TREE_FAMILIES, Tree, random_tokens
 from .kv_formats import fp32_layers, int8_layers
 
@@ -216,7 +216,7 @@ def test_packing_rounds_each_entry_by_itself(coding: Coding, head_dim: int, seed
 
 
 @pytest.mark.parametrize("kv", KV_FORMATS.values())
-@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "qwen3.5"])  # it keeps states, too
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in HYBRIDS])  # these keep states, too
 def test_bytes_are_counted_as_they_are_allocated(family: str, kv: KVFormat) -> None:
     """By layer, sliding windows included."""
     config = read_config(config_json(FAMILIES[family]))

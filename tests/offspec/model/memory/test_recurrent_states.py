@@ -1,6 +1,8 @@
-"""States of gated delta nets, in layers between others with KV entries: trees, verdicts, rewinds, copies, batches."""
+"""States of hybrids, in layers between others with KV entries: trees, verdicts, rewinds, copies, batches."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from offspec.model.decoder import CachedDecoder, Decoder, score_together
 from offspec.model.memory.recurrent_states import LEAST_COPIED, MOST_COPIES, RecurrentStates
 from offspec.model.memory.text_caches import TextCaches
 from offspec.model.memory.text_pool import TextPool
-from offspec.model.parts.delta_net import DeltaNet
+from offspec.model.parts.recurrent import ConvolvedPart
 from offspec.model.pass_rows import TextRows
 
 from ....examples import examples
@@ -31,9 +33,9 @@ from ..test_decoder import (
 )
 
 
-@pytest.fixture(scope="module")
-def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
-    return build(FAMILIES["qwen3.5"], tmp_path_factory.mktemp("hybrid") / "model").decoder()
+@pytest.fixture(scope="module", params=["qwen3.5", "lfm2", pytest.param("olmo-hybrid", marks=pytest.mark.nightly)])
+def decoder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Decoder:
+    return build(FAMILIES[request.param], tmp_path_factory.mktemp("hybrid") / "model").decoder()
 
 
 @given(steps=st.lists(passes(), min_size=1, max_size=3))
@@ -96,15 +98,15 @@ def test_copies_are_few_and_far_apart(decoder: Decoder) -> None:
 def test_an_interrupted_pass_leaves_the_text_as_it_was(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
     tokens, text = random_tokens(32), CachedDecoder(decoder)
     text.score(tokens[:14], *NO_NODES)
-    forward = DeltaNet.forward
+    advanced = ConvolvedPart.advanced
 
-    def interrupted(self: DeltaNet, *args: object) -> Tensor:
+    def interrupted(self: ConvolvedPart, *args: Any) -> Tensor:
         if self.layer == 2:
             raise KeyboardInterrupt
-        return forward(self, *args)  # type: ignore[arg-type]
+        return advanced(self, *args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(DeltaNet, "forward", interrupted)
+        patch.setattr(ConvolvedPart, "advanced", interrupted)
         with pytest.raises(KeyboardInterrupt):
             text.score(random_tokens(20, 9), *NO_NODES)
     assert_close(text.score(tokens[14:], *NO_NODES)[0], chain_logits(decoder, tokens)[-1])
