@@ -31,6 +31,7 @@ from offspec.model.families import FAMILIES
 from offspec.model.layer_draft import LayerDraft
 from offspec.model.parts.kinds import PARTS
 from offspec.planning.plan import all_resident
+from offspec.text.tokenizer import Tokenizer
 
 from ..fuzz.quantised import FORMS, Stored, read_tensors, write_tensors
 from ..pair import build_pair
@@ -184,13 +185,13 @@ def packed_by(form: str, folder: Path, copy: Path) -> Path:
 
 
 @pytest.mark.parametrize("form", ["fp8, blocks", "awq", "gptq", "w4a16", "nf4", "q4_k", "bf16-packed"])
-def test_packed_weights_are_streamed(wide: Path, engine: Engine, form: str, tmp_path: Path) -> None:
+def test_packed_weights_are_streamed(wide: Path, form: str, tmp_path: Path) -> None:
     """Half of the layers come from disk; the text is that of plain decoding with all of them resident."""
     source = convert(wide, tmp_path / "bf16", ConvertParams("bf16")).path if form == "bf16-packed" else wide
     path = packed_by(form, source, tmp_path / "packed")
-    plain, streamed = loaded(path), loaded(path, 0, 3)
-    expected = text_of(Engine(LoadedTarget(plain), engine.tokenizer, NoDraft()), SAMPLED, PLAIN)
-    assert text_of(Engine(LoadedTarget(streamed), engine.tokenizer, LookupDraft()), SAMPLED) == expected
+    plain, streamed, tokenizer = loaded(path), loaded(path, 0, 3), Tokenizer.load(wide)
+    expected = text_of(Engine(LoadedTarget(plain), tokenizer, NoDraft()), SAMPLED, PLAIN)
+    assert text_of(Engine(LoadedTarget(streamed), tokenizer, LookupDraft()), SAMPLED) == expected
     streamed.weights.close()
 
 
