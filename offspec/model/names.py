@@ -7,8 +7,7 @@ from __future__ import annotations
 
 LAYER_PREFIX = "model.layers."
 EMBEDDING = "model.embed_tokens.weight"  # [vocab, hidden]
-FINAL_NORM = "model.norm.weight"  # [hidden]
-FINAL_NORM_BIAS = "model.norm.bias"  # [hidden], if the family has one
+FINAL_NORM = "model.norm.weight"  # [hidden]; some families have another, see `ModelConfig.final_norm`
 HEAD = "lm_head.weight"  # [vocab, hidden]; a tied head is the embedding, see `ModelConfig.head_name`
 
 

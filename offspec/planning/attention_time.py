@@ -14,7 +14,7 @@ from functools import partial
 from offspec.loaders.machine.hardware import Rates
 
 from ..checkpoints.opening import ModelFiles
-from ..model.block import memory_layouts
+from ..model.block import kv_layouts
 from ..model.memory.kv_cache import KVLayout
 from ..model.memory.kv_formats import KVFormat, most_unpacked
 from ..model.parts.split_attention import most_scored_keys, reason_for_formula
@@ -125,10 +125,8 @@ def attention_shapes(target: ModelFiles, width: int, *, on_cpu: bool) -> list[At
     config, itemsize, is_whole = target.config, target.dtype.itemsize, target.config.has_whole_attention
     make = partial(AttentionShape, width, config.num_heads)
     return [
-        make(layout, config.attention_cap, itemsize, target.kv, on_cpu, is_whole)
-        if isinstance(layout, KVLayout)
-        else None
-        for layout in memory_layouts(config)
+        None if layout is None else make(layout, config.attention_cap, itemsize, target.kv, on_cpu, is_whole)
+        for layout in kv_layouts(config)
     ]
 
 

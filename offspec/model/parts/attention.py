@@ -22,32 +22,32 @@ class Attention(NativePart):
         super().__init__(config, layer, rotaries)
         self.window = config.windows[layer]  # the number of positions a row attends to, itself included; None is all
         self.memory = KVLayout(config.num_kv_heads, config.head_dim)
+        self.places = config.norms_of(layer)
         rope = config.rope_of(layer)
         self.rotary = None if rope is None or rotaries is None else rotaries.of(rope)
 
     @property
     def norms(self) -> list[str]:
-        places = self.config.norms
-        return [name for name in (places.before_attention, places.after_attention) if name is not None]
+        return [name for name in (self.places.before_attention, self.places.after_attention) if name is not None]
 
     @property
     def matrices(self) -> dict[str, tuple[int, int]]:
         c = self.config
         q, kv, hidden = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim, c.hidden_size
         if c.has_attention_gate:
-            shapes = {f"self_attn.{name}_proj": (n, hidden) for name, n in (("q", 2 * q), ("k", kv), ("v", kv))}
+            shapes = {f"{c.attention}.{name}_proj": (n, hidden) for name, n in (("q", 2 * q), ("k", kv), ("v", kv))}
         elif c.has_fused_qkv:
-            shapes = {"self_attn.qkv_proj": (q + 2 * kv, hidden)}
+            shapes = {f"{c.attention}.qkv_proj": (q + 2 * kv, hidden)}
         else:
-            shapes = {f"self_attn.{name}_proj": (rows, hidden) for name, rows in (("q", q), ("k", kv), ("v", kv))}
-        return {**shapes, "self_attn.o_proj": (hidden, q)}
+            shapes = {f"{c.attention}.{name}_proj": (rows, hidden) for name, rows in (("q", q), ("k", kv), ("v", kv))}
+        return {**shapes, c.attention_output: (hidden, q)}
 
     @property
     def row_numbers(self) -> int:
         return 6 * self.config.num_heads * self.config.head_dim
 
     def has_bias(self, matrix: str) -> bool:
-        return self.config.o_bias if matrix.endswith(".o_proj") else self.config.qkv_bias
+        return self.config.o_bias if matrix == self.config.attention_output else self.config.qkv_bias
 
     @property
     def shapes(self) -> dict[str, Shape]:
@@ -63,9 +63,8 @@ class Attention(NativePart):
         return shapes
 
     def forward(self, x: Tensor, weights: LayerWeights, rows: PassRows, first: int, last: int) -> Tensor:
-        places = self.config.norms
-        attended = self.attended(self.norm(x, weights, places.before_attention), weights, rows, first, last)
-        return self.added(x, self.norm(attended, weights, places.after_attention))
+        attended = self.attended(self.norm(x, weights, self.places.before_attention), weights, rows, first, last)
+        return self.added(x, self.norm(attended, weights, self.places.after_attention))
 
     def attended(self, x: Tensor, weights: LayerWeights, rows: PassRows, first: int, last: int) -> Tensor:
         """Attention of rows first .. last: normed states x [T, hidden] → [T, hidden]."""
@@ -87,7 +86,7 @@ class Attention(NativePart):
         out = rows.attend(self, (queries, keys, values), first, last)
         if gate is not None:
             out = out * gate.sigmoid()
-        return weights.linear("self_attn.o_proj", out.flatten(1))
+        return weights.linear(c.attention_output, out.flatten(1))
 
     def projected(self, x: Tensor, weights: LayerWeights) -> Projected:
         """Queries [T, heads, head_dim], keys and values [T, kv_heads, head_dim] of normed states x [T, hidden].
@@ -97,9 +96,9 @@ class Attention(NativePart):
         c = self.config
         if c.has_fused_qkv:
             sizes = [heads * c.head_dim for heads in (c.num_heads, c.num_kv_heads, c.num_kv_heads)]
-            queries, keys, values = torch.split(weights.linear("self_attn.qkv_proj", x), sizes, dim=-1)
+            queries, keys, values = torch.split(weights.linear(f"{c.attention}.qkv_proj", x), sizes, dim=-1)
         else:
-            queries, keys, values = (weights.linear(f"self_attn.{name}_proj", x) for name in "qkv")
+            queries, keys, values = (weights.linear(f"{c.attention}.{name}_proj", x) for name in "qkv")
         return (
             queries.view(len(x), c.num_heads, -1),
             keys.view(-1, c.num_kv_heads, c.head_dim),

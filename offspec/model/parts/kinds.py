@@ -8,14 +8,19 @@ from ..config import ModelConfig
 from ..rope import RotaryEmbeddings
 from .attention import Attention
 from .delta_net import DeltaNet
+from .mamba import AttentionBesideMamba, Mamba
 from .mlp import AttentionBesideMlp, Mlp
 from .modules import LayerOfModules
 from .part import Part
+from .short_convolution import ShortConvolution
 
 PARTS: dict[str, Callable[[ModelConfig, int, RotaryEmbeddings | None], Part]] = {
     "attention": Attention,
     "mlp": Mlp,
     "delta net": DeltaNet,
+    "mamba": Mamba,
+    "attention beside mamba": AttentionBesideMamba,
+    "short convolution": ShortConvolution,
     "attention beside mlp": AttentionBesideMlp,
     "modules": lambda config, layer, rotaries: LayerOfModules(config, layer),
 }
