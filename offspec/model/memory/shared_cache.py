@@ -38,8 +38,8 @@ class SharedCache(TextMemory):
     def __init__(self, target: CachedDecoder, layers: Sequence[int]) -> None:
         self._target = target
         self._numbers = tuple(layers)
-        self._states = self._empty_states()
-        super().__init__(list(self._states), target.device, list(self._states.values()))
+        self._own_states = self._empty_states()
+        super().__init__(list(self._own_states), target.device, list(self._own_states.values()))
         self.num_exact = 0
         self._room = MAX_NODES
         self._start = 0  # the slot of the first own entry
@@ -48,19 +48,20 @@ class SharedCache(TextMemory):
         """Memories of the recurrent layers, and the draft's layers in each of them."""
         groups: dict[RecurrentStates, list[int]] = {}
         for layer, number in enumerate(self._numbers):
-            memory = self._target.cache.memory_of(number)[0] if number in self._target.cache.layers else None
-            if isinstance(memory, RecurrentStates):
+            if number in self._target.cache.layers_with_states:
+                memory, _ = self._target.cache.state_of(number)
+                assert isinstance(memory, RecurrentStates)
                 groups.setdefault(memory, []).append(layer)
         return {memory.like(len(group)): group for memory, group in groups.items()}
 
     def _target_states(self, layers: Sequence[int]) -> list[State]:
         """The target's states in these layers of the draft."""
-        found = list[State]()
+        states = list[State]()
         for layer in layers:
-            memory, place = self._target.cache.memory_of(self._numbers[layer])
+            memory, place = self._target.cache.state_of(self._numbers[layer])
             assert isinstance(memory, RecurrentStates)
-            found.append(memory.state(place))
-        return found
+            states.append(memory.state(place))
+        return states
 
     @property
     def size(self) -> int:
@@ -79,7 +80,7 @@ class SharedCache(TextMemory):
     @property
     def nbytes(self) -> int:
         """Those of recurrent layers alone: the target's cache counts all entries."""
-        return sum(memory.nbytes for memory in self._states)
+        return sum(memory.nbytes for memory in self._own_states)
 
     @property
     def beginning(self) -> Beginning | None:
@@ -125,7 +126,7 @@ class SharedCache(TextMemory):
             self.truncate(length)
             return
         assert known == length + 1, "the target scores all but the last token"
-        for memory, layers in self._states.items():
+        for memory, layers in self._own_states.items():
             memory.follow_with_last(self._target_states(layers), path, pending)
         start = length + 1 + self._room
         slots = to_device(torch.tensor([path[-1], *pending]), self.positions.device) + first
@@ -136,7 +137,7 @@ class SharedCache(TextMemory):
         """Drop all own entries, and the target's from position `length` on."""
         self.length = self.num_exact = self._start = min(length, self._target.length)
         self.pending = 0
-        for memory, layers in self._states.items():
+        for memory, layers in self._own_states.items():
             memory.follow(self._target_states(layers))
 
 

@@ -112,9 +112,9 @@ class TextMemory:
         return len(self.positions)
 
     @property
-    def layers(self) -> Collection[int]:
-        """Numbers of the layers that keep something."""
-        return self._places.keys()
+    def layers_with_states(self) -> Collection[int]:
+        """Numbers of the layers that keep something other than KV entries."""
+        return self._states.keys()
 
     @property
     def num_layers(self) -> int:
