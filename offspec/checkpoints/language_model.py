@@ -14,7 +14,8 @@ BEGINNINGS = {
     "language_model.lm_head.": "lm_head.",
     "model.language_model.": "model.",
 }
-OTHER_MODULES = ("vision_tower", "multi_modal_projector", "visual")  # they encode images
+# They encode images and sounds.
+OTHER_MODULES = ("vision_tower", "multi_modal_projector", "visual", "audio_tower", "embed_vision", "embed_audio")
 
 
 def language_model(checkpoint: Checkpoint) -> Checkpoint:

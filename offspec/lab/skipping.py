@@ -23,7 +23,7 @@ from offspec.loaders.files.small_files import parse_json, read_small_file
 from offspec.scheduler.trees.token_tree import IntArray
 
 from ..checkpoints.atomic_files import locked_name, refuse_replacing, write_atomically
-from ..checkpoints.exit_layers import fingerprint, refuse_states
+from ..checkpoints.exit_layers import fingerprint, refuse_dependent_layers
 from ..errors import CheckpointError, StorageError, UsageError
 from ..model.decoder import CachedDecoder, Decoder, pass_together
 from ..model.parts.part import PassRows
@@ -68,7 +68,7 @@ def search_skips(
     progress(what, done, total) is called for tokens and layers. Raises a subclass of OffspecError.
     """
     params, progress = params or SkipParams(), progress or (lambda what, done, total: None)
-    refuse_states(teacher.target.config, "skipping layers")
+    refuse_dependent_layers(teacher.target.config, "skipping layers")
     if teacher.target.config.num_layers < 2:
         raise UsageError("the model has one layer, and none of it can be skipped")
     out = out or default_skip_file(teacher.files)

@@ -55,7 +55,7 @@ def build_blocks(config: ModelConfig, *, dtype: torch.dtype, device: torch.devic
 
 def rotaries_of(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> RotaryEmbeddings:
     """The rotations of a decoder's layers, none of them computed yet."""
-    return RotaryEmbeddings(config.rotary_dim, is_interleaved=config.has_interleaved_rope, dtype=dtype, device=device)
+    return RotaryEmbeddings(is_interleaved=config.has_interleaved_rope, dtype=dtype, device=device)
 
 
 def matrix_shapes(config: ModelConfig, index: int = 0) -> dict[str, tuple[int, int]]:

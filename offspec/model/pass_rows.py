@@ -20,7 +20,7 @@ from offspec.scheduler.trees.token_tree import ROOT, BoolArray, IntArray
 from .config import ModelConfig
 from .memory.text_memory import TextMemory
 from .parts.kv_attention import KeyRange, Visibility, attend_by_parts
-from .parts.part import Attending, PassRows, Projected, RowsOfText
+from .parts.part import Attending, Entries, PassRows, RowsOfText
 from .parts.split_attention import KeyPart, part_attention
 from .rope import Rotations
 from .row_attention import key_parts, visible_slots
@@ -82,6 +82,7 @@ class AppendedRows(RowsOfText):
     known_ranges: dict[int | None, list[KeyRange]] = field(default_factory=dict)
     known_slots: dict[int | None, Visible] = field(default_factory=dict)
     once: dict[object, Any] = field(default_factory=dict)
+    inputs: Tensor | None = None
 
     @cached_property
     def parents(self) -> IntArray:
@@ -92,20 +93,19 @@ class AppendedRows(RowsOfText):
         nodes = np.where(self.rows.parents == ROOT, slots[-1], self.rows.parents + self.visibility.region)
         return np.concatenate((slots[:-1], nodes))
 
-    def attend(self, part: Attending, projected: Projected, first: int, last: int) -> Tensor:
+    def attend(self, part: Attending, queries: Tensor, entries: Entries | None, first: int, last: int) -> Tensor:
         """Attention to all keys at once, or by parts: of many keys, and of keys that are unpacked for each use."""
-        queries, keys, values = projected
-        layer, group = part.layer, queries.shape[1] // keys.shape[1]
+        layer, group = part.entries_of, queries.shape[1] // part.shape.num_kv_heads
         most = self.cache.most_read(layer)
         if must_be_exact(queries):
-            self.cache.write(layer, keys, values, self.visibility.start + first)
+            self._store(layer, entries, first)
             visible, c = self.slots(first, last, part.window, group), part.config
             keys_and_values = key_parts(self.cache, layer, visible, most)
-            scale = c.attention_scale or c.head_dim**-0.5
+            scale = c.attention_scale or queries.shape[-1] ** -0.5
             return attend_rows(queries, keys_and_values, visible, scale=scale, cap=c.attention_cap)
         if most is None and group * len(queries) * (self.visibility.start + last) <= MASK_ELEMENTS:
-            return super().attend(part, projected, first, last)
-        self.cache.write(layer, keys, values, self.visibility.start + first)
+            return super().attend(part, queries, entries, first, last)
+        self._store(layer, entries, first)
         scale, cap = part.config.attention_scale, part.config.attention_cap
         most_scored = part_attention(queries, cap).most_keys(queries.shape[0] * queries.shape[1])
         limits = [limit for limit in (most, most_scored) if limit is not None]
@@ -118,10 +118,13 @@ class AppendedRows(RowsOfText):
             for each in whole.split(most or max(1, whole.end - whole.first)):
                 yield KeyPart(*self.cache.read(layer, each.end, each.first), each.mask)
 
-    def exchange(self, layer: int, keys: Tensor, values: Tensor, first: int, last: int) -> tuple[Tensor, Tensor]:
-        start = self.visibility.start
-        self.cache.write(layer, keys, values, start + first)
-        return self.cache.read(layer, start + last)
+    def exchange(self, layer: int, entries: Entries | None, first: int, last: int) -> Entries:
+        self._store(layer, entries, first)
+        return self.cache.read(layer, self.visibility.start + last)
+
+    def _store(self, layer: int, entries: Entries | None, first: int) -> None:
+        if entries is not None:
+            self.cache.write(layer, *entries, self.visibility.start + first)
 
     def slots(self, first: int, last: int, window: int | None, group: int) -> Visible:
         """`visible_slots`; if they are all rows', they are computed once per pass, otherwise in each layer."""
@@ -160,15 +163,17 @@ class JoinedRows:
     def __init__(self, config: ModelConfig, texts: Sequence[AppendedRows]) -> None:
         self.texts = list(texts)
         self.rotations = Rotations(torch.cat([text.visibility.positions for text in texts]))
+        inputs = [text.inputs for text in texts if text.inputs is not None]
+        self.inputs = torch.cat(inputs) if inputs else None
         self.ends = list(accumulate(len(text) for text in texts))
         step = min(chunk_rows(config, text.visibility.start + len(text)) for text in texts)
         self.chunks = [(first, min(first + step, self.ends[-1])) for first in range(0, self.ends[-1], step)]
 
-    def attend(self, part: Attending, projected: Projected, first: int, last: int) -> Tensor:
+    def attend(self, part: Attending, queries: Tensor, entries: Entries | None, first: int, last: int) -> Tensor:
         outputs = list[Tensor]()
         for text, begin, end, some in by_text(self, first, last):
-            queries, keys, values = (each[some] for each in projected)
-            outputs.append(text.attend(part, (queries, keys, values), begin, end))
+            its_entries = None if entries is None else (entries[0][some], entries[1][some])
+            outputs.append(text.attend(part, queries[some], its_entries, begin, end))
         return torch.cat(outputs)
 
 

@@ -121,14 +121,17 @@ def seconds_of_attention(target: ModelFiles, rates: Rates, width: int, num_keys:
 
 
 def attention_shapes(target: ModelFiles, width: int, *, on_cpu: bool) -> list[AttentionShape | None]:
-    """Of each layer; None for one without KV entries."""
+    """Of each layer; None for one that does not attend."""
     config, itemsize, is_whole = target.config, target.dtype.itemsize, target.config.has_whole_attention
     make = partial(AttentionShape, width, config.num_heads)
+    layouts = memory_layouts(config)
+    for layer, shape in enumerate(config.shapes):
+        layouts[layer] = layouts[layer if shape.entries_of is None else shape.entries_of]
     return [
         make(layout, config.attention_cap, itemsize, target.kv, on_cpu, is_whole)
         if isinstance(layout, KVLayout)
         else None
-        for layout in memory_layouts(config)
+        for layout in layouts
     ]
 
 

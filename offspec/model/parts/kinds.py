@@ -8,6 +8,7 @@ from ..config import ModelConfig
 from ..rope import RotaryEmbeddings
 from .attention import Attention
 from .delta_net import DeltaNet
+from .layer_input import LayerInput, LayerScale
 from .mlp import AttentionBesideMlp, Mlp
 from .modules import LayerOfModules
 from .part import Part
@@ -16,6 +17,8 @@ PARTS: dict[str, Callable[[ModelConfig, int, RotaryEmbeddings | None], Part]] = 
     "attention": Attention,
     "mlp": Mlp,
     "delta net": DeltaNet,
+    "layer input": LayerInput,
+    "layer scale": LayerScale,
     "attention beside mlp": AttentionBesideMlp,
     "modules": lambda config, layer, rotaries: LayerOfModules(config, layer),
 }
