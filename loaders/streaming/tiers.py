@@ -77,9 +77,9 @@ class TierOptions:
 class TieredWeights:
     """Weights placed by a `Placement`: loads the resident layers and streams the others through a ring, on CPU or GPU.
 
-    row_tables: full names of tables that are used only by rows, such as an embedding to which no head is tied. They stay
-    in RAM, or on disk if layers do. progress(bytes_done, bytes_total) reports the reads before the first pass, and ends at the
-    total.
+    row_tables: full names of tables that are used only by rows, such as an embedding to which no head is tied. They
+    stay in RAM, or on disk if layers do. progress(bytes_done, bytes_total) reports the reads before the first pass, and
+    ends at the total.
     """
 
     def __init__(

@@ -89,8 +89,8 @@ def refuse_dependent_layers(config: ModelConfig, feature: str = "an exit layer")
     refuse_states(config, feature)
     if config.shares_entries:
         raise UsageError(
-            f"{feature} uses some of the target's layers, and those of this {config.model_type} attend to the KV entries "
-            "of others; use n-gram lookup (`draft=lookup`) or a small model (`draft=PATH`)"
+            f"{feature} uses some of the target's layers, and those of this {config.model_type} attend to the KV "
+            "entries of others; use n-gram lookup (`draft=lookup`) or a small model (`draft=PATH`)"
         )
 
 

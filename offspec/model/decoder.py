@@ -33,8 +33,8 @@ from .memory.text_memory import TextMemory, empty_memories
 from .names import INPUT_NORM, INPUT_PROJECTION, INPUT_TABLE, LAYER_PREFIX
 from .norms import normalize
 from .parts.kinds import parts_of
-from .parts.layer_input import of_tokens
 from .parts.kv_attention import CAPPED_SCORES, MASKED_KEYS, Visibility
+from .parts.layer_input import of_tokens
 from .parts.mlp import Mlp
 from .parts.part import LayerWeights, PassRows, as_vector
 from .parts.split_attention import SPLIT_BYTES, most_scored_keys, reason_for_formula

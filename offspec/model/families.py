@@ -299,7 +299,7 @@ def _gemma3(config: Json, num_layers: int) -> Fields:
 
 
 def _gemma4(config: Json, num_layers: int) -> Fields:
-    """The dense ones. Layers with full attention have other heads; the last layers may share entries of earlier ones."""
+    """The dense ones. Layers with full attention have other heads; the last layers may share earlier ones' entries."""
     _refuse(config, "enable_moe_block")
     if config.get("use_bidirectional_attention") == "all":
         _refuse(config, "use_bidirectional_attention")

@@ -18,7 +18,15 @@ ROPE_NEEDED: dict[str, tuple[str, ...]] = {
     "yarn": ("factor",),
     "longrope": (),
 }
-ROPE_OPTIONAL = ("factor", "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "llama_4_scaling_beta")
+ROPE_OPTIONAL = (
+    "factor",
+    "beta_fast",
+    "beta_slow",
+    "attention_factor",
+    "mscale",
+    "mscale_all_dim",
+    "llama_4_scaling_beta",
+)
 THETA_RANGE = (1.0, 1e15)  # outside it, powers may exceed fp32's range
 SCALING_RANGE = (1e-6, 1e6)  # of RoPE's other parameters
 ROPE_KINDS = tuple(ROPE_NEEDED)
@@ -33,7 +41,7 @@ LINEAR = "linear_attention"
 class RopeConfig:
     """Rotary position embedding.
 
-    kind: default, linear, proportional, llama3, yarn or longrope. scaling: its parameters by their names in config.json.
+    kind: default, linear, proportional, llama3, yarn or longrope. scaling: its parameters by their names in the file.
     """
 
     theta: float

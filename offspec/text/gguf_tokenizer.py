@@ -1,6 +1,6 @@
 """The tokenizer of a GGUF file: metadata → a tokenizer of the `tokenizers` library with llama.cpp's ids.
 
-Two kinds are supported: byte-level BPE ("gpt2") and sentencepiece's BPE ("llama"), which has scores instead of merges.
+Three kinds are supported: byte-level BPE ("gpt2"), and sentencepiece's BPE with scores ("llama") or merges ("gemma4").
 llama.cpp's `clean_spaces`, which changes decoded text, has no counterpart here. This module does not read the file.
 """
 
@@ -24,6 +24,8 @@ from .tokenizer_files import MOST_ADDED_CHARACTERS, TokenizerSettings, library_e
 MOST_MERGES = 2**21  # Gemma's vocabulary has 0.6 million
 _SPACE = "▁"
 _SENTENCEPIECE_ROLES = {"unk": 0, "bos": 1, "eos": 2}
+_GEMMA4_ROLES = {"eos": 1, "bos": 2, "unk": 3}
+_LINES = r"[^\n]+|[\n]+"  # Gemma 4's words (llama-vocab.cpp, LLAMA_VOCAB_PRE_TYPE_GEMMA4)
 _TEMPLATE_NAMES = {"bos": "bos_token", "eos": "eos_token", "unk": "unk_token", "pad": "pad_token"}
 
 
@@ -42,11 +44,15 @@ def read_gguf(values: Mapping[str, Any], path: Path) -> tuple[tokenizers.Tokeniz
             backend, adds_bos = _byte_level(metadata, tokens)
         elif kind == "llama":
             tokens = read_tokens(metadata, _SENTENCEPIECE_ROLES)
-            backend, adds_bos = _sentencepiece(metadata, tokens), True
+            backend, adds_bos = _sentencepiece(metadata, tokens, _scored_merges(metadata, tokens)), True
+        elif kind == "gemma4":
+            tokens = read_tokens(metadata, _GEMMA4_ROLES)
+            backend, adds_bos = _sentencepiece(metadata, tokens, _merges(metadata, tokens)), True
+            backend.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex(_LINES), "isolated")
         else:
             raise UnsupportedModelError(
-                f"{path} has a tokenizer of kind {show(kind)}, which is not supported (only gpt2 and llama are); use "
-                "the model's safetensors checkpoint"
+                f"{path} has a tokenizer of kind {show(kind)}, which is not supported (only gpt2, llama and gemma4 "
+                "are); use the model's safetensors checkpoint"
             )
         _add_tokens(backend, tokens, metadata)
         settings = _settings(metadata, tokens, adds_bos)
@@ -109,14 +115,15 @@ def _merges(metadata: Metadata, tokens: GgufTokens) -> list[tuple[str, str]]:
     return list(merges)
 
 
-def _sentencepiece(metadata: Metadata, tokens: GgufTokens) -> tokenizers.Tokenizer:
-    """Sentencepiece's BPE: the pair whose token has the highest score is merged first (sentencepiece, bpe_model.cc).
+def _sentencepiece(metadata: Metadata, tokens: GgufTokens, merges: list[tuple[str, str]]) -> tokenizers.Tokenizer:
+    """Sentencepiece's BPE: characters are merged, and spaces are characters.
 
-    There, two pairs for the same token have one rank, and the leftmost is merged. Here, as in transformers, one pair
-    precedes the other. Texts that show the difference are rare, such as "xyx" split in this way by earlier merges.
+    With scores, the pair whose token has the highest one is merged first (sentencepiece, bpe_model.cc). There, two
+    pairs for the same token have one rank, and the leftmost is merged. Here, as in transformers, one pair precedes the
+    other. Texts that show the difference are rare, such as "xyx" split in this way by earlier merges.
     """
     unk = tokens.text_of("unk")
-    model = models.BPE(tokens.ids, _scored_merges(metadata, tokens), unk_token=unk, fuse_unk=True, byte_fallback=True)
+    model = models.BPE(tokens.ids, merges, unk_token=unk, fuse_unk=True, byte_fallback=True)
     backend = tokenizers.Tokenizer(model)
     has_prefix = metadata.optional("tokenizer.ggml.add_space_prefix", bool) is not False
     spaces: list[Any] = [normalizers.Replace(" ", _SPACE)]

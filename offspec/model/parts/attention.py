@@ -121,9 +121,7 @@ class Attention(NativePart):
             values = F.rms_norm(values, values.shape[-1:], None, self.config.rms_norm_eps)
         return self.placed(keys, self.config.qk_norm_form.keys, weights, rows, first, last), values
 
-    def placed(
-        self, heads: Tensor, norm: str, weights: LayerWeights, rows: PassRows, first: int, last: int
-    ) -> Tensor:
+    def placed(self, heads: Tensor, norm: str, weights: LayerWeights, rows: PassRows, first: int, last: int) -> Tensor:
         """Queries or keys [T, heads, head_dim] of rows first .. last, rotated, and normed if the family norms them."""
         c = self.config
         if c.qk_norm and not c.qk_norm_form.is_after_rope:

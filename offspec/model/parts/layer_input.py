@@ -16,7 +16,12 @@ from ..row_wise import row_wise
 from .mlp import ACTIVATIONS
 from .part import LayerWeights, NativePart, PassRows, Shape
 
-GATE, PROJECTION, NORM, SCALE = "per_layer_input_gate", "per_layer_projection", "post_per_layer_input_norm", "layer_scalar"
+GATE, PROJECTION, NORM, SCALE = (
+    "per_layer_input_gate",
+    "per_layer_projection",
+    "post_per_layer_input_norm",
+    "layer_scalar",
+)
 
 
 def of_tokens(embedded: Tensor, rows: Tensor, projection: LayerWeights, config: ModelConfig) -> Tensor:
@@ -29,7 +34,9 @@ def of_tokens(embedded: Tensor, rows: Tensor, projection: LayerWeights, config: 
     assert inputs is not None
     shape = (len(rows), inputs.num_layers, inputs.size)
     projected = (projection.linear("projection", embedded) * config.hidden_size**-0.5).view(shape)
-    normed = normalize(projected, projection.vector("norm.weight").to(projected.dtype), None, config.norm, config.rms_norm_eps)
+    normed = normalize(
+        projected, projection.vector("norm.weight").to(projected.dtype), None, config.norm, config.rms_norm_eps
+    )
     return (normed + rows.view(shape) * math.sqrt(inputs.size)) * 2**-0.5
 
 

@@ -147,7 +147,12 @@ def test_what_was_opened_is_closed_where_the_rest_fails(
     cuda = torch.device("cuda")
     with refused(CheckpointError, "told to fail"):
         TieredWeights(
-            model, placement, dtype=torch.float32, device=cuda, row_tables=(EMBEDDING,), options=TierOptions(reader=reader)
+            model,
+            placement,
+            dtype=torch.float32,
+            device=cuda,
+            row_tables=(EMBEDDING,),
+            options=TierOptions(reader=reader),
         )
     assert bool(opened) == (fails == "pinning")
     assert reader.closed

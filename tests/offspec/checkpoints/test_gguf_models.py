@@ -67,7 +67,7 @@ OWN = {
 FAMILIES = (
     *("llama-gqa", "llama-tied", "llama-llama3", "llama-linear", "llama-yarn"),
     *("llama-yarn-attention-factor", "ministral3", "qwen2", "qwen3"),
-    *("glm4", "granite", "olmo2", "nemotron", "exaone4-full", *OWN),
+    *("gemma4", "gemma4-layer-inputs", "glm4", "granite", "olmo2", "nemotron", "exaone4-full", *OWN),
 )
 
 
@@ -115,7 +115,20 @@ def test_text_equals_llama_cpps(gguf_model: GetModel, family: str, llama_cpp: Ll
 
 
 @pytest.mark.parametrize(
-    "family", ["llama-gqa", "llama-llama3", "qwen3", "gemma2", "gemma3", "phi3", "glm4", "olmo3", "cohere2", "smollm3"]
+    "family",
+    [
+        "llama-gqa",
+        "llama-llama3",
+        "qwen3",
+        "gemma2",
+        "gemma3",
+        "gemma4-layer-inputs",
+        "phi3",
+        "glm4",
+        "olmo3",
+        "cohere2",
+        "smollm3",
+    ],
 )
 def test_a_plain_copy_is_a_checkpoint_of_transformers(gguf_model: GetModel, family: str, tmp_path: Path) -> None:
     """Names, rows and norms are Hugging Face's again, and its config.json says what the original's did."""
