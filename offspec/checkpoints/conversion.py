@@ -17,8 +17,8 @@ from ..model.config import read_config
 from ..model.decoder import wanted_shapes
 from ..model.names import LAYER_PREFIX
 from ..named_models import named_path
-from .gguf import in_our_names
 from .language_model import language_model
+from .our_names import in_our_names
 
 
 def convert(

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from offspec.loaders.files.checkpoint import Change, Checkpoint, TensorInfo, as_config_json, fault, reading, show
+from offspec.loaders.files.checkpoint import Change, TensorInfo, as_config_json, fault, reading, show
 from offspec.loaders.files.gguf_file import GgufModel, Metadata, read_metadata
 
 from ..model.names import EMBEDDING, FINAL_NORM, HEAD, INPUT_NORM, INPUT_PROJECTION, INPUT_TABLE, in_layer
@@ -385,11 +385,6 @@ class GgufCheckpoint:
 
     def config_json(self) -> bytes:
         return as_config_json(self.config)
-
-
-def in_our_names(checkpoint: Checkpoint) -> Checkpoint:
-    """The checkpoint under Hugging Face's names, for any container. Raises CheckpointError."""
-    return translated(checkpoint) if isinstance(checkpoint, GgufModel) else checkpoint
 
 
 def translated(model: GgufModel) -> GgufCheckpoint:

@@ -38,8 +38,8 @@ from ..model.memory.kv_formats import PLAIN, KVFormat
 from ..named_models import MODEL_NAMES, named_path
 from .foreign import read_foreign_config
 from .from_config import stored_from_config
-from .gguf import in_our_names
 from .language_model import language_model
+from .our_names import in_our_names
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 AUTO, AUTO_WITHOUT_BF16 = "auto", "auto without bf16"

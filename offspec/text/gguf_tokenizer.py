@@ -6,20 +6,19 @@ llama.cpp's `clean_spaces`, which changes decoded text, has no counterpart here.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from offspec.loaders.files.checkpoint import show
 
 from ..errors import UnsupportedModelError
 from .gguf_pretokenizers import WORD_RULES
 from .gguf_tokens import ADDED_KINDS, REMEDY, GgufTokens, Metadata, TokenKind, is_utf8, read_tokens
-from .tokenizer_files import MOST_ADDED_CHARACTERS, TokenizerSettings, library_errors
+from .tokenizer_files import MOST_ADDED_CHARACTERS, TokenizerSettings, as_files, library_errors, put_bos_first
 
 MOST_MERGES = 2**21  # Gemma's vocabulary has 0.6 million
 _SPACE = "▁"
@@ -56,26 +55,13 @@ def read_gguf(values: Mapping[str, Any], path: Path) -> tuple[tokenizers.Tokeniz
             )
         _add_tokens(backend, tokens, metadata)
         settings = _settings(metadata, tokens, adds_bos)
-        _put_bos_first(backend, settings)
+        put_bos_first(backend, settings)
         return backend, settings
 
 
 def tokenizer_json(values: Mapping[str, Any], path: Path) -> dict[str, bytes]:
     """The tokenizer as the files of a checkpoint folder: name → content. Raises the errors of `read_gguf`."""
-    backend, settings = read_gguf(values, path)
-    config: dict[str, Any] = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "clean_up_tokenization_spaces": False,
-        "add_bos_token": settings.add_bos,
-        **settings.special_tokens,
-    }
-    if settings.chat_template is not None:
-        config["chat_template"] = settings.chat_template
-    files: dict[str, Any] = {"tokenizer_config.json": config}
-    if settings.eos_ids:
-        files["generation_config.json"] = {"eos_token_id": sorted(settings.eos_ids)}
-    written = {name: json.dumps(content, ensure_ascii=False, indent=2).encode() for name, content in files.items()}
-    return {"tokenizer.json": backend.to_str(pretty=True).encode(), **written}
+    return as_files(*read_gguf(values, path))
 
 
 def _byte_level(metadata: Metadata, tokens: GgufTokens) -> tuple[tokenizers.Tokenizer, bool]:
@@ -190,14 +176,3 @@ def _settings(metadata: Metadata, tokens: GgufTokens, adds_bos: bool) -> Tokeniz
         chat_template=template,
         chat_template_file=metadata.path,
     )
-
-
-def _put_bos_first(backend: tokenizers.Tokenizer, settings: TokenizerSettings) -> None:
-    """Add BOS by a post-processor, for other programs that read the written files; offspec adds BOS itself."""
-    if settings.add_bos:
-        bos = settings.special_tokens["bos_token"]
-        template = processors.TemplateProcessing(
-            single=["bos", "$A"],
-            special_tokens=[{"id": "bos", "ids": [backend.token_to_id(bos)], "tokens": [bos]}],
-        )
-        backend.post_processor = template

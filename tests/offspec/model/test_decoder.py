@@ -38,7 +38,10 @@ TOLERANCE = 1e-4  # fp32, max abs difference of logits that lie some units apart
 NO_NODES = (np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64), np.zeros((0, 0), dtype=np.bool_))
 # One family for every way of seeing: all, a window in all layers, a window in some, normed queries and keys with one,
 # capped scores, layers without positions.
-TREE_FAMILIES = ["llama-gqa", "mistral-window", "qwen2-layer-types", "qwen3-biased-window", "gemma2", "cohere2"]
+TREE_FAMILIES = [
+    *("llama-gqa", "mistral-window", "qwen2-layer-types", "qwen3-biased-window", "gemma2", "cohere2"),
+    "gemma4-layer-inputs",
+]
 
 
 def random_tokens(count: int, seed: int = 1) -> list[int]:

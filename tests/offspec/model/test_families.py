@@ -94,7 +94,8 @@ def test_plain_trees_and_streamed_are_one_text(tiny_model: GetModel, tokenizer: 
 
 
 @pytest.mark.parametrize(
-    "family", ["gemma2", "phi3-longrope", "cohere-qk-norm", "starcoder2", "olmo3", "glm", "qwen3.5"]
+    "family",
+    ["gemma2", "gemma4-layer-inputs", "phi3-longrope", "cohere-qk-norm", "starcoder2", "olmo3", "glm", "qwen3.5"],
 )
 def test_verifying_with_random_drafts(tiny_model: GetModel, tokenizer: Tokenizer, family: str) -> None:
     """A small draft of the target's own layout is made for it."""
@@ -105,7 +106,9 @@ def test_verifying_with_random_drafts(tiny_model: GetModel, tokenizer: Tokenizer
     assert report.num_tokens > 0
 
 
-@pytest.mark.parametrize("family", ["gemma2", "phi3", "glm4", "cohere-qk-norm", "starcoder2", "qwen3.5"])
+@pytest.mark.parametrize(
+    "family", ["gemma2", "gemma4-layer-inputs", "phi3", "glm4", "cohere-qk-norm", "starcoder2", "qwen3.5"]
+)
 def test_a_copy_in_4_bits_is_the_same_family(tiny_model: GetModel, tmp_path: Path, family: str) -> None:
     """Fused matrices are quantised as they lie; norms, of two dimensions, too, are left alone."""
     model, tokens = tiny_model(family), random_tokens(30)
@@ -131,7 +134,9 @@ def test_longrope_serves_the_context_that_was_planned(tiny_model: GetModel, cont
     assert_close(chain_logits(decoder, tokens), expected)
 
 
-@pytest.mark.parametrize("family", ["gemma2", "phi3", "cohere2", "nemotron", "qwen3.5"])
+@pytest.mark.parametrize(
+    "family", ["gemma2", "gemma4", "gemma4-layer-inputs", "phi3", "cohere2", "nemotron", "qwen3.5"]
+)
 def test_a_pass_allocates_no_more_than_is_planned(tiny_model: GetModel, family: str) -> None:
     """Of a long chain, in the dtype in which fp32 copies count most."""
     decoder, tokens = tiny_model(family).decoder(torch.bfloat16), torch.tensor(random_tokens(256))
