@@ -145,7 +145,9 @@ def find_tensors(
         return read_header(folder / single, headers_only=headers_only)
     if index in names:
         return _read_shards(folder, index, headers_only=headers_only)
-    why = _why_no_weights(folder, names) if single == SINGLE_FILE else f"contains neither {single} nor {index}; get them"
+    why = (
+        _why_no_weights(folder, names) if single == SINGLE_FILE else f"contains neither {single} nor {index}; get them"
+    )
     raise fault(folder, why, MissingWeightsError)
 
 

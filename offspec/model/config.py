@@ -242,7 +242,16 @@ class ModelConfig:
 
     def plain_layers(self, count: int) -> ModelConfig:
         """The shape of a decoder of `count` layers of attention and an MLP, each as large as the first layer's."""
-        return replace(self.only_layers([0] * count), parts=(), layer_inputs=None)
+        shape = self.shape_of(0)
+        return replace(
+            self.only_layers([0] * count),
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            intermediate_size=shape.intermediate_size,
+            parts=(),
+            shapes=(),
+            layer_inputs=None,
+        )
 
     def for_context(self, num_tokens: int) -> ModelConfig:
         """The shape for texts of up to `num_tokens` tokens.

@@ -138,7 +138,7 @@ class Decoder:
         visibility = Visibility(start, positions, cache.positions, tree_mask)
         step = chunk_rows(self.config, start + len(rows))
         chunks = [(first, min(first + step, len(rows))) for first in range(0, len(rows), step)]
-        inputs = self.layer_inputs(torch.tensor([*rows.chain, *rows.tokens.tolist()]))
+        inputs = self.layer_inputs(torch.tensor([*rows.chain, *rows.tokens.tolist()], dtype=torch.long))
         rotations = Rotations(positions)
         return AppendedRows(rows, cache.last_slot, cache, visibility, rotations, chunks, inputs=inputs)
 

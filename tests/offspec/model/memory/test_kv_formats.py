@@ -220,9 +220,9 @@ def test_packing_rounds_each_entry_by_itself(coding: Coding, head_dim: int, seed
 def test_bytes_are_counted_as_they_are_allocated(family: str, kv: KVFormat) -> None:
     """By layer, sliding windows included."""
     config = read_config(config_json(FAMILIES[family]))
-    layouts = [layout for layout in memory_layouts(config) if isinstance(layout, KVLayout)]
     for layers in (range(config.num_layers), range(1), range(1, config.num_layers)):
-        cache = TextMemory(kv.layers([layouts[i] for i in layers], torch.bfloat16, CPU), CPU)
+        layouts = [layout for layout in memory_layouts(config, layers) if isinstance(layout, KVLayout)]
+        cache = TextMemory(kv.layers(layouts, torch.bfloat16, CPU), CPU)
         for capacity in (1, 77):
             cache.reserve(capacity)
             assert cache.nbytes == memory_bytes(config, capacity, 2, layers, kv) > 0
