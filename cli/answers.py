@@ -43,12 +43,12 @@ def answer_of(engine: Engine, prompt_ids: Sequence[int], steps: Sequence[Step], 
 
 def _looked_up(steps: Sequence[Step]) -> list[dict[str, object]]:
     """Accepted tokens that files for lookup have: the place of the first in the answer, their number, file, offset."""
-    found, first = list[dict[str, object]](), 0
+    lookups, first = list[dict[str, object]](), 0
     for step in steps:
         if step.looked_up is not None:
-            found.append({"first_token": first, **asdict(step.looked_up)})
+            lookups.append({"first_token": first, **asdict(step.looked_up)})
         first += len(step.token_ids)
-    return found
+    return lookups
 
 
 def interrupted(last: Step) -> Step:
@@ -81,9 +81,9 @@ class SharedAnswers:
             steps: dict[Ticket, list[Step]] = {}
             for place, (prompt, params) in enumerate(prompts):
                 try:
-                    asked = self._to_prompt(engine, prompt)
-                    params = thinking_first(params, asked)
-                    ticket = batch.add(engine.check_request(asked, params, self._speculation))
+                    prompt_tokens = self._to_prompt(engine, prompt)
+                    params = thinking_first(params, prompt_tokens)
+                    ticket = batch.add(engine.check_request(prompt_tokens, params, self._speculation))
                 except OffspecError as exc:
                     yield place, exc
                 else:

@@ -125,7 +125,7 @@ def read_prompts(source: Path) -> list[Task]:
     return tasks
 
 
-class Batch:
+class PromptBatch:
     """The tasks of a prompt file, and the file for the answers (None: standard output).
 
     The batch locks the output until `close`, so that one process reads and appends to it.
@@ -166,9 +166,9 @@ class Batch:
 
     def _readable(self) -> tuple[list[Task], dict[int, str]]:
         """`read_tasks`, with lines of invalid settings among the errors."""
-        found, errors = read_tasks(self.source, TAKEN)
+        readable, errors = read_tasks(self.source, TAKEN)
         tasks = list[Task]()
-        for task in found:
+        for task in readable:
             try:
                 task.sampling(self._params)
                 if self._is_strict and (typos := task.typos):
@@ -218,9 +218,9 @@ class Batch:
 
         self._cut_half_line()
         if tasks:
-            with closing(answers([(task.prompt, task.sampling(self._params)) for task in tasks])) as found:
+            with closing(answers([(task.prompt, task.sampling(self._params)) for task in tasks])) as answered:
                 show(0)
-                for number, (place, answer) in enumerate(found, 1):
+                for number, (place, answer) in enumerate(answered, 1):
                     self._keep(tasks[place], answer)
                     show(number)
         if shows:
@@ -317,8 +317,8 @@ class Batch:
     def _is_answer(self, record: Answer, task: Task) -> bool:
         content = {key: value for key, value in task.content.items() if key not in OWN_KEYS}
         wanted = {**content, "settings": self._settings_of(task)}
-        found = {key: record[key] for key in wanted if key in record}
-        return json.dumps(found, sort_keys=True) == json.dumps(wanted, sort_keys=True)  # as text, NaN equals NaN
+        recorded = {key: record[key] for key in wanted if key in record}
+        return json.dumps(recorded, sort_keys=True) == json.dumps(wanted, sort_keys=True)  # as text, NaN equals NaN
 
 
 def _named(typos: Mapping[str, str]) -> str:
@@ -353,5 +353,5 @@ def _check(content: Any, taken: frozenset[str]) -> None:
     )
     if not is_chat or not messages:
         raise UsageError('"messages" is not a list of {"role": ..., "content": ...}')
-    if found := sorted(content.keys() & taken):
-        raise UsageError(f"the key {found[0]!r} is reserved for the answer; rename it")
+    if reserved := sorted(content.keys() & taken):
+        raise UsageError(f"the key {reserved[0]!r} is reserved for the answer; rename it")

@@ -143,7 +143,7 @@ def command(
     load = partial(load_engine, quiet=quiet, verbose=verbose)
     progress = _no_progress if quiet else _progress
     settings = {"warmup": warmup, "repeats": repeats, "max_new_tokens": sampling.max_new_tokens}
-    shown = Shown(as_json, quiet, settings | {"temperature": sampling.temperature, **lossy_settings(speculation)})
+    shown = ReportFlags(as_json, quiet, settings | {"temperature": sampling.temperature, **lossy_settings(speculation)})
     if numbers is not None:
         from offspec.tools.texts_benchmark import check_numbers, default_workloads, measure_texts
 
@@ -205,7 +205,7 @@ def _no_progress(done: int, total: int) -> None:
 
 
 @dataclass(frozen=True)
-class Shown:
+class ReportFlags:
     """The output flags, and the settings that the JSON object has."""
 
     as_json: bool
@@ -281,10 +281,10 @@ def _remarks(report: BenchmarkReport) -> list[str]:
         "per later pass",
         same if guessed else "there is no draft",
     ]
-    for name, found in report.acceptance.items():
+    for name, acceptance in report.acceptance.items():
         remarks.append(
-            f"budget {name}: predicted {found.predicted_per_pass:.2f} accepted nodes per pass, "
-            f"measured {found.accepted_per_pass:.2f}"
+            f"budget {name}: predicted {acceptance.predicted_per_pass:.2f} accepted nodes per pass, "
+            f"measured {acceptance.accepted_per_pass:.2f}"
         )
     if lossy:
         name, num_different = lossy[0].budget_name, report.num_different(lossy[0].accept)
@@ -309,10 +309,10 @@ def verdict(outcome: Outcome) -> str:
         return f"Speculation pays off here: {reached}{_default_beside(outcome)}."
     reached = f"the fastest budget, {name}, reaches {gain} the tokens/s of plain decoding"
     if outcome.pays is None:
-        said = f"Speculation makes no difference here: {reached}"
+        sentence = f"Speculation makes no difference here: {reached}"
     else:
-        said = f"Speculation does not pay off here: {reached}"
-    return f"{said}. {_why_not(outcome)}".rstrip()
+        sentence = f"Speculation does not pay off here: {reached}"
+    return f"{sentence}. {_why_not(outcome)}".rstrip()
 
 
 def _default_beside(outcome: Outcome) -> str:

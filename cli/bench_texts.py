@@ -24,11 +24,11 @@ def several_numbers(ctx: click.Context, param: click.Parameter, value: str | Non
     """A click callback: "1,2,4,8" as numbers of texts without duplicates."""
     if value is None:
         return None
-    found = [part.strip() for part in value.split(",")]
-    for part in found:
+    parts = [part.strip() for part in value.split(",")]
+    for part in parts:
         if not part.isdecimal() or not 1 <= int(part) <= MAX_TEXTS:
             raise click.BadParameter(f"{reprlib.repr(part)} is not a number of texts from 1 to {MAX_TEXTS}.")
-    return list(dict.fromkeys(map(int, found)))
+    return list(dict.fromkeys(map(int, parts)))
 
 
 def check_flags(speculation: SpeculationParams) -> None:

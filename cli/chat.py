@@ -252,10 +252,10 @@ class Values:
 
     def as_dict(self) -> dict[str, object]:
         """The settings by the flags' names without dashes, as values that the flags accept and JSON can hold."""
-        found = {key: self._values[str(p.name)] for key, p in self.parameters.items()}
-        if found.get("budget", 0) is None:
-            found["budget"] = "auto"
-        return {key: list(value) if isinstance(value, tuple) else value for key, value in found.items()}
+        values = {key: self._values[str(p.name)] for key, p in self.parameters.items()}
+        if values.get("budget", 0) is None:
+            values["budget"] = "auto"
+        return {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
 
     def given_as_flags(self, ctx: click.Context) -> dict[str, object]:
         """The settings that the command line gave; they override all others."""
@@ -502,10 +502,10 @@ class Chat:
         click.echo(f"{typed} {_worded(self.values.as_dict()[key])}")
 
     def show_settings(self) -> None:
-        found = self.values.as_dict()
-        width = max(map(len, found))
-        others = [key for key in found if key not in USUAL_SETTINGS]
-        lines = {key: f"{key:<{width}}  {_worded(found[key])}" for key in found}
+        values = self.values.as_dict()
+        width = max(map(len, values))
+        others = [key for key in values if key not in USUAL_SETTINGS]
+        lines = {key: f"{key:<{width}}  {_worded(values[key])}" for key in values}
         click.echo(as_shown("\n".join(lines.get(key, "") for key in (*USUAL_SETTINGS, "", *others))))
 
     def show(self, argument: str) -> None:
@@ -599,8 +599,8 @@ def stats_table(session: Session, width: int | None = None) -> list[str]:
     head = _stats_line(list(STATS_COLUMNS))
     if width is None or len(head) <= width:
         return [head, *map(_stats_line, rows), used]
-    told = [", ".join(map(" ".join, zip(STATS_COLUMNS, row, strict=False))) for row in rows]
-    return [line for text in (*told, used) for line in textwrap.wrap(text, max(width, 20), subsequent_indent="  ")]
+    sentences = [", ".join(map(" ".join, zip(STATS_COLUMNS, row, strict=False))) for row in rows]
+    return [line for text in (*sentences, used) for line in textwrap.wrap(text, max(width, 20), subsequent_indent="  ")]
 
 
 def _stats_line(cells: Sequence[str]) -> str:
@@ -643,10 +643,10 @@ def _files(beginning: str) -> Sequence[str]:
     path = expand_home(beginning)
     folder, stem = (path, "") if beginning.endswith(("/", "\\")) else (path.parent, path.name)
     try:
-        found = sorted(entry for entry in folder.iterdir() if entry.name.startswith(stem))
+        entries = sorted(entry for entry in folder.iterdir() if entry.name.startswith(stem))
     except OSError:
         return []
-    return [f"{entry}/" if entry.is_dir() else str(entry) for entry in found]
+    return [f"{entry}/" if entry.is_dir() else str(entry) for entry in entries]
 
 
 def _turns(session: Session) -> str:

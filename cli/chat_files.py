@@ -50,12 +50,12 @@ class KeptChat:
 def newest_file(folder: Path, model: str) -> Path:
     """The newest conversation with this model. Raises UsageError if there is none."""
     models = {file: _model_of(file) for file in _newest_first(folder)}
-    found = next((file for file in models if models[file] == model), None)
-    if found is None:
+    newest = next((file for file in models if models[file] == model), None)
+    if newest is None:
         others = ", ".join(sorted({other for other in models.values() if other is not None}))
         remedy = f"name a model that has one: {others}" if others else "omit --resume"
         raise UsageError(f"--resume: no conversation with {model} is kept; {remedy}")
-    return found
+    return newest
 
 
 def _newest_first(folder: Path) -> list[Path]:

@@ -59,8 +59,8 @@ def command(ctx: click.Context, name: str | None, as_json: bool, verbose: bool) 
     settings = Settings(commands, on_fault=faults.append)
     rows = list(_rows(settings, commands if name is None else {name: commands[name]}))
     if as_json:
-        told = [{"key": r.key, "value": r.value, "source": r.source, "commands": r.commands} for r in rows]
-        click.echo(json.dumps({"file": None if settings.file is None else str(settings.file), "settings": told}))
+        entries = [{"key": r.key, "value": r.value, "source": r.source, "commands": r.commands} for r in rows]
+        click.echo(json.dumps({"file": None if settings.file is None else str(settings.file), "settings": entries}))
     else:
         click.echo("\n".join([*_head(settings), "", *_table(rows)]))
     for fault in faults[:-1]:

@@ -27,7 +27,7 @@ from .options import (
     output_options,
     reworded,
 )
-from .training_job import Job, refuse_flags, training_line
+from .training_job import TrainingJob, refuse_flags, training_line
 
 if TYPE_CHECKING:
     from offspec.training.distillation import Distilled, Teacher
@@ -205,17 +205,17 @@ def command(
         refuse_flags(TRAINING_FLAGS, "is for training, and --skip trains nothing")
     _check_out(out, exit_layers, is_folder=draft.is_given or head is not None)
     more: dict[str, Any] = {"out": None if out is None else expand_home(out), "texts": texts, "resume": resume}
-    job = Job(loading, more, quiet=quiet, verbose=verbose)
+    job = TrainingJob(loading, more, quiet=quiet, verbose=verbose)
     began = time.monotonic()
     if draft.is_given:
-        said, sentence = distil_draft(job, draft, settings)
+        summary, sentence = distil_draft(job, draft, settings)
     elif head is not None:
-        said, sentence = _head(job, head, HeadParams(**settings))
+        summary, sentence = _head(job, head, HeadParams(**settings))
     else:
-        said, sentence = _own_layers(job, exit_layers, DistillParams(**settings))
+        summary, sentence = _own_layers(job, exit_layers, DistillParams(**settings))
     seconds = time.monotonic() - began
     if as_json:
-        click.echo(json.dumps(said | {"seconds": round(seconds, 3)}))
+        click.echo(json.dumps(summary | {"seconds": round(seconds, 3)}))
     else:
         click.echo(f"{sentence}; took {format_seconds(seconds)}")
 
@@ -231,7 +231,7 @@ def _check_out(out: Path | None, exit_layers: list[int] | None, *, is_folder: bo
         raise click.BadParameter(f"{out} is a folder; give a file.", param_hint="--out")
 
 
-def _head(job: Job, kind: str, params: HeadParams) -> tuple[dict[str, Any], str]:
+def _head(job: TrainingJob, kind: str, params: HeadParams) -> tuple[dict[str, Any], str]:
     """Train a head and measure it; the result as JSON and as a sentence. Raises a subclass of OffspecError."""
     from offspec.training.heads import distill_head
 
@@ -240,18 +240,20 @@ def _head(job: Job, kind: str, params: HeadParams) -> tuple[dict[str, Any], str]
         done = distill_head(teacher, kind, params, progress=line, **job.more)
     teacher.target.weights.close()
     gain = job.gain(done.path, done.prompts, params, draft=str(done.path))
-    said: dict[str, Any] = {"path": str(done.path), "kind": kind, "num_tokens": done.num_tokens}
-    said |= {"num_steps": done.num_steps, "agreement_before": done.agreement_before, "agreement": done.agreement}
-    said |= {"tokens_per_pass": gain.tokens_per_pass, "found_by_depth": gain.by_depth}
-    agrees, found = (", ".join(f"{share:.0%}" for share in shares) for shares in (done.agreement, gain.by_depth))
+    summary: dict[str, Any] = {"path": str(done.path), "kind": kind, "num_tokens": done.num_tokens}
+    summary |= {"num_steps": done.num_steps, "agreement_before": done.agreement_before, "agreement": done.agreement}
+    summary |= {"tokens_per_pass": gain.tokens_per_pass, "found_by_depth": gain.by_depth}
+    agrees, held_shares = (", ".join(f"{share:.0%}" for share in shares) for shares in (done.agreement, gain.by_depth))
     sentence = (
         f"{done.path}: {gain.tokens_per_pass:.2f} tokens per pass of 64 nodes on held-out texts; its likeliest token "
         f"is the target's at {agrees} of positions, 1 to {len(done.agreement)} tokens ahead"
     )
-    return said, sentence + (f"; trees held the next token in {found} of the cases, by depth" if found else "")
+    return summary, sentence + (
+        f"; trees held the next token in {held_shares} of the cases, by depth" if held_shares else ""
+    )
 
 
-def _own_layers(job: Job, exit_layers: list[int] | None, params: DistillParams) -> tuple[dict[str, Any], str]:
+def _own_layers(job: TrainingJob, exit_layers: list[int] | None, params: DistillParams) -> tuple[dict[str, Any], str]:
     """Train exit layers, or (None) search layers to skip; the result as JSON and as a sentence."""
     from offspec.training.distillation import distill_exits
 
@@ -259,25 +261,30 @@ def _own_layers(job: Job, exit_layers: list[int] | None, params: DistillParams) 
     with training_line(quiet=job.quiet) as line:
         if exit_layers is None:
             return _skips(teacher, params, progress=line, **job.more)
-        found = [_exit(done) for done in distill_exits(teacher, exit_layers, params, progress=line, **job.more)]
-    if len(found) == 1:
-        return found[0]
-    return {"exits": [said for said, _ in found]}, "\n".join(sentence for _, sentence in found)
+        exits = [_exit(done) for done in distill_exits(teacher, exit_layers, params, progress=line, **job.more)]
+    if len(exits) == 1:
+        return exits[0]
+    return {"exits": [summary for summary, _ in exits]}, "\n".join(sentence for _, sentence in exits)
 
 
 def _exit(done: Distilled) -> tuple[dict[str, Any], str]:
     """The result of training as JSON and as a sentence."""
-    said = {"path": str(done.path), "exit_layer": done.exit_layer, "num_tokens": done.num_tokens}
-    said |= {"num_steps": done.num_steps, "agreement_before": done.agreement_before, "agreement": done.agreement}
+    summary = {"path": str(done.path), "exit_layer": done.exit_layer, "num_tokens": done.num_tokens}
+    summary |= {"num_steps": done.num_steps, "agreement_before": done.agreement_before, "agreement": done.agreement}
     agrees = f"the exit layer predicts the target's likeliest token at {done.agreement:.0%} of held-out positions"
-    return said, f"{done.path}: {agrees} (untrained: {done.agreement_before:.0%})"
+    return summary, f"{done.path}: {agrees} (untrained: {done.agreement_before:.0%})"
 
 
 def _skips(teacher: Teacher, params: DistillParams, **more: Any) -> tuple[dict[str, Any], str]:
     """Search layers to skip; the result as JSON and as a sentence."""
     from offspec.lab.skipping import SkipParams, search_skips
 
-    found = search_skips(teacher, SkipParams(temperature=params.temperature, seed=params.seed), **more)
-    shares = ", ".join(f"{n}: {share:.0%}" for n, share in enumerate(found.agreement) if n)
-    said = {"path": str(found.path), "order": found.order, "agreement": found.agreement, "num_tokens": found.num_tokens}
-    return said, f"{found.path}: without so many layers the likeliest token is the target's at {shares} of positions"
+    skips = search_skips(teacher, SkipParams(temperature=params.temperature, seed=params.seed), **more)
+    shares = ", ".join(f"{n}: {share:.0%}" for n, share in enumerate(skips.agreement) if n)
+    summary = {
+        "path": str(skips.path),
+        "order": skips.order,
+        "agreement": skips.agreement,
+        "num_tokens": skips.num_tokens,
+    }
+    return summary, f"{skips.path}: without so many layers the likeliest token is the target's at {shares} of positions"

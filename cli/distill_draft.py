@@ -12,7 +12,7 @@ from offspec.training.distill_params import LOSSES, DraftParams
 
 from .help_groups import option, research_option
 from .options import Number, WholeNumber
-from .training_job import Job, is_typed, training_line
+from .training_job import TrainingJob, is_typed, training_line
 
 if TYPE_CHECKING:
     from offspec.tools.draft_gain import DraftGain
@@ -76,13 +76,13 @@ class DraftFlags:
     def of(cls, settings: dict[str, Any]) -> DraftFlags:
         """Remove the flags from `settings`. The draft that the user's settings name for other commands is not meant."""
         small = settings.pop("small", None)
-        found = cls(small if is_typed("small") else None, settings.pop("new_draft", None))
-        if not found.is_given:
+        choice = cls(small if is_typed("small") else None, settings.pop("new_draft", None))
+        if not choice.is_given:
             for name in DRAFT_FLAGS:
                 settings.pop(name, None)
-        elif found.small is not None and found.new_draft is not None:
+        elif choice.small is not None and choice.new_draft is not None:
             raise click.UsageError("Give --draft SMALL or --new-draft, not both.")
-        return found
+        return choice
 
     @property
     def is_given(self) -> bool:
@@ -99,7 +99,7 @@ class DraftFlags:
         return new_draft(teacher.files, teacher.target, *shape, seed=seed)
 
 
-def distil_draft(job: Job, flags: DraftFlags, settings: dict[str, Any]) -> tuple[dict[str, Any], str]:
+def distil_draft(job: TrainingJob, flags: DraftFlags, settings: dict[str, Any]) -> tuple[dict[str, Any], str]:
     """Train the draft and measure it; the result as JSON and as a sentence."""
     from offspec.training.draft_distillation import distill_draft
 
@@ -120,10 +120,10 @@ def distil_draft(job: Job, flags: DraftFlags, settings: dict[str, Any]) -> tuple
 
 def _said(done: DistilledDraft, before: DraftGain | None, after: DraftGain) -> tuple[dict[str, Any], str]:
     was, now = None if before is None else before.tokens_per_pass, after.tokens_per_pass
-    said: dict[str, Any] = {"path": str(done.path), "num_tokens": done.num_tokens, "num_steps": done.num_steps}
-    said |= {"agreement_before": done.agreement_before, "agreement": done.agreement}
-    said |= {"divergence_before": done.divergence_before, "divergence": done.divergence}
-    said |= {"tokens_per_pass_before": was, "tokens_per_pass": now}
+    summary: dict[str, Any] = {"path": str(done.path), "num_tokens": done.num_tokens, "num_steps": done.num_steps}
+    summary |= {"agreement_before": done.agreement_before, "agreement": done.agreement}
+    summary |= {"divergence_before": done.divergence_before, "divergence": done.divergence}
+    summary |= {"tokens_per_pass_before": was, "tokens_per_pass": now}
     compared = "" if was is None else f" (before: {was:.2f})"
     agrees = f"its likeliest token is the target's at {done.agreement:.0%} of positions ({done.agreement_before:.0%})"
-    return said, f"{done.path}: {now:.2f} tokens per pass of 64 nodes on held-out texts{compared}; {agrees}"
+    return summary, f"{done.path}: {now:.2f} tokens per pass of 64 nodes on held-out texts{compared}; {agrees}"

@@ -61,14 +61,14 @@ def command(device: str, path: Path | None, quick: bool, as_json: bool, quiet: b
             show_line(f"measuring {what} ...")
 
     try:
-        found = diagnose(device, path, quick=quick, progress=progress)
+        diagnosis = diagnose(device, path, quick=quick, progress=progress)
     finally:
         if shows_progress:
             show_line()
     if as_json:
-        click.echo(json.dumps({"version": __version__, **found.as_dict()}))
+        click.echo(json.dumps({"version": __version__, **diagnosis.as_dict()}))
     else:
-        click.echo(table(found, min(shutil.get_terminal_size().columns, MAX_COLUMNS)))
+        click.echo(table(diagnosis, min(shutil.get_terminal_size().columns, MAX_COLUMNS)))
 
 
 def table(found: Diagnosis, columns: int) -> str:
@@ -86,8 +86,8 @@ def table(found: Diagnosis, columns: int) -> str:
 
 
 def _lines(row: Fact, label_columns: int, columns: int) -> list[str]:
-    label, what, source = row
-    text = f"{what} ({source})" if source else what
+    label, value, source = row
+    text = f"{value} ({source})" if source else value
     if columns < NARROW:  # too narrow for a column of labels
         return [label, *_wrapped("  ", text, 2, columns)]
     return _wrapped(f"{label:<{label_columns}}", text, label_columns, columns)

@@ -22,10 +22,10 @@ def tell_next_once(engine: Engine) -> None:
     streams = (sys.stdout, sys.stderr)
     if not all(stream is not None and stream.isatty() for stream in streams) or not engine.tokenizer.has_chat_template:
         return
-    told = user_folder("cache") / "told-of-chat"
+    marker = user_folder("cache") / "told-of-chat"
     try:
-        told.parent.mkdir(parents=True, exist_ok=True)
-        told.touch(exist_ok=False)
+        marker.parent.mkdir(parents=True, exist_ok=True)
+        marker.touch(exist_ok=False)
     except OSError:
         return
     click.echo(f"next: offspec chat {shlex.quote(engine.name)}", err=True)

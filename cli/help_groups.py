@@ -57,7 +57,7 @@ class OffspecOption(click.Option):
         group: str = OWN,
         is_rare: bool = False,
         is_research: bool = False,
-        record: Record[Any] | None = None,
+        record: FlagRecord[Any] | None = None,
         **settings: Any,
     ) -> None:
         super().__init__(param_decls, **settings)
@@ -91,12 +91,12 @@ def research_option(*names: str, **settings: Any) -> Decorator:
 class RecordArgument(click.Argument):
     """An argument that is a field of a record."""
 
-    def __init__(self, param_decls: Sequence[str], *, record: Record[Any], **settings: Any) -> None:
+    def __init__(self, param_decls: Sequence[str], *, record: FlagRecord[Any], **settings: Any) -> None:
         super().__init__(param_decls, **settings)
         self.record = record
 
 
-class Record(Generic[R]):
+class FlagRecord(Generic[R]):
     """A dataclass whose fields are flags. A command gets it as the argument `name`."""
 
     def __init__(self, name: str, kind: type, make: Callable[..., R], **settings: Any) -> None:
@@ -126,7 +126,7 @@ class Record(Generic[R]):
         return self._make(**{str(p.name): values[str(p.name)] for p in command.params if record_of(p) is self})
 
 
-def record_of(parameter: click.Parameter) -> Record[Any] | None:
+def record_of(parameter: click.Parameter) -> FlagRecord[Any] | None:
     """The record that the parameter is a field of."""
     return parameter.record if isinstance(parameter, (OffspecOption, RecordArgument)) else None
 

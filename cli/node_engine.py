@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Job:
+class EngineJob:
     """What every engine needs. Paths are looked up on the engine's machine, relative to `folder` if it exists there.
 
     options: what to load. answers: yields, for an engine and prompts, the place of each prompt
@@ -54,7 +54,7 @@ class Report:
 class NodeEngine:
     """An engine in a process of its own; a fault in loading is reported by every `answer`."""
 
-    def __init__(self, job: Job, ram: int | None = None) -> None:
+    def __init__(self, job: EngineJob, ram: int | None = None) -> None:
         """ram: a limit in bytes for an engine that shares its machine with others; None is all that is free."""
         self._job, self._fault = job, ""
         try:
@@ -68,8 +68,8 @@ class NodeEngine:
         if self._fault:
             return Report(results, self._fault)
         try:
-            with closing(self._job.answers(self._engine, prompts)) as found:
-                for place, result in found:
+            with closing(self._job.answers(self._engine, prompts)) as answers:
+                for place, result in answers:
                     if isinstance(result, OffspecError) and self._is_lost_by(result):
                         raise result
                     results[place] = str(result) if isinstance(result, OffspecError) else result
@@ -89,7 +89,7 @@ class NodeEngine:
         return isinstance(error, (CheckpointError, HardwareError))
 
 
-def _load(job: Job, ram: int | None) -> Engine:
+def _load(job: EngineJob, ram: int | None) -> Engine:
     """The engine. Raises OffspecError, also if it would cut texts earlier than others do."""
     if job.version != __version__:
         raise OffspecError(f"it has offspec {__version__}, not {job.version}; install the same version")

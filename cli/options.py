@@ -27,7 +27,7 @@ from offspec.errors import UsageError
 
 from . import help_groups as heading
 from .flags import with_flags
-from .help_groups import Decorator, Record, all_of, option
+from .help_groups import Decorator, FlagRecord, all_of, option
 from .learning import learning_alone, written_file
 from .terminal import LoadingBar, is_watched
 
@@ -80,8 +80,8 @@ def budget(ctx: click.Context, param: click.Parameter, value: str) -> int | None
     except ValueError:
         number = -1
     if number is not None and not 0 <= number <= MAX_BUDGET:
-        what = f"neither auto nor a number from 0 (plain decoding) to {MAX_BUDGET}"
-        raise click.BadParameter(f"{reprlib.repr(value)} is {what}.")
+        description = f"neither auto nor a number from 0 (plain decoding) to {MAX_BUDGET}"
+        raise click.BadParameter(f"{reprlib.repr(value)} is {description}.")
     return number
 
 
@@ -105,10 +105,10 @@ def number_of_texts(ctx: click.Context, param: click.Parameter, value: str) -> i
 
 def several_budgets(ctx: click.Context, param: click.Parameter, value: str) -> list[int | None]:
     """A click callback: "16,64,auto" as budgets without duplicates."""
-    found = [budget(ctx, param, part.strip()) for part in value.split(",")]
-    if 0 in found:
+    budgets = [budget(ctx, param, part.strip()) for part in value.split(",")]
+    if 0 in budgets:
         raise click.BadParameter("0 is plain decoding, which always runs; leave it out.")
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(budgets))
 
 
 def _stops(ctx: click.Context, param: click.Parameter, value: tuple[str, ...]) -> tuple[str, ...]:
@@ -146,9 +146,9 @@ def reworded(command: click.Command, **helps: str) -> None:
 
 # ------------------------------------------------------------------------------------------------ shared flags
 
-LOADING = Record("loading", LoadOptions, LoadOptions.of, group=heading.MODEL)
-SAMPLING = Record("sampling", SamplingParams, SamplingParams, group=heading.SAMPLING)
-SPECULATION = Record("speculation", SpeculationParams, SpeculationParams, group=heading.DRAFT, is_research=True)
+LOADING = FlagRecord("loading", LoadOptions, LoadOptions.of, group=heading.MODEL)
+SAMPLING = FlagRecord("sampling", SamplingParams, SamplingParams, group=heading.SAMPLING)
+SPECULATION = FlagRecord("speculation", SpeculationParams, SpeculationParams, group=heading.DRAFT, is_research=True)
 
 model_argument = LOADING.argument("model", type=MODEL)
 
@@ -351,8 +351,8 @@ research_options = all_of(
         "scoring",
         "--draft-scoring",
         type=click.Choice(["coupled", "specexec"]),
-        help="Rank draft tokens by the target's noise and a fitted sharpness, or by draft probability after "
-        "temperature and top-p.",
+        help="Rank draft tokens by the target's noise and a fitted sharpness, or as SpecExec by the draft's "
+        "probability alone.",
     ),
     SPECULATION.option(
         "tree",

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from offspec.tools.caches_forecast import CacheProspect
     from offspec.tools.forecast import Drafting, Forecast, Prospect
-    from offspec.tools.improvements import FourBit, Gain, Improvement
+    from offspec.tools.improvements import FourBitPlan, Gain, Improvement
 
 WIDTHS = (1, 16, 64, 256, 512)
 LEAST_DIFFERENCE = 1.02  # between rows of a table that is worth showing
@@ -309,18 +309,18 @@ def _sources(forecast: Forecast) -> list[str]:
 
 def _texts(forecast: Forecast) -> list[str]:
     """Tokens/s of several texts that share passes, one column each."""
-    found = forecast.texts
-    if all(each.plan for each in found) and not _differ(each.tokens_per_s for each in found):
+    prospects = forecast.texts
+    if all(each.plan for each in prospects) and not _differ(each.tokens_per_s for each in prospects):
         return []
     return [
         "",
         "Texts that share passes, by these rates, at temperature 0, without their prompts:",
         *_table(
             [
-                ["texts", *(str(each.num_texts) for each in found)],
-                ["tokens/s together", *(_three_digits(each.tokens_per_s) if each.plan else "-" for each in found)],
-                ["tokens/s each", *(_three_digits(each.each_tokens_per_s) if each.plan else "-" for each in found)],
-                ["tokens each may have", *(str(each.tokens_each) if each.plan else "-" for each in found)],
+                ["texts", *(str(each.num_texts) for each in prospects)],
+                ["tokens/s together", *(_three_digits(each.tokens_per_s) if each.plan else "-" for each in prospects)],
+                ["tokens/s each", *(_three_digits(each.each_tokens_per_s) if each.plan else "-" for each in prospects)],
+                ["tokens each may have", *(str(each.tokens_each) if each.plan else "-" for each in prospects)],
             ]
         ),
     ]
@@ -335,12 +335,16 @@ def _caches(forecast: Forecast) -> list[str]:
     of_context = f"{forecast.plan.context} tokens"
     seconds = f"s per pass of {GAIN_WIDTH}"
     rows = [["--kv-cache", "entries", "a token", of_context, "in RAM", "resident", seconds, "behind a full context"]]
-    for found in forecast.caches:
-        name = found.name + (" (planned)" if found.name == forecast.plan.demand.target.kv.name else "")
-        sizes = [format_size(found.token_bytes), format_size(found.context_bytes), _cell(found.ram_bytes)]
-        resident = f"{len(found.plan.placement.resident)} of {len(found.plan.layers)}" if found.plan else "does not fit"
-        times = ["-" if each is None else _three_digits(each) for each in (found.short_s, found.full_s)]
-        rows.append([name, found.stored_as, *sizes, resident, *times])
+    for prospect in forecast.caches:
+        name = prospect.name + (" (planned)" if prospect.name == forecast.plan.demand.target.kv.name else "")
+        sizes = [format_size(prospect.token_bytes), format_size(prospect.context_bytes), _cell(prospect.ram_bytes)]
+        resident = (
+            f"{len(prospect.plan.placement.resident)} of {len(prospect.plan.layers)}"
+            if prospect.plan
+            else "does not fit"
+        )
+        times = ["-" if each is None else _three_digits(each) for each in (prospect.short_s, prospect.full_s)]
+        rows.append([name, prospect.stored_as, *sizes, resident, *times])
     return [
         "",
         "Formats of the KV cache, in the same memory:",
@@ -352,19 +356,19 @@ def _caches(forecast: Forecast) -> list[str]:
 
 def _caches_differ(caches: Sequence[CacheProspect]) -> bool:
     """Whether a format of the KV cache changes more than its own size."""
-    if any(found.plan is None for found in caches):
+    if any(prospect.plan is None for prospect in caches):
         return True
-    places = {(found.plan.tiers, found.ram_bytes) for found in caches if found.plan}
+    places = {(prospect.plan.tiers, prospect.ram_bytes) for prospect in caches if prospect.plan}
     return len(places) > 1 or any(
         _differ(seconds for seconds in times if seconds)
-        for times in zip(*((found.short_s, found.full_s) for found in caches), strict=True)
+        for times in zip(*((prospect.short_s, prospect.full_s) for prospect in caches), strict=True)
     )
 
 
 def _differ(numbers: Iterable[float]) -> bool:
     """Whether positive numbers differ by more than predictions are good for."""
-    found = list(numbers)
-    return max(found) > LEAST_DIFFERENCE * min(found)
+    values = list(numbers)
+    return max(values) > LEAST_DIFFERENCE * min(values)
 
 
 def _entries_in_ram(forecast: Forecast) -> list[str]:
@@ -379,20 +383,20 @@ def _gains(forecast: Forecast) -> list[str]:
     """The gain of 4 bit, and of each additional 8 GiB of memory; nothing if they bring none."""
     from offspec.tools.improvements import FOUR_BIT, GAIN_WIDTH
 
-    changes: list[tuple[str, Gain | FourBit]] = [
+    changes: list[tuple[str, Gain | FourBitPlan]] = [
         (f"{format_size(gain.more_bytes)} more {gain.memory}", gain) for gain in forecast.gains
     ]
     if forecast.four_bit is not None:
         changes.append((f"4 bit (--format {FOUR_BIT})", forecast.four_bit))
-    found = [(forecast.tree_pass_s, forecast.planned.tokens_per_s)]
-    found += [(change.pass_s, change.tokens_per_s) for _, change in changes]
-    if not any(_differ(numbers) for numbers in zip(*found, strict=True)):
+    figures = [(forecast.tree_pass_s, forecast.planned.tokens_per_s)]
+    figures += [(change.pass_s, change.tokens_per_s) for _, change in changes]
+    if not any(_differ(numbers) for numbers in zip(*figures, strict=True)):
         return []
     tiers = [forecast.plan.tiers, *(change.plan.tiers for _, change in changes)]
     rows = [["", f"s per pass of {GAIN_WIDTH}", "tokens/s"]]
     rows += [
         [name, _three_digits(seconds), _three_digits(rate)]
-        for name, (seconds, rate) in zip(("as planned", *(name for name, _ in changes)), found, strict=True)
+        for name, (seconds, rate) in zip(("as planned", *(name for name, _ in changes)), figures, strict=True)
     ]
     lines = [f"{line}  {where}".rstrip() for line, where in zip(_table(rows), ("", *tiers), strict=True)]
     return ["", "With more memory, or in 4 bit (tokens/s at temperature 0):", *lines]

@@ -63,12 +63,12 @@ def _draw_budgets(axes: Any, report: BenchmarkReport) -> None:
 
 
 def _draw_lengths(axes: Any, report: BenchmarkReport) -> None:
-    longest = max((max(found.lengths, default=0) for found in report.acceptance.values()), default=0)
+    longest = max((max(acceptance.lengths, default=0) for acceptance in report.acceptance.values()), default=0)
     width = 0.8 / max(1, len(report.acceptance))
-    for offset, (name, found) in enumerate(report.acceptance.items()):
-        total = max(1, found.lengths.total())
+    for offset, (name, acceptance) in enumerate(report.acceptance.items()):
+        total = max(1, acceptance.lengths.total())
         at = [n + (offset + 0.5) * width - 0.4 for n in range(longest + 1)]
-        axes.bar(at, [found.lengths[n] / total for n in range(longest + 1)], width=width, label=f"budget {name}")
+        axes.bar(at, [acceptance.lengths[n] / total for n in range(longest + 1)], width=width, label=f"budget {name}")
     axes.set(title="Accepted nodes per pass", xlabel="accepted nodes", ylabel="share of passes")
     if report.acceptance:
         axes.legend()
@@ -76,8 +76,8 @@ def _draw_lengths(axes: Any, report: BenchmarkReport) -> None:
 
 def _draw_reliability(axes: Any, report: BenchmarkReport) -> None:
     axes.plot((0, 1), (0, 1), linestyle="--", color="grey", label="exact prediction")
-    for name, found in report.acceptance.items():
-        points = found.reliability()
+    for name, acceptance in report.acceptance.items():
+        points = acceptance.reliability()
         axes.plot([p for p, _, _ in points], [a for _, a, _ in points], marker="o", label=f"budget {name}")
     axes.set(title="Reliability of predicted acceptance", xlabel="predicted probability", ylabel="share accepted")
     axes.legend()

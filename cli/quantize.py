@@ -106,10 +106,14 @@ def command(
     if form in ("nf4", "fp4") and done.result_bytes > done.source_bytes and not quiet:
         click.echo("offspec: the result is larger than the source, and its weights are rounded twice", err=True)
     if as_json:
-        said = {"source": src, "target": str(done.path), "format": done.format, "num_files": done.num_files}
-        said |= {"num_resumed": done.num_resumed, "source_bytes": done.source_bytes, "result_bytes": done.result_bytes}
-        said["bits_per_weight"] = {name: round(bits, 3) for name, bits in done.bits_per_weight.items()}
-        click.echo(json.dumps(said | {"seconds": round(time.monotonic() - start, 3)}))
+        summary = {"source": src, "target": str(done.path), "format": done.format, "num_files": done.num_files}
+        summary |= {
+            "num_resumed": done.num_resumed,
+            "source_bytes": done.source_bytes,
+            "result_bytes": done.result_bytes,
+        }
+        summary["bits_per_weight"] = {name: round(bits, 3) for name, bits in done.bits_per_weight.items()}
+        click.echo(json.dumps(summary | {"seconds": round(time.monotonic() - start, 3)}))
     else:
         before, after = (format_quantity(nbytes, "B") for nbytes in (done.source_bytes, done.result_bytes))
         resumed = f", {done.num_resumed} of them from the earlier run" if done.num_resumed else ""
@@ -127,12 +131,12 @@ def _ratios(done: Conversion, *, each: bool) -> list[str]:
         return []
     packed = [bits for bits in done.bits_per_weight.values() if bits < PLAIN_BITS]
     lines = [f"  {bits:6.3f} bits  {name}" for name, bits in done.bits_per_weight.items()] if each else []
-    found = (
+    ratios = (
         f"{min(packed):.2f} to {max(packed):.2f} bits a weight instead of {PLAIN_BITS}" if packed else "none smaller"
     )
     left = len(done.bits_per_weight) - len(packed)
     stayed = f"; {left} would not shrink and stayed as they were" if left else ""
-    return [*lines, f"{len(packed)} matrices packed: {found}, the same bits when unpacked again (compared){stayed}"]
+    return [*lines, f"{len(packed)} matrices packed: {ratios}, the same bits when unpacked again (compared){stayed}"]
 
 
 def _convert(source: str, target: Path | None, params: ConvertParams, bar: ConversionLine | None) -> Conversion:

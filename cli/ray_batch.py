@@ -23,7 +23,7 @@ from offspec.errors import OffspecError, UsageError
 
 from .batch import Answer, Asked
 from .flags import with_flags
-from .node_engine import Job, NodeEngine, Report, reason_of
+from .node_engine import EngineJob, NodeEngine, Report, reason_of
 from .terminal import is_watched, show_line
 
 LOOK_S = 5.0  # between looks for new nodes
@@ -79,7 +79,7 @@ class RemoteEngine:
 class RayEngines:
     """The engines of a Ray cluster."""
 
-    def __init__(self, address: str, job: Job, *, quiet: bool, verbose: bool) -> None:
+    def __init__(self, address: str, job: EngineJob, *, quiet: bool, verbose: bool) -> None:
         """address: HOST:PORT of the cluster's head, or `auto`: the cluster that this machine belongs to."""
         self._address, self._job, self._quiet, self._verbose = address, job, quiet, verbose
         self._engines = list[RemoteEngine]()  # all of them, also those that stopped
@@ -105,8 +105,8 @@ class RayEngines:
                 self._start_engines()
                 self._hand_out(waiting, prompts)
                 if not self._calls:
-                    what = f"can run {self._job.options.model}" if self._engines else "offers CPUs or GPUs"
-                    raise OffspecError(f"no node of the Ray cluster {what}; {len(waiting)} prompts are unanswered")
+                    predicate = f"can run {self._job.options.model}" if self._engines else "offers CPUs or GPUs"
+                    raise OffspecError(f"no node of the Ray cluster {predicate}; {len(waiting)} prompts are unanswered")
                 for call in ray.wait(list(self._calls), timeout=LOOK_S)[0]:
                     yield from self._take(call, waiting)
         finally:
@@ -182,8 +182,8 @@ class RayEngines:
     def _after_report(self, engine: RemoteEngine, report: Report) -> None:
         """Keep the engine, unless it reports a fault."""
         if report.fault is not None:
-            what = "stopped" if engine.is_loaded else f"cannot run {self._job.options.model}"
-            self._tell(engine, f"{what}: {report.fault}")
+            state = "stopped" if engine.is_loaded else f"cannot run {self._job.options.model}"
+            self._tell(engine, f"{state}: {report.fault}")
             return
         self._idle.append(engine)
         if engine.is_loaded:

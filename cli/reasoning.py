@@ -59,13 +59,13 @@ class ThinkingReader:
     def _thought(self, is_end: bool) -> str:
         inside, close, after = self._held.partition(CLOSE)
         if close:
-            found, self._held, self._place = inside.rstrip(), after, "answer"
+            thought, self._held, self._place = inside.rstrip(), after, "answer"
         else:
             certain = len(inside) if is_end else _num_certain(inside)
-            found, self._held = inside[:certain], inside[certain:]
-        found = found.lstrip() if self._is_bare else found
-        self._is_bare = bool(close) or (self._is_bare and not found)
-        return found
+            thought, self._held = inside[:certain], inside[certain:]
+        thought = thought.lstrip() if self._is_bare else thought
+        self._is_bare = bool(close) or (self._is_bare and not thought)
+        return thought
 
     def _said(self) -> str:
         text = self._held.lstrip() if self._is_bare else self._held

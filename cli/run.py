@@ -21,12 +21,12 @@ from offspec import AUTO_TEXTS, MODEL_NAMES, LoadOptions, SamplingParams, Specul
 from offspec.errors import OffspecError
 
 from .answers import INTERRUPTED, SharedAnswers, answer_of, interrupted
-from .batch import EMPTY_PROMPT, Answer, Asked, Batch, TokenIds, Turns, is_turns
+from .batch import EMPTY_PROMPT, Answer, Asked, PromptBatch, TokenIds, Turns, is_turns
 from .constraints import ConstraintFlags, constraint_options
 from .first_run import tell_next_once
-from .help_groups import OffspecCommand, Record, option
+from .help_groups import FlagRecord, OffspecCommand, option
 from .learning import learning_kept, written_file
-from .node_engine import Job
+from .node_engine import EngineJob
 from .options import (
     MAX_TEXTS,
     MODEL_HELP,
@@ -110,11 +110,11 @@ class PromptFlags:
         return [{"role": "system", "content": self.system}, *prompt]
 
 
-PROMPT = Record("prompts", PromptFlags, PromptFlags)
+PROMPT = FlagRecord("prompts", PromptFlags, PromptFlags)
 
 
 @dataclass(frozen=True)
-class Shown:
+class OutputFlags:
     """The output flags of a request."""
 
     as_json: bool
@@ -241,7 +241,7 @@ def command(
         model, prompt = _alone(model)
     prompts = replace(prompts, prompt=prompt)
     prompts.check(num_answers, loading.think)
-    shown = Shown(as_json, color_accepted, show_stats, quiet, verbose)
+    shown = OutputFlags(as_json, color_accepted, show_stats, quiet, verbose)
     shown.check(prompts)
     several = AnswerFlags(num_answers, max_texts)
     several.check(sampling, is_file=prompts.is_batch)
@@ -263,7 +263,7 @@ reworded(
 )
 
 
-def _load_one(prompts: PromptFlags, loading: LoadOptions, shown: Shown) -> tuple[Engine, Prompt]:
+def _load_one(prompts: PromptFlags, loading: LoadOptions, shown: OutputFlags) -> tuple[Engine, Prompt]:
     """The engine and the prompt. Raises click.UsageError for an empty one before anything is loaded."""
     words = prompts.words(loading.model)
     engine = load_engine(loading, quiet=shown.quiet, verbose=shown.verbose)
@@ -275,7 +275,7 @@ def _run_one(
     load: Callable[[], tuple[Engine, Prompt]],
     params: SamplingParams,
     speculation: SpeculationParams,
-    shown: Shown,
+    shown: OutputFlags,
     learn_file: Path | None,
 ) -> None:
     """Answer one prompt on standard output. cache_file: of the prompt's KV entries, or None."""
@@ -286,8 +286,8 @@ def _run_one(
     with learning_kept(engine, learn_file, quiet=shown.quiet):
         steps = _steps(engine, source.generate(prompt, params, speculation), quiet=shown.quiet)
         if shown.as_json:
-            found, last = _answer(engine, prompt, steps, params)
-            click.echo(json.dumps(found))
+            record, last = _answer(engine, prompt, steps, params)
+            click.echo(json.dumps(record))
         else:
             thinking = None if shown.marks else reader_of(engine, prompt, params)
             last = _stream(engine, _apart(steps, thinking, quiet=shown.quiet), marks=shown.marks)
@@ -310,7 +310,7 @@ def _run_several(
     speculation: SpeculationParams,
     *,
     several: AnswerFlags,
-    shown: Shown,
+    shown: OutputFlags,
     learn_file: Path | None,
 ) -> None:
     """Give several answers to one prompt on standard output."""
@@ -320,16 +320,18 @@ def _run_several(
     answer = partial(answer_several, engine, ids, params, speculation, several, quiet=shown.quiet)
     with learning_kept(engine, learn_file, quiet=shown.quiet):
         if shown.as_json:
-            found = answer()
-            click.echo(json.dumps([answer_of(engine, ids, steps, params) for steps in found]))
+            all_steps = answer()
+            click.echo(json.dumps([answer_of(engine, ids, steps, params) for steps in all_steps]))
         else:
-            found = answer(seen=Printer(several.number, marked if shown.marks else lambda step: as_shown(step.text)))
-            cut = next((steps[-1] for steps in found if steps[-1].finish_reason == "length"), None)
+            all_steps = answer(
+                seen=Printer(several.number, marked if shown.marks else lambda step: as_shown(step.text))
+            )
+            cut = next((steps[-1] for steps in all_steps if steps[-1].finish_reason == "length"), None)
             if cut is not None and not shown.quiet:
                 _tell_cut(engine, cut, params)
     if shown.stats:
-        click.echo(describe_answers(found, time.perf_counter() - began), err=True)
-    for steps in found:
+        click.echo(describe_answers(all_steps, time.perf_counter() - began), err=True)
+    for steps in all_steps:
         _pass_on(steps[-1])
 
 
@@ -350,7 +352,7 @@ def _run_file(
     *,
     max_texts: int | None,
     ray: str | None,
-    shown: Shown,
+    shown: OutputFlags,
 ) -> None:
     """Answer the prompts of a file, here or on a Ray cluster."""
     settings = _settings(prompts, loading, speculation)
@@ -362,7 +364,7 @@ def _run_file(
             load = partial(load_engine, loading, quiet=shown.quiet, verbose=shown.verbose)
             _run_batch(batch, load, together, written_file(loading), show_stats=shown.stats, quiet=shown.quiet)
         else:
-            job = Job(loading, partial(_answers_together, together=together), num_texts)
+            job = EngineJob(loading, partial(_answers_together, together=together), num_texts)
             engines = RayEngines(ray, job, quiet=shown.quiet, verbose=shown.verbose)
             _run_on_ray(batch, engines, show_stats=shown.stats, quiet=shown.quiet)
 
@@ -380,11 +382,11 @@ def _settings(prompts: PromptFlags, loading: LoadOptions, speculation: Speculati
 
 def _batch_of(
     prompts: PromptFlags, output: Path | None, settings: Mapping[str, object], params: SamplingParams
-) -> Batch:
+) -> PromptBatch:
     """The prompts of a file. Raises click.UsageError for messages with --raw."""
     assert prompts.prompt_file is not None
     sink = None if output == STANDARD_OUTPUT else output
-    batch = Batch(prompts.prompt_file, sink, settings, params, is_strict=prompts.strict)
+    batch = PromptBatch(prompts.prompt_file, sink, settings, params, is_strict=prompts.strict)
     chats = [task.line for task in batch.tasks if prompts.raw and is_turns(task.prompt)]
     if chats:
         batch.close()
@@ -395,7 +397,7 @@ def _batch_of(
 
 
 def _run_batch(
-    batch: Batch,
+    batch: PromptBatch,
     load: Callable[[], Engine],
     together: Callable[[Engine], SharedAnswers],
     learn_file: Path | None,
@@ -410,13 +412,13 @@ def _run_batch(
             click.echo(describe_batch([], 0.0), err=True)
         return
     engine = load()
-    found = together(engine)
+    answered = together(engine)
     try:
         with learning_kept(engine, learn_file, quiet=quiet):
-            batch.collect(found.answers, quiet=quiet, progress=found.progress)
+            batch.collect(answered.answers, quiet=quiet, progress=answered.progress)
     finally:
         if show_stats:
-            click.echo(describe_batch(found.ends, found.seconds), err=True)
+            click.echo(describe_batch(answered.ends, answered.seconds), err=True)
 
 
 def _no_answers(prompts: Sequence[Asked]) -> Generator[tuple[int, Answer | OffspecError], None, None]:
@@ -442,7 +444,7 @@ def _answers_together(
     yield from together(engine).answers(prompts)
 
 
-def _run_on_ray(batch: Batch, engines: RayEngines, *, show_stats: bool, quiet: bool) -> None:
+def _run_on_ray(batch: PromptBatch, engines: RayEngines, *, show_stats: bool, quiet: bool) -> None:
     """Answer the open tasks on a cluster; if there is none, no cluster is looked for."""
     try:
         batch.collect(engines.answers, quiet=quiet, progress=engines.progress)

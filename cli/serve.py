@@ -269,5 +269,5 @@ def _own_address(family: int, outside: str, loopback: str) -> str:
             probe.connect((outside, 9))
         except OSError:
             return loopback
-        found: str = probe.getsockname()[0]
-        return found
+        address: str = probe.getsockname()[0]
+        return address

@@ -72,16 +72,16 @@ class Settings:
     @cached_property
     def given(self) -> list[Given]:
         """All settings with known keys, highest priority first."""
-        found = [given for given in (*self._from_environment(), *self._from_file()) if self._is_known(given)]
+        values = [given for given in (*self._from_environment(), *self._from_file()) if self._is_known(given)]
         # The environment before the file; in each of them, one command's settings before those of all commands.
-        return sorted(found, key=lambda given: (given.source == str(self.file), given.command is None))
+        return sorted(values, key=lambda given: (given.source == str(self.file), given.command is None))
 
     def for_command(self, name: str) -> dict[str, Given]:
         """The valid settings of one command, by key."""
         parameters = settable(self._commands[name])
-        found: dict[str, Given] = {}
+        values: dict[str, Given] = {}
         for given in self.given:
-            if given.command in (None, name) and given.key in parameters and given.key not in found:
+            if given.command in (None, name) and given.key in parameters and given.key not in values:
                 try:
                     check(parameters[given.key], given, self._commands[name])
                 except click.UsageError as fault:
@@ -89,8 +89,8 @@ class Settings:
                         self._told.add((given.source, given.key))
                         self._on_fault(fault)
                 else:
-                    found[given.key] = given
-        return found
+                    values[given.key] = given
+        return values
 
     def defaults(self, name: str) -> dict[str, object]:
         """The settings of one command in the form of click's default_map."""
@@ -151,13 +151,13 @@ class Settings:
 
 def settable(command: click.Command) -> dict[str, click.Parameter]:
     """The parameters that file and environment may set, by key: flags without dashes, and MODEL."""
-    found: dict[str, click.Parameter] = {}
+    parameters: dict[str, click.Parameter] = {}
     for parameter in command.params:
         if isinstance(parameter, click.Option) and not parameter.is_eager:
-            found[max(parameter.opts, key=len).lstrip("-")] = parameter
+            parameters[max(parameter.opts, key=len).lstrip("-")] = parameter
         elif parameter.name == "model":
-            found["model"] = parameter
-    return found
+            parameters["model"] = parameter
+    return parameters
 
 
 def parsed_value(parameter: click.Parameter, value: object, command: click.Command) -> object:
@@ -181,8 +181,8 @@ def check(parameter: click.Parameter, given: Given, command: click.Command) -> N
     try:
         parsed_value(parameter, given.value, command)
     except (click.ClickException, OffspecError) as exc:
-        said = exc.message if isinstance(exc, click.ClickException) else str(exc)
-        raise click.UsageError(f"{given.source}: {given.key}: {said}") from exc
+        reason = exc.message if isinstance(exc, click.ClickException) else str(exc)
+        raise click.UsageError(f"{given.source}: {given.key}: {reason}") from exc
 
 
 def nearest(word: str, words: Collection[str]) -> str | None:
@@ -191,8 +191,8 @@ def nearest(word: str, words: Collection[str]) -> str | None:
 
 
 def _instead(word: str, words: Collection[str]) -> str:
-    found = nearest(word, words)
-    return "" if found is None else f"; did you mean {found!r}?"
+    close = nearest(word, words)
+    return "" if close is None else f"; did you mean {close!r}?"
 
 
 def _dashed(key: str) -> str:

@@ -85,10 +85,10 @@ def answer_several(
 
     If Ctrl-C stops them, each unfinished answer ends with an empty step, INTERRUPTED.
     """
-    found: list[list[Step]] = [[] for _ in range(flags.number)]
+    answers: list[list[Step]] = [[] for _ in range(flags.number)]
 
     def add(index: int, step: Step) -> None:
-        found[index].append(step)
+        answers[index].append(step)
         seen(index, step)
 
     pairs = engine.generate_answers(prompt, flags.number, params, speculation, max_texts=flags.num_texts)
@@ -98,12 +98,12 @@ def answer_several(
             if step.finish_reason is not None:
                 engine.learn(step.stats)
     except KeyboardInterrupt:
-        if not any(found):
+        if not any(answers):
             raise
-        for index, steps in enumerate(found):
+        for index, steps in enumerate(answers):
             if steps and steps[-1].finish_reason is None:
                 add(index, interrupted(steps[-1]))
-    return [steps for steps in found if steps]
+    return [steps for steps in answers if steps]
 
 
 def describe_answers(answers: Sequence[Sequence[Step]], seconds: float) -> str:

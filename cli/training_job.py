@@ -27,7 +27,7 @@ MOST_MEASURED = 64  # tokens generated after each held-out prompt
 
 
 @dataclass(frozen=True)
-class Job:
+class TrainingJob:
     """A training's target and files. more: `out`, `texts` and `resume` of the training."""
 
     loading: LoadOptions
@@ -60,9 +60,9 @@ class Job:
 
         engine, count = self.engine(draft, learn_file), min(MOST_MEASURED, params.text_tokens // 2)
         with training_line(quiet=self.quiet, advice=f"the training is complete, and its result is {path}.") as line:
-            found = measure_gain(engine, prompts, count, params.temperature, line)
+            measured = measure_gain(engine, prompts, count, params.temperature, line)
         engine.close()
-        return found
+        return measured
 
 
 def is_typed(name: str) -> bool:

@@ -230,6 +230,6 @@ def _near_ties(report: VerificationReport) -> str:
     """How often the other token of a near-tie was chosen; empty for never."""
     if not report.near_ties:
         return ""
-    beside = "up to" if report.is_exact else "beside"
+    joint = "up to" if report.is_exact else "beside"
     rate = f"{report.near_ties_per_1000:.2g} per 1,000 tokens"
-    return f" {beside} {len(report.near_ties)} near-ties, {rate}, at most {report.largest_gap:.2g} apart"
+    return f" {joint} {len(report.near_ties)} near-ties, {rate}, at most {report.largest_gap:.2g} apart"

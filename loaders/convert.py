@@ -186,10 +186,10 @@ def _check_folders(source: Path, target: Path) -> None:
 
 def _job(checkpoint: Checkpoint, params: ConvertParams) -> dict[str, Any]:
     """Everything that the result depends on; runs with equal jobs write equal files."""
-    said: dict[str, Any] = {**asdict(params), "layout": _LAYOUT, "source": _fingerprint(checkpoint)}
+    job: dict[str, Any] = {**asdict(params), "layout": _LAYOUT, "source": _fingerprint(checkpoint)}
     if (packer := packer_for(params)) is not None:
-        said |= packer.versions
-    return said
+        job |= packer.versions
+    return job
 
 
 def _fingerprint(checkpoint: Checkpoint) -> str:
@@ -244,14 +244,15 @@ def _check_same(target: Path, begun: str, job: Mapping[str, Any]) -> None:
         before = json.loads(begun)
     if before == job:
         return
-    what = "of another kind"
+    difference = "of another kind"
     if isinstance(before, dict):
         different = [key for key in job if before.get(key) != job[key]]
-        what = (
+        difference = (
             "of other weights" if "source" in different else ", ".join(f"{k} {show(before.get(k))}" for k in different)
         )
     raise UsageError(
-        f"{target}: contains an unfinished result ({what}); delete it, name a new folder, or repeat the first command"
+        f"{target}: contains an unfinished result ({difference}); delete it, "
+        "name a new folder, or repeat the first command"
     )
 
 
@@ -281,8 +282,8 @@ class _Work:
 
     def __init__(self, checkpoint: Checkpoint, target: Path, params: ConvertParams, layer_prefix: str) -> None:
         self._checkpoint, self._target, self._packer = checkpoint, target, packer_for(params)
-        found = checkpoint.companions()  # errors come before hours of work
-        self._companions = {name: path for name, path in found.items() if not name.endswith(PART_SUFFIX)}
+        companions = checkpoint.companions()  # errors come before hours of work
+        self._companions = {name: path for name, path in companions.items() if not name.endswith(PART_SUFFIX)}
         if self._packer is None:
             items = {info.name: _Item(info.name, (info,)) for info in checkpoint.tensors.values()}
             _refuse_foreign(checkpoint)
@@ -305,21 +306,23 @@ class _Work:
     def is_finished(self, shard: _Shard) -> bool:
         """Whether the file has the expected tensors. Its content was verified before it got its final name."""
         try:
-            found = read_header(self._target / shard.name).keys()
+            names_in_shard = read_header(self._target / shard.name).keys()
         except CheckpointError:
             return False
-        expected = [next((names for names in item.possible_names if names <= found), None) for item in shard.items]
-        return None not in expected and found == frozenset[str]().union(*filter(None, expected))
+        expected = [
+            next((names for names in item.possible_names if names <= names_in_shard), None) for item in shard.items
+        ]
+        return None not in expected and names_in_shard == frozenset[str]().union(*filter(None, expected))
 
     def bits_per_weight(self, tensors: Mapping[str, TensorInfo]) -> dict[str, float]:
         """Of each converted matrix, by its name. tensors: all of the result."""
-        found = dict[str, float]()
+        bits = dict[str, float]()
         for item in self._quantised:
             assert item.stored is not None
             names = next(names for names in item.possible_names if names <= tensors.keys())
             if len(item.stored.shape) > 1:
-                found[item.name] = 8 * sum(tensors[name].nbytes for name in names) / math.prod(item.stored.shape)
-        return found
+                bits[item.name] = 8 * sum(tensors[name].nbytes for name in names) / math.prod(item.stored.shape)
+        return bits
 
     def result_bytes(self, shards: Iterable[_Shard]) -> int:
         """Bytes of the files, rounded up where an exact figure would be costly."""
@@ -348,8 +351,8 @@ class _Work:
         tensors = {name: info for infos in headers.values() for name, info in infos.items()}
         if self._quantised:
             stored_weights(tensors)  # offspec itself must be able to read the result
-        for name, found in self._companions.items():
-            self._put(name, found if isinstance(found, bytes) else _read_file(found))
+        for name, source in self._companions.items():
+            self._put(name, source if isinstance(source, bytes) else _read_file(source))
         self._put(CONFIG_FILE, self._config())
         weight_map = {name: shard for shard, infos in headers.items() for name in infos}
         nbytes = sum(info.nbytes for info in tensors.values())
@@ -374,8 +377,8 @@ class _Work:
         if self._packer is None or not self._quantised:
             return self._checkpoint.config_json()
         config = {key: value for key, value in self._checkpoint.config.items() if key != "quantization_config"}
-        if said := self._packer.quantization_config(self._dtype()):
-            config["quantization_config"] = said
+        if quantization := self._packer.quantization_config(self._dtype()):
+            config["quantization_config"] = quantization
         return as_config_json(config)
 
     def _dtype(self) -> str:
@@ -396,8 +399,8 @@ def _refuse_four_bit(checkpoint: Checkpoint, weights: Mapping[str, StoredWeight]
     """Raises CheckpointError for weights in bitsandbytes' 4-bit format, which would only lose precision."""
     if done := next((weight for weight in weights.values() if weight.dtype in QUANT_TYPES), None):
         remedy = "use the 16-bit checkpoint, or `format=keep` to change only the layout"
-        what = f"{show(done.name)} is already quantised ({done.dtype})"
-        raise CheckpointError(f"{checkpoint.path}: {what}; {remedy}")
+        description = f"{show(done.name)} is already quantised ({done.dtype})"
+        raise CheckpointError(f"{checkpoint.path}: {description}; {remedy}")
 
 
 def _refuse_packed(checkpoint: Checkpoint, weights: Mapping[str, StoredWeight]) -> None:
@@ -408,9 +411,9 @@ def _refuse_packed(checkpoint: Checkpoint, weights: Mapping[str, StoredWeight]) 
     if any(weight.dtype == LOSSLESS_FORMAT for weight in weights.values()):
         raise CheckpointError(f"{checkpoint.path}: is packed already ({LOSSLESS_FORMAT}); use `format=keep` to copy it")
     if not any(weight.dtype == "BF16" and len(weight.shape) == 2 for weight in weights.values()):
-        found = ", ".join(sorted({weight.dtype for weight in weights.values()}))
-        what = f"has no bf16 matrices ({found}), and {LOSSLESS_FORMAT} packs no others"
-        raise CheckpointError(f"{checkpoint.path}: {what}; `format=bf16` rounds to bf16")
+        dtypes = ", ".join(sorted({weight.dtype for weight in weights.values()}))
+        description = f"has no bf16 matrices ({dtypes}), and {LOSSLESS_FORMAT} packs no others"
+        raise CheckpointError(f"{checkpoint.path}: {description}; `format=bf16` rounds to bf16")
 
 
 def _items(
@@ -447,8 +450,8 @@ def _is_matrix(stored: StoredWeight, checkpoint: Checkpoint) -> bool:
         return bool(math.prod(stored.shape))
     if len(stored.shape) != 1 and not is_norm:
         where = next((info.path for info in stored.streamed), checkpoint.path)
-        what = f"tensor {show(stored.name)} of shape {list(stored.shape)} does not belong to a linear layer"
-        raise fault(where, f"{what}; this version does not quantise such models")
+        description = f"tensor {show(stored.name)} of shape {list(stored.shape)} does not belong to a linear layer"
+        raise fault(where, f"{description}; this version does not quantise such models")
     return False
 
 

@@ -34,10 +34,10 @@ class WheelModel:
         spec = find_spec(package)  # imports nothing of it
         folders = list(spec.submodule_search_locations or ()) if spec is not None else []
         places = [*(Path(folder) / file for folder in folders), user_folder("cache") / name / file]
-        found = next((place for place in places if os.path.isfile(place)), None)
-        if found is None:
+        path = next((place for place in places if os.path.isfile(place)), None)
+        if path is None:
             raise CheckpointError(f"the model {name} ({self.size}) is not installed: {self.install}")
-        return found
+        return path
 
 
 WHEEL_MODELS = {

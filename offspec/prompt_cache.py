@@ -16,7 +16,15 @@ import numpy as np
 from offspec.loaders.units import format_size
 from offspec.scheduler.params import SamplingParams, SpeculationParams, tree_room
 
-from .checkpoints.kv_files import KVFile, Owner, Part, check_replaceable, free_disk_bytes, model_identity, write_kv_file
+from .checkpoints.kv_files import (
+    CachePart,
+    KVFile,
+    Owner,
+    check_replaceable,
+    free_disk_bytes,
+    model_identity,
+    write_kv_file,
+)
 from .engine import Engine, Prompt
 from .errors import CheckpointError, StorageError, UsageError
 from .model.memory.text_caches import TextCaches
@@ -96,12 +104,14 @@ class PromptCache:
         if TARGET not in file.owners:
             raise CheckpointError(f"{self.path} has no entries of a target")
         self._owner(TARGET, kept[TARGET]).check(file.owners[TARGET], self.path)
-        known = file.tokens[: file.lengths[TARGET]]
-        number = num_common(known, np.asarray(text[:-1], dtype=np.int64))  # the last token is always scored
-        if not kept[TARGET].can_be_cut and number < len(known):
+        stored_tokens = file.tokens[: file.lengths[TARGET]]
+        number = num_common(stored_tokens, np.asarray(text[:-1], dtype=np.int64))  # the last token is always scored
+        if not kept[TARGET].can_be_cut and number < len(stored_tokens):
             number = 0  # a state of all of the file's tokens
         if number < WORTHWHILE:
-            self._tell(f"{self.path} has {len(known)} tokens, and the prompt begins otherwise; it is scored as usual")
+            self._tell(
+                f"{self.path} has {len(stored_tokens)} tokens, and the prompt begins otherwise; it is scored as usual"
+            )
             return 0
         if DRAFT in kept and file.owners.get(DRAFT) != self._owner(DRAFT, kept[DRAFT]):
             del kept[DRAFT]  # another draft's: this one reads the text again
@@ -113,15 +123,15 @@ class PromptCache:
 
     def write(self, caches: TextCaches, num_tokens: int) -> None:
         """Write the first entries of a text, unless it is short. A file that cannot be written is told."""
-        if (said := self._written(caches, num_tokens)) is not None:
-            self._tell(said)
+        if (note := self._written(caches, num_tokens)) is not None:
+            self._tell(note)
 
     def _written(self, caches: TextCaches, num_tokens: int) -> str | None:
         """`write`; returns what there is to tell."""
         if num_tokens < WORTHWHILE:
             return None
         parts = {
-            name: Part(self._owner(name, cache), cache, length)
+            name: CachePart(self._owner(name, cache), cache, length)
             for name, cache in self._caches(caches).items()
             if (length := cache.restorable(min(cache.length, num_tokens if cache.can_be_cut else num_tokens - 1)))
         }

@@ -167,8 +167,10 @@ class Session:
         if number := bisect_left(range(dropped, len(before)), True, key=fits):
             turn.num_dropped += number
             ids = self.encode([*before[turn.num_dropped :], turn])
-            what = "turn" if number == 1 else f"{number} turns"
-            self._tell(f"the context of {limit} tokens is full; the oldest {what} will be left out from now on")
+            turns_left_out = "turn" if number == 1 else f"{number} turns"
+            self._tell(
+                f"the context of {limit} tokens is full; the oldest {turns_left_out} will be left out from now on"
+            )
         return ids
 
     def undo(self) -> Turn:
@@ -291,9 +293,9 @@ def turns_of(messages: Sequence[Message], reply_ids: Sequence[list[int]]) -> tup
     if roles[num_system:] != turns_roles or roles[-1] != "user":
         return None
     texts = [message["content"] for message in messages]
-    asked, answered = texts[num_system::2], texts[num_system + 1 :: 2]
-    turns = [Turn(*turn) for turn in zip(asked, answered, reply_ids, strict=False)]
-    return texts[0] if num_system else None, [*turns, Turn(asked[-1])]
+    questions, answered = texts[num_system::2], texts[num_system + 1 :: 2]
+    turns = [Turn(*turn) for turn in zip(questions, answered, reply_ids, strict=False)]
+    return texts[0] if num_system else None, [*turns, Turn(questions[-1])]
 
 
 def _messages(system: str | None, turns: Sequence[Turn], replies: Sequence[str]) -> list[Message]:
@@ -315,12 +317,12 @@ def encode_turns(
     reply: strip it, or omit its reasoning. From the first changed reply on, all text is encoded anew. Raises
     ContextLengthError if the text has far more than `most_tokens` tokens.
     """
-    said = turns[:-1]
-    messages = _messages(system, turns, [turn.reply for turn in said])
+    answered = turns[:-1]
+    messages = _messages(system, turns, [turn.reply for turn in answered])
     if most_tokens is not None:
         tokenizer.check_messages(messages, most_tokens)
     chat = tokenizer.hide_special(messages)
-    text, placeholders = tokenizer.render_chat(chat.messages), [f"\ue000{i}\ue001" for i in range(len(said))]
+    text, placeholders = tokenizer.render_chat(chat.messages), [f"\ue000{i}\ue001" for i in range(len(answered))]
     if most_tokens is not None:
         tokenizer.check_length(text, most_tokens)
     replies = [message["content"] for message in chat.messages if message["role"] == "assistant"]
@@ -330,7 +332,7 @@ def encode_turns(
     )
     ids, context = list[int](), ""
     done = at = 0  # text[:done] is encoded, text[:at] is matched with both renderings
-    for turn, reply, placeholder in zip(said, replies, placeholders, strict=True):
+    for turn, reply, placeholder in zip(answered, replies, placeholders, strict=True):
         before, _, rest = rest.partition(placeholder)
         if not text.startswith(before + reply, at):
             break

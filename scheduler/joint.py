@@ -117,7 +117,7 @@ def joint_walk(
 
 def log_likelihoods(tree: TokenTree, logits: Logits, sampler: Sampler, position: int) -> FloatArray:
     """[N]: log p(x1..xi) of the path down to each node; `logits`, `position` and errors as in `joint_walk`."""
-    found = np.zeros(len(tree))
+    likelihoods = np.zeros(len(tree))
     inner = np.unique(tree.parents)  # the nodes that have children, including ROOT
     for first in range(0, len(inner), SLICE_ROWS):
         nodes = inner[first : first + SLICE_ROWS]
@@ -130,11 +130,11 @@ def log_likelihoods(tree: TokenTree, logits: Logits, sampler: Sampler, position:
         children = np.flatnonzero(np.isin(tree.parents, nodes))
         places = np.stack((np.searchsorted(nodes, tree.parents[children]), tree.tokens[children]))
         parent_rows, tokens = sampler.to_device(torch.from_numpy(places), values.device)
-        found[children] = (values[parent_rows, tokens] - normalisers[parent_rows]).cpu().numpy()
+        likelihoods[children] = (values[parent_rows, tokens] - normalisers[parent_rows]).cpu().numpy()
     for depth in range(2, int(tree.depths.max(initial=0)) + 1):
         level = np.flatnonzero(tree.depths == depth)
-        found[level] += found[tree.parents[level]]
-    return found
+        likelihoods[level] += likelihoods[tree.parents[level]]
+    return likelihoods
 
 
 def _end_of_accepted(tree: TokenTree, likelihoods: FloatArray, tau: float, final: Collection[int]) -> int:
@@ -147,5 +147,5 @@ def _end_of_accepted(tree: TokenTree, likelihoods: FloatArray, tau: float, final
     if not passed.any():
         return ROOT
     longest = tree.depths == tree.depths[passed].max()
-    found = passed & (longest | np.isin(tree.tokens, list(final)))
-    return int(np.where(found, likelihoods, -math.inf).argmax())
+    may_end = passed & (longest | np.isin(tree.tokens, list(final)))
+    return int(np.where(may_end, likelihoods, -math.inf).argmax())

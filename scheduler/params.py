@@ -56,11 +56,11 @@ def check_names(where: str, given: Iterable[str], known: Sequence[str]) -> None:
 
 def known_settings_only(params: type[T]) -> type[T]:
     """A dataclass that raises UsageError, not TypeError, for an unknown setting."""
-    known, init = [field.name for field in fields(params)], params.__init__  # type: ignore[arg-type]
+    names, init = [field.name for field in fields(params)], params.__init__  # type: ignore[arg-type]
 
     @wraps(init)
     def checked(self: T, *args: Any, **settings: Any) -> None:
-        check_names(params.__name__, settings, known)
+        check_names(params.__name__, settings, names)
         init(self, *args, **settings)
 
     params.__init__ = checked  # type: ignore[method-assign,assignment]
@@ -71,11 +71,11 @@ def _check_numbers(params: Any) -> None:
     """Raises UsageError for a field that should be a number but is not; numpy's numbers are accepted."""
     for field in fields(params):
         kind, _, none = str(field.type).partition(" | ")
-        value, (wanted, what) = getattr(params, field.name), NUMBERS.get(kind, (object, "anything"))
+        value, (wanted, description) = getattr(params, field.name), NUMBERS.get(kind, (object, "anything"))
         if value is None and not none:
-            raise UsageError(f"{field.name} has no value; give {what}")
+            raise UsageError(f"{field.name} has no value; give {description}")
         if value is not None and not isinstance(value, wanted):
-            raise UsageError(f"{field.name} must be {what}{' or None' if none else ''}, not {value!r}")
+            raise UsageError(f"{field.name} must be {description}{' or None' if none else ''}, not {value!r}")
 
 
 @dataclass(frozen=True)
@@ -215,11 +215,12 @@ class SpeculationParams:
     """Drafting and acceptance. Only `accept` changes the text, if it is not exact.
 
     budget: nodes per tree; 0 is plain decoding; None finds the budget at run time (`scheduler.pace.budget`). scoring:
-    coupled (shared noise, fitted sharpness) or specexec (cumulative draft probability). tree: best-first, or another
-    of TREES, for comparison. width: nodes expanded by one draft forward; None finds it at run time, or is
-    an eighth of a given budget, from 16 to 64. children: candidates kept per expanded node. max_depth: longest path.
-    stopping: default stops when another round is not worth its cost; thompson samples (EESD) as published;
-    thompson-calibrated also uses costs and the draft's confidence. lookup: merge in n-gram lookup in the text.
+    coupled (shared noise, fitted sharpness) or specexec (the draft's cumulative probability, without the request's
+    temperature, top-k, top-p and min-p, as in its authors' code). tree: best-first, or another of TREES, for
+    comparison. width: nodes expanded by one draft forward; None finds it at run time, or is an eighth of a given
+    budget, from 16 to 64. children: candidates kept per expanded node. max_depth: longest path. stopping: default
+    stops when another round is not worth its cost; thompson and thompson-calibrated sample (EESD's TS and
+    Calibration-TS). lookup: merge in n-gram lookup in the text.
     recycling: merge in the target's earlier top-k predictions after the same token; always on without a draft model.
     recall: correct the draft by the target's predictions at similar places. reuse: keep the subtree below the accepted
     token. overlap: draft during the target's pass. forced: add the tokens that a constraint forces to the tree.
@@ -276,12 +277,7 @@ class SpeculationParams:
         return self.accept != "exact"
 
     def without_timing(self) -> SpeculationParams:
-        """These settings without what depends on measured times: a budget found at run time, and overlap.
-
-        Raises UsageError for a way of stopping that needs the times.
-        """
-        if self.stopping == "thompson-calibrated":
-            raise UsageError("stopping thompson-calibrated depends on measured times; omit it, or `deterministic`")
+        """These settings without what depends on measured times: a budget found at run time, and overlap."""
         budget = DEFAULT_NODES if self.budget is None and not self.is_lossy else self.budget
         return replace(self, budget=budget, overlap=False)
 

@@ -6,7 +6,7 @@
 The target's texts on the held-out prompts are recorded once (plain decoding), and the draft of first layers and exit
 layer is replayed along them. First table: tokens per pass with the trained exit layer, and with the untrained copy of a
 layer from which training started. Second table: tokens/s, by two cost models, of drafting to a fixed depth and of
-Thompson sampling (EESD, 2406.03853, section 3.3; as published, and calibrated by costs and the draft's confidence). All
+Thompson sampling (EESD, 2406.03853, section 3.3; as published, and priced: our own, which knows costs). All
 methods expand 16 nodes per round and send the same number of nodes.
 
     resident   all layers cost the same: a round costs the first layers and the exit layer, a pass all layers
@@ -28,6 +28,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from benchmarks.scheduling.replay import ClockedModel, Costs, Recording, Replayed, VirtualClock, record, replay
+from benchmarks.scheduling.stopping import PricedSampling
 from offspec import Engine, SamplingParams, SpeculationParams, builtin
 from offspec.engine import Prompt
 from offspec.loaders.formats import dense
@@ -41,7 +42,7 @@ from offspec.scheduler.pace.costs import Costs as LearntCosts
 from offspec.scheduler.pace.thompson import THOMPSON_WIDTH, ThompsonSampling
 
 DEPTHS = (1, 2, 3, 4, 6, 8, 12)
-THOMPSON = (("thompson", False), ("thompson-calibrated", True))  # name, whether it knows costs
+THOMPSON = (("thompson", False), ("priced sampling", True))  # name, whether it knows costs
 COSTS = ("resident", "streamed")
 STREAMED_LAYER = 40  # cost of a streamed layer, in units of a resident one
 GetController = Callable[[LearntCosts], Controller]
@@ -215,7 +216,7 @@ def stops(bench: Bench, trained: EarlyExit, budget: int, depths: Sequence[int]) 
 
 
 def _thompson(budget: int, is_priced: bool, learnt: LearntCosts) -> Controller:
-    return ThompsonSampling(FixedBudget(budget), learnt if is_priced else None)
+    return PricedSampling(FixedBudget(budget), learnt) if is_priced else ThompsonSampling(FixedBudget(budget))
 
 
 if __name__ == "__main__":

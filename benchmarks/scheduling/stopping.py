@@ -10,8 +10,9 @@ rule differs. Before each round it sees the calibrated probabilities of the node
     SpecDec++ h    stops where a rejection is likelier than h (2405.19715, section 3.2; its head is our calibration)
     Kangaroo c     stops where the draft's best continuation has less than confidence c (2404.18911, section 3.2)
     DDD s          stops where the beam's probabilities sum to less than s (2409.00142, section 3)
-    thompson       EESD's coin (2406.03853, section 3.3); `-calibrated` also knows costs and the draft's confidence
-    Calibration-TS EESD's other coin, which begins with the draft's confidence
+    thompson       EESD's coin (2406.03853, section 3.3); `-calibrated` is its Calibration-TS, which begins with the
+                   draft's confidence
+    priced         our own: Thompson sampling that also knows what a round costs
     Sequoia, size  its shape, with the size and depth that its own prediction prefers (2402.12374, section 3.3);
                    acceptance by rank is measured on other prompts
     marginal rate  offspec's rule, which also decides how many nodes are sent
@@ -24,18 +25,19 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
 
 from offspec import Engine, SamplingParams, SpeculationParams, builtin
-from offspec.lab.sequoia import MeasuredAcceptance, SequoiaDrafter, best_topology
+from offspec.lab.sequoia import MeasuredAcceptance, SequoiaDrafter, TreeSize, best_size
 from offspec.model.decoder import CachedDecoder
 from offspec.scheduler.drafting.drafter import Drafter
+from offspec.scheduler.pace.averages import DecayingRatio
 from offspec.scheduler.pace.budget import Controller, DraftingState, FixedBudget, MarginalRate
 from offspec.scheduler.pace.costs import Costs as LearntCosts
-from offspec.scheduler.pace.thompson import ThompsonSampling
+from offspec.scheduler.pace.thompson import THOMPSON_WIDTH, CalibrationSampling, ThompsonSampling
 from offspec.scheduler.trees.sampling import Sampler
 from offspec.scheduler.trees.token_tree import FloatArray
 
@@ -91,36 +93,40 @@ def dynamic_depth(least_sum: float) -> GoesOn:
     return lambda open_nodes, above, done: float(open_nodes[:WIDTH].sum()) >= least_sum
 
 
-class CalibrationSampling(ThompsonSampling):
-    """Thompson sampling that begins with the draft's own confidence (EESD's Calibration-TS, section 3.3).
+class PricedSampling(ThompsonSampling):
+    """Thompson sampling that knows what a round costs and how sure the draft is: a rule of our own.
 
-    theta is drawn from the normal posterior of a mean. The prior's mean is the probability that the draft gives to its
-    best continuation, the likelihood's is the share of accepted levels so far. So the confidence decides while little
-    is known, and always moves the coin somewhat. The paper's constants are not used: `PRIOR_DEVIATION` is the prior's,
-    and older levels count less (`FORGETTING`).
+    theta is the probability that a level is accepted if the level above it is. beta counts the walks that ended within
+    the tree; older walks count less. Another round adds theta ** (n + 1) tokens, and runs while these exceed the recent
+    rate * its seconds. `CONFIDENCE` additional counts are divided by the level probability that the open nodes imply.
+    Until costs are known, the coin decides with these counts.
     """
 
-    PRIOR_DEVIATION = 0.15
+    CONFIDENCE = 4.0
+    FORGETTING = 0.98
 
-    def __init__(self, inner: Controller, *, seed: int = 0) -> None:
+    def __init__(self, inner: Controller, costs: LearntCosts, *, seed: int = 0) -> None:
         super().__init__(inner, seed=seed)
-        self._accepted = self._against = 0.5
-        self._above = 1.0  # probability of the best path a round before
+        self._costs, self._recent_rate = costs, DecayingRatio(self.FORGETTING)
 
-    def _bias(self, open_nodes: FloatArray) -> float:
-        confidence, self._above = float(open_nodes[0]) / self._above, float(open_nodes[0])
-        count = self._accepted + self._against
-        share = self._accepted / count
-        evidence, prior = count / (share * (1 - share)), self.PRIOR_DEVIATION**-2  # precisions
-        mean = (prior * min(1.0, confidence) + evidence * share) / (prior + evidence)
-        return float(np.clip(self._random.normal(mean, (prior + evidence) ** -0.5), 0.0, 1.0))
+    def _continues(self, open_nodes: FloatArray) -> bool:
+        width = min(THOMPSON_WIDTH, len(open_nodes))
+        likely = min(1.0, float(open_nodes[:width].sum())) ** (1 / max(1, self._num_rounds))
+        theta = self._random.beta(
+            self._accepted + self.CONFIDENCE * likely, self._against + self.CONFIDENCE * (1 - likely)
+        )
+        if not self._costs.draft.is_known or not self._recent_rate.value:
+            return bool(self._random.random() < theta)
+        price = self._recent_rate.value * float(self._costs.draft.seconds(np.array([width]))[0])
+        return bool(theta ** (self._num_rounds + 1) > price)
 
     def observe(self, num_tokens: int, seconds: float) -> None:
-        self._accepted, self._against = (
-            max(0.5, self.FORGETTING**self._num_rounds * counts) for counts in (self._accepted, self._against)
-        )
+        self._recent_rate.observe(num_tokens, seconds)
         super().observe(num_tokens, seconds)
-        self._above = 1.0
+
+    def _count(self, num_accepted: int) -> None:
+        self._accepted = max(1.0, self.FORGETTING * self._accepted) + num_accepted
+        self._against = max(1.0, self.FORGETTING * self._against) + (num_accepted < self._num_rounds)
 
 
 def rules(budget: int) -> Iterator[tuple[str, Callable[[LearntCosts], Controller]]]:
@@ -136,50 +142,25 @@ def rules(budget: int) -> Iterator[tuple[str, Callable[[LearntCosts], Controller
         for value in values:
             yield f"{name} {value:g}", lambda costs, rule=rule, value=value: Stopping(budget, rule(value))
     yield "thompson", lambda costs: ThompsonSampling(FixedBudget(budget))
-    yield "Calibration-TS", lambda costs: CalibrationSampling(FixedBudget(budget))
-    yield "thompson-calibrated", lambda costs: ThompsonSampling(FixedBudget(budget), costs)
+    yield "thompson-calibrated", lambda costs: CalibrationSampling(FixedBudget(budget))
+    yield "priced sampling", lambda costs: PricedSampling(FixedBudget(budget), costs)
     yield "marginal rate", lambda costs: MarginalRate(costs, limit=1024)
 
 
 # ------------------------------------------------------------------------------------------------ Sequoia's size
 
 
-@dataclass(frozen=True)
-class SequoiaSize:
-    """What Sequoia's prediction chooses for a machine."""
-
-    budget: int
-    depth: int
-
-
-def best_size(acceptance: FloatArray, max_depth: int, pass_s: FloatArray, round_s: float) -> tuple[int, int]:
-    """Nodes and depth with the most tokens per second; among equals, the smallest (Sequoia, section 3.3).
-
-    pass_s [1 + N]: seconds of a target pass over 0 to N nodes. round_s: seconds of one draft forward, one per layer.
-    (0, 0) if no tree is worth its cost.
-    """
-    best = (1 / float(pass_s[0]), 0, 0)
-    for limit in range(1, max_depth + 1):
-        shape = best_topology(acceptance, len(pass_s) - 1, limit)
-        if not len(shape) or shape.depths.max() < limit:
-            break
-        rates = (1 + shape.probabilities.cumsum()) / (pass_s[1 : len(shape) + 1] + limit * round_s)
-        if (rate := float(rates.max())) > best[0]:
-            best = (rate, int(rates.argmax()) + 1, limit)
-    return best[1:]
-
-
-def sequoia_size(acceptance: MeasuredAcceptance, *, greedy: bool, costs: Costs, most_nodes: int) -> SequoiaSize:
+def sequoia_size(acceptance: MeasuredAcceptance, *, greedy: bool, costs: Costs, most_nodes: int) -> TreeSize:
     """The size and depth with the most predicted tokens/s. acceptance: measured with the machine's own draft."""
     probabilities = acceptance.ranks(greedy=greedy, coupled=True).probabilities(SEQUOIA_CHILDREN)
     pass_s = np.array([costs.pass_s(1 + nodes) for nodes in range(most_nodes + 1)])
-    return SequoiaSize(*best_size(probabilities, SEQUOIA_DEPTH, pass_s, costs.round_s(1)))
+    return best_size(probabilities, SEQUOIA_DEPTH, pass_s, costs.round_s(1))
 
 
 def replayed_sequoia(
-    bench: Bench, recordings: Sequence[Recording], size: SequoiaSize, costs: Costs, acceptance: MeasuredAcceptance
+    bench: Bench, recordings: Sequence[Recording], size: TreeSize, costs: Costs, acceptance: MeasuredAcceptance
 ) -> list[Replayed]:
-    params = replace(PLAIN, budget=size.budget, max_depth=max(1, size.depth), tree="sequoia")
+    params = replace(PLAIN, budget=size.nodes, max_depth=max(1, size.depth), tree="sequoia")
 
     def drafter(model: ClockedModel, sampler: Sampler) -> Drafter:
         return SequoiaDrafter(model, sampler, params, acceptance, coupled=True)
@@ -199,10 +180,10 @@ def replay_one(
 def sequoia_row(bench: Bench, others: Sequence[Recording], name: str, most_nodes: int) -> Row:
     """Sequoia at the size that it finds best; its acceptance is measured on `others`."""
     acceptance, costs = MeasuredAcceptance(), COSTS[name]
-    replayed_sequoia(bench, others, SequoiaSize(64, 8), costs, acceptance)
+    replayed_sequoia(bench, others, TreeSize(64, 8), costs, acceptance)
     size = sequoia_size(acceptance, greedy=bench.temperature == 0, costs=costs, most_nodes=most_nodes)
     parts = replayed_sequoia(bench, bench.recordings, size, costs, acceptance)
-    return bench.replayed(f"Sequoia, size {size.budget}x{size.depth}", size.budget, name, parts)
+    return bench.replayed(f"Sequoia, size {size.nodes}x{size.depth}", size.nodes, name, parts)
 
 
 def main() -> None:

@@ -102,11 +102,11 @@ def _file(path: Path) -> Path:
     """`path` itself, or the first file of the model in a folder. Raises CheckpointError for several models."""
     if not path.is_dir():
         return path
-    found = _models(path)
-    if len(found) > 1:
-        names = ", ".join(show(file.name) for file in found[:8])
-        raise fault(path, f"contains {len(found)} GGUF models; name one file: {names}")
-    return found[0]
+    models = _models(path)
+    if len(models) > 1:
+        names = ", ".join(show(file.name) for file in models[:8])
+        raise fault(path, f"contains {len(models)} GGUF models; name one file: {names}")
+    return models[0]
 
 
 def _models(folder: Path) -> list[Path]:
@@ -163,8 +163,8 @@ def part_paths(path: Path) -> list[Path]:
         raise fault(path, f"its name says part {number} of {count}, but the limit is {MOST_PARTS} parts; rename it")
     paths = [path.with_name(f"{stem}-{part:05d}-of-{match[3]}.gguf") for part in range(1, count + 1)]
     if missing := [part for part in paths if not part.is_file()]:
-        what = f"{len(missing)} of {count} parts are missing, first {missing[0].name}; download the whole set"
-        raise fault(path, what, MissingWeightsError)
+        description = f"{len(missing)} of {count} parts are missing, first {missing[0].name}; download the whole set"
+        raise fault(path, description, MissingWeightsError)
     return paths
 
 
@@ -175,8 +175,8 @@ def _check_part(path: Path, metadata: Metadata, index: int, count: int) -> None:
         return
     if (number, total) != (index, count):
         named = f"part {index + 1} of {count} by its name" if count > 1 else "a single file by its name"
-        what = f"is {named}, but its metadata say part {show(number)} (from 0) of {show(total)}"
-        raise fault(path, f"{what}; restore its original name, or download the whole set again")
+        description = f"is {named}, but its metadata say part {show(number)} (from 0) of {show(total)}"
+        raise fault(path, f"{description}; restore its original name, or download the whole set again")
 
 
 # ------------------------------------------------------------------------------------------------------------ a header
@@ -255,14 +255,18 @@ def _read_start(cursor: _Cursor, file_bytes: int) -> tuple[int, int]:
     """The numbers of tensors and of keys."""
     if (magic := cursor.bytes(min(len(MAGIC), file_bytes))) != MAGIC:
         if magic == b"vers":
-            what = "is a git-lfs pointer, not the weights; run `git lfs pull` in its folder"
-            raise fault(cursor.path, what, MissingWeightsError)
+            description = "is a git-lfs pointer, not the weights; run `git lfs pull` in its folder"
+            raise fault(cursor.path, description, MissingWeightsError)
         raise fault(cursor.path, f"is not a GGUF file: it begins with {show(magic)}; download it again")
     version = cursor.number("I")
     if version not in VERSIONS:
         is_swapped = version and version % 2**16 == 0
-        what = "is big-endian" if is_swapped else f"has GGUF version {version}, but only {VERSIONS} are supported"
-        raise fault(cursor.path, f"{what}; convert the model again with a current llama.cpp on a little-endian machine")
+        description = (
+            "is big-endian" if is_swapped else f"has GGUF version {version}, but only {VERSIONS} are supported"
+        )
+        raise fault(
+            cursor.path, f"{description}; convert the model again with a current llama.cpp on a little-endian machine"
+        )
     num_tensors, num_keys = cursor.number("Q"), cursor.number("Q")
     if num_tensors > MOST_TENSORS or num_keys > MOST_KEYS:
         cursor.refuse(f"declares {num_tensors} tensors and {num_keys} keys, more than any model has")
@@ -308,9 +312,9 @@ def _read_description(cursor: _Cursor) -> _Description:
         refuse(f"has the sizes {sizes}")
     number, offset = cursor.number("I"), cursor.number("Q")
     if number not in GGUF_TYPES:
-        supported = ", ".join(known.name for known in GGUF_TYPES.values())
-        what = f"tensor {show(name)} has ggml type {number}, which is not supported; supported: {supported}"
-        raise fault(cursor.path, what)
+        supported = ", ".join(ggml_type.name for ggml_type in GGUF_TYPES.values())
+        description = f"tensor {show(name)} has ggml type {number}, which is not supported; supported: {supported}"
+        raise fault(cursor.path, description)
     kind = GGUF_TYPES[number]
     if sizes[0] % kind.num_weights:
         refuse(f"has rows of {sizes[0]} weights, but {kind.name} needs multiples of {kind.num_weights}")
@@ -338,5 +342,5 @@ def _check_layout(cursor: _Cursor, tensors: Iterable[TensorInfo], file_bytes: in
             cursor.refuse(f"tensor {show(info.name)} overlaps the previous one")
         end = info.offset + info.nbytes
     if file_bytes is not None and end > file_bytes:
-        what = f"truncated: its tensors end at byte {end}, but the file has {file_bytes}"
-        raise fault(cursor.path, f"{what}; download it again")
+        description = f"truncated: its tensors end at byte {end}, but the file has {file_bytes}"
+        raise fault(cursor.path, f"{description}; download it again")

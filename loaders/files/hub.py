@@ -108,8 +108,10 @@ def _the_file_in(quantisation: str, folder: Path, repository: str) -> Path:
     named = [file for file, name in names.items() if _named_as(quantisation).fullmatch(name)]
     firsts = [file for file in named if part_paths(file)[0] == file and not file.name.startswith("mmproj")]
     if not firsts:
-        what = f"has no GGUF file in {quantisation}; choose a quantisation from the repository's files on the hub"
-        raise CheckpointError(f"{repository}: {what}")
+        description = (
+            f"has no GGUF file in {quantisation}; choose a quantisation from the repository's files on the hub"
+        )
+        raise CheckpointError(f"{repository}: {description}")
     if len(firsts) > 1:
         several = ", ".join(show(names[file]) for file in firsts[:8])
         raise CheckpointError(f"{repository}:{quantisation}: {len(firsts)} files match ({several}); give a path")

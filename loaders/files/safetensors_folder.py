@@ -65,12 +65,14 @@ class SafetensorsCheckpoint:
 
     def companions(self) -> dict[str, Path]:
         """See `Checkpoint`. Refuses links that lead out of the folder: they could make offspec copy any file."""
-        found = sorted({path for pattern in COMPANIONS for path in self.path.glob(pattern) if path.is_file()})
-        for path in (self.path / CONFIG_FILE, *found):
+        paths = sorted({path for pattern in COMPANIONS for path in self.path.glob(pattern) if path.is_file()})
+        for path in (self.path / CONFIG_FILE, *paths):
             if not _belongs(path.resolve(), self.path.resolve()):
-                what = f"is a link to {show(str(path.resolve()))}, outside of the checkpoint, and is not followed"
-                raise fault(path, f"{what}; replace the link by a copy, or remove it")
-        return {str(path.relative_to(self.path)): path for path in found}
+                description = (
+                    f"is a link to {show(str(path.resolve()))}, outside of the checkpoint, and is not followed"
+                )
+                raise fault(path, f"{description}; replace the link by a copy, or remove it")
+        return {str(path.relative_to(self.path)): path for path in paths}
 
     def config_json(self) -> bytes:
         path = self.path / CONFIG_FILE
@@ -205,8 +207,8 @@ def _refuse_missing(index: Path, shards: dict[str, Path]) -> None:
                 missing.append(shard)
     if missing:
         count = f"{len(missing)} of {len(shards)} shards missing"
-        what = f"lacks {show(missing[0])}, which {index.name} names ({count}); download it again"
-        raise fault(index.parent, what, MissingWeightsError)
+        description = f"lacks {show(missing[0])}, which {index.name} names ({count}); download it again"
+        raise fault(index.parent, description, MissingWeightsError)
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
@@ -253,8 +255,8 @@ def _read_header_bytes(path: Path) -> tuple[bytes, int]:
 
 def _header_length(path: Path, start: bytes, file_bytes: int) -> int:
     if start == _LFS_POINTER:
-        what = "is a git-lfs pointer, not the weights; run `git lfs pull` in its folder"
-        raise fault(path, what, MissingWeightsError)
+        description = "is a git-lfs pointer, not the weights; run `git lfs pull` in its folder"
+        raise fault(path, description, MissingWeightsError)
     if len(start) < _LENGTH_BYTES:
         raise fault(path, f"is not a safetensors file: {file_bytes} bytes are too few for a header; download it again")
     header_bytes: int = struct.unpack("<Q", start[:_LENGTH_BYTES])[0]
@@ -281,11 +283,11 @@ def _parse_header(path: Path, header: bytes) -> dict[str, Any]:
 
 def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     # Readers differ in which of two equal keys they use, so another reader could load other weights.
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    mapping = dict(pairs)
+    if len(mapping) != len(pairs):
         counts = Counter(key for key, _ in pairs)
         raise ValueError(f"key {show(counts.most_common(1)[0][0])} occurs twice")
-    return found
+    return mapping
 
 
 def _check_metadata(path: Path, metadata: object) -> None:
@@ -294,8 +296,8 @@ def _check_metadata(path: Path, metadata: object) -> None:
 
 
 def _tensor_info(path: Path, name: str, entry: object, data_start: int) -> TensorInfo:
-    def refuse(what: str) -> NoReturn:
-        raise fault(path, f"tensor {show(name)} {what}; the file is damaged, download it again")
+    def refuse(description: str) -> NoReturn:
+        raise fault(path, f"tensor {show(name)} {description}; the file is damaged, download it again")
 
     if not isinstance(entry, dict):
         refuse(f"has the description {show(entry)}, not an object")
@@ -303,8 +305,8 @@ def _tensor_info(path: Path, name: str, entry: object, data_start: int) -> Tenso
     if not isinstance(dtype, str):
         refuse(f"has dtype {show(dtype)}, not a name")
     if dtype not in DTYPE_BYTES:
-        what = f"tensor {show(name)} has dtype {show(dtype)}, which this version does not support"
-        raise fault(path, f"{what} (only {', '.join(DTYPE_BYTES)}); use a 16- or 4-bit checkpoint of this model")
+        description = f"tensor {show(name)} has dtype {show(dtype)}, which this version does not support"
+        raise fault(path, f"{description} (only {', '.join(DTYPE_BYTES)}); use a 16- or 4-bit checkpoint of this model")
     if not _is_shape(shape):
         refuse(f"has shape {show(shape)}, not a list of sizes")
     if not _is_naturals(span) or len(span) != 2 or span[0] > span[1]:
@@ -330,8 +332,8 @@ def _check_layout(path: Path, tensors: Iterable[TensorInfo], data_start: int, fi
     end = data_start
     for info in sorted(tensors, key=lambda info: (info.offset, info.nbytes)):
         if info.offset != end:
-            what = "overlaps the previous one" if info.offset < end else "leaves a hole before it"
-            raise fault(path, f"tensor {show(info.name)} {what}; the file is damaged, download it again")
+            description = "overlaps the previous one" if info.offset < end else "leaves a hole before it"
+            raise fault(path, f"tensor {show(info.name)} {description}; the file is damaged, download it again")
         end += info.nbytes
     if file_bytes is None:
         return

@@ -185,7 +185,7 @@ def _storing(path: Path, part: Path) -> Iterator[None]:
 def cannot_write(path: Path, exc: OSError) -> StorageError:
     """The one-line error for a file or folder that cannot be written."""
     if exc.errno in (errno.ENOSPC, errno.EDQUOT):
-        what = "no space left on the disk; free space and repeat the command to resume it"
+        description = "no space left on the disk; free space and repeat the command to resume it"
     else:
-        what = f"cannot be written ({exc.strerror or type(exc).__name__}); check that you may write there"
-    return StorageError(" ".join(f"{path}: {what}".splitlines()))
+        description = f"cannot be written ({exc.strerror or type(exc).__name__}); check that you may write there"
+    return StorageError(" ".join(f"{path}: {description}".splitlines()))

@@ -146,7 +146,7 @@ def _words(packed: PackedBits, height: int) -> Tensor:
     """
     (num_rows, num_columns), device = packed.shape, packed.low.device
     tables, values = packed.groups[:, :TABLE_BYTES], packed.groups[:, TABLE_BYTES:].contiguous().view(torch.int16)
-    found = torch.cat(((tables.to(torch.int16) << 7).flatten(), values.flatten()))
+    choices = torch.cat(((tables.to(torch.int16) << 7).flatten(), values.flatten()))
     halves = packed.codes.view(num_rows, -1, 1, BLOCK // 2)
     codes = torch.cat((halves & 15, halves >> 4), dim=2).view(num_rows, -1)[:, :num_columns]
     is_apart, group = codes == EXCEPTION, torch.arange(num_rows, dtype=torch.int32, device=device)[:, None] // height
@@ -155,4 +155,4 @@ def _words(packed: PackedBits, height: int) -> Tensor:
     place = torch.where(is_apart, behind, codes + group * TABLE_BYTES)
     low = packed.low.to(torch.int16)
     rest = torch.where(is_apart, 0, low & 0x7F | low << 8 & -0x8000)
-    return found.index_select(0, place.flatten()).view(num_rows, num_columns) | rest
+    return choices.index_select(0, place.flatten()).view(num_rows, num_columns) | rest

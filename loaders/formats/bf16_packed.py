@@ -116,9 +116,9 @@ class PackedBf16Matrix(PackedMatrix):
         way = products.way_for(torch.bfloat16, x, self.bits.low.numel())
         if way == products.TORCH:
             return F.linear(x, dense(self, x.dtype, scratch), bias)
-        own = products.ProductKind.of(self.form, x.dtype, self.bits.low.numel())
+        product_kind = products.ProductKind.of(self.form, x.dtype, self.bits.low.numel())
         kernel = self.kernel if way == products.KERNEL and x.numel() and x.shape[-1] == self.shape[1] else None
-        if kernel is not None and products.COSTS.way(own, products.rows_of(x)) == products.KERNEL:
+        if kernel is not None and products.COSTS.way(product_kind, products.rows_of(x)) == products.KERNEL:
             product, parts = kernel
             return products.plus(product(x, parts, self.shape[0]), bias)
         plain = self.dequantize(torch.bfloat16, None if scratch is None else _viewed(scratch, self.shape))
@@ -213,7 +213,9 @@ class PackedBf16Format(WeightFormat):
         if len(shape) != 2:
             return PlainWeight(name, allocate(name, "BF16", shape))
         wanted = part_shapes((shape[0], shape[1]), PLANNED_VALUES)
-        parts = (allocate(f"{name}.{part}", "U8", found) for part, found in zip(PARTS, wanted, strict=True))
+        parts = (
+            allocate(f"{name}.{part}", "U8", shape_of_part) for part, shape_of_part in zip(PARTS, wanted, strict=True)
+        )
         return PackedBf16Weight(name, shape, tuple(parts))
 
     def packer(self, params: ConvertParams) -> Packer | None:

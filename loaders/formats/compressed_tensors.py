@@ -108,9 +108,9 @@ class Scheme:
             return (1, self.group_size) if fits else None
         if self.block is not None and scales.shape != grid(shape, self.block):
             return None
-        found = block_of(shape, scales, self.block)
-        wanted = {"tensor": shape, "channel": (1, shape[1]), "block": found}[self.strategy]
-        return found if found == wanted else None
+        block_shape = block_of(shape, scales, self.block)
+        wanted = {"tensor": shape, "channel": (1, shape[1]), "block": block_shape}[self.strategy]
+        return block_shape if block_shape == wanted else None
 
 
 # ----------------------------------------------------------------------------------------------------- what config says
@@ -123,15 +123,17 @@ def schemes_in(said: Mapping[str, Any], path: Path) -> tuple[Scheme, ...]:
         kind = sparsity.get("format") if isinstance(sparsity, Mapping) else sparsity
         raise UnsupportedModelError(f"{path}: sparse compressed-tensors ({show(kind)}) are not supported; {REMEDY}")
     if said.get("transform_config"):
-        what = "compressed-tensors with transforms (transform_config), which rotate activations, are not supported"
-        raise UnsupportedModelError(f"{path}: {what}; {REMEDY}")
+        description = (
+            "compressed-tensors with transforms (transform_config), which rotate activations, are not supported"
+        )
+        raise UnsupportedModelError(f"{path}: {description}; {REMEDY}")
     groups = said.get("config_groups")
     if not isinstance(groups, Mapping) or not 0 < len(groups) <= _MOST_GROUPS:
         raise fault(
             path, f"config.json has config_groups {show(groups)}, which is no list of compressed-tensors' groups"
         )
-    found = dict.fromkeys(scheme for name, group in groups.items() for scheme in _schemes(name, group, said, path))
-    return tuple(found)
+    schemes = dict.fromkeys(scheme for name, group in groups.items() for scheme in _schemes(name, group, said, path))
+    return tuple(schemes)
 
 
 def _schemes(name: object, group: object, said: Mapping[str, Any], path: Path) -> Iterator[Scheme]:
@@ -152,9 +154,13 @@ def _schemes(name: object, group: object, said: Mapping[str, Any], path: Path) -
     )
     key = (layout, kind_of, bits)
     if not (isinstance(layout, str) and isinstance(kind_of, str) and type(bits) is int) or key not in KINDS:
-        known = ", ".join(dict.fromkeys(name for name, _, _ in KINDS))
-        what = f"compressed-tensors in the format {show(layout)} with {show(bits)} bits of the type {show(kind_of)}"
-        raise UnsupportedModelError(f"{path}: {what} are not supported; supported: {known} of 2 to 8 bits; {REMEDY}")
+        supported = ", ".join(dict.fromkeys(name for name, _, _ in KINDS))
+        description = (
+            f"compressed-tensors in the format {show(layout)} with {show(bits)} bits of the type {show(kind_of)}"
+        )
+        raise UnsupportedModelError(
+            f"{path}: {description} are not supported; supported: {supported} of 2 to 8 bits; {REMEDY}"
+        )
     yield _scheme(KINDS[key], weights, path)
 
 
@@ -176,14 +182,14 @@ def _scheme(kind: Kind, weights: Mapping[str, Any], path: Path) -> Scheme:
 
 def _block(weights: Mapping[str, Any], path: Path) -> Block:
     """The block of a scheme; older versions wrote it as text: 128x128."""
-    said = weights.get("block_structure")
-    digits = re.fullmatch(r"([1-9][0-9]{0,8})x([1-9][0-9]{0,8})", said) if isinstance(said, str) else None
+    block = weights.get("block_structure")
+    digits = re.fullmatch(r"([1-9][0-9]{0,8})x([1-9][0-9]{0,8})", block) if isinstance(block, str) else None
     if digits is not None:
         return int(digits[1]), int(digits[2])
-    if not is_block(said):
-        raise fault(path, f"config.json has block_structure {show(said)}, which is not two numbers of weights")
-    assert isinstance(said, list)
-    return said[0], said[1]
+    if not is_block(block):
+        raise fault(path, f"config.json has block_structure {show(block)}, which is not two numbers of weights")
+    assert isinstance(block, list)
+    return block[0], block[1]
 
 
 # --------------------------------------------------------------------------------------------------- reading tensors
@@ -201,12 +207,12 @@ class CompressedTensorsFormat(ScaledFormat):
         self.schemes, self.notes, self.is_set = schemes, notes, bool(schemes)
 
     def in_checkpoint(self, checkpoint: Checkpoint) -> CompressedTensorsFormat | None:
-        said = checkpoint.config.get("quantization_config")
-        if not isinstance(said, Mapping) or said.get("quant_method") != COMPRESSED_TENSORS:
+        quantization = checkpoint.config.get("quantization_config")
+        if not isinstance(quantization, Mapping) or quantization.get("quant_method") != COMPRESSED_TENSORS:
             return None
-        told = f"{checkpoint.path.name} quantises KV entries; offspec keeps them in the compute dtype"
-        schemes = schemes_in(said, checkpoint.path)
-        return CompressedTensorsFormat(schemes, (told,) if said.get("kv_cache_scheme") else ())
+        kv_note = f"{checkpoint.path.name} quantises KV entries; offspec keeps them in the compute dtype"
+        schemes = schemes_in(quantization, checkpoint.path)
+        return CompressedTensorsFormat(schemes, (kv_note,) if quantization.get("kv_cache_scheme") else ())
 
     def recognises(self, group: TensorGroup) -> bool:
         return self.is_set and (len(group.parts) > 1 or "" not in group.parts)
@@ -227,10 +233,10 @@ class CompressedTensorsFormat(ScaledFormat):
 
     def plan_form(self, config: Mapping[str, Any]) -> str | None:
         """By the first group; weights of 5 to 8 bits count as fp8, which differs only in its scales."""
-        said = config.get("quantization_config") or {}
-        if said.get("quant_method") != COMPRESSED_TENSORS:
+        quantization = config.get("quantization_config") or {}
+        if quantization.get("quant_method") != COMPRESSED_TENSORS:
             return None
-        schemes = schemes_in(said, Path("config.json"))
+        schemes = schemes_in(quantization, Path("config.json"))
         if not schemes:
             return None
         codes = schemes[0].kind.codes
@@ -254,8 +260,8 @@ def _weight(group: TensorGroup, scheme: Scheme) -> ScaledWeight:
     block = scheme.scales_of(shape, scales)
     if block is None or scales.dtype not in kind.scales:
         sizes = scheme.group_size or scheme.block or ""
-        what = f"has scales that are {scales.dtype} {list(scales.shape)}, where {list(shape)} in {kind.form}"
-        group.refuse(scales, f"{what} with a scale for each {scheme.strategy} {sizes} has others; {DAMAGED}")
+        description = f"has scales that are {scales.dtype} {list(scales.shape)}, where {list(shape)} in {kind.form}"
+        group.refuse(scales, f"{description} with a scale for each {scheme.strategy} {sizes} has others; {DAMAGED}")
     layout = ScaledLayout(shape, kind.form, kind.codes, block)
     zeros, divisor = _zeros(group, scheme, layout, scales), None
     if kind.form == "nvfp4":
@@ -280,27 +286,27 @@ def _codes(group: TensorGroup, kind: Kind) -> tuple[TensorInfo, tuple[int, int]]
     """The codes, and the shape [N, K] of the matrix. Raises CheckpointError if they are not of this kind."""
     info = _companion(group, kind.part)
     if info.dtype != kind.dtype or len(info.shape) != 2 or 0 in info.shape:
-        what = f"is {info.dtype} {list(info.shape)}, where {kind.form} has a matrix of {kind.dtype}"
-        group.refuse(info, f"{what}; {DAMAGED}")
+        description = f"is {info.dtype} {list(info.shape)}, where {kind.form} has a matrix of {kind.dtype}"
+        group.refuse(info, f"{description}; {DAMAGED}")
     if kind.codes.kind != "packed":
         return info, (info.shape[0], info.shape[1] * (2 if kind.codes.kind == "fp4" else 1))
-    said = _companion(group, "weight_shape")
+    stored_shape = _companion(group, "weight_shape")
     content = group.contents["weight_shape"]
-    sizes = struct.unpack("<2q", content) if said.dtype == "I64" and len(content) == 16 else ()
+    sizes = struct.unpack("<2q", content) if stored_shape.dtype == "I64" and len(content) == 16 else ()
     fits = len(sizes) == 2 and sizes[0] == info.shape[0] and 0 < sizes[1] <= 32 * info.shape[1]
     if not fits or 4 * info.shape[1] != kind.codes.row_bytes(sizes[1]):
-        told = f"says {list(sizes)}" if sizes else f"is {said.dtype} {list(said.shape)}"
-        what = f"is {list(info.shape)} words of {kind.codes.bits} bits, but its weight_shape {told}"
-        group.refuse(said, f"{what}; {DAMAGED}")
+        stored_text = f"says {list(sizes)}" if sizes else f"is {stored_shape.dtype} {list(stored_shape.shape)}"
+        description = f"is {list(info.shape)} words of {kind.codes.bits} bits, but its weight_shape {stored_text}"
+        group.refuse(stored_shape, f"{description}; {DAMAGED}")
     return info, (sizes[0], sizes[1])
 
 
 def _zeros(group: TensorGroup, scheme: Scheme, layout: ScaledLayout, scales: TensorInfo) -> TensorInfo | None:
     """The zeros; None in symmetric schemes, in which older files have unpacked zeros of 0."""
-    found = group.parts.get("weight_zero_point")
+    zero_point = group.parts.get("weight_zero_point")
     if scheme.symmetric:
-        if found is not None and found.dtype == "I32":
-            group.refuse(found, f"has a weight_zero_point, but config.json says that it is symmetric; {DAMAGED}")
+        if zero_point is not None and zero_point.dtype == "I32":
+            group.refuse(zero_point, f"has a weight_zero_point, but config.json says that it is symmetric; {DAMAGED}")
         return None
     info = _companion(group, "weight_zero_point")
     rows, columns = layout.grid

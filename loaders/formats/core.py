@@ -116,8 +116,8 @@ class PackedMatrix:
     def linear(self: PackedWeight, x: Tensor, bias: Tensor | None = None, scratch: Tensor | None = None) -> Tensor:
         if (fused := _chosen_fused(self, x)) is not None:
             return fused(x, bias, scratch)
-        if (found := _chosen_kernel(self, x)) is not None:
-            product, parts = found
+        if (kernel := _chosen_kernel(self, x)) is not None:
+            product, parts = kernel
             return products.plus(product(x, parts, self.shape[0]), bias)
         return linear(x, dense(self, x.dtype, scratch), bias)
 
@@ -144,8 +144,8 @@ def _chosen_kernel(matrix: Any, x: Tensor) -> tuple[RowProduct, list[Tensor]] | 
     kind = products.ProductKind.of(matrix.form, x.dtype, math.prod(matrix.shape))
     if products.COSTS.way(kind, products.rows_of(x)) != products.KERNEL:
         return None
-    found: tuple[RowProduct, list[Tensor]] | None = matrix.kernel
-    return found
+    kernel: tuple[RowProduct, list[Tensor]] | None = matrix.kernel
+    return kernel
 
 
 def exact_kernel(matrix: PackedMatrix, x: Tensor) -> tuple[RowProduct, list[Tensor]] | None:
@@ -351,8 +351,8 @@ class TensorGroup:
         """Raises CheckpointError for a part of another dtype or shape."""
         info = self.parts[part]
         if (info.dtype, info.shape) != (dtype, shape):
-            found, wanted = f"{info.dtype} {list(info.shape)}", f"{dtype} {list(shape)}"
-            self.refuse(info, f"has a {part} that is {found}, not {wanted}; {DAMAGED}")
+            stored, wanted = f"{info.dtype} {list(info.shape)}", f"{dtype} {list(shape)}"
+            self.refuse(info, f"has a {part} that is {stored}, not {wanted}; {DAMAGED}")
 
 
 Allocate: TypeAlias = Callable[[str, str, tuple[int, ...]], TensorInfo]  # name, dtype, shape → its place in a file
@@ -479,6 +479,6 @@ def _read_start(file: BinaryIO, info: TensorInfo, nbytes: int) -> bytes:
     file.seek(info.offset)
     content = file.read(nbytes)
     if len(content) < nbytes:
-        what = f"ends inside tensor {show(info.name)}: the file was changed; download it again"
-        raise fault(info.path, what)
+        description = f"ends inside tensor {show(info.name)}: the file was changed; download it again"
+        raise fault(info.path, description)
     return content

@@ -346,8 +346,8 @@ class FourBitFormat(WeightFormat):
         return _stored_4bit(group)
 
     def plan_form(self, config: Mapping[str, Any]) -> str | None:
-        said = config.get("quantization_config") or {}
-        return "nf4" if said.get("load_in_4bit") else None
+        quantization = config.get("quantization_config") or {}
+        return "nf4" if quantization.get("load_in_4bit") else None
 
     def sized(self, form: str, name: str, shape: tuple[int, ...], allocate: Allocate) -> StoredWeight:
         """With 64 weights per scale, and scales of 8 bit (double quantisation); vectors are plain."""
@@ -391,12 +391,12 @@ def _stored_4bit(group: TensorGroup) -> Weight4bit:
 
 def _quant_state_part(group: TensorGroup) -> tuple[str, str]:
     """The type in the quant_state's name, and the name. Raises CheckpointError unless there is exactly one."""
-    found = {part: info for part, info in group.parts.items() if part.startswith("quant_state.")}
+    states = {part: info for part, info in group.parts.items() if part.startswith("quant_state.")}
     weight = group.parts[""]
-    if len(found) != 1:
-        what = f"has {len(found)} quant_states" if found else "lacks its quant_state"
-        group.refuse(weight, f"{what}; it needs exactly one; {DAMAGED}")
-    ((part, info),) = found.items()
+    if len(states) != 1:
+        description = f"has {len(states)} quant_states" if states else "lacks its quant_state"
+        group.refuse(weight, f"{description}; it needs exactly one; {DAMAGED}")
+    ((part, info),) = states.items()
     match = QUANT_STATE.fullmatch(part)
     if match is None or match[1] not in QUANT_TYPES:
         group.refuse(info, f"has the unknown {show(part)}; supported types: {', '.join(QUANT_TYPES)}; {REMEDY}")
@@ -458,8 +458,8 @@ def pack_4bit(
         )
         parts |= {".nested_absmax": outer.absmax, ".nested_quant_map": outer.code.clone()}
         state |= {"nested_blocksize": NESTED_BLOCKSIZE, "nested_dtype": "float32", "nested_offset": offset.item()}
-    said = json.dumps(state).encode()
-    parts[f".quant_state.bitsandbytes__{quant_type}"] = torch.frombuffer(bytearray(said), dtype=torch.uint8)
+    encoded = json.dumps(state).encode()
+    parts[f".quant_state.bitsandbytes__{quant_type}"] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
     return parts
 
 

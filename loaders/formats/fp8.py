@@ -54,12 +54,14 @@ class Fp8Settings:
 
         Raises UnsupportedModelError for another kind of fp8, CheckpointError.
         """
-        said, path = checkpoint.config.get("quantization_config"), checkpoint.path
-        if not isinstance(said, Mapping) or said.get("quant_method") not in FP8_METHODS:
+        quantization, path = checkpoint.config.get("quantization_config"), checkpoint.path
+        if not isinstance(quantization, Mapping) or quantization.get("quant_method") not in FP8_METHODS:
             return None
-        if said.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
-            raise UnsupportedModelError(f"{path}: fp8 in {show(said['fmt'])} is not supported, only e4m3; {REMEDY}")
-        block = said.get("weight_block_size")
+        if quantization.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
+            raise UnsupportedModelError(
+                f"{path}: fp8 in {show(quantization['fmt'])} is not supported, only e4m3; {REMEDY}"
+            )
+        block = quantization.get("weight_block_size")
         if block is None:
             return cls(None)
         if not is_block(block):
@@ -101,26 +103,27 @@ class Fp8Format(ScaledFormat):
 
     def read(self, group: TensorGroup) -> StoredWeight:
         assert self.settings is not None
-        weight, found = group.weight, [part for part in SCALES if part in group.parts]
-        if not found and weight.dtype in FLOAT_DTYPES:
+        weight, scale_parts = group.weight, [part for part in SCALES if part in group.parts]
+        if not scale_parts and weight.dtype in FLOAT_DTYPES:
             return PlainWeight(group.name, weight)
-        if len(found) != 1:
-            group.refuse(weight, f"has {' and '.join(found) or 'no weight_scale_inv'}, one is needed; {DAMAGED}")
+        if len(scale_parts) != 1:
+            group.refuse(weight, f"has {' and '.join(scale_parts) or 'no weight_scale_inv'}, one is needed; {DAMAGED}")
         if weight.dtype != "F8_E4M3" or len(weight.shape) != 2 or 0 in weight.shape:
-            what = f"has a {found[0]}, but is {weight.dtype} {list(weight.shape)}, not F8_E4M3 [N, K]"
-            group.refuse(weight, f"{what}; {DAMAGED}")
-        scales, shape = group.parts[found[0]], (weight.shape[0], weight.shape[1])
+            description = f"has a {scale_parts[0]}, but is {weight.dtype} {list(weight.shape)}, not F8_E4M3 [N, K]"
+            group.refuse(weight, f"{description}; {DAMAGED}")
+        scales, shape = group.parts[scale_parts[0]], (weight.shape[0], weight.shape[1])
         block = block_of(shape, scales, self.settings.block)
         if block is None or scales.dtype not in _SCALE_DTYPES:
             sizes = self.settings.block or "without blocks"
-            what = f"has a {found[0]} that is {scales.dtype} {list(scales.shape)}, which {list(shape)} {sizes} has not"
-            group.refuse(scales, f"{what}; {DAMAGED}")
+            stored = f"{scales.dtype} {list(scales.shape)}"
+            description = f"has a {scale_parts[0]} that is {stored}, which {list(shape)} {sizes} has not"
+            group.refuse(scales, f"{description}; {DAMAGED}")
         layout = ScaledLayout(shape, "fp8", CODES, block)
         return ScaledWeight(group.name, layout, ScaledParts(weight, scales))
 
     def plan_form(self, config: Mapping[str, Any]) -> str | None:
-        said = config.get("quantization_config") or {}
-        return "fp8" if said.get("quant_method") in FP8_METHODS else None
+        quantization = config.get("quantization_config") or {}
+        return "fp8" if quantization.get("quant_method") in FP8_METHODS else None
 
     def sized(self, form: str, name: str, shape: tuple[int, ...], allocate: Allocate) -> StoredWeight:
         """With blocks, as in DeepSeek's and Qwen's models; vectors are plain."""

@@ -184,11 +184,11 @@ class GgufFormat(WeightFormat):
         if len(info.shape) != 2 or 0 in info.shape:
             group.refuse(info, f"is {kind.name} {list(info.shape)}, which should be a matrix [N, K]; {DAMAGED}")
         if info.shape[1] % kind.num_weights:
-            what = f"is {kind.name} with {info.shape[1]} inputs, not a multiple of {kind.num_weights}"
-            group.refuse(info, f"{what}; {DAMAGED}")
+            description = f"is {kind.name} with {info.shape[1]} inputs, not a multiple of {kind.num_weights}"
+            group.refuse(info, f"{description}; {DAMAGED}")
         if info.nbytes != (wanted := _num_bytes(kind, info.shape)):
-            what = f"is {kind.name} {list(info.shape)} in {info.nbytes} bytes, but needs {wanted}"
-            group.refuse(info, f"{what}; {DAMAGED}")
+            description = f"is {kind.name} {list(info.shape)} in {info.nbytes} bytes, but needs {wanted}"
+            group.refuse(info, f"{description}; {DAMAGED}")
         check_grid(kind.name)
         return GgufWeight(group.name, kind, info.shape, (info,))
 

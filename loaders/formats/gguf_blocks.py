@@ -200,9 +200,9 @@ def _grid(name: str, device: torch.device) -> Tensor:
     try:
         from gguf import quants
 
-        known = getattr(quants, name)
-        known.init_grid()
-        return torch.tensor(known.grid).flatten(0, 2).to(device)
+        quant_type = getattr(quants, name)
+        quant_type.init_grid()
+        return torch.tensor(quant_type.grid).flatten(0, 2).to(device)
     except (ImportError, AttributeError) as exc:
         raise UnsupportedModelError(
             f"weights in {name} need the tables of the gguf package; pip install 'offspec[gguf]'"

@@ -208,28 +208,31 @@ class GroupedSettings:
 
         Raises UnsupportedModelError for other bits, another layout or settings per module; CheckpointError.
         """
-        said, path = checkpoint.config.get("quantization_config"), checkpoint.path
-        if not said:
+        quantization, path = checkpoint.config.get("quantization_config"), checkpoint.path
+        if not quantization:
             _refuse_old_gptq(checkpoint)
-        method = said.get("quant_method") if isinstance(said, Mapping) else None
-        if not isinstance(said, Mapping) or method not in GROUPED_METHODS:
+        method = quantization.get("quant_method") if isinstance(quantization, Mapping) else None
+        if not isinstance(quantization, Mapping) or method not in GROUPED_METHODS:
             return None
-        if (bits := said.get("bits", BITS)) != BITS:
+        if (bits := quantization.get("bits", BITS)) != BITS:
             raise UnsupportedModelError(
                 f"{path}: {method} with {show(bits)} bits is not supported, only with {BITS}; {_REMEDY}"
             )
-        size = said.get("group_size", 128)
+        size = quantization.get("group_size", 128)
         if type(size) is not int or not (size == -1 or size > 0):
             raise fault(
                 path, f"config.json has group_size {show(size)}, which is neither a number of inputs nor -1 (all)"
             )
-        if rules := _overrides(said.get("dynamic")):
+        if rules := _overrides(quantization.get("dynamic")):
             raise UnsupportedModelError(
                 f"{path}: {method} with different settings for some modules (dynamic: {rules}) is not supported; "
                 f"{_REMEDY}"
             )
         layouts = _LAYOUTS[method]
-        layout = next((str(said[key]).lower() for key in _LAYOUT_KEYS[method] if said.get(key)), next(iter(layouts)))
+        layout = next(
+            (str(quantization[key]).lower() for key in _LAYOUT_KEYS[method] if quantization.get(key)),
+            next(iter(layouts)),
+        )
         if layout not in layouts:
             raise UnsupportedModelError(
                 f"{path}: {method} layout {show(layout)} is not supported, only {' and '.join(layouts)}; {_REMEDY}"
@@ -284,17 +287,17 @@ class GroupedFormat(WeightFormat):
     def blank_tensors(self, infos: Mapping[str, TensorInfo], wanted: Collection[str]) -> set[str]:
         """Biases of zeros, which GPTQ's tools wrote for every matrix of a model without biases."""
         unwanted = [name for name in infos if name.endswith(".bias") and name not in wanted]
-        beside = [infos[name] for name in unwanted if f"{name.removesuffix('bias')}qweight" in infos]
+        grouped_biases = [infos[name] for name in unwanted if f"{name.removesuffix('bias')}qweight" in infos]
         return {
             info.name
-            for info, content in read_small(dict.fromkeys(beside, MAX_ORDER_BYTES)).items()
+            for info, content in read_small(dict.fromkeys(grouped_biases, MAX_ORDER_BYTES)).items()
             if not any(content)
         }
 
     def plan_form(self, config: Mapping[str, Any]) -> str | None:
         """NF4, whose sizes differ by less than one percent."""
-        said = config.get("quantization_config") or {}
-        return "nf4" if said.get("quant_method") in GROUPED_METHODS else None
+        quantization = config.get("quantization_config") or {}
+        return "nf4" if quantization.get("quant_method") in GROUPED_METHODS else None
 
     def sized(self, form: str, name: str, shape: tuple[int, ...], allocate: Allocate) -> GroupedWeight:
         (num_outputs, num_inputs), num_groups = shape, -(-shape[1] // PLANNED_GROUP)
@@ -331,8 +334,8 @@ def _grouped_weight(group: TensorGroup, settings: GroupedSettings) -> GroupedWei
     }
     for part, what in wanted.items():
         if part in parts and (parts[part].dtype, parts[part].shape) != what:
-            found = f"{parts[part].dtype} {list(parts[part].shape)}"
-            refuse(f"has a {part} that is {found}, not {what[0]} {list(what[1])}")
+            stored = f"{parts[part].dtype} {list(parts[part].shape)}"
+            refuse(f"has a {part} that is {stored}, not {what[0]} {list(what[1])}")
     if scales.dtype not in ("F16", "BF16", "F32"):
         refuse(f"has scales that are {scales.dtype}, not fp16, bf16 or fp32")
     size = min(settings.group_size or num_inputs, num_inputs)

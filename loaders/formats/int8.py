@@ -106,7 +106,7 @@ class Int8Format(WeightFormat):
         if order is not None:
             group.expect("weight_format", "U8", ())
             if group.contents["weight_format"] != b"\0":
-                found = group.contents["weight_format"][0]
-                what = f"has weight_format {found}, not 0 (row-major); save it with a newer bitsandbytes"
-                group.refuse(order, what)
+                order_code = group.contents["weight_format"][0]
+                description = f"has weight_format {order_code}, not 0 (row-major); save it with a newer bitsandbytes"
+                group.refuse(order, description)
         return Int8Weight(group.name, weight.shape, (weight, scales))

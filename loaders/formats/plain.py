@@ -138,5 +138,5 @@ def _refuse_foreign(key: str, info: TensorInfo) -> None:
     method = _FP8 if info.dtype.startswith("F8_") else None
     method = method or next((method for pattern, method in _FOREIGN if pattern.fullmatch(key)), None)
     if method:
-        what = f"tensor {show(key)} belongs to a checkpoint in {method}, which is not supported"
-        raise fault(info.path, f"{what}; {REMEDY}")
+        description = f"tensor {show(key)} belongs to a checkpoint in {method}, which is not supported"
+        raise fault(info.path, f"{description}; {REMEDY}")

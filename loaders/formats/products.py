@@ -173,13 +173,13 @@ def can_be_exact(dtype: torch.dtype) -> bool:
 
 def between(points: Seconds, place: int) -> float:
     """Linear interpolation at `place`; after the last point proportional to rows, before the first constant."""
-    known = sorted(points)
-    if place >= known[-1]:
-        return points[known[-1]] * place / known[-1]
-    if place <= known[0]:
-        return points[known[0]]
-    right = bisect_left(known, place)
-    low, high = known[right - 1], known[right]
+    places = sorted(points)
+    if place >= places[-1]:
+        return points[places[-1]] * place / places[-1]
+    if place <= places[0]:
+        return points[places[0]]
+    right = bisect_left(places, place)
+    low, high = places[right - 1], places[right]
     return points[low] + (points[high] - points[low]) * (place - low) / (high - low)
 
 
@@ -253,5 +253,5 @@ def half_product(dtype: torch.dtype) -> RowProduct | None:
 
 def num_lanes() -> int:
     """fp32 numbers per vector of this CPU; 0 if there are no kernels for it."""
-    found = instructions()
-    return 16 if "avx512" in found else 8 if "avx2" in found else 0
+    features = instructions()
+    return 16 if "avx512" in features else 8 if "avx2" in features else 0

@@ -38,22 +38,22 @@ class QuantStateReader:
     content: bytes
 
     def read(self, quant_type: str) -> QuantState:
-        said = self._parse()
-        self._demand("quant_type", said, said.get("quant_type") == quant_type, f"its name says {quant_type}")
-        self._demand("dtype", said, said.get("dtype") in ("bfloat16", "float16", "float32"), "not a dtype of weights")
-        shape, blocksize = said.get("shape"), said.get("blocksize")
-        self._demand("shape", said, _is_matrix(shape), "not [N, K]")
-        self._demand("blocksize", said, _is_blocksize(blocksize), f"not one of {', '.join(map(str, BLOCKSIZES))}")
-        nested = self._nested(said) if any(key.startswith("nested_") for key in said) else None
+        state = self._parse()
+        self._demand("quant_type", state, state.get("quant_type") == quant_type, f"its name says {quant_type}")
+        self._demand("dtype", state, state.get("dtype") in ("bfloat16", "float16", "float32"), "not a dtype of weights")
+        shape, blocksize = state.get("shape"), state.get("blocksize")
+        self._demand("shape", state, _is_matrix(shape), "not [N, K]")
+        self._demand("blocksize", state, _is_blocksize(blocksize), f"not one of {', '.join(map(str, BLOCKSIZES))}")
+        nested = self._nested(state) if any(key.startswith("nested_") for key in state) else None
         return QuantState((shape[0], shape[1]), blocksize, nested)  # type: ignore[index, arg-type]
 
     def _parse(self) -> dict[str, Any]:
-        said = None
+        state = None
         with suppress(ValueError, RecursionError):
-            said = json.loads(self.content.decode("utf-8"))
-        if not isinstance(said, dict):
+            state = json.loads(self.content.decode("utf-8"))
+        if not isinstance(state, dict):
             self.group.refuse(self.info, f"has a quant_state that is not a JSON object; {DAMAGED}")
-        return said
+        return state
 
     def _nested(self, said: Mapping[str, Any]) -> tuple[float, int]:
         offset, blocksize = said.get("nested_offset"), said.get("nested_blocksize")

@@ -37,13 +37,13 @@ FORMATS = Registry[WeightFormat](
 
 def formats_in(checkpoint: Checkpoint) -> list[WeightFormat]:
     """The formats with the settings of this checkpoint's config. Raises UnsupportedModelError, CheckpointError."""
-    found = (known.in_checkpoint(checkpoint) for known in FORMATS)
-    return [known for known in found if known is not None]
+    weight_formats = (weight_format.in_checkpoint(checkpoint) for weight_format in FORMATS)
+    return [weight_format for weight_format in weight_formats if weight_format is not None]
 
 
 def format_notes(checkpoint: Checkpoint) -> list[str]:
     """The notes of this checkpoint's formats for the user. Raises the errors of `formats_in`."""
-    return [told for known in formats_in(checkpoint) for told in known.notes]
+    return [note for weight_format in formats_in(checkpoint) for note in weight_format.notes]
 
 
 def stored_weights(
@@ -58,44 +58,44 @@ def stored_weights(
     read_by = [(group, _format_of(group, formats)) for group in _grouped(infos, formats)]
     most = {
         info: nbytes
-        for group, known in read_by
+        for group, weight_format in read_by
         for part, info in group.parts.items()
-        if (nbytes := known.constant_bytes(part))
+        if (nbytes := weight_format.constant_bytes(part))
     }
     contents = read_small(most)
     for group, _ in read_by:
         group.contents = {part: contents[info] for part, info in group.parts.items() if info in contents}
-    return {group.name: changed(group, known.read(group)) for group, known in read_by}
+    return {group.name: changed(group, weight_format.read(group)) for group, weight_format in read_by}
 
 
 def _grouped(infos: Mapping[str, TensorInfo], formats: Sequence[WeightFormat]) -> Iterable[TensorGroup]:
     groups: dict[str, TensorGroup] = {}
     for key, info in infos.items():
-        found = (known.companion(key) for known in formats)
-        base, part = next((names for names in found if names is not None), (key, ""))
+        companions = (weight_format.companion(key) for weight_format in formats)
+        base, part = next((names for names in companions if names is not None), (key, ""))
         groups.setdefault(base, TensorGroup(base)).parts[part] = info
     return groups.values()
 
 
 def _format_of(group: TensorGroup, formats: Sequence[WeightFormat]) -> WeightFormat:
-    return next(known for known in formats if known.recognises(group))
+    return next(weight_format for weight_format in formats if weight_format.recognises(group))
 
 
 def blank_tensors(infos: Mapping[str, TensorInfo], wanted: Collection[str]) -> set[str]:
     """Names of tensors without content, which some formats' tools write, except those in `wanted`."""
-    return {name for known in FORMATS for name in known.blank_tensors(infos, wanted)}
+    return {name for weight_format in FORMATS for name in weight_format.blank_tensors(infos, wanted)}
 
 
 def format_named(form: str) -> WeightFormat:
     """The format with this name or plan form; `form` must exist."""
-    return next(known for known in FORMATS if form in (*known.names, *known.plan_forms))
+    return next(weight_format for weight_format in FORMATS if form in (*weight_format.names, *weight_format.plan_forms))
 
 
 def plan_form(config: Mapping[str, object]) -> str:
     """The form (of `params.PLAN_FORMATS`) for a plan of a checkpoint with this config.json."""
-    return next(form for known in FORMATS if (form := known.plan_form(config)) is not None)
+    return next(form for weight_format in FORMATS if (form := weight_format.plan_form(config)) is not None)
 
 
 def packer_for(params: ConvertParams) -> Packer | None:
     """The packer for `params.format`; None for `keep`."""
-    return next((packer for known in FORMATS if (packer := known.packer(params)) is not None), None)
+    return next((packer for weight_format in FORMATS if (packer := weight_format.packer(params)) is not None), None)

@@ -170,10 +170,10 @@ class ScaledMatrix(PackedMatrix):
 
     @property
     def kernel(self) -> tuple[RowProduct, list[Tensor]] | None:
-        found = None if self.zeros is not None or self.layout.groups is not None else _product(self.layout)
-        if found is None or not found[0].encoding.can_read(self.shape[1]):
+        product_and_tile = None if self.zeros is not None or self.layout.groups is not None else _product(self.layout)
+        if product_and_tile is None or not product_and_tile[0].encoding.can_read(self.shape[1]):
             return None
-        product, (height, width) = found
+        product, (height, width) = product_and_tile
         scales = self._fp32_scales()
         if height != self.layout.block[0]:
             scales = scales.repeat_interleave(self.layout.block[0], 0)[: self.shape[0]]
@@ -213,12 +213,12 @@ class ScaledMatrix(PackedMatrix):
 
     def _unpack_compiled(self, out: Tensor) -> bool:
         """Unpack with a kernel, if there is one and it is compiled or worth compiling; False otherwise."""
-        found = self.kernel if out.dtype in _UNPACKED_DTYPES else None
-        if found is None or found[0].encoding.interleave > 1:
+        kernel = self.kernel if out.dtype in _UNPACKED_DTYPES else None
+        if kernel is None or kernel[0].encoding.interleave > 1:
             return False
-        unpacker = _unpacker(found[0], out.dtype)
+        unpacker = _unpacker(kernel[0], out.dtype)
         if unpacker.is_compiled or out.numel() >= WORTH_COMPILING:
-            unpacker(found[1], out)
+            unpacker(kernel[1], out)
         return unpacker.is_compiled
 
     def _fp32_scales(self) -> Tensor:
@@ -317,8 +317,8 @@ class ScaledWeight(PackedStored):
 
     @property
     def streamed(self) -> tuple[TensorInfo, ...]:
-        found = (self.parts.codes, self.parts.scales, self.parts.zeros, self.parts.divisor)
-        return tuple(info for info in found if info is not None)
+        infos = (self.parts.codes, self.parts.scales, self.parts.zeros, self.parts.divisor)
+        return tuple(info for info in infos if info is not None)
 
     def bind(self, parts: Sequence[Tensor]) -> ScaledMatrix:
         layout, rest = self.layout, list(parts[2:])

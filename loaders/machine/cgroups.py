@@ -34,7 +34,7 @@ class CpuQuota:
 
 
 @dataclass(frozen=True)
-class _Group:
+class _ControlGroup:
     """A control group: its folder, and its path as the kernel names it."""
 
     version: int
@@ -60,11 +60,11 @@ class _Group:
 
 def memory_limits(root: Path = ROOT) -> list[MemoryLimit]:
     """Every memory limit of this process, without swap."""
-    found = (_memory_limit(group) for group in _groups(root, "memory"))
-    return [limit for limit in found if limit is not None]
+    limits = (_memory_limit(group) for group in _groups(root, "memory"))
+    return [limit for limit in limits if limit is not None]
 
 
-def _memory_limit(group: _Group) -> MemoryLimit | None:
+def _memory_limit(group: _ControlGroup) -> MemoryLimit | None:
     # memory.high does not kill, but throttles a process beyond it: it is a limit as well.
     names = ("memory.limit_in_bytes",) if group.version == 1 else ("memory.max", "memory.high")
     limits = [(limit, name) for name in names if (limit := group.number(name)) is not None and limit < _UNLIMITED_BYTES]
@@ -76,7 +76,7 @@ def _memory_limit(group: _Group) -> MemoryLimit | None:
     return MemoryLimit(limit, max(0, limit - used), group.source(name))
 
 
-def _reclaimable_bytes(group: _Group) -> int:
+def _reclaimable_bytes(group: _ControlGroup) -> int:
     """Page cache that the kernel can drop before allocations fail.
 
     Active and inactive files count, as in the kernel's MemAvailable. Mapped files do not count: they are programs and
@@ -92,11 +92,11 @@ def _reclaimable_bytes(group: _Group) -> int:
 
 def cpu_quota(root: Path = ROOT) -> CpuQuota | None:
     """The lowest limit of processor time of this process; None if there is none."""
-    found = [quota for group in _groups(root, "cpu") if (quota := _cpu_quota(group)) is not None]
-    return min(found, key=lambda quota: quota.num_cpus, default=None)
+    quotas = [quota for group in _groups(root, "cpu") if (quota := _cpu_quota(group)) is not None]
+    return min(quotas, key=lambda quota: quota.num_cpus, default=None)
 
 
-def _cpu_quota(group: _Group) -> CpuQuota | None:
+def _cpu_quota(group: _ControlGroup) -> CpuQuota | None:
     if group.version == 1:
         name = "cpu.cfs_quota_us"
         quota, period = group.number(name), group.number("cpu.cfs_period_us")  # a quota of -1 means no limit
@@ -110,15 +110,15 @@ def _cpu_quota(group: _Group) -> CpuQuota | None:
 # ------------------------------------------------------------------------------------------------ the groups
 
 
-def _groups(root: Path, controller: str) -> Iterator[_Group]:
+def _groups(root: Path, controller: str) -> Iterator[_ControlGroup]:
     """The process's group and its ancestors, in each hierarchy that may limit `controller`."""
-    own = _own_paths(root, controller)
+    own_paths = _own_paths(root, controller)
     for version, mounted, mount_point in _mounts(root, controller):
-        if version in own:
+        if version in own_paths:
             top = root / mount_point.lstrip("/")
-            below = _below(own[version], mounted)
+            below = _below(own_paths[version], mounted)
             for part in (below, *below.parents):
-                yield _Group(version, top / part, str(PurePosixPath(mounted) / part))
+                yield _ControlGroup(version, top / part, str(PurePosixPath(mounted) / part))
 
 
 def _own_paths(root: Path, controller: str) -> dict[int, str]:

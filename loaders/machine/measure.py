@@ -222,13 +222,13 @@ def _file_to_read(path: Path, temporary_bytes: int) -> Iterator[tuple[Path, str]
 @contextmanager
 def _temporary_file(folder: Path, nbytes: int) -> Iterator[Path]:
     with _writing(folder):
-        room = shutil.disk_usage(folder).free - _SPARE_BYTES
-        if room < min(nbytes, LEAST_BYTES):
+        free_bytes = shutil.disk_usage(folder).free - _SPARE_BYTES
+        if free_bytes < min(nbytes, LEAST_BYTES):
             raise HardwareError(f"{folder}: not enough free disk space to measure; free some, or name a file to read")
         number, name = tempfile.mkstemp(dir=folder, prefix=".offspec-", suffix=".tmp")
     try:
         with _writing(folder), os.fdopen(number, "wb", buffering=0) as file:
-            _write(file.fileno(), min(nbytes, align_down(room)))
+            _write(file.fileno(), min(nbytes, align_down(free_bytes)))
         yield Path(name)
     finally:
         os.unlink(name)
@@ -407,10 +407,10 @@ def measure_dequantise(
     As in a pass, the matrices fit no cache, and each result is multiplied before the next matrix. num_weights: at least
     (`beyond_cache`). On a CPU, NF4 without bitsandbytes raises OffspecError.
     """
-    known, form = _measured(form)
+    weight_format, form = _measured(form)
     if device.type == "cpu":  # a GPU does not need it
-        known.prepare()
-    stored = known.sized(form, "weight", shape, of_no_file)
+        weight_format.prepare()
+    stored = weight_format.sized(form, "weight", shape, of_no_file)
     assert stored is not None
     matrices = _packed_samples(stored, device, num_weights)
     out, row = torch.zeros(shape, dtype=dtype, device=device), _filled((1, shape[1]), dtype, device)
@@ -443,8 +443,12 @@ def measure_packed_product(device: torch.device, dtype: torch.dtype, *, seconds:
 
 def _measured(form: str) -> tuple[WeightFormat, str]:
     """The format to measure for `form`, and its form."""
-    known = format_named(form)
-    return (known, form) if known.sized(form, "weight", (64, 256), of_no_file) else (format_named("nf4"), "nf4")
+    weight_format = format_named(form)
+    return (
+        (weight_format, form)
+        if weight_format.sized(form, "weight", (64, 256), of_no_file)
+        else (format_named("nf4"), "nf4")
+    )
 
 
 def _packed_samples(stored: StoredWeight, device: torch.device, least: int) -> Iterator[PackedWeight]:

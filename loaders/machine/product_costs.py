@@ -137,8 +137,8 @@ def product_rates(form: str, dtype: torch.dtype, widths: Sequence[int]) -> list[
     if costs is None:
         return []
     weight_bytes = _bytes_per_weight(form)
-    found = [(width, costs.way(width), costs.least(width)) for width in widths]
-    return [ProductRate(form, rows, way, 2 * rows / each_s, weight_bytes / each_s) for rows, way, each_s in found]
+    points = [(width, costs.way(width), costs.least(width)) for width in widths]
+    return [ProductRate(form, rows, way, 2 * rows / each_s, weight_bytes / each_s) for rows, way, each_s in points]
 
 
 def _bytes_per_weight(form: str) -> float:
@@ -157,16 +157,16 @@ def form_of(stored_dtype: str) -> str:
 
 def forms_of(stored: Iterable[StoredWeight], dtype: torch.dtype, *, is_kept: bool) -> set[tuple[str, torch.dtype]]:
     """(form, dtype of the rows) of products with these matrices; is_kept: plain matrices are kept in `dtype`."""
-    found = set[tuple[str, torch.dtype]]()
+    kinds = set[tuple[str, torch.dtype]]()
     for weight in stored:
         if len(weight.shape) == 2:
             if weight.is_packed or not is_kept or weight.is_kept_as_read(dtype):
-                found.add((form_of(weight.dtype), dtype))
+                kinds.add((form_of(weight.dtype), dtype))
                 if weight.plain_dtype is not None:  # whose ways packed ones share
-                    found.add((form_of(weight.plain_dtype), dtype))
+                    kinds.add((form_of(weight.plain_dtype), dtype))
             if dtype in HALF_DTYPES:  # the form after unpacking, or of kept matrices
-                found.add((HALF_DTYPES[dtype], dtype))
-    return found
+                kinds.add((HALF_DTYPES[dtype], dtype))
+    return kinds
 
 
 def has_choice(form: str) -> bool:
@@ -180,8 +180,8 @@ def _kernel(form: str) -> RowProduct | None:
     if dtype is not None:
         return half_product(dtype)
     weight = sample(form, (64, 256)) if num_lanes() else None
-    found = weight.kernel if isinstance(weight, PackedMatrix) else None
-    return None if found is None else found[0]
+    kernel = weight.kernel if isinstance(weight, PackedMatrix) else None
+    return None if kernel is None else kernel[0]
 
 
 def sample(form: str, shape: tuple[int, int]) -> Weight | None:
@@ -219,29 +219,29 @@ def is_plausible(costs: WayCosts) -> bool:
 
 def _least_of(one: WayCosts, other: WayCosts) -> WayCosts:
     """For each way and number of rows, the minimum of both times, or the only time."""
-    found: dict[str, dict[int, float]] = {}
+    least: dict[str, dict[int, float]] = {}
     for costs in (one, other):
         for way, points in costs.seconds.items():
-            known = found.setdefault(way, {})
+            of_way = least.setdefault(way, {})
             for rows, seconds in points.items():
-                known[rows] = min(seconds, known.get(rows, math.inf))
-    return WayCosts(found)
+                of_way[rows] = min(seconds, of_way.get(rows, math.inf))
+    return WayCosts(least)
 
 
 def _measure_ways(kind: ProductKind) -> WayCosts:
     shape = SHAPES[kind.is_large]
     matrices = _matrices(kind.form, shape)
     scratch = torch.empty(shape[0] * shape[1], dtype=kind.dtype)
-    found: dict[str, dict[int, float]] = {way: {} for way in ways_of(kind.form)}
-    trying = list(found)
+    seconds_of: dict[str, dict[int, float]] = {way: {} for way in ways_of(kind.form)}
+    trying = list(seconds_of)
     for num_rows in ROWS:
         rows = _rows(num_rows, shape[1], kind.dtype)
         for way in trying:
-            found[way][num_rows] = _seconds(way, kind.form, rows, matrices, scratch) / (shape[0] * shape[1])
-        best = min(found[way][num_rows] for way in trying)
+            seconds_of[way][num_rows] = _seconds(way, kind.form, rows, matrices, scratch) / (shape[0] * shape[1])
+        best = min(seconds_of[way][num_rows] for way in trying)
         if num_rows >= HOPELESS_ROWS:
-            trying = [way for way in trying if found[way][num_rows] < HOPELESS * best]
-    return WayCosts(found)
+            trying = [way for way in trying if seconds_of[way][num_rows] < HOPELESS * best]
+    return WayCosts(seconds_of)
 
 
 def _typical_s(kind: ProductKind) -> float:
@@ -339,4 +339,4 @@ def _points(said: Mapping[str, Any]) -> Seconds:
 
 
 def _write(costs: Mapping[str, WayCosts]) -> None:
-    write_measured(costs_file(), {kind: known.seconds for kind, known in costs.items()})
+    write_measured(costs_file(), {kind: way_costs.seconds for kind, way_costs in costs.items()})

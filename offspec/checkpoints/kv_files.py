@@ -108,7 +108,7 @@ class Owner:
 
 
 @dataclass(frozen=True)
-class Part:
+class CachePart:
     """One cache's entries to write: the first `length` ones."""
 
     owner: Owner
@@ -133,7 +133,7 @@ def _bytes(block: Tensor) -> memoryview:
     return block.cpu().contiguous().view(torch.uint8).numpy().data.cast("B")
 
 
-def write_kv_file(path: Path, tokens: Sequence[int], parts: Mapping[str, Part]) -> int:
+def write_kv_file(path: Path, tokens: Sequence[int], parts: Mapping[str, CachePart]) -> int:
     """Write tokens and entries to `path`, whole or not at all; returns the file's bytes.
 
     parts: by name, "target" among them. Raises StorageError, also if the file would take more than 1/DISK_SHARE of the

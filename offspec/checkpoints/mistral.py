@@ -59,9 +59,10 @@ class TranslatedMistral(CheckpointView):
 
     def companions(self) -> dict[str, Path | bytes]:
         """The tokenizer in Hugging Face's files, too. Raises TokenizerError."""
-        tokenizer, found = self.tokenizer_path, dict(self.whole.companions())
-        is_tekken = tokenizer is not None and tokenizer.name == TEKKEN_FILE
-        return found | tekken_as_files(tokenizer) if tokenizer is not None and is_tekken else found
+        files, tokenizer = dict(self.whole.companions()), self.tokenizer_path
+        if tokenizer is not None and tokenizer.name == TEKKEN_FILE:
+            files.update(tekken_as_files(tokenizer))
+        return files
 
 
 def translated(checkpoint: MistralCheckpoint) -> TranslatedMistral:

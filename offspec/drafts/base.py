@@ -246,9 +246,7 @@ Attach = Callable[[Decoder], Draft]
 class MakeDrafter(Protocol):
     """Makes the drafter of one request with a draft model, whose trees have another shape."""
 
-    def __call__(
-        self, text: DraftText, request: DraftRequest, params: SpeculationParams, learnt: EstimatesAndRecall
-    ) -> Drafter: ...
+    def __call__(self, text: DraftText, task: DraftTask, learnt: EstimatesAndRecall) -> Drafter: ...
 
 
 Listener = Callable[[TargetPass], None]

@@ -122,7 +122,7 @@ class ModelDraft(Draft):
             speculation = replace(speculation, overlap=False)
         if speculation.tree != "best-first":
             make_tree: MakeDrafter = TREES.load(speculation.tree)
-            return make_tree(text, request, speculation, learnt)
+            return make_tree(text, task, learnt)
         has_window = self._choose_window(text, task, learnt.windows)
         recalling = None
         if learnt.recall is not None and speculation.recall:

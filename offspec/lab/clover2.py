@@ -85,8 +85,8 @@ class Clover2Head(ChainedHead):
 def clover2_spec(config: Json, present: Mapping[str, tuple[int, ...]], target: ModelConfig) -> HeadSpec:
     """present: the shapes of the file's tensors, by `clover2_name`. Raises CheckpointError."""
     hidden, heads = target.hidden_size, attention_heads(config, target.hidden_size)
-    found = {int(match[1]) for name in present if (match := re.match(r"text\.(\d+)\.", name))}
-    num_layers = min(max(1, len(found)), MOST_LAYERS)
+    layers = {int(match[1]) for name in present if (match := re.match(r"text\.(\d+)\.", name))}
+    num_layers = min(max(1, len(layers)), MOST_LAYERS)
     shapes = text_shapes(target, num_layers) | {TEXT_NORM: (hidden,), OWN_NORM: (hidden,)}
     matrices = {f"{cell}.{name}": hidden for cell in CELLS for name in "qkv"}
     for name, width in (matrices | {"first": hidden, "later": 2 * hidden}).items():

@@ -80,8 +80,8 @@ class CloverHead(AttendingHead):
 
     def step(self, depth: int, features: Tensor, tokens: IntArray) -> tuple[Tensor, Tensor]:
         hidden = self.target.config.hidden_size
-        state, known, end = features[:, :hidden], features[:, hidden : (1 + depth) * hidden], (2 + depth) * hidden
-        path = torch.cat((known, _normed(self.embedded(tokens))), dim=-1)
+        state, path_before, end = features[:, :hidden], features[:, hidden : (1 + depth) * hidden], (2 + depth) * hidden
+        path = torch.cat((path_before, _normed(self.embedded(tokens))), dim=-1)
         newest_first = path.view(-1, 1 + depth, hidden).flip(1) + self._tensors["places"][: 1 + depth]
         query, keys, values = self._linear("q", _normed(state))[:, None], *self._linear("kv", newest_first).chunk(2, -1)
         state = state + self._linear("o", _attended(query, keys, values, self._heads)[:, 0])

@@ -6,20 +6,30 @@ noise (see `child_scores`), which is a stronger baseline than the paper's.
 
 from __future__ import annotations
 
+import time
 from collections import Counter, defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
+from typing import TypeVar
 
 import numpy as np
 
-from offspec.scheduler.drafting.drafter import DraftRequest, SequentialDrafter, TreeModel
-from offspec.scheduler.drafting.layered_draft import UNEXPANDED, LayeredDraft, subtree
+from offspec.scheduler.drafting.drafter import SequentialDrafter, TreeModel
+from offspec.scheduler.drafting.layered_draft import UNEXPANDED, LayerCandidates, LayeredDraft, subtree
 from offspec.scheduler.drafting.learnt import RunningEstimates
+from offspec.scheduler.drafting.pricing import Clock
+from offspec.scheduler.pace.costs import WIDTHS, Costs
+from offspec.scheduler.pace.shared_pass import SharedPass
 from offspec.scheduler.params import DEFAULT_NODES, SpeculationParams
 from offspec.scheduler.trees.sampling import Sampler
 from offspec.scheduler.trees.token_tree import ROOT, FloatArray, IntArray, TokenTree
 from offspec.scheduler.trees.verify import TargetPass
+
+from ..drafts.base import DraftTask, most_nodes
+
+T = TypeVar("T")
+MOST_LEVELS = 32  # of a tree whose size the hardware decides
 
 # ------------------------------------------------------------------------------------------------ Sequoia's shape
 
@@ -80,6 +90,30 @@ def best_topology(acceptance: FloatArray, num_nodes: int, max_depth: int) -> Top
     return Topology(parents, ranks, depths, columns[3])
 
 
+@dataclass(frozen=True)
+class TreeSize:
+    """A limit of nodes and one of levels; 0 and 0 if no tree pays."""
+
+    nodes: int
+    depth: int
+
+
+def best_size(acceptance: FloatArray, max_depth: int, pass_s: FloatArray, round_s: float) -> TreeSize:
+    """The size with the most tokens per second; among equals, the smallest (Sequoia, section 3.3).
+
+    pass_s [1 + N]: seconds of a target pass over 0 to N nodes. round_s: seconds of one draft forward, one per layer.
+    """
+    best_rate, best = 1 / float(pass_s[0]), TreeSize(0, 0)
+    for limit in range(1, max_depth + 1):
+        shape = best_topology(acceptance, len(pass_s) - 1, limit)
+        if not len(shape) or shape.depths.max() < limit:
+            break
+        rates = (1 + shape.probabilities.cumsum()) / (pass_s[1 : len(shape) + 1] + limit * round_s)
+        if (rate := float(rates.max())) > best_rate:
+            best_rate, best = rate, TreeSize(int(rates.argmax()) + 1, limit)
+    return best
+
+
 class RankAcceptance:
     """The share of verified, expanded nodes at which the target's token had each rank among the draft's choices.
 
@@ -120,12 +154,65 @@ class MeasuredAcceptance:
 # ------------------------------------------------------------------------------------------------ the drafter
 
 
-def sequoia_drafter(
-    text: TreeModel, request: DraftRequest, params: SpeculationParams, learnt: RunningEstimates
-) -> SequoiaDrafter:
+class SizeForHardware:
+    """The best size by the measured seconds of passes and draft rounds.
+
+    It is found again after 1, 2, 4, … passes, at least every `PASSES`. Before both are known, it is a tree of
+    DEFAULT_NODES. One per request; `costs` are kept from request to request.
+    """
+
+    PASSES = 32  # because a search takes as long as some draft rounds
+
+    def __init__(
+        self, costs: Costs, max_nodes: int, shared: SharedPass | None = None, clock: Clock = time.perf_counter
+    ) -> None:
+        """shared: the passes that the request shares with others, whose seconds are not its own."""
+        self._costs = costs
+        self._shared = shared
+        self._max_nodes = max_nodes
+        self._clock = clock
+        self._num_passes = 0
+        self._size = TreeSize(DEFAULT_NODES, MOST_LEVELS)
+        self._sent_at = 0.0
+
+    def size(self, acceptance: FloatArray) -> TreeSize:
+        """The next tree's. acceptance [C]: see `best_topology`."""
+        target, draft, done = self._costs.target, self._costs.draft, self._num_passes
+        is_due = done % self.PASSES == 0 or done & (done - 1) == 0
+        if is_due and target.is_known and draft.is_known:
+            pass_s = target.seconds(np.arange(1, self._max_nodes + 2))
+            self._size = best_size(acceptance, MOST_LEVELS, pass_s, float(draft.seconds(WIDTHS).max()))
+        return self._size
+
+    def round(self, num_rows: int, draft: Callable[[], T]) -> T:
+        """The result of a draft round over `num_rows` rows, whose seconds are recorded."""
+        began = self._clock()
+        result = draft()
+        if self._is_alone:
+            self._costs.draft.observe(num_rows, self._clock() - began)
+        return result
+
+    def send(self) -> None:
+        """Record that the tree is sent."""
+        self._sent_at = self._clock()
+
+    def judged(self, num_nodes: int) -> None:
+        """Record the seconds of the target's pass; not of a text's first one, which has the prompt's rows, too."""
+        if self._num_passes and self._is_alone:
+            self._costs.target.observe(1 + num_nodes, self._clock() - self._sent_at)
+        self._num_passes += 1
+
+    @property
+    def _is_alone(self) -> bool:
+        return self._shared is None or not self._shared.is_shared
+
+
+def sequoia_drafter(text: TreeModel, task: DraftTask, learnt: RunningEstimates) -> SequoiaDrafter:
     """The drafter of one request with a draft model (`drafts.base.MakeDrafter`)."""
+    params, request = task.speculation, task.request
+    size = SizeForHardware(learnt.costs, most_nodes(task), request.shared) if params.budget is None else None
     acceptance, is_coupled = learnt.of_kind(MeasuredAcceptance), params.scoring == "coupled"
-    return SequoiaDrafter(text, request.sampler, params, acceptance, request.final, coupled=is_coupled)
+    return SequoiaDrafter(text, request.sampler, params, acceptance, request.final, coupled=is_coupled, hardware=size)
 
 
 class SequoiaDrafter(SequentialDrafter):
@@ -147,20 +234,33 @@ class SequoiaDrafter(SequentialDrafter):
         final: Collection[int] = (),
         *,
         coupled: bool = False,
+        hardware: SizeForHardware | None = None,
     ) -> None:
+        """hardware: chooses the size of trees, as the paper does; None: it is the budget of `params`."""
         self._draft = LayeredDraft(model, sampler, params.children, coupled=coupled)
         self._params, self._final = params, sorted(final)
         self._budget = DEFAULT_NODES if params.budget is None else params.budget
         self._acceptance = acceptance.ranks(greedy=sampler.is_greedy, coupled=coupled)
+        self._hardware = hardware
         self._rows: IntArray = np.empty(0, dtype=np.int64)
 
     def propose(self, text: Sequence[int], max_depth: int) -> TokenTree:
         draft = self._draft
         max_depth = min(draft.room(text, max_depth), self._params.max_depth)
         draft.forget()
-        if max_depth < 1 or self._budget < 1:
-            return TokenTree.empty()
-        shape = best_topology(self._acceptance.probabilities(draft.num_children), self._budget, max_depth)
+        acceptance = self._acceptance.probabilities(draft.num_children)
+        size = TreeSize(self._budget, max_depth) if self._hardware is None else self._hardware.size(acceptance)
+        if max_depth < 1 or size.nodes < 1:
+            tree = TokenTree.empty()
+        else:
+            tree = self._tree(text, best_topology(acceptance, size.nodes, min(max_depth, size.depth)))
+        if self._hardware is not None:
+            self._hardware.send()
+        return tree
+
+    def _tree(self, text: Sequence[int], shape: Topology) -> TokenTree:
+        """The draft's tokens in a shape of at least one node."""
+        draft = self._draft
         tokens, rows = np.full(len(shape), -1), np.full(len(shape), UNEXPANDED)
         has_children = np.isin(np.arange(len(shape)), shape.parents)
         candidates = draft.begin(text)
@@ -173,12 +273,19 @@ class SequoiaDrafter(SequentialDrafter):
             if not is_open.any():
                 break
             inner = layer[is_open]
-            rows[inner], candidates = draft.expand(parent_rows[is_open], tokens[inner])
+            rows[inner], candidates = self._expand(parent_rows[is_open], tokens[inner])
         kept = np.flatnonzero(tokens >= 0)
         self._rows = rows[kept]
         return subtree(kept, tokens, shape.parents, shape.depths, np.log(shape.probabilities))
 
+    def _expand(self, parent_rows: IntArray, tokens: IntArray) -> tuple[IntArray, LayerCandidates]:
+        if self._hardware is None:
+            return self._draft.expand(parent_rows, tokens)
+        return self._hardware.round(len(tokens), lambda: self._draft.expand(parent_rows, tokens))
+
     def observe(self, done: TargetPass) -> None:
+        if self._hardware is not None:
+            self._hardware.judged(len(done.tree))
         if not self._draft.layers:
             return
         rows = [int(row) for row in self._rows[done.verdict.path] if row >= 0]

@@ -57,9 +57,9 @@ class SeveralDrafts(Draft):
         return caches
 
     def new_learnt(self, target: Decoder, predict_pass_s: Callable[[int], float] | None) -> EstimatesAndRecall:
-        found = self.first.new_learnt(target, predict_pass_s)
-        found.beside = [draft.new_learnt(target, predict_pass_s) for draft in self.others]
-        return found
+        learnt = self.first.new_learnt(target, predict_pass_s)
+        learnt.beside = [draft.new_learnt(target, predict_pass_s) for draft in self.others]
+        return learnt
 
     def drafter(self, task: DraftTask, learnt: EstimatesAndRecall) -> Drafter:
         """Raises UsageError where the first draft would guess alone: a baseline's tree, or lossy acceptance."""
@@ -67,7 +67,9 @@ class SeveralDrafts(Draft):
         if speculation.tree != "best-first" or speculation.is_lossy:
             wanted = f"accept={speculation.accept}" if speculation.is_lossy else f"tree={speculation.tree}"
             raise UsageError(f"`{wanted}` uses one draft, and {self.name} are several; omit it, or give one draft")
-        smaller = [self._guesser(text, task, own) for text, own in zip(task.beside, learnt.beside, strict=True)]
+        smaller = [
+            self._guesser(text, task, own_learnt) for text, own_learnt in zip(task.beside, learnt.beside, strict=True)
+        ]
         return self.first.drafter(replace(task, smaller=smaller), learnt)
 
     def _guesser(self, text: DraftText, task: DraftTask, learnt: EstimatesAndRecall) -> ModelGuesser:

@@ -40,13 +40,13 @@ class SkipFile:
         """Raises CheckpointError for anything but a file of this target."""
         remedy = "make it with offspec distill MODEL --skip"
         try:
-            said = parse_json(read_small_file(path))
+            content = parse_json(read_small_file(path))
         except (OSError, ValueError) as exc:
             raise CheckpointError(f"{path} cannot be read as a file of skipped layers: {exc}; {remedy}") from exc
-        said = said if isinstance(said, dict) else {}
-        if said.get("format") != FORMAT or said.get("target") != fingerprint(target):
+        content = content if isinstance(content, dict) else {}
+        if content.get("format") != FORMAT or content.get("target") != fingerprint(target):
             raise CheckpointError(f"{path} does not list skipped layers of {target.checkpoint.path}; {remedy}")
-        order, agreement, num_tokens = said.get("order"), said.get("agreement"), said.get("num_tokens")
+        order, agreement, num_tokens = content.get("order"), content.get("agreement"), content.get("num_tokens")
         numbers = list(range(target.config.num_layers))
         if not _is_order(order, numbers) or not _are_shares(agreement) or not isinstance(num_tokens, int):
             raise CheckpointError(f"{path} is damaged: its layers are not the target's; {remedy}")
@@ -56,10 +56,10 @@ class SkipFile:
     def is_in(cls, path: Path) -> bool:
         """Whether `save` wrote the file, for any target."""
         try:
-            said = parse_json(read_small_file(path))
+            content = parse_json(read_small_file(path))
         except (OSError, ValueError):
             return False
-        return isinstance(said, dict) and said.get("format") == FORMAT
+        return isinstance(content, dict) and content.get("format") == FORMAT
 
     @classmethod
     def find(cls, target: ModelFiles) -> SkipFile | None:
@@ -74,7 +74,7 @@ class SkipFile:
 
     def save(self, target: ModelFiles) -> None:
         """Raises StorageError."""
-        said = {
+        content = {
             "format": FORMAT,
             "target": fingerprint(target),
             "name": target.checkpoint.path.name,
@@ -82,7 +82,7 @@ class SkipFile:
             "agreement": [round(share, 4) for share in self.agreement],
             "num_tokens": self.num_tokens,
         }
-        write_atomically(self.path, json.dumps(said, indent=1).encode())
+        write_atomically(self.path, json.dumps(content, indent=1).encode())
 
 
 def default_skip_file(target: ModelFiles) -> Path:

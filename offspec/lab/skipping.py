@@ -85,10 +85,10 @@ def search_skips(
         agreement = Agreement(teacher.target, np.array(run.tokens, dtype=np.int64))
         _search(run, agreement, params, progress)
         num_tokens = sum(map(len, run.tokens))
-        found = SkipFile(out, (*run.order, *run.ranked()), (1.0, *run.agreement), num_tokens)
-        found.save(teacher.files)
+        skip_file = SkipFile(out, (*run.order, *run.ranked()), (1.0, *run.agreement), num_tokens)
+        skip_file.save(teacher.files)
         run.file.unlink(missing_ok=True)
-    return found
+    return skip_file
 
 
 def _search(run: _Run, agreement: Agreement, params: SkipParams, progress: Progress) -> None:
@@ -133,14 +133,14 @@ class _Run:
 
     def _with_state_of(self, file: Path) -> _Run:
         try:
-            said = parse_json(read_small_file(file))
-            found = _Run(file, *(said[name] for name in ("settings", "tokens", "order", "agreement", "scores")))
-            is_whole = len(found.order) == len(found.agreement) and len(found.scores) == len(self.scores)
+            content = parse_json(read_small_file(file))
+            run = _Run(file, *(content[name] for name in ("settings", "tokens", "order", "agreement", "scores")))
+            is_whole = len(run.order) == len(run.agreement) and len(run.scores) == len(self.scores)
         except (OSError, ValueError, KeyError, TypeError) as exc:
             raise CheckpointError(f"{file} is damaged; delete it and begin again") from exc
-        if found.settings != self.settings or not is_whole:
+        if run.settings != self.settings or not is_whole:
             raise UsageError(f"{file} is a run with other settings; use the same settings, or delete the file")
-        return found
+        return run
 
     def ranked(self) -> list[int]:
         """The layers that are not skipped, the best to skip first."""

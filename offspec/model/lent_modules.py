@@ -53,7 +53,7 @@ class LentExperts:
 
 
 @dataclass(frozen=True)
-class Slot:
+class ParameterPlace:
     """A parameter's place, attribute `name` of `module`, and its source."""
 
     module: nn.Module
@@ -101,7 +101,7 @@ class Lender:
                 module.scratch = None
 
 
-def _take(root: nn.Module, path: str, source: Source) -> Slot:
+def _take(root: nn.Module, path: str, source: Source) -> ParameterPlace:
     """Remove the parameter or buffer at `path` from its module; replace the module if it is linear."""
     above, _, name = path.rpartition(".")
     module: Any = root.get_submodule(above)
@@ -113,4 +113,4 @@ def _take(root: nn.Module, path: str, source: Source) -> Slot:
     for kept in (module._parameters, module._buffers):
         kept.pop(name, None)
     object.__setattr__(module, name, None)
-    return Slot(module, name, source)
+    return ParameterPlace(module, name, source)

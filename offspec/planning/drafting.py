@@ -193,8 +193,8 @@ def predict_drafting(
 def _sizes(acceptance: Acceptance, tree: int, num_texts: int) -> list[int]:
     """Nodes of each text to compare: measured sizes shared by the texts, and for each text if `tree` allows that."""
     shared = [size // num_texts for size in acceptance.greedy]
-    own = [size for size in acceptance.greedy if num_texts * size <= tree]
-    return [size for size in dict.fromkeys([*shared, *own]) if size]
+    sizes = [size for size in acceptance.greedy if num_texts * size <= tree]
+    return [size for size in dict.fromkeys([*shared, *sizes]) if size]
 
 
 def rows_of_round(num_nodes: int) -> int:

@@ -93,7 +93,7 @@ def add_up(items: Iterable[Item]) -> list[Item]:
     """Merge items of one name into one, at the position of the first."""
     sums: dict[str, Item] = {}
     for item in items:
-        known = sums.get(item.name, Item(item.name))
-        on_device, on_host = known.on_device + item.on_device, known.on_host + item.on_host
-        sums[item.name] = replace(known, on_device=on_device, on_host=on_host)
+        sum_so_far = sums.get(item.name, Item(item.name))
+        on_device, on_host = sum_so_far.on_device + item.on_device, sum_so_far.on_host + item.on_host
+        sums[item.name] = replace(sum_so_far, on_device=on_device, on_host=on_host)
     return list(sums.values())

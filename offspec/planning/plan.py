@@ -391,8 +391,8 @@ def _placed(room: Room, demand: Demand, uses: Sequence[MemoryUse], *, spills: bo
     if not placement.streamed and (shadows := sum(cost.shadow_bytes for cost in costs)):
         # A model that fits has a shadow of every layer, if that fits beside it.
         with suppress(MemoryLimitError):
-            beside = _place(costs, [*items, Item(SHADOW_ITEM, on_device=shadows)], demand.limits, wishes)
-            placement = placement if beside.streamed else beside
+            with_shadow = _place(costs, [*items, Item(SHADOW_ITEM, on_device=shadows)], demand.limits, wishes)
+            placement = placement if with_shadow.streamed else with_shadow
     return Plan(demand, room, placement, tuple(costs), Work.of(target), num_entries)
 
 

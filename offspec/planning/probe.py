@@ -39,14 +39,14 @@ def planner_here(
     target: ModelFiles, hardware: Hardware, options: MemoryOptions
 ) -> Callable[[Sequence[MemoryUser]], Plan]:
     """`plan_here` for any features, with the memory in use now: measurements that follow take memory of their own."""
-    held, own = _held_bytes()
-    return lambda features: make_plan(target, features, limits_of(hardware, options, own), options, held)
+    held, own_bytes = _held_bytes()
+    return lambda features: make_plan(target, features, limits_of(hardware, options, own_bytes), options, held)
 
 
 def ram_beside_program(hardware: Hardware, options: MemoryOptions) -> int:
     """Bytes of RAM that may be used in addition to this process's memory in use."""
-    held, own = _held_bytes()
-    return limits_of(hardware, options, own).ram - held
+    held, own_bytes = _held_bytes()
+    return limits_of(hardware, options, own_bytes).ram - held
 
 
 def _held_bytes() -> tuple[int, int]:
@@ -111,8 +111,8 @@ def measure_quick_rates(target: ModelFiles, device: torch.device, link_bytes_per
     """
     form = target.packed_form
     is_unpacked_first = target.stored.has_two_forms  # its resident layers may be plain, so products are measured apart
-    known = HALF_DTYPES.get(target.dtype, "") if form is None or is_unpacked_first else form
-    products = product_flops(known, target.dtype) if device.type == "cpu" else {}
+    rate_form = HALF_DTYPES.get(target.dtype, "") if form is None or is_unpacked_first else form
+    products = product_flops(rate_form, target.dtype) if device.type == "cpu" else {}
     shape = (2048, 2048) if device.type == "cpu" else (4096, 4096)  # launching a smaller product takes a GPU's time
     if products and not is_unpacked_first:
         return Rates(
@@ -145,8 +145,8 @@ class ProductRates:
         if kind not in self._known:
             choose_products([(model, True)], self._device)
             products = product_flops(*kind)
-            found = replace(self._rates, matmul_flops=products, dequantise_elements_per_s=None)
-            self._known[kind] = found if products else self._rates
+            rates = replace(self._rates, matmul_flops=products, dequantise_elements_per_s=None)
+            self._known[kind] = rates if products else self._rates
         return self._known[kind]
 
     @staticmethod

@@ -50,16 +50,16 @@ def _kv_format(plan: Plan) -> list[Note]:
     if target.kv.is_plain:
         return []
     sizes = [format_size(each.kv_bytes(plan.context)) for each in (target, target.with_kv(PLAIN))]
-    what = f"KV cache in {target.kv.name} bit: {sizes[0]} for {plan.context} tokens instead of {sizes[1]}"
+    description = f"KV cache in {target.kv.name} bit: {sizes[0]} for {plan.context} tokens instead of {sizes[1]}"
     same = f"the text is that of plain decoding with `kv_cache={target.kv.name}`"
     if plan.demand.options.kv_cache != AUTO:
-        return [Note(f"{what}; {same}")]
+        return [Note(f"{description}; {same}")]
     try:
         plain = len(plan.with_kv(PLAIN).placement.resident)
         why = f"so {len(plan.placement.resident)} layers are resident instead of {plain}"
     except MemoryLimitError:
         why = "which would not fit"
-    return [Note(f"{what}, {why}; {same}; set `kv_cache=16` for unchanged arithmetic", advice=True)]
+    return [Note(f"{description}, {why}; {same}; set `kv_cache=16` for unchanged arithmetic", advice=True)]
 
 
 def _kv_in_ram(plan: Plan) -> list[Note]:

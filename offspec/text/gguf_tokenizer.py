@@ -68,9 +68,9 @@ def _byte_level(metadata: Metadata, tokens: GgufTokens) -> tuple[tokenizers.Toke
     """Byte-level BPE, and whether prompts begin with BOS by default."""
     name = metadata.optional("tokenizer.ggml.pre", str)
     if name not in WORD_RULES:
-        what = "does not state" if name is None else f"has unknown rules, {show(name)},"
+        description = "does not state" if name is None else f"has unknown rules, {show(name)},"
         raise UnsupportedModelError(
-            f"{metadata.path} {what} how its tokenizer splits text into words (tokenizer.ggml.pre); use a newer "
+            f"{metadata.path} {description} how its tokenizer splits text into words (tokenizer.ggml.pre); use a newer "
             "conversion of the model, or its safetensors checkpoint"
         )
     rules = WORD_RULES[name]
@@ -155,8 +155,8 @@ def _space_eaters(metadata: Metadata, tokens: GgufTokens) -> set[int]:
     name = (metadata.optional("general.name", str) or "").lower()
     if "phi-3" not in name and "phi3" not in name:
         return set()
-    found = {token_id for token_id, kind in enumerate(tokens.kinds) if kind in ADDED_KINDS}
-    return found - {tokens.ids.get(text) for text in ("<unk>", "<s>", "<|endoftext|>")}
+    added = {token_id for token_id, kind in enumerate(tokens.kinds) if kind in ADDED_KINDS}
+    return added - {tokens.ids.get(text) for text in ("<unk>", "<s>", "<|endoftext|>")}
 
 
 def _settings(metadata: Metadata, tokens: GgufTokens, adds_bos: bool) -> TokenizerSettings:

@@ -157,8 +157,8 @@ def _kinds(metadata: Metadata, num_tokens: int) -> list[TokenKind]:
         return [TokenKind.NORMAL] * num_tokens
     if len(kinds) != num_tokens:
         raise metadata.error(f"it has {num_tokens} tokens, but {len(kinds)} types (tokenizer.ggml.token_type)")
-    known = {int(kind): kind for kind in TokenKind}
-    return [known.get(kind, TokenKind.UNDEFINED) for kind in kinds]
+    kind_of = {int(kind): kind for kind in TokenKind}
+    return [kind_of.get(kind, TokenKind.UNDEFINED) for kind in kinds]
 
 
 def _scores(metadata: Metadata, num_tokens: int) -> list[float]:
@@ -184,9 +184,9 @@ def _roles(
                 roles[role] = stated
             elif role in _NEEDED_ROLES:
                 raise metadata.error(f"tokenizer.ggml.{key} is {stated}, but it has only {len(kinds)} tokens")
-        if role not in roles and (found := [ids[text] for text in texts.split() if text in ids]):
-            roles[role] = min(found)
-            kinds[min(found)] = TokenKind.CONTROL
+        if role not in roles and (token_ids := [ids[text] for text in texts.split() if text in ids]):
+            roles[role] = min(token_ids)
+            kinds[min(token_ids)] = TokenKind.CONTROL
     return roles
 
 
@@ -199,13 +199,13 @@ def _end_ids(ids: dict[str, int], kinds: list[TokenKind], roles: dict[str, int])
         if text in ids:
             kinds[ids[text]] = TokenKind.USER_DEFINED
     ending = by_text | {roles[role] for role in _ENDING_ROLES if role in roles}
-    found = {text for text in _ENDINGS if ids.get(text) in ending}
-    is_harmony = {"<|return|>", "<|call|>"} <= found
-    is_solar = "<|flush|>" in found and not found.isdisjoint(("<|call|>", "<|calls|>"))
-    if "<|end|>" in found and (is_harmony or is_solar):  # in these formats it ends a message, not the answer
+    endings = {text for text in _ENDINGS if ids.get(text) in ending}
+    is_harmony = {"<|return|>", "<|call|>"} <= endings
+    is_solar = "<|flush|>" in endings and not endings.isdisjoint(("<|call|>", "<|calls|>"))
+    if "<|end|>" in endings and (is_harmony or is_solar):  # in these formats it ends a message, not the answer
         ending.remove(ids["<|end|>"])
         kinds[ids["<|end|>"]] = TokenKind.USER_DEFINED
-    if "<|tool_response>" in found and "</s>" in found:  # in Gemma 4 and PaddleOCR, </s> is a plain token
+    if "<|tool_response>" in endings and "</s>" in endings:  # in Gemma 4 and PaddleOCR, </s> is a plain token
         ending.remove(ids["</s>"])
         kinds[ids["</s>"]] = TokenKind.NORMAL
     return frozenset(ending)

@@ -26,7 +26,7 @@ from offspec.scheduler.params import Constraint, Trigger
 from offspec.scheduler.trees.constraint import TokenConstraint
 
 from ..errors import TokenizerError, UsageError
-from .grammar_constraint import GrammarConstraint, Start, Vocabulary, reason
+from .grammar_constraint import GrammarConstraint, GrammarVocabulary, Start, reason
 from .late_constraint import LateConstraint, Marker, Opening
 from .thinking import CLOSE, OPEN, ThinkingStyle
 from .tokenizer import Tokenizer
@@ -74,11 +74,11 @@ class ConstraintCompiler:
         Raises TokenizerError for a model whose tokens have no fixed bytes, or that has no end-of-text token.
         """
         plain = replace(constraint, thinks=False)
-        found = self._parser(plain, "", gives_forced)
+        parser = self._parser(plain, "", gives_forced)
         thinking = ThinkingStyle.of(prompt, self._tokenizer) if constraint.thinks else None
         final, trigger = self._vocabulary.final, constraint.trigger
         if thinking is None or thinking.is_over:
-            return found if trigger is None else LateConstraint(found, [self._marker(trigger)], trigger, final)
+            return parser if trigger is None else LateConstraint(parser, [self._marker(trigger)], trigger, final)
         stages = [self._marker(THOUGHT)]
         opening = None
         if trigger is not None:
@@ -87,12 +87,12 @@ class ConstraintCompiler:
         else:
             if not thinking.is_open:
                 opening = Opening(self._marker(THINKS), self._parser(plain, MAY_THINK, gives_forced))
-            found = self._parser(plain, AFTER_THINKING, gives_forced)
-        return LateConstraint(found, stages, trigger or THOUGHT, final, opening, must_begin=trigger is None)
+            parser = self._parser(plain, AFTER_THINKING, gives_forced)
+        return LateConstraint(parser, stages, trigger or THOUGHT, final, opening, must_begin=trigger is None)
 
     def _parser(self, constraint: Constraint, start: str, gives_forced: bool) -> GrammarConstraint:
         """start: rules in which `@answer` is the constraint's own grammar; "" for that alone."""
-        what, key, vocabulary = NAMES[constraint.kind], (constraint, start), self._vocabulary
+        flag_name, key, vocabulary = NAMES[constraint.kind], (constraint, start), self._vocabulary
         digest = hashlib.sha256(repr(key).encode(errors="backslashreplace")).digest()
         with self._lock:
             if (message := self._refused.get(digest)) is not None:
@@ -100,12 +100,12 @@ class ConstraintCompiler:
             compiled = self._used.get(key)
         if compiled is None:
             try:
-                compiled = self._compiled(constraint, start, what)
+                compiled = self._compiled(constraint, start, flag_name)
             except UsageError as exc:
                 self._refuse(digest, str(exc))
                 raise
         self._keep(key, compiled)
-        return GrammarConstraint(compiled, vocabulary, what, gives_forced=gives_forced)
+        return GrammarConstraint(compiled, vocabulary, flag_name, gives_forced=gives_forced)
 
     def _compiled(self, constraint: Constraint, start: str, what: str) -> Start:
         """A new matcher with its first mask. Raises UsageError; nothing of the matcher is then kept."""
@@ -153,9 +153,9 @@ class ConstraintCompiler:
         return matcher
 
     @cached_property
-    def _vocabulary(self) -> Vocabulary:
+    def _vocabulary(self) -> GrammarVocabulary:
         tokenizer, size = self._tokenizer, self._vocab_size
-        if (known := tokenizer.token_bytes) is None:
+        if (token_bytes := tokenizer.token_bytes) is None:
             raise TokenizerError(
                 f"the tokens of {tokenizer.folder} have no fixed text, so answers cannot be constrained; "
                 "use another model, or omit the constraint"
@@ -169,8 +169,8 @@ class ConstraintCompiler:
         eos = tokenizer.eos_id if tokenizer.eos_id in final else final[0]
         from llguidance import LLTokenizer  # here, because few requests need it
 
-        tokens: Any = _Tokens(tokenizer, known, size)  # it has what the library reads of its own wrapper class
-        return Vocabulary(LLTokenizer(tokens, eos_token=final), known, size, eos, final)
+        tokens: Any = _Tokens(tokenizer, token_bytes, size)  # it has what the library reads of its own wrapper class
+        return GrammarVocabulary(LLTokenizer(tokens, eos_token=final), token_bytes, size, eos, final)
 
 
 class _Tokens:
@@ -190,10 +190,10 @@ class _Tokens:
     def __call__(self, text: str | bytes) -> list[int]:
         """The ids of a text inside an answer; none if the tokenizer changes it there."""
         wanted = text if isinstance(text, bytes) else text.encode()
-        said = wanted.decode()
-        ids = self._tokenizer.encode(said, add_special_tokens=False)
+        text = wanted.decode()
+        ids = self._tokenizer.encode(text, add_special_tokens=False)
         if self._bytes(ids) != wanted:  # sentencepiece's tokenizers add a space at the start
-            ids = self._tokenizer.encode_after("\n", said)
+            ids = self._tokenizer.encode_after("\n", text)
         return ids if self._bytes(ids) == wanted else []
 
     def _bytes(self, ids: Sequence[int]) -> bytes:
@@ -257,13 +257,13 @@ _stack_size_lock = threading.Lock()
 
 def _with_deep_stack(work: Callable[[], T]) -> T:
     """The result of `work`, run by a thread with STACK_BYTES of stack; a smaller one might overflow."""
-    found: list[T] = []
+    results: list[T] = []
     with _stack_size_lock:
         before = threading.stack_size(STACK_BYTES)
         try:
-            thread = threading.Thread(target=lambda: found.append(work()), name="offspec-grammar", daemon=True)
+            thread = threading.Thread(target=lambda: results.append(work()), name="offspec-grammar", daemon=True)
             thread.start()
         finally:
             threading.stack_size(before)
     thread.join()
-    return found[0]
+    return results[0]

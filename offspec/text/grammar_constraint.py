@@ -23,7 +23,7 @@ MAX_MESSAGE = 200  # characters of the library's message
 
 
 @dataclass(frozen=True)
-class Vocabulary:
+class GrammarVocabulary:
     """A vocabulary in the library's form. final: the tokens that end a text; eos: the tokenizer's own.
 
     known: the bytes of each token that stands for text.
@@ -64,7 +64,7 @@ class GrammarConstraint:
     def __init__(
         self,
         start: Start,
-        vocabulary: Vocabulary,
+        vocabulary: GrammarVocabulary,
         what: str,
         *,
         gives_forced: bool,
@@ -125,11 +125,11 @@ class GrammarConstraint:
             return self._end
         if not self._go(path):
             return np.zeros_like(self._end) if self._error else None
-        found = np.frombuffer(self._timed(self._matcher.compute_bitmask), dtype=np.uint8)
+        mask = np.frombuffer(self._timed(self._matcher.compute_bitmask), dtype=np.uint8)
         if self._recovers():
             return np.zeros_like(self._end)
-        found = found[: len(self._end)]
-        return found if (found & ~self._ends).any() or not found.any() else self._end
+        mask = mask[: len(self._end)]
+        return mask if (mask & ~self._ends).any() or not mask.any() else self._end
 
     def forced(self, path: Sequence[int], most: int) -> list[int]:
         """As in `TokenConstraint`. The library's answer after a path is the mask's only token there."""
@@ -137,14 +137,14 @@ class GrammarConstraint:
         if not self._gives_forced or self._is_after_end(path) or not self._go(path):
             return tokens
         while len(tokens) < most:
-            found = self._timed(self._matcher.compute_ff_tokens)
+            forced = self._timed(self._matcher.compute_ff_tokens)
             if self._recovers():
                 break
-            if not found:
+            if not forced:
                 if self._matcher.is_stopped():
                     tokens.append(self._vocabulary.eos)
                 break
-            tokens.append(found[0])
+            tokens.append(forced[0])
             if not self._go([*path, *tokens]):
                 return tokens[:-1]
         return tokens
@@ -203,10 +203,10 @@ class GrammarConstraint:
     def _timed(self, call: Callable[[], T]) -> T:
         """The result of one of the library's calls; adds up the CPU time of slow ones."""
         began = time.thread_time()
-        found = call()
+        result = call()
         if (seconds := time.thread_time() - began) > SLOW_S:
             self.slow.seconds += seconds
-        return found
+        return result
 
 
 def _num_common(a: Sequence[int], b: Sequence[int]) -> int:

@@ -79,21 +79,21 @@ class Marker:
             return True, (token,)
         if token not in self.known:  # another special token
             return False, ()
-        found = [at for text in self.texts if (at := content.find(text)) >= 0]
-        if found:
-            return True, self._from(tokens, min(found))
+        positions = [at for text in self.texts if (at := content.find(text)) >= 0]
+        if positions:
+            return True, self._from(tokens, min(positions))
         size = max((_num_begun(content, text) for text in self.texts), default=0)
         return False, self._from(tokens, len(content) - size)
 
     def _read_start(self, tokens: Tokens, content: bytes) -> tuple[bool, Tokens | None]:
-        said = b"".join(content.split())
-        if tokens[-1] == self.token and not said:
+        visible = b"".join(content.split())
+        if tokens[-1] == self.token and not visible:
             return True, tokens
         if tokens[-1] not in self.known:
             return False, None
-        if any(said.startswith(text) for text in self.texts):
+        if any(visible.startswith(text) for text in self.texts):
             return True, tokens
-        return False, tokens if any(text.startswith(said) for text in self.texts) else None
+        return False, tokens if any(text.startswith(visible) for text in self.texts) else None
 
     def _from(self, tokens: Tokens, at: int) -> Tokens:
         """The tokens from the one on that has byte `at` of their text; none if it is the text's end."""
@@ -126,7 +126,7 @@ class Opening:
     grammar: GrammarConstraint | None = None
 
 
-class Place(NamedTuple):
+class TextState(NamedTuple):
     """Where a text stands. grammar: what it has to obey now, or None if every token may follow.
 
     tokens: of the grammar's text, beyond those that it has accepted; without a grammar, of a marker that may have
@@ -141,7 +141,7 @@ class Place(NamedTuple):
 
 
 UNDECIDED = -1
-OVER = Place(is_over=True)
+OVER = TextState(is_over=True)
 
 
 class LateConstraint:
@@ -169,8 +169,8 @@ class LateConstraint:
         if opening is not None and opening.grammar is not None:
             opening.grammar.slow = grammar.slow
         self._final, self._ends = frozenset(final), final
-        self._here = Place(stage=0 if opening is None else UNDECIDED)
-        self._places: dict[Tokens, Place] = {}  # below `_here`, by path
+        self._here = TextState(stage=0 if opening is None else UNDECIDED)
+        self._places: dict[Tokens, TextState] = {}  # below `_here`, by path
         self._fitting: dict[Tokens, MaskBits | None] = {}  # by the tokens of an incomplete marker
 
     def mask(self, path: Sequence[int]) -> MaskBits | None:
@@ -180,11 +180,11 @@ class LateConstraint:
             return self._opening.grammar.mask(place.tokens)
         if place.grammar is None:
             return self._fits(place) if place.tokens and place.stage == len(self._markers) - 1 else None
-        found = place.grammar.mask(place.tokens)
-        is_dead_end = found is not None and not found.any()
-        return None if is_dead_end and self._trigger.yields else found
+        allowed = place.grammar.mask(place.tokens)
+        is_dead_end = allowed is not None and not allowed.any()
+        return None if is_dead_end and self._trigger.yields else allowed
 
-    def _fits(self, place: Place) -> MaskBits | None:
+    def _fits(self, place: TextState) -> MaskBits | None:
         """All tokens but those that complete the last marker and go on as its grammar does not."""
         marker, held = self._markers[-1], place.tokens
         if marker.is_at_start:
@@ -239,20 +239,20 @@ class LateConstraint:
         place = self._place(path)
         return (place.grammar or self._fresh).dead_end(place.tokens)
 
-    def _place(self, path: Sequence[int]) -> Place:
+    def _place(self, path: Sequence[int]) -> TextState:
         """Where the text stands after `path`."""
         if self._here.is_over or (self._is_waiting and self._markers[self._here.stage].starters.isdisjoint(path)):
             return self._here
         key = tuple(path)
-        known = len(key)
-        while known and key[:known] not in self._places:
-            known -= 1
-        place = self._places[key[:known]] if known else self._here
-        for size in range(known + 1, len(key) + 1):
+        size_of_known = len(key)
+        while size_of_known and key[:size_of_known] not in self._places:
+            size_of_known -= 1
+        place = self._places[key[:size_of_known]] if size_of_known else self._here
+        for size in range(size_of_known + 1, len(key) + 1):
             place = self._places[key[:size]] = self._next(place, key[size - 1])
         return place
 
-    def _next(self, place: Place, token: int) -> Place:
+    def _next(self, place: TextState, token: int) -> TextState:
         if place.is_over:
             return place
         if place.stage == UNDECIDED:
@@ -263,38 +263,38 @@ class LateConstraint:
         if tokens is None or token in self._final:
             return OVER
         if not is_complete:
-            return Place(tokens, stage=place.stage)
+            return TextState(tokens, stage=place.stage)
         if place.stage + 1 < len(self._markers):
             return self._after(place.stage, token)
         return self._within(self._fresh, tokens, place.stage)
 
-    def _opened(self, place: Place, token: int) -> Place:
+    def _opened(self, place: TextState, token: int) -> TextState:
         """The place after tokens of an opening, complete or not, or of something else."""
         assert self._opening is not None
         is_complete, tokens = self._opening.marker.read(place.tokens, token)
         if is_complete:
             return self._after(UNDECIDED, token)
         if tokens is not None:
-            return Place(tokens, stage=UNDECIDED)
-        said = (*place.tokens, token)
+            return TextState(tokens, stage=UNDECIDED)
+        path = (*place.tokens, token)
         if self._opening.grammar is not None:
-            return self._within(self._opening.grammar, said, len(self._markers) - 1)
-        found = Place(stage=1)
-        for each in said:
-            found = self._next(found, each)
-        return found
+            return self._within(self._opening.grammar, path, len(self._markers) - 1)
+        place_reached = TextState(stage=1)
+        for each in path:
+            place_reached = self._next(place_reached, each)
+        return place_reached
 
-    def _within(self, grammar: GrammarConstraint, tokens: Tokens, stage: int) -> Place:
+    def _within(self, grammar: GrammarConstraint, tokens: Tokens, stage: int) -> TextState:
         """The place after tokens of a grammar's text."""
         if not grammar.takes(tokens):
             may_end = self._trigger.yields or not grammar.has_failed
-            return OVER if may_end else Place(tokens, grammar, stage)
+            return OVER if may_end else TextState(tokens, grammar, stage)
         if self._trigger.repeats and grammar.is_complete(tokens):
             return self._after(stage - 1, tokens[-1])
-        return Place(tokens, grammar, stage)
+        return TextState(tokens, grammar, stage)
 
-    def _after(self, stage: int, token: int) -> Place:
+    def _after(self, stage: int, token: int) -> TextState:
         """The place behind a stage's end, which is in `token`; the next marker may begin there as well."""
         marker = self._markers[stage + 1]
         _, begun = (False, ()) if marker.is_at_start else marker.read((), token)
-        return Place(begun or (), stage=stage + 1)
+        return TextState(begun or (), stage=stage + 1)

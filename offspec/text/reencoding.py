@@ -74,8 +74,8 @@ class Reencoder:
 
     def node_ids(self, token: int) -> list[int]:
         """The draft's tokens for one token of the target, at least one."""
-        if (known := self._shared.to_draft.get(token)) is not None:
-            return [known]
+        if (shared_id := self._shared.to_draft.get(token)) is not None:
+            return [shared_id]
         if token not in self._node_ids:
             self._node_ids[token] = self.encode("." + self.piece(token), 1).ids or [self.stand_in]
         return self._node_ids[token]

@@ -89,12 +89,12 @@ def ids_by_bytes(tokenizer: Tokenizer, size: int) -> dict[bytes, int]:
 
     Sentencepiece has a byte token in addition to the token of each ASCII character. Needs `tokenizer.token_bytes`.
     """
-    contents, found = tokenizer.token_bytes, dict[bytes, int]()
+    contents, ids = tokenizer.token_bytes, dict[bytes, int]()
     assert contents is not None
     is_for_bytes = {i for i in contents if tokenizer.byte_anchor is not None and tokenizer.token_text(i)[:3] == "<0x"}
     for token_id in sorted(filter(size.__gt__, contents), key=lambda i: (i in is_for_bytes, i)):
-        found.setdefault(contents[token_id], token_id)
-    return found
+        ids.setdefault(contents[token_id], token_id)
+    return ids
 
 
 def _equal_roles(target: Tokenizer, draft: Tokenizer) -> dict[int, int]:

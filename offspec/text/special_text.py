@@ -86,23 +86,23 @@ class SpecialText:
                 names[text] = next(private)
             return names[text]
 
-        found = [dict(message) for message in messages]
-        for message in found:
+        hidden = [dict(message) for message in messages]
+        for message in hidden:
             ids = self._ids_in_replies if message.get("role") == ASSISTANT else self._ids
             for key, value in message.items():
                 # In the assistant's text, templates search for their markup; in calls of tools they do not.
                 wanted = ids if isinstance(value, str) else self._ids
                 if _is_free(key, value):
                     message[key] = _mapped(value, partial(self._hidden, ids=wanted, name=name))
-        texts = [text for message in found for text in _texts(list(message.values()))]
+        texts = [text for message in hidden for text in _texts(list(message.values()))]
         beginnings, endings = [text.lstrip() for text in texts], [text.rstrip() for text in texts]
-        for message in found:
+        for message in hidden:
             for key, value in message.items():
                 if _is_free(key, value):
                     message[key] = _mapped(
                         value, partial(self._parts_hidden, beginnings=beginnings, endings=endings, name=name)
                     )
-        return HiddenChat(found, {char: text for text, char in names.items()})
+        return HiddenChat(hidden, {char: text for text, char in names.items()})
 
     def _hidden(self, text: str, ids: frozenset[int], name: Callable[[str], str]) -> str:
         pieces, done = list[str](), 0
@@ -135,13 +135,13 @@ class SpecialText:
         for content in self._contents:
             if at_end and content.startswith(part):
                 rest = content[len(part) :]
-                found = any(other.startswith(rest) for other in others)
+                is_part = any(other.startswith(rest) for other in others)
             elif not at_end and content.endswith(part):
                 rest = content[: -len(part)]
-                found = any(other.endswith(rest) for other in others)
+                is_part = any(other.endswith(rest) for other in others)
             else:
                 continue
-            if rest and (found or rest in self._template_without):
+            if rest and (is_part or rest in self._template_without):
                 return True
         return False
 
@@ -183,8 +183,8 @@ class SpecialText:
     def _matches(self, text: str) -> list[tuple[int, int, int]]:
         """Start, end and id of each special token that the library finds in a text."""
         encoding = self._finder.encode_batch([text], add_special_tokens=False)[0]
-        found = zip(encoding.offsets, encoding.ids, strict=True)
-        return [(*offsets, self._found_ids[i]) for offsets, i in found if self._found_ids.get(i) in self._ids]
+        pairs = zip(encoding.offsets, encoding.ids, strict=True)
+        return [(*offsets, self._found_ids[i]) for offsets, i in pairs if self._found_ids.get(i) in self._ids]
 
     @cached_property
     def _finder(self) -> tokenizers.Tokenizer:
@@ -299,12 +299,12 @@ def _between(spans: Sequence[tuple[int, int]], text: str) -> list[str]:
 
 def _places(pieces: Iterable[_Piece]) -> list[tuple[int, int, int]]:
     """Start, end and id of the special tokens in the plain text."""
-    found, at = list[tuple[int, int, int]](), 0
+    places, at = list[tuple[int, int, int]](), 0
     for piece in pieces:
         if piece.token_id is not None:
-            found.append((at, at + len(piece.plain), piece.token_id))
+            places.append((at, at + len(piece.plain), piece.token_id))
         at += len(piece.plain)
-    return found
+    return places
 
 
 def _moved(pieces: Iterable[_Piece], at: int, written: Callable[[_Piece], str]) -> int | None:

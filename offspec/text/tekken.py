@@ -103,29 +103,29 @@ def _tokens(content: dict[str, Any], count: int | None, file: Path) -> list[byte
     if not isinstance(listed, list) or not all(isinstance(each, dict) for each in listed):
         raise TokenizerError(f"{file} has no list vocab; {_REMEDY}")
     try:
-        found = [base64.b64decode(each.get("token_bytes") or "", validate=True) for each in listed[:count]]
+        tokens = [base64.b64decode(each.get("token_bytes") or "", validate=True) for each in listed[:count]]
     except (binascii.Error, TypeError, ValueError) as exc:
         raise TokenizerError(f"{file} has tokens that are not in base64 ({exc}); {_REMEDY}") from exc
-    if [each.get("rank") for each in listed[:count]] != list(range(len(found))) or len(set(found)) != len(found):
+    if [each.get("rank") for each in listed[:count]] != list(range(len(tokens))) or len(set(tokens)) != len(tokens):
         raise TokenizerError(f"{file} has tokens whose ranks are not 0, 1, 2, …, or one twice; {_REMEDY}")
-    if missing := set(range(256)) - {token[0] for token in found if len(token) == 1}:
+    if missing := set(range(256)) - {token[0] for token in tokens if len(token) == 1}:
         raise TokenizerError(f"{file} has no token for byte {min(missing)}; {_REMEDY}")
-    if (longest := max(map(len, found))) > MOST_ADDED_CHARACTERS:
+    if (longest := max(map(len, tokens))) > MOST_ADDED_CHARACTERS:
         raise TokenizerError(f"{file} has a token of {longest} bytes, above {MOST_ADDED_CHARACTERS}; {_REMEDY}")
-    return found
+    return tokens
 
 
 def _merges(tokens: list[bytes], file: Path) -> list[tuple[str, str]]:
     """Every pair of tokens that forms a token, by that token's rank, then by those of the parts."""
-    ranks, found = {token: rank for rank, token in enumerate(tokens)}, list[tuple[str, str]]()
+    ranks, merges = {token: rank for rank, token in enumerate(tokens)}, list[tuple[str, str]]()
     for token in tokens:
         pairs = [(token[:at], token[at:]) for at in range(1, len(token))]
         pairs = [(left, right) for left, right in pairs if left in ranks and right in ranks]
         pairs.sort(key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
-        found += [(_as_text(left), _as_text(right)) for left, right in pairs]
-        if len(found) > MOST_MERGES:
+        merges += [(_as_text(left), _as_text(right)) for left, right in pairs]
+        if len(merges) > MOST_MERGES:
             raise TokenizerError(f"the tokens in {file} need more than {MOST_MERGES} merges, which is the limit")
-    return found
+    return merges
 
 
 _ALPHABET = byte_alphabet()

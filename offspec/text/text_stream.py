@@ -147,8 +147,8 @@ def _fallback_byte(token: str) -> int | None:
 
 def _first_stop(text: str, stops: tuple[str, ...]) -> tuple[int, str | None]:
     """Position and text of the first stop string; of several at one position, the shortest."""
-    found = [(at, len(stop), stop) for stop in stops if (at := text.find(stop)) >= 0]
-    at, _, stop = min(found, default=(-1, 0, None))
+    matches = [(at, len(stop), stop) for stop in stops if (at := text.find(stop)) >= 0]
+    at, _, stop = min(matches, default=(-1, 0, None))
     return at, stop
 
 

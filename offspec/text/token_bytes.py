@@ -27,15 +27,15 @@ def token_bytes(backend: tokenizers.Tokenizer) -> dict[int, bytes] | None:
     else:
         return None
     added = backend.get_added_tokens_decoder()
-    found = dict[int, bytes]()
+    contents = dict[int, bytes]()
     for text, token_id in backend.get_vocab(with_added_tokens=True).items():
         if (token := added.get(token_id)) is None:
             content = convert(text)
         else:
             content = None if token.special else token.content.encode("utf-8", "surrogatepass")
         if content:
-            found[token_id] = content
-    return found
+            contents[token_id] = content
+    return contents
 
 
 def _decoder_steps(backend: tokenizers.Tokenizer) -> list[dict[str, Any]]:

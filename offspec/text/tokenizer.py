@@ -124,8 +124,8 @@ class Tokenizer:
     @cached_property
     def eos_ids(self) -> frozenset[int]:
         """All ids that end a text: those of generation_config.json, config.json and the tokenizer."""
-        own = self._special_id("eos_token")
-        return self._settings.eos_ids | (frozenset() if own is None else {own})
+        eos_id = self._special_id("eos_token")
+        return self._settings.eos_ids | (frozenset() if eos_id is None else {eos_id})
 
     @property
     def has_chat_template(self) -> bool:
@@ -212,8 +212,8 @@ class Tokenizer:
             return self._backend.encode_batch([text], add_special_tokens=False)[0]
 
     def _encoding(self) -> AbstractContextManager[None]:
-        what = f"the text cannot be encoded with {self._file}"
-        return library_errors(what, "check that the text is valid Unicode, and that the vocabulary covers it")
+        description = f"the text cannot be encoded with {self._file}"
+        return library_errors(description, "check that the text is valid Unicode, and that the vocabulary covers it")
 
     @cached_property
     def _special_text(self) -> SpecialText:

@@ -88,8 +88,8 @@ def read_backend(folder: Path) -> tokenizers.Tokenizer:
     content = _read_bytes(file, MOST_TOKENIZER_BYTES)
     if content is None:
         raise TokenizerError(_missing(folder))
-    what = f"{file} is damaged or newer than the installed tokenizers {tokenizers.__version__}"
-    with library_errors(what, "download it again, or pip install -U tokenizers"):
+    description = f"{file} is damaged or newer than the installed tokenizers {tokenizers.__version__}"
+    with library_errors(description, "download it again, or pip install -U tokenizers"):
         backend = tokenizers.Tokenizer.from_buffer(content)
     # Some files contain the limits of their training; a prompt must not be truncated or padded silently.
     backend.no_truncation()
@@ -98,9 +98,9 @@ def read_backend(folder: Path) -> tokenizers.Tokenizer:
 
 
 def _missing(folder: Path) -> str:
-    found = "only a sentencepiece tokenizer.model" if (folder / "tokenizer.model").is_file() else "no tokenizer"
+    present = "only a sentencepiece tokenizer.model" if (folder / "tokenizer.model").is_file() else "no tokenizer"
     return (
-        f"{folder} has {found}, but tokenizer.json is needed; save it with transformers, "
+        f"{folder} has {present}, but tokenizer.json is needed; save it with transformers, "
         f"AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained({str(folder)!r})"
     )
 
@@ -138,11 +138,11 @@ def _read_text(file: Path) -> str | None:
 
 def read_json(file: Path) -> dict[str, Any]:
     """The object in a file; {} if it does not exist. Raises TokenizerError."""
-    found = _read_bytes(file)
-    if found is None:
+    encoded = _read_bytes(file)
+    if encoded is None:
         return {}
     try:
-        content = parse_json(found)
+        content = parse_json(encoded)
     except ValueError as exc:
         raise TokenizerError(f"{file} is not valid JSON ({one_line(exc)}); download it again") from exc
     if not isinstance(content, dict):
@@ -163,7 +163,7 @@ def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
 def _added_tokens(ids: dict[str, Any], decoder: object) -> dict[int, tokenizers.AddedToken]:
     """The tokens of added_tokens.json, {text: id}, and of tokenizer_config.json, {id: {"content": …}}."""
     flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
-    found = {token_id: tokenizers.AddedToken(text) for text, token_id in ids.items() if type(token_id) is int}
+    tokens = {token_id: tokenizers.AddedToken(text) for text, token_id in ids.items() if type(token_id) is int}
     for key, entry in decoder.items() if isinstance(decoder, dict) else ():
         if (
             key.isdecimal()
@@ -172,8 +172,8 @@ def _added_tokens(ids: dict[str, Any], decoder: object) -> dict[int, tokenizers.
             and isinstance(text := entry.get("content"), str)
         ):
             given = {flag: entry[flag] for flag in flags if isinstance(entry.get(flag), bool)}
-            found[int(key)] = tokenizers.AddedToken(text, **given)
-    return found
+            tokens[int(key)] = tokenizers.AddedToken(text, **given)
+    return tokens
 
 
 def _read_eos_ids(file: Path) -> frozenset[int]:

@@ -144,10 +144,10 @@ def _literal(text: str) -> str:
 
 
 def _with_layout(schema: Mapping[str, Any]) -> dict[str, Any]:
-    own = schema.get("x-guidance")
+    guidance = schema.get("x-guidance")
     from .grammar import LAYOUT  # imports a tokenizer library
 
-    return {**schema, "x-guidance": {**LAYOUT, **(own if isinstance(own, Mapping) else {})}}
+    return {**schema, "x-guidance": {**LAYOUT, **(guidance if isinstance(guidance, Mapping) else {})}}
 
 
 class CallReader:
@@ -169,21 +169,21 @@ class CallReader:
 
     def _tagged(self, is_end: bool) -> list[str | Call]:
         """Calls between tags, anywhere in the text. Spaces around calls are no text."""
-        found = list[str | Call]()
+        parts = list[str | Call]()
         while OPEN in self._held:
             before, _, rest = self._held.partition(OPEN)
             inside, close, after = rest.partition(CLOSE)
             if not close and not is_end:
                 break
             if calls := self._calls(inside):
-                found += [*self._said(before.rstrip()), *calls]
+                parts += [*self._said(before.rstrip()), *calls]
                 self._has_calls = True
             else:
-                found += self._said(before + OPEN + inside + close)
+                parts += self._said(before + OPEN + inside + close)
             self._held = after
         at = len(self._held) if is_end else _num_certain(self._held, OPEN)
         text, self._held = self._held[:at], self._held[at:]
-        return [*found, *self._said("" if is_end and self._has_calls and not text.strip() else text)]
+        return [*parts, *self._said("" if is_end and self._has_calls and not text.strip() else text)]
 
     def _listed(self, is_end: bool) -> list[str | Call]:
         """A list of calls behind a marker, which ends the text. A list that is the whole text needs no marker."""
@@ -195,11 +195,11 @@ class CallReader:
             return self._said(text)
         before = self._held[: self._held.index(CALLS)].rstrip()
         self._held = self._held[len(before) :]
-        found = self._said(before)
+        parts = self._said(before)
         if is_end:
             calls = self._calls(_without(self._held.lstrip(), CALLS))
-            found += calls or self._said(self._held)
-        return found
+            parts += calls or self._said(self._held)
+        return parts
 
     def _alone(self, is_end: bool) -> list[str | Call]:
         """Calls that are the whole text."""
@@ -254,23 +254,23 @@ class ForcedCallReader:
     def push(self, text: str, *, is_end: bool) -> list[str | CallStart | Arguments]:
         """What is certain now, in order."""
         self._held += text
-        found = list[str | CallStart | Arguments]()
+        parts = list[str | CallStart | Arguments]()
         while self._held:
             if self._arguments is None:
                 if (head := FORCED_HEAD.search(self._held)) is None:
                     break
-                found.append(CallStart(json.loads(head[1])))
+                parts.append(CallStart(json.loads(head[1])))
                 self._held, self._has_calls = self._held[head.end() :], True
                 self._arguments = ObjectScanner()
                 continue
             size = self._arguments.num_inside(self._held)
-            found += [Arguments(self._held[:size])] if size else []
+            parts += [Arguments(self._held[:size])] if size else []
             self._held = self._held[size:]
             if self._arguments.is_over:
                 self._arguments = None
         if is_end and not self._has_calls and self._held:
-            found.append(self._held)
-        return found
+            parts.append(self._held)
+        return parts
 
 
 class LateCallReader:
@@ -291,12 +291,12 @@ class LateCallReader:
     def push(self, text: str, *, is_end: bool) -> list[str | CallStart | Arguments]:
         """What is certain now, in order."""
         self._held += text
-        found = list[str | CallStart | Arguments]()
+        parts = list[str | CallStart | Arguments]()
         before = None
         while self._held and before != (self._held, self._read):
             before = self._held, self._read
-            found += self._read(is_end)
-        return found
+            parts += self._read(is_end)
+        return parts
 
     def _start(self, is_end: bool) -> list[str | CallStart | Arguments]:
         """The beginning of an answer that may be a call without a marker."""
@@ -387,5 +387,5 @@ def _without(text: str, mark: str) -> str:
 
 
 def _after_space(text: str, at: int) -> int:
-    found = BETWEEN.match(text, at)
-    return found.end() if found else at
+    space = BETWEEN.match(text, at)
+    return space.end() if space else at

@@ -98,7 +98,7 @@ class Run:
 
 
 @dataclass
-class Acceptance:
+class BudgetAcceptance:
     """Acceptance of the trees of one budget, over all recorded passes.
 
     lengths[n]: the number of passes with n accepted nodes. The lists have NUM_BINS equal bins of a node's predicted
@@ -257,7 +257,7 @@ class BenchmarkReport:
     """The result of `measure`."""
 
     runs: list[Run] = field(default_factory=list)
-    acceptance: dict[str, Acceptance] = field(default_factory=dict)
+    acceptance: dict[str, BudgetAcceptance] = field(default_factory=dict)
 
     @property
     def kinds(self) -> list[str]:
@@ -301,7 +301,7 @@ class BenchmarkReport:
             "num_different_lossy_texts": self.num_different("joint"),
             "outcome": outcome and outcome.as_dict(),
             "rows": [row.as_dict() for row in self.rows()],
-            "acceptance": {name: found.as_dict() for name, found in self.acceptance.items()},
+            "acceptance": {name: acceptance.as_dict() for name, acceptance in self.acceptance.items()},
         }
 
     def _repeats(self, kind: str, name: str) -> list[list[Run]]:
@@ -395,17 +395,19 @@ def measure(
     if params.seed is None:
         params = replace(params, seed=0)
     exact = [speculation for speculation in speculations if not speculation.is_lossy]
-    report = BenchmarkReport(acceptance={budget_name(speculation.budget): Acceptance() for speculation in exact})
+    report = BenchmarkReport(acceptance={budget_name(speculation.budget): BudgetAcceptance() for speculation in exact})
     likelihoods = _Likelihoods(engine) if len(exact) < len(speculations) else None
     ways = [SpeculationParams(budget=0), *speculations]
     total = (num_warmups + num_repeats) * len(workloads) * len(ways)
     rounds = list(_rounds(num_warmups, num_repeats, workloads, ways))
     for done, (repeat, index, way) in enumerate(rounds):
         progress(done, total)
-        found = report.acceptance.get(budget_name(way.budget, way.accept))
+        acceptance = report.acceptance.get(budget_name(way.budget, way.accept))
         workload = workloads[index]
         ids = engine.encode(workload.for_model(engine))
-        steps = list(engine.generate(ids, params, way, observer=found.observe if found and repeat >= 0 else None))
+        steps = list(
+            engine.generate(ids, params, way, observer=acceptance.observe if acceptance and repeat >= 0 else None)
+        )
         if repeat >= 0:
             tokens = tuple(token for step in steps for token in step.token_ids)
             first, last = steps[0].stats, steps[-1].stats

@@ -56,12 +56,12 @@ def predict_caches(plan: Plan, rates: Rates, width: int) -> list[CacheProspect]:
 def _predict(plan: Plan, rates: Rates, width: int, name: str) -> CacheProspect:
     kv = KV_FORMATS[name]
     target = plan.demand.target.with_kv(kv)
-    dtype = next(dtype for dtype, found in DTYPES.items() if found == target.dtype)
+    dtype = next(dtype for dtype, with_kv in DTYPES.items() if with_kv == target.dtype)
     stored_as = dtype if kv.is_plain else f"{name} bit"
     prospect = CacheProspect(name, stored_as, target.kv_bytes(1), target.kv_bytes(plan.context))
     try:
-        found = plan if kv == plan.demand.target.kv else plan.with_kv(kv)
+        with_kv = plan if kv == plan.demand.target.kv else plan.with_kv(kv)
     except MemoryLimitError:
         return prospect
-    short_s, full_s = (found.predict_pass_s(rates, width, num_tokens) for num_tokens in (0, plan.context))
-    return replace(prospect, plan=found, short_s=short_s, full_s=full_s)
+    short_s, full_s = (with_kv.predict_pass_s(rates, width, num_tokens) for num_tokens in (0, plan.context))
+    return replace(prospect, plan=with_kv, short_s=short_s, full_s=full_s)

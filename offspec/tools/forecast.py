@@ -31,7 +31,7 @@ from ..planning.plan import Plan, with_faster_residents
 from ..planning.probe import ProductRates, planner_here, ram_beside_program
 from ..planning.report import explain_packing, explain_plan, tell_tiers
 from .caches_forecast import CacheProspect, predict_caches
-from .improvements import GAIN_WIDTH, FourBit, Gain, Improvement, Improvements, best_improvement
+from .improvements import GAIN_WIDTH, FourBitPlan, Gain, Improvement, Improvements, best_improvement
 from .texts_forecast import NUMBERS, TextsProspect, predict_texts
 
 PROMPT_TOKENS = 2000  # the prompt's length in the prediction of the time to first token
@@ -59,7 +59,7 @@ class Forecast:
     pass_s: dict[int, float]
     notes: list[Note]
     gains: list[Gain]
-    four_bit: FourBit | None
+    four_bit: FourBitPlan | None
     max_context: int
     planned: Prospect
     prospects: list[Prospect]
@@ -139,7 +139,7 @@ class Forecast:
             "context": self.plan.context,
             "num_texts": self.plan.room.texts,
             "limits": {"device_bytes": p.limits.device, "ram_bytes": p.limits.ram},
-            "memory": [{"what": what, "device_bytes": device, "ram_bytes": ram} for what, device, ram in self.rows()],
+            "memory": [{"what": item, "device_bytes": device, "ram_bytes": ram} for item, device, ram in self.rows()],
             "resident_layers": list(p.resident),
             "ram_layers": list(p.in_ram),
             "disk_layers": list(p.on_disk),
@@ -156,10 +156,10 @@ class Forecast:
             "improvement": self.improvement and vars(self.improvement),
             "busy": self.busy or None,
             "drafts": [prospect.as_dict() for prospect in self.prospects],
-            "texts": [found.as_dict() for found in self.texts],
+            "texts": [each.as_dict() for each in self.texts],
             "parked_bytes": self.parked_bytes,
             "kv_cache": self.plan.demand.target.kv.name,
-            "kv_caches": [found.as_dict() for found in self.caches],
+            "kv_caches": [each.as_dict() for each in self.caches],
             "entries_in_ram_layers": list(p.entries_in_ram),
             "entries_in_ram_from": self.entries_in_ram_from,
             "rates": asdict(self.rates),
@@ -255,9 +255,9 @@ class Machine:
 
     @classmethod
     def of(cls, options: LoadOptions, assumed: Assumptions, notes: list[Note]) -> Machine:
-        known = find_gpu(assumed.gpu) if assumed.gpu is not None else None
-        place = torch.device("cpu") if known else choose_device(options.device, notes)
-        return cls(place, known, _hardware(place, known, options.ram), assumed.disk_bytes_per_s)
+        gpu = find_gpu(assumed.gpu) if assumed.gpu is not None else None
+        place = torch.device("cpu") if gpu else choose_device(options.device, notes)
+        return cls(place, gpu, _hardware(place, gpu, options.ram), assumed.disk_bytes_per_s)
 
     @property
     def device_type(self) -> str:

@@ -48,7 +48,7 @@ class Gain:
 
 
 @dataclass(frozen=True)
-class FourBit:
+class FourBitPlan:
     """The same model in FOUR_BIT: the plan, the seconds of a pass of GAIN_WIDTH rows, and tokens/s as in `Gain`."""
 
     plan: Plan
@@ -88,7 +88,7 @@ class Improvements:
 
     def gains(self) -> list[Gain]:
         """More VRAM, then more RAM, in steps of GAIN_STEP_BYTES, as long as a step changes the placement."""
-        found = list[Gain]()
+        possible = list[Gain]()
         for memory in ("RAM",) if self.plan.placement.limits.device is None else ("VRAM", "RAM"):
             before = self.plan
             for step in range(1, MAX_GAIN_STEPS + 1):
@@ -99,24 +99,24 @@ class Improvements:
                     and after.placement.in_ram == before.placement.in_ram
                 ):
                     break
-                found.append(Gain(memory, more, after, self._pass_s(after), self._tokens_per_s(after)))
+                possible.append(Gain(memory, more, after, self._pass_s(after), self._tokens_per_s(after)))
                 before = after
-        return found
+        return possible
 
-    def four_bit(self) -> FourBit | None:
+    def four_bit(self) -> FourBitPlan | None:
         """The same model in 4 bit, in the same memory; None if nothing is streamed, or it is quantised already."""
         target = self.plan.demand.target
         is_quantised = target.packed_form is not None and not target.stored.has_two_forms
         if is_quantised or not self.plan.placement.streamed:
             return None
-        dtype = next(name for name, found in DTYPES.items() if found == target.dtype)
+        dtype = next(name for name, plan in DTYPES.items() if plan == target.dtype)
         device_type = "cpu" if self.plan.placement.limits.device is None else "cuda"
         try:
             packed = ModelFiles.from_config(target.checkpoint.path, FOUR_BIT, dtype, device_type, [])
-            found = self.plan.with_target(packed)
+            plan = self.plan.with_target(packed)
         except OffspecError:  # the format does not support this shape
             return None
-        return FourBit(found, self._pass_s(found), self._tokens_per_s(found))
+        return FourBitPlan(plan, self._pass_s(plan), self._tokens_per_s(plan))
 
     def _pass_s(self, plan: Plan) -> float:
         return plan.predict_pass_s(self.rates, GAIN_WIDTH)
@@ -131,7 +131,7 @@ class Improvements:
 
 
 def best_improvement(
-    planned: Prospect, prospects: Sequence[Prospect], gains: Sequence[Gain], four_bit: FourBit | None
+    planned: Prospect, prospects: Sequence[Prospect], gains: Sequence[Gain], four_bit: FourBitPlan | None
 ) -> Improvement | None:
     """The change to advise; None if no change brings LEAST_TIMES_AS_FAST times as many tokens/s.
 

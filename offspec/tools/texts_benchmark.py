@@ -117,8 +117,8 @@ def num_different(run: TextsRun, other: TextsRun) -> int:
 
 def default_workloads(numbers: Sequence[int]) -> list[Workload]:
     """`WORKLOADS`, then held-out prompts of the built-in pair: FEWEST_PROMPTS, or as many as the texts at a time."""
-    found = [*WORKLOADS, *(Workload("code", prompt) for prompt in builtin.prompts())]
-    return found[: max(FEWEST_PROMPTS, *numbers)]
+    workloads = [*WORKLOADS, *(Workload("code", prompt) for prompt in builtin.prompts())]
+    return workloads[: max(FEWEST_PROMPTS, *numbers)]
 
 
 def check_numbers(numbers: Sequence[int], workloads: Sequence[Workload]) -> None:

@@ -62,11 +62,11 @@ def predict_texts(plan: Plan, draft: OpenedDraft, rates_of: RatesOf, numbers: It
 
 def _predict(plan: Plan, draft: OpenedDraft, rates_of: RatesOf, num_texts: int) -> TextsProspect:
     try:
-        found = plan if num_texts == plan.room.texts else plan.with_texts(num_texts)
+        with_texts = plan if num_texts == plan.room.texts else plan.with_texts(num_texts)
     except MemoryLimitError:
         return TextsProspect(num_texts)
-    guessing = draft.guessing(found.placement)
+    guessing = draft.guessing(with_texts.placement)
     greedy, sampled = (
-        predict_drafting(found, guessing, rates_of, greedy=greedy, num_texts=num_texts) for greedy in (True, False)
+        predict_drafting(with_texts, guessing, rates_of, greedy=greedy, num_texts=num_texts) for greedy in (True, False)
     )
-    return TextsProspect(num_texts, found, greedy, sampled)
+    return TextsProspect(num_texts, with_texts, greedy, sampled)

@@ -200,10 +200,10 @@ def verify(
         max_passes = random_passes if setting.draft == "random" else None
         num_tokens = num_passes = num_compared = 0
         for i, (prompt, p, wanted) in enumerate(zip(ids, params, plain[key], strict=True)):
-            found = _run(engines[setting.draft], prompt, p, setting.speculation(), max_passes)
-            num_tokens, num_passes = num_tokens + len(found.tokens), num_passes + found.num_passes
-            compared = wanted[: len(found.tokens)] if found.was_stopped else wanted
-            differences = list(first_difference(engine, setting, i, prompt, p, compared, found.tokens))
+            run = _run(engines[setting.draft], prompt, p, setting.speculation(), max_passes)
+            num_tokens, num_passes = num_tokens + len(run.tokens), num_passes + run.num_passes
+            compared = wanted[: len(run.tokens)] if run.was_stopped else wanted
+            differences = list(first_difference(engine, setting, i, prompt, p, compared, run.tokens))
             num_compared += differences[0].token_index + 1 if differences else len(compared)
             report.differences += differences
         report.num_tokens += num_tokens

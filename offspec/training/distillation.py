@@ -110,17 +110,17 @@ def distill_exits(
         modules = _modules(target, exit_layers, params)
         if teacher.close_before_training:
             target.weights.close()
-        found = list[Distilled]()
+        distilled = list[Distilled]()
         for number, module in zip(exit_layers, modules, strict=True):
-            own = folder if is_one else folder / f"exit-{number}"
-            own.mkdir(exist_ok=True)
-            trainer = Trainer(module, params, own)
+            exit_folder = folder if is_one else folder / f"exit-{number}"
+            exit_folder.mkdir(exist_ok=True)
+            trainer = Trainer(module, params, exit_folder)
             before, agreement = _trained(trainer, module, shards, progress, checkpoint_every_s)
             file = out or default_file(files, number)
             layer = {name: weight.detach().to(target.dtype).cpu() for name, weight in module.weights().items()}
             save(file, layer, files, number, init=params.init, steps=params.steps, agreement=round(agreement, 4))
-            found.append(Distilled(file, number, shards.num_tokens, params.steps, before, agreement))
-    return found
+            distilled.append(Distilled(file, number, shards.num_tokens, params.steps, before, agreement))
+    return distilled
 
 
 def _modules(target: Decoder, exit_layers: Sequence[int], params: DistillParams) -> list[ExitModule]:

@@ -79,9 +79,9 @@ class Untrained:
         path = locate(str(model), None, "draft")
         files = ModelFiles.open(path, "fp32", device.type, [])
         refuse_foreign(files.config, "distilling a draft")
-        own = files.checkpoint.tokenizer_path
-        if own is not None:
-            check_vocabularies(tokenizer, Tokenizer.load(own))
+        tokenizer_path = files.checkpoint.tokenizer_path
+        if tokenizer_path is not None:
+            check_vocabularies(tokenizer, Tokenizer.load(tokenizer_path))
         elif files.config.vocab_size < tokenizer.vocab_size:
             raise VocabularyMismatchError(
                 f"the draft {path} has {files.config.vocab_size} tokens and no tokenizer.json, the target has "
@@ -172,11 +172,11 @@ class _Schedule:
         """For each round: the step that ends it, and the shards by the draft so far, this round's included."""
         params, count = self._params, min(self._params.rounds, max(1, len(self.by_draft)))
         size = steps_per_shard(params)
-        found = list[tuple[int, range]]()
+        stages = list[tuple[int, range]]()
         for number in range(1, count + 1):
             until = params.steps if number == count else params.steps * number // count // size * size
-            found.append((until, self.by_draft[: len(self.by_draft) * number // count]))
-        return found
+            stages.append((until, self.by_draft[: len(self.by_draft) * number // count]))
+        return stages
 
 
 class DraftStudent(Student):
@@ -206,8 +206,8 @@ class DraftStudent(Student):
 
     def logits(self, tokens: Tensor) -> Tensor:
         """fp32 [B * T, vocab] of texts [B, T]."""
-        known = tokens.long().clamp(max=self.draft.config.vocab_size - 1)
-        states = hidden_states(self.decoder, known.flatten(), CausalTexts(self.device, *tokens.shape))
+        token_ids = tokens.long().clamp(max=self.draft.config.vocab_size - 1)
+        states = hidden_states(self.decoder, token_ids.flatten(), CausalTexts(self.device, *tokens.shape))
         return self.decoder.head(self.decoder.normed(states))
 
     @abstractmethod

@@ -28,7 +28,7 @@ def outcomes(logits: Tensor, labels: Tensor, log_probabilities: Tensor) -> tuple
     p = log_probabilities.float()
     if labels.shape[-1] == logits.shape[-1]:
         return p, q
-    return tuple(torch.cat((known, _rest(known)), dim=-1) for known in (p, q))  # type: ignore[return-value]
+    return tuple(torch.cat((probabilities, _rest(probabilities)), dim=-1) for probabilities in (p, q))  # type: ignore[return-value]
 
 
 def _rest(known: Tensor) -> Tensor:

@@ -64,7 +64,7 @@ def adapted_head_shapes(spec: HeadSpec, vocab_size: int) -> dict[str, tuple[int,
     }
 
 
-class Place(NamedTuple):
+class LearntToken(NamedTuple):
     """A token of a text, the target's state after it [S], and its likeliest next tokens [K]."""
 
     token: int
@@ -92,14 +92,14 @@ class HeadWindow(Window):
         """The places that the head predicts the target's own token after; it needs the state of the place before."""
         return np.arange(max(1, self.said_from), self.num_tokens) if self.num_places else np.empty(0, dtype=np.int64)
 
-    def add(self, place: Place) -> None:
+    def add(self, place: LearntToken) -> None:
         row = self.num_tokens
         self.hang(place.token, row - 1)
         self.tell(row, place.choices, place.logs)
         self.states[row].copy_(place.state)
 
-    def place(self, row: int) -> Place:
-        return Place(int(self.tokens[row]), self.states[row], self.choices[row], self.logs[row])
+    def place(self, row: int) -> LearntToken:
+        return LearntToken(int(self.tokens[row]), self.states[row], self.choices[row], self.logs[row])
 
 
 class HeadAligner(Aligner):
@@ -156,16 +156,16 @@ class HeadAligner(Aligner):
         new.said_from = max(shared, window.said_from - len(window.tokens) + shared)
         return new
 
-    def _places(self, done: TargetPass, num_before: int) -> list[Place]:
+    def _places(self, done: TargetPass, num_before: int) -> list[LearntToken]:
         """The last `num_before` places before the pass's root, the root, and the accepted nodes."""
         rows, states = [0, *(node + 1 for node in done.verdict.path)], done.states
         end = len(done.text) - 1
         tokens = [*done.text[end - num_before :], *done.verdict.tokens[: len(done.verdict.path)]]
-        found = target_states(states, self.head.target_layers, num_before, rows).cpu()
+        features = target_states(states, self.head.target_layers, num_before, rows).cpu()
         first = states.num_before - num_before
         logits = [*states.before(first, states.num_before)] if num_before else []
         logs, choices = self.likeliest([*logits, *(done.logits[row] for row in rows)])
-        return [Place(*each) for each in zip(tokens, found, choices, logs, strict=True)]
+        return [LearntToken(*each) for each in zip(tokens, features, choices, logs, strict=True)]
 
     def loss(self, batch: Sequence[Window], share: float = 1.0, *, said_alone: bool = False) -> float:
         """Mean cross entropy of the head with the target, minus the target's entropy, in nats per place.
@@ -187,16 +187,16 @@ class HeadAligner(Aligner):
 
     def _window_loss(self, head: Head, window: HeadWindow, said_alone: bool) -> Tensor:
         count, device = window.num_tokens, head.device
-        known = head.vocabulary.inputs(window.tokens[None, :count].astype(np.int64))
-        tokens = torch.from_numpy(known).to(device)
+        inputs = head.vocabulary.inputs(window.tokens[None, :count].astype(np.int64))
+        tokens = torch.from_numpy(inputs).to(device)
         features = head.fused(window.states[:count].to(device))[None]
         losses = list[Tensor]()
         for step, made in enumerate(unroll(head, features, tokens, 1 if said_alone else self._steps)):
             first = max(1 + step, window.said_from) if said_alone else 1 + step
             logs = torch.from_numpy(window.logs[first:count]).to(device, torch.float32)
-            said = {"labels": torch.from_numpy(window.choices[first:count]).to(device), "log_probabilities": logs}
+            wanted = {"labels": torch.from_numpy(window.choices[first:count]).to(device), "log_probabilities": logs}
             entropy = -(logs.exp() * logs).sum(-1).mean()
-            losses.append(cross_entropy(head, made.states[first - 1 - step :], said) - entropy)
+            losses.append(cross_entropy(head, made.states[first - 1 - step :], wanted) - entropy)
         return weighted(losses)
 
 
@@ -220,8 +220,10 @@ def learning_bytes(spec: HeadSpec, target: ModelConfig, itemsize: int) -> tuple[
     """Upper bounds of the bytes that learning needs beside the head, on its device and in RAM (the texts)."""
     params, hidden = HEAD_PARAMS, target.hidden_size
     shapes = adapted_head_shapes(spec, target.vocab_size).values()
-    own = sum(rows * columns * (itemsize + 8) + 16 * params.rank * (rows + columns) for rows, columns in shapes)
+    matrix_bytes = sum(
+        rows * columns * (itemsize + 8) + 16 * params.rank * (rows + columns) for rows, columns in shapes
+    )
     logits = (UNROLLED + 2) * params.window_tokens * spec.num_columns * 4
     inner = UNROLLED * params.window_tokens * 4 * (40 * hidden + params.window_tokens * target.num_heads)
     texts = NUM_WINDOWS * params.window_tokens * (states_width(spec, hidden) * itemsize + params.top_k * 6 + 12)
-    return own + logits + inner, texts
+    return matrix_bytes + logits + inner, texts

@@ -55,9 +55,9 @@ class Beginning:
 
     def with_tokens(self, columns: Tensor) -> Beginning:
         """An EAGLE head that predicts only the target's tokens `columns`, ascending."""
-        head, known = self.tensors[OWN_HEAD], torch.zeros(len(self.tensors[OWN_HEAD]), dtype=torch.bool)
-        known[columns] = True
-        tables = {TO_TARGET: columns - torch.arange(len(columns)), OF_TARGET: known}
+        head, is_in_table = self.tensors[OWN_HEAD], torch.zeros(len(self.tensors[OWN_HEAD]), dtype=torch.bool)
+        is_in_table[columns] = True
+        tables = {TO_TARGET: columns - torch.arange(len(columns)), OF_TARGET: is_in_table}
         tensors = {**self.tensors, OWN_HEAD: head[columns].clone(), **tables}
         return replace(self, config={**self.config, "draft_vocab_size": len(columns)}, tensors=tensors)
 
@@ -87,8 +87,8 @@ def eagle3(target: Decoder, seed: int, depth: int = 1) -> Beginning:
         small = 0.02 * torch.randn(matrix.shape, generator=generator)
         tensors[f"{LAYERS}0.self_attn.{name}_proj.weight"] = torch.cat((small, matrix), dim=1)
     for index, layer in enumerate(layers[1:], 1):
-        own = (*copied, "input_layernorm.weight", *(f"self_attn.{name}_proj.weight" for name in "qkv"))
-        tensors |= {f"{LAYERS}{index}.{name}": layer[name] for name in own}
+        own_names = (*copied, "input_layernorm.weight", *(f"self_attn.{name}_proj.weight" for name in "qkv"))
+        tensors |= {f"{LAYERS}{index}.{name}": layer[name] for name in own_names}
     taps, unseen = tapped_layers({}, c.num_layers), torch.zeros(c.hidden_size, c.hidden_size)
     tensors[FC] = torch.cat([unseen] * (len(taps) - 1) + [torch.eye(c.hidden_size)], 1)
     tensors[OWN_HEAD] = own_head(target)
@@ -100,8 +100,8 @@ def need_llamas_layout(kind: str, target: ModelConfig) -> None:
     """Raises UsageError for a target whose layers an EAGLE head cannot begin as."""
     mlp = target.mlp
     if target.has_fused_qkv or mlp.gate is None or mlp.is_fused or target.norm != "rms":
-        said = f"an {kind} head needs a target of Llama's layout, not {target.model_type}"
-        raise UsageError(f"{said}; {ANOTHER_HEAD}")
+        description = f"an {kind} head needs a target of Llama's layout, not {target.model_type}"
+        raise UsageError(f"{description}; {ANOTHER_HEAD}")
 
 
 def eagle_config(target: Decoder, depth: int) -> dict[str, object]:

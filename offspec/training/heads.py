@@ -98,11 +98,11 @@ def distill_head(
 
 def frequent_tokens(shards: Shards, count: int, vocab_size: int) -> Tensor:
     """The `count` tokens that the target gives the most probability in these texts, ascending; at most all."""
-    found = torch.zeros(vocab_size, dtype=torch.double)
+    frequencies = torch.zeros(vocab_size, dtype=torch.double)
     for index in range(max(1, len(shards) - 1)):
         shard = shards.load(index)
-        found.index_add_(0, shard["labels"].long().flatten(), shard["log_probabilities"].double().exp().flatten())
-    return found.topk(min(count, vocab_size)).indices.sort().values
+        frequencies.index_add_(0, shard["labels"].long().flatten(), shard["log_probabilities"].double().exp().flatten())
+    return frequencies.topk(min(count, vocab_size)).indices.sort().values
 
 
 class HeadStudent(Student):
@@ -132,7 +132,9 @@ class HeadStudent(Student):
             assert layout is not None
             shapes = {name: tuple(tensor.shape) for name, tensor in named.items()}
             spec = layout.spec(self._beginning.config, shapes, self._target.config)
-            owned = {own: tensor for name, tensor in named.items() if (own := layout.name_of(name)) is not None}
+            owned = {
+                own_name: tensor for name, tensor in named.items() if (own_name := layout.name_of(name)) is not None
+            }
             self._head = spec.make(owned, self._target, torch.float32)
         return self._head
 
@@ -145,7 +147,7 @@ class HeadStudent(Student):
             return self._loss(batch)
 
     def _loss(self, batch: Shard) -> Tensor:
-        return weighted([self._step_loss(made, said) for made, said in self.unrolled(batch)])
+        return weighted([self._step_loss(made, wanted) for made, wanted in self.unrolled(batch)])
 
     def _step_loss(self, made: Advanced, said: Shard) -> Tensor:
         loss, more_loss = cross_entropy(self.head, made.states, said), self._beginning.more_loss
@@ -162,9 +164,9 @@ class HeadStudent(Student):
     def _hits(self, batch: Shard) -> Iterator[Tensor]:
         """[B, n] for each step: 1 where the likeliest token is the target's."""
         head, size = self.head, self._target.config.vocab_size
-        for made, said in self.unrolled(batch):
-            found = head.vocabulary.over_target(head.head(made.states), size).argmax(-1)
-            yield (found == said["labels"][:, 0]).float().view(len(batch["tokens"]), -1)
+        for made, wanted in self.unrolled(batch):
+            likeliest = head.vocabulary.over_target(head.head(made.states), size).argmax(-1)
+            yield (likeliest == wanted["labels"][:, 0]).float().view(len(batch["tokens"]), -1)
 
     def unrolled(self, batch: Shard) -> Iterator[tuple[Advanced, Shard]]:
         """For each step: the head's rows [B * n, ...], and what the target says there [B * n, K].
@@ -176,9 +178,9 @@ class HeadStudent(Student):
             states = self._target.normed(states)
         tokens, head = batch["tokens"].long(), self.head
         features = head.fused(states.flatten(0, 1)).view(*tokens.shape, -1)
-        said = {"states": states, **{name: batch[name] for name in ("labels", "log_probabilities")}}
-        for step, found in enumerate(unroll(head, features, tokens, self._beginning.steps)):
-            yield found, {name: tensor[:, 1 + step :].flatten(0, 1) for name, tensor in said.items()}
+        per_position = {"states": states, **{name: batch[name] for name in ("labels", "log_probabilities")}}
+        for step, made in enumerate(unroll(head, features, tokens, self._beginning.steps)):
+            yield made, {name: tensor[:, 1 + step :].flatten(0, 1) for name, tensor in per_position.items()}
 
 
 def multiplies_bf16(device: torch.device) -> bool:

@@ -45,9 +45,9 @@ PARTS = ("weight", A, B)
 def adapted_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
     """Full name → [N, K] of the matrices with additions: all projections, and the head (if tied, the embedding)."""
     layers = range(config.num_layers)
-    found = {in_layer(i, f"{name}.weight"): shape for i in layers for name, shape in matrix_shapes(config, i).items()}
-    found[config.head_name] = (config.vocab_size, config.hidden_size)
-    return found
+    shapes = {in_layer(i, f"{name}.weight"): shape for i in layers for name, shape in matrix_shapes(config, i).items()}
+    shapes[config.head_name] = (config.vocab_size, config.hidden_size)
+    return shapes
 
 
 def adapter_bytes(config: ModelConfig, rank: int, itemsize: int) -> int:
@@ -148,17 +148,17 @@ class Adapter:
             raise UsageError(
                 f"{path} was learnt for another draft; choose that draft (`draft=PATH`) or another file (`learn_file`)"
             )
-        found = {}
+        adapters = {}
         for name, (rows, columns) in self._shapes.items():
             stem = name.removesuffix("weight")
             a, b = saved.tensors.get(f"{stem}{A}"), saved.tensors.get(f"{stem}{B}")
             fits = a is not None and b is not None and a.dim() == b.dim() == 2
             if not fits or (a.shape[1], *b.shape) != (columns, rows, a.shape[0]):  # type: ignore[union-attr]
                 raise UsageError(f"{path} is damaged: its matrices for {name} have wrong shapes; delete it")
-            found[name] = (a, b)
+            adapters[name] = (a, b)
         if not all(bool(tensor.isfinite().all()) for tensor in saved.tensors.values()):
             raise UsageError(f"{path} is damaged: it contains numbers that are not finite; delete it")
-        for name, (a, b) in found.items():
+        for name, (a, b) in adapters.items():
             self._put(name, a, b)  # type: ignore[arg-type]
         self.merge()
 
@@ -207,11 +207,11 @@ class SavedAdapter:
 
 def weights_of(decoder: Decoder) -> dict[str, Weight]:
     """All weights of a resident decoder by their full names."""
-    weights, found = decoder.weights, dict[str, Weight]()
+    weights, named = decoder.weights, dict[str, Weight]()
     for index in range(decoder.config.num_layers):
         with weights.layer(index) as layer:
-            found |= {in_layer(index, name): weight for name, weight in layer.items()}
-    return found | {name: weights.shared(name) for name in decoder.config.shared_shapes()}
+            named |= {in_layer(index, name): weight for name, weight in layer.items()}
+    return named | {name: weights.shared(name) for name in decoder.config.shared_shapes()}
 
 
 # ------------------------------------------------------------------------------------------------ differentiable

@@ -40,8 +40,8 @@ def new_config(target: ModelFiles, hidden: int, layers: int) -> dict[str, Any]:
         raise UsageError(
             f"a hidden size of {hidden} cannot be divided into heads; choose a multiple of 16 (`new_draft`)"
         )
-    said, heads = target.checkpoint.config, hidden // sizes[0]
-    ends = {key: said[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in said}
+    config, heads = target.checkpoint.config, hidden // sizes[0]
+    ends = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in config}
     return ends | {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -66,8 +66,8 @@ def new_draft(files: ModelFiles, target: Decoder, hidden: int, layers: int, *, s
 
     Raises UsageError for shapes that are none, MemoryLimitError for a draft that is too large to be trained here.
     """
-    said = new_config(files, hidden, layers)
-    config = read_config(said)
+    config_json = new_config(files, hidden, layers)
+    config = read_config(config_json)
     _check_memory(config, target.device)
     generator = torch.Generator().manual_seed(seed)
     tensors = dict[str, Tensor]()
@@ -82,7 +82,7 @@ def new_draft(files: ModelFiles, target: Decoder, hidden: int, layers: int, *, s
     tensors[EMBEDDING] = components(target, hidden)
     placed = {name: tensor.to(target.device) for name, tensor in tensors.items()}
     name = f"new {hidden},{layers} {seed}"
-    return Untrained(name, config, placed, NewCheckpoint(said, files.checkpoint, torch.bfloat16))
+    return Untrained(name, config, placed, NewCheckpoint(config_json, files.checkpoint, torch.bfloat16))
 
 
 def _check_memory(config: ModelConfig, device: torch.device) -> None:
@@ -112,8 +112,8 @@ def components(target: Decoder, count: int) -> Tensor:
     _, directions = torch.linalg.eigh((rows.T @ rows).double())  # ascending
     chosen = directions[:, -count:].flip(-1).float()
     signs = chosen.gather(0, chosen.abs().argmax(0, keepdim=True)).sign()  # eigenvectors have no sign of their own
-    found: Tensor = rows @ (chosen * signs)
-    return found * (DEVIATION / found.std())
+    projected: Tensor = rows @ (chosen * signs)
+    return projected * (DEVIATION / projected.std())
 
 
 def _rows(target: Decoder, first: int, last: int) -> Tensor:

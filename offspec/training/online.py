@@ -184,8 +184,8 @@ class Listener:
         guesses = best_beside(tree, path, aligner.params.most_guesses)
         logs, choices = aligner.likeliest([logits[row] for row in (0, *(node + 1 for node in (*path, *guesses)))])
         reach = reached(tree, path, guesses, choices, logs)
-        said = [(place, node) for place, node in enumerate(guesses, 1 + len(path)) if reach[node] > 0]
-        if self._window.num_places and self._window.room < len(verdict.tokens) + len(said):
+        places = [(place, node) for place, node in enumerate(guesses, 1 + len(path)) if reach[node] > 0]
+        if self._window.num_places and self._window.room < len(verdict.tokens) + len(places):
             self._go_on()
         row_of = {ROOT: self._window.last}
         for place, token in enumerate(aligner.vocabulary.text(verdict.tokens)):
@@ -198,13 +198,13 @@ class Listener:
             if place < len(path):
                 row_of[path[place]] = window.last
         guessed = aligner.vocabulary.inputs(tree.tokens)
-        for place, node in said:
+        for place, node in places:
             parent = row_of.get(int(tree.parents[node]))
             if parent is None or not window.room:  # the pass does not fit one window
                 continue
             row_of[node] = window.hang(int(guessed[node]), parent)
             window.tell(row_of[node], choices[place], logs[place], reach[node] ** aligner.params.reach_power)
-        aligner.count(len(verdict.tokens) + len(said))
+        aligner.count(len(verdict.tokens) + len(places))
 
     def _go_on(self) -> None:
         """Continue the text in a new window."""
@@ -230,14 +230,14 @@ def reached(
     (ascending). A token outside the choices has probability 0, and so have the descendants of missing nodes.
     """
     place_of = {node: place for place, node in enumerate((ROOT, *path, *guesses))}
-    found = dict.fromkeys((ROOT, *path), 1.0)
+    reach = dict.fromkeys((ROOT, *path), 1.0)
     for node in guesses:
-        parent, found[node] = int(tree.parents[node]), 0.0
-        if found.get(parent):
+        parent, reach[node] = int(tree.parents[node]), 0.0
+        if reach.get(parent):
             place = place_of[parent]
             log = logs[place, choices[place] == tree.tokens[node]].astype(np.float64)
-            found[node] = found[parent] * float(np.exp(log).sum())
-    return found
+            reach[node] = reach[parent] * float(np.exp(log).sum())
+    return reach
 
 
 class Aligner:
@@ -356,11 +356,11 @@ class Aligner:
         if not fresh:
             return {}
         with torch.no_grad():
-            found = {share: self.loss(fresh, share, said_alone=True) for share in SHARES}
+            losses = {share: self.loss(fresh, share, said_alone=True) for share in SHARES}
         num_places = sum(len(window.said()) for window in fresh)
-        for share, loss in found.items():
+        for share, loss in losses.items():
             self._worth[share] = 0.5 ** (num_places / MEMORY_PLACES) * self._worth[share] + num_places * loss
-        return found
+        return losses
 
     def _batch(self) -> list[Window]:
         """The windows of the next step; none if all positions were trained on often enough."""

@@ -41,19 +41,19 @@ def _open(work: Path, wanted: str, *, resume: bool) -> None:
     settings = work / "settings.json"
     try:
         shutil.rmtree(_deleted(work), ignore_errors=True)  # left by a run that was stopped while deleting
-        found = settings.read_text(encoding="utf-8", errors="replace") if settings.is_file() else None
-        if resume and found is None:
+        stored = settings.read_text(encoding="utf-8", errors="replace") if settings.is_file() else None
+        if resume and stored is None:
             raise UsageError(f"there is nothing to resume at {work}; omit `resume`")
-        if not resume and found is not None:
+        if not resume and stored is not None:
             raise UsageError(f"{work} contains an interrupted run; continue it (`resume`), or delete the folder")
-        if found is not None and found != wanted:
+        if stored is not None and stored != wanted:
             raise UsageError(f"{work} contains a run with other settings; use the same settings, or delete the folder")
         work.mkdir(parents=True, exist_ok=True)
-        if found is None and any(part.name.startswith(("shard-", "step-")) for part in work.iterdir()):
+        if stored is None and any(part.name.startswith(("shard-", "step-")) for part in work.iterdir()):
             raise UsageError(f"{work} contains parts of a run, but not its settings; delete the folder")
     except OSError as exc:
         raise _cannot_write(work, exc) from exc
-    if found is None:
+    if stored is None:
         write_atomically(settings, wanted.encode())
 
 

@@ -59,12 +59,12 @@ class Specialists:
     @torch.inference_mode()
     def loss(draft: Decoder, tokens: Tensor) -> float:
         """Mean next-token loss in nats on tokens [T]."""
-        known = tokens.clamp(max=draft.config.vocab_size - 1)
-        states = draft.normed(hidden_states(draft, known, CausalTexts(draft.device, 1, len(known))))[:-1]
+        token_ids = tokens.clamp(max=draft.config.vocab_size - 1)
+        states = draft.normed(hidden_states(draft, token_ids, CausalTexts(draft.device, 1, len(token_ids))))[:-1]
         total = 0.0
         for first in range(0, len(states), HEAD_ROWS):
             rows = slice(first, first + HEAD_ROWS)
-            total += float(F.cross_entropy(draft.head(states[rows]), known[1:][rows], reduction="sum"))
+            total += float(F.cross_entropy(draft.head(states[rows]), token_ids[1:][rows], reduction="sum"))
         return total / len(states)
 
     def _use(self, candidate: _Candidate) -> None:

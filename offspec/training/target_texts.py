@@ -115,12 +115,12 @@ class Shards:
         """
         indices = range(len(self)) if indices is None else indices
         is_given = self._begun.shape[-1] == self._params.text_tokens
-        what = "texts read" if is_given else "texts written" if writer is None else "texts written by the draft"
+        description = "texts read" if is_given else "texts written" if writer is None else "texts written by the draft"
         for number, index in enumerate(indices):
-            progress(what, number, len(indices))
+            progress(description, number, len(indices))
             if not self._file(index).is_file():
                 self._save(index, self._read(index, writer))
-        progress(what, len(indices), len(indices))
+        progress(description, len(indices), len(indices))
         return len(self)
 
     def _read(self, index: int, writer: Decoder | None) -> Shard:
@@ -163,8 +163,8 @@ class Shards:
 
 def _joined(parts: Iterable[Shard]) -> Shard:
     """Consecutive parts [B, T, ...] of the same texts as one."""
-    found = list(parts)
-    return {name: torch.cat([part[name] for part in found], dim=1) for name in found[0]}
+    shards = list(parts)
+    return {name: torch.cat([part[name] for part in shards], dim=1) for name in shards[0]}
 
 
 def text_pieces(files: Sequence[Path], tokenizer: Tokenizer, length: int) -> IntArray:
@@ -196,11 +196,11 @@ def first_token(tokenizer: Tokenizer) -> int:
     """The token before a text: BOS, or EOS of the previous text."""
     if tokenizer.bos_id is not None:
         return tokenizer.bos_id
-    if not (known := [token_id for token_id in tokenizer.eos_ids if token_id < tokenizer.vocab_size]):
+    if not (eos_ids := [token_id for token_id in tokenizer.eos_ids if token_id < tokenizer.vocab_size]):
         raise UsageError(
             "the model has neither a token that begins texts (BOS) nor one that ends them (EOS); give texts (`texts`)"
         )
-    return min(known)
+    return min(eos_ids)
 
 
 class Forest:
@@ -238,6 +238,6 @@ class Forest:
 
     def _best(self, hidden: Tensor, num_labels: int, num_known: int | None) -> tuple[Tensor, Tensor]:
         logits = self._decoder.logits(hidden)
-        known = logits[:, :num_known]
-        best, labels = known.topk(min(num_labels, known.shape[-1]))
+        known_logits = logits[:, :num_known]
+        best, labels = known_logits.topk(min(num_labels, known_logits.shape[-1]))
         return best - logits.logsumexp(-1, keepdim=True), labels

@@ -36,9 +36,9 @@ def unroll(head: Head, features: Tensor, tokens: Tensor, steps: int) -> Iterator
         count = length - 1 - step
         rows.begin(count)
         some = tokens[:, 1 + step :].cpu().numpy().reshape(-1)
-        found = head.advance(Inputs(features[:, :count].flatten(0, 1), some, np.full(len(some), step)), rows)
-        features = found.features.view(num_texts, count, -1)
-        yield found
+        made = head.advance(Inputs(features[:, :count].flatten(0, 1), some, np.full(len(some), step)), rows)
+        features = made.features.view(num_texts, count, -1)
+        yield made
 
 
 def cross_entropy(head: Head, states: Tensor, said: Shard) -> Tensor:
@@ -69,8 +69,8 @@ class SoftCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         logits, whole, columns, wanted = ctx.saved_tensors
-        found = (logits - whole).exp_().mul_(wanted.sum(-1, keepdim=True))
-        return found.scatter_add_(1, columns, -wanted).mul_(gradient), None, None
+        gradients = (logits - whole).exp_().mul_(wanted.sum(-1, keepdim=True))
+        return gradients.scatter_add_(1, columns, -wanted).mul_(gradient), None, None
 
 
 class UnrolledRows:

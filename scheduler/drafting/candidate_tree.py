@@ -56,8 +56,8 @@ class ChildScores:
         possible = np.isfinite(self.values[row])
         if not possible.any():
             return np.zeros(len(GRID))
-        found = np.flatnonzero((self.tokens[row] == token) & possible)
-        value = float(self.values[row, found[0]] if len(found) else self.values[row, possible].min())
+        matches = np.flatnonzero((self.tokens[row] == token) & possible)
+        value = float(self.values[row, matches[0]] if len(matches) else self.values[row, possible].min())
         log_probabilities: FloatArray = value / GRID - self.normalisers[row]
         return log_probabilities
 
@@ -145,18 +145,18 @@ class CandidateTree:
         """Extend `nodes` by `count` and return the new ones, uninitialised."""
         size = len(self.nodes)
         if size + count > len(self._room):
-            room = np.empty(max(size + count, 2 * len(self._room)), dtype=NODE)
-            room[:size] = self.nodes
-            self._room = room
+            larger = np.empty(max(size + count, 2 * len(self._room)), dtype=NODE)
+            larger[:size] = self.nodes
+            self._room = larger
         self.nodes = self._room[: size + count]
         return self.nodes[size:]
 
     def _of(self, name: str, nodes: IntArray, root: float) -> np.ndarray:
         """A field of these nodes; `root` is the value for ROOT."""
-        found = np.full(len(nodes), root, dtype=NODE[name])
+        values = np.full(len(nodes), root, dtype=NODE[name])
         inner = np.flatnonzero(nodes != ROOT)
-        found[inner] = self.nodes[name][nodes[inner]]
-        return found
+        values[inner] = self.nodes[name][nodes[inner]]
+        return values
 
     def depths(self, nodes: IntArray) -> IntArray:
         """Depths of these nodes; ROOT's is 0."""
@@ -175,11 +175,11 @@ class CandidateTree:
 
     def add_guesses(self, tree: TokenTree, index: int, guesser: int = 0) -> None:
         """Add a guesser's tree below the same root; an existing node keeps the better score. guesser: its number."""
-        found = self._placed(tree, guesser)
-        is_there = found != BELOW_FINAL
-        found, scores = found[is_there], tree.scores[is_there]
-        self.nodes["guesser"][found[scores > self.nodes["claim"][found]]] = guesser
-        np.maximum.at(self.nodes["claim"], found, scores)
+        places = self._placed(tree, guesser)
+        is_there = places != BELOW_FINAL
+        places, scores = places[is_there], tree.scores[is_there]
+        self.nodes["guesser"][places[scores > self.nodes["claim"][places]]] = guesser
+        np.maximum.at(self.nodes["claim"], places, scores)
         self._find_guessed()
         self.rescore(index)
 
@@ -191,26 +191,26 @@ class CandidateTree:
         """
         self._follows = True
         tree = other.tree(nodes)
-        found = self._placed(tree, 0)
-        is_there = found != BELOW_FINAL
-        expanded = found[is_there & (other.nodes["row"][nodes] >= 0)]
+        places = self._placed(tree, 0)
+        is_there = places != BELOW_FINAL
+        expanded = places[is_there & (other.nodes["row"][nodes] >= 0)]
         if other.is_rooted:
             expanded = np.append(expanded, ROOT)
         self.nodes["fixed"] = np.where(np.isin(self.nodes["parent"], expanded), -np.inf, np.nan)
-        self.nodes["fixed"][found[is_there]] = tree.scores[is_there]
+        self.nodes["fixed"][places[is_there]] = tree.scores[is_there]
         self._find_guessed()
         self.rescore(index)
 
     def is_fixed(self, nodes: IntArray) -> BoolArray:
         """Which of these nodes have another model's score."""
-        found: BoolArray = ~np.isnan(self.nodes["fixed"][nodes])
-        return found
+        fixed: BoolArray = ~np.isnan(self.nodes["fixed"][nodes])
+        return fixed
 
     def _placed(self, tree: TokenTree, guesser: int) -> IntArray:
         """The candidate of each node of a tree below the same root, a new one if needed, or BELOW_FINAL."""
         alike = np.flatnonzero(np.isin(self.nodes["token"], tree.tokens))
         pairs = zip(self.nodes["parent"][alike].tolist(), self.nodes["token"][alike].tolist(), strict=True)
-        known, size, new = dict(zip(pairs, alike.tolist(), strict=True)), len(self.nodes), list[tuple[float, ...]]()
+        place_of, size, new = dict(zip(pairs, alike.tolist(), strict=True)), len(self.nodes), list[tuple[float, ...]]()
         places, final = (
             [BELOW_FINAL] * len(tree) + [ROOT],
             set(self._final.tolist()),
@@ -220,8 +220,8 @@ class CandidateTree:
             above = places[parent]
             if above == BELOW_FINAL or (parent != ROOT and tokens[parent] in final):
                 continue
-            if (place := known.get((above, token))) is None:
-                place = known[above, token] = size + len(new)
+            if (place := place_of.get((above, token))) is None:
+                place = place_of[above, token] = size + len(new)
                 new.append((token, above, tree.depths[i], -1, -np.inf, -np.inf, tree.scores[i], False, guesser, np.nan))
             places[i] = place
         self._more(len(new))[:] = np.array(new, dtype=NODE)
@@ -337,31 +337,31 @@ class CandidateTree:
 
     def best(self, count: int, max_depth: int) -> IntArray:
         """The best `count` candidates at most `max_depth` deep, best first: a tree, parents before children."""
-        asked = count, max_depth
-        least = self._threshold[1] if self._threshold[0] == asked else -np.inf
+        limits = count, max_depth
+        least = self._threshold[1] if self._threshold[0] == limits else -np.inf
         near = np.flatnonzero(self.nodes["score"] >= least)
         near = near[(self.nodes["depth"][near] <= max_depth) & (self.nodes["score"][near] > -np.inf)]
         scores = self.nodes["score"][near]
         if count < len(near):
             least = -np.partition(-scores, count - 1)[count - 1]
-            near, scores, self._threshold = near[scores >= least], scores[scores >= least], (asked, least)
+            near, scores, self._threshold = near[scores >= least], scores[scores >= least], (limits, least)
         return near[np.argsort(-scores, kind="stable")][:count]
 
     def probabilities(self, nodes: IntArray, trust: float) -> FloatArray:
         """Acceptance probabilities of these nodes: `trust` times the model's probability, or a guesser's claim."""
         is_trusted = self.is_claimed(nodes) | self.is_certain(nodes)
-        found: FloatArray = np.where(is_trusted, 1.0, trust) * np.exp(self.nodes["score"][nodes])
-        return found
+        values: FloatArray = np.where(is_trusted, 1.0, trust) * np.exp(self.nodes["score"][nodes])
+        return values
 
     def is_claimed(self, nodes: IntArray) -> BoolArray:
         """Which of these nodes have a guesser's score."""
-        found: BoolArray = self.nodes["score"][nodes] <= self.nodes["claim"][nodes]
-        return found
+        claimed: BoolArray = self.nodes["score"][nodes] <= self.nodes["claim"][nodes]
+        return claimed
 
     def is_certain(self, nodes: IntArray) -> BoolArray:
         """Which of these nodes are forced, as are all nodes above them."""
-        found: BoolArray = self.nodes["forced"][nodes] & (self.nodes["score"][nodes] == 0)
-        return found
+        certain: BoolArray = self.nodes["forced"][nodes] & (self.nodes["score"][nodes] == 0)
+        return certain
 
     def rows(self, path: IntArray) -> list[int]:
         """The rows of the expanded ones among these nodes."""
@@ -381,8 +381,8 @@ class CandidateTree:
 
     def child(self, node: int, token: int) -> int | None:
         """The candidate `token` below `node` (or ROOT), or None."""
-        found = np.flatnonzero((self.nodes["parent"] == node) & (self.nodes["token"] == token))
-        return int(found[0]) if len(found) else None
+        matches = np.flatnonzero((self.nodes["parent"] == node) & (self.nodes["token"] == token))
+        return int(matches[0]) if len(matches) else None
 
     def path_tokens(self, nodes: IntArray) -> list[list[int]]:
         """For each node, the tokens from the root's child down to it."""
@@ -393,8 +393,8 @@ class CandidateTree:
         parents = self.nodes["parent"]
         is_on_path = np.zeros(len(self.nodes) + 1, dtype=np.bool_)  # the last entry is for ROOT
         is_on_path[parents] = is_on_path[nodes] = True
-        found: IntArray = self.nodes["token"][is_on_path[:-1]]
-        return found
+        tokens: IntArray = self.nodes["token"][is_on_path[:-1]]
+        return tokens
 
     def _path(self, node: int) -> list[int]:
         tokens: list[int] = []

@@ -3,7 +3,10 @@
 The score of a child x estimates the probability that the *target* chooses x. The target chooses argmax(log p + G), and
 the noise G is known in advance. So the draft computes v(x) = log q(x) + G(seed, position, x) and estimates the
 log-probability as log softmax(v / s). The sharpness s measures how far the two models' log-probabilities typically
-differ (`calibration.Sharpness`). Without noise and with s = 1, this is SpecExec's cumulative probability (2406.02532).
+differ (`calibration.Sharpness`).
+
+SpecExec's scoring (2406.02532) is log q(x) of the draft alone: without noise and sharpness and, as in its authors'
+code, without the request's temperature, top-k, top-p and min-p.
 """
 
 from __future__ import annotations
@@ -29,10 +32,13 @@ class ChildScorer:
     """Scores the likeliest children of nodes by a draft's logits, for one request."""
 
     def __init__(self, vocabulary: Vocabulary, sampler: Sampler, num_children: int, *, coupled: bool) -> None:
-        """vocabulary: the draft's. num_children: kept per node. coupled: the draft uses the target's noise."""
+        """vocabulary: the draft's. num_children: kept per node.
+
+        coupled: score by the request's settings and the target's noise; otherwise as SpecExec does.
+        """
         self._vocabulary, self._sampler = vocabulary, sampler
         self._num_children = min(num_children, vocabulary.num_known(sampler.vocab_size))
-        self._has_noise = coupled and not sampler.is_greedy
+        self._is_coupled, self._has_noise = coupled, coupled and not sampler.is_greedy
 
     def score(self, logits: Tensor, paths: Sequence[Sequence[int]], positions: IntArray) -> ChildScores:
         """The best children for each of R rows of draft logits [R, C].
@@ -40,7 +46,8 @@ class ChildScorer:
         paths: for each row, the tokens between the text and the children. positions [R]: the children's positions.
         Raises NumericalError if logits are not finite.
         """
-        values = self._sampler.process(self._vocabulary.over_target(logits, self._sampler.vocab_size), paths)
+        adjusted = self._sampler.process if self._is_coupled else self._sampler.penalised
+        values = adjusted(self._vocabulary.over_target(logits, self._sampler.vocab_size), paths)
         if self._has_noise:
             values = values + self._sampler.noise_rows(positions.tolist())[:, : values.shape[1]]
         best, tokens = values.topk(self._num_children, dim=-1)
@@ -50,9 +57,9 @@ class ChildScorer:
         normalisers = _log_normalisers(parts[:, 2 * count :])
         if not np.isfinite(normalisers).all():
             raise draft_not_finite()
-        found, best_values = parts[:, :count].astype(np.int64), parts[:, count : 2 * count]
+        best_tokens, best_values = parts[:, :count].astype(np.int64), parts[:, count : 2 * count]
         return ChildScores(
-            found, np.where(self._sampler.are_allowed(found, paths), best_values, -math.inf), normalisers
+            best_tokens, np.where(self._sampler.are_allowed(best_tokens, paths), best_values, -math.inf), normalisers
         )
 
 

@@ -71,10 +71,10 @@ class DraftRounds:
 
     def best(self, count: int) -> IntArray:
         """The best `count` candidates, best first, with what the constraint forces below the likeliest of them."""
-        found = self.tree.best(count, self.max_depth)
-        if self._add_forced(found[:MAX_FORCED]):
-            found = self.tree.best(count, self.max_depth)
-        return found
+        nodes = self.tree.best(count, self.max_depth)
+        if self._add_forced(nodes[:MAX_FORCED]):
+            nodes = self.tree.best(count, self.max_depth)
+        return nodes
 
     def open_among(self, nodes: IntArray) -> IntArray:
         """Those of `nodes` that the draft can expand, in the same order."""
@@ -196,8 +196,8 @@ class DraftRounds:
         rows = tree.rows(path)
         if reuse and len(rows) == len(path):
             last = tree.child(int(path[-1]) if len(path) else ROOT, tokens[-1])
-            if last is not None and (known := tree.nodes[last])["row"] >= 0 and known["score"] > -np.inf:
-                rows.append(int(known["row"]))
+            if last is not None and (node := tree.nodes[last])["row"] >= 0 and node["score"] > -np.inf:
+                rows.append(int(node["row"]))
                 self._model.keep(rows, tree.reroot(last).tolist())
                 return
         self._model.keep(rows)

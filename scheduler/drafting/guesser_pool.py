@@ -125,9 +125,9 @@ class GuesserPool:
         nodes = tree.nodes[disputed]
         right = np.array([chosen[place] for place in nodes["parent"].tolist()], dtype=np.int64) == nodes["token"]
         for number in np.unique(nodes["guesser"]).tolist():
-            own = nodes["guesser"] == number
-            predicted = float(np.exp(np.minimum(claims[own] - self._log_trust(number), 0.0)).sum())
-            self._trusts[number].observe(predicted, int(right[own].sum()))
+            is_guessed = nodes["guesser"] == number
+            predicted = float(np.exp(np.minimum(claims[is_guessed] - self._log_trust(number), 0.0)).sum())
+            self._trusts[number].observe(predicted, int(right[is_guessed].sum()))
 
     def observe(self, done: TargetPass) -> None:
         """Call `Guesser.observe` of all guessers."""

@@ -100,9 +100,9 @@ class LayeredDraft:
             raise draft_not_finite()
         proposed = tokens.cpu().numpy()
         gains = np.where(self.sampler.are_allowed(proposed, self._paths), gains, -np.inf)
-        found = LayerCandidates(np.where(np.isfinite(gains), proposed, -1), np.minimum(gains, 0.0), first_row)
-        self.layers.append(found)
-        return found
+        layer = LayerCandidates(np.where(np.isfinite(gains), proposed, -1), np.minimum(gains, 0.0), first_row)
+        self.layers.append(layer)
+        return layer
 
     def log_probabilities(self, row: int) -> Tensor:
         """log q [V] after the node of this row, without noise; ROOT's row is the root's."""
@@ -112,10 +112,10 @@ class LayeredDraft:
     def ranks(self, rows: Sequence[int], tokens: Sequence[int]) -> list[int | None]:
         """For the root and then each of `rows`, the rank of the token that followed."""
         candidates = np.concatenate([layer.tokens for layer in self.layers])
-        found = (
+        matches = (
             np.flatnonzero(candidates[row + 1] == token) for row, token in zip((ROOT, *rows), tokens, strict=False)
         )
-        return [int(rank[0]) if len(rank) else None for rank in found]
+        return [int(rank[0]) if len(rank) else None for rank in matches]
 
 
 def subtree(kept: IntArray, tokens: IntArray, parents: IntArray, depths: IntArray, scores: FloatArray) -> TokenTree:

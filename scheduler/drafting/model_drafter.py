@@ -67,9 +67,9 @@ class ModelDrafter(ExactDrafter):
         self._rounds = DraftRounds(model, request, scorer, self._calibration, corrector)
         self._guessers = GuesserPool(guessers, request.sampler, self._calibration, clock)
         controller = controller or controller_for(params, learnt.costs)
-        known = self._calibration
-        retry, switch = (known.retry, known.switch) if params.budget is None else (None, None)
-        self._pricing = PassPricing(controller, learnt.costs, known, clock, retry, switch, request.shared)
+        calibration = self._calibration
+        retry, switch = (calibration.retry, calibration.switch) if params.budget is None else (None, None)
+        self._pricing = PassPricing(controller, learnt.costs, calibration, clock, retry, switch, request.shared)
         self._draft_costs = learnt.costs.draft
         self._overlap = Overlap(allowed=params.overlap and params.reuse, switch=learnt.overlap_switch)
         self._text: Sequence[int] = ()
@@ -202,8 +202,8 @@ class ModelDrafter(ExactDrafter):
             return None
         if has_smaller:
             self._look_ahead(rounds.best(limit))
-        found = rounds.open_among(rounds.best(limit))
-        return found[:ROOT_WIDTH] if has_smaller else found[rounds.tree.is_certain(found)][:ROOT_WIDTH]
+        nodes = rounds.open_among(rounds.best(limit))
+        return nodes[:ROOT_WIDTH] if has_smaller else nodes[rounds.tree.is_certain(nodes)][:ROOT_WIDTH]
 
     def _look_ahead(self, best: IntArray) -> None:
         """Let smaller drafts guess below the best candidates."""

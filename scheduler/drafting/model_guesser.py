@@ -102,9 +102,9 @@ class ModelGuesser:
                 break
             run_alone(rounds.expand(best))
             self.num_rounds += 1
-        found = rounds.best(MOST_NODES)
-        guesses = rounds.tree.tree(found)
-        return replace(guesses, scores=np.where(rounds.tree.is_fixed(found), -np.inf, guesses.scores))
+        best_nodes = rounds.best(MOST_NODES)
+        guesses = rounds.tree.tree(best_nodes)
+        return replace(guesses, scores=np.where(rounds.tree.is_fixed(best_nodes), -np.inf, guesses.scores))
 
     def observe(self, done: TargetPass) -> None:
         """Learn from the verdict, and keep what is left."""
@@ -132,16 +132,16 @@ class ModelGuesser:
 
     def _shared_with(self, other: TokenTree) -> tuple[IntArray, IntArray]:
         """Own scored candidates that are also in the target's tree, and their rows in its pass."""
-        tree, own = self._rounds.tree, {ROOT: ROOT}  # nodes of the other tree → own ones
+        tree, node_of = self._rounds.tree, {ROOT: ROOT}  # nodes of the other tree → own ones
         scored = np.flatnonzero(tree.nodes["row"] >= 0)
         picked = tree.nodes[scored]
         pairs = zip(picked["parent"].tolist(), picked["token"].tolist(), strict=True)
         nodes = dict(zip(pairs, scored.tolist(), strict=True))
         for node, (parent, token) in enumerate(zip(other.parents.tolist(), other.tokens.tolist(), strict=True)):
-            if (same := nodes.get((own.get(parent, BELOW_ANY), token))) is not None:
-                own[node] = same
-        del own[ROOT]
-        return np.array([*own.values()], dtype=np.int64), np.array(list(own), dtype=np.int64) + 1
+            if (same := nodes.get((node_of.get(parent, BELOW_ANY), token))) is not None:
+                node_of[node] = same
+        del node_of[ROOT]
+        return np.array([*node_of.values()], dtype=np.int64), np.array(list(node_of), dtype=np.int64) + 1
 
 
 class SmallerDrafts:
@@ -166,20 +166,20 @@ class SmallerDrafts:
 
     def guess(self, tree: CandidateTree, nodes: IntArray, round_s: float | None) -> list[TokenTree]:
         """Guesses of each below `nodes`, the best candidates. round_s: of the draft's next round; None: not priced."""
-        found = list[TokenTree]()
+        guesses = list[TokenTree]()
         for guesser, seconds, retry in self._guessers:
             number = ROUNDS
             if round_s is not None and seconds.value:
                 number = best_number(guesser.chance, round_s, seconds.value)
                 number = max(number, int(retry.is_worth_trying(pays=number > 0)))
             if not number:
-                found.append(TokenTree.empty())
+                guesses.append(TokenTree.empty())
                 continue
             began, before, has_read = self._clock(), guesser.num_rounds, guesser.has_read
-            found.append(guesser.continued(tree, nodes[:MOST_NODES], number))
+            guesses.append(guesser.continued(tree, nodes[:MOST_NODES], number))
             if has_read and guesser.num_rounds > before:
                 seconds.observe((self._clock() - began) / (guesser.num_rounds - before))
-        return found
+        return guesses
 
     def observe(self, done: TargetPass) -> None:
         for guesser, *_ in self._guessers:

@@ -61,8 +61,8 @@ def run_alone(drafting: Drafting[T]) -> T:
         while True:
             call = drafting.send(call.score())
     except StopIteration as end:
-        found: T = end.value
-        return found
+        result: T = end.value
+        return result
 
 
 def run_together(draftings: Sequence[Drafting[T]], score: ScoreTogether) -> list[T]:
@@ -80,9 +80,9 @@ def run_together(draftings: Sequence[Drafting[T]], score: ScoreTogether) -> list
     for text in range(len(draftings)):
         advance(text)
     while calls:
-        texts, asked = list(calls), list(calls.values())
+        texts, requests = list(calls), list(calls.values())
         calls.clear()
-        logits = dict(zip(texts, score(asked), strict=True))
+        logits = dict(zip(texts, score(requests), strict=True))
         for text in texts:
             advance(text)
     return [results[text] for text in range(len(draftings))]

@@ -14,9 +14,9 @@ from .candidate_tree import CandidateTree
 
 def learn_trust(trust: Trust, candidates: CandidateTree, sent: IntArray, tree: TokenTree, verdict: Verdict) -> None:
     """Update the trust from the draft's own nodes of `tree`, which consists of the candidates `sent`."""
-    own = ~(candidates.is_claimed(sent) | candidates.is_certain(sent))
-    if own.any():
-        trust.observe(float(np.exp(tree.scores[own]).sum()), int(own[verdict.path].sum()))
+    is_drafted = ~(candidates.is_claimed(sent) | candidates.is_certain(sent))
+    if is_drafted.any():
+        trust.observe(float(np.exp(tree.scores[is_drafted]).sum()), int(is_drafted[verdict.path].sum()))
 
 
 def learn_trust_unsent(trust: Trust, candidates: CandidateTree, best: IntArray, verdict: Verdict) -> None:

@@ -165,13 +165,13 @@ class NGramIndex:
     def continuations(self, max_matches: int, depth: int) -> tuple[IntArray, IntArray]:
         """rows [M, depth]: continuations of matches of the text's end, longest and latest first; lengths [M]."""
         recent = self._tokens[max(self._length - self.MAX_ORDER, 0) : self._length].tolist()
-        found: dict[int, None] = {}
+        distinct: dict[int, None] = {}
         for n in range(1, len(recent) + 1):
             if (places := self.places.get(_key(recent, n))) is None:
                 break
             # The first place has no entry under a longer key, so its match may be longer than the others'.
-            found.update(dict.fromkeys((places[0], *places[-max_matches:])))
-        starts = np.array(list(found), dtype=np.int64)
+            distinct.update(dict.fromkeys((places[0], *places[-max_matches:])))
+        starts = np.array(list(distinct), dtype=np.int64)
         lengths = self._match_lengths(starts)
         best = np.lexsort((-starts, -lengths))[:max_matches]
         best = best[lengths[best] > 0]

@@ -62,8 +62,8 @@ class SuccessorTable:
     def successors(self, tokens: IntArray) -> tuple[IntArray, FloatArray]:
         """Likeliest successors [R, K] of each token [R], best first, -1 for unknown ones; their probabilities."""
         rows = self._row_of[tokens]
-        known = (rows >= 0)[:, None]
-        successors = np.where(known, self._successors[rows], -1).astype(np.int64)
+        has_row = (rows >= 0)[:, None]
+        successors = np.where(has_row, self._successors[rows], -1).astype(np.int64)
         return successors, self._probabilities[rows].astype(np.float64)
 
 

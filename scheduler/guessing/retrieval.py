@@ -61,9 +61,9 @@ class SuffixIndex:
     def _ends(self, context: Sequence[int], max_matches: int) -> tuple[IntArray, IntArray]:
         """places [M] where a match of the context's end ends, longest match first; lengths [M]."""
         shards = range(0, len(self.tokens), SHARD_TOKENS)
-        found = [part for first in shards for part in self._matches(context, first, max_matches)]
-        places = np.concatenate([np.empty(0, dtype=np.int64), *(places for places, _ in found)])
-        lengths = np.concatenate([np.empty(0, dtype=np.int64), *(np.full(len(p), length) for p, length in found)])
+        matches = [part for first in shards for part in self._matches(context, first, max_matches)]
+        places = np.concatenate([np.empty(0, dtype=np.int64), *(places for places, _ in matches)])
+        lengths = np.concatenate([np.empty(0, dtype=np.int64), *(np.full(len(p), length) for p, length in matches)])
         longest = np.argsort(-lengths, kind="stable")[:max_matches]
         return places[longest], lengths[longest]
 

@@ -79,15 +79,15 @@ class CostCurve:
         seen = np.flatnonzero(self._weights > self.LITTLE)
         if not len(seen):
             return np.ones_like(self.KNOTS) if self._prior is None else self._prior
-        known = self._sums[seen] / self._weights[seen]
+        measured = self._sums[seen] / self._weights[seen]
         if self._prior is not None:
-            ratios: FloatArray = np.interp(self.KNOTS, self.KNOTS[seen], known / self._prior[seen])
+            ratios: FloatArray = np.interp(self.KNOTS, self.KNOTS[seen], measured / self._prior[seen])
             return self._prior * ratios
         right = np.searchsorted(seen, np.arange(len(self.KNOTS)))  # the first observed knot, at or after each
         above, below = np.minimum(right, len(seen) - 1), np.maximum(right - 1, 0)
-        fewer = known[above] * 2 ** np.minimum(self.KNOTS - self.KNOTS[seen[above]], 0.0)
-        least: FloatArray = np.where(right > 0, np.maximum(known[below], fewer), fewer)
-        return np.where(right == len(seen), known[-1], least)
+        fewer = measured[above] * 2 ** np.minimum(self.KNOTS - self.KNOTS[seen[above]], 0.0)
+        least: FloatArray = np.where(right > 0, np.maximum(measured[below], fewer), fewer)
+        return np.where(right == len(seen), measured[-1], least)
 
 
 class Costs:

@@ -163,15 +163,7 @@ class Sampler:
         Order as in vLLM and transformers: constraint, bias, repetition, frequency and presence penalty, temperature,
         top-k, top-p, min-p. Greedy: up to the penalties only.
         """
-        p = self.params
-        if self.constraint is not None:
-            logits = self._allowed(logits, paths)
-        if self._bias is not None:
-            logits = logits + self._bias[: logits.shape[-1]]
-        if self._has_repetition_penalty:
-            logits = self._less_repeated(logits, paths)
-        if self._answered is not None:
-            logits = self._less_frequent(logits, self._answered, paths)
+        p, logits = self.params, self.penalised(logits, paths)
         if self.is_greedy:
             return logits
         # Relative to the maximum, so that division by any temperature above 0 is safe.
@@ -182,6 +174,18 @@ class Sampler:
             logits = _nucleus(logits, p.top_p)
         if p.min_p > 0:
             logits = logits.masked_fill(logits < math.log(p.min_p), -math.inf)  # the maximum is 0
+        return logits
+
+    def penalised(self, logits: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
+        """Logits [R, V] after constraint, bias and penalties, before the temperature. paths: see `process`."""
+        if self.constraint is not None:
+            logits = self._allowed(logits, paths)
+        if self._bias is not None:
+            logits = logits + self._bias[: logits.shape[-1]]
+        if self._has_repetition_penalty:
+            logits = self._less_repeated(logits, paths)
+        if self._answered is not None:
+            logits = self._less_frequent(logits, self._answered, paths)
         return logits
 
     def choose(self, logits: Tensor, position: int, path: Sequence[int]) -> int:
@@ -226,18 +230,18 @@ class Sampler:
         if self.constraint is None or (rows := self._mask_bits(paths)) is None:
             return np.ones(tokens.shape, dtype=np.bool_)
         bits = np.take_along_axis(rows, tokens >> 3, axis=1)
-        found: BoolArray = (bits >> (tokens & 7).astype(np.uint8) & 1).astype(np.bool_)
-        return found
+        allowed: BoolArray = (bits >> (tokens & 7).astype(np.uint8) & 1).astype(np.bool_)
+        return allowed
 
     def _mask_bits(self, paths: Sequence[Sequence[int]]) -> MaskBits | None:
         """[R, ceil(V / 8)], see `TokenConstraint.mask`; None if every token may follow each path."""
         assert self.constraint is not None
-        found = [self.constraint.mask(path) for path in (paths if any(paths) else paths[:1])]
-        some = next((mask for mask in found if mask is not None), None)
+        masks = [self.constraint.mask(path) for path in (paths if any(paths) else paths[:1])]
+        some = next((mask for mask in masks if mask is not None), None)
         if some is None:
             return None
         everything = np.full_like(some, 255)
-        rows = np.stack([everything if mask is None else mask for mask in found])
+        rows = np.stack([everything if mask is None else mask for mask in masks])
         return rows if len(rows) == len(paths) else np.repeat(rows, len(paths), axis=0)
 
     def _unpacked(self, bits: MaskBits) -> Tensor:
@@ -287,10 +291,10 @@ def _places(paths: Sequence[Sequence[int]], width: int) -> list[int]:
 
 def _bias_vector(bias: Sequence[tuple[int, float]], vocab_size: int) -> Tensor:
     """fp32 [vocab_size]."""
-    found = torch.zeros(vocab_size)
+    biases = torch.zeros(vocab_size)
     for token, value in bias:
-        found[token] = value
-    return found
+        biases[token] = value
+    return biases
 
 
 def not_finite(position: int) -> NumericalError:

@@ -56,8 +56,8 @@ class TokenTree:
 
     def child(self, node: int, token: int) -> int | None:
         """The child of `node` (ROOT for the root) with `token`, or None."""
-        found = np.flatnonzero((self.parents == node) & (self.tokens == token))
-        return int(found[0]) if len(found) else None
+        matches = np.flatnonzero((self.parents == node) & (self.tokens == token))
+        return int(matches[0]) if len(matches) else None
 
     def path(self, node: int) -> list[int]:
         """Nodes from the root's child down to `node`."""

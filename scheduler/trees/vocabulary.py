@@ -75,8 +75,8 @@ class Vocabulary:
 
     def text(self, tokens: Iterable[int]) -> list[int]:
         """As `inputs`, for a sequence of tokens of a text."""
-        found: list[int] = self.inputs(np.array(list(tokens), dtype=np.int64)).tolist()
-        return found
+        ids: list[int] = self.inputs(np.array(list(tokens), dtype=np.int64)).tolist()
+        return ids
 
     def over_target(self, logits: Tensor, target_size: int) -> Tensor:
         """The draft's logits [R, C] over the target's ids: [R, T] with T <= target_size, column i for token i.
@@ -87,8 +87,8 @@ class Vocabulary:
             return logits[:, :target_size]
         columns, tokens = self._table(target_size, logits.device)
         width = int(self._columns[self._columns < target_size].max(initial=-1)) + 1
-        found = logits.new_full((len(logits), width), -torch.inf)
-        return found.index_copy_(1, tokens, logits[:, columns])
+        target_logits = logits.new_full((len(logits), width), -torch.inf)
+        return target_logits.index_copy_(1, tokens, logits[:, columns])
 
     def columns_of(self, tokens: Tensor) -> Tensor:
         """The columns of the draft's logits for the target's tokens [...]; -1 for tokens that it cannot predict."""
@@ -102,8 +102,8 @@ class Vocabulary:
         """Add to the draft's logits [R, C], in place, the target's logits [R, V] for the same tokens."""
         size = target_logits.shape[1]
         if self._columns is None:
-            known = min(self._size, size)
-            logits[:, :known] += target_logits[:, :known]
+            num_shared = min(self._size, size)
+            logits[:, :num_shared] += target_logits[:, :num_shared]
         else:
             columns, tokens = self._table(size, logits.device)
             logits.index_add_(1, columns, target_logits[:, tokens].to(logits.dtype))

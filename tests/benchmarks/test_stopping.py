@@ -2,34 +2,28 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection
-
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from benchmarks.scheduling.replay import Costs
 from benchmarks.scheduling.stopping import (
     WIDTH,
-    CalibrationSampling,
     GoesOn,
+    PricedSampling,
     Stopping,
-    best_size,
     dynamic_depth,
     kangaroo,
     sequoia_size,
     spec_dec_pp,
     to_depth,
 )
-from offspec.lab.sequoia import MeasuredAcceptance, best_topology
+from offspec.lab.sequoia import MeasuredAcceptance, TreeSize
 from offspec.scheduler.pace.budget import DraftingState, FixedBudget
+from offspec.scheduler.pace.costs import Costs as LearntCosts
 from offspec.scheduler.trees.token_tree import FloatArray
 
-from ..offspec.lab.test_layered_trees import Path, all_trees, rank_paths
-from ..scheduler.fakes import few
 from ..scheduler.pace.test_budget import NONE, state_of
+from ..scheduler.pace.test_thompson import rounds_of
 
 ROOT_STATE = DraftingState(np.empty(0), np.ones(1), np.ones(1), 1, 0.0)
 
@@ -101,62 +95,52 @@ def test_sequoias_size_follows_the_machine() -> None:
             "dear rows": Costs(stream_s=1.0, pass_row_s=1.0, round_launch_s=0.0),
         }.items()
     }
-    assert sizes["free rows"].budget == 128
+    assert sizes["free rows"].nodes == 128
     assert 0 < sizes["dear rounds"].depth < sizes["free rows"].depth
-    assert (sizes["dear rows"].budget, sizes["dear rows"].depth) == (0, 0)
+    assert sizes["dear rows"] == TreeSize(0, 0)
 
 
-@few
-@given(
-    acceptance=st.lists(st.floats(0.01, 1), min_size=1, max_size=3),
-    flat=st.integers(0, 5),
-    slope=st.floats(0.01, 1),
-    round_s=st.sampled_from([0.0, 0.05, 0.5, 5.0]),
-)
-def test_size_and_depth_are_the_fastest(acceptance: list[float], flat: int, slope: float, round_s: float) -> None:
-    pass_s = 1 + slope * np.maximum(0, np.arange(6) - flat)
-    num_nodes, depth = best_size(np.array(acceptance), 4, pass_s, round_s)
-
-    def rate(tree: Collection[Path]) -> float:
-        tokens = 1 + sum(math.prod(acceptance[rank] for rank in path) for path in tree)
-        return tokens / float(pass_s[len(tree)] + round_s * max(map(len, tree), default=0))
-
-    chosen = best_topology(np.array(acceptance), num_nodes, depth) if depth else None
-    found = rate(rank_paths(chosen)) if chosen is not None else rate([])
-    assert found == pytest.approx(max(rate(tree) for tree in all_trees(len(acceptance), 5, 4)))
+# ----------------------------------------------------------------------------------------------- priced sampling
 
 
-# ---------------------------------------------------------------------------------------------- Calibration-TS
+def priced(seed: int = 0) -> PricedSampling:
+    """It knows no costs yet."""
+    return PricedSampling(FixedBudget(50, 16), LearntCosts(), seed=seed)
 
 
-def surely_drafted(controller: CalibrationSampling, depth: int, confidence: float, most: int = 40) -> int:
-    """Rounds until it stops; each continuation of the best path has this confidence. Then the verdict."""
-    rounds, best = 0, NONE
-    while rounds < most and controller.width(state_of(best, np.array([confidence**rounds]))):
-        rounds, best = rounds + 1, np.array([confidence**rounds])
-    controller.observe(1 + depth, 1.0)
-    return rounds
+def test_priced_sampling_counts_levels_that_held_and_walks_that_ended() -> None:
+    controller, alpha, beta = priced(), 1.0, 1.0
+    for accepted in (0, 1, 2, 5, 0, 3):
+        assert controller.counts == pytest.approx((alpha, beta))
+        rounds = rounds_of(controller, accepted)
+        forgetting = PricedSampling.FORGETTING
+        alpha = max(1.0, forgetting * alpha) + min(accepted, rounds)
+        beta = max(1.0, forgetting * beta) + (accepted < rounds)
 
 
-def test_calibration_sampling_starts_with_the_drafts_confidence() -> None:
-    """Before any verdict, the expected bias of the coin is near the confidence."""
+@pytest.mark.parametrize("round_s", [0.4, 0.1, 0.01])
+@pytest.mark.parametrize("holds", [0.2, 0.6, 0.9])
+def test_priced_sampling_comes_near_the_best_fixed_depth(holds: float, round_s: float) -> None:
+    """A level holds with one chance if the one above it did, and a pass takes a second; a round takes less."""
+    most = 30
+    best = max((1 + sum(holds**i for i in range(1, n + 1))) / (1 + n * round_s) for n in range(1, most))
+    costs, random = LearntCosts(), np.random.default_rng(0)
+    costs.draft.observe(1, round_s)
+    controller = PricedSampling(FixedBudget(50, 16), costs)
+    tokens = seconds = 0.0
+    for iteration in range(1500):
+        rounds, open_nodes = 0, NONE
+        while rounds < most and controller.width(state_of(open_nodes, np.array([holds**rounds]))):
+            rounds, open_nodes = rounds + 1, np.array([holds**rounds])
+        accepted = min(int(random.geometric(1 - holds)) - 1, rounds)
+        controller.observe(1 + accepted, 1 + rounds * round_s)
+        if iteration >= 500:
+            tokens, seconds = tokens + 1 + accepted, seconds + 1 + rounds * round_s
+    assert tokens / seconds > 0.93 * best
 
-    def mean(confidence: float) -> float:
-        return float(
-            np.mean(
-                [surely_drafted(CalibrationSampling(FixedBudget(50), seed=seed), 0, confidence) for seed in range(300)]
-            )
-        )
 
-    assert mean(0.1) < 1.5 < 3 < mean(0.8) < mean(0.95)
+def test_priced_sampling_knows_how_sure_the_draft_is() -> None:
+    def mean(likely: float) -> float:
+        return float(np.mean([rounds_of(priced(seed), 0, likely) for seed in range(300)]))
 
-
-def test_calibration_sampling_learns_how_many_levels_hold() -> None:
-    """The same confidence is worth less to a draft that was wrong; and it counts after many verdicts, too."""
-
-    def mean(depth: int, confidence: float) -> float:
-        controller = CalibrationSampling(FixedBudget(50), seed=1)
-        return float(np.mean([surely_drafted(controller, depth, confidence) for _ in range(300)][100:]))
-
-    assert mean(0, 0.9) < 0.5 * mean(20, 0.9)
-    assert mean(3, 0.2) < 0.95 * mean(3, 0.9)
+    assert 2 * mean(0.05) < mean(0.95)

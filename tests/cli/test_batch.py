@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from offspec import Engine, SamplingParams
-from offspec.cli.batch import Asked, Batch
+from offspec.cli.batch import Asked, PromptBatch
 from offspec.errors import NumericalError
 from offspec.running import batch as shared
 from offspec.scheduler.drafting import drafter
@@ -199,7 +199,7 @@ def test_how_long_the_rest_takes(source: Path, tmp_path: Path, monkeypatch: pyte
             yield place, {}
 
     def answer_all() -> None:
-        with closing(Batch(source, output, {}, SamplingParams())) as batch:
+        with closing(PromptBatch(source, output, {}, SamplingParams())) as batch:
             batch.collect(answers, quiet=False)
 
     monkeypatch.setattr("offspec.cli.batch.is_watched", lambda: True)

@@ -15,7 +15,7 @@ import pytest
 
 from offspec import Engine
 from offspec.cli.bench import table, verdict
-from offspec.tools.benchmark import Acceptance, BenchmarkReport
+from offspec.tools.benchmark import BenchmarkReport, BudgetAcceptance
 
 from ..offspec.tools.test_benchmark import REPORT, run
 from ..pair import Pair
@@ -179,7 +179,7 @@ def test_a_gain_beyond_the_tokens_of_a_pass_is_not_believed() -> None:
 
 @pytest.mark.parametrize("columns", [30, 80, 110])
 def test_the_table_fits(columns: int) -> None:
-    seen = Acceptance(num_nodes=[10**6] * 10, predicted=[5e5] * 10, accepted=[10**5] * 10)
+    seen = BudgetAcceptance(num_nodes=[10**6] * 10, predicted=[5e5] * 10, accepted=[10**5] * 10)
     lines = table(BenchmarkReport(REPORT.runs, {"8": seen}), columns)
     assert lines[-1].split() == ["0.500", "0.100", "1000000"]
     assert max(map(len, lines)) <= columns

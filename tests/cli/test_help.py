@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from offspec.cli import help_groups
-from offspec.cli.help_groups import MEMORY, OffspecCommand, Record, all_of, option, where_is
+from offspec.cli.help_groups import MEMORY, FlagRecord, OffspecCommand, all_of, option, where_is
 from offspec.cli.main import COMMANDS, cli
 from offspec.cli.settings import Settings
 
@@ -37,7 +37,7 @@ class Brew:
 
 def brew_command(received: list[Brew]) -> OffspecCommand:
     """A command with these flags, and more than FEW of them."""
-    brewing = Record("brew", Brew, Brew)
+    brewing = FlagRecord("brew", Brew, Brew)
 
     @click.command(cls=OffspecCommand, name="make-tea")
     @brewing.argument("leaves", required=False)

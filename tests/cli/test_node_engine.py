@@ -12,7 +12,7 @@ import pytest
 
 from offspec import Engine, LoadOptions, SamplingParams
 from offspec.cli.batch import Asked
-from offspec.cli.node_engine import Job, NodeEngine
+from offspec.cli.node_engine import EngineJob, NodeEngine
 from offspec.errors import CheckpointError, ContextLengthError, MemoryLimitError, OffspecError
 from offspec.loading import LoadedTarget
 from offspec.planning import plan
@@ -51,14 +51,14 @@ def failing(error: Exception) -> Callable[[Engine, Sequence[Asked]], Found]:
 
 
 @pytest.fixture
-def job(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
+def job(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> EngineJob:
     monkeypatch.chdir(pair.target.parent)
-    found = Job(LoadOptions(pair.target.name, "draft", device="cpu", special_in_text=True), answers)
+    found = EngineJob(LoadOptions(pair.target.name, "draft", device="cpu", special_in_text=True), answers)
     monkeypatch.chdir(tmp_path)
     return found
 
 
-def test_prompts_in_answers_out(job: Job, pair: Pair) -> None:
+def test_prompts_in_answers_out(job: EngineJob, pair: Pair) -> None:
     """Paths are relative to the folder of whoever asked."""
     engine = NodeEngine(pickle.loads(pickle.dumps(job)))
     loaded = engine.answer([])
@@ -82,7 +82,9 @@ def test_prompts_in_answers_out(job: Job, pair: Pair) -> None:
         ({"options": LoadOptions(device="cpu", context="many")}, ("TypeError",)),  # type: ignore[arg-type]
     ],
 )
-def test_an_engine_that_cannot_be_loaded_says_why(change: dict[str, Any], words: tuple[str, ...], job: Job) -> None:
+def test_an_engine_that_cannot_be_loaded_says_why(
+    change: dict[str, Any], words: tuple[str, ...], job: EngineJob
+) -> None:
     engine = NodeEngine(replace(job, **change))
     for prompts in ([], [("hi", PARAMS)]):
         report = engine.answer(prompts)
@@ -91,7 +93,9 @@ def test_an_engine_that_cannot_be_loaded_says_why(change: dict[str, Any], words:
         check_message(report.fault, *words)
 
 
-def test_an_engine_with_a_smaller_context_than_others_is_refused(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_with_a_smaller_context_than_others_is_refused(
+    job: EngineJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its texts would end earlier, so they would depend on the node."""
     monkeypatch.setattr(LoadedTarget, "max_context", 64)
     fault = NodeEngine(job).answer([]).fault
@@ -103,7 +107,9 @@ def test_an_engine_with_a_smaller_context_than_others_is_refused(job: Job, monke
 
 
 @pytest.mark.parametrize("error", [MemoryLimitError("gone"), CheckpointError("gone"), OSError("gone")])
-def test_an_engine_that_fails_returns_what_it_has(error: Exception, job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_fails_returns_what_it_has(
+    error: Exception, job: EngineJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def check(self: LoadedTarget) -> None:
         raise MemoryLimitError("the target is no longer in memory")
 
@@ -117,7 +123,7 @@ def test_an_engine_that_fails_returns_what_it_has(error: Exception, job: Job, mo
 
 
 @pytest.mark.parametrize("error", [MemoryLimitError("too much"), ContextLengthError("too much")])
-def test_a_prompt_that_fails_does_not_end_the_engine(error: Exception, job: Job) -> None:
+def test_a_prompt_that_fails_does_not_end_the_engine(error: Exception, job: EngineJob) -> None:
     engine = NodeEngine(replace(job, answers=failing(error)))
     report = engine.answer([("1", PARAMS), ("2", PARAMS), ("3", PARAMS)])
     assert (report.results, report.fault) == ({0: {"text": "1"}, 1: "too much", 2: {"text": "3"}}, None)

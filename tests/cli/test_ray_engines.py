@@ -13,7 +13,7 @@ import pytest
 
 from offspec import LoadOptions, SamplingParams
 from offspec.cli import ray_batch
-from offspec.cli.node_engine import Job, Report
+from offspec.cli.node_engine import EngineJob, Report
 from offspec.cli.ray_batch import RayEngines
 from offspec.errors import OffspecError
 
@@ -95,7 +95,7 @@ def engines_of(ray: FakeRay, monkeypatch: pytest.MonkeyPatch, **job: Any) -> Ray
     def unused(*_: Any) -> Any:
         raise AssertionError
 
-    return RayEngines("auto", Job(LoadOptions("m", device="cpu"), unused, **job), quiet=False, verbose=False)
+    return RayEngines("auto", EngineJob(LoadOptions("m", device="cpu"), unused, **job), quiet=False, verbose=False)
 
 
 def answers(engines: RayEngines, *prompts: str) -> dict[int, str]:

@@ -16,7 +16,7 @@ import torch
 from offspec import Engine, SamplingParams, builtin
 from offspec.checkpoints.exit_layers import ExitFile, save
 from offspec.checkpoints.opening import ModelFiles
-from offspec.cli.batch import Batch, read_tasks
+from offspec.cli.batch import PromptBatch, read_tasks
 from offspec.cli.config import Commands
 from offspec.cli.main import cli
 from offspec.cli.settings import FILE_VARIABLE, Settings
@@ -77,7 +77,7 @@ def read_output(prompts: Path) -> Read:
     def read(output: Path) -> None:
         before = output.read_bytes() if output.is_file() else None
         try:
-            with closing(Batch(prompts, output, {"model": "builtin"}, SamplingParams())) as batch:
+            with closing(PromptBatch(prompts, output, {"model": "builtin"}, SamplingParams())) as batch:
                 list(batch.open_tasks)
         finally:
             assert before is None or output.read_bytes() == before

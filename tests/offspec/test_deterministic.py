@@ -131,8 +131,6 @@ def test_times_are_taken_out_of_the_settings() -> None:
     assert SpeculationParams(budget=8).without_timing() == SpeculationParams(budget=8, overlap=False)
     lossy = SpeculationParams(accept="joint")
     assert lossy.without_timing() == SpeculationParams(accept="joint", overlap=False)
-    with pytest.raises(UsageError, match="measured times"):
-        SpeculationParams(stopping="thompson-calibrated").without_timing()
 
 
 def test_learning_takes_as_long_as_texts(tmp_path: Path) -> None:

@@ -6,28 +6,26 @@ keys to values (`recurrence`). The layer's output is the state's answer to the q
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from offspec.loaders.streaming.small_transfers import to_device
 from offspec.scheduler.params import MOST_STATE_NODES
 
 from ..config import ModelConfig
-from ..memory.recurrent_states import LEAST_COPIED, Nodes, Progress, RecurrentLayout, RecurrentStates, State
-from ..pass_rows import AppendedRows, by_text
-from ..recurrence import DeltaInputs, chain_convolution, chain_step, path_convolution, path_windows, tree_step
+from ..memory.recurrent_states import RecurrentLayout
+from ..recurrence import DeltaInputs
 from ..rope import RotaryEmbeddings
-from .part import LayerWeights, NativePart, PassRows, Shape
+from .part import LayerWeights, PassRows, Shape
+from .recurrent import RecurrentPart
 
 NORM_EPS = 1e-6  # of queries and keys
-TREE_ROWS = 128  # nodes that are computed together: each has a product with each ancestor, in each head
 
 
-class DeltaNet(NativePart):
+class DeltaNet(RecurrentPart):
     """The gated delta net of layer `layer`: norm, projections, convolution, recurrence, and a residual."""
-
-    is_static = False
 
     def __init__(self, config: ModelConfig, layer: int, rotaries: RotaryEmbeddings | None = None) -> None:
         super().__init__(config, layer, rotaries)
@@ -73,11 +71,8 @@ class DeltaNet(NativePart):
         decays = -weights.vector("linear_attn.A_log").float().exp() * F.softplus(
             steps.float() + weights.vector("linear_attn.dt_bias").float()
         )
-        outputs = list[Tensor]()
-        for text, begin, end, some in by_text(rows, first, last):
-            pieces = (mixed[some], decays[some], rates[some].float().sigmoid())
-            outputs.append(self.advance(text, begin, end, pieces, weights))
-        return self.added(x, self.gated(torch.cat(outputs).to(x.dtype), gates, weights))
+        outputs = self.recurred(mixed, (decays, rates.float().sigmoid()), weights, rows, first, last)
+        return self.added(x, self.gated(outputs.to(x.dtype), gates, weights))
 
     def projected(self, x: Tensor, weights: LayerWeights) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Of normed states x [T, hidden]: the convolution's inputs [T, channels], gates [T, heads, Dv], and per head
@@ -89,71 +84,12 @@ class DeltaNet(NativePart):
         )
         return mixed, gates.view(len(x), shape.num_heads, shape.value_size), rates, steps
 
-    def advance(
-        self, text: AppendedRows, begin: int, end: int, pieces: tuple[Tensor, Tensor, Tensor], weights: LayerWeights
-    ) -> Tensor:
-        """Outputs [end - begin, heads, Dv] of rows begin .. end of a text. pieces: their `mixed`, decays and rates."""
-        memory, place = text.cache.memory_of(self.layer)
-        assert isinstance(memory, RecurrentStates)
-        progress, num_chain = memory.progress(place, begin), len(text.rows.chain)
-        last = max(0, min(end, num_chain) - begin)  # of these rows, those up to `last` are the chain's
-        outputs = list[Tensor]()
-        if is_copied := end >= num_chain >= LEAST_COPIED and last > 0:
-            last -= 1
-        if last:
-            outputs.append(self._chain(progress, weights, *(each[:last] for each in pieces)))
-        if is_copied:
-            progress.before_last = progress.state
-            outputs.append(self._chain(progress, weights, *(each[last : last + 1] for each in pieces)))
-            last += 1
-        if last < end - begin:
-            nodes = (max(begin, num_chain) - num_chain, end - num_chain)
-            outputs.append(self._tree(text, memory, progress, nodes, tuple(each[last:] for each in pieces), weights))
-        return torch.cat(outputs)
+    def convolution(self, weights: LayerWeights) -> tuple[Tensor, None]:
+        kernel = weights.vector("linear_attn.conv1d.weight").float().view(self.shape.channels, self.shape.kernel)
+        return kernel, None
 
-    def _chain(self, progress: Progress, weights: LayerWeights, mixed: Tensor, decays: Tensor, rates: Tensor) -> Tensor:
-        """Outputs of rows that follow the chain so far; moves the state behind them."""
-        state = progress.state
-        convolved = chain_convolution(mixed.float(), state.inputs.float(), self._kernel(weights))
-        inputs = torch.cat((state.inputs, mixed))[len(mixed) :]
-        outputs, matrix = chain_step(state.matrix, self._inputs(convolved, decays, rates))
-        progress.state = State(matrix, inputs.clone())  # not a view of a whole prompt
-        return outputs
-
-    def _tree(
-        self,
-        text: AppendedRows,
-        memory: RecurrentStates,
-        progress: Progress,
-        nodes: tuple[int, int],
-        pieces: tuple[Tensor, ...],
-        weights: LayerWeights,
-    ) -> Tensor:
-        """Outputs of nodes first .. last of the pass, whose ancestors are among the pending ones and among these."""
-        mask, (first, last) = text.visibility.tree_mask, nodes
-        assert mask is not None
-        num_earlier = mask.shape[1] - mask.shape[0]
-        if memory not in text.once:  # in the pass's first such layer
-            text.once[memory] = memory.parents(to_device(torch.from_numpy(text.rows.parents), mask.device))
-        parents: Tensor = text.once[memory]
-        outputs = list[Tensor]()
-        for begin in range(first, last, TREE_ROWS):
-            end, seen = min(begin + TREE_ROWS, last), num_earlier + min(begin + TREE_ROWS, last)
-            mixed, decays, rates = (each[begin - first : end - first] for each in pieces)
-            inputs = torch.cat((progress.nodes.inputs, mixed))
-            windows = path_windows(inputs.float(), progress.state.inputs.float(), parents[:seen], num_earlier + begin)
-            given = self._inputs(path_convolution(windows, self._kernel(weights)), decays, rates)
-            some, rows = tree_step(progress.state.matrix, given, mask[begin:end, :seen], progress.nodes.rows)
-            progress.nodes = Nodes(progress.nodes.rows.with_more(rows), inputs)
-            outputs.append(some)
-        return torch.cat(outputs)
-
-    def _kernel(self, weights: LayerWeights) -> Tensor:
-        return weights.vector("linear_attn.conv1d.weight").float().view(self.shape.channels, self.shape.kernel)
-
-    def _inputs(self, convolved: Tensor, decays: Tensor, rates: Tensor) -> DeltaInputs:
-        """Of the convolution's results [R, channels], in fp32."""
-        shape = self.shape
+    def inputs(self, convolved: Tensor, pieces: Sequence[Tensor]) -> DeltaInputs:
+        shape, (decays, rates) = self.shape, pieces
         size = shape.key_heads * shape.key_size
         active = F.silu(convolved)
         queries, keys, values = torch.split(active, [size, size, shape.values], -1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from functools import cache
 from typing import Any
 
@@ -13,11 +13,21 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from offspec.errors import NumericalError
 from offspec.lab.opt_tree import OptTreeDrafter
-from offspec.lab.sequoia import MeasuredAcceptance, RankAcceptance, SequoiaDrafter, Topology, best_topology
+from offspec.lab.sequoia import (
+    MeasuredAcceptance,
+    RankAcceptance,
+    SequoiaDrafter,
+    SizeForHardware,
+    Topology,
+    best_size,
+    best_topology,
+)
 from offspec.scheduler.drafting.drafter import Drafter
+from offspec.scheduler.pace.costs import Costs
 from offspec.scheduler.params import SamplingParams, SpeculationParams
 from offspec.scheduler.trees.sampling import Sampler
 from offspec.scheduler.trees.token_tree import ROOT, FloatArray, TokenTree
@@ -266,6 +276,64 @@ def assert_well_formed(tree: TokenTree, budget: int, max_depth: int, final: Coll
     assert (np.diff(tree.scores) <= 1e-6).all()
     assert (tree.scores <= 0).all()
     assert not {int(tree.tokens[parent]) for parent in tree.parents if parent != ROOT} & set(final)
+
+
+# ------------------------------------------------------------------------------------------------ Sequoia's size
+
+
+@few
+@given(
+    acceptance=st.lists(st.floats(0.01, 1), min_size=1, max_size=3),
+    flat=st.integers(0, 5),
+    slope=st.floats(0.01, 1),
+    round_s=st.sampled_from([0.0, 0.05, 0.5, 5.0]),
+)
+def test_size_and_depth_are_the_fastest(acceptance: list[float], flat: int, slope: float, round_s: float) -> None:
+    pass_s = 1 + slope * np.maximum(0, np.arange(6) - flat)
+    size = best_size(np.array(acceptance), 4, pass_s, round_s)
+
+    def rate(tree: Collection[Path]) -> float:
+        tokens = 1 + sum(math.prod(acceptance[rank] for rank in path) for path in tree)
+        return tokens / float(pass_s[len(tree)] + round_s * max(map(len, tree), default=0))
+
+    chosen = best_topology(np.array(acceptance), size.nodes, size.depth) if size.depth else None
+    best = rate(rank_paths(chosen)) if chosen is not None else rate([])
+    assert best == pytest.approx(max(rate(tree) for tree in all_trees(len(acceptance), 5, 4)))
+
+
+def proposed_nodes(pass_s: Callable[[int], float], round_s: float) -> list[int]:
+    """Nodes of the trees of some passes, whose seconds a clock of the test's own shows."""
+    now = [0.0]
+    model, costs = RuleModel(DRAFT, VOCAB_SIZE), Costs()
+    score = model.score
+
+    def timed(*args: Any) -> Tensor:
+        now[0] += round_s
+        return score(*args)
+
+    model.score = timed  # type: ignore[method-assign]
+    sampler = Sampler(GREEDY, SEED, VOCAB_SIZE)
+    sampler.extend(PROMPT)
+    hardware = SizeForHardware(costs, 40, clock=lambda: now[0])
+    text, sizes = list(PROMPT), list[int]()
+    drafter = SequoiaDrafter(model, sampler, SpeculationParams(), MeasuredAcceptance(), hardware=hardware)
+    for _ in range(SizeForHardware.PASSES + 2):
+        tree = drafter.propose(text, 4)
+        sizes.append(len(tree))
+        now[0] += pass_s(1 + len(tree))
+        tokens = [0]
+        drafter.observe(TargetPass(text, tree, Verdict([], tokens), torch.empty(0, 0)))
+        sampler.extend(tokens)
+        text += tokens
+    return sizes
+
+
+def test_the_size_follows_measured_seconds() -> None:
+    """Until then it is a tree of the default size, as far as the draft has tokens for it."""
+    cheap, dear = proposed_nodes(lambda rows: 1.0, 1e-6), proposed_nodes(lambda rows: float(rows), 1e-6)
+    assert cheap[0] == dear[0]
+    assert dear[-1] < 4 < cheap[-1] <= 40
+    assert proposed_nodes(lambda rows: 1.0, 100.0)[-1] == 0
 
 
 # ------------------------------------------------------------------------------------------------ Sequoia's drafter

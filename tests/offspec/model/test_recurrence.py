@@ -13,11 +13,8 @@ from offspec.model.recurrence import (
     DeltaInputs,
     Inputs,
     SumInputs,
-    chain_convolution,
     chain_step,
     no_rows,
-    path_convolution,
-    path_windows,
     state_after,
     tree_step,
 )
@@ -154,17 +151,3 @@ def test_no_rows_leave_the_state(kind: type[Inputs]) -> None:
     assert state_after(state, no_rows(inputs)) is state
     outputs, rows = tree_step(state, some(inputs, []), torch.zeros(0, 0, dtype=torch.bool))
     assert len(outputs) == len(rows) == 0
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_a_convolution_looks_along_the_path(seed: int) -> None:
-    chance, made = random.Random(seed), torch.Generator().manual_seed(seed)
-    parents, size, channels = random_parents(chance), 4, 6
-    values = torch.randn(len(parents), channels, generator=made)
-    before, weight = (torch.randn(*shape, generator=made) for shape in ((size - 1, channels), (channels, size)))
-    bias = torch.randn(channels, generator=made)
-    windows = path_windows(values, before, torch.tensor(parents))
-    found = path_convolution(windows, weight, bias)
-    for row, path in enumerate(paths_of(parents)):
-        assert_close(found[row], chain_convolution(values[path], before, weight, bias)[-1])
-        assert torch.equal(windows[row].t(), torch.cat((before, values[path]))[-size:])

@@ -14,8 +14,8 @@ from offspec.scheduler.trees.token_tree import TokenTree
 from offspec.scheduler.trees.verify import Verdict
 from offspec.tools.benchmark import (
     WORKLOADS,
-    Acceptance,
     BenchmarkReport,
+    BudgetAcceptance,
     Run,
     Workload,
     measure,
@@ -105,7 +105,7 @@ def test_reliability() -> None:
     tree = TokenTree(
         np.array([5, 6, 7]), np.array([-1, -1, 0]), np.array([1, 1, 2]), np.log(np.array([0.8, 0.15, 0.72]))
     )
-    found = Acceptance()
+    found = BudgetAcceptance()
     found.observe(tree, Verdict([0, 2], [5, 7, 9]))
     found.observe(tree, Verdict([], [4]))
     found.observe(TokenTree.empty(), Verdict([], [4]))
@@ -117,7 +117,7 @@ def test_reliability() -> None:
         (pytest.approx(0.72), 0.5, 2),
         (pytest.approx(0.8), 0.5, 2),
     ]
-    certain = Acceptance()
+    certain = BudgetAcceptance()
     certain.observe(TokenTree(np.array([5]), np.array([-1]), np.array([1]), np.zeros(1)), Verdict([0], [5, 6]))
     assert certain.reliability() == [(1.0, 1.0, 1)]
 

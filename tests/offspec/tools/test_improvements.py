@@ -15,7 +15,7 @@ from offspec.loaders.streaming.placement import Limits
 from offspec.planning.drafting import Guessing, predict_drafting
 from offspec.planning.memory import MemoryOptions
 from offspec.planning.plan import Plan, make_plan
-from offspec.tools.improvements import FourBit, Gain, Improvement, Improvements, best_improvement
+from offspec.tools.improvements import FourBitPlan, Gain, Improvement, Improvements, best_improvement
 
 from ...llama_configs import LLAMA_8B_IN_BF16, write_config
 
@@ -66,7 +66,7 @@ def test_a_packed_model_is_not_packed_again(tmp_path: Path) -> None:
 def test_what_costs_nothing_is_advised_before_memory_if_it_brings_much(plan: Plan) -> None:
     now, other = prospect(plan, "lookup", 2.0), prospect(plan, "shadow:4", 2.5)
     gains = [Gain("RAM", 8 * GIB, plan, 1.0, 2.2), Gain("RAM", 16 * GIB, plan, 0.2, 8.0)]
-    packed = FourBit(plan, 0.5, 6.0)
+    packed = FourBitPlan(plan, 0.5, 6.0)
     missing = Prospect("head", why_not="it is not there")
 
     assert best_improvement(now, [now, other], gains, packed) == Improvement("format", "nf4", 6.0, 3.0)

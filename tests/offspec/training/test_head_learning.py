@@ -12,7 +12,7 @@ import torch
 from offspec import Engine, SamplingParams, SpeculationParams
 from offspec.checkpoints.head_files import HeadFiles, write_head
 from offspec.errors import UsageError
-from offspec.training.head_learning import HeadAligner, HeadWindow, Place
+from offspec.training.head_learning import HeadAligner, HeadWindow, LearntToken
 from offspec.training.head_structures import structure_of
 from offspec.training.online import AlignmentParams
 from offspec.training.target_texts import Forest
@@ -98,7 +98,7 @@ def test_layers_with_other_norms_learn_in_16_bits(kind: str, tmp_path: Path) -> 
     window = HeadWindow(aligner.params, 64, torch.bfloat16)
     places = np.zeros((9, aligner.params.top_k), dtype=np.int32), np.zeros((9, aligner.params.top_k), dtype=np.float16)
     for token, choices, logs in zip(range(5, 14), *places, strict=True):
-        window.add(Place(token, torch.ones(64), choices, logs))
+        window.add(LearntToken(token, torch.ones(64), choices, logs))
     assert np.isfinite(aligner.loss([window]))
 
 

@@ -88,8 +88,12 @@ def every_node(
     known: Sequence[int] | None = None,
     calibration: Calibration | None = None,
 ) -> dict[tuple[int, ...], float]:
-    """The score of every path that may be guessed, by recursion. known: the text as the draft reads it."""
+    """The score of every path that may be guessed, by recursion. known: the text as the draft reads it.
+
+    SpecExec's scoring has the request's penalties, but neither its temperature nor its cuts.
+    """
     is_greedy = params.temperature == 0
+    params = params if scoring == "coupled" else replace(params, temperature=0.0)
     sharpness = (calibration or Calibration()).sharpness(greedy=is_greedy).value if scoring == "coupled" else 1.0
     scores: dict[tuple[int, ...], float] = {(): 0.0}
 

@@ -1,20 +1,18 @@
-"""Thompson sampling stops where its coin says so, as published or with costs in view."""
+"""Thompson sampling stops where its coin says so, and Calibration-TS begins with the draft's confidence."""
 
 from __future__ import annotations
 
 import numpy as np
-import pytest
 
 from offspec.scheduler.pace.budget import FixedBudget, MarginalRate
 from offspec.scheduler.pace.costs import Costs
-from offspec.scheduler.pace.thompson import ThompsonSampling
+from offspec.scheduler.pace.thompson import CalibrationSampling, ThompsonSampling
 
 from .test_budget import NONE, PROFILE, flat_until, rated, state_of
 
 
-def thompson(*, calibrated: bool = False, seed: int = 0) -> ThompsonSampling:
-    """The calibrated one knows no costs yet."""
-    return ThompsonSampling(FixedBudget(50, 16), Costs() if calibrated else None, seed=seed)
+def thompson(seed: int = 0) -> ThompsonSampling:
+    return ThompsonSampling(FixedBudget(50, 16), seed=seed)
 
 
 def rounds_of(controller: ThompsonSampling, depth: int, likely: float = 0.5, most: int = 40) -> int:
@@ -51,64 +49,51 @@ def test_the_posterior_counts_accepted_and_rejected_rounds() -> None:
         alpha, beta = alpha + won, beta + rounds - won
 
 
-def test_the_calibrated_posterior_counts_levels_that_held_and_walks_that_ended() -> None:
-    controller, alpha, beta = thompson(calibrated=True), 1.0, 1.0
-    for accepted in (0, 1, 2, 5, 0, 3):
-        assert controller.counts == pytest.approx((alpha, beta))
-        rounds = rounds_of(controller, accepted)
-        forgetting = ThompsonSampling.FORGETTING
-        alpha = max(1.0, forgetting * alpha) + min(accepted, rounds)
-        beta = max(1.0, forgetting * beta) + (accepted < rounds)
-
-
-@pytest.mark.parametrize("round_s", [0.4, 0.1, 0.01])
-@pytest.mark.parametrize("holds", [0.2, 0.6, 0.9])
-def test_where_costs_are_known_it_comes_near_the_best_fixed_depth(holds: float, round_s: float) -> None:
-    """A level holds with one chance if the one above it did, and a pass takes a second; a round takes less."""
-    most = 30
-    best = max((1 + sum(holds**i for i in range(1, n + 1))) / (1 + n * round_s) for n in range(1, most))
-    costs, random = Costs(), np.random.default_rng(0)
-    costs.draft.observe(1, round_s)
-    controller = ThompsonSampling(FixedBudget(50, 16), costs)
-    tokens = seconds = 0.0
-    for iteration in range(1500):
-        rounds, known = 0, NONE
-        while rounds < most and controller.width(state_of(known, np.array([holds**rounds]))):
-            rounds, known = rounds + 1, np.array([holds**rounds])
-        accepted = min(int(random.geometric(1 - holds)) - 1, rounds)
-        controller.observe(1 + accepted, 1 + rounds * round_s)
-        if iteration >= 500:
-            tokens, seconds = tokens + 1 + accepted, seconds + 1 + rounds * round_s
-    assert tokens / seconds > 0.93 * best
-
-
 def test_the_published_coin_never_asks_what_a_round_costs() -> None:
     def rounds(second: float) -> list[int]:
-        controller, found = thompson(seed=3), list[int]()
+        controller, counts = thompson(seed=3), list[int]()
         for _ in range(50):
             count, best = 0, NONE
             while controller.width(state_of(best, np.array([0.5]))):
                 count, best = count + 1, np.array([0.5])
             controller.observe(3, second)
-            found.append(count)
-        return found
+            counts.append(count)
+        return counts
 
     assert rounds(0.001) == rounds(1000.0)
-
-
-def test_only_the_calibrated_one_listens_to_the_draft() -> None:
-    def mean(calibrated: bool, likely: float) -> float:
-        found = []
-        for seed in range(300):
-            controller = thompson(calibrated=calibrated, seed=seed)
-            found.append(rounds_of(controller, 0, likely))
-        return float(np.mean(found))
-
-    assert mean(False, 0.05) == mean(False, 0.95)
-    assert 1.5 * mean(True, 0.05) < mean(False, 0.5) < mean(True, 0.95)
 
 
 def test_the_tree_is_another_controllers() -> None:
     controller = ThompsonSampling(rated(MarginalRate(Costs(flat_until(1, 10.0)), 9), 1.0))
     assert controller.limit == 9
     assert controller.size(state_of(PROFILE)) == 0
+
+
+def surely_drafted(controller: CalibrationSampling, depth: int, confidence: float, most: int = 40) -> int:
+    """Rounds until it stops; each continuation of the best path has this confidence. Then the verdict."""
+    rounds, best = 0, NONE
+    while rounds < most and controller.width(state_of(best, np.array([confidence**rounds]))):
+        rounds, best = rounds + 1, np.array([confidence**rounds])
+    controller.observe(1 + depth, 1.0)
+    return rounds
+
+
+def test_calibration_sampling_starts_with_the_drafts_confidence() -> None:
+    """Before any verdict, the expected bias of the coin is near the confidence."""
+
+    def mean(confidence: float) -> float:
+        controllers = (CalibrationSampling(FixedBudget(50), seed=seed) for seed in range(300))
+        return float(np.mean([surely_drafted(each, 0, confidence) for each in controllers]))
+
+    assert mean(0.1) < 1.5 < 3 < mean(0.8) < mean(0.95)
+
+
+def test_calibration_sampling_learns_how_many_levels_hold() -> None:
+    """The same confidence is worth less to a draft that was wrong; and it counts after many verdicts, too."""
+
+    def mean(depth: int, confidence: float) -> float:
+        controller = CalibrationSampling(FixedBudget(50), seed=1)
+        return float(np.mean([surely_drafted(controller, depth, confidence) for _ in range(300)][100:]))
+
+    assert mean(0, 0.9) < 0.5 * mean(20, 0.9)
+    assert mean(3, 0.2) < 0.95 * mean(3, 0.9)

@@ -1,0 +1,36 @@
+"""Causal depthwise convolutions along texts: of a chain, and of a tree's nodes, each of which looks along its path."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def path_windows(values: Tensor, before: Tensor, parents: Tensor, first: int = 0) -> Tensor:
+    """[R, C, K]: each row's value behind those of the K - 1 places before it on its path, the oldest first.
+
+    values [P + R, C]: of earlier rows, then of the R rows from `first` on. before [K - 1, C]: those before the root's
+    children, the oldest first. parents [P + R]: a row's parent among them, or `recurrence.ROOT`.
+    """
+    num_before = len(before)
+    places = torch.cat((before, values))
+    above = torch.cat((torch.arange(-1, num_before - 1, device=parents.device).clamp_(min=0), parents + num_before))
+    place = torch.arange(num_before + first, len(places), device=parents.device)
+    found = [place]
+    for _ in range(num_before):
+        place = above[place]
+        found.append(place)
+    return places[torch.stack(found[::-1], 1)].transpose(1, 2)
+
+
+def path_convolution(windows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """A depthwise causal convolution along paths: [R, C] of windows [R, C, K] and weight [C, K]."""
+    product = (windows * weight).sum(-1)
+    return product if bias is None else product + bias
+
+
+def chain_convolution(values: Tensor, before: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The same of a chain [R, C], without windows in memory: [R, C]."""
+    text = torch.cat((before, values)).t()[None]
+    return F.conv1d(text, weight[:, None], bias, groups=weight.shape[0])[0].t()

@@ -1,0 +1,115 @@
+"""What parts with a state of the text have in common: a causal convolution, and a linear recurrence behind it.
+
+A text's chain moves the state. A tree's nodes have no state: their outputs follow from the root's and from what their
+ancestors bring (`recurrence`), and the convolution looks along their path.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from offspec.loaders.streaming.small_transfers import to_device
+
+from ..causal_convolution import chain_convolution, path_convolution, path_windows
+from ..memory.recurrent_states import LEAST_COPIED, Nodes, Progress, RecurrentLayout, RecurrentStates, State
+from ..pass_rows import AppendedRows, by_text
+from ..recurrence import Inputs, chain_step, tree_step
+from .part import LayerWeights, NativePart, PassRows
+
+TREE_ROWS = 128  # nodes that are computed together: each has a product with each ancestor, in each head
+
+
+class RecurrentPart(NativePart):
+    """A part with a convolution and a recurrence. Subclasses project rows into them, and their outputs back."""
+
+    is_static = False
+    memory: RecurrentLayout
+
+    @abstractmethod
+    def convolution(self, weights: LayerWeights) -> tuple[Tensor, Tensor | None]:
+        """The kernel [channels, K] and the bias [channels], in fp32."""
+
+    @abstractmethod
+    def inputs(self, convolved: Tensor, pieces: Sequence[Tensor]) -> Inputs:
+        """What R rows bring to the recurrence. convolved: fp32 [R, channels]. pieces: as for `recurred`, of R rows."""
+
+    def recurred(
+        self,
+        mixed: Tensor,
+        pieces: Sequence[Tensor],
+        weights: LayerWeights,
+        rows: PassRows,
+        first: int,
+        last: int,
+    ) -> Tensor:
+        """Outputs [T, heads, Dv] of the recurrence for rows first .. last of a pass, in fp32.
+
+        mixed [T, channels]: inputs of the convolution. pieces [T, ...]: what else the rows bring to the recurrence.
+        """
+        outputs = list[Tensor]()
+        for text, begin, end, some in by_text(rows, first, last):
+            outputs.append(self._advance(text, begin, end, [mixed[some], *(each[some] for each in pieces)], weights))
+        return torch.cat(outputs)
+
+    def _advance(
+        self, text: AppendedRows, begin: int, end: int, pieces: Sequence[Tensor], weights: LayerWeights
+    ) -> Tensor:
+        """Outputs [end - begin, heads, Dv] of rows begin .. end of a text. pieces: `mixed`, then the others."""
+        memory, place = text.cache.memory_of(self.layer)
+        assert isinstance(memory, RecurrentStates)
+        progress, num_chain = memory.progress(place, begin), len(text.rows.chain)
+        last = max(0, min(end, num_chain) - begin)  # of these rows, those up to `last` are the chain's
+        outputs = list[Tensor]()
+        if is_copied := end >= num_chain >= LEAST_COPIED and last > 0:
+            last -= 1
+        if last:
+            outputs.append(self._chain(progress, weights, *(each[:last] for each in pieces)))
+        if is_copied:
+            progress.before_last = progress.state
+            outputs.append(self._chain(progress, weights, *(each[last : last + 1] for each in pieces)))
+            last += 1
+        if last < end - begin:
+            nodes = (max(begin, num_chain) - num_chain, end - num_chain)
+            outputs.append(self._tree(text, memory, progress, nodes, [each[last:] for each in pieces], weights))
+        return torch.cat(outputs)
+
+    def _chain(self, progress: Progress, weights: LayerWeights, mixed: Tensor, *pieces: Tensor) -> Tensor:
+        """Outputs of rows that follow the chain so far; moves the state behind them."""
+        state = progress.state
+        convolved = chain_convolution(mixed.float(), state.inputs.float(), *self.convolution(weights))
+        inputs = torch.cat((state.inputs, mixed))[len(mixed) :]
+        outputs, matrix = chain_step(state.matrix, self.inputs(convolved, pieces))
+        progress.state = State(matrix, inputs.clone())  # not a view of a whole prompt
+        return outputs
+
+    def _tree(
+        self,
+        text: AppendedRows,
+        memory: RecurrentStates,
+        progress: Progress,
+        nodes: tuple[int, int],
+        pieces: Sequence[Tensor],
+        weights: LayerWeights,
+    ) -> Tensor:
+        """Outputs of nodes first .. last of the pass, whose ancestors are among the pending ones and among these."""
+        mask, (first, last) = text.visibility.tree_mask, nodes
+        assert mask is not None
+        num_earlier = mask.shape[1] - mask.shape[0]
+        if memory not in text.once:  # in the pass's first such layer
+            text.once[memory] = memory.parents(to_device(torch.from_numpy(text.rows.parents), mask.device))
+        parents: Tensor = text.once[memory]
+        outputs = list[Tensor]()
+        for begin in range(first, last, TREE_ROWS):
+            end, seen = min(begin + TREE_ROWS, last), num_earlier + min(begin + TREE_ROWS, last)
+            mixed, *others = (each[begin - first : end - first] for each in pieces)
+            inputs = torch.cat((progress.nodes.inputs, mixed))
+            windows = path_windows(inputs.float(), progress.state.inputs.float(), parents[:seen], num_earlier + begin)
+            given = self.inputs(path_convolution(windows, *self.convolution(weights)), others)
+            some, rows = tree_step(progress.state.matrix, given, mask[begin:end, :seen], progress.nodes.rows)
+            progress.nodes = Nodes(progress.nodes.rows.with_more(rows), inputs)
+            outputs.append(some)
+        return torch.cat(outputs)
