@@ -1,6 +1,6 @@
-"""A family whose layers have different parts, one of them with a recurrent state: the text is plain decoding's.
+"""Families whose layers differ, by a recurrent state or by entries of other layers: the text is plain decoding's.
 
-The family is data, as any other: an entry of `FAMILIES` that names the parts of each layer.
+A family is data, as any other: an entry of `FAMILIES` that names the parts of each layer.
 """
 
 from __future__ import annotations
@@ -54,16 +54,29 @@ DELTA_NETS = {
 }
 
 
-@pytest.fixture(scope="module", params=["averaging", "qwen3_5_text"])
+SHARING = {
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": 16,
+    "num_kv_shared_layers": 2,
+    "use_double_wide_mlp": True,
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 2048,
+    "rope_parameters": None,
+    "tie_word_embeddings": False,
+}
+
+
+@pytest.fixture(scope="module", params=["averaging", "qwen3_5_text", "gemma4_text"])
 def folder(family: None, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of each hybrid family, with random weights."""
+    """A checkpoint of each hybrid family, and of one whose layers share entries, with random weights."""
     pair, folder = build_pair(tmp_path_factory.mktemp("pair")), tmp_path_factory.mktemp(request.param)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(pair.target / name, folder)
     config = json.loads((pair.target / "config.json").read_text())
     config |= {"model_type": request.param, "num_hidden_layers": len(LAYERS)}
-    if request.param == "qwen3_5_text":
-        config |= DELTA_NETS
+    config |= {"qwen3_5_text": DELTA_NETS, "gemma4_text": SHARING}.get(request.param, {})
     (folder / "config.json").write_text(json.dumps(config))
     generator, tensors = torch.Generator().manual_seed(0), dict[str, torch.Tensor]()
     for name, shape in wanted_shapes(read_config(config)).items():
@@ -148,4 +161,4 @@ def test_a_prompts_states_are_kept_in_a_file(folder: Path, tmp_path: Path) -> No
     if "qwen3_5" in folder.name:
         assert [line.startswith(f"{number} of the prompt's") for line in told] == [False, True, True, False, False]
     else:
-        assert not told  # no state is kept there
+        assert bool(told) == ("gemma4" in folder.name)  # no state of averages is kept there
