@@ -32,9 +32,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from offspec import KV_CACHES, Engine
-from offspec.model.block import memory_layouts
+from offspec.model.block import kv_layouts
 from offspec.model.decoder import CachedDecoder
-from offspec.model.memory.kv_cache import KVLayout
 from offspec.scheduler.trees.token_tree import TokenTree
 
 WIDTHS, REPEATS = (1, 16), 5
@@ -66,8 +65,8 @@ def measure_memory(model: str, num_tokens: int, kv_cache: str, last: int | None)
 def _fill(text: CachedDecoder, count: int) -> None:
     """Commit `count` random entries to the text's empty cache."""
     decoder, generator = text.decoder, torch.Generator().manual_seed(0)
-    for layer, layout in enumerate(memory_layouts(decoder.config)):
-        if not isinstance(layout, KVLayout):
+    for layer, layout in enumerate(kv_layouts(decoder.config)):
+        if layout is None:
             continue
         shape = 2, FILLED_AT_ONCE, layout.num_heads, layout.head_dim
         keys, values = torch.randn(shape, generator=generator).to(decoder.dtype)

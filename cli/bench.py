@@ -219,7 +219,8 @@ class ReportFlags:
             click.echo("\n".join(table(columns() if on_terminal else WIDE)), err=self.as_json)
         if self.as_json:
             names = {"model": engine.name, "draft": engine.draft_name, "settings": dict(self.settings)}
-            click.echo(json.dumps({**names, **report}))
+            exactness = {"exact": engine.is_exact, "inexact_reason": engine.inexact_reason}
+            click.echo(json.dumps({**names, **exactness, **report}))
 
 
 # ------------------------------------------------------------------------------------------------ the table
@@ -271,8 +272,8 @@ def _remarks(report: BenchmarkReport) -> list[str]:
         "all texts equal plain decoding"
         if not different
         else (
-            f"{different} of {len(guessed)} texts differ from plain decoding; in 16 bit, near-ties can cause this "
-            "(run offspec verify to check), in fp32 it is an error"
+            f"{different} of {len(guessed)} texts differ from plain decoding"
+            f"{_why_texts_differ(report.runs[0].stats.inexact_reason)}"
         )
     )
     remarks = [
@@ -293,6 +294,12 @@ def _remarks(report: BenchmarkReport) -> list[str]:
             "expected; nats/token: log-likelihood under the target, closer to 0 is likelier"
         )
     return remarks
+
+
+def _why_texts_differ(inexact_reason: str | None) -> str:
+    if inexact_reason is None:
+        return ", which is an error"
+    return f"; near-ties can cause this, as {inexact_reason} (run offspec verify to check)"
 
 
 def verdict(outcome: Outcome) -> str:

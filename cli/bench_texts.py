@@ -49,8 +49,8 @@ def texts_table(report: TextsReport, width: int) -> list[str]:
     same = f"all {report.num_compared} texts equal those of the first row"
     if report.num_different:
         same = (
-            f"{report.num_different} of {report.num_compared} texts differ from those of the first row; in 16 bit, "
-            "near-ties can cause this (run offspec verify to check), in fp32 it is an error"
+            f"{report.num_different} of {report.num_compared} texts differ from those of the first row; "
+            "where --stats says up to near-ties, these can cause it (run offspec verify to check), else it is an error"
         )
     remarks = [
         f"tokens/s: of {report.num_prompts} prompts with at most so many texts at a time, prompts included, +- half "

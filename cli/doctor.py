@@ -21,12 +21,14 @@ if TYPE_CHECKING:
 
 Fact = tuple[str, str, str]  # label, value, source
 MAX_COLUMNS, NARROW = 100, 50
+FIRST_COMMAND = 'offspec run builtin "def area("'
 
 
 @click.command(
     cls=OffspecCommand,
     name="doctor",
-    help="""Show this machine's hardware and its measured rates with their sources, and advice on what to improve.
+    help="""Show this machine's hardware and its measured rates with their sources, advice on what to improve, and
+whether this machine is ready.
 
 The measurement takes some seconds. It writes a temporary file if the folder contains no checkpoint to read.
 
@@ -82,7 +84,14 @@ def table(found: Diagnosis, columns: int) -> str:
     if found.advice:
         lines += ["", "Advice"]
         lines += [line for text in found.advice for line in _wrapped("- ", with_flags(text), 2, columns)]
-    return "\n".join(lines)
+    return "\n".join([*lines, "", *_verdict(found, columns)])
+
+
+def _verdict(found: Diagnosis, columns: int) -> list[str]:
+    """Whether this machine is ready, and what to do."""
+    if not found.to_do:
+        return ["Ready. Next:", *_wrapped("  ", FIRST_COMMAND, 4, columns)]
+    return [line for text in found.to_do for line in _wrapped("To do: ", with_flags(text), 2, columns)]
 
 
 def _lines(row: Fact, label_columns: int, columns: int) -> list[str]:

@@ -34,13 +34,22 @@ COMMANDS = {
     "quantize": "Convert a checkpoint to 4 bit, packed bf16 or plain floats, in a layout for fast streaming.",
     "distill": "Train a draft for a model: an exit layer, a head or a small model.",
     "verify": "Compare speculative text with plain decoding, token by token.",
+    "models": "List, download and remove models.",
     "doctor": "Show this machine's hardware, its measured rates, and advice.",
     "config": "Show every setting with its value and source.",
 }
 ELSEWHERE = {  # commands of Ollama and others → what does that here
-    "pull": "a model is downloaded when it is first named, as in offspec run ORG/NAME PROMPT",
-    "list": "offspec runs any folder, GGUF file or hub id; downloads are in Hugging Face's cache",
+    "pull": "offspec models pull downloads one; other commands do when it is first named",
+    "list": "offspec models lists them",
+    "rm": "offspec models rm removes one",
 }
+NEXT = """offspec runs language models that are larger than the GPU or the RAM. Next:
+
+  offspec doctor                    is this machine ready?
+  offspec run builtin "def area("   a first text, without a download
+  offspec serve builtin             a page to chat in at http://127.0.0.1:8080, and APIs
+
+offspec --help shows all commands."""
 COMPLETION = "_OFFSPEC_COMPLETE"  # set by the shell's completion script (click)
 # Signals that end the program, besides Ctrl-C.
 ENDING_SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
@@ -81,13 +90,13 @@ class LazyGroup(click.Group):
 def cli(ctx: click.Context) -> None:
     """Run language models that are larger than the GPU or the RAM.
 
-    The text is that of plain decoding: in 32 bits exactly, in 16 bits up to near-ties of two tokens.
+    The text is that of plain decoding: on a CPU exactly, on a GPU up to near-ties of two tokens.
 
     \b
     Example:  offspec run builtin "def area("
     """
     if ctx.invoked_subcommand is None:
-        _show(ctx.get_help())
+        _show(NEXT)
         ctx.exit(WRONG_USAGE)
     if ctx.invoked_subcommand != "config":  # config has no settings of its own, and itself reports a faulty file
         from .settings import Settings

@@ -201,12 +201,12 @@ memory_flags = all_of(
 draft_option = LOADING.option(
     "draft",
     group=heading.DRAFT,
-    type=ModelName("auto", "shadow", "head", "self", "resident", "lookup", "none", *MODEL_NAMES),
+    type=ModelName("auto", "mtp", "shadow", "head", "self", "resident", "lookup", "none", *MODEL_NAMES),
     default=(LoadOptions.draft,),
     multiple=True,
-    metavar="PATH|auto|shadow|head|self|resident|lookup|none",
-    help="Draft: path or hub id, shadow[:BITS] (low-bit target), head, self[:N|:FILE] (early exit), resident (layers), "
-    "lookup or none; may be repeated. [default: auto: lookup, or a cached shadow if faster]",
+    metavar="PATH|auto|mtp|shadow|head|self|resident|lookup|none",
+    help="Draft: path or hub id, mtp (the target's own layer), shadow[:BITS] (low-bit target), head, self[:N|:FILE] "
+    "(early exit), resident (layers), lookup or none; may be repeated. [default: auto: mtp, lookup or a cached shadow]",
 )
 draft_window_option = LOADING.option(
     "draft_window",
@@ -224,13 +224,13 @@ loading_options = all_of(
         "deterministic",
         is_rare=True,
         is_flag=True,
-        help="Give the same text twice in 16 bits, too: choose nothing by timing, and run one text at a time.",
+        help="Give the same text twice on a GPU, too: choose nothing by timing, and run one text at a time.",
     ),
     LOADING.option(
         "fast_arithmetic",
         is_rare=True,
         is_flag=True,
-        help="In 16 bits, compute in the fastest way: the text equals plain decoding's up to near-ties.",
+        help="Compute in the fastest way: the text equals plain decoding's up to near-ties on a CPU, too.",
     ),
     LOADING.option(
         "threads",
@@ -305,8 +305,8 @@ acceptance_options = all_of(
     SPECULATION.option(
         "accept",
         type=click.Choice(ACCEPTS),
-        help="exact: plain decoding's text, in 16 bits up to near-ties. Others are LOSSY. joint: by joint likelihood "
-        "(MJSD).",
+        help="exact: plain decoding's text, on a CPU exactly, on a GPU up to near-ties. Others are LOSSY. joint: by "
+        "joint likelihood (MJSD).",
     ),
     SPECULATION.option(
         "tau",
@@ -322,7 +322,7 @@ speculation_options = all_of(
         callback=budget,
         default="auto",
         metavar="auto|N",
-        help="Draft tokens per pass; 0 disables speculation. Changes the text at most at near-ties in 16 bits. "
+        help="Draft tokens per pass; 0 disables speculation. Changes the text at most at near-ties on a GPU. "
         "[default: auto, adapts]",
     ),
     acceptance_options,

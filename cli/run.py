@@ -565,6 +565,7 @@ def describe(last: Step) -> str:
         f"passes    {stats.num_passes}, {stats.tokens_per_pass:.2f} tokens per pass; "
         f"draft {1e3 * stats.draft_s / passes:.1f} ms + target {1e3 * stats.target_s / passes:.1f} ms per pass",
         f"memory    peak {stats.peak_host_bytes / 2**30:.2f} GiB host{device}",
+        f"text      {stats.exactness}, compared with plain decoding",
     ]
     if stats.is_lossy:
         lines.append("lossy     not exact acceptance (--accept): plain decoding may produce another text")

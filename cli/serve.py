@@ -9,12 +9,15 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+from click.core import ParameterSource
 
 from offspec import AUTO_TEXTS, LoadOptions, SamplingParams, SpeculationParams
 from offspec.errors import TokenizerError, UsageError
@@ -42,6 +45,9 @@ from .options import (
 
 if TYPE_CHECKING:
     from offspec import Engine
+
+    from .server.service import Service
+    from .server.shelf import Shelf
 
 MAX_NEW_TOKENS = 4096  # a model ends its answers itself, and clients may request fewer
 # Wildcard address → an unassigned outside address (RFC 5737, RFC 3849), and the loopback address.
@@ -102,6 +108,13 @@ Examples:
     help="Answer web pages of this origin, such as https://chat.example; * allows all origins and needs an API key.",
 )
 @option(
+    "--models",
+    type=click.Path(file_okay=False, path_type=Path),
+    metavar="FOLDER",
+    help="Serve the models of this folder instead of MODEL: the one that a request names is loaded.",
+)
+@option("--page/--no-page", default=True, help="Whether a browser gets a page to chat in at /. [default: --page]")
+@option(
     "--parallel",
     callback=number_of_texts,
     default="auto",
@@ -136,6 +149,8 @@ def command(
     api_key: str | None,
     alias: str | None,
     cors: tuple[str, ...],
+    models: Path | None,
+    page: bool,
     parallel: int | None,
     max_queue: int,
     quiet: bool,
@@ -149,37 +164,111 @@ def command(
     if alias is not None and not (alias.strip() and alias.isprintable()):
         raise UsageError(f"--alias must be a name of printable characters, not {alias!r}")
     _check_origins(cors, api_key)
+    shelf_paths = {} if models is None else _models_in(models, loading, alias)
+    server = Server(sampling, api_key, alias, host, cors, page, quiet, verbose)
+    tell = (lambda line: None) if quiet else _log
     with listening(host, port) as sock:  # before the model is loaded
+
+        def service_of(engine: Engine) -> Service:
+            from .server.service import Service
+
+            return Service(engine, speculation, most_waiting=max_queue, most_texts=parallel, tell=tell)
+
+        if models is not None:
+            from .server.shelf import Shelf
+
+            make = partial(_service_in, loading=loading, service_of=service_of)
+            with closing(Shelf(shelf_paths, make, tell)) as shelf:
+                server.run(shelf, sock, f"{len(shelf_paths)} models of {models} are")
+            return
         engine = load_engine(loading, quiet=quiet, verbose=verbose)
+        if not quiet:
+            _tell_of_template(engine)
+        with learning_kept(engine, written_file(loading), quiet=quiet), closing(service_of(engine)) as service:
+            server.run(service, sock, f"{engine.name} is")
+
+
+def _service_in(path: Path, *, loading: LoadOptions, service_of: Callable[[Engine], Service]) -> Service:
+    """The service of a model that a request names."""
+    from offspec import Engine
+
+    return service_of(Engine.load(replace(loading, model=str(path))))
+
+
+@dataclass(frozen=True)
+class Server:
+    """The settings of a server. page: whether it has a page for browsers."""
+
+    sampling: SamplingParams
+    api_key: str | None
+    alias: str | None
+    host: str
+    cors: Sequence[str]
+    page: bool
+    quiet: bool
+    verbose: bool
+
+    def run(self, models: Service | Shelf, sock: socket.socket, name: str) -> None:
+        """Answer requests until a signal ends the server. name: what is served. Raises an engine's last error."""
         import uvicorn
 
         from .server.connections import BACKLOG, most_connections, protocol
         from .server.routes import StoppableServer, application, is_loopback
-        from .server.service import Service
 
-        if not quiet:
-            _tell_of_template(engine)
-            if api_key is None and not is_loopback(host):
-                _warn_of_strangers(host)
-            click.echo(f"{engine.name} is served at http://{_address(sock)}/v1; Ctrl-C stops the server.")
+        is_private = is_loopback(self.host)
+        if not self.quiet:
+            if self.api_key is None and not is_private:
+                _warn_of_strangers(self.host)
+            paths = "/v1, and a page to chat in at /" if self.page else "/v1"
+            click.echo(f"{name} served at http://{_address(sock)}{paths}; Ctrl-C stops the server.")
             sys.stdout.flush()
-        tell = (lambda line: None) if quiet else _log
-        service = Service(engine, speculation, most_waiting=max_queue, most_texts=parallel, tell=tell)
-        with _process_of_a_server(), learning_kept(engine, written_file(loading), quiet=quiet), closing(service):
-            app = application(service, sampling, api_key, is_private=is_loopback(host), origins=cors, alias=alias)
-            config = uvicorn.Config(
-                app,
-                http=protocol(most_connections()),
-                ws="none",
-                backlog=BACKLOG,
-                log_level="info" if verbose else "critical",
-                timeout_graceful_shutdown=GRACE_S,
-                lifespan="off",
-            )
-            server = StoppableServer(config, service)
-            server.run(sockets=[sock])
-        if service.error is not None:
-            raise service.error
+        app = application(
+            models,
+            self.sampling,
+            self.api_key,
+            is_private=is_private,
+            origins=self.cors,
+            alias=self.alias,
+            has_page=self.page,
+        )
+        config = uvicorn.Config(
+            app,
+            http=protocol(most_connections()),
+            ws="none",
+            backlog=BACKLOG,
+            log_level="info" if self.verbose else "critical",
+            timeout_graceful_shutdown=GRACE_S,
+            lifespan="off",
+        )
+        with _process_of_a_server():
+            StoppableServer(config, models).run(sockets=[sock])
+        if models.error is not None:
+            raise models.error
+
+
+def _models_in(folder: Path, loading: LoadOptions, alias: str | None) -> dict[str, Path]:
+    """The models of a folder that run, by the names that clients see. Tells of those that do not."""
+    from offspec.tools.local_models import models_in
+
+    context = click.get_current_context()
+    if context.get_parameter_source("model") is ParameterSource.COMMANDLINE or alias is not None:
+        raise UsageError("--models serves a folder's models by their names; omit MODEL and --alias, or --models")
+    if loading.learn:
+        raise UsageError("--learn trains one model's draft; omit it, or --models")
+    found = models_in(folder)
+    for each in found:
+        if each.fault:
+            click.echo(f"offspec: {each.path.name} is not served: {with_flags(each.fault)}", err=True)
+    names = {_name_in(folder, each.path): each.path for each in found if not each.fault}
+    if not names:
+        raise UsageError(f"{folder} has no model that runs; offspec models list {folder} says why")
+    return names
+
+
+def _name_in(folder: Path, path: Path) -> str:
+    """A model's path in the folder, without the ending of a file."""
+    inside = path.relative_to(folder) if path != folder else Path(path.resolve().name)
+    return inside.with_suffix("").as_posix() if path.suffix == ".gguf" else inside.as_posix()
 
 
 reworded(command, verbose="Explain automatic choices, log requests; show tracebacks.")

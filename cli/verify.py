@@ -51,10 +51,10 @@ def _refuse_lossy(ctx: click.Context, param: click.Parameter, value: str) -> Non
     name="verify",
     help=f"""Compare speculative text with plain decoding, token by token.
 
-Decodes held-out prompts plainly, then with every combination of the settings below, and compares token ids. In 32 bits
-every token must be equal. In 16 bits, or with packed KV entries (--kv-cache), near-ties may differ: two tokens whose
-logits differ by no more than rounding. They are counted. The exit code is 1 if any other token differs. The built-in
-pair takes some minutes on one core. {MODEL_HELP}
+Decodes held-out prompts plainly, then with every combination of the settings below, and compares token ids. On a CPU
+every token must be equal. On a GPU, or with --fast-arithmetic, near-ties may differ: two tokens whose logits differ by
+no more than rounding. They are counted. The exit code is 1 if any other token differs. The built-in pair takes some
+minutes on one core. {MODEL_HELP}
 
 \b
 Examples:
@@ -177,12 +177,10 @@ def command(
     else:
         prompts = [task.text for task in read_prompts(prompt_file)][:max_prompts]
     loading = replace(loading, tree=max(nodes or 0 for nodes in budgets))
-    if (
-        loading.dtype == "auto"
-    ):  # fp32 has no near-ties with a plain KV cache, so any difference is an error of the algorithm
+    if loading.dtype == "auto":  # where the text is not exact, fp32 has next to no near-ties with a plain KV cache
         loading = replace(loading, dtype="fp32")
         if verbose:
-            click.echo("offspec: dtype fp32 (text is exact to the token)", err=True)
+            click.echo("offspec: dtype fp32 (verify's default)", err=True)
     engine = load_engine(loading, quiet=quiet, verbose=verbose)
     if not engine.guesses and "random" in drafts:
         settings = [setting for setting in settings if setting.draft == "random"]
@@ -210,7 +208,7 @@ def command(
         raise VerificationError(f"{len(report.errors)} texts differ from plain decoding; the first: {report.errors[0]}")
 
 
-reworded(command, dtype="Compute dtype. auto: fp32, where all tokens must be equal; 16 bits allow near-ties.")
+reworded(command, dtype="Compute dtype. auto: fp32. Near-ties are allowed where the text is not exact.")
 
 
 def table(report: VerificationReport) -> str:
@@ -223,7 +221,7 @@ def table(report: VerificationReport) -> str:
         )
     verdict = "identical to plain decoding" if report.is_exact else f"{len(report.errors)} texts DIFFER"
     counts = f"{report.num_prompts} prompts, {len(report.settings)} settings, {report.num_tokens} tokens"
-    return "\n".join([*lines, f"{counts}: {verdict}{_near_ties(report)}"])
+    return "\n".join([*lines, f"{counts}, promised {report.promise}: {verdict}{_near_ties(report)}"])
 
 
 def _near_ties(report: VerificationReport) -> str:

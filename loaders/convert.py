@@ -15,7 +15,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -130,11 +130,13 @@ def convert(
     revision: str | None = None,
     progress: Progress | None = None,
     understand: Callable[[Checkpoint], Checkpoint] = lambda checkpoint: checkpoint,
+    kept: Callable[[Checkpoint], Collection[str]] = lambda checkpoint: (),
 ) -> Conversion:
     """Convert the checkpoint `source` (a path or a hub id) into the checkpoint `target`, or resume the conversion.
 
     layer_prefix: prefix of tensor names inside layers, up to the layer's number.
-    understand: maps the source checkpoint to the tensor names of the result.
+    understand: maps the source checkpoint to the tensor names of the result. kept: tensors in layers of that checkpoint
+    that are not converted.
     `progress(bytes_done, bytes_total)` counts bytes of the source; its first call reports the bytes of an earlier run.
     Raises UsageError, CheckpointError (the source), StorageError (the target; repeat the call to resume).
     """
@@ -142,7 +144,7 @@ def convert(
     folder = resolve(str(source), revision)
     _check_folders(folder, target)
     checkpoint = understand(open_checkpoint(folder))
-    work = _Work(checkpoint, target, params, layer_prefix)
+    work = _Work(checkpoint, target, params, layer_prefix, kept(checkpoint))
     with _claimed(target, _job(checkpoint, params)):
         finished = [shard for shard in work.shards if work.is_finished(shard)]
         rest = [shard for shard in work.shards if shard not in finished]
@@ -280,7 +282,14 @@ def _check_space(target: Path, needed: int) -> None:
 class _Work:
     """The files of the result, and their creation."""
 
-    def __init__(self, checkpoint: Checkpoint, target: Path, params: ConvertParams, layer_prefix: str) -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        target: Path,
+        params: ConvertParams,
+        layer_prefix: str,
+        kept: Collection[str],
+    ) -> None:
         self._checkpoint, self._target, self._packer = checkpoint, target, packer_for(params)
         companions = checkpoint.companions()  # errors come before hours of work
         self._companions = {name: path for name, path in companions.items() if not name.endswith(PART_SUFFIX)}
@@ -293,7 +302,7 @@ class _Work:
                 _refuse_four_bit(checkpoint, weights)
             if self._packer.is_lossless:
                 _refuse_packed(checkpoint, weights)
-            items = _items(checkpoint, weights, self._packer, layer_prefix)
+            items = _items(checkpoint, weights, self._packer, layer_prefix, kept)
             self._packer.prepare()  # reports missing packages before anything is written
         self._quantised = [item for item in items.values() if item.packer is not None]
         layers, shared = split_names(items, layer_prefix)
@@ -417,11 +426,16 @@ def _refuse_packed(checkpoint: Checkpoint, weights: Mapping[str, StoredWeight]) 
 
 
 def _items(
-    checkpoint: Checkpoint, weights: Mapping[str, StoredWeight], packer: Packer, layer_prefix: str
+    checkpoint: Checkpoint,
+    weights: Mapping[str, StoredWeight],
+    packer: Packer,
+    layer_prefix: str,
+    kept: Collection[str],
 ) -> dict[str, _Item]:
-    """The items: `packer` converts matrices inside layers; other packed weights are unpacked."""
+    """The items: `packer` converts matrices inside layers, except those `kept`; other packed weights are unpacked."""
     layers, _ = split_names(weights, layer_prefix)
-    matrices = {name for layer in layers for name in layer.values() if _is_matrix(weights[name], checkpoint)}
+    names = [name for layer in layers for name in layer.values() if name not in kept]
+    matrices = {name for name in names if _is_matrix(weights[name], checkpoint)}
     items: dict[str, _Item] = {}
     for name, stored in weights.items():
         infos = stored.streamed
@@ -444,7 +458,7 @@ def _beside(stored: StoredWeight, packer: Packer) -> Packer:
 def _is_matrix(stored: StoredWeight, checkpoint: Checkpoint) -> bool:
     """Whether it is a matrix of a layer. Raises CheckpointError for shapes that no linear layer has."""
     is_norm = stored.name.endswith("norm.weight")  # norms per head are 2-D
-    if len(stored.shape) == 3 and stored.shape[1] == 1 and stored.name.endswith("conv1d.weight"):
+    if len(stored.shape) == 3 and stored.shape[1] == 1 and stored.name.endswith(("conv1d.weight", ".conv.weight")):
         return False  # of a convolution of each channel by itself
     if len(stored.shape) == 2 and stored.name.endswith(".weight") and not is_norm:
         return bool(math.prod(stored.shape))

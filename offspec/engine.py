@@ -27,6 +27,7 @@ from .errors import ContextLengthError, OffspecError, UsageError
 from .load_options import AnyPath, LoadOptions, LoadSettings
 from .loading import LoadedTarget, load
 from .model.decoder import Decoder
+from .model.exactness import reason_of
 from .model.memory.text_caches import TextCaches
 from .planning.plan import Plan
 from .running.batch import Batch, Ticket
@@ -136,8 +137,13 @@ class Engine:
 
     @property
     def is_exact(self) -> bool:
-        """Whether texts in 16 bits equal plain decoding's to the bit, not only up to near-ties (`model.exactness`)."""
-        return self.loaded.decoder.is_exact
+        """Whether texts equal plain decoding's for any draft, not only up to near-ties (`model.exactness`)."""
+        return self.target.is_exact
+
+    @property
+    def inexact_reason(self) -> str | None:
+        """Why texts equal plain decoding's up to near-ties only; None if `is_exact`."""
+        return reason_of(self.target)
 
     @property
     def learnt(self) -> EstimatesAndRecall:
@@ -202,8 +208,8 @@ class Engine:
     ) -> Generator[Step, None, None]:
         """Generate text for a prompt: an iterator with one `Step` per pass.
 
-        The text is that of plain decoding (`SpeculationParams(budget=0)`) with the same seed, for any draft: in 32 bits
-        exactly, in 16 bits up to near-ties. With lossy acceptance (`SpeculationParams.accept`) it may differ;
+        The text is that of plain decoding (`SpeculationParams(budget=0)`) with the same seed, for any draft: exactly if
+        `is_exact`, otherwise up to near-ties. With lossy acceptance (`SpeculationParams.accept`) it may differ;
         `Stats.is_lossy` is then true.
         Closing the iterator between steps leaves the engine ready for the next request.
         caches: from `new_caches`, kept from request to request; tokens that the prompt shares with the earlier text are

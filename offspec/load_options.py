@@ -88,10 +88,10 @@ class LoadOptions:
     such tokens. needs_draft_model: requests will use lossy acceptance; a draft without a model is refused equally
     early. cache_ram: bytes of RAM for the KV caches of earlier conversations (`TextPool`); None is
     `planning.parked_texts`' default. deterministic: nothing depends on measured times, so that the same request gives
-    the same text in 16 bits, too, if weights and KV entries lie where they did: trees of a given size, no drafting
-    during passes, one text at a time, kernels chosen by rules (for the whole process: `process.fix_choices`).
-    fast_arithmetic: in 16 bits compute rows in the fastest way, whatever rows share their pass: the text is plain
-    decoding's up to near-ties. Otherwise it equals plain decoding's wherever there are kernels (`model.exactness`).
+    the same text where it is not exact, too, if weights and KV entries lie where they did: trees of a given size, no
+    drafting during passes, one text at a time, kernels chosen by rules (for the whole process: `process.fix_choices`).
+    fast_arithmetic: compute rows in the fastest way, whatever rows share their pass: the text is plain decoding's up
+    to near-ties. Otherwise it equals plain decoding's wherever there are kernels (`model.exactness`).
     Raises UsageError for values that contradict each other.
     """
 

@@ -28,9 +28,9 @@ from .drafts.weighing import Chooser, Scales
 from .errors import MemoryLimitError, UsageError
 from .load_options import LoadOptions
 from .model.decoder import Decoder
-from .model.exactness import is_exact_by_default
+from .model.exactness import is_exact_by_default, reason_of
 from .model.memory.kv_in_ram import EntriesInRam
-from .model.memory.text_memory import TextMemory
+from .model.memory.text_memory import TextMemory, total_bytes
 from .planning.memory import MemoryOptions, MemoryUse, MemoryUser, Room
 from .planning.out_of_memory import explain_out_of_memory, retry_out_of_memory, with_fewer_residents
 from .planning.parked_texts import ParkedTexts
@@ -140,8 +140,8 @@ class LoadedTarget:
         files = plan.demand.target
         self._caches.add(cache)
         planned = sum(item.on_device for item in plan.placement.items if item.name == KV_ITEM)
-        needed = files.kv_bytes(num_entries)
-        taken = sum(other.nbytes for other in self._caches) + (needed if num_entries > cache.capacity else 0)
+        needed = files.kv_bytes(num_entries - cache.num_in_beginning)
+        taken = total_bytes(self._caches) + (needed if num_entries > cache.capacity else 0)
         unused = plan.placement.limits.ram - plan.placement.ram_bytes
         weights.spare(unused + planned - taken)
 
@@ -369,8 +369,6 @@ def _load_models(
     is_exact = not options.fast_arithmetic and is_exact_by_default(
         files.config, files.dtype, device, is_streamed=bool(plan.placement.streamed)
     )
-    if options.fast_arithmetic and files.dtype.itemsize == 2:
-        notes.append(Note("`fast_arithmetic`: the text equals plain decoding's up to near-ties"))
     if is_exact:
         prepare_exact_products(files, is_resident=not plan.placement.streamed)
     settings = LoadSettings(
@@ -382,7 +380,8 @@ def _load_models(
         attach = opened.load(device)  # the draft first: it is small, so its errors appear early
         decoder = memory.load_decoder()
         decoder.is_exact = is_exact
-        decoder.is_exact = is_exact
+        if (reason := reason_of(decoder)) is not None:
+            notes.append(Note(f"the text equals plain decoding's up to near-ties: {reason}"))
         return decoder, attach(decoder)
 
     decoder, draft = retry_out_of_memory(load_both, memory.reduce_residents)

@@ -59,8 +59,8 @@ def prepare_gpu() -> None:
 def fix_choices() -> None:
     """Choose between equivalent kernels by rules, from now on, instead of by measured times.
 
-    Kernels round differently, and times differ from run to run: so might the text, at near-ties in 16 bits. The choices
-    belong to the process, so they are fixed for engines that are loaded later, too.
+    Kernels round differently, and times differ from run to run: so might the text, at near-ties where it is not exact.
+    The choices belong to the process, so they are fixed for engines that are loaded later, too.
     """
     for choices in (COSTS, FUSED_ROWS, FASTER_WAY):
         choices.is_fixed = True

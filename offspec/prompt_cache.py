@@ -153,10 +153,10 @@ class PromptCache:
     def _owner(self, part: str, cache: TextMemory) -> Owner:
         engine = self._engine
         if part == TARGET:
-            return Owner.of(self._target_id, engine.target.dtype, cache)
+            return Owner.of(self._target_id, engine.target, cache)
         assert engine.draft.decoder is not None
         assert self._draft_id is not None
-        return Owner.of(self._draft_id, engine.draft.decoder.dtype, cache)
+        return Owner.of(self._draft_id, engine.draft.decoder, cache)
 
     @cached_property
     def _target_id(self) -> str:

@@ -9,6 +9,13 @@ from typing import Any
 
 import psutil
 
+EXACT = "exact"
+
+
+def exactness(inexact_reason: str | None) -> str:
+    """How near a text comes to plain decoding's, in words."""
+    return EXACT if inexact_reason is None else "up to near-ties"
+
 
 @dataclass
 class Stats:
@@ -19,7 +26,8 @@ class Stats:
     time of this iteration, including drafting; ttft_s is the time from the request to its tokens. decode_s is the time
     of all later iterations. tokens_per_pass includes the first pass; plain decoding has 1. draft_s and target_s are
     sums over passes.
-    is_lossy: lossy acceptance was on, so the text may differ from plain decoding's.
+    is_lossy: lossy acceptance was on, so the text may differ from plain decoding's. inexact_reason: why the text equals
+    it up to near-ties only; None where it is exact (`model.exactness`).
     draft_fault: why the draft was given up within the request; None if it was not. The text is the same.
     draft_off_since: the pass since which the draft is switched off, but for trials, as it does not pay; None if it is
     not, or was for few passes only. Then draft_round_s is what a round of it takes, None if unknown, and plain_pass_s
@@ -43,6 +51,7 @@ class Stats:
     target_s: float = 0.0
     seed: int = 0
     is_lossy: bool = False
+    inexact_reason: str | None = None
     draft_fault: str | None = None
     draft_off_since: int | None = None
     draft_round_s: float | None = None
@@ -67,9 +76,15 @@ class Stats:
         """Tokens after the first pass ÷ decode_s; 0 if there was only one pass."""
         return (self.num_tokens - self.num_first_pass_tokens) / self.decode_s if self.decode_s else 0.0
 
+    @property
+    def exactness(self) -> str:
+        """What the text promises: "exact", "up to near-ties", or "lossy"."""
+        return "lossy" if self.is_lossy else exactness(self.inexact_reason)
+
     def as_dict(self) -> dict[str, Any]:
         return {
             **asdict(self),
+            "exact": self.exactness == EXACT,
             "tokens_per_pass": self.tokens_per_pass,
             "decode_tokens_per_s": self.decode_tokens_per_s or None,
         }

@@ -43,10 +43,11 @@ INNER = dict.fromkeys(("intermediate_size", "ffn_dim", "ffn_hidden_size"), 48)
 NARROW = dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "expert_ffn_hidden_size"), 16)
 ROUTING = {"n_group": 1, "topk_group": 1, "num_shared_experts": 1, "n_shared_experts": 1, "first_k_dense_replace": 1}
 DEPTHS = dict.fromkeys(("num_hidden_layers", "n_layer", "num_layers"), 3)
+KINDS = {"full_attn_idxs": [1]}  # LFM2's layers with attention; by default all
 LENGTHS = {"max_position_embeddings": 64, "n_positions": 64, "sliding_window": 8, "rotary_dim": 4, "vocab_size": 128}
 # transformers zeroes a padding token's row in some models that it loads.
 SPECIALS = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": None}
-TINY = HEADS | LATENT | EXPERTS | CHOSEN | WIDTHS | INNER | NARROW | ROUTING | DEPTHS | LENGTHS | SPECIALS
+TINY = HEADS | LATENT | EXPERTS | CHOSEN | WIDTHS | INNER | NARROW | ROUTING | DEPTHS | KINDS | LENGTHS | SPECIALS
 
 
 def tiny_config(model_type: str) -> Any:

@@ -148,6 +148,51 @@ _DELTA = {
     "linear_num_key_heads": 2,
     "linear_key_head_dim": 24,
 }
+_MAMBA = {
+    "mamba_n_heads": 4,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 12,
+    "mamba_expand": 2,
+}
+_FALCON_H1 = {
+    **_MAMBA,
+    "mamba_d_ssm": 96,
+    "mamba_rms_norm": True,
+    "mamba_norm_before_gate": False,
+    "mamba_proj_bias": True,
+    "time_step_limit": [0.05, 2.0],
+    "embedding_multiplier": 6.0,
+    "lm_head_multiplier": 0.6,
+    "mlp_multipliers": [0.8, 1.3],
+    "key_multiplier": 0.7,
+    "attention_in_multiplier": 1.2,
+    "attention_out_multiplier": 0.9,
+    "ssm_in_multiplier": 1.1,
+    "ssm_multipliers": [0.9, 1.2, 0.8, 1.3, 0.7],
+    "ssm_out_multiplier": 0.8,
+}
+_GRANITE_H = {
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    **_MAMBA,
+    "num_local_experts": 0,
+    "shared_intermediate_size": 80,
+    "embedding_multiplier": 6.0,
+    "residual_multiplier": 0.7,
+    "attention_multiplier": 0.2,
+    "logits_scaling": 0.5,
+}
+_NEMOTRON_H = {
+    "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"],
+    "head_dim": 24,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 20,
+    "ssm_state_size": 12,
+    "n_groups": 2,
+    "time_step_min": 1e-9,  # transformers limits a prompt's steps by it
+}
+_NO_ROPE = {"rope_type": "default", "rope_theta": None}
+_EXACT_MLP = {"block_auto_adjust_ff_dim": False, "tie_word_embeddings": False}
 _GROWING = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,
@@ -273,6 +318,29 @@ FAMILIES = {
     "ernie": Family("ernie4_5", {"head_dim": 24, "use_bias": True}),
     "hunyuan": Family("hunyuan_v1_dense", {"head_dim": 24}),
     "qwen3.5": Family("qwen3_5_text", {"head_dim": 32, "num_hidden_layers": 4, **_DELTA}, rope=_QUARTER),
+    "granite-h": Family("granitemoehybrid", _GRANITE_H),
+    "bamba": Family(
+        "bamba",
+        {**_MAMBA, "attn_layer_indices": [1], "mamba_proj_bias": True, "mamba_conv_bias": False, "mlp_bias": True},
+        rope=_PARTIAL,
+    ),
+    "falcon-h1": Family("falcon_h1", _FALCON_H1),
+    "falcon-h1-norm-first": Family("falcon_h1", {**_FALCON_H1, "mamba_norm_before_gate": True}),
+    "falcon-h1-unnormed": Family("falcon_h1", {**_FALCON_H1, "mamba_rms_norm": False, "projectors_bias": True}),
+    "nemotron-h": Family("nemotron_h", {**_NEMOTRON_H, "use_bias": True, "mlp_bias": True}),
+    "olmo-hybrid": Family("olmo_hybrid", {"num_hidden_layers": 4, **_DELTA, "linear_num_key_heads": 4}, rope=_NO_ROPE),
+    "lfm2": Family(
+        "lfm2",
+        {
+            "num_hidden_layers": 4,
+            "layer_types": ["conv", "full_attention"] * 2,
+            "block_multiple_of": 16,
+            "block_ffn_dim_multiplier": 1.3,
+        },
+    ),
+    "lfm2-biased": Family(
+        "lfm2", {"layer_types": ["conv", "full_attention", "conv"], "conv_bias": True, "conv_L_cache": 5, **_EXACT_MLP}
+    ),
     "hunyuan-alpha": Family(
         "hunyuan_v1_dense",
         {"head_dim": 24},
@@ -280,6 +348,9 @@ FAMILIES = {
         seed=1,
     ),
 }
+DELTA_NETS = ("qwen3.5", "olmo-hybrid")
+MAMBAS = ("granite-h", "bamba", "falcon-h1", "falcon-h1-norm-first", "falcon-h1-unnormed", "nemotron-h")
+HYBRIDS = (*DELTA_NETS, *MAMBAS, "lfm2", "lfm2-biased")  # families with layers that keep a state of the text
 
 
 @dataclass(frozen=True)
@@ -347,8 +418,8 @@ def randomise(model: PreTrainedModel, generator: torch.Generator) -> None:
     Embeddings are small, so that what a layer adds outweighs them; a tied head would else repeat the last token.
     """
     model_type = model.config.model_type
-    adds_one = model_type.startswith(("gemma", "nemotron", "qwen3_5")) and model_type != "gemma4_text"  # to a norm's
-    unit = 0 if adds_one else 1
+    adds_one = model_type.startswith("gemma") and model_type != "gemma4_text"  # to a norm's weight
+    unit = 0 if adds_one or model_type in ("nemotron", "qwen3_5_text") else 1
     for name, buffer in model.named_buffers():
         if name.endswith("layer_scalar"):
             buffer.copy_(1 + 0.2 * torch.randn(buffer.shape, generator=generator))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -90,6 +90,69 @@ def _ministral3(config: Json) -> dict[str, Any]:
     }
 
 
+def _qwen35(config: Json) -> dict[str, Any]:
+    return {
+        **_rotary_share(config),
+        "rope.dimension_sections": [*_rope(config)["mrope_section"], 0],
+        "ssm.conv_kernel": config["linear_conv_kernel_dim"],
+        "ssm.state_size": config["linear_key_head_dim"],
+        "ssm.group_count": config["linear_num_key_heads"],
+        "ssm.time_step_rank": config["linear_num_value_heads"],
+        "ssm.inner_size": config["linear_value_head_dim"] * config["linear_num_value_heads"],
+        "full_attention_interval": 4,
+        "block_count": config["num_hidden_layers"] + config.get("mtp_num_hidden_layers", 0),
+        **({"nextn_predict_layers": 1} if config.get("mtp_num_hidden_layers") else {}),
+    }
+
+
+def _lfm2(config: Json) -> dict[str, Any]:
+    is_attention = [kind == "full_attention" for kind in config["layer_types"]]
+    inner = int(config["block_ffn_dim_multiplier"] * int(2 * config["intermediate_size"] / 3))
+    multiple = config["block_multiple_of"]
+    return {
+        "attention.head_count_kv": [config["num_key_value_heads"] if each else 0 for each in is_attention],
+        "attention.layer_norm_rms_epsilon": float(config["norm_eps"]),
+        "feed_forward_length": (inner + multiple - 1) // multiple * multiple,
+        "shortconv.l_cache": config["conv_L_cache"],
+    }
+
+
+def _mamba(config: Json) -> dict[str, Any]:
+    heads, size = config["mamba_n_heads"], config["mamba_d_head"]
+    return {
+        "ssm.conv_kernel": config["mamba_d_conv"],
+        "ssm.state_size": config["mamba_d_state"],
+        "ssm.group_count": config["mamba_n_groups"],
+        "ssm.inner_size": heads * size,
+        "ssm.time_step_rank": heads,
+    }
+
+
+def _granite_hybrid(config: Json) -> dict[str, Any]:
+    kinds = config["layer_types"]
+    return {
+        **_granite(config),
+        **_mamba(config),
+        "attention.head_count_kv": [config["num_key_value_heads"] * (kind == "full_attention") for kind in kinds],
+        "feed_forward_length": config["shared_intermediate_size"],
+        "rope.scaling.finetuned": False,
+    }
+
+
+def _nemotron_h(config: Json) -> dict[str, Any]:
+    kinds = config["layers_block_type"]
+    return {
+        "attention.head_count_kv": [config["num_key_value_heads"] * (kind == "full_attention") for kind in kinds],
+        "attention.layer_norm_rms_epsilon": config["layer_norm_epsilon"],
+        "feed_forward_length": [config["intermediate_size"] * (kind == "mlp") for kind in kinds],
+        "ssm.conv_kernel": config["conv_kernel"],
+        "ssm.state_size": config["ssm_state_size"],
+        "ssm.group_count": config["n_groups"],
+        "ssm.inner_size": config["mamba_num_heads"] * config["mamba_head_dim"],
+        "ssm.time_step_rank": config["mamba_num_heads"],
+    }
+
+
 @dataclass(frozen=True)
 class Written:
     """How llama.cpp writes a family. arch: its name there. differences: of the metadata."""
@@ -122,6 +185,11 @@ WRITTEN = {
     "starcoder2": Written("starcoder2", eps="norm_epsilon"),
     "nemotron": Written("nemotron", _rotary_share, has_shifted_norms=True, eps="norm_eps"),
     "exaone4": Written("exaone4", _window),
+    "qwen3_5_text": Written("qwen35", _qwen35, has_shifted_norms=True),
+    "granitemoehybrid": Written("granitehybrid", _granite_hybrid, has_paired_heads=True),
+    "falcon_h1": Written("falcon-h1", _mamba),
+    "nemotron_h": Written("nemotron_h", _nemotron_h, eps="layer_norm_epsilon"),
+    "lfm2": Written("lfm2", _lfm2, eps="norm_eps"),
 }
 
 
@@ -139,18 +207,68 @@ def write_model(
     """
     written = WRITTEN[config["model_type"]]
     arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == written.arch)
-    names = gguf.get_tensor_name_map(arch, config["num_hidden_layers"])
-    content = {name: _changed(name, tensor, config, written) for name, tensor in tensors.items()}
+    config = {"num_hidden_layers": len(config.get("layers_block_type") or ()), **config}
+    names = gguf.get_tensor_name_map(arch, config["num_hidden_layers"] + config.get("mtp_num_hidden_layers", 0))
+    content = {
+        name.replace(".dt_bias", ".dt_proj.bias"): _changed(name, tensor, config, written)
+        for name, tensor in _parts(tensors, config)
+    }
     if config["tie_word_embeddings"]:
         content.pop("lm_head.weight", None)
     scalars = [name for name in content if name.endswith("layer_scalar")]
     content |= {f"{name}.weight": content.pop(name) for name in scalars}
-    renamed = {names.get_name(name, try_suffixes=(".weight", ".bias")): array for name, array in content.items()}
+    renamed = {
+        names.get_name(name, try_suffixes=(".weight", ".bias")) or name: array for name, array in content.items()
+    }
     renamed |= _factors(config)
     types = {name: kind for name in renamed for part, kind in kinds.items() if part in name}
     metadata = {f"{written.arch}.{key}": value for key, value in _metadata(config, written).items()}
     tokenizer = _letters(config) if vocabulary is None else vocabulary
     return write_gguf(path, written.arch, {**metadata, **tokenizer}, renamed, types)
+
+
+def _parts(tensors: Mapping[str, Tensor], config: Json) -> Iterator[tuple[str, Tensor]]:
+    """Tensors by the names that llama.cpp's conversion knows; it splits Granite 4's MLP."""
+    for name, tensor in tensors.items():
+        if name.endswith("shared_mlp.input_linear.weight"):
+            for part, half in zip(("gate_proj", "up_proj"), tensor.chunk(2), strict=True):
+                yield name.replace("shared_mlp.input_linear", f"mlp.{part}"), half
+        else:
+            is_backbone = config["model_type"] == "nemotron_h" and name.startswith("model.")
+            stored = name.replace("model.", "backbone.", 1) if is_backbone else name
+            yield stored.replace("shared_mlp.output_linear", "mlp.down_proj"), tensor
+
+
+def _changed_mamba(name: str, array: np.ndarray, config: Json) -> np.ndarray:
+    """A in place of its logarithm, dimensions of groups and of one input channel, and Falcon-H1's factors."""
+    if name.endswith("A_log"):
+        return -np.exp(array)[:, None]
+    if name.endswith(".D"):
+        return array[:, None]
+    if name.endswith("conv1d.weight"):
+        return array.squeeze(1)
+    if name.endswith(("mamba.norm.weight", "mixer.norm.weight")):
+        return array.reshape(config.get("mamba_n_groups") or config["n_groups"], -1)
+    return array * _falcon_factors(name, config) if config["model_type"] == "falcon_h1" else array
+
+
+def _falcon_factors(name: str, config: Json) -> Any:
+    factors = {
+        "down_proj.weight": config["mlp_multipliers"][1],
+        "gate_proj.weight": config["mlp_multipliers"][0],
+        "k_proj.weight": config["key_multiplier"] * config["attention_in_multiplier"],
+        "q_proj.weight": config["attention_in_multiplier"],
+        "v_proj.weight": config["attention_in_multiplier"],
+        "o_proj.weight": config["attention_out_multiplier"],
+        "out_proj.weight": config["ssm_out_multiplier"],
+        "lm_head.weight": config["lm_head_multiplier"],
+        "embed_tokens.weight": config["embedding_multiplier"],
+    }
+    if name.endswith("in_proj.weight"):
+        groups = config["mamba_n_groups"] * config["mamba_d_state"]
+        widths = [config["mamba_d_ssm"]] * 2 + [groups] * 2 + [config["mamba_n_heads"]]
+        return config["ssm_in_multiplier"] * np.repeat(np.float32(config["ssm_multipliers"]), widths)[:, None]
+    return np.float32(next((factor for end, factor in factors.items() if name.endswith(end)), 1.0))
 
 
 def _changed(name: str, tensor: Tensor, config: Json, written: Written) -> np.ndarray:
@@ -160,7 +278,32 @@ def _changed(name: str, tensor: Tensor, config: Json, written: Written) -> np.nd
             heads = config[key]
             halves = array.reshape(heads, 2, array.shape[0] // heads // 2, *array.shape[1:])
             array = halves.swapaxes(1, 2).reshape(array.shape)
+    if config["model_type"] in ("granitemoehybrid", "falcon_h1", "nemotron_h"):
+        return _changed_mamba(name, array, config)
+    if "linear_attn." in name:
+        return _changed_delta_net(name, array, config)
+    if name.endswith("conv.conv.weight"):
+        array = array.squeeze(1)
     return array + 1 if written.has_shifted_norms and name.endswith("norm.weight") else array
+
+
+def _changed_delta_net(name: str, array: np.ndarray, config: Json) -> np.ndarray:
+    """llama.cpp sorts value heads by their place among those of a key head (`_reorder_v_heads`)."""
+    key_heads = config["linear_num_key_heads"]
+    num_keys = 2 * key_heads * config["linear_key_head_dim"]
+
+    def sorted_heads(numbers: np.ndarray) -> np.ndarray:
+        by_head = numbers.reshape(key_heads, config["linear_num_value_heads"] // key_heads, -1, *numbers.shape[1:])
+        return by_head.swapaxes(0, 1).reshape(numbers.shape)
+
+    if "norm" in name:
+        return array
+    if "in_proj_qkv" in name or "conv1d" in name:
+        array = array.reshape(len(array), -1)
+        return np.concatenate((array[:num_keys], sorted_heads(array[num_keys:])))
+    if "out_proj" in name:
+        return sorted_heads(array.T).T
+    return sorted_heads(-np.exp(array) if "A_log" in name else array)
 
 
 def _head_dim(config: Json) -> int:

@@ -48,6 +48,7 @@ ELSEWHERE = {
     "serve run": "tests/cli/server/test_ray_serve.py",
     "offspec tokens": "tests/house/test_docs.py",
     "python -m tests.offspec.schemas": "tests/offspec/test_constrained_texts.py",
+    "python -m tests.cli.server.picture_page": "tests/cli/server/test_page.py",
     "python -m tests.fuzz.requests": "tests/fuzz/test_requests.py",
     "lm_eval": "tests/cli/server/test_clients.py",
     **dict.fromkeys(
@@ -63,6 +64,7 @@ ELSEWHERE = {
     "python -m benchmarks.drafts.heads": "tests/benchmarks/test_heads.py",
     **dict.fromkeys(("_OFFSPEC_COMPLETE=fish_source offspec", "source"), "tests/cli/test_completion.py"),
     "python -m benchmarks.peers": "tests/benchmarks/test_peers.py",
+    "python -m benchmarks.agent_replay": "tests/benchmarks/test_agent_replay.py",
     "python -m benchmarks.real": "tests/benchmarks/test_real.py",
     **dict.fromkeys(
         ("python -m benchmarks.card", "scripts/card", "python3 scripts/card"), "tests/benchmarks/test_card.py"

@@ -5,20 +5,23 @@ Answers have the engine's statistics under `offspec`.
 
 from __future__ import annotations
 
+import json
 import math
 import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from offspec import SamplingParams
 from offspec.text.thinking import ThinkingStyle
 
 from ..reasoning import ThinkingReader
 from . import logprobs
 from .logprobs import TokenTexts
-from .openai_requests import CompletionRequest, Json
+from .openai_requests import CompletionRequest, Kind, parse
+from .request_parts import Json
 from .tools import CalledTools
 
 if TYPE_CHECKING:
@@ -32,7 +35,7 @@ FINISHES = {"eos": "stop", "stop": "stop", "length": "length", None: None}
 class Said:
     """Text of an answer, all of it or a part. figures: `Stats.as_dict`, once there is a pass.
 
-    texts, logprobs, prompt_logprobs: as in `Step`.
+    texts, logprobs, prompt_logprobs, stopped: as in `Step`. report: of the pass, if the request asks for it.
     """
 
     text: str = ""
@@ -41,13 +44,24 @@ class Said:
     texts: tuple[str, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    stopped: str | None = None
+    report: Json | None = None
 
     @classmethod
-    def of(cls, step: Step) -> Said:
+    def of(cls, step: Step, report: Json | None = None) -> Said:
         figures = step.stats.as_dict()
         if figures["learn_file"] is not None:
             figures["learn_file"] = Path(figures["learn_file"]).name  # clients may not learn this machine's folders
-        return cls(step.text, step.finish_reason, figures, step.texts, step.logprobs, step.prompt_logprobs)
+        return cls(
+            step.text,
+            step.finish_reason,
+            figures,
+            step.texts,
+            step.logprobs,
+            step.prompt_logprobs,
+            step.stopped,
+            report,
+        )
 
     def then(self, step: Step) -> Said:
         """This text and that of the next step."""
@@ -59,6 +73,7 @@ class Said:
             self.texts + later.texts,
             self.logprobs + later.logprobs,
             self.prompt_logprobs or later.prompt_logprobs,
+            later.stopped,
         )
 
 
@@ -165,8 +180,30 @@ class ChatChoice:
         return "tool_calls" if reason == "stop" and self._called and self._called.num_calls else reason
 
 
+class Completions:
+    """OpenAI's chats or text completions, as a form of requests and answers (`answer_forms.ApiForm`)."""
+
+    def __init__(self, kind: Kind) -> None:
+        self.name: str = kind
+        self._kind: Kind = kind
+
+    def request(self, body: Any, defaults: SamplingParams) -> CompletionRequest:
+        """Raises UsageError, which names the field."""
+        return parse(self._kind, body, defaults)
+
+    def answer(
+        self, body: Json, asked: CompletionRequest, model: str, prompts: Sequence[Sequence[int]], tokenizer: Tokenizer
+    ) -> Answer:
+        return Answer(asked, model, prompts, tokenizer)
+
+    def error(self, failure: Json, status: int) -> Json:
+        return failure
+
+
 class Answer:
     """Builds the response to one request; all parts of a stream have the same id."""
+
+    end = "data: [DONE]\n\n"
 
     def __init__(
         self,
@@ -231,13 +268,20 @@ class Answer:
             parts[-1]["choices"][0]["finish_reason"] = choice.finish(said)
             parts[-1]["offspec"] = said.figures
             self._figures[index] = said.figures
+        if said.report is not None:
+            told = {"index": index, "pass": said.report, **said.figures}
+            parts.insert(0, {**self._part_head, "choices": [], "offspec": told})
         return parts
 
-    def usage_part(self) -> Json | None:
+    def last_parts(self) -> list[Json]:
         """The part with the token counts, if the request wants one, after the last parts of all answers."""
-        if not self._asked.wants_usage:
-            return None
-        return {**self._part_head, "choices": [], "usage": self._usage()}
+        return [{**self._part_head, "choices": [], "usage": self._usage()}] if self._asked.wants_usage else []
+
+    def error_parts(self, failure: Json, status: int) -> list[Json]:
+        return [failure]
+
+    def event(self, part: Json) -> str:
+        return f"data: {json.dumps(part)}\n\n"
 
     @property
     def _part_head(self) -> Json:

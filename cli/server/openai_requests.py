@@ -18,6 +18,7 @@ from offspec import SamplingParams
 from offspec.errors import UsageError
 from offspec.text.tool_calls import ToolFormat
 
+from .request_parts import Json, field_of, refuse_fields
 from .response_format import requested_constraint
 from .tools import Tools, called_before, check_depth, tools_of
 
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from offspec import Prompt
     from offspec.text.tokenizer import Tokenizer
 
-Json = dict[str, Any]
 MOST_ANSWERS = 16  # to one request
 Kind = Literal["chat", "text"]
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
@@ -103,6 +103,7 @@ class CompletionRequest:
     tools: Tools | None = None
     tool_format: ToolFormat | None = None  # how the model writes calls of the tools
     template_settings: Json = field(default_factory=dict)  # further variables of the chat template
+    reports_passes: bool = False  # whether a stream tells of each pass
 
     @property
     def prompt(self) -> Prompt:
@@ -128,13 +129,8 @@ def parse(kind: Kind, body: Any, defaults: SamplingParams) -> CompletionRequest:
     """Parse a request; `defaults` apply to omitted fields. Raises UsageError, which names the field."""
     if not isinstance(body, dict):
         raise UsageError("the request is not a JSON object")
-    for name, neutral in NOT_FOLLOWED.items():
-        value = body.get(name)
-        if value is not None and not any(
-            value == asks and isinstance(value, bool) == isinstance(asks, bool) for asks in neutral
-        ):
-            raise UsageError(f"{name} is not supported; omit it")
-    options = _field(body, "stream_options", Mapping, "an object") or {}
+    refuse_fields(body, NOT_FOLLOWED)
+    options = field_of(body, "stream_options", Mapping, "an object") or {}
     echoes = _echoes(kind, body)
     omits_answer = echoes and body.get("max_tokens") == 0  # the prompt's log-probabilities alone
     params = sampling_params({**body, "max_tokens": 1} if omits_answer else body, defaults)
@@ -148,16 +144,17 @@ def parse(kind: Kind, body: Any, defaults: SamplingParams) -> CompletionRequest:
         kind,
         [_messages(body)] if kind == "chat" else _prompts(body),
         replace(params, constraint=constraint),
-        bool(_field(body, "stream", bool, "true or false")),
+        bool(field_of(body, "stream", bool, "true or false")),
         bool(options.get("include_usage")),
         num_answers,
         num_kept,
         shows_logprobs,
-        str(_field(body, "user", str, "a string") or ""),
+        str(field_of(body, "user", str, "a string") or ""),
         echoes,
         omits_answer,
         _tools(kind, body),
         template_settings=_template_settings(kind, body),
+        reports_passes=_reports_passes(body),
     )
 
 
@@ -180,13 +177,23 @@ def with_tools(asked: CompletionRequest, tokenizer: Tokenizer) -> CompletionRequ
 def _template_settings(kind: Kind, body: Json) -> Json:
     """chat_template_kwargs, such as Qwen3's enable_thinking; it cannot replace what every template is given."""
     name = "chat_template_kwargs"
-    found: Json = _field(body, name, Mapping, "an object") or {}
+    found: Json = field_of(body, name, Mapping, "an object") or {}
     if found and kind == "text":
         raise UsageError(f"{name} is for chats only; omit it")
     if taken := sorted(OWN_VARIABLES & found.keys()):
         raise UsageError(f"{name} may not have {', '.join(taken)}")
     check_depth(found, name)
     return found
+
+
+def _reports_passes(body: Json) -> bool:
+    settings = field_of(body, "offspec", Mapping, "an object") or {}
+    if unknown := sorted(settings.keys() - {"passes"}):
+        raise UsageError(f"offspec may have passes, not {', '.join(unknown)}")
+    passes = bool(field_of(settings, "passes", bool, "true or false"))
+    if passes and not body.get("stream"):
+        raise UsageError("offspec.passes is for streams; set stream to true, or omit it")
+    return passes
 
 
 def _tools(kind: Kind, body: Json) -> Tools | None:
@@ -199,9 +206,9 @@ def sampling_params(body: Mapping[str, Any], defaults: SamplingParams) -> Sampli
     """`defaults`, overridden by the fields of `body` that are not null. Raises UsageError, which names the field."""
     params = defaults
     for name, kind, what in FIELDS:
-        if (value := _field(body, name, kind, what)) is not None:
+        if (value := field_of(body, name, kind, what)) is not None:
             params = _with(params, name, value)
-    if (bias := _field(body, "logit_bias", Mapping, "an object")) is not None:
+    if (bias := field_of(body, "logit_bias", Mapping, "an object")) is not None:
         params = replace(params, logit_bias=_logit_bias(bias))
     if (stop := body.get("stop")) is not None:
         texts = [stop] if isinstance(stop, str) else stop
@@ -225,7 +232,7 @@ def _logit_bias(bias: Mapping[str, Any]) -> tuple[tuple[int, float], ...]:
 
 def _num_answers(kind: Kind, body: Json) -> tuple[int, int]:
     """n, and `best_of`: how many answers there are to choose from."""
-    number, best_of = (_field(body, name, int, "a whole number") for name in ("n", "best_of"))
+    number, best_of = (field_of(body, name, int, "a whole number") for name in ("n", "best_of"))
     number = 1 if number is None else int(number)
     if not 1 <= number <= MOST_ANSWERS:
         raise UsageError(f"n must be between 1 and {MOST_ANSWERS}, not {number}")
@@ -249,19 +256,8 @@ def _with(params: SamplingParams, name: str, value: Any) -> SamplingParams:
         raise UsageError(str(exc).replace(ours, name, 1)) from exc
 
 
-def _field(body: Mapping[str, Any], name: str, kind: Any, what: str) -> Any:
-    """A field's value, or None if it is absent."""
-    value = body.get(name)
-    is_wrong_bool = isinstance(value, bool) and kind is not bool  # in Python, bool is a subclass of int
-    if value is not None and (is_wrong_bool or not isinstance(value, kind)):
-        raise UsageError(f"{name} must be {what}, not {reprlib.repr(value)}")
-    if isinstance(value, int) and value.bit_length() > 64:
-        raise UsageError(f"{name} is too large: it must fit into 64 bits")
-    return value
-
-
 def _echoes(kind: Kind, body: Json) -> bool:
-    echoes = bool(_field(body, "echo", bool, "true or false"))
+    echoes = bool(field_of(body, "echo", bool, "true or false"))
     if echoes and kind == "chat":
         raise UsageError("echo is for text completions only; omit it")
     return echoes
@@ -270,11 +266,11 @@ def _echoes(kind: Kind, body: Json) -> bool:
 def _with_logprobs(params: SamplingParams, kind: Kind, body: Json, *, of_prompt: bool) -> SamplingParams:
     """`logprobs` is a number of alternatives in text completions; in chats a switch, and `top_logprobs` the number."""
     name = "logprobs" if kind == "text" else "top_logprobs"
-    number = None if body.get(name) is False else _field(body, name, int, "a whole number")
+    number = None if body.get(name) is False else field_of(body, name, int, "a whole number")
     if kind == "text" and body.get("top_logprobs"):
         raise UsageError("top_logprobs is for chats only; give logprobs, the number of tokens")
     if kind == "chat":
-        is_asked = _field(body, "logprobs", bool, "true or false")
+        is_asked = field_of(body, "logprobs", bool, "true or false")
         if number and not is_asked:
             raise UsageError("top_logprobs needs logprobs, which must be true")
         number = (number or 0) if is_asked else None

@@ -28,15 +28,18 @@ from offspec import memory_error
 from offspec.errors import ConstraintError, ContextLengthError, OffspecError, TokenizerError, UsageError
 
 from ..flags import with_flags
-from .openai_answers import Answer, Said, failure
-from .openai_requests import Json
+from .answer_forms import AnswerForm
+from .openai_answers import Said, failure
+from .request_parts import Json
 from .service import BusyError, StoppingError, Work
+from .shelf import UnknownModelError
 
 KEEP_ALIVE_S = 5.0  # between two signs of life
 SILENCE_S = 10.0  # before the first one of a whole answer
 # For browsers and proxies: an answer is new each time. nginx would collect a stream's events.
 STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 Cancel = Callable[[Work], None]
+WriteError = Callable[[Json, int], Json]  # an error in OpenAI's form, and its status → as the API writes it
 
 
 class EventResponse(StreamingResponse):
@@ -44,7 +47,7 @@ class EventResponse(StreamingResponse):
 
     media_type = "text/event-stream"
 
-    def __init__(self, answer: Answer, work: Work, cancel: Cancel) -> None:
+    def __init__(self, answer: AnswerForm, work: Work, cancel: Cancel) -> None:
         super().__init__(_events(answer, work), headers=STREAM_HEADERS)
         self._cancel = partial(cancel, work)
 
@@ -55,7 +58,7 @@ class EventResponse(StreamingResponse):
             self._cancel()
 
 
-async def _events(answer: Answer, work: Work) -> AsyncGenerator[str, None]:
+async def _events(answer: AnswerForm, work: Work) -> AsyncGenerator[str, None]:
     """Server-sent events. An error becomes an event, because the status is already sent."""
     begun, num_open = set[int](), len(work.jobs)
     yield _sign_of_life(work)
@@ -65,29 +68,28 @@ async def _events(answer: Answer, work: Work) -> AsyncGenerator[str, None]:
             if found is None:
                 yield _sign_of_life(work)
                 continue
-            index, step = found
-            for part in answer.parts(index, Said.of(step), is_first=index not in begun):
-                yield _event(part)
+            index, step, report = found
+            for part in answer.parts(index, Said.of(step, report), is_first=index not in begun):
+                yield answer.event(part)
             begun.add(index)
             num_open -= step.finish_reason is not None
-        if (last := answer.usage_part()) is not None:
-            yield _event(last)
+        for part in answer.last_parts():
+            yield answer.event(part)
     except Exception as exc:  # noqa: BLE001 (the client is told)
-        yield _event(describe(exc, is_running=True)[0])
-    yield "data: [DONE]\n\n"
+        for part in answer.error_parts(*describe(exc, is_running=True)):
+            yield answer.event(part)
+    yield answer.end
 
 
 def _sign_of_life(work: Work) -> str:
     return ": running\n\n" if work.has_begun else ": waiting\n\n"
 
 
-def _event(content: Json) -> str:
-    return f"data: {json.dumps(content)}\n\n"
-
-
-async def whole_response(answer: Answer, work: Work, cancel: Cancel, request: Request) -> Response:
+async def whole_response(
+    answer: AnswerForm, work: Work, cancel: Cancel, request: Request, write_error: WriteError
+) -> Response:
     """The response with a whole answer, which may take long."""
-    collecting, leaving = asyncio.create_task(_collect(answer, work)), asyncio.create_task(_left(request))
+    collecting, leaving = asyncio.create_task(_collect(answer, work, write_error)), asyncio.create_task(_left(request))
     try:
         done, _ = await asyncio.wait({collecting, leaving}, timeout=SILENCE_S, return_when=asyncio.FIRST_COMPLETED)
         if not done:
@@ -104,16 +106,17 @@ async def whole_response(answer: Answer, work: Work, cancel: Cancel, request: Re
     return Response(status_code=499)  # nobody reads it
 
 
-async def _collect(answer: Answer, work: Work) -> tuple[Json, int]:
+async def _collect(answer: AnswerForm, work: Work, write_error: WriteError) -> tuple[Json, int]:
     """The whole answer or an error, as JSON, and its status."""
     said = [Said() for _ in work.jobs]
     try:
         while any(one.finish_reason is None for one in said):
             if (found := await work.next()) is not None:
-                index, step = found
+                index, step, _ = found
                 said[index] = said[index].then(step)
     except Exception as exc:  # noqa: BLE001 (the client is told)
-        return describe(exc, is_running=True)
+        content, status = describe(exc, is_running=True)
+        return write_error(content, status), status
     return answer.whole(said), 200
 
 
@@ -168,6 +171,8 @@ def describe(error: Exception, *, is_running: bool = False) -> tuple[Json, int]:
         return failure(str(error), kind="rate_limit_error", code="rate_limit_exceeded"), 429
     if isinstance(error, StoppingError):
         return failure(str(error), kind="server_error"), 503
+    if isinstance(error, UnknownModelError):
+        return failure(str(error), code="model_not_found"), 404
     is_invalid = isinstance(error, (UsageError, TokenizerError, ContextLengthError)) and not is_running
     is_theirs = is_invalid or isinstance(error, ConstraintError)  # its dead ends are met while running
     code = "context_length_exceeded" if isinstance(error, ContextLengthError) else None
@@ -175,8 +180,8 @@ def describe(error: Exception, *, is_running: bool = False) -> tuple[Json, int]:
     return failure(with_flags(str(error)), kind=kind, code=code), 400 if is_theirs else 500
 
 
-def refusal(error: Exception) -> Response:
+def refusal(error: Exception, write_error: WriteError = lambda failure, status: failure) -> Response:
     """The response to a request that is not begun."""
     content, status = describe(error)
     headers = {"Retry-After": str(error.retry_after_s)} if isinstance(error, BusyError) else None
-    return JSONResponse(content, status, headers)
+    return JSONResponse(write_error(content, status), status, headers)

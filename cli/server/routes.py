@@ -11,9 +11,9 @@ import secrets
 import signal
 import socket
 import threading
-import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
@@ -27,22 +27,32 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from offspec import Engine, SamplingParams
+from offspec import SamplingParams
 from offspec.errors import OffspecError, UsageError
 from offspec.user_files import parse_json
 
 from ..flags import with_flags
+from .answer_forms import ApiForm
+from .anthropic_messages import Messages
 from .connections import Bodies
 from .metrics import MEDIA_TYPE, one_line
-from .openai_answers import Answer, failure
-from .openai_requests import CompletionRequest, Json, Kind, parse
-from .privacy import public_name
+from .openai_answers import Completions, failure
+from .openai_requests import CompletionRequest
+from .openai_responses import Responses
+from .page_routes import page_routes
 from .responses import EventResponse, describe, refusal, whole_response
 from .service import Service, StoppingError
+from .shelf import Models, OneModel, Shelf, UnknownModelError
 
 MOST_BYTES = 32 * 2**20  # of a request
 MOST_BODIES_BYTES = 2 * MOST_BYTES  # of all requests being received
 MOST_CLIENT_BYTES = MOST_BYTES  # of those of one client
+FORMS: dict[str, ApiForm] = {  # below /v1
+    "chat/completions": Completions("chat"),
+    "completions": Completions("text"),
+    "messages": Messages(),
+    "responses": Responses(),
+}
 Handler = Callable[[Request], Awaitable[Response]]
 
 
@@ -60,7 +70,7 @@ class StoppableServer(uvicorn.Server):
     Its log tells of long answers while they are computed.
     """
 
-    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+    def __init__(self, config: uvicorn.Config, service: Service | Shelf) -> None:
         super().__init__(config)
         self._service = service
         service.give_up = lambda: setattr(self, "should_exit", True)
@@ -91,29 +101,35 @@ class StoppableServer(uvicorn.Server):
 
 
 def application(
-    service: Service,
+    models: Service | Shelf,
     defaults: SamplingParams,
     api_key: str | None = None,
     *,
     is_private: bool = False,
     origins: Sequence[str] = (),
     alias: str | None = None,
+    has_page: bool = False,
 ) -> Starlette:
     """The routes. Without a key, requests from web pages are refused: browsers send them even across origins.
 
     is_private: only this machine can reach the server, so another host name indicates DNS rebinding. origins: of web
     pages that may ask and read answers (CORS); "*" is all of them, with a key. alias: what clients see as the model's
-    name.
+    name. has_page: whether `/` is a page to chat in.
     """
-    api = Api(service, defaults, alias)
+    api = Api(models if isinstance(models, Shelf) else OneModel(models, alias), defaults)
     guarded = Guard(api_key, is_private=is_private, origins=origins)
     routes = [
         Route("/health", api.health),
         Route("/metrics", guarded(api.metrics)),
         Route("/v1/models", guarded(api.models)),
         Route("/v1/models/{id:path}", guarded(api.model)),
-        Route("/v1/chat/completions", guarded(partial(api.completion, kind="chat")), methods=["POST"]),
-        Route("/v1/completions", guarded(partial(api.completion, kind="text")), methods=["POST"]),
+        *(
+            Route(f"/v1/{path}", guarded(partial(api.answer, form=form)), methods=["POST"])
+            for path, form in FORMS.items()
+        ),
+        Route("/v1/messages/count_tokens", guarded(api.count_tokens), methods=["POST"]),
+        Route("/v1/embeddings", guarded(api.embeddings), methods=["GET", "POST"]),
+        *(page_routes() if has_page else []),
     ]
     cors = Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["GET", "POST"], allow_headers=["*"])
     middleware = [cors] if origins else []
@@ -122,52 +138,82 @@ def application(
     )
 
 
+@dataclass
+class Reading:
+    """A request being read and checked. refusal: the response, if it is refused."""
+
+    refusal: Response | None = None
+
+
 class Api:
     """The handlers of the routes."""
 
-    def __init__(self, service: Service, defaults: SamplingParams, alias: str | None = None) -> None:
-        self._service, self._defaults = service, defaults
+    def __init__(self, models: Models, defaults: SamplingParams) -> None:
+        self._models, self._defaults = models, defaults
         self._bodies = Bodies(MOST_BODIES_BYTES, MOST_CLIENT_BYTES)
-        public = public_name(service.engine.name)
-        self._name = alias or public
-        self._names = {self._name, public, service.engine.name}  # by which a client may ask for the model
-        self._described = describe_model(service.engine, self._name)
 
     async def models(self, request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [self._described]})
+        return JSONResponse({"object": "list", "data": self._models.list()})
 
     async def model(self, request: Request) -> Response:
-        if (asked := request.path_params["id"]) not in self._names:
-            message = f"unknown model {asked!r}; this server has {self._name}"
-            return JSONResponse(failure(message, code="model_not_found"), 404)
-        return JSONResponse(self._described)
+        try:
+            return JSONResponse(self._models.describe(request.path_params["id"]))
+        except UnknownModelError as exc:
+            return refusal(exc)
 
     async def health(self, request: Request) -> Response:
         return JSONResponse({"status": "ok"})
 
     async def metrics(self, request: Request) -> Response:
-        return PlainTextResponse(self._service.metrics.text(self._service.gauges()), media_type=MEDIA_TYPE)
+        loaded = self._models.loaded
+        text = "" if loaded is None else loaded.service.metrics.text(loaded.service.gauges())
+        return PlainTextResponse(text, media_type=MEDIA_TYPE)
 
-    async def completion(self, request: Request, kind: Kind) -> Response:
-        try:
-            asked = self._service.with_tools(parse(kind, await self._json(request), self._defaults))
-            work = await self._service.submit(asked, _client(request, asked))
-        except (TooLargeError, OffspecError) as exc:
-            return self._refusal(kind, exc)
-        except ClientDisconnect:
-            return Response(status_code=499)  # nobody reads it
-        except asyncio.CancelledError:
-            return refusal(StoppingError())
-        answer = Answer(work.asked, self._name, work.prompts, self._service.engine.tokenizer)
+    async def answer(self, request: Request, form: ApiForm) -> Response:
+        async with self._told_of(form) as reading:
+            body = await self._json(request)
+            asked = form.request(body, self._defaults)
+            async with self._models.using(body.get("model")) as loaded:
+                service = loaded.service
+                work = await service.submit(service.with_tools(asked), _client(request, asked))
+        if reading.refusal is not None:
+            return reading.refusal
+        answer = form.answer(body, work.asked, loaded.name, work.prompts, service.engine.tokenizer)
         if asked.streams:
-            return EventResponse(answer, work, self._service.cancel)
-        return await whole_response(answer, work, self._service.cancel, request)
+            return EventResponse(answer, work, service.cancel)
+        return await whole_response(answer, work, service.cancel, request, form.error)
 
-    def _refusal(self, kind: Kind, error: TooLargeError | OffspecError) -> Response:
-        self._service.tell(f"{kind}: refused: {one_line(with_flags(str(error)))}")
-        if isinstance(error, TooLargeError):
-            return JSONResponse(failure(str(error), kind=error.kind), error.status)
-        return refusal(error)
+    async def count_tokens(self, request: Request) -> Response:
+        """Anthropic's count of a request's tokens, which the model does not read."""
+        form = Messages()
+        async with self._told_of(form) as reading:
+            body = await self._json(request)
+            asked = form.request(body, self._defaults)
+            async with self._models.using(body.get("model")) as loaded:
+                asked = loaded.service.with_tools(asked)
+                number = await loaded.service.count_tokens(asked, _client(request, asked))
+        return reading.refusal or JSONResponse({"input_tokens": number})
+
+    async def embeddings(self, request: Request) -> Response:
+        return JSONResponse(failure("offspec has no embeddings; ask a server with an embedding model"), 404)
+
+    @asynccontextmanager
+    async def _told_of(self, form: ApiForm) -> AsyncIterator[Reading]:
+        """Turns errors of a request, raised in the body, into the response that refuses it."""
+        reading = Reading()
+        try:
+            yield reading
+        except (TooLargeError, OffspecError) as exc:
+            self._models.tell(f"{form.name}: refused: {one_line(with_flags(str(exc)))}")
+            if isinstance(exc, TooLargeError):
+                content = form.error(failure(str(exc), kind=exc.kind), exc.status)
+                reading.refusal = JSONResponse(content, exc.status)
+            else:
+                reading.refusal = refusal(exc, form.error)
+        except ClientDisconnect:
+            reading.refusal = Response(status_code=499)  # nobody reads it
+        except asyncio.CancelledError:
+            reading.refusal = refusal(StoppingError(), form.error)
 
     async def _json(self, request: Request) -> Any:
         """The body as JSON. Raises UsageError, and TooLargeError for a body over its own or the common limit."""
@@ -186,14 +232,6 @@ class Api:
             raise UsageError(f"the request is not JSON ({exc})") from exc
         finally:
             self._bodies.give_back(client, len(content))
-
-
-def describe_model(engine: Engine, name: str) -> Json:
-    """The model as `/v1/models` lists it. The context is `max_model_len` in vLLM, and in llama.cpp's server `meta`."""
-    config = engine.target.config
-    meta = {"n_ctx": engine.max_context, "n_ctx_train": config.max_context, "n_vocab": config.vocab_size}
-    head = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "offspec"}
-    return {**head, "max_model_len": engine.max_context, "context_length": engine.max_context, "meta": meta}
 
 
 def _client(request: Request, asked: CompletionRequest) -> str:
@@ -231,7 +269,7 @@ class Guard:
         if self._is_private:
             named.append(f"//{request.headers.get('host', '')}")
         if self._api_key is not None:
-            borne = _bearer(request.headers.get("authorization", ""))
+            borne = request.headers.get("x-api-key") or _bearer(request.headers.get("authorization", ""))
             if borne is None or not secrets.compare_digest(borne.encode(), self._api_key.encode()):
                 return JSONResponse(failure("the API key is missing or wrong", code="invalid_api_key"), 401)
         elif not all(map(is_loopback, map(_host_of, named))):

@@ -10,11 +10,11 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import chain, count
 from threading import Condition, Thread
-from typing import TypeVar, cast
+from typing import NamedTuple, TypeVar, cast
 
 from offspec import Constraint, Engine, SamplingParams, SpeculationParams
 from offspec.engine import Message
@@ -23,16 +23,19 @@ from offspec.model.memory.text_pool import TextPool
 from offspec.planning.parked_texts import parked_bytes
 from offspec.running.batch import Batch, Ticket
 from offspec.running.checked_request import CheckedRequest
+from offspec.running.pass_report import LastPass
 from offspec.running.several_answers import params_of_each
 from offspec.running.steps import Step
 from offspec.session import Turn, encode_turns, turns_of
 
 from ..main import SERVE_THREAD
 from .fair_thread import TimeBudget, TurnsExecutor
+from .logprobs import TokenTexts
 from .metrics import Metrics, Times, first_line, log_line, progress_line
 from .openai_requests import CompletionRequest, with_tools
 from .privacy import model_folders, without_paths
 from .reply_tokens import ReplyTokens
+from .request_parts import Json
 
 MOST_LOOSER = 64  # constraints that do not compile, whose replacements are kept
 # A client's constraints may take so many seconds to compile at once, and later this share of the time.
@@ -70,6 +73,7 @@ class Job:
     ticket: Ticket
     number: int
     asked_s: float
+    last_pass: LastPass
     reply: Turn = field(default_factory=lambda: Turn(""))
     began_s: float | None = None
     first_s: float | None = None
@@ -91,6 +95,14 @@ class Job:
         return Times(queue_s, first_s, now_s - self.asked_s)
 
 
+class Arrival(NamedTuple):
+    """The next step of one of a request's answers, or its error. number: the answer's."""
+
+    number: int
+    result: Step | Exception
+    report: Json | None
+
+
 class Work:
     """A request under way: its answers, and the queue that their steps arrive in."""
 
@@ -98,27 +110,30 @@ class Work:
         """asked: as it is answered. prompts: token ids. client: whose request it is; clients take turns."""
         self.asked, self.kind, self.prompts, self.client = asked, asked.kind, prompts, client
         self.jobs = list[Job]()
-        self._results = asyncio.Queue[tuple[int, Step | Exception]]()
+        self._results = asyncio.Queue[Arrival]()
         self._loop = asyncio.get_running_loop()
 
     @property
     def has_begun(self) -> bool:
         return any(job.began_s is not None for job in self.jobs)
 
-    def put(self, index: int, result: Step | Exception) -> None:
+    def put(self, index: int, result: Step | Exception, report: Json | None = None) -> None:
         """The next step of an answer, or its error; from any thread."""
         with suppress(RuntimeError):  # the loop may have ended
-            self._loop.call_soon_threadsafe(self._results.put_nowait, (index, result))
+            self._loop.call_soon_threadsafe(self._results.put_nowait, Arrival(index, result, report))
 
-    async def next(self, timeout_s: float | None = None) -> tuple[int, Step] | None:
-        """An answer's index and its next step; None if none arrives in time. Raises an answer's error."""
+    async def next(self, timeout_s: float | None = None) -> tuple[int, Step, Json | None] | None:
+        """An answer's index, its next step, and the pass's report if the request asks for it.
+
+        None if none arrives in time. Raises an answer's error.
+        """
         try:
-            index, result = await asyncio.wait_for(self._results.get(), timeout_s)
+            index, result, report = await asyncio.wait_for(self._results.get(), timeout_s)
         except asyncio.TimeoutError:
             return None
         if isinstance(result, Exception):
             raise result
-        return index, result
+        return index, result, report
 
 
 def _params(asked: CompletionRequest) -> list[SamplingParams]:
@@ -160,7 +175,7 @@ class Service:
         self._pool = TextPool(engine.new_caches, parked_bytes(engine.plan))
         self._batch = Batch(engine.models, self._most_texts, self._pool, self._begin)
         self._most_open = most_waiting + self._most_texts
-        self._reply_tokens = ReplyTokens()
+        self._reply_tokens, self._texts = ReplyTokens(), TokenTexts(engine.tokenizer)
         self._looser = OrderedDict[Constraint, Constraint | None]()  # in place of those that do not compile
         self._changed = Condition()  # its lock guards the next four
         self._open, self._left = dict[Ticket, Job](), list[Job]()
@@ -198,6 +213,12 @@ class Service:
             "parked_bytes": ("Bytes of these entries.", self._pool.parked_bytes),
         }
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no answer is under way or waits."""
+        with self._changed:
+            return not self._open and not self._num_encoding
+
     def tell_progress(self) -> None:
         """A line of log for each answer that has been under way for PROGRESS_S since the last one; from any thread."""
         now_s = self._clock()
@@ -233,10 +254,25 @@ class Service:
                 raise StoppingError
             for index, request in enumerate(chain.from_iterable(checked)):
                 ticket = self._batch.add(request, client)
-                job = self._open[ticket] = Job(work, index, ticket, next(self._numbers), asked_s)
+                assert isinstance(request.observer, LastPass)
+                job = Job(work, index, ticket, next(self._numbers), asked_s, request.observer)
+                self._open[ticket] = job
                 work.jobs.append(job)
             self._changed.notify()
         return work
+
+    async def count_tokens(self, asked: CompletionRequest, client: str) -> int:
+        """The number of a chat's tokens. Raises the errors of `submit`."""
+        self._reserve(1)
+        try:
+            return len(
+                await asyncio.wrap_future(self._encoder.submit(client, partial(self._encode_chat, asked, client)))
+            )
+        except OffspecError as exc:
+            raise self._without_paths(exc) from exc
+        finally:
+            with self._changed:
+                self._num_encoding -= 1
 
     def with_tools(self, asked: CompletionRequest) -> CompletionRequest:
         """The request with the model's format of tool calls. Raises the errors of `openai_requests.with_tools`."""
@@ -291,7 +327,7 @@ class Service:
 
         def check(prompt: list[int], params: SamplingParams) -> CheckedRequest:
             return replace(
-                self.engine.check_request(prompt, params, self._speculation), prompt=prompt
+                self.engine.check_request(prompt, params, self._speculation, LastPass()), prompt=prompt
             )  # one list for all
 
         return [[check(prompt, params) for params in _params(asked)] for prompt in prompts]
@@ -417,13 +453,22 @@ class Service:
     def _advance(self, job: Job, step: Step) -> None:
         """Deliver a step. After the last one, the draft trains."""
         job.add(step, self._clock())
+        report = self._report(job, step) if job.work.asked.reports_passes else None
         if step.finish_reason is None:
-            job.work.put(job.index, step)
+            job.work.put(job.index, step, report)
             return
         self._remember(job)
         self._close(job, step.finish_reason)
-        job.work.put(job.index, step)
+        job.work.put(job.index, step, report)
         self._learn(job.reply)
+
+    def _report(self, job: Job, step: Step) -> Json:
+        """A pass for people: its tokens with their sources, and its tree by columns."""
+        tree = asdict(job.last_pass.report(step))
+        sources = tree.pop("token_sources")
+        tree["texts"] = [self._texts.text(token) for token in tree.pop("tokens")]
+        tokens = [{"text": text, "source": source} for text, source in zip(step.texts, sources, strict=True)]
+        return {"tokens": tokens, "tree": tree}
 
     def _end_left(self) -> None:
         """Count the answers whose clients have disconnected; the batch ends them with its next step."""

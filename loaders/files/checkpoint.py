@@ -37,16 +37,35 @@ DTYPE_BYTES = {
 
 
 @dataclass(frozen=True)
+class Order:
+    """A container's order of the numbers along a dimension, if it exchanges two levels of them.
+
+    Behind the first `kept` numbers, the architecture has [groups, count, others, run], the last one the fastest, and
+    the container [groups, others, count, run]; `others` follows from the length.
+    """
+
+    count: int
+    groups: int = 1
+    run: int = 1
+    kept: int = 0
+
+    def fits(self, length: int) -> bool:
+        """Whether a dimension of `length` numbers can have this order."""
+        return length > self.kept and (length - self.kept) % (self.groups * self.count * self.run) == 0
+
+
+@dataclass(frozen=True)
 class Change:
     """The difference between a container's numbers and those that the architecture of its config expects.
 
-    num_heads: if not 0, the rows belong to this number of heads, and in each head, rows i and i + head_dim / 2, which
-    RoPE rotates together, are adjacent (llama.cpp's order for Llama's queries and keys).
-    added: the value added to every number (llama.cpp stores Gemma's norms as 1 + w).
+    rows, columns: their order, if it is another one. added: the value added to every number (llama.cpp stores Gemma's
+    norms as 1 + w). is_negative_exp: numbers x are stored as -exp(x) (llama.cpp's A of state spaces).
     """
 
-    num_heads: int = 0
+    rows: Order | None = None
+    columns: Order | None = None
     added: float = 0.0
+    is_negative_exp: bool = False
 
 
 @dataclass(frozen=True)

@@ -47,6 +47,7 @@ from .core import (
     any_bytes,
     dense,
     exact_kernel,
+    linear,
 )
 from .on_gpu import FASTER_WAY, triton_kernels
 from .plain import PlainWeight
@@ -109,7 +110,7 @@ class PackedBf16Matrix(PackedMatrix):
         The fused kernel is taken where it was measured to be faster than unpacking and the plain kernel.
         """
         if x.device.type != "cpu":
-            return F.linear(x, dense(self, x.dtype, scratch), bias)
+            return linear(x, dense(self, x.dtype, scratch), bias)
         if products.must_be_exact(x) and x.numel() and (exact := exact_kernel(self, x)) is not None:
             product, parts = exact
             return products.plus(product(x, parts, self.shape[0]), bias)

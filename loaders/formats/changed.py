@@ -1,22 +1,24 @@
-"""Undoes a container's changes to weights: reordered rows, or norms with 1 added (`checkpoint.Change`).
+"""Undoes a container's changes to weights: another order of rows or columns, or of numbers (`checkpoint.Change`).
 
-The bytes stay unchanged. For a matrix with rows in llama.cpp's order, the outputs of each product are reordered: N
+The bytes stay unchanged. For a matrix in another order, the inputs and outputs of each product are reordered: K and N
 numbers per row instead of the matrix's N·K. Vectors, and plain matrices that stay in memory, are changed when they are
 bound (`StoredUnit.bind`).
 
-llama.cpp's order (`permute` in convert_hf_to_gguf.py): within a head, row i and row i + head_dim / 2, which RoPE
-rotates together, are adjacent.
+llama.cpp's orders: within a head of Llama's queries and keys, row i and row i + head_dim / 2, which RoPE rotates
+together, are adjacent (`permute` in its conversion). A gated delta net's value heads are sorted by their place among
+those of one key head (`_reorder_v_heads`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from ..files.checkpoint import Change, TensorInfo
+from ..files.checkpoint import Change, Order, TensorInfo
 from . import core
 from .core import DAMAGED, Product, StoredWeight, TensorGroup, Weight
 
@@ -27,32 +29,39 @@ def changed(group: TensorGroup, stored: StoredWeight) -> StoredWeight:
     if info is None or info.change is None:
         return stored
     change, shape = info.change, stored.shape
-    if len(shape) not in (1, 2) or (change.num_heads and shape[0] % (2 * change.num_heads)):
-        group.refuse(info, f"is {list(shape)}, which does not fit {change.num_heads} heads; {DAMAGED}")
-    if change.added and len(shape) != 1:
+    by_dim = [(0, change.rows), (1, change.columns)]
+    if not shape or any(order and not (len(shape) > dim and order.fits(shape[dim])) for dim, order in by_dim):
+        group.refuse(info, f"is {list(shape)}, which does not fit the order of its heads; {DAMAGED}")
+    if (change.added or change.is_negative_exp) and len(shape) != 1:
         group.refuse(info, f"is {list(shape)}, which should be a vector; {DAMAGED}")
     return ChangedWeight(stored, change)
 
 
-def in_order(numbers: Tensor, num_heads: int, dim: int = -1) -> Tensor:
-    """Reorder the num_heads · head_dim numbers along `dim` from llama.cpp's order to the architecture's."""
+def in_order(numbers: Tensor, order: Order | None, dim: int = -1) -> Tensor:
+    """Reorder the numbers along `dim` from the container's order to the architecture's."""
+    return numbers if order is None else _exchanged(numbers, order, dim, (-1, order.count))
+
+
+def as_stored(numbers: Tensor, order: Order | None, dim: int = -1) -> Tensor:
+    """Reorder the numbers along `dim` from the architecture's order to the container's."""
+    return numbers if order is None else _exchanged(numbers, order, dim, (order.count, -1))
+
+
+def _exchanged(numbers: Tensor, order: Order, dim: int, levels: tuple[int, int]) -> Tensor:
     dim %= numbers.dim()
-    before, length, after = numbers.shape[:dim], numbers.shape[dim], numbers.shape[dim + 1 :]
-    pairs = numbers.reshape(*before, num_heads, length // num_heads // 2, 2, *after)
-    return pairs.transpose(dim + 1, dim + 2).reshape(numbers.shape)
-
-
-def _as_stored(bias: Tensor | None, num_heads: int) -> Tensor | None:
-    """Reorder a bias [N] from the architecture's order to llama.cpp's."""
-    return None if bias is None else bias.view(num_heads, 2, -1).transpose(1, 2).flatten()
+    kept, others = numbers.split([order.kept, numbers.shape[dim] - order.kept], dim)
+    by_level = others.unflatten(dim, (order.groups, *levels, order.run)).transpose(dim + 1, dim + 2)
+    exchanged = by_level.flatten(dim, dim + 3)
+    return torch.cat((kept, exchanged), dim) if order.kept else exchanged
 
 
 @dataclass(frozen=True)
 class ReorderedMatrix:
-    """A matrix [N, K] with rows in llama.cpp's order of `num_heads` heads (a `core.PackedWeight`)."""
+    """A matrix [N, K] with rows and columns in a container's order (a `core.PackedWeight`)."""
 
     stored: Weight
-    num_heads: int
+    rows: Order | None = None
+    columns: Order | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -66,22 +75,27 @@ class ReorderedMatrix:
         return isinstance(self.stored, Tensor) or self.stored.is_recordable(dtype)
 
     def dequantize(self, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-        matrix = in_order(core.dense(self.stored, dtype), self.num_heads, dim=0)
+        matrix = in_order(in_order(core.dense(self.stored, dtype), self.rows, 0), self.columns, 1)
         return matrix if out is None else out.copy_(matrix)
 
     def linear(self, x: Tensor, bias: Tensor | None = None, scratch: Tensor | None = None) -> Tensor:
-        return in_order(core.linear(x, self.stored, _as_stored(bias, self.num_heads), scratch), self.num_heads)
+        return self._reordered(partial(_linear, self.stored), x, bias, scratch)
 
     @property
     def fused_linear(self) -> Product | None:
         fused = None if isinstance(self.stored, Tensor) else self.stored.fused_linear
-        if fused is None:
-            return None
+        return None if fused is None else partial(self._reordered, fused)
 
-        def product(x: Tensor, bias: Tensor | None = None, scratch: Tensor | None = None) -> Tensor:
-            return in_order(fused(x, _as_stored(bias, self.num_heads), scratch), self.num_heads)
+    def _reordered(
+        self, product: Product, x: Tensor, bias: Tensor | None = None, scratch: Tensor | None = None
+    ) -> Tensor:
+        """The product with the stored matrix, of numbers in its order."""
+        bias = None if bias is None else as_stored(bias, self.rows)
+        return in_order(product(as_stored(x, self.columns), bias, scratch), self.rows)
 
-        return product
+
+def _linear(stored: Weight, x: Tensor, bias: Tensor | None = None, scratch: Tensor | None = None) -> Tensor:
+    return core.linear(x, stored, bias, scratch)
 
 
 @dataclass(frozen=True)
@@ -133,9 +147,12 @@ class ChangedWeight:
         return ChangedWeight(self.stored.to(device), self.change)
 
     def _undone(self, weight: Weight) -> Weight:
-        """Undo the change. A vector with an added number becomes fp32, so that it is rounded only once, later."""
+        """Undo the change. A vector with other numbers becomes fp32, so that it is rounded only once, later."""
         change = self.change
-        if not isinstance(weight, Tensor) or weight.dim() > 1:
-            return ReorderedMatrix(weight, change.num_heads) if change.num_heads else weight
-        vector = weight.float() - change.added if change.added else weight
-        return in_order(vector, change.num_heads) if change.num_heads else vector
+        if not isinstance(weight, Tensor) or weight.dim() == 2:
+            return ReorderedMatrix(weight, change.rows, change.columns) if change.rows or change.columns else weight
+        if change.is_negative_exp:
+            weight = (-weight.float()).log()
+        elif change.added:
+            weight = weight.float() - change.added
+        return in_order(weight, change.rows, 0)

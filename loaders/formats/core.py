@@ -23,6 +23,7 @@ from ..files.records import ALIGNMENT
 from ..kernels.row_product import RowProduct
 from ..params import ConvertParams
 from . import products
+from .on_gpu import on_device, row_kernels
 from .process_state import FUSED_ROWS
 
 DAMAGED = "the checkpoint is damaged, download it again"
@@ -123,7 +124,12 @@ class PackedMatrix:
 
 
 def _chosen_fused(matrix: Any, x: Tensor) -> Product | None:
-    """The product on a GPU that does not dequantise, if it was measured to be faster; otherwise None."""
+    """The product on a GPU that does not dequantise, if it was measured to be faster; otherwise None.
+
+    It splits its sums by the number of rows, so exact ones are dequantised.
+    """
+    if products.must_be_exact(x):
+        return None
     most = FUSED_ROWS.get(matrix.form, matrix.shape, x.dtype, x.device)
     if not 0 < products.rows_of(x) <= most or _needs_gradients(x):
         return None
@@ -169,6 +175,8 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None, scratch: Tenso
         return products.multiply(x, weight, bias, scratch)
     if weight.dtype != x.dtype:
         weight = dense(weight, x.dtype, scratch)
+    if products.must_be_exact(x):
+        return products.plus(exact_on_gpu(x, weight), bias)
     return F.linear(x, weight, bias)
 
 
@@ -178,12 +186,23 @@ def linear_fp32(x: Tensor, weight: Weight, bias: Tensor | None = None, scratch: 
     On a GPU the sums are not rounded to x's dtype first, where torch can (2.8 and newer), if the matrix is plain or is
     dequantised for the product, and no gradient is wanted. Fused products, and those on a CPU, are rounded first.
     """
+    if products.must_be_exact(x) and x.device.type != "cpu":
+        return products.plus(exact_on_gpu(x, dense(weight, x.dtype, scratch), torch.float32), bias)
     is_half, is_plain = x.dtype in products.HALF_DTYPES, isinstance(weight, Tensor)
     is_product_of_torch = is_plain or (isinstance(weight, PackedMatrix) and _chosen_fused(weight, x) is None)
     if x.is_cuda and is_half and has_fp32_output() and is_product_of_torch and not torch.is_grad_enabled():
         product = torch.mm(x, dense(weight, x.dtype, scratch).t(), out_dtype=torch.float32)
         return product if bias is None else product + bias
     return linear(x, weight, bias, scratch).float()
+
+
+def exact_on_gpu(x: Tensor, weight: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """x [..., K] times a plain weight [N, K] of its dtype by `kernels.triton_rows` → [..., N] in `dtype`, or x's."""
+    kernels = row_kernels()
+    assert kernels is not None, "exact rows without kernels"
+    with on_device(x.device):
+        product: Tensor = kernels.multiply(x, weight.contiguous(), dtype)
+    return product
 
 
 @cache

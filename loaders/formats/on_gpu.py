@@ -99,6 +99,16 @@ def gguf_kernels() -> ModuleType | None:
     return triton_gguf
 
 
+@cache
+def row_kernels() -> ModuleType | None:
+    """The module `kernels.triton_rows`; None if Triton is not installed."""
+    try:
+        from ..kernels import triton_rows
+    except ImportError:
+        return None
+    return triton_rows
+
+
 def _seconds_of_kernel(device: torch.device, kernel: Callable[[], None]) -> float | None:
     """Seconds of the kernel; None if it cannot be compiled."""
     try:

@@ -7,8 +7,8 @@
 
 The results agree within rounding. Without costs in `COSTS` (`loaders.machine.product_costs`), the way is torch's.
 
-Inside `exact_rows`, 16-bit rows are multiplied by kernels alone, which sum a row in one order however many rows there
-are. bf16 rows take the kernel with bf16 factors in pairs if the CPU has its instruction.
+Inside `exact_rows`, rows are multiplied by kernels alone, which sum a row in one order however many rows there are.
+bf16 rows take the kernel with bf16 factors in pairs if the CPU has its instruction.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..kernels.compiler import instructions
-from ..kernels.encodings import Float16
+from ..kernels.encodings import Float16, Float32
 from ..kernels.row_product import RowProduct, can_pair
 
 TORCH, TILES, KERNEL = "torch", "tiles", "kernel"
 HALF_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}  # plain dtypes with several ways
+EXACT_DTYPES = (*HALF_DTYPES, torch.float32)  # of rows that kernels multiply
 TILE_ROWS = 512
 LARGE_ELEMENTS = 1 << 22  # for matrices from this size on, the overhead of a call is negligible
 
@@ -124,7 +125,7 @@ _THREAD = threading.local()
 
 @contextmanager
 def exact_rows(is_on: bool = True) -> Iterator[None]:
-    """Inside, this thread computes each 16-bit row on a CPU with the same bits whatever rows share its pass."""
+    """Inside, this thread computes each row on a CPU with the same bits whatever rows share its pass."""
     before = are_rows_exact()
     _THREAD.are_rows_exact = is_on
     try:
@@ -139,9 +140,9 @@ def are_rows_exact() -> bool:
 
 
 def must_be_exact(x: Tensor) -> bool:
-    """Whether rows x must be multiplied by a kernel (`exact_kernel`)."""
+    """Whether rows x on any device must be computed with the same bits whatever rows share their pass."""
     has_gradients = torch.is_grad_enabled() and x.requires_grad
-    return are_rows_exact() and x.device.type == "cpu" and x.dtype in HALF_DTYPES and not has_gradients
+    return are_rows_exact() and x.dtype in EXACT_DTYPES and not has_gradients
 
 
 def exact_kernel(product: RowProduct, dtype: torch.dtype) -> RowProduct:
@@ -155,9 +156,9 @@ def _multiply_exactly(x: Tensor, weight: Tensor, scratch: Tensor | None) -> Tens
     A weight with more precision than x is rounded to x's dtype, as a resident one was when it was loaded.
     """
     is_wider = weight.dtype == torch.float16 and x.dtype == torch.bfloat16 and not can_pair()
-    if weight.dtype not in HALF_DTYPES or is_wider:
+    if weight.dtype not in (*HALF_DTYPES, x.dtype) or is_wider:
         weight = weight.to(x.dtype) if scratch is None else scratch[: weight.numel()].view(weight.shape).copy_(weight)
-    product = half_product(weight.dtype)
+    product = plain_product(weight.dtype)
     assert product is not None, "exact rows without kernels"
     if not x.numel() or not weight.numel():
         return F.linear(x, weight.to(x.dtype))
@@ -168,7 +169,7 @@ def _multiply_exactly(x: Tensor, weight: Tensor, scratch: Tensor | None) -> Tens
 
 def can_be_exact(dtype: torch.dtype) -> bool:
     """Whether this CPU has kernels for `exact_rows` with rows of a dtype."""
-    return dtype in HALF_DTYPES and num_lanes() > 0
+    return dtype in EXACT_DTYPES and num_lanes() > 0
 
 
 def between(points: Seconds, place: int) -> float:
@@ -194,7 +195,7 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None, scratch: Ten
     if must_be_exact(x):
         return plus(_multiply_exactly(x, weight, scratch), bias)
     way = TORCH if torch.is_grad_enabled() and weight.requires_grad else way_for(weight.dtype, x, weight.numel())
-    if way == KERNEL and (product := half_product(weight.dtype)) is not None and can_multiply(product, x, weight):
+    if way == KERNEL and (product := plain_product(weight.dtype)) is not None and can_multiply(product, x, weight):
         return plus(product(x, [weight], weight.shape[0]), bias)
     if way == TILES:
         return plus(_by_tiles(x, weight), bias)
@@ -245,10 +246,11 @@ def _by_tiles(x: Tensor, weight: Tensor) -> Tensor:
 
 
 @cache
-def half_product(dtype: torch.dtype) -> RowProduct | None:
-    """The kernel for matrices of bf16 or fp16; None if this CPU has none."""
-    lanes = num_lanes()
-    return RowProduct(Float16(lanes, HALF_DTYPES[dtype])) if lanes else None
+def plain_product(dtype: torch.dtype) -> RowProduct | None:
+    """The kernel for matrices of bf16, fp16 or fp32; None if this CPU has none."""
+    if not (lanes := num_lanes()):
+        return None
+    return RowProduct(Float32(lanes) if dtype == torch.float32 else Float16(lanes, HALF_DTYPES[dtype]))
 
 
 def num_lanes() -> int:

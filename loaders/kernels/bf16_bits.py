@@ -138,5 +138,5 @@ def _repair(step: int) -> str:
     for i, place in enumerate(places):
         found = e.op(f"insertvalue {kind} {found}, <16 x i16> {e.op(f'load <16 x i16>, ptr {place}, align 32')}, {i}")
     e.do(f"ret {kind} {found}")
-    head = f"define internal {kind} @repair({words}, i64 %mask, ptr %low, ptr %values, i64 %last) noinline cold"
+    head = f"define internal {kind} @repair({words}, i64 %mask, ptr %low, ptr %values, i64 %last) cold"
     return "declare i64 @llvm.cttz.i64(i64, i1)\ndeclare i64 @llvm.umin.i64(i64, i64)\n" + e.function(head)

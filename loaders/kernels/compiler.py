@@ -43,8 +43,12 @@ class Emitter:
         return self.op(f"getelementptr {item}, ptr {base}, i64 {offset}")
 
     def function(self, head: str) -> str:
-        """The whole function; head: its define without the body."""
-        return head + " {\n" + "\n".join(self._lines) + "\n}\n"
+        """The whole function; head: its define without the body.
+
+        LLVM would copy internal functions to where they are called, which only takes time: they are long.
+        """
+        attribute = " noinline" if head.startswith("define internal") else ""
+        return f"{head}{attribute} {{\n" + "\n".join(self._lines) + "\n}\n"
 
 
 @cache
@@ -101,7 +105,7 @@ def _host_features() -> Mapping[str, bool]:
 
 
 def compile_ir(text: str, name: str) -> Callable[..., None]:
-    """The function `name` (of one address: a `Worker`) of a module, for `instructions()` only. Takes some 0.1 s.
+    """The function `name` (of one address: a `Worker`) of a module, for `instructions()` only, in tenths of a second.
 
     Raises RuntimeError where LLVM does not accept the text.
     """

@@ -166,6 +166,24 @@ class Float16(Encoding):
             yield first, e.op(f"load <16 x i16>, ptr {place}, align 1")
 
 
+class Float32(Encoding):
+    """fp32, row after row."""
+
+    size, num_bytes, most_direct = 1, 4, 16
+
+    def __init__(self, lanes: int) -> None:
+        super().__init__(lanes)
+        self.step = 4 * lanes
+
+    def row(self, e: Emitter, parts: Sequence[str], index: str, num_columns: str) -> Row:
+        return (self.start(e, parts[0], index, e.op(f"mul i64 {num_columns}, 4")),)
+
+    def vectors(self, e: Emitter, parts: Sequence[str], row: Row, column: str) -> Vectors:
+        for first in range(0, self.step, self.lanes):
+            place = e.address(row[0], e.op(f"add i64 {column}, {first}"), "float")
+            yield first, e.op(f"load {self.vector}, ptr {place}, align 4")
+
+
 class Int8(Encoding):
     """Integers of 8 bit, row after row, times `unit` and a scale for each row (parts: codes, fp32 scales [N])."""
 

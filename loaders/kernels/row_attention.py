@@ -17,6 +17,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -96,6 +97,21 @@ class Visible:
         ]
         return cls(rows.contiguous(), torch.stack(tiles), slots, tile_rows)
 
+    @classmethod
+    def together(cls, texts: Sequence[Visible]) -> Visible:
+        """The rows of several texts, for slots that all of these texts have and all of their rows see as a stretch."""
+        tile_rows = texts[0].tile_rows
+        offsets = accumulate((len(text.slots) for text in texts), initial=0)
+        rows = [
+            text.rows + text.rows.new_tensor((0, 0, offset, 0, 0)) for text, offset in zip(texts, offsets, strict=False)
+        ]
+        stretches = torch.cat(rows)
+        tiles = [
+            torch.stack((some[:, 0].min() // BLOCK * BLOCK, some[:, 1].max()))
+            for some in torch.split(stretches, tile_rows)
+        ]
+        return cls(stretches, torch.stack(tiles), torch.cat([text.slots for text in texts]), tile_rows)
+
 
 def rows_of_tile(group: int) -> int:
     """Rows of a tile, for `group` query heads that share a key head."""
@@ -132,17 +148,13 @@ def attend_rows(
     parts: keys and values in that dtype, one part after the other up to `visible.end`. All but the last part end at a
     multiple of BLOCK, at most at `visible.first_single`. cap: c of c tanh(score / c).
     """
-    num_rows, _, head_dim = queries.shape
     attention: Attention | None = None
     for part in parts:
         if attention is None:
-            num_heads = part.keys.shape[0]
-            by_head = (queries.float() * scale).view(num_rows, num_heads, -1, head_dim).transpose(0, 1).contiguous()
-            kernel = row_attention(head_dim, KINDS[part.keys.dtype], cap)
-            attention = Attention(by_head, torch.empty_like(by_head), by_head.new_empty(*by_head.shape[:3], 2))
-        kernel(attention, part, visible)
+            attention = Attention.of(queries, part.keys.shape[0], scale=scale, cap=cap)
+        attention.add(part, visible)
     assert attention is not None, "attention to no keys"
-    return attention.results.transpose(0, 1).reshape(queries.shape).to(queries.dtype)
+    return attention.final(queries)
 
 
 @dataclass(frozen=True)
@@ -150,12 +162,33 @@ class Attention:
     """Scaled queries, fp32 [kv_heads, R, group, D], and their results so far.
 
     results: of the same shape. states: fp32 [kv_heads, R, group, 2], each query's largest score and softmax's sum,
-    unless the results are final.
+    unless the results are final. cap: see `attend_rows`.
     """
 
     queries: Tensor
     results: Tensor
     states: Tensor
+    cap: float | None = None
+
+    @classmethod
+    def of(cls, queries: Tensor, num_heads: int, *, scale: float, cap: float | None) -> Attention:
+        """Before any keys. queries: [R, heads, D]. num_heads: of keys."""
+        num_rows, _, head_dim = queries.shape
+        by_head = (queries.float() * scale).view(num_rows, num_heads, -1, head_dim).transpose(0, 1).contiguous()
+        return cls(by_head, torch.empty_like(by_head), by_head.new_empty(*by_head.shape[:3], 2), cap)
+
+    def add(self, part: KeySlots, visible: Visible) -> None:
+        """Attend to these keys, too."""
+        row_attention(self.queries.shape[-1], KINDS[part.keys.dtype], self.cap)(self, part, visible)
+
+    def of_rows(self, rows: slice) -> Attention:
+        """A copy for some of the rows, which goes on by itself."""
+        queries, results, states = (each[:, rows].contiguous() for each in (self.queries, self.results, self.states))
+        return Attention(queries, results, states, self.cap)
+
+    def final(self, queries: Tensor) -> Tensor:
+        """The results after the last keys, as `queries` [R, heads, D] in shape and dtype."""
+        return self.results.transpose(0, 1).reshape(queries.shape).to(queries.dtype)
 
 
 @cache

@@ -34,8 +34,8 @@ from ..formats.products import (
     Seconds,
     WayCosts,
     exact_kernel,
-    half_product,
     num_lanes,
+    plain_product,
 )
 from ..kernels.compiler import instructions
 from ..kernels.row_product import RowProduct
@@ -87,12 +87,12 @@ def know_products(forms: Iterable[tuple[str, torch.dtype]], *, anew: bool = Fals
         threading.Thread(target=product.prepare, name="compile", daemon=True).start()  # while weights are read
 
 
-def compile_exact(forms: Iterable[tuple[str, torch.dtype]]) -> None:
-    """Compile the kernels for `exact_rows` with weights of these forms and rows of these dtypes, in the background."""
-    for form, dtype in forms:
-        if (product := _kernel(form)) is not None:
-            kernel = exact_kernel(product, dtype)
-            threading.Thread(target=kernel.prepare, name="compile", daemon=True).start()
+def compile_exact(forms: Iterable[str], dtype: torch.dtype) -> None:
+    """Compile the kernels for `exact_rows` with rows of a dtype, in the background: for weights of that dtype and of
+    these forms.
+    """
+    for product in filter(None, (plain_product(dtype), *map(_kernel, forms))):
+        threading.Thread(target=exact_kernel(product, dtype).prepare, name="compile", daemon=True).start()
 
 
 def _after_plain_ones(kind: tuple[str, torch.dtype]) -> tuple[bool, str]:
@@ -178,7 +178,7 @@ def _kernel(form: str) -> RowProduct | None:
     """The kernel for weights of a form, or None."""
     dtype = next((dtype for dtype, name in HALF_DTYPES.items() if name == form), None)
     if dtype is not None:
-        return half_product(dtype)
+        return plain_product(dtype)
     weight = sample(form, (64, 256)) if num_lanes() else None
     kernel = weight.kernel if isinstance(weight, PackedMatrix) else None
     return None if kernel is None else kernel[0]

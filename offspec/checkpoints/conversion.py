@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from os import PathLike, fspath
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from offspec.loaders.params import ConvertParams
 from ..errors import CheckpointError, UnsupportedModelError
 from ..model.config import read_config
 from ..model.decoder import wanted_shapes
+from ..model.heads.mtp import mtp_names
 from ..model.names import LAYER_PREFIX
 from ..named_models import named_path
 from .language_model import language_model
@@ -45,12 +47,19 @@ def convert(
         revision=revision,
         progress=progress,
         understand=understand,
+        kept=_mtp_layers,
     )
 
 
 def _language_model(checkpoint: Checkpoint) -> Checkpoint:
     """The checkpoint under Hugging Face's names; of a multimodal model, the language model only."""
     return language_model(in_our_names(checkpoint))
+
+
+def _mtp_layers(checkpoint: Checkpoint) -> Collection[str]:
+    """The tensors of MTP layers, which in 4 bits accept little."""
+    count = checkpoint.config.get("num_hidden_layers")
+    return mtp_names(checkpoint.tensors, count).keys() if isinstance(count, int) else ()
 
 
 def without_blanks(checkpoint: Checkpoint) -> Checkpoint:

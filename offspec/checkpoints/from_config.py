@@ -34,6 +34,11 @@ def layers_from_config(config: ModelConfig, form: str) -> list[StoredUnit]:
     return _layers(config, lambda i: lambda name, shape: form)
 
 
+def weights_from_shapes(shapes: Mapping[str, tuple[int, ...]], form: str) -> dict[str, StoredWeight]:
+    """Weights of these names and shapes in a format, of PLAN_FORMATS."""
+    return _Layer(lambda name, shape: form, shapes).weights("")
+
+
 def _mixed(config: ModelConfig, mixture: Mixture) -> StoredModel:
     """The weights as a GGUF file has them: in several types."""
 

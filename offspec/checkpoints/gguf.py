@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from offspec.loaders.files.checkpoint import Change, TensorInfo, as_config_json, fault, reading, show
+from offspec.loaders.files.checkpoint import Change, Order, TensorInfo, as_config_json, fault, reading, show
 from offspec.loaders.files.gguf_file import GgufModel, Metadata, read_metadata
 
 from ..model.names import EMBEDDING, FINAL_NORM, HEAD, INPUT_NORM, INPUT_PROJECTION, INPUT_TABLE, in_layer
@@ -24,7 +24,7 @@ from ..text.gguf_tokenizer import tokenizer_json
 
 MOST_ROPE_NUMBERS = 4096  # half a head's dimensions; models have 64
 ATTENTION_FACTOR = "rope.scaling.attn_factor"
-_LAYER = re.compile(r"blk\.(\d{1,6})\.(.+)\.(weight|bias)", re.DOTALL)
+_LAYER = re.compile(r"blk\.(\d{1,6})\.(.+)", re.DOTALL)
 _UNUSED = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 _SHARED = {
     "token_embd.weight": EMBEDDING,
@@ -34,7 +34,6 @@ _SHARED = {
     "per_layer_model_proj.weight": INPUT_PROJECTION,
     "per_layer_proj_norm.weight": INPUT_NORM,
 }
-_WITHOUT_SUFFIX = ("layer_scalar",)  # names in a layer that do not end with .weight
 STILL = 1e20  # divisors of RoPE's frequencies above it mean that a pair does not turn
 
 _ATTENTION = {
@@ -61,13 +60,75 @@ _GEMMA4 = {
     "inp_gate": "per_layer_input_gate",
     "proj": "per_layer_projection",
     "post_norm": "post_per_layer_input_norm",
-    "layer_output_scale": "layer_scalar",
+    "layer_output_scale.weight": "layer_scalar",
 }
 _NORMS_BEHIND = {
     "post_attention_norm": "post_attention_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
 _LLAMA = {**_ATTENTION, **_MLP, **_NORMS}
+_DELTA_NET = {
+    "attn_qkv": "linear_attn.in_proj_qkv",
+    "attn_gate": "linear_attn.in_proj_z",
+    "ssm_beta": "linear_attn.in_proj_b",
+    "ssm_alpha": "linear_attn.in_proj_a",
+    "ssm_out": "linear_attn.out_proj",
+    "ssm_norm": "linear_attn.norm",
+    "ssm_conv1d": "linear_attn.conv1d",
+    "ssm_dt.bias": "linear_attn.dt_bias",
+    "ssm_a": "linear_attn.A_log",
+}
+_LFM2 = {
+    **_ATTENTION,
+    "attn_output": "self_attn.out_proj",
+    "attn_q_norm": "self_attn.q_layernorm",
+    "attn_k_norm": "self_attn.k_layernorm",
+    **{f"shortconv.{name}": f"conv.{name}" for name in ("conv", "in_proj", "out_proj")},
+    "ffn_gate": "feed_forward.w1",
+    "ffn_down": "feed_forward.w2",
+    "ffn_up": "feed_forward.w3",
+    "attn_norm": "operator_norm",
+    "ffn_norm": "ffn_norm",
+}
+_MAMBA = {
+    "ssm_in": "in_proj",
+    "ssm_conv1d": "conv1d",
+    "ssm_dt.bias": "dt_bias",
+    "ssm_a": "A_log",
+    "ssm_d": "D",
+    "ssm_norm": "norm",
+    "ssm_out": "out_proj",
+}
+_GRANITE_HYBRID = {
+    **_ATTENTION,
+    **_NORMS,
+    **{name: f"mamba.{tensor}" for name, tensor in _MAMBA.items()},
+    "ffn_gate": "shared_mlp.gate_linear",
+    "ffn_up": "shared_mlp.up_linear",
+    "ffn_down": "shared_mlp.output_linear",
+}
+_FALCON_H1 = {
+    **_ATTENTION,
+    **{name: f"mamba.{tensor}" for name, tensor in _MAMBA.items()},
+    **{f"ffn_{name}": f"feed_forward.{name}_proj" for name in ("gate", "up", "down")},
+    "attn_norm": "input_layernorm",
+    **dict.fromkeys(("ffn_norm", "ffn_norm.weight"), "pre_ff_layernorm.weight"),
+}
+_NEMOTRON_H = {
+    **{name: tensor.replace("self_attn", "mixer") for name, tensor in _ATTENTION.items()},
+    **{name: f"mixer.{tensor}" for name, tensor in _MAMBA.items()},
+    "ffn_up": "mixer.up_proj",
+    "ffn_down": "mixer.down_proj",
+    "attn_norm": "norm",
+}
+_BY_GROUP = (".ssm_a", ".ssm_d", ".ssm_norm.weight")  # vectors to which llama.cpp gives a second dimension
+_CONVOLUTIONS = (".ssm_conv1d", ".shortconv.conv")  # llama.cpp drops their dimension of one input channel
+_MTP = {  # of a layer behind the others, which drafts
+    "nextn.eh_proj": "fc",
+    "nextn.enorm": "pre_fc_norm_embedding",
+    "nextn.hnorm": "pre_fc_norm_hidden",
+    "nextn.shared_head_norm": "norm",
+}
 
 
 class Keys:
@@ -78,6 +139,11 @@ class Keys:
 
     def __init__(self, path: Path, metadata: Metadata, arch: str, tensors: Collection[str]) -> None:
         self.path, self.arch, self._metadata, self.tensors = path, arch, metadata, tensors
+        self._suffixes = {name.split(".", 2)[-1] for name in tensors}
+
+    def has_tensor(self, name: str) -> bool:
+        """Whether some layer has a tensor of this name."""
+        return name in self._suffixes
 
     def has(self, key: str) -> bool:
         return f"{self.arch}.{key}" in self._metadata
@@ -85,15 +151,16 @@ class Keys:
     def value(self, key: str) -> Any:
         return self._metadata.get(f"{self.arch}.{key}")
 
-    def integer(self, key: str, default: int | None = None) -> int:
-        """A positive number, or a list of equal ones."""
+    def integer(self, key: str, default: int | None = None, least: int = 1) -> int:
+        """A number of at least `least`, or a list of equal ones; in it, layers without such a part have 0."""
         value = self.value(key)
-        if isinstance(value, list) and value and all(item == value[0] for item in value):
-            value = value[0]
+        numbers = [item for item in value if item != 0] if isinstance(value, list) else []
+        if numbers and all(item == numbers[0] for item in numbers):
+            value = numbers[0]
         value = default if value is None else value
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
             why = "; a value per layer is not supported" if isinstance(value, list) else ""
-            raise fault(self.path, f"{self.arch}.{key} must be a positive integer, not {show(value)}{why}")
+            raise fault(self.path, f"{self.arch}.{key} must be an integer of at least {least}, not {show(value)}{why}")
         return value
 
     def by_layer(self, key: str, count: int) -> list[int]:
@@ -120,10 +187,11 @@ Config = dict[str, Any]
 class Architecture:
     """How llama.cpp stores one family of models.
 
-    model_type, class_name: the family's in Hugging Face's config.json. names: of the tensors in a layer, without
-    .weight and .bias. differences: the family's additional fields of config.json. differs_by_layer: it reads lists of
-    sizes by layer (`Keys.by_layer`). has_paired_heads: Q's and K's rows
-    are in llama.cpp's order. norm_offset: llama.cpp added this to the weights of norms.
+    model_type, class_name: the family's in Hugging Face's config.json. names: of the tensors in a layer, whole or
+    without .weight and .bias. differences: the family's additional fields of config.json. differs_by_layer: it reads
+    lists of sizes by layer (`Keys.by_layer`). has_paired_heads: Q's and K's rows are in llama.cpp's order. norm_offset:
+    llama.cpp added this to the weights of norms. change: of other tensors. shared: whole names of tensors outside the
+    layers, if they differ. has_rope: config.json describes RoPE.
     """
 
     model_type: str
@@ -133,7 +201,10 @@ class Architecture:
     has_paired_heads: bool = False
     norm_offset: float = 0.0
     differs_by_layer: bool = False
+    change: Callable[[str, Config], Change | None] = lambda name, config: None
+    shared: Mapping[str, str] = field(default_factory=dict)
     eps_key: str = "rms_norm_eps"
+    has_rope: bool = True
 
 
 # ------------------------------------------------------------------------------------------------------------ families
@@ -312,6 +383,139 @@ def _exaone4(keys: Keys, config: Config) -> Config:
     return _windows(keys, config, 4)
 
 
+def _qwen35(keys: Keys, config: Config) -> Config:
+    """The layers behind `num_hidden_layers` are of multi-token prediction."""
+    num_layers = config["num_hidden_layers"] - keys.integer("nextn_predict_layers", 0, least=0)
+    heads = keys.integer("ssm.time_step_rank")
+    interval, listed = keys.integer("full_attention_interval", 4), keys.value("attention.recurrent_layers")
+    is_recurrent = [(i + 1) % interval != 0 for i in range(num_layers)]
+    if isinstance(listed, list) and len(listed) >= num_layers:
+        is_recurrent = [bool(item) for item in listed[:num_layers]]
+    return {
+        "num_hidden_layers": num_layers,
+        "layer_types": ["linear_attention" if each else "full_attention" for each in is_recurrent],
+        "linear_conv_kernel_dim": keys.integer("ssm.conv_kernel"),
+        "linear_key_head_dim": keys.integer("ssm.state_size"),
+        "linear_num_key_heads": keys.integer("ssm.group_count"),
+        "linear_num_value_heads": heads,
+        "linear_value_head_dim": max(1, keys.integer("ssm.inner_size") // heads),
+        "partial_rotary_factor": keys.integer("rope.dimension_count", config["head_dim"]) / config["head_dim"],
+    }
+
+
+def _change_of_delta_net(name: str, config: Config) -> Change | None:
+    """llama.cpp sorts value heads by their place among those of one key head, and stores A instead of its logarithm."""
+    key_heads, size = config["linear_num_key_heads"], config["linear_value_head_dim"]
+    num_keys = 2 * key_heads * config["linear_key_head_dim"]
+
+    def order(run: int = 1, kept: int = 0) -> Order | None:
+        return None if config["linear_num_value_heads"] == key_heads else Order(key_heads, run=run, kept=kept)
+
+    changes = {
+        "in_proj_qkv.weight": Change(rows=order(size, num_keys)),
+        "conv1d.weight": Change(rows=order(size, num_keys)),
+        "in_proj_z.weight": Change(rows=order(size)),
+        "out_proj.weight": Change(columns=order(size)),
+        **dict.fromkeys(("in_proj_a.weight", "in_proj_b.weight", "dt_bias"), Change(rows=order())),
+        "A_log": Change(rows=order(), is_negative_exp=True),
+    }
+    change = changes.get(name.rpartition("linear_attn.")[2])
+    return None if change == Change() else change
+
+
+def _lfm2(keys: Keys, config: Config) -> Config:
+    """Layers without key heads have a short convolution. The MLP's size is final."""
+    if keys.value("attention.sliding_window"):
+        raise fault(keys.path, "has sliding windows, which are not supported for lfm2")
+    heads = keys.value("attention.head_count_kv")
+    if not isinstance(heads, list) or len(heads) != config["num_hidden_layers"]:
+        raise fault(keys.path, f"lfm2.attention.head_count_kv must list {config['num_hidden_layers']} layers")
+    return {
+        "norm_eps": keys.number("attention.layer_norm_rms_epsilon", 1e-5),
+        "conv_L_cache": keys.integer("shortconv.l_cache"),
+        "block_auto_adjust_ff_dim": False,
+        "layer_types": ["full_attention" if count else "conv" for count in heads],
+    }
+
+
+def _mamba(keys: Keys) -> Config:
+    """The fields of Mamba2, by the names of Granite 4 H and Falcon-H1."""
+    heads, inner = keys.integer("ssm.time_step_rank"), keys.integer("ssm.inner_size")
+    return {
+        "mamba_n_heads": heads,
+        "mamba_d_head": max(1, inner // heads),
+        "mamba_d_ssm": inner,
+        "mamba_expand": max(1, inner // keys.integer("embedding_length")),
+        "mamba_n_groups": keys.integer("ssm.group_count"),
+        "mamba_d_state": keys.integer("ssm.state_size"),
+        "mamba_d_conv": keys.integer("ssm.conv_kernel"),
+        "mamba_conv_bias": keys.has_tensor("ssm_conv1d.bias"),
+        "mamba_proj_bias": keys.has_tensor("ssm_in.bias"),
+        "attention_bias": keys.has_tensor("attn_q.bias"),
+        "mlp_bias": keys.has_tensor("ffn_up.bias"),
+    }
+
+
+def _by_layer(keys: Keys, config: Config, key: str) -> list[Any]:
+    """A list with a number for each layer."""
+    listed, count = keys.value(key), config["num_hidden_layers"]
+    if not isinstance(listed, list) or len(listed) != count:
+        raise fault(keys.path, f"{keys.arch}.{key} must list {count} layers; download it again")
+    return listed
+
+
+def _granite_hybrid(keys: Keys, config: Config) -> Config:
+    """Layers without key heads are Mamba2. llama.cpp splits the MLP's matrix of gate and input."""
+    key_heads = _by_layer(keys, config, "attention.head_count_kv")
+    return {
+        **_granite(keys, config),
+        **_mamba(keys),
+        "layer_types": ["full_attention" if count else "linear_attention" for count in key_heads],
+        "position_embedding_type": "rope" if keys.value("rope.scaling.finetuned") else "nope",
+        "num_local_experts": 0,
+        "shared_intermediate_size": config["intermediate_size"],
+        "has_split_mlp": True,
+    }
+
+
+def _falcon_h1(keys: Keys, config: Config) -> Config:
+    """llama.cpp multiplies the factors into the weights."""
+    return {
+        **_mamba(keys),
+        "mamba_rms_norm": keys.has_tensor("ssm_norm.weight"),
+        "mamba_norm_before_gate": False,
+        "projectors_bias": keys.has_tensor("ssm_out.bias"),
+    }
+
+
+def _nemotron_h(keys: Keys, config: Config) -> Config:
+    """A layer has key heads, an MLP, or neither, and is Mamba2 then."""
+    key_heads, inner = (_by_layer(keys, config, key) for key in ("attention.head_count_kv", "feed_forward_length"))
+    kinds = [
+        "full_attention" if heads else "mlp" if size else "linear_attention"
+        for heads, size in zip(key_heads, inner, strict=True)
+    ]
+    shape = _mamba(keys)
+    return {
+        "layers_block_type": kinds,
+        "layer_norm_epsilon": config["rms_norm_eps"],
+        "mlp_hidden_act": "relu2",
+        "mamba_num_heads": shape["mamba_n_heads"],
+        "mamba_head_dim": shape["mamba_d_head"],
+        "n_groups": shape["mamba_n_groups"],
+        "ssm_state_size": shape["mamba_d_state"],
+        "conv_kernel": shape["mamba_d_conv"],
+        "use_conv_bias": shape["mamba_conv_bias"],
+        "use_bias": shape["mamba_proj_bias"],
+        "attention_bias": shape["attention_bias"],
+        "mlp_bias": shape["mlp_bias"],
+    }
+
+
+def _change_of_mamba(name: str, config: Config) -> Change | None:
+    return Change(is_negative_exp=True) if name.endswith(".A_log") else None
+
+
 _GLM4_NORMS = {
     "attn_norm": "input_layernorm",
     "post_attention_norm": "post_self_attn_layernorm",
@@ -355,6 +559,53 @@ ARCHITECTURES: dict[str, Architecture] = {
         "nemotron", "NemotronForCausalLM", differences=_nemotron, norm_offset=1.0, eps_key="norm_eps"
     ),
     "exaone4": Architecture("exaone4", "Exaone4ForCausalLM", {**_ATTENTION, **_MLP, **_NORMS_BEHIND}, _exaone4),
+    "qwen35": Architecture(
+        "qwen3_5_text",
+        "Qwen3_5ForCausalLM",
+        {
+            **_ATTENTION,
+            **_DELTA_NET,
+            **_MLP,
+            "attn_norm": "input_layernorm",
+            "post_attention_norm": "post_attention_layernorm",
+            **_MTP,
+        },
+        _qwen35,
+        norm_offset=1.0,
+        change=_change_of_delta_net,
+    ),
+    "granitehybrid": Architecture(
+        "granitemoehybrid",
+        "GraniteMoeHybridForCausalLM",
+        _GRANITE_HYBRID,
+        _granite_hybrid,
+        has_paired_heads=True,
+        change=_change_of_mamba,
+    ),
+    "falcon-h1": Architecture(
+        "falcon_h1",
+        "FalconH1ForCausalLM",
+        _FALCON_H1,
+        _falcon_h1,
+        change=_change_of_mamba,
+        shared={"output_norm.weight": "model.final_layernorm.weight"},
+    ),
+    "nemotron_h": Architecture(
+        "nemotron_h",
+        "NemotronHForCausalLM",
+        _NEMOTRON_H,
+        _nemotron_h,
+        change=_change_of_mamba,
+        shared={"token_embd.weight": "model.embeddings.weight", "output_norm.weight": "model.norm_f.weight"},
+        has_rope=False,
+    ),
+    "lfm2": Architecture(
+        "lfm2",
+        "Lfm2ForCausalLM",
+        _LFM2,
+        _lfm2,
+        shared=dict.fromkeys(("token_embd_norm.weight", "output_norm.weight"), "model.embedding_norm.weight"),
+    ),
 }
 
 
@@ -399,7 +650,7 @@ def translated(model: GgufModel) -> GgufCheckpoint:
         supported = ", ".join(ARCHITECTURES)
         what = f"has the architecture {show(arch)}, which is not supported in GGUF files; supported: {supported}"
         raise fault(path, f"{what}; use the original safetensors checkpoint")
-    keys, kind = Keys(path, metadata, arch, model.tensors.keys()), ARCHITECTURES[arch]
+    keys, kind = Keys(path, metadata, arch, model.tensors), ARCHITECTURES[arch]
     if keys.value("expert_count"):
         what = "is a mixture of experts, which is not supported in GGUF files"
         raise fault(path, f"{what}; use its safetensors checkpoint with pip install 'offspec[transformers]'")
@@ -418,21 +669,39 @@ def _is_unused(name: str) -> bool:
     return name in _UNUSED or name.endswith(".attn_rot_embd.weight")
 
 
-def _translated(info: TensorInfo, kind: Architecture, config: Mapping[str, Any]) -> TensorInfo:
+def _translated(info: TensorInfo, kind: Architecture, config: Config) -> TensorInfo:
     """The tensor under Hugging Face's name. An unknown tensor keeps its name, and the decoder refuses it."""
-    if (match := _LAYER.fullmatch(info.name)) is None:
-        base, _, suffix = info.name.rpartition(".")
-        name = _SHARED.get(info.name) or (FINAL_NORM.replace("weight", suffix) if base == "output_norm" else info.name)
+    base, _, suffix = info.name.rpartition(".")
+    if match := _LAYER.fullmatch(info.name):
+        name = _name_in_layer(int(match[1]), match[2], kind, config["num_hidden_layers"])
     else:
-        short = kind.names.get(match[2], match[2])
-        name = in_layer(int(match[1]), short if short in _WITHOUT_SUFFIX else f"{short}.{match[3]}")
-    return replace(info, name=name, change=_change(name, kind, config))
+        name = {**_SHARED, **kind.shared}.get(info.name) or (
+            FINAL_NORM.replace("weight", suffix) if base == "output_norm" else info.name
+        )
+    is_flat = base.endswith(_CONVOLUTIONS) and len(info.shape) == 2
+    shape = (info.shape[0], 1, info.shape[1]) if is_flat else info.shape
+    if info.name.endswith(_BY_GROUP):
+        shape = (math.prod(shape),)
+    return replace(info, name=name, shape=shape, change=_change(info.name, name, kind, config))
 
 
-def _change(name: str, kind: Architecture, config: Mapping[str, Any]) -> Change | None:
+def _name_in_layer(layer: int, name: str, kind: Architecture, num_layers: int) -> str:
+    """Under Hugging Face's names, layers behind the last one are `mtp`'s."""
+    base, _, suffix = name.rpartition(".")
+    short = kind.names.get(name) or f"{kind.names.get(base, base)}.{suffix}"
+    if layer < num_layers or "nextn.eh_proj" not in kind.names:
+        return in_layer(layer, short)
+    return f"mtp.{short}" if base.startswith("nextn.") else f"mtp.layers.{layer - num_layers}.{short}"
+
+
+def _change(stored_name: str, name: str, kind: Architecture, config: Config) -> Change | None:
+    """stored_name: llama.cpp's. name: Hugging Face's."""
+    if (change := kind.change(name, config)) is not None:
+        return change
     if kind.has_paired_heads and (found := re.search(r"self_attn\.(q|k)_proj\.(weight|bias)$", name)):
-        return Change(num_heads=config["num_attention_heads" if found[1] == "q" else "num_key_value_heads"])
-    if kind.norm_offset and name.endswith("norm.weight"):
+        heads = config["num_attention_heads" if found[1] == "q" else "num_key_value_heads"]
+        return Change(rows=Order(2, groups=heads))
+    if kind.norm_offset and stored_name.endswith("norm.weight") and not stored_name.endswith(".ssm_norm.weight"):
         return Change(added=kind.norm_offset)
     return None
 
@@ -459,12 +728,12 @@ def _config(keys: Keys, kind: Architecture, model: GgufModel) -> Config:
         "use_qk_norm": "blk.0.attn_q_norm.weight" in names,
         "torch_dtype": "bfloat16",
         **{f"{kind}_token_id": _token_id(model.metadata, name) for kind, name in _TOKENS.items()},
-        "rope_theta": keys.number("rope.freq_base", 10000.0),
-        "rope_scaling": _rope_scaling(keys, model),
     }
     if not kind.differs_by_layer:
         config["intermediate_size"] = keys.integer("feed_forward_length")
         config["num_key_value_heads"] = keys.integer("attention.head_count_kv", heads)
+    if kind.has_rope:
+        config |= {"rope_theta": keys.number("rope.freq_base", 10000.0), "rope_scaling": _rope_scaling(keys, model)}
     return config | kind.differences(keys, config)
 
 

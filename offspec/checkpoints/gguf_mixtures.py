@@ -18,6 +18,8 @@ _SMALLER_BLOCKS = {"Q2_K": "IQ4_NL", "Q3_K": "IQ4_NL", "Q4_K": "Q5_0", "Q5_K": "
 _SMALL_BLOCK, _LARGE_BLOCK = 32, 256
 _LAYERS_OF_70B, _QUERIES_PER_KEY = 80, 8  # models whose value matrices are small: they get at least Q5_K
 
+_FUSED_QKV = ("self_attn.qkv_proj", "linear_attn.in_proj_qkv")
+
 
 @dataclass(frozen=True)
 class Mixture:
@@ -56,7 +58,8 @@ class Mixture:
             return self._of_value(config, layer)
         if name == config.mlp.down:
             return self.better if self.is_better(layer, config.num_layers) else self.down or self.usual
-        return {"self_attn.o_proj": self.output, "self_attn.qkv_proj": self.qkv}.get(name, "") or self.usual
+        by_name = {config.attention_output: self.output, **dict.fromkeys(_FUSED_QKV, self.qkv)}
+        return by_name.get(name, "") or self.usual
 
     def _of_value(self, config: ModelConfig, layer: int) -> str:
         queries_per_key = config.num_heads // config.num_kv_heads

@@ -9,18 +9,18 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from offspec.loaders.files.checkpoint import show
+from offspec.loaders.files.checkpoint import TensorInfo, show
 from offspec.loaders.files.safetensors_folder import (
     CONFIG_FILE,
     INDEX_FILE,
@@ -29,78 +29,175 @@ from offspec.loaders.files.safetensors_folder import (
     read_header,
 )
 from offspec.loaders.files.small_files import parse_json, read_small_file
+from offspec.loaders.formats import StoredWeight, Weight, WeightFormat, dense, formats_in, stored_weights
+from offspec.loaders.streaming.stored_model import StoredUnit
+from offspec.loaders.streaming.tiers import load_layer
 
 from ..errors import CheckpointError, MissingWeightsError, StorageError, UnsupportedModelError, UsageError
 from ..methods import Methods
 from ..model.config import ModelConfig
-from ..model.config_values import Json
+from ..model.config_values import Json, mapping
+from ..model.heads.dflash import ENTRY as DFLASH_ENTRY
+from ..model.heads.dflash import dflash_name, dflash_spec
 from ..model.heads.eagle import TO_TARGET, eagle_name, eagle_spec
 from ..model.heads.fspad import fspad_name, fspad_spec
-from ..model.heads.head import HeadSpec
+from ..model.heads.head import LAYERS, OWN_EMBEDDING, OWN_HEAD, HeadSpec
 from ..model.heads.hydra import hydra_name, hydra_spec
 from ..model.heads.medusa import medusa_name, medusa_spec
 from ..model.heads.mlp import mlp_name, mlp_spec
-from .exit_layers import data_file
-from .opening import ModelFiles
+from ..model.heads.mtp import PREFIX as MTP_PREFIX
+from ..model.heads.mtp import mtp_name, mtp_spec, num_promised
+from .exit_layers import data_file, has_weights, refuse_foreign
+from .from_config import weights_from_shapes
+from .opening import ModelFiles, have_equal_bytes
 from .pickles import read_pickle
 
 SAFETENSORS = (SINGLE_FILE, "medusa_lm_head.safetensors", "hydra_lm_head.safetensors")
 PICKLES = ("pytorch_model.bin", "medusa_lm_head.pt", "hydra_lm_head.pt")
 TABLES = (TO_TARGET,)  # tensors of integers, by a `Head`'s names
+MTP_FORM = "bf16"  # of an MTP layer in a plan without weights
 Shapes = Mapping[str, tuple[int, ...]]
+
+
+class HeadTensors(Protocol):
+    """A head's tensors by the head's names, checked for consistency; none is in memory."""
+
+    @property
+    def shapes(self) -> Shapes: ...
+
+    def nbytes(self, dtype: torch.dtype) -> int:
+        """Bytes of the loaded tensors, to compute with in `dtype`."""
+
+    def load(self, dtype: torch.dtype, device: torch.device) -> dict[str, Weight]:
+        """Tables of integers keep their dtype. Raises CheckpointError."""
 
 
 @dataclass(frozen=True)
 class HeadFiles:
-    """A head's folder, whose tensors fit the target.
+    """A head whose tensors fit the target.
 
-    names: those of `spec.shapes` → those in the files. files: of each of these. trained_for: the fingerprint of the
-    target, if offspec made the head.
+    path: its folder, or the target's checkpoint. trained_for: the fingerprint of the target, if offspec made the head.
+    stated_target: the name of the target in config.json, or "".
     """
 
     path: Path
     spec: HeadSpec
-    names: Mapping[str, str]
-    files: Mapping[str, Path]
+    tensors: HeadTensors
     trained_for: str | None = None
+    stated_target: str = ""
 
     @classmethod
     def open(cls, path: Path, target: ModelConfig) -> HeadFiles:
         """Read config.json and headers. Raises CheckpointError, UnsupportedModelError."""
         config = _read_config(path)
-        shapes, files = _tensors(path)
-        layout = layout_of(config, shapes)
+        listed, formats = _listed(path)
+        layout = layout_of(config, listed)
         if layout is None:
             raise UnsupportedModelError(f"{path} is not a head of a known kind")
-        names = {own: name for name in shapes if (own := layout.name_of(name)) is not None}
-        try:
-            spec = layout.spec(config, shapes, target)
-        except (CheckpointError, UnsupportedModelError) as exc:
-            raise type(exc)(f"{path}: {exc}") from exc
-        _check(path, spec, {own: shapes[name] for own, name in names.items()}, names)
+        names = {own: name for name in listed if (own := layout.name_of(name)) is not None}
+        tensors = _tensors(path, {own: listed[name] for own, name in names.items()}, names, formats)
+        spec = _spec(path, layout.make_spec, config, tensors, names, target)
         made_for = config.get(TARGET_KEY)
-        return cls(path, spec, names, files, made_for if isinstance(made_for, str) else None)
+        made_for = made_for if isinstance(made_for, str) else None
+        return cls(path, spec, tensors, made_for, _stated_target(config))
+
+    @classmethod
+    def of_mtp(cls, target: ModelFiles) -> HeadFiles:
+        """The MTP layer of a target's own checkpoint; without weights, the one that config.json names.
+
+        Raises UsageError if there is none; CheckpointError, UnsupportedModelError.
+        """
+        path, checkpoint = target.checkpoint.path, target.checkpoint
+        refuse_foreign(target.config, "an MTP layer")
+        if not has_mtp(target):
+            raise UsageError(f"`draft=mtp` needs an MTP layer, and {path} has none; choose another draft")
+        named = {own: name for name, own in target.mtp_names.items() if own is not None}
+        named = {own: name for own, name in named.items() if not _is_of_target(own, named, target)}
+        infos = {own: checkpoint.tensors[name] for own, name in named.items()}
+        if infos:
+            weights = stored_weights(infos, formats_in(checkpoint))
+        else:
+            weights = weights_from_shapes(mtp_spec({}, {}, target.config).shapes, MTP_FORM)
+        tensors = StoredTensors(weights, {})
+        return cls(path, _spec(path, mtp_spec, {}, tensors, named, target.config), tensors)
+
+    def nbytes(self, dtype: torch.dtype, *, packed: bool = True) -> int:
+        """Bytes of what `load` returns."""
+        if packed and self.spec.takes_packed:
+            return self.tensors.nbytes(dtype)
+        return sum(math.prod(shape) for shape in self.spec.shapes.values()) * dtype.itemsize
+
+    def load(self, dtype: torch.dtype, device: torch.device, *, packed: bool = True) -> dict[str, Any]:
+        """Its weights by the names of `spec.shapes`; tables of integers keep their dtype. Raises CheckpointError.
+
+        packed: quantised matrices stay as they are stored, except an embedding, if the head can multiply with these.
+        """
+        weights = self.tensors.load(dtype, device)
+        for own, weight in weights.items():
+            if not isinstance(weight, Tensor) and (own == OWN_EMBEDDING or not (packed and self.spec.takes_packed)):
+                weights[own] = dense(weight, dtype)
+        return weights
+
+
+@dataclass(frozen=True)
+class StoredTensors:
+    """A head's tensors in a container, in any weight format. tables: of integers, in safetensors."""
+
+    weights: Mapping[str, StoredWeight]
+    tables: Mapping[str, TensorInfo]
 
     @property
-    def num_elements(self) -> int:
-        return sum(math.prod(shape) for shape in self.spec.shapes.values())
+    def shapes(self) -> Shapes:
+        stored: list[Mapping[str, StoredWeight | TensorInfo]] = [self.weights, self.tables]
+        return {own: each.shape for part in stored for own, each in part.items()}
 
-    def load(self, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
-        """Its tensors by the names of `spec.shapes`; tables of integers keep their dtype. Raises CheckpointError."""
-        found: dict[str, Tensor] = {}
-        for file in sorted(set(self.files.values())):
-            wanted = {own: name for own, name in self.names.items() if self.files[name] == file}
-            read = read_pickle(file, "cpu") if file.name in PICKLES else _read_safetensors(file, list(wanted.values()))
-            for own, name in wanted.items():
-                tensor = read[name]
-                is_plain = tensor.layout == torch.strided and not tensor.is_complex()
-                if not is_plain or tensor.is_floating_point() == (own in TABLES):
-                    raise CheckpointError(
-                        f"{file}: tensor {show(name)} has numbers of a wrong type ({tensor.dtype}); use a head that is "
-                        "not quantised, or download it again"
-                    )
-                found[own] = tensor.to(device, tensor.dtype if own in TABLES else dtype, copy=True)
-        return found
+    @property
+    def bits(self) -> float:
+        """Bits per number of its layers' matrices, the smallest."""
+        matrices = [each for own, each in self.weights.items() if own.startswith(LAYERS) and len(each.shape) > 1]
+        sizes = (8 * sum(info.nbytes for info in each.streamed) / math.prod(each.shape) for each in matrices)
+        return min(sizes, default=16.0)
+
+    def nbytes(self, dtype: torch.dtype) -> int:
+        return StoredUnit(self.weights).cost(dtype).resident_bytes + sum(info.nbytes for info in self.tables.values())
+
+    def load(self, dtype: torch.dtype, device: torch.device) -> dict[str, Weight]:
+        weights = {own: each.to(device) for own, each in self.weights.items()}
+        loaded = load_layer(StoredUnit(weights), dtype, device)
+        for own, info in self.tables.items():
+            table = _read_safetensors(info.path, info.name)
+            loaded[own] = _checked(info.path, info.name, table, is_table=True).to(device, copy=True)
+        return loaded
+
+
+@dataclass(frozen=True)
+class PickledTensors:
+    """A head's tensors in a pickle. names: the head's → those in the file."""
+
+    file: Path
+    names: Mapping[str, str]
+    shapes: Shapes
+
+    def nbytes(self, dtype: torch.dtype) -> int:
+        return sum(math.prod(shape) for shape in self.shapes.values()) * dtype.itemsize
+
+    def load(self, dtype: torch.dtype, device: torch.device) -> dict[str, Weight]:
+        read, loaded = read_pickle(self.file, "cpu"), dict[str, Weight]()
+        for own, name in self.names.items():
+            tensor = _checked(self.file, name, read[name], is_table=own in TABLES)
+            loaded[own] = tensor.to(device, tensor.dtype if own in TABLES else dtype, copy=True)
+        return loaded
+
+
+def _checked(file: Path, name: str, tensor: Tensor, *, is_table: bool) -> Tensor:
+    """The tensor, if its numbers are floats, or integers of a table. Raises CheckpointError."""
+    is_plain = tensor.layout == torch.strided and not tensor.is_complex()
+    if is_plain and tensor.is_floating_point() != is_table:
+        return tensor
+    raise CheckpointError(
+        f"{file}: tensor {show(name)} has numbers of a wrong type ({tensor.dtype}); use a head that is not quantised, "
+        "or download it again"
+    )
 
 
 @dataclass(frozen=True)
@@ -131,8 +228,14 @@ LAYOUTS = {
     HYDRA_PREFIX: Layout(partial(hydra_name, True), partial(hydra_spec, True)),
     "mlp_speculator": Layout(mlp_name, mlp_spec),
     "fspad": Layout(fspad_name, fspad_spec),
+    "mtp": Layout(mtp_name, mtp_spec),
+    "dflash": Layout(dflash_name, dflash_spec),
 }
-MARKS = {"medusa_num_heads": "medusa", "hydra_num_heads": "hydra"}  # a key of config.json → the kind
+MARKS = {
+    "medusa_num_heads": "medusa",
+    "hydra_num_heads": "hydra",
+    DFLASH_ENTRY: "dflash",
+}  # a key of config.json → the kind
 NAMED_KINDS = Methods("kind of head", "medusa", "mlp_speculator")  # named by OWN_KIND, or by model_type
 MARKING_TENSORS = Methods("tensor of a head", "fc.fc.weight")  # that only one kind has: FSPAD's, and others'
 TARGET_KEY = "offspec_target"  # the key of the target's fingerprint, in heads that offspec trained
@@ -146,12 +249,17 @@ def layout_of(config: Json, names: Iterable[str]) -> Layout | None:
     named = config.get(OWN_KIND, config.get("model_type"))
     if named in NAMED_KINDS:
         return _layout(NAMED_KINDS, str(named), str(named))
+    names = set(names)
+    if names and all(name.startswith(MTP_PREFIX) for name in names):  # a model may have such tensors among others
+        return LAYOUTS["mtp"]
     plain = {name.removeprefix("model.") for name in names}
     if (mark := next((name for name in MARKING_TENSORS if name in plain), None)) is not None:
         return _layout(MARKING_TENSORS, mark, "fspad")
     stated = config.get("architectures")
     classes = [str(name).lower() for name in stated] if isinstance(stated, list) else []
     method = config.get("speculators_model_type")
+    if method == "dflash":
+        return LAYOUTS["dflash"]
     if method == "eagle3" or any("eagle3" in name for name in classes) or any(n.startswith("midlayer.") for n in plain):
         return LAYOUTS["eagle3"]
     if any("eagle" in name for name in classes) or "fc.weight" in plain:
@@ -169,9 +277,32 @@ def is_head(path: Path) -> bool:
     """Whether a folder holds a head, rather than a model; False for anything that cannot be read."""
     try:
         config = _read_config(path)
-        return (layout_of(config, ()) or layout_of(config, _tensors(path)[0])) is not None
+        return (layout_of(config, ()) or layout_of(config, _listed(path)[0])) is not None
     except CheckpointError:
         return False
+
+
+def has_mtp(target: ModelFiles) -> bool:
+    """Whether the target's checkpoint has an MTP layer; without weights, whether config.json names one."""
+    is_promised = bool(num_promised(target.checkpoint.config)) and not has_weights(target)
+    return target.config.is_native and bool(target.mtp_names or is_promised)
+
+
+def _is_of_target(own: str, named: Mapping[str, str], target: ModelFiles) -> bool:
+    """Whether a tensor is a copy of the target's embedding or head, or belongs to one. named: own name → full name."""
+    tables = {OWN_EMBEDDING: target.config.embedding_name, OWN_HEAD: target.config.head_name}
+    table = next((table for table in tables if own.startswith(table)), None)
+    tensors = target.checkpoint.tensors
+    if table is None or table not in named or tables[table] not in tensors:
+        return False
+    return have_equal_bytes(tensors[named[table]], tensors[tables[table]])
+
+
+def _stated_target(config: Json) -> str:
+    """The name of the target that a head of Speculators was trained for; "" if config.json has none."""
+    verifier = mapping(mapping(config, "speculators_config"), "verifier")
+    name = verifier.get("name_or_path")
+    return name.rstrip("/").rpartition("/")[2] if isinstance(name, str) else ""
 
 
 def head_folder(target: ModelFiles, kind: str) -> Path:
@@ -208,44 +339,82 @@ def _read_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def _tensors(path: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, Path]]:
-    """Shapes and files of all tensors by name. Raises CheckpointError, MissingWeightsError."""
+def _listed(path: Path) -> tuple[Mapping[str, TensorInfo | Tensor], Sequence[WeightFormat] | None]:
+    """All tensors by the names in the files, and the weight formats by config.json; of a pickle, without contents.
+
+    Raises CheckpointError, MissingWeightsError, UnsupportedModelError.
+    """
     names = os.listdir(path) if path.is_dir() else []
-    if INDEX_FILE in names and SINGLE_FILE not in names:
-        infos = SafetensorsFolder().open(path).tensors
-        return {name: info.shape for name, info in infos.items()}, {name: info.path for name, info in infos.items()}
+    if INDEX_FILE in names or SINGLE_FILE in names:
+        checkpoint = SafetensorsFolder().open(path)
+        return checkpoint.tensors, formats_in(checkpoint)
     for name in SAFETENSORS:
         if name in names:
-            header = read_header(path / name)
-            return {key: info.shape for key, info in header.items()}, dict.fromkeys(header, path / name)
-    for name in PICKLES:
-        if name in names:
-            read = read_pickle(path / name, "meta")
-            return {key: tuple(t.shape) for key, t in read.items()}, dict.fromkeys(read, path / name)
+            return read_header(path / name), None
+    if (pickle := _pickle(path)) is not None:
+        return read_pickle(pickle, "meta"), None
     raise MissingWeightsError(f"{path} has none of {', '.join((*SAFETENSORS, *PICKLES))}; download the head again")
 
 
-def _read_safetensors(file: Path, names: list[str]) -> dict[str, Tensor]:
+def _pickle(path: Path) -> Path | None:
+    return next((path / name for name in PICKLES if (path / name).exists()), None)
+
+
+def _tensors(
+    path: Path,
+    listed: Mapping[str, TensorInfo | Tensor],
+    names: Mapping[str, str],
+    formats: Sequence[WeightFormat] | None,
+) -> HeadTensors:
+    """The tensors by a head's names. names: those in the files. Raises CheckpointError."""
+    infos = {own: each for own, each in listed.items() if isinstance(each, TensorInfo)}
+    if len(infos) == len(listed):
+        tables = {own: info for own, info in infos.items() if own in TABLES}
+        floats = {own: info for own, info in infos.items() if own not in tables}
+        return StoredTensors(stored_weights(floats, formats), tables)
+    pickle = _pickle(path)
+    assert pickle is not None
+    return PickledTensors(pickle, names, {own: tuple(each.shape) for own, each in listed.items()})
+
+
+def _spec(
+    path: Path,
+    make_spec: Callable[[Json, Shapes, ModelConfig], HeadSpec],
+    config: Json,
+    tensors: HeadTensors,
+    names: Mapping[str, str],
+    target: ModelConfig,
+) -> HeadSpec:
+    """What the head is, whose tensors are compared with it. names: those in the files.
+
+    Raises CheckpointError, and UnsupportedModelError for a tensor without a meaning.
+    """
     try:
-        with safe_open(file, framework="pt") as opened:
-            return {name: opened.get_tensor(name) for name in names}
-    except (OSError, SafetensorError) as exc:
-        raise CheckpointError(f"{file} cannot be read ({exc}); download it again") from exc
-
-
-def _check(path: Path, spec: HeadSpec, present: Shapes, names: Mapping[str, str]) -> None:
-    """Compare names and shapes. Raises CheckpointError, and UnsupportedModelError for a tensor without a meaning."""
-    for own, name in names.items():
+        spec = make_spec(config, tensors.shapes, target)
+    except (CheckpointError, UnsupportedModelError) as exc:
+        raise type(exc)(f"{path}: {exc}") from exc
+    for own in tensors.shapes:
         if own not in spec.shapes:
             raise UnsupportedModelError(
-                f"{path}: tensor {show(name)} does not belong to an {spec.kind} head; the head has unsupported parts"
+                f"{path}: tensor {show(names.get(own, own))} does not belong to an {spec.kind} head; the head has "
+                "unsupported parts"
             )
     for own, shape in spec.shapes.items():
-        if own not in present:
+        if own not in tensors.shapes:
             raise CheckpointError(f"{path}: tensor {own} is missing; the head does not match its config.json")
-        if present[own] != shape:
-            said = f"tensor {show(names[own])} has shape {list(present[own])}"
-            raise CheckpointError(f"{path}: {said}, and an {spec.kind} head for this target has {list(shape)}")
+        if (there := tensors.shapes[own]) != shape:
+            what = f"tensor {show(names.get(own, own))} has shape {list(there)}"
+            raise CheckpointError(f"{path}: {what}, and an {spec.kind} head for this target has {list(shape)}")
+    return spec
+
+
+def _read_safetensors(file: Path, name: str) -> Tensor:
+    try:
+        with safe_open(file, framework="pt") as opened:
+            tensor: Tensor = opened.get_tensor(name)
+            return tensor
+    except (OSError, SafetensorError) as exc:
+        raise CheckpointError(f"{file} cannot be read ({exc}); download it again") from exc
 
 
 def write_head(path: Path, config: Mapping[str, object], tensors: Mapping[str, Tensor]) -> None:

@@ -33,11 +33,13 @@ from offspec.loaders.units import format_size
 
 from ..errors import CheckpointError, StorageError, UsageError
 from ..model.config import ModelConfig
+from ..model.decoder import Decoder
+from ..model.exactness import arithmetic_of
 from ..model.memory.text_memory import TextMemory
 from .atomic_files import writing_whole
 from .opening import ModelFiles
 
-FORMAT = "offspec KV entries 2"
+FORMAT = "offspec KV entries 3"
 SIGNATURE = b'{"__metadata__":{"format":"offspec KV entries '  # of all versions, behind the header's length
 TOKENS, CHECKSUMS = "tokens", "checksums"
 DTYPE_NAMES = {
@@ -84,22 +86,24 @@ def model_identity(model: ModelFiles, config: ModelConfig) -> str:
 class Owner:
     """What a cache's entries depend on, beside the tokens: files with entries of others are not read.
 
-    model: `model_identity`. dtype: of the arithmetic. form: `TextMemory.format`.
+    model: `model_identity`. dtype, arithmetic: `exactness.arithmetic_of`. form: `TextMemory.format`.
     """
 
     model: str
     dtype: str
+    arithmetic: str
     form: str
 
     @classmethod
-    def of(cls, model: str, dtype: torch.dtype, cache: TextMemory) -> Owner:
-        return cls(model, str(dtype).removeprefix("torch."), cache.format)
+    def of(cls, model: str, decoder: Decoder, cache: TextMemory) -> Owner:
+        return cls(model, str(decoder.dtype).removeprefix("torch."), arithmetic_of(decoder), cache.format)
 
     def check(self, other: Owner, path: Path) -> None:
         """Raises CheckpointError, which says what differs, unless `other`, of the file, is the same."""
         for what, mine, theirs in (
             ("model", self.model, other.model),
             ("dtype", self.dtype, other.dtype),
+            ("arithmetic", self.arithmetic, other.arithmetic),
             ("KV format", self.form, other.form),
         ):
             if mine != theirs:

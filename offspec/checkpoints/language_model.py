@@ -1,7 +1,12 @@
-"""Extracts the language model of a multimodal checkpoint: its tensors, under the names of a pure language model."""
+"""The language model in a checkpoint: its tensors, under the usual names of a pure language model.
+
+A multimodal checkpoint has tensors of other models, too. Some families are written under two names.
+"""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from dataclasses import replace
 
 from offspec.loaders.files.checkpoint import Checkpoint, CheckpointView, TensorInfo, fault, show
@@ -10,9 +15,17 @@ from ..model.config import is_multimodal, text_config
 
 # A multimodal checkpoint's prefixes → a language model's. transformers writes the first two; the third is in memory.
 BEGINNINGS = {
-    "language_model.model.": "model.",
-    "language_model.lm_head.": "lm_head.",
-    "model.language_model.": "model.",
+    r"^language_model\.model\.": "model.",
+    r"^language_model\.lm_head\.": "lm_head.",
+    r"^model\.language_model\.": "model.",
+}
+# By model_type: names under which some tensors are stored → the usual ones, which transformers reads, too.
+OTHER_NAMES = {
+    "nemotron_h": {r"^backbone\.": "model."},
+    "olmo_hybrid": {
+        r"\.attention_layer_norm\.": ".input_layernorm.",
+        r"\.feedforward_layer_norm\.": ".post_attention_layernorm.",
+    },
 }
 # They encode images and sounds.
 OTHER_MODULES = ("vision_tower", "multi_modal_projector", "visual", "audio_tower", "embed_vision", "embed_audio")
@@ -23,22 +36,25 @@ def language_model(checkpoint: Checkpoint) -> Checkpoint:
 
     Raises CheckpointError if config.json does not describe the language model, or a tensor has two names.
     """
-    if not is_multimodal(checkpoint.config):
-        return checkpoint
-    tensors: dict[str, TensorInfo] = {}
+    if is_multimodal(checkpoint.config):
+        note = (
+            f"{checkpoint.path.name} is a multimodal model; offspec loads its language model only and reads no images"
+        )
+        return CheckpointView(checkpoint, _renamed(checkpoint, BEGINNINGS), text_config(checkpoint.config), (note,))
+    names = OTHER_NAMES.get(str(checkpoint.config.get("model_type")))
+    return checkpoint if names is None else CheckpointView(checkpoint, _renamed(checkpoint, names))
+
+
+def _renamed(checkpoint: Checkpoint, names: Mapping[str, str]) -> dict[str, TensorInfo]:
+    """The language model's tensors by their usual names. names: patterns → what replaces them."""
+    tensors = dict[str, TensorInfo]()
     for name, info in checkpoint.tensors.items():
-        own = _own_name(name)
-        if own in tensors:
-            raise fault(info.path, f"has {show(own)} under another name too, {show(name)}; download it again")
+        usual = next((re.sub(old, new, name) for old, new in names.items() if re.search(old, name)), name)
+        if usual in tensors:
+            raise fault(info.path, f"has {show(usual)} under another name too, {show(name)}; download it again")
         if not _is_of_another(name):
-            tensors[own] = replace(info, name=own)
-    note = f"{checkpoint.path.name} is a multimodal model; offspec loads its language model only and reads no images"
-    return CheckpointView(checkpoint, tensors, text_config(checkpoint.config), (note,))
-
-
-def _own_name(name: str) -> str:
-    there = next((beginning for beginning in BEGINNINGS if name.startswith(beginning)), None)
-    return name if there is None else BEGINNINGS[there] + name.removeprefix(there)
+            tensors[usual] = replace(info, name=usual)
+    return tensors
 
 
 def _is_of_another(name: str) -> bool:

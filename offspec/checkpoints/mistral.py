@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from offspec.loaders.files.checkpoint import Change, CheckpointView, TensorInfo, fault, show
+from offspec.loaders.files.checkpoint import Change, CheckpointView, Order, TensorInfo, fault, show
 from offspec.loaders.files.mistral_folder import PARAMS_FILE, TEKKEN_FILE, MistralCheckpoint
 from offspec.loaders.files.safetensors_folder import CONFIG_FILE
 
@@ -93,7 +93,7 @@ def _named(info: TensorInfo, config: Json) -> TensorInfo:
         return replace(info, name=_SHARED.get(info.name, info.name))
     part = _PARTS.get(match[3], match[3])
     heads = _HEADS.get(match[2])
-    change = Change(num_heads=config[heads]) if heads is not None and part == "weight" else None
+    change = Change(rows=Order(2, groups=config[heads])) if heads is not None and part == "weight" else None
     return replace(info, name=in_layer(int(match[1]), f"{_NAMES[match[2]]}.{part}"), change=change)
 
 

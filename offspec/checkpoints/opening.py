@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from offspec.loaders.files.checkpoint import Checkpoint
+from offspec.loaders.files.checkpoint import Checkpoint, TensorInfo
 from offspec.loaders.files.containers import open_checkpoint, open_config
 from offspec.loaders.files.hub import resolve
 from offspec.loaders.files.user_folders import expand_home
@@ -34,7 +34,9 @@ from ..model.block import memory_bytes
 from ..model.config import ModelConfig, read_config
 from ..model.decoder import check_tensors, wanted_shapes
 from ..model.foreign_config import ForeignConfig
+from ..model.heads.mtp import mtp_names, num_promised
 from ..model.memory.kv_formats import PLAIN, KVFormat
+from ..model.names import in_layer
 from ..named_models import MODEL_NAMES, named_path
 from .foreign import read_foreign_config
 from .from_config import stored_from_config
@@ -74,7 +76,7 @@ class ModelFiles:
         """Read headers. dtype: auto, bf16, fp16 or fp32; notes get auto's choice. Raises a subclass of OffspecError."""
         checkpoint = language_model(in_our_names(open_checkpoint(path, headers_only=headers_only)))
         notes += [Note(text) for text in (*checkpoint.notes, *format_notes(checkpoint))]
-        config = _config(path, checkpoint.config, checkpoint, notes)
+        config = _with_stored_kernels(_config(path, checkpoint.config, checkpoint, notes), checkpoint)
         if config.tied_head and not headers_only and _has_another_head(checkpoint, config):
             config = replace(config, tied_head=False)
             notes.append(
@@ -82,6 +84,11 @@ class ModelFiles:
             )
         ignored = {name for name in checkpoint.tensors if config.ignores(name)}
         ignored |= blank_tensors(checkpoint.tensors, wanted_shapes(config))
+        if config.is_native:
+            of_mtp = mtp_names(checkpoint.tensors, config.num_layers)
+            ignored |= of_mtp.keys()
+            if not of_mtp and num_promised(checkpoint.config):
+                notes.append(Note(f"{path.name} has no MTP layer, although config.json names one; it runs without"))
         try:
             stored = StoredModel.of(checkpoint, layer_prefix=config.layer_prefix, ignore=ignored)
         except CheckpointError as exc:  # name the model: it may be the target or the draft
@@ -142,6 +149,11 @@ class ModelFiles:
     def num_parameters(self) -> int:
         return count_parameters(self.stored)
 
+    @cached_property
+    def mtp_names(self) -> Mapping[str, str | None]:
+        """Full name → an `MtpHead`'s, of the tensors of MTP layers; None for those that it does not read."""
+        return mtp_names(self.checkpoint.tensors, self.config.num_layers)
+
 
 def _config(path: Path, raw: Mapping[str, Any], checkpoint: Checkpoint | None, notes: list[Note]) -> ModelConfig:
     """The config for offspec's own decoder, or else for transformers' modules. checkpoint: None without weights."""
@@ -166,21 +178,41 @@ def _foreign_notes(name: str, config: ForeignConfig) -> list[Note]:
     return notes
 
 
+def _with_stored_kernels(config: ModelConfig, checkpoint: Checkpoint) -> ModelConfig:
+    """With the channels of a delta net's kernels as they are stored.
+
+    transformers writes a third of all channels under each of OLMo-Hybrid's three names, in their order. Releases have
+    there those of queries, keys and values.
+    """
+    if (delta := config.delta) is None or len(delta.names.convolutions) == 1:
+        return config
+    layer = next((layer for layer in range(config.num_layers) if "delta net" in config.parts_of(layer)), 0)
+    keys = [in_layer(layer, f"linear_attn.{name}.weight") for name in delta.names.convolutions]
+    parts = tuple(rows for key in keys if key in checkpoint.tensors for rows in checkpoint.tensors[key].shape[:1])
+    is_whole = len(parts) == len(keys) and sum(parts) == delta.channels  # anything else is refused, with its name
+    return replace(config, delta=replace(delta, kernel_parts=parts)) if is_whole and parts != delta.inputs else config
+
+
 def _has_another_head(checkpoint: Checkpoint, config: ModelConfig) -> bool:
     """Whether there is a head that differs from the embedding; transformers 5 and later does not tie these, either."""
     head, embedding = (checkpoint.tensors.get(name) for name in (config.own_head_name, config.embedding_name))
     if head is None or embedding is None:
         return False
-    if (head.dtype, head.shape) != (embedding.dtype, embedding.shape):
-        return True
+    return not have_equal_bytes(head, embedding)
+
+
+def have_equal_bytes(one: TensorInfo, other: TensorInfo) -> bool:
+    """Whether two tensors have the same dtype, shape and content. Raises CheckpointError."""
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
     try:
-        with head.path.open("rb") as one, embedding.path.open("rb") as other:
-            one.seek(head.offset)
-            other.seek(embedding.offset)
-            sizes = [min(COMPARED_BYTES, head.nbytes - start) for start in range(0, head.nbytes, COMPARED_BYTES)]
-            return any(one.read(size) != other.read(size) for size in sizes)
+        with one.path.open("rb") as first, other.path.open("rb") as second:
+            first.seek(one.offset)
+            second.seek(other.offset)
+            sizes = [min(COMPARED_BYTES, one.nbytes - start) for start in range(0, one.nbytes, COMPARED_BYTES)]
+            return all(first.read(size) == second.read(size) for size in sizes)
     except OSError as exc:
-        raise CheckpointError(f"{checkpoint.path} cannot be read ({exc.strerror})") from exc
+        raise CheckpointError(f"{one.path} cannot be read ({exc.strerror})") from exc
 
 
 def count_parameters(stored: StoredModel) -> int:
@@ -223,7 +255,7 @@ def choose_dtype(
             raise UsageError(f"`dtype={wanted}` is unknown; use auto, {', '.join(DTYPES)}")
         return DTYPES[wanted]
     if device_type == "cpu" and 4 * count_parameters(stored) <= SMALL_MODEL_BYTES:
-        notes.append(Note(f"dtype fp32 for {name} (a small model; the text is exact to the token)"))
+        notes.append(Note(f"dtype fp32 for {name} (a small model)"))
         return torch.float32
     kept = stored.shared[config.embedding_name].dtype
     chosen = {"F16": torch.float16, "F32": torch.float32}.get(kept, torch.bfloat16)

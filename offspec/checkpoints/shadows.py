@@ -8,7 +8,7 @@ nothing of drafting.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -117,13 +117,14 @@ def make_shadow(
         ConvertParams(SHADOW_FORMATS[bits]),
         layer_prefix=LAYER_PREFIX,
         progress=progress,
-        understand=lambda checkpoint: _layers_alone(checkpoint, mark),
+        understand=lambda checkpoint: _layers_alone(checkpoint, mark, target.mtp_names),
     )
 
 
-def _layers_alone(checkpoint: Checkpoint, mark: Mapping[str, str | int]) -> Checkpoint:
-    """The layers' tensors under offspec's names, and the mark in config.json."""
+def _layers_alone(checkpoint: Checkpoint, mark: Mapping[str, str | int], others: Collection[str]) -> Checkpoint:
+    """The layers' tensors under offspec's names, and the mark in config.json. others: tensors of other layers."""
     named = without_blanks(checkpoint)
-    tensors = {name: info for name, info in named.tensors.items() if name.startswith(LAYER_PREFIX)}
+    names = [name for name in named.tensors if name.startswith(LAYER_PREFIX) and name not in others]
+    tensors = {name: named.tensors[name] for name in names}
     config = {key: value for key, value in named.config.items() if key != "quantization_config"}
     return CheckpointView(named, tensors, {**config, ENTRY: mark})

@@ -19,7 +19,7 @@ from offspec.scheduler.params import MAX_ROWS
 from offspec.scheduler.trees.verify import TargetPass
 
 from ..checkpoints.exit_layers import fingerprint, has_weights, refuse_foreign
-from ..checkpoints.head_files import PICKLES, SAFETENSORS, HeadFiles, find_head
+from ..checkpoints.head_files import PICKLES, SAFETENSORS, HeadFiles, StoredTensors, find_head
 from ..checkpoints.opening import ModelFiles, Note, locate
 from ..errors import CheckpointError, UsageError
 from ..model.block import memory_bytes
@@ -38,7 +38,8 @@ from .learnt import EstimatesAndRecall
 from .model_draft import guessers_beside_model, guessing_items
 from .recall import RecallingText
 
-NAME = "head"
+NAME, MTP = "head", "mtp"
+LEAST_MTP_BITS = 6.0  # per number, below which an MTP layer is reported to accept little
 
 
 class HeadDrafter(ModelDrafter):
@@ -117,19 +118,20 @@ class OpenedHead:
         """Raises UsageError, CheckpointError, UnsupportedModelError."""
         options, target = request.options, request.target
         options.refuse_exit_file()
-        refuse_foreign(target.config, "a head")
         if len(options.learn_files) > 1:
             raise UsageError("a head uses one file of what it learnt; give one `learn_file`")
         if options.learns:
             check_learning(options.learn_file, has_draft=True, writes=options.learn)
         options.refuse_model_needs()
-        files = HeadFiles.open(_folder(request), target.config)
+        files = _files(request)
         if files.trained_for is not None and has_weights(target) and files.trained_for != fingerprint(target):
             raise CheckpointError(
                 f"the head {files.path} was trained for another target than {target.checkpoint.path}; make one with "
                 "offspec distill"
             )
-        request.notes.append(Note(f"draft: {files.path.name}, a head ({files.spec.kind})"))
+        if options.learns and not files.spec.can_learn:
+            raise UsageError(f"a {files.spec.kind} head does not learn (`learn`); omit it")
+        request.notes.extend(_notes(files, options.draft, target))
         if options.draft_window is not None:
             text = f"`draft_window={options.draft_window}` does nothing: a head keeps what it reads of all of the text"
             request.notes.append(Note(text, advice=True))
@@ -139,8 +141,9 @@ class OpenedHead:
         """Its weights, its KV cache, and the target's states that it reads."""
         spec, itemsize = self.files.spec, target.dtype.itemsize
         states = max(1, len(spec.target_layers)) * target.config.hidden_size
+        weights = self.files.nbytes(target.dtype, packed=not self.options.learns)
         items = [
-            Item("head's weights", on_device=self.files.num_elements * itemsize),
+            Item("head's weights", on_device=weights),
             Item("head's KV cache", on_device=memory_bytes(spec.config, room.num_tokens + MAX_ROWS, itemsize)),
             Item("head's inputs", on_device=2 * room.pass_rows * states * itemsize),  # side by side, they are copied
             *guessing_items(spec.config, target, is_mapped=spec.num_columns != target.config.vocab_size),
@@ -157,7 +160,8 @@ class OpenedHead:
         return Guessing(((self.target, max(1, spec.config.num_layers)),), of_head(spec.kind), overlaps=False)
 
     def load(self, device: torch.device) -> Attach:
-        spec, options, tensors = self.files.spec, self.options, self.files.load(self.target.dtype, device)
+        spec, options = self.files.spec, self.options
+        tensors = self.files.load(self.target.dtype, device, packed=not options.learns)
 
         def attach(target: Decoder) -> HeadDraft:
             draft = HeadDraft(spec.make(tensors, target), self.name)
@@ -167,6 +171,29 @@ class OpenedHead:
             return draft
 
         return attach
+
+
+def _files(request: OpenRequest) -> HeadFiles:
+    """The head that `draft` names. Raises OffspecError."""
+    if request.options.draft == MTP:
+        return HeadFiles.of_mtp(request.target)
+    return HeadFiles.open(_folder(request), request.target.config.as_native())
+
+
+def _notes(files: HeadFiles, draft: str, target: ModelFiles) -> list[Note]:
+    """What drafts, and what may be wrong with it."""
+    if draft != MTP:
+        notes = [Note(f"draft: {files.path.name}, a head ({files.spec.kind})")]
+        name = target.checkpoint.path.name
+        if files.stated_target and files.stated_target != name:
+            text = f"the head says that it is for {files.stated_target}, not {name}; it may accept little"
+            notes.append(Note(text, advice=True))
+        return notes
+    notes = [Note(f"draft: the MTP layer of {files.path.name}")]
+    if isinstance(files.tensors, StoredTensors) and files.tensors.bits < LEAST_MTP_BITS:
+        text = f"the MTP layer is in {files.tensors.bits:.1f} bits, in which it accepts little"
+        notes.append(Note(f"{text}; take a checkpoint that keeps it in 8 or 16", advice=True))
+    return notes
 
 
 def _folder(request: OpenRequest) -> Path:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from offspec.loaders.params import SHADOW_FORMATS
 
 from ..checkpoints.exit_layers import found_exits, has_weights
-from ..checkpoints.head_files import is_head
+from ..checkpoints.head_files import has_mtp, is_head
 from ..checkpoints.opening import ModelFiles, Note, locate
 from ..checkpoints.shadows import made_shadows
 from ..errors import UsageError
@@ -16,8 +16,8 @@ from ..methods import Methods
 from ..model.block import has_entries_alone
 from ..named_models import BUILTIN
 from .base import Choice, DraftOptions, OpenedDraft, OpenRequest
+from .head_draft import MTP, OpenedHead
 from .head_draft import NAME as HEAD
-from .head_draft import OpenedHead
 from .layer_drafts import SHADOW, OpenedLayers, OpenedShadow
 from .model_draft import OpenedModel
 from .self_draft import NAME as SELF
@@ -50,6 +50,7 @@ KINDS: dict[str, Callable[[OpenRequest], OpenedDraft]] = {
     LookupDraft.NAME: LookupDraft.open,
     SELF: _open_self,
     HEAD: OpenedHead.open,
+    MTP: OpenedHead.open,
     SHADOW: OpenedShadow.open,
 }
 MORE_KINDS = Methods("draft")  # name → a function as in KINDS
@@ -71,7 +72,7 @@ def open_draft(model: str, request: OpenRequest) -> OpenedDraft:
 def _open_one(model: str, request: OpenRequest) -> OpenedDraft:
     options = replace(request.options, draft=_resolve(model, request))
     kind, _, _ = options.draft.partition(":")  # shadow:3
-    if options.draft_window is not None and kind != HEAD and (kind in KINDS or kind in MORE_KINDS):
+    if options.draft_window is not None and kind not in (HEAD, MTP) and (kind in KINDS or kind in MORE_KINDS):
         text = f"`draft_window={options.draft_window}` does nothing: `draft={kind}` has no KV cache of its own"
         request.notes.append(Note(text, advice=True))
     opens: Callable[[OpenRequest], OpenedDraft] = KINDS.get(kind) or MORE_KINDS.load(kind) or _open_files
@@ -85,10 +86,17 @@ def _open_files(request: OpenRequest) -> OpenedDraft:
 
 
 def automatic_names(model: str, request: OpenRequest) -> list[str]:
-    """The drafts that `auto` chooses from: the built-in pair's own, or else shadows that are made, and lookup."""
+    """The drafts that `auto` chooses from: the built-in pair's own; or else the target's MTP layer, shadows that are
+    made, and lookup.
+    """
     if model == BUILTIN:
         return [BUILTIN]
-    return [*(f"{SHADOW}:{bits}" for bits in made_shadows(request.target)), LookupDraft.NAME]
+    return [*mtp_names(request), *(f"{SHADOW}:{bits}" for bits in made_shadows(request.target)), LookupDraft.NAME]
+
+
+def mtp_names(request: OpenRequest) -> list[str]:
+    """The draft within the target's checkpoint, if there is one."""
+    return [MTP] if has_mtp(request.target) else []
 
 
 def shadow_names() -> list[str]:
@@ -131,16 +139,19 @@ def _automatic(model: str, request: OpenRequest) -> str:
     choice = None if request.choose is None else request.choose(names, shadow_names()[:1])
     name = names[0] if choice is None else choice.name
     if name == LookupDraft.NAME:
-        request.notes.append(_why_lookup(model, choice, has_shadow=len(names) > 1))
+        request.notes.append(_why_lookup(model, choice, names[:-1]))
     else:
         rates = "" if choice is None else f"; predicted tokens/s: {choice}"
-        request.notes.append(Note(f"draft: the target's {name}, found in the cache{rates}"))
+        which = "MTP layer" if name == MTP else f"{name}, found in the cache"
+        request.notes.append(Note(f"draft: the target's {which}{rates}"))
     return name
 
 
-def _why_lookup(model: str, choice: Choice | None, *, has_shadow: bool) -> Note:
+def _why_lookup(model: str, choice: Choice | None, others: Sequence[str]) -> Note:
     """Why lookup drafts. Advice only where there is a prediction: of a shadow that is not made yet, if it is faster."""
-    why = "it is predicted to be faster than a shadow" if has_shadow else f"no draft model was given for {model}"
+    why = f"no draft model was given for {model}"
+    if others:
+        why = f"it is predicted to be faster than {'the MTP layer' if MTP in others else 'a shadow'}"
     text = f"draft: n-gram lookup, because {why}"
     if choice is None:
         return Note(text)

@@ -12,7 +12,7 @@ from ..model.block import has_entries_alone
 from ..planning.drafting import Drafting, RatesOf, predict_drafting
 from ..planning.plan import PROGRAM_ITEM, Plan
 from .base import Choice, OpenedDraft, OpenRequest
-from .kinds import AUTO, automatic_names, exit_names, open_draft, shadow_names
+from .kinds import AUTO, automatic_names, exit_names, mtp_names, open_draft, shadow_names
 from .layer_drafts import SHADOW
 from .self_draft import NAME as SELF
 from .without_model import LookupDraft
@@ -108,7 +108,9 @@ class Scales:
 
     def compare(self, names: Sequence[str], rates_of: RatesOf, plan: Plan) -> list[Prospect]:
         """What these drafts would bring; and the usual ones, if several are compared or `plan` streams layers."""
-        others = usual_names(plan) if plan.placement.streamed or len(names) > 1 else []
+        others = list[str]()
+        if plan.placement.streamed or len(names) > 1:
+            others = [*mtp_names(self.request), *usual_names(plan)]
         return [self.prospect(name, rates_of) for name in dict.fromkeys([*names, *others])]
 
     def prospect(self, name: str, rates_of: RatesOf) -> Prospect:

@@ -21,7 +21,7 @@ METHODS: dict[str, dict[str, str]] = {
     "tensor of a head": {"clover_head_mlp_rnn.q.weight": "offspec.lab.clover2:CLOVER2"},
     "head to train": {
         name: f"offspec.lab.head_structures:{name}"
-        for name in ("medusa", "hydra", "recurrent", "mlp", "clover", "clover2", "koala", "amphista", "fspad")
+        for name in ("medusa", "hydra", "recurrent", "mlp", "clover", "clover2", "koala", "amphista", "fspad", "mtp")
     },
     "loss of a draft": {
         "rkl": "offspec.lab.draft_losses:reverse_kl",

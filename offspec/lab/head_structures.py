@@ -14,9 +14,8 @@ from torch import Tensor
 from ..checkpoints.head_files import OWN_KIND
 from ..model.config import ModelConfig
 from ..model.decoder import Decoder
-from ..model.heads.eagle import LAYERS
-from ..model.heads.head import Advanced
-from ..model.names import FINAL_NORM
+from ..model.heads.head import LAYERS, Advanced
+from ..model.heads.mtp import EMBEDDING_NORM, FC, OWN_NORM, PREFIX, STATE_NORM
 from ..training.head_structures import (
     UNROLLED,
     Beginning,
@@ -111,7 +110,9 @@ def clover2(target: Decoder, seed: int) -> Beginning:
     """Clover-2: a cell that renews the state by each token, and layers over the text behind its first step."""
     hidden, heads = target.config.hidden_size, _num_heads(target.config)
     names, tensors = ("clover_head_mlp_rnn", "clover_head_mlp_rnn2"), dict[str, Tensor]()
-    size = shared(target, FINAL_NORM).square().mean().sqrt()  # norms keep the size of the target's final states
+    size = (
+        shared(target, target.config.final_norm).square().mean().sqrt()
+    )  # norms keep the size of the target's final states
     for index, cell in enumerate(names):
         tensors |= {f"{cell}.{name}.weight": torch.eye(hidden) for name in "qk"}
         tensors |= {f"{cell}.v.weight": 0.1 * _small(hidden, hidden, seed + index)}
@@ -142,6 +143,24 @@ def fspad(target: Decoder, seed: int) -> Beginning:
     config = {**eagle_config(target, 1), "architectures": ["LlamaForCausalLM"], "bias": True}
     del config["draft_vocab_size"]
     return Beginning("fspad", config, tensors, (), UNROLLED, features_loss)
+
+
+def mtp(target: Decoder, seed: int) -> Beginning:
+    """A multi-token prediction layer as Qwen3.5's: begins as the target's final states, which it does not change.
+
+    It also learns the target's states, over which it is chained.
+    """
+    c, hidden = target.config, target.config.hidden_size
+    need_llamas_layout("MTP", c)
+    layer = copied_layer(target, c.num_layers - 1)
+    for name in ("self_attn.o_proj", c.mlp.down):
+        layer[f"{name}.weight"] = torch.zeros_like(layer[f"{name}.weight"])
+    size = shared(target, c.final_norm).square().mean().sqrt()  # its norm keeps the size of the target's final states
+    tensors = {f"{LAYERS}0.{name}": tensor for name, tensor in layer.items()}
+    tensors |= {FC: torch.cat((0.02 * _small(hidden, hidden, seed), torch.eye(hidden)), dim=1)}
+    tensors |= {EMBEDDING_NORM: torch.ones(hidden), STATE_NORM: torch.ones(hidden), OWN_NORM: size.repeat(hidden)}
+    named = {f"{PREFIX}{name}": tensor for name, tensor in tensors.items()}
+    return Beginning("mtp", {"model_type": c.model_type, "mtp_num_hidden_layers": 1}, named, (), UNROLLED, states_loss)
 
 
 def amphista(target: Decoder, seed: int) -> Beginning:

@@ -31,11 +31,9 @@ class Block:
         return {name: shape for part in self.parts for name, shape in part.shapes.items()}
 
     @property
-    def memory(self) -> MemoryLayout | None:
-        """The shape of what the layer keeps of a text; None: nothing."""
-        kept = [part.memory for part in self.parts if part.memory is not None]
-        assert len(kept) <= 1, "two parts of a layer keep something of a text"
-        return kept[0] if kept else None
+    def memories(self) -> tuple[MemoryLayout, ...]:
+        """The shapes of what the layer keeps of a text: KV entries, a state, both or nothing."""
+        return tuple(layout for part in self.parts for layout in part.memories)
 
     def forward(self, x: Tensor, weights: LayerWeights, rows: PassRows, first: int, last: int) -> Tensor:
         """The layer over rows first .. last of a pass: hidden states x [T, hidden] → [T, hidden], a new tensor."""
@@ -68,9 +66,15 @@ def layer_shapes(config: ModelConfig, index: int = 0) -> dict[str, tuple[int, ..
     return Block(index, parts_of(config, index)).shapes
 
 
-def memory_layouts(config: ModelConfig, layers: range | None = None) -> list[MemoryLayout | None]:
-    """The shape of what each layer keeps of a text, of all layers or of `layers`."""
-    return [Block(index, parts_of(config, index)).memory for index in layers or range(config.num_layers)]
+def memory_layouts(config: ModelConfig, layers: range | None = None) -> list[tuple[MemoryLayout, ...]]:
+    """The shapes of what each layer keeps of a text, of all layers or of `layers`."""
+    return [Block(index, parts_of(config, index)).memories for index in layers or range(config.num_layers)]
+
+
+def kv_layouts(config: ModelConfig, layers: range | None = None) -> list[KVLayout | None]:
+    """The shape of each layer's KV entries, of all layers or of `layers`; None for one without them."""
+    kept = memory_layouts(config, layers)
+    return [next((layout for layout in layer if isinstance(layout, KVLayout)), None) for layer in kept]
 
 
 def has_entries_alone(config: ModelConfig) -> bool:
@@ -78,7 +82,8 @@ def has_entries_alone(config: ModelConfig) -> bool:
 
     Then a draft can use some of the layers and their entries, and entries can be dropped from the middle of a text.
     """
-    return config.is_native and all(layout is None or isinstance(layout, KVLayout) for layout in memory_layouts(config))
+    layouts = (layout for layer in memory_layouts(config) for layout in layer)
+    return config.is_native and all(isinstance(layout, KVLayout) for layout in layouts)
 
 
 def memory_bytes(
@@ -89,5 +94,5 @@ def memory_bytes(
     It equals `TextMemory.nbytes` by `Decoder.new_cache`. Layers with a sliding window need as much as others. Their old
     entries are kept, because the text may be cut back to a position whose window contains them.
     """
-    layouts = (layout for layout in memory_layouts(config, layers) if layout is not None)
+    layouts = (layout for layer in memory_layouts(config, layers) for layout in layer)
     return sum(kv.memory_bytes(layout, num_entries, itemsize) for layout in layouts)

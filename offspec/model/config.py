@@ -18,6 +18,7 @@ from ..errors import CheckpointError, UnsupportedModelError
 from .config_values import EPS_RANGE, Json, mapping, number_in, positive
 from .families import (
     ACTIVATIONS,
+    COMPLETED,
     DEFAULTS,
     FAMILIES,
     GATED_MLP,
@@ -30,14 +31,16 @@ from .families import (
     Fields,
     LayerInputs,
     LayerShape,
+    MambaShape,
     MlpNames,
+    Multipliers,
     NormPlaces,
     QKNorm,
+    ShortConvolutionShape,
 )
 from .names import (
     EMBEDDING,
     FINAL_NORM,
-    FINAL_NORM_BIAS,
     HEAD,
     INPUT_NORM,
     INPUT_PROJECTION,
@@ -63,10 +66,12 @@ class ModelConfig:
     (`rope.growth`). attention_scale: of scores; None is head_dim ** -0.5. attention_cap, logit_cap: c of c tanh(x / c).
     norm: "rms", "rms plus one", "layer" or "layer plus one" (`norms.normalize`).
     is_parallel: attention and MLP have the same normed states as input. has_attention_gate: the queries' projection
-    also gives a gate for each number of attention's result. delta: the shape of gated delta nets, if there are any.
-    parts: names of each layer's parts (`parts.kinds.PARTS`); empty: attention and an MLP in every layer.
-    has_value_norm: values are normed, by an RMSNorm without a weight. shapes: of each layer, if they differ
-    (`shape_of`). layer_inputs: of what layers get of each token.
+    also gives a gate for each number of attention's result. attention, attention_output: the prefix of its tensors in a
+    layer, and its last matrix. layer_norms: each layer's norms; empty: `norms`. delta, mamba, short_convolution: the
+    shape of such parts, if there are any. multipliers: Falcon-H1's. parts: names of each layer's parts
+    (`parts.kinds.PARTS`); empty: attention and an MLP in every layer. has_value_norm: values are normed, by an RMSNorm
+    without a weight. shapes: of each layer, if they differ (`shape_of`). layer_inputs: of what layers get of each
+    token.
     """
 
     model_type: str
@@ -102,12 +107,20 @@ class ModelConfig:
     norm: str = "rms"
     has_norm_bias: bool = False
     norms: NormPlaces = NORMS_BEFORE
+    layer_norms: tuple[NormPlaces, ...] = ()
+    final_norm: str = FINAL_NORM
+    embedding_table: str = EMBEDDING
     is_parallel: bool = False
     activation: str = "silu"
     has_fused_qkv: bool = False
     mlp: MlpNames = GATED_MLP
     has_attention_gate: bool = False
+    attention: str = "self_attn"
+    attention_output: str = "self_attn.o_proj"
     delta: DeltaShape | None = None
+    mamba: MambaShape | None = None
+    multipliers: Multipliers | None = None
+    short_convolution: ShortConvolutionShape | None = None
     parts: tuple[tuple[str, ...], ...] = ()
     has_value_norm: bool = False
     shapes: tuple[LayerShape, ...] = ()
@@ -124,7 +137,12 @@ class ModelConfig:
     @property
     def most_nodes(self) -> int:
         """The most nodes of a tree whose size is found at run time."""
-        return MAX_NODES if self.delta is None else MOST_STATE_NODES
+        return MOST_STATE_NODES if self.has_states else MAX_NODES
+
+    @property
+    def has_states(self) -> bool:
+        """Whether layers keep states of a text."""
+        return any(shape is not None for shape in (self.delta, self.mamba, self.short_convolution))
 
     @property
     def mask_heads(self) -> int:
@@ -158,7 +176,7 @@ class ModelConfig:
 
     @property
     def embedding_name(self) -> str:
-        return EMBEDDING
+        return self.embedding_table
 
     @property
     def own_head_name(self) -> str:
@@ -173,13 +191,13 @@ class ModelConfig:
     @property
     def final_norm_names(self) -> tuple[str, ...]:
         """Full names of the vectors of the norm after the last layer."""
-        return (FINAL_NORM, FINAL_NORM_BIAS) if self.has_norm_bias else (FINAL_NORM,)
+        weight = self.final_norm
+        return (weight, f"{weight.removesuffix('weight')}bias") if self.has_norm_bias else (weight,)
 
     def ignores(self, name: str) -> bool:
-        """Whether a decoder does not need this tensor: a tied head's copy, precomputed frequencies, MTP layers."""
-        is_mtp = self.delta is not None and name.startswith("mtp.")  # drafts within the checkpoint, of Qwen3.5
-        is_unused = is_mtp or (self.tied_head and name == self.own_head_name) or name.endswith("rotary_emb.inv_freq")
-        return is_unused or self._is_of_shared_entries(name)
+        """Whether a decoder does not need this tensor: a tied head's copy, precomputed frequencies, unread entries."""
+        is_copy = self.tied_head and name == self.own_head_name
+        return is_copy or name.endswith("rotary_emb.inv_freq") or self._is_of_shared_entries(name)
 
     def _is_of_shared_entries(self, name: str) -> bool:
         """Whether it would make the KV entries of a layer that attends to another's; Gemma 4 has such tensors."""
@@ -210,6 +228,10 @@ class ModelConfig:
             return self.parts[layer]
         return ("attention beside mlp",) if self.is_parallel else ("attention", "mlp")
 
+    def norms_of(self, layer: int) -> NormPlaces:
+        """The norms of a layer."""
+        return self.layer_norms[layer] if self.layer_norms else self.norms
+
     def rope_of(self, layer: int) -> RopeConfig | None:
         """RoPE of a layer; None for a layer without it."""
         if layer in self.unrotated:
@@ -219,7 +241,7 @@ class ModelConfig:
     def shared_shapes(self) -> dict[str, tuple[int, ...]]:
         """Name → shape of every tensor outside the layers."""
         table = (self.vocab_size, self.hidden_size)
-        shapes: dict[str, tuple[int, ...]] = {EMBEDDING: table}
+        shapes: dict[str, tuple[int, ...]] = {self.embedding_name: table}
         shapes |= dict.fromkeys(self.final_norm_names, (self.hidden_size,))
         if (inputs := self.layer_inputs) is not None:
             shapes[INPUT_TABLE] = (inputs.vocab_size, inputs.width)
@@ -232,8 +254,17 @@ class ModelConfig:
         unrotated = tuple(i for i, layer in enumerate(layers) if layer in self.unrotated)
         windows = tuple(self.windows[layer] for layer in layers)
         parts = tuple(self.parts[layer] for layer in layers if self.parts)
+        norms = tuple(self.layer_norms[layer] for layer in layers if self.layer_norms)
         shapes = tuple(self._shape_among(layers, layer) for layer in layers if self.shapes)
-        return replace(self, num_layers=len(layers), windows=windows, unrotated=unrotated, parts=parts, shapes=shapes)
+        return replace(
+            self,
+            num_layers=len(layers),
+            windows=windows,
+            unrotated=unrotated,
+            parts=parts,
+            layer_norms=norms,
+            shapes=shapes,
+        )
 
     def _shape_among(self, layers: Sequence[int], layer: int) -> LayerShape:
         """The shape of a layer in a decoder with `layers` only."""
@@ -248,6 +279,9 @@ class ModelConfig:
             num_kv_heads=shape.num_kv_heads,
             head_dim=shape.head_dim,
             intermediate_size=shape.intermediate_size,
+            delta=None,
+            mamba=None,
+            short_convolution=None,
             parts=(),
             shapes=(),
             layer_inputs=None,
@@ -283,6 +317,8 @@ def read_config(config: Json) -> ModelConfig:
     config = text_config(config)
     family = _family(config)
     config = {**DEFAULTS.get(config["model_type"], {}), **config}
+    if complete := COMPLETED.get(config["model_type"]):
+        config = complete(config)
     hidden, heads, layers = (
         positive(config, key) for key in ("hidden_size", "num_attention_heads", "num_hidden_layers")
     )

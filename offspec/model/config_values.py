@@ -64,6 +64,28 @@ def check_range(key: str, value: float, allowed: tuple[float, float]) -> None:
         raise CheckpointError(f"config.json: {key} must be from {least:g} to {most:g}, not {show(value)}")
 
 
+def plain(value: Any) -> Any:
+    """A value of a JSON file, with numbers in place of {"__float__": "Infinity"}, which transformers 5 writes."""
+    if isinstance(value, Mapping):
+        if set(value) == {"__float__"} and value["__float__"] in ("Infinity", "-Infinity", "NaN"):
+            return float(value["__float__"])
+        return {key: plain(each) for key, each in value.items()}
+    return list(map(plain, value)) if isinstance(value, list) else value
+
+
+def interval(config: Json, key: str, default: tuple[float, float]) -> tuple[float, float]:
+    """Two ascending numbers from 0 on, the second maybe infinite; null is a missing key."""
+    value = config.get(key) if config.get(key) is not None else list(default)
+    ends = plain(value)
+    is_pair = isinstance(ends, list) and len(ends) == 2
+    if not is_pair or not all(isinstance(end, (int, float)) and not isinstance(end, bool) for end in ends):
+        raise CheckpointError(f"config.json: {key} must be a list of two numbers, not {show(value)}")
+    low, high = ends
+    if not 0 <= low < high:
+        raise CheckpointError(f"config.json: {key} must be two ascending numbers from 0 on, not {show(value)}")
+    return float(low), float(high)
+
+
 def mapping(config: Json, key: str) -> Json:
     """An object; null and a missing key are an empty one."""
     value = config.get(key) or {}

@@ -24,9 +24,9 @@ from offspec.scheduler.trees.token_tree import BoolArray, IntArray
 from offspec.scheduler.trees.vocabulary import Vocabulary
 
 from ..errors import CheckpointError, UnsupportedModelError
-from .block import Block, build_blocks, layer_shapes, memory_layouts
+from .block import Block, build_blocks, kv_layouts, layer_shapes
 from .config import ModelConfig
-from .memory.kv_cache import KVLayout, MakeLayerCaches, plain_layers
+from .memory.kv_cache import MakeLayerCaches, plain_layers
 from .memory.kv_formats import PLAIN, KVFormat
 from .memory.kv_in_ram import EntriesInRam
 from .memory.text_memory import TextMemory, empty_memories
@@ -108,7 +108,7 @@ class Decoder:
     def new_cache(self, layers: range | None = None) -> TextMemory:
         """An empty memory of a text for all layers, or for `layers`."""
         blocks = (self.blocks[index] for index in layers or range(len(self.blocks)))
-        layouts = {block.index: layout for block in blocks if (layout := block.memory) is not None}
+        layouts = [(block.index, layout) for block in blocks for layout in block.memories]
         if self.entries_in_ram is not None:
             return self.entries_in_ram.new_cache(layouts, self.make_layer_caches, self.dtype)
         memories, numbers = empty_memories(layouts, self.make_layer_caches, self.dtype, self.device)
@@ -253,7 +253,7 @@ def _attention_bytes(
     config: ModelConfig, num_rows: int, num_keys: int, itemsize: int, kv: KVFormat, *, on_cpu: bool
 ) -> int:
     """Bytes of masks, scores, results and unpacked keys of attention, at once or by parts."""
-    layouts = [layout for layout in memory_layouts(config) if isinstance(layout, KVLayout)]
+    layouts = [layout for layout in kv_layouts(config) if layout is not None]
     is_whole, is_capped = config.has_whole_attention, config.attention_cap is not None
     heads, copies = config.mask_heads, 1 + 2 * itemsize  # the mask as bool, as numbers, and as aligned numbers
     each = (kv.unpacked_bytes(layout, num_keys, itemsize, on_cpu=on_cpu, is_whole=is_whole) for layout in layouts)

@@ -8,12 +8,14 @@ The source is transformers' configuration and modeling files (5.23).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from offspec.loaders.files.checkpoint import show
+
 from ..errors import CheckpointError, UnsupportedModelError
-from .config_values import EPS_RANGE, Json, integer, mapping, number_in, optional_number, positive
+from .config_values import EPS_RANGE, Json, integer, interval, mapping, number_in, numbers, optional_number, positive
 from .rope_config import (
     FULL,
     LAYER_KINDS,
@@ -22,6 +24,7 @@ from .rope_config import (
     SLIDING,
     THETA_RANGE,
     RopeConfig,
+    has_null_theta,
     read_rope,
     read_ropes,
     read_rotary_share,
@@ -77,11 +80,29 @@ class QKNorm:
 
 
 @dataclass(frozen=True)
+class DeltaNames:
+    """Names of a gated delta net's tensors behind `linear_attn.`.
+
+    inputs: matrices that give queries, keys and values, in this order, together or each its own. convolutions: the
+    parts of the kernel in the same order. rate: of the update; step: of the decay.
+    """
+
+    inputs: tuple[str, ...] = ("in_proj_qkv",)
+    convolutions: tuple[str, ...] = ("conv1d",)
+    gate: str = "in_proj_z"
+    rate: str = "in_proj_b"
+    step: str = "in_proj_a"
+    norm: str = "norm"
+    output: str = "out_proj"
+
+
+@dataclass(frozen=True)
 class DeltaShape:
     """The shape of gated delta nets (`parts.delta_net`).
 
     num_heads, value_size: of values and states; key_heads, key_size: of queries and keys. kernel: tokens that the
-    convolution sees.
+    convolution sees. top_rate: of an update; above 1, a state may change its sign. norm_eps: of the outputs' norm.
+    kernel_parts: channels of each part of the kernel; empty: as in `inputs`.
     """
 
     num_heads: int
@@ -89,6 +110,10 @@ class DeltaShape:
     key_heads: int
     key_size: int
     kernel: int
+    norm_eps: float
+    top_rate: float = 1.0
+    names: DeltaNames = DeltaNames()
+    kernel_parts: tuple[int, ...] = ()
 
     @property
     def values(self) -> int:
@@ -96,9 +121,80 @@ class DeltaShape:
         return self.num_heads * self.value_size
 
     @property
+    def keys(self) -> int:
+        """Numbers of all heads' keys of a row."""
+        return self.key_heads * self.key_size
+
+    @property
     def channels(self) -> int:
         """Of the convolution: queries, keys and values of a row."""
-        return 2 * self.key_heads * self.key_size + self.values
+        return 2 * self.keys + self.values
+
+    @property
+    def inputs(self) -> tuple[int, ...]:
+        """Numbers that each matrix of `names.inputs` gives of a row."""
+        return (self.channels,) if len(self.names.inputs) == 1 else (self.keys, self.keys, self.values)
+
+
+@dataclass(frozen=True)
+class ShortConvolutionShape:
+    """The shape of short convolutions (`parts.short_convolution`). kernel: tokens that one sees."""
+
+    kernel: int
+    has_bias: bool
+
+
+@dataclass(frozen=True)
+class MambaShape:
+    """The shape of Mamba2 layers (`parts.mamba`).
+
+    num_heads, head_size: of inputs x; num_groups, state_size: of B and C. kernel: tokens that the convolution sees.
+    prefix: of the tensors' names in a layer. step_limits: the least and the largest dt. norm: of outputs by groups,
+    "before gate" or "after gate"; None: only the gate.
+    """
+
+    num_heads: int
+    head_size: int
+    num_groups: int
+    state_size: int
+    kernel: int
+    prefix: str = "mamba"
+    step_limits: tuple[float, float] = (0.0, math.inf)
+    has_conv_bias: bool = True
+    has_in_bias: bool = False
+    has_out_bias: bool = False
+    norm: str | None = "after gate"
+
+    @property
+    def inner(self) -> int:
+        """Numbers of all heads' inputs x of a row."""
+        return self.num_heads * self.head_size
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution: x, B and C of a row."""
+        return self.inner + 2 * self.num_groups * self.state_size
+
+    @property
+    def widths(self) -> list[int]:
+        """Numbers of a row's z, x, B, C and dt, in the order in which the projection gives them."""
+        groups = self.num_groups * self.state_size
+        return [self.inner, self.inner, groups, groups, self.num_heads]
+
+
+@dataclass(frozen=True)
+class Multipliers:
+    """Falcon-H1's factors (after 2203.03466): of the inputs and outputs of attention and Mamba2, of the MLP's gate and
+    output, and of z, x, B, C and dt.
+    """
+
+    attention_in: float = 1.0
+    attention_out: float = 1.0
+    ssm_in: float = 1.0
+    ssm_out: float = 1.0
+    gate: float = 1.0
+    down: float = 1.0
+    ssm: tuple[float, ...] = (1.0,) * 5
 
 
 @dataclass(frozen=True)
@@ -138,12 +234,30 @@ class LayerInputs:
 HEADS_NORMED = QKNorm()
 GATED_MLP = MlpNames()
 NORMS_BEFORE = NormPlaces()
+FEED_FORWARD = MlpNames("feed_forward.gate_proj", "feed_forward.up_proj", "feed_forward.down_proj")
 FUSED_MLP = MlpNames("mlp.gate_up_proj", "mlp.gate_up_proj")
+SHARED_MLP = MlpNames("shared_mlp.input_linear", "shared_mlp.input_linear", "shared_mlp.output_linear")
+SPLIT_SHARED_MLP = MlpNames("shared_mlp.gate_linear", "shared_mlp.up_linear", "shared_mlp.output_linear")  # in GGUF
 UNGATED_MLP = MlpNames(gate=None)
+# Kinds of layers of hybrids with Mamba2, by their names in config.json.
+NEMOTRON_H_LETTERS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
+MIXERS = {"mamba": "mamba", LINEAR: "mamba", "attention": "attention", FULL: "attention", "mlp": "mlp"}
 NORMS_BEHIND = NormPlaces(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
 NORMS_AROUND = NormPlaces(
     "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
 )
+OLMO_DELTA = DeltaNames(
+    inputs=("q_proj", "k_proj", "v_proj"),
+    convolutions=("q_conv1d", "k_conv1d", "v_conv1d"),
+    gate="g_proj",
+    rate="b_proj",
+    step="a_proj",
+    norm="o_norm",
+    output="o_proj",
+)
+# Kinds of layers in `layer_types` → the part beside the MLP; attention is the second.
+DELTA_NETS = {LINEAR: "delta net", FULL: "attention"}
+SHORT_CONVOLUTIONS = {"conv": "short convolution", FULL: "attention"}
 
 
 # ------------------------------------------------------------------------------------------------ windows
@@ -239,13 +353,8 @@ def _qwen3(config: Json, num_layers: int) -> Fields:
 
 def _qwen3_5(config: Json, num_layers: int) -> Fields:
     """Gated delta nets in most layers; attention with a gate in the others, and RoPE for a share of each head."""
-    kinds = config.get("layer_types")
-    if kinds is None:
-        interval = positive(config, "full_attention_interval", 4)
-        kinds = [FULL if (i + 1) % interval == 0 else LINEAR for i in range(num_layers)]
-    mixers = {FULL: "attention", LINEAR: "delta net"}
-    if not isinstance(kinds, list) or len(kinds) != num_layers or not all(kind in mixers for kind in kinds):
-        raise CheckpointError(f"config.json: layer_types must list {num_layers} of {', '.join(mixers)}")
+    interval = positive(config, "full_attention_interval", 4)
+    mixers = _mixers(config, num_layers, DELTA_NETS, [(i + 1) % interval == 0 for i in range(num_layers)])
     bias, rope = bool(config.get("attention_bias")), read_rope(config)
     of_text = {key: value for key, value in rope.scaling.items() if not key.startswith("mrope")}  # that is of images
     return {
@@ -263,9 +372,20 @@ def _qwen3_5(config: Json, num_layers: int) -> Fields:
             key_heads=positive(config, "linear_num_key_heads", 16),
             key_size=positive(config, "linear_key_head_dim", 128),
             kernel=positive(config, "linear_conv_kernel_dim", 4),
+            norm_eps=number_in(config, "rms_norm_eps", 1e-6, EPS_RANGE),
         ),
-        "parts": tuple((mixers[kind], "mlp") for kind in kinds),
+        "parts": tuple((mixer, "mlp") for mixer in mixers),
     }
+
+
+def _mixers(config: Json, num_layers: int, parts: Mapping[str, str], attends: Sequence[bool]) -> list[str]:
+    """Each layer's part beside its MLP. parts: kinds in `layer_types` → parts; attends: without `layer_types`."""
+    kinds, (other, attention) = config.get("layer_types"), parts
+    if kinds is None:
+        kinds = [attention if each else other for each in attends]
+    if not isinstance(kinds, list) or len(kinds) != num_layers or not all(kind in tuple(parts) for kind in kinds):
+        raise CheckpointError(f"config.json: layer_types must list {num_layers} of {', '.join(parts)}")
+    return [parts[kind] for kind in kinds]
 
 
 def _gemma(config: Json, num_layers: int) -> Fields:
@@ -395,20 +515,167 @@ def _granite(config: Json, num_layers: int) -> Fields:
     }
 
 
+def _mamba_mixers(config: Json, num_layers: int) -> tuple[str, ...]:
+    """The kind of each layer of a hybrid with Mamba2, under its old name or transformers 5's."""
+    kinds = config.get("layers_block_type") or config.get("layer_types") or ["mamba"] * num_layers
+    if not isinstance(kinds, list) or len(kinds) != num_layers:
+        raise CheckpointError(f"config.json: layer_types must list {num_layers} layers (num_hidden_layers)")
+    if unknown := [kind for kind in kinds if not isinstance(kind, str) or kind not in MIXERS]:
+        what = f"layer type {show(unknown[0])} is not supported for {config['model_type']}"
+        raise UnsupportedModelError(f"{what}; supported: {', '.join(MIXERS)}")
+    return tuple(MIXERS[kind] for kind in kinds)
+
+
+def _mamba(config: Json, inner: int, **differing: Any) -> MambaShape:
+    """Mamba2 by the keys of Granite 4 H, Bamba and Falcon-H1. inner: numbers of all heads' inputs of a row."""
+    if config.get("hidden_act", "silu") not in ("silu", "swish"):
+        raise UnsupportedModelError(f"hidden_act {show(config['hidden_act'])} is not supported behind a convolution")
+    heads = positive(config, "mamba_n_heads", 128)
+    size = config.get("mamba_d_head", "auto")
+    shape = MambaShape(
+        num_heads=heads,
+        head_size=max(1, inner // heads) if size == "auto" else positive(config, "mamba_d_head"),
+        num_groups=positive(config, "mamba_n_groups", 1),
+        state_size=positive(config, "mamba_d_state", 256),
+        kernel=positive(config, "mamba_d_conv", 4),
+        step_limits=interval(config, "time_step_limit", (0.0, math.inf)),
+        has_conv_bias=bool(config.get("mamba_conv_bias", True)),
+        has_in_bias=bool(config.get("mamba_proj_bias")),
+        has_out_bias=bool(config.get("mamba_proj_bias")),
+    )
+    if shape.inner != inner:
+        what = f"config.json: mamba_n_heads {heads} times mamba_d_head {shape.head_size} must be {inner}"
+        raise CheckpointError(f"{what} (mamba_expand times hidden_size, or mamba_d_ssm)")
+    return _checked(replace(shape, **differing))
+
+
+def _checked(shape: MambaShape) -> MambaShape:
+    if shape.num_heads % shape.num_groups:
+        what = f"config.json: {shape.num_heads} heads of Mamba2 are not a multiple of its {shape.num_groups} groups"
+        raise CheckpointError(what)
+    return shape
+
+
+def _expanded(config: Json) -> int:
+    return positive(config, "mamba_expand", 2) * positive(config, "hidden_size")
+
+
 def _granite_hybrid(config: Json, num_layers: int) -> Fields:
-    """Models of Granite 4 that are hybrids by name only: attention in each layer, one MLP."""
+    """Mamba2 or attention, and one MLP; in some models attention in each layer."""
     _refuse(config, "num_local_experts")
-    kinds = config.get("layers_block_type") or config.get("layer_types")
-    kinds = kinds if isinstance(kinds, list) and len(kinds) == num_layers else ["mamba"]
-    if other := [kind for kind in kinds if kind not in ("attention", FULL)]:
-        raise UnsupportedModelError(f"layer type {other[0]!r} is not supported for granitemoehybrid")
+    mixers = _mamba_mixers(config, num_layers)
     if (position := config.get("position_embedding_type")) not in ("rope", "nope", None):
         raise UnsupportedModelError(f"position_embedding_type {position!r} is not supported")
     return _granite(config, num_layers) | {
         "mlp_bias": False,
         "intermediate_size": positive(config, "shared_intermediate_size"),
-        "mlp": MlpNames("shared_mlp.input_linear", "shared_mlp.input_linear", "shared_mlp.output_linear"),
+        "mlp": SPLIT_SHARED_MLP if config.get("has_split_mlp") else SHARED_MLP,
         "unrotated": () if position == "rope" else tuple(range(num_layers)),
+        "mamba": _mamba(config, _expanded(config)) if "mamba" in mixers else None,
+        "parts": tuple((mixer, "mlp") for mixer in mixers),
+    }
+
+
+def _bamba(config: Json, num_layers: int) -> Fields:
+    """Mamba2 in all layers but those that `attn_layer_indices` lists."""
+    indices = config.get("attn_layer_indices") or []
+    if not isinstance(indices, list):
+        raise CheckpointError(f"config.json: attn_layer_indices must be a list, not {show(indices)}")
+    mixers = tuple("attention" if i in indices else "mamba" for i in range(num_layers))
+    return _biases(config) | {
+        "norms": NormPlaces(before_mlp="pre_ff_layernorm"),
+        "mlp": FEED_FORWARD,
+        "final_norm": "model.final_layernorm.weight",
+        "rotary_share": read_rotary_share(config),
+        "mamba": _mamba(config, _expanded(config)),
+        "parts": tuple((mixer, "mlp") for mixer in mixers),
+    }
+
+
+def _falcon_h1(config: Json, num_layers: int) -> Fields:
+    """Attention and Mamba2 side by side in each layer, and factors almost everywhere."""
+    inner = positive(config, "mamba_d_ssm", 1024) if config.get("mamba_d_ssm", 0) is not None else _expanded(config)
+    norm = "before gate" if config.get("mamba_norm_before_gate", True) else "after gate"
+    fields: Fields = {
+        "norms": NormPlaces(before_mlp="pre_ff_layernorm"),
+        "mlp": FEED_FORWARD,
+        "final_norm": "model.final_layernorm.weight",
+        "embedding_scale": number_in(config, "embedding_multiplier", 1.0),
+        "logit_scale": number_in(config, "lm_head_multiplier", 1.0),
+        "multipliers": _multipliers(config),
+        "mamba": _mamba(
+            config,
+            inner,
+            has_out_bias=bool(config.get("projectors_bias")),
+            norm=norm if config.get("mamba_rms_norm") else None,
+        ),
+        "parts": (("attention beside mamba", "mlp"),) * num_layers,
+    }
+    if config.get("key_multiplier") is not None:
+        head_dim = positive(
+            config, "head_dim", positive(config, "hidden_size") // positive(config, "num_attention_heads")
+        )
+        fields["attention_scale"] = number_in(config, "key_multiplier", 1.0) * head_dim**-0.5
+    return _biases(config) | fields
+
+
+def _multipliers(config: Json) -> Multipliers:
+    gate, down = _factors(config, "mlp_multipliers", 2)
+    names = ("attention_in", "attention_out", "ssm_in", "ssm_out")
+    factors = {name: number_in(config, f"{name}_multiplier", 1.0) for name in names}
+    return Multipliers(**factors, gate=gate, down=down, ssm=_factors(config, "ssm_multipliers", 5))
+
+
+def _factors(config: Json, key: str, count: int) -> tuple[float, ...]:
+    factors = numbers(config[key], key) if config.get(key) is not None else (1.0,) * count
+    if len(factors) != count:
+        raise CheckpointError(f"config.json: {key} must list {count} numbers, not {len(factors)}")
+    return factors
+
+
+def nemotron_h_layers(config: Json) -> Json:
+    """A config.json of Nemotron-H that lists its layers and their number: early files have a letter for each layer."""
+    kinds, letters = config.get("layers_block_type") or config.get("layer_types"), config.get("hybrid_override_pattern")
+    if kinds is None and isinstance(letters, str):
+        kinds = [NEMOTRON_H_LETTERS.get(letter, letter) for letter in letters]
+    if not isinstance(kinds, list) or not kinds:
+        raise CheckpointError("config.json: layers_block_type must list the kinds of layers")
+    return {**config, "layers_block_type": kinds, "num_hidden_layers": len(kinds)}
+
+
+def _nemotron_h(config: Json, num_layers: int) -> Fields:
+    """Each layer is Mamba2, attention without positions, or an MLP, alone.
+
+    transformers limits dt of a prompt, but not of later tokens, to at least `time_step_min`; NVIDIA's own code and
+    llama.cpp do not, and neither does this.
+    """
+    shape = MambaShape(
+        num_heads=positive(config, "mamba_num_heads", 128),
+        head_size=positive(config, "mamba_head_dim", 64),
+        num_groups=positive(config, "n_groups", 8),
+        state_size=positive(config, "ssm_state_size", 128),
+        kernel=positive(config, "conv_kernel", 4),
+        prefix="mixer",
+        step_limits=interval(config, "time_step_limit", (0.0, math.inf)),
+        has_conv_bias=bool(config.get("use_conv_bias", True)),
+        has_in_bias=bool(config.get("use_bias")),
+        has_out_bias=bool(config.get("use_bias")),
+    )
+    if config.get("mamba_hidden_act", "silu") not in ("silu", "swish"):
+        raise UnsupportedModelError(f"mamba_hidden_act {show(config['mamba_hidden_act'])} is not supported")
+    return _biases(config) | {
+        "rms_norm_eps": number_in(config, "layer_norm_epsilon", 1e-5, EPS_RANGE),
+        "head_dim": positive(config, "head_dim", positive(config, "attention_head_dim", 128)),
+        "norms": NormPlaces("norm", None, "norm", None),
+        "activation": config.get("mlp_hidden_act", "relu2"),
+        "mlp": MlpNames(None, "mixer.up_proj", "mixer.down_proj"),
+        "attention": "mixer",
+        "attention_output": "mixer.o_proj",
+        "embedding_table": "model.embeddings.weight",
+        "final_norm": "model.norm_f.weight",
+        "unrotated": tuple(range(num_layers)),
+        "mamba": _checked(shape),
+        "parts": tuple((mixer,) for mixer in _mamba_mixers(config, num_layers)),
     }
 
 
@@ -421,6 +688,62 @@ def _olmo3(config: Json, num_layers: int) -> Fields:
     windows = _alternating_windows(config, num_layers)
     fields = {"windows": windows, "rope": rope, "local_rope": None if local == rope else local}
     return _olmo2(config, num_layers) | fields
+
+
+def _olmo_hybrid(config: Json, num_layers: int) -> Fields:
+    """OLMo 3's attention, whose norms are behind it, without RoPE as released; gated delta nets with norms before."""
+    attends = [i % 4 == 3 for i in range(num_layers)]
+    mixers = _mixers(config, num_layers, DELTA_NETS, attends if any(attends) else [*attends[1:], True])
+    heads = positive(config, "num_attention_heads")
+    key_heads = positive(config, "linear_num_key_heads", heads)
+    key_size = positive(config, "linear_key_head_dim", max(1, 3 * positive(config, "hidden_size") // (4 * key_heads)))
+    return _olmo2(config, num_layers) | {
+        "unrotated": tuple(range(num_layers)) if has_null_theta(config) else (),
+        "layer_norms": tuple(NORMS_BEHIND if mixer == "attention" else NORMS_BEFORE for mixer in mixers),
+        "delta": DeltaShape(
+            num_heads=positive(config, "linear_num_value_heads", heads),
+            value_size=positive(config, "linear_value_head_dim", 2 * key_size),
+            key_heads=key_heads,
+            key_size=key_size,
+            kernel=positive(config, "linear_conv_kernel_dim", 4),
+            norm_eps=1e-5,
+            top_rate=2.0 if config.get("linear_allow_neg_eigval", True) else 1.0,
+            names=OLMO_DELTA,
+        ),
+        "parts": tuple((mixer, "mlp") for mixer in mixers),
+    }
+
+
+def _lfm2(config: Json, num_layers: int) -> Fields:
+    """Short convolutions in most layers, attention in the others."""
+    attending = config.get("full_attn_idxs")
+    if not isinstance(attending, list):
+        attending = range(num_layers)
+    mixers = _mixers(config, num_layers, SHORT_CONVOLUTIONS, [i in attending for i in range(num_layers)])
+    return {
+        "rms_norm_eps": number_in(config, "norm_eps", 1e-5, EPS_RANGE),
+        "activation": "silu",
+        "qk_norm": True,
+        "qk_norm_form": QKNorm("self_attn.q_layernorm", "self_attn.k_layernorm"),
+        "attention_output": "self_attn.out_proj",
+        "norms": NormPlaces("operator_norm", None, "ffn_norm", None),
+        "final_norm": "model.embedding_norm.weight",
+        "mlp": MlpNames("feed_forward.w1", "feed_forward.w3", "feed_forward.w2"),
+        "intermediate_size": _lfm2_inner_size(config),
+        "tied_head": bool(config.get("tie_embedding", config["tie_word_embeddings"])),
+        "short_convolution": ShortConvolutionShape(positive(config, "conv_L_cache", 3), bool(config.get("conv_bias"))),
+        "parts": tuple((mixer, "mlp") for mixer in mixers),
+    }
+
+
+def _lfm2_inner_size(config: Json) -> int:
+    """Of the MLP: two thirds of config.json's, times a factor, rounded up, unless it says that its size is final."""
+    size = positive(config, "block_ff_dim", positive(config, "intermediate_size"))
+    if not config.get("block_auto_adjust_ff_dim", True):
+        return size
+    scaled = int(number_in(config, "block_ffn_dim_multiplier", 1.0) * int(2 * size / 3))
+    multiple = positive(config, "block_multiple_of", 256)
+    return max(1, -(-scaled // multiple)) * multiple
 
 
 def _cohere(config: Json, num_layers: int) -> Fields:
@@ -535,8 +858,13 @@ FAMILIES: dict[str, Callable[[Json, int], Fields]] = {
     "glm4": _glm4,
     "granite": _granite,
     "granitemoehybrid": _granite_hybrid,
+    "bamba": _bamba,
+    "falcon_h1": _falcon_h1,
+    "nemotron_h": _nemotron_h,
     "olmo2": _olmo2,
     "olmo3": _olmo3,
+    "olmo_hybrid": _olmo_hybrid,
+    "lfm2": _lfm2,
     "cohere": _cohere,
     "cohere2": _cohere2,
     "smollm3": _smollm3,
@@ -622,7 +950,18 @@ DEFAULTS: dict[str, Json] = {
     "glm4": _GLM,
     "olmo2": {"rms_norm_eps": 1e-5},
     "olmo3": {"rms_norm_eps": 1e-5, "default_theta": 500000.0, "sliding_window_pattern": 4},
+    "olmo_hybrid": {"vocab_size": 100352, "max_position_embeddings": 65536},
+    "lfm2": {
+        "intermediate_size": 12288,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 128000,
+        "tie_word_embeddings": True,
+        "default_theta": 1000000.0,
+    },
     "granitemoehybrid": {"num_local_experts": 8, "shared_intermediate_size": 1024},
+    "bamba": {"rms_norm_eps": 1e-5, "num_key_value_heads": 8, "partial_rotary_factor": 0.5},
+    "falcon_h1": {"rms_norm_eps": 1e-5, "num_key_value_heads": 8},
+    "nemotron_h": {"num_key_value_heads": 8},
     "cohere": {"tie_word_embeddings": True, "default_theta": 500000.0},
     "cohere2": {"tie_word_embeddings": True, "sliding_window_pattern": 4},
     "smollm3": {"tie_word_embeddings": True, "default_theta": 2000000.0, "num_key_value_heads": 4},
@@ -646,12 +985,28 @@ DEFAULTS: dict[str, Json] = {
     },
     "hunyuan_v1_dense": {"rms_norm_eps": 1e-5},
 }
+# Families whose config.json may leave out keys that follow from others.
+COMPLETED: dict[str, Callable[[Json], Json]] = {"nemotron_h": nemotron_h_layers}
 # Multimodal models → the family of their language model, if `text_config` does not name it.
-MULTIMODAL = {"gemma3": "gemma3_text", "gemma4": "gemma4_text", "mistral3": "mistral", "qwen3_5": "qwen3_5_text"}
+MULTIMODAL = {
+    "gemma3": "gemma3_text",
+    "gemma4": "gemma4_text",
+    "mistral3": "mistral",
+    "qwen3_5": "qwen3_5_text",
+    "lfm2_vl": "lfm2",
+}
 TEXT_CLASSES = {
     "gemma3_text": "Gemma3ForCausalLM",
     "gemma4_text": "Gemma4ForCausalLM",
     "mistral": "MistralForCausalLM",
     "ministral3": "Ministral3ForCausalLM",
+    "lfm2": "Lfm2ForCausalLM",
 }
-PARTLY_ROTATED = ("phi3", "glm", "glm4", "nemotron", "qwen3_5_text")  # the families that read `partial_rotary_factor`
+PARTLY_ROTATED = (
+    "phi3",
+    "glm",
+    "glm4",
+    "nemotron",
+    "qwen3_5_text",
+    "bamba",
+)  # the families that read `partial_rotary_factor`

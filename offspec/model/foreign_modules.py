@@ -26,7 +26,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from offspec.loaders.files.checkpoint import show
 
 from ..errors import CheckpointError, UnsupportedModelError
-from .config_values import MAX_SIZE, Json
+from .config_values import MAX_SIZE, Json, plain
 from .foreign_config import CallForm
 
 ATTENTION_KINDS = ("full_attention", "sliding_attention")
@@ -292,7 +292,7 @@ def _config(raw: Json) -> Any:
     if isinstance(named, list) and named and not any("CausalLM" in str(n) or "LMHead" in str(n) for n in named):
         raise UnsupportedModelError(f"{show(named[0])} does not generate text; only models that do are supported")
     try:
-        given = {key: value for key, value in raw.items() if key not in _LEFT_OUT}
+        given = {key: plain(value) for key, value in raw.items() if key not in _LEFT_OUT}
         config = transformers.AutoConfig.for_model(model_type, **given)
         config.output_attentions = config.output_hidden_states = config.output_router_logits = False
         config.return_dict = config.use_cache = True

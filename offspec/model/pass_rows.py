@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate
 from typing import Any
 
@@ -13,17 +13,18 @@ import torch
 from torch import Tensor
 
 from offspec.loaders.formats.products import must_be_exact
-from offspec.loaders.kernels.row_attention import Visible, attend_rows
+from offspec.loaders.kernels.row_attention import Attention as RowAttention
+from offspec.loaders.kernels.row_attention import Visible
 from offspec.loaders.streaming.small_transfers import to_device
 from offspec.scheduler.trees.token_tree import ROOT, BoolArray, IntArray
 
 from .config import ModelConfig
 from .memory.text_memory import TextMemory
-from .parts.kv_attention import KeyRange, Visibility, attend_by_parts
+from .parts.kv_attention import KeyRange, Visibility, attend_by_parts, merge_parts
 from .parts.part import Attending, Entries, PassRows, RowsOfText
 from .parts.split_attention import KeyPart, part_attention
 from .rope import Rotations
-from .row_attention import key_parts, visible_slots
+from .row_attention import attend_exactly, key_parts, visible_slots
 
 CHUNK_ROWS = 512  # rows of a long chain that go through a layer together; limits activations
 # Rows of chains in one pass; a longer prompt takes several, because hidden states of all rows are in memory. Streaming
@@ -98,31 +99,35 @@ class AppendedRows(RowsOfText):
         layer, group = part.entries_of, queries.shape[1] // part.shape.num_kv_heads
         most = self.cache.most_read(layer)
         if must_be_exact(queries):
-            self._store(layer, entries, first)
+            self.store(layer, entries, first)
             visible, c = self.slots(first, last, part.window, group), part.config
-            keys_and_values = key_parts(self.cache, layer, visible, most)
-            scale = c.attention_scale or queries.shape[-1] ** -0.5
-            return attend_rows(queries, keys_and_values, visible, scale=scale, cap=c.attention_cap)
-        if most is None and group * len(queries) * (self.visibility.start + last) <= MASK_ELEMENTS:
+            return attend_exactly(queries, self.cache, layer, visible, scale=_scale(part), cap=c.attention_cap)
+        is_little = group * len(queries) * (self.visibility.start + last) <= MASK_ELEMENTS
+        if most is None and self.cache.beginning is None and is_little:
             return super().attend(part, queries, entries, first, last)
-        self._store(layer, entries, first)
+        self.store(layer, entries, first)
         scale, cap = part.config.attention_scale, part.config.attention_cap
-        most_scored = part_attention(queries, cap).most_keys(queries.shape[0] * queries.shape[1])
-        limits = [limit for limit in (most, most_scored) if limit is not None]
-        parts = self.parts(layer, self.ranges(first, last, part.window), min(limits, default=None))
+        parts = self.parts(layer, self.ranges(first, last, part.window), self.most_keys(part, queries))
         return attend_by_parts(queries, parts, scale=scale, cap=cap)
 
-    def parts(self, layer: int, ranges: Sequence[KeyRange], most: int | None) -> Iterator[KeyPart]:
-        """Keys and values of these slots in the cache's layer `layer`, at most `most` of them at once."""
-        for whole in ranges:
-            for each in whole.split(most or max(1, whole.end - whole.first)):
+    def most_keys(self, part: Attending, queries: Tensor) -> int | None:
+        """How many keys attention of queries [T, heads, D] may take at once; None: any number."""
+        most_scored = part_attention(queries, part.config.attention_cap).most_keys(queries.shape[0] * queries.shape[1])
+        limits = [limit for limit in (self.cache.most_read(part.entries_of), most_scored) if limit is not None]
+        return min(limits, default=None)
+
+    def parts(self, layer: int, ranges: Sequence[KeyRange], most: int | None, first: int = 0) -> Iterator[KeyPart]:
+        """Keys and values of these slots from `first` on in the cache's layer `layer`, at most `most` at once."""
+        for whole in (piece for each in ranges for piece in each.cut(self.cache.num_in_beginning)):
+            for each in whole.split(most or max(1, whole.end - whole.first)) if whole.first >= first else ():
                 yield KeyPart(*self.cache.read(layer, each.end, each.first), each.mask)
 
     def exchange(self, layer: int, entries: Entries | None, first: int, last: int) -> Entries:
-        self._store(layer, entries, first)
+        self.store(layer, entries, first)
         return self.cache.read(layer, self.visibility.start + last)
 
-    def _store(self, layer: int, entries: Entries | None, first: int) -> None:
+    def store(self, layer: int, entries: Entries | None, first: int) -> None:
+        """Store the entries of rows from `first` on, unless they are stored already."""
         if entries is not None:
             self.cache.write(layer, *entries, self.visibility.start + first)
 
@@ -157,7 +162,8 @@ class AppendedRows(RowsOfText):
 class JoinedRows:
     """`PassRows` of several texts, one after the other, without padding (EMS-SD, 2405.07542).
 
-    They share every product with weights; attention is each text's own.
+    They share every product with weights. Attention is each text's own, but rows of texts with a common beginning
+    attend to it together, which reads its keys once (DeFT, 2404.00242).
     """
 
     def __init__(self, config: ModelConfig, texts: Sequence[AppendedRows]) -> None:
@@ -168,13 +174,113 @@ class JoinedRows:
         self.ends = list(accumulate(len(text) for text in texts))
         step = min(chunk_rows(config, text.visibility.start + len(text)) for text in texts)
         self.chunks = [(first, min(first + step, self.ends[-1])) for first in range(0, self.ends[-1], step)]
+        self._known_slots = dict[tuple[int, ...], Visible]()
 
     def attend(self, part: Attending, queries: Tensor, entries: Entries | None, first: int, last: int) -> Tensor:
-        outputs = list[Tensor]()
-        for text, begin, end, some in by_text(self, first, last):
-            its_entries = None if entries is None else (entries[0][some], entries[1][some])
-            outputs.append(text.attend(part, queries[some], its_entries, begin, end))
-        return torch.cat(outputs)
+        pieces = [Piece(*each) for each in by_text(self, first, last)]
+        outputs = dict[int, Tensor]()
+        for some in _by_beginning(pieces, part.window):
+            if len(some) == 1:
+                (piece,) = some
+                found = [piece.text.attend(part, queries[piece.rows], piece.of(entries), piece.first, piece.last)]
+            else:
+                found = self._attend_together(part, queries, entries, some)
+            outputs |= {piece.rows.start: result for piece, result in zip(some, found, strict=True)}
+        return torch.cat([outputs[piece.rows.start] for piece in pieces])
+
+    def _attend_together(
+        self, part: Attending, queries: Tensor, entries: Entries | None, pieces: Sequence[Piece]
+    ) -> list[Tensor]:
+        """Attention of texts that share as many entries: first to these, then to each one's own."""
+        for piece in pieces:
+            piece.text.store(part.entries_of, piece.of(entries), piece.first)
+        queries = torch.cat([queries[piece.rows] for piece in pieces])
+        ends = list(accumulate(piece.last - piece.first for piece in pieces))
+        rows = [slice(begin, end) for begin, end in zip((0, *ends), ends, strict=False)]
+        if must_be_exact(queries):
+            return self._attend_exactly(part, queries, pieces, rows)
+        shared, cache = pieces[0].text.cache.num_in_beginning, pieces[0].text
+        scale, cap = part.config.attention_scale, part.config.attention_cap
+        whole = [KeyRange(0, shared, None)]
+        before = merge_parts(
+            queries, cache.parts(part.entries_of, whole, cache.most_keys(part, queries)), scale=scale, cap=cap
+        )
+        return [
+            attend_by_parts(
+                queries[some], piece.own_parts(part, queries[some]), scale=scale, cap=cap, before=before.of_rows(some)
+            )
+            for piece, some in zip(pieces, rows, strict=True)
+        ]
+
+    def _attend_exactly(
+        self, part: Attending, queries: Tensor, pieces: Sequence[Piece], rows: Sequence[slice]
+    ) -> list[Tensor]:
+        """`_attend_together` with the bits of each text alone."""
+        cache, num_heads, layer = pieces[0].text.cache, part.shape.num_kv_heads, part.entries_of
+        group, scale, cap = queries.shape[1] // num_heads, _scale(part), part.config.attention_cap
+        most, shared = cache.most_read(layer), cache.num_in_beginning
+        seen = [piece.text.slots(piece.first, piece.last, part.window, group) for piece in pieces]
+        if queries.device.type != "cpu":
+            alone = partial(attend_exactly, layer=layer, scale=scale, cap=cap)
+            return [
+                alone(queries[some], piece.text.cache, visible=visible)
+                for piece, visible, some in zip(pieces, seen, rows, strict=True)
+            ]
+        together = self._slots_together(seen)
+        attention = RowAttention.of(queries, num_heads, scale=scale, cap=cap)
+        for keys in key_parts(cache, layer, together, most, end=shared):
+            attention.add(keys, together)
+        found = list[Tensor]()
+        for piece, visible, some in zip(pieces, seen, rows, strict=True):
+            rest = attention.of_rows(some)
+            for keys in key_parts(piece.text.cache, layer, visible, most, first=shared):
+                rest.add(keys, visible)
+            found.append(rest.final(queries[some]))
+        return found
+
+    def _slots_together(self, seen: Sequence[Visible]) -> Visible:
+        """`Visible.together`; of whole texts once per pass, otherwise in each layer."""
+        if len(self.chunks) > 1:
+            return Visible.together(seen)
+        key = tuple(map(id, seen))  # which the texts keep
+        if key not in self._known_slots:
+            self._known_slots[key] = Visible.together(seen)
+        return self._known_slots[key]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Rows first .. last of a text: the rows `rows` of those that go through a layer together."""
+
+    text: AppendedRows
+    first: int
+    last: int
+    rows: slice
+
+    def of(self, entries: Entries | None) -> Entries | None:
+        """Its own ones of those of all rows."""
+        return None if entries is None else (entries[0][self.rows], entries[1][self.rows])
+
+    def own_parts(self, part: Attending, queries: Tensor) -> Iterator[KeyPart]:
+        """The keys that the text does not share."""
+        text, ranges = self.text, self.text.ranges(self.first, self.last, part.window)
+        return text.parts(part.entries_of, ranges, text.most_keys(part, queries), text.cache.num_in_beginning)
+
+
+def _by_beginning(pieces: Sequence[Piece], window: int | None) -> list[list[Piece]]:
+    """Pieces of texts that share as many entries together, if each of their rows sees these. Others are alone."""
+    groups = dict[object, list[Piece]]()
+    for piece in pieces:
+        cache, end = piece.text.cache, piece.text.visibility.start + piece.last
+        is_alone = cache.beginning is None or (window is not None and end > window)
+        key = piece.rows.start if is_alone else (id(cache.beginning), cache.num_in_beginning)
+        groups.setdefault(key, []).append(piece)
+    return list(groups.values())
+
+
+def _scale(part: Attending) -> float:
+    """Of scores, as a number."""
+    return part.config.attention_scale or part.shape.head_dim**-0.5
 
 
 def by_text(rows: PassRows, first: int, last: int) -> Iterator[tuple[AppendedRows, int, int, slice]]:

@@ -4,9 +4,9 @@ A state S [heads, Dk, Dv] maps keys to values. Each row decays it and adds its u
 
     S_r = exp(g_r) S_p + k_r u_r^T,    o_r = S_r^T q_r,    p: the row's parent
 
-Mamba2 (2405.21060) has k = B, q = C, u = dt x and g = dt A. The gated delta rule (2412.06464) corrects what the state
-says for the key: u_r = beta_r (v_r - exp(g_r) S_p^T k_r). Unrolled along the path from the root, whose state is S_0,
-with D_r the sum of g on the path to r:
+Mamba2 (2405.21060) has k = B, q = C, u = dt x and g = dt A, and adds D x to a row's output. The gated delta rule
+(2412.06464) corrects what the state says for the key: u_r = beta_r (v_r - exp(g_r) S_p^T k_r). Unrolled along the path
+from the root, whose state is S_0, with D_r the sum of g on the path to r:
 
     o_r = exp(D_r) S_0^T q_r + sum over ancestors a, and r, of exp(D_r - D_a) (k_a . q_r) u_a
     u_r + beta_r sum over strict ancestors a of exp(D_r - D_a) (k_a . k_r) u_a = beta_r (v_r - exp(D_r) S_0^T k_r)
@@ -114,12 +114,17 @@ class DeltaInputs:
 
 @dataclass(frozen=True)
 class SumInputs:
-    """What R rows bring to Mamba2's sum, in fp32: queries, keys [R, key heads, Dk], updates [R, heads, Dv], decays."""
+    """What R rows bring to Mamba2's sum, in fp32.
+
+    queries, keys [R, key heads, Dk]. updates [R, heads, Dv]. decays [R, heads]: g. skips [R, heads, Dv]: D x, which is
+    added to a row's output and to no state.
+    """
 
     queries: Tensor
     keys: Tensor
     updates: Tensor
     decays: Tensor
+    skips: Tensor
 
 
 Inputs = DeltaInputs | SumInputs
@@ -142,7 +147,10 @@ def tree_step(
         updates = inputs.updates.transpose(0, 1)
     all_updates = torch.cat((earlier.updates.transpose(0, 1), updates), 1)
     outputs = paths.reach * _through(state, inputs.queries) + paths.products(inputs.queries, keys) @ all_updates
-    return outputs.transpose(0, 1), PathRows(inputs.keys, updates.transpose(0, 1), paths.totals)
+    outputs = outputs.transpose(0, 1)
+    if isinstance(inputs, SumInputs):
+        outputs = outputs + inputs.skips
+    return outputs, PathRows(inputs.keys, updates.transpose(0, 1), paths.totals)
 
 
 def _corrections(state: Tensor, inputs: DeltaInputs, paths: Paths, keys: Tensor, earlier: Tensor) -> Tensor:

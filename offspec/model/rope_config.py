@@ -96,6 +96,13 @@ def read_ropes(config: Json) -> tuple[RopeConfig, RopeConfig]:
     return read_rope(full), read_rope(local)
 
 
+def has_null_theta(config: Json) -> bool:
+    """Whether `rope_theta` is null wherever it stands, and not only missing. Some families have no RoPE then."""
+    sources = (config, mapping(config, "rope_parameters"), mapping(config, "rope_scaling"))
+    thetas = [source["rope_theta"] for source in sources if "rope_theta" in source]
+    return bool(thetas) and all(theta is None for theta in thetas)
+
+
 def read_rotary_share(config: Json) -> float:
     """The share of a head's dimensions that RoPE rotates: `partial_rotary_factor` in either layout."""
     key = "partial_rotary_factor"

@@ -1,6 +1,6 @@
 """What each row of a text's pass attends to, as lists of slots, for attention that does not depend on other rows.
 
-The kernel is `loaders.kernels.row_attention`; another one, for another device, takes the same lists. A row's slots in
+The kernel is `loaders.kernels.row_attention`; on a GPU `triton_rows` takes the same lists. A row's slots in
 ascending order are its tokens' positions in ascending order: the committed prefix, a chain, then a node's ancestors.
 """
 
@@ -10,11 +10,31 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 import torch
+from torch import Tensor
 
-from offspec.loaders.kernels.row_attention import BLOCK, KeySlots, Visible, rows_of_tile
+from offspec.loaders.formats.on_gpu import on_device, row_kernels
+from offspec.loaders.kernels.row_attention import BLOCK, KeySlots, Visible, attend_rows, rows_of_tile
+from offspec.loaders.streaming.small_transfers import to_device
 
 from .memory.text_memory import TextMemory
 from .parts.kv_attention import Visibility
+
+
+def attend_exactly(
+    queries: Tensor, cache: TextMemory, layer: int, visible: Visible, *, scale: float, cap: float | None
+) -> Tensor:
+    """Attention of queries [R, heads, D] to a layer's entries → [R, heads, D]; a row has the same bits in any pass."""
+    if queries.device.type == "cpu":
+        few = key_parts(cache, layer, visible, cache.most_read(layer))
+        return attend_rows(queries, few, visible, scale=scale, cap=cap)
+    kernels = row_kernels()
+    assert kernels is not None, "exact rows without kernels"
+    parts = list(key_parts(cache, layer, visible, None))
+    keys, values = (torch.cat(each, 1) for each in zip(*((part.keys, part.values) for part in parts), strict=True))
+    rows, slots = (to_device(each, queries.device) for each in (visible.rows, visible.slots))
+    with on_device(queries.device):
+        found: Tensor = kernels.attend(queries, keys, values, rows, slots, scale, cap)
+    return found
 
 
 def visible_slots(visibility: Visibility, first: int, last: int, window: int | None, group: int) -> Visible:
@@ -23,6 +43,7 @@ def visible_slots(visibility: Visibility, first: int, last: int, window: int | N
     window: as in `Visibility.mask`.
     """
     num_rows, tree = visibility.positions.shape[0], visibility.tree_mask
+    tree = None if tree is None else tree.cpu()
     num_nodes = 0 if tree is None else tree.shape[0]
     rows = torch.arange(first, last)
     is_node = rows >= num_rows - num_nodes
@@ -37,10 +58,17 @@ def visible_slots(visibility: Visibility, first: int, last: int, window: int | N
     return Visible.of(unseen, end, singles, num_singles, rows_of_tile(group))
 
 
-def key_parts(cache: TextMemory, layer: int, visible: Visible, most: int | None) -> Iterator[KeySlots]:
-    """The keys and values that `visible` names: at most `most` at once, then all that must be given together."""
-    end, together = visible.end, min(visible.end, visible.first_single) // BLOCK * BLOCK
+def key_parts(
+    cache: TextMemory, layer: int, visible: Visible, most: int | None, first: int = 0, end: int | None = None
+) -> Iterator[KeySlots]:
+    """The keys and values that `visible` names: at most `most` at once, then all that must be given together.
+
+    first, end: only those of these slots, multiples of BLOCK; None: up to `visible.end`. What the text shares with
+    others comes in parts of its own.
+    """
+    end, together = end or visible.end, min(visible.end, visible.first_single) // BLOCK * BLOCK
     step = end if most is None else max(BLOCK, most // BLOCK * BLOCK)
     cuts = () if most is None else (*range(step, together, step), together)
-    for first, until in pairwise(dict.fromkeys((0, *cuts, end))):
-        yield KeySlots(first, *cache.read(layer, until, first))
+    inside = sorted({slot for slot in (*cuts, cache.num_in_beginning) if first < slot < end})
+    for begin, until in pairwise((first, *inside, end)):
+        yield KeySlots(begin, *cache.read(layer, until, begin))

@@ -14,7 +14,7 @@ from functools import partial
 from offspec.loaders.machine.hardware import Rates
 
 from ..checkpoints.opening import ModelFiles
-from ..model.block import memory_layouts
+from ..model.block import kv_layouts
 from ..model.memory.kv_cache import KVLayout
 from ..model.memory.kv_formats import KVFormat, most_unpacked
 from ..model.parts.split_attention import most_scored_keys, reason_for_formula
@@ -124,13 +124,11 @@ def attention_shapes(target: ModelFiles, width: int, *, on_cpu: bool) -> list[At
     """Of each layer; None for one that does not attend."""
     config, itemsize, is_whole = target.config, target.dtype.itemsize, target.config.has_whole_attention
     make = partial(AttentionShape, width, config.num_heads)
-    layouts = memory_layouts(config)
+    layouts = kv_layouts(config)
     for layer, shape in enumerate(config.shapes):
         layouts[layer] = layouts[layer if shape.entries_of is None else shape.entries_of]
     return [
-        make(layout, config.attention_cap, itemsize, target.kv, on_cpu, is_whole)
-        if isinstance(layout, KVLayout)
-        else None
+        None if layout is None else make(layout, config.attention_cap, itemsize, target.kv, on_cpu, is_whole)
         for layout in layouts
     ]
 

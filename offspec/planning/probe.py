@@ -91,16 +91,21 @@ def choose_products(models: Iterable[tuple[ModelFiles, bool]], device: torch.dev
 
 def prepare_exact_products(target: ModelFiles, *, is_resident: bool) -> None:
     """Compile the kernels of an exact target while weights are read."""
-    compile_exact(_product_forms(target, is_resident=is_resident))
+    if _is_large(target):
+        compile_exact({form for form, _ in _product_forms(target, is_resident=is_resident)}, target.dtype)
 
 
 def _product_forms(model: ModelFiles, *, is_resident: bool) -> set[tuple[str, torch.dtype]]:
     """(form, dtype of the rows) of a large model's products; none of a small model, whose passes are short."""
-    if sum(layer.num_weights for layer in model.stored.layers) < LEAST_CHOSEN_WEIGHTS:
+    if not _is_large(model):
         return set()
     in_layers = [weight for layer in model.stored.layers for weight in layer.weights.values()]
     packed = [weight for weight in model.stored.shared.values() if weight.is_packed]
     return forms_of([*in_layers, *packed], model.dtype, is_kept=is_resident)
+
+
+def _is_large(model: ModelFiles) -> bool:
+    return sum(layer.num_weights for layer in model.stored.layers) >= LEAST_CHOSEN_WEIGHTS
 
 
 def measure_quick_rates(target: ModelFiles, device: torch.device, link_bytes_per_s: float | None) -> Rates:

@@ -4,8 +4,8 @@ A streamed pass costs the same for one text's rows as for those of eight. The KV
 text of the full context and its tree are shared by all texts. If they run out, the text that joined last is paused: it
 is scored again later, and stays the same.
 
-A beginning that several texts have in common is scored once, by the first of them. The others join when it is, and copy
-its KV entries: several answers to one prompt, and conversations with one system prompt.
+A beginning that several texts have in common is scored once, by the first of them. The others join when it is, and
+share its KV entries: several answers to one prompt, and conversations with one system prompt.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from offspec.scheduler.params import max_nodes
 
 from ..errors import OffspecError
 from ..model.memory.text_caches import TextCaches
+from ..model.memory.text_memory import total_entries
 from ..model.memory.text_pool import WORTHWHILE, Ids, TextPool, num_common
 from ..planning.out_of_memory import retry_out_of_memory
 from .checked_request import CheckedRequest
@@ -61,8 +62,8 @@ class Ticket:
 class Batch:
     """Requests that share passes. `add` and `cancel` may be called from any thread, `step` from one thread at a time.
 
-    Each text is that of `Engine.generate` alone with its seed, whatever shares its passes (in 16 bits up to near-ties,
-    as for any tree).
+    Each text is that of `Engine.generate` alone with its seed, whatever shares its passes (up to near-ties
+    where the target is not exact, as for any tree).
     """
 
     def __init__(
@@ -195,6 +196,7 @@ class Batch:
         if self._paused:
             request = _request(self._paused[-1])
             needed = request.kv.needed(request.kv.granted, self._num_nodes_of_next)
+            needed -= self._pool.num_shareable(np.asarray(request.text[:-1], dtype=np.int64))
             return self._paused.pop() if not self._running or self._can_reserve(needed) else None
         unscored = self._unscored_texts() if self._waiting else []
         with self._lock:
@@ -215,6 +217,7 @@ class Batch:
         if self._num_entries is None:
             return True
         needed = len(ticket.checked.prompt) + self._num_nodes_of_next + self._models.draft.num_shared
+        needed -= self._pool.num_shareable(ticket.ids)
         if not self._models.draft.keeps_target_whole:  # idle caches that it takes over keep their size
             needed = max(needed, self._pool.num_idle_entries)
         return needed <= self._num_entries - self._num_used_entries
@@ -239,6 +242,8 @@ class Batch:
 
     def _begin(self, ticket: Ticket) -> None:
         if ticket.request is not None:
+            assert ticket.caches is not None
+            retry_out_of_memory(partial(self._pool.refill, ticket.caches), self._begin_again)
             ticket.request.resume()
             return
         self._on_begin(ticket)
@@ -272,7 +277,7 @@ class Batch:
 
     @property
     def _num_used_entries(self) -> int:
-        return sum(_request(ticket).kv.num_entries for ticket in self._running)
+        return total_entries(_request(ticket).target.cache for ticket in self._running)
 
     def _can_reserve(self, num_entries: int) -> bool:
         """Whether this number of additional KV entries is within the plan, if necessary without idle caches."""

@@ -12,6 +12,7 @@ from offspec.scheduler.trees.verify import TargetPass, Verdict
 
 from ..drafts.base import DraftTask
 from ..errors import OffspecError
+from ..model.exactness import reason_of
 from ..model.memory.text_caches import TextCaches
 from ..model.row_logits import RowLogits
 from ..planning.out_of_memory import out_of_memory_message, retry_out_of_memory
@@ -47,6 +48,7 @@ class Request:
         with models.turn:
             self.stats.num_prefilled_tokens = retry_out_of_memory(lambda: self._begin(prompt), self._make_room)
         self.stats.is_lossy = self.drafting.drafter.is_lossy
+        self.stats.inexact_reason = reason_of(target)
         self._listen = models.draft.new_listener()
         self.stats.learn_file = None if (file := models.draft.learn_file) is None else str(file)
 

@@ -25,7 +25,7 @@ class Step:
     comes from the target alone. texts[i] is the text that became final with token_ids[i], usually that token's own;
     joined, they are `text`. looked_up: where the first of the accepted ones stand in the files for lookup, if they do.
     logprobs: of the token ids, if asked for. prompt_logprobs: in the first step, of the prompt's tokens from the second
-    on.
+    on. stopped: the stop text that ended the answer.
     """
 
     token_ids: list[int]
@@ -37,6 +37,7 @@ class Step:
     looked_up: LookedUp | None = None
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    stopped: str | None = None
 
 
 class StepMaker:
@@ -69,6 +70,7 @@ class StepMaker:
             self._looked_up(text, len(text) - len(verdict.tokens), tokens[:num_accepted]),
             logprobs=tuple(logprobs.of_pass[: len(tokens)]),
             prompt_logprobs=tuple(logprobs.of_prompt) if stats.num_passes == 1 else (),
+            stopped=self._stream.stopped if reason == "stop" else None,
         )
 
     def _until_end(self, accepted: Sequence[int]) -> tuple[list[int], list[str], str | None]:

@@ -288,7 +288,7 @@ class BenchmarkReport:
     def num_different(self, accept: str = "exact") -> int:
         """The number of texts that differ from plain decoding's.
 
-        For exact runs in fp32 it is 0; in 16 bit, near-ties may be decided differently.
+        Where the engine `is_exact` it is 0 for exact acceptance; elsewhere near-ties may be decided differently.
         """
         plain = {(run.workload, run.repeat): run.token_ids for run in self.runs if run.budget == 0}
         return sum(run.token_ids != plain[run.workload, run.repeat] for run in self.runs if run.accept == accept)

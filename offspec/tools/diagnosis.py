@@ -74,10 +74,16 @@ class Diagnosis:
         """Facts to know and things to do, the most useful first."""
         return [text for find in ADVICE if (text := find(self)) is not None][:MAX_ADVICE]
 
+    @property
+    def to_do(self) -> list[str]:
+        """What keeps this machine from running models as it could; empty if it is ready."""
+        fault = _no_gpu(self) if self.gpu_fault is not None and self.gpu_fault.has_driver else None
+        return [text for text in (fault, _no_bitsandbytes(self)) if text is not None]
+
     def as_dict(self) -> dict[str, Any]:
         """For JSON; sizes in bytes, rates per second."""
         disk = None if self.disk is None else {**asdict(self.disk), "path": str(self.disk.path)}
-        return {**asdict(self), "disk": disk, "advice": self.advice}
+        return {**asdict(self), "disk": disk, "advice": self.advice, "to_do": self.to_do}
 
 
 def diagnose(

@@ -83,7 +83,7 @@ class TextsReport:
 
     @property
     def num_different(self) -> int:
-        """Texts that differ from those of the first number: 0 in fp32; in 16 bit there may be near-ties."""
+        """Texts that differ from those of the first number: 0 where the engine `is_exact`, else there are near-ties."""
         return sum(row.num_different for row in self.rows())
 
     @property

@@ -26,9 +26,10 @@ from ..engine import Engine
 from ..errors import UsageError
 from ..model.decoder import Decoder, random_decoder
 from ..model.rope_config import RopeConfig
+from ..stats import exactness
 from .benchmark import budget_name
 
-# The largest distance of two tokens' values that counts as a near-tie; in fp32 there are none.
+# The largest distance of two tokens' values that counts as a near-tie where the engine is not exact.
 NEAR_TIE = {torch.float32: 0.0, torch.float16: 0.05, torch.bfloat16: 0.25}
 # With packed KV entries, by their format, in any dtype: if a product's rounding crosses the border of two codes, later
 # entries differ as much as packing changes them. Two and a half times what was measured (docs/results/long-texts.md).
@@ -100,7 +101,9 @@ class Difference:
 
 @dataclass
 class VerificationReport:
-    """The result of `verify`. `tokens_per_pass[i]` and `num_compared[i]`, in tokens, belong to `settings[i]`."""
+    """The result of `verify`. inexact_reason: as the engine's.
+
+    `tokens_per_pass[i]` and `num_compared[i]`, in tokens, belong to `settings[i]`."""
 
     num_prompts: int
     num_tokens: int = 0
@@ -108,6 +111,12 @@ class VerificationReport:
     tokens_per_pass: list[float] = field(default_factory=list)
     num_compared: list[int] = field(default_factory=list)
     differences: list[Difference] = field(default_factory=list)
+    inexact_reason: str | None = None
+
+    @property
+    def promise(self) -> str:
+        """How near texts should come to plain decoding's: "exact", or "up to near-ties"."""
+        return exactness(self.inexact_reason)
 
     @property
     def errors(self) -> list[Difference]:
@@ -136,6 +145,8 @@ class VerificationReport:
     def as_dict(self) -> dict[str, Any]:
         return {
             "exact": self.is_exact,
+            "promise": self.promise,
+            "inexact_reason": self.inexact_reason,
             "num_prompts": self.num_prompts,
             "num_tokens": self.num_tokens,
             "near_ties": {
@@ -185,7 +196,7 @@ def verify(
     Raises UsageError if a setting uses the engine's own draft and it has none.
     """
     engines = {draft: _with_draft(engine, draft) for draft in {setting.draft for setting in settings}}
-    report = VerificationReport(num_prompts=len(prompts))
+    report = VerificationReport(len(prompts), inexact_reason=engine.inexact_reason)
     ids = [engine.tokenizer.encode(prompt) for prompt in prompts]
     plain: dict[tuple[float, float], list[list[int]]] = {}
     for done, setting in enumerate(settings):
@@ -286,6 +297,8 @@ def first_difference(
 
 def near_tie(engine: Engine) -> float:
     """The largest distance of two tokens' values that rounding may decide otherwise in another pass."""
+    if engine.is_exact:
+        return 0.0
     kv_cache = "" if engine.plan is None else engine.plan.demand.target.kv.name
     return max(NEAR_TIE[engine.target.dtype], PACKED_TIE.get(kv_cache, 0.0))
 

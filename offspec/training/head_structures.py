@@ -21,15 +21,12 @@ from ..model.families import NORMS_BEFORE
 from ..model.heads.eagle import (
     FC,
     JOINED_NORM,
-    LAYERS,
     OF_TARGET,
-    OWN_HEAD,
     OWN_NORM,
     TO_TARGET,
     tapped_layers,
 )
-from ..model.heads.head import Advanced
-from ..model.names import FINAL_NORM
+from ..model.heads.head import LAYERS, OWN_HEAD, Advanced
 from .distill_params import HEADS
 from .target_texts import Shard
 
@@ -81,7 +78,7 @@ def eagle3(target: Decoder, seed: int, depth: int = 1) -> Beginning:
     copied = (*wanted, *(f"{name}.weight" for name in (c.mlp.gate, c.mlp.up, c.mlp.down)))
     tensors = {f"{LAYERS}0.{name}": layers[0][name] for name in copied}
     tensors |= {f"{LAYERS}0.input_layernorm.weight": torch.ones(c.hidden_size)}
-    tensors |= {f"{LAYERS}0.{JOINED_NORM}": layers[0]["input_layernorm.weight"], OWN_NORM: shared(target, FINAL_NORM)}
+    tensors |= {f"{LAYERS}0.{JOINED_NORM}": layers[0]["input_layernorm.weight"], OWN_NORM: shared(target, c.final_norm)}
     for name in "qkv":
         matrix = layers[0][f"self_attn.{name}_proj.weight"]
         small = 0.02 * torch.randn(matrix.shape, generator=generator)

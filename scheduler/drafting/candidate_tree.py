@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from ..pace.calibration import GRID
-from ..trees.token_tree import ROOT, BoolArray, FloatArray, IntArray, TokenTree
+from ..trees.token_tree import CONSTRAINT, DRAFT, ROOT, BoolArray, FloatArray, IntArray, TokenTree
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,8 @@ def _columns(scores: ChildScores) -> list[np.ndarray]:
 
 # A candidate. parent: the parent's index, or ROOT. row: its place among the expanded nodes, which is the draft's
 # pending region; -1 if not expanded. value: v at its parent, -inf if the model has not scored it. claim: a guesser's
-# score, -inf if there is none; guesser: the number of the guesser whose claim it is. forced: a constraint allows no
+# score, -inf if there is none; guesser: the number of the guesser whose claim it is; source: its place in SOURCES.
+# forced: a constraint allows no
 # other token at its place, so its score is its parent's. fixed: the score of another model, which counts instead of
 # everything else; nan if there is none. Otherwise score is the maximum of claim and model's score.
 NODE = np.dtype(
@@ -82,6 +83,7 @@ NODE = np.dtype(
         ("score", np.float64),
         ("forced", np.bool_),
         ("guesser", np.int8),
+        ("source", np.int8),
         ("fixed", np.float64),
     ],
     align=True,  # torch reads columns, whose strides must be multiples of 8 bytes
@@ -139,7 +141,7 @@ class CandidateTree:
         new["token"], new["parent"], new["depth"] = scores.tokens[row, column], parents[row], depths[row]
         new["row"], new["claim"] = -1, -np.inf
         new["value"], new["score"] = scores.values[row, column], sums[row, column]
-        new["forced"], new["guesser"], new["fixed"] = False, 0, np.nan
+        new["forced"], new["guesser"], new["source"], new["fixed"] = False, 0, DRAFT, np.nan
 
     def _more(self, count: int) -> np.ndarray:
         """Extend `nodes` by `count` and return the new ones, uninitialised."""
@@ -178,7 +180,9 @@ class CandidateTree:
         places = self._placed(tree, guesser)
         is_there = places != BELOW_FINAL
         places, scores = places[is_there], tree.scores[is_there]
-        self.nodes["guesser"][places[scores > self.nodes["claim"][places]]] = guesser
+        is_better = scores > self.nodes["claim"][places]
+        self.nodes["guesser"][places[is_better]] = guesser
+        self.nodes["source"][places[is_better]] = DRAFT if tree.sources is None else tree.sources[is_there][is_better]
         np.maximum.at(self.nodes["claim"], places, scores)
         self._find_guessed()
         self.rescore(index)
@@ -222,7 +226,8 @@ class CandidateTree:
                 continue
             if (place := place_of.get((above, token))) is None:
                 place = place_of[above, token] = size + len(new)
-                new.append((token, above, tree.depths[i], -1, -np.inf, -np.inf, tree.scores[i], False, guesser, np.nan))
+                depth, score = tree.depths[i], tree.scores[i]
+                new.append((token, above, depth, -1, -np.inf, -np.inf, score, False, guesser, DRAFT, np.nan))
             places[i] = place
         self._more(len(new))[:] = np.array(new, dtype=NODE)
         return np.array(places[:-1], dtype=np.int64)
@@ -242,7 +247,7 @@ class CandidateTree:
                 score, depth = self._of("score", np.array([above]), 0.0)[0], self.depths(np.array([above]))[0] + 1
                 node = len(self.nodes)
                 self._more(1)[:] = np.array(
-                    [(token, above, depth, -1, -np.inf, -np.inf, score, True, 0, np.nan)], dtype=NODE
+                    [(token, above, depth, -1, -np.inf, -np.inf, score, True, 0, DRAFT, np.nan)], dtype=NODE
                 )
             else:
                 was_there, self.nodes["forced"][node] = True, True
@@ -413,7 +418,13 @@ class CandidateTree:
             renumbered[picked["parent"]],
             np.ascontiguousarray(picked["depth"]),
             np.ascontiguousarray(picked["score"]),
+            self._sources(nodes),
         )
+
+    def _sources(self, nodes: IntArray) -> IntArray:
+        """Where the scores of these nodes come from, as places in SOURCES."""
+        sources = np.where(self.is_claimed(nodes), self.nodes["source"][nodes], DRAFT)
+        return np.where(self.is_certain(nodes), CONSTRAINT, sources)
 
     # ------------------------------------------------------------------------------------------------ from pass to pass
 

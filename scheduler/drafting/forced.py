@@ -7,10 +7,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from ..trees.constraint import MaskBits, TokenConstraint, allows
-from ..trees.token_tree import ROOT, TokenTree
+from ..trees.token_tree import CONSTRAINT, ROOT, TokenTree
 from ..trees.verify import TargetPass
 from .drafter import SequentialDrafter
-from .layered_draft import subtree
 
 
 def allowed_part(tree: TokenTree, constraint: TokenConstraint) -> TokenTree:
@@ -29,7 +28,7 @@ def allowed_part(tree: TokenTree, constraint: TokenConstraint) -> TokenTree:
     kept = np.array(list(paths)[1:], dtype=np.int64)
     if len(kept) == len(tree):
         return tree
-    return subtree(kept, tree.tokens, tree.parents, tree.depths, tree.scores)
+    return tree.picked(kept)
 
 
 def prepare_masks(constraint: TokenConstraint, tree: TokenTree, is_over: Callable[[], bool]) -> None:
@@ -55,7 +54,7 @@ class ForcedDrafter(SequentialDrafter):
         self._constraint, self._max_nodes = constraint, max_nodes
 
     def propose(self, text: Sequence[int], max_depth: int) -> TokenTree:
-        return TokenTree.chain(self._constraint.forced([], min(max_depth, self._max_nodes)))
+        return TokenTree.chain(self._constraint.forced([], min(max_depth, self._max_nodes))).from_source(CONSTRAINT)
 
     def observe(self, done: TargetPass) -> None:
         pass

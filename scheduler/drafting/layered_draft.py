@@ -120,6 +120,4 @@ class LayeredDraft:
 
 def subtree(kept: IntArray, tokens: IntArray, parents: IntArray, depths: IntArray, scores: FloatArray) -> TokenTree:
     """The nodes `kept`, in that order, as a tree. `kept` contains the parent of each node before the node."""
-    renumbered = np.full(len(tokens) + 1, ROOT)  # the last entry is for parent -1
-    renumbered[kept] = np.arange(len(kept))
-    return TokenTree(tokens[kept], renumbered[parents[kept]], depths[kept], scores[kept])
+    return TokenTree(tokens, parents, depths, scores).picked(kept)

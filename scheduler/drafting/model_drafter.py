@@ -16,7 +16,7 @@ from ..guessing.lookup import Guesser
 from ..pace.budget import Controller
 from ..pace.trials import Overlap
 from ..params import SpeculationParams
-from ..trees.token_tree import ROOT, FloatArray, IntArray, TokenTree
+from ..trees.token_tree import CONSTRAINT, ROOT, FloatArray, IntArray, TokenTree
 from ..trees.verify import TargetPass
 from .candidate_tree import CandidateTree
 from .child_scores import ChildScorer
@@ -122,7 +122,7 @@ class ModelDrafter(ExactDrafter):
         """See `CompetingDrafter`."""
         if self._is_plain:
             self._overlap.begin(is_on=False)
-            return TokenTree.chain(self._forced) if self._forced else EMPTY_TREE
+            return TokenTree.chain(self._forced).from_source(CONSTRAINT) if self._forced else EMPTY_TREE
         rounds, pricing = self._rounds, self._pricing
         if len(self._best):
             self._sent = self._best[

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..trees.sampling import Sampler
-from ..trees.token_tree import ROOT, IntArray, TokenTree, trimmed
+from ..trees.token_tree import LOOKUP, ROOT, IntArray, TokenTree, trimmed
 from ..trees.verify import TargetPass, Verdict
 from .reliability import ConsideredGuesses, Reliability, waits_of
 
@@ -66,7 +66,7 @@ class Matches:
         gains = self._reliability.log_probabilities(trie.kinds, waits)
         tree = TokenTree(trie.tokens, trie.parents, trie.depths, trie.path_sums(gains))
         self._last = ConsideredGuesses(tree, trie.kinds, waits)
-        return trimmed(tree, max_nodes)
+        return trimmed(tree, max_nodes).from_source(LOOKUP)
 
     def observe(self, verdict: Verdict) -> None:
         """Learn from the verdict on the last tree."""

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from ..trees.sampling import Sampler
-from ..trees.token_tree import ROOT, FloatArray, IntArray, TokenTree, trimmed
+from ..trees.token_tree import RECYCLING, ROOT, FloatArray, IntArray, TokenTree, trimmed
 from ..trees.verify import TargetPass
 from .reliability import ConsideredGuesses, Reliability, waits_of
 
@@ -109,7 +109,7 @@ class TokenRecycling:
             if not len(open_nodes):
                 break
         self._last = ConsideredGuesses(tree, kinds, None if sampler.is_greedy else waits)
-        return trimmed(tree, max_nodes)
+        return trimmed(tree, max_nodes).from_source(RECYCLING)
 
     def _level(
         self, tree: TokenTree, parents: IntArray, tokens: IntArray, depth: int, sampler: Sampler, position: int

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +13,9 @@ FloatArray = npt.NDArray[np.float64]
 BoolArray = npt.NDArray[np.bool_]
 
 ROOT = -1  # parent index that stands for the root, the text's last token
+# What proposes nodes: a model, earlier texts, the target's earlier predictions, a constraint that allows nothing else.
+SOURCES = ("draft", "lookup", "recycling", "constraint")
+DRAFT, LOOKUP, RECYCLING, CONSTRAINT = range(len(SOURCES))
 
 
 @dataclass(frozen=True)
@@ -20,7 +23,8 @@ class TokenTree:
     """N proposed tokens below a root, parents before children.
 
     tokens [N]: token ids. parents [N]: index of the parent, ROOT (-1) for the root's children. depths [N]: 1 for the
-    root's children. scores [N]: the drafter's estimate of the log-probability of the path down to the node.
+    root's children. scores [N]: the drafter's estimate of the log-probability of the path down to the node. sources
+    [N]: which of SOURCES gave each node its score; None: all are the draft's.
     The root, which is the text's last token, is not a node.
     """
 
@@ -28,6 +32,7 @@ class TokenTree:
     parents: IntArray
     depths: IntArray
     scores: FloatArray
+    sources: IntArray | None = None
 
     @classmethod
     def empty(cls) -> TokenTree:
@@ -43,6 +48,22 @@ class TokenTree:
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    def from_source(self, source: int) -> TokenTree:
+        """The same tree, all of whose nodes one of SOURCES proposed."""
+        return replace(self, sources=np.full(len(self), source))
+
+    def source(self, node: int) -> str:
+        """Which of SOURCES gave the node its score."""
+        return SOURCES[DRAFT if self.sources is None else self.sources[node]]
+
+    def picked(self, nodes: IntArray) -> TokenTree:
+        """These nodes, in that order, as a tree. They contain the parent of each node before the node."""
+        renumbered = np.full(len(self) + 1, ROOT)  # the last entry is for parent -1
+        renumbered[nodes] = np.arange(len(nodes))
+        sources = None if self.sources is None else self.sources[nodes]
+        parents = renumbered[self.parents[nodes]]
+        return TokenTree(self.tokens[nodes], parents, self.depths[nodes], self.scores[nodes], sources)
 
     def mask(self) -> BoolArray:
         """Bool [N, N]: node i (row) sees node j if j is i itself or one of its ancestors."""
@@ -71,6 +92,4 @@ class TokenTree:
 def trimmed(tree: TokenTree, budget: int) -> TokenTree:
     """The best `budget` nodes, best first. Scores must not rise along a path, so that these nodes form a tree."""
     best = np.argsort(-tree.scores, kind="stable")[:budget]  # stable: a parent precedes a child with an equal score
-    renumbered = np.full(len(tree) + 1, ROOT)  # the last entry is for parent -1
-    renumbered[best] = np.arange(len(best))
-    return TokenTree(tree.tokens[best], renumbered[tree.parents[best]], tree.depths[best], tree.scores[best])
+    return tree.picked(best)

@@ -67,6 +67,18 @@ SMALL: dict[str, tuple[str, ...]] = {
     "benchmarks.scheduling.lossy": (*TINY, "--max-prompts", "1", "--max-new-tokens", "4", "--strengths", "0.5"),
     "benchmarks.scheduling.schedulers": ("--prompts", "1", "--tokens", "4", "--budgets", "16", "--temperatures", "0"),
     "benchmarks.scheduling.stopping": ("--prompts", "1", "--tokens", "4", "--temperatures", "1", "--costs", "card"),
+    "benchmarks.shared_beginnings": (
+        "--model",
+        "target",
+        "--tokens",
+        "80",
+        "--answers",
+        "2",
+        "--new",
+        "3",
+        "--context",
+        "256",
+    ),
     "benchmarks.which_model": ("--gpus", "rtx3060", "--forms", "nf4"),
     "benchmarks.unpack": ("--types", "fp8,nf4", "--shape", "256x256", "--rows", "1"),
 }

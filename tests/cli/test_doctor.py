@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from offspec.cli.doctor import table
+from offspec.loaders.machine.gpu_support import GpuFault
 from offspec.loaders.machine.hardware import Rates
 from offspec.loaders.machine.product_costs import ProductRate
 
@@ -86,6 +87,14 @@ def test_the_table_fits(found: Any, columns: int) -> None:
     lines = table(found, columns).splitlines()
     assert max(map(len, lines)) <= columns
     assert all(line.isascii() for line in lines)
+
+
+def test_the_last_lines_say_what_is_next() -> None:
+    assert table(CPU_ONLY, 80).splitlines()[-2:] == ["Ready. Next:", '  offspec run builtin "def area("']
+    broken = replace(DESKTOP, gpu_fault=GpuFault("torch has no CUDA", "install the CUDA wheel", has_driver=True))
+    last = table(replace(broken, bitsandbytes_version=None), 100).split("\n\n")[-1]
+    assert last.startswith("To do: Torch has no CUDA. Install the CUDA wheel.\nTo do: bitsandbytes is not installed")
+    assert broken.as_dict()["to_do"] == ["Torch has no CUDA. Install the CUDA wheel."]
 
 
 def test_a_card_is_shown_with_its_memory() -> None:

@@ -52,6 +52,8 @@ def test_a_small_matrix_is_exact(verify_args: Sequence[object], offspec: Offspec
         "model",
         "draft",
         "exact",
+        "promise",
+        "inexact_reason",
         "num_prompts",
         "num_tokens",
         "near_ties",
@@ -160,7 +162,7 @@ def test_what_is_verified_unless_told_otherwise(
         (draft, budget) for draft in ("own", "random") for budget in (1, 16, 256, None)
     }
     assert (engine.draft_name, engine.target.dtype) == ("lookup", torch.float32)
-    assert "offspec: dtype fp32 (text is exact to the token)" in told.err
+    assert "offspec: dtype fp32 (verify's default)" in told.err
     assert "auto: fp32" in " ".join(offspec("verify", "--help-all").out.split())
 
 

@@ -82,10 +82,66 @@ PROMPTS: list[Any] = ["def f(", [5, 6], ["a", [7]], [[1], [2]], "", [], [0], [10
 ANY_KIND = ("response_format", "json_schema", "grammar", "regex", "guided_json", "tools")  # one of them at a time
 
 
+# What the APIs of agents have instead; the first value of each list is valid.
+BLOCKS: list[Any] = [
+    {"type": "text", "text": "hi"},
+    {"type": "tool_result", "tool_use_id": "1", "content": "{}"},
+    {"type": "tool_use", "id": "1", "name": "f", "input": {"a": 1}},
+    {"type": "thinking", "thinking": "hm", "signature": ""},
+    {"type": "image", "source": {}},
+]
+TURNS = [[{"role": "user", "content": [block]}] for block in BLOCKS[:2]]
+TURNS += [[{"role": "assistant", "content": BLOCKS[2:4]}, {"role": "user", "content": BLOCKS[1:2]}], [{"role": []}]]
+ITEMS: list[Any] = [
+    [{"role": "user", "content": [{"type": "input_text", "text": "hi"}]}],
+    [{"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}],
+    [{"type": "function_call_output", "call_id": "1", "output": "{}"}, {"type": "reasoning", "content": []}],
+    [{"type": "item_reference"}, {"type": []}],
+]
+OF_AGENTS: dict[str, dict[str, list[Any]]] = {
+    "messages": {
+        "messages": [*TURNS, [{"role": "user", "content": "hi"}]],
+        "system": ["brief", BLOCKS[:1], BLOCKS],
+        "thinking": [{"type": "enabled", "budget_tokens": 9}, {"type": []}, {"type": "x"}],
+        "tools": [[{"name": "f", "input_schema": SCHEMA}], [{"type": "bash_20250124"}], [{"name": []}]],
+        "tool_choice": [{"type": "auto"}, {"type": "any"}, {"type": "tool", "name": "f"}, {"type": {}}],
+        "stop_sequences": [["a"], [""], "a"],
+        "output_config": [{"format": {"type": "json_schema", "schema": SCHEMA}}, {"format": []}],
+        "metadata": [{"user_id": "me"}, {"user_id": []}],
+    },
+    "responses": {
+        "input": ["hi", *ITEMS],
+        "instructions": ["brief", "", 3],
+        "tools": [[{"type": "function", **FUNCTION}], [{"type": "web_search"}], [{"type": []}]],
+        "tool_choice": ["auto", "required", {"type": "function", "name": "f"}, {"type": []}],
+        "text": [{"format": {"type": "text"}}, {"format": {"type": "json_schema", "schema": SCHEMA}}, {"format": 1}],
+        "max_output_tokens": [3, 0],
+        "previous_response_id": [None, "resp_1"],
+    },
+}
+PATHS = {"chat": "chat/completions", "text": "completions", "messages": "messages", "responses": "responses"}
+LAST_EVENTS = ("message_stop", "response.completed", "response.incomplete", "error")
+
+
+def agents_body(generator: random.Random, kind: str) -> dict[str, Any]:
+    """A body for an API of agents: valid values, or odd ones."""
+    fields, is_careful = OF_AGENTS[kind], generator.random() < 0.5
+    needed = next(iter(fields))
+    found: dict[str, Any] = {"max_tokens": 3, needed: generator.choice(fields[needed][:2])}
+    for name in generator.sample(sorted(fields), k=generator.choice([0, 1, 2, 4])):
+        if not is_careful:
+            found[name] = generator.choice([*fields[name], *fields[name], *ODD])
+        elif name not in ("output_config", "text"):  # they exclude tools
+            found[name] = fields[name][0]
+    return found | generator.choice([{}, {"stream": True}])
+
+
 def body(generator: random.Random, kind: str) -> Any:
-    """A body for `kind`, chat or text: half of them with valid values alone, others with odd ones, or no object."""
+    """A body for `kind`, of PATHS: half of them with valid values alone, others with odd ones, or no object."""
     if generator.random() < 0.02:
         return generator.choice(ODD)
+    if kind in OF_AGENTS:
+        return agents_body(generator, kind)
     is_careful = generator.random() < 0.5
     found: dict[str, Any] = {"model": "any", "max_tokens": generator.choice([1, 2, 3])}
     if kind == "chat":
@@ -109,12 +165,11 @@ def body(generator: random.Random, kind: str) -> Any:
 
 def fault_of(client: Client, kind: str, asked: Any) -> str | None:
     """What is wrong with the answer to a body; None for an answer as it should be."""
-    path = "/v1/chat/completions" if kind == "chat" else "/v1/completions"
     try:
         content = json.dumps(asked)
     except ValueError:
         return None  # a number that Python does not write
-    with closing(client.open("POST", path, content)) as connection:
+    with closing(client.open("POST", f"/v1/{PATHS[kind]}", content)) as connection:
         response = connection.getresponse()
         text = response.read().decode()
         if response.status != 200 and not 400 <= response.status < 500:
@@ -126,16 +181,18 @@ def fault_of(client: Client, kind: str, asked: Any) -> str | None:
         found = json.loads(text)
     except ValueError:
         return f"no JSON: {text}"
-    if ("error" in found) == (response.status == 200):
+    if bool(found.get("error")) == (response.status == 200):
         return f"status {response.status}: {text}"
     return None
 
 
 def _fault_of_events(events: list[str]) -> str | None:
-    found = [json.loads(event.removeprefix("data: ")) for event in events[:-1]]
-    if events[-1] != "data: [DONE]":
+    texts = [event.partition("data: ")[2] for event in events]
+    found = [json.loads(text) for text in texts if text != "[DONE]"]
+    if texts[-1] != "[DONE]" and found[-1].get("type") not in LAST_EVENTS:
         return f"no end: {events[-1]}"
-    errors = [event["error"] for event in found if event.get("error", {}).get("type") == "server_error"]
+    kinds = ("server_error", "api_error")
+    errors = [event["error"] for event in found if (event.get("error") or {}).get("type") in kinds]
     return f"an error of the server's: {errors[0]}" if errors else None
 
 
@@ -143,7 +200,7 @@ def faults(client: Client, count: int, seed: int) -> list[str]:
     """The bodies, of `count` random ones, whose answers are not as they should be, with what is wrong."""
     generator, found = random.Random(seed), list[str]()
     for number in range(count):
-        kind = generator.choice(["chat", "text"])
+        kind = generator.choice([*PATHS])
         asked = body(generator, kind)
         if (fault := fault_of(client, kind, asked)) is not None:
             found.append(f"{number}: {kind} {asked!r}: {fault}")

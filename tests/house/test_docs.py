@@ -236,7 +236,7 @@ def test_the_chart_shows_the_tables_figures() -> None:
     "source", ["README.md", "docs/faq.md", "docs/limitations.md", "docs/from-llama-cpp.md", "offspec", "run"]
 )
 def test_the_claim_has_its_condition(source: str) -> None:
-    """Wherever it stands first, "the text of plain decoding" says for which numbers it holds."""
+    """Wherever it stands first, "the text of plain decoding" says where it holds."""
     if source.endswith(".md"):
         text = (ROOT / source).read_text(encoding="utf-8")
     else:
@@ -245,4 +245,4 @@ def test_the_claim_has_its_condition(source: str) -> None:
         assert command is not None
         text = " ".join([command.help or "", *help_texts(source)] if source != "offspec" else [command.help or ""])
     plain = " ".join(re.sub(r"[\[\]]", "", text).split())
-    assert "in 16 bits up to near-ties" in plain
+    assert "on a CPU exactly, on a GPU up to near-ties" in plain

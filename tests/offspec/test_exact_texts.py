@@ -1,4 +1,4 @@
-"""Texts in 16 bits: equal to plain decoding's, whatever drafts, however large trees are, and whatever shares passes."""
+"""Texts: equal to plain decoding's, whatever drafts, however large trees are, and whatever shares passes."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 
 from offspec import Engine, SamplingParams, SpeculationParams
 from offspec.loaders.formats.products import num_lanes
+from offspec.model.exactness import FASTEST_WAY
 
 from ..pair import Pair, build_pair
 from .test_streaming import behind, stream
@@ -18,7 +19,7 @@ GetEngine = Callable[..., Engine]
 PLAIN = SpeculationParams(budget=0)
 PROMPTS = ("def area(", "for i in range(10):\n    print(i)\n" * 3, "x = 1", "class Stack:\n    def push(self, ")
 PARAMS = [SamplingParams(24, temperature=temperature, seed=3, ignore_eos=True) for temperature in (0.0, 1.0)]
-each_dtype = pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+each_dtype = pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
 
 
 @pytest.fixture(scope="module")
@@ -100,6 +101,20 @@ def test_many_seeds_of_the_built_in_pair(dtype: str) -> None:
 @pytest.mark.slow
 def test_fast_arithmetic_is_not_exact(load: GetEngine) -> None:
     fast, fp32 = load("none", dtype="bf16", fast_arithmetic=True), load("none", dtype="fp32", fast_arithmetic=True)
-    assert not fast.is_exact
-    assert not fp32.is_exact
-    assert [any("near-ties" in str(note) for note in engine.notes) for engine in (fast, fp32)] == [True, False]
+    for engine in (fast, fp32):
+        assert not engine.is_exact
+        assert engine.inexact_reason == FASTEST_WAY
+        assert any("near-ties" in str(note) and FASTEST_WAY in str(note) for note in engine.notes)
+        stats = next(engine.generate("x", SamplingParams(1))).stats
+        assert (stats.exactness, stats.as_dict()["exact"]) == ("up to near-ties", False)
+
+
+@pytest.mark.slow
+def test_exact_engines_say_so(load: GetEngine) -> None:
+    engine = load("none", dtype="fp32")
+    assert engine.is_exact
+    assert engine.inexact_reason is None
+    stats = next(engine.generate("x", SamplingParams(1))).stats
+    assert (stats.exactness, stats.as_dict()["exact"]) == ("exact", True)
+    stats.is_lossy = True
+    assert (stats.exactness, stats.as_dict()["exact"]) == ("lossy", False)

@@ -52,23 +52,52 @@ DELTA_NETS = {
     "linear_num_key_heads": 2,
     "linear_key_head_dim": 24,
 }
-
-
-SHARING = {
-    "layer_types": ["sliding_attention", "full_attention"] * 2,
-    "sliding_window": 16,
-    "num_kv_shared_layers": 2,
-    "use_double_wide_mlp": True,
-    "head_dim": 16,
-    "global_head_dim": 32,
-    "hidden_size_per_layer_input": 8,
-    "vocab_size_per_layer_input": 2048,
-    "rope_parameters": None,
-    "tie_word_embeddings": False,
+OF_HYBRIDS = {  # by model_type: what its config.json says beside Llama's
+    "qwen3_5_text": DELTA_NETS,
+    "falcon_h1": {
+        "mamba_d_ssm": 96,
+        "mamba_n_heads": 4,
+        "mamba_n_groups": 2,
+        "mamba_d_state": 16,
+        "mamba_rms_norm": True,
+    },
+    "granitemoehybrid": {
+        "layer_types": ["mamba", "attention"] * 2,
+        "mamba_n_heads": 4,
+        "num_local_experts": 0,
+        "shared_intermediate_size": 96,
+    },
+    "nemotron_h": {
+        "hybrid_override_pattern": "M-*M",
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 16,
+        "n_groups": 2,
+        "ssm_state_size": 24,
+    },
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2, "block_auto_adjust_ff_dim": False},
+    "olmo_hybrid": {**DELTA_NETS, "linear_num_key_heads": 4, "rope_parameters": {"rope_theta": None}},
+    "gemma4_text": {
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "sliding_window": 16,
+        "num_kv_shared_layers": 2,
+        "use_double_wide_mlp": True,
+        "head_dim": 16,
+        "global_head_dim": 32,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": 2048,
+        "rope_parameters": None,
+        "tie_word_embeddings": False,
+    },
 }
 
 
-@pytest.fixture(scope="module", params=["averaging", "qwen3_5_text", "gemma4_text"])
+NIGHTLY = [
+    pytest.param(model_type, marks=pytest.mark.nightly)
+    for model_type in ("olmo_hybrid", "granitemoehybrid", "nemotron_h")
+]
+
+
+@pytest.fixture(scope="module", params=["averaging", "qwen3_5_text", "lfm2", "falcon_h1", "gemma4_text", *NIGHTLY])
 def folder(family: None, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of each hybrid family, and of one whose layers share entries, with random weights."""
     pair, folder = build_pair(tmp_path_factory.mktemp("pair")), tmp_path_factory.mktemp(request.param)
@@ -76,7 +105,7 @@ def folder(family: None, request: pytest.FixtureRequest, tmp_path_factory: pytes
         shutil.copy(pair.target / name, folder)
     config = json.loads((pair.target / "config.json").read_text())
     config |= {"model_type": request.param, "num_hidden_layers": len(LAYERS)}
-    config |= {"qwen3_5_text": DELTA_NETS, "gemma4_text": SHARING}.get(request.param, {})
+    config |= OF_HYBRIDS.get(request.param, {})
     (folder / "config.json").write_text(json.dumps(config))
     generator, tensors = torch.Generator().manual_seed(0), dict[str, torch.Tensor]()
     for name, shape in wanted_shapes(read_config(config)).items():
@@ -158,7 +187,7 @@ def test_a_prompts_states_are_kept_in_a_file(folder: Path, tmp_path: Path) -> No
             steps = PromptCache(engine, tmp_path / "prompt.kv", told.append).generate(text, GREEDY)
             assert [token for step in steps for token in step.token_ids] == expected
     number = len(engine.encode(prompt)) - 1
-    if "qwen3_5" in folder.name:
+    if "averaging" not in folder.name:
         assert [line.startswith(f"{number} of the prompt's") for line in told] == [False, True, True, False, False]
     else:
         assert bool(told) == ("gemma4" in folder.name)  # no state of averages is kept there

@@ -21,6 +21,7 @@ from offspec import Engine, SamplingParams, SpeculationParams
 from offspec.checkpoints.atomic_files import locked_name
 from offspec.drafts.self_draft import SelfDraft
 from offspec.errors import UsageError
+from offspec.loaders.formats.products import num_lanes
 from offspec.model.early_exit import EarlyExit
 from offspec.prompt_cache import PromptCache
 from offspec.session import Session, entries_path
@@ -97,6 +98,7 @@ def test_a_file_of_another_model_dtype_or_draft_is_not_used(pair: Pair, engine: 
         (loaded(other), "another model"),
         (loaded(longer), "another model"),
         (loaded(pair, dtype="bf16"), "another dtype"),
+        *([(loaded(pair, fast_arithmetic=True), "another arithmetic")] if num_lanes() else []),
     ):
         file.write_bytes(before)
         found, cached, told = answer(changed, file, PROMPT)
@@ -204,7 +206,7 @@ WRITER = """
         return exactly(block)
 
     kv_files._bytes = slow
-    owner = kv_files.Owner.of("model", torch.float32, cache)
+    owner = kv_files.Owner("model", "float32", "", cache.format)
     kv_files.write_kv_file(Path(sys.argv[1]), range(4000), {"target": kv_files.Part(owner, cache, 4000)})
 """
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offspec.loaders.formats import linear
+from offspec.loaders.formats import Weight, linear
 from offspec.loaders.streaming.small_transfers import to_device
 from offspec.loaders.streaming.weights import RamWeights
 from offspec.scheduler.trees.vocabulary import Vocabulary
@@ -32,15 +32,14 @@ from ..norms import normalize
 from ..parts.attention import Attention
 from ..parts.kinds import parts_of
 from ..parts.mlp import Mlp
-from ..parts.part import LayerWeights, Part, PassRows
+from ..parts.part import LayerWeights, Part, PassRows, as_vector
 from ..rope import RotaryEmbeddings
-from .head import Advanced, Head, HeadSpec, Inputs
+from .head import LAYERS, OWN_EMBEDDING, OWN_HEAD, HeadSpec, Inputs, LayeredHead, layers_of
 
 FC, FC_BIAS = "fc.weight", "fc.bias"
-OWN_EMBEDDING, OWN_NORM, OWN_HEAD = "embed_tokens.weight", "norm.weight", "lm_head.weight"
+OWN_NORM = "norm.weight"
 TO_TARGET, OF_TARGET = "d2t", "t2d"
 JOINED_NORM, INPUT_NORM = "hidden_norm.weight", "input_norm.weight"
-LAYERS = "layers."
 TAPPED = "eagle_aux_hidden_state_layer_ids"  # the key in config.json of the target's layers whose states are read
 WITHOUT_INPUT_NORM = NormPlaces(before_attention=None)
 FAMILIES = ("llama", "qwen3")  # of the layers in Speculators' files; everybody else's are Llama's
@@ -97,21 +96,23 @@ def first_parts(shape: EagleShape, rotaries: RotaryEmbeddings | None = None) -> 
     return [JoinedAttention(shape, rotaries), Mlp(shape.config, 0)]
 
 
-class EagleHead(Head):
+class EagleHead(LayeredHead):
     """An EAGLE head of version 1 or 3."""
 
     def __init__(
-        self, shape: EagleShape, tensors: Mapping[str, Tensor], target: Decoder, dtype: torch.dtype | None = None
+        self, shape: EagleShape, tensors: Mapping[str, Weight], target: Decoder, dtype: torch.dtype | None = None
     ) -> None:
         """tensors: by the names of `eagle_shapes`, on the target's device."""
         self._shape = shape
+        self.feeds_normed = shape.norm_output
         self._tensors = tensors
         config = shape.config
         self.target_layers = shape.target_layers
-        layers = [_layer(tensors, index) for index in range(config.num_layers)]
+        layers = layers_of(tensors, config.num_layers)
         names = {EMBEDDING: OWN_EMBEDDING, FINAL_NORM: OWN_NORM, HEAD: OWN_HEAD}
         shared = {name: tensors[own] for name, own in names.items() if own in tensors}
-        super().__init__(config, RamWeights(layers, shared), target, _vocabulary(tensors, target), dtype)
+        weights = RamWeights(layers, shared, dtype or target.dtype)
+        super().__init__(config, weights, target, vocabulary_of(tensors, target), dtype)
         self.blocks[0] = Block(0, self._first_parts(rotaries_of(config, self.dtype, self.device)))
 
     def _first_parts(self, rotaries: RotaryEmbeddings) -> Sequence[Part]:
@@ -136,42 +137,30 @@ class EagleHead(Head):
             states = torch.cat([self._norm(part, fc_norm(i)) for i, part in enumerate(parts)], dim=-1)
         return self._fc(states)
 
-    def advance(self, inputs: Inputs, rows: PassRows) -> Advanced:
+    def joined(self, inputs: Inputs) -> Tensor:
         x = torch.cat((self.embedded(inputs.tokens), inputs.features), dim=-1)
-        if self._shape.version == 1:
-            x = self._fc(x)
-        for block in self.blocks:
-            with self.weights.layer(block.index) as tensors:
-                weights = self.layer_weights(tensors)
-                parts = [block.forward(x[first:last], weights, rows, first, last) for first, last in rows.chunks]
-            x = torch.cat(parts) if len(parts) > 1 else parts[0]
-        states = self.normed(x)
-        return Advanced(states, states if self._shape.norm_output else x)
+        return self._fc(x) if self._shape.version == 1 else x
 
     def normed(self, hidden: Tensor) -> Tensor:
         """EAGLE-1 predicts the target's final states; EAGLE-3 has a norm of its own before its head."""
         return hidden if self._shape.version == 1 else super().normed(hidden)
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
-        return normalize(x, self._tensors[name].to(x.dtype), None, "rms", self.config.rms_norm_eps)
+        return normalize(x, as_vector(self._tensors[name]).to(x.dtype), None, "rms", self.config.rms_norm_eps)
 
     def _fc(self, x: Tensor) -> Tensor:
-        return linear(x, self._tensors[FC], self._tensors.get(FC_BIAS))
+        bias = self._tensors.get(FC_BIAS)
+        return linear(x, self._tensors[FC], None if bias is None else as_vector(bias))
 
 
-def _layer(tensors: Mapping[str, Tensor], index: int) -> dict[str, Tensor]:
-    prefix = f"{LAYERS}{index}."
-    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
-
-
-def _vocabulary(tensors: Mapping[str, Tensor], target: Decoder) -> Vocabulary:
+def vocabulary_of(tensors: Mapping[str, Weight], target: Decoder) -> Vocabulary:
     """The tokens of the head's logits. Raises CheckpointError for a table d2t that is no selection of tokens."""
     vocab_size = target.config.vocab_size
-    size = len(tensors[OWN_EMBEDDING]) if OWN_EMBEDDING in tensors else vocab_size
+    size = tensors[OWN_EMBEDDING].shape[0] if OWN_EMBEDDING in tensors else vocab_size
     if TO_TARGET not in tensors:  # columns are the first tokens
-        return Vocabulary(min(size, len(tensors[OWN_HEAD])) if OWN_HEAD in tensors else size)
+        return Vocabulary(min(size, tensors[OWN_HEAD].shape[0]) if OWN_HEAD in tensors else size)
     try:
-        found = Vocabulary.from_offsets(tensors[TO_TARGET].cpu().numpy(), size, to_device)
+        found = Vocabulary.from_offsets(as_vector(tensors[TO_TARGET]).cpu().numpy(), size, to_device)
     except ValueError as exc:
         raise CheckpointError(f"the head's table {TO_TARGET} is damaged ({exc}); download it again") from exc
     if not found.num_known(vocab_size):
@@ -197,7 +186,8 @@ def eagle_spec(version: int, config: Json, present: Mapping[str, tuple[int, ...]
     shape = eagle_shape(version, config, present, target)
     make = partial(EagleHead, shape)
     shapes = eagle_shapes(shape, present, target)
-    return HeadSpec(f"EAGLE-{version}", shape.config, shapes, shape.target_layers, shape.config.vocab_size, make)
+    kind, layers = f"EAGLE-{version}", shape.target_layers
+    return HeadSpec(kind, shape.config, shapes, layers, shape.config.vocab_size, make, takes_packed=True)
 
 
 def eagle_shape(version: int, config: Json, present: Mapping[str, tuple[int, ...]], target: ModelConfig) -> EagleShape:

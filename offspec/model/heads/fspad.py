@@ -13,8 +13,9 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+
+from offspec.loaders.formats import linear
 
 from ..config import ModelConfig
 from ..config_values import Json
@@ -23,8 +24,8 @@ from ..parts.mlp import ACTIVATIONS, Mlp
 from ..parts.part import LayerWeights, Part, PassRows
 from ..rope import RotaryEmbeddings
 from .chained import renamed
-from .eagle import LAYERS, WITHOUT_INPUT_NORM, EagleHead, eagle_name, eagle_shape, eagle_shapes
-from .head import Advanced, HeadSpec, Inputs
+from .eagle import WITHOUT_INPUT_NORM, EagleHead, eagle_name, eagle_shape, eagle_shapes
+from .head import LAYERS, Advanced, HeadSpec, Inputs
 
 SAMPLING = "sampling."
 _RULES = (
@@ -62,8 +63,8 @@ class FspadHead(EagleHead):
         """x [T, 2 * hidden]: embeddings, then features; returns [T, hidden]."""
         embedded, x = x.chunk(2, dim=-1)[0], super()._fc(x).to(self.dtype)
         gate, up, down = (self._tensors[f"{SAMPLING}{name}.weight"] for name in ("gate", "up", "down"))
-        inner = ACTIVATIONS[self.config.activation](F.linear(embedded, gate))
-        return x + F.linear(inner * F.linear(self._norm(x, f"{SAMPLING}norm.weight"), up), down)
+        inner = ACTIVATIONS[self.config.activation](linear(embedded, gate))
+        return x + linear(inner * linear(self._norm(x, f"{SAMPLING}norm.weight"), up), down)
 
 
 def fspad_spec(config: Json, present: Mapping[str, tuple[int, ...]], target: ModelConfig) -> HeadSpec:

@@ -10,11 +10,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from offspec.loaders.formats import Weight
 from offspec.loaders.streaming.weights import WeightSource
 from offspec.scheduler.trees.token_tree import IntArray
 from offspec.scheduler.trees.vocabulary import Vocabulary
@@ -23,6 +24,9 @@ from ..config import ModelConfig
 from ..decoder import Decoder
 from ..names import EMBEDDING
 from ..parts.part import PassRows
+
+LAYERS = "layers."  # the prefix of a head's own layers
+OWN_EMBEDDING, OWN_HEAD = "embed_tokens.weight", "lm_head.weight"
 
 
 class Advanced(NamedTuple):
@@ -107,10 +111,41 @@ class Head(Decoder, ABC):
         return super().capped(logits) if self.has_own_head else self.target.capped(logits)
 
 
-class MakeHead(Protocol):
-    """Makes a head of its tensors, which are on the target's device. dtype: see `Head`."""
+class LayeredHead(Head):
+    """A head of decoder layers over rows that join a token's embedding and the features before it.
 
-    def __call__(self, tensors: Mapping[str, Tensor], target: Decoder, dtype: torch.dtype | None = None) -> Head: ...
+    feeds_normed: whether a row's children get its states behind the final norm as their features.
+    """
+
+    feeds_normed = True
+
+    @abstractmethod
+    def joined(self, inputs: Inputs) -> Tensor:
+        """What the first layer reads of R rows: [R, N]."""
+
+    def advance(self, inputs: Inputs, rows: PassRows) -> Advanced:
+        x = self.joined(inputs)
+        for block in self.blocks:
+            with self.weights.layer(block.index) as tensors:
+                weights = self.layer_weights(tensors)
+                parts = [block.forward(x[first:last], weights, rows, first, last) for first, last in rows.chunks]
+            x = torch.cat(parts) if len(parts) > 1 else parts[0]
+        states = self.normed(x)
+        return Advanced(states, states if self.feeds_normed else x)
+
+
+def layers_of(tensors: Mapping[str, Weight], count: int) -> list[dict[str, Weight]]:
+    """The weights of `count` layers by short names, of those with names like "layers.0.mlp.up_proj.weight"."""
+    return [
+        {name.removeprefix(prefix): weight for name, weight in tensors.items() if name.startswith(prefix)}
+        for prefix in (f"{LAYERS}{index}." for index in range(count))
+    ]
+
+
+class MakeHead(Protocol):
+    """Makes a head of its weights, which are on the target's device. dtype: see `Head`."""
+
+    def __call__(self, tensors: Mapping[str, Any], target: Decoder, dtype: torch.dtype | None = None) -> Head: ...
 
 
 @dataclass(frozen=True)
@@ -118,7 +153,9 @@ class HeadSpec:
     """What a head's files must hold, and how it is made of them.
 
     kind: of head, for messages. config: the shape of its layers and of its states. shapes: its tensors by `Head`'s
-    names. num_columns: of its logits. make: see `MakeHead`.
+    names. num_columns: of its logits. make: see `MakeHead`. takes_packed: whether it multiplies with quantised
+    matrices; otherwise they are unpacked for it. can_learn: whether it can be unrolled over a text
+    (`training.unrolling`).
     """
 
     kind: str
@@ -127,3 +164,5 @@ class HeadSpec:
     target_layers: tuple[int, ...]
     num_columns: int
     make: MakeHead
+    takes_packed: bool = False
+    can_learn: bool = True

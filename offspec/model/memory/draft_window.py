@@ -78,6 +78,11 @@ class WindowedText:
         return self._text.cache
 
     @property
+    def without_window(self) -> CachedDecoder | None:
+        """The text, if it keeps all entries."""
+        return self._text if self.window is None else None
+
+    @property
     def decoder(self) -> Decoder:
         return self._text.decoder
 

@@ -7,9 +7,10 @@ Another format or place of entries is another `LayerCache`; a `Decoder` gets the
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -55,6 +56,12 @@ class LayerCache(LayerMemory, Protocol):
     def move(self, start: int, slots: Tensor) -> None:
         """Move the entries in slots [K] (ascending, on the compute device) to start .. start + K, in use or not."""
 
+    def empty(self) -> LayerCache:
+        """A cache of the same kind, for the same layers, without slots."""
+
+    def stored(self, layer: int, end: int, first: int = 0) -> list[Tensor]:
+        """`LayerMemory.stored` of the slots first .. end: tensors [..., end - first, width]."""
+
 
 class EntriesBySlot:
     """What all caches of entries by slots have in common, as kinds of `LayerMemory`."""
@@ -79,6 +86,9 @@ class EntriesBySlot:
         """Nothing: entries behind those that are counted are overwritten."""
 
 
+Rows = TypeVar("Rows", bound="StoredRows")
+
+
 class StoredRows(EntriesBySlot):
     """The memory of layers that are stored together: tensors [layers, ..., capacity, width] with a row for each slot.
 
@@ -96,8 +106,13 @@ class StoredRows(EntriesBySlot):
     def nbytes(self) -> int:
         return sum(rows.nbytes for rows in self._rows)
 
-    def stored(self, layer: int, end: int) -> list[Tensor]:
-        return [rows[layer, ..., :end, :] for rows in self._rows]
+    def empty(self: Rows) -> Rows:
+        other = copy(self)
+        other._rows = [rows.new_empty(rows[..., :0, :].shape) for rows in self._rows]
+        return other
+
+    def stored(self, layer: int, end: int, first: int = 0) -> list[Tensor]:
+        return [rows[layer, ..., first:end, :] for rows in self._rows]
 
     @property
     def by_slot(self) -> list[Tensor]:

@@ -8,8 +8,9 @@ other, with the same bits. On a CPU, both places are RAM; tests use it so.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -17,9 +18,9 @@ from torch import Tensor
 from offspec.loaders.accelerators.accelerator import DeviceEvent
 from offspec.loaders.streaming.link import CopyStream, PinnedTables
 
-from .kv_cache import EntriesBySlot, KVLayout, MakeLayerCaches, MemoryLayout, PlainLayers
+from .kv_cache import EntriesBySlot, KVLayout, MakeLayerCaches, PlainLayers
 from .kv_formats import KVFormat, PackedLayers
-from .text_memory import TextMemory, empty_memories
+from .text_memory import LayerLayout, TextMemory, empty_memories
 
 NUM_SLOTS = 2  # layers whose entries are on the device: one in use, and the next one
 
@@ -43,6 +44,7 @@ class LayersInRam(EntriesBySlot):
     ) -> None:
         self.num_layers = num_layers
         self._copies = copies
+        self._new = partial(LayersInRam, num_layers, layout, kv, dtype=dtype, device=device, copies=copies)
         made = [kv.of_layout(1, layout, dtype, device, by_slot=True) for _ in range(min(NUM_SLOTS, num_layers))]
         self._slots = [LayerSlot(cache) for cache in made]  # the first one is in use
         self.format = made[0].format
@@ -55,9 +57,12 @@ class LayersInRam(EntriesBySlot):
     def nbytes(self) -> int:
         return sum(kept.nbytes for kept in self._kept) + sum(slot.cache.nbytes for slot in self._slots)
 
-    def stored(self, layer: int, end: int) -> list[Tensor]:
+    def empty(self) -> LayersInRam:
+        return self._new()
+
+    def stored(self, layer: int, end: int, first: int = 0) -> list[Tensor]:
         self._forget(layer)
-        return [kept.tables[layer][:end].movedim(0, -2) for kept in self._kept]
+        return [kept.tables[layer][first:end].movedim(0, -2) for kept in self._kept]
 
     def reserve(self, capacity: int, in_use: int) -> None:
         self._copies.finish()
@@ -156,14 +161,14 @@ class EntriesInRam:
     kv: KVFormat
     copies: CopyStream
 
-    def new_cache(self, layouts: Mapping[int, MemoryLayout], make: MakeLayerCaches, dtype: torch.dtype) -> TextMemory:
-        """An empty cache for the layers with these layouts, by their numbers.
+    def new_cache(self, layouts: Sequence[LayerLayout], make: MakeLayerCaches, dtype: torch.dtype) -> TextMemory:
+        """An empty cache for layers with these layouts.
 
         make: for KV entries on the device.
         """
         device = self.copies.device
-        far = {n: layout for n, layout in layouts.items() if n in self.layers and isinstance(layout, KVLayout)}
-        near = {n: layout for n, layout in layouts.items() if n not in far}
+        far = {n: layout for n, layout in layouts if n in self.layers and isinstance(layout, KVLayout)}
+        near = [(n, layout) for n, layout in layouts if n not in far or not isinstance(layout, KVLayout)]
         memories, numbers = empty_memories(near, make, dtype, device)
         for layout in dict.fromkeys(far.values()):
             numbers.append([number for number, other in far.items() if other == layout])

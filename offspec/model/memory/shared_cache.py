@@ -18,6 +18,7 @@ from offspec.scheduler.params import MAX_NODES
 
 from ..decoder import CachedDecoder
 from ..parts.kv_attention import Visibility
+from .kv_beginning import Beginning
 from .kv_cache import LayerCache
 from .text_memory import TextMemory
 
@@ -56,6 +57,14 @@ class SharedCache(TextMemory):
     def nbytes(self) -> int:
         """None of its own: the target's cache counts them."""
         return 0
+
+    @property
+    def beginning(self) -> Beginning | None:
+        return self._target.cache.beginning
+
+    @property
+    def num_in_beginning(self) -> int:
+        return self._target.cache.num_in_beginning
 
     def begin(self, room: int) -> None:
         """Take the target's entries as they are, and drop all others. room: the nodes of the target's largest tree."""

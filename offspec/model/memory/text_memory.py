@@ -1,22 +1,26 @@
 """The memory of one text: a committed prefix, then a pending region with the nodes that wait for the verdict.
 
 Slot i of the committed prefix holds the token at position i. Pending entries follow in the order of their computation.
-`TextMemory` counts a text's entries; `LayerMemory`s store them.
+`TextMemory` counts a text's entries; `LayerMemory`s store them. Texts that begin alike may share KV entries
+(`kv_beginning`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate, groupby, pairwise
-from typing import cast
+from typing import TypeAlias, cast
 
 import torch
 from torch import Tensor
 
 from offspec.loaders.streaming.small_transfers import to_device
 
-from .kv_cache import KVLayout, LayerCache, MakeLayerCaches, MemoryLayout
+from .kv_beginning import FEWEST_SHARED, Beginning, ContinuedLayers, continued, most_shared, split_off
+from .kv_cache import EntriesBySlot, KVLayout, LayerCache, MakeLayerCaches, MemoryLayout
 from .layer_memory import Kept, LayerMemory
+
+LayerLayout: TypeAlias = tuple[int, MemoryLayout]  # a layer's number, and the shape of something that it keeps
 
 
 def split(numbers: Sequence[int], memories: Sequence[LayerMemory]) -> list[Sequence[int]]:
@@ -26,20 +30,26 @@ def split(numbers: Sequence[int], memories: Sequence[LayerMemory]) -> list[Seque
 
 
 def empty_memories(
-    layouts: Mapping[int, MemoryLayout], make: MakeLayerCaches, dtype: torch.dtype, device: torch.device
+    layouts: Iterable[LayerLayout], make: MakeLayerCaches, dtype: torch.dtype, device: torch.device
 ) -> tuple[list[LayerMemory], list[Sequence[int]]]:
-    """Empty memories for layers with these layouts, by number, and the numbers of each one's layers.
+    """Empty memories for layers with these layouts, and the numbers of each one's layers.
 
     make: for KV entries, in some format and place.
     """
-    kv = {number: layout for number, layout in layouts.items() if isinstance(layout, KVLayout)}
+    layouts = list(layouts)
+    kv = {number: layout for number, layout in layouts if isinstance(layout, KVLayout)}
     memories: list[LayerMemory] = list(make(list(kv.values()), dtype, device))
     numbers = split(list(kv), memories)
-    states = {number: layout for number, layout in layouts.items() if not isinstance(layout, KVLayout)}
+    states = {number: layout for number, layout in layouts if not isinstance(layout, KVLayout)}
     for layout in dict.fromkeys(states.values()):
         numbers.append([number for number, other in states.items() if other == layout])
         memories.append(layout.new(len(numbers[-1]), dtype, device))
     return memories, numbers
+
+
+def is_kv(memory: LayerMemory) -> bool:
+    """Whether a memory has KV entries."""
+    return isinstance(memory, EntriesBySlot)
 
 
 class TextMemory:
@@ -57,20 +67,30 @@ class TextMemory:
         """memories: of the layers, empty. device: the arithmetic's.
 
         numbers: of the layers of each memory; without it, they are in the layers' order, from 0. A layer that keeps
-        nothing is in none of them.
+        nothing is in none of them; one that keeps KV entries and a state is in two.
         """
         self.length = 0
         self.pending = 0
         self.shared_end = 0  # `shared_cache.SharedCache` sets it
         self.num_dropped = 0
         self.positions = torch.empty(0, dtype=torch.long, device=device)
-        self._memories = list(memories)
         if numbers is None:
             numbers = split(range(sum(memory.num_layers for memory in memories)), memories)
-        pairs = zip(memories, numbers, strict=True)
-        places = {number: (memory, place) for memory, group in pairs for place, number in enumerate(group)}
-        self._places = dict(sorted(places.items()))  # by a layer's number: its memory, and its place there
-        self._kv = cast(dict[int, tuple[LayerCache, int]], self._places)  # the same, for layers that attend
+        self._groups = [tuple(group) for group in numbers]  # the layers of each memory
+        self._beginning: Beginning | None = None
+        self._store_in(memories)
+
+    def _store_in(self, memories: Sequence[LayerMemory], beginning: Beginning | None = None) -> None:
+        """Replace the layers' memories. beginning: what they share with other texts."""
+        self._memories = list(memories)
+        self._beginning = beginning
+        pairs = zip(memories, self._groups, strict=True)
+        places = [(number, memory, place) for memory, group in pairs for place, number in enumerate(group)]
+        self._places = sorted(places, key=lambda each: each[0])  # a layer's number, its memory, and its place there
+        self._kv = {
+            number: (cast(LayerCache, memory), place) for number, memory, place in self._places if is_kv(memory)
+        }
+        self._states = {number: (memory, place) for number, memory, place in self._places if not is_kv(memory)}
 
     @property
     def size(self) -> int:
@@ -94,7 +114,7 @@ class TextMemory:
     @property
     def num_layers(self) -> int:
         """Layers that keep something."""
-        return len(self._places)
+        return len({number for number, _, _ in self._places})
 
     @property
     def last_slot(self) -> int:
@@ -108,25 +128,41 @@ class TextMemory:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all layers' memories."""
+        """Bytes of all layers' memories, with those of the beginning that the text shares."""
+        return total_bytes([self])
+
+    @property
+    def own_bytes(self) -> int:
+        """Bytes of all layers' memories, without the beginning that the text shares."""
         return sum(memory.nbytes for memory in self._memories)
+
+    @property
+    def beginning(self) -> Beginning | None:
+        """The first entries, if the text shares them."""
+        return self._beginning
+
+    @property
+    def num_in_beginning(self) -> int:
+        """How many entries the text shares: the first ones of `beginning`."""
+        shared = (memory.num_shared for memory in self._memories if isinstance(memory, ContinuedLayers))
+        return next(shared, 0)
 
     @property
     def format(self) -> str:
         """How entries are stored, by groups of layers; texts of equal formats can copy each other's `stored`."""
-        groups = groupby(memory.format for memory, _ in self._places.values())
+        groups = groupby(memory.format for _, memory, _ in self._places)
         return ", ".join(f"{len(list(layers))} {form}" for form, layers in groups)
 
     def stored(self, end: int) -> list[Tensor]:
         """`LayerMemory.stored` of all layers, in their order."""
-        return [view for memory, place in self._places.values() for view in memory.stored(place, end)]
+        return [view for _, memory, place in self._places for view in memory.stored(place, end)]
 
-    def memory_of(self, layer: int) -> tuple[LayerMemory, int]:
-        """What a layer keeps, and its place there. A part knows the kind of its memory, and its functions."""
-        return self._places[layer]
+    def state_of(self, layer: int) -> tuple[LayerMemory, int]:
+        """A layer's memory that is not of KV entries, and its place there. A part knows the memory's functions."""
+        return self._states[layer]
 
     def kv_of(self, layer: int) -> tuple[LayerCache, int]:
-        """`memory_of` a layer that attends."""
+        """The KV entries of a layer, and its place there."""
         return self._kv[layer]
 
     def begin(self, length: int) -> None:
@@ -134,6 +170,55 @@ class TextMemory:
         assert not self.size, "the cache has entries"
         self.positions[:length] = torch.arange(length, device=self.positions.device)
         self.append(length, 0)
+
+    @torch.inference_mode(False)
+    def begin_like(self, other: TextMemory, length: int, *, shares: bool) -> None:
+        """Make the first `length` tokens of `other`, a result of its `restorable`, those of this empty memory.
+
+        shares: share as many KV entries as possible, and copy the rest. The other text is between two passes.
+        """
+        assert not self.size, "the cache has entries"
+        num_shared = other._lend(length) if shares and self._groups == other._groups else 0
+        if not num_shared:
+            self.reserve(length)
+            for mine, others in zip(self.stored(length), other.stored(length), strict=True):
+                mine.copy_(others)
+        else:
+            self._continue(other, num_shared, length)
+        self.begin(length)
+
+    def num_lendable(self, length: int) -> int:
+        """How many entries a text shares with this one that begins with its first `length` tokens."""
+        wanted = most_shared(length)
+        return wanted if wanted >= self.num_in_beginning + FEWEST_SHARED else min(wanted, self.num_in_beginning)
+
+    def _lend(self, length: int) -> int:
+        """Let others share the first `length` entries; returns how many they share."""
+        wanted = self.num_lendable(length)
+        if wanted > self.num_in_beginning:
+            in_use = max(self.size, self.shared_end)
+            memories = [
+                split_off(cast(LayerCache, memory), wanted, in_use, self.capacity) if is_kv(memory) else memory
+                for memory in self._memories
+            ]
+            layers = tuple(memory.beginning for memory in memories if isinstance(memory, ContinuedLayers))
+            self._store_in(memories, Beginning(layers, wanted))
+            self.positions = self.positions.clone()  # other memory has other positions, see `cuda_graphs.StaticRounds`
+        return wanted
+
+    def _continue(self, other: TextMemory, num_shared: int, length: int) -> None:
+        """Take `length` entries of `other`, `num_shared` of its beginning among them, and room for no more."""
+        memories = list[LayerMemory]()
+        for mine, others in zip(self._memories, other._memories, strict=True):
+            if is_kv(others):
+                memories.append(continued(cast(LayerCache, others), num_shared, length))
+                continue
+            memories.append(mine)
+            for layer in range(mine.num_layers):
+                for state, copied in zip(mine.stored(layer, length), others.stored(layer, length), strict=True):
+                    state.copy_(copied)
+        self._store_in(memories, other.beginning)
+        self.positions, self.shared_end = other.positions[:length].clone(), 0
 
     @torch.inference_mode(False)  # outside inference mode, `keep` may not write to inference tensors
     def reserve(self, capacity: int) -> None:
@@ -198,6 +283,8 @@ class TextMemory:
 
     def move(self, start: int, slots: Tensor) -> None:
         """Move the KV entries in slots [K] (ascending) to start .. start + K, in use or not."""
+        if start < self.num_in_beginning:
+            self._own_all()
         for memory in self._memories:
             cast(LayerCache, memory).move(start, slots)
         self.positions[start : start + len(slots)] = self.positions[slots]
@@ -213,6 +300,8 @@ class TextMemory:
         """Keep the first `length` committed entries alone; fewer, if a layer can go back to fewer tokens only."""
         assert 0 <= length <= self.length
         length = self.restorable(length)
+        if length < self.num_in_beginning:
+            self._go_back(length)
         for memory in self._memories:
             memory.rewind(length)
         self.length, self.pending = length, 0
@@ -223,7 +312,57 @@ class TextMemory:
             length = fewer
         return length
 
+    @torch.inference_mode(False)
+    def shrink(self) -> None:
+        """Give up all room but that of the committed entries."""
+        for memory in self._memories:
+            memory.reserve(self.length, self.length)
+        self.positions, self.pending, self.shared_end = self.positions[: self.length].clone(), 0, 0
+
+    @torch.inference_mode(False)
+    def _go_back(self, length: int) -> None:
+        """Share fewer entries: those of the first `length`. There is room for no more, as other texts may need it."""
+        num_shared = most_shared(length)
+        memories = [
+            continued(memory, num_shared, length) if isinstance(memory, ContinuedLayers) else memory
+            for memory in self._memories
+        ]
+        self._store_in(memories, self._beginning if num_shared else None)
+        self.positions, self.shared_end = self.positions[:length].clone(), 0
+
+    @torch.inference_mode(False)
+    def _own_all(self) -> None:
+        """Copy what the text shares."""
+        in_use, capacity = max(self.size, self.shared_end), self.capacity
+        self._store_in(
+            [
+                continued(memory, 0, in_use) if isinstance(memory, ContinuedLayers) else memory
+                for memory in self._memories
+            ]
+        )
+        for memory in self._memories:
+            memory.reserve(capacity, in_use)
+        self.positions = self.positions.clone()
+
     def wipe(self) -> None:
         """Zero all unused slots. A text that ran into NaN left some there, and attention multiplies them by 0."""
+        assert self._beginning is None, "what other texts have is not overwritten"
         for rows in self.stored(self.capacity):
             rows[..., self.size :, :] = 0
+
+
+def total_bytes(texts: Iterable[TextMemory]) -> int:
+    """Bytes of these texts' memories; a beginning that several share counts once."""
+    texts = list(texts)
+    return sum(text.own_bytes for text in texts) + sum(beginning.nbytes for beginning in _beginnings(texts))
+
+
+def total_entries(texts: Iterable[TextMemory]) -> int:
+    """Entries that these texts have room for; a beginning that several share counts once."""
+    texts = list(texts)
+    num_own = sum(text.capacity - text.num_in_beginning for text in texts)
+    return num_own + sum(beginning.length for beginning in _beginnings(texts))
+
+
+def _beginnings(texts: Iterable[TextMemory]) -> set[Beginning]:
+    return {text.beginning for text in texts if text.beginning is not None}

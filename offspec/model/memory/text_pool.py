@@ -2,12 +2,12 @@
 
 A request begins with the longest beginning of its text that any of them has: its caches' own, a copy's, or that of a
 request that is running. So a chat continues where it was, although other requests came between, and texts with a common
-beginning score it once. Entries are copied bit by bit, so the text is the same.
+beginning score it once. Caches share its entries (`kv_beginning`), or have copies with the same bits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,11 +15,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from offspec.loaders.accelerators.accelerator import accelerator_of
+
 from ..cuda_graphs import StaticText
 from ..decoder import CachedDecoder
 from .draft_window import WindowedText
 from .text_caches import DraftText, TextCaches
-from .text_memory import TextMemory
+from .text_memory import TextMemory, total_entries
 
 WORTHWHILE = 32  # tokens; scoring fewer of them again is as fast as copying entries
 Ids = NDArray[np.int64]
@@ -85,7 +87,7 @@ class TextPool:
     @property
     def num_entries(self) -> int:
         """KV entries of the target that the used caches have room for."""
-        return sum(caches.target.cache.capacity for caches in self._used)
+        return total_entries(_target_caches(self._used))
 
     @property
     def can_copy(self) -> bool:
@@ -95,7 +97,7 @@ class TextPool:
     @property
     def num_idle_entries(self) -> int:
         """KV entries of the target that no request uses."""
-        return sum(caches.target.cache.capacity for caches in self._free)
+        return total_entries(_target_caches((*self._used, *self._free))) - self.num_entries
 
     def park_idle(self) -> None:
         """Free the caches that no request uses, because running requests need their room."""
@@ -118,12 +120,25 @@ class TextPool:
                 self._park(idle)
         num_kept = num_common(_ids(caches), wanted)
         if self._used and has_all_entries(caches):
-            _shrink(caches, num_kept)
+            caches.target.truncate(num_kept)
+            caches.target.cache.shrink()  # others than the last request share the plan's entries
         if source is not caches and num_tokens >= num_kept + WORTHWHILE:
             _fill(caches, source, wanted[:num_tokens])
         self._free.clear()
         self._used.append(caches)
         return caches
+
+    def num_shareable(self, text: Ids) -> int:
+        """How many of the text's first KV entries it would share with a request that is running."""
+        source, num_tokens = self._longest_running(text)
+        return 0 if source is None or not _shares_target(source) else source.target.cache.num_lendable(num_tokens)
+
+    @torch.inference_mode()
+    def refill(self, caches: TextCaches) -> None:
+        """Give used caches without entries of the target those of other requests that begin alike."""
+        source, num_tokens = self._longest_running(np.asarray(caches.text[:-1], dtype=np.int64), but=caches)
+        if source is not None and num_tokens >= WORTHWHILE and has_all_entries(caches):
+            _copy(caches.target.cache, source.target.cache, num_tokens, shares=_shares_target(caches))
 
     def give_back(self, caches: TextCaches) -> None:
         """The request is over; its text stays in the caches until another request begins."""
@@ -136,13 +151,21 @@ class TextPool:
         for index, parked in enumerate(self._parked):
             if (num_tokens := parked.target.restorable(num_common(parked.ids, wanted))) > found[1]:
                 found, latest = (parked, num_tokens), index
-        for caches in filter(has_all_entries, (*self._used, *self._free)):
-            num_tokens = caches.target.cache.restorable(num_common(_ids(caches), wanted))
-            if num_tokens > found[1]:
+        running = self._longest_running(wanted)
+        if running[1] and running[1] >= found[1]:  # its entries are shared, and a parked text's are copied
+            found = running
+        for caches in filter(has_all_entries, self._free):
+            if (num_tokens := _num_restorable(caches, wanted)) > found[1]:
                 found = (caches, num_tokens)
         if isinstance(found[0], ParkedText):
             self._parked.append(self._parked.pop(latest))
         return found
+
+    def _longest_running(self, wanted: Ids, but: TextCaches | None = None) -> tuple[TextCaches | None, int]:
+        """`_longest` of the texts of other requests that are running."""
+        others = (caches for caches in self._used if caches is not but and has_all_entries(caches))
+        lengths = [(caches, _num_restorable(caches, wanted)) for caches in others]
+        return max(lengths, key=lambda pair: pair[1], default=(None, 0))
 
     @torch.inference_mode()
     def _park(self, caches: TextCaches) -> None:
@@ -164,6 +187,15 @@ class TextPool:
 def _ids(caches: TextCaches) -> Ids:
     """The tokens of a text whose entries the target's cache has."""
     return np.asarray(caches.text[: _num_known(caches)], dtype=np.int64)
+
+
+def _num_restorable(caches: TextCaches, wanted: Ids) -> int:
+    """How many first tokens of `wanted` the target's cache can go back to."""
+    return caches.target.cache.restorable(num_common(_ids(caches), wanted))
+
+
+def _target_caches(texts: Iterable[TextCaches]) -> list[TextMemory]:
+    return [caches.target.cache for caches in texts]
 
 
 def _num_known(caches: TextCaches) -> int:
@@ -188,9 +220,13 @@ def has_all_entries(caches: TextCaches) -> bool:
 
 def own_cache(draft: DraftText | None) -> TextMemory | None:
     """The draft's cache, if its entries depend on nothing but the target's tokens, of which it has all."""
-    if isinstance(draft, WindowedText):
-        return draft.cache if draft.window is None else None
-    return draft.cache if isinstance(draft, CachedDecoder) and type(draft) in (CachedDecoder, StaticText) else None
+    return None if (text := _whole_text(draft)) is None else text.cache
+
+
+def _whole_text(draft: DraftText | None) -> CachedDecoder | None:
+    """The draft's text, if its entries depend on nothing but the target's tokens, of which it has all."""
+    text: object = draft.without_window if isinstance(draft, WindowedText) else draft
+    return text if isinstance(text, CachedDecoder) and type(text) in (CachedDecoder, StaticText) else None
 
 
 @torch.inference_mode()
@@ -199,22 +235,31 @@ def _fill(caches: TextCaches, source: ParkedText | TextCaches | None, ids: Ids) 
     assert source is not None
     caches.rewind(ids[:1].tolist())
     caches.text = ids.tolist()
-    _copy(caches.target.cache, source.target if isinstance(source, ParkedText) else source.target.cache, len(ids))
+    target = source.target if isinstance(source, ParkedText) else source.target.cache
+    _copy(caches.target.cache, target, len(ids), shares=_shares_target(caches))
     draft = source.draft if isinstance(source, ParkedText) else own_cache(source.draft)
     if (cache := own_cache(caches.draft)) is not None and draft is not None:
-        _copy(cache, draft, draft.restorable(min(len(ids), draft.length)))
+        texts = (_whole_text(caches.draft), _whole_text(None if isinstance(source, ParkedText) else source.draft))
+        shares = all(map(_shares, texts))
+        _copy(cache, draft, draft.restorable(min(len(ids), draft.length)), shares=shares)
 
 
-@torch.inference_mode()
-def _shrink(caches: TextCaches, length: int) -> None:
-    """Keep `length` entries and no further room: others than the last request share the plan's entries."""
-    target, old = caches.target, caches.target.cache
-    caches.drop_target()
-    _copy(target.cache, old, old.restorable(length))
+def _shares(text: CachedDecoder | None) -> bool:
+    """Whether a text may share KV entries: its passes take keys in parts, and replay nothing recorded."""
+    return type(text) is CachedDecoder and not text.decoder.config.has_whole_attention
 
 
-def _copy(cache: TextMemory, other: Entries | TextMemory, length: int) -> None:
-    """Make the first `length` entries of `other` those of an empty cache."""
+def _shares_target(caches: TextCaches) -> bool:
+    """`_shares` of the target's text. A draft that reads its entries may have recorded rounds."""
+    records = accelerator_of(caches.target.device).records
+    return _shares(caches.target) and not (caches.num_shared and records)
+
+
+def _copy(cache: TextMemory, other: Entries | TextMemory, length: int, *, shares: bool) -> None:
+    """Make the first `length` entries of `other` those of an empty cache. shares: see `TextMemory.begin_like`."""
+    if isinstance(other, TextMemory):
+        cache.begin_like(other, length, shares=shares)
+        return
     cache.reserve(length)
     for mine, others in zip(cache.stored(length), other.stored(length), strict=True):
         mine.copy_(others)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..config import ModelConfig
 from ..memory.kv_cache import KVLayout
-from ..rope import RotaryEmbeddings, rotate
+from ..rope import RotaryEmbeddings, Rotations, rotate
 from .part import Entries, LayerWeights, NativePart, PassRows, Shape
 
 
@@ -25,6 +25,7 @@ class Attention(NativePart):
     def __init__(self, config: ModelConfig, layer: int, rotaries: RotaryEmbeddings | None = None) -> None:
         super().__init__(config, layer, rotaries)
         self.window = config.windows[layer]  # the number of positions a row attends to, itself included; None is all
+        self.places = config.norms_of(layer)
         self.shape = shape = config.shape_of(layer)
         self.entries_of = layer if shape.entries_of is None else shape.entries_of
         if self.has_entries:
@@ -39,8 +40,7 @@ class Attention(NativePart):
 
     @property
     def norms(self) -> list[str]:
-        places = self.config.norms
-        return [name for name in (places.before_attention, places.after_attention) if name is not None]
+        return [name for name in (self.places.before_attention, self.places.after_attention) if name is not None]
 
     @property
     def matrices(self) -> dict[str, tuple[int, int]]:
@@ -50,7 +50,10 @@ class Attention(NativePart):
             rows = {"qkv": q + 2 * kv}
         else:
             rows = {"q": 2 * q if c.has_attention_gate else q} | dict.fromkeys(self._entry_projections, kv)
-        return {**{f"self_attn.{name}_proj": (n, hidden) for name, n in rows.items()}, "self_attn.o_proj": (hidden, q)}
+        return {
+            **{f"{c.attention}.{name}_proj": (n, hidden) for name, n in rows.items()},
+            c.attention_output: (hidden, q),
+        }
 
     @property
     def _entry_projections(self) -> str:
@@ -63,7 +66,7 @@ class Attention(NativePart):
         return 6 * self.config.num_heads * self.shape.head_dim
 
     def has_bias(self, matrix: str) -> bool:
-        return self.config.o_bias if matrix.endswith(".o_proj") else self.config.qkv_bias
+        return self.config.o_bias if matrix == self.config.attention_output else self.config.qkv_bias
 
     @property
     def shapes(self) -> dict[str, Shape]:
@@ -77,9 +80,8 @@ class Attention(NativePart):
         return shapes
 
     def forward(self, x: Tensor, weights: LayerWeights, rows: PassRows, first: int, last: int) -> Tensor:
-        places = self.config.norms
-        attended = self.attended(self.norm(x, weights, places.before_attention), weights, rows, first, last)
-        return self.added(x, self.norm(attended, weights, places.after_attention))
+        attended = self.attended(self.norm(x, weights, self.places.before_attention), weights, rows, first, last)
+        return self.added(x, self.norm(attended, weights, self.places.after_attention))
 
     def attended(self, x: Tensor, weights: LayerWeights, rows: PassRows, first: int, last: int) -> Tensor:
         """Attention of rows first .. last: normed states x [T, hidden] → [T, hidden]."""
@@ -88,14 +90,14 @@ class Attention(NativePart):
         queries, gate = projected[0], None
         if c.has_attention_gate:
             queries, gate = queries.chunk(2, dim=-1)
-        queries = self.placed(queries, c.qk_norm_form.queries, weights, rows, first, last)
-        entries = self.entries(projected[1:], weights, rows, first, last) if self.has_entries else None
+        queries = self.placed(queries, c.qk_norm_form.queries, weights, rows.rotations, first, last)
+        entries = self.entries(projected[1:], weights, rows.rotations, first, last) if self.has_entries else None
         if c.query_growth is not None:
             queries = queries * rows.rotations.growth(*c.query_growth)[first:last].to(queries.dtype)
         out = rows.attend(self, queries, entries, first, last)
         if gate is not None:
             out = out * gate.sigmoid()
-        return weights.linear("self_attn.o_proj", out.flatten(1))
+        return weights.linear(c.attention_output, out.flatten(1))
 
     def projected(self, x: Tensor, weights: LayerWeights) -> list[Tensor]:
         """Queries [T, heads, head_dim], keys and values [T, kv_heads, head_dim] of normed states x [T, hidden].
@@ -105,29 +107,34 @@ class Attention(NativePart):
         c, shape = self.config, self.shape
         if c.has_fused_qkv:
             sizes = [heads * shape.head_dim for heads in (c.num_heads, shape.num_kv_heads, shape.num_kv_heads)]
-            queries, *entries = torch.split(weights.linear("self_attn.qkv_proj", x), sizes, dim=-1)
+            queries, *entries = torch.split(weights.linear(f"{c.attention}.qkv_proj", x), sizes, dim=-1)
         else:
             names = ("q", *self._entry_projections)
-            queries, *entries = (weights.linear(f"self_attn.{name}_proj", x) for name in names)
+            queries, *entries = (weights.linear(f"{c.attention}.{name}_proj", x) for name in names)
         by_head = (len(x), shape.num_kv_heads, shape.head_dim)
         return [queries.view(len(x), c.num_heads, -1), *(each.view(by_head) for each in entries)]
 
     def entries(
-        self, projected: Sequence[Tensor], weights: LayerWeights, rows: PassRows, first: int, last: int
+        self, projected: Sequence[Tensor], weights: LayerWeights, rotations: Rotations, first: int, last: int
     ) -> Entries:
         """The KV entries of rows first .. last. projected: their keys, and values unless they are keys."""
         keys, values = projected[0], projected[-1]
         if self.config.has_value_norm:
             values = F.rms_norm(values, values.shape[-1:], None, self.config.rms_norm_eps)
-        return self.placed(keys, self.config.qk_norm_form.keys, weights, rows, first, last), values
+        return self.placed(keys, self.config.qk_norm_form.keys, weights, rotations, first, last), values
 
-    def placed(self, heads: Tensor, norm: str, weights: LayerWeights, rows: PassRows, first: int, last: int) -> Tensor:
-        """Queries or keys [T, heads, head_dim] of rows first .. last, rotated, and normed if the family norms them."""
+    def placed(
+        self, heads: Tensor, norm: str, weights: LayerWeights, rotations: Rotations, first: int, last: int
+    ) -> Tensor:
+        """Queries or keys [T, heads, head_dim] of rows first .. last, rotated, and normed if the family norms them.
+
+        rotations: of all rows.
+        """
         c = self.config
         if c.qk_norm and not c.qk_norm_form.is_after_rope:
             heads = self._heads_normed(heads, norm, weights)
         if self.rotary is not None:
-            cos, sin = (each[first:last] for each in rows.rotations.of(self.rotary))
+            cos, sin = (each[first:last] for each in rotations.of(self.rotary))
             heads = rotate(heads, cos, sin, is_interleaved=c.has_interleaved_rope)
         if c.qk_norm and c.qk_norm_form.is_after_rope:
             heads = self._heads_normed(heads, norm, weights)

@@ -37,15 +37,16 @@ class DeltaNet(RecurrentPart):
 
     @property
     def norms(self) -> list[str]:
-        name = self.config.norms.before_attention
+        name = self.config.norms_of(self.layer).before_attention
         return [] if name is None else [name]
 
     @property
     def matrices(self) -> dict[str, tuple[int, int]]:
-        shape, heads, hidden = self.shape, self.shape.num_heads, self.config.hidden_size
-        rows = {"in_proj_qkv": shape.channels, "in_proj_z": shape.values, "in_proj_b": heads, "in_proj_a": heads}
+        shape, names, hidden = self.shape, self.shape.names, self.config.hidden_size
+        rows = dict(zip(names.inputs, shape.inputs, strict=True))
+        rows |= {names.gate: shape.values, names.rate: shape.num_heads, names.step: shape.num_heads}
         made = {f"linear_attn.{name}": (count, hidden) for name, count in rows.items()}
-        return {**made, "linear_attn.out_proj": (hidden, shape.values)}
+        return {**made, f"linear_attn.{names.output}": (hidden, shape.values)}
 
     @property
     def row_numbers(self) -> int:
@@ -57,42 +58,45 @@ class DeltaNet(RecurrentPart):
 
     @property
     def shapes(self) -> dict[str, Shape]:
-        shape = self.shape
+        shape, names = self.shape, self.shape.names
+        parts = zip(names.convolutions, shape.kernel_parts or shape.inputs, strict=True)
         return {
             **super().shapes,
-            "linear_attn.conv1d.weight": (shape.channels, 1, shape.kernel),
+            **{f"linear_attn.{name}.weight": (channels, 1, shape.kernel) for name, channels in parts},
             "linear_attn.A_log": (shape.num_heads,),
             "linear_attn.dt_bias": (shape.num_heads,),
-            "linear_attn.norm.weight": (shape.value_size,),
+            f"linear_attn.{names.norm}.weight": (shape.value_size,),
         }
 
     def forward(self, x: Tensor, weights: LayerWeights, rows: PassRows, first: int, last: int) -> Tensor:
-        mixed, gates, rates, steps = self.projected(self.norm(x, weights, self.config.norms.before_attention), weights)
+        normed = self.norm(x, weights, self.config.norms_of(self.layer).before_attention)
+        mixed, gates, rates, steps = self.projected(normed, weights)
         decays = -weights.vector("linear_attn.A_log").float().exp() * F.softplus(
             steps.float() + weights.vector("linear_attn.dt_bias").float()
         )
-        outputs = self.recurred(mixed, (decays, rates.float().sigmoid()), weights, rows, first, last)
+        rates = rates.float().sigmoid() * self.shape.top_rate
+        outputs = self.advanced(mixed, (decays, rates), weights, rows, first, last)
         return self.added(x, self.gated(outputs.to(x.dtype), gates, weights))
 
     def projected(self, x: Tensor, weights: LayerWeights) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Of normed states x [T, hidden]: the convolution's inputs [T, channels], gates [T, heads, Dv], and per head
         the inputs of the update's rate and of the decay's step [T, heads].
         """
-        shape = self.shape
-        mixed, gates, rates, steps = (
-            weights.linear(f"linear_attn.in_proj_{name}", x) for name in ("qkv", "z", "b", "a")
+        shape, names = self.shape, self.shape.names
+        *mixed, gates, rates, steps = (
+            weights.linear(f"linear_attn.{name}", x) for name in (*names.inputs, names.gate, names.rate, names.step)
         )
-        return mixed, gates.view(len(x), shape.num_heads, shape.value_size), rates, steps
+        by_head = gates.view(len(x), shape.num_heads, shape.value_size)
+        return mixed[0] if len(mixed) == 1 else torch.cat(mixed, 1), by_head, rates, steps
 
     def convolution(self, weights: LayerWeights) -> tuple[Tensor, None]:
-        kernel = weights.vector("linear_attn.conv1d.weight").float().view(self.shape.channels, self.shape.kernel)
-        return kernel, None
+        parts = [weights.vector(f"linear_attn.{name}.weight").float() for name in self.shape.names.convolutions]
+        return torch.cat(parts).view(self.shape.channels, self.shape.kernel), None
 
     def inputs(self, convolved: Tensor, pieces: Sequence[Tensor]) -> DeltaInputs:
         shape, (decays, rates) = self.shape, pieces
-        size = shape.key_heads * shape.key_size
         active = F.silu(convolved)
-        queries, keys, values = torch.split(active, [size, size, shape.values], -1)
+        queries, keys, values = torch.split(active, [shape.keys, shape.keys, shape.values], -1)
         by_head = (len(active), shape.key_heads, shape.key_size)
         return DeltaInputs(
             _normed(queries.view(by_head)) * shape.key_size**-0.5,
@@ -105,10 +109,10 @@ class DeltaNet(RecurrentPart):
     def gated(self, outputs: Tensor, gates: Tensor, weights: LayerWeights) -> Tensor:
         """Outputs [T, heads, Dv], normed per head and times silu(gate), through the last projection: [T, hidden]."""
         wide = outputs.float()
-        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.config.rms_norm_eps)
-        normed = weights.vector("linear_attn.norm.weight") * normed.to(outputs.dtype)
+        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.shape.norm_eps)
+        normed = weights.vector(f"linear_attn.{self.shape.names.norm}.weight") * normed.to(outputs.dtype)
         gated = (normed * F.silu(gates.float())).to(outputs.dtype)
-        return weights.linear("linear_attn.out_proj", gated.flatten(1))
+        return weights.linear(f"linear_attn.{self.shape.names.output}", gated.flatten(1))
 
 
 def _normed(x: Tensor) -> Tensor:

@@ -9,9 +9,11 @@ from ..rope import RotaryEmbeddings
 from .attention import Attention
 from .delta_net import DeltaNet
 from .layer_input import LayerInput, LayerScale
+from .mamba import AttentionBesideMamba, Mamba
 from .mlp import AttentionBesideMlp, Mlp
 from .modules import LayerOfModules
 from .part import Part
+from .short_convolution import ShortConvolution
 
 PARTS: dict[str, Callable[[ModelConfig, int, RotaryEmbeddings | None], Part]] = {
     "attention": Attention,
@@ -19,6 +21,9 @@ PARTS: dict[str, Callable[[ModelConfig, int, RotaryEmbeddings | None], Part]] = 
     "delta net": DeltaNet,
     "layer input": LayerInput,
     "layer scale": LayerScale,
+    "mamba": Mamba,
+    "attention beside mamba": AttentionBesideMamba,
+    "short convolution": ShortConvolution,
     "attention beside mlp": AttentionBesideMlp,
     "modules": lambda config, layer, rotaries: LayerOfModules(config, layer),
 }

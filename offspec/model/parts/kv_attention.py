@@ -34,9 +34,17 @@ class KeyRange:
     def split(self, most: int) -> Iterator[KeyRange]:
         """Parts of at most `most` keys."""
         for first in range(self.first, self.end, most):
-            end = min(first + most, self.end)
-            mask = None if self.mask is None else self.mask[:, first - self.first : end - self.first]
-            yield KeyRange(first, end, mask)
+            yield self._part(first, min(first + most, self.end))
+
+    def cut(self, slot: int) -> list[KeyRange]:
+        """The parts before `slot` and from it on."""
+        if not self.first < slot < self.end:
+            return [self]
+        return [self._part(self.first, slot), self._part(slot, self.end)]
+
+    def _part(self, first: int, end: int) -> KeyRange:
+        mask = None if self.mask is None else self.mask[:, first - self.first : end - self.first]
+        return KeyRange(first, end, mask)
 
 
 @dataclass(frozen=True)
@@ -125,27 +133,57 @@ def attend(
 
 
 def attend_by_parts(
-    queries: Tensor, parts: Iterable[KeyPart], *, scale: float | None = None, cap: float | None = None
+    queries: Tensor,
+    parts: Iterable[KeyPart],
+    *,
+    scale: float | None = None,
+    cap: float | None = None,
+    before: PartialResult | None = None,
 ) -> Tensor:
     """`attend` over the keys and values of all parts, which are used one after the other.
 
-    Each part's result has the softmax's sum over its keys, by which results are merged (2205.14135, section 3.1). A row
-    may have no key in a part, but has one in some part.
+    A row may have no key in a part, but has one in some part. before: of parts that are not given.
     """
+    merged = merge_parts(queries, parts, scale=scale, cap=cap, before=before)
+    return _ungrouped(merged.total.to(queries.dtype))
+
+
+@dataclass(frozen=True)
+class PartialResult:
+    """Attention to some of the keys: results [kv_heads, group, T, D] and logarithms of their softmax's sums."""
+
+    total: Tensor
+    sums: Tensor
+
+    def of_rows(self, rows: slice) -> PartialResult:
+        return PartialResult(self.total[:, :, rows], self.sums[:, :, rows])
+
+    def merged(self, other: PartialResult) -> PartialResult:
+        """Attention to the keys of both (2205.14135, section 3.1)."""
+        sums = torch.logaddexp(self.sums, other.sums).clamp(min=torch.finfo(self.sums.dtype).min)  # -inf - -inf is NaN
+        total, added = (each.total * (each.sums - sums).exp()[..., None] for each in (self, other))
+        return PartialResult(total + added, sums)
+
+
+def merge_parts(
+    queries: Tensor,
+    parts: Iterable[KeyPart],
+    *,
+    scale: float | None = None,
+    cap: float | None = None,
+    before: PartialResult | None = None,
+) -> PartialResult:
+    """`attend_by_parts`, to which further parts may be added."""
     attend_to_part = part_attention(queries, cap)
-    total: Tensor | None = None
+    merged, grouped = before, None
     for part in parts:
-        if total is None:
+        if grouped is None:
             grouped = _grouped(queries, part.keys.shape[0])
         found, sums = attend_to_part(grouped, part, _scale(queries, scale))
-        if total is None:
-            total, all_sums = found.to(sums.dtype), sums
-            continue
-        new_sums = torch.logaddexp(all_sums, sums).clamp(min=torch.finfo(sums.dtype).min)  # -inf minus -inf is NaN
-        total = total * (all_sums - new_sums).exp()[..., None] + found * (sums - new_sums).exp()[..., None]
-        all_sums = new_sums
-    assert total is not None, "attention to no keys"
-    return _ungrouped(total.to(queries.dtype))
+        result = PartialResult(found.to(sums.dtype), sums)
+        merged = result if merged is None else merged.merged(result)
+    assert merged is not None, "attention to no keys"
+    return merged
 
 
 def _scale(queries: Tensor, scale: float | None) -> float:

@@ -28,13 +28,17 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {  # by their names in conf
 class Mlp(NativePart):
     """The MLP of a layer: norm, matrices, and a residual. Differences are in `ModelConfig.mlp` and `activation`."""
 
+    def __init__(self, config: ModelConfig, layer: int, rotaries: RotaryEmbeddings | None = None) -> None:
+        super().__init__(config, layer, rotaries)
+        self.multipliers = config.multipliers
+
     @property
     def inner_size(self) -> int:
         return self.config.shape_of(self.layer).intermediate_size
 
     @property
     def norms(self) -> list[str]:
-        places = self.config.norms
+        places = self.config.norms_of(self.layer)
         return [name for name in (places.before_mlp, places.after_mlp) if name is not None]
 
     @property
@@ -51,7 +55,7 @@ class Mlp(NativePart):
         return self.config.mlp_bias
 
     def forward(self, x: Tensor, weights: LayerWeights, rows: PassRows, first: int, last: int) -> Tensor:
-        places = self.config.norms
+        places = self.config.norms_of(self.layer)
         output = self.output(self.norm(x, weights, places.before_mlp), weights)
         return self.added(x, self.norm(output, weights, places.after_mlp))
 
@@ -64,8 +68,12 @@ class Mlp(NativePart):
             gate, up = weights.linear(names.up, x).chunk(2, dim=-1)
             inner = row_wise(activate, gate) * up
         else:
-            inner = row_wise(activate, weights.linear(names.gate, x)) * weights.linear(names.up, x)
-        return weights.linear(names.down, inner)
+            gate = weights.linear(names.gate, x)
+            if self.multipliers is not None:
+                gate = gate * self.multipliers.gate
+            inner = row_wise(activate, gate) * weights.linear(names.up, x)
+        down = weights.linear(names.down, inner)
+        return down if self.multipliers is None else down * self.multipliers.down
 
 
 class AttentionBesideMlp(Attention):
@@ -91,5 +99,5 @@ class AttentionBesideMlp(Attention):
         return super().has_bias(matrix) if matrix in super().matrices else self.mlp.has_bias(matrix)
 
     def forward(self, x: Tensor, weights: LayerWeights, rows: PassRows, first: int, last: int) -> Tensor:
-        normed = self.norm(x, weights, self.config.norms.before_attention)
+        normed = self.norm(x, weights, self.places.before_attention)
         return x + self.attended(normed, weights, rows, first, last) + self.mlp.output(normed, weights)

@@ -113,8 +113,8 @@ class Part(ABC):
     """One step of layer `layer`, such as attention or an MLP. It holds no weights.
 
     A part owns its tensors' names and shapes, and the shape of what it keeps of a text. memory: the latter; None:
-    nothing. Of a layer's parts at most one keeps something. is_static: it only launches kernels, on tensors that stay,
-    so that CUDA graphs can record it.
+    nothing. A layer keeps KV entries, or a state, or one of each. is_static: it only launches kernels, on tensors that
+    stay, so that CUDA graphs can record it.
     """
 
     is_static = True
@@ -128,6 +128,11 @@ class Part(ABC):
     @abstractmethod
     def shapes(self) -> Mapping[str, Shape]:
         """Short name → shape of each of its tensors."""
+
+    @property
+    def memories(self) -> tuple[MemoryLayout, ...]:
+        """The shapes of everything that it keeps of a text: more than `memory`, if parts are joined in it."""
+        return () if self.memory is None else (self.memory,)
 
     @property
     def matrices(self) -> dict[str, tuple[int, int]]:

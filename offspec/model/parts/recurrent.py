@@ -1,4 +1,4 @@
-"""What parts with a state of the text have in common: a causal convolution, and a linear recurrence behind it.
+"""What parts with a state of the text have in common: a causal convolution, and mostly a linear recurrence behind it.
 
 A text's chain moves the state. A tree's nodes have no state: their outputs follow from the root's and from what their
 ancestors bring (`recurrence`), and the convolution looks along their path.
@@ -17,14 +17,14 @@ from offspec.loaders.streaming.small_transfers import to_device
 from ..causal_convolution import chain_convolution, path_convolution, path_windows
 from ..memory.recurrent_states import LEAST_COPIED, Nodes, Progress, RecurrentLayout, RecurrentStates, State
 from ..pass_rows import AppendedRows, by_text
-from ..recurrence import Inputs, chain_step, tree_step
+from ..recurrence import Inputs, PathRows, chain_step, tree_step
 from .part import LayerWeights, NativePart, PassRows
 
 TREE_ROWS = 128  # nodes that are computed together: each has a product with each ancestor, in each head
 
 
-class RecurrentPart(NativePart):
-    """A part with a convolution and a recurrence. Subclasses project rows into them, and their outputs back."""
+class ConvolvedPart(NativePart):
+    """A part with a convolution. Subclasses project rows into it, and say what is behind it."""
 
     is_static = False
     memory: RecurrentLayout
@@ -34,10 +34,19 @@ class RecurrentPart(NativePart):
         """The kernel [channels, K] and the bias [channels], in fp32."""
 
     @abstractmethod
-    def inputs(self, convolved: Tensor, pieces: Sequence[Tensor]) -> Inputs:
-        """What R rows bring to the recurrence. convolved: fp32 [R, channels]. pieces: as for `recurred`, of R rows."""
+    def of_chain(self, matrix: Tensor, convolved: Tensor, pieces: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """Outputs [R, ...] of R rows of a chain, and the state's matrix behind them. matrix: before them.
 
-    def recurred(
+        convolved: fp32 [R, channels]. pieces: as for `advanced`, of R rows.
+        """
+
+    @abstractmethod
+    def of_tree(
+        self, matrix: Tensor, convolved: Tensor, pieces: Sequence[Tensor], ancestors: Tensor, earlier: PathRows
+    ) -> tuple[Tensor, PathRows]:
+        """Outputs [R, ...] of R nodes, and what they bring to the recurrence. ancestors, earlier: see `tree_step`."""
+
+    def advanced(
         self,
         mixed: Tensor,
         pieces: Sequence[Tensor],
@@ -46,9 +55,9 @@ class RecurrentPart(NativePart):
         first: int,
         last: int,
     ) -> Tensor:
-        """Outputs [T, heads, Dv] of the recurrence for rows first .. last of a pass, in fp32.
+        """Outputs [T, ...] for rows first .. last of a pass, in fp32.
 
-        mixed [T, channels]: inputs of the convolution. pieces [T, ...]: what else the rows bring to the recurrence.
+        mixed [T, channels]: inputs of the convolution. pieces [T, ...]: what else the rows bring.
         """
         outputs = list[Tensor]()
         for text, begin, end, some in by_text(rows, first, last):
@@ -58,8 +67,8 @@ class RecurrentPart(NativePart):
     def _advance(
         self, text: AppendedRows, begin: int, end: int, pieces: Sequence[Tensor], weights: LayerWeights
     ) -> Tensor:
-        """Outputs [end - begin, heads, Dv] of rows begin .. end of a text. pieces: `mixed`, then the others."""
-        memory, place = text.cache.memory_of(self.layer)
+        """Outputs [end - begin, ...] of rows begin .. end of a text. pieces: `mixed`, then the others."""
+        memory, place = text.cache.state_of(self.layer)
         assert isinstance(memory, RecurrentStates)
         progress, num_chain = memory.progress(place, begin), len(text.rows.chain)
         last = max(0, min(end, num_chain) - begin)  # of these rows, those up to `last` are the chain's
@@ -82,7 +91,7 @@ class RecurrentPart(NativePart):
         state = progress.state
         convolved = chain_convolution(mixed.float(), state.inputs.float(), *self.convolution(weights))
         inputs = torch.cat((state.inputs, mixed))[len(mixed) :]
-        outputs, matrix = chain_step(state.matrix, self.inputs(convolved, pieces))
+        outputs, matrix = self.of_chain(state.matrix, convolved, pieces)
         progress.state = State(matrix, inputs.clone())  # not a view of a whole prompt
         return outputs
 
@@ -108,8 +117,24 @@ class RecurrentPart(NativePart):
             mixed, *others = (each[begin - first : end - first] for each in pieces)
             inputs = torch.cat((progress.nodes.inputs, mixed))
             windows = path_windows(inputs.float(), progress.state.inputs.float(), parents[:seen], num_earlier + begin)
-            given = self.inputs(path_convolution(windows, *self.convolution(weights)), others)
-            some, rows = tree_step(progress.state.matrix, given, mask[begin:end, :seen], progress.nodes.rows)
+            convolved, ancestors = path_convolution(windows, *self.convolution(weights)), mask[begin:end, :seen]
+            some, rows = self.of_tree(progress.state.matrix, convolved, others, ancestors, progress.nodes.rows)
             progress.nodes = Nodes(progress.nodes.rows.with_more(rows), inputs)
             outputs.append(some)
         return torch.cat(outputs)
+
+
+class RecurrentPart(ConvolvedPart):
+    """A part with a convolution and a recurrence behind it."""
+
+    @abstractmethod
+    def inputs(self, convolved: Tensor, pieces: Sequence[Tensor]) -> Inputs:
+        """What R rows bring to the recurrence. convolved: fp32 [R, channels]. pieces: as for `advanced`, of R rows."""
+
+    def of_chain(self, matrix: Tensor, convolved: Tensor, pieces: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        return chain_step(matrix, self.inputs(convolved, pieces))
+
+    def of_tree(
+        self, matrix: Tensor, convolved: Tensor, pieces: Sequence[Tensor], ancestors: Tensor, earlier: PathRows
+    ) -> tuple[Tensor, PathRows]:
+        return tree_step(matrix, self.inputs(convolved, pieces), ancestors, earlier)

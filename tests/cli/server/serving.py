@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Generator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from socket import socket
 from threading import Thread
 from typing import Any
 
@@ -20,6 +21,7 @@ from offspec.cli.serve import listening
 from offspec.cli.server.connections import protocol
 from offspec.cli.server.routes import StoppableServer, application
 from offspec.cli.server.service import Service
+from offspec.cli.server.shelf import Shelf
 
 USER = {"role": "user", "content": "hi"}
 LONG_S = 300.0  # what is waited for at most, where a test would else hang
@@ -70,27 +72,42 @@ def served(
     tell: Callable[[str], None] = lambda line: None,
     clock: Callable[[], float] = time.monotonic,
     idle_s: float = 5,
+    speculation: SpeculationParams | None = None,
     **settings: Any,
 ) -> Generator[tuple[Client, Service], None, None]:
     """idle_s: how long a connection may be idle between requests."""
     sock = listening("127.0.0.1", 0)
     service = Service(
-        engine, SpeculationParams(), most_waiting=most_waiting, most_texts=parallel, tell=tell, clock=clock
+        engine,
+        speculation or SpeculationParams(),
+        most_waiting=most_waiting,
+        most_texts=parallel,
+        tell=tell,
+        clock=clock,
     )
     with closing(service):
         for executor in (service._encoder, service._compiler):
             executor.submit("", int).result()  # its thread begins here, not in the test that asks first
-        app = application(service, SamplingParams(16), **settings)
-        limits: dict[str, Any] = {"timeout_graceful_shutdown": 1, "timeout_keep_alive": idle_s}
-        config = uvicorn.Config(app, http=http or protocol(100), log_level="critical", lifespan="off", **limits)
-        server = StoppableServer(config, service)
-        thread = Thread(target=server.run, kwargs={"sockets": [sock]})
-        thread.start()
-        try:
-            yield Client(sock.getsockname()[1]), service
-        finally:
-            server.should_exit = True
-            thread.join()
+        with running(service, sock, http or protocol(100), idle_s, **settings) as client:
+            yield client, service
+
+
+@contextmanager
+def running(
+    models: Service | Shelf, sock: socket, http: type[H11Protocol], idle_s: float = 5, **settings: Any
+) -> Generator[Client, None, None]:
+    """A server of these models, on a thread. settings: of `application`."""
+    app = application(models, SamplingParams(16), **settings)
+    limits: dict[str, Any] = {"timeout_graceful_shutdown": 1, "timeout_keep_alive": idle_s}
+    config = uvicorn.Config(app, http=http, log_level="critical", lifespan="off", **limits)
+    server = StoppableServer(config, models)
+    thread = Thread(target=server.run, kwargs={"sockets": [sock]})
+    thread.start()
+    try:
+        yield Client(sock.getsockname()[1])
+    finally:
+        server.should_exit = True
+        thread.join()
 
 
 def until(is_so: Any) -> None:

@@ -63,6 +63,24 @@ def test_what_clients_send_is_served(recorded: dict[str, Any], client: Client, w
         assert json.loads(text)["a"] in (1, 2)
 
 
+def test_a_stream_tells_of_each_pass(client: Client) -> None:
+    body = {"messages": [{"role": "user", "content": "def area("}], "max_tokens": 24, "seed": 1}
+    events = client.stream("/v1/chat/completions", {**body, "offspec": {"passes": True}})
+    passes = [event["offspec"] for event in events if not event["choices"]]
+    text = "".join(token["text"] for each in passes for token in each["pass"]["tokens"])
+    deltas = [choice["delta"].get("content") for event in events for choice in event["choices"]]
+    assert text == "".join(filter(None, deltas))
+    assert [each["num_passes"] for each in passes] == list(range(1, len(passes) + 1))
+    assert sum(len(each["pass"]["tokens"]) for each in passes) == passes[-1]["num_tokens"] == 24
+    tree = passes[0]["pass"]["tree"]
+    columns = [tree[name] for name in ("texts", "parents", "probabilities", "sources")]
+    assert {len(column) for column in columns} == {min(tree["num_nodes"], 64)}
+    path = [tree["texts"][node] for node in tree["accepted"]]
+    assert [token["text"] for token in passes[0]["pass"]["tokens"]][: len(path)] == path
+    plain = client.stream("/v1/chat/completions", body)
+    assert all(event["choices"] for event in plain)
+
+
 def scores_of(reply: Any, contexts: Sequence[int]) -> list[tuple[float, bool]]:
     """Of continuations: their log-likelihoods, and whether they are greedy, by the rules of lm_eval's `parse_logprobs`.
 

@@ -101,6 +101,8 @@ def test_what_asks_for_nothing_is_no_reason_to_refuse() -> None:
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0] parts text"),
         ({"messages": [{**USER, "tool_calls": [{}]}]}, "messages[0] tool_calls"),
         ({"messages": [USER], "n": 0}, "n between 1 16 0"),
+        ({"messages": [USER], "offspec": {"passes": True}}, "offspec.passes stream"),
+        ({"messages": [USER], "offspec": {"trees": True}}, "offspec passes trees"),
         ({"messages": [USER], "n": 2.0}, "n number 2.0"),
         ({"messages": [USER], "n": 2, "best_of": 3}, "best_of text completions"),
         ({"messages": [USER], "logprobs": 0}, "logprobs true 0"),
@@ -213,7 +215,7 @@ def test_the_parts_of_a_stream(wants_usage: bool) -> None:
     answer = Answer(parse("chat", body, DEFAULTS), "builtin")
     (first,) = answer.parts(0, Said("hel"), is_first=True)
     (last,) = answer.parts(0, Said("lo", "length", FIGURES), is_first=False)
-    rest = [part for part in (answer.usage_part(),) if part is not None]
+    rest = answer.last_parts()
     assert first["choices"][0]["delta"] == {"role": "assistant", "content": "hel"}
     assert first["choices"][0]["finish_reason"] is None
     assert "offspec" not in first
@@ -246,7 +248,7 @@ def test_several_answers_are_choices_of_one_response() -> None:
     for index, figures in ((1, later), (0, FIGURES)):  # the one that ends last need not be the first
         (part,) = answer.parts(index, Said("c", "eos", figures), is_first=True)
         assert (part["choices"][0]["index"], part["offspec"]) == (index, figures)
-    last = answer.usage_part()
+    (last,) = answer.last_parts()
     assert last is not None
     assert (last["choices"], last["usage"]) == ([], whole["usage"])
     assert whole["usage"]["prompt_tokens_details"] == {"cached_tokens": 5}

@@ -32,8 +32,8 @@ from offspec.loaders.formats.products import (
     ProductCosts,
     ProductKind,
     WayCosts,
-    half_product,
     num_lanes,
+    plain_product,
 )
 from offspec.loaders.kernels.bf16_bits import Bf16Bits
 from offspec.loaders.kernels.compiler import instructions
@@ -206,7 +206,7 @@ def products_of(lanes: int) -> tuple[RowProduct, RowProduct]:
         pytest.skip("this processor has no AVX-512")
     if lanes not in PRODUCTS:
         PRODUCTS[lanes] = RowProduct(Bf16Bits(lanes)), RowProduct(Float16(lanes, "bf16"))
-        own, plain = PackedBf16Matrix(packed(noise(64, 256))).kernel, half_product(BF16)
+        own, plain = PackedBf16Matrix(packed(noise(64, 256))).kernel, plain_product(BF16)
         if lanes == num_lanes() and own is not None and plain is not None:  # those that products use
             PRODUCTS[lanes] = own[0], plain
     return PRODUCTS[lanes]
@@ -260,7 +260,7 @@ def test_no_file_makes_a_kernel_read_elsewhere() -> None:
     found = torch.empty(64, 1024, dtype=BF16)
     unpacker(8, BF16)(PackedBf16Matrix(harmed).kernel_parts, found)
     assert same_bits(found, last.contiguous())
-    assert half_product(BF16) is not None
+    assert plain_product(BF16) is not None
 
 
 # ------------------------------------------------------------------------------------------------ files

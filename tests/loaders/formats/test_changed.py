@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from offspec.errors import CheckpointError
-from offspec.loaders.files.checkpoint import Change, TensorInfo
+from offspec.loaders.files.checkpoint import Change, Order, TensorInfo
 from offspec.loaders.files.safetensors_folder import read_header
 from offspec.loaders.formats import StoredWeight, dense, linear, stored_weights
 from offspec.loaders.formats.blocked import is_supported
@@ -26,6 +26,7 @@ from ..gguf_samples import info_of, oracle, random_blocks, same_bits
 CPU = torch.device("cpu")
 HEADS, HEAD_DIM, COLUMNS = 3, 8, 256
 NUM_ROWS = HEADS * HEAD_DIM
+PAIRED = Order(2, groups=HEADS)
 EMBEDDING = "embed"
 
 
@@ -55,7 +56,7 @@ def test_vectors(tmp_path: Path) -> None:
     norm = torch.randn(16).bfloat16().float()
     bias = torch.randn(NUM_ROWS)
     tensors = {"norm": norm + 1, "bias": as_llama_cpp_has_it(bias), "other": bias}
-    infos = plain_infos(tmp_path, tensors, {"norm": Change(added=1.0), "bias": Change(num_heads=HEADS)})
+    infos = plain_infos(tmp_path, tensors, {"norm": Change(added=1.0), "bias": Change(rows=PAIRED)})
     found = stored_weights(infos)
     torch.testing.assert_close(bind(found["norm"]), (norm + 1) - 1, rtol=0, atol=0)
     assert torch.equal(bind(found["bias"]), bias)
@@ -79,7 +80,7 @@ def test_subtracted_before_rounding(tmp_path: Path) -> None:
 @pytest.mark.parametrize("form", ["F32", "BF16", "Q4_K", "Q8_0"])
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_products_with_reordered_rows(tmp_path: Path, form: str, with_bias: bool) -> None:
-    change = Change(num_heads=HEADS)
+    change = Change(rows=PAIRED)
     if form in ("F32", "BF16"):
         dtype = torch.float32 if form == "F32" else torch.bfloat16
         plain = torch.randn(NUM_ROWS, COLUMNS).to(dtype)
@@ -109,9 +110,11 @@ def test_products_with_reordered_rows(tmp_path: Path, form: str, with_bias: bool
 @pytest.mark.parametrize(
     ("shape", "change"),
     [
-        ((NUM_ROWS + 1, 4), Change(num_heads=HEADS)),
-        ((HEADS, 4), Change(num_heads=HEADS)),
-        ((NUM_ROWS, 4, 4), Change(num_heads=HEADS)),
+        ((NUM_ROWS + 1, 4), Change(rows=PAIRED)),
+        ((HEADS, 4), Change(rows=PAIRED)),
+        ((4, NUM_ROWS + 1), Change(columns=PAIRED)),
+        ((NUM_ROWS,), Change(columns=PAIRED)),
+        ((NUM_ROWS, 4), Change(is_negative_exp=True)),
         ((NUM_ROWS, 4), Change(added=1.0)),
         ((), Change(added=1.0)),
     ],
@@ -133,9 +136,9 @@ def model_on_disk(folder: Path) -> tuple[StoredModel, dict[str, Tensor]]:
         layer = folder / f"layer{index}"
         layer.mkdir()
         tensors = {"plain": as_llama_cpp_has_it(plain), "norm": norm + 2}
-        found = plain_infos(layer, tensors, {"plain": Change(num_heads=HEADS), "norm": Change(added=2.0)})
+        found = plain_infos(layer, tensors, {"plain": Change(rows=PAIRED), "norm": Change(added=2.0)})
         rows = random_blocks("Q4_K", NUM_ROWS, 1, seed=index)
-        found["packed"] = info_of(layer / "m.gguf", "packed", as_llama_cpp_has_it(rows), "Q4_K", Change(HEADS))
+        found["packed"] = info_of(layer / "m.gguf", "packed", as_llama_cpp_has_it(rows), "Q4_K", Change(PAIRED))
         infos |= {f"l.{index}.{name}": replace(info, name=f"l.{index}.{name}") for name, info in found.items()}
         meant |= {
             f"l.{index}.plain": plain,
@@ -183,7 +186,7 @@ def test_wherever_they_lie(tmp_path: Path, resident: tuple[int, ...], dtype: tor
 def test_kept_plain_matrices_can_be_blocked(tmp_path: Path) -> None:
     """Where nothing is packed, a layer that stays is in oneDNN's order, its rows in the architecture's."""
     plain = torch.randn(NUM_ROWS, COLUMNS).bfloat16()
-    infos = plain_infos(tmp_path, {"l.0.w": as_llama_cpp_has_it(plain)}, {"l.0.w": Change(num_heads=HEADS)})
+    infos = plain_infos(tmp_path, {"l.0.w": as_llama_cpp_has_it(plain)}, {"l.0.w": Change(rows=PAIRED)})
     model = StoredModel([StoredUnit({"w": stored_weights(infos)["l.0.w"]})], {})
     placement = Placement(places_of(resident=(0,)), Slots(0, 0, 0), (), Limits(None, 0), 0, 0)
     weights = TieredWeights(model, placement, dtype=torch.bfloat16, device=CPU, options=TierOptions(blocked=True))

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
+from offspec.loaders.files.checkpoint import Order
 from offspec.loaders.formats import Weight, dense, linear
 from offspec.loaders.formats.blocked import BlockedMatrix, is_supported
 from offspec.loaders.formats.changed import ReorderedMatrix
 from offspec.loaders.formats.core import PackedMatrix
+from offspec.loaders.formats.grouped import GroupedMatrix
+from offspec.loaders.formats.int8 import Int8Matrix
 from offspec.loaders.formats.products import (
     KERNEL,
     TORCH,
@@ -28,8 +32,10 @@ from offspec.loaders.kernels.row_product import can_pair
 from offspec.loaders.machine.product_costs import sample
 
 pytestmark = pytest.mark.skipif(not num_lanes(), reason="this processor has no kernels")
-HALVES = (torch.bfloat16, torch.float16)
-each_half = pytest.mark.parametrize("dtype", HALVES, ids=["bf16", "fp16"])
+each_half = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+each_dtype = pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float16, torch.float32], ids=["bf16", "fp16", "fp32"]
+)
 ROWS = (1, 2, 3, 4, 5, 8, 17, 64)
 
 
@@ -51,7 +57,7 @@ def assert_exact(weight: Weight, dtype: torch.dtype, most_rows: int = 70) -> Non
     assert ((together.double() - exact).abs() <= 2**-6 * exact.abs().max()).all()
 
 
-@each_half
+@each_dtype
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16, torch.float32], ids=["bf16", "fp16", "fp32"])
 @pytest.mark.parametrize("shape", [(7, 33), (65, 2048 + 96)], ids=str)
 def test_plain_matrices(shape: tuple[int, int], stored: torch.dtype, dtype: torch.dtype) -> None:
@@ -59,12 +65,18 @@ def test_plain_matrices(shape: tuple[int, int], stored: torch.dtype, dtype: torc
     assert_exact(noise(*shape).to(stored), dtype)
 
 
+WITH_KERNELS = ("nf4", "fp4", "int8", "Q8_0", "Q4_K", "Q6_K", "bf16-packed", "fp8", "w4a16")
+UNPACKED_FIRST = ("awq", "gptq", "IQ2_XS", "IQ3_S")
+
+
 @pytest.mark.slow
-@each_half
-@pytest.mark.parametrize("form", ["nf4", "Q8_0", "Q4_K", "Q6_K", "bf16-packed", "fp8", "w4a16"])
+@each_dtype
+@pytest.mark.parametrize("form", [*WITH_KERNELS, *UNPACKED_FIRST])
 def test_packed_matrices(form: str, dtype: torch.dtype) -> None:
     weight = sample(form, (48, 512))
     assert weight is not None
+    if isinstance(weight, GroupedMatrix | Int8Matrix):  # a sample's scales may be any numbers
+        weight = replace(weight, scales=noise(*weight.scales.shape).abs().to(weight.scales.dtype) / 64)
     assert_exact(weight, dtype)
 
 
@@ -74,7 +86,7 @@ def test_many_rows() -> None:
 
 def test_matrices_in_another_order() -> None:
     matrix = noise(32, 128).to(torch.bfloat16)
-    assert_exact(ReorderedMatrix(matrix, 2), torch.bfloat16)
+    assert_exact(ReorderedMatrix(matrix, Order(2, groups=2)), torch.bfloat16)
     if is_supported(torch.bfloat16):
         assert_exact(BlockedMatrix(matrix), torch.bfloat16)
 
@@ -101,13 +113,14 @@ def test_costs_do_not_count(product_costs: ProductCosts) -> None:
     assert torch.equal(*found)
 
 
-def test_gradients_and_fp32_take_their_usual_ways() -> None:
+def test_gradients_and_other_dtypes_take_their_usual_ways() -> None:
     weight, x = noise(64, 256), noise(2, 256)
+    wide = x.double()
     with exact_rows():
-        assert torch.equal(linear(x, weight), torch.nn.functional.linear(x, weight))
+        assert torch.equal(linear(wide, weight), torch.nn.functional.linear(wide, weight.double()))
         half = x.to(torch.bfloat16).requires_grad_()
         assert linear(half, weight.to(torch.bfloat16)).requires_grad
-    assert not can_be_exact(torch.float32)
+    assert not can_be_exact(torch.float64)
 
 
 def test_only_the_thread_inside_is_exact() -> None:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from offspec.loaders.formats import dense
 from offspec.loaders.formats.core import PackedMatrix
-from offspec.loaders.formats.products import half_product
+from offspec.loaders.formats.products import plain_product
 from offspec.loaders.kernels.compiler import instructions
 from offspec.loaders.kernels.encodings import Encoding, Float16
 from offspec.loaders.kernels.row_product import RowProduct, can_pair
@@ -45,7 +45,7 @@ def product_with(form: str) -> tuple[RowProduct, list[Tensor], Tensor]:
         assert matrix.kernel is not None
         return *matrix.kernel, dense(matrix, torch.float32)
     numbers = noise(*SHAPE, seed=1).to(torch.bfloat16)
-    product = half_product(torch.bfloat16)
+    product = plain_product(torch.bfloat16)
     assert product is not None
     return product, [numbers], numbers.float()
 

@@ -20,7 +20,7 @@ from offspec.loaders.formats import Weight, dense, linear
 from offspec.loaders.formats.core import PackedMatrix
 from offspec.loaders.formats.four_bit import CODES, Layout4bit, Matrix4bit, Nested
 from offspec.loaders.formats.int8 import Int8Matrix
-from offspec.loaders.formats.products import KERNEL, ProductCosts, can_multiply, half_product, num_lanes
+from offspec.loaders.formats.products import KERNEL, ProductCosts, can_multiply, num_lanes, plain_product
 from offspec.loaders.formats.scaled import Codes, ScaledLayout, ScaledMatrix
 from offspec.loaders.kernels import compiler
 from offspec.loaders.kernels.compiler import instructions
@@ -341,9 +341,9 @@ def test_a_limit_that_limits_nothing() -> None:
 def test_kernels_for_vectors_of_eight_run_where_the_others_are_hidden() -> None:
     """LLVM is told, too: in a process without AVX-512 kernels come out as here."""
     compute = (
-        "import torch; from offspec.loaders.formats.products import half_product, num_lanes;"
+        "import torch; from offspec.loaders.formats.products import plain_product, num_lanes;"
         "x = torch.linspace(-1, 1, 640).view(5, 128); matrix = torch.linspace(1, 2, 1280).view(10, 128).bfloat16();"
-        "print(num_lanes(), half_product(torch.bfloat16)(x, [matrix], 10).double().sum().item())"
+        "print(num_lanes(), plain_product(torch.bfloat16)(x, [matrix], 10).double().sum().item())"
     )
     environment = os.environ | {"ATEN_CPU_CAPABILITY": "avx2"}
     done = subprocess.run([sys.executable, "-c", compute], env=environment, capture_output=True, text=True, check=True)
@@ -384,7 +384,7 @@ def _kernel_for_all(product_costs: ProductCosts) -> None:
 @needs_kernels
 @pytest.mark.usefixtures("_kernel_for_all")
 def test_what_a_kernel_cannot_read_goes_torchs_way() -> None:
-    product = half_product(torch.bfloat16)
+    product = plain_product(torch.bfloat16)
     assert product is not None
     odd, whole = noise(6, 100).bfloat16(), noise(6, 128).bfloat16()
     for matrix in (odd, whole.view(128, 6).T, whole[:, ::2], whole[:, :64], whole[:0], whole[:, :0]):

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from offspec.loaders.formats.on_gpu import gguf_kernels, triton_kernels
+from offspec.loaders.formats.on_gpu import gguf_kernels, row_kernels, triton_kernels
 
 from .test_triton_gguf import SOME, TYPES
 
@@ -144,3 +144,35 @@ def test_kernels_that_unpack(card: int, tmp_path: Path) -> None:
     made += [make(others._awq, card, GROUPED, {}), make(others._gptq, card, {**GROUPED, "zero_offset": "i32"}, {})]
     made.append(make(others._bf16_bits, card, BITS, {}))
     assert [each.stack_bytes for each in made] == [0] * len(made)
+
+
+PRODUCT = dict.fromkeys(("num_rows", "num_outputs", "num_inputs"), "i32")
+ATTENTION = {"rows": "*i64", "slots": "*i64", "head_dim": "i32", "scale": "fp32", "cap": "fp32"}
+ATTENTION |= dict.fromkeys(("key_head", "key_slot", "value_head", "value_slot"), "i32")
+
+
+@pytest.mark.parametrize(
+    ("card", "dtype"),
+    [
+        pytest.param(card, dtype, marks=() if (card, dtype) == (RTX_4090, "bf16") else pytest.mark.nightly)
+        for card in CARDS
+        for dtype in DTYPES
+    ],
+)
+def test_rows_with_equal_bits(card: int, dtype: str, tmp_path: Path) -> None:
+    """A product, and attention with heads of 128 numbers: none of them spills, and 16 bits take tensor cores."""
+    kernels = row_kernels()
+    if kernels is None:
+        pytest.skip("Triton is not installed; it comes with torch's CUDA wheels")
+    make, kind = partial(compiled, card=card, folder=tmp_path), f"*{dtype}"
+    tile = kernels.TILES[DTYPES[dtype].itemsize]
+    arguments = {**dict.fromkeys(("x", "matrix", "out"), kind), **PRODUCT}
+    product = make(kernels.product_kernel, arguments=arguments, constants=tile.constants, **tile.options)
+    arguments = {**dict.fromkeys(("queries", "keys", "values", "out"), kind), **ATTENTION}
+    constants = {**kernels.constants(4, 128), "is_capped": False}
+    attention = make(kernels.attention_kernel, arguments=arguments, constants=constants, num_warps=4, num_stages=1)
+    for each in (product, attention):
+        assert each.shared_bytes <= MOST_SHARED[card]
+        if card != RTX_2080_TI:
+            assert each.has_tensor_cores == (dtype != "fp32")
+            assert each.stack_bytes == 0

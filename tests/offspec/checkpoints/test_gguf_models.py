@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache
@@ -17,6 +18,7 @@ from offspec.checkpoints.gguf import translated
 from offspec.checkpoints.load import load_decoder
 from offspec.checkpoints.opening import ModelFiles
 from offspec.errors import CheckpointError, MissingWeightsError
+from offspec.loaders.files.checkpoint import Change
 from offspec.loaders.files.gguf_file import read_model
 from offspec.model.decoder import CachedDecoder, Decoder
 from offspec.planning.plan import all_resident
@@ -62,12 +64,25 @@ OWN = {
     "cohere": Family("cohere", {"logit_scale": 0.5, "tie_word_embeddings": True}),
     "cohere2": Family("cohere2", {**EVERY_FOURTH, "logit_scale": 2.0, "tie_word_embeddings": True}),
     "smollm3": Family("smollm3", {"num_hidden_layers": 4, "tie_word_embeddings": True}),
+    "qwen3.5": Family(
+        "qwen3_5_text",
+        {**fakes.FAMILIES["qwen3.5"].settings, "linear_key_head_dim": 16, "linear_num_value_heads": 6},
+        rope=fakes.FAMILIES["qwen3.5"].rope,
+    ),
+    "granite-h": Family(
+        "granitemoehybrid", {**fakes.FAMILIES["granite-h"].settings, "position_embedding_type": "nope"}
+    ),
+    "falcon-h1": Family(
+        "falcon_h1",
+        {**fakes.FAMILIES["falcon-h1"].settings, "mamba_proj_bias": False, "time_step_limit": [0.0, math.inf]},
+    ),
+    "nemotron-h": Family("nemotron_h", {**fakes.FAMILIES["nemotron-h"].settings, "use_bias": False}),
     "starcoder2": Family("starcoder2", {"sliding_window": None, "tie_word_embeddings": True}, seed=4),
 }
 FAMILIES = (
     *("llama-gqa", "llama-tied", "llama-llama3", "llama-linear", "llama-yarn"),
     *("llama-yarn-attention-factor", "ministral3", "qwen2", "qwen3"),
-    *("gemma4", "gemma4-layer-inputs", "glm4", "granite", "olmo2", "nemotron", "exaone4-full", *OWN),
+    *("gemma4", "gemma4-layer-inputs", "glm4", "lfm2", "granite", "olmo2", "nemotron", "exaone4-full", *OWN),
 )
 
 
@@ -128,6 +143,10 @@ def test_text_equals_llama_cpps(gguf_model: GetModel, family: str, llama_cpp: Ll
         "olmo3",
         "cohere2",
         "smollm3",
+        "qwen3.5",
+        "lfm2",
+        "falcon-h1",
+        "nemotron-h",
     ],
 )
 def test_a_plain_copy_is_a_checkpoint_of_transformers(gguf_model: GetModel, family: str, tmp_path: Path) -> None:
@@ -142,16 +161,35 @@ def test_a_plain_copy_is_a_checkpoint_of_transformers(gguf_model: GetModel, fami
         assert (copy.eval()(tokens).logits - model.reference(tokens).logits).abs().max() < TOLERANCE
 
 
-def test_quantised_tensors_say_what_their_plain_copy_says(gguf_model: GetModel, tmp_path: Path) -> None:
-    """The embedding, which is the head as well, is quantised, too."""
-    kinds = {"attn_": "Q8_0", "ffn_": "Q4_0", "token_embd": "Q8_0", "norm": "F32"}
-    path = gguf_of(gguf_model("llama-tied"), tmp_path, kinds)
+@pytest.mark.parametrize("family", ["llama-tied", "qwen3.5"])
+def test_quantised_tensors_say_what_their_plain_copy_says(gguf_model: GetModel, family: str, tmp_path: Path) -> None:
+    """A tied embedding, which is the head as well, is quantised, too; and a delta net's sorted heads."""
+    kinds = {"attn_": "Q8_0", "ssm_out": "Q8_0", "ffn_": "Q4_0", "token_embd": "Q8_0", "norm": "F32"}
+    path = gguf_of(gguf_model(family), tmp_path, kinds)
     convert(path, tmp_path / "copy", ConvertParams("fp32"))
     plain, packed = decoder_of(tmp_path / "copy"), decoder_of(path)
     tokens, positions = torch.tensor(PROMPT), torch.arange(len(PROMPT))
     expected = plain.logits(plain.forward(tokens, positions, plain.new_cache()))
     found = packed.logits(packed.forward(tokens, positions, packed.new_cache()))
     assert (found - expected).abs().max() < TOLERANCE
+
+
+def test_a_layer_of_multi_token_prediction_is_named_and_not_loaded(gguf_model: GetModel, tmp_path: Path) -> None:
+    """The layer behind the model's last one; its norms have 1 added, as the others have."""
+    reference = gguf_model("qwen3.5").reference
+    config, tensors = reference.config.to_dict() | {"mtp_num_hidden_layers": 1}, dict(reference.state_dict())
+    for name in ("nextn.enorm", "attn_k_norm", "nextn.eh_proj"):
+        tensors[f"blk.4.{name}.weight"] = torch.ones(32)
+    path = write_model(tmp_path / "model.gguf", config, tensors)
+    opened = translated(read_model(path))
+    changes = {name: info.change for name, info in opened.tensors.items() if name.startswith("mtp.")}
+    added = Change(added=1.0)
+    assert changes == {
+        "mtp.pre_fc_norm_embedding.weight": added,
+        "mtp.layers.0.self_attn.k_norm.weight": added,
+        "mtp.fc.weight": None,
+    }
+    assert decoder_of(path).config.num_layers == 4
 
 
 def test_two_tensors_of_one_name_are_refused(gguf_model: GetModel, tmp_path: Path) -> None:

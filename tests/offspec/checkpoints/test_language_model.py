@@ -45,6 +45,7 @@ MODELS: dict[str, tuple[str, Family, dict[str, Any]]] = {
     "gemma3": ("gemma3", UNCAPPED, GEMMA),
     "mistral3": ("mistral3", FAMILIES["mistral"], PIXTRAL),
     "qwen3.5": ("qwen3_5", FAMILIES["qwen3.5"], QWEN),
+    "lfm2-vl": ("lfm2_vl", FAMILIES["lfm2"], {"vision_config": {"model_type": "siglip2_vision_model", **VISION}}),
     "mistral3-ministral": ("mistral3", FAMILIES["ministral3"], PIXTRAL),
 }
 GetModel = Callable[[str], TinyModel]
@@ -104,6 +105,20 @@ def test_both_ways_to_name_its_tensors(multimodal: GetModel, tmp_path: Path, beg
     }
     save_file(renamed, other / "model.safetensors")
     found, expected = (chain_logits(decoder_of(each), tokens) for each in (other, folder))
+    assert torch.equal(found, expected)
+
+
+def test_olmo_hybrid_as_released(tiny_model: GetModel, tmp_path: Path) -> None:
+    """Other names of norms than transformers writes, and kernels that are cut between queries, keys and values."""
+    model, tokens = tiny_model("olmo-hybrid"), random_tokens(20)
+    other = Path(shutil.copytree(model.folder, tmp_path / "other"))
+    tensors = dict(model.reference.state_dict())
+    for name in [name for name in tensors if "conv1d" in name]:
+        parts = torch.split(tensors.pop(name), [96, 96, 64])
+        tensors |= {name.replace("conv1d", f"{kind}_conv1d"): part for kind, part in zip("qkv", parts, strict=True)}
+    assert tensors.keys() != load_file(other / "model.safetensors").keys()
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, other / "model.safetensors")
+    found, expected = (chain_logits(decoder_of(each), tokens) for each in (other, model.folder))
     assert torch.equal(found, expected)
 
 

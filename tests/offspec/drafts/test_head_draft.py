@@ -10,17 +10,22 @@ import pytest
 import torch
 
 from offspec import Engine, SamplingParams, SpeculationParams
+from offspec.checkpoints.opening import ModelFiles, Note
+from offspec.drafts.base import DraftOptions, OpenRequest
 from offspec.drafts.head_draft import HeadDraft
+from offspec.drafts.kinds import open_draft
 from offspec.errors import UsageError
 
 from ...pair import Pair, build_pair
 from ..model.heads.head_twins import (
+    DFLASH_CONFIG,
     EAGLE_CONFIG,
     HYDRA_CONFIG,
     HYDRA_PREFIX_CONFIG,
     MEDUSA_CONFIG,
     MLP_CONFIG,
     RECURRENT_CONFIG,
+    dflash_tensors,
     eagle_tensors,
     hydra_tensors,
     medusa_tensors,
@@ -39,6 +44,7 @@ HEADS = {
     "Hydra": (HYDRA_CONFIG, hydra_tensors),
     "Hydra++": (HYDRA_PREFIX_CONFIG, lambda: hydra_tensors(has_prefix=True)),
     "MLP speculator": (MLP_CONFIG, mlp_tensors),
+    "DFlash": (DFLASH_CONFIG, dflash_tensors),
     "recurrent": (RECURRENT_CONFIG, recurrent_tensors),
 }
 Texts = Callable[[str, SamplingParams], list[int]]
@@ -119,6 +125,15 @@ def test_it_may_know_fewer_tokens_than_the_target(name: str, pair: Pair, expecte
         assert [token for step in steps for token in step.token_ids] == expected(PROMPTS[0], SAMPLED)
         assert steps[-1].stats.num_drafted_tokens > 8
         engine.learn(steps[-1].stats)
+
+
+def test_a_head_for_another_target_is_noted(plain: Engine, pair: Pair, tmp_path: Path) -> None:
+    """By the name in a config of Speculators."""
+    named = {"speculators_config": {"verifier": {"name_or_path": "someone/Other-8B"}}}
+    folder = write_folder(tmp_path, EAGLE_CONFIG | named, eagle_tensors(3))
+    files, notes = ModelFiles.open(pair.target, "fp32", "cpu", []), list[Note]()
+    open_draft("model", OpenRequest(DraftOptions(str(folder)), files, plain.tokenizer, "fp32", "cpu", notes))
+    assert any("for Other-8B, not target" in note.text and note.advice for note in notes)
 
 
 def test_its_memory_is_planned(engine: Engine) -> None:

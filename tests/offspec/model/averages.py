@@ -133,7 +133,7 @@ class Average(NativePart):
     def forward(self, x: Tensor, weights: LayerWeights, rows: PassRows, first: int, last: int) -> Tensor:
         numbers, states = self.numbers(x, weights), list[Tensor]()
         for text, begin, end, some in by_text(rows, first, last):
-            memory, place = text.cache.memory_of(self.layer)
+            memory, place = text.cache.state_of(self.layer)
             assert isinstance(memory, Averages)
             states.append(memory.advance(place, numbers[some], text.parents[begin:end], begin))
         return self.added(x, weights.linear("average.out_proj", torch.cat(states)))

@@ -35,7 +35,7 @@ def test_a_block_says_what_the_config_calls_for(family: str) -> None:
     blocks = build_blocks(config, dtype=torch.float32, device=CPU)
     assert [block.index for block in blocks] == list(range(config.num_layers))
     attentions = [part for block in blocks for part in block.parts if isinstance(part, Attention)]
-    attending = [layer for layer in range(config.num_layers) if "delta net" not in config.parts_of(layer)]
+    attending = [layer for layer in range(config.num_layers) if config.parts_of(layer)[0].startswith("attention")]
     assert [part.window for part in attentions] == [config.windows[layer] for layer in attending]
     whole = {f"{LAYER_PREFIX}{block.index}.{name}": s for block in blocks for name, s in block.shapes.items()}
     assert whole | config.shared_shapes() == wanted_shapes(config)

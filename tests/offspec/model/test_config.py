@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -20,6 +21,9 @@ LLAMA = config_json(FAMILIES["llama-gqa"])
 MISTRAL = config_json(FAMILIES["mistral-window"])
 QWEN2 = config_json(FAMILIES["qwen2-window"])
 QWEN3 = config_json(FAMILIES["qwen3"])
+
+
+GRANITE_H, FALCON_H1, NEMOTRON_H = (config_json(FAMILIES[name]) for name in ("granite-h", "falcon-h1", "nemotron-h"))
 
 
 def without(config: dict[str, Any], *keys: str) -> dict[str, Any]:
@@ -171,6 +175,38 @@ def test_which_layers_of_a_family_have_no_positions() -> None:
     assert unrotated("exaone4", sliding_window=None) == unrotated("llama-gqa") == ()
     assert unrotated("smollm3", no_rope_layers=[1, 1, 0, 1]) == (2,)
     assert unrotated("granite-dense-hybrid", position_embedding_type=None) == (0, 1, 2)
+    assert unrotated("olmo-hybrid") == (0, 1, 2, 3)
+    assert unrotated("olmo-hybrid", rope_parameters={"rope_theta": 500000.0}) == ()
+    assert unrotated("olmo-hybrid", rope_parameters=None) == ()
+
+
+def test_which_layers_of_a_hybrid_attend() -> None:
+    """What transformers assumes where `layer_types` is missing."""
+
+    def attending(name: str, **said: Any) -> list[int]:
+        config = read_config(without(config_json(FAMILIES[name]), "layer_types") | said)
+        return [layer for layer in range(config.num_layers) if "attention" in config.parts_of(layer)]
+
+    assert attending("qwen3.5") == attending("olmo-hybrid", num_hidden_layers=7) == [3]
+    assert attending("olmo-hybrid", num_hidden_layers=2) == [1]
+    assert attending("lfm2", full_attn_idxs=[0, 2]) == [0, 2]
+    assert attending("lfm2") == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("said", "size"),
+    [
+        ({}, 96),  # 1.3 * 64 = 83, the next multiple of 16
+        ({"block_auto_adjust_ff_dim": False}, 96),
+        ({"block_auto_adjust_ff_dim": False, "block_ff_dim": 50}, 50),
+        ({"block_multiple_of": 256}, 256),
+    ],
+)
+def test_the_size_of_lfm2s_mlp(said: dict[str, Any], size: int) -> None:
+    modeling = pytest.importorskip("transformers.models.lfm2")
+    config = config_json(FAMILIES["lfm2"]) | said
+    module = modeling.modeling_lfm2.Lfm2MLP(modeling.Lfm2Config(**without(config, "model_type")))
+    assert read_config(config).intermediate_size == module.w1.out_features == size
 
 
 @pytest.mark.parametrize("kind", ["longrope", "su", "yarn"])
@@ -228,6 +264,28 @@ def test_an_unknown_architecture_is_named_with_the_supported_ones(model_type: An
         read_config(LLAMA | {"model_type": model_type, "architectures": ["GPT2LMHeadModel"]})
 
 
+def test_nemotron_hs_layers_may_be_letters() -> None:
+    config = without(NEMOTRON_H, "layers_block_type") | {"hybrid_override_pattern": "M-*M"}
+    assert read_config(config) == read_config(NEMOTRON_H)
+
+
+@pytest.mark.parametrize("limit", [{"__float__": "Infinity"}, math.inf, None])
+def test_the_steps_of_mamba2_may_be_without_limit(limit: object) -> None:
+    """transformers 5 writes the first; JSON of Python's the second; early files have no such key."""
+    config = GRANITE_H | {"time_step_limit": None if limit is None else [0.0, limit]}
+    mamba = read_config(config).mamba
+    assert mamba is not None
+    assert mamba.step_limits == (0.0, math.inf)
+
+
+@pytest.mark.parametrize(
+    "config", [GRANITE_H | {"num_local_experts": 2}, NEMOTRON_H | {"layers_block_type": ["linear_attention", "moe"]}]
+)
+def test_mixtures_with_mamba2_are_refused(config: dict[str, Any]) -> None:
+    with refused(UnsupportedModelError, "not supported", config["model_type"]):
+        read_config(config)
+
+
 @pytest.mark.parametrize(
     ("config", "named"),
     [
@@ -235,8 +293,7 @@ def test_an_unknown_architecture_is_named_with_the_supported_ones(model_type: An
         (LLAMA | {"hidden_act": "mish"}, "mish"),
         (config_json(FAMILIES["gemma3"]) | {"use_bidirectional_attention": True}, "use_bidirectional_attention True"),
         (config_json(FAMILIES["granite-dense-hybrid"]) | {"num_local_experts": 8}, "num_local_experts 8"),
-        (config_json(FAMILIES["granite-dense-hybrid"]) | {"layer_types": ["mamba"] * 3}, "'mamba'"),
-        (config_json(FAMILIES["granite-dense-hybrid"]) | {"layer_types": 3}, "'mamba'"),
+        (config_json(FAMILIES["granite-dense-hybrid"]) | {"layer_types": ["moe"] * 3}, "'moe'"),
         (config_json(FAMILIES["hunyuan"]) | {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "dynamic"),
         (LLAMA | {"quantization_config": {"quant_method": "hqq"}}, "hqq"),
         (LLAMA | {"quantization_config": {"bits": 4}}, "unknown"),
@@ -306,6 +363,19 @@ def test_sizes_must_be_there(key: str) -> None:
             "partial_rotary_factor 3 16",
         ),
         (config_json(FAMILIES["smollm3"]) | {"no_rope_layers": [1]}, "no_rope_layers 4 layers"),
+        (config_json(FAMILIES["lfm2"]) | {"layer_types": ["conv"]}, "layer_types list 4 conv full_attention"),
+        (config_json(FAMILIES["lfm2"]) | {"layer_types": ["conv", [], "conv", 1]}, "layer_types list 4"),
+        (config_json(FAMILIES["lfm2"]) | {"conv_L_cache": 0}, "conv_L_cache"),
+        (GRANITE_H | {"layer_types": ["mamba"]}, "layer_types list 4"),
+        (GRANITE_H | {"layer_types": 3}, "layer_types list 4"),
+        (GRANITE_H | {"mamba_n_heads": 3}, "mamba_n_heads 3 128 mamba_expand"),
+        (GRANITE_H | {"mamba_n_groups": 3}, "4 heads multiple 3 groups"),
+        (GRANITE_H | {"time_step_limit": [0.1]}, "time_step_limit list two numbers"),
+        (GRANITE_H | {"time_step_limit": [0.1, {"__float__": "Infinite"}]}, "time_step_limit list two numbers"),
+        (GRANITE_H | {"time_step_limit": [0.2, 0.1]}, "time_step_limit ascending"),
+        (FALCON_H1 | {"ssm_multipliers": [1.0] * 4}, "ssm_multipliers 5 4"),
+        (without(NEMOTRON_H, "layers_block_type") | {"hybrid_override_pattern": ""}, "layers_block_type list"),
+        (config_json(FAMILIES["olmo-hybrid"]) | {"linear_num_key_heads": 0}, "linear_num_key_heads"),
         (config_json(FAMILIES["granite"]) | {"logits_scaling": 0}, "logits_scaling"),
         (config_json(FAMILIES["gemma2"]) | {"attn_logit_softcapping": "50"}, "attn_logit_softcapping"),
         (config_json(FAMILIES["cohere"]) | {"layer_norm_eps": -1}, "layer_norm_eps"),

@@ -30,7 +30,7 @@ from offspec.planning.plan import all_resident
 from offspec.text.tokenizer import Tokenizer
 from offspec.tools.verification import settings_of, verify
 
-from ...fakes import CPU, FAMILIES, TinyModel
+from ...fakes import CPU, FAMILIES, HYBRIDS, TinyModel
 from ...pair import build_pair
 from .test_decoder import assert_close, chain_logits, random_tokens
 
@@ -107,7 +107,11 @@ def test_verifying_with_random_drafts(tiny_model: GetModel, tokenizer: Tokenizer
 
 
 @pytest.mark.parametrize(
-    "family", ["gemma2", "gemma4-layer-inputs", "phi3", "glm4", "cohere-qk-norm", "starcoder2", "qwen3.5"]
+    "family",
+    [
+        *("gemma2", "gemma4-layer-inputs", "phi3", "glm4", "cohere-qk-norm", "starcoder2"),
+        *("qwen3.5", "falcon-h1", "nemotron-h"),
+    ],
 )
 def test_a_copy_in_4_bits_is_the_same_family(tiny_model: GetModel, tmp_path: Path, family: str) -> None:
     """Fused matrices are quantised as they lie; norms, of two dimensions, too, are left alone."""
@@ -136,9 +140,7 @@ def test_longrope_serves_the_context_that_was_planned(tiny_model: GetModel, cont
     assert_close(chain_logits(decoder, tokens), expected)
 
 
-@pytest.mark.parametrize(
-    "family", ["gemma2", "gemma4", "gemma4-layer-inputs", "phi3", "cohere2", "nemotron", "qwen3.5"]
-)
+@pytest.mark.parametrize("family", ["gemma2", "gemma4", "gemma4-layer-inputs", "phi3", "cohere2", "nemotron", *HYBRIDS])
 def test_a_pass_allocates_no_more_than_is_planned(tiny_model: GetModel, family: str) -> None:
     """Of a long chain, in the dtype in which fp32 copies count most."""
     decoder, tokens = tiny_model(family).decoder(torch.bfloat16), torch.tensor(random_tokens(256))

@@ -20,6 +20,7 @@ from offspec import Engine, SamplingParams, SpeculationParams
 from offspec.checkpoints.conversion import convert
 from offspec.checkpoints.load import LoadSettings, load_decoder
 from offspec.checkpoints.opening import ModelFiles, Note
+from offspec.drafts.head_draft import HeadDraft
 from offspec.drafts.without_model import LookupDraft
 from offspec.errors import CheckpointError, UnsupportedModelError, UsageError
 from offspec.loaders.params import ConvertParams
@@ -32,6 +33,8 @@ from offspec.planning.plan import Work, all_resident
 
 from ...pair import VOCAB_SIZE, Pair, build_pair, variant
 from ...refusals import check_message, refused, tells
+from ..drafts.test_head_draft import HEADS
+from .heads.head_twins import write_folder
 
 CPU = torch.device("cpu")
 PROMPT = [5, 9, 33, 70, 71, 72, 40, 41, 9, 33, 70, 71, 72, 40, 41, 9, 33]
@@ -268,7 +271,14 @@ def test_a_plan_counts_the_experts_that_rows_choose(models: dict[str, Foreign]) 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "recurrent layers": ({"model_type": "mamba", "hidden_size": 32}, "recurrent"),
     "hybrid layers": (
-        GROUPED | {"model_type": "lfm2", "layer_types": ["conv", "full_attention", "conv"]},
+        GROUPED
+        | {
+            "model_type": "granitemoehybrid",
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "mamba_n_heads": 4,
+            "num_local_experts": 2,
+            "time_step_limit": [0.0, {"__float__": "Infinity"}],  # as transformers 5 writes it
+        },
         "recurrent",
     ),
     "jamba": (GROUPED | {"model_type": "jamba", "use_mamba_kernels": False}, "recurrent"),
@@ -352,6 +362,19 @@ def test_without_transformers_the_remedy_is_named(models: dict[str, Foreign], mo
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "transformers" else found(name))
     with refused(UnsupportedModelError, models["stablelm"].folder, "pip install 'offspec[transformers]'"):
         ModelFiles.open(models["stablelm"].folder, "auto", "cpu", [])
+
+
+@pytest.mark.parametrize("kind", ["EAGLE-3", "Medusa"])
+def test_heads_draft_for_them(kind: str, models: dict[str, Foreign], tmp_path: Path) -> None:
+    """They read the states of these layers, and use the model's own embedding and head."""
+    config, tensors = HEADS[kind]
+    head = write_folder(tmp_path, config | {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}, tensors())
+    with Engine.load(str(models["stablelm"].folder), draft=str(head), device="cpu", dtype="fp32") as engine:
+        assert isinstance(engine.draft, HeadDraft)
+        steps = list(engine.generate(PROMPT, GREEDY, SpeculationParams(budget=12, lookup=False)))
+        assert [token for step in steps for token in step.token_ids] == models["stablelm"].text
+        assert steps[-1].stats.num_drafted_tokens > 12
+        assert text_of(engine, SAMPLED) == text_of(engine, SAMPLED, PLAIN)
 
 
 def test_what_needs_our_own_decoder_is_refused(models: dict[str, Foreign], pair: Pair) -> None:

@@ -31,7 +31,7 @@ def inputs_of(kind: type[Inputs], num_rows: int, seed: int, more_decay: float = 
     queries, keys = (torch.nn.functional.normalize(normal(num_rows, KEY_HEADS, KEY_SIZE), dim=-1) for _ in range(2))
     values, decays = normal(num_rows, HEADS, VALUE_SIZE), -normal(num_rows, HEADS).exp() - more_decay
     if kind is SumInputs:
-        return SumInputs(queries, keys, values, decays)
+        return SumInputs(queries, keys, values, decays, normal(num_rows, HEADS, VALUE_SIZE))
     return DeltaInputs(queries, keys, values, decays, normal(num_rows, HEADS).sigmoid())
 
 
@@ -58,10 +58,10 @@ def step_by_step(state: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor]:
 
 def summed(state: Tensor, inputs: SumInputs) -> tuple[Tensor, Tensor]:
     outputs = []
-    for queries, keys, updates, decays in zip(*vars(inputs).values(), strict=True):
+    for queries, keys, updates, decays, skips in zip(*vars(inputs).values(), strict=True):
         keys, queries = (each.repeat_interleave(HEADS // KEY_HEADS, 0) for each in (keys, queries))
         state = state * decays.exp()[:, None, None] + keys[:, :, None] * updates[:, None, :]
-        outputs.append((state * queries[:, :, None]).sum(1))
+        outputs.append((state * queries[:, :, None]).sum(1) + skips)
     return torch.stack(outputs), state
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -405,6 +406,31 @@ def test_a_common_beginning_is_scored_once(pair: Pair, draft: str, monkeypatch: 
         numbers = [ends[index].stats.num_prefilled_tokens for index in range(len(prompts))]
         assert numbers[:2] == [len(engine.encode(prompt)) for prompt in prompts[:2]]
         assert max(numbers[2:]) < 12
+
+
+def test_answers_share_the_entries_of_their_prompt(tmp_path: Path) -> None:
+    """Four texts of 184 tokens run where two would not fit beside the first one's tree; a paused one shares again."""
+    params = [SamplingParams(12, temperature=1.0, seed=i, ignore_eos=True) for i in range(4)]
+    with load(build_pair(tmp_path, max_position_embeddings=512), "own", context=500) as engine:
+        pool = TextPool(engine.new_caches, 0)
+        watched = Watched(engine, 4, pool)
+        tickets = [watched.add(2 * HEAD, own) for own in params]
+        watched.step()
+        watched.step()
+        assert watched.batch.num_running == 4
+        assert engine.plan is not None
+        assert tickets[0].request is not None
+        num_of_two = tickets[0].request.kv.num_entries + len(tickets[1].checked.prompt) + engine.plan.tree // 2
+        assert pool.num_entries <= engine.plan.kv_entries < num_of_two
+        watched.batch.pause_last()
+        watched.step()
+        caches = [ticket.caches.target.cache for ticket in tickets if ticket.caches is not None]
+        assert len(caches) == 4
+        assert len({cache.beginning for cache in caches}) == 1
+        assert caches[0].beginning is not None
+        watched.finish()
+        expected = [plain(engine, 2 * HEAD, own) for own in params]
+    assert [watched.ids(ticket) for ticket in tickets] == expected
 
 
 def test_texts_wait_for_a_long_beginning_that_is_being_scored(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

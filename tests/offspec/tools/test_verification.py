@@ -117,13 +117,17 @@ def test_a_random_draft_s_text_is_left_after_some_passes(engine: Engine, monkeyp
     assert (found.token_index, found.plain_token) == (2, wanted[2])
 
 
-def test_only_16_bit_near_ties_are_excused(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_near_ties_of_inexact_engines_are_excused(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     assert NEAR_TIE[torch.float32] == 0 < NEAR_TIE[torch.float16] < NEAR_TIE[torch.bfloat16]
     prompt = engine.encode(PROMPTS[0])
     replace_at(monkeypatch, len(prompt), 40)
     monkeypatch.setitem(NEAR_TIE, torch.float32, 1000.0)
+    if engine.is_exact:
+        assert not verify(engine, PROMPTS[:1], [setting()], max_new_tokens=4).is_exact
+    monkeypatch.setattr(engine.target, "is_exact", False)
     report = verify(engine, PROMPTS[:1], [setting()], max_new_tokens=4)
     assert report.is_exact
+    assert (report.promise, report.as_dict()["inexact_reason"]) == ("up to near-ties", report.inexact_reason)
     assert [difference.is_near_tie for difference in report.differences] == [True]
     monkeypatch.setitem(NEAR_TIE, torch.float32, 0.0)
     assert not verify(engine, PROMPTS[:1], [setting()], max_new_tokens=4).is_exact
@@ -134,7 +138,8 @@ def test_packed_entries_have_near_ties_in_fp32_too(
     tmp_path_factory: pytest.TempPathFactory, kv_cache: str, excused: float
 ) -> None:
     pair = build_pair(tmp_path_factory.mktemp("packed"))
-    with Engine.load(str(pair.target), draft="none", device="cpu", dtype="fp32", kv_cache=kv_cache) as engine:
+    options: dict[str, Any] = {"draft": "none", "device": "cpu", "dtype": "fp32", "kv_cache": kv_cache}
+    with Engine.load(str(pair.target), fast_arithmetic=True, **options) as engine:
         assert near_tie(engine) == excused
 
 
@@ -171,7 +176,9 @@ def test_the_report_as_json(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> 
     replace_at(monkeypatch, len(engine.encode(PROMPTS[0])), 40)
     report = verify(engine, PROMPTS[:1], [setting(), setting(draft="random")], max_new_tokens=4)
     told = json.loads(json.dumps(report.as_dict(), allow_nan=False))
-    assert told.keys() == {"exact", "num_prompts", "num_tokens", "near_ties", "settings", "differences"}
+    assert told.keys() == {
+        *("exact", "promise", "inexact_reason", "num_prompts", "num_tokens", "near_ties", "settings", "differences")
+    }
     assert told["near_ties"].keys() == {"num", "num_compared", "per_1000_tokens", "largest_gap"}
     assert [s["draft"] for s in told["settings"]] == ["own", "random"]
     assert all(s["tokens_per_pass"] >= 1 for s in told["settings"])
@@ -184,6 +191,7 @@ def test_the_report_as_json(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> 
 def test_near_ties_are_counted_by_tokens_compared(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """A text counts up to its first difference: what follows it is another text."""
     monkeypatch.setitem(NEAR_TIE, torch.float32, 1000.0)
+    monkeypatch.setattr(engine.target, "is_exact", False)
     wanted = plain_tokens(engine, PROMPTS[1], setting(), seed=1)
     replace_at(monkeypatch, len(engine.encode(PROMPTS[1])) + 3, (wanted[3] + 1) % 256)
     report = verify(engine, PROMPTS[1:], [setting()], max_new_tokens=8, seed=1)

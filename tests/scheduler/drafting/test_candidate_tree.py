@@ -14,7 +14,16 @@ from hypothesis import strategies as st
 
 from offspec.scheduler.drafting.candidate_tree import CandidateTree, ChildScores
 from offspec.scheduler.pace.calibration import GRID, UNIT
-from offspec.scheduler.trees.token_tree import ROOT, FloatArray, TokenTree
+from offspec.scheduler.trees.token_tree import (
+    CONSTRAINT,
+    LOOKUP,
+    RECYCLING,
+    ROOT,
+    SOURCES,
+    FloatArray,
+    TokenTree,
+    trimmed,
+)
 
 from ..fakes import PlainCandidates, TokenPath, build_tree, few, guesses_of, many, paths, random_rule, trees
 
@@ -275,3 +284,21 @@ def test_log_probabilities_are_never_above_zero(values: list[float], rounding: f
     for index in range(len(GRID)):
         assert (guesses.log_probabilities(index) <= 0).all()
         assert np.exp(guesses.log_probabilities(index)).sum() == pytest.approx(1, abs=1e-5)
+
+
+def test_a_trees_nodes_say_what_proposed_them() -> None:
+    """The better score counts: a lookup's of certainty before the model's, the model's before a weak claim."""
+    candidates = CandidateTree()
+    candidates.add(np.array([ROOT]), guesses_of(np.log([0.6, 0.3, 0.1]), 3), UNIT)
+    certain = replace(TokenTree.chain([1, 2]), scores=np.array([-0.01, -0.02])).from_source(LOOKUP)
+    weak = replace(TokenTree.chain([0]), scores=np.array([-9.0])).from_source(RECYCLING)
+    for guess in (certain, weak):
+        candidates.add_guesses(guess, UNIT)
+    found = candidates.tree(candidates.best(4, 4))
+    sources = dict(zip(paths(found), [SOURCES[each] for each in found.sources], strict=True))
+    assert sources == {(1,): "lookup", (1, 2): "lookup", (0,): "draft", (2,): "draft"}
+    kept = trimmed(found, 2)
+    assert [SOURCES[each] for each in kept.sources] == ["lookup", "lookup"]
+    (forced,) = candidates.add_forced(ROOT, [3], UNIT)
+    best = candidates.best(9, 1)
+    assert candidates.tree(best).sources[best.tolist().index(forced)] == CONSTRAINT

@@ -317,6 +317,68 @@ def clover2_states(tensors: Mapping[str, Tensor], states: Tensor, tokens: Sequen
     return _norm(torch.cat(found), tensors["clover_head_norm.weight"])
 
 
+DFLASH_CONFIG = {
+    "architectures": ["DFlashDraftModel"],
+    "model_type": "qwen3",
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "num_hidden_layers": 2,
+    "vocab_size": VOCAB,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "block_size": 6,
+    "num_target_layers": 6,
+    "dflash_config": {"mask_token_id": 7, "target_layer_ids": [0, 2, 4]},
+}
+
+
+def dflash_tensors() -> dict[str, Tensor]:
+    shapes: dict[str, Sequence[int]] = {"fc.weight": (HIDDEN, 3 * HIDDEN)}
+    shapes |= dict.fromkeys(("hidden_norm.weight", "norm.weight"), (HIDDEN,))
+    for layer in range(2):
+        shapes |= {f"layers.{layer}.self_attn.{name}_proj.weight": (16, HIDDEN) for name in "kv"}
+        shapes |= {f"layers.{layer}.self_attn.{name}_proj.weight": (HIDDEN, HIDDEN) for name in "qo"}
+        shapes |= {f"layers.{layer}.self_attn.{name}_norm.weight": (8,) for name in "qk"}
+        shapes |= {f"layers.{layer}.mlp.{name}_proj.weight": (40, HIDDEN) for name in ("gate", "up")}
+        shapes |= {f"layers.{layer}.mlp.down_proj.weight": (HIDDEN, 40)}
+        shapes |= {f"layers.{layer}.{name}_layernorm.weight": (HIDDEN,) for name in ("input", "post_attention")}
+    return random_tensors(shapes)
+
+
+def dflash_states(tensors: Mapping[str, Tensor], states: Tensor, block: Tensor) -> Tensor:
+    """States [B - 1, hidden] for the block's tokens after its first (z-lab/dflash, dflash.py, without its cache).
+
+    states [T, 3 * hidden]: the target's. block [B, hidden]: embeddings of the text's last token and of masks.
+    """
+    context = _norm(states @ tensors["fc.weight"].T, tensors["hidden_norm.weight"])
+    length, dim, x = len(context) + len(block), 8, block
+    angles = torch.arange(length)[:, None] / 10000.0 ** (torch.arange(0, dim, 2) / dim)
+    cos, sin = (torch.cat((part, part), -1) for part in (angles.cos(), angles.sin()))
+
+    def turned(heads: Tensor, first: int) -> Tensor:
+        swapped = torch.cat((-heads[..., dim // 2 :], heads[..., : dim // 2]), -1)
+        return heads * cos[first:] + swapped * sin[first:]
+
+    for layer in range(2):
+        w = {n.removeprefix(f"layers.{layer}."): t for n, t in tensors.items() if n.startswith(f"layers.{layer}.")}
+        normed = _norm(x, w["input_layernorm.weight"])
+        both = torch.cat((context, normed))
+        q = (normed @ w["self_attn.q_proj.weight"].T).view(len(block), 4, dim)
+        k, v = ((both @ w[f"self_attn.{name}_proj.weight"].T).view(length, 2, dim) for name in "kv")
+        q = turned(_norm(q, w["self_attn.q_norm.weight"]).transpose(0, 1), len(context))
+        k = turned(_norm(k, w["self_attn.k_norm.weight"]).transpose(0, 1), 0).repeat_interleave(2, 0)
+        shares = (q @ k.transpose(1, 2) / dim**0.5).softmax(-1)
+        out = shares @ v.transpose(0, 1).repeat_interleave(2, 0)
+        x = x + out.transpose(0, 1).reshape(len(block), -1) @ w["self_attn.o_proj.weight"].T
+        inner = _norm(x, w["post_attention_layernorm.weight"])
+        gate, up = (inner @ w[f"mlp.{name}_proj.weight"].T for name in ("gate", "up"))
+        x = x + (F.silu(gate) * up) @ w["mlp.down_proj.weight"].T
+    return _norm(x, tensors["norm.weight"])[1:]
+
+
 def recurrent_tensors() -> dict[str, Tensor]:
     shapes = {"cell.weight": (HIDDEN, 2 * HIDDEN), "cell.bias": (HIDDEN,)}
     return random_tensors({**shapes, "up.weight": (40, 2 * HIDDEN), "down.weight": (HIDDEN, 40)})

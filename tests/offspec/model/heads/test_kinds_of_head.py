@@ -22,8 +22,11 @@ from offspec.checkpoints.head_files import HeadFiles, is_head
 from offspec.checkpoints.load import load_decoder
 from offspec.checkpoints.opening import ModelFiles
 from offspec.errors import CheckpointError, UnsupportedModelError
+from offspec.loaders.convert import convert as convert_layers
+from offspec.loaders.params import ConvertParams
 from offspec.model.decoder import Decoder
 from offspec.model.heads.eagle import tapped_layers
+from offspec.model.heads.head import Head
 from offspec.model.heads.text import HeadText
 from offspec.planning.plan import all_resident
 from offspec.scheduler.trees.token_tree import TokenTree
@@ -33,6 +36,7 @@ from ....fakes import CPU
 from ....pair import build_pair
 from .head_twins import (
     CLOVER2_CONFIG,
+    DFLASH_CONFIG,
     EAGLE_CONFIG,
     HYDRA_CONFIG,
     HYDRA_PREFIX_CONFIG,
@@ -42,6 +46,8 @@ from .head_twins import (
     FspadTwin,
     clover2_states,
     clover2_tensors,
+    dflash_states,
+    dflash_tensors,
     eagle_tensors,
     fspad_tensors,
     hydra_logits,
@@ -128,9 +134,14 @@ def test_logits_equal_the_reference(layout: str, tmp_path: Path, target_files: M
     head = files.spec.make(files.load(torch.float32, CPU), target)
     flags = {name: bool(config.get(name)) for name in ("norm_before_residual", "norm_output")}
     twin = FspadTwin(tensors, target) if layout == "FSPAD" else EagleTwin(version, tensors, target, **flags)
+    check_logits(head, twin, 32 * (3 if version == 3 else 1))
+
+
+def check_logits(head: Head, twin: Any, width: int) -> None:
+    """After a text that came in two passes, and in a tree. width: of the target's states that the head reads."""
     text = HeadText(head)
     generator = torch.Generator().manual_seed(1)
-    states = torch.randn(9, 32 * (3 if version == 3 else 1), generator=generator)
+    states = torch.randn(9, width, generator=generator)
     tokens = torch.randint(0, 300, (10,), generator=generator).tolist()
     text.feed(told(tokens[:6], states[:6], head.target_layers, [], tokens[6:7]))
     root = text.score(tokens[6:7], _none(), _none(), np.empty((0, 0), dtype=np.bool_))
@@ -209,6 +220,38 @@ def test_logits_of_clover_2(tmp_path: Path, target_files: ModelFiles, target: De
     rows = torch.cat((found[0], found[1][:1], *found[2:]))
     expected = target.linear_logits(clover2_states(tensors, states, [*tokens[1:], *path]))
     torch.testing.assert_close(rows, expected, atol=1e-4, rtol=1e-4)
+
+
+SPECULATORS_DFLASH = {
+    "speculators_model_type": "dflash",
+    "block_size": 6,
+    "mask_token_id": 7,
+    "aux_hidden_state_layer_ids": [0, 2, 4],
+    "transformer_layer_config": {k: v for k, v in DFLASH_CONFIG.items() if not k.startswith(("dflash", "block"))},
+}
+
+
+@pytest.mark.parametrize("config", [DFLASH_CONFIG, SPECULATORS_DFLASH], ids=["z-lab", "Speculators"])
+def test_logits_of_dflash(config: dict[str, Any], tmp_path: Path, target_files: ModelFiles, target: Decoder) -> None:
+    """A block behind a text that came in two passes: every place of the block has its own distribution."""
+    tensors = dflash_tensors()
+    folder = write_folder(tmp_path, config, tensors)
+    assert is_head(folder)
+    files = HeadFiles.open(folder, target_files.config)
+    text = HeadText(files.spec.make(files.load(torch.float32, CPU), target))
+    states, tokens = torch.randn(9, 96), [*range(20, 30)]
+    text.feed(told(tokens[:6], states[:6], (0, 2, 4), [], tokens[6:7]))
+    text.score(tokens[6:7], _none(), _none(), np.empty((0, 0), dtype=np.bool_))
+    text.keep([])
+    text.feed(told(tokens[:7], states[6:9], (0, 2, 4), [0, 1], tokens[7:10]))
+    found = [text.score(tokens[9:], _none(), _none(), np.empty((0, 0), dtype=np.bool_))]
+    for depth in range(1, 5):
+        parents = [-1, 0, 1, 2][:depth]
+        found.append(text.score([], np.array([40 + depth]), np.array([depth]), tree_mask(parents, depth - 1)))
+    assert text.max_context == len(tokens) + 5, "five tokens can be predicted"
+    block = target.embed(torch.tensor([tokens[9], 7, 7, 7, 7, 7]))
+    expected = target.linear_logits(dflash_states(tensors, states, block))
+    torch.testing.assert_close(torch.cat(found), expected, atol=1e-4, rtol=1e-4)
 
 
 def _none() -> Any:
@@ -300,6 +343,25 @@ def test_wrong_numbers_are_refused(what: str, tmp_path: Path, target_files: Mode
     with pytest.raises(CheckpointError) as caught:
         load()
     assert "\n" not in str(caught.value)
+
+
+def test_a_quantised_head_stays_packed(tmp_path: Path, target_files: ModelFiles, target: Decoder) -> None:
+    """Its logits are those of the unpacked matrices."""
+    source = write_folder(tmp_path / "source", EAGLE_1, eagle_tensors(1, layer="layers.0"))
+    convert_layers(source, tmp_path / "nf4", ConvertParams("nf4"), layer_prefix="layers.")
+    files = HeadFiles.open(tmp_path / "nf4", target_files.config)
+    name = "layers.0.mlp.up_proj.weight"
+    packed, unpacked = (files.load(torch.float32, CPU, packed=packed) for packed in (True, False))
+    assert not isinstance(packed[name], Tensor)
+    assert isinstance(unpacked[name], Tensor)
+    assert files.nbytes(torch.float32) < files.nbytes(torch.float32, packed=False)
+    states, tokens = torch.randn(6, 32), [*range(20, 27)]
+    found = list[Tensor]()
+    for weights in (packed, unpacked):
+        text = HeadText(files.spec.make(weights, target))
+        text.feed(told(tokens[:6], states, (), [], tokens[6:]))
+        found.append(text.score(tokens[6:], _none(), _none(), np.empty((0, 0), dtype=np.bool_)))
+    torch.testing.assert_close(*found, atol=1e-4, rtol=1e-4)
 
 
 def test_hydra_has_heads_for_all_steps_or_for_none(tmp_path: Path, target_files: ModelFiles) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 
 import torch
 from torch import Tensor
@@ -24,9 +25,14 @@ class Fp32Layer(EntriesBySlot):
     def nbytes(self) -> int:
         return sum(part.nbytes for part in self._entries)
 
-    def stored(self, layer: int, end: int) -> list[Tensor]:
+    def empty(self) -> Fp32Layer:
+        other = copy(self)
+        other._entries = [part.new_zeros(0, *part.shape[1:]) for part in self._entries]
+        return other
+
+    def stored(self, layer: int, end: int, first: int = 0) -> list[Tensor]:
         assert layer == 0
-        return [part[:end].transpose(0, 1) for part in self._entries]
+        return [part[first:end].transpose(0, 1) for part in self._entries]
 
     def reserve(self, capacity: int, in_use: int) -> None:
         grown = [part.new_zeros(capacity, *part.shape[1:]) for part in self._entries]

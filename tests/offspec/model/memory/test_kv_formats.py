@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from offspec.loaders.params import KV_CACHES
-from offspec.model.block import memory_bytes, memory_layouts
+from offspec.model.block import kv_layouts, memory_bytes
 from offspec.model.config import read_config
 from offspec.model.cuda_graphs import TreeGraphs
 from offspec.model.decoder import CachedDecoder, Decoder, pass_together
@@ -23,7 +23,7 @@ from offspec.model.memory.text_memory import TextMemory
 from offspec.model.pass_rows import TextRows
 
 from ....examples import examples
-from ....fakes import FAMILIES, TinyModel, config_json
+from ....fakes import FAMILIES, HYBRIDS, TinyModel, config_json
 from ..test_decoder import NO_NODES, TREE_FAMILIES, Tree, random_tokens
 from .kv_formats import fp32_layers, int8_layers
 
@@ -216,12 +216,12 @@ def test_packing_rounds_each_entry_by_itself(coding: Coding, head_dim: int, seed
 
 
 @pytest.mark.parametrize("kv", KV_FORMATS.values())
-@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "qwen3.5"])  # it keeps states, too
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in HYBRIDS])  # these keep states, too
 def test_bytes_are_counted_as_they_are_allocated(family: str, kv: KVFormat) -> None:
     """By layer, sliding windows included."""
     config = read_config(config_json(FAMILIES[family]))
     for layers in (range(config.num_layers), range(1), range(1, config.num_layers)):
-        layouts = [layout for layout in memory_layouts(config, layers) if isinstance(layout, KVLayout)]
+        layouts = [layout for layout in kv_layouts(config, layers) if layout is not None]
         cache = TextMemory(kv.layers(layouts, torch.bfloat16, CPU), CPU)
         for capacity in (1, 77):
             cache.reserve(capacity)

@@ -66,7 +66,7 @@ def decoder(average_is_a_kind_of_part: None) -> Decoder:
 def test_layers_of_one_model_may_have_different_parts(decoder: Decoder) -> None:
     config = decoder.config
     layouts = memory_layouts(config)
-    assert [type(layout) for layout in layouts] == [KVLayout, AverageLayout, AverageLayout, KVLayout]
+    assert [type(layout) for layer in layouts for layout in layer] == [KVLayout, AverageLayout, AverageLayout, KVLayout]
     assert "average.in_proj.weight" in layer_shapes(config, 1)
     assert "self_attn.q_proj.weight" not in layer_shapes(config, 1)
     assert wanted_shapes(config)["model.layers.2.average.out_proj.weight"] == (config.hidden_size, WIDTH)
@@ -180,7 +180,7 @@ def test_a_parked_text_goes_on_from_its_end_only(decoder: Decoder) -> None:
 
 def test_equal_layouts_share_a_memory(decoder: Decoder) -> None:
     cache = decoder.new_cache(range(1, 3))
-    (memory, first), (other, second) = cache.memory_of(1), cache.memory_of(2)
+    (memory, first), (other, second) = cache.state_of(1), cache.state_of(2)
     assert isinstance(memory, Averages)
     assert (memory is other, first, second) == (True, 0, 1)
 
@@ -204,5 +204,5 @@ def test_formats_and_places_concern_kv_entries_alone(decoder: Decoder) -> None:
     spilled = Decoder(config, decoder.weights, dtype=torch.float32, device=CPU)
     spilled.entries_in_ram = EntriesInRam(frozenset(range(4)), PLAIN, CopyStream(CPU))
     tokens = random_tokens(10)
-    assert isinstance(spilled.new_cache().memory_of(0)[0], LayersInRam)
+    assert isinstance(spilled.new_cache().kv_of(0)[0], LayersInRam)
     assert_close(chain_logits(spilled, tokens), chain_logits(decoder, tokens))

@@ -1,6 +1,8 @@
-"""States of gated delta nets, in layers between others with KV entries: trees, verdicts, rewinds, copies, batches."""
+"""States of recurrent layers, behind attention or beside it: trees, verdicts, rewinds, copies, batches."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
@@ -8,12 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from offspec.model.block import memory_bytes
+from offspec.model.block import Block, memory_bytes
 from offspec.model.decoder import CachedDecoder, Decoder, score_together
 from offspec.model.memory.recurrent_states import LEAST_COPIED, MOST_COPIES, RecurrentStates
 from offspec.model.memory.text_caches import TextCaches
 from offspec.model.memory.text_pool import TextPool
-from offspec.model.parts.delta_net import DeltaNet
 from offspec.model.pass_rows import TextRows
 
 from ....examples import examples
@@ -30,10 +31,12 @@ from ..test_decoder import (
     score_in_rounds,
 )
 
+NIGHTLY = [pytest.param(family, marks=pytest.mark.nightly) for family in ("olmo-hybrid", "nemotron-h")]
 
-@pytest.fixture(scope="module")
-def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
-    return build(FAMILIES["qwen3.5"], tmp_path_factory.mktemp("hybrid") / "model").decoder()
+
+@pytest.fixture(scope="module", params=["qwen3.5", "lfm2", "falcon-h1", *NIGHTLY])
+def decoder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Decoder:
+    return build(FAMILIES[request.param], tmp_path_factory.mktemp("hybrid") / "model").decoder()
 
 
 @given(steps=st.lists(passes(), min_size=1, max_size=3))
@@ -82,7 +85,7 @@ def test_an_answer_may_be_given_anew_at_the_cost_of_one_token(decoder: Decoder) 
 
 def test_copies_are_few_and_far_apart(decoder: Decoder) -> None:
     text, length = CachedDecoder(decoder), 0
-    memory, _ = text.cache.memory_of(0)
+    memory, _ = text.cache.state_of(0)
     assert isinstance(memory, RecurrentStates)
     for count in (LEAST_COPIED, 40, 20, LEAST_COPIED, 30, 50):
         text.score(random_tokens(count), *NO_NODES)
@@ -96,15 +99,15 @@ def test_copies_are_few_and_far_apart(decoder: Decoder) -> None:
 def test_an_interrupted_pass_leaves_the_text_as_it_was(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
     tokens, text = random_tokens(32), CachedDecoder(decoder)
     text.score(tokens[:14], *NO_NODES)
-    forward = DeltaNet.forward
+    forward = Block.forward
 
-    def interrupted(self: DeltaNet, *args: object) -> Tensor:
-        if self.layer == 2:
+    def interrupted(self: Block, *args: Any) -> Tensor:
+        if self.index == 2:
             raise KeyboardInterrupt
-        return forward(self, *args)  # type: ignore[arg-type]
+        return forward(self, *args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(DeltaNet, "forward", interrupted)
+        patch.setattr(Block, "forward", interrupted)
         with pytest.raises(KeyboardInterrupt):
             text.score(random_tokens(20, 9), *NO_NODES)
     assert_close(text.score(tokens[14:], *NO_NODES)[0], chain_logits(decoder, tokens)[-1])

@@ -1,0 +1,244 @@
+"""OpenAI's Responses API: its requests as chats, and answers as its items and events. Nothing is stored.
+
+A request becomes a body of OpenAI's chats, so both have the same checks and the same answers.
+"""
+
+from __future__ import annotations
+
+import reprlib
+import secrets
+import time
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from offspec import SamplingParams
+from offspec.errors import UsageError
+
+from .answer_blocks import Block, BlockAnswer, BlockEvent
+from .answer_forms import NamedEvents
+from .openai_answers import Said
+from .openai_requests import FIELDS, CompletionRequest, parse
+from .request_parts import Json, field_of, list_of_objects, refuse_fields, text_of
+
+if TYPE_CHECKING:
+    from offspec.text.tokenizer import Tokenizer
+
+NOT_FOLLOWED: dict[str, tuple[Any, ...]] = {
+    "previous_response_id": (),
+    "conversation": (),
+    "background": (False,),
+    "prompt": (),
+    "truncation": ("disabled",),
+    "top_logprobs": (0,),
+    "context_management": ([],),
+}
+SAME_FIELDS = (
+    *("stream", "user", "stop", "parallel_tool_calls", "ignore_eos", "logit_bias", "chat_template_kwargs"),
+    *(name for name, *_ in FIELDS),
+)
+ECHOED = ("instructions", "max_output_tokens", "metadata", "temperature", "top_p", "user")
+TEXTS = ["input_text", "output_text", "text"]
+DELTAS = {"thinking": "reasoning_text", "text": "output_text", "call": "function_call_arguments"}
+FULL_TEXT = {"thinking": "text", "text": "text", "call": "arguments"}
+
+
+class Responses:
+    """The API as a form of requests and answers."""
+
+    name = "responses"
+
+    def request(self, body: Any, defaults: SamplingParams) -> CompletionRequest:
+        """A request as a chat. Raises UsageError, which names the field."""
+        return parse("chat", as_chat(body), defaults)
+
+    def answer(
+        self, body: Json, request: CompletionRequest, model: str, prompts: Sequence[Sequence[int]], tokenizer: Tokenizer
+    ) -> ResponseAnswer:
+        return ResponseAnswer(body, model, BlockAnswer(request, prompts[0], tokenizer))
+
+    def error(self, failure: Json, status: int) -> Json:
+        return failure
+
+
+# ------------------------------------------------------------------------------------------------ requests
+
+
+def as_chat(body: Any) -> Json:
+    """The request as a body of OpenAI's chats. Raises UsageError, which names the field."""
+    if not isinstance(body, dict):
+        raise UsageError("the request is not a JSON object")
+    refuse_fields(body, NOT_FOLLOWED)
+    chat = {name: body[name] for name in SAME_FIELDS if name in body}
+    chat["messages"] = _messages(body)
+    if (most := body.get("max_output_tokens")) is not None:
+        chat["max_completion_tokens"] = most
+    tools = list_of_objects(body, "tools")
+    for number, tool in enumerate(tools):
+        if tool.get("type") != "function":
+            raise UsageError(f"tools[{number}] is not of type function; others are not supported")
+    chat["tools"] = [{"type": "function", "function": {**tool, "type": None}} for tool in tools]
+    chat["tool_choice"] = choice = body.get("tool_choice")
+    if isinstance(choice, dict) and choice.get("type") == "function":
+        chat["tool_choice"] = {"type": "function", "function": {"name": choice.get("name")}}
+    text = field_of(body, "text", dict, "an object") or {}
+    if (described := text.get("format")) is not None:
+        is_schema = isinstance(described, dict) and described.get("type") == "json_schema"
+        chat["response_format"] = {"type": "json_schema", "json_schema": described} if is_schema else described
+    return chat
+
+
+def _messages(body: Json) -> list[Json]:
+    instructions = field_of(body, "instructions", str, "a string")
+    messages = [{"role": "system", "content": instructions}] if instructions else []
+    if isinstance(body.get("input"), str):
+        return [*messages, {"role": "user", "content": body["input"]}]
+    items = list_of_objects(body, "input")
+    if not items:
+        raise UsageError("input must be a string or a list of at least one item")
+    thoughts = ""
+    for number, item in enumerate(items):
+        where, kind = f"input[{number}]", item.get("type") or "message"
+        if kind == "reasoning":
+            thoughts += text_of(item.get("content") or [], f"{where}.content", ["reasoning_text"])
+            continue
+        if kind == "function_call":
+            _turn_of_assistant(messages)["tool_calls"].append(_call(item))
+        elif kind == "function_call_output":
+            output = text_of(item.get("output"), f"{where}.output", TEXTS)
+            messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
+        elif kind == "message":
+            messages.append(
+                {"role": item.get("role"), "content": text_of(item.get("content"), f"{where}.content", TEXTS)}
+            )
+        else:
+            raise UsageError(f"{where} is of type {reprlib.repr(kind)}, which is not supported")
+        if thoughts and messages[-1]["role"] == "assistant":
+            messages[-1]["reasoning_content"], thoughts = thoughts, ""
+    return messages
+
+
+def _turn_of_assistant(messages: list[Json]) -> Json:
+    """The message that a call belongs to: the last one, if it is the assistant's."""
+    if not messages or messages[-1]["role"] != "assistant":
+        messages.append({"role": "assistant", "content": ""})
+    messages[-1].setdefault("tool_calls", [])
+    return messages[-1]
+
+
+def _call(item: Json) -> Json:
+    function = {"name": item.get("name"), "arguments": item.get("arguments")}
+    return {"id": item.get("call_id"), "type": "function", "function": function}
+
+
+# ------------------------------------------------------------------------------------------------ answers
+
+
+class ResponseAnswer(NamedEvents):
+    """The response to one request."""
+
+    def __init__(self, body: Json, model: str, answer: BlockAnswer) -> None:
+        self._answer, self._id = answer, secrets.token_hex(12)
+        self._number = 0  # of the next event
+        self._head: Json = {
+            "id": f"resp_{self._id}",
+            "object": "response",
+            "created_at": int(time.time()),
+            "model": model,
+            "error": None,
+            "incomplete_details": None,
+            "parallel_tool_calls": body.get("parallel_tool_calls") is not False,
+            "previous_response_id": None,
+            "store": False,
+            "text": body.get("text") or {"format": {"type": "text"}},
+            "tool_choice": body.get("tool_choice") or "auto",
+            "tools": body.get("tools") or [],
+            "truncation": "disabled",
+            **{name: body.get(name) for name in ECHOED},
+        }
+
+    def whole(self, answers: Sequence[Said]) -> Json:
+        (passage,) = answers
+        self._answer.whole(passage)
+        return self._response(passage)
+
+    def parts(self, index: int, passage: Said, *, is_first: bool) -> list[Json]:
+        """The events of one pass."""
+        events = list[Json]()
+        if is_first:
+            response = {**self._head, "status": "in_progress", "output": []}
+            events = [{"type": f"response.{each}", "response": response} for each in ("created", "in_progress")]
+        for event in self._answer.push(passage):
+            events += self._events(event)
+        if passage.finish_reason is not None:
+            response = self._response(passage)
+            events.append({"type": f"response.{response['status']}", "response": response})
+        return self._numbered(events)
+
+    def last_parts(self) -> list[Json]:
+        return []
+
+    def error_parts(self, failure: Json, status: int) -> list[Json]:
+        error = failure["error"]
+        return self._numbered(
+            [{"type": "error", "code": error["code"] or error["type"], "message": error["message"], "param": None}]
+        )
+
+    def _numbered(self, events: Sequence[Json]) -> list[Json]:
+        first, self._number = self._number, self._number + len(events)
+        return [{**event, "sequence_number": number} for number, event in enumerate(events, start=first)]
+
+    def _response(self, passage: Said) -> Json:
+        is_cut = self._answer.finish == "length"
+        state = {"status": "incomplete" if is_cut else "completed"}
+        if is_cut:
+            state["incomplete_details"] = {"reason": "max_output_tokens"}  # type: ignore[assignment]
+        output = [self._item(number, block, state["status"]) for number, block in enumerate(self._answer.blocks)]
+        return {**self._head, **state, "output": output, "usage": _usage(passage.figures), "offspec": passage.figures}
+
+    def _item(self, number: int, block: Block, status: str) -> Json:
+        """A block as an item of the output."""
+        item = {"id": f"{block.kind}_{self._id}_{number}", "status": status}
+        if block.kind == "call":
+            call = {"call_id": f"call_{block.call_id}", "name": block.name, "arguments": block.text}
+            return {**item, "type": "function_call", **call}
+        content = [_content(block)] if block.text else []
+        if block.kind == "thinking":
+            return {**item, "type": "reasoning", "summary": [], "content": content}
+        return {**item, "type": "message", "role": "assistant", "content": content}
+
+    def _events(self, event: BlockEvent) -> Iterator[Json]:
+        """The events of a block: its item, the item's only part of content, and its text."""
+        block, has_part = event.block, event.block.kind != "call"
+        item = self._item(event.index, block, "completed" if event.kind == "end" else "in_progress")
+        place: Json = {"item_id": item["id"], "output_index": event.index}
+        inside = {**place, "content_index": 0} if has_part else place
+        logprobs: Json = {"logprobs": []} if block.kind == "text" else {}
+        if event.kind == "begin":
+            yield {"type": "response.output_item.added", "output_index": event.index, "item": item}
+            if has_part:
+                yield {"type": "response.content_part.added", **inside, "part": _content(block)}
+        elif event.kind == "more":
+            yield {"type": f"response.{DELTAS[block.kind]}.delta", **inside, "delta": event.text, **logprobs}
+        else:
+            text = {FULL_TEXT[block.kind]: block.text} | ({} if has_part else {"name": block.name})
+            yield {"type": f"response.{DELTAS[block.kind]}.done", **inside, **text, **logprobs}
+            if has_part:
+                yield {"type": "response.content_part.done", **inside, "part": _content(block)}
+            yield {"type": "response.output_item.done", "output_index": event.index, "item": item}
+
+
+def _content(block: Block) -> Json:
+    if block.kind == "thinking":
+        return {"type": "reasoning_text", "text": block.text}
+    return {"type": "output_text", "text": block.text, "annotations": []}
+
+
+def _usage(figures: Json) -> Json:
+    prompt, answer = figures["num_prompt_tokens"], figures["num_tokens"]
+    return {
+        "input_tokens": prompt,
+        "input_tokens_details": {"cached_tokens": prompt - figures["num_prefilled_tokens"]},
+        "output_tokens": answer,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": prompt + answer,
+    }

@@ -1,0 +1,587 @@
+// The page: which conversation is open, what a person does, and answers under way.
+
+import * as api from "./api.js";
+import { button, byId, download, el } from "./dom.js";
+import { Insight } from "./insight.js";
+import { MessageView } from "./message.js";
+import * as store from "./store.js";
+
+const SAMPLING = [
+  ["temperature", "Temperature", 0, 5, 0.05],
+  ["top_p", "Top p", 0, 1, 0.01],
+  ["top_k", "Top k", 0, 10000, 1],
+  ["min_p", "Min p", 0, 1, 0.01],
+  ["repetition_penalty", "Repetition penalty", 0.1, 5, 0.05],
+  ["max_tokens", "Most tokens", 1, 1000000, 1],
+  ["seed", "Seed", 0, 2 ** 31, 1],
+];
+const KEYS = [
+  ["Enter", "send; Shift+Enter begins a new line"],
+  ["Esc", "stop the answer"],
+  ["/", "to the message field"],
+  ["Alt+N", "new conversation"],
+  ["Alt+↑ Alt+↓", "other conversation"],
+  ["Alt+R", "regenerate the last answer"],
+  ["Alt+E", "edit the last message"],
+  ["Alt+I", "show passes"],
+  ["Alt+C", "colour tokens by source"],
+  ["Alt+S", "settings"],
+  ["[ and ]", "earlier and later pass"],
+  ["?", "these keys"],
+];
+const SAVE_MS = 1000; // between two saves of an answer that grows
+const HEALTH_MS = 3000;
+const MOST_FILE_BYTES = 1 << 20;
+const MOST_PASSES = 2000; // kept of an answer, for the panel
+const MOST_TITLE = 60;
+const NEAR_END = 60; // pixels: who is this near to the end follows the answer
+
+const state = {
+  conversation: null,
+  nodes: new Map(),
+  views: new Map(),
+  runs: new Map(), // conversation id → {controller, node}
+  passes: new Map(), // node id → the passes of this visit
+  files: [],
+  isOnline: true,
+};
+const insight = new Insight(byId("insight"));
+const log = byId("log");
+
+// ---------------------------------------------------------------- the tree of messages
+
+const children = (parent) =>
+  [...state.nodes.values()].filter((node) => node.parent === parent).sort((one, other) => one.created - other.created);
+
+/** The messages from the first one down to the chosen leaf. */
+function path(leaf = state.conversation.leaf) {
+  const messages = [];
+  for (let node = state.nodes.get(leaf); node; node = state.nodes.get(node.parent)) messages.unshift(node);
+  return messages;
+}
+
+function newestLeaf(id) {
+  for (;;) {
+    const below = children(id);
+    if (!below.length) return id;
+    id = below.at(-1).id;
+  }
+}
+
+const lastAnswer = () => path().findLast((node) => node.role === "assistant");
+
+// ---------------------------------------------------------------- what is shown
+
+async function showList() {
+  const all = await store.conversations();
+  byId("conversations").replaceChildren(
+    ...all.map((each) => {
+      const isOpen = each.id === state.conversation?.id;
+      return el(
+        "li",
+        { className: isOpen ? "open" : "" },
+        button(each.title || "New conversation", () => open(each.id), { className: "quiet title", dir: "auto", "aria-current": isOpen ? "true" : undefined }),
+        button("✕", () => remove(each), { "aria-label": `Delete: ${each.title}`, title: "Delete" }),
+      );
+    }),
+  );
+  return all;
+}
+
+async function open(id) {
+  const all = await store.conversations();
+  const conversation = all.find((each) => each.id === id) ?? store.newConversation();
+  const run = state.runs.get(conversation.id);
+  state.conversation = run?.conversation ?? conversation;
+  state.nodes = new Map((await store.nodesOf(conversation.id)).map((node) => [node.id, node]));
+  if (run) state.nodes.set(run.node.id, run.node);
+  for (const node of state.nodes.values()) {
+    if (node.state === "running" && node !== run?.node && Date.now() - (node.saved ?? 0) > 10 * SAVE_MS) node.state = "stopped";
+  }
+  sessionStorage.setItem("offspec.open", conversation.id);
+  document.body.classList.remove("shows-list");
+  state.views.clear();
+  showMessages();
+  await showList();
+  log.scrollTop = log.scrollHeight;
+}
+
+function showMessages() {
+  const shown = path();
+  const actions = {
+    siblings: (node) => children(node.parent).map((each) => each.id),
+    choose: (id) => chooseLeaf(newestLeaf(id)),
+    regenerate: (node) => answer(node.parent),
+    edit: (node, text) => say(text, node.parent),
+  };
+  for (const node of shown) {
+    if (state.views.get(node.id)?.node !== node) state.views.set(node.id, new MessageView(node, actions, byId("sources").checked));
+    else state.views.get(node.id).update();
+  }
+  const elements = shown.map((node) => state.views.get(node.id).element);
+  byId("messages").replaceChildren(...(elements.length ? elements : [greeting()]));
+  showRunning();
+  showInsight();
+}
+
+function greeting() {
+  return el(
+    "div",
+    { className: "greeting" },
+    el("p", {}, "Ask something. The answer is the model's own, token for token; a small draft only makes it come sooner."),
+    el("p", { className: "hint" }, "Press ? for the keys."),
+  );
+}
+
+function showRunning() {
+  const isRunning = state.runs.has(state.conversation.id);
+  byId("send").hidden = isRunning;
+  byId("stop").hidden = !isRunning;
+}
+
+function showInsight() {
+  const node = lastAnswer();
+  insight.show(node ? passesOf(node) : [], node?.figures);
+}
+
+function passesOf(node) {
+  if (!state.passes.has(node.id)) state.passes.set(node.id, []);
+  return state.passes.get(node.id);
+}
+
+function notice(text) {
+  const box = byId("notice");
+  box.textContent = text;
+  clearTimeout(notice.timer);
+  notice.timer = setTimeout(() => (box.textContent = ""), 8000);
+}
+
+async function chooseLeaf(leaf) {
+  state.conversation.leaf = leaf;
+  await store.saveConversation(state.conversation);
+  showMessages();
+}
+
+async function remove(conversation) {
+  if (!confirm(`Delete “${conversation.title || "New conversation"}”?`)) return;
+  state.runs.get(conversation.id)?.controller.abort();
+  await store.removeConversation(conversation.id);
+  if (conversation.id === state.conversation.id) await open((await store.conversations())[0]?.id);
+  else await showList();
+}
+
+// ---------------------------------------------------------------- asking
+
+async function send(event) {
+  event?.preventDefault();
+  const field = byId("prompt");
+  const text = field.value.trim();
+  if ((!text && !state.files.length) || state.runs.has(state.conversation.id)) return;
+  const content = [...state.files.map(asText), text].filter(Boolean).join("\n\n");
+  field.value = "";
+  state.files = [];
+  showFiles();
+  fit(field);
+  await say(content, state.conversation.leaf);
+}
+
+/** A file in the prompt: its name, and its text behind a fence that the text does not contain. */
+function asText({ name, text }) {
+  const longest = Math.max(2, ...(text.match(/`+/g) ?? []).map((run) => run.length));
+  const fence = "`".repeat(longest + 1);
+  return `File ${JSON.stringify(name)}:\n${fence}\n${text.replace(/\n$/, "")}\n${fence}`;
+}
+
+/** Add a person's message below `parent`, and ask for its answer. */
+async function say(content, parent) {
+  if (state.runs.has(state.conversation.id)) return;
+  const node = store.newNode(state.conversation.id, parent, "user", content);
+  state.nodes.set(node.id, node);
+  state.conversation.title ||= content.replace(/\s+/g, " ").slice(0, MOST_TITLE);
+  await store.saveNode(node);
+  await answer(node.id);
+}
+
+/** Ask for a new answer to the message `parent`. */
+async function answer(parent) {
+  const { conversation } = state;
+  if (state.runs.has(conversation.id)) return;
+  const node = { ...store.newNode(conversation.id, parent, "assistant", ""), state: "running" };
+  const run = { controller: new AbortController(), node, conversation };
+  state.runs.set(conversation.id, run);
+  state.nodes.set(node.id, node);
+  conversation.leaf = node.id;
+  conversation.updated = Date.now();
+  const body = requestOf(conversation, path(parent));
+  await Promise.all([store.saveConversation(conversation), save(node)]);
+  showMessages();
+  showList();
+  log.scrollTop = log.scrollHeight;
+  await receive(run, body);
+}
+
+/** Keeps an answer in the browser; a full store ends no answer. */
+async function save(node) {
+  try {
+    await store.saveNode({ ...node, saved: Date.now() });
+  } catch (error) {
+    notice(`The browser cannot keep this answer: ${error.message}`);
+  }
+}
+
+function requestOf(conversation, messages) {
+  const system = conversation.system ? [{ role: "system", content: conversation.system }] : [];
+  const thinking = conversation.thinking ? { chat_template_kwargs: { enable_thinking: conversation.thinking === "on" } } : {};
+  return {
+    model: state.model ?? "any",
+    messages: [...system, ...messages.map(({ role, content }) => ({ role, content }))],
+    stream: true,
+    offspec: { passes: true },
+    ...conversation.sampling,
+    ...thinking,
+  };
+}
+
+async function receive(run, body) {
+  const { node, controller } = run;
+  const drawing = drawEachFrame(run);
+  let saved = Date.now();
+  try {
+    for await (const event of api.chat(body, controller.signal)) {
+      if (event.comment) node.waiting = event.comment === "running" ? "the model reads the prompt" : "waiting for other answers";
+      else take(node, event.data);
+      if (Date.now() - saved > SAVE_MS) {
+        saved = Date.now();
+        save(node);
+      }
+    }
+    node.state = "done";
+  } catch (error) {
+    node.state = error.name === "AbortError" ? "stopped" : "failed";
+    if (node.state === "failed") node.error = error.message;
+    if (error.status === 401) askKey();
+    if (error.status === 0) setOnline(false);
+  }
+  cancelAnimationFrame(drawing.frame);
+  state.runs.delete(run.conversation.id);
+  await save(node);
+  const view = state.views.get(node.id);
+  view?.draw(true);
+  view?.update();
+  if (run.conversation.id === state.conversation.id) {
+    showRunning();
+    showInsight();
+    follow(drawing);
+  }
+}
+
+/** Take an event of an answer into its node. */
+function take(node, data) {
+  const report = data.offspec;
+  if (report) {
+    const { pass, ...figures } = report;
+    node.figures = figures;
+    if (pass) {
+      const passes = passesOf(node);
+      passes.push({ ...pass, number: figures.num_passes });
+      if (passes.length > MOST_PASSES) passes.splice(0, passes.length - MOST_PASSES);
+      for (const { text, source } of pass.tokens) node.tokens.push([text, source]);
+    }
+  }
+  const delta = data.choices[0]?.delta;
+  node.content += delta?.content ?? "";
+  node.thought += delta?.reasoning_content ?? "";
+}
+
+/** Draws the answer once a frame, while it is shown; the person who is at the end stays there. */
+function drawEachFrame(run) {
+  const drawing = { frame: 0, follows: true, seen: "" };
+  const draw = () => {
+    drawing.frame = requestAnimationFrame(draw);
+    const view = state.views.get(run.node.id);
+    if (!view?.element.isConnected) return;
+    const seen = `${run.node.content.length} ${run.node.thought.length} ${run.node.tokens.length} ${run.node.waiting}`;
+    if (seen === drawing.seen) return;
+    drawing.seen = seen;
+    drawing.follows = log.scrollHeight - log.scrollTop - log.clientHeight < NEAR_END;
+    view.draw();
+    if (view.state.textContent || !run.node.content) view.update();
+    showInsight();
+    follow(drawing);
+  };
+  drawing.frame = requestAnimationFrame(draw);
+  return drawing;
+}
+
+function follow(drawing) {
+  if (drawing.follows) log.scrollTop = log.scrollHeight;
+}
+
+const stop = () => state.runs.get(state.conversation.id)?.controller.abort();
+
+// ---------------------------------------------------------------- files
+
+async function addFiles(list) {
+  for (const file of list) {
+    if (file.size > MOST_FILE_BYTES) {
+      notice(`${file.name} is larger than ${MOST_FILE_BYTES >> 20} MiB.`);
+      continue;
+    }
+    const text = await file.text();
+    if (text.includes("\0") || text.includes("\ufffd")) notice(`${file.name} is not a text in UTF-8.`);
+    else state.files.push({ name: file.name, text });
+  }
+  showFiles();
+}
+
+function showFiles() {
+  byId("files").replaceChildren(
+    ...state.files.map((file, index) =>
+      el(
+        "li",
+        {},
+        el("span", { dir: "auto" }, file.name),
+        button("✕", () => (state.files.splice(index, 1), showFiles()), { "aria-label": `Remove ${file.name}` }),
+      ),
+    ),
+  );
+}
+
+// ---------------------------------------------------------------- the server
+
+async function connect() {
+  try {
+    showModels((await api.models()).map((model) => model.id));
+    setOnline(true);
+  } catch (error) {
+    if (error.status === 401) askKey();
+    else if (error.status === 0) setOnline(false);
+    else notice(error.message);
+  }
+}
+
+/** The model's name; of several models a choice, which the browser keeps. */
+function showModels(names) {
+  const kept = localStorage.getItem("offspec.model");
+  const choice = byId("models");
+  choice.replaceChildren(...names.map((name) => el("option", {}, name)));
+  choice.value = names.includes(kept) ? kept : names[0];
+  choice.hidden = names.length < 2;
+  byId("model").hidden = names.length > 1;
+  useModel();
+}
+
+function useModel() {
+  state.model = byId("models").value;
+  localStorage.setItem("offspec.model", state.model);
+  byId("model").textContent = state.model;
+  document.title = `${state.model} · offspec`;
+}
+
+function setOnline(isOnline) {
+  const wasOnline = state.isOnline;
+  state.isOnline = isOnline;
+  byId("server").textContent = isOnline ? "" : "server away";
+  if (!isOnline && wasOnline) waitForServer();
+}
+
+async function waitForServer() {
+  while (!state.isOnline) {
+    await new Promise((resolve) => setTimeout(resolve, HEALTH_MS));
+    if (await api.isHealthy()) {
+      setOnline(true);
+      connect();
+    }
+  }
+}
+
+function askKey() {
+  const dialog = byId("key-dialog");
+  if (dialog.open) return;
+  dialog.showModal();
+  dialog.onclose = () => {
+    const key = byId("asked-key").value.trim();
+    byId("asked-key").value = "";
+    if (!key) return;
+    api.setApiKey(key, byId("keep-asked-key").checked);
+    connect();
+  };
+}
+
+// ---------------------------------------------------------------- settings
+
+function makeSampling() {
+  byId("sampling").append(
+    ...SAMPLING.map(([name, title, min, max, step]) =>
+      el("label", {}, title, el("input", { id: `s-${name}`, type: "number", min, max, step, placeholder: "default" })),
+    ),
+  );
+}
+
+function openSettings() {
+  const { conversation } = state;
+  byId("system").value = conversation.system;
+  byId("thinking").value = conversation.thinking;
+  byId("theme").value = localStorage.getItem("offspec.theme") ?? "";
+  byId("key").value = api.apiKey();
+  byId("keep-key").checked = api.isKeyKept();
+  for (const [name] of SAMPLING) byId(`s-${name}`).value = conversation.sampling[name] ?? "";
+  byId("settings").showModal();
+}
+
+async function closeSettings() {
+  const { conversation } = state;
+  conversation.system = byId("system").value.trim();
+  conversation.thinking = byId("thinking").value;
+  conversation.sampling = {};
+  for (const [name] of SAMPLING) {
+    const { value, validity } = byId(`s-${name}`);
+    if (value !== "" && validity.valid) conversation.sampling[name] = Number(value);
+  }
+  localStorage.setItem("offspec.theme", byId("theme").value);
+  showTheme();
+  if (byId("key").value.trim() !== api.apiKey() || byId("keep-key").checked !== api.isKeyKept()) {
+    api.setApiKey(byId("key").value.trim(), byId("keep-key").checked);
+    connect();
+  }
+  if (conversation.leaf) await store.saveConversation(conversation);
+}
+
+function showTheme() {
+  document.documentElement.dataset.theme = localStorage.getItem("offspec.theme") ?? "";
+}
+
+function showPanel(isShown) {
+  byId("insight").hidden = !isShown;
+  byId("insight-button").setAttribute("aria-expanded", String(isShown));
+  localStorage.setItem("offspec.passes", isShown ? "1" : "");
+  insight.render();
+}
+
+function showSources() {
+  localStorage.setItem("offspec.sources", byId("sources").checked ? "1" : "");
+  for (const view of state.views.values()) view.setSources(byId("sources").checked);
+}
+
+// ---------------------------------------------------------------- keys
+
+function fit(field) {
+  field.style.height = "auto";
+  field.style.height = `${Math.min(field.scrollHeight, innerHeight / 3)}px`;
+}
+
+async function toNeighbour(by) {
+  const all = await store.conversations();
+  const at = all.findIndex((each) => each.id === state.conversation.id);
+  const next = all[at < 0 ? 0 : at + by];
+  if (next) await open(next.id);
+}
+
+function newOne() {
+  open(null).then(() => byId("prompt").focus());
+}
+
+const ALT = {
+  KeyN: newOne,
+  KeyR: () => lastAnswer() && answer(lastAnswer().parent),
+  KeyE: () => state.views.get(path().findLast((node) => node.role === "user")?.id)?.element.querySelectorAll(".foot button").forEach((each) => each.textContent === "Edit" && each.click()),
+  KeyI: () => showPanel(byId("insight").hidden),
+  KeyC: () => byId("sources").click(),
+  KeyS: openSettings,
+  ArrowUp: () => toNeighbour(-1),
+  ArrowDown: () => toNeighbour(1),
+};
+
+function onKey(event) {
+  if (event.altKey && !event.ctrlKey && !event.metaKey && ALT[event.code]) {
+    event.preventDefault();
+    ALT[event.code]();
+    return;
+  }
+  if (event.key === "Escape" && !document.querySelector("dialog[open]")) stop();
+  if (event.target.matches("textarea, input, select") || event.ctrlKey || event.metaKey || event.altKey) return;
+  const plain = { "/": () => byId("prompt").focus(), "?": () => byId("keys").showModal(), "[": () => insight.step(-1), "]": () => insight.step(1) };
+  if (plain[event.key]) {
+    event.preventDefault();
+    plain[event.key]();
+  }
+}
+
+function listen() {
+  const field = byId("prompt");
+  field.addEventListener("input", () => fit(field));
+  field.addEventListener("keydown", (event) => {
+    if (event.key === "Enter" && !event.shiftKey && !event.isComposing) send(event);
+  });
+  const clicks = {
+    new: newOne,
+    stop,
+    help: () => byId("keys").showModal(),
+    "settings-button": openSettings,
+    "insight-button": () => showPanel(byId("insight").hidden),
+    "open-sidebar": () => document.body.classList.add("shows-list"),
+    "close-sidebar": () => document.body.classList.remove("shows-list"),
+    attach: () => byId("file").click(),
+    import: () => byId("import-file").click(),
+    export: async () => download("offspec-conversations.json", await store.exported()),
+  };
+  for (const [id, listener] of Object.entries(clicks)) byId(id).addEventListener("click", listener);
+  byId("composer").addEventListener("submit", send);
+  byId("settings").addEventListener("close", closeSettings);
+  byId("sources").addEventListener("change", showSources);
+  byId("models").addEventListener("change", useModel);
+  byId("file").addEventListener("change", async (event) => {
+    await addFiles(event.target.files);
+    event.target.value = "";
+  });
+  byId("import-file").addEventListener("change", importFile);
+  document.addEventListener("keydown", onKey);
+  document.addEventListener("dragover", (event) => event.preventDefault());
+  document.addEventListener("drop", (event) => {
+    event.preventDefault();
+    addFiles(event.dataTransfer.files);
+  });
+  addEventListener("pagehide", () => state.runs.forEach(({ node }) => save({ ...node, state: "stopped" })));
+  store.onOtherTab(onOtherTab);
+}
+
+async function importFile(event) {
+  try {
+    notice(`${await store.imported(await event.target.files[0].text())} conversations imported.`);
+    await showList();
+  } catch (error) {
+    notice(error.message);
+  }
+  event.target.value = "";
+}
+
+/** Another tab wrote: show its messages, unless an answer of this tab runs in the same conversation. */
+async function onOtherTab({ conversation }) {
+  clearTimeout(onOtherTab.timer);
+  onOtherTab.timer = setTimeout(async () => {
+    await showList();
+    if (conversation !== state.conversation.id || state.runs.has(conversation)) return;
+    for (const node of await store.nodesOf(conversation)) {
+      const earlier = state.nodes.get(node.id);
+      if (!earlier || earlier.state === "running" || earlier.content !== node.content) state.nodes.set(node.id, node);
+    }
+    const stored = (await store.conversations()).find((each) => each.id === conversation);
+    if (stored) state.conversation = stored;
+    showMessages();
+  }, 150);
+}
+
+async function begin() {
+  showTheme();
+  makeSampling();
+  byId("key-list").append(...KEYS.flatMap(([keys, meaning]) => [el("dt", {}, keys), el("dd", {}, meaning)]));
+  byId("sources").checked = localStorage.getItem("offspec.sources") === "1";
+  if (!(await store.openStore())) notice("This browser keeps no data; conversations end with the tab.");
+  listen();
+  connect();
+  await open(sessionStorage.getItem("offspec.open") ?? (await store.conversations())[0]?.id);
+  showPanel((localStorage.getItem("offspec.passes") ?? (innerWidth > 1100 ? "1" : "")) === "1");
+  byId("prompt").focus();
+}
+
+begin();

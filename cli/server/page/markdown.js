@@ -1,0 +1,272 @@
+// Markdown as nodes, while it grows. Text becomes text nodes and nothing else; links are the only attributes.
+//
+// Complete blocks are rendered once. Only the open one, the last, is rendered again as text arrives; an open block of
+// code gets its new lines appended. So a long answer costs no more per token than a short one.
+
+import { copyButton, el } from "./dom.js";
+
+const FENCE = /^( {0,12})(`{3,}|~{3,})\s*([\w+#.-]*)[^`]*$/;
+const HEADING = /^(#{1,6})\s+(.*?)\s*#*$/;
+const RULE = /^ {0,3}([-*_])(?:\s*\1){2,}\s*$/;
+const ITEM = /^(\s*)([-*+]|\d{1,9}[.)])(?:\s+(.*))?$/;
+const QUOTE = /^ {0,3}> ?(.*)$/;
+const TABLE_RULE = /^\s*\|?\s*:?-+:?\s*(\|\s*:?-+:?\s*)*\|?\s*$/;
+const LINK = /^(https?:\/\/|mailto:)[^\s<>"]+$/i;
+const BARE_LINK = /https?:\/\/[^\s<>"')\]]{1,2000}/y;
+const SPECIAL = /[\\`*_~[!h\n]/g;
+const MOST_DEPTH = 6; // of quotes, lists and emphasis within each other
+const MOST_LABEL = 1000;
+
+/** Grows an element by the text of an answer. */
+export class Markdown {
+  constructor(root) {
+    this.root = root;
+    this.line = ""; // the last one, which may be incomplete
+    this.open = null; // {kind, lines, element}
+  }
+
+  push(text) {
+    const lines = (this.line + text).split("\n");
+    this.line = lines.pop();
+    for (const line of lines) this.#take(line);
+    this.isStale = true;
+  }
+
+  /** Shows what has been pushed. */
+  render() {
+    if (!this.isStale) return;
+    this.isStale = false;
+    if (this.open?.kind === "code") {
+      this.open.rest.data = this.line.trim().startsWith(this.open.fence) ? "" : this.line;
+      return;
+    }
+    if (!this.open && !this.line) return;
+    if (!this.open) this.#begin("text");
+    this.#show([...this.open.lines, this.line]);
+  }
+
+  end() {
+    if (this.line) {
+      const line = this.line;
+      this.line = "";
+      this.#take(line);
+    }
+    if (this.open?.kind === "code") this.open.rest.data = "";
+    this.#close();
+  }
+
+  #take(line) {
+    const open = this.open;
+    if (open?.kind === "code") {
+      const content = line.slice(0, open.indent).trim() ? line : line.slice(open.indent);
+      if (content.trim().startsWith(open.fence) && !content.trim().slice(open.fence.length).replaceAll(open.fence[0], ""))
+        this.open = null;
+      else open.text.appendData(content + "\n");
+      return;
+    }
+    const fence = FENCE.exec(line);
+    if (fence) {
+      this.#close();
+      this.#beginCode(fence);
+      return;
+    }
+    if (!line.trim()) {
+      this.#close();
+      return;
+    }
+    if (!open) this.#begin("text");
+    this.open.lines.push(line);
+  }
+
+  #begin(kind) {
+    const element = el("div", { className: "block" });
+    this.root.append(element);
+    this.open = { kind, lines: [], element };
+  }
+
+  #beginCode([, indent, fence, language]) {
+    const text = document.createTextNode("");
+    const rest = document.createTextNode("");
+    const code = el("code", {}, text, rest);
+    const bar = el("div", { className: "code-bar" }, el("span", {}, language || "text"), copyButton(() => code.textContent));
+    this.root.append(el("div", { className: "code", dir: "ltr" }, bar, el("pre", { tabindex: "0" }, code)));
+    this.open = { kind: "code", text, rest, fence, indent: indent.length };
+  }
+
+  #show(lines) {
+    this.open.element.replaceChildren(...blocks(lines, 0));
+  }
+
+  #close() {
+    if (this.open && this.open.kind !== "code") this.#show(this.open.lines);
+    this.open = null;
+  }
+}
+
+/** The nodes of lines without blank ones and without fences. */
+function blocks(lines, depth) {
+  const nodes = [];
+  let paragraph = [];
+  const flush = () => {
+    if (paragraph.length) nodes.push(el("p", { dir: "auto" }, ...inline(paragraph.join("\n"), 0)));
+    paragraph = [];
+  };
+  for (let at = 0; at < lines.length; at += 1) {
+    const line = lines[at];
+    const heading = HEADING.exec(line);
+    if (heading) {
+      flush();
+      const level = Math.min(6, heading[1].length + 2); // below the page's own headings
+      nodes.push(el(`h${level}`, { dir: "auto" }, ...inline(heading[2], 0)));
+    } else if (RULE.test(line)) {
+      flush();
+      nodes.push(el("hr"));
+    } else if (depth < MOST_DEPTH && QUOTE.test(line)) {
+      flush();
+      const end = firstWithout(lines, at, (each) => QUOTE.test(each));
+      const inside = lines.slice(at, end).map((each) => QUOTE.exec(each)[1]);
+      nodes.push(el("blockquote", {}, ...blocks(inside, depth + 1)));
+      at = end - 1;
+    } else if (depth < MOST_DEPTH && ITEM.test(line) && (!paragraph.length || !line.startsWith(" "))) {
+      flush();
+      const [element, end] = listOf(lines, at, depth);
+      nodes.push(element);
+      at = end - 1;
+    } else if (line.includes("|") && at + 1 < lines.length && TABLE_RULE.test(lines[at + 1]) && lines[at + 1].includes("-")) {
+      flush();
+      const end = firstWithout(lines, at, (each) => each.includes("|"));
+      nodes.push(table(lines.slice(at, end)));
+      at = end - 1;
+    } else paragraph.push(line);
+  }
+  flush();
+  return nodes;
+}
+
+function firstWithout(lines, at, has) {
+  let end = at + 1;
+  while (end < lines.length && has(lines[end])) end += 1;
+  return end;
+}
+
+/** A list from a line on, with what is indented below its items; and the line after it. */
+function listOf(lines, first, depth) {
+  const [, indent, marker] = ITEM.exec(lines[first]);
+  const isOrdered = /\d/.test(marker);
+  const element = isOrdered ? el("ol", { start: parseInt(marker, 10) }) : el("ul");
+  let at = first;
+  while (at < lines.length) {
+    const item = ITEM.exec(lines[at]);
+    if (!item || item[1].length > indent.length + 1 || /\d/.test(item[2]) !== isOrdered || item[1].length < indent.length) break;
+    const inside = [item[3] ?? ""];
+    at += 1;
+    while (at < lines.length) {
+      const below = ITEM.exec(lines[at]);
+      if (below ? below[1].length <= indent.length + 1 : /^\S/.test(lines[at]) && (QUOTE.test(lines[at]) || HEADING.test(lines[at]))) break;
+      inside.push(lines[at].replace(/^ {1,4}|^\t/, ""));
+      at += 1;
+    }
+    const content = blocks(inside, depth + 1);
+    const isTight = content.length && content[0].tagName === "P";
+    element.append(el("li", { dir: "auto" }, ...(isTight ? [...content[0].childNodes, ...content.slice(1)] : content)));
+  }
+  return [element, Math.max(at, first + 1)];
+}
+
+function table(lines) {
+  const cells = (line) => line.trim().replace(/^\||\|$/g, "").split("|").map((cell) => cell.trim());
+  const row = (line, tag) => el("tr", {}, ...cells(line).map((cell) => el(tag, { dir: "auto" }, ...inline(cell, 0))));
+  const body = lines.slice(2).map((line) => row(line, "td"));
+  return el("div", { className: "table", tabindex: "0" }, el("table", {}, el("thead", {}, row(lines[0], "th")), el("tbody", {}, ...body)));
+}
+
+const MARKS = [
+  ["**", "strong"],
+  ["__", "strong"],
+  ["~~", "del"],
+  ["*", "em"],
+  ["_", "em"],
+];
+
+/** The nodes of a text with emphasis, code and links. Each mark without an end is looked for once. */
+export function inline(text, depth) {
+  const nodes = [];
+  const endless = new Set(); // marks that do not end after here
+  let plain = "";
+  let at = 0;
+  const flush = () => {
+    if (plain) nodes.push(document.createTextNode(plain));
+    plain = "";
+  };
+  const closed = (mark, from) => {
+    if (endless.has(mark)) return -1;
+    const end = text.indexOf(mark, from);
+    if (end < 0) endless.add(mark);
+    return end;
+  };
+  while (at < text.length) {
+    SPECIAL.lastIndex = at;
+    const next = SPECIAL.exec(text)?.index ?? text.length;
+    plain += text.slice(at, next);
+    at = next;
+    if (at >= text.length) break;
+    const made = one(text, at, depth, closed);
+    if (made) {
+      flush();
+      nodes.push(made.node);
+      at = made.end;
+    } else if (text[at] === "\\" && /[!-/:-@[-`{-~]/.test(text[at + 1] ?? "")) {
+      plain += text[at + 1];
+      at += 2;
+    } else {
+      const mark = MARKS.find(([each]) => text.startsWith(each, at))?.[0] ?? text[at];
+      plain += mark;
+      at += mark.length;
+    }
+  }
+  flush();
+  return nodes;
+}
+
+/** What begins at a place, and its end; null if it is text. */
+function one(text, at, depth, closed) {
+  const char = text[at];
+  if (char === "\n") return { node: el("br"), end: at + 1 };
+  if (char === "`") {
+    const ticks = /`+/y;
+    ticks.lastIndex = at;
+    const mark = ticks.exec(text)[0];
+    const end = closed(mark, at + mark.length);
+    if (end < 0) return null;
+    const code = text.slice(at + mark.length, end);
+    return { node: el("code", { dir: "ltr" }, code.replace(/^ (.+) $/, "$1")), end: end + mark.length };
+  }
+  if (char === "[" || (char === "!" && text[at + 1] === "[")) return link(text, char === "!" ? at + 1 : at, depth, closed);
+  if (char === "h") {
+    BARE_LINK.lastIndex = at;
+    const url = BARE_LINK.exec(text)?.[0].replace(/[.,;:!?]+$/, "");
+    return url ? { node: anchor(url, [document.createTextNode(url)]), end: at + url.length } : null;
+  }
+  for (const [mark, tag] of MARKS) {
+    if (!text.startsWith(mark, at)) continue;
+    const start = at + mark.length;
+    if (depth >= MOST_DEPTH || !text[start]?.trim() || (mark[0] === "_" && /\w/.test(text[at - 1] ?? ""))) return null;
+    const end = closed(mark, start + 1);
+    if (end < 0 || !text[end - 1].trim() || (mark[0] === "_" && /\w/.test(text[end + mark.length] ?? ""))) return null;
+    return { node: el(tag, {}, ...inline(text.slice(start, end), depth + 1)), end: end + mark.length };
+  }
+  return null;
+}
+
+function link(text, at, depth, closed) {
+  const middle = closed("](", at);
+  if (middle < 0 || middle - at > MOST_LABEL || depth >= MOST_DEPTH) return null;
+  const end = text.indexOf(")", middle);
+  const url = end < 0 ? "" : text.slice(middle + 2, end).trim().split(/\s/)[0];
+  if (!LINK.test(url) || url.length > 2000) return null;
+  return { node: anchor(url, inline(text.slice(at + 1, middle), depth + 1)), end: end + 1 };
+}
+
+function anchor(url, children) {
+  return el("a", { href: url, target: "_blank", rel: "noopener noreferrer nofollow", title: url }, ...children);
+}

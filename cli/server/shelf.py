@@ -1,0 +1,170 @@
+"""The models of a server: one, or those of a folder, of which one is loaded at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from offspec.errors import OffspecError, UsageError
+
+from .privacy import public_name, without_paths
+from .request_parts import Json
+
+if TYPE_CHECKING:
+    from .service import Service
+
+IDLE_S = 0.05  # between two looks whether the loaded model is idle
+
+
+class UnknownModelError(OffspecError):
+    """The server has no model of this name."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model that can answer. name: as clients see it."""
+
+    service: Service
+    name: str
+
+    def described(self) -> Json:
+        """The model as `/v1/models` lists it. The context is `max_model_len` in vLLM, in llama.cpp's server `meta`."""
+        engine = self.service.engine
+        config, most = engine.target.config, engine.max_context
+        meta = {"n_ctx": most, "n_ctx_train": config.max_context, "n_vocab": config.vocab_size}
+        return {**described(self.name), "max_model_len": most, "context_length": most, "meta": meta}
+
+
+def described(name: str) -> Json:
+    return {"id": name, "object": "model", "created": int(time.time()), "owned_by": "offspec"}
+
+
+class Models(Protocol):
+    """What routes need of a server's models."""
+
+    @property
+    def loaded(self) -> Loaded | None:
+        """The model that is loaded now."""
+
+    def using(self, name: Any) -> AbstractAsyncContextManager[Loaded]:
+        """The model that a request names, loaded and kept during the body. Raises OffspecError."""
+
+    def list(self) -> list[Json]: ...
+
+    def describe(self, name: str) -> Json:
+        """Raises UnknownModelError."""
+
+    def tell(self, line: str) -> None:
+        """A line for the log."""
+
+
+class OneModel:
+    """A server's only model. Requests may name it as they like."""
+
+    def __init__(self, service: Service, alias: str | None = None) -> None:
+        public = public_name(service.engine.name)
+        self.loaded: Loaded = Loaded(service, alias or public)
+        self._names = {self.loaded.name, public, service.engine.name}  # by which a client may ask what it is
+        self._described = self.loaded.described()
+
+    @asynccontextmanager
+    async def using(self, name: Any) -> AsyncIterator[Loaded]:
+        yield self.loaded
+
+    def list(self) -> list[Json]:
+        return [self._described]
+
+    def describe(self, name: str) -> Json:
+        if name not in self._names:
+            raise UnknownModelError(f"unknown model {name!r}; this server has {self.loaded.name}")
+        return self._described
+
+    def tell(self, line: str) -> None:
+        self.loaded.service.tell(line)
+
+
+class Shelf:
+    """The models of a folder. A request for another one than the loaded waits until that is idle; then it is loaded.
+
+    Requests have their turns in the order in which they come, so that a model in use delays another one by no more than
+    the answers under way.
+    """
+
+    def __init__(self, paths: Mapping[str, Path], load: Callable[[Path], Service], tell: Callable[[str], None]) -> None:
+        """load: makes a model's service; the shelf closes it, and its engine."""
+        self._paths, self._load, self.tell = paths, load, tell
+        self.loaded: Loaded | None = None
+        self._num_using = 0
+        self._turn = asyncio.Lock()
+        self.give_up: Callable[[], None] = lambda: None
+
+    @asynccontextmanager
+    async def using(self, name: Any) -> AsyncIterator[Loaded]:
+        async with self._turn:
+            loaded = await self._switched(self._checked(name))
+            self._num_using += 1
+        try:
+            yield loaded
+        finally:
+            self._num_using -= 1
+
+    def _checked(self, name: Any) -> str:
+        """The name of a model: the one that is named, or the loaded one, or the first, if none is."""
+        if name in (None, ""):
+            return self.loaded.name if self.loaded is not None else next(iter(self._paths))
+        if not isinstance(name, str) or name not in self._paths:
+            raise UnknownModelError(f"unknown model {name!r}; this server has {', '.join(self._paths)}")
+        return name
+
+    async def _switched(self, name: str) -> Loaded:
+        if self.loaded is not None and self.loaded.name == name:
+            return self.loaded
+        while self._num_using or (self.loaded is not None and not self.loaded.service.is_idle):
+            await asyncio.sleep(IDLE_S)
+        return await asyncio.get_running_loop().run_in_executor(None, self._switch, name)
+
+    def _switch(self, name: str) -> Loaded:
+        """End the loaded model, which is idle, and load another one."""
+        self.close()
+        began = time.monotonic()
+        try:
+            service = self._load(self._paths[name])
+        except OffspecError as exc:
+            raise UsageError(f"{name} cannot be loaded: {without_paths(str(exc))}") from exc
+        service.give_up = self.give_up
+        self.loaded = Loaded(service, name)
+        self.tell(f"{name} is loaded after {time.monotonic() - began:.1f} s")
+        return self.loaded
+
+    def list(self) -> list[Json]:
+        return [self.describe(name) for name in self._paths]
+
+    def describe(self, name: str) -> Json:
+        if name not in self._paths:
+            raise UnknownModelError(f"unknown model {name!r}; this server has {', '.join(self._paths)}")
+        loaded = self.loaded
+        return loaded.described() if loaded is not None and loaded.name == name else described(name)
+
+    @property
+    def error(self) -> OffspecError | None:
+        return None if self.loaded is None else self.loaded.service.error
+
+    def tell_progress(self) -> None:
+        if (loaded := self.loaded) is not None:
+            loaded.service.tell_progress()
+
+    def stop(self) -> None:
+        if (loaded := self.loaded) is not None:
+            loaded.service.stop()
+
+    def close(self) -> None:
+        """End the loaded model, and free its memory."""
+        if (loaded := self.loaded) is not None:
+            self.loaded = None
+            loaded.service.close()
+            loaded.service.engine.close()

@@ -1,0 +1,452 @@
+"""The page in a real browser: before a server that does what the test says, and before a real one.
+
+Skipped where Chromium is missing. scripts/fetch_axe fetches what looks for faults of accessibility.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable, Generator, Iterator
+from contextlib import closing
+from pathlib import Path
+from threading import Event, Thread
+from typing import Any
+
+import pytest
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from offspec import Engine
+from offspec.cli.serve import listening
+from offspec.cli.server.page_routes import HEADERS, page_routes
+
+from .browser import Browser, chromium, wait, why_missing
+from .serving import Client, served
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(why_missing()), reason=why_missing()),
+]
+AXE = Path(__file__).parents[3] / "build" / "axe.min.js"
+FIGURES = {"num_tokens": 2, "num_passes": 1, "tokens_per_pass": 2.0, "decode_tokens_per_s": 8.5, "ttft_s": 0.1}
+STREAMED = {"stream_bytes_per_pass": 4_200_000_000, "stream_gb_per_s": 11.2, "link_gb_per_s": 12.0}
+TREE = {
+    "num_nodes": 3,
+    "texts": ["one", " two", " <b>"],
+    "parents": [-1, 0, -1],
+    "probabilities": [0.75, 0.5, 0.125],
+    "sources": ["draft", "lookup", "recycling"],
+    "accepted": [0],
+}
+FAULTS = """
+    const [done] = arguments, of = (fault) => [fault.impact, fault.id, fault.nodes.map((node) => node.html)];
+    axe.run().then((found) => done(found.violations.map(of)));
+"""
+HOSTILE = (
+    "<img src=x onerror=\"document.title='pwned'\"><script>document.title='pwned'</script>\n\n"
+    "[link](javascript:document.title='pwned') ![image](https://evil.example/x.png) <https://evil.example>\n\n"
+    '```html" onload="x\n<svg onload=alert(1)>\n```\n\n| <b>a</b> | b |\n|---|---|\n| <i onclick=x> | 2 |\n'
+)
+
+
+class FakeServer:
+    """Answers chats by `script`, a function from a request's body to pieces: deltas, seconds to wait, or an Event."""
+
+    def __init__(self) -> None:
+        self.script: Callable[[Any], Iterator[Any]] = lambda body: iter(["Hello."])
+        self.bodies, self.num_left, self.key = list[Any](), 0, ""
+        self.names = ["<i>fake</i>"]
+        self.sock = listening("127.0.0.1", 0)
+        self.url = f"http://127.0.0.1:{self.sock.getsockname()[1]}/"
+        self.start()
+
+    def start(self) -> None:
+        app = Starlette(
+            routes=[
+                Route("/health", self.health),
+                Route("/v1/models", self.models),
+                Route("/v1/chat/completions", self.chat, methods=["POST"]),
+                *page_routes(),
+            ]
+        )
+        config = uvicorn.Config(app, log_level="critical", lifespan="off", timeout_graceful_shutdown=1)
+        self._server = uvicorn.Server(config)
+        self._thread = Thread(target=self._server.run, kwargs={"sockets": [self.sock]})
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Leave; a later `restart` takes the same port."""
+        self._server.should_exit = True
+        self._thread.join()
+        self.sock.close()
+
+    def restart(self) -> None:
+        self.sock = listening("127.0.0.1", int(self.url.rsplit(":", 1)[1].rstrip("/")))
+        self.start()
+
+    async def health(self, request: Request) -> Response:
+        return JSONResponse({"status": "ok"})
+
+    async def models(self, request: Request) -> Response:
+        if self.key and request.headers.get("authorization") != f"Bearer {self.key}":
+            return JSONResponse({"error": {"message": "the API key is missing or wrong"}}, 401)
+        return JSONResponse({"data": [{"id": name} for name in self.names]})
+
+    async def chat(self, request: Request) -> Response:
+        self.bodies.append(await request.json())
+        return StreamingResponse(self._events(self.bodies[-1]), media_type="text/event-stream")
+
+    async def _events(self, body: Any) -> AsyncIterator[str]:
+        def event(delta: Any, **fields: Any) -> str:
+            return f"data: {json.dumps({'choices': [{'delta': delta}], **fields})}\n\n"
+
+        yield ": waiting\n\n"
+        try:
+            for piece in self.script(body):
+                if isinstance(piece, Event):
+                    while not piece.is_set():
+                        await asyncio.sleep(0.01)
+                elif isinstance(piece, dict):
+                    yield event({}, **piece) if "offspec" in piece else event(piece)
+                else:
+                    yield event({"content": piece})
+        except asyncio.CancelledError:
+            self.num_left += 1
+            raise
+        yield "data: [DONE]\n\n"
+
+
+def passed(text: str = "one", number: int = 1) -> dict[str, Any]:
+    """A pass of two tokens, the second by the target."""
+    tokens = [{"text": text, "source": "draft"}, {"text": "!", "source": "target"}]
+    return {"offspec": {**FIGURES, **STREAMED, "num_passes": number, "pass": {"tokens": tokens, "tree": TREE}}}
+
+
+@pytest.fixture(scope="module")
+def browsers() -> Generator[Browser, None, None]:
+    with chromium() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def fakes() -> Generator[FakeServer, None, None]:
+    found = FakeServer()
+    yield found
+    found.stop()
+
+
+@pytest.fixture
+def fake(fakes: FakeServer) -> FakeServer:
+    fakes.script, fakes.key, fakes.num_left = (lambda body: iter(["Hello."])), "", 0
+    fakes.names = ["<i>fake</i>"]
+    fakes.bodies.clear()
+    return fakes
+
+
+@pytest.fixture
+def page(browsers: Browser, fake: FakeServer) -> Generator[Browser, None, None]:
+    """The page before the fake server, without earlier conversations. No fault may be in the console at the end."""
+    browsers.driver.get(f"{fake.url}health")
+    browsers.run("localStorage.clear(); sessionStorage.clear(); indexedDB.deleteDatabase('offspec')")
+    browsers.errors()
+    browsers.open(fake.url)
+    yield browsers
+    assert [error for error in browsers.errors() if "net::ERR" not in error and "status of 401" not in error] == []
+
+
+def test_a_conversation_is_told_to_the_server_and_survives_a_reload(page: Browser, fake: FakeServer) -> None:
+    fake.script = lambda body: iter([{"reasoning_content": "Hm."}, "Hello", " **you**.", passed("Hello")])
+    page.say("hi")
+    assert page.wait_for_answer().split("\n")[-1] == "Hello you."
+    page.say("more")
+    wait(lambda: len(fake.bodies) == 2)
+    page.wait_for_answer()
+    told = [(message["role"], message["content"]) for message in fake.bodies[1]["messages"]]
+    assert told == [("user", "hi"), ("assistant", "Hello **you**."), ("user", "more")]
+    assert fake.bodies[1]["offspec"] == {"passes": True}
+    assert page.run("return document.querySelector('details.thinking').open") is False
+    page.driver.refresh()
+    page.until("return document.querySelectorAll('.message').length === 4")
+    assert page.texts(".user .body") == ["hi", "more"]
+    assert page.text("#conversations .open .title") == "hi"
+    assert (page.text("h1"), page.run("return document.querySelector('h1 i')")) == ("<i>fake</i>", None)
+
+
+def test_regenerating_and_editing_make_branches(page: Browser, fake: FakeServer) -> None:
+    answers = iter(["first", "second", "third"])
+    fake.script = lambda body: iter([next(answers)])
+    page.say("hi")
+    assert page.wait_for_answer() == "first"
+    page.press("Regenerate")
+    page.until("return document.querySelector('.assistant .body')?.innerText === 'second'")
+    assert page.text(".assistant .branches span") == "2/2"
+    page.click(".assistant [aria-label='Earlier branch']")
+    assert page.texts(".assistant .body") == ["first"]
+    page.press("Edit")
+    field = page.find(".editor textarea")
+    field.clear()
+    field.send_keys("other")
+    page.press("Send", ".editor")
+    page.until("return document.querySelector('.assistant .body')?.innerText === 'third'")
+    assert page.text(".user .branches span") == "2/2"
+    assert [message["content"] for message in fake.bodies[-1]["messages"]] == ["other"]
+
+
+def test_stop_keeps_what_came_and_leaves_the_server(page: Browser, fake: FakeServer) -> None:
+    gate = Event()
+    fake.script = lambda body: iter(["begun ", gate, "never"])
+    page.say("hi")
+    page.until("return document.querySelector('.assistant .body')?.innerText.includes('begun')")
+    page.keys("\ue00c")  # Escape
+    assert page.wait_for_answer() == "begun"
+    assert page.text(".assistant .state") == "stopped"
+    wait(lambda: fake.num_left == 1)
+    fake.script = lambda body: iter(["again"])
+    page.say("more")
+    page.until("return [...document.querySelectorAll('.assistant .body')].at(-1).innerText === 'again'")
+
+
+def test_a_slow_answer_says_what_it_waits_for(page: Browser, fake: FakeServer) -> None:
+    gate = Event()
+    fake.script = lambda body: iter([gate, "at last"])
+    page.say("hi")
+    page.until("return document.querySelector('.assistant .state')?.innerText === 'waiting for other answers'")
+    gate.set()
+    assert page.wait_for_answer() == "at last"
+
+
+def test_a_server_that_leaves_and_comes_back(browsers: Browser) -> None:
+    gate, fake = Event(), FakeServer()
+    fake.script = lambda body: iter(["begun", gate])
+    browsers.open(fake.url)
+    browsers.say("hi")
+    browsers.until("return document.querySelector('.assistant .body')?.innerText === 'begun'")
+    stopping = Thread(target=fake.stop)
+    stopping.start()
+    browsers.until("return document.querySelector('.assistant .state')?.innerText.startsWith('ended early')")
+    gate.set()
+    stopping.join()
+    assert browsers.text("#server") == "server away"
+    fake.restart()
+    browsers.until("return document.querySelector('#server').innerText === ''")
+    fake.script = lambda body: iter(["back"])
+    browsers.press("Retry")
+    browsers.until("return document.querySelector('.assistant .body')?.innerText === 'back'")
+    fake.stop()
+
+
+def test_a_second_tab_sees_what_the_first_one_does(page: Browser, fake: FakeServer) -> None:
+    page.say("hi")
+    page.wait_for_answer()
+    first = page.driver.current_window_handle
+    page.driver.switch_to.new_window("tab")
+    try:
+        page.open(fake.url)
+        page.until("return document.querySelectorAll('.message').length === 2")
+        second = page.driver.current_window_handle
+        page.driver.switch_to.window(first)
+        page.say("more")
+        page.until("return document.querySelectorAll('.message').length === 4")
+        page.driver.switch_to.window(second)
+        page.until("return document.querySelectorAll('.message').length === 4")
+        page.until("return [...document.querySelectorAll('.assistant .body')].at(-1).innerText === 'Hello.'")
+    finally:
+        page.driver.close()
+        page.driver.switch_to.window(first)
+
+
+def test_hostile_text_stays_text(page: Browser, fake: FakeServer, tmp_path: Path) -> None:
+    fake.script = lambda body: iter([*HOSTILE, passed("<b>x</b>")])
+    file = tmp_path / "<img src=x onerror=alert(1)>`\u202e.txt"
+    file.write_text("```\n<script>alert(1)</script>\n")
+    page.find("#file").send_keys(str(file))
+    page.until("return document.querySelectorAll('#files li').length === 1")
+    page.say("<b>hi</b>")
+    shown = page.wait_for_answer()
+    for text in ("<img src=x onerror=", "<script>document.title='pwned'</script>", "<svg onload=alert(1)>", "<b>a</b>"):
+        assert text in shown
+    told = fake.bodies[0]["messages"][0]["content"]
+    assert told.startswith(f"File {json.dumps(file.name, ensure_ascii=False)}:\n````\n```\n<script>")
+    assert told.endswith("\n````\n\n<b>hi</b>")
+    page.click("#sources")
+    if page.run("return document.querySelector('#insight').hidden"):
+        page.click("#insight-button")
+    made = (
+        "img, script:not([src^='/page/']), b, i, [onload], [onerror], [onclick], a:not([href^='http']):not([href^='#'])"
+    )
+    assert page.run("return document.querySelectorAll(arguments[0]).length", made) == 0
+    assert "pwned" not in page.driver.title
+    page.run("try { document.body.innerHTML = '<p>'; window.wasSet = true } catch {}")
+    assert page.run("return window.wasSet") is None  # trusted types: no module can set HTML
+    page.errors()  # of that attempt
+
+
+def test_the_panel_shows_rates_and_trees(page: Browser, fake: FakeServer) -> None:
+    fake.script = lambda body: iter(["one!", passed("one"), "two!", passed("two", 2)])
+    page.say("hi")
+    page.wait_for_answer()
+    if page.run("return document.querySelector('#insight').hidden"):
+        page.click("#insight-button")
+    figures = page.text("#insight .figures")
+    for text in ("8.5", "2.00", "4.20 GB at 11.2 of 12.0 GB/s"):
+        assert text in figures
+    assert page.text("#insight .place") == "pass 2 of 2"
+    page.click("#insight [aria-label='Earlier pass']")
+    assert page.text("#insight .place") == "pass 1 of 2"
+    nodes = page.run(
+        "return [...document.querySelectorAll('#insight .node')].map(n => [n.classList.value.trim(), n.textContent])"
+    )
+    assert ["node from-draft accepted", "one: draft, guessed 75.0 %one.75"] in nodes
+    assert ["node from-lookup", "·two: lookup, guessed 50.0 %·two.50"] in nodes
+    assert ["node from-target accepted", "!: target!"] in nodes
+    page.click("#sources")
+    spans = page.run("return [...document.querySelectorAll('.tokens span')].map(s => [s.className, s.textContent])")
+    assert spans == [["from-draft", "one"], ["from-target", "!"], ["from-draft", "two"], ["from-target", "!"]]
+
+
+def test_settings_and_keys(page: Browser, fake: FakeServer) -> None:
+    page.keys("\ue00a" + "s")  # Alt+S
+    page.until("return document.querySelector('#settings').open")
+    page.find("#system").send_keys("Be brief.")
+    page.find("#s-temperature").send_keys("0.5")
+    page.run("document.querySelector('#thinking').value = 'off'")
+    page.press("Done", "#settings")
+    page.say("hi")
+    page.wait_for_answer()
+    body = fake.bodies[0]
+    assert body["messages"][0] == {"role": "system", "content": "Be brief."}
+    assert (body["temperature"], body["chat_template_kwargs"]) == (0.5, {"enable_thinking": False})
+    page.keys("\ue00a" + "n")
+    page.until("return document.querySelectorAll('.message').length === 0")
+    page.run("document.activeElement.blur()")
+    page.keys("?")
+    page.until("return document.querySelector('#keys').open")
+
+
+def test_it_fits_a_narrow_screen_and_any_direction(page: Browser, fake: FakeServer) -> None:
+    fake.script = lambda body: iter(["```\n", "wide " * 99, "\n```\n\n", "سلام"])
+    page.driver.set_window_size(400, 700)
+    try:
+        page.say("مرحبا")
+        page.wait_for_answer()
+        for selector in (".user .plain", ".assistant .prose > .block:last-child p"):
+            script = "return getComputedStyle(document.querySelector(arguments[0])).direction"
+            assert page.run(script, selector) == "rtl", selector
+        for _ in range(2):  # without and with the panel
+            assert page.run("return document.scrollingElement.scrollWidth <= innerWidth")
+            page.click("#insight-button")
+        page.click("#open-sidebar")
+        assert page.find("#sidebar").is_displayed()
+    finally:
+        page.driver.set_window_size(1280, 800)
+
+
+def test_of_several_models_one_is_chosen(page: Browser, fake: FakeServer) -> None:
+    fake.names = ["one", "two"]
+    page.driver.refresh()
+    page.until("return document.querySelectorAll('#models option').length === 2")
+    page.find("#models").send_keys("two")
+    page.say("hi")
+    page.wait_for_answer()
+    assert fake.bodies[0]["model"] == "two"
+    page.driver.refresh()
+    page.until("return document.querySelector('#models').value === 'two'")
+
+
+def test_the_key_is_asked_for(page: Browser, fake: FakeServer) -> None:
+    fake.key = "secret"
+    page.driver.refresh()
+    page.until("return document.querySelector('#key-dialog').open")
+    page.find("#asked-key").send_keys("secret\n")
+    page.until("return document.querySelector('h1').innerText === '<i>fake</i>'")
+    assert page.run("return localStorage.getItem('offspec.key')") is None
+
+
+def test_conversations_are_exported_and_imported(page: Browser, fake: FakeServer) -> None:
+    page.say("hi")
+    page.wait_for_answer()
+    script = "import('/page/store.js').then(async s => arguments[0](await s.imported(await s.exported())))"
+    assert page.driver.execute_async_script(script) == 1
+    page.driver.refresh()
+    page.until("return document.querySelectorAll('#conversations li').length === 2")
+    page.keys("\ue00a" + "\ue015")  # Alt+Down: the copy
+    page.until("return document.querySelectorAll('.message').length === 2")
+    refused = "import('/page/store.js').then(s => s.imported('{}')).catch(e => arguments[0](e.message))"
+    assert "no conversations" in page.driver.execute_async_script(refused)
+
+
+def test_a_long_answer_does_not_stutter(page: Browser, fake: FakeServer) -> None:
+    """10,000 tokens: the last frames cost no more than the first ones, in a person's time and in nodes."""
+    paragraph = [*("word " * 40).split(" "), "\n\n"]
+    pieces = (paragraph * 200 + ["```\n", *["x = 1\n"] * 1000, "```\n\n"] + paragraph * 50)[:10_000]
+    fake.script = lambda body: iter(pieces)
+    patch = """
+        import("/page/message.js").then(({ MessageView }) => {
+          const draw = MessageView.prototype.draw;
+          window.frames = [];
+          MessageView.prototype.draw = function (...rest) {
+            const began = performance.now();
+            draw.apply(this, rest);
+            if (this.node.role === "assistant") window.frames_ms.push(performance.now() - began);
+          };
+          window.frames_ms = [];
+          arguments[0]();
+        });
+    """
+    page.driver.execute_async_script(patch)
+    page.say("hi")
+    page.wait_for_answer()
+    frames = page.run("return window.frames_ms")
+    assert len(frames) >= 5
+    assert sorted(frames)[int(0.9 * len(frames))] < 50
+    words = page.run("return document.querySelector('.assistant .body').textContent.length")
+    assert words > 0.8 * sum(map(len, pieces)) - 1000
+    page.click("#sources")
+
+
+def test_axe_finds_no_serious_fault(page: Browser, fake: FakeServer) -> None:
+    if not AXE.is_file():
+        pytest.skip("axe-core is missing: scripts/fetch_axe")
+    fake.script = lambda body: iter(["# Title\n\n- a\n\n```\ncode\n```\n\n| a | b |\n|---|---|\n| 1 | 2 |\n", passed()])
+    page.say("hi")
+    page.wait_for_answer()
+    if page.run("return document.querySelector('#insight').hidden"):
+        page.click("#insight-button")
+    page.run(AXE.read_text(encoding="utf-8"))
+    for theme in ("light", "dark"):
+        page.run("document.documentElement.dataset.theme = arguments[0]", theme)
+        found = page.driver.execute_async_script(FAULTS)
+        assert [fault for fault in found if fault[0] in ("serious", "critical")] == [], theme
+    page.errors()  # axe tries what the policy forbids
+
+
+# ------------------------------------------------------------------------------------------------ a real server
+
+
+@pytest.fixture(scope="module")
+def engine() -> Generator[Engine, None, None]:
+    with Engine.load("builtin", device="cpu", context=512) as found:
+        yield found
+
+
+def test_a_real_answer_has_a_tree(browsers: Browser, engine: Engine) -> None:
+    with served(engine, has_page=True) as (client, _):
+        browsers.open(f"http://127.0.0.1:{client.port}/")
+        browsers.until("return document.querySelector('h1').innerText === 'builtin'")
+        browsers.say("def area(")
+        assert browsers.wait_for_answer()
+        if browsers.run("return document.querySelector('#insight').hidden"):
+            browsers.click("#insight-button")
+        assert browsers.run("return document.querySelectorAll('#insight .node').length") > 1
+        assert browsers.errors() == []
+        with closing(client.open("GET", "/")) as connection:
+            headers = connection.getresponse().headers
+        assert all(headers[name] == value for name, value in HEADERS.items())
+
+
+def test_the_page_can_be_left_out(client: Client) -> None:
+    assert client.ask("GET", "/").status == 404

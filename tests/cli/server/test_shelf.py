@@ -1,0 +1,102 @@
+"""Several models behind one server: the one that a request names is loaded, after the other's answers."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Generator
+from contextlib import closing
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+
+from offspec import Engine, SpeculationParams
+from offspec.cli.serve import listening
+from offspec.cli.server.connections import protocol
+from offspec.cli.server.service import Service
+from offspec.cli.server.shelf import Shelf
+
+from ...pair import Pair
+from ..conftest import Offspec
+from .serving import USER, Client, running, until
+
+
+@pytest.fixture
+def folder(pair: Pair, tmp_path: Path) -> Path:
+    found = tmp_path / "models"
+    shutil.copytree(pair.target, found / "large")
+    shutil.copytree(pair.draft, found / "small")
+    shutil.copytree(pair.draft, found / "later-broken")
+    return found
+
+
+@pytest.fixture
+def shelf(folder: Path) -> Generator[Shelf, None, None]:
+    def load(path: Path) -> Service:
+        return Service(Engine.load(str(path), draft="none", device="cpu"), SpeculationParams(), most_waiting=8)
+
+    paths = {path.name: path for path in sorted(folder.iterdir())}
+    with closing(Shelf(paths, load, lambda line: None)) as found:
+        yield found
+
+
+@pytest.fixture
+def client(shelf: Shelf) -> Generator[Client, None, None]:
+    with running(shelf, listening("127.0.0.1", 0), protocol(100)) as found:
+        yield found
+
+
+def chat(client: Client, model: str | None, **fields: Any) -> Any:
+    named = {} if model is None else {"model": model}
+    return client.chat(USER, max_tokens=4, ignore_eos=True, **named, **fields)
+
+
+def test_the_named_model_answers(client: Client, shelf: Shelf) -> None:
+    listed = client.ask("GET", "/v1/models").body["data"]
+    assert [model["id"] for model in listed] == ["large", "later-broken", "small"]
+    assert not any("context_length" in model for model in listed)  # none is loaded
+    for name in ("small", "large"):
+        reply = chat(client, name)
+        assert (reply.status, reply.body["model"]) == (200, name)
+        assert shelf.loaded is not None
+        assert shelf.loaded.name == name
+        assert client.ask("GET", f"/v1/models/{name}").body["context_length"] > 0
+    assert chat(client, None).body["model"] == "large"  # the loaded one
+
+
+def test_an_unknown_model_is_refused_by_name(client: Client) -> None:
+    reply = chat(client, "huge")
+    assert (reply.status, reply.body["error"]["code"]) == (404, "model_not_found")
+    assert "large, later-broken, small" in reply.body["error"]["message"]
+    assert client.ask("GET", "/v1/models/huge").status == 404
+
+
+def test_answers_under_way_end_before_another_model_is_loaded(client: Client, shelf: Shelf) -> None:
+    long = {"messages": [USER], "model": "large", "max_tokens": 100, "ignore_eos": True, "stream": True}
+    replies = list[Any]()
+    with closing(client.open("POST", "/v1/chat/completions", long)) as connection:
+        response = connection.getresponse()
+        response.readline()
+        other = Thread(target=lambda: replies.append(chat(client, "small")))
+        other.start()
+        events = response.read().decode()
+        other.join()
+    assert '"finish_reason": "length"' in events
+    assert (replies[0].status, replies[0].body["model"]) == (200, "small")
+    until(lambda: shelf.loaded is not None and shelf.loaded.service.is_idle)
+
+
+def test_a_model_that_cannot_be_loaded_is_the_requests_error(client: Client, folder: Path) -> None:
+    (folder / "later-broken" / "model.safetensors").unlink()
+    reply = chat(client, "later-broken")
+    assert reply.status == 400
+    assert str(folder) not in reply.body["error"]["message"]
+    assert chat(client, "small").status == 200
+
+
+def test_the_command_refuses_what_contradicts_itself(offspec: Offspec, folder: Path, tmp_path: Path) -> None:
+    offspec("serve", "builtin", "--models", folder).refusal(2, "--models", "MODEL")
+    offspec("serve", "--models", folder, "--alias", "a").refusal(2, "--models", "--alias")
+    (tmp_path / "empty").mkdir()
+    offspec("serve", "--models", tmp_path / "empty").refusal(2, "no model")

@@ -1,0 +1,183 @@
+"""MTP: a checkpoint's own layer drafts; its logits are the reference's, and the text is plain decoding's."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from offspec import Engine, SamplingParams, SpeculationParams
+from offspec.checkpoints.conversion import convert
+from offspec.checkpoints.head_files import HeadFiles, StoredTensors, is_head
+from offspec.checkpoints.load import load_decoder
+from offspec.checkpoints.opening import ModelFiles, Note
+from offspec.checkpoints.shadows import Shadow, make_shadow
+from offspec.drafts.base import DraftOptions, OpenRequest
+from offspec.drafts.head_draft import HeadDraft
+from offspec.drafts.kinds import automatic_names, open_draft
+from offspec.errors import UnsupportedModelError, UsageError
+from offspec.loaders.convert import convert as convert_layers
+from offspec.loaders.params import ConvertParams
+from offspec.loading import LoadedTarget
+from offspec.model.heads.mtp import OWN_EMBEDDING, OWN_HEAD, MtpHead
+from offspec.model.names import LAYER_PREFIX
+from offspec.planning.plan import all_resident
+
+from ...fakes import CPU
+from ...mtp_models import KINDS, NUM_LAYERS, Twin, write_model
+from ...pair import variant
+from ...refusals import refused
+from ..model.heads.test_kinds_of_head import check_logits
+from ..test_hybrid_models import loaded
+
+PROMPTS = ["def area(width", "print(1"]
+GREEDY = SamplingParams(12, ignore_eos=True)
+SAMPLED = SamplingParams(12, temperature=0.9, seed=3, ignore_eos=True)
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def model(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp(kind), kind)
+
+
+@pytest.fixture(scope="module")
+def engine(model: Path) -> Iterator[Engine]:
+    with Engine.load(str(model), draft="mtp", device="cpu", dtype="fp32") as engine:
+        yield engine
+
+
+def ids_of(engine: Engine, prompt: str, params: SamplingParams, budget: int | None = 0) -> list[int]:
+    speculation = SpeculationParams(budget=budget, lookup=False)
+    return [token for step in engine.generate(prompt, params, speculation) for token in step.token_ids]
+
+
+def test_logits_equal_the_reference(model: Path, kind: str) -> None:
+    """Embedding and head are the target's; copies of them in the checkpoint are not loaded."""
+    files = ModelFiles.open(model, "fp32", "cpu", [])
+    target, opened = load_decoder(files, all_resident(files), CPU), HeadFiles.of_mtp(files)
+    assert not {OWN_EMBEDDING, OWN_HEAD} & opened.spec.shapes.keys()
+    head = opened.spec.make(opened.load(torch.float32, CPU), target)
+    check_logits(head, Twin.of(model, kind, target), 32)
+
+
+def test_a_head_of_its_own_is_used(tmp_path: Path) -> None:
+    model = write_model(tmp_path, "nextn")
+    tensors, name = load_file(model / "model.safetensors"), f"model.layers.{NUM_LAYERS}.shared_head.head.weight"
+    save_file(tensors | {name: tensors[name] * 2}, model / "model.safetensors")
+    files = ModelFiles.open(model, "fp32", "cpu", [])
+    opened = HeadFiles.of_mtp(files)
+    assert OWN_HEAD in opened.spec.shapes
+    target = load_decoder(files, all_resident(files), CPU)
+    head, states = opened.spec.make(opened.load(torch.float32, CPU), target), torch.randn(2, 32)
+    torch.testing.assert_close(head.head(states), 2 * target.head(states))
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_the_text_is_plain_decodings(engine: Engine, params: SamplingParams) -> None:
+    """Alone, and in passes that texts share."""
+    assert isinstance(engine.draft, HeadDraft)
+    assert isinstance(engine.draft.head, MtpHead)
+    expected = [ids_of(engine, prompt, params) for prompt in PROMPTS]
+    assert [ids_of(engine, prompt, params, budget) for prompt, budget in zip(PROMPTS, (12, None), strict=True)] == (
+        expected
+    )
+    texts: dict[int, list[int]] = {index: [] for index in range(len(PROMPTS))}
+    for index, step in engine.generate_many(PROMPTS, params, SpeculationParams(budget=8)):
+        texts[index] += step.token_ids
+    assert [*texts.values()] == expected
+
+
+def test_streamed_layers_and_a_quantised_mtp_layer(model: Path, kind: str, engine: Engine, tmp_path: Path) -> None:
+    """NF4 by another program reaches DeepSeek's layout, whose layer counts as one of the target's; not Qwen's."""
+    convert_layers(model, tmp_path / "nf4", ConvertParams("nf4"), layer_prefix=LAYER_PREFIX)
+    files, notes = ModelFiles.open(tmp_path / "nf4", "fp32", "cpu", []), list[Note]()
+    request = OpenRequest(DraftOptions("mtp"), files, engine.tokenizer, "fp32", "cpu", notes)
+    opened, target = open_draft(str(model), request), loaded(tmp_path / "nf4", 1)
+    draft = opened.load(CPU)(target)
+    assert isinstance(draft, HeadDraft)
+    is_packed = kind == "nextn"
+    assert isinstance(draft.head, MtpHead)
+    assert isinstance(draft.head.tensors["fc.weight"], Tensor) != is_packed
+    assert any("bits, in which it accepts little" in note.text and note.advice for note in notes) == is_packed
+    streamed = Engine(LoadedTarget(target), engine.tokenizer, draft)
+    assert ids_of(streamed, PROMPTS[0], SAMPLED, 12) == ids_of(streamed, PROMPTS[0], SAMPLED)
+    target.weights.close()
+
+
+def test_quantize_and_shadows_leave_it_in_16_bits(model: Path, tmp_path: Path) -> None:
+    convert(model, tmp_path / "nf4", ConvertParams("nf4"))
+    files = ModelFiles.open(tmp_path / "nf4", "fp32", "cpu", [])
+    opened = HeadFiles.of_mtp(files)
+    assert isinstance(opened.tensors, StoredTensors)
+    assert opened.tensors.bits == 16
+    assert not {OWN_EMBEDDING, OWN_HEAD} & opened.spec.shapes.keys()
+    if files.config.delta is None:
+        whole = ModelFiles.open(model, "fp32", "cpu", [])
+        make_shadow(whole, 4, tmp_path / "shadow")
+        assert len(Shadow.open(tmp_path / "shadow", whole).layers) == NUM_LAYERS
+
+
+def test_it_is_the_default_draft(engine: Engine, model: Path) -> None:
+    with Engine.load(str(model), device="cpu", dtype="fp32") as automatic:
+        assert isinstance(automatic.draft, HeadDraft)
+        assert any("MTP layer" in note.text for note in automatic.notes)
+
+
+def test_a_checkpoint_without_the_layer_that_it_names_runs(model: Path, tmp_path: Path) -> None:
+    bare = variant(model, tmp_path / "bare")
+    tensors = load_file(bare / "model.safetensors")
+    layers = tuple(f"model.layers.{i}." for i in range(NUM_LAYERS))
+    kept = {n: t for n, t in tensors.items() if n.startswith((*layers, "model.embed", "model.norm", "lm_head"))}
+    save_file(kept, bare / "model.safetensors")
+    with Engine.load(str(bare), device="cpu", dtype="fp32") as engine:
+        assert any("has no MTP layer" in note.text for note in engine.notes)
+        assert not isinstance(engine.draft, HeadDraft)
+    with refused(UsageError, "draft=mtp", "has none"):
+        Engine.load(str(bare), draft="mtp", device="cpu", dtype="fp32")
+
+
+def test_plans_list_it(engine: Engine, model: Path, tmp_path: Path) -> None:
+    """Also from config.json alone, without weights."""
+    assert engine.plan is not None
+    items = {item.name: item.on_device for item in engine.plan.placement.items}
+    assert items["head's weights"] > 0
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(model / name, tmp_path)
+    files = ModelFiles.from_config(tmp_path, None, "auto", "cpu", [])
+    request = OpenRequest(DraftOptions("mtp"), files, None, "auto", "cpu", [])
+    assert automatic_names("model", request) == ["mtp", "lookup"]
+    opened = open_draft("model", request)
+    guessing = opened.guessing(engine.plan.placement)
+    assert guessing.acceptance is not None
+    assert "MTP" in guessing.acceptance.source
+
+
+def test_experts_are_refused_in_a_line(tmp_path: Path) -> None:
+    model = write_model(tmp_path, "qwen")
+    tensors = load_file(model / "model.safetensors")
+    experts = {"mtp.layers.0.mlp.experts.0.up_proj.weight": torch.ones(4, 32)}
+    save_file(tensors | experts, model / "model.safetensors")
+    with refused(UnsupportedModelError, "mixture of experts"):
+        Engine.load(str(model), draft="mtp", device="cpu", dtype="fp32")
+
+
+def test_a_model_with_an_mtp_layer_is_no_head(model: Path, tmp_path: Path) -> None:
+    """But a folder with nothing else is one, for any target of its shape."""
+    assert not is_head(model)
+    if "mtp.fc.weight" in (tensors := load_file(model / "model.safetensors")):
+        alone = tmp_path / "alone"
+        alone.mkdir()
+        save_file({n: t for n, t in tensors.items() if n.startswith("mtp.")}, alone / "model.safetensors")
+        (alone / "config.json").write_text(json.dumps({"mtp_num_hidden_layers": 1}))
+        assert is_head(alone)
