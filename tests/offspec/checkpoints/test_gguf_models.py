@@ -82,7 +82,7 @@ OWN = {
 FAMILIES = (
     *("llama-gqa", "llama-tied", "llama-llama3", "llama-linear", "llama-yarn"),
     *("llama-yarn-attention-factor", "ministral3", "qwen2", "qwen3"),
-    *("glm4", "lfm2", "granite", "olmo2", "nemotron", "exaone4-full", *OWN),
+    *("gemma4", "gemma4-layer-inputs", "glm4", "lfm2", "granite", "olmo2", "nemotron", "exaone4-full", *OWN),
 )
 
 
@@ -137,6 +137,7 @@ def test_text_equals_llama_cpps(gguf_model: GetModel, family: str, llama_cpp: Ll
         "qwen3",
         "gemma2",
         "gemma3",
+        "gemma4-layer-inputs",
         "phi3",
         "glm4",
         "olmo3",
