@@ -7,7 +7,7 @@ Slot i of the committed prefix holds the token at position i. Pending entries fo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import accumulate, groupby, pairwise
 from typing import TypeAlias, cast
 
@@ -110,6 +110,11 @@ class TextMemory:
     @property
     def capacity(self) -> int:
         return len(self.positions)
+
+    @property
+    def layers_with_states(self) -> Collection[int]:
+        """Numbers of the layers that keep something other than KV entries."""
+        return self._states.keys()
 
     @property
     def num_layers(self) -> int:
@@ -286,7 +291,8 @@ class TextMemory:
         if start < self.num_in_beginning:
             self._own_all()
         for memory in self._memories:
-            cast(LayerCache, memory).move(start, slots)
+            if memory.can_be_cut:
+                cast(LayerCache, memory).move(start, slots)
         self.positions[start : start + len(slots)] = self.positions[slots]
 
     def drop(self, start: int, count: int) -> None:
