@@ -42,7 +42,7 @@ def test_a_block_says_what_the_config_calls_for(family: str) -> None:
     if config.has_fused_qkv:
         rows = layer_shapes(config, attending[0])["self_attn.qkv_proj.weight"][0] - config.num_heads * config.head_dim
     else:
-        rows = 2 * layer_shapes(config, attending[0])["self_attn.k_proj.weight"][0]
+        rows = 2 * layer_shapes(config, attending[0])[f"{config.attention}.k_proj.weight"][0]
     assert all(2 * part.memory.num_heads * part.memory.head_dim == rows for part in attentions)
     assert [part.rotary is None for part in attentions] == [layer in config.unrotated for layer in attending]
 
