@@ -10,6 +10,8 @@
     python scripts/train_builtin.py draft     # 0.9M parameters, text first, then distilled (2310.08461)   (~100
         minutes)
     python scripts/train_builtin.py export    # bf16 checkpoints and held-out prompts into offspec/builtin/
+    python scripts/train_builtin.py hybrid    # the target with delta nets in half of its layers, into --work   (~40
+        minutes on a core); it is not shipped
 
 Everything is drawn from the standard library of the interpreter that runs this script (the committed pair: CPython
 3.11.7), whose licence (PSF-2.0) allows it. Modules are held out by name, a package together with its tests, so that
@@ -40,7 +42,15 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
+)
 
 from offspec.model.names import HEAD
 
@@ -246,16 +256,19 @@ def train_tokenizer(texts: list[str]) -> Tokenizer:
 
 # -------------------------------------------------------------------------------------------------------- training
 
-SEEDS = {"target": 7, "draft": 8}
+SEEDS = {"target": 7, "draft": 8, "hybrid": 11}
+STEPS = {"target": 2250, "draft": 6700, "hybrid": 120}
 CHAT_STEPS = (120, 70)
 PROMPT_TOKENS, SAMPLE_TOKENS = 128, 513
 TEXT_STEPS = 1000  # of the draft learn from the text alone, before the target teaches
 NUM_LABELS = 64  # of the target's likeliest tokens that are kept at each place; the rest counts as one
 
 
-def build(kind: str) -> LlamaForCausalLM:
-    """A fresh model of the shape `kind`, initialised from seed 0."""
+def build(kind: str) -> PreTrainedModel:
+    """A fresh model of the shape `kind`, initialised from seed 0; a hybrid from the built-in target."""
     torch.manual_seed(0)
+    if kind == "hybrid":
+        return hybrid_of(LlamaForCausalLM.from_pretrained(HERE / "target", dtype=torch.float32))
     config = LlamaConfig(
         **SHAPES[kind],
         vocab_size=VOCAB_SIZE,
@@ -272,8 +285,70 @@ def build(kind: str) -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
-def optimizers(model: LlamaForCausalLM) -> list[torch.optim.Optimizer]:
-    """Muon for the layers' matrices, AdamW for embeddings and norms."""
+def hybrid_of(dense: LlamaForCausalLM) -> Qwen3_5ForCausalLM:
+    """A copy of `dense` in Qwen3.5's layout: a delta net in every other layer, and gated attention in the rest.
+
+    Embeddings, norms and MLPs are the dense model's. A delta net begins with its attention's projections, as a Mamba2
+    layer does in "The Mamba in the Llama" (2408.15237, section 3), and forgets slowly.
+    """
+    old = dense.config
+    heads, size = old.num_attention_heads, old.head_dim
+    settings = {name: getattr(old, name) for name in (*SHAPES["target"], "vocab_size", "head_dim", "rms_norm_eps")}
+    config = Qwen3_5TextConfig(
+        **settings,
+        layer_types=["linear_attention", "full_attention"] * (old.num_hidden_layers // 2),
+        linear_num_key_heads=heads,
+        linear_num_value_heads=heads,
+        linear_key_head_dim=size,
+        linear_value_head_dim=size,
+        max_position_embeddings=CONTEXT,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0},
+        tie_word_embeddings=True,
+        eos_token_id=0,
+        use_cache=False,
+    )
+    model = Qwen3_5ForCausalLM(config)
+    weights = model.state_dict()
+    copied = {name: tensor for name, tensor in dense.state_dict().items() if name in weights}
+    for name in copied:
+        if "norm" in name:
+            copied[name] = copied[name] - 1  # Qwen3.5 stores its norms so
+    for layer, kind in enumerate(config.layer_types):
+        before = f"model.layers.{layer}."
+        q, k, v, o = (dense.state_dict()[f"{before}self_attn.{name}_proj.weight"] for name in "qkvo")
+        if kind == "full_attention":
+            gated = torch.stack((q.view(heads, size, -1), torch.zeros(heads, size, q.shape[1])), 1).flatten(0, 2)
+            copied[f"{before}self_attn.q_proj.weight"] = gated
+            copied[f"{before}self_attn.o_proj.weight"] = 2 * o  # the gates begin at 1/2
+            scale = dense.state_dict()[f"{before}input_layernorm.weight"]
+            for name, matrix in (("q", q), ("k", k)):  # about as large as without a norm
+                size_of_rows = (matrix * scale).norm(dim=1).square().mean().sqrt()
+                copied[f"{before}self_attn.{name}_norm.weight"] = (size_of_rows - 1).expand(size)
+            continue
+        net = f"{before}linear_attn."
+        k, v = (each.view(-1, size, each.shape[1]).repeat_interleave(heads * size // len(k), 0) for each in (k, v))
+        copied[f"{net}in_proj_qkv.weight"] = torch.cat((q, k.flatten(0, 1), v.flatten(0, 1)))
+        copied[f"{net}out_proj.weight"] = o
+        identity = torch.zeros_like(weights[f"{net}conv1d.weight"])
+        identity[..., -1] = 1
+        copied[f"{net}conv1d.weight"] = identity
+        steps = torch.logspace(-3, -1, heads)
+        copied[f"{net}dt_bias"] = steps.expm1().log()  # softplus gives `steps`
+        copied[f"{net}A_log"] = torch.zeros(heads)
+    model.load_state_dict({**weights, **copied})
+    return model
+
+
+def optimizers(model: PreTrainedModel, kind: str = "target") -> list[torch.optim.Optimizer]:
+    """Muon for the layers' matrices, AdamW for embeddings and norms; of a hybrid, AdamW for attention and delta nets.
+
+    The rest of a hybrid stays the dense model's: half of the work of going backwards.
+    """
+    if kind == "hybrid":
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("attn" in name)
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        return [torch.optim.AdamW(trained, lr=3e-3, betas=(0.9, 0.95), weight_decay=0.0)]
     matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
     others = [p for n, p in model.named_parameters() if p.ndim != 2 or "embed" in n]
     return [
@@ -294,7 +369,7 @@ def windows(tokens: np.ndarray, step: int, steps: int, batch_tokens: int, seed: 
     """
     rng = np.random.default_rng([seed, step])
     length = 512 if step < steps * 0.8 else 1024 if step < steps * 0.98 else CONTEXT
-    starts = rng.integers(0, len(tokens) - length - 1, size=batch_tokens // length)
+    starts = rng.integers(0, len(tokens) - length - 1, size=max(1, batch_tokens // length))
     return torch.from_numpy(np.stack([tokens[s : s + length + 1].astype(np.int64) for s in starts]))
 
 
@@ -367,6 +442,14 @@ def taught_loss(
     log_q_rest = (1 - log_q.exp().sum(-1)).clamp_min(1e-6).log()
     kept = probabilities * (probabilities.clamp_min(1e-8).log() - log_q)
     return (kept.sum(-1) + rest * (rest.log() - log_q_rest)).mean()
+
+
+def copied_loss(model: PreTrainedModel, teacher: PreTrainedModel, batch: torch.Tensor) -> torch.Tensor:
+    """KL(teacher || model) at temperature 1 after each token of ids [B, T+1], over the whole vocabulary."""
+    with torch.no_grad():
+        wanted = teacher(batch[:, :-1]).logits.log_softmax(-1).flatten(0, 1)
+    logits = model(batch[:, :-1]).logits.log_softmax(-1).flatten(0, 1)
+    return F.kl_div(logits, wanted, reduction="batchmean", log_target=True)
 
 
 def tune(work: Path, batch_tokens: int) -> None:
@@ -474,7 +557,8 @@ def train(kind: str, work: Path, steps: int, batch_tokens: int) -> None:
     held_out = np.fromfile(work / "held_out.bin", dtype=np.uint16)
     model = build(kind)
     parts = [Labels.open(work, part) for part in ("samples", "text")] if kind == "draft" else []
-    opts = optimizers(model)
+    teacher = LlamaForCausalLM.from_pretrained(HERE / "target", dtype=torch.float32) if kind == "hybrid" else None
+    opts = optimizers(model, kind)
     base = [group["lr"] for opt in opts for group in opt.param_groups]
     checkpoint, start = work / f"{kind}.pt", 0
     if checkpoint.exists():
@@ -496,6 +580,8 @@ def train(kind: str, work: Path, steps: int, batch_tokens: int) -> None:
             labels, rng = parts[step % 2], np.random.default_rng([SEEDS[kind], step])
             rows = rng.integers(0, len(labels.tokens), batch_tokens // (SAMPLE_TOKENS - 1))
             loss = taught_loss(forward, *labels.batch(rows))
+        elif teacher is not None:
+            loss = copied_loss(model, teacher, windows(tokens, step, steps, batch_tokens, SEEDS[kind]))
         else:
             loss = text_loss(forward, windows(tokens, step, steps, batch_tokens, SEEDS[kind]))
         loss.backward()
@@ -522,32 +608,36 @@ NUM_PROMPTS = 27
 
 
 def export(work: Path, out: Path) -> None:
-    """Write both checkpoints in bf16, as Hugging Face lays them out, and the held-out prompts."""
-    held_out = np.fromfile(work / "held_out.bin", dtype=np.uint16)
+    """Write both checkpoints and the held-out prompts."""
     for kind in SHAPES:
-        model = build(kind)
-        model.load_state_dict(torch.load(work / f"{kind}.pt")["model"])
-        model.to(torch.bfloat16)
-        tensors = {name: t for name, t in model.state_dict().items() if name != HEAD}
-        folder = out / kind
-        folder.mkdir(parents=True, exist_ok=True)
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-        for name, content in settings_of(model.config).items():
-            (folder / name).write_text(json.dumps(content, indent=2) + "\n")
-        (folder / "model.safetensors").chmod(0o644)
-        (folder / "tokenizer.json").write_bytes((work / "tokenizer.json").read_bytes())
-        loss = held_out_loss(model.float(), held_out)
-        print(
-            f"{kind}: {sum(t.numel() for t in tensors.values()) / 1e6:.2f} M parameters, held-out loss {loss:.4f} "
-            "nats a token (in bf16)"
-        )
+        export_model(kind, work, out)
     tokenizer = Tokenizer.from_file(str(work / "tokenizer.json"))
     with (out / "prompts.jsonl").open("w") as file:
         for path, prompt in held_out_prompts(tokenizer):
             file.write(json.dumps({"source": path, "prompt": prompt}) + "\n")
 
 
-def settings_of(config: LlamaConfig) -> dict[str, dict[str, object]]:
+def export_model(kind: str, work: Path, out: Path) -> None:
+    """Write a checkpoint in bf16, as Hugging Face lays it out."""
+    model = build(kind)
+    model.load_state_dict(torch.load(work / f"{kind}.pt")["model"])
+    model.to(torch.bfloat16)
+    tensors = {name: t for name, t in model.state_dict().items() if name != HEAD}
+    folder = out / kind
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    for name, content in settings_of(model.config).items():
+        (folder / name).write_text(json.dumps(content, indent=2) + "\n")
+    (folder / "model.safetensors").chmod(0o644)
+    (folder / "tokenizer.json").write_bytes((work / "tokenizer.json").read_bytes())
+    loss = held_out_loss(model.float(), np.fromfile(work / "held_out.bin", dtype=np.uint16))
+    print(
+        f"{kind}: {sum(t.numel() for t in tensors.values()) / 1e6:.2f} M parameters, held-out loss {loss:.4f} "
+        "nats a token (in bf16)"
+    )
+
+
+def settings_of(config: PreTrainedConfig) -> dict[str, dict[str, object]]:
     """The JSON files of a checkpoint; config.json in the layout that every version of transformers reads."""
     names = (
         *SHAPES["target"],
@@ -558,7 +648,9 @@ def settings_of(config: LlamaConfig) -> dict[str, dict[str, object]]:
         "tie_word_embeddings",
     )
     return {
-        "config.json": {
+        "config.json": config.to_dict()
+        if isinstance(config, Qwen3_5TextConfig)
+        else {
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
             **{name: getattr(config, name) for name in names},
@@ -616,7 +708,7 @@ def function_beginnings(source: Source, tokenizer: Tokenizer) -> Iterator[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("stage", choices=["data", "target", "chat", "samples", "labels", "draft", "export"])
+    parser.add_argument("stage", choices=["data", "target", "chat", "samples", "labels", "draft", "export", "hybrid"])
     parser.add_argument("--work", type=Path, default=Path("build/builtin"))
     parser.add_argument("--out", type=Path, default=HERE, help="where export writes")
     parser.add_argument("--steps", type=int, default=None)
@@ -636,10 +728,12 @@ def main() -> None:
         sample(args.work, args.rows)
     elif args.stage == "labels":
         label(args.work, args.rows)
-    elif args.stage in SHAPES:
-        train(args.stage, args.work, args.steps or {"target": 2250, "draft": 6700}[args.stage], args.batch_tokens)
+    elif args.stage in STEPS:
+        train(args.stage, args.work, args.steps or STEPS[args.stage], args.batch_tokens)
     else:
         export(args.work, args.out)
+    if args.stage == "hybrid":
+        export_model(args.stage, args.work, args.work)
 
 
 if __name__ == "__main__":

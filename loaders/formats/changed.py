@@ -49,8 +49,8 @@ def as_stored(numbers: Tensor, order: Order | None, dim: int = -1) -> Tensor:
 
 def _exchanged(numbers: Tensor, order: Order, dim: int, levels: tuple[int, int]) -> Tensor:
     dim %= numbers.dim()
-    kept, others = numbers.split([order.kept, numbers.shape[dim] - order.kept], dim)
-    by_level = others.unflatten(dim, (order.groups, *levels, order.run)).transpose(dim + 1, dim + 2)
+    kept, others = torch.split(numbers, [order.kept, numbers.shape[dim] - order.kept], dim)
+    by_level = torch.unflatten(others, dim, (order.groups, *levels, order.run)).transpose(dim + 1, dim + 2)
     exchanged = by_level.flatten(dim, dim + 3)
     return torch.cat((kept, exchanged), dim) if order.kept else exchanged
 

@@ -102,10 +102,9 @@ class Visible:
         """The rows of several texts, for slots that all of these texts have and all of their rows see as a stretch."""
         tile_rows = texts[0].tile_rows
         offsets = accumulate((len(text.slots) for text in texts), initial=0)
-        rows = [
-            text.rows + text.rows.new_tensor((0, 0, offset, 0, 0)) for text, offset in zip(texts, offsets, strict=False)
-        ]
-        stretches = torch.cat(rows)
+        stretches = torch.cat([text.rows for text in texts])
+        for rows, offset in zip(stretches.split([len(text.rows) for text in texts]), offsets, strict=False):
+            rows[:, 2] += offset
         tiles = [
             torch.stack((some[:, 0].min() // BLOCK * BLOCK, some[:, 1].max()))
             for some in torch.split(stretches, tile_rows)

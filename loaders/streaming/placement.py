@@ -18,7 +18,7 @@ from ..units import format_size
 
 MAX_SLOTS, MIN_SLOTS = 3, 2
 ENTRY_SLOTS = 2  # of KV entries in RAM: of the unit in use, and of the next one
-SHADOW_ITEM, KV_ITEM = "shadow", "KV cache"
+SHADOW_ITEM, KV_ITEM, STATES_ITEM = "shadow", "KV cache", "recurrent states"
 
 
 class Tier(Enum):

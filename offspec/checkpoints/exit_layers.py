@@ -99,7 +99,7 @@ def check_exit_layer(number: int, config: ModelConfig, setting: str = "exit_laye
 
     setting: what names the number in the message: the argument before it.
     """
-    refuse_states(config)
+    refuse_foreign(config, "an exit layer")
     if not 1 <= number < config.num_layers:
         raise UsageError(
             f"`{setting}{number}` is out of range: the model has {config.num_layers} layers; choose 1 to "

@@ -22,10 +22,10 @@ from offspec.loaders.params import SHADOW_FORMATS, ConvertParams
 from offspec.loaders.streaming.stored_model import StoredModel, StoredUnit
 
 from ..errors import CheckpointError, UsageError
-from ..model.block import has_entries_alone, layer_shapes
+from ..model.block import layer_shapes
 from ..model.names import LAYER_PREFIX
 from .conversion import without_blanks
-from .exit_layers import fingerprint, has_weights, refuse_states
+from .exit_layers import fingerprint, has_weights, refuse_foreign
 from .from_config import layers_from_config
 from .opening import ModelFiles
 
@@ -90,7 +90,7 @@ def find_shadow(target: ModelFiles, bits: int) -> Shadow | None:
 
 def made_shadows(target: ModelFiles) -> list[int]:
     """The bits of the finished shadows in the user's cache, most first. None for a target without weights here."""
-    if not has_weights(target) or not has_entries_alone(target.config):
+    if not has_weights(target) or not target.config.is_native:
         return []
     return [bits for bits, folder in _folders(target).items() if _is_complete(folder)]
 
@@ -109,7 +109,7 @@ def make_shadow(
     Raises UsageError, CheckpointError (the target), StorageError (the folder; repeat the call to resume).
     """
     check_bits(bits)
-    refuse_states(target.config, "a shadow")
+    refuse_foreign(target.config, "a shadow")
     mark: dict[str, str | int] = {"target": fingerprint(target), "bits": bits}
     return convert_layers(
         target.checkpoint.path,

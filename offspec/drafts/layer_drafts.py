@@ -16,19 +16,21 @@ import torch
 
 from offspec.loaders.accelerators.accelerator import accelerator_of
 from offspec.loaders.files.user_folders import expand_home
-from offspec.loaders.streaming.placement import SHADOW_ITEM, Placement
+from offspec.loaders.streaming.placement import SHADOW_ITEM, Item, Placement
 from offspec.loaders.streaming.stored_model import StoredModel
 from offspec.loaders.streaming.tiers import TieredWeights, load_layer
 from offspec.loaders.streaming.weights import LayerView, ViewedLayer
 from offspec.scheduler.drafting.drafter import Drafter
 from offspec.scheduler.params import tree_room
 
-from ..checkpoints.exit_layers import check_exit_layer, refuse_states
+from ..checkpoints.exit_layers import check_exit_layer, refuse_foreign
 from ..checkpoints.opening import ModelFiles, Note
 from ..checkpoints.shadows import Shadow, check_bits, find_shadow, make_shadow
+from ..model.block import keeps_states, memory_layouts
 from ..model.cuda_graphs import RoundBuffers, is_static
 from ..model.decoder import CachedDecoder, Decoder
 from ..model.layer_draft import LayerDraft, LayerDraftText
+from ..model.memory.recurrent_states import RecurrentLayout
 from ..model.memory.text_caches import TextCaches
 from ..planning.drafting import Guessing
 from ..planning.memory import MemoryUse, Room
@@ -61,6 +63,14 @@ def most_rows(device_type: str) -> int:
 def num_shared_entries(device_type: str) -> int:
     """Entries of the target's KV cache that are the draft's own: a prompt and pending nodes."""
     return most_read(device_type) + most_rows(device_type)
+
+
+def state_items(target: ModelFiles, texts: int) -> list[Item]:
+    """Of `texts` texts: the draft's states in recurrent layers, and their pending nodes."""
+    layouts = [each for layer in memory_layouts(target.config) for each in layer if isinstance(each, RecurrentLayout)]
+    itemsize, most = target.dtype.itemsize, target.config.most_pending
+    size = sum(layout.nbytes(most, itemsize, num_copies=1) for layout in layouts)
+    return [Item("draft's states", on_device=texts * size)] if size else []
 
 
 class LayersOfTarget(ModelDraft):
@@ -126,7 +136,11 @@ class OpenedShadow:
         """Scratch of its own, entries in the target's KV cache, and copies of the layers that will be streamed."""
         number = num_shared_entries(self.device_type)
         return MemoryUse(
-            (*unpacking_items(self.models[0]), *guessing_items(target.config, target, num_waiting=number)),
+            (
+                *unpacking_items(self.models[0]),
+                *guessing_items(target.config, target, num_waiting=number),
+                *state_items(target, room.texts),
+            ),
             shadow_bytes=self.shadow.layer_bytes(target),
             target_entries=room.texts * number,
             reads_all_entries=True,
@@ -142,8 +156,9 @@ class OpenedShadow:
             return Guessing(acceptance=LOOKUP)
         chosen = len(placement.streamed) or layers
         parts = ((copies, chosen), (self.target, layers - chosen))
-        is_captured = self.device_type != "cpu"
-        return Guessing(parts, SHADOWS[self.shadow.bits], share=chosen / layers, is_captured=is_captured)
+        is_usual = not keeps_states(self.target.config)
+        is_captured, acceptance = self.device_type != "cpu" and is_usual, SHADOWS[self.shadow.bits]
+        return Guessing(parts, acceptance, share=chosen / layers, is_captured=is_captured, overlaps=is_usual)
 
     def load(self, device: torch.device) -> Attach:
         return self._attach
@@ -228,7 +243,11 @@ class OpenedLayers:
         """Scratch of its own, and entries in the target's KV cache. An early exit's layers have to be resident."""
         number = num_shared_entries(self.device_type)
         return MemoryUse(
-            (*unpacking_items(target), *guessing_items(target.config, target, num_waiting=number)),
+            (
+                *unpacking_items(target),
+                *guessing_items(target.config, target, num_waiting=number),
+                *state_items(target, room.texts),
+            ),
             num_pinned_layers=self.num_first or 0,
             streamed_first=() if self.skips is None else self.skips.order,
             target_entries=room.texts * number,
@@ -242,8 +261,9 @@ class OpenedLayers:
         acceptance = RESIDENT_LAYERS if self.num_first is None else EXIT
         if self.skips is not None:
             acceptance = of_agreement(self.skips.agreement_without(layers - number), str(self.skips.path))
-        is_captured = self.device_type != "cpu" and self.target.packed_form is None
-        return Guessing(((self.target, number),), acceptance, is_captured=is_captured)
+        is_usual = not keeps_states(self.target.config)
+        is_captured = self.device_type != "cpu" and self.target.packed_form is None and is_usual
+        return Guessing(((self.target, number),), acceptance, is_captured=is_captured, overlaps=is_usual)
 
     def load(self, device: torch.device) -> Attach:
         return self._attach
@@ -262,7 +282,7 @@ class OpenedLayers:
 
 def check_own_layers(request: OpenRequest) -> None:
     """Refuse what drafts of the target's layers cannot do. Raises UsageError."""
-    refuse_states(request.target.config, f"`draft={request.options.draft}`")
+    refuse_foreign(request.target.config, f"`draft={request.options.draft}`")
     request.options.refuse_exit_file()
     request.options.refuse_learning()
 

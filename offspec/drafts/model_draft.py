@@ -24,7 +24,7 @@ from offspec.scheduler.trees.verify import TargetPass
 from ..checkpoints.load import LoadSettings, load_decoder
 from ..checkpoints.opening import ModelFiles, Note, locate
 from ..errors import UsageError, VocabularyMismatchError
-from ..model.block import has_entries_alone
+from ..model.block import has_entries_alone, keeps_states
 from ..model.config import ModelConfig
 from ..model.cuda_graphs import TreeGraphs, is_static
 from ..model.decoder import CachedDecoder, Decoder
@@ -105,6 +105,7 @@ class ModelDraft(Draft):
 
     def drafter(self, task: DraftTask, learnt: EstimatesAndRecall) -> Drafter:
         text, speculation, request = task.text, task.speculation, task.request
+        request = replace(request, most_rows=min(request.most_rows, self.decoder.config.most_pending))
         if text is None:  # an engine without this draft made the caches, so only guessers can draft
             return super().drafter(task, learnt)
         if speculation.is_lossy:
@@ -118,7 +119,8 @@ class ModelDraft(Draft):
             return super().drafter(task, learnt)
         if self._specialists is not None:
             self._specialists.choose(task.prompt)
-        if not self.overlaps:
+        if not self.overlaps or (keeps_states(self.decoder.config) and self.decoder.device.type != "cpu"):
+            # Tensors of states are made and dropped by both streams, and nothing orders the reuse of their memory.
             speculation = replace(speculation, overlap=False)
         if speculation.tree != "best-first":
             make_tree: MakeDrafter = TREES.load(speculation.tree)
@@ -253,7 +255,8 @@ class OpenedModel:
         acceptance = SMALL_MODEL if self.other is None else OTHER_VOCABULARY
         layers = ((self.files, self.files.config.num_layers),)
         most_keys = None if self.window is None else most_entries(self.window)
-        return Guessing(layers, acceptance, is_captured=True, most_keys=most_keys)
+        is_usual = not keeps_states(self.files.config)
+        return Guessing(layers, acceptance, is_captured=is_usual, most_keys=most_keys, overlaps=is_usual)
 
     def load(self, device: torch.device) -> Attach:
         options = self.options

@@ -8,7 +8,6 @@ from typing import Any
 
 from ..checkpoints.opening import Note
 from ..errors import OffspecError
-from ..model.block import has_entries_alone
 from ..planning.drafting import Drafting, RatesOf, predict_drafting
 from ..planning.plan import PROGRAM_ITEM, Plan
 from .base import Choice, OpenedDraft, OpenRequest
@@ -157,7 +156,7 @@ def _item_bytes(plan: Plan) -> int:
 
 def usual_names(plan: Plan) -> list[str]:
     """Drafts that need no other model, to compare others with: shadows only for targets that are streamed."""
-    can_have = plan.placement.streamed and has_entries_alone(plan.demand.target.config)
+    can_have = plan.placement.streamed and plan.demand.target.config.is_native
     return [*(shadow_names() if can_have else []), LookupDraft.NAME, NO_DRAFT]
 
 

@@ -86,6 +86,11 @@ def has_entries_alone(config: ModelConfig) -> bool:
     return config.is_native and all(isinstance(layout, KVLayout) for layout in layouts)
 
 
+def keeps_states(config: ModelConfig) -> bool:
+    """Whether offspec's own parts compute the layers, and some of these keep a state of a text."""
+    return config.is_native and not has_entries_alone(config)
+
+
 def memory_bytes(
     config: ModelConfig, num_entries: int, itemsize: int, layers: range | None = None, kv: KVFormat = PLAIN
 ) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 
 from offspec.loaders.files.checkpoint import show
 from offspec.loaders.params import QUANT_METHODS
-from offspec.scheduler.params import MAX_NODES, MOST_STATE_NODES
+from offspec.scheduler.params import MAX_NODES, MAX_ROWS, MOST_STATE_NODES
 
 from ..errors import CheckpointError, UnsupportedModelError
 from .config_values import EPS_RANGE, Json, mapping, number_in, positive
@@ -128,6 +128,11 @@ class ModelConfig:
     def has_states(self) -> bool:
         """Whether layers keep states of a text."""
         return any(shape is not None for shape in (self.delta, self.mamba, self.short_convolution))
+
+    @property
+    def most_pending(self) -> int:
+        """The most nodes that may be pending in a text of a draft of this shape."""
+        return MAX_ROWS if self.most_nodes == MAX_NODES else self.most_nodes
 
     @property
     def mask_heads(self) -> int:

@@ -183,7 +183,7 @@ def state_after(state: Tensor, path: PathRows) -> Tensor:
     last = path.decays[-1]
     weighted = path.updates * (last - path.decays).exp()[..., None]
     keys = path.keys.permute(1, 2, 0).repeat_interleave(path.group, 0)  # [heads, Dk, rows]
-    return state * last.exp()[:, None, None] + keys @ weighted.transpose(0, 1)
+    return (state * last.exp()[:, None, None]).baddbmm_(keys, weighted.transpose(0, 1))
 
 
 def no_rows(inputs: Inputs) -> PathRows:

@@ -17,6 +17,7 @@ from offspec.loaders.machine.hardware import Hardware, Rates
 from offspec.loaders.streaming.placement import (
     KV_ITEM,
     SHADOW_ITEM,
+    STATES_ITEM,
     Item,
     Limits,
     PassRates,
@@ -33,8 +34,10 @@ from offspec.scheduler.params import max_nodes
 
 from ..checkpoints.opening import ModelFiles
 from ..errors import MemoryLimitError, UsageError
+from ..model.block import memory_layouts
 from ..model.decoder import activation_bytes
 from ..model.foreign_config import is_of_experts
+from ..model.memory.kv_cache import KVLayout
 from ..model.memory.kv_formats import EIGHT_BIT, KV_FORMATS, KVFormat
 from ..model.row_logits import HEAD_ROWS
 from .attention_time import seconds_of_attention, seconds_per_element
@@ -150,8 +153,8 @@ class Plan:
     @property
     def entry_stream_bytes(self) -> int:
         """Bytes of KV entries that a pass streams beside them, behind a text as long as the context."""
-        target, far = self.demand.target, self.placement.entries_in_ram
-        return sum(target.kv_bytes(self.context, range(i, i + 1)) for i in far)
+        entries, _ = _text_bytes(self.demand.target, self.context)
+        return sum(entries[i] for i in self.placement.entries_in_ram)
 
     def predict_pass_s(self, rates: Rates, width: int, num_tokens: int | None = None) -> float:
         """Seconds of one pass over `width` rows (chain and tree) in the steady state.
@@ -375,12 +378,13 @@ def _placed(room: Room, demand: Demand, uses: Sequence[MemoryUse], *, spills: bo
     target = demand.target
     num_entries = room.num_tokens + room.tree + sum(use.target_entries for use in uses)
     costs, items, wishes = _layer_costs(target, uses), _items(room, demand, uses), _wishes(uses)
+    entries, states = _text_bytes(target, num_entries)
+    if states:
+        items.append(Item(STATES_ITEM, on_device=states))
     if spills:
-        costs = [
-            replace(cost, entry_bytes=target.kv_bytes(num_entries, range(i, i + 1))) for i, cost in enumerate(costs)
-        ]
+        costs = [replace(cost, entry_bytes=nbytes) for cost, nbytes in zip(costs, entries, strict=True)]
     else:
-        items.append(Item(KV_ITEM, on_device=target.kv_bytes(num_entries)))
+        items.append(Item(KV_ITEM, on_device=sum(entries)))
     try:
         placement = _place(costs, items, demand.limits, wishes)
     except MemoryLimitError:
@@ -394,6 +398,17 @@ def _placed(room: Room, demand: Demand, uses: Sequence[MemoryUse], *, spills: bo
             with_shadow = _place(costs, [*items, Item(SHADOW_ITEM, on_device=shadows)], demand.limits, wishes)
             placement = placement if with_shadow.streamed else with_shadow
     return Plan(demand, room, placement, tuple(costs), Work.of(target), num_entries)
+
+
+def _text_bytes(target: ModelFiles, num_entries: int) -> tuple[list[int], int]:
+    """Bytes of each layer's KV entries, and of all recurrent layers' states, which stay on the device."""
+    entries, states = list[int](), 0
+    for layer, layout in enumerate(memory_layouts(target.config)):
+        nbytes = target.kv_bytes(num_entries, range(layer, layer + 1))
+        is_state = layout is not None and not isinstance(layout, KVLayout)
+        entries.append(0 if is_state else nbytes)
+        states += nbytes if is_state else 0
+    return entries, states
 
 
 def _wishes(uses: Sequence[MemoryUse]) -> Wishes:

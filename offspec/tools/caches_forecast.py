@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from offspec.loaders.machine.hardware import Rates
+from offspec.scheduler.params import MOST_STATE_NODES
 
 from ..checkpoints.opening import DTYPES
 from ..errors import MemoryLimitError
@@ -58,7 +59,9 @@ def _predict(plan: Plan, rates: Rates, width: int, name: str) -> CacheProspect:
     target = plan.demand.target.with_kv(kv)
     dtype = next(dtype for dtype, with_kv in DTYPES.items() if with_kv == target.dtype)
     stored_as = dtype if kv.is_plain else f"{name} bit"
-    prospect = CacheProspect(name, stored_as, target.kv_bytes(1), target.kv_bytes(plan.context))
+    some = MOST_STATE_NODES  # more entries do not change what recurrent layers keep
+    token_bytes = (target.kv_bytes(2 * some) - target.kv_bytes(some)) // some
+    prospect = CacheProspect(name, stored_as, token_bytes, target.kv_bytes(plan.context))
     try:
         with_kv = plan if kv == plan.demand.target.kv else plan.with_kv(kv)
     except MemoryLimitError:

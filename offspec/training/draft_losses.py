@@ -28,7 +28,8 @@ def outcomes(logits: Tensor, labels: Tensor, log_probabilities: Tensor) -> tuple
     p = log_probabilities.float()
     if labels.shape[-1] == logits.shape[-1]:
         return p, q
-    return tuple(torch.cat((probabilities, _rest(probabilities)), dim=-1) for probabilities in (p, q))  # type: ignore[return-value]
+    p, q = (torch.cat((probabilities, _rest(probabilities)), dim=-1) for probabilities in (p, q))
+    return p, q
 
 
 def _rest(known: Tensor) -> Tensor:

@@ -33,7 +33,7 @@ from ..model.config import ModelConfig
 from ..model.cuda_graphs import is_static
 from ..model.decoder import Decoder
 from ..model.names import LAYER_PREFIX, in_layer
-from ..model.parts.part import Attending, LayerWeights, PassRows, Projected, RowsOfText
+from ..model.parts.part import Attending, LayerWeights, PassRows, Projected, RowsWithoutMemory, TextPaths
 from ..model.rope import Rotations
 
 FILE_FORMAT, FILE_VERSION = "offspec draft adapter", "1"
@@ -217,7 +217,7 @@ def weights_of(decoder: Decoder) -> dict[str, Weight]:
 # ------------------------------------------------------------------------------------------------ differentiable
 
 
-class TreeRows(RowsOfText):
+class TreeRows(RowsWithoutMemory):
     """`PassRows` of a tree of T tokens, without a KV cache. Each token attends to itself and its ancestors.
 
     parents [T]: the row of the previous token, lower than its own; ROOT at a text's start.
@@ -233,6 +233,10 @@ class TreeRows(RowsOfText):
         self.chunks = [(0, len(parents))]
         self._distance = positions[:, None] - positions
         self._sees = torch.from_numpy(sees).to(decoder.device)
+        self._parents = torch.from_numpy(np.asarray(parents, dtype=np.int64)).to(decoder.device)
+
+    def paths(self) -> list[TextPaths]:
+        return [TextPaths(slice(0, len(self._parents)), self._sees, self._parents)]
 
     def mask(self, first: int, last: int, window: int | None) -> Tensor:
         sees = self._sees if window is None else self._sees & (self._distance < window)
@@ -242,7 +246,7 @@ class TreeRows(RowsOfText):
         return keys.transpose(0, 1), values.transpose(0, 1)
 
 
-class CausalTexts(RowsOfText):
+class CausalTexts(RowsWithoutMemory):
     """`PassRows` of several texts of one length, one after the other: a plain causal pass without a KV cache."""
 
     def __init__(self, device: torch.device, num_texts: int, length: int) -> None:
@@ -250,6 +254,11 @@ class CausalTexts(RowsOfText):
         self._num_texts, self._length = num_texts, length
         self.rotations = Rotations(self._positions.repeat(num_texts))
         self.chunks = [(0, num_texts * length)]
+
+    def paths(self) -> list[TextPaths]:
+        ancestors, length = self.mask(0, self._length, None), self._length
+        firsts = range(0, self._num_texts * length, length)
+        return [TextPaths(slice(first, first + length), ancestors, self._positions - 1) for first in firsts]
 
     def mask(self, first: int, last: int, window: int | None) -> Tensor:
         """Of one text; `first` and `last` are all of its rows."""

@@ -98,6 +98,7 @@ def assert_whole(wheel: Path) -> None:
     files = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
     assert names >= {f"offspec/builtin/{role}/{file}" for role in ("target", "draft") for file in files}
     assert names >= {"offspec/builtin/prompts.jsonl", "offspec/builtin/NOTICE", "offspec/py.typed"}
+    assert names >= {f"offspec/cli/server/page/{file.name}" for file in (ROOT / "cli" / "server" / "page").iterdir()}
     for file in MODULES:
         inside = file.relative_to(ROOT / "offspec" if file.is_relative_to(ROOT / "offspec") else ROOT)
         assert f"offspec/{inside.as_posix()}" in names

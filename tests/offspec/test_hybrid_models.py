@@ -14,19 +14,26 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from offspec import Engine, PromptCache, SamplingParams, SpeculationParams
+from offspec import Constraint, ConvertParams, Engine, PromptCache, SamplingParams, SpeculationParams, convert
 from offspec.checkpoints.load import LoadSettings, load_decoder
 from offspec.checkpoints.opening import ModelFiles
+from offspec.drafts.base import DraftOptions, OpenRequest
+from offspec.drafts.kinds import open_draft
+from offspec.drafts.layer_drafts import LayersOfTarget
 from offspec.drafts.model_draft import ModelDraft
 from offspec.drafts.without_model import LookupDraft, NoDraft
 from offspec.loaders.streaming.placement import Limits, Placement, Slots, places_of
+from offspec.loaders.streaming.weights import LayerView
 from offspec.loading import LoadedTarget
 from offspec.model.config import read_config
 from offspec.model.decoder import Decoder, wanted_shapes
 from offspec.model.families import FAMILIES
+from offspec.model.layer_draft import LayerDraft
 from offspec.model.parts.kinds import PARTS
 from offspec.planning.plan import all_resident
+from offspec.text.tokenizer import Tokenizer
 
+from ..fuzz.quantised import FORMS, Stored, read_tensors, write_tensors
 from ..pair import build_pair
 from .model.averages import Average
 
@@ -88,12 +95,23 @@ NIGHTLY = [
 @pytest.fixture(scope="module", params=["averaging", "qwen3_5_text", "lfm2", "falcon_h1", *NIGHTLY])
 def folder(family: None, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of each hybrid family, with random weights."""
-    pair, folder = build_pair(tmp_path_factory.mktemp("pair")), tmp_path_factory.mktemp(request.param)
+    return build(request.param, tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A hybrid whose matrices have whole groups of each format."""
+    size = {"hidden_size": 64, "intermediate_size": 64, "head_dim": 16, "linear_key_head_dim": 16}
+    return build("qwen3_5_text", tmp_path_factory, **size)
+
+
+def build(model_type: str, tmp_path_factory: pytest.TempPathFactory, **settings: int) -> Path:
+    pair, folder = build_pair(tmp_path_factory.mktemp("pair")), tmp_path_factory.mktemp(model_type)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(pair.target / name, folder)
     config = json.loads((pair.target / "config.json").read_text())
-    config |= {"model_type": request.param, "num_hidden_layers": len(LAYERS)}
-    config |= OF_HYBRIDS.get(request.param, {})
+    config |= {"model_type": model_type, "num_hidden_layers": len(LAYERS)}
+    config |= OF_HYBRIDS.get(model_type, {}) | settings
     (folder / "config.json").write_text(json.dumps(config))
     generator, tensors = torch.Generator().manual_seed(0), dict[str, torch.Tensor]()
     for name, shape in wanted_shapes(read_config(config)).items():
@@ -139,6 +157,78 @@ def test_the_text_is_plain_decodings(engine: Engine, folder: Path, params: Sampl
     assert steps[-1].stats.tokens_per_pass > 2
     assert text_of(Engine(LoadedTarget(streamed), engine.tokenizer, LookupDraft()), params) == expected
     streamed.weights.close()
+
+
+@pytest.mark.parametrize("draft", ["shadow", "resident", "self"])
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_drafts_of_the_targets_own_layers(
+    engine: Engine, folder: Path, draft: str, params: SamplingParams, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Shadows of the streamed layers, the resident ones, and the first ones, which go on from the target's states."""
+    if "qwen3_5" not in folder.name:
+        pytest.skip("drafts know no states of this kind")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    files = ModelFiles.open(folder, "fp32", "cpu", [])
+    options = DraftOptions(draft, exit_layer=2 if draft == "self" else None)
+    opened = open_draft("target", OpenRequest(options, files, engine.tokenizer, "fp32", "cpu", []))
+    target = loaded(folder, 0, 1)
+    drafted = Engine(LoadedTarget(target), engine.tokenizer, opened.load(CPU)(target))
+    assert text_of(drafted, params) == text_of(engine, params, PLAIN)
+    target.weights.close()
+
+
+def test_a_draft_of_all_layers_says_what_the_target_says(engine: Engine, folder: Path) -> None:
+    """Its states go on from the target's, and then with nodes of its own: each of its guesses is right."""
+    if "qwen3_5" not in folder.name:
+        pytest.skip("drafts know no states of this kind")
+    target = loaded(folder)
+    view = LayerView(target.weights, range(len(LAYERS)), None)
+    draft = LayersOfTarget(LayerDraft(target, range(len(LAYERS)), view), "all")
+    drafted = Engine(LoadedTarget(target), engine.tokenizer, draft)
+    speculation = SpeculationParams(budget=6, children=1, max_depth=3, lookup=False, recall=False, overlap=False)
+    steps = list(drafted.generate(PROMPT, GREEDY, speculation))
+    assert [token for step in steps for token in step.token_ids] == text_of(engine, GREEDY, PLAIN)
+    assert steps[-1].stats.tokens_per_pass == 4
+
+
+def packed_by(form: str, folder: Path, copy: Path) -> Path:
+    """A copy in this format: by `convert`, or with the codes that another program might have written."""
+    if form not in FORMS:
+        return convert(folder, copy, ConvertParams(form)).path
+    pack, settings = FORMS[form]
+    shutil.copytree(folder, copy)
+    tensors = dict[str, Stored]()
+    for name, tensor in read_tensors(folder / "model.safetensors").items():
+        module = name.removesuffix(".weight")
+        is_packed = len(tensor.shape) == 2 and tensor.shape[0] >= 32 and "layers" in name  # rates and decays stay plain
+        tensors |= pack(module, *tensor.shape) if is_packed else {name: tensor}
+    write_tensors(copy / "model.safetensors", tensors)
+    config = json.loads((folder / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
+    return copy
+
+
+@pytest.mark.parametrize("form", ["fp8, blocks", "awq", "gptq", "w4a16", "nf4", "q4_k", "bf16-packed"])
+def test_packed_weights_are_streamed(wide: Path, form: str, tmp_path: Path) -> None:
+    """Half of the layers come from disk; the text is that of plain decoding with all of them resident."""
+    source = convert(wide, tmp_path / "bf16", ConvertParams("bf16")).path if form == "bf16-packed" else wide
+    path = packed_by(form, source, tmp_path / "packed")
+    plain, streamed, tokenizer = loaded(path), loaded(path, 0, 3), Tokenizer.load(wide)
+    expected = text_of(Engine(LoadedTarget(plain), tokenizer, NoDraft()), SAMPLED, PLAIN)
+    assert text_of(Engine(LoadedTarget(streamed), tokenizer, LookupDraft()), SAMPLED) == expected
+    streamed.weights.close()
+
+
+@pytest.mark.parametrize("bits", ["16", "8"])
+def test_constraints_logprobs_and_packed_entries(wide: Path, bits: str) -> None:
+    """`--kv-cache` concerns the layers that attend."""
+    params = SamplingParams(12, temperature=0.7, seed=1, logprobs=2, constraint=Constraint.regex("[a-z]{4}[0-9]+"))
+    with Engine.load(str(wide), draft="lookup", device="cpu", dtype="fp32", kv_cache=bits) as engine:
+        found, expected = (
+            list(engine.generate(PROMPT, params, speculation)) for speculation in (SpeculationParams(budget=12), PLAIN)
+        )
+    assert "".join(step.text for step in found) == "".join(step.text for step in expected)
+    assert "".join(step.text for step in found)[:4].isalpha()
 
 
 def test_a_text_that_was_changed_is_scored_again_from_an_earlier_state(engine: Engine) -> None:

@@ -21,11 +21,10 @@ from offspec.loaders.streaming.weights import RamWeights
 from offspec.scheduler.trees.vocabulary import Vocabulary
 
 from ...errors import CheckpointError, UnsupportedModelError
-from ..block import layer_shapes, memory_layouts
+from ..block import kv_layouts, layer_shapes
 from ..config import ModelConfig
 from ..config_values import Json
 from ..decoder import Decoder
-from ..memory.kv_cache import KVLayout
 from ..names import EMBEDDING, HEAD, LAYER_PREFIX
 from ..norms import normalize
 from ..parts.part import as_vector
@@ -102,7 +101,7 @@ def mtp_spec(config: Json, present: Mapping[str, tuple[int, ...]], target: Model
 
 def _layer_config(target: ModelConfig) -> ModelConfig:
     """The shape of the MTP layer: the target's last one with attention. Raises UnsupportedModelError."""
-    layers = [i for i, layout in enumerate(memory_layouts(target)) if isinstance(layout, KVLayout)]
+    layers = [i for i, layout in enumerate(kv_layouts(target)) if layout is not None]
     if not layers:
         raise UnsupportedModelError(f"no layer of a {target.model_type} attends, as an MTP layer does")
     return replace(target.only_layers(layers[-1:]), delta=None, tied_head=False)

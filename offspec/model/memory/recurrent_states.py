@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from offspec.loaders.streaming.small_transfers import to_device
 from offspec.scheduler.params import MOST_STATE_NODES
 
 from ..recurrence import ROOT, PathRows, state_after
@@ -41,12 +42,12 @@ class RecurrentLayout:
         """Bytes of a state in fp32."""
         return 4 * self.num_heads * self.key_size * self.value_size
 
-    def nbytes(self, num_entries: int, itemsize: int) -> int:
+    def nbytes(self, num_entries: int, itemsize: int, num_copies: int = MOST_COPIES) -> int:
         """At most so many bytes of one layer: the state, the one of a pass under way, the copies, and pending nodes.
 
         They do not grow with a text.
         """
-        states = (2 + MOST_COPIES) * (self.state_bytes + itemsize * self.window * self.channels)
+        states = (2 + num_copies) * (self.state_bytes + itemsize * self.window * self.channels)
         row = 4 * (self.key_heads * self.key_size + self.num_heads * (self.value_size + 1)) + itemsize * self.channels
         return states + min(num_entries, MOST_STATE_NODES) * row
 
@@ -106,6 +107,7 @@ class RecurrentStates:
         self._length = 0
         self._states = [self._zero()] * num_layers
         self._nodes = [self._no_nodes()] * num_layers
+        self._late: list[Nodes | None] = [None] * num_layers  # committed, but not in the states yet
         self._parents = torch.empty(0, dtype=torch.long, device=device)  # of pending nodes, among them, or ROOT
         self._new_parents = self._parents
         self._copies = list[_Copy]()
@@ -132,7 +134,7 @@ class RecurrentStates:
     def nbytes(self) -> int:
         kept = [self._states, *(copy.states for copy in self._copies)]
         tensors = {id(each): each for states in kept for state in states for each in (state.matrix, state.inputs)}
-        for nodes in self._nodes:
+        for nodes in (*self._nodes, *(late for late in self._late if late is not None)):
             tensors |= {id(each): each for each in (*vars(nodes.rows).values(), nodes.inputs)}
         return sum(each.nbytes for each in tensors.values())
 
@@ -142,7 +144,7 @@ class RecurrentStates:
         """What this pass has made of the layer before its row `first`; from row 0 on, what is committed and pending."""
         if first == 0:
             self._stored.clear()
-            self._passing[layer] = Progress(self._states[layer], self._nodes[layer])
+            self._passing[layer] = Progress(self.state(layer), self._nodes[layer])
         return self._passing[layer]
 
     def parents(self, nodes: Tensor) -> Tensor:
@@ -170,24 +172,63 @@ class RecurrentStates:
         self._passing.clear()
 
     def keep(self, kept: Kept) -> None:
-        path, pending = list(kept.path), list(kept.pending)
-        if path:
-            self._states = [
-                self._after(state, nodes, path) for state, nodes in zip(self._states, self._nodes, strict=True)
-            ]
-        self._nodes = [self._below(nodes, path, pending) for nodes in self._nodes]
+        if kept.path:  # a state is moved when the next pass needs it: then its layer's weights may be on their way
+            path = self._indices(kept.path)
+            for layer in range(self.num_layers):
+                self.state(layer)
+            self._late = [Nodes(nodes.rows.at(path), nodes.inputs[path]) for nodes in self._nodes]
+        self._keep_nodes(kept.path, kept.pending)
+        self._length += len(kept.path)
+
+    def _indices(self, numbers: Sequence[int]) -> Tensor:
+        return to_device(torch.tensor(list(numbers), dtype=torch.long), self._device)
+
+    def _keep_nodes(self, path: Sequence[int], pending: Sequence[int]) -> None:
+        """Keep the nodes `pending`, which are below the last one of `path`; without a path, below the root."""
+        if not pending:
+            self._nodes, self._parents = [self._no_nodes()] * self.num_layers, self._parents[:0]
+            return
+        indices = self._indices(pending)
+        self._nodes = [self._below(nodes, path, indices) for nodes in self._nodes]
         places = torch.full((len(self._parents) + 1,), ROOT, device=self._device)  # the last is ROOT's
-        places[pending] = torch.arange(len(pending), device=self._device)
-        self._parents = places[self._parents[pending]]
-        self._length += len(path)
+        places[indices] = torch.arange(len(pending), device=self._device)
+        self._parents = places[self._parents[indices]]
 
-    def _after(self, state: State, nodes: Nodes, path: Sequence[int]) -> State:
-        inputs = torch.cat((state.inputs, nodes.inputs[path]))
-        return State(state_after(state.matrix, nodes.rows.at(path)), inputs[len(inputs) - self.layout.window :])
+    def state(self, layer: int) -> State:
+        """A layer's state after all committed tokens."""
+        if (late := self._late[layer]) is not None:
+            self._states[layer], self._late[layer] = self._after(self._states[layer], late), None
+        return self._states[layer]
 
-    def _below(self, nodes: Nodes, path: Sequence[int], pending: Sequence[int]) -> Nodes:
+    def _after(self, state: State, path: Nodes) -> State:
+        inputs = torch.cat((state.inputs, path.inputs))
+        return State(state_after(state.matrix, path.rows), inputs[len(inputs) - self.layout.window :].clone())
+
+    def _below(self, nodes: Nodes, path: Sequence[int], pending: Tensor) -> Nodes:
         rows = nodes.rows.below(path[-1], pending) if path else nodes.rows.at(pending)
         return Nodes(rows, nodes.inputs[pending])
+
+    # ------------------------------------------------------------------------------------------------ a draft's states
+
+    def like(self, num_layers: int) -> RecurrentStates:
+        """The empty states of so many layers of a draft that follows these (`shared_cache`)."""
+        return RecurrentStates(self.layout, num_layers, self._dtype, self._device)
+
+    def follow(self, states: Sequence[State]) -> None:
+        """Drop everything, and go on from these states of the layers."""
+        self.rewind(0)
+        self._states, self._late = list(states), [None] * self.num_layers
+
+    def follow_with_last(self, states: Sequence[State], path: Sequence[int], pending: Sequence[int]) -> None:
+        """Commit the pending nodes `path` and keep `pending` below them, where another text is after all but the last.
+
+        states: that text's. They are moved on by the last node.
+        """
+        *before, last = path
+        place = self._indices([last])
+        rows = [self._below(nodes, before, place) for nodes in self._nodes]
+        self._states = [self._after(state, row) for state, row in zip(states, rows, strict=True)]
+        self._keep_nodes(path, pending)
 
     # ------------------------------------------------------------------------------------------------ going back
 
@@ -213,6 +254,7 @@ class RecurrentStates:
             return
         self._copies = [copy for copy in self._copies if copy.length <= length]
         self._states = [self._zero()] * self.num_layers if length == 0 else list(self._copies[-1].states)
+        self._late = [None] * self.num_layers
         self._length = length
 
     def reserve(self, capacity: int, in_use: int) -> None:
@@ -222,7 +264,7 @@ class RecurrentStates:
         if self._length == 0 and end:  # it is copied from another text
             state = self._stored.setdefault(layer, self._zero())
         elif end == self._length:
-            state = self._states[layer]
+            state = self.state(layer)
         else:
             state = next(copy.states[layer] for copy in self._copies if copy.length == end)
         return [state.matrix, state.inputs]

@@ -2,7 +2,10 @@
 
 Slots: the target's committed entries; a gap, where the target's next pass puts its rows; then the draft's own entries.
 The draft does not attend to the gap, so both may write at the same time. After a verdict the target commits what it
-accepted, and the gap and the draft's own entries move on behind it. This module knows nothing of layers' weights.
+accepted, and the gap and the draft's own entries move on behind it.
+
+A recurrent layer of the draft has states of its own, which go on from the target's: states are never written to, so
+both share them. This module knows nothing of layers' weights.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from ..decoder import CachedDecoder
 from ..parts.kv_attention import Visibility
 from .kv_beginning import Beginning
 from .kv_cache import LayerCache
+from .recurrent_states import RecurrentStates, State
 from .text_memory import TextMemory
 
 
@@ -32,12 +36,32 @@ class SharedCache(TextMemory):
     """
 
     def __init__(self, target: CachedDecoder, layers: Sequence[int]) -> None:
-        super().__init__((), target.device)
         self._target = target
         self._numbers = tuple(layers)
+        self._states = self._empty_states()
+        super().__init__(list(self._states), target.device, list(self._states.values()))
         self.num_exact = 0
         self._room = MAX_NODES
         self._start = 0  # the slot of the first own entry
+
+    def _empty_states(self) -> dict[RecurrentStates, list[int]]:
+        """Memories of the recurrent layers, and the draft's layers in each of them."""
+        groups: dict[RecurrentStates, list[int]] = {}
+        cache = self._target.cache
+        for layer, number in enumerate(self._numbers):
+            memory = cache.state_of(number)[0] if number in cache.layers_with_states else None
+            if isinstance(memory, RecurrentStates):
+                groups.setdefault(memory, []).append(layer)
+        return {memory.like(len(group)): group for memory, group in groups.items()}
+
+    def _target_states(self, layers: Sequence[int]) -> list[State]:
+        """The target's states in these layers of the draft."""
+        found = list[State]()
+        for layer in layers:
+            memory, place = self._target.cache.state_of(self._numbers[layer])
+            assert isinstance(memory, RecurrentStates)
+            found.append(memory.state(place))
+        return found
 
     @property
     def size(self) -> int:
@@ -55,8 +79,8 @@ class SharedCache(TextMemory):
 
     @property
     def nbytes(self) -> int:
-        """None of its own: the target's cache counts them."""
-        return 0
+        """Those of recurrent layers alone: the target's cache counts all entries."""
+        return sum(memory.nbytes for memory in self._states)
 
     @property
     def beginning(self) -> Beginning | None:
@@ -102,6 +126,8 @@ class SharedCache(TextMemory):
             self.truncate(length)
             return
         assert known == length + 1, "the target scores all but the last token"
+        for memory, layers in self._states.items():
+            memory.follow_with_last(self._target_states(layers), path, pending)
         start = length + 1 + self._room
         slots = to_device(torch.tensor([path[-1], *pending]), self.positions.device) + first
         self._target.cache.move(start, slots)
@@ -111,6 +137,8 @@ class SharedCache(TextMemory):
         """Drop all own entries, and the target's from position `length` on."""
         self.length = self.num_exact = self._start = min(length, self._target.length)
         self.pending = 0
+        for memory, layers in self._states.items():
+            memory.follow(self._target_states(layers))
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ Slot i of the committed prefix holds the token at position i. Pending entries fo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import accumulate, groupby, pairwise
 from typing import TypeAlias, cast
 
@@ -90,7 +90,7 @@ class TextMemory:
         self._kv = {
             number: (cast(LayerCache, memory), place) for number, memory, place in self._places if is_kv(memory)
         }
-        self._states = {number: (memory, place) for number, memory, place in self._places if not is_kv(memory)}
+        self._kept_states = {number: (memory, place) for number, memory, place in self._places if not is_kv(memory)}
 
     @property
     def size(self) -> int:
@@ -110,6 +110,11 @@ class TextMemory:
     @property
     def capacity(self) -> int:
         return len(self.positions)
+
+    @property
+    def layers_with_states(self) -> Collection[int]:
+        """Numbers of the layers for which there is a `state_of`."""
+        return self._kept_states.keys()
 
     @property
     def num_layers(self) -> int:
@@ -159,7 +164,7 @@ class TextMemory:
 
     def state_of(self, layer: int) -> tuple[LayerMemory, int]:
         """A layer's memory that is not of KV entries, and its place there. A part knows the memory's functions."""
-        return self._states[layer]
+        return self._kept_states[layer]
 
     def kv_of(self, layer: int) -> tuple[LayerCache, int]:
         """The KV entries of a layer, and its place there."""
@@ -286,7 +291,8 @@ class TextMemory:
         if start < self.num_in_beginning:
             self._own_all()
         for memory in self._memories:
-            cast(LayerCache, memory).move(start, slots)
+            if memory.can_be_cut:
+                cast(LayerCache, memory).move(start, slots)
         self.positions[start : start + len(slots)] = self.positions[slots]
 
     def drop(self, start: int, count: int) -> None:

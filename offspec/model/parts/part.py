@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -64,6 +65,26 @@ class RowsOfText(ABC):
         keys, values = self.exchange(part.layer, keys, values, first, last)
         mask, c = self.mask(first, last, part.window), part.config
         return attend(queries, keys, values, mask, scale=c.attention_scale, cap=c.attention_cap)
+
+
+@dataclass(frozen=True)
+class TextPaths:
+    """One text's rows among those of a pass that no memory keeps. ancestors: bool [T, T], each row itself among them.
+
+    parents [T]: the row before each on its path, lower than its own; ROOT for the first one of a text.
+    """
+
+    rows: slice
+    ancestors: Tensor
+    parents: Tensor
+
+
+class RowsWithoutMemory(RowsOfText):
+    """Rows of whole texts, for training: recurrent parts begin with an empty state."""
+
+    @abstractmethod
+    def paths(self) -> list[TextPaths]:
+        """The texts, in their order."""
 
 
 class LayerWeights:

@@ -18,7 +18,7 @@ from ..causal_convolution import chain_convolution, path_convolution, path_windo
 from ..memory.recurrent_states import LEAST_COPIED, Nodes, Progress, RecurrentLayout, RecurrentStates, State
 from ..pass_rows import AppendedRows, by_text
 from ..recurrence import Inputs, PathRows, chain_step, tree_step
-from .part import LayerWeights, NativePart, PassRows
+from .part import LayerWeights, NativePart, PassRows, RowsWithoutMemory, TextPaths
 
 TREE_ROWS = 128  # nodes that are computed together: each has a product with each ancestor, in each head
 
@@ -59,10 +59,22 @@ class ConvolvedPart(NativePart):
 
         mixed [T, channels]: inputs of the convolution. pieces [T, ...]: what else the rows bring.
         """
+        if isinstance(rows, RowsWithoutMemory):
+            texts = rows.paths()
+            return torch.cat(
+                [self._of_whole(text, [each[text.rows] for each in (mixed, *pieces)], weights) for text in texts]
+            )
         outputs = list[Tensor]()
         for text, begin, end, some in by_text(rows, first, last):
             outputs.append(self._advance(text, begin, end, [mixed[some], *(each[some] for each in pieces)], weights))
         return torch.cat(outputs)
+
+    def _of_whole(self, text: TextPaths, pieces: Sequence[Tensor], weights: LayerWeights) -> Tensor:
+        """Outputs [T, ...] of a whole text that no memory keeps. Has gradients."""
+        (mixed, *others), begun = pieces, self.memory.new(1, pieces[0].dtype, pieces[0].device).progress(0, 0)
+        windows = path_windows(mixed.float(), begun.state.inputs.float(), text.parents)
+        convolved = path_convolution(windows, *self.convolution(weights))
+        return self.of_tree(begun.state.matrix, convolved, others, text.ancestors, begun.nodes.rows)[0]
 
     def _advance(
         self, text: AppendedRows, begin: int, end: int, pieces: Sequence[Tensor], weights: LayerWeights

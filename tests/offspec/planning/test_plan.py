@@ -543,3 +543,30 @@ def test_the_largest_context_is_the_last_that_fits(large: Path) -> None:
     assert plan(large, "nf4", limits, MemoryOptions(context=most, kv_cache="16")).context == most
     with refused(MemoryLimitError, "`context`"):
         plan(large, "nf4", limits, MemoryOptions(context=most + 1, kv_cache="16"))
+
+
+def test_states_of_recurrent_layers_stay_on_the_device(tmp_path: Path) -> None:
+    """Qwen3.5's 27B: KV entries of 16 of its 64 layers may be in RAM, and do not grow with the states of the others."""
+    config = {
+        "model_type": "qwen3_5_text",
+        "hidden_size": 5120,
+        "intermediate_size": 17408,
+        "num_attention_heads": 24,
+        "num_key_value_heads": 4,
+        "num_hidden_layers": 64,
+        "linear_num_value_heads": 48,
+        "max_position_embeddings": 262_144,
+        "rope_parameters": {"rope_theta": 1e7, "partial_rotary_factor": 0.25},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_70B | config))
+    for context, vram in ((4096, 80), (65_536, 12)):
+        made = plan(tmp_path, "nf4", Limits(vram * GIB, 64 * GIB), MemoryOptions(context=context, kv_cache="16"))
+        items = {item.name: item for item in made.placement.items}
+        kv_bytes, states = 16 * 2 * 4 * 256 * 2 * (context + made.tree), items["recurrent states"]
+        assert bool(made.placement.entries_in_ram) == (vram == 12)
+        slots = 2 if made.placement.entries_in_ram else 0
+        assert items["KV cache"].on_device + items["KV cache"].on_host == kv_bytes * (16 + slots) // 16
+        assert (states.on_device, states.on_host) == (
+            made.demand.target.kv_bytes(made.tree) - kv_bytes * made.tree // (context + made.tree),
+            0,
+        )
