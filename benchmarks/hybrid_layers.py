@@ -66,7 +66,7 @@ def main() -> None:
         seconds = _seconds({kind: partial(_pass, text, rows) for kind, text in texts.items()}, args.turns)
         times = [seconds[kind] for kind in texts]
         print(f"| {count} | {times[0]:.3f} | {times[1]:.3f} | {times[1] / times[0]:.2f} |")
-    layouts = [layout for layout in memory_layouts(config) if isinstance(layout, RecurrentLayout)]
+    layouts = [each for layer in memory_layouts(config) for each in layer if isinstance(each, RecurrentLayout)]
     commit_s, late_s = _commit_s(layouts[0], len(layouts), args.path, args.turns)
     print(
         f"\ncommit of {args.path} nodes in all delta nets: {1000 * commit_s:.1f} ms, then {1000 * late_s:.1f} in a pass"

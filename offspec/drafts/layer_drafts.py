@@ -67,7 +67,7 @@ def num_shared_entries(device_type: str) -> int:
 
 def state_items(target: ModelFiles, texts: int) -> list[Item]:
     """Of `texts` texts: the draft's states in recurrent layers, and their pending nodes."""
-    layouts = [layout for layout in memory_layouts(target.config) if isinstance(layout, RecurrentLayout)]
+    layouts = [each for layer in memory_layouts(target.config) for each in layer if isinstance(each, RecurrentLayout)]
     itemsize, most = target.dtype.itemsize, target.config.most_pending
     size = sum(layout.nbytes(most, itemsize, num_copies=1) for layout in layouts)
     return [Item("draft's states", on_device=texts * size)] if size else []

@@ -47,10 +47,10 @@ class SharedCache(TextMemory):
     def _empty_states(self) -> dict[RecurrentStates, list[int]]:
         """Memories of the recurrent layers, and the draft's layers in each of them."""
         groups: dict[RecurrentStates, list[int]] = {}
+        cache = self._target.cache
         for layer, number in enumerate(self._numbers):
-            if number in self._target.cache.layers_with_states:
-                memory, _ = self._target.cache.state_of(number)
-                assert isinstance(memory, RecurrentStates)
+            memory = cache.state_of(number)[0] if number in cache.layers_with_states else None
+            if isinstance(memory, RecurrentStates):
                 groups.setdefault(memory, []).append(layer)
         return {memory.like(len(group)): group for memory, group in groups.items()}
 

@@ -90,7 +90,7 @@ class TextMemory:
         self._kv = {
             number: (cast(LayerCache, memory), place) for number, memory, place in self._places if is_kv(memory)
         }
-        self._states = {number: (memory, place) for number, memory, place in self._places if not is_kv(memory)}
+        self._kept_states = {number: (memory, place) for number, memory, place in self._places if not is_kv(memory)}
 
     @property
     def size(self) -> int:
@@ -113,8 +113,8 @@ class TextMemory:
 
     @property
     def layers_with_states(self) -> Collection[int]:
-        """Numbers of the layers that keep something other than KV entries."""
-        return self._states.keys()
+        """Numbers of the layers for which there is a `state_of`."""
+        return self._kept_states.keys()
 
     @property
     def num_layers(self) -> int:
@@ -164,7 +164,7 @@ class TextMemory:
 
     def state_of(self, layer: int) -> tuple[LayerMemory, int]:
         """A layer's memory that is not of KV entries, and its place there. A part knows the memory's functions."""
-        return self._states[layer]
+        return self._kept_states[layer]
 
     def kv_of(self, layer: int) -> tuple[LayerCache, int]:
         """The KV entries of a layer, and its place there."""

@@ -42,9 +42,9 @@ def test_a_block_says_what_the_config_calls_for(family: str) -> None:
     for part in attentions:
         if config.has_fused_qkv:
             queries = config.num_heads * config.head_dim
-            rows = (layer_shapes(config, part.layer)["self_attn.qkv_proj.weight"][0] - queries) // 2
+            rows = (layer_shapes(config, part.layer)[f"{config.attention}.qkv_proj.weight"][0] - queries) // 2
         else:
-            rows = layer_shapes(config, part.layer).get("self_attn.k_proj.weight", (0,))[0]
+            rows = layer_shapes(config, part.layer).get(f"{config.attention}.k_proj.weight", (0,))[0]
         assert rows == (0 if part.memory is None else part.memory.num_heads * part.memory.head_dim)
     assert [part.rotary is None for part in attentions] == [layer in config.unrotated for layer in attending]
 
