@@ -128,6 +128,8 @@ _MTP = {  # of a layer behind the others, which drafts
     "nextn.enorm": "pre_fc_norm_embedding",
     "nextn.hnorm": "pre_fc_norm_hidden",
     "nextn.shared_head_norm": "norm",
+    "nextn.shared_head_head": "lm_head",
+    "nextn.embed_tokens": "embed_tokens",
 }
 
 
