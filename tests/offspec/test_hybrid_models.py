@@ -277,7 +277,9 @@ def test_a_prompts_states_are_kept_in_a_file(folder: Path, tmp_path: Path) -> No
             steps = PromptCache(engine, tmp_path / "prompt.kv", told.append).generate(text, GREEDY)
             assert [token for step in steps for token in step.token_ids] == expected
     number = len(engine.encode(prompt)) - 1
-    if "averaging" not in folder.name:
-        assert [line.startswith(f"{number} of the prompt's") for line in told] == [False, True, True, False, False]
+    if "averaging" in folder.name:
+        assert not told  # no state of averages is kept there
+    elif "gemma4" in folder.name:
+        assert told  # entries, which serve a prompt that begins with some of them, too
     else:
-        assert bool(told) == ("gemma4" in folder.name)  # no state of averages is kept there
+        assert [line.startswith(f"{number} of the prompt's") for line in told] == [False, True, True, False, False]

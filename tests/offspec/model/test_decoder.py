@@ -22,7 +22,7 @@ from offspec.errors import CheckpointError, UnsupportedModelError
 from offspec.loaders.files.checkpoint import TensorInfo
 from offspec.loaders.formats import StoredWeight
 from offspec.loaders.formats.plain import PlainWeight
-from offspec.model.block import layer_shapes, memory_layouts
+from offspec.model.block import kv_layouts, layer_shapes
 from offspec.model.config import ModelConfig, read_config
 from offspec.model.decoder import CachedDecoder, Decoder, check_tensors, score_together
 from offspec.model.pass_rows import TextRows
@@ -65,7 +65,7 @@ def assert_holds(text: CachedDecoder, tokens: list[int]) -> None:
     assert text.cache.positions[: len(tokens)].tolist() == list(range(len(tokens)))
     fresh = text.decoder.new_cache()
     text.decoder.forward(torch.tensor(tokens, dtype=torch.long), torch.arange(len(tokens)), fresh)
-    for layer, layout in enumerate(memory_layouts(text.decoder.config)):
+    for layer, layout in enumerate(kv_layouts(text.decoder.config)):
         if layout is not None:
             for found, expected in zip(*(each.read(layer, len(tokens)) for each in (text.cache, fresh)), strict=True):
                 torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCE)
