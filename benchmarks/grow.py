@@ -38,7 +38,7 @@ import torch
 from torch import Tensor
 
 from offspec import builtin
-from offspec.checkpoints.gguf import in_our_names
+from offspec.checkpoints.our_names import in_our_names
 from offspec.errors import OffspecError, UsageError
 from offspec.loaders.convert import read_whole
 from offspec.loaders.files.checkpoint import Checkpoint

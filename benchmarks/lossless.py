@@ -191,13 +191,13 @@ class Streamed:
         choose_products([(files, not plan.placement.streamed)], CPU)
         plan = with_faster_residents(plan, measure_quick_rates(files, CPU, link))
         files, self.plan, self.reader = plan.demand.target, plan, SlowReader()
-        embedding = None if files.config.tied_head else files.config.embedding_name
+        row_tables = () if files.config.tied_head else (files.config.embedding_name,)
         weights = TieredWeights(
             files.stored,
             plan.placement,
             dtype=files.dtype,
             device=CPU,
-            embedding=embedding,
+            row_tables=row_tables,
             options=TierOptions(reader=self.reader),
         )
         self.text = CachedDecoder(Decoder(files.config, weights, dtype=files.dtype, device=CPU), CONTEXT)

@@ -204,10 +204,22 @@ _GROWING = {
     "mscale_all_dim": 1.0,
     "llama_4_scaling_beta": 0.5,
 }
+_PROPORTIONAL = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+    "full_attention": {"rope_type": "proportional", "rope_theta": 50000.0, "partial_rotary_factor": 0.25},
+}
 _MIXED_WINDOWS = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
 _ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention"]
 _FOUR = {"num_hidden_layers": 4, "sliding_window": 8}  # layers, so that each kind comes twice
 _PAIRS = {**_FOUR, "layer_types": ["sliding_attention", "full_attention"] * 2}
+_GEMMA4 = {
+    **_PAIRS,
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "final_logit_softcapping": 2.0,
+}
 _GEMMA = {"head_dim": 24, "tie_word_embeddings": True, "query_pre_attn_scalar": 100, **_FOUR}
 
 FAMILIES = {
@@ -244,6 +256,21 @@ FAMILIES = {
     "gemma2": Family("gemma2", {**_GEMMA, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 2.0}),
     "gemma2-uncapped": Family("gemma2", {**_GEMMA, "attn_logit_softcapping": None, "final_logit_softcapping": None}),
     "gemma3": Family("gemma3_text", {**_GEMMA, **_PAIRS, "final_logit_softcapping": 2.0}, rope=_NESTED),
+    "gemma4": Family("gemma4_text", {**_GEMMA4, "hidden_size_per_layer_input": 0}, rope=_PROPORTIONAL),
+    "gemma4-layer-inputs": Family(
+        "gemma4_text",
+        {
+            **_GEMMA4,
+            "num_hidden_layers": 5,
+            "layer_types": ["sliding_attention", "full_attention"] * 2 + ["full_attention"],
+            "attention_k_eq_v": False,
+            "hidden_size_per_layer_input": 12,
+            "vocab_size_per_layer_input": VOCAB_SIZE,
+            "num_kv_shared_layers": 3,
+            "use_double_wide_mlp": True,
+        },
+        rope=_PROPORTIONAL,
+    ),
     "phi3": Family("phi3", {"sliding_window": 9}),
     "phi3-longrope": Family(
         "phi3",
@@ -390,11 +417,12 @@ def randomise(model: PreTrainedModel, generator: torch.Generator) -> None:
 
     Embeddings are small, so that what a layer adds outweighs them; a tied head would else repeat the last token.
     """
-    unit = (
-        0
-        if model.config.model_type in ("nemotron", "qwen3_5_text") or model.config.model_type.startswith("gemma")
-        else 1
-    )  # they add 1 to norms' weights
+    model_type = model.config.model_type
+    adds_one = model_type.startswith("gemma") and model_type != "gemma4_text"  # to a norm's weight
+    unit = 0 if adds_one or model_type in ("nemotron", "qwen3_5_text") else 1
+    for name, buffer in model.named_buffers():
+        if name.endswith("layer_scalar"):
+            buffer.copy_(1 + 0.2 * torch.randn(buffer.shape, generator=generator))
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
         if name.endswith(("q_norm.weight", "k_norm.weight")):
@@ -404,7 +432,7 @@ def randomise(model: PreTrainedModel, generator: torch.Generator) -> None:
         elif name.endswith("bias"):
             parameter.copy_(0.2 * noise)
         elif name.endswith("embed_tokens.weight"):
-            scaled = model.config.model_type.startswith("gemma")  # by 8, when they are read
+            scaled = model_type.startswith("gemma")  # by 8, when they are read
             parameter.copy_((0.02 if scaled else 0.15) * noise)
         else:
             gain = 2.0 if name.endswith(("q_proj.weight", "k_proj.weight")) else 1.0

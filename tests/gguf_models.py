@@ -43,6 +43,27 @@ def _gemma3(config: Json) -> dict[str, Any]:
     }
 
 
+def _gemma4(config: Json) -> dict[str, Any]:
+    layers, (full, *_) = range(config["num_hidden_layers"]), config["per_layer_config"].values()
+    is_full = [kind == "full_attention" for kind in config["layer_types"]]
+    own = len(layers) - config["num_kv_shared_layers"]
+    wide = [config["intermediate_size"] * (2 if i >= own else 1) for i in layers]
+    kv_heads = config["num_key_value_heads"], full.get("num_key_value_heads", config["num_key_value_heads"])
+    return {
+        **_gemma3(config),
+        "attention.sliding_window_pattern": [not each for each in is_full],
+        "attention.shared_kv_layers": config["num_kv_shared_layers"],
+        "embedding_length_per_layer_input": config["hidden_size_per_layer_input"],
+        "attention.head_count_kv": [kv_heads[each] for each in is_full],
+        "feed_forward_length": wide if config["use_double_wide_mlp"] else config["intermediate_size"],
+        "final_logit_softcapping": float(config["final_logit_softcapping"]),
+        **{f"attention.{each}_length": full["head_dim"] for each in ("key", "value")},
+        **{f"attention.{each}_length_swa": config["head_dim"] for each in ("key", "value")},
+        "rope.dimension_count": full["head_dim"],
+        "rope.dimension_count_swa": config["head_dim"],
+    }
+
+
 def _rotary_share(config: Json) -> dict[str, Any]:
     share = _rope(config).get("partial_rotary_factor", 1.0)
     return {"rope.dimension_count": int(share * _head_dim(config))}
@@ -152,6 +173,7 @@ WRITTEN = {
     "qwen3": Written("qwen3"),
     "gemma2": Written("gemma2", _gemma2, has_shifted_norms=True),
     "gemma3_text": Written("gemma3", _gemma3, has_shifted_norms=True),
+    "gemma4_text": Written("gemma4", _gemma4),
     "phi3": Written("phi3", lambda config: {**_rotary_share(config), **_window(config)}),
     "glm4": Written("glm4", _rotary_share),
     "granite": Written("granite", _granite, has_paired_heads=True),
@@ -193,6 +215,8 @@ def write_model(
     }
     if config["tie_word_embeddings"]:
         content.pop("lm_head.weight", None)
+    scalars = [name for name in content if name.endswith("layer_scalar")]
+    content |= {f"{name}.weight": content.pop(name) for name in scalars}
     renamed = {
         names.get_name(name, try_suffixes=(".weight", ".bias")) or name: array for name, array in content.items()
     }
@@ -334,6 +358,10 @@ def _factors(config: Json) -> dict[str, np.ndarray]:
     if rope.get("rope_type") == "longrope":
         kinds = ("long", "short")
         return {f"rope_factors_{kind}.weight": np.array(rope[f"{kind}_factor"], dtype=np.float32) for kind in kinds}
+    if rope.get("rope_type") == "proportional":
+        half = next(iter(config["per_layer_config"].values()))["head_dim"] // 2
+        turning = int(half * rope["partial_rotary_factor"])
+        return {"rope_freqs.weight": np.array([1.0] * turning + [1e30] * (half - turning), dtype=np.float32)}
     if rope.get("rope_type") != "llama3":
         return {}
     frequencies = 1.0 / rope["rope_theta"] ** (torch.arange(0, _head_dim(config), 2).double() / _head_dim(config))

@@ -33,7 +33,7 @@ def disk(bench: Bench, name: str) -> Iterator[Figures]:
     plan = with_all_on_disk(plan, 0 if is_cpu else NUM_SLOTS)
     files = target.files
     weights = TieredWeights(
-        files.stored, plan.placement, dtype=files.dtype, device=bench.device, embedding=files.config.embedding_name
+        files.stored, plan.placement, dtype=files.dtype, device=bench.device, row_tables=(files.config.embedding_name,)
     )
     try:
         decoder = Decoder(files.config, weights, dtype=files.dtype, device=bench.device)

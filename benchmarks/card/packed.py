@@ -105,7 +105,7 @@ def _passes(bench: Bench, grown: Grown, plan: Plan) -> tuple[dict[str, Any], Ten
         plan.placement,
         dtype=files.dtype,
         device=bench.device,
-        embedding=files.config.embedding_name,
+        row_tables=(files.config.embedding_name,),
         options=TierOptions(reader=grown.reader),
     )
     try:

@@ -65,7 +65,7 @@ def loaded(
             placement,
             dtype=files.dtype,
             device=device,
-            embedding=embedding,
+            row_tables=() if embedding is None else (embedding,),
             options=TierOptions(reader=grown.reader),
         )
 

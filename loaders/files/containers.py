@@ -7,10 +7,11 @@ from pathlib import Path
 from ..registry import Registry
 from .checkpoint import Checkpoint, Container
 from .gguf_file import GgufFile
+from .mistral_folder import MistralFolder
 from .safetensors_folder import SafetensorsFolder
 
 _LAST = SafetensorsFolder()  # also reports the error for a path of no container
-CONTAINERS = Registry[Container](GgufFile(), _LAST)
+CONTAINERS = Registry[Container](GgufFile(), MistralFolder(), _LAST)
 
 
 def open_checkpoint(path: Path | str, *, headers_only: bool = False) -> Checkpoint:

@@ -18,6 +18,8 @@ from offspec.errors import CheckpointError
 from .checkpoint import fault, reading, show
 from .containers import is_checkpoint
 from .gguf_file import part_paths
+from .mistral_folder import FILES as MISTRAL_FILES
+from .mistral_folder import PARAMS_FILE
 from .safetensors_folder import COMPANIONS, CONFIG_FILE, INDEX_FILE, SINGLE_FILE, shard_names, why_no_folder
 from .shards import write_verified
 from .user_folders import expand_home, user_folder
@@ -49,9 +51,11 @@ def resolve(model: str, revision: str | None = None, *, weights: bool = True) ->
         download = _download_gguf if weights else _download_headers
         return _the_file_in(quantisation, download(repository, quantisation, revision), repository)
     if not weights:
-        return _download(repository, revision, (CONFIG_FILE, INDEX_FILE))
-    files = (CONFIG_FILE, *COMPANIONS, SINGLE_FILE, INDEX_FILE)
+        return _download(repository, revision, (CONFIG_FILE, INDEX_FILE, PARAMS_FILE))
+    files = (CONFIG_FILE, *COMPANIONS, SINGLE_FILE, INDEX_FILE, PARAMS_FILE)
     folder = _download(repository, revision, files)
+    if (folder / PARAMS_FILE).is_file() and not (folder / CONFIG_FILE).exists():
+        return _download(repository, revision, (*COMPANIONS, *MISTRAL_FILES))
     shards = shard_names(folder)  # their names may be arbitrary
     return _download(repository, revision, (*files, *map(escape, shards))) if shards else folder
 

@@ -87,18 +87,18 @@ class SafetensorsFolder:
         return path.is_dir()
 
     def open(self, path: Path, *, headers_only: bool = False) -> SafetensorsCheckpoint:
-        names = _list_folder(path)
+        names = list_folder(path)
         # Weights come first: a folder of pickles or GGUF often also lacks config.json, which is not its main problem.
-        tensors = _find_tensors(path, names, headers_only=headers_only)
+        tensors = find_tensors(path, names, headers_only=headers_only)
         if CONFIG_FILE not in names:
             raise fault(path, "has no config.json, which describes the architecture; download the complete model again")
-        config = _read_json_object(path / CONFIG_FILE)
+        config = read_json_object(path / CONFIG_FILE)
         has_generation_config = "generation_config.json" in names
-        generation_config = _read_json_object(path / "generation_config.json") if has_generation_config else {}
+        generation_config = read_json_object(path / "generation_config.json") if has_generation_config else {}
         return SafetensorsCheckpoint(path, config, generation_config, tensors)
 
     def open_config(self, path: Path) -> SafetensorsCheckpoint:
-        return SafetensorsCheckpoint(path, _read_json_object(path / CONFIG_FILE), {}, {})
+        return SafetensorsCheckpoint(path, read_json_object(path / CONFIG_FILE), {}, {})
 
     def weight_files(self, path: Path) -> list[Path]:
         return [file for file in path.glob("*.safetensors") if file.is_file()]
@@ -120,10 +120,10 @@ def shard_names(folder: Path) -> list[str]:
 
     Raises CheckpointError, also for a name that leads out of the folder.
     """
-    names = _list_folder(folder)
+    names = list_folder(folder)
     if SINGLE_FILE in names or INDEX_FILE not in names:
         return []
-    return list(_shard_paths(folder, _read_weight_map(folder / INDEX_FILE)))
+    return list(_shard_paths(folder / INDEX_FILE, _read_weight_map(folder / INDEX_FILE)))
 
 
 def why_no_folder(path: Path) -> str:
@@ -134,17 +134,23 @@ def why_no_folder(path: Path) -> str:
 # ------------------------------------------------------------------------------------------------------------- folder
 
 
-def _list_folder(folder: Path) -> frozenset[str]:
+def list_folder(folder: Path) -> frozenset[str]:
     with reading(folder):
         return frozenset(os.listdir(folder))
 
 
-def _find_tensors(folder: Path, names: frozenset[str], *, headers_only: bool) -> dict[str, TensorInfo]:
-    if SINGLE_FILE in names:
-        return read_header(folder / SINGLE_FILE, headers_only=headers_only)
-    if INDEX_FILE in names:
-        return _read_shards(folder, headers_only=headers_only)
-    raise fault(folder, _why_no_weights(folder, names), MissingWeightsError)
+def find_tensors(
+    folder: Path, names: frozenset[str], *, headers_only: bool, single: str = SINGLE_FILE, index: str = INDEX_FILE
+) -> dict[str, TensorInfo]:
+    """The tensors of a folder with these files, in the file `single`, or in those that `index` names."""
+    if single in names:
+        return read_header(folder / single, headers_only=headers_only)
+    if index in names:
+        return _read_shards(folder, index, headers_only=headers_only)
+    why = (
+        _why_no_weights(folder, names) if single == SINGLE_FILE else f"contains neither {single} nor {index}; get them"
+    )
+    raise fault(folder, why, MissingWeightsError)
 
 
 def _why_no_weights(folder: Path, names: frozenset[str]) -> str:
@@ -159,19 +165,19 @@ def _why_no_weights(folder: Path, names: frozenset[str]) -> str:
     return f"{_NO_WEIGHTS if names else 'is an empty folder'}; {_OF_THE_USER}"
 
 
-def _read_shards(folder: Path, *, headers_only: bool) -> dict[str, TensorInfo]:
-    weight_map = _read_weight_map(folder / INDEX_FILE)
-    shards = _shard_paths(folder, weight_map)
-    _refuse_missing(folder, shards)
+def _read_shards(folder: Path, index: str, *, headers_only: bool) -> dict[str, TensorInfo]:
+    weight_map = _read_weight_map(folder / index)
+    shards = _shard_paths(folder / index, weight_map)
+    _refuse_missing(folder / index, shards)
     headers = {shard: read_header(path, headers_only=headers_only) for shard, path in shards.items()}
     for name, shard in weight_map.items():
         if name not in headers[shard]:
-            raise fault(shards[shard], f"lacks tensor {show(name)}, which {INDEX_FILE} lists; download it again")
+            raise fault(shards[shard], f"lacks tensor {show(name)}, which {index} lists; download it again")
     return {name: headers[shard][name] for name, shard in weight_map.items()}
 
 
 def _read_weight_map(path: Path) -> dict[str, str]:
-    weight_map = _read_json_object(path).get("weight_map")
+    weight_map = read_json_object(path).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise fault(path, "has no weight_map of tensors to files; download it again")
     for name, shard in weight_map.items():
@@ -180,20 +186,20 @@ def _read_weight_map(path: Path) -> dict[str, str]:
     return weight_map
 
 
-def _shard_paths(folder: Path, weight_map: Mapping[str, str]) -> dict[str, Path]:
-    """Paths by file name. Raises CheckpointError for a name that leads out of the folder."""
-    return {shard: _shard_path(folder, shard) for shard in sorted(set(weight_map.values()))}
+def _shard_paths(index: Path, weight_map: Mapping[str, str]) -> dict[str, Path]:
+    """Paths by file name. Raises CheckpointError for a name that leads out of the index's folder."""
+    return {shard: _shard_path(index, shard) for shard in sorted(set(weight_map.values()))}
 
 
-def _shard_path(folder: Path, shard: str) -> Path:
+def _shard_path(index: Path, shard: str) -> Path:
     # The check is on the name only: in the hub's cache, every file is a link that legitimately leaves the folder.
     posix, windows = PurePosixPath(shard), PureWindowsPath(shard)
     if posix.is_absolute() or windows.anchor or ".." in windows.parts or "\0" in shard:
-        raise fault(folder / INDEX_FILE, f"shard {show(shard)} is outside the folder; do not trust this checkpoint")
-    return folder / posix
+        raise fault(index, f"shard {show(shard)} is outside the folder; do not trust this checkpoint")
+    return index.parent / posix
 
 
-def _refuse_missing(folder: Path, shards: dict[str, Path]) -> None:
+def _refuse_missing(index: Path, shards: dict[str, Path]) -> None:
     missing = []
     for shard, path in shards.items():
         with reading(path):
@@ -201,11 +207,11 @@ def _refuse_missing(folder: Path, shards: dict[str, Path]) -> None:
                 missing.append(shard)
     if missing:
         count = f"{len(missing)} of {len(shards)} shards missing"
-        description = f"lacks {show(missing[0])}, which {INDEX_FILE} names ({count}); download it again"
-        raise fault(folder, description, MissingWeightsError)
+        description = f"lacks {show(missing[0])}, which {index.name} names ({count}); download it again"
+        raise fault(index.parent, description, MissingWeightsError)
 
 
-def _read_json_object(path: Path) -> dict[str, Any]:
+def read_json_object(path: Path) -> dict[str, Any]:
     with reading(path):
         content = read_small_file(path)
     try:

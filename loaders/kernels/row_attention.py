@@ -103,7 +103,7 @@ class Visible:
         tile_rows = texts[0].tile_rows
         offsets = accumulate((len(text.slots) for text in texts), initial=0)
         stretches = torch.cat([text.rows for text in texts])
-        for rows, offset in zip(stretches.split([len(text.rows) for text in texts]), offsets, strict=False):
+        for rows, offset in zip(torch.split(stretches, [len(text.rows) for text in texts]), offsets, strict=False):
             rows[:, 2] += offset
         tiles = [
             torch.stack((some[:, 0].min() // BLOCK * BLOCK, some[:, 1].max()))

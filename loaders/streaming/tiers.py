@@ -5,7 +5,7 @@ A `Reader` reads every byte into private memory, without the page cache, so the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -77,9 +77,9 @@ class TierOptions:
 class TieredWeights:
     """Weights placed by a `Placement`: loads the resident layers and streams the others through a ring, on CPU or GPU.
 
-    embedding: full name of the table that is used only by rows. It stays in RAM, or on disk if layers do, unless the
-    head is tied to it. progress(bytes_done, bytes_total) reports the reads before the first pass, and ends at the
-    total.
+    row_tables: full names of tables that are used only by rows, such as an embedding to which no head is tied. They
+    stay in RAM, or on disk if layers do. progress(bytes_done, bytes_total) reports the reads before the first pass, and
+    ends at the total.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class TieredWeights:
         *,
         dtype: torch.dtype,
         device: torch.device,
-        embedding: str | None = None,
+        row_tables: Collection[str] = (),
         options: TierOptions | None = None,
         progress: Progress | None = None,
     ) -> None:
@@ -107,17 +107,16 @@ class TieredWeights:
         self._wanted, self._kept = frozenset[int](), dict[int, dict[str, Weight]]()  # see `spare`
         self._resident: dict[int, dict[str, Weight]] = {}
         self._stream: Stream | None = None
-        self._rows = self._rows_of(embedding)
+        self._rows = self._tables_on_disk(row_tables)
         self._files = FileStates(self._streamed_paths())
-        by_row = None if self._rows is None else self._rows.stored.name
-        shared = {n: StoredUnit({n: stored}) for n, stored in self._model.shared.items() if n != by_row}
+        shared = {n: StoredUnit({n: stored}) for n, stored in self._model.shared.items() if n not in self._rows}
         read_once = placement.resident if options.synchronous else placement.resident + placement.in_ram
         layers = (*shared.values(), *(self._model.layers[i] for i in read_once))
         self._done, self._total = 0, sum(layer.record.read_bytes for layer in layers)
         self._progress = progress
         try:
             for name, layer in shared.items():
-                self._shared |= self._load(layer, torch.device("cpu") if name == embedding else device)
+                self._shared |= self._load(layer, torch.device("cpu") if name in row_tables else device)
             is_in_ram = not (self._accelerator.has_own_memory or placement.on_disk)  # else the disk dominates
             load = self._load_blocked if options.blocked and is_in_ram else self._load
             for i in placement.resident:
@@ -194,8 +193,8 @@ class TieredWeights:
         return self._shared[name]
 
     def rows(self, name: str, indices: torch.Tensor) -> torch.Tensor:
-        if self._rows is not None and self._rows.stored.name == name:
-            return to_device(self._rows.take(indices, self._dtype), self._device)
+        if name in self._rows:
+            return to_device(self._rows[name].take(indices, self._dtype), self._device)
         table = as_table(self.shared(name))
         rows = take_rows(table, to_device(indices, table.device), self._dtype)
         return to_device(rows, self._device)
@@ -212,18 +211,16 @@ class TieredWeights:
 
     # ---------------------------------------------------------------------------------------- loading
 
-    def _rows_of(self, embedding: str | None) -> TableOnDisk | None:
-        """The embedding as a table on disk, if layers are on disk too; otherwise None."""
-        stored = self._model.shared.get(embedding) if embedding is not None else None
-        if not self._placement.on_disk or not isinstance(stored, StoredTable):
-            return None
-        return TableOnDisk(stored, self._reader)
+    def _tables_on_disk(self, names: Collection[str]) -> dict[str, TableOnDisk]:
+        """These tables, if layers are on disk too and their format is read by rows."""
+        stored = {name: self._model.shared.get(name) for name in names if self._placement.on_disk}
+        return {name: TableOnDisk(each, self._reader) for name, each in stored.items() if isinstance(each, StoredTable)}
 
     def _streamed_paths(self) -> set[Path]:
         """The files of streamed weights."""
         layers = [self._model.layers[i] for i in self._placement.on_disk]
         weights = [weight for layer in layers for weight in layer.weights.values()]
-        weights += [self._rows.stored] if self._rows is not None else []
+        weights += [table.stored for table in self._rows.values()]
         return {info.path for weight in weights for info in weight.streamed}
 
     def _load(self, layer: StoredUnit, device: torch.device) -> dict[str, Weight]:

@@ -19,8 +19,8 @@ from ..model.decoder import wanted_shapes
 from ..model.heads.mtp import mtp_names
 from ..model.names import LAYER_PREFIX
 from ..named_models import named_path
-from .gguf import in_our_names
 from .language_model import language_model
+from .our_names import in_our_names
 
 
 def convert(

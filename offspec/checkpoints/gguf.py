@@ -11,22 +11,30 @@ from __future__ import annotations
 import math
 import re
 import struct
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from offspec.loaders.files.checkpoint import Change, Checkpoint, Order, TensorInfo, as_config_json, fault, reading, show
+from offspec.loaders.files.checkpoint import Change, Order, TensorInfo, as_config_json, fault, reading, show
 from offspec.loaders.files.gguf_file import GgufModel, Metadata, read_metadata
 
-from ..model.names import EMBEDDING, FINAL_NORM, HEAD, in_layer
+from ..model.names import EMBEDDING, FINAL_NORM, HEAD, INPUT_NORM, INPUT_PROJECTION, INPUT_TABLE, in_layer
 from ..text.gguf_tokenizer import tokenizer_json
 
 MOST_ROPE_NUMBERS = 4096  # half a head's dimensions; models have 64
 ATTENTION_FACTOR = "rope.scaling.attn_factor"
 _LAYER = re.compile(r"blk\.(\d{1,6})\.(.+)", re.DOTALL)
 _UNUSED = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
-_SHARED = {"token_embd.weight": EMBEDDING, "output.weight": HEAD, "output_norm.weight": FINAL_NORM}
+_SHARED = {
+    "token_embd.weight": EMBEDDING,
+    "output.weight": HEAD,
+    "output_norm.weight": FINAL_NORM,
+    "per_layer_token_embd.weight": INPUT_TABLE,
+    "per_layer_model_proj.weight": INPUT_PROJECTION,
+    "per_layer_proj_norm.weight": INPUT_NORM,
+}
+STILL = 1e20  # divisors of RoPE's frequencies above it mean that a pair does not turn
 
 _ATTENTION = {
     "attn_q": "self_attn.q_proj",
@@ -44,6 +52,15 @@ _NORMS_AROUND = {
     "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
+}
+_GEMMA4 = {
+    **_ATTENTION,
+    **_MLP,
+    **_NORMS_AROUND,
+    "inp_gate": "per_layer_input_gate",
+    "proj": "per_layer_projection",
+    "post_norm": "post_per_layer_input_norm",
+    "layer_output_scale.weight": "layer_scalar",
 }
 _NORMS_BEHIND = {
     "post_attention_norm": "post_attention_layernorm",
@@ -111,14 +128,19 @@ _MTP = {  # of a layer behind the others, which drafts
     "nextn.enorm": "pre_fc_norm_embedding",
     "nextn.hnorm": "pre_fc_norm_hidden",
     "nextn.shared_head_norm": "norm",
+    "nextn.shared_head_head": "lm_head",
+    "nextn.embed_tokens": "embed_tokens",
 }
 
 
 class Keys:
-    """The metadata of one architecture; each value is checked when it is read. Raises CheckpointError."""
+    """The metadata of one architecture; each value is checked when it is read. Raises CheckpointError.
 
-    def __init__(self, path: Path, metadata: Metadata, arch: str, tensors: Iterable[str]) -> None:
-        self.path, self.arch, self._metadata = path, arch, metadata
+    tensors: names of the file's.
+    """
+
+    def __init__(self, path: Path, metadata: Metadata, arch: str, tensors: Collection[str]) -> None:
+        self.path, self.arch, self._metadata, self.tensors = path, arch, metadata, tensors
         self._suffixes = {name.split(".", 2)[-1] for name in tensors}
 
     def has_tensor(self, name: str) -> bool:
@@ -143,6 +165,15 @@ class Keys:
             raise fault(self.path, f"{self.arch}.{key} must be an integer of at least {least}, not {show(value)}{why}")
         return value
 
+    def by_layer(self, key: str, count: int) -> list[int]:
+        """A positive number for each of `count` layers; one number is every layer's."""
+        value = self.value(key)
+        if not isinstance(value, list):
+            return [self.integer(key)] * count
+        if len(value) != count or not all(isinstance(item, int) and item >= 1 for item in value):
+            raise fault(self.path, f"{self.arch}.{key} must list {count} positive integers, not {show(value)}")
+        return value
+
     def number(self, key: str, default: float | None = None) -> float:
         value = self.value(key)
         value = default if value is None else value
@@ -159,9 +190,10 @@ class Architecture:
     """How llama.cpp stores one family of models.
 
     model_type, class_name: the family's in Hugging Face's config.json. names: of the tensors in a layer, whole or
-    without .weight and .bias. differences: the family's additional fields of config.json. has_paired_heads: Q's and K's
-    rows are in llama.cpp's order. norm_offset: llama.cpp added this to the weights of norms. change: of other tensors.
-    shared: whole names of tensors outside the layers, if they differ. has_rope: config.json describes RoPE.
+    without .weight and .bias. differences: the family's additional fields of config.json. differs_by_layer: it reads
+    lists of sizes by layer (`Keys.by_layer`). has_paired_heads: Q's and K's rows are in llama.cpp's order. norm_offset:
+    llama.cpp added this to the weights of norms. change: of other tensors. shared: whole names of tensors outside the
+    layers, if they differ. has_rope: config.json describes RoPE.
     """
 
     model_type: str
@@ -170,6 +202,7 @@ class Architecture:
     differences: Callable[[Keys, Config], Config] = lambda keys, config: {}
     has_paired_heads: bool = False
     norm_offset: float = 0.0
+    differs_by_layer: bool = False
     change: Callable[[str, Config], Change | None] = lambda name, config: None
     shared: Mapping[str, str] = field(default_factory=dict)
     eps_key: str = "rms_norm_eps"
@@ -230,6 +263,50 @@ def _gemma3(keys: Keys, config: Config) -> Config:
         "hidden_activation": "gelu_pytorch_tanh",
         "rope_local_base_freq": keys.number("rope.freq_base_swa", 10000.0),
         **_windows(keys, config, 6),
+    }
+
+
+def _gemma4(keys: Keys, config: Config) -> Config:
+    """Layers with full attention have other heads; the file lists what differs (conversion of Gemma4Model)."""
+    layers = config["num_hidden_layers"]
+    windows = _windows(keys, config, 6)
+    is_full = [kind == "full_attention" for kind in windows.get("layer_types", [])]
+    kv_heads, inner = keys.by_layer("attention.head_count_kv", layers), keys.by_layer("feed_forward_length", layers)
+    head_dims = [keys.integer("attention.key_length" if full else "attention.key_length_swa") for full in is_full]
+    if windows["sliding_window"] is None or all(is_full):
+        raise fault(keys.path, f"{keys.arch} has no layers with a sliding window, which is not supported")
+    local = is_full.index(False)
+    if keys.integer("rope.dimension_count_swa", head_dims[local]) != head_dims[local]:
+        raise fault(keys.path, f"{keys.arch}.rope.dimension_count_swa other than a whole head is not supported")
+    num_shared = int(keys.number("attention.shared_kv_layers", 0))
+    wide = [inner[0] * (2 if layer >= layers - num_shared else 1) for layer in range(layers)]
+    if inner not in (wide, [inner[0]] * layers):
+        raise fault(keys.path, f"{keys.arch}.feed_forward_length {show(inner)} is not supported")
+    first_full = is_full.index(True) if True in is_full else 0
+    theta, scaling = config.pop("rope_theta"), config.pop("rope_scaling")  # `rope_parameters` take their place
+    divisors = (scaling or {}).get("long_factor", [])
+    turning = sum(divisor < STILL for divisor in divisors) / len(divisors) if divisors else 0.25
+    return {
+        **windows,
+        "head_dim": head_dims[local],
+        "num_key_value_heads": kv_heads[local],
+        "intermediate_size": inner[0],
+        "per_layer_config": {
+            str(layer): {"head_dim": head_dims[layer], "num_key_value_heads": kv_heads[layer]}
+            for layer in range(layers)
+            if is_full[layer]
+        },
+        "attention_k_eq_v": is_full[first_full] and f"blk.{first_full}.attn_v.weight" not in keys.tensors,
+        "num_kv_shared_layers": num_shared,
+        "use_double_wide_mlp": inner != [inner[0]] * layers,
+        "hidden_size_per_layer_input": int(keys.number("embedding_length_per_layer_input", 0)),
+        "vocab_size_per_layer_input": config["vocab_size"],
+        "final_logit_softcapping": keys.number("final_logit_softcapping", 0.0) or None,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "rope_parameters": {
+            "full_attention": {"rope_type": "proportional", "rope_theta": theta, "partial_rotary_factor": turning},
+            "sliding_attention": {"rope_type": "default", "rope_theta": keys.number("rope.freq_base_swa", 10000.0)},
+        },
     }
 
 
@@ -460,6 +537,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "gemma3": Architecture(
         "gemma3_text", "Gemma3ForCausalLM", {**_ATTENTION, **_MLP, **_NORMS_AROUND}, _gemma3, norm_offset=1.0
     ),
+    "gemma4": Architecture("gemma4_text", "Gemma4ForCausalLM", _GEMMA4, _gemma4, differs_by_layer=True),
     "phi3": Architecture(
         "phi3",
         "Phi3ForCausalLM",
@@ -562,11 +640,6 @@ class GgufCheckpoint:
         return as_config_json(self.config)
 
 
-def in_our_names(checkpoint: Checkpoint) -> Checkpoint:
-    """The checkpoint under Hugging Face's names, for any container. Raises CheckpointError."""
-    return translated(checkpoint) if isinstance(checkpoint, GgufModel) else checkpoint
-
-
 def translated(model: GgufModel) -> GgufCheckpoint:
     """The model under Hugging Face's names. Raises CheckpointError for an unsupported model."""
     path, metadata = model.path, model.metadata
@@ -645,10 +718,8 @@ def _config(keys: Keys, kind: Architecture, model: GgufModel) -> Config:
         "model_type": kind.model_type,
         "architectures": [kind.class_name],
         "hidden_size": hidden,
-        "intermediate_size": keys.integer("feed_forward_length"),
         "num_hidden_layers": keys.integer("block_count"),
         "num_attention_heads": heads,
-        "num_key_value_heads": keys.integer("attention.head_count_kv", heads),
         "head_dim": keys.integer("attention.key_length", max(1, hidden // heads)),
         "max_position_embeddings": keys.integer("context_length"),
         "vocab_size": table.shape[0] if table is not None else keys.integer("vocab_size"),
@@ -660,6 +731,9 @@ def _config(keys: Keys, kind: Architecture, model: GgufModel) -> Config:
         "torch_dtype": "bfloat16",
         **{f"{kind}_token_id": _token_id(model.metadata, name) for kind, name in _TOKENS.items()},
     }
+    if not kind.differs_by_layer:
+        config["intermediate_size"] = keys.integer("feed_forward_length")
+        config["num_key_value_heads"] = keys.integer("attention.head_count_kv", heads)
     if kind.has_rope:
         config |= {"rope_theta": keys.number("rope.freq_base", 10000.0), "rope_scaling": _rope_scaling(keys, model)}
     return config | kind.differences(keys, config)

@@ -27,7 +27,8 @@ OTHER_NAMES = {
         r"\.feedforward_layer_norm\.": ".post_attention_layernorm.",
     },
 }
-OTHER_MODULES = ("vision_tower", "multi_modal_projector", "visual")  # they encode images
+# They encode images and sounds.
+OTHER_MODULES = ("vision_tower", "multi_modal_projector", "visual", "audio_tower", "embed_vision", "embed_audio")
 
 
 def language_model(checkpoint: Checkpoint) -> Checkpoint:

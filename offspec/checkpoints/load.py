@@ -24,7 +24,8 @@ LEAST_BLOCKED_BYTES = 512 * 2**20  # a smaller model's passes are short anyway
 class LoadSettings:
     """How weights are loaded.
 
-    has_far_embedding: the embedding may stay off the device, unless it is also the head. synchronous: no read-ahead;
+    has_far_embedding: the embedding may stay off the device, unless it is also the head, as other tables of rows do
+    anyway. synchronous: no read-ahead;
     read each streamed layer when the pass needs it. is_written: training will change the weights (`--learn`), so they
     keep their memory layout. is_exact: the decoder will be exact (`model.exactness`), whose kernels read the usual
     layout. progress(bytes_done, bytes_total): called while resident weights load.
@@ -48,12 +49,13 @@ def load_weights(
     Raises torch.OutOfMemoryError, MemoryLimitError, CheckpointError.
     """
     is_in_order = is_blocked(model, device) and not settings.is_written and not settings.is_exact
+    far = (model.config.embedding_name,) if settings.has_far_embedding and not model.config.tied_head else ()
     return TieredWeights(
         model.stored,
         placement,
         dtype=model.dtype,
         device=device,
-        embedding=model.config.embedding_name if settings.has_far_embedding and not model.config.tied_head else None,
+        row_tables=model.config.row_tables + far,
         options=TierOptions(is_in_order, settings.synchronous),
         progress=settings.progress,
     )

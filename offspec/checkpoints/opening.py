@@ -40,13 +40,13 @@ from ..model.names import in_layer
 from ..named_models import MODEL_NAMES, named_path
 from .foreign import read_foreign_config
 from .from_config import stored_from_config
-from .gguf import in_our_names
 from .language_model import language_model
+from .our_names import in_our_names
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 AUTO, AUTO_WITHOUT_BF16 = "auto", "auto without bf16"
 # Families whose activations exceed 65504, fp16's largest number (vLLM's _FLOAT16_NOT_SUPPORTED_MODELS).
-BEYOND_FP16 = frozenset({"gemma2", "gemma3", "gemma3_text", "glm4", "plamo2"})
+BEYOND_FP16 = frozenset({"gemma2", "gemma3", "gemma3_text", "gemma4_text", "glm4", "plamo2"})
 SMALL_MODEL_BYTES = 2 * 2**30
 COMPARED_BYTES = 2**24  # bytes compared at a time
 

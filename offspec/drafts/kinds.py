@@ -117,7 +117,8 @@ def _resolve(model: str, request: OpenRequest) -> str:
 def exit_names(request: OpenRequest) -> list[str]:
     """The exit layers of this target that `self` chooses from, if neither a file nor a number of layers is given."""
     options, target = request.options, request.target
-    if options.exit_file is not None or options.exit_layer is not None or not has_entries_alone(target.config):
+    is_given = options.exit_file is not None or options.exit_layer is not None
+    if is_given or target.config.shares_entries or not has_entries_alone(target.config):
         return []
     return [f"{SELF}:{number}" for number in trained_exits(target)]
 

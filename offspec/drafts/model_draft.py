@@ -33,7 +33,7 @@ from ..model.memory.text_caches import DraftText, TextCaches
 from ..model.row_logits import HEAD_ROWS
 from ..planning.drafting import Guessing
 from ..planning.memory import MemoryUse, Room
-from ..planning.plan import all_resident, pass_bytes, resident_bytes, unpacking_items
+from ..planning.plan import all_resident, draft_items, pass_bytes, resident_bytes, unpacking_items
 from ..text.tokenizer import Tokenizer, check_vocabularies
 from ..training.online import Aligner, AlignmentParams, check_learning, learning_bytes, open_aligner
 from ..training.specialists import Specialists
@@ -211,7 +211,7 @@ class OpenedModel:
         files = ModelFiles.open(path, *asked)
         other = _other_vocabulary(request.tokenizer, request.target, files)
         if options.learns:
-            _refuse_foreign_learner(name, files.config)
+            _refuse_fixed_learner(name, files.config)
             _refuse_other_vocabulary(name, other)
             for file in options.learn_files or (None,):
                 check_learning(file, has_draft=True, writes=options.learn)
@@ -239,7 +239,7 @@ class OpenedModel:
         num_entries = num_tokens + max(MAX_ROWS, room.texts * DRAFT_ROWS)
         items = [
             *unpacking_items(files),
-            Item("draft", on_device=resident_bytes(files)),
+            *draft_items(files),
             Item("draft KV cache", on_device=files.kv_bytes(num_entries)),
             *guessing_items(files.config, target, is_mapped=self.other is not None),
         ]
@@ -342,11 +342,16 @@ def _guessing_bytes(draft_vocabulary: int, target_vocabulary: int) -> int:
     return rounds + noise + 4 * WALKED_SLICES * HEAD_ROWS * target_vocabulary
 
 
-def _refuse_foreign_learner(name: str, config: ModelConfig) -> None:
+def _refuse_fixed_learner(name: str, config: ModelConfig) -> None:
     if not config.is_native:
         raise UsageError(
             f"the draft {name} runs on transformers' modules, and only offspec's own decoder can learn; "
             "omit `learn` and `learn_file`"
+        )
+    if config.shares_entries or config.layer_inputs is not None:
+        raise UsageError(
+            f"the draft {name} cannot learn: training has no layers that share KV entries or have inputs of their own "
+            f"(model_type {config.model_type}); omit `learn` and `learn_file`"
         )
 
 

@@ -23,7 +23,7 @@ from offspec.loaders.files.small_files import parse_json, read_small_file
 from offspec.scheduler.trees.token_tree import IntArray
 
 from ..checkpoints.atomic_files import locked_name, refuse_replacing, write_atomically
-from ..checkpoints.exit_layers import fingerprint, refuse_states
+from ..checkpoints.exit_layers import fingerprint, refuse_shared_entries, refuse_states
 from ..errors import CheckpointError, StorageError, UsageError
 from ..model.decoder import CachedDecoder, Decoder, pass_together
 from ..model.parts.part import PassRows
@@ -69,6 +69,7 @@ def search_skips(
     """
     params, progress = params or SkipParams(), progress or (lambda what, done, total: None)
     refuse_states(teacher.target.config, "skipping layers")
+    refuse_shared_entries(teacher.target.config, "skipping layers")
     if teacher.target.config.num_layers < 2:
         raise UsageError("the model has one layer, and none of it can be skipped")
     out = out or default_skip_file(teacher.files)

@@ -53,7 +53,7 @@ def build_blocks(config: ModelConfig, *, dtype: torch.dtype, device: torch.devic
 
 def rotaries_of(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> RotaryEmbeddings:
     """The rotations of a decoder's layers, none of them computed yet."""
-    return RotaryEmbeddings(config.rotary_dim, is_interleaved=config.has_interleaved_rope, dtype=dtype, device=device)
+    return RotaryEmbeddings(is_interleaved=config.has_interleaved_rope, dtype=dtype, device=device)
 
 
 def matrix_shapes(config: ModelConfig, index: int = 0) -> dict[str, tuple[int, int]]:
@@ -71,10 +71,10 @@ def memory_layouts(config: ModelConfig, layers: range | None = None) -> list[tup
     return [Block(index, parts_of(config, index)).memories for index in layers or range(config.num_layers)]
 
 
-def kv_layouts(config: ModelConfig) -> list[KVLayout | None]:
-    """The shape of each layer's KV entries; None for one without them."""
-    layers = memory_layouts(config)
-    return [next((layout for layout in layer if isinstance(layout, KVLayout)), None) for layer in layers]
+def kv_layouts(config: ModelConfig, layers: range | None = None) -> list[KVLayout | None]:
+    """The shape of each layer's KV entries, of all layers or of `layers`; None for one without them."""
+    kept = memory_layouts(config, layers)
+    return [next((layout for layout in layer if isinstance(layout, KVLayout)), None) for layer in kept]
 
 
 def has_entries_alone(config: ModelConfig) -> bool:

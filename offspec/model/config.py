@@ -29,6 +29,8 @@ from .families import (
     TEXT_CLASSES,
     DeltaShape,
     Fields,
+    LayerInputs,
+    LayerShape,
     MambaShape,
     MlpNames,
     Multipliers,
@@ -36,7 +38,15 @@ from .families import (
     QKNorm,
     ShortConvolutionShape,
 )
-from .names import EMBEDDING, FINAL_NORM, HEAD, LAYER_PREFIX
+from .names import (
+    EMBEDDING,
+    FINAL_NORM,
+    HEAD,
+    INPUT_NORM,
+    INPUT_PROJECTION,
+    INPUT_TABLE,
+    LAYER_PREFIX,
+)
 from .rope_config import LONG_FACTORS, ORIGINAL_CONTEXT, SHORT_FACTORS, RopeConfig, read_rope, read_rotary_share
 
 MAX_CONTEXT = 2**31  # a scaled context is at most this long
@@ -59,7 +69,9 @@ class ModelConfig:
     also gives a gate for each number of attention's result. attention, attention_output: the prefix of its tensors in a
     layer, and its last matrix. layer_norms: each layer's norms; empty: `norms`. delta, mamba, short_convolution: the
     shape of such parts, if there are any. multipliers: Falcon-H1's. parts: names of each layer's parts
-    (`parts.kinds.PARTS`); empty: attention and an MLP in every layer.
+    (`parts.kinds.PARTS`); empty: attention and an MLP in every layer. has_value_norm: values are normed, by an RMSNorm
+    without a weight. shapes: of each layer, if they differ (`shape_of`). layer_inputs: of what layers get of each
+    token.
     """
 
     model_type: str
@@ -110,6 +122,9 @@ class ModelConfig:
     multipliers: Multipliers | None = None
     short_convolution: ShortConvolutionShape | None = None
     parts: tuple[tuple[str, ...], ...] = ()
+    has_value_norm: bool = False
+    shapes: tuple[LayerShape, ...] = ()
+    layer_inputs: LayerInputs | None = None
 
     # How the layers are computed: not fields, because they follow from the class.
 
@@ -137,7 +152,17 @@ class ModelConfig:
     @property
     def mask_heads(self) -> int:
         """The number of heads whose mask or scores are in memory at once."""
-        return self.num_heads // self.num_kv_heads
+        return self.num_heads // min(self.shape_of(layer).num_kv_heads for layer in range(self.num_layers or 1))
+
+    @property
+    def largest_head(self) -> int:
+        """The most numbers of a head in any layer."""
+        return max(self.shape_of(layer).head_dim for layer in range(self.num_layers or 1))
+
+    @property
+    def shares_entries(self) -> bool:
+        """Whether some layers attend to the KV entries of others."""
+        return any(shape.entries_of is not None for shape in self.shapes)
 
     def made_numbers(self, num_keys: int) -> int:
         """Numbers that a layer makes of its weights, or of `num_keys` keys and values, beside those of attention."""
@@ -175,13 +200,32 @@ class ModelConfig:
         return (weight, f"{weight.removesuffix('weight')}bias") if self.has_norm_bias else (weight,)
 
     def ignores(self, name: str) -> bool:
-        """Whether a decoder does not need this tensor: a tied head's copy, precomputed frequencies."""
-        return (self.tied_head and name == self.own_head_name) or name.endswith("rotary_emb.inv_freq")
+        """Whether a decoder does not need this tensor: a tied head's copy, precomputed frequencies, unread entries."""
+        is_copy = self.tied_head and name == self.own_head_name
+        return is_copy or name.endswith("rotary_emb.inv_freq") or self._is_of_shared_entries(name)
+
+    def _is_of_shared_entries(self, name: str) -> bool:
+        """Whether it would make the KV entries of a layer that attends to another's; Gemma 4 has such tensors."""
+        number, _, short = name.removeprefix(self.layer_prefix).partition(".")
+        if not self.shares_entries or not name.startswith(self.layer_prefix) or not number.isdecimal():
+            return False
+        layer = int(number)
+        sharing = layer < self.num_layers and self.shape_of(layer).entries_of is not None
+        return sharing and short.startswith(("self_attn.k_", "self_attn.v_"))
 
     @property
-    def rotary_dim(self) -> int:
+    def row_tables(self) -> tuple[str, ...]:
+        """Names of the tables of which only rows are used, beside the embedding."""
+        return () if self.layer_inputs is None else (INPUT_TABLE,)
+
+    def shape_of(self, layer: int) -> LayerShape:
+        if self.shapes:
+            return self.shapes[layer]
+        return LayerShape(self.num_kv_heads, self.head_dim, self.intermediate_size, layer)
+
+    def rotary_dim_of(self, layer: int) -> int:
         """The number of a head's dimensions that RoPE rotates."""
-        return int(self.head_dim * self.rotary_share)
+        return int(self.shape_of(layer).head_dim * self.rotary_share)
 
     def parts_of(self, layer: int) -> tuple[str, ...]:
         """The names of a layer's parts, in their order."""
@@ -204,6 +248,10 @@ class ModelConfig:
         table = (self.vocab_size, self.hidden_size)
         shapes: dict[str, tuple[int, ...]] = {self.embedding_name: table}
         shapes |= dict.fromkeys(self.final_norm_names, (self.hidden_size,))
+        if (inputs := self.layer_inputs) is not None:
+            shapes[INPUT_TABLE] = (inputs.vocab_size, inputs.width)
+            shapes[INPUT_PROJECTION] = (inputs.width, self.hidden_size)
+            shapes[INPUT_NORM] = (inputs.size,)
         return shapes if self.tied_head else {**shapes, HEAD: table}
 
     def only_layers(self, layers: Sequence[int]) -> ModelConfig:
@@ -212,8 +260,36 @@ class ModelConfig:
         windows = tuple(self.windows[layer] for layer in layers)
         parts = tuple(self.parts[layer] for layer in layers if self.parts)
         norms = tuple(self.layer_norms[layer] for layer in layers if self.layer_norms)
+        shapes = tuple(self._shape_among(layers, layer) for layer in layers if self.shapes)
         return replace(
-            self, num_layers=len(layers), windows=windows, unrotated=unrotated, parts=parts, layer_norms=norms
+            self,
+            num_layers=len(layers),
+            windows=windows,
+            unrotated=unrotated,
+            parts=parts,
+            layer_norms=norms,
+            shapes=shapes,
+        )
+
+    def _shape_among(self, layers: Sequence[int], layer: int) -> LayerShape:
+        """The shape of a layer in a decoder with `layers` only."""
+        shape = self.shapes[layer]
+        return shape if shape.entries_of is None else replace(shape, entries_of=layers.index(shape.entries_of))
+
+    def plain_layers(self, count: int) -> ModelConfig:
+        """The shape of a decoder of `count` layers of attention and an MLP, each as large as the first layer's."""
+        shape = self.shape_of(0)
+        return replace(
+            self.only_layers([0] * count),
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            intermediate_size=shape.intermediate_size,
+            delta=None,
+            mamba=None,
+            short_convolution=None,
+            parts=(),
+            shapes=(),
+            layer_inputs=None,
         )
 
     def for_context(self, num_tokens: int) -> ModelConfig:
@@ -254,10 +330,6 @@ def read_config(config: Json) -> ModelConfig:
     if layers > MAX_LAYERS:
         raise CheckpointError(f"config.json: num_hidden_layers {layers} exceeds the limit of {MAX_LAYERS}")
     kv_heads = positive(config, "num_key_value_heads", heads)
-    if heads % kv_heads:
-        raise CheckpointError(
-            f"config.json: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
-        )
     differing = family(config, layers)
     known: Fields = {
         "model_type": config["model_type"],
@@ -342,19 +414,30 @@ def _check_parts(config: ModelConfig) -> None:
     """Checks that need several fields. Raises UnsupportedModelError, CheckpointError."""
     if (activation := config.activation) not in ACTIVATIONS:
         raise UnsupportedModelError(f"hidden_act {activation!r} is not supported; supported: {', '.join(ACTIVATIONS)}")
-    if config.head_dim % 2:
-        raise CheckpointError(f"config.json: head_dim {config.head_dim} is odd, but RoPE rotates pairs")
-    if config.rotary_dim % 2 or not config.rotary_dim:
-        raise CheckpointError(
-            f"config.json: partial_rotary_factor {config.rotary_share:g} gives RoPE {config.rotary_dim} of a head's "
-            f"{config.head_dim} dimensions, but RoPE rotates pairs"
-        )
+    for layer in range(config.num_layers):
+        _check_heads(config, config.shape_of(layer), config.rotary_dim_of(layer))
     for rope in (config.rope, config.local_rope):
         if rope is not None and rope.kind == "longrope":
             for key in (SHORT_FACTORS, LONG_FACTORS):
-                if len(rope.scaling[key]) != config.rotary_dim // 2:
-                    found, wanted = len(rope.scaling[key]), config.rotary_dim // 2
+                if len(rope.scaling[key]) != config.rotary_dim_of(0) // 2:
+                    found, wanted = len(rope.scaling[key]), config.rotary_dim_of(0) // 2
                     raise CheckpointError(f"config.json: {key} lists {found} numbers, RoPE rotates {wanted} pairs")
+
+
+def _check_heads(config: ModelConfig, shape: LayerShape, rotary_dim: int) -> None:
+    """Raises CheckpointError for heads that cannot be grouped or rotated."""
+    if config.num_heads % shape.num_kv_heads:
+        raise CheckpointError(
+            f"config.json: num_attention_heads {config.num_heads} is not a multiple of num_key_value_heads "
+            f"{shape.num_kv_heads}"
+        )
+    if shape.head_dim % 2:
+        raise CheckpointError(f"config.json: head_dim {shape.head_dim} is odd, but RoPE rotates pairs")
+    if rotary_dim % 2 or not rotary_dim:
+        raise CheckpointError(
+            f"config.json: partial_rotary_factor {config.rotary_share:g} gives RoPE {rotary_dim} of a head's "
+            f"{shape.head_dim} dimensions, but RoPE rotates pairs"
+        )
 
 
 def _quant_method(quantization: object) -> str:

@@ -32,7 +32,7 @@ from offspec.scheduler.trees.token_tree import BoolArray, IntArray
 from ..errors import CheckpointError
 from .decoder import CachedDecoder, Decoder
 from .memory.text_memory import TextMemory
-from .parts.part import RowsOfText
+from .parts.part import Entries, RowsOfText
 from .rope import Rotations
 
 WIDTHS = (4, 8, 16, 32, 64)  # a round's rows are padded to one of these
@@ -150,6 +150,7 @@ class StaticRows(RowsOfText):
     positions: Tensor
     seen: Tensor
     rotations: Rotations
+    inputs: Tensor | None
 
     @property
     def chunks(self) -> list[tuple[int, int]]:
@@ -160,8 +161,9 @@ class StaticRows(RowsOfText):
             return self.seen
         return self.seen & (self.positions[:, None] - self.cache.positions[: self.seen.shape[1]] < window)
 
-    def exchange(self, layer: int, keys: Tensor, values: Tensor, first: int, last: int) -> tuple[Tensor, Tensor]:
-        self.cache.scatter(layer, keys, values, self.slots)
+    def exchange(self, layer: int, entries: Entries | None, first: int, last: int) -> Entries:
+        if entries is not None:
+            self.cache.scatter(layer, *entries, self.slots)
         return self.cache.read(layer, self.seen.shape[1])
 
 
@@ -179,13 +181,17 @@ class RoundBuffers:
         shape = WIDTHS[-1], decoder.config.hidden_size
         self.states = torch.zeros(shape, dtype=decoder.dtype, device=decoder.device)
         self.embedded = None if _has_ready_embedding(decoder) else torch.zeros_like(self.states)
+        self.layer_inputs = decoder.layer_inputs(torch.zeros(len(self.states), dtype=torch.long))
         self.record = record or accelerator_of(decoder.device).recorder()
 
     def send(self, cache: TextMemory, tokens: IntArray, depths: IntArray, mask: BoolArray, width: int) -> None:
-        """The inputs of a round, see `Inputs.put`; with the embedding's rows if a graph cannot look them up."""
+        """The inputs of a round, see `Inputs.put`; with rows of tables that a graph cannot look up."""
         self.inputs.put(cache, tokens, depths, mask, width)
         if self.embedded is not None:
             self.embedded[: len(tokens)] = self.decoder.embed(torch.as_tensor(tokens))
+        if (inputs := self.decoder.layer_inputs(torch.as_tensor(tokens))) is not None:
+            assert self.layer_inputs is not None
+            self.layer_inputs[: len(tokens)] = inputs
 
 
 class StaticRounds:
@@ -286,7 +292,9 @@ class StaticRounds:
         ids, positions = buffers.inputs.ids[:width], buffers.inputs.positions[:width]
         slots = buffers.inputs.counts[2] + torch.arange(width, device=ids.device)
         cache.positions.index_copy_(0, slots, positions)
-        rows = StaticRows(cache, slots, positions, buffers.inputs.seen(width, num_keys), Rotations(positions))
+        seen, inputs = buffers.inputs.seen(width, num_keys), buffers.layer_inputs
+        inputs = None if inputs is None else inputs[:width]
+        rows = StaticRows(cache, slots, positions, seen, Rotations(positions), inputs)
         # The layers may overwrite their input.
         hidden = decoder.embed(ids) if buffers.embedded is None else buffers.embedded[:width].clone()
         hidden = decoder.through(hidden, rows, buffers.layers)

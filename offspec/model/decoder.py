@@ -30,10 +30,11 @@ from .memory.kv_cache import MakeLayerCaches, plain_layers
 from .memory.kv_formats import PLAIN, KVFormat
 from .memory.kv_in_ram import EntriesInRam
 from .memory.text_memory import TextMemory, empty_memories
-from .names import LAYER_PREFIX
+from .names import INPUT_NORM, INPUT_PROJECTION, INPUT_TABLE, LAYER_PREFIX
 from .norms import normalize
 from .parts.kinds import parts_of
 from .parts.kv_attention import CAPPED_SCORES, MASKED_KEYS, Visibility
+from .parts.layer_input import of_tokens
 from .parts.mlp import Mlp
 from .parts.part import LayerWeights, PassRows, as_vector
 from .parts.split_attention import SPLIT_BYTES, most_scored_keys, reason_for_formula
@@ -137,7 +138,9 @@ class Decoder:
         visibility = Visibility(start, positions, cache.positions, tree_mask)
         step = chunk_rows(self.config, start + len(rows))
         chunks = [(first, min(first + step, len(rows))) for first in range(0, len(rows), step)]
-        return AppendedRows(rows, cache.last_slot, cache, visibility, Rotations(positions), chunks)
+        inputs = self.layer_inputs(torch.tensor([*rows.chain, *rows.tokens.tolist()], dtype=torch.long))
+        rotations = Rotations(positions)
+        return AppendedRows(rows, cache.last_slot, cache, visibility, rotations, chunks, inputs=inputs)
 
     @torch.inference_mode()
     def through(
@@ -186,6 +189,16 @@ class Decoder:
         """The embedding's rows [T, hidden] of tokens [T], without scaling."""
         return self.weights.rows(self.config.embedding_name, tokens)
 
+    def layer_inputs(self, tokens: Tensor) -> Tensor | None:
+        """What each layer gets of tokens [T] (on the CPU): [T, layers, size]; None: nothing."""
+        if self.config.layer_inputs is None:
+            return None
+        weights = self.layer_weights(
+            {"projection.weight": self.weights.shared(INPUT_PROJECTION), "norm.weight": self.weights.shared(INPUT_NORM)}
+        )
+        with exact_rows(self.is_exact):
+            return of_tokens(self.embed(tokens), self.weights.rows(INPUT_TABLE, tokens), weights, self.config)
+
     def layer_weights(self, tensors: Mapping[str, Weight]) -> LayerWeights:
         """A layer's borrowed weights in the form that blocks use."""
         return LayerWeights(tensors, self.weights.scratch)
@@ -225,14 +238,15 @@ def activation_bytes(
     kv: the cache's format. on_cpu: the CPU computes, whose attention by parts holds no scores.
     """
     c, rows = config, min(num_rows, chunk_rows(config, num_keys))
-    queries = c.num_heads * c.head_dim
+    queries = c.num_heads * c.largest_head
     numbers = [part.row_numbers for layer in range(c.num_layers) for part in parts_of(c, layer)]
     widths = 4 * c.hidden_size + max(6 * queries, Mlp(c, 0).row_numbers, *numbers)  # a head may have no layers
     fp32 = 0 if c.norm == "rms" else 8 * rows * max(c.hidden_size, queries)  # the other norms compute in fp32
     attention = _attention_bytes(c, rows, num_keys, itemsize, kv, on_cpu=on_cpu)
     attention += c.made_numbers(num_keys) * itemsize
     head = HEAD_ROWS * c.vocab_size * (itemsize + (4 if c.logit_cap is None else 12))
-    return 2 * num_rows * c.hidden_size * itemsize + max(rows * widths * itemsize + fp32 + attention, head)
+    inputs = 0 if c.layer_inputs is None else 4 * c.layer_inputs.width  # kept for the pass, and made of three others
+    return num_rows * (2 * c.hidden_size + inputs) * itemsize + max(rows * widths * itemsize + fp32 + attention, head)
 
 
 def _attention_bytes(
@@ -250,15 +264,15 @@ def _attention_bytes(
     at_once = min(elements, MASK_ELEMENTS) if kv.is_plain else 0
     found = at_once * copies
     if is_capped:  # scores and two intermediate results, in fp32
-        found += 12 * max(at_once, min(CAPPED_SCORES, at_once * config.num_kv_heads))
+        found += 12 * max(at_once, min(CAPPED_SCORES, at_once * max(layout.num_heads for layout in layouts)))
     if kv.is_plain and elements <= MASK_ELEMENTS:
         return found
     rows = num_rows * config.num_heads
-    by_formula = reason_for_formula(config.head_dim, itemsize, config.attention_cap, on_cpu=on_cpu) is not None
+    by_formula = reason_for_formula(config.largest_head, itemsize, config.attention_cap, on_cpu=on_cpu) is not None
     scores = rows * min(num_keys, most_scored_keys(rows)) if by_formula else 0
     splits = 0 if on_cpu else SPLIT_BYTES
     masks = (heads if on_cpu else 1) * num_rows * min(num_keys, MASKED_KEYS) * copies
-    return max(found, masks + 4 * (3 * scores + 6 * rows * config.head_dim) + splits + unpacked)
+    return max(found, masks + 4 * (3 * scores + 6 * rows * config.largest_head) + splits + unpacked)
 
 
 class CachedDecoder:

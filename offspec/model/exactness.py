@@ -39,7 +39,7 @@ def reason_against_exactness(config: ModelConfig, dtype: torch.dtype, device: to
         return f"there are no such kernels for {str(dtype).removeprefix('torch.')}"
     if not can_be_exact(dtype):
         return "there are no kernels for this processor"
-    if not can_attend(config.num_heads // config.num_kv_heads, dtype):
+    if not can_attend(config.mask_heads, dtype):
         return "too many query heads share a key head"
     return None
 

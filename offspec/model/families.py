@@ -197,6 +197,39 @@ class Multipliers:
     ssm: tuple[float, ...] = (1.0,) * 5
 
 
+@dataclass(frozen=True)
+class LayerShape:
+    """The shape of one layer, in models whose layers differ.
+
+    number: the layer's number in the model. entries_of: the earlier layer whose KV entries it attends to; None: its
+    own. are_values_keys: values are the keys' projection, before its norm and RoPE.
+    """
+
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    number: int
+    entries_of: int | None = None
+    are_values_keys: bool = False
+
+
+@dataclass(frozen=True)
+class LayerInputs:
+    """The shape of what each layer gets of a token, beside hidden states (`parts.layer_input`).
+
+    size: numbers of a token in one layer. num_layers: of the model. vocab_size: rows of their table.
+    """
+
+    size: int
+    num_layers: int
+    vocab_size: int
+
+    @property
+    def width(self) -> int:
+        """Numbers of a token in all layers."""
+        return self.size * self.num_layers
+
+
 # Llama's layout, and differences that several families share.
 HEADS_NORMED = QKNorm()
 GATED_MLP = MlpNames()
@@ -383,6 +416,60 @@ def _gemma3(config: Json, num_layers: int) -> Fields:
     fields = _gemma2(config, num_layers) | {"qk_norm": True, "rope": rope}
     # transformers ignores config.json's cap of attention for this family.
     return fields | {"attention_cap": None, "local_rope": None if local == rope else local}
+
+
+def _gemma4(config: Json, num_layers: int) -> Fields:
+    """The dense ones. Layers with full attention have other heads; the last layers may share earlier ones' entries."""
+    _refuse(config, "enable_moe_block")
+    if config.get("use_bidirectional_attention") == "all":
+        _refuse(config, "use_bidirectional_attention")
+    config = {**config, "rope_parameters": mapping(config, "rope_parameters") or _GEMMA4_ROPES}
+    rope, local = read_ropes(config)
+    windows = (*_alternating_windows(config, num_layers)[:-1], None)  # transformers makes the last one full
+    size = integer(config, "hidden_size_per_layer_input", 256, least=0)
+    inputs = LayerInputs(size, num_layers, positive(config, "vocab_size_per_layer_input", 262144)) if size else None
+    return {
+        **_biases(config, mlp=""),
+        "activation": config["hidden_activation"],
+        "attention_scale": 1.0,
+        "embedding_scale": math.sqrt(positive(config, "hidden_size")),
+        "is_embedding_scale_rounded": True,
+        "has_value_norm": True,
+        "layer_inputs": inputs,
+        "local_rope": local,
+        "logit_cap": optional_number(config, "final_logit_softcapping"),
+        "norms": NORMS_AROUND,
+        "parts": (("attention", "mlp", *(("layer input",) if inputs else ()), "layer scale"),) * num_layers,
+        "qk_norm": True,
+        "rope": rope,
+        "shapes": tuple(_gemma4_shape(config, windows, layer) for layer in range(num_layers)),
+        "windows": windows,
+    }
+
+
+def _gemma4_shape(config: Json, windows: Sequence[int | None], layer: int) -> LayerShape:
+    is_full, num_own = windows[layer] is None, len(windows) - integer(config, "num_kv_shared_layers", 0, least=0)
+    shared = None
+    if layer >= num_own:
+        alike = [i for i in range(max(num_own, 0)) if (windows[i] is None) == is_full]
+        if not alike:
+            raise CheckpointError(f"config.json: num_kv_shared_layers leaves layer {layer} no earlier one of its kind")
+        shared = alike[-1]
+    has_wide_mlp = shared is not None and bool(config.get("use_double_wide_mlp"))
+    are_values_keys = is_full and bool(config.get("attention_k_eq_v"))
+    full = {"head_dim": positive(config, "global_head_dim", 512)}
+    if are_values_keys and config.get("num_global_key_value_heads") is not None:
+        full["num_key_value_heads"] = positive(config, "num_global_key_value_heads")
+    listed = mapping(config, "per_layer_config")  # transformers 5 lists the layers that differ
+    differing = mapping(listed, str(layer)) if "per_layer_config" in config else full if is_full else {}
+    return LayerShape(
+        num_kv_heads=positive({**config, **differing}, "num_key_value_heads"),
+        head_dim=positive({**config, **differing}, "head_dim"),
+        intermediate_size=positive(config, "intermediate_size") * (2 if has_wide_mlp else 1),
+        number=layer,
+        entries_of=shared,
+        are_values_keys=are_values_keys,
+    )
 
 
 def _phi3(config: Json, num_layers: int) -> Fields:
@@ -765,6 +852,7 @@ FAMILIES: dict[str, Callable[[Json, int], Fields]] = {
     "gemma": _gemma,
     "gemma2": _gemma2,
     "gemma3_text": _gemma3,
+    "gemma4_text": _gemma4,
     "phi3": _phi3,
     "glm": _glm,
     "glm4": _glm4,
@@ -800,6 +888,10 @@ _GEMMA2 = {
     "attn_logit_softcapping": 50.0,
     "final_logit_softcapping": 30.0,
 }
+_GEMMA4_ROPES = {
+    SLIDING: {"rope_type": "default", "rope_theta": 10000.0},
+    FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1000000.0},
+}
 _GLM = {"head_dim": 128, "rms_norm_eps": 1.5625e-07, "partial_rotary_factor": 0.5, "attention_bias": True}
 # Families' defaults for missing keys, if they differ from Llama's; transformers omits keys with its defaults.
 # `default_theta`: RoPE's; `default_local_theta`: of layers with a window.
@@ -831,6 +923,21 @@ DEFAULTS: dict[str, Json] = {
         "final_logit_softcapping": None,
         "default_theta": 1000000.0,
         "default_local_theta": 10000.0,
+    },
+    "gemma4_text": {
+        "vocab_size": 262144,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "hidden_act": "gelu_pytorch_tanh",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "max_position_embeddings": 131072,
+        "tie_word_embeddings": True,
+        "sliding_window": 512,
+        "sliding_window_pattern": 6,
     },
     "qwen3_5_text": {
         "num_attention_heads": 16,
@@ -881,9 +988,16 @@ DEFAULTS: dict[str, Json] = {
 # Families whose config.json may leave out keys that follow from others.
 COMPLETED: dict[str, Callable[[Json], Json]] = {"nemotron_h": nemotron_h_layers}
 # Multimodal models → the family of their language model, if `text_config` does not name it.
-MULTIMODAL = {"gemma3": "gemma3_text", "mistral3": "mistral", "qwen3_5": "qwen3_5_text", "lfm2_vl": "lfm2"}
+MULTIMODAL = {
+    "gemma3": "gemma3_text",
+    "gemma4": "gemma4_text",
+    "mistral3": "mistral",
+    "qwen3_5": "qwen3_5_text",
+    "lfm2_vl": "lfm2",
+}
 TEXT_CLASSES = {
     "gemma3_text": "Gemma3ForCausalLM",
+    "gemma4_text": "Gemma4ForCausalLM",
     "mistral": "MistralForCausalLM",
     "ministral3": "Ministral3ForCausalLM",
     "lfm2": "Lfm2ForCausalLM",

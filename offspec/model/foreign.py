@@ -47,7 +47,7 @@ class RowsCache(TextCache):
             nn.functional.pad(given[0].transpose(0, 1), (0, width - dim))
             for given, dim in zip((key_states, value_states), dims, strict=True)
         )
-        keys, values = self._rows.exchange(layer_idx, keys, values, self._first, self._last)
+        keys, values = self._rows.exchange(layer_idx, (keys, values), self._first, self._last)
         return keys[None, ..., : dims[0]], values[None, ..., : dims[1]]
 
 

@@ -8,6 +8,9 @@ from __future__ import annotations
 LAYER_PREFIX = "model.layers."
 EMBEDDING = "model.embed_tokens.weight"  # [vocab, hidden]
 FINAL_NORM = "model.norm.weight"  # [hidden]; some families have another, see `ModelConfig.final_norm`
+INPUT_TABLE = "model.embed_tokens_per_layer.weight"  # [vocab, layers * size], what layers get of each token
+INPUT_PROJECTION = "model.per_layer_model_projection.weight"  # [layers * size, hidden]
+INPUT_NORM = "model.per_layer_projection_norm.weight"  # [size]
 HEAD = "lm_head.weight"  # [vocab, hidden]; a tied head is the embedding, see `ModelConfig.head_name`
 
 

@@ -21,7 +21,7 @@ from offspec.scheduler.trees.token_tree import ROOT, BoolArray, IntArray
 from .config import ModelConfig
 from .memory.text_memory import TextMemory
 from .parts.kv_attention import KeyRange, Visibility, attend_by_parts, merge_parts
-from .parts.part import Attending, PassRows, Projected, RowsOfText
+from .parts.part import Attending, Entries, PassRows, RowsOfText
 from .parts.split_attention import KeyPart, part_attention
 from .rope import Rotations
 from .row_attention import attend_exactly, key_parts, visible_slots
@@ -83,6 +83,7 @@ class AppendedRows(RowsOfText):
     known_ranges: dict[int | None, list[KeyRange]] = field(default_factory=dict)
     known_slots: dict[int | None, Visible] = field(default_factory=dict)
     once: dict[object, Any] = field(default_factory=dict)
+    inputs: Tensor | None = None
 
     @cached_property
     def parents(self) -> IntArray:
@@ -93,19 +94,18 @@ class AppendedRows(RowsOfText):
         nodes = np.where(self.rows.parents == ROOT, slots[-1], self.rows.parents + self.visibility.region)
         return np.concatenate((slots[:-1], nodes))
 
-    def attend(self, part: Attending, projected: Projected, first: int, last: int) -> Tensor:
+    def attend(self, part: Attending, queries: Tensor, entries: Entries | None, first: int, last: int) -> Tensor:
         """Attention to all keys at once, or by parts: of many keys, and of keys that are unpacked for each use."""
-        queries, keys, values = projected
-        layer, group = part.layer, queries.shape[1] // keys.shape[1]
+        layer, group = part.entries_of, queries.shape[1] // part.shape.num_kv_heads
         most = self.cache.most_read(layer)
         if must_be_exact(queries):
-            self.cache.write(layer, keys, values, self.visibility.start + first)
+            self.store(layer, entries, first)
             visible, c = self.slots(first, last, part.window, group), part.config
-            return attend_exactly(queries, self.cache, layer, visible, scale=_scale(c), cap=c.attention_cap)
+            return attend_exactly(queries, self.cache, layer, visible, scale=_scale(part), cap=c.attention_cap)
         is_little = group * len(queries) * (self.visibility.start + last) <= MASK_ELEMENTS
         if most is None and self.cache.beginning is None and is_little:
-            return super().attend(part, projected, first, last)
-        self.cache.write(layer, keys, values, self.visibility.start + first)
+            return super().attend(part, queries, entries, first, last)
+        self.store(layer, entries, first)
         scale, cap = part.config.attention_scale, part.config.attention_cap
         parts = self.parts(layer, self.ranges(first, last, part.window), self.most_keys(part, queries))
         return attend_by_parts(queries, parts, scale=scale, cap=cap)
@@ -113,7 +113,7 @@ class AppendedRows(RowsOfText):
     def most_keys(self, part: Attending, queries: Tensor) -> int | None:
         """How many keys attention of queries [T, heads, D] may take at once; None: any number."""
         most_scored = part_attention(queries, part.config.attention_cap).most_keys(queries.shape[0] * queries.shape[1])
-        limits = [limit for limit in (self.cache.most_read(part.layer), most_scored) if limit is not None]
+        limits = [limit for limit in (self.cache.most_read(part.entries_of), most_scored) if limit is not None]
         return min(limits, default=None)
 
     def parts(self, layer: int, ranges: Sequence[KeyRange], most: int | None, first: int = 0) -> Iterator[KeyPart]:
@@ -122,10 +122,14 @@ class AppendedRows(RowsOfText):
             for each in whole.split(most or max(1, whole.end - whole.first)) if whole.first >= first else ():
                 yield KeyPart(*self.cache.read(layer, each.end, each.first), each.mask)
 
-    def exchange(self, layer: int, keys: Tensor, values: Tensor, first: int, last: int) -> tuple[Tensor, Tensor]:
-        start = self.visibility.start
-        self.cache.write(layer, keys, values, start + first)
-        return self.cache.read(layer, start + last)
+    def exchange(self, layer: int, entries: Entries | None, first: int, last: int) -> Entries:
+        self.store(layer, entries, first)
+        return self.cache.read(layer, self.visibility.start + last)
+
+    def store(self, layer: int, entries: Entries | None, first: int) -> None:
+        """Store the entries of rows from `first` on, unless they are stored already."""
+        if entries is not None:
+            self.cache.write(layer, *entries, self.visibility.start + first)
 
     def slots(self, first: int, last: int, window: int | None, group: int) -> Visible:
         """`visible_slots`; if they are all rows', they are computed once per pass, otherwise in each layer."""
@@ -165,38 +169,41 @@ class JoinedRows:
     def __init__(self, config: ModelConfig, texts: Sequence[AppendedRows]) -> None:
         self.texts = list(texts)
         self.rotations = Rotations(torch.cat([text.visibility.positions for text in texts]))
+        inputs = [text.inputs for text in texts if text.inputs is not None]
+        self.inputs = torch.cat(inputs) if inputs else None
         self.ends = list(accumulate(len(text) for text in texts))
         step = min(chunk_rows(config, text.visibility.start + len(text)) for text in texts)
         self.chunks = [(first, min(first + step, self.ends[-1])) for first in range(0, self.ends[-1], step)]
         self._known_slots = dict[tuple[int, ...], Visible]()
 
-    def attend(self, part: Attending, projected: Projected, first: int, last: int) -> Tensor:
+    def attend(self, part: Attending, queries: Tensor, entries: Entries | None, first: int, last: int) -> Tensor:
         pieces = [Piece(*each) for each in by_text(self, first, last)]
         outputs = dict[int, Tensor]()
         for some in _by_beginning(pieces, part.window):
             if len(some) == 1:
                 (piece,) = some
-                found = [piece.text.attend(part, piece.of(projected), piece.first, piece.last)]
+                found = [piece.text.attend(part, queries[piece.rows], piece.of(entries), piece.first, piece.last)]
             else:
-                found = self._attend_together(part, projected, some)
+                found = self._attend_together(part, queries, entries, some)
             outputs |= {piece.rows.start: result for piece, result in zip(some, found, strict=True)}
         return torch.cat([outputs[piece.rows.start] for piece in pieces])
 
-    def _attend_together(self, part: Attending, projected: Projected, pieces: Sequence[Piece]) -> list[Tensor]:
+    def _attend_together(
+        self, part: Attending, queries: Tensor, entries: Entries | None, pieces: Sequence[Piece]
+    ) -> list[Tensor]:
         """Attention of texts that share as many entries: first to these, then to each one's own."""
-        own = [piece.of(projected) for piece in pieces]
-        for piece, (_, keys, values) in zip(pieces, own, strict=True):
-            piece.text.cache.write(part.layer, keys, values, piece.text.visibility.start + piece.first)
-        queries = torch.cat([each[0] for each in own])
-        ends = list(accumulate(len(each[0]) for each in own))
+        for piece in pieces:
+            piece.text.store(part.entries_of, piece.of(entries), piece.first)
+        queries = torch.cat([queries[piece.rows] for piece in pieces])
+        ends = list(accumulate(piece.last - piece.first for piece in pieces))
         rows = [slice(begin, end) for begin, end in zip((0, *ends), ends, strict=False)]
         if must_be_exact(queries):
-            return self._attend_exactly(part, queries, projected[1].shape[1], pieces, rows)
+            return self._attend_exactly(part, queries, pieces, rows)
         shared, cache = pieces[0].text.cache.num_in_beginning, pieces[0].text
         scale, cap = part.config.attention_scale, part.config.attention_cap
         whole = [KeyRange(0, shared, None)]
         before = merge_parts(
-            queries, cache.parts(part.layer, whole, cache.most_keys(part, queries)), scale=scale, cap=cap
+            queries, cache.parts(part.entries_of, whole, cache.most_keys(part, queries)), scale=scale, cap=cap
         )
         return [
             attend_by_parts(
@@ -206,26 +213,27 @@ class JoinedRows:
         ]
 
     def _attend_exactly(
-        self, part: Attending, queries: Tensor, num_heads: int, pieces: Sequence[Piece], rows: Sequence[slice]
+        self, part: Attending, queries: Tensor, pieces: Sequence[Piece], rows: Sequence[slice]
     ) -> list[Tensor]:
-        """`_attend_together` with the bits of each text alone. num_heads: of keys."""
-        c, cache, group = part.config, pieces[0].text.cache, queries.shape[1] // num_heads
-        most, shared = cache.most_read(part.layer), cache.num_in_beginning
+        """`_attend_together` with the bits of each text alone."""
+        cache, num_heads, layer = pieces[0].text.cache, part.shape.num_kv_heads, part.entries_of
+        group, scale, cap = queries.shape[1] // num_heads, _scale(part), part.config.attention_cap
+        most, shared = cache.most_read(layer), cache.num_in_beginning
         seen = [piece.text.slots(piece.first, piece.last, part.window, group) for piece in pieces]
         if queries.device.type != "cpu":
-            alone = partial(attend_exactly, layer=part.layer, scale=_scale(c), cap=c.attention_cap)
+            alone = partial(attend_exactly, layer=layer, scale=scale, cap=cap)
             return [
                 alone(queries[some], piece.text.cache, visible=visible)
                 for piece, visible, some in zip(pieces, seen, rows, strict=True)
             ]
         together = self._slots_together(seen)
-        attention = RowAttention.of(queries, num_heads, scale=_scale(c), cap=c.attention_cap)
-        for keys in key_parts(cache, part.layer, together, most, end=shared):
+        attention = RowAttention.of(queries, num_heads, scale=scale, cap=cap)
+        for keys in key_parts(cache, layer, together, most, end=shared):
             attention.add(keys, together)
         found = list[Tensor]()
         for piece, visible, some in zip(pieces, seen, rows, strict=True):
             rest = attention.of_rows(some)
-            for keys in key_parts(piece.text.cache, part.layer, visible, most, first=shared):
+            for keys in key_parts(piece.text.cache, layer, visible, most, first=shared):
                 rest.add(keys, visible)
             found.append(rest.final(queries[some]))
         return found
@@ -249,14 +257,14 @@ class Piece:
     last: int
     rows: slice
 
-    def of(self, projected: Projected) -> Projected:
-        queries, keys, values = (each[self.rows] for each in projected)
-        return queries, keys, values
+    def of(self, entries: Entries | None) -> Entries | None:
+        """Its own ones of those of all rows."""
+        return None if entries is None else (entries[0][self.rows], entries[1][self.rows])
 
     def own_parts(self, part: Attending, queries: Tensor) -> Iterator[KeyPart]:
         """The keys that the text does not share."""
         text, ranges = self.text, self.text.ranges(self.first, self.last, part.window)
-        return text.parts(part.layer, ranges, text.most_keys(part, queries), text.cache.num_in_beginning)
+        return text.parts(part.entries_of, ranges, text.most_keys(part, queries), text.cache.num_in_beginning)
 
 
 def _by_beginning(pieces: Sequence[Piece], window: int | None) -> list[list[Piece]]:
@@ -270,9 +278,9 @@ def _by_beginning(pieces: Sequence[Piece], window: int | None) -> list[list[Piec
     return list(groups.values())
 
 
-def _scale(config: ModelConfig) -> float:
+def _scale(part: Attending) -> float:
     """Of scores, as a number."""
-    return config.attention_scale or config.head_dim**-0.5
+    return part.config.attention_scale or part.shape.head_dim**-0.5
 
 
 def by_text(rows: PassRows, first: int, last: int) -> Iterator[tuple[AppendedRows, int, int, slice]]:

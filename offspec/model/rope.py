@@ -22,6 +22,8 @@ def rotation(rope: RopeConfig, rotary_dim: int) -> tuple[Tensor, float]:
     frequencies = 1.0 / rope.theta**exponents
     if rope.kind == "linear":
         return frequencies / rope.scaling["factor"], 1.0
+    if rope.kind == "proportional":
+        return _proportional(frequencies, rope.scaling), 1.0
     if rope.kind == "llama3":
         return _llama3(frequencies, rope.scaling), 1.0
     try:
@@ -35,6 +37,13 @@ def rotation(rope: RopeConfig, rotary_dim: int) -> tuple[Tensor, float]:
             f"config.json: RoPE scaling {rope.kind!r} cannot be computed from {given} ({exc})"
         ) from exc
     return frequencies, 1.0
+
+
+def _proportional(frequencies: Tensor, scaling: Mapping[str, Any]) -> Tensor:
+    """Gemma 4: the last pairs do not turn; those that do have the frequencies of a whole head."""
+    num_turning = int(scaling["partial_rotary_factor"] * len(frequencies))
+    turns = torch.arange(len(frequencies)) < num_turning
+    return torch.where(turns, frequencies / float(scaling.get("factor") or 1), 0.0)
 
 
 def _llama3(frequencies: Tensor, scaling: Mapping[str, Any]) -> Tensor:
@@ -145,23 +154,22 @@ class RotaryEmbedding:
 class RotaryEmbeddings:
     """The rotations of a decoder's layers: one object for all with equal RoPE, so that a pass computes angles once."""
 
-    def __init__(self, rotary_dim: int, *, is_interleaved: bool, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, *, is_interleaved: bool, dtype: torch.dtype, device: torch.device) -> None:
         """Arguments as in `RotaryEmbedding`."""
-        self._rotary_dim = rotary_dim
         self._is_interleaved = is_interleaved
         self._dtype = dtype
         self._device = device
-        self._made: list[tuple[RopeConfig, RotaryEmbedding]] = []
+        self._made: list[tuple[RopeConfig, int, RotaryEmbedding]] = []
 
-    def of(self, rope: RopeConfig) -> RotaryEmbedding:
+    def of(self, rope: RopeConfig, rotary_dim: int) -> RotaryEmbedding:
         """Raises CheckpointError, see `rotation`."""
-        for other, embedding in self._made:
-            if other == rope:
+        for other, other_dim, embedding in self._made:
+            if (other, other_dim) == (rope, rotary_dim):
                 return embedding
         embedding = RotaryEmbedding(
-            rope, self._rotary_dim, is_interleaved=self._is_interleaved, dtype=self._dtype, device=self._device
+            rope, rotary_dim, is_interleaved=self._is_interleaved, dtype=self._dtype, device=self._device
         )
-        self._made.append((rope, embedding))
+        self._made.append((rope, rotary_dim, embedding))
         return embedding
 
 

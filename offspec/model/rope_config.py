@@ -13,11 +13,20 @@ from .config_values import Json, check_range, is_positive_number, mapping, numbe
 ROPE_NEEDED: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
+    "proportional": (),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "yarn": ("factor",),
     "longrope": (),
 }
-ROPE_OPTIONAL = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "llama_4_scaling_beta")
+ROPE_OPTIONAL = (
+    "factor",
+    "beta_fast",
+    "beta_slow",
+    "attention_factor",
+    "mscale",
+    "mscale_all_dim",
+    "llama_4_scaling_beta",
+)
 THETA_RANGE = (1.0, 1e15)  # outside it, powers may exceed fp32's range
 SCALING_RANGE = (1e-6, 1e6)  # of RoPE's other parameters
 ROPE_KINDS = tuple(ROPE_NEEDED)
@@ -32,7 +41,7 @@ LINEAR = "linear_attention"
 class RopeConfig:
     """Rotary position embedding.
 
-    kind: default, linear, llama3, yarn or longrope. scaling: its parameters by their names in config.json.
+    kind: default, linear, proportional, llama3, yarn or longrope. scaling: its parameters by their names in the file.
     """
 
     theta: float
@@ -62,7 +71,10 @@ def read_rope(config: Json) -> RopeConfig:
         scaling[ORIGINAL_CONTEXT] = positive(stated, ORIGINAL_CONTEXT, config.get("max_position_embeddings"))
     if kind == "longrope":
         _complete_longrope(config, scaling)
-    return RopeConfig(theta, kind, {key: value for key, value in scaling.items() if key not in ROPE_HEADER})
+    kept = {key: value for key, value in scaling.items() if key not in ROPE_HEADER}
+    if kind == "proportional":
+        kept["partial_rotary_factor"] = read_rotary_share(config)
+    return RopeConfig(theta, kind, kept)
 
 
 def read_ropes(config: Json) -> tuple[RopeConfig, RopeConfig]:

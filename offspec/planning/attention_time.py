@@ -121,12 +121,15 @@ def seconds_of_attention(target: ModelFiles, rates: Rates, width: int, num_keys:
 
 
 def attention_shapes(target: ModelFiles, width: int, *, on_cpu: bool) -> list[AttentionShape | None]:
-    """Of each layer; None for one without KV entries."""
+    """Of each layer; None for one that does not attend."""
     config, itemsize, is_whole = target.config, target.dtype.itemsize, target.config.has_whole_attention
     make = partial(AttentionShape, width, config.num_heads)
+    layouts = kv_layouts(config)
+    for layer, shape in enumerate(config.shapes):
+        layouts[layer] = layouts[layer if shape.entries_of is None else shape.entries_of]
     return [
         None if layout is None else make(layout, config.attention_cap, itemsize, target.kv, on_cpu, is_whole)
-        for layout in kv_layouts(config)
+        for layout in layouts
     ]
 
 

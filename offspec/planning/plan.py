@@ -449,8 +449,9 @@ def _items(room: Room, demand: Demand, uses: Sequence[MemoryUse]) -> list[Item]:
         Item(PROGRAM_ITEM, on_host=demand.program_bytes + WORKSPACE_BYTES, on_device=cuda_bytes),
         Item("activations", on_device=workspace),
     ]
-    if not config.tied_head:
-        items.append(Item(EMBEDDING_ITEM, on_host=shared.pop(config.embedding_name)))
+    tables = (*config.row_tables, *(() if config.tied_head else (config.embedding_name,)))
+    if tables:
+        items.append(Item(EMBEDDING_ITEM, on_host=sum(shared.pop(name) for name in tables)))
     items.append(Item("head", on_device=sum(shared.values())))
     items += unpacking_items(target)
     return add_up([*items, *(item for use in uses for item in use.items)])
@@ -466,6 +467,13 @@ def resident_bytes(model: ModelFiles) -> int:
     """Bytes of all weights of a model that is fully resident."""
     layers = (*model.stored.layers, *(StoredUnit({n: w}) for n, w in model.stored.shared.items()))
     return sum(layer.cost(model.dtype).resident_bytes for layer in layers)
+
+
+def draft_items(model: ModelFiles) -> list[Item]:
+    """The weights of a draft that is fully resident; tables of rows stay off the device."""
+    stored = model.stored.shared
+    tables = [StoredUnit({name: stored[name]}).cost(model.dtype).resident_bytes for name in model.config.row_tables]
+    return [Item("draft", on_device=resident_bytes(model) - sum(tables), on_host=sum(tables))]
 
 
 def pass_bytes(model: ModelFiles, room: Room) -> int:

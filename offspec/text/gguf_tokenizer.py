@@ -1,29 +1,30 @@
 """The tokenizer of a GGUF file: metadata → a tokenizer of the `tokenizers` library with llama.cpp's ids.
 
-Two kinds are supported: byte-level BPE ("gpt2") and sentencepiece's BPE ("llama"), which has scores instead of merges.
+Three kinds are supported: byte-level BPE ("gpt2"), and sentencepiece's BPE with scores ("llama") or merges ("gemma4").
 llama.cpp's `clean_spaces`, which changes decoded text, has no counterpart here. This module does not read the file.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from offspec.loaders.files.checkpoint import show
 
 from ..errors import UnsupportedModelError
 from .gguf_pretokenizers import WORD_RULES
 from .gguf_tokens import ADDED_KINDS, REMEDY, GgufTokens, Metadata, TokenKind, is_utf8, read_tokens
-from .tokenizer_files import MOST_ADDED_CHARACTERS, TokenizerSettings, library_errors
+from .tokenizer_files import MOST_ADDED_CHARACTERS, TokenizerSettings, as_files, library_errors, put_bos_first
 
 MOST_MERGES = 2**21  # Gemma's vocabulary has 0.6 million
 _SPACE = "▁"
 _SENTENCEPIECE_ROLES = {"unk": 0, "bos": 1, "eos": 2}
+_GEMMA4_ROLES = {"eos": 1, "bos": 2, "unk": 3}
+_LINES = r"[^\n]+|[\n]+"  # Gemma 4's words (llama-vocab.cpp, LLAMA_VOCAB_PRE_TYPE_GEMMA4)
 _TEMPLATE_NAMES = {"bos": "bos_token", "eos": "eos_token", "unk": "unk_token", "pad": "pad_token"}
 
 
@@ -42,34 +43,25 @@ def read_gguf(values: Mapping[str, Any], path: Path) -> tuple[tokenizers.Tokeniz
             backend, adds_bos = _byte_level(metadata, tokens)
         elif kind == "llama":
             tokens = read_tokens(metadata, _SENTENCEPIECE_ROLES)
-            backend, adds_bos = _sentencepiece(metadata, tokens), True
+            backend, adds_bos = _sentencepiece(metadata, tokens, _scored_merges(metadata, tokens)), True
+        elif kind == "gemma4":
+            tokens = read_tokens(metadata, _GEMMA4_ROLES)
+            backend, adds_bos = _sentencepiece(metadata, tokens, _merges(metadata, tokens)), True
+            backend.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex(_LINES), "isolated")
         else:
             raise UnsupportedModelError(
-                f"{path} has a tokenizer of kind {show(kind)}, which is not supported (only gpt2 and llama are); use "
-                "the model's safetensors checkpoint"
+                f"{path} has a tokenizer of kind {show(kind)}, which is not supported (only gpt2, llama and gemma4 "
+                "are); use the model's safetensors checkpoint"
             )
         _add_tokens(backend, tokens, metadata)
         settings = _settings(metadata, tokens, adds_bos)
-        _put_bos_first(backend, settings)
+        put_bos_first(backend, settings)
         return backend, settings
 
 
 def tokenizer_json(values: Mapping[str, Any], path: Path) -> dict[str, bytes]:
     """The tokenizer as the files of a checkpoint folder: name → content. Raises the errors of `read_gguf`."""
-    backend, settings = read_gguf(values, path)
-    config: dict[str, Any] = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "clean_up_tokenization_spaces": False,
-        "add_bos_token": settings.add_bos,
-        **settings.special_tokens,
-    }
-    if settings.chat_template is not None:
-        config["chat_template"] = settings.chat_template
-    files: dict[str, Any] = {"tokenizer_config.json": config}
-    if settings.eos_ids:
-        files["generation_config.json"] = {"eos_token_id": sorted(settings.eos_ids)}
-    written = {name: json.dumps(content, ensure_ascii=False, indent=2).encode() for name, content in files.items()}
-    return {"tokenizer.json": backend.to_str(pretty=True).encode(), **written}
+    return as_files(*read_gguf(values, path))
 
 
 def _byte_level(metadata: Metadata, tokens: GgufTokens) -> tuple[tokenizers.Tokenizer, bool]:
@@ -109,14 +101,15 @@ def _merges(metadata: Metadata, tokens: GgufTokens) -> list[tuple[str, str]]:
     return list(merges)
 
 
-def _sentencepiece(metadata: Metadata, tokens: GgufTokens) -> tokenizers.Tokenizer:
-    """Sentencepiece's BPE: the pair whose token has the highest score is merged first (sentencepiece, bpe_model.cc).
+def _sentencepiece(metadata: Metadata, tokens: GgufTokens, merges: list[tuple[str, str]]) -> tokenizers.Tokenizer:
+    """Sentencepiece's BPE: characters are merged, and spaces are characters.
 
-    There, two pairs for the same token have one rank, and the leftmost is merged. Here, as in transformers, one pair
-    precedes the other. Texts that show the difference are rare, such as "xyx" split in this way by earlier merges.
+    With scores, the pair whose token has the highest one is merged first (sentencepiece, bpe_model.cc). There, two
+    pairs for the same token have one rank, and the leftmost is merged. Here, as in transformers, one pair precedes the
+    other. Texts that show the difference are rare, such as "xyx" split in this way by earlier merges.
     """
     unk = tokens.text_of("unk")
-    model = models.BPE(tokens.ids, _scored_merges(metadata, tokens), unk_token=unk, fuse_unk=True, byte_fallback=True)
+    model = models.BPE(tokens.ids, merges, unk_token=unk, fuse_unk=True, byte_fallback=True)
     backend = tokenizers.Tokenizer(model)
     has_prefix = metadata.optional("tokenizer.ggml.add_space_prefix", bool) is not False
     spaces: list[Any] = [normalizers.Replace(" ", _SPACE)]
@@ -183,14 +176,3 @@ def _settings(metadata: Metadata, tokens: GgufTokens, adds_bos: bool) -> Tokeniz
         chat_template=template,
         chat_template_file=metadata.path,
     )
-
-
-def _put_bos_first(backend: tokenizers.Tokenizer, settings: TokenizerSettings) -> None:
-    """Add BOS by a post-processor, for other programs that read the written files; offspec adds BOS itself."""
-    if settings.add_bos:
-        bos = settings.special_tokens["bos_token"]
-        template = processors.TemplateProcessing(
-            single=["bos", "$A"],
-            special_tokens=[{"id": "bos", "ids": [backend.token_to_id(bos)], "tokens": [bos]}],
-        )
-        backend.post_processor = template

@@ -19,11 +19,13 @@ from typing import Any
 import tokenizers
 
 from offspec.loaders.files.gguf_file import read_metadata
+from offspec.loaders.files.mistral_folder import TEKKEN_FILE
 
 from ..errors import ContextLengthError, TokenizerError, VocabularyMismatchError
 from . import chat_template
 from .gguf_tokenizer import read_gguf
 from .special_text import EncodedText, HiddenChat, SpecialText
+from .tekken import read_tekken
 from .text_stream import REPLACEMENT, Detokenizer, TextStream
 from .token_bytes import token_bytes
 from .tokenizer_files import (
@@ -62,11 +64,13 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: Path) -> Tokenizer:
-        """Read tokenizer.json and the small files beside it, or a GGUF file's metadata.
+        """Read tokenizer.json and the small files beside it, a GGUF file's metadata, or Mistral's tekken.json.
 
         Raises TokenizerError if a file is damaged or tokenizer.json is missing; for a GGUF file the errors of
         `from_gguf`, and CheckpointError if the file cannot be read.
         """
+        if folder.name == TEKKEN_FILE and folder.is_file():
+            return cls._made(*read_tekken(folder), folder)
         if folder.is_file():
             return cls.from_gguf(read_metadata(folder), folder)
         with library_errors(f"the tokenizer in {folder} cannot be used", "download its files again"):
@@ -132,7 +136,8 @@ class Tokenizer:
         """Raises TokenizerError if the template is missing or not a text."""
         if not self.has_chat_template:
             raise TokenizerError(
-                f"{self.folder} has no chat template, so it accepts plain text only; choose a checkpoint tuned for chat"
+                f"{self.folder} has no chat template, so it accepts plain text only; choose a checkpoint tuned for "
+                "chat, or put the model's chat_template.jinja beside it"
             )
         if not isinstance(self._settings.chat_template, str):
             raise TokenizerError(

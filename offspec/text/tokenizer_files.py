@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
+from tokenizers import processors
 
 from offspec.loaders.files.checkpoint import show
 from offspec.loaders.files.small_files import MOST_JSON_BYTES, MOST_TOKENIZER_BYTES, parse_json, read_small_file
@@ -38,20 +39,47 @@ class TokenizerSettings:
 
 def read_settings(folder: Path) -> TokenizerSettings:
     """Read the files beside tokenizer.json in `folder`. Raises TokenizerError."""
-    config = _read_json(folder / "tokenizer_config.json")
+    config = read_json(folder / "tokenizer_config.json")
     add_bos = config.get("add_bos_token")
-    template, template_file = _read_chat_template(folder, config)
-    special_map = _special_tokens(_read_json(folder / "special_tokens_map.json"))
+    template, template_file = read_chat_template(folder, config)
+    special_map = _special_tokens(read_json(folder / "special_tokens_map.json"))
     # Older settings have no list of added tokens; only then special_tokens_map.json takes precedence.
     special = _special_tokens(config) | ({} if "added_tokens_decoder" in config else special_map)
     return TokenizerSettings(
         special_tokens=special,
-        added_tokens=_added_tokens(_read_json(folder / "added_tokens.json"), config.get("added_tokens_decoder")),
+        added_tokens=_added_tokens(read_json(folder / "added_tokens.json"), config.get("added_tokens_decoder")),
         add_bos=add_bos if isinstance(add_bos, bool) else None,
         eos_ids=_read_eos_ids(folder / "generation_config.json") | _read_eos_ids(folder / "config.json"),
         chat_template=template,
         chat_template_file=template_file,
     )
+
+
+def as_files(backend: tokenizers.Tokenizer, settings: TokenizerSettings) -> dict[str, bytes]:
+    """A tokenizer as the files of a checkpoint folder: name → content."""
+    config: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        "add_bos_token": settings.add_bos,
+        **settings.special_tokens,
+    }
+    if settings.chat_template is not None:
+        config["chat_template"] = settings.chat_template
+    files: dict[str, Any] = {"tokenizer_config.json": config}
+    if settings.eos_ids:
+        files["generation_config.json"] = {"eos_token_id": sorted(settings.eos_ids)}
+    written = {name: json.dumps(content, ensure_ascii=False, indent=2).encode() for name, content in files.items()}
+    return {"tokenizer.json": backend.to_str(pretty=True).encode(), **written}
+
+
+def put_bos_first(backend: tokenizers.Tokenizer, settings: TokenizerSettings) -> None:
+    """Add BOS by a post-processor, for other programs that read the written files; offspec adds BOS itself."""
+    if settings.add_bos:
+        bos = settings.special_tokens["bos_token"]
+        backend.post_processor = processors.TemplateProcessing(
+            single=["bos", "$A"],
+            special_tokens=[{"id": "bos", "ids": [backend.token_to_id(bos)], "tokens": [bos]}],
+        )
 
 
 def read_backend(folder: Path) -> tokenizers.Tokenizer:
@@ -108,7 +136,8 @@ def _read_text(file: Path) -> str | None:
         raise TokenizerError(f"{file} cannot be read ({one_line(exc)}); download it again") from exc
 
 
-def _read_json(file: Path) -> dict[str, Any]:
+def read_json(file: Path) -> dict[str, Any]:
+    """The object in a file; {} if it does not exist. Raises TokenizerError."""
     encoded = _read_bytes(file)
     if encoded is None:
         return {}
@@ -149,7 +178,7 @@ def _added_tokens(ids: dict[str, Any], decoder: object) -> dict[int, tokenizers.
 
 def _read_eos_ids(file: Path) -> frozenset[int]:
     """The ids of end tokens. Ids outside the vocabulary are harmless; some files have -1."""
-    value = _read_json(file).get("eos_token_id")
+    value = read_json(file).get("eos_token_id")
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if not all(type(i) is int for i in ids):
         raise TokenizerError(f'{file}: "eos_token_id" is {show(value)}, not a number or a list of numbers; correct it')
@@ -158,7 +187,8 @@ def _read_eos_ids(file: Path) -> frozenset[int]:
     return frozenset(ids) - {-1}
 
 
-def _read_chat_template(folder: Path, config: dict[str, Any]) -> tuple[object, Path]:
+def read_chat_template(folder: Path, config: dict[str, Any]) -> tuple[object, Path]:
+    """The template of a folder, None if it has none, and its file. config: of the tokenizer."""
     file = folder / "chat_template.jinja"
     text = _read_text(file)
     if text is not None:

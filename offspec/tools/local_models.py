@@ -19,7 +19,7 @@ from ..errors import CheckpointError, OffspecError, UsageError
 from ..named_models import BUILTIN, MODEL_NAMES, named_path
 
 MOST_DEPTH = 3  # of folders below the one that is searched
-HEAD_FAULT = "a trained head: a draft (--draft), not a model"
+HEAD_FAULT = "a trained head, which is no model: give it as `draft`"
 
 
 @dataclass(frozen=True)

@@ -236,11 +236,10 @@ def _with_draft(engine: Engine, draft: str) -> Engine:
 
 def _random_draft(engine: Engine) -> Decoder:
     """A draft of the smallest possible size, because its memory is not planned."""
-    config = engine.target.config.as_native()
+    config = engine.target.config.as_native().plain_layers(1)
     rope = config.rope
     shape = replace(
         config,
-        num_layers=1,
         windows=(None,),
         unrotated=(),
         rotary_share=1.0,

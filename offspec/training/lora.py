@@ -33,7 +33,7 @@ from ..model.config import ModelConfig
 from ..model.cuda_graphs import is_static
 from ..model.decoder import Decoder
 from ..model.names import LAYER_PREFIX, in_layer
-from ..model.parts.part import Attending, LayerWeights, PassRows, Projected, RowsWithoutMemory, TextPaths
+from ..model.parts.part import Attending, Entries, LayerWeights, PassRows, RowsWithoutMemory, TextPaths
 from ..model.rope import Rotations
 
 FILE_FORMAT, FILE_VERSION = "offspec draft adapter", "1"
@@ -242,8 +242,9 @@ class TreeRows(RowsWithoutMemory):
         sees = self._sees if window is None else self._sees & (self._distance < window)
         return sees[first:last]
 
-    def exchange(self, layer: int, keys: Tensor, values: Tensor, first: int, last: int) -> tuple[Tensor, Tensor]:
-        return keys.transpose(0, 1), values.transpose(0, 1)
+    def exchange(self, layer: int, entries: Entries | None, first: int, last: int) -> Entries:
+        assert entries is not None, "layers that share entries are not trained"
+        return entries[0].transpose(0, 1), entries[1].transpose(0, 1)
 
 
 class CausalTexts(RowsWithoutMemory):
@@ -265,12 +266,17 @@ class CausalTexts(RowsWithoutMemory):
         ages = self._positions[:, None] - self._positions
         return (ages >= 0) if window is None else (ages >= 0) & (ages < window)
 
-    def exchange(self, layer: int, keys: Tensor, values: Tensor, first: int, last: int) -> tuple[Tensor, Tensor]:
-        return keys.transpose(0, 1), values.transpose(0, 1)
+    def exchange(self, layer: int, entries: Entries | None, first: int, last: int) -> Entries:
+        assert entries is not None, "layers that share entries are not trained"
+        return entries[0].transpose(0, 1), entries[1].transpose(0, 1)
 
-    def attend(self, part: Attending, projected: Projected, first: int, last: int) -> Tensor:
-        texts = zip(*(torch.split(each, self._length) for each in projected), strict=True)
-        return torch.cat([super(CausalTexts, self).attend(part, text, 0, self._length) for text in texts])
+    def attend(self, part: Attending, queries: Tensor, entries: Entries | None, first: int, last: int) -> Tensor:
+        assert entries is not None, "layers that share entries are not trained"
+        texts = zip(*(torch.split(each, self._length) for each in (queries, *entries)), strict=True)
+        attended = (
+            super(CausalTexts, self).attend(part, each, (keys, values), 0, self._length) for each, keys, values in texts
+        )
+        return torch.cat(list(attended))
 
 
 class AdaptedWeights(LayerWeights):

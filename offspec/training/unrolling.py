@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..model.heads.head import Advanced, Head, Inputs
-from ..model.parts.part import Attending, Projected
+from ..model.parts.part import Attending, Entries
 from ..model.rope import Rotations
 from .target_texts import Shard
 
@@ -80,6 +80,8 @@ class UnrolledRows:
     are the text, and to its ancestors.
     """
 
+    inputs: Tensor | None = None
+
     def __init__(self, device: torch.device, num_texts: int, length: int) -> None:
         self._num_texts, self._length, self._device = num_texts, length, device
         self._step, self._count = -1, length
@@ -92,17 +94,18 @@ class UnrolledRows:
         self.rotations = Rotations(positions.repeat(self._num_texts))
         self.chunks = [(0, self._num_texts * count)]
 
-    def attend(self, part: Attending, projected: Projected, first: int, last: int) -> Tensor:
+    def attend(self, part: Attending, queries: Tensor, entries: Entries | None, first: int, last: int) -> Tensor:
+        assert entries is not None, "a head's layers have entries"
         queries, keys, values = (
-            each.view(self._num_texts, self._count, *each.shape[1:]).transpose(1, 2) for each in projected
+            each.view(self._num_texts, self._count, *each.shape[1:]).transpose(1, 2) for each in (queries, *entries)
         )
-        entries = self._entries.setdefault(part.layer, [])
-        entries.append((keys, values))
+        steps = self._entries.setdefault(part.layer, [])
+        steps.append((keys, values))
         scale = part.config.attention_scale or queries.shape[-1] ** -0.5
         group = queries.shape[1] // keys.shape[1]
         seen = [
             [each[:, :, : self._count].repeat_interleave(group, 1).to(queries.dtype) for each in entry]
-            for entry in entries
+            for entry in steps
         ]
         (keys, values), *above = seen
         if not above:

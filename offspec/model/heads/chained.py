@@ -58,7 +58,7 @@ class ChainedHead(Head, ABC):
         layers = _text_layers(tensors)
         config = states_config(target.config, num_parts, width, len(layers))
         super().__init__(config, RamWeights(layers, {}), target, Vocabulary(target.config.vocab_size), dtype)
-        inner = target.config.only_layers([0] * len(layers))
+        inner = target.config.plain_layers(len(layers))
         self.blocks = build_blocks(inner, dtype=self.dtype, device=self.device)
         self.reads_text = bool(layers)
 
@@ -144,7 +144,7 @@ def head_name(step: int) -> str:
 
 def states_config(target: ModelConfig, num_parts: int, width: int | None = None, num_layers: int = 0) -> ModelConfig:
     """The shape of a head whose states have `num_parts` parts. num_layers: over the text."""
-    return replace(target.only_layers([0] * num_layers), hidden_size=num_parts * (width or target.hidden_size))
+    return replace(target.plain_layers(num_layers), hidden_size=num_parts * (width or target.hidden_size))
 
 
 TEXT_NORM = "text.norm.weight"
@@ -152,7 +152,7 @@ TEXT_NORM = "text.norm.weight"
 
 def text_shapes(target: ModelConfig, num_layers: int) -> dict[str, tuple[int, ...]]:
     """Name → shape of the tensors of layers over the text."""
-    shapes = layer_shapes(target.only_layers([0]))
+    shapes = layer_shapes(target.plain_layers(1))
     return {f"text.{index}.{name}": shape for index in range(num_layers) for name, shape in shapes.items()}
 
 

@@ -32,7 +32,7 @@ from ..parts.attention import Attention
 from ..parts.kv_attention import attend
 from ..parts.part import LayerWeights, Part, PassRows, as_vector
 from ..pass_rows import AppendedRows
-from ..rope import Rotations, rotate
+from ..rope import Rotations
 from .chained import MOST_STEPS
 from .eagle import OF_TARGET, TO_TARGET, vocabulary_of
 from .head import LAYERS, OWN_EMBEDDING, OWN_HEAD, Advanced, Head, HeadSpec, Inputs, layers_of
@@ -119,7 +119,7 @@ class DFlashHead(Head):
         """Store the entries of rows of the text; returns all keys and values [kv_heads, S, head_dim]."""
         assert isinstance(part, Attention)
         _, keys, values = self._projected(part, features, weights, rows.rotations)
-        return rows.exchange(part.layer, keys, values, 0, len(features))
+        return rows.exchange(part.layer, (keys, values), 0, len(features))
 
     def _attended(
         self,
@@ -143,11 +143,10 @@ class DFlashHead(Head):
         self, part: Attention, x: Tensor, weights: LayerWeights, rotations: Rotations
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of rows x [T, hidden]."""
-        assert part.rotary is not None
-        queries, keys, values = part.projected(x, weights)
-        queries, keys = part.qk_normed(queries, keys, weights)
-        cos, sin = rotations.of(part.rotary)
-        return rotate(queries, cos, sin), rotate(keys, cos, sin), values
+        queries, *entries = part.projected(x, weights)
+        norm = part.config.qk_norm_form.queries
+        queries = part.placed(queries, norm, weights, rotations, 0, len(x))
+        return (queries, *part.entries(entries, weights, rotations, 0, len(x)))
 
 
 # ------------------------------------------------------------------------------------------------ from files

@@ -38,8 +38,8 @@ class SharedCache(TextMemory):
     def __init__(self, target: CachedDecoder, layers: Sequence[int]) -> None:
         self._target = target
         self._numbers = tuple(layers)
-        self._states = self._empty_states()
-        super().__init__(list(self._states), target.device, list(self._states.values()))
+        self._own_states = self._empty_states()
+        super().__init__(list(self._own_states), target.device, list(self._own_states.values()))
         self.num_exact = 0
         self._room = MAX_NODES
         self._start = 0  # the slot of the first own entry
@@ -56,12 +56,12 @@ class SharedCache(TextMemory):
 
     def _target_states(self, layers: Sequence[int]) -> list[State]:
         """The target's states in these layers of the draft."""
-        found = list[State]()
+        states = list[State]()
         for layer in layers:
             memory, place = self._target.cache.state_of(self._numbers[layer])
             assert isinstance(memory, RecurrentStates)
-            found.append(memory.state(place))
-        return found
+            states.append(memory.state(place))
+        return states
 
     @property
     def size(self) -> int:
@@ -80,7 +80,7 @@ class SharedCache(TextMemory):
     @property
     def nbytes(self) -> int:
         """Those of recurrent layers alone: the target's cache counts all entries."""
-        return sum(memory.nbytes for memory in self._states)
+        return sum(memory.nbytes for memory in self._own_states)
 
     @property
     def beginning(self) -> Beginning | None:
@@ -126,7 +126,7 @@ class SharedCache(TextMemory):
             self.truncate(length)
             return
         assert known == length + 1, "the target scores all but the last token"
-        for memory, layers in self._states.items():
+        for memory, layers in self._own_states.items():
             memory.follow_with_last(self._target_states(layers), path, pending)
         start = length + 1 + self._room
         slots = to_device(torch.tensor([path[-1], *pending]), self.positions.device) + first
@@ -137,7 +137,7 @@ class SharedCache(TextMemory):
         """Drop all own entries, and the target's from position `length` on."""
         self.length = self.num_exact = self._start = min(length, self._target.length)
         self.pending = 0
-        for memory, layers in self._states.items():
+        for memory, layers in self._own_states.items():
             memory.follow(self._target_states(layers))
 
 

@@ -1,18 +1,22 @@
 """Grouped-query attention with RoPE, as a part of a layer.
 
 A family's differences are fields of `ModelConfig`, each read in one place here: biases in `has_bias`, fused matrices in
-`matrices` and `projected`, QK norm in `qk_normed`, scores in the rows' `attend`, the places of norms in `forward`.
+`matrices` and `projected`, norms of heads in `placed` and `entries`, scores in the rows' `attend`, the places of norms
+in `forward`. Layers' shapes are `ModelConfig.shape_of`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..config import ModelConfig
 from ..memory.kv_cache import KVLayout
-from ..rope import RotaryEmbeddings, rotate
-from .part import LayerWeights, NativePart, PassRows, Projected, Shape
+from ..rope import RotaryEmbeddings, Rotations, rotate
+from .part import Entries, LayerWeights, NativePart, PassRows, Shape
 
 
 class Attention(NativePart):
@@ -21,10 +25,18 @@ class Attention(NativePart):
     def __init__(self, config: ModelConfig, layer: int, rotaries: RotaryEmbeddings | None = None) -> None:
         super().__init__(config, layer, rotaries)
         self.window = config.windows[layer]  # the number of positions a row attends to, itself included; None is all
-        self.memory = KVLayout(config.num_kv_heads, config.head_dim)
         self.places = config.norms_of(layer)
+        self.shape = shape = config.shape_of(layer)
+        self.entries_of = layer if shape.entries_of is None else shape.entries_of
+        if self.has_entries:
+            self.memory = KVLayout(shape.num_kv_heads, shape.head_dim)
         rope = config.rope_of(layer)
-        self.rotary = None if rope is None or rotaries is None else rotaries.of(rope)
+        self.rotary = None if rope is None or rotaries is None else rotaries.of(rope, config.rotary_dim_of(layer))
+
+    @property
+    def has_entries(self) -> bool:
+        """Whether it makes KV entries, and does not attend to another layer's."""
+        return self.shape.entries_of is None
 
     @property
     def norms(self) -> list[str]:
@@ -32,34 +44,39 @@ class Attention(NativePart):
 
     @property
     def matrices(self) -> dict[str, tuple[int, int]]:
-        c = self.config
-        q, kv, hidden = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim, c.hidden_size
-        if c.has_attention_gate:
-            shapes = {f"{c.attention}.{name}_proj": (n, hidden) for name, n in (("q", 2 * q), ("k", kv), ("v", kv))}
-        elif c.has_fused_qkv:
-            shapes = {f"{c.attention}.qkv_proj": (q + 2 * kv, hidden)}
+        c, shape = self.config, self.shape
+        q, kv, hidden = c.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim, c.hidden_size
+        if c.has_fused_qkv:
+            rows = {"qkv": q + 2 * kv}
         else:
-            shapes = {f"{c.attention}.{name}_proj": (rows, hidden) for name, rows in (("q", q), ("k", kv), ("v", kv))}
-        return {**shapes, c.attention_output: (hidden, q)}
+            rows = {"q": 2 * q if c.has_attention_gate else q} | dict.fromkeys(self._entry_projections, kv)
+        return {
+            **{f"{c.attention}.{name}_proj": (n, hidden) for name, n in rows.items()},
+            c.attention_output: (hidden, q),
+        }
+
+    @property
+    def _entry_projections(self) -> str:
+        if not self.has_entries:
+            return ""
+        return "k" if self.shape.are_values_keys else "kv"
 
     @property
     def row_numbers(self) -> int:
-        return 6 * self.config.num_heads * self.config.head_dim
+        return 6 * self.config.num_heads * self.shape.head_dim
 
     def has_bias(self, matrix: str) -> bool:
         return self.config.o_bias if matrix == self.config.attention_output else self.config.qkv_bias
 
     @property
     def shapes(self) -> dict[str, Shape]:
-        c, form, shapes = self.config, self.config.qk_norm_form, super().shapes
-        if c.qk_norm:
-            for name, heads in ((form.queries, c.num_heads), (form.keys, c.num_kv_heads)):
-                forms = {
-                    "head": (c.head_dim,),
-                    "own head": (heads, c.head_dim),
-                    "projection": (heads * c.head_dim,),
-                }
-                shapes[f"{name}.weight"] = forms[form.over]
+        form, shapes, head_dim = self.config.qk_norm_form, super().shapes, self.shape.head_dim
+        normed = {form.queries: self.config.num_heads}
+        if self.has_entries:
+            normed[form.keys] = self.shape.num_kv_heads
+        for name, heads in normed.items() if self.config.qk_norm else ():
+            forms = {"head": (head_dim,), "own head": (heads, head_dim), "projection": (heads * head_dim,)}
+            shapes[f"{name}.weight"] = forms[form.over]
         return shapes
 
     def forward(self, x: Tensor, weights: LayerWeights, rows: PassRows, first: int, last: int) -> Tensor:
@@ -69,50 +86,61 @@ class Attention(NativePart):
     def attended(self, x: Tensor, weights: LayerWeights, rows: PassRows, first: int, last: int) -> Tensor:
         """Attention of rows first .. last: normed states x [T, hidden] → [T, hidden]."""
         c = self.config
-        queries, keys, values = self.projected(x, weights)
-        gate = None
+        projected = self.projected(x, weights)
+        queries, gate = projected[0], None
         if c.has_attention_gate:
             queries, gate = queries.chunk(2, dim=-1)
-        if not c.qk_norm_form.is_after_rope:
-            queries, keys = self.qk_normed(queries, keys, weights)
-        if self.rotary is not None:
-            cos, sin = (each[first:last] for each in rows.rotations.of(self.rotary))
-            queries = rotate(queries, cos, sin, is_interleaved=c.has_interleaved_rope)
-            keys = rotate(keys, cos, sin, is_interleaved=c.has_interleaved_rope)
-        if c.qk_norm_form.is_after_rope:
-            queries, keys = self.qk_normed(queries, keys, weights)
+        queries = self.placed(queries, c.qk_norm_form.queries, weights, rows.rotations, first, last)
+        entries = self.entries(projected[1:], weights, rows.rotations, first, last) if self.has_entries else None
         if c.query_growth is not None:
             queries = queries * rows.rotations.growth(*c.query_growth)[first:last].to(queries.dtype)
-        out = rows.attend(self, (queries, keys, values), first, last)
+        out = rows.attend(self, queries, entries, first, last)
         if gate is not None:
             out = out * gate.sigmoid()
         return weights.linear(c.attention_output, out.flatten(1))
 
-    def projected(self, x: Tensor, weights: LayerWeights) -> Projected:
+    def projected(self, x: Tensor, weights: LayerWeights) -> list[Tensor]:
         """Queries [T, heads, head_dim], keys and values [T, kv_heads, head_dim] of normed states x [T, hidden].
 
-        With a gate, a head's queries are followed by it.
+        With a gate, a head's queries are followed by it. Keys are missing without KV entries, values if they are keys.
+        """
+        c, shape = self.config, self.shape
+        if c.has_fused_qkv:
+            sizes = [heads * shape.head_dim for heads in (c.num_heads, shape.num_kv_heads, shape.num_kv_heads)]
+            queries, *entries = torch.split(weights.linear(f"{c.attention}.qkv_proj", x), sizes, dim=-1)
+        else:
+            names = ("q", *self._entry_projections)
+            queries, *entries = (weights.linear(f"{c.attention}.{name}_proj", x) for name in names)
+        by_head = (len(x), shape.num_kv_heads, shape.head_dim)
+        return [queries.view(len(x), c.num_heads, -1), *(each.view(by_head) for each in entries)]
+
+    def entries(
+        self, projected: Sequence[Tensor], weights: LayerWeights, rotations: Rotations, first: int, last: int
+    ) -> Entries:
+        """The KV entries of rows first .. last. projected: their keys, and values unless they are keys."""
+        keys, values = projected[0], projected[-1]
+        if self.config.has_value_norm:
+            values = F.rms_norm(values, values.shape[-1:], None, self.config.rms_norm_eps)
+        return self.placed(keys, self.config.qk_norm_form.keys, weights, rotations, first, last), values
+
+    def placed(
+        self, heads: Tensor, norm: str, weights: LayerWeights, rotations: Rotations, first: int, last: int
+    ) -> Tensor:
+        """Queries or keys [T, heads, head_dim] of rows first .. last, rotated, and normed if the family norms them.
+
+        rotations: of all rows.
         """
         c = self.config
-        if c.has_fused_qkv:
-            sizes = [heads * c.head_dim for heads in (c.num_heads, c.num_kv_heads, c.num_kv_heads)]
-            queries, keys, values = torch.split(weights.linear(f"{c.attention}.qkv_proj", x), sizes, dim=-1)
-        else:
-            queries, keys, values = (weights.linear(f"{c.attention}.{name}_proj", x) for name in "qkv")
-        return (
-            queries.view(len(x), c.num_heads, -1),
-            keys.view(-1, c.num_kv_heads, c.head_dim),
-            values.view(-1, c.num_kv_heads, c.head_dim),
-        )
+        if c.qk_norm and not c.qk_norm_form.is_after_rope:
+            heads = self._heads_normed(heads, norm, weights)
+        if self.rotary is not None:
+            cos, sin = (each[first:last] for each in rotations.of(self.rotary))
+            heads = rotate(heads, cos, sin, is_interleaved=c.has_interleaved_rope)
+        if c.qk_norm and c.qk_norm_form.is_after_rope:
+            heads = self._heads_normed(heads, norm, weights)
+        return heads
 
-    def qk_normed(self, queries: Tensor, keys: Tensor, weights: LayerWeights) -> tuple[Tensor, Tensor]:
-        """Queries and keys [T, heads, head_dim], normed if the family has a QK norm."""
-        if not self.config.qk_norm:
-            return queries, keys
-        form = self.config.qk_norm_form
-        if form.over != "projection":
-            return self.norm(queries, weights, form.queries), self.norm(keys, weights, form.keys)
-        return (
-            self.norm(queries.flatten(1), weights, form.queries).view(queries.shape),
-            self.norm(keys.flatten(1), weights, form.keys).view(keys.shape),
-        )
+    def _heads_normed(self, heads: Tensor, norm: str, weights: LayerWeights) -> Tensor:
+        if self.config.qk_norm_form.over != "projection":
+            return self.norm(heads, weights, norm)
+        return self.norm(heads.flatten(1), weights, norm).view(heads.shape)

@@ -8,6 +8,7 @@ from ..config import ModelConfig
 from ..rope import RotaryEmbeddings
 from .attention import Attention
 from .delta_net import DeltaNet
+from .layer_input import LayerInput, LayerScale
 from .mamba import AttentionBesideMamba, Mamba
 from .mlp import AttentionBesideMlp, Mlp
 from .modules import LayerOfModules
@@ -18,6 +19,8 @@ PARTS: dict[str, Callable[[ModelConfig, int, RotaryEmbeddings | None], Part]] = 
     "attention": Attention,
     "mlp": Mlp,
     "delta net": DeltaNet,
+    "layer input": LayerInput,
+    "layer scale": LayerScale,
     "mamba": Mamba,
     "attention beside mamba": AttentionBesideMamba,
     "short convolution": ShortConvolution,

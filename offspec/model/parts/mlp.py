@@ -33,19 +33,23 @@ class Mlp(NativePart):
         self.multipliers = config.multipliers
 
     @property
+    def inner_size(self) -> int:
+        return self.config.shape_of(self.layer).intermediate_size
+
+    @property
     def norms(self) -> list[str]:
         places = self.config.norms_of(self.layer)
         return [name for name in (places.before_mlp, places.after_mlp) if name is not None]
 
     @property
     def matrices(self) -> dict[str, tuple[int, int]]:
-        hidden, inner, names = self.config.hidden_size, self.config.intermediate_size, self.config.mlp
+        hidden, inner, names = self.config.hidden_size, self.inner_size, self.config.mlp
         gate = {} if names.gate is None else {names.gate: (inner, hidden)}
         return {**gate, names.up: (2 * inner if names.is_fused else inner, hidden), names.down: (hidden, inner)}
 
     @property
     def row_numbers(self) -> int:
-        return (4 if self.config.mlp.is_fused else 3) * self.config.intermediate_size
+        return (4 if self.config.mlp.is_fused else 3) * self.inner_size
 
     def has_bias(self, matrix: str) -> bool:
         return self.config.mlp_bias

@@ -13,20 +13,26 @@ from torch import Tensor
 from offspec.loaders.formats import Weight, linear, linear_fp32
 
 from ..config import ModelConfig
+from ..families import LayerShape
 from ..memory.kv_cache import MemoryLayout
 from ..norms import normalize
 from ..rope import RotaryEmbeddings, Rotations
 from .kv_attention import attend
 
 Shape = tuple[int, ...]
-Projected = tuple[Tensor, Tensor, Tensor]  # queries [T, heads, D], keys and values [T, kv_heads, D] of T rows
+Entries = tuple[Tensor, Tensor]  # keys and values [T, kv_heads, D] of T rows
 
 
 class Attending(Protocol):
-    """A part of layer `layer` that attends to KV entries. window: positions that a row attends to; None: all."""
+    """A part of layer `layer` that attends to KV entries, those of layer `entries_of`.
+
+    window: positions that a row attends to; None: all.
+    """
 
     layer: int
+    entries_of: int
     config: ModelConfig
+    shape: LayerShape
     window: int | None
 
 
@@ -34,7 +40,11 @@ class PassRows(Protocol):
     """The rows of one pass: their positions and chunks, and their attention.
 
     rotations: of the T rows' positions. chunks: (first, last) ranges of rows that go through a layer together.
+    inputs [T, layers, size]: what layers get of each row's token (`parts.layer_input`); None: nothing.
     """
+
+    @property
+    def inputs(self) -> Tensor | None: ...
 
     @property
     def rotations(self) -> Rotations: ...
@@ -42,27 +52,31 @@ class PassRows(Protocol):
     @property
     def chunks(self) -> list[tuple[int, int]]: ...
 
-    def attend(self, part: Attending, projected: Projected, first: int, last: int) -> Tensor:
-        """Attention [last - first, heads, head_dim] of rows first .. last, given their queries, keys and values."""
+    def attend(self, part: Attending, queries: Tensor, entries: Entries | None, first: int, last: int) -> Tensor:
+        """Attention [last - first, heads, head_dim] of rows first .. last, given their queries [T, heads, D].
+
+        entries: theirs; None: layer `part.entries_of` has stored them in this pass.
+        """
 
 
 class RowsOfText(ABC):
     """`PassRows` of one text: its KV entries, and the mask over them."""
+
+    inputs: Tensor | None = None
 
     @abstractmethod
     def mask(self, first: int, last: int, window: int | None) -> Tensor | None:
         """Bool [last - first, S]: the keys that rows first .. last attend to; None for all keys."""
 
     @abstractmethod
-    def exchange(self, layer: int, keys: Tensor, values: Tensor, first: int, last: int) -> tuple[Tensor, Tensor]:
-        """Store the keys and values [T, kv_heads, head_dim] of rows first .. last.
+    def exchange(self, layer: int, entries: Entries | None, first: int, last: int) -> Entries:
+        """Store the entries of rows first .. last, unless they are stored already.
 
         Returns the keys and values for their attention, [kv_heads, S, head_dim] each.
         """
 
-    def attend(self, part: Attending, projected: Projected, first: int, last: int) -> Tensor:
-        queries, keys, values = projected
-        keys, values = self.exchange(part.layer, keys, values, first, last)
+    def attend(self, part: Attending, queries: Tensor, entries: Entries | None, first: int, last: int) -> Tensor:
+        keys, values = self.exchange(part.entries_of, entries, first, last)
         mask, c = self.mask(first, last, part.window), part.config
         return attend(queries, keys, values, mask, scale=c.attention_scale, cap=c.attention_cap)
 

@@ -163,7 +163,7 @@ def test_wherever_they_lie(tmp_path: Path, resident: tuple[int, ...], dtype: tor
     slots = Slots(2, 0, max(layer.record.nbytes for layer in model.layers))
     placement = Placement(places_of(resident=resident, on_disk=on_disk), slots, (), Limits(None, 0), 0, 0)
     weights = TieredWeights(
-        model, placement, dtype=dtype, device=CPU, embedding=EMBEDDING, options=TierOptions(blocked=True)
+        model, placement, dtype=dtype, device=CPU, row_tables=(EMBEDDING,), options=TierOptions(blocked=True)
     )
     x = torch.randn(4, COLUMNS)
     for _ in range(2):

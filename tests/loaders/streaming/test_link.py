@@ -114,7 +114,7 @@ def test_every_pass_computes_with_the_right_layers(
         placement,
         dtype=torch.float32,
         device=device,
-        embedding=EMBEDDING,
+        row_tables=(EMBEDDING,),
         options=TierOptions(synchronous=synchronous),
     )
     x = torch.randn(64, 512, device=device)

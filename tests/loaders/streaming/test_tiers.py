@@ -102,8 +102,8 @@ def test_ignored_tensors_are_not_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("resident", [ALL, SOME])
-@pytest.mark.parametrize("embedding", [None, EMBEDDING])
-def test_progress_ends_at_the_total(tmp_path: Path, embedding: str | None, resident: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("row_tables", [(), (EMBEDDING,)])
+def test_progress_ends_at_the_total(tmp_path: Path, row_tables: tuple[str, ...], resident: tuple[int, ...]) -> None:
     """Also where two tensors that are loaded lie around a third that is not, and where a table stays on disk."""
     seen: list[tuple[int, int]] = []
     tensors = toy_tensors() | {name: torch.ones(3000) for name in ("model.a", "model.b", "model.c")}
@@ -111,7 +111,7 @@ def test_progress_ends_at_the_total(tmp_path: Path, embedding: str | None, resid
         open_with(tmp_path, tensors),
         resident=resident,
         ignore={"model.b"},
-        embedding=embedding,
+        row_tables=row_tables,
         progress=lambda done, total: seen.append((done, total)),
     )
     weights.close()
@@ -147,7 +147,12 @@ def test_what_was_opened_is_closed_where_the_rest_fails(
     cuda = torch.device("cuda")
     with refused(CheckpointError, "told to fail"):
         TieredWeights(
-            model, placement, dtype=torch.float32, device=cuda, embedding=EMBEDDING, options=TierOptions(reader=reader)
+            model,
+            placement,
+            dtype=torch.float32,
+            device=cuda,
+            row_tables=(EMBEDDING,),
+            options=TierOptions(reader=reader),
         )
     assert bool(opened) == (fails == "pinning")
     assert reader.closed
@@ -188,7 +193,7 @@ def test_what_waits_for_a_gpu_is_pinned_in_one_piece(tmp_path: Path, monkeypatch
         placement, places=places_of(in_ram=(1,), on_disk=(0, 2)), slots=replace(placement.slots, num_host=2)
     )
     cuda = torch.device("cuda")
-    weights = TieredWeights(model, placement, dtype=torch.float32, device=cuda, embedding=EMBEDDING)
+    weights = TieredWeights(model, placement, dtype=torch.float32, device=cuda, row_tables=(EMBEDDING,))
     ((begin, size),) = pinned
     record = model.layers[1].record
     assert size == record.nbytes + 2 * placement.slots.nbytes
@@ -225,7 +230,7 @@ def test_a_layer_scattered_over_shards(tmp_path: Path, resident: tuple[int, ...]
 def test_rows_of_the_embedding(tmp_path: Path, resident: tuple[int, ...]) -> None:
     """Where layers come from disk, so do the embedding's rows, and the table is in no memory."""
     tensors = toy_tensors() | {EMBEDDING: torch.randn(2000, 300).to(torch.bfloat16)}
-    weights = tiered(open_with(tmp_path, tensors), resident=resident, embedding=EMBEDDING)
+    weights = tiered(open_with(tmp_path, tensors), resident=resident, row_tables=(EMBEDDING,))
     indices = torch.tensor([5, 1999, 0, 5])
     torch.testing.assert_close(weights.rows(EMBEDDING, indices), tensors[EMBEDDING][indices].float(), rtol=0, atol=0)
     if resident == NONE:

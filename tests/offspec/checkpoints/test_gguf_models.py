@@ -82,7 +82,7 @@ OWN = {
 FAMILIES = (
     *("llama-gqa", "llama-tied", "llama-llama3", "llama-linear", "llama-yarn"),
     *("llama-yarn-attention-factor", "ministral3", "qwen2", "qwen3"),
-    *("glm4", "lfm2", "granite", "olmo2", "nemotron", "exaone4-full", *OWN),
+    *("gemma4", "gemma4-layer-inputs", "glm4", "lfm2", "granite", "olmo2", "nemotron", "exaone4-full", *OWN),
 )
 
 
@@ -137,6 +137,7 @@ def test_text_equals_llama_cpps(gguf_model: GetModel, family: str, llama_cpp: Ll
         "qwen3",
         "gemma2",
         "gemma3",
+        "gemma4-layer-inputs",
         "phi3",
         "glm4",
         "olmo3",
@@ -177,7 +178,7 @@ def test_a_layer_of_multi_token_prediction_is_named_and_not_loaded(gguf_model: G
     """The layer behind the model's last one; its norms have 1 added, as the others have."""
     reference = gguf_model("qwen3.5").reference
     config, tensors = reference.config.to_dict() | {"mtp_num_hidden_layers": 1}, dict(reference.state_dict())
-    for name in ("nextn.enorm", "attn_k_norm", "nextn.eh_proj"):
+    for name in ("nextn.enorm", "attn_k_norm", "nextn.eh_proj", "nextn.shared_head_head"):
         tensors[f"blk.4.{name}.weight"] = torch.ones(32)
     path = write_model(tmp_path / "model.gguf", config, tensors)
     opened = translated(read_model(path))
@@ -187,6 +188,7 @@ def test_a_layer_of_multi_token_prediction_is_named_and_not_loaded(gguf_model: G
         "mtp.pre_fc_norm_embedding.weight": added,
         "mtp.layers.0.self_attn.k_norm.weight": added,
         "mtp.fc.weight": None,
+        "mtp.lm_head.weight": None,
     }
     assert decoder_of(path).config.num_layers == 4
 

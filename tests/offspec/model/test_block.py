@@ -39,11 +39,13 @@ def test_a_block_says_what_the_config_calls_for(family: str) -> None:
     assert [part.window for part in attentions] == [config.windows[layer] for layer in attending]
     whole = {f"{LAYER_PREFIX}{block.index}.{name}": s for block in blocks for name, s in block.shapes.items()}
     assert whole | config.shared_shapes() == wanted_shapes(config)
-    if config.has_fused_qkv:
-        rows = layer_shapes(config, attending[0])["self_attn.qkv_proj.weight"][0] - config.num_heads * config.head_dim
-    else:
-        rows = 2 * layer_shapes(config, attending[0])[f"{config.attention}.k_proj.weight"][0]
-    assert all(2 * part.memory.num_heads * part.memory.head_dim == rows for part in attentions)
+    for part in attentions:
+        if config.has_fused_qkv:
+            queries = config.num_heads * config.head_dim
+            rows = (layer_shapes(config, part.layer)[f"{config.attention}.qkv_proj.weight"][0] - queries) // 2
+        else:
+            rows = layer_shapes(config, part.layer).get(f"{config.attention}.k_proj.weight", (0,))[0]
+        assert rows == (0 if part.memory is None else part.memory.num_heads * part.memory.head_dim)
     assert [part.rotary is None for part in attentions] == [layer in config.unrotated for layer in attending]
 
 

@@ -44,7 +44,8 @@ def outcome(config: dict[str, Any]) -> ModelConfig | str:
 # ------------------------------------------------------------------------------------------------ what is read
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+# Gemma 4 is younger than the old layout.
+@pytest.mark.parametrize("family", [name for name in FAMILIES if not name.startswith("gemma4")])
 def test_both_layouts_say_the_same(family: str) -> None:
     new = config_json(FAMILIES[family])
     assert read_config(in_old_layout(new)) == read_config(new)

@@ -178,6 +178,39 @@ def test_sentencepiece_gives_llama_cpps_ids(has_prefix: bool | None, llama_cpp: 
     assert differing(llama_cpp, file) == []
 
 
+@cache
+def gemma4_metadata() -> dict[str, Any]:
+    """Pieces with merges, as Gemma 4's, trained over whole lines; bytes for what they lack."""
+    backend = tokenizers.Tokenizer(models.BPE())
+    special = ["<pad>", "<eos>", "<bos>", "<unk>", SEPARATOR, "<|im_end|>"]
+    backend.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex(r"[^\n]+|\n+"), "isolated")
+    texts = [part.replace(" ", "▁") for part in parts_between(special) if "\0" not in part]  # llama.cpp ends there
+    trainer = trainers.BpeTrainer(vocab_size=2000, show_progress=False, min_frequency=2)
+    backend.train_from_iterator(texts, trainer)
+    model = json.loads(backend.to_str())["model"]
+    pieces = sorted(model["vocab"], key=model["vocab"].__getitem__)
+    some_bytes = [f"<0x{byte:02X}>" for byte in range(256)]
+    return {
+        "tokenizer.ggml.model": "gemma4",
+        "tokenizer.ggml.tokens": special + some_bytes + pieces,
+        "tokenizer.ggml.token_type": [CONTROL] * 6 + [BYTE] * 256 + [NORMAL] * len(pieces),
+        "tokenizer.ggml.merges": [" ".join(merge) for merge in model["merges"]],
+        "tokenizer.ggml.bos_token_id": 2,
+        "tokenizer.ggml.eos_token_id": 1,
+        "tokenizer.ggml.unknown_token_id": 3,
+        "tokenizer.ggml.add_space_prefix": False,
+        "tokenizer.ggml.add_bos_token": True,
+    }
+
+
+def test_gemma4_gives_llama_cpps_ids(llama_cpp: LlamaCpp, tmp_path: Path) -> None:
+    file = write_model(tmp_path / "a.gguf", gemma4_metadata())
+    assert differing(llama_cpp, file) == []
+    tokenizer = Tokenizer.load(file)
+    assert tokenizer.encode("a b") == [2, *tokenizer.encode("a b", add_special_tokens=False)]
+    assert tokenizer.decode(tokenizer.encode("two  lines\n\n é\U0001f600")[1:]) == "two  lines\n\n é\U0001f600"
+
+
 def test_a_real_models_ids_are_llama_cpps(smollm2: Path, llama_cpp: LlamaCpp) -> None:
     tokenizer = Tokenizer.load(smollm2)
     for text, ids in zip(TEXTS, llama_cpp.ids(smollm2, TEXTS), strict=True):
@@ -333,7 +366,7 @@ def check_refused(metadata: Mapping[str, Any], *words: object, error: type[Excep
     assert len(str(caught.value)) < 500
 
 
-@pytest.mark.parametrize("kind", ["bert", "rwkv", "plamo2", "t5", "gemma4", "none", "\n" * 10**6])
+@pytest.mark.parametrize("kind", ["bert", "rwkv", "plamo2", "t5", "gemma5", "none", "\n" * 10**6])
 def test_a_kind_of_tokenizer_that_is_not_read_is_refused(kind: str) -> None:
     check_refused(metadata_with(model=kind), "gpt2", "llama", error=UnsupportedModelError)
 

@@ -220,9 +220,9 @@ def test_packing_rounds_each_entry_by_itself(coding: Coding, head_dim: int, seed
 def test_bytes_are_counted_as_they_are_allocated(family: str, kv: KVFormat) -> None:
     """By layer, sliding windows included."""
     config = read_config(config_json(FAMILIES[family]))
-    layouts = [layout for layout in kv_layouts(config) if layout is not None]
     for layers in (range(config.num_layers), range(1), range(1, config.num_layers)):
-        cache = TextMemory(kv.layers([layouts[i] for i in layers], torch.bfloat16, CPU), CPU)
+        layouts = [layout for layout in kv_layouts(config, layers) if layout is not None]
+        cache = TextMemory(kv.layers(layouts, torch.bfloat16, CPU), CPU)
         for capacity in (1, 77):
             cache.reserve(capacity)
             assert cache.nbytes == memory_bytes(config, capacity, 2, layers, kv) > 0

@@ -252,10 +252,12 @@ def kernels_of_a_layer(kv: KVFormat, num_keys: int, num_rows: int, cap: float | 
     queries = torch.empty(num_rows, 64, 128, dtype=dtype, device=META)
     keys = queries[:, :8]
     config = SimpleNamespace(attention_scale=None, attention_cap=cap)
-    first, second = (cast(Attending, SimpleNamespace(layer=i, window=None, config=config)) for i in range(2))
-    rows.attend(first, (queries, keys, keys), 0, num_rows)  # which makes the masks of the pass
+    shape = SimpleNamespace(num_kv_heads=8)
+    parts = (SimpleNamespace(layer=i, entries_of=i, window=None, config=config, shape=shape) for i in range(2))
+    first, second = (cast(Attending, part) for part in parts)
+    rows.attend(first, queries, (keys, keys), 0, num_rows)  # which makes the masks of the pass
     with Kernels() as kernels:
-        rows.attend(second, (queries, keys, keys), 0, num_rows)
+        rows.attend(second, queries, (keys, keys), 0, num_rows)
     return kernels.names
 
 
