@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from offspec import Engine, SamplingParams, SpeculationParams, builtin
-from offspec.checkpoints.load import LoadSettings, load_decoder
+from offspec.checkpoints.load import WeightSettings, load_decoder
 from offspec.checkpoints.opening import ModelFiles, locate
 from offspec.loaders.convert import convert
 from offspec.loaders.files.gguf_types import GGUF_TYPES
@@ -63,7 +63,7 @@ def decoder_of(files: ModelFiles, *, is_streamed: bool, is_exact: bool, synchron
     places = [Place(Tier.DISK if is_streamed else Tier.DEVICE)] * len(costs)
     slots = Slots(2, 0, max(cost.slot_bytes for cost in costs)) if is_streamed else Slots(0, 0, 0)
     placement = Placement(tuple(places), slots, (), Limits(None, 0), 0, 0)
-    settings = LoadSettings(has_far_embedding=True, synchronous=synchronous, is_exact=is_exact)
+    settings = WeightSettings(has_far_embedding=True, synchronous=synchronous, is_exact=is_exact)
     decoder = load_decoder(files, placement, CPU, settings)
     assert reason_against_exactness(decoder.config, decoder.dtype, CPU) is None
     decoder.is_exact = is_exact

@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from offspec.checkpoints.load import LoadSettings, load_decoder
+from offspec.checkpoints.load import WeightSettings, load_decoder
 from offspec.checkpoints.opening import DTYPES, ModelFiles
 from offspec.loaders.files.readers import READ_BYTES, FileReader, HostBuffer
 from offspec.loaders.files.records import Extent
@@ -162,7 +162,7 @@ def run_one(folder: Path, ram: int, widths: list[int], repeats: int, dtype: str)
         seconds=1.5,
     )
     began = time.perf_counter()
-    decoder = load_decoder(files, plan.placement, CPU, LoadSettings(has_far_embedding=True))
+    decoder = load_decoder(files, plan.placement, CPU, WeightSettings(has_far_embedding=True))
     load_s = time.perf_counter() - began
     assert isinstance(decoder.weights, TieredWeights)
     pieces = [piece for i in plan.placement.streamed for piece in files.stored.layers[i].record.reads]

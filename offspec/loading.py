@@ -20,7 +20,7 @@ from offspec.loaders.units import format_size
 from offspec.scheduler.guessing.retrieval import SuffixIndex
 from offspec.scheduler.params import DEFAULT_NODES
 
-from .checkpoints.load import LoadSettings, decoder_over, load_weights
+from .checkpoints.load import WeightSettings, decoder_over, load_weights
 from .checkpoints.opening import ModelFiles, Note, choose_device, dtype_on, locate
 from .drafts.base import Draft, DraftOptions, OpenedDraft, OpenRequest
 from .drafts.kinds import open_draft
@@ -371,7 +371,7 @@ def _load_models(
     )
     if is_exact:
         prepare_exact_products(files, is_resident=not plan.placement.streamed)
-    settings = LoadSettings(
+    settings = WeightSettings(
         has_far_embedding=True, synchronous=options.synchronous, is_exact=is_exact, progress=options.progress
     )
     memory = PlannedMemory(plan, device, notes, lambda plan: load_planned(plan, device, settings))
@@ -393,7 +393,7 @@ def _load_models(
     return target, draft
 
 
-def load_planned(plan: Plan, device: torch.device, settings: LoadSettings) -> TieredWeights:
+def load_planned(plan: Plan, device: torch.device, settings: WeightSettings) -> TieredWeights:
     """The plan's weights where it puts them. Raises what `load_weights` raises."""
     return load_weights(plan.demand.target, plan.placement, device, settings)
 

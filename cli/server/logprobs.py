@@ -21,8 +21,8 @@ class TokenTexts:
         self._tokenizer = tokenizer
 
     def content(self, token: int) -> bytes:
-        known = self._tokenizer.token_bytes or {}
-        return known[token] if token in known else self._tokenizer.decode_stored([token], False).encode()
+        token_bytes = self._tokenizer.token_bytes or {}
+        return token_bytes[token] if token in token_bytes else self._tokenizer.decode_stored([token], False).encode()
 
     def text(self, token: int, marker: str = "") -> str:
         r"""A token's text; for a part of a character its bytes as OpenAI writes them: \xe2\x80 after a marker."""

@@ -118,8 +118,8 @@ class TextChoice:
             before = logprobs.of_text(scored, self._texts, 0)
             start = self._length + (0 if echoed is None else len(echoed.text))
             answered = zip((each.token for each in said.logprobs), said.logprobs, said.texts, strict=True)
-            own = logprobs.of_text(list(answered), self._texts, start)
-            part["logprobs"] = {name: before[name] + own[name] for name in own}
+            new = logprobs.of_text(list(answered), self._texts, start)
+            part["logprobs"] = {name: before[name] + new[name] for name in new}
         self._length += len(text)
         return [part]
 
@@ -171,8 +171,8 @@ class ChatChoice:
         return ("", text) if self._thinking is None else self._thinking.push(text, is_end=is_end)
 
     def _taken_logprobs(self) -> Json | None:
-        found, self._unsent = self._unsent, ()
-        return logprobs.of_chat(found, self._texts) if self._texts is not None else None
+        unsent, self._unsent = self._unsent, ()
+        return logprobs.of_chat(unsent, self._texts) if self._texts is not None else None
 
     def finish(self, said: Said) -> str | None:
         """The answer's finish_reason; call after its text was taken."""
@@ -237,16 +237,16 @@ class Answer:
 
     def whole(self, answers: Sequence[Said]) -> Json:
         """The whole answers as one object."""
-        found: list[Json] = []
+        wholes: list[Json] = []
         for index, (choice, said) in enumerate(zip(self._choices, answers, strict=True)):
-            found.append({**choice.whole(said), "finish_reason": choice.finish(said)})
+            wholes.append({**choice.whole(said), "finish_reason": choice.finish(said)})
             self._figures[index] = said.figures
         kept = self._kept(answers)
-        choices = [{"index": index, **found[number]} for index, number in enumerate(kept)]
+        choices = [{"index": index, **wholes[number]} for index, number in enumerate(kept)]
         kind = "chat.completion" if self._is_chat else "text_completion"
         figures = [answers[number].figures for number in kept]
-        own = {"offspec": figures[0] if len(figures) == 1 else figures}
-        return {**self._head, "object": kind, "choices": choices, "usage": self._usage(), **own}
+        more = {"offspec": figures[0] if len(figures) == 1 else figures}
+        return {**self._head, "object": kind, "choices": choices, "usage": self._usage(), **more}
 
     def _kept(self, answers: Sequence[Said]) -> list[int]:
         """The answers that the client gets: of each prompt's, those with the highest mean log-probability."""
@@ -297,8 +297,8 @@ class Answer:
             [self._figures[index] for index in range(first, first + each)]
             for first in range(0, self._asked.num_choices, each)
         ]
-        prompt = sum(found[0]["num_prompt_tokens"] for found in by_prompt)
-        scored = sum(max(figures["num_prefilled_tokens"] for figures in found) for found in by_prompt)
+        prompt = sum(each[0]["num_prompt_tokens"] for each in by_prompt)
+        scored = sum(max(figures["num_prefilled_tokens"] for figures in each) for each in by_prompt)
         answer = sum(figures["num_tokens"] for figures in self._figures.values())
         answer = 0 if self._asked.omits_answer else answer
         return {

@@ -177,13 +177,13 @@ def with_tools(asked: CompletionRequest, tokenizer: Tokenizer) -> CompletionRequ
 def _template_settings(kind: Kind, body: Json) -> Json:
     """chat_template_kwargs, such as Qwen3's enable_thinking; it cannot replace what every template is given."""
     name = "chat_template_kwargs"
-    found: Json = field_of(body, name, Mapping, "an object") or {}
-    if found and kind == "text":
+    settings: Json = field_of(body, name, Mapping, "an object") or {}
+    if settings and kind == "text":
         raise UsageError(f"{name} is for chats only; omit it")
-    if taken := sorted(OWN_VARIABLES & found.keys()):
+    if taken := sorted(OWN_VARIABLES & settings.keys()):
         raise UsageError(f"{name} may not have {', '.join(taken)}")
-    check_depth(found, name)
-    return found
+    check_depth(settings, name)
+    return settings
 
 
 def _reports_passes(body: Json) -> bool:
@@ -205,8 +205,8 @@ def _tools(kind: Kind, body: Json) -> Tools | None:
 def sampling_params(body: Mapping[str, Any], defaults: SamplingParams) -> SamplingParams:
     """`defaults`, overridden by the fields of `body` that are not null. Raises UsageError, which names the field."""
     params = defaults
-    for name, kind, what in FIELDS:
-        if (value := field_of(body, name, kind, what)) is not None:
+    for name, kind, description in FIELDS:
+        if (value := field_of(body, name, kind, description)) is not None:
             params = _with(params, name, value)
     if (bias := field_of(body, "logit_bias", Mapping, "an object")) is not None:
         params = replace(params, logit_bias=_logit_bias(bias))
@@ -305,16 +305,16 @@ def _message(number: int, message: Any) -> Json:
     role = message.get("role") if isinstance(message, dict) else None
     if not isinstance(role, str) or role not in ROLES:
         raise UsageError(f"{where} needs a role: one of {', '.join(ROLES)}")
-    found: Json = {"role": ROLES[role], "content": _content(message, where)}
+    message_read: Json = {"role": ROLES[role], "content": _content(message, where)}
     if message.get("tool_calls"):
         if role != "assistant":
             raise UsageError(f"{where}: tool_calls are for the assistant's messages")
-        found["tool_calls"] = called_before(message, where)
+        message_read["tool_calls"] = called_before(message, where)
     if role == "assistant" and isinstance(message.get("reasoning_content"), str):
-        found["reasoning_content"] = message["reasoning_content"]  # templates may show it between calls of tools
+        message_read["reasoning_content"] = message["reasoning_content"]  # templates may show it between calls of tools
     if role == "tool":
-        found |= {name: message[name] for name in ("tool_call_id", "name") if isinstance(message.get(name), str)}
-    return found
+        message_read |= {name: message[name] for name in ("tool_call_id", "name") if isinstance(message.get(name), str)}
+    return message_read
 
 
 def _content(message: Json, where: str) -> str:

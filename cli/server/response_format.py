@@ -18,16 +18,16 @@ TYPES = ("text", "json_object", "json_schema")
 def requested_constraint(body: Mapping[str, Any], default: Constraint | None) -> Constraint | None:
     """The constraint that a request states, else `default`. Raises UsageError, which names the field."""
     stated = {name: body[name] for name in (*NAMES, *GUIDED) if body.get(name) not in (None, False, "")}
-    asked = body.get("response_format")
-    if asked is None:
+    requested = body.get("response_format")
+    if requested is None:
         if len(stated) > 1:
             raise UsageError(f"only one of {', '.join(stated)} may be given")
         return constraint_in({GUIDED.get(name, name): value for name, value in stated.items()}, default)
-    if not isinstance(asked, dict) or asked.get("type") not in TYPES:
+    if not isinstance(requested, dict) or requested.get("type") not in TYPES:
         raise UsageError(f"response_format must be an object whose type is one of {', '.join(TYPES)}")
     if stated:
         raise UsageError(f"only one of response_format, {', '.join(stated)} may be given")
-    return _of_format(asked)
+    return _of_format(requested)
 
 
 def _of_format(asked: Mapping[str, Any]) -> Constraint | None:
@@ -60,5 +60,5 @@ def _schema(schema: Any, where: str) -> dict[str, Any]:
 
 def lenient(schema: dict[str, Any]) -> dict[str, Any]:
     """The schema without those keywords that the library does not implement."""
-    own = schema.get("x-guidance")
-    return {**schema, "x-guidance": {"lenient": True, **(own if isinstance(own, dict) else {})}}
+    guidance = schema.get("x-guidance")
+    return {**schema, "x-guidance": {"lenient": True, **(guidance if isinstance(guidance, dict) else {})}}

@@ -64,11 +64,11 @@ async def _events(answer: AnswerForm, work: Work) -> AsyncGenerator[str, None]:
     yield _sign_of_life(work)
     try:
         while num_open:
-            found = await work.next(KEEP_ALIVE_S)
-            if found is None:
+            arrived = await work.next(KEEP_ALIVE_S)
+            if arrived is None:
                 yield _sign_of_life(work)
                 continue
-            index, step, report = found
+            index, step, report = arrived
             for part in answer.parts(index, Said.of(step, report), is_first=index not in begun):
                 yield answer.event(part)
             begun.add(index)
@@ -111,8 +111,8 @@ async def _collect(answer: AnswerForm, work: Work, write_error: WriteError) -> t
     said = [Said() for _ in work.jobs]
     try:
         while any(one.finish_reason is None for one in said):
-            if (found := await work.next()) is not None:
-                index, step, _ = found
+            if (arrived := await work.next()) is not None:
+                index, step, _ = arrived
                 said[index] = said[index].then(step)
     except Exception as exc:  # noqa: BLE001 (the client is told)
         content, status = describe(exc, is_running=True)

@@ -388,9 +388,9 @@ class Service:
             self.engine.tokenizer,
             self.engine.max_context,
         )
-        found = turns_of(messages, self._reply_tokens.of(client, messages)) if asked.is_plain_chat else None
-        if found is not None:
-            return encode_turns(tokenizer, *found, most)
+        turns = turns_of(messages, self._reply_tokens.of(client, messages)) if asked.is_plain_chat else None
+        if turns is not None:
+            return encode_turns(tokenizer, *turns, most)
         described = asked.tools.described if asked.tools is not None else ()
         return tokenizer.encode_chat(messages, most, tools=described, settings=asked.template_settings)
 

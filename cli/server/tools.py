@@ -72,8 +72,8 @@ class Tools:
         """The constraint without those schemas that do not compile; None if there is no such constraint."""
         alone = [replace(self, described=[tool]) for tool in self.described]
         unbound = [tools.names[0] for tools in alone if not compiles(tools.constraint(form))]
-        found = self.constraint(form, unbound)
-        return found if compiles(found) else None
+        constraint = self.constraint(form, unbound)
+        return constraint if compiles(constraint) else None
 
 
 def tools_of(body: Mapping[str, Any]) -> Tools | None:
@@ -194,18 +194,18 @@ class CalledTools:
         If a constraint binds calls, arguments come in parts. Else what looks like a call may still be text, so they
         come at once.
         """
-        found = list[Json]()
+        deltas = list[Json]()
         for piece in self._streamed.push(text, is_end=is_end):
             if isinstance(piece, str):
-                found.append({"content": piece})
+                deltas.append({"content": piece})
             elif isinstance(piece, Arguments):
-                found.append(self._more_arguments(piece.text))
+                deltas.append(self._more_arguments(piece.text))
             else:
                 call = self._described(Call(piece.name, ""))
-                found.append({"tool_calls": [{"index": self.num_calls - 1, **call}]})
+                deltas.append({"tool_calls": [{"index": self.num_calls - 1, **call}]})
                 if isinstance(piece, Call):
-                    found.append(self._more_arguments(piece.arguments))
-        return found
+                    deltas.append(self._more_arguments(piece.arguments))
+        return deltas
 
     def _more_arguments(self, text: str) -> Json:
         return {"tool_calls": [{"index": self.num_calls - 1, "function": {"arguments": text}}]}

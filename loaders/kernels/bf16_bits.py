@@ -67,10 +67,10 @@ class Bf16Bits(Encoding):
 
     def _repaired(self, e: Emitter, words: Sequence[str], is_apart: Sequence[str], places: Sequence[str]) -> list[str]:
         """The words with exceptions in place of what was made of their codes."""
-        found = is_apart[0]
+        any_apart = is_apart[0]
         for other in is_apart[1:]:
-            found = e.op(f"or <16 x i1> {found}, {other}")
-        is_any = e.op(f"icmp ne i16 {e.op(f'bitcast <16 x i1> {found} to i16')}, 0")
+            any_apart = e.op(f"or <16 x i1> {any_apart}, {other}")
+        is_any = e.op(f"icmp ne i16 {e.op(f'bitcast <16 x i1> {any_apart} to i16')}, 0")
         name = is_any.removeprefix("%")
         e.do(f"br label %check_{name}")  # a block of its own, so that what follows can name where it comes from
         e.label(f"check_{name}")
@@ -134,9 +134,11 @@ def _repair(step: int) -> str:
     e.do(f"%rest = and i64 %left, {e.op('sub i64 %left, 1')}")
     e.do(f"br i1 {e.op('icmp ne i64 %rest, 0')}, label %next, label %end")
     e.label("end")
-    found = "poison"
+    repaired = "poison"
     for i, place in enumerate(places):
-        found = e.op(f"insertvalue {kind} {found}, <16 x i16> {e.op(f'load <16 x i16>, ptr {place}, align 32')}, {i}")
-    e.do(f"ret {kind} {found}")
+        repaired = e.op(
+            f"insertvalue {kind} {repaired}, <16 x i16> {e.op(f'load <16 x i16>, ptr {place}, align 32')}, {i}"
+        )
+    e.do(f"ret {kind} {repaired}")
     head = f"define internal {kind} @repair({words}, i64 %mask, ptr %low, ptr %values, i64 %last) cold"
     return "declare i64 @llvm.cttz.i64(i64, i1)\ndeclare i64 @llvm.umin.i64(i64, i64)\n" + e.function(head)

@@ -62,14 +62,14 @@ def instructions() -> frozenset[str]:
     if platform.machine().lower() not in ("x86_64", "amd64"):
         return frozenset()
     capability, features = _capability(), _host_features()
-    found = set[str]()
+    names = set[str]()
     if capability in ("AVX2", "AVX512") and features.get("avx2") and features.get("fma") and features.get("f16c"):
-        found.add("avx2")
+        names.add("avx2")
         if capability == "AVX512" and all(features.get(name) for name in ("avx512f", "avx512bw", "avx512vl")):
-            found.add("avx512")
+            names.add("avx512")
             if features.get("avx512bf16"):
-                found.add("avx512_bf16")
-    return frozenset(found)
+                names.add("avx512_bf16")
+    return frozenset(names)
 
 
 def has_amx() -> bool:
@@ -90,10 +90,10 @@ def describe_instructions() -> str:
 
 def _capability() -> str:
     """What torch computes with, "AVX512", "AVX2" or less, or what oneDNN may if that is less."""
-    found, limit = torch.backends.cpu.get_cpu_capability(), os.environ.get("ONEDNN_MAX_CPU_ISA", "").upper()
+    capability, limit = torch.backends.cpu.get_cpu_capability(), os.environ.get("ONEDNN_MAX_CPU_ISA", "").upper()
     if limit in ("SSE41", "AVX"):
         return "DEFAULT"
-    return "AVX2" if limit.startswith("AVX2") and found == "AVX512" else found
+    return "AVX2" if limit.startswith("AVX2") and capability == "AVX512" else capability
 
 
 def _host_features() -> Mapping[str, bool]:

@@ -293,9 +293,9 @@ class RowReader:
 
     def begin_rows(self, indices: Sequence[str], num_columns: str) -> list[str]:
         """These rows from here on; returns the addresses where their weights begin."""
-        found = [self.encoding.row(self._e, self._parts, index, num_columns) for index in indices]
-        self._rows = [(*row, own) for row, own in zip(found, self._scratch, strict=True)]
-        return [row[0] for row in found]
+        encoded_rows = [self.encoding.row(self._e, self._parts, index, num_columns) for index in indices]
+        self._rows = [(*row, scratch) for row, scratch in zip(encoded_rows, self._scratch, strict=True)]
+        return [row[0] for row in encoded_rows]
 
     def step(self, column: str, factors: Factors | None = None, *, as_bf16: bool = False) -> list[Vectors]:
         """The vectors of each row's step, after what comes before the first step of a block.

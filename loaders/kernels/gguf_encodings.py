@@ -36,7 +36,7 @@ def either(e: Emitter, one: str, other: str, kind: str = "<32 x i8>") -> str:
 
 
 @dataclass(frozen=True)
-class Step:
+class UnpackingStep:
     """Where a step's weights are: the address of their block, which quarter of it (i64), the address of the scratch."""
 
     block: str
@@ -60,13 +60,13 @@ class BlockEncoding(Encoding):
 
     def vectors(self, e: Emitter, parts: Sequence[str], row: Row, column: str) -> Vectors:
         quarter = i64(e, "lshr", i64(e, "and", column, self.size - 1), 6)
-        return self.numbers(e, Step(self.block(e, row, column), quarter, row[-1]))
+        return self.numbers(e, UnpackingStep(self.block(e, row, column), quarter, row[-1]))
 
     def block(self, e: Emitter, row: Row, column: str) -> str:
         return e.address(row[0], i64(e, "mul", i64(e, "udiv", column, self.size), self.num_bytes))
 
     @abstractmethod
-    def numbers(self, e: Emitter, step: Step) -> Vectors:
+    def numbers(self, e: Emitter, step: UnpackingStep) -> Vectors:
         """The vectors of a step."""
 
     # ---------------------------------------------------------------------------------------- pieces of blocks
@@ -112,7 +112,7 @@ class Q8Zero(BlockEncoding):
 
     num_bytes = 34
 
-    def numbers(self, e: Emitter, step: Step) -> Vectors:
+    def numbers(self, e: Emitter, step: UnpackingStep) -> Vectors:
         (scale,) = self.halves(e, step.block, 1)
         for first in range(0, 32, self.lanes):
             codes = self.bytes(e, e.address(step.block, str(2 + first)), "sext")
@@ -152,7 +152,7 @@ class NibblesOf32(Nibbles):
         self._num_halves = 2 if has_shift else 1
         self.num_bytes = 16 + 2 * self._num_halves
 
-    def numbers(self, e: Emitter, step: Step) -> Vectors:
+    def numbers(self, e: Emitter, step: UnpackingStep) -> Vectors:
         factors = self.halves(e, step.block, self._num_halves)
         for first, lower, upper in self.pairs(e, e.address(step.block, str(2 * self._num_halves)), 16):
             yield first, self.scaled(e, lower, *factors)
@@ -181,7 +181,7 @@ class Q5Zero(FiveBit):
 
     num_bytes = 22
 
-    def numbers(self, e: Emitter, step: Step) -> Vectors:
+    def numbers(self, e: Emitter, step: UnpackingStep) -> Vectors:
         (scale,) = self.halves(e, step.block, 1)
         for first, codes in self.codes(e, e.address(step.block, "2")):
             numbers = self.floats(e, e.op(f"sub {self._ints} {codes}, splat (i32 16)"))
@@ -193,7 +193,7 @@ class Q5One(FiveBit):
 
     num_bytes = 24
 
-    def numbers(self, e: Emitter, step: Step) -> Vectors:
+    def numbers(self, e: Emitter, step: UnpackingStep) -> Vectors:
         factors = self.halves(e, step.block, 2)
         for first, codes in self.codes(e, e.address(step.block, "4")):
             yield first, self.scaled(e, self.floats(e, codes), *factors)
@@ -214,7 +214,7 @@ class LargeBlock(BlockEncoding):
     def scales(self, e: Emitter, block: str) -> str:
         """The values for the scratch, [scratch]."""
 
-    def factors(self, e: Emitter, step: Step, per_quarter: int, first: int = 0) -> list[str]:
+    def factors(self, e: Emitter, step: UnpackingStep, per_quarter: int, first: int = 0) -> list[str]:
         """Those of a quarter, from number `first` of the scratch on, each as a vector."""
         start = i64(e, "add", i64(e, "mul", step.quarter, per_quarter), first)
         places = [e.address(step.scratch, i64(e, "add", start, i), "float") for i in range(per_quarter)]
@@ -255,7 +255,7 @@ class IQ4XS(Nibbles, LargeBlock):
         scale = self.half(e, block, 0, 8)
         return self.product(e, of_words(e, "sub", codes, [32] * 8), "sitofp i32", 8, scale)
 
-    def numbers(self, e: Emitter, step: Step) -> Vectors:
+    def numbers(self, e: Emitter, step: UnpackingStep) -> Vectors:
         codes = e.address(e.address(step.block, "8"), i64(e, "shl", step.quarter, 5))
         for i, scale in enumerate(self.factors(e, step, 2)):
             for first, lower, upper in self.pairs(e, e.address(codes, str(16 * i)), 16):
@@ -271,8 +271,8 @@ class WithMinima(LargeBlock):
     def scales(self, e: Emitter, block: str) -> str:
         """d · scales, then -dmin · minima. `gguf_blocks._scales_and_lows` explains how they are packed."""
         words = e.op(f"load <4 x i32>, ptr {block}, align 1")
-        own = self._words(e, words, (1, 3, 2, 3))
-        lower = of_words(e, "and", of_words(e, "lshr", own, (0, 0, 0, 4)), (0x3F3F3F3F, 0x0F0F0F0F) * 2)
+        packed_scales = self._words(e, words, (1, 3, 2, 3))
+        lower = of_words(e, "and", of_words(e, "lshr", packed_scales, (0, 0, 0, 4)), (0x3F3F3F3F, 0x0F0F0F0F) * 2)
         upper = of_words(e, "lshr", self._words(e, words, (1, 1, 2, 2)), [2] * 4)
         codes = either(e, lower, of_words(e, "and", upper, (0, 0x30303030) * 2), "<4 x i32>")
         halves = e.op(f"load <2 x half>, ptr {block}, align 1")
@@ -292,7 +292,7 @@ class Q4K(Nibbles, WithMinima):
 
     num_bytes = 144
 
-    def numbers(self, e: Emitter, step: Step) -> Vectors:
+    def numbers(self, e: Emitter, step: UnpackingStep) -> Vectors:
         codes = e.address(e.address(step.block, "16"), i64(e, "shl", step.quarter, 5))
         scales, shifts = self.factors(e, step, 2), self.factors(e, step, 2, 8)
         for first, lower, upper in self.pairs(e, codes, 32):
@@ -305,7 +305,7 @@ class Q5K(WithMinima):
 
     num_bytes = 176
 
-    def numbers(self, e: Emitter, step: Step) -> Vectors:
+    def numbers(self, e: Emitter, step: UnpackingStep) -> Vectors:
         place = e.address(e.address(step.block, "48"), i64(e, "shl", step.quarter, 5))
         whole = e.op(f"load <32 x i8>, ptr {place}, align 1")
         fifth = self.moved(e, e.address(step.block, "16"), i64(e, "shl", step.quarter, 1))
@@ -320,20 +320,20 @@ class Q5K(WithMinima):
 class ByCrumbs(LargeBlock):
     """Types with pieces of two bits: four of a byte are 32 weights apart, 32 bytes are half a block."""
 
-    def crumbs(self, e: Emitter, place: str, step: Step) -> list[str]:
+    def crumbs(self, e: Emitter, place: str, step: UnpackingStep) -> list[str]:
         """The two bits of a quarter's first 32 codes, as bytes, and of the others. place: where the block has them."""
-        own = e.address(place, i64(e, "shl", i64(e, "lshr", step.quarter, 1), 5))
-        moved = self.moved(e, own, i64(e, "mul", self.odd(e, step), 4))
+        quarter_place = e.address(place, i64(e, "shl", i64(e, "lshr", step.quarter, 1), 5))
+        moved = self.moved(e, quarter_place, i64(e, "mul", self.odd(e, step), 4))
         return [of_bytes(e, "and", moved, 3), of_bytes(e, "and", of_bytes(e, "lshr", moved, 2), 3)]
 
-    def odd(self, e: Emitter, step: Step) -> str:
+    def odd(self, e: Emitter, step: UnpackingStep) -> str:
         """1 in the second quarter of a half, else 0."""
         return i64(e, "and", step.quarter, 1)
 
     def parts(self, e: Emitter, codes: Sequence[str], extend: str, factors: Sequence[Sequence[str]]) -> Vectors:
         """Codes of 64 weights, and for each 16 of these their scale and, where there is one, their shift."""
-        for i, own in enumerate(codes):
-            for first, numbers in self.widened(e, own, extend, 32 * i):
+        for i, half in enumerate(codes):
+            for first, numbers in self.widened(e, half, extend, 32 * i):
                 yield first, self.scaled(e, numbers, *(factor[first // 16] for factor in factors))
 
 
@@ -347,11 +347,14 @@ class Q2K(ByCrumbs):
         codes = e.op(f"load <16 x i8>, ptr {block}, align 1")
         factors = self.half(e, block, 80, 16), e.op(f"fneg <16 x float> {self.half(e, block, 82, 16)}")
         pieces = of_bytes(e, "and", codes, 15, 16), of_bytes(e, "lshr", codes, 4, 16)
-        found = [self.product(e, own, "uitofp i8", 16, factor) for own, factor in zip(pieces, factors, strict=True)]
+        found = [
+            self.product(e, packed_scales, "uitofp i8", 16, factor)
+            for packed_scales, factor in zip(pieces, factors, strict=True)
+        ]
         lanes = ", ".join(f"i32 {place}" for place in range(32))
         return e.op(f"shufflevector <16 x float> {found[0]}, <16 x float> {found[1]}, <32 x i32> <{lanes}>")
 
-    def numbers(self, e: Emitter, step: Step) -> Vectors:
+    def numbers(self, e: Emitter, step: UnpackingStep) -> Vectors:
         codes = self.crumbs(e, e.address(step.block, "16"), step)
         return self.parts(e, codes, "zext", [self.factors(e, step, 4), self.factors(e, step, 4, 16)])
 
@@ -372,7 +375,7 @@ class Q3K(ByCrumbs):
         numbers = of_bytes(e, "sub", e.op(f"bitcast <4 x i32> {codes} to <16 x i8>"), 32, 16)
         return self.product(e, numbers, "sitofp i8", 16, self.half(e, block, 108, 16))
 
-    def numbers(self, e: Emitter, step: Step) -> Vectors:
+    def numbers(self, e: Emitter, step: UnpackingStep) -> Vectors:
         third = self.moved(e, step.block, i64(e, "shl", step.quarter, 1))
         upper = [of_bytes(e, "shl", of_bytes(e, "and", third, 1 << i), 2 - i) for i in range(2)]
         lower = self.crumbs(e, e.address(step.block, "32"), step)
@@ -389,7 +392,7 @@ class Q6K(ByCrumbs):
         codes = e.op(f"load <16 x i8>, ptr {e.address(block, '192')}, align 1")
         return self.product(e, codes, "sitofp i8", 16, self.half(e, block, 208, 16))
 
-    def numbers(self, e: Emitter, step: Step) -> Vectors:
+    def numbers(self, e: Emitter, step: UnpackingStep) -> Vectors:
         half, bit = i64(e, "shl", i64(e, "lshr", step.quarter, 1), 6), i64(e, "mul", self.odd(e, step), 4)
         places = [e.address(e.address(step.block, half), str(32 * i)) for i in range(2)]
         lower = [of_bytes(e, "and", self.moved(e, place, bit), 15) for place in places]

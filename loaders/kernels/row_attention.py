@@ -147,17 +147,17 @@ def attend_rows(
     parts: keys and values in that dtype, one part after the other up to `visible.end`. All but the last part end at a
     multiple of BLOCK, at most at `visible.first_single`. cap: c of c tanh(score / c).
     """
-    attention: Attention | None = None
+    attention: RunningAttention | None = None
     for part in parts:
         if attention is None:
-            attention = Attention.of(queries, part.keys.shape[0], scale=scale, cap=cap)
+            attention = RunningAttention.of(queries, part.keys.shape[0], scale=scale, cap=cap)
         attention.add(part, visible)
     assert attention is not None, "attention to no keys"
     return attention.final(queries)
 
 
 @dataclass(frozen=True)
-class Attention:
+class RunningAttention:
     """Scaled queries, fp32 [kv_heads, R, group, D], and their results so far.
 
     results: of the same shape. states: fp32 [kv_heads, R, group, 2], each query's largest score and softmax's sum,
@@ -170,7 +170,7 @@ class Attention:
     cap: float | None = None
 
     @classmethod
-    def of(cls, queries: Tensor, num_heads: int, *, scale: float, cap: float | None) -> Attention:
+    def of(cls, queries: Tensor, num_heads: int, *, scale: float, cap: float | None) -> RunningAttention:
         """Before any keys. queries: [R, heads, D]. num_heads: of keys."""
         num_rows, _, head_dim = queries.shape
         by_head = (queries.float() * scale).view(num_rows, num_heads, -1, head_dim).transpose(0, 1).contiguous()
@@ -180,10 +180,10 @@ class Attention:
         """Attend to these keys, too."""
         row_attention(self.queries.shape[-1], KINDS[part.keys.dtype], self.cap)(self, part, visible)
 
-    def of_rows(self, rows: slice) -> Attention:
+    def of_rows(self, rows: slice) -> RunningAttention:
         """A copy for some of the rows, which goes on by itself."""
         queries, results, states = (each[:, rows].contiguous() for each in (self.queries, self.results, self.states))
-        return Attention(queries, results, states, self.cap)
+        return RunningAttention(queries, results, states, self.cap)
 
     def final(self, queries: Tensor) -> Tensor:
         """The results after the last keys, as `queries` [R, heads, D] in shape and dtype."""
@@ -210,7 +210,7 @@ class RowAttention:
             if self._compiled is None:
                 self._compiled = compile_ir(_Source(self.head_dim, self.kind, self.cap, self.lanes).text, "worker")
 
-    def __call__(self, attention: Attention, part: KeySlots, visible: Visible) -> None:
+    def __call__(self, attention: RunningAttention, part: KeySlots, visible: Visible) -> None:
         """Add attention to these keys to the results, which are final after the last part. See `attend_rows`."""
         num_heads, num_rows, group, _ = attention.queries.shape
         keys, values = part.keys, part.values
@@ -410,8 +410,8 @@ class _Source:
             return new
 
         zeros = [(self.vector, "zeroinitializer")] * (count * vectors)
-        found = counted(e, "scores", "0", str(self.head_dim), 1, add, zeros)
-        return [found[i * vectors : (i + 1) * vectors] for i in range(count)]
+        dot_products = counted(e, "scores", "0", str(self.head_dim), 1, add, zeros)
+        return [dot_products[i * vectors : (i + 1) * vectors] for i in range(count)]
 
     def _softmax(self, e: Emitter, index: int, scores: Sequence[str], weights: str) -> str:
         """Store the weights of one query's keys, its largest score and its sum; returns what to multiply sums by."""
@@ -427,15 +427,15 @@ class _Source:
         before = e.op(f"load float, ptr {most_place}, align 4")
         most = self._largest(e, [*scores, splat(e, before, self.lanes)])
         all_most = splat(e, most, self.lanes)
-        found = [self._power(e, e.op(f"fsub {self.vector} {score}, {all_most}")) for score in scores]
+        powers = [self._power(e, e.op(f"fsub {self.vector} {score}, {all_most}")) for score in scores]
         difference = e.op(f"fsub float {before}, {most}")
         shrunk_all = self._power(e, splat(e, difference, self.lanes))
         shrunk = e.op(f"extractelement {self.vector} {shrunk_all}, i64 0")
-        total = self._sum(e, found)
+        total = self._sum(e, powers)
         kept = e.op(f"fmul float {e.op(f'load float, ptr {sum_place}, align 4')}, {shrunk}")
         e.do(f"store float {e.op(f'fadd float {kept}, {total}')}, ptr {sum_place}, align 4")
         e.do(f"store float {most}, ptr {most_place}, align 4")
-        for j, weight in enumerate(found):
+        for j, weight in enumerate(powers):
             self._store(e, weight, e.address(weights, str(j * self.lanes), "float"))
         return shrunk
 
@@ -475,42 +475,42 @@ class _Source:
         whole = e.op(f"fsub {vector} {shifted}, {self._all(_ROUNDING)}")
         rest = self._fma(e, whole, self._all(-0.693359375), x)
         rest = self._fma(e, whole, self._all(2.12194440e-4), rest)
-        found = self._all(_POLYNOMIAL[0])
+        power = self._all(_POLYNOMIAL[0])
         for coefficient in _POLYNOMIAL[1:]:
-            found = self._fma(e, found, rest, self._all(coefficient))
+            power = self._fma(e, power, rest, self._all(coefficient))
         square = e.op(f"fmul {vector} {rest}, {rest}")
-        found = e.op(f"fadd {vector} {self._fma(e, found, square, rest)}, {self._all(1.0)}")
+        power = e.op(f"fadd {vector} {self._fma(e, power, square, rest)}, {self._all(1.0)}")
         exponents = e.op(f"shl {ints} {e.op(f'bitcast {vector} {shifted} to {ints}')}, splat (i32 23)")
-        bits = e.op(f"add {ints} {e.op(f'bitcast {vector} {found} to {ints}')}, {exponents}")
-        found = e.op(f"bitcast {ints} {bits} to {vector}")
+        bits = e.op(f"add {ints} {e.op(f'bitcast {vector} {power} to {ints}')}, {exponents}")
+        power = e.op(f"bitcast {ints} {bits} to {vector}")
         is_small = e.op(f"fcmp olt {vector} {x}, {self._all(_SMALLEST_POWER)}")
-        found = e.op(f"select <{self.lanes} x i1> {is_small}, {vector} zeroinitializer, {vector} {found}")
+        power = e.op(f"select <{self.lanes} x i1> {is_small}, {vector} zeroinitializer, {vector} {power}")
         is_nan = e.op(f"fcmp uno {vector} {x}, {x}")
-        return e.op(f"select <{self.lanes} x i1> {is_nan}, {vector} {x}, {vector} {found}")
+        return e.op(f"select <{self.lanes} x i1> {is_nan}, {vector} {x}, {vector} {power}")
 
     def _largest(self, e: Emitter, vectors: Sequence[str]) -> str:
-        found, n = vectors[0], self.lanes
+        largest, n = vectors[0], self.lanes
         for other in vectors[1:]:
-            found = self._greater(e, found, other)
+            largest = self._greater(e, largest, other)
         distance = n // 2
         while distance:
-            other = self._shuffled(e, found, found, [(i + distance) % n for i in range(n)])
-            found, distance = self._greater(e, found, other), distance // 2
-        return e.op(f"extractelement {self.vector} {found}, i64 0")
+            other = self._shuffled(e, largest, largest, [(i + distance) % n for i in range(n)])
+            largest, distance = self._greater(e, largest, other), distance // 2
+        return e.op(f"extractelement {self.vector} {largest}, i64 0")
 
     def _greater(self, e: Emitter, one: str, other: str) -> str:
         is_greater = e.op(f"fcmp ogt {self.vector} {one}, {other}")
         return e.op(f"select <{self.lanes} x i1> {is_greater}, {self.vector} {one}, {self.vector} {other}")
 
     def _sum(self, e: Emitter, vectors: Sequence[str]) -> str:
-        found, n = vectors[0], self.lanes
+        total, n = vectors[0], self.lanes
         for other in vectors[1:]:
-            found = e.op(f"fadd {self.vector} {found}, {other}")
+            total = e.op(f"fadd {self.vector} {total}, {other}")
         distance = n // 2
         while distance:
-            other = self._shuffled(e, found, found, [(i + distance) % n for i in range(n)])
-            found, distance = e.op(f"fadd {self.vector} {found}, {other}"), distance // 2
-        return e.op(f"extractelement {self.vector} {found}, i64 0")
+            other = self._shuffled(e, total, total, [(i + distance) % n for i in range(n)])
+            total, distance = e.op(f"fadd {self.vector} {total}, {other}"), distance // 2
+        return e.op(f"extractelement {self.vector} {total}, i64 0")
 
     def _add_values(self, e: Emitter, count: int, weights: str, shrinkage: str) -> None:
         """Shrink the results of the queries, and add values times weights to them."""
@@ -539,8 +539,8 @@ class _Source:
                     new += [self._fma(e, weight, value, sums[i * len(columns) + j]) for j, value in enumerate(loaded)]
                 return new
 
-            found = counted(e, f"values{first}", "0", str(BLOCK), 1, add, [(self.vector, number) for number in before])
-            for place, number in zip(places, found, strict=True):
+            summed = counted(e, f"values{first}", "0", str(BLOCK), 1, add, [(self.vector, number) for number in before])
+            for place, number in zip(places, summed, strict=True):
                 self._store(e, number, place)
 
     def _all_queries(self) -> str:

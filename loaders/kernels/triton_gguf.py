@@ -182,7 +182,7 @@ def multiply_kernel(
 
 
 @dataclass(frozen=True)
-class Tile:
+class TritonTile:
     """The rows and outputs of a program that multiplies, and its warps. Tensor cores take at least 16 rows.
 
     num_stages: steps whose memory is read ahead; two leave room for several programs per multiprocessor.
@@ -206,22 +206,22 @@ class Tile:
 
 # A program reads its rows again for each of its tiles: the more rows, the more outputs it should compute with them.
 # With tensor cores these spill next to no registers (`tests/loaders/kernels/test_triton_compiles.py`).
-TILES = (Tile(16, 32, 4), Tile(32, 32, 4), Tile(64, 64, 8))
+TILES = (TritonTile(16, 32, 4), TritonTile(32, 32, 4), TritonTile(64, 64, 8))
 # Of types that take more registers: with 64 rows they spill up to 4 KB a thread.
-NARROW_TILES = (Tile(16, 32, 4), Tile(32, 64, 8))
+NARROW_TILES = (TritonTile(16, 32, 4), TritonTile(32, 64, 8))
 # Of fp32, for which there are no tensor cores. Larger ones spill 2 to 5 KB, or take more shared memory than a card has.
-EXACT_TILES = (Tile(16, 32, 4, num_stages=1),)
+EXACT_TILES = (TritonTile(16, 32, 4, num_stages=1),)
 
 
 @dataclass(frozen=True)
-class Layout:
+class BlockLayout:
     """A type's function, the bytes of a block, the blocks of a step, its parts, and tiles of products in 16 bits."""
 
     tile: Any
     num_bytes: int
     together: int
     num_parts: int
-    tiles: tuple[Tile, ...] = TILES
+    tiles: tuple[TritonTile, ...] = TILES
 
     @property
     def constants(self) -> dict[str, Any]:
@@ -229,19 +229,19 @@ class Layout:
         return {"tile": self.tile, "size": self.num_bytes, "together": self.together, "parts": self.num_parts}
 
 
-LAYOUTS: Mapping[str, Layout] = {
-    "Q4_0": Layout(_q4_0, 18, 8, 2),
-    "Q4_1": Layout(_q4_1, 20, 8, 2),
-    "Q8_0": Layout(_q8_0, 34, 8, 2),
-    "Q2_K": Layout(_q2_k, 84, 1, 4),
-    "Q3_K": Layout(_q3_k, 110, 1, 4),
-    "Q4_K": Layout(_q4_k, 144, 1, 2),
-    "Q5_K": Layout(_q5_k, 176, 1, 2),
-    "Q6_K": Layout(_q6_k, 210, 1, 4, NARROW_TILES),
+LAYOUTS: Mapping[str, BlockLayout] = {
+    "Q4_0": BlockLayout(_q4_0, 18, 8, 2),
+    "Q4_1": BlockLayout(_q4_1, 20, 8, 2),
+    "Q8_0": BlockLayout(_q8_0, 34, 8, 2),
+    "Q2_K": BlockLayout(_q2_k, 84, 1, 4),
+    "Q3_K": BlockLayout(_q3_k, 110, 1, 4),
+    "Q4_K": BlockLayout(_q4_k, 144, 1, 2),
+    "Q5_K": BlockLayout(_q5_k, 176, 1, 2),
+    "Q6_K": BlockLayout(_q6_k, 210, 1, 4, NARROW_TILES),
 }
 
 
-def tiles_of(form: str, dtype: torch.dtype) -> tuple[Tile, ...]:
+def tiles_of(form: str, dtype: torch.dtype) -> tuple[TritonTile, ...]:
     """Of products of rows in this dtype with a matrix of this type, in the order of their rows."""
     return EXACT_TILES if dtype == torch.float32 else LAYOUTS[form].tiles
 

@@ -120,8 +120,8 @@ class Unpacker:
         nearest = e.op(f"add {ints} {e.op(f'add {ints} {bits}, splat (i32 {0x7FFF})')}, {odd}")
         upper = e.op(f"lshr {ints} {nearest}, splat (i32 16)")
         is_nan = e.op(f"fcmp uno {vector} {weights}, zeroinitializer")
-        found = e.op(f"select <{lanes} x i1> {is_nan}, {ints} splat (i32 {0x7FC0}), {ints} {upper}")
-        return f"<{lanes} x i16> {e.op(f'trunc {ints} {found} to <{lanes} x i16>')}"
+        rounded = e.op(f"select <{lanes} x i1> {is_nan}, {ints} splat (i32 {0x7FC0}), {ints} {upper}")
+        return f"<{lanes} x i16> {e.op(f'trunc {ints} {rounded} to <{lanes} x i16>')}"
 
 
 def _worker() -> str:

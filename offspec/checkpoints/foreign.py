@@ -107,8 +107,8 @@ def _expert_share(config: Any) -> float:
     """The share of a layer's experts that a row uses; 1 if config.json has other names for it."""
 
     def first(*names: str) -> int:
-        found = (getattr(config, name, None) for name in names)
-        return next((number for number in found if isinstance(number, int) and number > 0), 0)
+        numbers = (getattr(config, name, None) for name in names)
+        return next((number for number in numbers if isinstance(number, int) and number > 0), 0)
 
     there = first("num_local_experts", "n_routed_experts", "num_experts")
     chosen = first("num_experts_per_tok", "moe_topk", "moe_k")
@@ -137,8 +137,8 @@ class _Names:
         causal = modules.causal
         self.wanted: dict[str, Shape] = {name: tuple(p.shape) for name, p in causal.state_dict().items()}
         transforms = get_model_conversion_mapping(causal)
-        self._converters = [found for found in transforms if isinstance(found, WeightConverter)]
-        self._renamings = [found for found in transforms if isinstance(found, WeightRenaming)]
+        self._converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
+        self._renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
         self.module_prefix = self.prefix = f"{modules.path}."
         self._own_embedding = f"{modules.name_of(modules.embedding)}.weight"
         self._own_head = f"{modules.name_of(modules.head)}.weight" if modules.head is not None else ""
@@ -165,9 +165,9 @@ class _Names:
     def _layers(self, inner: Mapping[str, Any]) -> list[dict[str, Any]]:
         """The values of `inner` by layer and short name. The keys of `inner` begin with the modules' prefix."""
         layers: list[dict[str, Any]] = [{} for _ in self.modules.layers]
-        for name, found in inner.items():
+        for name, source in inner.items():
             number, _, short = name.removeprefix(self.module_prefix).partition(".")
-            layers[int(number)][short] = found
+            layers[int(number)][short] = source
         return layers
 
     def made_elements(self) -> int:
@@ -196,7 +196,9 @@ class _Names:
         self.ignored = frozenset(n for n, target in renamed.items() if self._is_ignored(n, target)) | blank
         infos = {name: info for name, info in checkpoint.tensors.items() if name not in self.ignored}
         stored = stored_weights(infos, formats_in(checkpoint))
-        sources = {target: self._source(target, found, stored) for target, found in self._collect(stored).items()}
+        sources = {
+            target: self._source(target, collected, stored) for target, collected in self._collect(stored).items()
+        }
         self._check_missing(sources)
         self.embedding = sources[self._own_embedding].names[0][0]
         if self._own_head in sources:
@@ -230,16 +232,16 @@ class _Names:
         from transformers.core_model_loading import rename_source_key
 
         causal = self.modules.causal
-        found: tuple[str, str | None] = rename_source_key(
+        renamed: tuple[str, str | None] = rename_source_key(
             name, self._renamings, self._converters, causal.base_model_prefix, self.wanted
         )
-        return found
+        return renamed
 
     def _prefix(self, renamed: Mapping[str, str]) -> str:
         """The prefix before a layer's number in the checkpoint's names."""
         for name, target in renamed.items():
-            if target.startswith(f"{self.module_prefix}0.") and (found := re.match(r"(|.*?\.)0\.", name)):
-                return found[1]
+            if target.startswith(f"{self.module_prefix}0.") and (match := re.match(r"(|.*?\.)0\.", name)):
+                return match[1]
         raise CheckpointError(f"no tensor is one of {self.module_prefix}0.*; the checkpoint does not match config.json")
 
     def _is_ignored(self, name: str, target: str) -> bool:
@@ -250,16 +252,16 @@ class _Names:
         return "rotary_emb.inv_freq" in name or any(re.search(pattern, target) for pattern in patterns)
 
     def _collect(self, stored: Iterable[str]) -> dict[str, _Collected]:
-        found: dict[str, _Collected] = {}
+        collected_of: dict[str, _Collected] = {}
         for name in sorted(stored, key=_natural):
             target, pattern = self._renamed(name)
             if target not in self.wanted:
                 raise UnsupportedModelError(f"tensor {show(name)} has no place in transformers' modules of this model")
-            collected = found.setdefault(target, _Collected())
+            collected = collected_of.setdefault(target, _Collected())
             if pattern is not None:
                 collected.converter = next(c for c in self._converters if pattern in c.source_patterns)
             collected.names.setdefault(pattern, []).append(name)
-        return found
+        return collected_of
 
     def _source(self, target: str, found: _Collected, stored: Mapping[str, StoredWeight]) -> Source:
         """Raises CheckpointError for wrong shapes, UnsupportedModelError for an unsupported order of storage."""
@@ -294,9 +296,9 @@ class _Names:
         for names in zip(*parts, strict=True):
             shapes = [stored[name].shape for name in names]
             if any(len(s) != 2 or s[1] != columns for s in shapes) or sum(s[0] for s in shapes) != rows:
-                found = ", ".join(str(list(s)) for s in shapes)
+                stored_shapes = ", ".join(str(list(s)) for s in shapes)
                 raise CheckpointError(
-                    f"tensor {show(names[0])} has shape {found}, config.json requires {[rows, columns]}"
+                    f"tensor {show(names[0])} has shape {stored_shapes}, config.json requires {[rows, columns]}"
                 )
 
     def _check_missing(self, sources: Mapping[str, Source]) -> None:

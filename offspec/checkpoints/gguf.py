@@ -650,19 +650,19 @@ def translated(model: GgufModel) -> GgufCheckpoint:
         )
     if not isinstance(arch, str) or arch not in ARCHITECTURES:
         supported = ", ".join(ARCHITECTURES)
-        what = f"has the architecture {show(arch)}, which is not supported in GGUF files; supported: {supported}"
-        raise fault(path, f"{what}; use the original safetensors checkpoint")
+        description = f"has the architecture {show(arch)}, which is not supported in GGUF files; supported: {supported}"
+        raise fault(path, f"{description}; use the original safetensors checkpoint")
     keys, kind = Keys(path, metadata, arch, model.tensors), ARCHITECTURES[arch]
     if keys.value("expert_count"):
-        what = "is a mixture of experts, which is not supported in GGUF files"
-        raise fault(path, f"{what}; use its safetensors checkpoint with pip install 'offspec[transformers]'")
+        description = "is a mixture of experts, which is not supported in GGUF files"
+        raise fault(path, f"{description}; use its safetensors checkpoint with pip install 'offspec[transformers]'")
     config = _config(keys, kind, model)
     tensors: dict[str, TensorInfo] = {}
     for info in (info for name, info in model.tensors.items() if not _is_unused(name)):
         named = _translated(info, kind, config)
         if tensors.setdefault(named.name, named) is not named:
-            what = f"has {show(named.name)} twice, once as tensor {show(info.name)}"
-            raise fault(info.path, f"{what}; the file is damaged, download it again")
+            description = f"has {show(named.name)} twice, once as tensor {show(info.name)}"
+            raise fault(info.path, f"{description}; the file is damaged, download it again")
     # Drop the vocabulary's lists (8 MiB for 49,000 tokens), so that they do not stay in memory with the model.
     return GgufCheckpoint(replace(model, metadata=model.config), config, tensors)
 
@@ -700,8 +700,8 @@ def _change(stored_name: str, name: str, kind: Architecture, config: Config) -> 
     """stored_name: llama.cpp's. name: Hugging Face's."""
     if (change := kind.change(name, config)) is not None:
         return change
-    if kind.has_paired_heads and (found := re.search(r"self_attn\.(q|k)_proj\.(weight|bias)$", name)):
-        heads = config["num_attention_heads" if found[1] == "q" else "num_key_value_heads"]
+    if kind.has_paired_heads and (match := re.search(r"self_attn\.(q|k)_proj\.(weight|bias)$", name)):
+        heads = config["num_attention_heads" if match[1] == "q" else "num_key_value_heads"]
         return Change(rows=Order(2, groups=heads))
     if kind.norm_offset and stored_name.endswith("norm.weight") and not stored_name.endswith(".ssm_norm.weight"):
         return Change(added=kind.norm_offset)
@@ -744,8 +744,8 @@ _TOKENS = {"bos": "bos", "eos": "eos", "pad": "padding"}  # name in config.json 
 
 def _token_id(metadata: Metadata, name: str) -> int | None:
     """None if the file names none; without the field, config.json would mean the family's default."""
-    found = metadata.get(f"tokenizer.ggml.{name}_token_id")
-    return found if isinstance(found, int) and not isinstance(found, bool) else None
+    token_id = metadata.get(f"tokenizer.ggml.{name}_token_id")
+    return token_id if isinstance(token_id, int) and not isinstance(token_id, bool) else None
 
 
 # ----------------------------------------------------------------------------------------------------------------- RoPE
@@ -773,8 +773,8 @@ def _rope_scaling(keys: Keys, model: GgufModel) -> Config | None:
         return None
     if kind == "linear":
         return {"rope_type": "linear", "factor": factor_number}
-    what = f"{keys.arch}.rope.scaling.type {show(kind)} is not supported"
-    raise fault(keys.path, f"{what}; supported: none, linear, yarn")
+    description = f"{keys.arch}.rope.scaling.type {show(kind)} is not supported"
+    raise fault(keys.path, f"{description}; supported: none, linear, yarn")
 
 
 def _yarn(keys: Keys, factor: float) -> Config:
@@ -782,12 +782,12 @@ def _yarn(keys: Keys, factor: float) -> Config:
     multiplier (Hugging Face's mscale_all_dim) changes the usual factor's divisor.
     """
     named = {"beta_fast": "rope.scaling.yarn_beta_fast", "beta_slow": "rope.scaling.yarn_beta_slow"}
-    found = {name: keys.number(key) for name, key in named.items() if keys.has(key)}
+    settings = {name: keys.number(key) for name, key in named.items() if keys.has(key)}
     if keys.has(ATTENTION_FACTOR) or keys.has("rope.scaling.yarn_log_multiplier"):
         magnitude = 0.1 * math.log(max(factor, 1.0))
         divisor = 1.0 + magnitude * keys.number("rope.scaling.yarn_log_multiplier", 0.0)
-        found["attention_factor"] = keys.number(ATTENTION_FACTOR, 1.0) * (1.0 + magnitude) / divisor
-    return {"rope_type": "yarn", "factor": factor, **found}
+        settings["attention_factor"] = keys.number(ATTENTION_FACTOR, 1.0) * (1.0 + magnitude) / divisor
+    return {"rope_type": "yarn", "factor": factor, **settings}
 
 
 def _numbers(model: GgufModel, name: str) -> list[float] | None:

@@ -315,14 +315,14 @@ def find_head(target: ModelFiles, kind: str = "") -> Path:
     pattern = head_folder(target, "*")
     places = [head_folder(target, kind)] if kind else pattern.parent.glob(pattern.name)
     heads = [path for path in places if (path / CONFIG_FILE).is_file()]
-    found = max(heads, key=lambda path: (path.stat().st_mtime_ns, path.name), default=None)
-    if found is None:
+    newest = max(heads, key=lambda path: (path.stat().st_mtime_ns, path.name), default=None)
+    if newest is None:
         named, wanted = (f"head:{kind}", kind) if kind else ("head", "eagle3")
         raise UsageError(
             f"`draft={named}` needs a head, and there is none for {target.checkpoint.path}; run offspec distill MODEL "
             f"--head {wanted} first, or give a head's folder (`draft=PATH`)"
         )
-    return found
+    return newest
 
 
 # ------------------------------------------------------------------------------------------------ reading
@@ -403,8 +403,8 @@ def _spec(
         if own not in tensors.shapes:
             raise CheckpointError(f"{path}: tensor {own} is missing; the head does not match its config.json")
         if (there := tensors.shapes[own]) != shape:
-            what = f"tensor {show(names.get(own, own))} has shape {list(there)}"
-            raise CheckpointError(f"{path}: {what}, and an {spec.kind} head for this target has {list(shape)}")
+            description = f"tensor {show(names.get(own, own))} has shape {list(there)}"
+            raise CheckpointError(f"{path}: {description}, and an {spec.kind} head for this target has {list(shape)}")
     return spec
 
 

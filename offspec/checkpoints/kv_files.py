@@ -100,15 +100,15 @@ class Owner:
 
     def check(self, other: Owner, path: Path) -> None:
         """Raises CheckpointError, which says what differs, unless `other`, of the file, is the same."""
-        for what, mine, theirs in (
+        for property_name, mine, theirs in (
             ("model", self.model, other.model),
             ("dtype", self.dtype, other.dtype),
             ("arithmetic", self.arithmetic, other.arithmetic),
             ("KV format", self.form, other.form),
         ):
             if mine != theirs:
-                said = "" if what == "model" else f" ({show(theirs)}, and this one has {mine})"
-                raise CheckpointError(f"{path} has KV entries of another {what}{said}")
+                difference = "" if property_name == "model" else f" ({show(theirs)}, and this one has {mine})"
+                raise CheckpointError(f"{path} has KV entries of another {property_name}{difference}")
 
 
 @dataclass(frozen=True)
@@ -304,11 +304,11 @@ def _checksums(path: Path, file: BinaryIO, infos: Mapping[str, TensorInfo]) -> d
     if ends.name != CHECKSUMS or (ends.dtype, ends.shape) != ("U8", (4 * (1 + len(parts)),)):
         raise CheckpointError(f"{path} is damaged: it has no checksums")
     file.seek(ends.offset)
-    found = np.frombuffer(_exactly(file, ends.nbytes, path), dtype="<u4").tolist()
+    checksums = np.frombuffer(_exactly(file, ends.nbytes, path), dtype="<u4").tolist()
     file.seek(0)
-    if zlib.crc32(_exactly(file, parts[0].offset if parts else ends.offset, path)) != found[0]:
+    if zlib.crc32(_exactly(file, parts[0].offset if parts else ends.offset, path)) != checksums[0]:
         raise CheckpointError(f"{path} is damaged: the checksum of its header is wrong")
-    return {info.name: checksum for info, checksum in zip(parts, found[1:], strict=True)}
+    return {info.name: checksum for info, checksum in zip(parts, checksums[1:], strict=True)}
 
 
 def _content(file: BinaryIO, info: TensorInfo, checksums: Mapping[str, int]) -> bytearray:

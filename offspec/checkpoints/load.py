@@ -21,7 +21,7 @@ LEAST_BLOCKED_BYTES = 512 * 2**20  # a smaller model's passes are short anyway
 
 
 @dataclass(frozen=True)
-class LoadSettings:
+class WeightSettings:
     """How weights are loaded.
 
     has_far_embedding: the embedding may stay off the device, unless it is also the head, as other tables of rows do
@@ -38,11 +38,11 @@ class LoadSettings:
     progress: Progress | None = None
 
 
-DEFAULT = LoadSettings()
+DEFAULT = WeightSettings()
 
 
 def load_weights(
-    model: ModelFiles, placement: Placement, device: torch.device, settings: LoadSettings = DEFAULT
+    model: ModelFiles, placement: Placement, device: torch.device, settings: WeightSettings = DEFAULT
 ) -> TieredWeights:
     """Load the resident layers, and prepare the stream for the others.
 
@@ -62,7 +62,7 @@ def load_weights(
 
 
 def load_decoder(
-    model: ModelFiles, placement: Placement, device: torch.device, settings: LoadSettings = DEFAULT
+    model: ModelFiles, placement: Placement, device: torch.device, settings: WeightSettings = DEFAULT
 ) -> Decoder:
     """`load_weights`, and the decoder over them."""
     weights = load_weights(model, placement, device, settings)

@@ -114,8 +114,8 @@ class ModelFiles:
         notes += [Note(text) for text in checkpoint.notes]
         config, form = _config(path, checkpoint.config, None, notes), form or plan_form(checkpoint.config)
         if form in GGUF_MIXTURES and not config.is_native:
-            what = f"{path}: GGUF files of model_type {config.model_type} are not supported"
-            raise UnsupportedModelError(f"{what}; plan for another `format`, such as nf4")
+            description = f"{path}: GGUF files of model_type {config.model_type} are not supported"
+            raise UnsupportedModelError(f"{description}; plan for another `format`, such as nf4")
         stored = stored_from_config(config, form)
         notes.append(Note(f"sizes of {path.name} as {form}, from config.json alone ({why})"))
         return cls(checkpoint, config, stored, choose_dtype(dtype, path.name, config, stored, device_type, notes))
@@ -161,9 +161,9 @@ def _config(path: Path, raw: Mapping[str, Any], checkpoint: Checkpoint | None, n
         try:
             return read_config(raw)
         except UnsupportedModelError as exc:
-            found = read_foreign_config(raw, checkpoint, exc)
-            notes += _foreign_notes(path.name, found)
-            return found
+            foreign = read_foreign_config(raw, checkpoint, exc)
+            notes += _foreign_notes(path.name, foreign)
+            return foreign
     except (CheckpointError, UnsupportedModelError) as exc:  # name the model: it may be the target or the draft
         raise type(exc)(f"{path}: {exc}") from exc
 

@@ -43,9 +43,9 @@ class NewCheckpoint:
         unfinished = folder.with_name(f".{folder.name}.{os.getpid()}")
         try:
             unfinished.mkdir(parents=True)
-            for name, found in self.source.companions().items():
+            for name, source in self.source.companions().items():
                 (unfinished / name).parent.mkdir(exist_ok=True)
-                (unfinished / name).write_bytes(found if isinstance(found, bytes) else found.read_bytes())
+                (unfinished / name).write_bytes(source if isinstance(source, bytes) else source.read_bytes())
             (unfinished / "config.json").write_bytes(as_config_json(self.config))
             weights = {name: tensor.to(self.dtype).contiguous() for name, tensor in tensors.items()}
             save_file(weights, unfinished / "model.safetensors", {"format": "pt"})

@@ -43,15 +43,15 @@ class Shadow:
     def open(cls, path: Path, target: ModelFiles) -> Shadow:
         """Reads the headers. Raises CheckpointError for anything but a shadow of this target."""
         checkpoint = open_checkpoint(path)
-        said, known = checkpoint.config.get(ENTRY), fingerprint(target)
-        bits = next((bits for bits in SHADOW_FORMATS if said == {"target": known, "bits": bits}), None)
+        entry, target_print = checkpoint.config.get(ENTRY), fingerprint(target)
+        bits = next((bits for bits in SHADOW_FORMATS if entry == {"target": target_print, "bits": bits}), None)
         if bits is None:
             remedy = "delete the folder, or make one elsewhere with offspec quantize MODEL DST --shadow BITS"
             raise CheckpointError(f"{path} is not a shadow of {target.checkpoint.path}; {remedy}")
         stored = StoredModel.of(checkpoint, layer_prefix=LAYER_PREFIX)
         for i in range(target.config.num_layers):
-            found = {n: w.shape for n, w in stored.layers[i].weights.items()} if i < len(stored.layers) else {}
-            if found != layer_shapes(target.config, i):
+            shapes = {n: w.shape for n, w in stored.layers[i].weights.items()} if i < len(stored.layers) else {}
+            if shapes != layer_shapes(target.config, i):
                 raise CheckpointError(f"{path}: the tensors of layer {i} are not the target's; delete the folder")
         return cls(bits, tuple(stored.layers))
 

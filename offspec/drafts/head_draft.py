@@ -198,7 +198,7 @@ def _notes(files: HeadFiles, draft: str, target: ModelFiles) -> list[Note]:
 
 def _folder(request: OpenRequest) -> Path:
     """The head's folder: of `draft=PATH`, or one that offspec made (`head`, `head:medusa`). Raises OffspecError."""
-    kind, _, said = request.options.draft.partition(":")
+    kind, _, head_name = request.options.draft.partition(":")
     if kind != NAME:
         path = locate(request.options.draft, None, "draft")
         is_here = any((path / name).is_file() for name in (*SAFETENSORS, INDEX_FILE, *PICKLES))
@@ -208,6 +208,6 @@ def _folder(request: OpenRequest) -> Path:
         raise UsageError(
             f"`draft={NAME}` needs the weights of {request.target.checkpoint.path}, to which the head belongs"
         )
-    if said and said not in KINDS:
+    if head_name and head_name not in KINDS:
         raise UsageError(f"`draft={request.options.draft}`: there is no such kind of head, only {', '.join(KINDS)}")
-    return find_head(request.target, said)
+    return find_head(request.target, head_name)

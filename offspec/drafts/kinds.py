@@ -106,12 +106,12 @@ def shadow_names() -> list[str]:
 
 def _resolve(model: str, request: OpenRequest) -> str:
     """The name of a kind or a model; `auto`, and `shadow` without bits, become one of them."""
-    said = request.options.draft
-    if said == SHADOW:
+    draft_name = request.options.draft
+    if draft_name == SHADOW:
         return _chosen(shadow_names(), request)
-    if said == SELF and len(names := exit_names(request)) > 1:
+    if draft_name == SELF and len(names := exit_names(request)) > 1:
         return _chosen(names, request, otherwise=SELF)
-    return _automatic(model, request) if said == AUTO else said
+    return _automatic(model, request) if draft_name == AUTO else draft_name
 
 
 def exit_names(request: OpenRequest) -> list[str]:

@@ -123,11 +123,11 @@ class OpenedShadow:
         """
         target = request.target
         check_own_layers(request)
-        _, _, said = request.options.draft.partition(":")
-        if said and not said.isdecimal():
-            shadow = Shadow.open(expand_home(said), target)
+        _, _, bits_or_path = request.options.draft.partition(":")
+        if bits_or_path and not bits_or_path.isdecimal():
+            shadow = Shadow.open(expand_home(bits_or_path), target)
         else:
-            shadow = _of_bits(int(said[:4] or DEFAULT_BITS), request)
+            shadow = _of_bits(int(bits_or_path[:4] or DEFAULT_BITS), request)
         stored = replace(target.stored, layers=list(shadow.layers))
         packed = replace(target, stored=stored)
         return cls(shadow, target, (packed,), request.notes, request.device_type)

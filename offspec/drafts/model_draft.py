@@ -21,7 +21,7 @@ from offspec.scheduler.pace.trials import WindowTrials
 from offspec.scheduler.params import ACCEPTS, DRAFT_ROWS, MAX_ROWS, TREES, SpeculationParams
 from offspec.scheduler.trees.verify import TargetPass
 
-from ..checkpoints.load import LoadSettings, load_decoder
+from ..checkpoints.load import WeightSettings, load_decoder
 from ..checkpoints.opening import ModelFiles, Note, locate
 from ..errors import UsageError, VocabularyMismatchError
 from ..model.block import has_entries_alone, keeps_states
@@ -92,8 +92,8 @@ class ModelDraft(Draft):
     def new_text(self, num_tokens: int) -> DraftText:
         """An empty text of the draft, with room for `num_tokens` of the target's tokens and for pending nodes."""
         drafted = self._num_entries(num_tokens) + MAX_ROWS if num_tokens else 0
-        own = CachedDecoder(self.decoder, drafted) if self.graphs is None else self.graphs.text(drafted)
-        text = WindowedText(own, self.window) if self.window or self.tries_window else own
+        cached = CachedDecoder(self.decoder, drafted) if self.graphs is None else self.graphs.text(drafted)
+        text = WindowedText(cached, self.window) if self.window or self.tries_window else cached
         return text if self.other is None else self.other.text(text)
 
     def _num_entries(self, num_tokens: int) -> int:
@@ -204,11 +204,11 @@ class OpenedModel:
         name, options = request.options.draft, request.options
         options.refuse_exit_file()
         path = locate(name, None, "draft", weights=request.tokenizer is not None)
-        asked = (request.dtype, request.device_type, request.notes)
+        settings = (request.dtype, request.device_type, request.notes)
         if request.tokenizer is None:
-            files = ModelFiles.from_config(path, None, *asked)
+            files = ModelFiles.from_config(path, None, *settings)
             return cls(name, files, options, window=_window(options.draft_window, files, request.target, None))
-        files = ModelFiles.open(path, *asked)
+        files = ModelFiles.open(path, *settings)
         other = _other_vocabulary(request.tokenizer, request.target, files)
         if options.learns:
             _refuse_fixed_learner(name, files.config)
@@ -260,7 +260,7 @@ class OpenedModel:
 
     def load(self, device: torch.device) -> Attach:
         options = self.options
-        settings = LoadSettings(is_written=options.learns)
+        settings = WeightSettings(is_written=options.learns)
         decoder = load_decoder(self.files, all_resident(self.files), device, settings)
         if len(options.learn_files) > 1:
             more: dict[str, Any] = {"specialists": Specialists(decoder, options.learn_files)}
@@ -369,9 +369,9 @@ def _other_vocabulary(tokenizer: Tokenizer, target: ModelFiles, draft: ModelFile
     Raises VocabularyMismatchError where too few tokens are shared. A draft without a tokenizer must have the same
     number of tokens.
     """
-    path, own = draft.checkpoint.path, draft.checkpoint.tokenizer_path
-    if own is not None:
-        drafts = Tokenizer.load(own)
+    path, tokenizer_path = draft.checkpoint.path, draft.checkpoint.tokenizer_path
+    if tokenizer_path is not None:
+        drafts = Tokenizer.load(tokenizer_path)
         try:
             check_vocabularies(tokenizer, drafts)
         except VocabularyMismatchError:

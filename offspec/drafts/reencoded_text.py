@@ -213,16 +213,16 @@ class ReencodedText:
         self, chain: Sequence[int], tokens: IntArray, depths: IntArray, mask: BoolArray, before: int = 0
     ) -> Tensor:
         """As `CachedDecoder.states`, but `before` is ignored, because the draft's text has other rows."""
-        own = self._enter(chain) if chain else []
+        entered = self._enter(chain) if chain else []
         new = [self._reencoder.node_ids(token) for token in tokens.tolist()]
         rows = _NodeRows.of(self._pending, new, depths, mask)
-        room = self._text.max_context - self._text.length - len(own)
-        states = self._text.states(own, rows.tokens, np.minimum(rows.depths, max(1, room)), rows.mask)
+        free_entries = self._text.max_context - self._text.length - len(entered)
+        states = self._text.states(entered, rows.tokens, np.minimum(rows.depths, max(1, free_entries)), rows.mask)
         self._pending += new
         self._tokens += tokens.tolist()
         if rows.is_plain:
             return states
-        root = np.zeros(min(1, len(own)), dtype=np.int64)
+        root = np.zeros(min(1, len(entered)), dtype=np.int64)
         return states[to_device(torch.from_numpy(np.append(root, rows.last + len(root))), states.device)]
 
     def _enter(self, chain: Sequence[int]) -> list[int]:

@@ -86,10 +86,10 @@ class OpenedSelf:
                 "`draft=self:N` to plan for an early exit without a trained layer"
             )
         options.refuse_learning()
-        found = cls._file(request)
-        layers = f"the target's first {found.exit_layer} of {target.config.num_layers} layers"
-        request.notes.append(Note(f"draft: {layers}, and the exit layer {found.path}"))
-        return cls(found, target)
+        exit_file = cls._file(request)
+        layers = f"the target's first {exit_file.exit_layer} of {target.config.num_layers} layers"
+        request.notes.append(Note(f"draft: {layers}, and the exit layer {exit_file.path}"))
+        return cls(exit_file, target)
 
     @staticmethod
     def _file(request: OpenRequest) -> ExitFile:

@@ -33,10 +33,10 @@ class SharedRounds:
         texts = [_joining(call) for call in calls]
         together = [(call, text) for call, text in zip(calls, texts, strict=True) if text is not None]
         logits = iter(_score_together(together))
-        found = [call.score() if text is None else next(logits) for call, text in zip(calls, texts, strict=True)]
+        results = [call.score() if text is None else next(logits) for call, text in zip(calls, texts, strict=True)]
         if self._shared.is_shared:
             self._shared.observe_round(sum(call.num_rows for call in calls), time.perf_counter() - began)
-        return found
+        return results
 
 
 def _joining(call: ScoreCall) -> CachedDecoder | None:
@@ -56,13 +56,13 @@ def _score_together(calls: Sequence[tuple[ScoreCall, CachedDecoder]]) -> list[Te
     if not calls:
         return []
     rows = [TextRows(call.chain, call.tokens, call.depths, call.mask) for call, _ in calls]
-    hidden = pass_together([(text, own) for (_, text), own in zip(calls, rows, strict=True)])
-    found, ends = list[Tensor](), list(accumulate(map(len, rows)))
+    hidden = pass_together([(text, text_rows) for (_, text), text_rows in zip(calls, rows, strict=True)])
+    logits, ends = list[Tensor](), list(accumulate(map(len, rows)))
     for (call, text), begin, end in zip(calls, (0, *ends), ends, strict=False):
         num_before = call.model.num_before if isinstance(call.model, RecallingText) else 0
         states = text.decoder.normed(hidden[max(begin + len(call.chain) - 1 - num_before, begin) : end])
         if isinstance(call.model, RecallingText):
-            found.append(call.model.logits_of(states, is_after_chain=bool(call.chain), num_nodes=len(call.tokens)))
+            logits.append(call.model.logits_of(states, is_after_chain=bool(call.chain), num_nodes=len(call.tokens)))
         else:
-            found.append(text.decoder.head(states))
-    return found
+            logits.append(text.decoder.head(states))
+    return logits

@@ -75,10 +75,10 @@ class Scales:
         """
         if SELF not in given:
             replace(self.request.options, draft=given[0]).refuse_exit_file()
-        found = list[str]()
+        chosen = list[str]()
         for name in given:
-            found += self._chosen_from(name) or [name]
-        return list(dict.fromkeys(found))
+            chosen += self._chosen_from(name) or [name]
+        return list(dict.fromkeys(chosen))
 
     def _chosen_from(self, name: str) -> list[str]:
         """What a name stands for, if it leaves a choice."""
@@ -143,9 +143,9 @@ class Chooser:
         if not plan.placement.streamed:
             return None
         rates_of = self.measure(plan)
-        found = by_rate([self.scales.prospect(name, rates_of) for name in dict.fromkeys([*names, *others])])
-        chosen = next((prospect.name for prospect in found if prospect.name in names), None)
-        return None if chosen is None else Choice(chosen, {each.name: each.tokens_per_s for each in found})
+        prospects = by_rate([self.scales.prospect(name, rates_of) for name in dict.fromkeys([*names, *others])])
+        chosen = next((prospect.name for prospect in prospects if prospect.name in names), None)
+        return None if chosen is None else Choice(chosen, {each.name: each.tokens_per_s for each in prospects})
 
 
 def _item_bytes(plan: Plan) -> int:

@@ -18,11 +18,11 @@ def path_windows(values: Tensor, before: Tensor, parents: Tensor, first: int = 0
     places = torch.cat((before, values))
     above = torch.cat((torch.arange(-1, num_before - 1, device=parents.device).clamp_(min=0), parents + num_before))
     place = torch.arange(num_before + first, len(places), device=parents.device)
-    found = [place]
+    window_places = [place]
     for _ in range(num_before):
         place = above[place]
-        found.append(place)
-    return places[torch.stack(found[::-1], 1)].transpose(1, 2)
+        window_places.append(place)
+    return places[torch.stack(window_places[::-1], 1)].transpose(1, 2)
 
 
 def path_convolution(windows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -331,7 +331,7 @@ def read_config(config: Json) -> ModelConfig:
         raise CheckpointError(f"config.json: num_hidden_layers {layers} exceeds the limit of {MAX_LAYERS}")
     kv_heads = positive(config, "num_key_value_heads", heads)
     differing = family(config, layers)
-    known: Fields = {
+    fields: Fields = {
         "model_type": config["model_type"],
         "vocab_size": positive(config, "vocab_size"),
         "hidden_size": hidden,
@@ -349,11 +349,11 @@ def read_config(config: Json) -> ModelConfig:
         **differing,
     }
     if "rope" not in differing:
-        known["rope"] = read_rope(config)
-    if (rope := known["rope"]).kind == "yarn":  # if a user added it, it extends max_position_embeddings
+        fields["rope"] = read_rope(config)
+    if (rope := fields["rope"]).kind == "yarn":  # if a user added it, it extends max_position_embeddings
         stretched = rope.scaling[ORIGINAL_CONTEXT] * rope.scaling["factor"]
-        known["max_context"] = max(known["max_context"], round(min(stretched, MAX_CONTEXT)))
-    result = ModelConfig(**known)
+        fields["max_context"] = max(fields["max_context"], round(min(stretched, MAX_CONTEXT)))
+    result = ModelConfig(**fields)
     _check_parts(result)
     return result
 
@@ -420,8 +420,8 @@ def _check_parts(config: ModelConfig) -> None:
         if rope is not None and rope.kind == "longrope":
             for key in (SHORT_FACTORS, LONG_FACTORS):
                 if len(rope.scaling[key]) != config.rotary_dim_of(0) // 2:
-                    found, wanted = len(rope.scaling[key]), config.rotary_dim_of(0) // 2
-                    raise CheckpointError(f"config.json: {key} lists {found} numbers, RoPE rotates {wanted} pairs")
+                    num_listed, wanted = len(rope.scaling[key]), config.rotary_dim_of(0) // 2
+                    raise CheckpointError(f"config.json: {key} lists {num_listed} numbers, RoPE rotates {wanted} pairs")
 
 
 def _check_heads(config: ModelConfig, shape: LayerShape, rotary_dim: int) -> None:

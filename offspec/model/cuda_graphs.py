@@ -77,7 +77,7 @@ def _has_ready_embedding(decoder: Decoder) -> bool:
         return False
 
 
-class Inputs:
+class RoundInputs:
     """The inputs of a round, in one host buffer and an equal device buffer, so that one transfer is enough.
 
     counts [3]: the slots that every row attends to, the first slot of the region after the gap (`TextMemory.gap`), the
@@ -177,7 +177,7 @@ class RoundBuffers:
         """
         self.decoder = decoder
         self.layers = layers
-        self.inputs = Inputs(decoder.device)
+        self.inputs = RoundInputs(decoder.device)
         shape = WIDTHS[-1], decoder.config.hidden_size
         self.states = torch.zeros(shape, dtype=decoder.dtype, device=decoder.device)
         self.embedded = None if _has_ready_embedding(decoder) else torch.zeros_like(self.states)
@@ -185,7 +185,7 @@ class RoundBuffers:
         self.record = record or accelerator_of(decoder.device).recorder()
 
     def send(self, cache: TextMemory, tokens: IntArray, depths: IntArray, mask: BoolArray, width: int) -> None:
-        """The inputs of a round, see `Inputs.put`; with rows of tables that a graph cannot look up."""
+        """The inputs of a round, see `RoundInputs.put`; with rows of tables that a graph cannot look up."""
         self.inputs.put(cache, tokens, depths, mask, width)
         if self.embedded is not None:
             self.embedded[: len(tokens)] = self.decoder.embed(torch.as_tensor(tokens))

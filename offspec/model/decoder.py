@@ -56,8 +56,10 @@ def check_tensors(weights: Mapping[str, StoredWeight], config: ModelConfig, path
     for name, shape in wanted.items():
         if name not in weights:
             raise CheckpointError(f"{path}: tensor {name} is missing; the checkpoint does not match its config.json")
-        if (found := weights[name].shape) != shape:
-            raise CheckpointError(f"{path}: tensor {name} has shape {list(found)}, config.json requires {list(shape)}")
+        if (stored_shape := weights[name].shape) != shape:
+            raise CheckpointError(
+                f"{path}: tensor {name} has shape {list(stored_shape)}, config.json requires {list(shape)}"
+            )
     for name in weights:
         if name not in wanted:
             raise UnsupportedModelError(
@@ -262,17 +264,17 @@ def _attention_bytes(
     if is_whole:
         return elements * copies + unpacked
     at_once = min(elements, MASK_ELEMENTS) if kv.is_plain else 0
-    found = at_once * copies
+    total = at_once * copies
     if is_capped:  # scores and two intermediate results, in fp32
-        found += 12 * max(at_once, min(CAPPED_SCORES, at_once * max(layout.num_heads for layout in layouts)))
+        total += 12 * max(at_once, min(CAPPED_SCORES, at_once * max(layout.num_heads for layout in layouts)))
     if kv.is_plain and elements <= MASK_ELEMENTS:
-        return found
+        return total
     rows = num_rows * config.num_heads
     by_formula = reason_for_formula(config.largest_head, itemsize, config.attention_cap, on_cpu=on_cpu) is not None
     scores = rows * min(num_keys, most_scored_keys(rows)) if by_formula else 0
     splits = 0 if on_cpu else SPLIT_BYTES
     masks = (heads if on_cpu else 1) * num_rows * min(num_keys, MASKED_KEYS) * copies
-    return max(found, masks + 4 * (3 * scores + 6 * rows * config.largest_head) + splits + unpacked)
+    return max(total, masks + 4 * (3 * scores + 6 * rows * config.largest_head) + splits + unpacked)
 
 
 class CachedDecoder:
@@ -400,8 +402,8 @@ def pass_together(texts: Sequence[TextPass], after: AfterLayer | None = None) ->
     if after is not None and first.layers.start:
         after(first.layers.start - 1, hidden)
     hidden = first.decoder.through(hidden, joined, first.layers, after)
-    for text, own in texts:
-        text.end_pass(own)
+    for text, text_rows in texts:
+        text.end_pass(text_rows)
     return hidden
 
 
@@ -413,11 +415,11 @@ def score_together(texts: Sequence[TextPass], layers: Collection[int] = ()) -> l
     """
     if unknown := set(layers) - set(texts[0][0].observable_layers):
         raise ValueError(f"no hidden states after layer {min(unknown)}, only after {texts[0][0].observable_layers}")
-    found: dict[int, Tensor] = {}
+    tapped: dict[int, Tensor] = {}
 
     def after(layer: int, hidden: Tensor) -> None:
         if layer in layers:
-            found[layer] = hidden.clone()
+            tapped[layer] = hidden.clone()
 
     hidden = pass_together(texts, after if layers else None)
     ends = list(accumulate(len(rows) for _, rows in texts))
@@ -426,7 +428,7 @@ def score_together(texts: Sequence[TextPass], layers: Collection[int] = ()) -> l
             text.decoder,
             hidden[begin:end],
             max(len(rows.chain) - 1, 0),
-            {layer: states[begin:end] for layer, states in found.items()},
+            {layer: states[begin:end] for layer, states in tapped.items()},
         )
         for (text, rows), begin, end in zip(texts, (0, *ends), ends, strict=False)
     ]

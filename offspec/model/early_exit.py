@@ -215,8 +215,8 @@ class SharedTarget(CachedDecoder):
         nodes[absent] = np.arange(trunk.cache.pending, size)
         region = np.zeros((len(absent), size), dtype=np.bool_)
         region[:, nodes] = rows.mask[absent]
-        known = trunk.cache.length - self.length  # tokens of the chain that the draft has computed
-        trunk.advance(TextRows(chain[known:], rows.tokens[absent], rows.depths[absent], region))
+        num_computed = trunk.cache.length - self.length  # tokens of the chain that the draft has computed
+        trunk.advance(TextRows(chain[num_computed:], rows.tokens[absent], rows.depths[absent], region))
         base = self.length + len(chain)
         hidden = trunk.hidden([*range(self.length, base), *(base + nodes).tolist()])  # the chain is never empty
         self._rows = nodes
@@ -252,8 +252,8 @@ class SharedDraft(CachedDecoder):
 
     def begin_pass(self, rows: TextRows) -> tuple[Tensor, AppendedRows]:
         trunk, start = self.trunk, self.cache.size
-        known = trunk.cache.length - self.length  # tokens of the chain accepted without having been expanded
-        trunk.advance(replace(rows, chain=rows.chain[known:]))
+        num_computed = trunk.cache.length - self.length  # tokens of the chain accepted without having been expanded
+        trunk.advance(replace(rows, chain=rows.chain[num_computed:]))
         hidden = trunk.hidden(range(start, start + len(rows)))
         return hidden, self.decoder.rows(rows, self.cache)
 

@@ -521,8 +521,8 @@ def _mamba_mixers(config: Json, num_layers: int) -> tuple[str, ...]:
     if not isinstance(kinds, list) or len(kinds) != num_layers:
         raise CheckpointError(f"config.json: layer_types must list {num_layers} layers (num_hidden_layers)")
     if unknown := [kind for kind in kinds if not isinstance(kind, str) or kind not in MIXERS]:
-        what = f"layer type {show(unknown[0])} is not supported for {config['model_type']}"
-        raise UnsupportedModelError(f"{what}; supported: {', '.join(MIXERS)}")
+        description = f"layer type {show(unknown[0])} is not supported for {config['model_type']}"
+        raise UnsupportedModelError(f"{description}; supported: {', '.join(MIXERS)}")
     return tuple(MIXERS[kind] for kind in kinds)
 
 
@@ -544,15 +544,17 @@ def _mamba(config: Json, inner: int, **differing: Any) -> MambaShape:
         has_out_bias=bool(config.get("mamba_proj_bias")),
     )
     if shape.inner != inner:
-        what = f"config.json: mamba_n_heads {heads} times mamba_d_head {shape.head_size} must be {inner}"
-        raise CheckpointError(f"{what} (mamba_expand times hidden_size, or mamba_d_ssm)")
+        description = f"config.json: mamba_n_heads {heads} times mamba_d_head {shape.head_size} must be {inner}"
+        raise CheckpointError(f"{description} (mamba_expand times hidden_size, or mamba_d_ssm)")
     return _checked(replace(shape, **differing))
 
 
 def _checked(shape: MambaShape) -> MambaShape:
     if shape.num_heads % shape.num_groups:
-        what = f"config.json: {shape.num_heads} heads of Mamba2 are not a multiple of its {shape.num_groups} groups"
-        raise CheckpointError(what)
+        description = (
+            f"config.json: {shape.num_heads} heads of Mamba2 are not a multiple of its {shape.num_groups} groups"
+        )
+        raise CheckpointError(description)
     return shape
 
 

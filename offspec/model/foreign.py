@@ -159,10 +159,10 @@ class ForeignDecoder(Decoder):
             return rows
         module.weight = rows  # so that the module applies its other operations to these rows
         try:
-            found: Tensor = module(torch.arange(len(rows), device=rows.device))
+            embedded: Tensor = module(torch.arange(len(rows), device=rows.device))
         finally:
             module.weight = None
-        return found
+        return embedded
 
     @torch.inference_mode()
     def normed(self, hidden: Tensor) -> Tensor:

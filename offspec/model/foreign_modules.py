@@ -135,43 +135,43 @@ class Modules:
     def logits(self, states: Tensor) -> Tensor:
         """Logits [R, vocab] of `finish`'s states [R, hidden]."""
         with self._returning(states):
-            found: Tensor = self.causal(inputs_embeds=states[None], use_cache=False).logits[0]
-        return found
+            logits: Tensor = self.causal(inputs_embeds=states[None], use_cache=False).logits[0]
+        return logits
 
     @contextmanager
     def _returning(self, states: Tensor) -> Iterator[None]:
         """Make the base model return these states without computing. Raises ValueError if it was not called."""
-        asked = list[Outputs]()
+        calls = list[Outputs]()
 
         def forward(*args: Any, **kwargs: Any) -> Outputs:
-            asked.append(Outputs(last_hidden_state=states[None]))
-            return asked[-1]
+            calls.append(Outputs(last_hidden_state=states[None]))
+            return calls[-1]
 
         self.base.forward = forward
         try:
             yield
         finally:
             del self.base.forward
-        if not asked:
+        if not calls:
             raise ValueError("its logits do not depend on its layers' output")
 
     def call_layer(self, index: int, call: LayerCall, hidden: Tensor) -> Tensor:
         """Layer `index` over hidden states [T, hidden] → [T, hidden]."""
         layer: Any = self.layers[index]
         out = type(layer).forward(layer, hidden[None], **call.kwargs)
-        found: Tensor = out[0] if isinstance(out, tuple) else out
-        return found[0]
+        states: Tensor = out[0] if isinstance(out, tuple) else out
+        return states[0]
 
     def _run(self, hidden: Tensor, positions: Tensor, cache: TextCache, mask: Any) -> Tensor:
         self._calls = [None] * len(self.layers)
-        found = self.base(
+        outputs = self.base(
             inputs_embeds=hidden[None],
             position_ids=positions[None],
             attention_mask=mask,
             use_cache=True,
             **{self.cache_argument: cache},
         )
-        states: Tensor = found[0]
+        states: Tensor = outputs[0]
         return states
 
     def _record_call(self, index: int, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -183,7 +183,7 @@ class Modules:
 
     def name_of(self, module: nn.Module) -> str:
         """A module's path in the whole model."""
-        names: Iterator[str] = (name for name, found in self.causal.named_modules() if found is module)
+        names: Iterator[str] = (name for name, submodule in self.causal.named_modules() if submodule is module)
         return next(names)
 
     @property
@@ -198,19 +198,19 @@ class Modules:
         """Compute the tables that modules derive from their config, on `device`. Raises UnsupportedModelError."""
         inside = {id(module) for layer in self.layers for module in layer.modules()}
         modules = [m for m in self.causal.modules() if m._buffers and (inside_layers or id(m) not in inside)]
-        found = [(m, name) for m in modules for name in m._non_persistent_buffers_set if m._buffers[name] is not None]
-        total = sum(_buffer(m, name).nbytes for m, name in found)
+        buffers = [(m, name) for m in modules for name in m._non_persistent_buffers_set if m._buffers[name] is not None]
+        total = sum(_buffer(m, name).nbytes for m, name in buffers)
         if total > MAX_BUFFER_BYTES:
             raise UnsupportedModelError(
                 f"{self.causal.config.model_type}'s modules have tables of {total >> 20} MiB beside their weights, "
                 f"more than the limit of {MAX_BUFFER_BYTES >> 20} MiB"
             )
-        for module, name in found:
+        for module, name in buffers:
             module._buffers[name] = torch.full_like(_buffer(module, name), _blank(_buffer(module, name)), device="cpu")
         with torch.no_grad():
-            for module in {id(m): m for m, _ in found}.values():
+            for module in {id(m): m for m, _ in buffers}.values():
                 self.causal._init_weights(module)
-        for module, name in found:
+        for module, name in buffers:
             table = _buffer(module, name)
             if bool((table != table).all() if table.is_floating_point() else (table == _blank(table)).all()):
                 raise UnsupportedModelError(
@@ -220,9 +220,9 @@ class Modules:
 
 
 def _buffer(module: nn.Module, name: str) -> Tensor:
-    found = module._buffers[name]
-    assert found is not None
-    return found
+    buffer = module._buffers[name]
+    assert buffer is not None
+    return buffer
 
 
 def _blank(table: Tensor) -> float:
@@ -233,9 +233,13 @@ def _blank(table: Tensor) -> float:
 def _find_layers(causal: Any) -> tuple[str, list[nn.Module]]:
     """The path and the list of layers: num_hidden_layers modules of one class."""
     wanted = causal.config.num_hidden_layers
-    lists = [(name, found) for name, found in causal.named_modules() if isinstance(found, nn.ModuleList)]
+    lists = [
+        (name, module_list) for name, module_list in causal.named_modules() if isinstance(module_list, nn.ModuleList)
+    ]
     fitting = [
-        (name, list(found)) for name, found in lists if len(found) == wanted and len({type(m) for m in found}) == 1
+        (name, list(module_list))
+        for name, module_list in lists
+        if len(module_list) == wanted and len({type(m) for m in module_list}) == 1
     ]
     if not fitting:
         raise UnsupportedModelError(f"{causal.config.model_type}'s layers are not one list of decoder layers")

@@ -45,8 +45,8 @@ class LentExperts:
 
     def __getitem__(self, expert: int | Tensor) -> Tensor:
         """Expert `expert`'s matrix [N, K]."""
-        found = [dense(weights[int(expert)], self.dtype) for weights in self.parts]
-        return found[0] if len(found) == 1 else torch.cat(found)
+        matrices = [dense(weights[int(expert)], self.dtype) for weights in self.parts]
+        return matrices[0] if len(matrices) == 1 else torch.cat(matrices)
 
     def __len__(self) -> int:
         return len(self.parts[0])
@@ -106,10 +106,10 @@ def _take(root: nn.Module, path: str, source: Source) -> ParameterPlace:
     above, _, name = path.rpartition(".")
     module: Any = root.get_submodule(above)
     if type(module).forward is nn.Linear.forward:
-        lent = LentLinear(module)
-        parent, _, own = above.rpartition(".")
-        root.get_submodule(parent)._modules[own] = lent
-        module = lent
+        linear = LentLinear(module)
+        parent, _, attribute = above.rpartition(".")
+        root.get_submodule(parent)._modules[attribute] = linear
+        module = linear
     for kept in (module._parameters, module._buffers):
         kept.pop(name, None)
     object.__setattr__(module, name, None)

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from offspec.loaders.formats.products import must_be_exact
-from offspec.loaders.kernels.row_attention import Attention as RowAttention
-from offspec.loaders.kernels.row_attention import Visible
+from offspec.loaders.kernels.row_attention import RunningAttention, Visible
 from offspec.loaders.streaming.small_transfers import to_device
 from offspec.scheduler.trees.token_tree import ROOT, BoolArray, IntArray
 
@@ -182,10 +181,10 @@ class JoinedRows:
         for some in _by_beginning(pieces, part.window):
             if len(some) == 1:
                 (piece,) = some
-                found = [piece.text.attend(part, queries[piece.rows], piece.of(entries), piece.first, piece.last)]
+                results = [piece.text.attend(part, queries[piece.rows], piece.of(entries), piece.first, piece.last)]
             else:
-                found = self._attend_together(part, queries, entries, some)
-            outputs |= {piece.rows.start: result for piece, result in zip(some, found, strict=True)}
+                results = self._attend_together(part, queries, entries, some)
+            outputs |= {piece.rows.start: result for piece, result in zip(some, results, strict=True)}
         return torch.cat([outputs[piece.rows.start] for piece in pieces])
 
     def _attend_together(
@@ -227,16 +226,16 @@ class JoinedRows:
                 for piece, visible, some in zip(pieces, seen, rows, strict=True)
             ]
         together = self._slots_together(seen)
-        attention = RowAttention.of(queries, num_heads, scale=scale, cap=cap)
+        attention = RunningAttention.of(queries, num_heads, scale=scale, cap=cap)
         for keys in key_parts(cache, layer, together, most, end=shared):
             attention.add(keys, together)
-        found = list[Tensor]()
+        results = list[Tensor]()
         for piece, visible, some in zip(pieces, seen, rows, strict=True):
             rest = attention.of_rows(some)
             for keys in key_parts(piece.text.cache, layer, visible, most, first=shared):
                 rest.add(keys, visible)
-            found.append(rest.final(queries[some]))
-        return found
+            results.append(rest.final(queries[some]))
+        return results
 
     def _slots_together(self, seen: Sequence[Visible]) -> Visible:
         """`Visible.together`; of whole texts once per pass, otherwise in each layer."""

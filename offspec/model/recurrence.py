@@ -161,8 +161,8 @@ def _corrections(state: Tensor, inputs: DeltaInputs, paths: Paths, keys: Tensor,
     if num_earlier:
         wanted = wanted - system[..., :num_earlier] @ earlier.transpose(0, 1)
     # The diagonal counts as 1, whatever stands there.
-    found: Tensor = torch.linalg.solve_triangular(system[..., num_earlier:], wanted, upper=False, unitriangular=True)
-    return found
+    solved: Tensor = torch.linalg.solve_triangular(system[..., num_earlier:], wanted, upper=False, unitriangular=True)
+    return solved
 
 
 def chain_step(state: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor]:

@@ -33,8 +33,8 @@ def attend_exactly(
     keys, values = (torch.cat(each, 1) for each in zip(*((part.keys, part.values) for part in parts), strict=True))
     rows, slots = (to_device(each, queries.device) for each in (visible.rows, visible.slots))
     with on_device(queries.device):
-        found: Tensor = kernels.attend(queries, keys, values, rows, slots, scale, cap)
-    return found
+        attended: Tensor = kernels.attend(queries, keys, values, rows, slots, scale, cap)
+    return attended
 
 
 def visible_slots(visibility: Visibility, first: int, last: int, window: int | None, group: int) -> Visible:

@@ -13,7 +13,7 @@ from offspec.loaders.streaming.small_transfers import to_device
 HEAD_ROWS = 64  # rows whose logits are computed together
 
 
-class Head(Protocol):
+class LogitsHead(Protocol):
     """Computes logits from hidden states, as `Decoder` does."""
 
     def normed(self, hidden: Tensor) -> Tensor:
@@ -34,7 +34,7 @@ class RowLogits:
     """
 
     def __init__(
-        self, head: Head, hidden: Tensor, num_before: int = 0, layer_states: Mapping[int, Tensor] | None = None
+        self, head: LogitsHead, hidden: Tensor, num_before: int = 0, layer_states: Mapping[int, Tensor] | None = None
     ) -> None:
         """hidden [num_before + R, hidden]: the first num_before are earlier rows of the pass, see `before`."""
         self._head = head

@@ -129,11 +129,11 @@ def _propose(requests: Sequence[Request], shared: SharedPass) -> list[TextRows]:
     drafted = run_together(draftings, SharedRounds(shared).score)
     if not shared.is_shared:
         return [requests[0].drafting.send(None)]
-    competing = [found for found in drafted if found is not None]
+    competing = [tree for tree in drafted if tree is not None]
     sizes = iter(shared.sizes(competing, time.perf_counter() - began))
     return [
-        request.drafting.send(None if found is None else next(sizes))
-        for request, found in zip(requests, drafted, strict=True)
+        request.drafting.send(None if tree is None else next(sizes))
+        for request, tree in zip(requests, drafted, strict=True)
     ]
 
 

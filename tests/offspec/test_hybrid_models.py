@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from offspec import Constraint, ConvertParams, Engine, PromptCache, SamplingParams, SpeculationParams, convert
-from offspec.checkpoints.load import LoadSettings, load_decoder
+from offspec.checkpoints.load import WeightSettings, load_decoder
 from offspec.checkpoints.opening import ModelFiles
 from offspec.drafts.base import DraftOptions, OpenRequest
 from offspec.drafts.kinds import open_draft
@@ -142,7 +142,7 @@ def loaded(folder: Path, *resident: int) -> Decoder:
     slot = max(layer.cost(files.dtype).slot_bytes for layer in files.stored.layers)
     places = places_of(resident=resident, on_disk=others)
     placement = Placement(places, Slots(2, 0, slot), (), Limits(None, 0), 0, 0)
-    return load_decoder(files, placement, CPU, LoadSettings(has_far_embedding=True))
+    return load_decoder(files, placement, CPU, WeightSettings(has_far_embedding=True))
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from offspec import Engine, SamplingParams, convert
-from offspec.checkpoints.load import LoadSettings, load_decoder
+from offspec.checkpoints.load import WeightSettings, load_decoder
 from offspec.checkpoints.opening import ModelFiles
 from offspec.loaders.formats.products import KERNEL, TILES, TORCH, ProductCosts, num_lanes
 from offspec.loaders.kernels.row_product import RowProduct
@@ -77,7 +77,7 @@ def stream(folder: Path) -> Decoder:
     layers = files.stored.layers
     slot = max(layer.cost(files.dtype).slot_bytes for layer in layers)
     placement = Placement(places_of(on_disk=range(len(layers))), Slots(2, 0, slot), (), Limits(None, 0), 0, 0)
-    return load_decoder(files, placement, CPU, LoadSettings(has_far_embedding=True))
+    return load_decoder(files, placement, CPU, WeightSettings(has_far_embedding=True))
 
 
 @pytest.mark.slow

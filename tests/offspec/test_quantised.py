@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from offspec.checkpoints.load import LoadSettings, load_decoder
+from offspec.checkpoints.load import WeightSettings, load_decoder
 from offspec.checkpoints.opening import ModelFiles
 from offspec.loaders.formats.process_state import bitsandbytes_functional
 from offspec.loaders.streaming.placement import Limits, Placement, Slots, places_of
@@ -76,6 +76,6 @@ def test_greedy_tokens_are_those_of_transformers(options: dict[str, Any], tmp_pa
     expected = greedy_of(model)
     assert len(set(expected)) > 8
     for placement in (all_resident(files), on_disk):
-        decoder = load_decoder(files, placement, CPU, LoadSettings(has_far_embedding=True))
+        decoder = load_decoder(files, placement, CPU, WeightSettings(has_far_embedding=True))
         assert greedy(decoder) == expected
         decoder.weights.close()

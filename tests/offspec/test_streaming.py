@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from offspec import Engine, SamplingParams, SpeculationParams
-from offspec.checkpoints.load import LoadSettings, load_decoder
+from offspec.checkpoints.load import WeightSettings, load_decoder
 from offspec.checkpoints.opening import ModelFiles
 from offspec.errors import CheckpointError, MemoryLimitError, UsageError
 from offspec.loaders.streaming.placement import KV_ITEM, Item, Limits, Placement, Slots, places_of, scattered
@@ -54,7 +54,7 @@ def stream(folder: Path, resident: tuple[int, ...] = (), *, synchronous: bool = 
     places = places_of(resident=resident, on_disk=(i for i in range(len(costs)) if i not in resident))
     slot = max(cost.slot_bytes for cost in costs)
     placement = Placement(places, Slots(2, 0, slot), (), Limits(None, 0), 0, 0)
-    return load_decoder(files, placement, CPU, LoadSettings(has_far_embedding=True, synchronous=synchronous))
+    return load_decoder(files, placement, CPU, WeightSettings(has_far_embedding=True, synchronous=synchronous))
 
 
 def behind(engine: Engine, target: Decoder) -> Engine:
@@ -225,7 +225,7 @@ def test_nothing_waits_for_the_device_within_a_pass(pair: Pair) -> None:
     files = ModelFiles.open(pair.target, "fp32", "cuda", [])
     slot, everything = max(layer.record.nbytes for layer in files.stored.layers), tuple(range(files.config.num_layers))
     placement = Placement(places_of(in_ram=everything), Slots(2, 0, slot), (), Limits(2**30, 2**30), 0, 0)
-    decoder = load_decoder(files, placement, device, LoadSettings(has_far_embedding=True))
+    decoder = load_decoder(files, placement, device, WeightSettings(has_far_embedding=True))
     through = decoder.through
 
     def watched(hidden: torch.Tensor, rows: PassRows) -> torch.Tensor:

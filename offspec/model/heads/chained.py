@@ -68,8 +68,8 @@ class ChainedHead(Head, ABC):
 
     def advance(self, inputs: Inputs, rows: PassRows) -> Advanced:
         if not inputs.depths.any():
-            known = self.of_text(inputs, rows) if self.blocks else inputs.features
-            inputs = inputs._replace(features=F.pad(known, (0, self.room)))
+            text_features = self.of_text(inputs, rows) if self.blocks else inputs.features
+            inputs = inputs._replace(features=F.pad(text_features, (0, self.room)))
         states, features = list[Tensor](), list[Tensor]()
         order = list[Tensor]()
         for depth, chosen in _by_depth(inputs.depths):
@@ -113,12 +113,16 @@ class ChainedHead(Head, ABC):
             return self._linear(head_name(0), states).float()
         largest = torch.stack([part.detach().abs().amax(-1) for part in parts])  # [parts, R]
         is_used = largest > NEGLIGIBLE * largest.amax(0)
-        found = [
+        logits_of_steps = [
             self._logits_of(step, part, rows)
             for step, (part, rows) in enumerate(zip(parts, is_used, strict=True))
             if rows.any()
         ]
-        return torch.stack(found).sum(0) if found else states.new_zeros(len(states), self.target.config.vocab_size)
+        return (
+            torch.stack(logits_of_steps).sum(0)
+            if logits_of_steps
+            else states.new_zeros(len(states), self.target.config.vocab_size)
+        )
 
     def _logits_of(self, step: int, states: Tensor, rows: Tensor) -> Tensor:
         """fp32 logits of one step's head; its bias for these `rows` (bool [R]) only, as the others are not its own."""
@@ -158,11 +162,11 @@ def text_shapes(target: ModelConfig, num_layers: int) -> dict[str, tuple[int, ..
 
 def _text_layers(tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
     """The weights of the layers over the text by short names."""
-    found = dict[int, dict[str, Tensor]]()
+    layers = dict[int, dict[str, Tensor]]()
     for name, tensor in tensors.items():
         if (match := re.fullmatch(r"text\.(\d+)\.(.+)", name)) is not None:
-            found.setdefault(int(match[1]), {})[match[2]] = tensor
-    return [found[index] for index in sorted(found)]
+            layers.setdefault(int(match[1]), {})[match[2]] = tensor
+    return [layers[index] for index in sorted(layers)]
 
 
 def _by_depth(depths: IntArray) -> Iterator[tuple[int, Tensor]]:

@@ -67,7 +67,7 @@ class DFlashHead(Head):
         self.num_steps = shape.size - 1
         self._states = WeakKeyDictionary[TextMemory, Tensor]()  # of each text's block: [B - 1, hidden]
         names = {EMBEDDING: OWN_EMBEDDING, FINAL_NORM: OWN_NORM, HEAD: OWN_HEAD}
-        shared = {name: tensors[own] for name, own in names.items() if own in tensors}
+        shared = {name: tensors[name_in_head] for name, name_in_head in names.items() if name_in_head in tensors}
         weights = RamWeights(layers_of(tensors, shape.config.num_layers), shared, dtype or target.dtype)
         super().__init__(shape.config, weights, target, vocabulary_of(tensors, target), dtype)
 
@@ -174,8 +174,10 @@ def _shape(config: Json, present: Mapping[str, tuple[int, ...]], target: ModelCo
     inner = mapping(config, "transformer_layer_config") or config
     settings = {**config, **mapping(config, ENTRY)}
     sizes = {"vocab_size": target.vocab_size, "max_position_embeddings": target.max_context}
-    own = read_config({"use_sliding_window": False, **sizes, **inner, "model_type": "qwen3", "is_causal": None})
-    if any(window is not None for window in own.windows) or settings.get("causal"):
+    layer_config = read_config(
+        {"use_sliding_window": False, **sizes, **inner, "model_type": "qwen3", "is_causal": None}
+    )
+    if any(window is not None for window in layer_config.windows) or settings.get("causal"):
         raise UnsupportedModelError("a DFlash head with windows, or whose block is causal, is not supported")
     size, mask = positive(settings, "block_size"), settings.get("mask_token_id")
     if not 2 <= size <= MOST_STEPS or type(mask) is not int or not 0 <= mask < target.vocab_size:
@@ -188,7 +190,7 @@ def _shape(config: Json, present: Mapping[str, tuple[int, ...]], target: ModelCo
             f"the head reads states after layer {wrong[0] + 1}, and the target has layers 1 to {target.num_layers}"
         )
     columns = max(1, present[OWN_HEAD][0]) if present.get(OWN_HEAD) else target.vocab_size
-    return BlockShape(replace(own, vocab_size=columns, tied_head=False), tuple(layers), size, mask)
+    return BlockShape(replace(layer_config, vocab_size=columns, tied_head=False), tuple(layers), size, mask)
 
 
 def dflash_name(name: str) -> str | None:

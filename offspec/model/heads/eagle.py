@@ -110,7 +110,7 @@ class EagleHead(LayeredHead):
         self.target_layers = shape.target_layers
         layers = layers_of(tensors, config.num_layers)
         names = {EMBEDDING: OWN_EMBEDDING, FINAL_NORM: OWN_NORM, HEAD: OWN_HEAD}
-        shared = {name: tensors[own] for name, own in names.items() if own in tensors}
+        shared = {name: tensors[name_in_head] for name, name_in_head in names.items() if name_in_head in tensors}
         weights = RamWeights(layers, shared, dtype or target.dtype)
         super().__init__(config, weights, target, vocabulary_of(tensors, target), dtype)
         self.blocks[0] = Block(0, self._first_parts(rotaries_of(config, self.dtype, self.device)))
@@ -160,14 +160,14 @@ def vocabulary_of(tensors: Mapping[str, Weight], target: Decoder) -> Vocabulary:
     if TO_TARGET not in tensors:  # columns are the first tokens
         return Vocabulary(min(size, tensors[OWN_HEAD].shape[0]) if OWN_HEAD in tensors else size)
     try:
-        found = Vocabulary.from_offsets(as_vector(tensors[TO_TARGET]).cpu().numpy(), size, to_device)
+        vocabulary = Vocabulary.from_offsets(as_vector(tensors[TO_TARGET]).cpu().numpy(), size, to_device)
     except ValueError as exc:
         raise CheckpointError(f"the head's table {TO_TARGET} is damaged ({exc}); download it again") from exc
-    if not found.num_known(vocab_size):
+    if not vocabulary.num_known(vocab_size):
         raise CheckpointError(
             f"the head's table {TO_TARGET} has no token of this target, which has {vocab_size}; choose another head"
         )
-    return found
+    return vocabulary
 
 
 def fc_norm(index: int) -> str:
@@ -201,18 +201,22 @@ def eagle_shape(version: int, config: Json, present: Mapping[str, tuple[int, ...
             f"EAGLE heads of {family!r} layers are not supported, only of {', '.join(FAMILIES)}"
         )
     layers = inner.get("num_hidden_layers", 1)
-    known = {"vocab_size": target.vocab_size, "max_position_embeddings": target.max_context}
-    own = read_config({**known, **inner, "num_hidden_layers": layers, "model_type": family, "is_causal": None})
-    if own.num_layers > MOST_LAYERS:
-        raise UnsupportedModelError(f"an EAGLE head of {own.num_layers} layers is not supported")
+    inherited = {"vocab_size": target.vocab_size, "max_position_embeddings": target.max_context}
+    head_config = read_config(
+        {**inherited, **inner, "num_hidden_layers": layers, "model_type": family, "is_causal": None}
+    )
+    if head_config.num_layers > MOST_LAYERS:
+        raise UnsupportedModelError(f"an EAGLE head of {head_config.num_layers} layers is not supported")
     columns = _num_rows(present, OWN_HEAD, target.vocab_size)
     biases: dict[str, Any] = {f"{part}_bias": f"{LAYERS}0.{name}.bias" in present for part, name in BIASES.items()}
-    own = replace(own, vocab_size=columns, tied_head=False, logit_scale=number_in(config, "logit_scale", 1.0), **biases)
-    if own.hidden_size != target.hidden_size and (version == 1 or OWN_EMBEDDING not in present):
-        raise CheckpointError(f"the head has hidden size {own.hidden_size}, the target {target.hidden_size}")
+    head_config = replace(
+        head_config, vocab_size=columns, tied_head=False, logit_scale=number_in(config, "logit_scale", 1.0), **biases
+    )
+    if head_config.hidden_size != target.hidden_size and (version == 1 or OWN_EMBEDDING not in present):
+        raise CheckpointError(f"the head has hidden size {head_config.hidden_size}, the target {target.hidden_size}")
     tapped = tapped_layers(config, target.num_layers) if version == 3 else ()
     flags = {name: config.get(name) is True for name in ("norm_before_residual", "norm_output")}
-    return EagleShape(own, version, tapped, **flags)
+    return EagleShape(head_config, version, tapped, **flags)
 
 
 def _num_rows(present: Mapping[str, tuple[int, ...]], name: str, default: int) -> int:
@@ -231,14 +235,14 @@ def tapped_layers(config: Json, num_layers: int) -> tuple[int, ...]:
     if nested.get("use_aux_hidden_state", True) is not True:
         raise UnsupportedModelError("an EAGLE-3 head that reads final states alone is not supported")
     if config.get(TAPPED) is not None:
-        said, shift = config[TAPPED], 1
+        numbers, shift = config[TAPPED], 1
     elif nested.get(TAPPED) is not None:
-        said, shift = nested[TAPPED], 0
+        numbers, shift = nested[TAPPED], 0
     else:
-        said, shift = [2, num_layers // 2, num_layers - 3], 1
-    if not isinstance(said, list) or not said or not all(type(layer) is int for layer in said):
+        numbers, shift = [2, num_layers // 2, num_layers - 3], 1
+    if not isinstance(numbers, list) or not numbers or not all(type(layer) is int for layer in numbers):
         raise CheckpointError(f"config.json: {TAPPED} is not a list of layers")
-    layers = tuple(layer - shift for layer in said)
+    layers = tuple(layer - shift for layer in numbers)
     if wrong := [layer for layer in layers if not 0 <= layer < num_layers]:
         raise UnsupportedModelError(
             f"the head reads states after layer {wrong[0] + 1}, and the target has layers 1 to {num_layers}"

@@ -98,8 +98,8 @@ class Head(Decoder, ABC):
     def embedded(self, tokens: IntArray) -> Tensor:
         """The tokens' embeddings [R, hidden]: its own, or the target's without scaling."""
         indices = torch.from_numpy(tokens)
-        found = self.weights.rows(EMBEDDING, indices) if self.has_own_embedding else self.target.embedding_rows(indices)
-        return found.to(self.dtype)
+        rows = self.weights.rows(EMBEDDING, indices) if self.has_own_embedding else self.target.embedding_rows(indices)
+        return rows.to(self.dtype)
 
     def linear_logits(self, states: Tensor) -> Tensor:
         """fp32 logits of its own head, or of the target's."""

@@ -46,8 +46,8 @@ class HydraHead(ChainedHead):
 
     def step(self, depth: int, features: Tensor, tokens: IntArray) -> tuple[Tensor, Tensor]:
         hidden = self.target.config.hidden_size
-        known, end = features[:, : (1 + depth) * hidden], (2 + depth) * hidden
-        x = torch.cat((known, self.embedded(tokens)), dim=-1)
+        path_before, end = features[:, : (1 + depth) * hidden], (2 + depth) * hidden
+        x = torch.cat((path_before, self.embedded(tokens)), dim=-1)
         features = torch.cat((x, features[:, end:]), dim=-1)
         x = self._linear(f"residual.{depth}", x) + F.silu(self._linear(f"blocks.{depth}.0", x))
         for block in range(1, self._blocks):
@@ -63,14 +63,18 @@ def hydra_spec(has_prefix: bool, config: Json, present: Mapping[str, tuple[int, 
     steps, blocks = num_steps(config, "hydra_num_heads"), positive(config, "hydra_num_layers", 1)
     hidden, vocab = target.hidden_size, target.vocab_size
     shapes = text_shapes(target, 1) | {TEXT_NORM: (hidden,)} if has_prefix else {}
-    own = {"weight": (vocab, hidden), "bias": (vocab,)}  # of each step's head, if there are any
-    own = {part: shape for part, shape in own.items() if any(f"{head_name(i)}.{part}" in present for i in range(steps))}
+    head_shapes = {"weight": (vocab, hidden), "bias": (vocab,)}  # of each step's head, if there are any
+    head_shapes = {
+        part: shape
+        for part, shape in head_shapes.items()
+        if any(f"{head_name(i)}.{part}" in present for i in range(steps))
+    }
     for step in range(steps):
         for name in (f"residual.{step}", f"blocks.{step}.0"):
             shapes |= {f"{name}.weight": (hidden, (2 + step) * hidden), f"{name}.bias": (hidden,)}
         for block in range(1, min(blocks, MOST_STEPS)):
             shapes |= {f"blocks.{step}.{block}.weight": (hidden, hidden), f"blocks.{step}.{block}.bias": (hidden,)}
-        shapes |= {f"{head_name(step)}.{part}": shape for part, shape in own.items()}
+        shapes |= {f"{head_name(step)}.{part}": shape for part, shape in head_shapes.items()}
     make = partial(HydraHead, steps, blocks)
     return HeadSpec("Hydra", states_config(target, num_heads(shapes), None, int(has_prefix)), shapes, (), vocab, make)
 

@@ -51,8 +51,8 @@ def medusa_spec(config: Json, present: Mapping[str, tuple[int, ...]], target: Mo
             if f"blocks.{step}.{block}.bias" in present:
                 shapes[f"blocks.{step}.{block}.bias"] = (hidden,)
     shared = 1 if config.get("original_lm_head") is True else steps
-    own = {f"{head_name(step)}.weight": (vocab, hidden) for step in range(shared)}
-    shapes |= own if any(name in present for name in own) else {}
+    head_shapes = {f"{head_name(step)}.weight": (vocab, hidden) for step in range(shared)}
+    shapes |= head_shapes if any(name in present for name in head_shapes) else {}
     make = partial(MedusaHead, steps, blocks)
     return HeadSpec("Medusa", states_config(target, num_heads(shapes)), shapes, (), vocab, make)
 

@@ -80,15 +80,15 @@ def mlp_spec(config: Json, present: Mapping[str, tuple[int, ...]], target: Model
     ties = config.get("tie_weights") is True
     shapes: dict[str, tuple[int, ...]] = {}
     for step in range(steps):
-        own: dict[str, tuple[int, ...]] = {
+        step_shapes: dict[str, tuple[int, ...]] = {
             f"emb.{step}.weight": (vocab, inner),
             f"{head_name(step)}.weight": (vocab, inner),
         }
-        own |= {f"proj.{step}.weight": (inner, inner if step else emb)}
-        own |= {f"ln.{step}.{part}": (inner,) for part in ("weight", "bias")}
+        step_shapes |= {f"proj.{step}.weight": (inner, inner if step else emb)}
+        step_shapes |= {f"ln.{step}.{part}": (inner,) for part in ("weight", "bias")}
         first = 2 if ties else steps
-        is_needed = {name: step == 0 or not ties or (name.startswith("proj") and step < first) for name in own}
-        shapes |= {name: shape for name, shape in own.items() if is_needed[name] or name in present}
+        is_needed = {name: step == 0 or not ties or (name.startswith("proj") and step < first) for name in step_shapes}
+        shapes |= {name: shape for name, shape in step_shapes.items() if is_needed[name] or name in present}
     make = partial(MlpHead, steps, config.get("scale_input") is True)
     return HeadSpec("MLP speculator", states_config(target, num_heads(shapes), inner), shapes, (), vocab, make)
 

@@ -59,7 +59,7 @@ class MtpHead(LayeredHead):
         """tensors: by the names of `mtp_spec`, on the target's device."""
         self.tensors = tensors
         names = {EMBEDDING: OWN_EMBEDDING, config.final_norm: OWN_NORM, HEAD: OWN_HEAD}
-        shared = {name: tensors[own] for name, own in names.items() if own in tensors}
+        shared = {name: tensors[name_in_head] for name, name_in_head in names.items() if name_in_head in tensors}
         weights = RamWeights(layers_of(tensors, config.num_layers), shared, dtype or target.dtype)
         super().__init__(config, weights, target, Vocabulary(target.config.vocab_size), dtype)
 
@@ -129,14 +129,14 @@ def mtp_names(names: Collection[str], num_layers: int) -> dict[str, str | None]:
     if there or not any(name.startswith(f"{first}eh_proj.") for name in names):
         return there
     pattern = re.compile(re.escape(LAYER_PREFIX) + r"(\d{1,6})\..+", re.DOTALL)
-    layers = [name for name in names if (found := pattern.fullmatch(name)) and int(found[1]) >= num_layers]
+    layers = [name for name in names if (match := pattern.fullmatch(name)) and int(match[1]) >= num_layers]
     return {name: _nextn_name(name.removeprefix(first)) if name.startswith(first) else None for name in layers}
 
 
 def _nextn_name(short: str) -> str:
     """`MtpHead`'s name of a tensor of DeepSeek's or GLM's MTP layer, from the name inside the layer."""
-    own = next((own for own in _NEXTN if short.startswith(f"{own}.")), None)
-    return f"{LAYERS}0.{short}" if own is None else _NEXTN[own] + short.removeprefix(own)
+    prefix = next((prefix for prefix in _NEXTN if short.startswith(f"{prefix}.")), None)
+    return f"{LAYERS}0.{short}" if prefix is None else _NEXTN[prefix] + short.removeprefix(prefix)
 
 
 def num_promised(config: Json) -> int:

@@ -98,9 +98,9 @@ class HeadText:
         """Add rows of the text from position `first` on, without those that are known."""
         if not self.decoder.reads_text:
             return
-        known = self._waiting[-1].position if self._waiting else self._positions[-1] if self._positions else -1
+        last_position = self._waiting[-1].position if self._waiting else self._positions[-1] if self._positions else -1
         self._waiting += [
-            _Row(features[i : i + 1], token, first + i) for i, token in enumerate(tokens) if first + i > known
+            _Row(features[i : i + 1], token, first + i) for i, token in enumerate(tokens) if first + i > last_position
         ]
 
     def _drop_root(self) -> None:
@@ -126,14 +126,14 @@ class HeadText:
         self, chain: Sequence[int], tokens: IntArray, depths: IntArray, mask: BoolArray, before: int = 0
     ) -> Tensor:
         """States [(1 if chain) + R, hidden], see `CachedDecoder.states`; those of rows `before` are left out."""
-        found = [self._of_root(chain[-1])] if chain else []
+        parts = [self._of_root(chain[-1])] if chain else []
         num_before = self.cache.pending
         parents = TextRows((), tokens, depths, mask).parents - num_before
         for first, last in _runs(parents):
             some = slice(first, last)
             nodes = TextRows((), tokens[some], depths[some], mask[some, : num_before + last])
-            found.append(self._of_nodes(nodes))
-        return torch.cat(found)
+            parts.append(self._of_nodes(nodes))
+        return torch.cat(parts)
 
     def _of_root(self, token: int) -> Tensor:
         """The state [1, hidden] after the text's last token, with the rows that wait before it."""
@@ -153,17 +153,17 @@ class HeadText:
         tokens = np.array([row.token for row in rows], dtype=np.int64)
         appended = self.decoder.rows(TextRows.of_chain(tokens.tolist()), self.cache)
         features = torch.cat([row.features for row in rows])
-        found = compute(Inputs(features, tokens, np.zeros_like(tokens)), appended)
+        result = compute(Inputs(features, tokens, np.zeros_like(tokens)), appended)
         self.cache.append(len(rows), 0)
         self._positions += [row.position for row in rows]
-        return found
+        return result
 
     def _of_nodes(self, nodes: TextRows) -> Tensor:
         """The states [R, hidden] after these nodes, which become pending; no one is another's child."""
         appended = self.decoder.rows(nodes, self.cache)
-        known = self._features = [torch.cat(self._features)]
+        joined = self._features = [torch.cat(self._features)]
         parents = to_device(torch.from_numpy(nodes.parents + 1), self.decoder.device)
-        above = known[0][parents]
+        above = joined[0][parents]
         states, features = self.decoder.advance(Inputs(above, nodes.tokens, np.asarray(nodes.depths)), appended)
         self.cache.append(0, len(nodes))
         self._features.append(features)
@@ -201,8 +201,8 @@ def target_states(states: TargetStates, layers: Sequence[int], num_before: int, 
     layers: side by side; empty: the final states.
     """
     if not layers:
-        found = states.states(rows)
-        return torch.cat((states.states_before(num_before), found)) if num_before else found
+        new_states = states.states(rows)
+        return torch.cat((states.states_before(num_before), new_states)) if num_before else new_states
     root = states.num_before
     wanted = torch.tensor([*range(root - num_before, root), *(root + row for row in rows)])
     parts = [states.layer_states[layer] for layer in layers]

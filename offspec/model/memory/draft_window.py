@@ -42,8 +42,8 @@ def most_entries(window: int) -> int:
 
 def context_window(config: ModelConfig) -> int | None:
     """The longest window of which a draft's context holds the entries and the deepest nodes; None if that is short."""
-    room = config.max_context - NUM_SINKS - SpeculationParams.max_depth
-    window = min(room * SLACK_SHARE // (SLACK_SHARE + 1), room - LEAST_SLACK)
+    free_entries = config.max_context - NUM_SINKS - SpeculationParams.max_depth
+    window = min(free_entries * SLACK_SHARE // (SLACK_SHARE + 1), free_entries - LEAST_SLACK)
     return window if window >= LEAST_WINDOW else None
 
 
@@ -162,9 +162,9 @@ class WindowedText:
     def _place_sinks(self) -> None:
         """Compute the first tokens' entries again, at the positions of their slots."""
         cache, decoder, number = self._text.cache, self.decoder, len(self._sinks)
-        own = decoder.new_cache()
+        sink_cache = decoder.new_cache()
         positions = torch.arange(cache.num_dropped, cache.num_dropped + number, device=decoder.device)
-        decoder.forward(torch.tensor(self._sinks), positions, own)
-        for mine, others in zip(cache.stored(number), own.stored(number), strict=True):
+        decoder.forward(torch.tensor(self._sinks), positions, sink_cache)
+        for mine, others in zip(cache.stored(number), sink_cache.stored(number), strict=True):
             mine.copy_(others)
         cache.positions[:number] = positions

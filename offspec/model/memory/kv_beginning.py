@@ -103,21 +103,21 @@ def split_off(layers: LayerCache, length: int, in_use: int, capacity: int) -> Co
 
     `layers` must not be used any more.
     """
-    own = _copy_of(layers, length, in_use, capacity)
+    own_layers = _copy_of(layers, length, in_use, capacity)
     if isinstance(layers, ContinuedLayers):
-        return ContinuedLayers(_copy_of(layers, 0, length, length), length, own)
+        return ContinuedLayers(_copy_of(layers, 0, length, length), length, own_layers)
     layers.reserve(length, length)
-    return ContinuedLayers(layers, length, own)
+    return ContinuedLayers(layers, length, own_layers)
 
 
 def continued(layers: LayerCache, num_shared: int, end: int) -> LayerCache:
     """The first `end` entries of `layers`: shared as far as `num_shared`, the others copied."""
-    own = _copy_of(layers, num_shared, end, end)
+    own_layers = _copy_of(layers, num_shared, end, end)
     if not num_shared:
-        return own
+        return own_layers
     assert isinstance(layers, ContinuedLayers)
     assert num_shared <= layers.num_shared
-    return ContinuedLayers(layers.beginning, num_shared, own)
+    return ContinuedLayers(layers.beginning, num_shared, own_layers)
 
 
 def _copy_of(layers: LayerCache, first: int, end: int, capacity: int) -> LayerCache:

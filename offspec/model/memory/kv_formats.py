@@ -74,15 +74,15 @@ class Coding:
         scales = stored_scales.view(torch.float16).float()[..., None]
         if self.bits == 8:
             codes = _in_groups(parts[0].view(torch.int8), num_groups)
-            found = torch.empty(codes.shape, dtype=dtype, device=rows.device)
-            torch.mul(codes, scales, out=found)  # in one kernel on a GPU, without the product in fp32
+            unpacked = torch.empty(codes.shape, dtype=dtype, device=rows.device)
+            torch.mul(codes, scales, out=unpacked)  # in one kernel on a GPU, without the product in fp32
         else:
             codes = _apart(parts[0], 4)
             if self.bits == 6:
                 codes = codes | (_apart(parts[1], 2) << 4)
             offsets = stored_zeros.view(torch.int8)[..., None] * scales
-            found = torch.addcmul(offsets, _in_groups(codes, num_groups).float(), scales).to(dtype)
-        return found.flatten(-2)[..., :head_dim]
+            unpacked = torch.addcmul(offsets, _in_groups(codes, num_groups).float(), scales).to(dtype)
+        return unpacked.flatten(-2)[..., :head_dim]
 
     def _groups(self, head_dim: int) -> tuple[int, int]:
         """The number of groups of a head, and of numbers in each: a multiple of 8, `group` or a little more at most.
@@ -122,10 +122,10 @@ def _divided(grouped: Tensor, scales: Tensor) -> Tensor:
 
 def _joined(codes: Tensor, bits: int) -> Tensor:
     """uint8 [..., N] of `bits` bits each → [..., N * bits / 8]; byte i has codes i, i + N * bits / 8, ..."""
-    found, *others = codes.chunk(8 // bits, dim=-1)
+    packed, *others = codes.chunk(8 // bits, dim=-1)
     for index, other in enumerate(others, start=1):
-        found = found | (other << (bits * index))
-    return found
+        packed = packed | (other << (bits * index))
+    return packed
 
 
 def _apart(joined: Tensor, bits: int) -> Tensor:

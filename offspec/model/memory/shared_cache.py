@@ -119,19 +119,19 @@ class SharedCache(TextMemory):
         The target has not scored the last token of a pass, which it chose itself. If `path` ends with this token, its
         entry stays the draft's, and the entries `pending` below it stay too.
         """
-        known, length = self.length + len(path), self._target.length
+        new_length, length = self.length + len(path), self._target.length
         first = self.size - self.pending
-        if known <= length:
+        if new_length <= length:
             assert not pending, "nodes below a token that the draft has not scored"
             self.truncate(length)
             return
-        assert known == length + 1, "the target scores all but the last token"
+        assert new_length == length + 1, "the target scores all but the last token"
         for memory, layers in self._own_states.items():
             memory.follow_with_last(self._target_states(layers), path, pending)
         start = length + 1 + self._room
         slots = to_device(torch.tensor([path[-1], *pending]), self.positions.device) + first
         self._target.cache.move(start, slots)
-        self.num_exact, self._start, self.length, self.pending = length, start, known, len(pending)
+        self.num_exact, self._start, self.length, self.pending = length, start, new_length, len(pending)
 
     def truncate(self, length: int) -> None:
         """Drop all own entries, and the target's from position `length` on."""

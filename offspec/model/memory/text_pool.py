@@ -110,13 +110,13 @@ class TextPool:
         wanted = np.asarray(text[:-1], dtype=np.int64)  # the last token is always scored
         if not self._free:
             self._free.append(self._new_caches())
-        own = max(self._free, key=lambda caches: num_common(_ids(caches), wanted))
-        num_own = num_common(_ids(own), wanted)
+        nearest = max(self._free, key=lambda caches: num_common(_ids(caches), wanted))
+        num_own = num_common(_ids(nearest), wanted)
         source, num_tokens = self._longest(wanted)
-        goes_on = num_own and max(_num_known(own), num_tokens) < num_own + WORTHWHILE
-        caches = own if goes_on else self._free[0]
+        goes_on = num_own and max(_num_known(nearest), num_tokens) < num_own + WORTHWHILE
+        caches = nearest if goes_on else self._free[0]
         for idle in self._free:
-            if not (goes_on and idle is own):
+            if not (goes_on and idle is nearest):
                 self._park(idle)
         num_kept = num_common(_ids(caches), wanted)
         if self._used and has_all_entries(caches):
@@ -147,19 +147,19 @@ class TextPool:
 
     def _longest(self, wanted: Ids) -> tuple[ParkedText | TextCaches | None, int]:
         """The text with the longest beginning of `wanted`, of those that can be copied, and its number of tokens."""
-        found: tuple[ParkedText | TextCaches | None, int] = (None, 0)
+        longest: tuple[ParkedText | TextCaches | None, int] = (None, 0)
         for index, parked in enumerate(self._parked):
-            if (num_tokens := parked.target.restorable(num_common(parked.ids, wanted))) > found[1]:
-                found, latest = (parked, num_tokens), index
+            if (num_tokens := parked.target.restorable(num_common(parked.ids, wanted))) > longest[1]:
+                longest, latest = (parked, num_tokens), index
         running = self._longest_running(wanted)
-        if running[1] and running[1] >= found[1]:  # its entries are shared, and a parked text's are copied
-            found = running
+        if running[1] and running[1] >= longest[1]:  # its entries are shared, and a parked text's are copied
+            longest = running
         for caches in filter(has_all_entries, self._free):
-            if (num_tokens := _num_restorable(caches, wanted)) > found[1]:
-                found = (caches, num_tokens)
-        if isinstance(found[0], ParkedText):
+            if (num_tokens := _num_restorable(caches, wanted)) > longest[1]:
+                longest = (caches, num_tokens)
+        if isinstance(longest[0], ParkedText):
             self._parked.append(self._parked.pop(latest))
-        return found
+        return longest
 
     def _longest_running(self, wanted: Ids, but: TextCaches | None = None) -> tuple[TextCaches | None, int]:
         """`_longest` of the texts of other requests that are running."""

@@ -78,11 +78,11 @@ class Visibility:
             begin, free = 0, certain
         else:
             begin = free = max(0, certain - window + 1)
-        found = [KeyRange(begin, free, None)] if begin < free else []
+        key_ranges = [KeyRange(begin, free, None)] if begin < free else []
         for at in range(free, end, MASKED_KEYS):
             until = min(at + MASKED_KEYS, end)
-            found.append(KeyRange(at, until, self.mask(first, last, window, at, until)))
-        return found
+            key_ranges.append(KeyRange(at, until, self.mask(first, last, window, at, until)))
+        return key_ranges
 
     def mask(
         self, first: int, last: int, window: int | None, begin: int = 0, until: int | None = None
@@ -179,8 +179,8 @@ def merge_parts(
     for part in parts:
         if grouped is None:
             grouped = _grouped(queries, part.keys.shape[0])
-        found, sums = attend_to_part(grouped, part, _scale(queries, scale))
-        result = PartialResult(found.to(sums.dtype), sums)
+        attended, sums = attend_to_part(grouped, part, _scale(queries, scale))
+        result = PartialResult(attended.to(sums.dtype), sums)
         merged = result if merged is None else merged.merged(result)
     assert merged is not None, "attention to no keys"
     return merged
@@ -212,12 +212,12 @@ def capped_attention(
     fp32 matrices [R, S], computed for as many heads at once as CAPPED_SCORES allows, at least one.
     """
     step = max(1, CAPPED_SCORES // (queries.shape[1] * keys.shape[1]))
-    found, exact = list[Tensor](), torch.promote_types(queries.dtype, torch.float32)
+    attended, exact = list[Tensor](), torch.promote_types(queries.dtype, torch.float32)
     for first in range(0, len(keys), step):
         some = slice(first, first + step)
         scores = (queries[some] @ keys[some].transpose(1, 2)).to(exact) * (scale / cap)
         scores = scores.tanh() * cap
         if mask is not None:
             scores = scores.masked_fill(~mask, -torch.inf)
-        found.append(scores.softmax(-1).to(values.dtype) @ values[some])
-    return torch.cat(found)
+        attended.append(scores.softmax(-1).to(values.dtype) @ values[some])
+    return torch.cat(attended)

@@ -147,8 +147,8 @@ class OnCuda:
         self, flash: Callable[..., Any], queries: Tensor, part: KeyPart, scale: float
     ) -> tuple[Tensor, Tensor]:
         """Heads of a group are further rows, so that few rows fill the kernel's tiles. Nothing is copied."""
-        found, sums, *_ = flash(queries.flatten(1, 2)[None], part.keys[None], part.values[None], scale=scale)
-        return found[0].view(queries.shape), sums[0].view(queries.shape[:3])
+        attended, sums, *_ = flash(queries.flatten(1, 2)[None], part.keys[None], part.values[None], scale=scale)
+        return attended[0].view(queries.shape), sums[0].view(queries.shape[:3])
 
     def _by_efficient(self, queries: Tensor, part: KeyPart, scale: float) -> tuple[Tensor, Tensor]:
         """Key heads are the batch, and those of a group share keys and bias, which are expanded without copies."""
@@ -158,8 +158,8 @@ class OnCuda:
         bias = None
         if part.mask is not None:
             bias = aligned_bias(part.mask, queries.dtype).expand(num_kv_heads, group, -1, -1)
-        found, sums, *_ = self.efficient(queries, keys, values, bias, compute_log_sumexp=True, scale=scale)
-        return found, sums[..., :num_rows]  # the sums are padded to a multiple of 32 rows
+        attended, sums, *_ = self.efficient(queries, keys, values, bias, compute_log_sumexp=True, scale=scale)
+        return attended, sums[..., :num_rows]  # the sums are padded to a multiple of 32 rows
 
 
 def aligned_bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
@@ -186,10 +186,10 @@ class OnCpu:
         if mask is not None:
             added = torch.zeros(mask.shape, dtype=queries.dtype).masked_fill_(~mask, -torch.inf)
         rows = queries.flatten(1, 2)[None]
-        found, sums = self.flash(rows, part.keys[None], part.values[None], attn_mask=added, scale=scale)
+        attended, sums = self.flash(rows, part.keys[None], part.values[None], attn_mask=added, scale=scale)
         if mask is not None:
             sums = sums.masked_fill(~mask.any(1), -torch.inf)
-        return found[0].view(queries.shape), sums[0].view(queries.shape[:3])
+        return attended[0].view(queries.shape), sums[0].view(queries.shape[:3])
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from offspec import Engine, SamplingParams, SpeculationParams, loading
-from offspec.checkpoints.load import LoadSettings, load_decoder
+from offspec.checkpoints.load import WeightSettings, load_decoder
 from offspec.checkpoints.opening import ModelFiles
 from offspec.cli.main import run
 from offspec.errors import UnsupportedModelError
@@ -154,7 +154,7 @@ def texts(engine: Engine, speculation: SpeculationParams) -> list[list[int]]:
 
 def logits(folder: Path) -> Tensor:
     files = ModelFiles.open(folder, "fp32", "cpu", [])
-    decoder = load_decoder(files, all_resident(files), CPU, LoadSettings(has_far_embedding=True))
+    decoder = load_decoder(files, all_resident(files), CPU, WeightSettings(has_far_embedding=True))
     found = CachedDecoder(decoder).score([(7 * i) % 300 for i in range(40)], *NO_NODES)
     decoder.weights.close()
     return found

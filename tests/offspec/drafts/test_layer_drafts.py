@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from offspec import Engine, SamplingParams, SpeculationParams
-from offspec.checkpoints.load import LoadSettings, load_decoder
+from offspec.checkpoints.load import WeightSettings, load_decoder
 from offspec.checkpoints.opening import ModelFiles, Note
 from offspec.checkpoints.shadows import Shadow, find_shadow, made_shadows, make_shadow, shadow_folder
 from offspec.drafts.base import Choice, DraftOptions, OpenRequest
@@ -69,7 +69,7 @@ def opened(files: ModelFiles, draft: str, resident: tuple[int, ...] = RESIDENT) 
     slot = max(layer.cost(files.dtype).slot_bytes for layer in files.stored.layers)
     places = places_of(resident=resident, on_disk=(i for i in range(NUM_LAYERS) if i not in resident))
     placement = Placement(places, Slots(2, 0, slot), (), Limits(None, 0), 0, 0)
-    decoder = load_decoder(files, placement, CPU, LoadSettings(has_far_embedding=True))
+    decoder = load_decoder(files, placement, CPU, WeightSettings(has_far_embedding=True))
     with Engine(LoadedTarget(decoder), tokenizer, found.load(CPU)(decoder)) as engine:
         yield engine
 

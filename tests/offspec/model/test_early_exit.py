@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from offspec import Engine, SamplingParams, SpeculationParams, Step
 from offspec.checkpoints.exit_layers import ExitFile
-from offspec.checkpoints.load import LoadSettings, load_decoder
+from offspec.checkpoints.load import WeightSettings, load_decoder
 from offspec.checkpoints.opening import ModelFiles
 from offspec.drafts.recall import RecallingText
 from offspec.drafts.self_draft import OpenedSelf, SelfDraft
@@ -62,7 +62,7 @@ def load(folder: Path, num_resident: int = NUM_LAYERS) -> Decoder:
     slot = max(cost.slot_bytes for cost in costs)
     places = places_of(resident=range(num_resident), on_disk=range(num_resident, NUM_LAYERS))
     placement = Placement(places, Slots(2, 0, slot), (), Limits(None, 0), 0, 0)
-    return load_decoder(files, placement, CPU, LoadSettings(has_far_embedding=True))
+    return load_decoder(files, placement, CPU, WeightSettings(has_far_embedding=True))
 
 
 def copied(target: Decoder, index: int) -> dict[str, torch.Tensor]:

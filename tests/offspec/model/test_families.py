@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from offspec import Engine, SamplingParams, SpeculationParams, convert
-from offspec.checkpoints.load import LoadSettings, load_decoder, load_weights
+from offspec.checkpoints.load import WeightSettings, load_decoder, load_weights
 from offspec.checkpoints.opening import ModelFiles
 from offspec.drafts.model_draft import ModelDraft
 from offspec.loaders.params import ConvertParams
@@ -53,7 +53,7 @@ def streamed(folder: Path) -> Decoder:
     on_disk = tuple(i for i in range(len(costs)) if i != 1)
     slots = Slots(2, 0, max(cost.slot_bytes for cost in costs))
     placement = Placement(places_of(resident=(1,), on_disk=on_disk), slots, (), Limits(None, 0), 0, 0)
-    return load_decoder(files, placement, CPU, LoadSettings(has_far_embedding=True))
+    return load_decoder(files, placement, CPU, WeightSettings(has_far_embedding=True))
 
 
 def perturbed(decoder: Decoder) -> Decoder:

@@ -18,7 +18,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from offspec import Engine, SamplingParams, SpeculationParams
 from offspec.checkpoints.conversion import convert
-from offspec.checkpoints.load import LoadSettings, load_decoder
+from offspec.checkpoints.load import WeightSettings, load_decoder
 from offspec.checkpoints.opening import ModelFiles, Note
 from offspec.drafts.head_draft import HeadDraft
 from offspec.drafts.without_model import LookupDraft
@@ -159,7 +159,7 @@ def streamed(folder: Path) -> Decoder:
     costs = [layer.cost(files.dtype) for layer in files.stored.layers]
     slots = Slots(2, 0, max(cost.slot_bytes for cost in costs))
     placement = Placement(places_of(resident=(0,), on_disk=range(1, len(costs))), slots, (), Limits(None, 0), 0, 0)
-    return load_decoder(files, placement, CPU, LoadSettings(has_far_embedding=True))
+    return load_decoder(files, placement, CPU, WeightSettings(has_far_embedding=True))
 
 
 def text_of(engine: Engine, params: SamplingParams, speculation: SpeculationParams | None = None) -> list[int]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from offspec import Engine, SamplingParams, SpeculationParams
-from offspec.checkpoints.load import LoadSettings, load_decoder
+from offspec.checkpoints.load import WeightSettings, load_decoder
 from offspec.checkpoints.opening import ModelFiles
 from offspec.errors import UsageError
 from offspec.model.decoder import Decoder
@@ -31,7 +31,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 @pytest.fixture
 def draft(pair: Pair) -> Decoder:
     files = ModelFiles.open(pair.draft, "fp32", "cpu", [])
-    return load_decoder(files, all_resident(files), torch.device("cpu"), LoadSettings(is_written=True))
+    return load_decoder(files, all_resident(files), torch.device("cpu"), WeightSettings(is_written=True))
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,7 @@ def trained(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path,
     files = ModelFiles.open(pair.draft, "fp32", "cpu", [])
     folder, made = tmp_path_factory.mktemp("trained"), list[Path]()
     for name, tokens in zip(NAMES, (ONE, OTHER), strict=True):
-        decoder = load_decoder(files, all_resident(files), torch.device("cpu"), LoadSettings(is_written=True))
+        decoder = load_decoder(files, all_resident(files), torch.device("cpu"), WeightSettings(is_written=True))
         adapter = Adapter(decoder, 4)
         optimizer = torch.optim.Adam(adapter.parameters, lr=0.02)
         for _ in range(40):
@@ -74,7 +74,7 @@ def test_the_weights_are_those_of_the_file_alone(
     specialists: Specialists, draft: Decoder, pair: Pair, trained: tuple[Path, Path]
 ) -> None:
     files = ModelFiles.open(pair.draft, "fp32", "cpu", [])
-    alone = load_decoder(files, all_resident(files), torch.device("cpu"), LoadSettings(is_written=True))
+    alone = load_decoder(files, all_resident(files), torch.device("cpu"), WeightSettings(is_written=True))
     Adapter(alone, 4).load(trained[0])
     specialists.choose(OTHER)
     specialists.choose(ONE)
@@ -99,7 +99,7 @@ def test_where_none_helps_the_draft_is_as_it_came(
 
 def _fresh(pair: Pair) -> Decoder:
     files = ModelFiles.open(pair.draft, "fp32", "cpu", [])
-    return load_decoder(files, all_resident(files), torch.device("cpu"), LoadSettings(is_written=True))
+    return load_decoder(files, all_resident(files), torch.device("cpu"), WeightSettings(is_written=True))
 
 
 def _loss_with(pair: Pair, path: Path | None, tokens: list[int]) -> float:
