@@ -648,8 +648,8 @@ def nemotron_h_layers(config: Json) -> Json:
 def _nemotron_h(config: Json, num_layers: int) -> Fields:
     """Each layer is Mamba2, attention without positions, or an MLP, alone.
 
-    transformers limits dt of a prompt, but not of later tokens, to at least `time_step_min`; NVIDIA's own code and
-    llama.cpp do not, and neither does this.
+    transformers limits dt of a prompt, but not of later tokens, to at least `time_step_min`; llama.cpp does not, and
+    neither does this.
     """
     shape = MambaShape(
         num_heads=positive(config, "mamba_num_heads", 128),
