@@ -185,15 +185,14 @@ def test_equal_layouts_share_a_memory(decoder: Decoder) -> None:
     assert (memory is other, first, second) == (True, 0, 1)
 
 
-def test_drafts_of_its_own_layers_are_refused() -> None:
-    """They would share KV entries that some layers do not have."""
+def test_training_its_own_layers_is_refused() -> None:
+    """A trained exit layer would share KV entries that some layers do not have; an untrained one reads states, too."""
     config = hybrid()
     assert not has_entries_alone(config)
     assert has_entries_alone(config.only_layers([0, 3]))
-    with refused(UsageError, "llama", "`draft=shadow`", "`draft=lookup`"):
-        refuse_states(config, "`draft=shadow`")
-    with refused(UsageError, "an exit layer", "llama"):
-        check_exit_layer(1, config)
+    with refused(UsageError, "llama", "training an exit layer", "`draft=lookup`"):
+        refuse_states(config, "training an exit layer")
+    check_exit_layer(1, config)
 
 
 def test_formats_and_places_concern_kv_entries_alone(decoder: Decoder) -> None:
