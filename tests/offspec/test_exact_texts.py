@@ -51,8 +51,14 @@ def text(engine: Engine, prompt: str, params: SamplingParams, speculation: Specu
 
 
 @pytest.mark.slow
-@each_dtype
-@pytest.mark.parametrize("draft", ["own", "lookup", "shadow", "self"])
+@pytest.mark.parametrize(
+    ("draft", "dtype"),
+    [
+        pytest.param(draft, dtype, marks=() if dtype == "bf16" or draft == "own" else pytest.mark.nightly)
+        for draft in ("own", "lookup", "shadow", "self")
+        for dtype in ("bf16", "fp16", "fp32")
+    ],
+)
 def test_drafts_change_no_token(load: GetEngine, draft: str, dtype: str) -> None:
     engine = load(draft, dtype=dtype)
     assert engine.is_exact
