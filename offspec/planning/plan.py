@@ -402,12 +402,11 @@ def _placed(room: Room, demand: Demand, uses: Sequence[MemoryUse], *, spills: bo
 
 def _text_bytes(target: ModelFiles, num_entries: int) -> tuple[list[int], int]:
     """Bytes of each layer's KV entries, and of all recurrent layers' states, which stay on the device."""
-    entries, states = list[int](), 0
-    for layer, layout in enumerate(memory_layouts(target.config)):
-        nbytes = target.kv_bytes(num_entries, range(layer, layer + 1))
-        is_state = layout is not None and not isinstance(layout, KVLayout)
-        entries.append(0 if is_state else nbytes)
-        states += nbytes if is_state else 0
+    entries, states, itemsize = list[int](), 0, target.dtype.itemsize
+    for layer in memory_layouts(target.config):
+        sizes = {layout: target.kv.memory_bytes(layout, num_entries, itemsize) for layout in layer}
+        entries.append(sum(nbytes for layout, nbytes in sizes.items() if isinstance(layout, KVLayout)))
+        states += sum(sizes.values()) - entries[-1]
     return entries, states
 
 
