@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import signal
 import struct
@@ -19,6 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from offspec import Engine, SamplingParams, SpeculationParams
 from offspec.checkpoints.atomic_files import locked_name
+from offspec.checkpoints.kv_files import FORMAT
 from offspec.drafts.self_draft import SelfDraft
 from offspec.errors import UsageError
 from offspec.loaders.formats.products import num_lanes
@@ -30,6 +30,7 @@ from ..pair import Pair, build_pair, variant
 
 PROMPT = [40 + (number * 7) % 90 for number in range(120)]
 QUESTION = [*PROMPT[:100], *range(60, 80)]  # the same beginning, then another end
+OLDER_FORMAT = b"offspec KV entries 0"
 PARAMS = SamplingParams(12, ignore_eos=True, seed=3, temperature=1)
 
 
@@ -139,7 +140,7 @@ DAMAGES: dict[str, Callable[[bytes], bytes]] = {
     "more tokens": lambda content: with_header(content, lambda header: header.replace(b"[120]", b"[999]")),
     "another shape": lambda content: with_header(content, lambda h: h.replace(b"[2,2,120,8]", b"[2,2,8,120]")),
     "a length": lambda content: with_header(content, lambda h: h.replace(b'length":"120"', b'length":"110"')),
-    "a version": lambda content: with_header(content, lambda h: h.replace(b"entries 2", b"entries 3")),
+    "a version": lambda content: with_header(content, lambda h: h.replace(FORMAT.encode(), OLDER_FORMAT)),
     "no numbers": lambda content: content.replace(content[-4000:-2000], struct.pack("<f", float("nan")) * 500),
     "empty": lambda content: b"",
 }
@@ -207,7 +208,7 @@ WRITER = """
 
     kv_files._bytes = slow
     owner = kv_files.Owner("model", "float32", "", cache.format)
-    kv_files.write_kv_file(Path(sys.argv[1]), range(4000), {"target": kv_files.Part(owner, cache, 4000)})
+    kv_files.write_kv_file(Path(sys.argv[1]), range(4000), {"target": kv_files.CachePart(owner, cache, 4000)})
 """
 
 
@@ -218,14 +219,14 @@ def test_after_a_kill_in_the_middle_of_writing_the_file_is_as_before(engine: Eng
     for before in (None, PROMPT):
         if before is not None:
             answer(engine, file, before)
-        writer = subprocess.Popen(
+        with subprocess.Popen(
             [sys.executable, "-c", textwrap.dedent(WRITER), str(file)], stdout=subprocess.PIPE, text=True
-        )
-        assert writer.stdout is not None
-        assert [writer.stdout.readline() for _ in range(3)] == ["writes\n"] * 3
-        os.kill(writer.pid, signal.SIGKILL)
-        writer.wait()
-        writer.stdout.close()
+        ) as writer:
+            assert writer.stdout is not None
+            written = [writer.stdout.readline() for _ in range(3)]
+            writer.kill()
+        assert written == ["writes\n"] * 3
+        assert writer.returncode == -signal.SIGKILL
         assert (tmp_path / ".prompt.kv.part").stat().st_size > 0
         assert file.exists() == (before is not None)
         _, cached, told = answer(engine, file, PROMPT)
