@@ -205,8 +205,8 @@ draft_option = LOADING.option(
     default=(LoadOptions.draft,),
     multiple=True,
     metavar="PATH|auto|mtp|shadow|head|self|resident|lookup|none",
-    help="Draft: path or hub id, mtp (the target's own layer), shadow[:BITS] (low-bit target), head, self[:N|:FILE] "
-    "(early exit), resident (layers), lookup or none; may be repeated. [default: auto: mtp, lookup or a cached shadow]",
+    help="Draft: path or hub id, mtp, shadow[:BITS] (low-bit target), head, self[:N|:FILE] (early exit), "
+    "resident (layers), lookup, none; repeatable. [default: auto: mtp, lookup or a cached shadow]",
 )
 draft_window_option = LOADING.option(
     "draft_window",
@@ -305,8 +305,7 @@ acceptance_options = all_of(
     SPECULATION.option(
         "accept",
         type=click.Choice(ACCEPTS),
-        help="exact: plain decoding's text, on a CPU exactly, on a GPU up to near-ties. Others are LOSSY. joint: by "
-        "joint likelihood (MJSD).",
+        help="exact: plain decoding's text, on a CPU exactly, on a GPU up to near-ties. Others are LOSSY; joint: MJSD.",
     ),
     SPECULATION.option(
         "tau",

@@ -71,6 +71,7 @@ ELSEWHERE = {
     ),
     "python -m benchmarks.lossless passes": "needs a checkpoint of 13 GB, and its packed copy",
     "python benchmarks/streaming.py measure": "needs control groups and a checkpoint of 13 GB",
+    "python -m benchmarks.exactness texts": "tests/offspec/test_exact_texts.py",
     "python benchmarks/hybrid_layers.py": "takes minutes and 3 GB of memory",
     "offspec plan QWEN3.5-27B": "tests/offspec/planning/test_plan.py",
     "python scripts/record_terminal.py": "tests/cli/test_transcript.py",

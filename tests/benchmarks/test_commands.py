@@ -49,6 +49,7 @@ SMALL: dict[str, tuple[str, ...]] = {
         *("--model", "target", "--draft", "draft", "--prompt-tokens", "120", "--tokens", "4", "--windows", "0,64"),
         *("--context", "512", "--texts", "headers/0.txt"),
     ),
+    "benchmarks.exactness": ("--tokens", "16", "--forms", "bf16", "--dtypes", "bf16"),
     "benchmarks.grow": (),
     "benchmarks.long_texts": ("--tokens", "20", "--text", "headers/0.txt"),
     "benchmarks.many": ("--ram", "2GiB", "--texts", "1,2", "--prompts", "2", "--max-new-tokens", "3"),

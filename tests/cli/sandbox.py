@@ -29,12 +29,15 @@ from .conftest import Offspec, Result
 NUM_LAYERS = 10  # of models with exit layers after 8
 # Names in the pages → what lies there.
 MODELS = {
-    **dict.fromkeys(("Llama-3.1-70B-Instruct", "Llama-3.1-8B-Instruct"), "target"),
+    **dict.fromkeys(("Llama-3.1-70B-Instruct", "Llama-3.1-8B-Instruct", "meta-llama/Llama-3.1-70B-Instruct"), "target"),
     **dict.fromkeys(("Llama-3.1-8B", "layerskip-llama3-8B"), "deep"),
     **dict.fromkeys(
         ("Qwen2.5-32B-Instruct", "Qwen/Qwen2.5-14B-Instruct", "Qwen/Qwen2.5-7B-Instruct", "MODEL"), "target"
     ),
     **dict.fromkeys(("Llama-3.2-1B-Instruct", "Llama-3.2-1B", "Qwen/Qwen2.5-0.5B-Instruct", "DRAFT"), "draft"),
+    "meta-llama/Llama-3.2-1B-Instruct": "draft",
+    "Qwen3.5-27B": "mtp",
+    "models/target": "target",
     "my-draft": "draft",
     "Llama-3.3-70B": "target",
     **dict.fromkeys(("Llama-3.1-70B-nf4", "Llama-3.3-70B-nf4"), "nf4"),
@@ -46,7 +49,7 @@ MODELS = {
     "SmolLM2.gguf": "gguf",
 }
 # Words that are no names of files, or name what would be downloaded.
-WORDS = {"smollm2": "SmolLM2.gguf", "org/name:Q4_K_M": "model.gguf", "FOLDER": ".", "N": "1"}
+WORDS = {"smollm2": "SmolLM2.gguf", "org/name:Q4_K_M": "model.gguf", "FOLDER": "models", "N": "1"}
 FILES = {
     "prompts.jsonl": '{"prompt": "def area("}\n{"messages": [{"role": "user", "content": "Hello"}]}\n',
     "question.txt": "Why is the sky blue?\n",
@@ -159,6 +162,13 @@ def _write_falcon(source: Path, folder: Path) -> None:
         shutil.copy(source / name, folder)
 
 
+def _build_mtp(source: Path, folder: Path) -> None:
+    from ..mtp_models import write_model
+
+    (pair := folder.with_suffix(".pair")).mkdir()
+    write_model(pair, "qwen").rename(folder)
+
+
 _MAKERS: dict[str, Callable[[Path, Path], None]] = {
     "deep": _build_deep,
     "nf4": _convert,
@@ -167,6 +177,7 @@ _MAKERS: dict[str, Callable[[Path, Path], None]] = {
     "falcon": _write_falcon,
     "head": _write_head,
     "other vocabulary": _copy_builtin_draft,
+    "mtp": _build_mtp,
 }
 
 
@@ -215,6 +226,8 @@ class Sandbox:
     def _put_models(self, args: list[str]) -> None:
         """Those that the command names, except what it makes."""
         made = args[2:3] if args[0] == "quantize" else args[args.index("--out") + 1 :][:1] if "--out" in args else []
+        if "models" in args:
+            args = [*args, "models/target"]
         for word in set(args) - set(made):
             name = word.removeprefix("./")
             if name in MODELS:

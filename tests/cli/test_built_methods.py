@@ -58,15 +58,18 @@ TRAINED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
             "ReDrafter": "recurrent",
             "Token/embedding speculators": "mlp",
             "FSPAD": "fspad",
+            "MTP": "mtp",
         }.items()
     },
 }
-# Drafts that this project does not train, or with another vocabulary: tests with checkpoints of their own.
+# Drafts that this project does not train or with another vocabulary, and hybrids: tests with checkpoints of their own.
 ELSEWHERE = {
     "EAGLE-1": "tests/offspec/model/heads/test_kinds_of_head.py",
     "EAGLE-2": "tests/offspec/model/heads/test_kinds_of_head.py",
     "Universal assisted generation": "tests/offspec/test_other_vocabulary.py",
     "Token-level intersection": "tests/offspec/test_other_vocabulary.py",
+    "STree": "tests/offspec/test_hybrid_models.py",
+    "TreeWY": "tests/offspec/test_hybrid_models.py",
 }
 SMALL = ("--steps", "2", "--num-texts", "16", "--text-tokens", "8")
 

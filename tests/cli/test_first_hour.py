@@ -60,7 +60,7 @@ def failed(command: str, *err: str) -> Line:
 
 
 LOOKING = [
-    Line("", WRONG_USAGE, err=("Usage", "run", "chat", "serve")),
+    Line("", WRONG_USAGE, err=("offspec doctor", "offspec run builtin", "offspec serve builtin")),
     Line("--version", out=("offspec", "version")),
     Line("--help", out=("Commands", "quantize", 'offspec run builtin "def area("')),
     Line("run --help", out=("MODEL", "PROMPT", "--temperature", "--help-all")),
@@ -123,8 +123,8 @@ WITHOUT_MODEL = [
 MISTYPED = [
     refused("rnu ./model hi", "rnu"),
     refused("bnch", "bnch", "bench"),
-    refused("pull llama3", "pull", "offspec run ORG/NAME PROMPT"),
-    refused("list", "list", "Hugging Face's cache"),
+    refused("pull llama3", "pull", "offspec models pull"),
+    refused("list", "list", "offspec models"),
     refused("run ./model", "PROMPT"),
     refused("run ./model hi there", "there", "quotes around the prompt"),
     refused("run ./model hi --temprature 1", "--temprature", "--temperature"),
