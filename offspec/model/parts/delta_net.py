@@ -36,11 +36,6 @@ class DeltaNet(RecurrentPart):
         )
 
     @property
-    def norms(self) -> list[str]:
-        name = self.config.norms_of(self.layer).before_attention
-        return [] if name is None else [name]
-
-    @property
     def matrices(self) -> dict[str, tuple[int, int]]:
         shape, names, hidden = self.shape, self.shape.names, self.config.hidden_size
         rows = dict(zip(names.inputs, shape.inputs, strict=True))

@@ -42,11 +42,6 @@ class Mamba(RecurrentPart):
         return f"{self.shape.prefix}.{tensor}"
 
     @property
-    def norms(self) -> list[str]:
-        name = self.config.norms_of(self.layer).before_attention
-        return [] if name is None else [name]
-
-    @property
     def matrices(self) -> dict[str, tuple[int, int]]:
         shape, hidden = self.shape, self.config.hidden_size
         rows = shape.inner + shape.channels + shape.num_heads

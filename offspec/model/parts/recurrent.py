@@ -29,6 +29,11 @@ class ConvolvedPart(NativePart):
     is_static = False
     memory: RecurrentLayout
 
+    @property
+    def norms(self) -> list[str]:
+        name = self.config.norms_of(self.layer).before_attention
+        return [] if name is None else [name]
+
     @abstractmethod
     def convolution(self, weights: LayerWeights) -> tuple[Tensor, Tensor | None]:
         """The kernel [channels, K] and the bias [channels], in fp32."""

@@ -27,11 +27,6 @@ class ShortConvolution(ConvolvedPart):
         self.memory = RecurrentLayout(0, 1, 0, 0, config.hidden_size, shape.kernel - 1)
 
     @property
-    def norms(self) -> list[str]:
-        name = self.config.norms_of(self.layer).before_attention
-        return [] if name is None else [name]
-
-    @property
     def matrices(self) -> dict[str, tuple[int, int]]:
         hidden = self.config.hidden_size
         return {"conv.in_proj": (3 * hidden, hidden), "conv.out_proj": (hidden, hidden)}
