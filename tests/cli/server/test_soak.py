@@ -16,7 +16,7 @@ pytest.importorskip("openai", reason="OpenAI's client is not installed: pip inst
 
 from .soak import WAIT_S, processor_s, serving, soak
 
-NUM_REQUESTS = 24
+NUM_REQUESTS = 16
 
 
 @pytest.mark.slow
