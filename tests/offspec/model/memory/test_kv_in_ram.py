@@ -37,6 +37,7 @@ def spilled(decoder: Decoder, kv: KVFormat, *layers: int) -> Decoder:
     return found
 
 
+@pytest.mark.each_value
 @FORMATS
 @pytest.mark.parametrize("family", TREE_FAMILIES)
 def test_a_text_finds_the_same_bits(tiny_model: GetModel, family: str, kv: KVFormat) -> None:
