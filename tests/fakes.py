@@ -350,6 +350,10 @@ FAMILIES = {
 }
 DELTA_NETS = ("qwen3.5", "olmo-hybrid")
 MAMBAS = ("granite-h", "bamba", "falcon-h1", "falcon-h1-norm-first", "falcon-h1-unnormed", "nemotron-h")
+# They differ from others in the frequencies of positions alone, or in how config.json writes them.
+ROPE_VARIANTS = tuple(
+    name for name in FAMILIES if name.endswith("-old") or any(w in name for w in ("yarn", "linear", "llama3"))
+)
 HYBRIDS = (*DELTA_NETS, *MAMBAS, "lfm2", "lfm2-biased")  # families with layers that keep a state of the text
 
 

@@ -30,7 +30,7 @@ from offspec.model.rope import RotaryEmbedding, rotation
 from offspec.scheduler.trees.token_tree import TokenTree
 
 from ...examples import examples
-from ...fakes import FAMILIES, VOCAB_SIZE, TinyModel, config_json
+from ...fakes import FAMILIES, ROPE_VARIANTS, VOCAB_SIZE, TinyModel, config_json
 from ...refusals import refused
 
 GetModel = Callable[[str], TinyModel]
@@ -87,7 +87,9 @@ def test_logits_equal_transformers(tiny_model: GetModel, family: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=pytest.mark.nightly if name in ROPE_VARIANTS else ()) for name in FAMILIES]
+)
 def test_greedy_text_equals_transformers(tiny_model: GetModel, family: str) -> None:
     """Each token is the one that transformers finds likeliest behind those before it."""
     model, prompt, steps = tiny_model(family), random_tokens(12, seed=2), 36
