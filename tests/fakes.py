@@ -21,7 +21,7 @@ from offspec.checkpoints.load import load_decoder
 from offspec.checkpoints.opening import ModelFiles
 from offspec.loaders.formats import Weight
 from offspec.loaders.streaming.stream import Unit
-from offspec.loaders.streaming.weights import WeightSource
+from offspec.loaders.streaming.weights import LentExperts, WeightSource
 from offspec.model.decoder import Decoder
 from offspec.planning.plan import all_resident
 
@@ -69,6 +69,15 @@ class LendingWeights:
 
     def layer(self, index: int) -> AbstractContextManager[Mapping[str, Weight]]:
         return self.lend(index)
+
+    def experts(self, layer: int, rows: Mapping[int, int]) -> Iterator[LentExperts]:
+        """One after another, each valid until the next one."""
+        for number in rows:
+            for group in self.source.experts(layer, {number: rows[number]}):
+                copies = {name: weight.clone() for name, weight in group[number].items() if isinstance(weight, Tensor)}
+                yield {number: copies}
+                for tensor in copies.values():
+                    tensor.fill_(torch.nan)
 
     def shared(self, name: str) -> Weight:
         return self.source.shared(name)
@@ -340,6 +349,18 @@ FAMILIES = {
     ),
     "lfm2-biased": Family(
         "lfm2", {"layer_types": ["conv", "full_attention", "conv"], "conv_bias": True, "conv_L_cache": 5, **_EXACT_MLP}
+    ),
+    "mixtral": Family("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen3-moe": Family(
+        "qwen3_moe",
+        {
+            "head_dim": 24,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 40,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [1],
+        },
     ),
     "hunyuan-alpha": Family(
         "hunyuan_v1_dense",

@@ -1,14 +1,15 @@
 """Decides where each unit of weights lies between passes (`Place`), and predicts the seconds of a pass.
 
 These are pure functions of numbers: they read, measure and allocate nothing. A unit is its bytes and its compute time;
-today each layer is one. Everything else that needs memory is an `Item` with a readable name.
+each layer is one, without its experts. Which of these a pass needs is only known while it computes: they get slots
+(`ExpertsCost`). Everything else that needs memory is an `Item` with a readable name.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
 
@@ -19,6 +20,7 @@ from ..units import format_size
 MAX_SLOTS, MIN_SLOTS = 3, 2
 ENTRY_SLOTS = 2  # of KV entries in RAM: of the unit in use, and of the next one
 SHADOW_ITEM, KV_ITEM, STATES_ITEM = "shadow", "KV cache", "recurrent states"
+EXPERTS_ITEM = "experts"
 
 
 class Tier(Enum):
@@ -61,6 +63,30 @@ class UnitCost:
 def used_share(row_share: float, rows: int) -> float:
     """The probability that one of `rows` rows uses what each uses with probability `row_share`, independently."""
     return 1 - (1 - row_share) ** rows
+
+
+@dataclass(frozen=True)
+class ExpertsCost:
+    """Bytes of the experts of all layers, `num` in all.
+
+    slot_bytes: of the largest one in memory. read_bytes: of the average one, through the link. resident_bytes: of all,
+    if all are resident. least: slots that a pass needs at least. row_share: the probability that a row uses one.
+    """
+
+    num: int
+    slot_bytes: int
+    read_bytes: int
+    resident_bytes: int
+    least: int
+    row_share: float
+
+
+@dataclass(frozen=True)
+class ExpertSlots:
+    """The most experts in memory at once: on the compute device, and in RAM for a GPU; `num` if all of them are."""
+
+    device: int = 0
+    host: int = 0
 
 
 @dataclass(frozen=True)
@@ -109,6 +135,7 @@ class Placement:
     device_bytes: int
     ram_bytes: int
     entries_in_ram: tuple[int, ...] = ()
+    experts: ExpertSlots = ExpertSlots()
 
     @cached_property
     def resident(self) -> tuple[int, ...]:
@@ -172,15 +199,58 @@ class Wishes:
         return tuple(unit for unit in range(num_units) if unit not in streamed)
 
 
-def place(units: Sequence[UnitCost], items: Sequence[Item], limits: Limits, wishes: Wishes | None = None) -> Placement:
+def place(
+    units: Sequence[UnitCost],
+    items: Sequence[Item],
+    limits: Limits,
+    wishes: Wishes | None = None,
+    experts: ExpertsCost | None = None,
+) -> Placement:
     """Place as many units as fit on the device, as many of the rest as fit in RAM, and the others on disk.
 
-    Raises MemoryLimitError, with the numbers and the remedy, if not even streaming all but the pinned layers fits.
+    Every pass needs the units, so experts get what is left of the device, and of RAM. Raises MemoryLimitError, with the
+    numbers and the remedy, if not even streaming all but the pinned layers fits.
     """
+    if experts is not None:
+        return _place_with_experts(units, items, limits, wishes, experts)
     wishes = wishes or Wishes()
     if limits.device is None:
         return _place_on_cpu(units, items, limits, wishes)
     return _place_on_gpu(units, items, limits, limits.device, wishes)
+
+
+def _place_with_experts(
+    units: Sequence[UnitCost], items: Sequence[Item], limits: Limits, wishes: Wishes | None, experts: ExpertsCost
+) -> Placement:
+    least, on_gpu = experts.least * experts.slot_bytes, limits.device is not None
+    needed = Item(EXPERTS_ITEM, least, least if on_gpu else 0)
+    placement = place(units, [*items, needed], limits, wishes)
+    free_ram = limits.ram - placement.ram_bytes
+    host = _expert_bytes(experts, free_ram) if on_gpu and not placement.on_disk else least
+    free = free_ram if limits.device is None else limits.device - placement.device_bytes
+    device = _expert_bytes(experts, free) if not placement.streamed else least
+    slots = ExpertSlots(_num_slots(experts, device), _num_slots(experts, host) if on_gpu else 0)
+    more, more_host = device - least, host - least
+    return replace(
+        placement,
+        items=(
+            *(item for item in placement.items if item != needed),
+            Item(EXPERTS_ITEM, device, host if on_gpu else 0),
+        ),
+        device_bytes=placement.device_bytes + (more if on_gpu else 0),
+        ram_bytes=placement.ram_bytes + (more_host if on_gpu else more),
+        experts=slots,
+    )
+
+
+def _expert_bytes(experts: ExpertsCost, free: int) -> int:
+    """Bytes for experts in one space, with `free` bytes beside the least ones."""
+    room = experts.least * experts.slot_bytes + free
+    return experts.resident_bytes if experts.resident_bytes <= room else room // experts.slot_bytes * experts.slot_bytes
+
+
+def _num_slots(experts: ExpertsCost, nbytes: int) -> int:
+    return experts.num if nbytes == experts.resident_bytes else nbytes // experts.slot_bytes
 
 
 def _place_on_cpu(units: Sequence[UnitCost], items: Sequence[Item], limits: Limits, wishes: Wishes) -> Placement:

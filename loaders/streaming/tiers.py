@@ -18,12 +18,13 @@ from ..files.readers import FileReader, FileStates, HostBuffer, Reader, align_do
 from ..files.records import Record
 from ..formats import StoredTable, Weight, as_table, dense, take_rows
 from ..formats.blocked import in_blocks
+from .experts import CachedExperts, ExpertSource, ResidentExperts
 from .link import DeviceFiller, DeviceSlot, pin_whole
 from .placement import Placement, scattered
 from .small_transfers import to_device
-from .stored_model import StoredModel, StoredUnit
+from .stored_model import Experts, StoredModel, StoredUnit, record_of
 from .stream import DiskFiller, HostSlot, PlainStream, Ring, Stream, Unit, read_record
-from .weights import missing
+from .weights import LentExperts, missing
 
 Progress = Callable[[int, int], None]
 LEAST_STREAMED = 4  # layers that always stay on disk: more than a ring reads ahead
@@ -99,13 +100,14 @@ class TieredWeights:
         num_elements = model.scratch_elements(placement.streamed, dtype)
         self.scratch = torch.empty(num_elements, dtype=dtype, device=device) if num_elements else None
         self._reader = options.reader or FileReader()
-        self.bytes_streamed = 0
+        self._unit_bytes = 0
         self.unpinned_bytes = 0  # bytes in RAM for a GPU that the system refused to pin
         self._pinned: list[HostBuffer] = []
         self._staged: HostBuffer | None = None  # a buffer for reading layers that are then converted
         self._shared: dict[str, Weight] = {}
         self._wanted, self._kept = frozenset[int](), dict[int, dict[str, Weight]]()  # see `spare`
         self._resident: dict[int, dict[str, Weight]] = {}
+        self._experts: ExpertSource | None = None
         self._stream: Stream | None = None
         self._rows = self._tables_on_disk(row_tables)
         self._files = FileStates(self._streamed_paths())
@@ -113,6 +115,8 @@ class TieredWeights:
         read_once = placement.resident if options.synchronous else placement.resident + placement.in_ram
         layers = (*shared.values(), *(self._model.layers[i] for i in read_once))
         self._done, self._total = 0, sum(layer.record.read_bytes for layer in layers)
+        if self._has_all_experts:
+            self._total += sum(record_of(experts).read_bytes for experts in self._model.experts.values())
         self._progress = progress
         try:
             for name, layer in shared.items():
@@ -122,9 +126,10 @@ class TieredWeights:
             for i in placement.resident:
                 self._resident[i] = load(self._model.layers[i], device)
             self._staged = None
+            self._experts = self._open_experts()
             if placement.streamed:
                 self._stream = self._open_stream(options.synchronous)
-            if not placement.on_disk:
+            if not self._reads_disk:
                 self._reader.close()
         except BaseException:
             self.close()
@@ -135,8 +140,22 @@ class TieredWeights:
         return len(self._model.layers)
 
     @property
+    def bytes_streamed(self) -> int:
+        return self._unit_bytes + (0 if self._experts is None else self._experts.bytes_streamed)
+
+    @property
     def is_resident(self) -> bool:
-        return self._stream is None
+        return self._stream is None and self._has_all_experts
+
+    @property
+    def _has_all_experts(self) -> bool:
+        """Whether every expert is on the device."""
+        return self._placement.experts.device == sum(len(experts) for experts in self._model.experts.values())
+
+    @property
+    def _reads_disk(self) -> bool:
+        """Whether passes read units from disk."""
+        return bool(self._placement.on_disk) or not self._has_all_experts
 
     @property
     def placement(self) -> Placement:
@@ -154,7 +173,7 @@ class TieredWeights:
             yield weights
             if unit in self._wanted:
                 self._keep(unit, weights)
-        self.bytes_streamed += self._model.layers[unit].record.read_bytes
+        self._unit_bytes += self._model.layers[unit].record.read_bytes
         if (unit,) == self._placement.on_disk[-1:]:  # the pass has ended: were the files changed meanwhile?
             self._files.check()
 
@@ -187,6 +206,10 @@ class TieredWeights:
     def layer(self, index: int) -> AbstractContextManager[Mapping[str, Weight]]:
         return self.lend(index)
 
+    def experts(self, layer: int, rows: Mapping[int, int]) -> Iterator[LentExperts]:
+        assert self._experts is not None
+        return self._experts.lend(layer, rows)
+
     def shared(self, name: str) -> Weight:
         if name not in self._shared:
             raise missing(name)
@@ -200,13 +223,14 @@ class TieredWeights:
         return to_device(rows, self._device)
 
     def close(self) -> None:
-        if self._stream is not None:
-            self._stream.close()
+        for each in (self._stream, self._experts):
+            if each is not None:
+                each.close()
         for buffer in self._pinned:
             self._accelerator.unpin(buffer)
         self._pinned = []
         self._reader.close()
-        self._resident, self._shared, self._stream, self.scratch = {}, {}, None, None
+        self._resident, self._shared, self._stream, self._experts, self.scratch = {}, {}, None, None, None
         self._wanted, self._kept = frozenset(), {}
 
     # ---------------------------------------------------------------------------------------- loading
@@ -223,17 +247,35 @@ class TieredWeights:
         weights += [table.stored for table in self._rows.values()]
         return {info.path for weight in weights for info in weight.streamed}
 
+    def _open_experts(self) -> ExpertSource | None:
+        experts = self._model.experts
+        if not experts:
+            return None
+        if self._has_all_experts:
+            return ResidentExperts({layer: self._load_experts(units) for layer, units in experts.items()})
+        slots, slot_bytes = (
+            self._placement.experts,
+            max(unit.record.nbytes for units in experts.values() for unit in units),
+        )
+        return CachedExperts(experts, slots.device, slot_bytes, self._dtype, self._reader)
+
+    def _load_experts(self, experts: Experts) -> list[dict[str, Weight]]:
+        """Load a layer's experts into common memory on the device: their tensors often lie one behind another."""
+        record = record_of(experts)
+        buffer = record.on(self._device, self._read(record).tensor)
+        return [unit.bind(buffer, self._dtype, is_kept=True, record=record) for unit in experts]
+
     def _load(self, layer: StoredUnit, device: torch.device) -> dict[str, Weight]:
         """Load a layer into its own memory on the device, in the compute dtype."""
         if layer.is_converted(self._dtype):
-            bound = layer.bind(self._read(layer, self._staging(layer)).tensor, self._dtype, is_kept=True)
+            bound = layer.bind(self._read(layer.record, self._staging(layer)).tensor, self._dtype, is_kept=True)
             return {name: _moved(weight, device) for name, weight in bound.items()}
-        return layer.bind(layer.record.on(device, self._read(layer).tensor), self._dtype, is_kept=True)
+        return layer.bind(layer.record.on(device, self._read(layer.record).tensor), self._dtype, is_kept=True)
 
     def _load_blocked(self, layer: StoredUnit, device: torch.device) -> dict[str, Weight]:
         """As `_load`, with matrices in oneDNN's order if all support it; the next layer then reuses the buffer."""
         buffer = self._staging(layer)
-        bound = layer.bind(self._read(layer, buffer).tensor, self._dtype, is_kept=True)
+        bound = layer.bind(self._read(layer.record, buffer).tensor, self._dtype, is_kept=True)
         kept = in_blocks(bound)
         if kept is None and not layer.is_converted(self._dtype):
             self._staged = None  # what is bound lies there
@@ -245,9 +287,9 @@ class TieredWeights:
             self._staged = HostBuffer(layer.record.nbytes)
         return self._staged
 
-    def _read(self, layer: StoredUnit, into: HostBuffer | None = None) -> HostBuffer:
-        buffer = read_record(self._reader, layer.record, into=into)
-        self._done += layer.record.read_bytes
+    def _read(self, record: Record, into: HostBuffer | None = None) -> HostBuffer:
+        buffer = read_record(self._reader, record, into=into)
+        self._done += record.read_bytes
         if self._progress is not None:
             self._progress(self._done, self._total)
         return buffer
@@ -273,7 +315,7 @@ class TieredWeights:
         sizes = [*(layers[i].record.nbytes for i in p.in_ram), *[p.slots.nbytes] * (p.slots.num_host if records else 0)]
         whole, parts = HostBuffer.side_by_side(sizes)
         in_ram: dict[Unit, torch.Tensor] = {
-            i: self._read(layers[i], part).tensor for i, part in zip(p.in_ram, parts, strict=False)
+            i: self._read(layers[i].record, part).tensor for i, part in zip(p.in_ram, parts, strict=False)
         }
         with ExitStack() as opened:
             disk = None

@@ -38,6 +38,7 @@ from ..model.heads.mtp import mtp_names, num_promised
 from ..model.memory.kv_formats import PLAIN, KVFormat
 from ..model.names import in_layer
 from ..named_models import MODEL_NAMES, named_path
+from .experts import by_expert
 from .foreign import read_foreign_config
 from .from_config import stored_from_config
 from .language_model import language_model
@@ -77,6 +78,8 @@ class ModelFiles:
         checkpoint = language_model(in_our_names(open_checkpoint(path, headers_only=headers_only)))
         notes += [Note(text) for text in (*checkpoint.notes, *format_notes(checkpoint))]
         config = _with_stored_kernels(_config(path, checkpoint.config, checkpoint, notes), checkpoint)
+        if config.experts is not None:
+            checkpoint = by_expert(checkpoint)
         if config.tied_head and not headers_only and _has_another_head(checkpoint, config):
             config = replace(config, tied_head=False)
             notes.append(
@@ -90,7 +93,8 @@ class ModelFiles:
             if not of_mtp and num_promised(checkpoint.config):
                 notes.append(Note(f"{path.name} has no MTP layer, although config.json names one; it runs without"))
         try:
-            stored = StoredModel.of(checkpoint, layer_prefix=config.layer_prefix, ignore=ignored)
+            has_experts = config.experts is not None
+            stored = StoredModel.of(checkpoint, layer_prefix=config.layer_prefix, ignore=ignored, by_expert=has_experts)
         except CheckpointError as exc:  # name the model: it may be the target or the draft
             if str(path) in str(exc):
                 raise

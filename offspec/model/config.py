@@ -28,6 +28,7 @@ from .families import (
     PARTLY_ROTATED,
     TEXT_CLASSES,
     DeltaShape,
+    ExpertsShape,
     Fields,
     LayerInputs,
     LayerShape,
@@ -67,8 +68,8 @@ class ModelConfig:
     norm: "rms", "rms plus one", "layer" or "layer plus one" (`norms.normalize`).
     is_parallel: attention and MLP have the same normed states as input. has_attention_gate: the queries' projection
     also gives a gate for each number of attention's result. attention, attention_output: the prefix of its tensors in a
-    layer, and its last matrix. layer_norms: each layer's norms; empty: `norms`. delta, mamba, short_convolution: the
-    shape of such parts, if there are any. multipliers: Falcon-H1's. parts: names of each layer's parts
+    layer, and its last matrix. layer_norms: each layer's norms; empty: `norms`. delta, mamba, short_convolution,
+    experts: the shape of such parts, if there are any. multipliers: Falcon-H1's. parts: names of each layer's parts
     (`parts.kinds.PARTS`); empty: attention and an MLP in every layer. has_value_norm: values are normed, by an RMSNorm
     without a weight. shapes: of each layer, if they differ (`shape_of`). layer_inputs: of what layers get of each
     token.
@@ -119,6 +120,7 @@ class ModelConfig:
     attention_output: str = "self_attn.o_proj"
     delta: DeltaShape | None = None
     mamba: MambaShape | None = None
+    experts: ExpertsShape | None = None
     multipliers: Multipliers | None = None
     short_convolution: ShortConvolutionShape | None = None
     parts: tuple[tuple[str, ...], ...] = ()
@@ -132,7 +134,11 @@ class ModelConfig:
     has_whole_attention = False  # attention takes all keys at once, with one mask; otherwise it may take parts of them
     only_multiplies = True  # matrices are used for products only, so that any order of their numbers will do
     has_linear_head = True  # logits are linear in the final states
-    expert_share = 1.0  # the share of a layer's experts that a row uses
+
+    @property
+    def expert_share(self) -> float:
+        """The share of a layer's experts that a row uses."""
+        return 1.0 if self.experts is None else self.experts.num_used / self.experts.num
 
     @property
     def most_nodes(self) -> int:
@@ -287,6 +293,7 @@ class ModelConfig:
             delta=None,
             mamba=None,
             short_convolution=None,
+            experts=None,
             parts=(),
             shapes=(),
             layer_inputs=None,

@@ -9,6 +9,7 @@ it. This module does not depend on sampling, budgets or where weights are stored
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 
@@ -155,7 +156,7 @@ class Decoder:
         for index in layers or range(len(self.blocks)):
             self.current_layer, block = index, self.blocks[index]
             with exact_rows(self.is_exact), span("layer"), self.weights.layer(index) as tensors:
-                weights = self.layer_weights(tensors)
+                weights = self.layer_weights(tensors, index)
                 if len(rows.chunks) == 1:
                     hidden = block.forward(hidden, weights, rows, 0, len(hidden))
                 else:
@@ -201,9 +202,10 @@ class Decoder:
         with exact_rows(self.is_exact):
             return of_tokens(self.embed(tokens), self.weights.rows(INPUT_TABLE, tokens), weights, self.config)
 
-    def layer_weights(self, tensors: Mapping[str, Weight]) -> LayerWeights:
-        """A layer's borrowed weights in the form that blocks use."""
-        return LayerWeights(tensors, self.weights.scratch)
+    def layer_weights(self, tensors: Mapping[str, Weight], layer: int | None = None) -> LayerWeights:
+        """Borrowed weights in the form that blocks use. layer: the number of their layer, if they are a layer's."""
+        experts = None if layer is None else partial(self.weights.experts, layer)
+        return LayerWeights(tensors, self.weights.scratch, experts)
 
     def normed(self, hidden: Tensor) -> Tensor:
         """`forward`'s hidden states [R, hidden] after the final norm: the head's input."""

@@ -31,6 +31,9 @@ from .rope_config import (
 )
 
 Fields = dict[str, Any]  # of ModelConfig
+# Names of the number of a layer's experts; transformers 5 writes the second one for all families.
+EXPERTS_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
+MAX_EXPERTS = 10_000  # of a layer; a wrong config.json must not exhaust memory
 ACTIVATIONS = ("silu", "swish", "gelu", "gelu_pytorch_tanh", "gelu_new", "relu", "relu2")  # block.py computes them
 
 
@@ -183,6 +186,43 @@ class MambaShape:
 
 
 @dataclass(frozen=True)
+class ExpertGroups:
+    """Groups of experts of which a row uses `num_used`: those whose `num_ranked` best experts have the largest sum."""
+
+    num: int
+    num_used: int
+    num_ranked: int = 2
+
+
+@dataclass(frozen=True)
+class ExpertsShape:
+    """The shape of a layer's mixture of experts (`parts.experts`), the same in all layers.
+
+    inner_size: of an expert. scores: of experts by the router's logits: "softmax", "sigmoid", or "softmax of chosen",
+    which is over the chosen ones only. is_normed: the chosen ones' scores are divided by their sum; then all are
+    multiplied by `scale`. correction: the name of a vector added to the scores that choose. has_bias: of the router and
+    the experts. shared_size: of an MLP that every row uses; 0: there is none. shared_gate: its output is multiplied by
+    the sigmoid of this matrix's product. router, prefix, shared: names within a layer; names: within an expert.
+    """
+
+    num: int
+    num_used: int
+    inner_size: int
+    scores: str = "softmax"
+    is_normed: bool = True
+    scale: float = 1.0
+    groups: ExpertGroups | None = None
+    correction: str | None = None
+    has_bias: bool = False
+    shared_size: int = 0
+    shared_gate: str | None = None
+    router: str = "mlp.gate"
+    prefix: str = "mlp.experts"
+    shared: str = "mlp.shared_experts"
+    names: MlpNames = MlpNames("gate_proj", "up_proj", "down_proj")
+
+
+@dataclass(frozen=True)
 class Multipliers:
     """Falcon-H1's factors (after 2203.03466): of the inputs and outputs of attention and Mamba2, of the MLP's gate and
     output, and of z, x, B, C and dt.
@@ -315,12 +355,50 @@ def _biases(config: Json, attention: str = "attention_bias", mlp: str = "mlp_bia
     }
 
 
+def _expert_layers(config: Json, num_layers: int) -> tuple[tuple[str, ...], ...]:
+    """Parts of layers with experts in those that Qwen's keys name, and an MLP in the others."""
+    step, dense = integer(config, "decoder_sparse_step", 1, least=1), config.get("mlp_only_layers") or []
+    is_sparse = [layer not in dense and (layer + 1) % step == 0 for layer in range(num_layers)]
+    return tuple(("attention", "experts" if sparse else "mlp") for sparse in is_sparse)
+
+
+def _num_experts(config: Json, used: str = "num_experts_per_tok") -> tuple[int, int]:
+    """The numbers of a layer's experts, and of those that a row uses, under key `used`. Raises CheckpointError."""
+    key = next((key for key in EXPERTS_KEYS if key in config), EXPERTS_KEYS[0])
+    num, num_used = positive(config, key), positive(config, used)
+    if num_used > num or num > MAX_EXPERTS:
+        raise CheckpointError(f"config.json: {used} {num_used} of {num} experts; at most {MAX_EXPERTS} can exist")
+    return num, num_used
+
+
 # ------------------------------------------------------------------------------------------------ families
 
 
 def _llama(config: Json, num_layers: int) -> Fields:
     """Llama; also Arcee, whose MLP has no gate (see `FAMILIES`)."""
     return _biases(config)
+
+
+def _mixtral(config: Json, num_layers: int) -> Fields:
+    """Mixtral: the softmax over all experts, then over the sum of the chosen ones."""
+    num, num_used = _num_experts(config)
+    shape = ExpertsShape(
+        num,
+        num_used,
+        positive(config, "intermediate_size"),
+        router="block_sparse_moe.gate",
+        prefix="block_sparse_moe.experts",
+        names=MlpNames("w1", "w3", "w2"),
+    )
+    return {**_mistral(config, num_layers), "experts": shape, "parts": (("attention", "experts"),) * num_layers}
+
+
+def _qwen3_moe(config: Json, num_layers: int) -> Fields:
+    """Qwen3-MoE: Qwen3's attention."""
+    num, num_used = _num_experts(config)
+    inner, is_normed = positive(config, "moe_intermediate_size"), bool(config.get("norm_topk_prob", False))
+    shape = ExpertsShape(num, num_used, inner, is_normed=is_normed)
+    return {**_qwen3(config, num_layers), "experts": shape, "parts": _expert_layers(config, num_layers)}
 
 
 def _mistral(config: Json, num_layers: int) -> Fields:
@@ -849,6 +927,8 @@ FAMILIES: dict[str, Callable[[Json, int], Fields]] = {
     "ministral": _mistral,
     "qwen2": _qwen2,
     "qwen3": _qwen3,
+    "mixtral": _mixtral,
+    "qwen3_moe": _qwen3_moe,
     "qwen3_5_text": _qwen3_5,
     "ministral3": _ministral3,
     "gemma": _gemma,

@@ -18,6 +18,7 @@ from offspec.loaders.streaming.placement import (
     KV_ITEM,
     SHADOW_ITEM,
     STATES_ITEM,
+    ExpertsCost,
     Item,
     Limits,
     PassRates,
@@ -44,6 +45,7 @@ from .attention_time import seconds_of_attention, seconds_per_element
 from .memory import AUTO, MemoryOptions, MemoryUse, MemoryUser, Room, add_up
 
 DEFAULT_CONTEXT = 4096
+LEAST_LAYERS_OF_EXPERTS = 2  # times the experts of a row, which are in memory at once
 MIN_CONTEXT = 512  # the smallest default context; a smaller one would be of little use
 WORKSPACE_BYTES = 64 * 2**20  # samplers, the tokenizer and the allocator's rounding
 CUDA_WORKSPACE_BYTES = 300 * 2**20
@@ -93,10 +95,12 @@ class Work:
     @classmethod
     def of(cls, target: ModelFiles) -> Work:
         config, sums = target.config, Counter[str]()
+        for units in target.stored.experts.values():
+            sums["experts"] += sum(unit.num_weights for unit in units)
         for layer in target.stored.layers:
             for name, weight in layer.weights.items():
                 is_matrix, elements = len(weight.shape) == 2, math.prod(weight.shape)
-                if is_of_experts(name, weight.shape):
+                if not config.is_native and is_of_experts(name, weight.shape):
                     sums["experts"] += elements
                 elif is_matrix:
                     sums["matrices"] += elements
@@ -324,8 +328,8 @@ def limits_of(hardware: Hardware, options: MemoryOptions, own_bytes: int) -> Lim
 
 def all_resident(model: ModelFiles) -> Placement:
     """The placement of a draft: all layers are resident."""
-    size = resident_bytes(model)
-    return place([layer.cost(model.dtype) for layer in model.stored.layers], [], Limits(None, size))
+    size, costs = resident_bytes(model), [layer.cost(model.dtype) for layer in model.stored.layers]
+    return place(costs, [], Limits(None, size), experts=experts_cost(model))
 
 
 def _max_nodes(limits: Limits) -> int:
@@ -379,6 +383,7 @@ def _placed(room: Room, demand: Demand, uses: Sequence[MemoryUse], *, spills: bo
     num_entries = room.num_tokens + room.tree + sum(use.target_entries for use in uses)
     costs, items, wishes = _layer_costs(target, uses), _items(room, demand, uses), _wishes(uses)
     entries, states = _text_bytes(target, num_entries)
+    experts = experts_cost(target)
     if states:
         items.append(Item(STATES_ITEM, on_device=states))
     if spills:
@@ -386,16 +391,16 @@ def _placed(room: Room, demand: Demand, uses: Sequence[MemoryUse], *, spills: bo
     else:
         items.append(Item(KV_ITEM, on_device=sum(entries)))
     try:
-        placement = _place(costs, items, demand.limits, wishes)
+        placement = _place(costs, items, demand.limits, wishes, experts)
     except MemoryLimitError:
         if not spills:
             raise
         # RAM may be too small for the entries; without resident layers, more of them are on the device.
-        placement = _place(costs, items, demand.limits, replace(wishes, most_free=0))
+        placement = _place(costs, items, demand.limits, replace(wishes, most_free=0), experts)
     if not placement.streamed and (shadows := sum(cost.shadow_bytes for cost in costs)):
         # A model that fits has a shadow of every layer, if that fits beside it.
         with suppress(MemoryLimitError):
-            with_shadow = _place(costs, [*items, Item(SHADOW_ITEM, on_device=shadows)], demand.limits, wishes)
+            with_shadow = _place(costs, [*items, Item(SHADOW_ITEM, on_device=shadows)], demand.limits, wishes, experts)
             placement = placement if with_shadow.streamed else with_shadow
     return Plan(demand, room, placement, tuple(costs), Work.of(target), num_entries)
 
@@ -421,18 +426,37 @@ def _layer_costs(target: ModelFiles, uses: Sequence[MemoryUse]) -> list[UnitCost
     return [replace(cost, shadow_bytes=nbytes) for cost, nbytes in zip(costs, shadows, strict=True)]
 
 
-def _place(costs: list[UnitCost], items: list[Item], limits: Limits, wishes: Wishes) -> Placement:
+def experts_cost(model: ModelFiles) -> ExpertsCost | None:
+    """The bytes of a model's experts; None if it has none, or they belong to their layers."""
+    experts, shape = model.stored.experts, model.config.experts
+    if not experts or shape is None:
+        return None
+    records = [unit.record for units in experts.values() for unit in units]
+    resident = sum(unit.cost(model.dtype).resident_bytes for units in experts.values() for unit in units)
+    return ExpertsCost(
+        len(records),
+        max(record.nbytes for record in records),
+        sum(record.read_bytes for record in records) // len(records),
+        resident,
+        min(LEAST_LAYERS_OF_EXPERTS * shape.num_used, len(records)),
+        shape.num_used / shape.num,
+    )
+
+
+def _place(
+    costs: list[UnitCost], items: list[Item], limits: Limits, wishes: Wishes, experts: ExpertsCost | None = None
+) -> Placement:
     """`place`; if layers are on disk, the embedding stays on disk too, is read by row, and needs no memory."""
     without = [item for item in items if item.name != EMBEDDING_ITEM]
     try:
-        placement = place(costs, items, limits, wishes)
+        placement = place(costs, items, limits, wishes, experts)
     except MemoryLimitError:
-        leaner = place(costs, without, limits, wishes)
+        leaner = place(costs, without, limits, wishes, experts)
         if not leaner.on_disk:
             raise
         return leaner
     # If all layers were resident without the embedding, it would have to be in memory too, and it does not fit.
-    if placement.on_disk and (leaner := place(costs, without, limits, wishes)).on_disk:
+    if placement.on_disk and (leaner := place(costs, without, limits, wishes, experts)).on_disk:
         return leaner
     return placement
 
@@ -464,8 +488,8 @@ def unpacking_items(model: ModelFiles) -> list[Item]:
 
 def resident_bytes(model: ModelFiles) -> int:
     """Bytes of all weights of a model that is fully resident."""
-    layers = (*model.stored.layers, *(StoredUnit({n: w}) for n, w in model.stored.shared.items()))
-    return sum(layer.cost(model.dtype).resident_bytes for layer in layers)
+    units = (*model.stored.units, *(StoredUnit({n: w}) for n, w in model.stored.shared.items()))
+    return sum(unit.cost(model.dtype).resident_bytes for unit in units)
 
 
 def draft_items(model: ModelFiles) -> list[Item]:

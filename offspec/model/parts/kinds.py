@@ -8,6 +8,7 @@ from ..config import ModelConfig
 from ..rope import RotaryEmbeddings
 from .attention import Attention
 from .delta_net import DeltaNet
+from .experts import Experts
 from .layer_input import LayerInput, LayerScale
 from .mamba import AttentionBesideMamba, Mamba
 from .mlp import AttentionBesideMlp, Mlp
@@ -18,6 +19,7 @@ from .short_convolution import ShortConvolution
 PARTS: dict[str, Callable[[ModelConfig, int, RotaryEmbeddings | None], Part]] = {
     "attention": Attention,
     "mlp": Mlp,
+    "experts": Experts,
     "delta net": DeltaNet,
     "layer input": LayerInput,
     "layer scale": LayerScale,

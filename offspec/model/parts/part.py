@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from offspec.loaders.formats import Weight, linear, linear_fp32
+from offspec.loaders.streaming.weights import LentExperts
 
 from ..config import ModelConfig
 from ..families import LayerShape
@@ -101,13 +102,24 @@ class RowsWithoutMemory(RowsOfText):
         """The texts, in their order."""
 
 
-class LayerWeights:
-    """One unit's weights by their short names, with the operations that parts need. Today, a unit is a layer."""
+LendExperts = Callable[[Mapping[int, int]], Iterator[LentExperts]]  # see `WeightSource.experts`
 
-    def __init__(self, tensors: Mapping[str, Weight], scratch: Tensor | None = None) -> None:
-        """scratch: memory for a dequantised matrix, see `formats.linear`."""
+
+class LayerWeights:
+    """One unit's weights by their short names, with the operations that parts need: a layer's, or an expert's."""
+
+    def __init__(
+        self, tensors: Mapping[str, Weight], scratch: Tensor | None = None, experts: LendExperts | None = None
+    ) -> None:
+        """scratch: memory for a dequantised matrix, see `formats.linear`. experts: lends those of the layer."""
         self.tensors = tensors
         self.scratch = scratch
+        self._experts = experts
+
+    def experts(self, rows: Mapping[int, int]) -> Iterator[LentExperts]:
+        """Groups of the layer's experts; see `WeightSource.experts`."""
+        assert self._experts is not None, "weights of a layer with experts"
+        return self._experts(rows)
 
     def linear(self, name: str, x: Tensor) -> Tensor:
         """x [T, K] times `name.weight` [N, K], plus `name.bias` [N] if there is one → [T, N]. Keeps gradients."""
@@ -169,7 +181,7 @@ class Part(ABC):
     def forward(self, x: Tensor, weights: LayerWeights, rows: PassRows, first: int, last: int) -> Tensor:
         """Rows first .. last of a pass: hidden states x [T, hidden] → [T, hidden], a new tensor.
 
-        weights: of the unit that the decoder has borrowed, which is the layer.
+        weights: of the layer, which the decoder has borrowed.
         """
 
 
