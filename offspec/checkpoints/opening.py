@@ -94,8 +94,13 @@ class ModelFiles:
             if not of_mtp and num_promised(checkpoint.config):
                 notes.append(Note(f"{path.name} has no MTP layer, although config.json names one; it runs without"))
         try:
-            has_experts = config.experts is not None
-            stored = StoredModel.of(checkpoint, layer_prefix=config.layer_prefix, ignore=ignored, by_expert=has_experts)
+            stored = StoredModel.of(
+                checkpoint,
+                layer_prefix=config.layer_prefix,
+                ignore=ignored,
+                by_expert=config.experts is not None,
+                exact=config.exact_vectors,
+            )
         except CheckpointError as exc:  # name the model: it may be the target or the draft
             if str(path) in str(exc):
                 raise

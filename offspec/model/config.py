@@ -141,6 +141,12 @@ class ModelConfig:
         return 1.0 if self.experts is None else self.experts.num_used / self.experts.num
 
     @property
+    def exact_vectors(self) -> tuple[str, ...]:
+        """Short names of a layer's vectors that keep their stored dtype, whatever the dtype of the arithmetic."""
+        correction = None if self.experts is None else self.experts.correction
+        return () if correction is None else (correction,)
+
+    @property
     def most_nodes(self) -> int:
         """The most nodes of a tree whose size is found at run time."""
         return MOST_STATE_NODES if self.has_states else MAX_NODES

@@ -8,6 +8,7 @@ from torch import Tensor
 from ..config import ModelConfig
 from ..families import ExpertsShape, MlpNames
 from ..rope import RotaryEmbeddings
+from ..row_wise import row_wise
 from .mlp import Mlp, output_of
 from .part import LayerWeights, NativePart, PassRows, Shape
 
@@ -98,14 +99,14 @@ class Experts(NativePart):
     def _shared_output(self, x: Tensor, weights: LayerWeights) -> Tensor:
         assert self.shared is not None
         output = self.shared.output(x, weights)
-        return (
-            output if self.shape.shared_gate is None else output * weights.linear(self.shape.shared_gate, x).sigmoid()
-        )
+        if self.shape.shared_gate is None:
+            return output
+        return output * row_wise(torch.sigmoid, weights.linear(self.shape.shared_gate, x))
 
     def routed(self, x: Tensor, weights: LayerWeights) -> tuple[Tensor, Tensor]:
         """Normed states x [T, hidden] → the numbers [T, used] of their experts, ascending, and their fp32 scales."""
         shape, logits = self.shape, self._logits(x, weights)
-        scores = logits.sigmoid() if shape.scores == "sigmoid" else logits
+        scores = row_wise(torch.sigmoid, logits) if shape.scores == "sigmoid" else logits
         if shape.scores == "softmax":
             scores = logits.softmax(-1)
         ranks = scores if shape.correction is None else scores + weights.vector(shape.correction).float()
