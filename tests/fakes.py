@@ -408,6 +408,11 @@ FAMILIES = {
         },
         rope=_PARTIAL,
     ),
+    "gpt-oss": Family(
+        "gpt_oss",
+        {**_FOUR, "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2},
+        rope=_yarn(truncate=False, factor=2.0),
+    ),
     "hunyuan-alpha": Family(
         "hunyuan_v1_dense",
         {"head_dim": 24},
@@ -506,8 +511,10 @@ def randomise(model: PreTrainedModel, generator: torch.Generator) -> None:
             parameter.copy_(unit + 0.5 + 0.3 * noise)
         elif name.endswith("norm.weight"):
             parameter.copy_(unit + 0.3 * noise)
-        elif name.endswith("bias"):
+        elif name.endswith(("bias", "sinks")):
             parameter.copy_(0.2 * noise)
+        elif model_type == "gpt_oss" and ".experts." in name:  # transposed
+            parameter.copy_(noise / parameter.shape[-2] ** 0.5)
         elif name.endswith("embed_tokens.weight"):
             scaled = model_type.startswith("gemma")  # by 8, when they are read
             parameter.copy_((0.02 if scaled else 0.15) * noise)

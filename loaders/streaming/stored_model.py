@@ -76,9 +76,9 @@ class StoredUnit:
     def bind(
         self, buffer: torch.Tensor, dtype: torch.dtype, *, is_kept: bool, record: Record | None = None
     ) -> dict[str, Weight]:
-        """The weights in a buffer with `record`, the unit's own or one that holds it; vectors have `dtype`, or are exact.
+        """The weights in a buffer with `record`, the unit's own or one that holds it.
 
-        Matrices have it too if they are kept.
+        Vectors that are not `exact` have `dtype`; matrices have it too if they are kept.
         """
         bound = self._views((record or self.record).parts(buffer), dtype, is_kept=is_kept)
         if not is_kept or not self.is_converted(dtype):
@@ -189,7 +189,7 @@ class StoredModel:
     def scratch_elements(self, streamed: Collection[int], dtype: torch.dtype) -> int:
         """Elements of the largest matrix that needs scratch memory, with the layers `streamed` streamed."""
         units = [(layer, index in streamed) for index, layer in enumerate(self.layers)]
-        units += [(unit, False) for experts in self.experts.values() for unit in experts]
+        units += [(unit, True) for experts in self.experts.values() for unit in experts]  # some may be
         made = (
             prod(weight.shape)
             for unit, is_streamed in units

@@ -79,7 +79,7 @@ class ModelFiles:
         notes += [Note(text) for text in (*checkpoint.notes, *format_notes(checkpoint))]
         config = _with_stored_kernels(_config(path, checkpoint.config, checkpoint, notes), checkpoint)
         if config.experts is not None:
-            checkpoint = by_expert(checkpoint)
+            checkpoint = by_expert(checkpoint, are_transposed=config.experts.is_transposed)
             config = _with_stored_experts(config, checkpoint)
         if config.tied_head and not headers_only and _has_another_head(checkpoint, config):
             config = replace(config, tied_head=False)

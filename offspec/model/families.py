@@ -226,7 +226,7 @@ class ExpertsShape:
     router's product is in fp32. has_bias: of the router and the experts. shared_size: of an MLP that every row uses; 0:
     there is none. shared_gate: its output is multiplied by the sigmoid of this matrix's product. router, prefix,
     shared: names within a layer; names: within an expert. joined: other names, in checkpoints with one tensor for all
-    experts' gates and `up`.
+    experts' gates and `up`. is_transposed: plain tensors of all experts are [experts, inputs, outputs].
     """
 
     num: int
@@ -246,6 +246,7 @@ class ExpertsShape:
     shared: MlpNames = SHARED_EXPERTS
     names: MlpNames = EXPERT_MLP
     joined: MlpNames | None = None
+    is_transposed: bool = False
 
 
 @dataclass(frozen=True)
@@ -470,6 +471,32 @@ def _olmoe(config: Json, num_layers: int) -> Fields:
         "qk_norm": True,
         "qk_norm_form": QKNorm(over="projection"),
         "experts": ExpertsShape(num, num_used, inner, is_normed=is_normed),
+        "parts": (("attention", "experts"),) * num_layers,
+    }
+
+
+def _gpt_oss(config: Json, num_layers: int) -> Fields:
+    """gpt-oss: sinks, biases everywhere, every second layer with a window, and experts with a clamped activation."""
+    for key, value in (("swiglu_limit", 7.0), ("swiglu_alpha", 1.702)):
+        if config.get(key, value) != value:
+            raise UnsupportedModelError(f"{key} {show(config[key])} is not supported for gpt_oss, only {value}")
+    num, num_used = _num_experts(config)
+    shape = ExpertsShape(
+        num,
+        num_used,
+        positive(config, "intermediate_size"),
+        scores="softmax of chosen",
+        has_bias=True,
+        router="mlp.router",
+        names=MlpNames("gate_up_proj", "gate_up_proj", "down_proj", is_interleaved=True),
+        is_transposed=True,
+    )
+    config = {"sliding_window_pattern": 2, **config}
+    return _biases(config, mlp="") | {
+        "has_sinks": True,
+        "windows": _alternating_windows(config, num_layers),
+        "activation": CLAMPED,
+        "experts": shape,
         "parts": (("attention", "experts"),) * num_layers,
     }
 
@@ -1125,6 +1152,7 @@ FAMILIES: dict[str, Callable[[Json, int], Fields]] = {
     "glm": _glm,
     "glm4": _glm4,
     "glm4_moe": _glm4_moe,
+    "gpt_oss": _gpt_oss,
     "minimax_m2": _minimax_m2,
     "granite": _granite,
     "granitemoe": _granite_moe,
@@ -1245,6 +1273,17 @@ DEFAULTS: dict[str, Json] = {
         "moe_intermediate_size": 1408,
         "num_experts_per_tok": 8,
         "n_routed_experts": 128,
+    },
+    "gpt_oss": {
+        "rms_norm_eps": 1e-5,
+        "head_dim": 64,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "sliding_window": 128,
+        "attention_bias": True,
+        "num_experts_per_tok": 4,
+        "num_local_experts": 128,
+        "default_theta": 150000.0,
     },
     "minimax_m2": {
         "num_key_value_heads": 8,
