@@ -23,6 +23,9 @@ from ..formats import StoredWeight, Weight, dense, formats_in, stored_weights
 from .placement import UnitCost
 from .weights import EXPERT, split_names
 
+# Ends of names of vectors that stay in fp32 in any dtype: added to scores of experts, to choose among near ties.
+UNROUNDED = ("e_score_correction_bias",)
+
 
 @dataclass(frozen=True)
 class StoredUnit:
@@ -75,9 +78,9 @@ class StoredUnit:
     def bind(
         self, buffer: torch.Tensor, dtype: torch.dtype, *, is_kept: bool, record: Record | None = None
     ) -> dict[str, Weight]:
-        """The weights in a buffer with `record`, the unit's own or one that holds it; vectors have `dtype`.
+        """The weights in a buffer with `record`, the unit's own or one that holds it.
 
-        Matrices have it too if they are kept.
+        Vectors have `dtype`, those of UNROUNDED fp32. Matrices have `dtype` if they are kept.
         """
         bound = self._views((record or self.record).parts(buffer), dtype, is_kept=is_kept)
         if not is_kept or not self.is_converted(dtype):
@@ -96,6 +99,8 @@ class StoredUnit:
             stays_packed = stored.is_packed and stored.is_kept_as_read(dtype)
             as_plain = len(weight.shape) < 2 or (is_kept and not stays_packed)
             bound[name] = dense(weight, dtype) if as_plain else weight
+            if name.endswith(UNROUNDED):
+                bound[name] = dense(weight, torch.float32).clone()  # a view would keep the whole buffer
         return bound
 
 
