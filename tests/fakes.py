@@ -230,6 +230,7 @@ _GEMMA4 = {
     "final_logit_softcapping": 2.0,
 }
 _LATENT = {
+    "num_hidden_layers": 2,
     "num_key_value_heads": 4,
     "kv_lora_rank": 32,
     "qk_nope_head_dim": 16,
@@ -385,16 +386,17 @@ FAMILIES = {
             "routed_scaling_factor": 1.5,
             "attention_bias": True,
         },
-        seed=1,
+        seed=5,
     ),
     "deepseek-v2-lite": Family(
         "deepseek_v2",
         {**_LATENT, "q_lora_rank": None},
         rope=_yarn(mscale=0.707, mscale_all_dim=0.707),
+        seed=1,
     ),
     "deepseek-v3": Family(
         "deepseek_v3",
-        {**_LATENT, "q_lora_rank": 24, "n_group": 3, "topk_group": 2},
+        {**_LATENT, "num_hidden_layers": 3, "q_lora_rank": 24, "n_group": 3, "topk_group": 2},
         rope=_yarn(mscale=1.0, mscale_all_dim=1.0),
         old_layout=True,
     ),
@@ -407,6 +409,7 @@ FAMILIES = {
 }
 DELTA_NETS = ("qwen3.5", "olmo-hybrid")
 MAMBAS = ("granite-h", "bamba", "falcon-h1", "falcon-h1-norm-first", "falcon-h1-unnormed", "nemotron-h")
+LATENTS = ("deepseek-v2", "deepseek-v2-lite", "deepseek-v3")  # families with latent attention
 HYBRIDS = (*DELTA_NETS, *MAMBAS, "lfm2", "lfm2-biased")  # families with layers that keep a state of the text
 
 

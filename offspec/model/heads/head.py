@@ -127,7 +127,7 @@ class LayeredHead(Head):
         x = self.joined(inputs)
         for block in self.blocks:
             with self.weights.layer(block.index) as tensors:
-                weights = self.layer_weights(tensors)
+                weights = self.layer_weights(tensors, block.index)
                 parts = [block.forward(x[first:last], weights, rows, first, last) for first, last in rows.chunks]
             x = torch.cat(parts) if len(parts) > 1 else parts[0]
         states = self.normed(x)
