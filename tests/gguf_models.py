@@ -105,6 +105,14 @@ def _qwen35(config: Json) -> dict[str, Any]:
     }
 
 
+def _num_experts(config: Json) -> dict[str, Any]:
+    return {"expert_count": config["num_local_experts"], "expert_used_count": config["num_experts_per_tok"]}
+
+
+def _qwen3_moe(config: Json) -> dict[str, Any]:
+    return {**_num_experts(config), "expert_feed_forward_length": config["moe_intermediate_size"]}
+
+
 def _lfm2(config: Json) -> dict[str, Any]:
     is_attention = [kind == "full_attention" for kind in config["layer_types"]]
     inner = int(config["block_ffn_dim_multiplier"] * int(2 * config["intermediate_size"] / 3))
@@ -171,6 +179,8 @@ WRITTEN = {
     "ministral3": Written("mistral3", _ministral3, has_paired_heads=True),
     "qwen2": Written("qwen2"),
     "qwen3": Written("qwen3"),
+    "mixtral": Written("llama", _num_experts, has_paired_heads=True),
+    "qwen3_moe": Written("qwen3moe", _qwen3_moe),
     "gemma2": Written("gemma2", _gemma2, has_shifted_norms=True),
     "gemma3_text": Written("gemma3", _gemma3, has_shifted_norms=True),
     "gemma4_text": Written("gemma4", _gemma4),
@@ -199,11 +209,12 @@ def write_model(
     tensors: Mapping[str, Tensor],
     kinds: Mapping[str, str] = {},
     vocabulary: Mapping[str, Any] | None = None,
+    blocks: Mapping[str, np.ndarray] = {},
 ) -> Path:
     """The GGUF file of a model: config as transformers' `to_dict` has it, tensors by Hugging Face's names.
 
     kinds: a part of a tensor's name in GGUF → its type; the others are F32. vocabulary: metadata of the tokenizer; None
-    is two letters and their merge.
+    is two letters and their merge. blocks: bytes of tensors by their names in GGUF, in place of their numbers.
     """
     written = WRITTEN[config["model_type"]]
     arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == written.arch)
@@ -220,7 +231,7 @@ def write_model(
     renamed = {
         names.get_name(name, try_suffixes=(".weight", ".bias")) or name: array for name, array in content.items()
     }
-    renamed |= _factors(config)
+    renamed |= {**_factors(config), **blocks}
     types = {name: kind for name in renamed for part, kind in kinds.items() if part in name}
     metadata = {f"{written.arch}.{key}": value for key, value in _metadata(config, written).items()}
     tokenizer = _letters(config) if vocabulary is None else vocabulary
@@ -228,9 +239,14 @@ def write_model(
 
 
 def _parts(tensors: Mapping[str, Tensor], config: Json) -> Iterator[tuple[str, Tensor]]:
-    """Tensors by the names that llama.cpp's conversion knows; it splits Granite 4's MLP."""
+    """Tensors by the names that llama.cpp's conversion knows; it splits Granite 4's MLP, and experts' inputs."""
     for name, tensor in tensors.items():
-        if name.endswith("shared_mlp.input_linear.weight"):
+        if name.endswith("experts.gate_up_proj"):
+            for part, half in zip(("gate_proj", "up_proj"), tensor.chunk(2, 1), strict=True):
+                yield name.replace("gate_up_proj", f"{part}.weight"), half
+        elif name.endswith("experts.down_proj"):
+            yield f"{name}.weight", tensor
+        elif name.endswith("shared_mlp.input_linear.weight"):
             for part, half in zip(("gate_proj", "up_proj"), tensor.chunk(2), strict=True):
                 yield name.replace("shared_mlp.input_linear", f"mlp.{part}"), half
         else:

@@ -25,6 +25,7 @@ from ..text.gguf_tokenizer import tokenizer_json
 MOST_ROPE_NUMBERS = 4096  # half a head's dimensions; models have 64
 ATTENTION_FACTOR = "rope.scaling.attn_factor"
 _LAYER = re.compile(r"blk\.(\d{1,6})\.(.+)", re.DOTALL)
+_ONE_EXPERT = re.compile(r"(ffn_(?:gate|up|down))\.(\d{1,6})")  # in files of 2023 and 2024, a tensor of its own
 _UNUSED = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 _SHARED = {
     "token_embd.weight": EMBEDDING,
@@ -67,6 +68,19 @@ _NORMS_BEHIND = {
     "post_ffw_norm": "post_feedforward_layernorm",
 }
 _LLAMA = {**_ATTENTION, **_MLP, **_NORMS}
+
+
+def _experts(prefix: str, gate: str, up: str, down: str, router: str = "gate") -> Mapping[str, str]:
+    """Names of a router and of matrices [experts, …]; gate, up, down: Hugging Face's, within an expert."""
+    matrices = {"ffn_gate_exps": gate, "ffn_up_exps": up, "ffn_down_exps": down}
+    return {
+        "ffn_gate_inp": f"{prefix}.{router}",
+        **{name: f"{prefix}.experts.{matrix}" for name, matrix in matrices.items()},
+    }
+
+
+_MIXTRAL_EXPERTS = _experts("block_sparse_moe", "w1", "w3", "w2")
+_QWEN_EXPERTS = _experts("mlp", "gate_proj", "up_proj", "down_proj")
 _DELTA_NET = {
     "attn_qkv": "linear_attn.in_proj_qkv",
     "attn_gate": "linear_attn.in_proj_z",
@@ -310,6 +324,27 @@ def _gemma4(keys: Keys, config: Config) -> Config:
     }
 
 
+def _num_experts(keys: Keys) -> Config:
+    return {
+        "num_local_experts": keys.integer("expert_count"),
+        "num_experts_per_tok": keys.integer("expert_used_count"),
+    }
+
+
+def _llama(keys: Keys, config: Config) -> Config:
+    """With experts, the model is a Mixtral."""
+    if not keys.value("expert_count"):
+        return {}
+    mixtral = {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "sliding_window": None}
+    return {**mixtral, **_num_experts(keys)}
+
+
+def _qwen3_moe(keys: Keys, config: Config) -> Config:
+    """llama.cpp divides by the sum of the chosen experts' scores."""
+    inner = keys.integer("expert_feed_forward_length")
+    return {**_num_experts(keys), "moe_intermediate_size": inner, "norm_topk_prob": True}
+
+
 def _phi3(keys: Keys, config: Config) -> Config:
     window = keys.value("attention.sliding_window")
     original = keys.integer("rope.scaling.original_context_length", config["max_position_embeddings"])
@@ -527,10 +562,11 @@ _GLM4_NORMS = {
 
 # By llama.cpp's names.
 ARCHITECTURES: dict[str, Architecture] = {
-    "llama": Architecture("llama", "LlamaForCausalLM", has_paired_heads=True),
+    "llama": Architecture("llama", "LlamaForCausalLM", {**_LLAMA, **_MIXTRAL_EXPERTS}, _llama, has_paired_heads=True),
     "mistral3": Architecture("mistral", "MistralForCausalLM", differences=_mistral3, has_paired_heads=True),
     "qwen2": Architecture("qwen2", "Qwen2ForCausalLM"),
     "qwen3": Architecture("qwen3", "Qwen3ForCausalLM"),
+    "qwen3moe": Architecture("qwen3_moe", "Qwen3MoeForCausalLM", {**_LLAMA, **_QWEN_EXPERTS}, _qwen3_moe),
     "gemma2": Architecture(
         "gemma2", "Gemma2ForCausalLM", {**_ATTENTION, **_MLP, **_NORMS_AROUND}, _gemma2, norm_offset=1.0
     ),
@@ -653,8 +689,8 @@ def translated(model: GgufModel) -> GgufCheckpoint:
         description = f"has the architecture {show(arch)}, which is not supported in GGUF files; supported: {supported}"
         raise fault(path, f"{description}; use the original safetensors checkpoint")
     keys, kind = Keys(path, metadata, arch, model.tensors), ARCHITECTURES[arch]
-    if keys.value("expert_count"):
-        description = "is a mixture of experts, which is not supported in GGUF files"
+    if keys.value("expert_count") and "ffn_gate_inp" not in kind.names:
+        description = f"is a mixture of experts of {arch}, which is not supported in GGUF files"
         raise fault(path, f"{description}; use its safetensors checkpoint with pip install 'offspec[transformers]'")
     config = _config(keys, kind, model)
     tensors: dict[str, TensorInfo] = {}
@@ -690,6 +726,9 @@ def _translated(info: TensorInfo, kind: Architecture, config: Config) -> TensorI
 def _name_in_layer(layer: int, name: str, kind: Architecture, num_layers: int) -> str:
     """Under Hugging Face's names, layers behind the last one are `mtp`'s."""
     base, _, suffix = name.rpartition(".")
+    if match := _ONE_EXPERT.fullmatch(base):
+        experts, _, matrix = kind.names.get(f"{match[1]}_exps", match[1]).rpartition(".")
+        return in_layer(layer, f"{experts}.{match[2]}.{matrix}.{suffix}")
     short = kind.names.get(name) or f"{kind.names.get(base, base)}.{suffix}"
     if layer < num_layers or "nextn.eh_proj" not in kind.names:
         return in_layer(layer, short)

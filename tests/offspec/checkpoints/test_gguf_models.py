@@ -77,11 +77,12 @@ OWN = {
         {**fakes.FAMILIES["falcon-h1"].settings, "mamba_proj_bias": False, "time_step_limit": [0.0, math.inf]},
     ),
     "nemotron-h": Family("nemotron_h", {**fakes.FAMILIES["nemotron-h"].settings, "use_bias": False}),
+    "qwen3-moe": Family("qwen3_moe", {**fakes.FAMILIES["qwen3-moe"].settings, "mlp_only_layers": []}),
     "starcoder2": Family("starcoder2", {"sliding_window": None, "tie_word_embeddings": True}, seed=4),
 }
 FAMILIES = (
     *("llama-gqa", "llama-tied", "llama-llama3", "llama-linear", "llama-yarn"),
-    *("llama-yarn-attention-factor", "ministral3", "qwen2", "qwen3"),
+    *("llama-yarn-attention-factor", "ministral3", "qwen2", "qwen3", "mixtral"),
     *("gemma4", "gemma4-layer-inputs", "glm4", "lfm2", "granite", "olmo2", "nemotron", "exaone4-full", *OWN),
 )
 
