@@ -70,17 +70,32 @@ _NORMS_BEHIND = {
 _LLAMA = {**_ATTENTION, **_MLP, **_NORMS}
 
 
-def _experts(prefix: str, gate: str, up: str, down: str, router: str = "gate") -> Mapping[str, str]:
-    """Names of a router and of matrices [experts, …]; gate, up, down: Hugging Face's, within an expert."""
-    matrices = {"ffn_gate_exps": gate, "ffn_up_exps": up, "ffn_down_exps": down}
+def _experts(prefix: str, router: str = "gate") -> dict[str, str]:
+    """Names of a router and of matrices [experts, …]."""
+    parts = ("gate", "up", "down", "gate_up")
     return {
         "ffn_gate_inp": f"{prefix}.{router}",
-        **{name: f"{prefix}.experts.{matrix}" for name, matrix in matrices.items()},
+        **{f"ffn_{part}_exps": f"{prefix}.experts.{part}_proj" for part in parts},
     }
 
 
-_MIXTRAL_EXPERTS = _experts("block_sparse_moe", "w1", "w3", "w2")
-_QWEN_EXPERTS = _experts("mlp", "gate_proj", "up_proj", "down_proj")
+def _shared_experts(prefix: str) -> dict[str, str]:
+    return {f"ffn_{part}_shexp": f"{prefix}.{part}_proj" for part in ("gate", "up", "down")}
+
+
+_EXPERTS = _experts("mlp")
+_MIXTRAL_EXPERTS = {
+    "ffn_gate_inp": "block_sparse_moe.gate",
+    "ffn_gate_exps": "block_sparse_moe.experts.w1",
+    "ffn_up_exps": "block_sparse_moe.experts.w3",
+    "ffn_down_exps": "block_sparse_moe.experts.w2",
+}
+_QWEN_EXPERTS = {
+    **_EXPERTS,
+    **_shared_experts("mlp.shared_expert"),
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+}
+_GRANITE_EXPERTS = _experts("block_sparse_moe", "router.layer")
 _DELTA_NET = {
     "attn_qkv": "linear_attn.in_proj_qkv",
     "attn_gate": "linear_attn.in_proj_z",
@@ -91,6 +106,13 @@ _DELTA_NET = {
     "ssm_conv1d": "linear_attn.conv1d",
     "ssm_dt.bias": "linear_attn.dt_bias",
     "ssm_a": "linear_attn.A_log",
+}
+_QWEN35 = {
+    **_ATTENTION,
+    **_DELTA_NET,
+    **_MLP,
+    "attn_norm": "input_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
 }
 _LFM2 = {
     **_ATTENTION,
@@ -117,9 +139,10 @@ _GRANITE_HYBRID = {
     **_ATTENTION,
     **_NORMS,
     **{name: f"mamba.{tensor}" for name, tensor in _MAMBA.items()},
-    "ffn_gate": "shared_mlp.gate_linear",
-    "ffn_up": "shared_mlp.up_linear",
-    "ffn_down": "shared_mlp.output_linear",
+    **_GRANITE_EXPERTS,
+    **dict.fromkeys(("ffn_gate", "ffn_gate_shexp"), "shared_mlp.gate_linear"),
+    **dict.fromkeys(("ffn_up", "ffn_up_shexp"), "shared_mlp.up_linear"),
+    **dict.fromkeys(("ffn_down", "ffn_down_shexp"), "shared_mlp.output_linear"),
 }
 _FALCON_H1 = {
     **_ATTENTION,
@@ -136,6 +159,7 @@ _NEMOTRON_H = {
     "attn_norm": "norm",
 }
 _BY_GROUP = (".ssm_a", ".ssm_d", ".ssm_norm.weight")  # vectors to which llama.cpp gives a second dimension
+_ONE_ROW = ".ffn_gate_inp_shexp.weight"  # a matrix that llama.cpp stores as a vector
 _CONVOLUTIONS = (".ssm_conv1d", ".shortconv.conv")  # llama.cpp drops their dimension of one input channel
 _MTP = {  # of a layer behind the others, which drafts
     "nextn.eh_proj": "fc",
@@ -324,11 +348,9 @@ def _gemma4(keys: Keys, config: Config) -> Config:
     }
 
 
-def _num_experts(keys: Keys) -> Config:
-    return {
-        "num_local_experts": keys.integer("expert_count"),
-        "num_experts_per_tok": keys.integer("expert_used_count"),
-    }
+def _num_experts(keys: Keys, name: str = "num_local_experts") -> Config:
+    """name: of the number of experts in the family's config.json."""
+    return {name: keys.integer("expert_count"), "num_experts_per_tok": keys.integer("expert_used_count")}
 
 
 def _llama(keys: Keys, config: Config) -> Config:
@@ -342,7 +364,59 @@ def _llama(keys: Keys, config: Config) -> Config:
 def _qwen3_moe(keys: Keys, config: Config) -> Config:
     """llama.cpp divides by the sum of the chosen experts' scores."""
     inner = keys.integer("expert_feed_forward_length")
-    return {**_num_experts(keys), "moe_intermediate_size": inner, "norm_topk_prob": True}
+    return {**_num_experts(keys, "num_experts"), "moe_intermediate_size": inner, "norm_topk_prob": True}
+
+
+def _qwen2_moe(keys: Keys, config: Config) -> Config:
+    """Early files have one inner size: that of all experts that a row uses."""
+    inner, used = keys.integer("feed_forward_length"), keys.integer("expert_used_count")
+    return {
+        **_num_experts(keys, "num_experts"),
+        "moe_intermediate_size": keys.integer("expert_feed_forward_length", max(1, inner // used)),
+        "shared_expert_intermediate_size": keys.integer("expert_shared_feed_forward_length", inner),
+        "norm_topk_prob": False,
+    }
+
+
+def _olmoe(keys: Keys, config: Config) -> Config:
+    return {**_num_experts(keys, "num_experts"), "norm_topk_prob": False}
+
+
+def _gpt_oss(keys: Keys, config: Config) -> Config:
+    """Every second layer has a window. YaRN's borders are not rounded, as in the original."""
+    scaling = config.get("rope_scaling")
+    return {
+        **_num_experts(keys),
+        **_windows(keys, config, 2),
+        "intermediate_size": keys.integer("expert_feed_forward_length"),
+        "rope_scaling": {**scaling, "truncate": False} if scaling else None,
+        "has_split_experts": True,
+    }
+
+
+def _minimax_m2(keys: Keys, config: Config) -> Config:
+    inner = keys.integer("expert_feed_forward_length")
+    return {**_num_experts(keys), "intermediate_size": inner, **_partial_rotary(keys, config)}
+
+
+def _glm4_moe(keys: Keys, config: Config) -> Config:
+    """The first layers are dense; those behind `num_hidden_layers` are of multi-token prediction."""
+    return {
+        **_num_experts(keys, "n_routed_experts"),
+        "num_hidden_layers": config["num_hidden_layers"] - keys.integer("nextn_predict_layers", 0, least=0),
+        "moe_intermediate_size": keys.integer("expert_feed_forward_length"),
+        "first_k_dense_replace": keys.integer("leading_dense_block_count", 0, least=0),
+        "n_shared_experts": keys.integer("expert_shared_count", 0, least=0),
+        "n_group": keys.integer("expert_group_count", 1),
+        "topk_group": keys.integer("expert_group_used_count", 1),
+        "norm_topk_prob": bool(keys.value("expert_weights_norm")),
+        "routed_scaling_factor": keys.number("expert_weights_scale", 0.0) or 1.0,
+        "partial_rotary_factor": keys.integer("rope.dimension_count", config["head_dim"]) / config["head_dim"],
+    }
+
+
+def _granite_moe(keys: Keys, config: Config) -> Config:
+    return {**_granite(keys, config), **_num_experts(keys), "has_split_mlp": True}
 
 
 def _phi3(keys: Keys, config: Config) -> Config:
@@ -440,6 +514,22 @@ def _qwen35(keys: Keys, config: Config) -> Config:
     }
 
 
+def _qwen35_moe(keys: Keys, config: Config) -> Config:
+    inner = keys.integer("expert_feed_forward_length")
+    return {
+        **_qwen35(keys, config),
+        **_num_experts(keys, "num_experts"),
+        "moe_intermediate_size": inner,
+        "shared_expert_intermediate_size": keys.integer("expert_shared_feed_forward_length", inner),
+        "norm_topk_prob": True,
+    }
+
+
+def _qwen3_next(keys: Keys, config: Config) -> Config:
+    """Early files have the original's one matrix of queries, keys, values and gates."""
+    return {**_qwen35_moe(keys, config), "has_split_inputs": not keys.has_tensor("ssm_in.weight")}
+
+
 def _change_of_delta_net(name: str, config: Config) -> Change | None:
     """llama.cpp sorts value heads by their place among those of one key head, and stores A instead of its logarithm."""
     key_heads, size = config["linear_num_key_heads"], config["linear_value_head_dim"]
@@ -504,13 +594,16 @@ def _by_layer(keys: Keys, config: Config, key: str) -> list[Any]:
 def _granite_hybrid(keys: Keys, config: Config) -> Config:
     """Layers without key heads are Mamba2. llama.cpp splits the MLP's matrix of gate and input."""
     key_heads = _by_layer(keys, config, "attention.head_count_kv")
+    experts = {"num_local_experts": 0, "shared_intermediate_size": config["intermediate_size"]}
+    if keys.value("expert_count"):
+        inner = keys.integer("expert_shared_feed_forward_length")
+        experts = {**_num_experts(keys), "shared_intermediate_size": inner}
     return {
         **_granite(keys, config),
         **_mamba(keys),
         "layer_types": ["full_attention" if count else "linear_attention" for count in key_heads],
         "position_embedding_type": "rope" if keys.value("rope.scaling.finetuned") else "nope",
-        "num_local_experts": 0,
-        "shared_intermediate_size": config["intermediate_size"],
+        **experts,
         "has_split_mlp": True,
     }
 
@@ -549,7 +642,7 @@ def _nemotron_h(keys: Keys, config: Config) -> Config:
     }
 
 
-def _change_of_mamba(name: str, config: Config) -> Change | None:
+def _change_of_decay(name: str, config: Config) -> Change | None:
     return Change(is_negative_exp=True) if name.endswith(".A_log") else None
 
 
@@ -566,7 +659,42 @@ ARCHITECTURES: dict[str, Architecture] = {
     "mistral3": Architecture("mistral", "MistralForCausalLM", differences=_mistral3, has_paired_heads=True),
     "qwen2": Architecture("qwen2", "Qwen2ForCausalLM"),
     "qwen3": Architecture("qwen3", "Qwen3ForCausalLM"),
-    "qwen3moe": Architecture("qwen3_moe", "Qwen3MoeForCausalLM", {**_LLAMA, **_QWEN_EXPERTS}, _qwen3_moe),
+    "qwen3moe": Architecture("qwen3_moe", "Qwen3MoeForCausalLM", {**_LLAMA, **_EXPERTS}, _qwen3_moe),
+    "qwen2moe": Architecture("qwen2_moe", "Qwen2MoeForCausalLM", {**_LLAMA, **_QWEN_EXPERTS}, _qwen2_moe),
+    "olmoe": Architecture("olmoe", "OlmoeForCausalLM", {**_LLAMA, **_EXPERTS}, _olmoe),
+    "gpt-oss": Architecture(
+        "gpt_oss",
+        "GptOssForCausalLM",
+        {
+            **_ATTENTION,
+            **_experts("mlp", "router"),
+            "attn_norm": "input_layernorm",
+            "post_attention_norm": "post_attention_layernorm",
+            "attn_sinks.weight": "self_attn.sinks",
+        },
+        _gpt_oss,
+    ),
+    "minimax-m2": Architecture(
+        "minimax_m2",
+        "MiniMaxM2ForCausalLM",
+        {**_LLAMA, **_MIXTRAL_EXPERTS, "exp_probs_b.bias": "block_sparse_moe.e_score_correction_bias"},
+        _minimax_m2,
+    ),
+    "glm4moe": Architecture(
+        "glm4_moe",
+        "Glm4MoeForCausalLM",
+        {
+            **_ATTENTION,
+            **_MLP,
+            **_EXPERTS,
+            **_shared_experts("mlp.shared_experts"),
+            "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
+            "attn_norm": "input_layernorm",
+            "post_attention_norm": "post_attention_layernorm",
+            **_MTP,
+        },
+        _glm4_moe,
+    ),
     "gemma2": Architecture(
         "gemma2", "Gemma2ForCausalLM", {**_ATTENTION, **_MLP, **_NORMS_AROUND}, _gemma2, norm_offset=1.0
     ),
@@ -582,6 +710,9 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "glm4": Architecture("glm4", "Glm4ForCausalLM", {**_ATTENTION, **_FUSED_MLP, **_GLM4_NORMS}, _glm4),
     "granite": Architecture("granite", "GraniteForCausalLM", differences=_granite, has_paired_heads=True),
+    "granitemoe": Architecture(
+        "granitemoe", "GraniteMoeForCausalLM", {**_LLAMA, **_GRANITE_EXPERTS}, _granite_moe, has_paired_heads=True
+    ),
     "olmo2": Architecture("olmo2", "Olmo2ForCausalLM", {**_ATTENTION, **_MLP, **_NORMS_BEHIND}, _olmo2),
     "command-r": Architecture("cohere", "CohereForCausalLM", differences=_cohere, eps_key="layer_norm_eps"),
     "cohere2": Architecture("cohere2", "Cohere2ForCausalLM", differences=_cohere2, eps_key="layer_norm_eps"),
@@ -600,17 +731,31 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen35": Architecture(
         "qwen3_5_text",
         "Qwen3_5ForCausalLM",
-        {
-            **_ATTENTION,
-            **_DELTA_NET,
-            **_MLP,
-            "attn_norm": "input_layernorm",
-            "post_attention_norm": "post_attention_layernorm",
-            **_MTP,
-        },
+        {**_QWEN35, **_MTP},
         _qwen35,
         norm_offset=1.0,
         change=_change_of_delta_net,
+    ),
+    "qwen35moe": Architecture(
+        "qwen3_5_moe_text",
+        "Qwen3_5MoeForCausalLM",
+        {**_QWEN35, **_QWEN_EXPERTS, **_MTP},
+        _qwen35_moe,
+        norm_offset=1.0,
+        change=_change_of_delta_net,
+    ),
+    "qwen3next": Architecture(
+        "qwen3_next",
+        "Qwen3NextForCausalLM",
+        {
+            **_QWEN35,
+            **_QWEN_EXPERTS,
+            "ssm_in": "linear_attn.in_proj_qkvz",
+            "ssm_ba": "linear_attn.in_proj_ba",
+        },
+        _qwen3_next,
+        norm_offset=1.0,
+        change=_change_of_decay,
     ),
     "granitehybrid": Architecture(
         "granitemoehybrid",
@@ -618,14 +763,14 @@ ARCHITECTURES: dict[str, Architecture] = {
         _GRANITE_HYBRID,
         _granite_hybrid,
         has_paired_heads=True,
-        change=_change_of_mamba,
+        change=_change_of_decay,
     ),
     "falcon-h1": Architecture(
         "falcon_h1",
         "FalconH1ForCausalLM",
         _FALCON_H1,
         _falcon_h1,
-        change=_change_of_mamba,
+        change=_change_of_decay,
         shared={"output_norm.weight": "model.final_layernorm.weight"},
     ),
     "nemotron_h": Architecture(
@@ -633,7 +778,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         "NemotronHForCausalLM",
         _NEMOTRON_H,
         _nemotron_h,
-        change=_change_of_mamba,
+        change=_change_of_decay,
         shared={"token_embd.weight": "model.embeddings.weight", "output_norm.weight": "model.norm_f.weight"},
         has_rope=False,
     ),
@@ -720,6 +865,8 @@ def _translated(info: TensorInfo, kind: Architecture, config: Config) -> TensorI
     shape = (info.shape[0], 1, info.shape[1]) if is_flat else info.shape
     if info.name.endswith(_BY_GROUP):
         shape = (math.prod(shape),)
+    if info.name.endswith(_ONE_ROW):
+        shape = (1, math.prod(shape))
     return replace(info, name=name, shape=shape, change=_change(info.name, name, kind, config))
 
 
@@ -771,7 +918,7 @@ def _config(keys: Keys, kind: Architecture, model: GgufModel) -> Config:
         **{f"{kind}_token_id": _token_id(model.metadata, name) for kind, name in _TOKENS.items()},
     }
     if not kind.differs_by_layer:
-        config["intermediate_size"] = keys.integer("feed_forward_length")
+        config["intermediate_size"] = keys.integer("feed_forward_length", keys.value("expert_feed_forward_length"))
         config["num_key_value_heads"] = keys.integer("attention.head_count_kv", heads)
     if kind.has_rope:
         config |= {"rope_theta": keys.number("rope.freq_base", 10000.0), "rope_scaling": _rope_scaling(keys, model)}

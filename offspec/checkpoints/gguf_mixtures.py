@@ -26,8 +26,7 @@ _FUSED_QKV = ("self_attn.qkv_proj", "linear_attn.in_proj_qkv")
 
 @dataclass(frozen=True)
 class Mixture:
-    """Types by role; "" is `usual`. value, output, qkv: of attention's matrices. down: of the MLP's last one, or of each
-    expert's.
+    """Types by role; "" is `usual`. value, output, qkv: of attention's matrices. down: of an MLP's last one.
 
     better: of value and down matrices in the layers for which is_better(layer, number of layers) holds. With at least
     four queries per key, Q2_K has the value matrices in `shared_value`. With eight experts, `few_experts_output` takes
@@ -109,9 +108,7 @@ def _outer(layer: int, num_layers: int) -> bool:
 
 
 MIXTURES = {  # by `params.GGUF_MIXTURES`
-    "q2_k": Mixture(
-        "Q2_K", value="Q3_K", output="Q3_K", down="Q3_K", shared_value="Q4_K", few_experts_output="Q5_K"
-    ),
+    "q2_k": Mixture("Q2_K", value="Q3_K", output="Q3_K", down="Q3_K", shared_value="Q4_K", few_experts_output="Q5_K"),
     "q3_k_s": Mixture("Q3_K", few_experts_output="Q5_K"),
     "q3_k_m": Mixture(
         "Q3_K",
