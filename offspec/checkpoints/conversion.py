@@ -64,7 +64,7 @@ def _mtp_layers(checkpoint: Checkpoint) -> Collection[str]:
 
 
 def without_blanks(checkpoint: Checkpoint) -> Checkpoint:
-    """`_language_model` with a tensor for each expert, and without blank tensors, which plain checkpoints do not have."""
+    """`_language_model` with tensors of each expert, and without blank ones, which have no place in a plain file."""
     named = _language_model(checkpoint)
     try:
         config = read_config(named.config)
