@@ -98,9 +98,9 @@ class DeltaNames:
     """Names of a gated delta net's tensors behind `linear_attn.`.
 
     inputs: matrices that give queries, keys and values, in this order, together or each its own. convolutions: the
-    parts of the kernel in the same order. rate: of the update; step: of the decay. is_grouped: `inputs` is one matrix,
-    which gives queries, keys, values and gates of a key head, then those of the next one; so does `rate` rates and
-    steps.
+    parts of the kernel in the same order. is_grouped: `inputs` is one matrix, which gives queries, keys, values and
+    gates of a key head, then those of the next one. rate: of the update; step: of the decay; equal if one matrix gives
+    both, of a key head, then of the next one.
     """
 
     inputs: tuple[str, ...] = ("in_proj_qkv",)
@@ -157,9 +157,11 @@ class DeltaShape:
         """Matrix → the numbers that it gives of a row."""
         names = self.names
         if names.is_grouped:
-            return {names.inputs[0]: self.channels + self.values, names.rate: 2 * self.num_heads}
-        rows = dict(zip(names.inputs, self.inputs, strict=True))
-        return rows | {names.gate: self.values, names.rate: self.num_heads, names.step: self.num_heads}
+            rows = {names.inputs[0]: self.channels + self.values}
+        else:
+            rows = {**dict(zip(names.inputs, self.inputs, strict=True)), names.gate: self.values}
+        rates = 2 * self.num_heads if names.rate == names.step else self.num_heads
+        return rows | dict.fromkeys((names.rate, names.step), rates)
 
 
 @dataclass(frozen=True)
@@ -336,7 +338,8 @@ NORMS_BEHIND = NormPlaces(None, "post_attention_layernorm", None, "post_feedforw
 NORMS_AROUND = NormPlaces(
     "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
 )
-GROUPED_DELTA = DeltaNames(inputs=("in_proj_qkvz",), rate="in_proj_ba", is_grouped=True)
+GROUPED_DELTA = DeltaNames(inputs=("in_proj_qkvz",), rate="in_proj_ba", step="in_proj_ba", is_grouped=True)
+GROUPED_RATES = DeltaNames(rate="in_proj_ba", step="in_proj_ba")  # in GGUF
 OLMO_DELTA = DeltaNames(
     inputs=("q_proj", "k_proj", "v_proj"),
     convolutions=("q_conv1d", "k_conv1d", "v_conv1d"),
@@ -504,6 +507,7 @@ def _gpt_oss(config: Json, num_layers: int) -> Fields:
         if config.get(key, value) != value:
             raise UnsupportedModelError(f"{key} {show(config[key])} is not supported for gpt_oss, only {value}")
     num, num_used = _num_experts(config)
+    is_split = bool(config.get("has_split_experts"))
     shape = ExpertsShape(
         num,
         num_used,
@@ -511,8 +515,8 @@ def _gpt_oss(config: Json, num_layers: int) -> Fields:
         scores="softmax of chosen",
         has_bias=True,
         router="mlp.router",
-        names=MlpNames("gate_up_proj", "gate_up_proj", "down_proj", is_interleaved=True),
-        is_transposed=True,
+        names=EXPERT_MLP if is_split else MlpNames("gate_up_proj", "gate_up_proj", "down_proj", is_interleaved=True),
+        is_transposed=not is_split,
     )
     config = {"sliding_window_pattern": 2, **config}
     return _biases(config, mlp="") | {
@@ -723,7 +727,7 @@ def _qwen3_next(config: Json, num_layers: int) -> Fields:
     """Qwen3-Next: Qwen3.5's layers with other matrices, and experts in those that Qwen's keys name."""
     fields, second = _qwen3_5(config, num_layers), _expert_layers(config, num_layers)
     return fields | {
-        "delta": replace(fields["delta"], names=GROUPED_DELTA),
+        "delta": replace(fields["delta"], names=GROUPED_RATES if config.get("has_split_inputs") else GROUPED_DELTA),
         "experts": _qwen_experts(config),
         "parts": tuple((mixer, part) for (mixer, _), (_, part) in zip(fields["parts"], second, strict=True)),
     }
@@ -891,8 +895,8 @@ def _granite_experts(config: Json, shared_size: int = 0) -> ExpertsShape:
         shared_size=shared_size,
         router="block_sparse_moe.router.layer",
         prefix="block_sparse_moe.experts",
-        shared=SHARED_MLP,
-        names=JOINED_EXPERT_MLP,
+        shared=SPLIT_SHARED_MLP if config.get("has_split_mlp") else SHARED_MLP,
+        names=EXPERT_MLP if config.get("has_split_mlp") else JOINED_EXPERT_MLP,
     )
 
 
