@@ -178,12 +178,14 @@ class TieredWeights:
             self._files.check()
 
     def spare(self, nbytes: int) -> None:
-        """On a CPU, keep layers from disk in `nbytes` of additional memory, until the next call.
+        """On a CPU, keep layers or experts from disk in `nbytes` of additional memory, until the next call.
 
         A layer is kept once a pass has read it. The last layer is always read, because the check for changed files
         follows it. The results do not change.
         """
         on_disk = self._placement.on_disk
+        if not on_disk and isinstance(self._experts, CachedExperts):
+            self._experts.spare(nbytes)
         if self._accelerator.has_own_memory or not isinstance(self._stream, Ring):
             return
         num_wanted = max(0, min(nbytes // self._placement.slots.nbytes, len(on_disk) - LEAST_STREAMED))
@@ -209,6 +211,13 @@ class TieredWeights:
     def experts(self, layer: int, rows: Mapping[int, int]) -> Iterator[LentExperts]:
         assert self._experts is not None
         return self._experts.lend(layer, rows)
+
+    def ahead(self, layer: int) -> Mapping[str, Weight] | None:
+        return self._resident.get(layer) if self._experts is not None and self._experts.reads_ahead else None
+
+    def expect(self, layer: int, rows: Mapping[int, int]) -> None:
+        if self._experts is not None:
+            self._experts.expect(layer, rows)
 
     def shared(self, name: str) -> Weight:
         if name not in self._shared:

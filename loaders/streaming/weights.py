@@ -66,6 +66,14 @@ class WeightSource(Protocol):
         """
         ...
 
+    def ahead(self, layer: int) -> Mapping[str, Weight] | None:
+        """Weights of a layer, to predict its experts for `expect`; None if that is of no use. Valid until `close`."""
+        ...
+
+    def expect(self, layer: int, rows: Mapping[int, int]) -> None:
+        """Announce experts that `experts` will probably be asked for after the next request; see there."""
+        ...
+
     def shared(self, name: str) -> Weight:
         """A weight outside the layers by its full name, valid until `close`. Raises CheckpointError if missing."""
         ...
@@ -121,6 +129,10 @@ class RamWeights:
     def experts(self, layer: int, rows: Mapping[int, int]) -> Iterator[LentExperts]:
         yield {number: self._experts[layer][number] for number in rows}
 
+    def ahead(self, layer: int) -> None: ...
+
+    def expect(self, layer: int, rows: Mapping[int, int]) -> None: ...
+
     def shared(self, name: str) -> Weight:
         if name not in self._shared:
             raise missing(name)
@@ -167,6 +179,10 @@ class LayerView:
         else:
             experts = experts_in(viewed)
             yield {number: experts[number] for number in rows}
+
+    def ahead(self, layer: int) -> None: ...
+
+    def expect(self, layer: int, rows: Mapping[int, int]) -> None: ...
 
     def shared(self, name: str) -> Weight:
         return self._source.shared(name)

@@ -91,6 +91,7 @@ class Experts(NativePart):
     def forward(self, x: Tensor, weights: LayerWeights, rows: PassRows, first: int, last: int) -> Tensor:
         places = self.config.norms_of(self.layer)
         normed = self.norm(x, weights, places.before_mlp)
+        weights.announce(x)
         output = self.mixed(normed, *self.routed(normed, weights), weights)
         if self.shared is not None:
             output = output + self._shared_output(normed, weights)
@@ -102,6 +103,16 @@ class Experts(NativePart):
         return (
             output if self.shape.shared_gate is None else output * weights.linear(self.shape.shared_gate, x).sigmoid()
         )
+
+    def likely(self, x: Tensor, weights: LayerWeights) -> dict[int, int]:
+        """The experts that rows would choose if an earlier layer's states x [T, hidden] came here, with their rows.
+
+        Residual connections change states slowly, so most of these are chosen later (Eliseev and Mazur, 2312.17238).
+        weights: this layer's.
+        """
+        chosen, _ = self.routed(self.norm(x, weights, self.config.norms_of(self.layer).before_mlp), weights)
+        numbers, counts = chosen.unique(return_counts=True)
+        return dict(zip(numbers.tolist(), counts.tolist(), strict=True))
 
     def routed(self, x: Tensor, weights: LayerWeights) -> tuple[Tensor, Tensor]:
         """Normed states x [T, hidden] → the numbers [T, used] of their experts, ascending, and their fp32 scales."""
