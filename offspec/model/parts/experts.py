@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Mapping
+
 import torch
 from torch import Tensor
 
@@ -9,8 +11,9 @@ from ..config import ModelConfig
 from ..families import ExpertsShape, MlpNames
 from ..rope import RotaryEmbeddings
 from .mlp import Mlp, output_of
-from .part import LayerWeights, NativePart, PassRows, Shape
+from .part import LayerWeights, NativePart, PassRows, Shape, WeightsOfExperts
 
+MOST_ROWS = 512  # of several experts at a time, so that what they make of their rows stays in a cache
 LEAST_SUM = 1e-20  # that keeps a division by a sum of scores finite, as in DeepSeek's code
 
 
@@ -148,9 +151,11 @@ class Experts(NativePart):
         places = dict(zip(numbers.tolist(), torch.split(by_expert.indices, counts.tolist()), strict=True))
         outputs = x.new_empty(len(x) * num_used, x.shape[1])
         for group in weights.experts({number: len(where) for number, where in places.items()}):
-            for number, tensors in group.items():
-                where = places[number]
-                outputs[where] = self._output(x[where // num_used], LayerWeights(tensors, weights.scratch))
+            for some in _in_parts(group, places):
+                where = torch.cat([places[number] for number in some])
+                counts = [len(places[number]) for number in some]
+                experts = WeightsOfExperts([group[number] for number in some], counts, weights.scratch)
+                outputs[where] = self._output(x[where // num_used], experts)
         outputs = outputs.view(len(x), num_used, -1)
         total = outputs[:, 0] * scales[:, :1]
         for rank in range(1, num_used):
@@ -158,5 +163,18 @@ class Experts(NativePart):
         return total.to(x.dtype)
 
     def _output(self, x: Tensor, weights: LayerWeights) -> Tensor:
-        """One expert's output [n, hidden] of its rows x, on the device of x."""
+        """The output [n, hidden] of rows x [n, hidden]."""
         return output_of(x, weights, self.shape.names, self.config.activation)
+
+
+def _in_parts(numbers: Iterable[int], places: Mapping[int, Tensor]) -> Iterator[list[int]]:
+    """Experts whose products are computed together: as many as have MOST_ROWS rows, at least one."""
+    part, num_rows = list[int](), 0
+    for number in numbers:
+        if part and num_rows + len(places[number]) > MOST_ROWS:
+            yield part
+            part, num_rows = [], 0
+        part.append(number)
+        num_rows += len(places[number])
+    if part:
+        yield part

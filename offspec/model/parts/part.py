@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from offspec.loaders.formats import Weight, linear, linear_fp32
+from offspec.loaders.formats import Weight, linear, linear_each, linear_fp32
 from offspec.loaders.streaming.weights import LentExperts
 
 from ..config import ModelConfig
@@ -149,6 +149,22 @@ class LayerWeights:
     def vector(self, name: str) -> Tensor:
         """A norm's weight or a bias; no format packs these."""
         return as_vector(self.tensors[name])
+
+
+class WeightsOfExperts(LayerWeights):
+    """The weights of several experts, of which each multiplies the next of `counts` rows."""
+
+    def __init__(self, experts: Sequence[Mapping[str, Weight]], counts: Sequence[int], scratch: Tensor | None) -> None:
+        super().__init__(experts[0], scratch)
+        self._each = experts
+        self._counts = counts
+
+    def linear(self, name: str, x: Tensor) -> Tensor:
+        product = linear_each(x, self._counts, [tensors[f"{name}.weight"] for tensors in self._each], self.scratch)
+        if f"{name}.bias" not in self.tensors:
+            return product
+        biases = torch.stack([as_vector(tensors[f"{name}.bias"]).to(x.dtype) for tensors in self._each])
+        return product + biases.repeat_interleave(torch.tensor(self._counts, device=x.device), dim=0)
 
 
 def as_vector(weight: Weight) -> Tensor:

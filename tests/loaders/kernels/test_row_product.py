@@ -415,3 +415,22 @@ def test_a_matrix_without_rows() -> None:
     for num_rows in (1, 130):
         found = product_of("int8", 8)(noise(num_rows, 64), [torch.empty(0, 64), torch.empty(0)], 0)
         assert found.shape == (num_rows, 0)
+
+
+# ------------------------------------------------------------------------------------------------ several matrices
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", ["bf16", "nf4-64-nested", "fp8-blocks"])
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_matrices_in_one_call_have_the_bits_of_each_alone(name: str, num_threads: int) -> None:
+    product, counts, parts = product_of(name, num_lanes()), [1, 3, 40, 1, 17], parts_of(MATRICES[name][1](200, 1152))
+    matrices = [[parts[0].roll(i, 0), *parts[1:]] for i in range(len(counts))]
+    x, before = noise(sum(counts), 1152), torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        together = product.each(x, counts, matrices, 200)
+    finally:
+        torch.set_num_threads(before)
+    alone = [product(rows, matrix, 200) for rows, matrix in zip(torch.split(x, counts), matrices, strict=True)]
+    assert torch.equal(together, torch.cat(alone))
