@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -12,11 +13,11 @@ from ..files.readers import BLOCK_BYTES, HUGE_PAGE_BYTES, FileStates, HostBuffer
 from ..files.records import Record
 from ..formats import Weight
 from .stored_model import Experts
-from .stream import DiskFiller, Fill, HostSlot, Unit
+from .stream import NUM_READERS, DiskFiller, Fill, HostSlot, Unit
 from .use_ranks import UseRanks
 from .weights import LentExperts
 
-IN_FLIGHT = 16  # experts that are read at once; more would only drop others earlier
+IN_FLIGHT = 16  # experts that are read at once, if no others are used more; more would only drop others earlier
 LEAST_HITS = 0.5  # share of the experts read ahead that must be used, so that others are read ahead
 HITS_MEMORY = 0.98  # what the measured share keeps at each layer
 
@@ -233,7 +234,10 @@ class CachedExperts:
     def _request(self, coming: list[Unit], waiting: list[Unit]) -> None:
         """Begin to read the experts `waiting`, as far as slots can be had; they are then `coming`."""
         num_reads = sum(not self._held[unit].fill.is_done for unit in coming)
-        while waiting and num_reads < IN_FLIGHT and (slot := self._slot(self._needed)) is not None:
+        while waiting and num_reads < IN_FLIGHT:
+            most_rank = math.inf if num_reads < NUM_READERS else self._ranks.rank(waiting[0])
+            if (slot := self._slot(self._needed, most_rank)) is None:
+                break
             unit = waiting.pop(0)
             self._fill(slot, unit)
             self._needed.add(unit)
@@ -258,13 +262,15 @@ class CachedExperts:
 
     # ---------------------------------------------------------------------------------------- slots
 
-    def _slot(self, needed: Collection[Unit]) -> HostSlot | None:
-        """A free slot, or that of the expert of the lowest rank; None if all are needed."""
+    def _slot(self, needed: Collection[Unit], most_rank: float = math.inf) -> HostSlot | None:
+        """A free slot, or that of the expert of the lowest rank; None if those with at most this rank are needed."""
         if not self._free:
-            for but in ({*needed, *self._of_layer, *self._foresight.units}, needed):
-                if (unit := self._ranks.lowest(but)) is not None:
-                    self._drop(unit)
-                    break
+            later = {*needed, *self._of_layer, *self._foresight.units}
+            unit = self._ranks.lowest(later)
+            if unit is None:
+                unit = self._ranks.lowest(needed)
+            if unit is not None and self._ranks.rank(unit) <= most_rank:
+                self._drop(unit)
         return self._free.pop() if self._free else None
 
     def _fill(self, slot: HostSlot, unit: Unit, *, is_ahead: bool = False) -> None:
