@@ -233,7 +233,7 @@ class CachedExperts:
 
     def _request(self, coming: list[Unit], waiting: list[Unit]) -> None:
         """Begin to read the experts `waiting`, as far as slots can be had; they are then `coming`."""
-        num_reads = sum(not self._held[unit].fill.is_done for unit in coming)
+        num_reads = sum(self._held[unit].weights is None for unit in coming)
         while waiting and num_reads < IN_FLIGHT:
             most_rank = math.inf if num_reads < NUM_READERS else self._ranks.rank(waiting[0])
             if (slot := self._slot(self._needed, most_rank)) is None:

@@ -7,7 +7,6 @@ slots in the background, and `PlainStream` is the synchronous twin.
 
 from __future__ import annotations
 
-import queue
 import threading
 import weakref
 from collections import deque

@@ -220,7 +220,7 @@ def test_what_was_announced_and_not_chosen_is_not_read(model: StoredModel) -> No
         gate.set()
         assert sum(len(group) for group in second) == 2
         assert next(groups).keys() == {0}
-        assert len(reader.reads) == NUM_READERS + 2
+        assert len(reader.reads) <= NUM_READERS + 2
 
 
 def test_wrong_predictions_end_reads_ahead(model: StoredModel) -> None:
@@ -279,7 +279,7 @@ def test_spare_memory_holds_more_and_is_given_back(model: StoredModel) -> None:
 
 
 def hits_of_decoding(source: CachedExperts, reader: FakeReader) -> Iterator[int]:
-    """Reads of a pass of one row that uses the same expert of each layer, after a pass of many rows over all experts."""
+    """Reads of a pass of one row that uses the same expert of each layer; passes of many rows over all come between."""
     for _ in range(4):
         for _ in range(6):
             before = len(reader.reads)
