@@ -150,7 +150,7 @@ class TieredWeights:
     @property
     def _has_all_experts(self) -> bool:
         """Whether every expert is on the device."""
-        return self._placement.experts.device == sum(len(experts) for experts in self._model.experts.values())
+        return not self._model.experts or self._placement.experts.are_resident
 
     @property
     def _reads_disk(self) -> bool:
