@@ -374,7 +374,11 @@ def _load_models(
     if is_exact:
         prepare_exact_products(files, is_resident=plan.placement.is_resident)
     settings = WeightSettings(
-        has_far_embedding=True, synchronous=options.synchronous, is_exact=is_exact, progress=options.progress
+        has_far_embedding=True,
+        synchronous=options.synchronous,
+        is_exact=is_exact,
+        expert_choice=None if is_exact else plan.expert_choice(rates),
+        progress=options.progress,
     )
     memory = PlannedMemory(plan, device, notes, lambda plan: load_planned(plan, device, settings))
 

@@ -67,6 +67,11 @@ class HeldExpert:
     fill: Fill
     weights: Mapping[str, Weight] | None = None
 
+    @property
+    def bound(self) -> Mapping[str, Weight]:
+        assert self.weights is not None, "of an expert that is lent"
+        return self.weights
+
 
 class PassCount:
     """The number of the current pass, by the order in which layers are requested."""
@@ -139,7 +144,7 @@ class CachedExperts:
     def __init__(
         self, experts: Mapping[int, Experts], num_slots: int, slot_bytes: int, dtype: torch.dtype, reader: Reader
     ) -> None:
-        self._experts, self._slot_bytes, self._dtype = experts, slot_bytes, dtype
+        self._experts, self._slot_bytes, self.dtype = experts, slot_bytes, dtype
         self._first, records = dict[int, Unit](), dict[Unit, Record]()  # first: the unit of a layer's expert 0
         for layer, units in experts.items():
             self._first[layer] = len(records)
@@ -148,7 +153,8 @@ class CachedExperts:
         self._files = FileStates({extent.path for record in records.values() for extent in record.extents})
         self._filler = DiskFiller(records, reader)
         # In one piece: a slot of its own would begin and end within huge pages.
-        self._free = [HostSlot(part) for part in HostBuffer.side_by_side([slot_bytes] * num_slots)[1]]
+        self.memory, parts = HostBuffer.side_by_side([slot_bytes] * num_slots)
+        self._free = [HostSlot(part) for part in parts]
         self._num_slots, self._spare = num_slots, list[HostSlot]()
         self._held = dict[Unit, HeldExpert]()
         self._ranks, self._passes, self._foresight = UseRanks(), PassCount(), Foresight()
@@ -165,6 +171,11 @@ class CachedExperts:
         self._foresight.announce(layer, [unit for unit in units if unit not in self._held])
 
     def lend(self, layer: int, rows: Mapping[int, int]) -> Iterator[LentExperts]:
+        held = self.lend_held(layer, rows)
+        return ({number: each.bound for number, each in group.items()} for group in held)
+
+    def lend_held(self, layer: int, rows: Mapping[int, int]) -> Iterator[Mapping[int, HeldExpert]]:
+        """`lend` with the memory of the experts. Reads begin at once."""
         self._enter(layer, {self._first[layer] + number: count for number, count in rows.items()})
         units = [self._first[layer] + number for number in rows]
         coming, waiting = [u for u in units if u in self._held], [u for u in units if u not in self._held]
@@ -211,25 +222,25 @@ class CachedExperts:
                 if self._held[unit].fill.cancelled:  # its read failed, or was given up
                     self._drop(unit)
 
-    def _groups(self, layer: int, coming: list[Unit], waiting: list[Unit]) -> Iterator[LentExperts]:
+    def _groups(self, layer: int, coming: list[Unit], waiting: list[Unit]) -> Iterator[Mapping[int, HeldExpert]]:
         """coming: experts with slots; waiting: those without. Those that are here come first."""
         first = self._first[layer]
         while coming:
             here = [unit for unit in coming if self._held[unit].fill.is_done] or coming[:1]
-            yield {unit - first: self._bound(layer, unit) for unit in here}
+            yield {unit - first: self._filled(layer, unit) for unit in here}
             self._needed.difference_update(here)
             coming = [unit for unit in coming if unit not in here]
             self._request(coming, waiting)
         if layer == max(self._experts):  # the pass has ended: were the files changed meanwhile?
             self._files.check()
 
-    def _bound(self, layer: int, unit: Unit) -> Mapping[str, Weight]:
+    def _filled(self, layer: int, unit: Unit) -> HeldExpert:
         held = self._held[unit]
         if held.weights is None:
             held.fill.wait()
             expert = self._experts[layer][unit - self._first[layer]]
-            held.weights = expert.bind(held.slot.tensor, self._dtype, is_kept=False)
-        return held.weights
+            held.weights = expert.bind(held.slot.tensor, self.dtype, is_kept=False)
+        return held
 
     def _request(self, coming: list[Unit], waiting: list[Unit]) -> None:
         """Begin to read the experts `waiting`, as far as slots can be had; they are then `coming`."""

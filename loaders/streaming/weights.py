@@ -23,6 +23,12 @@ from .stream import Unit
 
 EXPERT = re.compile(r"(?:.+\.)?experts\.(0|[1-9][0-9]{0,4})\.(.+)")  # within a layer: the expert's number, and the rest
 LentExperts: TypeAlias = Mapping[int, Mapping[str, Weight]]  # expert's number → its weights by short name
+
+
+class HostExperts(dict[int, Mapping[str, Weight]]):
+    """`LentExperts` in RAM, which the CPU computes although a device computes their layer."""
+
+
 ViewedLayer: TypeAlias = int | Mapping[str, Weight]  # a layer of the source by its number, or weights in its place
 
 

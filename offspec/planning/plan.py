@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from offspec.loaders.machine.hardware import Hardware, Rates
+from offspec.loaders.streaming.device_experts import ExpertChoice
 from offspec.loaders.streaming.placement import (
     KV_ITEM,
     SHADOW_ITEM,
@@ -205,6 +206,14 @@ class Plan:
         )
         share = experts.num / experts.in_layer / len(self.layers)  # of layers that have experts
         return share * predict_experts_s(experts, self.placement.experts, times, width, on_gpu=on_gpu)
+
+    def expert_choice(self, rates: Rates) -> ExpertChoice | None:
+        """The costs by which the CPU beside a GPU computes some experts; None if they are not known, or it does not."""
+        experts, flops, link = self.experts, rates.host_matmul_flops, rates.host_to_device_bytes_per_s
+        if experts is None or self.placement.experts.are_resident or not flops or not link:
+            return None
+        elements = experts.elements
+        return ExpertChoice(lambda rows: elements * seconds_per_element(flops, rows), experts.read_bytes / link)
 
     @cached_property
     def experts(self) -> ExpertsCost | None:

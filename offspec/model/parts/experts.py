@@ -7,6 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 from torch import Tensor
 
+from offspec.loaders.streaming.weights import HostExperts
+
 from ..config import ModelConfig
 from ..families import ExpertsShape, MlpNames
 from ..rope import RotaryEmbeddings
@@ -151,11 +153,15 @@ class Experts(NativePart):
         places = dict(zip(numbers.tolist(), torch.split(by_expert.indices, counts.tolist()), strict=True))
         outputs = x.new_empty(len(x) * num_used, x.shape[1])
         for group in weights.experts({number: len(where) for number, where in places.items()}):
+            is_on_host = isinstance(group, HostExperts)
             for some in _in_parts(group, places):
                 where = torch.cat([places[number] for number in some])
                 counts = [len(places[number]) for number in some]
-                experts = WeightsOfExperts([group[number] for number in some], counts, weights.scratch)
-                outputs[where] = self._output(x[where // num_used], experts)
+                scratch = None if is_on_host else weights.scratch
+                experts = WeightsOfExperts([group[number] for number in some], counts, scratch)
+                states = x[where // num_used]
+                output = self._output(states.cpu() if is_on_host else states, experts)
+                outputs[where] = output.to(x.device)
         outputs = outputs.view(len(x), num_used, -1)
         total = outputs[:, 0] * scales[:, :1]
         for rank in range(1, num_used):
