@@ -12,6 +12,7 @@ from offspec.loaders.streaming.weights import HostExperts
 from ..config import ModelConfig
 from ..families import ExpertsShape, MlpNames
 from ..rope import RotaryEmbeddings
+from ..row_wise import row_wise
 from .mlp import Mlp, output_of
 from .part import LayerWeights, NativePart, PassRows, Shape, WeightsOfExperts
 
@@ -24,16 +25,15 @@ class SharedExpert(Mlp):
 
     def __init__(self, config: ModelConfig, layer: int, shape: ExpertsShape) -> None:
         super().__init__(config, layer)
-        self._size = shape.shared_size
-        self._prefix = shape.shared
+        self._shape = shape
 
     @property
     def inner_size(self) -> int:
-        return self._size
+        return self._shape.shared_size
 
     @property
     def names(self) -> MlpNames:
-        return MlpNames(*(f"{self._prefix}.{name}" for name in ("gate_proj", "up_proj", "down_proj")))
+        return self._shape.shared
 
 
 class Experts(NativePart):
@@ -105,9 +105,9 @@ class Experts(NativePart):
     def _shared_output(self, x: Tensor, weights: LayerWeights) -> Tensor:
         assert self.shared is not None
         output = self.shared.output(x, weights)
-        return (
-            output if self.shape.shared_gate is None else output * weights.linear(self.shape.shared_gate, x).sigmoid()
-        )
+        if self.shape.shared_gate is None:
+            return output
+        return output * row_wise(torch.sigmoid, weights.linear(self.shape.shared_gate, x))
 
     def likely(self, x: Tensor, weights: LayerWeights) -> dict[int, int]:
         """The experts that rows would choose if an earlier layer's states x [T, hidden] came here, with their rows.
@@ -121,8 +121,8 @@ class Experts(NativePart):
 
     def routed(self, x: Tensor, weights: LayerWeights) -> tuple[Tensor, Tensor]:
         """Normed states x [T, hidden] → the numbers [T, used] of their experts, ascending, and their fp32 scales."""
-        shape, logits = self.shape, weights.linear_fp32(self.shape.router, x)
-        scores = logits.sigmoid() if shape.scores == "sigmoid" else logits
+        shape, logits = self.shape, self._logits(x, weights)
+        scores = row_wise(torch.sigmoid, logits) if shape.scores == "sigmoid" else logits
         if shape.scores == "softmax":
             scores = logits.softmax(-1)
         ranks = scores if shape.correction is None else scores + weights.vector(shape.correction).float()
@@ -133,6 +133,12 @@ class Experts(NativePart):
         elif shape.is_normed:
             scales = scales / (scales.sum(-1, keepdim=True) + LEAST_SUM)
         return chosen, scales if shape.scale == 1 else scales * shape.scale
+
+    def _logits(self, x: Tensor, weights: LayerWeights) -> Tensor:
+        """The router's fp32 logits [T, experts] of x [T, hidden]."""
+        if not self.shape.has_fp32_router:
+            return weights.linear_fp32(self.shape.router, x)
+        return LayerWeights(weights.tensors).linear(self.shape.router, x.float())  # the scratch has another dtype
 
     def _within_groups(self, ranks: Tensor) -> Tensor:
         """ranks [T, experts], with -inf in groups that are not among the best (DeepSeek, 2412.19437, 2.1.2)."""

@@ -53,10 +53,19 @@ class PassRows(Protocol):
     @property
     def chunks(self) -> list[tuple[int, int]]: ...
 
-    def attend(self, part: Attending, queries: Tensor, entries: Entries | None, first: int, last: int) -> Tensor:
+    def attend(
+        self,
+        part: Attending,
+        queries: Tensor,
+        entries: Entries | None,
+        first: int,
+        last: int,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """Attention [last - first, heads, head_dim] of rows first .. last, given their queries [T, heads, D].
 
-        entries: theirs; None: layer `part.entries_of` has stored them in this pass.
+        entries: theirs; None: layer `part.entries_of` has stored them in this pass. sinks: see
+        `kv_attention.sink_result`.
         """
 
 
@@ -76,10 +85,18 @@ class RowsOfText(ABC):
         Returns the keys and values for their attention, [kv_heads, S, head_dim] each.
         """
 
-    def attend(self, part: Attending, queries: Tensor, entries: Entries | None, first: int, last: int) -> Tensor:
+    def attend(
+        self,
+        part: Attending,
+        queries: Tensor,
+        entries: Entries | None,
+        first: int,
+        last: int,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         keys, values = self.exchange(part.entries_of, entries, first, last)
         mask, c = self.mask(first, last, part.window), part.config
-        return attend(queries, keys, values, mask, scale=c.attention_scale, cap=c.attention_cap)
+        return attend(queries, keys, values, mask, scale=c.attention_scale, cap=c.attention_cap, sinks=sinks)
 
 
 @dataclass(frozen=True)
