@@ -79,6 +79,10 @@ class LendingWeights:
                 for tensor in copies.values():
                     tensor.fill_(torch.nan)
 
+    def ahead(self, layer: int) -> None: ...
+
+    def expect(self, layer: int, rows: Mapping[int, int]) -> None: ...
+
     def shared(self, name: str) -> Weight:
         return self.source.shared(name)
 
