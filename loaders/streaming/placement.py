@@ -1,14 +1,17 @@
 """Decides where each unit of weights lies between passes (`Place`), and predicts the seconds of a pass.
 
 These are pure functions of numbers: they read, measure and allocate nothing. A unit is its bytes and its compute time;
-today each layer is one. Everything else that needs memory is an `Item` with a readable name.
+each layer is one, without its experts. Which of these a pass needs is only known while it computes: they get slots
+(`ExpertsCost`). Everything else that needs memory is an `Item` with a readable name.
 """
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
 
@@ -19,6 +22,7 @@ from ..units import format_size
 MAX_SLOTS, MIN_SLOTS = 3, 2
 ENTRY_SLOTS = 2  # of KV entries in RAM: of the unit in use, and of the next one
 SHADOW_ITEM, KV_ITEM, STATES_ITEM = "shadow", "KV cache", "recurrent states"
+EXPERTS_ITEM = "experts"
 
 
 class Tier(Enum):
@@ -61,6 +65,55 @@ class UnitCost:
 def used_share(row_share: float, rows: int) -> float:
     """The probability that one of `rows` rows uses what each uses with probability `row_share`, independently."""
     return 1 - (1 - row_share) ** rows
+
+
+@dataclass(frozen=True)
+class ExpertsCost:
+    """Bytes of the experts of all layers, `num` in all.
+
+    slot_bytes: of the largest one in memory. read_bytes: of the average one, through the link. resident_bytes: of all,
+    if all are resident. least: slots that a pass needs at least. row_share: the probability that a row uses one.
+    in_layer: experts of a layer that has some. elements: weights of the average one.
+    """
+
+    num: int
+    slot_bytes: int
+    read_bytes: int
+    resident_bytes: int
+    least: int
+    row_share: float
+    in_layer: int = 1
+    elements: int = 0
+
+    def num_used(self, rows: int) -> float:
+        """Expected experts of a layer that a pass over so many rows uses."""
+        return self.in_layer * used_share(self.row_share, rows)
+
+    def rows_of_each(self, rows: int) -> int:
+        """Rows that use an expert of these."""
+        return max(1, round(rows * self.row_share * self.in_layer / self.num_used(rows)))
+
+
+@dataclass(frozen=True)
+class ExpertTimes:
+    """Seconds that one expert of a pass takes: on the compute device; in RAM on the CPU beside a GPU; on its ways."""
+
+    compute_s: float
+    host_s: float = math.inf
+    link_s: float = 0.0
+    disk_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class ExpertSlots:
+    """The most experts in memory at once: on the compute device, and in RAM for a GPU, which may be all.
+
+    are_resident: whether all are on the device, as they are in resident layers; otherwise slots hold what is stored.
+    """
+
+    device: int = 0
+    host: int = 0
+    are_resident: bool = False
 
 
 @dataclass(frozen=True)
@@ -109,6 +162,7 @@ class Placement:
     device_bytes: int
     ram_bytes: int
     entries_in_ram: tuple[int, ...] = ()
+    experts: ExpertSlots = ExpertSlots()
 
     @cached_property
     def resident(self) -> tuple[int, ...]:
@@ -127,6 +181,16 @@ class Placement:
     def streamed(self) -> tuple[int, ...]:
         """The units that passes stream, in order."""
         return self._in(Tier.RAM, Tier.DISK)
+
+    @property
+    def tiers(self) -> tuple[bool, ...]:
+        """Whether units are in RAM for a GPU, whether some are on disk, and whether experts come from elsewhere."""
+        return bool(self.in_ram), bool(self.on_disk), not self.is_resident
+
+    @cached_property
+    def is_resident(self) -> bool:
+        """Whether passes stream nothing."""
+        return not self.streamed and (self.experts.are_resident or self.experts == ExpertSlots())
 
     def _in(self, *tiers: Tier) -> tuple[int, ...]:
         return tuple(unit for unit, place in enumerate(self.places) if place.tier in tiers)
@@ -172,15 +236,53 @@ class Wishes:
         return tuple(unit for unit in range(num_units) if unit not in streamed)
 
 
-def place(units: Sequence[UnitCost], items: Sequence[Item], limits: Limits, wishes: Wishes | None = None) -> Placement:
+def place(
+    units: Sequence[UnitCost],
+    items: Sequence[Item],
+    limits: Limits,
+    wishes: Wishes | None = None,
+    experts: ExpertsCost | None = None,
+) -> Placement:
     """Place as many units as fit on the device, as many of the rest as fit in RAM, and the others on disk.
 
-    Raises MemoryLimitError, with the numbers and the remedy, if not even streaming all but the pinned layers fits.
+    Every pass needs the units, so experts get what is left of the device, and of RAM. Raises MemoryLimitError, with the
+    numbers and the remedy, if not even streaming all but the pinned layers fits.
     """
+    if experts is not None:
+        return _place_with_experts(units, items, limits, wishes, experts)
     wishes = wishes or Wishes()
     if limits.device is None:
         return _place_on_cpu(units, items, limits, wishes)
     return _place_on_gpu(units, items, limits, limits.device, wishes)
+
+
+def _place_with_experts(
+    units: Sequence[UnitCost], items: Sequence[Item], limits: Limits, wishes: Wishes | None, experts: ExpertsCost
+) -> Placement:
+    with suppress(MemoryLimitError):
+        placement = place(units, [*items, Item(EXPERTS_ITEM, experts.resident_bytes)], limits, wishes)
+        if not placement.streamed:
+            return replace(placement, experts=ExpertSlots(experts.num, are_resident=True))
+    least = experts.least * experts.slot_bytes
+    on_gpu = limits.device is not None
+    needed = Item(EXPERTS_ITEM, least, least if on_gpu else 0)
+    placement = place(units, [*items, needed], limits, wishes)
+    free_ram = limits.ram - placement.ram_bytes
+    free = free_ram if limits.device is None else limits.device - placement.device_bytes
+    # With layers on disk, all memory is theirs: every pass needs each of them.
+    more = 0 if placement.streamed else min(free // experts.slot_bytes, experts.num - experts.least)
+    more_host = (
+        0 if placement.on_disk or not on_gpu else min(free_ram // experts.slot_bytes, experts.num - experts.least)
+    )
+    nbytes, host_bytes = more * experts.slot_bytes, more_host * experts.slot_bytes
+    item = Item(EXPERTS_ITEM, least + nbytes, least + host_bytes if on_gpu else 0)
+    return replace(
+        placement,
+        items=(*(each for each in placement.items if each != needed), item),
+        device_bytes=placement.device_bytes + (nbytes if on_gpu else 0),
+        ram_bytes=placement.ram_bytes + (host_bytes if on_gpu else nbytes),
+        experts=ExpertSlots(experts.least + more, experts.least + more_host if on_gpu else 0),
+    )
 
 
 def _place_on_cpu(units: Sequence[UnitCost], items: Sequence[Item], limits: Limits, wishes: Wishes) -> Placement:
@@ -342,3 +444,22 @@ def predict_pass_s(
             now = max(now, arrived) + compute_s
             freed[place.device].append(now)
     return now - began
+
+
+def predict_experts_s(
+    experts: ExpertsCost, slots: ExpertSlots, times: ExpertTimes, rows: int, *, on_gpu: bool
+) -> float:
+    """Seconds of the experts of one layer in a pass over `rows` rows.
+
+    Slots are assumed to hold what rows choose no more often than the rest. Reads, the link, the CPU and the device work
+    at the same time.
+    """
+    num_used = experts.num_used(rows)
+    if slots.are_resident:
+        return num_used * times.compute_s
+    num_far = num_used * (1 - slots.device / experts.num)
+    if not on_gpu:
+        return max(num_used * times.compute_s, num_far * times.disk_s)
+    num_read = num_used * (1 - slots.host / experts.num)
+    far_s = 1 / (1 / times.host_s + 1 / times.link_s) if times.link_s else 0.0
+    return max((num_used - num_far) * times.compute_s, num_far * far_s, num_read * times.disk_s)

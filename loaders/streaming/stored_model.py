@@ -1,38 +1,44 @@
 """A checkpoint's stored weights in units: the bytes to read and to keep for each, and how they are bound.
 
+A unit is a layer's weights, without those of its experts; each expert is a unit of its own.
+
 Nothing here is in memory; `tiers` reads it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
 
 import torch
 
+from offspec.errors import CheckpointError
+
 from ..files.checkpoint import Checkpoint
-from ..files.records import Record
+from ..files.records import FLOAT_DTYPES, Record
 from ..formats import StoredWeight, Weight, dense, formats_in, stored_weights
 from .placement import UnitCost
-from .weights import split_names
+from .weights import EXPERT, split_names
 
 
 @dataclass(frozen=True)
 class StoredUnit:
-    """Stored weights that are read together, by short name: those of one layer, or one outside the layers.
+    """Stored weights that are read together, by short name: of one layer or expert, or one outside the layers.
 
     packs: whether packed matrices that have lost nothing stay packed in memory; otherwise those that are resident are
-    unpacked when they are loaded.
+    unpacked when they are loaded. exact: plain vectors that keep their stored dtype.
     """
 
     weights: Mapping[str, StoredWeight]
     packs: bool = False
+    exact: Collection[str] = ()
 
     @cached_property
     def record(self) -> Record:
-        return Record.of(info for weight in self.weights.values() for info in weight.streamed)
+        return record_of((self,))
 
     @property
     def num_weights(self) -> int:
@@ -42,8 +48,8 @@ class StoredUnit:
         """The bytes to stream it, and to keep it resident for computing in `dtype`."""
         if self.is_converted(dtype):
             return UnitCost(self.record.read_bytes, self.record.nbytes, self.num_weights * dtype.itemsize)
-        converted = [w for w in self.weights.values() if not w.is_kept_as_read(dtype)]
-        resident = sum(prod(w.shape) * dtype.itemsize for w in converted)
+        converted = {n: w for n, w in self.weights.items() if n in self.exact or not w.is_kept_as_read(dtype)}
+        resident = sum(prod(w.shape) * self._bound_dtype(name, dtype).itemsize for name, w in converted.items())
         if len(converted) < len(self.weights):  # the others stay in the buffer of the record
             resident += self.record.nbytes
         return UnitCost(self.record.read_bytes, self.record.nbytes, resident)
@@ -64,9 +70,18 @@ class StoredUnit:
         """Weights that may be kept in another form than they are read in, by short name."""
         return {} if self.packs else {name: weight for name, weight in self.weights.items() if has_two_forms(weight)}
 
-    def bind(self, buffer: torch.Tensor, dtype: torch.dtype, *, is_kept: bool) -> dict[str, Weight]:
-        """The weights in a buffer with the record. Vectors have `dtype`; matrices too if they are kept."""
-        bound = self._views(buffer, dtype, is_kept=is_kept)
+    def to(self, device: torch.device) -> StoredUnit:
+        """The same unit with the formats' tables on `device`."""
+        return replace(self, weights={name: weight.to(device) for name, weight in self.weights.items()})
+
+    def bind(
+        self, buffer: torch.Tensor, dtype: torch.dtype, *, is_kept: bool, record: Record | None = None
+    ) -> dict[str, Weight]:
+        """The weights in a buffer with `record`, the unit's own or one that holds it.
+
+        Vectors that are not `exact` have `dtype`; matrices have it too if they are kept.
+        """
+        bound = self._views((record or self.record).parts(buffer), dtype, is_kept=is_kept)
         if not is_kept or not self.is_converted(dtype):
             return bound
         for name, weight in bound.items():
@@ -76,64 +91,147 @@ class StoredUnit:
                 bound[name] = weight.clone()
         return bound
 
-    def _views(self, buffer: torch.Tensor, dtype: torch.dtype, *, is_kept: bool) -> dict[str, Weight]:
-        parts = self.record.parts(buffer)
+    def _views(self, parts: Mapping[str, torch.Tensor], dtype: torch.dtype, *, is_kept: bool) -> dict[str, Weight]:
         bound: dict[str, Weight] = {}
         for name, stored in self.weights.items():
             weight = stored.bind([parts[info.name] for info in stored.streamed])
             stays_packed = stored.is_packed and stored.is_kept_as_read(dtype)
             as_plain = len(weight.shape) < 2 or (is_kept and not stays_packed)
-            bound[name] = dense(weight, dtype) if as_plain else weight
+            plain = dense(weight, self._bound_dtype(name, dtype)) if as_plain else None
+            if plain is not None and is_kept and name in self.exact:
+                plain = plain.clone()  # a view would keep the whole buffer
+            bound[name] = weight if plain is None else plain
         return bound
+
+    def _bound_dtype(self, name: str, dtype: torch.dtype) -> torch.dtype:
+        """The dtype of a weight that is converted for computing in `dtype`."""
+        return FLOAT_DTYPES[self.weights[name].dtype] if name in self.exact else dtype
+
+
+Experts = tuple[StoredUnit, ...]  # of one layer, in the order of their numbers
 
 
 @dataclass(frozen=True)
 class StoredModel:
-    """A checkpoint's stored weights: a unit for each layer, and those outside the layers by full name."""
+    """A checkpoint's stored weights: a unit for each layer, and those outside the layers by full name.
+
+    experts: of each layer that has some, by its number, if each expert is a unit; otherwise they belong to their layer.
+    """
 
     layers: list[StoredUnit]
     shared: Mapping[str, StoredWeight]
+    experts: Mapping[int, Experts] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, checkpoint: Checkpoint, *, layer_prefix: str, ignore: Collection[str] = ()) -> StoredModel:
-        """Group a checkpoint's tensors into weights, and the weights into layers. Raises CheckpointError."""
+    def of(
+        cls,
+        checkpoint: Checkpoint,
+        *,
+        layer_prefix: str,
+        ignore: Collection[str] = (),
+        by_expert: bool = False,
+        exact: Collection[str] = (),
+    ) -> StoredModel:
+        """Group a checkpoint's tensors into weights, and the weights into units. Raises CheckpointError.
+
+        exact: short names of vectors that keep their stored dtype.
+        """
         infos = {n: info for n, info in checkpoint.tensors.items() if n not in ignore}
         weights = stored_weights(infos, formats_in(checkpoint))
         layers, shared = split_names(weights, layer_prefix)
-        return cls(
-            [StoredUnit({short: weights[name] for short, name in layer.items()}) for layer in layers],
+        model = cls(
+            [StoredUnit({short: weights[name] for short, name in layer.items()}, exact=exact) for layer in layers],
             {name: weights[name] for name in shared},
         )
+        return model.by_expert() if by_expert else model
+
+    def by_expert(self) -> StoredModel:
+        """The same model with a unit for each expert. Raises CheckpointError for a missing number."""
+        layers, experts = list[StoredUnit](), dict[int, Experts]()
+        for index, layer in enumerate(self.layers):
+            own, by_number = dict[str, StoredWeight](), defaultdict[int, dict[str, StoredWeight]](dict)
+            for name, weight in layer.weights.items():
+                if match := EXPERT.fullmatch(name):
+                    by_number[int(match[1])][match[2]] = weight
+                else:
+                    own[name] = weight
+            layers.append(replace(layer, weights=own))
+            if by_number:
+                experts[index] = _in_order(by_number, index)
+        return replace(self, layers=layers, experts=experts)
+
+    @property
+    def units(self) -> Iterator[StoredUnit]:
+        """All units: layers, and experts."""
+        yield from self.layers
+        for experts in self.experts.values():
+            yield from experts
 
     @cached_property
     def has_two_forms(self) -> bool:
         """Whether it is packed without loss, so that resident layers may be kept packed or unpacked."""
-        return any(has_two_forms(weight) for weight in self.layers[0].weights.values())
+        return any(has_two_forms(weight) for unit in self.first_layer for weight in unit.weights.values())
+
+    @property
+    def first_layer(self) -> tuple[StoredUnit, ...]:
+        """The first layer, and the experts of the first layer that has some."""
+        return (self.layers[0], *next(iter(self.experts.values()), ()))
+
+    def expert_costs(self, dtype: torch.dtype) -> list[UnitCost]:
+        """Of all experts; computed once, because there are thousands."""
+        if dtype not in self._expert_costs:
+            units = (unit for experts in self.experts.values() for unit in experts)
+            self._expert_costs[dtype] = [unit.cost(dtype) for unit in units]
+        return self._expert_costs[dtype]
+
+    @cached_property
+    def _expert_costs(self) -> dict[torch.dtype, list[UnitCost]]:
+        return {}
+
+    @cached_property
+    def num_expert_weights(self) -> int:
+        return sum(unit.num_weights for experts in self.experts.values() for unit in experts)
 
     @cached_property
     def by_name(self) -> Mapping[str, StoredWeight]:
         """All weights by full name."""
-        layers = (weight for layer in self.layers for weight in layer.weights.values())
-        return {**self.shared, **{weight.name: weight for weight in layers}}
+        inner = (weight for unit in self.units for weight in unit.weights.values())
+        return {**self.shared, **{weight.name: weight for weight in inner}}
 
     def to(self, device: torch.device) -> StoredModel:
         """The same model with the formats' tables (scales) on `device`."""
-        layers = [replace(layer, weights={n: w.to(device) for n, w in layer.weights.items()}) for layer in self.layers]
-        return StoredModel(layers, {name: w.to(device) for name, w in self.shared.items()})
+        layers = [layer.to(device) for layer in self.layers]
+        experts = {index: tuple(each.to(device) for each in units) for index, units in self.experts.items()}
+        return StoredModel(layers, {name: w.to(device) for name, w in self.shared.items()}, experts)
 
     def keeping(self, *, packed: bool) -> StoredModel:
-        """The same model with matrices that have two forms packed in resident layers, or unpacked there."""
-        return replace(self, layers=[replace(layer, packs=packed) for layer in self.layers])
+        """The same model with matrices that have two forms packed in resident units, or unpacked there."""
+        experts = {index: tuple(replace(each, packs=packed) for each in units) for index, units in self.experts.items()}
+        return replace(self, layers=[replace(layer, packs=packed) for layer in self.layers], experts=experts)
 
     def scratch_elements(self, streamed: Collection[int], dtype: torch.dtype) -> int:
         """Elements of the largest matrix that needs scratch memory, with the layers `streamed` streamed."""
+        units = [(layer, index in streamed) for index, layer in enumerate(self.layers)]
+        units += [(unit, True) for experts in self.experts.values() for unit in experts]  # some may be
         made = (
             prod(weight.shape)
-            for index, layer in enumerate(self.layers)
-            for weight in layer.weights.values()
-            if layer.needs_scratch(weight, dtype, is_streamed=index in streamed)
+            for unit, is_streamed in units
+            for weight in unit.weights.values()
+            if unit.needs_scratch(weight, dtype, is_streamed=is_streamed)
         )
         return max(made, default=0)
+
+
+def record_of(units: Iterable[StoredUnit]) -> Record:
+    """One record that holds all weights of some units."""
+    return Record.of(info for unit in units for weight in unit.weights.values() for info in weight.streamed)
+
+
+def _in_order(by_number: Mapping[int, Mapping[str, StoredWeight]], layer: int) -> Experts:
+    """A layer's experts as units. Raises CheckpointError for a missing number."""
+    if missing := [number for number in range(max(by_number)) if number not in by_number]:
+        raise CheckpointError(f"layer {layer} lacks expert {missing[0]} of {max(by_number) + 1}; download it again")
+    return tuple(StoredUnit(by_number[number]) for number in range(len(by_number)))
 
 
 def has_two_forms(weight: StoredWeight) -> bool:

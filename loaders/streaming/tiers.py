@@ -18,12 +18,14 @@ from ..files.readers import FileReader, FileStates, HostBuffer, Reader, align_do
 from ..files.records import Record
 from ..formats import StoredTable, Weight, as_table, dense, take_rows
 from ..formats.blocked import in_blocks
+from .device_experts import DeviceExperts, ExpertChoice
+from .experts import CachedExperts, ExpertSource, ResidentExperts
 from .link import DeviceFiller, DeviceSlot, pin_whole
 from .placement import Placement, scattered
 from .small_transfers import to_device
-from .stored_model import StoredModel, StoredUnit
+from .stored_model import Experts, StoredModel, StoredUnit, record_of
 from .stream import DiskFiller, HostSlot, PlainStream, Ring, Stream, Unit, read_record
-from .weights import missing
+from .weights import LentExperts, missing
 
 Progress = Callable[[int, int], None]
 LEAST_STREAMED = 4  # layers that always stay on disk: more than a ring reads ahead
@@ -67,11 +69,13 @@ class TierOptions:
 
     blocked: on a CPU with all layers resident, convert matrices to `BlockedMatrix` if possible; loading then needs one
     layer's bytes more. synchronous: the plain twin, which reads a layer on request. reader: None is a `FileReader`.
+    expert_choice: costs by which the CPU beside a GPU computes some experts; None: it computes none.
     """
 
     blocked: bool = False
     synchronous: bool = False
     reader: Reader | None = None
+    expert_choice: ExpertChoice | None = None
 
 
 class TieredWeights:
@@ -99,13 +103,15 @@ class TieredWeights:
         num_elements = model.scratch_elements(placement.streamed, dtype)
         self.scratch = torch.empty(num_elements, dtype=dtype, device=device) if num_elements else None
         self._reader = options.reader or FileReader()
-        self.bytes_streamed = 0
+        self._unit_bytes = 0
         self.unpinned_bytes = 0  # bytes in RAM for a GPU that the system refused to pin
         self._pinned: list[HostBuffer] = []
         self._staged: HostBuffer | None = None  # a buffer for reading layers that are then converted
         self._shared: dict[str, Weight] = {}
         self._wanted, self._kept = frozenset[int](), dict[int, dict[str, Weight]]()  # see `spare`
         self._resident: dict[int, dict[str, Weight]] = {}
+        self._experts: ExpertSource | None = None
+        self._host_experts, self._expert_choice = model.experts, options.expert_choice
         self._stream: Stream | None = None
         self._rows = self._tables_on_disk(row_tables)
         self._files = FileStates(self._streamed_paths())
@@ -113,6 +119,8 @@ class TieredWeights:
         read_once = placement.resident if options.synchronous else placement.resident + placement.in_ram
         layers = (*shared.values(), *(self._model.layers[i] for i in read_once))
         self._done, self._total = 0, sum(layer.record.read_bytes for layer in layers)
+        if self._has_all_experts:
+            self._total += sum(record_of(experts).read_bytes for experts in self._model.experts.values())
         self._progress = progress
         try:
             for name, layer in shared.items():
@@ -122,9 +130,10 @@ class TieredWeights:
             for i in placement.resident:
                 self._resident[i] = load(self._model.layers[i], device)
             self._staged = None
+            self._experts = self._open_experts()
             if placement.streamed:
                 self._stream = self._open_stream(options.synchronous)
-            if not placement.on_disk:
+            if not self._reads_disk:
                 self._reader.close()
         except BaseException:
             self.close()
@@ -135,8 +144,22 @@ class TieredWeights:
         return len(self._model.layers)
 
     @property
+    def bytes_streamed(self) -> int:
+        return self._unit_bytes + (0 if self._experts is None else self._experts.bytes_streamed)
+
+    @property
     def is_resident(self) -> bool:
-        return self._stream is None
+        return self._stream is None and self._has_all_experts
+
+    @property
+    def _has_all_experts(self) -> bool:
+        """Whether every expert is on the device."""
+        return not self._model.experts or self._placement.experts.are_resident
+
+    @property
+    def _reads_disk(self) -> bool:
+        """Whether passes read units from disk."""
+        return bool(self._placement.on_disk) or not self._has_all_experts
 
     @property
     def placement(self) -> Placement:
@@ -154,17 +177,19 @@ class TieredWeights:
             yield weights
             if unit in self._wanted:
                 self._keep(unit, weights)
-        self.bytes_streamed += self._model.layers[unit].record.read_bytes
+        self._unit_bytes += self._model.layers[unit].record.read_bytes
         if (unit,) == self._placement.on_disk[-1:]:  # the pass has ended: were the files changed meanwhile?
             self._files.check()
 
     def spare(self, nbytes: int) -> None:
-        """On a CPU, keep layers from disk in `nbytes` of additional memory, until the next call.
+        """On a CPU, keep layers or experts from disk in `nbytes` of additional memory, until the next call.
 
         A layer is kept once a pass has read it. The last layer is always read, because the check for changed files
         follows it. The results do not change.
         """
         on_disk = self._placement.on_disk
+        if not on_disk and isinstance(self._experts, CachedExperts):
+            self._experts.spare(nbytes)
         if self._accelerator.has_own_memory or not isinstance(self._stream, Ring):
             return
         num_wanted = max(0, min(nbytes // self._placement.slots.nbytes, len(on_disk) - LEAST_STREAMED))
@@ -187,6 +212,17 @@ class TieredWeights:
     def layer(self, index: int) -> AbstractContextManager[Mapping[str, Weight]]:
         return self.lend(index)
 
+    def experts(self, layer: int, rows: Mapping[int, int]) -> Iterator[LentExperts]:
+        assert self._experts is not None
+        return self._experts.lend(layer, rows)
+
+    def ahead(self, layer: int) -> Mapping[str, Weight] | None:
+        return self._resident.get(layer) if self._experts is not None and self._experts.reads_ahead else None
+
+    def expect(self, layer: int, rows: Mapping[int, int]) -> None:
+        if self._experts is not None:
+            self._experts.expect(layer, rows)
+
     def shared(self, name: str) -> Weight:
         if name not in self._shared:
             raise missing(name)
@@ -200,13 +236,14 @@ class TieredWeights:
         return to_device(rows, self._device)
 
     def close(self) -> None:
-        if self._stream is not None:
-            self._stream.close()
+        for each in (self._stream, self._experts):
+            if each is not None:
+                each.close()
         for buffer in self._pinned:
             self._accelerator.unpin(buffer)
         self._pinned = []
         self._reader.close()
-        self._resident, self._shared, self._stream, self.scratch = {}, {}, None, None
+        self._resident, self._shared, self._stream, self._experts, self.scratch = {}, {}, None, None, None
         self._wanted, self._kept = frozenset(), {}
 
     # ---------------------------------------------------------------------------------------- loading
@@ -223,17 +260,41 @@ class TieredWeights:
         weights += [table.stored for table in self._rows.values()]
         return {info.path for weight in weights for info in weight.streamed}
 
+    def _open_experts(self) -> ExpertSource | None:
+        experts = self._model.experts
+        if not experts:
+            return None
+        if self._has_all_experts:
+            return ResidentExperts({layer: self._load_experts(units) for layer, units in experts.items()})
+        slots, on_gpu = self._placement.experts, self._accelerator.has_own_memory
+        slot_bytes = max(unit.record.nbytes for units in experts.values() for unit in units)
+        in_ram = self._host_experts if on_gpu else experts
+        cached = CachedExperts(in_ram, slots.host if on_gpu else slots.device, slot_bytes, self._dtype, self._reader)
+        if not on_gpu:
+            return cached
+        if self._accelerator.pin(cached.memory):
+            self._pinned.append(cached.memory)
+        else:
+            self.unpinned_bytes += cached.memory.nbytes
+        return DeviceExperts(experts, cached, slots.device, self._accelerator, self._expert_choice)
+
+    def _load_experts(self, experts: Experts) -> list[dict[str, Weight]]:
+        """Load a layer's experts into common memory on the device: their tensors often lie one behind another."""
+        record = record_of(experts)
+        buffer = record.on(self._device, self._read(record).tensor)
+        return [unit.bind(buffer, self._dtype, is_kept=True, record=record) for unit in experts]
+
     def _load(self, layer: StoredUnit, device: torch.device) -> dict[str, Weight]:
         """Load a layer into its own memory on the device, in the compute dtype."""
         if layer.is_converted(self._dtype):
-            bound = layer.bind(self._read(layer, self._staging(layer)).tensor, self._dtype, is_kept=True)
+            bound = layer.bind(self._read(layer.record, self._staging(layer)).tensor, self._dtype, is_kept=True)
             return {name: _moved(weight, device) for name, weight in bound.items()}
-        return layer.bind(layer.record.on(device, self._read(layer).tensor), self._dtype, is_kept=True)
+        return layer.bind(layer.record.on(device, self._read(layer.record).tensor), self._dtype, is_kept=True)
 
     def _load_blocked(self, layer: StoredUnit, device: torch.device) -> dict[str, Weight]:
         """As `_load`, with matrices in oneDNN's order if all support it; the next layer then reuses the buffer."""
         buffer = self._staging(layer)
-        bound = layer.bind(self._read(layer, buffer).tensor, self._dtype, is_kept=True)
+        bound = layer.bind(self._read(layer.record, buffer).tensor, self._dtype, is_kept=True)
         kept = in_blocks(bound)
         if kept is None and not layer.is_converted(self._dtype):
             self._staged = None  # what is bound lies there
@@ -245,9 +306,9 @@ class TieredWeights:
             self._staged = HostBuffer(layer.record.nbytes)
         return self._staged
 
-    def _read(self, layer: StoredUnit, into: HostBuffer | None = None) -> HostBuffer:
-        buffer = read_record(self._reader, layer.record, into=into)
-        self._done += layer.record.read_bytes
+    def _read(self, record: Record, into: HostBuffer | None = None) -> HostBuffer:
+        buffer = read_record(self._reader, record, into=into)
+        self._done += record.read_bytes
         if self._progress is not None:
             self._progress(self._done, self._total)
         return buffer
@@ -273,15 +334,16 @@ class TieredWeights:
         sizes = [*(layers[i].record.nbytes for i in p.in_ram), *[p.slots.nbytes] * (p.slots.num_host if records else 0)]
         whole, parts = HostBuffer.side_by_side(sizes)
         in_ram: dict[Unit, torch.Tensor] = {
-            i: self._read(layers[i], part).tensor for i, part in zip(p.in_ram, parts, strict=False)
+            i: self._read(layers[i].record, part).tensor for i, part in zip(p.in_ram, parts, strict=False)
         }
         with ExitStack() as opened:
             disk = None
             if records:
                 disk = self._open_disk(records, parts[len(in_ram) :])
                 opened.callback(disk.close)
-            self._pinned += pin_whole(whole, parts, self._accelerator)
-            self.unpinned_bytes = whole.nbytes - sum(buffer.nbytes for buffer in self._pinned)
+            pinned = pin_whole(whole, parts, self._accelerator)
+            self._pinned += pinned
+            self.unpinned_bytes += whole.nbytes - sum(buffer.nbytes for buffer in pinned)
             filler = DeviceFiller(in_ram, disk, {i: layers[i].record for i in p.streamed}, self._accelerator)
             opened.pop_all()  # from here on, the filler closes `disk`
         return Ring(self._placement.streamed, slots, filler)

@@ -1,13 +1,14 @@
 """Sources of a model's weights: the `WeightSource` protocol, `RamWeights` over tensors, `LayerView` over a source.
 
-A source lends *units*, groups of weights that are used together; today, a unit is a layer. Tensor names determine the
-layer of each tensor.
+A source lends *units*, groups of weights that are used together: a layer without its experts, or an expert. Tensor
+names determine the unit of each tensor.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol, TypeAlias
 
@@ -19,6 +20,14 @@ from ..files.checkpoint import show
 from ..formats import Weight, as_table, take_rows
 from .small_transfers import to_device
 from .stream import Unit
+
+EXPERT = re.compile(r"(?:.+\.)?experts\.(0|[1-9][0-9]{0,4})\.(.+)")  # within a layer: the expert's number, and the rest
+LentExperts: TypeAlias = Mapping[int, Mapping[str, Weight]]  # expert's number → its weights by short name
+
+
+class HostExperts(dict[int, Mapping[str, Weight]]):
+    """`LentExperts` in RAM, which the CPU computes although a device computes their layer."""
+
 
 ViewedLayer: TypeAlias = int | Mapping[str, Weight]  # a layer of the source by its number, or weights in its place
 
@@ -56,6 +65,21 @@ class WeightSource(Protocol):
         """`lend` for the unit of layer `index`: "x.weight" is the checkpoint's "<prefix>3.x.weight" for layer 3."""
         ...
 
+    def experts(self, layer: int, rows: Mapping[int, int]) -> Iterator[LentExperts]:
+        """Some experts of a layer, in groups, each valid until the next is requested.
+
+        rows: the expert's number → the rows that use it. Each is lent once, in any order, on any device.
+        """
+        ...
+
+    def ahead(self, layer: int) -> Mapping[str, Weight] | None:
+        """Weights of a layer, to predict its experts for `expect`; None if that is of no use. Valid until `close`."""
+        ...
+
+    def expect(self, layer: int, rows: Mapping[int, int]) -> None:
+        """Announce experts that `experts` will probably be asked for after the next request; see there."""
+        ...
+
     def shared(self, name: str) -> Weight:
         """A weight outside the layers by its full name, valid until `close`. Raises CheckpointError if missing."""
         ...
@@ -83,6 +107,7 @@ class RamWeights:
         dtype: of rows from a packed table; rows of a plain table keep their dtype.
         """
         self._layers = layers
+        self._experts = [experts_in(layer) for layer in layers]
         self._shared, self._dtype = shared, dtype
         self.is_resident = True
         self.scratch = None
@@ -107,6 +132,13 @@ class RamWeights:
     def layer(self, index: int) -> AbstractContextManager[Mapping[str, Weight]]:
         return self.lend(index)
 
+    def experts(self, layer: int, rows: Mapping[int, int]) -> Iterator[LentExperts]:
+        yield {number: self._experts[layer][number] for number in rows}
+
+    def ahead(self, layer: int) -> None: ...
+
+    def expect(self, layer: int, rows: Mapping[int, int]) -> None: ...
+
     def shared(self, name: str) -> Weight:
         if name not in self._shared:
             raise missing(name)
@@ -118,7 +150,7 @@ class RamWeights:
         return take_rows(table, to_device(indices, table.device), dtype)
 
     def close(self) -> None:
-        self._layers, self._shared = [], {}
+        self._layers, self._experts, self._shared = [], [], {}
 
 
 class LayerView:
@@ -146,6 +178,18 @@ class LayerView:
     def layer(self, index: int) -> AbstractContextManager[Mapping[str, Weight]]:
         return self.lend(index)
 
+    def experts(self, layer: int, rows: Mapping[int, int]) -> Iterator[LentExperts]:
+        viewed = self._layers[layer]
+        if isinstance(viewed, int):
+            yield from self._source.experts(viewed, rows)
+        else:
+            experts = experts_in(viewed)
+            yield {number: experts[number] for number in rows}
+
+    def ahead(self, layer: int) -> None: ...
+
+    def expect(self, layer: int, rows: Mapping[int, int]) -> None: ...
+
     def shared(self, name: str) -> Weight:
         return self._source.shared(name)
 
@@ -155,6 +199,15 @@ class LayerView:
     def close(self) -> None:
         """Frees the view's own weights; the source stays open."""
         self._layers, self.scratch = (), None
+
+
+def experts_in(layer: Mapping[str, Weight]) -> dict[int, dict[str, Weight]]:
+    """A layer's experts by their numbers, from weights by short name."""
+    experts = defaultdict[int, dict[str, Weight]](dict)
+    for name, weight in layer.items():
+        if match := EXPERT.fullmatch(name):
+            experts[int(match[1])][match[2]] = weight
+    return dict(experts)
 
 
 def missing(name: str) -> CheckpointError:

@@ -26,7 +26,7 @@ def stored_from_config(config: ModelConfig, form: str) -> StoredModel:
         return _mixed(config, MIXTURES[form])
     outside = format_named(form).outside_layers or form
     shared = _Layer(lambda name, shape: outside, config.shared_shapes()).weights("")
-    return StoredModel(layers_from_config(config, form), shared)
+    return _in_units(StoredModel(layers_from_config(config, form), shared), config)
 
 
 def layers_from_config(config: ModelConfig, form: str) -> list[StoredUnit]:
@@ -45,7 +45,12 @@ def _mixed(config: ModelConfig, mixture: Mixture) -> StoredModel:
     def of_layer(layer: int | None) -> FormOf:
         return lambda name, shape: mixture.type_of(config, name, shape, layer)
 
-    return StoredModel(_layers(config, of_layer), _Layer(of_layer(None), config.shared_shapes()).weights(""))
+    shared = _Layer(of_layer(None), config.shared_shapes()).weights("")
+    return _in_units(StoredModel(_layers(config, of_layer), shared), config)
+
+
+def _in_units(model: StoredModel, config: ModelConfig) -> StoredModel:
+    return model if config.experts is None else model.by_expert()
 
 
 def _layers(config: ModelConfig, form_in: Callable[[int], FormOf]) -> list[StoredUnit]:

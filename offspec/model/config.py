@@ -28,7 +28,9 @@ from .families import (
     PARTLY_ROTATED,
     TEXT_CLASSES,
     DeltaShape,
+    ExpertsShape,
     Fields,
+    LatentShape,
     LayerInputs,
     LayerShape,
     MambaShape,
@@ -66,12 +68,12 @@ class ModelConfig:
     (`rope.growth`). attention_scale: of scores; None is head_dim ** -0.5. attention_cap, logit_cap: c of c tanh(x / c).
     norm: "rms", "rms plus one", "layer" or "layer plus one" (`norms.normalize`).
     is_parallel: attention and MLP have the same normed states as input. has_attention_gate: the queries' projection
-    also gives a gate for each number of attention's result. attention, attention_output: the prefix of its tensors in a
-    layer, and its last matrix. layer_norms: each layer's norms; empty: `norms`. delta, mamba, short_convolution: the
-    shape of such parts, if there are any. multipliers: Falcon-H1's. parts: names of each layer's parts
-    (`parts.kinds.PARTS`); empty: attention and an MLP in every layer. has_value_norm: values are normed, by an RMSNorm
-    without a weight. shapes: of each layer, if they differ (`shape_of`). layer_inputs: of what layers get of each
-    token.
+    also gives a gate for each number of attention's result. has_sinks: each head attends to a key without a value, too,
+    whose score is learnt. attention, attention_output: the prefix of its tensors in a layer, and its last matrix.
+    layer_norms: each layer's norms; empty: `norms`. delta, mamba, short_convolution, latent, experts: the shape of such
+    parts, if there are any. multipliers: Falcon-H1's. parts: names of each layer's parts (`parts.kinds.PARTS`); empty:
+    attention and an MLP in every layer. has_value_norm: values are normed, by an RMSNorm without a weight. shapes: of
+    each layer, if they differ (`shape_of`). layer_inputs: of what layers get of each token.
     """
 
     model_type: str
@@ -115,12 +117,15 @@ class ModelConfig:
     has_fused_qkv: bool = False
     mlp: MlpNames = GATED_MLP
     has_attention_gate: bool = False
+    has_sinks: bool = False
     attention: str = "self_attn"
     attention_output: str = "self_attn.o_proj"
     delta: DeltaShape | None = None
     mamba: MambaShape | None = None
+    experts: ExpertsShape | None = None
     multipliers: Multipliers | None = None
     short_convolution: ShortConvolutionShape | None = None
+    latent: LatentShape | None = None
     parts: tuple[tuple[str, ...], ...] = ()
     has_value_norm: bool = False
     shapes: tuple[LayerShape, ...] = ()
@@ -132,7 +137,17 @@ class ModelConfig:
     has_whole_attention = False  # attention takes all keys at once, with one mask; otherwise it may take parts of them
     only_multiplies = True  # matrices are used for products only, so that any order of their numbers will do
     has_linear_head = True  # logits are linear in the final states
-    expert_share = 1.0  # the share of a layer's experts that a row uses
+
+    @property
+    def expert_share(self) -> float:
+        """The share of a layer's experts that a row uses."""
+        return 1.0 if self.experts is None else self.experts.num_used / self.experts.num
+
+    @property
+    def exact_vectors(self) -> tuple[str, ...]:
+        """Short names of a layer's vectors that keep their stored dtype, whatever the dtype of the arithmetic."""
+        correction = None if self.experts is None else self.experts.correction
+        return () if correction is None else (correction,)
 
     @property
     def most_nodes(self) -> int:
@@ -225,6 +240,8 @@ class ModelConfig:
 
     def rotary_dim_of(self, layer: int) -> int:
         """The number of a head's dimensions that RoPE rotates."""
+        if self.latent is not None:
+            return self.latent.rope_size
         return int(self.shape_of(layer).head_dim * self.rotary_share)
 
     def parts_of(self, layer: int) -> tuple[str, ...]:
@@ -277,16 +294,24 @@ class ModelConfig:
         return shape if shape.entries_of is None else replace(shape, entries_of=layers.index(shape.entries_of))
 
     def plain_layers(self, count: int) -> ModelConfig:
-        """The shape of a decoder of `count` layers of attention and an MLP, each as large as the first layer's."""
-        shape = self.shape_of(0)
+        """The shape of a decoder of `count` layers of attention and an MLP, each as large as the first layer's.
+
+        Latent attention has no heads of keys; then each query head gets one of as many numbers as a value.
+        """
+        shape, scale = self.shape_of(0), self.attention_scale
+        if self.latent is not None:
+            shape, scale = replace(shape, num_kv_heads=self.num_heads, head_dim=self.latent.value_size), None
         return replace(
             self.only_layers([0] * count),
             num_kv_heads=shape.num_kv_heads,
             head_dim=shape.head_dim,
             intermediate_size=shape.intermediate_size,
+            attention_scale=scale,
+            latent=None,
             delta=None,
             mamba=None,
             short_convolution=None,
+            experts=None,
             parts=(),
             shapes=(),
             layer_inputs=None,

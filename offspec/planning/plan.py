@@ -12,12 +12,16 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from offspec.loaders.machine.hardware import Hardware, Rates
+from offspec.loaders.streaming.device_experts import ExpertChoice
 from offspec.loaders.streaming.placement import (
     KV_ITEM,
     SHADOW_ITEM,
     STATES_ITEM,
+    ExpertsCost,
+    ExpertTimes,
     Item,
     Limits,
     PassRates,
@@ -26,6 +30,7 @@ from offspec.loaders.streaming.placement import (
     UnitCost,
     Wishes,
     place,
+    predict_experts_s,
     predict_pass_s,
     used_share,
 )
@@ -44,6 +49,7 @@ from .attention_time import seconds_of_attention, seconds_per_element
 from .memory import AUTO, MemoryOptions, MemoryUse, MemoryUser, Room, add_up
 
 DEFAULT_CONTEXT = 4096
+LEAST_LAYERS_OF_EXPERTS = 2  # times the experts of a row, which are in memory at once
 MIN_CONTEXT = 512  # the smallest default context; a smaller one would be of little use
 WORKSPACE_BYTES = 64 * 2**20  # samplers, the tokenizer and the allocator's rounding
 CUDA_WORKSPACE_BYTES = 300 * 2**20
@@ -93,10 +99,11 @@ class Work:
     @classmethod
     def of(cls, target: ModelFiles) -> Work:
         config, sums = target.config, Counter[str]()
+        sums["experts"] += target.stored.num_expert_weights
         for layer in target.stored.layers:
             for name, weight in layer.weights.items():
                 is_matrix, elements = len(weight.shape) == 2, math.prod(weight.shape)
-                if is_of_experts(name, weight.shape):
+                if not config.is_native and is_of_experts(name, weight.shape):
                     sums["experts"] += elements
                 elif is_matrix:
                     sums["matrices"] += elements
@@ -171,14 +178,47 @@ class Plan:
         return self._pass_s(rates, [0.0] * len(self.layers), 1)
 
     def _layers_s(self, rates: Rates, width: int, num_keys: int) -> list[float]:
-        """Seconds of arithmetic in each layer, attention included."""
-        resident, work = set(self.placement.resident), self.work
+        """Seconds of arithmetic in each layer, attention and experts on their way included."""
+        resident, work, experts_s = set(self.placement.resident), self.work, self._experts_s(rates, width)
+        if experts_s is not None:
+            work = replace(work, expert_elements=0)
         on_cpu = self.placement.limits.device is None
         attention_s = seconds_of_attention(self.demand.target, rates, width, num_keys, on_cpu=on_cpu)
         kept_s, streamed_s = (
             layer_s(work, rates, width, unpacked) for unpacked in (work.kept_elements, work.packed_elements)
         )
-        return [(kept_s if i in resident else streamed_s) + attention_s[i] for i in range(len(self.layers))]
+        each_s = experts_s or 0.0
+        return [(kept_s if i in resident else streamed_s) + attention_s[i] + each_s for i in range(len(self.layers))]
+
+    def _experts_s(self, rates: Rates, width: int) -> float | None:
+        """Seconds of a layer's experts, on average over all layers; None if all are resident, or each is not a unit."""
+        experts = self.experts
+        if experts is None or self.placement.experts.are_resident:
+            return None
+        on_gpu, rows = self.placement.limits.device is not None, experts.rows_of_each(width)
+        element_s = seconds_per_element(rates.matmul_flops, rows)
+        host_s = seconds_per_element(rates.host_matmul_flops, rows) if rates.host_matmul_flops else math.inf
+        times = ExpertTimes(
+            experts.elements * element_s,
+            experts.elements * host_s,
+            experts.read_bytes / (rates.host_to_device_bytes_per_s or math.inf),
+            experts.read_bytes / (rates.disk_bytes_per_s or math.inf),
+        )
+        share = experts.num / experts.in_layer / len(self.layers)  # of layers that have experts
+        return share * predict_experts_s(experts, self.placement.experts, times, width, on_gpu=on_gpu)
+
+    def expert_choice(self, rates: Rates) -> ExpertChoice | None:
+        """The costs by which the CPU beside a GPU computes some experts; None if they are not known, or it does not."""
+        experts, flops, link = self.experts, rates.host_matmul_flops, rates.host_to_device_bytes_per_s
+        if experts is None or self.placement.experts.are_resident or not flops or not link:
+            return None
+        elements = experts.elements
+        return ExpertChoice(lambda rows: elements * seconds_per_element(flops, rows), experts.read_bytes / link)
+
+    @cached_property
+    def experts(self) -> ExpertsCost | None:
+        """The bytes of the target's experts, if each is a unit."""
+        return experts_cost(self.demand.target)
 
     def _pass_s(
         self, rates: Rates, layers_s: Sequence[float], width: int, head_s: float = 0.0, num_keys: int = 0
@@ -300,7 +340,7 @@ def with_faster_residents(plan: Plan, rates: Rates) -> Plan:
 
     Packed, more layers are resident, and each pass unpacks them.
     """
-    if not plan.placement.streamed or not plan.demand.target.stored.has_two_forms:
+    if plan.placement.is_resident or not plan.demand.target.stored.has_two_forms:
         return plan
     try:
         other = plan.packing(packs=not plan.demand.is_packing)
@@ -324,8 +364,8 @@ def limits_of(hardware: Hardware, options: MemoryOptions, own_bytes: int) -> Lim
 
 def all_resident(model: ModelFiles) -> Placement:
     """The placement of a draft: all layers are resident."""
-    size = resident_bytes(model)
-    return place([layer.cost(model.dtype) for layer in model.stored.layers], [], Limits(None, size))
+    size, costs = resident_bytes(model), [layer.cost(model.dtype) for layer in model.stored.layers]
+    return place(costs, [], Limits(None, size), experts=experts_cost(model))
 
 
 def _max_nodes(limits: Limits) -> int:
@@ -338,7 +378,7 @@ def _plan_for(room: Room, demand: Demand) -> Plan:
         return _plan_of(room, replace(demand, target=demand.target.keeping(packed=False)))
     with suppress(MemoryLimitError):
         plain = _plan_of(room, replace(demand, target=demand.target.keeping(packed=False)))
-        if not plain.placement.streamed:
+        if plain.placement.is_resident:
             return plain
     return _plan_of(room, replace(demand, target=demand.target.keeping(packed=True)))
 
@@ -379,6 +419,7 @@ def _placed(room: Room, demand: Demand, uses: Sequence[MemoryUse], *, spills: bo
     num_entries = room.num_tokens + room.tree + sum(use.target_entries for use in uses)
     costs, items, wishes = _layer_costs(target, uses), _items(room, demand, uses), _wishes(uses)
     entries, states = _text_bytes(target, num_entries)
+    experts = experts_cost(target)
     if states:
         items.append(Item(STATES_ITEM, on_device=states))
     if spills:
@@ -386,16 +427,16 @@ def _placed(room: Room, demand: Demand, uses: Sequence[MemoryUse], *, spills: bo
     else:
         items.append(Item(KV_ITEM, on_device=sum(entries)))
     try:
-        placement = _place(costs, items, demand.limits, wishes)
+        placement = _place(costs, items, demand.limits, wishes, experts)
     except MemoryLimitError:
         if not spills:
             raise
         # RAM may be too small for the entries; without resident layers, more of them are on the device.
-        placement = _place(costs, items, demand.limits, replace(wishes, most_free=0))
+        placement = _place(costs, items, demand.limits, replace(wishes, most_free=0), experts)
     if not placement.streamed and (shadows := sum(cost.shadow_bytes for cost in costs)):
         # A model that fits has a shadow of every layer, if that fits beside it.
         with suppress(MemoryLimitError):
-            with_shadow = _place(costs, [*items, Item(SHADOW_ITEM, on_device=shadows)], demand.limits, wishes)
+            with_shadow = _place(costs, [*items, Item(SHADOW_ITEM, on_device=shadows)], demand.limits, wishes, experts)
             placement = placement if with_shadow.streamed else with_shadow
     return Plan(demand, room, placement, tuple(costs), Work.of(target), num_entries)
 
@@ -421,18 +462,37 @@ def _layer_costs(target: ModelFiles, uses: Sequence[MemoryUse]) -> list[UnitCost
     return [replace(cost, shadow_bytes=nbytes) for cost, nbytes in zip(costs, shadows, strict=True)]
 
 
-def _place(costs: list[UnitCost], items: list[Item], limits: Limits, wishes: Wishes) -> Placement:
+def experts_cost(model: ModelFiles) -> ExpertsCost | None:
+    """The bytes of a model's experts; None if it has none, or they belong to their layers."""
+    costs, shape = model.stored.expert_costs(model.dtype), model.config.experts
+    if not costs or shape is None:
+        return None
+    return ExpertsCost(
+        len(costs),
+        max(cost.slot_bytes for cost in costs),
+        sum(cost.read_bytes for cost in costs) // len(costs),
+        sum(cost.resident_bytes for cost in costs),
+        min(LEAST_LAYERS_OF_EXPERTS * shape.num_used, len(costs)),
+        shape.num_used / shape.num,
+        shape.num,
+        model.stored.num_expert_weights // len(costs),
+    )
+
+
+def _place(
+    costs: list[UnitCost], items: list[Item], limits: Limits, wishes: Wishes, experts: ExpertsCost | None = None
+) -> Placement:
     """`place`; if layers are on disk, the embedding stays on disk too, is read by row, and needs no memory."""
     without = [item for item in items if item.name != EMBEDDING_ITEM]
     try:
-        placement = place(costs, items, limits, wishes)
+        placement = place(costs, items, limits, wishes, experts)
     except MemoryLimitError:
-        leaner = place(costs, without, limits, wishes)
+        leaner = place(costs, without, limits, wishes, experts)
         if not leaner.on_disk:
             raise
         return leaner
     # If all layers were resident without the embedding, it would have to be in memory too, and it does not fit.
-    if placement.on_disk and (leaner := place(costs, without, limits, wishes)).on_disk:
+    if placement.on_disk and (leaner := place(costs, without, limits, wishes, experts)).on_disk:
         return leaner
     return placement
 
@@ -464,8 +524,8 @@ def unpacking_items(model: ModelFiles) -> list[Item]:
 
 def resident_bytes(model: ModelFiles) -> int:
     """Bytes of all weights of a model that is fully resident."""
-    layers = (*model.stored.layers, *(StoredUnit({n: w}) for n, w in model.stored.shared.items()))
-    return sum(layer.cost(model.dtype).resident_bytes for layer in layers)
+    units = (*model.stored.units, *(StoredUnit({n: w}) for n, w in model.stored.shared.items()))
+    return sum(unit.cost(model.dtype).resident_bytes for unit in units)
 
 
 def draft_items(model: ModelFiles) -> list[Item]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import numpy as np
@@ -33,7 +33,7 @@ from ..model.config import ModelConfig
 from ..model.cuda_graphs import is_static
 from ..model.decoder import Decoder
 from ..model.names import LAYER_PREFIX, in_layer
-from ..model.parts.part import Attending, Entries, LayerWeights, PassRows, RowsWithoutMemory, TextPaths
+from ..model.parts.part import Attending, Entries, LayerWeights, LendExperts, PassRows, RowsWithoutMemory, TextPaths
 from ..model.rope import Rotations
 
 FILE_FORMAT, FILE_VERSION = "offspec draft adapter", "1"
@@ -270,11 +270,20 @@ class CausalTexts(RowsWithoutMemory):
         assert entries is not None, "layers that share entries are not trained"
         return entries[0].transpose(0, 1), entries[1].transpose(0, 1)
 
-    def attend(self, part: Attending, queries: Tensor, entries: Entries | None, first: int, last: int) -> Tensor:
+    def attend(
+        self,
+        part: Attending,
+        queries: Tensor,
+        entries: Entries | None,
+        first: int,
+        last: int,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         assert entries is not None, "layers that share entries are not trained"
         texts = zip(*(torch.split(each, self._length) for each in (queries, *entries)), strict=True)
         attended = (
-            super(CausalTexts, self).attend(part, each, (keys, values), 0, self._length) for each, keys, values in texts
+            super(CausalTexts, self).attend(part, each, (keys, values), 0, self._length, sinks)
+            for each, keys, values in texts
         )
         return torch.cat(list(attended))
 
@@ -282,8 +291,8 @@ class CausalTexts(RowsWithoutMemory):
 class AdaptedWeights(LayerWeights):
     """Weights plus `share` times their additions: x.lora_a and x.lora_b beside x.weight."""
 
-    def __init__(self, tensors: Mapping[str, Weight], share: float) -> None:
-        super().__init__(tensors)
+    def __init__(self, tensors: Mapping[str, Weight], share: float, experts: LendExperts | None = None) -> None:
+        super().__init__(tensors, experts=experts)
         self._share = share
 
     def linear(self, name: str, x: Tensor) -> Tensor:
@@ -323,8 +332,9 @@ class Trainee(Decoder):
         super().__init__(draft.config, weights, dtype=draft.dtype, device=draft.device)
         self.share = share
 
-    def layer_weights(self, tensors: Mapping[str, Weight]) -> LayerWeights:
-        return AdaptedWeights(tensors, self.share)
+    def layer_weights(self, tensors: Mapping[str, Weight], layer: int | None = None) -> LayerWeights:
+        experts = None if layer is None else partial(self.weights.experts, layer)
+        return AdaptedWeights(tensors, self.share, experts)
 
     def head_weights(self) -> AdaptedWeights:
         stem = self.config.head_name.removesuffix("weight")

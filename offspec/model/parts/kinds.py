@@ -8,6 +8,8 @@ from ..config import ModelConfig
 from ..rope import RotaryEmbeddings
 from .attention import Attention
 from .delta_net import DeltaNet
+from .experts import Experts
+from .latent_attention import LatentAttention
 from .layer_input import LayerInput, LayerScale
 from .mamba import AttentionBesideMamba, Mamba
 from .mlp import AttentionBesideMlp, Mlp
@@ -17,7 +19,9 @@ from .short_convolution import ShortConvolution
 
 PARTS: dict[str, Callable[[ModelConfig, int, RotaryEmbeddings | None], Part]] = {
     "attention": Attention,
+    "latent attention": LatentAttention,
     "mlp": Mlp,
+    "experts": Experts,
     "delta net": DeltaNet,
     "layer input": LayerInput,
     "layer scale": LayerScale,

@@ -9,10 +9,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..config import ModelConfig
+from ..families import CLAMPED, MlpNames, Multipliers
 from ..rope import RotaryEmbeddings
 from ..row_wise import row_wise
 from .attention import Attention
 from .part import LayerWeights, NativePart, PassRows
+
+SHARPNESS, LARGEST = 1.702, 7.0  # of gpt-oss's activation
+
+
+def clamped(x: Tensor) -> Tensor:
+    """gpt-oss's activation of a gate; see `gated` for `up`."""
+    x = x.clamp(max=LARGEST)
+    return x * (SHARPNESS * x).sigmoid()
+
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {  # by their names in config.json
     "silu": F.silu,
@@ -22,6 +32,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {  # by their names in conf
     "gelu_new": partial(F.gelu, approximate="tanh"),
     "relu": F.relu,
     "relu2": lambda x: F.relu(x).square(),
+    CLAMPED: clamped,
 }
 
 
@@ -37,19 +48,23 @@ class Mlp(NativePart):
         return self.config.shape_of(self.layer).intermediate_size
 
     @property
+    def names(self) -> MlpNames:
+        return self.config.mlp
+
+    @property
     def norms(self) -> list[str]:
         places = self.config.norms_of(self.layer)
         return [name for name in (places.before_mlp, places.after_mlp) if name is not None]
 
     @property
     def matrices(self) -> dict[str, tuple[int, int]]:
-        hidden, inner, names = self.config.hidden_size, self.inner_size, self.config.mlp
+        hidden, inner, names = self.config.hidden_size, self.inner_size, self.names
         gate = {} if names.gate is None else {names.gate: (inner, hidden)}
         return {**gate, names.up: (2 * inner if names.is_fused else inner, hidden), names.down: (hidden, inner)}
 
     @property
     def row_numbers(self) -> int:
-        return (4 if self.config.mlp.is_fused else 3) * self.inner_size
+        return (4 if self.names.is_fused else 3) * self.inner_size
 
     def has_bias(self, matrix: str) -> bool:
         return self.config.mlp_bias
@@ -60,20 +75,34 @@ class Mlp(NativePart):
         return self.added(x, self.norm(output, weights, places.after_mlp))
 
     def output(self, x: Tensor, weights: LayerWeights) -> Tensor:
-        """Normed states x [T, hidden] → [T, hidden]; with a gate it is SwiGLU or GeGLU (2002.05202)."""
-        names, activate = self.config.mlp, ACTIVATIONS[self.config.activation]
-        if names.gate is None:
-            inner = row_wise(activate, weights.linear(names.up, x))
-        elif names.is_fused:
-            gate, up = weights.linear(names.up, x).chunk(2, dim=-1)
-            inner = row_wise(activate, gate) * up
-        else:
-            gate = weights.linear(names.gate, x)
-            if self.multipliers is not None:
-                gate = gate * self.multipliers.gate
-            inner = row_wise(activate, gate) * weights.linear(names.up, x)
-        down = weights.linear(names.down, inner)
-        return down if self.multipliers is None else down * self.multipliers.down
+        """Normed states x [T, hidden] → [T, hidden]."""
+        return output_of(x, weights, self.names, self.config.activation, self.multipliers)
+
+
+def output_of(
+    x: Tensor, weights: LayerWeights, names: MlpNames, activation: str, multipliers: Multipliers | None = None
+) -> Tensor:
+    """An MLP's output [T, hidden] of x [T, hidden]; with a gate it is SwiGLU or GeGLU (2002.05202)."""
+    if names.gate is None:
+        inner = row_wise(ACTIVATIONS[activation], weights.linear(names.up, x))
+    elif names.is_fused:
+        both = weights.linear(names.up, x)
+        gate, up = (both[:, ::2], both[:, 1::2]) if names.is_interleaved else both.chunk(2, -1)
+        inner = gated(gate, up, activation)
+    else:
+        gate = weights.linear(names.gate, x)
+        if multipliers is not None:
+            gate = gate * multipliers.gate
+        inner = gated(gate, weights.linear(names.up, x), activation)
+    down = weights.linear(names.down, inner)
+    return down if multipliers is None else down * multipliers.down
+
+
+def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    """The inner numbers [T, inner] of an MLP by the outputs of its gate and of `up`."""
+    if activation == CLAMPED:
+        up = up.clamp(-LARGEST, LARGEST) + 1
+    return row_wise(ACTIVATIONS[activation], gate) * up
 
 
 class AttentionBesideMlp(Attention):

@@ -20,7 +20,7 @@ from offspec.checkpoints.load import WeightSettings, load_decoder, load_weights
 from offspec.checkpoints.opening import ModelFiles
 from offspec.drafts.model_draft import ModelDraft
 from offspec.loaders.params import ConvertParams
-from offspec.loaders.streaming.placement import Limits, Placement, Slots, places_of
+from offspec.loaders.streaming.placement import ExpertSlots, Limits, Placement, Slots, places_of
 from offspec.loaders.streaming.weights import RamWeights
 from offspec.loading import LoadedTarget, PlannedMemory
 from offspec.model.block import matrix_shapes
@@ -52,7 +52,8 @@ def streamed(folder: Path) -> Decoder:
     costs = [layer.cost(files.dtype) for layer in files.stored.layers]
     on_disk = tuple(i for i in range(len(costs)) if i != 1)
     slots = Slots(2, 0, max(cost.slot_bytes for cost in costs))
-    placement = Placement(places_of(resident=(1,), on_disk=on_disk), slots, (), Limits(None, 0), 0, 0)
+    places, experts = places_of(resident=(1,), on_disk=on_disk), ExpertSlots(2 if files.stored.experts else 0)
+    placement = Placement(places, slots, (), Limits(None, 0), 0, 0, experts=experts)
     return load_decoder(files, placement, CPU, WeightSettings(has_far_embedding=True))
 
 
@@ -63,11 +64,26 @@ def perturbed(decoder: Decoder) -> Decoder:
     for index in range(decoder.config.num_layers):
         with decoder.weights.layer(index) as layer:
             tensors |= {in_layer(index, name): weight for name, weight in layer.items()}  # type: ignore[misc]
+        tensors |= of_experts(decoder, index)
     tensors |= {name: decoder.weights.shared(name) for name in decoder.config.shared_shapes()}  # type: ignore[misc]
     for name, tensor in tensors.items():
         if tensor.dim() > 1:
             tensors[name] = tensor + 0.1 * tensor.std() * torch.randn(tensor.shape, generator=noise)
     return Decoder(decoder.config, RamWeights.from_tensors(tensors, LAYER_PREFIX), dtype=decoder.dtype, device=CPU)
+
+
+def of_experts(decoder: Decoder, layer: int) -> dict[str, Tensor]:
+    """The tensors of a layer's experts by full name."""
+    shape = decoder.config.experts
+    if shape is None or "experts" not in decoder.config.parts_of(layer):
+        return {}
+    lent = decoder.weights.experts(layer, dict.fromkeys(range(shape.num), 1))
+    return {
+        in_layer(layer, f"{shape.prefix}.{number}.{name}"): weight.clone()  # type: ignore[union-attr]
+        for group in lent
+        for number, weights in group.items()
+        for name, weight in weights.items()
+    }
 
 
 def says(engine: Engine, params: SamplingParams, speculation: SpeculationParams) -> tuple[list[int], int]:

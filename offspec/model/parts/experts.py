@@ -1,0 +1,197 @@
+"""A mixture of experts as a part of a layer: a router chooses experts for each row, and only these are computed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from offspec.loaders.streaming.weights import HostExperts
+
+from ..config import ModelConfig
+from ..families import ExpertsShape, MlpNames
+from ..rope import RotaryEmbeddings
+from ..row_wise import row_wise
+from .mlp import Mlp, output_of
+from .part import LayerWeights, NativePart, PassRows, Shape, WeightsOfExperts
+
+MOST_ROWS = 512  # of several experts at a time, so that what they make of their rows stays in a cache
+LEAST_SUM = 1e-20  # that keeps a division by a sum of scores finite, as in DeepSeek's code
+
+
+class SharedExpert(Mlp):
+    """An MLP beside the experts, which every row uses."""
+
+    def __init__(self, config: ModelConfig, layer: int, shape: ExpertsShape) -> None:
+        super().__init__(config, layer)
+        self._shape = shape
+
+    @property
+    def inner_size(self) -> int:
+        return self._shape.shared_size
+
+    @property
+    def names(self) -> MlpNames:
+        return self._shape.shared
+
+
+class Experts(NativePart):
+    """The experts of a layer: norm, router, experts, perhaps a shared one, and a residual.
+
+    Source: Shazeer et al. (1701.06538). `families.ExpertsShape` has the families' ways of choosing. Each expert is a
+    unit of weights, which the part borrows when the rows have chosen.
+    """
+
+    is_static = False
+
+    def __init__(self, config: ModelConfig, layer: int, rotaries: RotaryEmbeddings | None = None) -> None:
+        super().__init__(config, layer, rotaries)
+        assert config.experts is not None
+        self.shape = config.experts
+        self.shared = SharedExpert(config, layer, self.shape) if self.shape.shared_size else None
+
+    @property
+    def norms(self) -> list[str]:
+        places = self.config.norms_of(self.layer)
+        return [name for name in (places.before_mlp, places.after_mlp) if name is not None]
+
+    @property
+    def matrices(self) -> dict[str, tuple[int, int]]:
+        shared = {} if self.shared is None else self.shared.matrices
+        if self.shape.shared_gate is not None:
+            shared = {**shared, self.shape.shared_gate: (1, self.config.hidden_size)}
+        return {self.shape.router: (self.shape.num, self.config.hidden_size), **shared}
+
+    @property
+    def shapes(self) -> dict[str, Shape]:
+        shapes = super().shapes
+        if self.shape.correction is not None:
+            shapes[self.shape.correction] = (self.shape.num,)
+        for number in range(self.shape.num):
+            for name, shape in self.of_expert.items():
+                shapes[f"{self.shape.prefix}.{number}.{name}"] = shape
+        return shapes
+
+    @property
+    def of_expert(self) -> dict[str, Shape]:
+        """Short name → shape of each tensor of an expert."""
+        hidden, inner, names = self.config.hidden_size, self.shape.inner_size, self.shape.names
+        matrices = {names.up: (2 * inner if names.is_fused else inner, hidden), names.down: (hidden, inner)}
+        if names.gate is not None and not names.is_fused:
+            matrices[names.gate] = (inner, hidden)
+        biases = {f"{name}.bias": shape[:1] for name, shape in matrices.items() if self.shape.has_bias}
+        return {**{f"{name}.weight": shape for name, shape in matrices.items()}, **biases}
+
+    @property
+    def row_numbers(self) -> int:
+        """Of all experts of a row: their results are kept until they are summed, and each makes 4 vectors at most."""
+        shared = 0 if self.shared is None else self.shared.row_numbers
+        experts = self.shape.num_used * (3 * self.config.hidden_size + 4 * self.shape.inner_size)
+        return max(shared, experts + 4 * self.shape.num)
+
+    def has_bias(self, matrix: str) -> bool:
+        return self.shape.has_bias and matrix == self.shape.router
+
+    def forward(self, x: Tensor, weights: LayerWeights, rows: PassRows, first: int, last: int) -> Tensor:
+        places = self.config.norms_of(self.layer)
+        normed = self.norm(x, weights, places.before_mlp)
+        weights.announce(x)
+        output = self.mixed(normed, *self.routed(normed, weights), weights)
+        if self.shared is not None:
+            output = output + self._shared_output(normed, weights)
+        return self.added(x, self.norm(output, weights, places.after_mlp))
+
+    def _shared_output(self, x: Tensor, weights: LayerWeights) -> Tensor:
+        assert self.shared is not None
+        output = self.shared.output(x, weights)
+        if self.shape.shared_gate is None:
+            return output
+        return output * row_wise(torch.sigmoid, weights.linear(self.shape.shared_gate, x))
+
+    def likely(self, x: Tensor, weights: LayerWeights) -> dict[int, int]:
+        """The experts that rows would choose if an earlier layer's states x [T, hidden] came here, with their rows.
+
+        Residual connections change states slowly, so most of these are chosen later (Eliseev and Mazur, 2312.17238).
+        weights: this layer's.
+        """
+        chosen, _ = self.routed(self.norm(x, weights, self.config.norms_of(self.layer).before_mlp), weights)
+        numbers, counts = torch.unique(chosen, return_counts=True)
+        return dict(zip(numbers.tolist(), counts.tolist(), strict=True))
+
+    def routed(self, x: Tensor, weights: LayerWeights) -> tuple[Tensor, Tensor]:
+        """Normed states x [T, hidden] → the numbers [T, used] of their experts, ascending, and their fp32 scales."""
+        shape, logits = self.shape, self._logits(x, weights)
+        scores = row_wise(torch.sigmoid, logits) if shape.scores == "sigmoid" else logits
+        if shape.scores == "softmax":
+            scores = logits.softmax(-1)
+        ranks = scores if shape.correction is None else scores + weights.vector(shape.correction).float()
+        chosen = self._within_groups(ranks).topk(shape.num_used, dim=-1).indices.sort(-1).values
+        scales = scores.gather(-1, chosen)
+        if shape.scores == "softmax of chosen":
+            scales = scales.softmax(-1)
+        elif shape.is_normed:
+            scales = scales / (scales.sum(-1, keepdim=True) + LEAST_SUM)
+        return chosen, scales if shape.scale == 1 else scales * shape.scale
+
+    def _logits(self, x: Tensor, weights: LayerWeights) -> Tensor:
+        """The router's fp32 logits [T, experts] of x [T, hidden]."""
+        if not self.shape.has_fp32_router:
+            return weights.linear_fp32(self.shape.router, x)
+        return LayerWeights(weights.tensors).linear(self.shape.router, x.float())  # the scratch has another dtype
+
+    def _within_groups(self, ranks: Tensor) -> Tensor:
+        """ranks [T, experts], with -inf in groups that are not among the best (DeepSeek, 2412.19437, 2.1.2)."""
+        groups = self.shape.groups
+        if groups is None or groups.num == groups.num_used:
+            return ranks
+        by_group = ranks.view(len(ranks), groups.num, -1)
+        ranked = by_group.topk(groups.num_ranked, dim=-1).values.sum(-1)
+        best = ranked.topk(groups.num_used, dim=-1).indices
+        is_open = torch.zeros_like(ranked, dtype=torch.bool).scatter_(-1, best, True)
+        return by_group.masked_fill(~is_open[..., None], -torch.inf).view_as(ranks)
+
+    def mixed(self, x: Tensor, chosen: Tensor, scales: Tensor, weights: LayerWeights) -> Tensor:
+        """The sum [T, hidden] of the outputs of each row's experts times their scales, by ascending numbers."""
+        num_used, places = chosen.shape[1], _places(chosen)
+        outputs = x.new_empty(len(x) * num_used, x.shape[1])
+        for group in weights.experts({number: len(where) for number, where in places.items()}):
+            is_on_host = isinstance(group, HostExperts)
+            for some in _in_parts(group, places):
+                where = torch.cat([places[number] for number in some])
+                counts = [len(places[number]) for number in some]
+                scratch = None if is_on_host else weights.scratch
+                experts = WeightsOfExperts([group[number] for number in some], counts, scratch)
+                states = x[where // num_used]
+                output = self._output(states.cpu() if is_on_host else states, experts)
+                outputs[where] = output.to(x.device)
+        total, *others = (outputs.view(len(x), num_used, -1) * scales[..., None]).unbind(1)
+        for each in others:
+            total = total + each
+        return total.to(x.dtype)
+
+    def _output(self, x: Tensor, weights: LayerWeights) -> Tensor:
+        """The output [n, hidden] of rows x [n, hidden]."""
+        return output_of(x, weights, self.shape.names, self.config.activation)
+
+
+def _places(chosen: Tensor) -> dict[int, Tensor]:
+    """Each of the experts chosen [T, used] → its places among all of them, row after row."""
+    if len(chosen) == 1:
+        return dict(zip(chosen[0].tolist(), torch.arange(chosen.shape[1], device=chosen.device)[:, None], strict=True))
+    by_expert = chosen.flatten().sort(stable=True)
+    numbers, counts = torch.unique_consecutive(by_expert.values, return_counts=True)
+    return dict(zip(numbers.tolist(), torch.split(by_expert.indices, counts.tolist()), strict=True))
+
+
+def _in_parts(numbers: Iterable[int], places: Mapping[int, Tensor]) -> Iterator[list[int]]:
+    """Experts whose products are computed together: as many as have MOST_ROWS rows, at least one."""
+    part, num_rows = list[int](), 0
+    for number in numbers:
+        if part and num_rows + len(places[number]) > MOST_ROWS:
+            yield part
+            part, num_rows = [], 0
+        part.append(number)
+        num_rows += len(places[number])
+    if part:
+        yield part
