@@ -38,7 +38,8 @@ GetModel = Callable[[str], TinyModel]
 # One of every layout; the families of this program's beginning have tests of their own.
 NEW = list(FAMILIES)[list(FAMILIES).index("gemma") :]
 PROMPT, TREES, PLAIN = random_tokens(12, seed=4), SpeculationParams(16), SpeculationParams(0)
-GREEDY, SAMPLED = (SamplingParams(12, temperature=temperature, seed=1, ignore_eos=True) for temperature in (0.0, 1.0))
+REQUESTS = [SamplingParams(12, temperature=temperature, seed=1, ignore_eos=True) for temperature in (0.0, 1.0)]
+GREEDY, SAMPLED = REQUESTS
 
 
 @pytest.fixture(scope="module")
