@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from offspec.loaders.formats import linear_fp32
+
 from ..config import ModelConfig
 from ..families import ExpertsShape, MlpNames
 from ..rope import RotaryEmbeddings
@@ -105,7 +107,7 @@ class Experts(NativePart):
 
     def routed(self, x: Tensor, weights: LayerWeights) -> tuple[Tensor, Tensor]:
         """Normed states x [T, hidden] → the numbers [T, used] of their experts, ascending, and their fp32 scales."""
-        shape, logits = self.shape, weights.linear_fp32(self.shape.router, x)
+        shape, logits = self.shape, self._router_logits(x, weights)
         scores = logits.sigmoid() if shape.scores == "sigmoid" else logits
         if shape.scores == "softmax":
             scores = logits.softmax(-1)
@@ -117,6 +119,14 @@ class Experts(NativePart):
         elif shape.is_normed:
             scales = scales / (scales.sum(-1, keepdim=True) + LEAST_SUM)
         return chosen, scales if shape.scale == 1 else scales * shape.scale
+
+    def _router_logits(self, x: Tensor, weights: LayerWeights) -> Tensor:
+        """fp32 [T, experts], from fp32 rows: 16-bit logits would make many scores equal, or swap them.
+
+        The layer's scratch memory has the dtype of x, so it is not used.
+        """
+        matrix = weights.tensors[f"{self.shape.router}.weight"]
+        return linear_fp32(x.float(), matrix, weights.optional_vector(f"{self.shape.router}.bias"))
 
     def _within_groups(self, ranks: Tensor) -> Tensor:
         """ranks [T, experts], with -inf in groups that are not among the best (DeepSeek, 2412.19437, 2.1.2)."""
