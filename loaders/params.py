@@ -15,13 +15,20 @@ SHADOW_FORMATS = {4: "q4_k", 3: "q3_k", 2: "q2_k"}  # bits → the format of a s
 GROUPED_METHODS = ("awq", "gptq")
 FP8_METHODS = ("fp8", "fbgemm_fp8")
 COMPRESSED_TENSORS = "compressed-tensors"
-QUANT_METHODS = ("bitsandbytes", *GROUPED_METHODS, *FP8_METHODS, COMPRESSED_TENSORS)  # methods that offspec reads
+MXFP4 = "mxfp4"  # gpt-oss's method, and a format of several methods
+QUANT_METHODS = (
+    "bitsandbytes",
+    *GROUPED_METHODS,
+    *FP8_METHODS,
+    COMPRESSED_TENSORS,
+    MXFP4,
+)  # methods that offspec reads
 # llama.cpp's mixtures of types in GGUF files. "q2_k" also names a shadow's format, in which all matrices are Q2_K.
 GGUF_MIXTURES = (
     *("q2_k", "q3_k_s", "q3_k_m", "q3_k_l", "q4_0", "q4_1", "q4_k_s", "q4_k_m"),
     *("q5_0", "q5_1", "q5_k_s", "q5_k_m", "q6_k", "q8_0"),
 )
-PLAN_FORMATS = ("bf16", LOSSLESS_FORMAT, "fp16", "fp32", "fp8", "nf4", "w4a16", "nvfp4", *GGUF_MIXTURES)
+PLAN_FORMATS = ("bf16", LOSSLESS_FORMAT, "fp16", "fp32", "fp8", "nf4", "w4a16", "nvfp4", MXFP4, *GGUF_MIXTURES)
 
 
 @dataclass(frozen=True)

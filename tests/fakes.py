@@ -180,17 +180,21 @@ _FALCON_H1 = {
     "ssm_multipliers": [0.9, 1.2, 0.8, 1.3, 0.7],
     "ssm_out_multiplier": 0.8,
 }
-_GRANITE_H = {
-    "num_hidden_layers": 4,
-    "layer_types": ["linear_attention", "full_attention"] * 2,
-    **_MAMBA,
-    "num_local_experts": 0,
-    "shared_intermediate_size": 80,
+_GRANITE = {
     "embedding_multiplier": 6.0,
     "residual_multiplier": 0.7,
     "attention_multiplier": 0.2,
     "logits_scaling": 0.5,
 }
+_GRANITE_H = {
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    **_MAMBA,
+    **_GRANITE,
+    "num_local_experts": 0,
+    "shared_intermediate_size": 80,
+}
+_EXPERTS = {"moe_intermediate_size": 40, "num_experts_per_tok": 2}
 _NEMOTRON_H = {
     "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"],
     "head_dim": 24,
@@ -302,16 +306,7 @@ FAMILIES = {
     ),
     "glm": Family("glm", {"head_dim": 24}, rope={**_PARTIAL, "partial_rotary_factor": 1 / 3}),
     "glm4": Family("glm4", {"head_dim": 16}, rope=_PARTIAL),
-    "granite": Family(
-        "granite",
-        {
-            "embedding_multiplier": 6.0,
-            "residual_multiplier": 0.7,
-            "attention_multiplier": 0.2,
-            "logits_scaling": 0.5,
-            "attention_bias": True,
-        },
-    ),
+    "granite": Family("granite", {**_GRANITE, "attention_bias": True}),
     "granite-dense-hybrid": Family(
         "granitemoehybrid",
         {
@@ -400,6 +395,62 @@ FAMILIES = {
         rope=_yarn(mscale=1.0, mscale_all_dim=1.0),
         old_layout=True,
     ),
+    "qwen2-moe": Family("qwen2_moe", {**_EXPERTS, "num_experts": 6, "shared_expert_intermediate_size": 24}),
+    "olmoe": Family("olmoe", {"num_experts": 6, "num_experts_per_tok": 2, "norm_topk_prob": True}),
+    "glm4-moe": Family(
+        "glm4_moe",
+        {
+            **_EXPERTS,
+            "head_dim": 24,
+            "n_routed_experts": 8,
+            "n_group": 4,
+            "topk_group": 2,
+            "n_shared_experts": 2,
+            "routed_scaling_factor": 1.5,
+            "use_qk_norm": True,
+            "attention_bias": True,
+            "num_nextn_predict_layers": 0,
+        },
+        rope=_PARTIAL,
+    ),
+    "minimax-m2": Family(
+        "minimax_m2", {"head_dim": 24, "num_local_experts": 6, "num_experts_per_tok": 2}, rope=_PARTIAL
+    ),
+    "granite-moe": Family(
+        "granitemoe",
+        {**_GRANITE, "num_local_experts": 6, "num_experts_per_tok": 2},
+    ),
+    "granite-h-moe": Family("granitemoehybrid", {**_GRANITE_H, "num_local_experts": 6, "num_experts_per_tok": 2}),
+    "qwen3.5-moe": Family(
+        "qwen3_5_moe_text",
+        {
+            **_DELTA,
+            **_EXPERTS,
+            "head_dim": 32,
+            "num_hidden_layers": 4,
+            "num_experts": 6,
+            "shared_expert_intermediate_size": 24,
+        },
+        rope=_QUARTER,
+    ),
+    "qwen3-next": Family(
+        "qwen3_next",
+        {
+            **_DELTA,
+            **_EXPERTS,
+            "head_dim": 32,
+            "num_hidden_layers": 4,
+            "num_experts": 6,
+            "shared_expert_intermediate_size": 24,
+            "mlp_only_layers": [2],
+        },
+        rope=_PARTIAL,
+    ),
+    "gpt-oss": Family(
+        "gpt_oss",
+        {**_FOUR, "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2},
+        rope=_yarn(truncate=False, factor=2.0),
+    ),
     "hunyuan-alpha": Family(
         "hunyuan_v1_dense",
         {"head_dim": 24},
@@ -407,8 +458,16 @@ FAMILIES = {
         seed=1,
     ),
 }
-DELTA_NETS = ("qwen3.5", "olmo-hybrid")
-MAMBAS = ("granite-h", "bamba", "falcon-h1", "falcon-h1-norm-first", "falcon-h1-unnormed", "nemotron-h")
+DELTA_NETS = ("qwen3.5", "qwen3.5-moe", "qwen3-next", "olmo-hybrid")
+MAMBAS = (
+    "granite-h",
+    "granite-h-moe",
+    "bamba",
+    "falcon-h1",
+    "falcon-h1-norm-first",
+    "falcon-h1-unnormed",
+    "nemotron-h",
+)
 LATENTS = ("deepseek-v2", "deepseek-v2-lite", "deepseek-v3")  # families with latent attention
 HYBRIDS = (*DELTA_NETS, *MAMBAS, "lfm2", "lfm2-biased")  # families with layers that keep a state of the text
 
@@ -479,20 +538,22 @@ def randomise(model: PreTrainedModel, generator: torch.Generator) -> None:
     """
     model_type = model.config.model_type
     adds_one = model_type.startswith("gemma") and model_type != "gemma4_text"  # to a norm's weight
-    unit = 0 if adds_one or model_type in ("nemotron", "qwen3_5_text") else 1
+    unit = 0 if adds_one or model_type in ("nemotron", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next") else 1
     for name, buffer in model.named_buffers():
         if name.endswith("layer_scalar"):
             buffer.copy_(1 + 0.2 * torch.randn(buffer.shape, generator=generator))
         elif name.endswith("e_score_correction_bias"):
-            buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
+            buffer.copy_(0.2 * torch.randn(buffer.shape, generator=generator))
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
         if name.endswith(("q_norm.weight", "k_norm.weight")):
             parameter.copy_(unit + 0.5 + 0.3 * noise)
         elif name.endswith("norm.weight"):
             parameter.copy_(unit + 0.3 * noise)
-        elif name.endswith("bias"):
+        elif name.endswith(("bias", "sinks")):
             parameter.copy_(0.2 * noise)
+        elif model_type == "gpt_oss" and ".experts." in name:  # transposed
+            parameter.copy_(noise / parameter.shape[-2] ** 0.5)
         elif name.endswith("embed_tokens.weight"):
             scaled = model_type.startswith("gemma")  # by 8, when they are read
             parameter.copy_((0.02 if scaled else 0.15) * noise)

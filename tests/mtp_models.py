@@ -102,7 +102,9 @@ def _random(shapes: Mapping[str, Sequence[int]], seed: int) -> dict[str, Tensor]
 
 def _own_tensors(config: Mapping[str, Any], kind: str) -> dict[str, Tensor]:
     shapes = {name: tensor.shape for name, tensor in Twin(config, kind).state_dict().items()}
-    return {part: each for name, tensor in _random(shapes, 2).items() for part, each in _by_expert(name, tensor).items()}
+    return {
+        part: each for name, tensor in _random(shapes, 2).items() for part, each in _by_expert(name, tensor).items()
+    }
 
 
 def _by_expert(name: str, tensor: Tensor) -> dict[str, Tensor]:
@@ -168,9 +170,7 @@ class Twin(nn.Module):
         stored = load_file(model / "model.safetensors")
         mark = f"model.layers.{NUM_LAYERS}."
         own = {_own_name(name, mark): tensor for name, tensor in stored.items() if name.startswith((mark, "mtp."))}
-        twin.load_state_dict(
-            {name: _joined(name, each.shape, own).float() for name, each in twin.state_dict().items()}
-        )
+        twin.load_state_dict({name: _joined(name, each.shape, own).float() for name, each in twin.state_dict().items()})
         twin._target = [target]
         return twin
 

@@ -59,13 +59,15 @@ class Change:
     """The difference between a container's numbers and those that the architecture of its config expects.
 
     rows, columns: their order, if it is another one. added: the value added to every number (llama.cpp stores Gemma's
-    norms as 1 + w). is_negative_exp: numbers x are stored as -exp(x) (llama.cpp's A of state spaces).
+    norms as 1 + w). is_negative_exp: numbers x are stored as -exp(x) (llama.cpp's A of state spaces). is_transposed: a
+    plain matrix is stored as [inputs, outputs].
     """
 
     rows: Order | None = None
     columns: Order | None = None
     added: float = 0.0
     is_negative_exp: bool = False
+    is_transposed: bool = False
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from .core import (
     as_table,
     dense,
     linear,
+    linear_each,
     linear_fp32,
     take_rows,
 )
@@ -40,6 +41,7 @@ __all__ = [
     "format_notes",
     "formats_in",
     "linear",
+    "linear_each",
     "linear_fp32",
     "packer_for",
     "plan_form",

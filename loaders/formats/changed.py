@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..files.checkpoint import Change, Order, TensorInfo
 from . import core
-from .core import DAMAGED, Product, StoredWeight, TensorGroup, Weight
+from .core import DAMAGED, PackedMatrix, Product, StoredWeight, TensorGroup, Weight
 
 
 def changed(group: TensorGroup, stored: StoredWeight) -> StoredWeight:
@@ -34,6 +34,8 @@ def changed(group: TensorGroup, stored: StoredWeight) -> StoredWeight:
         group.refuse(info, f"is {list(shape)}, which does not fit the order of its heads; {DAMAGED}")
     if (change.added or change.is_negative_exp) and len(shape) != 1:
         group.refuse(info, f"is {list(shape)}, which should be a vector; {DAMAGED}")
+    if change.is_transposed and (len(shape) != 2 or stored.is_packed):
+        group.refuse(info, f"is {stored.dtype} {list(shape)}, which should be a plain matrix; {DAMAGED}")
     return ChangedWeight(stored, change)
 
 
@@ -94,6 +96,25 @@ class ReorderedMatrix:
         return in_order(product(as_stored(x, self.columns), bias, scratch), self.rows)
 
 
+@dataclass(frozen=True)
+class TransposedMatrix(PackedMatrix):
+    """A matrix [N, K] that is stored as a plain tensor [K, N]."""
+
+    stored: Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.stored.shape[::-1])
+
+    @property
+    def unpacked_dtype(self) -> torch.dtype:  # type: ignore[override]
+        return self.stored.dtype
+
+    def dequantize(self, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+        matrix = torch.empty(self.shape, dtype=dtype, device=self.stored.device) if out is None else out
+        return matrix.copy_(self.stored.t())
+
+
 def _linear(stored: Weight, x: Tensor, bias: Tensor | None = None, scratch: Tensor | None = None) -> Tensor:
     return core.linear(x, stored, bias, scratch)
 
@@ -111,7 +132,7 @@ class ChangedWeight:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.stored.shape
+        return self.stored.shape[::-1] if self.change.is_transposed else self.stored.shape
 
     @property
     def dtype(self) -> str:
@@ -149,6 +170,9 @@ class ChangedWeight:
     def _undone(self, weight: Weight) -> Weight:
         """Undo the change. A vector with other numbers becomes fp32, so that it is rounded only once, later."""
         change = self.change
+        if change.is_transposed:
+            assert isinstance(weight, Tensor)
+            return TransposedMatrix(weight)
         if not isinstance(weight, Tensor) or weight.dim() == 2:
             return ReorderedMatrix(weight, change.rows, change.columns) if change.rows or change.columns else weight
         if change.is_negative_exp:

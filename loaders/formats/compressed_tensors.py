@@ -30,7 +30,7 @@ from offspec.errors import CheckpointError, UnsupportedModelError
 
 from ..files.checkpoint import Checkpoint, TensorInfo, fault, show
 from ..files.records import FLOAT_DTYPES
-from ..params import COMPRESSED_TENSORS
+from ..params import COMPRESSED_TENSORS, MXFP4
 from .core import DAMAGED, REMEDY, Allocate, StoredWeight, TensorGroup
 from .fp8 import block_of, is_block
 from .grouped import MAX_ORDER_BYTES, order_of
@@ -38,6 +38,7 @@ from .plain import PlainWeight
 from .scaled import (
     ACTIVATIONS,
     EXPONENTS,
+    FP4,
     Block,
     Codes,
     ScaledFormat,
@@ -74,7 +75,7 @@ class Kind:
         return self.part in group.parts and group.parts[self.part].dtype == self.dtype
 
 
-_FP8, _INT8, _FP4 = Codes("fp8", 8), Codes("int8", 8), Codes("fp4", 4)
+_FP8, _INT8 = Codes("fp8", 8), Codes("int8", 8)
 _PACKED = {bits: Kind(f"w{bits}a16", Codes("packed", bits), "I32") for bits in _WIDTHS}
 _FLOAT8, _INTEGERS = Kind("fp8", _FP8, "F8_E4M3"), Kind("int8", _INT8, "I8")
 # Format, type and bits in config.json → the encoding in the files.
@@ -83,12 +84,12 @@ KINDS = {
     **{(name, "int", bits): _INTEGERS for name in ("int-quantized", "naive-quantized") for bits in _WIDTHS},
     **{(name, "float", 8): _FLOAT8 for name in ("float-quantized", "naive-quantized")},
     ("mxfp8-quantized", "float", 8): Kind("mxfp8", _FP8, "F8_E4M3", EXPONENTS),
-    ("nvfp4-pack-quantized", "float", 4): Kind("nvfp4", _FP4, "U8", ("F8_E4M3",)),
-    ("mxfp4-pack-quantized", "float", 4): Kind("mxfp4", _FP4, "U8", EXPONENTS),
+    ("nvfp4-pack-quantized", "float", 4): Kind("nvfp4", FP4, "U8", ("F8_E4M3",)),
+    ("mxfp4-pack-quantized", "float", 4): Kind(MXFP4, FP4, "U8", EXPONENTS),
 }
 _BY_FORM = {kind.form: kind for kind in KINDS.values()}
 # Inputs per scale for `sized`, if not _PLANNED_GROUP.
-_PLANNED = {"nvfp4": 16, "mxfp4": 32, "mxfp8": 32}
+_PLANNED = {"nvfp4": 16, "mxfp8": 32}
 
 
 @dataclass(frozen=True)
@@ -198,7 +199,7 @@ def _block(weights: Mapping[str, Any], path: Path) -> Block:
 class CompressedTensorsFormat(ScaledFormat):
     """compressed-tensors, recognised by the companions of a weight."""
 
-    names = tuple(form for form in _BY_FORM if form not in ("fp8", "int8"))  # other formats size these
+    names = tuple(form for form in _BY_FORM if form not in ("fp8", "int8", MXFP4))  # other formats size these
     plan_forms = ("w4a16", "nvfp4")
     companions = re.compile(rf"(.+)\.(weight_(?:{'|'.join(_PARTS)})|{ACTIVATIONS})", re.DOTALL)
 

@@ -180,6 +180,33 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None, scratch: Tenso
     return F.linear(x, weight, bias)
 
 
+def linear_each(x: Tensor, counts: Sequence[int], weights: Sequence[Weight], scratch: Tensor | None = None) -> Tensor:
+    """x [R, K] times several weights [N, K], of which each multiplies the next of `counts` rows → [R, N] in x's dtype.
+
+    On a CPU all are multiplied in one call, if kernels multiply each of them alone. scratch: as for `linear`.
+    """
+    if (kernels := _common_kernel(x, counts, weights)) is not None:
+        product, parts = kernels
+        return product.each(x, counts, parts, weights[0].shape[0])
+    rows = torch.split(x, list(counts))
+    return torch.cat([linear(each, weight, None, scratch) for each, weight in zip(rows, weights, strict=True)])
+
+
+def _common_kernel(
+    x: Tensor, counts: Sequence[int], weights: Sequence[Weight]
+) -> tuple[RowProduct, list[list[Tensor]]] | None:
+    """The kernel that multiplies each of the weights with its rows, and their parts; None if it is not one for all."""
+    if x.device.type != "cpu" or len(weights) < 2:
+        return None
+    matrices, most = list[tuple[RowProduct, list[Tensor]]](), x[: max(counts)]
+    for weight in weights:
+        chosen = products.chosen_kernel(most, weight) if isinstance(weight, Tensor) else _chosen_kernel(weight, most)
+        if chosen is None or (matrices and chosen[0] is not matrices[0][0]):
+            return None
+        matrices.append(chosen)
+    return matrices[0][0], [parts for _, parts in matrices]
+
+
 def linear_fp32(x: Tensor, weight: Weight, bias: Tensor | None = None, scratch: Tensor | None = None) -> Tensor:
     """As `linear`, with an fp32 result [..., N].
 

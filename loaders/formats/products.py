@@ -155,8 +155,7 @@ def _multiply_exactly(x: Tensor, weight: Tensor, scratch: Tensor | None) -> Tens
 
     A weight with more precision than x is rounded to x's dtype, as a resident one was when it was loaded.
     """
-    is_wider = weight.dtype == torch.float16 and x.dtype == torch.bfloat16 and not can_pair()
-    if weight.dtype not in (*HALF_DTYPES, x.dtype) or is_wider:
+    if not _is_exact_as_stored(x, weight):
         weight = weight.to(x.dtype) if scratch is None else scratch[: weight.numel()].view(weight.shape).copy_(weight)
     product = plain_product(weight.dtype)
     assert product is not None, "exact rows without kernels"
@@ -165,6 +164,12 @@ def _multiply_exactly(x: Tensor, weight: Tensor, scratch: Tensor | None) -> Tens
     if (missing := -x.shape[-1] % product.encoding.step) > 0:
         x, weight = F.pad(x, (0, missing)), F.pad(weight, (0, missing))
     return exact_kernel(product, x.dtype)(x, [weight.contiguous()], weight.shape[0])
+
+
+def _is_exact_as_stored(x: Tensor, weight: Tensor) -> bool:
+    """Whether exact rows x multiply a plain weight without its conversion to their dtype."""
+    is_wider = weight.dtype == torch.float16 and x.dtype == torch.bfloat16 and not can_pair()
+    return weight.dtype in (*HALF_DTYPES, x.dtype) and not is_wider
 
 
 def can_be_exact(dtype: torch.dtype) -> bool:
@@ -194,14 +199,27 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None, scratch: Ten
     """
     if must_be_exact(x):
         return plus(_multiply_exactly(x, weight, scratch), bias)
-    way = TORCH if torch.is_grad_enabled() and weight.requires_grad else way_for(weight.dtype, x, weight.numel())
-    if way == KERNEL and (product := plain_product(weight.dtype)) is not None and can_multiply(product, x, weight):
-        return plus(product(x, [weight], weight.shape[0]), bias)
-    if way == TILES:
+    if (chosen := chosen_kernel(x, weight)) is not None:
+        return plus(chosen[0](x, chosen[1], weight.shape[0]), bias)
+    if _way(x, weight) == TILES:
         return plus(_by_tiles(x, weight), bias)
     if weight.dtype != x.dtype:
         weight = weight.to(x.dtype) if scratch is None else scratch[: weight.numel()].view(weight.shape).copy_(weight)
     return F.linear(x, weight, bias)
+
+
+def chosen_kernel(x: Tensor, weight: Tensor) -> tuple[RowProduct, list[Tensor]] | None:
+    """The kernel that multiplies rows x with a plain weight as it is, and its arguments; None if another way does."""
+    if must_be_exact(x):
+        product = plain_product(weight.dtype) if _is_exact_as_stored(x, weight) else None
+        product = product and exact_kernel(product, x.dtype)
+    else:
+        product = plain_product(weight.dtype) if _way(x, weight) == KERNEL else None
+    return (product, [weight]) if product is not None and can_multiply(product, x, weight) else None
+
+
+def _way(x: Tensor, weight: Tensor) -> str:
+    return TORCH if torch.is_grad_enabled() and weight.requires_grad else way_for(weight.dtype, x, weight.numel())
 
 
 def way_for(dtype: torch.dtype, x: Tensor, num_elements: int) -> str:

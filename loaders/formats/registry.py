@@ -20,12 +20,14 @@ from .fp8 import Fp8Format
 from .gguf import GgufFormat
 from .grouped import GroupedFormat
 from .int8 import Int8Format
+from .mxfp4 import Mxfp4Format
 from .plain import PlainFormat
 
 # In the order in which they are tried; the last one accepts or refuses all other weights.
 FORMATS = Registry[WeightFormat](
     GroupedFormat(),
     Fp8Format(),
+    Mxfp4Format(),
     CompressedTensorsFormat(),
     FourBitFormat(),
     Int8Format(),

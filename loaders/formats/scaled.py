@@ -30,13 +30,15 @@ from ..files.checkpoint import TensorInfo
 from ..files.records import FLOAT_DTYPES, typed
 from ..kernels.encodings import Blocks, Int8
 from ..kernels.row_product import RowProduct
-from ..kernels.scaled import Fp8, LowFirst
+from ..kernels.scaled import Fp8, LowFirst, MxFp4
 from ..kernels.unpack import Unpacker
+from ..params import MXFP4
 from .core import Allocate, PackedMatrix, PackedStored, StoredWeight, WeightFormat, any_bytes, tile
 from .plain import PlainWeight
 from .products import num_lanes
 
-FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # e2m1 without its sign, the highest bit
+_FP4_SIZES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # e2m1 without its sign, the highest bit
+FP4_NUMBERS = (*_FP4_SIZES, *(-size for size in _FP4_SIZES))  # by their codes
 # Dtypes of scales and zeros. E8M0 is only an exponent: 2^(code - 127); files also name it U8.
 SCALE_DTYPES = {
     **FLOAT_DTYPES,
@@ -64,6 +66,9 @@ def grid(shape: tuple[int, int], block: Block) -> tuple[int, int]:
 # ---------------------------------------------------------------------------------------------------------------- codes
 
 
+MX_BLOCK = (1, 32)  # of a scale that is only an exponent (OCP Microscaling Formats)
+
+
 @dataclass(frozen=True)
 class Codes:
     """The encoding of a matrix's codes. kind: fp8, int8, fp4 or packed."""
@@ -89,6 +94,9 @@ class Codes:
         return table.index_select(0, raw.reshape(-1).int()).view(torch.float32).view(raw.shape[0], -1)
 
 
+FP4 = Codes("fp4", 4)
+
+
 def _fp8(raw: Tensor) -> Tensor:
     """fp8 codes → fp32. Shifted to fp16's places of sign, exponent and fraction, a code is 1/256 of its value, also for
     denormals. On a CPU, torch's own conversion takes eight times as long; only NaN needs it.
@@ -104,8 +112,7 @@ def _byte_values(kind: str, bits: int, device: torch.device) -> Tensor:
     """[256]: the two or four fp32 values of a byte as one number, so that a look-up moves one number."""
     numbers = torch.arange(-(1 << (bits - 1)), 1 << (bits - 1)).float()
     if kind == "fp4":
-        positive = torch.tensor(FP4_VALUES)
-        numbers = torch.cat((positive, -positive))
+        numbers = torch.tensor(FP4_NUMBERS)
     byte = torch.arange(256)
     values = [numbers[(byte >> first) % (1 << bits)] for first in range(0, _BYTE_BITS, bits)]
     wide = torch.int64 if len(values) == 2 else torch.complex128
@@ -174,6 +181,8 @@ class ScaledMatrix(PackedMatrix):
         if product_and_tile is None or not product_and_tile[0].encoding.can_read(self.shape[1]):
             return None
         product, (height, width) = product_and_tile
+        if isinstance(product.encoding, MxFp4):
+            return product, [self.codes, self.scales.view(torch.uint8)]
         scales = self._fp32_scales()
         if height != self.layout.block[0]:
             scales = scales.repeat_interleave(self.layout.block[0], 0)[: self.shape[0]]
@@ -260,6 +269,8 @@ def _product(layout: ScaledLayout) -> tuple[RowProduct, Block] | None:
         return _fp8_product(lanes, *block), block
     if codes.kind == "int8" and is_row:
         return _int8_product(lanes), (1, 0)
+    if codes == FP4 and layout.form == MXFP4:
+        return _mxfp4_product(lanes), layout.block
     if codes.kind == "packed" and codes.bits == 4:
         size = _SPREAD_GROUP if is_row and width % _SPREAD_GROUP == 0 else width
         return (_four_bit_product(lanes, size), (1, size)) if height == 1 or is_row else None
@@ -279,6 +290,11 @@ def _fp8_product(lanes: int, height: int, width: int) -> RowProduct:
 @cache
 def _int8_product(lanes: int) -> RowProduct:
     return RowProduct(Int8(lanes, 1.0))
+
+
+@cache
+def _mxfp4_product(lanes: int) -> RowProduct:
+    return RowProduct(MxFp4(lanes, FP4_NUMBERS))
 
 
 @cache

@@ -228,7 +228,8 @@ class FourBit(Encoding):
 
     def __init__(self, lanes: int, values: Sequence[float], blocks: Blocks) -> None:
         super().__init__(lanes)
-        self.step, self._values, self._blocks = 4 * lanes, values, blocks
+        self.step = max(2 * lanes, min(4 * lanes, blocks.size))
+        self._values, self._blocks = values, blocks
         self.declarations, self.is_decoded_first = LOOK_UP[lanes], lanes == 8
 
     def can_read(self, num_columns: int) -> bool:
@@ -243,13 +244,13 @@ class FourBit(Encoding):
         block = e.op(f"add i64 {row[1]}, {e.op(f'udiv i64 {column}, {self._blocks.size}')}")
         scale = splat(e, self._scale(e, parts, block), n)
         place = e.address(row[0], e.op(f"lshr i64 {column}, 1"))
-        for half in (0, n):
-            codes = e.op(f"load <{n} x i8>, ptr {e.address(place, str(half))}, align 1")
+        for first in range(0, self.step // 2, n):
+            codes = e.op(f"load <{n} x i8>, ptr {e.address(place, str(first))}, align 1")
             low = e.op(f"zext <{n} x i8> {codes} to <{n} x i32>")  # what is above its four bits is not looked at
             high = e.op(f"lshr <{n} x i32> {low}, splat (i32 4)")
             for place_in_pair, code in enumerate((high, low)):
                 value = look_up(e, n, self._values, code)
-                yield 2 * half + place_in_pair * n, e.op(f"fmul {self.vector} {value}, {scale}")
+                yield 2 * first + place_in_pair * n, e.op(f"fmul {self.vector} {value}, {scale}")
 
     def _scale(self, e: Emitter, parts: Sequence[str], block: str) -> str:
         if not self._blocks.outer_size:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import accumulate
 
@@ -123,6 +123,18 @@ def can_attend(group: int, dtype: torch.dtype) -> bool:
 
 
 @dataclass(frozen=True)
+class Scores:
+    """How a query's scores are made. scale: of products. cap: c of c tanh(score / c).
+
+    sinks: [heads], each head's score of a key without a value that every row attends to; None: there are none.
+    """
+
+    scale: float
+    cap: float | None = None
+    sinks: Tensor | None = None
+
+
+@dataclass(frozen=True)
 class KeySlots:
     """Keys and values [kv_heads, slots, D] from slot `first` on, with a head's numbers side by side."""
 
@@ -139,18 +151,16 @@ class KeySlots:
         return tensor.data_ptr() - self.first * tensor.stride(1) * tensor.itemsize
 
 
-def attend_rows(
-    queries: Tensor, parts: Iterable[KeySlots], visible: Visible, *, scale: float, cap: float | None = None
-) -> Tensor:
+def attend_rows(queries: Tensor, parts: Iterable[KeySlots], visible: Visible, scores: Scores) -> Tensor:
     """Grouped-query attention of queries [R, heads, D] on the CPU → [R, heads, D] in their dtype.
 
     parts: keys and values in that dtype, one part after the other up to `visible.end`. All but the last part end at a
-    multiple of BLOCK, at most at `visible.first_single`. cap: c of c tanh(score / c).
+    multiple of BLOCK, at most at `visible.first_single`.
     """
     attention: RunningAttention | None = None
     for part in parts:
         if attention is None:
-            attention = RunningAttention.of(queries, part.keys.shape[0], scale=scale, cap=cap)
+            attention = RunningAttention.of(queries, part.keys.shape[0], scores)
         attention.add(part, visible)
     assert attention is not None, "attention to no keys"
     return attention.final(queries)
@@ -161,20 +171,26 @@ class RunningAttention:
     """Scaled queries, fp32 [kv_heads, R, group, D], and their results so far.
 
     results: of the same shape. states: fp32 [kv_heads, R, group, 2], each query's largest score and softmax's sum,
-    unless the results are final. cap: see `attend_rows`.
+    unless the results are final. cap: see `Scores`. has_begun: both have something before any keys.
     """
 
     queries: Tensor
     results: Tensor
     states: Tensor
     cap: float | None = None
+    has_begun: bool = False
 
     @classmethod
-    def of(cls, queries: Tensor, num_heads: int, *, scale: float, cap: float | None) -> RunningAttention:
-        """Before any keys. queries: [R, heads, D]. num_heads: of keys."""
+    def of(cls, queries: Tensor, num_heads: int, scores: Scores) -> RunningAttention:
+        """Before any keys, but after the sinks. queries: [R, heads, D]. num_heads: of keys."""
         num_rows, _, head_dim = queries.shape
-        by_head = (queries.float() * scale).view(num_rows, num_heads, -1, head_dim).transpose(0, 1).contiguous()
-        return cls(by_head, torch.empty_like(by_head), by_head.new_empty(*by_head.shape[:3], 2), cap)
+        scaled = (queries.float() * scores.scale).view(num_rows, num_heads, -1, head_dim)
+        by_head = scaled.transpose(0, 1).contiguous()
+        states = by_head.new_empty(*by_head.shape[:3], 2)
+        if scores.sinks is None:
+            return cls(by_head, torch.empty_like(by_head), states, scores.cap)
+        states[..., 0], states[..., 1] = scores.sinks.view(num_heads, 1, -1), 1.0
+        return cls(by_head, torch.zeros_like(by_head), states, scores.cap, has_begun=True)
 
     def add(self, part: KeySlots, visible: Visible) -> None:
         """Attend to these keys, too."""
@@ -183,7 +199,7 @@ class RunningAttention:
     def of_rows(self, rows: slice) -> RunningAttention:
         """A copy for some of the rows, which goes on by itself."""
         queries, results, states = (each[:, rows].contiguous() for each in (self.queries, self.results, self.states))
-        return RunningAttention(queries, results, states, self.cap)
+        return replace(self, queries=queries, results=results, states=states)
 
     def final(self, queries: Tensor) -> Tensor:
         """The results after the last keys, as `queries` [R, heads, D] in shape and dtype."""
@@ -216,9 +232,10 @@ class RowAttention:
         keys, values = part.keys, part.values
         assert keys.stride(-1) == values.stride(-1) == 1
         is_first, is_last = part.first == 0, part.end >= visible.end
+        is_whole, is_first = is_first and is_last, is_first and not attention.has_begun
         assert len(visible.rows) == num_rows
         assert is_last or (part.end % BLOCK == 0 and part.end <= visible.first_single)
-        tiles = visible.tiles if is_first and is_last else visible.tiles.clamp(part.first, part.end)
+        tiles = visible.tiles if is_whole else visible.tiles.clamp(part.first, part.end)
         num_threads = min(torch.get_num_threads(), num_heads * len(tiles))
         scratch_bytes = _Scratch(self.head_dim, self.lanes).num_bytes(group * visible.tile_rows)
         scratch = torch.empty(num_threads * scratch_bytes, dtype=torch.uint8)

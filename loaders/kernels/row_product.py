@@ -8,6 +8,9 @@ holds, and the panel is multiplied with all rows.
 A row's result has the same bits however many rows are multiplied: every sum along K is made of partial sums over as
 many columns as a panel has, each of them in vectors in the order of columns, then over the halves of the vector.
 
+Several matrices, each with rows of its own, are multiplied one after another in the same call: a thread that finds no
+chunk of one goes on to the next.
+
 Sums are fp32 of fp32 factors, or with `in_pairs` of bf16 factors, two at a time, by an instruction of AVX512-BF16.
 """
 
@@ -41,20 +44,41 @@ _BLOCK = (
 )
 _BLOCK_NAMES = _BLOCK.replace("noalias ", "")
 
-# A job is 64-bit words: addresses of x, the result and the panels; N, K, R; rows of a chunk; the next chunk and the
-# next panel, which threads count up; whether there are panels; the addresses of the matrix's parts.
-_JOB_WORDS = 10
+# Work is 64-bit words: the address of the panels, the next panel, which threads count up, and the number of jobs, one
+# for each matrix. Then those of each job: addresses of x and the result; N, K, R; rows of a chunk; the next chunk,
+# which threads count up; whether there are panels; the addresses of the matrix's parts.
+_WORK_WORDS, _JOB_WORDS = 3, 8
 _WORKER = f"""
-define void @worker(ptr %job) {{
+define void @worker(ptr %work) {{
 entry:
-  {{loads}}
-  %own = atomicrmw add ptr %at8, i64 1 seq_cst
+  %panels = load ptr, ptr %work
+  %at_panel = getelementptr i64, ptr %work, i64 1
+  %own = atomicrmw add ptr %at_panel, i64 1 seq_cst
   %own_start = mul i64 %own, {PANEL_ROWS * PANEL_ROW_BYTES}
   %panel = getelementptr i8, ptr %panels, i64 %own_start
+  %at_jobs = getelementptr i64, ptr %work, i64 2
+  %jobs = load i64, ptr %at_jobs
+  br label %job
+job:
+  %number = phi i64 [ 0, %entry ], [ %next, %job ]
+  %before = mul i64 %number, {_JOB_WORDS + MOST_PARTS}
+  %place = add i64 %before, {_WORK_WORDS}
+  %own_job = getelementptr i64, ptr %work, i64 %place
+  call void @multiply(ptr %own_job, ptr %panel)
+  %next = add i64 %number, 1
+  %is_more = icmp slt i64 %next, %jobs
+  br i1 %is_more, label %job, label %end
+end:
+  ret void
+}}
+
+define internal void @multiply(ptr %job, ptr %panel) {{
+entry:
+  {{loads}}
   %is_panel = icmp ne i64 %uses_panel, 0
   br label %next
 next:
-  %first = atomicrmw add ptr %at7, i64 %chunk seq_cst
+  %first = atomicrmw add ptr %at6, i64 %chunk seq_cst
   %is_left = icmp slt i64 %first, %outputs
   br i1 %is_left, label %begin, label %end
 begin:
@@ -152,19 +176,37 @@ class RowProduct:
 
         The sums are fp32, rounded to x's dtype at the end. K must be one that the encoding `can_read`.
         """
-        num_columns = x.shape[-1]
-        rows = self._laid_out(x.reshape(-1, num_columns))
-        out, num_rows, num_threads = torch.empty(rows.shape[0], num_outputs), rows.shape[0], torch.get_num_threads()
-        chunk, panels = max(8, CHUNK_BYTES * num_outputs // max(1, parts[0].nbytes) // 8 * 8), out
-        if has_panel := num_rows > self._most_direct(num_columns):
-            chunk = PANEL_ROWS
+        rows = x.reshape(-1, x.shape[-1])
+        return self.each(rows, [len(rows)], [parts], num_outputs).view(*x.shape[:-1], num_outputs)
+
+    def each(self, x: Tensor, counts: Sequence[int], matrices: Sequence[Sequence[Tensor]], num_outputs: int) -> Tensor:
+        """x [R, K] on the CPU times several matrices [N, K], of which each multiplies the next of `counts` rows.
+
+        matrices: the parts of each. Returns [R, N] in x's dtype, as `__call__` for each matrix alone.
+        """
+        num_columns, num_threads = x.shape[1], torch.get_num_threads()
+        rows = self._laid_out(x)
+        out = torch.empty(len(rows), num_outputs)
+        most_direct, panels = self._most_direct(num_columns), out
+        if max(counts) > most_direct:
             panels = torch.empty(num_threads * PANEL_ROWS * PANEL_ROW_BYTES, dtype=torch.uint8)
-        words = [tensor.data_ptr() for tensor in (rows, out, panels)]
-        words += [num_outputs, num_columns, num_rows, chunk, 0, 0, has_panel, *(part.data_ptr() for part in parts)]
+        words, first = [panels.data_ptr(), 0, len(matrices)], 0
+        starts, row_bytes, out_bytes = (
+            (rows.data_ptr(), out.data_ptr()),
+            rows.stride(0) * rows.itemsize,
+            4 * num_outputs,
+        )
+        for count, parts in zip(counts, matrices, strict=True):
+            has_panel = count > most_direct
+            chunk = PANEL_ROWS if has_panel else _chunk_rows(num_outputs, parts[0].nbytes)
+            words += [starts[0] + first * row_bytes, starts[1] + first * out_bytes]
+            words += [num_outputs, num_columns, count, chunk, 0, has_panel, *(part.data_ptr() for part in parts)]
+            words += [0] * (MOST_PARTS - len(parts))
+            first += count
         self.prepare()
         assert self._compiled is not None
-        run_on_threads(self._compiled, (ctypes.c_int64 * (_JOB_WORDS + MOST_PARTS))(*words), num_threads)
-        return out.to(x.dtype).view(*x.shape[:-1], num_outputs)
+        run_on_threads(self._compiled, (ctypes.c_int64 * len(words))(*words), num_threads)
+        return out.to(x.dtype)
 
     def _laid_out(self, x: Tensor) -> Tensor:
         """[R, K] in the factors' dtype, each row in the order in which the encoding has the weights."""
@@ -197,6 +239,11 @@ class RowProduct:
         )
 
 
+def _chunk_rows(num_outputs: int, nbytes: int) -> int:
+    """Rows of a matrix of `nbytes` bytes that a thread takes at a time without a panel."""
+    return max(8, CHUNK_BYTES * num_outputs // max(1, nbytes) // 8 * 8)
+
+
 def can_pair() -> bool:
     """Whether this CPU has the instruction that products in pairs need."""
     return "avx512_bf16" in instructions()
@@ -222,12 +269,11 @@ def _order(encoding: Encoding, factors: Factors) -> list[int]:
 
 
 def _worker(factors: Factors) -> str:
-    loads, names = list[str](), ("x", "out", "panels", "outputs", "columns", "rows", "chunk")
+    loads, names = list[str](), ("x", "out", "outputs", "columns", "rows", "chunk")
     places = [
         *enumerate(names),
-        (7, None),
-        (8, None),
-        (9, "uses_panel"),
+        (6, None),
+        (7, "uses_panel"),
         *((_JOB_WORDS + i, f"part{i}") for i in range(MOST_PARTS)),
     ]
     for place, name in places:

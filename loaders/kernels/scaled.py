@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from .compiler import Emitter
-from .encodings import Encoding, FourBit, Row, Vectors, splat
+from .encodings import Blocks, Encoding, FourBit, Row, Vectors, splat
 
 _NAN = "0x7FF8000000000000"
 _CODE_MASK = 0x7F  # all but the sign
 _MOVED_MASK = -0x4001  # in 16 bits: all but the lower of two signs
+_LEAST_EXPONENT = 0x00400000  # 2^-127, for exponent 0
 _UNIT = "2.56e+02"  # what a code that was moved to where fp16 has its parts is to be multiplied with
 
 
@@ -61,3 +62,19 @@ class LowFirst(FourBit):
     def vectors(self, e: Emitter, parts: Sequence[str], row: Row, column: str) -> Vectors:
         for first, weights in super().vectors(e, parts, row, column):
             yield first ^ self.lanes, weights
+
+
+class MxFp4(LowFirst):
+    """e2m1 with a power of two for each 32 weights, which is kept as its exponent plus 127 (E8M0).
+
+    parts: codes uint8 [N · K / 2], exponents uint8 [N · K / 32]. Exponent 255, which is no number, counts as infinite.
+    """
+
+    def __init__(self, lanes: int, values: Sequence[float]) -> None:
+        super().__init__(lanes, values, Blocks(32))
+        self.declarations += "declare i32 @llvm.umax.i32(i32, i32)\n"
+
+    def _scale(self, e: Emitter, parts: Sequence[str], block: str) -> str:
+        exponent = e.op(f"zext i8 {e.op(f'load i8, ptr {e.address(parts[1], block)}')} to i32")
+        bits = e.op(f"call i32 @llvm.umax.i32(i32 {e.op(f'shl i32 {exponent}, 23')}, i32 {_LEAST_EXPONENT})")
+        return e.op(f"bitcast i32 {bits} to float")

@@ -18,6 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .row_attention import Scores
+
 ROWS = 16  # of a tile of rows, and query heads that share a key head, rounded up to it
 KEYS = 32  # positions at a time
 
@@ -97,9 +99,9 @@ def _largest(one, other):
 
 @triton.jit
 def attention_kernel(
-    queries, keys, values, rows, slots, out, head_dim, scale, cap, key_head, key_slot, value_head, value_slot,
+    queries, keys, values, rows, slots, sinks, out, head_dim, scale, cap, key_head, key_slot, value_head, value_slot,
     group: tl.constexpr, padded_group: tl.constexpr, padded_dim: tl.constexpr, block: tl.constexpr,
-    is_capped: tl.constexpr,
+    is_capped: tl.constexpr, has_sinks: tl.constexpr,
 ):  # fmt: skip
     """Of one row and one key head; see `attend`. Positions are taken in blocks that begin at multiples of `block`."""
     row, head, num_heads = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), tl.num_programs(1)
@@ -112,6 +114,10 @@ def attention_kernel(
     most = tl.full((padded_group,), -1e30, tl.float32)
     sums = tl.full((padded_group,), 0.0, tl.float32)
     total = tl.full((padded_group, padded_dim), 0.0, tl.float32)
+    if has_sinks:
+        of_group = tl.arange(0, padded_group)
+        most = tl.load(sinks + head * group + of_group, mask=of_group < group, other=0.0)
+        sums = tl.full((padded_group,), 1.0, tl.float32)
     for begin in range(first // block * block, shared_end + count, block):
         position = begin + tl.arange(0, block)
         is_single = position >= shared_end
@@ -135,9 +141,7 @@ def attention_kernel(
     tl.store(out + place, (total / sums[:, None]).to(out.dtype.element_ty), mask=is_query)
 
 
-def attend(
-    queries: Tensor, keys: Tensor, values: Tensor, rows: Tensor, slots: Tensor, scale: float, cap: float | None
-) -> Tensor:
+def attend(queries: Tensor, keys: Tensor, values: Tensor, rows: Tensor, slots: Tensor, scores: Scores) -> Tensor:
     """Grouped-query attention of queries [R, heads, D] to keys and values [kv_heads, slots, D] → [R, heads, D].
 
     rows, slots: of `row_attention.Visible`, on the device.
@@ -146,9 +150,11 @@ def attend(
     num_kv_heads, queries = keys.shape[0], queries.contiguous()
     group, out = num_heads // num_kv_heads, torch.empty_like(queries)
     strides = (keys.stride(0), keys.stride(1), values.stride(0), values.stride(1))
+    has_sinks, is_capped = scores.sinks is not None, scores.cap is not None
+    sinks = queries if scores.sinks is None else scores.sinks.float()
     attention_kernel[num_rows, num_kv_heads](
-        queries, keys, values, rows, slots, out, head_dim, scale, cap or 1.0, *strides, **constants(group, head_dim),
-        is_capped=cap is not None, num_warps=4, num_stages=1,
+        queries, keys, values, rows, slots, sinks, out, head_dim, scores.scale, scores.cap or 1.0, *strides,
+        **constants(group, head_dim), is_capped=is_capped, has_sinks=has_sinks, num_warps=4, num_stages=1,
     )  # fmt: skip
     return out
 

@@ -18,13 +18,10 @@ import torch
 from offspec.errors import CheckpointError
 
 from ..files.checkpoint import Checkpoint
-from ..files.records import Record
+from ..files.records import FLOAT_DTYPES, Record
 from ..formats import StoredWeight, Weight, dense, formats_in, stored_weights
 from .placement import UnitCost
 from .weights import EXPERT, split_names
-
-# Ends of names of vectors that stay in fp32 in any dtype: added to scores of experts, to choose among near ties.
-UNROUNDED = ("e_score_correction_bias",)
 
 
 @dataclass(frozen=True)
@@ -32,11 +29,12 @@ class StoredUnit:
     """Stored weights that are read together, by short name: of one layer or expert, or one outside the layers.
 
     packs: whether packed matrices that have lost nothing stay packed in memory; otherwise those that are resident are
-    unpacked when they are loaded.
+    unpacked when they are loaded. exact: plain vectors that keep their stored dtype.
     """
 
     weights: Mapping[str, StoredWeight]
     packs: bool = False
+    exact: Collection[str] = ()
 
     @cached_property
     def record(self) -> Record:
@@ -50,8 +48,8 @@ class StoredUnit:
         """The bytes to stream it, and to keep it resident for computing in `dtype`."""
         if self.is_converted(dtype):
             return UnitCost(self.record.read_bytes, self.record.nbytes, self.num_weights * dtype.itemsize)
-        converted = [w for w in self.weights.values() if not w.is_kept_as_read(dtype)]
-        resident = sum(prod(w.shape) * dtype.itemsize for w in converted)
+        converted = {n: w for n, w in self.weights.items() if n in self.exact or not w.is_kept_as_read(dtype)}
+        resident = sum(prod(w.shape) * self._bound_dtype(name, dtype).itemsize for name, w in converted.items())
         if len(converted) < len(self.weights):  # the others stay in the buffer of the record
             resident += self.record.nbytes
         return UnitCost(self.record.read_bytes, self.record.nbytes, resident)
@@ -80,7 +78,7 @@ class StoredUnit:
     ) -> dict[str, Weight]:
         """The weights in a buffer with `record`, the unit's own or one that holds it.
 
-        Vectors have `dtype`, those of UNROUNDED fp32. Matrices have `dtype` if they are kept.
+        Vectors that are not `exact` have `dtype`; matrices have it too if they are kept.
         """
         bound = self._views((record or self.record).parts(buffer), dtype, is_kept=is_kept)
         if not is_kept or not self.is_converted(dtype):
@@ -98,10 +96,14 @@ class StoredUnit:
             weight = stored.bind([parts[info.name] for info in stored.streamed])
             stays_packed = stored.is_packed and stored.is_kept_as_read(dtype)
             as_plain = len(weight.shape) < 2 or (is_kept and not stays_packed)
-            bound[name] = dense(weight, dtype) if as_plain else weight
-            if name.endswith(UNROUNDED):
-                bound[name] = dense(weight, torch.float32).clone()  # a view would keep the whole buffer
+            bound[name] = dense(weight, self._bound_dtype(name, dtype)) if as_plain else weight
+            if is_kept and name in self.exact:  # a view would keep the whole buffer
+                bound[name] = weight.clone()
         return bound
+
+    def _bound_dtype(self, name: str, dtype: torch.dtype) -> torch.dtype:
+        """The dtype of a weight that is converted for computing in `dtype`."""
+        return FLOAT_DTYPES[self.weights[name].dtype] if name in self.exact else dtype
 
 
 Experts = tuple[StoredUnit, ...]  # of one layer, in the order of their numbers
@@ -120,14 +122,23 @@ class StoredModel:
 
     @classmethod
     def of(
-        cls, checkpoint: Checkpoint, *, layer_prefix: str, ignore: Collection[str] = (), by_expert: bool = False
+        cls,
+        checkpoint: Checkpoint,
+        *,
+        layer_prefix: str,
+        ignore: Collection[str] = (),
+        by_expert: bool = False,
+        exact: Collection[str] = (),
     ) -> StoredModel:
-        """Group a checkpoint's tensors into weights, and the weights into units. Raises CheckpointError."""
+        """Group a checkpoint's tensors into weights, and the weights into units. Raises CheckpointError.
+
+        exact: short names of vectors that keep their stored dtype.
+        """
         infos = {n: info for n, info in checkpoint.tensors.items() if n not in ignore}
         weights = stored_weights(infos, formats_in(checkpoint))
         layers, shared = split_names(weights, layer_prefix)
         model = cls(
-            [StoredUnit({short: weights[name] for short, name in layer.items()}) for layer in layers],
+            [StoredUnit({short: weights[name] for short, name in layer.items()}, exact=exact) for layer in layers],
             {name: weights[name] for name in shared},
         )
         return model.by_expert() if by_expert else model
@@ -178,7 +189,7 @@ class StoredModel:
     def scratch_elements(self, streamed: Collection[int], dtype: torch.dtype) -> int:
         """Elements of the largest matrix that needs scratch memory, with the layers `streamed` streamed."""
         units = [(layer, index in streamed) for index, layer in enumerate(self.layers)]
-        units += [(unit, False) for experts in self.experts.values() for unit in experts]
+        units += [(unit, True) for experts in self.experts.values() for unit in experts]  # some may be
         made = (
             prod(weight.shape)
             for unit, is_streamed in units

@@ -5,25 +5,34 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
-from offspec.loaders.files.checkpoint import Checkpoint, CheckpointView, TensorInfo
+from offspec.loaders.files.checkpoint import Change, Checkpoint, CheckpointView, TensorInfo
 
-JOINED = re.compile(r"(.+\.experts)\.([a-z]\w*)(\.\w+)?")  # the prefix, the matrix, and perhaps ".weight"
+# The prefix, the matrix, and what the tensor is of it: "_bias", "_blocks" (MXFP4), ".weight" or nothing.
+JOINED = re.compile(r"(.+\.experts)\.([a-z]\w*?)(_bias|_blocks|_scales|\.\w+)?")
+PARTS = {None: ".weight", "_bias": ".bias", "_blocks": ".weight_blocks", "_scales": ".weight_scales"}
+TRANSPOSED = Change(is_transposed=True)
 
 
-def by_expert(checkpoint: Checkpoint) -> Checkpoint:
-    """The checkpoint with tensors [experts, …] as tensors of each expert, such as `experts.3.down_proj.weight`."""
-    tensors = {part.name: part for info in checkpoint.tensors.values() for part in _parts(info)}
+def by_expert(checkpoint: Checkpoint, *, are_transposed: bool = False) -> Checkpoint:
+    """The checkpoint with tensors [experts, …] as tensors of each expert, such as `experts.3.down_proj.weight`.
+
+    are_transposed: plain matrices have inputs before outputs.
+    """
+    parts_of = partial(_parts, are_transposed=are_transposed)
+    tensors = {part.name: part for info in checkpoint.tensors.values() for part in parts_of(info)}
     return checkpoint if tensors.keys() == checkpoint.tensors.keys() else CheckpointView(checkpoint, tensors)
 
 
-def _parts(info: TensorInfo) -> Iterator[TensorInfo]:
+def _parts(info: TensorInfo, are_transposed: bool) -> Iterator[TensorInfo]:
     match = JOINED.fullmatch(info.name)
     if match is None or len(info.shape) < 2 or not info.shape[0] or info.nbytes % info.shape[0]:
         yield info
         return
-    prefix, matrix, suffix = match.groups()
-    nbytes = info.nbytes // info.shape[0]
+    prefix, matrix, part = match.groups()
+    part, nbytes = PARTS.get(part, part), info.nbytes // info.shape[0]
+    change = TRANSPOSED if are_transposed and part == ".weight" else info.change
     for number in range(info.shape[0]):
-        name = f"{prefix}.{number}.{matrix}{suffix or '.weight'}"
-        yield replace(info, name=name, shape=info.shape[1:], offset=info.offset + number * nbytes, nbytes=nbytes)
+        name, offset = f"{prefix}.{number}.{matrix}{part}", info.offset + number * nbytes
+        yield replace(info, name=name, shape=info.shape[1:], offset=offset, nbytes=nbytes, change=change)

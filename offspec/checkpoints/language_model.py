@@ -19,8 +19,14 @@ BEGINNINGS = {
     r"^language_model\.lm_head\.": "lm_head.",
     r"^model\.language_model\.": "model.",
 }
+_GRANITE_EXPERTS = {
+    r"\.block_sparse_moe\.input_linear\.": ".block_sparse_moe.experts.gate_up_proj.",
+    r"\.block_sparse_moe\.output_linear\.": ".block_sparse_moe.experts.down_proj.",
+}
 # By model_type: names under which some tensors are stored → the usual ones, which transformers reads, too.
 OTHER_NAMES = {
+    "granitemoe": _GRANITE_EXPERTS,
+    "granitemoehybrid": _GRANITE_EXPERTS,
     "nemotron_h": {r"^backbone\.": "model."},
     "olmo_hybrid": {
         r"\.attention_layer_norm\.": ".input_layernorm.",

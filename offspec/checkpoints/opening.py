@@ -79,7 +79,8 @@ class ModelFiles:
         notes += [Note(text) for text in (*checkpoint.notes, *format_notes(checkpoint))]
         config = _with_stored_kernels(_config(path, checkpoint.config, checkpoint, notes), checkpoint)
         if config.experts is not None:
-            checkpoint = by_expert(checkpoint)
+            checkpoint = by_expert(checkpoint, are_transposed=config.experts.is_transposed)
+            config = _with_stored_experts(config, checkpoint)
         if config.tied_head and not headers_only and _has_another_head(checkpoint, config):
             config = replace(config, tied_head=False)
             notes.append(
@@ -93,8 +94,13 @@ class ModelFiles:
             if not of_mtp and num_promised(checkpoint.config):
                 notes.append(Note(f"{path.name} has no MTP layer, although config.json names one; it runs without"))
         try:
-            has_experts = config.experts is not None
-            stored = StoredModel.of(checkpoint, layer_prefix=config.layer_prefix, ignore=ignored, by_expert=has_experts)
+            stored = StoredModel.of(
+                checkpoint,
+                layer_prefix=config.layer_prefix,
+                ignore=ignored,
+                by_expert=config.experts is not None,
+                exact=config.exact_vectors,
+            )
         except CheckpointError as exc:  # name the model: it may be the target or the draft
             if str(path) in str(exc):
                 raise
@@ -195,6 +201,16 @@ def _with_stored_kernels(config: ModelConfig, checkpoint: Checkpoint) -> ModelCo
     parts = tuple(rows for key in keys if key in checkpoint.tensors for rows in checkpoint.tensors[key].shape[:1])
     is_whole = len(parts) == len(keys) and sum(parts) == delta.channels  # anything else is refused, with its name
     return replace(config, delta=replace(delta, kernel_parts=parts)) if is_whole and parts != delta.inputs else config
+
+
+def _with_stored_experts(config: ModelConfig, checkpoint: Checkpoint) -> ModelConfig:
+    """With the names of experts' tensors as they are stored: gate and `up` apart, or joined."""
+    experts = config.experts
+    if experts is None or experts.joined is None:
+        return config
+    end = f"{experts.prefix}.0.{experts.joined.up}.weight"
+    is_joined = any(name.endswith(end) for name in checkpoint.tensors)
+    return replace(config, experts=replace(experts, names=experts.joined)) if is_joined else config
 
 
 def _has_another_head(checkpoint: Checkpoint, config: ModelConfig) -> bool:

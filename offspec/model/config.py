@@ -68,12 +68,12 @@ class ModelConfig:
     (`rope.growth`). attention_scale: of scores; None is head_dim ** -0.5. attention_cap, logit_cap: c of c tanh(x / c).
     norm: "rms", "rms plus one", "layer" or "layer plus one" (`norms.normalize`).
     is_parallel: attention and MLP have the same normed states as input. has_attention_gate: the queries' projection
-    also gives a gate for each number of attention's result. attention, attention_output: the prefix of its tensors in a
-    layer, and its last matrix. layer_norms: each layer's norms; empty: `norms`. delta, mamba, short_convolution,
-    latent, experts: the shape of such parts, if there are any. multipliers: Falcon-H1's. parts: names of each layer's parts
-    (`parts.kinds.PARTS`); empty: attention and an MLP in every layer. has_value_norm: values are normed, by an RMSNorm
-    without a weight. shapes: of each layer, if they differ (`shape_of`). layer_inputs: of what layers get of each
-    token.
+    also gives a gate for each number of attention's result. has_sinks: each head attends to a key without a value, too,
+    whose score is learnt. attention, attention_output: the prefix of its tensors in a layer, and its last matrix.
+    layer_norms: each layer's norms; empty: `norms`. delta, mamba, short_convolution, latent, experts: the shape of such
+    parts, if there are any. multipliers: Falcon-H1's. parts: names of each layer's parts (`parts.kinds.PARTS`); empty:
+    attention and an MLP in every layer. has_value_norm: values are normed, by an RMSNorm without a weight. shapes: of
+    each layer, if they differ (`shape_of`). layer_inputs: of what layers get of each token.
     """
 
     model_type: str
@@ -117,6 +117,7 @@ class ModelConfig:
     has_fused_qkv: bool = False
     mlp: MlpNames = GATED_MLP
     has_attention_gate: bool = False
+    has_sinks: bool = False
     attention: str = "self_attn"
     attention_output: str = "self_attn.o_proj"
     delta: DeltaShape | None = None
@@ -141,6 +142,12 @@ class ModelConfig:
     def expert_share(self) -> float:
         """The share of a layer's experts that a row uses."""
         return 1.0 if self.experts is None else self.experts.num_used / self.experts.num
+
+    @property
+    def exact_vectors(self) -> tuple[str, ...]:
+        """Short names of a layer's vectors that keep their stored dtype, whatever the dtype of the arithmetic."""
+        correction = None if self.experts is None else self.experts.correction
+        return () if correction is None else (correction,)
 
     @property
     def most_nodes(self) -> int:

@@ -35,7 +35,9 @@ Fields = dict[str, Any]  # of ModelConfig
 # Names of the number of a layer's experts; transformers 5 writes the second one for all families.
 EXPERTS_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 MAX_EXPERTS = 10_000  # of a layer; a wrong config.json must not exhaust memory
-ACTIVATIONS = ("silu", "swish", "gelu", "gelu_pytorch_tanh", "gelu_new", "relu", "relu2")  # block.py computes them
+CLAMPED = "clamped swiglu"  # gpt-oss's (`parts.mlp.clamped`)
+# `parts.mlp` computes them.
+ACTIVATIONS = ("silu", "swish", "gelu", "gelu_pytorch_tanh", "gelu_new", "relu", "relu2", CLAMPED)
 
 
 @dataclass(frozen=True)
@@ -57,16 +59,24 @@ class NormPlaces:
 class MlpNames:
     """Names of an MLP's matrices.
 
-    gate: None without a gate; equal to `up` if one matrix is both, with the gate's rows first.
+    gate: None without a gate; equal to `up` if one matrix is both, with the gate's rows first. is_interleaved: rows of
+    the gate and of `up` alternate in it.
     """
 
     gate: str | None = "mlp.gate_proj"
     up: str = "mlp.up_proj"
     down: str = "mlp.down_proj"
+    is_interleaved: bool = False
 
     @property
     def is_fused(self) -> bool:
         return self.gate == self.up
+
+
+EXPERT_MLP = MlpNames("gate_proj", "up_proj", "down_proj")
+JOINED_EXPERT_MLP = MlpNames("gate_up_proj", "gate_up_proj", "down_proj")
+SHARED_EXPERTS = MlpNames(*(f"mlp.shared_experts.{name}_proj" for name in ("gate", "up", "down")))
+SHARED_EXPERT = MlpNames(*(f"mlp.shared_expert.{name}_proj" for name in ("gate", "up", "down")))
 
 
 @dataclass(frozen=True)
@@ -88,7 +98,9 @@ class DeltaNames:
     """Names of a gated delta net's tensors behind `linear_attn.`.
 
     inputs: matrices that give queries, keys and values, in this order, together or each its own. convolutions: the
-    parts of the kernel in the same order. rate: of the update; step: of the decay.
+    parts of the kernel in the same order. rate: of the update; step: of the decay. is_grouped: `inputs` is one matrix,
+    which gives queries, keys, values and gates of a key head, then those of the next one; so does `rate` rates and
+    steps.
     """
 
     inputs: tuple[str, ...] = ("in_proj_qkv",)
@@ -98,6 +110,7 @@ class DeltaNames:
     step: str = "in_proj_a"
     norm: str = "norm"
     output: str = "out_proj"
+    is_grouped: bool = False
 
 
 @dataclass(frozen=True)
@@ -136,8 +149,17 @@ class DeltaShape:
 
     @property
     def inputs(self) -> tuple[int, ...]:
-        """Numbers that each matrix of `names.inputs` gives of a row."""
+        """Channels of queries, keys and values that each matrix of `names.inputs` gives of a row."""
         return (self.channels,) if len(self.names.inputs) == 1 else (self.keys, self.keys, self.values)
+
+    @property
+    def rows(self) -> dict[str, int]:
+        """Matrix → the numbers that it gives of a row."""
+        names = self.names
+        if names.is_grouped:
+            return {names.inputs[0]: self.channels + self.values, names.rate: 2 * self.num_heads}
+        rows = dict(zip(names.inputs, self.inputs, strict=True))
+        return rows | {names.gate: self.values, names.rate: self.num_heads, names.step: self.num_heads}
 
 
 @dataclass(frozen=True)
@@ -223,9 +245,11 @@ class ExpertsShape:
 
     inner_size: of an expert. scores: of experts by the router's logits: "softmax", "sigmoid", or "softmax of chosen",
     which is over the chosen ones only. is_normed: the chosen ones' scores are divided by their sum; then all are
-    multiplied by `scale`. correction: the name of a vector added to the scores that choose. has_bias: of the router and
-    the experts. shared_size: of an MLP that every row uses; 0: there is none. shared_gate: its output is multiplied by
-    the sigmoid of this matrix's product. router, prefix, shared: names within a layer; names: within an expert.
+    multiplied by `scale`. correction: the name of an fp32 vector added to the scores that choose. has_fp32_router: the
+    router's product is in fp32. has_bias: of the router and the experts. shared_size: of an MLP that every row uses; 0:
+    there is none. shared_gate: its output is multiplied by the sigmoid of this matrix's product. router, prefix,
+    shared: names within a layer; names: within an expert. joined: other names, in checkpoints with one tensor for all
+    experts' gates and `up`. is_transposed: plain tensors of all experts are [experts, inputs, outputs].
     """
 
     num: int
@@ -236,13 +260,16 @@ class ExpertsShape:
     scale: float = 1.0
     groups: ExpertGroups | None = None
     correction: str | None = None
+    has_fp32_router: bool = False
     has_bias: bool = False
     shared_size: int = 0
     shared_gate: str | None = None
     router: str = "mlp.gate"
     prefix: str = "mlp.experts"
-    shared: str = "mlp.shared_experts"
-    names: MlpNames = MlpNames("gate_proj", "up_proj", "down_proj")
+    shared: MlpNames = SHARED_EXPERTS
+    names: MlpNames = EXPERT_MLP
+    joined: MlpNames | None = None
+    is_transposed: bool = False
 
 
 @dataclass(frozen=True)
@@ -309,6 +336,7 @@ NORMS_BEHIND = NormPlaces(None, "post_attention_layernorm", None, "post_feedforw
 NORMS_AROUND = NormPlaces(
     "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
 )
+GROUPED_DELTA = DeltaNames(inputs=("in_proj_qkvz",), rate="in_proj_ba", is_grouped=True)
 OLMO_DELTA = DeltaNames(
     inputs=("q_proj", "k_proj", "v_proj"),
     convolutions=("q_conv1d", "k_conv1d", "v_conv1d"),
@@ -461,22 +489,9 @@ def _deepseek_experts(config: Json, num_ranked: int) -> ExpertsShape:
         is_normed=bool(config.get("norm_topk_prob")),
         scale=number_in(config, "routed_scaling_factor", 1.0),
         groups=_expert_groups(config, num, num_used, num_ranked),
+        has_fp32_router=True,
         shared_size=inner * integer(config, "n_shared_experts", 0, least=0),
     )
-
-
-def _expert_groups(config: Json, num: int, num_used: int, num_ranked: int) -> ExpertGroups | None:
-    """Raises CheckpointError for groups that `num` experts cannot have."""
-    num_groups, used_groups = positive(config, "n_group", 1), positive(config, "topk_group", 1)
-    if num_groups == used_groups:
-        return None
-    size = num // num_groups
-    if num % num_groups or used_groups > num_groups or size < num_ranked or size * used_groups < num_used:
-        raise CheckpointError(
-            f"config.json: {num_used} of {num} experts cannot be in {used_groups} of {num_groups} groups "
-            "(topk_group, n_group)"
-        )
-    return ExpertGroups(num_groups, used_groups, num_ranked)
 
 
 def _deepseek_v2(config: Json, num_layers: int) -> Fields:
@@ -505,6 +520,143 @@ def _deepseek_v3(config: Json, num_layers: int) -> Fields:
         **_deepseek(config, num_layers),
         "has_interleaved_rope": bool(config.get("rope_interleave", True)),
         "experts": replace(shape, scores="sigmoid", correction="mlp.gate.e_score_correction_bias"),
+    }
+
+
+def _qwen2_moe(config: Json, num_layers: int) -> Fields:
+    """Qwen2-MoE: Qwen2's attention, and a shared expert with a gate."""
+    windows = _qwen_windows({**config, "layer_types": _qwen2_moe_layer_types(config, num_layers)}, num_layers)
+    return {
+        "qkv_bias": bool(config.get("qkv_bias", True)),
+        "windows": windows,
+        "experts": _qwen_experts(config),
+        "parts": _expert_layers(config, num_layers),
+    }
+
+
+def _qwen2_moe_layer_types(config: Json, num_layers: int) -> Any:
+    """Every second one of the first `max_window_layers` has a window, unless the layers are listed."""
+    first = integer(config, "max_window_layers", 28, least=0)
+    kinds = [SLIDING if i % 2 == 0 and i < first else FULL for i in range(num_layers)]
+    return kinds if config.get("layer_types") is None else config["layer_types"]
+
+
+def _qwen_experts(config: Json) -> ExpertsShape:
+    """Of Qwen2-MoE, Qwen3-Next and Qwen3.5-MoE, with a shared expert that has a gate."""
+    num, num_used = _num_experts(config)
+    return ExpertsShape(
+        num,
+        num_used,
+        positive(config, "moe_intermediate_size"),
+        is_normed=bool(config.get("norm_topk_prob")),
+        shared_size=positive(config, "shared_expert_intermediate_size"),
+        shared_gate="mlp.shared_expert_gate",
+        shared=SHARED_EXPERT,
+        joined=JOINED_EXPERT_MLP,
+    )
+
+
+def _olmoe(config: Json, num_layers: int) -> Fields:
+    """OLMoE: queries and keys are normed over all heads."""
+    _refuse(config, "clip_qkv")
+    num, num_used = _num_experts(config)
+    inner, is_normed = positive(config, "intermediate_size"), bool(config.get("norm_topk_prob"))
+    return _biases(config, mlp="") | {
+        "qk_norm": True,
+        "qk_norm_form": QKNorm(over="projection"),
+        "experts": ExpertsShape(num, num_used, inner, is_normed=is_normed),
+        "parts": (("attention", "experts"),) * num_layers,
+    }
+
+
+def _gpt_oss(config: Json, num_layers: int) -> Fields:
+    """gpt-oss: sinks, biases everywhere, every second layer with a window, and experts with a clamped activation."""
+    for key, value in (("swiglu_limit", 7.0), ("swiglu_alpha", 1.702)):
+        if config.get(key, value) != value:
+            raise UnsupportedModelError(f"{key} {show(config[key])} is not supported for gpt_oss, only {value}")
+    num, num_used = _num_experts(config)
+    shape = ExpertsShape(
+        num,
+        num_used,
+        positive(config, "intermediate_size"),
+        scores="softmax of chosen",
+        has_bias=True,
+        router="mlp.router",
+        names=MlpNames("gate_up_proj", "gate_up_proj", "down_proj", is_interleaved=True),
+        is_transposed=True,
+    )
+    config = {"sliding_window_pattern": 2, **config}
+    return _biases(config, mlp="") | {
+        "has_sinks": True,
+        "windows": _alternating_windows(config, num_layers),
+        "activation": CLAMPED,
+        "experts": shape,
+        "parts": (("attention", "experts"),) * num_layers,
+    }
+
+
+def _glm4_moe(config: Json, num_layers: int) -> Fields:
+    """GLM-4.5 and newer: the first layers are dense."""
+    num, num_used = _num_experts(config)
+    inner, num_dense = positive(config, "moe_intermediate_size"), integer(config, "first_k_dense_replace", 1, least=0)
+    shape = ExpertsShape(
+        num,
+        num_used,
+        inner,
+        scores="sigmoid",
+        is_normed=bool(config.get("norm_topk_prob", True)),
+        scale=number_in(config, "routed_scaling_factor", 1.0),
+        groups=_expert_groups(config, num, num_used),
+        correction="mlp.gate.e_score_correction_bias",
+        has_fp32_router=True,
+        shared_size=inner * integer(config, "n_shared_experts", 1, least=0),
+    )
+    return {
+        "qkv_bias": bool(config.get("attention_bias")),
+        "qk_norm": bool(config.get("use_qk_norm")),
+        "rotary_share": read_rotary_share(config),
+        "experts": shape,
+        "parts": tuple(("attention", "mlp" if i < num_dense else "experts") for i in range(num_layers)),
+    }
+
+
+def _expert_groups(config: Json, num: int, num_used: int, num_ranked: int = 2) -> ExpertGroups | None:
+    """Groups of experts by DeepSeek's keys; None if all of them are used. Raises CheckpointError.
+
+    num_ranked: how many of a group's experts rank it.
+    """
+    groups = ExpertGroups(positive(config, "n_group", 1), positive(config, "topk_group", 1), num_ranked)
+    if groups.num_used >= groups.num:
+        return None
+    size = num // groups.num
+    if num % groups.num or size < groups.num_ranked or groups.num_used * size < num_used:
+        used = f"topk_group {groups.num_used} of n_group {groups.num}"
+        raise CheckpointError(f"config.json: {used} groups cannot give {num_used} of {num} experts")
+    return groups
+
+
+def _minimax_m2(config: Json, num_layers: int) -> Fields:
+    """MiniMax-M2: queries and keys are normed over all heads. Releases give RoPE's share as `rotary_dim`."""
+    num, num_used = _num_experts(config)
+    shape = ExpertsShape(
+        num,
+        num_used,
+        positive(config, "intermediate_size"),
+        scores="sigmoid",
+        correction="block_sparse_moe.e_score_correction_bias",
+        router="block_sparse_moe.gate",
+        prefix="block_sparse_moe.experts",
+        names=MlpNames("w1", "w3", "w2"),
+    )
+    share = read_rotary_share(config)
+    if config.get("rotary_dim") is not None and share == 1:
+        share = positive(config, "rotary_dim") / positive(config, "head_dim")
+    return {
+        "qk_norm": True,
+        "qk_norm_form": QKNorm(over="projection"),
+        "rotary_share": share,
+        "experts": shape,
+        "parts": (("attention", "experts"),) * num_layers,
     }
 
 
@@ -561,6 +713,29 @@ def _qwen3_5(config: Json, num_layers: int) -> Fields:
         ),
         "parts": tuple((mixer, "mlp") for mixer in mixers),
     }
+
+
+def _qwen3_5_moe(config: Json, num_layers: int) -> Fields:
+    """Qwen3.5-MoE: Qwen3.5's layers, with experts in all of them."""
+    fields = _qwen3_5(config, num_layers)
+    experts = _qwen_experts({**config, "norm_topk_prob": True})
+    return fields | {"experts": experts, "parts": tuple((mixer, "experts") for mixer, _ in fields["parts"])}
+
+
+def _qwen3_next(config: Json, num_layers: int) -> Fields:
+    """Qwen3-Next: Qwen3.5's layers with other matrices, and experts in those that Qwen's keys name."""
+    fields, second = _qwen3_5(config, num_layers), _expert_layers(config, num_layers)
+    return fields | {
+        "delta": replace(fields["delta"], names=GROUPED_DELTA),
+        "experts": _qwen_experts(config),
+        "parts": tuple((mixer, part) for (mixer, _), (_, part) in zip(fields["parts"], second, strict=True)),
+    }
+
+
+def routed_inner_size(config: Json) -> Json:
+    """A config.json with the inner size of the experts that a row uses, for a family without dense MLPs."""
+    used = positive(config, "moe_intermediate_size") * positive(config, "num_experts_per_tok")
+    return {**config, "intermediate_size": used}
 
 
 def _mixers(config: Json, num_layers: int, parts: Mapping[str, str], attends: Sequence[bool]) -> list[str]:
@@ -700,6 +875,30 @@ def _granite(config: Json, num_layers: int) -> Fields:
     }
 
 
+def _granite_moe(config: Json, num_layers: int) -> Fields:
+    return _granite(config, num_layers) | {
+        "mlp_bias": False,
+        "experts": _granite_experts(config),
+        "parts": (("attention", "experts"),) * num_layers,
+    }
+
+
+def _granite_experts(config: Json, shared_size: int = 0) -> ExpertsShape:
+    """Of Granite, whose tensors `checkpoints.language_model` renames."""
+    num, num_used = _num_experts(config)
+    return ExpertsShape(
+        num,
+        num_used,
+        positive(config, "intermediate_size"),
+        scores="softmax of chosen",
+        shared_size=shared_size,
+        router="block_sparse_moe.router.layer",
+        prefix="block_sparse_moe.experts",
+        shared=SHARED_MLP,
+        names=JOINED_EXPERT_MLP,
+    )
+
+
 def _mamba_mixers(config: Json, num_layers: int) -> tuple[str, ...]:
     """The kind of each layer of a hybrid with Mamba2, under its old name or transformers 5's."""
     kinds = config.get("layers_block_type") or config.get("layer_types") or ["mamba"] * num_layers
@@ -748,18 +947,19 @@ def _expanded(config: Json) -> int:
 
 
 def _granite_hybrid(config: Json, num_layers: int) -> Fields:
-    """Mamba2 or attention, and one MLP; in some models attention in each layer."""
-    _refuse(config, "num_local_experts")
-    mixers = _mamba_mixers(config, num_layers)
+    """Mamba2 or attention, and one MLP, or experts beside it; in some models attention in each layer."""
+    mixers, shared_size = _mamba_mixers(config, num_layers), positive(config, "shared_intermediate_size")
+    has_experts = config.get("num_local_experts") != 0
     if (position := config.get("position_embedding_type")) not in ("rope", "nope", None):
         raise UnsupportedModelError(f"position_embedding_type {position!r} is not supported")
     return _granite(config, num_layers) | {
         "mlp_bias": False,
-        "intermediate_size": positive(config, "shared_intermediate_size"),
+        "intermediate_size": shared_size,
+        "experts": _granite_experts(config, shared_size) if has_experts else None,
         "mlp": SPLIT_SHARED_MLP if config.get("has_split_mlp") else SHARED_MLP,
         "unrotated": () if position == "rope" else tuple(range(num_layers)),
         "mamba": _mamba(config, _expanded(config)) if "mamba" in mixers else None,
-        "parts": tuple((mixer, "mlp") for mixer in mixers),
+        "parts": tuple((mixer, "experts" if has_experts else "mlp") for mixer in mixers),
     }
 
 
@@ -1036,9 +1236,12 @@ FAMILIES: dict[str, Callable[[Json, int], Fields]] = {
     "qwen3": _qwen3,
     "mixtral": _mixtral,
     "qwen3_moe": _qwen3_moe,
+    "qwen2_moe": _qwen2_moe,
     "deepseek_v2": _deepseek_v2,
     "deepseek_v3": _deepseek_v3,
+    "qwen3_next": _qwen3_next,
     "qwen3_5_text": _qwen3_5,
+    "qwen3_5_moe_text": _qwen3_5_moe,
     "ministral3": _ministral3,
     "gemma": _gemma,
     "gemma2": _gemma2,
@@ -1047,13 +1250,18 @@ FAMILIES: dict[str, Callable[[Json, int], Fields]] = {
     "phi3": _phi3,
     "glm": _glm,
     "glm4": _glm4,
+    "glm4_moe": _glm4_moe,
+    "gpt_oss": _gpt_oss,
+    "minimax_m2": _minimax_m2,
     "granite": _granite,
+    "granitemoe": _granite_moe,
     "granitemoehybrid": _granite_hybrid,
     "bamba": _bamba,
     "falcon_h1": _falcon_h1,
     "nemotron_h": _nemotron_h,
     "olmo2": _olmo2,
     "olmo3": _olmo3,
+    "olmoe": _olmoe,
     "olmo_hybrid": _olmo_hybrid,
     "lfm2": _lfm2,
     "cohere": _cohere,
@@ -1083,6 +1291,7 @@ _GEMMA4_ROPES = {
     SLIDING: {"rope_type": "default", "rope_theta": 10000.0},
     FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1000000.0},
 }
+_QWEN_3_5 = {"num_attention_heads": 16, "max_position_embeddings": 32768, "partial_rotary_factor": 0.25}
 _GLM = {"head_dim": 128, "rms_norm_eps": 1.5625e-07, "partial_rotary_factor": 0.5, "attention_bias": True}
 # Families' defaults for missing keys, if they differ from Llama's; transformers omits keys with its defaults.
 # `default_theta`: RoPE's; `default_local_theta`: of layers with a window.
@@ -1156,12 +1365,59 @@ DEFAULTS: dict[str, Json] = {
         "sliding_window": 512,
         "sliding_window_pattern": 6,
     },
-    "qwen3_5_text": {
-        "num_attention_heads": 16,
-        "num_key_value_heads": 4,
-        "max_position_embeddings": 32768,
-        "partial_rotary_factor": 0.25,
+    "qwen3_5_text": {**_QWEN_3_5, "num_key_value_heads": 4},
+    "qwen3_5_moe_text": {
+        **_QWEN_3_5,
+        "num_key_value_heads": 2,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "num_experts_per_tok": 8,
+        "num_experts": 256,
     },
+    "qwen3_next": {
+        **_QWEN_3_5,
+        "num_key_value_heads": 2,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "num_experts_per_tok": 10,
+        "num_experts": 512,
+        "norm_topk_prob": True,
+    },
+    "qwen2_moe": {
+        "num_key_value_heads": 16,
+        "moe_intermediate_size": 1408,
+        "shared_expert_intermediate_size": 5632,
+        "num_experts_per_tok": 4,
+        "num_experts": 60,
+    },
+    "olmoe": {"rms_norm_eps": 1e-5, "num_experts_per_tok": 8, "num_experts": 64},
+    "glm4_moe": {
+        "rms_norm_eps": 1e-5,
+        "partial_rotary_factor": 0.5,
+        "num_key_value_heads": 8,
+        "moe_intermediate_size": 1408,
+        "num_experts_per_tok": 8,
+        "n_routed_experts": 128,
+    },
+    "gpt_oss": {
+        "rms_norm_eps": 1e-5,
+        "head_dim": 64,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "sliding_window": 128,
+        "attention_bias": True,
+        "num_experts_per_tok": 4,
+        "num_local_experts": 128,
+        "default_theta": 150000.0,
+    },
+    "minimax_m2": {
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "num_experts_per_tok": 8,
+        "num_local_experts": 256,
+        "default_theta": 5000000.0,
+    },
+    "granitemoe": {"num_experts_per_tok": 2, "num_local_experts": 8},
     "phi3": {"rms_norm_eps": 1e-5, ORIGINAL_CONTEXT: 4096},
     "glm": _GLM,
     "glm4": _GLM,
@@ -1175,7 +1431,7 @@ DEFAULTS: dict[str, Json] = {
         "tie_word_embeddings": True,
         "default_theta": 1000000.0,
     },
-    "granitemoehybrid": {"num_local_experts": 8, "shared_intermediate_size": 1024},
+    "granitemoehybrid": {"num_experts_per_tok": 2, "num_local_experts": 8, "shared_intermediate_size": 1024},
     "bamba": {"rms_norm_eps": 1e-5, "num_key_value_heads": 8, "partial_rotary_factor": 0.5},
     "falcon_h1": {"rms_norm_eps": 1e-5, "num_key_value_heads": 8},
     "nemotron_h": {"num_key_value_heads": 8},
@@ -1203,13 +1459,17 @@ DEFAULTS: dict[str, Json] = {
     "hunyuan_v1_dense": {"rms_norm_eps": 1e-5},
 }
 # Families whose config.json may leave out keys that follow from others.
-COMPLETED: dict[str, Callable[[Json], Json]] = {"nemotron_h": nemotron_h_layers}
+COMPLETED: dict[str, Callable[[Json], Json]] = {
+    "nemotron_h": nemotron_h_layers,
+    "qwen3_5_moe_text": routed_inner_size,
+}
 # Multimodal models → the family of their language model, if `text_config` does not name it.
 MULTIMODAL = {
     "gemma3": "gemma3_text",
     "gemma4": "gemma4_text",
     "mistral3": "mistral",
     "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
     "lfm2_vl": "lfm2",
 }
 TEXT_CLASSES = {
@@ -1223,7 +1483,11 @@ PARTLY_ROTATED = (
     "phi3",
     "glm",
     "glm4",
+    "glm4_moe",
+    "minimax_m2",
     "nemotron",
+    "qwen3_next",
     "qwen3_5_text",
+    "qwen3_5_moe_text",
     "bamba",
 )  # the families that read `partial_rotary_factor`

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from offspec.loaders.formats.products import must_be_exact
-from offspec.loaders.kernels.row_attention import RunningAttention, Visible
+from offspec.loaders.kernels.row_attention import RunningAttention, Scores, Visible
 from offspec.loaders.streaming.small_transfers import to_device
 from offspec.scheduler.trees.token_tree import ROOT, BoolArray, IntArray
 
@@ -93,21 +93,30 @@ class AppendedRows(RowsOfText):
         nodes = np.where(self.rows.parents == ROOT, slots[-1], self.rows.parents + self.visibility.region)
         return np.concatenate((slots[:-1], nodes))
 
-    def attend(self, part: Attending, queries: Tensor, entries: Entries | None, first: int, last: int) -> Tensor:
+    def attend(
+        self,
+        part: Attending,
+        queries: Tensor,
+        entries: Entries | None,
+        first: int,
+        last: int,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """Attention to all keys at once, or by parts: of many keys, and of keys that are unpacked for each use."""
         layer, group = part.entries_of, queries.shape[1] // part.shape.num_kv_heads
         most = self.cache.most_read(layer)
         if must_be_exact(queries):
             self.store(layer, entries, first)
             visible, c = self.slots(first, last, part.window, group), part.config
-            return attend_exactly(queries, self.cache, layer, visible, scale=_scale(part), cap=c.attention_cap)
+            scores = Scores(_scale(part), c.attention_cap, sinks)
+            return attend_exactly(queries, self.cache, layer, visible, scores)
         is_little = group * len(queries) * (self.visibility.start + last) <= MASK_ELEMENTS
         if most is None and self.cache.beginning is None and is_little:
-            return super().attend(part, queries, entries, first, last)
+            return super().attend(part, queries, entries, first, last, sinks)
         self.store(layer, entries, first)
         scale, cap = part.config.attention_scale, part.config.attention_cap
         parts = self.parts(layer, self.ranges(first, last, part.window), self.most_keys(part, queries))
-        return attend_by_parts(queries, parts, scale=scale, cap=cap)
+        return attend_by_parts(queries, parts, scale=scale, cap=cap, sinks=sinks)
 
     def most_keys(self, part: Attending, queries: Tensor) -> int | None:
         """How many keys attention of queries [T, heads, D] may take at once; None: any number."""
@@ -175,20 +184,34 @@ class JoinedRows:
         self.chunks = [(first, min(first + step, self.ends[-1])) for first in range(0, self.ends[-1], step)]
         self._known_slots = dict[tuple[int, ...], Visible]()
 
-    def attend(self, part: Attending, queries: Tensor, entries: Entries | None, first: int, last: int) -> Tensor:
+    def attend(
+        self,
+        part: Attending,
+        queries: Tensor,
+        entries: Entries | None,
+        first: int,
+        last: int,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         pieces = [Piece(*each) for each in by_text(self, first, last)]
         outputs = dict[int, Tensor]()
         for some in _by_beginning(pieces, part.window):
             if len(some) == 1:
                 (piece,) = some
-                results = [piece.text.attend(part, queries[piece.rows], piece.of(entries), piece.first, piece.last)]
+                rows = (queries[piece.rows], piece.of(entries), piece.first, piece.last)
+                results = [piece.text.attend(part, *rows, sinks)]
             else:
-                results = self._attend_together(part, queries, entries, some)
+                results = self._attend_together(part, queries, entries, some, sinks)
             outputs |= {piece.rows.start: result for piece, result in zip(some, results, strict=True)}
         return torch.cat([outputs[piece.rows.start] for piece in pieces])
 
     def _attend_together(
-        self, part: Attending, queries: Tensor, entries: Entries | None, pieces: Sequence[Piece]
+        self,
+        part: Attending,
+        queries: Tensor,
+        entries: Entries | None,
+        pieces: Sequence[Piece],
+        sinks: Tensor | None,
     ) -> list[Tensor]:
         """Attention of texts that share as many entries: first to these, then to each one's own."""
         for piece in pieces:
@@ -197,13 +220,12 @@ class JoinedRows:
         ends = list(accumulate(piece.last - piece.first for piece in pieces))
         rows = [slice(begin, end) for begin, end in zip((0, *ends), ends, strict=False)]
         if must_be_exact(queries):
-            return self._attend_exactly(part, queries, pieces, rows)
+            return self._attend_exactly(part, queries, pieces, rows, sinks)
         shared, cache = pieces[0].text.cache.num_in_beginning, pieces[0].text
         scale, cap = part.config.attention_scale, part.config.attention_cap
         whole = [KeyRange(0, shared, None)]
-        before = merge_parts(
-            queries, cache.parts(part.entries_of, whole, cache.most_keys(part, queries)), scale=scale, cap=cap
-        )
+        parts = cache.parts(part.entries_of, whole, cache.most_keys(part, queries))
+        before = merge_parts(queries, parts, scale=scale, cap=cap, sinks=sinks)
         return [
             attend_by_parts(
                 queries[some], piece.own_parts(part, queries[some]), scale=scale, cap=cap, before=before.of_rows(some)
@@ -212,21 +234,26 @@ class JoinedRows:
         ]
 
     def _attend_exactly(
-        self, part: Attending, queries: Tensor, pieces: Sequence[Piece], rows: Sequence[slice]
+        self,
+        part: Attending,
+        queries: Tensor,
+        pieces: Sequence[Piece],
+        rows: Sequence[slice],
+        sinks: Tensor | None,
     ) -> list[Tensor]:
         """`_attend_together` with the bits of each text alone."""
         cache, num_heads, layer = pieces[0].text.cache, part.shape.num_kv_heads, part.entries_of
-        group, scale, cap = queries.shape[1] // num_heads, _scale(part), part.config.attention_cap
+        group, scores = queries.shape[1] // num_heads, Scores(_scale(part), part.config.attention_cap, sinks)
         most, shared = cache.most_read(layer), cache.num_in_beginning
         seen = [piece.text.slots(piece.first, piece.last, part.window, group) for piece in pieces]
         if queries.device.type != "cpu":
-            alone = partial(attend_exactly, layer=layer, scale=scale, cap=cap)
+            alone = partial(attend_exactly, layer=layer, scores=scores)
             return [
                 alone(queries[some], piece.text.cache, visible=visible)
                 for piece, visible, some in zip(pieces, seen, rows, strict=True)
             ]
         together = self._slots_together(seen)
-        attention = RunningAttention.of(queries, num_heads, scale=scale, cap=cap)
+        attention = RunningAttention.of(queries, num_heads, scores)
         for keys in key_parts(cache, layer, together, most, end=shared):
             attention.add(keys, together)
         results = list[Tensor]()

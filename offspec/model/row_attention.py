@@ -13,27 +13,25 @@ import torch
 from torch import Tensor
 
 from offspec.loaders.formats.on_gpu import on_device, row_kernels
-from offspec.loaders.kernels.row_attention import BLOCK, KeySlots, Visible, attend_rows, rows_of_tile
+from offspec.loaders.kernels.row_attention import BLOCK, KeySlots, Scores, Visible, attend_rows, rows_of_tile
 from offspec.loaders.streaming.small_transfers import to_device
 
 from .memory.text_memory import TextMemory
 from .parts.kv_attention import Visibility
 
 
-def attend_exactly(
-    queries: Tensor, cache: TextMemory, layer: int, visible: Visible, *, scale: float, cap: float | None
-) -> Tensor:
+def attend_exactly(queries: Tensor, cache: TextMemory, layer: int, visible: Visible, scores: Scores) -> Tensor:
     """Attention of queries [R, heads, D] to a layer's entries → [R, heads, D]; a row has the same bits in any pass."""
     if queries.device.type == "cpu":
         few = key_parts(cache, layer, visible, cache.most_read(layer))
-        return attend_rows(queries, few, visible, scale=scale, cap=cap)
+        return attend_rows(queries, few, visible, scores)
     kernels = row_kernels()
     assert kernels is not None, "exact rows without kernels"
     parts = list(key_parts(cache, layer, visible, None))
     keys, values = (torch.cat(each, 1) for each in zip(*((part.keys, part.values) for part in parts), strict=True))
     rows, slots = (to_device(each, queries.device) for each in (visible.rows, visible.slots))
     with on_device(queries.device):
-        attended: Tensor = kernels.attend(queries, keys, values, rows, slots, scale, cap)
+        attended: Tensor = kernels.attend(queries, keys, values, rows, slots, scores)
     return attended
 
 

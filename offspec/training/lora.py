@@ -270,11 +270,20 @@ class CausalTexts(RowsWithoutMemory):
         assert entries is not None, "layers that share entries are not trained"
         return entries[0].transpose(0, 1), entries[1].transpose(0, 1)
 
-    def attend(self, part: Attending, queries: Tensor, entries: Entries | None, first: int, last: int) -> Tensor:
+    def attend(
+        self,
+        part: Attending,
+        queries: Tensor,
+        entries: Entries | None,
+        first: int,
+        last: int,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         assert entries is not None, "layers that share entries are not trained"
         texts = zip(*(torch.split(each, self._length) for each in (queries, *entries)), strict=True)
         attended = (
-            super(CausalTexts, self).attend(part, each, (keys, values), 0, self._length) for each, keys, values in texts
+            super(CausalTexts, self).attend(part, each, (keys, values), 0, self._length, sinks)
+            for each, keys, values in texts
         )
         return torch.cat(list(attended))
 

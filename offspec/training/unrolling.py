@@ -94,8 +94,17 @@ class UnrolledRows:
         self.rotations = Rotations(positions.repeat(self._num_texts))
         self.chunks = [(0, self._num_texts * count)]
 
-    def attend(self, part: Attending, queries: Tensor, entries: Entries | None, first: int, last: int) -> Tensor:
+    def attend(
+        self,
+        part: Attending,
+        queries: Tensor,
+        entries: Entries | None,
+        first: int,
+        last: int,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         assert entries is not None, "a head's layers have entries"
+        assert sinks is None, "a head's layers have no sinks"
         queries, keys, values = (
             each.view(self._num_texts, self._count, *each.shape[1:]).transpose(1, 2) for each in (queries, *entries)
         )

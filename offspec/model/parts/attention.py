@@ -77,6 +77,8 @@ class Attention(NativePart):
         for name, heads in normed.items() if self.config.qk_norm else ():
             forms = {"head": (head_dim,), "own head": (heads, head_dim), "projection": (heads * head_dim,)}
             shapes[f"{name}.weight"] = forms[form.over]
+        if self.config.has_sinks:
+            shapes[f"{self.config.attention}.sinks"] = (self.config.num_heads,)
         return shapes
 
     def forward(self, x: Tensor, weights: LayerWeights, rows: PassRows, first: int, last: int) -> Tensor:
@@ -94,7 +96,8 @@ class Attention(NativePart):
         entries = self.entries(projected[1:], weights, rows.rotations, first, last) if self.has_entries else None
         if c.query_growth is not None:
             queries = queries * rows.rotations.growth(*c.query_growth)[first:last].to(queries.dtype)
-        out = rows.attend(self, queries, entries, first, last)
+        sinks = weights.vector(f"{c.attention}.sinks") if c.has_sinks else None
+        out = rows.attend(self, queries, entries, first, last, sinks)
         if gate is not None:
             out = out * gate.sigmoid()
         return weights.linear(c.attention_output, out.flatten(1))

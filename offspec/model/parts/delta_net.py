@@ -37,11 +37,9 @@ class DeltaNet(RecurrentPart):
 
     @property
     def matrices(self) -> dict[str, tuple[int, int]]:
-        shape, names, hidden = self.shape, self.shape.names, self.config.hidden_size
-        rows = dict(zip(names.inputs, shape.inputs, strict=True))
-        rows |= {names.gate: shape.values, names.rate: shape.num_heads, names.step: shape.num_heads}
-        made = {f"linear_attn.{name}": (count, hidden) for name, count in rows.items()}
-        return {**made, f"linear_attn.{names.output}": (hidden, shape.values)}
+        shape, hidden = self.shape, self.config.hidden_size
+        made = {f"linear_attn.{name}": (count, hidden) for name, count in shape.rows.items()}
+        return {**made, f"linear_attn.{shape.names.output}": (hidden, shape.values)}
 
     @property
     def row_numbers(self) -> int:
@@ -77,12 +75,19 @@ class DeltaNet(RecurrentPart):
         """Of normed states x [T, hidden]: the convolution's inputs [T, channels], gates [T, heads, Dv], and per head
         the inputs of the update's rate and of the decay's step [T, heads].
         """
-        shape, names = self.shape, self.shape.names
-        *mixed, gates, rates, steps = (
-            weights.linear(f"linear_attn.{name}", x) for name in (*names.inputs, names.gate, names.rate, names.step)
-        )
+        shape, products = self.shape, [weights.linear(f"linear_attn.{name}", x) for name in self.shape.rows]
+        *mixed, gates, rates, steps = self._ungrouped(*products) if shape.names.is_grouped else products
         by_head = gates.view(len(x), shape.num_heads, shape.value_size)
         return mixed[0] if len(mixed) == 1 else torch.cat(mixed, 1), by_head, rates, steps
+
+    def _ungrouped(self, inputs: Tensor, rates: Tensor) -> list[Tensor]:
+        """Products [T, N] with matrices that are grouped by key heads → queries, keys, values, gates, rates, steps."""
+        shape = self.shape
+        per_key = shape.num_heads // shape.key_heads  # value heads
+        sizes = [shape.key_size, shape.key_size, per_key * shape.value_size, per_key * shape.value_size]
+        pieces = torch.split(inputs.view(len(inputs), shape.key_heads, -1), sizes, -1)
+        pieces += rates.view(len(rates), shape.key_heads, -1).chunk(2, -1)
+        return [piece.flatten(1) for piece in pieces]
 
     def convolution(self, weights: LayerWeights) -> tuple[Tensor, None]:
         parts = [weights.vector(f"linear_attn.{name}.weight").float() for name in self.shape.names.convolutions]

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Mapping
+
 import torch
 from torch import Tensor
-
-from offspec.loaders.formats import linear_fp32
 
 from ..config import ModelConfig
 from ..families import ExpertsShape, MlpNames
 from ..rope import RotaryEmbeddings
+from ..row_wise import row_wise
 from .mlp import Mlp, output_of
-from .part import LayerWeights, NativePart, PassRows, Shape
+from .part import LayerWeights, NativePart, PassRows, Shape, WeightsOfExperts
 
+MOST_ROWS = 512  # of several experts at a time, so that what they make of their rows stays in a cache
 LEAST_SUM = 1e-20  # that keeps a division by a sum of scores finite, as in DeepSeek's code
 
 
@@ -21,16 +23,15 @@ class SharedExpert(Mlp):
 
     def __init__(self, config: ModelConfig, layer: int, shape: ExpertsShape) -> None:
         super().__init__(config, layer)
-        self._size = shape.shared_size
-        self._prefix = shape.shared
+        self._shape = shape
 
     @property
     def inner_size(self) -> int:
-        return self._size
+        return self._shape.shared_size
 
     @property
     def names(self) -> MlpNames:
-        return MlpNames(*(f"{self._prefix}.{name}" for name in ("gate_proj", "up_proj", "down_proj")))
+        return self._shape.shared
 
 
 class Experts(NativePart):
@@ -101,14 +102,14 @@ class Experts(NativePart):
     def _shared_output(self, x: Tensor, weights: LayerWeights) -> Tensor:
         assert self.shared is not None
         output = self.shared.output(x, weights)
-        return (
-            output if self.shape.shared_gate is None else output * weights.linear(self.shape.shared_gate, x).sigmoid()
-        )
+        if self.shape.shared_gate is None:
+            return output
+        return output * row_wise(torch.sigmoid, weights.linear(self.shape.shared_gate, x))
 
     def routed(self, x: Tensor, weights: LayerWeights) -> tuple[Tensor, Tensor]:
         """Normed states x [T, hidden] → the numbers [T, used] of their experts, ascending, and their fp32 scales."""
-        shape, logits = self.shape, self._router_logits(x, weights)
-        scores = logits.sigmoid() if shape.scores == "sigmoid" else logits
+        shape, logits = self.shape, self._logits(x, weights)
+        scores = row_wise(torch.sigmoid, logits) if shape.scores == "sigmoid" else logits
         if shape.scores == "softmax":
             scores = logits.softmax(-1)
         ranks = scores if shape.correction is None else scores + weights.vector(shape.correction).float()
@@ -120,13 +121,11 @@ class Experts(NativePart):
             scales = scales / (scales.sum(-1, keepdim=True) + LEAST_SUM)
         return chosen, scales if shape.scale == 1 else scales * shape.scale
 
-    def _router_logits(self, x: Tensor, weights: LayerWeights) -> Tensor:
-        """fp32 [T, experts], from fp32 rows: 16-bit logits would make many scores equal, or swap them.
-
-        The layer's scratch memory has the dtype of x, so it is not used.
-        """
-        matrix = weights.tensors[f"{self.shape.router}.weight"]
-        return linear_fp32(x.float(), matrix, weights.optional_vector(f"{self.shape.router}.bias"))
+    def _logits(self, x: Tensor, weights: LayerWeights) -> Tensor:
+        """The router's fp32 logits [T, experts] of x [T, hidden]."""
+        if not self.shape.has_fp32_router:
+            return weights.linear_fp32(self.shape.router, x)
+        return LayerWeights(weights.tensors).linear(self.shape.router, x.float())  # the scratch has another dtype
 
     def _within_groups(self, ranks: Tensor) -> Tensor:
         """ranks [T, experts], with -inf in groups that are not among the best (DeepSeek, 2412.19437, 2.1.2)."""
@@ -147,9 +146,11 @@ class Experts(NativePart):
         places = dict(zip(numbers.tolist(), torch.split(by_expert.indices, counts.tolist()), strict=True))
         outputs = x.new_empty(len(x) * num_used, x.shape[1])
         for group in weights.experts({number: len(where) for number, where in places.items()}):
-            for number, tensors in group.items():
-                where = places[number]
-                outputs[where] = self._output(x[where // num_used], LayerWeights(tensors, weights.scratch))
+            for some in _in_parts(group, places):
+                where = torch.cat([places[number] for number in some])
+                counts = [len(places[number]) for number in some]
+                experts = WeightsOfExperts([group[number] for number in some], counts, weights.scratch)
+                outputs[where] = self._output(x[where // num_used], experts)
         outputs = outputs.view(len(x), num_used, -1)
         total = outputs[:, 0] * scales[:, :1]
         for rank in range(1, num_used):
@@ -157,5 +158,18 @@ class Experts(NativePart):
         return total.to(x.dtype)
 
     def _output(self, x: Tensor, weights: LayerWeights) -> Tensor:
-        """One expert's output [n, hidden] of its rows x, on the device of x."""
+        """The output [n, hidden] of rows x [n, hidden]."""
         return output_of(x, weights, self.shape.names, self.config.activation)
+
+
+def _in_parts(numbers: Iterable[int], places: Mapping[int, Tensor]) -> Iterator[list[int]]:
+    """Experts whose products are computed together: as many as have MOST_ROWS rows, at least one."""
+    part, num_rows = list[int](), 0
+    for number in numbers:
+        if part and num_rows + len(places[number]) > MOST_ROWS:
+            yield part
+            part, num_rows = [], 0
+        part.append(number)
+        num_rows += len(places[number])
+    if part:
+        yield part

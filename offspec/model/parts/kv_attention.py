@@ -115,12 +115,15 @@ def attend(
     *,
     scale: float | None = None,
     cap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Grouped-query attention of queries [T, heads, D] over keys and values [kv_heads, S, D]; returns [T, heads, D].
 
-    scale: of scores; None is D ** -0.5. cap: c of c tanh(score / c), see `capped_attention`. The query heads that share
-    a key head are stacked as further rows, so that keys and values are never repeated.
+    scale: of scores; None is D ** -0.5. cap: c of c tanh(score / c), see `capped_attention`. sinks: see `sink_result`.
+    The query heads that share a key head are stacked as further rows, so that keys and values are never repeated.
     """
+    if sinks is not None:
+        return attend_by_parts(queries, [KeyPart(keys, values, mask)], scale=scale, cap=cap, sinks=sinks)
     grouped = _grouped(queries, keys.shape[0])
     stacked, group = grouped.flatten(1, 2), grouped.shape[1]
     if mask is not None and group > 1:
@@ -139,12 +142,14 @@ def attend_by_parts(
     scale: float | None = None,
     cap: float | None = None,
     before: PartialResult | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """`attend` over the keys and values of all parts, which are used one after the other.
 
-    A row may have no key in a part, but has one in some part. before: of parts that are not given.
+    A row may have no key in a part, but has one in some part. before: of parts that are not given. sinks: see
+    `sink_result`; None if there are none, or `before` has them.
     """
-    merged = merge_parts(queries, parts, scale=scale, cap=cap, before=before)
+    merged = merge_parts(queries, parts, scale=scale, cap=cap, before=before, sinks=sinks)
     return _ungrouped(merged.total.to(queries.dtype))
 
 
@@ -165,6 +170,17 @@ class PartialResult:
         return PartialResult(total + added, sums)
 
 
+def sink_result(queries: Tensor, num_kv_heads: int, sinks: Tensor) -> PartialResult:
+    """Attention of queries [T, heads, D] to sinks alone: each head's key without a value, with the score sinks [heads].
+
+    So a head may attend to nothing (StreamingLLM, 2309.17453; gpt-oss, whose sinks are learnt).
+    """
+    num_rows, num_heads, head_dim = queries.shape
+    exact = torch.promote_types(queries.dtype, torch.float32)
+    sums = sinks.to(exact).view(num_kv_heads, -1, 1).expand(-1, -1, num_rows)
+    return PartialResult(sums.new_zeros(num_kv_heads, num_heads // num_kv_heads, num_rows, head_dim), sums)
+
+
 def merge_parts(
     queries: Tensor,
     parts: Iterable[KeyPart],
@@ -172,6 +188,7 @@ def merge_parts(
     scale: float | None = None,
     cap: float | None = None,
     before: PartialResult | None = None,
+    sinks: Tensor | None = None,
 ) -> PartialResult:
     """`attend_by_parts`, to which further parts may be added."""
     attend_to_part = part_attention(queries, cap)
@@ -179,6 +196,7 @@ def merge_parts(
     for part in parts:
         if grouped is None:
             grouped = _grouped(queries, part.keys.shape[0])
+            merged = merged if sinks is None else sink_result(queries, part.keys.shape[0], sinks)
         attended, sums = attend_to_part(grouped, part, _scale(queries, scale))
         result = PartialResult(attended.to(sums.dtype), sums)
         merged = result if merged is None else merged.merged(result)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from offspec.loaders.formats import dense, linear
+from offspec.loaders.formats import dense, linear_each
 from offspec.loaders.formats.products import must_be_exact
 
 from ..config import ModelConfig
@@ -66,9 +66,10 @@ class LatentAttention(Attention):
     def attended(self, x: Tensor, weights: LayerWeights, rows: PassRows, first: int, last: int) -> Tensor:
         c, latent = self.config, self.latent
         queries, rotated = self.queries(x, weights).split([latent.key_size, latent.rope_size], -1)
-        compressed, key = weights.linear(f"{c.attention}.kv_a_proj_with_mqa", x).split([latent.rank, latent.rope_size], -1)
-        rotated, key = (self.rotated(heads, rows, first, last) for heads in (rotated, key[:, None]))
-        entries = torch.cat((self._normed(compressed, "kv_a_layernorm", weights)[:, None], key), -1)
+        made = weights.linear(f"{c.attention}.kv_a_proj_with_mqa", x)[:, None]
+        compressed, key = made.split([latent.rank, latent.rope_size], -1)
+        rotated, key = (self.rotated(heads, rows, first, last) for heads in (rotated, key))
+        entries = torch.cat((self._normed(compressed, "kv_a_layernorm", weights), key), -1)
         # In scratch memory, which no other product may use until the values are made.
         matrices = dense(weights.tensors[f"{c.attention}.kv_b_proj.weight"], x.dtype, weights.scratch)
         of_keys, of_values = matrices.view(c.num_heads, -1, latent.rank).split([latent.key_size, latent.value_size], 1)
@@ -100,7 +101,8 @@ class LatentAttention(Attention):
 
 def by_head(x: Tensor, matrices: Tensor) -> Tensor:
     """x [T, heads, K] times each head's own matrix of [heads, N, K] → [T, heads, N]."""
-    if must_be_exact(x):  # by kernels, which know one matrix at a time
-        heads = zip(x.transpose(0, 1).contiguous(), matrices, strict=True)
-        return torch.stack([linear(head, matrix) for head, matrix in heads], 1)
-    return torch.bmm(x.transpose(0, 1), matrices.transpose(1, 2)).transpose(0, 1)
+    num_rows, by_heads = len(x), x.transpose(0, 1)
+    if x.device.type != "cpu" and not must_be_exact(x):
+        return torch.bmm(by_heads, matrices.transpose(1, 2)).transpose(0, 1)
+    product = linear_each(by_heads.flatten(0, 1), [num_rows] * len(matrices), list(matrices.contiguous()))
+    return product.view(len(matrices), num_rows, -1).transpose(0, 1)

@@ -9,11 +9,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..config import ModelConfig
-from ..families import MlpNames, Multipliers
+from ..families import CLAMPED, MlpNames, Multipliers
 from ..rope import RotaryEmbeddings
 from ..row_wise import row_wise
 from .attention import Attention
 from .part import LayerWeights, NativePart, PassRows
+
+SHARPNESS, LARGEST = 1.702, 7.0  # of gpt-oss's activation
+
+
+def clamped(x: Tensor) -> Tensor:
+    """gpt-oss's activation of a gate; see `gated` for `up`."""
+    x = x.clamp(max=LARGEST)
+    return x * (SHARPNESS * x).sigmoid()
+
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {  # by their names in config.json
     "silu": F.silu,
@@ -23,6 +32,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {  # by their names in conf
     "gelu_new": partial(F.gelu, approximate="tanh"),
     "relu": F.relu,
     "relu2": lambda x: F.relu(x).square(),
+    CLAMPED: clamped,
 }
 
 
@@ -73,19 +83,25 @@ def output_of(
     x: Tensor, weights: LayerWeights, names: MlpNames, activation: str, multipliers: Multipliers | None = None
 ) -> Tensor:
     """An MLP's output [T, hidden] of x [T, hidden]; with a gate it is SwiGLU or GeGLU (2002.05202)."""
-    activate = ACTIVATIONS[activation]
     if names.gate is None:
-        inner = row_wise(activate, weights.linear(names.up, x))
+        inner = row_wise(ACTIVATIONS[activation], weights.linear(names.up, x))
     elif names.is_fused:
-        gate, up = weights.linear(names.up, x).chunk(2, dim=-1)
-        inner = row_wise(activate, gate) * up
+        both = weights.linear(names.up, x)
+        inner = gated(*((both[:, ::2], both[:, 1::2]) if names.is_interleaved else both.chunk(2, -1)), activation)
     else:
         gate = weights.linear(names.gate, x)
         if multipliers is not None:
             gate = gate * multipliers.gate
-        inner = row_wise(activate, gate) * weights.linear(names.up, x)
+        inner = gated(gate, weights.linear(names.up, x), activation)
     down = weights.linear(names.down, inner)
     return down if multipliers is None else down * multipliers.down
+
+
+def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    """The inner numbers [T, inner] of an MLP by the outputs of its gate and of `up`."""
+    if activation == CLAMPED:
+        up = up.clamp(-LARGEST, LARGEST) + 1
+    return row_wise(ACTIVATIONS[activation], gate) * up
 
 
 class AttentionBesideMlp(Attention):

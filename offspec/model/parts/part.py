@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from offspec.loaders.formats import Weight, linear, linear_fp32
+from offspec.loaders.formats import Weight, linear, linear_each, linear_fp32
 from offspec.loaders.streaming.weights import LentExperts
 
 from ..config import ModelConfig
@@ -53,10 +53,19 @@ class PassRows(Protocol):
     @property
     def chunks(self) -> list[tuple[int, int]]: ...
 
-    def attend(self, part: Attending, queries: Tensor, entries: Entries | None, first: int, last: int) -> Tensor:
+    def attend(
+        self,
+        part: Attending,
+        queries: Tensor,
+        entries: Entries | None,
+        first: int,
+        last: int,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """Attention [last - first, heads, head_dim] of rows first .. last, given their queries [T, heads, D].
 
-        entries: theirs; None: layer `part.entries_of` has stored them in this pass.
+        entries: theirs; None: layer `part.entries_of` has stored them in this pass. sinks: see
+        `kv_attention.sink_result`.
         """
 
 
@@ -76,10 +85,18 @@ class RowsOfText(ABC):
         Returns the keys and values for their attention, [kv_heads, S, head_dim] each.
         """
 
-    def attend(self, part: Attending, queries: Tensor, entries: Entries | None, first: int, last: int) -> Tensor:
+    def attend(
+        self,
+        part: Attending,
+        queries: Tensor,
+        entries: Entries | None,
+        first: int,
+        last: int,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         keys, values = self.exchange(part.entries_of, entries, first, last)
         mask, c = self.mask(first, last, part.window), part.config
-        return attend(queries, keys, values, mask, scale=c.attention_scale, cap=c.attention_cap)
+        return attend(queries, keys, values, mask, scale=c.attention_scale, cap=c.attention_cap, sinks=sinks)
 
 
 @dataclass(frozen=True)
@@ -135,6 +152,22 @@ class LayerWeights:
     def vector(self, name: str) -> Tensor:
         """A norm's weight or a bias; no format packs these."""
         return as_vector(self.tensors[name])
+
+
+class WeightsOfExperts(LayerWeights):
+    """The weights of several experts, of which each multiplies the next of `counts` rows."""
+
+    def __init__(self, experts: Sequence[Mapping[str, Weight]], counts: Sequence[int], scratch: Tensor | None) -> None:
+        super().__init__(experts[0], scratch)
+        self._each = experts
+        self._counts = counts
+
+    def linear(self, name: str, x: Tensor) -> Tensor:
+        product = linear_each(x, self._counts, [tensors[f"{name}.weight"] for tensors in self._each], self.scratch)
+        if f"{name}.bias" not in self.tensors:
+            return product
+        biases = (as_vector(tensors[f"{name}.bias"]).to(x.dtype) for tensors in self._each)
+        return product + torch.cat([bias.expand(n, -1) for bias, n in zip(biases, self._counts, strict=True)])
 
 
 def as_vector(weight: Weight) -> Tensor:

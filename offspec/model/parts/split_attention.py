@@ -66,7 +66,12 @@ class PartAttention(Protocol):
 
 
 def part_attention(queries: Tensor, cap: float | None) -> PartAttention:
-    """The fastest way for queries [..., D] on their device. cap: c of c tanh(score / c)."""
+    """The fastest way for queries [..., D] on their device. cap: c of c tanh(score / c).
+
+    The operators' sums have no gradients.
+    """
+    if queries.requires_grad:
+        return ByFormula(cap)
     head_dim, itemsize, device = queries.shape[-1], queries.dtype.itemsize, queries.device
     if reason_for_formula(head_dim, itemsize, cap, on_cpu=device.type == "cpu") is not None:
         return ByFormula(cap)

@@ -308,7 +308,7 @@ def test_sizes_without_a_checkpoint(case: Case) -> None:
     assert sized is not None
     made = sized.sample(torch.device("cpu"))
     assert isinstance(made, PackedMatrix)
-    has_kernel = case.form in ("w4a16", "fp8", "int8", "mxfp8") and num_lanes()
+    has_kernel = case.form in ("w4a16", "fp8", "int8", "mxfp4", "mxfp8") and num_lanes()
     assert (made.kernel is not None) == bool(has_kernel and (case.form != "mxfp8" or num_lanes() == 8))
     assert dense(made, torch.float32).shape == (256, 512)
     assert sized.dtype == case.form

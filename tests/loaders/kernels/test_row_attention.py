@@ -15,6 +15,7 @@ from offspec.loaders.kernels.row_attention import (
     BLOCK,
     KeySlots,
     RowAttention,
+    Scores,
     Visible,
     attend_rows,
     can_attend,
@@ -36,10 +37,13 @@ class Heads:
     dtype: torch.dtype = torch.bfloat16
     cap: float | None = None
     window: int | None = None
+    has_sinks: bool = False
 
     @property
-    def scale(self) -> float:
-        return self.size**-0.5
+    def scores(self) -> Scores:
+        return Scores(
+            self.size**-0.5, self.cap, torch.linspace(-1, 2, self.kv_heads * self.group) if self.has_sinks else None
+        )
 
 
 HEADS = [
@@ -48,6 +52,7 @@ HEADS = [
     Heads(20, 3, 1, torch.float32),
     Heads(80, 2, 2, cap=30.0, window=3 * BLOCK),
     Heads(8, 1, 71),
+    Heads(24, 2, 2, window=BLOCK, has_sinks=True),
 ]
 each_heads = pytest.mark.parametrize("heads", HEADS, ids=lambda heads: f"{heads.size}x{heads.group}")
 
@@ -88,15 +93,17 @@ def numbers_for(heads: Heads, num_rows: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def attended(heads: Heads, queries: Tensor, parts: Sequence[KeySlots], rows: Sequence[Row]) -> Tensor:
-    return attend_rows(queries, parts, visible(rows, heads), scale=heads.scale, cap=heads.cap)
+    return attend_rows(queries, parts, visible(rows, heads), heads.scores)
 
 
 def by_formula(heads: Heads, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     """One row's result [heads, D] in fp64; keys, values [kv_heads, S, D]: those that it sees."""
     keys, values = (each.double().repeat_interleave(heads.group, 0) for each in (keys, values))
-    scores = (keys @ query.double()[..., None])[..., 0] * heads.scale
+    scores = (keys @ query.double()[..., None])[..., 0] * heads.scores.scale
     if heads.cap is not None:
         scores = heads.cap * (scores / heads.cap).tanh()
+    if (sinks := heads.scores.sinks) is not None:
+        return (torch.cat((scores, sinks[:, None]), 1).softmax(-1)[:, None, :-1] @ values)[:, 0]
     return (scores.softmax(-1)[:, None] @ values)[:, 0]
 
 

@@ -21,12 +21,12 @@ from offspec.loaders.formats.core import PackedMatrix
 from offspec.loaders.formats.four_bit import CODES, Layout4bit, Matrix4bit, Nested
 from offspec.loaders.formats.int8 import Int8Matrix
 from offspec.loaders.formats.products import KERNEL, ProductCosts, can_multiply, num_lanes, plain_product
-from offspec.loaders.formats.scaled import Codes, ScaledLayout, ScaledMatrix
+from offspec.loaders.formats.scaled import FP4, FP4_NUMBERS, Codes, ScaledLayout, ScaledMatrix
 from offspec.loaders.kernels import compiler
 from offspec.loaders.kernels.compiler import instructions
 from offspec.loaders.kernels.encodings import Blocks, Encoding, Float16, FourBit, Int8
 from offspec.loaders.kernels.row_product import RowProduct
-from offspec.loaders.kernels.scaled import Fp8, LowFirst
+from offspec.loaders.kernels.scaled import Fp8, LowFirst, MxFp4
 
 needs_kernels = pytest.mark.skipif(not instructions(), reason="this processor has no kernels")
 LANES = [pytest.param(8, marks=needs_kernels), pytest.param(16, marks=needs_kernels)]
@@ -88,6 +88,12 @@ def scaled_matrix(codes: Codes, block: tuple[int, int], num_outputs: int, num_co
     return ScaledMatrix(layout, raw, noise(*layout.grid, seed=1).abs())
 
 
+def mxfp4_matrix(num_outputs: int, num_columns: int) -> ScaledMatrix:
+    layout = ScaledLayout((num_outputs, num_columns), "mxfp4", FP4, (1, 32))
+    exponents = (random_bytes(*layout.grid) % 20 + 115).view(torch.float8_e8m0fnu)
+    return ScaledMatrix(layout, random_bytes(num_outputs, num_columns // 2), exponents)
+
+
 FP8, PACKED = Codes("fp8", 8), Codes("packed", 4)
 FOUR_BIT = {
     f"{made.quant_type}-{made.blocksize}{'-nested' if made.outer else ''}": made
@@ -111,6 +117,7 @@ MATRICES: dict[str, tuple[Callable[[int], Encoding], Callable[[int, int], Weight
     "fp8-blocks": (lambda lanes: Fp8(lanes, 128, 128), partial(scaled_matrix, FP8, (128, 128))),
     "fp8-groups": (lambda lanes: Fp8(lanes, 1, 64), partial(scaled_matrix, FP8, (1, 64))),
     "w4-groups": (lambda lanes: LowFirst(lanes, range(-8, 8), Blocks(64)), partial(scaled_matrix, PACKED, (1, 64))),
+    "mxfp4": (lambda lanes: MxFp4(lanes, FP4_NUMBERS), mxfp4_matrix),
     **{name: (made.encoding, made) for name, made in FOUR_BIT.items()},
 }
 
@@ -373,7 +380,8 @@ def test_rows_that_are_no_whole_steps() -> None:
             assert not encoding.can_read(12 * lanes + lanes)
         blocks = FourBit(lanes, CODES["nf4"], Blocks(128))
         assert [blocks.can_read(columns) for columns in (64, 128, 192, 256)] == [False, True, False, True]
-    assert not FourBit(16, CODES["nf4"], Blocks(32)).can_read(64)
+    assert FourBit(16, CODES["nf4"], Blocks(32)).can_read(96)
+    assert not FourBit(16, CODES["nf4"], Blocks(16)).can_read(64)
 
 
 @pytest.fixture
@@ -415,3 +423,22 @@ def test_a_matrix_without_rows() -> None:
     for num_rows in (1, 130):
         found = product_of("int8", 8)(noise(num_rows, 64), [torch.empty(0, 64), torch.empty(0)], 0)
         assert found.shape == (num_rows, 0)
+
+
+# ------------------------------------------------------------------------------------------------ several matrices
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", ["bf16", "nf4-64-nested", "fp8-blocks"])
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_matrices_in_one_call_have_the_bits_of_each_alone(name: str, num_threads: int) -> None:
+    product, counts, parts = product_of(name, num_lanes()), [1, 3, 40, 1, 17], parts_of(MATRICES[name][1](200, 1152))
+    matrices = [[parts[0].roll(i, 0), *parts[1:]] for i in range(len(counts))]
+    x, before = noise(sum(counts), 1152), torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        together = product.each(x, counts, matrices, 200)
+    finally:
+        torch.set_num_threads(before)
+    alone = [product(rows, matrix, 200) for rows, matrix in zip(torch.split(x, counts), matrices, strict=True)]
+    assert torch.equal(together, torch.cat(alone))

@@ -13,7 +13,7 @@ from offspec.loaders.formats import core, linear
 from offspec.loaders.formats.core import exact_on_gpu
 from offspec.loaders.formats.on_gpu import row_kernels
 from offspec.loaders.formats.products import exact_rows, num_lanes
-from offspec.loaders.kernels.row_attention import KeySlots, Visible, attend_rows, rows_of_tile
+from offspec.loaders.kernels.row_attention import KeySlots, Scores, Visible, attend_rows, rows_of_tile
 
 from .interpreted import interpreted
 
@@ -42,19 +42,19 @@ def test_products(kernels: ModuleType, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.skipif(not num_lanes(), reason="this processor has no kernels")
-@pytest.mark.parametrize("cap", [None, 3.0])
-def test_attention(kernels: ModuleType, cap: float | None) -> None:
+@pytest.mark.parametrize("scores", [Scores(0.2), Scores(0.2, 3.0, torch.linspace(-1, 2, 6))], ids=["plain", "capped"])
+def test_attention(kernels: ModuleType, scores: Scores) -> None:
     """Rows that see a stretch, single slots behind it, or both from some position on, in heads of an odd size."""
     first, end = torch.tensor([0, 0, 5, 65, 34]), torch.tensor([40, 41, 64, 70, 33])
     num_singles, singles = torch.tensor([0, 2, 1, 0, 2]), torch.tensor([80, 85, 90, 95, 99])
     visible = Visible.of(first, end, singles, num_singles, rows_of_tile(3))
     queries, keys, values = noise(5, 6, 24), noise(2, 100, 24, seed=1), noise(2, 100, 24, seed=2)
-    expected = attend_rows(queries, [KeySlots(0, keys, values)], visible, scale=0.2, cap=cap)
-    together = kernels.attend(queries, keys, values, visible.rows, visible.slots, 0.2, cap)
+    expected = attend_rows(queries, [KeySlots(0, keys, values)], visible, scores)
+    together = kernels.attend(queries, keys, values, visible.rows, visible.slots, scores)
     torch.testing.assert_close(together, expected, rtol=0, atol=1e-5)
     for row in range(5):
         some = visible.rows[row : row + 1].contiguous()
-        alone = kernels.attend(queries[row : row + 1], keys, values, some, visible.slots, 0.2, cap)
+        alone = kernels.attend(queries[row : row + 1], keys, values, some, visible.slots, scores)
         assert torch.equal(alone, together[row : row + 1])
 
 
@@ -80,8 +80,8 @@ def test_on_a_gpu_rows_have_equal_bits(dtype: torch.dtype) -> None:
     none, end = torch.zeros(256, dtype=torch.int64), torch.arange(700, 956)
     visible = Visible.of(none, end, none[:0], none, rows_of_tile(4))
     rows, slots = visible.rows.to(device), visible.slots.to(device)
-    attended = compiled.attend(queries, keys, values, rows, slots, 0.1, None)
+    attended = compiled.attend(queries, keys, values, rows, slots, Scores(0.1))
     for num_rows in (1, 2, 3, 8, 64):
         assert torch.equal(compiled.multiply(x[-num_rows:], matrix), together[-num_rows:])
-        found = compiled.attend(queries[-num_rows:], keys, values, rows[-num_rows:].contiguous(), slots, 0.1, None)
+        found = compiled.attend(queries[-num_rows:], keys, values, rows[-num_rows:].contiguous(), slots, Scores(0.1))
         assert torch.equal(found, attended[-num_rows:])

@@ -124,6 +124,32 @@ def test_parts_attend_as_the_whole_does(
     torch.testing.assert_close(attend_by_parts(queries, parts, cap=cap), expected, rtol=0, atol=2e-6)
 
 
+@pytest.mark.parametrize("is_masked", [True, False])
+def test_sinks_are_keys_without_values(is_masked: bool) -> None:
+    """Whole and by parts, and with gradients, which operators do not give."""
+    generator = torch.Generator().manual_seed(0)
+    queries, sinks = torch.randn(5, 6, 8, generator=generator), torch.linspace(-2, 2, 6)
+    keys, values = torch.randn(2, 2, 40, 8, generator=generator)
+    mask = torch.rand(5, 40, generator=generator) < 0.5 if is_masked else torch.ones(5, 40, dtype=torch.bool)
+    scores = torch.einsum("thd,hsd->hts", queries, keys.repeat_interleave(3, 0)) * 0.7
+    scores = torch.cat((scores.masked_fill(~mask, -torch.inf), sinks.view(-1, 1, 1).expand(-1, 5, 1)), -1)
+    expected = torch.einsum("hts,hsd->thd", scores.softmax(-1)[..., :-1], values.repeat_interleave(3, 0))
+    given = mask if is_masked else None
+    parts = [KeyPart(keys[:, a:b], values[:, a:b], mask[:, a:b] if is_masked else None) for a, b in ((0, 13), (13, 40))]
+    for found in (
+        attend(queries, keys, values, given, scale=0.7, sinks=sinks),
+        attend_by_parts(queries, parts, scale=0.7, sinks=sinks),
+        attend(queries.requires_grad_(), keys, values, given, scale=0.7, sinks=sinks),
+    ):
+        torch.testing.assert_close(found, expected, rtol=0, atol=2e-6)
+    (gradient,) = torch.autograd.grad(found.square().sum(), queries)
+    moved = torch.zeros_like(queries)
+    moved[2, 3, 1] = 1e-3
+    ends = [attend((queries + step * moved).detach(), keys, values, given, scale=0.7, sinks=sinks) for step in (1, -1)]
+    slope = (ends[0].square().sum() - ends[1].square().sum()) / 2e-3
+    torch.testing.assert_close(gradient[2, 3, 1], slope, rtol=1e-2, atol=1e-3)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (4, 1)])
 @pytest.mark.parametrize("num_rows", [1, 5])
