@@ -11,8 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from offspec.loaders.formats import dense, linear_each
-from offspec.loaders.formats.products import must_be_exact
+from offspec.loaders.formats import linear_each
+from offspec.loaders.formats.products import HALF_DTYPES, must_be_exact
 
 from ..config import ModelConfig
 from ..memory.kv_cache import KVLayout
@@ -70,8 +70,7 @@ class LatentAttention(Attention):
         compressed, key = made.split([latent.rank, latent.rope_size], -1)
         rotated, key = (self.rotated(heads, rows, first, last) for heads in (rotated, key))
         entries = torch.cat((self._normed(compressed, "kv_a_layernorm", weights), key), -1)
-        # In scratch memory, which no other product may use until the values are made.
-        matrices = dense(weights.tensors[f"{c.attention}.kv_b_proj.weight"], x.dtype, weights.scratch)
+        matrices = weights.matrix(f"{c.attention}.kv_b_proj", x.dtype)  # stays until the values are made
         of_keys, of_values = matrices.view(c.num_heads, -1, latent.rank).split([latent.key_size, latent.value_size], 1)
         absorbed = torch.cat((by_head(queries, of_keys.transpose(1, 2)), rotated), -1)
         mixed = rows.attend(self, absorbed, (entries, entries), first, last)
@@ -102,7 +101,7 @@ class LatentAttention(Attention):
 def by_head(x: Tensor, matrices: Tensor) -> Tensor:
     """x [T, heads, K] times each head's own matrix of [heads, N, K] → [T, heads, N]."""
     num_rows, by_heads = len(x), x.transpose(0, 1)
-    if x.device.type != "cpu" and not must_be_exact(x):
+    if not must_be_exact(x) and (x.device.type != "cpu" or x.dtype not in HALF_DTYPES):
         return torch.bmm(by_heads, matrices.transpose(1, 2)).transpose(0, 1)
     product = linear_each(by_heads.flatten(0, 1), [num_rows] * len(matrices), list(matrices.contiguous()))
     return product.view(len(matrices), num_rows, -1).transpose(0, 1)
