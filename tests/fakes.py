@@ -79,6 +79,10 @@ class LendingWeights:
                 for tensor in copies.values():
                     tensor.fill_(torch.nan)
 
+    def ahead(self, layer: int) -> None: ...
+
+    def expect(self, layer: int, rows: Mapping[int, int]) -> None: ...
+
     def shared(self, name: str) -> Weight:
         return self.source.shared(name)
 
@@ -370,31 +374,6 @@ FAMILIES = {
             "mlp_only_layers": [1],
         },
     ),
-    "deepseek-v2": Family(
-        "deepseek_v2",
-        {
-            **_LATENT,
-            "q_lora_rank": 24,
-            "topk_method": "group_limited_greedy",
-            "n_group": 3,
-            "topk_group": 2,
-            "routed_scaling_factor": 1.5,
-            "attention_bias": True,
-        },
-        seed=5,
-    ),
-    "deepseek-v2-lite": Family(
-        "deepseek_v2",
-        {**_LATENT, "q_lora_rank": None},
-        rope=_yarn(mscale=0.707, mscale_all_dim=0.707),
-        seed=1,
-    ),
-    "deepseek-v3": Family(
-        "deepseek_v3",
-        {**_LATENT, "num_hidden_layers": 3, "q_lora_rank": 24, "n_group": 3, "topk_group": 2},
-        rope=_yarn(mscale=1.0, mscale_all_dim=1.0),
-        old_layout=True,
-    ),
     "qwen2-moe": Family("qwen2_moe", {**_EXPERTS, "num_experts": 6, "shared_expert_intermediate_size": 24}),
     "olmoe": Family("olmoe", {"num_experts": 6, "num_experts_per_tok": 2, "norm_topk_prob": True}),
     "glm4-moe": Family(
@@ -450,6 +429,31 @@ FAMILIES = {
         "gpt_oss",
         {**_FOUR, "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2},
         rope=_yarn(truncate=False, factor=2.0),
+    ),
+    "deepseek-v2": Family(
+        "deepseek_v2",
+        {
+            **_LATENT,
+            "q_lora_rank": 24,
+            "topk_method": "group_limited_greedy",
+            "n_group": 3,
+            "topk_group": 2,
+            "routed_scaling_factor": 1.5,
+            "attention_bias": True,
+        },
+        seed=5,
+    ),
+    "deepseek-v2-lite": Family(
+        "deepseek_v2",
+        {**_LATENT, "q_lora_rank": None},
+        rope=_yarn(mscale=0.707, mscale_all_dim=0.707),
+        seed=1,
+    ),
+    "deepseek-v3": Family(
+        "deepseek_v3",
+        {**_LATENT, "num_hidden_layers": 3, "q_lora_rank": 24, "n_group": 3, "topk_group": 2},
+        rope=_yarn(mscale=1.0, mscale_all_dim=1.0),
+        old_layout=True,
     ),
     "glm4-moe-lite": Family(
         "glm4_moe_lite",
@@ -548,7 +552,7 @@ def randomise(model: PreTrainedModel, generator: torch.Generator) -> None:
         if name.endswith("layer_scalar"):
             buffer.copy_(1 + 0.2 * torch.randn(buffer.shape, generator=generator))
         elif name.endswith("e_score_correction_bias"):
-            buffer.copy_(0.2 * torch.randn(buffer.shape, generator=generator))
+            buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
         if name.endswith(("q_norm.weight", "k_norm.weight")):

@@ -75,8 +75,8 @@ class MlpNames:
 
 EXPERT_MLP = MlpNames("gate_proj", "up_proj", "down_proj")
 JOINED_EXPERT_MLP = MlpNames("gate_up_proj", "gate_up_proj", "down_proj")
-SHARED_EXPERTS = MlpNames(*(f"mlp.shared_experts.{name}_proj" for name in ("gate", "up", "down")))
-SHARED_EXPERT = MlpNames(*(f"mlp.shared_expert.{name}_proj" for name in ("gate", "up", "down")))
+SHARED_EXPERTS = MlpNames("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj", "mlp.shared_experts.down_proj")
+SHARED_EXPERT = MlpNames("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj", "mlp.shared_expert.down_proj")
 
 
 @dataclass(frozen=True)
@@ -98,9 +98,9 @@ class DeltaNames:
     """Names of a gated delta net's tensors behind `linear_attn.`.
 
     inputs: matrices that give queries, keys and values, in this order, together or each its own. convolutions: the
-    parts of the kernel in the same order. rate: of the update; step: of the decay. is_grouped: `inputs` is one matrix,
-    which gives queries, keys, values and gates of a key head, then those of the next one; so does `rate` rates and
-    steps.
+    parts of the kernel in the same order. is_grouped: `inputs` is one matrix, which gives queries, keys, values and
+    gates of a key head, then those of the next one. rate: of the update; step: of the decay; equal if one matrix gives
+    both, of a key head, then of the next one.
     """
 
     inputs: tuple[str, ...] = ("in_proj_qkv",)
@@ -157,9 +157,11 @@ class DeltaShape:
         """Matrix → the numbers that it gives of a row."""
         names = self.names
         if names.is_grouped:
-            return {names.inputs[0]: self.channels + self.values, names.rate: 2 * self.num_heads}
-        rows = dict(zip(names.inputs, self.inputs, strict=True))
-        return rows | {names.gate: self.values, names.rate: self.num_heads, names.step: self.num_heads}
+            rows = {names.inputs[0]: self.channels + self.values}
+        else:
+            rows = {**dict(zip(names.inputs, self.inputs, strict=True)), names.gate: self.values}
+        rates = 2 * self.num_heads if names.rate == names.step else self.num_heads
+        return rows | dict.fromkeys((names.rate, names.step), rates)
 
 
 @dataclass(frozen=True)
@@ -336,7 +338,8 @@ NORMS_BEHIND = NormPlaces(None, "post_attention_layernorm", None, "post_feedforw
 NORMS_AROUND = NormPlaces(
     "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
 )
-GROUPED_DELTA = DeltaNames(inputs=("in_proj_qkvz",), rate="in_proj_ba", is_grouped=True)
+GROUPED_DELTA = DeltaNames(inputs=("in_proj_qkvz",), rate="in_proj_ba", step="in_proj_ba", is_grouped=True)
+GROUPED_RATES = DeltaNames(rate="in_proj_ba", step="in_proj_ba")  # in GGUF
 OLMO_DELTA = DeltaNames(
     inputs=("q_proj", "k_proj", "v_proj"),
     convolutions=("q_conv1d", "k_conv1d", "v_conv1d"),
@@ -452,90 +455,6 @@ def _qwen3_moe(config: Json, num_layers: int) -> Fields:
     return {**_qwen3(config, num_layers), "experts": shape, "parts": _expert_layers(config, num_layers)}
 
 
-def _latent(config: Json, dense: Sequence[bool]) -> Fields:
-    """Latent attention. dense: which layers have an MLP; the others have experts."""
-    if config.get("moe_layer_freq") != 1:
-        _refuse(config, "moe_layer_freq")
-    query_rank = None if config.get("q_lora_rank") is None else positive(config, "q_lora_rank")
-    rank, *sizes = (
-        positive(config, key) for key in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-    )
-    latent, rope = LatentShape(rank, query_rank, *sizes), read_rope(config)
-    return {
-        "num_kv_heads": 1,
-        "head_dim": latent.entry_size,
-        "latent": latent,
-        "rope": rope,
-        "attention_scale": (latent.key_size + latent.rope_size) ** -0.5 * _squared_magnitude(rope),
-        "has_interleaved_rope": bool(config.get("rope_interleave", True)),
-        "parts": tuple(("latent attention", "mlp" if is_dense else "experts") for is_dense in dense),
-    }
-
-
-def _dense_layers(config: Json, num_layers: int) -> list[bool]:
-    """Which layers have an MLP: the first ones, or those that `mlp_layer_types` lists. Raises CheckpointError."""
-    if (kinds := config.get("mlp_layer_types")) is None:
-        num_dense = integer(config, "first_k_dense_replace", 0, least=0)
-        return [layer < num_dense for layer in range(num_layers)]
-    if (
-        not isinstance(kinds, list)
-        or len(kinds) != num_layers
-        or not all(kind in ("dense", "sparse") for kind in kinds)
-    ):
-        raise CheckpointError(f"config.json: mlp_layer_types must list {num_layers} of dense, sparse")
-    return [kind == "dense" for kind in kinds]
-
-
-def _squared_magnitude(rope: RopeConfig) -> float:
-    """The growth of DeepSeek's scores in stretched texts: YaRN's, on numbers without RoPE, too."""
-    weight = optional_number(rope.scaling, "mscale_all_dim") if rope.scaling.get("mscale_all_dim") else None
-    return 1.0 if weight is None else yarn_magnitude(rope.scaling["factor"], weight) ** 2
-
-
-def _deepseek_experts(config: Json, num_ranked: int) -> ExpertsShape:
-    """num_ranked: how many of a group's experts rank it."""
-    num, num_used = _num_experts(config)
-    inner = positive(config, "moe_intermediate_size")
-    return ExpertsShape(
-        num,
-        num_used,
-        inner,
-        is_normed=bool(config.get("norm_topk_prob")),
-        scale=number_in(config, "routed_scaling_factor", 1.0),
-        groups=_expert_groups(config, num, num_used, num_ranked),
-        has_fp32_router=True,
-        shared_size=inner * integer(config, "n_shared_experts", 0, least=0),
-    )
-
-
-def _deepseek_v2(config: Json, num_layers: int) -> Fields:
-    """DeepSeek-V2 and V2-Lite, which has neither a latent of queries nor groups of experts."""
-    _refuse(config, "norm_topk_prob")
-    method = config.get("topk_method", "greedy")
-    if method not in ("greedy", "group_limited_greedy"):
-        _refuse(config, "topk_method")
-    shape = _deepseek_experts(config, num_ranked=1)
-    return {
-        **_biases(config),
-        **_latent(config, _dense_layers(config, num_layers)),
-        "has_interleaved_rope": True,
-        "experts": replace(shape, groups=None) if method == "greedy" else shape,
-    }
-
-
-def _deepseek_v3(config: Json, num_layers: int) -> Fields:
-    """DeepSeek-V3 and R1, GLM-4.7-Flash, Kimi K2: experts' scores are sigmoids, plus a correction where they choose."""
-    for key, value in (("topk_method", "noaux_tc"), ("scoring_func", "sigmoid")):
-        if config.get(key) != value:
-            _refuse(config, key)
-    shape = _deepseek_experts(config, num_ranked=2)
-    return {
-        **_biases(config, mlp=""),
-        **_latent(config, _dense_layers(config, num_layers)),
-        "experts": replace(shape, scores="sigmoid", correction="mlp.gate.e_score_correction_bias"),
-    }
-
-
 def _qwen2_moe(config: Json, num_layers: int) -> Fields:
     """Qwen2-MoE: Qwen2's attention, and a shared expert with a gate."""
     windows = _qwen_windows({**config, "layer_types": _qwen2_moe_layer_types(config, num_layers)}, num_layers)
@@ -588,6 +507,7 @@ def _gpt_oss(config: Json, num_layers: int) -> Fields:
         if config.get(key, value) != value:
             raise UnsupportedModelError(f"{key} {show(config[key])} is not supported for gpt_oss, only {value}")
     num, num_used = _num_experts(config)
+    is_split = bool(config.get("has_split_experts"))
     shape = ExpertsShape(
         num,
         num_used,
@@ -595,8 +515,8 @@ def _gpt_oss(config: Json, num_layers: int) -> Fields:
         scores="softmax of chosen",
         has_bias=True,
         router="mlp.router",
-        names=MlpNames("gate_up_proj", "gate_up_proj", "down_proj", is_interleaved=True),
-        is_transposed=True,
+        names=EXPERT_MLP if is_split else MlpNames("gate_up_proj", "gate_up_proj", "down_proj", is_interleaved=True),
+        is_transposed=not is_split,
     )
     config = {"sliding_window_pattern": 2, **config}
     return _biases(config, mlp="") | {
@@ -673,6 +593,87 @@ def _minimax_m2(config: Json, num_layers: int) -> Fields:
     }
 
 
+def _latent(config: Json, dense: Sequence[bool]) -> Fields:
+    """Latent attention. dense: which layers have an MLP; the others have experts."""
+    if config.get("moe_layer_freq") != 1:
+        _refuse(config, "moe_layer_freq")
+    query_rank = None if config.get("q_lora_rank") is None else positive(config, "q_lora_rank")
+    rank, *sizes = (
+        positive(config, key) for key in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    )
+    latent, rope = LatentShape(rank, query_rank, *sizes), read_rope(config)
+    return {
+        "num_kv_heads": 1,
+        "head_dim": latent.entry_size,
+        "latent": latent,
+        "rope": rope,
+        "attention_scale": (latent.key_size + latent.rope_size) ** -0.5 * _squared_magnitude(rope),
+        "has_interleaved_rope": bool(config.get("rope_interleave", True)),
+        "parts": tuple(("latent attention", "mlp" if is_dense else "experts") for is_dense in dense),
+    }
+
+
+def _dense_layers(config: Json, num_layers: int) -> list[bool]:
+    """Which layers have an MLP: the first ones, or those that `mlp_layer_types` lists. Raises CheckpointError."""
+    if (kinds := config.get("mlp_layer_types")) is None:
+        num_dense = integer(config, "first_k_dense_replace", 0, least=0)
+        return [layer < num_dense for layer in range(num_layers)]
+    is_list = isinstance(kinds, list) and all(kind in ("dense", "sparse") for kind in kinds)
+    if not is_list or len(kinds) != num_layers:
+        raise CheckpointError(f"config.json: mlp_layer_types must list {num_layers} of dense, sparse")
+    return [kind == "dense" for kind in kinds]
+
+
+def _squared_magnitude(rope: RopeConfig) -> float:
+    """The growth of DeepSeek's scores in stretched texts: YaRN's, on numbers without RoPE, too."""
+    weight = optional_number(rope.scaling, "mscale_all_dim") if rope.scaling.get("mscale_all_dim") else None
+    return 1.0 if weight is None else yarn_magnitude(rope.scaling["factor"], weight) ** 2
+
+
+def _deepseek_experts(config: Json, num_ranked: int) -> ExpertsShape:
+    """num_ranked: how many of a group's experts rank it."""
+    num, num_used = _num_experts(config)
+    inner = positive(config, "moe_intermediate_size")
+    return ExpertsShape(
+        num,
+        num_used,
+        inner,
+        is_normed=bool(config.get("norm_topk_prob")),
+        scale=number_in(config, "routed_scaling_factor", 1.0),
+        groups=_expert_groups(config, num, num_used, num_ranked),
+        has_fp32_router=True,
+        shared_size=inner * integer(config, "n_shared_experts", 0, least=0),
+    )
+
+
+def _deepseek_v2(config: Json, num_layers: int) -> Fields:
+    """DeepSeek-V2 and V2-Lite, which has neither a latent of queries nor groups of experts."""
+    _refuse(config, "norm_topk_prob")
+    method = config.get("topk_method", "greedy")
+    if method not in ("greedy", "group_limited_greedy"):
+        _refuse(config, "topk_method")
+    shape = _deepseek_experts(config, num_ranked=1)
+    return {
+        **_biases(config),
+        **_latent(config, _dense_layers(config, num_layers)),
+        "has_interleaved_rope": True,
+        "experts": replace(shape, groups=None) if method == "greedy" else shape,
+    }
+
+
+def _deepseek_v3(config: Json, num_layers: int) -> Fields:
+    """DeepSeek-V3 and R1, GLM-4.7-Flash, Kimi K2: experts' scores are sigmoids, plus a correction where they choose."""
+    for key, value in (("topk_method", "noaux_tc"), ("scoring_func", "sigmoid")):
+        if config.get(key) != value:
+            _refuse(config, key)
+    shape = _deepseek_experts(config, num_ranked=2)
+    return {
+        **_biases(config, mlp=""),
+        **_latent(config, _dense_layers(config, num_layers)),
+        "experts": replace(shape, scores="sigmoid", correction="mlp.gate.e_score_correction_bias"),
+    }
+
+
 def _youtu(config: Json, num_layers: int) -> Fields:
     return _biases(config, mlp="") | _latent(config, [True] * num_layers)
 
@@ -743,7 +744,7 @@ def _qwen3_next(config: Json, num_layers: int) -> Fields:
     """Qwen3-Next: Qwen3.5's layers with other matrices, and experts in those that Qwen's keys name."""
     fields, second = _qwen3_5(config, num_layers), _expert_layers(config, num_layers)
     return fields | {
-        "delta": replace(fields["delta"], names=GROUPED_DELTA),
+        "delta": replace(fields["delta"], names=GROUPED_RATES if config.get("has_split_inputs") else GROUPED_DELTA),
         "experts": _qwen_experts(config),
         "parts": tuple((mixer, part) for (mixer, _), (_, part) in zip(fields["parts"], second, strict=True)),
     }
@@ -911,8 +912,8 @@ def _granite_experts(config: Json, shared_size: int = 0) -> ExpertsShape:
         shared_size=shared_size,
         router="block_sparse_moe.router.layer",
         prefix="block_sparse_moe.experts",
-        shared=SHARED_MLP,
-        names=JOINED_EXPERT_MLP,
+        shared=SPLIT_SHARED_MLP if config.get("has_split_mlp") else SHARED_MLP,
+        names=EXPERT_MLP if config.get("has_split_mlp") else JOINED_EXPERT_MLP,
     )
 
 
@@ -1254,12 +1255,12 @@ FAMILIES: dict[str, Callable[[Json, int], Fields]] = {
     "mixtral": _mixtral,
     "qwen3_moe": _qwen3_moe,
     "qwen2_moe": _qwen2_moe,
+    "qwen3_next": _qwen3_next,
     "deepseek_v2": _deepseek_v2,
     "deepseek_v3": _deepseek_v3,
     "glm4_moe_lite": _deepseek_v3,
     "kimi_k2": _deepseek_v3,
     "youtu": _youtu,
-    "qwen3_next": _qwen3_next,
     "qwen3_5_text": _qwen3_5,
     "qwen3_5_moe_text": _qwen3_5_moe,
     "ministral3": _ministral3,

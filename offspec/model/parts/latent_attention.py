@@ -65,13 +65,14 @@ class LatentAttention(Attention):
 
     def attended(self, x: Tensor, weights: LayerWeights, rows: PassRows, first: int, last: int) -> Tensor:
         c, latent = self.config, self.latent
-        queries, rotated = self.queries(x, weights).split([latent.key_size, latent.rope_size], -1)
+        queries, rotated = torch.split(self.queries(x, weights), [latent.key_size, latent.rope_size], -1)
         made = weights.linear(f"{c.attention}.kv_a_proj_with_mqa", x)[:, None]
-        compressed, key = made.split([latent.rank, latent.rope_size], -1)
+        compressed, key = torch.split(made, [latent.rank, latent.rope_size], -1)
         rotated, key = (self.rotated(heads, rows, first, last) for heads in (rotated, key))
         entries = torch.cat((self._normed(compressed, "kv_a_layernorm", weights), key), -1)
         matrices = weights.matrix(f"{c.attention}.kv_b_proj", x.dtype)  # stays until the values are made
-        of_keys, of_values = matrices.view(c.num_heads, -1, latent.rank).split([latent.key_size, latent.value_size], 1)
+        by_heads = matrices.view(c.num_heads, -1, latent.rank)
+        of_keys, of_values = torch.split(by_heads, [latent.key_size, latent.value_size], 1)
         absorbed = torch.cat((by_head(queries, of_keys.transpose(1, 2)), rotated), -1)
         mixed = rows.attend(self, absorbed, (entries, entries), first, last)
         values = by_head(mixed[..., : latent.rank], of_values)
