@@ -674,6 +674,17 @@ def _deepseek_v3(config: Json, num_layers: int) -> Fields:
     }
 
 
+def _mistral4(config: Json, num_layers: int) -> Fields:
+    """Mistral Small 4: softmax scores, and queries that are scaled by their position."""
+    fields = _latent(config, _dense_layers(config, num_layers))
+    return {
+        **_biases(config, mlp=""),
+        **fields,
+        "experts": replace(_deepseek_experts(config, num_ranked=2), joined=JOINED_EXPERT_MLP),
+        "query_growth": _query_growth(fields["rope"]),
+    }
+
+
 def _youtu(config: Json, num_layers: int) -> Fields:
     return _biases(config, mlp="") | _latent(config, [True] * num_layers)
 
@@ -689,10 +700,14 @@ def _mistral(config: Json, num_layers: int) -> Fields:
 def _ministral3(config: Json, num_layers: int) -> Fields:
     """Queries are scaled by their position, as in Llama 4."""
     rope = read_rope(config)
-    fields: Fields = {"windows": (_window({"sliding_window": None, **config}),) * num_layers, "rope": rope}
-    if (beta := optional_number(rope.scaling, "llama_4_scaling_beta")) is not None:
-        fields["query_growth"] = beta, positive(rope.scaling, ORIGINAL_CONTEXT)
-    return fields
+    windows = (_window({"sliding_window": None, **config}),) * num_layers
+    return {"windows": windows, "rope": rope, "query_growth": _query_growth(rope)}
+
+
+def _query_growth(rope: RopeConfig) -> tuple[float, int] | None:
+    """Llama 4's scaling of queries, if the family has it."""
+    beta = optional_number(rope.scaling, "llama_4_scaling_beta")
+    return None if beta is None else (beta, positive(rope.scaling, ORIGINAL_CONTEXT))
 
 
 def _qwen2(config: Json, num_layers: int) -> Fields:
@@ -1260,6 +1275,7 @@ FAMILIES: dict[str, Callable[[Json, int], Fields]] = {
     "deepseek_v3": _deepseek_v3,
     "glm4_moe_lite": _deepseek_v3,
     "kimi_k2": _deepseek_v3,
+    "mistral4": _mistral4,
     "youtu": _youtu,
     "qwen3_5_text": _qwen3_5,
     "qwen3_5_moe_text": _qwen3_5_moe,
@@ -1353,6 +1369,29 @@ DEFAULTS: dict[str, Json] = {
         "first_k_dense_replace": 1,
         "moe_intermediate_size": 1536,
         "routed_scaling_factor": 1.8,
+    },
+    "mistral4": {
+        "kv_lora_rank": 256,
+        "q_lora_rank": 1024,
+        "qk_nope_head_dim": 64,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "n_routed_experts": 128,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 4,
+        "norm_topk_prob": True,
+        "moe_intermediate_size": 2048,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 128.0,
+            "original_max_position_embeddings": 8192,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale_all_dim": 1.0,
+            "mscale": 1.0,
+            "llama_4_scaling_beta": 0.1,
+        },
     },
     "youtu": {**_LATENT, "tie_word_embeddings": True},
     "ministral3": {
@@ -1510,10 +1549,12 @@ TEXT_CLASSES = {
     "gemma4_text": "Gemma4ForCausalLM",
     "mistral": "MistralForCausalLM",
     "ministral3": "Ministral3ForCausalLM",
+    "mistral4": "Mistral4ForCausalLM",
     "lfm2": "Lfm2ForCausalLM",
 }
 PARTLY_ROTATED = (
     "phi3",
+    "mistral4",
     "glm",
     "glm4",
     "glm4_moe",

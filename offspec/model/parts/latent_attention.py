@@ -74,6 +74,8 @@ class LatentAttention(Attention):
         by_heads = matrices.view(c.num_heads, -1, latent.rank)
         of_keys, of_values = torch.split(by_heads, [latent.key_size, latent.value_size], 1)
         absorbed = torch.cat((by_head(queries, of_keys.transpose(1, 2)), rotated), -1)
+        if c.query_growth is not None:
+            absorbed = absorbed * rows.rotations.growth(*c.query_growth)[first:last].to(absorbed.dtype)
         mixed = rows.attend(self, absorbed, (entries, entries), first, last)
         values = by_head(mixed[..., : latent.rank], of_values)
         return weights.linear(c.attention_output, values.flatten(1))
