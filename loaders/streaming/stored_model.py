@@ -96,9 +96,10 @@ class StoredUnit:
             weight = stored.bind([parts[info.name] for info in stored.streamed])
             stays_packed = stored.is_packed and stored.is_kept_as_read(dtype)
             as_plain = len(weight.shape) < 2 or (is_kept and not stays_packed)
-            bound[name] = dense(weight, self._bound_dtype(name, dtype)) if as_plain else weight
-            if is_kept and name in self.exact:  # a view would keep the whole buffer
-                bound[name] = weight.clone()
+            plain = dense(weight, self._bound_dtype(name, dtype)) if as_plain else None
+            if plain is not None and is_kept and name in self.exact:
+                plain = plain.clone()  # a view would keep the whole buffer
+            bound[name] = weight if plain is None else plain
         return bound
 
     def _bound_dtype(self, name: str, dtype: torch.dtype) -> torch.dtype:

@@ -19,6 +19,7 @@ from ..model.decoder import wanted_shapes
 from ..model.heads.mtp import mtp_names
 from ..model.names import LAYER_PREFIX
 from ..named_models import named_path
+from .experts import by_expert
 from .language_model import language_model
 from .our_names import in_our_names
 
@@ -63,11 +64,14 @@ def _mtp_layers(checkpoint: Checkpoint) -> Collection[str]:
 
 
 def without_blanks(checkpoint: Checkpoint) -> Checkpoint:
-    """`_language_model` without blank tensors, which have no place in a plain checkpoint."""
+    """`_language_model` with tensors of each expert, and without blank ones, which have no place in a plain file."""
     named = _language_model(checkpoint)
     try:
-        wanted = wanted_shapes(read_config(named.config))
+        config = read_config(named.config)
+        wanted = wanted_shapes(config)
     except (CheckpointError, UnsupportedModelError):  # other programs may still support the result
         return named
+    if config.experts is not None:
+        named = by_expert(named, are_transposed=config.experts.is_transposed)
     blank = blank_tensors(named.tensors, wanted)
     return without(named, blank) if blank else named
