@@ -22,7 +22,7 @@ from offspec.errors import OffspecError, StorageError, UsageError
 from offspec.user_files import check_writable, lock
 
 from .constraints import NAMES, constraint_in
-from .flags import with_flags
+from .flag_names import with_flags
 from .reading import read_bytes, read_file
 from .server.openai_requests import FIELDS, sampling_params
 from .terminal import TimeLeft, is_watched, show_line

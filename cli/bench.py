@@ -19,7 +19,7 @@ from offspec.errors import StorageError
 
 from .batch import check_sink, read_prompts
 from .bench_texts import check_flags, several_numbers, texts_table, with_spread
-from .help_groups import OffspecCommand, option
+from .flag_declarations import OffspecCommand, option
 from .options import (
     MODEL_HELP,
     WholeNumber,

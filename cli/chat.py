@@ -20,8 +20,8 @@ from offspec.user_files import expand_home, user_folder
 
 from .chat_files import KeptChat, chats_folder, newest_file
 from .constraints import ANY_OBJECT, CONSTRAINT, constraint_options
-from .flags import with_flags
-from .help_groups import VALUES, OffspecCommand, option, record_of
+from .flag_declarations import VALUES, OffspecCommand, option, record_of
+from .flag_names import with_flags
 from .learning import learning_kept, written_file
 from .line_input import LineInput, PipeInput, TerminalInput, open_history, unquoted
 from .options import (

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import click
 
-from .help_groups import Commands, OffspecCommand, option
+from .flag_declarations import Commands, OffspecCommand, option
 from .settings import Settings, settable
 
 SECRETS = ("api-key",)  # values that are not printed: people paste this output into questions

@@ -13,7 +13,7 @@ from offspec import Constraint, SamplingParams
 from offspec.errors import UsageError
 from offspec.user_files import parse_json
 
-from .help_groups import FLAGS, SAMPLING, FlagRecord, all_of
+from .flag_declarations import FLAGS, SAMPLING, FlagRecord, all_of
 from .reading import read_file
 
 NAMES = ("json_schema", "json_object", "grammar", "regex")  # of a JSON object

@@ -15,7 +15,7 @@ from offspec.training.distill_params import HEADS, DistillParams, DraftParams, H
 from offspec.user_files import expand_home
 
 from .distill_draft import DRAFT_FLAGS, DraftFlags, distil_draft, draft_options
-from .help_groups import SAMPLING, OffspecCommand, option, research_option
+from .flag_declarations import SAMPLING, OffspecCommand, option, research_option
 from .options import (
     MODEL_HELP,
     MOST_DIGITS,

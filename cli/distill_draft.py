@@ -10,7 +10,7 @@ import click
 
 from offspec.training.distill_params import LOSSES, DraftParams
 
-from .help_groups import option, research_option
+from .flag_declarations import option, research_option
 from .options import Number, WholeNumber
 from .training_job import TrainingJob, is_typed, training_line
 

@@ -22,8 +22,8 @@ from click.shell_completion import shell_complete
 from offspec import __version__
 from offspec.errors import OffspecError
 
-from .flags import with_flags
-from .help_groups import HELP_NAMES, Commands
+from .flag_declarations import HELP_NAMES, Commands
+from .flag_names import with_flags
 
 COMMANDS = {
     "run": "Generate text for one prompt, or for a file of prompts.",

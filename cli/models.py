@@ -11,8 +11,8 @@ import click
 
 from offspec import format_size
 
-from .flags import with_flags
-from .help_groups import OffspecCommand, option
+from .flag_declarations import OffspecCommand, option
+from .flag_names import with_flags
 
 if TYPE_CHECKING:
     from offspec.tools.local_models import LocalModel

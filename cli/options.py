@@ -25,9 +25,9 @@ from offspec import (
 )
 from offspec.errors import UsageError
 
-from . import help_groups as heading
-from .flags import with_flags
-from .help_groups import Decorator, FlagRecord, all_of, option
+from . import flag_declarations as heading
+from .flag_declarations import Decorator, FlagRecord, all_of, option
+from .flag_names import with_flags
 from .learning import learning_alone, written_file
 from .terminal import LoadingBar, is_watched
 

@@ -12,8 +12,8 @@ from click.core import ParameterSource
 
 from offspec import PLAN_FORMATS, LoadOptions, format_seconds, format_size
 
-from .flags import with_flags
-from .help_groups import OWN, OffspecCommand, option
+from .flag_declarations import OWN, OffspecCommand, option
+from .flag_names import with_flags
 from .options import (
     LOADING,
     MAX_TEXTS,

@@ -13,8 +13,8 @@ from offspec import CONVERT_FORMATS, LOSSLESS_FORMAT, SHADOW_FORMATS, ConvertPar
 from offspec.errors import OffspecError
 from offspec.user_files import expand_home
 
-from .flags import with_flags
-from .help_groups import OffspecCommand, option
+from .flag_declarations import OffspecCommand, option
+from .flag_names import with_flags
 from .options import A_MODEL, MODEL
 from .terminal import TimeLeft, is_watched, show_line
 

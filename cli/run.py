@@ -24,7 +24,7 @@ from .answers import INTERRUPTED, SharedAnswers, answer_of, interrupted
 from .batch import EMPTY_PROMPT, Answer, Asked, PromptBatch, TokenIds, Turns, is_turns
 from .constraints import ConstraintFlags, constraint_options
 from .first_run import tell_next_once
-from .help_groups import FlagRecord, OffspecCommand, option
+from .flag_declarations import FlagRecord, OffspecCommand, option
 from .learning import learning_kept, written_file
 from .node_engine import EngineJob
 from .options import (

@@ -22,8 +22,8 @@ from click.core import ParameterSource
 from offspec import AUTO_TEXTS, LoadOptions, SamplingParams, SpeculationParams
 from offspec.errors import TokenizerError, UsageError
 
-from .flags import with_flags
-from .help_groups import OWN, OffspecCommand, option
+from .flag_declarations import OWN, OffspecCommand, option
+from .flag_names import with_flags
 from .learning import learning_kept, written_file
 from .options import (
     LOADING,

@@ -26,7 +26,7 @@ import click
 from offspec.errors import OffspecError
 from offspec.user_files import expand_home, read_small_file, user_folder
 
-from .help_groups import where_is
+from .flag_declarations import where_is
 
 FILE_VARIABLE, PREFIX = "OFFSPEC_CONFIG", "OFFSPEC_"
 

@@ -14,7 +14,7 @@ from offspec.errors import VerificationError
 
 from .batch import read_prompts
 from .constraints import ConstraintFlags, constraint_options
-from .help_groups import OffspecCommand, option, research_option
+from .flag_declarations import OffspecCommand, option, research_option
 from .options import (
     MODEL_HELP,
     Number,

@@ -214,7 +214,7 @@ def _is_bias(pairs: Any) -> bool:
 class SpeculationParams:
     """Drafting and acceptance. Only `accept` changes the text, if it is not exact.
 
-    budget: nodes per tree; 0 is plain decoding; None finds the budget at run time (`scheduler.pace.budget`). scoring:
+    budget: nodes per tree; 0 is plain decoding; None finds the budget at run time (`pace.controllers`). scoring:
     coupled (shared noise, fitted sharpness) or specexec (the draft's cumulative probability, without the request's
     temperature, top-k, top-p and min-p, as in its authors' code). tree: best-first, or another of TREES, for
     comparison. width: nodes expanded by one draft forward; None finds it at run time, or is an eighth of a given

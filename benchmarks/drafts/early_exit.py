@@ -37,7 +37,7 @@ from offspec.model.early_exit import EarlyExit, SharedDraft, Trunk
 from offspec.scheduler.drafting.drafter import DraftRequest
 from offspec.scheduler.drafting.learnt import RunningEstimates
 from offspec.scheduler.drafting.model_drafter import ModelDrafter
-from offspec.scheduler.pace.budget import Controller, DraftingState, FixedBudget
+from offspec.scheduler.pace.controllers import Controller, DraftingState, FixedBudget
 from offspec.scheduler.pace.costs import Costs as LearntCosts
 from offspec.scheduler.pace.thompson import THOMPSON_WIDTH, ThompsonSampling
 

@@ -34,7 +34,7 @@ from offspec.scheduler.drafting.drafter import Drafter, DraftRequest
 from offspec.scheduler.drafting.learnt import RunningEstimates
 from offspec.scheduler.drafting.model_drafter import ModelDrafter
 from offspec.scheduler.guessing.lookup import Guesser, PromptLookup
-from offspec.scheduler.pace.budget import Controller
+from offspec.scheduler.pace.controllers import Controller
 from offspec.scheduler.pace.costs import Costs as LearntCosts
 from offspec.scheduler.trees.sampling import Sampler
 

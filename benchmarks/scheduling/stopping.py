@@ -35,7 +35,7 @@ from offspec.lab.sequoia import MeasuredAcceptance, SequoiaDrafter, TreeSize, be
 from offspec.model.decoder import CachedDecoder
 from offspec.scheduler.drafting.drafter import Drafter
 from offspec.scheduler.pace.averages import DecayingRatio
-from offspec.scheduler.pace.budget import Controller, DraftingState, FixedBudget, MarginalRate
+from offspec.scheduler.pace.controllers import Controller, DraftingState, FixedBudget, MarginalRate
 from offspec.scheduler.pace.costs import Costs as LearntCosts
 from offspec.scheduler.pace.thompson import THOMPSON_WIDTH, CalibrationSampling, ThompsonSampling
 from offspec.scheduler.trees.sampling import Sampler

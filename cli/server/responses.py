@@ -27,7 +27,7 @@ from starlette.types import Message, Receive, Scope, Send
 from offspec import memory_error
 from offspec.errors import ConstraintError, ContextLengthError, OffspecError, TokenizerError, UsageError
 
-from ..flags import with_flags
+from ..flag_names import with_flags
 from .answer_forms import AnswerForm
 from .openai_answers import Said, failure
 from .request_parts import Json

@@ -31,7 +31,7 @@ from offspec import SamplingParams
 from offspec.errors import OffspecError, UsageError
 from offspec.user_files import parse_json
 
-from ..flags import with_flags
+from ..flag_names import with_flags
 from .answer_forms import ApiForm
 from .anthropic_messages import Messages
 from .connections import Bodies

@@ -15,14 +15,14 @@ import torch
 
 from offspec.loaders.convert import Progress
 from offspec.loaders.streaming.placement import Placement
-from offspec.scheduler.drafting.controllers import controller_for
+from offspec.scheduler.drafting.choose_controller import controller_for
 from offspec.scheduler.drafting.drafter import Drafter, DraftRequest, NoDrafter
 from offspec.scheduler.drafting.forced import ForcedDrafter
 from offspec.scheduler.drafting.model_drafter import ModelDrafter
 from offspec.scheduler.drafting.model_guesser import ModelGuesser
 from offspec.scheduler.guessing.lookup import Guesser
 from offspec.scheduler.guessing.retrieval import Retrieval, SuffixIndex
-from offspec.scheduler.pace.budget import Controller
+from offspec.scheduler.pace.controllers import Controller
 from offspec.scheduler.params import SpeculationParams, max_nodes
 from offspec.scheduler.trees.verify import TargetPass
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from ..checkpoints.head_files import OWN_KIND
 from ..model.config import ModelConfig
 from ..model.decoder import Decoder
-from ..model.heads.head import LAYERS, Advanced
-from ..model.heads.mtp import EMBEDDING_NORM, FC, OWN_NORM, PREFIX, STATE_NORM
+from ..model.heads.head import LAYERS, OWN_NORM, Advanced
+from ..model.heads.mtp import EMBEDDING_NORM, FC, PREFIX, STATE_NORM
 from ..training.head_structures import (
     UNROLLED,
     Beginning,

@@ -198,7 +198,7 @@ def _sizes(acceptance: Acceptance, tree: int, num_texts: int) -> list[int]:
 
 
 def rows_of_round(num_nodes: int) -> int:
-    """The rows of a round that grows a tree of `num_nodes`: `scheduler.pace.budget.FixedBudget`'s."""
+    """The rows of a round that grows a tree of `num_nodes`: `scheduler.pace.controllers.FixedBudget`'s."""
     return min(64, max(16, num_nodes // 8))
 
 

@@ -22,11 +22,10 @@ from ..model.heads.eagle import (
     FC,
     JOINED_NORM,
     OF_TARGET,
-    OWN_NORM,
     TO_TARGET,
     tapped_layers,
 )
-from ..model.heads.head import LAYERS, OWN_HEAD, Advanced
+from ..model.heads.head import LAYERS, OWN_HEAD, OWN_NORM, Advanced
 from .distill_params import HEADS
 from .target_texts import Shard
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ..pace.averages import DecayingRatio, Retry
-from ..pace.budget import PLAIN_ROWS, RATE_FORGETTING, Controller, DraftingState
 from ..pace.calibration import DraftCalibration
+from ..pace.controllers import PLAIN_ROWS, RATE_FORGETTING, Controller, DraftingState
 from ..pace.costs import MOST_ROWS, Costs
 from ..pace.shared_pass import SharedPass
 from ..pace.speculation_switch import SpeculationSwitch

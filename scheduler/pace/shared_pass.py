@@ -14,7 +14,7 @@ import numpy as np
 
 from ..trees.token_tree import FloatArray
 from .averages import DecayingRatio
-from .budget import RATE_FORGETTING
+from .controllers import RATE_FORGETTING
 from .costs import MOST_ROWS, Costs
 from .trials import OverlapSwitch
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..trees.token_tree import FloatArray
-from .budget import Controller, DraftingState
+from .controllers import Controller, DraftingState
 
 THOMPSON_WIDTH = 16  # nodes that a round expands
 

@@ -18,11 +18,11 @@ from benchmarks.scheduling.stopping import (
     to_depth,
 )
 from offspec.lab.sequoia import MeasuredAcceptance, TreeSize
-from offspec.scheduler.pace.budget import DraftingState, FixedBudget
+from offspec.scheduler.pace.controllers import DraftingState, FixedBudget
 from offspec.scheduler.pace.costs import Costs as LearntCosts
 from offspec.scheduler.trees.token_tree import FloatArray
 
-from ..scheduler.pace.test_budget import NONE, state_of
+from ..scheduler.pace.test_controllers import NONE, state_of
 from ..scheduler.pace.test_thompson import rounds_of
 
 ROOT_STATE = DraftingState(np.empty(0), np.ones(1), np.ones(1), 1, 0.0)

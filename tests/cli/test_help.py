@@ -8,8 +8,8 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from offspec.cli import help_groups
-from offspec.cli.help_groups import MEMORY, FlagRecord, OffspecCommand, all_of, option, where_is
+from offspec.cli import flag_declarations
+from offspec.cli.flag_declarations import MEMORY, FlagRecord, OffspecCommand, all_of, option, where_is
 from offspec.cli.main import COMMANDS, cli
 from offspec.cli.settings import Settings
 
@@ -53,7 +53,7 @@ def brew_command(received: list[Brew]) -> OffspecCommand:
 
 
 def test_from_one_declaration_follows_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(help_groups, "FLAGS", {})
+    monkeypatch.setattr(flag_declarations, "FLAGS", {})
     received: list[Brew] = []
     command = brew_command(received)
     shown, everything = (CliRunner().invoke(command, [flag]).output for flag in ("--help", "--help-all"))
@@ -65,5 +65,5 @@ def test_from_one_declaration_follows_the_rest(monkeypatch: pytest.MonkeyPatch) 
     assert received == [Brew(), Brew(5, "oolong", milk=False)]
     settings = Settings({"make-tea": command}, {"OFFSPEC_CONFIG": "", "OFFSPEC_CUP_SIZE": "4"})
     assert settings.defaults("make-tea") == {"cup_size": "4"}
-    assert help_groups.FLAGS["cup_size"] == "--cup-size"
+    assert flag_declarations.FLAGS["cup_size"] == "--cup-size"
     assert where_is("--cup-size", {"make-tea": command}) == "offspec make-tea has it"

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from offspec.loaders.formats import Weight, linear
 from offspec.loaders.streaming.small_transfers import to_device
-from offspec.loaders.streaming.weights import RamWeights
 
 from ...errors import CheckpointError, UnsupportedModelError
 from ..block import layer_shapes
@@ -26,18 +25,17 @@ from ..config import ModelConfig, read_config
 from ..config_values import Json, mapping, positive
 from ..decoder import Decoder
 from ..memory.text_memory import TextMemory
-from ..names import EMBEDDING, FINAL_NORM, HEAD
-from ..norms import normalize
+from ..names import EMBEDDING
 from ..parts.attention import Attention
 from ..parts.kv_attention import attend
-from ..parts.part import LayerWeights, Part, PassRows, as_vector
+from ..parts.part import LayerWeights, Part, PassRows
 from ..pass_rows import AppendedRows
 from ..rope import Rotations
 from .chained import MOST_STEPS
 from .eagle import OF_TARGET, TO_TARGET, vocabulary_of
-from .head import LAYERS, OWN_EMBEDDING, OWN_HEAD, Advanced, Head, HeadSpec, Inputs, layers_of
+from .head import LAYERS, OWN_EMBEDDING, OWN_HEAD, OWN_NORM, Advanced, HeadSpec, Inputs, StoredHead
 
-FC, STATE_NORM, OWN_NORM = "fc.weight", "hidden_norm.weight", "norm.weight"
+FC, STATE_NORM = "fc.weight", "hidden_norm.weight"
 ENTRY = "dflash_config"
 
 
@@ -51,7 +49,7 @@ class BlockShape:
     mask: int
 
 
-class DFlashHead(Head):
+class DFlashHead(StoredHead):
     """A block head. The states after a text's last token and after all nodes below it come from one block.
 
     So nodes have no features: a node's depth chooses one of the block's states.
@@ -62,27 +60,13 @@ class DFlashHead(Head):
     ) -> None:
         """tensors: by the names of `dflash_spec`, on the target's device."""
         self._shape = shape
-        self._tensors = tensors
         self.target_layers = shape.target_layers
         self.num_steps = shape.size - 1
         self._states = WeakKeyDictionary[TextMemory, Tensor]()  # of each text's block: [B - 1, hidden]
-        names = {EMBEDDING: OWN_EMBEDDING, FINAL_NORM: OWN_NORM, HEAD: OWN_HEAD}
-        shared = {name: tensors[name_in_head] for name, name_in_head in names.items() if name_in_head in tensors}
-        weights = RamWeights(layers_of(tensors, shape.config.num_layers), shared, dtype or target.dtype)
-        super().__init__(shape.config, weights, target, vocabulary_of(tensors, target), dtype)
-
-    @property
-    def has_own_embedding(self) -> bool:
-        return OWN_EMBEDDING in self._tensors
-
-    @property
-    def has_own_head(self) -> bool:
-        return OWN_HEAD in self._tensors
+        super().__init__(shape.config, tensors, target, vocabulary_of(tensors, target), dtype)
 
     def fused(self, states: Tensor) -> Tensor:
-        joined = linear(states.to(self.dtype), self._tensors[FC])
-        weight = as_vector(self._tensors[STATE_NORM]).to(joined.dtype)
-        return normalize(joined, weight, None, self.config.norm, self.config.rms_norm_eps)
+        return self.normed_by(STATE_NORM, linear(states.to(self.dtype), self.tensors[FC]))
 
     def advance(self, inputs: Inputs, rows: PassRows) -> Advanced:
         assert isinstance(rows, AppendedRows)

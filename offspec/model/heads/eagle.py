@@ -18,7 +18,6 @@ from torch import Tensor
 
 from offspec.loaders.formats import Weight, linear
 from offspec.loaders.streaming.small_transfers import to_device
-from offspec.loaders.streaming.weights import RamWeights
 from offspec.scheduler.trees.vocabulary import Vocabulary
 
 from ...errors import CheckpointError, UnsupportedModelError
@@ -27,17 +26,14 @@ from ..config import ModelConfig, read_config
 from ..config_values import Json, number_in
 from ..decoder import Decoder
 from ..families import NormPlaces
-from ..names import EMBEDDING, FINAL_NORM, HEAD
-from ..norms import normalize
 from ..parts.attention import Attention
 from ..parts.kinds import parts_of
 from ..parts.mlp import Mlp
 from ..parts.part import LayerWeights, Part, PassRows, as_vector
 from ..rope import RotaryEmbeddings
-from .head import LAYERS, OWN_EMBEDDING, OWN_HEAD, HeadSpec, Inputs, LayeredHead, layers_of
+from .head import LAYERS, OWN_EMBEDDING, OWN_HEAD, OWN_NORM, HeadSpec, Inputs, LayeredHead
 
 FC, FC_BIAS = "fc.weight", "fc.bias"
-OWN_NORM = "norm.weight"
 TO_TARGET, OF_TARGET = "d2t", "t2d"
 JOINED_NORM, INPUT_NORM = "hidden_norm.weight", "input_norm.weight"
 TAPPED = "eagle_aux_hidden_state_layer_ids"  # the key in config.json of the target's layers whose states are read
@@ -105,36 +101,23 @@ class EagleHead(LayeredHead):
         """tensors: by the names of `eagle_shapes`, on the target's device."""
         self._shape = shape
         self.feeds_normed = shape.norm_output
-        self._tensors = tensors
         config = shape.config
         self.target_layers = shape.target_layers
-        layers = layers_of(tensors, config.num_layers)
-        names = {EMBEDDING: OWN_EMBEDDING, FINAL_NORM: OWN_NORM, HEAD: OWN_HEAD}
-        shared = {name: tensors[name_in_head] for name, name_in_head in names.items() if name_in_head in tensors}
-        weights = RamWeights(layers, shared, dtype or target.dtype)
-        super().__init__(config, weights, target, vocabulary_of(tensors, target), dtype)
+        super().__init__(config, tensors, target, vocabulary_of(tensors, target), dtype)
         self.blocks[0] = Block(0, self._first_parts(rotaries_of(config, self.dtype, self.device)))
 
     def _first_parts(self, rotaries: RotaryEmbeddings) -> Sequence[Part]:
         return first_parts(self._shape, rotaries)
 
-    @property
-    def has_own_embedding(self) -> bool:
-        return OWN_EMBEDDING in self._tensors
-
-    @property
-    def has_own_head(self) -> bool:
-        return OWN_HEAD in self._tensors
-
     def fused(self, states: Tensor) -> Tensor:
         states = states.to(self.dtype)
         if self._shape.version == 1:
             return states
-        if INPUT_NORM in self._tensors:
-            states = self._norm(states, INPUT_NORM)
-        if fc_norm(0) in self._tensors:
+        if INPUT_NORM in self.tensors:
+            states = self.normed_by(INPUT_NORM, states)
+        if fc_norm(0) in self.tensors:
             parts = states.chunk(len(self.target_layers), dim=-1)
-            states = torch.cat([self._norm(part, fc_norm(i)) for i, part in enumerate(parts)], dim=-1)
+            states = torch.cat([self.normed_by(fc_norm(i), part) for i, part in enumerate(parts)], dim=-1)
         return self._fc(states)
 
     def joined(self, inputs: Inputs) -> Tensor:
@@ -145,12 +128,9 @@ class EagleHead(LayeredHead):
         """EAGLE-1 predicts the target's final states; EAGLE-3 has a norm of its own before its head."""
         return hidden if self._shape.version == 1 else super().normed(hidden)
 
-    def _norm(self, x: Tensor, name: str) -> Tensor:
-        return normalize(x, as_vector(self._tensors[name]).to(x.dtype), None, "rms", self.config.rms_norm_eps)
-
     def _fc(self, x: Tensor) -> Tensor:
-        bias = self._tensors.get(FC_BIAS)
-        return linear(x, self._tensors[FC], None if bias is None else as_vector(bias))
+        bias = self.tensors.get(FC_BIAS)
+        return linear(x, self.tensors[FC], None if bias is None else as_vector(bias))
 
 
 def vocabulary_of(tensors: Mapping[str, Weight], target: Decoder) -> Vocabulary:

@@ -62,9 +62,9 @@ class FspadHead(EagleHead):
     def _fc(self, x: Tensor) -> Tensor:
         """x [T, 2 * hidden]: embeddings, then features; returns [T, hidden]."""
         embedded, x = x.chunk(2, dim=-1)[0], super()._fc(x).to(self.dtype)
-        gate, up, down = (self._tensors[f"{SAMPLING}{name}.weight"] for name in ("gate", "up", "down"))
+        gate, up, down = (self.tensors[f"{SAMPLING}{name}.weight"] for name in ("gate", "up", "down"))
         inner = ACTIVATIONS[self.config.activation](linear(embedded, gate))
-        return x + linear(inner * linear(self._norm(x, f"{SAMPLING}norm.weight"), up), down)
+        return x + linear(inner * linear(self.normed_by(f"{SAMPLING}norm.weight", x), up), down)
 
 
 def fspad_spec(config: Json, present: Mapping[str, tuple[int, ...]], target: ModelConfig) -> HeadSpec:

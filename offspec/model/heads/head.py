@@ -16,17 +16,18 @@ import torch
 from torch import Tensor
 
 from offspec.loaders.formats import Weight
-from offspec.loaders.streaming.weights import WeightSource
+from offspec.loaders.streaming.weights import RamWeights, WeightSource
 from offspec.scheduler.trees.token_tree import IntArray
 from offspec.scheduler.trees.vocabulary import Vocabulary
 
 from ..config import ModelConfig
 from ..decoder import Decoder
-from ..names import EMBEDDING
-from ..parts.part import PassRows
+from ..names import EMBEDDING, HEAD
+from ..norms import normalize
+from ..parts.part import PassRows, as_vector
 
 LAYERS = "layers."  # the prefix of a head's own layers
-OWN_EMBEDDING, OWN_HEAD = "embed_tokens.weight", "lm_head.weight"
+OWN_EMBEDDING, OWN_NORM, OWN_HEAD = "embed_tokens.weight", "norm.weight", "lm_head.weight"
 
 
 class Advanced(NamedTuple):
@@ -111,7 +112,39 @@ class Head(Decoder, ABC):
         return super().capped(logits) if self.has_own_head else self.target.capped(logits)
 
 
-class LayeredHead(Head):
+class StoredHead(Head):
+    """A head that consists of its file's tensors: layers, perhaps an embedding and a head, and whatever it has more."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        tensors: Mapping[str, Weight],
+        target: Decoder,
+        vocabulary: Vocabulary,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """tensors: by the names of its `HeadSpec`, on the target's device."""
+        self.tensors = tensors
+        names = {EMBEDDING: OWN_EMBEDDING, config.final_norm: OWN_NORM, HEAD: OWN_HEAD}
+        shared = {name: tensors[name_in_head] for name, name_in_head in names.items() if name_in_head in tensors}
+        weights = RamWeights(layers_of(tensors, config.num_layers), shared, dtype or target.dtype)
+        super().__init__(config, weights, target, vocabulary, dtype)
+
+    @property
+    def has_own_embedding(self) -> bool:
+        return OWN_EMBEDDING in self.tensors
+
+    @property
+    def has_own_head(self) -> bool:
+        return OWN_HEAD in self.tensors
+
+    def normed_by(self, name: str, x: Tensor) -> Tensor:
+        """x [..., N] after the norm with the weight of this name."""
+        weight = as_vector(self.tensors[name]).to(x.dtype)
+        return normalize(x, weight, None, self.config.norm, self.config.rms_norm_eps)
+
+
+class LayeredHead(StoredHead):
     """A head of decoder layers over rows that join a token's embedding and the features before it.
 
     feeds_normed: whether a row's children get its states behind the final norm as their features.
@@ -127,7 +160,7 @@ class LayeredHead(Head):
         x = self.joined(inputs)
         for block in self.blocks:
             with self.weights.layer(block.index) as tensors:
-                weights = self.layer_weights(tensors)
+                weights = self.layer_weights(tensors, block.index)
                 parts = [block.forward(x[first:last], weights, rows, first, last) for first, last in rows.chunks]
             x = torch.cat(parts) if len(parts) > 1 else parts[0]
         states = self.normed(x)

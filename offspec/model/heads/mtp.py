@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from offspec.loaders.formats import Weight, linear
-from offspec.loaders.streaming.weights import RamWeights
 from offspec.scheduler.trees.vocabulary import Vocabulary
 
 from ...errors import CheckpointError, UnsupportedModelError
@@ -25,14 +24,12 @@ from ..block import kv_layouts, layer_shapes
 from ..config import ModelConfig
 from ..config_values import Json
 from ..decoder import Decoder
-from ..names import EMBEDDING, HEAD, LAYER_PREFIX
-from ..norms import normalize
-from ..parts.part import as_vector
-from .head import LAYERS, OWN_EMBEDDING, OWN_HEAD, HeadSpec, Inputs, LayeredHead, layers_of
+from ..names import LAYER_PREFIX
+from .head import LAYERS, OWN_EMBEDDING, OWN_HEAD, OWN_NORM, HeadSpec, Inputs, LayeredHead
 
 KIND = "MTP"
 PREFIX = "mtp."  # of Qwen's names; the rest of them are `MtpHead`'s
-FC, OWN_NORM = "fc.weight", "norm.weight"
+FC = "fc.weight"
 EMBEDDING_NORM, STATE_NORM = "pre_fc_norm_embedding.weight", "pre_fc_norm_hidden.weight"
 # DeepSeek's and GLM's names in the layer after the last one → `MtpHead`'s.
 _NEXTN = {
@@ -56,28 +53,11 @@ class MtpHead(LayeredHead):
         target: Decoder,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """tensors: by the names of `mtp_spec`, on the target's device."""
-        self.tensors = tensors
-        names = {EMBEDDING: OWN_EMBEDDING, config.final_norm: OWN_NORM, HEAD: OWN_HEAD}
-        shared = {name: tensors[name_in_head] for name, name_in_head in names.items() if name_in_head in tensors}
-        weights = RamWeights(layers_of(tensors, config.num_layers), shared, dtype or target.dtype)
-        super().__init__(config, weights, target, Vocabulary(target.config.vocab_size), dtype)
-
-    @property
-    def has_own_embedding(self) -> bool:
-        return OWN_EMBEDDING in self.tensors
-
-    @property
-    def has_own_head(self) -> bool:
-        return OWN_HEAD in self.tensors
+        super().__init__(config, tensors, target, Vocabulary(target.config.vocab_size), dtype)
 
     def joined(self, inputs: Inputs) -> Tensor:
         parts = ((self.embedded(inputs.tokens), EMBEDDING_NORM), (inputs.features, STATE_NORM))
-        return linear(torch.cat([self._norm(x, name) for x, name in parts], dim=-1), self.tensors[FC])
-
-    def _norm(self, x: Tensor, name: str) -> Tensor:
-        weight = as_vector(self.tensors[name]).to(x.dtype)
-        return normalize(x, weight, None, self.config.norm, self.config.rms_norm_eps)
+        return linear(torch.cat([self.normed_by(name, x) for x, name in parts], dim=-1), self.tensors[FC])
 
 
 def mtp_spec(config: Json, present: Mapping[str, tuple[int, ...]], target: ModelConfig) -> HeadSpec:

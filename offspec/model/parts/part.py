@@ -166,8 +166,8 @@ class WeightsOfExperts(LayerWeights):
         product = linear_each(x, self._counts, [tensors[f"{name}.weight"] for tensors in self._each], self.scratch)
         if f"{name}.bias" not in self.tensors:
             return product
-        biases = torch.stack([as_vector(tensors[f"{name}.bias"]).to(x.dtype) for tensors in self._each])
-        return product + biases.repeat_interleave(torch.tensor(self._counts, device=x.device), dim=0)
+        biases = (as_vector(tensors[f"{name}.bias"]).to(x.dtype) for tensors in self._each)
+        return product + torch.cat([bias.expand(n, -1) for bias, n in zip(biases, self._counts, strict=True)])
 
 
 def as_vector(weight: Weight) -> Tensor:

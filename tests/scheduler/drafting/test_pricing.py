@@ -7,8 +7,8 @@ import pytest
 
 from offspec.scheduler.drafting.pricing import PassPricing, Rest
 from offspec.scheduler.drafting.score_calls import Drafting, run_alone
-from offspec.scheduler.pace.budget import DraftingState, FixedBudget, MarginalRate
 from offspec.scheduler.pace.calibration import Calibration
+from offspec.scheduler.pace.controllers import DraftingState, FixedBudget, MarginalRate
 from offspec.scheduler.pace.costs import Costs
 from offspec.scheduler.params import MAX_NODES
 

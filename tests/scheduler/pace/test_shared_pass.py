@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from offspec.scheduler.pace.budget import DraftingState, MarginalRate
+from offspec.scheduler.pace.controllers import DraftingState, MarginalRate
 from offspec.scheduler.pace.costs import Costs
 from offspec.scheduler.pace.shared_pass import SharedPass
 

@@ -11,8 +11,8 @@ import pytest
 from offspec.scheduler.drafting.drafter import DraftRequest
 from offspec.scheduler.drafting.model_drafter import ModelDrafter
 from offspec.scheduler.drafting.pricing import PassPricing
-from offspec.scheduler.pace.budget import FixedBudget
 from offspec.scheduler.pace.calibration import Calibration
+from offspec.scheduler.pace.controllers import FixedBudget
 from offspec.scheduler.pace.costs import Costs
 from offspec.scheduler.pace.shared_pass import SharedPass
 from offspec.scheduler.pace.speculation_switch import SpeculationSwitch

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from offspec.scheduler.pace.budget import FixedBudget, MarginalRate
+from offspec.scheduler.pace.controllers import FixedBudget, MarginalRate
 from offspec.scheduler.pace.costs import Costs
 from offspec.scheduler.pace.thompson import CalibrationSampling, ThompsonSampling
 
-from .test_budget import NONE, PROFILE, flat_until, rated, state_of
+from .test_controllers import NONE, PROFILE, flat_until, rated, state_of
 
 
 def thompson(seed: int = 0) -> ThompsonSampling:

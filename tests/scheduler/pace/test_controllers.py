@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offspec.scheduler.drafting.controllers import controller_for
+from offspec.scheduler.drafting.choose_controller import controller_for
 from offspec.scheduler.drafting.drafter import DraftRequest
 from offspec.scheduler.drafting.model_drafter import ModelDrafter
-from offspec.scheduler.pace.budget import DraftingState, FixedBudget, MarginalRate
+from offspec.scheduler.pace.controllers import DraftingState, FixedBudget, MarginalRate
 from offspec.scheduler.pace.costs import Costs
 from offspec.scheduler.pace.thompson import ThompsonSampling
 from offspec.scheduler.params import MAX_NODES, SamplingParams, SpeculationParams, Stopping

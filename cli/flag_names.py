@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 
-from .help_groups import FLAGS
+from .flag_declarations import FLAGS
 
 _NAMED = re.compile(r"`([a-z_]+)(?:=([^`]*))?`")
 # Flags that messages name before a command's module, which declares them, can be imported: memory is short.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..pace.budget import Controller, FixedBudget, MarginalRate
+from ..pace.controllers import Controller, FixedBudget, MarginalRate
 from ..pace.costs import Costs
 from ..pace.thompson import CalibrationSampling, ThompsonSampling
 from ..params import MAX_NODES, SpeculationParams

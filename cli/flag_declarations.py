@@ -1,7 +1,7 @@
 """Flags, declared once: spelling, type, default, help, heading, and the record that they are a field of.
 
-From a declaration follow the flag's place in `--help`, its keys in the settings, its name in messages (`flags`), and
-the record that the command receives. A command with several records gets each of them, built once.
+From a declaration follow the flag's place in `--help`, its keys in the settings, its name in messages (`flag_names`),
+and the record that the command receives. A command with several records gets each of them, built once.
 """
 
 from __future__ import annotations
