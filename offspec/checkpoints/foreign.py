@@ -96,7 +96,7 @@ def _config(raw: Json, names: _Names, probed: Probed) -> ForeignConfig:
         kv=layouts,
         key_value_dims=probed.key_value_dims,
         has_experts=names.has_experts,
-        expert_share=_expert_share(config) if names.has_experts else 1.0,
+        routed_share=_expert_share(config) if names.has_experts else 1.0,
         has_linear_head=probed.has_linear_head,
         made_elements=names.made_elements(),
         ignored=names.ignored,

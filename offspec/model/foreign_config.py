@@ -57,7 +57,7 @@ class ForeignConfig(ModelConfig):
     layer_sources: per layer, a parameter's path in the layer → its source. shared_sources: the same with full paths in
     the model, without embedding and head. kv: each layer's KV entry; key_value_dims: the dimensions of a head's key and
     value. made_elements: the maximum number of elements that a layer dequantises at once.
-    expert_share: the share of a layer's experts that a row uses. ignored: full names of tensors that no module needs.
+    routed_share: the share of a layer's experts that a row uses. ignored: full names of tensors that no module needs.
     """
 
     raw: Json
@@ -72,7 +72,7 @@ class ForeignConfig(ModelConfig):
     kv: tuple[KVLayout, ...]
     key_value_dims: tuple[tuple[int, int], ...]
     has_experts: bool
-    expert_share: float
+    routed_share: float
     has_linear_head: bool
     made_elements: int
     ignored: frozenset[str]
@@ -81,6 +81,10 @@ class ForeignConfig(ModelConfig):
     most_nodes = MAX_NODES
     has_whole_attention = True
     only_multiplies = False
+
+    @property
+    def expert_share(self) -> float:
+        return self.routed_share
 
     def parts_of(self, layer: int) -> tuple[str, ...]:
         return ("modules",)
