@@ -422,8 +422,10 @@ def _mixtral(config: Json, num_layers: int) -> Fields:
 
 
 def _qwen3_moe(config: Json, num_layers: int) -> Fields:
-    """Qwen3-MoE: Qwen3's attention."""
+    """Qwen3-MoE: Qwen3's attention, with another default of the heads' size."""
     num, num_used = _num_experts(config)
+    size = positive(config, "hidden_size") // positive(config, "num_attention_heads")
+    config = {**config, "head_dim": positive(config, "head_dim", max(1, size))}
     inner, is_normed = positive(config, "moe_intermediate_size"), bool(config.get("norm_topk_prob", False))
     shape = ExpertsShape(num, num_used, inner, is_normed=is_normed)
     return {**_qwen3(config, num_layers), "experts": shape, "parts": _expert_layers(config, num_layers)}
@@ -852,7 +854,7 @@ def _expanded(config: Json) -> int:
 def _granite_hybrid(config: Json, num_layers: int) -> Fields:
     """Mamba2 or attention, and one MLP, or experts beside it; in some models attention in each layer."""
     mixers, shared_size = _mamba_mixers(config, num_layers), positive(config, "shared_intermediate_size")
-    has_experts = config.get("num_local_experts") != 0
+    has_experts = bool(config.get("num_local_experts"))
     if (position := config.get("position_embedding_type")) not in ("rope", "nope", None):
         raise UnsupportedModelError(f"position_embedding_type {position!r} is not supported")
     return _granite(config, num_layers) | {
@@ -1257,6 +1259,22 @@ DEFAULTS: dict[str, Json] = {
         "num_experts_per_tok": 10,
         "num_experts": 512,
         "norm_topk_prob": True,
+    },
+    "mixtral": {
+        "rms_norm_eps": 1e-5,
+        "num_key_value_heads": 8,
+        "sliding_window": None,
+        "num_experts_per_tok": 2,
+        "num_local_experts": 8,
+        "default_theta": 1000000.0,
+    },
+    "qwen3_moe": {
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 32768,
+        "moe_intermediate_size": 768,
+        "num_experts_per_tok": 8,
+        "num_experts": 128,
     },
     "qwen2_moe": {
         "num_key_value_heads": 16,
