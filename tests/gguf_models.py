@@ -16,6 +16,7 @@ from torch import Tensor
 from .loaders.gguf_writing import write_gguf
 
 Json = Mapping[str, Any]
+SIGMOID = 2  # llama.cpp's number of a router's function
 
 
 def _rope(config: Json) -> dict[str, Any]:
@@ -93,7 +94,7 @@ def _ministral3(config: Json) -> dict[str, Any]:
 def _qwen35(config: Json) -> dict[str, Any]:
     return {
         **_rotary_share(config),
-        "rope.dimension_sections": [*_rope(config)["mrope_section"], 0],
+        **({"rope.dimension_sections": [*sections, 0]} if (sections := _rope(config).get("mrope_section")) else {}),
         "ssm.conv_kernel": config["linear_conv_kernel_dim"],
         "ssm.state_size": config["linear_key_head_dim"],
         "ssm.group_count": config["linear_num_key_heads"],
@@ -102,6 +103,40 @@ def _qwen35(config: Json) -> dict[str, Any]:
         "full_attention_interval": 4,
         "block_count": config["num_hidden_layers"] + config.get("mtp_num_hidden_layers", 0),
         **({"nextn_predict_layers": 1} if config.get("mtp_num_hidden_layers") else {}),
+    }
+
+
+def _num_experts(config: Json) -> dict[str, Any]:
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    count = next(config[name] for name in names if name in config)
+    return {"expert_count": count, "expert_used_count": config["num_experts_per_tok"]}
+
+
+def _inner_experts(config: Json) -> dict[str, Any]:
+    inner = config.get("moe_intermediate_size", config["intermediate_size"])
+    return {**_num_experts(config), "expert_feed_forward_length": inner}
+
+
+def _qwen_experts(config: Json) -> dict[str, Any]:
+    return {
+        **_inner_experts(config),
+        "expert_shared_feed_forward_length": config["shared_expert_intermediate_size"],
+    }
+
+
+def _minimax_m2(config: Json) -> dict[str, Any]:
+    return {**_inner_experts(config), "expert_gating_func": SIGMOID, **_rotary_share(config)}
+
+
+def _glm4_moe(config: Json) -> dict[str, Any]:
+    return {
+        **_minimax_m2(config),
+        "expert_shared_count": config["n_shared_experts"],
+        "expert_group_count": config["n_group"],
+        "expert_group_used_count": config["topk_group"],
+        "expert_weights_norm": config["norm_topk_prob"],
+        "expert_weights_scale": float(config["routed_scaling_factor"]),
+        "leading_dense_block_count": config["first_k_dense_replace"],
     }
 
 
@@ -129,12 +164,13 @@ def _mamba(config: Json) -> dict[str, Any]:
 
 
 def _granite_hybrid(config: Json) -> dict[str, Any]:
-    kinds = config["layer_types"]
+    kinds, shared = config["layer_types"], config["shared_intermediate_size"]
+    experts = {**_num_experts(config), "expert_shared_feed_forward_length": shared}
     return {
         **_granite(config),
         **_mamba(config),
         "attention.head_count_kv": [config["num_key_value_heads"] * (kind == "full_attention") for kind in kinds],
-        "feed_forward_length": config["shared_intermediate_size"],
+        **(experts if config["num_local_experts"] else {"feed_forward_length": shared}),
         "rope.scaling.finetuned": False,
     }
 
@@ -171,6 +207,16 @@ WRITTEN = {
     "ministral3": Written("mistral3", _ministral3, has_paired_heads=True),
     "qwen2": Written("qwen2"),
     "qwen3": Written("qwen3"),
+    "mixtral": Written("llama", _num_experts, has_paired_heads=True),
+    "qwen3_moe": Written("qwen3moe", _inner_experts),
+    "qwen2_moe": Written("qwen2moe", _qwen_experts),
+    "olmoe": Written("olmoe", _num_experts),
+    "gpt_oss": Written("gpt-oss", lambda config: {**_inner_experts(config), **_window(config)}),
+    "glm4_moe": Written("glm4moe", _glm4_moe),
+    "minimax_m2": Written("minimax-m2", _minimax_m2),
+    "granitemoe": Written("granitemoe", lambda config: {**_granite(config), **_num_experts(config)}, True),
+    "qwen3_5_moe_text": Written("qwen35moe", lambda c: {**_qwen35(c), **_qwen_experts(c)}, has_shifted_norms=True),
+    "qwen3_next": Written("qwen3next", lambda c: {**_qwen35(c), **_qwen_experts(c)}, has_shifted_norms=True),
     "gemma2": Written("gemma2", _gemma2, has_shifted_norms=True),
     "gemma3_text": Written("gemma3", _gemma3, has_shifted_norms=True),
     "gemma4_text": Written("gemma4", _gemma4),
@@ -199,11 +245,12 @@ def write_model(
     tensors: Mapping[str, Tensor],
     kinds: Mapping[str, str] = {},
     vocabulary: Mapping[str, Any] | None = None,
+    blocks: Mapping[str, np.ndarray] = {},
 ) -> Path:
     """The GGUF file of a model: config as transformers' `to_dict` has it, tensors by Hugging Face's names.
 
     kinds: a part of a tensor's name in GGUF → its type; the others are F32. vocabulary: metadata of the tokenizer; None
-    is two letters and their merge.
+    is two letters and their merge. blocks: bytes of tensors by their names in GGUF, in place of their numbers.
     """
     written = WRITTEN[config["model_type"]]
     arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == written.arch)
@@ -220,7 +267,7 @@ def write_model(
     renamed = {
         names.get_name(name, try_suffixes=(".weight", ".bias")) or name: array for name, array in content.items()
     }
-    renamed |= _factors(config)
+    renamed |= {**_factors(config), **blocks}
     types = {name: kind for name in renamed for part, kind in kinds.items() if part in name}
     metadata = {f"{written.arch}.{key}": value for key, value in _metadata(config, written).items()}
     tokenizer = _letters(config) if vocabulary is None else vocabulary
@@ -228,15 +275,50 @@ def write_model(
 
 
 def _parts(tensors: Mapping[str, Tensor], config: Json) -> Iterator[tuple[str, Tensor]]:
-    """Tensors by the names that llama.cpp's conversion knows; it splits Granite 4's MLP."""
+    """Tensors by the names that llama.cpp's conversion knows; it splits Granite 4's MLP, and experts' inputs."""
+    shared_mlp = "mlp.shared_expert" if config.get("num_local_experts") else "mlp"  # Granite 4's
     for name, tensor in tensors.items():
-        if name.endswith("shared_mlp.input_linear.weight"):
+        if ".experts." in name:
+            yield from _expert_parts(name.replace("block_sparse_moe", "mlp"), tensor, config)
+        elif name.endswith("in_proj_qkvz.weight"):
+            yield from _ungrouped(name, tensor, config)
+        elif name.endswith("shared_mlp.input_linear.weight"):
             for part, half in zip(("gate_proj", "up_proj"), tensor.chunk(2), strict=True):
-                yield name.replace("shared_mlp.input_linear", f"mlp.{part}"), half
+                yield name.replace("shared_mlp.input_linear", f"{shared_mlp}.{part}"), half
         else:
             is_backbone = config["model_type"] == "nemotron_h" and name.startswith("model.")
             stored = name.replace("model.", "backbone.", 1) if is_backbone else name
-            yield stored.replace("shared_mlp.output_linear", "mlp.down_proj"), tensor
+            stored = stored.replace("mlp.e_score", "mlp.gate.e_score").replace("correction_bias", "correction.bias")
+            stored = stored.replace("block_sparse_moe.router", "mlp.gate").replace(".sinks", ".sinks.weight")
+            is_vector = stored.endswith("shared_expert_gate.weight")
+            yield (
+                stored.replace("shared_mlp.output_linear", f"{shared_mlp}.down_proj"),
+                (tensor[0] if is_vector else tensor),
+            )
+
+
+def _expert_parts(name: str, tensor: Tensor, config: Json) -> Iterator[tuple[str, Tensor]]:
+    """Of tensors [experts, …]; gpt-oss has inputs before outputs, and rows of gate and `up` by turns."""
+    base, is_bias = name.removesuffix("_bias"), name.endswith("_bias")
+    suffix, is_other = "bias" if is_bias else "weight", config["model_type"] == "gpt_oss"
+    if is_other and not is_bias:
+        tensor = tensor.transpose(1, 2)
+    if base.endswith("down_proj"):
+        yield f"{base}.{suffix}", tensor
+    else:
+        halves = (tensor[:, ::2], tensor[:, 1::2]) if is_other else tensor.chunk(2, 1)
+        for part, half in zip(("gate", "up"), halves, strict=True):
+            yield base.replace("gate_up_proj", f"{part}_proj.{suffix}"), half
+
+
+def _ungrouped(name: str, tensor: Tensor, config: Json) -> Iterator[tuple[str, Tensor]]:
+    """Qwen3-Next's matrix of queries, keys, values and gates of each key head: the gates apart, then the rest."""
+    key_heads, key_size = config["linear_num_key_heads"], config["linear_key_head_dim"]
+    values = config["linear_value_head_dim"] * config["linear_num_value_heads"] // key_heads
+    pieces = tensor.view(key_heads, -1, tensor.shape[1]).split([key_size, key_size, values, values], 1)
+    *mixed, gates = (piece.flatten(0, 1) for piece in pieces)
+    yield name.replace("qkvz", "z"), gates
+    yield name.replace("qkvz", "qkv"), torch.cat(mixed)
 
 
 def _changed_mamba(name: str, array: np.ndarray, config: Json) -> np.ndarray:
@@ -289,6 +371,8 @@ def _changed(name: str, tensor: Tensor, config: Json, written: Written) -> np.nd
 
 def _changed_delta_net(name: str, array: np.ndarray, config: Json) -> np.ndarray:
     """llama.cpp sorts value heads by their place among those of a key head (`_reorder_v_heads`)."""
+    if config["model_type"] == "qwen3_next":
+        return -np.exp(array) if "A_log" in name else array.squeeze(1) if "conv1d" in name else array
     key_heads = config["linear_num_key_heads"]
     num_keys = 2 * key_heads * config["linear_key_head_dim"]
 

@@ -40,4 +40,5 @@ GGUF_TYPES: dict[int, GgufType] = {
     23: GgufType("IQ4_XS", 256, 136),
     29: GgufType("IQ1_M", 256, 56),
     30: GgufType("BF16", 1, 2),
+    39: GgufType("MXFP4", 32, 17),
 }

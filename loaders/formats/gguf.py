@@ -34,7 +34,7 @@ from .core import (
     any_bytes,
     tile,
 )
-from .gguf_blocks import HALVES, IQ4_VALUES, UNPACK, check_grid
+from .gguf_blocks import HALVES, UNPACK, VALUES, check_grid
 from .gguf_pack import PACK, GgufPacker, suffix
 from .on_gpu import FASTER_WAY, gguf_kernels, on_device
 from .plain import PlainWeight
@@ -45,6 +45,7 @@ QUANTISED: Mapping[str, GgufType] = {kind.name: kind for kind in GGUF_TYPES.valu
 WORTH_COMPILING = 1 << 18
 IN_FOLDERS = {suffix(name).removeprefix("."): name for name in PACK}  # suffix of a tensor of blocks → their type
 MOST_AT_ONCE = 1 << 22  # weights at a time in plain torch; temporary memory on a GPU is then some 100 MB
+_ORDINARY_EXPONENT = 124  # MXFP4's of 1/16
 _ORDINARY_HALF = 0x2C  # the upper byte of an fp16 number between 1/16 and 1/8
 
 
@@ -107,7 +108,7 @@ class GgufMatrix(PackedMatrix):
 
 @cache
 def _product(name: str) -> RowProduct | None:
-    encoding = block_encoding(name, lanes, IQ4_VALUES) if (lanes := num_lanes()) else None
+    encoding = block_encoding(name, lanes, VALUES.get(name, ())) if (lanes := num_lanes()) else None
     return None if encoding is None else RowProduct(encoding)
 
 
@@ -160,6 +161,8 @@ class GgufWeight(PackedStored):
         blocks = any_bytes(self.streamed[0].nbytes, device).view(-1, self.kind.num_bytes)
         for place in HALVES[self.kind.name]:
             blocks[:, place + 1] = _ORDINARY_HALF
+        if self.kind.name == "MXFP4":
+            blocks[:, 0] = _ORDINARY_EXPONENT
         return self.bind([blocks.view(-1)])
 
 

@@ -11,7 +11,7 @@ IQ2 and IQ3 types are large tables from the `gguf` package, if it is installed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 
 import torch
@@ -21,8 +21,11 @@ from offspec.errors import UnsupportedModelError
 
 # Values of the 16 codes of IQ4_NL and IQ4_XS (ggml-common.h, kvalues_iq4nl).
 IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+# Twice the values of MXFP4's codes, which have a sign, two bits of an exponent and one of a mantissa (OCP MX v1.0).
+MXFP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+VALUES: Mapping[str, Sequence[int]] = {"IQ4_NL": IQ4_VALUES, "IQ4_XS": IQ4_VALUES, "MXFP4": MXFP4_VALUES}
 
-# Byte offsets of the fp16 scales in a block. IQ1_M splits its scale into four pieces.
+# Byte offsets of the fp16 scales in a block. IQ1_M splits its scale into four pieces; MXFP4's is an exponent.
 HALVES: Mapping[str, tuple[int, ...]] = {
     **dict.fromkeys(("Q4_0", "Q5_0", "Q8_0", "IQ4_NL", "IQ4_XS"), (0,)),
     **dict.fromkeys(("IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ1_S"), (0,)),
@@ -30,7 +33,7 @@ HALVES: Mapping[str, tuple[int, ...]] = {
     "Q2_K": (80, 82),
     "Q3_K": (108,),
     "Q6_K": (208,),
-    "IQ1_M": (),
+    **dict.fromkeys(("IQ1_M", "MXFP4"), ()),
 }
 GRID_TYPES = frozenset({"IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S"})
 
@@ -113,12 +116,19 @@ def _q5_1(blocks: Tensor) -> Tensor:
 
 def _iq4_nl(blocks: Tensor) -> Tensor:
     """d fp16, codes of 4 bit [32]: w = d · value[code]."""
-    return _iq4_values(blocks.device)[_nibbles(blocks[:, 2:]).int()].mul_(_half(blocks, 0))
+    return _values(IQ4_VALUES, blocks.device)[_nibbles(blocks[:, 2:]).int()].mul_(_half(blocks, 0))
+
+
+def _mxfp4(blocks: Tensor) -> Tensor:
+    """e uint8, codes of 4 bit [32]: w = 2^(e - 128) · value[code]."""
+    exponents = blocks[:, :1].int()
+    words = torch.where(exponents < 2, exponents + 1 << 21, exponents - 1 << 23)  # below 2, fp32 has no exponent
+    return _values(MXFP4_VALUES, blocks.device)[_nibbles(blocks[:, 1:]).int()].mul_(words.view(torch.float32))
 
 
 @cache
-def _iq4_values(device: torch.device) -> Tensor:
-    return torch.tensor(IQ4_VALUES, dtype=torch.float32, device=device)
+def _values(values: Sequence[int], device: torch.device) -> Tensor:
+    return torch.tensor(values, dtype=torch.float32, device=device)
 
 
 # ------------------------------------------------------------------------------------------------------ blocks of 256
@@ -187,7 +197,7 @@ def _iq4_xs(blocks: Tensor) -> Tensor:
     upper = _inner_fields(_words(blocks[:, 2:4]), range(0, 16, 2), mask=3)
     scales = _inner_fields(blocks[:, 4:8], range(0, 8, 4), mask=15).int() | upper << 4
     codes = _nibbles(_grouped(blocks[:, 8:], 16)).flatten(1)
-    values = _iq4_values(blocks.device)[codes.int()]
+    values = _values(IQ4_VALUES, blocks.device)[codes.int()]
     return _scaled(values, _half(blocks, 0) * scales.float().sub_(32)).flatten(1)
 
 
@@ -318,6 +328,7 @@ UNPACK: Mapping[str, Callable[[Tensor], Tensor]] = {
     "Q6_K": _q6_k,
     "IQ4_NL": _iq4_nl,
     "IQ4_XS": _iq4_xs,
+    "MXFP4": _mxfp4,
     "IQ2_XXS": _iq2_xxs,
     "IQ2_XS": _iq2_xs,
     "IQ2_S": _iq2_s,

@@ -18,7 +18,7 @@ from typing import Protocol
 import torch
 
 # GGUF's types that `kernels.triton_gguf` knows, for plans on machines without Triton.
-GGUF_WITH_KERNELS = frozenset({"Q4_0", "Q4_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"})
+GGUF_WITH_KERNELS = frozenset({"Q4_0", "Q4_1", "Q8_0", "MXFP4", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"})
 _RUNS = 3
 
 

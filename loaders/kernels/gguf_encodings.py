@@ -159,6 +159,26 @@ class NibblesOf32(Nibbles):
             yield 16 + first, self.scaled(e, upper, *factors)
 
 
+class MXFour(Nibbles):
+    """e uint8, then 16 bytes as in `NibblesOf32`; the scale is 2^(e - 128)."""
+
+    num_bytes = 17
+
+    def numbers(self, e: Emitter, step: UnpackingStep) -> Vectors:
+        scale = splat(e, self._scale(e, step.block), self.lanes)
+        for first, lower, upper in self.pairs(e, e.address(step.block, "1"), 16):
+            yield first, self.scaled(e, lower, scale)
+            yield 16 + first, self.scaled(e, upper, scale)
+
+    def _scale(self, e: Emitter, block: str) -> str:
+        """fp32's exponent is one less; below e = 2 it has none, but a bit of the fraction."""
+        exponent = e.op(f"zext i8 {e.op(f'load i8, ptr {block}, align 1')} to i32")
+        usual = e.op(f"shl i32 {e.op(f'sub i32 {exponent}, 1')}, 23")
+        tiny = e.op(f"shl i32 {e.op(f'add i32 {exponent}, 1')}, 21")
+        bits = e.op(f"select i1 {e.op(f'icmp ult i32 {exponent}, 2')}, i32 {tiny}, i32 {usual}")
+        return e.op(f"bitcast i32 {bits} to float")
+
+
 class FiveBit(BlockEncoding):
     """The fifth bits of 32 codes in one word, then their lower four."""
 
@@ -401,10 +421,10 @@ class Q6K(ByCrumbs):
         return self.parts(e, codes, "sext", [self.factors(e, step, 4)])
 
 
-def block_encoding(name: str, lanes: int, iq4_values: Sequence[float]) -> BlockEncoding | None:
-    """The encoding of a type; None for other types. iq4_values: the values of IQ4's 16 codes."""
+def block_encoding(name: str, lanes: int, values: Sequence[float]) -> BlockEncoding | None:
+    """The encoding of a type; None for other types. values: of the 16 codes of a type that looks them up."""
     if name in _NIBBLES:
-        return _NIBBLES[name](lanes, iq4_values)
+        return _NIBBLES[name](lanes, values)
     return _PLAIN[name](lanes) if name in _PLAIN else None
 
 
@@ -414,6 +434,7 @@ _NIBBLES: Mapping[str, Callable[[int, Sequence[float]], BlockEncoding]] = {
     "Q4_K": lambda lanes, _: Q4K(lanes, range(16)),
     "IQ4_NL": NibblesOf32,
     "IQ4_XS": IQ4XS,
+    "MXFP4": MXFour,
 }
 _PLAIN: Mapping[str, Callable[[int], BlockEncoding]] = {
     "Q8_0": Q8Zero,

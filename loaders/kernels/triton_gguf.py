@@ -70,6 +70,16 @@ def _q4_1(block, part: tl.constexpr):
 
 
 @triton.jit
+def _mxfp4(block, part: tl.constexpr):
+    """Of a code: a sign, two bits of an exponent, one of a mantissa; the block's scale has fp32's exponent."""
+    group, weight = tl.arange(0, 8)[None, :, None], tl.arange(0, 16)[None, None, :]
+    code, exponent = _byte(block + 1 + weight) >> (part * 4) & 15, _byte(block)
+    size = tl.where((code & 6) != 0, (2 + (code & 1)) << tl.maximum((code >> 1 & 3) - 1, 0), code & 1)
+    scale = tl.where(exponent < 2, exponent + 1 << 21, exponent - 1 << 23).to(tl.float32, bitcast=True)
+    return tl.where((code & 8) != 0, 0 - size, size).to(tl.float32) * scale, group * 32 + part * 16 + weight
+
+
+@triton.jit
 def _scale_and_low(block, group):
     """Q4_K's and Q5_K's: a scale and a minimum of 6 bit for each group, times their factors."""
     first, second, third = _byte(block + 4 + group % 4), _byte(block + 8 + group % 4), _byte(block + 12 + group % 4)
@@ -233,6 +243,7 @@ LAYOUTS: Mapping[str, BlockLayout] = {
     "Q4_0": BlockLayout(_q4_0, 18, 8, 2),
     "Q4_1": BlockLayout(_q4_1, 20, 8, 2),
     "Q8_0": BlockLayout(_q8_0, 34, 8, 2),
+    "MXFP4": BlockLayout(_mxfp4, 17, 8, 2),
     "Q2_K": BlockLayout(_q2_k, 84, 1, 4),
     "Q3_K": BlockLayout(_q3_k, 110, 1, 4),
     "Q4_K": BlockLayout(_q4_k, 144, 1, 2),

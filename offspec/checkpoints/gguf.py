@@ -25,6 +25,7 @@ from ..text.gguf_tokenizer import tokenizer_json
 MOST_ROPE_NUMBERS = 4096  # half a head's dimensions; models have 64
 ATTENTION_FACTOR = "rope.scaling.attn_factor"
 _LAYER = re.compile(r"blk\.(\d{1,6})\.(.+)", re.DOTALL)
+_ONE_EXPERT = re.compile(r"(ffn_(?:gate|up|down))\.(\d{1,6})")  # in files of 2023 and 2024, a tensor of its own
 _UNUSED = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 _SHARED = {
     "token_embd.weight": EMBEDDING,
@@ -67,6 +68,34 @@ _NORMS_BEHIND = {
     "post_ffw_norm": "post_feedforward_layernorm",
 }
 _LLAMA = {**_ATTENTION, **_MLP, **_NORMS}
+
+
+def _experts(prefix: str, router: str = "gate") -> dict[str, str]:
+    """Names of a router and of matrices [experts, …]."""
+    parts = ("gate", "up", "down", "gate_up")
+    return {
+        "ffn_gate_inp": f"{prefix}.{router}",
+        **{f"ffn_{part}_exps": f"{prefix}.experts.{part}_proj" for part in parts},
+    }
+
+
+def _shared_experts(prefix: str) -> dict[str, str]:
+    return {f"ffn_{part}_shexp": f"{prefix}.{part}_proj" for part in ("gate", "up", "down")}
+
+
+_EXPERTS = _experts("mlp")
+_MIXTRAL_EXPERTS = {
+    "ffn_gate_inp": "block_sparse_moe.gate",
+    "ffn_gate_exps": "block_sparse_moe.experts.w1",
+    "ffn_up_exps": "block_sparse_moe.experts.w3",
+    "ffn_down_exps": "block_sparse_moe.experts.w2",
+}
+_QWEN_EXPERTS = {
+    **_EXPERTS,
+    **_shared_experts("mlp.shared_expert"),
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+}
+_GRANITE_EXPERTS = _experts("block_sparse_moe", "router.layer")
 _DELTA_NET = {
     "attn_qkv": "linear_attn.in_proj_qkv",
     "attn_gate": "linear_attn.in_proj_z",
@@ -77,6 +106,13 @@ _DELTA_NET = {
     "ssm_conv1d": "linear_attn.conv1d",
     "ssm_dt.bias": "linear_attn.dt_bias",
     "ssm_a": "linear_attn.A_log",
+}
+_QWEN35 = {
+    **_ATTENTION,
+    **_DELTA_NET,
+    **_MLP,
+    "attn_norm": "input_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
 }
 _LFM2 = {
     **_ATTENTION,
@@ -103,9 +139,10 @@ _GRANITE_HYBRID = {
     **_ATTENTION,
     **_NORMS,
     **{name: f"mamba.{tensor}" for name, tensor in _MAMBA.items()},
-    "ffn_gate": "shared_mlp.gate_linear",
-    "ffn_up": "shared_mlp.up_linear",
-    "ffn_down": "shared_mlp.output_linear",
+    **_GRANITE_EXPERTS,
+    **dict.fromkeys(("ffn_gate", "ffn_gate_shexp"), "shared_mlp.gate_linear"),
+    **dict.fromkeys(("ffn_up", "ffn_up_shexp"), "shared_mlp.up_linear"),
+    **dict.fromkeys(("ffn_down", "ffn_down_shexp"), "shared_mlp.output_linear"),
 }
 _FALCON_H1 = {
     **_ATTENTION,
@@ -122,6 +159,7 @@ _NEMOTRON_H = {
     "attn_norm": "norm",
 }
 _BY_GROUP = (".ssm_a", ".ssm_d", ".ssm_norm.weight")  # vectors to which llama.cpp gives a second dimension
+_ONE_ROW = ".ffn_gate_inp_shexp.weight"  # a matrix that llama.cpp stores as a vector
 _CONVOLUTIONS = (".ssm_conv1d", ".shortconv.conv")  # llama.cpp drops their dimension of one input channel
 _MTP = {  # of a layer behind the others, which drafts
     "nextn.eh_proj": "fc",
@@ -310,6 +348,77 @@ def _gemma4(keys: Keys, config: Config) -> Config:
     }
 
 
+def _num_experts(keys: Keys, name: str = "num_local_experts") -> Config:
+    """name: of the number of experts in the family's config.json."""
+    return {name: keys.integer("expert_count"), "num_experts_per_tok": keys.integer("expert_used_count")}
+
+
+def _llama(keys: Keys, config: Config) -> Config:
+    """With experts, the model is a Mixtral."""
+    if not keys.value("expert_count"):
+        return {}
+    mixtral = {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "sliding_window": None}
+    return {**mixtral, **_num_experts(keys)}
+
+
+def _qwen3_moe(keys: Keys, config: Config) -> Config:
+    """llama.cpp divides by the sum of the chosen experts' scores."""
+    inner = keys.integer("expert_feed_forward_length")
+    return {**_num_experts(keys, "num_experts"), "moe_intermediate_size": inner, "norm_topk_prob": True}
+
+
+def _qwen2_moe(keys: Keys, config: Config) -> Config:
+    """Early files have one inner size: that of all experts that a row uses."""
+    inner, used = keys.integer("feed_forward_length"), keys.integer("expert_used_count")
+    return {
+        **_num_experts(keys, "num_experts"),
+        "moe_intermediate_size": keys.integer("expert_feed_forward_length", max(1, inner // used)),
+        "shared_expert_intermediate_size": keys.integer("expert_shared_feed_forward_length", inner),
+        "norm_topk_prob": False,
+    }
+
+
+def _olmoe(keys: Keys, config: Config) -> Config:
+    return {**_num_experts(keys, "num_experts"), "norm_topk_prob": False}
+
+
+def _gpt_oss(keys: Keys, config: Config) -> Config:
+    """Every second layer has a window. YaRN's borders are not rounded, as in the original."""
+    scaling = config.get("rope_scaling")
+    return {
+        **_num_experts(keys),
+        **_windows(keys, config, 2),
+        "intermediate_size": keys.integer("expert_feed_forward_length"),
+        "rope_scaling": {**scaling, "truncate": False} if scaling else None,
+        "has_split_experts": True,
+    }
+
+
+def _minimax_m2(keys: Keys, config: Config) -> Config:
+    inner = keys.integer("expert_feed_forward_length")
+    return {**_num_experts(keys), "intermediate_size": inner, **_partial_rotary(keys, config)}
+
+
+def _glm4_moe(keys: Keys, config: Config) -> Config:
+    """The first layers are dense; those behind `num_hidden_layers` are of multi-token prediction."""
+    return {
+        **_num_experts(keys, "n_routed_experts"),
+        "num_hidden_layers": config["num_hidden_layers"] - keys.integer("nextn_predict_layers", 0, least=0),
+        "moe_intermediate_size": keys.integer("expert_feed_forward_length"),
+        "first_k_dense_replace": keys.integer("leading_dense_block_count", 0, least=0),
+        "n_shared_experts": keys.integer("expert_shared_count", 0, least=0),
+        "n_group": keys.integer("expert_group_count", 1),
+        "topk_group": keys.integer("expert_group_used_count", 1),
+        "norm_topk_prob": bool(keys.value("expert_weights_norm")),
+        "routed_scaling_factor": keys.number("expert_weights_scale", 0.0) or 1.0,
+        "partial_rotary_factor": keys.integer("rope.dimension_count", config["head_dim"]) / config["head_dim"],
+    }
+
+
+def _granite_moe(keys: Keys, config: Config) -> Config:
+    return {**_granite(keys, config), **_num_experts(keys), "has_split_mlp": True}
+
+
 def _phi3(keys: Keys, config: Config) -> Config:
     window = keys.value("attention.sliding_window")
     original = keys.integer("rope.scaling.original_context_length", config["max_position_embeddings"])
@@ -405,6 +514,22 @@ def _qwen35(keys: Keys, config: Config) -> Config:
     }
 
 
+def _qwen35_moe(keys: Keys, config: Config) -> Config:
+    inner = keys.integer("expert_feed_forward_length")
+    return {
+        **_qwen35(keys, config),
+        **_num_experts(keys, "num_experts"),
+        "moe_intermediate_size": inner,
+        "shared_expert_intermediate_size": keys.integer("expert_shared_feed_forward_length", inner),
+        "norm_topk_prob": True,
+    }
+
+
+def _qwen3_next(keys: Keys, config: Config) -> Config:
+    """Early files have the original's one matrix of queries, keys, values and gates."""
+    return {**_qwen35_moe(keys, config), "has_split_inputs": not keys.has_tensor("ssm_in.weight")}
+
+
 def _change_of_delta_net(name: str, config: Config) -> Change | None:
     """llama.cpp sorts value heads by their place among those of one key head, and stores A instead of its logarithm."""
     key_heads, size = config["linear_num_key_heads"], config["linear_value_head_dim"]
@@ -469,13 +594,16 @@ def _by_layer(keys: Keys, config: Config, key: str) -> list[Any]:
 def _granite_hybrid(keys: Keys, config: Config) -> Config:
     """Layers without key heads are Mamba2. llama.cpp splits the MLP's matrix of gate and input."""
     key_heads = _by_layer(keys, config, "attention.head_count_kv")
+    experts = {"num_local_experts": 0, "shared_intermediate_size": config["intermediate_size"]}
+    if keys.value("expert_count"):
+        inner = keys.integer("expert_shared_feed_forward_length")
+        experts = {**_num_experts(keys), "shared_intermediate_size": inner}
     return {
         **_granite(keys, config),
         **_mamba(keys),
         "layer_types": ["full_attention" if count else "linear_attention" for count in key_heads],
         "position_embedding_type": "rope" if keys.value("rope.scaling.finetuned") else "nope",
-        "num_local_experts": 0,
-        "shared_intermediate_size": config["intermediate_size"],
+        **experts,
         "has_split_mlp": True,
     }
 
@@ -514,7 +642,7 @@ def _nemotron_h(keys: Keys, config: Config) -> Config:
     }
 
 
-def _change_of_mamba(name: str, config: Config) -> Change | None:
+def _change_of_decay(name: str, config: Config) -> Change | None:
     return Change(is_negative_exp=True) if name.endswith(".A_log") else None
 
 
@@ -527,10 +655,46 @@ _GLM4_NORMS = {
 
 # By llama.cpp's names.
 ARCHITECTURES: dict[str, Architecture] = {
-    "llama": Architecture("llama", "LlamaForCausalLM", has_paired_heads=True),
+    "llama": Architecture("llama", "LlamaForCausalLM", {**_LLAMA, **_MIXTRAL_EXPERTS}, _llama, has_paired_heads=True),
     "mistral3": Architecture("mistral", "MistralForCausalLM", differences=_mistral3, has_paired_heads=True),
     "qwen2": Architecture("qwen2", "Qwen2ForCausalLM"),
     "qwen3": Architecture("qwen3", "Qwen3ForCausalLM"),
+    "qwen3moe": Architecture("qwen3_moe", "Qwen3MoeForCausalLM", {**_LLAMA, **_EXPERTS}, _qwen3_moe),
+    "qwen2moe": Architecture("qwen2_moe", "Qwen2MoeForCausalLM", {**_LLAMA, **_QWEN_EXPERTS}, _qwen2_moe),
+    "olmoe": Architecture("olmoe", "OlmoeForCausalLM", {**_LLAMA, **_EXPERTS}, _olmoe),
+    "gpt-oss": Architecture(
+        "gpt_oss",
+        "GptOssForCausalLM",
+        {
+            **_ATTENTION,
+            **_experts("mlp", "router"),
+            "attn_norm": "input_layernorm",
+            "post_attention_norm": "post_attention_layernorm",
+            "attn_sinks.weight": "self_attn.sinks",
+        },
+        _gpt_oss,
+    ),
+    "minimax-m2": Architecture(
+        "minimax_m2",
+        "MiniMaxM2ForCausalLM",
+        {**_LLAMA, **_MIXTRAL_EXPERTS, "exp_probs_b.bias": "block_sparse_moe.e_score_correction_bias"},
+        _minimax_m2,
+    ),
+    "glm4moe": Architecture(
+        "glm4_moe",
+        "Glm4MoeForCausalLM",
+        {
+            **_ATTENTION,
+            **_MLP,
+            **_EXPERTS,
+            **_shared_experts("mlp.shared_experts"),
+            "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
+            "attn_norm": "input_layernorm",
+            "post_attention_norm": "post_attention_layernorm",
+            **_MTP,
+        },
+        _glm4_moe,
+    ),
     "gemma2": Architecture(
         "gemma2", "Gemma2ForCausalLM", {**_ATTENTION, **_MLP, **_NORMS_AROUND}, _gemma2, norm_offset=1.0
     ),
@@ -546,6 +710,9 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "glm4": Architecture("glm4", "Glm4ForCausalLM", {**_ATTENTION, **_FUSED_MLP, **_GLM4_NORMS}, _glm4),
     "granite": Architecture("granite", "GraniteForCausalLM", differences=_granite, has_paired_heads=True),
+    "granitemoe": Architecture(
+        "granitemoe", "GraniteMoeForCausalLM", {**_LLAMA, **_GRANITE_EXPERTS}, _granite_moe, has_paired_heads=True
+    ),
     "olmo2": Architecture("olmo2", "Olmo2ForCausalLM", {**_ATTENTION, **_MLP, **_NORMS_BEHIND}, _olmo2),
     "command-r": Architecture("cohere", "CohereForCausalLM", differences=_cohere, eps_key="layer_norm_eps"),
     "cohere2": Architecture("cohere2", "Cohere2ForCausalLM", differences=_cohere2, eps_key="layer_norm_eps"),
@@ -564,17 +731,31 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen35": Architecture(
         "qwen3_5_text",
         "Qwen3_5ForCausalLM",
-        {
-            **_ATTENTION,
-            **_DELTA_NET,
-            **_MLP,
-            "attn_norm": "input_layernorm",
-            "post_attention_norm": "post_attention_layernorm",
-            **_MTP,
-        },
+        {**_QWEN35, **_MTP},
         _qwen35,
         norm_offset=1.0,
         change=_change_of_delta_net,
+    ),
+    "qwen35moe": Architecture(
+        "qwen3_5_moe_text",
+        "Qwen3_5MoeForCausalLM",
+        {**_QWEN35, **_QWEN_EXPERTS, **_MTP},
+        _qwen35_moe,
+        norm_offset=1.0,
+        change=_change_of_delta_net,
+    ),
+    "qwen3next": Architecture(
+        "qwen3_next",
+        "Qwen3NextForCausalLM",
+        {
+            **_QWEN35,
+            **_QWEN_EXPERTS,
+            "ssm_in": "linear_attn.in_proj_qkvz",
+            "ssm_ba": "linear_attn.in_proj_ba",
+        },
+        _qwen3_next,
+        norm_offset=1.0,
+        change=_change_of_decay,
     ),
     "granitehybrid": Architecture(
         "granitemoehybrid",
@@ -582,14 +763,14 @@ ARCHITECTURES: dict[str, Architecture] = {
         _GRANITE_HYBRID,
         _granite_hybrid,
         has_paired_heads=True,
-        change=_change_of_mamba,
+        change=_change_of_decay,
     ),
     "falcon-h1": Architecture(
         "falcon_h1",
         "FalconH1ForCausalLM",
         _FALCON_H1,
         _falcon_h1,
-        change=_change_of_mamba,
+        change=_change_of_decay,
         shared={"output_norm.weight": "model.final_layernorm.weight"},
     ),
     "nemotron_h": Architecture(
@@ -597,7 +778,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         "NemotronHForCausalLM",
         _NEMOTRON_H,
         _nemotron_h,
-        change=_change_of_mamba,
+        change=_change_of_decay,
         shared={"token_embd.weight": "model.embeddings.weight", "output_norm.weight": "model.norm_f.weight"},
         has_rope=False,
     ),
@@ -653,8 +834,8 @@ def translated(model: GgufModel) -> GgufCheckpoint:
         description = f"has the architecture {show(arch)}, which is not supported in GGUF files; supported: {supported}"
         raise fault(path, f"{description}; use the original safetensors checkpoint")
     keys, kind = Keys(path, metadata, arch, model.tensors), ARCHITECTURES[arch]
-    if keys.value("expert_count"):
-        description = "is a mixture of experts, which is not supported in GGUF files"
+    if keys.value("expert_count") and "ffn_gate_inp" not in kind.names:
+        description = f"is a mixture of experts of {arch}, which is not supported in GGUF files"
         raise fault(path, f"{description}; use its safetensors checkpoint with pip install 'offspec[transformers]'")
     config = _config(keys, kind, model)
     tensors: dict[str, TensorInfo] = {}
@@ -684,12 +865,17 @@ def _translated(info: TensorInfo, kind: Architecture, config: Config) -> TensorI
     shape = (info.shape[0], 1, info.shape[1]) if is_flat else info.shape
     if info.name.endswith(_BY_GROUP):
         shape = (math.prod(shape),)
+    if info.name.endswith(_ONE_ROW):
+        shape = (1, math.prod(shape))
     return replace(info, name=name, shape=shape, change=_change(info.name, name, kind, config))
 
 
 def _name_in_layer(layer: int, name: str, kind: Architecture, num_layers: int) -> str:
     """Under Hugging Face's names, layers behind the last one are `mtp`'s."""
     base, _, suffix = name.rpartition(".")
+    if match := _ONE_EXPERT.fullmatch(base):
+        experts, _, matrix = kind.names.get(f"{match[1]}_exps", match[1]).rpartition(".")
+        return in_layer(layer, f"{experts}.{match[2]}.{matrix}.{suffix}")
     short = kind.names.get(name) or f"{kind.names.get(base, base)}.{suffix}"
     if layer < num_layers or "nextn.eh_proj" not in kind.names:
         return in_layer(layer, short)
@@ -732,7 +918,7 @@ def _config(keys: Keys, kind: Architecture, model: GgufModel) -> Config:
         **{f"{kind}_token_id": _token_id(model.metadata, name) for kind, name in _TOKENS.items()},
     }
     if not kind.differs_by_layer:
-        config["intermediate_size"] = keys.integer("feed_forward_length")
+        config["intermediate_size"] = keys.integer("feed_forward_length", keys.value("expert_feed_forward_length"))
         config["num_key_value_heads"] = keys.integer("attention.head_count_kv", heads)
     if kind.has_rope:
         config |= {"rope_theta": keys.number("rope.freq_base", 10000.0), "rope_scaling": _rope_scaling(keys, model)}

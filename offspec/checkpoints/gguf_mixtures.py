@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from offspec.loaders.streaming.weights import EXPERT
+
 from ..model.config import ModelConfig
 from ..model.names import HEAD
 
@@ -17,16 +19,18 @@ from ..model.names import HEAD
 _SMALLER_BLOCKS = {"Q2_K": "IQ4_NL", "Q3_K": "IQ4_NL", "Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
 _SMALL_BLOCK, _LARGE_BLOCK = 32, 256
 _LAYERS_OF_70B, _QUERIES_PER_KEY = 80, 8  # models whose value matrices are small: they get at least Q5_K
+_FEW_EXPERTS = 8  # attention is so small a part of such models that its keys and values are stored in 8 bits
 
 _FUSED_QKV = ("self_attn.qkv_proj", "linear_attn.in_proj_qkv")
 
 
 @dataclass(frozen=True)
 class Mixture:
-    """Types by role; "" is `usual`. value, output, qkv: of attention's matrices. down: of the MLP's last one.
+    """Types by role; "" is `usual`. value, output, qkv: of attention's matrices. down: of an MLP's last one.
 
     better: of value and down matrices in the layers for which is_better(layer, number of layers) holds. With at least
-    four queries per key, Q2_K has the value matrices in `shared_value`.
+    four queries per key, Q2_K has the value matrices in `shared_value`. With eight experts, `few_experts_output` takes
+    the place of `output`.
     """
 
     usual: str
@@ -37,10 +41,11 @@ class Mixture:
     better: str = ""
     is_better: Callable[[int, int], bool] = lambda layer, num_layers: False
     shared_value: str = ""
+    few_experts_output: str = ""
 
     def type_of(self, config: ModelConfig, name: str, shape: tuple[int, ...], layer: int | None) -> str:
         """The type of a weight by its name within its layer; layer: None for weights outside the layers."""
-        if len(shape) != 2 or name.endswith("norm.weight"):
+        if len(shape) != 2 or name.endswith("norm.weight") or _is_router(config, name):
             return "F32"
         chosen = self._outside(config, name) if layer is None else self._of_matrix(config, name, layer)
         if shape[1] % _LARGE_BLOCK:
@@ -53,12 +58,15 @@ class Mixture:
         return "Q6_K" if is_head and self.usual != "Q8_0" else self.usual
 
     def _of_matrix(self, config: ModelConfig, name: str, layer: int) -> str:
-        name = name.removesuffix(".weight")
+        name, has_few_experts = name.removesuffix(".weight"), _num_experts(config) == _FEW_EXPERTS
+        if has_few_experts and name in ("self_attn.k_proj", "self_attn.v_proj"):
+            return "Q8_0"
         if name == "self_attn.v_proj":
             return self._of_value(config, layer)
-        if name == config.mlp.down:
+        if _is_down(config, name):
             return self.better if self.is_better(layer, config.num_layers) else self.down or self.usual
-        by_name = {config.attention_output: self.output, **dict.fromkeys(_FUSED_QKV, self.qkv)}
+        output = self.few_experts_output if has_few_experts else self.output
+        by_name = {config.attention_output: output, **dict.fromkeys(_FUSED_QKV, self.qkv)}
         return by_name.get(name, "") or self.usual
 
     def _of_value(self, config: ModelConfig, layer: int) -> str:
@@ -68,6 +76,24 @@ class Mixture:
             chosen = self.shared_value
         is_70b = config.num_layers == _LAYERS_OF_70B and queries_per_key == _QUERIES_PER_KEY
         return "Q5_K" if is_70b and chosen in ("Q3_K", "Q4_K") else chosen
+
+
+def _num_experts(config: ModelConfig) -> int:
+    return 0 if config.experts is None else config.experts.num
+
+
+def _is_router(config: ModelConfig, name: str) -> bool:
+    """Whether a matrix chooses experts, or scales the shared one's output."""
+    shape = config.experts
+    return shape is not None and name.removesuffix(".weight") in (shape.router, shape.shared_gate)
+
+
+def _is_down(config: ModelConfig, name: str) -> bool:
+    """Whether a matrix is the last one of an MLP, of an expert or of the shared one."""
+    shape, match = config.experts, EXPERT.fullmatch(name)
+    if shape is not None and match is not None:
+        return match[2] == shape.names.down
+    return name == config.mlp.down or (shape is not None and name == f"{shape.shared}.down_proj")
 
 
 def _first(part: int) -> Callable[[int, int], bool]:
@@ -82,14 +108,23 @@ def _outer(layer: int, num_layers: int) -> bool:
 
 
 MIXTURES = {  # by `params.GGUF_MIXTURES`
-    "q2_k": Mixture("Q2_K", value="Q3_K", output="Q3_K", down="Q3_K", shared_value="Q4_K"),
-    "q3_k_s": Mixture("Q3_K"),
-    "q3_k_m": Mixture("Q3_K", "Q4_K", output="Q4_K", qkv="Q4_K", down="Q4_K", better="Q5_K", is_better=_first(16)),
+    "q2_k": Mixture("Q2_K", value="Q3_K", output="Q3_K", down="Q3_K", shared_value="Q4_K", few_experts_output="Q5_K"),
+    "q3_k_s": Mixture("Q3_K", few_experts_output="Q5_K"),
+    "q3_k_m": Mixture(
+        "Q3_K",
+        value="Q4_K",
+        output="Q4_K",
+        qkv="Q4_K",
+        down="Q4_K",
+        better="Q5_K",
+        is_better=_first(16),
+        few_experts_output="Q5_K",
+    ),
     "q3_k_l": Mixture("Q3_K", "Q5_K", output="Q5_K", qkv="Q4_K", down="Q5_K"),
     "q4_0": Mixture("Q4_0"),
     "q4_1": Mixture("Q4_1"),
-    "q4_k_s": Mixture("Q4_K", better="Q5_K", is_better=_first(8)),
-    "q4_k_m": Mixture("Q4_K", qkv="Q5_K", better="Q6_K", is_better=_outer),
+    "q4_k_s": Mixture("Q4_K", better="Q5_K", is_better=_first(8), few_experts_output="Q5_K"),
+    "q4_k_m": Mixture("Q4_K", qkv="Q5_K", better="Q6_K", is_better=_outer, few_experts_output="Q5_K"),
     "q5_0": Mixture("Q5_0"),
     "q5_1": Mixture("Q5_1"),
     "q5_k_s": Mixture("Q5_K"),

@@ -27,6 +27,8 @@ def random_blocks(name: str, num_rows: int, num_blocks: int, *, seed: int = 0) -
         blocks[:, place + 1] = blocks[:, place + 1] & 0x83 | 0x28
     if name == "IQ1_M":  # the upper four bits of its scale
         blocks[:, 55] = blocks[:, 55] & 0x0F | 0x20
+    if name == "MXFP4":  # an exponent
+        blocks[:, 0] = blocks[:, 0] & 7 | 120
     return blocks.view(num_rows, -1)
 
 
@@ -43,6 +45,10 @@ def edge_blocks(name: str) -> Tensor:
             for place in HALVES[name]:
                 edged[:, place], edged[:, place + 1] = half & 255, half >> 8
             found.append(edged)
+    if name == "MXFP4":
+        exponents = arbitrary[:8].clone()
+        exponents[:, 0] = torch.tensor((0, 1, 2, 3, 127, 253, 254, 255))
+        found.append(exponents)
     return torch.cat((*found, arbitrary))
 
 

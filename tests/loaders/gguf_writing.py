@@ -17,13 +17,16 @@ STRING, ARRAY, UINT32 = 8, 9, 4
 def write_gguf(
     path: Path, arch: str, metadata: Mapping[str, Any], tensors: Mapping[str, np.ndarray], kinds: Mapping[str, str] = {}
 ) -> Path:
-    """kinds: a tensor's name → the type that it is quantised to by the package, F32 where it is not named."""
+    """kinds: a tensor's name → the type that it is quantised to by the package, F32 where it is not named. A tensor of
+    bytes has blocks of its type.
+    """
     writer = gguf.GGUFWriter(path, arch)
     for key, value in metadata.items():
         _add(writer, key, value)
     for name, tensor in tensors.items():
         kind = gguf.GGMLQuantizationType[kinds.get(name, "F32")]
-        content = gguf.quants.quantize(tensor.astype(np.float32), kind)
+        is_packed = tensor.dtype == np.uint8
+        content = tensor if is_packed else gguf.quants.quantize(tensor.astype(np.float32), kind)
         writer.add_tensor(name, content, raw_dtype=kind)
     with closing(writer):
         writer.write_header_to_file()

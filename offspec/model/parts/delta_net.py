@@ -76,17 +76,21 @@ class DeltaNet(RecurrentPart):
         the inputs of the update's rate and of the decay's step [T, heads].
         """
         shape, products = self.shape, [weights.linear(f"linear_attn.{name}", x) for name in self.shape.rows]
-        *mixed, gates, rates, steps = self._ungrouped(*products) if shape.names.is_grouped else products
+        if shape.names.is_grouped:
+            products[:1] = self._ungrouped(products[0])
+        if shape.names.rate == shape.names.step:
+            by_key_head = products.pop().view(len(x), shape.key_heads, -1)
+            products += [half.flatten(1) for half in by_key_head.chunk(2, -1)]
+        *mixed, gates, rates, steps = products
         by_head = gates.view(len(x), shape.num_heads, shape.value_size)
         return mixed[0] if len(mixed) == 1 else torch.cat(mixed, 1), by_head, rates, steps
 
-    def _ungrouped(self, inputs: Tensor, rates: Tensor) -> list[Tensor]:
-        """Products [T, N] with matrices that are grouped by key heads → queries, keys, values, gates, rates, steps."""
+    def _ungrouped(self, inputs: Tensor) -> list[Tensor]:
+        """The product [T, N] with a matrix that is grouped by key heads → queries, keys, values and gates."""
         shape = self.shape
         per_key = shape.num_heads // shape.key_heads  # value heads
         sizes = [shape.key_size, shape.key_size, per_key * shape.value_size, per_key * shape.value_size]
         pieces = torch.split(inputs.view(len(inputs), shape.key_heads, -1), sizes, -1)
-        pieces += rates.view(len(rates), shape.key_heads, -1).chunk(2, -1)
         return [piece.flatten(1) for piece in pieces]
 
     def convolution(self, weights: LayerWeights) -> tuple[Tensor, None]:

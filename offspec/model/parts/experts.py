@@ -7,6 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 from torch import Tensor
 
+from offspec.loaders.streaming.weights import HostExperts
+
 from ..config import ModelConfig
 from ..families import ExpertsShape, MlpNames
 from ..rope import RotaryEmbeddings
@@ -94,6 +96,7 @@ class Experts(NativePart):
     def forward(self, x: Tensor, weights: LayerWeights, rows: PassRows, first: int, last: int) -> Tensor:
         places = self.config.norms_of(self.layer)
         normed = self.norm(x, weights, places.before_mlp)
+        weights.announce(x)
         output = self.mixed(normed, *self.routed(normed, weights), weights)
         if self.shared is not None:
             output = output + self._shared_output(normed, weights)
@@ -105,6 +108,16 @@ class Experts(NativePart):
         if self.shape.shared_gate is None:
             return output
         return output * row_wise(torch.sigmoid, weights.linear(self.shape.shared_gate, x))
+
+    def likely(self, x: Tensor, weights: LayerWeights) -> dict[int, int]:
+        """The experts that rows would choose if an earlier layer's states x [T, hidden] came here, with their rows.
+
+        Residual connections change states slowly, so most of these are chosen later (Eliseev and Mazur, 2312.17238).
+        weights: this layer's.
+        """
+        chosen, _ = self.routed(self.norm(x, weights, self.config.norms_of(self.layer).before_mlp), weights)
+        numbers, counts = chosen.unique(return_counts=True)
+        return dict(zip(numbers.tolist(), counts.tolist(), strict=True))
 
     def routed(self, x: Tensor, weights: LayerWeights) -> tuple[Tensor, Tensor]:
         """Normed states x [T, hidden] → the numbers [T, used] of their experts, ascending, and their fp32 scales."""
@@ -146,11 +159,15 @@ class Experts(NativePart):
         places = dict(zip(numbers.tolist(), torch.split(by_expert.indices, counts.tolist()), strict=True))
         outputs = x.new_empty(len(x) * num_used, x.shape[1])
         for group in weights.experts({number: len(where) for number, where in places.items()}):
+            is_on_host = isinstance(group, HostExperts)
             for some in _in_parts(group, places):
                 where = torch.cat([places[number] for number in some])
                 counts = [len(places[number]) for number in some]
-                experts = WeightsOfExperts([group[number] for number in some], counts, weights.scratch)
-                outputs[where] = self._output(x[where // num_used], experts)
+                scratch = None if is_on_host else weights.scratch
+                experts = WeightsOfExperts([group[number] for number in some], counts, scratch)
+                states = x[where // num_used]
+                output = self._output(states.cpu() if is_on_host else states, experts)
+                outputs[where] = output.to(x.device)
         outputs = outputs.view(len(x), num_used, -1)
         total = outputs[:, 0] * scales[:, :1]
         for rank in range(1, num_used):

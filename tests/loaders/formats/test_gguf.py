@@ -148,4 +148,4 @@ def test_blocks_are_those_that_ggml_has() -> None:
     for number, kind in GGUF_TYPES.items():
         assert GGMLQuantizationType(number).name == kind.name
         assert GGML_QUANT_SIZES[GGMLQuantizationType(number)] == (kind.num_weights, kind.num_bytes)
-    assert len(QUANTISED) == 19
+    assert len(QUANTISED) == 20

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from offspec.loaders.formats import format_named, linear
 from offspec.loaders.formats.gguf import QUANTISED, WORTH_COMPILING
-from offspec.loaders.formats.gguf_blocks import GRID_TYPES, IQ4_VALUES
+from offspec.loaders.formats.gguf_blocks import GRID_TYPES, VALUES
 from offspec.loaders.formats.products import KERNEL, TORCH, ProductCosts
 from offspec.loaders.kernels.compiler import instructions
 from offspec.loaders.kernels.gguf_encodings import BlockEncoding, block_encoding
@@ -34,7 +34,7 @@ def encoding_of(name: str, lanes: int) -> BlockEncoding:
     """Skips where vectors are not so wide."""
     if lanes == 16 and "avx512" not in instructions():
         pytest.skip("this processor has no AVX-512")
-    found = block_encoding(name, lanes, IQ4_VALUES)
+    found = block_encoding(name, lanes, VALUES.get(name, ()))
     assert found is not None
     return found
 
@@ -54,7 +54,7 @@ def blocks(name: str, num_rows: int, num_columns: int) -> Tensor:
 
 def test_every_type_without_a_grid_has_an_encoding() -> None:
     for name in NAMES:
-        found = block_encoding(name, 8, IQ4_VALUES)
+        found = block_encoding(name, 8, VALUES.get(name, ()))
         assert (found is None) == (name in GRID_TYPES)
         if found is not None:
             assert (found.size, found.num_bytes) == (QUANTISED[name].num_weights, QUANTISED[name].num_bytes)

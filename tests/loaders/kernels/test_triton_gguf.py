@@ -22,7 +22,7 @@ from .interpreted import interpreted, same_numbers
 
 pytestmark = pytest.mark.slow
 CPU = torch.device("cpu")
-TYPES = ("Q4_0", "Q4_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
+TYPES = ("Q4_0", "Q4_1", "Q8_0", "MXFP4", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
 # Rows, outputs, and blocks of a row: one tile and several, whole and not, and inputs in one and in several splits.
 SIZES = ((1, 3, 1), (17, 40, 3), (70, 65, 9))
 # What types with small blocks and with large ones have in common, the default run tries with these.

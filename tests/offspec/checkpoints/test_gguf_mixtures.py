@@ -33,6 +33,34 @@ QWEN_05B = {
     "max_position_embeddings": 32768,
 }
 
+MIXTRAL_8X22B = {
+    "model_type": "mixtral",
+    "hidden_size": 6144,
+    "intermediate_size": 16384,
+    "num_attention_heads": 48,
+    "num_key_value_heads": 8,
+    "num_hidden_layers": 56,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "vocab_size": 32000,
+    "max_position_embeddings": 65536,
+    "sliding_window": None,
+}
+QWEN3_30B_A3B = {
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_hidden_layers": 48,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+}
+
 
 def planned(folder: Path, config: dict[str, Any], form: str) -> ModelFiles:
     write_config(folder, config)
@@ -72,6 +100,29 @@ def test_a_file_of_llama_3_1_70b_is_as_large_as_published(tmp_path: Path) -> Non
     }
 
 
+@pytest.mark.parametrize(
+    ("form", "gigabytes"),
+    [
+        *(("q2_k", 52.10), ("q3_k_s", 61.49), ("q3_k_m", 67.78), ("q3_k_l", 72.57)),
+        *(("q4_k_s", 80.47), ("q4_k_m", 85.58), ("q5_k_s", 96.97), ("q5_k_m", 99.96)),
+    ],
+)
+def test_files_of_mixtral_8x22b_are_as_large_as_published(tmp_path: Path, form: str, gigabytes: float) -> None:
+    """The sizes of bartowski's files."""
+    assert nbytes(planned(tmp_path, MIXTRAL_8X22B, form)) / 1e9 == pytest.approx(gigabytes, rel=3e-4)
+
+
+def test_a_file_of_qwen3_30b_a3b_is_as_large_as_published(tmp_path: Path) -> None:
+    files = planned(tmp_path, QWEN3_30B_A3B, "q5_k_m")
+    assert nbytes(files) / 1e9 == pytest.approx(21.74, rel=2e-3)
+    types = types_of(files)
+    assert Counter(types[f"model.layers.{i}.mlp.experts.127.down_proj.weight"] for i in range(48)) == {
+        "Q6_K": 24,
+        "Q5_K": 24,
+    }
+    assert {types[f"model.layers.{i}.mlp.gate.weight"] for i in range(48)} == {"F32"}
+
+
 def test_rows_that_are_no_whole_blocks_have_smaller_ones(tmp_path: Path) -> None:
     """The types of Qwen2.5-Coder-0.5B-Instruct.Q4_K_M.gguf, whose head is a tensor of its own."""
     types = types_of(planned(tmp_path, QWEN_05B | {"tie_word_embeddings": False}, "q4_k_m"))
@@ -100,6 +151,5 @@ def test_rows_of_no_block_at_all_are_plain(tmp_path: Path) -> None:
 
 
 def test_models_that_gguf_files_cannot_have_here_are_refused(tmp_path: Path) -> None:
-    experts = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
-    with refused(UnsupportedModelError, "mixtral", "`format`", "nf4"):
-        planned(tmp_path, LLAMA_8B | experts | {"num_hidden_layers": 1}, "q4_k_m")
+    with refused(UnsupportedModelError, "stablelm", "`format`", "nf4"):
+        planned(tmp_path, LLAMA_8B | {"model_type": "stablelm", "num_hidden_layers": 1}, "q4_k_m")

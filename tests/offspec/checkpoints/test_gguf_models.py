@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache
@@ -48,6 +49,12 @@ LOCAL_AND_GLOBAL = {
     SLIDING: {"rope_type": "default", "rope_theta": 100.0},
     FULL: {"rope_type": "linear", "rope_theta": 50000.0, "factor": 2.0},
 }
+
+
+def settings_of(family: str) -> Mapping[str, Any]:
+    return fakes.FAMILIES[family].settings
+
+
 # What llama.cpp reads otherwise than transformers writes it: it knows some numbers by heart, and no others.
 OWN = {
     "gemma2": Family(
@@ -66,22 +73,35 @@ OWN = {
     "smollm3": Family("smollm3", {"num_hidden_layers": 4, "tie_word_embeddings": True}),
     "qwen3.5": Family(
         "qwen3_5_text",
-        {**fakes.FAMILIES["qwen3.5"].settings, "linear_key_head_dim": 16, "linear_num_value_heads": 6},
+        {**settings_of("qwen3.5"), "linear_key_head_dim": 16, "linear_num_value_heads": 6},
         rope=fakes.FAMILIES["qwen3.5"].rope,
     ),
-    "granite-h": Family(
-        "granitemoehybrid", {**fakes.FAMILIES["granite-h"].settings, "position_embedding_type": "nope"}
-    ),
+    "granite-h": Family("granitemoehybrid", {**settings_of("granite-h"), "position_embedding_type": "nope"}),
     "falcon-h1": Family(
         "falcon_h1",
-        {**fakes.FAMILIES["falcon-h1"].settings, "mamba_proj_bias": False, "time_step_limit": [0.0, math.inf]},
+        {**settings_of("falcon-h1"), "mamba_proj_bias": False, "time_step_limit": [0.0, math.inf]},
     ),
-    "nemotron-h": Family("nemotron_h", {**fakes.FAMILIES["nemotron-h"].settings, "use_bias": False}),
+    "nemotron-h": Family("nemotron_h", {**settings_of("nemotron-h"), "use_bias": False}),
+    "qwen3-moe": Family("qwen3_moe", {**settings_of("qwen3-moe"), "mlp_only_layers": []}),
+    "olmoe": Family("olmoe", {**settings_of("olmoe"), "norm_topk_prob": False, "num_key_value_heads": 4}),
+    "gpt-oss": Family("gpt_oss", {**settings_of("gpt-oss"), "sliding_window": 8}),
+    "granite-h-moe": Family("granitemoehybrid", {**settings_of("granite-h-moe"), "position_embedding_type": "nope"}),
+    "qwen3.5-moe": Family(
+        "qwen3_5_moe_text",
+        {**settings_of("qwen3.5-moe"), "linear_key_head_dim": 16, "linear_num_value_heads": 6},
+        rope=fakes.FAMILIES["qwen3.5-moe"].rope,
+    ),
+    "qwen3-next": Family(
+        "qwen3_next",
+        {**settings_of("qwen3-next"), "linear_key_head_dim": 16, "mlp_only_layers": []},
+        rope=fakes.FAMILIES["qwen3-next"].rope,
+    ),
     "starcoder2": Family("starcoder2", {"sliding_window": None, "tie_word_embeddings": True}, seed=4),
 }
 FAMILIES = (
     *("llama-gqa", "llama-tied", "llama-llama3", "llama-linear", "llama-yarn"),
     *("llama-yarn-attention-factor", "ministral3", "qwen2", "qwen3"),
+    *("mixtral", "qwen2-moe", "glm4-moe", "minimax-m2", "granite-moe"),
     *("gemma4", "gemma4-layer-inputs", "glm4", "lfm2", "granite", "olmo2", "nemotron", "exaone4-full", *OWN),
 )
 
@@ -147,6 +167,8 @@ def test_text_equals_llama_cpps(gguf_model: GetModel, family: str, llama_cpp: Ll
         "lfm2",
         "falcon-h1",
         "nemotron-h",
+        "mixtral",
+        "qwen2-moe",
     ],
 )
 def test_a_plain_copy_is_a_checkpoint_of_transformers(gguf_model: GetModel, family: str, tmp_path: Path) -> None:
@@ -191,6 +213,31 @@ def test_a_layer_of_multi_token_prediction_is_named_and_not_loaded(gguf_model: G
         "mtp.lm_head.weight": None,
     }
     assert decoder_of(path).config.num_layers == 4
+
+
+def test_early_files_of_qwen3_next_have_one_matrix_of_inputs(gguf_model: GetModel, tmp_path: Path) -> None:
+    reference = gguf_model("qwen3-next").reference
+    tensors = {
+        re.sub(r"model\.layers\.(\d)\.linear_attn\.in_proj_qkvz", r"blk.\1.ssm_in", name): tensor
+        for name, tensor in reference.state_dict().items()
+    }
+    decoder = decoder_of(write_model(tmp_path / "model.gguf", reference.config.to_dict(), tensors))
+    hidden = decoder.forward(torch.tensor(PROMPT), torch.arange(len(PROMPT)), decoder.new_cache())
+    with torch.no_grad():
+        expected = reference(torch.tensor([PROMPT])).logits[0]
+    assert (decoder.logits(hidden) - expected).abs().max() < TOLERANCE
+
+
+def test_gpt_oss_has_the_borders_of_yarn_that_its_authors_gave_it(gguf_model: GetModel, tmp_path: Path) -> None:
+    """llama.cpp rounds them; files do not name them."""
+    yarn = {"rope.scaling.type": "yarn", "rope.scaling.factor": 32.0, "rope.scaling.original_context_length": 64}
+    scaling = config_of(gguf_of(gguf_model("gpt-oss"), tmp_path), {f"gpt-oss.{key}": yarn[key] for key in yarn})
+    assert scaling["rope_scaling"] == {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "original_max_position_embeddings": 64,
+        "truncate": False,
+    }
 
 
 def test_two_tensors_of_one_name_are_refused(gguf_model: GetModel, tmp_path: Path) -> None:
