@@ -55,19 +55,13 @@ SHAPE = {
 }
 GROUPED = SHAPE | {"intermediate_size": 48, "num_key_value_heads": 2}
 OLD_SHAPE = {"vocab_size": VOCAB_SIZE, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 128}
-MULTI_HEAD_LATENT = GROUPED | {
+LATENT = {
     "num_key_value_heads": 4,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-    "n_group": 1,
-    "topk_group": 1,
     "kv_lora_rank": 16,
     "q_lora_rank": 24,
     "qk_rope_head_dim": 8,
     "qk_nope_head_dim": 8,
     "v_head_dim": 12,
-    "first_k_dense_replace": 1,
 }
 EXPERTS = {
     "n_routed_experts": 4,
@@ -89,7 +83,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "gpt2": OLD_SHAPE | {"model_type": "gpt2"},
     "gptj": OLD_SHAPE | {"model_type": "gptj", "rotary_dim": 4},
     "opt": SHAPE | {"model_type": "opt", "ffn_dim": 48, "word_embed_proj_dim": 32},
-    "deepseek_v3": MULTI_HEAD_LATENT | {"model_type": "deepseek_v3"},
+    "minicpm3": GROUPED | LATENT | {"model_type": "minicpm3"},
 }
 
 
@@ -191,7 +185,7 @@ def test_text_is_transformers_whatever_guesses_and_wherever_layers_lie(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["dots1", "deepseek_v3", "opt"])
+@pytest.mark.parametrize("name", ["dots1", "minicpm3", "opt"])
 def test_texts_that_share_passes_are_plain_decodings(name: str, models: dict[str, Foreign], engine: Engine) -> None:
     """Prompts of different lengths; their windows and positions are each text's own."""
     drafted = Engine(LoadedTarget(resident(models[name].folder)), engine.tokenizer, engine.draft)

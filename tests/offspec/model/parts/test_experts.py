@@ -14,6 +14,9 @@ from torch import Tensor
 from offspec.checkpoints.conversion import convert
 from offspec.checkpoints.load import load_decoder
 from offspec.checkpoints.opening import ModelFiles
+from offspec.drafts.base import DraftOptions, OpenRequest
+from offspec.drafts.kinds import automatic_names
+from offspec.drafts.without_model import LookupDraft
 from offspec.errors import CheckpointError
 from offspec.loaders.formats.scaled import FP4, MX_BLOCK, ScaledLayout, ScaledMatrix
 from offspec.loaders.params import ConvertParams
@@ -137,3 +140,18 @@ def test_mxfp4_is_kept_or_unpacked(gpt_oss: tuple[Path, Path], tmp_path: Path) -
         torch.testing.assert_close(logits_of(opened(tmp_path / form)), expected, rtol=1e-4, atol=1e-4)
     with refused(CheckpointError, packed, "mxfp4", "keep"):
         convert(packed, tmp_path / "nf4", ConvertParams("nf4"))
+
+
+def test_a_layer_behind_the_others_is_ignored(tiny_model: GetModel, tmp_path: Path) -> None:
+    """GLM-4.5 comes with an MTP layer, which is a mixture, too: no draft by default."""
+    source = tiny_model("glm4-moe").folder
+    folder = variant(source, tmp_path / "with-mtp", num_nextn_predict_layers=1)
+    tensors = load_file(folder / "model.safetensors")
+    behind = {name.replace(".2.", ".3.", 1): tensor for name, tensor in tensors.items() if ".layers.2." in name}
+    behind |= {"model.layers.3.eh_proj.weight": torch.zeros(64, 128), "model.layers.3.enorm.weight": torch.ones(64)}
+    save_file({**tensors, **{name: each.clone() for name, each in behind.items()}}, folder / "model.safetensors")
+    torch.testing.assert_close(logits_of(opened(folder)), logits_of(opened(source)), rtol=0, atol=0)
+    target = ModelFiles.open(folder, "fp32", "cpu", [])
+    assert "model.layers.3.eh_proj.weight" in target.mtp_names
+    request = OpenRequest(DraftOptions("auto"), target, None, "fp32", "cpu", [])
+    assert automatic_names("glm", request) == [LookupDraft.NAME]
