@@ -418,7 +418,7 @@ def _expert_layers(config: Json, num_layers: int) -> tuple[tuple[str, ...], ...]
 
 def _num_experts(config: Json, used: str = "num_experts_per_tok") -> tuple[int, int]:
     """The numbers of a layer's experts, and of those that a row uses, under key `used`. Raises CheckpointError."""
-    key = next((key for key in EXPERTS_KEYS if key in config), EXPERTS_KEYS[0])
+    key = next((key for key in (*EXPERTS_KEYS, "default_experts") if key in config), EXPERTS_KEYS[0])
     num, num_used = positive(config, key), positive(config, used)
     if num_used > num or num > MAX_EXPERTS:
         raise CheckpointError(f"config.json: {used} {num_used} of {num} experts; at most {MAX_EXPERTS} can exist")
@@ -1297,7 +1297,7 @@ _GEMMA4_ROPES = {
 _QWEN_3_5 = {"num_attention_heads": 16, "max_position_embeddings": 32768, "partial_rotary_factor": 0.25}
 _GLM = {"head_dim": 128, "rms_norm_eps": 1.5625e-07, "partial_rotary_factor": 0.5, "attention_bias": True}
 # Families' defaults for missing keys, if they differ from Llama's; transformers omits keys with its defaults.
-# `default_theta`: RoPE's; `default_local_theta`: of layers with a window.
+# `default_theta`: RoPE's; `default_local_theta`: of layers with a window; `default_experts`: their number.
 DEFAULTS: dict[str, Json] = {
     "deepseek_v2": {
         "kv_lora_rank": 512,
@@ -1375,7 +1375,7 @@ DEFAULTS: dict[str, Json] = {
         "moe_intermediate_size": 512,
         "shared_expert_intermediate_size": 512,
         "num_experts_per_tok": 8,
-        "num_experts": 256,
+        "default_experts": 256,
     },
     "qwen3_next": {
         **_QWEN_3_5,
@@ -1383,7 +1383,7 @@ DEFAULTS: dict[str, Json] = {
         "moe_intermediate_size": 512,
         "shared_expert_intermediate_size": 512,
         "num_experts_per_tok": 10,
-        "num_experts": 512,
+        "default_experts": 512,
         "norm_topk_prob": True,
     },
     "mixtral": {
@@ -1391,7 +1391,7 @@ DEFAULTS: dict[str, Json] = {
         "num_key_value_heads": 8,
         "sliding_window": None,
         "num_experts_per_tok": 2,
-        "num_local_experts": 8,
+        "default_experts": 8,
         "default_theta": 1000000.0,
     },
     "qwen3_moe": {
@@ -1400,23 +1400,23 @@ DEFAULTS: dict[str, Json] = {
         "max_position_embeddings": 32768,
         "moe_intermediate_size": 768,
         "num_experts_per_tok": 8,
-        "num_experts": 128,
+        "default_experts": 128,
     },
     "qwen2_moe": {
         "num_key_value_heads": 16,
         "moe_intermediate_size": 1408,
         "shared_expert_intermediate_size": 5632,
         "num_experts_per_tok": 4,
-        "num_experts": 60,
+        "default_experts": 60,
     },
-    "olmoe": {"rms_norm_eps": 1e-5, "num_experts_per_tok": 8, "num_experts": 64},
+    "olmoe": {"rms_norm_eps": 1e-5, "num_experts_per_tok": 8, "default_experts": 64},
     "glm4_moe": {
         "rms_norm_eps": 1e-5,
         "partial_rotary_factor": 0.5,
         "num_key_value_heads": 8,
         "moe_intermediate_size": 1408,
         "num_experts_per_tok": 8,
-        "n_routed_experts": 128,
+        "default_experts": 128,
     },
     "gpt_oss": {
         "rms_norm_eps": 1e-5,
@@ -1426,17 +1426,17 @@ DEFAULTS: dict[str, Json] = {
         "sliding_window": 128,
         "attention_bias": True,
         "num_experts_per_tok": 4,
-        "num_local_experts": 128,
+        "default_experts": 128,
         "default_theta": 150000.0,
     },
     "minimax_m2": {
         "num_key_value_heads": 8,
         "head_dim": 128,
         "num_experts_per_tok": 8,
-        "num_local_experts": 256,
+        "default_experts": 256,
         "default_theta": 5000000.0,
     },
-    "granitemoe": {"num_experts_per_tok": 2, "num_local_experts": 8},
+    "granitemoe": {"num_experts_per_tok": 2, "default_experts": 8},
     "phi3": {"rms_norm_eps": 1e-5, ORIGINAL_CONTEXT: 4096},
     "glm": _GLM,
     "glm4": _GLM,

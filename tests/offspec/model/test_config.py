@@ -298,6 +298,15 @@ def test_impossible_mixtures_are_refused(family: str, settings: dict[str, Any], 
         read_config(config_json(FAMILIES[family]) | settings)
 
 
+@pytest.mark.parametrize("key", ["num_experts", "num_local_experts", "n_routed_experts"])
+def test_the_number_of_experts_has_several_names_and_a_default(key: str) -> None:
+    config = without(config_json(FAMILIES["qwen3-moe"]), "num_local_experts")
+    for settings, num in (({key: 7}, 7), ({}, 128)):
+        experts = read_config(config | settings).experts
+        assert experts is not None
+        assert experts.num == num
+
+
 def test_minimax_states_the_share_of_rope_in_numbers() -> None:
     config = config_json(FAMILIES["minimax-m2"])
     assert read_config(without(config, "rope_parameters") | {"rotary_dim": 12}).rotary_share == 0.5
