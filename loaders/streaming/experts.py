@@ -25,8 +25,15 @@ HITS_MEMORY = 0.98  # what the measured share keeps at each layer
 class ExpertSource(Protocol):
     """Lends experts of layers."""
 
-    bytes_streamed: int  # read for passes so far
-    reads_ahead: bool  # whether `expect` is of use
+    @property
+    def bytes_streamed(self) -> int:
+        """Bytes read for passes so far."""
+        ...
+
+    @property
+    def reads_ahead(self) -> bool:
+        """Whether `expect` is of use."""
+        ...
 
     def lend(self, layer: int, rows: Mapping[int, int]) -> Iterator[LentExperts]:
         """See `WeightSource.experts`."""

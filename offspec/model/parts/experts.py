@@ -116,7 +116,7 @@ class Experts(NativePart):
         weights: this layer's.
         """
         chosen, _ = self.routed(self.norm(x, weights, self.config.norms_of(self.layer).before_mlp), weights)
-        numbers, counts = chosen.unique(return_counts=True)
+        numbers, counts = torch.unique(chosen, return_counts=True)
         return dict(zip(numbers.tolist(), counts.tolist(), strict=True))
 
     def routed(self, x: Tensor, weights: LayerWeights) -> tuple[Tensor, Tensor]:
