@@ -44,6 +44,7 @@ from .planning.probe import (
     plan_here,
     prepare_exact_products,
     ram_beside_program,
+    with_expert_rates,
 )
 from .planning.report import explain_packing, explain_plan
 from .planning.spilling import spill_watch
@@ -251,15 +252,16 @@ class MachineRates:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._known: dict[tuple[bool, bool], tuple[float | None, Rates]] = {}
+        self._known: dict[tuple[bool, ...], tuple[float | None, Rates]] = {}
 
     def measure(self, plan: Plan) -> tuple[float | None, Rates]:
         """Bytes/s of the links that move the streamed layers (None: nothing is streamed), and the rates for `plan`."""
-        target, tiers = plan.demand.target, (bool(plan.placement.in_ram), bool(plan.placement.on_disk))
+        target, tiers = plan.demand.target, plan.placement.tiers
         if tiers not in self._known:
-            choose_products([(target, not plan.placement.streamed)], self.device)
+            choose_products([(target, plan.placement.is_resident)], self.device)
             link = measure_link(plan, self.device)
-            self._known[tiers] = link, measure_quick_rates(target, self.device, link)
+            rates = with_expert_rates(measure_quick_rates(target, self.device, link), plan, self.device)
+            self._known[tiers] = link, rates
         return self._known[tiers]
 
 
@@ -357,7 +359,7 @@ def _load_models(
         accelerator.release_memory()
         accelerator.limit_memory(None)
     plan = plan_here(files, features, read_hardware(device), memory_options(options))
-    choose_products([(files, not plan.placement.streamed), *((model, True) for model in opened.models)], device)
+    choose_products([(files, plan.placement.is_resident), *((model, True) for model in opened.models)], device)
     link, rates = machine.measure(plan)
     if not options.deterministic:
         plan = with_faster_residents(plan, rates)
@@ -367,12 +369,16 @@ def _load_models(
         accelerator.release_memory()
         accelerator.limit_memory(plan.placement.limits.device if options.vram is not None else None)
     is_exact = not options.fast_arithmetic and is_exact_by_default(
-        files.config, files.dtype, device, is_streamed=bool(plan.placement.streamed)
+        files.config, files.dtype, device, is_streamed=not plan.placement.is_resident
     )
     if is_exact:
-        prepare_exact_products(files, is_resident=not plan.placement.streamed)
+        prepare_exact_products(files, is_resident=plan.placement.is_resident)
     settings = WeightSettings(
-        has_far_embedding=True, synchronous=options.synchronous, is_exact=is_exact, progress=options.progress
+        has_far_embedding=True,
+        synchronous=options.synchronous,
+        is_exact=is_exact,
+        expert_choice=None if is_exact else plan.expert_choice(rates),
+        progress=options.progress,
     )
     memory = PlannedMemory(plan, device, notes, lambda plan: load_planned(plan, device, settings))
 

@@ -79,6 +79,10 @@ class LendingWeights:
                 for tensor in copies.values():
                     tensor.fill_(torch.nan)
 
+    def ahead(self, layer: int) -> None: ...
+
+    def expect(self, layer: int, rows: Mapping[int, int]) -> None: ...
+
     def shared(self, name: str) -> Weight:
         return self.source.shared(name)
 
@@ -232,6 +236,19 @@ _GEMMA4 = {
     "num_global_key_value_heads": 1,
     "attention_k_eq_v": True,
     "final_logit_softcapping": 2.0,
+}
+_LATENT = {
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 40,
+    "first_k_dense_replace": 1,
 }
 _GEMMA = {"head_dim": 24, "tie_word_embeddings": True, "query_pre_attn_scalar": 100, **_FOUR}
 
@@ -413,6 +430,31 @@ FAMILIES = {
         {**_FOUR, "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2},
         rope=_yarn(truncate=False, factor=2.0),
     ),
+    "deepseek-v2": Family(
+        "deepseek_v2",
+        {
+            **_LATENT,
+            "q_lora_rank": 24,
+            "topk_method": "group_limited_greedy",
+            "n_group": 3,
+            "topk_group": 2,
+            "routed_scaling_factor": 1.5,
+            "attention_bias": True,
+        },
+        seed=5,
+    ),
+    "deepseek-v2-lite": Family(
+        "deepseek_v2",
+        {**_LATENT, "q_lora_rank": None},
+        rope=_yarn(mscale=0.707, mscale_all_dim=0.707),
+        seed=1,
+    ),
+    "deepseek-v3": Family(
+        "deepseek_v3",
+        {**_LATENT, "num_hidden_layers": 3, "q_lora_rank": 24, "n_group": 3, "topk_group": 2},
+        rope=_yarn(mscale=1.0, mscale_all_dim=1.0),
+        old_layout=True,
+    ),
     "hunyuan-alpha": Family(
         "hunyuan_v1_dense",
         {"head_dim": 24},
@@ -430,6 +472,7 @@ MAMBAS = (
     "falcon-h1-unnormed",
     "nemotron-h",
 )
+LATENTS = ("deepseek-v2", "deepseek-v2-lite", "deepseek-v3")  # families with latent attention
 HYBRIDS = (*DELTA_NETS, *MAMBAS, "lfm2", "lfm2-biased")  # families with layers that keep a state of the text
 
 
@@ -504,7 +547,7 @@ def randomise(model: PreTrainedModel, generator: torch.Generator) -> None:
         if name.endswith("layer_scalar"):
             buffer.copy_(1 + 0.2 * torch.randn(buffer.shape, generator=generator))
         elif name.endswith("e_score_correction_bias"):
-            buffer.copy_(0.2 * torch.randn(buffer.shape, generator=generator))
+            buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
         if name.endswith(("q_norm.weight", "k_norm.weight")):

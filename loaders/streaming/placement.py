@@ -7,8 +7,10 @@ each layer is one, without its experts. Which of these a pass needs is only know
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
@@ -71,6 +73,7 @@ class ExpertsCost:
 
     slot_bytes: of the largest one in memory. read_bytes: of the average one, through the link. resident_bytes: of all,
     if all are resident. least: slots that a pass needs at least. row_share: the probability that a row uses one.
+    in_layer: experts of a layer that has some. elements: weights of the average one.
     """
 
     num: int
@@ -79,14 +82,38 @@ class ExpertsCost:
     resident_bytes: int
     least: int
     row_share: float
+    in_layer: int = 1
+    elements: int = 0
+
+    def num_used(self, rows: int) -> float:
+        """Expected experts of a layer that a pass over so many rows uses."""
+        return self.in_layer * used_share(self.row_share, rows)
+
+    def rows_of_each(self, rows: int) -> int:
+        """Rows that use an expert of these."""
+        return max(1, round(rows * self.row_share * self.in_layer / self.num_used(rows)))
+
+
+@dataclass(frozen=True)
+class ExpertTimes:
+    """Seconds that one expert of a pass takes: on the compute device; in RAM on the CPU beside a GPU; on its ways."""
+
+    compute_s: float
+    host_s: float = math.inf
+    link_s: float = 0.0
+    disk_s: float = 0.0
 
 
 @dataclass(frozen=True)
 class ExpertSlots:
-    """The most experts in memory at once: on the compute device, and in RAM for a GPU; `num` if all of them are."""
+    """The most experts in memory at once: on the compute device, and in RAM for a GPU, which may be all.
+
+    are_resident: whether all are on the device, as they are in resident layers; otherwise slots hold what is stored.
+    """
 
     device: int = 0
     host: int = 0
+    are_resident: bool = False
 
 
 @dataclass(frozen=True)
@@ -155,6 +182,16 @@ class Placement:
         """The units that passes stream, in order."""
         return self._in(Tier.RAM, Tier.DISK)
 
+    @property
+    def tiers(self) -> tuple[bool, ...]:
+        """Whether units are in RAM for a GPU, whether some are on disk, and whether experts come from elsewhere."""
+        return bool(self.in_ram), bool(self.on_disk), not self.is_resident
+
+    @cached_property
+    def is_resident(self) -> bool:
+        """Whether passes stream nothing."""
+        return not self.streamed and (self.experts.are_resident or self.experts == ExpertSlots())
+
     def _in(self, *tiers: Tier) -> tuple[int, ...]:
         return tuple(unit for unit, place in enumerate(self.places) if place.tier in tiers)
 
@@ -222,35 +259,30 @@ def place(
 def _place_with_experts(
     units: Sequence[UnitCost], items: Sequence[Item], limits: Limits, wishes: Wishes | None, experts: ExpertsCost
 ) -> Placement:
-    least, on_gpu = experts.least * experts.slot_bytes, limits.device is not None
+    with suppress(MemoryLimitError):
+        placement = place(units, [*items, Item(EXPERTS_ITEM, experts.resident_bytes)], limits, wishes)
+        if not placement.streamed:
+            return replace(placement, experts=ExpertSlots(experts.num, are_resident=True))
+    least = experts.least * experts.slot_bytes
+    on_gpu = limits.device is not None
     needed = Item(EXPERTS_ITEM, least, least if on_gpu else 0)
     placement = place(units, [*items, needed], limits, wishes)
     free_ram = limits.ram - placement.ram_bytes
-    host = _expert_bytes(experts, free_ram) if on_gpu and not placement.on_disk else least
     free = free_ram if limits.device is None else limits.device - placement.device_bytes
-    device = _expert_bytes(experts, free) if not placement.streamed else least
-    slots = ExpertSlots(_num_slots(experts, device), _num_slots(experts, host) if on_gpu else 0)
-    more, more_host = device - least, host - least
+    # With layers on disk, all memory is theirs: every pass needs each of them.
+    more = 0 if placement.streamed else min(free // experts.slot_bytes, experts.num - experts.least)
+    more_host = (
+        0 if placement.on_disk or not on_gpu else min(free_ram // experts.slot_bytes, experts.num - experts.least)
+    )
+    nbytes, host_bytes = more * experts.slot_bytes, more_host * experts.slot_bytes
+    item = Item(EXPERTS_ITEM, least + nbytes, least + host_bytes if on_gpu else 0)
     return replace(
         placement,
-        items=(
-            *(item for item in placement.items if item != needed),
-            Item(EXPERTS_ITEM, device, host if on_gpu else 0),
-        ),
-        device_bytes=placement.device_bytes + (more if on_gpu else 0),
-        ram_bytes=placement.ram_bytes + (more_host if on_gpu else more),
-        experts=slots,
+        items=(*(each for each in placement.items if each != needed), item),
+        device_bytes=placement.device_bytes + (nbytes if on_gpu else 0),
+        ram_bytes=placement.ram_bytes + (host_bytes if on_gpu else nbytes),
+        experts=ExpertSlots(experts.least + more, experts.least + more_host if on_gpu else 0),
     )
-
-
-def _expert_bytes(experts: ExpertsCost, free: int) -> int:
-    """Bytes for experts in one space, with `free` bytes beside the least ones."""
-    room = experts.least * experts.slot_bytes + free
-    return experts.resident_bytes if experts.resident_bytes <= room else room // experts.slot_bytes * experts.slot_bytes
-
-
-def _num_slots(experts: ExpertsCost, nbytes: int) -> int:
-    return experts.num if nbytes == experts.resident_bytes else nbytes // experts.slot_bytes
 
 
 def _place_on_cpu(units: Sequence[UnitCost], items: Sequence[Item], limits: Limits, wishes: Wishes) -> Placement:
@@ -412,3 +444,22 @@ def predict_pass_s(
             now = max(now, arrived) + compute_s
             freed[place.device].append(now)
     return now - began
+
+
+def predict_experts_s(
+    experts: ExpertsCost, slots: ExpertSlots, times: ExpertTimes, rows: int, *, on_gpu: bool
+) -> float:
+    """Seconds of the experts of one layer in a pass over `rows` rows.
+
+    Slots are assumed to hold what rows choose no more often than the rest. Reads, the link, the CPU and the device work
+    at the same time.
+    """
+    num_used = experts.num_used(rows)
+    if slots.are_resident:
+        return num_used * times.compute_s
+    num_far = num_used * (1 - slots.device / experts.num)
+    if not on_gpu:
+        return max(num_used * times.compute_s, num_far * times.disk_s)
+    num_read = num_used * (1 - slots.host / experts.num)
+    far_s = 1 / (1 / times.host_s + 1 / times.link_s) if times.link_s else 0.0
+    return max((num_used - num_far) * times.compute_s, num_far * far_s, num_read * times.disk_s)

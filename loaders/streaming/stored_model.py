@@ -96,9 +96,10 @@ class StoredUnit:
             weight = stored.bind([parts[info.name] for info in stored.streamed])
             stays_packed = stored.is_packed and stored.is_kept_as_read(dtype)
             as_plain = len(weight.shape) < 2 or (is_kept and not stays_packed)
-            bound[name] = dense(weight, self._bound_dtype(name, dtype)) if as_plain else weight
-            if is_kept and name in self.exact:  # a view would keep the whole buffer
-                bound[name] = weight.clone()
+            plain = dense(weight, self._bound_dtype(name, dtype)) if as_plain else None
+            if plain is not None and is_kept and name in self.exact:
+                plain = plain.clone()  # a view would keep the whole buffer
+            bound[name] = weight if plain is None else plain
         return bound
 
     def _bound_dtype(self, name: str, dtype: torch.dtype) -> torch.dtype:
@@ -168,7 +169,27 @@ class StoredModel:
     @cached_property
     def has_two_forms(self) -> bool:
         """Whether it is packed without loss, so that resident layers may be kept packed or unpacked."""
-        return any(has_two_forms(weight) for weight in self.layers[0].weights.values())
+        return any(has_two_forms(weight) for unit in self.first_layer for weight in unit.weights.values())
+
+    @property
+    def first_layer(self) -> tuple[StoredUnit, ...]:
+        """The first layer, and the experts of the first layer that has some."""
+        return (self.layers[0], *next(iter(self.experts.values()), ()))
+
+    def expert_costs(self, dtype: torch.dtype) -> list[UnitCost]:
+        """Of all experts; computed once, because there are thousands."""
+        if dtype not in self._expert_costs:
+            units = (unit for experts in self.experts.values() for unit in experts)
+            self._expert_costs[dtype] = [unit.cost(dtype) for unit in units]
+        return self._expert_costs[dtype]
+
+    @cached_property
+    def _expert_costs(self) -> dict[torch.dtype, list[UnitCost]]:
+        return {}
+
+    @cached_property
+    def num_expert_weights(self) -> int:
+        return sum(unit.num_weights for experts in self.experts.values() for unit in experts)
 
     @cached_property
     def by_name(self) -> Mapping[str, StoredWeight]:
@@ -183,8 +204,9 @@ class StoredModel:
         return StoredModel(layers, {name: w.to(device) for name, w in self.shared.items()}, experts)
 
     def keeping(self, *, packed: bool) -> StoredModel:
-        """The same model with matrices that have two forms packed in resident layers, or unpacked there."""
-        return replace(self, layers=[replace(layer, packs=packed) for layer in self.layers])
+        """The same model with matrices that have two forms packed in resident units, or unpacked there."""
+        experts = {index: tuple(replace(each, packs=packed) for each in units) for index, units in self.experts.items()}
+        return replace(self, layers=[replace(layer, packs=packed) for layer in self.layers], experts=experts)
 
     def scratch_elements(self, streamed: Collection[int], dtype: torch.dtype) -> int:
         """Elements of the largest matrix that needs scratch memory, with the layers `streamed` streamed."""

@@ -7,7 +7,6 @@ slots in the background, and `PlainStream` is the synchronous twin.
 
 from __future__ import annotations
 
-import queue
 import threading
 import weakref
 from collections import deque
@@ -84,6 +83,11 @@ class Fill:
                 self._error, self.cancelled = error, True  # skip the other parts
             if self._left == 0:
                 self._done.set()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether no thread writes to the slot any more."""
+        return self._done.is_set()
 
     def cancel(self) -> None:
         self.cancelled = True
@@ -241,7 +245,54 @@ class PlainStream:
     def close(self) -> None: ...
 
 
-_Work: TypeAlias = "queue.SimpleQueue[tuple[Fill, Extent, HostBuffer] | None]"
+@dataclass(frozen=True)
+class ReadTask:
+    """One piece of a record to read into a buffer."""
+
+    fill: Fill
+    piece: Extent
+    buffer: HostBuffer
+
+
+class ReadQueue:
+    """Reads to do, in their order; those ahead of their use wait until no others are left. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._on_demand, self._ahead = deque[ReadTask](), deque[ReadTask]()
+        self._changed = threading.Condition()
+        self._has_ended = False
+        self.bytes_read = 0
+
+    def put(self, tasks: Sequence[ReadTask], *, is_ahead: bool) -> None:
+        with self._changed:
+            (self._ahead if is_ahead else self._on_demand).extend(tasks)
+            self._changed.notify(len(tasks))
+
+    def get(self) -> ReadTask | None:
+        """Wait for the next read; None after `end`, once all are done."""
+        with self._changed:
+            while not (self._on_demand or self._ahead):
+                if self._has_ended:
+                    return None
+                self._changed.wait()
+            return (self._on_demand or self._ahead).popleft()
+
+    def take_ahead(self, fill: Fill) -> list[ReadTask]:
+        """Remove the reads ahead of a fill that have not begun, and return them."""
+        with self._changed:
+            tasks = [task for task in self._ahead if task.fill is fill]
+            if tasks:
+                self._ahead = deque(task for task in self._ahead if task.fill is not fill)
+            return tasks
+
+    def count(self, nbytes: int) -> None:
+        with self._changed:
+            self.bytes_read += nbytes
+
+    def end(self) -> None:
+        with self._changed:
+            self._has_ended = True
+            self._changed.notify_all()
 
 
 class DiskFiller:
@@ -252,22 +303,39 @@ class DiskFiller:
 
     def __init__(self, records: Mapping[Unit, Record], reader: Reader, num_threads: int = NUM_READERS) -> None:
         self._records = records
-        self._work: _Work = queue.SimpleQueue()
+        self._queue = ReadQueue()
         self._threads = [
-            threading.Thread(target=_read_all, args=(self._work, reader), name=f"offspec-read-{i}", daemon=True)
+            threading.Thread(target=_read_all, args=(self._queue, reader), name=f"offspec-read-{i}", daemon=True)
             for i in range(num_threads)
         ]
-        self._end = weakref.finalize(self, _end_threads, self._work, num_threads)
+        self._end = weakref.finalize(self, self._queue.end)
         self._end.atexit = False
         for thread in self._threads:
             thread.start()
 
-    def fill(self, slot: HostSlot, unit: Unit) -> Fill:
+    @property
+    def bytes_read(self) -> int:
+        return self._queue.bytes_read
+
+    def fill(self, slot: HostSlot, unit: Unit, *, is_ahead: bool = False) -> Fill:
+        """is_ahead: only while there is nothing else to read."""
         reads = self._records[unit].reads
         fill = Fill(len(reads))
-        for piece in reads:
-            self._work.put((fill, piece, slot.buffer))
+        self._queue.put([ReadTask(fill, piece, slot.buffer) for piece in reads], is_ahead=is_ahead)
         return fill
+
+    def hurry(self, fill: Fill) -> None:
+        """What was read ahead is needed now."""
+        if not fill.is_done and (tasks := self._queue.take_ahead(fill)):
+            self._queue.put(tasks, is_ahead=False)
+
+    def withdraw(self, fill: Fill) -> None:
+        """Skip what has not begun of a fill ahead; it then counts as cancelled, and is settled soon."""
+        tasks = self._queue.take_ahead(fill)
+        if tasks:
+            fill.cancel()
+        for _ in tasks:
+            fill.part_done()
 
     def close(self) -> None:
         self._end()
@@ -275,23 +343,18 @@ class DiskFiller:
             thread.join()
 
 
-def _read_all(work: _Work, reader: Reader) -> None:
+def _read_all(reads: ReadQueue, reader: Reader) -> None:
     """What each thread of a `DiskFiller` runs; it does not refer to the filler."""
-    while (task := work.get()) is not None:
-        fill, piece, buffer = task
+    while (task := reads.get()) is not None:
         error: BaseException | None = None
-        if not fill.cancelled:
+        if not task.fill.cancelled:
             try:
-                read_piece(reader, piece, buffer)
+                read_piece(reader, task.piece, task.buffer)
+                reads.count(task.piece.least)
             except BaseException as exc:  # noqa: BLE001 (raised again in the thread that waits for the layer)
                 error = exc
-        fill.part_done(error)
-        del task, fill, piece, buffer, error  # an idle thread keeps no memory
-
-
-def _end_threads(work: _Work, num_threads: int) -> None:
-    for _ in range(num_threads):
-        work.put(None)
+        task.fill.part_done(error)
+        del task, error  # an idle thread keeps no memory
 
 
 def read_piece(reader: Reader, piece: Extent, buffer: HostBuffer) -> None:

@@ -18,6 +18,7 @@ from ..files.readers import FileReader, FileStates, HostBuffer, Reader, align_do
 from ..files.records import Record
 from ..formats import StoredTable, Weight, as_table, dense, take_rows
 from ..formats.blocked import in_blocks
+from .device_experts import DeviceExperts, ExpertChoice
 from .experts import CachedExperts, ExpertSource, ResidentExperts
 from .link import DeviceFiller, DeviceSlot, pin_whole
 from .placement import Placement, scattered
@@ -68,11 +69,13 @@ class TierOptions:
 
     blocked: on a CPU with all layers resident, convert matrices to `BlockedMatrix` if possible; loading then needs one
     layer's bytes more. synchronous: the plain twin, which reads a layer on request. reader: None is a `FileReader`.
+    expert_choice: costs by which the CPU beside a GPU computes some experts; None: it computes none.
     """
 
     blocked: bool = False
     synchronous: bool = False
     reader: Reader | None = None
+    expert_choice: ExpertChoice | None = None
 
 
 class TieredWeights:
@@ -108,6 +111,7 @@ class TieredWeights:
         self._wanted, self._kept = frozenset[int](), dict[int, dict[str, Weight]]()  # see `spare`
         self._resident: dict[int, dict[str, Weight]] = {}
         self._experts: ExpertSource | None = None
+        self._host_experts, self._expert_choice = model.experts, options.expert_choice
         self._stream: Stream | None = None
         self._rows = self._tables_on_disk(row_tables)
         self._files = FileStates(self._streamed_paths())
@@ -150,7 +154,7 @@ class TieredWeights:
     @property
     def _has_all_experts(self) -> bool:
         """Whether every expert is on the device."""
-        return self._placement.experts.device == sum(len(experts) for experts in self._model.experts.values())
+        return not self._model.experts or self._placement.experts.are_resident
 
     @property
     def _reads_disk(self) -> bool:
@@ -178,12 +182,14 @@ class TieredWeights:
             self._files.check()
 
     def spare(self, nbytes: int) -> None:
-        """On a CPU, keep layers from disk in `nbytes` of additional memory, until the next call.
+        """On a CPU, keep layers or experts from disk in `nbytes` of additional memory, until the next call.
 
         A layer is kept once a pass has read it. The last layer is always read, because the check for changed files
         follows it. The results do not change.
         """
         on_disk = self._placement.on_disk
+        if not on_disk and isinstance(self._experts, CachedExperts):
+            self._experts.spare(nbytes)
         if self._accelerator.has_own_memory or not isinstance(self._stream, Ring):
             return
         num_wanted = max(0, min(nbytes // self._placement.slots.nbytes, len(on_disk) - LEAST_STREAMED))
@@ -209,6 +215,13 @@ class TieredWeights:
     def experts(self, layer: int, rows: Mapping[int, int]) -> Iterator[LentExperts]:
         assert self._experts is not None
         return self._experts.lend(layer, rows)
+
+    def ahead(self, layer: int) -> Mapping[str, Weight] | None:
+        return self._resident.get(layer) if self._experts is not None and self._experts.reads_ahead else None
+
+    def expect(self, layer: int, rows: Mapping[int, int]) -> None:
+        if self._experts is not None:
+            self._experts.expect(layer, rows)
 
     def shared(self, name: str) -> Weight:
         if name not in self._shared:
@@ -253,11 +266,17 @@ class TieredWeights:
             return None
         if self._has_all_experts:
             return ResidentExperts({layer: self._load_experts(units) for layer, units in experts.items()})
-        slots, slot_bytes = (
-            self._placement.experts,
-            max(unit.record.nbytes for units in experts.values() for unit in units),
-        )
-        return CachedExperts(experts, slots.device, slot_bytes, self._dtype, self._reader)
+        slots, on_gpu = self._placement.experts, self._accelerator.has_own_memory
+        slot_bytes = max(unit.record.nbytes for units in experts.values() for unit in units)
+        in_ram = self._host_experts if on_gpu else experts
+        cached = CachedExperts(in_ram, slots.host if on_gpu else slots.device, slot_bytes, self._dtype, self._reader)
+        if not on_gpu:
+            return cached
+        if self._accelerator.pin(cached.memory):
+            self._pinned.append(cached.memory)
+        else:
+            self.unpinned_bytes += cached.memory.nbytes
+        return DeviceExperts(experts, cached, slots.device, self._accelerator, self._expert_choice)
 
     def _load_experts(self, experts: Experts) -> list[dict[str, Weight]]:
         """Load a layer's experts into common memory on the device: their tensors often lie one behind another."""
@@ -322,8 +341,9 @@ class TieredWeights:
             if records:
                 disk = self._open_disk(records, parts[len(in_ram) :])
                 opened.callback(disk.close)
-            self._pinned += pin_whole(whole, parts, self._accelerator)
-            self.unpinned_bytes = whole.nbytes - sum(buffer.nbytes for buffer in self._pinned)
+            pinned = pin_whole(whole, parts, self._accelerator)
+            self._pinned += pinned
+            self.unpinned_bytes += whole.nbytes - sum(buffer.nbytes for buffer in pinned)
             filler = DeviceFiller(in_ram, disk, {i: layers[i].record for i in p.streamed}, self._accelerator)
             opened.pop_all()  # from here on, the filler closes `disk`
         return Ring(self._placement.streamed, slots, filler)

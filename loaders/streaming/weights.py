@@ -23,6 +23,12 @@ from .stream import Unit
 
 EXPERT = re.compile(r"(?:.+\.)?experts\.(0|[1-9][0-9]{0,4})\.(.+)")  # within a layer: the expert's number, and the rest
 LentExperts: TypeAlias = Mapping[int, Mapping[str, Weight]]  # expert's number → its weights by short name
+
+
+class HostExperts(dict[int, Mapping[str, Weight]]):
+    """`LentExperts` in RAM, which the CPU computes although a device computes their layer."""
+
+
 ViewedLayer: TypeAlias = int | Mapping[str, Weight]  # a layer of the source by its number, or weights in its place
 
 
@@ -64,6 +70,14 @@ class WeightSource(Protocol):
 
         rows: the expert's number → the rows that use it. Each is lent once, in any order, on any device.
         """
+        ...
+
+    def ahead(self, layer: int) -> Mapping[str, Weight] | None:
+        """Weights of a layer, to predict its experts for `expect`; None if that is of no use. Valid until `close`."""
+        ...
+
+    def expect(self, layer: int, rows: Mapping[int, int]) -> None:
+        """Announce experts that `experts` will probably be asked for after the next request; see there."""
         ...
 
     def shared(self, name: str) -> Weight:
@@ -121,6 +135,10 @@ class RamWeights:
     def experts(self, layer: int, rows: Mapping[int, int]) -> Iterator[LentExperts]:
         yield {number: self._experts[layer][number] for number in rows}
 
+    def ahead(self, layer: int) -> None: ...
+
+    def expect(self, layer: int, rows: Mapping[int, int]) -> None: ...
+
     def shared(self, name: str) -> Weight:
         if name not in self._shared:
             raise missing(name)
@@ -167,6 +185,10 @@ class LayerView:
         else:
             experts = experts_in(viewed)
             yield {number: experts[number] for number in rows}
+
+    def ahead(self, layer: int) -> None: ...
+
+    def expect(self, layer: int, rows: Mapping[int, int]) -> None: ...
 
     def shared(self, name: str) -> Weight:
         return self._source.shared(name)

@@ -104,6 +104,15 @@ def refuse_states(config: ModelConfig, feature: str) -> None:
         )
 
 
+def refuse_experts(config: ModelConfig, feature: str) -> None:
+    """Raises UsageError for a mixture. feature: what copies or trains whole layers, most of which are experts."""
+    if config.experts is not None:
+        raise UsageError(
+            f"{feature} is for models without experts, and this {config.model_type} has {config.experts.num} in a "
+            "layer; use n-gram lookup (`draft=lookup`) or a small model (`draft=PATH`)"
+        )
+
+
 def check_exit_layer(number: int, config: ModelConfig, setting: str = "exit_layer=") -> None:
     """Raises UsageError unless `number` is at least 1 and less than the layers of offspec's own decoder.
 

@@ -8,6 +8,7 @@ import torch
 
 from offspec.loaders.accelerators.accelerator import accelerator_of
 from offspec.loaders.formats.blocked import is_supported as is_blocking_supported
+from offspec.loaders.streaming.device_experts import ExpertChoice
 from offspec.loaders.streaming.placement import Placement
 from offspec.loaders.streaming.tiers import Progress, TieredWeights, TierOptions
 from offspec.loaders.streaming.weights import WeightSource
@@ -28,13 +29,14 @@ class WeightSettings:
     anyway. synchronous: no read-ahead;
     read each streamed layer when the pass needs it. is_written: training will change the weights (`--learn`), so they
     keep their memory layout. is_exact: the decoder will be exact (`model.exactness`), whose kernels read the usual
-    layout. progress(bytes_done, bytes_total): called while resident weights load.
+    layout. expert_choice: see `TierOptions`. progress(bytes_done, bytes_total): called while resident weights load.
     """
 
     has_far_embedding: bool = False
     synchronous: bool = False
     is_written: bool = False
     is_exact: bool = False
+    expert_choice: ExpertChoice | None = None
     progress: Progress | None = None
 
 
@@ -56,7 +58,7 @@ def load_weights(
         dtype=model.dtype,
         device=device,
         row_tables=model.config.row_tables + far,
-        options=TierOptions(is_in_order, settings.synchronous),
+        options=TierOptions(is_in_order, settings.synchronous, expert_choice=settings.expert_choice),
         progress=settings.progress,
     )
 

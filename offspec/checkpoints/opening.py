@@ -132,11 +132,12 @@ class ModelFiles:
 
     @cached_property
     def packed_form(self) -> str | None:
-        """The format of most of the first layer's packed weights; None if it has none."""
+        """The format of most packed weights of a layer, its experts among them; None if it has none."""
         elements = Counter[str]()
-        for weight in self.stored.layers[0].weights.values():
-            if weight.is_packed:
-                elements[weight.dtype] += math.prod(weight.shape)
+        for unit in self.stored.first_layer:
+            for weight in unit.weights.values():
+                if weight.is_packed:
+                    elements[weight.dtype] += math.prod(weight.shape)
         return max(elements, key=lambda form: elements[form], default=None)
 
     def keeping(self, *, packed: bool) -> ModelFiles:

@@ -25,7 +25,7 @@ from ..errors import CheckpointError, UsageError
 from ..model.block import layer_shapes
 from ..model.names import LAYER_PREFIX
 from .conversion import without_blanks
-from .exit_layers import fingerprint, has_weights, refuse_foreign
+from .exit_layers import fingerprint, has_weights, refuse_experts, refuse_foreign
 from .from_config import layers_from_config
 from .opening import ModelFiles
 
@@ -110,6 +110,7 @@ def make_shadow(
     """
     check_bits(bits)
     refuse_foreign(target.config, "a shadow")
+    refuse_experts(target.config, "a shadow")
     mark: dict[str, str | int] = {"target": fingerprint(target), "bits": bits}
     return convert_layers(
         target.checkpoint.path,

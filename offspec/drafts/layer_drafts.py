@@ -23,7 +23,7 @@ from offspec.loaders.streaming.weights import LayerView, ViewedLayer
 from offspec.scheduler.drafting.drafter import Drafter
 from offspec.scheduler.params import tree_room
 
-from ..checkpoints.exit_layers import check_exit_layer, refuse_foreign
+from ..checkpoints.exit_layers import check_exit_layer, refuse_experts, refuse_foreign
 from ..checkpoints.opening import ModelFiles, Note
 from ..checkpoints.shadows import Shadow, check_bits, find_shadow, make_shadow
 from ..model.block import keeps_states, memory_layouts
@@ -123,6 +123,7 @@ class OpenedShadow:
         """
         target = request.target
         check_own_layers(request)
+        refuse_experts(target.config, "a shadow")
         _, _, bits_or_path = request.options.draft.partition(":")
         if bits_or_path and not bits_or_path.isdecimal():
             shadow = Shadow.open(expand_home(bits_or_path), target)
@@ -256,7 +257,7 @@ class OpenedLayers:
     def guessing(self, placement: Placement) -> Guessing:
         layers = self.target.config.num_layers
         number = len(placement.resident) if self.num_first is None else self.num_first
-        if number in (0, layers):
+        if number in (0, layers) or _lacks_experts(self.target, placement):
             return Guessing(acceptance=LOOKUP)
         acceptance = RESIDENT_LAYERS if self.num_first is None else EXIT
         if self.skips is not None:
@@ -271,6 +272,10 @@ class OpenedLayers:
     def _attach(self, target: Decoder) -> Draft:
         weights = _weights(target)
         numbers = weights.placement.resident if self.num_first is None else tuple(range(self.num_first))
+        if _lacks_experts(self.target, weights.placement):
+            text = "not all experts are in memory, so layers with experts cannot draft; the draft is n-gram lookup"
+            self.notes.append(Note(text, advice=True))
+            return LookupDraft()
         if not numbers or len(numbers) == target.config.num_layers:
             which = "all layers are resident" if numbers else "no layer is resident"
             self.notes.append(
@@ -278,6 +283,11 @@ class OpenedLayers:
             )
             return LookupDraft()
         return load_layers(self.target, target, numbers, RESIDENT if self.num_first is None else "exit")
+
+
+def _lacks_experts(target: ModelFiles, placement: Placement) -> bool:
+    """Whether some experts of the target are not on the device."""
+    return bool(target.stored.experts) and not placement.experts.are_resident
 
 
 def check_own_layers(request: OpenRequest) -> None:

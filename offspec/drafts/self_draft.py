@@ -12,7 +12,7 @@ from offspec.loaders.files.user_folders import expand_home
 from offspec.loaders.streaming.placement import Item, Placement
 from offspec.scheduler.params import MAX_ROWS
 
-from ..checkpoints.exit_layers import ExitFile, has_weights, refuse_shared_entries, refuse_states
+from ..checkpoints.exit_layers import ExitFile, has_weights, refuse_experts, refuse_shared_entries, refuse_states
 from ..checkpoints.opening import ModelFiles, Note
 from ..errors import UsageError
 from ..model.cuda_graphs import RoundBuffers, is_static
@@ -80,6 +80,7 @@ class OpenedSelf:
         target, options = request.target, request.options
         refuse_states(target.config, "an exit layer")
         refuse_shared_entries(target.config, "an exit layer")
+        refuse_experts(target.config, "an exit layer")
         if not has_weights(target):
             raise UsageError(
                 f"`draft=self` needs the weights of {target.checkpoint.path}, to which its exit layer belongs; give "

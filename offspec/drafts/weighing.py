@@ -108,7 +108,7 @@ class Scales:
     def compare(self, names: Sequence[str], rates_of: RatesOf, plan: Plan) -> list[Prospect]:
         """What these drafts would bring; and the usual ones, if several are compared or `plan` streams layers."""
         others = list[str]()
-        if plan.placement.streamed or len(names) > 1:
+        if not plan.placement.is_resident or len(names) > 1:
             others = [*mtp_names(self.request), *usual_names(plan)]
         return [self.prospect(name, rates_of) for name in dict.fromkeys([*names, *others])]
 
@@ -140,7 +140,7 @@ class Chooser:
             plan = self.scales.first_plan([NO_DRAFT])
         except OffspecError:  # loading reports it
             return None
-        if not plan.placement.streamed:
+        if plan.placement.is_resident:
             return None
         rates_of = self.measure(plan)
         prospects = by_rate([self.scales.prospect(name, rates_of) for name in dict.fromkeys([*names, *others])])
@@ -156,7 +156,8 @@ def _item_bytes(plan: Plan) -> int:
 
 def usual_names(plan: Plan) -> list[str]:
     """Drafts that need no other model, to compare others with: shadows only for targets that are streamed."""
-    can_have = plan.placement.streamed and plan.demand.target.config.is_native
+    config = plan.demand.target.config
+    can_have = plan.placement.streamed and config.is_native and config.experts is None
     return [*(shadow_names() if can_have else []), LookupDraft.NAME, NO_DRAFT]
 
 

@@ -30,6 +30,7 @@ from .families import (
     DeltaShape,
     ExpertsShape,
     Fields,
+    LatentShape,
     LayerInputs,
     LayerShape,
     MambaShape,
@@ -68,12 +69,11 @@ class ModelConfig:
     norm: "rms", "rms plus one", "layer" or "layer plus one" (`norms.normalize`).
     is_parallel: attention and MLP have the same normed states as input. has_attention_gate: the queries' projection
     also gives a gate for each number of attention's result. has_sinks: each head attends to a key without a value, too,
-    whose score is learnt. attention, attention_output: the prefix of its tensors in a
-    layer, and its last matrix. layer_norms: each layer's norms; empty: `norms`. delta, mamba, short_convolution,
-    experts: the shape of such parts, if there are any. multipliers: Falcon-H1's. parts: names of each layer's parts
-    (`parts.kinds.PARTS`); empty: attention and an MLP in every layer. has_value_norm: values are normed, by an RMSNorm
-    without a weight. shapes: of each layer, if they differ (`shape_of`). layer_inputs: of what layers get of each
-    token.
+    whose score is learnt. attention, attention_output: the prefix of its tensors in a layer, and its last matrix.
+    layer_norms: each layer's norms; empty: `norms`. delta, mamba, short_convolution, latent, experts: the shape of such
+    parts, if there are any. multipliers: Falcon-H1's. parts: names of each layer's parts (`parts.kinds.PARTS`); empty:
+    attention and an MLP in every layer. has_value_norm: values are normed, by an RMSNorm without a weight. shapes: of
+    each layer, if they differ (`shape_of`). layer_inputs: of what layers get of each token.
     """
 
     model_type: str
@@ -125,6 +125,7 @@ class ModelConfig:
     experts: ExpertsShape | None = None
     multipliers: Multipliers | None = None
     short_convolution: ShortConvolutionShape | None = None
+    latent: LatentShape | None = None
     parts: tuple[tuple[str, ...], ...] = ()
     has_value_norm: bool = False
     shapes: tuple[LayerShape, ...] = ()
@@ -239,6 +240,8 @@ class ModelConfig:
 
     def rotary_dim_of(self, layer: int) -> int:
         """The number of a head's dimensions that RoPE rotates."""
+        if self.latent is not None:
+            return self.latent.rope_size
         return int(self.shape_of(layer).head_dim * self.rotary_share)
 
     def parts_of(self, layer: int) -> tuple[str, ...]:
@@ -291,13 +294,20 @@ class ModelConfig:
         return shape if shape.entries_of is None else replace(shape, entries_of=layers.index(shape.entries_of))
 
     def plain_layers(self, count: int) -> ModelConfig:
-        """The shape of a decoder of `count` layers of attention and an MLP, each as large as the first layer's."""
-        shape = self.shape_of(0)
+        """The shape of a decoder of `count` layers of attention and an MLP, each as large as the first layer's.
+
+        Latent attention has no heads of keys; then each query head gets one of as many numbers as a value.
+        """
+        shape, scale = self.shape_of(0), self.attention_scale
+        if self.latent is not None:
+            shape, scale = replace(shape, num_kv_heads=self.num_heads, head_dim=self.latent.value_size), None
         return replace(
             self.only_layers([0] * count),
             num_kv_heads=shape.num_kv_heads,
             head_dim=shape.head_dim,
             intermediate_size=shape.intermediate_size,
+            attention_scale=scale,
+            latent=None,
             delta=None,
             mamba=None,
             short_convolution=None,

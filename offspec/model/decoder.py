@@ -9,7 +9,7 @@ it. This module does not depend on sampling, budgets or where weights are stored
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from itertools import accumulate
 from pathlib import Path
 
@@ -33,6 +33,7 @@ from .memory.kv_in_ram import EntriesInRam
 from .memory.text_memory import TextMemory, empty_memories
 from .names import INPUT_NORM, INPUT_PROJECTION, INPUT_TABLE, LAYER_PREFIX
 from .norms import normalize
+from .parts.experts import Experts
 from .parts.kinds import parts_of
 from .parts.kv_attention import CAPPED_SCORES, MASKED_KEYS, Visibility
 from .parts.layer_input import of_tokens
@@ -204,8 +205,20 @@ class Decoder:
 
     def layer_weights(self, tensors: Mapping[str, Weight], layer: int | None = None) -> LayerWeights:
         """Borrowed weights in the form that blocks use. layer: the number of their layer, if they are a layer's."""
-        experts = None if layer is None else partial(self.weights.experts, layer)
-        return LayerWeights(tensors, self.weights.scratch, experts)
+        if layer is None:
+            return LayerWeights(tensors, self.weights.scratch)
+        experts, announce = partial(self.weights.experts, layer), partial(self._announce, layer)
+        return LayerWeights(tensors, self.weights.scratch, experts, announce)
+
+    def _announce(self, layer: int, x: Tensor) -> None:
+        """Tell the source which experts the next layer that has some would use for states x [T, hidden]."""
+        part = next((part for part in self._expert_parts if part.layer > layer), None)
+        if part is not None and (tensors := self.weights.ahead(part.layer)) is not None:
+            self.weights.expect(part.layer, part.likely(x, LayerWeights(tensors, self.weights.scratch)))
+
+    @cached_property
+    def _expert_parts(self) -> list[Experts]:
+        return [part for block in self.blocks for part in block.parts if isinstance(part, Experts)]
 
     def normed(self, hidden: Tensor) -> Tensor:
         """`forward`'s hidden states [R, hidden] after the final norm: the head's input."""

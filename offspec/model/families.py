@@ -16,6 +16,7 @@ from offspec.loaders.files.checkpoint import show
 
 from ..errors import CheckpointError, UnsupportedModelError
 from .config_values import EPS_RANGE, Json, integer, interval, mapping, number_in, numbers, optional_number, positive
+from .rope import yarn_magnitude
 from .rope_config import (
     FULL,
     LAYER_KINDS,
@@ -74,8 +75,8 @@ class MlpNames:
 
 EXPERT_MLP = MlpNames("gate_proj", "up_proj", "down_proj")
 JOINED_EXPERT_MLP = MlpNames("gate_up_proj", "gate_up_proj", "down_proj")
-SHARED_EXPERTS = MlpNames(*(f"mlp.shared_experts.{name}_proj" for name in ("gate", "up", "down")))
-SHARED_EXPERT = MlpNames(*(f"mlp.shared_expert.{name}_proj" for name in ("gate", "up", "down")))
+SHARED_EXPERTS = MlpNames("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj", "mlp.shared_experts.down_proj")
+SHARED_EXPERT = MlpNames("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj", "mlp.shared_expert.down_proj")
 
 
 @dataclass(frozen=True)
@@ -207,6 +208,28 @@ class MambaShape:
         """Numbers of a row's z, x, B, C and dt, in the order in which the projection gives them."""
         groups = self.num_groups * self.state_size
         return [self.inner, self.inner, groups, groups, self.num_heads]
+
+
+@dataclass(frozen=True)
+class LatentShape:
+    """The shape of latent attention (`parts.latent_attention`).
+
+    rank: numbers of a token's latent, of which all heads' keys and values are made. query_rank: of the queries' latent;
+    None: queries are made of hidden states. key_size, rope_size: numbers of a head's query and key without RoPE, and
+    with it; the latter are one key for all heads. value_size: of a head's value. norm_eps: of the latents' norms.
+    """
+
+    rank: int
+    query_rank: int | None
+    key_size: int
+    rope_size: int
+    value_size: int
+    norm_eps: float = 1e-6
+
+    @property
+    def entry_size(self) -> int:
+        """Numbers that a layer keeps of a token."""
+        return self.rank + self.rope_size
 
 
 @dataclass(frozen=True)
@@ -530,9 +553,9 @@ def _glm4_moe(config: Json, num_layers: int) -> Fields:
     }
 
 
-def _expert_groups(config: Json, num: int, num_used: int) -> ExpertGroups | None:
+def _expert_groups(config: Json, num: int, num_used: int, num_ranked: int = 2) -> ExpertGroups | None:
     """Groups of experts by DeepSeek's keys; None if all of them are used. Raises CheckpointError."""
-    groups = ExpertGroups(positive(config, "n_group", 1), positive(config, "topk_group", 1))
+    groups = ExpertGroups(positive(config, "n_group", 1), positive(config, "topk_group", 1), num_ranked)
     if groups.num_used >= groups.num:
         return None
     size = num // groups.num
@@ -564,6 +587,77 @@ def _minimax_m2(config: Json, num_layers: int) -> Fields:
         "rotary_share": share,
         "experts": shape,
         "parts": (("attention", "experts"),) * num_layers,
+    }
+
+
+def _deepseek(config: Json, num_layers: int) -> Fields:
+    """What DeepSeek-V2 and V3 have in common: latent attention, and an MLP in the first layers."""
+    if config.get("moe_layer_freq") != 1:
+        _refuse(config, "moe_layer_freq")
+    query_rank = None if config.get("q_lora_rank") is None else positive(config, "q_lora_rank")
+    rank, *sizes = (
+        positive(config, key) for key in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    )
+    latent, rope = LatentShape(rank, query_rank, *sizes), read_rope(config)
+    num_dense = integer(config, "first_k_dense_replace", 0, least=0)
+    return {
+        "num_kv_heads": 1,
+        "head_dim": latent.entry_size,
+        "latent": latent,
+        "rope": rope,
+        "attention_scale": (latent.key_size + latent.rope_size) ** -0.5 * _squared_magnitude(rope),
+        "parts": tuple(("latent attention", "mlp" if i < num_dense else "experts") for i in range(num_layers)),
+    }
+
+
+def _squared_magnitude(rope: RopeConfig) -> float:
+    """The growth of DeepSeek's scores in stretched texts: YaRN's, on numbers without RoPE, too."""
+    weight = optional_number(rope.scaling, "mscale_all_dim") if rope.scaling.get("mscale_all_dim") else None
+    return 1.0 if weight is None else yarn_magnitude(rope.scaling["factor"], weight) ** 2
+
+
+def _deepseek_experts(config: Json, num_ranked: int) -> ExpertsShape:
+    """num_ranked: how many of a group's experts rank it."""
+    num, num_used = _num_experts(config)
+    inner = positive(config, "moe_intermediate_size")
+    return ExpertsShape(
+        num,
+        num_used,
+        inner,
+        is_normed=bool(config.get("norm_topk_prob")),
+        scale=number_in(config, "routed_scaling_factor", 1.0),
+        groups=_expert_groups(config, num, num_used, num_ranked),
+        has_fp32_router=True,
+        shared_size=inner * integer(config, "n_shared_experts", 0, least=0),
+    )
+
+
+def _deepseek_v2(config: Json, num_layers: int) -> Fields:
+    """DeepSeek-V2 and V2-Lite, which has neither a latent of queries nor groups of experts."""
+    _refuse(config, "norm_topk_prob")
+    method = config.get("topk_method", "greedy")
+    if method not in ("greedy", "group_limited_greedy"):
+        _refuse(config, "topk_method")
+    shape = _deepseek_experts(config, num_ranked=1)
+    return {
+        **_biases(config),
+        **_deepseek(config, num_layers),
+        "has_interleaved_rope": True,
+        "experts": replace(shape, groups=None) if method == "greedy" else shape,
+    }
+
+
+def _deepseek_v3(config: Json, num_layers: int) -> Fields:
+    """DeepSeek-V3 and R1: scores of experts are sigmoids, plus a correction where they choose."""
+    for key, value in (("topk_method", "noaux_tc"), ("scoring_func", "sigmoid")):
+        if config.get(key) != value:
+            _refuse(config, key)
+    shape = _deepseek_experts(config, num_ranked=2)
+    return {
+        **_biases(config, mlp=""),
+        **_deepseek(config, num_layers),
+        "has_interleaved_rope": bool(config.get("rope_interleave", True)),
+        "experts": replace(shape, scores="sigmoid", correction="mlp.gate.e_score_correction_bias"),
     }
 
 
@@ -1145,6 +1239,8 @@ FAMILIES: dict[str, Callable[[Json, int], Fields]] = {
     "qwen3_moe": _qwen3_moe,
     "qwen2_moe": _qwen2_moe,
     "qwen3_next": _qwen3_next,
+    "deepseek_v2": _deepseek_v2,
+    "deepseek_v3": _deepseek_v3,
     "qwen3_5_text": _qwen3_5,
     "qwen3_5_moe_text": _qwen3_5_moe,
     "ministral3": _ministral3,
@@ -1201,6 +1297,32 @@ _GLM = {"head_dim": 128, "rms_norm_eps": 1.5625e-07, "partial_rotary_factor": 0.
 # Families' defaults for missing keys, if they differ from Llama's; transformers omits keys with its defaults.
 # `default_theta`: RoPE's; `default_local_theta`: of layers with a window.
 DEFAULTS: dict[str, Json] = {
+    "deepseek_v2": {
+        "kv_lora_rank": 512,
+        "q_lora_rank": 1536,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "n_routed_experts": 64,
+        "n_shared_experts": 2,
+        "moe_intermediate_size": 1407,
+    },
+    "deepseek_v3": {
+        "kv_lora_rank": 512,
+        "q_lora_rank": 1536,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "n_routed_experts": 256,
+        "n_shared_experts": 1,
+        "n_group": 8,
+        "topk_group": 4,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "first_k_dense_replace": 3,
+        "moe_intermediate_size": 2048,
+        "routed_scaling_factor": 2.5,
+    },
     "ministral3": {
         "head_dim": 128,
         "num_key_value_heads": 8,

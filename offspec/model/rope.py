@@ -92,11 +92,15 @@ def _yarn_attention_factor(scaling: Mapping[str, Any]) -> float:
     if (given := scaling.get("attention_factor")) is not None:
         return float(given)
 
-    def magnitude(weight: float) -> float:
-        return 0.1 * weight * math.log(scaling["factor"]) + 1.0 if scaling["factor"] > 1 else 1.0
+    factor, mscale, mscale_all_dim = scaling["factor"], scaling.get("mscale"), scaling.get("mscale_all_dim")
+    if mscale and mscale_all_dim:
+        return yarn_magnitude(factor, mscale) / yarn_magnitude(factor, mscale_all_dim)
+    return yarn_magnitude(factor, 1.0)
 
-    mscale, mscale_all_dim = scaling.get("mscale"), scaling.get("mscale_all_dim")
-    return magnitude(mscale) / magnitude(mscale_all_dim) if mscale and mscale_all_dim else magnitude(1.0)
+
+def yarn_magnitude(factor: float, weight: float) -> float:
+    """The square root of the scores' growth in texts that are `factor` times as long as the original context."""
+    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 TABLE_POSITIONS, MOST_TABLES = 256, 64

@@ -92,7 +92,7 @@ class AttentionShape:
         numbers = 2 * num_keys * self.layout.num_heads * self.layout.head_dim
         product_s = numbers * seconds_per_element(rates.matmul_flops, self.stacked_rows)
         is_scored, at_once = self.reason_for_formula is not None, self.is_at_once(num_keys)
-        traffic = numbers * self.kv.unpacking(on_cpu=self.on_cpu).traffic
+        traffic = num_keys * self.layout.numbers * self.kv.unpacking(on_cpu=self.on_cpu).traffic
         if is_scored:
             traffic += self.rows * num_keys * (SCORE_TRAFFIC if at_once else SCORE_TRAFFIC + self._cap_traffic)
         if at_once:

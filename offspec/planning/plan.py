@@ -12,13 +12,16 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from offspec.loaders.machine.hardware import Hardware, Rates
+from offspec.loaders.streaming.device_experts import ExpertChoice
 from offspec.loaders.streaming.placement import (
     KV_ITEM,
     SHADOW_ITEM,
     STATES_ITEM,
     ExpertsCost,
+    ExpertTimes,
     Item,
     Limits,
     PassRates,
@@ -27,6 +30,7 @@ from offspec.loaders.streaming.placement import (
     UnitCost,
     Wishes,
     place,
+    predict_experts_s,
     predict_pass_s,
     used_share,
 )
@@ -95,8 +99,7 @@ class Work:
     @classmethod
     def of(cls, target: ModelFiles) -> Work:
         config, sums = target.config, Counter[str]()
-        for units in target.stored.experts.values():
-            sums["experts"] += sum(unit.num_weights for unit in units)
+        sums["experts"] += target.stored.num_expert_weights
         for layer in target.stored.layers:
             for name, weight in layer.weights.items():
                 is_matrix, elements = len(weight.shape) == 2, math.prod(weight.shape)
@@ -175,14 +178,47 @@ class Plan:
         return self._pass_s(rates, [0.0] * len(self.layers), 1)
 
     def _layers_s(self, rates: Rates, width: int, num_keys: int) -> list[float]:
-        """Seconds of arithmetic in each layer, attention included."""
-        resident, work = set(self.placement.resident), self.work
+        """Seconds of arithmetic in each layer, attention and experts on their way included."""
+        resident, work, experts_s = set(self.placement.resident), self.work, self._experts_s(rates, width)
+        if experts_s is not None:
+            work = replace(work, expert_elements=0)
         on_cpu = self.placement.limits.device is None
         attention_s = seconds_of_attention(self.demand.target, rates, width, num_keys, on_cpu=on_cpu)
         kept_s, streamed_s = (
             layer_s(work, rates, width, unpacked) for unpacked in (work.kept_elements, work.packed_elements)
         )
-        return [(kept_s if i in resident else streamed_s) + attention_s[i] for i in range(len(self.layers))]
+        each_s = experts_s or 0.0
+        return [(kept_s if i in resident else streamed_s) + attention_s[i] + each_s for i in range(len(self.layers))]
+
+    def _experts_s(self, rates: Rates, width: int) -> float | None:
+        """Seconds of a layer's experts, on average over all layers; None if all are resident, or each is not a unit."""
+        experts = self.experts
+        if experts is None or self.placement.experts.are_resident:
+            return None
+        on_gpu, rows = self.placement.limits.device is not None, experts.rows_of_each(width)
+        element_s = seconds_per_element(rates.matmul_flops, rows)
+        host_s = seconds_per_element(rates.host_matmul_flops, rows) if rates.host_matmul_flops else math.inf
+        times = ExpertTimes(
+            experts.elements * element_s,
+            experts.elements * host_s,
+            experts.read_bytes / (rates.host_to_device_bytes_per_s or math.inf),
+            experts.read_bytes / (rates.disk_bytes_per_s or math.inf),
+        )
+        share = experts.num / experts.in_layer / len(self.layers)  # of layers that have experts
+        return share * predict_experts_s(experts, self.placement.experts, times, width, on_gpu=on_gpu)
+
+    def expert_choice(self, rates: Rates) -> ExpertChoice | None:
+        """The costs by which the CPU beside a GPU computes some experts; None if they are not known, or it does not."""
+        experts, flops, link = self.experts, rates.host_matmul_flops, rates.host_to_device_bytes_per_s
+        if experts is None or self.placement.experts.are_resident or not flops or not link:
+            return None
+        elements = experts.elements
+        return ExpertChoice(lambda rows: elements * seconds_per_element(flops, rows), experts.read_bytes / link)
+
+    @cached_property
+    def experts(self) -> ExpertsCost | None:
+        """The bytes of the target's experts, if each is a unit."""
+        return experts_cost(self.demand.target)
 
     def _pass_s(
         self, rates: Rates, layers_s: Sequence[float], width: int, head_s: float = 0.0, num_keys: int = 0
@@ -304,7 +340,7 @@ def with_faster_residents(plan: Plan, rates: Rates) -> Plan:
 
     Packed, more layers are resident, and each pass unpacks them.
     """
-    if not plan.placement.streamed or not plan.demand.target.stored.has_two_forms:
+    if plan.placement.is_resident or not plan.demand.target.stored.has_two_forms:
         return plan
     try:
         other = plan.packing(packs=not plan.demand.is_packing)
@@ -342,7 +378,7 @@ def _plan_for(room: Room, demand: Demand) -> Plan:
         return _plan_of(room, replace(demand, target=demand.target.keeping(packed=False)))
     with suppress(MemoryLimitError):
         plain = _plan_of(room, replace(demand, target=demand.target.keeping(packed=False)))
-        if not plain.placement.streamed:
+        if plain.placement.is_resident:
             return plain
     return _plan_of(room, replace(demand, target=demand.target.keeping(packed=True)))
 
@@ -428,18 +464,18 @@ def _layer_costs(target: ModelFiles, uses: Sequence[MemoryUse]) -> list[UnitCost
 
 def experts_cost(model: ModelFiles) -> ExpertsCost | None:
     """The bytes of a model's experts; None if it has none, or they belong to their layers."""
-    experts, shape = model.stored.experts, model.config.experts
-    if not experts or shape is None:
+    costs, shape = model.stored.expert_costs(model.dtype), model.config.experts
+    if not costs or shape is None:
         return None
-    records = [unit.record for units in experts.values() for unit in units]
-    resident = sum(unit.cost(model.dtype).resident_bytes for units in experts.values() for unit in units)
     return ExpertsCost(
-        len(records),
-        max(record.nbytes for record in records),
-        sum(record.read_bytes for record in records) // len(records),
-        resident,
-        min(LEAST_LAYERS_OF_EXPERTS * shape.num_used, len(records)),
+        len(costs),
+        max(cost.slot_bytes for cost in costs),
+        sum(cost.read_bytes for cost in costs) // len(costs),
+        sum(cost.resident_bytes for cost in costs),
+        min(LEAST_LAYERS_OF_EXPERTS * shape.num_used, len(costs)),
         shape.num_used / shape.num,
+        shape.num,
+        model.stored.num_expert_weights // len(costs),
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import psutil
@@ -73,6 +73,36 @@ def measure_link(plan: Plan, device: torch.device) -> float | None:
     return plan.stream_bytes / seconds if seconds else None
 
 
+def with_expert_rates(rates: Rates, plan: Plan, device: torch.device) -> Rates:
+    """With the rates at which experts come that are not on the device, and of the CPU beside a GPU.
+
+    Measures what `measure_link` has not, each for at most half a second.
+    """
+    target, experts = plan.demand.target, plan.experts
+    if experts is None or plan.placement.experts.are_resident:
+        return rates
+    has_gpu = accelerator_of(device).has_own_memory
+    in_ram = plan.placement.experts.host if has_gpu else plan.placement.experts.device
+    if rates.disk_bytes_per_s is None and in_ram < experts.num:
+        extent = next(iter(target.stored.experts.values()))[0].record.extents[0]
+        rates = replace(rates, disk_bytes_per_s=measure_disk(extent.path, seconds=0.5).bytes_per_s)
+    if not has_gpu:
+        return rates
+    link = rates.host_to_device_bytes_per_s or measure_host_to_device(device, seconds=0.3)
+    return replace(rates, host_to_device_bytes_per_s=link, host_matmul_flops=host_flops(target))
+
+
+def host_flops(target: ModelFiles) -> Mapping[int, float]:
+    """Rows → FLOP/s of this CPU with a target's experts; measured once."""
+    units = next(iter(target.stored.experts.values()), ())[:1]
+    weights = [weight for unit in units for weight in unit.weights.values()]
+    know_products(forms_of(weights, target.dtype, is_kept=False))
+    form = target.packed_form or HALF_DTYPES.get(target.dtype, "")
+    cpu = torch.device("cpu")
+    known = product_flops(form, target.dtype)
+    return known or measure_matmul(cpu, target.dtype, (1, 16, 128), shape=(2048, 2048), seconds=0.1)
+
+
 def choose_products(models: Iterable[tuple[ModelFiles, bool]], device: torch.device) -> None:
     """On a CPU, choose the fastest measured way to multiply each kind of matrix.
 
@@ -99,13 +129,13 @@ def _product_forms(model: ModelFiles, *, is_resident: bool) -> set[tuple[str, to
     """(form, dtype of the rows) of a large model's products; none of a small model, whose passes are short."""
     if not _is_large(model):
         return set()
-    in_layers = [weight for layer in model.stored.layers for weight in layer.weights.values()]
+    in_layers = [weight for unit in model.stored.units for weight in unit.weights.values()]
     packed = [weight for weight in model.stored.shared.values() if weight.is_packed]
     return forms_of([*in_layers, *packed], model.dtype, is_kept=is_resident)
 
 
 def _is_large(model: ModelFiles) -> bool:
-    return sum(layer.num_weights for layer in model.stored.layers) >= LEAST_CHOSEN_WEIGHTS
+    return sum(unit.num_weights for unit in model.stored.units) >= LEAST_CHOSEN_WEIGHTS
 
 
 def measure_quick_rates(target: ModelFiles, device: torch.device, link_bytes_per_s: float | None) -> Rates:

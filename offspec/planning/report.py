@@ -104,10 +104,25 @@ def _rope_factors(plan: Plan) -> list[Note]:
 def tell_tiers(plan: Plan) -> str:
     """The number of layers in each tier, and the bytes that a pass streams."""
     p, num_layers = plan.placement, len(plan.layers)
-    if not p.streamed:
+    if p.is_resident:
         return f"all {num_layers} layers are resident; nothing is streamed"
+    if not p.streamed:
+        return f"all {num_layers} layers are resident, without their experts: {tell_experts(plan)}"
+    experts = "" if plan.experts is None else f"; {tell_experts(plan)}"
     entries = f", and up to {format_size(plan.entry_stream_bytes)} of KV entries" if p.entries_in_ram else ""
-    return f"{num_layers} layers: {plan.tiers}; each pass streams {format_size(plan.stream_bytes)}{entries}"
+    return f"{num_layers} layers: {plan.tiers}; each pass streams {format_size(plan.stream_bytes)}{entries}{experts}"
+
+
+def tell_experts(plan: Plan) -> str:
+    """How many experts are in memory, of how many, and where the others come from."""
+    assert plan.experts is not None
+    slots, num = plan.placement.experts, plan.experts.num
+    if plan.placement.limits.device is None:
+        return f"{slots.device} of {num} experts are in memory; rows read the others that they choose from disk"
+    device = f"{slots.device} of {num} experts are on the device"
+    if slots.host >= num:
+        return f"{device}, and all in RAM, where the CPU computes those of few rows"
+    return f"{device}, and {slots.host} in RAM, where the CPU computes those of few rows; others are read from disk"
 
 
 def _missing(limits: Limits, options: MemoryOptions) -> list[Note]:

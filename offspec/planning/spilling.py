@@ -30,8 +30,8 @@ class SpillWatch:
         self._has_told = False
 
     def observe(self, plan: Plan, predicted_s: float, seconds: float) -> Note | None:
-        """Count a pass; returns a note if memory seems to be spilled. Plans with streamed layers do not count."""
-        if self._has_told or plan.placement.streamed:
+        """Count a pass; returns a note if memory seems to be spilled. Plans that stream anything do not count."""
+        if self._has_told or not plan.placement.is_resident:
             return None
         self._slowness.append((seconds - LAUNCHES_S * len(plan.layers)) / predicted_s)
         slowness = min(self._slowness)

@@ -15,6 +15,7 @@ from offspec.loaders.formats import plan_form
 from offspec.loaders.machine.gpus import NVME_BYTES_PER_S, NVME_SOURCE, KnownGpu, find_gpu
 from offspec.loaders.machine.hardware import Hardware, Rates, read_hardware
 from offspec.loaders.machine.measure import measure_rates
+from offspec.loaders.streaming.placement import EXPERTS_ITEM, Item
 from offspec.loaders.units import format_count, format_quantity, format_size
 
 from .. import builtin
@@ -28,7 +29,7 @@ from ..loading import draft_options, memory_options
 from ..planning.drafting import Drafting as Drafting
 from ..planning.parked_texts import ParkedTexts
 from ..planning.plan import Plan, with_faster_residents
-from ..planning.probe import ProductRates, planner_here, ram_beside_program
+from ..planning.probe import ProductRates, host_flops, planner_here, ram_beside_program
 from ..planning.report import explain_packing, explain_plan, tell_tiers
 from .caches_forecast import CacheProspect, predict_caches
 from .improvements import GAIN_WIDTH, FourBitPlan, Gain, Improvement, Improvements, best_improvement
@@ -108,7 +109,7 @@ class Forecast:
     def rows(self) -> list[tuple[str, int, int]]:
         """(name, bytes of VRAM, bytes of RAM) of each planned item, and their total; without a card all is RAM."""
         p, layers = self.plan.placement, self.plan.layers
-        rows = [(item.name, item.on_device, item.on_host) for item in p.items]
+        rows = [(self._item_name(item), item.on_device, item.on_host) for item in p.items]
         kept = sum(layers[i].resident_bytes for i in p.resident)
         waiting = sum(layers[i].slot_bytes for i in p.in_ram)
         rows.append((f"resident layers ({len(p.resident)})", kept, 0))
@@ -120,10 +121,20 @@ class Forecast:
             rows = [(name, 0, device + ram) for name, device, ram in rows]
         return [*rows, ("total", sum(row[1] for row in rows), sum(row[2] for row in rows))]
 
+    def _item_name(self, item: Item) -> str:
+        experts, slots = self.plan.experts, self.plan.placement.experts
+        if item.name != EXPERTS_ITEM or experts is None:
+            return item.name
+        counts = dict.fromkeys(
+            [slots.device, slots.host] if self.has_card and not slots.are_resident else [slots.device]
+        )
+        return f"{item.name} ({' and '.join(map(str, counts))} of {experts.num})"
+
     def sources(self) -> list[tuple[str, str]]:
         """(name, rate and its source) of each link that the prediction uses."""
         p, rates = self.plan.placement, self.rates
-        links = [("disk", rates.disk_bytes_per_s, "disk_bytes_per_s", bool(p.on_disk))]
+        reads = bool(p.on_disk) or self._reads_experts
+        links = [("disk", rates.disk_bytes_per_s, "disk_bytes_per_s", reads)]
         links.append(("link", rates.host_to_device_bytes_per_s, "host_to_device_bytes_per_s", self.has_card))
         return [
             (name, f"{format_quantity(rate, 'B/s')} ({rates.sources.get(key, 'given')})")
@@ -131,8 +142,14 @@ class Forecast:
             if is_used and rate
         ]
 
+    @property
+    def _reads_experts(self) -> bool:
+        """Whether passes read experts from disk."""
+        experts, slots = self.plan.experts, self.plan.placement.experts
+        return experts is not None and not slots.are_resident and max(slots.device, slots.host) < experts.num
+
     def as_dict(self) -> dict[str, Any]:
-        p = self.plan.placement
+        p, experts = self.plan.placement, self.plan.experts
         return {
             "model": self.model,
             "title": self.title,
@@ -143,6 +160,7 @@ class Forecast:
             "resident_layers": list(p.resident),
             "ram_layers": list(p.in_ram),
             "disk_layers": list(p.on_disk),
+            "experts": experts and {"num": experts.num, "device": p.experts.device, "ram": p.experts.host},
             "stream_bytes_per_pass": self.plan.stream_bytes,
             "pass_s": self.pass_s,
             "prompt_tokens": PROMPT_TOKENS,
@@ -233,7 +251,7 @@ def make_forecast(
         plan.largest_context(),
         chosen,
         prospects,
-        predict_texts(plan, draft, rates_of, sorted({*NUMBERS, options.texts})),
+        predict_texts(plan, draft, rates_of, sorted({*_numbers_of_texts(plan), options.texts})),
         0 if kept else max(0, ParkedTexts(None, free_bytes).most_bytes(plan.demand.target, plan.room)),
         predict_caches(plan, rates, GAIN_WIDTH),
         plan.first_context_with_entries_in_ram(),
@@ -281,6 +299,8 @@ class Machine:
                 beside_reads=bool(plan.placement.on_disk) and plan.placement.limits.device is None,
                 progress=progress,
             )
+        if plan.experts is not None and plan.placement.limits.device is not None:
+            rates = replace(rates, host_matmul_flops=host_flops(target))
         return rates if self.disk_bytes_per_s is None else _with_disk(rates, self.disk_bytes_per_s, "given")
 
     def busy(self) -> str:
@@ -317,6 +337,11 @@ def _hardware(place: torch.device, known: KnownGpu | None, ram: int | None) -> H
         return hardware
     available = hardware.ram.available_bytes if ram is None else max(ram, hardware.ram.available_bytes)
     return replace(hardware, gpu=known.gpu(), ram=replace(hardware.ram, available_bytes=available))
+
+
+def _numbers_of_texts(plan: Plan) -> Sequence[int]:
+    """Texts that share passes, to predict: with experts, many rows share what is moved."""
+    return NUMBERS if plan.experts is None else (*NUMBERS, 64)
 
 
 def _title(target: ModelFiles, form: str | None, plan: Plan) -> str:

@@ -107,7 +107,7 @@ class Improvements:
         """The same model in 4 bit, in the same memory; None if nothing is streamed, or it is quantised already."""
         target = self.plan.demand.target
         is_quantised = target.packed_form is not None and not target.stored.has_two_forms
-        if is_quantised or not self.plan.placement.streamed:
+        if is_quantised or self.plan.placement.is_resident:
             return None
         dtype = next(name for name, plan in DTYPES.items() if plan == target.dtype)
         device_type = "cpu" if self.plan.placement.limits.device is None else "cuda"

@@ -18,7 +18,15 @@ from torch import Tensor, nn
 from offspec.loaders.formats import dense
 
 from ..checkpoints.atomic_files import refuse_replacing
-from ..checkpoints.exit_layers import check_exit_layer, data_file, default_file, is_exit_file, refuse_states, save
+from ..checkpoints.exit_layers import (
+    check_exit_layer,
+    data_file,
+    default_file,
+    is_exit_file,
+    refuse_experts,
+    refuse_states,
+    save,
+)
 from ..checkpoints.opening import DTYPES, ModelFiles, open_target
 from ..model.decoder import Decoder
 from ..model.early_exit import EarlyExit
@@ -95,6 +103,7 @@ def distill_exits(
     target, files, tokenizer = teacher.target, teacher.files, teacher.tokenizer
     params, progress = params or DistillParams(), progress or (lambda what, done, total: None)
     refuse_states(target.config, "training an exit layer")
+    refuse_experts(target.config, "training an exit layer")
     for number in exit_layers:
         check_exit_layer(number, target.config)
     if out is not None:

@@ -65,10 +65,9 @@ def mtp_spec(config: Json, present: Mapping[str, tuple[int, ...]], target: Model
 
     Raises CheckpointError, UnsupportedModelError.
     """
-    if expert := next((name for name in present if ".experts." in name or ".mlp.gate." in name), None):
-        raise UnsupportedModelError(
-            f"tensor {expert}: the MTP layer is a mixture of experts, which heads do not support"
-        )
+    expert = next((name for name in present if ".experts." in name or ".mlp.gate." in name), None)
+    if expert is not None and target.experts is None:
+        raise UnsupportedModelError(f"tensor {expert}: the MTP layer is a mixture of experts, and its target is none")
     if target.norm not in ("rms", "rms plus one"):
         raise UnsupportedModelError(f"an MTP layer needs RMSNorm, and a {target.model_type} has another norm")
     layer, hidden = _layer_config(target), target.hidden_size

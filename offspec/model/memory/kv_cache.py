@@ -20,10 +20,24 @@ from .layer_memory import Kept, LayerMemory, StateLayout
 
 @dataclass(frozen=True)
 class KVLayout:
-    """The shape of a token's KV entry in one layer: a key and a value, [num_heads, head_dim] each."""
+    """The shape of a token's KV entry in one layer: a key and a value, [num_heads, head_dim] each.
+
+    has_values: False if the key is also the value, and is stored once (latent attention).
+    """
 
     num_heads: int
     head_dim: int
+    has_values: bool = True
+
+    @property
+    def num_stored(self) -> int:
+        """How many of key and value are stored."""
+        return 2 if self.has_values else 1
+
+    @property
+    def numbers(self) -> int:
+        """Numbers of an entry."""
+        return self.num_stored * self.num_heads * self.head_dim
 
 
 MemoryLayout: TypeAlias = KVLayout | StateLayout  # of what a layer keeps of a text
@@ -135,14 +149,17 @@ class StoredRows(EntriesBySlot):
 
 
 class PlainLayers(StoredRows):
-    """Layers of one layout as one tensor [layers, 2, kv_heads, capacity, head_dim] in attention's dtype."""
+    """Layers of one layout as one tensor [layers, 2, kv_heads, capacity, head_dim] in attention's dtype.
+
+    It is [layers, 1, ...] if keys are also the values.
+    """
 
     format, most_read = "plain", None
 
     def __init__(
         self, num_layers: int, layout: KVLayout, *, dtype: torch.dtype, device: torch.device, by_slot: bool = False
     ) -> None:
-        shape = num_layers, 2, layout.num_heads, 0, layout.head_dim
+        shape = num_layers, layout.num_stored, layout.num_heads, 0, layout.head_dim
         super().__init__(num_layers, [torch.empty(shape, dtype=dtype, device=device)], by_slot=by_slot)
 
     @property
@@ -151,16 +168,16 @@ class PlainLayers(StoredRows):
 
     def write(self, layer: int, keys: Tensor, values: Tensor, start: int) -> None:
         slots = slice(start, start + keys.shape[0])
-        self._data[layer, 0, :, slots] = keys.transpose(0, 1)
-        self._data[layer, 1, :, slots] = values.transpose(0, 1)
+        for stored, given in zip(self._data[layer], (keys, values), strict=False):
+            stored[:, slots] = given.transpose(0, 1)
 
     def scatter(self, layer: int, keys: Tensor, values: Tensor, slots: Tensor) -> None:
-        self._data[layer, 0].index_copy_(1, slots, keys.transpose(0, 1))
-        self._data[layer, 1].index_copy_(1, slots, values.transpose(0, 1))
+        for stored, given in zip(self._data[layer], (keys, values), strict=False):
+            stored.index_copy_(1, slots, given.transpose(0, 1))
 
     def read(self, layer: int, end: int, first: int = 0) -> tuple[Tensor, Tensor]:
         """Views of the entries."""
-        return self._data[layer, 0, :, first:end], self._data[layer, 1, :, first:end]
+        return self._data[layer, 0, :, first:end], self._data[layer, -1, :, first:end]
 
 
 MakeLayerCaches = Callable[[Sequence[KVLayout], torch.dtype, torch.device], Sequence[LayerCache]]

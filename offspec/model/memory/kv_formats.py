@@ -134,7 +134,10 @@ def _apart(joined: Tensor, bits: int) -> Tensor:
 
 
 class PackedLayers(StoredRows):
-    """Layers of one layout, packed: keys and values as uint8 [layers, kv_heads, capacity, width] each."""
+    """Layers of one layout, packed: keys and values as uint8 [layers, kv_heads, capacity, width] each.
+
+    Keys alone, if they are also the values.
+    """
 
     def __init__(
         self,
@@ -147,36 +150,37 @@ class PackedLayers(StoredRows):
         by_slot: bool = False,
     ) -> None:
         """codings: of keys and of values. dtype: attention's."""
-        shape, widths = (num_layers, layout.num_heads, 0), [coding.width(layout.head_dim) for coding in codings]
+        self._codings = codings[: layout.num_stored]
+        widths = [coding.width(layout.head_dim) for coding in self._codings]
+        shape = num_layers, layout.num_heads, 0
         empty = [torch.empty(*shape, w, dtype=torch.uint8, device=device) for w in widths]
         super().__init__(num_layers, empty, by_slot=by_slot)
-        self.format = " and ".join(map(str, codings))
+        self.format = " and ".join(map(str, self._codings))
         self.most_read = most_unpacked(layout, on_cpu=device.type == "cpu")
-        self._codings = codings
         self._head_dim = layout.head_dim
         self._dtype = dtype
 
     def write(self, layer: int, keys: Tensor, values: Tensor, start: int) -> None:
-        for coding, rows, given in zip(self._codings, self._rows, (keys, values), strict=True):
+        for coding, rows, given in zip(self._codings, self._rows, (keys, values), strict=False):
             rows[layer, :, start : start + len(given)] = coding.pack(given).transpose(0, 1)
 
     def scatter(self, layer: int, keys: Tensor, values: Tensor, slots: Tensor) -> None:
-        for coding, rows, given in zip(self._codings, self._rows, (keys, values), strict=True):
+        for coding, rows, given in zip(self._codings, self._rows, (keys, values), strict=False):
             rows[layer].index_copy_(1, slots, coding.pack(given).transpose(0, 1))
 
     def read(self, layer: int, end: int, first: int = 0) -> tuple[Tensor, Tensor]:
         """New tensors."""
-        keys, values = (
+        unpacked = [
             coding.unpack(rows[layer, :, first:end], self._head_dim, self._dtype)
             for coding, rows in zip(self._codings, self._rows, strict=True)
-        )
-        return keys, values
+        ]
+        return unpacked[0], unpacked[-1]
 
 
 def most_unpacked(layout: KVLayout, *, on_cpu: bool) -> int:
     """Entries that are unpacked at once."""
     numbers = UNPACKED_NUMBERS if on_cpu else UNPACKED_ON_GPU
-    return max(LEAST_UNPACKED, numbers // (2 * layout.num_heads * layout.head_dim))
+    return max(LEAST_UNPACKED, numbers // layout.numbers)
 
 
 @dataclass(frozen=True)
@@ -218,8 +222,8 @@ class KVFormat:
     def entry_bytes(self, layout: KVLayout, itemsize: int) -> int:
         """Bytes of one token's entry in a layer. itemsize: of attention's dtype."""
         if self.codings is None:
-            return 2 * layout.num_heads * layout.head_dim * itemsize
-        return layout.num_heads * sum(coding.width(layout.head_dim) for coding in self.codings)
+            return layout.numbers * itemsize
+        return layout.num_heads * sum(coding.width(layout.head_dim) for coding in self.codings[: layout.num_stored])
 
     def unpacked_bytes(
         self, layout: KVLayout, num_keys: int, itemsize: int, *, on_cpu: bool, is_whole: bool = False
@@ -228,7 +232,8 @@ class KVFormat:
         if self.codings is None:
             return 0
         entries = num_keys if is_whole else min(num_keys, most_unpacked(layout, on_cpu=on_cpu))
-        return layout.num_heads * layout.head_dim * entries * (2 * itemsize + self.unpacking(on_cpu=on_cpu).held)
+        held = layout.num_stored * itemsize + self.unpacking(on_cpu=on_cpu).held
+        return layout.num_heads * layout.head_dim * entries * held
 
     def memory_bytes(self, layout: MemoryLayout, num_entries: int, itemsize: int) -> int:
         """Bytes of one layer's memory of a text with room for `num_entries` entries."""

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 from torch import Tensor
 
+from offspec.loaders.streaming.weights import HostExperts
+
 from ..config import ModelConfig
 from ..families import ExpertsShape, MlpNames
 from ..rope import RotaryEmbeddings
@@ -85,7 +87,7 @@ class Experts(NativePart):
     def row_numbers(self) -> int:
         """Of all experts of a row: their results are kept until they are summed, and each makes 4 vectors at most."""
         shared = 0 if self.shared is None else self.shared.row_numbers
-        experts = self.shape.num_used * (2 * self.config.hidden_size + 4 * self.shape.inner_size)
+        experts = self.shape.num_used * (3 * self.config.hidden_size + 4 * self.shape.inner_size)
         return max(shared, experts + 4 * self.shape.num)
 
     def has_bias(self, matrix: str) -> bool:
@@ -94,6 +96,7 @@ class Experts(NativePart):
     def forward(self, x: Tensor, weights: LayerWeights, rows: PassRows, first: int, last: int) -> Tensor:
         places = self.config.norms_of(self.layer)
         normed = self.norm(x, weights, places.before_mlp)
+        weights.announce(x)
         output = self.mixed(normed, *self.routed(normed, weights), weights)
         if self.shared is not None:
             output = output + self._shared_output(normed, weights)
@@ -105,6 +108,16 @@ class Experts(NativePart):
         if self.shape.shared_gate is None:
             return output
         return output * row_wise(torch.sigmoid, weights.linear(self.shape.shared_gate, x))
+
+    def likely(self, x: Tensor, weights: LayerWeights) -> dict[int, int]:
+        """The experts that rows would choose if an earlier layer's states x [T, hidden] came here, with their rows.
+
+        Residual connections change states slowly, so most of these are chosen later (Eliseev and Mazur, 2312.17238).
+        weights: this layer's.
+        """
+        chosen, _ = self.routed(self.norm(x, weights, self.config.norms_of(self.layer).before_mlp), weights)
+        numbers, counts = torch.unique(chosen, return_counts=True)
+        return dict(zip(numbers.tolist(), counts.tolist(), strict=True))
 
     def routed(self, x: Tensor, weights: LayerWeights) -> tuple[Tensor, Tensor]:
         """Normed states x [T, hidden] → the numbers [T, used] of their experts, ascending, and their fp32 scales."""
@@ -140,26 +153,35 @@ class Experts(NativePart):
 
     def mixed(self, x: Tensor, chosen: Tensor, scales: Tensor, weights: LayerWeights) -> Tensor:
         """The sum [T, hidden] of the outputs of each row's experts times their scales, by ascending numbers."""
-        num_used = chosen.shape[1]
-        by_expert = chosen.flatten().sort(stable=True)
-        numbers, counts = torch.unique_consecutive(by_expert.values, return_counts=True)
-        places = dict(zip(numbers.tolist(), torch.split(by_expert.indices, counts.tolist()), strict=True))
+        num_used, places = chosen.shape[1], _places(chosen)
         outputs = x.new_empty(len(x) * num_used, x.shape[1])
         for group in weights.experts({number: len(where) for number, where in places.items()}):
+            is_on_host = isinstance(group, HostExperts)
             for some in _in_parts(group, places):
                 where = torch.cat([places[number] for number in some])
                 counts = [len(places[number]) for number in some]
-                experts = WeightsOfExperts([group[number] for number in some], counts, weights.scratch)
-                outputs[where] = self._output(x[where // num_used], experts)
-        outputs = outputs.view(len(x), num_used, -1)
-        total = outputs[:, 0] * scales[:, :1]
-        for rank in range(1, num_used):
-            total = total + outputs[:, rank] * scales[:, rank : rank + 1]
+                scratch = None if is_on_host else weights.scratch
+                experts = WeightsOfExperts([group[number] for number in some], counts, scratch)
+                states = x[where // num_used]
+                output = self._output(states.cpu() if is_on_host else states, experts)
+                outputs[where] = output.to(x.device)
+        total, *others = (outputs.view(len(x), num_used, -1) * scales[..., None]).unbind(1)
+        for each in others:
+            total = total + each
         return total.to(x.dtype)
 
     def _output(self, x: Tensor, weights: LayerWeights) -> Tensor:
         """The output [n, hidden] of rows x [n, hidden]."""
         return output_of(x, weights, self.shape.names, self.config.activation)
+
+
+def _places(chosen: Tensor) -> dict[int, Tensor]:
+    """Each of the experts chosen [T, used] → its places among all of them, row after row."""
+    if len(chosen) == 1:
+        return dict(zip(chosen[0].tolist(), torch.arange(chosen.shape[1], device=chosen.device)[:, None], strict=True))
+    by_expert = chosen.flatten().sort(stable=True)
+    numbers, counts = torch.unique_consecutive(by_expert.values, return_counts=True)
+    return dict(zip(numbers.tolist(), torch.split(by_expert.indices, counts.tolist()), strict=True))
 
 
 def _in_parts(numbers: Iterable[int], places: Mapping[int, Tensor]) -> Iterator[list[int]]:

@@ -9,6 +9,7 @@ from ..rope import RotaryEmbeddings
 from .attention import Attention
 from .delta_net import DeltaNet
 from .experts import Experts
+from .latent_attention import LatentAttention
 from .layer_input import LayerInput, LayerScale
 from .mamba import AttentionBesideMamba, Mamba
 from .mlp import AttentionBesideMlp, Mlp
@@ -18,6 +19,7 @@ from .short_convolution import ShortConvolution
 
 PARTS: dict[str, Callable[[ModelConfig, int, RotaryEmbeddings | None], Part]] = {
     "attention": Attention,
+    "latent attention": LatentAttention,
     "mlp": Mlp,
     "experts": Experts,
     "delta net": DeltaNet,

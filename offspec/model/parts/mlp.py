@@ -87,7 +87,8 @@ def output_of(
         inner = row_wise(ACTIVATIONS[activation], weights.linear(names.up, x))
     elif names.is_fused:
         both = weights.linear(names.up, x)
-        inner = gated(*((both[:, ::2], both[:, 1::2]) if names.is_interleaved else both.chunk(2, -1)), activation)
+        gate, up = (both[:, ::2], both[:, 1::2]) if names.is_interleaved else both.chunk(2, -1)
+        inner = gated(gate, up, activation)
     else:
         gate = weights.linear(names.gate, x)
         if multipliers is not None:

@@ -120,23 +120,37 @@ class RowsWithoutMemory(RowsOfText):
 
 
 LendExperts = Callable[[Mapping[int, int]], Iterator[LentExperts]]  # see `WeightSource.experts`
+Announce = Callable[[Tensor], None]
 
 
 class LayerWeights:
     """One unit's weights by their short names, with the operations that parts need: a layer's, or an expert's."""
 
     def __init__(
-        self, tensors: Mapping[str, Weight], scratch: Tensor | None = None, experts: LendExperts | None = None
+        self,
+        tensors: Mapping[str, Weight],
+        scratch: Tensor | None = None,
+        experts: LendExperts | None = None,
+        announce: Announce | None = None,
     ) -> None:
-        """scratch: memory for a dequantised matrix, see `formats.linear`. experts: lends those of the layer."""
+        """scratch: memory for a dequantised matrix, see `formats.linear`. experts: lends those of the layer.
+
+        announce: see there; None if it is of no use.
+        """
         self.tensors = tensors
         self.scratch = scratch
         self._experts = experts
+        self._announce = announce
 
     def experts(self, rows: Mapping[int, int]) -> Iterator[LentExperts]:
         """Groups of the layer's experts; see `WeightSource.experts`."""
         assert self._experts is not None, "weights of a layer with experts"
         return self._experts(rows)
+
+    def announce(self, x: Tensor) -> None:
+        """Call this before `experts`: the next layer's experts may be read ahead for these states x [T, hidden]."""
+        if self._announce is not None:
+            self._announce(x)
 
     def linear(self, name: str, x: Tensor) -> Tensor:
         """x [T, K] times `name.weight` [N, K], plus `name.bias` [N] if there is one → [T, N]. Keeps gradients."""

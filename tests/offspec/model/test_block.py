@@ -35,7 +35,7 @@ def test_a_block_says_what_the_config_calls_for(family: str) -> None:
     blocks = build_blocks(config, dtype=torch.float32, device=CPU)
     assert [block.index for block in blocks] == list(range(config.num_layers))
     attentions = [part for block in blocks for part in block.parts if isinstance(part, Attention)]
-    attending = [layer for layer in range(config.num_layers) if config.parts_of(layer)[0].startswith("attention")]
+    attending = [layer for layer in range(config.num_layers) if "attention" in config.parts_of(layer)[0]]
     assert [part.window for part in attentions] == [config.windows[layer] for layer in attending]
     whole = {f"{LAYER_PREFIX}{block.index}.{name}": s for block in blocks for name, s in block.shapes.items()}
     assert whole | config.shared_shapes() == wanted_shapes(config)
@@ -44,7 +44,8 @@ def test_a_block_says_what_the_config_calls_for(family: str) -> None:
             queries = config.num_heads * config.head_dim
             rows = (layer_shapes(config, part.layer)[f"{config.attention}.qkv_proj.weight"][0] - queries) // 2
         else:
-            rows = layer_shapes(config, part.layer).get(f"{config.attention}.k_proj.weight", (0,))[0]
+            keys = "k_proj" if config.latent is None else "kv_a_proj_with_mqa"
+            rows = layer_shapes(config, part.layer).get(f"{config.attention}.{keys}.weight", (0,))[0]
         assert rows == (0 if part.memory is None else part.memory.num_heads * part.memory.head_dim)
     assert [part.rotary is None for part in attentions] == [layer in config.unrotated for layer in attending]
 

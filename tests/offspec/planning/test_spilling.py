@@ -18,7 +18,7 @@ NUM_LAYERS = 10
 
 
 def plan(num_streamed: int = 0) -> Any:
-    return SimpleNamespace(layers=[None] * NUM_LAYERS, placement=SimpleNamespace(streamed=(0,) * num_streamed))
+    return SimpleNamespace(layers=[None] * NUM_LAYERS, placement=SimpleNamespace(is_resident=not num_streamed))
 
 
 def told(seconds: list[float], num_streamed: int = 0) -> list[str]:

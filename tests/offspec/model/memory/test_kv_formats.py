@@ -130,7 +130,7 @@ class RoundedLayers(PlainLayers):
         rounded = [
             coding.unpack(coding.pack(given), given.shape[-1], given.dtype)
             for coding, given in zip(self._codings, (keys, values), strict=True)
-        ]
+        ]  # of values that are keys, the second one is not stored
         super().write(layer, *rounded, start)
 
 
@@ -146,7 +146,7 @@ def test_formats_are_those_of_the_setting() -> None:
 
 
 @pytest.mark.parametrize("kv", PACKED)
-@pytest.mark.parametrize("family", TREE_FAMILIES)
+@pytest.mark.parametrize("family", [*TREE_FAMILIES, "deepseek-v3"])
 def test_packed_attention_is_that_of_unpacked_entries(
     tiny_model: GetModel, family: str, kv: KVFormat, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,108 @@
+"""Multi-head latent attention as a part of a layer (DeepSeek-V2, 2405.04434, section 2.1).
+
+All heads' keys and values of a token are made of one small latent, beside one rotated key that all heads share. The KV
+cache holds these two. Each head's own key matrix is multiplied into its queries, and its value matrix into its results,
+instead of making keys and values of each token. So all heads attend to one head of entries, which are keys, and whose
+first numbers are the values.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from offspec.loaders.formats import dense, linear
+from offspec.loaders.formats.products import must_be_exact
+
+from ..config import ModelConfig
+from ..memory.kv_cache import KVLayout
+from ..norms import normalize
+from ..rope import RotaryEmbeddings, rotate
+from .attention import Attention
+from .part import LayerWeights, PassRows, Shape
+
+
+class LatentAttention(Attention):
+    """The latent attention of layer `layer`: norm, projections, KV entries, and a residual."""
+
+    def __init__(self, config: ModelConfig, layer: int, rotaries: RotaryEmbeddings | None = None) -> None:
+        super().__init__(config, layer, rotaries)
+        assert config.latent is not None
+        self.latent = config.latent
+        self.memory = KVLayout(1, config.latent.entry_size, has_values=False)
+
+    @property
+    def matrices(self) -> dict[str, tuple[int, int]]:
+        c, latent = self.config, self.latent
+        queries = c.num_heads * (latent.key_size + latent.rope_size)
+        made = {f"{c.attention}.q_proj": (queries, c.hidden_size)}
+        if latent.query_rank is not None:
+            made = {
+                f"{c.attention}.q_a_proj": (latent.query_rank, c.hidden_size),
+                f"{c.attention}.q_b_proj": (queries, latent.query_rank),
+            }
+        return {
+            **made,
+            f"{c.attention}.kv_a_proj_with_mqa": (latent.entry_size, c.hidden_size),
+            f"{c.attention}.kv_b_proj": (c.num_heads * (latent.key_size + latent.value_size), latent.rank),
+            c.attention_output: (c.hidden_size, c.num_heads * latent.value_size),
+        }
+
+    @property
+    def row_numbers(self) -> int:
+        return 8 * self.config.num_heads * self.latent.entry_size
+
+    def has_bias(self, matrix: str) -> bool:
+        return super().has_bias(matrix) and not matrix.endswith((".q_proj", "_b_proj"))
+
+    @property
+    def shapes(self) -> dict[str, Shape]:
+        prefix, latent = self.config.attention, self.latent
+        norms: dict[str, Shape] = {f"{prefix}.kv_a_layernorm.weight": (latent.rank,)}
+        if latent.query_rank is not None:
+            norms[f"{prefix}.q_a_layernorm.weight"] = (latent.query_rank,)
+        return {**super().shapes, **norms}
+
+    def attended(self, x: Tensor, weights: LayerWeights, rows: PassRows, first: int, last: int) -> Tensor:
+        c, latent = self.config, self.latent
+        queries, rotated = torch.split(self.queries(x, weights), [latent.key_size, latent.rope_size], -1)
+        key_and_value = weights.linear(f"{c.attention}.kv_a_proj_with_mqa", x)
+        compressed, key = torch.split(key_and_value, [latent.rank, latent.rope_size], -1)
+        rotated, key = (self.rotated(heads, rows, first, last) for heads in (rotated, key[:, None]))
+        entries = torch.cat((self._normed(compressed, "kv_a_layernorm", weights)[:, None], key), -1)
+        # In scratch memory, which no other product may use until the values are made.
+        matrices = dense(weights.tensors[f"{c.attention}.kv_b_proj.weight"], x.dtype, weights.scratch)
+        by_heads = matrices.view(c.num_heads, -1, latent.rank)
+        of_keys, of_values = torch.split(by_heads, [latent.key_size, latent.value_size], 1)
+        absorbed = torch.cat((by_head(queries, of_keys.transpose(1, 2)), rotated), -1)
+        mixed = rows.attend(self, absorbed, (entries, entries), first, last)
+        values = by_head(mixed[..., : latent.rank], of_values)
+        return weights.linear(c.attention_output, values.flatten(1))
+
+    def queries(self, x: Tensor, weights: LayerWeights) -> Tensor:
+        """Queries [T, heads, key_size + rope_size] of normed states x [T, hidden], not rotated yet."""
+        prefix = self.config.attention
+        if self.latent.query_rank is None:
+            queries = weights.linear(f"{prefix}.q_proj", x)
+        else:
+            compressed = self._normed(weights.linear(f"{prefix}.q_a_proj", x), "q_a_layernorm", weights)
+            queries = weights.linear(f"{prefix}.q_b_proj", compressed)
+        return queries.view(len(x), self.config.num_heads, -1)
+
+    def rotated(self, heads: Tensor, rows: PassRows, first: int, last: int) -> Tensor:
+        """Heads [T, heads, rope_size] of rows first .. last, with RoPE."""
+        assert self.rotary is not None
+        cos, sin = (each[first:last] for each in rows.rotations.of(self.rotary))
+        return rotate(heads, cos, sin, is_interleaved=self.config.has_interleaved_rope)
+
+    def _normed(self, compressed: Tensor, name: str, weights: LayerWeights) -> Tensor:
+        weight = weights.vector(f"{self.config.attention}.{name}.weight")
+        return normalize(compressed.contiguous(), weight, None, "rms", self.latent.norm_eps)
+
+
+def by_head(x: Tensor, matrices: Tensor) -> Tensor:
+    """x [T, heads, K] times each head's own matrix of [heads, N, K] → [T, heads, N]."""
+    if must_be_exact(x):  # by kernels, which know one matrix at a time
+        heads = zip(x.transpose(0, 1).contiguous(), matrices, strict=True)
+        return torch.stack([linear(head, matrix) for head, matrix in heads], 1)
+    return torch.bmm(x.transpose(0, 1), matrices.transpose(1, 2)).transpose(0, 1)
