@@ -455,6 +455,11 @@ FAMILIES = {
         rope=_yarn(mscale=1.0, mscale_all_dim=1.0),
         old_layout=True,
     ),
+    "glm4-moe-lite": Family(
+        "glm4_moe_lite",
+        {**_LATENT, "q_lora_rank": 24, "mlp_layer_types": ["dense", "sparse"], "rope_interleave": False},
+    ),
+    "youtu": Family("youtu", {**_LATENT, "q_lora_rank": None}, seed=4),
     "hunyuan-alpha": Family(
         "hunyuan_v1_dense",
         {"head_dim": 24},
@@ -472,7 +477,7 @@ MAMBAS = (
     "falcon-h1-unnormed",
     "nemotron-h",
 )
-LATENTS = ("deepseek-v2", "deepseek-v2-lite", "deepseek-v3")  # families with latent attention
+LATENTS = ("deepseek-v2", "deepseek-v2-lite", "deepseek-v3", "glm4-moe-lite", "youtu")  # families with latent attention
 HYBRIDS = (*DELTA_NETS, *MAMBAS, "lfm2", "lfm2-biased")  # families with layers that keep a state of the text
 
 

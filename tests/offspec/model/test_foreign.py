@@ -83,7 +83,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "gpt2": OLD_SHAPE | {"model_type": "gpt2"},
     "gptj": OLD_SHAPE | {"model_type": "gptj", "rotary_dim": 4},
     "opt": SHAPE | {"model_type": "opt", "ffn_dim": 48, "word_embed_proj_dim": 32},
-    "deepseek_v3": MULTI_HEAD_LATENT | {"model_type": "deepseek_v3"},
+    "axk1": MULTI_HEAD_LATENT | {"model_type": "axk1"},
     "gpt_oss": GROUPED | ALTERNATING | {"model_type": "gpt_oss", "head_dim": 8, "num_local_experts": 4},
 }
 
@@ -186,7 +186,7 @@ def test_text_is_transformers_whatever_guesses_and_wherever_layers_lie(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "deepseek_v3", "opt"])
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "axk1", "opt"])
 def test_texts_that_share_passes_are_plain_decodings(name: str, models: dict[str, Foreign], engine: Engine) -> None:
     """Prompts of different lengths; their windows, sinks and positions are each text's own."""
     drafted = Engine(LoadedTarget(resident(models[name].folder)), engine.tokenizer, engine.draft)
