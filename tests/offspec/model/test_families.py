@@ -125,7 +125,7 @@ def test_verifying_with_random_drafts(tiny_model: GetModel, tokenizer: Tokenizer
     "family",
     [
         *("gemma2", "gemma4-layer-inputs", "phi3", "glm4", "cohere-qk-norm", "starcoder2"),
-        *("qwen3.5", "falcon-h1", "nemotron-h"),
+        *("qwen3.5", "falcon-h1", "nemotron-h", "deepseek-v2"),
     ],
 )
 def test_a_copy_in_4_bits_is_the_same_family(tiny_model: GetModel, tmp_path: Path, family: str) -> None:
@@ -155,7 +155,10 @@ def test_longrope_serves_the_context_that_was_planned(tiny_model: GetModel, cont
     assert_close(chain_logits(decoder, tokens), expected)
 
 
-@pytest.mark.parametrize("family", ["gemma2", "gemma4", "gemma4-layer-inputs", "phi3", "cohere2", "nemotron", *HYBRIDS])
+@pytest.mark.parametrize(
+    "family",
+    ["gemma2", "gemma4", "gemma4-layer-inputs", "phi3", "cohere2", "nemotron", "deepseek-v3", "youtu", *HYBRIDS],
+)
 def test_a_pass_allocates_no_more_than_is_planned(tiny_model: GetModel, family: str) -> None:
     """Of a long chain, in the dtype in which fp32 copies count most."""
     decoder, tokens = tiny_model(family).decoder(torch.bfloat16), torch.tensor(random_tokens(256))

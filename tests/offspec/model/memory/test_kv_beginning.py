@@ -82,7 +82,7 @@ def life(texts: Sequence[CachedDecoder]) -> Iterator[Tensor]:
 
 @pytest.mark.each_value
 @pytest.mark.skipif(not num_lanes(), reason="this processor has no kernels")
-@pytest.mark.parametrize("family", ["llama-gqa", "qwen2-layer-types", "gemma2", "gemma4-layer-inputs"])
+@pytest.mark.parametrize("family", ["llama-gqa", "qwen2-layer-types", "gemma2", "gemma4-layer-inputs", "youtu"])
 @pytest.mark.parametrize("kv", KV_FORMATS.values(), ids=str)
 def test_bits_are_those_of_copies(family: str, kv: KVFormat) -> None:
     decoder = decoder_of(family, kv)

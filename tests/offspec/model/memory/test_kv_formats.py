@@ -148,7 +148,7 @@ def test_formats_are_those_of_the_setting() -> None:
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("kv", PACKED)
-@pytest.mark.parametrize("family", [*TREE_FAMILIES, "deepseek-v3"])
+@pytest.mark.parametrize("family", [*TREE_FAMILIES, "youtu"])
 def test_packed_attention_is_that_of_unpacked_entries(
     tiny_model: GetModel, family: str, kv: KVFormat, monkeypatch: pytest.MonkeyPatch
 ) -> None:
