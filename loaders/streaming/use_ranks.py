@@ -13,7 +13,7 @@ from collections.abc import Collection
 
 from .stream import Unit
 
-HALF_LIFE = 4.0  # passes, measured on replayed routings (docs/LOG.md)
+HALF_LIFE = 3.0  # passes, measured on replayed routings (docs/LOG.md)
 
 
 class UseRanks:

@@ -27,6 +27,7 @@ def explain_plan(plan: Plan, link_bytes_per_s: float | None = None) -> list[Note
         context,
         *_kv_format(plan),
         *_kv_in_ram(plan),
+        *_experts(plan),
         *_attention(plan),
         *_rope_factors(plan),
         Note(where),
@@ -73,6 +74,14 @@ def _kv_in_ram(plan: Plan) -> list[Note]:
             f"behind a text of {plan.context} tokens; a smaller `context` keeps them on the device"
         )
     ]
+
+
+def _experts(plan: Plan) -> list[Note]:
+    """Whether another program is as good for a mixture whose experts are beside the GPU."""
+    if plan.experts is None or plan.placement.experts.are_resident or plan.placement.limits.device is None:
+        return []
+    same = "for one text, llama.cpp with its experts on the CPU does the same work"
+    return [Note(f"{tell_experts(plan)}; {same}; rows of prompts and of several texts share experts", advice=True)]
 
 
 def _attention(plan: Plan) -> list[Note]:
