@@ -1,7 +1,7 @@
 """Tiny checkpoints with an MTP layer, in each published layout, and the layer's reference.
 
 Qwen3.5's layer is transformers' own, as vLLM and SGLang have it (qwen3_5_mtp.py); DeepSeek's layout is that of GLM and
-DeepSeek-V3 (deepseek_nextn.py of SGLang), around a layer of Llama's.
+DeepSeek-V3 (deepseek_nextn.py of SGLang), around a layer of Llama's, or around DeepSeek-V3's own with experts.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoConfig
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3DecoderLayer, DeepseekV3RotaryEmbedding
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
 from transformers.models.qwen3_5.modeling_qwen3_5 import (
     Qwen3_5DecoderLayer,
@@ -41,6 +42,23 @@ HYBRID = {
     "linear_key_head_dim": 8,
     "mtp_num_hidden_layers": 1,
 }
+LATENT = {
+    "model_type": "deepseek_v3",
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": NUM_LAYERS - 1,
+    "num_nextn_predict_layers": 1,
+}
 NEXTN = {
     "fc": "eh_proj",
     "pre_fc_norm_embedding": "enorm",
@@ -49,20 +67,21 @@ NEXTN = {
     "layers.0.": "",
 }
 KINDS = ("qwen", "nextn")
+EXPERTS = "deepseek"  # the kind whose layer has experts
 
 
 def write_model(folder: Path, kind: str) -> Path:
-    """A checkpoint of the layout `kind` of KINDS, with a tokenizer."""
+    """A checkpoint of the layout `kind` of KINDS, or EXPERTS, with a tokenizer."""
     pair = build_pair(folder, num_layers=NUM_LAYERS)
     config = json.loads((pair.target / "config.json").read_text())
     tensors = load_file(pair.target / "model.safetensors")
-    if kind == "qwen":
-        config |= HYBRID
+    if kind != "nextn":
+        config |= HYBRID if kind == "qwen" else LATENT
         tensors = _random(wanted_shapes(read_config(config)), 1) | {"lm_head.weight": tensors["lm_head.weight"]}
     else:
         config["num_nextn_predict_layers"] = 1
     layer = {f"mtp.{name}": tensor for name, tensor in _own_tensors(config, kind).items()}
-    if kind == "nextn":
+    if kind != "qwen":
         layer = {_nextn_name(name.removeprefix("mtp.")): tensor for name, tensor in layer.items()}
         copies = {"shared_head.head": "lm_head", "embed_tokens": "model.embed_tokens"}
         layer |= {
@@ -83,12 +102,42 @@ def _random(shapes: Mapping[str, Sequence[int]], seed: int) -> dict[str, Tensor]
 
 def _own_tensors(config: Mapping[str, Any], kind: str) -> dict[str, Tensor]:
     shapes = {name: tensor.shape for name, tensor in Twin(config, kind).state_dict().items()}
-    return _random(shapes, 2)
+    return {
+        part: each for name, tensor in _random(shapes, 2).items() for part, each in _by_expert(name, tensor).items()
+    }
+
+
+def _by_expert(name: str, tensor: Tensor) -> dict[str, Tensor]:
+    """The tensors in a checkpoint of one of a layer of transformers, which has all experts in one."""
+    prefix, _, matrix = name.rpartition(".experts.")
+    if not prefix:
+        return {name: tensor}
+    names = ("gate_proj", "up_proj") if matrix == "gate_up_proj" else (matrix,)
+    return {
+        f"{prefix}.experts.{number}.{own}.weight": part.clone()
+        for number, expert in enumerate(tensor)
+        for own, part in zip(names, expert.chunk(len(names)), strict=True)
+    }
+
+
+def _joined(name: str, shape: Sequence[int], stored: Mapping[str, Tensor]) -> Tensor:
+    """A tensor of a layer of transformers, of those in a checkpoint by their names there."""
+    parts = [stored[part] for part in _by_expert(name, torch.empty(tuple(shape)))]
+    return torch.cat(parts).view(tuple(shape))
 
 
 def _nextn_name(name: str) -> str:
     old = next(old for old in NEXTN if name.startswith(old))
     return f"model.layers.{NUM_LAYERS}.{NEXTN[old]}{name.removeprefix(old)}"
+
+
+def _own_name(name: str, mark: str) -> str:
+    """The inverse of `_nextn_name`, and of Qwen's prefix. mark: the layer's prefix."""
+    if not name.startswith(mark):
+        return name.removeprefix("mtp.")
+    short = name.removeprefix(mark)
+    own = next(own for own, nextn in NEXTN.items() if short.startswith(f"{nextn}." if nextn else ""))
+    return f"{own}{short.removeprefix(NEXTN[own])}"
 
 
 class Twin(nn.Module):
@@ -100,14 +149,17 @@ class Twin(nn.Module):
         shape._attn_implementation = "eager"
         hidden = shape.hidden_size
         norm = Qwen3_5RMSNorm if kind == "qwen" else LlamaRMSNorm
-        layer = Qwen3_5DecoderLayer if kind == "qwen" else LlamaDecoderLayer
-        index = 1 if kind == "qwen" else 0
+        layer, rotary, index = {
+            "qwen": (Qwen3_5DecoderLayer, Qwen3_5TextRotaryEmbedding, 1),
+            "nextn": (LlamaDecoderLayer, LlamaRotaryEmbedding, 0),
+            EXPERTS: (DeepseekV3DecoderLayer, DeepseekV3RotaryEmbedding, NUM_LAYERS - 1),
+        }[kind]
         self.fc = nn.Linear(2 * hidden, hidden, bias=False)
         self.pre_fc_norm_embedding = norm(hidden, eps=shape.rms_norm_eps)
         self.pre_fc_norm_hidden = norm(hidden, eps=shape.rms_norm_eps)
         self.norm = norm(hidden, eps=shape.rms_norm_eps)
         self.layers = nn.ModuleList([layer(shape, index)])
-        self._rotary = (Qwen3_5TextRotaryEmbedding if kind == "qwen" else LlamaRotaryEmbedding)(shape)
+        self._rotary = rotary(shape)
         self._target: list[Decoder] = []
 
     @classmethod
@@ -116,8 +168,9 @@ class Twin(nn.Module):
         config = json.loads((model / "config.json").read_text())
         twin = cls(config, kind)
         stored = load_file(model / "model.safetensors")
-        names = {name: f"mtp.{name}" if kind == "qwen" else _nextn_name(name) for name in twin.state_dict()}
-        twin.load_state_dict({name: stored[there].float() for name, there in names.items()})
+        mark = f"model.layers.{NUM_LAYERS}."
+        own = {_own_name(name, mark): tensor for name, tensor in stored.items() if name.startswith((mark, "mtp."))}
+        twin.load_state_dict({name: _joined(name, each.shape, own).float() for name, each in twin.state_dict().items()})
         twin._target = [target]
         return twin
 

@@ -119,18 +119,18 @@ def run(cell: Cell, python: Path, worker: Path, files: Files, ids: list[int], te
         job.write_text(json.dumps(asked))
         drop_page_cache()
         with memory_group(terms.ram) as group, log.open("wb") as out:
-            process = _start([str(python), str(worker), str(job), str(result)], terms.threads, group, out, folder)
+            process = start([str(python), str(worker), str(job), str(result)], terms.threads, group, out, folder)
             try:
-                cell.status, cell.peak_anonymous_bytes = _wait(process, group, terms.timeout_s)
+                cell.status, cell.peak_anonymous_bytes = wait(process, group, terms.timeout_s)
             finally:
-                _end(process)
+                end(process)
             if group is not None:
                 cell.peak_bytes = _number(group, "memory.max_usage_in_bytes", "memory.peak")
         _read(cell, result, log.read_text(errors="replace"), is_limited=group is not None)
     return cell
 
 
-def _start(command: list[str], threads: int, group: Path | None, out: Any, folder: str) -> subprocess.Popen[bytes]:
+def start(command: list[str], threads: int, group: Path | None, out: Any, folder: str) -> subprocess.Popen[bytes]:
     """Start a process in its own session, so that its children end with it, and in the group from the start."""
     env = {
         **os.environ,
@@ -145,7 +145,7 @@ def _start(command: list[str], threads: int, group: Path | None, out: Any, folde
     )
 
 
-def _wait(process: subprocess.Popen[bytes], group: Path | None, timeout_s: float) -> tuple[str, int]:
+def wait(process: subprocess.Popen[bytes], group: Path | None, timeout_s: float) -> tuple[str, int]:
     """(status, largest sampled anonymous memory)."""
     began, peak = time.monotonic(), 0
     while process.poll() is None:
@@ -159,7 +159,7 @@ def _wait(process: subprocess.Popen[bytes], group: Path | None, timeout_s: float
     return ("memory" if process.returncode == -signal.SIGKILL else "failed"), peak
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def end(process: subprocess.Popen[bytes]) -> None:
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

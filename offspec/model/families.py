@@ -556,7 +556,10 @@ def _glm4_moe(config: Json, num_layers: int) -> Fields:
 
 
 def _expert_groups(config: Json, num: int, num_used: int, num_ranked: int = 2) -> ExpertGroups | None:
-    """Groups of experts by DeepSeek's keys; None if all of them are used. Raises CheckpointError."""
+    """Groups of experts by DeepSeek's keys; None if all of them are used. Raises CheckpointError.
+
+    num_ranked: how many of a group's experts rank it.
+    """
     groups = ExpertGroups(positive(config, "n_group", 1), positive(config, "topk_group", 1), num_ranked)
     if groups.num_used >= groups.num:
         return None
@@ -592,8 +595,8 @@ def _minimax_m2(config: Json, num_layers: int) -> Fields:
     }
 
 
-def _deepseek(config: Json, num_layers: int) -> Fields:
-    """What DeepSeek-V2 and V3 have in common: latent attention, and an MLP in the first layers."""
+def _latent(config: Json, dense: Sequence[bool]) -> Fields:
+    """Latent attention. dense: which layers have an MLP; the others have experts."""
     if config.get("moe_layer_freq") != 1:
         _refuse(config, "moe_layer_freq")
     query_rank = None if config.get("q_lora_rank") is None else positive(config, "q_lora_rank")
@@ -601,15 +604,26 @@ def _deepseek(config: Json, num_layers: int) -> Fields:
         positive(config, key) for key in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
     )
     latent, rope = LatentShape(rank, query_rank, *sizes), read_rope(config)
-    num_dense = integer(config, "first_k_dense_replace", 0, least=0)
     return {
         "num_kv_heads": 1,
         "head_dim": latent.entry_size,
         "latent": latent,
         "rope": rope,
         "attention_scale": (latent.key_size + latent.rope_size) ** -0.5 * _squared_magnitude(rope),
-        "parts": tuple(("latent attention", "mlp" if i < num_dense else "experts") for i in range(num_layers)),
+        "has_interleaved_rope": bool(config.get("rope_interleave", True)),
+        "parts": tuple(("latent attention", "mlp" if is_dense else "experts") for is_dense in dense),
     }
+
+
+def _dense_layers(config: Json, num_layers: int) -> list[bool]:
+    """Which layers have an MLP: the first ones, or those that `mlp_layer_types` lists. Raises CheckpointError."""
+    if (kinds := config.get("mlp_layer_types")) is None:
+        num_dense = integer(config, "first_k_dense_replace", 0, least=0)
+        return [layer < num_dense for layer in range(num_layers)]
+    is_list = isinstance(kinds, list) and all(kind in ("dense", "sparse") for kind in kinds)
+    if not is_list or len(kinds) != num_layers:
+        raise CheckpointError(f"config.json: mlp_layer_types must list {num_layers} of dense, sparse")
+    return [kind == "dense" for kind in kinds]
 
 
 def _squared_magnitude(rope: RopeConfig) -> float:
@@ -643,24 +657,38 @@ def _deepseek_v2(config: Json, num_layers: int) -> Fields:
     shape = _deepseek_experts(config, num_ranked=1)
     return {
         **_biases(config),
-        **_deepseek(config, num_layers),
+        **_latent(config, _dense_layers(config, num_layers)),
         "has_interleaved_rope": True,
         "experts": replace(shape, groups=None) if method == "greedy" else shape,
     }
 
 
 def _deepseek_v3(config: Json, num_layers: int) -> Fields:
-    """DeepSeek-V3 and R1: scores of experts are sigmoids, plus a correction where they choose."""
+    """DeepSeek-V3 and R1, GLM-4.7-Flash, Kimi K2: experts' scores are sigmoids, plus a correction where they choose."""
     for key, value in (("topk_method", "noaux_tc"), ("scoring_func", "sigmoid")):
         if config.get(key) != value:
             _refuse(config, key)
     shape = _deepseek_experts(config, num_ranked=2)
     return {
         **_biases(config, mlp=""),
-        **_deepseek(config, num_layers),
-        "has_interleaved_rope": bool(config.get("rope_interleave", True)),
+        **_latent(config, _dense_layers(config, num_layers)),
         "experts": replace(shape, scores="sigmoid", correction="mlp.gate.e_score_correction_bias"),
     }
+
+
+def _mistral4(config: Json, num_layers: int) -> Fields:
+    """Mistral Small 4: softmax scores, and queries that are scaled by their position."""
+    fields = _latent(config, _dense_layers(config, num_layers))
+    return {
+        **_biases(config, mlp=""),
+        **fields,
+        "experts": replace(_deepseek_experts(config, num_ranked=2), joined=JOINED_EXPERT_MLP),
+        "query_growth": _query_growth(fields["rope"]),
+    }
+
+
+def _youtu(config: Json, num_layers: int) -> Fields:
+    return _biases(config, mlp="") | _latent(config, [True] * num_layers)
 
 
 def _mistral(config: Json, num_layers: int) -> Fields:
@@ -674,10 +702,14 @@ def _mistral(config: Json, num_layers: int) -> Fields:
 def _ministral3(config: Json, num_layers: int) -> Fields:
     """Queries are scaled by their position, as in Llama 4."""
     rope = read_rope(config)
-    fields: Fields = {"windows": (_window({"sliding_window": None, **config}),) * num_layers, "rope": rope}
-    if (beta := optional_number(rope.scaling, "llama_4_scaling_beta")) is not None:
-        fields["query_growth"] = beta, positive(rope.scaling, ORIGINAL_CONTEXT)
-    return fields
+    windows = (_window({"sliding_window": None, **config}),) * num_layers
+    return {"windows": windows, "rope": rope, "query_growth": _query_growth(rope)}
+
+
+def _query_growth(rope: RopeConfig) -> tuple[float, int] | None:
+    """Llama 4's scaling of queries, if the family has it."""
+    beta = optional_number(rope.scaling, "llama_4_scaling_beta")
+    return None if beta is None else (beta, positive(rope.scaling, ORIGINAL_CONTEXT))
 
 
 def _qwen2(config: Json, num_layers: int) -> Fields:
@@ -1243,6 +1275,10 @@ FAMILIES: dict[str, Callable[[Json, int], Fields]] = {
     "qwen3_next": _qwen3_next,
     "deepseek_v2": _deepseek_v2,
     "deepseek_v3": _deepseek_v3,
+    "glm4_moe_lite": _deepseek_v3,
+    "kimi_k2": _deepseek_v3,
+    "mistral4": _mistral4,
+    "youtu": _youtu,
     "qwen3_5_text": _qwen3_5,
     "qwen3_5_moe_text": _qwen3_5_moe,
     "ministral3": _ministral3,
@@ -1296,35 +1332,70 @@ _GEMMA4_ROPES = {
 }
 _QWEN_3_5 = {"num_attention_heads": 16, "max_position_embeddings": 32768, "partial_rotary_factor": 0.25}
 _GLM = {"head_dim": 128, "rms_norm_eps": 1.5625e-07, "partial_rotary_factor": 0.5, "attention_bias": True}
+_LATENT = {
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
+_DEEPSEEK_V3 = {
+    **_LATENT,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "n_group": 8,
+    "topk_group": 4,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "first_k_dense_replace": 3,
+    "moe_intermediate_size": 2048,
+    "routed_scaling_factor": 2.5,
+}
 # Families' defaults for missing keys, if they differ from Llama's; transformers omits keys with its defaults.
 # `default_theta`: RoPE's; `default_local_theta`: of layers with a window; `default_experts`: their number.
 DEFAULTS: dict[str, Json] = {
-    "deepseek_v2": {
+    "deepseek_v2": {**_LATENT, "n_routed_experts": 64, "n_shared_experts": 2, "moe_intermediate_size": 1407},
+    "deepseek_v3": _DEEPSEEK_V3,
+    "kimi_k2": _DEEPSEEK_V3,
+    "glm4_moe_lite": {
         "kv_lora_rank": 512,
-        "q_lora_rank": 1536,
-        "qk_nope_head_dim": 128,
+        "q_lora_rank": 768,
+        "qk_nope_head_dim": 192,
         "qk_rope_head_dim": 64,
-        "v_head_dim": 128,
+        "v_head_dim": 256,
+        "rms_norm_eps": 1e-5,
         "n_routed_experts": 64,
-        "n_shared_experts": 2,
-        "moe_intermediate_size": 1407,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 4,
+        "norm_topk_prob": True,
+        "first_k_dense_replace": 1,
+        "moe_intermediate_size": 1536,
+        "routed_scaling_factor": 1.8,
     },
-    "deepseek_v3": {
-        "kv_lora_rank": 512,
-        "q_lora_rank": 1536,
-        "qk_nope_head_dim": 128,
+    "mistral4": {
+        "kv_lora_rank": 256,
+        "q_lora_rank": 1024,
+        "qk_nope_head_dim": 64,
         "qk_rope_head_dim": 64,
         "v_head_dim": 128,
-        "n_routed_experts": 256,
+        "n_routed_experts": 128,
         "n_shared_experts": 1,
-        "n_group": 8,
-        "topk_group": 4,
-        "num_experts_per_tok": 8,
+        "num_experts_per_tok": 4,
         "norm_topk_prob": True,
-        "first_k_dense_replace": 3,
         "moe_intermediate_size": 2048,
-        "routed_scaling_factor": 2.5,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 128.0,
+            "original_max_position_embeddings": 8192,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale_all_dim": 1.0,
+            "mscale": 1.0,
+            "llama_4_scaling_beta": 0.1,
+        },
     },
+    "youtu": {**_LATENT, "tie_word_embeddings": True},
     "ministral3": {
         "head_dim": 128,
         "num_key_value_heads": 8,
@@ -1496,10 +1567,12 @@ TEXT_CLASSES = {
     "gemma4_text": "Gemma4ForCausalLM",
     "mistral": "MistralForCausalLM",
     "ministral3": "Ministral3ForCausalLM",
+    "mistral4": "Mistral4ForCausalLM",
     "lfm2": "Lfm2ForCausalLM",
 }
 PARTLY_ROTATED = (
     "phi3",
+    "mistral4",
     "glm",
     "glm4",
     "glm4_moe",

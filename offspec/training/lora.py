@@ -302,6 +302,10 @@ class AdaptedWeights(LayerWeights):
     def linear_fp32(self, name: str, x: Tensor) -> Tensor:
         return self.linear(name, x).float()
 
+    def matrix(self, name: str, dtype: torch.dtype) -> Tensor:
+        a, b = self._pair(name)
+        return super().matrix(name, dtype) + self._share * (b.to(dtype) @ a.to(dtype))
+
     def added_rows(self, name: str, indices: Tensor, dtype: torch.dtype) -> Tensor:
         """The additions to rows `indices` [T] of `name.weight`: [T, K]."""
         a, b = self._pair(name)

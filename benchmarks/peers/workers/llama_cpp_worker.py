@@ -1,7 +1,8 @@
 """llama.cpp through xllamacpp: the GGUF mapped (mmap), alone, with its draft model, or with n-grams.
 
-Settings: `draft_max` N drafts up to N tokens per pass, `draft_p_min` ends a draft at a token less likely than that.
-`ngram` is a kind of n-gram speculation (ngram_cache, ngram_simple, ...); other settings are that kind's.
+Settings: `context`, tokens of all `texts` (requests at once) together. `draft_max` N drafts up to N tokens per pass,
+`draft_p_min` ends a draft at a token less likely than that. `ngram` is a kind of n-gram speculation (ngram_cache,
+ngram_simple, ...); other settings are that kind's.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ import xllamacpp as llama
 def load(job: common.Job) -> tuple[common.Generate, str]:
     params = llama.CommonParams()
     params.model.path = job.model
-    params.n_ctx, params.n_parallel = common.CONTEXT, 1
+    params.n_ctx = job.settings.get("context", common.CONTEXT)
+    params.n_parallel, params.kv_unified = job.settings.get("texts", 1), True
     params.warmup = False  # it would read the whole model once before the clock runs
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = job.threads
     if number := job.settings.get("draft_max"):

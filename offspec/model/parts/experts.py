@@ -87,7 +87,7 @@ class Experts(NativePart):
     def row_numbers(self) -> int:
         """Of all experts of a row: their results are kept until they are summed, and each makes 4 vectors at most."""
         shared = 0 if self.shared is None else self.shared.row_numbers
-        experts = self.shape.num_used * (2 * self.config.hidden_size + 4 * self.shape.inner_size)
+        experts = self.shape.num_used * (3 * self.config.hidden_size + 4 * self.shape.inner_size)
         return max(shared, experts + 4 * self.shape.num)
 
     def has_bias(self, matrix: str) -> bool:
@@ -153,10 +153,7 @@ class Experts(NativePart):
 
     def mixed(self, x: Tensor, chosen: Tensor, scales: Tensor, weights: LayerWeights) -> Tensor:
         """The sum [T, hidden] of the outputs of each row's experts times their scales, by ascending numbers."""
-        num_used = chosen.shape[1]
-        by_expert = chosen.flatten().sort(stable=True)
-        numbers, counts = torch.unique_consecutive(by_expert.values, return_counts=True)
-        places = dict(zip(numbers.tolist(), torch.split(by_expert.indices, counts.tolist()), strict=True))
+        num_used, places = chosen.shape[1], _places(chosen)
         outputs = x.new_empty(len(x) * num_used, x.shape[1])
         for group in weights.experts({number: len(where) for number, where in places.items()}):
             is_on_host = isinstance(group, HostExperts)
@@ -168,15 +165,23 @@ class Experts(NativePart):
                 states = x[where // num_used]
                 output = self._output(states.cpu() if is_on_host else states, experts)
                 outputs[where] = output.to(x.device)
-        outputs = outputs.view(len(x), num_used, -1)
-        total = outputs[:, 0] * scales[:, :1]
-        for rank in range(1, num_used):
-            total = total + outputs[:, rank] * scales[:, rank : rank + 1]
+        total, *others = (outputs.view(len(x), num_used, -1) * scales[..., None]).unbind(1)
+        for each in others:
+            total = total + each
         return total.to(x.dtype)
 
     def _output(self, x: Tensor, weights: LayerWeights) -> Tensor:
         """The output [n, hidden] of rows x [n, hidden]."""
         return output_of(x, weights, self.shape.names, self.config.activation)
+
+
+def _places(chosen: Tensor) -> dict[int, Tensor]:
+    """Each of the experts chosen [T, used] → its places among all of them, row after row."""
+    if len(chosen) == 1:
+        return dict(zip(chosen[0].tolist(), torch.arange(chosen.shape[1], device=chosen.device)[:, None], strict=True))
+    by_expert = chosen.flatten().sort(stable=True)
+    numbers, counts = torch.unique_consecutive(by_expert.values, return_counts=True)
+    return dict(zip(numbers.tolist(), torch.split(by_expert.indices, counts.tolist()), strict=True))
 
 
 def _in_parts(numbers: Iterable[int], places: Mapping[int, Tensor]) -> Iterator[list[int]]:

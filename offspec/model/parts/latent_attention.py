@@ -11,8 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from offspec.loaders.formats import dense, linear
-from offspec.loaders.formats.products import must_be_exact
+from offspec.loaders.formats import linear_each
+from offspec.loaders.formats.products import HALF_DTYPES, must_be_exact
 
 from ..config import ModelConfig
 from ..memory.kv_cache import KVLayout
@@ -66,15 +66,16 @@ class LatentAttention(Attention):
     def attended(self, x: Tensor, weights: LayerWeights, rows: PassRows, first: int, last: int) -> Tensor:
         c, latent = self.config, self.latent
         queries, rotated = torch.split(self.queries(x, weights), [latent.key_size, latent.rope_size], -1)
-        key_and_value = weights.linear(f"{c.attention}.kv_a_proj_with_mqa", x)
-        compressed, key = torch.split(key_and_value, [latent.rank, latent.rope_size], -1)
-        rotated, key = (self.rotated(heads, rows, first, last) for heads in (rotated, key[:, None]))
-        entries = torch.cat((self._normed(compressed, "kv_a_layernorm", weights)[:, None], key), -1)
-        # In scratch memory, which no other product may use until the values are made.
-        matrices = dense(weights.tensors[f"{c.attention}.kv_b_proj.weight"], x.dtype, weights.scratch)
+        made = weights.linear(f"{c.attention}.kv_a_proj_with_mqa", x)[:, None]
+        compressed, key = torch.split(made, [latent.rank, latent.rope_size], -1)
+        rotated, key = (self.rotated(heads, rows, first, last) for heads in (rotated, key))
+        entries = torch.cat((self._normed(compressed, "kv_a_layernorm", weights), key), -1)
+        matrices = weights.matrix(f"{c.attention}.kv_b_proj", x.dtype)  # stays until the values are made
         by_heads = matrices.view(c.num_heads, -1, latent.rank)
         of_keys, of_values = torch.split(by_heads, [latent.key_size, latent.value_size], 1)
         absorbed = torch.cat((by_head(queries, of_keys.transpose(1, 2)), rotated), -1)
+        if c.query_growth is not None:
+            absorbed = absorbed * rows.rotations.growth(*c.query_growth)[first:last].to(absorbed.dtype)
         mixed = rows.attend(self, absorbed, (entries, entries), first, last)
         values = by_head(mixed[..., : latent.rank], of_values)
         return weights.linear(c.attention_output, values.flatten(1))
@@ -102,7 +103,8 @@ class LatentAttention(Attention):
 
 def by_head(x: Tensor, matrices: Tensor) -> Tensor:
     """x [T, heads, K] times each head's own matrix of [heads, N, K] → [T, heads, N]."""
-    if must_be_exact(x):  # by kernels, which know one matrix at a time
-        heads = zip(x.transpose(0, 1).contiguous(), matrices, strict=True)
-        return torch.stack([linear(head, matrix) for head, matrix in heads], 1)
-    return torch.bmm(x.transpose(0, 1), matrices.transpose(1, 2)).transpose(0, 1)
+    num_rows, by_heads = len(x), x.transpose(0, 1)
+    if not must_be_exact(x) and (x.device.type != "cpu" or x.dtype not in HALF_DTYPES):
+        return torch.bmm(by_heads, matrices.transpose(1, 2)).transpose(0, 1)
+    product = linear_each(by_heads.flatten(0, 1), [num_rows] * len(matrices), list(matrices.contiguous()))
+    return product.view(len(matrices), num_rows, -1).transpose(0, 1)

@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from offspec.loaders.formats import Weight, linear, linear_each, linear_fp32
+from offspec.loaders.formats import Weight, dense, linear, linear_each, linear_fp32
 from offspec.loaders.streaming.weights import LentExperts
 
 from ..config import ModelConfig
@@ -159,6 +159,10 @@ class LayerWeights:
     def linear_fp32(self, name: str, x: Tensor) -> Tensor:
         """As `linear`, with an fp32 result; see `formats.linear_fp32`."""
         return linear_fp32(x, self.tensors[f"{name}.weight"], self.optional_vector(f"{name}.bias"), self.scratch)
+
+    def matrix(self, name: str, dtype: torch.dtype) -> Tensor:
+        """The matrix `name.weight` [N, K], maybe in scratch memory, which the next product may overwrite."""
+        return dense(self.tensors[f"{name}.weight"], dtype, self.scratch)
 
     def optional_vector(self, name: str) -> Tensor | None:
         return self.vector(name) if name in self.tensors else None

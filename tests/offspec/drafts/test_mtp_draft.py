@@ -30,7 +30,7 @@ from offspec.model.names import LAYER_PREFIX
 from offspec.planning.plan import all_resident
 
 from ...fakes import CPU
-from ...mtp_models import KINDS, NUM_LAYERS, Twin, write_model
+from ...mtp_models import EXPERTS, KINDS, NUM_LAYERS, Twin, write_model
 from ...pair import variant
 from ...refusals import refused
 from ..model.heads.test_kinds_of_head import check_logits
@@ -71,6 +71,18 @@ def test_logits_equal_the_reference(model: Path, kind: str) -> None:
     check_logits(head, Twin.of(model, kind, target), 32)
 
 
+def test_a_layer_with_experts_drafts(tmp_path: Path) -> None:
+    """DeepSeek-V3's, whose layer is a mixture as the target's last one."""
+    model = write_model(tmp_path, EXPERTS)
+    files = ModelFiles.open(model, "fp32", "cpu", [])
+    target, opened = load_decoder(files, all_resident(files), CPU), HeadFiles.of_mtp(files)
+    head = opened.spec.make(opened.load(torch.float32, CPU), target)
+    check_logits(head, Twin.of(model, EXPERTS, target), 32)
+    with Engine.load(str(model), device="cpu", dtype="fp32") as engine:
+        assert isinstance(engine.draft, HeadDraft)
+        assert ids_of(engine, PROMPTS[0], SAMPLED, 12) == ids_of(engine, PROMPTS[0], SAMPLED)
+
+
 def test_a_head_of_its_own_is_used(tmp_path: Path) -> None:
     model = write_model(tmp_path, "nextn")
     tensors, name = load_file(model / "model.safetensors"), f"model.layers.{NUM_LAYERS}.shared_head.head.weight"
@@ -83,6 +95,7 @@ def test_a_head_of_its_own_is_used(tmp_path: Path) -> None:
     torch.testing.assert_close(head.head(states), 2 * target.head(states))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_the_text_is_plain_decodings(engine: Engine, params: SamplingParams) -> None:
     """Alone, and in passes that texts share."""

@@ -97,7 +97,7 @@ def test_what_is_done_to_the_embedding_is_done_in_every_pass(
 
 
 @pytest.mark.parametrize(
-    "family", ["gemma2", "gemma3", "phi3", "glm4", "granite", "olmo2", "cohere-qk-norm", "nemotron"]
+    "family", ["gemma2", "gemma3", "phi3", "glm4", "granite", "olmo2", "cohere-qk-norm", "nemotron", "youtu"]
 )
 def test_every_kind_of_pass_computes_what_a_family_changes(tiny_model: GetModel, family: str) -> None:
     """Recorded rounds, a draft that learns, and an exit layer say of the same tokens what a plain pass says."""
