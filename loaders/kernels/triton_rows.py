@@ -18,8 +18,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .row_attention import Scores
-
 ROWS = 16  # of a tile of rows, and query heads that share a key head, rounded up to it
 KEYS = 32  # positions at a time
 
@@ -141,19 +139,29 @@ def attention_kernel(
     tl.store(out + place, (total / sums[:, None]).to(out.dtype.element_ty), mask=is_query)
 
 
-def attend(queries: Tensor, keys: Tensor, values: Tensor, rows: Tensor, slots: Tensor, scores: Scores) -> Tensor:
+def attend(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    rows: Tensor,
+    slots: Tensor,
+    *,
+    scale: float,
+    cap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Grouped-query attention of queries [R, heads, D] to keys and values [kv_heads, slots, D] → [R, heads, D].
 
-    rows, slots: of `row_attention.Visible`, on the device.
+    rows, slots: of `row_attention.Visible`, on the device. scale, cap, sinks: of `row_attention.Scores`.
     """
     num_rows, num_heads, head_dim = queries.shape
     num_kv_heads, queries = keys.shape[0], queries.contiguous()
     group, out = num_heads // num_kv_heads, torch.empty_like(queries)
     strides = (keys.stride(0), keys.stride(1), values.stride(0), values.stride(1))
-    has_sinks, is_capped = scores.sinks is not None, scores.cap is not None
-    sinks = queries if scores.sinks is None else scores.sinks.float()
+    has_sinks, is_capped = sinks is not None, cap is not None
+    sinks = queries if sinks is None else sinks.float()
     attention_kernel[num_rows, num_kv_heads](
-        queries, keys, values, rows, slots, sinks, out, head_dim, scores.scale, scores.cap or 1.0, *strides,
+        queries, keys, values, rows, slots, sinks, out, head_dim, scale, cap or 1.0, *strides,
         **constants(group, head_dim), is_capped=is_capped, has_sinks=has_sinks, num_warps=4, num_stages=1,
     )  # fmt: skip
     return out

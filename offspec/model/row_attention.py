@@ -31,7 +31,9 @@ def attend_exactly(queries: Tensor, cache: TextMemory, layer: int, visible: Visi
     keys, values = (torch.cat(each, 1) for each in zip(*((part.keys, part.values) for part in parts), strict=True))
     rows, slots = (to_device(each, queries.device) for each in (visible.rows, visible.slots))
     with on_device(queries.device):
-        attended: Tensor = kernels.attend(queries, keys, values, rows, slots, scores)
+        attended: Tensor = kernels.attend(
+            queries, keys, values, rows, slots, scale=scores.scale, cap=scores.cap, sinks=scores.sinks
+        )
     return attended
 
 

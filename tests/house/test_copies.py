@@ -20,6 +20,7 @@ MAY_COPY = {
     "loaders/accelerators/cuda.py": "a view of page-locked memory",
     "loaders/streaming/small_transfers.py": "is the other way; copies where memory cannot be shared",
     "loaders/streaming/link.py": "the ring's filler, and KV entries in RAM: these are the large copies",
+    "loaders/streaming/device_experts.py": "experts on their way to slots: these are large copies, too",
     "loaders/machine/measure.py": "measures before texts run",
     "loaders/streaming/stored_model.py": "loads formats' tables",
     "loaders/streaming/tiers.py": "loads resident weights",

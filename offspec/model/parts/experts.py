@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 from torch import Tensor
 
+from offspec.loaders.streaming.small_transfers import to_device
 from offspec.loaders.streaming.weights import HostExperts
 
 from ..config import ModelConfig
@@ -164,7 +165,7 @@ class Experts(NativePart):
                 experts = WeightsOfExperts([group[number] for number in some], counts, scratch)
                 states = x[where // num_used]
                 output = self._output(states.cpu() if is_on_host else states, experts)
-                outputs[where] = output.to(x.device)
+                outputs[where] = to_device(output, x.device)
         total, *others = (outputs.view(len(x), num_used, -1) * scales[..., None]).unbind(1)
         for each in others:
             total = total + each

@@ -50,11 +50,11 @@ def test_attention(kernels: ModuleType, scores: Scores) -> None:
     visible = Visible.of(first, end, singles, num_singles, rows_of_tile(3))
     queries, keys, values = noise(5, 6, 24), noise(2, 100, 24, seed=1), noise(2, 100, 24, seed=2)
     expected = attend_rows(queries, [KeySlots(0, keys, values)], visible, scores)
-    together = kernels.attend(queries, keys, values, visible.rows, visible.slots, scores)
+    together = kernels.attend(queries, keys, values, visible.rows, visible.slots, **vars(scores))
     torch.testing.assert_close(together, expected, rtol=0, atol=1e-5)
     for row in range(5):
         some = visible.rows[row : row + 1].contiguous()
-        alone = kernels.attend(queries[row : row + 1], keys, values, some, visible.slots, scores)
+        alone = kernels.attend(queries[row : row + 1], keys, values, some, visible.slots, **vars(scores))
         assert torch.equal(alone, together[row : row + 1])
 
 
@@ -80,8 +80,8 @@ def test_on_a_gpu_rows_have_equal_bits(dtype: torch.dtype) -> None:
     none, end = torch.zeros(256, dtype=torch.int64), torch.arange(700, 956)
     visible = Visible.of(none, end, none[:0], none, rows_of_tile(4))
     rows, slots = visible.rows.to(device), visible.slots.to(device)
-    attended = compiled.attend(queries, keys, values, rows, slots, Scores(0.1))
+    attended = compiled.attend(queries, keys, values, rows, slots, scale=0.1)
     for num_rows in (1, 2, 3, 8, 64):
         assert torch.equal(compiled.multiply(x[-num_rows:], matrix), together[-num_rows:])
-        found = compiled.attend(queries[-num_rows:], keys, values, rows[-num_rows:].contiguous(), slots, Scores(0.1))
+        found = compiled.attend(queries[-num_rows:], keys, values, rows[-num_rows:].contiguous(), slots, scale=0.1)
         assert torch.equal(found, attended[-num_rows:])
