@@ -217,6 +217,7 @@ class LatentShape:
     rank: numbers of a token's latent, of which all heads' keys and values are made. query_rank: of the queries' latent;
     None: queries are made of hidden states. key_size, rope_size: numbers of a head's query and key without RoPE, and
     with it; the latter are one key for all heads. value_size: of a head's value. norm_eps: of the latents' norms.
+    is_split: the matrices of keys, transposed, and of values are two.
     """
 
     rank: int
@@ -225,6 +226,7 @@ class LatentShape:
     rope_size: int
     value_size: int
     norm_eps: float = 1e-6
+    is_split: bool = False
 
     @property
     def entry_size(self) -> int:
@@ -601,7 +603,10 @@ def _latent(config: Json, dense: Sequence[bool]) -> Fields:
     rank, *sizes = (
         positive(config, key) for key in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
     )
-    latent, rope = LatentShape(rank, query_rank, *sizes), read_rope(config)
+    latent, rope = (
+        LatentShape(rank, query_rank, *sizes, is_split=bool(config.get("has_split_latent"))),
+        read_rope(config),
+    )
     return {
         "num_kv_heads": 1,
         "head_dim": latent.entry_size,
