@@ -51,7 +51,7 @@ from .formats.core import Packer
 from .formats.plain import FloatPacker
 from .formats.process_state import one_thread
 from .machine.hardware import read_cores
-from .params import FLOAT_FORMATS, LOSSLESS_FORMAT, QUANT_TYPES, ConvertParams
+from .params import FLOAT_FORMATS, LOSSLESS_FORMAT, MXFP4, QUANT_TYPES, ConvertParams
 from .streaming.weights import split_names
 from .units import format_quantity
 
@@ -405,8 +405,8 @@ def _refuse_foreign(checkpoint: Checkpoint) -> None:
 
 
 def _refuse_four_bit(checkpoint: Checkpoint, weights: Mapping[str, StoredWeight]) -> None:
-    """Raises CheckpointError for weights in bitsandbytes' 4-bit format, which would only lose precision."""
-    if done := next((weight for weight in weights.values() if weight.dtype in QUANT_TYPES), None):
+    """Raises CheckpointError for weights in bitsandbytes' 4-bit format or MXFP4, which would only lose precision."""
+    if done := next((weight for weight in weights.values() if weight.dtype in (*QUANT_TYPES, MXFP4)), None):
         remedy = "use the 16-bit checkpoint, or `format=keep` to change only the layout"
         description = f"{show(done.name)} is already quantised ({done.dtype})"
         raise CheckpointError(f"{checkpoint.path}: {description}; {remedy}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import shutil
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from . import smollm2 as real_model
+from .each_value import spared
 from .leftovers import ProcessState
 from .llama_cpp import LlamaCpp, running
 
@@ -51,17 +53,25 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_unconfigure() -> None:
+    gc.unfreeze()
     shutil.rmtree(_CACHE, ignore_errors=True)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out tests marked nightly, unless `--nightly` asks for them."""
+    """Leave out tests marked nightly, and what `each_value` spares, unless `--nightly` asks for them."""
     if config.getoption(NIGHTLY):
         return
-    left_out = [item for item in items if item.get_closest_marker("nightly") is not None]
+    left_out = {item for item in items if item.get_closest_marker("nightly") is not None}
+    left_out |= spared([item for item in items if item not in left_out])
     if left_out:
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item.get_closest_marker("nightly") is None]
+        config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+        items[:] = [item for item in items if item not in left_out]
+
+
+def pytest_collection_finish() -> None:
+    """What has been imported stays until the end: collections of garbage need not look at it."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -85,7 +95,9 @@ def seed_random_numbers() -> None:
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed(0)
     if (torch := sys.modules.get("torch")) is not None:
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)  # torch.manual_seed records a traceback for each kind of device
+        if torch.cuda.is_initialized():
+            torch.cuda.manual_seed_all(0)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -100,14 +112,15 @@ def _module_leaves_nothing() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _cache_of_its_own(_test_leaves_nothing: None) -> Iterator[None]:
-    """An empty cache folder, unless a fixture of the module has set another."""
+    """A cache folder that is not there yet, unless a fixture of the module has set another."""
     if os.environ["XDG_CACHE_HOME"] != _CACHE:
         yield
         return
-    os.environ["XDG_CACHE_HOME"] = folder = tempfile.mkdtemp(dir=_CACHE)
+    os.environ["XDG_CACHE_HOME"] = folder = os.path.join(_CACHE, "of-one-test")
     yield
     os.environ["XDG_CACHE_HOME"] = _CACHE
-    shutil.rmtree(folder)
+    if os.path.exists(folder):
+        shutil.rmtree(folder)
 
 
 @pytest.fixture(autouse=True)

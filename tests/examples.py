@@ -1,4 +1,4 @@
-"""How many random examples a property test tries: a quarter of what it names, and all of them with `--nightly`."""
+"""How many random examples a property test tries: an eighth of what it names, and all of them with `--nightly`."""
 
 from __future__ import annotations
 
@@ -16,5 +16,5 @@ def configure(*, is_nightly: bool) -> None:
 
 
 def examples(nightly: int) -> settings:
-    """Settings of a property test: this many examples with `--nightly`, by default a quarter of them."""
-    return settings(max_examples=nightly if _is_nightly else max(5, nightly // 4))
+    """Settings of a property test: this many examples with `--nightly`, by default an eighth of them."""
+    return settings(max_examples=nightly if _is_nightly else max(5, nightly // 8))

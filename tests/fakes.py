@@ -459,6 +459,11 @@ FAMILIES = {
         "glm4_moe_lite",
         {**_LATENT, "q_lora_rank": 24, "mlp_layer_types": ["dense", "sparse"], "rope_interleave": False},
     ),
+    "mistral4": Family(
+        "mistral4",
+        {**_LATENT, "q_lora_rank": 24, "n_group": 3, "topk_group": 2},
+        rope={**_GROWING, "partial_rotary_factor": 1 / 3},
+    ),
     "youtu": Family("youtu", {**_LATENT, "q_lora_rank": None}, seed=4),
     "hunyuan-alpha": Family(
         "hunyuan_v1_dense",
@@ -477,7 +482,18 @@ MAMBAS = (
     "falcon-h1-unnormed",
     "nemotron-h",
 )
-LATENTS = ("deepseek-v2", "deepseek-v2-lite", "deepseek-v3", "glm4-moe-lite", "youtu")  # families with latent attention
+LATENTS = (
+    "deepseek-v2",
+    "deepseek-v2-lite",
+    "deepseek-v3",
+    "glm4-moe-lite",
+    "mistral4",
+    "youtu",
+)  # families with latent attention
+# They differ from others in the frequencies of positions alone, or in how config.json writes them.
+ROPE_VARIANTS = tuple(
+    name for name in FAMILIES if name.endswith("-old") or any(w in name for w in ("yarn", "linear", "llama3"))
+)
 HYBRIDS = (*DELTA_NETS, *MAMBAS, "lfm2", "lfm2-biased")  # families with layers that keep a state of the text
 
 
@@ -523,10 +539,11 @@ def in_old_layout(config: Mapping[str, Any]) -> dict[str, Any]:
 def build(family: Family, folder: Path) -> TinyModel:
     """Writes the family's checkpoint into `folder` and reads it back as the reference."""
     pytest.importorskip("transformers", reason="the reference: pip install transformers")
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, Mistral4Config, Mistral4ForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
+    AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM, exist_ok=True)  # 5.24 knows its images only
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config_json(family)))
     randomise(model, torch.Generator().manual_seed(family.seed))
     model.save_pretrained(folder)

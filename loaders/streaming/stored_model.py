@@ -62,12 +62,13 @@ class StoredUnit:
 
     def is_converted(self, dtype: torch.dtype) -> bool:
         """Whether matrices are kept unpacked that are read packed, and everything in memory of its own."""
-        weights = self.weights.values()
-        changes = any(self._changes_form(weight, dtype) for weight in weights)
-        return changes and all(weight.plain_dtype is not None for weight in weights)
+        changes = any(weight.is_kept_as_read(dtype) for weight in self._of_two_forms.values())
+        return changes and all(weight.plain_dtype is not None for weight in self.weights.values())
 
-    def _changes_form(self, weight: StoredWeight, dtype: torch.dtype) -> bool:
-        return not self.packs and has_two_forms(weight) and weight.is_kept_as_read(dtype)
+    @cached_property
+    def _of_two_forms(self) -> Mapping[str, StoredWeight]:
+        """Weights that may be kept in another form than they are read in, by short name."""
+        return {} if self.packs else {name: weight for name, weight in self.weights.items() if has_two_forms(weight)}
 
     def to(self, device: torch.device) -> StoredUnit:
         """The same unit with the formats' tables on `device`."""
@@ -84,7 +85,7 @@ class StoredUnit:
         if not is_kept or not self.is_converted(dtype):
             return bound
         for name, weight in bound.items():
-            if self._changes_form(self.weights[name], dtype):
+            if name in self._of_two_forms and self._of_two_forms[name].is_kept_as_read(dtype):
                 bound[name] = dense(weight, dtype)
             elif isinstance(weight, torch.Tensor):
                 bound[name] = weight.clone()

@@ -14,12 +14,12 @@ from offspec.loaders.formats import blank_tensors
 from offspec.loaders.params import ConvertParams
 
 from ..errors import CheckpointError, UnsupportedModelError
-from ..model.config import read_config
+from ..model.config import ModelConfig, read_config
 from ..model.decoder import wanted_shapes
 from ..model.heads.mtp import mtp_names
-from ..model.names import LAYER_PREFIX
+from ..model.names import LAYER_PREFIX, in_layer
 from ..named_models import named_path
-from .experts import by_expert
+from .experts import with_experts
 from .language_model import language_model
 from .our_names import in_our_names
 
@@ -48,7 +48,7 @@ def convert(
         revision=revision,
         progress=progress,
         understand=understand,
-        kept=_mtp_layers,
+        kept=_kept,
     )
 
 
@@ -57,21 +57,33 @@ def _language_model(checkpoint: Checkpoint) -> Checkpoint:
     return language_model(in_our_names(checkpoint))
 
 
-def _mtp_layers(checkpoint: Checkpoint) -> Collection[str]:
-    """The tensors of MTP layers, which in 4 bits accept little."""
-    count = checkpoint.config.get("num_hidden_layers")
-    return mtp_names(checkpoint.tensors, count).keys() if isinstance(count, int) else ()
+def _kept(checkpoint: Checkpoint) -> Collection[str]:
+    """The tensors of MTP layers, which in 4 bits accept little, and small matrices that choose and weigh experts."""
+    config = _config(checkpoint)
+    if config is None:
+        count = checkpoint.config.get("num_hidden_layers")
+        return mtp_names(checkpoint.tensors, count).keys() if isinstance(count, int) else ()
+    names = set(mtp_names(checkpoint.tensors, config.num_layers))
+    if (experts := config.experts) is not None:
+        small = [f"{name}.weight" for name in (experts.router, experts.shared_gate) if name is not None]
+        names |= {in_layer(layer, name) for layer in range(config.num_layers) for name in small}
+    return names
+
+
+def _config(checkpoint: Checkpoint) -> ModelConfig | None:
+    """None for a model that offspec's own decoder does not run; other programs may still support the result."""
+    try:
+        return read_config(checkpoint.config)
+    except (CheckpointError, UnsupportedModelError):
+        return None
 
 
 def without_blanks(checkpoint: Checkpoint) -> Checkpoint:
-    """`_language_model` with tensors of each expert, and without blank ones, which have no place in a plain file."""
+    """`_language_model` by expert, without blank tensors, which have no place in a plain checkpoint."""
     named = _language_model(checkpoint)
-    try:
-        config = read_config(named.config)
-        wanted = wanted_shapes(config)
-    except (CheckpointError, UnsupportedModelError):  # other programs may still support the result
+    config = _config(named)
+    if config is None:
         return named
-    if config.experts is not None:
-        named = by_expert(named, are_transposed=config.experts.is_transposed)
-    blank = blank_tensors(named.tensors, wanted)
+    named, config = with_experts(named, config)
+    blank = blank_tensors(named.tensors, wanted_shapes(config))
     return without(named, blank) if blank else named

@@ -9,10 +9,25 @@ from functools import partial
 
 from offspec.loaders.files.checkpoint import Change, Checkpoint, CheckpointView, TensorInfo
 
+from ..model.config import ModelConfig
+
 # The prefix, the matrix, and what the tensor is of it: "_bias", "_blocks" (MXFP4), ".weight" or nothing.
 JOINED = re.compile(r"(.+\.experts)\.([a-z]\w*?)(_bias|_blocks|_scales|\.\w+)?")
 PARTS = {None: ".weight", "_bias": ".bias", "_blocks": ".weight_blocks", "_scales": ".weight_scales"}
 TRANSPOSED = Change(is_transposed=True)
+
+
+def with_experts(checkpoint: Checkpoint, config: ModelConfig) -> tuple[Checkpoint, ModelConfig]:
+    """The checkpoint by expert, and the config with the names of experts' tensors as they are stored."""
+    experts = config.experts
+    if experts is None:
+        return checkpoint, config
+    checkpoint = by_expert(checkpoint, are_transposed=experts.is_transposed)
+    if experts.joined is None:
+        return checkpoint, config
+    end = f"{experts.prefix}.0.{experts.joined.up}.weight"
+    is_joined = any(name.endswith(end) for name in checkpoint.tensors)
+    return checkpoint, replace(config, experts=replace(experts, names=experts.joined)) if is_joined else config
 
 
 def by_expert(checkpoint: Checkpoint, *, are_transposed: bool = False) -> Checkpoint:

@@ -38,7 +38,7 @@ from ..model.heads.mtp import mtp_names, num_promised
 from ..model.memory.kv_formats import PLAIN, KVFormat
 from ..model.names import in_layer
 from ..named_models import MODEL_NAMES, named_path
-from .experts import by_expert
+from .experts import with_experts
 from .foreign import read_foreign_config
 from .from_config import stored_from_config
 from .language_model import language_model
@@ -78,9 +78,7 @@ class ModelFiles:
         checkpoint = language_model(in_our_names(open_checkpoint(path, headers_only=headers_only)))
         notes += [Note(text) for text in (*checkpoint.notes, *format_notes(checkpoint))]
         config = _with_stored_kernels(_config(path, checkpoint.config, checkpoint, notes), checkpoint)
-        if config.experts is not None:
-            checkpoint = by_expert(checkpoint, are_transposed=config.experts.is_transposed)
-            config = _with_stored_experts(config, checkpoint)
+        checkpoint, config = with_experts(checkpoint, config)
         if config.tied_head and not headers_only and _has_another_head(checkpoint, config):
             config = replace(config, tied_head=False)
             notes.append(
@@ -202,16 +200,6 @@ def _with_stored_kernels(config: ModelConfig, checkpoint: Checkpoint) -> ModelCo
     parts = tuple(rows for key in keys if key in checkpoint.tensors for rows in checkpoint.tensors[key].shape[:1])
     is_whole = len(parts) == len(keys) and sum(parts) == delta.channels  # anything else is refused, with its name
     return replace(config, delta=replace(delta, kernel_parts=parts)) if is_whole and parts != delta.inputs else config
-
-
-def _with_stored_experts(config: ModelConfig, checkpoint: Checkpoint) -> ModelConfig:
-    """With the names of experts' tensors as they are stored: gate and `up` apart, or joined."""
-    experts = config.experts
-    if experts is None or experts.joined is None:
-        return config
-    end = f"{experts.prefix}.0.{experts.joined.up}.weight"
-    is_joined = any(name.endswith(end) for name in checkpoint.tensors)
-    return replace(config, experts=replace(experts, names=experts.joined)) if is_joined else config
 
 
 def _has_another_head(checkpoint: Checkpoint, config: ModelConfig) -> bool:

@@ -95,8 +95,8 @@ def automatic_names(model: str, request: OpenRequest) -> list[str]:
 
 
 def mtp_names(request: OpenRequest) -> list[str]:
-    """The draft within the target's checkpoint, if there is one."""
-    return [MTP] if has_mtp(request.target) else []
+    """The draft within the target's checkpoint, if there is one. That of a mixture has experts, which heads lack."""
+    return [MTP] if has_mtp(request.target) and request.target.config.experts is None else []
 
 
 def shadow_names() -> list[str]:

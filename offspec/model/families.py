@@ -420,7 +420,7 @@ def _expert_layers(config: Json, num_layers: int) -> tuple[tuple[str, ...], ...]
 
 def _num_experts(config: Json, used: str = "num_experts_per_tok") -> tuple[int, int]:
     """The numbers of a layer's experts, and of those that a row uses, under key `used`. Raises CheckpointError."""
-    key = next((key for key in EXPERTS_KEYS if key in config), EXPERTS_KEYS[0])
+    key = next((key for key in (*EXPERTS_KEYS, "default_experts") if key in config), EXPERTS_KEYS[0])
     num, num_used = positive(config, key), positive(config, used)
     if num_used > num or num > MAX_EXPERTS:
         raise CheckpointError(f"config.json: {used} {num_used} of {num} experts; at most {MAX_EXPERTS} can exist")
@@ -450,8 +450,10 @@ def _mixtral(config: Json, num_layers: int) -> Fields:
 
 
 def _qwen3_moe(config: Json, num_layers: int) -> Fields:
-    """Qwen3-MoE: Qwen3's attention."""
+    """Qwen3-MoE: Qwen3's attention, with another default of the heads' size."""
     num, num_used = _num_experts(config)
+    size = positive(config, "hidden_size") // positive(config, "num_attention_heads")
+    config = {**config, "head_dim": positive(config, "head_dim", max(1, size))}
     inner, is_normed = positive(config, "moe_intermediate_size"), bool(config.get("norm_topk_prob", False))
     shape = ExpertsShape(num, num_used, inner, is_normed=is_normed)
     return {**_qwen3(config, num_layers), "experts": shape, "parts": _expert_layers(config, num_layers)}
@@ -679,6 +681,17 @@ def _deepseek_v3(config: Json, num_layers: int) -> Fields:
     }
 
 
+def _mistral4(config: Json, num_layers: int) -> Fields:
+    """Mistral Small 4: softmax scores, and queries that are scaled by their position."""
+    fields = _latent(config, _dense_layers(config, num_layers))
+    return {
+        **_biases(config, mlp=""),
+        **fields,
+        "experts": replace(_deepseek_experts(config, num_ranked=2), joined=JOINED_EXPERT_MLP),
+        "query_growth": _query_growth(fields["rope"]),
+    }
+
+
 def _youtu(config: Json, num_layers: int) -> Fields:
     return _biases(config, mlp="") | _latent(config, [True] * num_layers)
 
@@ -694,10 +707,14 @@ def _mistral(config: Json, num_layers: int) -> Fields:
 def _ministral3(config: Json, num_layers: int) -> Fields:
     """Queries are scaled by their position, as in Llama 4."""
     rope = read_rope(config)
-    fields: Fields = {"windows": (_window({"sliding_window": None, **config}),) * num_layers, "rope": rope}
-    if (beta := optional_number(rope.scaling, "llama_4_scaling_beta")) is not None:
-        fields["query_growth"] = beta, positive(rope.scaling, ORIGINAL_CONTEXT)
-    return fields
+    windows = (_window({"sliding_window": None, **config}),) * num_layers
+    return {"windows": windows, "rope": rope, "query_growth": _query_growth(rope)}
+
+
+def _query_growth(rope: RopeConfig) -> tuple[float, int] | None:
+    """Llama 4's scaling of queries, if the family has it."""
+    beta = optional_number(rope.scaling, "llama_4_scaling_beta")
+    return None if beta is None else (beta, positive(rope.scaling, ORIGINAL_CONTEXT))
 
 
 def _qwen2(config: Json, num_layers: int) -> Fields:
@@ -972,7 +989,7 @@ def _expanded(config: Json) -> int:
 def _granite_hybrid(config: Json, num_layers: int) -> Fields:
     """Mamba2 or attention, and one MLP, or experts beside it; in some models attention in each layer."""
     mixers, shared_size = _mamba_mixers(config, num_layers), positive(config, "shared_intermediate_size")
-    has_experts = config.get("num_local_experts") != 0
+    has_experts = bool(config.get("num_local_experts"))
     if (position := config.get("position_embedding_type")) not in ("rope", "nope", None):
         raise UnsupportedModelError(f"position_embedding_type {position!r} is not supported")
     return _granite(config, num_layers) | {
@@ -1265,6 +1282,7 @@ FAMILIES: dict[str, Callable[[Json, int], Fields]] = {
     "deepseek_v3": _deepseek_v3,
     "glm4_moe_lite": _deepseek_v3,
     "kimi_k2": _deepseek_v3,
+    "mistral4": _mistral4,
     "youtu": _youtu,
     "qwen3_5_text": _qwen3_5,
     "qwen3_5_moe_text": _qwen3_5_moe,
@@ -1339,7 +1357,7 @@ _DEEPSEEK_V3 = {
     "routed_scaling_factor": 2.5,
 }
 # Families' defaults for missing keys, if they differ from Llama's; transformers omits keys with its defaults.
-# `default_theta`: RoPE's; `default_local_theta`: of layers with a window.
+# `default_theta`: RoPE's; `default_local_theta`: of layers with a window; `default_experts`: their number.
 DEFAULTS: dict[str, Json] = {
     "deepseek_v2": {**_LATENT, "n_routed_experts": 64, "n_shared_experts": 2, "moe_intermediate_size": 1407},
     "deepseek_v3": _DEEPSEEK_V3,
@@ -1358,6 +1376,29 @@ DEFAULTS: dict[str, Json] = {
         "first_k_dense_replace": 1,
         "moe_intermediate_size": 1536,
         "routed_scaling_factor": 1.8,
+    },
+    "mistral4": {
+        "kv_lora_rank": 256,
+        "q_lora_rank": 1024,
+        "qk_nope_head_dim": 64,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "n_routed_experts": 128,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 4,
+        "norm_topk_prob": True,
+        "moe_intermediate_size": 2048,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 128.0,
+            "original_max_position_embeddings": 8192,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale_all_dim": 1.0,
+            "mscale": 1.0,
+            "llama_4_scaling_beta": 0.1,
+        },
     },
     "youtu": {**_LATENT, "tie_word_embeddings": True},
     "ministral3": {
@@ -1410,7 +1451,7 @@ DEFAULTS: dict[str, Json] = {
         "moe_intermediate_size": 512,
         "shared_expert_intermediate_size": 512,
         "num_experts_per_tok": 8,
-        "num_experts": 256,
+        "default_experts": 256,
     },
     "qwen3_next": {
         **_QWEN_3_5,
@@ -1418,24 +1459,40 @@ DEFAULTS: dict[str, Json] = {
         "moe_intermediate_size": 512,
         "shared_expert_intermediate_size": 512,
         "num_experts_per_tok": 10,
-        "num_experts": 512,
+        "default_experts": 512,
         "norm_topk_prob": True,
+    },
+    "mixtral": {
+        "rms_norm_eps": 1e-5,
+        "num_key_value_heads": 8,
+        "sliding_window": None,
+        "num_experts_per_tok": 2,
+        "default_experts": 8,
+        "default_theta": 1000000.0,
+    },
+    "qwen3_moe": {
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 32768,
+        "moe_intermediate_size": 768,
+        "num_experts_per_tok": 8,
+        "default_experts": 128,
     },
     "qwen2_moe": {
         "num_key_value_heads": 16,
         "moe_intermediate_size": 1408,
         "shared_expert_intermediate_size": 5632,
         "num_experts_per_tok": 4,
-        "num_experts": 60,
+        "default_experts": 60,
     },
-    "olmoe": {"rms_norm_eps": 1e-5, "num_experts_per_tok": 8, "num_experts": 64},
+    "olmoe": {"rms_norm_eps": 1e-5, "num_experts_per_tok": 8, "default_experts": 64},
     "glm4_moe": {
         "rms_norm_eps": 1e-5,
         "partial_rotary_factor": 0.5,
         "num_key_value_heads": 8,
         "moe_intermediate_size": 1408,
         "num_experts_per_tok": 8,
-        "n_routed_experts": 128,
+        "default_experts": 128,
     },
     "gpt_oss": {
         "rms_norm_eps": 1e-5,
@@ -1445,17 +1502,17 @@ DEFAULTS: dict[str, Json] = {
         "sliding_window": 128,
         "attention_bias": True,
         "num_experts_per_tok": 4,
-        "num_local_experts": 128,
+        "default_experts": 128,
         "default_theta": 150000.0,
     },
     "minimax_m2": {
         "num_key_value_heads": 8,
         "head_dim": 128,
         "num_experts_per_tok": 8,
-        "num_local_experts": 256,
+        "default_experts": 256,
         "default_theta": 5000000.0,
     },
-    "granitemoe": {"num_experts_per_tok": 2, "num_local_experts": 8},
+    "granitemoe": {"num_experts_per_tok": 2, "default_experts": 8},
     "phi3": {"rms_norm_eps": 1e-5, ORIGINAL_CONTEXT: 4096},
     "glm": _GLM,
     "glm4": _GLM,
@@ -1515,10 +1572,12 @@ TEXT_CLASSES = {
     "gemma4_text": "Gemma4ForCausalLM",
     "mistral": "MistralForCausalLM",
     "ministral3": "Ministral3ForCausalLM",
+    "mistral4": "Mistral4ForCausalLM",
     "lfm2": "Lfm2ForCausalLM",
 }
 PARTLY_ROTATED = (
     "phi3",
+    "mistral4",
     "glm",
     "glm4",
     "glm4_moe",

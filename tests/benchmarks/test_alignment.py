@@ -33,7 +33,7 @@ def arguments(pair: Pair, folder: Path) -> list[str]:
         "--prompt-tokens",
         16,
         "--max-new-tokens",
-        24,
+        12,
         "--held-out",
         2,
         "--requests",
@@ -71,7 +71,7 @@ def test_the_last_line_is_json(
     alignment.main()
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
     before, after = report["rows"]
-    assert (before["num_tokens"], before["num_steps"], after["num_tokens"]) == (0, 0, 72)
+    assert (before["num_tokens"], before["num_steps"], after["num_tokens"]) == (0, 0, 36)
     assert after["num_steps"] > 0
     assert report["gain"] == pytest.approx(after["tokens_per_pass"] / before["tokens_per_pass"] - 1)
 

@@ -48,7 +48,7 @@ SMALLEST = replace(
 PARTS = parts_of(["tiny"])
 
 
-RUNS = [pytest.param("once", marks=pytest.mark.slow), pytest.param("as on a card", marks=pytest.mark.nightly)]
+RUNS = [pytest.param(name, marks=pytest.mark.nightly) for name in ("once", "as on a card")]
 
 
 @pytest.fixture(scope="module", params=RUNS)
@@ -343,6 +343,7 @@ def bare_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return bare_environment(tmp_path_factory.mktemp("bare") / "environment", PACKAGES_THERE, PACKAGES_CARRIED)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_gpu_tests_are_collected_with_few_packages(bare_python: Path) -> None:
     run = bare(

@@ -31,7 +31,7 @@ SHAPES_HERE = {
 }
 
 
-MARKS = {"one copy": pytest.mark.nightly, "two copies": pytest.mark.slow, "same heads": pytest.mark.slow}
+MARKS = {"one copy": pytest.mark.nightly, "two copies": pytest.mark.nightly, "same heads": pytest.mark.slow}
 
 
 @pytest.fixture(scope="module", params=[pytest.param(name, marks=mark) for name, mark in MARKS.items()])
@@ -120,6 +120,7 @@ def test_a_run_that_was_interrupted_goes_on(tmp_path: Path) -> None:
         grow(SOURCE, folder, replace(shape, num_layers=8))
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_nf4_is_the_function_of_its_own_numbers(tmp_path: Path) -> None:
     """The small model of what NF4 has left of the weights writes the same text:

@@ -21,6 +21,7 @@ def test_a_line_for_each_setting(capsys: pytest.CaptureFixture[str]) -> None:
     assert 1 <= float(lines[0][3]) <= 4
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_chains_and_trees_by_depth(capsys: pytest.CaptureFixture[str]) -> None:
     small = ["--max-prompts", "1", "--max-new-tokens", "24", "--temperatures", "0", "--no-recall"]

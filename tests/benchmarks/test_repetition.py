@@ -20,7 +20,7 @@ def engine() -> Iterator[Engine]:
 
 @pytest.mark.slow
 def test_an_edit_renames_one_name_and_nothing_else() -> None:
-    for prompt, answer in islice(KINDS["edit"](), 20):
+    for prompt, answer in islice(KINDS["edit"](), 4):
         source, asked = prompt.split("\n\n# The same with ")
         old, new = asked.removesuffix(".\n\n").split(" renamed to ")
         assert answer != source
@@ -29,7 +29,7 @@ def test_an_edit_renames_one_name_and_nothing_else() -> None:
 
 @pytest.mark.slow
 def test_an_outline_quotes() -> None:
-    for prompt, answer in islice(KINDS["outline"](), 20):
+    for prompt, answer in islice(KINDS["outline"](), 4):
         for line in answer.splitlines():
             assert line.split('): "', 1)[1].rstrip('"') in prompt
 

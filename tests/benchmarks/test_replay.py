@@ -81,6 +81,7 @@ def replayed(
     return replay(recording, drafter, sampler, clock, COSTS, model, CachedDecoder(engine.target))
 
 
+@pytest.mark.each_value
 @pytest.mark.slow
 @pytest.mark.parametrize("recalls", [True, False], ids=["recall", "no-recall"])
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])

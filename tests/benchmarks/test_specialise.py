@@ -25,6 +25,7 @@ def test_files_follow_one_another_with_an_end_after_each(tmp_path: Path) -> None
     np.testing.assert_array_equal(text, [*first, 4000, *second, 4000])
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_the_held_out_files_become_likelier_and_the_checkpoint_loads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -118,6 +118,7 @@ def test_priced_sampling_counts_levels_that_held_and_walks_that_ended() -> None:
         beta = max(1.0, forgetting * beta) + (accepted < rounds)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("round_s", [0.4, 0.1, 0.01])
 @pytest.mark.parametrize("holds", [0.2, 0.6, 0.9])
 def test_priced_sampling_comes_near_the_best_fixed_depth(holds: float, round_s: float) -> None:

@@ -79,6 +79,8 @@ BEFORE = {
     "run ./Llama-3.1-8B --draft self": ["distill", "./Llama-3.1-8B", "--exit-layer", "8"],
     "run ./Qwen2.5-32B-Instruct --draft head": ["distill", "./Qwen2.5-32B-Instruct", "--head", "medusa"],
 }
+# Values of flags in place of what a page says.
+SHORT = {"--max-new-tokens": "4", "--max-prompts": "1", "--texts": "1,2", "--num-answers": "2"}
 TYPED = b"Why is the sky blue?\n/stats\n"  # at the prompt of `chat`
 
 
@@ -199,7 +201,10 @@ class Sandbox:
         patch.setattr("offspec.lab.skipping.SkipParams", partial(SkipParams, num_tokens=64, candidates=2))
 
     def run(self, command: Command) -> Result:
-        args = [WORDS.get(word, word) for word in command.args]
+        args = [
+            SHORT.get(before, WORDS.get(word, word))
+            for before, word in zip(("", *command.args), command.args, strict=False)
+        ]
         self._put_models(args)
         for assignment in command.environment:
             self._patch.setenv(*assignment.split("=", 1))

@@ -104,7 +104,7 @@ def test_every_method_that_is_built_has_a_command() -> None:
 @pytest.mark.parametrize("flags", sorted(set(BENCHED.values())), ids=" ".join)
 def test_texts_equal_plain_decoding(flags: tuple[str, ...], files: dict[str, Path], offspec: Offspec) -> None:
     budgets = "auto" if "sequoia" in flags else "32"
-    short = ("--budgets", budgets, "--repeats", 1, "--warmup", 0, "--max-new-tokens", 16, "--ignore-eos")
+    short = ("--budgets", budgets, "--repeats", 1, "--warmup", 0, "--max-new-tokens", 10, "--ignore-eos")
     result = offspec(
         "bench", "builtin", "--prompts", files["prompt"], *placed(flags, files), *short, "--device", "cpu", "--json"
     )

@@ -19,23 +19,27 @@ SMALL = ("--device", "cpu", "--max-new-tokens", 8)
 
 @pytest.fixture(scope="module")
 def foreign(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny random Mixtral with the pair's tokenizer."""
+    """A tiny random dots.llm1 with the pair's tokenizer."""
     import torch
-    from transformers import MixtralConfig, MixtralForCausalLM
+    from transformers import Dots1Config, Dots1ForCausalLM
 
-    folder = tmp_path_factory.mktemp("mixtral")
+    folder = tmp_path_factory.mktemp("dots1")
     torch.manual_seed(0)
-    config = MixtralConfig(
+    config = Dots1Config(
         vocab_size=VOCAB_SIZE,
         hidden_size=32,
         intermediate_size=48,
         num_hidden_layers=3,
         num_attention_heads=4,
         num_key_value_heads=2,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        n_shared_experts=1,
         max_position_embeddings=128,
         eos_token_id=0,
     )
-    MixtralForCausalLM(config).save_pretrained(folder)
+    Dots1ForCausalLM(config).save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(pair.target / name, folder)
     return folder
@@ -48,7 +52,7 @@ def test_plan_says_what_computes_and_what_a_pass_costs(
     monkeypatch.setattr("offspec.tools.forecast.measure_rates", lambda *_, **__: rates)
     result = offspec("plan", foreign, "--device", "cpu", "--draft", "none")
     assert result.code == 0, result
-    assert tells(result.out + result.err, "transformers", "mixtral", "llama.cpp")
+    assert tells(result.out + result.err, "transformers", "dots1", "llama.cpp")
 
 
 def test_run_gives_the_same_text_with_and_without_guesses(foreign: Path, pair: Pair, offspec: Offspec) -> None:

@@ -6,6 +6,7 @@ import ast
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import offspec
@@ -118,12 +119,15 @@ def _joined(module: str | None, name: str) -> str:
     return ".".join(part for i, part in enumerate(parts) if i == 0 or re.fullmatch(r"_*[a-z][a-z0-9_]*", part))
 
 
-IMPORTS = [found for file in MODULES if file not in FRONT_DOORS for found in imports_of(file)]
+@cache
+def all_imports() -> list[Import]:
+    """Of every module but the two front doors."""
+    return [found for file in MODULES if file not in FRONT_DOORS for found in imports_of(file)]
 
 
 def test_the_walk_sees_the_house() -> None:
     assert {file.relative_to(ROOT).parts[0] for file in MODULES} == set(FOLDERS)
-    seen = {(found.folder, found.name) for found in IMPORTS}
+    seen = {(found.folder, found.name) for found in all_imports()}
     assert ("offspec", "offspec.scheduler.params") in seen
     assert ("scheduler", "offspec.errors") in seen
 
@@ -131,7 +135,7 @@ def test_the_walk_sees_the_house() -> None:
 def test_imports_across_folders_point_one_way() -> None:
     wrong = [
         str(found)
-        for found in IMPORTS
+        for found in all_imports()
         if found.level == 0
         and found.name.split(".")[0] == "offspec"
         and not re.fullmatch(ALLOWED[found.folder], found.name)
@@ -148,7 +152,7 @@ def room_of(module: str) -> str | None:
 
 def arrows() -> Iterator[tuple[Import, str, str]]:
     """Imports of offspec/ that lead from one room to another, with the two."""
-    for found in IMPORTS:
+    for found in all_imports():
         if found.folder == "offspec" and found.target is not None:
             here, there = room_of(name_of(found.file)), room_of(found.target)
             if here is not None and there is not None and here != there:
@@ -167,7 +171,7 @@ def test_between_rooms_imports_point_down() -> None:
 
 def test_no_module_imports_itself_by_way_of_others() -> None:
     known: dict[str, set[str]] = {name: set() for name in NAMES}
-    for found in IMPORTS:
+    for found in all_imports():
         if found.target is not None:
             known[name_of(found.file)].add(found.target)
     while leaves := {name for name, targets in known.items() if not targets}:
@@ -176,7 +180,7 @@ def test_no_module_imports_itself_by_way_of_others() -> None:
 
 
 def test_formats_are_a_room_of_their_folder() -> None:
-    pairs = {(name_of(found.file), found.target) for found in IMPORTS if found.target is not None}
+    pairs = {(name_of(found.file), found.target) for found in all_imports() if found.target is not None}
     under = {there for here, there in pairs if here.startswith("offspec.loaders.formats")}
     under = {name.removeprefix("offspec.loaders.") for name in under if name.startswith("offspec.loaders.")}
     assert {name for name in under if not name.startswith("formats")} == UNDER_FORMATS
@@ -186,7 +190,7 @@ def test_formats_are_a_room_of_their_folder() -> None:
 
 def test_the_core_imports_nothing_from_the_laboratory() -> None:
     """It asks for the laboratory's methods by name (`offspec.methods`); a command of training knows a recipe of its."""
-    importers = {name_of(found.file) for found in IMPORTS if f"{found.target}.".startswith(f"{LAB}.")}
+    importers = {name_of(found.file) for found in all_imports() if f"{found.target}.".startswith(f"{LAB}.")}
     assert {name for name in importers if room_of(name) != "lab"} == {"offspec.cli.distill"}
 
 
@@ -206,12 +210,12 @@ def test_the_core_asks_for_every_kind_of_method_that_the_laboratory_has() -> Non
 def test_no_folder_is_imported_as_a_package_of_its_own() -> None:
     """`import loaders` would be a second copy of every class."""
     names = {*FOLDERS, "tests"} - {"offspec"}
-    assert [str(found) for found in IMPORTS if found.level == 0 and found.name.split(".")[0] in names] == []
+    assert [str(found) for found in all_imports() if found.level == 0 and found.name.split(".")[0] in names] == []
 
 
 def test_relative_imports_stay_inside_their_folder() -> None:
     outside = []
-    for found in IMPORTS:
+    for found in all_imports():
         leaves = found.level > len(found.file.relative_to(ROOT).parts) - 1
         names_another = found.folder == "offspec" and found.name.split(".")[0] in ("loaders", "scheduler", "cli")
         if found.level and (leaves or names_another):
@@ -223,14 +227,14 @@ def test_inside_a_folder_imports_are_relative() -> None:
     """One spelling, so that a folder can be read on its own."""
     absolute = [
         str(found)
-        for found in IMPORTS
+        for found in all_imports()
         if found.level == 0 and found.folder != "offspec" and found.name.startswith(f"offspec.{found.folder}")
     ]
     assert absolute == []
 
 
 def test_only_the_cli_knows_the_terminal() -> None:
-    assert [str(found) for found in IMPORTS if found.folder != "cli" and re.match(r"click\b", found.name)] == []
+    assert [str(found) for found in all_imports() if found.folder != "cli" and re.match(r"click\b", found.name)] == []
 
 
 def test_the_ground_floor_imports_nothing() -> None:
@@ -289,7 +293,9 @@ def functions_of(file: Path) -> Iterator[Function]:
             yield node
 
 
-FUNCTIONS = [(file, function) for file in MODULES for function in functions_of(file)]
+@cache
+def all_functions() -> list[tuple[Path, Function]]:
+    return [(file, function) for file in MODULES for function in functions_of(file)]
 
 
 def num_lines(function: Function) -> int:
@@ -321,7 +327,7 @@ def place(file: Path, function: Function) -> str:
 
 
 def test_most_functions_are_short() -> None:
-    lines = sorted(num_lines(function) for _, function in FUNCTIONS)
+    lines = sorted(num_lines(function) for _, function in all_functions())
     assert lines[len(lines) // 2] <= MOST_LINES["median"]
     assert lines[9 * len(lines) // 10] <= MOST_LINES["90 %"]
 
@@ -329,7 +335,7 @@ def test_most_functions_are_short() -> None:
 def test_no_function_is_too_long() -> None:
     found = [
         f"{place(file, function)}: {num_lines(function)} lines"
-        for file, function in FUNCTIONS
+        for file, function in all_functions()
         if num_lines(function) > MOST_LINES["longest"]
     ]
     assert found == []
@@ -339,7 +345,7 @@ def test_no_function_takes_too_much() -> None:
     """Where more is needed, parameters that mean something together become a value."""
     found = [
         f"{place(file, function)}: {len(parameters_of(function))} parameters"
-        for file, function in FUNCTIONS
+        for file, function in all_functions()
         if len(parameters_of(function)) > MOST_PARAMETERS
         and not (is_click_command(function) or is_gpu_kernel(function))
     ]

@@ -142,6 +142,7 @@ def test_keep_changes_no_bit(dtype: torch.dtype, num_shards: int, tmp_path: Path
     assert contents(target).keys() == {*kept, *made, INDEX_FILE}
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("params", [ConvertParams(), ConvertParams("nf4", False), ConvertParams("fp4")], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_the_matrices_of_layers_are_packed_and_all_else_is_kept(
@@ -347,6 +348,7 @@ def stop_at(monkeypatch: pytest.MonkeyPatch, function: str, call: int) -> None:
     monkeypatch.setattr(owner, function, counting)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("params", [KEEP, ConvertParams(), PACKED], ids=lambda params: params.format)
 @pytest.mark.parametrize("function", ["_write", "_read_back", "sync_folder", "read_whole", "_fill"])
 @pytest.mark.slow

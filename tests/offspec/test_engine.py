@@ -132,6 +132,7 @@ def text(found: Sequence[Step]) -> str:
 # ------------------------------------------------------------------------------------------------ the text
 
 
+@pytest.mark.each_value
 @pytest.mark.slow
 @pytest.mark.parametrize("draft", ["own", "itself", "random"])
 @pytest.mark.parametrize("name", SAMPLING)
@@ -147,6 +148,7 @@ def test_text_does_not_depend_on_guesses(
         assert (text(guessed), guessed[-1].finish_reason) == (text(plain), plain[-1].finish_reason)
 
 
+@pytest.mark.each_value
 @pytest.mark.slow
 @pytest.mark.parametrize("draft", ["own", "random"])
 @pytest.mark.parametrize("name", ["greedy", "everything"])
@@ -273,6 +275,7 @@ def test_prompts_that_are_refused(prompt: Any, words: tuple[object, ...], engine
 # ------------------------------------------------------------------------------------------------ where it ends
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("limit", [1, 2, 3, 7, 30])
 @pytest.mark.parametrize("draft", ["itself", "own", "none"])
 def test_max_new_tokens_is_exact(limit: int, draft: str, engines: dict[str, Engine]) -> None:
@@ -482,6 +485,7 @@ def test_a_draft_that_fails_beside_the_pass_ends_no_text(pair: Pair, monkeypatch
         assert steps(one)[-1].stats.draft_fault is None
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("draft", ["model", pytest.param("self", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["greedy", "warm"])
 def test_a_draft_that_fails_ends_no_text(draft: str, name: str, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,6 +47,7 @@ def check(found: list[TokenLogprob], tokens: list[int], rows: Tensor, num_likeli
         assert {token for token, _ in each.likeliest} == set(best.indices.tolist())
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("draft", ["own", "none", "lookup", "self"])
 @pytest.mark.parametrize("shares", [False, True])
 def test_they_are_those_of_a_plain_pass(pair: Pair, draft: str, shares: bool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,7 +39,7 @@ from .model.averages import Average
 
 CPU = torch.device("cpu")
 LAYERS = (("average", "mlp"), ("attention", "mlp"), ("average", "mlp"), ("attention", "mlp"))
-GREEDY, SAMPLED = SamplingParams(24, ignore_eos=True), SamplingParams(24, temperature=0.9, seed=3, ignore_eos=True)
+GREEDY, SAMPLED = SamplingParams(16, ignore_eos=True), SamplingParams(16, temperature=0.9, seed=3, ignore_eos=True)
 PLAIN = SpeculationParams(budget=0)
 PROMPT = "def area("
 
@@ -156,6 +156,7 @@ def text_of(engine: Engine, params: SamplingParams, speculation: SpeculationPara
     return [token for step in steps for token in step.token_ids]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_the_text_is_plain_decodings(engine: Engine, folder: Path, params: SamplingParams) -> None:
     """With lookup; with itself as its draft, whose trees live on from pass to pass; and with layers from disk."""
@@ -171,6 +172,7 @@ def test_the_text_is_plain_decodings(engine: Engine, folder: Path, params: Sampl
     streamed.weights.close()
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("draft", ["shadow", "resident", "self"])
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_drafts_of_the_targets_own_layers(

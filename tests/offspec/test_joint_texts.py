@@ -53,6 +53,7 @@ def uncached(decoder: Decoder) -> Rule:
     return rule
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("penalty", [1.0, 1.4])
 @pytest.mark.parametrize("speculation", [JOINT, EAGER], ids=["tau 0.1", "tau 1e-6"])
 def test_text_is_that_of_models_without_caches(speculation: SpeculationParams, penalty: float, engine: Engine) -> None:

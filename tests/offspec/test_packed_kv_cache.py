@@ -61,24 +61,22 @@ def said(
     return [token for step in engine.generate(prompt, params, speculation) for token in step.token_ids]
 
 
+@pytest.mark.each_value
 @pytest.mark.slow
 @pytest.mark.parametrize("kv_cache", KV_CACHES)
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_plain_trees_and_batches_give_one_text(draft: str, kv_cache: str, engine_of: GetEngine) -> None:
     engine = engine_of(draft, kv_cache)
     plain = [said(engine, prompt, params, PLAIN) for prompt, params in zip(PROMPTS, PARAMS, strict=True)]
-    for budget in (None, 8):
-        alone = [
-            said(engine, prompt, params, SpeculationParams(budget))
-            for prompt, params in zip(PROMPTS, PARAMS, strict=True)
-        ]
-        together: list[list[int]] = [[] for _ in PROMPTS]
-        for index, step in engine.generate_many(PROMPTS, list(PARAMS), SpeculationParams(budget), max_texts=3):
-            together[index] += step.token_ids
-        assert alone == plain
-        assert together == plain
+    trees = SpeculationParams(8)
+    assert [said(engine, prompt, params, trees) for prompt, params in zip(PROMPTS, PARAMS, strict=True)] == plain
+    together: list[list[int]] = [[] for _ in PROMPTS]
+    for index, step in engine.generate_many(PROMPTS, list(PARAMS), max_texts=3):
+        together[index] += step.token_ids
+    assert together == plain
 
 
+@pytest.mark.each_value
 @pytest.mark.slow
 @pytest.mark.parametrize("kv_cache", KV_CACHES)
 @pytest.mark.parametrize("draft", ["own", "lookup", "self", "resident"])

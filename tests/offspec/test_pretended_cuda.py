@@ -35,7 +35,7 @@ from ..pretend_streams import Machine
 from .drafts.test_head_draft import HEADS
 from .model.heads.head_twins import write_folder
 
-NUM_TOKENS = 8
+NUM_TOKENS = 6
 SAMPLED = SamplingParams(NUM_TOKENS, temperature=1.0, top_p=0.9, repetition_penalty=1.2, seed=3, ignore_eos=True)
 REQUESTS = {
     "greedy": (SamplingParams(NUM_TOKENS, ignore_eos=True), SpeculationParams()),
@@ -46,7 +46,7 @@ REQUESTS = {
 }
 SOME = ("greedy", "sampled")
 # Enough rounds of one shape to capture it, however fast the machine is.
-ROUNDS = SamplingParams(20, ignore_eos=True), SpeculationParams(8, overlap=False)
+ROUNDS = SamplingParams(16, ignore_eos=True), SpeculationParams(8, overlap=False)
 Move = Callable[[Plan], Plan]
 
 
@@ -198,7 +198,8 @@ def main(folder: Path) -> None:
     with pretended_cuda(folder / "guard.so") as machine, measured_once(), slow_passes():
         for form in FORMS:
             for move in PLACES[form]:
-                found[f"{form} {move.__name__}"] = texts(load(folder, form, "cuda:0", move))
+                names = REQUESTS if (form, move) == ("plain", in_ram) else SOME
+                found[f"{form} {move.__name__}"] = texts(load(folder, form, "cuda:0", move), names)
                 races[f"{form} {move.__name__}"] = races_in(machine)
         found["packed"] = texts(load(folder, "plain", "cuda:0", with_entries_in_ram, kv_cache=8), SOME)
         races["packed"] = races_in(machine)
@@ -230,7 +231,9 @@ def test_texts_are_the_cpus(found: dict[str, Any]) -> None:
         expected = found[f"{form} cpu"]
         assert all(len(ids) == NUM_TOKENS for ids in expected.values())
         for move in PLACES[form]:
-            assert found[f"{form} {move.__name__}"] == expected
+            texts_there = found[f"{form} {move.__name__}"]
+            assert texts_there.keys() >= set(SOME)
+            assert texts_there == {name: expected[name] for name in texts_there}
 
 
 @pytest.mark.slow

@@ -148,6 +148,7 @@ def index_of(text: Sequence[int]) -> SuffixIndex:
     return build_index(np.array(text, dtype=np.int32))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("has_files", [True, False])
 @pytest.mark.parametrize("recycling", [True, False])
 @pytest.mark.parametrize("lookup", [True, False])

@@ -83,6 +83,8 @@ class LatentAttention(Attention):
         entries = torch.cat((self._normed(compressed, "kv_a_layernorm", weights), key), -1)
         of_keys, of_values = self._by_heads(weights, x.dtype)
         absorbed = torch.cat((by_head(queries, of_keys), rotated), -1)
+        if c.query_growth is not None:
+            absorbed = absorbed * rows.rotations.growth(*c.query_growth)[first:last].to(absorbed.dtype)
         mixed = rows.attend(self, absorbed, (entries, entries), first, last)
         if of_values is None:
             of_values = weights.matrix(f"{c.attention}.v_b_proj", x.dtype).view(c.num_heads, -1, latent.rank)

@@ -16,9 +16,10 @@ pytest.importorskip("openai", reason="OpenAI's client is not installed: pip inst
 
 from .soak import WAIT_S, processor_s, serving, soak
 
-NUM_REQUESTS = 24
+NUM_REQUESTS = 16
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_many_clients_get_right_answers_from_a_server_of_few_files(pair: Pair) -> None:
     found = soak(pair.target, pair.draft, NUM_REQUESTS, num_clients=12)

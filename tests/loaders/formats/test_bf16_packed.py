@@ -227,6 +227,7 @@ def test_the_fused_product_has_the_bits_of_the_plain_kernels(name: str, lanes: i
             assert torch.equal(found.nan_to_num(), expected.nan_to_num())
 
 
+@pytest.mark.each_value
 @pytest.mark.slow
 @pytest.mark.parametrize("own", [TORCH, KERNEL])
 @pytest.mark.parametrize("way", [TORCH, TILES, KERNEL])

@@ -57,6 +57,7 @@ def assert_exact(weight: Weight, dtype: torch.dtype, most_rows: int = 70) -> Non
     assert ((together.double() - exact).abs() <= 2**-6 * exact.abs().max()).all()
 
 
+@pytest.mark.each_value
 @each_dtype
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16, torch.float32], ids=["bf16", "fp16", "fp32"])
 @pytest.mark.parametrize("shape", [(7, 33), (65, 2048 + 96)], ids=str)
@@ -69,6 +70,7 @@ WITH_KERNELS = ("nf4", "fp4", "int8", "Q8_0", "Q4_K", "Q6_K", "bf16-packed", "fp
 UNPACKED_FIRST = ("awq", "gptq", "IQ2_XS", "IQ3_S")
 
 
+@pytest.mark.each_value
 @pytest.mark.slow
 @each_dtype
 @pytest.mark.parametrize("form", [*WITH_KERNELS, *UNPACKED_FIRST])

@@ -152,6 +152,7 @@ def test_dequantised_as_the_formats_say(
     assert_right(weight, matrix)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("size", [32, 128, 192, 384, -1])
 def test_several_tiles(form: str, size: int, tmp_path: Path) -> None:
@@ -271,6 +272,7 @@ CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     ("form", "name"), [*product(FORMS, ["qweight", "qzeros", "scales"]), *product(FORMS[1:], ["g_idx"])]
 )

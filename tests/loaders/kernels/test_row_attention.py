@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from itertools import pairwise
 
 import pytest
@@ -165,10 +166,8 @@ def test_threads_change_no_bit() -> None:
 @pytest.mark.skipif("avx512" not in instructions(), reason="this processor has no AVX-512")
 def test_narrow_vectors(monkeypatch: pytest.MonkeyPatch) -> None:
     """A processor with AVX2 alone: results of the formula, and the same bits for a row alone."""
-    monkeypatch.setattr(
-        "offspec.loaders.kernels.row_attention.row_attention",
-        lambda head_dim, kind, cap: RowAttention(head_dim, kind, cap, lanes=8),
-    )
+    narrow = cache(partial(RowAttention, lanes=8))
+    monkeypatch.setattr("offspec.loaders.kernels.row_attention.row_attention", narrow)
     test_results_are_those_of_the_formula(HEADS[3])
     test_a_row_does_not_depend_on_others_or_on_slots(HEADS[3])
 

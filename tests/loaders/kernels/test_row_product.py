@@ -261,6 +261,7 @@ def set_threads() -> Iterator[Callable[[int], None]]:
     torch.set_num_threads(threads)
 
 
+@pytest.mark.each_value
 @pytest.mark.slow
 @needs_kernels
 @pytest.mark.parametrize("pool", [False, True], ids=["openmp", "pool"])

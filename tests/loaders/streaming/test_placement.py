@@ -11,6 +11,9 @@ from hypothesis import strategies as st
 from offspec.errors import MemoryLimitError
 from offspec.loaders.streaming.placement import (
     MIN_SLOTS,
+    ExpertsCost,
+    ExpertSlots,
+    ExpertTimes,
     Item,
     Limits,
     PassRates,
@@ -21,6 +24,7 @@ from offspec.loaders.streaming.placement import (
     Wishes,
     place,
     places_of,
+    predict_experts_s,
     predict_pass_s,
     scattered,
     spread,
@@ -195,6 +199,52 @@ def test_a_pass_moves_what_one_of_its_rows_uses() -> None:
     assert predict_pass_s(placed, costs, rates, 1) == pytest.approx(6 * 0.25 * 1.25)
     assert predict_pass_s(placed, costs, rates, 2) == pytest.approx(6 * 0.25 * 1.4375)
     assert predict_pass_s(placed, costs, rates, 64) == pytest.approx(3.0, rel=1e-6)
+
+
+def experts_of(num: int = 64, least: int = 4) -> ExpertsCost:
+    """Of four layers, each expert with half a GB; a row uses an eighth of a layer's."""
+    return ExpertsCost(num, GB // 2, GB // 2, num * GB // 2, least, 1 / 8, num // 4, 10**9)
+
+
+def test_experts_get_what_layers_leave() -> None:
+    for ram, slots in ((60, ExpertSlots(64, are_resident=True)), (20, ExpertSlots(26)), (9, ExpertSlots(4))):
+        placed = place(layers(4), ITEMS, Limits(None, ram * GB), None, experts_of())
+        assert placed.experts == slots
+        assert placed.ram_bytes <= ram * GB
+        assert placed.is_resident == slots.are_resident
+    assert len(placed.resident) == 4
+    beside_layers_on_disk = place(layers(4), ITEMS, Limits(None, 8 * GB), None, experts_of())
+    assert beside_layers_on_disk.experts == ExpertSlots(4)
+    assert beside_layers_on_disk.on_disk
+
+
+def test_experts_of_a_gpu_have_slots_there_and_in_ram() -> None:
+    placed = place(layers(4), ITEMS, Limits(10 * GB, 40 * GB), None, experts_of())
+    assert placed.experts == ExpertSlots(8, 64)
+    assert placed.device_bytes <= 10 * GB
+    assert placed.ram_bytes <= 40 * GB
+    assert place(layers(4), ITEMS, Limits(10 * GB, 21 * GB), None, experts_of()).experts == ExpertSlots(8, 40)
+    assert place(layers(4), ITEMS, Limits(40 * GB, 21 * GB), None, experts_of()).is_resident
+
+
+def test_slots_that_would_hold_all_are_not_residents_that_take_more() -> None:
+    """Residents may be unpacked or converted, slots hold what is stored."""
+    unpacked = replace(experts_of(), resident_bytes=64 * GB)
+    assert place(layers(4), ITEMS, Limits(None, 50 * GB), None, unpacked).experts == ExpertSlots(64)
+
+
+def test_experts_take_their_slowest_way() -> None:
+    experts, half = experts_of(), ExpertSlots(32)
+    assert experts.num_used(1) == pytest.approx(2)
+    times = ExpertTimes(compute_s=1.0, disk_s=4.0)
+    assert predict_experts_s(experts, ExpertSlots(64, 0, True), times, 1, on_gpu=False) == pytest.approx(2)
+    assert predict_experts_s(experts, half, times, 1, on_gpu=False) == pytest.approx(4)
+    assert predict_experts_s(experts, half, times, 10**4, on_gpu=False) == pytest.approx(32)
+    # The CPU and the link share what is not on the device: a third of it each time that both need in turn.
+    beside = ExpertTimes(compute_s=0.1, host_s=2.0, link_s=1.0, disk_s=4.0)
+    in_ram, on_disk = ExpertSlots(16, 64), ExpertSlots(16, 48)
+    assert predict_experts_s(experts, in_ram, beside, 1, on_gpu=True) == pytest.approx(2 * 0.75 * 2 / 3)
+    assert predict_experts_s(experts, on_disk, beside, 1, on_gpu=True) == pytest.approx(2 * 0.25 * 4)
 
 
 def test_places_are_those_of_all_units() -> None:

@@ -68,6 +68,7 @@ def logits(folder: Path, dtype: str, num_resident: int, *, keeps_packed: bool = 
         return torch.cat([text.score(IDS, *NO_NODES), text.score([5], *NO_NODES)])
 
 
+@pytest.mark.each_value
 @pytest.mark.slow
 @pytest.mark.parametrize("way", [TORCH, KERNEL])
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])

@@ -35,8 +35,8 @@ from ..model.heads.head_twins import (
 )
 
 PROMPTS = ["def area(width", "for item in", "print(1"]
-GREEDY = SamplingParams(14, ignore_eos=True)
-SAMPLED = SamplingParams(14, temperature=0.9, seed=3, ignore_eos=True)
+GREEDY = SamplingParams(10, ignore_eos=True)
+SAMPLED = SamplingParams(10, temperature=0.9, seed=3, ignore_eos=True)
 HEADS = {
     "EAGLE-1": ({**EAGLE_CONFIG, "architectures": ["LlamaForCausalLM"]}, lambda: eagle_tensors(1, layer="layers.0")),
     "EAGLE-3": (EAGLE_CONFIG, lambda: eagle_tensors(3)),
@@ -80,6 +80,7 @@ def ids_of(engine: Engine, prompt: str, params: SamplingParams, budget: int | No
     return [token for step in engine.generate(prompt, params, speculation) for token in step.token_ids]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_the_text_is_plain_decodings(engine: Engine, expected: Texts, params: SamplingParams) -> None:
     assert isinstance(engine.draft, HeadDraft)

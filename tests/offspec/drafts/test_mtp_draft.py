@@ -95,6 +95,7 @@ def test_a_head_of_its_own_is_used(tmp_path: Path) -> None:
     torch.testing.assert_close(head.head(states), 2 * target.head(states))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_the_text_is_plain_decodings(engine: Engine, params: SamplingParams) -> None:
     """Alone, and in passes that texts share."""

@@ -25,7 +25,7 @@ from offspec.scheduler.trees.verify import Logits, Verdict
 from ...pair import Pair, build_pair, narrow, variant
 from ..model.test_decoder import NO_NODES
 
-SAMPLED = SamplingParams(24, temperature=1.0, seed=5, ignore_eos=True)
+SAMPLED = SamplingParams(16, temperature=1.0, seed=5, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
@@ -161,7 +161,7 @@ def test_places_are_those_of_the_tree(
         watch = Watch(engine, "def area(", monkeypatch)
         for _ in engine.generate("def area(", SAMPLED, speculation, observer=watch):
             pass
-    assert watch.num_places > (24 if speculation.budget else 0)
+    assert watch.num_places > (16 if speculation.budget else 0)
 
 
 def test_no_more_of_one_tree_than_leaves_room_for_others(models: tuple[Decoder, Decoder]) -> None:
@@ -239,7 +239,7 @@ def test_fewer_passes_with_the_builtin_pair(num_prompts: int) -> None:
         for recall in passes:
             fresh = engine.with_draft(engine.draft)
             for index, prompt in enumerate(builtin.prompts()[:num_prompts]):
-                params = SamplingParams(96, temperature=1.0, seed=index, ignore_eos=True)
+                params = SamplingParams(64, temperature=1.0, seed=index, ignore_eos=True)
                 *_, last = fresh.generate(prompt, params, SpeculationParams(64, recall=recall, overlap=False))
                 passes[recall] += last.stats.num_passes
     assert passes[True] < passes[False]

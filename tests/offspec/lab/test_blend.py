@@ -108,6 +108,7 @@ def twin(target: Rule, draft: Rule, temperature: float, speculation: Speculation
     return text[len(PROMPT) :]
 
 
+@pytest.mark.each_value
 @each_way
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_text_is_that_of_models_without_caches(accept: str, temperature: float) -> None:

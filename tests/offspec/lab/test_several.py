@@ -54,6 +54,7 @@ def text_of(engine: Engine, sampling: SamplingParams, speculation: SpeculationPa
     return [token for step in engine.generate(PROMPT, sampling, speculation) for token in step.token_ids]
 
 
+@pytest.mark.each_value
 @pytest.mark.slow
 @pytest.mark.parametrize("first", ["model", "shadow", "exit", "resident"])
 @pytest.mark.parametrize("sampling", SAMPLING)

@@ -278,12 +278,38 @@ def test_the_steps_of_mamba2_may_be_without_limit(limit: object) -> None:
     assert mamba.step_limits == (0.0, math.inf)
 
 
+def test_experts_of_nemotron_h_are_refused() -> None:
+    with refused(UnsupportedModelError, "'moe'", "not supported", "nemotron_h"):
+        read_config(NEMOTRON_H | {"layers_block_type": ["linear_attention", "moe"]})
+
+
 @pytest.mark.parametrize(
-    "config", [GRANITE_H | {"num_local_experts": 2}, NEMOTRON_H | {"layers_block_type": ["linear_attention", "moe"]}]
+    ("family", "settings", "key"),
+    [
+        ("mixtral", {"num_experts_per_tok": 5}, "num_experts_per_tok"),
+        ("mixtral", {"num_local_experts": 10**6}, "num_experts_per_tok"),
+        ("glm4-moe", {"n_group": 3}, "n_group"),
+        ("glm4-moe", {"n_group": 8, "topk_group": 4}, "topk_group"),
+        ("glm4-moe", {"n_group": 4, "topk_group": 1, "num_experts_per_tok": 3}, "topk_group"),
+    ],
 )
-def test_mixtures_with_mamba2_are_refused(config: dict[str, Any]) -> None:
-    with refused(UnsupportedModelError, "not supported", config["model_type"]):
-        read_config(config)
+def test_impossible_mixtures_are_refused(family: str, settings: dict[str, Any], key: str) -> None:
+    with refused(CheckpointError, key):
+        read_config(config_json(FAMILIES[family]) | settings)
+
+
+@pytest.mark.parametrize("key", ["num_experts", "num_local_experts", "n_routed_experts"])
+def test_the_number_of_experts_has_several_names_and_a_default(key: str) -> None:
+    config = without(config_json(FAMILIES["qwen3-moe"]), "num_local_experts")
+    for settings, num in (({key: 7}, 7), ({}, 128)):
+        experts = read_config(config | settings).experts
+        assert experts is not None
+        assert experts.num == num
+
+
+def test_minimax_states_the_share_of_rope_in_numbers() -> None:
+    config = config_json(FAMILIES["minimax-m2"])
+    assert read_config(without(config, "rope_parameters") | {"rotary_dim": 12}).rotary_share == 0.5
 
 
 @pytest.mark.parametrize(
@@ -292,7 +318,8 @@ def test_mixtures_with_mamba2_are_refused(config: dict[str, Any]) -> None:
         (without(LLAMA, "model_type"), "architecture"),
         (LLAMA | {"hidden_act": "mish"}, "mish"),
         (config_json(FAMILIES["gemma3"]) | {"use_bidirectional_attention": True}, "use_bidirectional_attention True"),
-        (config_json(FAMILIES["granite-dense-hybrid"]) | {"num_local_experts": 8}, "num_local_experts 8"),
+        (config_json(FAMILIES["gpt-oss"]) | {"swiglu_limit": 8.0}, "swiglu_limit 8.0"),
+        (config_json(FAMILIES["olmoe"]) | {"clip_qkv": 5.0}, "clip_qkv 5.0"),
         (config_json(FAMILIES["granite-dense-hybrid"]) | {"layer_types": ["moe"] * 3}, "'moe'"),
         (config_json(FAMILIES["hunyuan"]) | {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "dynamic"),
         (LLAMA | {"quantization_config": {"quant_method": "hqq"}}, "hqq"),

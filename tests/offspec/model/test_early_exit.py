@@ -133,6 +133,7 @@ GREEDY = SamplingParams(24, seed=0, ignore_eos=True)
 SAMPLED = SamplingParams(24, temperature=1.0, seed=1, ignore_eos=True)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("lookup", [True, False])
 @pytest.mark.parametrize("num_first", [1, 3])

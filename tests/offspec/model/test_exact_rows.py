@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -32,7 +32,7 @@ from offspec.model.parts.mlp import ACTIVATIONS
 from offspec.model.rope import RotaryEmbedding, Rotations, rotate
 from offspec.model.row_wise import row_wise
 
-from ...fakes import DELTA_NETS, FAMILIES, LATENTS, MAMBAS, VOCAB_SIZE, config_json
+from ...fakes import DELTA_NETS, FAMILIES, LATENTS, MAMBAS, ROPE_VARIANTS, VOCAB_SIZE, config_json
 
 pytestmark = pytest.mark.skipif(not num_lanes(), reason="this processor has no kernels")
 CPU = torch.device("cpu")
@@ -66,6 +66,10 @@ class Tree:
         """The node's ancestors, from the first one on, and itself."""
         return [node] if self.parents[node] < 0 else [*self.path(self.parents[node]), node]
 
+    def branches(self) -> list[list[int]]:
+        """The paths of nodes without children: each node is in one of them."""
+        return [self.path(node) for node in range(len(self.parents)) if node not in self.parents]
+
     def rows(self, chain: Sequence[int], first: int, last: int) -> TextRows:
         """A pass over a chain and nodes first .. last, after those before."""
         mask = np.zeros((last - first, last), dtype=np.bool_)
@@ -80,6 +84,11 @@ def chains_one_by_one(text: CachedDecoder, tokens: Sequence[int]) -> Tensor:
     return torch.cat([pass_together([(text, TextRows.of_chain([token]))]) for token in tokens])
 
 
+def whole_chain(text: CachedDecoder, tokens: Sequence[int]) -> Tensor:
+    """The same of one pass."""
+    return pass_together([(text, TextRows.of_chain(tokens))])
+
+
 def behind(prompt: Sequence[int], text: CachedDecoder) -> CachedDecoder:
     """The text cut behind its prompt, or another one if it cannot be cut there."""
     if text.cache.restorable(len(prompt)) == len(prompt):
@@ -92,20 +101,19 @@ def behind(prompt: Sequence[int], text: CachedDecoder) -> CachedDecoder:
 
 def pieces(chance: random.Random, total: int, count: int) -> list[tuple[int, int]]:
     cuts = [0, *sorted(chance.sample(range(1, total), count - 1)), total]
-    return list(pairwise(cuts))
+    return list(itertools.pairwise(cuts))
 
 
 def assert_exact(decoder: Decoder, seed: int) -> None:
     """A prompt in pieces, two texts' trees in passes that they share, and what follows a verdict."""
     chance = random.Random(seed)
     prompts = [[chance.randrange(VOCAB_SIZE) for _ in range(PROMPT + extra)] for extra in (1, 9)]
-    trees = [Tree.random(chance, 17) for _ in prompts]
+    trees = [Tree.random(chance, 13) for _ in prompts]
     texts, plain = ([CachedDecoder(decoder) for _ in prompts] for _ in range(2))
-    for text, twin, prompt in zip(texts, plain, prompts, strict=True):
-        hidden = [
-            pass_together([(text, TextRows.of_chain(prompt[first:last]))]) for first, last in pieces(chance, PROMPT, 4)
-        ]
-        assert torch.equal(torch.cat(hidden), chains_one_by_one(twin, prompt[:PROMPT]))
+    for text, twin, prompt, decode in zip(texts, plain, prompts, (chains_one_by_one, whole_chain), strict=True):
+        parts = [prompt[first:last] for first, last in pieces(chance, PROMPT, 4)]
+        hidden = [pass_together([(text, TextRows.of_chain(part))]) for part in parts]
+        assert torch.equal(torch.cat(hidden), decode(twin, prompt[:PROMPT]))
         chains_one_by_one(twin, prompt[PROMPT:])
     last = len(trees[0].tokens)
     cut = chance.randrange(1, last)
@@ -115,11 +123,12 @@ def assert_exact(decoder: Decoder, seed: int) -> None:
     ]
     scored = [score_together(each) for each in passes]
     for index, (tree, twin, prompt) in enumerate(zip(trees, plain, prompts, strict=True)):
-        for node in range(last):
-            expected = chains_one_by_one(behind(prompt, twin), [tree.tokens[i] for i in tree.path(node)])[-1:]
-            rows = scored[0][index] if node < cut else scored[1][index]
-            number = node + 1 if node < cut else node - cut
-            assert torch.equal(rows[number], decoder.logits(expected)[0]), f"node {node}"
+        for branch in tree.branches():
+            hidden = chains_one_by_one(behind(prompt, twin), [tree.tokens[i] for i in branch])
+            for place, node in enumerate(branch):
+                rows = scored[0][index] if node < cut else scored[1][index]
+                number = node + 1 if node < cut else node - cut
+                assert torch.equal(rows[number], decoder.logits(hidden[place : place + 1])[0]), f"node {node}"
     path = trees[0].path(last - 1)
     texts[0].keep(path)
     twin = behind(prompts[0], plain[0])
@@ -130,26 +139,17 @@ def assert_exact(decoder: Decoder, seed: int) -> None:
 
 
 def families() -> list[Any]:
-    """Families in each dtype; in fp32 the default run has one of them, as the arithmetic is the same code.
+    """Families in each dtype; the default run has one of them in all, and the others in bf16 and fp16 by turns.
 
     Of those with latent attention, it has one in one dtype.
     """
-
-    def is_extra(name: str, short: str) -> bool:
-        if name in LATENTS:
-            return (name, short) != ("deepseek-v3", "bf16")
-        return short == "fp32" and name != "llama-gqa"
-
+    names = [name for name in FAMILIES if name not in (*DELTA_NETS, *MAMBAS)]  # these cannot be exact
+    turns = itertools.cycle(("bf16", "fp16"))
+    daily = {(name, next(turns)) for name in names if name not in (*ROPE_VARIANTS, *LATENTS)}
+    daily |= {("llama-gqa", short) for short in DTYPES} | {("deepseek-v3", "bf16")}
     return [
-        pytest.param(
-            name,
-            dtype,
-            id=f"{name}-{short}",
-            marks=pytest.mark.nightly if is_extra(name, short) else (),
-        )
-        for name in FAMILIES
-        if name not in (*DELTA_NETS, *MAMBAS)  # these cannot be exact
-        for short, dtype in DTYPES.items()
+        pytest.param(name, dtype, id=f"{name}-{short}", marks=() if (name, short) in daily else pytest.mark.nightly)
+        for name, (short, dtype) in itertools.product(names, DTYPES.items())
     ]
 
 

@@ -16,14 +16,17 @@ from ...pair import VOCAB_SIZE, build_pair
 
 NUM_LAYERS = 12
 CONFIG = {
-    "model_type": "mixtral",
+    "model_type": "dots1",
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 512,
     "intermediate_size": 1024,
     "num_hidden_layers": NUM_LAYERS,
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
-    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 768,
+    "n_shared_experts": 1,
     "max_position_embeddings": 1024,
     "eos_token_id": 0,
 }
@@ -65,7 +68,7 @@ def test_memory_is_what_was_planned_and_no_layer_more(tmp_path: Path) -> None:
 
 def _tensors() -> dict[str, torch.Tensor]:
     """All of them small numbers; 28 MiB a layer."""
-    hidden, inner, kv = 512, 1024, 256
+    hidden, inner, kv = 512, 768, 256
     layer = {
         "input_layernorm.weight": (hidden,),
         "post_attention_layernorm.weight": (hidden,),
@@ -73,11 +76,14 @@ def _tensors() -> dict[str, torch.Tensor]:
         "self_attn.k_proj.weight": (kv, hidden),
         "self_attn.v_proj.weight": (kv, hidden),
         "self_attn.o_proj.weight": (hidden, hidden),
-        "block_sparse_moe.gate.weight": (4, hidden),
+        "self_attn.q_norm.weight": (64,),
+        "self_attn.k_norm.weight": (64,),
+        "mlp.gate.weight": (4, hidden),
+        "mlp.gate.e_score_correction_bias": (4,),
     }
-    for expert in range(4):
-        layer |= {f"block_sparse_moe.experts.{expert}.{name}.weight": (inner, hidden) for name in ("w1", "w3")}
-        layer[f"block_sparse_moe.experts.{expert}.w2.weight"] = (hidden, inner)
+    for mlp in ("shared_experts", *(f"experts.{number}" for number in range(4))):
+        layer |= {f"mlp.{mlp}.{name}_proj.weight": (inner, hidden) for name in ("gate", "up")}
+        layer[f"mlp.{mlp}.down_proj.weight"] = (hidden, inner)
     shapes = {f"model.layers.{index}.{name}": shape for index in range(NUM_LAYERS) for name, shape in layer.items()}
     shapes |= dict.fromkeys(("model.embed_tokens.weight", "lm_head.weight"), (VOCAB_SIZE, hidden))
     shapes["model.norm.weight"] = (hidden,)

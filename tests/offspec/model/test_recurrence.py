@@ -97,6 +97,7 @@ def assert_close(left: Tensor, right: Tensor) -> None:
     torch.testing.assert_close(left, right, atol=2e-5, rtol=1e-4)
 
 
+@pytest.mark.each_value
 @KINDS
 @pytest.mark.parametrize("num_rows", [1, 2, 63, 64, 65, 200])
 def test_a_chain_is_the_loop_over_its_rows(kind: type[Inputs], num_rows: int) -> None:
@@ -105,6 +106,7 @@ def test_a_chain_is_the_loop_over_its_rows(kind: type[Inputs], num_rows: int) ->
         assert_close(found, expected)
 
 
+@pytest.mark.each_value
 @KINDS
 @pytest.mark.parametrize("seed", range(8))
 def test_each_node_of_a_tree_continues_its_own_path(kind: type[Inputs], seed: int) -> None:

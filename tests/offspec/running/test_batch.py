@@ -150,6 +150,7 @@ def test_requests_of_other_kinds_share_passes(pair: Pair) -> None:
         assert engine.tokenizer.decode(watched.ids(tickets[1])[:-1]).isdecimal()
 
 
+@pytest.mark.each_value
 @pytest.mark.slow
 @pytest.mark.parametrize("draft", DRAFTS)
 @pytest.mark.parametrize("budget", [None, 6])

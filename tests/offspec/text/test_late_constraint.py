@@ -93,6 +93,7 @@ def beginnings(form: ToolFormat, tokenizer: Tokenizer, generator: Any) -> list[l
     return [[*before, *ids] for ids in found]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", list(FORMS))
 def test_a_call_obeys_however_its_marker_is_cut_into_tokens(tokenizer: Tokenizer, name: str) -> None:
     generator, form = np.random.default_rng(0), form_of(name, tokenizer)
@@ -205,6 +206,7 @@ def thinking(tokenizer: Tokenizer, prompt: str, constraint: Constraint = THINKIN
     return compiler.compile(constraint, tokenizer.encode(prompt, add_special_tokens=False))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     ("prompt", "before"),
     [
@@ -256,6 +258,7 @@ def test_what_does_not_fit_behind_the_end_of_thinking_is_excluded(thinker: Token
             assert allows(constraint.mask(begun), token) == fits, content
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("prompt", ["return <think>\n", "return", "return <think></think>"])
 def test_calls_are_looked_for_after_thinking(thinker: Tokenizer, prompt: str) -> None:
     late_calls = FORMS["hermes"].late_constraint(SCHEMAS, allows_several=True, yields=True)

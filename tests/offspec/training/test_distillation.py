@@ -103,9 +103,9 @@ def test_only_the_exit_layer_is_trained(engine: Engine, files: ModelFiles, folde
     "stops",
     [
         [("texts written", 1)],
-        [("training steps", 1)],
+        pytest.param([("training steps", 1)], marks=pytest.mark.nightly),
         [("training steps", 9), ("training steps", 10), ("training steps", 23)],
-        [("training steps", SMALL.steps)],
+        pytest.param([("training steps", SMALL.steps)], marks=pytest.mark.nightly),
     ],
 )
 def test_an_interrupted_run_gives_the_same_to_the_last_bit(

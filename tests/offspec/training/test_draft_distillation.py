@@ -134,9 +134,9 @@ MIXED = replace(SMALL, on_policy=0.5, rounds=2)
 @pytest.mark.parametrize(
     ("params", "stops"),
     [
-        (SMALL, [("texts written", 1)]),
+        pytest.param(SMALL, [("texts written", 1)], marks=pytest.mark.nightly),
         (SMALL, [("training steps", 9), ("training steps", 23)]),
-        (MIXED, [("texts written by the draft", 0), ("training steps", 15)]),
+        pytest.param(MIXED, [("texts written by the draft", 0), ("training steps", 15)], marks=pytest.mark.nightly),
         (replace(MIXED, on_policy=1.0), [("training steps", 10), ("texts written by the draft", 1)]),
         (replace(SMALL, lora_rank=4), [("training steps", 9)]),
     ],
@@ -184,6 +184,7 @@ KILLED = """
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_killed_run_gives_the_same_to_the_last_bit(
     pair: Pair, teacher: Teacher, trained: Path, tmp_path: Path

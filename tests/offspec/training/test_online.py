@@ -128,6 +128,7 @@ def test_a_learnt_draft_guesses_more(engine: Engine) -> None:
 # ------------------------------------------------------------------------------------------------ one forward, two ways
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("family", ["llama-biased", "llama-tied", "qwen2-window", "qwen3", "mistral-window"])
 @pytest.mark.parametrize("seed", range(3))
 def test_a_tree_at_once_is_each_of_its_paths_alone(
@@ -256,6 +257,7 @@ def test_what_is_taken_down_is_what_the_target_thinks(engine: Engine, size: int)
     assert num_guesses >= 5
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("most_prompt", [0, 3, 20, 1000])
 @pytest.mark.parametrize("num_held", [0, 30])
 def test_what_the_target_thinks_along_the_prompt_is_taken_down(engine: Engine, most_prompt: int, num_held: int) -> None:

@@ -245,6 +245,7 @@ def test_no_room_or_budget_is_an_empty_tree(max_depth: int, budget: int) -> None
     assert model.batches == []
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED, SamplingParams(repetition_penalty=1.5)])
 @pytest.mark.parametrize("scoring", SCORINGS)
 @pytest.mark.parametrize("draft_size", [2, 7])

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from offspec.loaders.streaming.placement import used_share
 from offspec.scheduler.drafting.choose_controller import controller_for
 from offspec.scheduler.drafting.drafter import DraftRequest
 from offspec.scheduler.drafting.model_drafter import ModelDrafter
@@ -192,12 +193,19 @@ class Text:
     """A greedy text with a draft, and what it took on the virtual clock."""
 
     def __init__(
-        self, draft: Rule, target_s: Seconds, round_s: float, num_tokens: int, budget: int | None = None
+        self,
+        draft: Rule,
+        target_s: Seconds,
+        round_s: float,
+        num_tokens: int,
+        budget: int | None = None,
+        predicted_s: Seconds | None = None,
     ) -> None:
+        """predicted_s: of a pass, where that is wrong."""
         clock = VirtualClock()
         self.target = TimedModel(TARGET, VOCAB_SIZE, clock, target_s)
         self.draft = TimedModel(draft, VOCAB_SIZE, clock, lambda _: round_s)
-        sampler, costs = Sampler(SamplingParams(), 1, VOCAB_SIZE), Costs(target_s)
+        sampler, costs = Sampler(SamplingParams(), 1, VOCAB_SIZE), Costs(predicted_s or target_s)
         speculation = SpeculationParams(budget=budget)
         drafter = ModelDrafter(self.draft, DraftRequest(sampler), speculation, learnt_of(costs=costs), clock=clock)
         self.tokens = generate(self.target, drafter, sampler, PROMPT, num_tokens)
@@ -220,6 +228,24 @@ def test_a_random_draft_ends_in_plain_passes(slope: float, round_s: float) -> No
     assert text.rounds(100, 300) <= 6  # the pauses are 8, 16, .. 128 long
     assert sum(rows > 0 for rows in text.target.batches[-64:]) <= 1, "of a trial"
     assert text.rate > 0.95
+
+
+def of_mixture(num_experts: int, num_used: int) -> Seconds:
+    """A pass that moves the distinct experts of its rows, and a fifth of a plain pass beside them."""
+    return lambda rows: 0.2 + 0.8 * num_experts / num_used * used_share(num_used / num_experts, rows)
+
+
+@pytest.mark.parametrize("predicted_s", [of_mixture(128, 8), of_mixture(64, 8)])
+@pytest.mark.parametrize("draft", [RANDOM, GOOD])
+def test_where_each_row_moves_more_experts_drafts_lose_next_to_nothing(draft: Rule, predicted_s: Seconds) -> None:
+    """Also where a plan thinks that rows share more of them."""
+    text = Text(draft, of_mixture(128, 8), 0.02, 300, predicted_s=predicted_s)
+    assert text.tokens == plain_text(TARGET, SamplingParams(), 1, PROMPT, 300)
+    assert text.rate > 0.97
+
+
+def test_where_few_experts_serve_many_rows_a_good_draft_pays() -> None:
+    assert Text(GOOD, of_mixture(8, 2), 0.02, 40).rate > 1.2
 
 
 def test_a_draft_that_is_switched_off_does_not_change_the_trees_of_a_budget() -> None:

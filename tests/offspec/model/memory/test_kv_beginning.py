@@ -80,8 +80,9 @@ def life(texts: Sequence[CachedDecoder]) -> Iterator[Tensor]:
     yield texts[1].score([7], *NO_NODES)
 
 
+@pytest.mark.each_value
 @pytest.mark.skipif(not num_lanes(), reason="this processor has no kernels")
-@pytest.mark.parametrize("family", ["llama-gqa", "qwen2-layer-types", "gemma2", "gemma4-layer-inputs"])
+@pytest.mark.parametrize("family", ["llama-gqa", "qwen2-layer-types", "gemma2", "gemma4-layer-inputs", "youtu"])
 @pytest.mark.parametrize("kv", KV_FORMATS.values(), ids=str)
 def test_bits_are_those_of_copies(family: str, kv: KVFormat) -> None:
     decoder = decoder_of(family, kv)
@@ -98,6 +99,7 @@ def test_entries_in_ram_are_shared() -> None:
         assert torch.equal(shared, copied)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("family", ["llama-gqa", "qwen2-layer-types", "gemma2", "gemma4-layer-inputs"])
 @pytest.mark.parametrize("kv", [PLAIN, KV_FORMATS["4"]], ids=str)
 def test_fast_arithmetic_rounds_otherwise_and_no_more(family: str, kv: KVFormat) -> None:

@@ -55,6 +55,7 @@ def life(text: CachedDecoder) -> Iterator[Tensor]:
     yield text.score([7], *NO_NODES)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("make", [fp32_layers, one_by_one])
 @pytest.mark.parametrize("family", TREE_FAMILIES)
 def test_a_format_that_loses_nothing_gives_the_same_bits(
@@ -145,8 +146,9 @@ def test_formats_are_those_of_the_setting() -> None:
     assert tuple(KV_FORMATS) == KV_CACHES
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("kv", PACKED)
-@pytest.mark.parametrize("family", [*TREE_FAMILIES, "deepseek-v3"])
+@pytest.mark.parametrize("family", [*TREE_FAMILIES, "youtu"])
 def test_packed_attention_is_that_of_unpacked_entries(
     tiny_model: GetModel, family: str, kv: KVFormat, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -159,6 +161,7 @@ def test_packed_attention_is_that_of_unpacked_entries(
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("kv", PACKED, ids=str)
 @pytest.mark.parametrize("family", TREE_FAMILIES)
 def test_codes_do_not_depend_on_what_shared_a_pass(tiny_model: GetModel, family: str, kv: KVFormat) -> None:
@@ -215,6 +218,7 @@ def test_packing_rounds_each_entry_by_itself(coding: Coding, head_dim: int, seed
 # ------------------------------------------------------------------------------------------------ bytes
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("kv", KV_FORMATS.values())
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name not in HYBRIDS])  # these keep states, too
 def test_bytes_are_counted_as_they_are_allocated(family: str, kv: KVFormat) -> None:

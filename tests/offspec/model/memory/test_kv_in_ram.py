@@ -37,8 +37,9 @@ def spilled(decoder: Decoder, kv: KVFormat, *layers: int) -> Decoder:
     return found
 
 
+@pytest.mark.each_value
 @FORMATS
-@pytest.mark.parametrize("family", TREE_FAMILIES)
+@pytest.mark.parametrize("family", [*TREE_FAMILIES, "youtu"])
 def test_a_text_finds_the_same_bits(tiny_model: GetModel, family: str, kv: KVFormat) -> None:
     decoder = tiny_model(family).decoder(torch.bfloat16)
     expected = list(life(CachedDecoder(with_caches(decoder, kv.layers))))

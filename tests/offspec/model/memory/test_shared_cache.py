@@ -151,6 +151,7 @@ class Life:
             self.a_pass()
 
 
+@pytest.mark.each_value
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [plain_layers, fp32_layers, int8_layers])
 @pytest.mark.parametrize("family", ["llama-gqa", "mistral-window"])
@@ -178,6 +179,7 @@ def test_it_guesses_as_its_twin(
         assert torch.equal(found, expected)
 
 
+@pytest.mark.each_value
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [plain_layers, fp32_layers])
 @pytest.mark.parametrize("embedding", ["there", "elsewhere"])

@@ -11,14 +11,21 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from offspec.checkpoints.conversion import convert
 from offspec.checkpoints.load import load_decoder
 from offspec.checkpoints.opening import ModelFiles
+from offspec.drafts.base import DraftOptions, OpenRequest
+from offspec.drafts.kinds import automatic_names
+from offspec.drafts.without_model import LookupDraft
+from offspec.errors import CheckpointError
 from offspec.loaders.formats.scaled import FP4, MX_BLOCK, ScaledLayout, ScaledMatrix
+from offspec.loaders.params import ConvertParams
 from offspec.model.decoder import Decoder
 from offspec.planning.plan import all_resident
 
 from ....fakes import CPU, TinyModel
 from ....pair import variant
+from ....refusals import refused
 from ..test_families import streamed
 
 GetModel = Callable[[str], TinyModel]
@@ -105,4 +112,46 @@ def test_gpt_oss_as_it_is_released(gpt_oss: tuple[Path, Path]) -> None:
             found = logits_of(Decoder(files.config, weights, dtype=torch.float32, device=CPU))
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     planned = ModelFiles.from_config(packed, "mxfp4", "fp32", "cpu", [])
-    assert planned.stored.experts[0][0].record.nbytes < files.stored.experts[0][0].record.nbytes
+    assert {weight.dtype for weight in planned.stored.experts[0][0].weights.values()} == {"mxfp4", "BF16"}
+    assert {weight.dtype for weight in planned.stored.layers[0].weights.values()} == {"BF16"}
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen2-moe", "granite-moe", "gpt-oss"])
+def test_a_copy_in_4_bits(tiny_model: GetModel, tmp_path: Path, family: str) -> None:
+    """Of experts stored apart, joined, and transposed; what chooses them and weighs them stays plain."""
+    model = tiny_model(family)
+    convert(model.folder, tmp_path / "copy", ConvertParams("nf4"))
+    files = ModelFiles.open(tmp_path / "copy", "fp32", "cpu", [])
+    units = (files.stored.layers[0], files.stored.experts[0][1])
+    dtypes = {name: weight.dtype for unit in units for name, weight in unit.weights.items() if len(weight.shape) == 2}
+    shape = files.config.experts
+    assert shape is not None
+    plain = {f"{name}.weight" for name in (shape.router, shape.shared_gate) if name is not None}
+    assert {name for name, dtype in dtypes.items() if dtype != "nf4"} == plain
+    found, expected = logits_of(load_decoder(files, all_resident(files), CPU)), logits_of(model.decoder())
+    assert torch.corrcoef(torch.stack((found.flatten(), expected.flatten())))[0, 1] > 0.8
+
+
+def test_mxfp4_is_kept_or_unpacked(gpt_oss: tuple[Path, Path], tmp_path: Path) -> None:
+    packed, _ = gpt_oss
+    expected = logits_of(opened(packed))
+    for form in ("keep", "fp32"):
+        convert(packed, tmp_path / form, ConvertParams(form))
+        torch.testing.assert_close(logits_of(opened(tmp_path / form)), expected, rtol=1e-4, atol=1e-4)
+    with refused(CheckpointError, packed, "mxfp4", "keep"):
+        convert(packed, tmp_path / "nf4", ConvertParams("nf4"))
+
+
+def test_a_layer_behind_the_others_is_ignored(tiny_model: GetModel, tmp_path: Path) -> None:
+    """GLM-4.5 comes with an MTP layer, which is a mixture, too: no draft by default."""
+    source = tiny_model("glm4-moe").folder
+    folder = variant(source, tmp_path / "with-mtp", num_nextn_predict_layers=1)
+    tensors = load_file(folder / "model.safetensors")
+    behind = {name.replace(".2.", ".3.", 1): tensor for name, tensor in tensors.items() if ".layers.2." in name}
+    behind |= {"model.layers.3.eh_proj.weight": torch.zeros(64, 128), "model.layers.3.enorm.weight": torch.ones(64)}
+    save_file({**tensors, **{name: each.clone() for name, each in behind.items()}}, folder / "model.safetensors")
+    torch.testing.assert_close(logits_of(opened(folder)), logits_of(opened(source)), rtol=0, atol=0)
+    target = ModelFiles.open(folder, "fp32", "cpu", [])
+    assert "model.layers.3.eh_proj.weight" in target.mtp_names
+    request = OpenRequest(DraftOptions("auto"), target, None, "fp32", "cpu", [])
+    assert automatic_names("glm", request) == [LookupDraft.NAME]

@@ -91,6 +91,7 @@ def test_cuda_parts_attend_as_the_whole_does(
     assert on_cuda == ["efficient"] * 4 + [without_mask] * 4
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("kv", [PLAIN, EIGHT_BIT, FOUR_BIT], ids=lambda kv: kv.name)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", ["llama-gqa", "mistral-window"])
