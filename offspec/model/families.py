@@ -602,13 +602,15 @@ def _latent(config: Json, dense: Sequence[bool]) -> Fields:
     if config.get("moe_layer_freq") != 1:
         _refuse(config, "moe_layer_freq")
     query_rank = None if config.get("q_lora_rank") is None else positive(config, "q_lora_rank")
-    rank, *sizes = (
-        positive(config, key) for key in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    latent = LatentShape(
+        rank=positive(config, "kv_lora_rank"),
+        query_rank=query_rank,
+        key_size=positive(config, "qk_nope_head_dim"),
+        rope_size=positive(config, "qk_rope_head_dim"),
+        value_size=positive(config, "v_head_dim"),
+        is_split=bool(config.get("has_split_latent")),
     )
-    latent, rope = (
-        LatentShape(rank, query_rank, *sizes, is_split=bool(config.get("has_split_latent"))),
-        read_rope(config),
-    )
+    rope = read_rope(config)
     return {
         "num_kv_heads": 1,
         "head_dim": latent.entry_size,
