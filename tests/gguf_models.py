@@ -189,6 +189,30 @@ def _nemotron_h(config: Json) -> dict[str, Any]:
     }
 
 
+def _deepseek2(config: Json) -> dict[str, Any]:
+    rank, rotated = config["kv_lora_rank"], config["qk_rope_head_dim"]
+    is_v3, weight = config["model_type"] == "deepseek_v3", _rope(config).get("mscale_all_dim")
+    return {
+        **_inner_experts(config),
+        "attention.head_count_kv": 1,
+        "attention.key_length": rank + rotated,
+        "attention.value_length": rank,
+        "attention.key_length_mla": config["qk_nope_head_dim"] + rotated,
+        "attention.value_length_mla": config["v_head_dim"],
+        "attention.kv_lora_rank": rank,
+        **({"attention.q_lora_rank": config["q_lora_rank"]} if config["q_lora_rank"] else {}),
+        "rope.dimension_count": rotated,
+        **({"rope.scaling.yarn_log_multiplier": 0.1 * weight} if weight else {}),
+        "expert_shared_count": config["n_shared_experts"],
+        "expert_gating_func": SIGMOID if is_v3 else 1,
+        "expert_weights_norm": bool(config["norm_topk_prob"]),
+        "expert_weights_scale": float(config["routed_scaling_factor"]),
+        "leading_dense_block_count": config["first_k_dense_replace"],
+        **({"expert_group_count": config["n_group"]} if is_v3 else {}),
+        **({"expert_group_used_count": config["topk_group"]} if is_v3 else {}),
+    }
+
+
 @dataclass(frozen=True)
 class Written:
     """How llama.cpp writes a family. arch: its name there. differences: of the metadata."""
@@ -214,6 +238,8 @@ WRITTEN = {
     "gpt_oss": Written("gpt-oss", lambda config: {**_inner_experts(config), **_window(config)}),
     "glm4_moe": Written("glm4moe", _glm4_moe),
     "minimax_m2": Written("minimax-m2", _minimax_m2),
+    "deepseek_v2": Written("deepseek2", _deepseek2),
+    "deepseek_v3": Written("deepseek2", _deepseek2),
     "granitemoe": Written("granitemoe", lambda config: {**_granite(config), **_num_experts(config)}, True),
     "qwen3_5_moe_text": Written("qwen35moe", lambda c: {**_qwen35(c), **_qwen_experts(c)}, has_shifted_norms=True),
     "qwen3_next": Written("qwen3next", lambda c: {**_qwen35(c), **_qwen_experts(c)}, has_shifted_norms=True),
@@ -280,6 +306,11 @@ def _parts(tensors: Mapping[str, Tensor], config: Json) -> Iterator[tuple[str, T
     for name, tensor in tensors.items():
         if ".experts." in name:
             yield from _expert_parts(name.replace("block_sparse_moe", "mlp"), tensor, config)
+        elif name.endswith("kv_b_proj.weight"):
+            sizes = config["qk_nope_head_dim"], config["v_head_dim"]
+            of_keys, of_values = tensor.view(config["num_attention_heads"], sum(sizes), -1).split(sizes, 1)
+            yield name.replace("kv_b", "k_b"), of_keys.transpose(1, 2)
+            yield name.replace("kv_b", "v_b"), of_values
         elif name.endswith("in_proj_qkvz.weight"):
             yield from _ungrouped(name, tensor, config)
         elif name.endswith("shared_mlp.input_linear.weight"):

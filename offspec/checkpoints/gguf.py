@@ -159,6 +159,8 @@ _NEMOTRON_H = {
     "attn_norm": "norm",
 }
 _BY_GROUP = (".ssm_a", ".ssm_d", ".ssm_norm.weight")  # vectors to which llama.cpp gives a second dimension
+_OF_HEADS = (".attn_k_b.weight", ".attn_v_b.weight")  # a matrix for each head
+_SIGMOID = 2  # llama.cpp's number of a router's function
 _ONE_ROW = ".ffn_gate_inp_shexp.weight"  # a matrix that llama.cpp stores as a vector
 _CONVOLUTIONS = (".ssm_conv1d", ".shortconv.conv")  # llama.cpp drops their dimension of one input channel
 _MTP = {  # of a layer behind the others, which drafts
@@ -412,6 +414,40 @@ def _glm4_moe(keys: Keys, config: Config) -> Config:
         "norm_topk_prob": bool(keys.value("expert_weights_norm")),
         "routed_scaling_factor": keys.number("expert_weights_scale", 0.0) or 1.0,
         "partial_rotary_factor": keys.integer("rope.dimension_count", config["head_dim"]) / config["head_dim"],
+    }
+
+
+def _deepseek2(keys: Keys, config: Config) -> Config:
+    """DeepSeek-V2, or V3, whose router has a sigmoid. Files since April 2025 have matrices of keys and of values."""
+    has_sigmoid, num_groups = keys.value("expert_gating_func") == _SIGMOID, keys.integer("expert_group_count", 1)
+    rotated, is_split = keys.integer("rope.dimension_count"), keys.has_tensor("attn_k_b.weight")
+    key_length, value_length = (f"attention.{name}_length{'_mla' if is_split else ''}" for name in ("key", "value"))
+    scaling = config.get("rope_scaling")
+    if scaling:
+        weight = keys.number("rope.scaling.yarn_log_multiplier", 0.0) / 0.1
+        scaling = {key: value for key, value in scaling.items() if key != "attention_factor"}
+        scaling |= {"mscale": weight, "mscale_all_dim": weight}
+    return {
+        **_num_experts(keys, "n_routed_experts"),
+        "model_type": "deepseek_v3" if has_sigmoid else "deepseek_v2",
+        "architectures": ["DeepseekV3ForCausalLM" if has_sigmoid else "DeepseekV2ForCausalLM"],
+        "head_dim": rotated,
+        "q_lora_rank": keys.integer("attention.q_lora_rank") if keys.has_tensor("attn_q_a.weight") else None,
+        "kv_lora_rank": keys.integer("attention.kv_lora_rank"),
+        "qk_rope_head_dim": rotated,
+        "qk_nope_head_dim": keys.integer(key_length) - rotated,
+        "v_head_dim": keys.integer(value_length),
+        "num_key_value_heads": config["num_attention_heads"],
+        "moe_intermediate_size": keys.integer("expert_feed_forward_length"),
+        "first_k_dense_replace": keys.integer("leading_dense_block_count", 0, least=0),
+        "n_shared_experts": keys.integer("expert_shared_count", 0, least=0),
+        "n_group": num_groups,
+        "topk_group": keys.integer("expert_group_used_count", 1),
+        "topk_method": "noaux_tc" if has_sigmoid else "group_limited_greedy" if num_groups > 1 else "greedy",
+        "norm_topk_prob": bool(keys.value("expert_weights_norm")),
+        "routed_scaling_factor": keys.number("expert_weights_scale", 0.0) or 1.0,
+        "rope_scaling": scaling,
+        "has_split_latent": is_split,
     }
 
 
@@ -710,6 +746,25 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "glm4": Architecture("glm4", "Glm4ForCausalLM", {**_ATTENTION, **_FUSED_MLP, **_GLM4_NORMS}, _glm4),
     "granite": Architecture("granite", "GraniteForCausalLM", differences=_granite, has_paired_heads=True),
+    "deepseek2": Architecture(
+        "deepseek_v3",
+        "DeepseekV3ForCausalLM",
+        {
+            **_LLAMA,
+            **_EXPERTS,
+            **_shared_experts("mlp.shared_experts"),
+            "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
+            "attn_q_a": "self_attn.q_a_proj",
+            "attn_q_a_norm": "self_attn.q_a_layernorm",
+            "attn_q_b": "self_attn.q_b_proj",
+            "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+            "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+            "attn_kv_b": "self_attn.kv_b_proj",
+            "attn_k_b": "self_attn.k_b_proj",
+            "attn_v_b": "self_attn.v_b_proj",
+        },
+        _deepseek2,
+    ),
     "granitemoe": Architecture(
         "granitemoe", "GraniteMoeForCausalLM", {**_LLAMA, **_GRANITE_EXPERTS}, _granite_moe, has_paired_heads=True
     ),
@@ -865,6 +920,8 @@ def _translated(info: TensorInfo, kind: Architecture, config: Config) -> TensorI
     shape = (info.shape[0], 1, info.shape[1]) if is_flat else info.shape
     if info.name.endswith(_BY_GROUP):
         shape = (math.prod(shape),)
+    if info.name.endswith(_OF_HEADS) and len(shape) == 3:
+        shape = (shape[0] * shape[1], shape[2])
     if info.name.endswith(_ONE_ROW):
         shape = (1, math.prod(shape))
     return replace(info, name=name, shape=shape, change=_change(info.name, name, kind, config))

@@ -217,6 +217,7 @@ class LatentShape:
     rank: numbers of a token's latent, of which all heads' keys and values are made. query_rank: of the queries' latent;
     None: queries are made of hidden states. key_size, rope_size: numbers of a head's query and key without RoPE, and
     with it; the latter are one key for all heads. value_size: of a head's value. norm_eps: of the latents' norms.
+    is_split: the matrices of keys, transposed, and of values are two.
     """
 
     rank: int
@@ -225,6 +226,7 @@ class LatentShape:
     rope_size: int
     value_size: int
     norm_eps: float = 1e-6
+    is_split: bool = False
 
     @property
     def entry_size(self) -> int:
@@ -600,10 +602,15 @@ def _latent(config: Json, dense: Sequence[bool]) -> Fields:
     if config.get("moe_layer_freq") != 1:
         _refuse(config, "moe_layer_freq")
     query_rank = None if config.get("q_lora_rank") is None else positive(config, "q_lora_rank")
-    rank, *sizes = (
-        positive(config, key) for key in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    latent = LatentShape(
+        rank=positive(config, "kv_lora_rank"),
+        query_rank=query_rank,
+        key_size=positive(config, "qk_nope_head_dim"),
+        rope_size=positive(config, "qk_rope_head_dim"),
+        value_size=positive(config, "v_head_dim"),
+        is_split=bool(config.get("has_split_latent")),
     )
-    latent, rope = LatentShape(rank, query_rank, *sizes), read_rope(config)
+    rope = read_rope(config)
     return {
         "num_kv_heads": 1,
         "head_dim": latent.entry_size,

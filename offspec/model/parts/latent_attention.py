@@ -44,9 +44,20 @@ class LatentAttention(Attention):
         return {
             **made,
             f"{c.attention}.kv_a_proj_with_mqa": (latent.entry_size, c.hidden_size),
-            f"{c.attention}.kv_b_proj": (c.num_heads * (latent.key_size + latent.value_size), latent.rank),
+            **self._made,
             c.attention_output: (c.hidden_size, c.num_heads * latent.value_size),
         }
+
+    @property
+    def _made(self) -> dict[str, tuple[int, int]]:
+        """Matrices that make heads' keys and values of a latent."""
+        c, latent = self.config, self.latent
+        if latent.is_split:
+            return {
+                f"{c.attention}.k_b_proj": (c.num_heads * latent.rank, latent.key_size),
+                f"{c.attention}.v_b_proj": (c.num_heads * latent.value_size, latent.rank),
+            }
+        return {f"{c.attention}.kv_b_proj": (c.num_heads * (latent.key_size + latent.value_size), latent.rank)}
 
     @property
     def row_numbers(self) -> int:
@@ -70,15 +81,26 @@ class LatentAttention(Attention):
         compressed, key = torch.split(made, [latent.rank, latent.rope_size], -1)
         rotated, key = (self.rotated(heads, rows, first, last) for heads in (rotated, key))
         entries = torch.cat((self._normed(compressed, "kv_a_layernorm", weights), key), -1)
-        matrices = weights.matrix(f"{c.attention}.kv_b_proj", x.dtype)  # stays until the values are made
-        by_heads = matrices.view(c.num_heads, -1, latent.rank)
-        of_keys, of_values = torch.split(by_heads, [latent.key_size, latent.value_size], 1)
-        absorbed = torch.cat((by_head(queries, of_keys.transpose(1, 2)), rotated), -1)
+        of_keys, of_values = self._by_heads(weights, x.dtype)
+        absorbed = torch.cat((by_head(queries, of_keys), rotated), -1)
         if c.query_growth is not None:
             absorbed = absorbed * rows.rotations.growth(*c.query_growth)[first:last].to(absorbed.dtype)
         mixed = rows.attend(self, absorbed, (entries, entries), first, last)
+        if of_values is None:
+            of_values = weights.matrix(f"{c.attention}.v_b_proj", x.dtype).view(c.num_heads, -1, latent.rank)
         values = by_head(mixed[..., : latent.rank], of_values)
         return weights.linear(c.attention_output, values.flatten(1))
+
+    def _by_heads(self, weights: LayerWeights, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+        """Matrices [heads, rank, key_size] of keys and [heads, value_size, rank] of values; None: read them afterwards,
+        because they take the same scratch memory.
+        """
+        c, latent = self.config, self.latent
+        if latent.is_split:
+            return weights.matrix(f"{c.attention}.k_b_proj", dtype).view(c.num_heads, latent.rank, -1), None
+        both = weights.matrix(f"{c.attention}.kv_b_proj", dtype).view(c.num_heads, -1, latent.rank)
+        of_keys, of_values = torch.split(both, [latent.key_size, latent.value_size], 1)
+        return of_keys.transpose(1, 2), of_values
 
     def queries(self, x: Tensor, weights: LayerWeights) -> Tensor:
         """Queries [T, heads, key_size + rope_size] of normed states x [T, hidden], not rotated yet."""

@@ -96,12 +96,17 @@ OWN = {
         {**settings_of("qwen3-next"), "linear_key_head_dim": 16, "mlp_only_layers": []},
         rope=fakes.FAMILIES["qwen3-next"].rope,
     ),
+    "deepseek-v2": Family(
+        "deepseek_v2",
+        {**settings_of("deepseek-v2"), "topk_method": "greedy", "attention_bias": False},
+        rope=fakes.FAMILIES["deepseek-v2-lite"].rope,
+    ),
     "starcoder2": Family("starcoder2", {"sliding_window": None, "tie_word_embeddings": True}, seed=4),
 }
 FAMILIES = (
     *("llama-gqa", "llama-tied", "llama-llama3", "llama-linear", "llama-yarn"),
     *("llama-yarn-attention-factor", "ministral3", "qwen2", "qwen3"),
-    *("mixtral", "qwen2-moe", "glm4-moe", "minimax-m2", "granite-moe"),
+    *("mixtral", "qwen2-moe", "glm4-moe", "minimax-m2", "granite-moe", "deepseek-v3"),
     *("gemma4", "gemma4-layer-inputs", "glm4", "lfm2", "granite", "olmo2", "nemotron", "exaone4-full", *OWN),
 )
 
