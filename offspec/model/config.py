@@ -16,30 +16,9 @@ from offspec.scheduler.params import MAX_NODES, MAX_ROWS, MOST_STATE_NODES
 
 from ..errors import CheckpointError, UnsupportedModelError
 from .config_values import EPS_RANGE, Json, mapping, number_in, positive
-from .families import (
-    ACTIVATIONS,
-    COMPLETED,
-    DEFAULTS,
-    FAMILIES,
-    GATED_MLP,
-    HEADS_NORMED,
-    MULTIMODAL,
-    NORMS_BEFORE,
-    PARTLY_ROTATED,
-    TEXT_CLASSES,
-    DeltaShape,
-    ExpertsShape,
-    Fields,
-    LatentShape,
-    LayerInputs,
-    LayerShape,
-    MambaShape,
-    MlpNames,
-    Multipliers,
-    NormPlaces,
-    QKNorm,
-    ShortConvolutionShape,
-)
+from .families.defaults import DEFAULTS
+from .families.reading import Fields
+from .families.registry import COMPLETED, FAMILIES, MULTIMODAL, PARTLY_ROTATED, TEXT_CLASSES
 from .names import (
     EMBEDDING,
     FINAL_NORM,
@@ -50,6 +29,23 @@ from .names import (
     LAYER_PREFIX,
 )
 from .rope_config import LONG_FACTORS, ORIGINAL_CONTEXT, SHORT_FACTORS, RopeConfig, read_rope, read_rotary_share
+from .shapes import (
+    ACTIVATIONS,
+    GATED_MLP,
+    HEADS_NORMED,
+    NORMS_BEFORE,
+    DeltaShape,
+    ExpertsShape,
+    LatentShape,
+    LayerInputs,
+    LayerShape,
+    MambaShape,
+    MlpNames,
+    Multipliers,
+    NormPlaces,
+    QKNorm,
+    ShortConvolutionShape,
+)
 
 MAX_CONTEXT = 2**31  # a scaled context is at most this long
 OUTER_KEYS = ("quantization_config", "tie_word_embeddings", "dtype", "torch_dtype", "eos_token_id")  # of `text_config`

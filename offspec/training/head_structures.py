@@ -17,7 +17,6 @@ from offspec.loaders.formats import dense
 from ..errors import UsageError
 from ..model.config import ModelConfig
 from ..model.decoder import Decoder
-from ..model.families import NORMS_BEFORE
 from ..model.heads.eagle import (
     FC,
     JOINED_NORM,
@@ -26,6 +25,7 @@ from ..model.heads.eagle import (
     tapped_layers,
 )
 from ..model.heads.head import LAYERS, OWN_HEAD, OWN_NORM, Advanced
+from ..model.shapes import NORMS_BEFORE
 from .distill_params import HEADS
 from .target_texts import Shard
 

@@ -27,7 +27,7 @@ from offspec.loaders.streaming.weights import LayerView
 from offspec.loading import LoadedTarget
 from offspec.model.config import read_config
 from offspec.model.decoder import Decoder, wanted_shapes
-from offspec.model.families import FAMILIES
+from offspec.model.families.registry import FAMILIES
 from offspec.model.layer_draft import LayerDraft
 from offspec.model.parts.kinds import PARTS
 from offspec.planning.plan import all_resident

@@ -25,12 +25,12 @@ from ..block import Block, layer_shapes, rotaries_of
 from ..config import ModelConfig, read_config
 from ..config_values import Json, number_in
 from ..decoder import Decoder
-from ..families import NormPlaces
 from ..parts.attention import Attention
 from ..parts.kinds import parts_of
 from ..parts.mlp import Mlp
 from ..parts.part import LayerWeights, Part, PassRows, as_vector
 from ..rope import RotaryEmbeddings
+from ..shapes import NormPlaces
 from .head import LAYERS, OWN_EMBEDDING, OWN_HEAD, OWN_NORM, HeadSpec, Inputs, LayeredHead
 
 FC, FC_BIAS = "fc.weight", "fc.bias"

@@ -11,9 +11,9 @@ from offspec.loaders.streaming.small_transfers import to_device
 from offspec.loaders.streaming.weights import HostExperts
 
 from ..config import ModelConfig
-from ..families import ExpertsShape, MlpNames
 from ..rope import RotaryEmbeddings
 from ..row_wise import row_wise
+from ..shapes import ExpertsShape, MlpNames
 from .mlp import Mlp, output_of
 from .part import LayerWeights, NativePart, PassRows, Shape, WeightsOfExperts
 
@@ -40,7 +40,7 @@ class SharedExpert(Mlp):
 class Experts(NativePart):
     """The experts of a layer: norm, router, experts, perhaps a shared one, and a residual.
 
-    Source: Shazeer et al. (1701.06538). `families.ExpertsShape` has the families' ways of choosing. Each expert is a
+    Source: Shazeer et al. (1701.06538). `shapes.ExpertsShape` has the families' ways of choosing. Each expert is a
     unit of weights, which the part borrows when the rows have chosen.
     """
 

@@ -16,11 +16,11 @@ from torch import Tensor
 from offspec.scheduler.params import MOST_STATE_NODES
 
 from ..config import ModelConfig
-from ..families import Multipliers
 from ..memory.kv_cache import MemoryLayout
 from ..memory.recurrent_states import RecurrentLayout
 from ..recurrence import SumInputs
 from ..rope import RotaryEmbeddings
+from ..shapes import Multipliers
 from .attention import Attention
 from .part import LayerWeights, PassRows, Shape
 from .recurrent import RecurrentPart

@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..config import ModelConfig
-from ..families import CLAMPED, MlpNames, Multipliers
 from ..rope import RotaryEmbeddings
 from ..row_wise import row_wise
+from ..shapes import CLAMPED, MlpNames, Multipliers
 from .attention import Attention
 from .part import LayerWeights, NativePart, PassRows
 

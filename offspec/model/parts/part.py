@@ -14,10 +14,10 @@ from offspec.loaders.formats import Weight, dense, linear, linear_each, linear_f
 from offspec.loaders.streaming.weights import LentExperts
 
 from ..config import ModelConfig
-from ..families import LayerShape
 from ..memory.kv_cache import MemoryLayout
 from ..norms import normalize
 from ..rope import RotaryEmbeddings, Rotations
+from ..shapes import LayerShape
 from .kv_attention import attend
 
 Shape = tuple[int, ...]

@@ -14,10 +14,10 @@ from offspec.model.config import read_config
 from offspec.model.cuda_graphs import TreeGraphs
 from offspec.model.decoder import CachedDecoder, Decoder, random_decoder, wanted_shapes
 from offspec.model.early_exit import EarlyExit, shared_text
-from offspec.model.families import ACTIVATIONS as KNOWN_ACTIVATIONS
 from offspec.model.names import EMBEDDING, LAYER_PREFIX
 from offspec.model.parts.attention import Attention
 from offspec.model.parts.mlp import ACTIVATIONS
+from offspec.model.shapes import ACTIVATIONS as KNOWN_ACTIVATIONS
 from offspec.training.lora import Adapter, TreeRows, hidden_states
 
 from ...fakes import FAMILIES, TinyModel, config_json
