@@ -95,7 +95,11 @@ def automatic_names(model: str, request: OpenRequest) -> list[str]:
 
 
 def mtp_names(request: OpenRequest) -> list[str]:
-    """The draft within the target's checkpoint, if there is one. That of a mixture has experts, which heads lack."""
+    """The draft within the target's checkpoint, if there is one.
+
+    That of a mixture takes room from the target's experts, and each further row of a pass needs others, so it drafts
+    only if it is asked for.
+    """
     return [MTP] if has_mtp(request.target) and request.target.config.experts is None else []
 
 

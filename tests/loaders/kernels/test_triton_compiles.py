@@ -168,8 +168,8 @@ def test_rows_with_equal_bits(card: int, dtype: str, tmp_path: Path) -> None:
     tile = kernels.TILES[DTYPES[dtype].itemsize]
     arguments = {**dict.fromkeys(("x", "matrix", "out"), kind), **PRODUCT}
     product = make(kernels.product_kernel, arguments=arguments, constants=tile.constants, **tile.options)
-    arguments = {**dict.fromkeys(("queries", "keys", "values", "out"), kind), **ATTENTION}
-    constants = {**kernels.constants(4, 128), "is_capped": False}
+    arguments = {**dict.fromkeys(("queries", "keys", "values", "out"), kind), "sinks": "*fp32", **ATTENTION}
+    constants = {**kernels.constants(4, 128), "is_capped": False, "has_sinks": True}
     attention = make(kernels.attention_kernel, arguments=arguments, constants=constants, num_warps=4, num_stages=1)
     for each in (product, attention):
         assert each.shared_bytes <= MOST_SHARED[card]

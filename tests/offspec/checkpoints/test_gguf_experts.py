@@ -32,7 +32,7 @@ from ...llama_cpp import LlamaCpp
 from ...loaders.gguf_samples import NAMES, oracle, random_blocks
 from ...pair import build_pair
 from ...refusals import refused
-from ..model.test_families import GREEDY, PLAIN, SAMPLED, TREES, perturbed, says, streamed
+from ..model.families.test_families import GREEDY, PLAIN, SAMPLED, TREES, perturbed, says, streamed
 from .test_gguf_models import NUM_TOKENS, PROMPT, decoder_of, worst_gap
 
 Packed = Mapping[str, tuple[str, Tensor]]  # GGUF's name → type and blocks

@@ -78,7 +78,7 @@ def test_a_layer_with_experts_drafts(tmp_path: Path) -> None:
     target, opened = load_decoder(files, all_resident(files), CPU), HeadFiles.of_mtp(files)
     head = opened.spec.make(opened.load(torch.float32, CPU), target)
     check_logits(head, Twin.of(model, EXPERTS, target), 32)
-    with Engine.load(str(model), device="cpu", dtype="fp32") as engine:
+    with Engine.load(str(model), draft="mtp", device="cpu", dtype="fp32") as engine:
         assert isinstance(engine.draft, HeadDraft)
         assert ids_of(engine, PROMPTS[0], SAMPLED, 12) == ids_of(engine, PROMPTS[0], SAMPLED)
 

@@ -26,7 +26,7 @@ from offspec.planning.plan import all_resident
 from ....fakes import CPU, TinyModel
 from ....pair import variant
 from ....refusals import refused
-from ..test_families import streamed
+from ..families.test_families import streamed
 
 GetModel = Callable[[str], TinyModel]
 

@@ -30,9 +30,9 @@ from offspec.planning.plan import all_resident
 from offspec.text.tokenizer import Tokenizer
 from offspec.tools.verification import settings_of, verify
 
-from ...fakes import CPU, FAMILIES, HYBRIDS, TinyModel
-from ...pair import build_pair
-from .test_decoder import assert_close, chain_logits, random_tokens
+from ....fakes import CPU, FAMILIES, HYBRIDS, TinyModel
+from ....pair import build_pair
+from ..test_decoder import assert_close, chain_logits, random_tokens
 
 GetModel = Callable[[str], TinyModel]
 # One of every layout; the families of this program's beginning have tests of their own.
