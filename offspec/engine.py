@@ -261,7 +261,7 @@ class Engine:
         """Generate texts for several prompts, which share passes: pairs of a prompt's index and its next `Step`.
 
         Each text is that of `generate` with the same parameters. params: for all prompts, or one for each. max_texts:
-        the maximum number of texts under way (`Batch`); the others wait in order. Raises the errors of `generate`.
+        the maximum number of texts under way (`Models.max_texts`); the others wait. Raises the errors of `generate`.
         """
         batch = Batch(self.models, max_texts)
         each = [params] * len(prompts) if params is None or isinstance(params, SamplingParams) else params

@@ -198,13 +198,25 @@ def _common_kernel(
     """The kernel that multiplies each of the weights with its rows, and their parts; None if it is not one for all."""
     if x.device.type != "cpu" or len(weights) < 2:
         return None
-    matrices, most = list[tuple[RowProduct, list[Tensor]]](), x[: max(counts)]
-    for weight in weights:
-        chosen = products.chosen_kernel(most, weight) if isinstance(weight, Tensor) else _chosen_kernel(weight, most)
-        if chosen is None or (matrices and chosen[0] is not matrices[0][0]):
-            return None
-        matrices.append(chosen)
-    return matrices[0][0], [parts for _, parts in matrices]
+    first, most = weights[0], x[: max(counts)]
+    chosen = products.chosen_kernel(most, first) if isinstance(first, Tensor) else _chosen_kernel(first, most)
+    if chosen is None:
+        return None
+    parts = [_parts_for(chosen[0], first, weight, most) for weight in weights]
+    matrices = [each for each in parts if each is not None]
+    return (chosen[0], matrices) if len(matrices) == len(weights) else None
+
+
+def _parts_for(product: RowProduct, first: Weight, weight: Weight, x: Tensor) -> list[Tensor] | None:
+    """The arguments of a kernel that was chosen for the weight `first`; None if it is not the one for `weight`."""
+    if not isinstance(weight, PackedMatrix):
+        chosen = products.chosen_kernel(x, weight) if isinstance(weight, Tensor) else None
+        return chosen[1] if chosen is not None and chosen[0] is product else None
+    kernel = weight.kernel if isinstance(first, PackedMatrix) and weight.form == first.form else None
+    if kernel is None:
+        return None
+    of_weight = products.exact_kernel(kernel[0], x.dtype) if products.must_be_exact(x) else kernel[0]
+    return kernel[1] if of_weight is product else None
 
 
 def linear_fp32(x: Tensor, weight: Weight, bias: Tensor | None = None, scratch: Tensor | None = None) -> Tensor:

@@ -438,7 +438,7 @@ def score_together(texts: Sequence[TextPass], layers: Collection[int] = ()) -> l
 
     hidden = pass_together(texts, after if layers else None)
     ends = list(accumulate(len(rows) for _, rows in texts))
-    return [
+    each = [
         RowLogits(
             text.decoder,
             hidden[begin:end],
@@ -447,6 +447,8 @@ def score_together(texts: Sequence[TextPass], layers: Collection[int] = ()) -> l
         )
         for (text, rows), begin, end in zip(texts, (0, *ends), ends, strict=False)
     ]
+    RowLogits.share(each)
+    return each
 
 
 def random_decoder(config: ModelConfig, seed: int, *, dtype: torch.dtype, device: torch.device) -> Decoder:

@@ -43,6 +43,22 @@ class RowLogits:
         self.num_before = num_before
         self.layer_states: Mapping[int, Tensor] = layer_states or {}
         self._slices: dict[int, Tensor] = {}
+        self._beside: Sequence[RowLogits] = (self,)
+
+    @staticmethod
+    def share(texts: Sequence[RowLogits]) -> None:
+        """Compute the first slices of several texts of one pass together, as many as have HEAD_ROWS rows.
+
+        Each of them needs its first row, and the head is read once for all.
+        """
+        beside, num_rows = list[RowLogits](), 0
+        for text in texts:
+            first_rows = min(len(text), HEAD_ROWS)
+            if num_rows + first_rows > HEAD_ROWS:
+                beside, num_rows = [], 0
+            beside.append(text)
+            num_rows += first_rows
+            text._beside = beside
 
     def before(self, first: int, last: int) -> Tensor:
         """[last - first, vocab]: logits of rows first .. last of the num_before: the chain without its last token.
@@ -67,6 +83,13 @@ class RowLogits:
     def __getitem__(self, row: int) -> Tensor:
         index = row // HEAD_ROWS
         if index not in self._slices:
-            first = index * HEAD_ROWS
-            self._slices[index] = self._head.logits(self._hidden[first : first + HEAD_ROWS])
+            self._compute(index)
         return self._slices[index][row % HEAD_ROWS]
+
+    def _compute(self, index: int) -> None:
+        """Compute a slice; with the first one, those of the texts beside."""
+        texts, first = self._beside if index == 0 else (self,), index * HEAD_ROWS
+        rows = [text._hidden[first : first + HEAD_ROWS] for text in texts]
+        logits = self._head.logits(rows[0] if len(rows) == 1 else torch.cat(rows))
+        for text, own in zip(texts, torch.split(logits, [len(each) for each in rows]), strict=True):
+            text._slices[index] = own

@@ -59,8 +59,9 @@ class Models:
         return self.draft.new_learnt(target.decoder, target.predict_pass_s if target.rates else None)
 
     def max_texts(self, wanted: int | None = None) -> int:
-        """The maximum number of texts that share passes. wanted: None is AUTO_TEXTS."""
-        return 1 if self.loaded.is_deterministic else wanted or AUTO_TEXTS
+        """The maximum number of texts that share passes. wanted: None is AUTO_TEXTS, or more if more were planned."""
+        planned = 0 if self.loaded.plan is None else self.loaded.plan.room.texts
+        return 1 if self.loaded.is_deterministic else wanted or max(AUTO_TEXTS, planned)
 
     def new_caches(self, num_tokens: int = 0, num_nodes: int = 0) -> TextCaches:
         """Empty KV caches of one text, with room for `num_tokens` tokens and a tree of `num_nodes` nodes.

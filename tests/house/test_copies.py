@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,7 @@ def _is_device(value: ast.expr) -> bool:
     return "device" in name
 
 
+@cache
 def copies() -> dict[str, list[int]]:
     """Module → lines of copies."""
     files = (file for folder in FOLDERS for file in sorted((ROOT / folder).rglob("*.py")))
