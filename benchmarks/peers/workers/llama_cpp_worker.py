@@ -19,6 +19,8 @@ def load(job: common.Job) -> tuple[common.Generate, str]:
     params.model.path = job.model
     params.n_ctx = job.settings.get("context", common.CONTEXT)
     params.n_parallel, params.kv_unified = job.settings.get("texts", 1), True
+    # Without it, llama.cpp copies matrices to memory in another order, which is faster if it has room for them.
+    params.no_extra_bufts = job.settings.get("only_mapped", False)
     params.warmup = False  # it would read the whole model once before the clock runs
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = job.threads
     if number := job.settings.get("draft_max"):

@@ -26,7 +26,7 @@ Answer = Callable[[list[list[int]], int], list[list[int]]]  # prompts, tokens of
 def llama_cpp(job: dict[str, Any]) -> tuple[Answer, str]:
     from llama_cpp_worker import load
 
-    settings = {"context": job["context_of_all"], "texts": job["texts"]}
+    settings = {"context": job["context_of_all"], "texts": job["texts"], "only_mapped": job["ram"] is not None}
     generate, version = load(common.Job(job["model"], "", [], 0, job["threads"], 0, False, settings))
 
     def one(prompt: list[int], num_tokens: int) -> list[int]:
