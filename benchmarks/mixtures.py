@@ -12,10 +12,11 @@ published models some experts are used more than others, and often for several t
 so nothing can be drafted for them; --draft names a draft all the same.
 
 The programs take turns, --rounds times. Each turn is a process that opens the file and answers the tasks in their
-order: a first text, in whose seconds caches are filled and kernels compiled; one text of --tokens tokens; --texts texts
-at once; and a prompt of --prompt-tokens. With --ram, a process is in a memory control group of this size (which needs
-root), and the page cache is empty when it starts: llama.cpp maps the file, without its copies in another order, and offspec keeps the experts used most and latest.
-Without --ram, the RAM should hold the file twice: in the page cache, and in offspec's memory.
+order: a first text, in whose seconds caches are filled and kernels compiled; one text of --tokens tokens; --texts
+texts at once; and a prompt of --prompt-tokens. With --ram, a process is in a memory control group of this size (which
+needs root), and the page cache is empty when it starts: llama.cpp maps the file, without its copies in another order,
+and offspec keeps the experts used most and latest. Without --ram, the RAM should hold the file twice: in the page
+cache, and in offspec's memory.
 
 The table has medians over rounds, and the bytes that were read from disk for each generated token (of a prompt: in
 all). Texts may differ after some tokens: llama.cpp rounds the other factor of packed matrices to 8 bits. The last line
