@@ -90,10 +90,10 @@ def output_of(
         gate, up = (both[:, ::2], both[:, 1::2]) if names.is_interleaved else both.chunk(2, -1)
         inner = gated(gate, up, activation)
     else:
-        gate = weights.linear(names.gate, x)
+        gate, up = weights.linears((names.gate, names.up), x)
         if multipliers is not None:
             gate = gate * multipliers.gate
-        inner = gated(gate, weights.linear(names.up, x), activation)
+        inner = gated(gate, up, activation)
     down = weights.linear(names.down, inner)
     return down if multipliers is None else down * multipliers.down
 

@@ -156,6 +156,10 @@ class LayerWeights:
         """x [T, K] times `name.weight` [N, K], plus `name.bias` [N] if there is one → [T, N]. Keeps gradients."""
         return linear(x, self.tensors[f"{name}.weight"], self.optional_vector(f"{name}.bias"), self.scratch)
 
+    def linears(self, names: Sequence[str], x: Tensor) -> list[Tensor]:
+        """`linear` of x by several matrices of one shape."""
+        return [self.linear(name, x) for name in names]
+
     def linear_fp32(self, name: str, x: Tensor) -> Tensor:
         """As `linear`, with an fp32 result; see `formats.linear_fp32`."""
         return linear_fp32(x, self.tensors[f"{name}.weight"], self.optional_vector(f"{name}.bias"), self.scratch)
@@ -178,13 +182,21 @@ class WeightsOfExperts(LayerWeights):
     def __init__(self, experts: Sequence[Mapping[str, Weight]], counts: Sequence[int], scratch: Tensor | None) -> None:
         super().__init__(experts[0], scratch)
         self._each = experts
-        self._counts = counts
+        self._counts = list(counts)
 
     def linear(self, name: str, x: Tensor) -> Tensor:
-        product = linear_each(x, self._counts, [tensors[f"{name}.weight"] for tensors in self._each], self.scratch)
+        return self.linears([name], x)[0]
+
+    def linears(self, names: Sequence[str], x: Tensor) -> list[Tensor]:
+        weights = [tensors[f"{name}.weight"] for name in names for tensors in self._each]
+        rows = x if len(names) == 1 else torch.cat([x] * len(names))
+        products = linear_each(rows, self._counts * len(names), weights, self.scratch).chunk(len(names))
+        return [self._with_bias(name, product) for name, product in zip(names, products, strict=True)]
+
+    def _with_bias(self, name: str, product: Tensor) -> Tensor:
         if f"{name}.bias" not in self.tensors:
             return product
-        biases = (as_vector(tensors[f"{name}.bias"]).to(x.dtype) for tensors in self._each)
+        biases = (as_vector(tensors[f"{name}.bias"]).to(product.dtype) for tensors in self._each)
         return product + torch.cat([bias.expand(n, -1) for bias, n in zip(biases, self._counts, strict=True)])
 
 
