@@ -64,6 +64,7 @@ ELSEWHERE = {
     "python -m benchmarks.drafts.heads": "tests/benchmarks/test_heads.py",
     **dict.fromkeys(("_OFFSPEC_COMPLETE=fish_source offspec", "source"), "tests/cli/test_completion.py"),
     "python -m benchmarks.peers": "tests/benchmarks/test_peers.py",
+    "python -m benchmarks.mixtures": "tests/benchmarks/test_mixtures.py",
     "python -m benchmarks.agent_replay": "tests/benchmarks/test_agent_replay.py",
     "python -m benchmarks.real": "tests/benchmarks/test_real.py",
     **dict.fromkeys(

@@ -55,10 +55,6 @@ SMALL: dict[str, tuple[str, ...]] = {
     "benchmarks.long_texts": ("--tokens", "20", "--text", "headers/0.txt"),
     "benchmarks.many": ("--ram", "2GiB", "--texts", "1,2", "--prompts", "2", "--max-new-tokens", "3"),
     "benchmarks.methods": (*TINY, "--prompts", "1", "--tokens", "4", "--budget", "4", "--costs", "card"),
-    "benchmarks.mixtures": (
-        *("--layers", "1", "--work", "headers", "--tokens", "2", "--texts", "2", "--prompt-tokens", "8"),
-        *("--rounds", "1"),
-    ),
     "benchmarks.prompt_cache": ("--prompt-tokens", "60", "--tokens", "4", "--file", "headers/0.txt"),
     "benchmarks.scheduling.joint": (
         "--max-prompts",
@@ -89,10 +85,7 @@ SMALL: dict[str, tuple[str, ...]] = {
     "benchmarks.unpack": ("--types", "fp8,nf4", "--shape", "256x256", "--rows", "1"),
 }
 # Modules whose own tests make such a call: theirs run nightly here.
-TESTED = {
-    f"benchmarks.{name}"
-    for name in ("drafts.alignment", "drafts.early_exit", "drafts.own_layers", "long_texts", "mixtures")
-}
+TESTED = {f"benchmarks.{name}" for name in ("drafts.alignment", "drafts.early_exit", "drafts.own_layers", "long_texts")}
 SHORT = {"--minutes": "0.001", "--steps": "1"}  # in place of what a page says
 SHAPE = grow.Shape(512, 1024, 9, 16, 4)  # in place of a 7B's
 
