@@ -23,6 +23,31 @@ class LogitsHead(Protocol):
         """fp32 logits [R, vocab] of hidden states [R, hidden]."""
 
 
+class FirstSlices:
+    """The first slices of several texts of a pass: each needs its first row, and the head is read once for all.
+
+    It refers to no `RowLogits`: without a circle, logits are freed as soon as a pass's are.
+    """
+
+    def __init__(self) -> None:
+        self.num_rows = 0
+        self._hidden: list[Tensor] = []
+        self._computed: tuple[Tensor, ...] = ()
+
+    def add(self, hidden: Tensor) -> int:
+        """The number of a text with these hidden states [R, hidden]."""
+        self.num_rows += len(hidden)
+        self._hidden.append(hidden)
+        return len(self._hidden) - 1
+
+    def logits(self, head: LogitsHead, number: int) -> Tensor:
+        """fp32 logits [R, vocab] of a text, with those of the others."""
+        if not self._computed:
+            whole = head.logits(self._hidden[0] if len(self._hidden) == 1 else torch.cat(self._hidden))
+            self._computed = torch.split(whole, [len(each) for each in self._hidden])
+        return self._computed[number]
+
+
 class RowLogits:
     """fp32 logits [R, vocab] of hidden states, computed on first use in slices of HEAD_ROWS.
 
@@ -43,22 +68,17 @@ class RowLogits:
         self.num_before = num_before
         self.layer_states: Mapping[int, Tensor] = layer_states or {}
         self._slices: dict[int, Tensor] = {}
-        self._beside: Sequence[RowLogits] = (self,)
+        self._first: tuple[FirstSlices, int] | None = None  # with the number of this text
 
     @staticmethod
     def share(texts: Sequence[RowLogits]) -> None:
-        """Compute the first slices of several texts of one pass together, as many as have HEAD_ROWS rows.
-
-        Each of them needs its first row, and the head is read once for all.
-        """
-        beside, num_rows = list[RowLogits](), 0
+        """Compute the first slices of several texts of one pass together, as many as have HEAD_ROWS rows."""
+        slices = FirstSlices()
         for text in texts:
-            first_rows = min(len(text), HEAD_ROWS)
-            if num_rows + first_rows > HEAD_ROWS:
-                beside, num_rows = [], 0
-            beside.append(text)
-            num_rows += first_rows
-            text._beside = beside
+            hidden = text._hidden[:HEAD_ROWS]
+            if slices.num_rows + len(hidden) > HEAD_ROWS:
+                slices = FirstSlices()
+            text._first = slices, slices.add(hidden)
 
     def before(self, first: int, last: int) -> Tensor:
         """[last - first, vocab]: logits of rows first .. last of the num_before: the chain without its last token.
@@ -83,13 +103,12 @@ class RowLogits:
     def __getitem__(self, row: int) -> Tensor:
         index = row // HEAD_ROWS
         if index not in self._slices:
-            self._compute(index)
+            self._slices[index] = self._logits(index)
         return self._slices[index][row % HEAD_ROWS]
 
-    def _compute(self, index: int) -> None:
-        """Compute a slice; with the first one, those of the texts beside."""
-        texts, first = self._beside if index == 0 else (self,), index * HEAD_ROWS
-        rows = [text._hidden[first : first + HEAD_ROWS] for text in texts]
-        logits = self._head.logits(rows[0] if len(rows) == 1 else torch.cat(rows))
-        for text, own in zip(texts, torch.split(logits, [len(each) for each in rows]), strict=True):
-            text._slices[index] = own
+    def _logits(self, index: int) -> Tensor:
+        """A slice's logits."""
+        if index == 0 and self._first is not None:
+            slices, number = self._first
+            return slices.logits(self._head, number)
+        return self._head.logits(self._hidden[index * HEAD_ROWS : (index + 1) * HEAD_ROWS])

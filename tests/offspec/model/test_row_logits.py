@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import torch
 from torch import Tensor
 
@@ -46,3 +49,17 @@ def test_texts_of_a_pass_share_products_of_their_first_rows() -> None:
         for row in range(len(states)):
             assert torch.equal(text[row], 2 * states[row])
     assert sorted(head.products) == [1, 9, HEAD_ROWS, HEAD_ROWS]
+
+
+def test_nothing_waits_for_the_garbage_collector() -> None:
+    """Logits of a large vocabulary are tens of megabytes a pass."""
+    gc.disable()
+    try:
+        (text, _), (other, _) = made(Head(), 2, 3)
+        RowLogits.share([text, other])
+        logits = weakref.ref(text[0].untyped_storage())
+        gone = weakref.ref(text), weakref.ref(other)
+        del text, other
+        assert [each() for each in (*gone, logits)] == [None] * 3
+    finally:
+        gc.enable()
