@@ -144,7 +144,7 @@ class Experts(NativePart):
     def _within_groups(self, ranks: Tensor) -> Tensor:
         """ranks [T, experts], with -inf in groups that are not among the best (DeepSeek, 2412.19437, 2.1.2)."""
         groups = self.shape.groups
-        if groups is None or groups.num == groups.num_used:
+        if groups is None:  # as it also is where all groups are used
             return ranks
         by_group = ranks.view(len(ranks), groups.num, -1)
         ranked = by_group.topk(groups.num_ranked, dim=-1).values.sum(-1)
