@@ -113,7 +113,10 @@ def _open_files(folder: Path | None) -> Iterator[str]:
 
 
 def _settings() -> Iterator[tuple[str, Any, Callable[[Any], object]]]:
-    """Names and values of what belongs to the whole process, and how each is set."""
+    """Names and values of what belongs to the whole process, and how each is set.
+
+    What was measured of a real GPU stays: it is the same for all tests.
+    """
     environment = {name: value for name, value in os.environ.items() if name not in LASTING_VARIABLES}
     yield "environment", environment, _set_environment
     yield "working directory", os.getcwd(), os.chdir
@@ -121,7 +124,9 @@ def _settings() -> Iterator[tuple[str, Any, Callable[[Any], object]]]:
     handlers = {number.name: signal.getsignal(number) for number in SIGNALS}
     yield "signal handlers", handlers, _set_handlers
     yield "disabled logging", logging.root.manager.disable, logging.disable
-    if torch := sys.modules.get("torch"):
+    torch = sys.modules.get("torch")
+    has_gpu = torch is not None and torch.cuda.is_available()
+    if torch is not None:
         yield "torch's default dtype", torch.get_default_dtype(), torch.set_default_dtype
         yield "torch's threads", torch.get_num_threads(), torch.set_num_threads
         yield "torch's gradients", torch.is_grad_enabled(), torch.set_grad_enabled
@@ -136,16 +141,15 @@ def _settings() -> Iterator[tuple[str, Any, Callable[[Any], object]]]:
         ):
             yield f"torch's {place}.{name}", getattr(settings, name), partial(setattr, settings, name)
     if module := sys.modules.get("offspec.loaders.formats.process_state"):
-        yield (
-            "measured rows of fused products",
-            dict(module.FUSED_ROWS._rows),
-            partial(_refill, module.FUSED_ROWS._rows),
-        )
-        yield "fixed fused products", module.FUSED_ROWS.is_fixed, partial(setattr, module.FUSED_ROWS, "is_fixed")
+        rows = module.FUSED_ROWS
+        if not has_gpu:
+            yield "measured rows of fused products", dict(rows._rows), partial(_refill, rows._rows)
+        yield "fixed fused products", rows.is_fixed, partial(setattr, rows, "is_fixed")
     if module := sys.modules.get("offspec.loaders.formats.on_gpu"):
         way = module.FASTER_WAY
-        yield "faster ways on a GPU", dict(way._is_kernel), partial(_refill, way._is_kernel)
-        yield "kept ways on a GPU", way.kept, partial(setattr, way, "kept")
+        if not has_gpu:
+            yield "faster ways on a GPU", dict(way._is_kernel), partial(_refill, way._is_kernel)
+            yield "kept ways on a GPU", way.kept, partial(setattr, way, "kept")
         yield "fixed ways on a GPU", way.is_fixed, partial(setattr, way, "is_fixed")
     if module := sys.modules.get("offspec.loaders.formats.products"):
         yield "measured costs of products", dict(module.COSTS._known), partial(_refill, module.COSTS._known)

@@ -11,6 +11,7 @@ MAIN, SANITIZERS, MODELS = "main", "sanitizers", "models"
 FULL, BRIEF = "full", "brief"  # texts of `passes`
 STREAM_TESTS, GRAPH_TESTS = "tests/loaders/streaming/test_link.py", "tests/offspec/model/test_cuda_graphs.py"
 TRITON_TESTS = "tests/loaders/kernels/test_triton_gguf.py"
+LANES = ("tests/loaders/kernels/", "tests/offspec/model/families/", "tests/offspec/test_exact_texts_on_cuda.py")
 SANITIZED = (  # (tool, tests): racecheck and synccheck look inside kernels, of which Triton's are ours
     ("memcheck", STREAM_TESTS),
     ("memcheck", TRITON_TESTS),
@@ -52,11 +53,11 @@ class Shapes:
 CARD, TINY = Shapes(), Shapes("tiny", (None,), "tiny", (None,))
 
 
-def correctness(shapes: Shapes) -> list[Part]:
-    """Tests marked gpu by file, the CUDA sanitizers; meanwhile models are grown, for calls on the same machine."""
-    tests = [Part(f"tests {file}", ("tests", file), 150, 15) for file in gpu_test_files()]
+def correctness(_: Shapes) -> list[Part]:
+    """Tests marked gpu by file, and the CUDA sanitizers beside them."""
+    tests = [Part(f"tests {file}", ("tests", file), 240, 15, lane=lane_of(file)) for file in gpu_test_files()]
     checks = [Part(f"{tool} {file}", ("sanitizer", tool, file), 120, 20, lane=SANITIZERS) for tool, file in SANITIZED]
-    return unique([*tests, *checks, *growth(shapes.big), *growth(shapes.small)])
+    return unique([machine(), *tests, *checks])
 
 
 def big(shapes: Shapes) -> list[Part]:
@@ -139,6 +140,11 @@ def gpu_test_files() -> list[str]:
     files = [str(file.relative_to(ROOT)) for file in sorted((ROOT / "tests").rglob("test_*.py")) if has_gpu_tests(file)]
     first = [file for file in (STREAM_TESTS, "tests/offspec/test_on_cuda.py", GRAPH_TESTS) if file in files]
     return [*first, *(file for file in files if file not in first)]
+
+
+def lane_of(file: str) -> str:
+    """Tests of kernels and of families run beside those that measure or limit the card's memory."""
+    return f"tests {Path(file).parent.name}" if file.startswith(LANES) else MAIN
 
 
 def has_gpu_tests(file: Path) -> bool:

@@ -95,8 +95,8 @@ def load(folder: Path, form: str, device: str, move: Move = resident, **options:
     """An engine whose layers lie where `move` puts them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loading, "plan_here", lambda *args: move(plan_here(*args)))
-        options = {"draft": str(folder / "draft"), **options}
-        engine = Engine.load(str(folder / form), device=device, dtype="fp32", **options)
+        options = {"draft": str(folder / "draft"), "dtype": "fp32", **options}
+        engine = Engine.load(str(folder / form), device=device, **options)
     assert str(engine.target.device).startswith(device)
     return engine
 
