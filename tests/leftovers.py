@@ -24,7 +24,10 @@ WAIT_S = 20.0  # for the threads and processes of a test that were told to end
 LASTING_THREADS = ("kernel_", "ray_", "tqdm")
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
 # Variables that libraries set for good: pytest's own, and those of torch's compiler, which bitsandbytes imports.
-LASTING_VARIABLES = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"}
+LASTING_VARIABLES = {
+    *("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"),
+    *("KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK"),  # Intel's OpenMP sets them when a library loads it
+}
 
 
 _reported: set[object] = set()  # threads and process ids that a test has failed for; no later test fails for them

@@ -42,15 +42,20 @@ class Part:
 
 @dataclass(frozen=True)
 class Shapes:
-    """Names of the jobs (`jobs.JOBS`) of the two models, and the memory in GiB of the card that each is limited to."""
+    """Names of the jobs (`jobs.JOBS`) of the two models, and the memory in GiB of the card that each is limited to.
+
+    mixtures: arguments of `mixture.mixture`. has_peers: whether other programs run, too.
+    """
 
     big: str = "70b"
     big_gib: tuple[int | None, ...] = (24, 16, 12)
     small: str = "7b"
     small_gib: tuple[int | None, ...] = (8, 12)
+    mixtures: tuple[tuple[str, ...], ...] = (("qwen3-30b-a3b", "12", "all", "4", "2"),)
+    has_peers: bool = True
 
 
-CARD, TINY = Shapes(), Shapes("tiny", (None,), "tiny", (None,))
+CARD, TINY = Shapes(), Shapes("tiny", (None,), "tiny", (None,), mixtures=(), has_peers=False)
 
 
 def correctness(_: Shapes) -> list[Part]:
@@ -91,14 +96,16 @@ def small(shapes: Shapes) -> list[Part]:
         [
             machine(),
             *grown,
+            Part(within(name, first), ("passes", name, gib(first), FULL), 150, 60, after=ready),
+            Part(f"same text {name}", ("same_text", name, gib(first)), 200, 60, after=ready),
+            *(Part(f"accelerate {name}", ("accelerate", name, gib(first)), 120, 60) for _ in range(shapes.has_peers)),
+            *(Part(f"mixture {words[0]}", ("mixture", *words), 150, 60) for words in shapes.mixtures),
+            Part(f"disk {name}", ("disk", name), 90, after=ready),
+            Part(f"packed bf16 {name}", ("packed_bf16", name), 150, 60, after=ready),
+            Part(f"shadow {name}", ("shadow_rounds", name), 120, after=ready[:1]),
             Part("shifted copies", ("shifted_copies",), 60),
             Part("copies back", ("copies_back",), 60),
             Part(f"attention {name}", ("attention", name), 90),
-            Part(f"shadow {name}", ("shadow_rounds", name), 120, after=ready[:1]),
-            Part(f"same text {name}", ("same_text", name, gib(first)), 200, 60, after=ready),
-            Part(within(name, first), ("passes", name, gib(first), FULL), 150, 60, after=ready),
-            Part(f"disk {name}", ("disk", name), 90, after=ready),
-            Part(f"packed bf16 {name}", ("packed_bf16", name), 150, 60, after=ready),
             Part(f"shadow texts {name}", ("shadow_texts", name), 90),
             *(
                 Part(within(name, cap), ("passes", name, gib(cap), BRIEF), 150, 60, after=ready)

@@ -43,6 +43,8 @@ MEASURES = {
     "packed_bf16": "packed",
     "shadow_rounds": "shadows",
     "shadow_texts": "shadows",
+    "accelerate": "accelerate",
+    "mixture": "mixture",
 }
 WITHOUT_TORCH = {"tests": "gpu_tests", "sanitizer": "gpu_tests"}
 

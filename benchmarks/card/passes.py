@@ -14,11 +14,13 @@ from benchmarks.streaming import OneLayer, star
 from offspec import SpeculationParams
 from offspec.checkpoints.opening import ModelFiles
 from offspec.errors import UsageError
+from offspec.loaders.formats.on_gpu import row_kernels
 from offspec.loaders.formats.process_state import FUSED_ROWS
 from offspec.loaders.machine.gpus import find_gpu
 from offspec.loaders.machine.hardware import Rates
 from offspec.loaders.streaming.link import DeviceFiller, DeviceSlot
 from offspec.model.decoder import CachedDecoder, Decoder
+from offspec.model.exactness import reason_against_exactness
 from offspec.planning.plan import Plan
 from offspec.scheduler.params import MAX_NODES
 
@@ -34,6 +36,7 @@ from .texts import said, texts_of
 from .timing import median_s
 from .trace import write_trace
 
+EXACT_ROWS = 256  # of the widest pass that is also timed with exact rows
 TRANSLATED_TO = "rtx4090"  # the card of the published figures
 
 
@@ -140,6 +143,12 @@ def _seconds_by_width(decoder: Decoder, plan: Plan, job: Job, link: float) -> di
     with decoder.weights.layer(streamed[0] if streamed else 0) as layer:  # the same layer repeatedly, without transfers
         alone = Decoder(decoder.config, OneLayer(decoder.weights, layer), dtype=decoder.dtype, device=decoder.device)
         compute = {width: pass_s(alone, width, job.repeats) for width in job.widths}
+        alone.is_exact = decoder.is_exact = has_exact_rows(decoder)
+        narrow = [width for width in job.widths if width <= EXACT_ROWS and decoder.is_exact]
+        exact = {width: {"exact_compute_s": pass_s(alone, width, job.repeats)} for width in narrow}
+    for width in narrow:
+        exact[width]["exact_s"] = pass_s(decoder, width, job.repeats)
+    decoder.is_exact = False
     return {
         width: {
             "seconds": seconds,
@@ -147,9 +156,20 @@ def _seconds_by_width(decoder: Decoder, plan: Plan, job: Job, link: float) -> di
             "compute_s": compute[width],
             "over_bound": seconds / max(link_s, compute[width]),
             "link_share": link_s / seconds,
+            **exact.get(width, {}),
         }
         for width, seconds in taken.items()
     }
+
+
+def has_exact_rows(decoder: Decoder) -> bool:
+    """Whether the device has kernels for rows with equal bits (`model.exactness`)."""
+    is_gpu = decoder.device.type == "cuda"
+    return (
+        row_kernels() is not None
+        if is_gpu
+        else reason_against_exactness(decoder.config, decoder.dtype, decoder.device) is None
+    )
 
 
 def pass_s(decoder: Decoder, width: int, repeats: int) -> float:

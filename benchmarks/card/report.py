@@ -39,12 +39,13 @@ def _tell_passes(figures: Mapping[str, Any]) -> list[str]:
         f"{format_size(figures['stream_bytes'])} per pass; "
         f"limit {format_size(figures['allowed_bytes'])}, peak {format_size(figures['peak_device_bytes'])}; loaded in "
         f"{figures['load_s']:.0f} s",
-        "  tokens   pass s   link s   compute s   / max(link, compute)   link used",
+        "  tokens   pass s   link s   compute s   / max(link, compute)   link used   exact s   exact compute s",
     ]
     for width, p in figures["passes"].items():
         lines.append(
             f"  {width:>6} {p['seconds']:8.3f} {p['link_s']:8.3f} {p['compute_s']:11.3f} {p['over_bound']:22.2f} "
             f"{p['link_share']:10.0%}"
+            + (f" {p['exact_s']:10.3f} {p['exact_compute_s']:16.3f}" if "exact_s" in p else "")
         )
     lines += [f"  {name}: {format_size(figures[name])}" for name in ("outside_torch_bytes",) if name in figures]
     if "texts" in figures:

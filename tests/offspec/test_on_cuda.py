@@ -80,8 +80,9 @@ def test_without_bitsandbytes_they_are_the_same(folder: Path, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("kv_cache", [16, 8, 4])
-def test_entries_in_ram_are_those_on_the_device(folder: Path, kv_cache: int) -> None:
+def test_entries_in_ram_are_those_on_the_device(tmp_path: Path, kv_cache: int) -> None:
     """Of prompts that take several chunks, in texts that share passes, too."""
+    folder = build(tmp_path, max_position_embeddings=2048)
     params, found = SamplingParams(24, temperature=1.0, seed=4, ignore_eos=True), []
     prompts = ["def area(" * 300, "x = 1\n" * 200, "for i in range("]
     for move in (in_ram, with_entries_in_ram):

@@ -82,9 +82,9 @@ def streamed(
 FORMS = ("plain", "nf4") if has_bitsandbytes() else ("plain",)
 
 
-def build(folder: Path) -> Path:
-    """A pair, its target in each of FORMS."""
-    pair = build_pair(folder, num_layers=4)
+def build(folder: Path, **settings: Any) -> Path:
+    """A pair, its target in each of FORMS. settings: of its config.json."""
+    pair = build_pair(folder, num_layers=4, **settings)
     pair.target.rename(folder / "plain")
     if "nf4" in FORMS:
         convert(folder / "plain", folder / "nf4")

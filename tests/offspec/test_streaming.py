@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,7 +26,6 @@ from offspec.loaders.streaming.placement import KV_ITEM, Item, Limits, Placement
 from offspec.loading import LoadedTarget, PlannedMemory
 from offspec.model.block import Block, memory_bytes
 from offspec.model.decoder import CachedDecoder, Decoder
-from offspec.model.parts.part import PassRows
 
 from ..fakes import FAMILIES, build
 from ..pair import CONFIG, CONTEXT, Pair, build_pair, variant
@@ -228,10 +228,10 @@ def test_nothing_waits_for_the_device_within_a_pass(pair: Pair) -> None:
     decoder = load_decoder(files, placement, device, WeightSettings(has_far_embedding=True))
     through = decoder.through
 
-    def watched(hidden: torch.Tensor, rows: PassRows) -> torch.Tensor:
+    def watched(*args: Any) -> torch.Tensor:
         torch.cuda.set_sync_debug_mode("error")
         try:
-            return through(hidden, rows)
+            return through(*args)
         finally:
             torch.cuda.set_sync_debug_mode("default")
 

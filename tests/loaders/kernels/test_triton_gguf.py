@@ -14,8 +14,6 @@ from offspec.loaders.formats import gguf, linear
 from offspec.loaders.formats.gguf import GgufMatrix, unpack_reference
 from offspec.loaders.formats.on_gpu import FASTER_WAY, GGUF_WITH_KERNELS, gguf_kernels
 from offspec.loaders.formats.process_state import FUSED_ROWS
-from offspec.loaders.machine.measure import measure_fused_rows
-from offspec.loaders.machine.product_costs import of_no_file
 
 from ..gguf_samples import NAMES, edge_blocks, matrix_of, oracle, random_blocks, same_bits
 from .interpreted import interpreted, same_numbers
@@ -184,15 +182,3 @@ def test_on_a_gpu_products_without_unpacking(name: str) -> None:
         wanted = x.float() @ expected.bfloat16().float().T
         found = multiply(x.to(device)).cpu().float()
         assert (found - wanted).abs().max() <= 0.02 * wanted.abs().max()
-
-
-@pytest.mark.gpu
-def test_on_a_gpu_the_rows_are_measured() -> None:
-    pytest.importorskip("triton")
-    device = torch.device("cuda:0")
-    stored = gguf.GgufFormat().sized("Q4_K", "weight", (4096, 4096), of_no_file)
-    assert stored is not None
-    try:
-        assert measure_fused_rows(stored, device, torch.bfloat16, seconds=0.05) >= 16
-    finally:
-        FUSED_ROWS.clear()
