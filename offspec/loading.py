@@ -48,7 +48,7 @@ from .planning.probe import (
 )
 from .planning.report import explain_packing, explain_plan
 from .planning.spilling import spill_watch
-from .process import fix_choices, set_num_threads
+from .process import fix_choices, prepare_gpu, set_num_threads
 from .text.lookup_files import lookup_memory_bytes, open_index
 from .text.tokenizer import Tokenizer
 
@@ -355,8 +355,9 @@ def _load_models(
     notes: list[Note],
 ) -> tuple[LoadedTarget, Draft]:
     device, accelerator = machine.device, accelerator_of(machine.device)
-    if accelerator.has_own_memory:  # otherwise memory that torch cached for a closed engine would count as used
-        accelerator.release_memory()
+    if accelerator.has_own_memory:
+        prepare_gpu()
+        accelerator.release_memory()  # what torch cached for a closed engine would count as used
         accelerator.limit_memory(None)
     plan = plan_here(files, features, read_hardware(device), memory_options(options))
     choose_products([(files, plan.placement.is_resident), *((model, True) for model in opened.models)], device)
@@ -369,7 +370,7 @@ def _load_models(
         accelerator.release_memory()
         accelerator.limit_memory(plan.placement.limits.device if options.vram is not None else None)
     is_exact = not options.fast_arithmetic and is_exact_by_default(
-        files.config, files.dtype, device, is_streamed=not plan.placement.is_resident
+        files.config, files.dtype, device, is_streamed=not plan.placement.is_resident, kv=files.kv
     )
     if is_exact:
         prepare_exact_products(files, is_resident=plan.placement.is_resident)

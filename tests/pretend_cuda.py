@@ -148,6 +148,8 @@ def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if func is aten.copy_.default and operation.comes_later:
         return operation.copy_later()
     operation.begin()
+    if goes_there and (error := machine.last_error()):
+        raise RuntimeError(f"CUDA error {error} of an earlier call")
     kwargs = {
         name: torch.device("cpu") if name == "device" and value is not None else value for name, value in kwargs.items()
     }

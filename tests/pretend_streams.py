@@ -107,15 +107,30 @@ class Machine:
         return any(first <= begin < first + nbytes for first, nbytes in list(self.locked.items()))
 
     def lock_memory(self, address: int, nbytes: int, flags: int = 0) -> int:
+        if nbytes == 0 or address in self.locked:
+            return self.fails(1)
         self.locked[address] = nbytes
         return 0
 
-    def unlock_memory(self, address: int) -> None:
-        nbytes = self.locked.pop(address)
+    def fails(self, status: int) -> int:
+        """A call of the runtime fails: it says so, and so does the thread's next operation if nobody asks before."""
+        self._local.last_error = status
+        return status
+
+    def last_error(self) -> int:
+        """Of this thread's calls, and forget it."""
+        status = getattr(self._local, "last_error", 0)
+        self._local.last_error = 0
+        return int(status)
+
+    def unlock_memory(self, address: int) -> int:
+        if (nbytes := self.locked.pop(address, None)) is None:
+            return self.fails(1)
         for stream in list(self.streams):
             for copy in list(stream.late):
                 inside = [t for t in (copy.target, copy.source) if address <= t.data_ptr() < address + nbytes]
                 assert not inside, f"memory is unlocked before a copy is over, at {place_here()}"
+        return 0
 
     def before(self, storages: Iterable[int]) -> None:
         """An operation of the current stream touches these storages: earlier copies of the stream come first."""

@@ -55,23 +55,30 @@ class Cuda:
     def pin(self, buffer: HostBuffer) -> bool:
         """Registering in place saves memory: torch's pinned allocator would round the size up to a power of two.
 
-        After a refusal, copies are only slower. But CUDA stores it as this thread's last error, which torch would
-        report after the next kernel launch. So this function launches a kernel to clear the error.
+        After a refusal, copies are only slower.
         """
         if buffer.nbytes == 0:
             return True
         with torch.cuda.device(self.device):
             runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
             status = runtime.cudaHostRegister(buffer.address, buffer.nbytes, _PORTABLE)
-            if int(status) == 0:
-                return True
-            with suppress(RuntimeError):
-                torch.ones(1, device=self.device)
-        return False
+            return self._has_succeeded(status)
 
     def unpin(self, buffer: HostBuffer) -> None:
+        if buffer.nbytes == 0:
+            return
         with torch.cuda.device(self.device):
-            torch.cuda.cudart().cudaHostUnregister(buffer.address)  # type: ignore[no-untyped-call]
+            self._has_succeeded(torch.cuda.cudart().cudaHostUnregister(buffer.address))  # type: ignore[no-untyped-call]
+
+    def _has_succeeded(self, status: Any) -> bool:
+        """CUDA stores a failure as this thread's last error, which torch would report after the next launch of a
+        kernel. So one is launched here.
+        """
+        if int(status) == 0:
+            return True
+        with suppress(RuntimeError):
+            torch.ones(1, device=self.device)
+        return False
 
     def page_locked(self, nbytes: int) -> Tensor:
         return torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True)

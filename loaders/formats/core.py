@@ -33,6 +33,7 @@ REMEDY = "use the 16-bit checkpoint, a bitsandbytes 4-bit one, or make one with 
 # 117 MB needs fresh pages each time: 16 ms of CPU instead of 64.
 TILE = 1 << 20
 TILE_ON_CUDA = 1 << 24  # larger, because launches dominate
+SLICE = 1 << 26  # of a packed head on a GPU: the memory for its unpacked numbers, 128 MiB in 16 bits
 
 
 # ---------------------------------------------------------------------------------------------------- resident weights
@@ -225,6 +226,9 @@ def linear_fp32(x: Tensor, weight: Weight, bias: Tensor | None = None, scratch: 
     On a GPU the sums are not rounded to x's dtype first, where torch can (2.8 and newer), if the matrix is plain or is
     dequantised for the product, and no gradient is wanted. Fused products, and those on a CPU, are rounded first.
     """
+    if _is_sliced(x, weight, scratch):
+        assert isinstance(weight, PackedTable)
+        return products.plus(_by_slices(x, weight), bias)
     if products.must_be_exact(x) and x.device.type != "cpu":
         return products.plus(exact_on_gpu(x, dense(weight, x.dtype, scratch), torch.float32), bias)
     is_half, is_plain = x.dtype in products.HALF_DTYPES, isinstance(weight, Tensor)
@@ -233,6 +237,30 @@ def linear_fp32(x: Tensor, weight: Weight, bias: Tensor | None = None, scratch: 
         product = torch.mm(x, dense(weight, x.dtype, scratch).t(), out_dtype=torch.float32)
         return product if bias is None else product + bias
     return linear(x, weight, bias, scratch).float()
+
+
+def _is_sliced(x: Tensor, weight: Weight, scratch: Tensor | None) -> bool:
+    """Whether a large table on a GPU is unpacked for this product, and there is no memory planned for all of it."""
+    if x.device.type == "cpu" or scratch is not None or isinstance(weight, Tensor):
+        return False
+    is_large = math.prod(weight.shape) > SLICE and isinstance(weight, PackedTable)
+    return is_large and _chosen_fused(weight, x) is None
+
+
+def _by_slices(x: Tensor, table: PackedTable) -> Tensor:
+    """`linear_fp32` by some of the table's rows [N, K] at a time."""
+    num_rows, num_inputs = table.shape
+    height = max(1, SLICE // num_inputs)
+    out = x.new_empty(*x.shape[:-1], num_rows, dtype=torch.float32)
+    for first in range(0, num_rows, height):
+        some = torch.arange(first, min(first + height, num_rows), device=table.device)
+        out[..., first : first + len(some)] = linear_fp32(x, table.take(some).dequantize(x.dtype))
+    return out
+
+
+def slice_elements(shape: Sequence[int]) -> int:
+    """Elements of a packed head of this shape that are unpacked at a time on a GPU."""
+    return min(math.prod(shape), SLICE)
 
 
 def exact_on_gpu(x: Tensor, weight: Tensor, dtype: torch.dtype | None = None) -> Tensor:

@@ -122,6 +122,12 @@ def can_attend(group: int, dtype: torch.dtype) -> bool:
     return bool({"avx2", "avx512"} & instructions()) and dtype in KINDS and group <= MOST_GROUP
 
 
+def can_attend_on_gpu(group: int, head_dim: int, itemsize: int) -> bool:
+    """Whether the operands of `triton_rows.attention_kernel` fit in the shared memory of any card from Turing on."""
+    padded_group, padded_dim = (1 << (size - 1).bit_length() for size in (max(16, group), max(16, head_dim)))
+    return (padded_group + 2 * BLOCK) * padded_dim * itemsize <= 64 * 1024
+
+
 @dataclass(frozen=True)
 class Scores:
     """How a query's scores are made. scale: of products. cap: c of c tanh(score / c).

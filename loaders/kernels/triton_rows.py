@@ -1,7 +1,9 @@
 """Products and attention on a GPU, by Triton, with the same bits for a row however many rows there are.
 
-A product's tiles, and the order in which a sum goes along the inputs, depend on the matrix alone: 16 rows at a time,
-which tensor cores take as one, and no split of the inputs among programs. Attention takes a row alone: its keys in the
+The order in which a sum goes along the inputs depends on the matrix alone: no inputs are split among programs. 16 rows
+are a tile, which tensor cores take as one. Tiles of more rows read a matrix less often from the L2 cache; they are used
+where the card computes the same bits with them, which is tried once (Hopper has other instructions for 64 rows).
+Attention takes a row alone: its keys in the
 order of their positions, from the slots where they lie, with the online softmax of FlashAttention (2205.14135). Sums
 are fp32. Importing this module raises ImportError where Triton is not installed. With TRITON_INTERPRET=1 in the
 environment the kernels run on a CPU, slowly.
@@ -12,20 +14,22 @@ environment the kernels run on a CPU, slowly.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-ROWS = 16  # of a tile of rows, and query heads that share a key head, rounded up to it
+ROWS = 16  # of a tile for few rows, and query heads that share a key head, rounded up to it
 KEYS = 32  # positions at a time
 
 
 @dataclass(frozen=True)
 class Tile:
-    """Outputs of a program, inputs at a time, and what Triton needs."""
+    """Rows and outputs of a program, inputs at a time, and what Triton needs."""
 
+    rows: int
     outputs: int
     inputs: int
     num_warps: int
@@ -34,7 +38,7 @@ class Tile:
     @property
     def constants(self) -> dict[str, int]:
         """Arguments of the kernel."""
-        return {"rows": ROWS, "outputs": self.outputs, "inputs": self.inputs}
+        return {"rows": self.rows, "outputs": self.outputs, "inputs": self.inputs}
 
     @property
     def options(self) -> dict[str, int]:
@@ -43,7 +47,8 @@ class Tile:
 
 
 # By the bytes of a number. Programs of few outputs keep all processors busy also with one row.
-TILES = {2: Tile(32, 128, 4, 3), 4: Tile(32, 32, 4, 2)}
+TILES = {2: Tile(ROWS, 32, 128, 4, 3), 4: Tile(ROWS, 32, 32, 4, 2)}
+TILES_OF_MANY = {2: (Tile(64, 64, 32, 4, 3), Tile(32, 64, 64, 4, 3)), 4: (Tile(32, 32, 32, 4, 2),)}
 
 
 @triton.jit
@@ -73,13 +78,27 @@ def product_kernel(
 
 def multiply(x: Tensor, matrix: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """x [..., K] times a plain matrix [N, K] of its dtype, contiguous → [..., N] in `dtype`, by default in x's."""
+    many = x.numel() // matrix.shape[1] > ROWS
+    return _multiply(x, matrix, dtype or x.dtype, tile_of_many(x.dtype, x.device) if many else TILES[x.dtype.itemsize])
+
+
+def _multiply(x: Tensor, matrix: Tensor, dtype: torch.dtype, tile: Tile) -> Tensor:
     num_outputs, num_inputs = matrix.shape
-    x, tile = x.contiguous(), TILES[x.dtype.itemsize]
-    num_rows = x.numel() // num_inputs
-    out = x.new_empty(*x.shape[:-1], num_outputs, dtype=dtype or x.dtype)
-    grid = triton.cdiv(num_rows, ROWS), triton.cdiv(num_outputs, tile.outputs)
+    x, num_rows = x.contiguous(), x.numel() // num_inputs
+    out = x.new_empty(*x.shape[:-1], num_outputs, dtype=dtype)
+    grid = triton.cdiv(num_rows, tile.rows), triton.cdiv(num_outputs, tile.outputs)
     product_kernel[grid](x, matrix, out, num_rows, num_outputs, num_inputs, **tile.constants, **tile.options)
     return out
+
+
+@cache
+def tile_of_many(dtype: torch.dtype, device: torch.device) -> Tile:
+    """The first of TILES_OF_MANY that gives the bits of TILES on this device, on random numbers; or that of TILES."""
+    generator, few = torch.Generator().manual_seed(0), TILES[dtype.itemsize]
+    x, matrix = (torch.randn(n, 2000, generator=generator).to(device, dtype) for n in (70, 500))
+    expected = _multiply(x, matrix, torch.float32, few)
+    same = (t for t in TILES_OF_MANY[dtype.itemsize] if torch.equal(_multiply(x, matrix, torch.float32, t), expected))
+    return next(same, few)
 
 
 # Triton's own reductions cannot be interpreted by a module that is imported anew, as tests do.

@@ -64,7 +64,7 @@ class DeviceExperts:
             self._first[layer] = first
             first += len(units)
         nbytes = max(unit.record.nbytes for units in experts.values() for unit in units)
-        self._free = [DeviceSlot(nbytes, accelerator) for _ in range(num_slots)]
+        self._free = DeviceSlot.several(num_slots, nbytes, accelerator)
         self._held = dict[Unit, DeviceExpert]()
         self._ranks, self._passes = UseRanks(), PassCount()
         self._stream = accelerator.new_stream()

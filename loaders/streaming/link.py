@@ -17,7 +17,7 @@ import torch
 
 from ..accelerators.accelerator import Accelerator, DeviceEvent, accelerator_of
 from ..accelerators.cuda import span
-from ..files.readers import HostBuffer
+from ..files.readers import HostBuffer, align_up
 from ..files.records import ALIGNMENT, Record
 from .stream import Fill, Stream, Unit
 
@@ -100,10 +100,18 @@ class CopyStream:
 class DeviceSlot:
     """A slot in device memory; its events order the copy stream and the compute stream."""
 
+    @classmethod
     @torch.inference_mode(False)  # another thread writes to it, which inference tensors do not allow
-    def __init__(self, nbytes: int, accelerator: Accelerator) -> None:
-        self._memory = torch.empty(nbytes + ALIGNMENT, dtype=torch.uint8, device=accelerator.device)
-        self._nbytes, self._accelerator = nbytes, accelerator
+    def several(cls, num: int, nbytes: int, accelerator: Accelerator) -> list[DeviceSlot]:
+        """Slots in one piece of memory: torch's allocator would round up each of many small ones."""
+        each = align_up(nbytes + ALIGNMENT)
+        memory = torch.empty(num * each, dtype=torch.uint8, device=accelerator.device)
+        return [cls(memory[i * each : i * each + nbytes + ALIGNMENT], accelerator) for i in range(num)]
+
+    def __init__(self, memory: torch.Tensor, accelerator: Accelerator) -> None:
+        """memory: ALIGNMENT bytes more than the content."""
+        self._memory = memory
+        self._nbytes, self._accelerator = len(memory) - ALIGNMENT, accelerator
         self.shift = 0  # offset of the content, from 0 to ALIGNMENT; set when the slot is filled
         self.ready = accelerator.new_event(blocking=True)
         self.free = accelerator.new_event()

@@ -330,7 +330,7 @@ class TieredWeights:
     def _open_link(self, records: Mapping[Unit, Record]) -> Stream:
         """A stream to a GPU. Layers in RAM and the slots for layers on disk share one pinned buffer."""
         p, layers = self._placement, self._model.layers
-        slots = [DeviceSlot(p.slots.nbytes, self._accelerator) for _ in range(p.slots.num)]
+        slots = DeviceSlot.several(p.slots.num, p.slots.nbytes, self._accelerator)
         sizes = [*(layers[i].record.nbytes for i in p.in_ram), *[p.slots.nbytes] * (p.slots.num_host if records else 0)]
         whole, parts = HostBuffer.side_by_side(sizes)
         in_ram: dict[Unit, torch.Tensor] = {

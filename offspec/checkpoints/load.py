@@ -46,10 +46,13 @@ DEFAULT = WeightSettings()
 def load_weights(
     model: ModelFiles, placement: Placement, device: torch.device, settings: WeightSettings = DEFAULT
 ) -> TieredWeights:
-    """Load the resident layers, and prepare the stream for the others.
+    """Load the resident layers, and prepare the stream for the others. On a GPU, torch's settings are changed first
+    (`process.prepare_gpu`).
 
     Raises torch.OutOfMemoryError, MemoryLimitError, CheckpointError.
     """
+    if accelerator_of(device).has_own_memory:
+        prepare_gpu()
     is_in_order = is_blocked(model, device) and not settings.is_written and not settings.is_exact
     far = (model.config.embedding_name,) if settings.has_far_embedding and not model.config.tied_head else ()
     return TieredWeights(
@@ -72,12 +75,7 @@ def load_decoder(
 
 
 def decoder_over(model: ModelFiles, weights: WeightSource, device: torch.device) -> Decoder:
-    """The decoder of a model with loaded weights: offspec's own, or transformers' modules.
-
-    On a GPU, torch's settings are changed first (`process.prepare_gpu`).
-    """
-    if accelerator_of(device).has_own_memory:
-        prepare_gpu()
+    """The decoder of a model with loaded weights: offspec's own, or transformers' modules."""
     if isinstance(model.config, ForeignConfig):
         from ..model.foreign import ForeignDecoder  # imported here, because it imports transformers
 

@@ -1,29 +1,37 @@
 """Whether a decoder is exact: a row's results have the same bits whatever rows share its pass.
 
-Then texts equal plain decoding's, not only up to near-ties. Kernels for it exist for CPUs. They are as fast as others,
-except where torch has AMX for many rows of bf16. Passes of a streamed model wait for weights anyway.
+Then texts equal plain decoding's, not only up to near-ties. There are kernels for CPUs, and for GPUs with Triton. On a
+CPU they are as fast as others, except where torch has AMX for many rows of bf16. On a GPU they are slower; but passes
+of a streamed model wait for weights anyway.
 """
 
 from __future__ import annotations
 
 import torch
 
+from offspec.loaders.formats.on_gpu import row_kernels
 from offspec.loaders.formats.products import EXACT_DTYPES, can_be_exact
 from offspec.loaders.kernels.compiler import describe_instructions, has_amx
-from offspec.loaders.kernels.row_attention import can_attend
+from offspec.loaders.kernels.row_attention import can_attend, can_attend_on_gpu
 
 from .config import ModelConfig
 from .decoder import Decoder
+from .memory.kv_formats import PLAIN, KVFormat
 
 FASTEST_WAY = "rows are computed in the fastest way"
 
 
-def is_exact_by_default(config: ModelConfig, dtype: torch.dtype, device: torch.device, *, is_streamed: bool) -> bool:
+def is_exact_by_default(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device, *, is_streamed: bool, kv: KVFormat = PLAIN
+) -> bool:
     """Whether a target is exact unless its user wants fast arithmetic: a rule without measured times.
 
-    is_streamed: whether a pass waits for weights.
+    is_streamed: whether a pass waits for weights. kv: the format of its KV entries; on a GPU packed ones would be
+    unpacked as a whole, into memory that plans do not count. A CPU beside a GPU would round experts otherwise.
     """
-    is_slower = dtype == torch.bfloat16 and has_amx()
+    if device.type != "cpu" and (config.experts is not None or not kv.is_plain):
+        return False
+    is_slower = device.type != "cpu" or (dtype == torch.bfloat16 and has_amx())
     return reason_against_exactness(config, dtype, device) is None and (is_streamed or not is_slower)
 
 
@@ -33,14 +41,22 @@ def reason_against_exactness(config: ModelConfig, dtype: torch.dtype, device: to
         return "its layers are modules of transformers"
     if config.delta is not None or config.mamba is not None:
         return "its layers keep states of the text, which other rows round otherwise"
-    if device.type != "cpu":
-        return f"the kernels for {device.type} have not run on a card yet"
     if dtype not in EXACT_DTYPES:
         return f"there are no such kernels for {str(dtype).removeprefix('torch.')}"
+    if device.type != "cpu":
+        return _reason_on_gpu(config, dtype)
     if not can_be_exact(dtype):
         return "there are no kernels for this processor"
     if not can_attend(config.mask_heads, dtype):
         return "too many query heads share a key head"
+    return None
+
+
+def _reason_on_gpu(config: ModelConfig, dtype: torch.dtype) -> str | None:
+    if row_kernels() is None:
+        return "Triton is not installed"
+    if not can_attend_on_gpu(config.mask_heads, config.largest_head, dtype.itemsize):
+        return "its heads are too large for the kernel of attention"
     return None
 
 

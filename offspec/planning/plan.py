@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from offspec.loaders.formats.core import slice_elements
 from offspec.loaders.machine.hardware import Hardware, Rates
 from offspec.loaders.streaming.device_experts import ExpertChoice
 from offspec.loaders.streaming.placement import (
@@ -512,7 +513,7 @@ def _items(room: Room, demand: Demand, uses: Sequence[MemoryUse]) -> list[Item]:
     if tables:
         items.append(Item(EMBEDDING_ITEM, on_host=sum(shared.pop(name) for name in tables)))
     items.append(Item("head", on_device=sum(shared.values())))
-    items += unpacking_items(target)
+    items += [*unpacking_items(target), *head_items(target, on_gpu=on_gpu)]
     return add_up([*items, *(item for use in uses for item in use.items)])
 
 
@@ -520,6 +521,14 @@ def unpacking_items(model: ModelFiles) -> list[Item]:
     """Scratch for the largest matrix that is dequantised for each use; each model has its own."""
     scratch = model.stored.scratch_elements(range(model.config.num_layers), model.dtype) * model.dtype.itemsize
     return [Item("unpacking", on_device=scratch)] if scratch else []
+
+
+def head_items(model: ModelFiles, *, on_gpu: bool) -> list[Item]:
+    """What unpacking a packed head takes on a GPU; a CPU multiplies with it as it is."""
+    head = model.stored.shared.get(model.config.head_name)
+    if not on_gpu or head is None or not head.is_packed:
+        return []
+    return [Item("unpacking the head", on_device=slice_elements(head.shape) * model.dtype.itemsize)]
 
 
 def resident_bytes(model: ModelFiles) -> int:

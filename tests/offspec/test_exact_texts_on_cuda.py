@@ -10,7 +10,6 @@ import torch.nn.functional as F
 
 from offspec import Engine, SamplingParams, SpeculationParams
 from offspec.loaders.formats.on_gpu import row_kernels
-from offspec.scheduler.drafting.child_scores import log_normalisers
 
 from .test_pretended_cuda import FORMS, Move, build, in_ram, load, resident
 
@@ -33,7 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_what_torch_computes_depends_on_no_other_row(dtype: torch.dtype) -> None:
-    """Norms, activations and normalisers, which have no kernels of their own."""
+    """Norms, activations and probabilities, which have no kernels of their own."""
     x = torch.randn(512, 8192, generator=torch.Generator().manual_seed(0)).to("cuda:0", dtype)
     weight = torch.rand(8192, generator=torch.Generator().manual_seed(1)).to("cuda:0", dtype)
     functions = {
@@ -45,7 +44,6 @@ def test_what_torch_computes_depends_on_no_other_row(dtype: torch.dtype) -> None
         "tanh": torch.tanh,
         "softmax": lambda rows: torch.softmax(rows.float(), -1),
         "log_softmax": lambda rows: torch.log_softmax(rows.float(), -1),
-        "normalisers": lambda rows: torch.from_numpy(log_normalisers(rows.float())),
     }
     wrong = []
     for name, function in functions.items():

@@ -165,13 +165,16 @@ def test_rows_with_equal_bits(card: int, dtype: str, tmp_path: Path) -> None:
     if kernels is None:
         pytest.skip("Triton is not installed; it comes with torch's CUDA wheels")
     make, kind = partial(compiled, card=card, folder=tmp_path), f"*{dtype}"
-    tile = kernels.TILES[DTYPES[dtype].itemsize]
+    size = DTYPES[dtype].itemsize
     arguments = {**dict.fromkeys(("x", "matrix", "out"), kind), **PRODUCT}
-    product = make(kernels.product_kernel, arguments=arguments, constants=tile.constants, **tile.options)
+    products = [
+        make(kernels.product_kernel, arguments=arguments, constants=tile.constants, **tile.options)
+        for tile in (kernels.TILES[size], *kernels.TILES_OF_MANY[size])
+    ]
     arguments = {**dict.fromkeys(("queries", "keys", "values", "out"), kind), "sinks": "*fp32", **ATTENTION}
     constants = {**kernels.constants(4, 128), "is_capped": False, "has_sinks": True}
     attention = make(kernels.attention_kernel, arguments=arguments, constants=constants, num_warps=4, num_stages=1)
-    for each in (product, attention):
+    for each in (*products, attention):
         assert each.shared_bytes <= MOST_SHARED[card]
         if card != RTX_2080_TI:
             assert each.has_tensor_cores == (dtype != "fp32")

@@ -66,9 +66,7 @@ def test_copies_are_through_before_the_link_is_closed(monkeypatch: pytest.Monkey
     """What is queued still writes into slots, and reads memory that is unpinned next."""
     fake, device = FakeCuda(monkeypatch), Cuda(CPU)
     layers = {i: torch.full((64,), i, dtype=torch.uint8) for i in range(4)}
-    ring = Ring(
-        range(4), [DeviceSlot(64, device) for _ in range(3)], DeviceFiller(layers, None, records(layers), device)
-    )
+    ring = Ring(range(4), DeviceSlot.several(3, 64, device), DeviceFiller(layers, None, records(layers), device))
     for layer in (0, 1, 2, 3, 0, 1):
         with ring.lend(layer) as buffer:
             assert torch.equal(buffer, layers[layer])
@@ -164,7 +162,7 @@ def test_a_link_may_be_closed_while_it_copies() -> None:
         assert Cuda(CUDA).pin(buffer)
     for _ in range(5):
         filler = DeviceFiller({i: buffer.tensor for i, buffer in layers.items()}, None, records(layers), Cuda(CUDA))
-        ring = Ring(range(3), [DeviceSlot(64 * MIB, Cuda(CUDA)) for _ in range(3)], filler)
+        ring = Ring(range(3), DeviceSlot.several(3, 64 * MIB, Cuda(CUDA)), filler)
         with ring.lend(0):
             pass
         ring.close()

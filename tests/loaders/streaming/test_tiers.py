@@ -137,7 +137,8 @@ def test_what_was_opened_is_closed_where_the_rest_fails(
         raise CheckpointError("told to fail")
 
     monkeypatch.setattr(
-        "offspec.loaders.streaming.tiers.DeviceSlot", lambda nbytes, device: HostSlot(HostBuffer(nbytes))
+        "offspec.loaders.streaming.tiers.DeviceSlot.several",
+        lambda num, nbytes, device: [HostSlot(HostBuffer(nbytes)) for _ in range(num)],
     )
     monkeypatch.setattr(Cuda, "pin", refuse)
     placement = placed(model, NONE)
@@ -182,7 +183,8 @@ def test_what_waits_for_a_gpu_is_pinned_in_one_piece(tmp_path: Path, monkeypatch
             self.disk.close()
 
     monkeypatch.setattr(
-        "offspec.loaders.streaming.tiers.DeviceSlot", lambda nbytes, device: HostSlot(HostBuffer(nbytes))
+        "offspec.loaders.streaming.tiers.DeviceSlot.several",
+        lambda num, nbytes, device: [HostSlot(HostBuffer(nbytes)) for _ in range(num)],
     )
     monkeypatch.setattr("offspec.loaders.streaming.tiers.DeviceFiller", Filler)
     monkeypatch.setattr(Cuda, "pin", pin)

@@ -26,7 +26,7 @@ from offspec.model.decoder import (
 )
 from offspec.model.exactness import is_exact_by_default, reason_against_exactness
 from offspec.model.foreign_config import ForeignConfig
-from offspec.model.memory.kv_formats import KV_FORMATS
+from offspec.model.memory.kv_formats import EIGHT_BIT, KV_FORMATS
 from offspec.model.norms import NORMS, normalize
 from offspec.model.parts.mlp import ACTIVATIONS
 from offspec.model.rope import RotaryEmbedding, Rotations, rotate
@@ -196,13 +196,27 @@ def test_where_decoders_are_exact(monkeypatch: pytest.MonkeyPatch) -> None:
     for dtype in DTYPES.values():
         assert is_exact_by_default(config, dtype, CPU, is_streamed=False)
     assert "float64" in (reason_against_exactness(config, torch.float64, CPU) or "")
-    assert "cuda" in (reason_against_exactness(config, torch.bfloat16, torch.device("cuda")) or "")
     monkeypatch.setattr("offspec.model.exactness.has_amx", lambda: True)
     assert not is_exact_by_default(config, torch.bfloat16, CPU, is_streamed=False)
     assert is_exact_by_default(config, torch.bfloat16, CPU, is_streamed=True)
     assert is_exact_by_default(config, torch.float16, CPU, is_streamed=False)
     monkeypatch.setattr("offspec.loaders.formats.products.num_lanes", lambda: 0)
     assert "processor" in (reason_against_exactness(config, torch.bfloat16, CPU) or "")
+
+
+def test_where_decoders_on_a_gpu_are_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streamed ones, whose passes wait for weights; not those with experts or packed KV entries."""
+    config, cuda = read_config(config_json(FAMILIES["llama-gqa"])), torch.device("cuda")
+    monkeypatch.setattr("offspec.model.exactness.row_kernels", lambda: object())
+    assert is_exact_by_default(config, torch.bfloat16, cuda, is_streamed=True)
+    assert not is_exact_by_default(config, torch.bfloat16, cuda, is_streamed=False)
+    assert not is_exact_by_default(config, torch.bfloat16, cuda, is_streamed=True, kv=EIGHT_BIT)
+    mixture = read_config(config_json(FAMILIES["qwen3-moe"]))
+    assert not is_exact_by_default(mixture, torch.bfloat16, cuda, is_streamed=True)
+    large = replace(config, head_dim=512)
+    assert "heads" in (reason_against_exactness(large, torch.bfloat16, cuda) or "")
+    monkeypatch.setattr("offspec.model.exactness.row_kernels", lambda: None)
+    assert "Triton" in (reason_against_exactness(config, torch.bfloat16, cuda) or "")
 
 
 # ------------------------------------------------------------------------------------------------ parts of a layer
