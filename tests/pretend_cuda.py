@@ -30,6 +30,7 @@ from offspec.loaders.accelerators.accelerator import accelerator_of
 from offspec.loaders.accelerators.cuda import Cuda
 from offspec.loaders.files.records import ALIGNMENT
 from offspec.loaders.streaming import small_transfers
+from offspec.model import exactness
 
 from .happens_before import place_here
 from .pretend_capture import CheckingRecorder
@@ -394,6 +395,7 @@ def pretended_cuda(guard: Path, *, late: bool = True) -> Iterator[Machine]:
         patch.setattr(Cuda, "view_of", lambda cuda, host: Pretended(host))
         patch.setattr(Cuda, "recorder", lambda cuda: CheckingRecorder(made))
         patch.setattr(small_transfers, "_transfers", {})
+        patch.setattr(exactness, "row_kernels", lambda: None)  # Triton's need a real device
         accelerator_of.cache_clear()  # their streams are another machine's
         patch.setattr(torch.cuda.nvtx, "range", lambda name: nullcontext())
         yield made

@@ -137,8 +137,12 @@ def _described(plan: Plan) -> dict[str, Any]:
 
 
 def _seconds_by_width(decoder: Decoder, plan: Plan, job: Job, link: float) -> dict[int, Any]:
-    """For each width: seconds of the pass, of the link alone and of arithmetic alone, and the link's utilisation."""
-    link_s = plan.stream_bytes / link
+    """For each width: seconds of the pass, of the link alone and of arithmetic alone, and the link's utilisation.
+
+    The passes are of fast arithmetic; those of exact rows stand beside them.
+    """
+    link_s, is_exact = plan.stream_bytes / link, decoder.is_exact
+    decoder.is_exact = False
     streamed, taken = plan.placement.streamed, {width: pass_s(decoder, width, job.repeats) for width in job.widths}
     with decoder.weights.layer(streamed[0] if streamed else 0) as layer:  # the same layer repeatedly, without transfers
         alone = Decoder(decoder.config, OneLayer(decoder.weights, layer), dtype=decoder.dtype, device=decoder.device)
@@ -148,7 +152,7 @@ def _seconds_by_width(decoder: Decoder, plan: Plan, job: Job, link: float) -> di
         exact = {width: {"exact_compute_s": pass_s(alone, width, job.repeats)} for width in narrow}
     for width in narrow:
         exact[width]["exact_s"] = pass_s(decoder, width, job.repeats)
-    decoder.is_exact = False
+    decoder.is_exact = is_exact
     return {
         width: {
             "seconds": seconds,

@@ -19,6 +19,7 @@ from offspec.loaders.streaming.placement import Placement
 from offspec.loaders.streaming.tiers import TieredWeights, TierOptions
 from offspec.loading import LoadedTarget, PlannedMemory
 from offspec.model.decoder import CachedDecoder, Decoder
+from offspec.model.exactness import is_exact_by_default
 from offspec.model.names import EMBEDDING
 from offspec.planning.out_of_memory import retry_out_of_memory
 from offspec.planning.plan import Plan, all_resident
@@ -79,6 +80,8 @@ def loaded(
         small = weights(draft, all_resident(draft.files), None)
         guesser = Decoder(draft.files.config, small, dtype=files.dtype, device=device)
         decoder = memory.load_decoder()
+        is_streamed = not plan.placement.is_resident
+        decoder.is_exact = is_exact_by_default(files.config, files.dtype, device, is_streamed=is_streamed)
         try:
             CachedDecoder(decoder, CONTEXT + MAX_NODES).score_rows(list(range(5, 21)), *star(width - 1))[0]
         except BaseException:

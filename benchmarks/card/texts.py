@@ -30,7 +30,7 @@ def texts_of(engine: Engine, job: Job, *, is_brief: bool) -> dict[str, Any]:
         found |= {
             "sampled": ask(1.0, ours, job.num_tokens, job.num_prompts),
             "sampled, plain": ask(1.0, plain, job.num_plain_tokens, 1),
-            "greedy, no overlap": ask(0.0, replace(ours, overlap=False), job.num_tokens, few),
+            "greedy, no overlap": ask(0.0, replace(ours, overlap=False), job.num_tokens, job.num_prompts),
         }
     for kind in ("greedy",) if is_brief else ("greedy", "sampled"):
         same = num_equal(found[f"{kind}, plain"]["token_ids"], found[kind]["token_ids"])
