@@ -92,10 +92,7 @@ class Extent:
 
     @classmethod
     def of(cls, view: Tensor) -> Extent:
-        itemsize = view.element_size()
-        pairs = zip(view.shape, view.stride(), strict=True)
-        dims = tuple(sorted((size, stride * itemsize) for size, stride in pairs if size != 1 and stride))
-        return cls(view.storage_offset() * itemsize, itemsize, dims)
+        return extent_of(tuple(view.shape), view.stride(), view.storage_offset(), view.element_size())
 
     @property
     def end(self) -> int:
@@ -117,12 +114,25 @@ class Extent:
 
 
 @lru_cache(maxsize=1 << 16)
+def extent_of(shape: tuple[int, ...], strides: tuple[int, ...], offset: int, itemsize: int) -> Extent:
+    """offset, strides: in elements."""
+    pairs = zip(shape, strides, strict=True)
+    dims = tuple(sorted((size, stride * itemsize) for size, stride in pairs if size != 1 and stride))
+    return Extent(offset * itemsize, itemsize, dims)
+
+
+@lru_cache(maxsize=1 << 16)
 def overlap(one: Extent, other: Extent) -> bool:
     if one.end <= other.offset or other.end <= one.offset:
         return False
     if one.is_dense and other.is_dense:
         return True
     return not one.every_byte().isdisjoint(other.every_byte())
+
+
+def share_bytes(one: Tensor, other: Tensor) -> bool:
+    is_one_storage = one.untyped_storage()._cdata == other.untyped_storage()._cdata
+    return is_one_storage and overlap(Extent.of(one), Extent.of(other))
 
 
 # ------------------------------------------------------------------------------------------------ accesses

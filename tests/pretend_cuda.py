@@ -15,7 +15,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -96,18 +96,19 @@ def held(value: Any) -> Any:
     return value.held if isinstance(value, Pretended) else value
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
+def tensors_in(value: Any) -> list[Tensor]:
     """Those among an operation's arguments, lists and tuples of which may be nested."""
     if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for each in value:
-            yield from tensors_in(each)
+        return [value]
+    return [tensor for each in value for tensor in tensors_in(each)] if isinstance(value, (list, tuple)) else []
 
 
 def mapped(change: Callable[[Any], Any], value: Any) -> Any:
     """An operation's arguments or results, each of them changed."""
     return type(value)(mapped(change, each) for each in value) if type(value) in (list, tuple) else change(value)
+
+
+name_of = cache(str)  # of an operation
 
 
 @cache
@@ -127,7 +128,7 @@ def writes(func: Any) -> tuple[bool, dict[str, bool]]:
 
 def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """As CUDA's kernel would do it, or refuse to."""
-    tensors = list(tensors_in((args, *kwargs.values())))
+    tensors = tensors_in((args, *kwargs.values()))
     there = [value for value in tensors if isinstance(value, Pretended)]
     wanted = kwargs.get("device")
     goes_there = torch.device(wanted).type == "cuda" if wanted is not None else bool(there)
@@ -155,9 +156,9 @@ def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         name: torch.device("cpu") if name == "device" and value is not None else value for name, value in kwargs.items()
     }
     kwargs.pop("pin_memory", None)
-    if str(func) == "bitsandbytes.dequantize_4bit.out":  # which there is for CUDA only
+    if name_of(func) == "bitsandbytes.dequantize_4bit.out":  # which there is for CUDA only
         out = dequantise(*args, **kwargs)
-    elif str(func) == "aten.mm.dtype":  # which there is for CUDA only
+    elif name_of(func) == "aten.mm.dtype":  # which there is for CUDA only
         out = held(args[0]).to(args[2]) @ held(args[1]).to(args[2])
     else:
         out = func(*mapped(held, args), **{name: mapped(held, value) for name, value in kwargs.items()})
@@ -179,13 +180,13 @@ class Operation:
 
     def __init__(self, func: Any, args: Any, kwargs: dict[str, Any], tensors: list[Tensor], goes_there: bool) -> None:
         """tensors: all of the arguments'. goes_there: whether its results are on the device."""
-        self.func, self.name, self._args, self._kwargs = func, str(func), args, kwargs
+        self.func, self.name, self._args, self._kwargs = func, name_of(func), args, kwargs
         self._tensors, self._goes_there = tensors, goes_there
         self._of_host = [value for value in tensors if not isinstance(value, Pretended)]
         self.is_on_device = goes_there or len(self._of_host) < len(tensors)
         self._stream = machine.current
 
-    @property
+    @cached_property
     def _is_between(self) -> bool:
         """Whether it copies between the host and the device, indices among them."""
         if not any(value.numel() for value in self._tensors):
@@ -201,7 +202,7 @@ class Operation:
         is_asked = self._kwargs.get("non_blocking", len(self._args) > 2 and self._args[2])
         return bool(is_asked) and self._is_between and all(machine.is_locked(value) for value in self._of_host)
 
-    @property
+    @cached_property
     def _waits(self) -> bool:
         if not self.is_on_device:
             return False
@@ -219,7 +220,7 @@ class Operation:
     def begin(self) -> None:
         """Before it is done: what has to be over by then, and what is forbidden now."""
         if self._stream.late and self.is_on_device:
-            machine.before([held(value).untyped_storage()._cdata for value in self._tensors])
+            machine.before([held(value) for value in self._tensors])
         if machine.recording.forbid is not None and self.is_on_device:
             self._check_recorded()
         if self.func in PRODUCTS and any(value.data_ptr() % ALIGNMENT for value in self._tensors if value.numel()):
@@ -243,7 +244,7 @@ class Operation:
         if touched:
             machine.order.access(self._stream.number, self.name, touched)
         if machine.recording.note is not None:
-            machine.recording.note(self.name, self._args, self._kwargs, list(tensors_in([out])))
+            machine.recording.note(self.name, self._args, self._kwargs, tensors_in(out))
         if self._goes_there and self._is_between:
             machine.count_copy()
         if self._waits:
@@ -268,7 +269,7 @@ class Operation:
         if makes_views:
             return []
         named = [*zip(written, self._args, strict=False), *self._kwargs.items()]
-        given = [(value, written[name]) for name, values in named for value in tensors_in([values])]
+        given = [(value, written[name]) for name, values in named for value in tensors_in(values)]
         if self._is_between:
             for value in self._of_host:
                 machine.order.memory(value)  # before a stream is taken for the one that allocated it
@@ -276,7 +277,7 @@ class Operation:
             given = [(value, is_write) for value, is_write in given if isinstance(value, Pretended)]
         views = [(held(value), is_write) for value, is_write in given]
         before = {value.untyped_storage()._cdata for value, _ in views}
-        made = [value for value in map(held, tensors_in([out])) if value.untyped_storage()._cdata not in before]
+        made = [value for value in map(held, tensors_in(out)) if value.untyped_storage()._cdata not in before]
         if not self._goes_there:
             return views
         if self.func in EMPTY:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from .happens_before import Clock, HappensBefore, place_here
+from .happens_before import Clock, HappensBefore, place_here, share_bytes
 
 
 @dataclass
@@ -29,9 +29,9 @@ class LateCopy:
     target: Tensor
     source: Tensor
 
-    def touches(self, storages: Iterable[int]) -> bool:
-        both = (self.target.untyped_storage()._cdata, self.source.untyped_storage()._cdata)
-        return not set(storages).isdisjoint(both)
+    def touches(self, views: Iterable[Tensor]) -> bool:
+        """By bytes: the slots of layers are one storage."""
+        return any(share_bytes(view, own) for view in views for own in (self.target, self.source))
 
     def spoil(self) -> None:
         dtype = self.target.dtype
@@ -132,11 +132,11 @@ class Machine:
                 assert not inside, f"memory is unlocked before a copy is over, at {place_here()}"
         return 0
 
-    def before(self, storages: Iterable[int]) -> None:
-        """An operation of the current stream touches these storages: earlier copies of the stream come first."""
+    def before(self, views: Sequence[Tensor]) -> None:
+        """An operation of the current stream touches these views: earlier copies of the stream come first."""
         late = self.current.late
         with self.lock:
-            last = max((i for i, copy in enumerate(late) if copy.touches(storages)), default=-1)
+            last = max((i for i, copy in enumerate(late) if copy.touches(views)), default=-1)
             for _ in range(last + 1):
                 late.popleft().carry_out()
                 self.current.num_over += 1

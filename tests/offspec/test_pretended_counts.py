@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from offspec import Constraint, Engine, SamplingParams, SpeculationParams
+from offspec.model.cuda_graphs import MIN_KEYS
 from offspec.model.decoder import Decoder
 from offspec.scheduler.drafting.child_scores import ChildScorer
 
@@ -97,7 +98,7 @@ def main(folder: Path) -> None:
     """What each of REQUESTS takes, as JSON."""
     build(folder)
     guard = folder / "guard.so"
-    with pretended_cuda(guard) as machine, slow_passes(), load(folder, "plain", "cuda:0", in_ram) as engine:
+    with pretended_cuda(guard) as machine, slow_passes(), load(folder, "plain", "cuda:0", in_ram, MIN_KEYS) as engine:
         found = {name: vars(counted(engine, machine, params)) for name, params in REQUESTS.items()}
     print(json.dumps(found))
 

@@ -23,6 +23,7 @@ from offspec.checkpoints.opening import ModelFiles
 from offspec.loaders.formats.process_state import has_bitsandbytes
 from offspec.loaders.machine.hardware import Rates
 from offspec.loaders.streaming.placement import places_of
+from offspec.model import cuda_graphs
 from offspec.model.block import Block
 from offspec.model.cuda_graphs import StaticRounds
 from offspec.planning.plan import Plan
@@ -91,9 +92,13 @@ def build(folder: Path, **settings: Any) -> Path:
     return folder
 
 
-def load(folder: Path, form: str, device: str, move: Move = resident, **options: Any) -> Engine:
-    """An engine whose layers lie where `move` puts them."""
+def load(folder: Path, form: str, device: str, move: Move = resident, prepared_keys: int = 0, **options: Any) -> Engine:
+    """An engine whose layers lie where `move` puts them.
+
+    prepared_keys: of rounds that are captured while it is loaded; others are when a text comes to them.
+    """
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cuda_graphs, "PREPARED_KEYS", prepared_keys)
         patch.setattr(loading, "plan_here", lambda *args: move(plan_here(*args)))
         options = {"draft": str(folder / "draft"), "dtype": "fp32", **options}
         engine = Engine.load(str(folder / form), device=device, **options)
@@ -198,8 +203,9 @@ def main(folder: Path) -> None:
     with pretended_cuda(folder / "guard.so") as machine, measured_once(), slow_passes():
         for form in FORMS:
             for move in PLACES[form]:
-                names = REQUESTS if (form, move) == ("plain", in_ram) else SOME
-                found[f"{form} {move.__name__}"] = texts(load(folder, form, "cuda:0", move), names)
+                is_full = (form, move) == ("plain", in_ram)
+                names, prepared = (REQUESTS, cuda_graphs.MIN_KEYS) if is_full else (SOME, 0)
+                found[f"{form} {move.__name__}"] = texts(load(folder, form, "cuda:0", move, prepared), names)
                 races[f"{form} {move.__name__}"] = races_in(machine)
         found["packed"] = texts(load(folder, "plain", "cuda:0", with_entries_in_ram, kv_cache=8), SOME)
         races["packed"] = races_in(machine)
