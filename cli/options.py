@@ -201,12 +201,12 @@ memory_flags = all_of(
 draft_option = LOADING.option(
     "draft",
     group=heading.DRAFT,
-    type=ModelName("auto", "mtp", "shadow", "head", "self", "resident", "lookup", "none", *MODEL_NAMES),
+    type=ModelName("auto", "mtp", "shadow", "head", "self", "lookup", "none", *MODEL_NAMES),
     default=(LoadOptions.draft,),
     multiple=True,
-    metavar="PATH|auto|mtp|shadow|head|self|resident|lookup|none",
+    metavar="PATH|auto|mtp|shadow|head|self|lookup|none",
     help="Draft: path or hub id, mtp, shadow[:BITS] (low-bit target), head, self[:N|:FILE] (early exit), "
-    "resident (layers), lookup, none; repeatable. [default: auto: mtp, lookup or a cached shadow]",
+    "lookup, none; repeatable. [default: auto: mtp, lookup or a cached shadow]",
 )
 draft_window_option = LOADING.option(
     "draft_window",

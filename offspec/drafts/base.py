@@ -45,7 +45,7 @@ NEEDS_DRAFT_MODEL = (
 class DraftOptions:
     """The user's settings of the draft.
 
-    draft: auto, none, lookup, mtp, self, self:N, self:FILE, shadow, shadow:BITS, shadow:FOLDER, resident, or a model.
+    draft: auto, none, lookup, mtp, self, self:N, self:FILE, shadow, shadow:BITS, shadow:FOLDER, or a model.
     exit_file: the exit layer for `self`. exit_layer: the number of first layers with which `self` drafts without a
     trained exit layer. learn: the draft may learn between requests. learn_files: what it learnt before; without
     `learn`, they must exist, and each request uses the one of several that fits its prompt. needs_draft_model: requests

@@ -53,7 +53,6 @@ KINDS: dict[str, Callable[[OpenRequest], OpenedDraft]] = {
     MTP: OpenedHead.open,
     SHADOW: OpenedShadow.open,
 }
-MORE_KINDS = Methods("draft")  # name → a function as in KINDS
 COMBINATIONS = Methods("combination of drafts")
 
 
@@ -72,11 +71,10 @@ def open_draft(model: str, request: OpenRequest) -> OpenedDraft:
 def _open_one(model: str, request: OpenRequest) -> OpenedDraft:
     options = replace(request.options, draft=_resolve(model, request))
     kind, _, _ = options.draft.partition(":")  # shadow:3
-    if options.draft_window is not None and kind not in (HEAD, MTP) and (kind in KINDS or kind in MORE_KINDS):
+    if options.draft_window is not None and kind not in (HEAD, MTP) and kind in KINDS:
         text = f"`draft_window={options.draft_window}` does nothing: `draft={kind}` has no KV cache of its own"
         request.notes.append(Note(text, advice=True))
-    opens: Callable[[OpenRequest], OpenedDraft] = KINDS.get(kind) or MORE_KINDS.load(kind) or _open_files
-    return opens(replace(request, options=options))
+    return KINDS.get(kind, _open_files)(replace(request, options=options))
 
 
 def _open_files(request: OpenRequest) -> OpenedDraft:

@@ -453,8 +453,7 @@ def _text_bytes(target: ModelFiles, num_entries: int) -> tuple[list[int], int]:
 
 
 def _wishes(uses: Sequence[MemoryUse]) -> Wishes:
-    order = next((use.streamed_first for use in uses if use.streamed_first), ())
-    return Wishes(sum(use.num_pinned_layers for use in uses), order)
+    return Wishes(sum(use.num_pinned_layers for use in uses))
 
 
 def _layer_costs(target: ModelFiles, uses: Sequence[MemoryUse]) -> list[UnitCost]:

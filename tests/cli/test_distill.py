@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -86,25 +85,6 @@ def test_ctrl_c_says_how_to_go_on(pair: Pair, offspec: Offspec, exits: Path, mon
     assert [file.suffix for file in exits.iterdir()] == [".safetensors"]
 
 
-def test_layers_to_skip_are_found_and_resumed(
-    pair: Pair, offspec: Offspec, exits: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from offspec.lab import skipping
-
-    monkeypatch.setattr(skipping.SkipParams, "__init__", _few_tokens(skipping.SkipParams.__init__))
-    made = offspec("distill", pair.target, "--skip", "--device", "cpu", "--json")
-    assert (made.code, made.err) == (0, "")
-    said = json.loads(made.out)
-    assert Path(said["path"]).parent == exits
-    assert sorted(said["order"]) == [0, 1]
-    again = offspec("distill", pair.target, "--skip", "--device", "cpu", "-q")
-    assert tells(again.out, said["path"], "likeliest token")
-    told = offspec("run", pair.target, "x", "--draft", "resident", "--device", "cpu", "--max-new-tokens", 2, "-v")
-    assert tells(told.err, "skipped by", said["path"])
-    resumed = offspec("distill", pair.target, "--skip", "--resume", "--device", "cpu")
-    resumed.refusal(2, "nothing to resume", "--resume")
-
-
 @pytest.mark.slow
 def test_a_draft_is_trained_and_used(pair: Pair, offspec: Offspec, tmp_path: Path) -> None:
     out = tmp_path / "mine"
@@ -156,13 +136,6 @@ def test_a_draft_of_the_users_settings_is_not_trained(
     assert offspec("distill", pair.target, "--exit-layer", 1, *SMALL).code == 0
 
 
-def _few_tokens(init: Any) -> Any:
-    def make(self: Any, **settings: Any) -> None:
-        init(self, **{"num_tokens": 32, **settings})
-
-    return make
-
-
 @pytest.mark.slow
 def test_a_head_is_trained_and_drafts(pair: Pair, offspec: Offspec, exits: Path, tmp_path: Path) -> None:
     made = offspec("distill", pair.target, "--head", "medusa", *SMALL, "--json")
@@ -190,7 +163,6 @@ def test_a_head_is_trained_and_drafts(pair: Pair, offspec: Offspec, exits: Path,
     offspec("distill", pair.target, "--head", "medusa", *SMALL).refusal(2, "exists already", "--out")
 
 
-def test_training_and_skipping_are_told_apart(pair: Pair, offspec: Offspec) -> None:
-    offspec("distill", pair.target).refusal(2, "--exit-layer", "--skip")
-    offspec("distill", pair.target, "--exit-layer", 1, "--skip").refusal(2, "--exit-layer", "--skip")
-    offspec("distill", pair.target, "--skip", "--steps", 4).refusal(2, "--skip", "--steps")
+def test_one_thing_is_trained(pair: Pair, offspec: Offspec) -> None:
+    offspec("distill", pair.target).refusal(2, "--exit-layer", "--draft")
+    offspec("distill", pair.target, "--exit-layer", 1, "--head", "eagle3").refusal(2, "--exit-layer", "--head")

@@ -56,10 +56,10 @@ def text_of(engine: Engine, sampling: SamplingParams, speculation: SpeculationPa
 
 @pytest.mark.each_value
 @pytest.mark.slow
-@pytest.mark.parametrize("first", ["model", "shadow", "exit", "resident"])
+@pytest.mark.parametrize("first", ["model", "shadow", "exit"])
 @pytest.mark.parametrize("sampling", SAMPLING)
 def test_the_text_is_plain_decodings(pair: Pair, small: Path, first: str, sampling: str) -> None:
-    """With every kind of first draft; `resident` and `shadow` guess with what is there."""
+    """With every kind of first draft; `shadow` guesses with what is there."""
     options = {"exit_layer": 2} if first == "exit" else {}
     name = {"model": str(pair.draft), "exit": "self"}.get(first, first)
     with Engine.load(pair.target, draft=[name, small], device="cpu", dtype="fp32", **options) as engine:
@@ -139,7 +139,6 @@ def test_memory_of_each_is_planned(pair: Pair, small: Path) -> None:
         (["none", "SMALL"], ["draft=none", "model"]),
         (["DRAFT", "shadow"], ["draft=shadow", "first"]),
         (["DRAFT", "lookup"], ["draft=lookup", "first"]),
-        (["DRAFT", "resident"], ["draft=resident", "first"]),
     ],
 )
 def test_what_cannot_be_combined(pair: Pair, small: Path, drafts: list[str], words: list[str]) -> None:
