@@ -30,8 +30,7 @@ class LoadSettings(TypedDict, total=False):
     Sizes may also be texts such as "4GiB".
     """
 
-    draft: AnyPath | Sequence[AnyPath]
-    more_drafts: Sequence[AnyPath]
+    draft: AnyPath
     revision: str | None
     device: str
     dtype: str
@@ -67,8 +66,7 @@ class LoadOptions:
     built-in target, otherwise the faster of lookup and a shadow that was made), `none`, `lookup` (n-gram lookup and
     token recycling, no model), `self` (early exit: the target's first layers and an exit layer; `self:N` and
     `self:FILE` name one), `shadow` (the target
-    in fewer bits), `resident` (its resident layers), `head` (a trained head), or a model or a head like `model`.
-    more_drafts: smaller models, which guess what `draft` scores.
+    in fewer bits), `head` (a trained head), or a model or a head like `model`.
     exit_file: the exit layer for `self`; None is the newest one for this target. exit_layer: the number of first layers
     with which `self` drafts without an exit layer. revision: branch, tag or commit of a hub id.
     device: auto, cpu, cuda or cuda:N. dtype: auto, bf16, fp16, fp32. threads: CPU threads; None keeps torch's number.
@@ -119,7 +117,6 @@ class LoadOptions:
     think: bool | None = None
     needs_draft_model: bool = False
     cache_ram: int | None = 0
-    more_drafts: Sequence[str] = ()
     deterministic: bool = False
     fast_arithmetic: bool = False
     special_in_text: bool = False
@@ -147,11 +144,8 @@ class LoadOptions:
             values[name] = tuple(map(Path, _as_tuple(values.get(name) or ())))
         if values.get("exit_file") is not None:
             values["exit_file"] = Path(values["exit_file"])
-        drafts = _as_tuple(values.pop("draft", AUTO))
-        if not drafts:
-            raise UsageError("`draft` is an empty list; give one draft, or several")
-        first, *others = [path_text("draft", draft) for draft in (*drafts, *_as_tuple(values.pop("more_drafts", ())))]
-        return cls(path_text("model", model), first, more_drafts=tuple(others), **values)
+        draft = path_text("draft", values.pop("draft", AUTO))
+        return cls(path_text("model", model), draft, **values)
 
 
 def path_text(name: str, value: Any) -> str:

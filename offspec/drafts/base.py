@@ -19,7 +19,6 @@ from offspec.scheduler.drafting.choose_controller import controller_for
 from offspec.scheduler.drafting.drafter import Drafter, DraftRequest, NoDrafter
 from offspec.scheduler.drafting.forced import ForcedDrafter
 from offspec.scheduler.drafting.model_drafter import ModelDrafter
-from offspec.scheduler.drafting.model_guesser import ModelGuesser
 from offspec.scheduler.guessing.lookup import Guesser
 from offspec.scheduler.guessing.retrieval import Retrieval, SuffixIndex
 from offspec.scheduler.pace.controllers import Controller
@@ -51,7 +50,6 @@ class DraftOptions:
     `learn`, they must exist, and each request uses the one of several that fits its prompt. needs_draft_model: requests
     will use lossy acceptance.
     draft_window: tokens that a draft model keeps in its KV cache; None is chosen by its context (`model_draft`).
-    more_drafts: smaller drafts, which guess for `draft`.
     """
 
     draft: str = "auto"
@@ -61,7 +59,6 @@ class DraftOptions:
     needs_draft_model: bool = False
     exit_layer: int | None = None
     draft_window: int | None = None
-    more_drafts: Sequence[str] = ()
 
     @property
     def learns(self) -> bool:
@@ -151,8 +148,7 @@ class DraftTask:
     """One request, as a draft sees it.
 
     text: the draft's own cached text; None without a draft model. index: other texts for n-gram lookup. prompt: the
-    tokens of the text so far. beside: the cached texts of smaller drafts, which guess for it. smaller: these
-    drafts, in the request.
+    tokens of the text so far.
     """
 
     text: DraftText | None
@@ -161,8 +157,6 @@ class DraftTask:
     speculation: SpeculationParams
     index: SuffixIndex | None = None
     prompt: Sequence[int] = ()
-    beside: Sequence[DraftText] = ()
-    smaller: Sequence[ModelGuesser] = ()
 
 
 class Draft:

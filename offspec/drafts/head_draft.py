@@ -91,7 +91,7 @@ class HeadDraft(Draft):
             replace(task.request, most_read=1),  # it reads what the target has told it of
             replace(speculation, reuse=False, overlap=False),
             learnt,
-            guessers=[*self.guessers(task, learnt), *task.smaller],
+            guessers=self.guessers(task, learnt),
             corrector=recalling,
             controller=controller_of(task, learnt),
         )

@@ -137,7 +137,7 @@ class ModelDraft(Draft):
             request,
             speculation,
             learnt,
-            guessers=[*self.guessers(task, learnt), *task.smaller],
+            guessers=self.guessers(task, learnt),
             corrector=recalling,
             controller=controller_of(task, learnt),
         )

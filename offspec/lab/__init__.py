@@ -11,7 +11,6 @@ METHODS: dict[str, dict[str, str]] = {
         "sequoia": "offspec.lab.sequoia:sequoia_drafter",
         "opt-tree": "offspec.lab.opt_tree:opt_tree_drafter",
     },
-    "combination of drafts": {"guessing ahead": "offspec.lab.several:open_several"},
     "kind of head": {
         "recurrent": "offspec.lab.own_heads:RECURRENT",
         "clover": "offspec.lab.own_heads:CLOVER",

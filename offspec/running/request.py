@@ -69,7 +69,7 @@ class Request:
             self.sampler, self._steps.final, num_prefilled, most_rows=self.kv.draft_rows, shared=self._shared
         )
         speculation = self.checked.speculation
-        task = DraftTask(caches.draft, models.target, draft_request, speculation, models.index, text, caches.beside)
+        task = DraftTask(caches.draft, models.target, draft_request, speculation, models.index, text)
         self.drafting.begin(models.draft.drafter(task, self.learnt), competes=is_shared)
         return num_prefilled
 

@@ -22,7 +22,6 @@ BENCHED: dict[str, tuple[str, ...]] = {
     "REST": ("--lookup-files", "{text}", "--draft", "lookup"),
     "SubSpec": ("--draft", "shadow:4", "--overlap"),
     "ShadowSpec (2026)": ("--draft", "shadow:4", "--overlap"),
-    "Staged": ("--draft", "shadow:4", "--draft", "builtin"),
 }
 LOSSY = {
     "MJSD (later MTAD)": "joint",

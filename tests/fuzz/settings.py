@@ -44,7 +44,7 @@ CONSTRAINTS = (
 )
 DRAFTS: tuple[Any, ...] = (
     *("none", "lookup", "builtin", "builtin", "builtin", "shadow:4", "shadow:2", "self"),
-    *(["builtin", "builtin"], ["shadow:3", "builtin"]),
+    "shadow:3",
 )
 Text = tuple[tuple[int, ...], str, str | None]  # token ids, text, and why it ended
 
