@@ -14,7 +14,7 @@ from offspec import LoadOptions, format_seconds
 from offspec.training.distill_params import HEADS, DistillParams, DraftParams, HeadParams, Init
 from offspec.user_files import expand_home
 
-from .distill_draft import DRAFT_FLAGS, DraftFlags, distil_draft, draft_options
+from .distill_draft import DRAFT_FLAGS, distil_draft, draft_options, draft_to_train
 from .flag_declarations import SAMPLING, OffspecCommand, option, research_option
 from .options import (
     MODEL_HELP,
@@ -53,7 +53,7 @@ def layer_numbers(ctx: click.Context, param: click.Parameter, value: str | None)
 
 With --exit-layer, the first layers of MODEL become its draft (--draft self). With --head, a head is trained (--draft
 head): it reads MODEL's hidden states, predicts several tokens ahead, and needs little memory. With --draft, a small
-model of the same vocabulary learns MODEL's predictions; --new-draft makes such a model.
+model of the same vocabulary learns MODEL's predictions.
 
 {MODEL_HELP} MODEL generates texts, or reads those of --text. The draft learns to predict MODEL's output; MODEL itself
 does not change. The built-in model takes some minutes. A run needs disk space for MODEL's predictions at every token.
@@ -68,7 +68,6 @@ Examples:
   offspec distill ./Llama-3.1-8B --exit-layer 4 --text notes.txt --out exit4.safetensors
   offspec distill ./Llama-3.1-8B --head eagle3
   offspec distill ./Llama-3.1-70B --draft ./Llama-3.2-1B --text notes.txt --out ./my-draft
-  offspec distill ./Mistral-Large --new-draft 1024,4 --out ./my-draft
 """,
 )
 @model_argument
@@ -184,23 +183,23 @@ def command(
     **settings: Any,
 ) -> None:
     settings = {name: value for name, value in settings.items() if value is not None}
-    draft = DraftFlags.of(settings)
-    if draft.is_given + (exit_layers is not None) + (head is not None) != 1:
+    small = draft_to_train(settings)
+    if (small is not None) + (exit_layers is not None) + (head is not None) != 1:
         raise click.UsageError(
-            "Give one of --exit-layer N, to train an exit layer, --head, to train a head, or --draft SMALL or "
-            "--new-draft, to train a draft."
+            "Give one of --exit-layer N, to train an exit layer, --head, to train a head, or --draft SMALL, "
+            "to train a draft."
         )
-    if not draft.is_given:
-        refuse_flags(DRAFT_FLAGS, "needs --draft or --new-draft")
+    if small is None:
+        refuse_flags(DRAFT_FLAGS, "needs --draft")
     if head is None:
         refuse_flags(HEAD_FLAGS, "needs --head")
         settings.pop("head_tokens", None)
-    _check_out(out, exit_layers, is_folder=draft.is_given or head is not None)
+    _check_out(out, exit_layers, is_folder=small is not None or head is not None)
     more: dict[str, Any] = {"out": None if out is None else expand_home(out), "texts": texts, "resume": resume}
     job = TrainingJob(loading, more, quiet=quiet, verbose=verbose)
     began = time.monotonic()
-    if draft.is_given:
-        summary, sentence = distil_draft(job, draft, settings)
+    if small is not None:
+        summary, sentence = distil_draft(job, small, settings)
     elif head is not None:
         summary, sentence = _head(job, head, HeadParams(**settings))
     else:

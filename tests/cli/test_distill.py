@@ -112,21 +112,11 @@ def test_additions_are_a_learn_file(pair: Pair, offspec: Offspec, tmp_path: Path
     assert (used.code, used.out) == (0, offspec(*asked, "--draft", "none").out)
 
 
-def test_a_new_draft_is_made(pair: Pair, offspec: Offspec, tmp_path: Path) -> None:
-    small = ("--num-texts", 32, "--steps", 4, "--text-tokens", 8, "--device", "cpu", "--json")
-    made = offspec("distill", pair.target, "--new-draft", "16,1", *small, "--out", tmp_path / "new")
-    assert made.code == 0, made
-    assert json.loads(made.out)["tokens_per_pass_before"] is None
-    assert json.loads((tmp_path / "new" / "config.json").read_text())["hidden_size"] == 16
-
-
-def test_flags_of_one_training_are_refused_by_another(pair: Pair, offspec: Offspec, tmp_path: Path) -> None:
+def test_flags_of_one_training_are_refused_by_another(pair: Pair, offspec: Offspec) -> None:
     asked = ("distill", pair.target)
     offspec(*asked, "--draft", pair.draft).refusal(2, "--out")
     offspec(*asked, "--draft", pair.draft, "--exit-layer", 1).refusal(2, "--exit-layer", "--draft")
-    offspec(*asked, "--draft", pair.draft, "--new-draft", "16,1").refusal(2, "--new-draft", "--draft")
     offspec(*asked, "--exit-layer", 1, "--loss", "rkl").refusal(2, "--loss", "--draft")
-    offspec(*asked, "--new-draft", "16", "--out", tmp_path / "x").refusal(2, "--new-draft 16", "HIDDEN,LAYERS")
 
 
 def test_a_draft_of_the_users_settings_is_not_trained(
