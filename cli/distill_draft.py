@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from offspec.training.distill_params import LOSSES, DraftParams
+from offspec.training.distill_params import DraftParams
 
 from .flag_declarations import option, research_option
 from .options import Number, WholeNumber
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 F = TypeVar("F", bound=Callable[..., Any])
 P = DraftParams
-DRAFT_FLAGS = ("loss", "on_policy", "rounds", "lora_rank")
+DRAFT_FLAGS = ("on_policy", "rounds", "lora_rank")
 
 
 def draft_options(function: F) -> F:
@@ -27,13 +27,6 @@ def draft_options(function: F) -> F:
     for decorate in reversed(
         (
             option("--draft", "small", metavar="SMALL", help="Train this model: a path, a hub id, or builtin."),
-            option(
-                "--loss",
-                type=click.Choice(LOSSES),
-                default=P.loss,
-                show_default=True,
-                help="A draft's loss: forward or reverse KL, Jensen-Shannon, or total variation (TVD++).",
-            ),
             option(
                 "--lora",
                 "lora_rank",

@@ -21,9 +21,4 @@ METHODS: dict[str, dict[str, str]] = {
         name: f"offspec.lab.head_structures:{name}"
         for name in ("medusa", "hydra", "recurrent", "mlp", "clover", "clover2", "koala", "amphista", "fspad", "mtp")
     },
-    "loss of a draft": {
-        "rkl": "offspec.lab.draft_losses:reverse_kl",
-        "jsd": "offspec.lab.draft_losses:jensen_shannon",
-        "tvd++": "offspec.lab.draft_losses:tvd_plus_plus",
-    },
 }

@@ -32,7 +32,7 @@ from ..planning.plan import all_resident
 from ..text.tokenizer import Tokenizer, check_vocabularies
 from .distill_params import DraftParams
 from .distillation import Teacher, run_settings
-from .draft_losses import forward_kl, loss_of, outcomes
+from .draft_losses import forward_kl, outcomes
 from .lora import Adapter, CausalTexts, SavedAdapter, hidden_states, weights_of
 from .run_folder import run_folder, work_folder
 from .target_texts import Progress, Shard, Shards
@@ -184,11 +184,11 @@ class DraftStudent(Student):
 
     def __init__(self, draft: Untrained, params: DraftParams) -> None:
         super().__init__()
-        self.draft, self._loss = draft, loss_of(params.loss)
+        self.draft = draft
         self.width = draft.config.hidden_size
 
     def forward(self, batch: Shard) -> Tensor:
-        return self._loss(*self._outcomes(batch)).mean()
+        return self.divergence(batch)
 
     def agreement(self, batch: Shard) -> Tensor:
         """How often the likeliest token is the target's."""

@@ -43,7 +43,6 @@ RUN: dict[str, tuple[str, ...]] = {
 TRAINED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "EESD": (("--exit-layer", "2"), ("--draft", "self:{out}", "--stopping", "thompson-calibrated")),
     "DistillSpec": (("--draft", "builtin"), ("--draft", "{out}")),
-    "Direct alignment": (("--draft", "builtin", "--loss", "tvd++"), ("--draft", "{out}")),
     **{
         method: (("--head", kind), ("--draft", "{out}"))
         for method, kind in {

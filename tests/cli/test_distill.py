@@ -89,7 +89,7 @@ def test_ctrl_c_says_how_to_go_on(pair: Pair, offspec: Offspec, exits: Path, mon
 def test_a_draft_is_trained_and_used(pair: Pair, offspec: Offspec, tmp_path: Path) -> None:
     out = tmp_path / "mine"
     small = ("--num-texts", 32, "--steps", 4, "--text-tokens", 8, "--device", "cpu")
-    made = offspec("distill", pair.target, "--draft", pair.draft, *small, "--out", out, "--loss", "jsd", "--json")
+    made = offspec("distill", pair.target, "--draft", pair.draft, *small, "--out", out, "--json")
     assert (made.code, made.err) == (0, "")
     said = json.loads(made.out)
     assert Path(said["path"]) == out
@@ -116,7 +116,7 @@ def test_flags_of_one_training_are_refused_by_another(pair: Pair, offspec: Offsp
     asked = ("distill", pair.target)
     offspec(*asked, "--draft", pair.draft).refusal(2, "--out")
     offspec(*asked, "--draft", pair.draft, "--exit-layer", 1).refusal(2, "--exit-layer", "--draft")
-    offspec(*asked, "--exit-layer", 1, "--loss", "rkl").refusal(2, "--loss", "--draft")
+    offspec(*asked, "--exit-layer", 1, "--lora", 2).refusal(2, "--lora", "--draft")
 
 
 def test_a_draft_of_the_users_settings_is_not_trained(

@@ -10,7 +10,7 @@ import pytest
 from offspec import ACCEPTS, TREES, Engine, SamplingParams, SpeculationParams, methods
 from offspec.errors import UsageError
 from offspec.methods import Methods
-from offspec.training.distill_params import HEADS, LOSSES
+from offspec.training.distill_params import HEADS
 
 from ..refusals import refused
 
@@ -49,7 +49,7 @@ def test_what_no_extension_adds_is_none(laboratory: ModuleType) -> None:
 def test_the_core_is_whole_without_the_laboratory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(methods, "EXTENSIONS", [])
     assert [list(names) for names in (ACCEPTS, TREES)] == [["exact", "joint"], ["best-first"]]
-    assert [list(names) for names in (HEADS, LOSSES)] == [["eagle3"], ["fkl"]]
+    assert list(HEADS) == ["eagle3"]
     with refused(UsageError, "accept", "joint", "mix"):
         SpeculationParams(accept="mix")
     with Engine.load("builtin", device="cpu") as engine:

@@ -79,11 +79,8 @@ def stop_at(wanted: str, at: int) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("loss", ["fkl", "rkl", "jsd", "tvd++"])
-def test_every_loss_brings_the_draft_nearer_to_the_target(
-    pair: Pair, teacher: Teacher, tmp_path: Path, loss: Any
-) -> None:
-    done = train(pair, teacher, tmp_path / "out", replace(SMALL, loss=loss, steps=60))
+def test_training_brings_the_draft_nearer_to_the_target(pair: Pair, teacher: Teacher, tmp_path: Path) -> None:
+    done = train(pair, teacher, tmp_path / "out", replace(SMALL, steps=60))
     assert done.divergence < done.divergence_before
     assert list(tmp_path.iterdir()) == [tmp_path / "out"]
 
@@ -265,9 +262,7 @@ def test_another_vocabulary_is_refused(pair: Pair, teacher: Teacher, tmp_path: P
         Untrained.of_model(other, teacher.tokenizer, torch.device("cpu"))
 
 
-@pytest.mark.parametrize(
-    "settings", [{"loss": "kl"}, {"on_policy": 1.5}, {"on_policy": -0.1}, {"rounds": 0}, {"lora_rank": -1}]
-)
+@pytest.mark.parametrize("settings", [{"on_policy": 1.5}, {"on_policy": -0.1}, {"rounds": 0}, {"lora_rank": -1}])
 def test_settings_out_of_range_are_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match=next(iter(settings))):
         DraftParams(**settings)
