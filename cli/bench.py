@@ -184,7 +184,7 @@ def command(
 # Measuring a draft on the prompts that it is trained on would be meaningless, so `bench` has no --learn.
 reworded(
     command,
-    learn_file="File with the draft's training (offspec run --learn). Of several, the best for each prompt is used.",
+    learn_file="File with the draft's training (offspec run --learn).",
     seed="Random seed; the draft does not change the text. [default: 0]",
 )
 

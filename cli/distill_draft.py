@@ -82,7 +82,7 @@ def distil_draft(job: TrainingJob, small: str, settings: dict[str, Any]) -> tupl
     teacher.target.weights.close()
     before = job.gain(done.path, done.prompts, params, small)
     if params.lora_rank:
-        after = job.gain(done.path, done.prompts, params, small, (done.path,))
+        after = job.gain(done.path, done.prompts, params, small, done.path)
     else:
         after = job.gain(done.path, done.prompts, params, str(done.path))
     return _said(done, before, after)

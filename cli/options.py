@@ -277,10 +277,9 @@ learn_file_option = LOADING.option(
     "learn_file",
     group=heading.DRAFT,
     is_rare=True,
-    multiple=True,
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="File with the draft's training; --learn also writes it. Of several, the best for each prompt is used.",
+    help="File with the draft's training; --learn also writes it.",
 )
 # Training of the draft on the target's predictions.
 learning_options = all_of(

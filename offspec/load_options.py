@@ -44,7 +44,7 @@ class LoadSettings(TypedDict, total=False):
     texts: int
     lookup_files: AnyPath | Sequence[AnyPath]
     learn: bool
-    learn_file: AnyPath | Sequence[AnyPath] | None
+    learn_file: AnyPath | None
     exit_file: AnyPath | None
     exit_layer: int | None
     draft_window: int | None
@@ -79,7 +79,7 @@ class LoadOptions:
     draft_window: how many tokens of a text a draft model keeps in its KV cache; None: what fits its context if the
     target's is longer, otherwise all, or fewer if requests with long texts find that to bring as many tokens per pass.
     learn: the draft may learn between requests (`Engine.learn`). learn_file: what it learnt before; without `learn`,
-    the file must exist, and may be several, of which each request uses the one that predicts its prompt best.
+    the file must exist.
     chats: prompts will be messages; a model without a chat template is refused before its weights are read.
     think: let the model think before its answers to chats, or not; None is the template's own default; a template that
     cannot choose is refused equally early. special_in_text: texts of messages that look like special tokens become
@@ -109,7 +109,7 @@ class LoadOptions:
     progress: Callable[[int, int], None] | None = None
     lookup_files: Sequence[Path] = ()
     learn: bool = False
-    learn_file: Sequence[Path] = ()
+    learn_file: Path | None = None
     exit_file: Path | None = None
     exit_layer: int | None = None
     draft_window: int | None = None
@@ -124,10 +124,6 @@ class LoadOptions:
     def __post_init__(self) -> None:
         if self.deterministic and self.learn:
             raise UsageError("`learn` trains for as long as a text took; omit it, or `deterministic`")
-        if self.learn and len(self.learn_file) > 1:
-            raise UsageError(
-                "`learn` trains into one file, and there are several; give one `learn_file`, or omit `learn`"
-            )
         if self.deterministic:
             object.__setattr__(self, "cache_ram", 0)  # later texts would use entries that other passes computed
 
@@ -140,10 +136,10 @@ class LoadOptions:
             values[name] = _num_bytes(name, values[name])
         if "kv_cache" in values:
             values["kv_cache"] = _cache_format(values["kv_cache"])
-        for name in ("lookup_files", "learn_file"):
-            values[name] = tuple(map(Path, _as_tuple(values.get(name) or ())))
-        if values.get("exit_file") is not None:
-            values["exit_file"] = Path(values["exit_file"])
+        values["lookup_files"] = tuple(map(Path, _as_tuple(values.get("lookup_files") or ())))
+        for name in ("learn_file", "exit_file"):
+            if values.get(name) is not None:
+                values[name] = Path(path_text(name, values[name]))
         draft = path_text("draft", values.pop("draft", AUTO))
         return cls(path_text("model", model), draft, **values)
 

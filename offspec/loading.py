@@ -62,7 +62,7 @@ def draft_options(options: LoadOptions) -> DraftOptions:
         options.draft,
         options.exit_file,
         options.learn,
-        tuple(options.learn_file),
+        options.learn_file,
         options.needs_draft_model,
         options.exit_layer,
         options.draft_window,

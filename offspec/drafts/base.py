@@ -46,8 +46,8 @@ class DraftOptions:
 
     draft: auto, none, lookup, mtp, self, self:N, self:FILE, shadow, shadow:BITS, shadow:FOLDER, or a model.
     exit_file: the exit layer for `self`. exit_layer: the number of first layers with which `self` drafts without a
-    trained exit layer. learn: the draft may learn between requests. learn_files: what it learnt before; without
-    `learn`, they must exist, and each request uses the one of several that fits its prompt. needs_draft_model: requests
+    trained exit layer. learn: the draft may learn between requests. learn_file: what it learnt before; without
+    `learn`, it must exist. needs_draft_model: requests
     will use lossy acceptance.
     draft_window: tokens that a draft model keeps in its KV cache; None is chosen by its context (`model_draft`).
     """
@@ -55,19 +55,14 @@ class DraftOptions:
     draft: str = "auto"
     exit_file: Path | None = None
     learn: bool = False
-    learn_files: tuple[Path, ...] = ()
+    learn_file: Path | None = None
     needs_draft_model: bool = False
     exit_layer: int | None = None
     draft_window: int | None = None
 
     @property
     def learns(self) -> bool:
-        return self.learn or bool(self.learn_files)
-
-    @property
-    def learn_file(self) -> Path | None:
-        """The file that `learn` writes; None for none, or for several, which are only read."""
-        return self.learn_files[0] if len(self.learn_files) == 1 else None
+        return self.learn or self.learn_file is not None
 
     def refuse_model_needs(self) -> None:
         """For kinds without a model. Raises UsageError if a draft model is needed."""
@@ -181,11 +176,6 @@ class Draft:
         self.files: ModelFiles | None = None
         self.decoder: Decoder | None = None
         self.aligner: Aligner | None = None
-
-    @property
-    def learn_file(self) -> Path | None:
-        """Of several trainings of the draft, the one that the last request uses; None is the draft as it came."""
-        return None
 
     def prepare(self, max_context: int) -> None:
         """Called once, before the first text. max_context: tokens of the longest text."""

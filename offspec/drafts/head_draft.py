@@ -115,8 +115,6 @@ class OpenedHead:
         """Raises UsageError, CheckpointError, UnsupportedModelError."""
         options, target = request.options, request.target
         options.refuse_exit_file()
-        if len(options.learn_files) > 1:
-            raise UsageError("a head uses one file of what it learnt; give one `learn_file`")
         if options.learns:
             check_learning(options.learn_file, has_draft=True, writes=options.learn)
         options.refuse_model_needs()

@@ -50,7 +50,6 @@ class Request:
         self.stats.is_lossy = self.drafting.drafter.is_lossy
         self.stats.inexact_reason = reason_of(target)
         self._listen = models.draft.new_listener()
-        self.stats.learn_file = None if (file := models.draft.learn_file) is None else str(file)
 
     # ---------------------------------------------------------------------------------------- the text and its caches
 
