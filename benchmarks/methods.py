@@ -35,44 +35,27 @@ from offspec.drafts.recall import RecallingText
 from offspec.drafts.without_model import LookupDraft
 from offspec.lab.blend import WAYS
 from offspec.model.memory.text_caches import DraftText
-from offspec.scheduler.drafting.drafter import Drafter, DraftRequest
+from offspec.scheduler.drafting.drafter import DraftRequest
 from offspec.scheduler.drafting.model_drafter import ModelDrafter
 from offspec.scheduler.pace.costs import Costs as LearntCosts
 from offspec.scheduler.trees.token_tree import TokenTree
 from offspec.scheduler.trees.verify import Verdict
 
 from .scheduling.against_plain import Passes, Turns, by_turns
-from .scheduling.opt_tree import OptTreeDrafter
 from .scheduling.replay import Costs, Recording, Replayed, VirtualClock, record, replay
 from .scheduling.schedulers import COSTS, MISPREDICTED
-from .scheduling.sequoia import MeasuredAcceptance, SequoiaDrafter
 
 TEMPERATURES = (0.0, 1.0)
-MakeTree = Callable[[DraftText, DraftTask, MeasuredAcceptance], Drafter]
-
-
-def sequoia(text: DraftText, task: DraftTask, acceptance: MeasuredAcceptance) -> Drafter:
-    request, is_coupled = task.request, task.speculation.scoring == "coupled"
-    return SequoiaDrafter(text, request.sampler, task.speculation, acceptance, request.final, coupled=is_coupled)
-
-
-def opt_tree(text: DraftText, task: DraftTask, acceptance: MeasuredAcceptance) -> Drafter:
-    request, is_coupled = task.request, task.speculation.scoring == "coupled"
-    return OptTreeDrafter(text, request.sampler, task.speculation, request.final, coupled=is_coupled)
-
-
-TREES: dict[str, MakeTree] = {"Sequoia": sequoia, "OPT-Tree": opt_tree}
 ABSENT = "\N{EN DASH}"
 
 
 @dataclass(frozen=True)
 class Method:
-    """A method: its name, whether the draft model drafts, its settings, and who makes trees of another shape."""
+    """A method: its name, whether the draft model drafts, and its settings."""
 
     name: str
     has_model: bool
     speculation: SpeculationParams
-    tree: MakeTree | None = None
 
     def fresh(self, engine: Engine) -> Engine:
         """An engine with this method's draft, which has learnt nothing yet."""
@@ -109,9 +92,9 @@ def methods(budget: int) -> Iterator[Method]:
     alone = {"lookup": False, "recall": False}
     yield Method("plain decoding", False, SpeculationParams(0))
     yield Method("lookup and token recycling, no draft model", False, SpeculationParams(budget))
-    for name, tree in TREES.items():
-        params = SpeculationParams(budget, scoring="specexec", **alone)
-        yield Method(f"draft model, {name}", True, params, tree)
+    for tree in ("sequoia", "opt-tree"):
+        params = SpeculationParams(budget, scoring="specexec", tree=tree, **alone)
+        yield Method(f"draft model, `--tree {tree}`", True, params)
     yield Method("draft model, SpecExec's scoring", True, SpeculationParams(budget, scoring="specexec", **alone))
     yield Method("draft model, shared noise and sharpness", True, SpeculationParams(budget, **alone))
     yield Method("the same, with recall", True, SpeculationParams(budget, lookup=False))
@@ -169,7 +152,7 @@ def replayed(engine: Engine, method: Method, recordings: Sequence[Recording], co
 
 def replayed_texts(engine: Engine, method: Method, recordings: Sequence[Recording], costs: Costs) -> list[Replayed]:
     """An exact method along recorded texts; its estimates are kept from text to text."""
-    fresh, parts, acceptance = method.fresh(engine), list[Replayed](), MeasuredAcceptance()
+    fresh, parts = method.fresh(engine), list[Replayed]()
     fresh.learnt.overlap_switch = None  # the clock simulates overlap
     fresh.learnt.costs = LearntCosts(lambda rows: MISPREDICTED * costs.pass_s(rows))
     for recording in recordings:
@@ -181,10 +164,7 @@ def replayed_texts(engine: Engine, method: Method, recordings: Sequence[Recordin
         request = DraftRequest(sampler, num_unscored=len(recording.prompt_ids))
         task = DraftTask(caches.draft, fresh.target, request, method.speculation)
         with telling_time(clock), rounds.corrections():
-            if method.tree is None or caches.draft is None:
-                drafter = fresh.draft.drafter(task, fresh.learnt)
-            else:
-                drafter = method.tree(caches.draft, task, acceptance)
+            drafter = fresh.draft.drafter(task, fresh.learnt)
             target = caches.target if needs_target(fresh.draft, method.speculation) else None
             parts.append(replay(recording, drafter, sampler, clock, costs, rounds, target))
     return parts
@@ -256,7 +236,7 @@ def measure(
         return None
     run = written if is_lossy else replayed
     found = {name: run(engine, method, recordings, COSTS[name]) for name in costs}
-    ratio = over_plain(engine, method, recordings, turns) if turns and method.tree is None else None
+    ratio = over_plain(engine, method, recordings, turns) if turns else None
     per_pass = next(iter(found.values())).tokens_per_pass
     return Cell(temperature, per_pass, {name: each.tokens_per_s for name, each in found.items()}, ratio)
 

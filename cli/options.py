@@ -17,6 +17,7 @@ from offspec import (
     KV_CACHES,
     MODEL_NAMES,
     SEED_LIMIT,
+    TREES,
     LoadOptions,
     SamplingParams,
     SpeculationParams,
@@ -349,6 +350,11 @@ research_options = all_of(
         type=click.Choice(["coupled", "specexec"]),
         help="Rank draft tokens by the target's noise and a fitted sharpness, or as SpecExec by the draft's "
         "probability alone.",
+    ),
+    SPECULATION.option(
+        "tree",
+        type=click.Choice(TREES),
+        help="Shape of the draft tree; sequoia and opt-tree are baselines.",
     ),
     acceptance_options,
     SPECULATION.option(

@@ -34,6 +34,7 @@ MOST_STATE_NODES = 256  # per tree of a model with recurrent layers, whose nodes
 MAX_JOINT_NODES = 256  # per jointly accepted tree, because all its logits are in memory at a time
 ACCEPTS = Methods("lossy acceptance", "exact", "joint")
 Scoring = Literal["coupled", "specexec"]
+TREES = Methods("shape of a tree", "best-first")
 Stopping = Literal["default", "thompson", "thompson-calibrated"]
 T = TypeVar("T")
 ConstraintKind = Literal["json_schema", "json_object", "grammar", "regex", "tool_calls"]
@@ -215,10 +216,11 @@ class SpeculationParams:
 
     budget: nodes per tree; 0 is plain decoding; None finds the budget at run time (`pace.controllers`). scoring:
     coupled (shared noise, fitted sharpness) or specexec (the draft's cumulative probability, without the request's
-    temperature, top-k, top-p and min-p, as in its authors' code). width: nodes expanded by one draft forward; None
-    finds it at run time, or is an eighth of a given budget, from 16 to 64. children: candidates kept per expanded node.
-    max_depth: longest path. stopping: default stops when another round is not worth its cost; thompson and
-    thompson-calibrated sample (EESD's TS and Calibration-TS). lookup: merge in n-gram lookup in the text.
+    temperature, top-k, top-p and min-p, as in its authors' code). tree: best-first, or another of TREES, for
+    comparison. width: nodes expanded by one draft forward; None finds it at run time, or is an eighth of a given
+    budget, from 16 to 64. children: candidates kept per expanded node. max_depth: longest path. stopping: default
+    stops when another round is not worth its cost; thompson and thompson-calibrated sample (EESD's TS and
+    Calibration-TS). lookup: merge in n-gram lookup in the text.
     recycling: merge in the target's earlier top-k predictions after the same token; always on without a draft model.
     recall: correct the draft by the target's predictions at similar places. reuse: keep the subtree below the accepted
     token. overlap: draft during the target's pass. forced: add the tokens that a constraint forces to the tree.
@@ -235,6 +237,7 @@ class SpeculationParams:
 
     budget: int | None = None
     scoring: Scoring = "coupled"
+    tree: str = "best-first"
     width: int | None = None
     children: int = 16
     max_depth: int = 64
@@ -255,7 +258,7 @@ class SpeculationParams:
         _check_numbers(self)
         if self.scoring not in ("coupled", "specexec"):
             raise UsageError(f"scoring must be coupled or specexec, not {self.scoring!r}")
-        for name, choices in (("stopping", get_args(Stopping)), ("accept", ACCEPTS)):
+        for name, choices in (("tree", TREES), ("stopping", get_args(Stopping)), ("accept", ACCEPTS)):
             if (value := getattr(self, name)) not in choices:
                 raise UsageError(f"{name} must be one of {', '.join(choices)}, not {value!r}")
         for name, least in (("budget", 0), ("width", 1), ("children", 1), ("max_depth", 1), ("beam", 1), ("gamma", 1)):
@@ -287,7 +290,7 @@ class SpeculationParams:
             )
 
     def _check_lossy(self) -> None:
-        for name in ("budget", "scoring", "width", "stopping"):
+        for name in ("budget", "scoring", "tree", "width", "stopping"):
             if (value := getattr(self, name)) != getattr(SpeculationParams, name):
                 raise UsageError(
                     f"{name} {value} applies to exact acceptance only, and {self.accept} acceptance drafts a beam "

@@ -39,7 +39,7 @@ from .table import show
 SETS = ("mt_bench", "humaneval", "gsm8k")
 TOP_P = {0.6: 0.9}  # as SpecExec's and Spec-Bench's settings at this temperature
 
-QUICK = "^lookup|authors|at 0.7|OPT-Tree|^offspec$"  # rows of a quick run
+QUICK = "^lookup|authors|at 0.7|opt-tree|^offspec$"  # rows of a quick run
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from benchmarks.methods import TREES, Method, replayed_texts
+from benchmarks.methods import Method, replayed_texts
 from benchmarks.scheduling.replay import Recording, Replayed
 from benchmarks.scheduling.schedulers import COSTS, INDEPENDENT, Bench, Shape
 from benchmarks.scheduling.specexec import SpecExecSettings
@@ -86,9 +86,8 @@ def with_model(budget: int | None) -> Iterator[Row]:
         for temperature in (0.5, 0.7, 1.4):
             settings = SpecExecSettings(budget, draft_temperature=temperature)
             yield SpecExecRow(f"SpecExec, draft at {temperature}", settings)
-        for name, tree in TREES.items():
-            published = SpeculationParams(budget, overlap=False, scoring="specexec", reuse=False, **alone)
-            yield OffspecRow(Method(name, True, published, tree))
+        for tree in ("sequoia", "opt-tree"):
+            yield row(f"`--tree {tree}`", scoring="specexec", tree=tree, reuse=False, **alone)
         yield row("`--draft-scoring specexec`", scoring="specexec", **alone)
         if budget in INDEPENDENT:
             yield SpecInferRow("SpecInfer (its own texts)", INDEPENDENT[budget])

@@ -25,10 +25,10 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.scheduling.opt_tree import OptTreeDrafter
-from benchmarks.scheduling.sequoia import MeasuredAcceptance, SequoiaDrafter
 from offspec import Engine, SamplingParams, SpeculationParams, builtin
 from offspec.drafts.recall import Recall, RecallingText
+from offspec.lab.opt_tree import OptTreeDrafter
+from offspec.lab.sequoia import MeasuredAcceptance, SequoiaDrafter
 from offspec.model.decoder import CachedDecoder, random_decoder
 from offspec.scheduler.drafting.drafter import Drafter, DraftRequest
 from offspec.scheduler.drafting.learnt import RunningEstimates
@@ -58,7 +58,6 @@ class Shape:
     depth: int
 
 
-SEQUOIA, OPT_TREE = "Sequoia", "OPT-Tree"
 # Nodes → shapes of trees with about as many; of several that were tried, the best at temperature 1.
 INDEPENDENT = {16: Shape(tree_rules.Chains(4), 4), 64: Shape(tree_rules.Chains(8), 8)}
 WITHOUT_REPLACEMENT = {
@@ -143,7 +142,7 @@ class Bench:
         learnt = RunningEstimates.nothing(
             self.engine.target.config.vocab_size, lambda rows: MISPREDICTED * COSTS[costs].pass_s(rows)
         )
-        learnt.overlap_switch, acceptance = None, MeasuredAcceptance()  # the clock simulates overlap
+        learnt.overlap_switch = None  # the clock simulates overlap
         recall, own_controller = Recall(draft, self.engine.target), controller and controller(learnt.costs)
         parts: list[Replayed] = []
         for recording in self.recordings:
@@ -152,9 +151,9 @@ class Bench:
             model = ClockedModel(recalling or CachedDecoder(draft), clock, COSTS[costs].round_s)
             sampler = recording.sampler(self.engine.target.config.vocab_size)
             drafter: Drafter
-            if method == SEQUOIA:
-                drafter = SequoiaDrafter(model, sampler, speculation, acceptance)
-            elif method == OPT_TREE:
+            if speculation.tree == "sequoia":
+                drafter = SequoiaDrafter(model, sampler, speculation, learnt.of_kind(MeasuredAcceptance))
+            elif speculation.tree == "opt-tree":
                 drafter = OptTreeDrafter(model, sampler, speculation)
             else:
                 guessers: list[Guesser] = [PromptLookup(learnt.lookups)] if speculation.lookup else []
@@ -235,8 +234,8 @@ def methods(budget: int | None) -> Iterable[tuple[str, SpeculationParams]]:
     plain = {"reuse": False, "overlap": False, "recall": False, "lookup": False}
     if budget is not None:
         yield "SpecExec scoring", SpeculationParams(budget, scoring="specexec", **plain)
-        yield SEQUOIA, SpeculationParams(budget, scoring="specexec", **plain)
-        yield OPT_TREE, SpeculationParams(budget, scoring="specexec", **plain)
+        yield "Sequoia", SpeculationParams(budget, scoring="specexec", tree="sequoia", **plain)
+        yield "OPT-Tree", SpeculationParams(budget, scoring="specexec", tree="opt-tree", **plain)
         yield "ours, tree only", SpeculationParams(budget, **plain)
         yield "ours, no recall", SpeculationParams(budget, lookup=False, recall=False)
     yield "ours", SpeculationParams(budget, lookup=False)

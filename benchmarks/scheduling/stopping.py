@@ -30,8 +30,8 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.scheduling.sequoia import MeasuredAcceptance, SequoiaDrafter, TreeSize, best_size
 from offspec import Engine, SamplingParams, SpeculationParams, builtin
+from offspec.lab.sequoia import MeasuredAcceptance, SequoiaDrafter, TreeSize, best_size
 from offspec.model.decoder import CachedDecoder
 from offspec.scheduler.drafting.drafter import Drafter
 from offspec.scheduler.pace.averages import DecayingRatio
@@ -160,7 +160,7 @@ def sequoia_size(acceptance: MeasuredAcceptance, *, greedy: bool, costs: Costs, 
 def replayed_sequoia(
     bench: Bench, recordings: Sequence[Recording], size: TreeSize, costs: Costs, acceptance: MeasuredAcceptance
 ) -> list[Replayed]:
-    params = replace(PLAIN, budget=size.nodes, max_depth=max(1, size.depth))
+    params = replace(PLAIN, budget=size.nodes, max_depth=max(1, size.depth), tree="sequoia")
 
     def drafter(model: ClockedModel, sampler: Sampler) -> Drafter:
         return SequoiaDrafter(model, sampler, params, acceptance, coupled=True)

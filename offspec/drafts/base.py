@@ -227,6 +227,12 @@ def _ignore(done: TargetPass) -> None:
 Attach = Callable[[Decoder], Draft]
 
 
+class MakeDrafter(Protocol):
+    """Makes the drafter of one request with a draft model, whose trees have another shape."""
+
+    def __call__(self, text: DraftText, task: DraftTask, learnt: EstimatesAndRecall) -> Drafter: ...
+
+
 Listener = Callable[[TargetPass], None]
 
 

@@ -76,9 +76,12 @@ class HeadDraft(Draft):
         return guessers_beside_model(task, learnt, super().guessers(task, learnt))
 
     def drafter(self, task: DraftTask, learnt: EstimatesAndRecall) -> Drafter:
+        """Raises UsageError for a baseline's tree."""
         text, speculation = task.text, task.speculation
         if not isinstance(text, HeadText) or speculation.budget == 0:
             return super().drafter(task, learnt)
+        if speculation.tree != "best-first":
+            raise UsageError(f"a head drafts best-first trees only, not {speculation.tree}; omit `tree`")
         recalling = None
         if learnt.recall is not None and speculation.recall:
             recalling = RecallingText(text, task.target, learnt.recall)

@@ -17,7 +17,7 @@ from offspec.scheduler.guessing.lookup import Guesser, PromptLookup
 from offspec.scheduler.joint import BeamDrafter, JointDrafter
 from offspec.scheduler.pace.costs import WIDTHS
 from offspec.scheduler.pace.trials import WindowTrials
-from offspec.scheduler.params import ACCEPTS, DRAFT_ROWS, MAX_ROWS, SpeculationParams
+from offspec.scheduler.params import ACCEPTS, DRAFT_ROWS, MAX_ROWS, TREES, SpeculationParams
 from offspec.scheduler.trees.verify import TargetPass
 
 from ..checkpoints.load import WeightSettings, load_decoder
@@ -36,7 +36,7 @@ from ..planning.plan import all_resident, draft_items, pass_bytes, resident_byte
 from ..text.tokenizer import Tokenizer, check_vocabularies
 from ..training.online import Aligner, AlignmentParams, check_learning, learning_bytes, open_aligner
 from .acceptance import OTHER_VOCABULARY, SMALL_MODEL
-from .base import Attach, Draft, DraftOptions, DraftTask, Listener, OpenRequest, controller_of
+from .base import Attach, Draft, DraftOptions, DraftTask, Listener, MakeDrafter, OpenRequest, controller_of
 from .learnt import EstimatesAndRecall
 from .recall import MOST_PROMPT, RecallingText, recall_bytes
 from .reencoded_text import OtherVocabulary
@@ -112,6 +112,9 @@ class ModelDraft(Draft):
         if not self.overlaps or (keeps_states(self.decoder.config) and self.decoder.device.type != "cpu"):
             # Tensors of states are made and dropped by both streams, and nothing orders the reuse of their memory.
             speculation = replace(speculation, overlap=False)
+        if speculation.tree != "best-first":
+            make_tree: MakeDrafter = TREES.load(speculation.tree)
+            return make_tree(text, task, learnt)
         has_window = self._choose_window(text, task, learnt.windows)
         recalling = None
         if learnt.recall is not None and speculation.recall:

@@ -7,6 +7,10 @@ METHODS: dict[str, dict[str, str]] = {
     "lossy acceptance": dict.fromkeys(
         ("cascade", "contrastive", "mix", "bild", "relaxed"), "offspec.lab.blend:BlendDrafter"
     ),
+    "shape of a tree": {
+        "sequoia": "offspec.lab.sequoia:sequoia_drafter",
+        "opt-tree": "offspec.lab.opt_tree:opt_tree_drafter",
+    },
     "tensor of a head": {"clover_head_mlp_rnn.q.weight": "offspec.lab.clover2:CLOVER2"},
     "head to train": {
         name: f"offspec.lab.head_structures:{name}" for name in ("medusa", "hydra", "mlp", "clover2", "fspad", "mtp")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 from ..guessing.lookup import match_reliability
 from ..guessing.recycling import TokenRecycling
@@ -11,6 +12,8 @@ from ..pace.calibration import Calibration
 from ..pace.costs import Costs, Predict
 from ..pace.trials import OverlapSwitch
 
+T = TypeVar("T")
+
 
 @dataclass
 class RunningEstimates:
@@ -18,7 +21,7 @@ class RunningEstimates:
 
     recycling: the guesser with its table. calibration: of the draft's probabilities. costs: seconds of draft rounds and
     target passes. overlap_switch: whether drafting during the pass pays off; None: always on. lookups, retrievals:
-    acceptance of proposals from the text itself, and from other texts.
+    acceptance of proposals from the text itself, and from other texts. by_kind: see `of_kind`.
     """
 
     recycling: TokenRecycling
@@ -27,6 +30,12 @@ class RunningEstimates:
     overlap_switch: OverlapSwitch | None = None
     lookups: Reliability = field(default_factory=match_reliability)
     retrievals: Reliability = field(default_factory=match_reliability)
+    by_kind: dict[type, Any] = field(default_factory=dict)
+
+    def of_kind(self, kind: type[T]) -> T:
+        """The estimates of a method that the core does not know: nothing at first, then as the method left them."""
+        estimates: T = self.by_kind.setdefault(kind, kind())
+        return estimates
 
     @classmethod
     def nothing(

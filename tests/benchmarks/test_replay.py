@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.scheduling.opt_tree import OptTreeDrafter
 from benchmarks.scheduling.replay import (
     ClockedModel,
     Costs,
@@ -25,9 +24,10 @@ from benchmarks.scheduling.replay import (
     replay,
     walk,
 )
-from benchmarks.scheduling.sequoia import MeasuredAcceptance, SequoiaDrafter
 from offspec import Engine, SamplingParams, SpeculationParams, builtin
 from offspec.drafts.recall import Recall, RecallingText
+from offspec.lab.opt_tree import OptTreeDrafter
+from offspec.lab.sequoia import MeasuredAcceptance, SequoiaDrafter
 from offspec.model.decoder import CachedDecoder
 from offspec.scheduler.drafting.drafter import Drafter, DraftRequest, ExactDrafter, NoDrafter
 from offspec.scheduler.drafting.learnt import RunningEstimates

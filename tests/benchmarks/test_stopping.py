@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from benchmarks.scheduling.replay import Costs
-from benchmarks.scheduling.sequoia import MeasuredAcceptance, TreeSize
 from benchmarks.scheduling.stopping import (
     WIDTH,
     GoesOn,
@@ -18,6 +17,7 @@ from benchmarks.scheduling.stopping import (
     spec_dec_pp,
     to_depth,
 )
+from offspec.lab.sequoia import MeasuredAcceptance, TreeSize
 from offspec.scheduler.pace.controllers import DraftingState, FixedBudget
 from offspec.scheduler.pace.costs import Costs as LearntCosts
 from offspec.scheduler.trees.token_tree import FloatArray

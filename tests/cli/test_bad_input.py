@@ -198,6 +198,7 @@ def test_a_flag_that_cannot_be_meant(flags: Sequence[str], run_args: Sequence[ob
         ("--beam", "300", "--accept", "joint"),
         ("--gamma", "0"),
         ("--strength", "1.1", "--accept", "mix"),
+        ("--tree", "sequoia", "--accept", "joint"),
     ],
     ids=" ".join,
 )

@@ -14,6 +14,8 @@ from .conftest import Offspec
 BENCHED: dict[str, tuple[str, ...]] = {
     "SpecExec": ("--draft-scoring", "specexec"),
     "Drafter-invariant coupling": ("--draft-scoring", "coupled", "--temperature", "1"),
+    "Sequoia": ("--tree", "sequoia"),
+    "OPT-Tree": ("--tree", "opt-tree"),
     "PEARL": ("--overlap",),
     "Inference with reference": ("--draft", "lookup"),
     "Token Recycling": ("--recycling",),
@@ -92,7 +94,8 @@ def test_every_method_that_is_built_has_a_command() -> None:
 
 @pytest.mark.parametrize("flags", sorted(set(BENCHED.values())), ids=" ".join)
 def test_texts_equal_plain_decoding(flags: tuple[str, ...], files: dict[str, Path], offspec: Offspec) -> None:
-    short = ("--budgets", "32", "--repeats", 1, "--warmup", 0, "--max-new-tokens", 10, "--ignore-eos")
+    budgets = "auto" if "sequoia" in flags else "32"
+    short = ("--budgets", budgets, "--repeats", 1, "--warmup", 0, "--max-new-tokens", 10, "--ignore-eos")
     result = offspec(
         "bench", "builtin", "--prompts", files["prompt"], *placed(flags, files), *short, "--device", "cpu", "--json"
     )

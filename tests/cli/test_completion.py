@@ -14,8 +14,8 @@ from .conftest import Offspec
         ("plan buil", ["dir,buil", "plain,builtin"]),
         ("serve builtin --draft ./nf", ["dir,./nf"]),
         ("run x --draft lo", ["dir,lo", "plain,lookup"]),
-        ("bench x --stopp", ["plain,--stopping"]),
-        ("bench x --stopping thompson-", ["plain,thompson-calibrated"]),
+        ("bench x --tre", ["plain,--tree"]),
+        ("bench x --tree op", ["plain,opt-tree"]),
         ("run x --help", ["plain,--help", "plain,--help-all"]),
     ],
 )

@@ -19,7 +19,7 @@ from unittest.mock import patch
 from offspec import KV_CACHES, Constraint, Engine, SamplingParams, SpeculationParams, Step, builtin
 from offspec.errors import ConstraintError, OffspecError, UsageError
 from offspec.running.batch import Batch
-from offspec.scheduler.params import Scoring, Stopping
+from offspec.scheduler.params import TREES, Scoring, Stopping
 from offspec.session import Session
 from offspec.tools.verification import Setting, first_difference
 
@@ -115,7 +115,7 @@ def random_speculation(chance: random.Random) -> SpeculationParams:
         if chance.random() < 0.5:
             settings[name] = chance.random() < 0.5
     others = {"width": (1, 4, 50), "children": (1, 3), "max_depth": (1, 2, 5)}
-    others |= {"scoring": get_args(Scoring), "stopping": get_args(Stopping)}
+    others |= {"scoring": get_args(Scoring), "tree": tuple(TREES), "stopping": get_args(Stopping)}
     for name, values in others.items():
         if chance.random() < 0.2:
             settings[name] = chance.choice(values)

@@ -83,8 +83,8 @@ def unknown(span: str) -> list[str]:
 def test_what_is_unknown() -> None:
     assert unknown("offspec distill --resume") == []
     assert unknown("--draft-scoring specexec") == []
-    assert unknown("offspec guess --stopping default --nodes 4") == ["offspec guess", "--nodes 4"]
-    assert unknown("--stopping pine") == ["--stopping pine"]
+    assert unknown("offspec guess --tree best-first --nodes 4") == ["offspec guess", "--nodes 4"]
+    assert unknown("--tree pine") == ["--tree pine"]
 
 
 def test_each_publication_has_one_row() -> None:

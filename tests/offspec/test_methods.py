@@ -7,7 +7,7 @@ from types import ModuleType
 
 import pytest
 
-from offspec import ACCEPTS, Engine, SamplingParams, SpeculationParams, methods
+from offspec import ACCEPTS, TREES, Engine, SamplingParams, SpeculationParams, methods
 from offspec.errors import UsageError
 from offspec.methods import Methods
 from offspec.training.distill_params import HEADS
@@ -48,7 +48,7 @@ def test_what_no_extension_adds_is_none(laboratory: ModuleType) -> None:
 
 def test_the_core_is_whole_without_the_laboratory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(methods, "EXTENSIONS", [])
-    assert list(ACCEPTS) == ["exact", "joint"]
+    assert [list(names) for names in (ACCEPTS, TREES)] == [["exact", "joint"], ["best-first"]]
     assert list(HEADS) == ["eagle3"]
     with refused(UsageError, "accept", "joint", "mix"):
         SpeculationParams(accept="mix")

@@ -37,6 +37,8 @@ SPECULATION = {
     "small": SpeculationParams(budget=8),
     "large": SpeculationParams(budget=64, recycling=True),
     "specexec": SpeculationParams(budget=32, scoring="specexec", recall=False),
+    "sequoia": SpeculationParams(budget=32, tree="sequoia"),
+    "opt-tree": SpeculationParams(budget=32, tree="opt-tree", reuse=False),
 }
 
 

@@ -41,6 +41,7 @@ REQUESTS = {
     "greedy": (SamplingParams(NUM_TOKENS, ignore_eos=True), SpeculationParams()),
     "sampled": (SAMPLED, SpeculationParams(24)),
     "plain": (SAMPLED, SpeculationParams(0)),
+    "sequoia": (SAMPLED, SpeculationParams(8, tree="sequoia")),
     "joint": (SamplingParams(NUM_TOKENS, ignore_eos=True), SpeculationParams(accept="joint")),
 }
 SOME = ("greedy", "sampled")

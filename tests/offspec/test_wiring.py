@@ -18,6 +18,8 @@ from offspec import Engine, SamplingParams, SpeculationParams, Step
 from offspec.drafts.base import DraftTask
 from offspec.drafts.recall import RecallingText
 from offspec.drafts.without_model import NoDraft
+from offspec.lab.opt_tree import OptTreeDrafter
+from offspec.lab.sequoia import MeasuredAcceptance, SequoiaDrafter
 from offspec.loaders.machine.hardware import Rates
 from offspec.scheduler.drafting.drafter import Drafter, DraftRequest, NoDrafter
 from offspec.scheduler.drafting.model_drafter import ModelDrafter
@@ -27,6 +29,7 @@ from offspec.scheduler.guessing.retrieval import Retrieval, SuffixIndex, build_i
 from offspec.scheduler.joint import JointDrafter
 from offspec.scheduler.params import Scoring
 from offspec.scheduler.trees.sampling import Sampler
+from offspec.scheduler.trees.token_tree import TokenTree
 
 from ..pair import Pair, build_pair
 from ..scheduler.fakes import paths
@@ -110,9 +113,13 @@ def test_before_the_first_pass_its_cost_is_what_the_plan_predicts(pair: Pair, mo
     ("draft", "settings", "kind"),
     [
         ("own", {}, ModelDrafter),
+        ("own", {"tree": "sequoia"}, SequoiaDrafter),
+        ("own", {"tree": "opt-tree"}, OptTreeDrafter),
         ("own", {"accept": "joint"}, JointDrafter),
         ("own", {"budget": 0}, NoDrafter),
+        ("own", {"budget": 0, "tree": "sequoia"}, NoDrafter),
         ("lookup", {}, ModelDrafter),
+        ("lookup", {"tree": "sequoia"}, ModelDrafter),  # there is no model to be asked layer by layer
         ("lookup", {"budget": 0}, NoDrafter),
         ("none", {}, NoDrafter),
     ],
@@ -231,6 +238,39 @@ def test_repetitions_join_the_models_tree(engines: dict[str, Engine]) -> None:
     assert tuple(again[2:6]) in paths(with_lookup)
     assert tuple(again[2:6]) not in paths(without)
     assert len(set(with_lookup.tokens.tolist()) - set(again)) > 8, "nothing of the model's is left"
+
+
+# ------------------------------------------------------------------------------------------------ a layer at a time
+
+
+@pytest.mark.parametrize("tree", ["sequoia", "opt-tree"])
+def test_trees_of_layers_see_the_noise_where_scoring_is_coupled(tree: str, engines: dict[str, Engine]) -> None:
+    engine, found = engines["own"], list[TokenTree]()
+    text, final = engine.encode(PROMPT), frozenset(range(0, 320, 3))
+    for scoring in SCORINGS:
+        found.append(drafter_of(engine, SAMPLED, final, tree=tree, scoring=scoring, budget=20).propose(text, 8))
+        model, sampler = engine.new_caches().draft, sampler_of(engine, SAMPLED)
+        assert model is not None
+        speculation, coupled = SpeculationParams(20), scoring == "coupled"
+        twin = (
+            SequoiaDrafter(model, sampler, speculation, MeasuredAcceptance(), final, coupled=coupled)
+            if tree == "sequoia"
+            else OptTreeDrafter(model, sampler, speculation, final, coupled=coupled)
+        ).propose(text, 8)
+        np.testing.assert_array_equal(found[-1].tokens, twin.tokens)
+        np.testing.assert_array_equal(found[-1].parents, twin.parents)
+    assert found[0].tokens.tolist() != found[1].tokens.tolist()
+
+
+@pytest.mark.parametrize("scoring", SCORINGS)
+def test_sequoia_goes_on_measuring_from_request_to_request(scoring: Scoring, engines: dict[str, Engine]) -> None:
+    engine, counts = engines["own"], list[int]()
+    for _ in range(2):
+        steps(engine, SAMPLED, SpeculationParams(20, tree="sequoia", scoring=scoring))
+        acceptance = engine.learnt.of_kind(MeasuredAcceptance)
+        counts.append(acceptance.ranks(greedy=False, coupled=scoring == "coupled").num_nodes)
+    assert counts[1] > counts[0] > 0
+    assert acceptance.ranks(greedy=False, coupled=scoring != "coupled").num_nodes == 0
 
 
 # ------------------------------------------------------------------------------------------------ looking up

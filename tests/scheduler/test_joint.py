@@ -340,6 +340,7 @@ def test_tau_is_a_share(tau: float) -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
+        ({"tree": "sequoia"}, "tree sequoia"),
         ({"budget": 64}, "budget 64"),
         ({"budget": 0}, "budget 0"),
         ({"scoring": "specexec"}, "scoring specexec"),

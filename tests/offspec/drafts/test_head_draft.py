@@ -145,6 +145,8 @@ def test_its_memory_is_planned(engine: Engine) -> None:
 
 
 def test_what_a_head_cannot_do_is_refused(engine: Engine, pair: Pair, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="best-first"):
+        list(engine.generate(PROMPTS[0], GREEDY, SpeculationParams(budget=8, tree="sequoia")))
     with pytest.raises(UsageError, match="draft model"):
         list(engine.generate(PROMPTS[0], GREEDY, SpeculationParams(accept="joint")))
     folder = write_folder(tmp_path, EAGLE_CONFIG, eagle_tensors(3))

@@ -15,9 +15,9 @@ from ...pages import ROOT
 CALLED = [(kind, name) for kind in METHODS for name in METHODS[kind]]
 LISTED = """
 import sys
-from offspec import ACCEPTS
+from offspec import ACCEPTS, TREES
 from offspec.training.distill_params import HEADS
-print(*ACCEPTS, *HEADS)
+print(*ACCEPTS, *TREES, *HEADS)
 print([name for name in sys.modules if name == "torch" or name.startswith("offspec.lab.")])
 """
 
@@ -33,5 +33,5 @@ def test_names_are_listed_without_the_methods() -> None:
     listed = subprocess.run(
         [sys.executable, "-c", LISTED], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout.splitlines()
-    assert {"exact", "mix", "eagle3", "clover2"} <= set(listed[0].split())
+    assert {"exact", "mix", "sequoia", "eagle3", "clover2"} <= set(listed[0].split())
     assert listed[1] == "[]"

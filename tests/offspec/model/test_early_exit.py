@@ -106,6 +106,7 @@ def says(
         SpeculationParams,
         budget=st.sampled_from([16, 3, 64, 1, None]),
         width=st.sampled_from([None, 2, 5]),
+        tree=st.sampled_from(["best-first", "best-first", "sequoia", "opt-tree"]),
         scoring=st.sampled_from(["coupled", "specexec"]),
         stopping=st.sampled_from(["default", "thompson", "thompson-calibrated"]),
         lookup=st.booleans(),

@@ -17,6 +17,7 @@ import numpy as np
 
 from offspec.scheduler.drafting.drafter import SequentialDrafter, TreeModel
 from offspec.scheduler.drafting.layered_draft import UNEXPANDED, LayerCandidates, LayeredDraft, subtree
+from offspec.scheduler.drafting.learnt import RunningEstimates
 from offspec.scheduler.drafting.pricing import Clock
 from offspec.scheduler.pace.costs import WIDTHS, Costs
 from offspec.scheduler.pace.shared_pass import SharedPass
@@ -24,6 +25,8 @@ from offspec.scheduler.params import DEFAULT_NODES, SpeculationParams
 from offspec.scheduler.trees.sampling import Sampler
 from offspec.scheduler.trees.token_tree import ROOT, FloatArray, IntArray, TokenTree
 from offspec.scheduler.trees.verify import TargetPass
+
+from ..drafts.base import DraftTask, most_nodes
 
 T = TypeVar("T")
 MOST_LEVELS = 32  # of a tree whose size the hardware decides
@@ -202,6 +205,14 @@ class SizeForHardware:
     @property
     def _is_alone(self) -> bool:
         return self._shared is None or not self._shared.is_shared
+
+
+def sequoia_drafter(text: TreeModel, task: DraftTask, learnt: RunningEstimates) -> SequoiaDrafter:
+    """The drafter of one request with a draft model (`drafts.base.MakeDrafter`)."""
+    params, request = task.speculation, task.request
+    size = SizeForHardware(learnt.costs, most_nodes(task), request.shared) if params.budget is None else None
+    acceptance, is_coupled = learnt.of_kind(MeasuredAcceptance), params.scoring == "coupled"
+    return SequoiaDrafter(text, request.sampler, params, acceptance, request.final, coupled=is_coupled, hardware=size)
 
 
 class SequoiaDrafter(SequentialDrafter):

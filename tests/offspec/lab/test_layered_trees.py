@@ -15,8 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from benchmarks.scheduling.opt_tree import OptTreeDrafter
-from benchmarks.scheduling.sequoia import (
+from offspec.errors import NumericalError
+from offspec.lab.opt_tree import OptTreeDrafter
+from offspec.lab.sequoia import (
     MeasuredAcceptance,
     RankAcceptance,
     SequoiaDrafter,
@@ -25,7 +26,6 @@ from benchmarks.scheduling.sequoia import (
     best_size,
     best_topology,
 )
-from offspec.errors import NumericalError
 from offspec.scheduler.drafting.drafter import Drafter
 from offspec.scheduler.pace.costs import Costs
 from offspec.scheduler.params import SamplingParams, SpeculationParams
@@ -33,8 +33,8 @@ from offspec.scheduler.trees.sampling import Sampler
 from offspec.scheduler.trees.token_tree import ROOT, FloatArray, TokenTree
 from offspec.scheduler.trees.verify import TargetPass, Verdict, exact_walk
 
-from ..refusals import refused
-from ..scheduler.fakes import (
+from ...refusals import refused
+from ...scheduler.fakes import (
     Rule,
     RuleModel,
     few,
