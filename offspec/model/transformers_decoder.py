@@ -18,14 +18,14 @@ from offspec.loaders.streaming.weights import WeightSource
 
 from .block import Block
 from .decoder import Decoder
-from .foreign_config import ForeignConfig, Source
-from .foreign_modules import LayerCall, TextCache, build
-from .foreign_probe import by_kind
 from .lent_modules import Lender
 from .memory.kv_cache import MakeLayerCaches, plain_layers
 from .parts.modules import LayerOfModules
 from .parts.part import LayerWeights
 from .pass_rows import AppendedRows
+from .transformers_config import ForeignConfig, Source
+from .transformers_modules import LayerCall, TextCache, build
+from .transformers_probe import by_kind
 
 
 class RowsCache(TextCache):
