@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..planning.drafting import Acceptance, Spread
+from ..planning.draft_forecast import Acceptance, Spread
 
 _SOURCE = (
     "Qwen2.5-Coder 1.5B with a 0.5B draft on MT-Bench, docs/results/benchmarks.md; "

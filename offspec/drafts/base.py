@@ -29,7 +29,7 @@ from ..checkpoints.opening import ModelFiles, Note
 from ..errors import UsageError
 from ..model.decoder import CachedDecoder, Decoder
 from ..model.memory.text_caches import DraftText, TextCaches
-from ..planning.drafting import Guessing
+from ..planning.draft_forecast import Guessing
 from ..planning.memory import MemoryUse, Room
 from ..text.tokenizer import Tokenizer
 from ..training.online import Aligner

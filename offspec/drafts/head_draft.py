@@ -27,7 +27,7 @@ from ..model.decoder import CachedDecoder, Decoder, activation_bytes
 from ..model.heads.head import Head
 from ..model.heads.text import HeadText
 from ..model.memory.text_caches import TextCaches
-from ..planning.drafting import Guessing
+from ..planning.draft_forecast import Guessing
 from ..planning.memory import MemoryUse, Room
 from ..training.distill_params import HEADS as KINDS
 from ..training.head_learning import learning_bytes, open_head_aligner

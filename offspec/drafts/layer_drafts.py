@@ -29,7 +29,7 @@ from ..model.decoder import CachedDecoder, Decoder
 from ..model.layer_draft import LayerDraft, LayerDraftText
 from ..model.memory.recurrent_states import RecurrentLayout
 from ..model.memory.text_caches import TextCaches
-from ..planning.drafting import Guessing
+from ..planning.draft_forecast import Guessing
 from ..planning.memory import MemoryUse, Room
 from ..planning.plan import unpacking_items
 from .acceptance import EXIT, LOOKUP, SHADOWS

@@ -30,7 +30,7 @@ from ..model.decoder import CachedDecoder, Decoder
 from ..model.memory.draft_window import LEAST_WINDOW, NUM_SINKS, WindowedText, context_window, most_entries
 from ..model.memory.text_caches import DraftText, TextCaches
 from ..model.row_logits import HEAD_ROWS
-from ..planning.drafting import Guessing
+from ..planning.draft_forecast import Guessing
 from ..planning.memory import MemoryUse, Room
 from ..planning.plan import all_resident, draft_items, pass_bytes, resident_bytes, unpacking_items
 from ..text.tokenizer import Tokenizer, check_vocabularies
