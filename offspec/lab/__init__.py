@@ -1,6 +1,6 @@
 """The laboratory: research that nobody needs to run a model, and published methods kept for comparison.
 
-METHODS is all that the core sees of it (`offspec.methods`). This module imports nothing, so that `--help` is fast.
+METHODS is all that the core sees of it (`offspec.extensions`). This module imports nothing, so that `--help` is fast.
 """
 
 METHODS: dict[str, dict[str, str]] = {

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from ..errors import UsageError
-from ..methods import Methods
+from ..extensions import Methods
 
 Init = Literal["next", "last"]
 HEADS = Methods("head to train", "eagle3")  # `head_structures`

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
+from offspec.extensions import Methods
 from offspec.lab import METHODS
-from offspec.methods import Methods
 
 from ...pages import ROOT
 
