@@ -229,7 +229,7 @@ loading_options = all_of(
         "fast_arithmetic",
         is_rare=True,
         is_flag=True,
-        help="Compute in the fastest way: the text equals plain decoding's up to near-ties on a CPU, too.",
+        help="Compute in the fastest way: the text equals plain decoding's up to near-ties.",
     ),
     LOADING.option(
         "threads",
@@ -303,7 +303,8 @@ acceptance_options = all_of(
     SPECULATION.option(
         "accept",
         type=click.Choice(ACCEPTS),
-        help="exact: plain decoding's text, on a CPU exactly, on a GPU up to near-ties. Others are LOSSY; joint: MJSD.",
+        help="exact: plain decoding's text, exactly on a CPU, and on a GPU for streamed targets. "
+        "Others are LOSSY; joint: MJSD.",
     ),
     SPECULATION.option(
         "tau",
@@ -319,8 +320,7 @@ speculation_options = all_of(
         callback=budget,
         default="auto",
         metavar="auto|N",
-        help="Draft tokens per pass; 0 disables speculation. Changes the text at most at near-ties on a GPU. "
-        "[default: auto, adapts]",
+        help="Draft tokens per pass; 0 disables speculation. [default: auto, adapts]",
     ),
     acceptance_options,
 )

@@ -51,8 +51,8 @@ def _refuse_lossy(ctx: click.Context, param: click.Parameter, value: str) -> Non
     name="verify",
     help=f"""Compare speculative text with plain decoding, token by token.
 
-Decodes held-out prompts plainly, then with every combination of the settings below, and compares token ids. On a CPU
-every token must be equal. On a GPU, or with --fast-arithmetic, near-ties may differ: two tokens whose logits differ by
+Decodes held-out prompts plainly, then with every combination of the settings below, and compares token ids. Every
+token must be equal; where the text is not exact, near-ties may differ: two tokens whose logits differ by
 no more than rounding. They are counted. The exit code is 1 if any other token differs. The built-in pair takes some
 minutes on one core. {MODEL_HELP}
 
