@@ -177,7 +177,6 @@ def test_what_is_verified_unless_told_otherwise(
         ("--top-p", "0"),
         ("--max-prompts", "0"),
         ("--max-new-tokens", "0"),
-        ("--random-passes", "0"),
         ("--seed", str(2**64)),
         ("--prompts", "no-such-file"),
     ],
