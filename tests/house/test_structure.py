@@ -197,7 +197,7 @@ def test_the_core_imports_nothing_from_the_laboratory() -> None:
 def test_only_the_front_door_names_the_laboratory() -> None:
     naming = {file.relative_to(ROOT) for file in MODULES if LAB in file.read_text(encoding="utf-8")}
     outside = {str(file) for file in naming if file.parent != Path("offspec/lab")}
-    assert outside == {"offspec/__init__.py", "cli/distill.py"}
+    assert outside == {"offspec/__init__.py"}
 
 
 def test_the_core_asks_for_every_kind_of_method_that_the_laboratory_has() -> None:
