@@ -236,24 +236,25 @@ MARKS = {
     "hydra_num_heads": "hydra",
     DFLASH_ENTRY: "dflash",
 }  # a key of config.json → the kind
-NAMED_KINDS = ("medusa", "mlp_speculator")  # by model_type
+NAMED_KINDS = Methods("kind of head", "medusa", "mlp_speculator")  # named by OWN_KIND, or by model_type
 MARKING_TENSORS = Methods("tensor of a head", "fc.fc.weight")  # that only one kind has: FSPAD's, and others'
 TARGET_KEY = "offspec_target"  # the key of the target's fingerprint, in heads that offspec trained
+OWN_KIND = "offspec_head"  # the key of kinds that nobody else publishes
 
 
 def layout_of(config: Json, names: Iterable[str]) -> Layout | None:
     """The layout of a head's files by their config.json, or by their tensors where it says nothing; None: no head."""
     if (kind := next((kind for key, kind in MARKS.items() if key in config), None)) is not None:
         return LAYOUTS[HYDRA_PREFIX if config.get("hydra_head_arch") == "prefix-mlp" else kind]
-    if (named := config.get("model_type")) in NAMED_KINDS:
-        return LAYOUTS[named]
+    named = config.get(OWN_KIND, config.get("model_type"))
+    if named in NAMED_KINDS:
+        return _layout(NAMED_KINDS, str(named), str(named))
     names = set(names)
     if names and all(name.startswith(MTP_PREFIX) for name in names):  # a model may have such tensors among others
         return LAYOUTS["mtp"]
     plain = {name.removeprefix("model.") for name in names}
     if (mark := next((name for name in MARKING_TENSORS if name in plain), None)) is not None:
-        layout: Layout | None = MARKING_TENSORS.load(mark)
-        return LAYOUTS["fspad"] if layout is None else layout
+        return _layout(MARKING_TENSORS, mark, "fspad")
     stated = config.get("architectures")
     classes = [str(name).lower() for name in stated] if isinstance(stated, list) else []
     method = config.get("speculators_model_type")
@@ -264,6 +265,12 @@ def layout_of(config: Json, names: Iterable[str]) -> Layout | None:
     if any("eagle" in name for name in classes) or "fc.weight" in plain:
         return LAYOUTS["eagle"]
     return None
+
+
+def _layout(methods: Methods, name: str, kind: str) -> Layout:
+    """An extension's layout of this name, or else the core's of this kind."""
+    layout: Layout | None = methods.load(name)
+    return LAYOUTS[kind] if layout is None else layout
 
 
 def is_head(path: Path) -> bool:

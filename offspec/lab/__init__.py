@@ -11,8 +11,14 @@ METHODS: dict[str, dict[str, str]] = {
         "sequoia": "offspec.lab.sequoia:sequoia_drafter",
         "opt-tree": "offspec.lab.opt_tree:opt_tree_drafter",
     },
+    "kind of head": {
+        "recurrent": "offspec.lab.own_heads:RECURRENT",
+        "clover": "offspec.lab.own_heads:CLOVER",
+        "amphista": "offspec.lab.own_heads:AMPHISTA",
+    },
     "tensor of a head": {"clover_head_mlp_rnn.q.weight": "offspec.lab.clover2:CLOVER2"},
     "head to train": {
-        name: f"offspec.lab.head_structures:{name}" for name in ("medusa", "hydra", "mlp", "clover2", "fspad", "mtp")
+        name: f"offspec.lab.head_structures:{name}"
+        for name in ("medusa", "hydra", "recurrent", "mlp", "clover", "clover2", "koala", "amphista", "fspad", "mtp")
     },
 }

@@ -1,4 +1,7 @@
-"""Structures of heads that only comparisons need: their config.json, and the weights they begin with."""
+"""Structures of heads that only comparisons need: their config.json, and the weights they begin with.
+
+Files of Medusa, Hydra, MLP speculators, Clover-2 and FSPAD are published; the others are offspec's own.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..checkpoints.head_files import OWN_KIND
 from ..model.config import ModelConfig
 from ..model.decoder import Decoder
 from ..model.heads.head import LAYERS, OWN_NORM, Advanced
@@ -16,12 +20,14 @@ from ..training.head_structures import (
     UNROLLED,
     Beginning,
     copied_layer,
+    eagle3,
     eagle_config,
     need_llamas_layout,
     own_head,
     shared,
 )
 from ..training.target_texts import Shard
+from .own_heads import STAGES
 
 ALIGNMENT = 10.0  # weight of the distance from the target's states, beside the cross entropy
 STEPS = 5  # tokens ahead that heads without attention learn to predict
@@ -35,6 +41,11 @@ def states_loss(made: Advanced, target: Shard) -> Tensor:
 def features_loss(made: Advanced, target: Shard) -> Tensor:
     """The distance of the head's features from the target's final states."""
     return ALIGNMENT * F.smooth_l1_loss(made.features.float(), target["states"].float())
+
+
+def koala(target: Decoder, seed: int) -> Beginning:
+    """KOALA's depth (2408.08146): EAGLE-3 with two layers. Its adversarial loss is left out."""
+    return eagle3(target, seed, 2)
 
 
 def medusa(target: Decoder, seed: int) -> Beginning:
@@ -66,6 +77,14 @@ def hydra(target: Decoder, seed: int) -> Beginning:
     return Beginning("hydra", config, tensors, (), STEPS)
 
 
+def recurrent(target: Decoder, seed: int) -> Beginning:
+    """A recurrent cell for all steps, over the target's own head."""
+    hidden, inner = target.config.hidden_size, target.config.intermediate_size
+    tensors = {"cell.weight": _small(hidden, 2 * hidden, seed), "cell.bias": torch.zeros(hidden)}
+    tensors |= {"up.weight": _small(inner, 2 * hidden, seed + 1), "down.weight": torch.zeros(hidden, inner)}
+    return Beginning("recurrent", {OWN_KIND: "recurrent", "intermediate_size": inner}, tensors, (), STEPS)
+
+
 def mlp(target: Decoder, seed: int) -> Beginning:
     """An MLP speculator of 5 steps, as wide as the target's state, with one embedding and head for all steps."""
     hidden, vocab = target.config.hidden_size, target.config.vocab_size
@@ -75,6 +94,16 @@ def mlp(target: Decoder, seed: int) -> Beginning:
     tensors |= {"proj.1.weight": torch.eye(hidden), "head.0.weight": own_head(target)}
     tensors |= {"ln.0.weight": torch.ones(hidden), "ln.0.bias": torch.zeros(hidden)}
     return Beginning("mlp", config, {f"speculator.{name}": tensor for name, tensor in tensors.items()}, (), STEPS)
+
+
+def clover(target: Decoder, seed: int) -> Beginning:
+    """Clover: a layer over the text, and steps that attend to the path's tokens."""
+    hidden = target.config.hidden_size
+    tensors = {"q.weight": _small(hidden, hidden, seed), "kv.weight": _small(2 * hidden, hidden, seed + 1)}
+    tensors |= {"o.weight": torch.zeros(hidden, hidden), "places": torch.zeros(STEPS, hidden)}
+    tensors |= {f"blocks.{step}.weight": torch.zeros(hidden, hidden) for step in range(STEPS)} | _text_layers(target, 1)
+    config = {OWN_KIND: "clover", "num_steps": STEPS, "num_attention_heads": _num_heads(target.config)}
+    return Beginning("clover", config, tensors, (), STEPS)
 
 
 def clover2(target: Decoder, seed: int) -> Beginning:
@@ -132,6 +161,18 @@ def mtp(target: Decoder, seed: int) -> Beginning:
     tensors |= {EMBEDDING_NORM: torch.ones(hidden), STATE_NORM: torch.ones(hidden), OWN_NORM: size.repeat(hidden)}
     named = {f"{PREFIX}{name}": tensor for name, tensor in tensors.items()}
     return Beginning("mtp", {"model_type": c.model_type, "mtp_num_hidden_layers": 1}, named, (), UNROLLED, states_loss)
+
+
+def amphista(target: Decoder, seed: int) -> Beginning:
+    """Amphista: layers over the text, and states of all steps at once, which attend to each other."""
+    c, hidden, inner = target.config, target.config.hidden_size, target.config.intermediate_size
+    tensors = {"qkv.weight": _small(3 * hidden, hidden, seed), "up.weight": _small(inner, hidden, seed + 1)}
+    tensors |= {"o.weight": torch.zeros(hidden, hidden), "down.weight": torch.zeros(hidden, inner)}
+    tensors |= {"token.weight": torch.zeros(hidden, 2 * hidden), "places": torch.zeros(STEPS, hidden)}
+    tensors |= {f"blocks.{step}.weight": _small(hidden, hidden, seed + 2 + step) for step in range(STEPS)}
+    config = {OWN_KIND: "amphista", "num_steps": STEPS, "intermediate_size": inner}
+    config |= {"num_attention_heads": _num_heads(c)}
+    return Beginning("amphista", config, tensors | _text_layers(target, STAGES), (), STEPS)
 
 
 def _num_heads(target: ModelConfig) -> int:

@@ -24,11 +24,13 @@ from ..model.heads.head_twins import (
     HYDRA_PREFIX_CONFIG,
     MEDUSA_CONFIG,
     MLP_CONFIG,
+    RECURRENT_CONFIG,
     dflash_tensors,
     eagle_tensors,
     hydra_tensors,
     medusa_tensors,
     mlp_tensors,
+    recurrent_tensors,
     write_folder,
 )
 
@@ -43,6 +45,7 @@ HEADS = {
     "Hydra++": (HYDRA_PREFIX_CONFIG, lambda: hydra_tensors(has_prefix=True)),
     "MLP speculator": (MLP_CONFIG, mlp_tensors),
     "DFlash": (DFLASH_CONFIG, dflash_tensors),
+    "recurrent": (RECURRENT_CONFIG, recurrent_tensors),
 }
 Texts = Callable[[str, SamplingParams], list[int]]
 

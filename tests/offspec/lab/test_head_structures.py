@@ -34,7 +34,9 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Teacher]:
         yield Teacher(engine.target, ModelFiles.open(folder, "fp32", "cpu", []), engine.tokenizer)
 
 
-@pytest.mark.parametrize(("kind", "sees_path"), [("clover2", True), ("medusa", False)])
+@pytest.mark.parametrize(
+    ("kind", "sees_path"), [("clover", True), ("clover2", True), ("amphista", False), ("medusa", False)]
+)
 def test_which_tokens_a_head_sees(kind: str, sees_path: bool, teacher: Teacher) -> None:
     """All but Medusa see the text's last token; the path's tokens only those that go from token to token."""
     student = HeadStudent(structure_of(kind)(teacher.target, 0), teacher.target)
@@ -55,7 +57,7 @@ def test_which_tokens_a_head_sees(kind: str, sees_path: bool, teacher: Teacher) 
     assert torch.equal(after(7, 20), after(8, 20)) == (kind == "medusa")
 
 
-@pytest.mark.parametrize("kind", ["clover2", "fspad"])
+@pytest.mark.parametrize("kind", ["clover", "amphista", "clover2", "fspad"])
 def test_a_long_prompt_is_read_in_parts(kind: str, teacher: Teacher) -> None:
     """No computation has more than CHUNK_ROWS rows; waiting rows hold the target's states, and no room for a path."""
     head = HeadStudent(structure_of(kind)(teacher.target, 0), teacher.target).head
@@ -86,14 +88,15 @@ def test_a_long_prompt_is_read_in_parts(kind: str, teacher: Teacher) -> None:
     assert all(rows <= CHUNK_ROWS and width == hidden for rows, width in computed)
 
 
-def test_attention_divides_the_hidden_size(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["clover", "clover2", "amphista"])
+def test_attention_divides_the_hidden_size(kind: str, tmp_path: Path) -> None:
     """The target's own heads need not."""
     odd = build_pair(tmp_path, num_attention_heads=3, num_key_value_heads=1, head_dim=16)
     with Engine.load(str(odd.target), draft="none", device="cpu", dtype="fp32") as engine:
         target = engine.target
         tokens = np.random.default_rng(0).integers(5, 100, (2, 9))
         batch = Forest(target, 2, (target.config.num_layers - 1,)).add(tokens, 8)
-        assert HeadStudent(structure_of("clover2")(target, 0), target)(batch).isfinite()
+        assert HeadStudent(structure_of(kind)(target, 0), target)(batch).isfinite()
 
 
 def test_medusa_begins_as_the_targets_head(tmp_path: Path) -> None:

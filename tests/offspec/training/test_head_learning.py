@@ -20,7 +20,7 @@ from offspec.training.target_texts import Forest
 from ...fakes import CPU, FAMILIES, build
 from ...pair import Pair, build_pair
 
-KINDS = ("eagle3", "medusa", "hydra", "mlp", "clover2", "fspad")
+KINDS = ("eagle3", "medusa", "hydra", "recurrent", "mlp", "clover", "koala", "amphista", "clover2", "fspad")
 SAMPLED = SamplingParams(14, temperature=1.0, seed=3, ignore_eos=True)
 DRAFTED = SpeculationParams(8, lookup=False)
 PROMPT = "def area(width"
@@ -80,18 +80,19 @@ def test_it_learns_from_its_own_texts(
         assert learnt.aligner is not None
         for name, tensor in aligner.adapter.merged.items():
             torch.testing.assert_close(learnt.aligner.adapter.merged[name], tensor)
-    other = head_of("hydra" if kind != "hydra" else "medusa", plain, tmp_path / "other")
+    other = head_of("recurrent" if kind != "recurrent" else "medusa", plain, tmp_path / "other")
     with pytest.raises(UsageError, match="another draft"):
         Engine.load(str(pair.target), **{**loading, "draft": str(other)}, learn_file=file)
 
 
 @pytest.mark.slow
-def test_layers_with_other_norms_learn_in_16_bits(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["clover", "clover2", "amphista"])
+def test_layers_with_other_norms_learn_in_16_bits(kind: str, tmp_path: Path) -> None:
     """Layers over the text are the target's, whose LayerNorm wants states and weights of one dtype."""
     target = build(FAMILIES["starcoder2"], tmp_path / "target").decoder(torch.bfloat16)
-    beginning = structure_of("clover2")(target, 0)
-    write_head(tmp_path / "head", beginning.config, beginning.tensors)
-    files = HeadFiles.open(tmp_path / "head", target.config)
+    beginning = structure_of(kind)(target, 0)
+    write_head(tmp_path / kind, beginning.config, beginning.tensors)
+    files = HeadFiles.open(tmp_path / kind, target.config)
     tensors = files.load(torch.bfloat16, CPU)
     aligner = HeadAligner(files.spec.make(tensors, target), files.spec, tensors)
     window = HeadWindow(aligner.params, 64, torch.bfloat16)

@@ -175,8 +175,9 @@ def test_a_trained_head_drafts(kind: str, teacher: Teacher, pair: Pair, tmp_path
 def test_what_cannot_be_trained_is_refused(tmp_path: Path) -> None:
     """Before the target writes any text."""
     behind = build(Family("olmo2", {"num_hidden_layers": 4}), tmp_path / "behind").decoder()
-    with pytest.raises(UsageError, match="norms before attention"):
-        structure_of("eagle3")(behind, 0)
+    for kind in ("eagle3", "koala"):
+        with pytest.raises(UsageError, match="norms before attention"):
+            structure_of(kind)(behind, 0)
     with pytest.raises(UsageError, match="a target of 4 layers, not 3"):
         structure_of("eagle3")(build(FAMILIES["llama-gqa"], tmp_path / "short").decoder(), 0)
     with pytest.raises(UsageError, match="at least 3 tokens"):
@@ -187,7 +188,7 @@ def test_what_cannot_be_trained_is_refused(tmp_path: Path) -> None:
 
 def test_a_training_that_diverges_writes_no_head(teacher: Teacher, tmp_path: Path) -> None:
     with pytest.raises(NumericalError, match="smaller `learning_rate`"):
-        distill_head(teacher, "hydra", replace(PARAMS, learning_rate=1e30), out=tmp_path / "out")
+        distill_head(teacher, "recurrent", replace(PARAMS, learning_rate=1e30), out=tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -200,7 +201,7 @@ def test_a_head_that_is_not_trained_yet_is_told(pair: Pair, tmp_path: Path, monk
 
 @pytest.mark.slow
 def test_a_head_belongs_to_its_target(teacher: Teacher, tmp_path: Path) -> None:
-    done = distill_head(teacher, "hydra", PARAMS, out=tmp_path / "head")
+    done = distill_head(teacher, "recurrent", PARAMS, out=tmp_path / "head")
     (tmp_path / "other").mkdir()
     other = build_pair(tmp_path / "other", num_layers=8, rope_theta=5000.0)
     with pytest.raises(CheckpointError, match="another target"):

@@ -167,6 +167,7 @@ MEDUSA_CONFIG = {"medusa_num_heads": 3, "medusa_num_layers": 2}
 HYDRA_CONFIG = {"hydra_num_heads": 3, "hydra_num_layers": 2, "hydra_head_arch": "mlp", "grounded_heads": True}
 HYDRA_PREFIX_CONFIG = {**HYDRA_CONFIG, "hydra_head_arch": "prefix-mlp"}
 MLP_CONFIG = {"model_type": "mlp_speculator", "n_predict": 3, "emb_dim": 32, "inner_dim": 24, "scale_input": True}
+RECURRENT_CONFIG = {"offspec_head": "recurrent", "intermediate_size": 40}
 VOCAB, HIDDEN, INNER = CONFIG["vocab_size"], 32, 24
 
 
@@ -376,3 +377,8 @@ def dflash_states(tensors: Mapping[str, Tensor], states: Tensor, block: Tensor) 
         gate, up = (inner @ w[f"mlp.{name}_proj.weight"].T for name in ("gate", "up"))
         x = x + (F.silu(gate) * up) @ w["mlp.down_proj.weight"].T
     return _norm(x, tensors["norm.weight"])[1:]
+
+
+def recurrent_tensors() -> dict[str, Tensor]:
+    shapes = {"cell.weight": (HIDDEN, 2 * HIDDEN), "cell.bias": (HIDDEN,)}
+    return random_tensors({**shapes, "up.weight": (40, 2 * HIDDEN), "down.weight": (HIDDEN, 40)})
