@@ -140,7 +140,7 @@ def fspad(target: Decoder, seed: int) -> Beginning:
     tensors |= {"fc.fc.bias": torch.zeros(hidden), "fc.post_attention_layernorm.weight": torch.ones(hidden)}
     tensors |= {f"fc.mlp.{name}_proj.weight": _small(c.intermediate_size, hidden, seed + 1) for name in ("gate", "up")}
     tensors |= {"fc.mlp.down_proj.weight": torch.zeros(hidden, c.intermediate_size)}
-    config = {**eagle_config(target), "architectures": ["LlamaForCausalLM"], "bias": True}
+    config = {**eagle_config(target, 1), "architectures": ["LlamaForCausalLM"], "bias": True}
     del config["draft_vocab_size"]
     return Beginning("fspad", config, tensors, (), UNROLLED, features_loss)
 

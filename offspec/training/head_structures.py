@@ -61,29 +61,35 @@ class Beginning:
 Structure = Callable[[Decoder, int], Beginning]
 
 
-def eagle3(target: Decoder, seed: int) -> Beginning:
-    """EAGLE-3: begins as the target's last layer over the latest tapped state, without a view of the next token."""
+def eagle3(target: Decoder, seed: int, depth: int = 1) -> Beginning:
+    """EAGLE-3: begins as the target's last layers over the latest tapped states, without a view of the next token.
+
+    depth: the number of layers.
+    """
     c, generator = target.config, torch.Generator().manual_seed(seed)
     need_llamas_layout("EAGLE-3", c)
     if c.num_layers < LEAST_LAYERS:
         raise UsageError(f"an EAGLE-3 head needs a target of {LEAST_LAYERS} layers, not {c.num_layers}; {ANOTHER_HEAD}")
     if c.norms != NORMS_BEFORE:
         raise UsageError(f"an EAGLE-3 head needs norms before attention and MLP, not {c.model_type}'s; {ANOTHER_HEAD}")
-    layer = copied_layer(target, c.num_layers - 1)
+    layers = [copied_layer(target, c.num_layers - depth + index) for index in range(depth)]
     wanted = ("self_attn.o_proj.weight", "post_attention_layernorm.weight")
     copied = (*wanted, *(f"{name}.weight" for name in (c.mlp.gate, c.mlp.up, c.mlp.down)))
-    tensors = {f"{LAYERS}0.{name}": layer[name] for name in copied}
+    tensors = {f"{LAYERS}0.{name}": layers[0][name] for name in copied}
     tensors |= {f"{LAYERS}0.input_layernorm.weight": torch.ones(c.hidden_size)}
-    tensors |= {f"{LAYERS}0.{JOINED_NORM}": layer["input_layernorm.weight"], OWN_NORM: shared(target, c.final_norm)}
+    tensors |= {f"{LAYERS}0.{JOINED_NORM}": layers[0]["input_layernorm.weight"], OWN_NORM: shared(target, c.final_norm)}
     for name in "qkv":
-        matrix = layer[f"self_attn.{name}_proj.weight"]
+        matrix = layers[0][f"self_attn.{name}_proj.weight"]
         small = 0.02 * torch.randn(matrix.shape, generator=generator)
         tensors[f"{LAYERS}0.self_attn.{name}_proj.weight"] = torch.cat((small, matrix), dim=1)
+    for index, layer in enumerate(layers[1:], 1):
+        own_names = (*copied, "input_layernorm.weight", *(f"self_attn.{name}_proj.weight" for name in "qkv"))
+        tensors |= {f"{LAYERS}{index}.{name}": layer[name] for name in own_names}
     taps, unseen = tapped_layers({}, c.num_layers), torch.zeros(c.hidden_size, c.hidden_size)
     tensors[FC] = torch.cat([unseen] * (len(taps) - 1) + [torch.eye(c.hidden_size)], 1)
     tensors[OWN_HEAD] = own_head(target)
     tensors[TO_TARGET] = torch.zeros(c.vocab_size, dtype=torch.long)
-    return Beginning("eagle3", eagle_config(target), tensors, taps, UNROLLED)
+    return Beginning("eagle3", eagle_config(target, depth), tensors, taps, UNROLLED)
 
 
 def need_llamas_layout(kind: str, target: ModelConfig) -> None:
@@ -95,15 +101,15 @@ def need_llamas_layout(kind: str, target: ModelConfig) -> None:
         raise UsageError(f"{description}; {ANOTHER_HEAD}")
 
 
-def eagle_config(target: Decoder) -> dict[str, object]:
-    """config.json of an EAGLE-3 head with one layer."""
+def eagle_config(target: Decoder, depth: int) -> dict[str, object]:
+    """config.json of an EAGLE-3 head with `depth` layers."""
     c = target.config
     return {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
         "hidden_size": c.hidden_size,
         "intermediate_size": c.intermediate_size,
-        "num_hidden_layers": 1,
+        "num_hidden_layers": depth,
         "num_attention_heads": c.num_heads,
         "num_key_value_heads": c.num_kv_heads,
         "head_dim": c.head_dim,
