@@ -255,9 +255,11 @@ class Texts:
         )
         self.found.append(found)
 
-    def with_budget(self, engine: Engine, budget: int | None) -> Iterator[tuple[int, Sequence[int]]]:
+    def with_budget(
+        self, engine: Engine, budget: int | None, *, overlap: bool = True
+    ) -> Iterator[tuple[int, Sequence[int]]]:
         for index in range(len(self.prompts)):
-            yield index, self.text(engine, index, SpeculationParams(budget=budget))
+            yield index, self.text(engine, index, SpeculationParams(budget=budget, overlap=overlap))
 
     def together(self) -> Iterator[tuple[int, Sequence[int]]]:
         for first in range(0, len(self.prompts), 8):
@@ -286,6 +288,7 @@ def texts(model: str, draft: str, num_prompts: int, num_tokens: int, dtype: str)
         made = Texts(engine, builtin.prompts()[:num_prompts], num_tokens)
         for budget in (8, 64, 256, None):
             made.compare(f"resident, budget {budget or 'auto'}", made.with_budget(engine, budget))
+        made.compare("resident, no drafting during passes, budget 64", made.with_budget(engine, 64, overlap=False))
         made.compare("batches of 8", made.together())
         made.compare("prompts from a file", made.from_file())
         files = open_files(builtin.path("target") if model == "builtin" else Path(model), dtype)
