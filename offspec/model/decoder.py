@@ -144,7 +144,10 @@ class Decoder:
         chunks = [(first, min(first + step, len(rows))) for first in range(0, len(rows), step)]
         inputs = self.layer_inputs(torch.tensor([*rows.chain, *rows.tokens.tolist()], dtype=torch.long))
         rotations = Rotations(positions)
-        return AppendedRows(rows, cache.last_slot, cache, visibility, rotations, chunks, inputs=inputs)
+        appended = AppendedRows(rows, cache.last_slot, cache, visibility, rotations, chunks, inputs=inputs)
+        if self.is_exact and self.device.type != "cpu":
+            appended.move_slots(set(self.config.windows), self.config.mask_heads, self.device)
+        return appended
 
     @torch.inference_mode()
     def through(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import accumulate
@@ -23,7 +23,7 @@ from .parts.kv_attention import KeyRange, Visibility, attend_by_parts, merge_par
 from .parts.part import Attending, Entries, PassRows, RowsOfText
 from .parts.split_attention import KeyPart, part_attention
 from .rope import Rotations
-from .row_attention import attend_exactly, key_parts, visible_slots
+from .row_attention import attend_exactly, key_parts, on_device_of, visible_slots
 
 CHUNK_ROWS = 512  # rows of a long chain that go through a layer together; limits activations
 # Rows of chains in one pass; a longer prompt takes several, because hidden states of all rows are in memory. Streaming
@@ -138,6 +138,12 @@ class AppendedRows(RowsOfText):
         """Store the entries of rows from `first` on, unless they are stored already."""
         if entries is not None:
             self.cache.write(layer, *entries, self.visibility.start + first)
+
+    def move_slots(self, windows: Iterable[int | None], group: int, device: torch.device) -> None:
+        """Move `slots` for these windows to a GPU before the first layer, because later ones would wait."""
+        if len(self.chunks) == 1:
+            for window in windows:
+                on_device_of(self.slots(0, len(self), window, group), device)
 
     def slots(self, first: int, last: int, window: int | None, group: int) -> Visible:
         """`visible_slots`; if they are all rows', they are computed once per pass, otherwise in each layer."""

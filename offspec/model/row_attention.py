@@ -29,7 +29,7 @@ def attend_exactly(queries: Tensor, cache: TextMemory, layer: int, visible: Visi
     assert kernels is not None, "exact rows without kernels"
     parts = list(key_parts(cache, layer, visible, None))
     keys, values = (torch.cat(each, 1) for each in zip(*((part.keys, part.values) for part in parts), strict=True))
-    rows, slots = _on_device(visible, queries.device)
+    rows, slots = on_device_of(visible, queries.device)
     with on_device(queries.device):
         attended: Tensor = kernels.attend(
             queries, keys, values, rows, slots, scale=scores.scale, cap=scores.cap, sinks=scores.sinks
@@ -37,8 +37,8 @@ def attend_exactly(queries: Tensor, cache: TextMemory, layer: int, visible: Visi
     return attended
 
 
-def _on_device(visible: Visible, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Its rows and slots there, moved once."""
+def on_device_of(visible: Visible, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Its rows and slots on a device, moved once."""
     if device not in visible.moved:
         visible.moved[device] = to_device(visible.rows, device), to_device(visible.slots, device)
     return visible.moved[device]
