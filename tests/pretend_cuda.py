@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from offspec.loaders.accelerators.accelerator import accelerator_of
 from offspec.loaders.accelerators.cuda import Cuda
 from offspec.loaders.files.records import ALIGNMENT
+from offspec.loaders.formats import expert_table
 from offspec.loaders.streaming import small_transfers
 from offspec.model import exactness
 
@@ -395,7 +396,8 @@ def pretended_cuda(guard: Path, *, late: bool = True) -> Iterator[Machine]:
         patch.setattr(Cuda, "view_of", lambda cuda, host: Pretended(host))
         patch.setattr(Cuda, "recorder", lambda cuda: CheckingRecorder(made))
         patch.setattr(small_transfers, "_transfers", {})
-        patch.setattr(exactness, "row_kernels", lambda: None)  # Triton's need a real device
+        for module, kernels in ((exactness, "row_kernels"), (expert_table, "expert_kernels")):
+            patch.setattr(module, kernels, lambda: None)  # Triton's need a real device
         accelerator_of.cache_clear()  # their streams are another machine's
         patch.setattr(torch.cuda.nvtx, "range", lambda name: nullcontext())
         yield made
