@@ -1,15 +1,16 @@
 """How often passes of many rows choose another token than plain decoding, and whether their logits have its bits.
 
     python -m benchmarks.exactness flips [MODEL ...] [--tokens 512] [--forms bf16,q4_k] [--dtypes bf16] [--fast]
-    python -m benchmarks.exactness texts [--prompts 8] [--tokens 96] [--dtype bf16]
+    python -m benchmarks.exactness texts [MODEL] [--draft DRAFT] [--prompts 8] [--tokens 96] [--dtype bf16]
 
 `flips` reads held-out code token by token, which is plain decoding's arithmetic, and again in passes of 8, 64 and 256
 rows: resident, and read from the disk. Of each, it counts rows whose logits have other bits, the rows whose likeliest
 token is another one, and how far the two tokens' logits are apart. Matrices are those of the checkpoint, or are
 converted first (`--forms`). `--fast` measures what `--fast-arithmetic` does.
 
-`texts` compares texts of the built-in pair with plain decoding's: trees of 8, 64, 256 and any number of nodes, batches
-of 8, prompts from a file, streamed targets with read-ahead and without. The last line of both is JSON.
+`texts` compares texts of a pair, by default the built-in one, with plain decoding's: trees of 8, 64, 256 and any number
+of nodes, batches of 8, prompts from a file, streamed targets with read-ahead and without. The last line of both is
+JSON.
 """
 
 from __future__ import annotations
@@ -254,9 +255,11 @@ class Texts:
         )
         self.found.append(found)
 
-    def with_budget(self, engine: Engine, budget: int | None) -> Iterator[tuple[int, Sequence[int]]]:
+    def with_budget(
+        self, engine: Engine, budget: int | None, *, overlap: bool = True
+    ) -> Iterator[tuple[int, Sequence[int]]]:
         for index in range(len(self.prompts)):
-            yield index, self.text(engine, index, SpeculationParams(budget=budget))
+            yield index, self.text(engine, index, SpeculationParams(budget=budget, overlap=overlap))
 
     def together(self) -> Iterator[tuple[int, Sequence[int]]]:
         for first in range(0, len(self.prompts), 8):
@@ -279,15 +282,16 @@ class Texts:
                     )
 
 
-def texts(num_prompts: int, num_tokens: int, dtype: str) -> None:
-    with Engine.load("builtin", device="cpu", dtype=dtype) as engine:
+def texts(model: str, draft: str, num_prompts: int, num_tokens: int, dtype: str) -> None:
+    with Engine.load(model, draft=draft, device="cpu", dtype=dtype, texts=8, context=1024) as engine:
         assert engine.is_exact
         made = Texts(engine, builtin.prompts()[:num_prompts], num_tokens)
         for budget in (8, 64, 256, None):
             made.compare(f"resident, budget {budget or 'auto'}", made.with_budget(engine, budget))
+        made.compare("resident, no drafting during passes, budget 64", made.with_budget(engine, 64, overlap=False))
         made.compare("batches of 8", made.together())
         made.compare("prompts from a file", made.from_file())
-        files = open_files(builtin.path("target"), dtype)
+        files = open_files(builtin.path("target") if model == "builtin" else Path(model), dtype)
         for synchronous in (False, True):
             decoder = decoder_of(files, is_streamed=True, is_exact=True, synchronous=synchronous)
             streamed = Engine(LoadedTarget(decoder), engine.tokenizer, engine.draft)
@@ -307,12 +311,14 @@ def main() -> None:
     some.add_argument("--tokens", type=int, default=512)
     some.add_argument("--fast", action="store_true")
     whole = commands.add_parser("texts")
+    whole.add_argument("model", nargs="?", default="builtin")
+    whole.add_argument("--draft", default="auto", help="of the model [auto]")
     whole.add_argument("--prompts", type=int, default=8)
     whole.add_argument("--tokens", type=int, default=96)
     whole.add_argument("--dtype", default="bf16")
     args = parser.parse_args()
     if args.command == "texts":
-        texts(args.prompts, args.tokens, args.dtype)
+        texts(args.model, args.draft, args.prompts, args.tokens, args.dtype)
     else:
         flips(args.models, args.forms.split(","), args.dtypes.split(","), args.tokens, (not args.fast,))
 

@@ -145,20 +145,13 @@ def telling_time(clock: VirtualClock) -> AbstractContextManager[Any]:
     return patch.dict(ModelDrafter.__init__.__kwdefaults__, clock=clock.now)
 
 
-def replayed(
-    engine: Engine, method: Method, recordings: Sequence[Recording], costs: Costs, guess_share: float = 1.0
-) -> Replayed:
+def replayed(engine: Engine, method: Method, recordings: Sequence[Recording], costs: Costs) -> Replayed:
     """All texts of `replayed_texts` together."""
-    return Replayed.total(replayed_texts(engine, method, recordings, costs, guess_share))
+    return Replayed.total(replayed_texts(engine, method, recordings, costs))
 
 
-def replayed_texts(
-    engine: Engine, method: Method, recordings: Sequence[Recording], costs: Costs, guess_share: float = 1.0
-) -> list[Replayed]:
-    """An exact method along recorded texts; its estimates are kept from text to text.
-
-    guess_share: seconds of a round of a draft that guesses for another one, over those of a round of that one.
-    """
+def replayed_texts(engine: Engine, method: Method, recordings: Sequence[Recording], costs: Costs) -> list[Replayed]:
+    """An exact method along recorded texts; its estimates are kept from text to text."""
     fresh, parts = method.fresh(engine), list[Replayed]()
     fresh.learnt.overlap_switch = None  # the clock simulates overlap
     fresh.learnt.costs = LearntCosts(lambda rows: MISPREDICTED * costs.pass_s(rows))
@@ -167,11 +160,9 @@ def replayed_texts(
         rounds, caches = ClockedDraft(clock, costs.round_s), fresh.new_caches()
         if caches.draft is not None:
             rounds.observe(caches.draft)
-        for text in caches.beside:
-            ClockedDraft(clock, lambda rows: guess_share * costs.round_s(rows)).observe(text)
         sampler = recording.sampler(fresh.target.config.vocab_size)
         request = DraftRequest(sampler, num_unscored=len(recording.prompt_ids))
-        task = DraftTask(caches.draft, fresh.target, request, method.speculation, beside=caches.beside)
+        task = DraftTask(caches.draft, fresh.target, request, method.speculation)
         with telling_time(clock), rounds.corrections():
             drafter = fresh.draft.drafter(task, fresh.learnt)
             target = caches.target if needs_target(fresh.draft, method.speculation) else None

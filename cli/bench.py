@@ -6,11 +6,11 @@ import csv
 import json
 import sys
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -140,38 +140,34 @@ def command(
     for file in filter(None, (csv_file, plot_file)):
         check_sink(file)
     workloads = None if prompt_file is None else _workloads(prompt_file)
+    shown = ReportFlags(
+        as_json,
+        quiet,
+        {
+            "warmup": warmup,
+            "repeats": repeats,
+            "max_new_tokens": sampling.max_new_tokens,
+            "temperature": sampling.temperature,
+            **lossy_settings(speculation),
+        },
+    )
     load = partial(load_engine, quiet=quiet, verbose=verbose)
-    progress = _no_progress if quiet else _progress
-    settings = {"warmup": warmup, "repeats": repeats, "max_new_tokens": sampling.max_new_tokens}
-    shown = ReportFlags(as_json, quiet, settings | {"temperature": sampling.temperature, **lossy_settings(speculation)})
+    runs: dict[str, Any] = {
+        "num_warmups": warmup,
+        "num_repeats": repeats,
+        "progress": _no_progress if quiet else _progress,
+    }
     if numbers is not None:
         from offspec.tools.texts_benchmark import check_numbers, default_workloads, measure_texts
 
         workloads = workloads or default_workloads(numbers)
         check_numbers(numbers, workloads)
         engine = load(replace(loading, texts=max(numbers)))
-        texts_report = measure_texts(
-            engine,
-            workloads,
-            sampling,
-            speculation,
-            numbers,
-            num_warmups=warmup,
-            num_repeats=repeats,
-            progress=progress,
-        )
+        texts_report = measure_texts(engine, workloads, sampling, speculation, numbers, **runs)
         shown.show(engine, texts_report.as_dict(), partial(texts_table, texts_report))
         return
-    from offspec.tools.benchmark import WORKLOADS, measure
-
     engine = load(replace(loading, tree=max((nodes or 0 for nodes in budgets), default=0)))
-    if not engine.guesses:
-        budgets = []
-    ways = [replace(speculation, accept="exact", budget=nodes) for nodes in budgets]
-    ways += [speculation] * speculation.is_lossy
-    report = measure(
-        engine, workloads or WORKLOADS, sampling, ways, num_warmups=warmup, num_repeats=repeats, progress=progress
-    )
+    report = _measured(engine, workloads, sampling, speculation, budgets, **runs)
     shown.show(engine, report.as_dict(), partial(table, report))
     if csv_file is not None:
         write_csv(report, csv_file)
@@ -181,10 +177,26 @@ def command(
         plot(report, f"{engine.name}, draft {engine.draft_name or 'none'}", plot_file)
 
 
+def _measured(
+    engine: Engine,
+    workloads: Sequence[Workload] | None,
+    sampling: SamplingParams,
+    speculation: SpeculationParams,
+    budgets: Sequence[int | None],
+    **runs: Any,
+) -> BenchmarkReport:
+    """Plain decoding, these budgets, and lossy acceptance if it is on. workloads: None are the built-in ones."""
+    from offspec.tools.benchmark import WORKLOADS, measure
+
+    ways = [replace(speculation, accept="exact", budget=nodes) for nodes in (budgets if engine.guesses else ())]
+    ways += [speculation] * speculation.is_lossy
+    return measure(engine, workloads or WORKLOADS, sampling, ways, **runs)
+
+
 # Measuring a draft on the prompts that it is trained on would be meaningless, so `bench` has no --learn.
 reworded(
     command,
-    learn_file="File with the draft's training (offspec run --learn). Of several, the best for each prompt is used.",
+    learn_file="File with the draft's training (offspec run --learn).",
     seed="Random seed; the draft does not change the text. [default: 0]",
 )
 

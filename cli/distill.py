@@ -1,4 +1,4 @@
-"""`offspec distill`: trains an exit layer, a head or a draft, or finds layers to skip."""
+"""`offspec distill`: trains an exit layer, a head or a draft."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from offspec import LoadOptions, format_seconds
 from offspec.training.distill_params import HEADS, DistillParams, DraftParams, HeadParams, Init
 from offspec.user_files import expand_home
 
-from .distill_draft import DRAFT_FLAGS, DraftFlags, distil_draft, draft_options
+from .distill_draft import DRAFT_FLAGS, distil_draft, draft_options, draft_to_train
 from .flag_declarations import SAMPLING, OffspecCommand, option, research_option
 from .options import (
     MODEL_HELP,
@@ -30,11 +30,10 @@ from .options import (
 from .training_job import TrainingJob, refuse_flags, training_line
 
 if TYPE_CHECKING:
-    from offspec.training.distillation import Distilled, Teacher
+    from offspec.training.distillation import Distilled
 
 P = DistillParams
 HEAD_FLAGS = ("head_tokens",)
-TRAINING_FLAGS = ("steps", "num_texts", "text_tokens", "batch_texts", "learning_rate", "init", "num_labels")
 
 
 def layer_numbers(ctx: click.Context, param: click.Parameter, value: str | None) -> list[int] | None:
@@ -54,9 +53,7 @@ def layer_numbers(ctx: click.Context, param: click.Parameter, value: str | None)
 
 With --exit-layer, the first layers of MODEL become its draft (--draft self). With --head, a head is trained (--draft
 head): it reads MODEL's hidden states, predicts several tokens ahead, and needs little memory. With --draft, a small
-model of the same vocabulary learns MODEL's predictions; --new-draft makes such a model. With --skip, nothing is
-trained: a search finds the layers that MODEL can best do without. --draft resident then streams these layers, and
-drafts without them.
+model of the same vocabulary learns MODEL's predictions.
 
 {MODEL_HELP} MODEL generates texts, or reads those of --text. The draft learns to predict MODEL's output; MODEL itself
 does not change. The built-in model takes some minutes. A run needs disk space for MODEL's predictions at every token.
@@ -70,9 +67,7 @@ Examples:
   offspec run builtin --draft self "def area("
   offspec distill ./Llama-3.1-8B --exit-layer 4 --text notes.txt --out exit4.safetensors
   offspec distill ./Llama-3.1-8B --head eagle3
-  offspec distill ./Llama-3.1-8B --skip
   offspec distill ./Llama-3.1-70B --draft ./Llama-3.2-1B --text notes.txt --out ./my-draft
-  offspec distill ./Mistral-Large --new-draft 1024,4 --out ./my-draft
 """,
 )
 @model_argument
@@ -90,7 +85,6 @@ Examples:
     metavar="N",
     help="An EAGLE head predicts only the N most frequent tokens of the texts. [default: all]",
 )
-@option("--skip", "skips", is_flag=True, help="Find layers to skip, for --draft resident, instead of training.")
 @draft_options
 @option(
     "--out",
@@ -179,7 +173,6 @@ Examples:
 def command(
     exit_layers: list[int] | None,
     head: str | None,
-    skips: bool,
     out: Path | None,
     texts: tuple[Path, ...],
     resume: bool,
@@ -190,29 +183,27 @@ def command(
     **settings: Any,
 ) -> None:
     settings = {name: value for name, value in settings.items() if value is not None}
-    draft = DraftFlags.of(settings)
-    if skips + draft.is_given + (exit_layers is not None) + (head is not None) != 1:
+    small = draft_to_train(settings)
+    if (small is not None) + (exit_layers is not None) + (head is not None) != 1:
         raise click.UsageError(
-            "Give one of --exit-layer N, to train an exit layer, --head, to train a head, --draft SMALL or "
-            "--new-draft, to train a draft, or --skip."
+            "Give one of --exit-layer N, to train an exit layer, --head, to train a head, or --draft SMALL, "
+            "to train a draft."
         )
-    if not draft.is_given:
-        refuse_flags(DRAFT_FLAGS, "needs --draft or --new-draft")
+    if small is None:
+        refuse_flags(DRAFT_FLAGS, "needs --draft")
     if head is None:
         refuse_flags(HEAD_FLAGS, "needs --head")
         settings.pop("head_tokens", None)
-    if skips:
-        refuse_flags(TRAINING_FLAGS, "is for training, and --skip trains nothing")
-    _check_out(out, exit_layers, is_folder=draft.is_given or head is not None)
+    _check_out(out, exit_layers, is_folder=small is not None or head is not None)
     more: dict[str, Any] = {"out": None if out is None else expand_home(out), "texts": texts, "resume": resume}
     job = TrainingJob(loading, more, quiet=quiet, verbose=verbose)
     began = time.monotonic()
-    if draft.is_given:
-        summary, sentence = distil_draft(job, draft, settings)
+    if small is not None:
+        summary, sentence = distil_draft(job, small, settings)
     elif head is not None:
         summary, sentence = _head(job, head, HeadParams(**settings))
     else:
-        summary, sentence = _own_layers(job, exit_layers, DistillParams(**settings))
+        summary, sentence = _exits(job, exit_layers or [], DistillParams(**settings))
     seconds = time.monotonic() - began
     if as_json:
         click.echo(json.dumps(summary | {"seconds": round(seconds, 3)}))
@@ -253,14 +244,12 @@ def _head(job: TrainingJob, kind: str, params: HeadParams) -> tuple[dict[str, An
     )
 
 
-def _own_layers(job: TrainingJob, exit_layers: list[int] | None, params: DistillParams) -> tuple[dict[str, Any], str]:
-    """Train exit layers, or (None) search layers to skip; the result as JSON and as a sentence."""
+def _exits(job: TrainingJob, exit_layers: list[int], params: DistillParams) -> tuple[dict[str, Any], str]:
+    """Train exit layers; the result as JSON and as a sentence."""
     from offspec.training.distillation import distill_exits
 
     teacher = job.teacher()
     with training_line(quiet=job.quiet) as line:
-        if exit_layers is None:
-            return _skips(teacher, params, progress=line, **job.more)
         exits = [_exit(done) for done in distill_exits(teacher, exit_layers, params, progress=line, **job.more)]
     if len(exits) == 1:
         return exits[0]
@@ -273,18 +262,3 @@ def _exit(done: Distilled) -> tuple[dict[str, Any], str]:
     summary |= {"num_steps": done.num_steps, "agreement_before": done.agreement_before, "agreement": done.agreement}
     agrees = f"the exit layer predicts the target's likeliest token at {done.agreement:.0%} of held-out positions"
     return summary, f"{done.path}: {agrees} (untrained: {done.agreement_before:.0%})"
-
-
-def _skips(teacher: Teacher, params: DistillParams, **more: Any) -> tuple[dict[str, Any], str]:
-    """Search layers to skip; the result as JSON and as a sentence."""
-    from offspec.lab.skipping import SkipParams, search_skips
-
-    skips = search_skips(teacher, SkipParams(temperature=params.temperature, seed=params.seed), **more)
-    shares = ", ".join(f"{n}: {share:.0%}" for n, share in enumerate(skips.agreement) if n)
-    summary = {
-        "path": str(skips.path),
-        "order": skips.order,
-        "agreement": skips.agreement,
-        "num_tokens": skips.num_tokens,
-    }
-    return summary, f"{skips.path}: without so many layers the likeliest token is the target's at {shares} of positions"

@@ -1,14 +1,13 @@
-"""`offspec distill TARGET --draft SMALL` and `--new-draft`: trains a small model, and measures what it gains."""
+"""`offspec distill TARGET --draft SMALL`: trains a small model, and measures what it gains."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from offspec.training.distill_params import LOSSES, DraftParams
+from offspec.training.distill_params import DraftParams
 
 from .flag_declarations import option, research_option
 from .options import Number, WholeNumber
@@ -16,12 +15,11 @@ from .training_job import TrainingJob, is_typed, training_line
 
 if TYPE_CHECKING:
     from offspec.tools.draft_gain import DraftGain
-    from offspec.training.distillation import Teacher
-    from offspec.training.draft_distillation import DistilledDraft, Untrained
+    from offspec.training.draft_distillation import DistilledDraft
 
 F = TypeVar("F", bound=Callable[..., Any])
 P = DraftParams
-DRAFT_FLAGS = ("loss", "on_policy", "rounds", "lora_rank")
+DRAFT_FLAGS = ("on_policy", "rounds", "lora_rank")
 
 
 def draft_options(function: F) -> F:
@@ -29,14 +27,6 @@ def draft_options(function: F) -> F:
     for decorate in reversed(
         (
             option("--draft", "small", metavar="SMALL", help="Train this model: a path, a hub id, or builtin."),
-            option("--new-draft", metavar="HIDDEN,LAYERS", help="Train a new model of this size, for instance 512,4."),
-            option(
-                "--loss",
-                type=click.Choice(LOSSES),
-                default=P.loss,
-                show_default=True,
-                help="A draft's loss: forward or reverse KL, Jensen-Shannon, or total variation (TVD++).",
-            ),
             option(
                 "--lora",
                 "lora_rank",
@@ -65,65 +55,47 @@ def draft_options(function: F) -> F:
     return function
 
 
-@dataclass(frozen=True)
-class DraftFlags:
-    """What is trained: an existing draft, or a new one of this shape."""
+def draft_to_train(settings: dict[str, Any]) -> str | None:
+    """What `--draft` names, or None. Removes the flags from `settings` that nothing else uses.
 
-    small: str | None
-    new_draft: str | None
-
-    @classmethod
-    def of(cls, settings: dict[str, Any]) -> DraftFlags:
-        """Remove the flags from `settings`. The draft that the user's settings name for other commands is not meant."""
-        small = settings.pop("small", None)
-        choice = cls(small if is_typed("small") else None, settings.pop("new_draft", None))
-        if not choice.is_given:
-            for name in DRAFT_FLAGS:
-                settings.pop(name, None)
-        elif choice.small is not None and choice.new_draft is not None:
-            raise click.UsageError("Give --draft SMALL or --new-draft, not both.")
-        return choice
-
-    @property
-    def is_given(self) -> bool:
-        return self.small is not None or self.new_draft is not None
-
-    def untrained(self, teacher: Teacher, seed: int) -> Untrained:
-        """The draft before its training. Raises a subclass of OffspecError."""
-        from offspec.training.draft_distillation import Untrained
-        from offspec.training.new_draft import new_draft, parse_shape
-
-        if self.small is not None:
-            return Untrained.of_model(self.small, teacher.tokenizer, teacher.target.device)
-        shape = parse_shape(str(self.new_draft))
-        return new_draft(teacher.files, teacher.target, *shape, seed=seed)
+    The draft that the user's settings name for other commands is not meant.
+    """
+    small: str | None = settings.pop("small", None)
+    if is_typed("small"):
+        return small
+    for name in DRAFT_FLAGS:
+        settings.pop(name, None)
+    return None
 
 
-def distil_draft(job: TrainingJob, flags: DraftFlags, settings: dict[str, Any]) -> tuple[dict[str, Any], str]:
+def distil_draft(job: TrainingJob, small: str, settings: dict[str, Any]) -> tuple[dict[str, Any], str]:
     """Train the draft and measure it; the result as JSON and as a sentence."""
-    from offspec.training.draft_distillation import distill_draft
+    from offspec.training.draft_distillation import Untrained, distill_draft
 
     if job.more["out"] is None:
         raise click.UsageError("Give --out, a new folder for the draft (with --lora, a file).")
     params = DraftParams(**settings)
     teacher = job.teacher()
     with training_line(quiet=job.quiet) as line:
-        done = distill_draft(teacher, flags.untrained(teacher, params.seed), params, progress=line, **job.more)
+        draft = Untrained.of_model(small, teacher.tokenizer, teacher.target.device)
+        done = distill_draft(teacher, draft, params, progress=line, **job.more)
     teacher.target.weights.close()
-    before = None if flags.small is None else job.gain(done.path, done.prompts, params, flags.small)
-    if params.lora_rank and flags.small is not None:
-        after = job.gain(done.path, done.prompts, params, flags.small, (done.path,))
+    before = job.gain(done.path, done.prompts, params, small)
+    if params.lora_rank:
+        after = job.gain(done.path, done.prompts, params, small, done.path)
     else:
         after = job.gain(done.path, done.prompts, params, str(done.path))
     return _said(done, before, after)
 
 
-def _said(done: DistilledDraft, before: DraftGain | None, after: DraftGain) -> tuple[dict[str, Any], str]:
-    was, now = None if before is None else before.tokens_per_pass, after.tokens_per_pass
+def _said(done: DistilledDraft, before: DraftGain, after: DraftGain) -> tuple[dict[str, Any], str]:
+    was, now = before.tokens_per_pass, after.tokens_per_pass
     summary: dict[str, Any] = {"path": str(done.path), "num_tokens": done.num_tokens, "num_steps": done.num_steps}
     summary |= {"agreement_before": done.agreement_before, "agreement": done.agreement}
     summary |= {"divergence_before": done.divergence_before, "divergence": done.divergence}
     summary |= {"tokens_per_pass_before": was, "tokens_per_pass": now}
-    compared = "" if was is None else f" (before: {was:.2f})"
     agrees = f"its likeliest token is the target's at {done.agreement:.0%} of positions ({done.agreement_before:.0%})"
-    return summary, f"{done.path}: {now:.2f} tokens per pass of 64 nodes on held-out texts{compared}; {agrees}"
+    return (
+        summary,
+        f"{done.path}: {now:.2f} tokens per pass of 64 nodes on held-out texts (before: {was:.2f}); {agrees}",
+    )

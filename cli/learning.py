@@ -30,7 +30,7 @@ class SavedLearning(Protocol):
 
 def written_file(options: LoadOptions) -> Path | None:
     """The file that --learn writes."""
-    return options.learn_file[0] if options.learn and options.learn_file else None
+    return options.learn_file if options.learn else None
 
 
 def learning_alone(file: Path) -> AbstractContextManager[None]:

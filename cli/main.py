@@ -90,7 +90,7 @@ class LazyGroup(click.Group):
 def cli(ctx: click.Context) -> None:
     """Run language models that are larger than the GPU or the RAM.
 
-    The text is that of plain decoding: on a CPU exactly, on a GPU up to near-ties of two tokens.
+    The text is that of plain decoding: exactly on a CPU, and on a GPU for streamed targets.
 
     \b
     Example:  offspec run builtin "def area("

@@ -198,15 +198,14 @@ memory_flags = all_of(
         help="Bits of the KV cache; 8 and 4 change the text. auto: 16, or 8 for long contexts.",
     ),
 )
+DRAFT_NAME = ModelName("auto", "mtp", "shadow", "head", "self", "lookup", "none", *MODEL_NAMES)
 draft_option = LOADING.option(
     "draft",
     group=heading.DRAFT,
-    type=ModelName("auto", "mtp", "shadow", "head", "self", "resident", "lookup", "none", *MODEL_NAMES),
-    default=(LoadOptions.draft,),
-    multiple=True,
-    metavar="PATH|auto|mtp|shadow|head|self|resident|lookup|none",
+    type=DRAFT_NAME,
+    metavar="PATH|auto|mtp|shadow|head|self|lookup|none",
     help="Draft: path or hub id, mtp, shadow[:BITS] (low-bit target), head, self[:N|:FILE] (early exit), "
-    "resident (layers), lookup, none; repeatable. [default: auto: mtp, lookup or a cached shadow]",
+    "lookup, none. [default: auto: mtp, lookup or a cached shadow]",
 )
 draft_window_option = LOADING.option(
     "draft_window",
@@ -230,7 +229,7 @@ loading_options = all_of(
         "fast_arithmetic",
         is_rare=True,
         is_flag=True,
-        help="Compute in the fastest way: the text equals plain decoding's up to near-ties on a CPU, too.",
+        help="Compute in the fastest way: the text equals plain decoding's up to near-ties.",
     ),
     LOADING.option(
         "threads",
@@ -279,10 +278,9 @@ learn_file_option = LOADING.option(
     "learn_file",
     group=heading.DRAFT,
     is_rare=True,
-    multiple=True,
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="File with the draft's training; --learn also writes it. Of several, the best for each prompt is used.",
+    help="File with the draft's training; --learn also writes it.",
 )
 # Training of the draft on the target's predictions.
 learning_options = all_of(
@@ -305,7 +303,8 @@ acceptance_options = all_of(
     SPECULATION.option(
         "accept",
         type=click.Choice(ACCEPTS),
-        help="exact: plain decoding's text, on a CPU exactly, on a GPU up to near-ties. Others are LOSSY; joint: MJSD.",
+        help="exact: plain decoding's text, exactly on a CPU, and on a GPU for streamed targets. "
+        "Others are LOSSY; joint: MJSD.",
     ),
     SPECULATION.option(
         "tau",
@@ -321,8 +320,7 @@ speculation_options = all_of(
         callback=budget,
         default="auto",
         metavar="auto|N",
-        help="Draft tokens per pass; 0 disables speculation. Changes the text at most at near-ties on a GPU. "
-        "[default: auto, adapts]",
+        help="Draft tokens per pass; 0 disables speculation. [default: auto, adapts]",
     ),
     acceptance_options,
 )
@@ -496,9 +494,6 @@ def load_engine(options: LoadOptions, *, quiet: bool, verbose: bool) -> Engine:
 def fit_to_requests(loading: LoadOptions, sampling: SamplingParams, speculation: SpeculationParams) -> LoadOptions:
     """What to load for such requests. Raises UsageError for settings that contradict each other."""
     speculation.check_sampling(sampling)
-    if speculation.is_lossy and loading.more_drafts:
-        number = 1 + len(loading.more_drafts)
-        raise click.UsageError(f"--accept {speculation.accept} uses one draft, and --draft names {number}; give one.")
     return replace(loading, tree=speculation.budget, needs_draft_model=speculation.is_lossy)
 
 

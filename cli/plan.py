@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import click
@@ -12,14 +11,14 @@ from click.core import ParameterSource
 
 from offspec import PLAN_FORMATS, LoadOptions, format_seconds, format_size
 
-from .flag_declarations import OWN, OffspecCommand, option
+from .flag_declarations import DRAFT, OWN, OffspecCommand, option
 from .flag_names import with_flags
 from .options import (
+    DRAFT_NAME,
     LOADING,
     MAX_TEXTS,
     MODEL_HELP,
     WholeNumber,
-    draft_option,
     draft_window_option,
     memory_flags,
     model_argument,
@@ -56,7 +55,15 @@ Examples:
 """,
 )
 @model_argument
-@draft_option
+@option(
+    "--draft",
+    group=DRAFT,
+    type=DRAFT_NAME,
+    default=(LoadOptions.draft,),
+    multiple=True,
+    metavar="PATH|auto|mtp|shadow|head|self|lookup|none",
+    help="Draft to plan for, as for `offspec run`; repeatable, to compare several. [default: auto]",
+)
 @draft_window_option
 @model_flags
 @memory_flags
@@ -99,6 +106,7 @@ def command(
     gpu: str | None,
     form: str | None,
     disk_rate: int | None,
+    draft: tuple[str, ...],
     as_json: bool,
     quiet: bool,
     verbose: bool,
@@ -113,11 +121,8 @@ def command(
         if is_watched() and not quiet:
             show_line(f"measuring {what}" if what else "")
 
-    drafts = (loading.draft, *loading.more_drafts)
     assumptions = Assumptions(gpu, form, disk_rate)
-    forecast = make_forecast(
-        replace(loading, more_drafts=()), assumptions, drafts=drafts, widths=WIDTHS, progress=progress
-    )
+    forecast = make_forecast(loading, assumptions, drafts=draft, widths=WIDTHS, progress=progress)
     progress("")
     for note in forecast.notes:
         if verbose or (note.advice and not quiet):

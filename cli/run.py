@@ -578,8 +578,6 @@ def describe(last: Step) -> str:
             f"learning  {stats.learn_steps} steps in {stats.learn_s:.2f} s; draft loss against the target "
             f"{stats.learnt_loss:.3f} nats, before learning {stats.unlearnt_loss:.3f}"
         )
-    if stats.learn_file is not None:
-        lines.append(f"learnt    {stats.learn_file} predicts the prompt best")
     return "\n".join(lines)
 
 

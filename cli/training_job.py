@@ -35,7 +35,7 @@ class TrainingJob:
     quiet: bool
     verbose: bool
 
-    def engine(self, draft: str, learn_file: Sequence[Path] = ()) -> Engine:
+    def engine(self, draft: str, learn_file: Path | None = None) -> Engine:
         """The target with a draft."""
         loading = replace(self.loading, draft=draft, learn_file=learn_file)
         return load_engine(loading, quiet=self.quiet, verbose=self.verbose)
@@ -53,7 +53,7 @@ class TrainingJob:
         prompts: Sequence[list[int]],
         params: DistillParams,
         draft: str,
-        learn_file: Sequence[Path] = (),
+        learn_file: Path | None = None,
     ) -> DraftGain:
         """What a draft brings on held-out texts. path: the result of the training, for advice after Ctrl-C."""
         from offspec.tools.draft_gain import measure_gain

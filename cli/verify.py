@@ -51,8 +51,8 @@ def _refuse_lossy(ctx: click.Context, param: click.Parameter, value: str) -> Non
     name="verify",
     help=f"""Compare speculative text with plain decoding, token by token.
 
-Decodes held-out prompts plainly, then with every combination of the settings below, and compares token ids. On a CPU
-every token must be equal. On a GPU, or with --fast-arithmetic, near-ties may differ: two tokens whose logits differ by
+Decodes held-out prompts plainly, then with every combination of the settings below, and compares token ids. Every
+token must be equal; where the text is not exact, near-ties may differ: two tokens whose logits differ by
 no more than rounding. They are counted. The exit code is 1 if any other token differs. The built-in pair takes some
 minutes on one core. {MODEL_HELP}
 
@@ -84,14 +84,6 @@ Examples:
     show_default=True,
     metavar="N",
     help="Tokens per prompt.",
-)
-@research_option(
-    "--random-passes",
-    type=WholeNumber(1),
-    default=4,
-    show_default=True,
-    metavar="N",
-    help="Stop after N passes with a random draft.",
 )
 @option(
     "--temperatures",
@@ -154,7 +146,6 @@ def command(
     prompt_file: Path | None,
     max_prompts: int | None,
     max_new_tokens: int,
-    random_passes: int,
     temperatures: list[float],
     top_p: float,
     budgets: list[int | None],
@@ -167,20 +158,12 @@ def command(
     loading: LoadOptions,
     constraint: ConstraintFlags,
 ) -> None:
-    from offspec import builtin
     from offspec.tools.verification import settings_of, verify
 
     required = constraint.applied_to(SamplingParams()).constraint
     settings = settings_of(temperatures, top_p, budgets, scorings, drafts, required)
-    if prompt_file is None:
-        prompts = builtin.prompts()[: max_prompts or BUILTIN_PROMPTS]
-    else:
-        prompts = [task.text for task in read_prompts(prompt_file)][:max_prompts]
-    loading = replace(loading, tree=max(nodes or 0 for nodes in budgets))
-    if loading.dtype == "auto":  # where the text is not exact, fp32 has next to no near-ties with a plain KV cache
-        loading = replace(loading, dtype="fp32")
-        if verbose:
-            click.echo("offspec: dtype fp32 (verify's default)", err=True)
+    prompts = _prompts(prompt_file, max_prompts)
+    loading = _with_dtype(replace(loading, tree=max(nodes or 0 for nodes in budgets)), verbose=verbose)
     engine = load_engine(loading, quiet=quiet, verbose=verbose)
     if not engine.guesses and "random" in drafts:
         settings = [setting for setting in settings if setting.draft == "random"]
@@ -191,15 +174,7 @@ def command(
         if not quiet and is_watched():
             show_line(f"{done}/{total} settings" if done < total else "")
 
-    report = verify(
-        engine,
-        prompts,
-        settings,
-        max_new_tokens=max_new_tokens,
-        random_passes=random_passes,
-        seed=seed,
-        progress=progress,
-    )
+    report = verify(engine, prompts, settings, max_new_tokens=max_new_tokens, seed=seed, progress=progress)
     if as_json:
         click.echo(json.dumps({"model": engine.name, "draft": engine.draft_name, **report.as_dict()}))
     else:
@@ -209,6 +184,24 @@ def command(
 
 
 reworded(command, dtype="Compute dtype. auto: fp32. Near-ties are allowed where the text is not exact.")
+
+
+def _prompts(file: Path | None, most: int | None) -> list[str]:
+    """At most so many prompts of the file, or of the built-in ones."""
+    if file is not None:
+        return [task.text for task in read_prompts(file)][:most]
+    from offspec import builtin
+
+    return builtin.prompts()[: most or BUILTIN_PROMPTS]
+
+
+def _with_dtype(loading: LoadOptions, *, verbose: bool) -> LoadOptions:
+    """fp32 for `auto`: where the text is not exact, it has next to no near-ties with a plain KV cache."""
+    if loading.dtype != "auto":
+        return loading
+    if verbose:
+        click.echo("offspec: dtype fp32 (verify's default)", err=True)
+    return replace(loading, dtype="fp32")
 
 
 def table(report: VerificationReport) -> str:

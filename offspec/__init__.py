@@ -13,7 +13,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .methods import EXTENSIONS
+from .extensions import EXTENSIONS
 
 __version__ = "0.2.0"
 

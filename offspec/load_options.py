@@ -30,8 +30,7 @@ class LoadSettings(TypedDict, total=False):
     Sizes may also be texts such as "4GiB".
     """
 
-    draft: AnyPath | Sequence[AnyPath]
-    more_drafts: Sequence[AnyPath]
+    draft: AnyPath
     revision: str | None
     device: str
     dtype: str
@@ -45,7 +44,7 @@ class LoadSettings(TypedDict, total=False):
     texts: int
     lookup_files: AnyPath | Sequence[AnyPath]
     learn: bool
-    learn_file: AnyPath | Sequence[AnyPath] | None
+    learn_file: AnyPath | None
     exit_file: AnyPath | None
     exit_layer: int | None
     draft_window: int | None
@@ -67,8 +66,7 @@ class LoadOptions:
     built-in target, otherwise the faster of lookup and a shadow that was made), `none`, `lookup` (n-gram lookup and
     token recycling, no model), `self` (early exit: the target's first layers and an exit layer; `self:N` and
     `self:FILE` name one), `shadow` (the target
-    in fewer bits), `resident` (its resident layers), `head` (a trained head), or a model or a head like `model`.
-    more_drafts: smaller models, which guess what `draft` scores.
+    in fewer bits), `head` (a trained head), or a model or a head like `model`.
     exit_file: the exit layer for `self`; None is the newest one for this target. exit_layer: the number of first layers
     with which `self` drafts without an exit layer. revision: branch, tag or commit of a hub id.
     device: auto, cpu, cuda or cuda:N. dtype: auto, bf16, fp16, fp32. threads: CPU threads; None keeps torch's number.
@@ -81,7 +79,7 @@ class LoadOptions:
     draft_window: how many tokens of a text a draft model keeps in its KV cache; None: what fits its context if the
     target's is longer, otherwise all, or fewer if requests with long texts find that to bring as many tokens per pass.
     learn: the draft may learn between requests (`Engine.learn`). learn_file: what it learnt before; without `learn`,
-    the file must exist, and may be several, of which each request uses the one that predicts its prompt best.
+    the file must exist.
     chats: prompts will be messages; a model without a chat template is refused before its weights are read.
     think: let the model think before its answers to chats, or not; None is the template's own default; a template that
     cannot choose is refused equally early. special_in_text: texts of messages that look like special tokens become
@@ -111,7 +109,7 @@ class LoadOptions:
     progress: Callable[[int, int], None] | None = None
     lookup_files: Sequence[Path] = ()
     learn: bool = False
-    learn_file: Sequence[Path] = ()
+    learn_file: Path | None = None
     exit_file: Path | None = None
     exit_layer: int | None = None
     draft_window: int | None = None
@@ -119,7 +117,6 @@ class LoadOptions:
     think: bool | None = None
     needs_draft_model: bool = False
     cache_ram: int | None = 0
-    more_drafts: Sequence[str] = ()
     deterministic: bool = False
     fast_arithmetic: bool = False
     special_in_text: bool = False
@@ -127,10 +124,6 @@ class LoadOptions:
     def __post_init__(self) -> None:
         if self.deterministic and self.learn:
             raise UsageError("`learn` trains for as long as a text took; omit it, or `deterministic`")
-        if self.learn and len(self.learn_file) > 1:
-            raise UsageError(
-                "`learn` trains into one file, and there are several; give one `learn_file`, or omit `learn`"
-            )
         if self.deterministic:
             object.__setattr__(self, "cache_ram", 0)  # later texts would use entries that other passes computed
 
@@ -143,15 +136,12 @@ class LoadOptions:
             values[name] = _num_bytes(name, values[name])
         if "kv_cache" in values:
             values["kv_cache"] = _cache_format(values["kv_cache"])
-        for name in ("lookup_files", "learn_file"):
-            values[name] = tuple(map(Path, _as_tuple(values.get(name) or ())))
-        if values.get("exit_file") is not None:
-            values["exit_file"] = Path(values["exit_file"])
-        drafts = _as_tuple(values.pop("draft", AUTO))
-        if not drafts:
-            raise UsageError("`draft` is an empty list; give one draft, or several")
-        first, *others = [path_text("draft", draft) for draft in (*drafts, *_as_tuple(values.pop("more_drafts", ())))]
-        return cls(path_text("model", model), first, more_drafts=tuple(others), **values)
+        values["lookup_files"] = tuple(map(Path, _as_tuple(values.get("lookup_files") or ())))
+        for name in ("learn_file", "exit_file"):
+            if values.get(name) is not None:
+                values[name] = Path(path_text(name, values[name]))
+        draft = path_text("draft", values.pop("draft", AUTO))
+        return cls(path_text("model", model), draft, **values)
 
 
 def path_text(name: str, value: Any) -> str:

@@ -10,7 +10,7 @@ from weakref import WeakSet
 
 import torch
 
-from offspec.loaders.accelerators.accelerator import accelerator_of
+from offspec.loaders.accelerators.accelerator import Accelerator, accelerator_of
 from offspec.loaders.machine.card_choices import keep_ways
 from offspec.loaders.machine.hardware import Rates, pinning_remedy, read_hardware
 from offspec.loaders.streaming.link import CopyStream
@@ -62,11 +62,10 @@ def draft_options(options: LoadOptions) -> DraftOptions:
         options.draft,
         options.exit_file,
         options.learn,
-        tuple(options.learn_file),
+        options.learn_file,
         options.needs_draft_model,
         options.exit_layer,
         options.draft_window,
-        options.more_drafts,
     )
 
 
@@ -357,8 +356,7 @@ def _load_models(
     device, accelerator = machine.device, accelerator_of(machine.device)
     if accelerator.has_own_memory:
         prepare_gpu()
-        accelerator.release_memory()  # what torch cached for a closed engine would count as used
-        accelerator.limit_memory(None)
+        _limit_memory(accelerator, None)  # what torch cached for a closed engine would count as used
     plan = plan_here(files, features, read_hardware(device), memory_options(options))
     choose_products([(files, plan.placement.is_resident), *((model, True) for model in opened.models)], device)
     link, rates = machine.measure(plan)
@@ -367,26 +365,14 @@ def _load_models(
     notes += [*explain_plan(plan, link), *explain_packing(plan)]
     notes += measure_fused_limits([files, *opened.models], device)
     if accelerator.has_own_memory:  # only now: a measurement may take more for a moment than a small model may keep
-        accelerator.release_memory()
-        accelerator.limit_memory(plan.placement.limits.device if options.vram is not None else None)
-    is_exact = not options.fast_arithmetic and is_exact_by_default(
-        files.config, files.dtype, device, is_streamed=not plan.placement.is_resident, kv=files.kv
-    )
-    if is_exact:
-        prepare_exact_products(files, is_resident=plan.placement.is_resident)
-    settings = WeightSettings(
-        has_far_embedding=True,
-        synchronous=options.synchronous,
-        is_exact=is_exact,
-        expert_choice=None if is_exact else plan.expert_choice(rates),
-        progress=options.progress,
-    )
+        _limit_memory(accelerator, plan.placement.limits.device if options.vram is not None else None)
+    settings = _weight_settings(options, files, plan, rates, device)
     memory = PlannedMemory(plan, device, notes, lambda plan: load_planned(plan, device, settings))
 
     def load_both() -> tuple[Decoder, Draft]:
         attach = opened.load(device)  # the draft first: it is small, so its errors appear early
         decoder = memory.load_decoder()
-        decoder.is_exact = is_exact
+        decoder.is_exact = settings.is_exact
         if (reason := reason_of(decoder)) is not None:
             notes.append(Note(f"the text equals plain decoding's up to near-ties: {reason}"))
         return decoder, attach(decoder)
@@ -398,6 +384,31 @@ def _load_models(
     target.rates, target.link_bytes_per_s = rates, link
     target.is_deterministic = options.deterministic
     return target, draft
+
+
+def _limit_memory(accelerator: Accelerator, most: int | None) -> None:
+    """Free what torch caches, and let it take at most so many bytes from now on; None: all."""
+    accelerator.release_memory()
+    accelerator.limit_memory(most)
+
+
+def _weight_settings(
+    options: LoadOptions, files: ModelFiles, plan: Plan, rates: Rates, device: torch.device
+) -> WeightSettings:
+    """How the target's weights are loaded; kernels of exact rows are prepared if it uses them."""
+    is_resident = plan.placement.is_resident
+    is_exact = not options.fast_arithmetic and is_exact_by_default(
+        files.config, files.dtype, device, is_streamed=not is_resident, kv=files.kv
+    )
+    if is_exact:
+        prepare_exact_products(files, is_resident=is_resident)
+    return WeightSettings(
+        has_far_embedding=True,
+        synchronous=options.synchronous,
+        is_exact=is_exact,
+        expert_choice=None if is_exact else plan.expert_choice(rates),
+        progress=options.progress,
+    )
 
 
 def load_planned(plan: Plan, device: torch.device, settings: WeightSettings) -> TieredWeights:

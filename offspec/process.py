@@ -7,7 +7,7 @@
 - `loaders.accelerators.Accelerator.limit_memory`: a limit for torch's allocator on a GPU, if `--vram` sets one.
 - `loaders.formats.process_state`: settings changed during bitsandbytes' import, the measured rows up to which a fused
   product is faster, and blocks in which torch has one thread.
-- `model.foreign_modules`: transformers logs errors only, after a model was loaded through its modules.
+- `model.transformers_modules`: transformers logs errors only, after a model was loaded through its modules.
 - `cli.serve`: while it runs, SIGTERM ends the server as Ctrl-C does, and asyncio's messages are filtered.
 """
 

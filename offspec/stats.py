@@ -33,8 +33,7 @@ class Stats:
     not, or was for few passes only. Then draft_round_s is what a round of it takes, None if unknown, and plain_pass_s
     what a pass without it takes, for one token.
     learn_*: the training after the request (`Engine.learn`). learnt_loss is KL(target ‖ draft) per token in nats, for
-    the draft as it was during the request; unlearnt_loss is that of the original draft. learn_file: of several
-    trainings of the draft, the one that predicted the prompt best; None if there are none, or the draft as it came did.
+    the draft as it was during the request; unlearnt_loss is that of the original draft.
     stream_*: bytes of weights streamed to the device; None if nothing is streamed.
     """
 
@@ -60,7 +59,6 @@ class Stats:
     learn_steps: int = 0
     learnt_loss: float | None = None
     unlearnt_loss: float | None = None
-    learn_file: str | None = None
     stream_bytes_per_pass: int = 0
     stream_gb_per_s: float | None = None
     link_gb_per_s: float | None = None

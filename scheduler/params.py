@@ -16,7 +16,7 @@ from numbers import Integral, Real
 from typing import Any, Literal, TypeVar, get_args
 
 from offspec.errors import UsageError
-from offspec.methods import Methods
+from offspec.extensions import Methods
 
 SEED_LIMIT = 1 << 64
 MAX_STOPS, MAX_STOP_LENGTH = 64, 1024  # stop texts, and characters of each: every token's text is searched for all

@@ -29,10 +29,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from offspec.loaders.accelerators.accelerator import accelerator_of
 from offspec.loaders.accelerators.cuda import Cuda
 from offspec.loaders.files.records import ALIGNMENT
-from offspec.loaders.formats import expert_table
+from offspec.loaders.formats import core, expert_table
 from offspec.loaders.streaming import small_transfers
-from offspec.model import exactness
+from offspec.model import exactness, row_attention
 
+from . import pretended_rows
 from .happens_before import place_here
 from .pretend_capture import CheckingRecorder
 from .pretend_streams import Event, Machine, Stream
@@ -396,8 +397,11 @@ def pretended_cuda(guard: Path, *, late: bool = True) -> Iterator[Machine]:
         patch.setattr(Cuda, "view_of", lambda cuda, host: Pretended(host))
         patch.setattr(Cuda, "recorder", lambda cuda: CheckingRecorder(made))
         patch.setattr(small_transfers, "_transfers", {})
-        for module, kernels in ((exactness, "row_kernels"), (expert_table, "expert_kernels")):
-            patch.setattr(module, kernels, lambda: None)  # Triton's need a real device
+        for module in (exactness, core, row_attention):
+            patch.setattr(module, "row_kernels", lambda: pretended_rows)
+        patch.setattr(
+            expert_table, "expert_kernels", lambda: None
+        )  # Triton's need a real device; see `pretend_experts`
         accelerator_of.cache_clear()  # their streams are another machine's
         patch.setattr(torch.cuda.nvtx, "range", lambda name: nullcontext())
         yield made

@@ -24,7 +24,7 @@ from offspec.loaders.streaming.stored_model import StoredModel, StoredUnit
 from offspec.loaders.streaming.weights import LayerView, RamWeights
 from offspec.model.cuda_graphs import WIDTHS, TreeGraphs, is_static
 from offspec.model.decoder import CachedDecoder, Decoder
-from offspec.planning.drafting import CAPTURED_LAYER_S, round_layer_s
+from offspec.planning.draft_forecast import CAPTURED_LAYER_S, round_layer_s
 from offspec.planning.plan import Work
 
 from .bench import Bench

@@ -31,7 +31,7 @@ from offspec.loaders.machine.gpus import KnownGpu, find_gpu
 from offspec.loaders.machine.hardware import Rates
 from offspec.loaders.streaming.placement import Limits
 from offspec.loaders.units import GIB
-from offspec.planning.drafting import Acceptance, Drafting, Guessing, predict_drafting
+from offspec.planning.draft_forecast import Acceptance, Drafting, Guessing, predict_drafting
 from offspec.planning.memory import MemoryOptions
 from offspec.planning.plan import SPARE, Plan, make_plan
 

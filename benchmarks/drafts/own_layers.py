@@ -21,10 +21,11 @@ from offspec import Engine, SpeculationParams, builtin
 from offspec.checkpoints.opening import ModelFiles
 from offspec.checkpoints.shadows import Shadow, find_shadow, make_shadow
 from offspec.drafts.base import Draft
-from offspec.drafts.layer_drafts import RESIDENT, SHADOW, load_layers, load_shadow
+from offspec.drafts.layer_drafts import SHADOW, load_layers, load_shadow
 from offspec.drafts.without_model import LookupDraft
 from offspec.loaders.streaming.placement import spread
 
+RESIDENT = "resident"  # the layers that have no shadow, alone
 DRAFTS = ("shadow:4", "shadow:3", "shadow:2", RESIDENT, "exit", LookupDraft.NAME)
 
 

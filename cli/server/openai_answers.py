@@ -11,7 +11,6 @@ import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from offspec import SamplingParams
@@ -50,8 +49,6 @@ class Said:
     @classmethod
     def of(cls, step: Step, report: Json | None = None) -> Said:
         figures = step.stats.as_dict()
-        if figures["learn_file"] is not None:
-            figures["learn_file"] = Path(figures["learn_file"]).name  # clients may not learn this machine's folders
         return cls(
             step.text,
             step.finish_reason,

@@ -111,6 +111,8 @@ class PackedBf16Matrix(PackedMatrix):
         """
         if x.device.type != "cpu":
             return linear(x, dense(self, x.dtype, scratch), bias)
+        if products.must_be_exact(x) and x.dtype == torch.float16:  # as a resident one, whose least numbers are rounded
+            return products.multiply(x, dense(self, x.dtype, scratch), bias)
         if products.must_be_exact(x) and x.numel() and (exact := exact_kernel(self, x)) is not None:
             product, parts = exact
             return products.plus(product(x, parts, self.shape[0]), bias)

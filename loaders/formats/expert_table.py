@@ -73,7 +73,8 @@ def _form_and_address(matrix: Weight, dtype: torch.dtype, kernels: ModuleType) -
 class ExpertTable:
     """addresses: int64 [2·names, experts], for each name those of the matrices and of the biases; 0 where none is.
 
-    alignment: a divisor of all of them. Of a part of a layer's experts, the others have 0 everywhere. The memory must stay as it is while the table is used.
+    alignment: a divisor of all of them. Of a part of a layer's experts, the others have 0 everywhere. The memory must
+    stay as it is while the table is used.
     """
 
     kinds: Mapping[str, MatrixKind]

@@ -153,7 +153,7 @@ def exact_kernel(product: RowProduct, dtype: torch.dtype) -> RowProduct:
 def _multiply_exactly(x: Tensor, weight: Tensor, scratch: Tensor | None) -> Tensor:
     """x [..., K] times a plain weight [N, K] → [..., N], by a kernel. Columns that it cannot read become zeros.
 
-    A weight with more precision than x is rounded to x's dtype, as a resident one was when it was loaded.
+    A weight with numbers that x's dtype has not is rounded to it, as a resident one was when it was loaded.
     """
     if not _is_exact_as_stored(x, weight):
         weight = weight.to(x.dtype) if scratch is None else scratch[: weight.numel()].view(weight.shape).copy_(weight)
@@ -167,9 +167,10 @@ def _multiply_exactly(x: Tensor, weight: Tensor, scratch: Tensor | None) -> Tens
 
 
 def _is_exact_as_stored(x: Tensor, weight: Tensor) -> bool:
-    """Whether exact rows x multiply a plain weight without its conversion to their dtype."""
-    is_wider = weight.dtype == torch.float16 and x.dtype == torch.bfloat16 and not can_pair()
-    return weight.dtype in (*HALF_DTYPES, x.dtype) and not is_wider
+    """Whether exact rows x multiply a plain weight without its conversion to their dtype, and its bits are the same."""
+    if weight.dtype == torch.float16 and x.dtype == torch.bfloat16:
+        return can_pair()  # pairs round it to bf16
+    return weight.dtype == x.dtype or (weight.dtype in HALF_DTYPES and x.dtype == torch.float32)
 
 
 def can_be_exact(dtype: torch.dtype) -> bool:

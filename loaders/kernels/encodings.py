@@ -29,8 +29,10 @@ class Encoding(ABC):
     step: weights per step. interleave: of each interleave · lanes weights, a vector holds every interleave-th, so
     vector 0 begins with weights 0 and `interleave`. most_direct: the number of rows of the other factor up to which
     repeated unpacking takes less time than a panel. is_decoded_first: whether all vectors of a step take fewer
-    registers than their encoded form. declarations: of the functions that its instructions call, except `llvm.fma`,
-    which every kernel has. has_bf16: whether it also makes bf16 vectors (`bf16_vectors`).
+    registers than their encoded form. is_row_by_row: whether each row of the matrix has so many values of its own in a
+    step that one row after another needs fewer registers than all in turn, if the other factor has one row.
+    declarations: of the functions that its instructions call, except `llvm.fma`, which every kernel has. has_bf16:
+    whether it also makes bf16 vectors (`bf16_vectors`).
     """
 
     size: int
@@ -40,6 +42,7 @@ class Encoding(ABC):
     interleave = 1
     most_direct = 16
     is_decoded_first = False
+    is_row_by_row = False
     declarations = ""
     has_bf16 = False
 
@@ -337,16 +340,21 @@ LOOK_UP = {
 def look_up(e: Emitter, lanes: int, values: Sequence[float], codes: str) -> str:
     """Look up codes i32 [lanes] in a table of 16 values, by their lowest four bits → [lanes]."""
     if lanes == 16:
-        table = _table(values)
-        return e.op(f"call <16 x float> @llvm.x86.avx512.permvar.sf.512(<16 x float> {table}, <16 x i32> {codes})")
+        return look_up_in(e, table_of(values), codes)
     call = "call <8 x float> @llvm.x86.avx2.permps(<8 x float> {}, <8 x i32> {})"
-    lower, upper = (e.op(call.format(_table(half), codes)) for half in (values[:8], values[8:]))
+    lower, upper = (e.op(call.format(table_of(half), codes)) for half in (values[:8], values[8:]))
     bit = e.op(f"shl <8 x i32> {codes}, splat (i32 28)")  # the fourth, where a sign is
     is_upper = e.op(f"icmp slt <8 x i32> {bit}, zeroinitializer")
     return e.op(f"select <8 x i1> {is_upper}, <8 x float> {upper}, <8 x float> {lower}")
 
 
-def _table(values: Sequence[float]) -> str:
+def look_up_in(e: Emitter, table: str, codes: str) -> str:
+    """Look up codes i32 [16] in a vector of 16 values, by their lowest four bits → [16]."""
+    return e.op(f"call <16 x float> @llvm.x86.avx512.permvar.sf.512(<16 x float> {table}, <16 x i32> {codes})")
+
+
+def table_of(values: Sequence[float]) -> str:
+    """A constant vector."""
     return "<" + ", ".join(f"float {constant(value)}" for value in values) + ">"
 
 

@@ -10,9 +10,10 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from .compiler import Emitter
-from .encodings import LOOK_UP, Encoding, Row, Vectors, look_up, splat
+from .encodings import LOOK_UP, Encoding, Row, Vectors, look_up, look_up_in, splat, table_of
 
 
 def i64(e: Emitter, operation: str, left: str, right: str | int) -> str:
@@ -128,17 +129,33 @@ class Nibbles(BlockEncoding):
         super().__init__(lanes)
         self._values, self.declarations = values, LOOK_UP[lanes]
 
-    def pairs(self, e: Emitter, place: str, count: int) -> Iterator[tuple[int, str, str]]:
-        """For each vector of bytes: the number of its first byte, its lower codes and its upper codes."""
+    def pairs(
+        self, e: Emitter, place: str, count: int, lower: Sequence[str], upper: Sequence[str]
+    ) -> Iterator[tuple[int, str, str]]:
+        """For each vector of bytes: the number of its first byte, the weights of its lower codes and of its upper ones.
+
+        lower, upper: the scale and, where there is one, the shift of these weights.
+        """
+        weights = [self._weights(e, factors) for factors in dict.fromkeys((tuple(lower), tuple(upper)))]
         for first in range(0, count, self.lanes):
-            lower = self.bytes(e, e.address(place, str(first)))
-            upper = e.op(f"lshr {self._ints} {lower}, splat (i32 4)")
-            yield first, self._value(e, lower), self._value(e, upper)
+            codes = self.bytes(e, e.address(place, str(first)))
+            moved = e.op(f"lshr {self._ints} {codes}, splat (i32 4)")
+            yield first, weights[0](codes), weights[-1](moved)
+
+    def _weights(self, e: Emitter, factors: Sequence[str]) -> Callable[[str], str]:
+        """What computes weights from codes, by their lowest four bits.
+
+        A look-up finds products in a table that is scaled once. Codes are converted where that takes less time, as
+        wider tables are two instructions.
+        """
+        if self.lanes == 16:
+            table = self.scaled(e, table_of(self._values), *factors)
+            return partial(look_up_in, e, table)
+        return lambda codes: self.scaled(e, self._value(e, codes), *factors)
 
     def _value(self, e: Emitter, codes: str) -> str:
-        """By their lowest four bits; converted where that takes less time, as wider tables are two instructions."""
         least = int(self._values[0])
-        if self.lanes == 16 or [*self._values] != [*range(least, least + 16)]:
+        if [*self._values] != [*range(least, least + 16)]:
             return look_up(e, self.lanes, self._values, codes)
         numbers = e.op(f"and {self._ints} {codes}, splat (i32 15)")
         return self.floats(e, e.op(f"add {self._ints} {numbers}, splat (i32 {least})"))
@@ -154,9 +171,10 @@ class NibblesOf32(Nibbles):
 
     def numbers(self, e: Emitter, step: UnpackingStep) -> Vectors:
         factors = self.halves(e, step.block, self._num_halves)
-        for first, lower, upper in self.pairs(e, e.address(step.block, str(2 * self._num_halves)), 16):
-            yield first, self.scaled(e, lower, *factors)
-            yield 16 + first, self.scaled(e, upper, *factors)
+        place = e.address(step.block, str(2 * self._num_halves))
+        for first, lower, upper in self.pairs(e, place, 16, factors, factors):
+            yield first, lower
+            yield 16 + first, upper
 
 
 class MXFour(Nibbles):
@@ -166,9 +184,9 @@ class MXFour(Nibbles):
 
     def numbers(self, e: Emitter, step: UnpackingStep) -> Vectors:
         scale = splat(e, self._scale(e, step.block), self.lanes)
-        for first, lower, upper in self.pairs(e, e.address(step.block, "1"), 16):
-            yield first, self.scaled(e, lower, scale)
-            yield 16 + first, self.scaled(e, upper, scale)
+        for first, lower, upper in self.pairs(e, e.address(step.block, "1"), 16, [scale], [scale]):
+            yield first, lower
+            yield 16 + first, upper
 
     def _scale(self, e: Emitter, block: str) -> str:
         """fp32's exponent is one less; below e = 2 it has none, but a bit of the fraction."""
@@ -223,16 +241,29 @@ class Q5One(FiveBit):
 
 
 class LargeBlock(BlockEncoding):
-    """The scales of a whole block are decoded together, before its first quarter, into the scratch."""
+    """The scales of a whole block are decoded together, before its first quarter, into the scratch.
+
+    num_factors: fp32 numbers that come of it.
+    """
 
     size = 256
+    num_factors: int
+
+    @property
+    def is_row_by_row(self) -> bool:  # type: ignore[override]
+        return self.lanes == 16
+
+    @property
+    def scratch(self) -> int:  # type: ignore[override]
+        return self.num_factors
 
     def begin_block(self, e: Emitter, row: Row, column: str) -> None:
-        e.do(f"store <{self.scratch} x float> {self.scales(e, self.block(e, row, column))}, ptr {row[-1]}, align 64")
+        factors = self.scales(e, self.block(e, row, column))
+        e.do(f"store <{self.num_factors} x float> {factors}, ptr {row[-1]}, align 64")
 
     @abstractmethod
     def scales(self, e: Emitter, block: str) -> str:
-        """The values for the scratch, [scratch]."""
+        """The values for the scratch, [num_factors]."""
 
     def factors(self, e: Emitter, step: UnpackingStep, per_quarter: int, first: int = 0) -> list[str]:
         """Those of a quarter, from number `first` of the scratch on, each as a vector."""
@@ -246,24 +277,59 @@ class LargeBlock(BlockEncoding):
         numbers = e.op(f"{conversion} <{count} x {integer}> {codes} to <{count} x float>")
         return e.op(f"fmul <{count} x float> {numbers}, {factor}")
 
-    def moved(self, e: Emitter, place: str, bit: str) -> str:
-        """The 32 bytes from an address on, moved down by `bit` (i64): only their lowest bits are of use."""
-        words = e.op(f"load <16 x i16>, ptr {place}, align 1")
-        distance = splat(e, e.op(f"trunc i64 {bit} to i16"), 16, "i16")
-        return e.op(f"bitcast <16 x i16> {e.op(f'lshr <16 x i16> {words}, {distance}')} to <32 x i8>")
 
-    def widened(self, e: Emitter, codes: str, extend: str, at: int) -> Vectors:
-        """<32 x i8> as vectors of floats. at: the first's number."""
-        for first in range(0, 32, self.lanes):
-            lanes = ", ".join(f"i32 {first + lane}" for lane in range(self.lanes))
-            some = e.op(f"shufflevector <32 x i8> {codes}, <32 x i8> poison, <{self.lanes} x i32> <{lanes}>")
-            yield at + first, self.floats(e, e.op(f"{extend} <{self.lanes} x i8> {some} to {self._ints}"))
+class WithBytes(LargeBlock):
+    """Codes whose bits are in several places: those of a block become bytes in the scratch, behind the factors.
+
+    A vector is widened from memory in one instruction; from a register it would take two.
+    """
+
+    extend = "zext"
+
+    @property
+    def scratch(self) -> int:  # type: ignore[override]
+        return self.num_factors + self.size // 4
+
+    def begin_block(self, e: Emitter, row: Row, column: str) -> None:
+        super().begin_block(e, row, column)
+        for quarter, codes in enumerate(self.codes(e, self.block(e, row, column))):
+            place = e.address(row[-1], str(4 * self.num_factors + 64 * quarter))
+            e.do(f"store <64 x i8> {codes}, ptr {place}, align 64")
+
+    @abstractmethod
+    def codes(self, e: Emitter, block: str) -> Iterator[str]:
+        """Those of each quarter, <64 x i8>."""
+
+    def numbers(self, e: Emitter, step: UnpackingStep) -> Vectors:
+        place = e.address(e.address(step.scratch, str(4 * self.num_factors)), i64(e, "shl", step.quarter, 6))
+        factors = self.weight_factors(e, step)
+        for first in range(0, 64, self.lanes):
+            numbers = self.floats(e, self.bytes(e, e.address(place, str(first)), self.extend))
+            own = [factor[first * len(factor) // 64] for factor in factors]
+            yield first, self.scaled(e, numbers, *own)
+
+    @abstractmethod
+    def weight_factors(self, e: Emitter, step: UnpackingStep) -> list[list[str]]:
+        """The scales of a quarter and, where there are some, its shifts, in the order of the weights."""
+
+    def masked(self, e: Emitter, place: str, moves: tuple[int, int], mask: int, *, is_twice: bool = True) -> str:
+        """Bits of 32 bytes from an address on, twice, or of 64 bytes → <64 x i8>.
+
+        moves: bits that the first and the last 32 are moved up, or down if negative. mask: of what is taken then.
+        """
+        words = e.op(f"load <{16 if is_twice else 32} x i16>, ptr {place}, align 1")
+        if is_twice:
+            lanes = ", ".join(f"i32 {lane % 16}" for lane in range(32))
+            words = e.op(f"shufflevector <16 x i16> {words}, <16 x i16> poison, <32 x i32> <{lanes}>")
+        distances = ", ".join(f"i16 {abs(moves[lane // 16])}" for lane in range(32))
+        moved = e.op(f"{'lshr' if min(moves) < 0 else 'shl'} <32 x i16> {words}, <{distances}>")
+        return of_bytes(e, "and", e.op(f"bitcast <32 x i16> {moved} to <64 x i8>"), mask, 64)
 
 
 class IQ4XS(Nibbles, LargeBlock):
     """d fp16, upper two bits of 8 scales, lower four, codes; scales less 32."""
 
-    num_bytes, scratch = 136, 8
+    num_bytes, num_factors = 136, 8
 
     def scales(self, e: Emitter, block: str) -> str:
         lower = splat(e, e.op(f"load i32, ptr {e.address(block, '4')}, align 1"), 8, "i32")
@@ -278,15 +344,15 @@ class IQ4XS(Nibbles, LargeBlock):
     def numbers(self, e: Emitter, step: UnpackingStep) -> Vectors:
         codes = e.address(e.address(step.block, "8"), i64(e, "shl", step.quarter, 5))
         for i, scale in enumerate(self.factors(e, step, 2)):
-            for first, lower, upper in self.pairs(e, e.address(codes, str(16 * i)), 16):
-                yield 32 * i + first, self.scaled(e, lower, scale)
-                yield 32 * i + 16 + first, self.scaled(e, upper, scale)
+            for first, lower, upper in self.pairs(e, e.address(codes, str(16 * i)), 16, [scale], [scale]):
+                yield 32 * i + first, lower
+                yield 32 * i + 16 + first, upper
 
 
 class WithMinima(LargeBlock):
     """Q4_K's and Q5_K's: d and dmin fp16, 8 scales and 8 minima of 6 bit in 12 bytes; w = d·s·code - dmin·min."""
 
-    scratch = 16
+    num_factors = 16
 
     def scales(self, e: Emitter, block: str) -> str:
         """d · scales, then -dmin · minima. `gguf_blocks._scales_and_lows` explains how they are packed."""
@@ -315,52 +381,31 @@ class Q4K(Nibbles, WithMinima):
     def numbers(self, e: Emitter, step: UnpackingStep) -> Vectors:
         codes = e.address(e.address(step.block, "16"), i64(e, "shl", step.quarter, 5))
         scales, shifts = self.factors(e, step, 2), self.factors(e, step, 2, 8)
-        for first, lower, upper in self.pairs(e, codes, 32):
-            yield first, self.scaled(e, lower, scales[0], shifts[0])
-            yield 32 + first, self.scaled(e, upper, scales[1], shifts[1])
+        for first, lower, upper in self.pairs(e, codes, 32, *zip(scales, shifts, strict=True)):
+            yield first, lower
+            yield 32 + first, upper
 
 
-class Q5K(WithMinima):
+class Q5K(WithMinima, WithBytes):
     """Then fifth bits (eight of a byte are 32 weights apart), then the lower four as in Q4_K."""
 
     num_bytes = 176
 
-    def numbers(self, e: Emitter, step: UnpackingStep) -> Vectors:
-        place = e.address(e.address(step.block, "48"), i64(e, "shl", step.quarter, 5))
-        whole = e.op(f"load <32 x i8>, ptr {place}, align 1")
-        fifth = self.moved(e, e.address(step.block, "16"), i64(e, "shl", step.quarter, 1))
-        scales, shifts = self.factors(e, step, 2), self.factors(e, step, 2, 8)
-        for i, (operation, number) in enumerate((("and", 15), ("lshr", 4))):
-            upper = of_bytes(e, "shl", of_bytes(e, "and", fifth, 1 << i), 4 - i)
-            codes = either(e, of_bytes(e, operation, whole, number), upper)
-            for first, numbers in self.widened(e, codes, "zext", 32 * i):
-                yield first, self.scaled(e, numbers, scales[i], shifts[i])
+    def codes(self, e: Emitter, block: str) -> Iterator[str]:
+        for quarter in range(4):
+            lower = self.masked(e, e.address(block, str(48 + 32 * quarter)), (0, -4), 15)
+            up = 4 - 2 * quarter
+            upper = self.masked(e, e.address(block, "16"), (up, up - 1), 16)
+            yield either(e, lower, upper, "<64 x i8>")
+
+    def weight_factors(self, e: Emitter, step: UnpackingStep) -> list[list[str]]:
+        return [self.factors(e, step, 2), self.factors(e, step, 2, 8)]
 
 
-class ByCrumbs(LargeBlock):
-    """Types with pieces of two bits: four of a byte are 32 weights apart, 32 bytes are half a block."""
-
-    def crumbs(self, e: Emitter, place: str, step: UnpackingStep) -> list[str]:
-        """The two bits of a quarter's first 32 codes, as bytes, and of the others. place: where the block has them."""
-        quarter_place = e.address(place, i64(e, "shl", i64(e, "lshr", step.quarter, 1), 5))
-        moved = self.moved(e, quarter_place, i64(e, "mul", self.odd(e, step), 4))
-        return [of_bytes(e, "and", moved, 3), of_bytes(e, "and", of_bytes(e, "lshr", moved, 2), 3)]
-
-    def odd(self, e: Emitter, step: UnpackingStep) -> str:
-        """1 in the second quarter of a half, else 0."""
-        return i64(e, "and", step.quarter, 1)
-
-    def parts(self, e: Emitter, codes: Sequence[str], extend: str, factors: Sequence[Sequence[str]]) -> Vectors:
-        """Codes of 64 weights, and for each 16 of these their scale and, where there is one, their shift."""
-        for i, half in enumerate(codes):
-            for first, numbers in self.widened(e, half, extend, 32 * i):
-                yield first, self.scaled(e, numbers, *(factor[first // 16] for factor in factors))
-
-
-class Q2K(ByCrumbs):
+class Q2K(WithBytes):
     """scales [16] (4 bit, above them 4 of a minimum), codes of 2 bit, d, dmin fp16."""
 
-    num_bytes, scratch = 84, 32
+    num_bytes, num_factors = 84, 32
 
     def scales(self, e: Emitter, block: str) -> str:
         """d · scales, then -dmin · minima."""
@@ -374,15 +419,18 @@ class Q2K(ByCrumbs):
         lanes = ", ".join(f"i32 {place}" for place in range(32))
         return e.op(f"shufflevector <16 x float> {found[0]}, <16 x float> {found[1]}, <32 x i32> <{lanes}>")
 
-    def numbers(self, e: Emitter, step: UnpackingStep) -> Vectors:
-        codes = self.crumbs(e, e.address(step.block, "16"), step)
-        return self.parts(e, codes, "zext", [self.factors(e, step, 4), self.factors(e, step, 4, 16)])
+    def codes(self, e: Emitter, block: str) -> Iterator[str]:
+        for quarter in range(4):
+            yield crumbs(self, e, e.address(block, "16"), quarter)
+
+    def weight_factors(self, e: Emitter, step: UnpackingStep) -> list[list[str]]:
+        return [self.factors(e, step, 4), self.factors(e, step, 4, 16)]
 
 
-class Q3K(ByCrumbs):
+class Q3K(WithBytes):
     """third bits (eight of a byte are 32 weights apart), codes of 2 bit, 16 scales of 6 bit, d fp16."""
 
-    num_bytes, scratch = 110, 16
+    num_bytes, num_factors, extend = 110, 16, "sext"
 
     def scales(self, e: Emitter, block: str) -> str:
         """Codes less 32: lower four bits in bytes 96 to 103, upper two in 104 to 107."""
@@ -395,30 +443,42 @@ class Q3K(ByCrumbs):
         numbers = of_bytes(e, "sub", e.op(f"bitcast <4 x i32> {codes} to <16 x i8>"), 32, 16)
         return self.product(e, numbers, "sitofp i8", 16, self.half(e, block, 108, 16))
 
-    def numbers(self, e: Emitter, step: UnpackingStep) -> Vectors:
-        third = self.moved(e, step.block, i64(e, "shl", step.quarter, 1))
-        upper = [of_bytes(e, "shl", of_bytes(e, "and", third, 1 << i), 2 - i) for i in range(2)]
-        lower = self.crumbs(e, e.address(step.block, "32"), step)
-        codes = [of_bytes(e, "sub", either(e, *own), 4) for own in zip(lower, upper, strict=True)]
-        return self.parts(e, codes, "sext", [self.factors(e, step, 4)])
+    def codes(self, e: Emitter, block: str) -> Iterator[str]:
+        for quarter in range(4):
+            up = 2 - 2 * quarter
+            third = self.masked(e, block, (up, up - 1), 4)
+            codes = either(e, crumbs(self, e, e.address(block, "32"), quarter), third, "<64 x i8>")
+            yield of_bytes(e, "sub", codes, 4, 64)
+
+    def weight_factors(self, e: Emitter, step: UnpackingStep) -> list[list[str]]:
+        return [self.factors(e, step, 4)]
 
 
-class Q6K(ByCrumbs):
+class Q6K(WithBytes):
     """lower four bits, upper two, scales int8 [16], d fp16; codes less 32."""
 
-    num_bytes, scratch = 210, 16
+    num_bytes, num_factors, extend = 210, 16, "sext"
 
     def scales(self, e: Emitter, block: str) -> str:
         codes = e.op(f"load <16 x i8>, ptr {e.address(block, '192')}, align 1")
         return self.product(e, codes, "sitofp i8", 16, self.half(e, block, 208, 16))
 
-    def numbers(self, e: Emitter, step: UnpackingStep) -> Vectors:
-        half, bit = i64(e, "shl", i64(e, "lshr", step.quarter, 1), 6), i64(e, "mul", self.odd(e, step), 4)
-        places = [e.address(e.address(step.block, half), str(32 * i)) for i in range(2)]
-        lower = [of_bytes(e, "and", self.moved(e, place, bit), 15) for place in places]
-        upper = [of_bytes(e, "shl", own, 4) for own in self.crumbs(e, e.address(step.block, "128"), step)]
-        codes = [of_bytes(e, "sub", either(e, *own), 32) for own in zip(lower, upper, strict=True)]
-        return self.parts(e, codes, "sext", [self.factors(e, step, 4)])
+    def codes(self, e: Emitter, block: str) -> Iterator[str]:
+        for quarter in range(4):
+            half, down = divmod(quarter, 2)
+            lower = self.masked(e, e.address(block, str(64 * half)), (-4 * down, -4 * down), 15, is_twice=False)
+            moves = (0, -2) if down else (4, 2)
+            upper = self.masked(e, e.address(block, str(128 + 32 * half)), moves, 48)
+            yield of_bytes(e, "sub", either(e, lower, upper, "<64 x i8>"), 32, 64)
+
+    def weight_factors(self, e: Emitter, step: UnpackingStep) -> list[list[str]]:
+        return [self.factors(e, step, 4)]
+
+
+def crumbs(encoding: WithBytes, e: Emitter, place: str, quarter: int) -> str:
+    """Codes of two bits: four of a byte are 32 weights apart, 32 bytes are half a block."""
+    down = -4 * (quarter % 2)
+    return encoding.masked(e, e.address(place, str(32 * (quarter // 2))), (down, down - 2), 3)
 
 
 def block_encoding(name: str, lanes: int, values: Sequence[float]) -> BlockEncoding | None:

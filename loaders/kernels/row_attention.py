@@ -15,7 +15,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from itertools import accumulate
 
@@ -53,12 +53,14 @@ class Visible:
     rows: int64 [R, 5]: the first slot of the stretch; the slot where the part of it ends that is taken in tiles; where
     the row's single slots begin in `slots`, their number, and how many first ones of them it does not see. tiles: int64
     [tiles, 2]: the first slot, a multiple of BLOCK, and the end of a tile's stretches. tile_rows: rows of a tile.
+    moved: rows and slots on other devices, which all layers of a pass use.
     """
 
     rows: Tensor
     tiles: Tensor
     slots: Tensor
     tile_rows: int
+    moved: dict[torch.device, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     @cached_property
     def end(self) -> int:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -342,7 +342,7 @@ def _block(name: str, encoding: Encoding, factors: Factors, tile: Tile) -> str:
         _fetch(e, encoding, starts, "%column", max(FETCH_AHEAD, tile.outputs))
         e.do("br label %compute")
         e.label("compute")
-    _step(e, factors, reader.step("%column", factors), xs)
+    _step(e, factors, reader.step("%column", factors), xs, is_row_by_row=encoding.is_row_by_row)
     e.do("br label %step_end")
     e.label("step_end")
     e.do(f"%next_column = add i64 %column, {encoding.step}")
@@ -411,17 +411,28 @@ def _bytes_of(e: Emitter, encoding: Encoding, num_weights: str) -> str:
     return e.op(f"udiv i64 {e.op(f'mul i64 {num_weights}, {encoding.num_bytes}')}, {encoding.size}")
 
 
-def _step(e: Emitter, factors: Factors, weights: Sequence[Vectors], xs: Sequence[str]) -> None:
+def _step(e: Emitter, factors: Factors, weights: Sequence[Vectors], xs: Sequence[str], *, is_row_by_row: bool) -> None:
     """One step along K: what is added to each sum. weights: of each row of the matrix."""
     new: dict[tuple[int, int], str] = {}
-    for vectors in zip(*weights, strict=True):
+    for outputs, vectors in _in_turn(weights, is_row_by_row=is_row_by_row and len(xs) == 1):
         place = e.op(f"add i64 %column, {vectors[0][0]}")
         for i, x in enumerate(xs):
             factor = e.op(f"load {factors.vector}, ptr {e.address(x, place, factors.item)}, align 2")
-            for j, (_, weight) in enumerate(vectors):
+            for j, (_, weight) in zip(outputs, vectors, strict=True):
                 new[i, j] = factors.added(e, new.get((i, j), f"%sum{i}_{j}"), weight, factor)
     for (i, j), value in new.items():
         e.do(f"%new{i}_{j} = bitcast {factors.sums} {value} to {factors.sums}")
+
+
+def _in_turn(
+    weights: Sequence[Vectors], *, is_row_by_row: bool
+) -> Iterator[tuple[Sequence[int], Sequence[tuple[int, str]]]]:
+    """Rows of the matrix, and a vector of each: of all rows, or of one row after another."""
+    if not is_row_by_row:
+        yield from ((range(len(weights)), vectors) for vectors in zip(*weights, strict=True))
+        return
+    for j, vectors in enumerate(weights):
+        yield from (([j], [vector]) for vector in vectors)
 
 
 def _unpack(encoding: Encoding, factors: Factors) -> str:

@@ -74,45 +74,40 @@ def measure_rates(
     """
     if (free := read_memory().available_bytes) < ROOM_BYTES:
         return _not_measured(f"only {format_size(free)} of RAM are free, and this needs {format_size(ROOM_BYTES)}")
-    sources: dict[str, str] = {}
     beside_reads = beside_reads and path.is_file() and path.stat().st_size >= READ_BYTES
 
     def reads() -> AbstractContextManager[None]:
         return reads_in_flight(path) if beside_reads else nullcontext()
 
     multiplied, unpacked = None if form == LOSSLESS_FORMAT else form, form or "nf4"
-    is_packed = multiplied is not None and device.type == "cpu" and has_choice(multiplied)
+    attempts, on_device = _Attempts(progress), (device, dtype)
+    attempts("disk_bytes_per_s", "disk", partial(_disk, path, seconds))
+    attempts("host_to_device_bytes_per_s", "link", partial(_host_to_device, device, seconds))
+    attempts("memory_bytes_per_s", "memory", partial(_memory, device, seconds))
+    attempts("matmul_flops", "matrix products", partial(_matmul, *on_device, widths, seconds, reads, multiplied))
+    if multiplied is not None and device.type == "cpu" and has_choice(multiplied):
+        attempts.sources["dequantise_elements_per_s"] = "part of the matrix products"
+    else:
+        unpack = partial(_dequantise, *on_device, unpacked, seconds, reads)
+        attempts("dequantise_elements_per_s", unpacked.upper(), unpack)
+    return Rates(**attempts.values, packed_bytes_per_s=measure_packed_product(*on_device), sources=attempts.sources)
 
-    def attempt(field: str, what: str, measure: Callable[[], tuple[Any, str]]) -> Any:
-        progress(what)
+
+class _Attempts:
+    """Measurements of which each may fail. values: those that did not, by fields of `Rates`; sources: see there."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self.values: dict[str, Any] = {}
+        self.sources: dict[str, str] = {}
+
+    def __call__(self, field: str, what: str, measure: Callable[[], tuple[Any, str]]) -> None:
+        """Measure a field of `Rates`. A failure must not prevent the other measurements."""
+        self._progress(what)
         try:
-            value, sources[field] = measure()
-        except (OffspecError, RuntimeError, MemoryError, OSError) as exc:  # must not prevent the others
-            value, sources[field] = None, f"not measured: {_first_line(exc)}"
-        return value
-
-    return Rates(
-        disk_bytes_per_s=attempt("disk_bytes_per_s", "disk", lambda: _disk(path, seconds)),
-        host_to_device_bytes_per_s=attempt(
-            "host_to_device_bytes_per_s", "link", lambda: _host_to_device(device, seconds)
-        ),
-        memory_bytes_per_s=attempt("memory_bytes_per_s", "memory", lambda: _memory(device, seconds)),
-        matmul_flops=attempt(
-            "matmul_flops", "matrix products", lambda: _matmul(device, dtype, widths, seconds, reads, multiplied)
-        )
-        or {},
-        dequantise_elements_per_s=attempt(
-            "dequantise_elements_per_s",
-            unpacked.upper(),
-            lambda: (
-                (None, "part of the matrix products")
-                if is_packed
-                else _dequantise(device, dtype, unpacked, seconds, reads)
-            ),
-        ),
-        packed_bytes_per_s=measure_packed_product(device, dtype),
-        sources=sources,
-    )
+            self.values[field], self.sources[field] = measure()
+        except (OffspecError, RuntimeError, MemoryError, OSError) as exc:
+            self.sources[field] = f"not measured: {_first_line(exc)}"
 
 
 def _not_measured(why: str) -> Rates:

@@ -219,21 +219,16 @@ def scattered(num_units: int) -> tuple[int, ...]:
 class Wishes:
     """What decides which units are resident. num_pinned: the first units that must be, because they draft.
 
-    streamed_first: all units in the order in which they are streamed; without it, resident units are spread evenly.
     most_free: resident units beside the pinned ones, at most, if any is streamed.
     """
 
     num_pinned: int = 0
-    streamed_first: tuple[int, ...] = ()
     most_free: int | None = None
 
     def chosen(self, num_units: int, count: int) -> tuple[int, ...]:
         """The resident units, if `count` are resident beside the pinned ones."""
-        free = range(self.num_pinned, num_units)
-        if not self.streamed_first:
-            return (*range(self.num_pinned), *(self.num_pinned + i for i in spread(len(free), count)))
-        streamed = [unit for unit in self.streamed_first if unit in free][: len(free) - count]
-        return tuple(unit for unit in range(num_units) if unit not in streamed)
+        free = num_units - self.num_pinned
+        return (*range(self.num_pinned), *(self.num_pinned + i for i in spread(free, count)))
 
 
 def place(

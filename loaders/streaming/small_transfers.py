@@ -29,7 +29,7 @@ def read_words(seen: Tensor, out: Tensor) -> None:
 class SlotTransfers:
     """Transfers tensors to one device on the current stream, thread-safe. The source may be overwritten at once."""
 
-    NUM_SLOTS, SLOT_BYTES = 8, 2**20
+    NUM_SLOTS, SLOT_BYTES = 16, 2**20
 
     @torch.inference_mode(False)  # it must be writable in every mode
     def __init__(self, accelerator: Accelerator) -> None:

@@ -123,21 +123,26 @@ class TieredWeights:
             self._total += sum(record_of(experts).read_bytes for experts in self._model.experts.values())
         self._progress = progress
         try:
-            for name, layer in shared.items():
-                self._shared |= self._load(layer, torch.device("cpu") if name in row_tables else device)
-            is_in_ram = not (self._accelerator.has_own_memory or placement.on_disk)  # else the disk dominates
-            load = self._load_blocked if options.blocked and is_in_ram else self._load
-            for i in placement.resident:
-                self._resident[i] = load(self._model.layers[i], device)
-            self._staged = None
-            self._experts = self._open_experts()
-            if placement.streamed:
-                self._stream = self._open_stream(options.synchronous)
-            if not self._reads_disk:
-                self._reader.close()
+            self._load_all(shared, row_tables, options)
         except BaseException:
             self.close()
             raise
+
+    def _load_all(self, shared: Mapping[str, StoredUnit], row_tables: Collection[str], options: TierOptions) -> None:
+        """What stays in memory; then the stream of the others begins. shared: without tables on disk."""
+        placement, device = self._placement, self._device
+        for name, unit in shared.items():
+            self._shared |= self._load(unit, torch.device("cpu") if name in row_tables else device)
+        is_in_ram = not (self._accelerator.has_own_memory or placement.on_disk)  # else the disk dominates
+        load = self._load_blocked if options.blocked and is_in_ram else self._load
+        for i in placement.resident:
+            self._resident[i] = load(self._model.layers[i], device)
+        self._staged = None
+        self._experts = self._open_experts()
+        if placement.streamed:
+            self._stream = self._open_stream(options.synchronous)
+        if not self._reads_disk:
+            self._reader.close()
 
     @property
     def num_layers(self) -> int:

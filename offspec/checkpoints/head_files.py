@@ -34,7 +34,7 @@ from offspec.loaders.streaming.stored_model import StoredUnit
 from offspec.loaders.streaming.tiers import load_layer
 
 from ..errors import CheckpointError, MissingWeightsError, StorageError, UnsupportedModelError, UsageError
-from ..methods import Methods
+from ..extensions import Methods
 from ..model.config import ModelConfig
 from ..model.config_values import Json, mapping
 from ..model.heads.dflash import ENTRY as DFLASH_ENTRY

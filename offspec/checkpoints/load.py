@@ -14,7 +14,7 @@ from offspec.loaders.streaming.tiers import Progress, TieredWeights, TierOptions
 from offspec.loaders.streaming.weights import WeightSource
 
 from ..model.decoder import Decoder
-from ..model.foreign_config import ForeignConfig
+from ..model.transformers_config import ForeignConfig
 from ..process import prepare_gpu
 from .opening import ModelFiles
 
@@ -77,7 +77,7 @@ def load_decoder(
 def decoder_over(model: ModelFiles, weights: WeightSource, device: torch.device) -> Decoder:
     """The decoder of a model with loaded weights: offspec's own, or transformers' modules."""
     if isinstance(model.config, ForeignConfig):
-        from ..model.foreign import ForeignDecoder  # imported here, because it imports transformers
+        from ..model.transformers_decoder import ForeignDecoder  # imported here, because it imports transformers
 
         return ForeignDecoder(
             model.config, weights, dtype=model.dtype, device=device, make_layer_caches=model.kv.layers

@@ -33,16 +33,16 @@ from ..errors import (
 from ..model.block import memory_bytes
 from ..model.config import ModelConfig, read_config
 from ..model.decoder import check_tensors, wanted_shapes
-from ..model.foreign_config import ForeignConfig
 from ..model.heads.mtp import mtp_names, num_promised
 from ..model.memory.kv_formats import PLAIN, KVFormat
 from ..model.names import in_layer
+from ..model.transformers_config import ForeignConfig
 from ..named_models import MODEL_NAMES, named_path
 from .experts import with_experts
-from .foreign import read_foreign_config
 from .from_config import stored_from_config
 from .language_model import language_model
 from .our_names import in_our_names
+from .transformers_models import read_foreign_config
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 AUTO, AUTO_WITHOUT_BF16 = "auto", "auto without bf16"

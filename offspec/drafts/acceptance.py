@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..planning.drafting import Acceptance, Spread
+from ..planning.draft_forecast import Acceptance, Spread
 
 _SOURCE = (
     "Qwen2.5-Coder 1.5B with a 0.5B draft on MT-Bench, docs/results/benchmarks.md; "
@@ -42,7 +42,6 @@ _EXIT_SOURCE = "the built-in target, docs/results/early-exit.md"
 EXIT_LAYER = Acceptance({64: 4.1}, {64: 3.3}, _EXIT_SOURCE, _HALF)
 EXIT_AGREEMENT = 0.59  # of that exit layer with its target, on held-out text
 EXIT = Acceptance({64: 2.0}, {64: 2.0}, _EXIT_SOURCE, _HALF)
-RESIDENT_LAYERS = Acceptance({64: 1.3}, {64: 1.3}, _BUILT_IN, _HALF)
 _LOOKUP_SOURCE = "Qwen2.5-Coder 1.5B on MT-Bench, docs/results/benchmarks.md; at temperature 1 the built-in target"
 LOOKUP = Acceptance(
     {64: 2.1}, {64: 1.6}, _LOOKUP_SOURCE, Spread(0.75, 1.3, "eight questions of MT-Bench, docs/results/benchmarks.md")
@@ -54,9 +53,3 @@ def of_head(kind: str) -> Acceptance:
     if kind in ("MTP", "DFlash"):
         return _UNMEASURED
     return _EAGLE_3 if kind in _LIKE_EAGLE_3 else _MEDUSA
-
-
-def of_agreement(share: float, source: str) -> Acceptance:
-    """Of a draft whose likeliest token is the target's at this share of places: a chain until the first wrong guess."""
-    tokens = min(1 / max(1 - share, 0.01), 60.0)
-    return Acceptance({64: tokens}, {64: tokens}, source, _HALF)

@@ -19,7 +19,6 @@ from offspec.scheduler.drafting.choose_controller import controller_for
 from offspec.scheduler.drafting.drafter import Drafter, DraftRequest, NoDrafter
 from offspec.scheduler.drafting.forced import ForcedDrafter
 from offspec.scheduler.drafting.model_drafter import ModelDrafter
-from offspec.scheduler.drafting.model_guesser import ModelGuesser
 from offspec.scheduler.guessing.lookup import Guesser
 from offspec.scheduler.guessing.retrieval import Retrieval, SuffixIndex
 from offspec.scheduler.pace.controllers import Controller
@@ -30,7 +29,7 @@ from ..checkpoints.opening import ModelFiles, Note
 from ..errors import UsageError
 from ..model.decoder import CachedDecoder, Decoder
 from ..model.memory.text_caches import DraftText, TextCaches
-from ..planning.drafting import Guessing
+from ..planning.draft_forecast import Guessing
 from ..planning.memory import MemoryUse, Room
 from ..text.tokenizer import Tokenizer
 from ..training.online import Aligner
@@ -45,32 +44,25 @@ NEEDS_DRAFT_MODEL = (
 class DraftOptions:
     """The user's settings of the draft.
 
-    draft: auto, none, lookup, mtp, self, self:N, self:FILE, shadow, shadow:BITS, shadow:FOLDER, resident, or a model.
+    draft: auto, none, lookup, mtp, self, self:N, self:FILE, shadow, shadow:BITS, shadow:FOLDER, or a model.
     exit_file: the exit layer for `self`. exit_layer: the number of first layers with which `self` drafts without a
-    trained exit layer. learn: the draft may learn between requests. learn_files: what it learnt before; without
-    `learn`, they must exist, and each request uses the one of several that fits its prompt. needs_draft_model: requests
+    trained exit layer. learn: the draft may learn between requests. learn_file: what it learnt before; without
+    `learn`, it must exist. needs_draft_model: requests
     will use lossy acceptance.
     draft_window: tokens that a draft model keeps in its KV cache; None is chosen by its context (`model_draft`).
-    more_drafts: smaller drafts, which guess for `draft`.
     """
 
     draft: str = "auto"
     exit_file: Path | None = None
     learn: bool = False
-    learn_files: tuple[Path, ...] = ()
+    learn_file: Path | None = None
     needs_draft_model: bool = False
     exit_layer: int | None = None
     draft_window: int | None = None
-    more_drafts: Sequence[str] = ()
 
     @property
     def learns(self) -> bool:
-        return self.learn or bool(self.learn_files)
-
-    @property
-    def learn_file(self) -> Path | None:
-        """The file that `learn` writes; None for none, or for several, which are only read."""
-        return self.learn_files[0] if len(self.learn_files) == 1 else None
+        return self.learn or self.learn_file is not None
 
     def refuse_model_needs(self) -> None:
         """For kinds without a model. Raises UsageError if a draft model is needed."""
@@ -151,8 +143,7 @@ class DraftTask:
     """One request, as a draft sees it.
 
     text: the draft's own cached text; None without a draft model. index: other texts for n-gram lookup. prompt: the
-    tokens of the text so far. beside: the cached texts of smaller drafts, which guess for it. smaller: these
-    drafts, in the request.
+    tokens of the text so far.
     """
 
     text: DraftText | None
@@ -161,8 +152,6 @@ class DraftTask:
     speculation: SpeculationParams
     index: SuffixIndex | None = None
     prompt: Sequence[int] = ()
-    beside: Sequence[DraftText] = ()
-    smaller: Sequence[ModelGuesser] = ()
 
 
 class Draft:
@@ -187,11 +176,6 @@ class Draft:
         self.files: ModelFiles | None = None
         self.decoder: Decoder | None = None
         self.aligner: Aligner | None = None
-
-    @property
-    def learn_file(self) -> Path | None:
-        """Of several trainings of the draft, the one that the last request uses; None is the draft as it came."""
-        return None
 
     def prepare(self, max_context: int) -> None:
         """Called once, before the first text. max_context: tokens of the longest text."""

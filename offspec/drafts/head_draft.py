@@ -27,7 +27,7 @@ from ..model.decoder import CachedDecoder, Decoder, activation_bytes
 from ..model.heads.head import Head
 from ..model.heads.text import HeadText
 from ..model.memory.text_caches import TextCaches
-from ..planning.drafting import Guessing
+from ..planning.draft_forecast import Guessing
 from ..planning.memory import MemoryUse, Room
 from ..training.distill_params import HEADS as KINDS
 from ..training.head_learning import learning_bytes, open_head_aligner
@@ -91,7 +91,7 @@ class HeadDraft(Draft):
             replace(task.request, most_read=1),  # it reads what the target has told it of
             replace(speculation, reuse=False, overlap=False),
             learnt,
-            guessers=[*self.guessers(task, learnt), *task.smaller],
+            guessers=self.guessers(task, learnt),
             corrector=recalling,
             controller=controller_of(task, learnt),
         )
@@ -118,8 +118,6 @@ class OpenedHead:
         """Raises UsageError, CheckpointError, UnsupportedModelError."""
         options, target = request.options, request.target
         options.refuse_exit_file()
-        if len(options.learn_files) > 1:
-            raise UsageError("a head uses one file of what it learnt; give one `learn_file`")
         if options.learns:
             check_learning(options.learn_file, has_draft=True, writes=options.learn)
         options.refuse_model_needs()

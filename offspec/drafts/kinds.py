@@ -12,10 +12,9 @@ from ..checkpoints.head_files import has_mtp, is_head
 from ..checkpoints.opening import ModelFiles, Note, locate
 from ..checkpoints.shadows import made_shadows
 from ..errors import UsageError
-from ..methods import Methods
 from ..model.block import has_entries_alone
 from ..named_models import BUILTIN
-from .base import Choice, DraftOptions, OpenedDraft, OpenRequest
+from .base import Choice, OpenedDraft, OpenRequest
 from .head_draft import MTP, OpenedHead
 from .head_draft import NAME as HEAD
 from .layer_drafts import SHADOW, OpenedLayers, OpenedShadow
@@ -53,30 +52,16 @@ KINDS: dict[str, Callable[[OpenRequest], OpenedDraft]] = {
     MTP: OpenedHead.open,
     SHADOW: OpenedShadow.open,
 }
-MORE_KINDS = Methods("draft")  # name → a function as in KINDS
-COMBINATIONS = Methods("combination of drafts")
 
 
 def open_draft(model: str, request: OpenRequest) -> OpenedDraft:
-    """Open the draft that `--draft` names for the target MODEL, or several. Raises a subclass of OffspecError."""
-    options = request.options
-    first = _open_one(model, replace(request, options=replace(options, more_drafts=())))
-    if not options.more_drafts:
-        return first
-    alone = DraftOptions(draft_window=options.draft_window)  # other settings are the first draft's
-    others = [_open_one(model, replace(request, options=replace(alone, draft=name))) for name in options.more_drafts]
-    combined: OpenedDraft = COMBINATIONS.load("guessing ahead")([first, *others], [options.draft, *options.more_drafts])
-    return combined
-
-
-def _open_one(model: str, request: OpenRequest) -> OpenedDraft:
+    """Open the draft that `--draft` names for the target MODEL. Raises a subclass of OffspecError."""
     options = replace(request.options, draft=_resolve(model, request))
     kind, _, _ = options.draft.partition(":")  # shadow:3
-    if options.draft_window is not None and kind not in (HEAD, MTP) and (kind in KINDS or kind in MORE_KINDS):
+    if options.draft_window is not None and kind not in (HEAD, MTP) and kind in KINDS:
         text = f"`draft_window={options.draft_window}` does nothing: `draft={kind}` has no KV cache of its own"
         request.notes.append(Note(text, advice=True))
-    opens: Callable[[OpenRequest], OpenedDraft] = KINDS.get(kind) or MORE_KINDS.load(kind) or _open_files
-    return opens(replace(request, options=options))
+    return KINDS.get(kind, _open_files)(replace(request, options=options))
 
 
 def _open_files(request: OpenRequest) -> OpenedDraft:

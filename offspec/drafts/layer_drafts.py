@@ -1,7 +1,6 @@
 """Drafts made of the target's own layers, without training (`model.layer_draft`).
 
 shadow: all layers; the streamed ones as copies in 4, 3 or 2 bits on the device (SubSpec, 2509.18344).
-resident: the resident layers, without the streamed ones (Draft & Verify, 2309.08168).
 exit: the first layers, then norm and head (LayerSkip, 2404.16710).
 """
 
@@ -9,8 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Protocol
 
 import torch
 
@@ -32,16 +29,16 @@ from ..model.decoder import CachedDecoder, Decoder
 from ..model.layer_draft import LayerDraft, LayerDraftText
 from ..model.memory.recurrent_states import RecurrentLayout
 from ..model.memory.text_caches import TextCaches
-from ..planning.drafting import Guessing
+from ..planning.draft_forecast import Guessing
 from ..planning.memory import MemoryUse, Room
 from ..planning.plan import unpacking_items
-from .acceptance import EXIT, LOOKUP, RESIDENT_LAYERS, SHADOWS, of_agreement
+from .acceptance import EXIT, LOOKUP, SHADOWS
 from .base import Attach, Draft, DraftTask, OpenRequest
 from .learnt import EstimatesAndRecall
 from .model_draft import ModelDraft, guessing_items
 from .without_model import LookupDraft
 
-SHADOW, RESIDENT = "shadow", "resident"
+SHADOW = "shadow"
 DEFAULT_BITS = 4
 # Tokens of a prompt that the draft scores itself, so that the first pass has a tree. Reading a longer prompt costs as
 # much arithmetic as the target's pass over it; after that pass the draft has the target's entries anyway.
@@ -201,32 +198,15 @@ def load_shadow(shadow: Shadow, target: Decoder, chosen: Collection[int]) -> Lay
     return LayersOfTarget(LayerDraft(target, range(len(layers)), weights), name)
 
 
-class SkippingOrder(Protocol):
-    """In which order a target's layers are best skipped, all of them; and the file that says so."""
-
-    @property
-    def path(self) -> Path: ...
-
-    @property
-    def order(self) -> tuple[int, ...]: ...
-
-    def agreement_without(self, num_skipped: int) -> float:
-        """How often the likeliest token is the target's without the first so many layers."""
-
-
 @dataclass(frozen=True)
 class OpenedLayers:
-    """Layers of the target as they are: the first `num_first` (an early exit), or all resident ones (None).
-
-    skips: the order in which layers are best skipped; the plan then streams these.
-    """
+    """The target's first `num_first` layers as they are: an early exit."""
 
     target: ModelFiles
-    num_first: int | None
+    num_first: int
     notes: list[Note]
     device_type: str
     models: Sequence[ModelFiles] = ()
-    skips: SkippingOrder | None = None
 
     @classmethod
     def open_exit(cls, request: OpenRequest) -> OpenedLayers:
@@ -241,7 +221,7 @@ class OpenedLayers:
         return cls(request.target, number, request.notes, request.device_type)
 
     def memory_use(self, target: ModelFiles, room: Room) -> MemoryUse:
-        """Scratch of its own, and entries in the target's KV cache. An early exit's layers have to be resident."""
+        """Scratch of its own, and entries in the target's KV cache. The layers have to be resident."""
         number = num_shared_entries(self.device_type)
         return MemoryUse(
             (
@@ -249,40 +229,26 @@ class OpenedLayers:
                 *guessing_items(target.config, target, num_waiting=number),
                 *state_items(target, room.texts),
             ),
-            num_pinned_layers=self.num_first or 0,
-            streamed_first=() if self.skips is None else self.skips.order,
+            num_pinned_layers=self.num_first,
             target_entries=room.texts * number,
         )
 
     def guessing(self, placement: Placement) -> Guessing:
-        layers = self.target.config.num_layers
-        number = len(placement.resident) if self.num_first is None else self.num_first
-        if number in (0, layers) or _lacks_experts(self.target, placement):
+        if _lacks_experts(self.target, placement):
             return Guessing(acceptance=LOOKUP)
-        acceptance = RESIDENT_LAYERS if self.num_first is None else EXIT
-        if self.skips is not None:
-            acceptance = of_agreement(self.skips.agreement_without(layers - number), str(self.skips.path))
         is_usual = not keeps_states(self.target.config)
         is_captured = self.device_type != "cpu" and self.target.packed_form is None and is_usual
-        return Guessing(((self.target, number),), acceptance, is_captured=is_captured, overlaps=is_usual)
+        return Guessing(((self.target, self.num_first),), EXIT, is_captured=is_captured, overlaps=is_usual)
 
     def load(self, device: torch.device) -> Attach:
         return self._attach
 
     def _attach(self, target: Decoder) -> Draft:
-        weights = _weights(target)
-        numbers = weights.placement.resident if self.num_first is None else tuple(range(self.num_first))
-        if _lacks_experts(self.target, weights.placement):
+        if _lacks_experts(self.target, _weights(target).placement):
             text = "not all experts are in memory, so layers with experts cannot draft; the draft is n-gram lookup"
             self.notes.append(Note(text, advice=True))
             return LookupDraft()
-        if not numbers or len(numbers) == target.config.num_layers:
-            which = "all layers are resident" if numbers else "no layer is resident"
-            self.notes.append(
-                Note(f"{which}, so the resident layers are no smaller draft; the draft is n-gram lookup", advice=True)
-            )
-            return LookupDraft()
-        return load_layers(self.target, target, numbers, RESIDENT if self.num_first is None else "exit")
+        return load_layers(self.target, target, range(self.num_first))
 
 
 def _lacks_experts(target: ModelFiles, placement: Placement) -> bool:
@@ -303,7 +269,7 @@ def _weights(target: Decoder) -> TieredWeights:
     return weights
 
 
-def load_layers(files: ModelFiles, target: Decoder, numbers: Sequence[int], kind: str = RESIDENT) -> LayersOfTarget:
+def load_layers(files: ModelFiles, target: Decoder, numbers: Sequence[int], kind: str = "exit") -> LayersOfTarget:
     """The draft that goes through these layers of the target as they are; they have to be resident."""
     num_elements = files.stored.scratch_elements((), target.dtype)
     view = LayerView(target.weights, numbers, _scratch(num_elements, target))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from offspec.loaders.accelerators.accelerator import accelerator_of
@@ -20,13 +20,11 @@ class EstimatesAndRecall(RunningEstimates):
     """Calibration, costs, reliabilities, and recall.
 
     recall: the target's predictions at recent positions (`drafts.recall`); None without a draft model. windows: what a
-    draft model brings that keeps all of a text, or a window. beside: of the smaller drafts that guess for this one,
-    each on its own.
+    draft model brings that keeps all of a text, or a window.
     """
 
     recall: Recall | None = None
     windows: WindowTrials = field(default_factory=WindowTrials)
-    beside: Sequence[EstimatesAndRecall] = ()
 
     @classmethod
     def of(

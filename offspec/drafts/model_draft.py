@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,12 +30,11 @@ from ..model.decoder import CachedDecoder, Decoder
 from ..model.memory.draft_window import LEAST_WINDOW, NUM_SINKS, WindowedText, context_window, most_entries
 from ..model.memory.text_caches import DraftText, TextCaches
 from ..model.row_logits import HEAD_ROWS
-from ..planning.drafting import Guessing
+from ..planning.draft_forecast import Guessing
 from ..planning.memory import MemoryUse, Room
 from ..planning.plan import all_resident, draft_items, pass_bytes, resident_bytes, unpacking_items
 from ..text.tokenizer import Tokenizer, check_vocabularies
 from ..training.online import Aligner, AlignmentParams, check_learning, learning_bytes, open_aligner
-from ..training.specialists import Specialists
 from .acceptance import OTHER_VOCABULARY, SMALL_MODEL
 from .base import Attach, Draft, DraftOptions, DraftTask, Listener, MakeDrafter, OpenRequest, controller_of
 from .learnt import EstimatesAndRecall
@@ -60,9 +58,8 @@ class ModelDraft(Draft):
         other: OtherVocabulary | None = None,
         *,
         is_larger: bool = False,
-        specialists: Specialists | None = None,
     ) -> None:
-        """aligner: trains the draft, or applied what it learnt before. specialists: several such trainings.
+        """aligner: trains the draft, or applied what it learnt before.
 
         other: the draft's vocabulary, if it is not the target's. is_larger: the draft has more weights than the
         target, and they take more memory.
@@ -71,12 +68,7 @@ class ModelDraft(Draft):
         self.window: int | None = None  # tokens that it keeps of a text (`model.memory.draft_window`); None: all
         self.tries_window = False  # requests may keep TRIED_WINDOW of them, if that brings as many tokens per pass
         self.decoder, self.aligner, self.other, self._is_larger = decoder, aligner, other, is_larger
-        self._specialists = specialists
         self.graphs: TreeGraphs | None = None  # captured rounds, on a GPU only
-
-    @property
-    def learn_file(self) -> Path | None:
-        return None if self._specialists is None else self._specialists.file
 
     def prepare(self, max_context: int) -> None:
         if self.window is not None and self.window >= max_context:
@@ -117,8 +109,6 @@ class ModelDraft(Draft):
         if self._is_larger and speculation.budget is None and task.target.weights.is_resident:
             # A round brings one token more at best, and takes longer than the pass that would bring it.
             return super().drafter(task, learnt)
-        if self._specialists is not None:
-            self._specialists.choose(task.prompt)
         if not self.overlaps or (keeps_states(self.decoder.config) and self.decoder.device.type != "cpu"):
             # Tensors of states are made and dropped by both streams, and nothing orders the reuse of their memory.
             speculation = replace(speculation, overlap=False)
@@ -137,7 +127,7 @@ class ModelDraft(Draft):
             request,
             speculation,
             learnt,
-            guessers=[*self.guessers(task, learnt), *task.smaller],
+            guessers=self.guessers(task, learnt),
             corrector=recalling,
             controller=controller_of(task, learnt),
         )
@@ -213,8 +203,7 @@ class OpenedModel:
         if options.learns:
             _refuse_fixed_learner(name, files.config)
             _refuse_other_vocabulary(name, other)
-            for file in options.learn_files or (None,):
-                check_learning(file, has_draft=True, writes=options.learn)
+            check_learning(options.learn_file, has_draft=True, writes=options.learn)
         if other is not None:
             request.notes.append(other.note(name))
         if is_larger := _is_larger(files, request.target):
@@ -246,8 +235,6 @@ class OpenedModel:
         if self.options.learns:
             params = AlignmentParams()
             learning = learning_bytes(files.config, itemsize, params)
-            if len(self.options.learn_files) > 1:  # all of them are in memory
-                learning += sum(file.stat().st_size for file in self.options.learn_files)
             items.append(Item("learning", on_device=learning, on_host=params.buffer_bytes))
         return MemoryUse(tuple(items), pass_bytes(files, room))
 
@@ -262,14 +249,10 @@ class OpenedModel:
         options = self.options
         settings = WeightSettings(is_written=options.learns)
         decoder = load_decoder(self.files, all_resident(self.files), device, settings)
-        if len(options.learn_files) > 1:
-            more: dict[str, Any] = {"specialists": Specialists(decoder, options.learn_files)}
-        else:
-            aligner = open_aligner(decoder, options.learn_file, listens=options.learn) if options.learns else None
-            more = {"aligner": aligner}
+        aligner = open_aligner(decoder, options.learn_file, listens=options.learn) if options.learns else None
 
         def attach(target: Decoder) -> ModelDraft:
-            draft = ModelDraft(decoder, self.name, other=self.other, is_larger=self.is_larger, **more)
+            draft = ModelDraft(decoder, self.name, aligner, self.other, is_larger=self.is_larger)
             draft.files, draft.window = self.files, self.window
             draft.tries_window = self.other is None and self.window is None and has_entries_alone(self.files.config)
             return draft

@@ -19,7 +19,7 @@ from ..model.cuda_graphs import RoundBuffers, is_static
 from ..model.decoder import Decoder
 from ..model.early_exit import EarlyExit, shared_text
 from ..model.memory.text_caches import TextCaches
-from ..planning.drafting import Guessing
+from ..planning.draft_forecast import Guessing
 from ..planning.memory import MemoryUse, Room
 from .acceptance import EXIT_AGREEMENT, EXIT_LAYER
 from .base import Attach, OpenRequest

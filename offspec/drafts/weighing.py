@@ -8,7 +8,7 @@ from typing import Any
 
 from ..checkpoints.opening import Note
 from ..errors import OffspecError
-from ..planning.drafting import Drafting, RatesOf, predict_drafting
+from ..planning.draft_forecast import Drafting, RatesOf, predict_drafting
 from ..planning.plan import PROGRAM_ITEM, Plan
 from .base import Choice, OpenedDraft, OpenRequest
 from .kinds import AUTO, automatic_names, exit_names, mtp_names, open_draft, shadow_names

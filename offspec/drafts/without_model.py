@@ -10,7 +10,7 @@ from offspec.loaders.streaming.placement import Placement
 from offspec.scheduler.guessing.lookup import Guesser, PromptLookup
 
 from ..checkpoints.opening import ModelFiles
-from ..planning.drafting import Guessing
+from ..planning.draft_forecast import Guessing
 from ..planning.memory import MemoryUse, Room
 from .acceptance import LOOKUP
 from .base import Attach, Draft, DraftTask, OpenRequest

@@ -1,6 +1,6 @@
 """The laboratory: research that nobody needs to run a model, and published methods kept for comparison.
 
-METHODS is all that the core sees of it (`offspec.methods`). This module imports nothing, so that `--help` is fast.
+METHODS is all that the core sees of it (`offspec.extensions`). This module imports nothing, so that `--help` is fast.
 """
 
 METHODS: dict[str, dict[str, str]] = {
@@ -11,8 +11,6 @@ METHODS: dict[str, dict[str, str]] = {
         "sequoia": "offspec.lab.sequoia:sequoia_drafter",
         "opt-tree": "offspec.lab.opt_tree:opt_tree_drafter",
     },
-    "draft": {"resident": "offspec.lab.resident:open_resident"},
-    "combination of drafts": {"guessing ahead": "offspec.lab.several:open_several"},
     "kind of head": {
         "recurrent": "offspec.lab.own_heads:RECURRENT",
         "clover": "offspec.lab.own_heads:CLOVER",
@@ -22,10 +20,5 @@ METHODS: dict[str, dict[str, str]] = {
     "head to train": {
         name: f"offspec.lab.head_structures:{name}"
         for name in ("medusa", "hydra", "recurrent", "mlp", "clover", "clover2", "koala", "amphista", "fspad", "mtp")
-    },
-    "loss of a draft": {
-        "rkl": "offspec.lab.draft_losses:reverse_kl",
-        "jsd": "offspec.lab.draft_losses:jensen_shannon",
-        "tvd++": "offspec.lab.draft_losses:tvd_plus_plus",
     },
 }

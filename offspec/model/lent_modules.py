@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from offspec.loaders.formats import Weight, dense, linear
 
-from .foreign_config import Source
+from .transformers_config import Source
 
 
 class LentLinear(nn.Module):

@@ -141,10 +141,11 @@ class AppendedRows(RowsOfText):
 
     def slots(self, first: int, last: int, window: int | None, group: int) -> Visible:
         """`visible_slots`; if they are all rows', they are computed once per pass, otherwise in each layer."""
+        tree = torch.from_numpy(self.rows.mask)
         if last - first < len(self):
-            return visible_slots(self.visibility, first, last, window, group)
+            return visible_slots(self.visibility, tree, first, last, window, group)
         if window not in self.known_slots:
-            self.known_slots[window] = visible_slots(self.visibility, first, last, window, group)
+            self.known_slots[window] = visible_slots(self.visibility, tree, first, last, window, group)
         return self.known_slots[window]
 
     def ranges(self, first: int, last: int, window: int | None) -> list[KeyRange]:

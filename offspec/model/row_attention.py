@@ -29,7 +29,7 @@ def attend_exactly(queries: Tensor, cache: TextMemory, layer: int, visible: Visi
     assert kernels is not None, "exact rows without kernels"
     parts = list(key_parts(cache, layer, visible, None))
     keys, values = (torch.cat(each, 1) for each in zip(*((part.keys, part.values) for part in parts), strict=True))
-    rows, slots = (to_device(each, queries.device) for each in (visible.rows, visible.slots))
+    rows, slots = _on_device(visible, queries.device)
     with on_device(queries.device):
         attended: Tensor = kernels.attend(
             queries, keys, values, rows, slots, scale=scores.scale, cap=scores.cap, sinks=scores.sinks
@@ -37,19 +37,26 @@ def attend_exactly(queries: Tensor, cache: TextMemory, layer: int, visible: Visi
     return attended
 
 
-def visible_slots(visibility: Visibility, first: int, last: int, window: int | None, group: int) -> Visible:
+def _on_device(visible: Visible, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Its rows and slots there, moved once."""
+    if device not in visible.moved:
+        visible.moved[device] = to_device(visible.rows, device), to_device(visible.slots, device)
+    return visible.moved[device]
+
+
+def visible_slots(
+    visibility: Visibility, tree: Tensor, first: int, last: int, window: int | None, group: int
+) -> Visible:
     """The slots that rows first .. last of a pass attend to; group: query heads that share a key head.
 
-    window: as in `Visibility.mask`.
+    tree: `Visibility.tree_mask` on the CPU, without rows if there is none. window: as in `Visibility.mask`.
     """
-    num_rows, tree = visibility.positions.shape[0], visibility.tree_mask
-    tree = None if tree is None else tree.cpu()
-    num_nodes = 0 if tree is None else tree.shape[0]
+    num_rows, num_nodes = visibility.positions.shape[0], tree.shape[0]
     rows = torch.arange(first, last)
     is_node = rows >= num_rows - num_nodes
     end = torch.where(is_node, visibility.region, visibility.start + rows + 1)
     num_singles, singles = torch.zeros(len(rows), dtype=torch.int64), torch.empty(0, dtype=torch.int64)
-    if tree is not None and bool(is_node.any()):
+    if bool(is_node.any()):
         nodes = rows[is_node] - (num_rows - num_nodes)
         mask = tree[int(nodes[0]) : int(nodes[-1]) + 1]
         num_singles[is_node] = mask.sum(dim=1)

@@ -21,8 +21,15 @@ class NormPlaces:
 
     @property
     def names(self) -> list[str]:
-        places = (self.before_attention, self.after_attention, self.before_mlp, self.after_mlp)
-        return [name for name in places if name is not None]
+        return [*self.of_attention, *self.of_mlp]
+
+    @property
+    def of_attention(self) -> list[str]:
+        return [name for name in (self.before_attention, self.after_attention) if name is not None]
+
+    @property
+    def of_mlp(self) -> list[str]:
+        return [name for name in (self.before_mlp, self.after_mlp) if name is not None]
 
 
 @dataclass(frozen=True)

@@ -68,8 +68,7 @@ class MemoryUse:
     workspace_bytes: allocated during a pass of the feature's model. Passes of several models do not run at once, so
     the plan counts the largest workspace only. num_pinned_layers: the number of the target's first layers that must be
     resident. shadow_bytes: for each layer of the target, bytes on the device if that layer is streamed.
-    streamed_first: all layers of the target in the order in which they are streamed; without it, resident layers are
-    spread evenly. target_entries: of the target's KV cache, all layers' alike. reads_all_entries: it reads those of all
+    target_entries: of the target's KV cache, all layers' alike. reads_all_entries: it reads those of all
     layers outside the target's passes, so that none may lie in RAM.
     """
 
@@ -77,7 +76,6 @@ class MemoryUse:
     workspace_bytes: int = 0
     num_pinned_layers: int = 0
     shadow_bytes: tuple[int, ...] = ()
-    streamed_first: tuple[int, ...] = ()
     target_entries: int = 0
     reads_all_entries: bool = False
 

@@ -42,10 +42,10 @@ from ..checkpoints.opening import ModelFiles
 from ..errors import MemoryLimitError, UsageError
 from ..model.block import memory_layouts
 from ..model.decoder import activation_bytes
-from ..model.foreign_config import is_of_experts
 from ..model.memory.kv_cache import KVLayout
 from ..model.memory.kv_formats import EIGHT_BIT, KV_FORMATS, KVFormat
 from ..model.row_logits import HEAD_ROWS
+from ..model.transformers_config import is_of_experts
 from .attention_time import seconds_of_attention, seconds_per_element
 from .memory import AUTO, MemoryOptions, MemoryUse, MemoryUser, Room, add_up
 
@@ -453,8 +453,7 @@ def _text_bytes(target: ModelFiles, num_entries: int) -> tuple[list[int], int]:
 
 
 def _wishes(uses: Sequence[MemoryUse]) -> Wishes:
-    order = next((use.streamed_first for use in uses if use.streamed_first), ())
-    return Wishes(sum(use.num_pinned_layers for use in uses), order)
+    return Wishes(sum(use.num_pinned_layers for use in uses))
 
 
 def _layer_costs(target: ModelFiles, uses: Sequence[MemoryUse]) -> list[UnitCost]:

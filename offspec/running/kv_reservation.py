@@ -53,5 +53,4 @@ class KVReservation:
             caches.target.cache.reserve(num_entries)
         if caches.draft is not None and len(caches.text) > self._num_draft_tokens:
             self._num_draft_tokens = self.granted
-            for draft_text in (caches.draft, *caches.beside):
-                draft_text.reserve(self.granted + self.draft_rows)
+            caches.draft.reserve(self.granted + self.draft_rows)

@@ -50,7 +50,6 @@ class Request:
         self.stats.is_lossy = self.drafting.drafter.is_lossy
         self.stats.inexact_reason = reason_of(target)
         self._listen = models.draft.new_listener()
-        self.stats.learn_file = None if (file := models.draft.learn_file) is None else str(file)
 
     # ---------------------------------------------------------------------------------------- the text and its caches
 
@@ -69,7 +68,7 @@ class Request:
             self.sampler, self._steps.final, num_prefilled, most_rows=self.kv.draft_rows, shared=self._shared
         )
         speculation = self.checked.speculation
-        task = DraftTask(caches.draft, models.target, draft_request, speculation, models.index, text, caches.beside)
+        task = DraftTask(caches.draft, models.target, draft_request, speculation, models.index, text)
         self.drafting.begin(models.draft.drafter(task, self.learnt), competes=is_shared)
         return num_prefilled
 

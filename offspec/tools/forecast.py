@@ -26,7 +26,7 @@ from ..drafts.weighing import Prospect as Prospect
 from ..errors import UsageError
 from ..load_options import LoadOptions
 from ..loading import draft_options, memory_options
-from ..planning.drafting import Drafting as Drafting
+from ..planning.draft_forecast import Drafting as Drafting
 from ..planning.parked_texts import ParkedTexts
 from ..planning.plan import Plan, with_faster_residents
 from ..planning.probe import ProductRates, host_flops, planner_here, ram_beside_program

@@ -12,7 +12,7 @@ from ..checkpoints.opening import DTYPES, ModelFiles
 from ..drafts.base import OpenedDraft
 from ..drafts.weighing import Prospect
 from ..errors import OffspecError
-from ..planning.drafting import RatesOf, predict_drafting
+from ..planning.draft_forecast import RatesOf, predict_drafting
 from ..planning.plan import Plan
 
 GAIN_STEP_BYTES, MAX_GAIN_STEPS = 8 * 2**30, 4

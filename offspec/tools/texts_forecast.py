@@ -8,7 +8,7 @@ from typing import Any
 
 from ..drafts.base import OpenedDraft
 from ..errors import MemoryLimitError
-from ..planning.drafting import Drafting, RatesOf, predict_drafting
+from ..planning.draft_forecast import Drafting, RatesOf, predict_drafting
 from ..planning.plan import Plan
 
 NUMBERS = (1, 2, 4, 8, 16)  # of texts under way

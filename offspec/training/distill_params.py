@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from ..errors import UsageError
-from ..methods import Methods
+from ..extensions import Methods
 
 Init = Literal["next", "last"]
-LOSSES = Methods("loss of a draft", "fkl")  # `draft_losses`
 HEADS = Methods("head to train", "eagle3")  # `head_structures`
 LEAST_TEMPERATURE = 1e-3  # a smaller one could overflow
 LEAST_TEXT = 3  # tokens: a place whose state a head reads, the token after it, and one to predict
@@ -80,22 +79,19 @@ class HeadParams(DistillParams):
 class DraftParams(DistillParams):
     """How a draft model is trained (DistillSpec, 2310.08461).
 
-    loss: the divergence from the target: forward or reverse KL, Jensen-Shannon, or TVD++. on_policy: the share of texts
+    on_policy: the share of texts
     that the draft itself writes, with the target's predictions along them; the target writes the others. rounds: how
     often in the run the draft writes new texts; earlier ones stay in use. lora_rank: train only low-rank additions of
     this rank; 0 trains all weights. Raises UsageError for a value out of range.
     """
 
     learning_rate: float = 5e-4
-    loss: str = "fkl"
     on_policy: float = 0.0
     rounds: int = 4
     lora_rank: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.loss not in LOSSES:
-            raise UsageError(f"loss must be one of {', '.join(LOSSES)}, not {self.loss!r}")
         if not 0 <= self.on_policy <= 1:
             raise UsageError(f"on_policy must be between 0 and 1, not {self.on_policy}")
         for name, least in (("rounds", 1), ("lora_rank", 0)):

@@ -32,7 +32,7 @@ from ..planning.plan import all_resident
 from ..text.tokenizer import Tokenizer, check_vocabularies
 from .distill_params import DraftParams
 from .distillation import Teacher, run_settings
-from .draft_losses import forward_kl, loss_of, outcomes
+from .draft_losses import forward_kl, outcomes
 from .lora import Adapter, CausalTexts, SavedAdapter, hidden_states, weights_of
 from .run_folder import run_folder, work_folder
 from .target_texts import Progress, Shard, Shards
@@ -64,14 +64,14 @@ class DistilledDraft:
 class Untrained:
     """A draft before its training: weights fp32 by full names, on the device, and how its checkpoint is written.
 
-    decoder: of an existing draft, whose weights they are; a new draft has none.
+    decoder: whose weights they are.
     """
 
     name: str
     config: ModelConfig
     tensors: Mapping[str, Tensor]
     checkpoint: NewCheckpoint
-    decoder: Decoder | None = None
+    decoder: Decoder
 
     @classmethod
     def of_model(cls, model: str | Path, tokenizer: Tokenizer, device: torch.device) -> Untrained:
@@ -143,8 +143,6 @@ def _check_out(out: Path, draft: Untrained, params: DraftParams) -> None:
         raise UsageError(
             f"`text_tokens={params.text_tokens}` exceeds the draft's context of {longest}; choose a smaller value"
         )
-    if params.lora_rank and draft.decoder is None:
-        raise UsageError("a new draft has no weights to add to; train all of it (omit `lora_rank`)")
     if params.lora_rank > (hidden := draft.config.hidden_size):
         raise UsageError(
             f"`lora_rank={params.lora_rank}` exceeds the draft's hidden size of {hidden}; choose a smaller one"
@@ -186,11 +184,11 @@ class DraftStudent(Student):
 
     def __init__(self, draft: Untrained, params: DraftParams) -> None:
         super().__init__()
-        self.draft, self._loss = draft, loss_of(params.loss)
+        self.draft = draft
         self.width = draft.config.hidden_size
 
     def forward(self, batch: Shard) -> Tensor:
-        return self._loss(*self._outcomes(batch)).mean()
+        return self.divergence(batch)
 
     def agreement(self, batch: Shard) -> Tensor:
         """How often the likeliest token is the target's."""
@@ -239,7 +237,6 @@ class AdditionsStudent(DraftStudent):
 
     def __init__(self, draft: Untrained, params: DraftParams) -> None:
         super().__init__(draft, params)
-        assert draft.decoder is not None
         self._adapter = Adapter(draft.decoder, params.lora_rank, params.seed)
         self.device = draft.decoder.device
         self.additions = nn.ParameterDict()

@@ -1,20 +1,15 @@
-"""Losses that bring a draft's distribution q to the target's p.
+"""The loss that brings a draft's distribution q to the target's p.
 
-p is known by its likeliest tokens; the others count as one token, whose probability is what is left. Each loss of these
-K + 1 probabilities is at most the loss of the whole distributions, and equal to it if the draft's shares among the
-other tokens are the target's.
+p is known by its likeliest tokens; the others count as one token, whose probability is what is left. The loss of these
+K + 1 probabilities is at most that of the whole distributions, and equal to it if the draft's shares among the other
+tokens are the target's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
-from .distill_params import LOSSES
-
-Loss = Callable[[Tensor, Tensor], Tensor]
 LEAST = 1e-6  # of the probability of all other tokens
 
 
@@ -40,9 +35,3 @@ def _rest(known: Tensor) -> Tensor:
 def forward_kl(p: Tensor, q: Tensor) -> Tensor:
     """KL(p ‖ q) [R] of log-probabilities: the draft covers all that the target may say."""
     return (p.exp() * (p - q)).sum(-1)
-
-
-def loss_of(name: str) -> Loss:
-    """The loss [R] of log-probabilities p and q; `name` is one of `LOSSES`."""
-    loss: Loss = forward_kl if name == "fkl" else LOSSES.load(name)
-    return loss

@@ -68,10 +68,8 @@ def _columns(scores: ChildScores) -> list[np.ndarray]:
 
 # A candidate. parent: the parent's index, or ROOT. row: its place among the expanded nodes, which is the draft's
 # pending region; -1 if not expanded. value: v at its parent, -inf if the model has not scored it. claim: a guesser's
-# score, -inf if there is none; guesser: the number of the guesser whose claim it is; source: its place in SOURCES.
-# forced: a constraint allows no
-# other token at its place, so its score is its parent's. fixed: the score of another model, which counts instead of
-# everything else; nan if there is none. Otherwise score is the maximum of claim and model's score.
+# score, -inf if there is none; source: its place in SOURCES. forced: a constraint allows no other token at its place,
+# so its score is its parent's. Otherwise score is the maximum of claim and model's score.
 NODE = np.dtype(
     [
         ("token", np.int64),
@@ -82,9 +80,7 @@ NODE = np.dtype(
         ("claim", np.float64),
         ("score", np.float64),
         ("forced", np.bool_),
-        ("guesser", np.int8),
         ("source", np.int8),
-        ("fixed", np.float64),
     ],
     align=True,  # torch reads columns, whose strides must be multiples of 8 bytes
 )
@@ -107,7 +103,6 @@ class CandidateTree:
         self._child_scores: list[ChildScores] = []  # the root's, then those of the expanded nodes, by row
         self._ancestors = np.zeros((64, 64), dtype=np.bool_)  # [row, row]: the attention mask
         self._guessed = np.empty(0, dtype=np.int64)  # nodes that a guesser proposed, or a constraint forces
-        self._follows = False  # another model's scores count (`follow`)
         # The arguments of the last `best`, and the lowest score that it returned: added nodes can only raise it.
         self._threshold = NO_THRESHOLD
 
@@ -141,7 +136,7 @@ class CandidateTree:
         new["token"], new["parent"], new["depth"] = scores.tokens[row, column], parents[row], depths[row]
         new["row"], new["claim"] = -1, -np.inf
         new["value"], new["score"] = scores.values[row, column], sums[row, column]
-        new["forced"], new["guesser"], new["source"], new["fixed"] = False, 0, DRAFT, np.nan
+        new["forced"], new["source"] = False, DRAFT
 
     def _more(self, count: int) -> np.ndarray:
         """Extend `nodes` by `count` and return the new ones, uninitialised."""
@@ -175,42 +170,18 @@ class CandidateTree:
                 self.nodes["value"][node] = scores.values[row, column]
         return there
 
-    def add_guesses(self, tree: TokenTree, index: int, guesser: int = 0) -> None:
-        """Add a guesser's tree below the same root; an existing node keeps the better score. guesser: its number."""
-        places = self._placed(tree, guesser)
+    def add_guesses(self, tree: TokenTree, index: int) -> None:
+        """Add a guesser's tree below the same root; an existing node keeps the better score."""
+        places = self._placed(tree)
         is_there = places != BELOW_FINAL
         places, scores = places[is_there], tree.scores[is_there]
         is_better = scores > self.nodes["claim"][places]
-        self.nodes["guesser"][places[is_better]] = guesser
         self.nodes["source"][places[is_better]] = DRAFT if tree.sources is None else tree.sources[is_there][is_better]
         np.maximum.at(self.nodes["claim"], places, scores)
         self._find_guessed()
         self.rescore(index)
 
-    def follow(self, other: CandidateTree, nodes: IntArray, index: int) -> None:
-        """Give candidates the scores that they have in another model's tree below the same root.
-
-        nodes: as that tree's `best` returns them. Other children of what that model has expanded are excluded. What is
-        below `nodes` is scored by this model.
-        """
-        self._follows = True
-        tree = other.tree(nodes)
-        places = self._placed(tree, 0)
-        is_there = places != BELOW_FINAL
-        expanded = places[is_there & (other.nodes["row"][nodes] >= 0)]
-        if other.is_rooted:
-            expanded = np.append(expanded, ROOT)
-        self.nodes["fixed"] = np.where(np.isin(self.nodes["parent"], expanded), -np.inf, np.nan)
-        self.nodes["fixed"][places[is_there]] = tree.scores[is_there]
-        self._find_guessed()
-        self.rescore(index)
-
-    def is_fixed(self, nodes: IntArray) -> BoolArray:
-        """Which of these nodes have another model's score."""
-        fixed: BoolArray = ~np.isnan(self.nodes["fixed"][nodes])
-        return fixed
-
-    def _placed(self, tree: TokenTree, guesser: int) -> IntArray:
+    def _placed(self, tree: TokenTree) -> IntArray:
         """The candidate of each node of a tree below the same root, a new one if needed, or BELOW_FINAL."""
         alike = np.flatnonzero(np.isin(self.nodes["token"], tree.tokens))
         pairs = zip(self.nodes["parent"][alike].tolist(), self.nodes["token"][alike].tolist(), strict=True)
@@ -227,16 +198,13 @@ class CandidateTree:
             if (place := place_of.get((above, token))) is None:
                 place = place_of[above, token] = size + len(new)
                 depth, score = tree.depths[i], tree.scores[i]
-                new.append((token, above, depth, -1, -np.inf, -np.inf, score, False, guesser, DRAFT, np.nan))
+                new.append((token, above, depth, -1, -np.inf, -np.inf, score, False, DRAFT))
             places[i] = place
         self._more(len(new))[:] = np.array(new, dtype=NODE)
         return np.array(places[:-1], dtype=np.int64)
 
     def _find_guessed(self) -> None:
-        guessed = np.isfinite(self.nodes["claim"]) | self.nodes["forced"]
-        if self._follows:  # another model proposed those that this one has not scored
-            guessed |= self.nodes["value"] == -np.inf
-        self._guessed = np.flatnonzero(guessed)
+        self._guessed = np.flatnonzero(np.isfinite(self.nodes["claim"]) | self.nodes["forced"])
 
     def add_forced(self, above: int, tokens: Sequence[int], index: int) -> list[int]:
         """Add tokens of which each is the only one allowed, as a chain below `above` (or ROOT); returns its nodes."""
@@ -247,7 +215,7 @@ class CandidateTree:
                 score, depth = self._of("score", np.array([above]), 0.0)[0], self.depths(np.array([above]))[0] + 1
                 node = len(self.nodes)
                 self._more(1)[:] = np.array(
-                    [(token, above, depth, -1, -np.inf, -np.inf, score, True, 0, DRAFT, np.nan)], dtype=NODE
+                    [(token, above, depth, -1, -np.inf, -np.inf, score, True, DRAFT)], dtype=NODE
                 )
             else:
                 was_there, self.nodes["forced"][node] = True, True
@@ -309,11 +277,7 @@ class CandidateTree:
         for depth in range(1, int(nodes["depth"].max()) + 1):
             level = np.flatnonzero(nodes["depth"] == depth)
             base = np.zeros(len(level)) if depth == 1 else nodes["score"][nodes["parent"][level]]
-            scores = np.maximum(base + np.minimum(gains[level], 0.0), nodes["claim"][level])
-            if self._follows:
-                fixed = nodes["fixed"][level]
-                scores = np.where(np.isnan(fixed), scores, fixed)
-            nodes["score"][level] = scores
+            nodes["score"][level] = np.maximum(base + np.minimum(gains[level], 0.0), nodes["claim"][level])
 
     def _score_rows(self) -> IntArray:
         """For every node, its parent's row of `child_scores`; -1 if the parent has not been expanded."""
@@ -454,7 +418,6 @@ class CandidateTree:
         self.nodes["depth"] -= depth
         self.nodes["score"] -= score
         self.nodes["claim"] -= score
-        self.nodes["fixed"] = np.nan
         self._find_guessed()
         self.num_expanded = len(kept)
         self._ancestors[: len(kept), : len(kept)] = self._ancestors[np.ix_(kept, kept)]

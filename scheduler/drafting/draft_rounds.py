@@ -89,7 +89,7 @@ class DraftRounds:
     def expand_root(self, nodes: IntArray | None = None) -> Drafting[int]:
         """Score the text's tokens that are new to the draft, and add the root's children; returns the number of rows.
 
-        nodes: guessed candidates to expand in the same round.
+        nodes: forced candidates to expand in the same round.
         """
         chain = self._model.vocabulary.text(self._text[self._model.length :])
         return self._expand(chain, np.empty(0, dtype=np.int64) if nodes is None else nodes)
@@ -106,24 +106,11 @@ class DraftRounds:
         self._add_children(np.append(np.array([ROOT]), nodes) if chain else nodes, logits)
         return len(chain) + len(nodes)
 
-    def follow(self, tree: CandidateTree, nodes: IntArray) -> None:
-        """See `CandidateTree.follow`."""
-        self.tree.follow(tree, nodes, self._calibration.index)
-
-    def extend(
-        self, width: int, is_over: Callable[[], bool], look: Callable[[IntArray], None] | None = None
-    ) -> Drafting[None]:
-        """Run rounds of `width` nodes until `is_over`. They expand the candidates that are likeliest to be kept.
-
-        look: called with the best candidates before each round; it may add guesses.
-        """
+    def extend(self, width: int, is_over: Callable[[], bool]) -> Drafting[None]:
+        """Run rounds of `width` nodes until `is_over`. They expand the candidates that are likeliest to be kept."""
         tree = self.tree
         while not is_over() and tree.is_rooted and width <= self.room:
-            best = tree.best(tree.num_expanded + 8 * width, self.model_depth)
-            if look is not None and len(best):
-                look(best)
-                best = tree.best(tree.num_expanded + 8 * width, self.model_depth)
-            nodes = self.open_among(best)
+            nodes = self.open_among(tree.best(tree.num_expanded + 8 * width, self.model_depth))
             if not len(nodes):
                 break
             yield from self.expand(nodes[:width])

@@ -16,7 +16,6 @@ from ..trees.token_tree import IntArray, TokenTree
 from ..trees.verify import TargetPass
 from .candidate_tree import CandidateTree
 from .forced import allowed_part
-from .model_guesser import ModelGuesser, SmallerDrafts
 from .pricing import Clock
 
 MAX_GUESSES = 64  # nodes per guesser
@@ -48,17 +47,13 @@ class GuesserPool:
 
     def __init__(
         self,
-        guessers: Sequence[Guesser | ModelGuesser],
+        guessers: Sequence[Guesser],
         sampler: Sampler,
         calibration: DraftCalibration,
         clock: Clock,
     ) -> None:
-        """Models among the guessers guess ahead of the draft."""
-        self._guessers = [(each, GuesserWorth()) for each in guessers if not isinstance(each, ModelGuesser)]
-        self._smaller = SmallerDrafts([each for each in guessers if isinstance(each, ModelGuesser)], clock)
+        self._guessers = [(guesser, GuesserWorth()) for guesser in guessers]
         self._sampler, self._calibration, self._clock = sampler, calibration, clock
-        # By number in the tree: the first is that of all guessers without a model.
-        self._trusts = [calibration.guesser_trust, *self._smaller.trusts]
         self._asked: list[tuple[GuesserWorth, float]] = []  # guessers called for the current tree, and their seconds
 
     def ask(
@@ -76,37 +71,23 @@ class GuesserPool:
             guesses = guesser.guess(text, self._sampler, min(max_nodes, MAX_GUESSES), max_depth)
             if self._sampler.constraint is not None:
                 guesses = allowed_part(guesses, self._sampler.constraint)
-            self._add(tree, guesses, 0)
+            self._add(tree, guesses)
             self._asked.append((worth, self._clock() - began))
 
-    def _add(self, tree: CandidateTree, guesses: TokenTree, number: int) -> None:
-        """number: of the trust in them."""
+    def _add(self, tree: CandidateTree, guesses: TokenTree) -> None:
         if len(guesses):
-            guesses = replace(guesses, scores=guesses.scores + self._log_trust(number))
-            tree.add_guesses(guesses, self._calibration.index, number)
-
-    @property
-    def has_smaller(self) -> bool:
-        """Whether other drafts guess ahead of the draft."""
-        return len(self._smaller) > 0
-
-    def begin_ahead(self, text: Sequence[int], max_depth: int) -> None:
-        """Start smaller drafts with continuations of `text`."""
-        self._smaller.begin(text, max_depth)
-
-    def guess_ahead(self, tree: CandidateTree, nodes: IntArray, round_s: float | None) -> None:
-        """Add what smaller drafts guess below `nodes`, the best candidates; see `SmallerDrafts.guess`."""
-        for number, guesses in enumerate(self._smaller.guess(tree, nodes, round_s), start=1):
-            self._add(tree, guesses, number)
+            guesses = replace(guesses, scores=guesses.scores + self._log_trust)
+            tree.add_guesses(guesses, self._calibration.index)
 
     @property
     def was_asked(self) -> bool:
         """Whether any guesser was called for the current tree."""
         return bool(self._asked)
 
-    def _log_trust(self, number: int) -> float:
-        """The log of the trust in a guesser of this number, added to its log-probabilities."""
-        return math.log(max(self._trusts[number].value, LEAST_TRUST))
+    @property
+    def _log_trust(self) -> float:
+        """The log of the trust in guessers, added to their log-probabilities."""
+        return math.log(max(self._calibration.guesser_trust.value, LEAST_TRUST))
 
     def learn_worth(self, num_tokens: float) -> None:
         """num_tokens: expected of the guessers' nodes in the current tree, minus the cost of their rows."""
@@ -124,13 +105,11 @@ class GuesserPool:
         chosen = dict(zip(places.tolist(), tokens, strict=True))
         nodes = tree.nodes[disputed]
         right = np.array([chosen[place] for place in nodes["parent"].tolist()], dtype=np.int64) == nodes["token"]
-        for number in np.unique(nodes["guesser"]).tolist():
-            is_guessed = nodes["guesser"] == number
-            predicted = float(np.exp(np.minimum(claims[is_guessed] - self._log_trust(number), 0.0)).sum())
-            self._trusts[number].observe(predicted, int(right[is_guessed].sum()))
+        if len(nodes):
+            predicted = float(np.exp(np.minimum(claims - self._log_trust, 0.0)).sum())
+            self._calibration.guesser_trust.observe(predicted, int(right.sum()))
 
     def observe(self, done: TargetPass) -> None:
         """Call `Guesser.observe` of all guessers."""
         for guesser, _ in self._guessers:
             guesser.observe(done)
-        self._smaller.observe(done)

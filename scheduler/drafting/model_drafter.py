@@ -25,14 +25,13 @@ from .draft_rounds import DraftRounds
 from .drafter import DraftRequest, ExactDrafter, LogitCorrector, NoModel, TreeModel
 from .guesser_pool import GuesserPool
 from .learnt import RunningEstimates
-from .model_guesser import ModelGuesser
 from .pricing import Clock, PassPricing, Rest
 from .score_calls import Drafting, run_alone
 from .verdict_learning import learn_children, learn_trust, learn_trust_unsent
 
 EMPTY_TREE = TokenTree.empty()
 NO_NODES: IntArray = np.empty(0, dtype=np.int64)
-ROOT_WIDTH = 16  # guessed or forced nodes that are scored together with the text
+ROOT_WIDTH = 16  # forced nodes that are scored together with the text
 
 
 class ModelDrafter(ExactDrafter):
@@ -49,15 +48,14 @@ class ModelDrafter(ExactDrafter):
         params: SpeculationParams,
         learnt: RunningEstimates,
         *,
-        guessers: Sequence[Guesser | ModelGuesser] = (),
+        guessers: Sequence[Guesser] = (),
         corrector: LogitCorrector | None = None,
         controller: Controller | None = None,
         clock: Clock = time.perf_counter,
     ) -> None:
         """model: None drafts with guessers alone; otherwise their trees are merged with the model's.
 
-        guessers: smaller models among them guess ahead of the model. corrector: the model's, or None. controller: None
-        selects one by `params`.
+        corrector: the model's, or None. controller: None selects one by `params`.
         """
         self._params, self._request = params, request
         is_coupled = params.scoring == "coupled"
@@ -176,41 +174,24 @@ class ModelDrafter(ExactDrafter):
     def _grow(self) -> Drafting[None]:
         """Run draft rounds while they are worth their cost."""
         rounds, pricing = self._rounds, self._pricing
-        if self._guessers.has_smaller:
-            self._guessers.begin_ahead(self._text, rounds.max_depth)
         if rounds.tree.is_rooted:
             rounds.rejudge()
         else:
-            yield from pricing.round(rounds.expand_root(self._guessed_ahead()))
+            yield from pricing.round(rounds.expand_root(self._forced_ahead()))
         while rounds.room > 0:
             best = rounds.best(pricing.limit)
             nodes = rounds.open_among(best)
             width = min(pricing.width(rounds.probabilities(best), rounds.probabilities(nodes)), rounds.room)
-            if width < 1:
-                break
-            if self._guessers.has_smaller:
-                self._look_ahead(best)
-                nodes = rounds.open_among(rounds.best(pricing.limit))
-            if not len(nodes):
+            if width < 1 or not len(nodes):
                 break
             yield from pricing.round(rounds.expand(nodes[:width]))
 
-    def _guessed_ahead(self) -> IntArray | None:
-        """What can be scored together with the text: what the constraint forces after it, and smaller drafts guess."""
-        rounds, limit, has_smaller = self._rounds, self._pricing.limit, self._guessers.has_smaller
-        if not has_smaller and self._request.sampler.constraint is None:
+    def _forced_ahead(self) -> IntArray | None:
+        """What the constraint forces after the text, so that it can be scored together with it."""
+        if self._request.sampler.constraint is None:
             return None
-        if has_smaller:
-            self._look_ahead(rounds.best(limit))
-        nodes = rounds.open_among(rounds.best(limit))
-        return nodes[:ROOT_WIDTH] if has_smaller else nodes[rounds.tree.is_certain(nodes)][:ROOT_WIDTH]
-
-    def _look_ahead(self, best: IntArray) -> None:
-        """Let smaller drafts guess below the best candidates."""
-        round_s = None
-        if self._is_priced and self._draft_costs.is_known:
-            round_s = float(self._draft_costs.seconds(np.array([ROOT_WIDTH]))[0])
-        self._guessers.guess_ahead(self._rounds.tree, best, round_s)
+        nodes = self._rounds.open_among(self._rounds.best(self._pricing.limit))
+        return nodes[self._rounds.tree.is_certain(nodes)][:ROOT_WIDTH]
 
     @property
     def wants_overlap(self) -> bool:
@@ -225,8 +206,7 @@ class ModelDrafter(ExactDrafter):
 
     def extending(self, is_over: Callable[[], bool]) -> Drafting[None]:
         """See `CompetingDrafter`."""
-        look = self._look_ahead if self._guessers.has_smaller else None
-        return self._rounds.extend(self._draft_costs.best_width(), is_over, look)
+        return self._rounds.extend(self._draft_costs.best_width(), is_over)
 
     # ------------------------------------------------------------------------------------------------ a verdict
 

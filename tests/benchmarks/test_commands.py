@@ -41,10 +41,6 @@ SMALL: dict[str, tuple[str, ...]] = {
         *("--prompts", "1", "--tokens", "4", "--temperatures", "0", "--megabytes", "0.02"),
         *("--lengths", "2", "--leasts", "2"),
     ),
-    "benchmarks.drafts.several": (
-        *("--model", "target", "--drafts", "draft,draft", "--prompts", "1", "--tokens", "4", "--temperatures", "1"),
-        *("--budgets", "4"),
-    ),
     "benchmarks.drafts.specialise": ("--model", "target", "--folder", "headers"),
     "benchmarks.drafts.window": (
         *("--model", "target", "--draft", "draft", "--prompt-tokens", "120", "--tokens", "4", "--windows", "0,64"),

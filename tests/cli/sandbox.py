@@ -13,13 +13,11 @@ import threading
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from offspec.lab.skipping import SkipParams
 from offspec.loaders.machine.hardware import Rates
 
 from ..pages import Command, commands
@@ -198,7 +196,6 @@ class Sandbox:
         patch.setattr("offspec.tools.forecast.measure_rates", lambda *_, **__: RATES)
         patch.setattr("offspec.tools.diagnosis.measure_rates", lambda *_, **__: RATES)
         patch.setattr("offspec.tools.diagnosis.measure_products", lambda dtype: ())
-        patch.setattr("offspec.lab.skipping.SkipParams", partial(SkipParams, num_tokens=64, candidates=2))
 
     def run(self, command: Command) -> Result:
         args = [

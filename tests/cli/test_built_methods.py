@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-from functools import partial
 from pathlib import Path
 
 import pytest
-
-from offspec.lab.skipping import SkipParams
 
 from ..house.test_methods import ROWS
 from .conftest import Offspec
@@ -25,7 +22,6 @@ BENCHED: dict[str, tuple[str, ...]] = {
     "REST": ("--lookup-files", "{text}", "--draft", "lookup"),
     "SubSpec": ("--draft", "shadow:4", "--overlap"),
     "ShadowSpec (2026)": ("--draft", "shadow:4", "--overlap"),
-    "Staged": ("--draft", "shadow:4", "--draft", "builtin"),
 }
 LOSSY = {
     "MJSD (later MTAD)": "joint",
@@ -46,9 +42,7 @@ RUN: dict[str, tuple[str, ...]] = {
 # Method → flags of `offspec distill builtin`, and the draft of the run after it; {out} is what it makes.
 TRAINED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "EESD": (("--exit-layer", "2"), ("--draft", "self:{out}", "--stopping", "thompson-calibrated")),
-    "Draft & Verify": (("--skip",), ("--draft", "resident")),
     "DistillSpec": (("--draft", "builtin"), ("--draft", "{out}")),
-    "Direct alignment": (("--draft", "builtin", "--loss", "tvd++"), ("--draft", "{out}")),
     **{
         method: (("--head", kind), ("--draft", "{out}"))
         for method, kind in {
@@ -134,18 +128,11 @@ def test_it_runs(flags: tuple[str, ...], files: dict[str, Path], offspec: Offspe
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("method", TRAINED)
-def test_what_is_trained_drafts(
-    method: str, files: dict[str, Path], offspec: Offspec, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_trained_drafts(method: str, files: dict[str, Path], offspec: Offspec) -> None:
     training, drafting = TRAINED[method]
     if method == "EESD":
         files["out"] = files["out"].with_suffix(".safetensors")
-    flags: tuple[object, ...] = (*SMALL, "--out", files["out"])
-    if method == "Draft & Verify":  # it searches instead of training, and its file is found by itself
-        monkeypatch.setattr("offspec.lab.skipping.SkipParams", partial(SkipParams, num_tokens=64, candidates=2))
-        monkeypatch.setenv("XDG_DATA_HOME", str(files["out"].parent))
-        flags = ()
-    made = offspec("distill", "builtin", *training, *flags, "--device", "cpu", "-q")
+    made = offspec("distill", "builtin", *training, *SMALL, "--out", files["out"], "--device", "cpu", "-q")
     assert made.code == 0, made
     asked = ("run", "builtin", "def area(", "-n", 8, "--device", "cpu", "-q")
     drafted = offspec(*asked, *placed(drafting, files))

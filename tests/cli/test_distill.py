@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -86,30 +85,11 @@ def test_ctrl_c_says_how_to_go_on(pair: Pair, offspec: Offspec, exits: Path, mon
     assert [file.suffix for file in exits.iterdir()] == [".safetensors"]
 
 
-def test_layers_to_skip_are_found_and_resumed(
-    pair: Pair, offspec: Offspec, exits: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from offspec.lab import skipping
-
-    monkeypatch.setattr(skipping.SkipParams, "__init__", _few_tokens(skipping.SkipParams.__init__))
-    made = offspec("distill", pair.target, "--skip", "--device", "cpu", "--json")
-    assert (made.code, made.err) == (0, "")
-    said = json.loads(made.out)
-    assert Path(said["path"]).parent == exits
-    assert sorted(said["order"]) == [0, 1]
-    again = offspec("distill", pair.target, "--skip", "--device", "cpu", "-q")
-    assert tells(again.out, said["path"], "likeliest token")
-    told = offspec("run", pair.target, "x", "--draft", "resident", "--device", "cpu", "--max-new-tokens", 2, "-v")
-    assert tells(told.err, "skipped by", said["path"])
-    resumed = offspec("distill", pair.target, "--skip", "--resume", "--device", "cpu")
-    resumed.refusal(2, "nothing to resume", "--resume")
-
-
 @pytest.mark.slow
 def test_a_draft_is_trained_and_used(pair: Pair, offspec: Offspec, tmp_path: Path) -> None:
     out = tmp_path / "mine"
     small = ("--num-texts", 32, "--steps", 4, "--text-tokens", 8, "--device", "cpu")
-    made = offspec("distill", pair.target, "--draft", pair.draft, *small, "--out", out, "--loss", "jsd", "--json")
+    made = offspec("distill", pair.target, "--draft", pair.draft, *small, "--out", out, "--json")
     assert (made.code, made.err) == (0, "")
     said = json.loads(made.out)
     assert Path(said["path"]) == out
@@ -132,21 +112,11 @@ def test_additions_are_a_learn_file(pair: Pair, offspec: Offspec, tmp_path: Path
     assert (used.code, used.out) == (0, offspec(*asked, "--draft", "none").out)
 
 
-def test_a_new_draft_is_made(pair: Pair, offspec: Offspec, tmp_path: Path) -> None:
-    small = ("--num-texts", 32, "--steps", 4, "--text-tokens", 8, "--device", "cpu", "--json")
-    made = offspec("distill", pair.target, "--new-draft", "16,1", *small, "--out", tmp_path / "new")
-    assert made.code == 0, made
-    assert json.loads(made.out)["tokens_per_pass_before"] is None
-    assert json.loads((tmp_path / "new" / "config.json").read_text())["hidden_size"] == 16
-
-
-def test_flags_of_one_training_are_refused_by_another(pair: Pair, offspec: Offspec, tmp_path: Path) -> None:
+def test_flags_of_one_training_are_refused_by_another(pair: Pair, offspec: Offspec) -> None:
     asked = ("distill", pair.target)
     offspec(*asked, "--draft", pair.draft).refusal(2, "--out")
     offspec(*asked, "--draft", pair.draft, "--exit-layer", 1).refusal(2, "--exit-layer", "--draft")
-    offspec(*asked, "--draft", pair.draft, "--new-draft", "16,1").refusal(2, "--new-draft", "--draft")
-    offspec(*asked, "--exit-layer", 1, "--loss", "rkl").refusal(2, "--loss", "--draft")
-    offspec(*asked, "--new-draft", "16", "--out", tmp_path / "x").refusal(2, "--new-draft 16", "HIDDEN,LAYERS")
+    offspec(*asked, "--exit-layer", 1, "--lora", 2).refusal(2, "--lora", "--draft")
 
 
 def test_a_draft_of_the_users_settings_is_not_trained(
@@ -154,13 +124,6 @@ def test_a_draft_of_the_users_settings_is_not_trained(
 ) -> None:
     monkeypatch.setenv("OFFSPEC_DRAFT", str(pair.draft))
     assert offspec("distill", pair.target, "--exit-layer", 1, *SMALL).code == 0
-
-
-def _few_tokens(init: Any) -> Any:
-    def make(self: Any, **settings: Any) -> None:
-        init(self, **{"num_tokens": 32, **settings})
-
-    return make
 
 
 @pytest.mark.slow
@@ -190,7 +153,6 @@ def test_a_head_is_trained_and_drafts(pair: Pair, offspec: Offspec, exits: Path,
     offspec("distill", pair.target, "--head", "medusa", *SMALL).refusal(2, "exists already", "--out")
 
 
-def test_training_and_skipping_are_told_apart(pair: Pair, offspec: Offspec) -> None:
-    offspec("distill", pair.target).refusal(2, "--exit-layer", "--skip")
-    offspec("distill", pair.target, "--exit-layer", 1, "--skip").refusal(2, "--exit-layer", "--skip")
-    offspec("distill", pair.target, "--skip", "--steps", 4).refusal(2, "--skip", "--steps")
+def test_one_thing_is_trained(pair: Pair, offspec: Offspec) -> None:
+    offspec("distill", pair.target).refusal(2, "--exit-layer", "--draft")
+    offspec("distill", pair.target, "--exit-layer", 1, "--head", "eagle3").refusal(2, "--exit-layer", "--head")

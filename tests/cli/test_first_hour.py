@@ -144,7 +144,7 @@ MISTYPED = [
     refused("serve ./model --cors '*'", "--cors", "--api-key"),
     refused("quantize ./model", "DST"),
     refused("quantize ./model ./int3 --format int3", "--format", "int3", "nf4"),
-    refused("distill ./model", "--exit-layer", "--skip"),
+    refused("distill ./model", "--exit-layer", "--head"),
     refused("config chta", "chta", "chat"),
 ]
 

@@ -69,18 +69,6 @@ def test_answers_are_the_same_and_the_file_is_there(
     assert {entry.name for entry in tmp_path.iterdir()} == {"prompts.jsonl", file.name}
 
 
-@pytest.mark.slow
-def test_of_several_files_each_prompt_uses_one(batch_args: Sequence[object], tmp_path: Path, offspec: Offspec) -> None:
-    one, other = tmp_path / "one.safetensors", tmp_path / "other.safetensors"
-    plain = answers(offspec, *batch_args)
-    answers(offspec, *batch_args, "--learn", "--learn-file", one)
-    other.write_bytes(one.read_bytes())
-    both = ("--learn-file", one, "--learn-file", other)
-    assert [said["text"] for said in answers(offspec, *batch_args, *both)] == [said["text"] for said in plain]
-    assert other.read_bytes() == one.read_bytes()
-    offspec(*batch_args, *both, "--learn").refusal(2, "--learn-file", "--learn")
-
-
 def test_stats_tell_what_learning_took(run_args: Sequence[object], tmp_path: Path, offspec: Offspec) -> None:
     args = (*run_args, "hi", "--stats", "--max-new-tokens", "60", "--ignore-eos")
     result = offspec(*args, "--learn", "--learn-file", tmp_path / "learnt")

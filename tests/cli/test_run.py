@@ -362,7 +362,7 @@ def test_advice_is_given_once(run_args: Sequence[object], offspec: Offspec, monk
         ("run", ("[default: random; --stats and --json show it]", "torch's choice")),
         ("chat", ("[default: random]",)),
         ("bench", ("does not change the text. [default: 0]", "(offspec run --learn). Of several")),
-        ("plan", ("PATH|auto|mtp|shadow|head|self|resident|lookup|none",)),
+        ("plan", ("PATH|auto|mtp|shadow|head|self|lookup|none",)),
     ],
 )
 def test_help_holds_for_its_command(command: str, words: Sequence[str], offspec: Offspec) -> None:

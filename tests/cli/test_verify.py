@@ -86,14 +86,6 @@ def test_near_ties_are_counted_in_the_last_line() -> None:
     )
 
 
-@pytest.mark.slow
-def test_several_drafts_are_exact(pair: Pair, verify_args: Sequence[object], offspec: Offspec) -> None:
-    result = offspec(*verify_args, "--draft", pair.draft, "--drafts", "own", "--json")
-    said = json.loads(result.out)
-    assert (result.code, said["exact"]) == (0, True)
-    assert said["draft"] == f"{pair.draft} + {pair.draft}"
-
-
 def test_what_is_lossy_is_not_verified(
     verify_args: Sequence[object], offspec: Offspec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -185,7 +177,6 @@ def test_what_is_verified_unless_told_otherwise(
         ("--top-p", "0"),
         ("--max-prompts", "0"),
         ("--max-new-tokens", "0"),
-        ("--random-passes", "0"),
         ("--seed", str(2**64)),
         ("--prompts", "no-such-file"),
     ],

@@ -43,8 +43,8 @@ CONSTRAINTS = (
     Constraint.grammar('root ::= "x" [a-c]+ ("," | "!") "é"\n'),
 )
 DRAFTS: tuple[Any, ...] = (
-    *("none", "lookup", "builtin", "builtin", "builtin", "resident", "shadow:4", "shadow:2", "self"),
-    *(["builtin", "builtin"], ["shadow:3", "builtin"]),
+    *("none", "lookup", "builtin", "builtin", "builtin", "shadow:4", "shadow:2", "self"),
+    "shadow:3",
 )
 Text = tuple[tuple[int, ...], str, str | None]  # token ids, text, and why it ended
 

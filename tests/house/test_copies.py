@@ -34,7 +34,7 @@ MAY_COPY = {
     "offspec/checkpoints/": "loads heads, exit layers and KV entries of files",
     "offspec/model/cuda_graphs.py": "a round's inputs where memory cannot be shared",
     "offspec/model/decoder.py": "makes random weights",
-    "offspec/model/foreign_modules.py": "loads tables of foreign modules",
+    "offspec/model/transformers_modules.py": "loads tables of foreign modules",
     "offspec/model/memory/kv_in_ram.py": "KV entries in RAM, copied beside the layer before",
     "offspec/model/rope.py": "loads a model's frequencies",
     "offspec/training/": "learns between texts, or beforehand",

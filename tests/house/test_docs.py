@@ -245,4 +245,4 @@ def test_the_claim_has_its_condition(source: str) -> None:
         assert command is not None
         text = " ".join([command.help or "", *help_texts(source)] if source != "offspec" else [command.help or ""])
     plain = " ".join(re.sub(r"[\[\]]", "", text).split())
-    assert "on a CPU exactly, on a GPU up to near-ties" in plain
+    assert "exactly on a CPU, and on a GPU for streamed targets" in plain

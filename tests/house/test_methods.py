@@ -81,7 +81,7 @@ def unknown(span: str) -> list[str]:
 
 
 def test_what_is_unknown() -> None:
-    assert unknown("offspec distill --skip") == []
+    assert unknown("offspec distill --resume") == []
     assert unknown("--draft-scoring specexec") == []
     assert unknown("offspec guess --tree best-first --nodes 4") == ["offspec guess", "--nodes 4"]
     assert unknown("--tree pine") == ["--tree pine"]

@@ -23,7 +23,7 @@ PAGES = [
 # Folder → what it may import of offspec, outside itself. Imports point one way (docs/developing/architecture.md).
 ALLOWED = {
     "loaders": r"offspec\.errors",
-    "scheduler": r"offspec\.(errors|methods)",
+    "scheduler": r"offspec\.(errors|extensions)",
     "offspec": r"offspec\.(loaders|scheduler)(\..+)?",
     # The public names, and the rooms that exist for commands: reports, training, and texts of the server's protocol.
     "cli": rf"offspec(\.({'|'.join(offspec.__all__)}|errors|builtin)"
@@ -34,7 +34,7 @@ SERVICE = [ROOT / "cli" / "server" / name for name in ("service.py", "fair_threa
 ALLOWED_IN_SERVICE = r"offspec\.(engine|running|session|model\.memory\.text_pool|planning\.parked_texts)(\..+)?"
 # The rooms of offspec/ (a folder or a module each), from the ground up: a room imports from lower floors alone.
 FLOORS = (
-    ("errors", "methods", "stats", "background", "process", "builtin"),
+    ("errors", "extensions", "stats", "background", "process", "builtin"),
     ("text", "model", "named_models", "load_options"),
     ("checkpoints",),
     ("planning", "user_files"),
@@ -189,15 +189,15 @@ def test_formats_are_a_room_of_their_folder() -> None:
 
 
 def test_the_core_imports_nothing_from_the_laboratory() -> None:
-    """It asks for the laboratory's methods by name (`offspec.methods`); a command of training knows a recipe of its."""
+    """It asks for the laboratory's methods by name (`offspec.extensions`)."""
     importers = {name_of(found.file) for found in all_imports() if f"{found.target}.".startswith(f"{LAB}.")}
-    assert {name for name in importers if room_of(name) != "lab"} == {"offspec.cli.distill"}
+    assert {name for name in importers if room_of(name) != "lab"} == set()
 
 
 def test_only_the_front_door_names_the_laboratory() -> None:
     naming = {file.relative_to(ROOT) for file in MODULES if LAB in file.read_text(encoding="utf-8")}
     outside = {str(file) for file in naming if file.parent != Path("offspec/lab")}
-    assert outside == {"offspec/__init__.py", "cli/distill.py"}
+    assert outside == {"offspec/__init__.py"}
 
 
 def test_the_core_asks_for_every_kind_of_method_that_the_laboratory_has() -> None:

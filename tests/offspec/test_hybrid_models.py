@@ -173,7 +173,7 @@ def test_the_text_is_plain_decodings(engine: Engine, folder: Path, params: Sampl
 
 
 @pytest.mark.each_value
-@pytest.mark.parametrize("draft", ["shadow", "resident", "self"])
+@pytest.mark.parametrize("draft", ["shadow", "self"])
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_drafts_of_the_targets_own_layers(
     engine: Engine, folder: Path, draft: str, params: SamplingParams, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

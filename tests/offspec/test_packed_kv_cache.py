@@ -26,7 +26,7 @@ PARAMS = (
     SamplingParams(9, temperature=1.0, seed=2),
     SamplingParams(14, temperature=0.7, top_p=0.9, repetition_penalty=1.3, seed=3),
 )
-DRAFTS = ("own", "lookup", "shadow", "resident", "self")
+DRAFTS = ("own", "lookup", "shadow", "self")
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +79,7 @@ def test_plain_trees_and_batches_give_one_text(draft: str, kv_cache: str, engine
 @pytest.mark.each_value
 @pytest.mark.slow
 @pytest.mark.parametrize("kv_cache", KV_CACHES)
-@pytest.mark.parametrize("draft", ["own", "lookup", "self", "resident"])
+@pytest.mark.parametrize("draft", ["own", "lookup", "self"])
 def test_entries_in_ram_give_the_same_text(
     draft: str, kv_cache: str, engine_of: GetEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -68,7 +68,7 @@ def with_entries_in_ram(plan: Plan) -> Plan:
 
 
 def half_in_ram(plan: Plan) -> Plan:
-    return streamed(plan, resident=(1, 3), in_ram=(0, 2))
+    return streamed(plan, resident=(0, 2), in_ram=(1, 3))
 
 
 def streamed(
@@ -101,7 +101,7 @@ def load(folder: Path, form: str, device: str, move: Move = resident, **options:
     return engine
 
 
-LAYER_DRAFTS = ("resident", "shadow:4")
+LAYER_DRAFTS = ("self:1", "shadow:4")
 HEAD = "EAGLE-1"
 PLACES: dict[str, tuple[Move, ...]] = {"plain": (resident, in_ram, on_disk, with_entries_in_ram), "nf4": (in_ram,)}
 
@@ -226,7 +226,7 @@ def test_texts_are_the_cpus(found: dict[str, Any]) -> None:
     for draft in (*LAYER_DRAFTS, "head"):
         assert found[draft] == {name: found["plain cpu"][name] for name in SOME} | found["rounds cpu"]
     # A kernel that multiplies a shadow's packed matrices needs a real device.
-    assert found["resident, static rounds"]["number"][0] > 0 == found["shadow:4, static rounds"]["number"][0]
+    assert found["self:1, static rounds"]["number"][0] > 0 == found["shadow:4, static rounds"]["number"][0]
     for form in FORMS:
         expected = found[f"{form} cpu"]
         assert all(len(ids) == NUM_TOKENS for ids in expected.values())

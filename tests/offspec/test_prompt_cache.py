@@ -62,7 +62,7 @@ def answer(engine: Engine, file: Path | None, prompt: list[int]) -> tuple[list[i
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("draft", ["none", "lookup", "resident", None])
+@pytest.mark.parametrize("draft", ["none", "lookup", None])
 def test_the_text_is_that_of_a_prompt_without_a_file(pair: Pair, draft: str | None, tmp_path: Path) -> None:
     engine, file = loaded(pair, draft=draft or str(pair.draft)), tmp_path / "prompt.kv"
     for prompt, expected in ((PROMPT, 0), (PROMPT, len(PROMPT) - 1), (QUESTION, 100), ([*PROMPT, *QUESTION], 120)):

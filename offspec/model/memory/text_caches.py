@@ -79,7 +79,6 @@ class TextCaches:
         self.target = target
         self.draft = draft
         self.num_shared = num_shared
-        self.beside: Sequence[DraftText] = ()  # of smaller drafts, which guess for the draft
         self.user = SoleUser(
             "another request is using these caches; finish it, close its iterator, or use other caches "
             "(Engine.new_caches)"
@@ -91,7 +90,7 @@ class TextCaches:
         The last token is always scored, because its logits predict the next one.
         """
         same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(self.text, text[:-1], strict=False)))
-        for cached in (self.target, self.draft, *self.beside):
+        for cached in (self.target, self.draft):
             if cached is not None:
                 cached.truncate(min(cached.length, same))
         self.text = list(text)

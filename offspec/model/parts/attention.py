@@ -40,7 +40,7 @@ class Attention(NativePart):
 
     @property
     def norms(self) -> list[str]:
-        return [name for name in (self.places.before_attention, self.places.after_attention) if name is not None]
+        return self.places.of_attention
 
     @property
     def matrices(self) -> dict[str, tuple[int, int]]:

@@ -53,8 +53,7 @@ class Experts(NativePart):
 
     @property
     def norms(self) -> list[str]:
-        places = self.config.norms_of(self.layer)
-        return [name for name in (places.before_mlp, places.after_mlp) if name is not None]
+        return self.config.norms_of(self.layer).of_mlp
 
     @property
     def matrices(self) -> dict[str, tuple[int, int]]:

@@ -13,9 +13,9 @@ from .latent_attention import LatentAttention
 from .layer_input import LayerInput, LayerScale
 from .mamba import AttentionBesideMamba, Mamba
 from .mlp import AttentionBesideMlp, Mlp
-from .modules import LayerOfModules
 from .part import Part
 from .short_convolution import ShortConvolution
+from .transformers_layer import LayerOfModules
 
 PARTS: dict[str, Callable[[ModelConfig, int, RotaryEmbeddings | None], Part]] = {
     "attention": Attention,

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from offspec import SamplingParams, Step
+from offspec import SamplingParams
 from offspec.cli.server.openai_answers import Answer, Said
 from offspec.cli.server.openai_requests import parse
 from offspec.errors import UsageError
@@ -47,11 +47,6 @@ def test_what_a_request_says_is_taken() -> None:
         5, 1, 3, 0.9, 0.1, 1.1, 4, ("\n",), True, None, 0.5, -1, ((17, -100.0), (3, 2.5))
     )
     assert (asked.prompt, asked.streams, asked.wants_usage) == ("def f(", True, True)
-
-
-def test_figures_name_no_folder_of_this_machine() -> None:
-    step = Step([1], "a", Stats(learn_file="/home/me/learnt/code.npz"))
-    assert Said.of(step).figures["learn_file"] == "code.npz"
 
 
 def test_a_penalty_by_its_other_name() -> None:

@@ -47,8 +47,10 @@ class FakeCuda:
         self.has_error = self._refuses
         return int(self._refuses)
 
-    def unregister(self, address: int) -> None:
+    def unregister(self, address: int) -> int:
         self.asked.append("unregister")
+        self.has_error = address == 0  # CUDA: invalid argument
+        return int(self.has_error)
 
     def launch(self, *_: object, **__: object) -> None:
         """A kernel, after which torch asks for the thread's last error, and so takes it away."""

@@ -73,6 +73,16 @@ def test_pinned_memory_is_every_devices(monkeypatch: pytest.MonkeyPatch) -> None
     assert fake.asked == ["register 4096 1"]
 
 
+def test_memory_of_no_bytes_is_not_unpinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was never registered: CUDA would keep an error for the next kernel."""
+    fake = FakeCuda(monkeypatch)
+    Cuda(CUDA).unpin(HostBuffer(0))
+    assert fake.asked == []
+    Cuda(CUDA).unpin(HostBuffer(4096))
+    assert fake.asked == ["unregister"]
+    assert not fake.has_error
+
+
 @pytest.mark.parametrize(("nbytes", "fraction"), [(None, 1.0), (6 * MIB, 0.5), (1000 * MIB, 1.0)])
 def test_the_limit_is_a_fraction_beyond_what_is_held(
     monkeypatch: pytest.MonkeyPatch, nbytes: int | None, fraction: float

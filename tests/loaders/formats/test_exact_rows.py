@@ -12,6 +12,8 @@ from torch import Tensor
 
 from offspec.loaders.files.checkpoint import Order
 from offspec.loaders.formats import Weight, dense, linear
+from offspec.loaders.formats.bf16_bits import pack
+from offspec.loaders.formats.bf16_packed import PackedBf16Matrix
 from offspec.loaders.formats.blocked import BlockedMatrix, is_supported
 from offspec.loaders.formats.changed import ReorderedMatrix
 from offspec.loaders.formats.core import PackedMatrix
@@ -64,6 +66,23 @@ def assert_exact(weight: Weight, dtype: torch.dtype, most_rows: int = 70) -> Non
 def test_plain_matrices(shape: tuple[int, int], stored: torch.dtype, dtype: torch.dtype) -> None:
     """Columns that no kernel reads, and more of them than a partial sum has."""
     assert_exact(noise(*shape).to(stored), dtype)
+
+
+@pytest.mark.parametrize("is_packed", [False, True], ids=["plain", "bf16-packed"])
+def test_streamed_bf16_has_the_bits_of_resident_fp16(is_packed: bool) -> None:
+    """A resident matrix was rounded to fp16 when it was loaded, whose least numbers are larger than bf16's."""
+    matrix = (1e-6 * noise(24, 2048)).bfloat16()
+    bits = pack(matrix)
+    assert bits is not None
+    streamed = PackedBf16Matrix(bits) if is_packed else matrix
+    x = (100 * noise(3, 2048, seed=1)).half()
+    with exact_rows():
+        resident = linear(x, matrix.half())
+        assert torch.equal(linear(x, streamed), resident)
+        scratch = torch.empty(matrix.numel(), dtype=torch.float16)
+        assert torch.equal(linear(x, streamed, scratch=scratch), resident)
+    exact = x.double() @ matrix.double().T
+    assert not torch.equal(resident, exact.half()), "no number was rounded"
 
 
 WITH_KERNELS = ("nf4", "fp4", "int8", "Q8_0", "Q4_K", "Q6_K", "bf16-packed", "fp8", "w4a16")

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from offspec.errors import CheckpointError, UnsupportedModelError
 from offspec.loaders.files.checkpoint import TensorInfo
 from offspec.loaders.files.gguf_types import GGUF_TYPES
-from offspec.loaders.formats import linear, stored_weights
+from offspec.loaders.formats import core, linear, stored_weights
 from offspec.loaders.formats.gguf import QUANTISED, GgufMatrix, unpack_reference
 from offspec.loaders.formats.gguf_blocks import GRID_TYPES, HALVES, check_grid
 from offspec.loaders.streaming.weights import RamWeights
@@ -149,3 +149,15 @@ def test_blocks_are_those_that_ggml_has() -> None:
         assert GGMLQuantizationType(number).name == kind.name
         assert GGML_QUANT_SIZES[GGMLQuantizationType(number)] == (kind.num_weights, kind.num_bytes)
     assert len(QUANTISED) == 20
+
+
+@pytest.mark.parametrize("name", ["Q4_K", "Q8_0"])
+def test_a_large_head_is_multiplied_in_slices(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, where there is no memory for all of it unpacked; the last slice is shorter."""
+    rows = random_blocks(name, 23, 2)
+    matrix = matrix_of(name, rows)
+    monkeypatch.setattr(core, "SLICE", 10 * matrix.shape[1] + 3)
+    x = torch.randn(3, matrix.shape[1], generator=torch.Generator().manual_seed(0))
+    expected = x @ oracle(name, rows).T
+    torch.testing.assert_close(core._by_slices(x, matrix), expected, rtol=1e-5, atol=1e-5 * expected.abs().max().item())
+    assert core.slice_elements(matrix.shape) == core.SLICE

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
-from random import Random
 
 import pytest
 from hypothesis import given
@@ -78,23 +77,6 @@ def test_what_is_placed_fits_and_every_layer_lies_somewhere(
         assert placed.ram_bytes == 12 + host
     assert (placed.slots.num > 0) == bool(placed.streamed)
     assert (placed.slots.num_host > 0) == (device is not None and bool(placed.on_disk))
-
-
-@given(costs, st.integers(0, 1000), st.randoms(), st.integers(0, 2))
-def test_layers_are_streamed_in_the_order_asked_for(
-    costs: list[UnitCost], ram: int, random: Random, pinned: int
-) -> None:
-    order = list(range(len(costs)))
-    random.shuffle(order)
-    wishes = Wishes(min(pinned, len(costs)), tuple(order))
-    try:
-        placed = place(costs, [], Limits(None, ram), wishes)
-    except MemoryLimitError:
-        return
-    free = [layer for layer in order if layer >= wishes.num_pinned]
-    assert set(placed.streamed) == set(free[: len(placed.streamed)])
-    assert placed.resident == tuple(sorted(placed.resident))
-    assert len(placed.resident) + len(placed.streamed) == len(costs)
 
 
 @given(costs, st.integers(0, 1000), st.integers(0, 500))

@@ -23,7 +23,7 @@ from offspec.drafts.learnt import EstimatesAndRecall
 from offspec.loaders.machine.hardware import Rates
 from offspec.loaders.streaming.placement import Item, Placement
 from offspec.model.decoder import Decoder
-from offspec.planning.drafting import Acceptance, Guessing
+from offspec.planning.draft_forecast import Acceptance, Guessing
 from offspec.planning.memory import MemoryUse, Room
 from offspec.scheduler.drafting.drafter import Drafter, NoDrafter
 from offspec.scheduler.trees.token_tree import TokenTree

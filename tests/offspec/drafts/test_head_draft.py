@@ -155,6 +155,3 @@ def test_what_a_head_cannot_do_is_refused(engine: Engine, pair: Pair, tmp_path: 
     folder = write_folder(tmp_path, EAGLE_CONFIG, eagle_tensors(3))
     with Engine.load(str(pair.target), draft=str(folder), device="cpu", draft_window=64) as windowed:
         assert any("`draft_window=64` does nothing" in note.text and note.advice for note in windowed.notes)
-    files = (tmp_path / "one", tmp_path / "other")
-    with pytest.raises(UsageError, match="one file"):
-        Engine.load(str(pair.target), draft=str(folder), learn_file=files)

@@ -39,7 +39,7 @@ from ..model.memory.test_shared_cache import CopyingText
 CPU = torch.device("cpu")
 NUM_LAYERS, RESIDENT = 4, (0, 2)
 PROMPTS = ("def area(", "import os\n", "x = 1\nx = 1\nx = 1\n")
-KINDS = ("shadow", "shadow:2", "resident", "self")
+KINDS = ("shadow", "shadow:2", "self")
 OpenEngine = Callable[[str], Engine]
 
 
@@ -86,7 +86,7 @@ def said(engine: Engine, temperature: float, budget: int | None, **more: bool) -
 @pytest.fixture(scope="module")
 def plain_texts(files: ModelFiles) -> dict[float, list[list[int]]]:
     """Temperature → what plain decoding says."""
-    with opened(files, "resident") as engine:
+    with opened(files, "self") as engine:
         return {temperature: said(engine, temperature, 0) for temperature in (0.0, 1.0)}
 
 
@@ -120,9 +120,7 @@ def conversation(engine: Engine, temperature: float) -> list[tuple[list[int], li
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "temperature"), [("shadow", 0.0), ("shadow:2", 1.0), ("resident", 1.0), ("self", 1.0)]
-)
+@pytest.mark.parametrize(("kind", "temperature"), [("shadow", 0.0), ("shadow:2", 1.0), ("self", 1.0)])
 def test_trees_are_those_of_a_cache_of_its_own(
     files: ModelFiles, kind: str, temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -266,7 +264,7 @@ def test_drafts_that_cannot_be_made(files: ModelFiles) -> None:
     tokenizer = Tokenizer.load(files.checkpoint.path)
     for options, flag in (
         (DraftOptions("shadow", exit_layer=2), "`exit_layer=2`"),
-        (DraftOptions("resident", learn=True), "learn"),
+        (DraftOptions("shadow:4", learn=True), "learn"),
         (DraftOptions("self", exit_layer=NUM_LAYERS), f"`exit_layer={NUM_LAYERS}`"),
         (DraftOptions("self", exit_layer=1, exit_file=Path("x")), "`exit_file`"),
     ):

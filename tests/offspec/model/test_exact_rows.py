@@ -25,12 +25,12 @@ from offspec.model.decoder import (
     score_together,
 )
 from offspec.model.exactness import is_exact_by_default, reason_against_exactness
-from offspec.model.foreign_config import ForeignConfig
 from offspec.model.memory.kv_formats import EIGHT_BIT, KV_FORMATS
 from offspec.model.norms import NORMS, normalize
 from offspec.model.parts.mlp import ACTIVATIONS
 from offspec.model.rope import RotaryEmbedding, Rotations, rotate
 from offspec.model.row_wise import row_wise
+from offspec.model.transformers_config import ForeignConfig
 
 from ...fakes import DELTA_NETS, FAMILIES, LATENTS, MAMBAS, ROPE_VARIANTS, VOCAB_SIZE, config_json
 

@@ -10,7 +10,7 @@ from offspec.checkpoints.opening import ModelFiles
 from offspec.drafts.acceptance import LOOKUP
 from offspec.loaders.machine.hardware import Rates
 from offspec.loaders.streaming.placement import EXPERTS_ITEM, Limits
-from offspec.planning.drafting import Guessing, predict_drafting
+from offspec.planning.draft_forecast import Guessing, predict_drafting
 from offspec.planning.memory import MemoryOptions
 from offspec.planning.plan import Plan, make_plan
 from offspec.planning.report import tell_tiers

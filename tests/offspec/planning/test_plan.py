@@ -16,6 +16,7 @@ from offspec.builtin import path as builtin_path
 from offspec.checkpoints.from_config import stored_from_config
 from offspec.checkpoints.opening import ModelFiles, Note
 from offspec.errors import CheckpointError, MemoryLimitError, UsageError
+from offspec.loaders.formats.core import SLICE
 from offspec.loaders.machine.gpus import KNOWN_GPUS
 from offspec.loaders.machine.hardware import Rates
 from offspec.loaders.params import PLAN_FORMATS
@@ -396,6 +397,13 @@ def test_long_contexts_need_no_mask_over_all_keys(large: Path) -> None:
 
 def test_the_kv_cache_of_a_70b_model(large: Path) -> None:
     assert memory_bytes(ModelFiles.from_config(large, None, "auto", "cuda", []).config, 4096, 2) == 4096 * 327_680
+
+
+def test_a_packed_head_is_unpacked_in_slices_on_a_gpu_only(large: Path) -> None:
+    items = {item.name: item for item in plan(large, "q4_k_m", Limits(24 * GIB, 64 * GIB)).placement.items}
+    assert items["unpacking the head"].on_device == 2 * SLICE < 2 * 128256 * 8192
+    for form, limits in (("bf16", Limits(200 * GIB, 64 * GIB)), ("q4_k_m", Limits(None, 64 * GIB))):
+        assert "unpacking the head" not in {item.name for item in plan(large, form, limits).placement.items}
 
 
 def test_what_a_pass_is_made_of(large: Path) -> None:

@@ -48,7 +48,7 @@ SAMPLING = (
 )
 HEAD = "for i in range(10):\n    print(i)\n" * 4  # 92 tokens
 HEADS = {"eagle": (EAGLE_CONFIG, lambda: eagle_tensors(3)), "medusa": (MEDUSA_CONFIG, medusa_tensors)}
-DRAFTS = ("own", "lookup", "none", "self", "resident", "shadow:4", *HEADS, "own, 8 bits")
+DRAFTS = ("own", "lookup", "none", "self", "shadow:4", *HEADS, "own, 8 bits")
 
 
 @pytest.fixture(scope="module")
@@ -392,7 +392,7 @@ def test_a_short_text_takes_no_room_of_a_long_one(engines: dict[str, Engine]) ->
     assert watched.ids(last) == plain(engine, PROMPTS[0], SamplingParams(3, ignore_eos=True, seed=0))
 
 
-@pytest.mark.parametrize("draft", ["own", "none", "resident"])
+@pytest.mark.parametrize("draft", ["own", "none"])
 def test_a_common_beginning_is_scored_once(pair: Pair, draft: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By texts that join together each for itself; those that join later copy the entries."""
     monkeypatch.setattr(SharedPass, "is_worth_a_pass", lambda self, num_rows: False)

@@ -12,7 +12,7 @@ from offspec.drafts.weighing import Prospect
 from offspec.drafts.without_model import LookupDraft
 from offspec.loaders.machine.hardware import Rates
 from offspec.loaders.streaming.placement import Limits
-from offspec.planning.drafting import Guessing, predict_drafting
+from offspec.planning.draft_forecast import Guessing, predict_drafting
 from offspec.planning.memory import MemoryOptions
 from offspec.planning.plan import Plan, make_plan
 from offspec.tools.improvements import FourBitPlan, Gain, Improvement, Improvements, best_improvement

@@ -40,7 +40,7 @@ def answer(engine: Engine, pool: TextPool, prompt: Sequence[int]) -> tuple[list[
     return tokens, len(prompt) - steps[-1].stats.num_prefilled_tokens
 
 
-@pytest.mark.parametrize("draft", [None, "lookup", "resident"])
+@pytest.mark.parametrize("draft", [None, "lookup"])
 def test_a_conversation_survives_requests_between_its_turns(draft: str | None, engine: Engine, tmp_path: Path) -> None:
     """A chat client's title request threw the chat's cache away once."""
     if draft is not None:

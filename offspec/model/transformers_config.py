@@ -1,6 +1,7 @@
 """`ForeignConfig`: the shape of a decoder that only transformers supports, and whose layers its modules compute.
 
-It is data only; transformers is not imported here. `checkpoints.foreign` makes it, `model.foreign` uses it.
+It is data only; transformers is not imported here. `checkpoints.transformers_models` makes it,
+`model.transformers_decoder` uses it.
 """
 
 from __future__ import annotations

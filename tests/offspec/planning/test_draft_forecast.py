@@ -15,7 +15,7 @@ from offspec.drafts.acceptance import SHADOWS, SMALL_MODEL
 from offspec.loaders.machine.hardware import Rates
 from offspec.loaders.params import SHADOW_FORMATS
 from offspec.loaders.streaming.placement import Limits
-from offspec.planning.drafting import (
+from offspec.planning.draft_forecast import (
     CAPTURED_LAYER_S,
     MAX_ROUNDS,
     Acceptance,

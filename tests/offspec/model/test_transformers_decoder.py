@@ -28,7 +28,7 @@ from offspec.loaders.streaming.placement import Limits, Placement, Slots, places
 from offspec.loading import LoadedTarget
 from offspec.model import pass_rows
 from offspec.model.decoder import Decoder
-from offspec.model.foreign import ForeignDecoder
+from offspec.model.transformers_decoder import ForeignDecoder
 from offspec.planning.plan import Work, all_resident
 
 from ...pair import VOCAB_SIZE, Pair, build_pair, variant

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ..config import ModelConfig
-from ..foreign_config import ForeignConfig
 from ..pass_rows import AppendedRows, by_text
+from ..transformers_config import ForeignConfig
 from .part import LayerWeights, Part, PassRows, Shape
 
 # Computes a layer by its number over rows first .. last of a text: hidden states x [T, hidden] → [T, hidden].

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from ..errors import UnsupportedModelError
-from .foreign_config import CallForm
-from .foreign_modules import RECURRENT, LayerCall, Modules, RecurrentStateError, TextCache
 from .memory.kv_cache import KVLayout
+from .transformers_config import CallForm
+from .transformers_modules import RECURRENT, LayerCall, Modules, RecurrentStateError, TextCache
 
 MAX_PROBED_KEYS = 2**20
 OUTPUT_FORMS = (0, 1, 2, 3)  # 0: hidden states only; n: n values, hidden states first

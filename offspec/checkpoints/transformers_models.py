@@ -19,12 +19,12 @@ from offspec.loaders.formats import StoredWeight, blank_tensors, formats_in, sto
 from ..errors import CheckpointError, UnsupportedModelError
 from ..model.config import check_quantization
 from ..model.config_values import Json
-from ..model.foreign_config import ForeignConfig, Shape, Source, is_of_experts
 from ..model.rope_config import RopeConfig
+from ..model.transformers_config import ForeignConfig, Shape, Source, is_of_experts
 
 if TYPE_CHECKING:
-    from ..model.foreign_modules import Modules
-    from ..model.foreign_probe import Probed
+    from ..model.transformers_modules import Modules
+    from ..model.transformers_probe import Probed
 
 REMEDY = "pip install 'offspec[transformers]' adds many more models, which run more slowly"
 
@@ -45,8 +45,8 @@ def read_foreign_config(raw: Json, checkpoint: Checkpoint | None, refused: Unsup
     check_quantization(raw)
     if not is_installed():
         raise UnsupportedModelError(f"{refused}; {REMEDY}") from refused
-    from ..model.foreign_modules import build, knows
-    from ..model.foreign_probe import probe
+    from ..model.transformers_modules import build, knows
+    from ..model.transformers_probe import probe
 
     if not knows(raw.get("model_type")):
         needs_code = "; it needs its own code (auto_map), which offspec never runs" if "auto_map" in raw else ""

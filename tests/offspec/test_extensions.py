@@ -7,10 +7,10 @@ from types import ModuleType
 
 import pytest
 
-from offspec import ACCEPTS, TREES, Engine, SamplingParams, SpeculationParams, methods
+from offspec import ACCEPTS, TREES, Engine, SamplingParams, SpeculationParams, extensions
 from offspec.errors import UsageError
-from offspec.methods import Methods
-from offspec.training.distill_params import HEADS, LOSSES
+from offspec.extensions import Methods
+from offspec.training.distill_params import HEADS
 
 from ..refusals import refused
 
@@ -21,7 +21,7 @@ def laboratory(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     module = ModuleType("laboratory")
     module.METHODS = {"a greeting": {"hello": "laboratory_of_greetings:hello"}}  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "laboratory", module)
-    monkeypatch.setattr(methods, "EXTENSIONS", ["laboratory"])
+    monkeypatch.setattr(extensions, "EXTENSIONS", ["laboratory"])
     return module
 
 
@@ -47,9 +47,9 @@ def test_what_no_extension_adds_is_none(laboratory: ModuleType) -> None:
 
 
 def test_the_core_is_whole_without_the_laboratory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(methods, "EXTENSIONS", [])
+    monkeypatch.setattr(extensions, "EXTENSIONS", [])
     assert [list(names) for names in (ACCEPTS, TREES)] == [["exact", "joint"], ["best-first"]]
-    assert [list(names) for names in (HEADS, LOSSES)] == [["eagle3"], ["fkl"]]
+    assert list(HEADS) == ["eagle3"]
     with refused(UsageError, "accept", "joint", "mix"):
         SpeculationParams(accept="mix")
     with Engine.load("builtin", device="cpu") as engine:
@@ -57,5 +57,5 @@ def test_the_core_is_whole_without_the_laboratory(monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_cores_names_need_no_extension(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(methods, "EXTENSIONS", ["a module that is not there"])
+    monkeypatch.setattr(extensions, "EXTENSIONS", ["a module that is not there"])
     assert "plain" in Methods("a greeting", "plain")

@@ -27,7 +27,7 @@ from offspec.loaders.files.checkpoint import show
 
 from ..errors import CheckpointError, UnsupportedModelError
 from .config_values import MAX_SIZE, Json, plain
-from .foreign_config import CallForm
+from .transformers_config import CallForm
 
 ATTENTION_KINDS = ("full_attention", "sliding_attention")
 # These depend on the text's length: a tree's node would be rotated differently from the token that it becomes.
@@ -259,8 +259,8 @@ def knows(model_type: object) -> bool:
 def build(raw: Json, form: CallForm | None = None, dtype: torch.dtype = torch.float32) -> Modules:
     """The modules of a config.json that transformers `knows`, on the meta device, for arithmetic in `dtype`.
 
-    form: a result of `foreign_probe.probe`. Raises CheckpointError for a config.json that transformers does not accept,
-    UnsupportedModelError for a model that offspec cannot run through these modules.
+    form: a result of `transformers_probe.probe`. Raises CheckpointError for a config.json that transformers does not
+    accept, UnsupportedModelError for a model that offspec cannot run through these modules.
     """
     config = _config(raw)
     library: Any = transformers  # these functions have no types

@@ -18,14 +18,14 @@ from offspec.loaders.streaming.weights import WeightSource
 
 from .block import Block
 from .decoder import Decoder
-from .foreign_config import ForeignConfig, Source
-from .foreign_modules import LayerCall, TextCache, build
-from .foreign_probe import by_kind
 from .lent_modules import Lender
 from .memory.kv_cache import MakeLayerCaches, plain_layers
-from .parts.modules import LayerOfModules
 from .parts.part import LayerWeights
+from .parts.transformers_layer import LayerOfModules
 from .pass_rows import AppendedRows
+from .transformers_config import ForeignConfig, Source
+from .transformers_modules import LayerCall, TextCache, build
+from .transformers_probe import by_kind
 
 
 class RowsCache(TextCache):
@@ -73,7 +73,7 @@ class Body:
     def compute(
         self, layer: int, x: Tensor, weights: LayerWeights, text: AppendedRows, first: int, last: int
     ) -> Tensor:
-        """`parts.modules.ComputeLayer`."""
+        """`parts.transformers_layer.ComputeLayer`."""
         call = self._calls(x, text, first, last)[layer]
         with self._lenders[layer].lend(weights.tensors, weights.scratch):
             return self.modules.call_layer(layer, call, call.hidden[0] if layer == 0 else x)
