@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from offspec.loaders.accelerators.accelerator import accelerator_of
 from offspec.loaders.accelerators.cuda import Cuda
 from offspec.loaders.files.records import ALIGNMENT
-from offspec.loaders.formats import core
+from offspec.loaders.formats import core, expert_table
 from offspec.loaders.streaming import small_transfers
 from offspec.model import exactness, row_attention
 
@@ -400,6 +400,9 @@ def pretended_cuda(guard: Path, *, late: bool = True) -> Iterator[Machine]:
         patch.setattr(small_transfers, "_transfers", {})
         for module in (exactness, core, row_attention):
             patch.setattr(module, "row_kernels", lambda: pretended_rows)
+        patch.setattr(
+            expert_table, "expert_kernels", lambda: None
+        )  # Triton's need a real device; see `pretend_experts`
         accelerator_of.cache_clear()  # their streams are another machine's
         patch.setattr(torch.cuda.nvtx, "range", lambda name: nullcontext())
         yield made

@@ -21,9 +21,13 @@ from .cuda import Cuda
 
 
 class DeviceEvent(Protocol):
-    """A point in a stream's work. `synchronize` waits for it on the host; `elapsed_time` gives milliseconds."""
+    """A point in a stream's work. `synchronize` waits for it on the host; `elapsed_time` gives milliseconds.
+
+    query: whether the work is done, without waiting.
+    """
 
     def record(self, stream: Any, /) -> None: ...
+    def query(self) -> bool: ...
     def synchronize(self) -> None: ...
     def elapsed_time(self, end: Any, /) -> float: ...
 

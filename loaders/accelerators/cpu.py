@@ -23,6 +23,9 @@ class InOrder:
     def wait_event(self, event: Any) -> None: ...
     def synchronize(self) -> None: ...
 
+    def query(self) -> bool:
+        return True
+
     def record(self, stream: Any) -> None:
         self.at_s = time.perf_counter()
 

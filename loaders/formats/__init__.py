@@ -16,6 +16,7 @@ from .core import (
     linear_fp32,
     take_rows,
 )
+from .expert_table import Chosen, ExpertTable, PlacedExpert
 from .registry import (
     FORMATS,
     blank_tensors,
@@ -29,7 +30,10 @@ from .registry import (
 
 __all__ = [
     "FORMATS",
+    "Chosen",
+    "ExpertTable",
     "PackedWeight",
+    "PlacedExpert",
     "StoredTable",
     "StoredWeight",
     "Weight",

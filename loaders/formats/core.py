@@ -111,6 +111,11 @@ class PackedMatrix:
         return False
 
     @property
+    def address(self) -> int | None:
+        """Where all of its bytes lie, one row of the matrix after another; None if there is no such place."""
+        return None
+
+    @property
     def kernel(self) -> tuple[RowProduct, list[Tensor]] | None:
         """The CPU kernel that multiplies with the packed matrix, and its arguments; None if there is none."""
         return None

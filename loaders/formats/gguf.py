@@ -69,6 +69,10 @@ class GgufMatrix(PackedMatrix):
     def form(self) -> str:  # type: ignore[override]
         return self.kind.name
 
+    @property
+    def address(self) -> int | None:
+        return self.blocks.data_ptr() if self.blocks.is_contiguous() else None
+
     def take(self, indices: Tensor) -> GgufMatrix:
         """The matrix [T, K] of these rows; indices: int64 [T], on its device."""
         return GgufMatrix(self.kind, self.blocks.index_select(0, indices))

@@ -100,6 +100,16 @@ def gguf_kernels() -> ModuleType | None:
 
 
 @cache
+def expert_kernels() -> ModuleType | None:
+    """The module `kernels.triton_experts`; None if Triton is not installed."""
+    try:
+        from ..kernels import triton_experts
+    except ImportError:
+        return None
+    return triton_experts
+
+
+@cache
 def row_kernels() -> ModuleType | None:
     """The module `kernels.triton_rows`; None if Triton is not installed."""
     try:

@@ -7,13 +7,15 @@ to slots for later passes while the link has nothing else to do, if they are use
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from ..accelerators.accelerator import Accelerator
+from torch import Tensor
+
+from ..accelerators.accelerator import Accelerator, DeviceEvent
 from ..accelerators.cuda import span
-from ..formats import Weight
+from ..formats import PlacedExpert
 from .experts import CachedExperts, HeldExpert, PassCount
 from .link import DeviceSlot
 from .stored_model import Experts, StoredUnit
@@ -37,14 +39,66 @@ class ExpertChoice:
 
 @dataclass
 class DeviceExpert:
-    """A device slot with an expert. weights: as they are lent, once it has been used."""
+    """A device slot with an expert. arrival: the number of its copies. weights: as they are lent, once it was used."""
 
     slot: DeviceSlot
-    weights: Mapping[str, Weight] | None = None
+    arrival: int
+    weights: PlacedExpert | None = None
+
+
+class Copies:
+    """Copies to slots, in order on a stream of their own: those that begin together share the event of their arrival.
+
+    number: of the last ones.
+    """
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator, self._stream = accelerator, accelerator.new_stream()
+        self.number = 0
+        self._last: DeviceEvent | None = None
+        self._awaited: tuple[object, int] = (None, 0)  # a stream, and the number of the last that it waits for
+
+    def begin(self, copies: Sequence[tuple[DeviceSlot, Tensor]]) -> int:
+        """Copy each tensor to the beginning of its slot, after the slot's use. Returns their number."""
+        arrival = self._accelerator.new_event(blocking=True)
+        with self._accelerator.on(self._stream), span("copy"):
+            for slot, source in copies:
+                self._stream.wait_event(slot.free)
+                slot.tensor[: len(source)].copy_(source, non_blocking=True)
+                slot.ready = arrival
+            arrival.record(self._stream)
+        self.number, self._last = self.number + 1, arrival
+        return self.number
+
+    def enter(self, experts: Collection[DeviceExpert]) -> None:
+        """Make later work of the compute stream wait for the newest of these: the others arrived before it."""
+        newest, stream = max(experts, key=lambda expert: expert.arrival), self._accelerator.current_stream
+        if self._awaited[0] != stream or self._awaited[1] < newest.arrival:
+            stream.wait_event(newest.slot.ready)
+            self._awaited = stream, newest.arrival
+
+    def leave(self, experts: Iterable[DeviceExpert]) -> None:
+        """Record the end of use of these."""
+        end = self._accelerator.new_event()
+        end.record(self._accelerator.current_stream)
+        for expert in experts:
+            expert.slot.free = end
+
+    @property
+    def are_over(self) -> bool:
+        return self._last is None or self._last.query()
+
+    def finish(self) -> None:
+        """Wait on the host until they are over: pinned memory and slots may be freed only then."""
+        if self._last is not None:
+            self._last.synchronize()
 
 
 class DeviceExperts:
-    """Experts in slots of a device, which keep those used most and latest, over experts in RAM. Not thread-safe."""
+    """Experts in slots of a device, which keep those used most and latest, over experts in RAM. Not thread-safe.
+
+    The host waits for copies only where experts are also read from disk: into the memory that is being copied.
+    """
 
     def __init__(
         self,
@@ -58,7 +112,7 @@ class DeviceExperts:
 
         choice: None moves all experts to the device.
         """
-        self._experts, self._host, self._accelerator, self._choice = experts, host, accelerator, choice
+        self._experts, self._host, self._choice = experts, host, choice
         first, self._first = 0, dict[int, Unit]()
         for layer, units in experts.items():
             self._first[layer] = first
@@ -67,7 +121,7 @@ class DeviceExperts:
         self._free = DeviceSlot.several(num_slots, nbytes, accelerator)
         self._held = dict[Unit, DeviceExpert]()
         self._ranks, self._passes = UseRanks(), PassCount()
-        self._stream = accelerator.new_stream()
+        self._copies = Copies(accelerator)
         self._idle_copies = 0.0  # copies for which the link has had time
         self._link_bytes = 0
 
@@ -97,7 +151,7 @@ class DeviceExperts:
         return self._groups(layer, here, on_host, from_host)
 
     def close(self) -> None:
-        self._stream.synchronize()  # pinned memory and slots may be freed only after the copies
+        self._copies.finish()
         self._host.close()
         self._held, self._free = {}, []
 
@@ -113,64 +167,65 @@ class DeviceExperts:
             yield self._entered(layer, here)
             self._leave(layer, here)
         for group in from_host:
-            waiting = [number for number in group if number not in on_host]
+            waiting, is_idle, before = (
+                [n for n in group if n not in on_host],
+                self._copies.are_over,
+                self._copies.number,
+            )
             copied = self._copy_some(layer, waiting, group)
             computed = HostExperts({number: group[number].bound for number in group if number in on_host})
-            promoted = self._promote(layer, {number: on_host[number] for number in computed}, group, copied)
+            if is_idle:
+                self._promote(layer, {number: on_host[number] for number in computed}, group, copied)
             if computed:
                 yield computed
             while copied:
                 yield self._entered(layer, copied)
                 self._leave(layer, copied)
                 copied = self._copy_some(layer, waiting, group)
-            for slot in promoted:  # the group's memory may be read over afterwards
-                slot.ready.synchronize()
+            if self._copies.number > before and not self._host.keeps_all:
+                self._copies.finish()  # because the group's memory may be read over next
 
     # ---------------------------------------------------------------------------------------- slots
 
     def _entered(self, layer: int, numbers: Sequence[int]) -> LentExperts:
         """Experts in slots, after their copies in the order of the device."""
-        lent = dict[int, Mapping[str, Weight]]()
-        for number in numbers:
-            held = self._held[self._first[layer] + number]
-            held.slot.enter()
-            if held.weights is None:
-                held.weights = self._unit(layer, number).bind(held.slot.tensor, self._host.dtype, is_kept=False)
-            lent[number] = held.weights
-        return lent
+        held = {number: self._held[self._first[layer] + number] for number in numbers}
+        self._copies.enter(held.values())
+        for number, expert in held.items():
+            if expert.weights is None:
+                bound = self._unit(layer, number).bind(expert.slot.tensor, self._host.dtype, is_kept=False)
+                expert.weights = PlacedExpert(bound, self._host.dtype)
+        return {number: expert.weights for number, expert in held.items() if expert.weights is not None}
 
     def _leave(self, layer: int, numbers: Sequence[int]) -> None:
-        for number in numbers:
-            self._held[self._first[layer] + number].slot.leave()
+        self._copies.leave(self._held[self._first[layer] + number] for number in numbers)
 
     def _copy_some(self, layer: int, waiting: list[int], group: Mapping[int, HeldExpert]) -> list[int]:
         """Begin to copy the experts `waiting` to slots, as far as there are some; they leave the list."""
-        copied = list[int]()
-        while waiting and (slot := self._slot({self._first[layer] + number for number in copied})) is not None:
-            copied.append(waiting.pop())
-            self._copy(layer, copied[-1], group, slot)
-        return copied
+        slots = dict[int, DeviceSlot]()
+        while waiting and (slot := self._slot({self._first[layer] + number for number in slots})) is not None:
+            slots[waiting.pop()] = slot
+        self._copy(layer, slots, group)
+        return list(slots)
 
     def _promote(
         self, layer: int, on_host: Mapping[int, int], group: Mapping[int, HeldExpert], needed: Sequence[int]
-    ) -> list[DeviceSlot]:
-        """Copy experts for later while the CPU computes them, those used most and latest first. Returns their slots."""
+    ) -> None:
+        """Copy experts for later while the CPU computes them, those used most and latest first."""
         if self._choice is None:
-            return []
-        first, slots = self._first[layer], list[DeviceSlot]()
-        but = {first + number for number in needed}
+            return
+        first, slots = self._first[layer], dict[int, DeviceSlot]()
         idle_s = sum(map(self._choice.host_s, on_host.values())) - len(needed) * self._choice.link_s
         self._idle_copies = min(self._idle_copies + max(0.0, idle_s) / self._choice.link_s, len(self._experts[layer]))
         for number in sorted(on_host, key=lambda number: -self._ranks.rank(first + number)):
+            but = {first + other for other in (*needed, *slots)}
             if self._idle_copies < 1 or (slot := self._slot(but, self._ranks.rank(first + number))) is None:
                 break
             self._idle_copies -= 1
-            self._copy(layer, number, group, slot)
-            but.add(first + number)
-            slots.append(slot)
-        return slots
+            slots[number] = slot
+        self._copy(layer, slots, group)
 
-    def _slot(self, needed: set[Unit], below: float | None = None) -> DeviceSlot | None:
+    def _slot(self, needed: Collection[Unit], below: float | None = None) -> DeviceSlot | None:
         """A free slot, or that of the expert of the lowest rank, if its rank is less than `below`; or None."""
         if self._free:
             return self._free.pop()
@@ -180,17 +235,20 @@ class DeviceExperts:
         self._ranks.drop(lowest)
         return self._held.pop(lowest).slot
 
-    def _copy(self, layer: int, number: int, group: Mapping[int, HeldExpert], slot: DeviceSlot) -> None:
-        record = self._unit(layer, number).record
-        source = group[number].slot.tensor[: record.nbytes]
-        slot.shift = record.shift
-        with self._accelerator.on(self._stream), span("copy"):
-            self._stream.wait_event(slot.free)
-            slot.tensor[: record.nbytes].copy_(source, non_blocking=True)
-            slot.ready.record(self._stream)
-        self._link_bytes += record.read_bytes
-        self._held[self._first[layer] + number] = DeviceExpert(slot)
-        self._ranks.hold(self._first[layer] + number)
+    def _copy(self, layer: int, slots: Mapping[int, DeviceSlot], group: Mapping[int, HeldExpert]) -> None:
+        """Begin to copy experts to slots; the slots then hold them."""
+        if not slots:
+            return
+        copies = list[tuple[DeviceSlot, Tensor]]()
+        for number, slot in slots.items():
+            record = self._unit(layer, number).record
+            slot.shift = record.shift
+            copies.append((slot, group[number].slot.tensor[: record.nbytes]))
+            self._link_bytes += record.read_bytes
+        arrival = self._copies.begin(copies)
+        for number, slot in slots.items():
+            self._held[self._first[layer] + number] = DeviceExpert(slot, arrival)
+            self._ranks.hold(self._first[layer] + number)
 
     def _unit(self, layer: int, number: int) -> StoredUnit:
         return self._experts[layer][number]

@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
 
 from ..files.readers import BLOCK_BYTES, HUGE_PAGE_BYTES, FileStates, HostBuffer, Reader, align_up
 from ..files.records import Record
-from ..formats import Weight
+from ..formats import ExpertTable, Weight
+from .small_transfers import to_device
 from .stored_model import Experts
 from .stream import NUM_READERS, DiskFiller, Fill, HostSlot, Unit
 from .use_ranks import UseRanks
@@ -52,18 +54,29 @@ class ResidentExperts:
     bytes_streamed = 0
     reads_ahead = False
 
-    def __init__(self, experts: Mapping[int, list[dict[str, Weight]]]) -> None:
-        """experts: of each layer that has some, in the order of their numbers."""
-        self._experts = experts
+    def __init__(
+        self, experts: Mapping[int, list[dict[str, Weight]]], dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """experts: of each layer that has some, in the order of their numbers. dtype: of rows."""
+        self._experts, self._dtype, self._device = experts, dtype, device
+        self._tables = dict[int, ExpertTable | None]()
 
     def lend(self, layer: int, rows: Mapping[int, int]) -> Iterator[LentExperts]:
         experts = self._experts[layer]
         yield {number: experts[number] for number in rows}
 
+    def table(self, layer: int) -> ExpertTable | None:
+        """See `WeightSource.expert_table`."""
+        if layer not in self._tables:
+            experts = self._experts[layer]
+            table = ExpertTable.of(dict(enumerate(experts)), len(experts), self._dtype)
+            self._tables[layer] = None if table is None else table.on(partial(to_device, device=self._device))
+        return self._tables[layer]
+
     def expect(self, layer: int, rows: Mapping[int, int]) -> None: ...
 
     def close(self) -> None:
-        self._experts = {}
+        self._experts, self._tables = {}, {}
 
 
 @dataclass
@@ -146,8 +159,6 @@ class CachedExperts:
     is, as long as most of them turn out to be used.
     """
 
-    reads_ahead = True
-
     def __init__(
         self, experts: Mapping[int, Experts], num_slots: int, slot_bytes: int, dtype: torch.dtype, reader: Reader
     ) -> None:
@@ -171,6 +182,16 @@ class CachedExperts:
     @property
     def bytes_streamed(self) -> int:
         return self._filler.bytes_read
+
+    @property
+    def reads_ahead(self) -> bool:
+        """Until all are in memory: a prediction takes a router's arithmetic, and on a GPU a wait of the host."""
+        return len(self._held) < self._num_experts
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether no slot gets another expert."""
+        return self._num_slots >= self._num_experts
 
     def expect(self, layer: int, rows: Mapping[int, int]) -> None:
         """The next `lend` begins to read them, after what it needs itself."""

@@ -16,7 +16,7 @@ import torch
 from ..accelerators.accelerator import accelerator_of
 from ..files.readers import FileReader, FileStates, HostBuffer, Reader, align_down, align_up
 from ..files.records import Record
-from ..formats import StoredTable, Weight, as_table, dense, take_rows
+from ..formats import ExpertTable, StoredTable, Weight, as_table, dense, take_rows
 from ..formats.blocked import in_blocks
 from .device_experts import DeviceExperts, ExpertChoice
 from .experts import CachedExperts, ExpertSource, ResidentExperts
@@ -221,6 +221,9 @@ class TieredWeights:
         assert self._experts is not None
         return self._experts.lend(layer, rows)
 
+    def expert_table(self, layer: int) -> ExpertTable | None:
+        return self._experts.table(layer) if isinstance(self._experts, ResidentExperts) else None
+
     def ahead(self, layer: int) -> Mapping[str, Weight] | None:
         return self._resident.get(layer) if self._experts is not None and self._experts.reads_ahead else None
 
@@ -270,7 +273,8 @@ class TieredWeights:
         if not experts:
             return None
         if self._has_all_experts:
-            return ResidentExperts({layer: self._load_experts(units) for layer, units in experts.items()})
+            resident = {layer: self._load_experts(units) for layer, units in experts.items()}
+            return ResidentExperts(resident, self._dtype, self._device)
         slots, on_gpu = self._placement.experts, self._accelerator.has_own_memory
         slot_bytes = max(unit.record.nbytes for units in experts.values() for unit in units)
         in_ram = self._host_experts if on_gpu else experts

@@ -17,7 +17,7 @@ import torch
 from offspec.errors import CheckpointError
 
 from ..files.checkpoint import show
-from ..formats import Weight, as_table, take_rows
+from ..formats import ExpertTable, Weight, as_table, take_rows
 from .small_transfers import to_device
 from .stream import Unit
 
@@ -70,6 +70,10 @@ class WeightSource(Protocol):
 
         rows: the expert's number → the rows that use it. Each is lent once, in any order, on any device.
         """
+        ...
+
+    def expert_table(self, layer: int) -> ExpertTable | None:
+        """A layer's experts, if all of them stay on a GPU that multiplies with them at once. Valid until `close`."""
         ...
 
     def ahead(self, layer: int) -> Mapping[str, Weight] | None:
@@ -135,6 +139,8 @@ class RamWeights:
     def experts(self, layer: int, rows: Mapping[int, int]) -> Iterator[LentExperts]:
         yield {number: self._experts[layer][number] for number in rows}
 
+    def expert_table(self, layer: int) -> None: ...
+
     def ahead(self, layer: int) -> None: ...
 
     def expect(self, layer: int, rows: Mapping[int, int]) -> None: ...
@@ -185,6 +191,10 @@ class LayerView:
         else:
             experts = experts_in(viewed)
             yield {number: experts[number] for number in rows}
+
+    def expert_table(self, layer: int) -> ExpertTable | None:
+        viewed = self._layers[layer]
+        return self._source.expert_table(viewed) if isinstance(viewed, int) else None
 
     def ahead(self, layer: int) -> None: ...
 

@@ -38,7 +38,7 @@ from .parts.kinds import parts_of
 from .parts.kv_attention import CAPPED_SCORES, MASKED_KEYS, Visibility
 from .parts.layer_input import of_tokens
 from .parts.mlp import Mlp
-from .parts.part import LayerWeights, PassRows, as_vector
+from .parts.part import ExpertsOfLayer, LayerWeights, PassRows, as_vector
 from .parts.split_attention import SPLIT_BYTES, most_scored_keys, reason_for_formula
 from .pass_rows import MASK_ELEMENTS, PASS_ROWS, AppendedRows, JoinedRows, TextRows, chunk_rows, placed
 from .rope import Rotations
@@ -210,8 +210,9 @@ class Decoder:
         """Borrowed weights in the form that blocks use. layer: the number of their layer, if they are a layer's."""
         if layer is None:
             return LayerWeights(tensors, self.weights.scratch)
-        experts, announce = partial(self.weights.experts, layer), partial(self._announce, layer)
-        return LayerWeights(tensors, self.weights.scratch, experts, announce)
+        source = self.weights
+        lend, table = partial(source.experts, layer), partial(source.expert_table, layer)
+        return LayerWeights(tensors, source.scratch, ExpertsOfLayer(lend, table, partial(self._announce, layer)))
 
     def _announce(self, layer: int, x: Tensor) -> None:
         """Tell the source which experts the next layer that has some would use for states x [T, hidden]."""

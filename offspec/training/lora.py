@@ -33,7 +33,7 @@ from ..model.config import ModelConfig
 from ..model.cuda_graphs import is_static
 from ..model.decoder import Decoder
 from ..model.names import LAYER_PREFIX, in_layer
-from ..model.parts.part import Attending, Entries, LayerWeights, LendExperts, PassRows, RowsWithoutMemory, TextPaths
+from ..model.parts.part import Attending, Entries, ExpertsOfLayer, LayerWeights, PassRows, RowsWithoutMemory, TextPaths
 from ..model.rope import Rotations
 
 FILE_FORMAT, FILE_VERSION = "offspec draft adapter", "1"
@@ -291,7 +291,7 @@ class CausalTexts(RowsWithoutMemory):
 class AdaptedWeights(LayerWeights):
     """Weights plus `share` times their additions: x.lora_a and x.lora_b beside x.weight."""
 
-    def __init__(self, tensors: Mapping[str, Weight], share: float, experts: LendExperts | None = None) -> None:
+    def __init__(self, tensors: Mapping[str, Weight], share: float, experts: ExpertsOfLayer | None = None) -> None:
         super().__init__(tensors, experts=experts)
         self._share = share
 
@@ -337,7 +337,7 @@ class Trainee(Decoder):
         self.share = share
 
     def layer_weights(self, tensors: Mapping[str, Weight], layer: int | None = None) -> LayerWeights:
-        experts = None if layer is None else partial(self.weights.experts, layer)
+        experts = None if layer is None else ExpertsOfLayer(partial(self.weights.experts, layer))
         return AdaptedWeights(tensors, self.share, experts)
 
     def head_weights(self) -> AdaptedWeights:

@@ -53,7 +53,7 @@ UNDER_FORMATS = {"files.checkpoint", "files.gguf_types", "files.records", "param
     f"kernels.{name}"
     for name in (
         *("bf16_bits", "compiler", "encodings", "gguf_encodings", "group_quantising"),
-        *("row_product", "scaled", "triton_gguf", "triton_rows", "triton_unpack", "unpack"),
+        *("row_product", "scaled", "triton_experts", "triton_gguf", "triton_rows", "triton_unpack", "unpack"),
     )
 }
 LAB = "offspec.lab"
@@ -185,7 +185,7 @@ def test_formats_are_a_room_of_their_folder() -> None:
     under = {name.removeprefix("offspec.loaders.") for name in under if name.startswith("offspec.loaders.")}
     assert {name for name in under if not name.startswith("formats")} == UNDER_FORMATS
     within = {there for here, there in pairs if here.startswith("offspec.loaders.kernels")}
-    assert within == {f"offspec.loaders.kernels.{name}" for name in ("compiler", "encodings", "loops")}
+    assert within == {f"offspec.loaders.kernels.{name}" for name in ("compiler", "encodings", "loops", "triton_gguf")}
 
 
 def test_the_core_imports_nothing_from_the_laboratory() -> None:

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
 
 import torch
 from torch import Tensor
 
-from offspec.loaders.streaming.small_transfers import to_device
-from offspec.loaders.streaming.weights import HostExperts
+from offspec.loaders.formats.products import must_be_exact
 
 from ..config import ModelConfig
 from ..rope import RotaryEmbeddings
 from ..row_wise import row_wise
 from ..shapes import ExpertsShape, MlpNames
-from .mlp import Mlp, output_of
-from .part import LayerWeights, NativePart, PassRows, Shape, WeightsOfExperts
+from .chosen_experts import ChosenExperts
+from .mlp import Mlp
+from .part import LayerWeights, NativePart, PassRows, Shape
 
-MOST_ROWS = 512  # of several experts at a time, so that what they make of their rows stays in a cache
 LEAST_SUM = 1e-20  # that keeps a division by a sum of scores finite, as in DeepSeek's code
 
 
@@ -116,8 +115,7 @@ class Experts(NativePart):
         weights: this layer's.
         """
         chosen, _ = self.routed(self.norm(x, weights, self.config.norms_of(self.layer).before_mlp), weights)
-        numbers, counts = torch.unique(chosen, return_counts=True)
-        return dict(zip(numbers.tolist(), counts.tolist(), strict=True))
+        return Counter(chosen.flatten().tolist())
 
     def routed(self, x: Tensor, weights: LayerWeights) -> tuple[Tensor, Tensor]:
         """Normed states x [T, hidden] → the numbers [T, used] of their experts, ascending, and their fp32 scales."""
@@ -153,45 +151,12 @@ class Experts(NativePart):
 
     def mixed(self, x: Tensor, chosen: Tensor, scales: Tensor, weights: LayerWeights) -> Tensor:
         """The sum [T, hidden] of the outputs of each row's experts times their scales, by ascending numbers."""
-        num_used, places = chosen.shape[1], _places(chosen)
-        outputs = x.new_empty(len(x) * num_used, x.shape[1])
-        for group in weights.experts({number: len(where) for number, where in places.items()}):
-            is_on_host = isinstance(group, HostExperts)
-            for some in _in_parts(group, places):
-                where = torch.cat([places[number] for number in some])
-                counts = [len(places[number]) for number in some]
-                scratch = None if is_on_host else weights.scratch
-                experts = WeightsOfExperts([group[number] for number in some], counts, scratch)
-                states = x[where // num_used]
-                output = self._output(states.cpu() if is_on_host else states, experts)
-                outputs[where] = to_device(output, x.device)
-        total, *others = (outputs.view(len(x), num_used, -1) * scales[..., None]).unbind(1)
+        experts = ChosenExperts(x, chosen, self.shape, self.config.activation)
+        experts.compute(weights)
+        scaled = experts.outputs.view(*chosen.shape, -1) * scales[..., None]
+        if x.device.type != "cpu" and not must_be_exact(x):
+            return scaled.sum(1).to(x.dtype)
+        total, *others = scaled.unbind(1)  # one after another: the same bits however many rows there are
         for each in others:
             total = total + each
         return total.to(x.dtype)
-
-    def _output(self, x: Tensor, weights: LayerWeights) -> Tensor:
-        """The output [n, hidden] of rows x [n, hidden]."""
-        return output_of(x, weights, self.shape.names, self.config.activation)
-
-
-def _places(chosen: Tensor) -> dict[int, Tensor]:
-    """Each of the experts chosen [T, used] → its places among all of them, row after row."""
-    if len(chosen) == 1:
-        return dict(zip(chosen[0].tolist(), torch.arange(chosen.shape[1], device=chosen.device)[:, None], strict=True))
-    by_expert = chosen.flatten().sort(stable=True)
-    numbers, counts = torch.unique_consecutive(by_expert.values, return_counts=True)
-    return dict(zip(numbers.tolist(), torch.split(by_expert.indices, counts.tolist()), strict=True))
-
-
-def _in_parts(numbers: Iterable[int], places: Mapping[int, Tensor]) -> Iterator[list[int]]:
-    """Experts whose products are computed together: as many as have MOST_ROWS rows, at least one."""
-    part, num_rows = list[int](), 0
-    for number in numbers:
-        if part and num_rows + len(places[number]) > MOST_ROWS:
-            yield part
-            part, num_rows = [], 0
-        part.append(number)
-        num_rows += len(places[number])
-    if part:
-        yield part

@@ -82,19 +82,24 @@ def output_of(
     x: Tensor, weights: LayerWeights, names: MlpNames, activation: str, multipliers: Multipliers | None = None
 ) -> Tensor:
     """An MLP's output [T, hidden] of x [T, hidden]; with a gate it is SwiGLU or GeGLU (2002.05202)."""
+    down = weights.linear(names.down, inner_of(x, weights, names, activation, multipliers))
+    return down if multipliers is None else down * multipliers.down
+
+
+def inner_of(
+    x: Tensor, weights: LayerWeights, names: MlpNames, activation: str, multipliers: Multipliers | None = None
+) -> Tensor:
+    """An MLP's inner numbers [T, inner], which `names.down` multiplies."""
     if names.gate is None:
-        inner = row_wise(ACTIVATIONS[activation], weights.linear(names.up, x))
-    elif names.is_fused:
+        return row_wise(ACTIVATIONS[activation], weights.linear(names.up, x))
+    if names.is_fused:
         both = weights.linear(names.up, x)
         gate, up = (both[:, ::2], both[:, 1::2]) if names.is_interleaved else both.chunk(2, -1)
-        inner = gated(gate, up, activation)
-    else:
-        gate, up = weights.linears((names.gate, names.up), x)
-        if multipliers is not None:
-            gate = gate * multipliers.gate
-        inner = gated(gate, up, activation)
-    down = weights.linear(names.down, inner)
-    return down if multipliers is None else down * multipliers.down
+        return gated(gate, up, activation)
+    gate, up = weights.linears((names.gate, names.up), x)
+    if multipliers is not None:
+        gate = gate * multipliers.gate
+    return gated(gate, up, activation)
 
 
 def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:

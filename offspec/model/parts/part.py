@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from offspec.loaders.formats import Weight, dense, linear, linear_each, linear_fp32
+from offspec.loaders.formats import Chosen, ExpertTable, Weight, dense, linear, linear_each, linear_fp32
 from offspec.loaders.streaming.weights import LentExperts
 
 from ..config import ModelConfig
@@ -119,8 +119,16 @@ class RowsWithoutMemory(RowsOfText):
         """The texts, in their order."""
 
 
-LendExperts = Callable[[Mapping[int, int]], Iterator[LentExperts]]  # see `WeightSource.experts`
-Announce = Callable[[Tensor], None]
+@dataclass(frozen=True)
+class ExpertsOfLayer:
+    """A layer's experts. lend, table: see `WeightSource.experts` and `expert_table`. announce: see `LayerWeights`.
+
+    table, announce: None if they are of no use.
+    """
+
+    lend: Callable[[Mapping[int, int]], Iterator[LentExperts]]
+    table: Callable[[], ExpertTable | None] | None = None
+    announce: Callable[[Tensor], None] | None = None
 
 
 class LayerWeights:
@@ -130,27 +138,26 @@ class LayerWeights:
         self,
         tensors: Mapping[str, Weight],
         scratch: Tensor | None = None,
-        experts: LendExperts | None = None,
-        announce: Announce | None = None,
+        experts: ExpertsOfLayer | None = None,
     ) -> None:
-        """scratch: memory for a dequantised matrix, see `formats.linear`. experts: lends those of the layer.
-
-        announce: see there; None if it is of no use.
-        """
+        """scratch: memory for a dequantised matrix, see `formats.linear`."""
         self.tensors = tensors
         self.scratch = scratch
         self._experts = experts
-        self._announce = announce
 
     def experts(self, rows: Mapping[int, int]) -> Iterator[LentExperts]:
         """Groups of the layer's experts; see `WeightSource.experts`."""
         assert self._experts is not None, "weights of a layer with experts"
-        return self._experts(rows)
+        return self._experts.lend(rows)
+
+    def expert_table(self) -> ExpertTable | None:
+        """Of all experts of the layer; see `WeightSource.expert_table`."""
+        return None if self._experts is None or self._experts.table is None else self._experts.table()
 
     def announce(self, x: Tensor) -> None:
         """Call this before `experts`: the next layer's experts may be read ahead for these states x [T, hidden]."""
-        if self._announce is not None:
-            self._announce(x)
+        if self._experts is not None and self._experts.announce is not None:
+            self._experts.announce(x)
 
     def linear(self, name: str, x: Tensor) -> Tensor:
         """x [T, K] times `name.weight` [N, K], plus `name.bias` [N] if there is one → [T, N]. Keeps gradients."""
@@ -198,6 +205,32 @@ class WeightsOfExperts(LayerWeights):
             return product
         biases = (as_vector(tensors[f"{name}.bias"]).to(product.dtype) for tensors in self._each)
         return product + torch.cat([bias.expand(n, -1) for bias, n in zip(biases, self._counts, strict=True)])
+
+
+class WeightsOfChosen(LayerWeights):
+    """The weights of the experts that rows chose, in a table; rows x are T, or one for each of the R places."""
+
+    def __init__(self, table: ExpertTable, chosen: Chosen) -> None:
+        super().__init__({})
+        self._table, self._chosen = table, chosen
+
+    def linear(self, name: str, x: Tensor) -> Tensor:
+        return self.linears([name], x)[0]
+
+    def linears(self, names: Sequence[str], x: Tensor) -> list[Tensor]:
+        num_outputs = self._table.kinds[names[0]].shape[0]
+        out = x.new_empty(len(names), self._chosen.num_places, num_outputs)
+        self.multiply_to(out, names, x)
+        return list(out.unbind())
+
+    def multiply_to(self, out: Tensor, names: Sequence[str], x: Tensor) -> None:
+        """`linears` into out [names, R, N], contiguous; places whose experts the table lacks are left as they are."""
+        kinds = [self._table.kinds[name] for name in names]
+        if len(set(kinds)) == 1:
+            self._table.multiply(names, x, self._chosen, out)
+            return
+        for index, name in enumerate(names):
+            self._table.multiply([name], x, self._chosen, out[index : index + 1])
 
 
 def as_vector(weight: Weight) -> Tensor:

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from offspec.loaders.formats.on_gpu import gguf_kernels, row_kernels, triton_kernels
+from offspec.loaders.formats.on_gpu import expert_kernels, gguf_kernels, row_kernels, triton_kernels
 
 from .test_triton_gguf import SOME, TYPES
 
@@ -42,6 +42,8 @@ SPILLS = {
     ("Q3_K", RTX_3090, "fp32", 16): 16,
     ("Q3_K", RTX_4090, "fp32", 16): 16,
 }
+
+MOST_SPILLED = 16  # bytes of a thread, by products with chosen experts
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # Arguments of the kernels that unpack.
@@ -179,3 +181,32 @@ def test_rows_with_equal_bits(card: int, dtype: str, tmp_path: Path) -> None:
         if card != RTX_2080_TI:
             assert each.has_tensor_cores == (dtype != "fp32")
             assert each.stack_bytes == 0
+
+
+CHOICE = dict.fromkeys(("order", "experts", "starts", "firsts", "addresses"), "*i64")
+CHOICE |= dict.fromkeys(("num_places", "num_experts", "num_outputs", "row_blocks", "used", "step"), "i32")
+
+
+def experts() -> list[Any]:
+    """A form, a card, the rows' dtype; in the default run one of them on a 4090."""
+    defaults = {("Q4_K", RTX_4090, "bf16")}
+    kinds = [*itertools.product(TYPES, CARDS, DTYPES), *((name, card, name) for name in DTYPES for card in CARDS)]
+    return [pytest.param(*kind, marks=() if kind in defaults else pytest.mark.nightly) for kind in kinds]
+
+
+@pytest.mark.parametrize(("form", "card", "dtype"), experts())
+def test_chosen_experts(form: str, card: int, dtype: str, tmp_path: Path) -> None:
+    """Of every tile, with biases, at addresses that are multiples of 16."""
+    kernels = expert_kernels()
+    if kernels is None:
+        pytest.skip("Triton is not installed; it comes with torch's CUDA wheels")
+    arguments = {"x": f"*{dtype}", "out": f"*{dtype}", **CHOICE}
+    options = {"alignment": kernels.ALIGNED, "has_bias": True}
+    for tile in kernels.tiles_for(form, DTYPES[dtype]):
+        constants = kernels.layout_of(form).constants | tile.constants | options
+        made = compiled(kernels.experts_kernel, card, arguments, constants, tmp_path, **tile.options)
+        assert made.shared_bytes <= MOST_SHARED[card]
+        if card == RTX_2080_TI and dtype != "fp32":
+            continue
+        assert made.has_tensor_cores == (dtype != "fp32")
+        assert made.stack_bytes <= (0 if card == RTX_4090 and dtype != "fp32" else MOST_SPILLED)

@@ -91,7 +91,9 @@ def test_slots_lend_what_all_in_memory_would(model: StoredModel, num_slots: int)
         {
             layer: [{"up_proj.weight": torch.full((6000,), 100.0 * layer + n)} for n in range(EXPERTS)]
             for layer in range(LAYERS)
-        }
+        },
+        torch.float32,
+        torch.device("cpu"),
     )
     luck, reader = random.Random(num_slots), SlowReader()
     with closing(cached(model, num_slots, reader)) as source:

@@ -1,0 +1,153 @@
+"""The outputs of the experts that rows chose: on a GPU all at once by their addresses, elsewhere group by group.
+
+At once takes two launches for a layer, and no look at the choice, if all experts are there. Otherwise the host reads
+the choice once and borrows groups of experts (`WeightSource.experts`), each of which is computed at once, one expert
+after another, or on the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cached_property, partial
+
+import torch
+from torch import Tensor
+
+from offspec.loaders.formats import Chosen, ExpertTable
+from offspec.loaders.formats.on_gpu import FASTER_WAY
+from offspec.loaders.formats.products import must_be_exact
+from offspec.loaders.streaming.small_transfers import to_device
+from offspec.loaders.streaming.weights import HostExperts, LentExperts
+
+from ..shapes import ExpertsShape
+from .mlp import inner_of, output_of
+from .part import LayerWeights, WeightsOfChosen, WeightsOfExperts
+
+MOST_ROWS = 512  # of several experts at a time, so that what they make of their rows stays in a cache
+MOST_AT_ONCE = 64  # rows of an expert, on average over all; for more, unpacking its matrices once takes less time
+MOST_FETCHED = 1 << 18  # bytes of rows that the host reads together with their choice
+
+
+class ChosenExperts:
+    """`outputs` [R, hidden]: of T rows' experts, R = T·used places, row after row."""
+
+    def __init__(self, x: Tensor, numbers: Tensor, shape: ExpertsShape, activation: str) -> None:
+        """x [T, hidden]: normed states. numbers int64 [T, used]: the experts of each row, ascending."""
+        self._x, self._numbers = x, numbers
+        self._shape, self._activation = shape, activation
+        self._chosen = Chosen(numbers, shape.num)
+        self._num_used = numbers.shape[1]
+        self.outputs = x.new_empty(numbers.numel(), x.shape[1])
+
+    def compute(self, weights: LayerWeights) -> None:
+        """weights: of the layer, which lends its experts."""
+        table = weights.expert_table() if self._may_be_at_once else None
+        if table is None:
+            self._by_groups(weights, at_once=self._may_be_at_once)
+        else:
+            self._faster(table, partial(self._by_groups, weights, at_once=False))
+
+    # ---------------------------------------------------------------------------------------- at once
+
+    @property
+    def _may_be_at_once(self) -> bool:
+        """Exact rows need one order of sums, and gradients need plain products."""
+        if self._x.device.type == "cpu" or must_be_exact(self._x) or self._needs_gradients:
+            return False
+        return self._chosen.rows_of_each <= MOST_AT_ONCE
+
+    @property
+    def _needs_gradients(self) -> bool:
+        return torch.is_grad_enabled() and self._x.requires_grad
+
+    def _faster(self, table: ExpertTable, plain: Callable[[], None]) -> None:
+        """At once or by `plain`, whichever was measured to be faster on this card."""
+        kind = table.kind(self._x.dtype, self._chosen.rows_of_each)
+        FASTER_WAY.run(kind, self._x.device, partial(self._at_once, table), plain)
+
+    def _at_once(self, table: ExpertTable) -> None:
+        """Outputs of places whose experts are in the table; the inner numbers of the others mean nothing."""
+        weights = WeightsOfChosen(table.on(partial(to_device, device=self._x.device)), self._chosen)
+        inner = inner_of(self._x, weights, self._shape.names, self._activation)
+        weights.multiply_to(self.outputs[None], [self._shape.names.down], inner)
+
+    # ---------------------------------------------------------------------------------------- by groups
+
+    def _by_groups(self, weights: LayerWeights, *, at_once: bool) -> None:
+        """at_once: whether to try it for each group."""
+        for group in weights.experts({number: len(where) for number, where in self._places.items()}):
+            is_on_host = isinstance(group, HostExperts)
+            plain = partial(self._one_by_one, group, None if is_on_host else weights.scratch, is_on_host=is_on_host)
+            table = ExpertTable.of(group, self._shape.num, self._x.dtype) if at_once and not is_on_host else None
+            if table is None:
+                plain()
+            else:
+                self._faster(table, plain)
+
+    def _one_by_one(self, group: LentExperts, scratch: Tensor | None, *, is_on_host: bool) -> None:
+        for some in _in_parts(group, self._places):
+            places = torch.cat([self._places[number] for number in some])
+            rows, counts = places // self._num_used, [len(self._places[number]) for number in some]
+            experts = WeightsOfExperts([group[number] for number in some], counts, scratch)
+            if is_on_host:
+                states, there = self._rows_on_host[rows], to_device(places, self._x.device)
+            else:
+                there, rows = _both_to_device(places, rows, self._x.device)
+                states = self._x[rows]
+            output = output_of(states, experts, self._shape.names, self._activation)
+            self.outputs[there] = to_device(output, self._x.device)
+
+    @cached_property
+    def _places(self) -> dict[int, Tensor]:
+        """Each of the chosen experts → its places, on the host."""
+        return _places(self._on_host[0])
+
+    @property
+    def _rows_on_host(self) -> Tensor:
+        rows = self._on_host[1]
+        return self._x.cpu() if rows is None else rows
+
+    @cached_property
+    def _on_host(self) -> tuple[Tensor, Tensor | None]:
+        """The numbers, and the rows unless they are many, in one transfer.
+
+        The device has just computed both. Later the host would wait for experts that the device computes, too.
+        """
+        numbers, x = self._numbers, self._x
+        if x.device.type == "cpu":
+            return numbers, x
+        if self._needs_gradients or x.nbytes > MOST_FETCHED:
+            return numbers.cpu(), None
+        both = torch.cat([each.reshape(-1).view(torch.uint8) for each in (numbers, x)]).cpu()
+        first, second = torch.split(both, [numbers.nbytes, x.nbytes])
+        return first.view(numbers.dtype).view(numbers.shape), second.view(x.dtype).view(x.shape)
+
+
+def _both_to_device(places: Tensor, rows: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+    """On a device with memory of its own, in one transfer."""
+    if device.type == "cpu":
+        return places, rows
+    there, rows = to_device(torch.stack((places, rows)), device).unbind()
+    return there, rows
+
+
+def _places(chosen: Tensor) -> dict[int, Tensor]:
+    """Each of the experts chosen [T, used] → its places among all of them, row after row."""
+    if len(chosen) == 1:
+        return dict(zip(chosen[0].tolist(), torch.arange(chosen.shape[1])[:, None], strict=True))
+    by_expert = chosen.flatten().sort(stable=True)
+    numbers, counts = torch.unique_consecutive(by_expert.values, return_counts=True)
+    return dict(zip(numbers.tolist(), torch.split(by_expert.indices, counts.tolist()), strict=True))
+
+
+def _in_parts(numbers: Iterable[int], places: Mapping[int, Tensor]) -> Iterator[list[int]]:
+    """Experts whose products are computed together: as many as have MOST_ROWS rows, at least one."""
+    part, num_rows = list[int](), 0
+    for number in numbers:
+        if part and num_rows + len(places[number]) > MOST_ROWS:
+            yield part
+            part, num_rows = [], 0
+        part.append(number)
+        num_rows += len(places[number])
+    if part:
+        yield part
