@@ -66,6 +66,10 @@ class FasterWay:
                 self.kept.set(kind, device, is_kernel=kept)
         return kept
 
+    def forbid(self, kind: Hashable, device: torch.device) -> None:
+        """Do not use the kernel in this process."""
+        self._is_kernel[kind, device] = False
+
     def is_kernel(self, kind: Hashable, device: torch.device) -> bool | None:
         """Whether the kernel was chosen; None before the first choice."""
         return self._is_kernel.get((kind, device))

@@ -25,6 +25,7 @@ from .part import LayerWeights, WeightsOfChosen, WeightsOfExperts
 
 MOST_ROWS = 512  # of several experts at a time, so that what they make of their rows stays in a cache
 MOST_AT_ONCE = 64  # rows of an expert, on average over all; for more, unpacking its matrices once takes less time
+MOST_APART = 0.05  # of the largest output, between both ways: they round otherwise
 MOST_FETCHED = 1 << 18  # bytes of rows that the host reads together with their choice
 
 
@@ -61,9 +62,23 @@ class ChosenExperts:
         return torch.is_grad_enabled() and self._x.requires_grad
 
     def _faster(self, table: ExpertTable, plain: Callable[[], None]) -> None:
-        """At once or by `plain`, whichever was measured to be faster on this card."""
-        kind = table.kind(self._x.dtype, self._chosen.rows_of_each)
-        FASTER_WAY.run(kind, self._x.device, partial(self._at_once, table), plain)
+        """At once or by `plain`, whichever was measured to be faster on this card; both are compared once."""
+        kind, device = table.kind(self._x.dtype, self._chosen.rows_of_each), self._x.device
+        at_once = partial(self._at_once, table)
+        if FASTER_WAY.is_kernel(kind, device) is None and not self._agree(at_once, plain):
+            FASTER_WAY.forbid(kind, device)
+        FASTER_WAY.run(kind, device, at_once, plain)
+
+    def _agree(self, at_once: Callable[[], None], plain: Callable[[], None]) -> bool:
+        """Whether both have the same outputs, up to rounding; also where the kernel cannot be compiled."""
+        plain()
+        expected = self.outputs.float()
+        try:
+            at_once()
+        except Exception:  # noqa: BLE001 (as in `on_gpu`, which then takes the other way)
+            return True
+        distance = (self.outputs.float() - expected).abs().max()
+        return bool(distance <= MOST_APART * expected.abs().max())
 
     def _at_once(self, table: ExpertTable) -> None:
         """Outputs of places whose experts are in the table; the inner numbers of the others mean nothing."""
