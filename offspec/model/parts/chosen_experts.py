@@ -72,7 +72,7 @@ class ChosenExperts:
     def _agree(self, at_once: Callable[[], None], plain: Callable[[], None]) -> bool:
         """Whether both have the same outputs, up to rounding; also where the kernel cannot be compiled."""
         plain()
-        expected = self.outputs.float()
+        expected = self.outputs.to(torch.float32, copy=True)
         try:
             at_once()
         except Exception:  # noqa: BLE001 (as in `on_gpu`, which then takes the other way)
