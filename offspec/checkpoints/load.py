@@ -75,7 +75,9 @@ def load_decoder(
 
 
 def decoder_over(model: ModelFiles, weights: WeightSource, device: torch.device) -> Decoder:
-    """The decoder of a model with loaded weights: offspec's own, or transformers' modules."""
+    """The decoder of a model with loaded weights: offspec's own, or transformers' modules. Prepares a GPU, too."""
+    if accelerator_of(device).has_own_memory:
+        prepare_gpu()
     if isinstance(model.config, ForeignConfig):
         from ..model.transformers_decoder import ForeignDecoder  # imported here, because it imports transformers
 

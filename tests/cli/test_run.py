@@ -315,10 +315,6 @@ def test_other_lossy_ways_are_marked(accept: str, run_args: Sequence[object], of
     assert len(told["token_ids"]) == 12
 
 
-def test_lossy_acceptance_uses_one_draft(pair: Pair, run_args: Sequence[object], offspec: Offspec) -> None:
-    offspec(*run_args, "hi", "--draft", pair.target, "--accept", "mix").refusal(2, "--accept mix", "--draft")
-
-
 def test_joint_acceptance_needs_a_draft_wherever_it_was_looked_for(pair: Pair, offspec: Offspec) -> None:
     args = ("run", pair.target, "hi", "--device", "cpu", "--max-new-tokens", 2, "-q")
     for draft in ((), ("--draft", "none"), ("--draft", "lookup")):
@@ -361,7 +357,7 @@ def test_advice_is_given_once(run_args: Sequence[object], offspec: Offspec, monk
     [
         ("run", ("[default: random; --stats and --json show it]", "torch's choice")),
         ("chat", ("[default: random]",)),
-        ("bench", ("does not change the text. [default: 0]", "(offspec run --learn). Of several")),
+        ("bench", ("does not change the text. [default: 0]", "(offspec run --learn).")),
         ("plan", ("PATH|auto|mtp|shadow|head|self|lookup|none",)),
     ],
 )

@@ -200,7 +200,7 @@ def test_commands(packed: Path, tmp_path: Path, say: Callable[..., str]) -> None
     assert runs[0] == runs[1] != ""
     assert "bf16-packed" in say("plan", "builtin", *flags, "--format", LOSSLESS_FORMAT, "-q")
     (tmp_path / "prompts.txt").write_text("def area(")
-    small = ("--max-new-tokens", 8, "--temperatures", "0", "--budgets", "8", "--random-passes", 1)
+    small = ("--max-new-tokens", 8, "--temperatures", "0", "--budgets", "8")
     verified = ("--prompts", tmp_path / "prompts.txt", "--draft", "lookup", "--device", "cpu", "-q", "--json")
     assert json.loads(say("verify", packed, *verified, *small))["exact"]
     made = json.loads(say("quantize", packed, tmp_path / "back", "--format", "bf16", "-q", "--json"))
