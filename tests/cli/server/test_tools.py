@@ -394,7 +394,7 @@ def test_a_stream_has_the_arguments_in_parts(client: Client) -> None:
     events = client.stream("/v1/chat/completions", body)
     calls = [call for event in events for call in event["choices"][0]["delta"].get("tool_calls", [])]
     assert [call["function"].get("name") for call in calls] == ["get_weather", *[None] * (len(calls) - 1)]
-    assert len(calls) > 2
+    assert len(calls) >= 2, "the name, and as many parts of the arguments as there were passes"
     assert json.loads("".join(call["function"]["arguments"] for call in calls))["city"] in ("Rome", "Oslo")
     assert events[-1]["choices"][0]["finish_reason"] == "tool_calls"
 
