@@ -98,7 +98,7 @@ def small(shapes: Shapes) -> list[Part]:
             *grown,
             Part(within(name, first), ("passes", name, gib(first), FULL), 150, 60, after=ready),
             Part(f"same text {name}", ("same_text", name, gib(first)), 200, 60, after=ready),
-            *(Part(f"accelerate {name}", ("accelerate", name, gib(first)), 120, 60) for _ in range(shapes.has_peers)),
+            *([Part(f"accelerate {name}", ("accelerate", name, gib(first)), 120, 60)] if shapes.has_peers else []),
             *(Part(f"mixture {words[0]}", ("mixture", *words), 150, 60) for words in shapes.mixtures),
             Part(f"disk {name}", ("disk", name), 90, after=ready),
             Part(f"packed bf16 {name}", ("packed_bf16", name), 150, 60, after=ready),

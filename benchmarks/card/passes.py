@@ -14,7 +14,6 @@ from benchmarks.streaming import OneLayer, star
 from offspec import SpeculationParams
 from offspec.checkpoints.opening import ModelFiles
 from offspec.errors import UsageError
-from offspec.loaders.formats.on_gpu import row_kernels
 from offspec.loaders.formats.process_state import FUSED_ROWS
 from offspec.loaders.machine.gpus import find_gpu
 from offspec.loaders.machine.hardware import Rates
@@ -147,7 +146,8 @@ def _seconds_by_width(decoder: Decoder, plan: Plan, job: Job, link: float) -> di
     with decoder.weights.layer(streamed[0] if streamed else 0) as layer:  # the same layer repeatedly, without transfers
         alone = Decoder(decoder.config, OneLayer(decoder.weights, layer), dtype=decoder.dtype, device=decoder.device)
         compute = {width: pass_s(alone, width, job.repeats) for width in job.widths}
-        alone.is_exact = decoder.is_exact = has_exact_rows(decoder)
+        reason = reason_against_exactness(decoder.config, decoder.dtype, decoder.device)
+        alone.is_exact = decoder.is_exact = reason is None
         narrow = [width for width in job.widths if width <= EXACT_ROWS and decoder.is_exact]
         exact = {width: {"exact_compute_s": pass_s(alone, width, job.repeats)} for width in narrow}
     for width in narrow:
@@ -164,16 +164,6 @@ def _seconds_by_width(decoder: Decoder, plan: Plan, job: Job, link: float) -> di
         }
         for width, seconds in taken.items()
     }
-
-
-def has_exact_rows(decoder: Decoder) -> bool:
-    """Whether the device has kernels for rows with equal bits (`model.exactness`)."""
-    is_gpu = decoder.device.type == "cuda"
-    return (
-        row_kernels() is not None
-        if is_gpu
-        else reason_against_exactness(decoder.config, decoder.dtype, decoder.device) is None
-    )
 
 
 def pass_s(decoder: Decoder, width: int, repeats: int) -> float:

@@ -167,11 +167,8 @@ class DeviceExperts:
             yield self._entered(layer, here)
             self._leave(layer, here)
         for group in from_host:
-            waiting, is_idle, before = (
-                [n for n in group if n not in on_host],
-                self._copies.are_over,
-                self._copies.number,
-            )
+            waiting = [number for number in group if number not in on_host]
+            is_idle, before = self._copies.are_over, self._copies.number
             copied = self._copy_some(layer, waiting, group)
             computed = HostExperts({number: group[number].bound for number in group if number in on_host})
             if is_idle:
