@@ -278,6 +278,8 @@ class Operation:
         elif self.is_on_device:  # a kernel is given a number of the host's by its value
             given = [(value, is_write) for value, is_write in given if isinstance(value, Pretended)]
         views = [(held(value), is_write) for value, is_write in given]
+        if self.func is aten.index_copy_.default:
+            views[0] = self._indexed(views[0][0]), True
         before = {value.untyped_storage()._cdata for value, _ in views}
         made = [value for value in map(held, tensors_in(out)) if value.untyped_storage()._cdata not in before]
         if not self._goes_there:
@@ -287,6 +289,13 @@ class Operation:
                 machine.order.memory(value, self._stream.number)
             return []
         return views + [(value, True) for value in made]
+
+    def _indexed(self, table: Tensor) -> Tensor:
+        """What `index_copy_` writes of a table, where its indices follow each other; otherwise the table."""
+        dim, indices = self._args[1], held(self._args[2])
+        first, number = int(indices[0]), len(indices)
+        is_range = torch.equal(indices, torch.arange(first, first + number))
+        return table.narrow(dim, first, number) if is_range else table
 
 
 def dequantise(

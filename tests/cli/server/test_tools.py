@@ -389,12 +389,14 @@ def test_a_forced_call_that_is_cut_ends_where_it_was() -> None:
     assert ForcedCallReader().push('<tool_call>\n{"na', is_end=True) == ['<tool_call>\n{"na']
 
 
-def test_a_stream_has_the_arguments_in_parts(client: Client) -> None:
+def test_a_stream_has_the_arguments_in_parts(engine: Engine) -> None:
+    """One for each pass: of plain decoding, because a tree may guess the whole call."""
     body = {"messages": [USER], "tools": [WEATHER], "tool_choice": ONE, "max_tokens": 200}
-    events = client.stream("/v1/chat/completions", body)
+    with served(engine, speculation=SpeculationParams(0)) as (client, _):
+        events = client.stream("/v1/chat/completions", body)
     calls = [call for event in events for call in event["choices"][0]["delta"].get("tool_calls", [])]
     assert [call["function"].get("name") for call in calls] == ["get_weather", *[None] * (len(calls) - 1)]
-    assert len(calls) >= 2, "the name, and as many parts of the arguments as there were passes"
+    assert len(calls) > 2
     assert json.loads("".join(call["function"]["arguments"] for call in calls))["city"] in ("Rome", "Oslo")
     assert events[-1]["choices"][0]["finish_reason"] == "tool_calls"
 
