@@ -70,7 +70,12 @@ class _Probe:
         self.max_context = longest
         if any(b.dtype == torch.bool for layer in modules.layers for b in layer.buffers()):
             raise self.refusal("has its own masks inside its layers")
-        modules.fill_buffers(torch.device("cpu"), inside_layers=False)
+        try:
+            modules.fill_buffers(torch.device("cpu"), inside_layers=False)
+        except UnsupportedModelError:
+            raise
+        except Exception as exc:  # foreign code may raise anything
+            raise self.refusal(f"does not compute its tables ({one_line(exc)})") from exc
         _fill_parameters(modules)
 
     def refusal(self, what: str) -> UnsupportedModelError:

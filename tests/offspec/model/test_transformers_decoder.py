@@ -275,6 +275,12 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"model_type": "gpt_neo", "num_layers": 2, "attention_types": [[["global", "local"], 1]]},
         "masks",
     ),
+    "tables": (
+        GROUPED
+        | {"model_type": "gemma3n_text", "layer_types": ["full_attention"] * 2, "num_kv_shared_layers": 0}
+        | {"num_hidden_layers": 2, "vocab_size_per_layer_input": 64, "hidden_size_per_layer_input": 8},
+        "tables",
+    ),
     "encoder": ({"model_type": "bart", "is_encoder_decoder": True}, "encoder"),
     "unknown": ({"model_type": "no_such_model"}, "transformers"),
     "own code": ({"model_type": "no_such_model", "auto_map": {"AutoModelForCausalLM": "x.Y"}}, "auto_map"),
