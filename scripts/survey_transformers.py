@@ -50,10 +50,25 @@ SPECIALS = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": None}
 TINY = HEADS | LATENT | EXPERTS | CHOSEN | WIDTHS | INNER | NARROW | ROUTING | DEPTHS | KINDS | LENGTHS | SPECIALS
 
 
+_MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 16, "mamba_n_groups": 1, "mamba_chunk_size": 8}
+_HEADS_OF_STATE = {"mamba_num_heads": 8, "mamba_head_dim": 8, "ssm_state_size": 16, "n_groups": 1, "chunk_size": 8}
+_SLIDING = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "num_kv_shared_layers": 0}
+OF_TYPE: dict[str, dict[str, Any]] = {
+    "bamba": {**_MAMBA, "attn_layer_indices": [1]},
+    "gemma3n_text": {**_SLIDING, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 128},
+    "gemma4_text": {**_SLIDING, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 128},
+    "granitemoehybrid": {**_MAMBA, "layer_types": ["mamba", "attention", "mamba"]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1},
+    "mamba2": {"num_heads": 8, "head_dim": 8, "state_size": 16, "n_groups": 1, "chunk_size": 8},
+    "nemotron_h": {**_HEADS_OF_STATE, "layers_block_type": ["mamba", "attention", "mlp"]},
+    "zamba2": {**_MAMBA, "layers_block_type": ["mamba", "hybrid", "mamba"], "num_mem_blocks": 1, "adapter_rank": 8},
+}
+
+
 def tiny_config(model_type: str) -> Any:
     known = transformers.AutoConfig.for_model(model_type)
     names = {*known.to_dict(), *known.attribute_map}
-    settings = {name: value for name, value in TINY.items() if name in names}
+    settings = {name: value for name, value in TINY.items() if name in names} | OF_TYPE.get(model_type, {})
     if "kv_lora_rank" in settings:  # latents are expanded to all heads
         settings["num_key_value_heads"] = settings["num_attention_heads"]
     return transformers.AutoConfig.for_model(model_type, **settings)
