@@ -94,9 +94,9 @@ def eagle3(target: Decoder, seed: int, depth: int = 1) -> Beginning:
 
 def need_llamas_layout(kind: str, target: ModelConfig) -> None:
     """Raises UsageError for a target whose layers an EAGLE head cannot begin as."""
-    mlp = target.mlp
     is_plain = target.parts_of(target.num_layers - 1) == ("attention", "mlp") and target.norm == "rms"
-    if not is_plain or target.has_fused_qkv or mlp.gate is None or mlp.is_fused:
+    has_names = (target.attention_output, target.mlp.gate) == ("self_attn.o_proj", "mlp.gate_proj")
+    if not (is_plain and has_names) or target.has_fused_qkv or target.mlp.is_fused:
         description = f"an {kind} head needs a target of Llama's layout, not {target.model_type}"
         raise UsageError(f"{description}; {ANOTHER_HEAD}")
 

@@ -178,6 +178,10 @@ def test_what_cannot_be_trained_is_refused(tmp_path: Path) -> None:
     for kind in ("eagle3", "koala"):
         with pytest.raises(UsageError, match="norms before attention"):
             structure_of(kind)(behind, 0)
+    hybrid = build(FAMILIES["lfm2"], tmp_path / "hybrid").decoder()
+    for kind in ("eagle3", "fspad", "mtp"):
+        with refused(UsageError, "Llama's layout", "lfm2"):
+            structure_of(kind)(hybrid, 0)
     with pytest.raises(UsageError, match="a target of 4 layers, not 3"):
         structure_of("eagle3")(build(FAMILIES["llama-gqa"], tmp_path / "short").decoder(), 0)
     with pytest.raises(UsageError, match="at least 3 tokens"):

@@ -1,17 +1,25 @@
-"""Training a hybrid draft: its layers compute what they compute in a text, and have gradients."""
+"""Training a hybrid draft: its layers compute what they compute in a text, and have gradients; a head of a hybrid."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from offspec import Engine, SamplingParams, SpeculationParams
+from offspec.checkpoints.opening import ModelFiles
 from offspec.model.decoder import Decoder
 from offspec.scheduler.trees.token_tree import ROOT
+from offspec.training.distill_params import HeadParams
+from offspec.training.distillation import Teacher
+from offspec.training.heads import distill_head
 from offspec.training.lora import CausalTexts, TreeRows, hidden_states, weights_of
 
 from ...fakes import FAMILIES, build
 from ..model.test_decoder import chain_logits, random_tokens
+from ..test_hybrid_models import build as build_hybrid
 
 TOLERANCE = 1e-4
 
@@ -59,3 +67,23 @@ def test_gradients_are_those_of_differences(decoder: Decoder) -> None:
         ends.append(total().item())
         weight.add_(direction, alpha=-step)
     assert (gradient * direction).sum().item() == pytest.approx((ends[0] - ends[1]) / 4e-4, rel=0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["medusa", pytest.param("hydra", marks=pytest.mark.nightly)])
+def test_a_head_of_a_hybrid_trains_and_drafts(
+    kind: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """It reads hidden states, which layers with a state have as others do. The text is that of plain decoding."""
+    folder = build_hybrid("qwen3_5_text", tmp_path_factory)
+    params = HeadParams(steps=3, num_texts=8, text_tokens=8, batch_texts=4, num_labels=16)
+    with Engine.load(str(folder), draft="none", device="cpu", dtype="fp32") as engine:
+        teacher = Teacher(engine.target, ModelFiles.open(folder, "fp32", "cpu", []), engine.tokenizer)
+        head = distill_head(teacher, kind, params, out=tmp_path / "head")
+    with Engine.load(str(folder), draft=str(head.path), device="cpu", dtype="fp32") as engine:
+        for sampling in (SamplingParams(12, ignore_eos=True), SamplingParams(12, 1.0, seed=1, ignore_eos=True)):
+            found, expected = (
+                "".join(step.text for step in engine.generate("x = [1, 2", sampling, SpeculationParams(budget)))
+                for budget in (8, 0)
+            )
+            assert found == expected
