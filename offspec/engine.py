@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from offspec.scheduler.guessing.retrieval import SuffixIndex
-from offspec.scheduler.params import Constraint, SamplingParams, SpeculationParams
+from offspec.scheduler.params import Constraint, SamplingParams, SpeculationParams, tree_room
 from offspec.scheduler.trees.constraint import TokenConstraint
 
 from .checkpoints.opening import Note
@@ -240,6 +240,9 @@ class Engine:
         speculation.check_sampling(params)
         if speculation.is_lossy and self.draft.decoder is None:
             raise UsageError(NEEDS_DRAFT_MODEL)
+        num_nodes, most = tree_room(speculation, self.target.device.type), self.target.most_nodes
+        if most is not None and num_nodes > most:
+            raise UsageError(f"a tree of {num_nodes} nodes is too large for this model's windows; set at most {most}")
         text = self.encode(prompt)
         room = self.room_after(len(text))
         self.check_sampling(params)

@@ -14,7 +14,7 @@ from offspec.loaders.accelerators.accelerator import Accelerator, accelerator_of
 from offspec.loaders.machine.card_choices import keep_ways
 from offspec.loaders.machine.hardware import Rates, pinning_remedy, read_hardware
 from offspec.loaders.streaming.link import CopyStream
-from offspec.loaders.streaming.placement import KV_ITEM, STATES_ITEM, Item
+from offspec.loaders.streaming.placement import KV_ITEM, STATES_ITEM, WINDOWS_ITEM, Item
 from offspec.loaders.streaming.tiers import TieredWeights
 from offspec.loaders.units import format_size
 from offspec.scheduler.guessing.retrieval import SuffixIndex
@@ -139,7 +139,8 @@ class LoadedTarget:
             return
         files = plan.demand.target
         self._caches.add(cache)
-        planned = sum(item.on_device for item in plan.placement.items if item.name in (KV_ITEM, STATES_ITEM))
+        of_texts = (KV_ITEM, WINDOWS_ITEM, STATES_ITEM)
+        planned = sum(item.on_device for item in plan.placement.items if item.name in of_texts)
         needed = files.kv_bytes(num_entries - cache.num_in_beginning)
         taken = total_bytes(self._caches) + (needed if num_entries > cache.capacity else 0)
         unused = plan.placement.limits.ram - plan.placement.ram_bytes
@@ -209,7 +210,7 @@ class PlannedMemory:
         files, context = self.plan.demand.target, self.plan.context
         files = replace(files, config=files.config.for_context(context))
         decoder = decoder_over(files, self.load_weights(), self.device)
-        decoder.entries_in_ram = self.entries_in_ram()
+        decoder.entries_in_ram, decoder.forgets = self.entries_in_ram(), files.forgets
         return decoder
 
     def entries_in_ram(self) -> EntriesInRam | None:

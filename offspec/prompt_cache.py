@@ -106,8 +106,8 @@ class PromptCache:
         self._owner(TARGET, kept[TARGET]).check(file.owners[TARGET], self.path)
         stored_tokens = file.tokens[: file.lengths[TARGET]]
         number = num_common(stored_tokens, np.asarray(text[:-1], dtype=np.int64))  # the last token is always scored
-        if not kept[TARGET].can_be_cut and number < len(stored_tokens):
-            number = 0  # a state of all of the file's tokens
+        if number < kept[TARGET].least_cut(len(stored_tokens)):
+            number = 0
         if number < WORTHWHILE:
             self._tell(
                 f"{self.path} has {len(stored_tokens)} tokens, and the prompt begins otherwise; it is scored as usual"
@@ -133,7 +133,7 @@ class PromptCache:
         parts = {
             name: CachePart(self._owner(name, cache), cache, length)
             for name, cache in self._caches(caches).items()
-            if (length := cache.restorable(min(cache.length, num_tokens if cache.can_be_cut else num_tokens - 1)))
+            if (length := _num_restorable(cache, num_tokens))
         }
         if TARGET not in parts:
             return None
@@ -167,3 +167,9 @@ class PromptCache:
     def _draft_id(self) -> str | None:
         files, decoder = self._engine.draft.files, self._engine.draft.decoder
         return None if files is None or decoder is None else model_identity(files, decoder.config)
+
+
+def _num_restorable(cache: TextMemory, num_tokens: int) -> int:
+    """How many of a prompt's first tokens can be kept: all, or those before the last one, which is scored again."""
+    most = num_tokens - 1 if cache.least_cut(num_tokens) else num_tokens
+    return cache.copyable(min(cache.length, most))

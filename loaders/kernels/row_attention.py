@@ -69,6 +69,20 @@ class Visible:
         return max(singles, int(self.tiles[:, 1].max()))
 
     @cached_property
+    def begin(self) -> int:
+        """A multiple of BLOCK; no row attends to slots before it."""
+        return int(self.tiles[:, 0].min())
+
+    @cached_property
+    def from_begin(self) -> Visible:
+        """The same with slots that count from `begin`, for keys without those before it."""
+        if self.begin == 0:
+            return self
+        rows = self.rows.clone()
+        rows[:, :2] -= self.begin
+        return Visible(rows, self.tiles - self.begin, self.slots - self.begin, self.tile_rows)
+
+    @cached_property
     def first_single(self) -> int:
         """A slot from which on all keys must be given at once, because rows take some of them by themselves."""
         return int(self.slots.min()) if len(self.slots) else self.end

@@ -21,7 +21,8 @@ from ..units import format_size
 
 MAX_SLOTS, MIN_SLOTS = 3, 2
 ENTRY_SLOTS = 2  # of KV entries in RAM: of the unit in use, and of the next one
-SHADOW_ITEM, KV_ITEM, STATES_ITEM = "shadow", "KV cache", "recurrent states"
+SHADOW_ITEM, STATES_ITEM = "shadow", "recurrent states"
+KV_ITEM, WINDOWS_ITEM = "KV cache", "KV cache of windows"
 EXPERTS_ITEM = "experts"
 
 
@@ -307,9 +308,10 @@ def _place_on_gpu(
 
 def _far_entries(units: Sequence[UnitCost], streamed: Sequence[int], spare: int) -> tuple[int, ...]:
     """The streamed units whose KV entries do not fit in `spare` bytes of the device."""
-    largest = max((units[i].entry_bytes for i in streamed), default=0)
-    if not largest:
+    streamed = [i for i in streamed if units[i].entry_bytes]
+    if not streamed:
         return ()
+    largest = max(units[i].entry_bytes for i in streamed)
     num_near = min(spare // largest, len(streamed))
     near = {streamed[i] for i in spread(len(streamed), num_near)}
     return tuple(i for i in streamed if i not in near)

@@ -254,12 +254,13 @@ class KVFile:
 
         Raises CheckpointError for a damaged file; the caches stay empty then.
         """
-        views = dict[str, Tensor]()
+        views, numbers = dict[str, Tensor](), dict[str, int]()
         for name, cache in caches.items():
-            number = min(length, self.lengths[name])
+            is_whole = cache.least_cut(self.lengths[name]) > 0
+            numbers[name] = number = self.lengths[name] if is_whole else min(length, self.lengths[name])
             cache.reserve(number)
             stored = cache.stored(number)
-            self._check_shapes(name, stored, has_slots=cache.can_be_cut)
+            self._check_shapes(name, stored, has_slots=not is_whole)
             views |= {f"{name}.{index}": view for index, view in enumerate(stored)}
         try:
             with open_regular(self.path) as file:
@@ -268,7 +269,8 @@ class KVFile:
         except OSError as exc:
             raise CheckpointError(f"{self.path} cannot be read: {exc.strerror}") from exc
         for name, cache in caches.items():
-            cache.begin(min(length, self.lengths[name]))
+            cache.begin(numbers[name])
+            cache.truncate(min(length, numbers[name]))
 
     def _check_shapes(self, name: str, stored: Sequence[Tensor], *, has_slots: bool) -> None:
         """Whether the file's tensors have the shapes of these views. Raises CheckpointError.

@@ -62,13 +62,17 @@ class Note:
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """A checkpoint whose headers match its config.json, the dtype to compute in, and the format of its KV entries."""
+    """A checkpoint whose headers match its config.json, the dtype to compute in, and the format of its KV entries.
+
+    forgets: layers with a window drop KV entries outside of it (`model.memory.window_layers`).
+    """
 
     checkpoint: Checkpoint
     config: ModelConfig
     stored: StoredModel
     dtype: torch.dtype
     kv: KVFormat = PLAIN
+    forgets: bool = False
 
     @classmethod
     def open(
@@ -148,7 +152,7 @@ class ModelFiles:
 
     def kv_bytes(self, num_entries: int, layers: range | None = None) -> int:
         """Bytes of a KV cache with room for `num_entries` entries, of all layers or of `layers`."""
-        return memory_bytes(self.config, num_entries, self.dtype.itemsize, layers, self.kv)
+        return memory_bytes(self.config, num_entries, self.dtype.itemsize, layers, self.kv, forgets=self.forgets)
 
     def with_kv(self, kv: KVFormat) -> ModelFiles:
         """The same model with another format of its KV entries."""

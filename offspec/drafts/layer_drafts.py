@@ -83,7 +83,8 @@ class LayersOfTarget(ModelDraft):
             self._buffers = RoundBuffers(self.decoder)
 
     def new_caches(self, target: Decoder, num_tokens: int, num_nodes: int) -> TextCaches:
-        text = CachedDecoder(target, num_tokens + num_nodes + self.num_shared if num_tokens else 0)
+        capacity = num_tokens + num_nodes + self.num_shared if num_tokens else 0
+        text = CachedDecoder(target, capacity, keeps_all=True)
         return TextCaches(text, LayerDraftText(self.decoder, text, self._buffers), self.num_shared)
 
     def close(self) -> None:

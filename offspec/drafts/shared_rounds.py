@@ -14,7 +14,8 @@ from offspec.scheduler.pace.shared_pass import SharedPass
 
 from ..model.decoder import CachedDecoder, pass_together
 from ..model.memory.draft_window import WindowedText
-from ..model.pass_rows import CHUNK_ROWS, TextRows
+from ..model.memory.layer_memory import CHUNK_ROWS
+from ..model.pass_rows import TextRows
 from .recall import RecallingText
 
 

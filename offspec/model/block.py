@@ -66,9 +66,20 @@ def layer_shapes(config: ModelConfig, index: int = 0) -> dict[str, tuple[int, ..
     return Block(index, parts_of(config, index)).shapes
 
 
-def memory_layouts(config: ModelConfig, layers: range | None = None) -> list[tuple[MemoryLayout, ...]]:
-    """The shapes of what each layer keeps of a text, of all layers or of `layers`."""
-    return [Block(index, parts_of(config, index)).memories for index in layers or range(config.num_layers)]
+def memory_layouts(
+    config: ModelConfig, layers: range | None = None, *, forgets: bool = False
+) -> list[tuple[MemoryLayout, ...]]:
+    """The shapes of what each layer keeps of a text, of all layers or of `layers`.
+
+    forgets: layers with a window drop KV entries outside of it.
+    """
+    layouts = [Block(index, parts_of(config, index)).memories for index in layers or range(config.num_layers)]
+    return layouts if forgets else [tuple(map(of_all_entries, layer)) for layer in layouts]
+
+
+def of_all_entries(layout: MemoryLayout) -> MemoryLayout:
+    """The same layout for a layer that keeps all of its KV entries."""
+    return layout.without_window if isinstance(layout, KVLayout) else layout
 
 
 def kv_layouts(config: ModelConfig, layers: range | None = None) -> list[KVLayout | None]:
@@ -92,12 +103,17 @@ def keeps_states(config: ModelConfig) -> bool:
 
 
 def memory_bytes(
-    config: ModelConfig, num_entries: int, itemsize: int, layers: range | None = None, kv: KVFormat = PLAIN
+    config: ModelConfig,
+    num_entries: int,
+    itemsize: int,
+    layers: range | None = None,
+    kv: KVFormat = PLAIN,
+    *,
+    forgets: bool = False,
 ) -> int:
     """Bytes of a text's memory with room for `num_entries` entries, of all layers or of `layers`; KV entries as `kv`.
 
-    It equals `TextMemory.nbytes` by `Decoder.new_cache`. Layers with a sliding window need as much as others. Their old
-    entries are kept, because the text may be cut back to a position whose window contains them.
+    It equals `TextMemory.nbytes` by `Decoder.new_cache`. forgets: see `memory_layouts`.
     """
-    layouts = (layout for layer in memory_layouts(config, layers) for layout in layer)
+    layouts = (layout for layer in memory_layouts(config, layers, forgets=forgets) for layout in layer)
     return sum(kv.memory_bytes(layout, num_entries, itemsize) for layout in layouts)

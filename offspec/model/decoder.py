@@ -25,12 +25,13 @@ from offspec.scheduler.trees.token_tree import BoolArray, IntArray
 from offspec.scheduler.trees.vocabulary import Vocabulary
 
 from ..errors import CheckpointError, UnsupportedModelError
-from .block import Block, build_blocks, kv_layouts, layer_shapes
+from .block import Block, build_blocks, kv_layouts, layer_shapes, of_all_entries
 from .config import ModelConfig
 from .memory.kv_cache import MakeLayerCaches, plain_layers
 from .memory.kv_formats import PLAIN, KVFormat
 from .memory.kv_in_ram import EntriesInRam
 from .memory.text_memory import TextMemory, empty_memories
+from .memory.window_layers import most_pending
 from .names import INPUT_NORM, INPUT_PROJECTION, INPUT_TABLE, LAYER_PREFIX
 from .norms import normalize
 from .parts.experts import Experts
@@ -81,10 +82,12 @@ class Decoder:
     """A decoder of the shape `config` with the weights of `weights`.
 
     entries_in_ram: the layers whose KV entries lie in RAM, in caches made from now on; None: all are on the device.
-    is_exact: a row's results have the same bits whatever rows share its pass (`exactness`).
+    is_exact: a row's results have the same bits whatever rows share its pass (`exactness`). forgets: in caches made
+    from now on, layers with a window drop KV entries outside of it (`memory.window_layers`).
     """
 
     entries_in_ram: EntriesInRam | None = None
+    forgets = False
     is_exact = False
 
     def __init__(
@@ -109,14 +112,22 @@ class Decoder:
         self.blocks = build_blocks(config, dtype=dtype, device=device) if blocks is None else list(blocks)
         self.current_layer = 0  # the progress of a pass, for observers in other threads
 
-    def new_cache(self, layers: range | None = None) -> TextMemory:
-        """An empty memory of a text for all layers, or for `layers`."""
+    def new_cache(self, layers: range | None = None, *, forgets: bool | None = None) -> TextMemory:
+        """An empty memory of a text for all layers, or for `layers`. forgets: None is that of the decoder."""
         blocks = (self.blocks[index] for index in layers or range(len(self.blocks)))
         layouts = [(block.index, layout) for block in blocks for layout in block.memories]
+        if not (self.forgets if forgets is None else forgets):
+            layouts = [(index, of_all_entries(layout)) for index, layout in layouts]
         if self.entries_in_ram is not None:
             return self.entries_in_ram.new_cache(layouts, self.make_layer_caches, self.dtype)
         memories, numbers = empty_memories(layouts, self.make_layer_caches, self.dtype, self.device)
         return TextMemory(memories, self.device, numbers)
+
+    @property
+    def most_nodes(self) -> int | None:
+        """The most nodes of a tree behind a text; None: any number."""
+        windows = [window for window in self.config.windows if window is not None] if self.forgets else []
+        return min(map(most_pending, windows), default=None)
 
     # ---------------------------------------------------------------------------------------- a pass
 
@@ -299,11 +310,20 @@ def _attention_bytes(
 class CachedDecoder:
     """A decoder with the KV cache of one text. The scheduler uses it for target and draft."""
 
-    def __init__(self, decoder: Decoder, capacity: int = 0) -> None:
-        """capacity: entries to reserve at once, so that the cache is not copied when it grows."""
+    _keeps_all = False
+
+    def __init__(self, decoder: Decoder, capacity: int = 0, *, keeps_all: bool = False) -> None:
+        """capacity: entries to reserve at once, so that the cache is not copied when it grows.
+
+        keeps_all: no entries are dropped, because a draft reads them, too.
+        """
         self.decoder = decoder
-        self.cache = decoder.new_cache()
+        self._keeps_all = keeps_all
+        self.cache = self._new_cache()
         self.cache.reserve(capacity)
+
+    def _new_cache(self) -> TextMemory:
+        return self.decoder.new_cache(forgets=False if self._keeps_all else None)
 
     @property
     def vocabulary(self) -> Vocabulary:
@@ -398,7 +418,7 @@ class CachedDecoder:
 
     def drop(self) -> None:
         """Drop the whole text, and free its memory."""
-        self.cache = self.decoder.new_cache()
+        self.cache = self._new_cache()
 
 
 TextPass = tuple[CachedDecoder, TextRows]

@@ -93,7 +93,7 @@ class Trunk:
         self._accepted: list[int] = []
 
     def _new_cache(self) -> None:
-        self.cache = self.decoder.new_cache(self.layers)
+        self.cache = self.decoder.new_cache(self.layers, forgets=False)
         self._rounds: StaticRounds | None = None
         if self._buffers is not None:
             self._rounds = StaticRounds(self._buffers, self.cache, uses_before=USES_BEFORE_RECORDING)
@@ -194,7 +194,7 @@ class SharedTarget(CachedDecoder):
         self.decoder = trunk.decoder
         self.trunk = trunk
         self._layers = range(len(trunk.layers), trunk.decoder.config.num_layers)
-        self.cache = trunk.decoder.new_cache(self._layers)
+        self.cache = trunk.decoder.new_cache(self._layers, forgets=False)
         self._rows = np.empty(0, dtype=np.int64)  # rows in the trunk of the tree that waits for its verdict
         trunk.readers.append(self.cache)
 
@@ -235,7 +235,7 @@ class SharedTarget(CachedDecoder):
     def drop(self) -> None:
         self.trunk.drop()
         place = self.trunk.readers.index(self.cache)
-        self.cache = self.trunk.readers[place] = self.decoder.new_cache(self._layers)
+        self.cache = self.trunk.readers[place] = self.decoder.new_cache(self._layers, forgets=False)
 
 
 class SharedDraft(CachedDecoder):

@@ -18,14 +18,14 @@ from offspec.loaders.streaming.small_transfers import to_device
 from offspec.scheduler.trees.token_tree import ROOT, BoolArray, IntArray
 
 from .config import ModelConfig
+from .memory.layer_memory import CHUNK_ROWS
 from .memory.text_memory import TextMemory
-from .parts.kv_attention import KeyRange, Visibility, attend_by_parts, merge_parts
+from .parts.kv_attention import KeyRange, Visibility, attend, attend_by_parts, merge_parts
 from .parts.part import Attending, Entries, PassRows, RowsOfText
 from .parts.split_attention import KeyPart, part_attention
 from .rope import Rotations
 from .row_attention import attend_exactly, key_parts, on_device_of, visible_slots
 
-CHUNK_ROWS = 512  # rows of a long chain that go through a layer together; limits activations
 # Rows of chains in one pass; a longer prompt takes several, because hidden states of all rows are in memory. Streaming
 # the weights again takes less time than the arithmetic of so many rows. A multiple of CHUNK_ROWS: the same chunks.
 PASS_ROWS = 16 * CHUNK_ROWS
@@ -111,10 +111,13 @@ class AppendedRows(RowsOfText):
             scores = Scores(_scale(part), c.attention_cap, sinks)
             return attend_exactly(queries, self.cache, layer, visible, scores)
         is_little = group * len(queries) * (self.visibility.start + last) <= MASK_ELEMENTS
-        if most is None and self.cache.beginning is None and is_little:
-            return super().attend(part, queries, entries, first, last, sinks)
         self.store(layer, entries, first)
         scale, cap = part.config.attention_scale, part.config.attention_cap
+        if most is None and self.cache.beginning is None and is_little:
+            begin, mask = self.visibility.first_seen(first, last, part.window), self.mask(first, last, part.window)
+            keys, values = self.cache.read(layer, self.visibility.start + last, begin)
+            mask = None if mask is None else mask[:, begin:]
+            return attend(queries, keys, values, mask, scale=scale, cap=cap, sinks=sinks)
         parts = self.parts(layer, self.ranges(first, last, part.window), self.most_keys(part, queries))
         return attend_by_parts(queries, parts, scale=scale, cap=cap, sinks=sinks)
 
@@ -126,7 +129,8 @@ class AppendedRows(RowsOfText):
 
     def parts(self, layer: int, ranges: Sequence[KeyRange], most: int | None, first: int = 0) -> Iterator[KeyPart]:
         """Keys and values of these slots from `first` on in the cache's layer `layer`, at most `most` at once."""
-        for whole in (piece for each in ranges for piece in each.cut(self.cache.num_in_beginning)):
+        pieces = (piece for each in ranges for piece in each.cut(self.cache.cuts(layer, each.first, each.end)))
+        for whole in pieces:
             for each in whole.split(most or max(1, whole.end - whole.first)) if whole.first >= first else ():
                 yield KeyPart(*self.cache.read(layer, each.end, each.first), each.mask)
 

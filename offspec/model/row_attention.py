@@ -7,6 +7,7 @@ ascending order are its tokens' positions in ascending order: the committed pref
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 
 import torch
@@ -23,11 +24,12 @@ from .parts.kv_attention import Visibility
 def attend_exactly(queries: Tensor, cache: TextMemory, layer: int, visible: Visible, scores: Scores) -> Tensor:
     """Attention of queries [R, heads, D] to a layer's entries → [R, heads, D]; a row has the same bits in any pass."""
     if queries.device.type == "cpu":
-        few = key_parts(cache, layer, visible, cache.most_read(layer))
-        return attend_rows(queries, few, visible, scores)
+        few = key_parts(cache, layer, visible, cache.most_read(layer), first=visible.begin)
+        moved = (replace(part, first=part.first - visible.begin) for part in few)
+        return attend_rows(queries, moved, visible.from_begin, scores)
     kernels = row_kernels()
     assert kernels is not None, "exact rows without kernels"
-    parts = list(key_parts(cache, layer, visible, None))
+    parts = list(key_parts(cache, layer, visible, None, first=visible.begin))
     keys, values = (torch.cat(each, 1) for each in zip(*((part.keys, part.values) for part in parts), strict=True))
     rows, slots = on_device_of(visible, queries.device)
     with on_device(queries.device):
@@ -38,9 +40,10 @@ def attend_exactly(queries: Tensor, cache: TextMemory, layer: int, visible: Visi
 
 
 def on_device_of(visible: Visible, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Its rows and slots on a device, moved once."""
+    """Its rows and slots on a device, moved once; slots count from `Visible.begin`."""
     if device not in visible.moved:
-        visible.moved[device] = to_device(visible.rows, device), to_device(visible.slots, device)
+        counted = visible.from_begin
+        visible.moved[device] = to_device(counted.rows, device), to_device(counted.slots, device)
     return visible.moved[device]
 
 

@@ -79,6 +79,11 @@ class MemoryUse:
     target_entries: int = 0
     reads_all_entries: bool = False
 
+    @property
+    def is_of_target_layers(self) -> bool:
+        """Whether the target's layers draft, and read its KV entries."""
+        return bool(self.target_entries or self.num_pinned_layers)
+
 
 class MemoryUser(Protocol):
     """A feature that needs memory."""

@@ -21,6 +21,7 @@ from offspec.loaders.streaming.placement import (
     KV_ITEM,
     SHADOW_ITEM,
     STATES_ITEM,
+    WINDOWS_ITEM,
     ExpertsCost,
     ExpertTimes,
     Item,
@@ -44,6 +45,7 @@ from ..model.block import memory_layouts
 from ..model.decoder import activation_bytes
 from ..model.memory.kv_cache import KVLayout
 from ..model.memory.kv_formats import EIGHT_BIT, KV_FORMATS, KVFormat
+from ..model.memory.window_layers import most_rows
 from ..model.row_logits import HEAD_ROWS
 from ..model.transformers_config import is_of_experts
 from .attention_time import seconds_of_attention, seconds_per_element
@@ -161,8 +163,16 @@ class Plan:
     @property
     def entry_stream_bytes(self) -> int:
         """Bytes of KV entries that a pass streams beside them, behind a text as long as the context."""
-        entries, _ = _text_bytes(self.demand.target, self.context)
+        entries, _, _ = _text_bytes(self.demand.target, self.context, 1)
         return sum(entries[i] for i in self.placement.entries_in_ram)
+
+    @cached_property
+    def window_rows(self) -> int:
+        """KV entries that a text keeps at most in a layer that drops those outside of its window; 0 without these."""
+        target = self.demand.target
+        layouts = (each for layer in memory_layouts(target.config, forgets=target.forgets) for each in layer)
+        windows = (layout.window for layout in layouts if isinstance(layout, KVLayout) and layout.window is not None)
+        return max(map(most_rows, windows), default=0)
 
     def predict_pass_s(self, rates: Rates, width: int, num_tokens: int | None = None) -> float:
         """Seconds of one pass over `width` rows (chain and tree) in the steady state.
@@ -390,7 +400,7 @@ def _plan_of(room: Room, demand: Demand) -> Plan:
     A byte of entries on the device saves a pass over a full context as much as a byte of weights does, and saves less
     with shorter texts. So beyond the default context RAM is better, if the gain is worth it.
     """
-    uses = [feature.memory_use(demand.target, room) for feature in demand.features]
+    demand, uses = _with_uses(room, demand)
     may_spill = demand.limits.device is not None and room.context > DEFAULT_CONTEXT
     if not may_spill or any(use.reads_all_entries for use in uses):
         return _placed(room, demand, uses)
@@ -408,6 +418,16 @@ def _plan_of(room: Room, demand: Demand) -> Plan:
     return near
 
 
+def _with_uses(room: Room, demand: Demand) -> tuple[Demand, list[MemoryUse]]:
+    """What the features need. Layers with a window drop KV entries outside of it, unless a draft reads them, too."""
+    uses = [feature.memory_use(demand.target, room) for feature in demand.features]
+    forgets = not any(use.is_of_target_layers for use in uses)
+    if forgets == demand.target.forgets:
+        return demand, uses
+    demand = replace(demand, target=replace(demand.target, forgets=forgets))
+    return demand, [feature.memory_use(demand.target, room) for feature in demand.features]
+
+
 def _moved(plan: Plan) -> tuple[int, int]:
     """Bytes that a pass over half a context reads from disk, and brings to the device."""
     from_disk = sum(plan.layers[i].read_bytes for i in plan.placement.on_disk)
@@ -419,10 +439,12 @@ def _placed(room: Room, demand: Demand, uses: Sequence[MemoryUse], *, spills: bo
     target = demand.target
     num_entries = room.num_tokens + room.tree + sum(use.target_entries for use in uses)
     costs, items, wishes = _layer_costs(target, uses), _items(room, demand, uses), _wishes(uses)
-    entries, states = _text_bytes(target, num_entries)
+    entries, windows, states = _text_bytes(target, num_entries, room.texts)
     experts = experts_cost(target)
     if states:
         items.append(Item(STATES_ITEM, on_device=states))
+    if windows:
+        items.append(Item(WINDOWS_ITEM, on_device=windows))
     if spills:
         costs = [replace(cost, entry_bytes=nbytes) for cost, nbytes in zip(costs, entries, strict=True)]
     else:
@@ -442,14 +464,20 @@ def _placed(room: Room, demand: Demand, uses: Sequence[MemoryUse], *, spills: bo
     return Plan(demand, room, placement, tuple(costs), Work.of(target), num_entries)
 
 
-def _text_bytes(target: ModelFiles, num_entries: int) -> tuple[list[int], int]:
-    """Bytes of each layer's KV entries, and of all recurrent layers' states, which stay on the device."""
-    entries, states, itemsize = list[int](), 0, target.dtype.itemsize
-    for layer in memory_layouts(target.config):
-        sizes = {layout: target.kv.memory_bytes(layout, num_entries, itemsize) for layout in layer}
-        entries.append(sum(nbytes for layout, nbytes in sizes.items() if isinstance(layout, KVLayout)))
-        states += sum(sizes.values()) - entries[-1]
-    return entries, states
+def _text_bytes(target: ModelFiles, num_entries: int, num_texts: int) -> tuple[list[int], int, int]:
+    """Bytes of each layer's KV entries, and of what stays on the device: entries within windows, and states."""
+    entries, windows, states = list[int](), 0, 0
+    for layer in memory_layouts(target.config, forgets=target.forgets):
+        entries.append(0)
+        for layout in layer:
+            nbytes = target.kv.memory_bytes(layout, num_entries, target.dtype.itemsize, num_texts)
+            if not isinstance(layout, KVLayout):
+                states += nbytes
+            elif layout.window is None:
+                entries[-1] += nbytes
+            else:
+                windows += nbytes
+    return entries, windows, states
 
 
 def _wishes(uses: Sequence[MemoryUse]) -> Wishes:

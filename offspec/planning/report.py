@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from offspec.loaders.streaming.placement import Limits
 from offspec.loaders.units import format_quantity, format_seconds, format_size
 
@@ -26,6 +28,7 @@ def explain_plan(plan: Plan, link_bytes_per_s: float | None = None) -> list[Note
         *limits,
         context,
         *_kv_format(plan),
+        *_kv_of_windows(plan),
         *_kv_in_ram(plan),
         *_experts(plan),
         *_attention(plan),
@@ -61,6 +64,16 @@ def _kv_format(plan: Plan) -> list[Note]:
     except MemoryLimitError:
         why = "which would not fit"
     return [Note(f"{description}, {why}; {same}; set `kv_cache=16` for unchanged arithmetic", advice=True)]
+
+
+def _kv_of_windows(plan: Plan) -> list[Note]:
+    """What layers with a window keep, if that is less than the context."""
+    target, rows = plan.demand.target, plan.window_rows
+    if not rows or plan.context <= rows:
+        return []
+    sizes = [format_size(each.kv_bytes(plan.context)) for each in (target, replace(target, forgets=False))]
+    description = f"layers with a window keep {rows} KV entries of a text: {sizes[0]} instead of {sizes[1]}"
+    return [Note(f"{description}; a text that goes back further is read again")]
 
 
 def _kv_in_ram(plan: Plan) -> list[Note]:

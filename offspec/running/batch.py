@@ -24,10 +24,11 @@ from offspec.scheduler.params import max_nodes
 
 from ..errors import OffspecError
 from ..model.memory.text_caches import TextCaches
-from ..model.memory.text_memory import total_entries
+from ..model.memory.text_memory import TextMemory
 from ..model.memory.text_pool import WORTHWHILE, Ids, TextPool, num_common
 from ..planning.out_of_memory import retry_out_of_memory
 from .checked_request import CheckedRequest
+from .kv_reservation import PlannedEntries
 from .models import Models
 from .passes import run_pass
 from .request import Request
@@ -83,7 +84,7 @@ class Batch:
         self._pool = TextPool(models.new_caches, 0) if pool is None else pool
         num_nodes = max_nodes(models.device.type) if (plan := models.loaded.plan) is None else plan.tree
         self._shared = SharedPass(models.learnt.costs, num_nodes, models.learnt.overlap_switch)
-        self._num_entries = None if plan is None else plan.kv_entries
+        self._planned = None if plan is None else PlannedEntries.by(plan)
         self._waiting = WaitingLine[Ticket]()
         self._running, self._paused = list[Ticket](), list[Ticket]()  # paused: the next one to resume is the last
         self._lock = Lock()  # guards the waiting tickets
@@ -196,8 +197,9 @@ class Batch:
         if self._paused:
             request = _request(self._paused[-1])
             needed = request.kv.needed(request.kv.granted, self._num_nodes_of_next)
-            needed -= self._pool.num_shareable(np.asarray(request.text[:-1], dtype=np.int64))
-            return self._paused.pop() if not self._running or self._can_reserve(needed) else None
+            num_shared = self._pool.num_shareable(np.asarray(request.text[:-1], dtype=np.int64))
+            can_begin = not self._running or self._can_reserve(needed, num_shared=num_shared)
+            return self._paused.pop() if can_begin else None
         unscored = self._unscored_texts() if self._waiting else []
         with self._lock:
             looked_at = islice(self._waiting, LOOKAHEAD)
@@ -214,13 +216,13 @@ class Batch:
 
     def _has_entries_for(self, ticket: Ticket) -> bool:
         """Whether the plan has KV entries for a request beside those under way. Caches that are idle leave for it."""
-        if self._num_entries is None:
+        if self._planned is None:
             return True
         needed = len(ticket.checked.prompt) + self._num_nodes_of_next + self._models.draft.num_shared
-        needed -= self._pool.num_shareable(ticket.ids)
+        num_shared = self._pool.num_shareable(ticket.ids)
         if not self._models.draft.keeps_target_whole:  # idle caches that it takes over keep their size
-            needed = max(needed, self._pool.num_idle_entries)
-        return needed <= self._num_entries - self._num_used_entries
+            needed = max(needed, self._pool.num_idle_entries + num_shared)
+        return self._planned.holds(self._used_caches, needed, num_shared=num_shared)
 
     def _unscored_texts(self) -> list[tuple[Ids, int]]:
         """The texts whose prompts are being scored, and how many of their tokens are."""
@@ -276,17 +278,16 @@ class Batch:
     # ---------------------------------------------------------------------------------------- KV entries
 
     @property
-    def _num_used_entries(self) -> int:
-        return total_entries(_request(ticket).target.cache for ticket in self._running)
+    def _used_caches(self) -> list[TextMemory]:
+        return [_request(ticket).target.cache for ticket in self._running]
 
-    def _can_reserve(self, num_entries: int) -> bool:
-        """Whether this number of additional KV entries is within the plan, if necessary without idle caches."""
-        if self._num_entries is None:
+    def _can_reserve(self, wanted: int, *, now: int = 0, num_shared: int = 0) -> bool:
+        """`PlannedEntries.holds` beside the running texts, if necessary without idle caches."""
+        if self._planned is None:
             return True
-        num_free = self._num_entries - self._num_used_entries
-        if num_entries + self._pool.num_idle_entries > num_free:
+        if not self._planned.holds(self._pool.targets, wanted, now=now, num_shared=num_shared):
             self._pool.park_idle()
-        return num_entries <= num_free
+        return self._planned.holds(self._used_caches, wanted, now=now, num_shared=num_shared)
 
     def _reserve_entries(self) -> None:
         """Give every text the KV entries that it needs for the next pass; pause those that joined last if necessary."""
@@ -303,7 +304,7 @@ class Batch:
             return True
         for num_tokens in (kv.granted, len(request.text)):
             needed = kv.needed(num_tokens, num_nodes)
-            if self._can_reserve(needed - kv.num_entries) or len(self._running) == 1:
+            if self._can_reserve(needed, now=kv.num_entries) or len(self._running) == 1:
                 kv.reserve(needed)
                 return True
         return False

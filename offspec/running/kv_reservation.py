@@ -2,12 +2,47 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from dataclasses import dataclass
+
 from offspec.scheduler.params import DRAFT_ROWS, MAX_ROWS, SpeculationParams, tree_room
 
 from ..model.memory.text_caches import TextCaches
+from ..model.memory.text_memory import TextMemory, total_entries
+from ..planning.plan import Plan
 from .models import Models
 
 GRANT = 256  # new tokens for which a request that shares passes reserves KV entries at a time
+
+
+@dataclass(frozen=True)
+class PlannedEntries:
+    """KV entries that a plan has for all texts.
+
+    of_windows: of each layer that drops those outside of its window, and keeps `most_of_window` of a text.
+    """
+
+    entries: int
+    of_windows: int
+    most_of_window: int
+
+    @classmethod
+    def by(cls, plan: Plan) -> PlannedEntries:
+        return cls(plan.kv_entries, plan.room.texts * plan.window_rows, plan.window_rows)
+
+    def holds(self, texts: Collection[TextMemory], wanted: int, *, now: int = 0, num_shared: int = 0) -> bool:
+        """Whether a text may have `wanted` entries beside those of `texts`, which are its present `now` ones, too.
+
+        num_shared: of its entries, those of a beginning that others have.
+        """
+        in_windows = sum(map(self._in_window, [text.capacity for text in texts])) - self._in_window(now)
+        return (
+            total_entries(texts) - now + wanted - num_shared <= self.entries
+            and in_windows + self._in_window(wanted) <= self.of_windows
+        )
+
+    def _in_window(self, num_entries: int) -> int:
+        return min(num_entries, self.most_of_window)
 
 
 class KVReservation:

@@ -21,8 +21,9 @@ from offspec.scheduler.trees.token_tree import BoolArray, IntArray
 from offspec.scheduler.trees.verify import TargetPass, TargetStates
 from offspec.scheduler.trees.vocabulary import Vocabulary
 
+from ..memory.layer_memory import CHUNK_ROWS
 from ..parts.part import PassRows
-from ..pass_rows import CHUNK_ROWS, TextRows
+from ..pass_rows import TextRows
 from .head import Head, Inputs
 
 T = TypeVar("T")

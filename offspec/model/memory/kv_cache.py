@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Protocol, TypeAlias, TypeVar
 
@@ -22,12 +22,19 @@ from .layer_memory import Kept, LayerMemory, StateLayout
 class KVLayout:
     """The shape of a token's KV entry in one layer: a key and a value, [num_heads, head_dim] each.
 
-    has_values: False if the key is also the value, and is stored once (latent attention).
+    has_values: False if the key is also the value, and is stored once (latent attention). window: how many positions
+    back a row of a later token sees them, itself included; None: all.
     """
 
     num_heads: int
     head_dim: int
     has_values: bool = True
+    window: int | None = None
+
+    @property
+    def without_window(self) -> KVLayout:
+        """The layout of entries that are all kept."""
+        return replace(self, window=None)
 
     @property
     def num_stored(self) -> int:
@@ -80,7 +87,11 @@ class LayerCache(LayerMemory, Protocol):
 class EntriesBySlot:
     """What all caches of entries by slots have in common, as kinds of `LayerMemory`."""
 
-    can_be_cut = True
+    def least_cut(self, length: int) -> int:
+        return 0
+
+    def copyable(self, length: int) -> int:
+        return length
 
     def move(self, start: int, slots: Tensor) -> None:
         """`LayerCache.move`."""

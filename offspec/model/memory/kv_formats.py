@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .kv_cache import KVLayout, LayerCache, MemoryLayout, PlainLayers, StoredRows, neighbours
+from .window_layers import kept_rows
 
 # Numbers of keys and values that are unpacked at once: few for a CPU's caches, many for a GPU, which launches a dozen
 # kernels for each part of the keys.
@@ -235,10 +236,10 @@ class KVFormat:
         held = layout.num_stored * itemsize + self.unpacking(on_cpu=on_cpu).held
         return layout.num_heads * layout.head_dim * entries * held
 
-    def memory_bytes(self, layout: MemoryLayout, num_entries: int, itemsize: int) -> int:
-        """Bytes of one layer's memory of a text with room for `num_entries` entries."""
+    def memory_bytes(self, layout: MemoryLayout, num_entries: int, itemsize: int, num_texts: int = 1) -> int:
+        """Bytes of one layer's memory of texts with room for `num_entries` entries together."""
         if isinstance(layout, KVLayout):
-            return num_entries * self.entry_bytes(layout, itemsize)
+            return kept_rows(layout, num_entries, num_texts) * self.entry_bytes(layout, itemsize)
         return layout.nbytes(num_entries, itemsize)
 
     def layers(self, layouts: Sequence[KVLayout], dtype: torch.dtype, device: torch.device) -> list[LayerCache]:

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from torch import Tensor
 from offspec.loaders.accelerators.accelerator import DeviceEvent
 from offspec.loaders.streaming.link import CopyStream, PinnedTables
 
-from .kv_cache import EntriesBySlot, KVLayout, MakeLayerCaches, PlainLayers
+from .kv_cache import EntriesBySlot, KVLayout, MakeLayerCaches, MemoryLayout, PlainLayers
 from .kv_formats import KVFormat, PackedLayers
 from .text_memory import LayerLayout, TextMemory, empty_memories
 
@@ -153,6 +154,11 @@ def _free(copies: CopyStream, parts: Sequence[PinnedTables]) -> None:
         kept.free()
 
 
+def may_be_far(layout: MemoryLayout) -> TypeGuard[KVLayout]:
+    """Whether what a layer keeps of a text may lie in RAM: KV entries whose number grows with the text."""
+    return isinstance(layout, KVLayout) and layout.window is None
+
+
 @dataclass(frozen=True)
 class EntriesInRam:
     """The layers of a decoder whose KV entries lie in RAM, and their format."""
@@ -167,8 +173,8 @@ class EntriesInRam:
         make: for KV entries on the device.
         """
         device = self.copies.device
-        far = {n: layout for n, layout in layouts if n in self.layers and isinstance(layout, KVLayout)}
-        near = [(n, layout) for n, layout in layouts if n not in far or not isinstance(layout, KVLayout)]
+        far = {n: layout for n, layout in layouts if n in self.layers and may_be_far(layout)}
+        near = [(n, layout) for n, layout in layouts if n not in far or layout != far[n]]
         memories, numbers = empty_memories(near, make, dtype, device)
         for layout in dict.fromkeys(far.values()):
             numbers.append([number for number, other in far.items() if other == layout])

@@ -3,9 +3,10 @@
 A text has committed tokens and, behind them, pending nodes of trees. A pass appends rows. A verdict commits a path of
 pending nodes, keeps some below it, and drops the others. A text may be rewound to fewer tokens.
 
-KV entries (`kv_cache.LayerCache`) are one kind: one entry for each row, so that a text may be cut at any token. A
-recurrent state can be another kind. It is one value for all tokens so far, a node's comes from its parent's
-(`pass_rows.AppendedRows.parents`), and it goes back only to tokens where a copy of it was kept.
+KV entries (`kv_cache.LayerCache`) are one kind: one entry for each row, so that a text may be cut at any token, unless
+layers with a window have dropped old ones (`window_layers`). A recurrent state can be another kind. It is one value for
+all tokens so far, a node's comes from its parent's (`pass_rows.AppendedRows.parents`), and it goes back only to tokens
+where a copy of it was kept.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+
+CHUNK_ROWS = 512  # rows of a long chain that go through a layer together, at most; limits activations
 
 
 @dataclass(frozen=True)
@@ -53,9 +56,12 @@ class LayerMemory(Protocol):
         It does not depend on where they lie.
         """
 
-    @property
-    def can_be_cut(self) -> bool:
-        """Whether it can go back to any token, and `stored` of fewer tokens is the beginning of `stored` of more."""
+    def least_cut(self, length: int) -> int:
+        """The fewest tokens that a copy of `length` tokens can go back to.
+
+        0: `stored` of fewer tokens is the beginning of `stored` of `length` tokens. Otherwise the copy is made whole,
+        and then rewound.
+        """
 
     def reserve(self, capacity: int, in_use: int) -> None:
         """Grow to `capacity` rows, and keep the first `in_use` ones. All others read as zeros until written to.
@@ -72,11 +78,14 @@ class LayerMemory(Protocol):
     def restorable(self, length: int) -> int:
         """The largest number of first tokens, at most `length`, that `rewind` can go back to."""
 
+    def copyable(self, length: int) -> int:
+        """The largest number of first tokens, at most `length`, that `stored` can show."""
+
     def rewind(self, length: int) -> None:
         """Drop all but the first `length` tokens, a result of `restorable`."""
 
     def stored(self, layer: int, end: int) -> list[Tensor]:
-        """Everything that is stored of a layer's first `end` tokens, a result of `restorable`, as writable views.
+        """Everything that is stored of a layer's first `end` tokens, a result of `copyable`, as writable views.
 
         In an empty memory with room, they are written to and then appended: so texts are copied to other caches and to
         files, and no entry is quantised twice. They are valid until the memory is used otherwise.

@@ -95,8 +95,6 @@ class _Copy:
 class RecurrentStates:
     """The states of `num_layers` layers of one text (a `LayerMemory`)."""
 
-    can_be_cut = False
-
     def __init__(self, layout: RecurrentLayout, num_layers: int, dtype: torch.dtype, device: torch.device) -> None:
         """dtype: of the arithmetic, and of the convolution's inputs."""
         self.layout = layout
@@ -244,6 +242,12 @@ class RecurrentStates:
         if length == self._length:
             return length
         return max((copy.length for copy in self._copies if copy.length <= length), default=0)
+
+    def copyable(self, length: int) -> int:
+        return self.restorable(length)
+
+    def least_cut(self, length: int) -> int:
+        return length
 
     def rewind(self, length: int) -> None:
         self._nodes = [self._no_nodes()] * self.num_layers

@@ -7,7 +7,7 @@ Slot i of the committed prefix holds the token at position i. Pending entries fo
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import accumulate, groupby, pairwise
 from typing import TypeAlias, cast
 
@@ -19,6 +19,7 @@ from offspec.loaders.streaming.small_transfers import to_device
 from .kv_beginning import FEWEST_SHARED, Beginning, ContinuedLayers, continued, most_shared, split_off
 from .kv_cache import EntriesBySlot, KVLayout, LayerCache, MakeLayerCaches, MemoryLayout
 from .layer_memory import Kept, LayerMemory
+from .window_layers import WindowLayers
 
 LayerLayout: TypeAlias = tuple[int, MemoryLayout]  # a layer's number, and the shape of something that it keeps
 
@@ -34,12 +35,19 @@ def empty_memories(
 ) -> tuple[list[LayerMemory], list[Sequence[int]]]:
     """Empty memories for layers with these layouts, and the numbers of each one's layers.
 
-    make: for KV entries, in some format and place.
+    make: for KV entries, in some format and place. Those of a layout with a window are dropped outside of it.
     """
     layouts = list(layouts)
-    kv = {number: layout for number, layout in layouts if isinstance(layout, KVLayout)}
-    memories: list[LayerMemory] = list(make(list(kv.values()), dtype, device))
-    numbers = split(list(kv), memories)
+    entries = {number: layout for number, layout in layouts if isinstance(layout, KVLayout)}
+    whole = {number: layout for number, layout in entries.items() if layout.window is None}
+    memories: list[LayerMemory] = list(make(list(whole.values()), dtype, device))
+    numbers = split(list(whole), memories)
+    for windowed in dict.fromkeys(layout for layout in entries.values() if layout.window is not None):
+        assert windowed.window is not None
+        group = [number for number, layout in entries.items() if layout == windowed]
+        caches = make([windowed.without_window] * len(group), dtype, device)
+        numbers += split(group, caches)
+        memories += [WindowLayers(cache, windowed.window) for cache in caches]
     states = {number: layout for number, layout in layouts if not isinstance(layout, KVLayout)}
     for layout in dict.fromkeys(states.values()):
         numbers.append([number for number, other in states.items() if other == layout])
@@ -49,6 +57,11 @@ def empty_memories(
 
 def is_kv(memory: LayerMemory) -> bool:
     """Whether a memory has KV entries."""
+    return isinstance(memory, (EntriesBySlot, WindowLayers))
+
+
+def is_shareable(memory: LayerMemory) -> bool:
+    """Whether texts that begin alike can share what a memory has of their beginning."""
     return isinstance(memory, EntriesBySlot)
 
 
@@ -126,10 +139,9 @@ class TextMemory:
         """The slot of the last committed entry, -1 if there is none."""
         return self.length - 1
 
-    @property
-    def can_be_cut(self) -> bool:
-        """`LayerMemory.can_be_cut` of all layers."""
-        return all(memory.can_be_cut for memory in self._memories)
+    def least_cut(self, length: int) -> int:
+        """`LayerMemory.least_cut` of all layers."""
+        return max((memory.least_cut(length) for memory in self._memories), default=0)
 
     @property
     def nbytes(self) -> int:
@@ -178,7 +190,7 @@ class TextMemory:
 
     @torch.inference_mode(False)
     def begin_like(self, other: TextMemory, length: int, *, shares: bool) -> None:
-        """Make the first `length` tokens of `other`, a result of its `restorable`, those of this empty memory.
+        """Make the first `length` tokens of `other`, a result of its `copyable`, those of this empty memory.
 
         shares: share as many KV entries as possible, and copy the rest. The other text is between two passes.
         """
@@ -194,6 +206,8 @@ class TextMemory:
 
     def num_lendable(self, length: int) -> int:
         """How many entries a text shares with this one that begins with its first `length` tokens."""
+        if not any(map(is_shareable, self._memories)):
+            return 0
         wanted = most_shared(length)
         return wanted if wanted >= self.num_in_beginning + FEWEST_SHARED else min(wanted, self.num_in_beginning)
 
@@ -203,7 +217,7 @@ class TextMemory:
         if wanted > self.num_in_beginning:
             in_use = max(self.size, self.shared_end)
             memories = [
-                split_off(cast(LayerCache, memory), wanted, in_use, self.capacity) if is_kv(memory) else memory
+                split_off(cast(LayerCache, memory), wanted, in_use, self.capacity) if is_shareable(memory) else memory
                 for memory in self._memories
             ]
             layers = tuple(memory.beginning for memory in memories if isinstance(memory, ContinuedLayers))
@@ -215,10 +229,11 @@ class TextMemory:
         """Take `length` entries of `other`, `num_shared` of its beginning among them, and room for no more."""
         memories = list[LayerMemory]()
         for mine, others in zip(self._memories, other._memories, strict=True):
-            if is_kv(others):
+            if is_shareable(others):
                 memories.append(continued(cast(LayerCache, others), num_shared, length))
                 continue
             memories.append(mine)
+            mine.reserve(length, 0)
             for layer in range(mine.num_layers):
                 for state, copied in zip(mine.stored(layer, length), others.stored(layer, length), strict=True):
                     state.copy_(copied)
@@ -257,6 +272,12 @@ class TextMemory:
         cache, place = self.kv_of(layer)
         return cache.read(place, end, first)
 
+    def cuts(self, layer: int, first: int, end: int) -> list[int]:
+        """The slots between first and end at which `read` of one layer copies entries that do not lie side by side."""
+        cache, _ = self.kv_of(layer)
+        inside = [self.num_in_beginning] if first < self.num_in_beginning < end else []
+        return sorted({*inside, *(cache.cuts(first, end) if isinstance(cache, WindowLayers) else ())})
+
     def most_read(self, layer: int) -> int | None:
         """The number of entries to read at once, see `LayerCache`."""
         return self.kv_of(layer)[0].most_read
@@ -291,7 +312,7 @@ class TextMemory:
         if start < self.num_in_beginning:
             self._own_all()
         for memory in self._memories:
-            if memory.can_be_cut:
+            if is_kv(memory):
                 cast(LayerCache, memory).move(start, slots)
         self.positions[start : start + len(slots)] = self.positions[slots]
 
@@ -314,7 +335,16 @@ class TextMemory:
 
     def restorable(self, length: int) -> int:
         """The largest number of first tokens, at most `length`, that all layers can go back to."""
-        while (fewer := min((memory.restorable(length) for memory in self._memories), default=length)) < length:
+        return self._common(length, [memory.restorable for memory in self._memories])
+
+    def copyable(self, length: int) -> int:
+        """The largest number of first tokens, at most `length`, that another memory can copy."""
+        return self._common(length, [memory.copyable for memory in self._memories])
+
+    @staticmethod
+    def _common(length: int, of_layers: Sequence[Callable[[int], int]]) -> int:
+        """The largest number, at most `length`, that all layers allow."""
+        while (fewer := min((allowed(length) for allowed in of_layers), default=length)) < length:
             length = fewer
         return length
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from offspec.loaders.accelerators.accelerator import accelerator_of
 
@@ -32,18 +31,22 @@ class Entries:
 
     def __init__(self, cache: TextMemory) -> None:
         self.length = cache.length
-        self._can_be_cut = cache.can_be_cut
+        self._least = cache.least_cut(cache.length)
         self._stored = [view.to("cpu", copy=True) for view in cache.stored(self.length)]
 
     def restorable(self, length: int) -> int:
-        """`TextMemory.restorable`."""
-        if self._can_be_cut:
-            return min(length, self.length)
-        return self.length if length >= self.length else 0
+        """The largest number of first tokens, at most `length`, with which a text can begin."""
+        length = min(length, self.length)
+        return length if length >= self._least else 0
 
-    def stored(self, end: int) -> Sequence[Tensor]:
-        """`TextMemory.stored` of the first `end` tokens."""
-        return [view[..., :end, :] for view in self._stored] if self._can_be_cut else self._stored
+    def begin(self, cache: TextMemory, length: int) -> None:
+        """Make the first `length` tokens, a result of `restorable`, those of an empty cache."""
+        num_copied = self.length if self._least else length
+        cache.reserve(num_copied)
+        for mine, others in zip(cache.stored(num_copied), self._stored, strict=True):
+            mine.copy_(others if self._least else others[..., :length, :])
+        cache.begin(num_copied)
+        cache.truncate(length)
 
 
 @dataclass(frozen=True)
@@ -97,7 +100,12 @@ class TextPool:
     @property
     def num_idle_entries(self) -> int:
         """KV entries of the target that no request uses."""
-        return total_entries(_target_caches((*self._used, *self._free))) - self.num_entries
+        return total_entries(self.targets) - self.num_entries
+
+    @property
+    def targets(self) -> list[TextMemory]:
+        """The target's caches of requests and of texts whose requests are over."""
+        return _target_caches((*self._used, *self._free))
 
     def park_idle(self) -> None:
         """Free the caches that no request uses, because running requests need their room."""
@@ -172,8 +180,10 @@ class TextPool:
         """Copy a text's entries to RAM, unless it is short, or too long, or a parked text begins with it."""
         ids = _ids(caches)
         held = [cache for cache in (caches.target.cache, own_cache(caches.draft)) if cache is not None]
-        nbytes = sum(_entry_bytes(cache) * cache.length for cache in held)
-        if len(ids) < WORTHWHILE or nbytes > self._most_bytes or not has_all_entries(caches):
+        if len(ids) < WORTHWHILE or not has_all_entries(caches):
+            return
+        nbytes = sum(view.nbytes for cache in held for view in cache.stored(cache.length))
+        if nbytes > self._most_bytes or any(cache.copyable(cache.length) < cache.length for cache in held):
             return
         if any(num_common(parked.ids, ids) == len(ids) for parked in self._parked):
             return
@@ -190,8 +200,8 @@ def _ids(caches: TextCaches) -> Ids:
 
 
 def _num_restorable(caches: TextCaches, wanted: Ids) -> int:
-    """How many first tokens of `wanted` the target's cache can go back to."""
-    return caches.target.cache.restorable(num_common(_ids(caches), wanted))
+    """How many first tokens of `wanted` can be copied from the target's cache."""
+    return caches.target.cache.copyable(num_common(_ids(caches), wanted))
 
 
 def _target_caches(texts: Iterable[TextCaches]) -> list[TextMemory]:
@@ -207,10 +217,6 @@ def num_common(one: Ids, other: Ids) -> int:
     length = min(len(one), len(other))
     differs = one[:length] != other[:length]
     return int(differs.argmax()) if differs.any() else length
-
-
-def _entry_bytes(cache: TextMemory) -> int:
-    return cache.nbytes // max(cache.capacity, 1)
 
 
 def has_all_entries(caches: TextCaches) -> bool:
@@ -241,7 +247,11 @@ def _fill(caches: TextCaches, source: ParkedText | TextCaches | None, ids: Ids) 
     if (cache := own_cache(caches.draft)) is not None and draft is not None:
         texts = (_whole_text(caches.draft), _whole_text(None if isinstance(source, ParkedText) else source.draft))
         shares = all(map(_shares, texts))
-        _copy(cache, draft, draft.restorable(min(len(ids), draft.length)), shares=shares)
+        _copy(cache, draft, _copyable(draft, min(len(ids), draft.length)), shares=shares)
+
+
+def _copyable(entries: Entries | TextMemory, length: int) -> int:
+    return entries.restorable(length) if isinstance(entries, Entries) else entries.copyable(length)
 
 
 def _shares(text: CachedDecoder | None) -> bool:
@@ -259,8 +269,5 @@ def _copy(cache: TextMemory, other: Entries | TextMemory, length: int, *, shares
     """Make the first `length` entries of `other` those of an empty cache. shares: see `TextMemory.begin_like`."""
     if isinstance(other, TextMemory):
         cache.begin_like(other, length, shares=shares)
-        return
-    cache.reserve(length)
-    for mine, others in zip(cache.stored(length), other.stored(length), strict=True):
-        mine.copy_(others)
-    cache.begin(length)
+    else:
+        other.begin(cache, length)

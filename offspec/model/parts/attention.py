@@ -29,7 +29,9 @@ class Attention(NativePart):
         self.shape = shape = config.shape_of(layer)
         self.entries_of = layer if shape.entries_of is None else shape.entries_of
         if self.has_entries:
-            self.memory = KVLayout(shape.num_kv_heads, shape.head_dim)
+            # A layer that others attend to keeps all entries: they do so after the last rows of a pass.
+            is_read_later = any(other.entries_of == layer for other in config.shapes)
+            self.memory = KVLayout(shape.num_kv_heads, shape.head_dim, window=None if is_read_later else self.window)
         rope = config.rope_of(layer)
         self.rotary = None if rope is None or rotaries is None else rotaries.of(rope, config.rotary_dim_of(layer))
 

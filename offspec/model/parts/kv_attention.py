@@ -10,8 +10,9 @@ its own ancestors).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -36,11 +37,9 @@ class KeyRange:
         for first in range(self.first, self.end, most):
             yield self._part(first, min(first + most, self.end))
 
-    def cut(self, slot: int) -> list[KeyRange]:
-        """The parts before `slot` and from it on."""
-        if not self.first < slot < self.end:
-            return [self]
-        return [self._part(self.first, slot), self._part(slot, self.end)]
+    def cut(self, slots: Sequence[int]) -> list[KeyRange]:
+        """The parts between these slots, which are inside and ascending."""
+        return [self._part(first, end) for first, end in pairwise((self.first, *slots, self.end))]
 
     def _part(self, first: int, end: int) -> KeyRange:
         mask = None if self.mask is None else self.mask[:, first - self.first : end - self.first]
@@ -71,13 +70,17 @@ class Visibility:
         """The number of first slots whose tokens precede all rows from `first` on."""
         return min(self.start + first, self.region)
 
+    def first_seen(self, first: int, last: int, window: int | None) -> int:
+        """The first slot that one of the rows first .. last may attend to."""
+        if window is None or self.start + last <= window:
+            return 0
+        return max(0, self.num_certain(first) - window + 1)
+
     def ranges(self, first: int, last: int, window: int | None) -> list[KeyRange]:
         """The keys that rows first .. last attend to: those that all of them do, then a few with masks."""
         end, certain = self.start + last, self.num_certain(first)
-        if window is None or end <= window:
-            begin, free = 0, certain
-        else:
-            begin = free = max(0, certain - window + 1)
+        begin = self.first_seen(first, last, window)
+        free = certain if window is None or end <= window else begin
         key_ranges = [KeyRange(begin, free, None)] if begin < free else []
         for at in range(free, end, MASKED_KEYS):
             until = min(at + MASKED_KEYS, end)

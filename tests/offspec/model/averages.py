@@ -36,7 +36,13 @@ class AverageLayout:
 class Averages:
     """The states of layers: after the committed tokens, with copies at earlier ones, and after each pending node."""
 
-    can_be_cut, format = False, "averages"
+    format = "averages"
+
+    def least_cut(self, length: int) -> int:
+        return length
+
+    def copyable(self, length: int) -> int:
+        return self.restorable(length)
 
     def __init__(self, zero: Tensor) -> None:
         """zero: the states [layers, width] before the first token."""
