@@ -84,7 +84,9 @@ class ModelDraft(Draft):
     def new_text(self, num_tokens: int) -> DraftText:
         """An empty text of the draft, with room for `num_tokens` of the target's tokens and for pending nodes."""
         drafted = self._num_entries(num_tokens) + MAX_ROWS if num_tokens else 0
-        cached = CachedDecoder(self.decoder, drafted) if self.graphs is None else self.graphs.text(drafted)
+        cached = (
+            CachedDecoder(self.decoder, drafted, keeps_all=True) if self.graphs is None else self.graphs.text(drafted)
+        )
         text = WindowedText(cached, self.window) if self.window or self.tries_window else cached
         return text if self.other is None else self.other.text(text)
 

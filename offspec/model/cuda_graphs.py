@@ -311,7 +311,7 @@ class TreeGraphs:
         """decoder: must be `is_static`. capacity: entries to reserve at the first text."""
         self.decoder = decoder
         self._capacity = capacity
-        self.rounds = StaticRounds(RoundBuffers(decoder, record), decoder.new_cache())
+        self.rounds = StaticRounds(RoundBuffers(decoder, record), decoder.new_cache(forgets=False))
         self._borrower: ReferenceType[StaticText] | None = None
 
     @property
@@ -331,7 +331,7 @@ class TreeGraphs:
     def text(self, room: int) -> CachedDecoder:
         """An empty text with room for `room` entries; it has its own cache if another text still uses this one."""
         if self._borrower is not None and self._borrower() is not None:
-            return CachedDecoder(self.decoder, room)
+            return CachedDecoder(self.decoder, room, keeps_all=True)
         self.cache.truncate(0)
         self.cache.num_dropped = 0
         self.cache.reserve(max(room, self._capacity))
@@ -343,7 +343,7 @@ class TreeGraphs:
     def close(self) -> None:
         """Free graphs and cache; texts cannot be used afterwards."""
         self.rounds.close()
-        self.rounds.cache = self.decoder.new_cache()
+        self.rounds.cache = self.decoder.new_cache(forgets=False)
 
 
 def _width(num_rows: int) -> int:

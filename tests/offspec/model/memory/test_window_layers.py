@@ -20,6 +20,7 @@ from offspec.loaders.streaming.placement import KV_ITEM, WINDOWS_ITEM, Limits
 from offspec.loading import LoadedTarget
 from offspec.model.block import memory_bytes
 from offspec.model.config import read_config
+from offspec.model.cuda_graphs import TreeGraphs
 from offspec.model.decoder import CachedDecoder, Decoder, score_together
 from offspec.model.memory import window_layers
 from offspec.model.memory.kv_formats import EIGHT_BIT, PLAIN, KVFormat
@@ -294,6 +295,14 @@ def test_plans_count_what_windows_keep(tmp_path: Path) -> None:
 class ReadsEntries:
     def memory_use(self, target: ModelFiles, room: Room) -> MemoryUse:
         return MemoryUse(target_entries=100)
+
+
+def test_a_draft_keeps_all_entries(tiny_model: GetModel) -> None:
+    """Its rounds have static shapes, and its own window drops entries by moving others."""
+    decoder = forgetting(tiny_model("gemma2").decoder())
+    for text in (TreeGraphs(decoder, 100).text(100), ModelDraft(decoder, "draft").new_text(100)):
+        assert isinstance(text, CachedDecoder)
+        assert not any(isinstance(text.cache.kv_of(layer)[0], WindowLayers) for layer in range(2))
 
 
 def test_a_tree_that_is_too_large_for_the_entries_is_refused(tiny_model: GetModel, tokenizer: Tokenizer) -> None:
