@@ -272,10 +272,10 @@ def test_nemotron_hs_layers_may_be_letters() -> None:
 @pytest.mark.parametrize("limit", [{"__float__": "Infinity"}, math.inf, None])
 def test_the_steps_of_mamba2_may_be_without_limit(limit: object) -> None:
     """transformers 5 writes the first; JSON of Python's the second; early files have no such key."""
-    config = GRANITE_H | {"time_step_limit": None if limit is None else [0.0, limit]}
-    mamba = read_config(config).mamba
-    assert mamba is not None
-    assert mamba.step_limits == (0.0, math.inf)
+    for config in (GRANITE_H, FALCON_H1):
+        mamba = read_config(config | {"time_step_limit": None if limit is None else [0.0, limit]}).mamba
+        assert mamba is not None
+        assert mamba.step_limits == (0.0, math.inf)
 
 
 def test_experts_of_nemotron_h_are_refused() -> None:
