@@ -348,10 +348,13 @@ def dflash_tensors() -> dict[str, Tensor]:
     return random_tensors(shapes)
 
 
-def dflash_states(tensors: Mapping[str, Tensor], states: Tensor, block: Tensor) -> Tensor:
-    """States [B - 1, hidden] for the block's tokens after its first (z-lab/dflash, dflash.py, without its cache).
+def dflash_states(
+    tensors: Mapping[str, Tensor], states: Tensor, block: Tensor, window: int | None = None, *, is_causal: bool = False
+) -> Tensor:
+    """States [B - 1, hidden] for the block's tokens after its first (z-lab/dflash, model.py, without its cache).
 
-    states [T, 3 * hidden]: the target's. block [B, hidden]: embeddings of the text's last token and of masks.
+    states [T, 3 * hidden]: the target's. block [B, hidden]: embeddings of the text's last token and of masks. window,
+    is_causal: of the second layer.
     """
     context = _norm(states @ tensors["fc.weight"].T, tensors["hidden_norm.weight"])
     length, dim, x = len(context) + len(block), 8, block
@@ -370,8 +373,12 @@ def dflash_states(tensors: Mapping[str, Tensor], states: Tensor, block: Tensor) 
         k, v = ((both @ w[f"self_attn.{name}_proj.weight"].T).view(length, 2, dim) for name in "kv")
         q = turned(_norm(q, w["self_attn.q_norm.weight"]).transpose(0, 1), len(context))
         k = turned(_norm(k, w["self_attn.k_norm.weight"]).transpose(0, 1), 0).repeat_interleave(2, 0)
-        shares = (q @ k.transpose(1, 2) / dim**0.5).softmax(-1)
-        out = shares @ v.transpose(0, 1).repeat_interleave(2, 0)
+        scores = q @ k.transpose(1, 2) / dim**0.5
+        if layer == 1:
+            behind = torch.arange(len(context), length)[:, None] - torch.arange(length)
+            scores[:, (behind < 0 if is_causal else behind <= -(window or length))] = -torch.inf
+            scores[:, behind >= (window or length)] = -torch.inf
+        out = scores.softmax(-1) @ v.transpose(0, 1).repeat_interleave(2, 0)
         x = x + out.transpose(0, 1).reshape(len(block), -1) @ w["self_attn.o_proj.weight"].T
         inner = _norm(x, w["post_attention_layernorm.weight"])
         gate, up = (inner @ w[f"mlp.{name}_proj.weight"].T for name in ("gate", "up"))

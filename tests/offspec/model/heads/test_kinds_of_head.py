@@ -231,8 +231,30 @@ SPECULATORS_DFLASH = {
 }
 
 
-@pytest.mark.parametrize("config", [DFLASH_CONFIG, SPECULATORS_DFLASH], ids=["z-lab", "Speculators"])
-def test_logits_of_dflash(config: dict[str, Any], tmp_path: Path, target_files: ModelFiles, target: Decoder) -> None:
+WINDOWED_DFLASH = {
+    **DFLASH_CONFIG,
+    "use_sliding_window": True,
+    "sliding_window": 3,
+    "layer_types": ["full_attention", "sliding_attention"],
+}
+SCALES = {"input_embedding_scale": 2.0, "output_multiplier": 0.5, "final_logit_softcapping": 1.5}
+SCALED_DFLASH = {**DFLASH_CONFIG, "dflash_config": {**DFLASH_CONFIG["dflash_config"], **SCALES}}  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize(
+    ("config", "seen"),
+    [
+        (DFLASH_CONFIG, {}),
+        (SPECULATORS_DFLASH, {}),
+        (SCALED_DFLASH, {}),
+        (WINDOWED_DFLASH, {"window": 3, "is_causal": True}),
+        ({**WINDOWED_DFLASH, "is_causal": False}, {"window": 3}),
+    ],
+    ids=["z-lab", "Speculators", "scales", "window", "window-both-ways"],
+)
+def test_logits_of_dflash(
+    config: dict[str, Any], seen: dict[str, Any], tmp_path: Path, target_files: ModelFiles, target: Decoder
+) -> None:
     """A block behind a text that came in two passes: every place of the block has its own distribution."""
     tensors = dflash_tensors()
     folder = write_folder(tmp_path, config, tensors)
@@ -249,8 +271,10 @@ def test_logits_of_dflash(config: dict[str, Any], tmp_path: Path, target_files: 
         parents = [-1, 0, 1, 2][:depth]
         found.append(text.score([], np.array([40 + depth]), np.array([depth]), tree_mask(parents, depth - 1)))
     assert text.max_context == len(tokens) + 5, "five tokens can be predicted"
-    block = target.embed(torch.tensor([tokens[9], 7, 7, 7, 7, 7]))
-    expected = target.linear_logits(dflash_states(tensors, states, block))
+    block = target.embed(torch.tensor([tokens[9], 7, 7, 7, 7, 7])) * (2 if config is SCALED_DFLASH else 1)
+    expected = target.linear_logits(dflash_states(tensors, states, block, **seen))
+    if config is SCALED_DFLASH:
+        expected = 1.5 * torch.tanh(0.5 * expected / 1.5)
     torch.testing.assert_close(torch.cat(found), expected, atol=1e-4, rtol=1e-4)
 
 
