@@ -20,5 +20,6 @@ METHODS: dict[str, dict[str, str]] = {
     "head to train": {
         name: f"offspec.lab.head_structures:{name}"
         for name in ("medusa", "hydra", "recurrent", "mlp", "clover", "clover2", "koala", "amphista", "fspad", "mtp")
+        + ("dflash",)
     },
 }
