@@ -199,7 +199,7 @@ def _folder(request: OpenRequest) -> Path:
     kind, _, head_name = request.options.draft.partition(":")
     if kind != NAME:
         path = locate(request.options.draft, None, "draft")
-        is_here = any((path / name).is_file() for name in (*SAFETENSORS, INDEX_FILE, *PICKLES))
+        is_here = path.is_file() or any((path / name).is_file() for name in (*SAFETENSORS, INDEX_FILE, *PICKLES))
         return path if is_here else resolve_files(request.options.draft, [CONFIG_FILE, *SAFETENSORS, *PICKLES])
     refuse_foreign(request.target.config, "a head")
     if not has_weights(request.target):

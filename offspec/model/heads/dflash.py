@@ -43,7 +43,7 @@ ENTRY = "dflash_config"
 class BlockShape:
     """A head's shape. size: rows of a block, the first of which is the text's last token. mask: the others' token.
 
-    embedding_scale: of the rows' embeddings. is_causal: whether a row sees none behind it; None: in layers with windows.
+    embedding_scale: of the rows' embeddings. is_causal: a row sees none behind it; None: in layers with windows.
     """
 
     config: ModelConfig
@@ -89,7 +89,7 @@ class BlockRows(RowsOfText):
 
 
 class FilledRows(PassRows, Protocol):
-    """The rows of blocks. text_rotations: of the new rows of the texts before them; `store` takes these rows' entries."""
+    """The rows of blocks. text_rotations: of the new rows of the texts before them, whose entries `store` takes."""
 
     @property
     def text_rotations(self) -> Rotations: ...
