@@ -21,8 +21,9 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from offspec.loaders.files.checkpoint import TensorInfo, reading, show
+from offspec.loaders.files.checkpoint import Checkpoint, TensorInfo, reading, show
 from offspec.loaders.files.gguf_file import is_gguf, read_model
+from offspec.loaders.files.mistral_folder import MistralFolder
 from offspec.loaders.files.safetensors_folder import (
     CONFIG_FILE,
     INDEX_FILE,
@@ -49,14 +50,16 @@ from ..model.heads.medusa import medusa_name, medusa_spec
 from ..model.heads.mlp import mlp_name, mlp_spec
 from ..model.heads.mtp import PREFIX as MTP_PREFIX
 from ..model.heads.mtp import mtp_name, mtp_spec, num_promised
-from . import gguf
+from . import gguf, mistral
 from .exit_layers import data_file, has_weights, refuse_foreign
 from .from_config import weights_from_shapes
+from .mistral import EAGLE_FC
 from .opening import ModelFiles, have_equal_bytes
 from .pickles import read_pickle
 
 SAFETENSORS = (SINGLE_FILE, "medusa_lm_head.safetensors", "hydra_lm_head.safetensors")
 PICKLES = ("pytorch_model.bin", "medusa_lm_head.pt", "hydra_lm_head.pt")
+MISTRAL = MistralFolder()
 INTEGERS = {"I64": np.int64, "I32": np.int32}
 TABLES = (TO_TARGET,)  # tensors of integers, by a `Head`'s names
 MTP_FORM = "bf16"  # of an MTP layer in a plan without weights
@@ -285,6 +288,8 @@ def is_head(path: Path) -> bool:
     try:
         if is_gguf(path):
             return gguf.is_head(read_model(path, headers_only=True))
+        if MISTRAL.recognises(path):
+            return EAGLE_FC in mistral.translated(MISTRAL.open(path)).tensors
         config = _read_config(path)
         return (layout_of(config, ()) or layout_of(config, _listed(path)[0])) is not None
     except CheckpointError:
@@ -339,10 +344,14 @@ def find_head(target: ModelFiles, kind: str = "") -> Path:
 
 def _opened(path: Path) -> tuple[Json, Listed, Sequence[WeightFormat] | None]:
     """config.json, all tensors by the names in the files, and the weight formats; see `_listed` for the errors."""
+    checkpoint: Checkpoint
     if is_gguf(path):
         checkpoint = gguf.translated_head(read_model(path))
-        return checkpoint.config, checkpoint.tensors, formats_in(checkpoint)
-    return _read_config(path), *_listed(path)
+    elif MISTRAL.recognises(path):
+        checkpoint = mistral.translated(MISTRAL.open(path))
+    else:
+        return _read_config(path), *_listed(path)
+    return checkpoint.config, checkpoint.tensors, formats_in(checkpoint)
 
 
 def _read_config(path: Path) -> dict[str, Any]:

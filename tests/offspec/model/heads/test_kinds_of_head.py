@@ -34,6 +34,7 @@ from offspec.scheduler.trees.verify import TargetPass, Verdict
 
 from ....fakes import CPU
 from ....pair import build_pair
+from ...checkpoints.test_mistral import write_mistral
 from .head_twins import (
     CLOVER2_CONFIG,
     DFLASH_CONFIG,
@@ -135,6 +136,20 @@ def test_logits_equal_the_reference(layout: str, tmp_path: Path, target_files: M
     flags = {name: bool(config.get(name)) for name in ("norm_before_residual", "norm_output")}
     twin = FspadTwin(tensors, target) if layout == "FSPAD" else EagleTwin(version, tensors, target, **flags)
     check_logits(head, twin, 32 * (3 if version == 3 else 1))
+
+
+def test_logits_of_mistrals_eagle(tmp_path: Path, target_files: ModelFiles, target: Decoder) -> None:
+    """In its own layout: EAGLE-1 with a whole layer, and a norm behind it."""
+    tensors = eagle_tensors(1, layer="layers.0", has_norms=True)
+    del tensors["fc.bias"]
+    stored = {**tensors, "eagle_linear.weight": tensors["fc.weight"]}
+    rope = {"rope_theta": 10000.0, "rope_type": "default"}
+    config = {**EAGLE_CONFIG, "rope_parameters": rope, "tie_word_embeddings": False, "sliding_window": None}
+    folder = write_mistral(tmp_path / "head", config, {name: t for name, t in stored.items() if name != "fc.weight"})
+    assert is_head(folder)
+    files = HeadFiles.open(folder, target_files.config)
+    head = files.spec.make(files.load(torch.float32, CPU), target)
+    check_logits(head, EagleTwin(1, {**tensors, "fc.bias": torch.zeros(32)}, target), 32)
 
 
 def check_logits(head: Head, twin: Any, width: int) -> None:
