@@ -247,16 +247,24 @@ MARKS = {
     DFLASH_ENTRY: "dflash",
 }  # a key of config.json → the kind
 NAMED_KINDS = Methods("kind of head", "medusa", "mlp_speculator")  # named by OWN_KIND, or by model_type
+ASSISTANTS = ("gemma4_assistant", "gemma4_unified_assistant")  # Gemma 4's drafts
 MARKING_TENSORS = Methods("tensor of a head", "fc.fc.weight")  # that only one kind has: FSPAD's, and others'
 TARGET_KEY = "offspec_target"  # the key of the target's fingerprint, in heads that offspec trained
 OWN_KIND = "offspec_head"  # the key of kinds that nobody else publishes
 
 
 def layout_of(config: Json, names: Iterable[str]) -> Layout | None:
-    """The layout of a head's files by their config.json, or by their tensors where it says nothing; None: no head."""
+    """The layout of a head's files by their config.json, or by their tensors where it says nothing; None: no head.
+
+    Raises UnsupportedModelError for a draft of another kind.
+    """
     if (kind := next((kind for key, kind in MARKS.items() if key in config), None)) is not None:
         return LAYOUTS[HYDRA_PREFIX if config.get("hydra_head_arch") == "prefix-mlp" else kind]
     named = config.get(OWN_KIND, config.get("model_type"))
+    if named in ASSISTANTS:
+        raise UnsupportedModelError(
+            f"{named} reads the target's keys and values, which offspec does not support; choose another draft"
+        )
     if named in NAMED_KINDS:
         return _layout(NAMED_KINDS, str(named), str(named))
     names = set(names)
