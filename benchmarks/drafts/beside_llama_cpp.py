@@ -16,7 +16,7 @@ import os
 import sys
 import tempfile
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -65,15 +65,17 @@ class Counts(NamedTuple):
 
 
 def write_head(
-    file: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor], vocabulary: Sequence[str], num_layers: int
+    file: Path,
+    config: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    num_layers: int,
+    add_vocabulary: Callable[[gguf.GGUFWriter], None],
 ) -> Path:
-    """A head as llama.cpp's conversion writes it, in fp32. vocabulary, num_layers: of its target."""
+    """A head as llama.cpp's conversion writes it, in fp32. num_layers, add_vocabulary: of its target."""
     kind = "dflash" if "dflash_config" in config else "eagle3"
     writer = gguf.GGUFWriter(str(file), kind)
     gguf_file.describe(writer, dict(config))
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
-    writer.add_token_list(list(vocabulary))
+    add_vocabulary(writer)
     if kind == "dflash":
         settings = config["dflash_config"]
         writer.add_uint32("dflash.block_size", config["block_size"])
@@ -117,11 +119,15 @@ def written(head: Path, folder: Path) -> tuple[Path, Path]:
     source = builtin.path("target")
     target = folder / "target.gguf"
     gguf_file.write(source, target, "bf16")
-    tokens = gguf.GGUFReader(target).fields["tokenizer.ggml.tokens"].contents()
     config, target_config = (json.loads((place / "config.json").read_text()) for place in (head, source))
-    tensors = load_file(head / "model.safetensors")
-    num_layers = target_config["num_hidden_layers"]
-    return target, write_head(folder / "head.gguf", config, tensors, tokens, num_layers)
+    tokenizer = json.loads((source / "tokenizer.json").read_text())
+    return target, write_head(
+        folder / "head.gguf",
+        config,
+        load_file(head / "model.safetensors"),
+        target_config["num_hidden_layers"],
+        lambda writer: gguf_file.add_vocabulary(writer, tokenizer, target_config),
+    )
 
 
 # ------------------------------------------------------------------------------------------------ chains

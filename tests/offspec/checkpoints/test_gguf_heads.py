@@ -39,7 +39,8 @@ def head(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     head_dim = config["hidden_size"] // config["num_attention_heads"]
     defaults = {"max_position_embeddings": 64, "rope_theta": 10000.0, "head_dim": head_dim, "num_hidden_layers": 1}
     defaults |= config
-    file = write_head(place / "head.gguf", defaults, tensors, [f"t{i}" for i in range(config["vocab_size"])], LAYERS)
+    words = [f"t{i}" for i in range(config["vocab_size"])]
+    file = write_head(place / "head.gguf", defaults, tensors, LAYERS, lambda writer: writer.add_token_list(words))
     return write_folder(place / "folder", config, tensors), file
 
 
