@@ -17,7 +17,7 @@ from ..model.parts.part import Attending, Entries
 from ..model.rope import Rotations
 from ..training.unrolling import Unrolled
 
-NUM_BLOCKS = 16  # of each text and training step; their rows and the texts' are about as many
+NUM_BLOCKS = 24  # of each text and training step; their rows and the texts' are about as many
 
 
 def unroll_blocks(head: Head, features: Tensor, tokens: Tensor, steps: int) -> Iterator[Unrolled]:
@@ -29,8 +29,9 @@ def unroll_blocks(head: Head, features: Tensor, tokens: Tensor, steps: int) -> I
     by_block = states.view(len(tokens), len(begins), size, -1)
     for step in range(min(steps, tokens.shape[1] - 2)):
         places = begins[begins + step < tokens.shape[1]] + step
-        chosen = by_block[:, : len(places), step + 1].flatten(0, 1)
-        yield Unrolled(Advanced(chosen, chosen[:, :0]), places)
+        states = by_block[:, : len(places), step + 1].flatten(0, 1)
+        states = head.beside_tokens(states, tokens[:, places].flatten().cpu().numpy())
+        yield Unrolled(Advanced(states, states[:, :0]), places)
 
 
 def block_places(tokens: Tensor) -> Tensor:

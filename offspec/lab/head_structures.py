@@ -33,7 +33,7 @@ from .own_heads import STAGES
 
 ALIGNMENT = 10.0  # weight of the distance from the target's states, beside the cross entropy
 STEPS = 5  # tokens ahead that heads without attention learn to predict
-BLOCK_SIZE, BLOCK_LAYERS, NUM_TAPS = 12, 3, 5  # of DFlash; z-lab's heads have 10 or 16 rows, and 5 to 8 layers
+BLOCK_SIZE, BLOCK_LAYERS, NUM_TAPS = 8, 3, 5  # of DFlash; z-lab's heads have 10 or 16 rows, and 5 to 8 layers
 
 
 def states_loss(made: Advanced, target: Shard) -> Tensor:
@@ -167,7 +167,9 @@ def mtp(target: Decoder, seed: int) -> Beginning:
 
 
 def dflash(target: Decoder, seed: int) -> Beginning:
-    """DFlash: begins as the target's last layers; keys and values of the text are those of the latest tapped states."""
+    """DFlash: begins as the target's first layers, because its rows are embeddings; the text's entries are those of the
+    latest tapped states.
+    """
     c, hidden = target.config, target.config.hidden_size
     need_llamas_layout("DFlash", c)
     taps, depth = block_taps(c.num_layers), min(BLOCK_LAYERS, c.num_layers)
@@ -175,7 +177,7 @@ def dflash(target: Decoder, seed: int) -> Beginning:
     copied = [f"{name}.weight" for name in (*names, "input_layernorm", "post_attention_layernorm")]
     tensors: dict[str, Tensor] = {}
     for index in range(depth):
-        layer = copied_layer(target, c.num_layers - depth + index)
+        layer = copied_layer(target, index)
         tensors |= {f"{LAYERS}{index}.{name}": layer[name] for name in copied}
         tensors |= {f"{LAYERS}{index}.self_attn.{name}_norm.weight": torch.ones(c.head_dim) for name in "qk"}
     unseen = torch.zeros(hidden, (len(taps) - 1) * hidden)

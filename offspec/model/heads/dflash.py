@@ -15,6 +15,7 @@ from typing import Protocol
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from offspec.loaders.formats import Weight, linear
@@ -22,7 +23,7 @@ from offspec.loaders.streaming.small_transfers import to_device
 from offspec.scheduler.trees.token_tree import IntArray
 
 from ...errors import CheckpointError, UnsupportedModelError
-from ..block import Block, layer_shapes
+from ..block import Block, build_blocks, layer_shapes
 from ..config import ModelConfig, read_config
 from ..config_values import Json, mapping, number_in, optional_number, positive
 from ..decoder import Decoder
@@ -100,7 +101,8 @@ class FilledRows(PassRows, Protocol):
 class DFlashHead(StoredHead):
     """A block head. The states after a text's last token and after all nodes below it come from one block.
 
-    So nodes have no features: a node's depth chooses one of the block's states.
+    So nodes have no features: a node's depth chooses one of the block's states. Beside it is the embedding of the
+    node's token, which logits do not depend on. By it, recall tells nodes of one depth from each other.
     """
 
     def __init__(
@@ -111,7 +113,8 @@ class DFlashHead(StoredHead):
         self.target_layers = shape.target_layers
         self.num_steps = shape.size - 1
         self._states = WeakKeyDictionary[TextMemory, Tensor]()  # of each text's block: [B - 1, hidden]
-        super().__init__(shape.config, tensors, target, vocabulary_of(tensors, target), dtype)
+        super().__init__(states_config(shape), tensors, target, vocabulary_of(tensors, target), dtype)
+        self.blocks = build_blocks(shape.config, dtype=self.dtype, device=self.device)
 
     def fused(self, states: Tensor) -> Tensor:
         return self.normed_by(STATE_NORM, linear(states.to(self.dtype), self.tensors[FC]))
@@ -121,9 +124,14 @@ class DFlashHead(StoredHead):
         if not inputs.depths.any():
             block = BlockRows(rows, self.shape)
             self._states[rows.cache] = self.filled(inputs.tokens[-1:], inputs.features, block)[1:]
-            return Advanced(self._states[rows.cache][:1], inputs.features[:1, :0])
-        depths = to_device(torch.from_numpy(inputs.depths), self.device)
-        return Advanced(self._states[rows.cache][depths], inputs.features)
+            inputs = Inputs(inputs.features[:1, :0], inputs.tokens[-1:], inputs.depths[-1:])
+        states = self._states[rows.cache][to_device(torch.from_numpy(inputs.depths), self.device)]
+        return Advanced(self.beside_tokens(states, inputs.tokens), inputs.features)
+
+    def beside_tokens(self, states: Tensor, tokens: IntArray) -> Tensor:
+        """A block's states [R, hidden] at nodes with these tokens [R]: [R, 2 * hidden], in halves of equal lengths."""
+        embedded = F.normalize(self.embedded(tokens), dim=-1) * states.norm(dim=-1, keepdim=True)
+        return torch.cat((states, embedded), -1)
 
     def read(self, inputs: Inputs, rows: PassRows) -> None:
         assert isinstance(rows, AppendedRows)
@@ -133,6 +141,7 @@ class DFlashHead(StoredHead):
 
     def linear_logits(self, states: Tensor) -> Tensor:
         """Of its own head, or of the target's without the target's factor."""
+        states = states[..., : self.shape.config.hidden_size]
         logits, scale = super().linear_logits(states), self.config.logit_scale / self.target.config.logit_scale
         return logits if self.has_own_head or scale == 1 else logits * scale
 
@@ -164,6 +173,11 @@ class DFlashHead(StoredHead):
 # ------------------------------------------------------------------------------------------------ from files
 
 
+def states_config(shape: BlockShape) -> ModelConfig:
+    """The shape of the head's layers, with the size of its states."""
+    return replace(shape.config, hidden_size=2 * shape.config.hidden_size)
+
+
 def dflash_spec(config: Json, present: Mapping[str, tuple[int, ...]], target: ModelConfig) -> HeadSpec:
     """The head that a config.json describes. present: the shapes of its tensors, by `dflash_name`.
 
@@ -179,7 +193,9 @@ def dflash_spec(config: Json, present: Mapping[str, tuple[int, ...]], target: Mo
     if hidden != target.hidden_size and not {OWN_EMBEDDING, OWN_HEAD} <= shapes.keys():
         raise CheckpointError(f"the head has hidden size {hidden}, the target {target.hidden_size}")
     make, layers = partial(DFlashHead, shape), shape.target_layers
-    return HeadSpec("DFlash", c, shapes, layers, c.vocab_size, make, takes_packed=True, can_learn=False)
+    return HeadSpec(
+        "DFlash", states_config(shape), shapes, layers, c.vocab_size, make, takes_packed=True, can_learn=False
+    )
 
 
 def _shape(config: Json, present: Mapping[str, tuple[int, ...]], target: ModelConfig) -> BlockShape:
