@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from offspec.loaders.streaming.small_transfers import to_device
+
 from ..model.heads.dflash import DFlashHead
 from ..model.heads.head import Advanced, Head
 from ..model.parts.part import Attending, Entries
@@ -43,7 +45,7 @@ def block_places(tokens: Tensor) -> Tensor:
     if torch.is_grad_enabled():
         generator = torch.Generator().manual_seed(int(tokens.sum()))
         places = places[torch.randperm(len(places), generator=generator)[:NUM_BLOCKS].sort().values]
-    return places.to(tokens.device)
+    return to_device(places, tokens.device)
 
 
 class BlocksOfTexts:

@@ -253,7 +253,7 @@ WINDOWED_DFLASH = {
     "layer_types": ["full_attention", "sliding_attention"],
 }
 SCALES = {"input_embedding_scale": 2.0, "output_multiplier": 0.5, "final_logit_softcapping": 1.5}
-SCALED_DFLASH = {**DFLASH_CONFIG, "dflash_config": {**DFLASH_CONFIG["dflash_config"], **SCALES}}  # type: ignore[dict-item]
+SCALED_DFLASH = {**DFLASH_CONFIG, "dflash_config": {"mask_token_id": 7, "target_layer_ids": [0, 2, 4], **SCALES}}
 
 
 @pytest.mark.parametrize(
