@@ -310,7 +310,8 @@ acceptance_options = all_of(
         "tau",
         type=Number(0, 1, min_open=True),
         metavar="T",
-        help="With --accept joint: minimum ratio of target to draft likelihood.",
+        help="With --accept joint: minimum ratio of target to draft likelihood; with bild: minimum "
+        "probability under the target.",
     ),
 )
 speculation_options = all_of(

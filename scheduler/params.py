@@ -228,9 +228,10 @@ class SpeculationParams:
     accept: exact, or joint (`scheduler.joint`), which is lossy: it accepts the longest path whose joint probability
     under the target is at least `tau`, in (0, 1], times that under the draft. Joint acceptance drafts by beam search,
     `beam` wide and `gamma` tokens deep, and the drafting settings above must have their defaults. The other lossy ways
-    draft the same beam, and choose each token from target and draft together (others of ACCEPTS). strength: how much
-    the draft counts in them, in (0, 1]; None: the default of the way. Exact acceptance ignores tau, beam, gamma and
-    strength.
+    draft the same beam, and choose each token from target and draft together (others of ACCEPTS), but for bild: the
+    draft speaks alone while its likeliest token has `strength` or more, for `beam * gamma` tokens at most, and tokens
+    to which the target gives less than `tau` are taken back. strength: how much the draft counts, in (0, 1]; None: the
+    default of the way. Exact acceptance ignores tau, beam, gamma and strength.
 
     Raises UsageError for a value out of range, and for incompatible settings.
     """

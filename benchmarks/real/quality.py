@@ -1,13 +1,15 @@
 """What lossy acceptance (joint, MJSD) and early exits (EESD) are worth on a real pair, beside exact decoding.
 
     scripts/fetch_real_pair && scripts/fetch_prompts
-    python -m benchmarks.real.quality --quick          # 2 prompts of each set, two joint rows
-    python -m benchmarks.real.quality                  # 20 of each set, 18 joint rows; days on two cores; resumable
+    python -m benchmarks.real.quality --quick          # 2 prompts of each set, three lossy rows
+    python -m benchmarks.real.quality                  # 20 of each set, 24 lossy rows; days on two cores; resumable
     python -m benchmarks.real.quality --taus 0.1,0.4 --gammas 8 --dtype bf16
 
 Rows: plain decoding, the default engine (exact, with the draft), and `--accept joint` for each tau and each gamma, the
 k of k-token decoding; for each gamma also the exact engine with as many nodes as the beam has, because the default may
-find that drafting does not pay here. Each answers the same prompts greedily. Columns:
+find that drafting does not pay here. `--accept bild` for each pair of thresholds: where the draft doubts
+(`--fallbacks`), and where the target takes its word back (`--rollbacks`). Each answers the same prompts greedily.
+Columns:
 
 - HumanEval: pass@1 by the set's own tests, which run in a limited process (`sandbox.py`). GSM8K: the answer's last
   number. `against exact`: prompts that only this row solves, and that only exact decoding does. `cut`: answers that
@@ -61,6 +63,7 @@ from .results import Results
 from .tasks import TASKS, Task
 
 TAUS, GAMMAS = "0.05,0.1,0.2,0.4,0.7,1", "4,8,16"
+FALLBACKS, ROLLBACKS = "0.5,0.7,0.9", "0.01,0.1"
 STOPPINGS: tuple[Stopping, ...] = ("default", "thompson")
 WARM_UP_TOKENS = 16
 EXIT_NODES = 16  # as in docs/results/early-exit.md: in memory, the default engine may send no tree at all
@@ -75,6 +78,8 @@ class Work:
     num_tokens: int
     taus: Sequence[float]
     gammas: Sequence[int]
+    fallbacks: Sequence[float]
+    rollbacks: Sequence[float]
     exits: Sequence[Path]
     pattern: str
 
@@ -103,7 +108,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--quick", action="store_true", help="2 prompts of each set, tau 0.1 and 1, gamma 8")
+    made.add_argument(
+        "--quick", action="store_true", help="2 prompts of each set, tau 0.1 and 1, gamma 8, one pair of thresholds"
+    )
     made.add_argument("--model", default=str(TARGET), help="another target [the fetched one]")
     made.add_argument("--draft", default=str(DRAFT), help="another draft model [the fetched one]")
     made.add_argument("--sets", default=",".join(TASKS))
@@ -111,6 +118,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--tokens", type=int, default=512, help="of an answer, at most")
     made.add_argument("--taus", default=TAUS)
     made.add_argument("--gammas", default=GAMMAS)
+    made.add_argument("--fallbacks", default=FALLBACKS)
+    made.add_argument("--rollbacks", default=ROLLBACKS)
     made.add_argument("--exit", type=Path, action="append", default=[], metavar="FILE", help="a trained exit layer")
     made.add_argument("--only", default="", help="a pattern of rows' names; the two exact references are always there")
     made.add_argument("--dtype", default="fp32", choices=("fp32", "bf16"))
@@ -126,10 +135,12 @@ def work_of(args: argparse.Namespace) -> Work:
     sets = args.sets.split(",")
     if unknown := [name for name in sets if name not in TASKS]:
         sys.exit(f"Error: the set {unknown[0]!r} has no answers to judge by; choose from {', '.join(TASKS)}")
-    taus, gammas = map(float, args.taus.split(",")), map(int, args.gammas.split(","))
     if args.quick:
-        return Work(sets, 2, 256, (0.1, 1.0), (8,), args.exit, args.only)
-    return Work(sets, args.prompts, args.tokens, [*taus], [*gammas], args.exit, args.only)
+        return Work(sets, 2, 256, (0.1, 1.0), (8,), (0.7,), (0.1,), args.exit, args.only)
+    thresholds = ([float(part) for part in each.split(",")] for each in (args.taus, args.fallbacks, args.rollbacks))
+    taus, fallbacks, rollbacks = thresholds
+    gammas = [int(part) for part in args.gammas.split(",")]
+    return Work(sets, args.prompts, args.tokens, taus, gammas, fallbacks, rollbacks, args.exit, args.only)
 
 
 # ------------------------------------------------------------------------------------------------ rows
@@ -139,7 +150,7 @@ def ways(engine: Engine, work: Work) -> Iterator[Way]:
     """The references, and the other rows whose names the pattern matches. Raises OffspecError for a wrong exit."""
     yield Way(PLAIN, engine.with_draft(NoDraft()), SpeculationParams(0))
     yield Way(EXACT, engine.with_draft(engine.draft), SpeculationParams())
-    others = [*block_ways(engine, work), *exit_ways(engine, work.exits)]
+    others = [*block_ways(engine, work), *bild_ways(engine, work), *exit_ways(engine, work.exits)]
     yield from (way for way in others if re.search(work.pattern, way.name))
 
 
@@ -150,6 +161,15 @@ def block_ways(engine: Engine, work: Work) -> Iterator[Way]:
         for tau in work.taus:
             speculation = SpeculationParams(accept="joint", tau=tau, gamma=gamma)
             yield Way(f"joint, tau {tau:g}, gamma {gamma}", engine.with_draft(engine.draft), speculation)
+
+
+def bild_ways(engine: Engine, work: Work) -> Iterator[Way]:
+    """The draft speaks alone until it doubts, by each pair of thresholds."""
+    for fallback in work.fallbacks:
+        for rollback in work.rollbacks:
+            speculation = SpeculationParams(accept="bild", strength=fallback, tau=rollback)
+            name = f"bild, fallback {fallback:g}, rollback {rollback:g}"
+            yield Way(name, engine.with_draft(engine.draft), speculation)
 
 
 def exit_ways(engine: Engine, files: Sequence[Path]) -> Iterator[Way]:

@@ -1,18 +1,21 @@
 """Quality against speed of the lossy ways in which the draft's distribution counts too (`--accept NAME`).
 
     python -m benchmarks.scheduling.lossy [--model builtin] [--draft auto] [--temperatures 0,1]
-        [--strengths 0.2,0.5,0.8] [--beam 8] [--gamma 8]
+        [--strengths 0.2,0.5,0.8] [--rollbacks 0.01,0.1] [--beam 8] [--gamma 8] [--only PATTERN]
 
-Held-out prompts; all texts have the same length, and all ways draft the same beam. `nats/token`: log-likelihood under
-the target, of the final text. `agrees`: the share of tokens that the target itself would have chosen there, with the
-same noise; exact text has 100 %. `tok/s` are by the cost model of the card (`replay.Costs`): a pass 0.9 s, a draft
-round 12 ms. Likelihood and agreement are not quality: a text may differ and be as good. The last line is JSON.
+Held-out prompts; all texts have the same length. All ways draft the same beam, but for `bild`: its draft speaks alone
+until it doubts, for at most beam x gamma tokens. Its strength is the fallback threshold, and `tau` the rollback's.
+`nats/token`: log-likelihood under the target, of the final text. `agrees`: the share of tokens that the target itself
+would have chosen there, with the same noise; exact text has 100 %. `tok/s` are by the cost model of the card
+(`replay.Costs`): a pass 0.9 s, a draft round 12 ms, one for each level of the tree. Likelihood and agreement are not
+quality: a text may differ and be as good. The last line is JSON.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
@@ -77,7 +80,9 @@ def measure(
         agreements.append(agreement(engine, prompt, tokens, own))
         num_tokens, num_passes = num_tokens + stats.num_tokens, num_passes + stats.num_passes
         num_nodes += stats.num_drafted_tokens
-    costs, num_rounds = Costs(), 0 if speculation.budget == 0 else speculation.gamma
+    costs, num_rounds = Costs(), 0.0 if speculation.budget == 0 else float(speculation.gamma)
+    if speculation.accept == "bild":
+        num_rounds = 1 + num_nodes / num_passes  # a chain, and the round that doubts
     seconds = costs.pass_s(1 + round(num_nodes / num_passes)) + num_rounds * costs.round_s(1)
     per_pass = num_tokens / num_passes
     return Row(
@@ -90,7 +95,9 @@ def measure(
     )
 
 
-def ways(strengths: Sequence[float], beam: int, gamma: int) -> Iterator[tuple[str, SpeculationParams]]:
+def ways(
+    strengths: Sequence[float], rollbacks: Sequence[float], beam: int, gamma: int
+) -> Iterator[tuple[str, SpeculationParams]]:
     """Names, and settings."""
     yield "plain", SpeculationParams(budget=0)
     yield "exact", SpeculationParams(accept="mix", strength=EXACT, beam=beam, gamma=gamma)
@@ -98,6 +105,10 @@ def ways(strengths: Sequence[float], beam: int, gamma: int) -> Iterator[tuple[st
         for strength in strengths:
             found = SpeculationParams(accept=accept, strength=strength, beam=beam, gamma=gamma)
             yield f"{accept} {strength:g}", found
+    for strength in strengths:
+        for tau in rollbacks:
+            bild = SpeculationParams(accept="bild", strength=strength, tau=tau, beam=beam, gamma=gamma)
+            yield f"bild {strength:g}, tau {tau:g}", bild
 
 
 def main() -> None:
@@ -106,6 +117,8 @@ def main() -> None:
     parser.add_argument("--draft", default="auto")
     parser.add_argument("--temperatures", default="0,1")
     parser.add_argument("--strengths", default="0.2,0.5,0.8")
+    parser.add_argument("--rollbacks", default="0.01,0.1")
+    parser.add_argument("--only", default="", help="a pattern of ways' names")
     parser.add_argument("--beam", type=int, default=8)
     parser.add_argument("--gamma", type=int, default=8)
     parser.add_argument("--max-new-tokens", type=int, default=96)
@@ -115,12 +128,14 @@ def main() -> None:
     if engine.draft.decoder is None:
         sys.exit("Error: no draft to measure; give --draft PATH")
     prompts = [engine.encode(prompt) for prompt in builtin.prompts()[: args.max_prompts]]
-    strengths, rows = [float(part) for part in args.strengths.split(",")], list[Row]()
+    strengths, rollbacks = ([float(part) for part in each.split(",")] for each in (args.strengths, args.rollbacks))
+    chosen = [way for way in ways(strengths, rollbacks, args.beam, args.gamma) if re.search(args.only, way[0])]
+    rows = list[Row]()
     print(f"{len(prompts)} held-out prompts x {args.max_new_tokens} tokens; beam {args.beam}, gamma {args.gamma}")
     print("temperature  way                 nats/token  agrees  per pass   tok/s")
     for temperature in map(float, args.temperatures.split(",")):
         params = SamplingParams(args.max_new_tokens, temperature)
-        for name, speculation in ways(strengths, args.beam, args.gamma):
+        for name, speculation in chosen:
             rows.append(measure(engine, prompts, params, speculation, name))
             print(rows[-1], flush=True)
     print(json.dumps({"model": engine.name, "draft": engine.draft_name, "rows": [asdict(row) for row in rows]}))

@@ -14,7 +14,7 @@ from offspec.loaders.streaming.placement import Item, Placement
 from offspec.scheduler.drafting.drafter import Drafter, NoDrafter
 from offspec.scheduler.drafting.model_drafter import ModelDrafter
 from offspec.scheduler.guessing.lookup import Guesser, PromptLookup
-from offspec.scheduler.joint import BeamDrafter, JointDrafter
+from offspec.scheduler.joint import JointDrafter
 from offspec.scheduler.pace.costs import WIDTHS
 from offspec.scheduler.pace.trials import WindowTrials
 from offspec.scheduler.params import ACCEPTS, DRAFT_ROWS, MAX_ROWS, TREES, SpeculationParams
@@ -102,8 +102,8 @@ class ModelDraft(Draft):
             return super().drafter(task, learnt)
         if speculation.is_lossy:
             is_joint = speculation.accept == "joint"
-            make_beam: type[BeamDrafter] = JointDrafter if is_joint else ACCEPTS.load(speculation.accept)
-            return make_beam(text, request.sampler, speculation, request.final)
+            make_lossy: Callable[..., Drafter] = JointDrafter if is_joint else ACCEPTS.load(speculation.accept)
+            return make_lossy(text, request.sampler, speculation, request.final)
         if speculation.budget == 0:
             return NoDrafter()
         if self._is_larger and speculation.budget is None and task.target.weights.is_resident:

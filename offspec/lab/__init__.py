@@ -4,9 +4,10 @@ METHODS is all that the core sees of it (`offspec.extensions`). This module impo
 """
 
 METHODS: dict[str, dict[str, str]] = {
-    "lossy acceptance": dict.fromkeys(
-        ("cascade", "contrastive", "mix", "bild", "relaxed"), "offspec.lab.blend:BlendDrafter"
-    ),
+    "lossy acceptance": {
+        **dict.fromkeys(("cascade", "contrastive", "mix", "relaxed"), "offspec.lab.blend:BlendDrafter"),
+        "bild": "offspec.lab.bild:BildDrafter",
+    },
     "shape of a tree": {
         "sequoia": "offspec.lab.sequoia:sequoia_drafter",
         "opt-tree": "offspec.lab.opt_tree:opt_tree_drafter",

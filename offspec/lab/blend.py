@@ -24,7 +24,6 @@ from offspec.scheduler.trees.token_tree import ROOT, TokenTree
 from offspec.scheduler.trees.verify import Logits, Verdict
 
 CONTRAST_LEAST = 0.1  # of the target's greatest probability: tokens below it stay excluded (2311.08981, section 2)
-BILD_ROLLBACK = 0.05  # of the target's probability: below it, the draft's confident choice is taken back
 RELAXED_BEST = 3  # number of the target's likeliest tokens among which a guess is accepted
 
 
@@ -52,16 +51,6 @@ def mix(log_p: Tensor, log_q: Tensor, strength: float) -> Tensor:
     return (1 - strength) * log_p + strength * log_q.clamp(min=-50.0)
 
 
-def bild(log_p: Tensor, log_q: Tensor, strength: float) -> Tensor:
-    """BiLD (2302.07863, section 3): the draft decides until it doubts, the target takes gross errors back.
-
-    q where max q >= strength and the target gives that token at least BILD_ROLLBACK, otherwise p.
-    """
-    confidence, token = log_q.max(-1)
-    decides = confidence >= math.log(strength) and log_p[token] >= math.log(BILD_ROLLBACK)
-    return log_q if decides else log_p
-
-
 def relaxed(log_p: Tensor, log_q: Tensor, strength: float) -> Tensor:
     """Relaxed acceptance (SpecDec, 2203.16487, section 3.2; DARE, 2408.05676): a guess may be second or third best.
 
@@ -85,7 +74,6 @@ WAYS: dict[str, Way] = {
     "cascade": Way(cascade, 0.5),
     "contrastive": Way(contrastive, 0.5),
     "mix": Way(mix, 0.3),
-    "bild": Way(bild, 0.6),
     "relaxed": Way(relaxed, 0.3),
 }
 
