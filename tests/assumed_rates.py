@@ -7,8 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 
-@pytest.fixture(autouse=True, scope="module")
-def assumed_rates() -> Iterator[None]:
+def assume_rates(patch: pytest.MonkeyPatch) -> None:
     """A first estimate for each engine, as of a small CPU; what its passes take is still measured."""
     from offspec import loading
     from offspec.loaders.machine.hardware import Rates
@@ -22,7 +21,13 @@ def assumed_rates() -> Iterator[None]:
     def measure_quick_rates(target: object, device: object, link: float | None) -> Rates:
         return Rates(link, link, matmul_flops=flops, dequantise_elements_per_s=1e9, packed_bytes_per_s=link)
 
+    for function in (measure_link, measure_quick_rates):
+        patch.setattr(loading, function.__name__, function)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def assumed_rates() -> Iterator[None]:
+    """Of the engines that a module's tests and fixtures load."""
     with pytest.MonkeyPatch.context() as patch:
-        for function in (measure_link, measure_quick_rates):
-            patch.setattr(loading, function.__name__, function)
+        assume_rates(patch)
         yield

@@ -68,10 +68,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in left_out]
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection() -> None:
+    """Imports leave little garbage, and collections would look at all that is imported again and again."""
+    gc.disable()
+
+
 def pytest_collection_finish() -> None:
     """What has been imported stays until the end: collections of garbage need not look at it."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

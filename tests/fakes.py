@@ -496,6 +496,13 @@ LATENTS = (
 ROPE_VARIANTS = tuple(
     name for name in FAMILIES if name.endswith("-old") or any(w in name for w in ("yarn", "linear", "llama3"))
 )
+# They have the same parts as another family. Sizes differ, frequencies of positions, or which vectors there are.
+VARIANTS = (
+    *ROPE_VARIANTS,
+    *("llama-mqa", "llama-tied", "llama-head-dim", "llama-eps", "mistral", "mistral-layer-types", "ministral"),
+    *("qwen2-window", "gemma", "gemma2-uncapped", "glm", "granite-dense-hybrid", "cohere", "smollm3-window"),
+    *("exaone4-full", "ernie", "seed-oss", "hunyuan-alpha", "falcon-h1-unnormed", "lfm2-biased", "deepseek-v2-lite"),
+)
 HYBRIDS = (*DELTA_NETS, *MAMBAS, "lfm2", "lfm2-biased")  # families with layers that keep a state of the text
 
 

@@ -75,7 +75,7 @@ def build_pair(folder: Path, num_layers: int = CONFIG["num_hidden_layers"], **se
 def variant(source: Path, folder: Path, **config: Any) -> Path:
     """A copy of a checkpoint whose config.json says something else; None takes a key out."""
     shutil.copytree(source, folder)
-    said = json.loads((folder / "config.json").read_text()) | config
+    said = _config(folder) | config
     _write_json(folder / "config.json", {key: value for key, value in said.items() if value is not None})
     return folder
 
@@ -88,6 +88,15 @@ def scale_weights(folder: Path, factors: Mapping[str, float]) -> Path:
     return folder
 
 
+def shorten(folder: Path, num_layers: int) -> Path:
+    """Cut a checkpoint down to its first layers, in place."""
+    file = folder / "model.safetensors"
+    after = tuple(f"{LAYER_PREFIX}{layer}." for layer in range(num_layers, _config(folder)["num_hidden_layers"]))
+    save_file({name: tensor for name, tensor in load_file(file).items() if not name.startswith(after)}, file)
+    _write_json(folder / "config.json", _config(folder) | {"num_hidden_layers": num_layers})
+    return folder
+
+
 def narrow(folder: Path, vocab_size: int) -> Path:
     """Cut a checkpoint's padding down to vocab_size tokens, in place."""
     file = folder / "model.safetensors"
@@ -96,6 +105,11 @@ def narrow(folder: Path, vocab_size: int) -> Path:
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file)
     _write_json(folder / "config.json", CONFIG | {"vocab_size": vocab_size})
     return folder
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    return config
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

@@ -162,7 +162,7 @@ def _multiply_exactly(x: Tensor, weight: Tensor, scratch: Tensor | None) -> Tens
     if not x.numel() or not weight.numel():
         return F.linear(x, weight.to(x.dtype))
     if (missing := -x.shape[-1] % product.encoding.step) > 0:
-        x, weight = F.pad(x, (0, missing)), F.pad(weight, (0, missing))
+        x, weight = (torch.constant_pad_nd(each, (0, missing)) for each in (x, weight))
     return exact_kernel(product, x.dtype)(x, [weight.contiguous()], weight.shape[0])
 
 

@@ -49,6 +49,7 @@ class Tile:
 # By the bytes of a number. Programs of few outputs keep all processors busy also with one row.
 TILES = {2: Tile(ROWS, 32, 128, 4, 3), 4: Tile(ROWS, 32, 32, 4, 2)}
 TILES_OF_MANY = {2: (Tile(64, 64, 32, 4, 3), Tile(32, 64, 64, 4, 3)), 4: (Tile(32, 32, 32, 4, 2),)}
+TRIED = 70, 500, 2000  # rows, outputs and inputs of the products by which tiles are compared
 
 
 @triton.jit
@@ -95,7 +96,8 @@ def _multiply(x: Tensor, matrix: Tensor, dtype: torch.dtype, tile: Tile) -> Tens
 def tile_of_many(dtype: torch.dtype, device: torch.device) -> Tile:
     """The first of TILES_OF_MANY that gives the bits of TILES on this device, on random numbers; or that of TILES."""
     generator, few = torch.Generator().manual_seed(0), TILES[dtype.itemsize]
-    x, matrix = (torch.randn(n, 2000, generator=generator).to(device, dtype) for n in (70, 500))
+    *sizes, num_inputs = TRIED
+    x, matrix = (torch.randn(size, num_inputs, generator=generator).to(device, dtype) for size in sizes)
     expected = _multiply(x, matrix, torch.float32, few)
     same = (t for t in TILES_OF_MANY[dtype.itemsize] if torch.equal(_multiply(x, matrix, torch.float32, t), expected))
     return next(same, few)

@@ -253,6 +253,7 @@ class Plan:
         """The plan with KV entries for so many texts that share passes. Raises MemoryLimitError."""
         return _plan_for(replace(self.room, texts=num_texts), self.demand)
 
+    @cached_property
     def largest_context(self) -> int:
         """The maximum context, in tokens, that fits the same memory; more layers may be streamed for it."""
         longest = self.demand.target.config.max_context
@@ -276,7 +277,7 @@ class Plan:
             except MemoryLimitError:
                 return True
 
-        longest = self.largest_context()
+        longest = self.largest_context
         first = 1 + bisect_left(range(longest), True, key=lambda shorter: spills(shorter + 1))
         return first if first <= longest else None
 

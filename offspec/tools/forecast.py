@@ -248,7 +248,7 @@ def make_forecast(
         notes,
         improvements.gains(),
         improvements.four_bit(),
-        plan.largest_context(),
+        plan.largest_context,
         chosen,
         prospects,
         predict_texts(plan, draft, rates_of, sorted({*_numbers_of_texts(plan), options.texts})),

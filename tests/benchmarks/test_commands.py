@@ -46,11 +46,11 @@ SMALL: dict[str, tuple[str, ...]] = {
         *("--model", "target", "--draft", "draft", "--prompt-tokens", "120", "--tokens", "4", "--windows", "0,64"),
         *("--context", "512", "--texts", "headers/0.txt"),
     ),
-    "benchmarks.exactness": ("--tokens", "16", "--forms", "bf16", "--dtypes", "bf16"),
+    "benchmarks.exactness": ("--tokens", "4", "--forms", "bf16", "--dtypes", "bf16"),
     "benchmarks.grow": (),
     "benchmarks.long_texts": ("--tokens", "20", "--text", "headers/0.txt"),
     "benchmarks.many": ("--ram", "2GiB", "--texts", "1,2", "--prompts", "2", "--max-new-tokens", "3"),
-    "benchmarks.methods": (*TINY, "--prompts", "1", "--tokens", "4", "--budget", "4", "--costs", "card"),
+    "benchmarks.methods": (*TINY, "--prompts", "1", "--tokens", "2", "--budget", "4", "--costs", "card"),
     "benchmarks.prompt_cache": ("--prompt-tokens", "60", "--tokens", "4", "--file", "headers/0.txt"),
     "benchmarks.scheduling.joint": (
         "--max-prompts",
@@ -62,9 +62,9 @@ SMALL: dict[str, tuple[str, ...]] = {
         "--searched",
         "1,2",
     ),
-    "benchmarks.scheduling.lossy": (*TINY, "--max-prompts", "1", "--max-new-tokens", "4", "--strengths", "0.5"),
-    "benchmarks.scheduling.schedulers": ("--prompts", "1", "--tokens", "4", "--budgets", "16", "--temperatures", "0"),
-    "benchmarks.scheduling.stopping": ("--prompts", "1", "--tokens", "4", "--temperatures", "1", "--costs", "card"),
+    "benchmarks.scheduling.lossy": (*TINY, "--max-prompts", "1", "--max-new-tokens", "2", "--strengths", "0.5"),
+    "benchmarks.scheduling.schedulers": ("--prompts", "1", "--tokens", "2", "--budgets", "16", "--temperatures", "0"),
+    "benchmarks.scheduling.stopping": ("--prompts", "1", "--tokens", "2", "--temperatures", "1", "--costs", "card"),
     "benchmarks.shared_beginnings": (
         "--model",
         "target",
@@ -78,7 +78,7 @@ SMALL: dict[str, tuple[str, ...]] = {
         "256",
     ),
     "benchmarks.which_model": ("--gpus", "rtx3060", "--forms", "nf4"),
-    "benchmarks.unpack": ("--types", "fp8,nf4", "--shape", "256x256", "--rows", "1"),
+    "benchmarks.unpack": ("--types", "nf4", "--shape", "256x256", "--rows", "1"),
 }
 # Modules whose own tests make such a call: theirs run nightly here.
 TESTED = {f"benchmarks.{name}" for name in ("drafts.alignment", "drafts.early_exit", "drafts.own_layers", "long_texts")}

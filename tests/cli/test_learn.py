@@ -40,7 +40,7 @@ def prompts(tmp_path: Path) -> Path:
 @pytest.fixture
 def batch_args(pair: Pair, prompts: Path) -> Sequence[object]:
     model = (pair.target, "--draft", pair.draft, "--device", "cpu", "--raw")
-    return ("run", *model, "--prompt-file", prompts, "--max-new-tokens", "16", "--seed", "5", "--ignore-eos")
+    return ("run", *model, "--prompt-file", prompts, "--max-new-tokens", "10", "--seed", "5", "--ignore-eos")
 
 
 def answers(offspec: Offspec, *args: object) -> list[dict[str, Any]]:

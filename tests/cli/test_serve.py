@@ -620,7 +620,10 @@ def port_of(process: subprocess.Popen[bytes]) -> int:
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGINT for one process")
-@pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 0), ("SIGHUP", 0)])
+@pytest.mark.parametrize(
+    ("name", "code"),
+    [("SIGINT", 130), ("SIGTERM", 0), pytest.param("SIGHUP", 0, marks=pytest.mark.nightly)],  # in this process below
+)
 def test_the_program_serves_until_it_is_stopped(serving: Sequence[object], name: str, code: int) -> None:
     number = signal.Signals[name]
     process = start(*serving)

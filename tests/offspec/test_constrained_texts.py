@@ -76,7 +76,7 @@ def test_every_schema_compiles(compiler: ConstraintCompiler) -> None:
 )
 def test_other_constraints_are_obeyed(engine: Engine, constraint: Constraint, is_right: Any) -> None:
     for temperature, seed in zip((0.0, 1.5), range(2), strict=True):
-        params = SamplingParams(60, temperature=temperature, seed=seed, constraint=constraint)
+        params = SamplingParams(40, temperature=temperature, seed=seed, constraint=constraint)
         texts = list[str]()
         for speculation in (PLAIN, SpeculationParams(budget=12), SpeculationParams()):
             *steps, last = engine.generate("def", params, speculation)

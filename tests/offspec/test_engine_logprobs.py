@@ -17,7 +17,7 @@ from ..pair import Pair, build_pair
 from ..refusals import refused
 
 PROMPT = "for i in range(10):\n    print(i)\n" * 3 + "def area("
-PARAMS = SamplingParams(14, temperature=0.8, top_k=30, repetition_penalty=1.2, seed=5, logprobs=3, ignore_eos=True)
+PARAMS = SamplingParams(10, temperature=0.8, top_k=30, repetition_penalty=1.2, seed=5, logprobs=3, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")

@@ -39,7 +39,7 @@ from .model.averages import Average
 
 CPU = torch.device("cpu")
 LAYERS = (("average", "mlp"), ("attention", "mlp"), ("average", "mlp"), ("attention", "mlp"))
-GREEDY, SAMPLED = SamplingParams(16, ignore_eos=True), SamplingParams(16, temperature=0.9, seed=3, ignore_eos=True)
+GREEDY, SAMPLED = SamplingParams(12, ignore_eos=True), SamplingParams(12, temperature=0.9, seed=3, ignore_eos=True)
 PLAIN = SpeculationParams(budget=0)
 PROMPT = "def area("
 

@@ -58,11 +58,13 @@ def uncached(decoder: Decoder) -> Rule:
 @pytest.mark.parametrize("speculation", [JOINT, EAGER], ids=["tau 0.1", "tau 1e-6"])
 def test_text_is_that_of_models_without_caches(speculation: SpeculationParams, penalty: float, engine: Engine) -> None:
     assert engine.draft.decoder is not None
-    params = SamplingParams(24, repetition_penalty=penalty, ignore_eos=True)
+    params = SamplingParams(14, repetition_penalty=penalty, ignore_eos=True)
     found = steps(engine, params=params, speculation=speculation)
     size = engine.target.config.vocab_size
     models = (RuleModel(uncached(decoder), size) for decoder in (engine.target, engine.draft.decoder))
-    assert ids(found) == generate(*models, speculation, 24, params=params, prompt=engine.encode(PROMPT))
+    assert ids(found) == generate(
+        *models, speculation, params.max_new_tokens, params=params, prompt=engine.encode(PROMPT)
+    )
     plain = steps(engine, params=params, speculation=SpeculationParams(budget=0))
     assert ids(found) != ids(plain)
     assert found[-1].stats.is_lossy

@@ -19,9 +19,7 @@ import pytest
 import torch
 
 from offspec import Engine, SamplingParams, SpeculationParams, convert, loading
-from offspec.checkpoints.opening import ModelFiles
 from offspec.loaders.formats.process_state import has_bitsandbytes
-from offspec.loaders.machine.hardware import Rates
 from offspec.loaders.streaming.placement import places_of
 from offspec.model import cuda_graphs
 from offspec.model.block import Block
@@ -29,8 +27,9 @@ from offspec.model.cuda_graphs import StaticRounds
 from offspec.planning.plan import Plan
 from offspec.planning.probe import plan_here
 
+from ..assumed_rates import assume_rates
 from ..happens_before import Access, Race
-from ..pair import build_pair
+from ..pair import build_pair, shorten
 from ..pretend_cuda import in_own_process, pretended_cuda
 from ..pretend_streams import Machine
 from .drafts.test_head_draft import HEADS
@@ -45,9 +44,12 @@ REQUESTS = {
     "sequoia": (SAMPLED, SpeculationParams(8, tree="sequoia")),
     "joint": (SamplingParams(NUM_TOKENS, ignore_eos=True), SpeculationParams(accept="joint")),
 }
-SOME = ("greedy", "sampled")
-# Enough rounds of one shape to capture it, however fast the machine is.
-ROUNDS = SamplingParams(16, ignore_eos=True), SpeculationParams(8, overlap=False)
+ALL, GREEDY, SOME = tuple(REQUESTS), ("greedy",), ("sampled",)
+SPECIAL = {
+    # Enough rounds of one shape to capture it, however fast the machine is.
+    "rounds": (SamplingParams(12, ignore_eos=True), SpeculationParams(8, overlap=False)),
+    "short": (SamplingParams(3, ignore_eos=True), SpeculationParams()),
+}
 Move = Callable[[Plan], Plan]
 
 
@@ -80,24 +82,41 @@ def streamed(
     return replace(plan, placement=placement)
 
 
+def has_real_device() -> bool:
+    return torch.version.cuda is not None and torch.cuda.is_available()
+
+
 FORMS = ("plain", "nf4") if has_bitsandbytes() else ("plain",)
 
 
 def build(folder: Path, **settings: Any) -> Path:
-    """A pair, its target in each of FORMS. settings: of its config.json."""
+    """A pair whose draft has half of the layers, its target in each of FORMS. settings: of its config.json."""
     pair = build_pair(folder, num_layers=4, **settings)
+    shorten(pair.draft, 2)
     pair.target.rename(folder / "plain")
     if "nf4" in FORMS:
         convert(folder / "plain", folder / "nf4")
     return folder
 
 
-def load(folder: Path, form: str, device: str, move: Move = resident, prepared_keys: int = 0, **options: Any) -> Engine:
+def load(
+    folder: Path,
+    form: str,
+    device: str,
+    move: Move = resident,
+    prepared_keys: int = 0,
+    *,
+    is_measured: bool = False,
+    **options: Any,
+) -> Engine:
     """An engine whose layers lie where `move` puts them.
 
     prepared_keys: of rounds that are captured while it is loaded; others are when a text comes to them.
+    is_measured: measure the rates of the pretended device, too; on a real one they always are.
     """
     with pytest.MonkeyPatch.context() as patch:
+        if not (is_measured or has_real_device()):
+            assume_rates(patch)
         patch.setattr(cuda_graphs, "PREPARED_KEYS", prepared_keys)
         patch.setattr(loading, "plan_here", lambda *args: move(plan_here(*args)))
         options = {"draft": str(folder / "draft"), "dtype": "fp32", **options}
@@ -106,19 +125,24 @@ def load(folder: Path, form: str, device: str, move: Move = resident, prepared_k
     return engine
 
 
-LAYER_DRAFTS = ("self:1", "shadow:4")
+SHADOW = "shadow:4"
+LAYER_DRAFTS = ("self:1", SHADOW)
 HEAD = "EAGLE-1"
-PLACES: dict[str, tuple[Move, ...]] = {"plain": (resident, in_ram, on_disk, with_entries_in_ram), "nf4": (in_ram,)}
+# All requests in one place, and one in each of the others.
+PLACES: dict[str, dict[Move, tuple[str, ...]]] = {
+    "plain": {resident: GREEDY, in_ram: ALL, on_disk: SOME, with_entries_in_ram: GREEDY},
+    "nf4": {in_ram: SOME},
+}
 
 
 def texts(engine: Engine, names: Iterable[str] = REQUESTS) -> dict[str, list[int]]:
-    """What these of REQUESTS come to; the engine is closed."""
+    """What these of REQUESTS and SPECIAL come to; the engine is closed."""
     with engine:
         return {name: says(engine, name) for name in names}
 
 
 def says(engine: Engine, name: str) -> list[int]:
-    request = ROUNDS if name == "rounds" else REQUESTS[name]
+    request = (REQUESTS | SPECIAL)[name]
     return [token for step in engine.generate("def area(", *request) for token in step.token_ids]
 
 
@@ -136,22 +160,6 @@ def counted_static_rounds() -> Iterator[list[int]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(StaticRounds, "run", counted)
         yield found
-
-
-@contextmanager
-def measured_once() -> Iterator[None]:
-    """Rates of each kind of target and device are measured by the first engine."""
-    known, measure = dict[tuple[object, ...], Rates](), loading.measure_quick_rates
-
-    def measured(target: ModelFiles, device: torch.device, link: float | None) -> Rates:
-        key = target.packed_form, device, link is None
-        if key not in known:
-            known[key] = measure(target, device, link)
-        return known[key]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loading, "measure_quick_rates", measured)
-        yield
 
 
 # Pairs of functions that may touch the same bytes at the same time, and why; the second one is the draft's.
@@ -200,19 +208,21 @@ def main(folder: Path) -> None:
     found["rounds cpu"] = texts(load(folder, "plain", "cpu"), ["rounds"])
     found["packed cpu"] = texts(load(folder, "plain", "cpu", kv_cache=8), SOME)
     races = found["races"] = {}
-    with pretended_cuda(folder / "guard.so") as machine, measured_once(), slow_passes():
+    with pretended_cuda(folder / "guard.so") as machine, slow_passes():
         for form in FORMS:
-            for move in PLACES[form]:
-                is_full = (form, move) == ("plain", in_ram)
-                names, prepared = (REQUESTS, cuda_graphs.MIN_KEYS) if is_full else (SOME, 0)
-                found[f"{form} {move.__name__}"] = texts(load(folder, form, "cuda:0", move, prepared), names)
+            for move, names in PLACES[form].items():
+                prepared = cuda_graphs.MIN_KEYS if names == ALL else 0
+                found[f"{form} {move.__name__}"] = texts(
+                    load(folder, form, "cuda:0", move, prepared, is_measured=form == FORMS[-1]), names
+                )
                 races[f"{form} {move.__name__}"] = races_in(machine)
         found["packed"] = texts(load(folder, "plain", "cuda:0", with_entries_in_ram, kv_cache=8), SOME)
         races["packed"] = races_in(machine)
         for draft in (*LAYER_DRAFTS, head):
             name = "head" if draft == head else draft
+            names = SOME if draft == SHADOW else (*SOME, "rounds")  # whose rounds are not static here
             with counted_static_rounds() as rounds:
-                found[name] = texts(load(folder, "plain", "cuda:0", half_in_ram, draft=draft), (*SOME, "rounds"))
+                found[name] = texts(load(folder, "plain", "cuda:0", half_in_ram, draft=draft), names)
             found[f"{name}, static rounds"] = {"number": [len(rounds)]}
             races[name] = races_in(machine)
     print(json.dumps(found))
@@ -230,16 +240,15 @@ def test_texts_are_the_cpus(found: dict[str, Any]) -> None:
     """Also where copies come as late as they may, and what they bring is garbage until then."""
     assert found["packed"] == found["packed cpu"]
     for draft in (*LAYER_DRAFTS, "head"):
-        assert found[draft] == {name: found["plain cpu"][name] for name in SOME} | found["rounds cpu"]
+        expected = {name: found["plain cpu"][name] for name in SOME}
+        assert found[draft] == expected | ({} if draft == SHADOW else found["rounds cpu"])
     # A kernel that multiplies a shadow's packed matrices needs a real device.
     assert found["self:1, static rounds"]["number"][0] > 0 == found["shadow:4, static rounds"]["number"][0]
     for form in FORMS:
         expected = found[f"{form} cpu"]
         assert all(len(ids) == NUM_TOKENS for ids in expected.values())
-        for move in PLACES[form]:
-            texts_there = found[f"{form} {move.__name__}"]
-            assert texts_there.keys() >= set(SOME)
-            assert texts_there == {name: expected[name] for name in texts_there}
+        for move, names in PLACES[form].items():
+            assert found[f"{form} {move.__name__}"] == {name: expected[name] for name in names}
 
 
 @pytest.mark.slow

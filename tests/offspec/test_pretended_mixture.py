@@ -29,7 +29,7 @@ from ..pair import build_pair
 from ..pretend_cuda import CUDA, in_own_process, pretended_cuda
 from ..pretend_experts import PretendedKernels, pretended_experts
 from ..pretend_streams import Machine
-from .test_pretended_cuda import Move, load, measured_once, races_in, says, texts
+from .test_pretended_cuda import Move, load, races_in, says, texts
 
 EXPERTS, LAYERS = 6, 2
 MIXTURE = {
@@ -166,7 +166,7 @@ def main(folder: Path) -> None:
     """What `of_way` gives for each of WAYS, one by one and at once, as JSON."""
     build(folder)
     found: dict[str, Any] = {"cpu": texts(load(folder, "plain", "cpu", draft="lookup"), NAMES)}
-    with pretended_cuda(folder / "guard.so") as machine, measured_once():
+    with pretended_cuda(folder / "guard.so") as machine:
         for name in WAYS:
             found[name] = of_way(folder, machine, name, None)
         for name in AT_ONCE:

@@ -24,7 +24,7 @@ from offspec.model.decoder import Decoder
 from ..pair import Pair, build_pair
 
 CPU = torch.device("cpu")
-REQUESTS = [SamplingParams(18, seed=0, ignore_eos=True), SamplingParams(18, temperature=1.0, top_p=0.9, seed=1)]
+REQUESTS = [SamplingParams(10, seed=0, ignore_eos=True), SamplingParams(10, temperature=1.0, top_p=0.9, seed=1)]
 needs_kernels = pytest.mark.skipif(not num_lanes(), reason="this processor has no kernels")
 
 
@@ -95,6 +95,6 @@ def test_the_text_is_the_same_whichever_way(
             texts.append([token for step in streamed.generate("def area(", params) for token in step.token_ids])
             assert (multiplied["kernel"] > 0) == (way == KERNEL)
             assert multiplied["torch"] > 0, "heads and drafts are fp32 as they lie"
-        assert len(set(texts[0])) > 8
+        assert len(set(texts[0])) > 5
         assert texts[0] == texts[1] == texts[2]
     target.weights.close()

@@ -31,7 +31,7 @@ from ..pair import Pair, build_pair, variant
 PROMPT = [40 + (number * 7) % 90 for number in range(120)]
 QUESTION = [*PROMPT[:100], *range(60, 80)]  # the same beginning, then another end
 OLDER_FORMAT = b"offspec KV entries 0"
-PARAMS = SamplingParams(12, ignore_eos=True, seed=3, temperature=1)
+PARAMS = SamplingParams(7, ignore_eos=True, seed=3, temperature=1)
 
 
 @pytest.fixture(scope="module")

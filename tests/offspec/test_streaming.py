@@ -33,7 +33,7 @@ from ..refusals import refused, tells
 
 CPU = torch.device("cpu")
 NO_NODES = np.empty(0, np.int64), np.empty(0, np.int64), np.empty((0, 0), bool)
-REQUESTS = [SamplingParams(16, seed=0, ignore_eos=True), SamplingParams(16, temperature=1.0, top_p=0.9, seed=1)]
+REQUESTS = [SamplingParams(10, seed=0, ignore_eos=True), SamplingParams(10, temperature=1.0, top_p=0.9, seed=1)]
 
 
 @pytest.fixture(scope="module")

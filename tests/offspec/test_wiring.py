@@ -35,7 +35,7 @@ from ..pair import Pair, build_pair
 from ..scheduler.fakes import paths
 
 PROMPT, SEED = "def area(", 5
-GREEDY, SAMPLED = SamplingParams(40, seed=SEED), SamplingParams(40, temperature=1.0, seed=SEED)
+GREEDY, SAMPLED = SamplingParams(20, seed=SEED), SamplingParams(20, temperature=1.0, seed=SEED)
 PLAIN = SpeculationParams(budget=0)
 SCORINGS: tuple[Scoring, ...] = ("coupled", "specexec")
 RATES = Rates(matmul_flops={1: 1e6, 16: 8e6, 128: 2e7})

@@ -304,8 +304,10 @@ def test_a_processor_with_the_instructions_has_kernels() -> None:
 
 @cache
 def _instructions_with(**environment: str) -> set[str]:
-    """What a new process says, with these variables and no others that hide instructions."""
-    hidden = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA")
+    """What a process has with these variables and no others that hide instructions: this one, or a new one."""
+    hidden = {"ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA"}
+    if not environment and not hidden & os.environ.keys():
+        return set(instructions())
     inherited = {name: value for name, value in os.environ.items() if name not in hidden}
     say = "from offspec.loaders.kernels.compiler import instructions; print(*instructions())"
     done = subprocess.run(
@@ -314,22 +316,38 @@ def _instructions_with(**environment: str) -> set[str]:
     return set(done.stdout.split())
 
 
-@pytest.mark.slow
+@needs_kernels
+@pytest.mark.parametrize(
+    ("capability", "limit", "expected"),
+    [
+        ("DEFAULT", "", set()),
+        ("AVX2", "", {"avx2"}),
+        ("AVX512", "AVX2", {"avx2"}),
+        ("AVX512", "avx2_vnni", {"avx2"}),
+        ("AVX512", "SSE41", set()),
+        ("DEFAULT", "AVX2", set()),
+    ],
+)
+def test_what_torch_does_not_use_kernels_do_not_use(
+    capability: str, limit: str, expected: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """capability: what torch says that it computes with. limit: oneDNN's."""
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit)
+    assert instructions.__wrapped__() == expected
+
+
+@pytest.mark.nightly
 @needs_kernels
 @pytest.mark.parametrize(
     ("environment", "expected"),
     [
         ({"ONEDNN_MAX_CPU_ISA": "AVX2"}, {"avx2"}),
         ({"ATEN_CPU_CAPABILITY": "default"}, set()),
-        *(
-            pytest.param(environment, expected, marks=pytest.mark.nightly)
-            for environment, expected in (
-                ({"ATEN_CPU_CAPABILITY": "avx2"}, {"avx2"}),
-                ({"ONEDNN_MAX_CPU_ISA": "avx2_vnni"}, {"avx2"}),
-                ({"ONEDNN_MAX_CPU_ISA": "SSE41"}, set()),
-                ({"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "AVX2"}, set()),
-            )
-        ),
+        ({"ATEN_CPU_CAPABILITY": "avx2"}, {"avx2"}),
+        ({"ONEDNN_MAX_CPU_ISA": "avx2_vnni"}, {"avx2"}),
+        ({"ONEDNN_MAX_CPU_ISA": "SSE41"}, set()),
+        ({"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "AVX2"}, set()),
     ],
     ids=str,
 )

@@ -32,7 +32,7 @@ from offspec.tools.forecast import make_forecast
 from ...pair import Pair, build_pair
 
 PROMPT = "def area("
-GREEDY, SAMPLED = SamplingParams(24, seed=5), SamplingParams(24, temperature=1.0, seed=5)
+GREEDY, SAMPLED = SamplingParams(12, seed=5), SamplingParams(12, temperature=1.0, seed=5)
 CONTEXT = 128
 
 

@@ -36,16 +36,19 @@ from ..model.heads.head_twins import (
 )
 
 PROMPTS = ["def area(width", "for item in", "print(1"]
-GREEDY = SamplingParams(10, ignore_eos=True)
-SAMPLED = SamplingParams(10, temperature=0.9, seed=3, ignore_eos=True)
+GREEDY = SamplingParams(7, ignore_eos=True)
+SAMPLED = SamplingParams(7, temperature=0.9, seed=3, ignore_eos=True)
+# For a target of three layers.
+TAPPED = {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}
+DFLASH_TAPPED = {"num_target_layers": 3, "dflash_config": {"mask_token_id": 7, "target_layer_ids": [0, 1, 2]}}
 HEADS = {
     "EAGLE-1": ({**EAGLE_CONFIG, "architectures": ["LlamaForCausalLM"]}, lambda: eagle_tensors(1, layer="layers.0")),
-    "EAGLE-3": (EAGLE_CONFIG, lambda: eagle_tensors(3)),
+    "EAGLE-3": (EAGLE_CONFIG | TAPPED, lambda: eagle_tensors(3)),
     "Medusa": (MEDUSA_CONFIG, medusa_tensors),
     "Hydra": (HYDRA_CONFIG, hydra_tensors),
     "Hydra++": (HYDRA_PREFIX_CONFIG, lambda: hydra_tensors(has_prefix=True)),
     "MLP speculator": (MLP_CONFIG, mlp_tensors),
-    "DFlash": (DFLASH_CONFIG, dflash_tensors),
+    "DFlash": (DFLASH_CONFIG | DFLASH_TAPPED, dflash_tensors),
     "recurrent": (RECURRENT_CONFIG, recurrent_tensors),
 }
 Texts = Callable[[str, SamplingParams], list[int]]
@@ -53,7 +56,7 @@ Texts = Callable[[str, SamplingParams], list[int]]
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    return build_pair(tmp_path_factory.mktemp("pair"), num_layers=6)
+    return build_pair(tmp_path_factory.mktemp("pair"), num_layers=3)
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +124,7 @@ def test_a_conversation_keeps_its_caches(engine: Engine, plain: Engine) -> None:
 def test_it_may_know_fewer_tokens_than_the_target(name: str, pair: Pair, expected: Texts, tmp_path: Path) -> None:
     """A target that was given tokens after its head was trained: they are read as another one."""
     tensors = {key: tensor for key, tensor in eagle_tensors(3).items() if key not in ("d2t", "t2d")}
-    folder = write_folder(tmp_path, EAGLE_CONFIG, tensors | {name: torch.randn(9, 32)})
+    folder = write_folder(tmp_path, EAGLE_CONFIG | TAPPED, tensors | {name: torch.randn(9, 32)})
     with Engine.load(str(pair.target), draft=str(folder), device="cpu", dtype="fp32", learn=True) as engine:
         steps = list(engine.generate(PROMPTS[0], SAMPLED, SpeculationParams(8)))
         assert [token for step in steps for token in step.token_ids] == expected(PROMPTS[0], SAMPLED)
@@ -132,7 +135,7 @@ def test_it_may_know_fewer_tokens_than_the_target(name: str, pair: Pair, expecte
 def test_a_head_for_another_target_is_noted(plain: Engine, pair: Pair, tmp_path: Path) -> None:
     """By the name in a config of Speculators."""
     named = {"speculators_config": {"verifier": {"name_or_path": "someone/Other-8B"}}}
-    folder = write_folder(tmp_path, EAGLE_CONFIG | named, eagle_tensors(3))
+    folder = write_folder(tmp_path, EAGLE_CONFIG | TAPPED | named, eagle_tensors(3))
     files, notes = ModelFiles.open(pair.target, "fp32", "cpu", []), list[Note]()
     open_draft("model", OpenRequest(DraftOptions(str(folder)), files, plain.tokenizer, "fp32", "cpu", notes))
     assert any("for Other-8B, not target" in note.text and note.advice for note in notes)
@@ -169,6 +172,6 @@ def test_what_a_head_cannot_do_is_refused(engine: Engine, pair: Pair, tmp_path: 
         list(engine.generate(PROMPTS[0], GREEDY, SpeculationParams(budget=8, tree="sequoia")))
     with pytest.raises(UsageError, match="draft model"):
         list(engine.generate(PROMPTS[0], GREEDY, SpeculationParams(accept="joint")))
-    folder = write_folder(tmp_path, EAGLE_CONFIG, eagle_tensors(3))
+    folder = write_folder(tmp_path, EAGLE_CONFIG | TAPPED, eagle_tensors(3))
     with Engine.load(str(pair.target), draft=str(folder), device="cpu", draft_window=64) as windowed:
         assert any("`draft_window=64` does nothing" in note.text and note.advice for note in windowed.notes)

@@ -159,7 +159,7 @@ def test_a_shadow_is_accepted_more_often_than_the_built_in_draft() -> None:
     passes = {}
     for draft in ("shadow", "builtin"):
         with Engine.load("builtin", draft=draft, device="cpu", context=256) as engine:
-            params = SamplingParams(24, temperature=1.0, seed=1, ignore_eos=True)
+            params = SamplingParams(14, temperature=1.0, seed=1, ignore_eos=True)
             *_, last = engine.generate("def area(width, height):\n", params, SpeculationParams(16, overlap=False))
             passes[draft] = last.stats.num_passes
     assert passes["shadow"] < passes["builtin"]
@@ -171,10 +171,10 @@ def test_room_is_made_once_for_a_whole_request(files: ModelFiles) -> None:
         caches = engine.new_caches()
         assert caches.draft is not None
         capacities = set[int]()
-        params = SamplingParams(24, ignore_eos=True)
+        params = SamplingParams(14, ignore_eos=True)
         for _ in engine.generate(PROMPTS[0], params, SpeculationParams(256), caches=caches):
             capacities.add(caches.draft.cache.capacity)
-        assert capacities == {len(engine.encode(PROMPTS[0])) + 24 + 256 + MOST_READ_ON_CPU + MOST_ROWS_ON_CPU}
+        assert capacities == {len(engine.encode(PROMPTS[0])) + 14 + 256 + MOST_READ_ON_CPU + MOST_ROWS_ON_CPU}
 
 
 # ---------------------------------------------------------------------------------------------------------- files

@@ -30,7 +30,7 @@ from offspec.model.rope import RotaryEmbedding, rotation
 from offspec.scheduler.trees.token_tree import TokenTree
 
 from ...examples import examples
-from ...fakes import FAMILIES, ROPE_VARIANTS, VOCAB_SIZE, TinyModel, config_json
+from ...fakes import FAMILIES, VOCAB_SIZE, TinyModel, config_json
 from ...refusals import refused
 
 GetModel = Callable[[str], TinyModel]
@@ -42,6 +42,22 @@ TREE_FAMILIES = [
     *("llama-gqa", "mistral-window", "qwen2-layer-types", "qwen3-biased-window", "gemma2", "cohere2"),
     "gemma4-layer-inputs",
 ]
+
+# One for every kind of memory; the others run nightly. Of most families `test_families` compares tokens one by one with
+# passes of several, and `test_logits_equal_transformers` compares all of them with the reference.
+EACH_MEMORY = (
+    *TREE_FAMILIES,
+    "granite-h-moe",
+    "qwen3.5",
+    "olmo-hybrid",
+    "lfm2",
+    "deepseek-v3",
+    "gpt-oss",
+    "phi3-longrope",
+)
+each_memory = pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=() if name in EACH_MEMORY else pytest.mark.nightly) for name in FAMILIES]
+)
 
 
 def random_tokens(count: int, seed: int = 1) -> list[int]:
@@ -87,12 +103,10 @@ def test_logits_equal_transformers(tiny_model: GetModel, family: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "family", [pytest.param(name, marks=pytest.mark.nightly if name in ROPE_VARIANTS else ()) for name in FAMILIES]
-)
+@each_memory
 def test_greedy_text_equals_transformers(tiny_model: GetModel, family: str) -> None:
     """Each token is the one that transformers finds likeliest behind those before it."""
-    model, prompt, steps = tiny_model(family), random_tokens(12, seed=2), 36
+    model, prompt, steps = tiny_model(family), random_tokens(12, seed=2), 20
     text, chain, tokens = CachedDecoder(model.decoder()), prompt, []
     for _ in range(steps):
         chain = [int(text.score(chain, *NO_NODES).argmax())]
@@ -100,10 +114,10 @@ def test_greedy_text_equals_transformers(tiny_model: GetModel, family: str) -> N
     with torch.no_grad():
         logits = model.reference(torch.tensor([[*prompt, *tokens[:-1]]])).logits[0, len(prompt) - 1 :]
     assert tokens == logits.argmax(-1).tolist()
-    assert len(set(tokens)) >= 10, "a text that repeats itself shows nothing"
+    assert len(set(tokens)) >= 7, "a text that repeats itself shows nothing"
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@each_memory
 def test_texts_of_one_pass_do_not_see_each_other(tiny_model: GetModel, family: str) -> None:
     """Texts of different lengths, one of them new, each with a tree; longer than windows."""
     decoder = tiny_model(family).decoder()

@@ -124,13 +124,13 @@ def test_the_text_is_that_of_plain_decoding(
     speculation: SpeculationParams,
     seed: int,
 ) -> None:
-    params = replace(params, max_new_tokens=16, seed=seed, ignore_eos=True)
+    params = replace(params, max_new_tokens=10, seed=seed, ignore_eos=True)
     plain = get_engine(num_first, False, is_good).with_draft(NoDraft())
     assert says(get_engine(num_first, is_streamed, is_good), params, speculation) == says(plain, params)
 
 
-GREEDY = SamplingParams(24, seed=0, ignore_eos=True)
-SAMPLED = SamplingParams(24, temperature=1.0, seed=1, ignore_eos=True)
+GREEDY = SamplingParams(14, seed=0, ignore_eos=True)
+SAMPLED = SamplingParams(14, temperature=1.0, seed=1, ignore_eos=True)
 
 
 @pytest.mark.each_value
@@ -222,7 +222,8 @@ def test_a_text_that_was_left_and_changed_goes_on_as_a_fresh_one(get_engine: Get
     caches = engine.new_caches()
     other = engine.encode(PROMPT)
     for cut, prompt in enumerate([PROMPT, "def area(self", "def area(", "class", "class A"]):
-        request = engine.generate(prompt, SAMPLED, SpeculationParams(16), caches=caches)
+        long = replace(SAMPLED, max_new_tokens=24)
+        request = engine.generate(prompt, long, SpeculationParams(16), caches=caches)
         for _ in range(cut + 1):
             next(request)
         request.close()
@@ -326,7 +327,7 @@ def test_the_first_layers_are_planned_to_stay(folder: Path) -> None:
 def test_texts_that_share_passes_are_plain_decodings(get_engine: GetEngine, is_streamed: bool) -> None:
     """Also one that is paused, with its first layers' entries, and resumed."""
     engine, prompts = get_engine(2, is_streamed, True), ("def area(", "class Tree:\n    def", "x = 1", "import")
-    params = [SamplingParams(20, temperature=0.7 * (i % 2), seed=i, ignore_eos=True) for i in range(len(prompts))]
+    params = [SamplingParams(12, temperature=0.7 * (i % 2), seed=i, ignore_eos=True) for i in range(len(prompts))]
     batch = Batch(engine.models, 3)
     tickets = {
         batch.add(engine.check_request(prompts[i], params[i], SpeculationParams(8))): i for i in range(len(prompts))

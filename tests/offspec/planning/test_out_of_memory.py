@@ -28,7 +28,7 @@ from ...refusals import refused, tells
 pytestmark = pytest.mark.slow
 
 TOLD = "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 23.65 GiB\nSee documentation"
-PARAMS = SamplingParams(16, temperature=1.0, seed=1, ignore_eos=True)
+PARAMS = SamplingParams(10, temperature=1.0, seed=1, ignore_eos=True)
 SPECULATION = SpeculationParams(budget=8)  # three passes at least: a budget that is found goes by the clock
 
 

@@ -546,7 +546,7 @@ def test_the_least_memory_that_works_goes_without_the_embedding_in_memory(large:
 
 def test_the_largest_context_is_the_last_that_fits(large: Path) -> None:
     limits = Limits(12 * GIB, 8 * GIB)
-    most = plan(large, "nf4", limits).largest_context()
+    most = plan(large, "nf4", limits).largest_context
     assert DEFAULT_CONTEXT < most < LLAMA_70B["max_position_embeddings"]  # type: ignore[operator]
     assert plan(large, "nf4", limits, MemoryOptions(context=most, kv_cache="16")).context == most
     with refused(MemoryLimitError, "`context`"):

@@ -39,22 +39,23 @@ PROMPTS = (
     "return x +",
 )
 SAMPLING = (
-    SamplingParams(14, seed=1),
-    SamplingParams(9, temperature=1.0, seed=2),
-    SamplingParams(18, temperature=0.7, top_p=0.9, repetition_penalty=1.3, seed=3),
-    SamplingParams(13, temperature=1.2, top_k=20, seed=4, ignore_eos=True),
-    SamplingParams(10, repetition_penalty=0.8, seed=5, stop=("\n",)),
-    SamplingParams(12, frequency_penalty=1.5, presence_penalty=0.5, logit_bias=((7, 5.0),), seed=6),
+    SamplingParams(9, seed=1),
+    SamplingParams(7, temperature=1.0, seed=2),
+    SamplingParams(11, temperature=0.7, top_p=0.9, repetition_penalty=1.3, seed=3),
+    SamplingParams(8, temperature=1.2, top_k=20, seed=4, ignore_eos=True),
+    SamplingParams(8, repetition_penalty=0.8, seed=5, stop=("\n",)),
+    SamplingParams(8, frequency_penalty=1.5, presence_penalty=0.5, logit_bias=((7, 5.0),), seed=6),
 )
 HEAD = "for i in range(10):\n    print(i)\n" * 4  # 92 tokens
-HEADS = {"eagle": (EAGLE_CONFIG, lambda: eagle_tensors(3)), "medusa": (MEDUSA_CONFIG, medusa_tensors)}
+TAPPED = {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}
+HEADS = {"eagle": (EAGLE_CONFIG | TAPPED, lambda: eagle_tensors(3)), "medusa": (MEDUSA_CONFIG, medusa_tensors)}
 DRAFTS = ("own", "lookup", "none", "self", "shadow:4", *HEADS, "own, 8 bits")
 
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    """With as many layers as the heads' samples are made for."""
-    return build_pair(tmp_path_factory.mktemp("pair"), num_layers=6)
+    """With as many layers as an EAGLE-3 head reads."""
+    return build_pair(tmp_path_factory.mktemp("pair"), num_layers=3)
 
 
 def load(pair: Pair, draft: str, **more: Any) -> Engine:

@@ -21,7 +21,7 @@ from ...fakes import CPU, FAMILIES, build
 from ...pair import Pair, build_pair
 
 KINDS = ("eagle3", "medusa", "hydra", "recurrent", "mlp", "clover", "koala", "amphista", "clover2", "fspad")
-SAMPLED = SamplingParams(14, temperature=1.0, seed=3, ignore_eos=True)
+SAMPLED = SamplingParams(10, temperature=1.0, seed=3, ignore_eos=True)
 DRAFTED = SpeculationParams(8, lookup=False)
 PROMPT = "def area(width"
 

@@ -30,15 +30,15 @@ from offspec.planning.plan import all_resident
 from offspec.text.tokenizer import Tokenizer
 from offspec.tools.verification import settings_of, verify
 
-from ....fakes import CPU, FAMILIES, HYBRIDS, TinyModel
+from ....fakes import CPU, FAMILIES, HYBRIDS, VARIANTS, TinyModel
 from ....pair import build_pair
 from ..test_decoder import assert_close, chain_logits, random_tokens
 
 GetModel = Callable[[str], TinyModel]
 # One of every layout; the families of this program's beginning have tests of their own.
 NEW = list(FAMILIES)[list(FAMILIES).index("gemma") :]
-PROMPT, TREES, PLAIN = random_tokens(12, seed=4), SpeculationParams(16), SpeculationParams(0)
-REQUESTS = [SamplingParams(12, temperature=temperature, seed=1, ignore_eos=True) for temperature in (0.0, 1.0)]
+PROMPT, TREES, PLAIN = random_tokens(12, seed=4), SpeculationParams(8), SpeculationParams(0)
+REQUESTS = [SamplingParams(8, temperature=temperature, seed=1, ignore_eos=True) for temperature in (0.0, 1.0)]
 GREEDY, SAMPLED = REQUESTS
 
 
@@ -94,7 +94,9 @@ def says(engine: Engine, params: SamplingParams, speculation: SpeculationParams)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", NEW)
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=pytest.mark.nightly if name in VARIANTS else ()) for name in NEW]
+)
 def test_plain_trees_and_streamed_are_one_text(tiny_model: GetModel, tokenizer: Tokenizer, family: str) -> None:
     model = tiny_model(family)
     resident = model.decoder()

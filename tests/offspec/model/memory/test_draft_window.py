@@ -207,7 +207,7 @@ def test_requests_with_long_texts_find_out_whether_a_window_pays(pair: Pair, mon
     monkeypatch.setattr("offspec.drafts.model_draft.TRIED_WINDOW", 64)
     monkeypatch.setattr(WindowTrials, "PASSES", 3)
     engine = Engine.load(str(pair.target), draft=str(pair.draft), device="cpu", dtype="fp32", context=1024)
-    pool, params = TextPool(engine.new_caches, 2**30), SamplingParams(24, temperature=0.7, seed=5, ignore_eos=True)
+    pool, params = TextPool(engine.new_caches, 2**30), SamplingParams(12, temperature=0.7, seed=5, ignore_eos=True)
     windows, prompt, budget = [], PROMPT[:200], SpeculationParams(budget=16)
     for number in range(6):
         caches = pool.borrow(prompt)

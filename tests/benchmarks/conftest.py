@@ -1,0 +1,3 @@
+"""Benchmarks load engines as other tests do: with assumed rates."""
+
+from ..assumed_rates import assumed_rates as assumed_rates
