@@ -38,6 +38,7 @@ GGUF_TYPES: dict[int, GgufType] = {
     21: GgufType("IQ3_S", 256, 110),
     22: GgufType("IQ2_S", 256, 82),
     23: GgufType("IQ4_XS", 256, 136),
+    27: GgufType("I64", 1, 8),
     29: GgufType("IQ1_M", 256, 56),
     30: GgufType("BF16", 1, 2),
     39: GgufType("MXFP4", 32, 17),

@@ -193,6 +193,9 @@ class Keys:
     def value(self, key: str) -> Any:
         return self._metadata.get(f"{self.arch}.{key}")
 
+    def token_id(self, name: str) -> Any:
+        return self._metadata.get(f"tokenizer.ggml.{name}_token_id")
+
     def integer(self, key: str, default: int | None = None, least: int = 1) -> int:
         """A number of at least `least`, or a list of equal ones; in it, layers without such a part have 0."""
         value = self.value(key)
@@ -847,6 +850,51 @@ ARCHITECTURES: dict[str, Architecture] = {
 }
 
 
+def _target_layers(keys: Keys) -> list[int]:
+    """The target's layers whose inputs the head reads, counted from 0."""
+    layers = keys.value("target_layers") or keys.value("extract_layers")
+    if not isinstance(layers, list) or not all(type(layer) is int for layer in layers):
+        raise fault(keys.path, f"{keys.arch}.target_layers must list layers, not {show(layers)}")
+    return layers
+
+
+def _eagle3(keys: Keys, config: Config) -> Config:
+    before = bool(keys.value("norm_before_residual"))
+    return {"eagle_aux_hidden_state_layer_ids": _target_layers(keys), "norm_before_residual": before}
+
+
+def _dflash(keys: Keys, config: Config) -> Config:
+    return {
+        **_windows(keys, config, 1),
+        "use_sliding_window": True,
+        "block_size": keys.integer("block_size"),
+        "dflash_config": {
+            "mask_token_id": keys.token_id("mask"),
+            "target_layer_ids": [layer - 1 for layer in _target_layers(keys)],
+            "output_multiplier": keys.value("logit_scale"),
+            "final_logit_softcapping": keys.value("final_logit_softcapping"),
+        },
+    }
+
+
+# Heads that draft for a model in another file, by llama.cpp's names (src/models/eagle3.cpp, dflash.cpp).
+HEADS: dict[str, Architecture] = {
+    "eagle3": Architecture(
+        "llama",
+        "LlamaForCausalLMEagle3",
+        {**_LLAMA, "attn_norm_2": "hidden_norm"},
+        _eagle3,
+        has_paired_heads=True,
+    ),
+    "dflash": Architecture(
+        "qwen3",
+        "DFlashDraftModel",
+        differences=_dflash,
+        shared={"enc.output_norm.weight": "hidden_norm.weight"},
+    ),
+}
+
+
 # ---------------------------------------------------------------------------------------------------------- translation
 
 
@@ -884,15 +932,32 @@ def translated(model: GgufModel) -> GgufCheckpoint:
         raise fault(
             path, f"is not a language model, but {show(metadata.get('general.type', arch))}; choose the model's file"
         )
+    if is_head(model):
+        raise fault(path, f"is a head ({arch}), which drafts for a model; give it as the draft of its model")
     if not isinstance(arch, str) or arch not in ARCHITECTURES:
         supported = ", ".join(ARCHITECTURES)
         description = f"has the architecture {show(arch)}, which is not supported in GGUF files; supported: {supported}"
         raise fault(path, f"{description}; use the original safetensors checkpoint")
-    keys, kind = Keys(path, metadata, arch, model.tensors), ARCHITECTURES[arch]
-    if keys.value("expert_count") and "ffn_gate_inp" not in kind.names:
+    kind = ARCHITECTURES[arch]
+    if metadata.get(f"{arch}.expert_count") and "ffn_gate_inp" not in kind.names:
         description = f"is a mixture of experts of {arch}, which is not supported in GGUF files"
         raise fault(path, f"{description}; use its safetensors checkpoint with pip install 'offspec[transformers]'")
-    config = _config(keys, kind, model)
+    return _checkpoint(model, arch, kind)
+
+
+def is_head(model: GgufModel) -> bool:
+    """Whether the file has a head instead of a model."""
+    return model.metadata.get("general.architecture") in HEADS
+
+
+def translated_head(model: GgufModel) -> GgufCheckpoint:
+    """The head under its project's names. Raises CheckpointError."""
+    arch = model.metadata["general.architecture"]
+    return _checkpoint(model, arch, HEADS[arch])
+
+
+def _checkpoint(model: GgufModel, arch: str, kind: Architecture) -> GgufCheckpoint:
+    config = _config(Keys(model.path, model.metadata, arch, model.tensors), kind, model)
     tensors: dict[str, TensorInfo] = {}
     for info in (info for name, info in model.tensors.items() if not _is_unused(name)):
         named = _translated(info, kind, config)
@@ -965,7 +1030,7 @@ def _config(keys: Keys, kind: Architecture, model: GgufModel) -> Config:
         "num_attention_heads": heads,
         "head_dim": keys.integer("attention.key_length", max(1, hidden // heads)),
         "max_position_embeddings": keys.integer("context_length"),
-        "vocab_size": table.shape[0] if table is not None else keys.integer("vocab_size"),
+        "vocab_size": table.shape[0] if table is not None else keys.integer("vocab_size", _num_tokens(model)),
         kind.eps_key: keys.number(eps_key, 1e-5),
         "tie_word_embeddings": "output.weight" not in names,
         "attention_bias": "blk.0.attn_q.bias" in names,
@@ -980,6 +1045,12 @@ def _config(keys: Keys, kind: Architecture, model: GgufModel) -> Config:
     if kind.has_rope:
         config |= {"rope_theta": keys.number("rope.freq_base", 10000.0), "rope_scaling": _rope_scaling(keys, model)}
     return config | kind.differences(keys, config)
+
+
+def _num_tokens(model: GgufModel) -> int | None:
+    """Of the tokenizer's list; a head that shares its target's embedding may say nothing else."""
+    tokens = model.metadata.get("tokenizer.ggml.tokens")
+    return len(tokens) if isinstance(tokens, list) else None
 
 
 _TOKENS = {"bos": "bos", "eos": "eos", "pad": "padding"}  # name in config.json → name in the metadata

@@ -15,12 +15,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from offspec.loaders.files.checkpoint import TensorInfo, show
+from offspec.loaders.files.checkpoint import Checkpoint, TensorInfo, reading, show
+from offspec.loaders.files.gguf_file import is_gguf, read_model
+from offspec.loaders.files.mistral_folder import MistralFolder
 from offspec.loaders.files.safetensors_folder import (
     CONFIG_FILE,
     INDEX_FILE,
@@ -47,16 +50,21 @@ from ..model.heads.medusa import medusa_name, medusa_spec
 from ..model.heads.mlp import mlp_name, mlp_spec
 from ..model.heads.mtp import PREFIX as MTP_PREFIX
 from ..model.heads.mtp import mtp_name, mtp_spec, num_promised
+from . import gguf, mistral
 from .exit_layers import data_file, has_weights, refuse_foreign
 from .from_config import weights_from_shapes
+from .mistral import EAGLE_FC
 from .opening import ModelFiles, have_equal_bytes
 from .pickles import read_pickle
 
 SAFETENSORS = (SINGLE_FILE, "medusa_lm_head.safetensors", "hydra_lm_head.safetensors")
 PICKLES = ("pytorch_model.bin", "medusa_lm_head.pt", "hydra_lm_head.pt")
+MISTRAL = MistralFolder()
+INTEGERS = {"I64": np.int64, "I32": np.int32}
 TABLES = (TO_TARGET,)  # tensors of integers, by a `Head`'s names
 MTP_FORM = "bf16"  # of an MTP layer in a plan without weights
 Shapes = Mapping[str, tuple[int, ...]]
+Listed = Mapping[str, TensorInfo | Tensor]  # of a pickle, without contents
 
 
 class HeadTensors(Protocol):
@@ -89,8 +97,7 @@ class HeadFiles:
     @classmethod
     def open(cls, path: Path, target: ModelConfig) -> HeadFiles:
         """Read config.json and headers. Raises CheckpointError, UnsupportedModelError."""
-        config = _read_config(path)
-        listed, formats = _listed(path)
+        config, listed, formats = _opened(path)
         layout = layout_of(config, listed)
         if layout is None:
             raise UnsupportedModelError(f"{path} is not a head of a known kind")
@@ -165,8 +172,7 @@ class StoredTensors:
         weights = {own: each.to(device) for own, each in self.weights.items()}
         loaded = load_layer(StoredUnit(weights), dtype, device)
         for own, info in self.tables.items():
-            table = _read_safetensors(info.path, info.name)
-            loaded[own] = _checked(info.path, info.name, table, is_table=True).to(device, copy=True)
+            loaded[own] = _table(info).to(device)
         return loaded
 
 
@@ -194,9 +200,13 @@ def _checked(file: Path, name: str, tensor: Tensor, *, is_table: bool) -> Tensor
     is_plain = tensor.layout == torch.strided and not tensor.is_complex()
     if is_plain and tensor.is_floating_point() != is_table:
         return tensor
-    raise CheckpointError(
-        f"{file}: tensor {show(name)} has numbers of a wrong type ({tensor.dtype}); use a head that is not quantised, "
-        "or download it again"
+    raise _wrong_type(file, name, str(tensor.dtype))
+
+
+def _wrong_type(file: Path, name: str, dtype: str) -> CheckpointError:
+    return CheckpointError(
+        f"{file}: tensor {show(name)} has numbers of a wrong type ({dtype}); use a head that is not quantised, or "
+        "download it again"
     )
 
 
@@ -237,16 +247,24 @@ MARKS = {
     DFLASH_ENTRY: "dflash",
 }  # a key of config.json → the kind
 NAMED_KINDS = Methods("kind of head", "medusa", "mlp_speculator")  # named by OWN_KIND, or by model_type
+ASSISTANTS = ("gemma4_assistant", "gemma4_unified_assistant")  # Gemma 4's drafts
 MARKING_TENSORS = Methods("tensor of a head", "fc.fc.weight")  # that only one kind has: FSPAD's, and others'
 TARGET_KEY = "offspec_target"  # the key of the target's fingerprint, in heads that offspec trained
 OWN_KIND = "offspec_head"  # the key of kinds that nobody else publishes
 
 
 def layout_of(config: Json, names: Iterable[str]) -> Layout | None:
-    """The layout of a head's files by their config.json, or by their tensors where it says nothing; None: no head."""
+    """The layout of a head's files by their config.json, or by their tensors where it says nothing; None: no head.
+
+    Raises UnsupportedModelError for a draft of another kind.
+    """
     if (kind := next((kind for key, kind in MARKS.items() if key in config), None)) is not None:
         return LAYOUTS[HYDRA_PREFIX if config.get("hydra_head_arch") == "prefix-mlp" else kind]
     named = config.get(OWN_KIND, config.get("model_type"))
+    if named in ASSISTANTS:
+        raise UnsupportedModelError(
+            f"{named} reads the target's keys and values, which offspec does not support; choose another draft"
+        )
     if named in NAMED_KINDS:
         return _layout(NAMED_KINDS, str(named), str(named))
     names = set(names)
@@ -274,8 +292,12 @@ def _layout(methods: Methods, name: str, kind: str) -> Layout:
 
 
 def is_head(path: Path) -> bool:
-    """Whether a folder holds a head, rather than a model; False for anything that cannot be read."""
+    """Whether a folder or GGUF file holds a head, rather than a model; False for anything that cannot be read."""
     try:
+        if is_gguf(path):
+            return gguf.is_head(read_model(path, headers_only=True))
+        if MISTRAL.recognises(path):
+            return EAGLE_FC in mistral.translated(MISTRAL.open(path)).tensors
         config = _read_config(path)
         return (layout_of(config, ()) or layout_of(config, _listed(path)[0])) is not None
     except CheckpointError:
@@ -328,6 +350,18 @@ def find_head(target: ModelFiles, kind: str = "") -> Path:
 # ------------------------------------------------------------------------------------------------ reading
 
 
+def _opened(path: Path) -> tuple[Json, Listed, Sequence[WeightFormat] | None]:
+    """config.json, all tensors by the names in the files, and the weight formats; see `_listed` for the errors."""
+    checkpoint: Checkpoint
+    if is_gguf(path):
+        checkpoint = gguf.translated_head(read_model(path))
+    elif MISTRAL.recognises(path):
+        checkpoint = mistral.translated(MISTRAL.open(path))
+    else:
+        return _read_config(path), *_listed(path)
+    return checkpoint.config, checkpoint.tensors, formats_in(checkpoint)
+
+
 def _read_config(path: Path) -> dict[str, Any]:
     file = path / CONFIG_FILE
     try:
@@ -339,7 +373,7 @@ def _read_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def _listed(path: Path) -> tuple[Mapping[str, TensorInfo | Tensor], Sequence[WeightFormat] | None]:
+def _listed(path: Path) -> tuple[Listed, Sequence[WeightFormat] | None]:
     """All tensors by the names in the files, and the weight formats by config.json; of a pickle, without contents.
 
     Raises CheckpointError, MissingWeightsError, UnsupportedModelError.
@@ -362,7 +396,7 @@ def _pickle(path: Path) -> Path | None:
 
 def _tensors(
     path: Path,
-    listed: Mapping[str, TensorInfo | Tensor],
+    listed: Listed,
     names: Mapping[str, str],
     formats: Sequence[WeightFormat] | None,
 ) -> HeadTensors:
@@ -408,13 +442,17 @@ def _spec(
     return spec
 
 
-def _read_safetensors(file: Path, name: str) -> Tensor:
-    try:
-        with safe_open(file, framework="pt") as opened:
-            tensor: Tensor = opened.get_tensor(name)
-            return tensor
-    except (OSError, SafetensorError) as exc:
-        raise CheckpointError(f"{file} cannot be read ({exc}); download it again") from exc
+def _table(info: TensorInfo) -> Tensor:
+    """A table of integers: what is added to a column's number to get a token. Raises CheckpointError.
+
+    GGUF files have the tokens instead.
+    """
+    if info.dtype not in INTEGERS:
+        raise _wrong_type(info.path, info.name, info.dtype)
+    with reading(info.path):
+        numbers = np.fromfile(info.path, INTEGERS[info.dtype], math.prod(info.shape), offset=info.offset)
+    table = torch.from_numpy(numbers.astype(np.int64)).view(info.shape)
+    return table - torch.arange(len(table)) if is_gguf(info.path) else table
 
 
 def write_head(path: Path, config: Mapping[str, object], tensors: Mapping[str, Tensor]) -> None:

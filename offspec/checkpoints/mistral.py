@@ -22,7 +22,15 @@ from ..model.names import EMBEDDING, FINAL_NORM, HEAD, in_layer
 from ..model.rope_config import FULL, ORIGINAL_CONTEXT, SLIDING
 from ..text.tekken import tekken_as_files
 
-_SHARED = {"tok_embeddings.weight": EMBEDDING, "norm.weight": FINAL_NORM, "output.weight": HEAD}
+EAGLE_FC = "fc.weight"  # of a head, in place of a model
+_SHARED = {
+    "tok_embeddings.weight": EMBEDDING,
+    "norm.weight": FINAL_NORM,
+    "output.weight": HEAD,
+    "eagle_linear.weight": EAGLE_FC,
+    "eagle_linear.qscale_weight": "fc.weight_scale",
+    "eagle_linear.qscale_act": "fc.input_scale",
+}
 _LAYER = re.compile(r"layers\.(\d{1,6})\.(.+)\.([a-z_0-9]+)")
 _NAMES = {
     "attention.wq": "self_attn.q_proj",

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from offspec.loaders.files.hub import resolve_files
+from offspec.loaders.files.mistral_folder import FILES as MISTRAL_FILES
 from offspec.loaders.files.safetensors_folder import CONFIG_FILE, INDEX_FILE
 from offspec.loaders.streaming.placement import Item, Placement
 from offspec.scheduler.drafting.drafter import Drafter
@@ -19,7 +20,7 @@ from offspec.scheduler.params import MAX_ROWS
 from offspec.scheduler.trees.verify import TargetPass
 
 from ..checkpoints.exit_layers import fingerprint, has_weights, refuse_foreign
-from ..checkpoints.head_files import PICKLES, SAFETENSORS, HeadFiles, StoredTensors, find_head
+from ..checkpoints.head_files import MISTRAL, PICKLES, SAFETENSORS, HeadFiles, StoredTensors, find_head
 from ..checkpoints.opening import ModelFiles, Note, locate
 from ..errors import CheckpointError, UsageError
 from ..model.block import memory_bytes
@@ -199,8 +200,10 @@ def _folder(request: OpenRequest) -> Path:
     kind, _, head_name = request.options.draft.partition(":")
     if kind != NAME:
         path = locate(request.options.draft, None, "draft")
-        is_here = any((path / name).is_file() for name in (*SAFETENSORS, INDEX_FILE, *PICKLES))
-        return path if is_here else resolve_files(request.options.draft, [CONFIG_FILE, *SAFETENSORS, *PICKLES])
+        is_here = path.is_file() or any((path / name).is_file() for name in (*SAFETENSORS, INDEX_FILE, *PICKLES))
+        if is_here or MISTRAL.recognises(path):
+            return path
+        return resolve_files(request.options.draft, [CONFIG_FILE, *SAFETENSORS, *PICKLES, *MISTRAL_FILES])
     refuse_foreign(request.target.config, "a head")
     if not has_weights(request.target):
         raise UsageError(

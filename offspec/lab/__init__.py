@@ -20,6 +20,18 @@ METHODS: dict[str, dict[str, str]] = {
     "tensor of a head": {"clover_head_mlp_rnn.q.weight": "offspec.lab.clover2:CLOVER2"},
     "head to train": {
         name: f"offspec.lab.head_structures:{name}"
-        for name in ("medusa", "hydra", "recurrent", "mlp", "clover", "clover2", "koala", "amphista", "fspad", "mtp")
+        for name in (
+            "medusa",
+            "hydra",
+            "recurrent",
+            "mlp",
+            "clover",
+            "clover2",
+            "koala",
+            "amphista",
+            "fspad",
+            "mtp",
+            "dflash",
+        )
     },
 }

@@ -14,6 +14,7 @@ from torch import Tensor
 from ..checkpoints.head_files import OWN_KIND
 from ..model.config import ModelConfig
 from ..model.decoder import Decoder
+from ..model.heads import dflash as dflash_head
 from ..model.heads.head import LAYERS, OWN_NORM, Advanced
 from ..model.heads.mtp import EMBEDDING_NORM, FC, PREFIX, STATE_NORM
 from ..training.head_structures import (
@@ -27,10 +28,12 @@ from ..training.head_structures import (
     shared,
 )
 from ..training.target_texts import Shard
+from .blocks import unroll_blocks
 from .own_heads import STAGES
 
 ALIGNMENT = 10.0  # weight of the distance from the target's states, beside the cross entropy
 STEPS = 5  # tokens ahead that heads without attention learn to predict
+BLOCK_SIZE, BLOCK_LAYERS, NUM_TAPS = 8, 3, 5  # of DFlash; z-lab's heads have 10 or 16 rows, and 5 to 8 layers
 
 
 def states_loss(made: Advanced, target: Shard) -> Tensor:
@@ -161,6 +164,38 @@ def mtp(target: Decoder, seed: int) -> Beginning:
     tensors |= {EMBEDDING_NORM: torch.ones(hidden), STATE_NORM: torch.ones(hidden), OWN_NORM: size.repeat(hidden)}
     named = {f"{PREFIX}{name}": tensor for name, tensor in tensors.items()}
     return Beginning("mtp", {"model_type": c.model_type, "mtp_num_hidden_layers": 1}, named, (), UNROLLED, states_loss)
+
+
+def dflash(target: Decoder, seed: int) -> Beginning:
+    """DFlash: begins as the target's first layers, because its rows are embeddings; the text's entries are those of the
+    latest tapped states.
+    """
+    c, hidden = target.config, target.config.hidden_size
+    need_llamas_layout("DFlash", c)
+    taps, depth = block_taps(c.num_layers), min(BLOCK_LAYERS, c.num_layers)
+    names = (*(f"self_attn.{name}_proj" for name in "qkvo"), "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+    copied = [f"{name}.weight" for name in (*names, "input_layernorm", "post_attention_layernorm")]
+    tensors: dict[str, Tensor] = {}
+    for index in range(depth):
+        layer = copied_layer(target, index)
+        tensors |= {f"{LAYERS}{index}.{name}": layer[name] for name in copied}
+        tensors |= {f"{LAYERS}{index}.self_attn.{name}_norm.weight": torch.ones(c.head_dim) for name in "qk"}
+    unseen = torch.zeros(hidden, (len(taps) - 1) * hidden)
+    tensors |= {dflash_head.FC: torch.cat((unseen, torch.eye(hidden)), 1), OWN_NORM: shared(target, c.final_norm)}
+    tensors |= {dflash_head.STATE_NORM: layer["input_layernorm.weight"].clone()}
+    config = {**eagle_config(target, depth), "architectures": ["DFlashDraftModel"], "model_type": "qwen3"}
+    del config["draft_vocab_size"]
+    config |= {"block_size": BLOCK_SIZE, "num_target_layers": c.num_layers}
+    scales = {"input_embedding_scale": c.embedding_scale, "output_multiplier": c.logit_scale}
+    scales |= {} if c.logit_cap is None else {"final_logit_softcapping": c.logit_cap}
+    config |= {dflash_head.ENTRY: {"mask_token_id": c.vocab_size - 1, "target_layer_ids": list(taps), **scales}}
+    return Beginning("dflash", config, tensors, taps, BLOCK_SIZE - 1, unroll=unroll_blocks)
+
+
+def block_taps(num_layers: int) -> tuple[int, ...]:
+    """z-lab's choice of the target's layers (from 0) whose states a block reads: from the 2nd to the last but two."""
+    last = max(1, num_layers - 3)
+    return tuple(sorted({round(1 + (last - 1) * index / (NUM_TAPS - 1)) for index in range(NUM_TAPS)}))
 
 
 def amphista(target: Decoder, seed: int) -> Beginning:

@@ -191,7 +191,7 @@ class HeadAligner(Aligner):
         tokens = torch.from_numpy(inputs).to(device)
         features = head.fused(window.states[:count].to(device))[None]
         losses = list[Tensor]()
-        for step, made in enumerate(unroll(head, features, tokens, 1 if said_alone else self._steps)):
+        for step, (made, _) in enumerate(unroll(head, features, tokens, 1 if said_alone else self._steps)):
             first = max(1 + step, window.said_from) if said_alone else 1 + step
             logs = torch.from_numpy(window.logs[first:count]).to(device, torch.float32)
             wanted = {"labels": torch.from_numpy(window.choices[first:count]).to(device), "log_probabilities": logs}

@@ -28,6 +28,7 @@ from ..model.heads.head import LAYERS, OWN_HEAD, OWN_NORM, Advanced
 from ..model.shapes import NORMS_BEFORE
 from .distill_params import HEADS
 from .target_texts import Shard
+from .unrolling import Unroll, unroll
 
 UNROLLED = 6  # tokens ahead that EAGLE-3 is trained for; it goes on beyond
 LEAST_LAYERS = 4  # of EAGLE-3's target
@@ -39,7 +40,8 @@ class Beginning:
     """A head before its training: config.json, and fp32 tensors by the names of its published files.
 
     layers: of the target, whose states the shards need; empty: the final states. steps: how many tokens ahead it
-    learns to predict. more_loss: beside the cross entropy, of a step's rows and of what the target says there.
+    learns to predict. more_loss: beside the cross entropy, of a step's rows and of what the target says there. unroll:
+    how it goes over texts.
     """
 
     kind: str
@@ -48,6 +50,7 @@ class Beginning:
     layers: tuple[int, ...]
     steps: int
     more_loss: Callable[[Advanced, Shard], Tensor] | None = None
+    unroll: Unroll = unroll
 
     def with_tokens(self, columns: Tensor) -> Beginning:
         """An EAGLE head that predicts only the target's tokens `columns`, ascending."""

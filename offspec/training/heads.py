@@ -28,7 +28,7 @@ from .head_structures import Beginning, structure_of
 from .run_folder import run_folder, work_folder
 from .target_texts import Progress, Shard, Shards
 from .trainer import CHECKPOINT_EVERY_S, Student, Trainer
-from .unrolling import cross_entropy, unroll, weighted
+from .unrolling import cross_entropy, weighted
 
 HELD_OUT_TEXTS = 4
 
@@ -179,8 +179,8 @@ class HeadStudent(Student):
         tokens, head = batch["tokens"].long(), self.head
         features = head.fused(states.flatten(0, 1)).view(*tokens.shape, -1)
         per_position = {"states": states, **{name: batch[name] for name in ("labels", "log_probabilities")}}
-        for step, made in enumerate(unroll(head, features, tokens, self._beginning.steps)):
-            yield made, {name: tensor[:, 1 + step :].flatten(0, 1) for name, tensor in per_position.items()}
+        for made, places in self._beginning.unroll(head, features, tokens, self._beginning.steps):
+            yield made, {name: tensor[:, places].flatten(0, 1) for name, tensor in per_position.items()}
 
 
 def multiplies_bf16(device: torch.device) -> bool:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,8 +25,18 @@ def weighted(losses: Sequence[Tensor]) -> Tensor:
     return torch.stack([w * loss for w, loss in zip(weights, losses, strict=True)]).sum() / sum(weights)
 
 
-def unroll(head: Head, features: Tensor, tokens: Tensor, steps: int) -> Iterator[Advanced]:
-    """The head's states and features [B * n, ...] for each step, as it drafts: over the text, then its own features.
+class Unrolled(NamedTuple):
+    """A step: the head's states and features [B * n, ...], and the texts' places [n] whose next tokens it predicts."""
+
+    made: Advanced
+    places: Tensor
+
+
+Unroll = Callable[[Head, Tensor, Tensor, int], Iterator[Unrolled]]
+
+
+def unroll(head: Head, features: Tensor, tokens: Tensor, steps: int) -> Iterator[Unrolled]:
+    """The steps of a head as it drafts: over the text, then its own features.
 
     features [B, T, F]: of the places of B texts. tokens [B, T]. Row i of a step s has token i + 1 + s; n = T - 1 - s.
     """
@@ -38,7 +48,7 @@ def unroll(head: Head, features: Tensor, tokens: Tensor, steps: int) -> Iterator
         some = tokens[:, 1 + step :].cpu().numpy().reshape(-1)
         made = head.advance(Inputs(features[:, :count].flatten(0, 1), some, np.full(len(some), step)), rows)
         features = made.features.view(num_texts, count, -1)
-        yield made
+        yield Unrolled(made, torch.arange(1 + step, length, device=tokens.device))
 
 
 def cross_entropy(head: Head, states: Tensor, said: Shard) -> Tensor:

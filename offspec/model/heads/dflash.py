@@ -11,24 +11,25 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Protocol
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from offspec.loaders.formats import Weight, linear
 from offspec.loaders.streaming.small_transfers import to_device
+from offspec.scheduler.trees.token_tree import IntArray
 
 from ...errors import CheckpointError, UnsupportedModelError
-from ..block import layer_shapes
+from ..block import Block, build_blocks, layer_shapes
 from ..config import ModelConfig, read_config
-from ..config_values import Json, mapping, positive
+from ..config_values import Json, mapping, number_in, optional_number, positive
 from ..decoder import Decoder
 from ..memory.text_memory import TextMemory
-from ..names import EMBEDDING
 from ..parts.attention import Attention
-from ..parts.kv_attention import attend
-from ..parts.part import LayerWeights, Part, PassRows
+from ..parts.part import Entries, PassRows, RowsOfText
 from ..pass_rows import AppendedRows
 from ..rope import Rotations
 from .chained import MOST_STEPS
@@ -41,29 +42,79 @@ ENTRY = "dflash_config"
 
 @dataclass(frozen=True)
 class BlockShape:
-    """A head's shape. size: rows of a block, the first of which is the text's last token. mask: the others' token."""
+    """A head's shape. size: rows of a block, the first of which is the text's last token. mask: the others' token.
+
+    embedding_scale: of the rows' embeddings. is_causal: a row sees none behind it; None: in layers with windows.
+    """
 
     config: ModelConfig
     target_layers: tuple[int, ...]
     size: int
     mask: int
+    embedding_scale: float = 1.0
+    is_causal: bool | None = None
+
+
+class BlockRows(RowsOfText):
+    """The rows of a block behind one text: each sees the text and all of the block, unless layers have windows."""
+
+    def __init__(self, text: AppendedRows, shape: BlockShape) -> None:
+        """text: the rows whose last token the block begins with."""
+        last = text.visibility.positions[-1:]
+        self.text = text
+        self.text_rotations = text.rotations
+        self.rotations = Rotations(last + 1 + torch.arange(shape.size, device=last.device))
+        self.chunks = [(0, shape.size)]
+        self._shape = shape
+
+    def mask(self, first: int, last: int, window: int | None) -> Tensor | None:
+        is_causal = self._shape.is_causal if self._shape.is_causal is not None else window is not None
+        if window is None and not is_causal:
+            return None
+        length = self.text.visibility.start + len(self.text)
+        keys = torch.arange(length + self._shape.size, device=self.text.visibility.positions.device)
+        ahead = keys - keys[length + first : length + last, None]
+        limit = window or len(keys)
+        return (ahead > -limit) & (ahead < (1 if is_causal else limit))
+
+    def store(self, layer: int, entries: Entries) -> None:
+        """Store the entries of the text's rows."""
+        self.text.store(layer, entries, 0)
+
+    def exchange(self, layer: int, entries: Entries | None, first: int, last: int) -> Entries:
+        """The text's keys and values, and the block's behind them."""
+        assert entries is not None, "a head's layers have entries"
+        of_text = self.text.exchange(layer, None, 0, len(self.text))
+        keys, values = (torch.cat((old, new.transpose(0, 1)), 1) for old, new in zip(of_text, entries, strict=True))
+        return keys, values
+
+
+class FilledRows(PassRows, Protocol):
+    """The rows of blocks. text_rotations: of the new rows of the texts before them, whose entries `store` takes."""
+
+    @property
+    def text_rotations(self) -> Rotations: ...
+
+    def store(self, layer: int, entries: Entries) -> None: ...
 
 
 class DFlashHead(StoredHead):
     """A block head. The states after a text's last token and after all nodes below it come from one block.
 
-    So nodes have no features: a node's depth chooses one of the block's states.
+    So nodes have no features: a node's depth chooses one of the block's states. Beside it is the embedding of the
+    node's token, which logits do not depend on. By it, recall tells nodes of one depth from each other.
     """
 
     def __init__(
         self, shape: BlockShape, tensors: Mapping[str, Weight], target: Decoder, dtype: torch.dtype | None = None
     ) -> None:
         """tensors: by the names of `dflash_spec`, on the target's device."""
-        self._shape = shape
+        self.shape = shape
         self.target_layers = shape.target_layers
         self.num_steps = shape.size - 1
         self._states = WeakKeyDictionary[TextMemory, Tensor]()  # of each text's block: [B - 1, hidden]
-        super().__init__(shape.config, tensors, target, vocabulary_of(tensors, target), dtype)
+        super().__init__(states_config(shape), tensors, target, vocabulary_of(tensors, target), dtype)
+        self.blocks = build_blocks(shape.config, dtype=self.dtype, device=self.device)
 
     def fused(self, states: Tensor) -> Tensor:
         return self.normed_by(STATE_NORM, linear(states.to(self.dtype), self.tensors[FC]))
@@ -71,69 +122,60 @@ class DFlashHead(StoredHead):
     def advance(self, inputs: Inputs, rows: PassRows) -> Advanced:
         assert isinstance(rows, AppendedRows)
         if not inputs.depths.any():
-            self._states[rows.cache] = self._block(inputs, rows)
-            return Advanced(self._states[rows.cache][:1], inputs.features[:1, :0])
-        depths = to_device(torch.from_numpy(inputs.depths), self.device)
-        return Advanced(self._states[rows.cache][depths], inputs.features)
+            block = BlockRows(rows, self.shape)
+            self._states[rows.cache] = self.filled(inputs.tokens[-1:], inputs.features, block)[1:]
+            inputs = Inputs(inputs.features[:1, :0], inputs.tokens[-1:], inputs.depths[-1:])
+        states = self._states[rows.cache][to_device(torch.from_numpy(inputs.depths), self.device)]
+        return Advanced(self.beside_tokens(states, inputs.tokens), inputs.features)
+
+    def beside_tokens(self, states: Tensor, tokens: IntArray) -> Tensor:
+        """A block's states [R, hidden] at nodes with these tokens [R]: [R, 2 * hidden], in halves of equal lengths."""
+        embedded = F.normalize(self.embedded(tokens), dim=-1) * states.norm(dim=-1, keepdim=True)
+        return torch.cat((states, embedded), -1)
 
     def read(self, inputs: Inputs, rows: PassRows) -> None:
         assert isinstance(rows, AppendedRows)
         for block in self.blocks:
             with self.weights.layer(block.index) as tensors:
-                self._read(block.parts[0], inputs.features, self.layer_weights(tensors), rows)
+                rows.store(block.index, self._entries(block, inputs.features, tensors, rows.rotations), 0)
 
-    def _block(self, inputs: Inputs, rows: AppendedRows) -> Tensor:
-        """The states [B - 1, hidden] of the block behind these rows of the text, whose last token it begins with."""
-        size, last = self._shape.size, rows.visibility.positions[-1:]
-        tokens = torch.full((size,), self._shape.mask)
-        tokens[0] = int(inputs.tokens[-1])
-        rotations = Rotations(last + 1 + torch.arange(size, device=last.device))
-        x = self.weights.rows(EMBEDDING, tokens) if self.has_own_embedding else self.target.embed(tokens)
-        x = x.to(self.dtype)
+    def linear_logits(self, states: Tensor) -> Tensor:
+        """Of its own head, or of the target's without the target's factor."""
+        states = states[..., : self.shape.config.hidden_size]
+        logits, scale = super().linear_logits(states), self.config.logit_scale / self.target.config.logit_scale
+        return logits if self.has_own_head or scale == 1 else logits * scale
+
+    def capped(self, logits: Tensor) -> Tensor:
+        """With the cap of its config.json; the target's head may have another one."""
+        return Decoder.capped(self, logits)
+
+    def filled(self, tokens: IntArray, features: Tensor, rows: FilledRows) -> Tensor:
+        """The states [n * B, hidden] of n blocks, which begin with `tokens` [n]. Keeps gradients.
+
+        features [T, hidden]: of the new rows of the texts before the blocks.
+        """
+        masked = torch.full((len(tokens), self.shape.size), self.shape.mask)
+        masked[:, 0] = torch.from_numpy(tokens)
+        x = self.embedded(masked.flatten().numpy()) * self.shape.embedding_scale
         for block in self.blocks:
-            attention, mlp = block.parts
             with self.weights.layer(block.index) as tensors:
-                weights = self.layer_weights(tensors)
-                keys_and_values = self._read(attention, inputs.features, weights, rows)
-                x = self._attended(attention, x, weights, rotations, keys_and_values)
-                x = mlp.forward(x, weights, rows, 0, size)
-        return self.normed(x)[1:]
+                rows.store(block.index, self._entries(block, features, tensors, rows.text_rotations))
+                x = block.forward(x, self.layer_weights(tensors, block.index), rows, 0, len(x))
+        return self.normed(x)
 
-    def _read(self, part: Part, features: Tensor, weights: LayerWeights, rows: AppendedRows) -> tuple[Tensor, Tensor]:
-        """Store the entries of rows of the text; returns all keys and values [kv_heads, S, head_dim]."""
-        assert isinstance(part, Attention)
-        _, keys, values = self._projected(part, features, weights, rows.rotations)
-        return rows.exchange(part.layer, (keys, values), 0, len(features))
-
-    def _attended(
-        self,
-        part: Part,
-        x: Tensor,
-        weights: LayerWeights,
-        rotations: Rotations,
-        of_text: tuple[Tensor, Tensor],
-    ) -> Tensor:
-        """x [B, hidden] of a block after its attention to the text and to all of itself."""
-        assert isinstance(part, Attention)
-        normed = part.norm(x, weights, self.config.norms.before_attention)
-        queries, *of_block = self._projected(part, normed, weights, rotations)
-        keys, values = (
-            torch.cat((there, here.transpose(0, 1)), 1) for there, here in zip(of_text, of_block, strict=True)
-        )
-        out = attend(queries, keys, values, None, scale=self.config.attention_scale)
-        return x + weights.linear("self_attn.o_proj", out.flatten(1))
-
-    def _projected(
-        self, part: Attention, x: Tensor, weights: LayerWeights, rotations: Rotations
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values of rows x [T, hidden]."""
-        queries, *entries = part.projected(x, weights)
-        norm = part.config.qk_norm_form.queries
-        queries = part.placed(queries, norm, weights, rotations, 0, len(x))
-        return (queries, *part.entries(entries, weights, rotations, 0, len(x)))
+    def _entries(self, block: Block, features: Tensor, tensors: Mapping[str, Weight], rotations: Rotations) -> Entries:
+        """Keys and values [T, kv_heads, head_dim] of a text's rows."""
+        attention, weights = block.parts[0], self.layer_weights(tensors, block.index)
+        assert isinstance(attention, Attention)
+        return attention.entries(attention.projected(features, weights)[1:], weights, rotations, 0, len(features))
 
 
 # ------------------------------------------------------------------------------------------------ from files
+
+
+def states_config(shape: BlockShape) -> ModelConfig:
+    """The shape of the head's layers, with the size of its states."""
+    return replace(shape.config, hidden_size=2 * shape.config.hidden_size)
 
 
 def dflash_spec(config: Json, present: Mapping[str, tuple[int, ...]], target: ModelConfig) -> HeadSpec:
@@ -151,7 +193,9 @@ def dflash_spec(config: Json, present: Mapping[str, tuple[int, ...]], target: Mo
     if hidden != target.hidden_size and not {OWN_EMBEDDING, OWN_HEAD} <= shapes.keys():
         raise CheckpointError(f"the head has hidden size {hidden}, the target {target.hidden_size}")
     make, layers = partial(DFlashHead, shape), shape.target_layers
-    return HeadSpec("DFlash", c, shapes, layers, c.vocab_size, make, takes_packed=True, can_learn=False)
+    return HeadSpec(
+        "DFlash", states_config(shape), shapes, layers, c.vocab_size, make, takes_packed=True, can_learn=False
+    )
 
 
 def _shape(config: Json, present: Mapping[str, tuple[int, ...]], target: ModelConfig) -> BlockShape:
@@ -161,8 +205,7 @@ def _shape(config: Json, present: Mapping[str, tuple[int, ...]], target: ModelCo
     layer_config = read_config(
         {"use_sliding_window": False, **sizes, **inner, "model_type": "qwen3", "is_causal": None}
     )
-    if any(window is not None for window in layer_config.windows) or settings.get("causal"):
-        raise UnsupportedModelError("a DFlash head with windows, or whose block is causal, is not supported")
+    is_causal = settings.get("is_causal", settings.get("causal"))
     size, mask = positive(settings, "block_size"), settings.get("mask_token_id")
     if not 2 <= size <= MOST_STEPS or type(mask) is not int or not 0 <= mask < target.vocab_size:
         raise CheckpointError(f"config.json: block_size {size} or mask_token_id {mask!r} is out of range")
@@ -174,7 +217,11 @@ def _shape(config: Json, present: Mapping[str, tuple[int, ...]], target: ModelCo
             f"the head reads states after layer {wrong[0] + 1}, and the target has layers 1 to {target.num_layers}"
         )
     columns = max(1, present[OWN_HEAD][0]) if present.get(OWN_HEAD) else target.vocab_size
-    return BlockShape(replace(layer_config, vocab_size=columns, tied_head=False), tuple(layers), size, mask)
+    scales = (number_in(settings, name, 1.0) for name in ("input_embedding_scale", "output_multiplier"))
+    embedding_scale, logit_scale = scales
+    cap = optional_number(settings, "final_logit_softcapping")
+    head_config = replace(layer_config, vocab_size=columns, tied_head=False, logit_scale=logit_scale, logit_cap=cap)
+    return BlockShape(head_config, tuple(layers), size, mask, embedding_scale, is_causal)
 
 
 def dflash_name(name: str) -> str | None:

@@ -2,8 +2,9 @@
 
 EAGLE-1 and 2 (2401.15077, 2406.16858): `fc` joins embedding and final state; the target's own head. EAGLE-3
 (2503.01840): `fc` joins states after three layers, the layer reads embedding and features side by side, and norm and
-head are its own. Names and shapes: SafeAILab/EAGLE (cnets1.py, cnets.py), SpecForge (llama3_eagle.py), Speculators
-(models/eagle3/core.py), vLLM (llama_eagle.py, llama_eagle3.py), SGLang (llama_eagle3.py).
+head are its own. Mistral's heads are EAGLE-1 with whole layers, and a norm behind them. Names and shapes:
+SafeAILab/EAGLE (cnets1.py, cnets.py), SpecForge (llama3_eagle.py), Speculators (models/eagle3/core.py), vLLM
+(llama_eagle.py, llama_eagle3.py, mistral_eagle.py), SGLang (llama_eagle3.py).
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ TO_TARGET, OF_TARGET = "d2t", "t2d"
 JOINED_NORM, INPUT_NORM = "hidden_norm.weight", "input_norm.weight"
 TAPPED = "eagle_aux_hidden_state_layer_ids"  # the key in config.json of the target's layers whose states are read
 WITHOUT_INPUT_NORM = NormPlaces(before_attention=None)
-FAMILIES = ("llama", "qwen3")  # of the layers in Speculators' files; everybody else's are Llama's
+FAMILIES = ("llama", "qwen3", "mistral")  # of the layers in Speculators' files; others' are Llama's, or Mistral's
 MOST_LAYERS = 64
 BIASES = {"qkv": "self_attn.q_proj", "o": "self_attn.o_proj", "mlp": "mlp.gate_proj"}  # config.json seldom says them
 
@@ -48,6 +49,7 @@ class EagleShape:
     """A head's shape beside that of its layers.
 
     version: 1 or 3. norm_before_residual: the residual is the normed features. norm_output: children get normed states.
+    has_norms: EAGLE-3, and version 1 as Mistral has it, with the first layer's norm and the final one.
     """
 
     config: ModelConfig
@@ -55,6 +57,7 @@ class EagleShape:
     target_layers: tuple[int, ...]
     norm_before_residual: bool = False
     norm_output: bool = False
+    has_norms: bool = True
 
 
 class JoinedAttention(Attention):
@@ -88,7 +91,8 @@ class JoinedAttention(Attention):
 def first_parts(shape: EagleShape, rotaries: RotaryEmbeddings | None = None) -> list[Part]:
     """The parts of a head's first layer."""
     if shape.version == 1:
-        return parts_of(replace(shape.config, norms=WITHOUT_INPUT_NORM), 0, rotaries)
+        config = shape.config if shape.has_norms else replace(shape.config, norms=WITHOUT_INPUT_NORM)
+        return parts_of(config, 0, rotaries)
     return [JoinedAttention(shape, rotaries), Mlp(shape.config, 0)]
 
 
@@ -125,8 +129,8 @@ class EagleHead(LayeredHead):
         return self._fc(x) if self._shape.version == 1 else x
 
     def normed(self, hidden: Tensor) -> Tensor:
-        """EAGLE-1 predicts the target's final states; EAGLE-3 has a norm of its own before its head."""
-        return hidden if self._shape.version == 1 else super().normed(hidden)
+        """EAGLE-1 predicts the target's final states; other heads have a norm."""
+        return super().normed(hidden) if self._shape.has_norms else hidden
 
     def _fc(self, x: Tensor) -> Tensor:
         bias = self.tensors.get(FC_BIAS)
@@ -175,7 +179,7 @@ def eagle_shape(version: int, config: Json, present: Mapping[str, tuple[int, ...
     inner = config.get("transformer_layer_config", config)
     if not isinstance(inner, Mapping):
         raise CheckpointError("config.json: transformer_layer_config is not an object")
-    family = inner.get("model_type") if inner is not config else "llama"
+    family = inner.get("model_type") if inner is not config or config.get("model_type") == "mistral" else "llama"
     if family not in FAMILIES:
         raise UnsupportedModelError(
             f"EAGLE heads of {family!r} layers are not supported, only of {', '.join(FAMILIES)}"
@@ -195,8 +199,10 @@ def eagle_shape(version: int, config: Json, present: Mapping[str, tuple[int, ...
     if head_config.hidden_size != target.hidden_size and (version == 1 or OWN_EMBEDDING not in present):
         raise CheckpointError(f"the head has hidden size {head_config.hidden_size}, the target {target.hidden_size}")
     tapped = tapped_layers(config, target.num_layers) if version == 3 else ()
+    has_norms = version == 3 or OWN_NORM in present
     flags = {name: config.get(name) is True for name in ("norm_before_residual", "norm_output")}
-    return EagleShape(head_config, version, tapped, **flags)
+    flags["norm_output"] |= version == 1 and has_norms
+    return EagleShape(head_config, version, tapped, **flags, has_norms=has_norms)
 
 
 def _num_rows(present: Mapping[str, tuple[int, ...]], name: str, default: int) -> int:
@@ -243,7 +249,7 @@ def eagle_shapes(
     rows = _num_rows(present, OWN_EMBEDDING, target.vocab_size)
     optional = {OWN_EMBEDDING: (rows, hidden), FC_BIAS: (hidden,)}
     if shape.version == 1:
-        shapes[FC] = (hidden, 2 * hidden)
+        shapes |= {FC: (hidden, 2 * hidden), **({OWN_NORM: (hidden,)} if shape.has_norms else {})}
     else:
         shapes |= {FC: (hidden, num_taps * target.hidden_size), OWN_NORM: (hidden,)}
         optional |= {OWN_HEAD: (c.vocab_size, hidden), INPUT_NORM: (num_taps * target.hidden_size,)}

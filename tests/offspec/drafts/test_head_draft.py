@@ -14,9 +14,10 @@ from offspec.checkpoints.opening import ModelFiles, Note
 from offspec.drafts.base import DraftOptions, OpenRequest
 from offspec.drafts.head_draft import HeadDraft
 from offspec.drafts.kinds import open_draft
-from offspec.errors import UsageError
+from offspec.errors import CheckpointError, UnsupportedModelError, UsageError
 
 from ...pair import Pair, build_pair
+from ...refusals import refused
 from ..model.heads.head_twins import (
     DFLASH_CONFIG,
     EAGLE_CONFIG,
@@ -138,6 +139,22 @@ def test_a_head_for_another_target_is_noted(plain: Engine, pair: Pair, tmp_path:
     files, notes = ModelFiles.open(pair.target, "fp32", "cpu", []), list[Note]()
     open_draft("model", OpenRequest(DraftOptions(str(folder)), files, plain.tokenizer, "fp32", "cpu", notes))
     assert any("for Other-8B, not target" in note.text and note.advice for note in notes)
+
+
+OF_ANOTHER = {
+    "hidden size": ({"hidden_size": 64}, {}, CheckpointError, "hidden size 64"),
+    "vocabulary": ({}, {"d2t": torch.full((96,), 1000)}, CheckpointError, "no token of this target"),
+    "fingerprint": ({"offspec_target": "another"}, {}, CheckpointError, "trained for another target"),
+    "Gemma 4's assistant": ({"model_type": "gemma4_assistant"}, {}, UnsupportedModelError, "choose another draft"),
+}
+
+
+@pytest.mark.parametrize("what", OF_ANOTHER)
+def test_a_head_of_another_target_is_refused(what: str, pair: Pair, tmp_path: Path) -> None:
+    changed, tensors, kind, text = OF_ANOTHER[what]
+    folder = write_folder(tmp_path, EAGLE_CONFIG | changed, eagle_tensors(3) | tensors)
+    with refused(kind, text):
+        Engine.load(str(pair.target), draft=str(folder), device="cpu")
 
 
 def test_its_memory_is_planned(engine: Engine) -> None:

@@ -165,7 +165,7 @@ def assert_drafts(pair: Pair, head: Path) -> None:
 def test_a_trained_head_drafts(kind: str, teacher: Teacher, pair: Pair, tmp_path: Path) -> None:
     """Its loss has fallen, its folder is that of its kind, and the text is plain decoding's."""
     done = distill_head(teacher, kind, PARAMS, out=tmp_path / kind)
-    assert len(done.agreement) == structure_of(kind)(teacher.target, 0).steps
+    assert len(done.agreement) == min(structure_of(kind)(teacher.target, 0).steps, PARAMS.text_tokens - 2)
     assert [len(prompt) for prompt in done.prompts] == [6] * 4
     assert_drafts(pair, done.path)
     with pytest.raises(UsageError, match="exists already"):

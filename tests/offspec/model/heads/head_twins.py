@@ -45,15 +45,18 @@ def random_tensors(shapes: Mapping[str, Sequence[int]], seed: int = 0) -> dict[s
     }
 
 
-def eagle_tensors(version: int, hidden: int = 32, layer: str = "midlayer", num_taps: int = 3) -> dict[str, Tensor]:
-    """Random weights of an EAGLE head, by the names of its project's files."""
+def eagle_tensors(
+    version: int, hidden: int = 32, layer: str = "midlayer", num_taps: int = 3, *, has_norms: bool = False
+) -> dict[str, Tensor]:
+    """Random weights of an EAGLE head, by the names of its project's files. has_norms: EAGLE-1 as Mistral has it."""
     wide = hidden * (2 if version == 3 else 1)
     shapes: dict[str, Sequence[int]] = {f"{layer}.self_attn.{name}_proj.weight": (16, wide) for name in "kv"}
     shapes |= {f"{layer}.self_attn.q_proj.weight": (32, wide), f"{layer}.self_attn.o_proj.weight": (hidden, 32)}
     shapes |= {f"{layer}.mlp.{name}_proj.weight": (40, hidden) for name in ("gate", "up")}
     shapes |= {f"{layer}.mlp.down_proj.weight": (hidden, 40), f"{layer}.post_attention_layernorm.weight": (hidden,)}
     if version == 1:
-        return random_tensors(shapes | {"fc.weight": (hidden, 2 * hidden), "fc.bias": (hidden,)})
+        norms = dict.fromkeys(("norm.weight", f"{layer}.input_layernorm.weight"), (hidden,)) if has_norms else {}
+        return random_tensors(shapes | norms | {"fc.weight": (hidden, 2 * hidden), "fc.bias": (hidden,)})
     norms = ("norm.weight", f"{layer}.input_layernorm.weight", f"{layer}.hidden_norm.weight")
     shapes |= dict.fromkeys(norms, (hidden,))
     shapes |= {"fc.weight": (hidden, num_taps * 32), "lm_head.weight": (96, hidden)}
@@ -91,6 +94,8 @@ class EagleTwin:
         embedded = self._target.embedding_rows(torch.tensor(list(tokens)))
         hidden = self._layer_of(embedded, features)
         if self._version == 1:
+            if "norm.weight" in self._tensors:
+                hidden = _norm(hidden, self._tensors["norm.weight"])
             return self._target.linear_logits(hidden)[-1:], hidden[-1:]
         normed = _norm(hidden, self._tensors["norm.weight"])
         return (normed @ self._tensors["lm_head.weight"].T)[-1:], (
@@ -101,7 +106,7 @@ class EagleTwin:
         w = self._layer
         if self._version == 1:
             residual = torch.cat((embedded, features), -1) @ self._tensors["fc.weight"].T + self._tensors["fc.bias"]
-            x = residual
+            x = _norm(residual, w["input_layernorm.weight"]) if "input_layernorm.weight" in w else residual
         else:
             normed = _norm(features, w["hidden_norm.weight"])
             residual = normed if self._flags.get("norm_before_residual") else features
@@ -348,10 +353,13 @@ def dflash_tensors() -> dict[str, Tensor]:
     return random_tensors(shapes)
 
 
-def dflash_states(tensors: Mapping[str, Tensor], states: Tensor, block: Tensor) -> Tensor:
-    """States [B - 1, hidden] for the block's tokens after its first (z-lab/dflash, dflash.py, without its cache).
+def dflash_states(
+    tensors: Mapping[str, Tensor], states: Tensor, block: Tensor, window: int | None = None, *, is_causal: bool = False
+) -> Tensor:
+    """States [B - 1, hidden] for the block's tokens after its first (z-lab/dflash, model.py, without its cache).
 
-    states [T, 3 * hidden]: the target's. block [B, hidden]: embeddings of the text's last token and of masks.
+    states [T, 3 * hidden]: the target's. block [B, hidden]: embeddings of the text's last token and of masks. window,
+    is_causal: of the second layer.
     """
     context = _norm(states @ tensors["fc.weight"].T, tensors["hidden_norm.weight"])
     length, dim, x = len(context) + len(block), 8, block
@@ -370,8 +378,12 @@ def dflash_states(tensors: Mapping[str, Tensor], states: Tensor, block: Tensor) 
         k, v = ((both @ w[f"self_attn.{name}_proj.weight"].T).view(length, 2, dim) for name in "kv")
         q = turned(_norm(q, w["self_attn.q_norm.weight"]).transpose(0, 1), len(context))
         k = turned(_norm(k, w["self_attn.k_norm.weight"]).transpose(0, 1), 0).repeat_interleave(2, 0)
-        shares = (q @ k.transpose(1, 2) / dim**0.5).softmax(-1)
-        out = shares @ v.transpose(0, 1).repeat_interleave(2, 0)
+        scores = q @ k.transpose(1, 2) / dim**0.5
+        if layer == 1:
+            behind = torch.arange(len(context), length)[:, None] - torch.arange(length)
+            scores[:, (behind < 0 if is_causal else behind <= -(window or length))] = -torch.inf
+            scores[:, behind >= (window or length)] = -torch.inf
+        out = scores.softmax(-1) @ v.transpose(0, 1).repeat_interleave(2, 0)
         x = x + out.transpose(0, 1).reshape(len(block), -1) @ w["self_attn.o_proj.weight"].T
         inner = _norm(x, w["post_attention_layernorm.weight"])
         gate, up = (inner @ w[f"mlp.{name}_proj.weight"].T for name in ("gate", "up"))

@@ -34,6 +34,7 @@ from offspec.scheduler.trees.verify import TargetPass, Verdict
 
 from ....fakes import CPU
 from ....pair import build_pair
+from ...checkpoints.test_mistral import write_mistral
 from .head_twins import (
     CLOVER2_CONFIG,
     DFLASH_CONFIG,
@@ -137,6 +138,20 @@ def test_logits_equal_the_reference(layout: str, tmp_path: Path, target_files: M
     check_logits(head, twin, 32 * (3 if version == 3 else 1))
 
 
+def test_logits_of_mistrals_eagle(tmp_path: Path, target_files: ModelFiles, target: Decoder) -> None:
+    """In its own layout: EAGLE-1 with a whole layer, and a norm behind it."""
+    tensors = eagle_tensors(1, layer="layers.0", has_norms=True)
+    del tensors["fc.bias"]
+    stored = {**tensors, "eagle_linear.weight": tensors["fc.weight"]}
+    rope = {"rope_theta": 10000.0, "rope_type": "default"}
+    config = {**EAGLE_CONFIG, "rope_parameters": rope, "tie_word_embeddings": False, "sliding_window": None}
+    folder = write_mistral(tmp_path / "head", config, {name: t for name, t in stored.items() if name != "fc.weight"})
+    assert is_head(folder)
+    files = HeadFiles.open(folder, target_files.config)
+    head = files.spec.make(files.load(torch.float32, CPU), target)
+    check_logits(head, EagleTwin(1, {**tensors, "fc.bias": torch.zeros(32)}, target), 32)
+
+
 def check_logits(head: Head, twin: Any, width: int) -> None:
     """After a text that came in two passes, and in a tree. width: of the target's states that the head reads."""
     text = HeadText(head)
@@ -231,8 +246,30 @@ SPECULATORS_DFLASH = {
 }
 
 
-@pytest.mark.parametrize("config", [DFLASH_CONFIG, SPECULATORS_DFLASH], ids=["z-lab", "Speculators"])
-def test_logits_of_dflash(config: dict[str, Any], tmp_path: Path, target_files: ModelFiles, target: Decoder) -> None:
+WINDOWED_DFLASH = {
+    **DFLASH_CONFIG,
+    "use_sliding_window": True,
+    "sliding_window": 3,
+    "layer_types": ["full_attention", "sliding_attention"],
+}
+SCALES = {"input_embedding_scale": 2.0, "output_multiplier": 0.5, "final_logit_softcapping": 1.5}
+SCALED_DFLASH = {**DFLASH_CONFIG, "dflash_config": {"mask_token_id": 7, "target_layer_ids": [0, 2, 4], **SCALES}}
+
+
+@pytest.mark.parametrize(
+    ("config", "seen"),
+    [
+        (DFLASH_CONFIG, {}),
+        (SPECULATORS_DFLASH, {}),
+        (SCALED_DFLASH, {}),
+        (WINDOWED_DFLASH, {"window": 3, "is_causal": True}),
+        ({**WINDOWED_DFLASH, "is_causal": False}, {"window": 3}),
+    ],
+    ids=["z-lab", "Speculators", "scales", "window", "window-both-ways"],
+)
+def test_logits_of_dflash(
+    config: dict[str, Any], seen: dict[str, Any], tmp_path: Path, target_files: ModelFiles, target: Decoder
+) -> None:
     """A block behind a text that came in two passes: every place of the block has its own distribution."""
     tensors = dflash_tensors()
     folder = write_folder(tmp_path, config, tensors)
@@ -249,8 +286,10 @@ def test_logits_of_dflash(config: dict[str, Any], tmp_path: Path, target_files: 
         parents = [-1, 0, 1, 2][:depth]
         found.append(text.score([], np.array([40 + depth]), np.array([depth]), tree_mask(parents, depth - 1)))
     assert text.max_context == len(tokens) + 5, "five tokens can be predicted"
-    block = target.embed(torch.tensor([tokens[9], 7, 7, 7, 7, 7]))
-    expected = target.linear_logits(dflash_states(tensors, states, block))
+    block = target.embed(torch.tensor([tokens[9], 7, 7, 7, 7, 7])) * (2 if config is SCALED_DFLASH else 1)
+    expected = target.linear_logits(dflash_states(tensors, states, block, **seen))
+    if config is SCALED_DFLASH:
+        expected = 1.5 * torch.tanh(0.5 * expected / 1.5)
     torch.testing.assert_close(torch.cat(found), expected, atol=1e-4, rtol=1e-4)
 
 
