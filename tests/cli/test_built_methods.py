@@ -28,6 +28,7 @@ LOSSY = {
     "Speculative cascades": "cascade",
     "FS-GEN": "mix",
     "Speculative contrastive decoding": "contrastive",
+    "BiLD": "bild",
 }
 # Method → flags of `offspec run builtin`, beside a prompt or a file of prompts.
 RUN: dict[str, tuple[str, ...]] = {

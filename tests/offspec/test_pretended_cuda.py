@@ -48,7 +48,7 @@ ALL, GREEDY, SOME = tuple(REQUESTS), ("greedy",), ("sampled",)
 SPECIAL = {
     # Enough rounds of one shape to capture it, however fast the machine is.
     "rounds": (SamplingParams(12, ignore_eos=True), SpeculationParams(8, overlap=False)),
-    "short": (SamplingParams(3, ignore_eos=True), SpeculationParams()),
+    "short": (SamplingParams(6, ignore_eos=True), SpeculationParams(4)),
 }
 Move = Callable[[Plan], Plan]
 

@@ -34,7 +34,6 @@ from .test_pretended_cuda import (
     says,
     slow_passes,
     streamed,
-    with_entries_in_ram,
 )
 
 Patch = pytest.MonkeyPatch
@@ -126,14 +125,14 @@ FAULTS: dict[Callable[[Patch], None], Move] = {
     nothing_waits_for_a_layer: in_ram,
     a_layer_is_copied_before_its_slot_is_free: in_ram,
     a_slot_is_free_at_once: in_ram,
-    nothing_waits_for_kv_entries: with_entries_in_ram,
+    nothing_waits_for_kv_entries: with_all_entries_in_ram,
     kv_entries_are_copied_at_once: with_all_entries_in_ram,
     a_small_transfer_is_overwritten: in_ram,
 }
 # What is copied too early, or is not there yet, can be read off the text.
 SPOILT: dict[Callable[[Patch], None], Move] = {
     nothing_waits_for_a_layer: in_ram,
-    nothing_waits_for_kv_entries: with_entries_in_ram,
+    nothing_waits_for_kv_entries: with_all_entries_in_ram,
     a_host_slot_is_read_into_at_once: on_disk,
 }
 

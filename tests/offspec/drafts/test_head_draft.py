@@ -152,7 +152,7 @@ OF_ANOTHER = {
 @pytest.mark.parametrize("what", OF_ANOTHER)
 def test_a_head_of_another_target_is_refused(what: str, pair: Pair, tmp_path: Path) -> None:
     changed, tensors, kind, text = OF_ANOTHER[what]
-    folder = write_folder(tmp_path, EAGLE_CONFIG | changed, eagle_tensors(3) | tensors)
+    folder = write_folder(tmp_path, EAGLE_CONFIG | TAPPED | changed, eagle_tensors(3) | tensors)
     with refused(kind, text):
         Engine.load(str(pair.target), draft=str(folder), device="cpu")
 
