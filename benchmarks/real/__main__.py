@@ -114,7 +114,7 @@ def measured(
     """The cells of one set at one temperature; those that are missing are measured and stored."""
     temperature, draft = recordings[0].params.temperature, engine.draft_name or ""
     shape = (name, len(recordings), work.num_tokens, temperature)
-    if type(engine.draft) is ModelDraft:
+    if type(engine.draft) is ModelDraft and engine.draft.other is None:  # in one vocabulary
         key = CellKey(engine.name, draft, "agreement", None, *shape)
         yield results.get(key) or results.add(Cell.of_agreement(key, agreement(engine, recordings)))
     for budget in work.budgets:
