@@ -63,7 +63,7 @@ ELSEWHERE = {
     "offspec distill SMOLLM2 --exit-layer": "tests/offspec/training/test_distillation.py",
     "python -m benchmarks.drafts.heads": "tests/benchmarks/test_heads.py",
     "python -m benchmarks.drafts.beside_llama_cpp": "tests/offspec/checkpoints/test_gguf_heads.py",
-    "offspec plan TARGET": "plans for files of 70 GiB; tests/offspec/drafts/test_head_draft.py",
+    "offspec plan TARGET": "needs files of 70 GiB, without their contents",
     **dict.fromkeys(("_OFFSPEC_COMPLETE=fish_source offspec", "source"), "tests/cli/test_completion.py"),
     "python -m benchmarks.peers": "tests/benchmarks/test_peers.py",
     "python -m benchmarks.mixtures": "tests/benchmarks/test_mixtures.py",

@@ -15,6 +15,8 @@ from functools import cache
 
 import torch
 
+from .kept_code import kept_code
+
 Worker = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
@@ -105,26 +107,35 @@ def _host_features() -> Mapping[str, bool]:
 
 
 def compile_ir(text: str, name: str) -> Callable[..., None]:
-    """The function `name` (of one address: a `Worker`) of a module, for `instructions()` only, in tenths of a second.
+    """The function `name` (of one address: a `Worker`) of a module, for `instructions()` only.
 
-    Raises RuntimeError where LLVM does not accept the text.
+    LLVM takes tenths of a second, unless the user's cache has the code. Raises RuntimeError where LLVM does not accept
+    the text.
     """
-    from llvmlite import binding
+    from llvmlite import __version__, binding
 
     binding.initialize_native_target()
     binding.initialize_native_asmprinter()
-    features = binding.get_host_cpu_features()
+    cpu, features = binding.get_host_cpu_name(), binding.get_host_cpu_features()
     if "avx512" not in instructions():
         features.update({feature: False for feature in features if feature.startswith("avx512")})
     machine = binding.Target.from_default_triple().create_target_machine(
-        cpu=binding.get_host_cpu_name(), features=features.flatten(), opt=3
+        cpu=cpu, features=features.flatten(), opt=3, jit=True
     )
-    module = binding.parse_assembly(text)
-    module.verify()
-    options = binding.create_pipeline_tuning_options(speed_level=2)
-    passes = binding.create_pass_builder(machine, options)
-    passes.getModulePassManager().run(module, passes)
-    engine = binding.create_mcjit_compiler(module, machine)
+
+    def compiled() -> bytes:
+        module = binding.parse_assembly(text)
+        module.verify()
+        options = binding.create_pipeline_tuning_options(speed_level=2)
+        passes = binding.create_pass_builder(machine, options)
+        passes.getModulePassManager().run(module, passes)
+        code: bytes = machine.emit_object(module)
+        return code
+
+    key = "\n".join((__version__, str(binding.llvm_version_info), cpu, features.flatten(), text))
+    code = binding.ObjectFileRef.from_data(kept_code(key, compiled))
+    engine = binding.create_mcjit_compiler(binding.parse_assembly(""), machine)
+    engine.add_object_file(code)
     engine.finalize_object()
     worker = Worker(engine.get_function_address(name))
     worker.engine = engine  # type: ignore[attr-defined]  # lives as long as the function
