@@ -18,6 +18,8 @@ from offspec.training.heads import distill_head
 from offspec.training.lora import CausalTexts, TreeRows, hidden_states, weights_of
 
 from ...fakes import FAMILIES, build
+from ..drafts.test_head_draft import HEADS
+from ..model.heads.head_twins import write_folder
 from ..model.test_decoder import chain_logits, random_tokens
 from ..test_hybrid_models import build as build_hybrid
 
@@ -87,3 +89,22 @@ def test_a_head_of_a_hybrid_trains_and_drafts(
                 for budget in (8, 0)
             )
             assert found == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["EAGLE-3", pytest.param("DFlash", marks=pytest.mark.nightly)])
+def test_a_published_head_drafts_for_a_hybrid(
+    name: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """It reads states after three of the layers, two of which are recurrent."""
+    config, tensors = HEADS[name]
+    head = write_folder(tmp_path, config, tensors())
+    target = build_hybrid("qwen3_5_text", tmp_path_factory)
+    texts = []
+    for draft, budget in (("none", 0), (str(head), 12)):
+        with Engine.load(str(target), draft=draft, device="cpu", dtype="fp32") as engine:
+            params = SamplingParams(8, temperature=0.9, seed=1, ignore_eos=True)
+            steps = list(engine.generate("def area(", params, SpeculationParams(budget, lookup=False)))
+            texts.append([token for step in steps for token in step.token_ids])
+            assert (steps[-1].stats.num_drafted_tokens > 0) == (budget > 0)
+    assert texts[0] == texts[1]
