@@ -294,8 +294,8 @@ class SpeculationParams:
         for name in ("budget", "scoring", "tree", "width", "stopping"):
             if (value := getattr(self, name)) != getattr(SpeculationParams, name):
                 raise UsageError(
-                    f"{name} {value} applies to exact acceptance only, and {self.accept} acceptance drafts a beam "
-                    f"(beam, gamma); omit {name}, or use accept exact"
+                    f"{name} {value} applies to exact acceptance only, and {self.accept} acceptance drafts by beam "
+                    f"and gamma; omit {name}, or use accept exact"
                 )
         if self.beam * self.gamma > MAX_JOINT_NODES:
             raise UsageError(

@@ -21,7 +21,7 @@ from offspec.scheduler.trees.sampling import Sampler
 from offspec.scheduler.trees.token_tree import ROOT, TokenTree
 from offspec.scheduler.trees.verify import Logits, TargetPass, Verdict
 
-CONFIDENCE = 0.6  # `strength` where none is given; the publication tunes it by task, from 0.5 to 0.9 or so
+CONFIDENCE = 0.6  # `strength` where none is given; the publication tunes it for each task
 
 
 class BildDrafter(SequentialDrafter):
