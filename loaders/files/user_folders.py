@@ -6,7 +6,9 @@ for his: nothing is there, and writing fails with an OSError, as in a home that 
 
 from __future__ import annotations
 
+import contextlib
 import os
+import tempfile
 from pathlib import Path
 from typing import Literal
 
@@ -35,3 +37,16 @@ def user_folder(kind: Kind) -> Path:
     except RuntimeError:  # there is no home folder; older versions return a relative path
         return NO_HOME / kind
     return folder if folder.is_absolute() else NO_HOME / kind
+
+
+def write_cached(file: Path, content: bytes) -> None:
+    """Write a file of the cache atomically; without room or permission, it is not there the next time."""
+    with contextlib.suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        number, temporary = tempfile.mkstemp(dir=file.parent, prefix=file.name)
+        try:
+            with os.fdopen(number, "wb") as opened:
+                opened.write(content)
+            os.replace(temporary, file)
+        finally:
+            Path(temporary).unlink(missing_ok=True)

@@ -7,13 +7,10 @@ all that the code depends on.
 from __future__ import annotations
 
 import contextlib
-import os
-import tempfile
 from collections.abc import Callable
 from hashlib import sha256
-from pathlib import Path
 
-from ..files.user_folders import user_folder
+from ..files.user_folders import user_folder, write_cached
 
 DIGEST_BYTES = 32
 
@@ -26,18 +23,5 @@ def kept_code(key: str, compile_it: Callable[[], bytes]) -> bytes:
         if sha256(content[DIGEST_BYTES:]).digest() == content[:DIGEST_BYTES]:
             return content[DIGEST_BYTES:]
     code = compile_it()
-    _write(file, sha256(code).digest() + code)
+    write_cached(file, sha256(code).digest() + code)
     return code
-
-
-def _write(file: Path, content: bytes) -> None:
-    """Write a file atomically; if that fails, the next process compiles again."""
-    with contextlib.suppress(OSError):
-        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        number, temporary = tempfile.mkstemp(dir=file.parent, prefix=file.name)
-        try:
-            with os.fdopen(number, "wb") as opened:
-                opened.write(content)
-            os.replace(temporary, file)
-        finally:
-            Path(temporary).unlink(missing_ok=True)

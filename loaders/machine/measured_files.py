@@ -5,18 +5,15 @@ If a file cannot be written, each process repeats the measurement.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
-import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from ..files.small_files import parse_json, read_small_file
-from ..files.user_folders import user_folder
+from ..files.user_folders import user_folder, write_cached
 
 
 def measured_file(kind: str, identity: Sequence[object]) -> Path:
@@ -47,12 +44,4 @@ def read_measured(file: Path) -> dict[str, Any]:
 
 def write_measured(file: Path, content: Mapping[str, Any]) -> None:
     """Write a file atomically; if that fails, the next process repeats the measurement."""
-    with contextlib.suppress(OSError):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        number, temporary = tempfile.mkstemp(dir=file.parent, prefix=file.name)
-        try:
-            with os.fdopen(number, "w", encoding="utf-8") as opened:
-                opened.write(json.dumps(content, indent=1))
-            os.replace(temporary, file)
-        finally:
-            Path(temporary).unlink(missing_ok=True)
+    write_cached(file, json.dumps(content, indent=1).encode())

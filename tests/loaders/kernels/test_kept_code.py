@@ -58,7 +58,7 @@ def test_code_from_the_cache_runs(folder: Path, monkeypatch: pytest.MonkeyPatch)
         compile_ir(SEVEN, "worker")(job)
         assert job[0] == 7
         assert len(list(folder.iterdir())) == 1
-        monkeypatch.setattr(kept_code, "_write", lambda file, content: never())
+        monkeypatch.setattr(kept_code, "write_cached", lambda file, content: never())
 
 
 @pytest.mark.skipif(not instructions(), reason="no kernels on this CPU")
