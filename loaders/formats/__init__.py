@@ -14,6 +14,7 @@ from .core import (
     linear,
     linear_each,
     linear_fp32,
+    linears,
     take_rows,
 )
 from .expert_table import Chosen, ExpertTable, PlacedExpert
@@ -47,6 +48,7 @@ __all__ = [
     "linear",
     "linear_each",
     "linear_fp32",
+    "linears",
     "packer_for",
     "plan_form",
     "stored_weights",

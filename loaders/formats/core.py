@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import Any, BinaryIO, NoReturn, Protocol, TypeAlias, runtime_checkable
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..files.checkpoint import Checkpoint, TensorInfo, fault, reading, show
 from ..files.records import ALIGNMENT
-from ..kernels.row_product import RowProduct
+from ..kernels.row_product import Job, RowProduct
 from ..params import ConvertParams
 from . import products
 from .on_gpu import on_device, row_kernels
@@ -186,16 +186,39 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None, scratch: Tenso
     return F.linear(x, weight, bias)
 
 
-def linear_each(x: Tensor, counts: Sequence[int], weights: Sequence[Weight], scratch: Tensor | None = None) -> Tensor:
-    """x [R, K] times several weights [N, K], of which each multiplies the next of `counts` rows → [R, N] in x's dtype.
+def linears(
+    x: Tensor, weights: Sequence[Weight], biases: Sequence[Tensor | None], scratch: Tensor | None = None
+) -> list[Tensor]:
+    """`linear` of x [..., K] by several weights; on a CPU in one call, if one kernel multiplies each of them."""
+    kernels = [kernel for weight in weights if (kernel := _kernel_for(x, weight)) is not None]
+    if len(kernels) < len(weights) or len({id(product) for product, _ in kernels}) > 1:
+        return [linear(x, weight, bias, scratch) for weight, bias in zip(weights, biases, strict=True)]
+    rows, sizes = x.reshape(-1, x.shape[-1]), [weight.shape[0] for weight in weights]
+    jobs = [Job(parts, size, 0, len(rows)) for (_, parts), size in zip(kernels, sizes, strict=True)]
+    results = kernels[0][0].each(rows, jobs).split([len(rows) * size for size in sizes])
+    shaped = [each.view(*x.shape[:-1], size) for each, size in zip(results, sizes, strict=True)]
+    cast = [bias if bias is None else bias.to(x.dtype) for bias in biases]
+    return [products.plus(each, bias) for each, bias in zip(shaped, cast, strict=True)]
 
-    On a CPU all are multiplied in one call, if kernels multiply each of them alone. scratch: as for `linear`.
+
+def linear_each(x: Tensor, counts: Sequence[int], weights: Sequence[Weight], scratch: Tensor | None = None) -> Tensor:
+    """x [R, K] times several weights [N, K], of which each multiplies `counts` rows → [sum of counts, N] in x's dtype.
+
+    Each multiplies the next rows, and after the last row the first ones again: one row may be that of all. On a CPU all
+    are multiplied in one call, if kernels multiply each of them alone. scratch: as for `linear`.
     """
-    if (kernels := _common_kernel(x, counts, weights)) is not None:
-        product, parts = kernels
-        return product.each(x, counts, parts, weights[0].shape[0])
-    rows = torch.split(x, list(counts))
-    return torch.cat([linear(each, weight, None, scratch) for each, weight in zip(rows, weights, strict=True)])
+    num_rows = x.shape[0]
+    firsts = [first % num_rows for first in accumulate(counts[:-1], initial=0)]
+    if (kernel := _common_kernel(x, counts, weights)) is not None:
+        product, matrices = kernel
+        num_outputs = weights[0].shape[0]
+        jobs = [Job(parts, num_outputs, *rows) for parts, *rows in zip(matrices, firsts, counts, strict=True)]
+        return product.each(x, jobs).view(-1, num_outputs)
+    each = zip(firsts, counts, weights, strict=True)
+    return torch.cat([linear(x[first : first + count], weight, None, scratch) for first, count, weight in each])
+
+
+Kernel: TypeAlias = tuple[RowProduct, list[Tensor]]  # and its arguments
 
 
 def _common_kernel(
@@ -205,24 +228,23 @@ def _common_kernel(
     if x.device.type != "cpu" or len(weights) < 2:
         return None
     first, most = weights[0], x[: max(counts)]
-    chosen = products.chosen_kernel(most, first) if isinstance(first, Tensor) else _chosen_kernel(first, most)
-    if chosen is None:
+    if (chosen := _kernel_for(most, first)) is None:
         return None
-    parts = [_parts_for(chosen[0], first, weight, most) for weight in weights]
-    matrices = [each for each in parts if each is not None]
-    return (chosen[0], matrices) if len(matrices) == len(weights) else None
+    if isinstance(first, PackedMatrix):  # the choice is one of form, shape and rows
+        form = first.form
+        kernels = [each.kernel for each in weights if isinstance(each, PackedMatrix) and each.form == form]
+        product = kernels[0] and kernels[0][0]
+    else:
+        kernels, product = [_kernel_for(most, weight) for weight in weights], chosen[0]
+    parts = [kernel[1] for kernel in kernels if kernel is not None and kernel[0] is product]
+    return (chosen[0], parts) if len(parts) == len(weights) else None
 
 
-def _parts_for(product: RowProduct, first: Weight, weight: Weight, x: Tensor) -> list[Tensor] | None:
-    """The arguments of a kernel that was chosen for the weight `first`; None if it is not the one for `weight`."""
-    if not isinstance(weight, PackedMatrix):
-        chosen = products.chosen_kernel(x, weight) if isinstance(weight, Tensor) else None
-        return chosen[1] if chosen is not None and chosen[0] is product else None
-    kernel = weight.kernel if isinstance(first, PackedMatrix) and weight.form == first.form else None
-    if kernel is None:
-        return None
-    of_weight = products.exact_kernel(kernel[0], x.dtype) if products.must_be_exact(x) else kernel[0]
-    return kernel[1] if of_weight is product else None
+def _kernel_for(x: Tensor, weight: Weight) -> Kernel | None:
+    """The kernel that multiplies rows x on a CPU with the weight; None if another way does."""
+    if isinstance(weight, Tensor):
+        return products.chosen_kernel(x, weight)
+    return _chosen_kernel(weight, x) if isinstance(weight, PackedMatrix) else None
 
 
 def linear_fp32(x: Tensor, weight: Weight, bias: Tensor | None = None, scratch: Tensor | None = None) -> Tensor:

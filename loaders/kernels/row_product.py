@@ -20,7 +20,8 @@ import ctypes
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,6 +38,7 @@ MOST_DIRECT_LONG = 16  # rows of bf16 in pairs without a panel, if they are long
 FETCH_AHEAD = 8  # rows of the matrix between one that is read and one that is fetched into the caches meanwhile
 
 _PARTS = ", ".join(f"ptr %part{i}" for i in range(MOST_PARTS))
+_NO_PARTS = (0,) * MOST_PARTS
 _NONE = ", ".join(["ptr null"] * (MOST_PARTS - 1))
 _BLOCK = (
     f"ptr noalias %x, ptr noalias %out, {_PARTS}, "
@@ -138,6 +140,15 @@ class Tile:
     outputs: int
 
 
+class Job(NamedTuple):
+    """A matrix [N, K] in its encoding's `parts`, and the rows of x that it multiplies."""
+
+    parts: Sequence[Tensor]
+    num_outputs: int
+    first_row: int
+    num_rows: int
+
+
 class RowProduct:
     """x [R, K] times a matrix [N, K] stored in `encoding`; compiled at its first use."""
 
@@ -177,32 +188,27 @@ class RowProduct:
         The sums are fp32, rounded to x's dtype at the end. K must be one that the encoding `can_read`.
         """
         rows = x.reshape(-1, x.shape[-1])
-        return self.each(rows, [len(rows)], [parts], num_outputs).view(*x.shape[:-1], num_outputs)
+        return self.each(rows, [Job(parts, num_outputs, 0, len(rows))]).view(*x.shape[:-1], num_outputs)
 
-    def each(self, x: Tensor, counts: Sequence[int], matrices: Sequence[Sequence[Tensor]], num_outputs: int) -> Tensor:
-        """x [R, K] on the CPU times several matrices [N, K], of which each multiplies the next of `counts` rows.
+    def each(self, x: Tensor, jobs: Sequence[Job]) -> Tensor:
+        """Rows of x [R, K] on the CPU times several matrices, as `__call__` for each of them alone.
 
-        matrices: the parts of each. Returns [R, N] in x's dtype, as `__call__` for each matrix alone.
+        Returns the jobs' results [rows, N] one after another in one dimension, in x's dtype.
         """
-        num_columns, num_threads = x.shape[1], torch.get_num_threads()
-        rows = self._laid_out(x)
-        out = torch.empty(len(rows), num_outputs)
+        num_columns, num_threads, rows = x.shape[1], torch.get_num_threads(), self._laid_out(x)
+        out = torch.empty(sum([job.num_rows * job.num_outputs for job in jobs]))
         most_direct, panels = self._most_direct(num_columns), out
-        if max(counts) > most_direct:
+        if max([job.num_rows for job in jobs]) > most_direct:
             panels = torch.empty(num_threads * PANEL_ROWS * PANEL_ROW_BYTES, dtype=torch.uint8)
-        words, first = [panels.data_ptr(), 0, len(matrices)], 0
-        starts, row_bytes, out_bytes = (
-            (rows.data_ptr(), out.data_ptr()),
-            rows.stride(0) * rows.itemsize,
-            4 * num_outputs,
-        )
-        for count, parts in zip(counts, matrices, strict=True):
-            has_panel = count > most_direct
+        words = [panels.data_ptr(), 0, len(jobs)]
+        at_rows, at_out, row_bytes = rows.data_ptr(), out.data_ptr(), num_columns * rows.itemsize
+        for parts, num_outputs, first, num_rows in jobs:
+            has_panel = num_rows > most_direct
             chunk = PANEL_ROWS if has_panel else _chunk_rows(num_outputs, parts[0].nbytes)
-            words += [starts[0] + first * row_bytes, starts[1] + first * out_bytes]
-            words += [num_outputs, num_columns, count, chunk, 0, has_panel, *(part.data_ptr() for part in parts)]
-            words += [0] * (MOST_PARTS - len(parts))
-            first += count
+            words += (at_rows + first * row_bytes, at_out, num_outputs, num_columns, num_rows, chunk, 0, has_panel)
+            words += [part.data_ptr() for part in parts]
+            words += _NO_PARTS[len(parts) :]
+            at_out += out.itemsize * num_rows * num_outputs
         self.prepare()
         assert self._compiled is not None
         run_on_threads(self._compiled, (ctypes.c_int64 * len(words))(*words), num_threads)
@@ -239,6 +245,7 @@ class RowProduct:
         )
 
 
+@cache
 def _chunk_rows(num_outputs: int, nbytes: int) -> int:
     """Rows of a matrix of `nbytes` bytes that a thread takes at a time without a panel."""
     return max(8, CHUNK_BYTES * num_outputs // max(1, nbytes) // 8 * 8)

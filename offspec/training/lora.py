@@ -8,7 +8,7 @@ captured CUDA graphs stay valid (`cuda_graphs`).
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -298,6 +298,9 @@ class AdaptedWeights(LayerWeights):
     def linear(self, name: str, x: Tensor) -> Tensor:
         a, b = self._pair(name)
         return super().linear(name, x) + self._share * F.linear(F.linear(x, a.to(x.dtype)), b.to(x.dtype))
+
+    def linears(self, names: Sequence[str], x: Tensor) -> list[Tensor]:
+        return [self.linear(name, x) for name in names]
 
     def linear_fp32(self, name: str, x: Tensor) -> Tensor:
         return self.linear(name, x).float()

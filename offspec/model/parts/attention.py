@@ -114,8 +114,8 @@ class Attention(NativePart):
             sizes = [heads * shape.head_dim for heads in (c.num_heads, shape.num_kv_heads, shape.num_kv_heads)]
             queries, *entries = torch.split(weights.linear(f"{c.attention}.qkv_proj", x), sizes, dim=-1)
         else:
-            names = ("q", *self._entry_projections)
-            queries, *entries = (weights.linear(f"{c.attention}.{name}_proj", x) for name in names)
+            names = [f"{c.attention}.{name}_proj" for name in ("q", *self._entry_projections)]
+            queries, *entries = weights.linears(names, x)
         by_head = (len(x), shape.num_kv_heads, shape.head_dim)
         return [queries.view(len(x), c.num_heads, -1), *(each.view(by_head) for each in entries)]
 

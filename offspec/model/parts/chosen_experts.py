@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property, partial
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -90,7 +91,7 @@ class ChosenExperts:
 
     def _by_groups(self, weights: LayerWeights, *, at_once: bool) -> None:
         """at_once: whether to try it for each group."""
-        for group in weights.experts({number: len(where) for number, where in self._places.items()}):
+        for group in weights.experts(self._places.counts):
             is_on_host = isinstance(group, HostExperts)
             plain = partial(self._one_by_one, group, None if is_on_host else weights.scratch, is_on_host=is_on_host)
             table = ExpertTable.of(group, self._shape.num, self._x.dtype) if at_once and not is_on_host else None
@@ -100,22 +101,30 @@ class ChosenExperts:
                 self._faster(table, plain)
 
     def _one_by_one(self, group: LentExperts, scratch: Tensor | None, *, is_on_host: bool) -> None:
-        for some in _in_parts(group, self._places):
-            places = torch.cat([self._places[number] for number in some])
-            rows, counts = places // self._num_used, [len(self._places[number]) for number in some]
+        for some in _in_parts(group, self._places.counts):
+            counts = [self._places.counts[number] for number in some]
             experts = WeightsOfExperts([group[number] for number in some], counts, scratch)
-            if is_on_host:
-                states, there = self._rows_on_host[rows], to_device(places, self._x.device)
+            places = self._places.of(some)
+            states, there = self._states(places, is_on_host=is_on_host)
+            output = to_device(output_of(states, experts, self._shape.names, self._activation), self._x.device)
+            if len(self._x) == 1 and places is self._places.order:
+                self.outputs = output
             else:
-                there, rows = _both_to_device(places, rows, self._x.device)
-                states = self._x[rows]
-            output = output_of(states, experts, self._shape.names, self._activation)
-            self.outputs[there] = to_device(output, self._x.device)
+                self.outputs[there] = output
+
+    def _states(self, places: Tensor, *, is_on_host: bool) -> tuple[Tensor, Tensor]:
+        """The rows of these places, or the only row, where they are computed; and the places on the device of x."""
+        device, is_one = self._x.device, len(self._x) == 1
+        rows = places if is_one else places // self._num_used
+        if is_on_host:
+            return self._rows_on_host if is_one else self._rows_on_host[rows], to_device(places, device)
+        there, rows = _both_to_device(places, rows, device)
+        return self._x if is_one else self._x[rows], there
 
     @cached_property
-    def _places(self) -> dict[int, Tensor]:
-        """Each of the chosen experts → its places, on the host."""
-        return _places(self._on_host[0])
+    def _places(self) -> PlacesByExpert:
+        """On the host."""
+        return PlacesByExpert(self._on_host[0])
 
     @property
     def _rows_on_host(self) -> Tensor:
@@ -146,23 +155,38 @@ def _both_to_device(places: Tensor, rows: Tensor, device: torch.device) -> tuple
     return there, rows
 
 
-def _places(chosen: Tensor) -> dict[int, Tensor]:
-    """Each of the experts chosen [T, used] → its places among all of them, row after row."""
-    if len(chosen) == 1:
-        return dict(zip(chosen[0].tolist(), torch.arange(chosen.shape[1])[:, None], strict=True))
-    by_expert = chosen.flatten().sort(stable=True)
-    numbers, counts = torch.unique_consecutive(by_expert.values, return_counts=True)
-    return dict(zip(numbers.tolist(), torch.split(by_expert.indices, counts.tolist()), strict=True))
+class PlacesByExpert:
+    """The places of the experts chosen [T, used], ascending in each row.
+
+    order: all places, expert after expert and row after row. counts: expert → the number of its places.
+    """
+
+    def __init__(self, chosen: Tensor) -> None:
+        if len(chosen) == 1:
+            self.order = torch.arange(chosen.shape[1])
+            self.counts = dict.fromkeys(chosen[0].tolist(), 1)
+        else:
+            by_expert = chosen.flatten().sort(stable=True)
+            numbers, counts = torch.unique_consecutive(by_expert.values, return_counts=True)
+            self.order = by_expert.indices
+            self.counts = dict(zip(numbers.tolist(), counts.tolist(), strict=True))
+        self._starts = dict(zip(self.counts, accumulate(self.counts.values(), initial=0), strict=False))
+
+    def of(self, numbers: list[int]) -> Tensor:
+        """The places of these experts, expert after expert and row after row."""
+        if numbers == list(self.counts):
+            return self.order
+        return torch.cat([self.order[(first := self._starts[each]) : first + self.counts[each]] for each in numbers])
 
 
-def _in_parts(numbers: Iterable[int], places: Mapping[int, Tensor]) -> Iterator[list[int]]:
+def _in_parts(numbers: Iterable[int], counts: Mapping[int, int]) -> Iterator[list[int]]:
     """Experts whose products are computed together: as many as have MOST_ROWS rows, at least one."""
     part, num_rows = list[int](), 0
     for number in numbers:
-        if part and num_rows + len(places[number]) > MOST_ROWS:
+        if part and num_rows + counts[number] > MOST_ROWS:
             yield part
             part, num_rows = [], 0
         part.append(number)
-        num_rows += len(places[number])
+        num_rows += counts[number]
     if part:
         yield part

@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from offspec.loaders.formats import Chosen, ExpertTable, Weight, dense, linear, linear_each, linear_fp32
+from offspec.loaders.formats import Chosen, ExpertTable, Weight, dense, linear, linear_each, linear_fp32, linears
 from offspec.loaders.streaming.weights import LentExperts
 
 from ..config import ModelConfig
@@ -164,8 +164,9 @@ class LayerWeights:
         return linear(x, self.tensors[f"{name}.weight"], self.optional_vector(f"{name}.bias"), self.scratch)
 
     def linears(self, names: Sequence[str], x: Tensor) -> list[Tensor]:
-        """`linear` of x by several matrices of one shape."""
-        return [self.linear(name, x) for name in names]
+        """`linear` of x by several matrices."""
+        weights = [self.tensors[f"{name}.weight"] for name in names]
+        return linears(x, weights, [self.optional_vector(f"{name}.bias") for name in names], self.scratch)
 
     def linear_fp32(self, name: str, x: Tensor) -> Tensor:
         """As `linear`, with an fp32 result; see `formats.linear_fp32`."""
@@ -184,7 +185,7 @@ class LayerWeights:
 
 
 class WeightsOfExperts(LayerWeights):
-    """The weights of several experts, of which each multiplies the next of `counts` rows."""
+    """The weights of several experts, of which each multiplies the next of `counts` rows, or all the only row."""
 
     def __init__(self, experts: Sequence[Mapping[str, Weight]], counts: Sequence[int], scratch: Tensor | None) -> None:
         super().__init__(experts[0], scratch)
@@ -196,8 +197,7 @@ class WeightsOfExperts(LayerWeights):
 
     def linears(self, names: Sequence[str], x: Tensor) -> list[Tensor]:
         weights = [tensors[f"{name}.weight"] for name in names for tensors in self._each]
-        rows = x if len(names) == 1 else torch.cat([x] * len(names))
-        products = linear_each(rows, self._counts * len(names), weights, self.scratch).chunk(len(names))
+        products = linear_each(x, self._counts * len(names), weights, self.scratch).chunk(len(names))
         return [self._with_bias(name, product) for name, product in zip(names, products, strict=True)]
 
     def _with_bias(self, name: str, product: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ from offspec.loaders.formats.scaled import FP4, FP4_NUMBERS, Codes, ScaledLayout
 from offspec.loaders.kernels import compiler
 from offspec.loaders.kernels.compiler import instructions
 from offspec.loaders.kernels.encodings import Blocks, Encoding, Float16, FourBit, Int8
-from offspec.loaders.kernels.row_product import RowProduct
+from offspec.loaders.kernels.row_product import Job, RowProduct
 from offspec.loaders.kernels.scaled import Fp8, LowFirst, MxFp4
 
 needs_kernels = pytest.mark.skipif(not instructions(), reason="this processor has no kernels")
@@ -447,17 +447,23 @@ def test_a_matrix_without_rows() -> None:
 # ------------------------------------------------------------------------------------------------ several matrices
 
 
+SPANS = [(0, 1), (1, 3), (4, 40), (2, 1), (45, 17)]  # of each matrix: the first one, and their number
+
+
 @needs_kernels
 @pytest.mark.parametrize("name", ["bf16", "nf4-64-nested", "fp8-blocks"])
 @pytest.mark.parametrize("num_threads", [1, 2])
 def test_matrices_in_one_call_have_the_bits_of_each_alone(name: str, num_threads: int) -> None:
-    product, counts, parts = product_of(name, num_lanes()), [1, 3, 40, 1, 17], parts_of(MATRICES[name][1](200, 1152))
-    matrices = [[parts[0].roll(i, 0), *parts[1:]] for i in range(len(counts))]
-    x, before = noise(sum(counts), 1152), torch.get_num_threads()
+    product, whole, half = product_of(name, num_lanes()), *(MATRICES[name][1](n, 1152) for n in (200, 100))
+    jobs = list[Job]()
+    for i, span in enumerate(SPANS):
+        first, *others = parts_of(half if i == 2 else whole)
+        jobs.append(Job([first.roll(i, 0), *others], 100 if i == 2 else 200, *span))
+    x, before = noise(62, 1152), torch.get_num_threads()
     torch.set_num_threads(num_threads)
     try:
-        together = product.each(x, counts, matrices, 200)
+        together = product.each(x, jobs)
     finally:
         torch.set_num_threads(before)
-    alone = [product(rows, matrix, 200) for rows, matrix in zip(torch.split(x, counts), matrices, strict=True)]
+    alone = [product(x[job.first_row :][: job.num_rows], job.parts, job.num_outputs).flatten() for job in jobs]
     assert torch.equal(together, torch.cat(alone))
