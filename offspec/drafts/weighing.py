@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from offspec.loaders.streaming.placement import EXPERTS_ITEM
+
 from ..checkpoints.opening import Note
 from ..errors import OffspecError
 from ..planning.draft_forecast import Drafting, RatesOf, predict_drafting
@@ -149,9 +151,9 @@ class Chooser:
 
 
 def _item_bytes(plan: Plan) -> int:
-    """Memory beside the layers and the program, which grows as it runs."""
-    items = plan.placement.items
-    return sum(item.on_device + item.on_host for item in items if item.name != PROGRAM_ITEM)
+    """Memory beside layers and experts, which take what is left, and the program, which grows as it runs."""
+    others = (item for item in plan.placement.items if item.name not in (PROGRAM_ITEM, EXPERTS_ITEM))
+    return sum(item.on_device + item.on_host for item in others)
 
 
 def usual_names(plan: Plan) -> list[str]:

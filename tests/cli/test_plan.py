@@ -237,6 +237,22 @@ def test_more_of_which_memory(offspec: Offspec, large: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_draft_of_a_mixture_takes_memory_from_its_experts(
+    offspec: Offspec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("offspec.planning.probe.know_products", lambda forms: None)
+    shape = LLAMA_8B | {"num_hidden_layers": 4, "hidden_size": 2048, "head_dim": 128, "vocab_size": 32000}
+    experts = {"model_type": "qwen3_moe", "num_experts": 64, "num_experts_per_tok": 2, "moe_intermediate_size": 2048}
+    folders = {"mixture": shape | experts, "small": shape | {"model_type": "qwen3", "intermediate_size": 2048}}
+    for name, config in folders.items():
+        write_config(tmp_path / name, config)
+    card = ("--gpu", "rtx4090", "--vram", "4GiB", "--ram", "8GiB", "-c", "1024", "-q", "--json")
+    told = json.loads(offspec("plan", tmp_path / "mixture", "--draft", tmp_path / "small", *card).out)
+    drafts = {draft["draft"]: draft for draft in told["drafts"]}
+    assert drafts[str(tmp_path / "small")]["draft_bytes"] > 0 == drafts["none"]["draft_bytes"]
+
+
+@pytest.mark.slow
 def test_drafts_are_compared_in_one_table(offspec: Offspec, large: Path, tmp_path: Path) -> None:
     small = tmp_path / "small"
     small.mkdir()
