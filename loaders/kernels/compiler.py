@@ -9,7 +9,8 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
-from collections.abc import Callable, Mapping
+from array import array
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
@@ -142,9 +143,13 @@ def compile_ir(text: str, name: str) -> Callable[..., None]:
     return worker
 
 
-def run_on_threads(worker: Callable[..., None], job: ctypes.Array[ctypes.c_int64], num_threads: int) -> None:
-    """Run `worker(job)` on `num_threads` threads at a time, torch's if possible; they share the job."""
-    parallel = _gnu_parallel()
+def run_on_threads(worker: Callable[..., None], words: Sequence[int], num_threads: int) -> None:
+    """Run `worker` on the address of 64-bit `words`, on `num_threads` threads at a time, torch's if possible.
+
+    The threads share the words, which are a copy.
+    """
+    kept, parallel = array("q", words), _gnu_parallel()
+    job, _ = kept.buffer_info()
     if num_threads == 1:
         worker(job)
     elif parallel is not None:

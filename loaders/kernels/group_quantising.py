@@ -6,7 +6,6 @@ every operation rounds once, in the same order.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -61,8 +60,7 @@ def can_run() -> bool:
 def _run(worker: Callable[..., None], weights: Tensor, scales: Tensor, lows: Tensor, codes: Tensor) -> None:
     count = scales.numel()
     places = [tensor.data_ptr() for tensor in (weights, scales, lows, codes)]
-    job = (ctypes.c_int64 * (_NEXT + 1))(*places, count, 0)
-    run_on_threads(worker, job, min(torch.get_num_threads(), max(1, -(-count // CHUNK_GROUPS))))
+    run_on_threads(worker, [*places, count, 0], min(torch.get_num_threads(), max(1, -(-count // CHUNK_GROUPS))))
 
 
 # ---------------------------------------------------------------------------------------------------------- the text

@@ -12,7 +12,6 @@ zeros, which change nothing. So keys and values of all slots in a tile's stretch
 
 from __future__ import annotations
 
-import ctypes
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -268,7 +267,7 @@ class RowAttention:
         words = [*before, part.start_of(keys), part.start_of(values), *after, *map(int, numbers)]
         self.prepare()
         assert self._compiled is not None
-        run_on_threads(self._compiled, (ctypes.c_int64 * len(words))(*words), num_threads)
+        run_on_threads(self._compiled, words, num_threads)
 
 
 class _Scratch:

@@ -16,7 +16,6 @@ Sums are fp32 of fp32 factors, or with `in_pairs` of bf16 factors, two at a time
 
 from __future__ import annotations
 
-import ctypes
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -211,7 +210,7 @@ class RowProduct:
             at_out += out.itemsize * num_rows * num_outputs
         self.prepare()
         assert self._compiled is not None
-        run_on_threads(self._compiled, (ctypes.c_int64 * len(words))(*words), num_threads)
+        run_on_threads(self._compiled, words, num_threads)
         return out.to(x.dtype)
 
     def _laid_out(self, x: Tensor) -> Tensor:

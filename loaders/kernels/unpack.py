@@ -6,7 +6,6 @@ torch does.
 
 from __future__ import annotations
 
-import ctypes
 import threading
 from collections.abc import Callable, Sequence
 
@@ -54,10 +53,10 @@ class Unpacker:
         num_rows, num_columns = out.shape
         chunk = max(1, CHUNK_ELEMENTS // max(1, num_columns))
         words = [out.data_ptr(), num_rows, num_columns, chunk, 0, *(part.data_ptr() for part in parts)]
+        words += [0] * (MOST_PARTS - len(parts))
         self.prepare()
         assert self._compiled is not None
-        job = (ctypes.c_int64 * (_JOB_WORDS + MOST_PARTS))(*words)
-        run_on_threads(self._compiled, job, min(torch.get_num_threads(), max(1, -(-num_rows // chunk))))
+        run_on_threads(self._compiled, words, min(torch.get_num_threads(), max(1, -(-num_rows // chunk))))
 
     # ---------------------------------------------------------------------------------------- the text
 
