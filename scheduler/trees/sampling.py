@@ -193,13 +193,24 @@ class Sampler:
 
         Raises NumericalError if the logits are not finite, ConstraintError if the constraint allows no token.
         """
-        values = self.process(self._of_target(logits, path)[None].double(), [path])[0]
+        values = self._of_target(logits, path)
+        if not self._is_plain:
+            values = self.process(values[None].double(), [path])[0]
         if not self.is_greedy:
             values = values + self.noise(position)
-        token, greatest = torch.stack((values.argmax().double(), logits.max().double())).tolist()  # one transfer
+        if values.device.type == "cpu":  # NumPy takes a tenth of torch's time for a vocabulary
+            token, greatest = values.numpy().argmax(), float(logits.numpy().max())
+        else:
+            token, greatest = torch.stack((values.argmax().double(), logits.max().double())).tolist()  # one transfer
         if not math.isfinite(greatest):
             raise not_finite(position)
         return int(token)
+
+    @property
+    def _is_plain(self) -> bool:
+        """Whether `process` returns its logits."""
+        is_changed = self.constraint is not None or self._bias is not None or self._has_repetition_penalty
+        return self.is_greedy and not is_changed and self._answered is None
 
     def _of_target(self, logits: Tensor, path: Sequence[int]) -> Tensor:
         """Target logits [V] without barred tokens. Raises ConstraintError where the constraint allows no token."""
