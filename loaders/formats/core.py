@@ -208,7 +208,7 @@ def linear_each(x: Tensor, counts: Sequence[int], weights: Sequence[Weight], scr
     are multiplied in one call, if kernels multiply each of them alone. scratch: as for `linear`.
     """
     num_rows = x.shape[0]
-    firsts = [first % num_rows for first in accumulate(counts[:-1], initial=0)]
+    firsts = [first % max(1, num_rows) for first in accumulate(counts[:-1], initial=0)]
     if (kernel := _common_kernel(x, counts, weights)) is not None:
         product, matrices = kernel
         num_outputs = weights[0].shape[0]
