@@ -41,7 +41,7 @@ from ...refusals import refused
 from ...scheduler.fakes import build_tree
 
 NUM_LAYERS, EXIT = 4, 2
-SMALL = DistillParams(steps=24, num_texts=32, text_tokens=12, batch_texts=4, num_labels=8, learning_rate=3e-3)
+SMALL = DistillParams(steps=24, num_texts=32, text_tokens=7, batch_texts=4, num_labels=8, learning_rate=3e-3)
 
 
 @pytest.fixture(scope="module")
@@ -309,7 +309,7 @@ def test_given_texts_are_learnt_from(engine: Engine, files: ModelFiles, tmp_path
 
 @pytest.mark.parametrize(
     ("content", "words"),
-    [(b"ab", ("tokens", 12)), (b"\xff" * 99, ("text.txt", "UTF-8"))],
+    [(b"ab", ("tokens", SMALL.text_tokens)), (b"\xff" * 99, ("text.txt", "UTF-8"))],
 )
 def test_texts_that_are_refused_leave_nothing_behind(
     engine: Engine, files: ModelFiles, tmp_path: Path, content: bytes, words: tuple[object, ...]

@@ -33,13 +33,13 @@ from ...pair import Pair, build_pair
 from ...refusals import refused
 from ..model.heads.test_kinds_of_head import told, tree_mask
 
-PARAMS = HeadParams(steps=6, num_texts=32, text_tokens=12, batch_texts=8, num_labels=16)
+PARAMS = HeadParams(steps=6, num_texts=16, text_tokens=12, batch_texts=8, num_labels=16)
 GREEDY = SamplingParams(16, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    return build_pair(tmp_path_factory.mktemp("pair"), num_layers=8)
+    return build_pair(tmp_path_factory.mktemp("pair"), num_layers=4)
 
 
 @pytest.fixture(scope="module")
@@ -207,7 +207,7 @@ def test_a_head_that_is_not_trained_yet_is_told(pair: Pair, tmp_path: Path, monk
 def test_a_head_belongs_to_its_target(teacher: Teacher, tmp_path: Path) -> None:
     done = distill_head(teacher, "recurrent", PARAMS, out=tmp_path / "head")
     (tmp_path / "other").mkdir()
-    other = build_pair(tmp_path / "other", num_layers=8, rope_theta=5000.0)
+    other = build_pair(tmp_path / "other", num_layers=4, rope_theta=5000.0)
     with pytest.raises(CheckpointError, match="another target"):
         Engine.load(str(other.target), draft=str(done.path), device="cpu", dtype="fp32")
     with pytest.raises(UsageError, match="there is none"):
