@@ -864,6 +864,8 @@ def _eagle3(keys: Keys, config: Config) -> Config:
 
 
 def _dflash(keys: Keys, config: Config) -> Config:
+    """With a Markov head, the head is DSpark's."""
+    is_dspark = "markov_w1.weight" in keys.tensors
     return {
         **_windows(keys, config, 1),
         "use_sliding_window": True,
@@ -873,6 +875,7 @@ def _dflash(keys: Keys, config: Config) -> Config:
             "target_layer_ids": [layer - 1 for layer in _target_layers(keys)],
             "output_multiplier": keys.value("logit_scale"),
             "final_logit_softcapping": keys.value("final_logit_softcapping"),
+            "sample_from_anchor": keys.value("sample_from_anchor") if keys.has("sample_from_anchor") else is_dspark,
         },
     }
 
@@ -890,7 +893,13 @@ HEADS: dict[str, Architecture] = {
         "qwen3",
         "DFlashDraftModel",
         differences=_dflash,
-        shared={"enc.output_norm.weight": "hidden_norm.weight"},
+        shared={
+            "enc.output_norm.weight": "hidden_norm.weight",
+            "markov_w1.weight": "markov_head.markov_w1.weight",
+            "markov_w2.weight": "markov_head.markov_w2.weight",
+            "conf_proj.weight": "confidence_head.proj.weight",
+            "conf_proj.bias": "confidence_head.proj.bias",
+        },
     ),
 }
 

@@ -41,7 +41,7 @@ from ..extensions import Methods
 from ..model.config import ModelConfig
 from ..model.config_values import Json, mapping
 from ..model.heads.dflash import ENTRY as DFLASH_ENTRY
-from ..model.heads.dflash import dflash_name, dflash_spec
+from ..model.heads.dflash import MARKOV_ENTRY, MARKOV_IN, dflash_name, dflash_spec
 from ..model.heads.eagle import TO_TARGET, eagle_name, eagle_spec
 from ..model.heads.fspad import fspad_name, fspad_spec
 from ..model.heads.head import LAYERS, OWN_EMBEDDING, OWN_HEAD, HeadSpec
@@ -62,6 +62,7 @@ PICKLES = ("pytorch_model.bin", "medusa_lm_head.pt", "hydra_lm_head.pt")
 MISTRAL = MistralFolder()
 INTEGERS = {"I64": np.int64, "I32": np.int32}
 TABLES = (TO_TARGET,)  # tensors of integers, by a `Head`'s names
+ROW_TABLES = (OWN_EMBEDDING, MARKOV_IN)  # matrices of which single rows are read
 MTP_FORM = "bf16"  # of an MTP layer in a plan without weights
 Shapes = Mapping[str, tuple[int, ...]]
 Listed = Mapping[str, TensorInfo | Tensor]  # of a pickle, without contents
@@ -137,11 +138,11 @@ class HeadFiles:
     def load(self, dtype: torch.dtype, device: torch.device, *, packed: bool = True) -> dict[str, Any]:
         """Its weights by the names of `spec.shapes`; tables of integers keep their dtype. Raises CheckpointError.
 
-        packed: quantised matrices stay as they are stored, except an embedding, if the head can multiply with these.
+        packed: quantised matrices stay as they are stored, except embeddings, if the head can multiply with these.
         """
         weights = self.tensors.load(dtype, device)
         for own, weight in weights.items():
-            if not isinstance(weight, Tensor) and (own == OWN_EMBEDDING or not (packed and self.spec.takes_packed)):
+            if not isinstance(weight, Tensor) and (own in ROW_TABLES or not (packed and self.spec.takes_packed)):
                 weights[own] = dense(weight, dtype)
         return weights
 
@@ -245,6 +246,7 @@ MARKS = {
     "medusa_num_heads": "medusa",
     "hydra_num_heads": "hydra",
     DFLASH_ENTRY: "dflash",
+    MARKOV_ENTRY: "dflash",
 }  # a key of config.json → the kind
 NAMED_KINDS = Methods("kind of head", "medusa", "mlp_speculator")  # named by OWN_KIND, or by model_type
 ASSISTANTS = ("gemma4_assistant", "gemma4_unified_assistant")  # Gemma 4's drafts
@@ -276,7 +278,7 @@ def layout_of(config: Json, names: Iterable[str]) -> Layout | None:
     stated = config.get("architectures")
     classes = [str(name).lower() for name in stated] if isinstance(stated, list) else []
     method = config.get("speculators_model_type")
-    if method == "dflash":
+    if method in ("dflash", "dspark"):
         return LAYOUTS["dflash"]
     if method == "eagle3" or any("eagle3" in name for name in classes) or any(n.startswith("midlayer.") for n in plain):
         return LAYOUTS["eagle3"]
