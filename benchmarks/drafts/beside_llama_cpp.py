@@ -2,10 +2,10 @@
 
     python -m benchmarks.drafts.beside_llama_cpp HEAD [--chain 4] [--prompts 8] [--tokens 96]
 
-HEAD: a folder of an EAGLE-3, DFlash or MTP head for the built-in target (`offspec distill builtin --head eagle3`), which
-is written as llama.cpp's conversion does it (conversion/llama.py, conversion/qwen.py). llama.cpp drafts with MTP layers
-of some architectures only, so target and layer are written as one GLM-4.5 (conversion/glm.py), whose layers have one
-expert that is always chosen and a shared one: together they are the dense MLP.
+HEAD: a folder of an EAGLE-3, DFlash, DSpark or MTP head for the built-in target (`offspec distill builtin --head
+eagle3`), which is written as llama.cpp's conversion does it (conversion/llama.py, conversion/qwen.py). llama.cpp drafts
+with MTP layers of some architectures only, so target and layer are written as one GLM-4.5 (conversion/glm.py), whose
+layers have one expert that is always chosen and a shared one: together they are the dense MLP.
 
 Greedy texts in fp32 on one thread; the texts must be equal. Recall and lookup are off, because llama.cpp has neither.
 Prints the tokens that were drafted and accepted, and tokens per pass.
@@ -84,7 +84,7 @@ def write_head(
     add_vocabulary: Callable[[gguf.GGUFWriter], None],
 ) -> Path:
     """A head as llama.cpp's conversion writes it, in fp32. num_layers, add_vocabulary: of its target."""
-    kind = kind_of(config)
+    kind = "dflash" if "block_size" in config else "eagle3"
     writer = gguf.GGUFWriter(str(file), kind)
     gguf_file.describe(writer, dict(config))
     add_vocabulary(writer)
@@ -93,6 +93,8 @@ def write_head(
         writer.add_uint32("dflash.block_size", config["block_size"])
         writer.add_array("dflash.target_layers", [layer + 1 for layer in settings["target_layer_ids"]])
         writer.add_uint32("tokenizer.ggml.mask_token_id", settings["mask_token_id"])
+        if "sample_from_anchor" in config:
+            writer.add_bool("dflash.sample_from_anchor", config["sample_from_anchor"])
     else:
         writer.add_array("eagle3.target_layers", [2, num_layers // 2, num_layers - 3])
         writer.add_uint32("eagle3.target_hidden_size", config["hidden_size"])
@@ -123,13 +125,17 @@ def stored(name: str, numbers: np.ndarray, config: Mapping[str, Any]) -> np.ndar
     return np.ascontiguousarray(numbers, dtype=np.float32)
 
 
-def write_glm(file: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor], tokenizer: dict[str, Any]) -> None:
-    """A dense Llama with an MTP layer (`mtp.*`) as one GLM-4.5 in fp32, in which it computes the same."""
+def write_glm(file: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor], tokenizer: dict[str, Any]) -> Path:
+    """A dense Llama with an MTP layer (`mtp.*`) as a GLM-4.5 in fp32, in which it computes the same.
+
+    Without the MTP layer's tensors, it is a file without one; without the others, a file of the MTP layer alone.
+    """
     layers, inner = config["num_hidden_layers"], config["intermediate_size"] // 2
+    count = layers + any(name.startswith("mtp.") for name in tensors)
     writer = gguf.GGUFWriter(str(file), "glm4moe")
-    gguf_file.describe(writer, {**config, "num_hidden_layers": layers + 1})
+    gguf_file.describe(writer, {**config, "num_hidden_layers": count})
     gguf_file.add_vocabulary(writer, tokenizer, dict(config))
-    writer.add_nextn_predict_layers(1)
+    writer.add_nextn_predict_layers(count - layers)
     for add in (writer.add_expert_count, writer.add_expert_used_count, writer.add_expert_shared_count):
         add(1)
     writer.add_expert_feed_forward_length(inner)
@@ -138,10 +144,12 @@ def write_glm(file: Path, config: Mapping[str, Any], tensors: Mapping[str, Tenso
     for name, tensor in tensors.items():
         for own_name, part in glm_tensors(name, tensor.float().numpy(), layers, inner).items():
             writer.add_tensor(own_name, np.ascontiguousarray(part))
-    for layer in range(layers + 1):
+    first = 0 if any(name.startswith("model.layers.") for name in tensors) else layers
+    for layer in range(first, count):
         writer.add_tensor(f"blk.{layer}.ffn_gate_inp.weight", np.zeros((1, config["hidden_size"]), np.float32))
         writer.add_tensor(f"blk.{layer}.exp_probs_b.bias", np.zeros(1, np.float32))
     close(writer)
+    return file
 
 
 def glm_tensors(name: str, numbers: np.ndarray, num_layers: int, inner: int) -> dict[str, np.ndarray]:
@@ -168,8 +176,8 @@ def close(writer: gguf.GGUFWriter) -> None:
 
 
 def kind_of(config: Mapping[str, Any]) -> str:
-    is_block = "dflash_config" in config or "markov_rank" in config
-    return "dflash" if is_block else "mtp" if "mtp_num_hidden_layers" in config else "eagle3"
+    keys = {"markov_rank": "dspark", "dflash_config": "dflash", "mtp_num_hidden_layers": "mtp"}
+    return next((kind for key, kind in keys.items() if key in config), "eagle3")
 
 
 def written(head: Path, folder: Path) -> tuple[Path, Path | None]:
@@ -214,6 +222,7 @@ def theirs(target: Path, head: Path | None, kind: str, prompts: Sequence[list[in
     params.model.path = str(target)
     params.n_ctx, params.n_parallel, params.warmup, params.n_gpu_layers = 2048, 1, False, 0
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1
+    params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
     params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
     types = xllamacpp.common_speculative_type
     params.speculative.types = [getattr(types, f"COMMON_SPECULATIVE_TYPE_DRAFT_{kind.upper()}")]

@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from offspec.loaders.files.checkpoint import Checkpoint, TensorInfo, reading, show
-from offspec.loaders.files.gguf_file import is_gguf, read_model
+from offspec.loaders.files.gguf_file import companion, is_gguf, read_model
 from offspec.loaders.files.mistral_folder import MistralFolder
 from offspec.loaders.files.safetensors_folder import (
     CONFIG_FILE,
@@ -52,6 +52,7 @@ from ..model.heads.mtp import PREFIX as MTP_PREFIX
 from ..model.heads.mtp import mtp_name, mtp_spec, num_promised
 from . import gguf, mistral
 from .exit_layers import data_file, has_weights, refuse_foreign
+from .experts import by_expert
 from .from_config import weights_from_shapes
 from .mistral import EAGLE_FC
 from .opening import ModelFiles, have_equal_bytes
@@ -111,7 +112,7 @@ class HeadFiles:
 
     @classmethod
     def of_mtp(cls, target: ModelFiles) -> HeadFiles:
-        """The MTP layer of a target's own checkpoint; without weights, the one that config.json names.
+        """The MTP layer of a target's own checkpoint, or of a file beside it; without weights, that of config.json.
 
         Raises UsageError if there is none; CheckpointError, UnsupportedModelError.
         """
@@ -119,6 +120,8 @@ class HeadFiles:
         refuse_foreign(target.config, "an MTP layer")
         if not has_mtp(target):
             raise UsageError(f"`draft=mtp` needs an MTP layer, and {path} has none; choose another draft")
+        if (file := mtp_file(target)) is not None:
+            return cls.open(file, target.config)
         named = {own: name for name, own in target.mtp_names.items() if own is not None}
         named = {own: name for own, name in named.items() if not _is_of_target(own, named, target)}
         infos = {own: checkpoint.tensors[name] for own, name in named.items()}
@@ -307,9 +310,16 @@ def is_head(path: Path) -> bool:
 
 
 def has_mtp(target: ModelFiles) -> bool:
-    """Whether the target's checkpoint has an MTP layer; without weights, whether config.json names one."""
+    """Whether the target's checkpoint has an MTP layer, or a file beside it; without weights, by config.json."""
     is_promised = bool(num_promised(target.checkpoint.config)) and not has_weights(target)
-    return target.config.is_native and bool(target.mtp_names or is_promised)
+    return target.config.is_native and bool(target.mtp_names or is_promised or mtp_file(target))
+
+
+def mtp_file(target: ModelFiles) -> Path | None:
+    """The file beside a GGUF target without an MTP layer that has it, by llama.cpp's names (mtp-NAME-Q8_0.gguf)."""
+    path = target.checkpoint.path
+    file = None if target.mtp_names or not is_gguf(path) else companion(path, "mtp-")
+    return file if file is not None and is_head(file) else None
 
 
 def _is_of_target(own: str, named: Mapping[str, str], target: ModelFiles) -> bool:
@@ -356,7 +366,7 @@ def _opened(path: Path) -> tuple[Json, Listed, Sequence[WeightFormat] | None]:
     """config.json, all tensors by the names in the files, and the weight formats; see `_listed` for the errors."""
     checkpoint: Checkpoint
     if is_gguf(path):
-        checkpoint = gguf.translated_head(read_model(path))
+        checkpoint = by_expert(gguf.translated_head(read_model(path)))
     elif MISTRAL.recognises(path):
         checkpoint = mistral.translated(MISTRAL.open(path))
     else:

@@ -111,8 +111,8 @@ class DFlashHead(StoredHead):
     """A block head. The states after a text's last token and after all nodes below it come from one block.
 
     So nodes have no features: a node's depth chooses one of the block's states. Beside it is the embedding of the
-    node's token. By it, recall tells nodes of one depth from each other; logits depend on it only by a Markov head, whose
-    embedding it is then.
+    node's token. By it, recall tells nodes of one depth from each other. Logits depend on it only by a Markov head,
+    whose embedding it is then.
     """
 
     def __init__(

@@ -353,7 +353,7 @@ DSPARK_CONFIG = {
 
 
 def dspark_tensors() -> dict[str, Tensor]:
-    """DFlash's, with a head of its own, a Markov head and a confidence head (deepseek-ai/DeepSpec, qwen3/modeling.py)."""
+    """DFlash's, with a head of its own, a Markov head and a confidence head (DeepSpec, dspark/qwen3/modeling.py)."""
     shapes: dict[str, Sequence[int]] = {f"{name}.weight": (VOCAB, HIDDEN) for name in ("embed_tokens", "lm_head")}
     shapes |= {f"markov_head.markov_w{number}.weight": (VOCAB, 6) for number in (1, 2)}
     shapes |= {"confidence_head.proj.weight": (1, HIDDEN + 6), "confidence_head.proj.bias": (1,)}

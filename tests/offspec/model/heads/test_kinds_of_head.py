@@ -276,7 +276,7 @@ def test_logits_of_dflash(
 ) -> None:
     """A block behind a text that came in two passes: every place of the block has its own distribution."""
     tensors = dflash_tensors()
-    head, found, states, last = drafted_block(write_folder(tmp_path, config, tensors), target_files, target, 5)
+    _, found, states, last = drafted_block(write_folder(tmp_path, config, tensors), target_files, target, 5)
     block = target.embed(torch.tensor([last, 7, 7, 7, 7, 7])) * (2 if config is SCALED_DFLASH else 1)
     expected = target.linear_logits(dflash_states(tensors, states, block, **seen)[1:])
     if config is SCALED_DFLASH:
