@@ -82,10 +82,15 @@ def mtp_spec(config: Json, present: Mapping[str, tuple[int, ...]], target: Model
 
 def _layer_config(target: ModelConfig) -> ModelConfig:
     """The shape of the MTP layer: the target's last one with attention. Raises UnsupportedModelError."""
+    return replace(target.only_layers([last_with_attention(target)]), delta=None, tied_head=False)
+
+
+def last_with_attention(target: ModelConfig) -> int:
+    """The target's last layer with attention. Raises UnsupportedModelError."""
     layers = [i for i, layout in enumerate(kv_layouts(target)) if layout is not None]
     if not layers:
         raise UnsupportedModelError(f"no layer of a {target.model_type} attends, as an MTP layer does")
-    return replace(target.only_layers(layers[-1:]), delta=None, tied_head=False)
+    return layers[-1]
 
 
 # ------------------------------------------------------------------------------------------------ names
