@@ -187,7 +187,8 @@ def written(head: Path, folder: Path) -> tuple[Path, Path | None]:
     config, target_config = (json.loads((place / "config.json").read_text()) for place in (head, source))
     tokenizer = json.loads((source / "tokenizer.json").read_text())
     if kind_of(config) == "mtp":
-        # llama.cpp takes a token named <|end|> for an end, too, and never writes it where ends are ignored.
+        # llama.cpp never writes ends of text where these are ignored, and takes a token named <|end|> for one, too.
+        target_config["eos_token_id"] = target_config["vocab_size"] - 1
         tokenizer["added_tokens"] = [{**token, "content": f"<{token['id']}>"} for token in tokenizer["added_tokens"]]
         tensors = load_file(source / "model.safetensors") | load_file(head / "model.safetensors")
         write_glm(target, target_config, tensors, tokenizer)

@@ -974,7 +974,8 @@ def translated_head(model: GgufModel) -> GgufCheckpoint:
 
     An MTP layer's file may have copies of the target's embedding and head, which are left out.
     """
-    if (arch := model.metadata["general.architecture"]) in HEADS:
+    arch = str(model.metadata.get("general.architecture"))
+    if arch in HEADS:
         return _checkpoint(model, arch, HEADS[arch])
     checkpoint = _checkpoint(model, arch, _architecture(model.path, arch))
     layer = {name: info for name, info in checkpoint.tensors.items() if name.startswith("mtp.")}
