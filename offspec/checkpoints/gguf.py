@@ -947,7 +947,7 @@ def translated(model: GgufModel) -> GgufCheckpoint:
     if metadata.get(f"{arch}.expert_count") and "ffn_gate_inp" not in kind.names:
         description = f"is a mixture of experts of {arch}, which is not supported in GGUF files"
         raise fault(path, f"{description}; use its safetensors checkpoint with pip install 'offspec[transformers]'")
-    return _checkpoint(model, arch, kind)
+    return _checkpoint(model, str(arch), kind)
 
 
 def _architecture(path: Path, arch: object) -> Architecture:
