@@ -23,11 +23,12 @@ from offspec.scheduler.trees.verify import TargetPass
 from ..checkpoints.load import WeightSettings, load_decoder
 from ..checkpoints.opening import ModelFiles, Note, locate
 from ..errors import UsageError, VocabularyMismatchError
-from ..model.block import has_entries_alone, keeps_states
+from ..model.block import has_entries_alone, keeps_states, memory_layouts
 from ..model.config import ModelConfig
 from ..model.cuda_graphs import TreeGraphs, is_static
 from ..model.decoder import CachedDecoder, Decoder
 from ..model.memory.draft_window import LEAST_WINDOW, NUM_SINKS, WindowedText, context_window, most_entries
+from ..model.memory.recurrent_states import RecurrentLayout
 from ..model.memory.text_caches import DraftText, TextCaches
 from ..model.row_logits import HEAD_ROWS
 from ..planning.draft_forecast import Guessing
@@ -314,6 +315,14 @@ def guessing_items(
         Item("recall", on_device=recall_bytes(draft, target.config, itemsize, num_waiting)),
         Item("guessing", on_device=_guessing_bytes(columns, target.config.vocab_size)),
     ]
+
+
+def state_items(target: ModelFiles, texts: int, layers: range) -> list[Item]:
+    """Of `texts` texts: a draft's states in the target's recurrent layers among `layers`, and their pending nodes."""
+    layouts = [each for layer in memory_layouts(target.config, layers) for each in layer]
+    itemsize, most = target.dtype.itemsize, target.config.most_pending
+    size = sum(each.nbytes(most, itemsize, num_copies=1) for each in layouts if isinstance(each, RecurrentLayout))
+    return [Item("draft's states", on_device=texts * size)] if size else []
 
 
 def _guessing_bytes(draft_vocabulary: int, target_vocabulary: int) -> int:

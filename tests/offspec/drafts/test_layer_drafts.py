@@ -1,4 +1,4 @@
-"""Drafts of the target's own layers: the text is plain decoding's, the KV cache is shared, memory is as planned."""
+"""Shadows: the text is plain decoding's, the KV cache is shared, memory is as planned."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from ..model.memory.test_shared_cache import CopyingText
 CPU = torch.device("cpu")
 NUM_LAYERS, RESIDENT = 4, (0, 2)
 PROMPTS = ("def area(", "import os\n", "x = 1\nx = 1\nx = 1\n")
-KINDS = ("shadow", "shadow:2", "self")
+KINDS = ("shadow", "shadow:2")
 OpenEngine = Callable[[str], Engine]
 
 
@@ -64,8 +64,7 @@ def files(folder: Path) -> ModelFiles:
 def opened(files: ModelFiles, draft: str, resident: tuple[int, ...] = RESIDENT) -> Iterator[Engine]:
     """A target of which these layers stay and the others come from disk, and this draft of it."""
     tokenizer = Tokenizer.load(files.checkpoint.path)
-    options = DraftOptions(draft, exit_layer=1 if draft == "self" else None)
-    found = open_draft("target", OpenRequest(options, files, tokenizer, "fp32", "cpu", []))
+    found = open_draft("target", OpenRequest(DraftOptions(draft), files, tokenizer, "fp32", "cpu", []))
     slot = max(layer.cost(files.dtype).slot_bytes for layer in files.stored.layers)
     places = places_of(resident=resident, on_disk=(i for i in range(NUM_LAYERS) if i not in resident))
     placement = Placement(places, Slots(2, 0, slot), (), Limits(None, 0), 0, 0)
@@ -86,7 +85,7 @@ def said(engine: Engine, temperature: float, budget: int | None, **more: bool) -
 @pytest.fixture(scope="module")
 def plain_texts(files: ModelFiles) -> dict[float, list[list[int]]]:
     """Temperature → what plain decoding says."""
-    with opened(files, "self") as engine:
+    with opened(files, "shadow") as engine:
         return {temperature: said(engine, temperature, 0) for temperature in (0.0, 1.0)}
 
 
@@ -120,7 +119,7 @@ def conversation(engine: Engine, temperature: float) -> list[tuple[list[int], li
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "temperature"), [("shadow", 0.0), ("shadow:2", 1.0), ("self", 1.0)])
+@pytest.mark.parametrize(("kind", "temperature"), [("shadow", 0.0), ("shadow:2", 1.0)])
 def test_trees_are_those_of_a_cache_of_its_own(
     files: ModelFiles, kind: str, temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
