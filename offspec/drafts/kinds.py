@@ -36,7 +36,7 @@ def open_draft(model: str, request: OpenRequest) -> OpenedDraft:
     """Open the draft that `--draft` names for the target MODEL. Raises a subclass of OffspecError."""
     options = replace(request.options, draft=_resolve(model, request))
     kind, _, _ = options.draft.partition(":")  # shadow:3
-    if options.draft_window is not None and kind not in (HEAD, MTP) and kind in KINDS:
+    if options.draft_window is not None and kind not in (HEAD, MTP, SHADOW) and kind in KINDS:
         text = f"`draft_window={options.draft_window}` does nothing: `draft={kind}` has no KV cache of its own"
         request.notes.append(Note(text, advice=True))
     return KINDS.get(kind, _open_files)(replace(request, options=options))

@@ -271,16 +271,23 @@ def _window(wanted: int | None, draft: ModelFiles, target: ModelFiles, other: Ot
     (`reencoded_text`). Raises UsageError for a draft whose entries cannot be dropped.
     """
     if wanted is not None:
-        if wanted < LEAST_WINDOW:
-            raise UsageError(f"`draft_window={wanted}` is too short; give at least {LEAST_WINDOW}, or auto")
-        if not has_entries_alone(draft.config):
-            raise UsageError(
-                f"`draft_window={wanted}` drops KV entries of the draft, and offspec cannot drop those of a "
-                f"{draft.config.model_type}; omit it"
-            )
-        return wanted
+        return check_window(wanted, draft.config)
     is_short = draft.config.max_context < target.config.max_context
     return context_window(draft.config) if is_short and other is None and has_entries_alone(draft.config) else None
+
+
+def check_window(window: int | None, draft: ModelConfig) -> int | None:
+    """The window, if a user gave one. Raises UsageError for a short one, or a draft whose entries cannot be dropped."""
+    if window is None:
+        return None
+    if window < LEAST_WINDOW:
+        raise UsageError(f"`draft_window={window}` is too short; give at least {LEAST_WINDOW}, or auto")
+    if not has_entries_alone(draft):
+        raise UsageError(
+            f"`draft_window={window}` drops KV entries of the draft, and offspec cannot drop those of a "
+            f"{draft.model_type}; omit it"
+        )
+    return window
 
 
 def _num_entries(num_tokens: int, draft: ModelConfig, other: OtherVocabulary | None, window: int | None) -> int:
