@@ -5,19 +5,20 @@ A large model can take minutes until its first token. Proxies close connections 
 
 - A stream's headers are sent at once. A comment, which clients skip, follows at once and after each KEEP_ALIVE_S
   without an event (HTML Standard, 9.2.6: servers should send one about every 15 s).
-- A whole answer that takes longer than SILENCE_S begins before it is known: status 200, then a newline after each
-  KEEP_ALIVE_S. JSON may begin with white space (RFC 8259, section 2), and all clients' parsers skip it. If such an
-  answer fails, its status cannot tell: the body is then the error as JSON, and the connection closes before the body's
-  end. So clients raise a connection error, and do not take it for an answer. OpenAI's client retries it, as it does an
-  answer with status 500. Errors of the request itself, and a full queue, are found before, and keep their statuses.
+- A response that is not there after SILENCE_S, because a model is loaded or a whole answer takes long, begins before it
+  is known: status 200, then after each KEEP_ALIVE_S a comment in a stream, a newline before a whole answer. JSON may
+  begin with white space (RFC 8259, section 2), and all clients' parsers skip it. If it becomes an error, its status
+  cannot tell. A stream has the error as an event. A whole answer's body is then the error as JSON, and the connection
+  closes before the body's end. So clients raise a connection error, and do not take it for an answer. OpenAI's client
+  retries it, as it does an answer with status 500. Errors that are found earlier keep their statuses.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from functools import partial
+from typing import Any
 
 import click
 from starlette.requests import Request
@@ -35,7 +36,8 @@ from .service import BusyError, StoppingError, Work
 from .shelf import UnknownModelError
 
 KEEP_ALIVE_S = 5.0  # between two signs of life
-SILENCE_S = 10.0  # before the first one of a whole answer
+SILENCE_S = 10.0  # before the first one of a response that is not there yet
+WAITING, RUNNING = ": waiting\n\n", ": running\n\n"
 # For browsers and proxies: an answer is new each time. nginx would collect a stream's events.
 STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 Cancel = Callable[[Work], None]
@@ -82,28 +84,24 @@ async def _events(answer: AnswerForm, work: Work) -> AsyncGenerator[str, None]:
 
 
 def _sign_of_life(work: Work) -> str:
-    return ": running\n\n" if work.has_begun else ": waiting\n\n"
+    return RUNNING if work.has_begun else WAITING
 
 
 async def whole_response(
     answer: AnswerForm, work: Work, cancel: Cancel, request: Request, write_error: WriteError
 ) -> Response:
-    """The response with a whole answer, which may take long."""
+    """The response with a whole answer, when it is complete or the client has left."""
     collecting, leaving = asyncio.create_task(_collect(answer, work, write_error)), asyncio.create_task(_left(request))
     try:
-        done, _ = await asyncio.wait({collecting, leaving}, timeout=SILENCE_S, return_when=asyncio.FIRST_COMPLETED)
-        if not done:
-            return SlowResponse(collecting, partial(cancel, work))
+        await asyncio.wait({collecting, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not collecting.done():
+            return Response(status_code=499)  # nobody reads it
+        content, status = collecting.result()
+        return JSONResponse(content, status)
     finally:
         leaving.cancel()
-    if collecting in done:
-        content, status = collecting.result()
-        if status != 200:
-            cancel(work)  # of several answers, the others
-        return JSONResponse(content, status)
-    collecting.cancel()
-    cancel(work)
-    return Response(status_code=499)  # nobody reads it
+        collecting.cancel()
+        cancel(work)  # also after an error of one of several answers
 
 
 async def _collect(answer: AnswerForm, work: Work, write_error: WriteError) -> tuple[Json, int]:
@@ -126,37 +124,45 @@ async def _left(request: Request) -> None:
         pass
 
 
-class SlowResponse(StreamingResponse):
-    """A whole answer as JSON behind white space. If it fails, the connection closes before the body's end."""
+async def in_time(answering: Coroutine[Any, Any, Response], *, streams: bool) -> Response:
+    """The response of `answering`, or after SILENCE_S one that begins before it."""
+    task = asyncio.create_task(answering)
+    try:
+        done, _ = await asyncio.wait({task}, timeout=SILENCE_S)
+    except asyncio.CancelledError:  # the server stops
+        task.cancel()
+        return await task
+    return task.result() if done else LateResponse(task, streams=streams)
 
-    media_type = "application/json"
 
-    def __init__(self, collecting: asyncio.Task[tuple[Json, int]], cancel: Callable[[], None]) -> None:
-        super().__init__(self._parts(), headers={"Cache-Control": "no-cache"})
-        self._collecting, self._cancel = collecting, cancel
+class LateResponse(Response):
+    """A response that begins before it is known: signs of life, then the body of the task's response."""
+
+    def __init__(self, task: asyncio.Task[Response], *, streams: bool) -> None:
+        self._task, self._streams = task, streams
+        self.media_type = EventResponse.media_type if streams else JSONResponse.media_type
+        super().__init__(headers=STREAM_HEADERS)
+        del self.headers["content-length"]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            self._collecting.cancel()
-            self._cancel()
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        sign = WAITING if self._streams else "\n"
+        while not self._task.done():
+            await send({"type": "http.response.body", "body": sign.encode(), "more_body": True})
+            await asyncio.wait({self._task}, timeout=KEEP_ALIVE_S)
+        response = self._task.result()
 
-    async def _parts(self) -> AsyncIterator[str]:
-        while not self._collecting.done():
-            yield "\n"
-            await asyncio.wait({self._collecting}, timeout=KEEP_ALIVE_S)
-        yield json.dumps(self._collecting.result()[0])
+        async def send_body(message: Message) -> None:
+            if message["type"] == "http.response.body":
+                await send(message if response.status_code == 200 else self._failed(message))
 
-    async def stream_response(self, send: Send) -> None:
-        """`StreamingResponse.stream_response`, without the body's end if the answer is an error."""
+        await response(scope, receive, send_body)
 
-        async def send_answer(message: Message) -> None:
-            is_end = message["type"] == "http.response.body" and not message["more_body"]
-            if not (is_end and self._collecting.result()[1] != 200):
-                await send(message)
-
-        await super().stream_response(send_answer)
+    def _failed(self, message: Message) -> Message:
+        """The body of an error: an event, or JSON whose end is missing."""
+        if not self._streams:
+            return {**message, "more_body": True}
+        return {**message, "body": b"event: error\ndata: " + message["body"] + b"\n\n"}
 
 
 def describe(error: Exception, *, is_running: bool = False) -> tuple[Json, int]:

@@ -40,7 +40,8 @@ from .openai_answers import Completions, failure
 from .openai_requests import CompletionRequest
 from .openai_responses import Responses
 from .page_routes import page_routes
-from .responses import EventResponse, describe, refusal, whole_response
+from .request_parts import Json
+from .responses import EventResponse, describe, in_time, refusal, whole_response
 from .service import Service, StoppingError
 from .shelf import Models, OneModel, Shelf, UnknownModelError
 
@@ -173,9 +174,15 @@ class Api:
         async with self._told_of(form) as reading:
             body = await self._json(request)
             asked = form.request(body, self._defaults)
-            async with self._models.using(body.get("model")) as loaded:
-                service = loaded.service
-                work = await service.submit(service.with_tools(asked), _client(request, asked))
+        if reading.refusal is not None:
+            return reading.refusal
+        return await in_time(self._answered(request, form, body, asked), streams=asked.streams)
+
+    async def _answered(self, request: Request, form: ApiForm, body: Json, asked: CompletionRequest) -> Response:
+        """The response to a request that was read: as soon as its model is loaded, or its whole answer complete."""
+        async with self._told_of(form) as reading, self._models.using(body.get("model")) as loaded:
+            service = loaded.service
+            work = await service.submit(service.with_tools(asked), _client(request, asked))
         if reading.refusal is not None:
             return reading.refusal
         answer = form.answer(body, work.asked, loaded.name, work.prompts, service.engine.tokenizer)

@@ -55,6 +55,18 @@ def test_every_command_is_run_or_named() -> None:
     assert [where for where in ELSEWHERE.values() if "/" in where and not (ROOT / where).exists()] == []
 
 
+def test_the_description_on_pypi_stands_alone() -> None:
+    """Its commands parse, and it has neither links nor pictures, which would be relative ones."""
+    tomllib = pytest.importorskip("tomllib")
+    text = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["readme"]["text"]
+    assert "](" not in text
+    (block,) = (content for name, content in FENCE.findall(text) if name == "sh")
+    found = [command for line in block.splitlines() for command in commands_of(line) if command.program == "offspec"]
+    assert len(found) == 4
+    for command in found:
+        check_parses(list(command.words[1:]))
+
+
 def test_tests_that_a_page_names_are_there() -> None:
     files = [word for found in commands() if "pytest" in found.words for word in found.words if "/" in word]
     assert files

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import http.client
+import json
 import shutil
-from collections.abc import Generator
-from contextlib import closing
+from collections.abc import Generator, Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 from typing import Any
 
 import pytest
@@ -93,6 +95,51 @@ def test_a_model_that_cannot_be_loaded_is_the_requests_error(client: Client, fol
     assert reply.status == 400
     assert str(folder) not in reply.body["error"]["message"]
     assert chat(client, "small").status == 200
+
+
+@pytest.fixture
+def gate(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> Generator[Event, None, None]:
+    """Models are loaded when it is set, and a client is soon told that it waits."""
+    monkeypatch.setattr("offspec.cli.server.responses.KEEP_ALIVE_S", 0.02)
+    monkeypatch.setattr("offspec.cli.server.responses.SILENCE_S", 0.05)
+    load, opened = shelf._load, Event()
+
+    def slow(path: Path) -> Service:
+        opened.wait()
+        return load(path)
+
+    monkeypatch.setattr(shelf, "_load", slow)
+    yield opened
+    opened.set()
+
+
+@contextmanager
+def asked(client: Client, model: str, *, stream: bool) -> Iterator[http.client.HTTPResponse]:
+    body = {"messages": [USER], "model": model, "max_tokens": 4, "ignore_eos": True, "stream": stream}
+    with closing(client.open("POST", "/v1/chat/completions", body)) as connection:
+        yield connection.getresponse()
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_hears_from_the_server_while_its_model_is_loaded(client: Client, gate: Event, stream: bool) -> None:
+    with asked(client, "small", stream=stream) as response:
+        signs = b": waiting\n\n" * 3 if stream else b"\n" * 3
+        assert (response.status, response.read(len(signs))) == (200, signs)
+        gate.set()
+        content = response.read().decode()
+    assert '"length"' in content
+    assert content.endswith("data: [DONE]\n\n" if stream else "}")
+
+
+def test_a_model_that_cannot_be_loaded_after_all_is_an_event(client: Client, gate: Event, folder: Path) -> None:
+    (folder / "later-broken" / "model.safetensors").unlink()
+    with asked(client, "later-broken", stream=True) as response:
+        assert response.readline() == b": waiting\n"
+        gate.set()
+        *_, event, end = response.read().decode().split("\n\n")
+    kind, data = event.strip().split("\n")
+    assert (kind, end) == ("event: error", "")
+    assert "later-broken cannot be loaded" in json.loads(data.removeprefix("data: "))["error"]["message"]
 
 
 def test_the_command_refuses_what_contradicts_itself(offspec: Offspec, folder: Path, tmp_path: Path) -> None:
