@@ -14,7 +14,7 @@ from offspec.loaders.files.containers import is_checkpoint
 from ..checkpoints.head_files import is_head
 from ..checkpoints.opening import ModelFiles, Note, locate
 from ..checkpoints.shadows import made_shadows
-from ..drafts.kinds import trained_exits
+from ..drafts.self_draft import trained_exits
 from ..errors import CheckpointError, OffspecError, UsageError
 from ..named_models import BUILTIN, MODEL_NAMES, named_path
 
