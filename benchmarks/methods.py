@@ -166,7 +166,8 @@ def replayed_texts(engine: Engine, method: Method, recordings: Sequence[Recordin
         with telling_time(clock), rounds.corrections():
             drafter = fresh.draft.drafter(task, fresh.learnt)
             target = caches.target if needs_target(fresh.draft, method.speculation) else None
-            parts.append(replay(recording, drafter, sampler, clock, costs, rounds, target))
+            layers = fresh.draft.target_layers
+            parts.append(replay(recording, drafter, sampler, clock, costs, rounds, target, layers))
     return parts
 
 

@@ -37,6 +37,11 @@ os.environ["OFFSPEC_CONFIG"] = ""
 # Nor what lies in his cache folder. Each test has one of its own, below this one, which fixtures of modules use.
 _CACHE = tempfile.mkdtemp(prefix="offspec-test-cache-")
 os.environ["XDG_CACHE_HOME"] = _CACHE
+# But compiled kernels depend on nothing but their text, and each takes LLVM tenths of a second. All workers share them,
+# and the processes that tests start. The process that begins without this variable removes them at the end.
+_KERNELS = "KERNELS_OF_TESTS"
+_MADE_KERNELS = None if _KERNELS in os.environ else tempfile.mkdtemp(prefix="offspec-test-kernels-")
+os.environ.setdefault(_KERNELS, _MADE_KERNELS or "")
 
 
 NIGHTLY = "--nightly"
@@ -55,6 +60,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_unconfigure() -> None:
     gc.unfreeze()
     shutil.rmtree(_CACHE, ignore_errors=True)
+    if _MADE_KERNELS is not None:
+        shutil.rmtree(_MADE_KERNELS, ignore_errors=True)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -123,15 +130,24 @@ def _module_leaves_nothing() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _cache_of_its_own(_test_leaves_nothing: None) -> Iterator[None]:
-    """A cache folder that is not there yet, unless a fixture of the module has set another."""
+    """A cache folder with nothing but kernels, unless a fixture of the module has set another."""
     if os.environ["XDG_CACHE_HOME"] != _CACHE:
         yield
         return
     os.environ["XDG_CACHE_HOME"] = folder = os.path.join(_CACHE, "of-one-test")
+    _link_kernels(folder)
     yield
     os.environ["XDG_CACHE_HOME"] = _CACHE
-    if os.path.exists(folder):
-        shutil.rmtree(folder)
+    shutil.rmtree(folder)
+
+
+def _link_kernels(cache: str) -> None:
+    """In a cache folder that is not there yet."""
+    os.makedirs(os.path.join(cache, "offspec"))
+    os.symlink(os.environ[_KERNELS], os.path.join(cache, "offspec", "kernels"))
+
+
+_link_kernels(_CACHE)
 
 
 @pytest.fixture(autouse=True)

@@ -503,6 +503,7 @@ VARIANTS = (
     *("qwen2-window", "gemma", "gemma2-uncapped", "glm", "granite-dense-hybrid", "cohere", "smollm3-window"),
     *("exaone4-full", "ernie", "seed-oss", "hunyuan-alpha", "falcon-h1-unnormed", "lfm2-biased", "deepseek-v2-lite"),
 )
+ALIKE = ("olmoe", "minimax-m2", "granite-moe", "qwen3-moe")  # other mixtures have each of their parts
 HYBRIDS = (*DELTA_NETS, *MAMBAS, "lfm2", "lfm2-biased")  # families with layers that keep a state of the text
 
 

@@ -107,6 +107,11 @@ def _own_tensors(config: Mapping[str, Any], kind: str) -> dict[str, Tensor]:
     }
 
 
+def random_layer(config: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The tensors of an MTP layer around a layer of Llama's, by an `MtpHead`'s names."""
+    return _own_tensors(config, "nextn")
+
+
 def _by_expert(name: str, tensor: Tensor) -> dict[str, Tensor]:
     """The tensors in a checkpoint of one of a layer of transformers, which has all experts in one."""
     prefix, _, matrix = name.rpartition(".experts.")

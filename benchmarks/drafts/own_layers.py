@@ -21,9 +21,13 @@ from offspec import Engine, SpeculationParams, builtin
 from offspec.checkpoints.opening import ModelFiles
 from offspec.checkpoints.shadows import Shadow, find_shadow, make_shadow
 from offspec.drafts.base import Draft
-from offspec.drafts.layer_drafts import SHADOW, load_layers, load_shadow
+from offspec.drafts.layer_drafts import SHADOW, LayersOfTarget, load_shadow
+from offspec.drafts.self_draft import SelfDraft
 from offspec.drafts.without_model import LookupDraft
 from offspec.loaders.streaming.placement import spread
+from offspec.loaders.streaming.weights import LayerView
+from offspec.model.early_exit import EarlyExit
+from offspec.model.layer_draft import LayerDraft
 
 RESIDENT = "resident"  # the layers that have no shadow, alone
 DRAFTS = ("shadow:4", "shadow:3", "shadow:2", RESIDENT, "exit", LookupDraft.NAME)
@@ -51,7 +55,10 @@ def draft_of(engine: Engine, kind: str, resident: Sequence[int], exit_layer: int
         return load_shadow(shadow, target, set(layers) - set(resident))
     if kind == LookupDraft.NAME:
         return LookupDraft()
-    return load_layers(files, target, resident if kind == RESIDENT else layers[:exit_layer], kind)
+    if kind == RESIDENT:
+        view = LayerView(target.weights, resident, target.weights.scratch)
+        return LayersOfTarget(LayerDraft(target, resident, view), f"{kind} ({len(resident)} of {len(layers)} layers)")
+    return SelfDraft(EarlyExit(target, exit_layer, None), f"{kind} ({exit_layer} of {len(layers)} layers)")
 
 
 def _shadow(files: ModelFiles, bits: int) -> Shadow:

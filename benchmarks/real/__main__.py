@@ -27,13 +27,14 @@ from benchmarks.scheduling.replay import Recording, record
 from offspec import Engine, SamplingParams
 from offspec.drafts.base import Draft
 from offspec.drafts.model_draft import ModelDraft
+from offspec.drafts.without_model import WithoutModel
 from offspec.loaders.streaming.placement import spread
 
 from .agreement import agreement
 from .models import DRAFT, FOLDER, PROMPTS, TARGET
 from .prompts import read_set
 from .results import Cell, CellKey, Results
-from .rows import Row, chosen, of_own_layers, with_model, without_model
+from .rows import Row, chosen, of_targets_states, with_model, without_model
 from .table import show
 
 SETS = ("mt_bench", "humaneval", "gsm8k")
@@ -126,7 +127,7 @@ def measured(
 def rows(draft: Draft, budget: int | None, pattern: str) -> Sequence[Row]:
     if type(draft) is ModelDraft:
         return chosen([*without_model(budget), *with_model(budget)], pattern)
-    return chosen([*(without_model(budget) if draft.decoder is None else of_own_layers(budget))], pattern)
+    return chosen([*(without_model(budget) if isinstance(draft, WithoutModel) else of_targets_states(budget))], pattern)
 
 
 def own_draft(engine: Engine, name: str) -> Draft:

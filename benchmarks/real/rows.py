@@ -97,8 +97,8 @@ def with_model(budget: int | None) -> Iterator[Row]:
     yield row("offspec, `--recycling`", recycling=True)
 
 
-def of_own_layers(budget: int | None) -> Iterator[Row]:
-    """Rows of a draft in the target's own KV cache."""
+def of_targets_states(budget: int | None) -> Iterator[Row]:
+    """Rows of a draft that needs the target's states: a shadow, an exit, a head."""
     for name, settings in ((ALONE, {"lookup": False, "recall": False}), (OURS, {})):
         yield OffspecRow(Method(name, True, SpeculationParams(budget, overlap=budget is None, **settings)))
 

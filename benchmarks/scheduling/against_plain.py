@@ -1,13 +1,15 @@
-"""Compares `auto` with plain decoding where speculation may not pay: a small target in memory.
+"""Compares `auto` with plain decoding and with fixed tree sizes, on the same prompts.
 
-    python -m benchmarks.scheduling.against_plain [--model builtin] [--draft auto] [--temperatures 0,1] [--prompts 4]
-        [--tokens 128] [--repeats 2] [--clock cpu|wall]
+    python -m benchmarks.scheduling.against_plain [--model builtin] [--draft auto] [--budgets 16,64] [--prompts 4]
+        [--temperatures 0,1] [--tokens 128] [--repeats 2] [--clock cpu|wall] [--ram SIZE] [--set mt_bench] [--threads 1]
 
-Two requests for the same prompt run by turns, pass by pass, in one process with one thread, so that other load on the
-machine slows both alike. With `--clock cpu`, the default, seconds are processor time, for the scheduler's decisions
-too; with `wall` they are real time, which needs a quiet machine. `ratio` is the rate of `auto` over the plain one, with
-the first pass, as the median over repeats with their range; `decode` is without the first pass. Passes of `auto` with a
-tree and without one are shown beside plain ones. The last line is JSON.
+A request of each setting for the same prompt run by turns, pass by pass, in one process, so that other load on the
+machine slows all alike. With `--clock cpu`, the default, seconds are processor time, for the scheduler's decisions
+too; with `wall` they are real time, which needs a quiet machine. Each setting learns from prompt to prompt, as one
+process does. `ratio` is the rate of `auto` over that of a setting, with the first pass: of all prompts, of the first
+prompt, of the last one; the median over repeats, with their range. `decode` is without the first pass. Milliseconds are
+those of a mean pass with a tree, and without. `--set` takes prompts that `scripts/fetch_prompts` fetches. The last line
+is JSON.
 """
 
 from __future__ import annotations
@@ -16,12 +18,14 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from unittest.mock import patch
 
+from benchmarks.real.models import PROMPTS
+from benchmarks.real.prompts import read_set
 from offspec import Engine, SamplingParams, SpeculationParams, builtin
 from offspec.engine import Prompt
 from offspec.running.steps import Step
@@ -30,11 +34,12 @@ from offspec.tools.benchmark import WORKLOADS
 
 CLOCKS: dict[str, Callable[[], float]] = {"cpu": time.process_time, "wall": time.perf_counter}
 DRAFTER_MODULES = ("offspec.drafts.base", "offspec.drafts.model_draft")
+AUTO = None  # the budget that is compared with the others
 
 
 @dataclass
 class Passes:
-    """The passes of several requests: seconds with and without the first ones, tokens likewise."""
+    """The passes of one request or several: seconds with and without the first ones, tokens likewise."""
 
     first_s: float = 0.0
     first_tokens: int = 0
@@ -51,6 +56,22 @@ class Passes:
         (self.tree_s if num_drafted else self.plain_s).append(seconds)
         self.num_tokens += len(step.token_ids)
 
+    @staticmethod
+    def joined(parts: Sequence[Passes]) -> Passes:
+        whole = Passes()
+        for part in parts:
+            whole.first_s += part.first_s
+            whole.first_tokens += part.first_tokens
+            whole.tree_s += part.tree_s
+            whole.plain_s += part.plain_s
+            whole.num_tokens += part.num_tokens
+        return whole
+
+    @property
+    def num_passes(self) -> int:
+        """Without the first ones."""
+        return len(self.tree_s) + len(self.plain_s)
+
     @property
     def decode_rate(self) -> float:
         return self.num_tokens / (sum(self.tree_s) + sum(self.plain_s))
@@ -63,8 +84,8 @@ class Passes:
 class Turns:
     """One request that advances by one pass at a time, and the time of each."""
 
-    def __init__(self, steps: Iterator[Step], clock: Callable[[], float], passes: Passes) -> None:
-        self._steps, self._clock, self._passes = steps, clock, passes
+    def __init__(self, steps: Iterator[Step], clock: Callable[[], float]) -> None:
+        self._steps, self._clock, self.passes = steps, clock, Passes()
         self._num_drafted = 0
         self.tokens: list[int] = []
 
@@ -75,121 +96,140 @@ class Turns:
         seconds = self._clock() - began
         if step is None:
             return False
-        self._passes.add(seconds, step, step.stats.num_drafted_tokens - self._num_drafted)
+        self.passes.add(seconds, step, step.stats.num_drafted_tokens - self._num_drafted)
         self._num_drafted = step.stats.num_drafted_tokens
         self.tokens += step.token_ids
         return True
 
 
-def by_turns(plain: Turns, auto: Turns) -> None:
-    """Run both to the end; in proportion to their tokens, so that both see the same load."""
-    left = {plain, auto}
+def by_turns(requests: Sequence[Turns]) -> None:
+    """Run all to the end; in proportion to their tokens, so that all see the same load."""
+    left = set(requests)
     while left:
         turn = min(left, key=lambda each: len(each.tokens))
         if not turn.advance():
             left.remove(turn)
 
 
+def name_of(budget: int | None) -> str:
+    return "auto" if budget is AUTO else "plain" if budget == 0 else f"{budget} nodes"
+
+
 @dataclass(frozen=True)
-class Row:
-    """One temperature: `auto` over plain, and milliseconds of a mean pass by kind."""
+class Round:
+    """The passes of each setting, by prompt."""
 
-    temperature: float
-    ratios: list[float]
-    decode_ratios: list[float]
-    tokens_per_pass: float
-    tree_share: float
-    plain_ms: float
-    no_tree_ms: float | None
-    tree_ms: float | None
+    passes: dict[int | None, list[Passes]]
 
+    def ratio(self, budget: int | None, prompts: slice = slice(None)) -> float:
+        """The rate of `auto` over that of a setting."""
+        return self._of(AUTO, prompts).rate / self._of(budget, prompts).rate
 
-def pair_of(engine: Engine) -> tuple[tuple[Engine, int | None], ...]:
-    """An engine and a number of nodes for plain decoding, and for `auto`, with nothing learnt yet."""
-    return (engine.with_draft(engine.draft), 0), (engine.with_draft(engine.draft), None)
+    def decode_ratio(self, budget: int | None) -> float:
+        return self._of(AUTO).decode_rate / self._of(budget).decode_rate
+
+    def _of(self, budget: int | None, prompts: slice = slice(None)) -> Passes:
+        return Passes.joined(self.passes[budget][prompts])
 
 
-def warm_up(engine: Engine, prompt: Prompt, params: SamplingParams) -> None:
+def warm_up(engine: Engine, budgets: Sequence[int | None], prompt: Prompt, params: SamplingParams) -> None:
     """Run what the first call of each function costs once in a process."""
-    for each, budget in pair_of(engine):
-        for _ in each.generate(prompt, replace(params, max_new_tokens=16), SpeculationParams(budget)):
+    for budget in budgets:
+        fresh = engine.with_draft(engine.draft)
+        for _ in fresh.generate(prompt, replace(params, max_new_tokens=16), SpeculationParams(budget)):
             pass
 
 
 def measure(
-    engine: Engine, prompts: list[Prompt], params: SamplingParams, repeats: int, clock: Callable[[], float]
-) -> Row:
-    ratios, decode_ratios, all_plain, all_auto = [], [], Passes(), Passes()
-    warm_up(engine, prompts[0], params)
-    for _ in range(repeats):
-        (reference, none), (fresh, found) = pair_of(engine)
-        plain, auto = Passes(), Passes()
-        for number, prompt in enumerate(prompts):
-            own = replace(params, seed=(params.seed or 0) + number)
-            turns = [
-                Turns(each.generate(prompt, own, SpeculationParams(budget)), clock, passes)
-                for each, budget, passes in ((reference, none, plain), (fresh, found, auto))
-            ]
-            by_turns(*turns)
-            assert turns[0].tokens == turns[1].tokens, "auto has changed the text"
-        ratios.append(auto.rate / plain.rate)
-        decode_ratios.append(auto.decode_rate / plain.decode_rate)
-        for whole, part in ((all_plain, plain), (all_auto, auto)):
-            whole.tree_s += part.tree_s
-            whole.plain_s += part.plain_s
-            whole.num_tokens += part.num_tokens
-    num_passes = len(all_auto.tree_s) + len(all_auto.plain_s)
+    engine: Engine,
+    budgets: Sequence[int | None],
+    prompts: Sequence[Prompt],
+    params: SamplingParams,
+    clock: Callable[[], float],
+) -> Round:
+    """One round: nothing is learnt before it."""
+    engines = {budget: engine.with_draft(engine.draft) for budget in budgets}
+    passes: dict[int | None, list[Passes]] = {budget: [] for budget in budgets}
+    for number, prompt in enumerate(prompts):
+        own = replace(params, seed=(params.seed or 0) + number)
+        requests = {
+            budget: Turns(each.generate(prompt, own, SpeculationParams(budget)), clock)
+            for budget, each in engines.items()
+        }
+        by_turns(list(requests.values()))
+        assert all(each.tokens == requests[AUTO].tokens for each in requests.values()), "a setting has changed the text"
+        for budget, request in requests.items():
+            passes[budget].append(request.passes)
+    return Round(passes)
+
+
+def described(rounds: Sequence[Round], budget: int | None) -> dict[str, object]:
+    """A row of the table."""
+    whole = Passes.joined([part for one in rounds for part in one.passes[budget]])
 
     def ms(seconds: list[float]) -> float | None:
         return 1e3 * statistics.fmean(seconds) if seconds else None
 
-    return Row(
-        params.temperature,
-        ratios,
-        decode_ratios,
-        all_auto.num_tokens / num_passes,
-        len(all_auto.tree_s) / num_passes,
-        ms(all_plain.plain_s) or 0.0,
-        ms(all_auto.plain_s),
-        ms(all_auto.tree_s),
-    )
+    return {
+        "setting": name_of(budget),
+        "tokens_per_s": whole.rate,
+        "tokens_per_pass": whole.num_tokens / whole.num_passes,
+        "tree_share": len(whole.tree_s) / whole.num_passes,
+        "plain_ms": ms(whole.plain_s),
+        "tree_ms": ms(whole.tree_s),
+        "ratio": [one.ratio(budget) for one in rounds],
+        "decode": [one.decode_ratio(budget) for one in rounds],
+        "first": [one.ratio(budget, slice(1)) for one in rounds],
+        "last": [one.ratio(budget, slice(-1, None)) for one in rounds],
+    }
 
 
-def shown(ratios: list[float]) -> str:
-    return f"{statistics.median(ratios):.3f} ({min(ratios):.3f} .. {max(ratios):.3f})"
+def shown(value: object) -> str:
+    """A figure, or the median and the range of several."""
+    if isinstance(value, list):
+        return f"{statistics.median(value):.3f} ({min(value):.3f} .. {max(value):.3f})"
+    return f"{value:.2f}" if isinstance(value, float) else "" if value is None else str(value)
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--model", default="builtin")
+    made.add_argument("--draft", default="auto")
+    made.add_argument("--budgets", default="", help="fixed tree sizes beside plain decoding, e.g. 16,64")
+    made.add_argument("--temperatures", default="0,1")
+    made.add_argument("--prompts", type=int, default=4)
+    made.add_argument("--tokens", type=int, default=128)
+    made.add_argument("--repeats", type=int, default=2)
+    made.add_argument("--clock", choices=list(CLOCKS), default="cpu")
+    made.add_argument("--ram", help="a limit of RAM, so that the target is streamed")
+    made.add_argument("--set", help="prompts of the field: mt_bench, humaneval, gsm8k")
+    made.add_argument("--threads", type=int, default=1)
+    return made
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="builtin")
-    parser.add_argument("--draft", default="auto")
-    parser.add_argument("--temperatures", default="0,1")
-    parser.add_argument("--prompts", type=int, default=4)
-    parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("--repeats", type=int, default=2)
-    parser.add_argument("--clock", choices=list(CLOCKS), default="cpu")
-    args = parser.parse_args()
-    engine, clock = Engine.load(args.model, draft=args.draft, device="cpu", threads=1), CLOCKS[args.clock]
+    args = parser().parse_args()
+    clock = CLOCKS[args.clock]
+    engine = Engine.load(args.model, draft=args.draft, device="cpu", threads=args.threads, ram=args.ram, context=2048)
     prompts: list[Prompt] = [*builtin.prompts()[: args.prompts]]
-    if args.model != "builtin":
+    if args.set:
+        prompts = [each.messages for each in read_set(args.set, PROMPTS)[: args.prompts]]
+    elif args.model != "builtin":
         prompts = [workload.for_model(engine) for workload in WORKLOADS[: args.prompts]]
-    rows: list[Row] = []
-    print(f"{engine.name}, draft {engine.draft_name}: auto over plain decoding, {args.clock} seconds")
+    budgets = [0, *(int(each) for each in args.budgets.split(",") if each), AUTO]
+    print(f"{engine.name}, draft {engine.draft_name}, {len(prompts)} prompts, {args.clock} seconds")
+    rows = []
     for temperature in map(float, args.temperatures.split(",")):
         params = SamplingParams(args.tokens, temperature=temperature, seed=1, ignore_eos=True)
         with ExitStack() as stack:
             for module in DRAFTER_MODULES:
                 stack.enter_context(patch(f"{module}.ModelDrafter", partial(ModelDrafter, clock=clock)))
-            row = measure(engine, prompts, params, args.repeats, clock)
-        rows.append(row)
-        times = [f"{name} {value:.2f}" for name, value in (("no tree", row.no_tree_ms), ("tree", row.tree_ms)) if value]
-        print(
-            f"temperature {temperature:g}: ratio {shown(row.ratios)}, decode {shown(row.decode_ratios)}; "
-            f"{row.tokens_per_pass:.2f} tokens per pass, {row.tree_share:.0%} of passes with a tree; "
-            f"ms per pass: plain {row.plain_ms:.2f}, auto {', '.join(times)}",
-            flush=True,
-        )
-    print(json.dumps({"model": engine.name, "draft": engine.draft_name, "rows": [asdict(row) for row in rows]}))
+            warm_up(engine, budgets, prompts[0], params)
+            rounds = [measure(engine, budgets, prompts, params, clock) for _ in range(args.repeats)]
+        for budget in budgets:
+            rows.append({"temperature": temperature, **described(rounds, budget)})
+            print("; ".join(f"{name} {shown(value)}" for name, value in rows[-1].items()), flush=True)
+    print(json.dumps({"model": engine.name, "draft": engine.draft_name, "rows": rows}))
 
 
 if __name__ == "__main__":

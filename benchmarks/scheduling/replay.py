@@ -234,11 +234,12 @@ def replay(
     costs: Costs,
     draft: CountsCalls | None = None,
     target: CachedDecoder | None = None,
+    layers: Sequence[int] = (),
 ) -> Replayed:
     """The engine's loop with a recorded text as the target, and `costs.pass_s` per pass on the clock.
 
     sampler: the drafter's, from `recording.sampler`. draft: the drafter's model, to count its rounds. target: an empty
-    text of the target, for a drafter that learns from its logits.
+    text of the target, for a drafter that learns from its logits. layers: the target's, whose states the drafter reads.
     """
     text, said = list(recording.prompt_ids), recording.token_ids
     sampler.extend(text)
@@ -255,7 +256,8 @@ def replay(
         verdict = walk(tree, said[num_tokens:])
         done = TargetPass(text, tree, verdict, NO_LOGITS)
         if target is not None:
-            rows = target.score_rows(text[target.length :], tree.tokens, tree.depths, tree.mask())
+            new = text[target.length :]
+            rows = target.score_rows(new, tree.tokens, tree.depths, tree.mask(), layers=layers)
             target.keep(verdict.path)
             done = TargetPass(text, tree, verdict, rows, rows)
         drafter.observe(done)

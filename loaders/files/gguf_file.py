@@ -38,6 +38,8 @@ MOST_ELEMENTS = 2**60
 DEFAULT_ALIGNMENT = 32
 MOST_ALIGNMENT = 2**20
 
+BESIDE_MODELS = ("mmproj", "mtp-")  # beginnings of names: image encoders, MTP layers
+_QUANTISATION = re.compile(r"[-.](UD-)?(I?Q\d\w*|B?F16|F32|MXFP4\w*)", re.IGNORECASE)
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)
 _AGAIN = "the file is damaged, download it again"
 _STRING, _ARRAY, _BOOL = 8, 9, 7
@@ -110,11 +112,11 @@ def _file(path: Path) -> Path:
 
 
 def _models(folder: Path) -> list[Path]:
-    """The first files of the models in a folder, without image encoders (mmproj)."""
+    """The first files of the models in a folder."""
     with reading(folder):
         files = sorted(file for file in folder.glob("*.gguf") if file.is_file())
     firsts = {_PART.sub(r"\1-of-\3", file.name): file for file in reversed(files)}
-    return [file for file in files if file in firsts.values() and not file.name.startswith("mmproj")]
+    return [file for file in files if file in firsts.values() and not file.name.startswith(BESIDE_MODELS)]
 
 
 def is_gguf(path: Path) -> bool:
@@ -166,6 +168,24 @@ def part_paths(path: Path) -> list[Path]:
         description = f"{len(missing)} of {count} parts are missing, first {missing[0].name}; download the whole set"
         raise fault(path, description, MissingWeightsError)
     return paths
+
+
+def companion(path: Path, prefix: str) -> Path | None:
+    """The largest file beside a model's file whose name is `prefix` and the model's, in any quantisation.
+
+    So llama.cpp names them: mtp-NAME-Q8_0.gguf belongs to NAME-Q4_K_M.gguf.
+    """
+    with reading(path):
+        named = [file for file in path.parent.glob(f"{prefix}*.gguf") if file.is_file()]
+        files = [file for file in named if _model_name(file.name.removeprefix(prefix)) == _model_name(path.name)]
+        return max(files, key=lambda file: file.stat().st_size, default=None)
+
+
+def _model_name(file_name: str) -> str:
+    """A file's name without its part, its quantisation and .gguf, in small letters."""
+    name = _PART.sub(r"\1", file_name).removesuffix(".gguf")
+    last = max((match.start() for match in _QUANTISATION.finditer(name) if match.end() == len(name)), default=None)
+    return name[:last].lower()
 
 
 def _check_part(path: Path, metadata: Metadata, index: int, count: int) -> None:

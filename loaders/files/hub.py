@@ -17,7 +17,7 @@ from offspec.errors import CheckpointError
 
 from .checkpoint import fault, reading, show
 from .containers import is_checkpoint
-from .gguf_file import part_paths
+from .gguf_file import BESIDE_MODELS, part_paths
 from .mistral_folder import FILES as MISTRAL_FILES
 from .mistral_folder import PARAMS_FILE
 from .safetensors_folder import COMPANIONS, CONFIG_FILE, INDEX_FILE, SINGLE_FILE, shard_names, why_no_folder
@@ -106,7 +106,7 @@ def _the_file_in(quantisation: str, folder: Path, repository: str) -> Path:
     """The file in this quantisation, or the first of a split set. Raises CheckpointError for none or several."""
     names = {file: str(file.relative_to(folder)) for file in sorted(folder.rglob("*.gguf"))}
     named = [file for file, name in names.items() if _named_as(quantisation).fullmatch(name)]
-    firsts = [file for file in named if part_paths(file)[0] == file and not file.name.startswith("mmproj")]
+    firsts = [file for file in named if part_paths(file)[0] == file and not file.name.startswith(BESIDE_MODELS)]
     if not firsts:
         description = (
             f"has no GGUF file in {quantisation}; choose a quantisation from the repository's files on the hub"

@@ -864,6 +864,8 @@ def _eagle3(keys: Keys, config: Config) -> Config:
 
 
 def _dflash(keys: Keys, config: Config) -> Config:
+    """With a Markov head, the head is DSpark's."""
+    is_dspark = "markov_w1.weight" in keys.tensors
     return {
         **_windows(keys, config, 1),
         "use_sliding_window": True,
@@ -873,6 +875,7 @@ def _dflash(keys: Keys, config: Config) -> Config:
             "target_layer_ids": [layer - 1 for layer in _target_layers(keys)],
             "output_multiplier": keys.value("logit_scale"),
             "final_logit_softcapping": keys.value("final_logit_softcapping"),
+            "sample_from_anchor": keys.value("sample_from_anchor") if keys.has("sample_from_anchor") else is_dspark,
         },
     }
 
@@ -890,7 +893,13 @@ HEADS: dict[str, Architecture] = {
         "qwen3",
         "DFlashDraftModel",
         differences=_dflash,
-        shared={"enc.output_norm.weight": "hidden_norm.weight"},
+        shared={
+            "enc.output_norm.weight": "hidden_norm.weight",
+            "markov_w1.weight": "markov_head.markov_w1.weight",
+            "markov_w2.weight": "markov_head.markov_w2.weight",
+            "conf_proj.weight": "confidence_head.proj.weight",
+            "conf_proj.bias": "confidence_head.proj.bias",
+        },
     ),
 }
 
@@ -934,26 +943,43 @@ def translated(model: GgufModel) -> GgufCheckpoint:
         )
     if is_head(model):
         raise fault(path, f"is a head ({arch}), which drafts for a model; give it as the draft of its model")
-    if not isinstance(arch, str) or arch not in ARCHITECTURES:
-        supported = ", ".join(ARCHITECTURES)
-        description = f"has the architecture {show(arch)}, which is not supported in GGUF files; supported: {supported}"
-        raise fault(path, f"{description}; use the original safetensors checkpoint")
-    kind = ARCHITECTURES[arch]
+    kind = _architecture(path, arch)
     if metadata.get(f"{arch}.expert_count") and "ffn_gate_inp" not in kind.names:
         description = f"is a mixture of experts of {arch}, which is not supported in GGUF files"
         raise fault(path, f"{description}; use its safetensors checkpoint with pip install 'offspec[transformers]'")
-    return _checkpoint(model, arch, kind)
+    return _checkpoint(model, str(arch), kind)
+
+
+def _architecture(path: Path, arch: object) -> Architecture:
+    """The supported architecture of this name. Raises CheckpointError."""
+    if isinstance(arch, str) and arch in ARCHITECTURES:
+        return ARCHITECTURES[arch]
+    description = f"has the architecture {show(arch)}, which is not supported in GGUF files"
+    raise fault(path, f"{description}; supported: {', '.join(ARCHITECTURES)}; use the original safetensors checkpoint")
 
 
 def is_head(model: GgufModel) -> bool:
     """Whether the file has a head instead of a model."""
-    return model.metadata.get("general.architecture") in HEADS
+    return model.metadata.get("general.architecture") in HEADS or has_mtp_alone(model)
+
+
+def has_mtp_alone(model: GgufModel) -> bool:
+    """Whether the file has a model's MTP layer without the model's layers."""
+    layers = [match for name in model.tensors if (match := _LAYER.fullmatch(name))]
+    return any(each[2].startswith("nextn.") for each in layers) and all(int(each[1]) for each in layers)
 
 
 def translated_head(model: GgufModel) -> GgufCheckpoint:
-    """The head under its project's names. Raises CheckpointError."""
-    arch = model.metadata["general.architecture"]
-    return _checkpoint(model, arch, HEADS[arch])
+    """The head under its project's names. Raises CheckpointError.
+
+    An MTP layer's file may have copies of the target's embedding and head, which are left out.
+    """
+    arch = str(model.metadata.get("general.architecture"))
+    if arch in HEADS:
+        return _checkpoint(model, arch, HEADS[arch])
+    checkpoint = _checkpoint(model, arch, _architecture(model.path, arch))
+    layer = {name: info for name, info in checkpoint.tensors.items() if name.startswith("mtp.")}
+    return replace(checkpoint, tensors=layer)
 
 
 def _checkpoint(model: GgufModel, arch: str, kind: Architecture) -> GgufCheckpoint:

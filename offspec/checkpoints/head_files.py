@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from offspec.loaders.files.checkpoint import Checkpoint, TensorInfo, reading, show
-from offspec.loaders.files.gguf_file import is_gguf, read_model
+from offspec.loaders.files.gguf_file import companion, is_gguf, read_model
 from offspec.loaders.files.mistral_folder import MistralFolder
 from offspec.loaders.files.safetensors_folder import (
     CONFIG_FILE,
@@ -41,7 +41,7 @@ from ..extensions import Methods
 from ..model.config import ModelConfig
 from ..model.config_values import Json, mapping
 from ..model.heads.dflash import ENTRY as DFLASH_ENTRY
-from ..model.heads.dflash import dflash_name, dflash_spec
+from ..model.heads.dflash import MARKOV_ENTRY, MARKOV_IN, dflash_name, dflash_spec
 from ..model.heads.eagle import TO_TARGET, eagle_name, eagle_spec
 from ..model.heads.fspad import fspad_name, fspad_spec
 from ..model.heads.head import LAYERS, OWN_EMBEDDING, OWN_HEAD, HeadSpec
@@ -52,6 +52,7 @@ from ..model.heads.mtp import PREFIX as MTP_PREFIX
 from ..model.heads.mtp import mtp_name, mtp_spec, num_promised
 from . import gguf, mistral
 from .exit_layers import data_file, has_weights, refuse_foreign
+from .experts import by_expert
 from .from_config import weights_from_shapes
 from .mistral import EAGLE_FC
 from .opening import ModelFiles, have_equal_bytes
@@ -62,6 +63,7 @@ PICKLES = ("pytorch_model.bin", "medusa_lm_head.pt", "hydra_lm_head.pt")
 MISTRAL = MistralFolder()
 INTEGERS = {"I64": np.int64, "I32": np.int32}
 TABLES = (TO_TARGET,)  # tensors of integers, by a `Head`'s names
+ROW_TABLES = (OWN_EMBEDDING, MARKOV_IN)  # matrices of which single rows are read
 MTP_FORM = "bf16"  # of an MTP layer in a plan without weights
 Shapes = Mapping[str, tuple[int, ...]]
 Listed = Mapping[str, TensorInfo | Tensor]  # of a pickle, without contents
@@ -110,7 +112,7 @@ class HeadFiles:
 
     @classmethod
     def of_mtp(cls, target: ModelFiles) -> HeadFiles:
-        """The MTP layer of a target's own checkpoint; without weights, the one that config.json names.
+        """The MTP layer of a target's own checkpoint, or of a file beside it; without weights, that of config.json.
 
         Raises UsageError if there is none; CheckpointError, UnsupportedModelError.
         """
@@ -118,6 +120,8 @@ class HeadFiles:
         refuse_foreign(target.config, "an MTP layer")
         if not has_mtp(target):
             raise UsageError(f"`draft=mtp` needs an MTP layer, and {path} has none; choose another draft")
+        if (file := mtp_file(target)) is not None:
+            return cls.open(file, target.config)
         named = {own: name for name, own in target.mtp_names.items() if own is not None}
         named = {own: name for own, name in named.items() if not _is_of_target(own, named, target)}
         infos = {own: checkpoint.tensors[name] for own, name in named.items()}
@@ -137,11 +141,11 @@ class HeadFiles:
     def load(self, dtype: torch.dtype, device: torch.device, *, packed: bool = True) -> dict[str, Any]:
         """Its weights by the names of `spec.shapes`; tables of integers keep their dtype. Raises CheckpointError.
 
-        packed: quantised matrices stay as they are stored, except an embedding, if the head can multiply with these.
+        packed: quantised matrices stay as they are stored, except embeddings, if the head can multiply with these.
         """
         weights = self.tensors.load(dtype, device)
         for own, weight in weights.items():
-            if not isinstance(weight, Tensor) and (own == OWN_EMBEDDING or not (packed and self.spec.takes_packed)):
+            if not isinstance(weight, Tensor) and (own in ROW_TABLES or not (packed and self.spec.takes_packed)):
                 weights[own] = dense(weight, dtype)
         return weights
 
@@ -245,6 +249,7 @@ MARKS = {
     "medusa_num_heads": "medusa",
     "hydra_num_heads": "hydra",
     DFLASH_ENTRY: "dflash",
+    MARKOV_ENTRY: "dflash",
 }  # a key of config.json → the kind
 NAMED_KINDS = Methods("kind of head", "medusa", "mlp_speculator")  # named by OWN_KIND, or by model_type
 ASSISTANTS = ("gemma4_assistant", "gemma4_unified_assistant")  # Gemma 4's drafts
@@ -276,7 +281,7 @@ def layout_of(config: Json, names: Iterable[str]) -> Layout | None:
     stated = config.get("architectures")
     classes = [str(name).lower() for name in stated] if isinstance(stated, list) else []
     method = config.get("speculators_model_type")
-    if method == "dflash":
+    if method in ("dflash", "dspark"):
         return LAYOUTS["dflash"]
     if method == "eagle3" or any("eagle3" in name for name in classes) or any(n.startswith("midlayer.") for n in plain):
         return LAYOUTS["eagle3"]
@@ -305,9 +310,16 @@ def is_head(path: Path) -> bool:
 
 
 def has_mtp(target: ModelFiles) -> bool:
-    """Whether the target's checkpoint has an MTP layer; without weights, whether config.json names one."""
+    """Whether the target's checkpoint has an MTP layer, or a file beside it; without weights, by config.json."""
     is_promised = bool(num_promised(target.checkpoint.config)) and not has_weights(target)
-    return target.config.is_native and bool(target.mtp_names or is_promised)
+    return target.config.is_native and bool(target.mtp_names or is_promised or mtp_file(target))
+
+
+def mtp_file(target: ModelFiles) -> Path | None:
+    """The file beside a GGUF target without an MTP layer that has it, by llama.cpp's names (mtp-NAME-Q8_0.gguf)."""
+    path = target.checkpoint.path
+    file = None if target.mtp_names or not is_gguf(path) else companion(path, "mtp-")
+    return file if file is not None and is_head(file) else None
 
 
 def _is_of_target(own: str, named: Mapping[str, str], target: ModelFiles) -> bool:
@@ -354,7 +366,7 @@ def _opened(path: Path) -> tuple[Json, Listed, Sequence[WeightFormat] | None]:
     """config.json, all tensors by the names in the files, and the weight formats; see `_listed` for the errors."""
     checkpoint: Checkpoint
     if is_gguf(path):
-        checkpoint = gguf.translated_head(read_model(path))
+        checkpoint = by_expert(gguf.translated_head(read_model(path)))
     elif MISTRAL.recognises(path):
         checkpoint = mistral.translated(MISTRAL.open(path))
     else:

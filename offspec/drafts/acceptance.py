@@ -56,6 +56,6 @@ LOOKUP = Acceptance(
 
 def of_head(kind: str) -> Acceptance:
     """Of a trained head. kind: `HeadSpec.kind`."""
-    if kind in (measured := {"MTP": _MTP, "DFlash": _DFLASH}):
+    if kind in (measured := {"MTP": _MTP, "DFlash": _DFLASH, "DSpark": _DFLASH}):
         return measured[kind]
     return _EAGLE_3 if kind in _LIKE_EAGLE_3 else _MEDUSA

@@ -26,6 +26,7 @@ from ..errors import CheckpointError, UsageError
 from ..model.block import memory_bytes
 from ..model.decoder import CachedDecoder, Decoder, activation_bytes
 from ..model.heads.head import Head
+from ..model.heads.mtp import KIND as MTP_KIND
 from ..model.heads.text import HeadText
 from ..model.memory.text_caches import TextCaches
 from ..planning.draft_forecast import Guessing
@@ -181,16 +182,14 @@ def _files(request: OpenRequest) -> HeadFiles:
 
 def _notes(files: HeadFiles, draft: str, target: ModelFiles) -> list[Note]:
     """What drafts, and what may be wrong with it."""
-    if draft != MTP:
-        notes = [Note(f"draft: {files.path.name}, a head ({files.spec.kind})")]
-        name = target.checkpoint.path.name
-        if files.stated_target and files.stated_target != name:
-            text = f"the head says that it is for {files.stated_target}, not {name}; it may accept little"
-            notes.append(Note(text, advice=True))
-        return notes
-    notes = [Note(f"draft: the MTP layer of {files.path.name}")]
-    if isinstance(files.tensors, StoredTensors) and files.tensors.bits < LEAST_MTP_BITS:
-        text = f"the MTP layer is in {files.tensors.bits:.1f} bits, in which it accepts little"
+    name, stored = target.checkpoint.path.name, files.tensors
+    what = f"the MTP layer of {files.path.name}" if draft == MTP else f"{files.path.name}, a head ({files.spec.kind})"
+    notes = [Note(f"draft: {what}")]
+    if files.stated_target and files.stated_target != name:
+        text = f"the head says that it is for {files.stated_target}, not {name}; it may accept little"
+        notes.append(Note(text, advice=True))
+    if files.spec.kind == MTP_KIND and isinstance(stored, StoredTensors) and stored.bits < LEAST_MTP_BITS:
+        text = f"the MTP layer is in {stored.bits:.1f} bits, in which it accepts little"
         notes.append(Note(f"{text}; take a checkpoint that keeps it in 8 or 16", advice=True))
     return notes
 

@@ -7,47 +7,25 @@ from dataclasses import replace
 
 from offspec.loaders.params import SHADOW_FORMATS
 
-from ..checkpoints.exit_layers import found_exits, has_weights
 from ..checkpoints.head_files import has_mtp, is_head
-from ..checkpoints.opening import ModelFiles, Note, locate
+from ..checkpoints.opening import Note, locate
 from ..checkpoints.shadows import made_shadows
-from ..errors import UsageError
 from ..model.block import has_entries_alone
 from ..named_models import BUILTIN
 from .base import Choice, OpenedDraft, OpenRequest
 from .head_draft import MTP, OpenedHead
 from .head_draft import NAME as HEAD
-from .layer_drafts import SHADOW, OpenedLayers, OpenedShadow
+from .layer_drafts import SHADOW, OpenedShadow
 from .model_draft import OpenedModel
 from .self_draft import NAME as SELF
-from .self_draft import OpenedSelf, layer_number
+from .self_draft import OpenedSelf, trained_exits
 from .without_model import LookupDraft, NoDraft
-
-
-def _open_self(request: OpenRequest) -> OpenedDraft:
-    """The target's first layers, with a trained exit layer or without. Raises OffspecError's children.
-
-    `self:N` uses the trained exit layer after N layers if there is one.
-    """
-    options, number = request.options, layer_number(request.options.draft)
-    if options.exit_layer is not None and options.exit_file is not None:
-        raise UsageError("`exit_layer` drafts without a trained exit layer, `exit_file` is one; give one of the two")
-    if options.exit_layer is None and (number is None or number in trained_exits(request.target)):
-        return OpenedSelf.open(request)
-    number = options.exit_layer if number is None else number
-    return OpenedLayers.open_exit(replace(request, options=replace(options, exit_layer=number)))
-
-
-def trained_exits(target: ModelFiles) -> list[int]:
-    """The numbers of layers before trained exit layers of this target; none without its weights."""
-    return found_exits(target) if target.config.is_native and has_weights(target) else []
-
 
 AUTO = "auto"
 KINDS: dict[str, Callable[[OpenRequest], OpenedDraft]] = {
     "none": NoDraft.open,
     LookupDraft.NAME: LookupDraft.open,
-    SELF: _open_self,
+    SELF: OpenedSelf.open,
     HEAD: OpenedHead.open,
     MTP: OpenedHead.open,
     SHADOW: OpenedShadow.open,
@@ -58,7 +36,7 @@ def open_draft(model: str, request: OpenRequest) -> OpenedDraft:
     """Open the draft that `--draft` names for the target MODEL. Raises a subclass of OffspecError."""
     options = replace(request.options, draft=_resolve(model, request))
     kind, _, _ = options.draft.partition(":")  # shadow:3
-    if options.draft_window is not None and kind not in (HEAD, MTP) and kind in KINDS:
+    if options.draft_window is not None and kind not in (HEAD, MTP, SHADOW) and kind in KINDS:
         text = f"`draft_window={options.draft_window}` does nothing: `draft={kind}` has no KV cache of its own"
         request.notes.append(Note(text, advice=True))
     return KINDS.get(kind, _open_files)(replace(request, options=options))

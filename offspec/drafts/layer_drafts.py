@@ -1,7 +1,6 @@
-"""Drafts made of the target's own layers, without training (`model.layer_draft`).
+"""A shadow: all of the target's layers, the streamed ones as copies in 4, 3 or 2 bits on the device.
 
-shadow: all layers; the streamed ones as copies in 4, 3 or 2 bits on the device (SubSpec, 2509.18344).
-exit: the first layers, then norm and head (LayerSkip, 2404.16710).
+SubSpec (2509.18344). `model.layer_draft` computes it.
 """
 
 from __future__ import annotations
@@ -20,22 +19,23 @@ from offspec.loaders.streaming.weights import LayerView, ViewedLayer
 from offspec.scheduler.drafting.drafter import Drafter
 from offspec.scheduler.params import tree_room
 
-from ..checkpoints.exit_layers import check_exit_layer, refuse_experts, refuse_foreign
+from ..checkpoints.exit_layers import refuse_experts, refuse_foreign
 from ..checkpoints.opening import ModelFiles, Note
 from ..checkpoints.shadows import Shadow, check_bits, find_shadow, make_shadow
-from ..model.block import keeps_states, memory_layouts
+from ..errors import UsageError
+from ..model.block import keeps_states
 from ..model.cuda_graphs import RoundBuffers, is_static
 from ..model.decoder import CachedDecoder, Decoder
-from ..model.layer_draft import LayerDraft, LayerDraftText
-from ..model.memory.recurrent_states import RecurrentLayout
+from ..model.layer_draft import LayerDraft, LayerDraftText, WindowOfTarget
+from ..model.memory.draft_window import most_entries
 from ..model.memory.text_caches import TextCaches
 from ..planning.draft_forecast import Guessing
 from ..planning.memory import MemoryUse, Room
 from ..planning.plan import unpacking_items
-from .acceptance import EXIT, LOOKUP, SHADOWS
+from .acceptance import LOOKUP, SHADOWS
 from .base import Attach, Draft, DraftTask, OpenRequest
 from .learnt import EstimatesAndRecall
-from .model_draft import ModelDraft, guessing_items
+from .model_draft import ModelDraft, check_window, guessing_items, state_items
 from .without_model import LookupDraft
 
 SHADOW = "shadow"
@@ -57,17 +57,9 @@ def most_rows(device_type: str) -> int:
     return MOST_ROWS_ON_CPU if device_type == "cpu" else MOST_ROWS
 
 
-def num_shared_entries(device_type: str) -> int:
-    """Entries of the target's KV cache that are the draft's own: a prompt and pending nodes."""
+def num_own_entries(device_type: str) -> int:
+    """Entries that are the draft's own: a prompt and pending nodes."""
     return most_read(device_type) + most_rows(device_type)
-
-
-def state_items(target: ModelFiles, texts: int) -> list[Item]:
-    """Of `texts` texts: the draft's states in recurrent layers, and their pending nodes."""
-    layouts = [each for layer in memory_layouts(target.config) for each in layer if isinstance(each, RecurrentLayout)]
-    itemsize, most = target.dtype.itemsize, target.config.most_pending
-    size = sum(layout.nbytes(most, itemsize, num_copies=1) for layout in layouts)
-    return [Item("draft's states", on_device=texts * size)] if size else []
 
 
 class LayersOfTarget(ModelDraft):
@@ -79,10 +71,16 @@ class LayersOfTarget(ModelDraft):
     _buffers: RoundBuffers | None = None  # of captured rounds, on a GPU only
 
     def prepare(self, max_context: int) -> None:
+        if self.window is not None:
+            return
         if accelerator_of(self.decoder.device).records and is_static(self.decoder) and self._buffers is None:
             self._buffers = RoundBuffers(self.decoder)
 
     def new_caches(self, target: Decoder, num_tokens: int, num_nodes: int) -> TextCaches:
+        if self.window is not None:
+            text = CachedDecoder(target, num_tokens + num_nodes)
+            num_rows = num_own_entries(self.decoder.device.type)
+            return TextCaches(text, WindowOfTarget(self.decoder, text, self.window, num_rows))
         capacity = num_tokens + num_nodes + self.num_shared if num_tokens else 0
         text = CachedDecoder(target, capacity, keeps_all=True)
         return TextCaches(text, LayerDraftText(self.decoder, text, self._buffers), self.num_shared)
@@ -93,11 +91,11 @@ class LayersOfTarget(ModelDraft):
 
     @property
     def num_shared(self) -> int:  # type: ignore[override]
-        return num_shared_entries(self.decoder.device.type)
+        return 0 if self.window is not None else num_own_entries(self.decoder.device.type)
 
     def drafter(self, task: DraftTask, learnt: EstimatesAndRecall) -> Drafter:
         device_type = self.decoder.device.type
-        if isinstance(task.text, LayerDraftText):
+        if isinstance(task.text, LayerDraftText | WindowOfTarget):
             task.text.begin(tree_room(task.speculation, device_type))
         request = replace(task.request, most_read=most_read(device_type), most_rows=most_rows(device_type))
         return super().drafter(replace(task, request=request), learnt)
@@ -112,6 +110,7 @@ class OpenedShadow:
     models: Sequence[ModelFiles]
     notes: list[Note]
     device_type: str
+    window: int | None = None
 
     @classmethod
     def open(cls, request: OpenRequest) -> OpenedShadow:
@@ -120,8 +119,16 @@ class OpenedShadow:
         Raises UsageError, CheckpointError, StorageError.
         """
         target = request.target
-        check_own_layers(request)
+        refuse_foreign(target.config, f"`draft={request.options.draft}`")
+        request.options.refuse_exit_file()
+        request.options.refuse_learning()
         refuse_experts(target.config, "a shadow")
+        window = check_window(request.options.draft_window, target.config)
+        if window is not None and any(target.config.windows):
+            raise UsageError(
+                f"`draft_window={window}` copies the target's last KV entries, and layers of this "
+                f"{target.config.model_type} keep their own windows of them; omit it"
+            )
         _, _, bits_or_path = request.options.draft.partition(":")
         if bits_or_path and not bits_or_path.isdecimal():
             shadow = Shadow.open(expand_home(bits_or_path), target)
@@ -129,20 +136,26 @@ class OpenedShadow:
             shadow = _of_bits(int(bits_or_path[:4] or DEFAULT_BITS), request)
         stored = replace(target.stored, layers=list(shadow.layers))
         packed = replace(target, stored=stored)
-        return cls(shadow, target, (packed,), request.notes, request.device_type)
+        return cls(shadow, target, (packed,), request.notes, request.device_type, window)
 
     def memory_use(self, target: ModelFiles, room: Room) -> MemoryUse:
-        """Scratch of its own, entries in the target's KV cache, and copies of the layers that will be streamed."""
-        number = num_shared_entries(self.device_type)
+        """Scratch of its own, entries in the target's KV cache, and copies of the layers that will be streamed.
+
+        With a window, the entries are in a cache of its own, and the target's may be in RAM.
+        """
+        number = num_own_entries(self.device_type)
+        items = [
+            *unpacking_items(self.models[0]),
+            *guessing_items(target.config, target, num_waiting=number),
+            *state_items(target, room.texts, range(target.config.num_layers)),
+        ]
+        shadow_bytes = self.shadow.layer_bytes(target)
+        if self.window is not None:
+            num_entries = room.texts * (most_entries(self.window) + number)
+            items.append(Item("draft KV cache", on_device=target.kv_bytes(num_entries)))
+            return MemoryUse(tuple(items), shadow_bytes=shadow_bytes)
         return MemoryUse(
-            (
-                *unpacking_items(self.models[0]),
-                *guessing_items(target.config, target, num_waiting=number),
-                *state_items(target, room.texts),
-            ),
-            shadow_bytes=self.shadow.layer_bytes(target),
-            target_entries=room.texts * number,
-            reads_all_entries=True,
+            tuple(items), shadow_bytes=shadow_bytes, target_entries=room.texts * number, reads_all_entries=True
         )
 
     def guessing(self, placement: Placement) -> Guessing:
@@ -156,8 +169,9 @@ class OpenedShadow:
         chosen = len(placement.streamed) or layers
         parts = ((copies, chosen), (self.target, layers - chosen))
         is_usual = not keeps_states(self.target.config)
-        is_captured, acceptance = self.device_type != "cpu" and is_usual, SHADOWS[self.shadow.bits]
-        return Guessing(parts, acceptance, share=chosen / layers, is_captured=is_captured, overlaps=is_usual)
+        is_captured = self.device_type != "cpu" and is_usual and self.window is None
+        most_keys = None if self.window is None else most_entries(self.window)
+        return Guessing(parts, SHADOWS[self.shadow.bits], chosen / layers, is_captured, is_usual, most_keys)
 
     def load(self, device: torch.device) -> Attach:
         return self._attach
@@ -172,7 +186,9 @@ class OpenedShadow:
             text = "all layers are resident and leave no room for a shadow; the draft is n-gram lookup"
             self.notes.append(Note(text, advice=True))
             return LookupDraft()
-        return load_shadow(self.shadow, target, chosen)
+        draft = load_shadow(self.shadow, target, chosen)
+        draft.window = self.window
+        return draft
 
 
 def _of_bits(bits: int, request: OpenRequest) -> Shadow:
@@ -199,83 +215,10 @@ def load_shadow(shadow: Shadow, target: Decoder, chosen: Collection[int]) -> Lay
     return LayersOfTarget(LayerDraft(target, range(len(layers)), weights), name)
 
 
-@dataclass(frozen=True)
-class OpenedLayers:
-    """The target's first `num_first` layers as they are: an early exit."""
-
-    target: ModelFiles
-    num_first: int
-    notes: list[Note]
-    device_type: str
-    models: Sequence[ModelFiles] = ()
-
-    @classmethod
-    def open_exit(cls, request: OpenRequest) -> OpenedLayers:
-        """The first layers, as many as `exit_layer` or `self:N` says. Raises UsageError."""
-        number, draft = request.options.exit_layer, request.options.draft
-        assert number is not None
-        check_own_layers(request)
-        check_exit_layer(number, request.target.config, "draft=self:" if draft == f"self:{number}" else "exit_layer=")
-        request.notes.append(
-            Note(f"draft: the first {number} of {request.target.config.num_layers} layers, without an exit layer")
-        )
-        return cls(request.target, number, request.notes, request.device_type)
-
-    def memory_use(self, target: ModelFiles, room: Room) -> MemoryUse:
-        """Scratch of its own, and entries in the target's KV cache. The layers have to be resident."""
-        number = num_shared_entries(self.device_type)
-        return MemoryUse(
-            (
-                *unpacking_items(target),
-                *guessing_items(target.config, target, num_waiting=number),
-                *state_items(target, room.texts),
-            ),
-            num_pinned_layers=self.num_first,
-            target_entries=room.texts * number,
-        )
-
-    def guessing(self, placement: Placement) -> Guessing:
-        if _lacks_experts(self.target, placement):
-            return Guessing(acceptance=LOOKUP)
-        is_usual = not keeps_states(self.target.config)
-        is_captured = self.device_type != "cpu" and self.target.packed_form is None and is_usual
-        return Guessing(((self.target, self.num_first),), EXIT, is_captured=is_captured, overlaps=is_usual)
-
-    def load(self, device: torch.device) -> Attach:
-        return self._attach
-
-    def _attach(self, target: Decoder) -> Draft:
-        if _lacks_experts(self.target, _weights(target).placement):
-            text = "not all experts are in memory, so layers with experts cannot draft; the draft is n-gram lookup"
-            self.notes.append(Note(text, advice=True))
-            return LookupDraft()
-        return load_layers(self.target, target, range(self.num_first))
-
-
-def _lacks_experts(target: ModelFiles, placement: Placement) -> bool:
-    """Whether some experts of the target are not on the device."""
-    return bool(target.stored.experts) and not placement.experts.are_resident
-
-
-def check_own_layers(request: OpenRequest) -> None:
-    """Refuse what drafts of the target's layers cannot do. Raises UsageError."""
-    refuse_foreign(request.target.config, f"`draft={request.options.draft}`")
-    request.options.refuse_exit_file()
-    request.options.refuse_learning()
-
-
 def _weights(target: Decoder) -> TieredWeights:
     weights = target.weights
     assert isinstance(weights, TieredWeights), "a target that was loaded by a plan"
     return weights
-
-
-def load_layers(files: ModelFiles, target: Decoder, numbers: Sequence[int], kind: str = "exit") -> LayersOfTarget:
-    """The draft that goes through these layers of the target as they are; they have to be resident."""
-    num_elements = files.stored.scratch_elements((), target.dtype)
-    view = LayerView(target.weights, numbers, _scratch(num_elements, target))
-    name = f"{kind} ({len(numbers)} of {target.config.num_layers} layers)"
-    return LayersOfTarget(LayerDraft(target, numbers, view), name)
 
 
 def _scratch(num_elements: int, target: Decoder) -> torch.Tensor | None:

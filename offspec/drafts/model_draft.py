@@ -23,11 +23,12 @@ from offspec.scheduler.trees.verify import TargetPass
 from ..checkpoints.load import WeightSettings, load_decoder
 from ..checkpoints.opening import ModelFiles, Note, locate
 from ..errors import UsageError, VocabularyMismatchError
-from ..model.block import has_entries_alone, keeps_states
+from ..model.block import has_entries_alone, keeps_states, memory_layouts
 from ..model.config import ModelConfig
 from ..model.cuda_graphs import TreeGraphs, is_static
 from ..model.decoder import CachedDecoder, Decoder
 from ..model.memory.draft_window import LEAST_WINDOW, NUM_SINKS, WindowedText, context_window, most_entries
+from ..model.memory.recurrent_states import RecurrentLayout
 from ..model.memory.text_caches import DraftText, TextCaches
 from ..model.row_logits import HEAD_ROWS
 from ..planning.draft_forecast import Guessing
@@ -270,16 +271,23 @@ def _window(wanted: int | None, draft: ModelFiles, target: ModelFiles, other: Ot
     (`reencoded_text`). Raises UsageError for a draft whose entries cannot be dropped.
     """
     if wanted is not None:
-        if wanted < LEAST_WINDOW:
-            raise UsageError(f"`draft_window={wanted}` is too short; give at least {LEAST_WINDOW}, or auto")
-        if not has_entries_alone(draft.config):
-            raise UsageError(
-                f"`draft_window={wanted}` drops KV entries of the draft, and offspec cannot drop those of a "
-                f"{draft.config.model_type}; omit it"
-            )
-        return wanted
+        return check_window(wanted, draft.config)
     is_short = draft.config.max_context < target.config.max_context
     return context_window(draft.config) if is_short and other is None and has_entries_alone(draft.config) else None
+
+
+def check_window(window: int | None, draft: ModelConfig) -> int | None:
+    """The window, if a user gave one. Raises UsageError for a short one, or a draft whose entries cannot be dropped."""
+    if window is None:
+        return None
+    if window < LEAST_WINDOW:
+        raise UsageError(f"`draft_window={window}` is too short; give at least {LEAST_WINDOW}, or auto")
+    if not has_entries_alone(draft):
+        raise UsageError(
+            f"`draft_window={window}` drops KV entries of the draft, and offspec cannot drop those of a "
+            f"{draft.model_type}; omit it"
+        )
+    return window
 
 
 def _num_entries(num_tokens: int, draft: ModelConfig, other: OtherVocabulary | None, window: int | None) -> int:
@@ -314,6 +322,14 @@ def guessing_items(
         Item("recall", on_device=recall_bytes(draft, target.config, itemsize, num_waiting)),
         Item("guessing", on_device=_guessing_bytes(columns, target.config.vocab_size)),
     ]
+
+
+def state_items(target: ModelFiles, texts: int, layers: range) -> list[Item]:
+    """Of `texts` texts: a draft's states in the target's recurrent layers among `layers`, and their pending nodes."""
+    layouts = [each for layer in memory_layouts(target.config, layers) for each in layer]
+    itemsize, most = target.dtype.itemsize, target.config.most_pending
+    size = sum(each.nbytes(most, itemsize, num_copies=1) for each in layouts if isinstance(each, RecurrentLayout))
+    return [Item("draft's states", on_device=texts * size)] if size else []
 
 
 def _guessing_bytes(draft_vocabulary: int, target_vocabulary: int) -> int:

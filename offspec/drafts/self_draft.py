@@ -1,4 +1,7 @@
-"""The target as its own draft (`--draft self`): its first layers and a trained exit layer (`model.early_exit`)."""
+"""The target as its own draft (`--draft self`): its first layers, and a trained exit layer if there is one.
+
+`model.early_exit` computes it.
+"""
 
 from __future__ import annotations
 
@@ -10,20 +13,32 @@ import torch
 from offspec.loaders.accelerators.accelerator import accelerator_of
 from offspec.loaders.files.user_folders import expand_home
 from offspec.loaders.streaming.placement import Item, Placement
+from offspec.loaders.streaming.tiers import TieredWeights
 from offspec.scheduler.params import MAX_ROWS
 
-from ..checkpoints.exit_layers import ExitFile, has_weights, refuse_experts, refuse_shared_entries, refuse_states
+from ..checkpoints.exit_layers import (
+    ExitFile,
+    check_exit_layer,
+    found_exits,
+    has_weights,
+    refuse_experts,
+    refuse_foreign,
+    refuse_shared_entries,
+    refuse_states,
+)
 from ..checkpoints.opening import ModelFiles, Note
 from ..errors import UsageError
+from ..model.block import keeps_states
 from ..model.cuda_graphs import RoundBuffers, is_static
 from ..model.decoder import Decoder
 from ..model.early_exit import EarlyExit, shared_text
 from ..model.memory.text_caches import TextCaches
 from ..planning.draft_forecast import Guessing
 from ..planning.memory import MemoryUse, Room
-from .acceptance import EXIT_AGREEMENT, EXIT_LAYER
-from .base import Attach, OpenRequest
-from .model_draft import ModelDraft, guessing_items
+from .acceptance import EXIT, EXIT_AGREEMENT, EXIT_LAYER, LOOKUP
+from .base import Attach, Draft, OpenRequest
+from .model_draft import ModelDraft, guessing_items, state_items
+from .without_model import LookupDraft
 
 NAME = "self"
 MOST_DIGITS = 9
@@ -36,7 +51,7 @@ def layer_number(draft: str) -> int | None:
 
 
 class SelfDraft(ModelDraft):
-    """An exit layer over the target's first layers.
+    """An early exit after the target's first layers.
 
     Drafting and the target's pass share KV caches, so they do not overlap.
     """
@@ -47,8 +62,8 @@ class SelfDraft(ModelDraft):
 
     decoder: EarlyExit
 
-    def __init__(self, exit_layer: EarlyExit) -> None:
-        super().__init__(exit_layer, NAME)
+    def __init__(self, exit_layer: EarlyExit, name: str = NAME) -> None:
+        super().__init__(exit_layer, name)
         self._buffers: RoundBuffers | None = None  # of captured rounds, on a GPU only
 
     def prepare(self, max_context: int) -> None:
@@ -68,15 +83,32 @@ class SelfDraft(ModelDraft):
 
 @dataclass(frozen=True)
 class OpenedSelf:
-    """An exit layer's file, whose header fits the target."""
+    """The target's first `num_first` layers, and an exit layer's file whose header fits the target, or none."""
 
-    file: ExitFile
     target: ModelFiles
+    num_first: int
+    file: ExitFile | None
+    notes: list[Note]
     models: Sequence[ModelFiles] = ()
 
     @classmethod
     def open(cls, request: OpenRequest) -> OpenedSelf:
-        """Open the given exit file, or the newest exit layer for this target. Raises UsageError, CheckpointError."""
+        """With a trained exit layer, or without one: `self:N` uses that after N layers if there is one.
+
+        Raises UsageError, CheckpointError.
+        """
+        options, number = request.options, layer_number(request.options.draft)
+        if options.exit_layer is not None and options.exit_file is not None:
+            raise UsageError(
+                "`exit_layer` drafts without a trained exit layer, `exit_file` is one; give one of the two"
+            )
+        if options.exit_layer is None and (number is None or number in trained_exits(request.target)):
+            return cls._open_trained(request)
+        return cls._open_untrained(request, options.exit_layer if number is None else number)
+
+    @classmethod
+    def _open_trained(cls, request: OpenRequest) -> OpenedSelf:
+        """The given exit file, or the newest exit layer for this target. Raises UsageError, CheckpointError."""
         target, options = request.target, request.options
         refuse_states(target.config, "an exit layer")
         refuse_shared_entries(target.config, "an exit layer")
@@ -87,40 +119,42 @@ class OpenedSelf:
                 "`draft=self:N` to plan for an early exit without a trained layer"
             )
         options.refuse_learning()
-        exit_file = cls._file(request)
+        exit_file = _file(request)
         layers = f"the target's first {exit_file.exit_layer} of {target.config.num_layers} layers"
         request.notes.append(Note(f"draft: {layers}, and the exit layer {exit_file.path}"))
-        return cls(exit_file, target)
+        return cls(target, exit_file.exit_layer, exit_file, request.notes)
 
-    @staticmethod
-    def _file(request: OpenRequest) -> ExitFile:
-        """The file that was given (`exit_file`, `self:FILE`), the exit of `self:N`, or the newest one."""
-        options, (_, _, exit_name) = request.options, request.options.draft.partition(":")
-        if not exit_name:
-            target = request.target
-            return ExitFile.find(target) if options.exit_file is None else ExitFile.open(options.exit_file, target)
-        if options.exit_file is not None:
-            raise UsageError(f"`draft={options.draft}` and `exit_file` both name an exit layer; give one of the two")
-        if (number := layer_number(options.draft)) is not None:
-            return ExitFile.find(request.target, number)
-        return ExitFile.open(expand_home(exit_name), request.target)
+    @classmethod
+    def _open_untrained(cls, request: OpenRequest, number: int | None) -> OpenedSelf:
+        """The first `number` layers as they are. Raises UsageError."""
+        target, options = request.target, request.options
+        assert number is not None
+        refuse_foreign(target.config, f"`draft={options.draft}`")
+        options.refuse_exit_file()
+        options.refuse_learning()
+        setting = "draft=self:" if options.draft == f"{NAME}:{number}" else "exit_layer="
+        check_exit_layer(number, target.config, setting)
+        layers = f"the first {number} of {target.config.num_layers} layers"
+        request.notes.append(Note(f"draft: {layers}, without an exit layer"))
+        return cls(target, number, None, request.notes)
 
     def memory_use(self, target: ModelFiles, room: Room) -> MemoryUse:
-        """The exit layer, its KV cache, the drafted nodes' KV entries in the layers before it, and hidden states.
+        """The exit layer, its KV cache, what the layers before it keep of drafted nodes, and hidden states.
 
         The layers before the exit must be resident.
         """
-        config, itemsize, num_first = target.config, target.dtype.itemsize, self.file.exit_layer
-        replaced = range(num_first, num_first + 1)  # the exit layer's cache has the shape of this layer's
-        entries = target.kv_bytes(room.num_tokens + MAX_ROWS, replaced)
-        entries += target.kv_bytes(MAX_ROWS, range(num_first))
+        config, itemsize, num_first = target.config, target.dtype.itemsize, self.num_first
         states = (room.num_tokens + MAX_ROWS + room.tree) * config.hidden_size * itemsize
         items = [
-            Item("exit layer", on_device=self.file.num_elements * itemsize),
-            Item("exit KV cache", on_device=entries),
+            Item("exit KV cache", on_device=target.kv_bytes(MAX_ROWS, range(num_first))),
             Item("hidden states", on_device=2 * states),  # the kept states, and a pass's copy
             *guessing_items(config, target),
+            *state_items(target, room.texts, range(num_first)),
         ]
+        if self.file is not None:
+            replaced = range(num_first, num_first + 1)  # the exit layer's cache has the shape of this layer's
+            entries = target.kv_bytes(room.num_tokens + MAX_ROWS, replaced)
+            items.append(Item("exit layer", on_device=self.file.num_elements * itemsize + entries))
         return MemoryUse(tuple(items), num_pinned_layers=num_first)
 
     def guessing(self, placement: Placement) -> Guessing:
@@ -128,11 +162,49 @@ class OpenedSelf:
 
         Wrong guesses are as frequent as the training's held-out text says, beside that of the measured exit.
         """
+        if self._lacks_experts(placement):
+            return Guessing(acceptance=LOOKUP)
+        is_captured = placement.limits.device is not None and self.target.packed_form is None
+        is_captured &= not keeps_states(self.target.config)
+        if self.file is None:
+            return Guessing(((self.target, self.num_first),), EXIT, is_captured=is_captured, overlaps=False)
         agreement = EXIT_AGREEMENT if self.file.agreement is None else self.file.agreement
         share = max(1 - agreement, 0.01) / (1 - EXIT_AGREEMENT)
-        is_captured = placement.limits.device is not None and self.target.packed_form is None
-        layers = ((self.target, self.file.exit_layer + 1),)
+        layers = ((self.target, self.num_first + 1),)
         return Guessing(layers, EXIT_LAYER, share=share, is_captured=is_captured, overlaps=False)
 
+    def _lacks_experts(self, placement: Placement) -> bool:
+        """Whether some experts of the target are not on the device."""
+        return bool(self.target.stored.experts) and not placement.experts.are_resident
+
     def load(self, device: torch.device) -> Attach:
-        return lambda target: SelfDraft(EarlyExit(target, self.file.exit_layer, self.file.load(target.dtype, device)))
+        return self._attach
+
+    def _attach(self, target: Decoder) -> Draft:
+        """Raises CheckpointError, torch.OutOfMemoryError."""
+        if isinstance(target.weights, TieredWeights) and self._lacks_experts(target.weights.placement):
+            text = "not all experts are in memory, so layers with experts cannot draft; the draft is n-gram lookup"
+            self.notes.append(Note(text, advice=True))
+            return LookupDraft()
+        if self.file is not None:
+            return SelfDraft(EarlyExit(target, self.num_first, self.file.load(target.dtype, target.device)))
+        name = f"exit ({self.num_first} of {target.config.num_layers} layers)"
+        return SelfDraft(EarlyExit(target, self.num_first, None), name)
+
+
+def trained_exits(target: ModelFiles) -> list[int]:
+    """The numbers of layers before trained exit layers of this target; none without its weights."""
+    return found_exits(target) if target.config.is_native and has_weights(target) else []
+
+
+def _file(request: OpenRequest) -> ExitFile:
+    """The file that was given (`exit_file`, `self:FILE`), the exit of `self:N`, or the newest one."""
+    options, (_, _, exit_name) = request.options, request.options.draft.partition(":")
+    if not exit_name:
+        target = request.target
+        return ExitFile.find(target) if options.exit_file is None else ExitFile.open(options.exit_file, target)
+    if options.exit_file is not None:
+        raise UsageError(f"`draft={options.draft}` and `exit_file` both name an exit layer; give one of the two")
+    if (number := layer_number(options.draft)) is not None:
+        return ExitFile.find(request.target, number)
+    return ExitFile.open(expand_home(exit_name), request.target)

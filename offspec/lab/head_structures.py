@@ -12,18 +12,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..checkpoints.head_files import OWN_KIND
+from ..errors import UsageError
 from ..model.config import ModelConfig
 from ..model.decoder import Decoder
 from ..model.heads import dflash as dflash_head
 from ..model.heads.head import LAYERS, OWN_NORM, Advanced
-from ..model.heads.mtp import EMBEDDING_NORM, FC, PREFIX, STATE_NORM
+from ..model.heads.mtp import EMBEDDING_NORM, FC, PREFIX, STATE_NORM, last_with_attention
 from ..training.head_structures import (
+    ANOTHER_HEAD,
     UNROLLED,
     Beginning,
+    begun_layer,
     copied_layer,
     eagle3,
     eagle_config,
-    need_llamas_layout,
+    final_norm,
     own_head,
     shared,
 )
@@ -132,8 +135,7 @@ def clover2(target: Decoder, seed: int) -> Beginning:
 def fspad(target: Decoder, seed: int) -> Beginning:
     """FSPAD: begins as the target's final states, which its layer does not change."""
     c, hidden = target.config, target.config.hidden_size
-    need_llamas_layout("FSPAD", c)
-    layer = copied_layer(target, c.num_layers - 1)
+    layer = begun_layer(target, c.num_layers - 1, torch.Generator().manual_seed(seed))
     copied = (*(f"self_attn.{name}_proj" for name in "qkv"), "mlp.gate_proj", "mlp.up_proj")
     tensors = {f"{LAYERS}0.{name}.weight": layer[f"{name}.weight"] for name in copied}
     tensors |= {f"{LAYERS}0.self_attn.o_proj.weight": torch.zeros(layer["self_attn.o_proj.weight"].shape)}
@@ -154,14 +156,19 @@ def mtp(target: Decoder, seed: int) -> Beginning:
     It also learns the target's states, over which it is chained.
     """
     c, hidden = target.config, target.config.hidden_size
-    need_llamas_layout("MTP", c)
-    layer = copied_layer(target, c.num_layers - 1)
-    for name in ("self_attn.o_proj", c.mlp.down):
+    index = last_with_attention(c)
+    if c.parts_of(index) != ("attention", "mlp"):
+        description = f"an MTP head needs a target whose layers are attention and an MLP, not {c.model_type}'s"
+        raise UsageError(f"{description}; {ANOTHER_HEAD}")
+    layer = copied_layer(target, index)
+    for name in (c.attention_output, c.mlp.down):
         layer[f"{name}.weight"] = torch.zeros_like(layer[f"{name}.weight"])
-    size = shared(target, c.final_norm).square().mean().sqrt()  # its norm keeps the size of the target's final states
+    size = final_norm(target).square().mean().sqrt()  # its norm keeps the size of the target's final states
     tensors = {f"{LAYERS}0.{name}": tensor for name, tensor in layer.items()}
     tensors |= {FC: torch.cat((0.02 * _small(hidden, hidden, seed), torch.eye(hidden)), dim=1)}
-    tensors |= {EMBEDDING_NORM: torch.ones(hidden), STATE_NORM: torch.ones(hidden), OWN_NORM: size.repeat(hidden)}
+    offset = 1.0 if c.norm == "rms plus one" else 0.0
+    norms = {EMBEDDING_NORM: torch.ones(hidden), STATE_NORM: torch.ones(hidden), OWN_NORM: size.repeat(hidden)}
+    tensors |= {name: factors - offset for name, factors in norms.items()}
     named = {f"{PREFIX}{name}": tensor for name, tensor in tensors.items()}
     return Beginning("mtp", {"model_type": c.model_type, "mtp_num_hidden_layers": 1}, named, (), UNROLLED, states_loss)
 
@@ -171,17 +178,15 @@ def dflash(target: Decoder, seed: int) -> Beginning:
     latest tapped states.
     """
     c, hidden = target.config, target.config.hidden_size
-    need_llamas_layout("DFlash", c)
+    generator = torch.Generator().manual_seed(seed)
     taps, depth = block_taps(c.num_layers), min(BLOCK_LAYERS, c.num_layers)
-    names = (*(f"self_attn.{name}_proj" for name in "qkvo"), "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
-    copied = [f"{name}.weight" for name in (*names, "input_layernorm", "post_attention_layernorm")]
     tensors: dict[str, Tensor] = {}
     for index in range(depth):
-        layer = copied_layer(target, index)
-        tensors |= {f"{LAYERS}{index}.{name}": layer[name] for name in copied}
+        layer = begun_layer(target, index, generator)
+        tensors |= {f"{LAYERS}{index}.{name}": tensor for name, tensor in layer.items()}
         tensors |= {f"{LAYERS}{index}.self_attn.{name}_norm.weight": torch.ones(c.head_dim) for name in "qk"}
     unseen = torch.zeros(hidden, (len(taps) - 1) * hidden)
-    tensors |= {dflash_head.FC: torch.cat((unseen, torch.eye(hidden)), 1), OWN_NORM: shared(target, c.final_norm)}
+    tensors |= {dflash_head.FC: torch.cat((unseen, torch.eye(hidden)), 1), OWN_NORM: final_norm(target)}
     tensors |= {dflash_head.STATE_NORM: layer["input_layernorm.weight"].clone()}
     config = {**eagle_config(target, depth), "architectures": ["DFlashDraftModel"], "model_type": "qwen3"}
     del config["draft_vocab_size"]

@@ -1,6 +1,7 @@
-"""The target as its own draft (EESD, 2406.03853, section 3.1): its first N layers, a trained exit layer, its own head.
+"""The target as its own draft: its first N layers, a trained exit layer or none, and its own head.
 
-The first N layers are computed once for drafting and verifying. A text has three caches: the *trunk* (layers 1 .. N,
+With an exit layer this is EESD (2406.03853, section 3.1), without one LayerSkip (2404.16710, section 4.3). The first N
+layers are computed once for drafting and verifying. A text has three caches: the *trunk* (layers 1 .. N,
 and their hidden states), the exit layer's, and the *rest* (layers N + 1 on). Drafting takes rows through the trunk and
 the exit layer. The verifying pass takes the sent nodes' hidden states from the trunk, first computes those that the
 draft never expanded, and continues with layer N + 1. Shared rows are found by content: the trunk stores the token and
@@ -31,16 +32,22 @@ ABSENT = -2  # in place of a row: the node is not in the trunk
 
 
 class EarlyExit(Decoder):
-    """A decoder of one layer after the target's first `num_first` layers, with the target's norm and head."""
+    """A decoder of one or no layer after the target's first `num_first` layers, with the target's norm and head."""
 
     def __init__(
-        self, target: Decoder, num_first: int, layer: Mapping[str, Tensor], dtype: torch.dtype | None = None
+        self, target: Decoder, num_first: int, layer: Mapping[str, Tensor] | None, dtype: torch.dtype | None = None
     ) -> None:
-        """layer: the exit layer's weights by their short names. dtype: of its arithmetic; None is the target's."""
+        """layer: the exit layer's weights by their short names; None: there is none.
+
+        dtype: of its arithmetic; None is the target's.
+        """
         assert 1 <= num_first < target.config.num_layers
         config = target.config.only_layers([num_first])
+        if layer is None:
+            config = replace(config.only_layers([]), layer_inputs=None)
         names = (*config.final_norm_names, config.head_name)
-        weights = RamWeights([dict(layer)], {name: target.weights.shared(name) for name in names})
+        layers = [] if layer is None else [dict(layer)]
+        weights = RamWeights(layers, {name: target.weights.shared(name) for name in names})
         caches = target.make_layer_caches
         super().__init__(config, weights, dtype=dtype or target.dtype, device=target.device, make_layer_caches=caches)
         self.num_first = num_first
@@ -155,11 +162,21 @@ class Trunk:
 
     def truncate(self) -> None:
         """Drop the text that no reader has, and all pending nodes."""
-        length = min(self.cache.length, max(cache.length for cache in self.readers))
-        self.cache.truncate(length)
+        self.cache.truncate(min(self.cache.length, max(cache.length for cache in self.readers)))
+        lengths = [cache.length for cache in self.readers]
+        if min(lengths) < self._first or max(lengths) > self.cache.length:  # layers with states go back to some lengths
+            self._go_back_together()
+        length = self.cache.length
         self._hidden = [self._joined()[: max(0, length - self._first)]]
         self._first = min(self._first, length)
         self._tokens, self._parents, self._accepted = self._tokens[:0], self._parents[:0], []
+
+    def _go_back_together(self) -> None:
+        """Truncate all caches to a length that all can go back to."""
+        caches = [self.cache, *self.readers]
+        while len(lengths := {cache.length for cache in caches}) > 1:
+            for cache in caches:
+                cache.truncate(min(*lengths, cache.length))
 
     def drop(self) -> None:
         """Drop the whole text, also that of the readers, and free the memory of the first layers."""

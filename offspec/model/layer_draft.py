@@ -1,9 +1,9 @@
 """A draft made of the target's own layers: all of them in fewer bits, or some of them as they are.
 
-Examples: SubSpec's low-bit copies (2509.18344), skipped layers (Draft & Verify, 2309.08168), an early exit
-(LayerSkip, 2404.16710). In each of them a layer's keys and values estimate what the target computes there. So
-`LayerDraftText` reads the target's entries, those of a prompt included (`shared_cache`). This module knows nothing of
-files, or of how trees grow.
+Examples: SubSpec's low-bit copies (2509.18344), skipped layers (Draft & Verify, 2309.08168). In each of them a layer's
+keys and values estimate what the target computes there. So `LayerDraftText` reads the target's entries, those of a
+prompt included (`shared_cache`), and `WindowOfTarget` copies a few of them (MagicDec, 2408.11049). This module knows
+nothing of files, or of how trees grow.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from offspec.loaders.streaming.weights import LayerView
@@ -18,6 +19,7 @@ from offspec.scheduler.trees.token_tree import BoolArray, IntArray
 
 from .cuda_graphs import USES_BEFORE_RECORDING, WIDTHS, RoundBuffers, StaticRounds
 from .decoder import CachedDecoder, Decoder
+from .memory.draft_window import LEAST_SLACK, NUM_SINKS, most_entries
 from .memory.shared_cache import GapVisibility, SharedCache
 from .memory.text_memory import TextMemory
 from .pass_rows import AppendedRows, TextRows
@@ -84,3 +86,76 @@ class LayerDraftText(CachedDecoder):
 
     def reserve(self, capacity: int) -> None:
         """Nothing: the target's cache has room for the draft's entries (`TextCaches.num_shared`)."""
+
+
+class WindowOfTarget(CachedDecoder):
+    """The cached text of a `LayerDraft` with a KV cache of its own: copies of the target's first and last entries.
+
+    The target's cache may lie elsewhere, as in RAM. There are NUM_SINKS first entries and at least `window` last ones
+    (StreamingLLM, 2309.17453; MagicDec, 2408.11049, section 4), and those of nodes. `length` counts the text's tokens.
+    All entries keep their positions: the target was trained on distances as long.
+    """
+
+    decoder: LayerDraft
+
+    def __init__(self, decoder: LayerDraft, target: CachedDecoder, window: int, num_rows: int) -> None:
+        """num_rows: the most entries beside those of the window: a prompt that the draft reads, and pending nodes."""
+        super().__init__(decoder, most_entries(window) + num_rows, keeps_all=True)
+        self._target = target
+        self._window = window
+        self._num_exact = 0  # first tokens of the text whose entries are the target's
+
+    def begin(self, room: int) -> None:
+        """Start a request from the target's entries. room: of no importance here."""
+        self._take(self._target.length)
+
+    def reserve(self, capacity: int) -> None:
+        """Nothing: the room does not grow with the text."""
+
+    def truncate(self, length: int) -> None:
+        """Drop the text from position `length` on, and take the target's entries before it."""
+        self._take(min(length, self._target.length))
+
+    @torch.inference_mode()
+    def keep(self, path: Sequence[int], pending: Sequence[int] = ()) -> None:
+        """As `CachedDecoder.keep`, to be called after the target's, whose entries replace those of `path`.
+
+        The target has not scored the last token of a pass, which it chose itself. If `path` ends with this token, its
+        entry stays the draft's.
+        """
+        length = self._target.length
+        super().keep(path, pending)
+        if (missing := length - self.length) > 0:
+            assert not pending, "nodes below a token that the draft has not scored"
+            if missing > LEAST_SLACK:  # the target has read a prompt
+                self._take(length)
+                return
+            self.cache.extend(missing)
+            slots = self.cache.length + torch.arange(missing, device=self.device)
+            self.cache.positions[slots] = slots + self.cache.num_dropped
+            self.cache.append(missing, 0)
+        self._copy(self._num_exact, length, self._num_exact - self.cache.num_dropped)
+        self._num_exact = length
+        if self.cache.length > most_entries(self._window):
+            self.cache.drop(NUM_SINKS, self.cache.length - NUM_SINKS - self._window)
+
+    @torch.inference_mode()
+    def _take(self, length: int) -> None:
+        """Replace all entries by the target's of a text of `length` tokens."""
+        self.cache.truncate(0)
+        num_sinks = min(NUM_SINKS, length)
+        first = max(num_sinks, length - self._window)
+        self.cache.begin(num_sinks + length - first)
+        self.cache.num_dropped = first - num_sinks
+        self.cache.positions[num_sinks : self.cache.length] += self.cache.num_dropped
+        self._copy(0, num_sinks, 0)
+        self._copy(first, length, num_sinks)
+        self._num_exact = length
+
+    def _copy(self, first: int, end: int, slot: int) -> None:
+        """Copy the target's entries of positions first .. end to slots from `slot` on."""
+        for layer, number in enumerate(self.decoder.numbers) if first < end else ():
+            (mine, place), (exact, exact_place) = self.cache.kv_of(layer), self._target.cache.kv_of(number)
+            copied = exact.stored(exact_place, end, first)  # as they are stored, wherever that is
+            for rows, others in zip(mine.stored(place, slot + end - first, slot), copied, strict=True):
+                rows.copy_(others)

@@ -14,7 +14,7 @@ from offspec.loaders.files.containers import is_checkpoint
 from ..checkpoints.head_files import is_head
 from ..checkpoints.opening import ModelFiles, Note, locate
 from ..checkpoints.shadows import made_shadows
-from ..drafts.kinds import trained_exits
+from ..drafts.self_draft import trained_exits
 from ..errors import CheckpointError, OffspecError, UsageError
 from ..named_models import BUILTIN, MODEL_NAMES, named_path
 
@@ -100,20 +100,15 @@ def _checkpoints(folder: Path, depth: int) -> Iterator[Path]:
     for entry in entries:
         if entry.is_dir() and depth:
             yield from _checkpoints(entry, depth - 1)
-        elif (
-            entry.suffix == ".gguf"
-            and not entry.name.startswith("mmproj")
-            and is_checkpoint(entry)
-            and _is_first(entry)
-        ):
+        elif entry.suffix == ".gguf" and is_checkpoint(entry) and _is_model(entry):
             yield entry
 
 
-def _is_first(file: Path) -> bool:
-    """Whether this GGUF file is whole, or the first of several."""
-    from offspec.loaders.files.gguf_file import part_paths
+def _is_model(file: Path) -> bool:
+    """Whether this GGUF file is a model, or the first file of one."""
+    from offspec.loaders.files.gguf_file import BESIDE_MODELS, part_paths
 
-    return part_paths(file)[0] == file
+    return not file.name.startswith(BESIDE_MODELS) and part_paths(file)[0] == file
 
 
 def hub_models() -> list[LocalModel]:

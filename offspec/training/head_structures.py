@@ -15,7 +15,8 @@ from torch import Tensor
 from offspec.loaders.formats import dense
 
 from ..errors import UsageError
-from ..model.config import ModelConfig
+from ..model.block import layer_shapes
+from ..model.config import ModelConfig, read_config
 from ..model.decoder import Decoder
 from ..model.heads.eagle import (
     FC,
@@ -30,6 +31,8 @@ from .distill_params import HEADS
 from .target_texts import Shard
 from .unrolling import Unroll, unroll
 
+MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+LAYER_NORMS = ("input_layernorm", "post_attention_layernorm")
 UNROLLED = 6  # tokens ahead that EAGLE-3 is trained for; it goes on beyond
 LEAST_LAYERS = 4  # of EAGLE-3's target
 ANOTHER_HEAD = "choose another `head`"
@@ -65,22 +68,19 @@ Structure = Callable[[Decoder, int], Beginning]
 
 
 def eagle3(target: Decoder, seed: int, depth: int = 1) -> Beginning:
-    """EAGLE-3: begins as the target's last layers over the latest tapped states, without a view of the next token.
+    """EAGLE-3: begins as the target's last layers (`begun_layer`) over the latest tapped states, without a view of the
+    next token.
 
     depth: the number of layers.
     """
     c, generator = target.config, torch.Generator().manual_seed(seed)
-    need_llamas_layout("EAGLE-3", c)
     if c.num_layers < LEAST_LAYERS:
         raise UsageError(f"an EAGLE-3 head needs a target of {LEAST_LAYERS} layers, not {c.num_layers}; {ANOTHER_HEAD}")
-    if c.norms != NORMS_BEFORE:
-        raise UsageError(f"an EAGLE-3 head needs norms before attention and MLP, not {c.model_type}'s; {ANOTHER_HEAD}")
-    layers = [copied_layer(target, c.num_layers - depth + index) for index in range(depth)]
-    wanted = ("self_attn.o_proj.weight", "post_attention_layernorm.weight")
-    copied = (*wanted, *(f"{name}.weight" for name in (c.mlp.gate, c.mlp.up, c.mlp.down)))
+    layers = [begun_layer(target, c.num_layers - depth + index, generator) for index in range(depth)]
+    copied = [f"{name}.weight" for name in ("self_attn.o_proj", "post_attention_layernorm", *MLP)]
     tensors = {f"{LAYERS}0.{name}": layers[0][name] for name in copied}
     tensors |= {f"{LAYERS}0.input_layernorm.weight": torch.ones(c.hidden_size)}
-    tensors |= {f"{LAYERS}0.{JOINED_NORM}": layers[0]["input_layernorm.weight"], OWN_NORM: shared(target, c.final_norm)}
+    tensors |= {f"{LAYERS}0.{JOINED_NORM}": layers[0]["input_layernorm.weight"], OWN_NORM: final_norm(target)}
     for name in "qkv":
         matrix = layers[0][f"self_attn.{name}_proj.weight"]
         small = 0.02 * torch.randn(matrix.shape, generator=generator)
@@ -95,13 +95,32 @@ def eagle3(target: Decoder, seed: int, depth: int = 1) -> Beginning:
     return Beginning("eagle3", eagle_config(target, depth), tensors, taps, UNROLLED)
 
 
-def need_llamas_layout(kind: str, target: ModelConfig) -> None:
-    """Raises UsageError for a target whose layers an EAGLE head cannot begin as."""
-    is_plain = target.parts_of(target.num_layers - 1) == ("attention", "mlp") and target.norm == "rms"
+def begun_layer(target: Decoder, index: int, generator: torch.Generator) -> dict[str, Tensor]:
+    """A layer of Llama's layout: the target's layer `index`, or one that changes nothing if that has another layout."""
+    names = [*(f"self_attn.{name}_proj" for name in "qkvo"), *MLP]
+    matrices, norms = [f"{name}.weight" for name in names], [f"{name}.weight" for name in LAYER_NORMS]
+    shapes = layer_shapes(read_config(eagle_config(target, 1)))
+    if is_llamas(target.config, index):
+        layer = copied_layer(target, index)
+        return {name: layer[name] for name in (*matrices, *norms)}
+    layer = {name: torch.ones(shapes[name]) for name in norms}
+    for name in matrices:
+        is_output = name.startswith(("self_attn.o_proj", "mlp.down_proj"))
+        scale = 0.0 if is_output else shapes[name][1] ** -0.5
+        layer[name] = scale * torch.randn(shapes[name], generator=generator)
+    return layer
+
+
+def is_llamas(target: ModelConfig, index: int) -> bool:
+    """Whether a layer of the target computes what one of Llama's does, under the same names."""
+    is_plain = target.parts_of(index) == ("attention", "mlp") and target.norm == "rms" and target.norms == NORMS_BEFORE
     has_names = (target.attention_output, target.mlp.gate) == ("self_attn.o_proj", "mlp.gate_proj")
-    if not (is_plain and has_names) or target.has_fused_qkv or target.mlp.is_fused:
-        description = f"an {kind} head needs a target of Llama's layout, not {target.model_type}"
-        raise UsageError(f"{description}; {ANOTHER_HEAD}")
+    return is_plain and has_names and not (target.has_fused_qkv or target.mlp.is_fused)
+
+
+def final_norm(target: Decoder) -> Tensor:
+    """The factors of the target's final norm."""
+    return shared(target, target.config.final_norm) + (target.config.norm == "rms plus one")
 
 
 def eagle_config(target: Decoder, depth: int) -> dict[str, object]:

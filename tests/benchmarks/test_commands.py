@@ -29,6 +29,7 @@ SMALL: dict[str, tuple[str, ...]] = {
         *("--held-out", "1", "--requests", "0,1"),
     ),
     "benchmarks.drafts.card_model": ("--cases", "7b"),
+    "benchmarks.drafts.choice": (*TINY, "--tokens", "2", "--texts", "1"),
     "benchmarks.drafts.distilled": ("--folder", "headers"),
     "benchmarks.drafts.early_exit": (
         *("--model", "target", "--prompts", "1", "--tokens", "4", "--budgets", "4", "--temperatures", "0"),

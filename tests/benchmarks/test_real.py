@@ -16,6 +16,9 @@ from benchmarks.real.results import Cell, CellKey, Results
 from benchmarks.real.rows import AUTHORS, OffspecRow, SpecExecRow
 from benchmarks.real.table import show
 
+from ..offspec.model.heads.head_twins import EAGLE_CONFIG, eagle_tensors, write_folder
+from ..pair import build_pair
+
 KEY = CellKey("target", "draft", "offspec", 64, "mt_bench", 2, 8, 0.0)
 
 
@@ -136,6 +139,17 @@ def test_copies_of_the_targets_layers_are_drafts_too(tmp_path: Path, capsys: pyt
     assert len(set(drafts)) == 2
     assert len(drafts) == 4  # each alone, and with recall and lookup
     assert "| offspec, no recall, no lookup |" in capsys.readouterr().out
+
+
+def test_heads_are_drafts_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A head reads states of the target, which a replay has to compute."""
+    pair = build_pair(tmp_path, num_layers=3)
+    taps = {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}
+    write_folder(tmp_path / "head", EAGLE_CONFIG | taps, eagle_tensors(3))
+    args = ["--model", str(pair.target), "--draft", str(tmp_path / "head"), "--folder", str(tmp_path / "run")]
+    args += ["--sets", str(questions(tmp_path / "set.jsonl")), "--prompts", "1", "--tokens", "6", "--raw"]
+    real.main([*args, "--temperatures", "0", "--budgets", "4", "--context", "64", "--only", "^offspec$"])
+    assert "| offspec | " in capsys.readouterr().out
 
 
 def test_own_layers_need_their_number(tmp_path: Path) -> None:

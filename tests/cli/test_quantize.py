@@ -118,7 +118,7 @@ def test_killed_it_goes_on(pair: Pair, tmp_path: Path, offspec: Offspec) -> None
 def test_progress_is_for_terminals(pair: Pair, tmp_path: Path) -> None:
     terminal, inside = pty.openpty()
     try:
-        result = finish(start("quantize", pair.target, tmp_path / "made", stderr=inside))
+        result = finish(start("quantize", pair.target, tmp_path / "made", "--format", "keep", stderr=inside))
         shown = os.read(terminal, 65536).decode()
     finally:
         os.close(terminal)

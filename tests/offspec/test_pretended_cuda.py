@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -89,12 +89,12 @@ def has_real_device() -> bool:
 FORMS = ("plain", "nf4") if has_bitsandbytes() else ("plain",)
 
 
-def build(folder: Path, **settings: Any) -> Path:
-    """A pair whose draft has half of the layers, its target in each of FORMS. settings: of its config.json."""
+def build(folder: Path, forms: Sequence[str] = FORMS, **settings: Any) -> Path:
+    """A pair whose draft has half of the layers, its target in each of `forms`. settings: of its config.json."""
     pair = build_pair(folder, num_layers=4, **settings)
     shorten(pair.draft, 2)
     pair.target.rename(folder / "plain")
-    if "nf4" in FORMS:
+    if "nf4" in forms:
         convert(folder / "plain", folder / "nf4")
     return folder
 

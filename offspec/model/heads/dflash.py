@@ -3,7 +3,12 @@
 Keys and values of the text come from the target's states after some layers, joined by `fc`; those of the block, which
 sees all of itself, from its own rows: the text's last token, then masks. So a position's distribution does not depend
 on the tokens before it in the block, and best-first trees over these distributions are those of DDTree (2604.12989).
-Names and shapes: z-lab (dflash.py, DFlashDraftModel), SpecForge (dflash.py), Speculators (models/dflash).
+
+DSpark (deepseek-ai/DeepSpec) adds a Markov head: logits W2 W1[token] by the token before a position, which is the
+node's own in a tree. Its first row predicts, too. Its confidence head, which shortens chains, is not needed by trees.
+
+Names and shapes: z-lab (dflash.py, DFlashDraftModel), SpecForge (dflash.py), Speculators (models/dflash), DeepSpec
+(modeling/dspark).
 """
 
 from __future__ import annotations
@@ -29,7 +34,7 @@ from ..config_values import Json, mapping, number_in, optional_number, positive
 from ..decoder import Decoder
 from ..memory.text_memory import TextMemory
 from ..parts.attention import Attention
-from ..parts.part import Entries, PassRows, RowsOfText
+from ..parts.part import Entries, PassRows, RowsOfText, as_vector
 from ..pass_rows import AppendedRows
 from ..rope import Rotations
 from .chained import MOST_STEPS
@@ -37,13 +42,15 @@ from .eagle import OF_TARGET, TO_TARGET, vocabulary_of
 from .head import LAYERS, OWN_EMBEDDING, OWN_HEAD, OWN_NORM, Advanced, HeadSpec, Inputs, StoredHead
 
 FC, STATE_NORM = "fc.weight", "hidden_norm.weight"
-ENTRY = "dflash_config"
+MARKOV_IN, MARKOV_OUT = "markov_head.markov_w1.weight", "markov_head.markov_w2.weight"
+ENTRY, MARKOV_ENTRY = "dflash_config", "markov_rank"
 
 
 @dataclass(frozen=True)
 class BlockShape:
     """A head's shape. size: rows of a block, the first of which is the text's last token. mask: the others' token.
 
+    first: the row that predicts the next token. marker_size: numbers beside a block's state that tell a node's token.
     embedding_scale: of the rows' embeddings. is_causal: a row sees none behind it; None: in layers with windows.
     """
 
@@ -51,6 +58,8 @@ class BlockShape:
     target_layers: tuple[int, ...]
     size: int
     mask: int
+    first: int
+    marker_size: int
     embedding_scale: float = 1.0
     is_causal: bool | None = None
 
@@ -102,7 +111,8 @@ class DFlashHead(StoredHead):
     """A block head. The states after a text's last token and after all nodes below it come from one block.
 
     So nodes have no features: a node's depth chooses one of the block's states. Beside it is the embedding of the
-    node's token, which logits do not depend on. By it, recall tells nodes of one depth from each other.
+    node's token. By it, recall tells nodes of one depth from each other. Logits depend on it only by a Markov head,
+    whose embedding it is then.
     """
 
     def __init__(
@@ -111,8 +121,8 @@ class DFlashHead(StoredHead):
         """tensors: by the names of `dflash_spec`, on the target's device."""
         self.shape = shape
         self.target_layers = shape.target_layers
-        self.num_steps = shape.size - 1
-        self._states = WeakKeyDictionary[TextMemory, Tensor]()  # of each text's block: [B - 1, hidden]
+        self.num_steps = shape.size - shape.first
+        self._states = WeakKeyDictionary[TextMemory, Tensor]()  # of each text's block: [num_steps, hidden]
         super().__init__(states_config(shape), tensors, target, vocabulary_of(tensors, target), dtype)
         self.blocks = build_blocks(shape.config, dtype=self.dtype, device=self.device)
 
@@ -123,15 +133,22 @@ class DFlashHead(StoredHead):
         assert isinstance(rows, AppendedRows)
         if not inputs.depths.any():
             block = BlockRows(rows, self.shape)
-            self._states[rows.cache] = self.filled(inputs.tokens[-1:], inputs.features, block)[1:]
+            self._states[rows.cache] = self.filled(inputs.tokens[-1:], inputs.features, block)[self.shape.first :]
             inputs = Inputs(inputs.features[:1, :0], inputs.tokens[-1:], inputs.depths[-1:])
         states = self._states[rows.cache][to_device(torch.from_numpy(inputs.depths), self.device)]
         return Advanced(self.beside_tokens(states, inputs.tokens), inputs.features)
 
     def beside_tokens(self, states: Tensor, tokens: IntArray) -> Tensor:
-        """A block's states [R, hidden] at nodes with these tokens [R]: [R, 2 * hidden], in halves of equal lengths."""
-        embedded = F.normalize(self.embedded(tokens), dim=-1) * states.norm(dim=-1, keepdim=True)
-        return torch.cat((states, embedded), -1)
+        """A block's states [R, hidden] at nodes with these tokens [R]: [R, hidden + marker_size].
+
+        Without a Markov head, both parts have equal lengths.
+        """
+        if MARKOV_IN in self.tensors:
+            rows = to_device(torch.from_numpy(tokens), self.device)
+            marker = F.embedding(rows, as_vector(self.tensors[MARKOV_IN])).to(self.dtype)
+        else:
+            marker = F.normalize(self.embedded(tokens), dim=-1) * states.norm(dim=-1, keepdim=True)
+        return torch.cat((states, marker), -1)
 
     def read(self, inputs: Inputs, rows: PassRows) -> None:
         assert isinstance(rows, AppendedRows)
@@ -140,10 +157,14 @@ class DFlashHead(StoredHead):
                 rows.store(block.index, self._entries(block, inputs.features, tensors, rows.rotations), 0)
 
     def linear_logits(self, states: Tensor) -> Tensor:
-        """Of its own head, or of the target's without the target's factor."""
-        states = states[..., : self.shape.config.hidden_size]
-        logits, scale = super().linear_logits(states), self.config.logit_scale / self.target.config.logit_scale
-        return logits if self.has_own_head or scale == 1 else logits * scale
+        """Of its own head, or of the target's without the target's factor; and of the Markov head."""
+        hidden = self.shape.config.hidden_size
+        logits = super().linear_logits(states[..., :hidden])
+        scale = self.config.logit_scale / self.target.config.logit_scale
+        logits = logits if self.has_own_head or scale == 1 else logits * scale
+        if MARKOV_OUT in self.tensors:
+            logits = logits + linear(states[..., hidden:], self.tensors[MARKOV_OUT]).float()
+        return logits
 
     def capped(self, logits: Tensor) -> Tensor:
         """With the cap of its config.json; the target's head may have another one."""
@@ -175,7 +196,7 @@ class DFlashHead(StoredHead):
 
 def states_config(shape: BlockShape) -> ModelConfig:
     """The shape of the head's layers, with the size of its states."""
-    return replace(shape.config, hidden_size=2 * shape.config.hidden_size)
+    return replace(shape.config, hidden_size=shape.config.hidden_size + shape.marker_size)
 
 
 def dflash_spec(config: Json, present: Mapping[str, tuple[int, ...]], target: ModelConfig) -> HeadSpec:
@@ -190,12 +211,15 @@ def dflash_spec(config: Json, present: Mapping[str, tuple[int, ...]], target: Mo
     tables = {OWN_EMBEDDING: (target.vocab_size, hidden), OWN_HEAD: (c.vocab_size, hidden)}
     optional: dict[str, tuple[int, ...]] = {**tables, TO_TARGET: (c.vocab_size,)}
     shapes |= {name: size for name, size in optional.items() if name in present}
+    is_dspark = MARKOV_IN in present or MARKOV_OUT in present
+    if is_dspark:
+        rank = shape.marker_size
+        shapes |= {MARKOV_IN: (target.vocab_size, rank), MARKOV_OUT: (c.vocab_size, rank)}
     if hidden != target.hidden_size and not {OWN_EMBEDDING, OWN_HEAD} <= shapes.keys():
         raise CheckpointError(f"the head has hidden size {hidden}, the target {target.hidden_size}")
     make, layers = partial(DFlashHead, shape), shape.target_layers
-    return HeadSpec(
-        "DFlash", states_config(shape), shapes, layers, c.vocab_size, make, takes_packed=True, can_learn=False
-    )
+    kind = "DSpark" if is_dspark else "DFlash"
+    return HeadSpec(kind, states_config(shape), shapes, layers, c.vocab_size, make, takes_packed=True, can_learn=False)
 
 
 def _shape(config: Json, present: Mapping[str, tuple[int, ...]], target: ModelConfig) -> BlockShape:
@@ -221,11 +245,13 @@ def _shape(config: Json, present: Mapping[str, tuple[int, ...]], target: ModelCo
     embedding_scale, logit_scale = scales
     cap = optional_number(settings, "final_logit_softcapping")
     head_config = replace(layer_config, vocab_size=columns, tied_head=False, logit_scale=logit_scale, logit_cap=cap)
-    return BlockShape(head_config, tuple(layers), size, mask, embedding_scale, is_causal)
+    first = 0 if settings.get("sample_from_anchor", MARKOV_ENTRY in settings) else 1
+    marker_size = present[MARKOV_IN][-1] if present.get(MARKOV_IN) else layer_config.hidden_size
+    return BlockShape(head_config, tuple(layers), size, mask, first, marker_size, embedding_scale, is_causal)
 
 
 def dflash_name(name: str) -> str | None:
     """`DFlashHead`'s name of a tensor in a file; None for one that says nothing more."""
     name = name.removeprefix("model.")
-    is_copy = name in ("verifier_norm.weight", "verifier_lm_head.weight")
+    is_copy = name in ("verifier_norm.weight", "verifier_lm_head.weight") or name.startswith("confidence_head.")
     return None if is_copy or name == OF_TARGET or name.endswith("rotary_emb.inv_freq") else name

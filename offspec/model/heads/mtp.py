@@ -63,8 +63,10 @@ class MtpHead(LayeredHead):
 def mtp_spec(config: Json, present: Mapping[str, tuple[int, ...]], target: ModelConfig) -> HeadSpec:
     """The MTP head of a target. present: the shapes of its tensors, by `MtpHead`'s names.
 
-    Raises CheckpointError, UnsupportedModelError.
+    config: of the file that has it, if this is not the target's. Raises CheckpointError, UnsupportedModelError.
     """
+    if (num_layers := config.get("num_hidden_layers", target.num_layers)) != target.num_layers:
+        raise CheckpointError(f"the MTP layer is for a target of {num_layers} layers, not {target.num_layers}")
     expert = next((name for name in present if ".experts." in name or ".mlp.gate." in name), None)
     if expert is not None and target.experts is None:
         raise UnsupportedModelError(f"tensor {expert}: the MTP layer is a mixture of experts, and its target is none")
@@ -80,10 +82,15 @@ def mtp_spec(config: Json, present: Mapping[str, tuple[int, ...]], target: Model
 
 def _layer_config(target: ModelConfig) -> ModelConfig:
     """The shape of the MTP layer: the target's last one with attention. Raises UnsupportedModelError."""
+    return replace(target.only_layers([last_with_attention(target)]), delta=None, tied_head=False)
+
+
+def last_with_attention(target: ModelConfig) -> int:
+    """The target's last layer with attention. Raises UnsupportedModelError."""
     layers = [i for i, layout in enumerate(kv_layouts(target)) if layout is not None]
     if not layers:
         raise UnsupportedModelError(f"no layer of a {target.model_type} attends, as an MTP layer does")
-    return replace(target.only_layers(layers[-1:]), delta=None, tied_head=False)
+    return layers[-1]
 
 
 # ------------------------------------------------------------------------------------------------ names

@@ -17,11 +17,20 @@ from offspec.errors import CheckpointError
 
 from ...pair import Pair, build_pair
 from ...refusals import refused
-from ..model.heads.head_twins import DFLASH_CONFIG, EAGLE_CONFIG, dflash_tensors, eagle_tensors, write_folder
+from ..model.heads.head_twins import (
+    DFLASH_CONFIG,
+    DSPARK_CONFIG,
+    EAGLE_CONFIG,
+    dflash_tensors,
+    dspark_tensors,
+    eagle_tensors,
+    write_folder,
+)
 
 HEADS: dict[str, tuple[dict[str, Any], dict[str, Tensor]]] = {
     "EAGLE-3": (EAGLE_CONFIG, eagle_tensors(3)),
     "DFlash": (DFLASH_CONFIG, dflash_tensors()),
+    "DSpark": (DSPARK_CONFIG, dspark_tensors()),
 }
 LAYERS = 6
 

@@ -20,6 +20,7 @@ from ...pair import Pair, build_pair
 from ...refusals import refused
 from ..model.heads.head_twins import (
     DFLASH_CONFIG,
+    DSPARK_CONFIG,
     EAGLE_CONFIG,
     HYDRA_CONFIG,
     HYDRA_PREFIX_CONFIG,
@@ -27,6 +28,7 @@ from ..model.heads.head_twins import (
     MLP_CONFIG,
     RECURRENT_CONFIG,
     dflash_tensors,
+    dspark_tensors,
     eagle_tensors,
     hydra_tensors,
     medusa_tensors,
@@ -49,6 +51,7 @@ HEADS = {
     "Hydra++": (HYDRA_PREFIX_CONFIG, lambda: hydra_tensors(has_prefix=True)),
     "MLP speculator": (MLP_CONFIG, mlp_tensors),
     "DFlash": (DFLASH_CONFIG | DFLASH_TAPPED, dflash_tensors),
+    "DSpark": (DSPARK_CONFIG | {"target_layer_ids": [0, 1, 2]}, dspark_tensors),
     "recurrent": (RECURRENT_CONFIG, recurrent_tensors),
 }
 Texts = Callable[[str, SamplingParams], list[int]]

@@ -1,4 +1,4 @@
-"""Drafts of the target's own layers: the text is plain decoding's, the KV cache is shared, memory is as planned."""
+"""Shadows: the text is plain decoding's, the KV cache is shared, memory is as planned."""
 
 from __future__ import annotations
 
@@ -23,10 +23,14 @@ from offspec.drafts.kinds import open_draft
 from offspec.drafts.layer_drafts import MOST_READ_ON_CPU, MOST_ROWS_ON_CPU, LayersOfTarget, OpenedShadow
 from offspec.drafts.without_model import LookupDraft
 from offspec.errors import CheckpointError, OffspecError, UsageError
+from offspec.loaders.streaming.link import CopyStream
 from offspec.loaders.streaming.placement import SHADOW_ITEM, Limits, Placement, Slots, places_of
 from offspec.loading import LoadedTarget
-from offspec.model.layer_draft import LayerDraftText
-from offspec.planning.memory import MemoryOptions
+from offspec.model.layer_draft import LayerDraft, LayerDraftText, WindowOfTarget
+from offspec.model.memory.draft_window import LEAST_WINDOW, NUM_SINKS, most_entries
+from offspec.model.memory.kv_formats import EIGHT_BIT, PLAIN, KVFormat
+from offspec.model.memory.kv_in_ram import EntriesInRam
+from offspec.planning.memory import MemoryOptions, Room
 from offspec.planning.plan import make_plan
 from offspec.scheduler.trees.token_tree import TokenTree
 from offspec.scheduler.trees.verify import Verdict
@@ -39,7 +43,7 @@ from ..model.memory.test_shared_cache import CopyingText
 CPU = torch.device("cpu")
 NUM_LAYERS, RESIDENT = 4, (0, 2)
 PROMPTS = ("def area(", "import os\n", "x = 1\nx = 1\nx = 1\n")
-KINDS = ("shadow", "shadow:2", "self")
+KINDS = ("shadow", "shadow:2")
 OpenEngine = Callable[[str], Engine]
 
 
@@ -60,12 +64,22 @@ def files(folder: Path) -> ModelFiles:
     return ModelFiles.open(folder, "fp32", "cpu", [])
 
 
+@pytest.fixture(scope="module")
+def long_files(tmp_path_factory: pytest.TempPathFactory) -> ModelFiles:
+    """A target for long texts."""
+    folder = build_pair(tmp_path_factory.mktemp("long"), NUM_LAYERS, max_position_embeddings=512).target
+    return ModelFiles.open(folder, "fp32", "cpu", [])
+
+
 @contextmanager
-def opened(files: ModelFiles, draft: str, resident: tuple[int, ...] = RESIDENT) -> Iterator[Engine]:
+def opened(
+    files: ModelFiles, draft: str, resident: tuple[int, ...] = RESIDENT, window: int | None = None
+) -> Iterator[Engine]:
     """A target of which these layers stay and the others come from disk, and this draft of it."""
     tokenizer = Tokenizer.load(files.checkpoint.path)
-    options = DraftOptions(draft, exit_layer=1 if draft == "self" else None)
-    found = open_draft("target", OpenRequest(options, files, tokenizer, "fp32", "cpu", []))
+    found = open_draft(
+        "target", OpenRequest(DraftOptions(draft, draft_window=window), files, tokenizer, "fp32", "cpu", [])
+    )
     slot = max(layer.cost(files.dtype).slot_bytes for layer in files.stored.layers)
     places = places_of(resident=resident, on_disk=(i for i in range(NUM_LAYERS) if i not in resident))
     placement = Placement(places, Slots(2, 0, slot), (), Limits(None, 0), 0, 0)
@@ -86,7 +100,7 @@ def said(engine: Engine, temperature: float, budget: int | None, **more: bool) -
 @pytest.fixture(scope="module")
 def plain_texts(files: ModelFiles) -> dict[float, list[list[int]]]:
     """Temperature → what plain decoding says."""
-    with opened(files, "self") as engine:
+    with opened(files, "shadow") as engine:
         return {temperature: said(engine, temperature, 0) for temperature in (0.0, 1.0)}
 
 
@@ -120,7 +134,7 @@ def conversation(engine: Engine, temperature: float) -> list[tuple[list[int], li
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "temperature"), [("shadow", 0.0), ("shadow:2", 1.0), ("self", 1.0)])
+@pytest.mark.parametrize(("kind", "temperature"), [("shadow", 0.0), ("shadow:2", 1.0)])
 def test_trees_are_those_of_a_cache_of_its_own(
     files: ModelFiles, kind: str, temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -129,6 +143,54 @@ def test_trees_are_those_of_a_cache_of_its_own(
     monkeypatch.setattr("offspec.drafts.layer_drafts.LayerDraftText", CopyingText)
     with opened(files, kind) as engine:
         assert shared == conversation(engine, temperature)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("temperature", "overlap"), [(0.0, True), (1.0, False)])
+def test_a_window_has_the_targets_first_and_last_entries(
+    long_files: ModelFiles, temperature: float, overlap: bool
+) -> None:
+    """The text is plain decoding's; behind a pass, all entries but that of the last token are the target's."""
+    with opened(long_files, "shadow", window=LEAST_WINDOW) as engine:
+        prompt, caches, num_dropped = engine.encode(PROMPTS[0] * 24), engine.new_caches(), set[int]()
+        target, draft, text = caches.target, caches.draft, list[int]()
+        assert isinstance(draft, WindowOfTarget)
+        for length, num_tokens in ((len(prompt), 72), (len(prompt) - 9, 8)):  # the second text goes back
+            params, text = SamplingParams(num_tokens, temperature=temperature, seed=3, ignore_eos=True), []
+            for step in engine.generate(prompt[:length], params, SpeculationParams(16, overlap=overlap), caches=caches):
+                text += step.token_ids
+                num_dropped.add(draft.cache.num_dropped)
+                kept = min(draft.length, target.length) - draft.cache.num_dropped
+                places = draft.cache.positions[:kept].tolist()
+                assert places[:NUM_SINKS] == list(range(NUM_SINKS))
+                assert places[NUM_SINKS:] == list(range(draft.cache.num_dropped + NUM_SINKS, target.length))[: kept - 4]
+                assert LEAST_WINDOW < kept <= most_entries(LEAST_WINDOW)
+                for layer in range(NUM_LAYERS):
+                    exact = target.cache.read(layer, target.length)
+                    for mine, others in zip(draft.cache.read(layer, kept), exact, strict=True):
+                        assert torch.equal(mine, others[:, places])
+            plain = engine.generate(prompt[:length], params, SpeculationParams(0))
+            assert text == [token for step in plain for token in step.token_ids]
+        assert len(num_dropped) > 2
+        assert draft.cache.capacity == most_entries(LEAST_WINDOW) + MOST_READ_ON_CPU + MOST_ROWS_ON_CPU
+
+
+@pytest.mark.parametrize("kv", [PLAIN, EIGHT_BIT], ids=str)
+def test_a_window_copies_entries_from_ram(long_files: ModelFiles, kv: KVFormat) -> None:
+    """As the target stores them, to the bit."""
+    with opened(long_files, "shadow", window=LEAST_WINDOW) as engine:
+        target, windows = engine.target, list[list[torch.Tensor]]()
+        target.make_layer_caches = kv.layers
+        assert isinstance(engine.draft.decoder, LayerDraft)
+        engine.draft.decoder.make_layer_caches = kv.layers
+        for entries_in_ram in (None, EntriesInRam(frozenset(range(NUM_LAYERS)), kv, CopyStream(CPU))):
+            target.entries_in_ram = entries_in_ram
+            caches, nothing = engine.new_caches(), TokenTree.empty()
+            caches.target.score([3 + i % 7 for i in range(200)], nothing.tokens, nothing.depths, nothing.mask())
+            assert isinstance(caches.draft, WindowOfTarget)
+            caches.draft.begin(16)
+            windows.append([rows.clone() for rows in caches.draft.cache.stored(caches.draft.cache.length)])
+        assert all(torch.equal(one, other) for one, other in zip(*windows, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -334,6 +396,17 @@ def test_auto_takes_the_faster_of_lookup_and_a_made_shadow(
 
 
 # --------------------------------------------------------------------------------------------------------- memory
+
+
+def test_a_window_takes_memory_of_its_own_alone(files: ModelFiles) -> None:
+    """Whatever the context, and the target's entries may be in RAM."""
+    options = DraftOptions("shadow", draft_window=LEAST_WINDOW)
+    opened = open_draft("target", OpenRequest(options, files, None, "fp32", "cpu", []))
+    short, long = (opened.memory_use(files, Room(context, 16)) for context in (64, 4096))
+    assert sum(item.on_device for item in short.items) == sum(item.on_device for item in long.items)
+    assert (long.reads_all_entries, long.target_entries) == (False, 0)
+    with refused(UsageError, "`draft_window=8`"):
+        open_draft("target", OpenRequest(replace(options, draft_window=8), files, None, "fp32", "cpu", []))
 
 
 def open_shadow(files: ModelFiles) -> OpenedShadow:

@@ -47,7 +47,7 @@ from ...scheduler.fakes import build_tree, sampling_params
 CPU = torch.device("cpu")
 NUM_LAYERS, TOLERANCE = 4, 1e-5
 PROMPT = "def area("
-GetEngine = Callable[[int, bool, bool], Engine]
+GetEngine = Callable[[int, bool, bool | None], Engine]
 
 
 @pytest.fixture(scope="module")
@@ -73,14 +73,14 @@ def copied(target: Decoder, index: int) -> dict[str, torch.Tensor]:
 @pytest.fixture(scope="module")
 def get_engine(folder: Path) -> Iterator[GetEngine]:
     """A target and an exit after so many layers: the last layer, which guesses well the later it comes,
-    or a bad one.
+    or a bad one, or none.
     """
     resident, tokenizer = load(folder), Tokenizer.load(folder)
     streamed = {num_first: load(folder, num_first) for num_first in range(1, NUM_LAYERS)}
 
     @cache
-    def get(num_first: int, is_streamed: bool, is_good: bool) -> Engine:
-        layer = copied(resident, NUM_LAYERS - 1 if is_good else 0)
+    def get(num_first: int, is_streamed: bool, is_good: bool | None) -> Engine:
+        layer = None if is_good is None else copied(resident, NUM_LAYERS - 1 if is_good else 0)
         target = streamed[num_first] if is_streamed else resident
         return Engine(LoadedTarget(target), tokenizer, SelfDraft(EarlyExit(target, num_first, layer)))
 
@@ -101,7 +101,7 @@ def says(
     params=sampling_params(),
     num_first=st.integers(1, NUM_LAYERS - 1),
     is_streamed=st.booleans(),
-    is_good=st.booleans(),
+    is_good=st.sampled_from([True, False, None]),
     speculation=st.builds(
         SpeculationParams,
         budget=st.sampled_from([16, 3, 64, 1, None]),
@@ -120,7 +120,7 @@ def test_the_text_is_that_of_plain_decoding(
     params: SamplingParams,
     num_first: int,
     is_streamed: bool,
-    is_good: bool,
+    is_good: bool | None,
     speculation: SpeculationParams,
     seed: int,
 ) -> None:
@@ -136,12 +136,17 @@ SAMPLED = SamplingParams(14, temperature=1.0, seed=1, ignore_eos=True)
 @pytest.mark.each_value
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("lookup", [True, False])
-@pytest.mark.parametrize("num_first", [1, 3])
+@pytest.mark.parametrize(("num_first", "is_good"), [(1, True), (3, True), (2, None)])
 def test_every_row_goes_through_the_first_layers_once(
-    get_engine: GetEngine, monkeypatch: pytest.MonkeyPatch, num_first: int, lookup: bool, params: SamplingParams
+    get_engine: GetEngine,
+    monkeypatch: pytest.MonkeyPatch,
+    num_first: int,
+    is_good: bool | None,
+    lookup: bool,
+    params: SamplingParams,
 ) -> None:
     """A row is a beginning of the text or of a guess of how it goes on: none comes twice, whoever asks for it."""
-    engine = get_engine(num_first, False, True)
+    engine = get_engine(num_first, False, is_good)
     text = engine.encode(PROMPT) + says(engine, params)
     came: list[tuple[int, ...]] = []
     through = Counter[int]()
@@ -169,11 +174,11 @@ def test_every_row_goes_through_the_first_layers_once(
     assert {tuple(text[:end]) for end in range(1, len(text))} <= set(came)
 
 
-@pytest.mark.parametrize("num_first", [1, 2])
+@pytest.mark.parametrize(("num_first", "is_good"), [(1, True), (2, None)])
 def test_drafting_streams_nothing(
-    get_engine: GetEngine, folder: Path, monkeypatch: pytest.MonkeyPatch, num_first: int
+    get_engine: GetEngine, folder: Path, monkeypatch: pytest.MonkeyPatch, num_first: int, is_good: bool | None
 ) -> None:
-    engine, score = get_engine(num_first, True, True), RecallingText.score
+    engine, score = get_engine(num_first, True, is_good), RecallingText.score
     weights, moved = engine.target.weights, list[int]()
 
     def watched(self: RecallingText, *args: object) -> torch.Tensor:
@@ -192,9 +197,9 @@ def test_drafting_streams_nothing(
     assert weights.bytes_streamed - before == last.stats.num_passes * per_pass > 0
 
 
-@pytest.mark.parametrize("reuse", [True, False])
-def test_all_caches_are_those_of_a_fresh_prefill(get_engine: GetEngine, reuse: bool) -> None:
-    engine = get_engine(2, False, True)
+@pytest.mark.parametrize(("reuse", "is_good"), [(True, True), (False, True), (True, None)])
+def test_all_caches_are_those_of_a_fresh_prefill(get_engine: GetEngine, reuse: bool, is_good: bool | None) -> None:
+    engine = get_engine(2, False, is_good)
     caches, text = engine.new_caches(), engine.encode(PROMPT)
     for step in engine.generate(text, SAMPLED, SpeculationParams(16, reuse=reuse), caches=caches):
         text = text + step.token_ids
@@ -297,7 +302,7 @@ def test_the_first_layers_are_planned_to_stay(folder: Path) -> None:
     early, layer_bytes = ExitFile(Path("exit"), 1, 1), files.stored.layers[0].cost(files.dtype).resident_bytes
 
     def features(exit_file: ExitFile | None) -> list[OpenedSelf]:
-        return [] if exit_file is None else [OpenedSelf(exit_file, files)]
+        return [] if exit_file is None else [OpenedSelf(files, exit_file.exit_layer, exit_file, [])]
 
     def least(exit_file: ExitFile | None) -> int:
         """The least RAM that is not refused."""
@@ -323,10 +328,12 @@ def test_the_first_layers_are_planned_to_stay(folder: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("is_streamed", [False, True])
-def test_texts_that_share_passes_are_plain_decodings(get_engine: GetEngine, is_streamed: bool) -> None:
+@pytest.mark.parametrize(("is_streamed", "is_good"), [(False, True), (True, True), (True, None)])
+def test_texts_that_share_passes_are_plain_decodings(
+    get_engine: GetEngine, is_streamed: bool, is_good: bool | None
+) -> None:
     """Also one that is paused, with its first layers' entries, and resumed."""
-    engine, prompts = get_engine(2, is_streamed, True), ("def area(", "class Tree:\n    def", "x = 1", "import")
+    engine, prompts = get_engine(2, is_streamed, is_good), ("def area(", "class Tree:\n    def", "x = 1", "import")
     params = [SamplingParams(12, temperature=0.7 * (i % 2), seed=i, ignore_eos=True) for i in range(len(prompts))]
     batch = Batch(engine.models, 3)
     tickets = {

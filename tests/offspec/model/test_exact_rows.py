@@ -32,7 +32,7 @@ from offspec.model.rope import RotaryEmbedding, Rotations, rotate
 from offspec.model.row_wise import row_wise
 from offspec.model.transformers_config import ForeignConfig
 
-from ...fakes import DELTA_NETS, FAMILIES, LATENTS, MAMBAS, VARIANTS, VOCAB_SIZE, config_json
+from ...fakes import ALIKE, DELTA_NETS, FAMILIES, LATENTS, MAMBAS, VARIANTS, VOCAB_SIZE, config_json
 
 pytestmark = pytest.mark.skipif(not num_lanes(), reason="this processor has no kernels")
 CPU = torch.device("cpu")
@@ -141,9 +141,6 @@ def assert_exact(decoder: Decoder, seed: int, num_nodes: int = 7) -> None:
     follow = [chance.randrange(VOCAB_SIZE) for _ in range(4)]
     found = pass_together([(texts[0], TextRows.of_chain(follow))])
     assert torch.equal(found, chains_one_by_one(twin, follow))
-
-
-ALIKE = ("olmoe", "minimax-m2", "granite-moe", "qwen3-moe")  # other mixtures have each of their parts
 
 
 def families() -> list[Any]:

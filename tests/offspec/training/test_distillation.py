@@ -22,7 +22,6 @@ from offspec.checkpoints.opening import ModelFiles
 from offspec.drafts.acceptance import EXIT_AGREEMENT
 from offspec.drafts.base import Choice, DraftOptions, OpenRequest
 from offspec.drafts.kinds import open_draft
-from offspec.drafts.layer_drafts import OpenedLayers
 from offspec.drafts.self_draft import OpenedSelf
 from offspec.errors import CheckpointError, StorageError, UsageError
 from offspec.loaders.streaming.placement import Limits, Placement, Slots
@@ -41,7 +40,7 @@ from ...refusals import refused
 from ...scheduler.fakes import build_tree
 
 NUM_LAYERS, EXIT = 4, 2
-SMALL = DistillParams(steps=24, num_texts=32, text_tokens=12, batch_texts=4, num_labels=8, learning_rate=3e-3)
+SMALL = DistillParams(steps=24, num_texts=32, text_tokens=7, batch_texts=4, num_labels=8, learning_rate=3e-3)
 
 
 @pytest.fixture(scope="module")
@@ -309,7 +308,7 @@ def test_given_texts_are_learnt_from(engine: Engine, files: ModelFiles, tmp_path
 
 @pytest.mark.parametrize(
     ("content", "words"),
-    [(b"ab", ("tokens", 12)), (b"\xff" * 99, ("text.txt", "UTF-8"))],
+    [(b"ab", ("tokens", SMALL.text_tokens)), (b"\xff" * 99, ("text.txt", "UTF-8"))],
 )
 def test_texts_that_are_refused_leave_nothing_behind(
     engine: Engine, files: ModelFiles, tmp_path: Path, content: bytes, words: tuple[object, ...]
@@ -401,18 +400,21 @@ def test_of_several_exits_the_fastest_is_used(
     found = open_draft("target", replace(request, choose=choose))
     assert isinstance(found, OpenedSelf)
     assert asked == [["self:1", "self:2"]]
-    assert found.file.exit_layer == (chosen or 2)
+    assert found.num_first == (chosen or 2)
+    assert found.file is not None
     assert found.file.agreement == 0.25 * (chosen or 2)
     said = open_draft("target", replace(request, options=DraftOptions("self:1")))
     assert isinstance(said, OpenedSelf)
-    assert said.file.exit_layer == 1
+    assert said.num_first == 1
     placement = Placement((), Slots(0, 0, 0), (), Limits(None, 0), 0, 0)
     assert said.guessing(placement).share == pytest.approx(0.75 / (1 - EXIT_AGREEMENT)), "it errs more often"
     given = open_draft("target", replace(request, options=DraftOptions(f"self:{trained.path}")))
     assert isinstance(given, OpenedSelf)
+    assert given.file is not None
     assert given.file.path == trained.path
     untrained = open_draft("target", replace(request, options=DraftOptions("self:3")))
-    assert isinstance(untrained, OpenedLayers)
+    assert isinstance(untrained, OpenedSelf)
+    assert untrained.file is None
     assert untrained.num_first == 3
     with refused(UsageError, "self:9", "1 to 3"):
         open_draft("target", replace(request, options=DraftOptions("self:9")))

@@ -24,6 +24,7 @@ from ..model.test_decoder import chain_logits, random_tokens
 from ..test_hybrid_models import build as build_hybrid
 
 TOLERANCE = 1e-4
+OTHERS = ("dflash", "fspad", "hydra", "medusa")
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +73,7 @@ def test_gradients_are_those_of_differences(decoder: Decoder) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["medusa", pytest.param("hydra", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("kind", ["eagle3", "mtp", *(pytest.param(kind, marks=pytest.mark.nightly) for kind in OTHERS)])
 def test_a_head_of_a_hybrid_trains_and_drafts(
     kind: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

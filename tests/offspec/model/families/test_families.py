@@ -30,7 +30,7 @@ from offspec.planning.plan import all_resident
 from offspec.text.tokenizer import Tokenizer
 from offspec.tools.verification import settings_of, verify
 
-from ....fakes import CPU, FAMILIES, HYBRIDS, VARIANTS, TinyModel
+from ....fakes import ALIKE, CPU, FAMILIES, HYBRIDS, VARIANTS, TinyModel
 from ....pair import build_pair
 from ..test_decoder import assert_close, chain_logits, random_tokens
 
@@ -95,7 +95,7 @@ def says(engine: Engine, params: SamplingParams, speculation: SpeculationParams)
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "family", [pytest.param(name, marks=pytest.mark.nightly if name in VARIANTS else ()) for name in NEW]
+    "family", [pytest.param(name, marks=pytest.mark.nightly if name in (*VARIANTS, *ALIKE) else ()) for name in NEW]
 )
 def test_plain_trees_and_streamed_are_one_text(tiny_model: GetModel, tokenizer: Tokenizer, family: str) -> None:
     model = tiny_model(family)

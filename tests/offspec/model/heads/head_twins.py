@@ -340,6 +340,32 @@ DFLASH_CONFIG = {
 }
 
 
+DSPARK_CONFIG = {
+    **{key: value for key, value in DFLASH_CONFIG.items() if key != "dflash_config"},
+    "architectures": ["Qwen3DSparkModel"],
+    "mask_token_id": 7,
+    "target_layer_ids": [0, 2, 4],
+    "markov_rank": 6,
+    "markov_head_type": "vanilla",
+    "enable_confidence_head": True,
+    "confidence_head_with_markov": True,
+}
+
+
+def dspark_tensors() -> dict[str, Tensor]:
+    """DFlash's, with a head of its own, a Markov head and a confidence head (DeepSpec, dspark/qwen3/modeling.py)."""
+    shapes: dict[str, Sequence[int]] = {f"{name}.weight": (VOCAB, HIDDEN) for name in ("embed_tokens", "lm_head")}
+    shapes |= {f"markov_head.markov_w{number}.weight": (VOCAB, 6) for number in (1, 2)}
+    shapes |= {"confidence_head.proj.weight": (1, HIDDEN + 6), "confidence_head.proj.bias": (1,)}
+    return dflash_tensors() | random_tensors(shapes, 1)
+
+
+def markov_logits(tensors: Mapping[str, Tensor], tokens: Sequence[int]) -> Tensor:
+    """Logits [T, vocab] that follow from the token before each place (DeepSpec, markov_head.py: VanillaMarkov)."""
+    embedding, out = (tensors[f"markov_head.markov_w{number}.weight"] for number in (1, 2))
+    return embedding[torch.tensor(list(tokens))] @ out.T
+
+
 def dflash_tensors() -> dict[str, Tensor]:
     shapes: dict[str, Sequence[int]] = {"fc.weight": (HIDDEN, 3 * HIDDEN)}
     shapes |= dict.fromkeys(("hidden_norm.weight", "norm.weight"), (HIDDEN,))
@@ -356,7 +382,7 @@ def dflash_tensors() -> dict[str, Tensor]:
 def dflash_states(
     tensors: Mapping[str, Tensor], states: Tensor, block: Tensor, window: int | None = None, *, is_causal: bool = False
 ) -> Tensor:
-    """States [B - 1, hidden] for the block's tokens after its first (z-lab/dflash, model.py, without its cache).
+    """States [B, hidden] of the block (z-lab/dflash, model.py, without its cache); its first is not used there.
 
     states [T, 3 * hidden]: the target's. block [B, hidden]: embeddings of the text's last token and of masks. window,
     is_causal: of the second layer.
@@ -388,7 +414,7 @@ def dflash_states(
         inner = _norm(x, w["post_attention_layernorm.weight"])
         gate, up = (inner @ w[f"mlp.{name}_proj.weight"].T for name in ("gate", "up"))
         x = x + (F.silu(gate) * up) @ w["mlp.down_proj.weight"].T
-    return _norm(x, tensors["norm.weight"])[1:]
+    return _norm(x, tensors["norm.weight"])
 
 
 def recurrent_tensors() -> dict[str, Tensor]:

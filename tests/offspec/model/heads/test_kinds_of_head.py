@@ -34,10 +34,12 @@ from offspec.scheduler.trees.verify import TargetPass, Verdict
 
 from ....fakes import CPU
 from ....pair import build_pair
+from ....refusals import refused
 from ...checkpoints.test_mistral import write_mistral
 from .head_twins import (
     CLOVER2_CONFIG,
     DFLASH_CONFIG,
+    DSPARK_CONFIG,
     EAGLE_CONFIG,
     HYDRA_CONFIG,
     HYDRA_PREFIX_CONFIG,
@@ -49,11 +51,13 @@ from .head_twins import (
     clover2_tensors,
     dflash_states,
     dflash_tensors,
+    dspark_tensors,
     eagle_tensors,
     fspad_tensors,
     hydra_logits,
     hydra_prefix,
     hydra_tensors,
+    markov_logits,
     medusa_logits,
     medusa_tensors,
     mlp_logits,
@@ -272,7 +276,47 @@ def test_logits_of_dflash(
 ) -> None:
     """A block behind a text that came in two passes: every place of the block has its own distribution."""
     tensors = dflash_tensors()
-    folder = write_folder(tmp_path, config, tensors)
+    _, found, states, last = drafted_block(write_folder(tmp_path, config, tensors), target_files, target, 5)
+    block = target.embed(torch.tensor([last, 7, 7, 7, 7, 7])) * (2 if config is SCALED_DFLASH else 1)
+    expected = target.linear_logits(dflash_states(tensors, states, block, **seen)[1:])
+    if config is SCALED_DFLASH:
+        expected = 1.5 * torch.tanh(0.5 * expected / 1.5)
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+SPECULATORS_DSPARK = {**SPECULATORS_DFLASH, "speculators_model_type": "dspark", "markov_rank": 6}
+
+
+@pytest.mark.parametrize(
+    ("config", "first"),
+    [(DSPARK_CONFIG, 0), (SPECULATORS_DSPARK, 0), ({**SPECULATORS_DSPARK, "sample_from_anchor": False}, 1)],
+    ids=["DeepSpec", "Speculators", "after-the-anchor"],
+)
+def test_logits_of_dspark(
+    config: dict[str, Any], first: int, tmp_path: Path, target_files: ModelFiles, target: Decoder
+) -> None:
+    """As DFlash's, and each place is corrected by the token before it. first: the row that predicts the next token."""
+    tensors = dspark_tensors()
+    head, found, states, last = drafted_block(write_folder(tmp_path, config, tensors), target_files, target, 6 - first)
+    block = tensors["embed_tokens.weight"][torch.tensor([last, 7, 7, 7, 7, 7])]
+    expected = dflash_states(tensors, states, block)[first:] @ tensors["lm_head.weight"].T
+    expected += markov_logits(tensors, [last, 41, 42, 43, 44, 45][: 6 - first])
+    assert head.kind == "DSpark"
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_a_markov_head_of_another_type_is_refused(tmp_path: Path, target_files: ModelFiles) -> None:
+    gated = dspark_tensors() | {"markov_head.gate_proj.weight": torch.ones(6, 38)}
+    with refused(UnsupportedModelError, "markov_head.gate_proj.weight", "DSpark"):
+        HeadFiles.open(write_folder(tmp_path, DSPARK_CONFIG, gated), target_files.config)
+
+
+def drafted_block(
+    folder: Path, target_files: ModelFiles, target: Decoder, steps: int
+) -> tuple[Any, Tensor, Tensor, int]:
+    """The spec of a block head, its logits [steps, vocab] along a chain of the tokens 41, 42, ... behind a text that
+    came in two passes, the target's states in the text, and the text's last token.
+    """
     assert is_head(folder)
     files = HeadFiles.open(folder, target_files.config)
     text = HeadText(files.spec.make(files.load(torch.float32, CPU), target))
@@ -282,15 +326,11 @@ def test_logits_of_dflash(
     text.keep([])
     text.feed(told(tokens[:7], states[6:9], (0, 2, 4), [0, 1], tokens[7:10]))
     found = [text.score(tokens[9:], _none(), _none(), np.empty((0, 0), dtype=np.bool_))]
-    for depth in range(1, 5):
-        parents = [-1, 0, 1, 2][:depth]
+    for depth in range(1, steps):
+        parents = [-1, *range(steps)][:depth]
         found.append(text.score([], np.array([40 + depth]), np.array([depth]), tree_mask(parents, depth - 1)))
-    assert text.max_context == len(tokens) + 5, "five tokens can be predicted"
-    block = target.embed(torch.tensor([tokens[9], 7, 7, 7, 7, 7])) * (2 if config is SCALED_DFLASH else 1)
-    expected = target.linear_logits(dflash_states(tensors, states, block, **seen))
-    if config is SCALED_DFLASH:
-        expected = 1.5 * torch.tanh(0.5 * expected / 1.5)
-    torch.testing.assert_close(torch.cat(found), expected, atol=1e-4, rtol=1e-4)
+    assert text.max_context == len(tokens) + steps
+    return files.spec, torch.cat(found), states, tokens[9]
 
 
 def _none() -> Any:
