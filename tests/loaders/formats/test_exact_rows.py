@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from offspec.loaders.files.checkpoint import Order
-from offspec.loaders.formats import Weight, dense, linear
+from offspec.loaders.formats import Weight, dense, linear, linear_each, linears
 from offspec.loaders.formats.bf16_bits import pack
 from offspec.loaders.formats.bf16_packed import PackedBf16Matrix
 from offspec.loaders.formats.blocked import BlockedMatrix, is_supported
@@ -121,6 +121,28 @@ def test_packed_bf16_has_the_bits_of_the_plain_matrix(dtype: torch.dtype) -> Non
         plain = linear(x, packed.dequantize(torch.bfloat16))
         assert torch.equal(linear(x, packed), plain)
         assert torch.equal(linear(x[:1], packed), plain[:1])
+
+
+@pytest.mark.parametrize("others", [["bf16"], ["bf16", "fp32"]], ids=["one kernel", "two kernels"])
+def test_several_matrices_are_each_alone(others: list[str]) -> None:
+    dtypes = {"bf16": torch.bfloat16, "fp32": torch.float32}
+    weights = [noise(40 + 8 * i, 128, seed=i).to(dtypes[form]) for i, form in enumerate(["bf16", *others])]
+    biases = [None, *(noise(len(weight), seed=9) for weight in weights[1:])]
+    x = noise(3, 128).bfloat16()
+    with exact_rows():
+        together = linears(x, weights, biases)
+        alone = [linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
+    assert all(torch.equal(*pair) for pair in zip(together, alone, strict=True))
+
+
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_rows_are_used_again_behind_the_last_one(num_rows: int) -> None:
+    weights = [noise(40, 128, seed=i).bfloat16() for i in range(6)]
+    x = noise(num_rows, 128).bfloat16()
+    with exact_rows():
+        together = linear_each(x, [1] * 6, weights)
+        alone = [linear(x[i % num_rows, None], weight) for i, weight in enumerate(weights)]
+    assert torch.equal(together, torch.cat(alone))
 
 
 def test_costs_do_not_count(product_costs: ProductCosts) -> None:
