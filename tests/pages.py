@@ -69,6 +69,7 @@ ELSEWHERE = {
     "python -m benchmarks.mixtures": "tests/benchmarks/test_mixtures.py",
     "python -m benchmarks.agent_replay": "tests/benchmarks/test_agent_replay.py",
     "python -m benchmarks.real": "tests/benchmarks/test_real.py",
+    "python -m benchmarks.scheduling.against_plain": "tests/benchmarks/test_against_plain.py",
     "python -m benchmarks.real.quality": "tests/benchmarks/test_real_quality.py",
     **dict.fromkeys(
         ("python -m benchmarks.card", "scripts/card", "python3 scripts/card"), "tests/benchmarks/test_card.py"

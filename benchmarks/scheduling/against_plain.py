@@ -202,6 +202,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--repeats", type=int, default=2)
     made.add_argument("--clock", choices=list(CLOCKS), default="cpu")
     made.add_argument("--ram", help="a limit of RAM, so that the target is streamed")
+    made.add_argument("--context", type=int)
     made.add_argument("--set", help="prompts of the field: mt_bench, humaneval, gsm8k")
     made.add_argument("--threads", type=int, default=1)
     return made
@@ -210,7 +211,9 @@ def parser() -> argparse.ArgumentParser:
 def main() -> None:
     args = parser().parse_args()
     clock = CLOCKS[args.clock]
-    engine = Engine.load(args.model, draft=args.draft, device="cpu", threads=args.threads, ram=args.ram, context=2048)
+    engine = Engine.load(
+        args.model, draft=args.draft, device="cpu", threads=args.threads, ram=args.ram, context=args.context
+    )
     prompts: list[Prompt] = [*builtin.prompts()[: args.prompts]]
     if args.set:
         prompts = [each.messages for each in read_set(args.set, PROMPTS)[: args.prompts]]

@@ -53,6 +53,7 @@ SMALL: dict[str, tuple[str, ...]] = {
     "benchmarks.many": ("--ram", "2GiB", "--texts", "1,2", "--prompts", "2", "--max-new-tokens", "3"),
     "benchmarks.methods": (*TINY, "--prompts", "1", "--tokens", "2", "--budget", "4", "--costs", "card"),
     "benchmarks.prompt_cache": ("--prompt-tokens", "60", "--tokens", "4", "--file", "headers/0.txt"),
+    "benchmarks.real.training_texts": ("--model", "builtin", "--count", "1", "--tokens", "2"),
     "benchmarks.scheduling.joint": (
         "--max-prompts",
         "1",

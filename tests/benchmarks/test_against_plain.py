@@ -1,0 +1,40 @@
+"""benchmarks.scheduling.against_plain: settings by turns, on the same texts."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.scheduling.against_plain import Passes, Round, main
+
+from ..pair import build_pair
+
+
+def test_auto_is_compared_with_each_setting(tmp_path: Path) -> None:
+    """Twice as fast as plain decoding over both prompts, but only as fast on the first one."""
+    plain = [Passes(tree_s=[], plain_s=[1.0] * 4, num_tokens=4), Passes(plain_s=[3.0], num_tokens=3)]
+    auto = [Passes(tree_s=[4.0], num_tokens=4), Passes(tree_s=[0.5], first_s=0.5, num_tokens=2, first_tokens=5)]
+    measured = Round({0: plain, None: auto})
+    assert measured.ratio(0) == (11 / 5) / (7 / 7)
+    assert measured.ratio(0, slice(1)) == 1
+    assert measured.ratio(0, slice(-1, None)) == 7
+    assert measured.decode_ratio(0) == (6 / 4.5) / 1
+
+
+def test_a_run_has_a_row_for_each_setting(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = build_pair(tmp_path)
+    file = tmp_path / "set.jsonl"
+    file.write_text(json.dumps({"question_id": 1, "turns": ["def area("]}), encoding="utf-8")
+    args = ["--model", str(pair.target), "--draft", str(pair.draft), "--budgets", "4", "--temperatures", "0"]
+    args += ["--prompts", "1", "--tokens", "6", "--repeats", "1", "--set", str(file)]
+    monkeypatch.setattr(sys, "argv", ["against_plain", *args])
+    main()
+    rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
+    assert [row["setting"] for row in rows] == ["plain", "4 nodes", "auto"]
+    assert rows[0]["tokens_per_pass"] == 1
+    assert rows[2]["ratio"] == [1]
