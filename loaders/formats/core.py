@@ -195,7 +195,7 @@ def linears(
         return [linear(x, weight, bias, scratch) for weight, bias in zip(weights, biases, strict=True)]
     rows, sizes = x.reshape(-1, x.shape[-1]), [weight.shape[0] for weight in weights]
     jobs = [Job(parts, size, 0, len(rows)) for (_, parts), size in zip(kernels, sizes, strict=True)]
-    results = kernels[0][0].each(rows, jobs).split([len(rows) * size for size in sizes])
+    results = torch.split(kernels[0][0].each(rows, jobs), [len(rows) * size for size in sizes])
     shaped = [each.view(*x.shape[:-1], size) for each, size in zip(results, sizes, strict=True)]
     cast = [bias if bias is None else bias.to(x.dtype) for bias in biases]
     return [products.plus(each, bias) for each, bias in zip(shaped, cast, strict=True)]
