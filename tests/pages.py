@@ -58,7 +58,8 @@ ELSEWHERE = {
     "python -m benchmarks.grow DIR --shape 1b": "tests/benchmarks/test_grow.py",
     "python -m benchmarks.long_texts memory": "tests/benchmarks/test_long_texts.py",
     **dict.fromkeys(
-        ("offspec distill builtin --head", "offspec distill SMOLLM2 --head"), "tests/offspec/training/test_heads.py"
+        ("offspec distill builtin --head", "offspec distill SMOLLM2 --head", "offspec distill TARGET.gguf --head"),
+        "tests/offspec/training/test_heads.py",
     ),
     "offspec distill SMOLLM2 --exit-layer": "tests/offspec/training/test_distillation.py",
     "python -m benchmarks.drafts.heads": "tests/benchmarks/test_heads.py",
@@ -79,6 +80,7 @@ ELSEWHERE = {
     "python -m benchmarks.exactness texts": "tests/offspec/test_exact_texts.py",
     "python benchmarks/hybrid_layers.py": "takes minutes and 3 GB of memory",
     "offspec plan QWEN3.5-27B": "tests/offspec/planning/test_plan.py",
+    "offspec plan Qwen/Qwen2.5-32B-Instruct": "tests/offspec/drafts/test_layer_drafts.py",
     "python scripts/record_terminal.py": "tests/cli/test_transcript.py",
 }
 

@@ -226,6 +226,8 @@ class SharedTarget(CachedDecoder):
 
     def begin_pass(self, rows: TextRows) -> tuple[Tensor, AppendedRows]:
         trunk, chain = self.trunk, rows.chain
+        if trunk.cache.pending and self.length + len(chain) > trunk.cache.length:
+            trunk.truncate()  # the draft was given up before its `keep`
         nodes = trunk.find(rows.tokens, rows.parents)
         absent = np.flatnonzero(nodes == ABSENT)
         size = trunk.cache.pending + len(absent)

@@ -20,6 +20,7 @@ BENCHED: dict[str, tuple[str, ...]] = {
     "Inference with reference": ("--draft", "lookup"),
     "Token Recycling": ("--recycling",),
     "REST": ("--lookup-files", "{text}", "--draft", "lookup"),
+    "MagicDec": ("--draft", "shadow:4", "--draft-window", "64"),
     "SubSpec": ("--draft", "shadow:4", "--overlap"),
     "ShadowSpec (2026)": ("--draft", "shadow:4", "--overlap"),
 }

@@ -9,13 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from offspec.errors import CheckpointError, UnsupportedModelError, UsageError
+from offspec.errors import CheckpointError, UnsupportedModelError
 from offspec.model.block import kv_layouts, memory_bytes
 from offspec.model.config import read_config
 from offspec.model.decoder import CachedDecoder, random_decoder
 from offspec.model.memory.kv_cache import KVLayout
 from offspec.model.memory.kv_formats import EIGHT_BIT
-from offspec.training.head_structures import eagle3
 from offspec.training.lora import Adapter, TreeRows, hidden_states
 
 from ....fakes import CPU, FAMILIES, TinyModel, config_json
@@ -82,12 +81,10 @@ def test_additions_to_the_heads_matrices_learn() -> None:
 
 
 def test_other_attention_is_told_from_it() -> None:
-    """A head over texts has layers of attention with heads; an EAGLE head cannot begin as the target's layers."""
+    """A head over texts has layers of attention with heads."""
     decoder = random_decoder(read_config(config_json(FAMILIES["youtu"])), 0, dtype=torch.float32, device=CPU)
     plain = decoder.config.plain_layers(1)
     assert (plain.latent, plain.num_kv_heads, plain.head_dim, plain.attention_scale) == (None, 4, 12, None)
-    with refused(UsageError, "EAGLE-3", "youtu"):
-        eagle3(decoder, 0)
 
 
 @pytest.mark.parametrize(
