@@ -162,6 +162,9 @@ class CachedExperts:
     def __init__(
         self, experts: Mapping[int, Experts], num_slots: int, slot_bytes: int, dtype: torch.dtype, reader: Reader
     ) -> None:
+        """Raises ValueError without slots: layers would be computed without their experts."""
+        if num_slots < 1:
+            raise ValueError("experts on disk need a slot in memory at least")
         self._experts, self._slot_bytes, self.dtype = experts, slot_bytes, dtype
         self._first, records = dict[int, Unit](), dict[Unit, Record]()  # first: the unit of a layer's expert 0
         for layer, units in experts.items():

@@ -67,6 +67,11 @@ def take(source: ExpertSource, layer: int, rows: Mapping[int, int]) -> dict[int,
     return taken
 
 
+def test_experts_need_a_slot(model: StoredModel) -> None:
+    with pytest.raises(ValueError, match="a slot in memory"):
+        cached(model, 0, fake_reader(model))
+
+
 class SlowReader:
     """A `FileReader` whose reads take their time, each another one."""
 
