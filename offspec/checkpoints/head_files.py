@@ -40,6 +40,7 @@ from ..errors import CheckpointError, MissingWeightsError, StorageError, Unsuppo
 from ..extensions import Methods
 from ..model.config import ModelConfig
 from ..model.config_values import Json, mapping
+from ..model.heads.assistant import assistant_name, assistant_spec
 from ..model.heads.dflash import ENTRY as DFLASH_ENTRY
 from ..model.heads.dflash import MARKOV_ENTRY, MARKOV_IN, dflash_name, dflash_spec
 from ..model.heads.eagle import TO_TARGET, eagle_name, eagle_spec
@@ -244,6 +245,7 @@ LAYOUTS = {
     "fspad": Layout(fspad_name, fspad_spec),
     "mtp": Layout(mtp_name, mtp_spec),
     "dflash": Layout(dflash_name, dflash_spec),
+    "assistant": Layout(assistant_name, assistant_spec),
 }
 MARKS = {
     "medusa_num_heads": "medusa",
@@ -259,17 +261,12 @@ OWN_KIND = "offspec_head"  # the key of kinds that nobody else publishes
 
 
 def layout_of(config: Json, names: Iterable[str]) -> Layout | None:
-    """The layout of a head's files by their config.json, or by their tensors where it says nothing; None: no head.
-
-    Raises UnsupportedModelError for a draft of another kind.
-    """
+    """The layout of a head's files by their config.json, or by their tensors where it says nothing; None: no head."""
     if (kind := next((kind for key, kind in MARKS.items() if key in config), None)) is not None:
         return LAYOUTS[HYDRA_PREFIX if config.get("hydra_head_arch") == "prefix-mlp" else kind]
     named = config.get(OWN_KIND, config.get("model_type"))
     if named in ASSISTANTS:
-        raise UnsupportedModelError(
-            f"{named} reads the target's keys and values, which offspec does not support; choose another draft"
-        )
+        return LAYOUTS["assistant"]
     if named in NAMED_KINDS:
         return _layout(NAMED_KINDS, str(named), str(named))
     names = set(names)

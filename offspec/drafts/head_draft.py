@@ -68,8 +68,9 @@ class HeadDraft(Draft):
         self.head, self.target_layers = head, head.target_layers
 
     def new_caches(self, target: Decoder, num_tokens: int, num_nodes: int) -> TextCaches:
-        text = HeadText(self.head, num_tokens + MAX_ROWS if num_tokens else 0)
-        return TextCaches(CachedDecoder(target, num_tokens + num_nodes), text)
+        text = CachedDecoder(target, num_tokens + num_nodes)
+        num_entries = num_tokens + MAX_ROWS if num_tokens else 0
+        return TextCaches(text, HeadText(self.head, num_entries, self.head.cache_beside(text)))
 
     def new_learnt(self, target: Decoder, predict_pass_s: Callable[[int], float] | None) -> EstimatesAndRecall:
         return EstimatesAndRecall.of(target, self.head, predict_pass_s)
@@ -152,7 +153,8 @@ class OpenedHead:
             on_device, texts = learning_bytes(spec, target.config, itemsize)
             items.append(Item("learning", on_device=on_device, on_host=texts))
         num_keys = room.context + room.tree
-        return MemoryUse(tuple(items), activation_bytes(spec.config, room.pass_rows, num_keys, itemsize))
+        workspace = activation_bytes(spec.config, room.pass_rows, num_keys, itemsize)
+        return MemoryUse(tuple(items), workspace, reads_all_entries=spec.reads_target_entries)
 
     def guessing(self, placement: Placement) -> Guessing:
         """A round goes through about as much as a layer of the target for each of its own, and its head."""

@@ -21,7 +21,8 @@ from offspec.scheduler.trees.token_tree import IntArray
 from offspec.scheduler.trees.vocabulary import Vocabulary
 
 from ..config import ModelConfig
-from ..decoder import Decoder
+from ..decoder import CachedDecoder, Decoder
+from ..memory.text_memory import TextMemory
 from ..names import EMBEDDING, HEAD
 from ..norms import normalize
 from ..parts.part import PassRows, as_vector
@@ -79,6 +80,10 @@ class Head(Decoder, ABC):
     def fused(self, states: Tensor) -> Tensor:
         """Features [K, F] from the target's states [K, S]; S: the chosen layers' hidden sizes, side by side."""
         return states.to(self.dtype)
+
+    def cache_beside(self, target: CachedDecoder) -> TextMemory:
+        """An empty memory of the head for the text of `target`."""
+        return self.new_cache()
 
     @abstractmethod
     def advance(self, inputs: Inputs, rows: PassRows) -> Advanced:
@@ -188,7 +193,7 @@ class HeadSpec:
     kind: of head, for messages. config: the shape of its layers and of its states. shapes: its tensors by `Head`'s
     names. num_columns: of its logits. make: see `MakeHead`. takes_packed: whether it multiplies with quantised
     matrices; otherwise they are unpacked for it. can_learn: whether it can be unrolled over a text
-    (`training.unrolling`).
+    (`training.unrolling`). reads_target_entries: whether it attends to the target's KV entries.
     """
 
     kind: str
@@ -199,3 +204,4 @@ class HeadSpec:
     make: MakeHead
     takes_packed: bool = False
     can_learn: bool = True
+    reads_target_entries: bool = False

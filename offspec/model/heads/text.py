@@ -22,6 +22,7 @@ from offspec.scheduler.trees.verify import TargetPass, TargetStates
 from offspec.scheduler.trees.vocabulary import Vocabulary
 
 from ..memory.layer_memory import CHUNK_ROWS
+from ..memory.text_memory import TextMemory
 from ..parts.part import PassRows
 from ..pass_rows import TextRows
 from .head import Head, Inputs
@@ -44,10 +45,10 @@ class HeadText:
     Positions that the head was not told of (they came from another conversation's cache) are left out.
     """
 
-    def __init__(self, head: Head, capacity: int = 0) -> None:
-        """capacity: entries to reserve."""
+    def __init__(self, head: Head, capacity: int = 0, cache: TextMemory | None = None) -> None:
+        """capacity: entries to reserve. cache: the head's, empty; None: one that needs no target."""
         self.decoder = head
-        self.cache = head.new_cache()
+        self.cache = head.new_cache() if cache is None else cache
         self.cache.reserve(capacity)
         self.length = 0
         self._positions: list[int] = []  # of the committed entries' tokens

@@ -14,7 +14,7 @@ from offspec.checkpoints.opening import ModelFiles, Note
 from offspec.drafts.base import DraftOptions, OpenRequest
 from offspec.drafts.head_draft import HeadDraft
 from offspec.drafts.kinds import open_draft
-from offspec.errors import CheckpointError, UnsupportedModelError, UsageError
+from offspec.errors import CheckpointError, UsageError
 
 from ...pair import Pair, build_pair
 from ...refusals import refused
@@ -148,7 +148,6 @@ OF_ANOTHER = {
     "hidden size": ({"hidden_size": 64}, {}, CheckpointError, "hidden size 64"),
     "vocabulary": ({}, {"d2t": torch.full((96,), 1000)}, CheckpointError, "no token of this target"),
     "fingerprint": ({"offspec_target": "another"}, {}, CheckpointError, "trained for another target"),
-    "Gemma 4's assistant": ({"model_type": "gemma4_assistant"}, {}, UnsupportedModelError, "choose another draft"),
 }
 
 
