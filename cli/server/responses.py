@@ -139,6 +139,7 @@ class LateResponse(Response):
     """A response that begins before it is known: signs of life, then the body of the task's response."""
 
     def __init__(self, task: asyncio.Task[Response], *, streams: bool) -> None:
+        """streams: the task's response is a stream of events; otherwise a whole answer as JSON."""
         self._task, self._streams = task, streams
         self.media_type = EventResponse.media_type if streams else JSONResponse.media_type
         super().__init__(headers=STREAM_HEADERS)
