@@ -91,7 +91,7 @@ class AssistantHead(LayeredHead):
         return MemoryBesideTarget(target)
 
     def rows(self, rows: TextRows, cache: TextMemory, positions: Tensor | None = None) -> AppendedRows:
-        assert isinstance(cache, MemoryBesideTarget), "a memory by `cache_beside`"
+        assert isinstance(cache, MemoryBesideTarget)
         cache.extend(len(rows))
         return RowsBehindTarget.of(rows, cache.target.cache)
 
