@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from threading import RLock
 from weakref import WeakSet
@@ -31,6 +32,7 @@ from .model.decoder import Decoder
 from .model.exactness import is_exact_by_default, reason_of
 from .model.memory.kv_in_ram import EntriesInRam
 from .model.memory.text_memory import TextMemory, total_bytes
+from .planning.draft_forecast import Guessing, round_s
 from .planning.memory import MemoryOptions, MemoryUse, MemoryUser, Room
 from .planning.out_of_memory import explain_out_of_memory, retry_out_of_memory, with_fewer_residents
 from .planning.parked_texts import ParkedTexts
@@ -104,6 +106,13 @@ class LoadedTarget:
         assert self.plan is not None
         assert self.rates is not None
         return self.plan.predict_pass_s(self.rates, width)
+
+    def predicts_rounds(self, guessing: Guessing) -> Callable[[int], float]:
+        """Rows → predicted seconds of a draft round, by the same rates."""
+        assert self.plan is not None
+        assert self.rates is not None
+        rates_of = ProductRates(self.plan.demand.target, self.rates, self.decoder.device.type)
+        return partial(round_s, self.plan, guessing, rates_of)
 
     def note_once(self, note: Note) -> None:
         """Add a note about a request, unless it stands there already."""
@@ -376,7 +385,9 @@ def _load_models(
         decoder.is_exact = settings.is_exact
         if (reason := reason_of(decoder)) is not None:
             notes.append(Note(f"the text equals plain decoding's up to near-ties: {reason}"))
-        return decoder, attach(decoder)
+        draft, guessing = attach(decoder), opened.guessing(memory.plan.placement)
+        draft.as_planned = guessing if guessing.layers else None
+        return decoder, draft
 
     decoder, draft = retry_out_of_memory(load_both, memory.reduce_residents)
     memory.settle(can_reduce=draft.allows_reload)

@@ -117,7 +117,7 @@ def measure(way: Way, prompt: list[int], params: SamplingParams, meter: Meter) -
 
 
 def _forget_texts(engine: Engine) -> None:
-    fresh = engine.draft.new_learnt(engine.target, None)
+    fresh = engine.draft.new_learnt(engine.target)
     engine.models.learnt = replace(engine.learnt, recall=fresh.recall, recycling=fresh.recycling)
 
 

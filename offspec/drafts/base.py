@@ -22,6 +22,7 @@ from offspec.scheduler.drafting.model_drafter import ModelDrafter
 from offspec.scheduler.guessing.lookup import Guesser
 from offspec.scheduler.guessing.retrieval import Retrieval, SuffixIndex
 from offspec.scheduler.pace.controllers import Controller
+from offspec.scheduler.pace.costs import Predict
 from offspec.scheduler.params import SpeculationParams, max_nodes
 from offspec.scheduler.trees.verify import TargetPass
 
@@ -162,7 +163,7 @@ class Draft:
     allows_reload: the target's weights may be loaded again while this draft exists. keeps_target_whole: one cache has
     all of the target's KV entries of a text. target_layers: the target's layers whose states `TargetPass` reports to
     the draft. num_shared: entries of a text's KV cache in the target that are the draft's own. files: the draft
-    model's, or None.
+    model's, or None. as_planned: how it guesses, by the plan; None if no model guesses.
     """
 
     overlaps = True
@@ -174,6 +175,7 @@ class Draft:
     def __init__(self, name: str | None = None) -> None:
         self.name = name
         self.files: ModelFiles | None = None
+        self.as_planned: Guessing | None = None
         self.decoder: Decoder | None = None
         self.aligner: Aligner | None = None
 
@@ -184,12 +186,14 @@ class Draft:
         """Empty caches of one text, with room for `num_tokens` tokens and a tree of `num_nodes` nodes."""
         return TextCaches(CachedDecoder(target, num_tokens + num_nodes), None)
 
-    def new_learnt(self, target: Decoder, predict_pass_s: Callable[[int], float] | None) -> EstimatesAndRecall:
+    def new_learnt(
+        self, target: Decoder, predict_pass_s: Predict | None = None, predict_round_s: Predict | None = None
+    ) -> EstimatesAndRecall:
         """Empty estimates for this draft with this target.
 
-        predict_pass_s: a first estimate of a pass's seconds from its number of rows.
+        predict_pass_s, predict_round_s: first estimates of the seconds of a pass and a draft round, by number of rows.
         """
-        return EstimatesAndRecall.of(target, self.decoder, predict_pass_s)
+        return EstimatesAndRecall.of(target, self.decoder, predict_pass_s, predict_round_s)
 
     def guessers(self, task: DraftTask, learnt: EstimatesAndRecall) -> list[Guesser]:
         """The guessers of one request; they need no model."""

@@ -16,6 +16,7 @@ from offspec.loaders.streaming.placement import Item, Placement
 from offspec.scheduler.drafting.drafter import Drafter
 from offspec.scheduler.drafting.model_drafter import ModelDrafter
 from offspec.scheduler.guessing.lookup import Guesser
+from offspec.scheduler.pace.costs import Predict
 from offspec.scheduler.params import MAX_ROWS
 from offspec.scheduler.trees.verify import TargetPass
 
@@ -72,8 +73,10 @@ class HeadDraft(Draft):
         num_entries = num_tokens + MAX_ROWS if num_tokens else 0
         return TextCaches(text, HeadText(self.head, num_entries, self.head.cache_beside(text)))
 
-    def new_learnt(self, target: Decoder, predict_pass_s: Callable[[int], float] | None) -> EstimatesAndRecall:
-        return EstimatesAndRecall.of(target, self.head, predict_pass_s)
+    def new_learnt(
+        self, target: Decoder, predict_pass_s: Predict | None = None, predict_round_s: Predict | None = None
+    ) -> EstimatesAndRecall:
+        return EstimatesAndRecall.of(target, self.head, predict_pass_s, predict_round_s)
 
     def guessers(self, task: DraftTask, learnt: EstimatesAndRecall) -> list[Guesser]:
         return guessers_beside_model(task, learnt, super().guessers(task, learnt))

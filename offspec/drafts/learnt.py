@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from offspec.loaders.accelerators.accelerator import accelerator_of
 from offspec.scheduler.drafting.learnt import RunningEstimates
 from offspec.scheduler.guessing.recycling import TokenRecycling
-from offspec.scheduler.pace.costs import Costs
+from offspec.scheduler.pace.costs import Costs, Predict
 from offspec.scheduler.pace.trials import OverlapSwitch, WindowTrials
 
 from ..model.decoder import Decoder
@@ -28,12 +27,16 @@ class EstimatesAndRecall(RunningEstimates):
 
     @classmethod
     def of(
-        cls, target: Decoder, draft: Decoder | None, predict_pass_s: Callable[[int], float] | None
+        cls,
+        target: Decoder,
+        draft: Decoder | None,
+        predict_pass_s: Predict | None = None,
+        predict_round_s: Predict | None = None,
     ) -> EstimatesAndRecall:
-        """Empty estimates. predict_pass_s: a first estimate of a pass's seconds from its number of rows."""
+        """Empty estimates. predict_pass_s, predict_round_s: first estimates of seconds, by number of rows."""
         return cls(
             TokenRecycling(target.config.vocab_size),
-            costs=Costs(predict_pass_s),
+            costs=Costs(predict_pass_s, predict_round_s),
             overlap_switch=OverlapSwitch(shares_cores=not accelerator_of(target.device).has_own_memory),
             recall=None if draft is None or not (_is_linear(draft) and _is_linear(target)) else Recall(draft, target),
         )

@@ -55,8 +55,11 @@ class Models:
         return self._new_learnt() if self.loaded.is_deterministic else self.learnt
 
     def _new_learnt(self) -> EstimatesAndRecall:
-        target = self.loaded
-        return self.draft.new_learnt(target.decoder, target.predict_pass_s if target.rates else None)
+        target, guessing = self.loaded, self.draft.as_planned
+        if target.rates is None:
+            return self.draft.new_learnt(target.decoder)
+        predict_round_s = None if guessing is None else target.predicts_rounds(guessing)
+        return self.draft.new_learnt(target.decoder, target.predict_pass_s, predict_round_s)
 
     def max_texts(self, wanted: int | None = None) -> int:
         """The maximum number of texts that share passes. wanted: None is AUTO_TEXTS, or more if more were planned."""

@@ -150,7 +150,7 @@ class ModelDrafter(ExactDrafter):
         rounds.begin_forced()
         rate = pricing.tokens_per_s if self._is_priced and not pricing.is_catching_up else None
         self._guessers.ask(rounds.tree, self._text, pricing.limit, rounds.max_depth, rate)
-        if self._can_ask_model and (rounds.tree.is_rooted or pricing.is_worth_a_round()):
+        if self._can_ask_model and (rounds.tree.is_rooted or pricing.is_worth_a_round(rounds.num_unscored)):
             yield from self._grow()
 
     @property

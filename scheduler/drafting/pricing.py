@@ -88,6 +88,7 @@ class PassPricing:
     def begin_plain(self) -> None:
         """Start a pass without speculation. `end_plain` ends it; no other call is needed."""
         self._began = self._sent = self._clock()
+        self._calibration.catching_up.rest()
 
     def end_plain(self) -> None:
         """Record the end of an iteration that `begin_plain` has started."""
@@ -105,6 +106,7 @@ class PassPricing:
         self._began, self._rounds_s = self._clock(), 0.0
         self._num_chain = num_chain + self._shared.rows_beside
         self._rests = self._declines = self._is_retry = False
+        self._calibration.catching_up.rest()
 
     @property
     def is_shared(self) -> bool:
@@ -144,18 +146,27 @@ class PassPricing:
             return state
         return replace(state, tokens_per_s=shared.tokens_per_s, num_drafting=shared.num_drafting)
 
-    def is_worth_a_round(self) -> bool:
+    def is_worth_a_round(self, num_unread: int) -> bool:
         """Whether a first draft round pays off; if not, it is retried at growing intervals.
 
-        A first pass has no rate to judge by: it continues as the last request ended.
+        A first pass has no rate to judge by: it continues as the last request ended. num_unread: tokens that the draft
+        reads before this round.
         """
         retry = self._retry
         looks = not retry.is_pausing if self.is_first else retry.wants_look
         self._rests = not looks and not self.is_first
         pays = looks and self._promises_tokens()
-        self._declines = not (retry.is_worth_trying(pays=pays) or self.is_catching_up)
+        tries = retry.is_worth_trying(pays=pays) or self.is_catching_up
+        can_try = pays or self._calibration.catching_up.is_affordable(self._cost_of(num_unread))
+        self._declines = not (tries and can_try)
         self._is_retry = not pays
         return not self._declines
+
+    def _cost_of(self, num_unread: int) -> float:
+        """Plain passes that it costs the draft to read more than one token; at first, what it would cost the target."""
+        curve = self._costs.draft if self._costs.draft.is_known else self._costs.target
+        one_s, all_s = curve.seconds(np.array([1, num_unread]))
+        return float(all_s - one_s) / self._predicted_plain_s()
 
     def _promises_tokens(self) -> bool:
         """Whether a first round is expected to bring more tokens than its seconds bring otherwise."""
@@ -170,6 +181,7 @@ class PassPricing:
         rows = yield from draft
         seconds = self._clock() - began
         self._rounds_s += seconds
+        self._calibration.catching_up.run()
         if rows <= MOST_ROWS and not self._shared.is_shared:  # `SharedPass.observe_round` records those of all texts
             self._costs.draft.observe(rows, seconds)
 

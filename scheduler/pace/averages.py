@@ -94,3 +94,27 @@ class Retry:
             return True
         self.wait()
         return self.is_due
+
+
+class CatchingUp:
+    """Whether a draft that rests may read what was written meanwhile, to be tried again.
+
+    What that costs is lost if the draft does not pay. So it may take SHARE of the passes since the draft last ran, of
+    this text and of earlier ones.
+    """
+
+    SHARE = 0.015
+
+    def __init__(self) -> None:
+        self._num_passes = 0  # since the draft last ran
+
+    def rest(self) -> None:
+        """Count a pass without the draft."""
+        self._num_passes += 1
+
+    def run(self) -> None:
+        self._num_passes = 0
+
+    def is_affordable(self, cost: float) -> bool:
+        """cost: of the reading, in plain passes."""
+        return cost <= self.SHARE * self._num_passes

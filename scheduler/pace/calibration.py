@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..trees.token_tree import FloatArray
-from .averages import DecayingRatio, DecayingSum, Retry
+from .averages import CatchingUp, DecayingRatio, DecayingSum, Retry
 from .speculation_switch import SpeculationSwitch
 
 # Sixths, so that exp(v / s) is a power of exp(v / 6) for each s: `child_scores.log_normalisers` multiplies instead.
@@ -94,14 +94,14 @@ class DraftCalibration:
     """The calibration of a draft in one mode: greedy or sampled, coupled or not.
 
     trust: in the draft's probabilities. guesser_trust: in guessers' claims for candidates that the draft scores lower.
-    retry: when to try a draft again that did not pay off. switch: whether to speculate at all.
+    retry, catching_up: when to try a draft again that did not pay off. switch: whether to speculate at all.
     """
 
     def __init__(self, sharpness: float, *, coupled: bool) -> None:
         """coupled: the draft uses the target's noise; otherwise the sharpness is always 1."""
         self._coupled = coupled
         self.sharpness, self.trust, self.guesser_trust, self.profile = Sharpness(sharpness), Trust(), Trust(), Profile()
-        self.retry, self.switch = Retry(), SpeculationSwitch()
+        self.retry, self.catching_up, self.switch = Retry(), CatchingUp(), SpeculationSwitch()
 
     @property
     def index(self) -> int:

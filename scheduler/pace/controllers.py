@@ -103,9 +103,11 @@ class MarginalRate:
         return max(float((tokens / (state.spent_s + seconds)).max()), self._plain_rate())
 
     def _plain_rate(self) -> float:
-        """Tokens/s of plain passes, where they have been seen; else 0."""
+        """Tokens/s of plain passes, where they have been seen or predicted; else 0."""
         curve = self._costs.target
-        return 0.0 if self._is_new(PLAIN_ROWS) else 1 / float(curve.seconds(np.array([PLAIN_ROWS]))[0])
+        if self._is_new(PLAIN_ROWS) and not curve.is_predicted:
+            return 0.0
+        return 1 / float(curve.seconds(np.array([PLAIN_ROWS]))[0])
 
     def _is_new(self, rows: int) -> bool:
         """Whether few passes with about this number of rows were measured."""

@@ -12,7 +12,7 @@ from ..trees.token_tree import FloatArray, IntArray
 from .averages import MovingAverage
 
 Predict = Callable[[int], float]
-MOST_ROWS = 4096
+MOST_ROWS, LEAST_S = 4096, 1e-9
 _LOGS = np.log2(np.maximum(np.arange(MOST_ROWS + 1), 1))
 WIDTHS = np.array([4, 8, 16, 32, 64])  # of draft rounds; so few that each can have a captured graph
 
@@ -33,11 +33,11 @@ class CostCurve:
 
     def __init__(self, prior: Predict | None = None) -> None:
         """prior: predicted seconds for a number of rows."""
-        self._prior = None if prior is None else np.array([prior(round(2**x)) for x in self.KNOTS])
+        self._prior = None if prior is None else np.maximum([prior(round(2**x)) for x in self.KNOTS], LEAST_S)
         self._sums, self._weights = np.zeros_like(self.KNOTS), np.zeros_like(self.KNOTS)
         self._last = 0  # knot nearest to the last observation
         self._seconds: FloatArray | None = None  # at the knots
-        self.is_known = prior is not None
+        self.is_predicted = self.is_known = prior is not None
 
     def observe(self, rows: int, seconds: float) -> None:
         place = math.log2(min(max(rows, 1), MOST_ROWS))
@@ -94,6 +94,7 @@ class Costs:
     """The costs of one pair of models, kept from request to request."""
 
     def __init__(self, target: Predict | None = None, draft: Predict | None = None) -> None:
+        """target, draft: first estimates of the seconds of a pass, and of a draft round, by number of rows."""
         self.target, self.draft = CostCurve(target), CostCurve(draft)
         self._overhead = MovingAverage(0.1, initial=0.0)
 

@@ -17,7 +17,7 @@ from offspec import Engine, SamplingParams, SpeculationParams, builtin
 from offspec.drafts.recall import DOUBT, MOST_NODES, MOST_PROMPT, NEARNESS, SIZE, Recall, RecallingText, recall_bytes
 from offspec.model.decoder import CachedDecoder, Decoder
 from offspec.model.row_logits import RowLogits
-from offspec.scheduler.pace.costs import WIDTHS
+from offspec.scheduler.pace.costs import WIDTHS, Costs
 from offspec.scheduler.params import MAX_ROWS
 from offspec.scheduler.trees.token_tree import ROOT, IntArray, TokenTree
 from offspec.scheduler.trees.verify import Logits, Verdict
@@ -158,6 +158,7 @@ def test_places_are_those_of_the_tree(
     pair: Pair, speculation: SpeculationParams, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with Engine.load(str(pair.target), draft=str(pair.draft), device="cpu", dtype="fp32") as engine:
+        engine.learnt.costs = Costs(lambda rows: 1.0, lambda rows: 1e-3)  # so that a first tree is always drafted
         watch = Watch(engine, "def area(", monkeypatch)
         for _ in engine.generate("def area(", SAMPLED, speculation, observer=watch):
             pass

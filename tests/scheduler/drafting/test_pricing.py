@@ -102,10 +102,10 @@ class Useless:
         controller, retry = MarginalRate(self.costs, MAX_NODES), self.calibration.retry
         return PassPricing(controller, self.costs, self.calibration, self.clock, retry)
 
-    def is_asked(self, pricing: PassPricing, *, num_expected: float = 0.0) -> bool:
+    def is_asked(self, pricing: PassPricing, *, num_expected: float = 0.0, num_unread: int = 1) -> bool:
         """Whether it is asked in the request's next pass, of which it then sends nodes."""
         pricing.begin(num_chain=1)
-        is_asked = pricing.is_worth_a_round()
+        is_asked = pricing.is_worth_a_round(num_unread)
         pricing.send(num_expected if is_asked else 0.0)
         self.clock.now += self.pass_s
         pricing.judged(0)
@@ -120,6 +120,25 @@ class Useless:
 
 def test_a_draft_that_promises_nothing_is_asked_now_and_then() -> None:
     assert Useless().asked(60) == [7, 23, 55]
+
+
+@pytest.mark.parametrize(("row_s", "first"), [(0.0, 7), (1e-3, 7), (5e-3, 55), (0.1, None)])
+def test_what_a_draft_reads_for_a_trial_is_a_small_share_of_the_passes(row_s: float, first: int | None) -> None:
+    """It rests from the first pass on, so it has all of the text to read, behind a prompt of 100 tokens."""
+    draft = Useless()
+    draft.costs = Costs(lambda _: 1.0, lambda rows: 50.0 + row_s * rows)
+    pricing = draft.pricing()
+    asked = [number for number in range(400) if draft.is_asked(pricing, num_unread=100 + number)]
+    assert asked[:1] == ([] if first is None else [first])
+
+
+def test_what_a_draft_reads_is_paid_from_earlier_texts_too() -> None:
+    draft = Useless()
+    draft.costs = Costs(lambda _: 1.0, lambda rows: 50.0 + 0.02 * rows)
+    texts = [draft.pricing() for _ in range(10)]
+    asked = [any(draft.is_asked(text, num_unread=10 + number) for number in range(12)) for text in texts]
+    assert not asked[0]
+    assert any(asked)
 
 
 def test_a_draft_that_is_not_asked_rests_in_spite_of_trials() -> None:

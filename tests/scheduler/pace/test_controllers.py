@@ -142,9 +142,8 @@ def test_rounds_are_drafted_while_they_pay(round_s: float, widths: set[int]) -> 
 def test_a_first_tree_has_to_earn_what_plain_passes_do_where_these_are_known() -> None:
     """The prompt makes a first pass long, and any tree beside it looks cheap."""
     best, price = np.array([0.9, 0.5, 0.1]), 0.3
-    for seen, size in ((False, 3), (True, 2)):
-        costs = Costs(lambda rows: price * rows)
-        for _ in range(20 * seen):
+    for costs, size in ((Costs(), 3), (Costs(lambda rows: 1.0 if rows == 1 else price * rows), 2), (Costs(), 2)):
+        for _ in range(20 * (size == 2 and not costs.target.is_predicted)):
             costs.target.observe(1, 1.0)  # so a row more takes what would bring 0.3 tokens
             costs.target.observe(90, 90 * price)
             costs.target.observe(128, 128 * price)
