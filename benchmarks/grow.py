@@ -1,6 +1,6 @@
 """Grows a small trained checkpoint to a large model's shape: the same function with the large model's costs.
 
-    python -m benchmarks.grow /data/grown-7b --shape 7b [--source FOLDER or GGUF file]
+    python -m benchmarks.grow /data/grown-7b --shape 7b [--source FOLDER or GGUF file] [--exit EXIT.safetensors]
 
 Acceptance is that of the small model; all costs are those of the large one. Method:
 
@@ -17,7 +17,8 @@ Acceptance is that of the small model; all costs are those of the large one. Met
 
 All factors are powers of two, so bf16 weights stay exact. In NF4 the grown model has the usual error of NF4. The
 vocabulary is the small model's: rows that can never win would need a bias. The checkpoint is written layer by layer,
-with one layer in memory; an interrupted run resumes with the first missing file.
+with one layer in memory; an interrupted run resumes with the first missing file. `--exit` also grows an exit layer of
+the small model, beside the folder: /data/grown-7b-exit.safetensors.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ import torch
 from torch import Tensor
 
 from offspec import builtin
+from offspec.checkpoints.exit_layers import ExitFile, save
+from offspec.checkpoints.opening import ModelFiles
 from offspec.checkpoints.our_names import in_our_names
 from offspec.errors import OffspecError, UsageError
 from offspec.loaders.convert import read_whole
@@ -131,6 +134,24 @@ def grow(
     nbytes = sum((target / name).stat().st_size for name in names)
     (target / INDEX_FILE).write_text(json.dumps({"metadata": {"total_size": nbytes}, "weight_map": weight_map}))
     return target
+
+
+def grow_exit(exit_file: Path, source: Path, grown: Path, shape: Shape) -> Path:
+    """Write an exit layer of `source` for `grown`, which is `source` in `shape`. Returns its path.
+
+    It stands behind the large layer that computes what the small layer before it does. Raises an OffspecError.
+    """
+    small, big = (ModelFiles.open(path, "bf16", "cpu", []) for path in (source, grown))
+    file, layout = ExitFile.open(exit_file, small), Layout(small.config, shape)
+    weights = file.load(torch.bfloat16, torch.device("cpu"))
+    before = next(large for large, small_layer in layout.layers.items() if small_layer == file.exit_layer - 1)
+    as_layer = {in_layer(file.exit_layer - 1, name): weight for name, weight in weights.items()}
+    layer = {
+        name: layout.tensor(in_layer(before, name), size, as_layer) for name, size in layer_shapes(big.config).items()
+    }
+    path = grown.with_name(f"{grown.name}-exit.safetensors")
+    save(path, layer, big, before + 1)
+    return path
 
 
 def _claim(target: Path, job: Mapping[str, Any]) -> None:
@@ -327,9 +348,12 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--shape", choices=SHAPES, required=True)
     parser.add_argument("--source", type=Path, default=builtin.path("target"))
+    parser.add_argument("--exit", type=Path, metavar="FILE", help="an exit layer of the source, by offspec distill")
     args = parser.parse_args()
     try:
         grow(args.source, args.folder, SHAPES[args.shape], say=lambda line: print(line, file=sys.stderr))
+        if args.exit is not None:
+            print(grow_exit(args.exit, args.source, args.folder, SHAPES[args.shape]), file=sys.stderr)
     except OffspecError as exc:
         sys.exit(f"Error: {exc}")
 

@@ -11,13 +11,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from benchmarks.grow import SHAPES, Layout, Shape, grow
+from benchmarks.grow import SHAPES, Layout, Shape, grow, grow_exit
 from offspec import Engine, SamplingParams, SpeculationParams, builtin
+from offspec.checkpoints.exit_layers import save
+from offspec.checkpoints.opening import ModelFiles
 from offspec.errors import UsageError
 from offspec.loaders.files.containers import open_checkpoint
 from offspec.loaders.formats import dense, stored_weights
 from offspec.loaders.formats.products import TORCH, ProductCosts
 from offspec.model.config import read_config
+from offspec.model.names import LAYER_PREFIX
 
 from ..refusals import refused
 
@@ -48,6 +51,25 @@ def texts(folder: Path, num_prompts: int = 1, num_tokens: int = 12) -> list[list
             [token for step in engine.generate(prompt, params, plain) for token in step.token_ids]
             for prompt in builtin.prompts()[:num_prompts]
         ]
+
+
+def passes(folder: Path, exit_file: Path) -> list[int]:
+    """Tokens of each pass with an exit layer as the draft."""
+    params = SamplingParams(16, ignore_eos=True)
+    options = {"draft": "self", "exit_file": str(exit_file), "dtype": "fp32", "device": "cpu"}
+    with Engine.load(str(folder), **options) as engine:
+        steps = engine.generate(builtin.prompts()[0], params, SpeculationParams(8, lookup=False, overlap=False))
+        return [len(step.token_ids) for step in steps]
+
+
+def test_an_exit_layer_brings_what_it_brings_the_small_model(grown: Path, tmp_path: Path) -> None:
+    """The copied last layer, without training."""
+    source = ModelFiles.open(SOURCE, "fp32", "cpu", [])
+    last = f"{LAYER_PREFIX}{source.config.num_layers - 1}."
+    layer = {name.removeprefix(last): weight for name, weight in tensors(SOURCE).items() if name.startswith(last)}
+    save(tmp_path / "exit.safetensors", layer, source, 4)
+    found = grow_exit(tmp_path / "exit.safetensors", SOURCE, grown, shape_of(grown))
+    assert passes(grown, found) == passes(SOURCE, tmp_path / "exit.safetensors")
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
