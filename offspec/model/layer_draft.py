@@ -9,7 +9,7 @@ nothing of files, or of how trees grow.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, fields, replace
 
 import torch
 from torch import Tensor
@@ -19,10 +19,13 @@ from offspec.scheduler.trees.token_tree import BoolArray, IntArray
 
 from .cuda_graphs import USES_BEFORE_RECORDING, WIDTHS, RoundBuffers, StaticRounds
 from .decoder import CachedDecoder, Decoder
+from .memory.chunk_keys import CHUNK, ChunkKeys, num_chunks, positions_of
 from .memory.draft_window import LEAST_SLACK, NUM_SINKS, most_entries
+from .memory.kv_cache import LayerCache
 from .memory.shared_cache import GapVisibility, SharedCache
 from .memory.text_memory import TextMemory
-from .pass_rows import AppendedRows, TextRows
+from .parts.part import Attending, Entries
+from .pass_rows import AppendedRows, TextRows, attention_scale
 
 
 class LayerDraft(Decoder):
@@ -88,22 +91,57 @@ class LayerDraftText(CachedDecoder):
         """Nothing: the target's cache has room for the draft's entries (`TextCaches.num_shared`)."""
 
 
-class WindowOfTarget(CachedDecoder):
-    """The cached text of a `LayerDraft` with a KV cache of its own: copies of the target's first and last entries.
+@dataclass(frozen=True)
+class WatchedRows(AppendedRows):
+    """Rows that note the queries of the text's last token, layer by layer, scaled as attention scales them."""
 
-    The target's cache may lie elsewhere, as in RAM. There are NUM_SINKS first entries and at least `window` last ones
-    (StreamingLLM, 2309.17453; MagicDec, 2408.11049, section 4), and those of nodes. `length` counts the text's tokens.
-    All entries keep their positions: the target was trained on distances as long.
+    queries: dict[int, Tensor] = field(default_factory=dict)
+
+    def attend(
+        self,
+        part: Attending,
+        queries: Tensor,
+        entries: Entries | None,
+        first: int,
+        last: int,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        row = len(self.rows.chain) - 1
+        if first <= row < last:
+            self.queries[part.entries_of] = queries[row - first] * attention_scale(part)
+        return super().attend(part, queries, entries, first, last, sinks)
+
+
+class WindowOfTarget(CachedDecoder):
+    """The cached text of a `LayerDraft` with a KV cache of its own: copies of some of the target's entries.
+
+    The target's cache may lie elsewhere, as in RAM. There are NUM_SINKS first entries, the last ones (StreamingLLM,
+    2309.17453; MagicDec, 2408.11049, section 4), and as many in chunks of the text between them, which the last token
+    attends to most (TriForce, 2404.11912). The chunks are those of each layer, and chosen anew whenever the draft
+    scores a token of the text. Behind these are the entries of nodes. `length` counts the text's tokens. All entries
+    keep their positions: the target was trained on distances as long.
     """
 
     decoder: LayerDraft
 
     def __init__(self, decoder: LayerDraft, target: CachedDecoder, window: int, num_rows: int) -> None:
-        """num_rows: the most entries beside those of the window: a prompt that the draft reads, and pending nodes."""
+        """window: first, last and chosen entries together, but for the sinks and what `draft_window.slack` adds.
+
+        num_rows: the most entries beside those of the window: a prompt that the draft reads, and pending nodes.
+        """
         super().__init__(decoder, most_entries(window) + num_rows, keeps_all=True)
         self._target = target
         self._window = window
+        self._num_chunks = window // 2 // CHUNK
         self._num_exact = 0  # first tokens of the text whose entries are the target's
+        self._keys = ChunkKeys()
+        self.chunks: list[list[int]] = []  # of each layer, in the order of their slots; behind the sinks
+        self._queries: dict[int, Tensor] = {}
+
+    @property
+    def _num_kept(self) -> int:
+        """The slots of sinks and chunks, which stay where they are; the last entries follow."""
+        return NUM_SINKS + self._num_chunks * CHUNK
 
     def begin(self, room: int) -> None:
         """Start a request from the target's entries. room: of no importance here."""
@@ -115,6 +153,19 @@ class WindowOfTarget(CachedDecoder):
     def truncate(self, length: int) -> None:
         """Drop the text from position `length` on, and take the target's entries before it."""
         self._take(min(length, self._target.length))
+
+    def begin_pass(self, rows: TextRows) -> tuple[Tensor, AppendedRows]:
+        hidden, appended = super().begin_pass(rows)
+        self._queries = {}
+        if rows.chain and self.cache.num_dropped:
+            values = {each.name: getattr(appended, each.name) for each in fields(appended)}
+            appended = WatchedRows(**values, queries=self._queries)
+        return hidden, appended
+
+    def end_pass(self, rows: TextRows) -> None:
+        super().end_pass(rows)
+        if self._queries:
+            self._choose()
 
     @torch.inference_mode()
     def keep(self, path: Sequence[int], pending: Sequence[int] = ()) -> None:
@@ -136,26 +187,52 @@ class WindowOfTarget(CachedDecoder):
             self.cache.append(missing, 0)
         self._copy(self._num_exact, length, self._num_exact - self.cache.num_dropped)
         self._num_exact = length
+        self._keys.extend(self._exact_entries(), length)
         if self.cache.length > most_entries(self._window):
-            self.cache.drop(NUM_SINKS, self.cache.length - NUM_SINKS - self._window)
+            self.cache.drop(self._num_kept, self.cache.length - NUM_SINKS - self._window)
 
     @torch.inference_mode()
     def _take(self, length: int) -> None:
-        """Replace all entries by the target's of a text of `length` tokens."""
+        """Replace all entries by the target's of a text of `length` tokens: the first ones, until chunks are chosen."""
         self.cache.truncate(0)
-        num_sinks = min(NUM_SINKS, length)
-        first = max(num_sinks, length - self._window)
-        self.cache.begin(num_sinks + length - first)
-        self.cache.num_dropped = first - num_sinks
-        self.cache.positions[num_sinks : self.cache.length] += self.cache.num_dropped
-        self._copy(0, num_sinks, 0)
-        self._copy(first, length, num_sinks)
+        num_kept = min(self._num_kept, length)
+        first = max(num_kept, length - (self._window - self._num_chunks * CHUNK))
+        self.cache.begin(num_kept + length - first)
+        self.cache.num_dropped = first - num_kept
+        self.cache.positions[num_kept : self.cache.length] += self.cache.num_dropped
+        self._copy(0, num_kept, 0)
+        self._copy(first, length, num_kept)
         self._num_exact = length
+        self.chunks = [list(range(self._num_chunks)) for _ in self.decoder.numbers]
+        self._keys.clear()
+        self._keys.extend(self._exact_entries(), length)
+
+    @torch.inference_mode()
+    def _choose(self) -> None:
+        """Copy the chunks that the text's last token attends to most to the slots of those that are not among them."""
+        end = num_chunks(self.cache.num_dropped + self._num_kept)
+        for layer, chosen in self._keys.best(self._queries, self._num_chunks, end).items():
+            held = self.chunks[layer]
+            new = [chunk for chunk in chosen if chunk not in held]
+            free = [place for place, chunk in enumerate(held) if chunk not in chosen]
+            for chunk, place in zip(new, free, strict=True):
+                held[place] = chunk
+                where = positions_of(chunk)
+                self._copy_layer(layer, where.start, where.stop, positions_of(place).start)
+        self._queries = {}
+
+    def _exact_entries(self) -> list[tuple[LayerCache, int]]:
+        """Where the target's entries of the draft's layers are."""
+        return [self._target.cache.kv_of(number) for number in self.decoder.numbers]
 
     def _copy(self, first: int, end: int, slot: int) -> None:
         """Copy the target's entries of positions first .. end to slots from `slot` on."""
-        for layer, number in enumerate(self.decoder.numbers) if first < end else ():
-            (mine, place), (exact, exact_place) = self.cache.kv_of(layer), self._target.cache.kv_of(number)
-            copied = exact.stored(exact_place, end, first)  # as they are stored, wherever that is
-            for rows, others in zip(mine.stored(place, slot + end - first, slot), copied, strict=True):
-                rows.copy_(others)
+        for layer in range(len(self.decoder.numbers)) if first < end else ():
+            self._copy_layer(layer, first, end, slot)
+
+    def _copy_layer(self, layer: int, first: int, end: int, slot: int) -> None:
+        number = self.decoder.numbers[layer]
+        (mine, place), (exact, exact_place) = self.cache.kv_of(layer), self._target.cache.kv_of(number)
+        copied = exact.stored(exact_place, end, first)  # as they are stored, wherever that is
+        for rows, others in zip(mine.stored(place, slot + end - first, slot), copied, strict=True):
+            rows.copy_(others)

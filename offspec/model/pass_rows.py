@@ -108,7 +108,7 @@ class AppendedRows(RowsOfText):
         if must_be_exact(queries):
             self.store(layer, entries, first)
             visible, c = self.slots(first, last, part.window, group), part.config
-            scores = Scores(_scale(part), c.attention_cap, sinks)
+            scores = Scores(attention_scale(part), c.attention_cap, sinks)
             return attend_exactly(queries, self.cache, layer, visible, scores)
         is_little = group * len(queries) * (self.visibility.start + last) <= MASK_ELEMENTS
         self.store(layer, entries, first)
@@ -254,7 +254,7 @@ class JoinedRows:
     ) -> list[Tensor]:
         """`_attend_together` with the bits of each text alone."""
         cache, num_heads, layer = pieces[0].text.cache, part.shape.num_kv_heads, part.entries_of
-        group, scores = queries.shape[1] // num_heads, Scores(_scale(part), part.config.attention_cap, sinks)
+        group, scores = queries.shape[1] // num_heads, Scores(attention_scale(part), part.config.attention_cap, sinks)
         most, shared = cache.most_read(layer), cache.num_in_beginning
         seen = [piece.text.slots(piece.first, piece.last, part.window, group) for piece in pieces]
         if queries.device.type != "cpu":
@@ -315,7 +315,7 @@ def _by_beginning(pieces: Sequence[Piece], window: int | None) -> list[list[Piec
     return list(groups.values())
 
 
-def _scale(part: Attending) -> float:
+def attention_scale(part: Attending) -> float:
     """Of scores, as a number."""
     return part.config.attention_scale or part.shape.head_dim**-0.5
 

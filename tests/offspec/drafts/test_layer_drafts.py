@@ -27,6 +27,7 @@ from offspec.loaders.streaming.link import CopyStream
 from offspec.loaders.streaming.placement import SHADOW_ITEM, Limits, Placement, Slots, places_of
 from offspec.loading import LoadedTarget
 from offspec.model.layer_draft import LayerDraft, LayerDraftText, WindowOfTarget
+from offspec.model.memory.chunk_keys import CHUNK, positions_of
 from offspec.model.memory.draft_window import LEAST_WINDOW, NUM_SINKS, most_entries
 from offspec.model.memory.kv_formats import EIGHT_BIT, PLAIN, KVFormat
 from offspec.model.memory.kv_in_ram import EntriesInRam
@@ -147,12 +148,13 @@ def test_trees_are_those_of_a_cache_of_its_own(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("temperature", "overlap"), [(0.0, True), (1.0, False)])
-def test_a_window_has_the_targets_first_and_last_entries(
+def test_a_window_has_the_targets_first_last_and_chosen_entries(
     long_files: ModelFiles, temperature: float, overlap: bool
 ) -> None:
     """The text is plain decoding's; behind a pass, all entries but that of the last token are the target's."""
     with opened(long_files, "shadow", window=LEAST_WINDOW) as engine:
         prompt, caches, num_dropped = engine.encode(PROMPTS[0] * 24), engine.new_caches(), set[int]()
+        chosen = set[int]()
         target, draft, text = caches.target, caches.draft, list[int]()
         assert isinstance(draft, WindowOfTarget)
         for length, num_tokens in ((len(prompt), 72), (len(prompt) - 9, 8)):  # the second text goes back
@@ -161,17 +163,22 @@ def test_a_window_has_the_targets_first_and_last_entries(
                 text += step.token_ids
                 num_dropped.add(draft.cache.num_dropped)
                 kept = min(draft.length, target.length) - draft.cache.num_dropped
-                places = draft.cache.positions[:kept].tolist()
-                assert places[:NUM_SINKS] == list(range(NUM_SINKS))
-                assert places[NUM_SINKS:] == list(range(draft.cache.num_dropped + NUM_SINKS, target.length))[: kept - 4]
                 assert LEAST_WINDOW < kept <= most_entries(LEAST_WINDOW)
-                for layer in range(NUM_LAYERS):
+                first = target.length - (kept - NUM_SINKS - LEAST_WINDOW // 2)  # of the last entries
+                for layer, chunks in enumerate(draft.chunks):
+                    assert len(set(chunks)) == LEAST_WINDOW // 2 // CHUNK
+                    chosen.update(chunks)
+                    where = [position for chunk in chunks for position in range(target.length)[positions_of(chunk)]]
+                    assert len(where) == LEAST_WINDOW // 2
+                    assert max(where) < first
+                    places = [*range(NUM_SINKS), *where, *range(first, target.length)]
                     exact = target.cache.read(layer, target.length)
                     for mine, others in zip(draft.cache.read(layer, kept), exact, strict=True):
                         assert torch.equal(mine, others[:, places])
             plain = engine.generate(prompt[:length], params, SpeculationParams(0))
             assert text == [token for step in plain for token in step.token_ids]
         assert len(num_dropped) > 2
+        assert len(chosen) > LEAST_WINDOW // 2 // CHUNK, "others than the first chunks"
         assert draft.cache.capacity == most_entries(LEAST_WINDOW) + MOST_READ_ON_CPU + MOST_ROWS_ON_CPU
 
 
@@ -399,11 +406,12 @@ def test_auto_takes_the_faster_of_lookup_and_a_made_shadow(
 
 
 def test_a_window_takes_memory_of_its_own_alone(files: ModelFiles) -> None:
-    """Whatever the context, and the target's entries may be in RAM."""
+    """The target's entries may be in RAM; of a longer context it has a mean key for each chunk more."""
     options = DraftOptions("shadow", draft_window=LEAST_WINDOW)
     opened = open_draft("target", OpenRequest(options, files, None, "fp32", "cpu", []))
     short, long = (opened.memory_use(files, Room(context, 16)) for context in (64, 4096))
-    assert sum(item.on_device for item in short.items) == sum(item.on_device for item in long.items)
+    keys = NUM_LAYERS * files.config.num_kv_heads * files.config.head_dim * 4 * (4096 - 64) // CHUNK
+    assert sum(item.on_device for item in short.items) == sum(item.on_device for item in long.items) - keys
     assert (long.reads_all_entries, long.target_entries) == (False, 0)
     with refused(UsageError, "`draft_window=8`"):
         open_draft("target", OpenRequest(replace(options, draft_window=8), files, None, "fp32", "cpu", []))
