@@ -78,7 +78,8 @@ class LoadOptions:
     progress(bytes_done, bytes_total) is called while resident weights load. lookup_files: text files for n-gram lookup.
     draft_window: how many tokens of a text a draft model keeps in its KV cache; None: what fits its context if the
     target's is longer, otherwise all, or fewer if requests with long texts find that to bring as many tokens per pass.
-    A shadow keeps as many of the target's entries; None: it reads all of them where they are.
+    A shadow copies as many of the target's entries; None: it reads all of them where they are, or copies 512 on a card
+    with a context of at least 8,192.
     learn: the draft may learn between requests (`Engine.learn`). learn_file: what it learnt before; without `learn`,
     the file must exist.
     chats: prompts will be messages; a model without a chat template is refused before its weights are read.

@@ -68,6 +68,7 @@ def draft_options(options: LoadOptions) -> DraftOptions:
         options.needs_draft_model,
         options.exit_layer,
         options.draft_window,
+        options.context,
     )
 
 

@@ -48,9 +48,9 @@ class DraftOptions:
     draft: auto, none, lookup, mtp, self, self:N, self:FILE, shadow, shadow:BITS, shadow:FOLDER, or a model.
     exit_file: the exit layer for `self`. exit_layer: the number of first layers with which `self` drafts without a
     trained exit layer. learn: the draft may learn between requests. learn_file: what it learnt before; without
-    `learn`, it must exist. needs_draft_model: requests
-    will use lossy acceptance.
-    draft_window: tokens that a draft model keeps in its KV cache; None is chosen by its context (`model_draft`).
+    `learn`, it must exist. needs_draft_model: requests will use lossy acceptance. draft_window: tokens that a draft
+    keeps in its KV cache; None is chosen (`model_draft`, `layer_drafts`). context: tokens of the longest text, if the
+    user gave their number.
     """
 
     draft: str = "auto"
@@ -60,6 +60,7 @@ class DraftOptions:
     needs_draft_model: bool = False
     exit_layer: int | None = None
     draft_window: int | None = None
+    context: int | None = None
 
     @property
     def learns(self) -> bool:

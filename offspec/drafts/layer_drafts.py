@@ -23,7 +23,7 @@ from ..checkpoints.exit_layers import refuse_experts, refuse_foreign
 from ..checkpoints.opening import ModelFiles, Note
 from ..checkpoints.shadows import Shadow, check_bits, find_shadow, make_shadow
 from ..errors import UsageError
-from ..model.block import keeps_states
+from ..model.block import has_entries_alone, keeps_states
 from ..model.cuda_graphs import RoundBuffers, is_static
 from ..model.decoder import CachedDecoder, Decoder
 from ..model.layer_draft import LayerDraft, LayerDraftText, WindowOfTarget
@@ -43,24 +43,32 @@ SHADOW = "shadow"
 DEFAULT_BITS = 4
 # Tokens of a prompt that the draft scores itself, so that the first pass has a tree. Reading a longer prompt costs as
 # much arithmetic as the target's pass over it; after that pass the draft has the target's entries anyway.
-MOST_READ, MOST_READ_ON_CPU = 512, 64
+MOST_READ, LESS_READ = 512, 64
+# From so long a context on, a shadow on a card copies entries of so many tokens (docs/results/long-texts.md).
+LONG_CONTEXT, LONG_WINDOW = 8192, 512
 # Nodes pending in the KV cache, whose entries are as large as the target's. A tree of 256 nodes had up to 616.
 MOST_ROWS, MOST_ROWS_ON_CPU = 1024, 768
 
 
-def most_read(device_type: str) -> int:
-    """The longest prompt that the draft scores itself."""
-    return MOST_READ_ON_CPU if device_type == "cpu" else MOST_READ
+@dataclass(frozen=True)
+class OwnEntries:
+    """The entries beside the target's for which there is room. most_read: the longest prompt that the draft scores
+    itself. most_nodes: pending ones.
+    """
 
+    most_read: int
+    most_nodes: int
 
-def most_rows(device_type: str) -> int:
-    """The largest number of pending nodes."""
-    return MOST_ROWS_ON_CPU if device_type == "cpu" else MOST_ROWS
+    @classmethod
+    def of(cls, device_type: str, window: int | None) -> OwnEntries:
+        """Fewer on a CPU; with a window, there is to be little memory beside it."""
+        on_cpu = device_type == "cpu"
+        most_read = LESS_READ if on_cpu or window is not None else MOST_READ
+        return cls(most_read, MOST_ROWS_ON_CPU if on_cpu else MOST_ROWS)
 
-
-def num_own_entries(device_type: str) -> int:
-    """Entries that are the draft's own: a prompt and pending nodes."""
-    return most_read(device_type) + most_rows(device_type)
+    @property
+    def number(self) -> int:
+        return self.most_read + self.most_nodes
 
 
 class LayersOfTarget(ModelDraft):
@@ -80,8 +88,7 @@ class LayersOfTarget(ModelDraft):
     def new_caches(self, target: Decoder, num_tokens: int, num_nodes: int) -> TextCaches:
         if self.window is not None:
             text = CachedDecoder(target, num_tokens + num_nodes)
-            num_rows = num_own_entries(self.decoder.device.type)
-            return TextCaches(text, WindowOfTarget(self.decoder, text, self.window, num_rows))
+            return TextCaches(text, WindowOfTarget(self.decoder, text, self.window, self._own.number))
         capacity = num_tokens + num_nodes + self.num_shared if num_tokens else 0
         text = CachedDecoder(target, capacity, keeps_all=True)
         return TextCaches(text, LayerDraftText(self.decoder, text, self._buffers), self.num_shared)
@@ -92,13 +99,16 @@ class LayersOfTarget(ModelDraft):
 
     @property
     def num_shared(self) -> int:  # type: ignore[override]
-        return 0 if self.window is not None else num_own_entries(self.decoder.device.type)
+        return 0 if self.window is not None else self._own.number
+
+    @property
+    def _own(self) -> OwnEntries:
+        return OwnEntries.of(self.decoder.device.type, self.window)
 
     def drafter(self, task: DraftTask, learnt: EstimatesAndRecall) -> Drafter:
-        device_type = self.decoder.device.type
         if isinstance(task.text, LayerDraftText | WindowOfTarget):
-            task.text.begin(tree_room(task.speculation, device_type))
-        request = replace(task.request, most_read=most_read(device_type), most_rows=most_rows(device_type))
+            task.text.begin(tree_room(task.speculation, self.decoder.device.type))
+        request = replace(task.request, most_read=self._own.most_read, most_rows=self._own.most_nodes)
         return super().drafter(replace(task, request=request), learnt)
 
 
@@ -124,12 +134,7 @@ class OpenedShadow:
         request.options.refuse_exit_file()
         request.options.refuse_learning()
         refuse_experts(target.config, "a shadow")
-        window = check_window(request.options.draft_window, target.config)
-        if window is not None and any(target.config.windows):
-            raise UsageError(
-                f"`draft_window={window}` copies the target's last KV entries, and layers of this "
-                f"{target.config.model_type} keep their own windows of them; omit it"
-            )
+        window = _window(request)
         _, _, bits_or_path = request.options.draft.partition(":")
         if bits_or_path and not bits_or_path.isdecimal():
             shadow = Shadow.open(expand_home(bits_or_path), target)
@@ -145,7 +150,7 @@ class OpenedShadow:
         With a window, the entries are in a cache of its own, and the target's may be in RAM. The mean keys of their
         chunks are on the device.
         """
-        number = num_own_entries(self.device_type)
+        number = OwnEntries.of(self.device_type, self.window).number
         items = [
             *unpacking_items(self.models[0]),
             *guessing_items(target.config, target, num_waiting=number),
@@ -192,6 +197,25 @@ class OpenedShadow:
         draft = load_shadow(self.shadow, target, chosen)
         draft.window = self.window
         return draft
+
+
+def _window(request: OpenRequest) -> int | None:
+    """Tokens whose entries the shadow copies; None: it reads all of the target's.
+
+    Without a number from the user, copies are made where longer texts would keep much of a card: the target's entries
+    may be in RAM then. Raises UsageError.
+    """
+    config = request.target.config
+    window = check_window(request.options.draft_window, config)
+    if window is not None and any(config.windows):
+        raise UsageError(
+            f"`draft_window={window}` copies the target's last KV entries, and layers of this "
+            f"{config.model_type} keep their own windows of them; omit it"
+        )
+    is_long = (request.options.context or 0) >= LONG_CONTEXT
+    if window is None and is_long and request.device_type != "cpu" and has_entries_alone(config):
+        return None if any(config.windows) else LONG_WINDOW
+    return window
 
 
 def _of_bits(bits: int, request: OpenRequest) -> Shadow:

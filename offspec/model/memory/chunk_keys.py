@@ -17,7 +17,7 @@ from ..config import ModelConfig
 from .draft_window import NUM_SINKS
 from .kv_cache import KVLayout, LayerCache
 
-CHUNK = 16  # entries; the first chunk follows the sinks
+CHUNK = 32  # entries; the first chunk follows the sinks
 LEAST_CHUNKS = 64  # room is made for so many more at once
 MOST_READ = 4096  # entries at once, if a cache returns views of any number
 

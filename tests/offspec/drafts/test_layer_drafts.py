@@ -20,7 +20,7 @@ from offspec.checkpoints.opening import ModelFiles, Note
 from offspec.checkpoints.shadows import Shadow, find_shadow, made_shadows, make_shadow, shadow_folder
 from offspec.drafts.base import Choice, DraftOptions, OpenRequest
 from offspec.drafts.kinds import open_draft
-from offspec.drafts.layer_drafts import MOST_READ_ON_CPU, MOST_ROWS_ON_CPU, LayersOfTarget, OpenedShadow
+from offspec.drafts.layer_drafts import LESS_READ, MOST_ROWS_ON_CPU, LayersOfTarget, OpenedShadow
 from offspec.drafts.without_model import LookupDraft
 from offspec.errors import CheckpointError, OffspecError, UsageError
 from offspec.loaders.streaming.link import CopyStream
@@ -179,7 +179,7 @@ def test_a_window_has_the_targets_first_last_and_chosen_entries(
             assert text == [token for step in plain for token in step.token_ids]
         assert len(num_dropped) > 2
         assert len(chosen) > LEAST_WINDOW // 2 // CHUNK, "others than the first chunks"
-        assert draft.cache.capacity == most_entries(LEAST_WINDOW) + MOST_READ_ON_CPU + MOST_ROWS_ON_CPU
+        assert draft.cache.capacity == most_entries(LEAST_WINDOW) + LESS_READ + MOST_ROWS_ON_CPU
 
 
 @pytest.mark.parametrize("kv", [PLAIN, EIGHT_BIT], ids=str)
@@ -200,9 +200,7 @@ def test_a_window_copies_entries_from_ram(long_files: ModelFiles, kv: KVFormat) 
         assert all(torch.equal(one, other) for one, other in zip(*windows, strict=True))
 
 
-@pytest.mark.parametrize(
-    ("length", "read"), [(5, {0, 1, 5}), (MOST_READ_ON_CPU, {0, 1, MOST_READ_ON_CPU}), (65, {0, 1})]
-)
+@pytest.mark.parametrize(("length", "read"), [(5, {0, 1, 5}), (LESS_READ, {0, 1, LESS_READ}), (65, {0, 1})])
 def test_a_long_prompt_is_left_to_the_target(
     files: ModelFiles, length: int, read: set[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -243,7 +241,7 @@ def test_room_is_made_once_for_a_whole_request(files: ModelFiles) -> None:
         params = SamplingParams(14, ignore_eos=True)
         for _ in engine.generate(PROMPTS[0], params, SpeculationParams(256), caches=caches):
             capacities.add(caches.draft.cache.capacity)
-        assert capacities == {len(engine.encode(PROMPTS[0])) + 14 + 256 + MOST_READ_ON_CPU + MOST_ROWS_ON_CPU}
+        assert capacities == {len(engine.encode(PROMPTS[0])) + 14 + 256 + LESS_READ + MOST_ROWS_ON_CPU}
 
 
 # ---------------------------------------------------------------------------------------------------------- files

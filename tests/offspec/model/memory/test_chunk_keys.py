@@ -59,7 +59,7 @@ def test_the_best_chunks_are_those_with_the_most_attention(steps: tuple[int, ...
 
 def test_another_text_has_its_own_chunks() -> None:
     chunks, queries = ChunkKeys(), {layer: torch.randn(4, layout.head_dim) for layer, layout in enumerate(LAYOUTS)}
-    for length in (LENGTH, 70):
+    for length in (LENGTH, NUM_SINKS + 5 * CHUNK):
         entries, keys = filled(0, length)
         chunks.clear()
         chunks.extend(entries, length)
