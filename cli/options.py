@@ -214,7 +214,7 @@ draft_window_option = LOADING.option(
     callback=draft_window,
     default="auto",
     metavar="auto|N",
-    help="A draft model or shadow keeps the last N tokens of a text. [default: auto, by context and by trial]",
+    help="A draft model or shadow keeps N tokens of a text. [default: auto, by context and by trial]",
 )
 # The draft, and where target and draft run.
 loading_options = all_of(
