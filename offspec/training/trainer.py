@@ -20,14 +20,17 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from offspec.loaders.accelerators.accelerator import accelerator_of
+from offspec.loaders.machine.hardware import read_hardware
+from offspec.loaders.units import format_count, format_size
 from offspec.scheduler.trees.token_tree import IntArray
 
-from ..errors import CheckpointError, NumericalError, StorageError
+from ..errors import CheckpointError, MemoryLimitError, NumericalError, StorageError
 from ..planning.out_of_memory import first_line
 from .distill_params import DistillParams
 from .target_texts import SHARD_TEXTS, Progress, Shard, Shards
 
 CHECKPOINT_EVERY_S = 30.0
+NUM_COPIES = 3  # of trained weights: their gradient, and AdamW's two moments
 WARM_UP = 0.05  # share of the steps
 
 
@@ -50,11 +53,30 @@ class Student(nn.Module):
         """The loss of a batch, some texts of a shard on the device."""
 
 
+def check_memory(student: Student) -> None:
+    """Raises MemoryLimitError if there is no room to train `student`: the kernel would end the program later."""
+    trained = [weights for weights in student.parameters() if weights.requires_grad]
+    own_bytes = sum(weights.nbytes for weights in trained)
+    hardware = read_hardware(student.device)
+    if hardware.gpu is None:
+        needed, free = NUM_COPIES * own_bytes, hardware.ram.available_bytes
+    else:  # where the weights themselves are not yet
+        needed, free = (1 + NUM_COPIES) * own_bytes, hardware.gpu.free_bytes
+    if needed > free:
+        count = format_count(sum(weights.numel() for weights in trained))
+        raise MemoryLimitError(
+            f"training {count} weights takes {format_size(needed)} more, and {format_size(free)} are free: train a "
+            "smaller draft, such as an EAGLE head of few tokens (`head_tokens`)"
+        )
+
+
 class Trainer:
     """Trains `student`, with checkpoints in `folder`. step: the next one."""
 
     def __init__(self, student: Student, params: DistillParams, folder: Path) -> None:
+        """Raises MemoryLimitError before anything is trained that does not fit."""
         device = student.device
+        check_memory(student)
         accelerator_of(device).make_current()
         self._accelerator = Accelerator(cpu=not accelerator_of(device).has_own_memory)
         self._params, self._folder, self.step = params, folder, 0
