@@ -21,7 +21,6 @@ from .cuda_graphs import USES_BEFORE_RECORDING, WIDTHS, RoundBuffers, StaticRoun
 from .decoder import CachedDecoder, Decoder
 from .memory.chunk_keys import CHUNK, ChunkKeys, num_chunks, positions_of
 from .memory.draft_window import LEAST_SLACK, NUM_SINKS, most_entries
-from .memory.kv_cache import LayerCache
 from .memory.shared_cache import GapVisibility, SharedCache
 from .memory.text_memory import TextMemory
 from .parts.part import Attending, Entries
@@ -134,7 +133,7 @@ class WindowOfTarget(CachedDecoder):
         self._window = window
         self._num_chunks = window // 2 // CHUNK
         self._num_exact = 0  # first tokens of the text whose entries are the target's
-        self._keys = ChunkKeys()
+        self._keys = ChunkKeys(len(decoder.numbers))
         self.chunks: list[list[int]] = []  # of each layer, in the order of their slots; behind the sinks
         self._queries: dict[int, Tensor] = {}
 
@@ -187,7 +186,7 @@ class WindowOfTarget(CachedDecoder):
             self.cache.append(missing, 0)
         self._copy(self._num_exact, length, self._num_exact - self.cache.num_dropped)
         self._num_exact = length
-        self._keys.extend(self._exact_entries(), length)
+        self._keys.extend(num_chunks(length), self._keys_here, self._num_chunks)
         if self.cache.length > most_entries(self._window):
             self.cache.drop(self._num_kept, self.cache.length - NUM_SINKS - self._window)
 
@@ -195,6 +194,8 @@ class WindowOfTarget(CachedDecoder):
     def _take(self, length: int) -> None:
         """Replace all entries by the target's of a text of `length` tokens: the first ones, until chunks are chosen."""
         self.cache.truncate(0)
+        self._keys.clear()
+        self._keys.extend(num_chunks(length), self._keys_of_target, self.cache.capacity // CHUNK)
         num_kept = min(self._num_kept, length)
         first = max(num_kept, length - (self._window - self._num_chunks * CHUNK))
         self.cache.begin(num_kept + length - first)
@@ -204,8 +205,6 @@ class WindowOfTarget(CachedDecoder):
         self._copy(first, length, num_kept)
         self._num_exact = length
         self.chunks = [list(range(self._num_chunks)) for _ in self.decoder.numbers]
-        self._keys.clear()
-        self._keys.extend(self._exact_entries(), length)
 
     @torch.inference_mode()
     def _choose(self) -> None:
@@ -221,9 +220,20 @@ class WindowOfTarget(CachedDecoder):
                 self._copy_layer(layer, where.start, where.stop, positions_of(place).start)
         self._queries = {}
 
-    def _exact_entries(self) -> list[tuple[LayerCache, int]]:
-        """Where the target's entries of the draft's layers are."""
-        return [self._target.cache.kv_of(number) for number in self.decoder.numbers]
+    def _keys_here(self, layer: int, first: int, last: int) -> Tensor:
+        """Keys of chunks among the last entries."""
+        start, stop = positions_of(first).start, positions_of(last - 1).stop
+        return self._keys_at(layer, start - self.cache.num_dropped, stop - self.cache.num_dropped)
+
+    def _keys_of_target(self, layer: int, first: int, last: int) -> Tensor:
+        """Keys of any chunks, by way of this cache, which is empty: the target's may be in RAM, and packed."""
+        start, stop = positions_of(first).start, positions_of(last - 1).stop
+        self._copy_layer(layer, start, stop, 0)
+        return self._keys_at(layer, 0, stop - start)
+
+    def _keys_at(self, layer: int, first: int, end: int) -> Tensor:
+        cache, place = self.cache.kv_of(layer)
+        return cache.read(place, end, first)[0]
 
     def _copy(self, first: int, end: int, slot: int) -> None:
         """Copy the target's entries of positions first .. end to slots from `slot` on."""

@@ -7,7 +7,7 @@ stay on the device where the entries themselves lie in RAM.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -15,11 +15,10 @@ from torch import Tensor
 from ..block import memory_layouts
 from ..config import ModelConfig
 from .draft_window import NUM_SINKS
-from .kv_cache import KVLayout, LayerCache
+from .kv_cache import KVLayout
 
 CHUNK = 32  # entries; the first chunk follows the sinks
 LEAST_CHUNKS = 64  # room is made for so many more at once
-MOST_READ = 4096  # entries at once, if a cache returns views of any number
 
 
 def num_chunks(length: int) -> int:
@@ -39,42 +38,40 @@ def chunk_bytes(config: ModelConfig, itemsize: int, num_tokens: int, num_texts: 
     return a_chunk * (num_tokens // CHUNK + num_texts * LEAST_CHUNKS)
 
 
-class ChunkKeys:
-    """The mean keys of a text's whole chunks, by layer."""
+KeysOf = Callable[[int, int, int], Tensor]  # layer, first and last chunk → [kv_heads, (last - first) * CHUNK, head_dim]
 
-    def __init__(self) -> None:
-        self._means: list[Tensor] = []  # [kv_heads, capacity, head_dim] of each layer
+
+class ChunkKeys:
+    """The mean keys of a text's first chunks, by layer."""
+
+    def __init__(self, num_layers: int) -> None:
+        self._means: list[Tensor | None] = [None] * num_layers  # [kv_heads, capacity, head_dim]
         self._length = 0  # chunks
 
     def clear(self) -> None:
         """Forget the text."""
         self._length = 0
 
-    def extend(self, entries: Sequence[tuple[LayerCache, int]], num_tokens: int) -> None:
-        """Add the chunks that a text of `num_tokens` tokens has by now.
-
-        entries: where each layer's are: a cache, and the layer's place in it.
-        """
-        if (wanted := num_chunks(num_tokens)) <= self._length:
-            return
-        for layer, (cache, place) in enumerate(entries):
-            most = max(1, (cache.most_read or MOST_READ) // CHUNK)
-            for first in range(self._length, wanted, most):
-                last = min(first + most, wanted)
-                keys, _ = cache.read(place, positions_of(last - 1).stop, positions_of(first).start)
+    def extend(self, length: int, keys_of: KeysOf, most: int) -> None:
+        """Have the text's first `length` chunks. keys_of: a layer's keys of some of them, at most `most` at once."""
+        for first in range(self._length, length, most):
+            last = min(first + most, length)
+            for layer in range(len(self._means)):
+                keys = keys_of(layer, first, last)
                 by_chunk = keys.reshape(len(keys), last - first, CHUNK, -1)
-                self._room(layer, keys, wanted)[:, first:last] = by_chunk.mean(2)
-        self._length = wanted
+                self._room(layer, keys, length)[:, first:last] = by_chunk.mean(2)
+            self._length = last
 
-    def _room(self, layer: int, keys: Tensor, wanted: int) -> Tensor:
-        """The layer's means, with room for as many chunks as are wanted."""
-        if layer == len(self._means):
-            self._means.append(keys.new_empty(keys.shape[0], 0, keys.shape[2]))
+    def _room(self, layer: int, keys: Tensor, length: int) -> Tensor:
+        """The layer's means, with room for `length` chunks."""
         old = self._means[layer]
-        if wanted > old.shape[1]:
-            self._means[layer] = old.new_empty(old.shape[0], wanted + LEAST_CHUNKS, old.shape[2])
-            self._means[layer][:, : self._length] = old[:, : self._length]
-        return self._means[layer]
+        if old is not None and length <= old.shape[1]:
+            return old
+        grown = keys.new_empty(keys.shape[0], length + LEAST_CHUNKS, keys.shape[2])
+        if old is not None:
+            grown[:, : self._length] = old[:, : self._length]
+        self._means[layer] = grown
+        return grown
 
     def best(self, queries: Mapping[int, Tensor], count: int, end: int) -> dict[int, list[int]]:
         """Layer → the `count` chunks before chunk `end` that a row attends to most, over all heads; any order.
@@ -87,6 +84,8 @@ class ChunkKeys:
 
     def _attention(self, layer: int, queries: Tensor, end: int) -> Tensor:
         """[end]: a row's attention to chunks, if each were its mean key; the sum over heads."""
-        means = self._means[layer][:, :end]
+        means = self._means[layer]
+        assert means is not None, "a layer without chunks"
+        means = means[:, :end]
         scores = queries.view(means.shape[0], -1, means.shape[2]) @ means.transpose(1, 2)
         return scores.float().softmax(-1).sum((0, 1))

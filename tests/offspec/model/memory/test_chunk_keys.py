@@ -8,25 +8,22 @@ from torch import Tensor
 
 from offspec.model.memory.chunk_keys import CHUNK, ChunkKeys, num_chunks, positions_of
 from offspec.model.memory.draft_window import NUM_SINKS
-from offspec.model.memory.kv_cache import KVLayout, LayerCache, plain_layers
-from offspec.model.memory.kv_formats import EIGHT_BIT
 
 HEADS, DIM, LENGTH = 2, 8, NUM_SINKS + 9 * CHUNK + 5
-LAYOUTS = [KVLayout(HEADS, DIM), KVLayout(HEADS, DIM), KVLayout(1, 2 * DIM)]
+LAYERS = [(HEADS, DIM), (HEADS, DIM), (1, 2 * DIM)]
 
 
-def filled(number: int, length: int = LENGTH) -> tuple[list[tuple[LayerCache, int]], list[Tensor]]:
-    """Where the entries of LAYOUTS are, and the keys, [length, heads, dim] each."""
-    torch.manual_seed(number)
-    made = EIGHT_BIT.layers if number else plain_layers
-    caches = made(LAYOUTS, torch.float32, torch.device("cpu"))
-    entries = [(cache, layer) for cache in caches for layer in range(cache.num_layers)]
-    keys = [torch.randn(length, layout.num_heads, layout.head_dim) for layout in LAYOUTS]
-    for cache in caches:
-        cache.reserve(length, 0)
-    for (cache, layer), each in zip(entries, keys, strict=True):
-        cache.write(layer, each, torch.zeros_like(each), 0)
-    return entries, keys
+def filled(length: int = LENGTH) -> list[Tensor]:
+    """Keys of each layer, [length, heads, dim]."""
+    return [torch.randn(length, heads, dim) for heads, dim in LAYERS]
+
+
+def extended(chunks: ChunkKeys, keys: list[Tensor], length: int, most: int = 100) -> None:
+    def keys_of(layer: int, first: int, last: int) -> Tensor:
+        assert last - first <= most
+        return keys[layer][positions_of(first).start : positions_of(last - 1).stop].transpose(0, 1)
+
+    chunks.extend(num_chunks(length), keys_of, most)
 
 
 def expected(keys: Tensor, queries: Tensor, count: int, end: int) -> set[int]:
@@ -45,12 +42,13 @@ def test_chunks_follow_the_sinks() -> None:
 
 
 @pytest.mark.parametrize("steps", [(LENGTH,), (3, 40, 41, 90, LENGTH)], ids=["at once", "bit by bit"])
-@pytest.mark.parametrize("number", [0, 1], ids=["plain", "8 bits"])
-def test_the_best_chunks_are_those_with_the_most_attention(steps: tuple[int, ...], number: int) -> None:
-    (entries, keys), chunks = filled(number), ChunkKeys()
+@pytest.mark.parametrize("most", [2, 100])
+def test_the_best_chunks_are_those_with_the_most_attention(steps: tuple[int, ...], most: int) -> None:
+    torch.manual_seed(0)
+    keys, chunks = filled(), ChunkKeys(len(LAYERS))
     for length in steps:
-        chunks.extend(entries, length)
-    queries = {layer: torch.randn(4, layout.head_dim) for layer, layout in enumerate(LAYOUTS)}
+        extended(chunks, keys, length, most)
+    queries = {layer: torch.randn(4, dim) for layer, (_, dim) in enumerate(LAYERS)}
     for count, end in ((1, 9), (3, 9), (3, 5), (8, 2)):
         found = chunks.best(queries, count, end)
         for layer, rows in queries.items():
@@ -58,9 +56,10 @@ def test_the_best_chunks_are_those_with_the_most_attention(steps: tuple[int, ...
 
 
 def test_another_text_has_its_own_chunks() -> None:
-    chunks, queries = ChunkKeys(), {layer: torch.randn(4, layout.head_dim) for layer, layout in enumerate(LAYOUTS)}
+    torch.manual_seed(1)
+    chunks, queries = ChunkKeys(len(LAYERS)), {layer: torch.randn(4, dim) for layer, (_, dim) in enumerate(LAYERS)}
     for length in (LENGTH, NUM_SINKS + 5 * CHUNK):
-        entries, keys = filled(0, length)
+        keys = filled(length)
         chunks.clear()
-        chunks.extend(entries, length)
+        extended(chunks, keys, length)
         assert set(chunks.best(queries, 2, 4)[1]) == expected(keys[1], queries[1], 2, 4)
