@@ -27,7 +27,6 @@ from ..model.block import has_entries_alone, keeps_states
 from ..model.cuda_graphs import RoundBuffers, is_static
 from ..model.decoder import CachedDecoder, Decoder
 from ..model.layer_draft import LayerDraft, LayerDraftText, WindowOfTarget
-from ..model.memory.chunk_keys import chunk_bytes
 from ..model.memory.draft_window import most_entries
 from ..model.memory.text_caches import TextCaches
 from ..planning.draft_forecast import Guessing
@@ -147,8 +146,7 @@ class OpenedShadow:
     def memory_use(self, target: ModelFiles, room: Room) -> MemoryUse:
         """Scratch of its own, entries in the target's KV cache, and copies of the layers that will be streamed.
 
-        With a window, the entries are in a cache of its own, and the target's may be in RAM. The mean keys of their
-        chunks are on the device.
+        With a window, the entries are in a cache of its own, and the target's may be in RAM.
         """
         number = OwnEntries.of(self.device_type, self.window).number
         items = [
@@ -159,8 +157,7 @@ class OpenedShadow:
         shadow_bytes = self.shadow.layer_bytes(target)
         if self.window is not None:
             num_entries = room.texts * (most_entries(self.window) + number)
-            keys = chunk_bytes(target.config, target.dtype.itemsize, room.num_tokens, room.texts)
-            items.append(Item("draft KV cache", on_device=target.kv_bytes(num_entries) + keys))
+            items.append(Item("draft KV cache", on_device=target.kv_bytes(num_entries)))
             return MemoryUse(tuple(items), shadow_bytes=shadow_bytes)
         return MemoryUse(
             tuple(items), shadow_bytes=shadow_bytes, target_entries=room.texts * number, reads_all_entries=True

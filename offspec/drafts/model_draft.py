@@ -27,7 +27,8 @@ from ..model.block import has_entries_alone, keeps_states, memory_layouts
 from ..model.config import ModelConfig
 from ..model.cuda_graphs import TreeGraphs, is_static
 from ..model.decoder import CachedDecoder, Decoder
-from ..model.memory.draft_window import LEAST_WINDOW, NUM_SINKS, WindowedText, context_window, most_entries
+from ..model.memory.chunk_attention import NUM_SINKS
+from ..model.memory.draft_window import LEAST_WINDOW, WindowedText, context_window, most_entries
 from ..model.memory.recurrent_states import RecurrentLayout
 from ..model.memory.text_caches import DraftText, TextCaches
 from ..model.row_logits import HEAD_ROWS

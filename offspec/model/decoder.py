@@ -9,6 +9,7 @@ it. This module does not depend on sampling, budgets or where weights are stored
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property, partial
 from itertools import accumulate
 from pathlib import Path
@@ -27,6 +28,7 @@ from offspec.scheduler.trees.vocabulary import Vocabulary
 from ..errors import CheckpointError, UnsupportedModelError
 from .block import Block, build_blocks, kv_layouts, layer_shapes, of_all_entries
 from .config import ModelConfig
+from .memory.chunk_attention import ChunkAttention
 from .memory.kv_cache import MakeLayerCaches, plain_layers
 from .memory.kv_formats import PLAIN, KVFormat
 from .memory.kv_in_ram import EntriesInRam
@@ -308,8 +310,12 @@ def _attention_bytes(
 
 
 class CachedDecoder:
-    """A decoder with the KV cache of one text. The scheduler uses it for target and draft."""
+    """A decoder with the KV cache of one text. The scheduler uses it for target and draft.
 
+    attention: is told what the text's last token attends to in each pass, if a draft asks for it.
+    """
+
+    attention: ChunkAttention | None = None
     _keeps_all = False
 
     def __init__(self, decoder: Decoder, capacity: int = 0, *, keeps_all: bool = False) -> None:
@@ -402,7 +408,8 @@ class CachedDecoder:
     def begin_pass(self, rows: TextRows) -> tuple[Tensor, AppendedRows]:
         """Hidden states [T, hidden] of these rows before `layers`, and their places. `end_pass` must follow."""
         hidden = self.decoder.embed(torch.tensor([*rows.chain, *rows.tokens.tolist()]))
-        return hidden, self.decoder.rows(rows, self.cache)
+        appended = self.decoder.rows(rows, self.cache)
+        return hidden, appended if self.attention is None else replace(appended, attention=self.attention)
 
     def end_pass(self, rows: TextRows) -> None:
         """Count the entries that the pass has written."""

@@ -9,7 +9,7 @@ nothing of files, or of how trees grow.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -19,12 +19,11 @@ from offspec.scheduler.trees.token_tree import BoolArray, IntArray
 
 from .cuda_graphs import USES_BEFORE_RECORDING, WIDTHS, RoundBuffers, StaticRounds
 from .decoder import CachedDecoder, Decoder
-from .memory.chunk_keys import CHUNK, ChunkKeys, num_chunks, positions_of
-from .memory.draft_window import LEAST_SLACK, NUM_SINKS, most_entries
+from .memory.chunk_attention import CHUNK, NUM_SINKS, ChunkAttention, num_chunks, positions_of
+from .memory.draft_window import LEAST_SLACK, most_entries
 from .memory.shared_cache import GapVisibility, SharedCache
 from .memory.text_memory import TextMemory
-from .parts.part import Attending, Entries
-from .pass_rows import AppendedRows, TextRows, attention_scale
+from .pass_rows import AppendedRows, TextRows
 
 
 class LayerDraft(Decoder):
@@ -90,35 +89,14 @@ class LayerDraftText(CachedDecoder):
         """Nothing: the target's cache has room for the draft's entries (`TextCaches.num_shared`)."""
 
 
-@dataclass(frozen=True)
-class WatchedRows(AppendedRows):
-    """Rows that note the queries of the text's last token, layer by layer, scaled as attention scales them."""
-
-    queries: dict[int, Tensor] = field(default_factory=dict)
-
-    def attend(
-        self,
-        part: Attending,
-        queries: Tensor,
-        entries: Entries | None,
-        first: int,
-        last: int,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        row = len(self.rows.chain) - 1
-        if first <= row < last:
-            self.queries[part.entries_of] = queries[row - first] * attention_scale(part)
-        return super().attend(part, queries, entries, first, last, sinks)
-
-
 class WindowOfTarget(CachedDecoder):
     """The cached text of a `LayerDraft` with a KV cache of its own: copies of some of the target's entries.
 
     The target's cache may lie elsewhere, as in RAM. There are NUM_SINKS first entries, the last ones (StreamingLLM,
-    2309.17453; MagicDec, 2408.11049, section 4), and as many in chunks of the text between them, which the last token
-    attends to most (TriForce, 2404.11912). The chunks are those of each layer, and chosen anew whenever the draft
-    scores a token of the text. Behind these are the entries of nodes. `length` counts the text's tokens. All entries
-    keep their positions: the target was trained on distances as long.
+    2309.17453; MagicDec, 2408.11049, section 4), and as many in chunks of the text between them, to which the text's
+    last token attends most in the target's pass (`memory.chunk_attention`). Each layer has chunks of its own, chosen
+    anew after each pass. Behind these are the entries of nodes. `length` counts the text's tokens. All entries keep
+    their positions: the target was trained on distances as long.
     """
 
     decoder: LayerDraft
@@ -133,9 +111,8 @@ class WindowOfTarget(CachedDecoder):
         self._window = window
         self._num_chunks = window // 2 // CHUNK
         self._num_exact = 0  # first tokens of the text whose entries are the target's
-        self._keys = ChunkKeys(len(decoder.numbers))
         self.chunks: list[list[int]] = []  # of each layer, in the order of their slots; behind the sinks
-        self._queries: dict[int, Tensor] = {}
+        self._attention = target.attention = ChunkAttention(most_entries(window))
 
     @property
     def _num_kept(self) -> int:
@@ -144,6 +121,7 @@ class WindowOfTarget(CachedDecoder):
 
     def begin(self, room: int) -> None:
         """Start a request from the target's entries. room: of no importance here."""
+        self._attention.clear()
         self._take(self._target.length)
 
     def reserve(self, capacity: int) -> None:
@@ -151,20 +129,8 @@ class WindowOfTarget(CachedDecoder):
 
     def truncate(self, length: int) -> None:
         """Drop the text from position `length` on, and take the target's entries before it."""
+        self._attention.clear()
         self._take(min(length, self._target.length))
-
-    def begin_pass(self, rows: TextRows) -> tuple[Tensor, AppendedRows]:
-        hidden, appended = super().begin_pass(rows)
-        self._queries = {}
-        if rows.chain and self.cache.num_dropped:
-            values = {each.name: getattr(appended, each.name) for each in fields(appended)}
-            appended = WatchedRows(**values, queries=self._queries)
-        return hidden, appended
-
-    def end_pass(self, rows: TextRows) -> None:
-        super().end_pass(rows)
-        if self._queries:
-            self._choose()
 
     @torch.inference_mode()
     def keep(self, path: Sequence[int], pending: Sequence[int] = ()) -> None:
@@ -179,6 +145,7 @@ class WindowOfTarget(CachedDecoder):
             assert not pending, "nodes below a token that the draft has not scored"
             if missing > LEAST_SLACK:  # the target has read a prompt
                 self._take(length)
+                self._choose()
                 return
             self.cache.extend(missing)
             slots = self.cache.length + torch.arange(missing, device=self.device)
@@ -186,16 +153,14 @@ class WindowOfTarget(CachedDecoder):
             self.cache.append(missing, 0)
         self._copy(self._num_exact, length, self._num_exact - self.cache.num_dropped)
         self._num_exact = length
-        self._keys.extend(num_chunks(length), self._keys_here, self._num_chunks)
         if self.cache.length > most_entries(self._window):
             self.cache.drop(self._num_kept, self.cache.length - NUM_SINKS - self._window)
+        self._choose()
 
     @torch.inference_mode()
     def _take(self, length: int) -> None:
         """Replace all entries by the target's of a text of `length` tokens: the first ones, until chunks are chosen."""
         self.cache.truncate(0)
-        self._keys.clear()
-        self._keys.extend(num_chunks(length), self._keys_of_target, self.cache.capacity // CHUNK)
         num_kept = min(self._num_kept, length)
         first = max(num_kept, length - (self._window - self._num_chunks * CHUNK))
         self.cache.begin(num_kept + length - first)
@@ -208,32 +173,20 @@ class WindowOfTarget(CachedDecoder):
 
     @torch.inference_mode()
     def _choose(self) -> None:
-        """Copy the chunks that the text's last token attends to most to the slots of those that are not among them."""
+        """Copy the chunks with the most attention to the slots of those that have less."""
+        if not self.cache.num_dropped:
+            return
         end = num_chunks(self.cache.num_dropped + self._num_kept)
-        for layer, chosen in self._keys.best(self._queries, self._num_chunks, end).items():
+        chosen_of = self._attention.best(self.decoder.numbers, self._num_chunks, end)
+        for layer, number in enumerate(self.decoder.numbers):
             held = self.chunks[layer]
+            chosen = chosen_of.get(number, held)
             new = [chunk for chunk in chosen if chunk not in held]
             free = [place for place, chunk in enumerate(held) if chunk not in chosen]
             for chunk, place in zip(new, free, strict=True):
                 held[place] = chunk
                 where = positions_of(chunk)
                 self._copy_layer(layer, where.start, where.stop, positions_of(place).start)
-        self._queries = {}
-
-    def _keys_here(self, layer: int, first: int, last: int) -> Tensor:
-        """Keys of chunks among the last entries."""
-        start, stop = positions_of(first).start, positions_of(last - 1).stop
-        return self._keys_at(layer, start - self.cache.num_dropped, stop - self.cache.num_dropped)
-
-    def _keys_of_target(self, layer: int, first: int, last: int) -> Tensor:
-        """Keys of any chunks, by way of this cache, which is empty: the target's may be in RAM, and packed."""
-        start, stop = positions_of(first).start, positions_of(last - 1).stop
-        self._copy_layer(layer, start, stop, 0)
-        return self._keys_at(layer, 0, stop - start)
-
-    def _keys_at(self, layer: int, first: int, end: int) -> Tensor:
-        cache, place = self.cache.kv_of(layer)
-        return cache.read(place, end, first)[0]
 
     def _copy(self, first: int, end: int, slot: int) -> None:
         """Copy the target's entries of positions first .. end to slots from `slot` on."""

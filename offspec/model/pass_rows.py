@@ -18,6 +18,7 @@ from offspec.loaders.streaming.small_transfers import to_device
 from offspec.scheduler.trees.token_tree import ROOT, BoolArray, IntArray
 
 from .config import ModelConfig
+from .memory.chunk_attention import ChunkAttention
 from .memory.layer_memory import CHUNK_ROWS
 from .memory.text_memory import TextMemory
 from .parts.kv_attention import KeyRange, Visibility, attend, attend_by_parts, merge_parts
@@ -70,6 +71,7 @@ class AppendedRows(RowsOfText):
     """`PassRows` of one text, appended to its memory.
 
     before: the slot of the last token before them, or ROOT. once: what parts compute once in a pass, by their own keys.
+    attention: is told what the last certain token attends to; None: nobody asks.
     """
 
     rows: TextRows
@@ -83,6 +85,7 @@ class AppendedRows(RowsOfText):
     known_slots: dict[int | None, Visible] = field(default_factory=dict)
     once: dict[object, Any] = field(default_factory=dict)
     inputs: Tensor | None = None
+    attention: ChunkAttention | None = None
 
     @cached_property
     def parents(self) -> IntArray:
@@ -105,13 +108,13 @@ class AppendedRows(RowsOfText):
         """Attention to all keys at once, or by parts: of many keys, and of keys that are unpacked for each use."""
         layer, group = part.entries_of, queries.shape[1] // part.shape.num_kv_heads
         most = self.cache.most_read(layer)
+        self.store(layer, entries, first)
+        self.note_attention(part, queries, first, last)
         if must_be_exact(queries):
-            self.store(layer, entries, first)
             visible, c = self.slots(first, last, part.window, group), part.config
             scores = Scores(attention_scale(part), c.attention_cap, sinks)
             return attend_exactly(queries, self.cache, layer, visible, scores)
         is_little = group * len(queries) * (self.visibility.start + last) <= MASK_ELEMENTS
-        self.store(layer, entries, first)
         scale, cap = part.config.attention_scale, part.config.attention_cap
         if most is None and self.cache.beginning is None and is_little:
             begin, mask = self.visibility.first_seen(first, last, part.window), self.mask(first, last, part.window)
@@ -120,6 +123,15 @@ class AppendedRows(RowsOfText):
             return attend(queries, keys, values, mask, scale=scale, cap=cap, sinks=sinks)
         parts = self.parts(layer, self.ranges(first, last, part.window), self.most_keys(part, queries))
         return attend_by_parts(queries, parts, scale=scale, cap=cap, sinks=sinks)
+
+    def note_attention(self, part: Attending, queries: Tensor, first: int, last: int) -> None:
+        """Tell `attention` what the last certain token attends to, if it is among rows first .. last, just stored."""
+        row, layer = len(self.rows.chain) - 1, part.entries_of
+        end = self.visibility.start + row + 1
+        if self.attention is not None and first <= row < last and end >= self.attention.least_length:
+            parts = self.parts(layer, [KeyRange(0, end, None)], self.cache.most_read(layer))
+            scaled = queries[row - first] * attention_scale(part)
+            self.attention.observe(layer, scaled, (each.keys for each in parts))
 
     def most_keys(self, part: Attending, queries: Tensor) -> int | None:
         """How many keys attention of queries [T, heads, D] may take at once; None: any number."""
@@ -227,6 +239,7 @@ class JoinedRows:
         """Attention of texts that share as many entries: first to these, then to each one's own."""
         for piece in pieces:
             piece.text.store(part.entries_of, piece.of(entries), piece.first)
+            piece.text.note_attention(part, queries[piece.rows], piece.first, piece.last)
         queries = torch.cat([queries[piece.rows] for piece in pieces])
         ends = list(accumulate(piece.last - piece.first for piece in pieces))
         rows = [slice(begin, end) for begin, end in zip((0, *ends), ends, strict=False)]

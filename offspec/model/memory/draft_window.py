@@ -22,9 +22,9 @@ from offspec.scheduler.trees.vocabulary import Vocabulary
 
 from ..config import ModelConfig
 from ..decoder import CachedDecoder, Decoder
+from .chunk_attention import NUM_SINKS
 from .text_memory import TextMemory
 
-NUM_SINKS = 4  # StreamingLLM's number
 LEAST_WINDOW = 64
 SLACK_SHARE, LEAST_SLACK = 4, 64  # entries move once for each 1/SLACK_SHARE of the window, at least for so many tokens
 ENDLESS = 2**40  # tokens; the context of a draft that forgets

@@ -13,7 +13,8 @@ from offspec import Engine, SamplingParams, SpeculationParams
 from offspec.errors import UsageError
 from offspec.model.cuda_graphs import TreeGraphs
 from offspec.model.decoder import CachedDecoder, Decoder
-from offspec.model.memory.draft_window import NUM_SINKS, WindowedText, context_window, most_entries
+from offspec.model.memory.chunk_attention import NUM_SINKS
+from offspec.model.memory.draft_window import WindowedText, context_window, most_entries
 from offspec.model.memory.text_pool import TextPool
 from offspec.scheduler.pace.trials import WindowTrials
 from offspec.scheduler.params import DRAFT_ROWS, MAX_ROWS
