@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 NUM_SINKS = 4  # first entries that a window always has: StreamingLLM's number (2309.17453)
@@ -27,7 +28,10 @@ def positions_of(chunk: int) -> slice:
 
 
 class ChunkAttention:
-    """The attention of a text's last scored token to the text's chunks, in each layer: the sum over its heads."""
+    """The attention of a text's last scored token to the text's chunks, in each layer: the sum over its heads.
+
+    A chunk also counts what the chunk before it gets: a text that repeats an earlier one is there some tokens later.
+    """
 
     def __init__(self, least_length: int) -> None:
         """least_length: of a text whose attention is wanted."""
@@ -47,7 +51,8 @@ class ChunkAttention:
         attention = scores.float().softmax(-1).sum((0, 1))
         count = num_chunks(len(attention))
         whole = attention[NUM_SINKS : NUM_SINKS + count * CHUNK]
-        self._by_layer[layer] = whole.view(count, CHUNK).sum(-1)
+        chunks = whole.view(count, CHUNK).sum(-1)
+        self._by_layer[layer] = chunks + F.pad(chunks[:-1], (1, 0))
 
     def best(self, layers: Iterable[int], count: int, end: int) -> dict[int, list[int]]:
         """Layer → the `count` chunks before chunk `end` with the most attention, in any order.
