@@ -21,6 +21,7 @@ from offspec.drafts.without_model import NoDraft
 from offspec.lab.opt_tree import OptTreeDrafter
 from offspec.lab.sequoia import MeasuredAcceptance, SequoiaDrafter
 from offspec.loaders.machine.hardware import Rates
+from offspec.planning.draft_forecast import round_s
 from offspec.scheduler.drafting.drafter import Drafter, DraftRequest, NoDrafter
 from offspec.scheduler.drafting.model_drafter import ModelDrafter
 from offspec.scheduler.guessing.lookup import PromptLookup
@@ -104,6 +105,11 @@ def test_before_the_first_pass_its_cost_is_what_the_plan_predicts(pair: Pair, mo
     assert predicted[-1] > 2 * predicted[0] > 0
     for one in (engine, engine.with_draft(NoDraft())):
         np.testing.assert_allclose(one.learnt.costs.target.seconds(rows), predicted)
+    assert engine.draft.as_planned is not None
+    rounds = [round_s(engine.plan, engine.draft.as_planned, lambda model: RATES, n) for n in rows.tolist()]
+    assert rounds[-1] > 2 * rounds[0] > 0
+    np.testing.assert_allclose(engine.learnt.costs.draft.seconds(rows), rounds)
+    assert not engine.with_draft(NoDraft()).learnt.costs.draft.is_known
 
 
 # ------------------------------------------------------------------------------------------------ who drafts

@@ -151,6 +151,14 @@ def test_a_first_tree_has_to_earn_what_plain_passes_do_where_these_are_known() -
         assert MarginalRate(costs, MAX_NODES).size(state) == size
 
 
+@pytest.mark.parametrize(("row_s", "round_s", "width"), [(0.2, 0.4, 0), (0.2, 0.1, 1), (0.0, 0.4, 1), (0.5, 0.0, 0)])
+def test_a_first_round_has_to_pay_by_what_is_predicted(row_s: float, round_s: float, width: int) -> None:
+    """Beside plain passes of a second, not beside the prompt's pass, which is long."""
+    costs = Costs(lambda rows: 1.0 + row_s * (rows - 1), lambda rows: round_s)
+    state = DraftingState(NONE, np.ones(1), PROFILE, num_chain=200, spent_s=0.0)
+    assert MarginalRate(costs, MAX_NODES).width(state) == width
+
+
 def test_nothing_open_ends_the_drafting() -> None:
     assert MarginalRate(Costs(), MAX_NODES).width(state_of(np.full(3, 0.5))) == 0
 
