@@ -55,13 +55,20 @@ ELSEWHERE = {
         ("offspec distill TARGET --draft builtin", "python -m benchmarks.drafts.distilled measure"),
         "tests/benchmarks/test_distilled.py",
     ),
-    "python -m benchmarks.grow DIR --shape 1b": "tests/benchmarks/test_grow.py",
+    **dict.fromkeys(
+        ("python -m benchmarks.grow DIR --shape 1b", "python -m benchmarks.grow FOLDER --shape 7b --exit"),
+        "tests/benchmarks/test_grow.py",
+    ),
+    "offspec run TARGET Compose": "tests/offspec/drafts/test_self_draft.py",
     "python -m benchmarks.long_texts memory": "tests/benchmarks/test_long_texts.py",
     **dict.fromkeys(
         ("offspec distill builtin --head", "offspec distill SMOLLM2 --head", "offspec distill TARGET.gguf --head"),
         "tests/offspec/training/test_heads.py",
     ),
-    "offspec distill SMOLLM2 --exit-layer": "tests/offspec/training/test_distillation.py",
+    **dict.fromkeys(
+        ("offspec distill SMOLLM2 --exit-layer", "offspec distill TARGET.gguf --exit-layer"),
+        "tests/offspec/training/test_distillation.py",
+    ),
     "python -m benchmarks.drafts.heads": "tests/benchmarks/test_heads.py",
     "python -m benchmarks.drafts.beside_llama_cpp": "tests/offspec/checkpoints/test_gguf_heads.py",
     "offspec plan TARGET": "needs files of 70 GiB, without their contents",
