@@ -166,7 +166,8 @@ class PassPricing:
         """Plain passes that it costs the draft to read more than one token; at first, what it would cost the target."""
         curve = self._costs.draft if self._costs.draft.is_known else self._costs.target
         one_s, all_s = curve.seconds(np.array([1, num_unread]))
-        return float(all_s - one_s) / self._predicted_plain_s()
+        longer = max(1.0, num_unread / MOST_ROWS)  # than where the curve ends
+        return longer * float(all_s - one_s) / self._predicted_plain_s()
 
     def _promises_tokens(self) -> bool:
         """Whether a first round is expected to bring more tokens than its seconds bring otherwise."""

@@ -132,6 +132,15 @@ def test_what_a_draft_reads_for_a_trial_is_a_small_share_of_the_passes(row_s: fl
     assert asked[:1] == ([] if first is None else [first])
 
 
+@pytest.mark.parametrize(("num_unread", "is_asked"), [(4096, True), (32768, False)])
+def test_a_long_text_costs_more_than_the_curve_knows(num_unread: int, is_asked: bool) -> None:
+    """A cost of 4.1 plain passes may be paid after 273, one of 32.8 not before 2,184."""
+    draft = Useless()
+    draft.costs = Costs(lambda _: 1.0, lambda rows: 50.0 + 1e-3 * rows)
+    pricing = draft.pricing()
+    assert any(draft.is_asked(pricing, num_unread=num_unread) for _ in range(1000)) == is_asked
+
+
 def test_what_a_draft_reads_is_paid_from_earlier_texts_too() -> None:
     draft = Useless()
     draft.costs = Costs(lambda _: 1.0, lambda rows: 50.0 + 0.02 * rows)
