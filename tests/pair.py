@@ -41,6 +41,14 @@ CONFIG: dict[str, Any] = {
     "rope_theta": 10000.0,
     "eos_token_id": 0,
 }
+MIXTURE: dict[str, Any] = {  # settings of `build_pair` for a mixture of experts
+    "model_type": "qwen3_moe",
+    "head_dim": 8,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "norm_topk_prob": True,
+}
 CORPUS = ["def area(width, height):\n    return width * height\n", "for item in self.items:\n    print(item, end='')\n"]
 
 

@@ -17,7 +17,7 @@ from offspec.scheduler.trees import verify as scheduler_verify
 from offspec.scheduler.trees.verify import Verdict
 from offspec.tools.verification import Difference, Setting, VerificationReport
 
-from ..pair import Pair
+from ..pair import MIXTURE, Pair, build_pair
 from ..refusals import tells
 from .conftest import Offspec, with_draft
 
@@ -73,6 +73,16 @@ def test_the_table_says_the_same(verify_args: Sequence[object], offspec: Offspec
     assert (result.code, result.err, len(lines)) == (0, "", 1 + 4 + 1)
     assert lines[-1].startswith("2 prompts, 4 settings, ")
     assert lines[-1].endswith("identical to plain decoding")
+
+
+def test_a_mixture_is_exact(verify_args: Sequence[object], tmp_path: Path, offspec: Offspec) -> None:
+    mixture = build_pair(tmp_path, **MIXTURE)
+    pair = (mixture.target, "--draft", mixture.draft)
+    few = ("--scorings", "coupled", "--drafts", "own", "--budgets", 8, "--max-prompts", 1, "--json")
+    result = offspec("verify", *pair, *verify_args[4:], *few)
+    report = json.loads(result.out)
+    assert (result.code, result.err, report["differences"]) == (0, "", [])
+    assert max(setting["tokens_per_pass"] for setting in report["settings"]) > 1.2
 
 
 def test_near_ties_are_counted_in_the_last_line() -> None:

@@ -22,17 +22,9 @@ from offspec.loaders.streaming.placement import EXPERTS_ITEM, ExpertSlots, Limit
 from offspec.planning.plan import Plan, all_resident, experts_cost
 from offspec.planning.probe import plan_here
 
-from ..pair import Pair, build_pair
+from ..pair import MIXTURE, Pair, build_pair
 
-LAYERS, EXPERTS, USED = 3, 8, 2
-MIXTURE = {
-    "model_type": "qwen3_moe",
-    "head_dim": 8,
-    "num_experts": EXPERTS,
-    "num_experts_per_tok": USED,
-    "moe_intermediate_size": 16,
-    "norm_topk_prob": True,
-}
+LAYERS = 3
 PROMPTS = ["def area(", "for item in self.items:", "x = 1"]
 GREEDY, SAMPLED = (
     SamplingParams(12, ignore_eos=True),

@@ -10,12 +10,13 @@ import subprocess
 import sys
 from collections.abc import Generator, Iterator
 from contextlib import closing, contextmanager
+from pathlib import Path
 from threading import Event
 from typing import Any
 
 import pytest
 
-from offspec import Engine, SamplingParams
+from offspec import Engine, SamplingParams, SpeculationParams
 from offspec.cli.server.metrics import BOUNDS_S, Metrics, Times, log_line, one_line, progress_line
 from offspec.cli.server.service import Service
 from offspec.errors import NumericalError
@@ -23,7 +24,7 @@ from offspec.running.batch import Ticket
 from offspec.running.passes import run_pass
 from offspec.stats import Stats
 
-from ...pair import Pair, variant
+from ...pair import MIXTURE, Pair, build_pair, variant
 from ...refusals import check_message
 from .serving import LONG_S, Client, gauge, served, until
 
@@ -35,6 +36,16 @@ SHORT = {"prompt": "hi", "max_tokens": 4, "ignore_eos": True}
 def engine(pair: Pair) -> Iterator[Engine]:
     with Engine.load(str(pair.target), draft=str(pair.draft), device="cpu", cache_ram="1MiB") as found:
         yield found
+
+
+def test_a_mixture_answers_with_plain_texts(tmp_path: Path) -> None:
+    """Of two requests at once, each of which chooses experts of its own."""
+    mixture, prompts = build_pair(tmp_path, **MIXTURE), ["def area(", "for item in"]
+    with Engine.load(str(mixture.target), draft=str(mixture.draft), device="cpu", texts=2) as engine:
+        plain = [engine.complete(prompt, SamplingParams(8), SpeculationParams(0)) for prompt in prompts]
+        with served(engine, parallel=2) as (client, _):
+            choices = client.ask("POST", TEXT, {"prompt": prompts, "max_tokens": 8}).body["choices"]
+    assert [choice["text"] for choice in choices] == plain
 
 
 class Gate:
