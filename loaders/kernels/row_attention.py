@@ -13,10 +13,11 @@ zeros, which change nothing. So keys and values of all slots in a tile's stretch
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,14 +35,17 @@ KINDS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 LEAST = -1e30  # the largest score before any key was seen
 _SMALLEST_POWER = -87.0  # below it, e to the power of a number counts as zero
 
-# A job is 64-bit words. Pointers: queries, results, largest scores and sums (`states`), keys, values, rows, tiles,
-# slots, scratch; then numbers: rows, key heads, query heads of a key head, rows of a tile, elements between key heads
-# and between slots (of keys, of values), bytes of a thread's scratch, whether these keys are the first ones, and the
-# last ones, and two that threads count up: pairs of a tile and a key head, and threads.
-_POINTERS = ("queries", "results", "states", "keys", "values", "rows", "tiles", "slots", "scratch")
+# Work is 64-bit words: the threads' scratch, the bytes of each one's, the threads that have begun, which they count up,
+# and the number of jobs. Then those of each job, which is a text's. Pointers: queries, results, largest scores and sums
+# (`states`), keys, values, rows, tiles, slots; then numbers: rows, rows of all texts, key heads, query heads of a key
+# head, rows of a tile, elements between key heads and between slots (of keys, of values), whether these keys are the
+# first ones, and the last ones, and the next pair of a tile and a key head, which threads count up.
+_WORK = ("scratch", "scratch_bytes", "next_thread", "num_jobs")
+_POINTERS = ("queries", "results", "states", "keys", "values", "rows", "tiles", "slots")
 _STRIDES = ("key_head", "key_slot", "value_head", "value_slot")
-_NUMBERS = ("num_rows", "num_heads", "group", "tile_rows", *_STRIDES, "scratch_bytes", "is_first", "is_last")
-_COUNTED = ("next_tile", "next_thread")
+_NUMBERS = ("num_rows", "all_rows", "num_heads", "group", "tile_rows", *_STRIDES, "is_first", "is_last")
+_COUNTED = ("next_tile",)
+_JOB = (*_POINTERS, *_NUMBERS, *_COUNTED)
 _ROW_WORDS, _TILE_WORDS = 5, 2
 
 
@@ -113,6 +117,20 @@ class Visible:
         return cls(rows.contiguous(), torch.stack(tiles), slots, tile_rows)
 
     @classmethod
+    def of_chain(cls, start: int, num_rows: int, window: int | None, tile_rows: int) -> Visible:
+        """`of` for rows in slots from `start` on, each of which sees `window` slots up to its own; None: all."""
+        rows = torch.zeros(num_rows, _ROW_WORDS, dtype=torch.int64)
+        ends = torch.arange(start + 1, start + num_rows + 1, out=rows[:, 1])
+        if window is not None:
+            torch.clamp(ends - window, min=0, out=rows[:, 0])
+        unseen = start + num_rows if window is None else window
+        tiles = [
+            [max(0, start + first + 1 - unseen) // BLOCK * BLOCK, start + min(first + tile_rows, num_rows)]
+            for first in range(0, num_rows, tile_rows)
+        ]
+        return cls(rows, torch.tensor(tiles), torch.empty(0, dtype=torch.int64), tile_rows)
+
+    @classmethod
     def together(cls, texts: Sequence[Visible]) -> Visible:
         """The rows of several texts, for slots that all of these texts have and all of their rows see as a stretch."""
         tile_rows = texts[0].tile_rows
@@ -172,6 +190,24 @@ class KeySlots:
         return tensor.data_ptr() - self.first * tensor.stride(1) * tensor.itemsize
 
 
+class KeysOfRows(NamedTuple):
+    """A text's keys, and what its rows see of them; its first row among those of all texts."""
+
+    first_row: int
+    part: KeySlots
+    visible: Visible
+
+
+def attend_rows_of_texts(queries: Tensor, texts: Sequence[KeysOfRows], scores: Scores) -> Tensor:
+    """`attend_rows` of several texts at once, each with all of its keys in one part → [R, heads, D].
+
+    Results of rows that are in none of the texts mean nothing.
+    """
+    attention = RunningAttention.of(queries, texts[0].part.keys.shape[0], scores)
+    attention.add_each(texts)
+    return attention.final(queries)
+
+
 def attend_rows(queries: Tensor, parts: Iterable[KeySlots], visible: Visible, scores: Scores) -> Tensor:
     """Grouped-query attention of queries [R, heads, D] on the CPU → [R, heads, D] in their dtype.
 
@@ -215,7 +251,12 @@ class RunningAttention:
 
     def add(self, part: KeySlots, visible: Visible) -> None:
         """Attend to these keys, too."""
-        row_attention(self.queries.shape[-1], KINDS[part.keys.dtype], self.cap)(self, part, visible)
+        assert len(visible.rows) == self.queries.shape[1]
+        self.add_each([KeysOfRows(0, part, visible)])
+
+    def add_each(self, texts: Sequence[KeysOfRows]) -> None:
+        """Attend to the keys of several texts, too, each with rows of its own."""
+        row_attention(self.queries.shape[-1], KINDS[texts[0].part.keys.dtype], self.cap)(self, texts)
 
     def of_rows(self, rows: slice) -> RunningAttention:
         """A copy for some of the rows, which goes on by itself."""
@@ -247,27 +288,42 @@ class RowAttention:
             if self._compiled is None:
                 self._compiled = compile_ir(_Source(self.head_dim, self.kind, self.cap, self.lanes).text, "worker")
 
-    def __call__(self, attention: RunningAttention, part: KeySlots, visible: Visible) -> None:
+    def __call__(self, attention: RunningAttention, texts: Sequence[KeysOfRows]) -> None:
         """Add attention to these keys to the results, which are final after the last part. See `attend_rows`."""
-        num_heads, num_rows, group, _ = attention.queries.shape
-        keys, values = part.keys, part.values
-        assert keys.stride(-1) == values.stride(-1) == 1
-        is_first, is_last = part.first == 0, part.end >= visible.end
-        is_whole, is_first = is_first and is_last, is_first and not attention.has_begun
-        assert len(visible.rows) == num_rows
-        assert is_last or (part.end % BLOCK == 0 and part.end <= visible.first_single)
-        tiles = visible.tiles if is_whole else visible.tiles.clamp(part.first, part.end)
-        num_threads = min(torch.get_num_threads(), num_heads * len(tiles))
-        scratch_bytes = _Scratch(self.head_dim, self.lanes).num_bytes(group * visible.tile_rows)
+        num_heads, _, group, _ = attention.queries.shape
+        tiles = [_tiles_of(part, visible) for _, part, visible in texts]
+        num_threads = min(torch.get_num_threads(), num_heads * sum([len(each) for each in tiles]))
+        tile_rows = max([text.visible.tile_rows for text in texts])
+        scratch_bytes = _Scratch(self.head_dim, self.lanes).num_bytes(group * tile_rows)
         scratch = torch.empty(num_threads * scratch_bytes, dtype=torch.uint8)
-        before = [tensor.data_ptr() for tensor in (attention.queries, attention.results, attention.states)]
-        after = [tensor.data_ptr() for tensor in (visible.rows, tiles, visible.slots, scratch)]
-        strides = (keys.stride(0), keys.stride(1), values.stride(0), values.stride(1))
-        numbers = (num_rows, num_heads, group, visible.tile_rows, *strides, scratch_bytes, is_first, is_last, 0, 0)
-        words = [*before, part.start_of(keys), part.start_of(values), *after, *map(int, numbers)]
+        words = [scratch.data_ptr(), scratch_bytes, 0, len(texts)]
+        for text, of_text in zip(texts, tiles, strict=True):
+            words += _job(attention, text, of_text)
         self.prepare()
         assert self._compiled is not None
         run_on_threads(self._compiled, words, num_threads)
+
+
+def _tiles_of(part: KeySlots, visible: Visible) -> Tensor:
+    """The tiles that rows see of a part."""
+    is_last = part.end >= visible.end
+    assert is_last or (part.end % BLOCK == 0 and part.end <= visible.first_single)
+    return visible.tiles if is_last and part.first == 0 else visible.tiles.clamp(part.first, part.end)
+
+
+def _job(attention: RunningAttention, text: KeysOfRows, tiles: Tensor) -> Iterator[int]:
+    """The words of one text's job, in the order of _JOB."""
+    first_row, part, visible = text
+    keys, values = part.keys, part.values
+    assert keys.stride(-1) == values.stride(-1) == 1
+    num_heads, all_rows, group, _ = attention.queries.shape
+    for tensor in (attention.queries, attention.results, attention.states):
+        yield tensor.data_ptr() + first_row * tensor.stride(1) * tensor.itemsize
+    yield from (part.start_of(keys), part.start_of(values))
+    yield from (visible.rows.data_ptr(), tiles.data_ptr(), visible.slots.data_ptr())
+    yield from (len(visible.rows), all_rows, num_heads, group, visible.tile_rows)
+    yield from (keys.stride(0), keys.stride(1), values.stride(0), values.stride(1))
+    yield from (int(part.first == 0 and not attention.has_begun), int(part.end >= visible.end), 0)
 
 
 class _Scratch:
@@ -606,17 +662,37 @@ class _Source:
     def _worker(self) -> str:
         e = Emitter()
         e.label("entry")
-        job = dict[str, str]()
-        names = (*_POINTERS, *_NUMBERS, *_COUNTED)
-        for index, name in enumerate(names):
-            place = e.address("%job", str(index), "i64")
-            kind = "ptr" if name in _POINTERS else "i64"
-            job[name] = place if name in _COUNTED else e.op(f"load {kind}, ptr {place}, align 8")
-        thread = e.op(f"atomicrmw add ptr {job['next_thread']}, i64 1 seq_cst")
-        scratch = e.address(job["scratch"], e.op(f"mul i64 {thread}, {job['scratch_bytes']}"))
+        work = self._words(e, "%work", _WORK, pointers=("scratch",), counted=("next_thread",))
+        thread = e.op(f"atomicrmw add ptr {work['next_thread']}, i64 1 seq_cst")
+        scratch = e.address(work["scratch"], e.op(f"mul i64 {thread}, {work['scratch_bytes']}"))
         zeros = e.address(scratch, str(self.places.zeros))
         for column in range(0, self.padded, self.lanes):
             self._store(e, "zeroinitializer", e.address(zeros, str(column), "float"))
+
+        def text(index: str) -> None:
+            place = e.op(f"add i64 {e.op(f'mul i64 {index}, {len(_JOB)}')}, {len(_WORK)}")
+            e.do(f"call void @text(ptr {e.address('%work', place, 'i64')}, ptr {scratch})")
+
+        counted(e, "job", "0", work["num_jobs"], 1, text)
+        e.do("ret void")
+        return self._text() + e.function("define void @worker(ptr %work)")
+
+    def _words(
+        self, e: Emitter, start: str, names: Sequence[str], *, pointers: Sequence[str], counted: Sequence[str]
+    ) -> dict[str, str]:
+        """The values of words from `start` on by name; of those that are counted up, their places."""
+        words = dict[str, str]()
+        for index, name in enumerate(names):
+            place = e.address(start, str(index), "i64")
+            kind = "ptr" if name in pointers else "i64"
+            words[name] = place if name in counted else e.op(f"load {kind}, ptr {place}, align 8")
+        return words
+
+    def _text(self) -> str:
+        """The tiles of one text's job, until none is left."""
+        e = Emitter()
+        e.label("entry")
+        job = self._words(e, "%job", _JOB, pointers=_POINTERS, counted=_COUNTED)
         above = e.op(f"add i64 {job['num_rows']}, {e.op('sub i64 {tile_rows}, 1'.format(**job))}")
         num_tiles = e.op(f"mul i64 {e.op(f'udiv i64 {above}, ' + job['tile_rows'])}, {job['num_heads']}")
         e.do("br label %next")
@@ -624,11 +700,11 @@ class _Source:
         item = e.op(f"atomicrmw add ptr {job['next_tile']}, i64 1 seq_cst")
         e.do(f"br i1 {e.op(f'icmp slt i64 {item}, {num_tiles}')}, label %some, label %end")
         e.label("some")
-        self._tile(e, job, scratch, item)
+        self._tile(e, job, "%scratch", item)
         e.do("br label %next")
         e.label("end")
         e.do("ret void")
-        return e.function("define void @worker(ptr %job)")
+        return e.function("define internal void @text(ptr %job, ptr %scratch)")
 
     def _tile(self, e: Emitter, job: dict[str, str], scratch: str, item: str) -> None:
         """Attention of a tile's queries to all keys of the job; item: a tile and a key head."""
@@ -658,7 +734,7 @@ class _Source:
         behind = e.op(f"add i64 {first_row}, {job['tile_rows']}")
         end_row = e.op(f"call i64 @llvm.smin.i64(i64 {behind}, i64 {job['num_rows']})")
         num_rows = e.op(f"sub i64 {end_row}, {first_row}")
-        rows_of_heads = e.op(f"mul i64 {head}, {job['num_rows']}")
+        rows_of_heads = e.op(f"mul i64 {head}, {job['all_rows']}")
         rows_before = e.op(f"add i64 {rows_of_heads}, {first_row}")
         queries_before = e.op(f"mul i64 {rows_before}, {job['group']}")
         numbers = e.op(f"mul i64 {queries_before}, {self.head_dim}")

@@ -155,7 +155,7 @@ class Decoder:
         visibility = Visibility(start, positions, cache.positions, tree_mask)
         step = chunk_rows(self.config, start + len(rows))
         chunks = [(first, min(first + step, len(rows))) for first in range(0, len(rows), step)]
-        inputs = self.layer_inputs(torch.tensor([*rows.chain, *rows.tokens.tolist()], dtype=torch.long))
+        inputs = self.layer_inputs(torch.tensor(rows.token_ids, dtype=torch.long))
         rotations = Rotations(positions)
         appended = AppendedRows(rows, cache.last_slot, cache, visibility, rotations, chunks, inputs=inputs)
         if self.is_exact and self.device.type != "cpu":
@@ -405,11 +405,13 @@ class CachedDecoder:
         """The layers that a pass takes its rows through."""
         return range(self.decoder.config.num_layers)
 
-    def begin_pass(self, rows: TextRows) -> tuple[Tensor, AppendedRows]:
-        """Hidden states [T, hidden] of these rows before `layers`, and their places. `end_pass` must follow."""
-        hidden = self.decoder.embed(torch.tensor([*rows.chain, *rows.tokens.tolist()]))
+    def begin_pass(self, rows: TextRows) -> tuple[Tensor | None, AppendedRows]:
+        """Hidden states [T, hidden] of these rows before `layers`, and their places. `end_pass` must follow.
+
+        None instead of states: the embeddings of the rows' tokens, which texts of a pass look up together.
+        """
         appended = self.decoder.rows(rows, self.cache)
-        return hidden, appended if self.attention is None else replace(appended, attention=self.attention)
+        return None, appended if self.attention is None else replace(appended, attention=self.attention)
 
     def end_pass(self, rows: TextRows) -> None:
         """Count the entries that the pass has written."""
@@ -440,11 +442,12 @@ def pass_together(texts: Sequence[TextPass], after: AfterLayer | None = None) ->
     """
     first = texts[0][0]
     begun = [text.begin_pass(rows) for text, rows in texts]
-    hidden, rows = begun[0]
-    joined: PassRows = rows
-    if len(begun) > 1:
-        hidden = torch.cat([each for each, _ in begun])
-        joined = JoinedRows(first.decoder.config, [rows for _, rows in begun])
+    states = [hidden for hidden, _ in begun if hidden is not None]
+    if not states:
+        states = [first.decoder.embed(torch.tensor([token for _, rows in texts for token in rows.token_ids]))]
+    hidden = states[0] if len(states) == 1 else torch.cat(states)
+    places = [appended for _, appended in begun]
+    joined = places[0] if len(places) == 1 else JoinedRows(first.decoder.config, places)
     if after is not None and first.layers.start:
         after(first.layers.start - 1, hidden)
     hidden = first.decoder.through(hidden, joined, first.layers, after)

@@ -13,7 +13,13 @@ import torch
 from torch import Tensor
 
 from offspec.loaders.formats.products import must_be_exact
-from offspec.loaders.kernels.row_attention import RunningAttention, Scores, Visible
+from offspec.loaders.kernels.row_attention import (
+    KeysOfRows,
+    RunningAttention,
+    Scores,
+    Visible,
+    attend_rows_of_texts,
+)
 from offspec.loaders.streaming.small_transfers import to_device
 from offspec.scheduler.trees.token_tree import ROOT, BoolArray, IntArray
 
@@ -25,7 +31,7 @@ from .parts.kv_attention import KeyRange, Visibility, attend, attend_by_parts, m
 from .parts.part import Attending, Entries, PassRows, RowsOfText
 from .parts.split_attention import KeyPart, part_attention
 from .rope import Rotations
-from .row_attention import attend_exactly, key_parts, on_device_of, visible_slots
+from .row_attention import all_keys, attend_exactly, key_parts, on_device_of, visible_slots
 
 # Rows of chains in one pass; a longer prompt takes several, because hidden states of all rows are in memory. Streaming
 # the weights again takes less time than the arithmetic of so many rows. A multiple of CHUNK_ROWS: the same chunks.
@@ -50,6 +56,11 @@ class TextRows:
 
     def __len__(self) -> int:
         return len(self.chain) + len(self.tokens)
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Of all rows."""
+        return [*self.chain, *self.tokens.tolist()]
 
     @cached_property
     def parents(self) -> IntArray:
@@ -126,9 +137,11 @@ class AppendedRows(RowsOfText):
 
     def note_attention(self, part: Attending, queries: Tensor, first: int, last: int) -> None:
         """Tell `attention` what the last certain token attends to, if it is among rows first .. last, just stored."""
+        if self.attention is None:
+            return
         row, layer = len(self.rows.chain) - 1, part.entries_of
         end = self.visibility.start + row + 1
-        if self.attention is not None and first <= row < last and end >= self.attention.least_length:
+        if first <= row < last and end >= self.attention.least_length:
             parts = self.parts(layer, [KeyRange(0, end, None)], self.cache.most_read(layer))
             scaled = queries[row - first] * attention_scale(part)
             self.attention.observe(layer, scaled, (each.keys for each in parts))
@@ -218,7 +231,17 @@ class JoinedRows:
     ) -> Tensor:
         pieces = [Piece(*each) for each in by_text(self, first, last)]
         outputs = dict[int, Tensor]()
-        for some in _by_beginning(pieces, part.window):
+        groups = _by_beginning(pieces, part.window)
+        if must_be_exact(queries) and queries.device.type == "cpu":
+            alone = [some[0] for some in groups if len(some) == 1 and some[0].has_views(part.entries_of)]
+            if alone:
+                whole = _attend_at_once(part, queries, entries, alone, sinks)
+                if len(alone) == len(pieces):
+                    return whole
+                outputs = {piece.rows.start: whole[piece.rows] for piece in alone}
+        for some in groups:
+            if some[0].rows.start in outputs:
+                continue
             if len(some) == 1:
                 (piece,) = some
                 rows = (queries[piece.rows], piece.of(entries), piece.first, piece.last)
@@ -311,10 +334,29 @@ class Piece:
         """Its own ones of those of all rows."""
         return None if entries is None else (entries[0][self.rows], entries[1][self.rows])
 
+    def has_views(self, layer: int) -> bool:
+        """Whether all keys of a layer can be read at once, as they are stored."""
+        cache = self.text.cache
+        return cache.beginning is None and cache.most_read(layer) is None
+
     def own_parts(self, part: Attending, queries: Tensor) -> Iterator[KeyPart]:
         """The keys that the text does not share."""
         text, ranges = self.text, self.text.ranges(self.first, self.last, part.window)
         return text.parts(part.entries_of, ranges, text.most_keys(part, queries), text.cache.num_in_beginning)
+
+
+def _attend_at_once(
+    part: Attending, queries: Tensor, entries: Entries | None, pieces: Sequence[Piece], sinks: Tensor | None
+) -> Tensor:
+    """Attention of each piece's rows to its text, in one call → [T, heads, D]; of other rows it means nothing."""
+    layer, group = part.entries_of, queries.shape[1] // part.shape.num_kv_heads
+    texts = list[KeysOfRows]()
+    for piece in pieces:
+        piece.text.store(layer, piece.of(entries), piece.first)
+        piece.text.note_attention(part, queries[piece.rows], piece.first, piece.last)
+        visible = piece.text.slots(piece.first, piece.last, part.window, group)
+        texts.append(all_keys(piece.rows.start, piece.text.cache, layer, visible))
+    return attend_rows_of_texts(queries, texts, Scores(attention_scale(part), part.config.attention_cap, sinks))
 
 
 def _by_beginning(pieces: Sequence[Piece], window: int | None) -> list[list[Piece]]:

@@ -14,7 +14,15 @@ import torch
 from torch import Tensor
 
 from offspec.loaders.formats.on_gpu import on_device, row_kernels
-from offspec.loaders.kernels.row_attention import BLOCK, KeySlots, Scores, Visible, attend_rows, rows_of_tile
+from offspec.loaders.kernels.row_attention import (
+    BLOCK,
+    KeySlots,
+    KeysOfRows,
+    Scores,
+    Visible,
+    attend_rows,
+    rows_of_tile,
+)
 from offspec.loaders.streaming.small_transfers import to_device
 
 from .memory.text_memory import TextMemory
@@ -39,6 +47,12 @@ def attend_exactly(queries: Tensor, cache: TextMemory, layer: int, visible: Visi
     return attended
 
 
+def all_keys(first_row: int, cache: TextMemory, layer: int, visible: Visible) -> KeysOfRows:
+    """What a text's rows see of a layer, as views of all of its keys. first_row: among the rows of several texts."""
+    part = KeySlots(0, *cache.read(layer, visible.end, visible.begin))
+    return KeysOfRows(first_row, part, visible.from_begin)
+
+
 def on_device_of(visible: Visible, device: torch.device) -> tuple[Tensor, Tensor]:
     """Its rows and slots on a device, moved once; slots count from `Visible.begin`."""
     if device not in visible.moved:
@@ -55,6 +69,8 @@ def visible_slots(
     tree: `Visibility.tree_mask` on the CPU, without rows if there is none. window: as in `Visibility.mask`.
     """
     num_rows, num_nodes = visibility.positions.shape[0], tree.shape[0]
+    if last <= num_rows - num_nodes:
+        return Visible.of_chain(visibility.start + first, last - first, window, rows_of_tile(group))
     rows = torch.arange(first, last)
     is_node = rows >= num_rows - num_nodes
     end = torch.where(is_node, visibility.region, visibility.start + rows + 1)

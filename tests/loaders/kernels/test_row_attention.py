@@ -15,10 +15,12 @@ from offspec.loaders.kernels.compiler import instructions
 from offspec.loaders.kernels.row_attention import (
     BLOCK,
     KeySlots,
+    KeysOfRows,
     RowAttention,
     Scores,
     Visible,
     attend_rows,
+    attend_rows_of_texts,
     can_attend,
     row_attention,
     rows_of_tile,
@@ -185,3 +187,32 @@ def test_what_the_kernel_supports() -> None:
     assert not can_attend(8, torch.float64)
     assert not can_attend(512, torch.bfloat16)
     assert row_attention(64, "bf16", None) is row_attention(64, "bf16", None)
+
+
+@each_heads
+def test_texts_at_once_equal_each_alone(heads: Heads) -> None:
+    """Rows of three texts, and one of no text between them."""
+    rows = some_rows()
+    queries, keys, values = numbers_for(heads, 2 * len(rows) + 6)
+    texts, first_row = list[KeysOfRows](), 0
+    for number, some in enumerate((rows, rows[:5], rows[::-1])):
+        moved = (each.roll(number, 1).contiguous() for each in (keys, values))
+        texts.append(KeysOfRows(first_row, KeySlots(0, *moved), visible(some, heads)))
+        first_row += len(some) + (number == 1)
+    together = attend_rows_of_texts(queries, texts, heads.scores)
+    for first, part, seen in texts:
+        some_queries = queries[first : first + len(seen.rows)]
+        alone = attend_rows(some_queries, [part], seen, heads.scores)
+        assert torch.equal(together[first : first + len(seen.rows)], alone)
+
+
+@pytest.mark.parametrize("window", [None, 1, 7, 70])
+@pytest.mark.parametrize(("start", "num_rows"), [(0, 1), (3, 40), (90, 5)])
+def test_what_a_chain_sees(start: int, num_rows: int, window: int | None) -> None:
+    """Equal to lists of slots that name each row's."""
+    end = torch.arange(start + 1, start + num_rows + 1)
+    first = torch.zeros_like(end) if window is None else (end - window).clamp(min=0)
+    expected = Visible.of(first, end, end[:0], torch.zeros_like(end), 16)
+    chain = Visible.of_chain(start, num_rows, window, 16)
+    for one, other in ((chain.rows, expected.rows), (chain.tiles, expected.tiles), (chain.slots, expected.slots)):
+        assert torch.equal(one, other)
