@@ -251,7 +251,7 @@ def linear_fp32(x: Tensor, weight: Weight, bias: Tensor | None = None, scratch: 
     """As `linear`, with an fp32 result [..., N].
 
     On a GPU the sums are not rounded to x's dtype first, where torch can (2.8 and newer), if the matrix is plain or is
-    dequantised for the product, and no gradient is wanted. Fused products, and those on a CPU, are rounded first.
+    dequantised for the product, and no gradient is wanted; nor by kernels on a CPU. Other products are rounded first.
     """
     if _is_sliced(x, weight, scratch):
         assert isinstance(weight, PackedTable)
@@ -263,6 +263,9 @@ def linear_fp32(x: Tensor, weight: Weight, bias: Tensor | None = None, scratch: 
     if x.is_cuda and is_half and has_fp32_output() and is_product_of_torch and not torch.is_grad_enabled():
         product = torch.mm(x, dense(weight, x.dtype, scratch).t(), out_dtype=torch.float32)
         return product if bias is None else product + bias
+    if (kernel := _kernel_for(x, weight) if x.device.type == "cpu" else None) is not None:
+        product, parts = kernel
+        return products.plus(product(x, parts, weight.shape[0], torch.float32), bias)
     return linear(x, weight, bias, scratch).float()
 
 

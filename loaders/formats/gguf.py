@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from types import ModuleType
 
 import torch
@@ -65,7 +65,7 @@ class GgufMatrix(PackedMatrix):
     def device(self) -> torch.device:
         return self.blocks.device
 
-    @property
+    @cached_property
     def form(self) -> str:  # type: ignore[override]
         return self.kind.name
 
@@ -90,8 +90,8 @@ class GgufMatrix(PackedMatrix):
             unpack_reference(self, matrix)
         return matrix
 
-    @property
-    def kernel(self) -> tuple[RowProduct, list[Tensor]] | None:
+    @cached_property
+    def kernel(self) -> tuple[RowProduct, list[Tensor]] | None:  # type: ignore[override]
         product = _product(self.kind.name)
         return None if product is None else (product, [self.blocks])
 

@@ -362,3 +362,20 @@ def constant(value: float) -> str:
     """An fp32 constant: LLVM writes the bits of the double that equals it."""
     (single,) = struct.unpack("<f", struct.pack("<f", value))
     return f"0x{struct.unpack('<Q', struct.pack('<d', single))[0]:016X}"
+
+
+def bf16_bits(e: Emitter, numbers: str, count: int) -> str:
+    """The bits of `count` fp32 numbers rounded to bf16, ties to even, as <count x i16>."""
+    wide = f"<{count} x i32>"
+    bits = e.op(f"bitcast <{count} x float> {numbers} to {wide}")
+    odd = e.op(f"and {wide} {e.op(f'lshr {wide} {bits}, splat (i32 16)')}, splat (i32 1)")
+    above = e.op(f"add {wide} {e.op(f'add {wide} {bits}, splat (i32 32767)')}, {odd}")
+    is_nan = e.op(f"fcmp uno <{count} x float> {numbers}, {numbers}")
+    kept = e.op(f"select <{count} x i1> {is_nan}, {wide} splat (i32 {0x7FC00000}), {wide} {above}")
+    return e.op(f"trunc {wide} {e.op(f'lshr {wide} {kept}, splat (i32 16)')} to <{count} x i16>")
+
+
+def fp16_bits(e: Emitter, numbers: str, count: int) -> str:
+    """As `bf16_bits`, of fp16."""
+    half = e.op(f"fptrunc <{count} x float> {numbers} to <{count} x half>")
+    return e.op(f"bitcast <{count} x half> {half} to <{count} x i16>")

@@ -13,7 +13,7 @@ zeros, which change nothing. So keys and values of all slots in a tile's stretch
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from itertools import accumulate
@@ -185,10 +185,6 @@ class KeySlots:
     def end(self) -> int:
         return self.first + self.keys.shape[1]
 
-    def start_of(self, tensor: Tensor) -> int:
-        """The address where slot 0 would be."""
-        return tensor.data_ptr() - self.first * tensor.stride(1) * tensor.itemsize
-
 
 class KeysOfRows(NamedTuple):
     """A text's keys, and what its rows see of them; its first row among those of all texts."""
@@ -311,19 +307,35 @@ def _tiles_of(part: KeySlots, visible: Visible) -> Tensor:
     return visible.tiles if is_last and part.first == 0 else visible.tiles.clamp(part.first, part.end)
 
 
-def _job(attention: RunningAttention, text: KeysOfRows, tiles: Tensor) -> Iterator[int]:
+def _job(attention: RunningAttention, text: KeysOfRows, tiles: Tensor) -> list[int]:
     """The words of one text's job, in the order of _JOB."""
     first_row, part, visible = text
-    keys, values = part.keys, part.values
-    assert keys.stride(-1) == values.stride(-1) == 1
-    num_heads, all_rows, group, _ = attention.queries.shape
-    for tensor in (attention.queries, attention.results, attention.states):
-        yield tensor.data_ptr() + first_row * tensor.stride(1) * tensor.itemsize
-    yield from (part.start_of(keys), part.start_of(values))
-    yield from (visible.rows.data_ptr(), tiles.data_ptr(), visible.slots.data_ptr())
-    yield from (len(visible.rows), all_rows, num_heads, group, visible.tile_rows)
-    yield from (keys.stride(0), keys.stride(1), values.stride(0), values.stride(1))
-    yield from (int(part.first == 0 and not attention.has_begun), int(part.end >= visible.end), 0)
+    (key_head, key_slot, key_number), (value_head, value_slot, value_number) = part.keys.stride(), part.values.stride()
+    assert key_number == value_number == 1
+    num_heads, all_rows, group, head_dim = attention.queries.shape
+    query, item = 4 * group * first_row, part.keys.itemsize  # in bytes of a query's fp32 numbers
+    return [
+        attention.queries.data_ptr() + head_dim * query,
+        attention.results.data_ptr() + head_dim * query,
+        attention.states.data_ptr() + 2 * query,
+        part.keys.data_ptr() - part.first * key_slot * item,  # where slot 0 would be
+        part.values.data_ptr() - part.first * value_slot * item,
+        visible.rows.data_ptr(),
+        tiles.data_ptr(),
+        visible.slots.data_ptr(),
+        len(visible.rows),
+        all_rows,
+        num_heads,
+        group,
+        visible.tile_rows,
+        key_head,
+        key_slot,
+        value_head,
+        value_slot,
+        part.first == 0 and not attention.has_begun,
+        part.end >= visible.end,
+        0,
+    ]
 
 
 class _Scratch:

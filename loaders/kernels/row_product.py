@@ -26,7 +26,8 @@ import torch
 from torch import Tensor
 
 from .compiler import Emitter, compile_ir, instructions, run_on_threads
-from .encodings import Encoding, Factors, Float16, RowReader, Unpacked, Vectors
+from .encodings import Encoding, Factors, Float16, RowReader, Unpacked, Vectors, bf16_bits, fp16_bits
+from .loops import counted
 
 # Without a panel: rows of x at a time, and bytes of weights that a thread takes at a time, which stay in its cache.
 FEW_TILE_ROWS, CHUNK_BYTES = 4, 2**17
@@ -45,10 +46,12 @@ _BLOCK = (
 )
 _BLOCK_NAMES = _BLOCK.replace("noalias ", "")
 
-# Work is 64-bit words: the address of the panels, the next panel, which threads count up, and the number of jobs, one
-# for each matrix. Then those of each job: addresses of x and the result; N, K, R; rows of a chunk; the next chunk,
-# which threads count up; whether there are panels; the addresses of the matrix's parts.
-_WORK_WORDS, _JOB_WORDS = 3, 8
+# Work is 64-bit words: the address of the panels, the next panel, which threads count up, the number of jobs, one for
+# each matrix, and the dtype that results are rounded to (of ROUNDED; 0: none). Then those of each job: addresses of x
+# and the sums; N, K, R; rows of a chunk; the next chunk, which threads count up; whether there are panels; the address
+# of the rounded result; the addresses of the matrix's parts.
+_WORK_WORDS, _JOB_WORDS = 4, 9
+ROUNDED = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _WORKER = f"""
 define void @worker(ptr %work) {{
 entry:
@@ -59,13 +62,15 @@ entry:
   %panel = getelementptr i8, ptr %panels, i64 %own_start
   %at_jobs = getelementptr i64, ptr %work, i64 2
   %jobs = load i64, ptr %at_jobs
+  %at_kind = getelementptr i64, ptr %work, i64 3
+  %kind = load i64, ptr %at_kind
   br label %job
 job:
   %number = phi i64 [ 0, %entry ], [ %next, %job ]
   %before = mul i64 %number, {_JOB_WORDS + MOST_PARTS}
   %place = add i64 %before, {_WORK_WORDS}
   %own_job = getelementptr i64, ptr %work, i64 %place
-  call void @multiply(ptr %own_job, ptr %panel)
+  call void @multiply(ptr %own_job, ptr %panel, i64 %kind)
   %next = add i64 %number, 1
   %is_more = icmp slt i64 %next, %jobs
   br i1 %is_more, label %job, label %end
@@ -73,7 +78,7 @@ end:
   ret void
 }}
 
-define internal void @multiply(ptr %job, ptr %panel) {{
+define internal void @multiply(ptr %job, ptr %panel, i64 %kind) {{
 entry:
   {{loads}}
   %is_panel = icmp ne i64 %uses_panel, 0
@@ -98,7 +103,7 @@ few:
     i64 %first, i64 %last, i64 %columns, i64 %columns, i64 %outputs, i1 0, i1 %is_new)
   %few_next = add i64 %few_row, {FEW_TILE_ROWS}
   %few_more = icmp slt i64 %few_next, %rows
-  br i1 %few_more, label %few, label %next
+  br i1 %few_more, label %few, label %done
 part:
   %column = phi i64 [ 0, %begin ], [ %stop, %part_end ]
   %full = add i64 %column, {{panel_columns}}
@@ -124,7 +129,10 @@ tile:
   br i1 %is_more, label %tile, label %part_end
 part_end:
   %is_wider = icmp slt i64 %stop, %columns
-  br i1 %is_wider, label %part, label %next
+  br i1 %is_wider, label %part, label %done
+done:
+  call void @round(i64 %kind, ptr %out, ptr %rounded, i64 %first, i64 %last, i64 %rows, i64 %outputs)
+  br label %next
 end:
   ret void
 }}
@@ -181,37 +189,43 @@ class RowProduct:
             if self._compiled is None:
                 self._compiled = compile_ir(self.source, "worker")
 
-    def __call__(self, x: Tensor, parts: Sequence[Tensor], num_outputs: int) -> Tensor:
-        """x [..., K] on the CPU, parts: the matrix's tensors (see the encoding) → [..., N] in x's dtype.
+    def __call__(
+        self, x: Tensor, parts: Sequence[Tensor], num_outputs: int, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """x [..., K] on the CPU, parts: the matrix's tensors (see the encoding) → [..., N] in `dtype`, or x's.
 
-        The sums are fp32, rounded to x's dtype at the end. K must be one that the encoding `can_read`.
+        The sums are fp32, rounded to that dtype at the end. K must be one that the encoding `can_read`.
         """
         rows = x.reshape(-1, x.shape[-1])
-        return self.each(rows, [Job(parts, num_outputs, 0, len(rows))]).view(*x.shape[:-1], num_outputs)
+        return self.each(rows, [Job(parts, num_outputs, 0, len(rows))], dtype).view(*x.shape[:-1], num_outputs)
 
-    def each(self, x: Tensor, jobs: Sequence[Job]) -> Tensor:
+    def each(self, x: Tensor, jobs: Sequence[Job], dtype: torch.dtype | None = None) -> Tensor:
         """Rows of x [R, K] on the CPU times several matrices, as `__call__` for each of them alone.
 
-        Returns the jobs' results [rows, N] one after another in one dimension, in x's dtype.
+        Returns the jobs' results [rows, N] one after another in one dimension, in `dtype`, or x's.
         """
-        num_columns, num_threads, rows = x.shape[1], torch.get_num_threads(), self._laid_out(x)
+        dtype, num_columns, num_threads = dtype or x.dtype, x.shape[1], torch.get_num_threads()
+        rows = self._laid_out(x)
         out = torch.empty(sum([job.num_rows * job.num_outputs for job in jobs]))
+        kind = ROUNDED.get(dtype, 0)
+        rounded = torch.empty_like(out, dtype=dtype) if kind else out
         most_direct, panels = self._most_direct(num_columns), out
         if max([job.num_rows for job in jobs]) > most_direct:
             panels = torch.empty(num_threads * PANEL_ROWS * PANEL_ROW_BYTES, dtype=torch.uint8)
-        words = [panels.data_ptr(), 0, len(jobs)]
-        at_rows, at_out, row_bytes = rows.data_ptr(), out.data_ptr(), num_columns * rows.itemsize
+        words = [panels.data_ptr(), 0, len(jobs), kind]
+        at_rows, row_bytes = rows.data_ptr(), num_columns * rows.itemsize
+        at_out, at_rounded = out.data_ptr(), rounded.data_ptr()
         for parts, num_outputs, first, num_rows in jobs:
-            has_panel = num_rows > most_direct
+            has_panel, addresses = num_rows > most_direct, [part.data_ptr() for part in parts]
             chunk = PANEL_ROWS if has_panel else _chunk_rows(num_outputs, parts[0].nbytes)
             words += (at_rows + first * row_bytes, at_out, num_outputs, num_columns, num_rows, chunk, 0, has_panel)
-            words += [part.data_ptr() for part in parts]
-            words += _NO_PARTS[len(parts) :]
+            words += (at_rounded, *addresses, *_NO_PARTS[len(parts) :])
             at_out += out.itemsize * num_rows * num_outputs
+            at_rounded += rounded.itemsize * num_rows * num_outputs
         self.prepare()
         assert self._compiled is not None
         run_on_threads(self._compiled, words, num_threads)
-        return out.to(x.dtype)
+        return rounded.to(dtype)
 
     def _laid_out(self, x: Tensor) -> Tensor:
         """[R, K] in the factors' dtype, each row in the order in which the encoding has the weights."""
@@ -239,6 +253,7 @@ class RowProduct:
                 _product("few", self.encoding, factors, few),
                 _product("panel", unpacked, factors, panel),
                 _unpack(self.encoding, factors),
+                _round(lanes),
                 _worker(factors),
             )
         )
@@ -280,6 +295,7 @@ def _worker(factors: Factors) -> str:
         *enumerate(names),
         (6, None),
         (7, "uses_panel"),
+        (8, "rounded"),
         *((_JOB_WORDS + i, f"part{i}") for i in range(MOST_PARTS)),
     ]
     for place, name in places:
@@ -289,6 +305,41 @@ def _worker(factors: Factors) -> str:
             loads.append(f"%{name} = load {kind}, ptr %at{place}")
     text = _WORKER.replace("{loads}", "\n  ".join(loads))
     return text.replace("{item}", factors.item).replace("{panel_columns}", str(_panel_columns(factors)))
+
+
+def _round(lanes: int) -> str:
+    """Round rows of sums, columns first .. last of `%outputs`, to numbers of 16 bits of the dtype `%kind`."""
+    e = Emitter()
+    width = e.op("sub i64 %last, %first")
+    whole = e.op(f"sub i64 %last, {e.op(f'urem i64 {width}, {lanes}')}")
+
+    def rows_of(kind: str, number: Callable[[Emitter, str, int], str]) -> Callable[[str], None]:
+        def row(index: str) -> None:
+            start = e.op(f"mul i64 {index}, %outputs")
+
+            def numbers(count: int) -> Callable[[str], None]:
+                def some(column: str) -> None:
+                    place = e.op(f"add i64 {start}, {column}")
+                    sums = e.op(f"load <{count} x float>, ptr {e.address('%out', place, 'float')}, align 4")
+                    bits = number(e, sums, count)
+                    e.do(f"store <{count} x i16> {bits}, ptr {e.address('%rounded', place, 'i16')}, align 2")
+
+                return some
+
+            counted(e, f"{kind}_vector", "%first", whole, lanes, numbers(lanes))
+            counted(e, f"{kind}_single", whole, "%last", 1, numbers(1))
+
+        return row
+
+    e.do("switch i64 %kind, label %end [ i64 1, label %bf16 i64 2, label %fp16 ]")
+    for kind, number in (("bf16", bf16_bits), ("fp16", fp16_bits)):
+        e.label(kind)
+        counted(e, f"{kind}_row", "0", "%rows", 1, rows_of(kind, number))
+        e.do("br label %end")
+    e.label("end")
+    e.do("ret void")
+    head = "i64 %kind, ptr noalias %out, ptr noalias %rounded, i64 %first, i64 %last, i64 %rows, i64 %outputs"
+    return e.function(f"define internal void @round({head})")
 
 
 def _panel_columns(factors: Factors) -> int:

@@ -6,6 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from offspec.loaders.formats.products import must_be_exact
+from offspec.loaders.kernels.row_steps import can_step, norm_rows
+
 NORMS = ("rms", "rms plus one", "layer", "layer plus one")
 
 
@@ -25,4 +28,6 @@ def normalize(x: Tensor, weight: Tensor, bias: Tensor | None, kind: str, eps: fl
     if weight.dim() > 1:
         assert kind == "layer", "no other norm has a weight for each head"
         return (F.layer_norm(x.to(exact), width, eps=eps) * weight.to(x.dtype).to(exact)).to(x.dtype)
+    if kind == "rms" and x.device.type == "cpu" and must_be_exact(x) and can_step(x.dtype, x.shape[-1]):
+        return norm_rows(x, weight, eps)
     return F.rms_norm(x, width, weight, eps) if kind == "rms" else F.layer_norm(x, width, weight, bias, eps)

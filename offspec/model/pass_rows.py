@@ -137,11 +137,9 @@ class AppendedRows(RowsOfText):
 
     def note_attention(self, part: Attending, queries: Tensor, first: int, last: int) -> None:
         """Tell `attention` what the last certain token attends to, if it is among rows first .. last, just stored."""
-        if self.attention is None:
-            return
         row, layer = len(self.rows.chain) - 1, part.entries_of
         end = self.visibility.start + row + 1
-        if first <= row < last and end >= self.attention.least_length:
+        if self.attention is not None and first <= row < last and end >= self.attention.least_length:
             parts = self.parts(layer, [KeyRange(0, end, None)], self.cache.most_read(layer))
             scaled = queries[row - first] * attention_scale(part)
             self.attention.observe(layer, scaled, (each.keys for each in parts))
@@ -353,7 +351,8 @@ def _attend_at_once(
     texts = list[KeysOfRows]()
     for piece in pieces:
         piece.text.store(layer, piece.of(entries), piece.first)
-        piece.text.note_attention(part, queries[piece.rows], piece.first, piece.last)
+        if piece.text.attention is not None:
+            piece.text.note_attention(part, queries[piece.rows], piece.first, piece.last)
         visible = piece.text.slots(piece.first, piece.last, part.window, group)
         texts.append(all_keys(piece.rows.start, piece.text.cache, layer, visible))
     return attend_rows_of_texts(queries, texts, Scores(attention_scale(part), part.config.attention_cap, sinks))

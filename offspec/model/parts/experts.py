@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from offspec.loaders.formats.products import must_be_exact
+from offspec.loaders.kernels.row_steps import can_step, mix_rows
 
 from ..config import ModelConfig
 from ..rope import RotaryEmbeddings
@@ -153,6 +154,8 @@ class Experts(NativePart):
         """The sum [T, hidden] of the outputs of each row's experts times their scales, by ascending numbers."""
         experts = ChosenExperts(x, chosen, self.shape, self.config.activation)
         experts.compute(weights)
+        if x.device.type == "cpu" and must_be_exact(x) and can_step(x.dtype, x.shape[-1]):
+            return mix_rows(experts.outputs, scales)
         scaled = experts.outputs.view(*chosen.shape, -1) * scales[..., None]
         if x.device.type != "cpu" and not must_be_exact(x):
             return scaled.sum(1).to(x.dtype)

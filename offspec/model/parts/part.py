@@ -196,7 +196,7 @@ class WeightsOfExperts(LayerWeights):
         return self.linears([name], x)[0]
 
     def linears(self, names: Sequence[str], x: Tensor) -> list[Tensor]:
-        weights = [tensors[f"{name}.weight"] for name in names for tensors in self._each]
+        weights = [tensors[name] for name in [f"{name}.weight" for name in names] for tensors in self._each]
         products = linear_each(x, self._counts * len(names), weights, self.scratch).chunk(len(names))
         return [self._with_bias(name, product) for name, product in zip(names, products, strict=True)]
 

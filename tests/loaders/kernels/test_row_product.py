@@ -444,6 +444,20 @@ def test_a_matrix_without_rows() -> None:
         assert found.shape == (num_rows, 0)
 
 
+@needs_kernels
+@pytest.mark.parametrize("num_rows", [1, 5, 66])
+def test_results_are_rounded_as_torch_rounds(num_rows: int) -> None:
+    """Of 51 outputs, no whole vectors; also of what is no number, and of no dtype that kernels round to."""
+    matrix = noise(51, 1152).to(torch.bfloat16)
+    for dtype in (torch.bfloat16, torch.float16, torch.float64):
+        x = noise(num_rows, 1152).to(dtype)
+        x[-1, 3] = torch.nan if num_rows > 1 else 1.0
+        sums = product_of("bf16", num_lanes())(x, [matrix], 51, torch.float32)
+        rounded = product_of("bf16", num_lanes())(x, [matrix], 51)
+        assert (sums.dtype, rounded.dtype) == (torch.float32, dtype)
+        torch.testing.assert_close(rounded, sums.to(dtype), rtol=0, atol=0, equal_nan=True)
+
+
 # ------------------------------------------------------------------------------------------------ several matrices
 
 

@@ -1,0 +1,216 @@
+"""Steps between products for rows of numbers on a CPU, each in one call: RMSNorm, and sums of experts' outputs.
+
+torch takes several operations for each, and after a product its code is no longer in a CPU's caches. A row's numbers
+have the same bits however many rows there are: a row's sum has one vector, and threads take whole rows.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from .compiler import Emitter, compile_ir, instructions, run_on_threads
+from .encodings import bf16_bits, fp16_bits, splat
+from .loops import counted
+
+ITEMS = {torch.bfloat16: "i16", torch.float16: "half", torch.float32: "float"}
+CHUNK_NUMBERS = 2**14  # numbers of rows that a thread takes at a time
+
+# A job is 64-bit words: rows; rows of a chunk; the next chunk's first row, which threads count up; and what the step
+# needs, pointers before numbers.
+_WORKER = """
+define void @worker(ptr %job) {
+entry:
+  %rows = load i64, ptr %job
+  %at_chunk = getelementptr i64, ptr %job, i64 1
+  %chunk = load i64, ptr %at_chunk
+  %at_next = getelementptr i64, ptr %job, i64 2
+  br label %next
+next:
+  %first = atomicrmw add ptr %at_next, i64 %chunk seq_cst
+  %is_left = icmp slt i64 %first, %rows
+  br i1 %is_left, label %begin, label %end
+begin:
+  %behind = add i64 %first, %chunk
+  %last = call i64 @llvm.smin.i64(i64 %behind, i64 %rows)
+  br label %row
+row:
+  %index = phi i64 [ %first, %begin ], [ %after, %row ]
+  call void @step(ptr %job, i64 %index)
+  %after = add i64 %index, 1
+  %is_more = icmp slt i64 %after, %last
+  br i1 %is_more, label %row, label %next
+end:
+  ret void
+}
+"""
+_JOB_WORDS = 3
+
+
+def can_step(dtype: torch.dtype, num_columns: int) -> bool:
+    """Whether there are kernels for rows of `num_columns` numbers of a dtype on this CPU."""
+    return bool(instructions()) and dtype in ITEMS and num_columns % _lanes() == 0
+
+
+def norm_rows(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm of x [..., N] over N, times weight [N] → [..., N] in x's dtype."""
+    x, weight = x.contiguous(), weight.to(x.dtype).contiguous()
+    out, width = torch.empty_like(x), x.shape[-1]
+    _kernel(Norm, x.dtype)(x.numel() // width, width, (x, weight, out), (width, _bits(eps)))
+    return out
+
+
+def mix_rows(x: Tensor, scales: Tensor) -> Tensor:
+    """Sums [T, N] in x's dtype of rows x [T·M, N] times scales, fp32 [T, M], by ascending places among M."""
+    (num_rows, num_summed), width = scales.shape, x.shape[-1]
+    x, scales, out = x.contiguous(), scales.contiguous(), x.new_empty(num_rows, width)
+    _kernel(Mix, x.dtype)(num_rows, num_summed * width, (x, scales, out), (width, num_summed))
+    return out
+
+
+def _lanes() -> int:
+    return 16 if "avx512" in instructions() else 8
+
+
+def _bits(number: float) -> int:
+    """Of a number as fp32."""
+    (bits,) = struct.unpack("<I", struct.pack("<f", number))
+    return int(bits)
+
+
+@cache
+def _kernel(kind: type[RowStep], dtype: torch.dtype) -> RowStep:
+    return kind(dtype, _lanes())
+
+
+class RowStep(ABC):
+    """A step for rows of a dtype; compiled at its first use. names: of its job's words; pointers: how many of them."""
+
+    names: Sequence[str]
+    pointers = 3
+
+    def __init__(self, dtype: torch.dtype, lanes: int) -> None:
+        self.lanes, self.vector = lanes, f"<{lanes} x float>"
+        self.item = ITEMS[dtype]
+        self._lock = threading.Lock()
+        self._compiled: Callable[..., None] | None = None
+
+    def __call__(self, num_rows: int, row_numbers: int, tensors: Sequence[Tensor], numbers: Sequence[int]) -> None:
+        """row_numbers: that a row reads. tensors, numbers: the words `names`."""
+        chunk = max(1, CHUNK_NUMBERS // max(1, row_numbers))
+        num_threads = max(1, min(torch.get_num_threads(), num_rows // chunk))
+        words = [num_rows, chunk, 0, *[tensor.data_ptr() for tensor in tensors], *numbers]
+        self.prepare()
+        assert self._compiled is not None
+        run_on_threads(self._compiled, words, num_threads)
+
+    def prepare(self) -> None:
+        """Compile it, if it is not compiled yet."""
+        with self._lock:
+            if self._compiled is None:
+                self._compiled = compile_ir(self.source, "worker")
+
+    @property
+    def source(self) -> str:
+        """The module that is compiled."""
+        e, n, vector, words = Emitter(), self.lanes, self.vector, dict[str, str]()
+        for index, name in enumerate(self.names):
+            kind = "ptr" if index < self.pointers else "i64"
+            place = e.address("%job", str(_JOB_WORDS + index), "i64")
+            words[name] = e.op(f"load {kind}, ptr {place}, align 8")
+        self.emit(e, words)
+        e.do("ret void")
+        return (
+            f"declare {vector} @llvm.fma.v{n}f32({vector}, {vector}, {vector})\n"
+            f"declare float @llvm.vector.reduce.fadd.v{n}f32(float, {vector})\n"
+            "declare float @llvm.sqrt.f32(float)\n"
+            "declare i64 @llvm.smin.i64(i64, i64)\n"
+            f"{e.function('define internal void @step(ptr %job, i64 %index)')}{_WORKER}"
+        )
+
+    @abstractmethod
+    def emit(self, e: Emitter, words: dict[str, str]) -> None:
+        """The step for row `%index`. words: the job's, by their names."""
+
+    def row(self, e: Emitter, start: str, width: str, index: str = "%index") -> str:
+        """The address of a row of `width` numbers."""
+        return e.address(start, e.op(f"mul i64 {index}, {width}"), self.item)
+
+    def load(self, e: Emitter, row: str, column: str) -> str:
+        """A vector of a row's numbers as fp32."""
+        n = self.lanes
+        loaded = e.op(f"load <{n} x {self.item}>, ptr {e.address(row, column, self.item)}, align 2")
+        if self.item == "float":
+            return loaded
+        if self.item == "half":
+            return e.op(f"fpext <{n} x half> {loaded} to {self.vector}")
+        wide = e.op(f"zext <{n} x i16> {loaded} to <{n} x i32>")
+        return e.op(f"bitcast <{n} x i32> {e.op(f'shl <{n} x i32> {wide}, splat (i32 16)')} to {self.vector}")
+
+    def store(self, e: Emitter, numbers: str, row: str, column: str) -> None:
+        """Store a vector of fp32 numbers in the rows' dtype."""
+        n, kind, kept = self.lanes, self.vector, numbers
+        if self.item != "float":
+            kind, bits = f"<{n} x i16>", {"i16": bf16_bits, "half": fp16_bits}[self.item]
+            kept = bits(e, numbers, n)
+        e.do(f"store {kind} {kept}, ptr {e.address(row, column, self.item)}, align 2")
+
+    def fma(self, e: Emitter, one: str, other: str, total: str) -> str:
+        vector = self.vector
+        return e.op(f"call {vector} @llvm.fma.v{self.lanes}f32({vector} {one}, {vector} {other}, {vector} {total})")
+
+
+class Norm(RowStep):
+    """RMSNorm."""
+
+    names = ("x", "weight", "out", "width", "eps")
+
+    def emit(self, e: Emitter, words: dict[str, str]) -> None:
+        width, vector = words["width"], self.vector
+        x, out = (self.row(e, words[name], width) for name in ("x", "out"))
+
+        def add_square(column: str, sums: Sequence[str]) -> list[str]:
+            numbers = self.load(e, x, column)
+            return [self.fma(e, numbers, numbers, sums[0])]
+
+        (squares,) = counted(e, "squares", "0", width, self.lanes, add_square, [(vector, "zeroinitializer")])
+        total = e.op(f"call reassoc float @llvm.vector.reduce.fadd.v{self.lanes}f32(float -0.0, {vector} {squares})")
+        mean = e.op(f"fdiv float {total}, {e.op(f'sitofp i64 {width} to float')}")
+        eps = e.op(f"trunc i64 {words['eps']} to i32")
+        kept = e.op(f"fadd float {mean}, {e.op(f'bitcast i32 {eps} to float')}")
+        factor = splat(e, e.op(f"fdiv float 1.0, {e.op(f'call float @llvm.sqrt.f32(float {kept})')}"), self.lanes)
+
+        def scale(column: str) -> None:
+            normed = e.op(f"fmul {vector} {self.load(e, x, column)}, {factor}")
+            weight = self.load(e, words["weight"], column)
+            self.store(e, e.op(f"fmul {vector} {normed}, {weight}"), out, column)
+
+        counted(e, "scaled", "0", width, self.lanes, scale)
+
+
+class Mix(RowStep):
+    """Sums of rows times scales."""
+
+    names = ("x", "scales", "out", "width", "summed")
+
+    def emit(self, e: Emitter, words: dict[str, str]) -> None:
+        width, summed = words["width"], words["summed"]
+        first, out = e.op(f"mul i64 %index, {summed}"), self.row(e, words["out"], width)
+
+        def columns(column: str) -> None:
+            def add(place: str, sums: Sequence[str]) -> list[str]:
+                index = e.op(f"add i64 {first}, {place}")
+                scale = e.op(f"load float, ptr {e.address(words['scales'], index, 'float')}, align 4")
+                numbers = self.load(e, self.row(e, words["x"], width, index), column)
+                return [self.fma(e, numbers, splat(e, scale, self.lanes), sums[0])]
+
+            (total,) = counted(e, "add", "0", summed, 1, add, [(self.vector, "zeroinitializer")])
+            self.store(e, total, out, column)
+
+        counted(e, "columns", "0", width, self.lanes, columns)
