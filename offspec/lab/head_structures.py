@@ -60,7 +60,8 @@ def medusa(target: Decoder, seed: int) -> Beginning:
     """Medusa with 5 heads of one residual block: each begins as the target's own head."""
     blocks, head = medusa_shared(target, seed), own_head(target)
     heads = {f"{step}.1.weight": head.clone() for step in range(STEPS)}
-    return replace(blocks, kind="medusa", config=MEDUSA_CONFIG, tensors={**blocks.tensors, **heads})
+    tensors = {**blocks.tensors, **heads}
+    return replace(blocks, kind="medusa", config=MEDUSA_CONFIG, tensors=tensors, has_own_head=True)
 
 
 def medusa_shared(target: Decoder, seed: int) -> Beginning:
@@ -105,7 +106,8 @@ def mlp(target: Decoder, seed: int) -> Beginning:
     tensors = {"emb.0.weight": shared(target, target.config.embedding_name), "proj.0.weight": torch.eye(hidden)}
     tensors |= {"proj.1.weight": torch.eye(hidden), "head.0.weight": own_head(target)}
     tensors |= {"ln.0.weight": torch.ones(hidden), "ln.0.bias": torch.zeros(hidden)}
-    return Beginning("mlp", config, {f"speculator.{name}": tensor for name, tensor in tensors.items()}, (), STEPS)
+    named = {f"speculator.{name}": tensor for name, tensor in tensors.items()}
+    return Beginning("mlp", config, named, (), STEPS, has_own_head=True)
 
 
 def clover(target: Decoder, seed: int) -> Beginning:
