@@ -62,7 +62,7 @@ def text(engine: Engine, prompt: str, params: SamplingParams, speculation: Specu
 def test_drafts_change_no_token(load: GetEngine, draft: str, dtype: str) -> None:
     engine = load(draft, dtype=dtype)
     assert engine.is_exact
-    for prompt, params in zip(PROMPTS, PARAMS * 2, strict=True):
+    for prompt, params in zip(PROMPTS[:2], PARAMS, strict=True):
         plain = text(engine, prompt, params, PLAIN)
         for budget in (3, 64):
             assert text(engine, prompt, params, SpeculationParams(budget=budget)) == plain
