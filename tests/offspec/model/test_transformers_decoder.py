@@ -85,7 +85,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "opt": SHAPE | {"model_type": "opt", "ffn_dim": 48, "word_embed_proj_dim": 32},
     "minicpm3": GROUPED | LATENT | {"model_type": "minicpm3"},
 }
-# Of all heads, one per group, windows and experts, joined experts, learnt positions, latent entries; others run nightly.
+# Grouped heads, windows with experts, joined experts, learnt positions, latent entries. The others run nightly.
 DAILY = ("falcon-new", "dots1", "granitemoeshared", "gpt2", "minicpm3")
 
 
