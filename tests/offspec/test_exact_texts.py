@@ -19,7 +19,7 @@ GetEngine = Callable[..., Engine]
 PLAIN = SpeculationParams(budget=0)
 PROMPTS = ("def area(", "for i in range(10):\n    print(i)\n" * 3, "x = 1", "class Stack:\n    def push(self, ")
 PARAMS = [SamplingParams(10, temperature=temperature, seed=3, ignore_eos=True) for temperature in (0.0, 1.0)]
-each_dtype = pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+each_dtype = pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp16", marks=pytest.mark.nightly), "fp32"])
 
 
 @pytest.fixture(scope="module")

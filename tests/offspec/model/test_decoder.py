@@ -374,7 +374,7 @@ def test_siblings_with_equal_tokens_have_equal_logits(tiny_model: GetModel) -> N
 def test_a_prompt_in_chunks_gives_the_same(
     tiny_model: GetModel, family: str, chunk_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    decoder, tokens = tiny_model(family).decoder(), random_tokens(100)
+    decoder, tokens = tiny_model(family).decoder(), random_tokens(48)
     expected = chain_logits(decoder, tokens)
     text = CachedDecoder(decoder)
     with monkeypatch.context() as patch:
