@@ -227,6 +227,30 @@ def test_a_head_of_few_tokens(teacher: Teacher, pair: Pair, tmp_path: Path) -> N
         distill_head(teacher, "medusa", params, out=tmp_path / "other")
 
 
+@pytest.mark.parametrize("kind", ["mtp", "dflash", "medusa-shared"])
+def test_a_head_over_the_targets_learns_from_few_tokens(
+    kind: str, teacher: Teacher, pair: Pair, tmp_path: Path
+) -> None:
+    """It predicts the others, too: its file is that of one that learnt from all."""
+    done = distill_head(teacher, kind, replace(PARAMS, head_tokens=40), out=tmp_path / "few")
+    tensors = load_file(done.path / "model.safetensors")
+    beginning = structure_of(kind)(teacher.target, 0)
+    assert tensors.keys() == beginning.tensors.keys()
+    assert any(not torch.equal(tensors[name], tensor) for name, tensor in beginning.tensors.items())
+    assert_drafts(pair, done.path)
+
+
+@torch.no_grad()
+def test_few_tokens_have_the_logits_of_all(teacher: Teacher) -> None:
+    columns = torch.tensor([3, 17, 90])
+    beginning = structure_of("mtp")(teacher.target, 0)
+    batch = batch_of(teacher, beginning.layers)
+    few, of_all = (HeadStudent(beginning, teacher.target, some) for some in (columns, None))
+    for (some, _), (made, _) in zip(few.unrolled(batch), of_all.unrolled(batch), strict=True):
+        torch.testing.assert_close(few.head.head(some.states), of_all.head.head(made.states)[:, columns])
+    assert few.head.vocabulary.num_known(teacher.target.config.vocab_size) == 3
+
+
 def batch_of(teacher: Teacher, layers: tuple[int, ...]) -> Shard:
     """What the target says of 4 random texts."""
     tokens = np.random.default_rng(0).integers(5, 200, (4, 12))
