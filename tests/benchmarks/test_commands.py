@@ -65,7 +65,9 @@ SMALL: dict[str, tuple[str, ...]] = {
         "1,2",
     ),
     "benchmarks.scheduling.lossy": (*TINY, "--max-prompts", "1", "--max-new-tokens", "2", "--strengths", "0.5"),
-    "benchmarks.scheduling.schedulers": ("--prompts", "1", "--tokens", "2", "--budgets", "16", "--temperatures", "0"),
+    "benchmarks.scheduling.schedulers": (
+        *(*TINY, "--prompts", "1", "--tokens", "2", "--budgets", "16", "--temperatures", "0"),
+    ),
     "benchmarks.scheduling.stopping": ("--prompts", "1", "--tokens", "2", "--temperatures", "1", "--costs", "card"),
     "benchmarks.shared_beginnings": (
         "--model",

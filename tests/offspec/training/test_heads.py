@@ -34,6 +34,8 @@ from ...refusals import refused
 from ..model.heads.test_kinds_of_head import told, tree_mask
 
 PARAMS = HeadParams(steps=6, num_texts=16, text_tokens=12, batch_texts=8, num_labels=16)
+# Reads the text, reads it not, has a state of its own, guesses a block, is a layer of the target's kind.
+DAILY = ("eagle3", "medusa", "recurrent", "dflash", "mtp")
 GREEDY = SamplingParams(16, ignore_eos=True)
 
 
@@ -161,7 +163,9 @@ def assert_drafts(pair: Pair, head: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", HEADS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=() if kind in DAILY else pytest.mark.nightly) for kind in HEADS]
+)
 def test_a_trained_head_drafts(kind: str, teacher: Teacher, pair: Pair, tmp_path: Path) -> None:
     """Its loss has fallen, its folder is that of its kind, and the text is plain decoding's."""
     done = distill_head(teacher, kind, PARAMS, out=tmp_path / kind)
