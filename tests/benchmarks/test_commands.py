@@ -85,7 +85,8 @@ SMALL: dict[str, tuple[str, ...]] = {
     "benchmarks.unpack": ("--types", "nf4", "--shape", "256x256", "--rows", "1"),
 }
 # Modules whose own tests make such a call: theirs run nightly here.
-TESTED = {f"benchmarks.{name}" for name in ("drafts.alignment", "drafts.early_exit", "drafts.own_layers", "long_texts")}
+OWN_TESTS = ("alignment", "distilled", "early_exit", "own_layers", "specialise")
+TESTED = {"benchmarks.long_texts", "benchmarks.scheduling.joint", *(f"benchmarks.drafts.{name}" for name in OWN_TESTS)}
 SHORT = {"--minutes": "0.001", "--steps": "1"}  # in place of what a page says
 SHAPE = grow.Shape(512, 1024, 9, 16, 4)  # in place of a 7B's
 
