@@ -83,7 +83,8 @@ Examples:
     "--head-tokens",
     type=WholeNumber(1),
     metavar="N",
-    help="An EAGLE head predicts only the N most frequent tokens of the texts. [default: all]",
+    help="Use only the N most frequent tokens of the texts: an EAGLE head predicts no others, a head over MODEL's own "
+    "learns no others. [default: all]",
 )
 @draft_options
 @option(

@@ -4,6 +4,7 @@
     python -m benchmarks.real --quick              # 6 prompts, 64 nodes: 12 minutes on two cores
     python -m benchmarks.real                      # 20 prompts of each set, T = 0, 0.6 and 1; hours; resumable
     python -m benchmarks.real --own shadow:4/0,shadow:3/9,resident/14 --draft none     # copies of the target's layers
+    python -m benchmarks.real --draft HEAD --budgets 7,16,64,256     # with a chain of 7
 
 The target's texts are recorded once by plain decoding, in fp32, so that they do not depend on the shape of a pass. Each
 method is replayed along the same texts. Its tokens per pass do not depend on this machine; where a method chooses its

@@ -19,6 +19,8 @@ from benchmarks.scheduling.tree_rules import multi_step
 from offspec import Engine, SpeculationParams
 
 AUTHORS, OURS, ALONE = "SpecExec (authors' settings)", "offspec", "offspec, no recall, no lookup"
+CHAIN = "offspec, a chain, no recall, no lookup"
+LONGEST_CHAIN = 8  # nodes up to which a chain is measured beside the tree
 CARD = "card"  # the cost model whose seconds decide where a method may choose its budget
 
 
@@ -99,8 +101,12 @@ def with_model(budget: int | None) -> Iterator[Row]:
 
 def of_targets_states(budget: int | None) -> Iterator[Row]:
     """Rows of a draft that needs the target's states: a shadow, an exit, a head."""
-    for name, settings in ((ALONE, {"lookup": False, "recall": False}), (OURS, {})):
+    alone = {"lookup": False, "recall": False}
+    for name, settings in ((ALONE, alone), (OURS, {})):
         yield OffspecRow(Method(name, True, SpeculationParams(budget, overlap=budget is None, **settings)))
+    if budget is not None and budget <= LONGEST_CHAIN:
+        chain = SpeculationParams(budget, overlap=False, width=1, children=1, max_depth=budget, **alone)
+        yield OffspecRow(Method(CHAIN, True, chain))
 
 
 def chosen(rows: Iterable[Row], pattern: str) -> list[Row]:

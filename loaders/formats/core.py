@@ -129,6 +129,22 @@ class PackedMatrix:
         return linear(x, dense(self, x.dtype, scratch), bias)
 
 
+class ProductOfUnpacked(torch.autograd.Function):
+    """x [..., K] times a matrix [N, K] that is unpacked or converted, again for the gradient of x.
+
+    Autograd's own would keep such a copy for each product until then.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, matrix: Weight) -> Tensor:
+        ctx.matrix = matrix
+        return F.linear(x, dense(matrix, x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient @ dense(ctx.matrix, gradient.dtype), None
+
+
 def _chosen_fused(matrix: Any, x: Tensor) -> Product | None:
     """The product on a GPU that does not dequantise, if it was measured to be faster; otherwise None.
 
@@ -173,6 +189,9 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None, scratch: Tenso
     it, memory is allocated each time.
     """
     bias = bias if bias is None else bias.to(x.dtype)
+    if _needs_gradients(x) and _is_unpacked_for(x, weight):
+        product: Tensor = ProductOfUnpacked.apply(x, weight)  # type: ignore[no-untyped-call]
+        return product if bias is None else product + bias
     if bias is not None and bias.is_cuda and bias.data_ptr() % ALIGNMENT:
         bias = bias.clone()  # cuBLASLt may select a kernel that needs an aligned bias (pytorch#194497)
     if not isinstance(weight, Tensor):
@@ -184,6 +203,11 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None, scratch: Tenso
     if products.must_be_exact(x):
         return products.plus(exact_on_gpu(x, weight), bias)
     return F.linear(x, weight, bias)
+
+
+def _is_unpacked_for(x: Tensor, weight: Weight) -> bool:
+    """Whether a product with x needs a copy of the weight; one that learns is converted by autograd itself."""
+    return not isinstance(weight, Tensor) or (weight.dtype != x.dtype and not weight.requires_grad)
 
 
 def linears(

@@ -46,6 +46,16 @@ class StoredUnit:
 
     def cost(self, dtype: torch.dtype) -> UnitCost:
         """The bytes to stream it, and to keep it resident for computing in `dtype`."""
+        if dtype not in self._costs:
+            self._costs[dtype] = self._cost(dtype)
+        return self._costs[dtype]
+
+    @cached_property
+    def _costs(self) -> dict[torch.dtype, UnitCost]:
+        """By dtype, those that a plan has asked for."""
+        return {}
+
+    def _cost(self, dtype: torch.dtype) -> UnitCost:
         if self.is_converted(dtype):
             return UnitCost(self.record.read_bytes, self.record.nbytes, self.num_weights * dtype.itemsize)
         converted = {n: w for n, w in self.weights.items() if n in self.exact or not w.is_kept_as_read(dtype)}

@@ -36,7 +36,7 @@ from ..model.decoder import check_tensors, wanted_shapes
 from ..model.heads.mtp import mtp_names, num_promised
 from ..model.memory.kv_formats import PLAIN, KVFormat
 from ..model.names import in_layer
-from ..model.transformers_config import ForeignConfig
+from ..model.transformers_config import ForeignConfig, is_of_experts
 from ..named_models import MODEL_NAMES, named_path
 from .experts import with_experts
 from .from_config import stored_from_config
@@ -149,6 +149,33 @@ class ModelFiles:
     @cached_property
     def _kept_otherwise(self) -> ModelFiles:
         return replace(self, stored=self.stored.keeping(packed=not self.stored.layers[0].packs))
+
+    def forgetting(self, *, forgets: bool) -> ModelFiles:
+        """The same model, whose layers with a window drop KV entries outside of it, or do not."""
+        return self if self.forgets == forgets else self._forgetting_otherwise
+
+    @cached_property
+    def _forgetting_otherwise(self) -> ModelFiles:
+        return replace(self, forgets=not self.forgets)
+
+    @cached_property
+    def elements(self) -> Counter[str]:
+        """Elements of all layers' weights: "matrices", "experts" among the weights of their layers, and of matrices
+        those that are "packed" and those that resident layers keep so ("kept").
+        """
+        sums = Counter[str]()
+        for layer in self.stored.layers:
+            for name, weight in layer.weights.items():
+                is_matrix, elements = len(weight.shape) == 2, math.prod(weight.shape)
+                if not self.config.is_native and is_of_experts(name, weight.shape):
+                    sums["experts"] += elements
+                elif is_matrix:
+                    sums["matrices"] += elements
+                if is_matrix and weight.is_packed:
+                    sums["packed"] += elements
+                if is_matrix and layer.needs_scratch(weight, self.dtype, is_streamed=False):
+                    sums["kept"] += elements
+        return sums
 
     def kv_bytes(self, num_entries: int, layers: range | None = None) -> int:
         """Bytes of a KV cache with room for `num_entries` entries, of all layers or of `layers`."""

@@ -19,9 +19,10 @@ METHODS: dict[str, dict[str, str]] = {
     },
     "tensor of a head": {"clover_head_mlp_rnn.q.weight": "offspec.lab.clover2:CLOVER2"},
     "head to train": {
-        name: f"offspec.lab.head_structures:{name}"
+        name: f"offspec.lab.head_structures:{name.replace('-', '_')}"
         for name in (
             "medusa",
+            "medusa-shared",
             "hydra",
             "recurrent",
             "mlp",

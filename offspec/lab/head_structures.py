@@ -6,6 +6,7 @@ Files of Medusa, Hydra, MLP speculators, Clover-2 and FSPAD are published; the o
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -36,6 +37,7 @@ from .own_heads import STAGES
 
 ALIGNMENT = 10.0  # weight of the distance from the target's states, beside the cross entropy
 STEPS = 5  # tokens ahead that heads without attention learn to predict
+MEDUSA_CONFIG = {"medusa_num_heads": STEPS, "medusa_num_layers": 1, "model_type": "medusa"}
 BLOCK_SIZE, BLOCK_LAYERS, NUM_TAPS = 8, 3, 5  # of DFlash; z-lab's heads have 10 or 16 rows, and 5 to 8 layers
 
 
@@ -56,16 +58,21 @@ def koala(target: Decoder, seed: int) -> Beginning:
 
 def medusa(target: Decoder, seed: int) -> Beginning:
     """Medusa with 5 heads of one residual block: each begins as the target's own head."""
-    hidden, head = target.config.hidden_size, own_head(target)
-    tensors: dict[str, Tensor] = {}
+    blocks, head = medusa_shared(target, seed), own_head(target)
+    heads = {f"{step}.1.weight": head.clone() for step in range(STEPS)}
+    tensors = {**blocks.tensors, **heads}
+    return replace(blocks, kind="medusa", config=MEDUSA_CONFIG, tensors=tensors, has_own_head=True)
+
+
+def medusa_shared(target: Decoder, seed: int) -> Beginning:
+    """Medusa's residual blocks over the target's own head (vLLM's `original_lm_head`): each begins as the target."""
+    hidden, tensors = target.config.hidden_size, dict[str, Tensor]()
     for step in range(STEPS):
         tensors |= {
             f"{step}.0.linear.weight": torch.zeros(hidden, hidden),
             f"{step}.0.linear.bias": torch.zeros(hidden),
         }
-        tensors[f"{step}.1.weight"] = head.clone()
-    config = {"medusa_num_heads": STEPS, "medusa_num_layers": 1, "model_type": "medusa"}
-    return Beginning("medusa", config, tensors, (), STEPS)
+    return Beginning("medusa-shared", {**MEDUSA_CONFIG, "original_lm_head": True}, tensors, (), STEPS)
 
 
 def hydra(target: Decoder, seed: int) -> Beginning:
@@ -99,7 +106,8 @@ def mlp(target: Decoder, seed: int) -> Beginning:
     tensors = {"emb.0.weight": shared(target, target.config.embedding_name), "proj.0.weight": torch.eye(hidden)}
     tensors |= {"proj.1.weight": torch.eye(hidden), "head.0.weight": own_head(target)}
     tensors |= {"ln.0.weight": torch.ones(hidden), "ln.0.bias": torch.zeros(hidden)}
-    return Beginning("mlp", config, {f"speculator.{name}": tensor for name, tensor in tensors.items()}, (), STEPS)
+    named = {f"speculator.{name}": tensor for name, tensor in tensors.items()}
+    return Beginning("mlp", config, named, (), STEPS, has_own_head=True)
 
 
 def clover(target: Decoder, seed: int) -> Beginning:

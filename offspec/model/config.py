@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
+from functools import cached_property
 from typing import Any
 
 from offspec.loaders.files.checkpoint import show
@@ -245,6 +246,11 @@ class ModelConfig:
         if self.parts:
             return self.parts[layer]
         return ("attention beside mlp",) if self.is_parallel else ("attention", "mlp")
+
+    @cached_property
+    def made_parts(self) -> dict[int, list[Any]]:
+        """By layer, the parts without rotations that `parts.kinds.parts_of` has made, whose shapes plans ask for."""
+        return {}
 
     def norms_of(self, layer: int) -> NormPlaces:
         """The norms of a layer."""

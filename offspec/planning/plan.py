@@ -47,7 +47,6 @@ from ..model.memory.kv_cache import KVLayout
 from ..model.memory.kv_formats import EIGHT_BIT, KV_FORMATS, KVFormat
 from ..model.memory.window_layers import most_rows
 from ..model.row_logits import HEAD_ROWS
-from ..model.transformers_config import is_of_experts
 from .attention_time import seconds_of_attention, seconds_per_element
 from .memory import AUTO, MemoryOptions, MemoryUse, MemoryUser, Room, add_up
 
@@ -101,19 +100,7 @@ class Work:
 
     @classmethod
     def of(cls, target: ModelFiles) -> Work:
-        config, sums = target.config, Counter[str]()
-        sums["experts"] += target.stored.num_expert_weights
-        for layer in target.stored.layers:
-            for name, weight in layer.weights.items():
-                is_matrix, elements = len(weight.shape) == 2, math.prod(weight.shape)
-                if not config.is_native and is_of_experts(name, weight.shape):
-                    sums["experts"] += elements
-                elif is_matrix:
-                    sums["matrices"] += elements
-                if is_matrix and weight.is_packed:
-                    sums["packed"] += elements
-                if is_matrix and layer.needs_scratch(weight, target.dtype, is_streamed=False):
-                    sums["kept"] += elements
+        config, sums = target.config, target.elements + Counter(experts=target.stored.num_expert_weights)
         matrices, packed, experts, kept = (
             sums[name] // len(target.stored.layers) for name in ("matrices", "packed", "experts", "kept")
         )
@@ -425,7 +412,7 @@ def _with_uses(room: Room, demand: Demand) -> tuple[Demand, list[MemoryUse]]:
     forgets = not any(use.is_of_target_layers for use in uses)
     if forgets == demand.target.forgets:
         return demand, uses
-    demand = replace(demand, target=replace(demand.target, forgets=forgets))
+    demand = replace(demand, target=demand.target.forgetting(forgets=forgets))
     return demand, [feature.memory_use(demand.target, room) for feature in demand.features]
 
 
@@ -487,7 +474,9 @@ def _wishes(uses: Sequence[MemoryUse]) -> Wishes:
 
 def _layer_costs(target: ModelFiles, uses: Sequence[MemoryUse]) -> list[UnitCost]:
     costs = [layer.cost(target.dtype) for layer in target.stored.layers]
-    shadows = next((use.shadow_bytes for use in uses if use.shadow_bytes), (0,) * len(costs))
+    shadows = next((use.shadow_bytes for use in uses if use.shadow_bytes), None)
+    if shadows is None:
+        return costs
     return [replace(cost, shadow_bytes=nbytes) for cost, nbytes in zip(costs, shadows, strict=True)]
 
 

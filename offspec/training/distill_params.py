@@ -58,8 +58,8 @@ class DistillParams:
 class HeadParams(DistillParams):
     """How a head is trained. learning_rate falls with the hidden size, not with its square root.
 
-    head_tokens: an EAGLE head predicts only so many tokens, the most frequent ones; 0 is all. Raises UsageError for a
-    value out of range.
+    head_tokens: an EAGLE head predicts only so many tokens, the most frequent ones; a head over the target's own learns
+    from these alone, and predicts all. 0 is all. Raises UsageError for a value out of range.
     """
 
     learning_rate: float = 3e-3

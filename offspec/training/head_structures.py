@@ -44,7 +44,7 @@ class Beginning:
 
     layers: of the target, whose states the shards need; empty: the final states. steps: how many tokens ahead it
     learns to predict. more_loss: beside the cross entropy, of a step's rows and of what the target says there. unroll:
-    how it goes over texts.
+    how it goes over texts. has_own_head: a matrix of its own for logits, instead of the target's.
     """
 
     kind: str
@@ -54,6 +54,7 @@ class Beginning:
     steps: int
     more_loss: Callable[[Advanced, Shard], Tensor] | None = None
     unroll: Unroll = unroll
+    has_own_head: bool = False
 
     def with_tokens(self, columns: Tensor) -> Beginning:
         """An EAGLE head that predicts only the target's tokens `columns`, ascending."""
@@ -92,7 +93,7 @@ def eagle3(target: Decoder, seed: int, depth: int = 1) -> Beginning:
     tensors[FC] = torch.cat([unseen] * (len(taps) - 1) + [torch.eye(c.hidden_size)], 1)
     tensors[OWN_HEAD] = own_head(target)
     tensors[TO_TARGET] = torch.zeros(c.vocab_size, dtype=torch.long)
-    return Beginning("eagle3", eagle_config(target, depth), tensors, taps, UNROLLED)
+    return Beginning("eagle3", eagle_config(target, depth), tensors, taps, UNROLLED, has_own_head=True)
 
 
 def begun_layer(target: Decoder, index: int, generator: torch.Generator) -> dict[str, Tensor]:

@@ -7,6 +7,7 @@ step's loss is the cross entropy with what the target says there. This module do
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from offspec.loaders.kernels.compiler import instructions
+from offspec.loaders.streaming.small_transfers import to_device
+from offspec.scheduler.trees.vocabulary import Vocabulary
 
 from ..checkpoints.exit_layers import fingerprint, refuse_foreign
 from ..checkpoints.head_files import TARGET_KEY, head_folder, layout_of, write_head
@@ -22,9 +25,10 @@ from ..errors import UsageError
 from ..model.decoder import Decoder
 from ..model.heads.eagle import TO_TARGET
 from ..model.heads.head import Advanced, Head
+from ..model.parts.part import LayerWeights
 from .distill_params import HeadParams
 from .distillation import Teacher, run_settings
-from .head_structures import Beginning, structure_of
+from .head_structures import Beginning, shared, structure_of
 from .run_folder import run_folder, work_folder
 from .target_texts import Progress, Shard, Shards
 from .trainer import CHECKPOINT_EVERY_S, Student, Trainer
@@ -69,7 +73,7 @@ def distill_head(
     params, progress = params or HeadParams(), progress or (lambda what, done, total: None)
     refuse_foreign(target.config, "a head")
     beginning = structure_of(kind)(target, params.seed)
-    if params.head_tokens and TO_TARGET not in beginning.tensors:
+    if params.head_tokens and beginning.has_own_head and TO_TARGET not in beginning.tensors:
         raise UsageError(f"a {kind} head predicts all tokens (`head_tokens`); choose `head=eagle3`")
     out = out or head_folder(files, kind)
     if out.exists():
@@ -81,9 +85,10 @@ def distill_head(
     with run_folder(out, run_settings(files, params, texts, head=kind), resume=resume):
         shards.check_space()
         num_shards = shards.make(progress)
-        if params.head_tokens:
-            beginning = beginning.with_tokens(frequent_tokens(shards, params.head_tokens, target.config.vocab_size))
-        student = HeadStudent(beginning, target)
+        columns = frequent_tokens(shards, params.head_tokens, target.config.vocab_size) if params.head_tokens else None
+        if columns is not None and beginning.has_own_head:
+            beginning, columns = beginning.with_tokens(columns), None
+        student = HeadStudent(beginning, target, columns)
         trainer = Trainer(student, params, folder)
         held_out = shards.load(num_shards - 1)
         before = student.agreements(held_out)
@@ -105,13 +110,23 @@ def frequent_tokens(shards: Shards, count: int, vocab_size: int) -> Tensor:
     return frequencies.topk(min(count, vocab_size)).indices.sort().values
 
 
+def with_columns(target: Decoder, columns: Tensor) -> Decoder:
+    """The target whose head has the rows `columns` of its own, not packed."""
+    some = copy.copy(target)
+    rows = shared(target, target.config.head_name)[columns].to(target.device, target.dtype)
+    some.head_weights = lambda: LayerWeights({"head.weight": rows})  # type: ignore[method-assign]
+    return some
+
+
 class HeadStudent(Student):
     """A head for accelerate: it has the parameters, and the loaded head's own code computes with them."""
 
-    def __init__(self, beginning: Beginning, target: Decoder) -> None:
+    def __init__(self, beginning: Beginning, target: Decoder, columns: Tensor | None = None) -> None:
+        """columns: a head over the target's learns to predict these tokens only, ascending, which takes less time."""
         super().__init__()
         self.width, self.device = target.config.hidden_size, target.device
-        self._beginning, self._target = beginning, target
+        self._beginning, self._columns = beginning, columns
+        self._target = target if columns is None else with_columns(target, columns)
         trained = {name: tensor for name, tensor in beginning.tensors.items() if tensor.is_floating_point()}
         self._names = {name.replace(".", "/"): name for name in trained}  # a parameter's name must not contain dots
         self.parts = nn.ParameterDict({key: nn.Parameter(trained[name]) for key, name in self._names.items()})
@@ -136,6 +151,9 @@ class HeadStudent(Student):
                 own_name: tensor for name, tensor in named.items() if (own_name := layout.name_of(name)) is not None
             }
             self._head = spec.make(owned, self._target, torch.float32)
+            if self._columns is not None:
+                size = self._target.config.vocab_size
+                self._head.vocabulary = Vocabulary.mapped(self._columns.numpy(), size, to_device)
         return self._head
 
     def tensors(self, dtype: torch.dtype) -> dict[str, Tensor]:

@@ -16,7 +16,7 @@ from ..model.rope import Rotations
 from .target_texts import Shard
 
 LATER_LOSS = 0.8  # weight of a step's loss by that of the step before (EAGLE-3's code)
-LARGEST_LOGITS = 2**24  # logits computed at once
+LARGEST_LOGITS = 2**26  # logits computed at once; a packed head is unpacked for each time
 
 
 def weighted(losses: Sequence[Tensor]) -> Tensor:

@@ -65,7 +65,9 @@ SMALL: dict[str, tuple[str, ...]] = {
         "1,2",
     ),
     "benchmarks.scheduling.lossy": (*TINY, "--max-prompts", "1", "--max-new-tokens", "2", "--strengths", "0.5"),
-    "benchmarks.scheduling.schedulers": ("--prompts", "1", "--tokens", "2", "--budgets", "16", "--temperatures", "0"),
+    "benchmarks.scheduling.schedulers": (
+        *(*TINY, "--prompts", "1", "--tokens", "2", "--budgets", "16", "--temperatures", "0"),
+    ),
     "benchmarks.scheduling.stopping": ("--prompts", "1", "--tokens", "2", "--temperatures", "1", "--costs", "card"),
     "benchmarks.shared_beginnings": (
         "--model",
@@ -83,7 +85,8 @@ SMALL: dict[str, tuple[str, ...]] = {
     "benchmarks.unpack": ("--types", "nf4", "--shape", "256x256", "--rows", "1"),
 }
 # Modules whose own tests make such a call: theirs run nightly here.
-TESTED = {f"benchmarks.{name}" for name in ("drafts.alignment", "drafts.early_exit", "drafts.own_layers", "long_texts")}
+OWN_TESTS = ("alignment", "distilled", "early_exit", "own_layers", "specialise")
+TESTED = {"benchmarks.long_texts", "benchmarks.scheduling.joint", *(f"benchmarks.drafts.{name}" for name in OWN_TESTS)}
 SHORT = {"--minutes": "0.001", "--steps": "1"}  # in place of what a page says
 SHAPE = grow.Shape(512, 1024, 9, 16, 4)  # in place of a 7B's
 

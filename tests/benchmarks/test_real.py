@@ -137,7 +137,7 @@ def test_copies_of_the_targets_layers_are_drafts_too(tmp_path: Path, capsys: pyt
     lines = (tmp_path / "run" / "results.jsonl").read_text(encoding="utf-8").splitlines()
     drafts = [json.loads(line)["key"]["draft"] for line in lines]
     assert len(set(drafts)) == 2
-    assert len(drafts) == 4  # each alone, and with recall and lookup
+    assert len(drafts) == 6  # each alone, with recall and lookup, and as a chain, since its trees are small
     assert "| offspec, no recall, no lookup |" in capsys.readouterr().out
 
 
@@ -148,8 +148,10 @@ def test_heads_are_drafts_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     write_folder(tmp_path / "head", EAGLE_CONFIG | taps, eagle_tensors(3))
     args = ["--model", str(pair.target), "--draft", str(tmp_path / "head"), "--folder", str(tmp_path / "run")]
     args += ["--sets", str(questions(tmp_path / "set.jsonl")), "--prompts", "1", "--tokens", "6", "--raw"]
-    real.main([*args, "--temperatures", "0", "--budgets", "4", "--context", "64", "--only", "^offspec$"])
-    assert "| offspec | " in capsys.readouterr().out
+    real.main([*args, "--temperatures", "0", "--budgets", "4", "--context", "64", "--only", "^offspec$|chain"])
+    shown = capsys.readouterr().out
+    assert "| offspec | " in shown
+    assert "| offspec, a chain, no recall, no lookup | " in shown
 
 
 def test_own_layers_need_their_number(tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ def replayed(
 @pytest.mark.parametrize("recalls", [True, False], ids=["recall", "no-recall"])
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_replayed_passes_are_the_engines(engine: Engine, params: SamplingParams, recalls: bool, tmp_path: Path) -> None:
-    prompts, speculation = builtin.prompts()[:2], SpeculationParams(16, lookup=False, recall=recalls, overlap=False)
+    prompts, speculation = builtin.prompts()[:1], SpeculationParams(16, lookup=False, recall=recalls, overlap=False)
     fresh, learnt = engine.with_draft(engine.draft), learnt_of()
     assert engine.draft.decoder is not None
     recall = Recall(engine.draft.decoder, engine.target) if recalls else None

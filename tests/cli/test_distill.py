@@ -135,7 +135,7 @@ def test_a_head_is_trained_and_drafts(pair: Pair, offspec: Offspec, exits: Path,
     assert said["kind"] == "medusa"
     assert len(said["agreement"]) == 5
     assert said["tokens_per_pass"] >= 1
-    for draft in ("head", "head:medusa", said["path"]):
+    for draft in ("head:medusa", said["path"]):
         drafted = offspec("run", pair.target, "x", "--draft", draft, "--device", "cpu", "--max-new-tokens", 4, "--json")
         assert drafted.code == 0, drafted.err
     planned = offspec("plan", pair.target, "--draft", said["path"])

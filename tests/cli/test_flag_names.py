@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import click
@@ -28,8 +29,13 @@ def flags_of_the_program() -> set[str]:
     return found
 
 
-def texts(file: Path) -> Iterator[tuple[int, str]]:
-    """The strings of a module, an f-string as one, without docstrings."""
+@cache
+def texts(file: Path) -> list[tuple[int, str]]:
+    """The strings of a module with their lines, an f-string as one, without docstrings."""
+    return list(_texts(file))
+
+
+def _texts(file: Path) -> Iterator[tuple[int, str]]:
     tree = ast.parse(file.read_text(encoding="utf-8"))
     inner = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
     for node in ast.walk(tree):

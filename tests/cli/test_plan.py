@@ -363,7 +363,7 @@ def test_formats_of_the_kv_cache(offspec: Offspec, large: Path) -> None:
     assert "the text is that of plain decoding with" in shown
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp32", marks=pytest.mark.nightly)])
 def test_unpacked_kv_entries_have_their_dtypes_name(dtype: str, offspec: Offspec, large: Path) -> None:
     asked = ("plan", large, "--draft", "none", "--gpu", "rtx4090", "--vram", "12GiB", "--dtype", dtype, "-q")
     told = json.loads(offspec(*asked, "-c", 8192, "--json").out)["kv_caches"]

@@ -58,7 +58,15 @@ def test_more_ctrl_c_while_the_first_is_handled_and_while_python_ends() -> None:
     assert (done.returncode, done.stderr) == (130, "")
 
 
-@pytest.mark.slow
+def test_a_reader_that_is_gone() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "wb") as output:
+        result = finish(start("--help", stdout=output))
+    assert (result.code, result.err) == (0, "")
+
+
+@pytest.mark.nightly
 def test_a_reader_that_has_had_enough(endless: Sequence[object]) -> None:
     process = start(*endless)
     assert process.stdout is not None
@@ -73,8 +81,12 @@ def test_a_reader_that_has_had_enough(endless: Sequence[object]) -> None:
 @needs_full
 @pytest.mark.parametrize("json_flag", [(), pytest.param(("--json",), marks=pytest.mark.nightly)], ids=["text", "json"])
 def test_output_that_cannot_be_written(json_flag: Sequence[str], run_args: Sequence[object]) -> None:
+    """By a text whose prompt came through a pipe."""
     with FULL.open("wb") as full:
-        result = finish(start(*run_args, "hi", *json_flag, stdout=full))
+        process = start(*run_args, *json_flag, stdin=subprocess.PIPE, stdout=full)
+        assert process.stdin is not None
+        process.stdin.write(b"hi")
+        result = finish(process)
     result.refusal(1, "No space left")
 
 
@@ -102,22 +114,18 @@ def test_a_stream_that_is_closed(redirection: str, code: int) -> None:
 
 
 @pytest.mark.slow
-def test_a_terminal_that_knows_ascii_only(run_args: Sequence[object]) -> None:
+def test_a_terminal_that_knows_ascii_only_and_a_pipe_through_which_nothing_comes(run_args: Sequence[object]) -> None:
     env = {"LC_ALL": "C", "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
     flags = ("--temperature", "3", "--seed", "1", "--ignore-eos")  # half characters: U+FFFD
     prompt = os.fsdecode("schön".encode())  # these bytes, whatever this process's locale is
-    result = finish(start(*run_args, prompt, *flags, "--stats", env=env))
+    process = start(*run_args, prompt, *flags, "--stats", env=env, stdin=subprocess.PIPE)
+    assert process.stderr is not None
+    waiting = process.stderr.readline().decode()
+    result = finish(process)  # which closes the pipe
+    assert "/dev/null" in waiting
     assert result.code == 0
     assert "?" in result.out
     assert "tokens/s" in result.err
-
-
-@pytest.mark.slow
-def test_a_prompt_through_a_pipe_and_a_failure_for_the_shell(tmp_path: Path) -> None:
-    process = start("run", tmp_path / "model", stdin=subprocess.PIPE)
-    assert process.stdin is not None
-    process.stdin.write(b"hi")
-    finish(process).refusal(1, tmp_path / "model")
 
 
 def python(code: str) -> str:
@@ -126,23 +134,26 @@ def python(code: str) -> str:
     return answer.stdout
 
 
-@pytest.mark.parametrize(
-    "statement",
-    [
-        "import offspec",
-        "import offspec.errors",
-        "import offspec.scheduler.params",
-        "from offspec import SamplingParams, SpeculationParams",
-        "import offspec.cli.main",
-        "import offspec.cli.run, offspec.cli.verify, offspec.cli.chat, offspec.cli.bench, offspec.cli.config",
-        "from offspec.cli.main import run; assert run(['--help']) == 0 == run(['run', '--help'])",
-        "from offspec.cli.main import run; assert run(['verify', '--budgets', 'x']) == 2",
-    ],
+LIGHT = (
+    "import offspec",
+    "import offspec.errors",
+    "import offspec.scheduler.params",
+    "from offspec import SamplingParams, SpeculationParams",
+    "import offspec.cli.main",
+    "import offspec.cli.run, offspec.cli.verify, offspec.cli.chat, offspec.cli.bench, offspec.cli.config",
+    "from offspec.cli.main import run; assert run(['--help']) == 0 == run(['run', '--help'])",
+    "from offspec.cli.main import run; assert run(['verify', '--budgets', 'x']) == 2",
 )
-def test_heavy_modules_are_left_alone(statement: str) -> None:
-    heavy = "torch numpy tokenizers jinja2 transformers huggingface_hub rich prompt_toolkit matplotlib"
-    loaded = python(f"{statement}\nimport sys; print('loaded:', *(set('{heavy}'.split()) & sys.modules.keys()))")
-    assert loaded.splitlines()[-1] == "loaded:"
+
+
+def test_heavy_modules_are_left_alone() -> None:
+    """By each statement after those before it."""
+    heavy = {"torch", "numpy", "tokenizers", "jinja2", "transformers", "huggingface_hub"}
+    heavy |= {"rich", "prompt_toolkit", "matplotlib"}
+    show = f"import sys; print('loaded:', *({heavy} & sys.modules.keys()))"
+    shown = python("\n".join(line for statement in LIGHT for line in (statement, show)))
+    loaded = [line for line in shown.splitlines() if line.startswith("loaded:")]
+    assert dict(zip(LIGHT, loaded, strict=True)) == dict.fromkeys(LIGHT, "loaded:")
 
 
 @pytest.mark.slow

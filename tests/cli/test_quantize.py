@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from offspec import convert
 from offspec.cli import quantize
 from offspec.cli.quantize import ConversionLine
 
@@ -94,7 +95,27 @@ def test_refusals(
     assert not (tmp_path / "new").exists()
 
 
-@pytest.mark.slow
+def test_interrupted_it_goes_on(pair: Pair, tmp_path: Path, offspec: Offspec, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By Ctrl-C as soon as the second file is there."""
+
+    def interrupted(*args: Any, **more: Any) -> Any:
+        def progress(bytes_done: int, bytes_total: int) -> None:
+            if list((tmp_path / "made").glob("model-00002-*.safetensors")):
+                raise KeyboardInterrupt
+
+        return convert(*args, **more | {"progress": progress})
+
+    with monkeypatch.context() as patch:
+        patch.setattr("offspec.convert", interrupted)
+        assert offspec("quantize", pair.target, tmp_path / "made").code == 130
+    again = offspec("quantize", pair.target, tmp_path / "made", "--json")
+    assert again.code == 0, again.err
+    assert json.loads(again.out)["num_resumed"] >= 2
+    offspec("quantize", pair.target, tmp_path / "whole")
+    assert contents(tmp_path / "made") == contents(tmp_path / "whole")
+
+
+@pytest.mark.nightly
 def test_killed_it_goes_on(pair: Pair, tmp_path: Path, offspec: Offspec) -> None:
     """Killed as soon as the second file is there, wherever in its work that is."""
     process = start("quantize", pair.target, tmp_path / "made", has_kernels=True)
@@ -114,16 +135,18 @@ def test_killed_it_goes_on(pair: Pair, tmp_path: Path, offspec: Offspec) -> None
     assert contents(tmp_path / "made") == contents(tmp_path / "whole")
 
 
-@pytest.mark.slow
-def test_progress_is_for_terminals(pair: Pair, tmp_path: Path) -> None:
+def test_progress_is_for_terminals(
+    pair: Pair, tmp_path: Path, offspec: Offspec, monkeypatch: pytest.MonkeyPatch
+) -> None:
     terminal, inside = pty.openpty()
     try:
-        result = finish(start("quantize", pair.target, tmp_path / "made", "--format", "keep", stderr=inside))
-        shown = os.read(terminal, 65536).decode()
+        with open(inside, "w", encoding="utf-8") as stderr, monkeypatch.context() as patch:
+            patch.setattr(sys, "stderr", stderr)
+            code = offspec("quantize", pair.target, tmp_path / "made", "--format", "keep").code
+            shown = os.read(terminal, 65536).decode()
     finally:
         os.close(terminal)
-        os.close(inside)
-    assert result.code == 0
+    assert code == 0
     assert "% of" in shown
     assert shown.endswith("\x1b[K")
 

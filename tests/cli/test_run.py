@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
@@ -22,7 +21,7 @@ from offspec.text.tokenizer import Tokenizer
 
 from ..pair import Pair, variant
 from ..refusals import tells
-from .conftest import Offspec, finish, start
+from .conftest import Offspec
 
 KEYS = {"model", "draft", "prompt_token_ids", "token_ids", "text", "finish_reason", "seed", "stats"}
 STATS_KEYS = {
@@ -123,16 +122,6 @@ def test_a_pipe_goes_before_the_prompt(
 ) -> None:
     answer = run_json(offspec, *run_args, words, "--raw", stdin=piped)
     assert prompt_text(pair, answer) == prompt
-
-
-@pytest.mark.slow
-def test_a_pipe_through_which_nothing_comes_is_told(run_args: Sequence[object]) -> None:
-    process = start(*run_args, "hi", stdin=subprocess.PIPE)
-    assert process.stderr is not None
-    told = process.stderr.readline().decode()
-    result = finish(process)
-    assert "/dev/null" in told
-    assert (result.code, bool(result.out)) == (0, True)
 
 
 def test_flags_have_the_names_that_llama_cpp_gives_them(

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from contextlib import closing, suppress
 from pathlib import Path
 from statistics import fmean
-from threading import Event
+from threading import Event, Thread
 from typing import Any
 from urllib.parse import quote
 
@@ -107,7 +107,7 @@ def test_a_reply_does_not_change_the_tokens_of_another_conversation(client: Clie
     """Neither of another client with the same reply, nor of one that has other messages before."""
     again = {"role": "user", "content": "and then"}
     asked = {"max_tokens": 24, "temperature": 2.0, "ignore_eos": True}
-    for seed in range(6):
+    for seed in range(3):
         first = {"role": "user", "content": f"tell me {seed}"}
         for fields, before in (({"user": "B"}, first), ({"user": "A"}, {**first, "content": f"tell us {seed}"})):
             reply = client.chat(first, **asked, seed=seed, user="A").body["choices"][0]["message"]
@@ -622,7 +622,11 @@ def port_of(process: subprocess.Popen[bytes]) -> int:
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGINT for one process")
 @pytest.mark.parametrize(
     ("name", "code"),
-    [("SIGINT", 130), ("SIGTERM", 0), pytest.param("SIGHUP", 0, marks=pytest.mark.nightly)],  # in this process below
+    [
+        pytest.param("SIGINT", 130, marks=pytest.mark.nightly),  # by default with answers under way, below
+        ("SIGTERM", 0),
+        pytest.param("SIGHUP", 0, marks=pytest.mark.nightly),  # in this process below
+    ],
 )
 def test_the_program_serves_until_it_is_stopped(serving: Sequence[object], name: str, code: int) -> None:
     number = signal.Signals[name]
@@ -714,16 +718,33 @@ def test_an_answer_under_way_is_refused_when_the_server_stops(engine: Engine, mo
         assert (response.status, json.loads(response.read())["error"]["type"]) == (503, "server_error")
 
 
-@pytest.mark.slow
-def test_a_server_of_a_model_that_cannot_chat_says_so(pair: Pair, tmp_path: Path) -> None:
+def test_a_server_of_a_model_that_cannot_chat_says_so(
+    pair: Pair, tmp_path: Path, offspec: Offspec, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = variant(pair.target, tmp_path / "model")
     (folder / "tokenizer_config.json").unlink()
-    process = start("serve", folder, "--draft", "none", "--device", "cpu", "--port", 0)
-    client = Client(port_of(process))
-    assert client.chat(USER).status == 400
-    assert client.ask("POST", "/v1/completions", {"prompt": "hi", "max_tokens": 2}).status == 200
-    process.terminate()
-    note, refused, _, _ = finish(process).err.splitlines()
+
+    def ask(server: uvicorn.Server, sockets: list[socket.socket]) -> None:
+        asking = Thread(target=asked, args=(server, sockets[0].getsockname()[1]))
+        asking.start()
+        try:
+            run(server, sockets)
+        finally:
+            asking.join()
+
+    def asked(server: uvicorn.Server, port: int) -> None:
+        try:
+            client = Client(port)
+            statuses.append(client.chat(USER).status)
+            statuses.append(client.ask("POST", "/v1/completions", {"prompt": "hi", "max_tokens": 2}).status)
+        finally:
+            server.should_exit = True
+
+    statuses, run = list[int](), uvicorn.Server.run
+    monkeypatch.setattr(uvicorn.Server, "run", ask)
+    result = offspec("serve", folder, "--draft", "none", "--device", "cpu", "--port", 0)
+    assert statuses == [400, 200]
+    note, refused, _, _ = result.err.splitlines()
     assert tells(refused, "chat", "refused", "template")
     assert tells(note, folder, "chat template", "completions")
 

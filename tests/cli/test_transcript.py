@@ -27,7 +27,14 @@ PROMPT = ">>>"
 def environment(tmp_path: Path) -> dict[str, str]:
     homes = {name: str(tmp_path) for name in ("HOME", "XDG_CONFIG_HOME", "XDG_STATE_HOME")}
     path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
-    return {**homes, "OFFSPEC_CONFIG": "", "OMP_NUM_THREADS": "1", "PATH": path, "LC_ALL": "C.UTF-8"}
+    return {
+        **homes,
+        "OFFSPEC_CONFIG": "",
+        "OMP_NUM_THREADS": "1",
+        "PATH": path,
+        "ATEN_CPU_CAPABILITY": "default",
+        "LC_ALL": "C.UTF-8",
+    }
 
 
 def ready(screen: str) -> bool:
@@ -138,7 +145,7 @@ def test_what_is_typed_during_a_reply_is_the_next_line(tmp_path: Path, environme
     with Tmux(tmp_path, environment) as terminal:
         start(terminal)
         ask(terminal, "/set ignore-eos true")
-        ask(terminal, "/set max-new-tokens 800")
+        ask(terminal, "/set max-new-tokens 150")
         terminal.type("def endless(")
         terminal.wait(lambda screen: "def endless(\ndef " in screen)  # the reply has begun
         terminal.type("/undo")

@@ -27,7 +27,7 @@ def verify_args(pair: Pair, tmp_path: Path) -> Sequence[object]:
     """Two prompts, few tokens, temperatures 0 and 1."""
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("def area(\n\nfor item in schön:\n", encoding="utf-8")
-    small = ("--max-new-tokens", 8, "--temperatures", "0, 1", "--budgets", "1,8", "--device", "cpu")
+    small = ("--max-new-tokens", 6, "--temperatures", "0, 1", "--budgets", "1,8", "--device", "cpu")
     return ("verify", pair.target, "--draft", pair.draft, "--prompts", prompts, *small)
 
 
@@ -111,7 +111,7 @@ def test_a_text_that_differs_is_a_failure(
     json_flag: Sequence[str], verify_args: Sequence[object], offspec: Offspec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spoil(monkeypatch)
-    result = offspec(*verify_args, "--max-prompts", 1, *json_flag)
+    result = offspec(*verify_args, "--max-prompts", 1, "--scorings", "coupled", "--drafts", "own", *json_flag)
     assert result.code == 1
     (line,) = result.err.splitlines()
     assert line.startswith("Error: ")

@@ -6,7 +6,7 @@ import os
 
 from .constraints import fuzz
 
-NUM_CASES = int(os.environ.get("FUZZ_CASES", "120"))
+NUM_CASES = int(os.environ.get("FUZZ_CASES", "80"))
 
 
 def test_random_constraints_are_refused_or_followed() -> None:

@@ -83,7 +83,9 @@ HOMES = {
 }
 
 
-@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize(
+    "home", [pytest.param(home, marks=pytest.mark.nightly if home == "cannot be opened" else ()) for home in HOMES]
+)
 def test_a_home_that_is_no_use(home: str, shared: Path) -> None:
     (shared / "closed").mkdir(0o700)
     (text := shared / "text.py").write_text("def area(width):\n    return width\n")

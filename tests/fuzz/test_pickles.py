@@ -21,7 +21,7 @@ from .damage import damaged, judge
 if sys.platform == "win32":
     pytest.skip("alarms as POSIX has them", allow_module_level=True)
 
-NUM_CASES = int(os.environ.get("FUZZ_CASES", "150"))
+NUM_CASES = int(os.environ.get("FUZZ_CASES", "100"))
 INSERTED = (
     *(pickle.NONE, pickle.EMPTY_DICT, pickle.EMPTY_TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.REDUCE, pickle.POP),
     *(pickle.MARK, pickle.STOP, pickle.SETITEM, pickle.SETITEMS, pickle.APPEND, pickle.BUILD, pickle.BINPERSID),

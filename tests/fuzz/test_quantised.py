@@ -9,7 +9,7 @@ import pytest
 
 from .quantised import build_all, run_cases
 
-NUM_CASES = int(os.environ.get("FUZZ_CASES", "60"))
+NUM_CASES = int(os.environ.get("FUZZ_CASES", "40"))
 
 
 @pytest.mark.slow

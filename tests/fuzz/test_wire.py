@@ -16,7 +16,7 @@ from ..cli.server.serving import Client, served
 from ..pair import build_pair
 from .wire import fault_of
 
-NUM_CASES = int(os.environ.get("FUZZ_CASES", "60"))
+NUM_CASES = int(os.environ.get("FUZZ_CASES", "40"))
 NUM_ATTACKERS = 8  # at a time
 WAIT_S = 0.5  # of the server, for what does not come
 

@@ -19,7 +19,7 @@ GetEngine = Callable[..., Engine]
 PLAIN = SpeculationParams(budget=0)
 PROMPTS = ("def area(", "for i in range(10):\n    print(i)\n" * 3, "x = 1", "class Stack:\n    def push(self, ")
 PARAMS = [SamplingParams(10, temperature=temperature, seed=3, ignore_eos=True) for temperature in (0.0, 1.0)]
-each_dtype = pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+each_dtype = pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp16", marks=pytest.mark.nightly), "fp32"])
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,7 @@ def text(engine: Engine, prompt: str, params: SamplingParams, speculation: Specu
 def test_drafts_change_no_token(load: GetEngine, draft: str, dtype: str) -> None:
     engine = load(draft, dtype=dtype)
     assert engine.is_exact
-    for prompt, params in zip(PROMPTS, PARAMS * 2, strict=True):
+    for prompt, params in zip(PROMPTS[:2], PARAMS, strict=True):
         plain = text(engine, prompt, params, PLAIN)
         for budget in (3, 64):
             assert text(engine, prompt, params, SpeculationParams(budget=budget)) == plain

@@ -25,7 +25,7 @@ from ..pretend_cuda import in_own_process, pretended_cuda
 from ..pretend_streams import Machine
 from .test_pretended_cuda import build, in_ram, load, slow_passes
 
-NUM_TOKENS, NUM_LAYERS, NUM_SLOTS = 8, 4, 2
+NUM_TOKENS, NUM_LAYERS, NUM_SLOTS = 6, 3, 2
 REQUESTS: dict[str, SamplingParams] = {
     "greedy": SamplingParams(NUM_TOKENS, ignore_eos=True),
     "top-p": SamplingParams(NUM_TOKENS, temperature=1.0, top_p=0.9, seed=3, ignore_eos=True),
@@ -96,7 +96,7 @@ def counted(engine: Engine, machine: Machine, params: SamplingParams) -> Counted
 
 def main(folder: Path) -> None:
     """What each of REQUESTS takes, as JSON."""
-    build(folder, ["plain"])
+    build(folder, ["plain"], NUM_LAYERS)
     guard = folder / "guard.so"
     with pretended_cuda(guard) as machine, slow_passes(), load(folder, "plain", "cuda:0", in_ram, MIN_KEYS) as engine:
         found = {name: vars(counted(engine, machine, params)) for name, params in REQUESTS.items()}

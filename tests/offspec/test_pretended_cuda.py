@@ -35,7 +35,7 @@ from ..pretend_streams import Machine
 from .drafts.test_head_draft import HEADS
 from .model.heads.head_twins import write_folder
 
-NUM_TOKENS = 6
+NUM_TOKENS = 4
 SAMPLED = SamplingParams(NUM_TOKENS, temperature=1.0, top_p=0.9, repetition_penalty=1.2, seed=3, ignore_eos=True)
 REQUESTS = {
     "greedy": (SamplingParams(NUM_TOKENS, ignore_eos=True), SpeculationParams()),
@@ -47,8 +47,8 @@ REQUESTS = {
 ALL, GREEDY, SOME = tuple(REQUESTS), ("greedy",), ("sampled",)
 SPECIAL = {
     # Enough rounds of one shape to capture it, however fast the machine is.
-    "rounds": (SamplingParams(12, ignore_eos=True), SpeculationParams(8, overlap=False)),
-    "short": (SamplingParams(6, ignore_eos=True), SpeculationParams(4)),
+    "rounds": (SamplingParams(10, ignore_eos=True), SpeculationParams(8, overlap=False)),
+    "short": (SamplingParams(4, ignore_eos=True), SpeculationParams(4)),
 }
 Move = Callable[[Plan], Plan]
 
@@ -71,7 +71,8 @@ def with_entries_in_ram(plan: Plan) -> Plan:
 
 
 def half_in_ram(plan: Plan) -> Plan:
-    return streamed(plan, resident=(0, 2), in_ram=(1, 3))
+    layers = range(len(plan.layers))
+    return streamed(plan, resident=tuple(layers[::2]), in_ram=tuple(layers[1::2]))
 
 
 def streamed(
@@ -89,9 +90,9 @@ def has_real_device() -> bool:
 FORMS = ("plain", "nf4") if has_bitsandbytes() else ("plain",)
 
 
-def build(folder: Path, forms: Sequence[str] = FORMS, **settings: Any) -> Path:
-    """A pair whose draft has half of the layers, its target in each of `forms`. settings: of its config.json."""
-    pair = build_pair(folder, num_layers=4, **settings)
+def build(folder: Path, forms: Sequence[str] = FORMS, num_layers: int = 4) -> Path:
+    """A pair whose draft has two layers, its target in each of `forms`."""
+    pair = build_pair(folder, num_layers)
     shorten(pair.draft, 2)
     pair.target.rename(folder / "plain")
     if "nf4" in forms:

@@ -99,7 +99,7 @@ class LayerCounts:
     launches: float
 
 
-COUNTED_PASSES, COUNTED_ROWS = 4, (1, 16)
+COUNTED_PASSES, COUNTED_ROWS = 2, (1, 16)
 COUNTED_WAYS = ("resident", "all in slots")
 AT_ONCE = ("resident", "most on disk", "all in slots")
 NO_ROWS: Any = None  # of a pass, which experts do not look at

@@ -34,5 +34,10 @@ PARTS: dict[str, Callable[[ModelConfig, int, RotaryEmbeddings | None], Part]] = 
 
 
 def parts_of(config: ModelConfig, layer: int, rotaries: RotaryEmbeddings | None = None) -> list[Part]:
-    """A layer's parts, in their order. rotaries: see `NativePart`."""
-    return [PARTS[name](config, layer, rotaries) for name in config.parts_of(layer)]
+    """A layer's parts, in their order. rotaries: see `NativePart`; without them a config's parts are made once."""
+    if rotaries is None and layer in config.made_parts:
+        return list(config.made_parts[layer])
+    made = [PARTS[name](config, layer, rotaries) for name in config.parts_of(layer)]
+    if rotaries is None:
+        config.made_parts[layer] = made
+    return list(made)

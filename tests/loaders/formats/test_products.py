@@ -233,6 +233,20 @@ def test_gradients_flow(form: str, way: str, product_costs: ProductCosts) -> Non
         torch.testing.assert_close(weight.grad.float(), expected, rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_no_unpacked_copy_waits_for_gradients(form: str) -> None:
+    """Training a head multiplies with the target's packed one many times in a step."""
+    kept = list[int]()
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.append(tensor.numel())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        linear(noise(5, NUM_COLUMNS).requires_grad_(), matrix(form))
+    assert max(kept, default=0) < NUM_OUTPUTS * NUM_COLUMNS
+
+
 @needs_kernels
 def test_without_gradients_a_weight_that_could_have_them_is_like_any(product_costs: ProductCosts, spy: Spy) -> None:
     product_costs.forced = KERNEL

@@ -43,7 +43,13 @@ def test_products(kernels: ModuleType, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.skipif(not num_lanes(), reason="this processor has no kernels")
-@pytest.mark.parametrize("scores", [Scores(0.2), Scores(0.2, 3.0, torch.linspace(-1, 2, 6))], ids=["plain", "capped"])
+@pytest.mark.parametrize(
+    "scores",
+    [
+        pytest.param(Scores(0.2), id="plain", marks=pytest.mark.nightly),
+        pytest.param(Scores(0.2, 3.0, torch.linspace(-1, 2, 6)), id="capped"),
+    ],
+)
 def test_attention(kernels: ModuleType, scores: Scores) -> None:
     """Rows that see a stretch, single slots behind it, or both from some position on, in heads of an odd size."""
     first, end = torch.tensor([0, 0, 5, 65, 34]), torch.tensor([40, 41, 64, 70, 33])

@@ -122,6 +122,15 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     return build_pair(tmp_path_factory.mktemp("pair"), num_layers=4)
 
 
+# Commands and texts with one of each method, whose logits are compared in all forms; nightly they take all forms.
+DAILY = ("awq", "gptq, act order")
+one_of_each = pytest.mark.parametrize(
+    "model",
+    [pytest.param(case, id=name, marks=() if name in DAILY else pytest.mark.nightly) for name, case in CASES.items()],
+    indirect=True,
+)
+
+
 @pytest.fixture(scope="module", params=CASES.values(), ids=CASES)
 def model(request: pytest.FixtureRequest, pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Model:
     return build(pair, tmp_path_factory.mktemp("grouped"), request.param)
@@ -170,6 +179,7 @@ def test_logits_are_those_of_plain_matrices(model: Model) -> None:
 
 
 @pytest.mark.slow
+@one_of_each
 def test_texts_are_those_of_plain_matrices_and_of_plain_decoding(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     source = Engine.load(str(model.plain), draft=str(model.draft), device="cpu")
     expected = texts(source, PLAIN)
@@ -216,6 +226,7 @@ def _measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("offspec.tools.forecast.measure_rates", lambda *_, **__: RATES)
 
 
+@one_of_each
 @pytest.mark.usefixtures("_measured")
 def test_it_can_be_planned(model: Model, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = offspec(capsys, "plan", model.packed, "--draft", "none", "--device", "cpu", "-q", "--json")
@@ -231,6 +242,7 @@ def test_without_its_weights_it_can_be_planned(awq: Model, tmp_path: Path, capsy
     assert "nf4" in out
 
 
+@one_of_each
 def test_it_is_unpacked(model: Model, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, _, err = offspec(capsys, "quantize", model.packed, tmp_path / "plain", "--format", "fp32")
     assert (code, err) == (0, "")
@@ -242,6 +254,7 @@ def test_it_is_unpacked(model: Model, tmp_path: Path, capsys: pytest.CaptureFixt
     assert texts[0] == texts[1]
 
 
+@one_of_each
 def test_a_copy_says_the_same(
     model: Model, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

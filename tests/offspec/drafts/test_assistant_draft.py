@@ -145,6 +145,7 @@ def test_centroids_leave_logits_as_they_are(target: Path, tmp_path: Path) -> Non
     torch.testing.assert_close(logits[is_chosen], expected[is_chosen], atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_the_text_is_plain_decodings(temperature: float, target: Path, assistant: Any) -> None:
     params = SamplingParams(20, temperature=temperature, seed=3, ignore_eos=True)

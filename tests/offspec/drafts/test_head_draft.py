@@ -54,6 +54,8 @@ HEADS = {
     "DSpark": (DSPARK_CONFIG | {"target_layer_ids": [0, 1, 2]}, dspark_tensors),
     "recurrent": (RECURRENT_CONFIG, recurrent_tensors),
 }
+# Conversations by default: KV entries, none, a block's, a state.
+KEEPING = ("EAGLE-3", "Medusa", "DFlash", "recurrent")
 Texts = Callable[[str, SamplingParams], list[int]]
 
 
@@ -110,6 +112,11 @@ def test_texts_share_passes(engine: Engine, expected: Texts) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "engine",
+    [pytest.param(name, marks=() if name in KEEPING else pytest.mark.nightly) for name in HEADS],
+    indirect=True,
+)
 def test_a_conversation_keeps_its_caches(engine: Engine, plain: Engine) -> None:
     """The second prompt goes on, the third goes back to an earlier place, the fourth had no speculation before it."""
     caches, text = engine.new_caches(), engine.encode(PROMPTS[0])

@@ -135,7 +135,9 @@ def conversation(engine: Engine, temperature: float) -> list[tuple[list[int], li
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "temperature"), [("shadow", 0.0), ("shadow:2", 1.0)])
+@pytest.mark.parametrize(
+    ("kind", "temperature"), [pytest.param("shadow", 0.0, marks=pytest.mark.nightly), ("shadow:2", 1.0)]
+)
 def test_trees_are_those_of_a_cache_of_its_own(
     files: ModelFiles, kind: str, temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -147,7 +149,7 @@ def test_trees_are_those_of_a_cache_of_its_own(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("temperature", "overlap"), [(0.0, True), (1.0, False)])
+@pytest.mark.parametrize(("temperature", "overlap"), [(0.0, True), pytest.param(1.0, False, marks=pytest.mark.nightly)])
 def test_a_window_has_the_targets_first_last_and_chosen_entries(
     long_files: ModelFiles, temperature: float, overlap: bool
 ) -> None:

@@ -149,7 +149,7 @@ class Watch:
     [
         SpeculationParams(24, overlap=False),
         SpeculationParams(24, reuse=False),
-        SpeculationParams(12, width=3),
+        pytest.param(SpeculationParams(12, width=3), marks=pytest.mark.nightly),
         SpeculationParams(),
     ],
     ids=["reuse", "no-reuse", "narrow", "auto"],
@@ -240,7 +240,7 @@ def test_fewer_passes_with_the_builtin_pair(num_prompts: int) -> None:
         for recall in passes:
             fresh = engine.with_draft(engine.draft)
             for index, prompt in enumerate(builtin.prompts()[:num_prompts]):
-                params = SamplingParams(64, temperature=1.0, seed=index, ignore_eos=True)
+                params = SamplingParams(40, temperature=1.0, seed=index, ignore_eos=True)
                 *_, last = fresh.generate(prompt, params, SpeculationParams(64, recall=recall, overlap=False))
                 passes[recall] += last.stats.num_passes
     assert passes[True] < passes[False]

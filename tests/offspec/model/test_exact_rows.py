@@ -109,7 +109,7 @@ def pieces(chance: random.Random, total: int, count: int) -> list[tuple[int, int
     return list(itertools.pairwise(cuts))
 
 
-def assert_exact(decoder: Decoder, seed: int, num_nodes: int = 7) -> None:
+def assert_exact(decoder: Decoder, seed: int, num_nodes: int = 5) -> None:
     """A prompt in pieces, two texts' trees in passes that they share, and what follows a verdict."""
     chance = random.Random(seed)
     prompts = [[chance.randrange(VOCAB_SIZE) for _ in range(PROMPT + extra)] for extra in (1, 9)]

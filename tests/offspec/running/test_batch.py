@@ -345,7 +345,7 @@ def test_texts_share_the_planned_kv_entries(pair: Pair) -> None:
     room = engine.plan.context + engine.plan.tree
     watched = Watched(engine, 4)
     batch = watched.batch
-    params = [SamplingParams(48, temperature=1.0, seed=i, ignore_eos=True) for i in range(4)]
+    params = [SamplingParams(32, temperature=1.0, seed=i, ignore_eos=True) for i in range(4)]
     tickets = [watched.add("def area(", own) for own in params]
     most = 0
     while not batch.is_idle:

@@ -131,7 +131,7 @@ MIXED = replace(SMALL, on_policy=0.5, rounds=2)
     ("params", "stops"),
     [
         pytest.param(SMALL, [("texts written", 1)], marks=pytest.mark.nightly),
-        (SMALL, [("training steps", 9), ("training steps", 23)]),
+        pytest.param(SMALL, [("training steps", 9), ("training steps", 23)], marks=pytest.mark.nightly),
         pytest.param(MIXED, [("texts written by the draft", 0), ("training steps", 15)], marks=pytest.mark.nightly),
         (replace(MIXED, on_policy=1.0), [("training steps", 10), ("texts written by the draft", 1)]),
         (replace(SMALL, lora_rank=4), [("training steps", 9)]),

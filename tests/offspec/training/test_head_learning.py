@@ -21,6 +21,7 @@ from ...fakes import CPU, FAMILIES, build
 from ...pair import Pair, build_pair
 
 KINDS = ("eagle3", "medusa", "hydra", "recurrent", "mlp", "clover", "koala", "amphista", "clover2", "fspad")
+DAILY = ("eagle3", "medusa", "recurrent")  # that reads the text, that does not, and that has a state of its own
 SAMPLED = SamplingParams(10, temperature=1.0, seed=3, ignore_eos=True)
 DRAFTED = SpeculationParams(8, lookup=False)
 PROMPT = "def area(width"
@@ -55,7 +56,9 @@ def ids_of(engine: Engine, speculation: SpeculationParams) -> list[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=() if kind in DAILY else pytest.mark.nightly) for kind in KINDS]
+)
 def test_it_learns_from_its_own_texts(
     kind: str, pair: Pair, plain: Engine, expected: list[int], tmp_path: Path
 ) -> None:

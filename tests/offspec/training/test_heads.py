@@ -34,6 +34,8 @@ from ...refusals import refused
 from ..model.heads.test_kinds_of_head import told, tree_mask
 
 PARAMS = HeadParams(steps=6, num_texts=16, text_tokens=12, batch_texts=8, num_labels=16)
+# Reads the text, reads it not, has a state of its own, guesses a block, is a layer of the target's kind.
+DAILY = ("eagle3", "medusa", "recurrent", "dflash", "mtp")
 GREEDY = SamplingParams(16, ignore_eos=True)
 
 
@@ -161,7 +163,9 @@ def assert_drafts(pair: Pair, head: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", HEADS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=() if kind in DAILY else pytest.mark.nightly) for kind in HEADS]
+)
 def test_a_trained_head_drafts(kind: str, teacher: Teacher, pair: Pair, tmp_path: Path) -> None:
     """Its loss has fallen, its folder is that of its kind, and the text is plain decoding's."""
     done = distill_head(teacher, kind, PARAMS, out=tmp_path / kind)
@@ -221,6 +225,30 @@ def test_a_head_of_few_tokens(teacher: Teacher, pair: Pair, tmp_path: Path) -> N
     assert_drafts(pair, done.path)
     with pytest.raises(UsageError, match="all tokens"):
         distill_head(teacher, "medusa", params, out=tmp_path / "other")
+
+
+@pytest.mark.parametrize("kind", ["mtp", "dflash", "medusa-shared"])
+def test_a_head_over_the_targets_learns_from_few_tokens(
+    kind: str, teacher: Teacher, pair: Pair, tmp_path: Path
+) -> None:
+    """It predicts the others, too: its file is that of one that learnt from all."""
+    done = distill_head(teacher, kind, replace(PARAMS, head_tokens=40), out=tmp_path / "few")
+    tensors = load_file(done.path / "model.safetensors")
+    beginning = structure_of(kind)(teacher.target, 0)
+    assert tensors.keys() == beginning.tensors.keys()
+    assert any(not torch.equal(tensors[name], tensor) for name, tensor in beginning.tensors.items())
+    assert_drafts(pair, done.path)
+
+
+@torch.no_grad()
+def test_few_tokens_have_the_logits_of_all(teacher: Teacher) -> None:
+    columns = torch.tensor([3, 17, 90])
+    beginning = structure_of("mtp")(teacher.target, 0)
+    batch = batch_of(teacher, beginning.layers)
+    few, of_all = (HeadStudent(beginning, teacher.target, some) for some in (columns, None))
+    for (some, _), (made, _) in zip(few.unrolled(batch), of_all.unrolled(batch), strict=True):
+        torch.testing.assert_close(few.head.head(some.states), of_all.head.head(made.states)[:, columns])
+    assert few.head.vocabulary.num_known(teacher.target.config.vocab_size) == 3
 
 
 def batch_of(teacher: Teacher, layers: tuple[int, ...]) -> Shard:
