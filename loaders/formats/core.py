@@ -288,8 +288,8 @@ def linear_fp32(x: Tensor, weight: Weight, bias: Tensor | None = None, scratch: 
         product = torch.mm(x, dense(weight, x.dtype, scratch).t(), out_dtype=torch.float32)
         return product if bias is None else product + bias
     if (kernel := _kernel_for(x, weight) if x.device.type == "cpu" else None) is not None:
-        product, parts = kernel
-        return products.plus(product(x, parts, weight.shape[0], torch.float32), bias)
+        multiply, parts = kernel
+        return products.plus(multiply(x, parts, weight.shape[0], torch.float32), bias)
     return linear(x, weight, bias, scratch).float()
 
 

@@ -91,7 +91,7 @@ class GgufMatrix(PackedMatrix):
         return matrix
 
     @cached_property
-    def kernel(self) -> tuple[RowProduct, list[Tensor]] | None:  # type: ignore[override]
+    def kernel(self) -> tuple[RowProduct, list[Tensor]] | None:
         product = _product(self.kind.name)
         return None if product is None else (product, [self.blocks])
 
