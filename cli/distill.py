@@ -83,8 +83,7 @@ Examples:
     "--head-tokens",
     type=WholeNumber(1),
     metavar="N",
-    help="Use only the N most frequent tokens of the texts: an EAGLE head predicts no others, a head over MODEL's own "
-    "learns no others. [default: all]",
+    help="Use only the N most frequent tokens of the texts; a head over MODEL's own still predicts all. [default: all]",
 )
 @draft_options
 @option(

@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from offspec import convert
 from offspec.cli import quantize
 from offspec.cli.quantize import ConversionLine
+from offspec.loaders import convert as conversion
 
 from ..pair import Pair, variant
 from ..refusals import tells
@@ -96,17 +96,18 @@ def test_refusals(
 
 
 def test_interrupted_it_goes_on(pair: Pair, tmp_path: Path, offspec: Offspec, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By Ctrl-C as soon as the second file is there."""
+    """By Ctrl-C before the third file is written, when the second one is verified and there."""
+    write = conversion.write_shard
 
-    def interrupted(*args: Any, **more: Any) -> Any:
-        def progress(bytes_done: int, bytes_total: int) -> None:
-            if list((tmp_path / "made").glob("model-00002-*.safetensors")):
-                raise KeyboardInterrupt
-
-        return convert(*args, **more | {"progress": progress})
+    def interrupted(path: Path, *more: Any) -> None:
+        if path.name.startswith("model-00003"):
+            while not list(path.parent.glob("model-00002-*.safetensors")):
+                time.sleep(0.001)
+            raise KeyboardInterrupt
+        write(path, *more)
 
     with monkeypatch.context() as patch:
-        patch.setattr("offspec.convert", interrupted)
+        patch.setattr(conversion, "write_shard", interrupted)
         assert offspec("quantize", pair.target, tmp_path / "made").code == 130
     again = offspec("quantize", pair.target, tmp_path / "made", "--json")
     assert again.code == 0, again.err
