@@ -221,7 +221,7 @@ FINE, HANGS = "yield {'good': 1}", "yield {'half': 1}; print('here it hangs', fl
 FAILS, DIES = "yield {'half': 1}; raise ValueError('no such device\\nand more')", "yield {'half': 1}; os._exit(7)"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_each_part_that_ends_badly_costs_itself(fake_parts: Run, capsys: pytest.CaptureFixture[str]) -> None:
     parts = [part("hangs", HANGS, limit_s=8.0), part("fails", FAILS), part("dies", DIES), part("fine", FINE)]
     results = fake_parts.run(parts)

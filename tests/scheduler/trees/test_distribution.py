@@ -35,8 +35,8 @@ each_way = pytest.mark.parametrize(
     [
         SamplingParams(temperature=1.0),
         SamplingParams(temperature=0.6, top_p=0.9),
-        SamplingParams(temperature=1.0, top_k=3),
-        SamplingParams(temperature=1.3, min_p=0.15),
+        pytest.param(SamplingParams(temperature=1.0, top_k=3), marks=pytest.mark.nightly),
+        pytest.param(SamplingParams(temperature=1.3, min_p=0.15), marks=pytest.mark.nightly),
     ],
     ids=["temperature", "top-p", "top-k", "min-p"],
 )
