@@ -14,6 +14,7 @@ import torch
 from offspec.loaders.accelerators.accelerator import Accelerator, accelerator_of
 from offspec.loaders.machine.card_choices import keep_ways
 from offspec.loaders.machine.hardware import Rates, pinning_remedy, read_hardware
+from offspec.loaders.machine.heap import return_large_blocks
 from offspec.loaders.streaming.link import CopyStream
 from offspec.loaders.streaming.placement import KV_ITEM, STATES_ITEM, WINDOWS_ITEM, Item
 from offspec.loaders.streaming.tiers import TieredWeights
@@ -291,6 +292,7 @@ def load(options: LoadOptions) -> Loaded:
         if options.threads < 1:
             raise UsageError(f"`threads` must be at least 1, not {options.threads}")
         set_num_threads(options.threads)
+    return_large_blocks()
     notes: list[Note] = []
     device = choose_device(options.device, notes)
     if accelerator_of(device).has_own_memory:
