@@ -62,7 +62,7 @@ ELSEWHERE = {
     "offspec run TARGET Compose": "tests/offspec/drafts/test_self_draft.py",
     "python -m benchmarks.long_texts memory": "tests/benchmarks/test_long_texts.py",
     **dict.fromkeys(
-        ("offspec distill builtin --head", "offspec distill SMOLLM2 --head", "offspec distill TARGET.gguf --head"),
+        tuple(f"offspec distill {target} --head" for target in ("builtin", "HYBRID", "SMOLLM2", "TARGET.gguf")),
         "tests/offspec/training/test_heads.py",
     ),
     **dict.fromkeys(
