@@ -71,6 +71,7 @@ ELSEWHERE = {
     ),
     "python -m benchmarks.drafts.heads": "tests/benchmarks/test_heads.py",
     "python -m benchmarks.drafts.beside_llama_cpp": "tests/offspec/checkpoints/test_gguf_heads.py",
+    "offspec bench TARGET --draft DRAFT --ram": "tests/cli/test_bench.py",
     "offspec plan TARGET": "needs files of 70 GiB, without their contents",
     **dict.fromkeys(("_OFFSPEC_COMPLETE=fish_source offspec", "source"), "tests/cli/test_completion.py"),
     "python -m benchmarks.peers": "tests/benchmarks/test_peers.py",
