@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from .compiler import Emitter
-from .encodings import Encoding, Row, Vectors
+from .encodings import Encoding, Row, Vectors, of_bf16_bits
 
 _BLOCK, _HALF = 32, 16  # weights of a block; codes a vector
 _TABLE_BYTES = 16
@@ -45,9 +45,7 @@ class Bf16Bits(Encoding):
                 if n < _HALF:
                     places = ", ".join(f"i32 {start + i}" for i in range(n))
                     some = e.op(f"shufflevector <16 x i16> {words}, <16 x i16> poison, <{n} x i32> <{places}>")
-                wide = e.op(f"zext <{n} x i16> {some} to <{n} x i32>")
-                bits = e.op(f"shl <{n} x i32> {wide}, splat (i32 16)")
-                yield first + start, e.op(f"bitcast <{n} x i32> {bits} to {self.vector}")
+                yield first + start, of_bf16_bits(e, some, n)
 
     def bf16_vectors(self, e: Emitter, parts: Sequence[str], row: Row, column: str) -> Vectors:
         """The step's weights as bits of bf16, <16 x i16> each."""

@@ -154,11 +154,9 @@ class Float16(Encoding):
         n = self.lanes
         for first in range(0, self.step, n):
             place = e.address(row[0], e.op(f"add i64 {column}, {first}"), "i16")
-            if self.has_bf16:  # the upper half of an fp32
+            if self.has_bf16:
                 halves = e.op(f"load <{n} x i16>, ptr {place}, align 1")
-                wide = e.op(f"zext <{n} x i16> {halves} to <{n} x i32>")
-                bits = e.op(f"shl <{n} x i32> {wide}, splat (i32 16)")
-                yield first, e.op(f"bitcast <{n} x i32> {bits} to {self.vector}")
+                yield first, of_bf16_bits(e, halves, n)
             else:
                 halves = e.op(f"load <{n} x half>, ptr {place}, align 1")
                 yield first, e.op(f"fpext <{n} x half> {halves} to {self.vector}")
@@ -364,8 +362,17 @@ def constant(value: float) -> str:
     return f"0x{struct.unpack('<Q', struct.pack('<d', single))[0]:016X}"
 
 
+def of_bf16_bits(e: Emitter, bits: str, count: int) -> str:
+    """The fp32 numbers <count x float> whose upper halves are <count x i16>: what these are as bf16."""
+    wide = e.op(f"zext <{count} x i16> {bits} to <{count} x i32>")
+    return e.op(f"bitcast <{count} x i32> {e.op(f'shl <{count} x i32> {wide}, splat (i32 16)')} to <{count} x float>")
+
+
 def bf16_bits(e: Emitter, numbers: str, count: int) -> str:
-    """The bits of `count` fp32 numbers rounded to bf16, ties to even, as <count x i16>."""
+    """The bits of `count` fp32 numbers rounded to bf16, ties to even, as <count x i16>.
+
+    Not every CPU has an instruction for it, and LLVM calls a function then.
+    """
     wide = f"<{count} x i32>"
     bits = e.op(f"bitcast <{count} x float> {numbers} to {wide}")
     odd = e.op(f"and {wide} {e.op(f'lshr {wide} {bits}, splat (i32 16)')}, splat (i32 1)")

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from .compiler import Emitter, compile_ir, instructions, run_on_threads
-from .encodings import constant, splat
+from .encodings import constant, of_bf16_bits, splat
 from .loops import counted
 
 BLOCK = 32  # positions
@@ -460,9 +460,7 @@ class _Source:
             return loaded
         if self.kind == "fp16":
             return e.op(f"fpext {kind} {loaded} to {self.vector}")
-        wide = e.op(f"zext {kind} {loaded} to {self.ints}")
-        bits = e.op(f"shl {self.ints} {wide}, splat (i32 16)")
-        return e.op(f"bitcast {self.ints} {bits} to {self.vector}")
+        return of_bf16_bits(e, loaded, n)
 
     def _transposed(self, e: Emitter, rows: Sequence[str]) -> list[str]:
         """A square of vectors: the numbers at place i of all of them become vector i."""

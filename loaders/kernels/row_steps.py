@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .compiler import Emitter, compile_ir, instructions, run_on_threads
-from .encodings import bf16_bits, fp16_bits, splat
+from .encodings import bf16_bits, fp16_bits, of_bf16_bits, splat
 from .loops import counted
 
 ITEMS = {torch.bfloat16: "i16", torch.float16: "half", torch.float32: "float"}
@@ -150,8 +150,7 @@ class RowStep(ABC):
             return loaded
         if self.item == "half":
             return e.op(f"fpext <{n} x half> {loaded} to {self.vector}")
-        wide = e.op(f"zext <{n} x i16> {loaded} to <{n} x i32>")
-        return e.op(f"bitcast <{n} x i32> {e.op(f'shl <{n} x i32> {wide}, splat (i32 16)')} to {self.vector}")
+        return of_bf16_bits(e, loaded, n)
 
     def store(self, e: Emitter, numbers: str, row: str, column: str) -> None:
         """Store a vector of fp32 numbers in the rows' dtype."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .compiler import Emitter, compile_ir, run_on_threads
-from .encodings import Encoding, RowReader
+from .encodings import Encoding, RowReader, bf16_bits
 
 CHUNK_ELEMENTS = 2**17  # that a thread takes at a time
 MOST_PARTS = 5
@@ -113,14 +113,7 @@ class Unpacker:
             return f"{vector} {weights}"
         if self.dtype == torch.float16:
             return f"<{lanes} x half> {e.op(f'fptrunc {vector} {weights} to <{lanes} x half>')}"
-        ints = f"<{lanes} x i32>"  # not every CPU has an instruction for bf16, and LLVM calls a function then
-        bits = e.op(f"bitcast {vector} {weights} to {ints}")
-        odd = e.op(f"and {ints} {e.op(f'lshr {ints} {bits}, splat (i32 16)')}, splat (i32 1)")
-        nearest = e.op(f"add {ints} {e.op(f'add {ints} {bits}, splat (i32 {0x7FFF})')}, {odd}")
-        upper = e.op(f"lshr {ints} {nearest}, splat (i32 16)")
-        is_nan = e.op(f"fcmp uno {vector} {weights}, zeroinitializer")
-        rounded = e.op(f"select <{lanes} x i1> {is_nan}, {ints} splat (i32 {0x7FC0}), {ints} {upper}")
-        return f"<{lanes} x i16> {e.op(f'trunc {ints} {rounded} to <{lanes} x i16>')}"
+        return f"<{lanes} x i16> {bf16_bits(e, weights, lanes)}"
 
 
 def _worker() -> str:
