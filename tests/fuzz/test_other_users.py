@@ -84,7 +84,12 @@ HOMES = {
 
 
 @pytest.mark.parametrize(
-    "home", [pytest.param(home, marks=pytest.mark.nightly if home == "cannot be opened" else ()) for home in HOMES]
+    "home",
+    [
+        pytest.param("cannot be opened", marks=pytest.mark.nightly),
+        pytest.param("is not named", marks=pytest.mark.nightly),
+        "cannot be written, nor the cache opened",
+    ],
 )
 def test_a_home_that_is_no_use(home: str, shared: Path) -> None:
     (shared / "closed").mkdir(0o700)

@@ -20,7 +20,7 @@ from ..assumed_rates import assumed_rates  # noqa: F401 (for this module)
 from ..offspec.planning.test_out_of_memory import Scarce
 from ..pair import Pair, build_pair
 
-NUM_CASES = int(os.environ.get("FUZZ_CASES", "4"))
+NUM_CASES = int(os.environ.get("FUZZ_CASES", "2"))
 PLAIN, SPECULATION = SpeculationParams(budget=0), SpeculationParams(budget=8)
 PROMPTS = ("def area(", "class Tree:\n    def", "import", "for i in range(10):\n    print(i)\n" * 2)
 SAMPLING = [SamplingParams(10, temperature=0.8, seed=seed, ignore_eos=True) for seed in range(len(PROMPTS))]

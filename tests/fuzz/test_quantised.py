@@ -9,7 +9,7 @@ import pytest
 
 from .quantised import build_all, run_cases
 
-NUM_CASES = int(os.environ.get("FUZZ_CASES", "40"))
+NUM_CASES = int(os.environ.get("FUZZ_CASES", "20"))
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from ..cli.server.test_tools import HERMES
 from ..pair import build_pair
 from . import requests
 
-NUM_CASES = int(os.environ.get("FUZZ_CASES", "100"))
+NUM_CASES = int(os.environ.get("FUZZ_CASES", "50"))
 
 
 @pytest.mark.slow

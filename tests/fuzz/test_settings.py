@@ -9,7 +9,7 @@ import pytest
 
 from .settings import run_cases
 
-NUM_CASES = int(os.environ.get("FUZZ_CASES", "3"))
+NUM_CASES = int(os.environ.get("FUZZ_CASES", "2"))
 
 
 @pytest.mark.slow

@@ -40,7 +40,8 @@ NIGHTLY = {
     *VARIANTS,
     *ALIKE,
     *("bamba", "falcon-h1-norm-first", "granite-h", "qwen3.5-moe", "deepseek-v2", "glm4-moe-lite", "exaone4"),
-    *("olmo2", "gemma3", "qwen2-moe", "cohere-qk-norm"),
+    *("olmo2", "gemma3", "qwen2-moe", "cohere-qk-norm", "ministral3", "mistral4", "youtu", "olmo-hybrid"),
+    *("helium", "hunyuan", "smollm3", "glm4-moe", "granite-h-moe"),
 }
 # One of every layout; the families of this program's beginning have tests of their own.
 NEW = list(FAMILIES)[list(FAMILIES).index("gemma") :]
