@@ -182,15 +182,15 @@ def mtp(target: Decoder, seed: int) -> Beginning:
 
 
 def dflash(target: Decoder, seed: int) -> Beginning:
-    """DFlash: begins as the target's first layers, because its rows are embeddings; the text's entries are those of the
-    latest tapped states.
+    """DFlash: begins as the target's first layer, because its rows are embeddings, and its last ones, as the text's
+    entries are those of the latest tapped states.
     """
     c, hidden = target.config, target.config.hidden_size
     generator = torch.Generator().manual_seed(seed)
     taps, depth = block_taps(c.num_layers), min(BLOCK_LAYERS, c.num_layers)
     tensors: dict[str, Tensor] = {}
-    for index in range(depth):
-        layer = begun_layer(target, index, generator)
+    for index, copied in enumerate((0, *range(c.num_layers - depth + 1, c.num_layers))):
+        layer = begun_layer(target, copied, generator)
         tensors |= {f"{LAYERS}{index}.{name}": tensor for name, tensor in layer.items()}
         tensors |= {f"{LAYERS}{index}.self_attn.{name}_norm.weight": torch.ones(c.head_dim) for name in "qk"}
     unseen = torch.zeros(hidden, (len(taps) - 1) * hidden)
