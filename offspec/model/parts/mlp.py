@@ -8,15 +8,14 @@ from functools import partial
 import torch.nn.functional as F
 from torch import Tensor
 
-from offspec.loaders.formats.products import must_be_exact
-from offspec.loaders.kernels.row_steps import LARGEST, SHARPNESS, can_step, gate_rows
-
 from ..config import ModelConfig
 from ..rope import RotaryEmbeddings
 from ..row_wise import row_wise
 from ..shapes import CLAMPED, MlpNames, Multipliers
 from .attention import Attention
 from .part import LayerWeights, NativePart, PassRows
+
+SHARPNESS, LARGEST = 1.702, 7.0  # of gpt-oss's activation
 
 
 def clamped(x: Tensor) -> Tensor:
@@ -35,7 +34,6 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {  # by their names in conf
     "relu2": lambda x: F.relu(x).square(),
     CLAMPED: clamped,
 }
-IN_ONE_STEP = ("silu", "swish", CLAMPED)  # with `up`
 
 
 class Mlp(NativePart):
@@ -106,9 +104,6 @@ def inner_of(
 
 def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     """The inner numbers [T, inner] of an MLP by the outputs of its gate and of `up`."""
-    is_exact = gate.device.type == "cpu" and must_be_exact(gate) and can_step(gate.dtype, gate.shape[-1])
-    if is_exact and activation in IN_ONE_STEP:
-        return gate_rows(gate, up, is_clamped=activation == CLAMPED)
     if activation == CLAMPED:
         up = up.clamp(-LARGEST, LARGEST) + 1
     return row_wise(ACTIVATIONS[activation], gate) * up
