@@ -46,11 +46,12 @@ _BLOCK = (
 )
 _BLOCK_NAMES = _BLOCK.replace("noalias ", "")
 
-# Work is 64-bit words: the address of the panels, the next panel, which threads count up, the number of jobs, one for
-# each matrix, and the dtype that results are rounded to (of ROUNDED; 0: none). Then those of each job: addresses of x
-# and the sums; N, K, R; rows of a chunk; the next chunk, which threads count up; whether there are panels; the address
-# of the rounded result; the addresses of the matrix's parts.
-_WORK_WORDS, _JOB_WORDS = 4, 9
+# Work is 64-bit words: the address of the panels, the number of threads that have begun, which they count up, the number
+# of jobs, one for each matrix, the dtype that results are rounded to (of ROUNDED; 0: none), and the number of threads.
+# Then those of each job: addresses of x and the sums; N, K, R; rows of a chunk and of a region; whether there are
+# panels; the address of the rounded result; the addresses of the matrix's parts. Last, of each job and region, the rows
+# that were taken from it, which threads count up.
+_WORK_WORDS, _JOB_WORDS = 5, 9
 ROUNDED = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _WORKER = f"""
 define void @worker(ptr %work) {{
@@ -64,13 +65,20 @@ entry:
   %jobs = load i64, ptr %at_jobs
   %at_kind = getelementptr i64, ptr %work, i64 3
   %kind = load i64, ptr %at_kind
+  %at_threads = getelementptr i64, ptr %work, i64 4
+  %threads = load i64, ptr %at_threads
+  %all_words = mul i64 %jobs, {_JOB_WORDS + MOST_PARTS}
+  %before_taken = add i64 %all_words, {_WORK_WORDS}
   br label %job
 job:
   %number = phi i64 [ 0, %entry ], [ %next, %job ]
   %before = mul i64 %number, {_JOB_WORDS + MOST_PARTS}
   %place = add i64 %before, {_WORK_WORDS}
   %own_job = getelementptr i64, ptr %work, i64 %place
-  call void @multiply(ptr %own_job, ptr %panel, i64 %kind)
+  %regions_before = mul i64 %number, %threads
+  %taken_place = add i64 %before_taken, %regions_before
+  %taken = getelementptr i64, ptr %work, i64 %taken_place
+  call void @multiply(ptr %own_job, ptr %panel, i64 %kind, i64 %own, i64 %threads, ptr %taken)
   %next = add i64 %number, 1
   %is_more = icmp slt i64 %next, %jobs
   br i1 %is_more, label %job, label %end
@@ -78,18 +86,28 @@ end:
   ret void
 }}
 
-define internal void @multiply(ptr %job, ptr %panel, i64 %kind) {{
+define internal void @multiply(ptr %job, ptr %panel, i64 %kind, i64 %own, i64 %threads, ptr %taken) {{
 entry:
   {{loads}}
   %is_panel = icmp ne i64 %uses_panel, 0
+  br label %region_begin
+region_begin:
+  %turn = phi i64 [ 0, %entry ], [ %next_turn, %region_end ]
+  %own_turn = add i64 %own, %turn
+  %number = urem i64 %own_turn, %threads
+  %region_first = mul i64 %number, %region
+  %region_behind = add i64 %region_first, %region
+  %region_last = call i64 @llvm.smin.i64(i64 %region_behind, i64 %outputs)
+  %at_taken = getelementptr i64, ptr %taken, i64 %number
   br label %next
 next:
-  %first = atomicrmw add ptr %at6, i64 %chunk seq_cst
-  %is_left = icmp slt i64 %first, %outputs
-  br i1 %is_left, label %begin, label %end
+  %so_far = atomicrmw add ptr %at_taken, i64 %chunk seq_cst
+  %first = add i64 %region_first, %so_far
+  %is_left = icmp slt i64 %first, %region_last
+  br i1 %is_left, label %begin, label %region_end
 begin:
   %behind = add i64 %first, %chunk
-  %last = call i64 @llvm.smin.i64(i64 %behind, i64 %outputs)
+  %last = call i64 @llvm.smin.i64(i64 %behind, i64 %region_last)
   br i1 %is_panel, label %part, label %few
 few:
   %few_row = phi i64 [ 0, %begin ], [ %few_next, %few ]
@@ -133,6 +151,10 @@ part_end:
 done:
   call void @round(i64 %kind, ptr %out, ptr %rounded, i64 %first, i64 %last, i64 %rows, i64 %outputs)
   br label %next
+region_end:
+  %next_turn = add i64 %turn, 1
+  %is_region = icmp slt i64 %next_turn, %threads
+  br i1 %is_region, label %region_begin, label %end
 end:
   ret void
 }}
@@ -212,16 +234,18 @@ class RowProduct:
         most_direct, panels = self._most_direct(num_columns), out
         if max([job.num_rows for job in jobs]) > most_direct:
             panels = torch.empty(num_threads * PANEL_ROWS * PANEL_ROW_BYTES, dtype=torch.uint8)
-        words = [panels.data_ptr(), 0, len(jobs), kind]
+        words = [panels.data_ptr(), 0, len(jobs), kind, num_threads]
         at_rows, row_bytes = rows.data_ptr(), num_columns * rows.itemsize
         at_out, at_rounded = out.data_ptr(), rounded.data_ptr()
         for parts, num_outputs, first, num_rows in jobs:
             has_panel, addresses = num_rows > most_direct, [part.data_ptr() for part in parts]
             chunk = PANEL_ROWS if has_panel else _chunk_rows(num_outputs, parts[0].nbytes)
-            words += (at_rows + first * row_bytes, at_out, num_outputs, num_columns, num_rows, chunk, 0, has_panel)
+            region = -(-num_outputs // (num_threads * chunk)) * chunk
+            words += (at_rows + first * row_bytes, at_out, num_outputs, num_columns, num_rows, chunk, region, has_panel)
             words += (at_rounded, *addresses, *_NO_PARTS[len(parts) :])
             at_out += out.itemsize * num_rows * num_outputs
             at_rounded += rounded.itemsize * num_rows * num_outputs
+        words += (0,) * (len(jobs) * num_threads)
         self.prepare()
         assert self._compiled is not None
         run_on_threads(self._compiled, words, num_threads)
@@ -290,19 +314,12 @@ def _order(encoding: Encoding, factors: Factors) -> list[int]:
 
 
 def _worker(factors: Factors) -> str:
-    loads, names = list[str](), ("x", "out", "outputs", "columns", "rows", "chunk")
-    places = [
-        *enumerate(names),
-        (6, None),
-        (7, "uses_panel"),
-        (8, "rounded"),
-        *((_JOB_WORDS + i, f"part{i}") for i in range(MOST_PARTS)),
-    ]
-    for place, name in places:
+    addresses = ("x", "out", "rounded", *(f"part{i}" for i in range(MOST_PARTS)))
+    names = ("x", "out", "outputs", "columns", "rows", "chunk", "region", "uses_panel", "rounded", *addresses[3:])
+    loads = list[str]()
+    for place, name in enumerate(names):
         loads.append(f"%at{place} = getelementptr i64, ptr %job, i64 {place}")
-        if name is not None:
-            kind = "i64" if name in ("outputs", "columns", "rows", "chunk", "uses_panel") else "ptr"
-            loads.append(f"%{name} = load {kind}, ptr %at{place}")
+        loads.append(f"%{name} = load {'ptr' if name in addresses else 'i64'}, ptr %at{place}")
     text = _WORKER.replace("{loads}", "\n  ".join(loads))
     return text.replace("{item}", factors.item).replace("{panel_columns}", str(_panel_columns(factors)))
 
