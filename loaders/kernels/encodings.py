@@ -71,6 +71,12 @@ class Encoding(ABC):
         """The same weights as bf16 bits, <16 x i16> each, for encodings whose weights bf16 represents exactly."""
         raise NotImplementedError
 
+    def pair_vectors(self, e: Emitter, factors: Factors, parts: Sequence[str], row: Row, column: str) -> Vectors:
+        """The same weights rounded to bf16, as vectors of `factors` in pairs."""
+        if self.has_bf16:
+            return factors.joined(e, self.bf16_vectors(e, parts, row, column), are_bf16=True)
+        return factors.joined(e, self.vectors(e, parts, row, column), are_bf16=False)
+
     def start(self, e: Emitter, base: str, index: str, row_bytes: str) -> str:
         """The address of row `index`, for a row's bytes."""
         return e.address(base, e.op(f"mul i64 {index}, {row_bytes}"))
@@ -133,8 +139,12 @@ class Factors:
                 words = e.op(f"shufflevector <16 x i16> {lower}, <16 x i16> {upper}, <32 x i32> <{places}>")
                 yield start, e.op(f"bitcast <32 x i16> {words} to {self.vector}")
             else:
-                operands = f"{self.sums} {upper}, {self.sums} {lower}"
-                yield start, e.op(f"call {self.vector} @llvm.x86.avx512bf16.cvtne2ps2bf16.512({operands})")
+                yield start, self.rounded(e, lower, upper)
+
+    def rounded(self, e: Emitter, lower: str, upper: str) -> str:
+        """Two vectors of 16 fp32 numbers as one of 32 bf16 numbers."""
+        operands = f"{self.sums} {upper}, {self.sums} {lower}"
+        return e.op(f"call {self.vector} @llvm.x86.avx512bf16.cvtne2ps2bf16.512({operands})")
 
 
 class Float16(Encoding):
@@ -283,6 +293,9 @@ class Unpacked(Encoding):
             place = e.address(row[0], e.op(f"add i64 {column}, {first}"), self._factors.item)
             yield first, e.op(f"load {self._factors.vector}, ptr {place}, align 2")
 
+    def pair_vectors(self, e: Emitter, factors: Factors, parts: Sequence[str], row: Row, column: str) -> Vectors:
+        return self.vectors(e, parts, row, column)
+
 
 class RowReader:
     """The steps of one kernel along rows of the matrix, each row with a scratch if the encoding needs one."""
@@ -313,12 +326,11 @@ class RowReader:
                 encoding.begin_block(e, row, column)
             e.do("br label %in_block")
             e.label("in_block")
-        is_paired = factors is not None and factors.is_paired and not isinstance(encoding, Unpacked)
-        as_bf16 = as_bf16 or (is_paired and encoding.has_bf16)
-        vectors = encoding.bf16_vectors if as_bf16 else encoding.vectors
-        each = [vectors(e, self._parts, row, column) for row in self._rows]
-        if factors is not None and is_paired:
-            each = [factors.joined(e, vectors, are_bf16=as_bf16) for vectors in each]
+        if factors is not None and factors.is_paired:
+            each = [encoding.pair_vectors(e, factors, self._parts, row, column) for row in self._rows]
+        else:
+            vectors = encoding.bf16_vectors if as_bf16 else encoding.vectors
+            each = [vectors(e, self._parts, row, column) for row in self._rows]
         return [iter(list(vectors)) for vectors in each] if encoding.is_decoded_first and factors else each
 
 

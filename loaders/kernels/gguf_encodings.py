@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from .compiler import Emitter
-from .encodings import LOOK_UP, Encoding, Row, Vectors, look_up, look_up_in, splat, table_of
+from .encodings import LOOK_UP, Encoding, Factors, Row, Vectors, look_up, look_up_in, splat, table_of
 
 
 def i64(e: Emitter, operation: str, left: str, right: str | int) -> str:
@@ -60,8 +60,11 @@ class BlockEncoding(Encoding):
         return (self.start(e, parts[0], index, row_bytes),)
 
     def vectors(self, e: Emitter, parts: Sequence[str], row: Row, column: str) -> Vectors:
+        return self.numbers(e, self.place(e, row, column))
+
+    def place(self, e: Emitter, row: Row, column: str) -> UnpackingStep:
         quarter = i64(e, "lshr", i64(e, "and", column, self.size - 1), 6)
-        return self.numbers(e, UnpackingStep(self.block(e, row, column), quarter, row[-1]))
+        return UnpackingStep(self.block(e, row, column), quarter, row[-1])
 
     def block(self, e: Emitter, row: Row, column: str) -> str:
         return e.address(row[0], i64(e, "mul", i64(e, "udiv", column, self.size), self.num_bytes))
@@ -120,6 +123,23 @@ class Q8Zero(BlockEncoding):
             yield first, self.scaled(e, self.floats(e, codes), scale)
 
 
+# What a look-up of bf16 calls, by lanes.
+PAIR_LOOK_UP = {8: "", 16: "declare <32 x i16> @llvm.x86.avx512.permvar.hi.512(<32 x i16>, <32 x i16>)\n"}
+
+
+@dataclass(frozen=True)
+class NibbleGroup:
+    """Codes at an address: the lower halves of `count` bytes are those of weights from number `first` of the step on,
+    then come the upper ones. lower, upper: names of the scale and, where there is one, the shift of these weights.
+    """
+
+    place: str
+    count: int
+    lower: tuple[str, ...]
+    upper: tuple[str, ...]
+    first: int = 0
+
+
 class Nibbles(BlockEncoding):
     """4-bit codes: indices into a table of 16 values."""
 
@@ -127,20 +147,44 @@ class Nibbles(BlockEncoding):
 
     def __init__(self, lanes: int, values: Sequence[float]) -> None:
         super().__init__(lanes)
-        self._values, self.declarations = values, LOOK_UP[lanes]
+        self._values, self.declarations = values, LOOK_UP[lanes] + PAIR_LOOK_UP[lanes]
 
-    def pairs(
-        self, e: Emitter, place: str, count: int, lower: Sequence[str], upper: Sequence[str]
-    ) -> Iterator[tuple[int, str, str]]:
-        """For each vector of bytes: the number of its first byte, the weights of its lower codes and of its upper ones.
+    @abstractmethod
+    def groups(self, e: Emitter, step: UnpackingStep) -> Iterator[NibbleGroup]:
+        """The groups of a step."""
 
-        lower, upper: the scale and, where there is one, the shift of these weights.
-        """
-        weights = [self._weights(e, factors) for factors in dict.fromkeys((tuple(lower), tuple(upper)))]
-        for first in range(0, count, self.lanes):
-            codes = self.bytes(e, e.address(place, str(first)))
-            moved = e.op(f"lshr {self._ints} {codes}, splat (i32 4)")
-            yield first, weights[0](codes), weights[-1](moved)
+    def numbers(self, e: Emitter, step: UnpackingStep) -> Vectors:
+        for group in self.groups(e, step):
+            weights = [self._weights(e, factors) for factors in dict.fromkeys((group.lower, group.upper))]
+            for first in range(0, group.count, self.lanes):
+                codes = self.bytes(e, e.address(group.place, str(first)))
+                moved = e.op(f"lshr {self._ints} {codes}, splat (i32 4)")
+                yield group.first + first, weights[0](codes)
+                yield group.first + group.count + first, weights[-1](moved)
+
+    def pair_vectors(self, e: Emitter, factors: Factors, parts: Sequence[str], row: Row, column: str) -> Vectors:
+        """A look-up finds 32 weights in a table of bf16, which has those of 16 codes twice, or by two scales."""
+        for group in self.groups(e, self.place(e, row, column)):
+            tables = [self.scaled(e, table_of(self._values), *scales) for scales in (group.lower, group.upper)]
+            table = e.op(f"bitcast {factors.vector} {factors.rounded(e, *tables)} to <32 x i16>")
+            loaded = e.op(f"load <{group.count} x i8>, ptr {group.place}, align 1")
+            if group.count == 16:
+                lanes = ", ".join(f"i32 {i % 16}" for i in range(32))
+                loaded = e.op(f"shufflevector <16 x i8> {loaded}, <16 x i8> poison, <32 x i32> <{lanes}>")
+            codes = e.op(f"zext <32 x i8> {loaded} to <32 x i16>")
+            if group.count == 16:
+                distances = ", ".join(f"i16 {4 * (i // 16)}" for i in range(32))
+                words = e.op(f"lshr <32 x i16> {codes}, <{distances}>")
+                yield group.first, self._found(e, factors, table, words)
+                continue
+            yield group.first, self._found(e, factors, table, e.op(f"and <32 x i16> {codes}, splat (i16 15)"))
+            moved = e.op(f"lshr <32 x i16> {codes}, splat (i16 4)")
+            yield group.first + 32, self._found(e, factors, table, e.op(f"or <32 x i16> {moved}, splat (i16 16)"))
+
+    def _found(self, e: Emitter, factors: Factors, table: str, places: str) -> str:
+        """Numbers of a table <32 x i16> by the lowest five bits of `places`."""
+        words = e.op(f"call <32 x i16> @llvm.x86.avx512.permvar.hi.512(<32 x i16> {table}, <32 x i16> {places})")
+        return e.op(f"bitcast <32 x i16> {words} to {factors.vector}")
 
     def _weights(self, e: Emitter, factors: Sequence[str]) -> Callable[[str], str]:
         """What computes weights from codes, by their lowest four bits.
@@ -169,12 +213,9 @@ class NibblesOf32(Nibbles):
         self._num_halves = 2 if has_shift else 1
         self.num_bytes = 16 + 2 * self._num_halves
 
-    def numbers(self, e: Emitter, step: UnpackingStep) -> Vectors:
-        factors = self.halves(e, step.block, self._num_halves)
-        place = e.address(step.block, str(2 * self._num_halves))
-        for first, lower, upper in self.pairs(e, place, 16, factors, factors):
-            yield first, lower
-            yield 16 + first, upper
+    def groups(self, e: Emitter, step: UnpackingStep) -> Iterator[NibbleGroup]:
+        factors = tuple(self.halves(e, step.block, self._num_halves))
+        yield NibbleGroup(e.address(step.block, str(2 * self._num_halves)), 16, factors, factors)
 
 
 class MXFour(Nibbles):
@@ -182,11 +223,9 @@ class MXFour(Nibbles):
 
     num_bytes = 17
 
-    def numbers(self, e: Emitter, step: UnpackingStep) -> Vectors:
+    def groups(self, e: Emitter, step: UnpackingStep) -> Iterator[NibbleGroup]:
         scale = splat(e, self._scale(e, step.block), self.lanes)
-        for first, lower, upper in self.pairs(e, e.address(step.block, "1"), 16, [scale], [scale]):
-            yield first, lower
-            yield 16 + first, upper
+        yield NibbleGroup(e.address(step.block, "1"), 16, (scale,), (scale,))
 
     def _scale(self, e: Emitter, block: str) -> str:
         """fp32's exponent is one less; below e = 2 it has none, but a bit of the fraction."""
@@ -341,12 +380,10 @@ class IQ4XS(Nibbles, LargeBlock):
         scale = self.half(e, block, 0, 8)
         return self.product(e, of_words(e, "sub", codes, [32] * 8), "sitofp i32", 8, scale)
 
-    def numbers(self, e: Emitter, step: UnpackingStep) -> Vectors:
+    def groups(self, e: Emitter, step: UnpackingStep) -> Iterator[NibbleGroup]:
         codes = e.address(e.address(step.block, "8"), i64(e, "shl", step.quarter, 5))
         for i, scale in enumerate(self.factors(e, step, 2)):
-            for first, lower, upper in self.pairs(e, e.address(codes, str(16 * i)), 16, [scale], [scale]):
-                yield 32 * i + first, lower
-                yield 32 * i + 16 + first, upper
+            yield NibbleGroup(e.address(codes, str(16 * i)), 16, (scale,), (scale,), 32 * i)
 
 
 class WithMinima(LargeBlock):
@@ -378,12 +415,10 @@ class Q4K(Nibbles, WithMinima):
 
     num_bytes = 144
 
-    def numbers(self, e: Emitter, step: UnpackingStep) -> Vectors:
+    def groups(self, e: Emitter, step: UnpackingStep) -> Iterator[NibbleGroup]:
         codes = e.address(e.address(step.block, "16"), i64(e, "shl", step.quarter, 5))
         scales, shifts = self.factors(e, step, 2), self.factors(e, step, 2, 8)
-        for first, lower, upper in self.pairs(e, codes, 32, *zip(scales, shifts, strict=True)):
-            yield first, lower
-            yield 32 + first, upper
+        yield NibbleGroup(codes, 32, *zip(scales, shifts, strict=True))
 
 
 class Q5K(WithMinima, WithBytes):
