@@ -55,8 +55,6 @@ from .plain import PlainWeight
 LOW, CODES, GROUPS = PARTS = ("bf16_low", "bf16_codes", "bf16_groups")
 PLANNED_VALUES = 32  # a group: more than matrices of published models need
 _UNPACKED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# From this size on, compiling (at least 0.1 s) takes less time than the plain twin for a model of such matrices.
-_WORTH_COMPILING = 1 << 18
 
 
 @dataclass(frozen=True)
@@ -92,7 +90,7 @@ class PackedBf16Matrix(PackedMatrix):
         """With a compiled kernel if there is one; on a CPU only if it is compiled or worth compiling."""
         matrix = torch.empty(self.shape, dtype=dtype, device=self.device) if out is None else out
         unpacker = _unpacker(dtype) if self.device.type == "cpu" and self.shape[1] % BLOCK == 0 else None
-        if unpacker is not None and (unpacker.is_compiled or matrix.numel() >= _WORTH_COMPILING):
+        if unpacker is not None and unpacker.is_worthwhile(matrix.numel()):
             unpacker(self.kernel_parts, matrix)
         elif self.device.type == "cuda" and (kernels := triton_kernels()):
             height = group_rows(self.shape[1])

@@ -10,9 +10,9 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from itertools import accumulate, groupby
-from typing import Any, BinaryIO, NoReturn, Protocol, TypeAlias, runtime_checkable
+from typing import Any, BinaryIO, NamedTuple, NoReturn, Protocol, TypeAlias, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -94,6 +94,13 @@ class PackedTable(PackedWeight, Protocol):
 Table: TypeAlias = Tensor | PackedTable
 
 
+class Launched(NamedTuple):
+    """What tells two matrices apart in a kernel's launch. kind: what is equal where just the addresses differ."""
+
+    kind: Hashable
+    addresses: tuple[int, ...]
+
+
 class PackedMatrix:
     """Base of most packed weights: dequantises for each product, unless a kernel was measured to be faster.
 
@@ -102,6 +109,13 @@ class PackedMatrix:
 
     form = ""
     unpacked_dtype = torch.float32
+
+    @cached_property
+    def launched(self) -> Launched:
+        """What a launch of its kernel is told of it."""
+        parts = () if self.kernel is None else self.kernel[1]
+        shape: tuple[int, ...] = self.shape  # type: ignore[attr-defined]  # a PackedWeight's
+        return Launched((self.form, shape), tuple(part.data_ptr() for part in parts))
 
     @property
     def fused_linear(self) -> Product | None:

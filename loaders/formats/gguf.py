@@ -41,8 +41,6 @@ from .plain import PlainWeight
 from .products import num_lanes, plus
 
 QUANTISED: Mapping[str, GgufType] = {kind.name: kind for kind in GGUF_TYPES.values() if kind.name in UNPACK}
-# From this size on, compiling (at least 0.1 s) takes less time than the plain twin for a model of such matrices.
-WORTH_COMPILING = 1 << 18
 IN_FOLDERS = {suffix(name).removeprefix("."): name for name in PACK}  # suffix of a tensor of blocks → their type
 MOST_AT_ONCE = 1 << 22  # weights at a time in plain torch; temporary memory on a GPU is then some 100 MB
 _ORDINARY_EXPONENT = 124  # MXFP4's of 1/16
@@ -81,7 +79,7 @@ class GgufMatrix(PackedMatrix):
         """With a compiled kernel if the type has one; on a CPU only if it is compiled or worth compiling."""
         matrix = torch.empty(self.shape, dtype=dtype, device=self.device) if out is None else out
         unpacker = _unpacker(self.kind.name, dtype) if self.device.type == "cpu" else None
-        if unpacker is not None and (unpacker.is_compiled or matrix.numel() >= WORTH_COMPILING):
+        if unpacker is not None and unpacker.is_worthwhile(matrix.numel()):
             unpacker([self.blocks], matrix)
         elif self.device.type == "cuda" and (kernels := _gpu_kernels(self.form)):
             unpack = partial(kernels.unpack, self.form, self.blocks, matrix)

@@ -25,9 +25,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..kernels.compiler import instructions
+from ..kernels.compiler import LAUNCHES, instructions
 from ..kernels.encodings import Float16, Float32
 from ..kernels.row_product import RowProduct, can_pair
+from ..kernels.row_steps import add_rows, can_step
 
 TORCH, TILES, KERNEL = "torch", "tiles", "kernel"
 HALF_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}  # plain dtypes with several ways
@@ -231,8 +232,15 @@ def way_for(dtype: torch.dtype, x: Tensor, num_elements: int) -> str:
 
 
 def plus(product: Tensor, bias: Tensor | None) -> Tensor:
-    """Add bias [N] to product [..., N] in place."""
-    return product if bias is None else product.add_(bias)
+    """Product [..., N] plus bias [N], maybe in place."""
+    if bias is None:
+        return product
+    return add_rows(product, bias) if steps_add(product, bias) else product.add_(bias)
+
+
+def steps_add(x: Tensor, other: Tensor) -> bool:
+    """Whether `add_rows` adds two tensors: only for a recording, as it takes Python longer than torch's sum."""
+    return LAUNCHES.kept is not None and x.dtype == other.dtype and can_step(x.dtype, x.shape[-1])
 
 
 def rows_of(x: Tensor) -> int:

@@ -51,8 +51,6 @@ SCALE_DTYPES = {
 EXPONENTS = ("F8_E8M0", "U8")
 _WORD_BITS, _BYTE_BITS = 32, 8
 _UNPACKED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# From this size on, compiling (at least 0.1 s) takes less time than the plain twin for a model of such matrices.
-WORTH_COMPILING = 1 << 18
 _SPREAD_GROUP = 128  # inputs per scale in a kernel, for a matrix with one scale per row
 
 Block: TypeAlias = tuple[int, int]  # outputs and inputs that share a scale
@@ -226,7 +224,7 @@ class ScaledMatrix(PackedMatrix):
         if kernel is None or kernel[0].encoding.interleave > 1:
             return False
         unpacker = _unpacker(kernel[0], out.dtype)
-        if unpacker.is_compiled or out.numel() >= WORTH_COMPILING:
+        if unpacker.is_worthwhile(out.numel()):
             unpacker(kernel[1], out)
         return unpacker.is_compiled
 

@@ -9,10 +9,13 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+import threading
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 
@@ -143,31 +146,69 @@ def compile_ir(text: str, name: str) -> Callable[..., None]:
     return worker
 
 
+class Launch(NamedTuple):
+    """What `run_on_threads` was told; words: before threads changed them."""
+
+    worker: Callable[..., None]
+    words: array[int]
+    num_threads: int
+
+
+class _Launches(threading.local):
+    """kept: this thread's launches, while somebody wants to know them."""
+
+    kept: list[Launch] | None = None
+
+
+LAUNCHES = _Launches()
+
+
 def run_on_threads(worker: Callable[..., None], words: Sequence[int], num_threads: int) -> None:
     """Run `worker` on the address of 64-bit `words`, on `num_threads` threads at a time, torch's if possible.
 
     The threads share the words, which are a copy.
     """
-    kept, parallel = array("q", words), _gnu_parallel()
-    job, _ = kept.buffer_info()
+    own, openmp = array("q", words), gnu_openmp()
+    if LAUNCHES.kept is not None:
+        LAUNCHES.kept.append(Launch(worker, array("q", own), num_threads))
+    job, _ = own.buffer_info()
     if num_threads == 1:
         worker(job)
-    elif parallel is not None:
-        parallel(worker, job, num_threads, 0)
+    elif openmp is not None:
+        openmp.parallel(worker, job, num_threads, 0)
     else:
         list(_pool(num_threads).map(worker, [job] * num_threads))
 
 
+@dataclass(frozen=True)
+class OpenMP:
+    """Functions of an OpenMP library. number_of, wait: addresses of those that give a thread's number in its team, and
+    wait for all of the team.
+    """
+
+    parallel: Callable[..., None]
+    number_of: int
+    wait: int
+
+
 @cache
-def _gnu_parallel() -> Callable[..., None] | None:
-    """`GOMP_parallel` of the OpenMP library that torch loaded; None where there is none of that interface."""
+def gnu_openmp() -> OpenMP | None:
+    """The OpenMP library that torch loaded; None where there is none of GNU's interface."""
     try:
-        function = ctypes.CDLL(None).GOMP_parallel
+        library = ctypes.CDLL(None)
+        parallel, others = library.GOMP_parallel, (library.omp_get_thread_num, library.GOMP_barrier)
     except (AttributeError, OSError, TypeError):
         return None
-    function.argtypes = (Worker, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
-    function.restype = None
-    return function
+    parallel.argtypes = (Worker, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
+    parallel.restype = None
+    return OpenMP(parallel, *map(address_of, others))
+
+
+def address_of(function: Any) -> int:
+    """Of a function's code."""
+    address = ctypes.cast(function, ctypes.c_void_p).value
+    assert address is not None
+    return address
 
 
 @cache

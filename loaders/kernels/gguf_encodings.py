@@ -418,7 +418,8 @@ class Q4K(Nibbles, WithMinima):
     def groups(self, e: Emitter, step: UnpackingStep) -> Iterator[NibbleGroup]:
         codes = e.address(e.address(step.block, "16"), i64(e, "shl", step.quarter, 5))
         scales, shifts = self.factors(e, step, 2), self.factors(e, step, 2, 8)
-        yield NibbleGroup(codes, 32, *zip(scales, shifts, strict=True))
+        lower, upper = zip(scales, shifts, strict=True)
+        yield NibbleGroup(codes, 32, lower, upper)
 
 
 class Q5K(WithMinima, WithBytes):

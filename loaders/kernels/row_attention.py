@@ -25,6 +25,7 @@ from torch import Tensor
 from .compiler import Emitter, compile_ir, instructions, run_on_threads
 from .encodings import constant, of_bf16_bits, splat
 from .loops import counted
+from .powers import at_least, at_most, of_all, power_of_e
 
 BLOCK = 32  # positions
 TILE_QUERIES = 64  # queries for which a block is unpacked once, if the tile has several rows
@@ -33,7 +34,6 @@ CHUNK_VECTORS = 4  # vectors of a query's result that are in registers together
 MOST_GROUP = 256  # query heads that share a key head
 KINDS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 LEAST = -1e30  # the largest score before any key was seen
-_SMALLEST_POWER = -87.0  # below it, e to the power of a number counts as zero
 
 # Work is 64-bit words: the threads' scratch, the bytes of each one's, the threads that have begun, which they count up,
 # and the number of jobs. Then those of each job, which is a text's. Pointers: queries, results, largest scores and sums
@@ -531,9 +531,9 @@ class _Source:
         before = e.op(f"load float, ptr {most_place}, align 4")
         most = self._largest(e, [*scores, splat(e, before, self.lanes)])
         all_most = splat(e, most, self.lanes)
-        powers = [self._power(e, e.op(f"fsub {self.vector} {score}, {all_most}")) for score in scores]
+        powers = [power_of_e(e, e.op(f"fsub {self.vector} {score}, {all_most}"), self.lanes) for score in scores]
         difference = e.op(f"fsub float {before}, {most}")
-        shrunk_all = self._power(e, splat(e, difference, self.lanes))
+        shrunk_all = power_of_e(e, splat(e, difference, self.lanes), self.lanes)
         shrunk = e.op(f"extractelement {self.vector} {shrunk_all}, i64 0")
         total = self._sum(e, powers)
         kept = e.op(f"fmul float {e.op(f'load float, ptr {sum_place}, align 4')}, {shrunk}")
@@ -562,35 +562,11 @@ class _Source:
         """cap · tanh(score / cap), with tanh(z) = 1 - 2 / (exp(2 z) + 1)."""
         if self.cap is None:
             return scores
-        twice = e.op(f"fmul {self.vector} {scores}, {self._all(2 / self.cap)}")
-        for relation, limit in (("ogt", 20.0), ("olt", -20.0)):
-            is_beyond = e.op(f"fcmp {relation} {self.vector} {twice}, {self._all(limit)}")
-            twice = e.op(
-                f"select <{self.lanes} x i1> {is_beyond}, {self.vector} {self._all(limit)}, {self.vector} {twice}"
-            )
-        above = e.op(f"fadd {self.vector} {self._power(e, twice)}, {self._all(1.0)}")
-        part = e.op(f"fdiv {self.vector} {self._all(-2.0 * self.cap)}, {above}")
-        return e.op(f"fadd {self.vector} {part}, {self._all(self.cap)}")
-
-    def _power(self, e: Emitter, x: str) -> str:
-        """e to the power of x, for x up to 80: 2 to a whole number times a polynomial (Cephes' expf); 0 below -87."""
-        vector, ints = self.vector, self.ints
-        shifted = self._fma(e, x, self._all(1.44269504088896341), self._all(_ROUNDING))
-        whole = e.op(f"fsub {vector} {shifted}, {self._all(_ROUNDING)}")
-        rest = self._fma(e, whole, self._all(-0.693359375), x)
-        rest = self._fma(e, whole, self._all(2.12194440e-4), rest)
-        power = self._all(_POLYNOMIAL[0])
-        for coefficient in _POLYNOMIAL[1:]:
-            power = self._fma(e, power, rest, self._all(coefficient))
-        square = e.op(f"fmul {vector} {rest}, {rest}")
-        power = e.op(f"fadd {vector} {self._fma(e, power, square, rest)}, {self._all(1.0)}")
-        exponents = e.op(f"shl {ints} {e.op(f'bitcast {vector} {shifted} to {ints}')}, splat (i32 23)")
-        bits = e.op(f"add {ints} {e.op(f'bitcast {vector} {power} to {ints}')}, {exponents}")
-        power = e.op(f"bitcast {ints} {bits} to {vector}")
-        is_small = e.op(f"fcmp olt {vector} {x}, {self._all(_SMALLEST_POWER)}")
-        power = e.op(f"select <{self.lanes} x i1> {is_small}, {vector} zeroinitializer, {vector} {power}")
-        is_nan = e.op(f"fcmp uno {vector} {x}, {x}")
-        return e.op(f"select <{self.lanes} x i1> {is_nan}, {vector} {x}, {vector} {power}")
+        twice = e.op(f"fmul {self.vector} {scores}, {of_all(2 / self.cap)}")
+        twice = at_least(e, at_most(e, twice, 20.0, self.lanes), -20.0, self.lanes)
+        above = e.op(f"fadd {self.vector} {power_of_e(e, twice, self.lanes)}, {of_all(1.0)}")
+        part = e.op(f"fdiv {self.vector} {of_all(-2.0 * self.cap)}, {above}")
+        return e.op(f"fadd {self.vector} {part}, {of_all(self.cap)}")
 
     def _largest(self, e: Emitter, vectors: Sequence[str]) -> str:
         largest, n = vectors[0], self.lanes
@@ -887,9 +863,6 @@ class _Source:
         vector = self.vector
         return e.op(f"call {vector} @llvm.fma.v{self.lanes}f32({vector} {one}, {vector} {other}, {vector} {total})")
 
-    def _all(self, number: float) -> str:
-        return f"splat (float {constant(number)})"
-
     def _vector(self, e: Emitter, place: str) -> str:
         return e.op(f"load {self.vector}, ptr {place}, align 4")
 
@@ -898,5 +871,3 @@ class _Source:
 
 
 _MINUS_INF = "0xFFF0000000000000"
-_ROUNDING = 1.5 * 2**23  # added to a number and subtracted again, it leaves a whole number
-_POLYNOMIAL = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)

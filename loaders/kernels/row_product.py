@@ -1,6 +1,7 @@
 """The product of rows with a matrix in some encoding, written for as many rows at a time as registers hold.
 
-Threads take chunks of the matrix's rows until none is left, so one that is held up by other work does not make the
+Each thread has a region of the matrix's rows, and takes chunks of it, which lie one after another, as a CPU fetches
+ahead best; then it takes what is left of the others', so that one that is held up by other work does not make the
 others wait. For few rows of x (`Encoding.most_direct`) weights are unpacked in registers as they come from memory, at
 memory's speed. For more, a chunk's weights are unpacked once, part by part along K, to a panel that a core's cache
 holds, and the panel is multiplied with all rows.
@@ -8,8 +9,8 @@ holds, and the panel is multiplied with all rows.
 A row's result has the same bits however many rows are multiplied: every sum along K is made of partial sums over as
 many columns as a panel has, each of them in vectors in the order of columns, then over the halves of the vector.
 
-Several matrices, each with rows of its own, are multiplied one after another in the same call: a thread that finds no
-chunk of one goes on to the next.
+Several matrices, each with rows of its own, are multiplied in the same call, and regions are whole matrices if there
+are as many as threads.
 
 Sums are fp32 of fp32 factors, or with `in_pairs` of bf16 factors, two at a time, by an instruction of AVX512-BF16.
 """
@@ -46,12 +47,12 @@ _BLOCK = (
 )
 _BLOCK_NAMES = _BLOCK.replace("noalias ", "")
 
-# Work is 64-bit words: the address of the panels, the number of threads that have begun, which they count up, the number
-# of jobs, one for each matrix, the dtype that results are rounded to (of ROUNDED; 0: none), and the number of threads.
-# Then those of each job: addresses of x and the sums; N, K, R; rows of a chunk and of a region; whether there are
-# panels; the address of the rounded result; the addresses of the matrix's parts. Last, of each job and region, the rows
-# that were taken from it, which threads count up.
-_WORK_WORDS, _JOB_WORDS = 5, 9
+# Work is 64-bit words: the address of the panels, the threads that have begun, which they count up, the number of
+# threads, of jobs, one for each matrix, and of regions of each, and the dtype that results are rounded to (of ROUNDED;
+# 0: none). Then those of each job: addresses of x and the sums; N, K, R; rows of a chunk and of a region; whether there
+# are panels; addresses of the rounded result and of the matrix's parts. Last, of each region, the rows that were taken
+# from it, which threads count up.
+_WORK_WORDS, _JOB_WORDS = 6, 9
 ROUNDED = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _WORKER = f"""
 define void @worker(ptr %work) {{
@@ -61,50 +62,52 @@ entry:
   %own = atomicrmw add ptr %at_panel, i64 1 seq_cst
   %own_start = mul i64 %own, {PANEL_ROWS * PANEL_ROW_BYTES}
   %panel = getelementptr i8, ptr %panels, i64 %own_start
-  %at_jobs = getelementptr i64, ptr %work, i64 2
-  %jobs = load i64, ptr %at_jobs
-  %at_kind = getelementptr i64, ptr %work, i64 3
-  %kind = load i64, ptr %at_kind
-  %at_threads = getelementptr i64, ptr %work, i64 4
+  %at_threads = getelementptr i64, ptr %work, i64 2
   %threads = load i64, ptr %at_threads
+  %at_jobs = getelementptr i64, ptr %work, i64 3
+  %jobs = load i64, ptr %at_jobs
+  %at_regions = getelementptr i64, ptr %work, i64 4
+  %regions = load i64, ptr %at_regions
+  %at_kind = getelementptr i64, ptr %work, i64 5
+  %kind = load i64, ptr %at_kind
   %all_words = mul i64 %jobs, {_JOB_WORDS + MOST_PARTS}
   %before_taken = add i64 %all_words, {_WORK_WORDS}
-  br label %job
-job:
-  %number = phi i64 [ 0, %entry ], [ %next, %job ]
-  %before = mul i64 %number, {_JOB_WORDS + MOST_PARTS}
+  %all = mul i64 %jobs, %regions
+  %own_share = mul i64 %own, %all
+  %begin = udiv i64 %own_share, %threads
+  br label %region
+region:
+  %turn = phi i64 [ 0, %entry ], [ %next, %region ]
+  %behind = add i64 %begin, %turn
+  %number = urem i64 %behind, %all
+  %job_number = udiv i64 %number, %regions
+  %region_number = urem i64 %number, %regions
+  %before = mul i64 %job_number, {_JOB_WORDS + MOST_PARTS}
   %place = add i64 %before, {_WORK_WORDS}
-  %own_job = getelementptr i64, ptr %work, i64 %place
-  %regions_before = mul i64 %number, %threads
-  %taken_place = add i64 %before_taken, %regions_before
+  %job = getelementptr i64, ptr %work, i64 %place
+  %taken_place = add i64 %before_taken, %number
   %taken = getelementptr i64, ptr %work, i64 %taken_place
-  call void @multiply(ptr %own_job, ptr %panel, i64 %kind, i64 %own, i64 %threads, ptr %taken)
-  %next = add i64 %number, 1
-  %is_more = icmp slt i64 %next, %jobs
-  br i1 %is_more, label %job, label %end
+  call void @multiply(ptr %job, ptr %panel, i64 %kind, i64 %region_number, ptr %taken)
+  %next = add i64 %turn, 1
+  %is_more = icmp slt i64 %next, %all
+  br i1 %is_more, label %region, label %end
 end:
   ret void
 }}
 
-define internal void @multiply(ptr %job, ptr %panel, i64 %kind, i64 %own, i64 %threads, ptr %taken) {{
+define internal void @multiply(ptr %job, ptr %panel, i64 %kind, i64 %number, ptr %taken) {{
 entry:
   {{loads}}
   %is_panel = icmp ne i64 %uses_panel, 0
-  br label %region_begin
-region_begin:
-  %turn = phi i64 [ 0, %entry ], [ %next_turn, %region_end ]
-  %own_turn = add i64 %own, %turn
-  %number = urem i64 %own_turn, %threads
   %region_first = mul i64 %number, %region
   %region_behind = add i64 %region_first, %region
   %region_last = call i64 @llvm.smin.i64(i64 %region_behind, i64 %outputs)
-  %at_taken = getelementptr i64, ptr %taken, i64 %number
   br label %next
 next:
-  %so_far = atomicrmw add ptr %at_taken, i64 %chunk seq_cst
+  %so_far = atomicrmw add ptr %taken, i64 %chunk seq_cst
   %first = add i64 %region_first, %so_far
   %is_left = icmp slt i64 %first, %region_last
-  br i1 %is_left, label %begin, label %region_end
+  br i1 %is_left, label %begin, label %end
 begin:
   %behind = add i64 %first, %chunk
   %last = call i64 @llvm.smin.i64(i64 %behind, i64 %region_last)
@@ -151,10 +154,6 @@ part_end:
 done:
   call void @round(i64 %kind, ptr %out, ptr %rounded, i64 %first, i64 %last, i64 %rows, i64 %outputs)
   br label %next
-region_end:
-  %next_turn = add i64 %turn, 1
-  %is_region = icmp slt i64 %next_turn, %threads
-  br i1 %is_region, label %region_begin, label %end
 end:
   ret void
 }}
@@ -234,18 +233,19 @@ class RowProduct:
         most_direct, panels = self._most_direct(num_columns), out
         if max([job.num_rows for job in jobs]) > most_direct:
             panels = torch.empty(num_threads * PANEL_ROWS * PANEL_ROW_BYTES, dtype=torch.uint8)
-        words = [panels.data_ptr(), 0, len(jobs), kind, num_threads]
+        regions = -(-num_threads // len(jobs))
+        words = [panels.data_ptr(), 0, num_threads, len(jobs), regions, kind]
         at_rows, row_bytes = rows.data_ptr(), num_columns * rows.itemsize
         at_out, at_rounded = out.data_ptr(), rounded.data_ptr()
         for parts, num_outputs, first, num_rows in jobs:
             has_panel, addresses = num_rows > most_direct, [part.data_ptr() for part in parts]
             chunk = PANEL_ROWS if has_panel else _chunk_rows(num_outputs, parts[0].nbytes)
-            region = -(-num_outputs // (num_threads * chunk)) * chunk
+            region = -(-num_outputs // (regions * chunk)) * chunk
             words += (at_rows + first * row_bytes, at_out, num_outputs, num_columns, num_rows, chunk, region, has_panel)
             words += (at_rounded, *addresses, *_NO_PARTS[len(parts) :])
             at_out += out.itemsize * num_rows * num_outputs
             at_rounded += rounded.itemsize * num_rows * num_outputs
-        words += (0,) * (len(jobs) * num_threads)
+        words += (0,) * (len(jobs) * regions)
         self.prepare()
         assert self._compiled is not None
         run_on_threads(self._compiled, words, num_threads)

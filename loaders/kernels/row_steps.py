@@ -1,7 +1,8 @@
-"""Steps between products for rows of numbers on a CPU, each in one call: RMSNorm, and sums of experts' outputs.
+"""Steps between products for rows of numbers on a CPU, each in one call: RMSNorm, rotations, SwiGLU, sums.
 
 torch takes several operations for each, and after a product its code is no longer in a CPU's caches. A row's numbers
-have the same bits however many rows there are: a row's sum has one vector, and threads take whole rows.
+have the same bits however many rows there are: a row's sum has one vector, and threads take whole rows. `add_rows` and
+`turn_heads` have the bits of torch's operations, so that recordings may use them where other passes do not.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ from torch import Tensor
 from .compiler import Emitter, compile_ir, instructions, run_on_threads
 from .encodings import bf16_bits, fp16_bits, of_bf16_bits, splat
 from .loops import counted
+from .powers import at_least, at_most, of_all, sigmoid_divisor
 
 ITEMS = {torch.bfloat16: "i16", torch.float16: "half", torch.float32: "float"}
+SHARPNESS, LARGEST = 1.702, 7.0  # of gpt-oss's activation: S and L of `ClampedGate`
 CHUNK_NUMBERS = 2**14  # numbers of rows that a thread takes at a time
 
 # A job is 64-bit words: rows; rows of a chunk; the next chunk's first row, which threads count up; and what the step
@@ -63,6 +66,30 @@ def norm_rows(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     x, weight = x.contiguous(), weight.to(x.dtype).contiguous()
     out, width = torch.empty_like(x), x.shape[-1]
     _kernel(Norm, x.dtype)(x.numel() // width, width, (x, weight, out), (width, _bits(eps)))
+    return out
+
+
+def add_rows(x: Tensor, other: Tensor) -> Tensor:
+    """x [..., N] plus `other` [..., N] or [N] in x's dtype."""
+    x, other = x.contiguous(), other.contiguous()
+    out, width, is_one = torch.empty_like(x), x.shape[-1], other.dim() == 1
+    _kernel(Add, x.dtype)(x.numel() // width, 2 * width, (x, other, out), (width, 0 if is_one else width))
+    return out
+
+
+def turn_heads(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Heads x [T, heads, D], rotated by cos, sin [T, 1, D] in x's dtype; pairs are made of a head's halves."""
+    x, cos, sin = x.contiguous(), cos.contiguous(), sin.contiguous()
+    out, (num_rows, heads, width) = torch.empty_like(x), x.shape
+    _kernel(Turn, x.dtype)(num_rows * heads, width, (x, cos, sin, out), (width, heads))
+    return out
+
+
+def gate_rows(gate: Tensor, up: Tensor, *, is_clamped: bool = False) -> Tensor:
+    """SwiGLU's inner numbers [T, N]: silu(gate) · up; is_clamped: gpt-oss's, of clamped numbers and `up` + 1."""
+    gate, up = gate.contiguous(), up.contiguous()
+    out, width = torch.empty_like(gate), gate.shape[-1]
+    _kernel(ClampedGate if is_clamped else Gate, gate.dtype)(len(gate), 2 * width, (gate, up, out), (width,))
     return out
 
 
@@ -160,6 +187,16 @@ class RowStep(ABC):
             kept = bits(e, numbers, n)
         e.do(f"store {kind} {kept}, ptr {e.address(row, column, self.item)}, align 2")
 
+    def rounded(self, e: Emitter, numbers: str) -> str:
+        """A vector of fp32 numbers, rounded to the rows' dtype."""
+        n = self.lanes
+        if self.item == "float":
+            return numbers
+        if self.item == "half":
+            half = e.op(f"fptrunc {self.vector} {numbers} to <{n} x half>")
+            return e.op(f"fpext <{n} x half> {half} to {self.vector}")
+        return of_bf16_bits(e, bf16_bits(e, numbers, n), n)
+
     def fma(self, e: Emitter, one: str, other: str, total: str) -> str:
         vector = self.vector
         return e.op(f"call {vector} @llvm.fma.v{self.lanes}f32({vector} {one}, {vector} {other}, {vector} {total})")
@@ -213,3 +250,73 @@ class Mix(RowStep):
             self.store(e, total, out, column)
 
         counted(e, "columns", "0", width, self.lanes, columns)
+
+
+class Add(RowStep):
+    """Sums of two rows; the other one is that at `index` · `apart` numbers."""
+
+    names = ("x", "other", "out", "width", "apart")
+
+    def emit(self, e: Emitter, words: dict[str, str]) -> None:
+        x, out = (self.row(e, words[name], words["width"]) for name in ("x", "out"))
+        other = self.row(e, words["other"], words["apart"])
+
+        def column(place: str) -> None:
+            total = e.op(f"fadd {self.vector} {self.load(e, x, place)}, {self.load(e, other, place)}")
+            self.store(e, total, out, place)
+
+        counted(e, "columns", "0", words["width"], self.lanes, column)
+
+
+class Turn(RowStep):
+    """The rotation of a head."""
+
+    names = ("x", "cos", "sin", "out", "width", "heads")
+    pointers = 4
+
+    def emit(self, e: Emitter, words: dict[str, str]) -> None:
+        width, vector = words["width"], self.vector
+        half, row = e.op(f"lshr i64 {width}, 1"), e.op(f"udiv i64 %index, {words['heads']}")
+        x, out = (self.row(e, words[name], width) for name in ("x", "out"))
+        cos, sin = (self.row(e, words[name], width, row) for name in ("cos", "sin"))
+
+        def pair(column: str) -> None:
+            behind = e.op(f"add i64 {column}, {half}")
+            first, second = (self.load(e, x, place) for place in (column, behind))
+            for place, own, other in ((column, first, e.op(f"fneg {vector} {second}")), (behind, second, first)):
+                turned = self.rounded(e, e.op(f"fmul {vector} {own}, {self.load(e, cos, place)}"))
+                across = self.rounded(e, e.op(f"fmul {vector} {other}, {self.load(e, sin, place)}"))
+                self.store(e, e.op(f"fadd {vector} {turned}, {across}"), out, place)
+
+        counted(e, "pairs", "0", half, self.lanes, pair)
+
+
+class Gate(RowStep):
+    """silu(gate) · up."""
+
+    names = ("gate", "up", "out", "width")
+
+    def emit(self, e: Emitter, words: dict[str, str]) -> None:
+        width = words["width"]
+        gates, ups, out = (self.row(e, words[name], width) for name in ("gate", "up", "out"))
+
+        def column(place: str) -> None:
+            self.store(e, self.gated(e, self.load(e, gates, place), self.load(e, ups, place)), out, place)
+
+        counted(e, "columns", "0", width, self.lanes, column)
+
+    def gated(self, e: Emitter, gate: str, up: str) -> str:
+        divisor = sigmoid_divisor(e, gate, self.lanes)
+        return e.op(f"fmul {self.vector} {e.op(f'fdiv {self.vector} {gate}, {divisor}')}, {up}")
+
+
+class ClampedGate(Gate):
+    """gpt-oss's: min(gate, L) · sigmoid(S · min(gate, L)) · (up + 1), where `up` is between -L and L."""
+
+    def gated(self, e: Emitter, gate: str, up: str) -> str:
+        vector, n = self.vector, self.lanes
+        gate = at_most(e, gate, LARGEST, n)
+        up = at_least(e, at_most(e, up, LARGEST, n), -LARGEST, n)
+        divisor = sigmoid_divisor(e, e.op(f"fmul {vector} {gate}, {of_all(SHARPNESS)}"), n)
+        raised = e.op(f"fadd {vector} {up}, {of_all(1.0)}")
+        return e.op(f"fmul {vector} {e.op(f'fdiv {vector} {gate}, {divisor}')}, {raised}")

@@ -16,6 +16,7 @@ from .compiler import Emitter, compile_ir, run_on_threads
 from .encodings import Encoding, RowReader, bf16_bits
 
 CHUNK_ELEMENTS = 2**17  # that a thread takes at a time
+WORTH_COMPILING = 2**18  # numbers from which on compiling (at least 0.1 s) takes less time than plain torch
 MOST_PARTS = 5
 
 _PARTS = ", ".join(f"ptr %part{i}" for i in range(MOST_PARTS))
@@ -34,10 +35,16 @@ class Unpacker:
         self.encoding, self.dtype = encoding, dtype
         self._lock = threading.Lock()
         self._compiled: Callable[..., None] | None = None
+        self._num_asked = 0
 
     @property
     def is_compiled(self) -> bool:
         return self._compiled is not None
+
+    def is_worthwhile(self, num_elements: int) -> bool:
+        """Whether to unpack so many numbers with it: it is compiled, or they are worth it with those before them."""
+        self._num_asked += num_elements
+        return self.is_compiled or self._num_asked >= WORTH_COMPILING
 
     def prepare(self) -> None:
         """Compile it, unless it is."""

@@ -124,6 +124,8 @@ class AppendedRows(RowsOfText):
         if must_be_exact(queries):
             visible, c = self.slots(first, last, part.window, group), part.config
             scores = Scores(attention_scale(part), c.attention_cap, sinks)
+            if queries.device.type == "cpu" and most is None and self.cache.beginning is None:
+                return attend_rows_of_texts(queries, [all_keys(0, self.cache, layer, visible)], scores)
             return attend_exactly(queries, self.cache, layer, visible, scores)
         is_little = group * len(queries) * (self.visibility.start + last) <= MASK_ELEMENTS
         scale, cap = part.config.attention_scale, part.config.attention_cap

@@ -185,7 +185,7 @@ def test_formats_are_a_room_of_their_folder() -> None:
     under = {name.removeprefix("offspec.loaders.") for name in under if name.startswith("offspec.loaders.")}
     assert {name for name in under if not name.startswith("formats")} == UNDER_FORMATS
     within = {there for here, there in pairs if here.startswith("offspec.loaders.kernels")}
-    own = ("compiler", "encodings", "kept_code", "loops", "triton_gguf")
+    own = ("compiler", "encodings", "kept_code", "loops", "powers", "triton_gguf")
     assert within == {"offspec.loaders.files.user_folders", *(f"offspec.loaders.kernels.{name}" for name in own)}
 
 

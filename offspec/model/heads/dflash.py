@@ -188,7 +188,8 @@ class DFlashHead(StoredHead):
         """Keys and values [T, kv_heads, head_dim] of a text's rows."""
         attention, weights = block.parts[0], self.layer_weights(tensors, block.index)
         assert isinstance(attention, Attention)
-        return attention.entries(attention.projected(features, weights)[1:], weights, rotations, 0, len(features))
+        turns = attention.turns(rotations, 0, len(features))
+        return attention.entries(attention.projected(features, weights)[1:], weights, turns)
 
 
 # ------------------------------------------------------------------------------------------------ from files

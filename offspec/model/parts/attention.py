@@ -8,6 +8,7 @@ in `forward`. Layers' shapes are `ModelConfig.shape_of`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -84,25 +85,57 @@ class Attention(NativePart):
         return shapes
 
     def forward(self, x: Tensor, weights: LayerWeights, rows: PassRows, first: int, last: int) -> Tensor:
-        attended = self.attended(self.norm(x, weights, self.places.before_attention), weights, rows, first, last)
-        return self.added(x, self.norm(attended, weights, self.places.after_attention))
+        inputs = (x, *self.turns(rows.rotations, first, last))
+        made = self.steps.run("before attention", partial(self._before, weights), inputs, weights.tensors)
+        attended = self._attend(made, weights, rows, first, last)
+        (output,) = self.steps.run("after attention", partial(self._after, weights), (x, *attended), weights.tensors)
+        return output
+
+    def _before(self, weights: LayerWeights, x: Tensor, *turns: Tensor) -> list[Tensor]:
+        return self.prepared(self.norm(x, weights, self.places.before_attention), weights, turns)
+
+    def _after(self, weights: LayerWeights, x: Tensor, *attended: Tensor) -> tuple[Tensor]:
+        return (self.added(x, self.norm(self.output(attended, weights), weights, self.places.after_attention)),)
 
     def attended(self, x: Tensor, weights: LayerWeights, rows: PassRows, first: int, last: int) -> Tensor:
         """Attention of rows first .. last: normed states x [T, hidden] → [T, hidden]."""
+        made = self.prepared(x, weights, self.turns(rows.rotations, first, last))
+        return self.output(self._attend(made, weights, rows, first, last), weights)
+
+    def prepared(self, x: Tensor, weights: LayerWeights, turns: Sequence[Tensor]) -> list[Tensor]:
+        """What rows attend with, of normed states x [T, hidden]: queries, KV entries unless they are another layer's,
+        and the gate if there is one. turns: see `turns`.
+        """
         c = self.config
         projected = self.projected(x, weights)
-        queries, gate = projected[0], None
+        queries, gates = projected[0], list[Tensor]()
         if c.has_attention_gate:
-            queries, gate = queries.chunk(2, dim=-1)
-        queries = self.placed(queries, c.qk_norm_form.queries, weights, rows.rotations, first, last)
-        entries = self.entries(projected[1:], weights, rows.rotations, first, last) if self.has_entries else None
+            queries, *gates = queries.chunk(2, dim=-1)
+        queries = self.placed(queries, c.qk_norm_form.queries, weights, turns)
+        entries = self.entries(projected[1:], weights, turns) if self.has_entries else ()
+        return [queries, *entries, *gates]
+
+    def _attend(
+        self, made: Sequence[Tensor], weights: LayerWeights, rows: PassRows, first: int, last: int
+    ) -> Sequence[Tensor]:
+        """Attention [T, heads, head_dim] with what is `prepared`, and the gate."""
+        c, queries = self.config, made[0]
+        entries = (made[1], made[2]) if self.has_entries else None
         if c.query_growth is not None:
             queries = queries * rows.rotations.growth(*c.query_growth)[first:last].to(queries.dtype)
         sinks = weights.vector(f"{c.attention}.sinks") if c.has_sinks else None
-        out = rows.attend(self, queries, entries, first, last, sinks)
-        if gate is not None:
+        return rows.attend(self, queries, entries, first, last, sinks), *(made[-1:] if c.has_attention_gate else ())
+
+    def output(self, attended: Sequence[Tensor], weights: LayerWeights) -> Tensor:
+        """The output [T, hidden] of attention, before its norm and residual. attended: what `_attend` gives."""
+        out, *gates = attended
+        for gate in gates:
             out = out * gate.sigmoid()
-        return weights.linear(c.attention_output, out.flatten(1))
+        return weights.linear(self.config.attention_output, out.flatten(1))
+
+    def turns(self, rotations: Rotations, first: int, last: int) -> tuple[Tensor, ...]:
+        """cos and sin [T, 1, rotary_dim] of rows first .. last; nothing without rotations."""
+        return () if self.rotary is None else tuple(each[first:last] for each in rotations.of(self.rotary))
 
     def projected(self, x: Tensor, weights: LayerWeights) -> list[Tensor]:
         """Queries [T, heads, head_dim], keys and values [T, kv_heads, head_dim] of normed states x [T, hidden].
@@ -119,27 +152,20 @@ class Attention(NativePart):
         by_head = (len(x), shape.num_kv_heads, shape.head_dim)
         return [queries.view(len(x), c.num_heads, -1), *(each.view(by_head) for each in entries)]
 
-    def entries(
-        self, projected: Sequence[Tensor], weights: LayerWeights, rotations: Rotations, first: int, last: int
-    ) -> Entries:
-        """The KV entries of rows first .. last. projected: their keys, and values unless they are keys."""
+    def entries(self, projected: Sequence[Tensor], weights: LayerWeights, turns: Sequence[Tensor]) -> Entries:
+        """The KV entries of rows. projected: their keys, and values unless they are keys. turns: see `turns`."""
         keys, values = projected[0], projected[-1]
         if self.config.has_value_norm:
             values = F.rms_norm(values, values.shape[-1:], None, self.config.rms_norm_eps)
-        return self.placed(keys, self.config.qk_norm_form.keys, weights, rotations, first, last), values
+        return self.placed(keys, self.config.qk_norm_form.keys, weights, turns), values
 
-    def placed(
-        self, heads: Tensor, norm: str, weights: LayerWeights, rotations: Rotations, first: int, last: int
-    ) -> Tensor:
-        """Queries or keys [T, heads, head_dim] of rows first .. last, rotated, and normed if the family norms them.
-
-        rotations: of all rows.
-        """
+    def placed(self, heads: Tensor, norm: str, weights: LayerWeights, turns: Sequence[Tensor]) -> Tensor:
+        """Queries or keys [T, heads, head_dim], rotated, and normed if the family norms them. turns: see `turns`."""
         c = self.config
         if c.qk_norm and not c.qk_norm_form.is_after_rope:
             heads = self._heads_normed(heads, norm, weights)
-        if self.rotary is not None:
-            cos, sin = (each[first:last] for each in rotations.of(self.rotary))
+        if turns:
+            cos, sin = turns
             heads = rotate(heads, cos, sin, is_interleaved=c.has_interleaved_rope)
         if c.qk_norm and c.qk_norm_form.is_after_rope:
             heads = self._heads_normed(heads, norm, weights)

@@ -20,6 +20,7 @@ from offspec.loaders.formats.products import must_be_exact
 from offspec.loaders.streaming.small_transfers import to_device
 from offspec.loaders.streaming.weights import HostExperts, LentExperts
 
+from ..recorded_steps import RecordedSteps
 from ..shapes import ExpertsShape
 from .mlp import inner_of, output_of
 from .part import LayerWeights, WeightsOfChosen, WeightsOfExperts
@@ -33,10 +34,10 @@ MOST_FETCHED = 1 << 18  # bytes of rows that the host reads together with their 
 class ChosenExperts:
     """`outputs` [R, hidden]: of T rows' experts, R = T·used places, row after row."""
 
-    def __init__(self, x: Tensor, numbers: Tensor, shape: ExpertsShape, activation: str) -> None:
-        """x [T, hidden]: normed states. numbers int64 [T, used]: the experts of each row, ascending."""
+    def __init__(self, x: Tensor, numbers: Tensor, shape: ExpertsShape, activation: str, steps: RecordedSteps) -> None:
+        """x [T, hidden]: normed states. numbers int64 [T, used]: each row's experts, ascending. steps: of the part."""
         self._x, self._numbers = x, numbers
-        self._shape, self._activation = shape, activation
+        self._shape, self._activation, self._steps = shape, activation, steps
         self._chosen = Chosen(numbers, shape.num)
         self._num_used = numbers.shape[1]
         self.outputs = x.new_empty(numbers.numel(), x.shape[1])
@@ -106,11 +107,15 @@ class ChosenExperts:
             experts = WeightsOfExperts([group[number] for number in some], counts, scratch)
             places = self._places.of(some)
             states, there = self._states(places, is_on_host=is_on_host)
-            output = to_device(output_of(states, experts, self._shape.names, self._activation), self._x.device)
+            compute = partial(self._output_of, experts)
             if len(self._x) == 1 and places is self._places.order:
-                self.outputs = output
+                (output,) = self._steps.run("experts", compute, (states,), {}, experts.matrices)
+                self.outputs = to_device(output, self._x.device)
             else:
-                self.outputs[there] = output
+                self.outputs[there] = to_device(*compute(states), self._x.device)
+
+    def _output_of(self, experts: WeightsOfExperts, states: Tensor) -> tuple[Tensor]:
+        return (output_of(states, experts, self._shape.names, self._activation),)
 
     def _states(self, places: Tensor, *, is_on_host: bool) -> tuple[Tensor, Tensor]:
         """The rows of these places, or the only row, where they are computed; and the places on the device of x."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -94,13 +95,17 @@ class Experts(NativePart):
         return self.shape.has_bias and matrix == self.shape.router
 
     def forward(self, x: Tensor, weights: LayerWeights, rows: PassRows, first: int, last: int) -> Tensor:
-        places = self.config.norms_of(self.layer)
-        normed = self.norm(x, weights, places.before_mlp)
+        normed, logits = self.steps.run("router", partial(self._scored, weights), (x,), weights.tensors)
         weights.announce(x)
-        output = self.mixed(normed, *self.routed(normed, weights), weights)
+        output = self.mixed(normed, *self.routed(logits, weights), weights)
         if self.shared is not None:
             output = output + self._shared_output(normed, weights)
-        return self.added(x, self.norm(output, weights, places.after_mlp))
+        return self.added(x, self.norm(output, weights, self.config.norms_of(self.layer).after_mlp))
+
+    def _scored(self, weights: LayerWeights, x: Tensor) -> tuple[Tensor, Tensor]:
+        """States x [T, hidden], normed, and the router's fp32 logits [T, experts] of them."""
+        normed = self.norm(x, weights, self.config.norms_of(self.layer).before_mlp)
+        return normed, self._logits(normed, weights)
 
     def _shared_output(self, x: Tensor, weights: LayerWeights) -> Tensor:
         assert self.shared is not None
@@ -115,12 +120,12 @@ class Experts(NativePart):
         Residual connections change states slowly, so most of these are chosen later (Eliseev and Mazur, 2312.17238).
         weights: this layer's.
         """
-        chosen, _ = self.routed(self.norm(x, weights, self.config.norms_of(self.layer).before_mlp), weights)
+        chosen, _ = self.routed(self._scored(weights, x)[1], weights)
         return Counter(chosen.flatten().tolist())
 
-    def routed(self, x: Tensor, weights: LayerWeights) -> tuple[Tensor, Tensor]:
-        """Normed states x [T, hidden] → the numbers [T, used] of their experts, ascending, and their fp32 scales."""
-        shape, logits = self.shape, self._logits(x, weights)
+    def routed(self, logits: Tensor, weights: LayerWeights) -> tuple[Tensor, Tensor]:
+        """Logits [T, experts] → the numbers [T, used] of the rows' experts, ascending, and their fp32 scales."""
+        shape = self.shape
         scores = row_wise(torch.sigmoid, logits) if shape.scores == "sigmoid" else logits
         if shape.scores == "softmax":
             scores = logits.softmax(-1)
@@ -152,7 +157,7 @@ class Experts(NativePart):
 
     def mixed(self, x: Tensor, chosen: Tensor, scales: Tensor, weights: LayerWeights) -> Tensor:
         """The sum [T, hidden] of the outputs of each row's experts times their scales, by ascending numbers."""
-        experts = ChosenExperts(x, chosen, self.shape, self.config.activation)
+        experts = ChosenExperts(x, chosen, self.shape, self.config.activation, self.steps)
         experts.compute(weights)
         if x.device.type == "cpu" and must_be_exact(x) and can_step(x.dtype, x.shape[-1]):
             return mix_rows(experts.outputs, scales)

@@ -74,6 +74,10 @@ class LatentAttention(Attention):
             norms[f"{prefix}.q_a_layernorm.weight"] = (latent.query_rank,)
         return {**super().shapes, **norms}
 
+    def forward(self, x: Tensor, weights: LayerWeights, rows: PassRows, first: int, last: int) -> Tensor:
+        attended = self.attended(self.norm(x, weights, self.places.before_attention), weights, rows, first, last)
+        return self.added(x, self.norm(attended, weights, self.places.after_attention))
+
     def attended(self, x: Tensor, weights: LayerWeights, rows: PassRows, first: int, last: int) -> Tensor:
         c, latent = self.config, self.latent
         queries, rotated = torch.split(self.queries(x, weights), [latent.key_size, latent.rope_size], -1)

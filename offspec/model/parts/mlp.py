@@ -8,14 +8,15 @@ from functools import partial
 import torch.nn.functional as F
 from torch import Tensor
 
+from offspec.loaders.formats.products import must_be_exact
+from offspec.loaders.kernels.row_steps import LARGEST, SHARPNESS, can_step, gate_rows
+
 from ..config import ModelConfig
 from ..rope import RotaryEmbeddings
 from ..row_wise import row_wise
 from ..shapes import CLAMPED, MlpNames, Multipliers
 from .attention import Attention
 from .part import LayerWeights, NativePart, PassRows
-
-SHARPNESS, LARGEST = 1.702, 7.0  # of gpt-oss's activation
 
 
 def clamped(x: Tensor) -> Tensor:
@@ -34,6 +35,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {  # by their names in conf
     "relu2": lambda x: F.relu(x).square(),
     CLAMPED: clamped,
 }
+IN_ONE_STEP = ("silu", "swish", CLAMPED)  # with `up`
 
 
 class Mlp(NativePart):
@@ -69,9 +71,13 @@ class Mlp(NativePart):
         return self.config.mlp_bias
 
     def forward(self, x: Tensor, weights: LayerWeights, rows: PassRows, first: int, last: int) -> Tensor:
+        (output,) = self.steps.run("mlp", partial(self._forward, weights), (x,), weights.tensors)
+        return output
+
+    def _forward(self, weights: LayerWeights, x: Tensor) -> tuple[Tensor]:
         places = self.config.norms_of(self.layer)
         output = self.output(self.norm(x, weights, places.before_mlp), weights)
-        return self.added(x, self.norm(output, weights, places.after_mlp))
+        return (self.added(x, self.norm(output, weights, places.after_mlp)),)
 
     def output(self, x: Tensor, weights: LayerWeights) -> Tensor:
         """Normed states x [T, hidden] → [T, hidden]."""
@@ -104,6 +110,9 @@ def inner_of(
 
 def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     """The inner numbers [T, inner] of an MLP by the outputs of its gate and of `up`."""
+    is_exact = gate.device.type == "cpu" and must_be_exact(gate) and can_step(gate.dtype, gate.shape[-1])
+    if is_exact and activation in IN_ONE_STEP:
+        return gate_rows(gate, up, is_clamped=activation == CLAMPED)
     if activation == CLAMPED:
         up = up.clamp(-LARGEST, LARGEST) + 1
     return row_wise(ACTIVATIONS[activation], gate) * up

@@ -11,11 +11,14 @@ import torch
 from torch import Tensor
 
 from offspec.loaders.formats import Chosen, ExpertTable, Weight, dense, linear, linear_each, linear_fp32, linears
+from offspec.loaders.formats.products import steps_add
+from offspec.loaders.kernels.row_steps import add_rows
 from offspec.loaders.streaming.weights import LentExperts
 
 from ..config import ModelConfig
 from ..memory.kv_cache import MemoryLayout
 from ..norms import normalize
+from ..recorded_steps import RecordedSteps
 from ..rope import RotaryEmbeddings, Rotations
 from ..shapes import LayerShape
 from .kv_attention import attend
@@ -192,6 +195,11 @@ class WeightsOfExperts(LayerWeights):
         self._each = experts
         self._counts = list(counts)
 
+    @property
+    def matrices(self) -> list[Weight]:
+        """All of them."""
+        return [weight for tensors in self._each for weight in tensors.values()]
+
     def linear(self, name: str, x: Tensor) -> Tensor:
         return self.linears([name], x)[0]
 
@@ -287,6 +295,7 @@ class NativePart(Part):
     def __init__(self, config: ModelConfig, layer: int, rotaries: RotaryEmbeddings | None = None) -> None:
         """rotaries: of the decoder; without them, a part tells shapes only. Raises CheckpointError, see `rope`."""
         super().__init__(config, layer)
+        self.steps = RecordedSteps()
 
     @property
     @abstractmethod
@@ -319,4 +328,5 @@ class NativePart(Part):
     def added(self, x: Tensor, output: Tensor) -> Tensor:
         """Hidden states x [T, hidden] plus the scaled output of attention or an MLP."""
         scale = self.config.residual_scale
-        return x + output if scale == 1 else x + output * scale
+        output = output if scale == 1 else output * scale
+        return add_rows(x, output) if steps_add(x, output) else x + output

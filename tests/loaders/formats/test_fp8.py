@@ -19,7 +19,7 @@ from offspec.errors import CheckpointError, UnsupportedModelError
 from offspec.loaders.files.containers import open_checkpoint
 from offspec.loaders.formats import StoredWeight, dense, formats_in, linear, stored_weights
 from offspec.loaders.formats.products import KERNEL, ProductCosts, num_lanes
-from offspec.loaders.formats.scaled import WORTH_COMPILING
+from offspec.loaders.kernels.unpack import WORTH_COMPILING
 
 from ...examples import examples
 from ...refusals import refused

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from offspec.loaders.formats import format_named, linear
-from offspec.loaders.formats.gguf import QUANTISED, WORTH_COMPILING
+from offspec.loaders.formats.gguf import QUANTISED
 from offspec.loaders.formats.gguf_blocks import GRID_TYPES, VALUES
 from offspec.loaders.formats.products import KERNEL, TORCH, ProductCosts
 from offspec.loaders.kernels.compiler import instructions
 from offspec.loaders.kernels.gguf_encodings import BlockEncoding, block_encoding
 from offspec.loaders.kernels.row_product import RowProduct
-from offspec.loaders.kernels.unpack import Unpacker
+from offspec.loaders.kernels.unpack import WORTH_COMPILING, Unpacker
 from offspec.loaders.machine.product_costs import has_choice, of_no_file, sample, ways_of
 
 from ..gguf_samples import NAMES, edge_blocks, matrix_of, oracle, random_blocks, same_bits

@@ -270,7 +270,7 @@ def test_threads_change_no_bit(
     name: str, pool: bool, set_threads: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if pool:
-        monkeypatch.setattr(compiler, "_gnu_parallel", lambda: None)
+        monkeypatch.setattr(compiler, "gnu_openmp", lambda: None)
     product, matrix = product_of(name, num_lanes()), MATRICES[name][1](403, 1152)
     for num_rows in (1, 4, 130):
         x = noise(num_rows, 1152)
@@ -284,7 +284,7 @@ def test_threads_change_no_bit(
 @needs_kernels
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere torch has another OpenMP")
 def test_threads_are_torchs_own() -> None:
-    assert compiler._gnu_parallel() is not None
+    assert compiler.gnu_openmp() is not None
 
 
 # ------------------------------------------------------------------------------------------------ what there is

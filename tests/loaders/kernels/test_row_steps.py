@@ -8,7 +8,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from offspec.loaders.kernels.compiler import instructions
-from offspec.loaders.kernels.row_steps import ITEMS, Mix, Norm, can_step, mix_rows, norm_rows
+from offspec.loaders.kernels.row_steps import (
+    ITEMS,
+    Gate,
+    Mix,
+    Norm,
+    Turn,
+    add_rows,
+    can_step,
+    gate_rows,
+    mix_rows,
+    norm_rows,
+    turn_heads,
+)
+from offspec.model.parts.mlp import clamped
+from offspec.model.rope import rotate
 
 pytestmark = pytest.mark.skipif(not instructions(), reason="this processor has no kernels")
 each_dtype = pytest.mark.parametrize("dtype", ITEMS, ids=str)
@@ -50,6 +64,46 @@ def test_sums(dtype: torch.dtype, width: int) -> None:
         assert torch.equal(mix_rows(x[5 * first : 5 * last], scales[first:last]), mixed[first:last])
 
 
+def turns(dtype: torch.dtype, num_rows: int, head_dim: int) -> tuple[Tensor, Tensor]:
+    angles = torch.randn(num_rows, 1, head_dim, generator=torch.Generator().manual_seed(3))
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+@each_dtype
+@pytest.mark.parametrize("head_dim", [32, 192])
+def test_rotations(dtype: torch.dtype, head_dim: int) -> None:
+    """With the bits of torch's operations."""
+    x, (cos, sin) = noise(dtype, ROWS, 3, head_dim), turns(dtype, ROWS, head_dim)
+    turned = turn_heads(x, cos, sin)
+    assert turned.dtype == dtype
+    assert torch.equal(turned, rotate(x, cos, sin))
+    assert torch.equal(turn_heads(x[:, 1:2], cos, sin), turned[:, 1:2])
+
+
+@each_dtype
+def test_sums_of_two(dtype: torch.dtype) -> None:
+    """With the bits of torch's."""
+    x, other = noise(dtype, ROWS, 64), noise(dtype, 64, ROWS).T
+    assert torch.equal(add_rows(x, other), x + other)
+    assert torch.equal(add_rows(x[2:3], other[5]), x[2:3] + other[5])
+    assert torch.equal(add_rows(x, other[5]), x + other[5])
+
+
+@each_dtype
+@pytest.mark.parametrize("is_clamped", [False, True])
+def test_gates(dtype: torch.dtype, is_clamped: bool) -> None:
+    gate, up = 8 * noise(dtype, ROWS, 768), 8 * noise(dtype, 768, ROWS).T
+    gate[3, :5] = torch.tensor([-300.0, -81.0, 0.0, 89.0, 300.0])
+    found = gate_rows(gate, up, is_clamped=is_clamped)
+    assert found.dtype == dtype
+    wide, other = gate.double(), up.double()
+    assert_near(found, clamped(wide) * (other.clamp(-7, 7) + 1) if is_clamped else F.silu(wide) * other)
+    for first, last in ((0, 1), (5, 7), (2, 33)):
+        assert torch.equal(gate_rows(gate[first:last], up[first:last], is_clamped=is_clamped), found[first:last])
+    gate[1, 1], up[2, 2] = torch.nan, torch.nan
+    assert gate_rows(gate, up, is_clamped=is_clamped).isnan().nonzero().tolist() == [[1, 1], [2, 2]]
+
+
 @pytest.mark.parametrize("num_threads", [1, 2])
 def test_threads_take_every_row(num_threads: int) -> None:
     x, before = noise(torch.float32, 600, 128), torch.get_num_threads()
@@ -70,6 +124,16 @@ def test_half_vectors() -> None:
     normed = torch.empty_like(x)
     Norm(torch.bfloat16, 8)(6, 24, (x, torch.ones(24).bfloat16(), normed), (24, 0))
     assert_near(normed, F.rms_norm(x.double(), (24,), None, 0.0))
+    heads, turned, (cos, sin) = (
+        noise(torch.bfloat16, 2, 3, 16),
+        torch.empty(2, 3, 16).bfloat16(),
+        turns(torch.bfloat16, 2, 16),
+    )
+    Turn(torch.bfloat16, 8)(6, 16, (heads, cos, sin, turned), (16, 3))
+    assert torch.equal(turned, rotate(heads, cos, sin))
+    gated = torch.empty_like(x)
+    Gate(torch.bfloat16, 8)(6, 48, (x, 2 * x, gated), (24,))
+    assert_near(gated, F.silu(x.double()) * 2 * x.double())
 
 
 def test_which_rows_have_kernels() -> None:

@@ -150,7 +150,7 @@ def test_a_layer_behind_the_others_is_ignored(tiny_model: GetModel, tmp_path: Pa
     behind = {name.replace(".2.", ".3.", 1): tensor for name, tensor in tensors.items() if ".layers.2." in name}
     behind |= {"model.layers.3.eh_proj.weight": torch.zeros(64, 128), "model.layers.3.enorm.weight": torch.ones(64)}
     save_file({**tensors, **{name: each.clone() for name, each in behind.items()}}, folder / "model.safetensors")
-    torch.testing.assert_close(logits_of(opened(folder)), logits_of(opened(source)), rtol=0, atol=0)
+    torch.testing.assert_close(logits_of(opened(folder)), logits_of(opened(source)), rtol=1e-4, atol=1e-5)
     target = ModelFiles.open(folder, "fp32", "cpu", [])
     assert "model.layers.3.eh_proj.weight" in target.mtp_names
     request = OpenRequest(DraftOptions("auto"), target, None, "fp32", "cpu", [])
