@@ -15,8 +15,8 @@ NORMS = ("rms", "rms plus one", "layer", "layer plus one")
 def normalize(x: Tensor, weight: Tensor, bias: Tensor | None, kind: str, eps: float) -> Tensor:
     """x [..., N], normed over N, times weight [N] (plus one for some kinds), plus bias [N].
 
-    A weight [..., N] with more dimensions has x's last ones; each row of x is normed separately. Such a weight is first
-    rounded to x's dtype: a streamed one has the file's dtype, a resident one was rounded before (`StoredUnit.bind`).
+    A weight [..., N] with more dimensions has x's last ones; each row of x is normed separately. Such a weight, and that
+    of "rms", is first rounded to x's dtype: a streamed one has the file's dtype, a resident one was rounded before (`StoredUnit.bind`).
     kind: of NORMS; "rms" is RMSNorm (1910.07467), "layer" LayerNorm (1607.06450). With "plus one", an RMSNorm adds in
     fp32 and rounds once, as Gemma does; a LayerNorm adds in the weight's dtype, as Nemotron does.
     """
@@ -30,4 +30,6 @@ def normalize(x: Tensor, weight: Tensor, bias: Tensor | None, kind: str, eps: fl
         return (F.layer_norm(x.to(exact), width, eps=eps) * weight.to(x.dtype).to(exact)).to(x.dtype)
     if kind == "rms" and x.device.type == "cpu" and must_be_exact(x) and can_step(x.dtype, x.shape[-1]):
         return norm_rows(x, weight, eps)
-    return F.rms_norm(x, width, weight, eps) if kind == "rms" else F.layer_norm(x, width, weight, bias, eps)
+    if kind == "rms":
+        return F.rms_norm(x, width, weight.to(x.dtype), eps)
+    return F.layer_norm(x, width, weight, bias, eps)
