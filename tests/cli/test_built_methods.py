@@ -108,7 +108,8 @@ def test_texts_equal_plain_decoding(flags: tuple[str, ...], files: dict[str, Pat
     report = json.loads(result.out)
     drafted = next(row for row in report["rows"] if row["budget"] != 0)
     assert report["num_different_texts"] == 0
-    assert drafted["tokens_per_pass"]["median"] > 1
+    if budgets != "auto":  # the best size for this machine may be none
+        assert drafted["tokens_per_pass"]["median"] > 1
 
 
 # Nightly, those whose rule for a token has tests of its own and that draft as another one does.
