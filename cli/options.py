@@ -232,6 +232,12 @@ loading_options = all_of(
         help="Compute in the fastest way: the text equals plain decoding's up to near-ties.",
     ),
     LOADING.option(
+        "int8_activations",
+        is_rare=True,
+        is_flag=True,
+        help="On a CPU, round what multiplies quantised GGUF weights to 8 bits, as llama.cpp does: faster.",
+    ),
+    LOADING.option(
         "threads",
         is_rare=True,
         type=WholeNumber(1, os.cpu_count()),

@@ -54,6 +54,7 @@ class LoadSettings(TypedDict, total=False):
     needs_draft_model: bool
     deterministic: bool
     fast_arithmetic: bool
+    int8_activations: bool
     synchronous: bool
     progress: Callable[[int, int], None] | None
 
@@ -92,6 +93,8 @@ class LoadOptions:
     drafting during passes, one text at a time, kernels chosen by rules (for the whole process: `process.fix_choices`).
     fast_arithmetic: compute rows in the fastest way, whatever rows share their pass: the text is plain decoding's up
     to near-ties. Otherwise it equals plain decoding's wherever there are kernels (`model.exactness`).
+    int8_activations: on a CPU, round rows to 8 bits before they multiply GGUF's quantised matrices, as llama.cpp does:
+    faster, and the text equals that of plain decoding with the same rounding. Refused where it would change nothing.
     Raises UsageError for values that contradict each other.
     """
 
@@ -121,9 +124,12 @@ class LoadOptions:
     cache_ram: int | None = 0
     deterministic: bool = False
     fast_arithmetic: bool = False
+    int8_activations: bool = False
     special_in_text: bool = False
 
     def __post_init__(self) -> None:
+        if self.int8_activations and self.fast_arithmetic:
+            raise UsageError("`int8_activations` rounds exact rows; omit it, or `fast_arithmetic`")
         if self.deterministic and self.learn:
             raise UsageError("`learn` trains for as long as a text took; omit it, or `deterministic`")
         if self.deterministic:

@@ -12,6 +12,7 @@ from weakref import WeakSet
 import torch
 
 from offspec.loaders.accelerators.accelerator import Accelerator, accelerator_of
+from offspec.loaders.formats.products import exact_rows
 from offspec.loaders.machine.card_choices import keep_ways
 from offspec.loaders.machine.hardware import Rates, pinning_remedy, read_hardware
 from offspec.loaders.machine.heap import return_large_blocks
@@ -41,6 +42,7 @@ from .planning.plan import Plan, with_faster_residents
 from .planning.probe import (
     ProductRates,
     choose_products,
+    has_byte_products,
     measure_fused_limits,
     measure_link,
     measure_quick_rates,
@@ -385,7 +387,7 @@ def _load_models(
     def load_both() -> tuple[Decoder, Draft]:
         attach = opened.load(device)  # the draft first: it is small, so its errors appear early
         decoder = memory.load_decoder()
-        decoder.is_exact = settings.is_exact
+        decoder.is_exact, decoder.has_byte_rows = settings.is_exact, options.int8_activations
         if (reason := reason_of(decoder)) is not None:
             notes.append(Note(f"the text equals plain decoding's up to near-ties: {reason}"))
         draft, guessing = attach(decoder), opened.guessing(memory.plan.placement)
@@ -415,8 +417,14 @@ def _weight_settings(
     is_exact = not options.fast_arithmetic and is_exact_by_default(
         files.config, files.dtype, device, is_streamed=not is_resident, kv=files.kv
     )
+    if options.int8_activations and not (is_exact and device.type == "cpu" and has_byte_products(files)):
+        raise UsageError(
+            "`int8_activations` is for GGUF files of Q4_K, Q5_K, Q6_K, Q8_0, Q4_0, IQ4_NL or MXFP4 whose text is exact "
+            "on a CPU; omit it"
+        )
     if is_exact:
-        prepare_exact_products(files, is_resident=is_resident)
+        with exact_rows(in_bytes=options.int8_activations):
+            prepare_exact_products(files, is_resident=is_resident)
     return WeightSettings(
         has_far_embedding=True,
         synchronous=options.synchronous,

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..files.checkpoint import TensorInfo, show
 from ..files.gguf_types import GGUF_TYPES, GgufType
+from ..kernels.byte_product import byte_product
 from ..kernels.gguf_encodings import block_encoding
 from ..kernels.row_product import RowProduct
 from ..kernels.unpack import Unpacker
@@ -111,7 +112,11 @@ class GgufMatrix(PackedMatrix):
 @cache
 def _product(name: str) -> RowProduct | None:
     encoding = block_encoding(name, lanes, VALUES.get(name, ())) if (lanes := num_lanes()) else None
-    return None if encoding is None else RowProduct(encoding)
+    if encoding is None:
+        return None
+    product = RowProduct(encoding)
+    product.in_bytes = byte_product(name, encoding, VALUES.get(name, ()))
+    return product
 
 
 def _gpu_kernels(form: str) -> ModuleType | None:

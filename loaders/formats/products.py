@@ -125,19 +125,27 @@ _THREAD = threading.local()
 
 
 @contextmanager
-def exact_rows(is_on: bool = True) -> Iterator[None]:
-    """Inside, this thread computes each row on a CPU with the same bits whatever rows share its pass."""
-    before = are_rows_exact()
-    _THREAD.are_rows_exact = is_on
+def exact_rows(is_on: bool = True, *, in_bytes: bool = False) -> Iterator[None]:
+    """Inside, this thread computes each row on a CPU with the same bits whatever rows share its pass.
+
+    in_bytes: rows are rounded to 8 bits where there is such a product (`kernels.byte_product`).
+    """
+    before = are_rows_exact(), are_rows_in_bytes()
+    _THREAD.are_rows_exact, _THREAD.are_rows_in_bytes = is_on, is_on and in_bytes
     try:
         yield
     finally:
-        _THREAD.are_rows_exact = before
+        _THREAD.are_rows_exact, _THREAD.are_rows_in_bytes = before
 
 
 def are_rows_exact() -> bool:
     """Whether this thread is inside `exact_rows`."""
     return getattr(_THREAD, "are_rows_exact", False)
+
+
+def are_rows_in_bytes() -> bool:
+    """Whether this thread is inside `exact_rows` with rows in 8 bits."""
+    return getattr(_THREAD, "are_rows_in_bytes", False)
 
 
 def must_be_exact(x: Tensor) -> bool:
@@ -147,7 +155,9 @@ def must_be_exact(x: Tensor) -> bool:
 
 
 def exact_kernel(product: RowProduct, dtype: torch.dtype) -> RowProduct:
-    """The kernel for rows of a dtype inside `exact_rows`: a rule of dtype and CPU alone."""
+    """The kernel for rows of a dtype inside `exact_rows`: a rule of dtype, CPU and the user's choice alone."""
+    if product.in_bytes is not None and are_rows_in_bytes():
+        return product.in_bytes
     return product.in_pairs if dtype == torch.bfloat16 and product.encoding.lanes == 16 and can_pair() else product
 
 

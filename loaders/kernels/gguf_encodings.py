@@ -224,10 +224,10 @@ class MXFour(Nibbles):
     num_bytes = 17
 
     def groups(self, e: Emitter, step: UnpackingStep) -> Iterator[NibbleGroup]:
-        scale = splat(e, self._scale(e, step.block), self.lanes)
+        scale = splat(e, self.scale(e, step.block), self.lanes)
         yield NibbleGroup(e.address(step.block, "1"), 16, (scale,), (scale,))
 
-    def _scale(self, e: Emitter, block: str) -> str:
+    def scale(self, e: Emitter, block: str) -> str:
         """fp32's exponent is one less; below e = 2 it has none, but a bit of the fraction."""
         exponent = e.op(f"zext i8 {e.op(f'load i8, ptr {block}, align 1')} to i32")
         usual = e.op(f"shl i32 {e.op(f'sub i32 {exponent}, 1')}, 23")
@@ -391,19 +391,23 @@ class WithMinima(LargeBlock):
 
     num_factors = 16
 
-    def scales(self, e: Emitter, block: str) -> str:
-        """d · scales, then -dmin · minima. `gguf_blocks._scales_and_lows` explains how they are packed."""
+    def packed(self, e: Emitter, block: str) -> str:
+        """The scales and the minima, <16 x i8>. `gguf_blocks._scales_and_lows` explains how they are packed."""
         words = e.op(f"load <4 x i32>, ptr {block}, align 1")
         packed_scales = self._words(e, words, (1, 3, 2, 3))
         lower = of_words(e, "and", of_words(e, "lshr", packed_scales, (0, 0, 0, 4)), (0x3F3F3F3F, 0x0F0F0F0F) * 2)
         upper = of_words(e, "lshr", self._words(e, words, (1, 1, 2, 2)), [2] * 4)
         codes = either(e, lower, of_words(e, "and", upper, (0, 0x30303030) * 2), "<4 x i32>")
+        return e.op(f"bitcast <4 x i32> {codes} to <16 x i8>")
+
+    def scales(self, e: Emitter, block: str) -> str:
+        """d · scales, then -dmin · minima."""
         halves = e.op(f"load <2 x half>, ptr {block}, align 1")
         both = e.op(f"fpext <2 x half> {halves} to <2 x float>")
         signed = e.op(f"fmul <2 x float> {both}, <float 1.0, float -1.0>")
         lanes = ", ".join(f"i32 {place // 8}" for place in range(16))
         factor = e.op(f"shufflevector <2 x float> {signed}, <2 x float> poison, <16 x i32> <{lanes}>")
-        return self.product(e, e.op(f"bitcast <4 x i32> {codes} to <16 x i8>"), "uitofp i8", 16, factor)
+        return self.product(e, self.packed(e, block), "uitofp i8", 16, factor)
 
     def _words(self, e: Emitter, words: str, places: Sequence[int]) -> str:
         lanes = ", ".join(f"i32 {place}" for place in places)
@@ -500,12 +504,17 @@ class Q6K(WithBytes):
         return self.product(e, codes, "sitofp i8", 16, self.half(e, block, 208, 16))
 
     def codes(self, e: Emitter, block: str) -> Iterator[str]:
+        for codes in self.unsigned(e, block):
+            yield of_bytes(e, "sub", codes, 32, 64)
+
+    def unsigned(self, e: Emitter, block: str) -> Iterator[str]:
+        """The codes of each quarter, <64 x i8>."""
         for quarter in range(4):
             half, down = divmod(quarter, 2)
             lower = self.masked(e, e.address(block, str(64 * half)), (-4 * down, -4 * down), 15, is_twice=False)
             moves = (0, -2) if down else (4, 2)
             upper = self.masked(e, e.address(block, str(128 + 32 * half)), moves, 48)
-            yield of_bytes(e, "sub", either(e, lower, upper, "<64 x i8>"), 32, 64)
+            yield either(e, lower, upper, "<64 x i8>")
 
     def weight_factors(self, e: Emitter, step: UnpackingStep) -> list[list[str]]:
         return [self.factors(e, step, 4)]

@@ -6,7 +6,8 @@ themselves, and wait for each other behind each one, by the barrier of torch's o
 
 This is right only if nothing but kernels computes on what the function was given. A recorder looks at each of torch's
 operations meanwhile, and gives no recording if one of them does more than to allocate memory, or to view it. What an
-operation makes of other tensors alone, such as a norm's weight in another dtype, is kept as it is.
+operation makes of other tensors alone, such as a norm's weight in another dtype, is kept as it is, unless it is put
+into memory that others use, too.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .compiler import LAUNCHES, Launch, address_of, compile_ir, gnu_openmp, run_on_threads
 
+MOST_BYTES = 2**22  # that a recording keeps: more than one row of any model needs, and less than unpacked matrices take
 Function = Callable[..., Sequence[Tensor]]
 
 # A program is 64-bit words: the addresses of OpenMP's functions that give a thread's number and wait for all threads,
@@ -136,7 +138,8 @@ def record(
     results = [each.clone() for each in outputs]
     if watch.others or not launches or (addresses and watch.has_constants) or len(set(addresses)) < len(addresses):
         return results, None
-    return results, Recording(launches, own, outputs, watch.kept, addresses)
+    recording = Recording(launches, own, outputs, watch.kept, addresses)
+    return results, recording if recording.nbytes <= MOST_BYTES else None
 
 
 class _Watch(TorchDispatchMode):
@@ -156,12 +159,12 @@ class _Watch(TorchDispatchMode):
         given = list(_tensors((*args, *(kwargs or {}).values())))
         made = list(_tensors((result,)))
         self.kept += made
-        is_allocation = "empty" in func.name()
-        if is_allocation:
+        if "empty" in func.name():
             self._own.update(map(_memory, made))
+        elif func._schema.is_mutable:
+            self.others.append(func.name())
         elif any(_memory(each) in self._own for each in given):
-            is_view = all(_memory(each) in self._own for each in made) and not func._schema.is_mutable
-            if not is_view or not made:
+            if not made or not all(_memory(each) in self._own for each in made):
                 self.others.append(func.name())
         else:
             self.has_constants = True

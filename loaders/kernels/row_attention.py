@@ -238,7 +238,7 @@ class RunningAttention:
         """Before any keys, but after the sinks. queries: [R, heads, D]. num_heads: of keys."""
         num_rows, _, head_dim = queries.shape
         scaled = (queries.float() * scores.scale).view(num_rows, num_heads, -1, head_dim)
-        by_head = scaled.transpose(0, 1).contiguous()
+        by_head = scaled.view(num_heads, 1, -1, head_dim) if num_rows == 1 else scaled.transpose(0, 1).contiguous()
         states = by_head.new_empty(*by_head.shape[:3], 2)
         if scores.sinks is None:
             return cls(by_head, torch.empty_like(by_head), states, scores.cap)
@@ -261,7 +261,8 @@ class RunningAttention:
 
     def final(self, queries: Tensor) -> Tensor:
         """The results after the last keys, as `queries` [R, heads, D] in shape and dtype."""
-        return self.results.transpose(0, 1).reshape(queries.shape).to(queries.dtype)
+        results = self.results if len(queries) == 1 else self.results.transpose(0, 1)
+        return results.reshape(queries.shape).to(queries.dtype)
 
 
 @cache

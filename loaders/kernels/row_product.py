@@ -26,9 +26,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .compiler import Emitter, compile_ir, instructions, run_on_threads
+from .compiler import LAUNCHES, Emitter, compile_ir, instructions, run_on_threads
 from .encodings import Encoding, Factors, Float16, RowReader, Unpacked, Vectors, bf16_bits, fp16_bits
 from .loops import counted
+from .row_steps import lanes, lay_rows
 
 # Without a panel: rows of x at a time, and bytes of weights that a thread takes at a time, which stay in its cache.
 FEW_TILE_ROWS, CHUNK_BYTES = 4, 2**17
@@ -38,14 +39,14 @@ MOST_PARTS, CACHE_LINE = 5, 64
 MOST_DIRECT_LONG = 16  # rows of bf16 in pairs without a panel, if they are longer than a panel's
 FETCH_AHEAD = 8  # rows of the matrix between one that is read and one that is fetched into the caches meanwhile
 
-_PARTS = ", ".join(f"ptr %part{i}" for i in range(MOST_PARTS))
-_NO_PARTS = (0,) * MOST_PARTS
+PARTS = ", ".join(f"ptr %part{i}" for i in range(MOST_PARTS))
+NO_PARTS = (0,) * MOST_PARTS
 _NONE = ", ".join(["ptr null"] * (MOST_PARTS - 1))
-_BLOCK = (
-    f"ptr noalias %x, ptr noalias %out, {_PARTS}, "
+BLOCK = (
+    f"ptr noalias %x, ptr noalias %out, {PARTS}, "
     "i64 %first, i64 %last, i64 %width, i64 %columns, i64 %outputs, i1 %add, i1 %fetch"
 )
-_BLOCK_NAMES = _BLOCK.replace("noalias ", "")
+BLOCK_NAMES = BLOCK.replace("noalias ", "")
 
 # Work is 64-bit words: the address of the panels, the threads that have begun, which they count up, the number of
 # threads, of jobs, one for each matrix, and of regions of each, and the dtype that results are rounded to (of ROUNDED;
@@ -99,6 +100,8 @@ define internal void @multiply(ptr %job, ptr %panel, i64 %kind, i64 %number, ptr
 entry:
   {{loads}}
   %is_panel = icmp ne i64 %uses_panel, 0
+  %x_numbers = mul i64 %columns, {{numbers}}
+  %x_stride = udiv i64 %x_numbers, {{of_columns}}
   %region_first = mul i64 %number, %region
   %region_behind = add i64 %region_first, %region
   %region_last = call i64 @llvm.smin.i64(i64 %region_behind, i64 %outputs)
@@ -116,13 +119,13 @@ few:
   %few_row = phi i64 [ 0, %begin ], [ %few_next, %few ]
   %is_new = icmp eq i64 %few_row, 0
   %few_left = sub i64 %rows, %few_row
-  %few_x = mul i64 %few_row, %columns
+  %few_x = mul i64 %few_row, %x_stride
   %few_x_own = getelementptr {{item}}, ptr %x, i64 %few_x
   %few_out = mul i64 %few_row, %outputs
   %few_out_own = getelementptr float, ptr %out, i64 %few_out
-  call void @few(i64 %few_left, ptr %few_x_own, ptr %few_out_own, {_PARTS},
+  call void @few(i64 %few_left, ptr %few_x_own, ptr %few_out_own, {PARTS},
     i64 %first, i64 %last, i64 %columns, i64 %columns, i64 %outputs, i1 0, i1 %is_new)
-  %few_next = add i64 %few_row, {FEW_TILE_ROWS}
+  %few_next = add i64 %few_row, {{tile_rows}}
   %few_more = icmp slt i64 %few_next, %rows
   br i1 %few_more, label %few, label %done
 part:
@@ -131,7 +134,7 @@ part:
   %stop = call i64 @llvm.smin.i64(i64 %full, i64 %columns)
   %width = sub i64 %stop, %column
   %add = icmp sgt i64 %column, 0
-  call void @unpack(ptr %panel, {_PARTS}, i64 %first, i64 %last, i64 %column, i64 %width, i64 %columns)
+  call void @unpack(ptr %panel, {PARTS}, i64 %first, i64 %last, i64 %column, i64 %width, i64 %columns)
   %chunk_rows = sub i64 %last, %first
   br label %tile
 tile:
@@ -182,6 +185,7 @@ class RowProduct:
 
     def __init__(self, encoding: Encoding, *, in_pairs: bool = False) -> None:
         """in_pairs: round both factors to bf16, and add their products in pairs (`can_pair`)."""
+        self.in_bytes: RowProduct | None = None  # the product with rows in 8 bits, where there is one
         self.encoding, self._factors = encoding, Factors.in_pairs() if in_pairs else Factors.fp32(encoding.lanes)
         self._lock = threading.Lock()
         self._compiled: Callable[..., None] | None = None
@@ -235,14 +239,14 @@ class RowProduct:
             panels = torch.empty(num_threads * PANEL_ROWS * PANEL_ROW_BYTES, dtype=torch.uint8)
         regions = -(-num_threads // len(jobs))
         words = [panels.data_ptr(), 0, num_threads, len(jobs), regions, kind]
-        at_rows, row_bytes = rows.data_ptr(), num_columns * rows.itemsize
+        at_rows, row_bytes = rows.data_ptr(), rows.nbytes // max(1, len(rows))
         at_out, at_rounded = out.data_ptr(), rounded.data_ptr()
         for parts, num_outputs, first, num_rows in jobs:
             has_panel, addresses = num_rows > most_direct, [part.data_ptr() for part in parts]
             chunk = PANEL_ROWS if has_panel else _chunk_rows(num_outputs, parts[0].nbytes)
             region = -(-num_outputs // (regions * chunk)) * chunk
             words += (at_rows + first * row_bytes, at_out, num_outputs, num_columns, num_rows, chunk, region, has_panel)
-            words += (at_rounded, *addresses, *_NO_PARTS[len(parts) :])
+            words += (at_rounded, *addresses, *NO_PARTS[len(parts) :])
             at_out += out.itemsize * num_rows * num_outputs
             at_rounded += rounded.itemsize * num_rows * num_outputs
         words += (0,) * (len(jobs) * regions)
@@ -253,7 +257,11 @@ class RowProduct:
 
     def _laid_out(self, x: Tensor) -> Tensor:
         """[R, K] in the factors' dtype, each row in the order in which the encoding has the weights."""
-        if (apart := self.encoding.interleave) > 1:
+        apart, is_wide = self.encoding.interleave, self._factors.dtype == torch.float32
+        is_laid = apart == 1 and x.dtype == self._factors.dtype
+        if LAUNCHES.kept is not None and is_wide and not is_laid and self.encoding.lanes == lanes():
+            return lay_rows(x, apart)
+        if apart > 1:
             x = x.reshape(x.shape[0], -1, self.encoding.lanes, apart).transpose(2, 3)
         return x.to(self._factors.dtype).contiguous()
 
@@ -277,8 +285,8 @@ class RowProduct:
                 _product("few", self.encoding, factors, few),
                 _product("panel", unpacked, factors, panel),
                 _unpack(self.encoding, factors),
-                _round(lanes),
-                _worker(factors),
+                round_text(lanes),
+                worker_text(factors.item, _panel_columns(factors)),
             )
         )
 
@@ -313,7 +321,13 @@ def _order(encoding: Encoding, factors: Factors) -> list[int]:
     return [first for first, _ in vectors]
 
 
-def _worker(factors: Factors) -> str:
+def worker_text(
+    item: str, panel_columns: int, tile_rows: int = FEW_TILE_ROWS, numbers: tuple[int, int] = (1, 1)
+) -> str:
+    """The function `worker`. item: LLVM's type of x's numbers. panel_columns: of a panel.
+
+    tile_rows: rows of x that the function `few` takes at a time. numbers: a row of x has so many of so many columns.
+    """
     addresses = ("x", "out", "rounded", *(f"part{i}" for i in range(MOST_PARTS)))
     names = ("x", "out", "outputs", "columns", "rows", "chunk", "region", "uses_panel", "rounded", *addresses[3:])
     loads = list[str]()
@@ -321,10 +335,19 @@ def _worker(factors: Factors) -> str:
         loads.append(f"%at{place} = getelementptr i64, ptr %job, i64 {place}")
         loads.append(f"%{name} = load {'ptr' if name in addresses else 'i64'}, ptr %at{place}")
     text = _WORKER.replace("{loads}", "\n  ".join(loads))
-    return text.replace("{item}", factors.item).replace("{panel_columns}", str(_panel_columns(factors)))
+    values = {
+        "item": item,
+        "panel_columns": panel_columns,
+        "tile_rows": tile_rows,
+        "numbers": numbers[0],
+        "of_columns": numbers[1],
+    }
+    for name, value in values.items():
+        text = text.replace(f"{{{name}}}", str(value))
+    return text
 
 
-def _round(lanes: int) -> str:
+def round_text(lanes: int) -> str:
     """Round rows of sums, columns first .. last of `%outputs`, to numbers of 16 bits of the dtype `%kind`."""
     e = Emitter()
     width = e.op("sub i64 %last, %first")
@@ -372,14 +395,14 @@ def _product(name: str, encoding: Encoding, factors: Factors, tiles: Sequence[Ti
     e.do(f"switch i64 %rows, label %rows{tiles[-1].rows} [ {cases} ]")
     for tile in tiles:
         e.label(f"rows{tile.rows}")
-        done = e.op(f"call i64 @{name}_{tile.rows}_{tile.outputs}({_BLOCK_NAMES})")
+        done = e.op(f"call i64 @{name}_{tile.rows}_{tile.outputs}({BLOCK_NAMES})")
         for i in range(tile.rows):  # what is left, fewer than a tile has
             x = e.address("%x", e.op(f"mul i64 %columns, {i}"), factors.item)
             out = e.address("%out", e.op(f"mul i64 %outputs, {i}"), "float")
-            rest = _BLOCK_NAMES.replace("%first", done).replace("%x", x, 1).replace("%out", out, 1)
+            rest = BLOCK_NAMES.replace("%first", done).replace("%x", x, 1).replace("%out", out, 1)
             e.op(f"call i64 @{name}_1_1({rest})")
         e.do("ret void")
-    return text + e.function(f"define internal void @{name}(i64 %rows, {_BLOCK})")
+    return text + e.function(f"define internal void @{name}(i64 %rows, {BLOCK})")
 
 
 def _block(name: str, encoding: Encoding, factors: Factors, tile: Tile) -> str:
@@ -413,7 +436,7 @@ def _block(name: str, encoding: Encoding, factors: Factors, tile: Tile) -> str:
     if name == "few" and tile.outputs > 1:
         e.do("br i1 %fetch, label %fetch_ahead, label %compute")
         e.label("fetch_ahead")
-        _fetch(e, encoding, starts, "%column", max(FETCH_AHEAD, tile.outputs))
+        fetch(e, encoding, starts, "%column", max(FETCH_AHEAD, tile.outputs))
         e.do("br label %compute")
         e.label("compute")
     _step(e, factors, reader.step("%column", factors), xs, is_row_by_row=encoding.is_row_by_row)
@@ -427,15 +450,15 @@ def _block(name: str, encoding: Encoding, factors: Factors, tile: Tile) -> str:
         place = e.address("%out", e.op(f"add i64 {e.op(f'mul i64 %outputs, {i}')}, %output"), "float")
         loaded = e.op(f"load {kind}, ptr {place}, align 4")
         before = e.op(f"select i1 %adds, {kind} {loaded}, {kind} splat (float -0.0)")
-        totals = _totals(e, [f"%new{i}_{j}" for j in range(tile.outputs)], encoding.lanes)
-        e.do(f"store {kind} {e.op(f'fadd {kind} {totals}, {before}')}, ptr {place}, align 4")
+        found = reduced(e, [f"%new{i}_{j}" for j in range(tile.outputs)], encoding.lanes)
+        e.do(f"store {kind} {e.op(f'fadd {kind} {found}, {before}')}, ptr {place}, align 4")
     e.do(f"br i1 {e.op('icmp slt i64 %next_column, %width')}, label %partial, label %outputs_loop")
     e.label("end")
     e.do("ret i64 %output")
-    return e.function(f"define internal i64 @{name}_{tile.rows}_{tile.outputs}({_BLOCK})")
+    return e.function(f"define internal i64 @{name}_{tile.rows}_{tile.outputs}({BLOCK})")
 
 
-def _totals(e: Emitter, vectors: Sequence[str], lanes: int) -> str:
+def reduced(e: Emitter, vectors: Sequence[str], lanes: int) -> str:
     """The sums of as many vectors as a power of two, as one vector.
 
     Of each vector the upper half is added to the lower half, until one number is left. Two vectors' halves share an
@@ -467,15 +490,19 @@ def _added_halves(e: Emitter, pair: tuple[str, str], halves: Sequence[Sequence[i
     return e.op(f"fadd <{len(halves[0])} x float> {lower}, {upper}")
 
 
-def _fetch(e: Emitter, encoding: Encoding, starts: Sequence[str], column: str, num_ahead: int) -> None:
+def fetch(
+    e: Emitter, encoding: Encoding, starts: Sequence[str], column: str, num_ahead: int, step: int | None = None
+) -> None:
     """Prefetch the step at `column` of the rows `num_ahead` after those that begin at `starts`.
+
+    step: its weights; None: the encoding's.
 
     A CPU prefetches by itself if one block of memory is read sequentially, but hardly if several are read by turns.
     """
     ahead = e.op(f"mul i64 {_bytes_of(e, encoding, '%columns')}, {num_ahead}")
     behind = e.op(f"add i64 {_bytes_of(e, encoding, column)}, {ahead}")
     for start in starts:
-        for line in range(0, encoding.step * encoding.num_bytes // encoding.size, CACHE_LINE):
+        for line in range(0, (step or encoding.step) * encoding.num_bytes // encoding.size, CACHE_LINE):
             place = e.address(start, e.op(f"add i64 {behind}, {line}"))
             e.do(f"call void @llvm.prefetch.p0(ptr {place}, i32 0, i32 3, i32 1)")
 
@@ -523,7 +550,7 @@ def _unpack(encoding: Encoding, factors: Factors) -> str:
     e.label("step")
     e.do("%done = phi i64 [ 0, %row ], [ %next_done, %step_end ]")
     column = e.op("add i64 %start, %done")
-    _fetch(e, encoding, starts, column, FETCH_AHEAD)
+    fetch(e, encoding, starts, column, FETCH_AHEAD)
     (vectors,) = reader.step(column, factors)
     for first, weights in vectors:
         place = e.op(f"add i64 {e.op(f'add i64 {start}, %done')}, {first}")
@@ -537,5 +564,5 @@ def _unpack(encoding: Encoding, factors: Factors) -> str:
     e.do(f"br i1 {e.op('icmp slt i64 %next_index, %last')}, label %row, label %end")
     e.label("end")
     e.do("ret void")
-    head = f"ptr noalias %panel, {_PARTS}, i64 %first, i64 %last, i64 %start, i64 %width, i64 %columns"
+    head = f"ptr noalias %panel, {PARTS}, i64 %first, i64 %last, i64 %start, i64 %width, i64 %columns"
     return e.function(f"define internal void @unpack({head})")

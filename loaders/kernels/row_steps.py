@@ -58,14 +58,14 @@ _JOB_WORDS = 3
 
 def can_step(dtype: torch.dtype, num_columns: int) -> bool:
     """Whether there are kernels for rows of `num_columns` numbers of a dtype on this CPU."""
-    return bool(instructions()) and dtype in ITEMS and num_columns % _lanes() == 0
+    return bool(instructions()) and dtype in ITEMS and num_columns % lanes() == 0
 
 
 def norm_rows(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """RMSNorm of x [..., N] over N, times weight [N] → [..., N] in x's dtype."""
     x, weight = x.contiguous(), weight.to(x.dtype).contiguous()
     out, width = torch.empty_like(x), x.shape[-1]
-    _kernel(Norm, x.dtype)(x.numel() // width, width, (x, weight, out), (width, _bits(eps)))
+    kernel_of(Norm, x.dtype)(x.numel() // width, width, (x, weight, out), (width, _bits(eps)))
     return out
 
 
@@ -73,7 +73,7 @@ def add_rows(x: Tensor, other: Tensor) -> Tensor:
     """x [..., N] plus `other` [..., N] or [N] in x's dtype."""
     x, other = x.contiguous(), other.contiguous()
     out, width, is_one = torch.empty_like(x), x.shape[-1], other.dim() == 1
-    _kernel(Add, x.dtype)(x.numel() // width, 2 * width, (x, other, out), (width, 0 if is_one else width))
+    kernel_of(Add, x.dtype)(x.numel() // width, 2 * width, (x, other, out), (width, 0 if is_one else width))
     return out
 
 
@@ -81,7 +81,7 @@ def turn_heads(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Heads x [T, heads, D], rotated by cos, sin [T, 1, D] in x's dtype; pairs are made of a head's halves."""
     x, cos, sin = x.contiguous(), cos.contiguous(), sin.contiguous()
     out, (num_rows, heads, width) = torch.empty_like(x), x.shape
-    _kernel(Turn, x.dtype)(num_rows * heads, width, (x, cos, sin, out), (width, heads))
+    kernel_of(Turn, x.dtype)(num_rows * heads, width, (x, cos, sin, out), (width, heads))
     return out
 
 
@@ -89,7 +89,15 @@ def gate_rows(gate: Tensor, up: Tensor, *, is_clamped: bool = False) -> Tensor:
     """SwiGLU's inner numbers [T, N]: silu(gate) · up; is_clamped: gpt-oss's, of clamped numbers and `up` + 1."""
     gate, up = gate.contiguous(), up.contiguous()
     out, width = torch.empty_like(gate), gate.shape[-1]
-    _kernel(ClampedGate if is_clamped else Gate, gate.dtype)(len(gate), 2 * width, (gate, up, out), (width,))
+    kernel_of(ClampedGate if is_clamped else Gate, gate.dtype)(len(gate), 2 * width, (gate, up, out), (width,))
+    return out
+
+
+def lay_rows(x: Tensor, apart: int) -> Tensor:
+    """Rows [R, K] as fp32; of each apart · lanes numbers (apart is 1 or 2) every apart-th ones side by side."""
+    x = x.contiguous()
+    out, (num_rows, width) = torch.empty(x.shape), x.shape
+    kernel_of(Apart if apart == 2 else Wide, x.dtype)(num_rows, width, (x, out), (width,))
     return out
 
 
@@ -97,11 +105,11 @@ def mix_rows(x: Tensor, scales: Tensor) -> Tensor:
     """Sums [T, N] in x's dtype of rows x [T·M, N] times scales, fp32 [T, M], by ascending places among M."""
     (num_rows, num_summed), width = scales.shape, x.shape[-1]
     x, scales, out = x.contiguous(), scales.contiguous(), x.new_empty(num_rows, width)
-    _kernel(Mix, x.dtype)(num_rows, num_summed * width, (x, scales, out), (width, num_summed))
+    kernel_of(Mix, x.dtype)(num_rows, num_summed * width, (x, scales, out), (width, num_summed))
     return out
 
 
-def _lanes() -> int:
+def lanes() -> int:
     return 16 if "avx512" in instructions() else 8
 
 
@@ -112,15 +120,19 @@ def _bits(number: float) -> int:
 
 
 @cache
-def _kernel(kind: type[RowStep], dtype: torch.dtype) -> RowStep:
-    return kind(dtype, _lanes())
+def kernel_of(kind: type[RowStep], dtype: torch.dtype) -> RowStep:
+    return kind(dtype, lanes())
 
 
 class RowStep(ABC):
-    """A step for rows of a dtype; compiled at its first use. names: of its job's words; pointers: how many of them."""
+    """A step for rows of a dtype; compiled at its first use.
+
+    names: of its job's words; pointers: how many of them are. declarations: of functions that not all steps call.
+    """
 
     names: Sequence[str]
     pointers = 3
+    declarations = ""
 
     def __init__(self, dtype: torch.dtype, lanes: int) -> None:
         self.lanes, self.vector = lanes, f"<{lanes} x float>"
@@ -158,6 +170,7 @@ class RowStep(ABC):
             f"declare float @llvm.vector.reduce.fadd.v{n}f32(float, {vector})\n"
             "declare float @llvm.sqrt.f32(float)\n"
             "declare i64 @llvm.smin.i64(i64, i64)\n"
+            f"{self.declarations}"
             f"{e.function('define internal void @step(ptr %job, i64 %index)')}{_WORKER}"
         )
 
@@ -228,6 +241,35 @@ class Norm(RowStep):
             self.store(e, e.op(f"fmul {vector} {normed}, {weight}"), out, column)
 
         counted(e, "scaled", "0", width, self.lanes, scale)
+
+
+class Wide(RowStep):
+    """A row as fp32."""
+
+    names, pointers, apart = ("x", "out", "width"), 2, 1
+
+    def emit(self, e: Emitter, words: dict[str, str]) -> None:
+        x = self.row(e, words["x"], words["width"])
+        out = e.address(words["out"], e.op(f"mul i64 %index, {words['width']}"), "float")
+        n = self.lanes
+
+        def some(column: str) -> None:
+            places = [e.op(f"add i64 {column}, {n * i}") for i in range(self.apart)]
+            vectors = [self.load(e, x, place) for place in places]
+            if self.apart == 2:
+                both = ", ".join(f"{self.vector} {vector}" for vector in vectors)
+                lanes = [", ".join(f"i32 {2 * i + place}" for i in range(n)) for place in range(2)]
+                vectors = [e.op(f"shufflevector {both}, <{n} x i32> <{each}>") for each in lanes]
+            for place, vector in zip(places, vectors, strict=True):
+                e.do(f"store {self.vector} {vector}, ptr {e.address(out, place, 'float')}, align 4")
+
+        counted(e, "columns", "0", words["width"], n * self.apart, some)
+
+
+class Apart(Wide):
+    """A row as fp32, by twos: first every number with an even place, then the others."""
+
+    apart = 2
 
 
 class Mix(RowStep):

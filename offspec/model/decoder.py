@@ -84,13 +84,15 @@ class Decoder:
     """A decoder of the shape `config` with the weights of `weights`.
 
     entries_in_ram: the layers whose KV entries lie in RAM, in caches made from now on; None: all are on the device.
-    is_exact: a row's results have the same bits whatever rows share its pass (`exactness`). forgets: in caches made
+    is_exact: a row's results have the same bits whatever rows share its pass (`exactness`). has_byte_rows: an exact
+    decoder rounds rows to 8 bits where there are such products. forgets: in caches made
     from now on, layers with a window drop KV entries outside of it (`memory.window_layers`).
     """
 
     entries_in_ram: EntriesInRam | None = None
     forgets = False
     is_exact = False
+    has_byte_rows = False
 
     def __init__(
         self,
@@ -172,7 +174,8 @@ class Decoder:
         """
         for index in layers or range(len(self.blocks)):
             self.current_layer, block = index, self.blocks[index]
-            with exact_rows(self.is_exact), span("layer"), self.weights.layer(index) as tensors:
+            exact = exact_rows(self.is_exact, in_bytes=self.has_byte_rows)
+            with exact, span("layer"), self.weights.layer(index) as tensors:
                 weights = self.layer_weights(tensors, index)
                 if len(rows.chunks) == 1:
                     hidden = block.forward(hidden, weights, rows, 0, len(hidden))
@@ -216,7 +219,7 @@ class Decoder:
         weights = self.layer_weights(
             {"projection.weight": self.weights.shared(INPUT_PROJECTION), "norm.weight": self.weights.shared(INPUT_NORM)}
         )
-        with exact_rows(self.is_exact):
+        with exact_rows(self.is_exact, in_bytes=self.has_byte_rows):
             return of_tokens(self.embed(tokens), self.weights.rows(INPUT_TABLE, tokens), weights, self.config)
 
     def layer_weights(self, tensors: Mapping[str, Weight], layer: int | None = None) -> LayerWeights:
@@ -246,7 +249,7 @@ class Decoder:
 
     def head(self, states: Tensor) -> Tensor:
         """fp32 logits [R, vocab] of `normed` states [R, hidden]."""
-        with exact_rows(self.is_exact):
+        with exact_rows(self.is_exact, in_bytes=self.has_byte_rows):
             return self.capped(self.linear_logits(states))
 
     def linear_logits(self, states: Tensor) -> Tensor:

@@ -69,4 +69,6 @@ def reason_of(decoder: Decoder) -> str | None:
 
 def arithmetic_of(decoder: Decoder) -> str:
     """What the bits of its results depend on, beside model, dtype and text."""
-    return f"exact, {describe_instructions()}" if decoder.is_exact else "fast"
+    if not decoder.is_exact:
+        return "fast"
+    return f"exact, {describe_instructions()}{', activations in 8 bits' if decoder.has_byte_rows else ''}"

@@ -15,8 +15,9 @@ NORMS = ("rms", "rms plus one", "layer", "layer plus one")
 def normalize(x: Tensor, weight: Tensor, bias: Tensor | None, kind: str, eps: float) -> Tensor:
     """x [..., N], normed over N, times weight [N] (plus one for some kinds), plus bias [N].
 
-    A weight [..., N] with more dimensions has x's last ones; each row of x is normed separately. Such a weight, and that
-    of "rms", is first rounded to x's dtype: a streamed one has the file's dtype, a resident one was rounded before (`StoredUnit.bind`).
+    A weight [..., N] with more dimensions has x's last ones; each row of x is normed separately. Such a weight, and
+    that of "rms", is first rounded to x's dtype: a streamed one has the file's dtype, a resident one was rounded before
+    (`StoredUnit.bind`).
     kind: of NORMS; "rms" is RMSNorm (1910.07467), "layer" LayerNorm (1607.06450). With "plus one", an RMSNorm adds in
     fp32 and rounds once, as Gemma does; a LayerNorm adds in the weight's dtype, as Nemotron does.
     """

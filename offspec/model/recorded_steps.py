@@ -16,7 +16,7 @@ from torch import Tensor
 
 from offspec.loaders.formats import Weight
 from offspec.loaders.formats.core import Launched, PackedMatrix
-from offspec.loaders.formats.products import must_be_exact
+from offspec.loaders.formats.products import are_rows_in_bytes, must_be_exact
 from offspec.loaders.kernels.recording import Function, Recording, can_record, record
 
 MOST_KNOWN = 16  # of a part: its steps, for each of some threads
@@ -60,7 +60,8 @@ class RecordedSteps:
         if len(x) != 1 or x.device.type != "cpu" or not must_be_exact(x) or not can_record():
             return function(*inputs)
         launched = [launched_of(each) for each in matrices]
-        key = name, (*[kind for kind, _ in launched], x.dtype, torch.get_num_threads(), threading.get_ident())
+        arithmetic = x.dtype, are_rows_in_bytes(), torch.get_num_threads(), threading.get_ident()
+        key = name, (*[kind for kind, _ in launched], *arithmetic)
         if not all(parts for _, parts in launched):
             return function(*inputs)
         own, known = list(weights.values()), self._known.get(key)

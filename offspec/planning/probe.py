@@ -10,7 +10,8 @@ import torch
 
 from offspec.loaders.accelerators.accelerator import accelerator_of
 from offspec.loaders.formats import StoredWeight
-from offspec.loaders.formats.products import HALF_DTYPES
+from offspec.loaders.formats.products import HALF_DTYPES, num_lanes
+from offspec.loaders.kernels.byte_product import FORMS
 from offspec.loaders.machine.card_choices import fused_rows
 from offspec.loaders.machine.hardware import Hardware, Rates
 from offspec.loaders.machine.measure import (
@@ -123,6 +124,13 @@ def prepare_exact_products(target: ModelFiles, *, is_resident: bool) -> None:
     """Compile the kernels of an exact target while weights are read."""
     if _is_large(target):
         compile_exact({form for form, _ in _product_forms(target, is_resident=is_resident)}, target.dtype)
+
+
+def has_byte_products(model: ModelFiles) -> bool:
+    """Whether a model has matrices whose products take rows in 8 bits on this CPU (`kernels.byte_product`)."""
+    units = (*model.stored.units, *(experts[0] for experts in model.stored.experts.values()))
+    stored = [*(weight for unit in units for weight in unit.weights.values()), *model.stored.shared.values()]
+    return num_lanes() > 0 and any(weight.dtype in FORMS for weight in stored)
 
 
 def _product_forms(model: ModelFiles, *, is_resident: bool) -> set[tuple[str, torch.dtype]]:

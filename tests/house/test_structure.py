@@ -53,7 +53,16 @@ UNDER_FORMATS = {"files.checkpoint", "files.gguf_types", "files.records", "param
     f"kernels.{name}"
     for name in (
         *("bf16_bits", "compiler", "encodings", "gguf_encodings", "group_quantising"),
-        *("row_product", "row_steps", "scaled", "triton_experts", "triton_gguf", "triton_rows", "triton_unpack", "unpack"),
+        *(
+            "row_product",
+            "row_steps",
+            "scaled",
+            "triton_experts",
+            "triton_gguf",
+            "triton_rows",
+            "triton_unpack",
+            "unpack",
+        ),
     )
 }
 LAB = "offspec.lab"

@@ -178,6 +178,10 @@ class PlainLayers(StoredRows):
         return self._rows[0]
 
     def write(self, layer: int, keys: Tensor, values: Tensor, start: int) -> None:
+        if len(keys) == 1:  # with fewer views
+            for stored, given in zip(self._data[layer], (keys, values), strict=False):
+                stored[:, start] = given[0]
+            return
         slots = slice(start, start + keys.shape[0])
         for stored, given in zip(self._data[layer], (keys, values), strict=False):
             stored[:, slots] = given.transpose(0, 1)

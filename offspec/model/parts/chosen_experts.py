@@ -102,17 +102,17 @@ class ChosenExperts:
                 self._faster(table, plain)
 
     def _one_by_one(self, group: LentExperts, scratch: Tensor | None, *, is_on_host: bool) -> None:
+        if len(self._x) == 1 and not is_on_host and list(group) == list(self._places.counts):
+            experts = WeightsOfExperts(list(group.values()), [1] * len(group), scratch)
+            compute = partial(self._output_of, experts)
+            (self.outputs,) = self._steps.run("experts", compute, (self._x,), {}, experts.matrices)
+            return
         for some in _in_parts(group, self._places.counts):
             counts = [self._places.counts[number] for number in some]
             experts = WeightsOfExperts([group[number] for number in some], counts, scratch)
             places = self._places.of(some)
             states, there = self._states(places, is_on_host=is_on_host)
-            compute = partial(self._output_of, experts)
-            if len(self._x) == 1 and places is self._places.order:
-                (output,) = self._steps.run("experts", compute, (states,), {}, experts.matrices)
-                self.outputs = to_device(output, self._x.device)
-            else:
-                self.outputs[there] = to_device(*compute(states), self._x.device)
+            self.outputs[there] = to_device(*self._output_of(experts, states), self._x.device)
 
     def _output_of(self, experts: WeightsOfExperts, states: Tensor) -> tuple[Tensor]:
         return (output_of(states, experts, self._shape.names, self._activation),)

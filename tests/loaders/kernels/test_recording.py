@@ -18,6 +18,7 @@ pytestmark = [
     pytest.mark.skipif(gnu_openmp() is None, reason="torch has another OpenMP than GNU's"),
 ]
 WIDTH, INNER = 64, 192
+SHARED = torch.empty(INNER, WIDTH, dtype=torch.bfloat16)  # such as that of matrices that are unpacked one after another
 Numbers = Sequence[Tensor]
 
 
@@ -68,8 +69,19 @@ def test_launches_are_repeated_for_other_numbers() -> None:
         lambda x: (norm_rows(x, noise(WIDTH), 1e-5)[:, : 8 + int(x[0, 0] > 0)],),
         lambda x: (norm_rows(torch.cat([x, x]), noise(WIDTH), 1e-5),),
         lambda x: (x[:, :8],),
+        lambda x: (multiply(x, SHARED.copy_(noise(INNER, WIDTH))),),
+        lambda x: (multiply(x, noise(2**17, WIDTH)),),
     ],
-    ids=["before", "in place", "a copy", "a number that is read", "a list", "no kernel"],
+    ids=[
+        "before",
+        "in place",
+        "a copy",
+        "a number that is read",
+        "a list",
+        "no kernel",
+        "shared memory",
+        "a large copy",
+    ],
 )
 def test_what_torch_computes_is_not_recorded(function: object) -> None:
     assert callable(function)

@@ -17,6 +17,8 @@ from offspec.loaders.kernels.row_steps import (
     add_rows,
     can_step,
     gate_rows,
+    lanes,
+    lay_rows,
     mix_rows,
     norm_rows,
     turn_heads,
@@ -67,6 +69,14 @@ def test_sums(dtype: torch.dtype, width: int) -> None:
 def turns(dtype: torch.dtype, num_rows: int, head_dim: int) -> tuple[Tensor, Tensor]:
     angles = torch.randn(num_rows, 1, head_dim, generator=torch.Generator().manual_seed(3))
     return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+@each_dtype
+def test_rows_as_fp32(dtype: torch.dtype) -> None:
+    x = noise(dtype, ROWS, 128)
+    assert torch.equal(lay_rows(x, 1), x.float())
+    apart = x.float().view(ROWS, -1, lanes(), 2).transpose(2, 3)
+    assert torch.equal(lay_rows(x, 2), apart.reshape(ROWS, 128))
 
 
 @each_dtype

@@ -1,0 +1,365 @@
+"""The product of rows in 8 bits (`byte_rows`) with a matrix in GGUF's blocks: integers within a block, fp32 between.
+
+llama.cpp computes so: a row is rounded once, and then multiplied with the codes of weights, which takes a third of the
+time of their numbers. Sums of integers are exact, and blocks are added in their order, so a row's result has the same
+bits however many rows are multiplied.
+
+A block has 32 weights with one scale, or 256 in groups that have small integers as scales. Of the latter, products of
+codes are multiplied with these integers, too. What is added to all weights of a group, its minimum or what codes count
+from, is multiplied with the sums of the row's codes.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from .byte_rows import LAYOUTS, ByteLayout, to_bytes
+from .compiler import Emitter
+from .encodings import Encoding, splat
+from .gguf_encodings import Q5K, Q6K, BlockEncoding, MXFour, WithMinima, of_bytes
+from .loops import counted
+from .row_product import (
+    BLOCK,
+    BLOCK_NAMES,
+    MOST_PARTS,
+    PARTS,
+    RowProduct,
+    fetch,
+    reduced,
+    round_text,
+    worker_text,
+)
+
+# Rows of the matrix between one that is read and one that is fetched into the caches meanwhile. One is read after the
+# other, because a CPU fetches one stretch of memory by itself: by fours, they came at half the speed.
+FETCH_AHEAD = 4
+TILE_ROWS = 8  # rows of x at a time
+MOST_ROWS, LARGE = 2**62, 256  # there are no panels: codes are unpacked again for each few rows
+
+
+class ByteProduct(RowProduct):
+    """Rows rounded to 8 bits, times matrices of the same encoding."""
+
+    def __init__(self, encoding: BlockEncoding, form: ByteForm) -> None:
+        super().__init__(encoding)
+        self._form = form
+
+    def _most_direct(self, num_columns: int) -> int:
+        return MOST_ROWS
+
+    def _laid_out(self, x: Tensor) -> Tensor:
+        return to_bytes(x, self.encoding.size)
+
+    @property
+    def source(self) -> str:
+        layout, form = LAYOUTS[self.encoding.size], self._form
+        return "".join(
+            (
+                form.dots.declarations,
+                form.declarations,
+                f"declare {form.vector} @llvm.fma.v{form.count}f32({', '.join([form.vector] * 3)})\n",
+                "declare i64 @llvm.smin.i64(i64, i64)\n",
+                "declare void @llvm.prefetch.p0(ptr, i32, i32, i32)\n",
+                *(_block(self.encoding, form, layout, rows) for rows in range(1, TILE_ROWS + 1)),
+                _few(),
+                # What a worker calls for more rows than MOST_ROWS.
+                f"define internal void @panel(i64 %rows, {BLOCK}) {{\n  ret void\n}}\n",
+                f"define internal void @unpack(ptr %panel, {PARTS}, i64 %first, i64 %last, i64 %start, i64 %width, "
+                "i64 %columns) {\n  ret void\n}\n",
+                round_text(self.encoding.lanes),
+                worker_text("i8", 1, TILE_ROWS, (layout.num_bytes, layout.size)),
+            )
+        )
+
+
+class Dots:
+    """Instructions for products of bytes, whose vectors may be two of the CPU's."""
+
+    def __init__(self, lanes: int) -> None:
+        self._is_wide = lanes == 16
+        self.declarations = (
+            "declare <16 x i16> @llvm.x86.avx2.pmadd.ub.sw(<32 x i8>, <32 x i8>)\n"
+            "declare <8 x i32> @llvm.x86.avx2.pmadd.wd(<16 x i16>, <16 x i16>)\n"
+            "declare <32 x i8> @llvm.x86.avx2.psign.b(<32 x i8>, <32 x i8>)\n"
+            "declare <32 x i8> @llvm.abs.v32i8(<32 x i8>, i1)\n"
+        )
+        if self._is_wide:
+            self.declarations += (
+                "declare <32 x i16> @llvm.x86.avx512.pmaddubs.w.512(<64 x i8>, <64 x i8>)\n"
+                "declare <16 x i32> @llvm.x86.avx512.pmaddw.d.512(<32 x i16>, <32 x i16>)\n"
+                "declare <32 x i16> @llvm.x86.avx512.permvar.hi.512(<32 x i16>, <32 x i16>)\n"
+            )
+
+    def of_bytes(self, e: Emitter, unsigned: str, signed: str, count: int = 64) -> str:
+        """Sums of each two products of bytes, as words."""
+        if count == 32:
+            return e.op(f"call <16 x i16> @llvm.x86.avx2.pmadd.ub.sw(<32 x i8> {unsigned}, <32 x i8> {signed})")
+        if self._is_wide:
+            return e.op(f"call <32 x i16> @llvm.x86.avx512.pmaddubs.w.512(<64 x i8> {unsigned}, <64 x i8> {signed})")
+        return self._halves(e, (unsigned, signed), "<64 x i8>", lambda *each: self.of_bytes(e, *each, 32))
+
+    def of_words(self, e: Emitter, one: str, other: str, count: int = 32) -> str:
+        """Sums of each two products of words, as i32."""
+        if count == 16:
+            return e.op(f"call <8 x i32> @llvm.x86.avx2.pmadd.wd(<16 x i16> {one}, <16 x i16> {other})")
+        if self._is_wide:
+            return e.op(f"call <16 x i32> @llvm.x86.avx512.pmaddw.d.512(<32 x i16> {one}, <32 x i16> {other})")
+        return self._halves(e, (one, other), "<32 x i16>", lambda *each: self.of_words(e, *each, 16))
+
+    def spread(self, e: Emitter, words: str, places: Sequence[int]) -> str:
+        """The words <16 x i16> at 32 places. One instruction: LLVM would widen the words' bytes for each anew."""
+        if not self._is_wide:
+            lanes = ", ".join(f"i32 {place}" for place in places)
+            return e.op(f"shufflevector <16 x i16> {words}, <16 x i16> poison, <32 x i32> <{lanes}>")
+        lanes = ", ".join(f"i32 {i}" for i in range(32))
+        wide = e.op(f"shufflevector <16 x i16> {words}, <16 x i16> zeroinitializer, <32 x i32> <{lanes}>")
+        listed = ", ".join(f"i16 {place}" for place in places)
+        return e.op(f"call <32 x i16> @llvm.x86.avx512.permvar.hi.512(<32 x i16> {wide}, <32 x i16> <{listed}>)")
+
+    def _halves(self, e: Emitter, vectors: Sequence[str], kind: str, operation: Callable[..., str]) -> str:
+        count = int(kind[1:].split()[0])
+        results = list[str]()
+        for first in (0, count // 2):
+            lanes = ", ".join(f"i32 {first + i}" for i in range(count // 2))
+            each = [e.op(f"shufflevector {kind} {v}, {kind} poison, <{count // 2} x i32> <{lanes}>") for v in vectors]
+            results.append(operation(*each))
+        part = "<16 x i16>" if kind == "<64 x i8>" else "<8 x i32>"
+        size = int(part[1:].split()[0])
+        lanes = ", ".join(f"i32 {i}" for i in range(2 * size))
+        return e.op(f"shufflevector {part} {results[0]}, {part} {results[1]}, <{2 * size} x i32> <{lanes}>")
+
+
+class ByteForm(ABC):
+    """How a block of an encoding is multiplied. count, vector: of its fp32 sums."""
+
+    count: int
+    declarations = ""
+
+    def __init__(self, encoding: BlockEncoding) -> None:
+        self.encoding, self.dots = encoding, Dots(encoding.lanes)
+        self.vector = f"<{self.count} x float>"
+
+    @abstractmethod
+    def unpacked(self, e: Emitter, block: str) -> object:
+        """What a block of the matrix is multiplied with, for `added`."""
+
+    @abstractmethod
+    def added(self, e: Emitter, total: str, weights: object, x: str, layout: ByteLayout) -> str:
+        """The sums of a row plus those of a block at the address `x`."""
+
+    def fma(self, e: Emitter, integers: str, factor: str, total: str) -> str:
+        """total + factor · integers."""
+        numbers = e.op(f"sitofp <{self.count} x i32> {integers} to {self.vector}")
+        operands = (numbers, splat(e, factor, self.count), total)
+        listed = ", ".join(f"{self.vector} {each}" for each in operands)
+        return e.op(f"call {self.vector} @llvm.fma.v{self.count}f32({listed})")
+
+    def scale(self, e: Emitter, x: str, layout: ByteLayout) -> str:
+        return e.op(f"load float, ptr {e.address(x, str(layout.scale))}, align 4")
+
+
+# ------------------------------------------------------------------------------------------------------ blocks of 256
+
+
+@dataclass(frozen=True)
+class LargeWeights:
+    """codes: <64 x i8> of each quarter. scales: <32 x i16>, of each two codes. of_sums: <16 x i16>, what the sums of 16
+    codes of a row are multiplied with. factor: of all. low: the factor of the sums; None: they are integers beside the
+    others, -32 times.
+    """
+
+    codes: list[str]
+    scales: list[str]
+    of_sums: str
+    factor: str
+    low: str | None
+
+
+class LargeForm(ByteForm):
+    """Blocks of 256."""
+
+    count = 16
+
+    def added(self, e: Emitter, total: str, weights: object, x: str, layout: ByteLayout) -> str:
+        assert isinstance(weights, LargeWeights)
+        whole = "zeroinitializer"
+        for quarter, (codes, scales) in enumerate(zip(weights.codes, weights.scales, strict=True)):
+            row = e.op(f"load <64 x i8>, ptr {e.address(x, str(64 * quarter))}, align 64")
+            products = self.dots.of_words(e, self.dots.of_bytes(e, codes, row), scales)
+            whole = e.op(f"add <16 x i32> {whole}, {products}")
+        sums = e.op(f"load <16 x i16>, ptr {e.address(x, str(layout.sums))}, align 32")
+        eight = self.dots.of_words(e, weights.of_sums, sums, 16)
+        if weights.low is None:
+            eight = e.op(f"shl <8 x i32> {eight}, splat (i32 5)")
+        lanes = ", ".join(f"i32 {i}" for i in range(16))
+        lows = e.op(f"shufflevector <8 x i32> {eight}, <8 x i32> zeroinitializer, <16 x i32> <{lanes}>")
+        scale = self.scale(e, x, layout)
+        if weights.low is None:
+            whole = e.op(f"sub <16 x i32> {whole}, {lows}")
+        else:
+            total = self.fma(e, lows, e.op(f"fmul float {weights.low}, {scale}"), total)
+        return self.fma(e, whole, e.op(f"fmul float {weights.factor}, {scale}"), total)
+
+    def words(self, e: Emitter, words: str, places: Sequence[int]) -> str:
+        """Words <16 x i16> at these places."""
+        lanes = ", ".join(f"i32 {place}" for place in places)
+        return e.op(f"shufflevector <16 x i16> {words}, <16 x i16> poison, <{len(places)} x i32> <{lanes}>")
+
+    def half(self, e: Emitter, block: str, at: int) -> str:
+        vector = self.encoding.half(e, block, at, 4)
+        return e.op(f"extractelement <4 x float> {vector}, i64 0")
+
+
+class FormWithMinima(LargeForm):
+    """Q4_K and Q5_K."""
+
+    def unpacked(self, e: Emitter, block: str) -> LargeWeights:
+        assert isinstance(self.encoding, WithMinima)
+        words = e.op(f"zext <16 x i8> {self.encoding.packed(e, block)} to <16 x i16>")
+        scales = [self.dots.spread(e, words, [2 * quarter + i // 16 for i in range(32)]) for quarter in range(4)]
+        minima = self.words(e, words, [8 + i // 2 for i in range(16)])
+        low = e.op(f"fneg float {self.half(e, block, 2)}")
+        return LargeWeights(list(self.codes(e, block)), scales, minima, self.half(e, block, 0), low)
+
+    def codes(self, e: Emitter, block: str) -> Iterator[str]:
+        if isinstance(self.encoding, Q5K):
+            yield from self.encoding.codes(e, block)
+            return
+        for quarter in range(4):
+            loaded = e.op(f"load <16 x i16>, ptr {e.address(block, str(16 + 32 * quarter))}, align 1")
+            twice = self.words(e, loaded, [i % 16 for i in range(32)])
+            distances = ", ".join(f"i16 {4 * (i // 16)}" for i in range(32))
+            moved = e.op(f"lshr <32 x i16> {twice}, <{distances}>")
+            yield of_bytes(e, "and", e.op(f"bitcast <32 x i16> {moved} to <64 x i8>"), 15, 64)
+
+
+class SixBitForm(LargeForm):
+    """Q6_K."""
+
+    def unpacked(self, e: Emitter, block: str) -> LargeWeights:
+        assert isinstance(self.encoding, Q6K)
+        loaded = e.op(f"load <16 x i8>, ptr {e.address(block, '192')}, align 1")
+        words = e.op(f"sext <16 x i8> {loaded} to <16 x i16>")
+        scales = [self.dots.spread(e, words, [4 * quarter + i // 8 for i in range(32)]) for quarter in range(4)]
+        codes = list(self.encoding.unsigned(e, block))
+        return LargeWeights(codes, scales, words, self.half(e, block, 208), None)
+
+
+# ------------------------------------------------------------------------------------------------------ blocks of 32
+
+
+@dataclass(frozen=True)
+class SmallWeights:
+    """signed: <32 x i8>. sizes: without their signs. factor: of all."""
+
+    signed: str
+    sizes: str
+    factor: str
+
+
+class SmallForm(ByteForm):
+    """Blocks of 32 with one scale: Q8_0, Q4_0, IQ4_NL and MXFP4. values: of codes of 4 bits, in a table."""
+
+    count = 8
+
+    def __init__(self, encoding: BlockEncoding, values: Sequence[int] = ()) -> None:
+        super().__init__(encoding)
+        self._values = values
+        self.declarations = "declare <32 x i8> @llvm.x86.avx2.pshuf.b(<32 x i8>, <32 x i8>)\n"
+
+    def unpacked(self, e: Emitter, block: str) -> SmallWeights:
+        first = 1 if isinstance(self.encoding, MXFour) else 2
+        factor = self.encoding.scale(e, block) if isinstance(self.encoding, MXFour) else self._half(e, block)
+        place = e.address(block, str(first))
+        if not self._values:
+            signed = e.op(f"load <32 x i8>, ptr {place}, align 1")
+        else:
+            loaded = e.op(f"load <8 x i16>, ptr {place}, align 1")
+            lanes = ", ".join(f"i32 {i % 8}" for i in range(16))
+            twice = e.op(f"shufflevector <8 x i16> {loaded}, <8 x i16> poison, <16 x i32> <{lanes}>")
+            distances = ", ".join(f"i16 {4 * (i // 8)}" for i in range(16))
+            moved = e.op(f"bitcast <16 x i16> {e.op(f'lshr <16 x i16> {twice}, <{distances}>')} to <32 x i8>")
+            table = ", ".join(f"i8 {value}" for value in [*self._values] * 2)
+            places = of_bytes(e, "and", moved, 15)
+            signed = e.op(f"call <32 x i8> @llvm.x86.avx2.pshuf.b(<32 x i8> <{table}>, <32 x i8> {places})")
+        return SmallWeights(signed, e.op(f"call <32 x i8> @llvm.abs.v32i8(<32 x i8> {signed}, i1 0)"), factor)
+
+    def _half(self, e: Emitter, block: str) -> str:
+        return e.op(f"extractelement <4 x float> {self.encoding.half(e, block, 0, 4)}, i64 0")
+
+    def added(self, e: Emitter, total: str, weights: object, x: str, layout: ByteLayout) -> str:
+        assert isinstance(weights, SmallWeights)
+        row = e.op(f"load <32 x i8>, ptr {x}, align 32")
+        moved = e.op(f"call <32 x i8> @llvm.x86.avx2.psign.b(<32 x i8> {row}, <32 x i8> {weights.signed})")
+        pairs = self.dots.of_bytes(e, weights.sizes, moved, 32)
+        whole = self.dots.of_words(e, pairs, "splat (i16 1)", 16)
+        return self.fma(e, whole, e.op(f"fmul float {weights.factor}, {self.scale(e, x, layout)}"), total)
+
+
+# ------------------------------------------------------------------------------------------------------ the kernel
+
+
+def _block(encoding: Encoding, form: ByteForm, layout: ByteLayout, num_rows: int) -> str:
+    """Products of `num_rows` rows of x with rows first .. last of the matrix."""
+    e, rows = Emitter(), range(num_rows)
+    e.label("entry")
+    stride = e.op(f"udiv i64 {e.op(f'mul i64 %columns, {layout.num_bytes}')}, {layout.size}")
+    xs = [e.address("%x", e.op(f"mul i64 {stride}, {i}")) for i in rows]
+
+    def output(index: str) -> None:
+        parts = [f"%part{i}" for i in range(MOST_PARTS)]
+        (start, *_) = encoding.row(e, parts, index, "%columns")
+
+        def step(column: str, sums: Sequence[str]) -> list[str]:
+            if layout.size == LARGE:
+                fetch(e, encoding, [start], column, FETCH_AHEAD, layout.size)
+            number = e.op(f"udiv i64 {column}, {layout.size}")
+            weights = form.unpacked(e, e.address(start, e.op(f"mul i64 {number}, {encoding.num_bytes}")))
+            block = e.op(f"mul i64 {number}, {layout.num_bytes}")
+            return [
+                form.added(e, total, weights, e.address(x, block), layout) for x, total in zip(xs, sums, strict=True)
+            ]
+
+        begin = [(form.vector, "zeroinitializer")] * num_rows
+        found = counted(e, "column", "0", "%columns", layout.size, step, begin)
+        for i, each in enumerate(found):
+            place = e.address("%out", e.op(f"add i64 {e.op(f'mul i64 %outputs, {i}')}, {index}"), "float")
+            total = reduced(e, [each], form.count)
+            e.do(f"store float {e.op(f'extractelement <1 x float> {total}, i64 0')}, ptr {place}, align 4")
+
+    counted(e, "output", "%first", "%last", 1, output)
+    e.do("ret void")
+    return e.function(f"define internal void @few_{num_rows}({BLOCK})")
+
+
+def _few() -> str:
+    """A function of TILE_ROWS rows of x, or of `%rows` if these are fewer."""
+    e = Emitter()
+    cases = " ".join(f"i64 {rows}, label %rows{rows}" for rows in range(1, TILE_ROWS))
+    e.do(f"switch i64 %rows, label %rows{TILE_ROWS} [ {cases} ]")
+    for rows in range(1, TILE_ROWS + 1):
+        e.label(f"rows{rows}")
+        e.do(f"call void @few_{rows}({BLOCK_NAMES})")
+        e.do("ret void")
+    return e.function(f"define internal void @few(i64 %rows, {BLOCK})")
+
+
+# GGUF's types that are multiplied so.
+FORMS: Mapping[str, Callable[[BlockEncoding, Sequence[int]], ByteForm]] = {
+    "Q4_K": lambda encoding, _: FormWithMinima(encoding),
+    "Q5_K": lambda encoding, _: FormWithMinima(encoding),
+    "Q6_K": lambda encoding, _: SixBitForm(encoding),
+    "Q8_0": lambda encoding, _: SmallForm(encoding),
+    "Q4_0": lambda encoding, _: SmallForm(encoding, range(-8, 8)),
+    "IQ4_NL": SmallForm,
+    "MXFP4": SmallForm,
+}
+
+
+def byte_product(name: str, encoding: BlockEncoding, values: Sequence[int]) -> ByteProduct | None:
+    """The product with matrices of a type; None for other types. values: see `gguf_encodings.block_encoding`."""
+    return ByteProduct(encoding, FORMS[name](encoding, values)) if name in FORMS else None
