@@ -11,9 +11,10 @@ import shutil
 import socket
 import threading
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -119,7 +120,8 @@ def _pack_builtin_target(source: Path, folder: Path) -> None:
     convert(builtin.path("target"), folder, ConvertParams("bf16-packed"))
 
 
-def _write_gguf(source: Path, file: Path) -> None:
+def write_gguf(source: Path, file: Path, kinds: Mapping[str, str] = MappingProxyType({})) -> None:
+    """A checkpoint as a GGUF file. kinds: see `gguf_models.write_model`."""
     from safetensors.torch import load_file
 
     from ..gguf_models import write_model
@@ -140,7 +142,7 @@ def _write_gguf(source: Path, file: Path) -> None:
     }
     config = json.loads((source / "config.json").read_text()) | {"tie_word_embeddings": False}
     config["rope_parameters"] = {"rope_theta": config["rope_theta"]}
-    write_model(file, config, load_file(source / "model.safetensors"), vocabulary=vocabulary)
+    write_model(file, config, load_file(source / "model.safetensors"), kinds, vocabulary)
 
 
 def _write_head(source: Path, folder: Path) -> None:
@@ -173,7 +175,7 @@ _MAKERS: dict[str, Callable[[Path, Path], None]] = {
     "deep": _build_deep,
     "nf4": _convert,
     "packed": _pack_builtin_target,
-    "gguf": _write_gguf,
+    "gguf": write_gguf,
     "falcon": _write_falcon,
     "head": _write_head,
     "other vocabulary": _copy_builtin_draft,

@@ -11,12 +11,11 @@ import torch
 
 from offspec import Engine, SamplingParams, SpeculationParams
 from offspec.errors import UsageError
-from offspec.loaders.convert import convert
 from offspec.loaders.formats.products import num_lanes
-from offspec.loaders.params import ConvertParams
 from offspec.model.decoder import CachedDecoder, TextRows, pass_together
 from offspec.model.exactness import arithmetic_of
 
+from ..cli.sandbox import write_gguf
 from ..pair import Pair, build_pair
 from ..refusals import refused
 
@@ -33,9 +32,9 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 @pytest.fixture(scope="module")
 def packed(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The target in blocks of 32."""
-    folder = tmp_path_factory.mktemp("packed") / "target"
-    convert(pair.target, folder, ConvertParams("q8_0"))
-    return folder
+    file = tmp_path_factory.mktemp("packed") / "target.gguf"
+    write_gguf(pair.target, file, {"attn_": "Q8_0", "ffn_gate": "Q4_0", "ffn_up": "Q8_0", "norm": "F32"})
+    return file
 
 
 def load(folder: Path, draft: str = "none", **options: Any) -> Engine:
