@@ -151,15 +151,20 @@ class ByteForm(ABC):
     def added(self, e: Emitter, total: str, weights: object, x: str, layout: ByteLayout) -> str:
         """The sums of a row plus those of a block at the address `x`."""
 
-    def fma(self, e: Emitter, integers: str, factor: str, total: str) -> str:
-        """total + factor · integers."""
-        numbers = e.op(f"sitofp <{self.count} x i32> {integers} to {self.vector}")
-        operands = (numbers, splat(e, factor, self.count), total)
-        listed = ", ".join(f"{self.vector} {each}" for each in operands)
+    def numbers(self, e: Emitter, integers: str) -> str:
+        return e.op(f"sitofp <{self.count} x i32> {integers} to {self.vector}")
+
+    def times(self, e: Emitter, one: str, other: str) -> str:
+        return e.op(f"fmul {self.vector} {one}, {other}")
+
+    def fma(self, e: Emitter, one: str, other: str, total: str) -> str:
+        """total + one · other."""
+        listed = ", ".join(f"{self.vector} {each}" for each in (one, other, total))
         return e.op(f"call {self.vector} @llvm.fma.v{self.count}f32({listed})")
 
     def scale(self, e: Emitter, x: str, layout: ByteLayout) -> str:
-        return e.op(f"load float, ptr {e.address(x, str(layout.scale))}, align 4")
+        """The scale of a row's block, as a vector."""
+        return splat(e, e.op(f"load float, ptr {e.address(x, str(layout.scale))}, align 4"), self.count)
 
 
 # ------------------------------------------------------------------------------------------------------ blocks of 256
@@ -169,7 +174,7 @@ class ByteForm(ABC):
 class LargeWeights:
     """codes: <64 x i8> of each quarter. scales: <32 x i16>, of each two codes. of_sums: <16 x i16>, what the sums of 16
     codes of a row are multiplied with. factor: of all. low: the factor of the sums; None: they are integers beside the
-    others, -32 times.
+    others, -32 times. Both are vectors.
     """
 
     codes: list[str]
@@ -197,12 +202,12 @@ class LargeForm(ByteForm):
             eight = e.op(f"shl <8 x i32> {eight}, splat (i32 5)")
         lanes = ", ".join(f"i32 {i}" for i in range(16))
         lows = e.op(f"shufflevector <8 x i32> {eight}, <8 x i32> zeroinitializer, <16 x i32> <{lanes}>")
-        scale = self.scale(e, x, layout)
         if weights.low is None:
             whole = e.op(f"sub <16 x i32> {whole}, {lows}")
-        else:
-            total = self.fma(e, lows, e.op(f"fmul float {weights.low}, {scale}"), total)
-        return self.fma(e, whole, e.op(f"fmul float {weights.factor}, {scale}"), total)
+        products = self.times(e, self.numbers(e, whole), weights.factor)
+        if weights.low is not None:
+            products = self.fma(e, self.numbers(e, lows), weights.low, products)
+        return self.fma(e, products, self.scale(e, x, layout), total)
 
     def words(self, e: Emitter, words: str, places: Sequence[int]) -> str:
         """Words <16 x i16> at these places."""
@@ -210,8 +215,7 @@ class LargeForm(ByteForm):
         return e.op(f"shufflevector <16 x i16> {words}, <16 x i16> poison, <{len(places)} x i32> <{lanes}>")
 
     def half(self, e: Emitter, block: str, at: int) -> str:
-        vector = self.encoding.half(e, block, at, 4)
-        return e.op(f"extractelement <4 x float> {vector}, i64 0")
+        return self.encoding.half(e, block, at, self.count)
 
 
 class FormWithMinima(LargeForm):
@@ -222,7 +226,7 @@ class FormWithMinima(LargeForm):
         words = e.op(f"zext <16 x i8> {self.encoding.packed(e, block)} to <16 x i16>")
         scales = [self.dots.spread(e, words, [2 * quarter + i // 16 for i in range(32)]) for quarter in range(4)]
         minima = self.words(e, words, [8 + i // 2 for i in range(16)])
-        low = e.op(f"fneg float {self.half(e, block, 2)}")
+        low = e.op(f"fneg {self.vector} {self.half(e, block, 2)}")
         return LargeWeights(list(self.codes(e, block)), scales, minima, self.half(e, block, 0), low)
 
     def codes(self, e: Emitter, block: str) -> Iterator[str]:
@@ -254,7 +258,7 @@ class SixBitForm(LargeForm):
 
 @dataclass(frozen=True)
 class SmallWeights:
-    """signed: <32 x i8>. sizes: without their signs. factor: of all."""
+    """signed: <32 x i8>. sizes: without their signs. factor: of all, a vector."""
 
     signed: str
     sizes: str
@@ -273,7 +277,10 @@ class SmallForm(ByteForm):
 
     def unpacked(self, e: Emitter, block: str) -> SmallWeights:
         first = 1 if isinstance(self.encoding, MXFour) else 2
-        factor = self.encoding.scale(e, block) if isinstance(self.encoding, MXFour) else self._half(e, block)
+        if isinstance(self.encoding, MXFour):
+            factor = splat(e, self.encoding.scale(e, block), self.count)
+        else:
+            factor = self.encoding.half(e, block, 0, self.count)
         place = e.address(block, str(first))
         if not self._values:
             signed = e.op(f"load <32 x i8>, ptr {place}, align 1")
@@ -288,16 +295,14 @@ class SmallForm(ByteForm):
             signed = e.op(f"call <32 x i8> @llvm.x86.avx2.pshuf.b(<32 x i8> <{table}>, <32 x i8> {places})")
         return SmallWeights(signed, e.op(f"call <32 x i8> @llvm.abs.v32i8(<32 x i8> {signed}, i1 0)"), factor)
 
-    def _half(self, e: Emitter, block: str) -> str:
-        return e.op(f"extractelement <4 x float> {self.encoding.half(e, block, 0, 4)}, i64 0")
-
     def added(self, e: Emitter, total: str, weights: object, x: str, layout: ByteLayout) -> str:
         assert isinstance(weights, SmallWeights)
         row = e.op(f"load <32 x i8>, ptr {x}, align 32")
         moved = e.op(f"call <32 x i8> @llvm.x86.avx2.psign.b(<32 x i8> {row}, <32 x i8> {weights.signed})")
         pairs = self.dots.of_bytes(e, weights.sizes, moved, 32)
         whole = self.dots.of_words(e, pairs, "splat (i16 1)", 16)
-        return self.fma(e, whole, e.op(f"fmul float {weights.factor}, {self.scale(e, x, layout)}"), total)
+        scaled = self.times(e, self.numbers(e, whole), self.scale(e, x, layout))
+        return self.fma(e, scaled, weights.factor, total)
 
 
 # ------------------------------------------------------------------------------------------------------ the kernel
