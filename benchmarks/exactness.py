@@ -6,7 +6,7 @@
 `flips` reads held-out code token by token, which is plain decoding's arithmetic, and again in passes of 8, 64 and 256
 rows: resident, and read from the disk. Of each, it counts rows whose logits have other bits, the rows whose likeliest
 token is another one, and how far the two tokens' logits are apart. Matrices are those of the checkpoint, or are
-converted first (`--forms`). `--fast` measures what `--fast-arithmetic` does.
+converted first (`--forms`). `--fast` measures what `--arithmetic fast` does.
 
 `texts` compares texts of a pair, by default the built-in one, with plain decoding's: trees of 8, 64, 256 and any number
 of nodes, batches of 8, prompts from a file, streamed targets with read-ahead and without. The last line of both is

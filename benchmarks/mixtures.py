@@ -20,7 +20,7 @@ cache, and in offspec's memory.
 
 The table has medians over rounds, and the bytes that were read from disk for each generated token (of a prompt: in
 all). Texts may differ after some tokens: llama.cpp rounds the other factor of packed matrices to 8 bits, and
-offspec with --int8-activations. The last line
+offspec with `--arithmetic int8`. The last line
 is JSON. llama.cpp is the package xllamacpp, in this environment.
 """
 
@@ -291,7 +291,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--prompt-tokens", type=int, default=2000, help="of the long prompt [2000]")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--draft", default="none", help="offspec's draft [none]")
-    parser.add_argument("--int8-activations", action="store_true", help="round offspec's rows to 8 bits")
+    parser.add_argument("--arithmetic", default="exact", help="offspec's: exact, int8 or fast [exact]")
     parser.add_argument("--programs", nargs="+", choices=PROGRAMS, default=PROGRAMS)
     parser.add_argument("--timeout", type=float, default=3600, metavar="SECONDS", help="of a process [3600]")
     return parser.parse_args()
@@ -319,7 +319,7 @@ def turn(program: str, path: Path, tasks: list[dict[str, Any]], args: argparse.N
         "program": program,
         "model": str(path),
         "draft": args.draft,
-        "int8_activations": args.int8_activations,
+        "arithmetic": args.arithmetic,
         "threads": args.threads,
         "ram": args.ram,
         "context": context,

@@ -14,6 +14,7 @@ from click.shell_completion import CompletionItem
 
 from offspec import (
     ACCEPTS,
+    ARITHMETIC_NAMES,
     KV_CACHES,
     MODEL_NAMES,
     SEED_LIMIT,
@@ -226,16 +227,11 @@ loading_options = all_of(
         help="Give the same text twice on a GPU, too: choose nothing by timing, and run one text at a time.",
     ),
     LOADING.option(
-        "fast_arithmetic",
+        "arithmetic",
         is_rare=True,
-        is_flag=True,
-        help="Compute in the fastest way: the text equals plain decoding's up to near-ties.",
-    ),
-    LOADING.option(
-        "int8_activations",
-        is_rare=True,
-        is_flag=True,
-        help="On a CPU, round what multiplies quantised GGUF weights to 8 bits, as llama.cpp does: faster.",
+        type=click.Choice(ARITHMETIC_NAMES),
+        help="int8: round what GGUF weights multiply on a CPU to 8 bits; fast: near-ties may change the text. "
+        "[default: exact]",
     ),
     LOADING.option(
         "threads",

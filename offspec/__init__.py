@@ -50,6 +50,7 @@ _HOMES = {
     "OffspecError": "offspec.errors",
     "CONVERT_FORMATS": "offspec.loaders.params",
     "ConvertParams": "offspec.loaders.params",
+    "ARITHMETIC_NAMES": "offspec.load_options",
     "KV_CACHES": "offspec.loaders.params",
     "LOSSLESS_FORMAT": "offspec.loaders.params",
     "PLAN_FORMATS": "offspec.loaders.params",
@@ -64,6 +65,7 @@ _HOMES = {
 }
 __all__ = [
     "ACCEPTS",
+    "ARITHMETIC_NAMES",
     "AUTO_TEXTS",
     "CONVERT_FORMATS",
     "DEFAULT_CONTEXT",
@@ -127,7 +129,7 @@ if TYPE_CHECKING:
     from .checkpoints.conversion import Conversion, convert
     from .engine import Engine, Message, Prompt
     from .errors import OffspecError
-    from .load_options import LoadOptions
+    from .load_options import ARITHMETIC_NAMES, LoadOptions
     from .named_models import MODEL_NAMES
     from .planning.plan import DEFAULT_CONTEXT
     from .planning.system_memory import memory_error

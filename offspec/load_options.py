@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 AUTO = "auto"
+ARITHMETIC_NAMES = EXACT, INT8, FAST = "exact", "int8", "fast"
 SIZES = {"vram", "ram", "cache_ram"}
 AnyPath = str | PathLike[str]
 
@@ -53,8 +54,7 @@ class LoadSettings(TypedDict, total=False):
     special_in_text: bool
     needs_draft_model: bool
     deterministic: bool
-    fast_arithmetic: bool
-    int8_activations: bool
+    arithmetic: str
     synchronous: bool
     progress: Callable[[int, int], None] | None
 
@@ -91,10 +91,10 @@ class LoadOptions:
     `planning.parked_texts`' default. deterministic: nothing depends on measured times, so that the same request gives
     the same text where it is not exact, too, if weights and KV entries lie where they did: trees of a given size, no
     drafting during passes, one text at a time, kernels chosen by rules (for the whole process: `process.fix_choices`).
-    fast_arithmetic: compute rows in the fastest way, whatever rows share their pass: the text is plain decoding's up
-    to near-ties. Otherwise it equals plain decoding's wherever there are kernels (`model.exactness`).
-    int8_activations: on a CPU, round rows to 8 bits before they multiply GGUF's quantised matrices, as llama.cpp does:
-    faster, and the text equals that of plain decoding with the same rounding. Refused where it would change nothing.
+    arithmetic: one of ARITHMETIC_NAMES. EXACT: the text equals plain decoding's wherever there are kernels
+    (`model.exactness`). INT8: so it does, but on a CPU rows are rounded to 8 bits before they multiply GGUF's quantised
+    matrices, as llama.cpp does, which is faster; refused where it would change nothing. FAST: rows are computed in the
+    fastest way, whatever rows share their pass, and the text is plain decoding's up to near-ties.
     Raises UsageError for values that contradict each other.
     """
 
@@ -123,13 +123,12 @@ class LoadOptions:
     needs_draft_model: bool = False
     cache_ram: int | None = 0
     deterministic: bool = False
-    fast_arithmetic: bool = False
-    int8_activations: bool = False
+    arithmetic: str = EXACT
     special_in_text: bool = False
 
     def __post_init__(self) -> None:
-        if self.int8_activations and self.fast_arithmetic:
-            raise UsageError("`int8_activations` rounds exact rows; omit it, or `fast_arithmetic`")
+        if self.arithmetic not in ARITHMETIC_NAMES:
+            raise UsageError(f"`arithmetic` is one of {', '.join(ARITHMETIC_NAMES)}, not {self.arithmetic!r}")
         if self.deterministic and self.learn:
             raise UsageError("`learn` trains for as long as a text took; omit it, or `deterministic`")
         if self.deterministic:

@@ -29,7 +29,7 @@ from .drafts.base import Draft, DraftOptions, OpenedDraft, OpenRequest
 from .drafts.kinds import open_draft
 from .drafts.weighing import Chooser, Scales
 from .errors import MemoryLimitError, UsageError
-from .load_options import LoadOptions
+from .load_options import FAST, INT8, LoadOptions
 from .model.decoder import Decoder
 from .model.exactness import is_exact_by_default, reason_of
 from .model.memory.kv_in_ram import EntriesInRam
@@ -387,7 +387,7 @@ def _load_models(
     def load_both() -> tuple[Decoder, Draft]:
         attach = opened.load(device)  # the draft first: it is small, so its errors appear early
         decoder = memory.load_decoder()
-        decoder.is_exact, decoder.has_byte_rows = settings.is_exact, options.int8_activations
+        decoder.is_exact, decoder.has_byte_rows = settings.is_exact, options.arithmetic == INT8
         if (reason := reason_of(decoder)) is not None:
             notes.append(Note(f"the text equals plain decoding's up to near-ties: {reason}"))
         draft, guessing = attach(decoder), opened.guessing(memory.plan.placement)
@@ -414,16 +414,16 @@ def _weight_settings(
 ) -> WeightSettings:
     """How the target's weights are loaded; kernels of exact rows are prepared if it uses them."""
     is_resident = plan.placement.is_resident
-    is_exact = not options.fast_arithmetic and is_exact_by_default(
+    is_exact = options.arithmetic != FAST and is_exact_by_default(
         files.config, files.dtype, device, is_streamed=not is_resident, kv=files.kv
     )
-    if options.int8_activations and not (is_exact and device.type == "cpu" and has_byte_products(files)):
+    if options.arithmetic == INT8 and not (is_exact and device.type == "cpu" and has_byte_products(files)):
         raise UsageError(
-            "`int8_activations` is for GGUF files of Q4_K, Q5_K, Q6_K, Q8_0, Q4_0, IQ4_NL or MXFP4 whose text is exact "
+            "`arithmetic` int8 is for GGUF files of Q4_K, Q5_K, Q6_K, Q8_0, Q4_0, IQ4_NL or MXFP4 whose text is exact "
             "on a CPU; omit it"
         )
     if is_exact:
-        with exact_rows(in_bytes=options.int8_activations):
+        with exact_rows(in_bytes=options.arithmetic == INT8):
             prepare_exact_products(files, is_resident=is_resident)
     return WeightSettings(
         has_far_embedding=True,

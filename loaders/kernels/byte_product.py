@@ -91,7 +91,6 @@ class Dots:
             self.declarations += (
                 "declare <32 x i16> @llvm.x86.avx512.pmaddubs.w.512(<64 x i8>, <64 x i8>)\n"
                 "declare <16 x i32> @llvm.x86.avx512.pmaddw.d.512(<32 x i16>, <32 x i16>)\n"
-                "declare <32 x i16> @llvm.x86.avx512.permvar.hi.512(<32 x i16>, <32 x i16>)\n"
             )
 
     def of_bytes(self, e: Emitter, unsigned: str, signed: str, count: int = 64) -> str:
@@ -100,7 +99,7 @@ class Dots:
             return e.op(f"call <16 x i16> @llvm.x86.avx2.pmadd.ub.sw(<32 x i8> {unsigned}, <32 x i8> {signed})")
         if self._is_wide:
             return e.op(f"call <32 x i16> @llvm.x86.avx512.pmaddubs.w.512(<64 x i8> {unsigned}, <64 x i8> {signed})")
-        return self._halves(e, (unsigned, signed), "<64 x i8>", lambda *each: self.of_bytes(e, *each, 32))
+        return self._halves(e, (unsigned, signed), "<64 x i8>", lambda one, other: self.of_bytes(e, one, other, 32))
 
     def of_words(self, e: Emitter, one: str, other: str, count: int = 32) -> str:
         """Sums of each two products of words, as i32."""
@@ -108,17 +107,7 @@ class Dots:
             return e.op(f"call <8 x i32> @llvm.x86.avx2.pmadd.wd(<16 x i16> {one}, <16 x i16> {other})")
         if self._is_wide:
             return e.op(f"call <16 x i32> @llvm.x86.avx512.pmaddw.d.512(<32 x i16> {one}, <32 x i16> {other})")
-        return self._halves(e, (one, other), "<32 x i16>", lambda *each: self.of_words(e, *each, 16))
-
-    def spread(self, e: Emitter, words: str, places: Sequence[int]) -> str:
-        """The words <16 x i16> at 32 places. One instruction: LLVM would widen the words' bytes for each anew."""
-        if not self._is_wide:
-            lanes = ", ".join(f"i32 {place}" for place in places)
-            return e.op(f"shufflevector <16 x i16> {words}, <16 x i16> poison, <32 x i32> <{lanes}>")
-        lanes = ", ".join(f"i32 {i}" for i in range(32))
-        wide = e.op(f"shufflevector <16 x i16> {words}, <16 x i16> zeroinitializer, <32 x i32> <{lanes}>")
-        listed = ", ".join(f"i16 {place}" for place in places)
-        return e.op(f"call <32 x i16> @llvm.x86.avx512.permvar.hi.512(<32 x i16> {wide}, <32 x i16> <{listed}>)")
+        return self._halves(e, (one, other), "<32 x i16>", lambda one, other: self.of_words(e, one, other, 16))
 
     def _halves(self, e: Emitter, vectors: Sequence[str], kind: str, operation: Callable[..., str]) -> str:
         count = int(kind[1:].split()[0])
@@ -224,7 +213,7 @@ class FormWithMinima(LargeForm):
     def unpacked(self, e: Emitter, block: str) -> LargeWeights:
         assert isinstance(self.encoding, WithMinima)
         words = e.op(f"zext <16 x i8> {self.encoding.packed(e, block)} to <16 x i16>")
-        scales = [self.dots.spread(e, words, [2 * quarter + i // 16 for i in range(32)]) for quarter in range(4)]
+        scales = [self.words(e, words, [2 * quarter + i // 16 for i in range(32)]) for quarter in range(4)]
         minima = self.words(e, words, [8 + i // 2 for i in range(16)])
         low = e.op(f"fneg {self.vector} {self.half(e, block, 2)}")
         return LargeWeights(list(self.codes(e, block)), scales, minima, self.half(e, block, 0), low)
@@ -248,7 +237,7 @@ class SixBitForm(LargeForm):
         assert isinstance(self.encoding, Q6K)
         loaded = e.op(f"load <16 x i8>, ptr {e.address(block, '192')}, align 1")
         words = e.op(f"sext <16 x i8> {loaded} to <16 x i16>")
-        scales = [self.dots.spread(e, words, [4 * quarter + i // 8 for i in range(32)]) for quarter in range(4)]
+        scales = [self.words(e, words, [4 * quarter + i // 8 for i in range(32)]) for quarter in range(4)]
         codes = list(self.encoding.unsigned(e, block))
         return LargeWeights(codes, scales, words, self.half(e, block, 208), None)
 

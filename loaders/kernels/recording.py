@@ -95,7 +95,11 @@ class Recording:
             starts.append(len(words))
             words += launch.words
         self._original, self._words = words, array("q", words)
-        self._patches = [[at for at, word in enumerate(words) if word == address] for address in addresses]
+        found: dict[int, list[int]] = {address: [] for address in addresses}
+        for at, word in enumerate(words):
+            if word in found:
+                found[word].append(at)
+        self._patches = list(found.values())
         begin, _ = self._words.buffer_info()
         size, openmp = self._words.itemsize, gnu_openmp()
         assert openmp is not None

@@ -52,7 +52,7 @@ FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 UNDER_FORMATS = {"files.checkpoint", "files.gguf_types", "files.records", "params", "registry"} | {
     f"kernels.{name}"
     for name in (
-        *("bf16_bits", "compiler", "encodings", "gguf_encodings", "group_quantising"),
+        *("bf16_bits", "byte_product", "compiler", "encodings", "gguf_encodings", "group_quantising"),
         *(
             "row_product",
             "row_steps",
@@ -194,7 +194,10 @@ def test_formats_are_a_room_of_their_folder() -> None:
     under = {name.removeprefix("offspec.loaders.") for name in under if name.startswith("offspec.loaders.")}
     assert {name for name in under if not name.startswith("formats")} == UNDER_FORMATS
     within = {there for here, there in pairs if here.startswith("offspec.loaders.kernels")}
-    own = ("compiler", "encodings", "kept_code", "loops", "powers", "triton_gguf")
+    own = (
+        *("byte_rows", "compiler", "encodings", "gguf_encodings", "kept_code", "loops", "powers", "row_product"),
+        *("row_steps", "triton_gguf"),
+    )
     assert within == {"offspec.loaders.files.user_folders", *(f"offspec.loaders.kernels.{name}" for name in own)}
 
 

@@ -32,7 +32,7 @@ def _wanted(monkeypatch: pytest.MonkeyPatch) -> None:
 def load(pair: Pair, dtype: str = "bf16", **options: bool) -> Engine:
     """Exact targets keep the usual order, so these are fast ones."""
     draft = str(pair.draft)
-    return Engine.load(str(pair.target), draft=draft, device="cpu", dtype=dtype, fast_arithmetic=True, **options)
+    return Engine.load(str(pair.target), draft=draft, device="cpu", dtype=dtype, arithmetic="fast", **options)
 
 
 def is_blocked(engine: Engine) -> tuple[bool, bool]:

@@ -105,7 +105,7 @@ def test_many_seeds_of_the_built_in_pair(dtype: str) -> None:
 
 @pytest.mark.slow
 def test_fast_arithmetic_is_not_exact(load: GetEngine) -> None:
-    fast, fp32 = load("none", dtype="bf16", fast_arithmetic=True), load("none", dtype="fp32", fast_arithmetic=True)
+    fast, fp32 = load("none", dtype="bf16", arithmetic="fast"), load("none", dtype="fp32", arithmetic="fast")
     for engine in (fast, fp32):
         assert not engine.is_exact
         assert engine.inexact_reason == FASTEST_WAY

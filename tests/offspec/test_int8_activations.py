@@ -43,7 +43,7 @@ def load(folder: Path, draft: str = "none", **options: Any) -> Engine:
 
 @pytest.fixture(scope="module")
 def engine(packed: Path, pair: Pair) -> Iterator[Engine]:
-    with load(packed, str(pair.draft), int8_activations=True) as engine:
+    with load(packed, str(pair.draft), arithmetic="int8") as engine:
         yield engine
 
 
@@ -77,7 +77,7 @@ def test_rows_are_rounded_and_no_more(engine: Engine, packed: Path) -> None:
 
 
 def test_where_it_would_change_nothing(pair: Pair, packed: Path) -> None:
-    with refused(UsageError, "int8_activations", "GGUF", "omit it"):
-        load(pair.target, int8_activations=True)
-    with refused(UsageError, "int8_activations", "fast_arithmetic"):
-        load(packed, int8_activations=True, fast_arithmetic=True)
+    with refused(UsageError, "int8", "GGUF", "omit it"):
+        load(pair.target, arithmetic="int8")
+    with refused(UsageError, "exact", "int8", "fast", "int4"):
+        load(packed, arithmetic="int4")

@@ -99,7 +99,7 @@ def test_a_file_of_another_model_dtype_or_draft_is_not_used(pair: Pair, engine: 
         (loaded(other), "another model"),
         (loaded(longer), "another model"),
         (loaded(pair, dtype="bf16"), "another dtype"),
-        *([(loaded(pair, fast_arithmetic=True), "another arithmetic")] if num_lanes() else []),
+        *([(loaded(pair, arithmetic="fast"), "another arithmetic")] if num_lanes() else []),
     ):
         file.write_bytes(before)
         found, cached, told = answer(changed, file, PROMPT)

@@ -2,9 +2,9 @@
 
     PYTHON mixtures_worker.py JOB.json RESULT.json
 
-The job: program ("llama.cpp" or "offspec"), model, draft, int8_activations, threads, ram (bytes, or null), texts (at
-once), context (of one text), context_of_all, and tasks, each with prompts (token ids) and num_tokens (of each text). The result: load_s,
-version, and for each task the seconds, the bytes read from disks and the token ids of each text.
+The job: program ("llama.cpp" or "offspec"), model, draft, arithmetic, threads, ram (bytes, or null), texts (at once),
+context (of one text), context_of_all, and tasks, each with prompts (token ids) and num_tokens (of each text). The
+result: load_s, version, and for each task the seconds, the bytes read from disks and the token ids of each text.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def llama_cpp(job: dict[str, Any]) -> tuple[Answer, str]:
 def offspec(job: dict[str, Any]) -> tuple[Answer, str]:
     from offspec import Engine, SamplingParams, __version__
 
-    options = {key: job[key] for key in ("draft", "threads", "ram", "context", "texts", "int8_activations")}
+    options = {key: job[key] for key in ("draft", "threads", "ram", "context", "texts", "arithmetic")}
     engine = Engine.load(job["model"], device="cpu", **options)
 
     def answer(prompts: list[list[int]], num_tokens: int) -> list[list[int]]:

@@ -139,7 +139,7 @@ def test_packed_entries_have_near_ties_in_fp32_too(
 ) -> None:
     pair = build_pair(tmp_path_factory.mktemp("packed"))
     options: dict[str, Any] = {"draft": "none", "device": "cpu", "dtype": "fp32", "kv_cache": kv_cache}
-    with Engine.load(str(pair.target), fast_arithmetic=True, **options) as engine:
+    with Engine.load(str(pair.target), arithmetic="fast", **options) as engine:
         assert near_tie(engine) == excused
 
 
