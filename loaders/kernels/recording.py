@@ -156,6 +156,11 @@ class _Watch(TorchDispatchMode):
         self.others, self.kept, self.has_constants = list[str](), list(inputs), False
         self._own = set(map(_memory, inputs))  # what depends on the inputs
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing here is compiled by torch, whose compiler takes a second to import for this question."""
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
