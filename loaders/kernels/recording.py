@@ -148,7 +148,7 @@ def record(
 
 class _Watch(TorchDispatchMode):
     """Sees torch's operations. others: names of those that compute with what the function was given. has_constants:
-    whether there were some that did not. kept: every tensor that there was.
+    whether there were some that did not. kept: what was allocated or computed.
     """
 
     def __init__(self, inputs: Sequence[Tensor]) -> None:
@@ -167,7 +167,8 @@ class _Watch(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         given = list(_tensors((*args, *(kwargs or {}).values())))
         made = list(_tensors((result,)))
-        self.kept += made
+        others = set(map(_memory, given))
+        self.kept += [each for each in made if _memory(each) not in others]  # views of weights would keep these
         if "empty" in func.name():
             self._own.update(map(_memory, made))
         elif func._schema.is_mutable:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Hashable, Mapping, Sequence
-from operator import is_
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -23,14 +23,19 @@ MOST_KNOWN = 16  # of a part: its steps, for each of some threads
 
 
 class _Known:
-    """What is known of a step with some weights. recording: None before the second use, and if there cannot be one."""
+    """What is known of a step with some weights, which it does not keep in memory.
+
+    recording: None before the second use, and if there cannot be one.
+    """
 
     def __init__(self, weights: Sequence[Weight]) -> None:
-        self._weights, self.is_tried = weights, False
+        self._weights, self.is_tried = list(map(ref, weights)), False
         self.recording: Recording | None = None
 
     def is_of(self, weights: Sequence[Weight]) -> bool:
-        return len(weights) == len(self._weights) and all(map(is_, weights, self._weights))
+        if len(weights) != len(self._weights):
+            return False
+        return all(own() is each for own, each in zip(self._weights, weights, strict=True))
 
 
 class RecordedSteps:

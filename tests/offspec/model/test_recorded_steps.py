@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from weakref import ref
 
 import pytest
 import torch
@@ -107,6 +108,17 @@ def test_other_weights_begin_anew() -> None:
     assert layer.calls == 8
     weight.mul_(2)  # in place
     assert torch.equal(layer.run(x, weight)[0], Layer().run(x, weight)[0])
+
+
+def test_weights_are_not_kept() -> None:
+    """After an engine was closed, its memory is free."""
+    layer, weight = Layer(), noise(WIDTH, WIDTH)
+    for _ in range(3):
+        layer.run(noise(1, WIDTH), weight)
+    assert layer.steps.recorded
+    watched = ref(weight)
+    del weight
+    assert watched() is None
 
 
 def test_other_rows_are_computed() -> None:
