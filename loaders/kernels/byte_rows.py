@@ -1,6 +1,7 @@
 """Rows of numbers in 8 bits, as products with GGUF's blocks take them (`byte_product`): a block has one scale.
 
-A number is scale · code, and the largest one of a block has the code 127 or -127 (ggml's Q8_K and Q8_0).
+A number is scale · code, and the largest one of a block has the code 127 or -127 (ggml's Q8_K and Q8_0). A block with a
+number that is not finite has such a scale, so that products with it are not finite either.
 """
 
 from __future__ import annotations
@@ -55,10 +56,10 @@ class ToBytes(RowStep):
         vector, ints = f"<{LANES} x float>", f"<{LANES} x i32>"
         return (
             f"declare {vector} @llvm.fabs.v{LANES}f32({vector})\n"
-            f"declare {vector} @llvm.maxnum.v{LANES}f32({vector}, {vector})\n"
+            f"declare {vector} @llvm.maximum.v{LANES}f32({vector}, {vector})\n"
             f"declare {vector} @llvm.rint.v{LANES}f32({vector})\n"
             f"declare {ints} @llvm.fptosi.sat.v{LANES}i32.v{LANES}f32({vector})\n"
-            f"declare float @llvm.vector.reduce.fmax.v{LANES}f32({vector})\n"
+            f"declare float @llvm.vector.reduce.fmaximum.v{LANES}f32({vector})\n"
             f"declare i32 @llvm.vector.reduce.add.v{LANES}i32({ints})\n"
         )
 
@@ -74,8 +75,8 @@ class ToBytes(RowStep):
             most = "zeroinitializer"
             for each in numbers:
                 size = e.op(f"call {vector} @llvm.fabs.v{LANES}f32({vector} {each})")
-                most = e.op(f"call {vector} @llvm.maxnum.v{LANES}f32({vector} {most}, {vector} {size})")
-            largest = e.op(f"call float @llvm.vector.reduce.fmax.v{LANES}f32({vector} {most})")
+                most = e.op(f"call {vector} @llvm.maximum.v{LANES}f32({vector} {most}, {vector} {size})")
+            largest = e.op(f"call float @llvm.vector.reduce.fmaximum.v{LANES}f32({vector} {most})")
             inverse = e.op(f"fdiv float 127.0, {largest}")
             is_zero = e.op(f"fcmp oeq float {largest}, 0.0")
             factor = splat(e, e.op(f"select i1 {is_zero}, float 0.0, float {inverse}"), LANES)

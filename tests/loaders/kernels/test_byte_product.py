@@ -80,6 +80,18 @@ def test_rows(dtype: torch.dtype, size: int) -> None:
         assert torch.equal(sums.int(), codes.int().unflatten(-1, (-1, 16)).sum(-1, dtype=torch.int32))
 
 
+@pytest.mark.parametrize("name", ["Q4_K", "MXFP4"])
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_what_is_not_finite_stays_so(name: str, number: float) -> None:
+    """So that logits say it."""
+    product, (blocks, _) = product_of(name, 8), matrix(name, 9)
+    x = noise(3, COLUMNS)
+    x[1, 7] = number
+    found = product(x, [blocks], 9)
+    assert not found[1].isfinite().any()
+    assert torch.equal(found[[0, 2]], product(x[[0, 2]], [blocks], 9))
+
+
 @pytest.mark.parametrize(("name", "lanes"), KINDS)
 def test_products(name: str, lanes: int) -> None:
     """Up to fp32's rounding, and a row has the same bits with any others."""
