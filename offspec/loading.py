@@ -13,6 +13,7 @@ import torch
 
 from offspec.loaders.accelerators.accelerator import Accelerator, accelerator_of
 from offspec.loaders.formats.products import exact_rows
+from offspec.loaders.kernels.byte_product import FORMS
 from offspec.loaders.machine.card_choices import keep_ways
 from offspec.loaders.machine.hardware import Rates, pinning_remedy, read_hardware
 from offspec.loaders.machine.heap import return_large_blocks
@@ -419,8 +420,7 @@ def _weight_settings(
     )
     if options.arithmetic == INT8 and not (is_exact and device.type == "cpu" and has_byte_products(files)):
         raise UsageError(
-            "`arithmetic` int8 is for GGUF files of Q4_K, Q5_K, Q6_K, Q8_0, Q4_0, IQ4_NL or MXFP4 whose text is exact "
-            "on a CPU; omit it"
+            f"`arithmetic` int8 is for GGUF files of {', '.join(FORMS)} whose text is exact on a CPU; omit it"
         )
     if is_exact:
         with exact_rows(in_bytes=options.arithmetic == INT8):

@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..kernels.compiler import LAUNCHES, instructions
+from ..kernels.compiler import instructions, is_recording
 from ..kernels.encodings import Float16, Float32
 from ..kernels.row_product import RowProduct, can_pair
 from ..kernels.row_steps import add_rows, can_step
@@ -250,7 +250,7 @@ def plus(product: Tensor, bias: Tensor | None) -> Tensor:
 
 def steps_add(x: Tensor, other: Tensor) -> bool:
     """Whether `add_rows` adds two tensors: only for a recording, as it takes Python longer than torch's sum."""
-    return LAUNCHES.kept is not None and x.dtype == other.dtype and can_step(x.dtype, x.shape[-1])
+    return is_recording() and x.dtype == other.dtype and can_step(x.dtype, x.shape[-1])
 
 
 def rows_of(x: Tensor) -> int:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
@@ -44,7 +45,7 @@ MOST_ROWS, LARGE = 2**62, 256  # there are no panels: codes are unpacked again f
 class ByteProduct(RowProduct):
     """Rows rounded to 8 bits, times matrices of the same encoding."""
 
-    def __init__(self, encoding: BlockEncoding, form: ByteForm) -> None:
+    def __init__(self, encoding: BlockEncoding, form: ByteForm[Any]) -> None:
         super().__init__(encoding)
         self._form = form
 
@@ -122,8 +123,11 @@ class Dots:
         return e.op(f"shufflevector {part} {results[0]}, {part} {results[1]}, <{2 * size} x i32> <{lanes}>")
 
 
-class ByteForm(ABC):
-    """How a block of an encoding is multiplied. count, vector: of its fp32 sums."""
+W = TypeVar("W")
+
+
+class ByteForm(ABC, Generic[W]):
+    """How a block of an encoding, as W, is multiplied. count: fp32 sums of a row; vector: their type."""
 
     count: int
     declarations = ""
@@ -133,11 +137,11 @@ class ByteForm(ABC):
         self.vector = f"<{self.count} x float>"
 
     @abstractmethod
-    def unpacked(self, e: Emitter, block: str) -> object:
+    def unpacked(self, e: Emitter, block: str) -> W:
         """What a block of the matrix is multiplied with, for `added`."""
 
     @abstractmethod
-    def added(self, e: Emitter, total: str, weights: object, x: str, layout: ByteLayout) -> str:
+    def added(self, e: Emitter, total: str, weights: W, x: str, layout: ByteLayout) -> str:
         """The sums of a row plus those of a block at the address `x`."""
 
     def numbers(self, e: Emitter, integers: str) -> str:
@@ -173,13 +177,12 @@ class LargeWeights:
     low: str | None
 
 
-class LargeForm(ByteForm):
+class LargeForm(ByteForm[LargeWeights]):
     """Blocks of 256."""
 
     count = 16
 
-    def added(self, e: Emitter, total: str, weights: object, x: str, layout: ByteLayout) -> str:
-        assert isinstance(weights, LargeWeights)
+    def added(self, e: Emitter, total: str, weights: LargeWeights, x: str, layout: ByteLayout) -> str:
         whole = "zeroinitializer"
         for quarter, (codes, scales) in enumerate(zip(weights.codes, weights.scales, strict=True)):
             row = e.op(f"load <64 x i8>, ptr {e.address(x, str(64 * quarter))}, align 64")
@@ -254,7 +257,7 @@ class SmallWeights:
     factor: str
 
 
-class SmallForm(ByteForm):
+class SmallForm(ByteForm[SmallWeights]):
     """Blocks of 32 with one scale: Q8_0, Q4_0, IQ4_NL and MXFP4. values: of codes of 4 bits, in a table."""
 
     count = 8
@@ -284,8 +287,7 @@ class SmallForm(ByteForm):
             signed = e.op(f"call <32 x i8> @llvm.x86.avx2.pshuf.b(<32 x i8> <{table}>, <32 x i8> {places})")
         return SmallWeights(signed, e.op(f"call <32 x i8> @llvm.abs.v32i8(<32 x i8> {signed}, i1 0)"), factor)
 
-    def added(self, e: Emitter, total: str, weights: object, x: str, layout: ByteLayout) -> str:
-        assert isinstance(weights, SmallWeights)
+    def added(self, e: Emitter, total: str, weights: SmallWeights, x: str, layout: ByteLayout) -> str:
         row = e.op(f"load <32 x i8>, ptr {x}, align 32")
         moved = e.op(f"call <32 x i8> @llvm.x86.avx2.psign.b(<32 x i8> {row}, <32 x i8> {weights.signed})")
         pairs = self.dots.of_bytes(e, weights.sizes, moved, 32)
@@ -297,7 +299,7 @@ class SmallForm(ByteForm):
 # ------------------------------------------------------------------------------------------------------ the kernel
 
 
-def _block(encoding: Encoding, form: ByteForm, layout: ByteLayout, num_rows: int) -> str:
+def _block(encoding: Encoding, form: ByteForm[Any], layout: ByteLayout, num_rows: int) -> str:
     """Products of `num_rows` rows of x with rows first .. last of the matrix."""
     e, rows = Emitter(), range(num_rows)
     e.label("entry")
@@ -343,7 +345,7 @@ def _few() -> str:
 
 
 # GGUF's types that are multiplied so.
-FORMS: Mapping[str, Callable[[BlockEncoding, Sequence[int]], ByteForm]] = {
+FORMS: Mapping[str, Callable[[BlockEncoding, Sequence[int]], ByteForm[Any]]] = {
     "Q4_K": lambda encoding, _: FormWithMinima(encoding),
     "Q5_K": lambda encoding, _: FormWithMinima(encoding),
     "Q6_K": lambda encoding, _: SixBitForm(encoding),

@@ -163,6 +163,11 @@ class _Launches(threading.local):
 LAUNCHES = _Launches()
 
 
+def is_recording() -> bool:
+    """Whether this thread's launches are kept, so that kernels should do what torch would do else."""
+    return LAUNCHES.kept is not None
+
+
 def run_on_threads(worker: Callable[..., None], words: Sequence[int], num_threads: int) -> None:
     """Run `worker` on the address of 64-bit `words`, on `num_threads` threads at a time, torch's if possible.
 

@@ -78,7 +78,7 @@ def can_record() -> bool:
 class Recording:
     """A function's launches. It repeats them for other numbers in tensors of the same shapes.
 
-    addressed: matrices that may be others of the same shape and format in each call.
+    addresses: of matrices that may be others of the same shape and format in each call.
     """
 
     def __init__(

@@ -26,7 +26,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .compiler import LAUNCHES, Emitter, compile_ir, instructions, run_on_threads
+from .compiler import Emitter, compile_ir, instructions, is_recording, run_on_threads
 from .encodings import Encoding, Factors, Float16, RowReader, Unpacked, Vectors, bf16_bits, fp16_bits
 from .loops import counted
 from .row_steps import lanes, lay_rows
@@ -40,7 +40,7 @@ MOST_DIRECT_LONG = 16  # rows of bf16 in pairs without a panel, if they are long
 FETCH_AHEAD = 8  # rows of the matrix between one that is read and one that is fetched into the caches meanwhile
 
 PARTS = ", ".join(f"ptr %part{i}" for i in range(MOST_PARTS))
-NO_PARTS = (0,) * MOST_PARTS
+_NO_PARTS = (0,) * MOST_PARTS
 _NONE = ", ".join(["ptr null"] * (MOST_PARTS - 1))
 BLOCK = (
     f"ptr noalias %x, ptr noalias %out, {PARTS}, "
@@ -246,7 +246,7 @@ class RowProduct:
             chunk = PANEL_ROWS if has_panel else _chunk_rows(num_outputs, parts[0].nbytes)
             region = -(-num_outputs // (regions * chunk)) * chunk
             words += (at_rows + first * row_bytes, at_out, num_outputs, num_columns, num_rows, chunk, region, has_panel)
-            words += (at_rounded, *addresses, *NO_PARTS[len(parts) :])
+            words += (at_rounded, *addresses, *_NO_PARTS[len(parts) :])
             at_out += out.itemsize * num_rows * num_outputs
             at_rounded += rounded.itemsize * num_rows * num_outputs
         words += (0,) * (len(jobs) * regions)
@@ -259,7 +259,7 @@ class RowProduct:
         """[R, K] in the factors' dtype, each row in the order in which the encoding has the weights."""
         apart, is_wide = self.encoding.interleave, self._factors.dtype == torch.float32
         is_laid = apart == 1 and x.dtype == self._factors.dtype
-        if LAUNCHES.kept is not None and is_wide and not is_laid and self.encoding.lanes == lanes():
+        if is_recording() and is_wide and not is_laid and self.encoding.lanes == lanes():
             return lay_rows(x, apart)
         if apart > 1:
             x = x.reshape(x.shape[0], -1, self.encoding.lanes, apart).transpose(2, 3)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offspec.loaders.kernels.compiler import LAUNCHES
+from offspec.loaders.kernels.compiler import is_recording
 from offspec.loaders.kernels.row_steps import can_step, turn_heads
 
 from ..errors import CheckpointError
@@ -221,7 +221,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, is_interleaved: bool = False)
         return torch.cat((turned, x[..., rotary_dim:]), dim=-1)
     if is_interleaved:
         return x * cos + torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2) * sin
-    if LAUNCHES.kept is not None and x.dtype == cos.dtype and can_step(x.dtype, rotary_dim // 2):
+    if is_recording() and x.dtype == cos.dtype and can_step(x.dtype, rotary_dim // 2):
         return turn_heads(x, cos, sin)
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-second, first), dim=-1) * sin
