@@ -34,7 +34,7 @@ from offspec.loaders.convert import convert
 from offspec.loaders.files.gguf_types import GGUF_TYPES
 from offspec.loaders.formats import Weight
 from offspec.loaders.formats.gguf import GgufMatrix
-from offspec.loaders.kernels.compiler import describe_instructions
+from offspec.loaders.kernels.processor import describe_instructions
 from offspec.loaders.params import CONVERT_FORMATS, SHADOW_FORMATS, ConvertParams
 from offspec.loaders.streaming.placement import Limits, Place, Placement, Slots, Tier
 from offspec.loaders.streaming.weights import RamWeights

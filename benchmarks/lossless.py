@@ -34,7 +34,7 @@ from offspec.loaders.convert import read_whole
 from offspec.loaders.files.readers import FileReader
 from offspec.loaders.formats import StoredWeight, bf16_bits
 from offspec.loaders.formats.bf16_packed import PackedBf16Matrix
-from offspec.loaders.kernels.compiler import describe_instructions
+from offspec.loaders.kernels.processor import describe_instructions
 from offspec.loaders.machine.hardware import read_hardware
 from offspec.loaders.streaming.tiers import TieredWeights, TierOptions
 from offspec.loaders.units import parse_size

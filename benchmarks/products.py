@@ -17,7 +17,7 @@ import torch
 from offspec.checkpoints.opening import DTYPES
 from offspec.loaders.formats import linear
 from offspec.loaders.formats.products import COSTS
-from offspec.loaders.kernels.compiler import describe_instructions
+from offspec.loaders.kernels.processor import describe_instructions
 from offspec.loaders.machine.product_costs import sample, ways_of
 
 CACHE_BYTES, TURNS = 256 * 2**20, 9

@@ -23,7 +23,7 @@ from offspec.checkpoints.opening import DTYPES
 from offspec.loaders.formats.core import PackedMatrix
 from offspec.loaders.formats.gguf import QUANTISED, GgufMatrix, unpack_reference
 from offspec.loaders.formats.scaled import ScaledMatrix
-from offspec.loaders.kernels.compiler import describe_instructions
+from offspec.loaders.kernels.processor import describe_instructions
 from offspec.loaders.machine.product_costs import sample
 
 SCALED = ("fp8", "w4a16", "w8a16", "nvfp4", "mxfp4", "w3a16")

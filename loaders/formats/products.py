@@ -25,8 +25,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..kernels.compiler import instructions, is_recording
+from ..kernels.compiler import is_recording
 from ..kernels.encodings import Float16, Float32
+from ..kernels.processor import instructions
 from ..kernels.row_product import RowProduct, can_pair
 from ..kernels.row_steps import add_rows, can_step
 

@@ -13,7 +13,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from .compiler import Emitter, compile_ir, instructions, run_on_threads
+from .compiler import Emitter, compile_ir, run_on_threads
+from .processor import instructions
 
 ROUNDS = 2  # of least squares; a third one takes 0.5 to 1.7 % off the squared error of normal weights
 TINY = 2.0**-100  # a scale below is 0: its inverse would not be finite

@@ -22,10 +22,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .compiler import Emitter, compile_ir, instructions, run_on_threads
+from .compiler import Emitter, compile_ir, run_on_threads
 from .encodings import constant, of_bf16_bits, splat
 from .loops import counted
 from .powers import at_least, at_most, of_all, power_of_e
+from .processor import instructions
 
 BLOCK = 32  # positions
 TILE_QUERIES = 64  # queries for which a block is unpacked once, if the tile has several rows

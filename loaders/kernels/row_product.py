@@ -26,9 +26,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .compiler import Emitter, compile_ir, instructions, is_recording, run_on_threads
+from .compiler import Emitter, compile_ir, is_recording, run_on_threads
 from .encodings import Encoding, Factors, Float16, RowReader, Unpacked, Vectors, bf16_bits, fp16_bits
 from .loops import counted
+from .processor import instructions
 from .row_steps import lanes, lay_rows
 
 # Without a panel: rows of x at a time, and bytes of weights that a thread takes at a time, which stay in its cache.

@@ -16,10 +16,11 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from .compiler import Emitter, compile_ir, instructions, run_on_threads
+from .compiler import Emitter, compile_ir, run_on_threads
 from .encodings import bf16_bits, fp16_bits, of_bf16_bits, splat
 from .loops import counted
 from .powers import at_least, at_most, of_all, sigmoid_divisor
+from .processor import instructions
 
 ITEMS = {torch.bfloat16: "i16", torch.float16: "half", torch.float32: "float"}
 SHARPNESS, LARGEST = 1.702, 7.0  # of gpt-oss's activation: S and L of `ClampedGate`

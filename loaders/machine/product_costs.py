@@ -37,7 +37,7 @@ from ..formats.products import (
     num_lanes,
     plain_product,
 )
-from ..kernels.compiler import instructions
+from ..kernels.processor import instructions
 from ..kernels.row_product import RowProduct
 from .measured_files import measured_file, read_measured, versions, write_measured
 

@@ -18,7 +18,7 @@ from offspec.loaders.files.containers import open_checkpoint, open_config
 from offspec.loaders.files.hub import resolve
 from offspec.loaders.files.user_folders import expand_home
 from offspec.loaders.formats import blank_tensors, format_notes, plan_form
-from offspec.loaders.kernels.compiler import instructions
+from offspec.loaders.kernels.processor import instructions
 from offspec.loaders.machine.gpu_support import card_fault, gpu_fault
 from offspec.loaders.machine.hardware import Gpu
 from offspec.loaders.params import GGUF_MIXTURES

@@ -11,7 +11,7 @@ import torch
 
 from offspec.loaders.formats.on_gpu import row_kernels
 from offspec.loaders.formats.products import EXACT_DTYPES, can_be_exact
-from offspec.loaders.kernels.compiler import describe_instructions, has_amx
+from offspec.loaders.kernels.processor import describe_instructions, has_amx
 from offspec.loaders.kernels.row_attention import can_attend, can_attend_on_gpu
 
 from .config import ModelConfig

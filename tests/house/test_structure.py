@@ -54,6 +54,7 @@ UNDER_FORMATS = {"files.checkpoint", "files.gguf_types", "files.records", "param
     for name in (
         *("bf16_bits", "byte_product", "compiler", "encodings", "gguf_encodings", "group_quantising"),
         *(
+            "processor",
             "row_product",
             "row_steps",
             "scaled",
@@ -195,8 +196,8 @@ def test_formats_are_a_room_of_their_folder() -> None:
     assert {name for name in under if not name.startswith("formats")} == UNDER_FORMATS
     within = {there for here, there in pairs if here.startswith("offspec.loaders.kernels")}
     own = (
-        *("byte_rows", "compiler", "encodings", "gguf_encodings", "kept_code", "loops", "powers", "row_product"),
-        *("row_steps", "triton_gguf"),
+        *("byte_rows", "compiler", "encodings", "gguf_encodings", "kept_code", "loops", "powers", "processor"),
+        *("row_product", "row_steps", "triton_gguf"),
     )
     assert within == {"offspec.loaders.files.user_folders", *(f"offspec.loaders.kernels.{name}" for name in own)}
 

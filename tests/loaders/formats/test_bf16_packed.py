@@ -36,8 +36,8 @@ from offspec.loaders.formats.products import (
     plain_product,
 )
 from offspec.loaders.kernels.bf16_bits import Bf16Bits
-from offspec.loaders.kernels.compiler import instructions
 from offspec.loaders.kernels.encodings import Float16
+from offspec.loaders.kernels.processor import instructions
 from offspec.loaders.kernels.row_product import RowProduct
 from offspec.loaders.kernels.unpack import Unpacker
 from offspec.loaders.machine.product_costs import sample

@@ -11,8 +11,8 @@ from torch import Tensor
 from offspec.loaders.formats.gguf_blocks import VALUES
 from offspec.loaders.kernels.byte_product import FORMS, TILE_ROWS, ByteProduct, byte_product
 from offspec.loaders.kernels.byte_rows import LAYOUTS, to_bytes
-from offspec.loaders.kernels.compiler import instructions
 from offspec.loaders.kernels.gguf_encodings import block_encoding
+from offspec.loaders.kernels.processor import instructions
 from offspec.loaders.kernels.row_product import Job
 from offspec.loaders.kernels.row_steps import ITEMS
 

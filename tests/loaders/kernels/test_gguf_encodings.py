@@ -13,8 +13,8 @@ from offspec.loaders.formats import format_named, linear
 from offspec.loaders.formats.gguf import QUANTISED
 from offspec.loaders.formats.gguf_blocks import GRID_TYPES, VALUES
 from offspec.loaders.formats.products import KERNEL, TORCH, ProductCosts
-from offspec.loaders.kernels.compiler import instructions
 from offspec.loaders.kernels.gguf_encodings import BlockEncoding, block_encoding
+from offspec.loaders.kernels.processor import instructions
 from offspec.loaders.kernels.row_product import RowProduct
 from offspec.loaders.kernels.unpack import WORTH_COMPILING, Unpacker
 from offspec.loaders.machine.product_costs import has_choice, of_no_file, sample, ways_of

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from offspec.loaders.kernels import kept_code
-from offspec.loaders.kernels.compiler import compile_ir, instructions
+from offspec.loaders.kernels.compiler import compile_ir
+from offspec.loaders.kernels.processor import instructions
 
 SEVEN = """define void @worker(ptr %job) {
   store i64 7, ptr %job

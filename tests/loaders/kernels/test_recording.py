@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from offspec.loaders.formats.products import exact_rows, multiply
-from offspec.loaders.kernels.compiler import LAUNCHES, gnu_openmp, instructions
+from offspec.loaders.kernels.compiler import LAUNCHES, gnu_openmp
+from offspec.loaders.kernels.processor import instructions
 from offspec.loaders.kernels.recording import record
 from offspec.loaders.kernels.row_steps import add_rows, gate_rows, norm_rows
 

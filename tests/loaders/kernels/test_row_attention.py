@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from offspec.loaders.kernels.compiler import instructions
+from offspec.loaders.kernels.processor import instructions
 from offspec.loaders.kernels.row_attention import (
     BLOCK,
     KeySlots,

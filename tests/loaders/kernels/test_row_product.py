@@ -23,8 +23,8 @@ from offspec.loaders.formats.int8 import Int8Matrix
 from offspec.loaders.formats.products import KERNEL, ProductCosts, can_multiply, num_lanes, plain_product
 from offspec.loaders.formats.scaled import FP4, FP4_NUMBERS, Codes, ScaledLayout, ScaledMatrix
 from offspec.loaders.kernels import compiler
-from offspec.loaders.kernels.compiler import instructions
 from offspec.loaders.kernels.encodings import Blocks, Encoding, Float16, FourBit, Int8
+from offspec.loaders.kernels.processor import instructions
 from offspec.loaders.kernels.row_product import Job, RowProduct
 from offspec.loaders.kernels.scaled import Fp8, LowFirst, MxFp4
 
@@ -309,7 +309,7 @@ def _instructions_with(**environment: str) -> set[str]:
     if not environment and not hidden & os.environ.keys():
         return set(instructions())
     inherited = {name: value for name, value in os.environ.items() if name not in hidden}
-    say = "from offspec.loaders.kernels.compiler import instructions; print(*instructions())"
+    say = "from offspec.loaders.kernels.processor import instructions; print(*instructions())"
     done = subprocess.run(
         [sys.executable, "-c", say], env=inherited | environment, capture_output=True, text=True, check=True
     )

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from offspec.loaders.kernels.compiler import instructions
+from offspec.loaders.kernels.processor import instructions
 from offspec.loaders.kernels.row_steps import (
     ITEMS,
     Gate,
