@@ -230,8 +230,8 @@ loading_options = all_of(
         "arithmetic",
         is_rare=True,
         type=click.Choice(ARITHMETIC_NAMES),
-        help="int8: round what GGUF weights multiply on a CPU to 8 bits; fast: near-ties may change the text. "
-        "[default: exact]",
+        help="exact: plain decoding's text; int8: so, but round what GGUF weights multiply on a CPU to 8 bits; fast: "
+        "near-ties may change the text. [default: exact on a CPU and for streamed weights, where that is possible]",
     ),
     LOADING.option(
         "threads",

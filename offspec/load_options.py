@@ -19,8 +19,7 @@ from .errors import UsageError
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-AUTO = "auto"
-ARITHMETIC_NAMES = EXACT, INT8, FAST = "exact", "int8", "fast"
+ARITHMETIC_NAMES = AUTO, EXACT, INT8, FAST = "auto", "exact", "int8", "fast"
 SIZES = {"vram", "ram", "cache_ram"}
 AnyPath = str | PathLike[str]
 
@@ -91,10 +90,11 @@ class LoadOptions:
     `planning.parked_texts`' default. deterministic: nothing depends on measured times, so that the same request gives
     the same text where it is not exact, too, if weights and KV entries lie where they did: trees of a given size, no
     drafting during passes, one text at a time, kernels chosen by rules (for the whole process: `process.fix_choices`).
-    arithmetic: one of ARITHMETIC_NAMES. EXACT: the text equals plain decoding's wherever there are kernels
-    (`model.exactness`). INT8: so it does, but on a CPU rows are rounded to 8 bits before they multiply GGUF's quantised
-    matrices, as llama.cpp does, which is faster; refused where it would change nothing. FAST: rows are computed in the
-    fastest way, whatever rows share their pass, and the text is plain decoding's up to near-ties.
+    arithmetic: one of ARITHMETIC_NAMES. EXACT: the text equals plain decoding's; refused where there are no kernels for
+    that (`model.exactness`). INT8: so it does, but on a CPU rows are rounded to 8 bits before they multiply GGUF's
+    quantised matrices, as llama.cpp does, which is faster; refused where it would change nothing. FAST: rows are
+    computed in the fastest way, whatever rows share their pass, and the text is plain decoding's up to near-ties. AUTO:
+    EXACT where there are kernels on a CPU, and on a GPU for streamed targets; elsewhere FAST.
     Raises UsageError for values that contradict each other.
     """
 
@@ -123,7 +123,7 @@ class LoadOptions:
     needs_draft_model: bool = False
     cache_ram: int | None = 0
     deterministic: bool = False
-    arithmetic: str = EXACT
+    arithmetic: str = AUTO
     special_in_text: bool = False
 
     def __post_init__(self) -> None:

@@ -30,9 +30,9 @@ from .drafts.base import Draft, DraftOptions, OpenedDraft, OpenRequest
 from .drafts.kinds import open_draft
 from .drafts.weighing import Chooser, Scales
 from .errors import MemoryLimitError, UsageError
-from .load_options import FAST, INT8, LoadOptions
+from .load_options import AUTO, FAST, INT8, LoadOptions
 from .model.decoder import Decoder
-from .model.exactness import is_exact_by_default, reason_of
+from .model.exactness import is_exact_by_default, reason_against_exactness, reason_of
 from .model.memory.kv_in_ram import EntriesInRam
 from .model.memory.text_memory import TextMemory, total_bytes
 from .planning.draft_forecast import Guessing, round_s
@@ -415,13 +415,7 @@ def _weight_settings(
 ) -> WeightSettings:
     """How the target's weights are loaded; kernels of exact rows are prepared if it uses them."""
     is_resident = plan.placement.is_resident
-    is_exact = options.arithmetic != FAST and is_exact_by_default(
-        files.config, files.dtype, device, is_streamed=not is_resident, kv=files.kv
-    )
-    if options.arithmetic == INT8 and not (is_exact and device.type == "cpu" and has_byte_products(files)):
-        raise UsageError(
-            f"`arithmetic` int8 is for GGUF files of {', '.join(FORMS)} whose text is exact on a CPU; omit it"
-        )
+    is_exact = _is_exact(options.arithmetic, files, device, is_streamed=not is_resident)
     if is_exact:
         with exact_rows(in_bytes=options.arithmetic == INT8):
             prepare_exact_products(files, is_resident=is_resident)
@@ -432,6 +426,19 @@ def _weight_settings(
         expert_choice=None if is_exact else plan.expert_choice(rates),
         progress=options.progress,
     )
+
+
+def _is_exact(arithmetic: str, files: ModelFiles, device: torch.device, *, is_streamed: bool) -> bool:
+    """Whether the target is exact. Raises UsageError if the user's choice cannot be followed."""
+    if arithmetic == AUTO:
+        return is_exact_by_default(files.config, files.dtype, device, is_streamed=is_streamed, kv=files.kv)
+    if arithmetic == FAST:
+        return False
+    if (reason := reason_against_exactness(files.config, files.dtype, device, files.kv)) is not None:
+        raise UsageError(f"`arithmetic` {arithmetic} is not possible for this model here: {reason}; omit it")
+    if arithmetic == INT8 and not (device.type == "cpu" and has_byte_products(files)):
+        raise UsageError(f"`arithmetic` int8 is for GGUF files of {', '.join(FORMS)} on a CPU; omit it")
+    return True
 
 
 def load_planned(plan: Plan, device: torch.device, settings: WeightSettings) -> TieredWeights:

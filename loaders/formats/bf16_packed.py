@@ -21,6 +21,7 @@ from offspec.errors import CheckpointError
 
 from ..files.checkpoint import TensorInfo
 from ..kernels.bf16_bits import Bf16Bits
+from ..kernels.processor import num_lanes, per_processor
 from ..kernels.row_product import RowProduct
 from ..kernels.unpack import Unpacker
 from ..params import LOSSLESS_FORMAT, ConvertParams
@@ -131,16 +132,16 @@ def _viewed(scratch: Tensor, shape: tuple[int, ...]) -> Tensor:
     return scratch.view(torch.bfloat16)[: math.prod(shape)].view(shape)
 
 
-@cache
+@per_processor
 def _product() -> RowProduct | None:
-    lanes = products.num_lanes()
+    lanes = num_lanes()
     return RowProduct(Bf16Bits(lanes)) if lanes else None
 
 
-@cache
+@per_processor
 def _unpacker(dtype: torch.dtype) -> Unpacker | None:
     """Its steps are of 32 weights on every CPU, a block of codes."""
-    return Unpacker(Bf16Bits(8), dtype) if products.num_lanes() and dtype in _UNPACKED_DTYPES else None
+    return Unpacker(Bf16Bits(8), dtype) if num_lanes() and dtype in _UNPACKED_DTYPES else None
 
 
 @cache

@@ -30,6 +30,7 @@ from offspec.errors import CheckpointError
 from ..files.checkpoint import TensorInfo, show
 from ..files.records import ALIGNMENT, typed
 from ..kernels.encodings import Blocks, FourBit
+from ..kernels.processor import num_lanes, per_processor
 from ..kernels.row_product import RowProduct
 from ..params import QUANT_TYPES, ConvertParams
 from . import core
@@ -48,7 +49,6 @@ from .core import (
 )
 from .plain import PlainWeight
 from .process_state import bitsandbytes_functional, has_bitsandbytes, one_thread
-from .products import num_lanes
 from .quant_state import QUANT_STATE, QuantStateReader
 
 WRITTEN_BLOCKSIZE = 64  # as in transformers, which has no setting for it
@@ -157,7 +157,7 @@ class Matrix4bit(PackedMatrix):
         return product, parts if nested is None else [*parts, nested.values, nested.scales, nested.offset_on_device]
 
 
-@cache
+@per_processor
 def _product(quant_type: str, blocksize: int, nested_blocksize: int) -> RowProduct | None:
     lanes = num_lanes()
     return RowProduct(FourBit(lanes, CODES[quant_type], Blocks(blocksize, nested_blocksize))) if lanes else None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property, partial
+from functools import cached_property, partial
 from types import ModuleType
 
 import torch
@@ -19,6 +19,7 @@ from ..files.checkpoint import TensorInfo, show
 from ..files.gguf_types import GGUF_TYPES, GgufType
 from ..kernels.byte_product import byte_product
 from ..kernels.gguf_encodings import block_encoding
+from ..kernels.processor import num_lanes, per_processor
 from ..kernels.row_product import RowProduct
 from ..kernels.unpack import Unpacker
 from ..params import SHADOW_FORMATS, ConvertParams
@@ -39,7 +40,7 @@ from .gguf_blocks import HALVES, UNPACK, VALUES, check_grid
 from .gguf_pack import PACK, GgufPacker, suffix
 from .on_gpu import FASTER_WAY, gguf_kernels, on_device
 from .plain import PlainWeight
-from .products import num_lanes, plus
+from .products import plus
 
 QUANTISED: Mapping[str, GgufType] = {kind.name: kind for kind in GGUF_TYPES.values() if kind.name in UNPACK}
 IN_FOLDERS = {suffix(name).removeprefix("."): name for name in PACK}  # suffix of a tensor of blocks → their type
@@ -109,7 +110,7 @@ class GgufMatrix(PackedMatrix):
         return FASTER_WAY.is_kernel((self.form, dtype), self.device) is True
 
 
-@cache
+@per_processor
 def _product(name: str) -> RowProduct | None:
     encoding = block_encoding(name, lanes, VALUES.get(name, ())) if (lanes := num_lanes()) else None
     if encoding is None:
@@ -125,7 +126,7 @@ def _gpu_kernels(form: str) -> ModuleType | None:
     return kernels if kernels is not None and form in kernels.LAYOUTS else None
 
 
-@cache
+@per_processor
 def _unpacker(name: str, dtype: torch.dtype) -> Unpacker | None:
     product = _product(name) if dtype in (torch.float32, torch.bfloat16, torch.float16) else None
     return None if product is None else Unpacker(product.encoding, dtype)

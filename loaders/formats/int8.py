@@ -12,7 +12,6 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -20,9 +19,9 @@ from torch import Tensor
 from ..files.checkpoint import TensorInfo
 from ..files.records import typed
 from ..kernels.encodings import Int8
+from ..kernels.processor import num_lanes, per_processor
 from ..kernels.row_product import RowProduct
 from .core import DAMAGED, Allocate, PackedMatrix, PackedStored, TensorGroup, WeightFormat, tile
-from .products import num_lanes
 
 _UNIT = 7.874015718698502e-3  # bitsandbytes' constant for 1/127, for bit-identical results
 _PARTS = re.compile(r"(.+)\.(SCB|weight_format)", re.DOTALL)
@@ -58,7 +57,7 @@ class Int8Matrix(PackedMatrix):
         return matrix
 
 
-@cache
+@per_processor
 def _product() -> RowProduct | None:
     lanes = num_lanes()
     return RowProduct(Int8(lanes, _UNIT)) if lanes else None

@@ -19,7 +19,6 @@ from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -27,8 +26,8 @@ from torch import Tensor
 
 from ..kernels.compiler import is_recording
 from ..kernels.encodings import Float16, Float32
-from ..kernels.processor import instructions
-from ..kernels.row_product import RowProduct, can_pair
+from ..kernels.processor import can_pair, num_lanes, per_processor
+from ..kernels.row_product import RowProduct
 from ..kernels.row_steps import add_rows, can_step
 
 TORCH, TILES, KERNEL = "torch", "tiles", "kernel"
@@ -283,15 +282,9 @@ def _by_tiles(x: Tensor, weight: Tensor) -> Tensor:
 # ------------------------------------------------------------------------------------------------ kernels
 
 
-@cache
+@per_processor
 def plain_product(dtype: torch.dtype) -> RowProduct | None:
     """The kernel for matrices of bf16, fp16 or fp32; None if this CPU has none."""
     if not (lanes := num_lanes()):
         return None
     return RowProduct(Float32(lanes) if dtype == torch.float32 else Float16(lanes, HALF_DTYPES[dtype]))
-
-
-def num_lanes() -> int:
-    """fp32 numbers per vector of this CPU; 0 if there are no kernels for it."""
-    features = instructions()
-    return 16 if "avx512" in features else 8 if "avx2" in features else 0

@@ -29,13 +29,13 @@ from torch import Tensor
 from ..files.checkpoint import TensorInfo
 from ..files.records import FLOAT_DTYPES, typed
 from ..kernels.encodings import Blocks, Int8
+from ..kernels.processor import num_lanes
 from ..kernels.row_product import RowProduct
 from ..kernels.scaled import Fp8, LowFirst, MxFp4
 from ..kernels.unpack import Unpacker
 from ..params import MXFP4
 from .core import Allocate, PackedMatrix, PackedStored, StoredWeight, WeightFormat, any_bytes, tile
 from .plain import PlainWeight
-from .products import num_lanes
 
 _FP4_SIZES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # e2m1 without its sign, the highest bit
 FP4_NUMBERS = (*_FP4_SIZES, *(-size for size in _FP4_SIZES))  # by their codes

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 from torch import Tensor
 
 from .compiler import Emitter, compile_ir, run_on_threads
-from .processor import instructions
+from .processor import num_lanes, per_processor
 
 ROUNDS = 2  # of least squares; a third one takes 0.5 to 1.7 % off the squared error of normal weights
 TINY = 2.0**-100  # a scale below is 0: its inverse would not be finite
@@ -55,7 +54,7 @@ class Groups:
 
 def can_run() -> bool:
     """Whether there are kernels for this CPU."""
-    return bool(instructions())
+    return num_lanes() > 0
 
 
 def _run(worker: Callable[..., None], weights: Tensor, scales: Tensor, lows: Tensor, codes: Tensor) -> None:
@@ -67,12 +66,12 @@ def _run(worker: Callable[..., None], weights: Tensor, scales: Tensor, lows: Ten
 # ---------------------------------------------------------------------------------------------------------- the text
 
 
-@cache
+@per_processor
 def _fit_worker(groups: Groups) -> Callable[..., None]:
     return compile_ir(_declarations(groups.size) + _worker(groups, _fit), "worker")
 
 
-@cache
+@per_processor
 def _codes_worker(groups: Groups) -> Callable[..., None]:
     return compile_ir(_declarations(groups.size) + _worker(groups, _store_codes), "worker")
 

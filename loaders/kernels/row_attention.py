@@ -15,7 +15,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property
+from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -26,7 +26,7 @@ from .compiler import Emitter, compile_ir, run_on_threads
 from .encodings import constant, of_bf16_bits, splat
 from .loops import counted
 from .powers import at_least, at_most, of_all, power_of_e
-from .processor import instructions
+from .processor import num_lanes, per_processor
 
 BLOCK = 32  # positions
 TILE_QUERIES = 64  # queries for which a block is unpacked once, if the tile has several rows
@@ -153,7 +153,7 @@ def rows_of_tile(group: int) -> int:
 
 def can_attend(group: int, dtype: torch.dtype) -> bool:
     """Whether there is a kernel for this CPU, dtype and number of query heads that share a key head."""
-    return bool({"avx2", "avx512"} & instructions()) and dtype in KINDS and group <= MOST_GROUP
+    return num_lanes() > 0 and dtype in KINDS and group <= MOST_GROUP
 
 
 def can_attend_on_gpu(group: int, head_dim: int, itemsize: int) -> bool:
@@ -266,10 +266,10 @@ class RunningAttention:
         return results.reshape(queries.shape).to(queries.dtype)
 
 
-@cache
+@per_processor
 def row_attention(head_dim: int, kind: str, cap: float | None) -> RowAttention:
     """The kernel for heads of `head_dim` numbers of a kind (of KINDS), compiled at its first use."""
-    return RowAttention(head_dim, kind, cap, lanes=16 if "avx512" in instructions() else 8)
+    return RowAttention(head_dim, kind, cap, lanes=num_lanes())
 
 
 class RowAttention:

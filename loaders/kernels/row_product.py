@@ -29,8 +29,8 @@ from torch import Tensor
 from .compiler import Emitter, compile_ir, is_recording, run_on_threads
 from .encodings import Encoding, Factors, Float16, RowReader, Unpacked, Vectors, bf16_bits, fp16_bits
 from .loops import counted
-from .processor import instructions
-from .row_steps import lanes, lay_rows
+from .processor import num_lanes
+from .row_steps import lay_rows
 
 # Without a panel: rows of x at a time, and bytes of weights that a thread takes at a time, which stay in its cache.
 FEW_TILE_ROWS, CHUNK_BYTES = 4, 2**17
@@ -260,7 +260,7 @@ class RowProduct:
         """[R, K] in the factors' dtype, each row in the order in which the encoding has the weights."""
         apart, is_wide = self.encoding.interleave, self._factors.dtype == torch.float32
         is_laid = apart == 1 and x.dtype == self._factors.dtype
-        if is_recording() and is_wide and not is_laid and self.encoding.lanes == lanes():
+        if is_recording() and is_wide and not is_laid and self.encoding.lanes == num_lanes():
             return lay_rows(x, apart)
         if apart > 1:
             x = x.reshape(x.shape[0], -1, self.encoding.lanes, apart).transpose(2, 3)
@@ -296,11 +296,6 @@ class RowProduct:
 def _chunk_rows(num_outputs: int, nbytes: int) -> int:
     """Rows of a matrix of `nbytes` bytes that a thread takes at a time without a panel."""
     return max(8, CHUNK_BYTES * num_outputs // max(1, nbytes) // 8 * 8)
-
-
-def can_pair() -> bool:
-    """Whether this CPU has the instruction that products in pairs need."""
-    return "avx512_bf16" in instructions()
 
 
 def _few_outputs(num_rows: int, encoding: Encoding) -> int:

@@ -11,7 +11,6 @@ import struct
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -20,7 +19,7 @@ from .compiler import Emitter, compile_ir, run_on_threads
 from .encodings import bf16_bits, fp16_bits, of_bf16_bits, splat
 from .loops import counted
 from .powers import at_least, at_most, of_all, sigmoid_divisor
-from .processor import instructions
+from .processor import num_lanes, per_processor
 
 ITEMS = {torch.bfloat16: "i16", torch.float16: "half", torch.float32: "float"}
 SHARPNESS, LARGEST = 1.702, 7.0  # of gpt-oss's activation: S and L of `ClampedGate`
@@ -59,7 +58,7 @@ _JOB_WORDS = 3
 
 def can_step(dtype: torch.dtype, num_columns: int) -> bool:
     """Whether there are kernels for rows of `num_columns` numbers of a dtype on this CPU."""
-    return bool(instructions()) and dtype in ITEMS and num_columns % lanes() == 0
+    return num_lanes() > 0 and dtype in ITEMS and num_columns % num_lanes() == 0
 
 
 def norm_rows(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -110,19 +109,15 @@ def mix_rows(x: Tensor, scales: Tensor) -> Tensor:
     return out
 
 
-def lanes() -> int:
-    return 16 if "avx512" in instructions() else 8
-
-
 def _bits(number: float) -> int:
     """Of a number as fp32."""
     (bits,) = struct.unpack("<I", struct.pack("<f", number))
     return int(bits)
 
 
-@cache
+@per_processor
 def kernel_of(kind: type[RowStep], dtype: torch.dtype) -> RowStep:
-    return kind(dtype, lanes())
+    return kind(dtype, num_lanes())
 
 
 class RowStep(ABC):

@@ -1,8 +1,8 @@
 """Whether a decoder is exact: a row's results have the same bits whatever rows share its pass.
 
 Then texts equal plain decoding's, not only up to near-ties. There are kernels for CPUs, and for GPUs with Triton. On a
-CPU they are as fast as others, except where torch has AMX for many rows of bf16. On a GPU they are slower; but passes
-of a streamed model wait for weights anyway.
+CPU a decoder that can be exact is. On a GPU the kernels are slower than others; but passes of a streamed model wait for
+weights anyway.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 
 from offspec.loaders.formats.on_gpu import row_kernels
 from offspec.loaders.formats.products import EXACT_DTYPES, can_be_exact
-from offspec.loaders.kernels.processor import describe_instructions, has_amx
+from offspec.loaders.kernels.processor import describe_instructions
 from offspec.loaders.kernels.row_attention import can_attend, can_attend_on_gpu
 
 from .config import ModelConfig
@@ -24,19 +24,18 @@ FASTEST_WAY = "rows are computed in the fastest way"
 def is_exact_by_default(
     config: ModelConfig, dtype: torch.dtype, device: torch.device, *, is_streamed: bool, kv: KVFormat = PLAIN
 ) -> bool:
-    """Whether a target is exact unless its user wants fast arithmetic: a rule without measured times.
+    """Whether a target is exact if its user does not choose its arithmetic: a rule without measured times.
 
-    is_streamed: whether a pass waits for weights. kv: the format of its KV entries; on a GPU packed ones would be
-    unpacked as a whole, into memory that plans do not count. A CPU beside a GPU would round experts otherwise.
+    is_streamed: whether a pass waits for weights. On a CPU that changes nothing, nor do its instructions.
     """
-    if device.type != "cpu" and (config.experts is not None or not kv.is_plain):
-        return False
-    is_slower = device.type != "cpu" or (dtype == torch.bfloat16 and has_amx())
-    return reason_against_exactness(config, dtype, device) is None and (is_streamed or not is_slower)
+    is_slower = device.type != "cpu" and not is_streamed
+    return not is_slower and reason_against_exactness(config, dtype, device, kv) is None
 
 
-def reason_against_exactness(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Why a decoder cannot be exact; None if it can."""
+def reason_against_exactness(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device, kv: KVFormat = PLAIN
+) -> str | None:
+    """Why a decoder cannot be exact; None if it can. kv: the format of its KV entries."""
     if not config.is_native:
         return "its layers are modules of transformers"
     if config.delta is not None or config.mamba is not None:
@@ -44,7 +43,7 @@ def reason_against_exactness(config: ModelConfig, dtype: torch.dtype, device: to
     if dtype not in EXACT_DTYPES:
         return f"there are no such kernels for {str(dtype).removeprefix('torch.')}"
     if device.type != "cpu":
-        return _reason_on_gpu(config, dtype)
+        return _reason_on_gpu(config, dtype, kv)
     if not can_be_exact(dtype):
         return "there are no kernels for this processor"
     if not can_attend(config.mask_heads, dtype):
@@ -52,9 +51,13 @@ def reason_against_exactness(config: ModelConfig, dtype: torch.dtype, device: to
     return None
 
 
-def _reason_on_gpu(config: ModelConfig, dtype: torch.dtype) -> str | None:
+def _reason_on_gpu(config: ModelConfig, dtype: torch.dtype, kv: KVFormat) -> str | None:
     if row_kernels() is None:
         return "Triton is not installed"
+    if config.experts is not None:
+        return "the CPU beside the GPU may compute its experts, which rounds otherwise"
+    if not kv.is_plain:  # all of them would be unpacked, into memory that plans do not count
+        return "its packed KV entries are read in the fastest way on a GPU"
     if not can_attend_on_gpu(config.mask_heads, config.largest_head, dtype.itemsize):
         return "its heads are too large for the kernel of attention"
     return None

@@ -10,8 +10,9 @@ import torch
 
 from offspec.loaders.accelerators.accelerator import accelerator_of
 from offspec.loaders.formats import StoredWeight
-from offspec.loaders.formats.products import HALF_DTYPES, num_lanes
+from offspec.loaders.formats.products import HALF_DTYPES
 from offspec.loaders.kernels.byte_product import FORMS
+from offspec.loaders.kernels.processor import num_lanes
 from offspec.loaders.machine.card_choices import fused_rows
 from offspec.loaders.machine.hardware import Hardware, Rates
 from offspec.loaders.machine.measure import (

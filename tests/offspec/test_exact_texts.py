@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 
 from offspec import Engine, SamplingParams, SpeculationParams
-from offspec.loaders.formats.products import num_lanes
+from offspec.errors import UsageError
+from offspec.loaders.kernels.processor import LEVELS, num_lanes, using
 from offspec.model.exactness import FASTEST_WAY
 
 from ..pair import Pair, build_pair
+from ..refusals import refused
 from .test_streaming import behind, stream
 
 pytestmark = pytest.mark.skipif(not num_lanes(), reason="this processor has no kernels")
@@ -123,3 +125,19 @@ def test_exact_engines_say_so(load: GetEngine) -> None:
     assert (stats.exactness, stats.as_dict()["exact"]) == ("exact", True)
     stats.is_lossy = True
     assert (stats.exactness, stats.as_dict()["exact"]) == ("lossy", False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_levels", range(1, len(LEVELS) + 1))
+@pytest.mark.parametrize("arithmetic", ["auto", "exact"])
+def test_every_processor_with_kernels_is_exact(load: GetEngine, arithmetic: str, num_levels: int) -> None:
+    """The choice alone, which also instructions that this processor lacks do not change."""
+    with using(LEVELS[:num_levels]):
+        engine = load("none", dtype="bf16", arithmetic=arithmetic)
+        assert engine.inexact_reason is None
+
+
+@pytest.mark.parametrize("arithmetic", ["exact", "int8"])
+def test_exact_arithmetic_is_refused_where_it_is_impossible(pair: Pair, arithmetic: str) -> None:
+    with using(()), refused(UsageError, "arithmetic", arithmetic, "kernels for this processor", "omit it"):
+        Engine.load(str(pair.target), draft="none", device="cpu", dtype="bf16", arithmetic=arithmetic)

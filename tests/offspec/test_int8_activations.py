@@ -11,7 +11,7 @@ import torch
 
 from offspec import Engine, SamplingParams, SpeculationParams
 from offspec.errors import UsageError
-from offspec.loaders.formats.products import num_lanes
+from offspec.loaders.kernels.processor import num_lanes
 from offspec.model.decoder import CachedDecoder, TextRows, pass_together
 from offspec.model.exactness import arithmetic_of
 

@@ -15,7 +15,8 @@ from torch import Tensor
 from offspec import Engine, SamplingParams, convert
 from offspec.checkpoints.load import WeightSettings, load_decoder
 from offspec.checkpoints.opening import ModelFiles
-from offspec.loaders.formats.products import KERNEL, TILES, TORCH, ProductCosts, num_lanes
+from offspec.loaders.formats.products import KERNEL, TILES, TORCH, ProductCosts
+from offspec.loaders.kernels.processor import num_lanes
 from offspec.loaders.kernels.row_product import RowProduct
 from offspec.loaders.streaming.placement import Limits, Placement, Slots, places_of
 from offspec.loading import LoadedTarget

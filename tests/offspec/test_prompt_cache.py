@@ -21,7 +21,7 @@ from offspec.checkpoints.atomic_files import locked_name
 from offspec.checkpoints.kv_files import FORMAT
 from offspec.drafts.self_draft import SelfDraft
 from offspec.errors import UsageError
-from offspec.loaders.formats.products import num_lanes
+from offspec.loaders.kernels.processor import num_lanes
 from offspec.model.early_exit import EarlyExit
 from offspec.prompt_cache import PromptCache
 from offspec.session import Session, entries_path

@@ -30,7 +30,8 @@ from offspec.loaders.formats import (
     take_rows,
 )
 from offspec.loaders.formats.core import PackedMatrix
-from offspec.loaders.formats.products import KERNEL, ProductCosts, num_lanes
+from offspec.loaders.formats.products import KERNEL, ProductCosts
+from offspec.loaders.kernels.processor import num_lanes
 from offspec.loaders.machine.product_costs import of_no_file
 
 from ...examples import examples

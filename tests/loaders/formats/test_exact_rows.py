@@ -30,7 +30,7 @@ from offspec.loaders.formats.products import (
     exact_rows,
     num_lanes,
 )
-from offspec.loaders.kernels.row_product import can_pair
+from offspec.loaders.kernels.processor import can_pair
 from offspec.loaders.machine.product_costs import sample
 
 pytestmark = pytest.mark.skipif(not num_lanes(), reason="this processor has no kernels")

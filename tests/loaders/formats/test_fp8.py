@@ -18,7 +18,8 @@ from torch import Tensor
 from offspec.errors import CheckpointError, UnsupportedModelError
 from offspec.loaders.files.containers import open_checkpoint
 from offspec.loaders.formats import StoredWeight, dense, formats_in, linear, stored_weights
-from offspec.loaders.formats.products import KERNEL, ProductCosts, num_lanes
+from offspec.loaders.formats.products import KERNEL, ProductCosts
+from offspec.loaders.kernels.processor import num_lanes
 from offspec.loaders.kernels.unpack import WORTH_COMPILING
 
 from ...examples import examples

@@ -10,8 +10,8 @@ from offspec.loaders.formats import dense
 from offspec.loaders.formats.core import PackedMatrix
 from offspec.loaders.formats.products import plain_product
 from offspec.loaders.kernels.encodings import Encoding, Float16
-from offspec.loaders.kernels.processor import instructions
-from offspec.loaders.kernels.row_product import RowProduct, can_pair
+from offspec.loaders.kernels.processor import can_pair, instructions
+from offspec.loaders.kernels.row_product import RowProduct
 from offspec.loaders.machine.product_costs import sample
 
 from .test_row_product import MATRICES as ENCODED

@@ -20,11 +20,11 @@ from offspec.loaders.formats import Weight, dense, linear
 from offspec.loaders.formats.core import PackedMatrix
 from offspec.loaders.formats.four_bit import CODES, Layout4bit, Matrix4bit, Nested
 from offspec.loaders.formats.int8 import Int8Matrix
-from offspec.loaders.formats.products import KERNEL, ProductCosts, can_multiply, num_lanes, plain_product
+from offspec.loaders.formats.products import KERNEL, ProductCosts, can_multiply, plain_product
 from offspec.loaders.formats.scaled import FP4, FP4_NUMBERS, Codes, ScaledLayout, ScaledMatrix
 from offspec.loaders.kernels import compiler
 from offspec.loaders.kernels.encodings import Blocks, Encoding, Float16, FourBit, Int8
-from offspec.loaders.kernels.processor import instructions
+from offspec.loaders.kernels.processor import instructions, num_lanes, of_this_cpu
 from offspec.loaders.kernels.row_product import Job, RowProduct
 from offspec.loaders.kernels.scaled import Fp8, LowFirst, MxFp4
 
@@ -334,7 +334,7 @@ def test_what_torch_does_not_use_kernels_do_not_use(
     """capability: what torch says that it computes with. limit: oneDNN's."""
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit)
-    assert instructions.__wrapped__() == expected
+    assert of_this_cpu.__wrapped__() == expected
 
 
 @pytest.mark.nightly
@@ -381,12 +381,12 @@ def test_kernels_for_vectors_of_eight_run_where_the_others_are_hidden() -> None:
 
 def test_another_kind_of_processor_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "machine", lambda: "arm64")
-    assert instructions.__wrapped__() == frozenset()
+    assert of_this_cpu.__wrapped__() == frozenset()
 
 
 def test_without_llvmlite_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "llvmlite", None)
-    assert instructions.__wrapped__() == frozenset()
+    assert of_this_cpu.__wrapped__() == frozenset()
 
 
 # ------------------------------------------------------------------------------------------------ what it cannot read

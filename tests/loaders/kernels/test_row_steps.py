@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from offspec.loaders.kernels.processor import instructions
+from offspec.loaders.kernels.processor import instructions, num_lanes
 from offspec.loaders.kernels.row_steps import (
     ITEMS,
     Gate,
@@ -17,7 +17,6 @@ from offspec.loaders.kernels.row_steps import (
     add_rows,
     can_step,
     gate_rows,
-    lanes,
     lay_rows,
     mix_rows,
     norm_rows,
@@ -75,7 +74,7 @@ def turns(dtype: torch.dtype, num_rows: int, head_dim: int) -> tuple[Tensor, Ten
 def test_rows_as_fp32(dtype: torch.dtype) -> None:
     x = noise(dtype, ROWS, 128)
     assert torch.equal(lay_rows(x, 1), x.float())
-    apart = x.float().view(ROWS, -1, lanes(), 2).transpose(2, 3)
+    apart = x.float().view(ROWS, -1, num_lanes(), 2).transpose(2, 3)
     assert torch.equal(lay_rows(x, 2), apart.reshape(ROWS, 128))
 
 

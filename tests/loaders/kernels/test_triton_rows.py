@@ -12,7 +12,8 @@ from torch import Tensor
 from offspec.loaders.formats import core, linear
 from offspec.loaders.formats.core import exact_on_gpu
 from offspec.loaders.formats.on_gpu import row_kernels
-from offspec.loaders.formats.products import exact_rows, num_lanes
+from offspec.loaders.formats.products import exact_rows
+from offspec.loaders.kernels.processor import num_lanes
 from offspec.loaders.kernels.row_attention import KeySlots, Scores, Visible, attend_rows, rows_of_tile
 
 from .interpreted import interpreted

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from offspec.loaders.files.checkpoint import TensorInfo
 from offspec.loaders.formats import StoredWeight, Weight, format_named
-from offspec.loaders.formats.products import KERNEL, TILES, TORCH, ProductCosts, ProductKind, WayCosts, num_lanes
+from offspec.loaders.formats.products import KERNEL, TILES, TORCH, ProductCosts, ProductKind, WayCosts
+from offspec.loaders.kernels.processor import num_lanes
 from offspec.loaders.machine import product_costs as module
 from offspec.loaders.machine.product_costs import (
     HOPELESS_ROWS,

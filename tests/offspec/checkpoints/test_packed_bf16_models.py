@@ -17,7 +17,8 @@ from torch import Tensor
 from offspec import ConvertParams, Engine, SamplingParams, builtin, convert, loading
 from offspec.checkpoints.load import load_weights
 from offspec.checkpoints.opening import ModelFiles
-from offspec.loaders.formats.products import KERNEL, TORCH, ProductCosts, ProductKind, WayCosts, num_lanes
+from offspec.loaders.formats.products import KERNEL, TORCH, ProductCosts, ProductKind, WayCosts
+from offspec.loaders.kernels.processor import num_lanes
 from offspec.loaders.machine.gpus import find_gpu
 from offspec.loaders.machine.hardware import Rates
 from offspec.loaders.params import LOSSLESS_FORMAT

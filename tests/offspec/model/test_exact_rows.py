@@ -14,7 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from offspec.loaders.formats.products import exact_rows, num_lanes
+from offspec.loaders.formats.products import exact_rows
+from offspec.loaders.kernels.processor import LEVELS, num_lanes, using
 from offspec.model.config import ModelConfig, read_config
 from offspec.model.decoder import (
     CachedDecoder,
@@ -196,17 +197,22 @@ def test_other_decoders_are_not_exact() -> None:
     assert not torch.equal(chains_one_by_one(CachedDecoder(decoder), tokens), together)
 
 
-def test_where_decoders_are_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("num_levels", range(1, len(LEVELS) + 1))
+def test_where_decoders_are_exact(num_levels: int) -> None:
+    """On every CPU with kernels, wherever weights lie."""
     config = read_config(config_json(FAMILIES["llama-gqa"]))
-    for dtype in DTYPES.values():
-        assert is_exact_by_default(config, dtype, CPU, is_streamed=False)
-    assert "float64" in (reason_against_exactness(config, torch.float64, CPU) or "")
-    monkeypatch.setattr("offspec.model.exactness.has_amx", lambda: True)
-    assert not is_exact_by_default(config, torch.bfloat16, CPU, is_streamed=False)
-    assert is_exact_by_default(config, torch.bfloat16, CPU, is_streamed=True)
-    assert is_exact_by_default(config, torch.float16, CPU, is_streamed=False)
-    monkeypatch.setattr("offspec.loaders.formats.products.num_lanes", lambda: 0)
-    assert "processor" in (reason_against_exactness(config, torch.bfloat16, CPU) or "")
+    with using(LEVELS[:num_levels]):
+        for dtype in DTYPES.values():
+            for is_streamed in (False, True):
+                assert is_exact_by_default(config, dtype, CPU, is_streamed=is_streamed, kv=EIGHT_BIT)
+        assert "float64" in (reason_against_exactness(config, torch.float64, CPU) or "")
+
+
+def test_without_vectors_no_decoder_is_exact() -> None:
+    config = read_config(config_json(FAMILIES["llama-gqa"]))
+    with using(()):
+        assert not is_exact_by_default(config, torch.bfloat16, CPU, is_streamed=True)
+        assert "processor" in (reason_against_exactness(config, torch.bfloat16, CPU) or "")
 
 
 def test_where_decoders_on_a_gpu_are_exact(monkeypatch: pytest.MonkeyPatch) -> None:

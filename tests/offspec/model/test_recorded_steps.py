@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from offspec.loaders.formats.products import exact_rows, multiply, num_lanes
+from offspec.loaders.formats.products import exact_rows, multiply
 from offspec.loaders.kernels.compiler import gnu_openmp
+from offspec.loaders.kernels.processor import num_lanes
 from offspec.loaders.kernels.row_steps import norm_rows
 from offspec.model import recorded_steps
 from offspec.model.config import read_config

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from offspec.loaders.formats.products import num_lanes
+from offspec.loaders.kernels.processor import num_lanes
 from offspec.loaders.streaming.link import CopyStream
 from offspec.model.config import ModelConfig, read_config
 from offspec.model.decoder import CachedDecoder, Decoder, random_decoder, score_together

@@ -1,0 +1,91 @@
+"""The instructions that kernels are made for: a value that tests set."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from offspec.loaders.formats.products import exact_kernel, plain_product
+from offspec.loaders.kernels import processor
+from offspec.loaders.kernels.processor import (
+    LEVELS,
+    can_pair,
+    describe_instructions,
+    has_tiles,
+    instructions,
+    num_lanes,
+    of_this_cpu,
+    per_processor,
+    using,
+)
+
+
+@pytest.mark.parametrize(
+    ("num_levels", "lanes", "text"),
+    [
+        (0, 0, ""),
+        (1, 8, "AVX2"),
+        (2, 16, "AVX2, AVX-512"),
+        (3, 16, "AVX2, AVX-512, AVX512-BF16"),
+        (4, 16, "AVX2, AVX-512, AVX512-BF16, AMX"),
+    ],
+)
+def test_levels(num_levels: int, lanes: int, text: str) -> None:
+    with using(LEVELS[:num_levels]):
+        assert (num_lanes(), describe_instructions()) == (lanes, text)
+        assert (can_pair(), has_tiles()) == (num_levels >= 3, num_levels == 4)
+
+
+def test_the_instructions_before_return() -> None:
+    with using(()), pytest.raises(ZeroDivisionError), using(LEVELS):
+        1 / 0  # noqa: B018
+    assert instructions() == of_this_cpu()
+
+
+def test_results_belong_to_the_instructions() -> None:
+    calls = list[int]()
+
+    @per_processor
+    def lanes(extra: int) -> int:
+        calls.append(extra)
+        return num_lanes() + extra
+
+    for _ in range(2):
+        for levels, expected in ((LEVELS[:1], 9), (LEVELS, 17)):
+            with using(levels):
+                assert lanes(1) == expected
+    assert calls == [1, 1]
+
+
+def test_each_processor_has_kernels_of_its_own() -> None:
+    products = []
+    for num_levels in range(1, len(LEVELS) + 1):
+        with using(LEVELS[:num_levels]):
+            product = plain_product(torch.bfloat16)
+            assert product is not None
+            products.append((exact_kernel(product, torch.bfloat16), product.encoding.lanes))
+    assert [lanes for _, lanes in products] == [8, 16, 16, 16]
+    assert len({kernel for kernel, _ in products}) == len(LEVELS)
+
+
+@pytest.mark.parametrize(
+    ("limit", "num_levels"),
+    [
+        *((name, 0) for name in ("SSE41", "AVX")),
+        *((name, 1) for name in ("AVX2", "avx2_vnni", "AVX2_VNNI_2")),
+        *((name, 2) for name in ("AVX512_CORE", "AVX512_CORE_VNNI")),
+        *((name, 3) for name in ("AVX512_CORE_BF16", "AVX512_CORE_FP16")),
+        *((name, 4) for name in ("AVX512_CORE_AMX", "AVX512_CORE_AMX_FP16", "AVX10_1_512", "ALL", "", "nonsense")),
+    ],
+)
+def test_levels_that_onednn_is_limited_to(limit: str, num_levels: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU that has all of them."""
+    features = {name: True for names in processor._FEATURES for name in names}
+    monkeypatch.setattr(processor, "_host_features", lambda: features)
+    monkeypatch.setattr(processor, "_are_tiles_granted", lambda: True)
+    monkeypatch.setattr(processor.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit)
+    assert of_this_cpu.__wrapped__() == frozenset(LEVELS[:num_levels])
+    monkeypatch.setattr(processor, "_are_tiles_granted", lambda: False)
+    assert of_this_cpu.__wrapped__() == frozenset(LEVELS[: min(num_levels, 3)])
