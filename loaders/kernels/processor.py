@@ -58,11 +58,12 @@ def using(names: Iterable[str]) -> Iterator[None]:
 
 def per_processor(function: Callable[P, R]) -> Callable[P, R]:
     """`functools.cache` for each set of instructions: for kernels, and choices between them."""
-    results = cache(lambda _, *args, **kwargs: function(*args, **kwargs))
+    of_each = cache(lambda _: cache(function))  # instructions → their own cache
 
     @wraps(function)
     def of_instructions(*args: P.args, **kwargs: P.kwargs) -> R:
-        return results(instructions(), *args, **kwargs)
+        result: R = of_each(instructions())(*args, **kwargs)
+        return result
 
     return of_instructions
 

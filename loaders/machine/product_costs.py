@@ -34,10 +34,9 @@ from ..formats.products import (
     Seconds,
     WayCosts,
     exact_kernel,
-    num_lanes,
     plain_product,
 )
-from ..kernels.processor import instructions
+from ..kernels.processor import instructions, num_lanes
 from ..kernels.row_product import RowProduct
 from .measured_files import measured_file, read_measured, versions, write_measured
 
