@@ -26,9 +26,10 @@ from torch import Tensor
 
 from ..kernels.compiler import is_recording
 from ..kernels.encodings import Float16, Float32
-from ..kernels.processor import can_pair, num_lanes, per_processor
+from ..kernels.processor import can_pair, has_tiles, num_lanes, per_processor
 from ..kernels.row_product import RowProduct
 from ..kernels.row_steps import add_rows, can_step
+from ..kernels.tile_product import in_tiles
 
 TORCH, TILES, KERNEL = "torch", "tiles", "kernel"
 HALF_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}  # plain dtypes with several ways
@@ -158,7 +159,9 @@ def exact_kernel(product: RowProduct, dtype: torch.dtype) -> RowProduct:
     """The kernel for rows of a dtype inside `exact_rows`: a rule of dtype, CPU and the user's choice alone."""
     if product.in_bytes is not None and are_rows_in_bytes():
         return product.in_bytes
-    return product.in_pairs if dtype == torch.bfloat16 and product.encoding.lanes == 16 and can_pair() else product
+    if dtype != torch.bfloat16 or product.encoding.lanes < 16:
+        return product
+    return in_tiles(product) if has_tiles() else product.in_pairs if can_pair() else product
 
 
 def _multiply_exactly(x: Tensor, weight: Tensor, scratch: Tensor | None) -> Tensor:

@@ -30,6 +30,7 @@ from .row_product import (
     PARTS,
     RowProduct,
     fetch,
+    multiply_text,
     reduced,
     round_text,
     worker_text,
@@ -72,7 +73,7 @@ class ByteProduct(RowProduct):
                 f"define internal void @unpack(ptr %panel, {PARTS}, i64 %first, i64 %last, i64 %start, i64 %width, "
                 "i64 %columns) {\n  ret void\n}\n",
                 round_text(self.encoding.lanes),
-                worker_text("i8", 1, TILE_ROWS, (layout.num_bytes, layout.size)),
+                worker_text(multiply_text("i8", 1, TILE_ROWS, (layout.num_bytes, layout.size))),
             )
         )
 

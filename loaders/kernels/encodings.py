@@ -340,6 +340,23 @@ def splat(e: Emitter, number: str, lanes: int, kind: str = "float") -> str:
     return e.op(f"shufflevector <{lanes} x {kind}> {one}, <{lanes} x {kind}> poison, <{lanes} x i32> zeroinitializer")
 
 
+def transposed(e: Emitter, rows: Sequence[str], item: str = "float") -> list[str]:
+    """A square of vectors of a power of two numbers: those at place i of all of them become vector i."""
+    square, n, distance = list(rows), len(rows), 1
+    while distance < n:
+        lower = [i if not i & distance else n + (i ^ distance) for i in range(n)]
+        upper = [i ^ distance if not i & distance else n + i for i in range(n)]
+        for i in range(n):
+            if not i & distance:
+                pair = f"<{n} x {item}> {square[i]}, <{n} x {item}> {square[i | distance]}"
+                square[i], square[i | distance] = (
+                    e.op(f"shufflevector {pair}, <{n} x i32> <{', '.join(f'i32 {place}' for place in places)}>")
+                    for places in (lower, upper)
+                )
+        distance *= 2
+    return square
+
+
 # What `look_up` calls, by lanes.
 LOOK_UP = {
     8: "declare <8 x float> @llvm.x86.avx2.permps(<8 x float>, <8 x i32>)\n",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache, wraps
 from typing import ParamSpec, TypeVar
@@ -58,12 +58,14 @@ def using(names: Iterable[str]) -> Iterator[None]:
 
 def per_processor(function: Callable[P, R]) -> Callable[P, R]:
     """`functools.cache` for each set of instructions: for kernels, and choices between them."""
-    of_each = cache(lambda _: cache(function))  # instructions → their own cache
+    results = dict[Hashable, R]()
 
     @wraps(function)
     def of_instructions(*args: P.args, **kwargs: P.kwargs) -> R:
-        result: R = of_each(instructions())(*args, **kwargs)
-        return result
+        key = instructions(), args, tuple(kwargs.items())
+        if key not in results:
+            results[key] = function(*args, **kwargs)
+        return results[key]
 
     return of_instructions
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from .compiler import Emitter, compile_ir, run_on_threads
-from .encodings import constant, of_bf16_bits, splat
+from .encodings import constant, of_bf16_bits, splat, transposed
 from .loops import counted
 from .powers import at_least, at_most, of_all, power_of_e
 from .processor import num_lanes, per_processor
@@ -428,7 +428,7 @@ class _Source:
                 for i in range(group, group + n):
                     start = e.op(f"load ptr, ptr {e.address(key_places, str(i), 'ptr')}, align 8")
                     square.append(self._load(e, e.address(start, column, self.item), is_whole=is_whole))
-                for i, vector in enumerate(self._transposed(e, square)):
+                for i, vector in enumerate(transposed(e, square)):
                     row = e.op(f"mul i64 {e.op(f'add i64 {column}, {i}')}, {BLOCK}")
                     self._store(e, vector, e.address(keys, e.op(f"add i64 {row}, {group}"), "float"))
 
@@ -463,21 +463,6 @@ class _Source:
         if self.kind == "fp16":
             return e.op(f"fpext {kind} {loaded} to {self.vector}")
         return of_bf16_bits(e, loaded, n)
-
-    def _transposed(self, e: Emitter, rows: Sequence[str]) -> list[str]:
-        """A square of vectors: the numbers at place i of all of them become vector i."""
-        square, n, distance = list(rows), self.lanes, 1
-        while distance < n:
-            lower = [i if not i & distance else n + (i ^ distance) for i in range(n)]
-            upper = [i ^ distance if not i & distance else n + i for i in range(n)]
-            for i in range(n):
-                if not i & distance:
-                    one, other = square[i], square[i | distance]
-                    square[i], square[i | distance] = (
-                        self._shuffled(e, one, other, places) for places in (lower, upper)
-                    )
-            distance *= 2
-        return square
 
     def _shuffled(self, e: Emitter, one: str, other: str, places: Sequence[int]) -> str:
         numbers = ", ".join(f"i32 {place}" for place in places)

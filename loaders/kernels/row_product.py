@@ -50,11 +50,11 @@ BLOCK = (
 BLOCK_NAMES = BLOCK.replace("noalias ", "")
 
 # Work is 64-bit words: the address of the panels, the threads that have begun, which they count up, the number of
-# threads, of jobs, one for each matrix, and of regions of each, and the dtype that results are rounded to (of ROUNDED;
-# 0: none). Then those of each job: addresses of x and the sums; N, K, R; rows of a chunk and of a region; whether there
-# are panels; addresses of the rounded result and of the matrix's parts. Last, of each region, the rows that were taken
-# from it, which threads count up.
-_WORK_WORDS, _JOB_WORDS = 6, 9
+# threads, of jobs, one for each matrix, and of regions of each, the dtype that results are rounded to (of ROUNDED; 0:
+# none), and a panel's bytes. Then those of each job: addresses of x and the sums; N, K, R; rows of a chunk and of a
+# region; whether there are panels; addresses of the rounded result and of the matrix's parts. Last, of each region, the
+# rows that were taken from it, which threads count up.
+_WORK_WORDS, _JOB_WORDS = 7, 9
 ROUNDED = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _WORKER = f"""
 define void @worker(ptr %work) {{
@@ -62,7 +62,9 @@ entry:
   %panels = load ptr, ptr %work
   %at_panel = getelementptr i64, ptr %work, i64 1
   %own = atomicrmw add ptr %at_panel, i64 1 seq_cst
-  %own_start = mul i64 %own, {PANEL_ROWS * PANEL_ROW_BYTES}
+  %at_panel_bytes = getelementptr i64, ptr %work, i64 6
+  %panel_bytes = load i64, ptr %at_panel_bytes
+  %own_start = mul i64 %own, %panel_bytes
   %panel = getelementptr i8, ptr %panels, i64 %own_start
   %at_threads = getelementptr i64, ptr %work, i64 2
   %threads = load i64, ptr %at_threads
@@ -96,7 +98,8 @@ region:
 end:
   ret void
 }}
-
+"""
+_MULTIPLY = f"""
 define internal void @multiply(ptr %job, ptr %panel, i64 %kind, i64 %number, ptr %taken) {{
 entry:
   {{loads}}
@@ -181,6 +184,22 @@ class Job(NamedTuple):
     num_rows: int
 
 
+class _Panels(threading.local):
+    """Memory for the panels of this thread's products. It stays, as recordings name its address."""
+
+    def __init__(self) -> None:
+        self._memory = [torch.empty(0, dtype=torch.uint8)]
+
+    def address(self, num_bytes: int) -> int:
+        """Of so many bytes, aligned to a cache's line."""
+        if num_bytes > len(self._memory[-1]) - CACHE_LINE:
+            self._memory.append(torch.empty(max(num_bytes, 2 * len(self._memory[-1])) + CACHE_LINE, dtype=torch.uint8))
+        return -(-self._memory[-1].data_ptr() // CACHE_LINE) * CACHE_LINE
+
+
+_PANELS = _Panels()
+
+
 class RowProduct:
     """x [R, K] times a matrix [N, K] stored in `encoding`; compiled at its first use."""
 
@@ -231,30 +250,42 @@ class RowProduct:
         Returns the jobs' results [rows, N] one after another in one dimension, in `dtype`, or x's.
         """
         dtype, num_columns, num_threads = dtype or x.dtype, x.shape[1], torch.get_num_threads()
-        rows = self._laid_out(x)
+        laid, starts = self._placed(x, jobs)
         out = torch.empty(sum([job.num_rows * job.num_outputs for job in jobs]))
         kind = ROUNDED.get(dtype, 0)
         rounded = torch.empty_like(out, dtype=dtype) if kind else out
-        most_direct, panels = self._most_direct(num_columns), out
-        if max([job.num_rows for job in jobs]) > most_direct:
-            panels = torch.empty(num_threads * PANEL_ROWS * PANEL_ROW_BYTES, dtype=torch.uint8)
+        panel_bytes = self._panel_bytes(max([job.num_rows for job in jobs]), num_columns)
         regions = -(-num_threads // len(jobs))
-        words = [panels.data_ptr(), 0, num_threads, len(jobs), regions, kind]
-        at_rows, row_bytes = rows.data_ptr(), rows.nbytes // max(1, len(rows))
+        words = [_PANELS.address(num_threads * panel_bytes), 0, num_threads, len(jobs), regions, kind, panel_bytes]
         at_out, at_rounded = out.data_ptr(), rounded.data_ptr()
-        for parts, num_outputs, first, num_rows in jobs:
-            has_panel, addresses = num_rows > most_direct, [part.data_ptr() for part in parts]
-            chunk = PANEL_ROWS if has_panel else _chunk_rows(num_outputs, parts[0].nbytes)
+        for at_rows, (parts, num_outputs, _, num_rows) in zip(starts, jobs, strict=True):
+            chunk, has_panel = self._chunk(parts, num_outputs, num_rows, num_columns)
             region = -(-num_outputs // (regions * chunk)) * chunk
-            words += (at_rows + first * row_bytes, at_out, num_outputs, num_columns, num_rows, chunk, region, has_panel)
-            words += (at_rounded, *addresses, *_NO_PARTS[len(parts) :])
+            words += (at_rows, at_out, num_outputs, num_columns, num_rows, chunk, region, has_panel)
+            words += (at_rounded, *[part.data_ptr() for part in parts], *_NO_PARTS[len(parts) :])
             at_out += out.itemsize * num_rows * num_outputs
             at_rounded += rounded.itemsize * num_rows * num_outputs
         words += (0,) * (len(jobs) * regions)
         self.prepare()
         assert self._compiled is not None
         run_on_threads(self._compiled, words, num_threads)
+        del laid  # the kernel has read it
         return rounded.to(dtype)
+
+    def _panel_bytes(self, num_rows: int, num_columns: int) -> int:
+        """Of one thread's panel; 0 if no job of so many rows has one."""
+        return PANEL_ROWS * PANEL_ROW_BYTES if num_rows > self._most_direct(num_columns) else 0
+
+    def _chunk(self, parts: Sequence[Tensor], num_outputs: int, num_rows: int, num_columns: int) -> tuple[int, bool]:
+        """Rows of the matrix that a thread takes at a time, and whether it unpacks them to a panel."""
+        has_panel = num_rows > self._most_direct(num_columns)
+        return PANEL_ROWS if has_panel else _chunk_rows(num_outputs, parts[0].nbytes), has_panel
+
+    def _placed(self, x: Tensor, jobs: Sequence[Job]) -> tuple[Tensor, list[int]]:
+        """Rows x [R, K] as the kernel reads them, and the address of each job's first one."""
+        rows = self._laid_out(x)
+        row_bytes = rows.nbytes // max(1, len(rows))
+        return rows, [rows.data_ptr() + job.first_row * row_bytes for job in jobs]
 
     def _laid_out(self, x: Tensor) -> Tensor:
         """[R, K] in the factors' dtype, each row in the order in which the encoding has the weights."""
@@ -285,9 +316,9 @@ class RowProduct:
                 "declare void @llvm.prefetch.p0(ptr, i32, i32, i32)\n",
                 _product("few", self.encoding, factors, few),
                 _product("panel", unpacked, factors, panel),
-                _unpack(self.encoding, factors),
+                unpack_text(self.encoding, factors, _panel_columns(factors)),
                 round_text(lanes),
-                worker_text(factors.item, _panel_columns(factors)),
+                worker_text(multiply_text(factors.item, _panel_columns(factors))),
             )
         )
 
@@ -317,12 +348,9 @@ def _order(encoding: Encoding, factors: Factors) -> list[int]:
     return [first for first, _ in vectors]
 
 
-def worker_text(
-    item: str, panel_columns: int, tile_rows: int = FEW_TILE_ROWS, numbers: tuple[int, int] = (1, 1)
-) -> str:
-    """The function `worker`. item: LLVM's type of x's numbers. panel_columns: of a panel.
-
-    tile_rows: rows of x that the function `few` takes at a time. numbers: a row of x has so many of so many columns.
+def worker_text(multiply: str) -> str:
+    """The function `worker`. multiply: the function of that name, which does a job's regions; `{loads}` stands for the
+    instructions that load its job's words.
     """
     addresses = ("x", "out", "rounded", *(f"part{i}" for i in range(MOST_PARTS)))
     names = ("x", "out", "outputs", "columns", "rows", "chunk", "region", "uses_panel", "rounded", *addresses[3:])
@@ -330,7 +358,18 @@ def worker_text(
     for place, name in enumerate(names):
         loads.append(f"%at{place} = getelementptr i64, ptr %job, i64 {place}")
         loads.append(f"%{name} = load {'ptr' if name in addresses else 'i64'}, ptr %at{place}")
-    text = _WORKER.replace("{loads}", "\n  ".join(loads))
+    return _WORKER + multiply.replace("{loads}", "\n  ".join(loads))
+
+
+def multiply_text(
+    item: str, panel_columns: int, tile_rows: int = FEW_TILE_ROWS, numbers: tuple[int, int] = (1, 1)
+) -> str:
+    """The function `multiply` by functions `few`, `unpack` and `panel`. item: LLVM's type of x's numbers.
+
+    panel_columns: of a panel. tile_rows: rows of x that `few` takes at a time. numbers: a row of x has so many of so
+    many columns.
+    """
+    text = _MULTIPLY
     values = {
         "item": item,
         "panel_columns": panel_columns,
@@ -532,8 +571,8 @@ def _in_turn(
         yield from (([j], [vector]) for vector in vectors)
 
 
-def _unpack(encoding: Encoding, factors: Factors) -> str:
-    """Rows first .. last of the matrix, `%width` columns from `%start` on, to a panel."""
+def unpack_text(encoding: Encoding, factors: Factors, stride: int) -> str:
+    """Rows first .. last of the matrix, `%width` columns from `%start` on, to a panel. stride: of its rows."""
     e, parts = Emitter(), [f"%part{i}" for i in range(MOST_PARTS)]
     e.label("entry")
     reader = RowReader(e, encoding, parts, 1)
@@ -541,7 +580,7 @@ def _unpack(encoding: Encoding, factors: Factors) -> str:
     e.label("row")
     e.do("%index = phi i64 [ %first, %entry ], [ %next_index, %row_end ]")
     starts = reader.begin_rows(["%index"], "%columns")
-    start = e.op(f"mul i64 {e.op('sub i64 %index, %first')}, {_panel_columns(factors)}")
+    start = e.op(f"mul i64 {e.op('sub i64 %index, %first')}, {stride}")
     e.do("br label %step")
     e.label("step")
     e.do("%done = phi i64 [ 0, %row ], [ %next_done, %step_end ]")

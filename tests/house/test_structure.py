@@ -58,6 +58,7 @@ UNDER_FORMATS = {"files.checkpoint", "files.gguf_types", "files.records", "param
             "row_product",
             "row_steps",
             "scaled",
+            "tile_product",
             "triton_experts",
             "triton_gguf",
             "triton_rows",
