@@ -20,7 +20,7 @@ _EXCEPTION = 15
 class Bf16Bits(Encoding):
     """parts: low, codes and groups; int64 [3]: log2 of a group's rows, a group's bytes, and its last value's number."""
 
-    size, num_bytes, most_direct = 1, 1, 64
+    size, num_bytes, most_direct = 1, 1, 4
     has_bf16 = True
 
     def __init__(self, lanes: int) -> None:

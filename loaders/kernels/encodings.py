@@ -40,7 +40,7 @@ class Encoding(ABC):
     step: int
     scratch = 0
     interleave = 1
-    most_direct = 16
+    most_direct = 8
     is_decoded_first = False
     is_row_by_row = False
     declarations = ""
@@ -150,7 +150,7 @@ class Factors:
 class Float16(Encoding):
     """bf16 or fp16, row after row."""
 
-    size, num_bytes, most_direct = 1, 2, 64
+    size, num_bytes, most_direct = 1, 2, 16
 
     def __init__(self, lanes: int, dtype: str) -> None:
         """dtype: bf16 or fp16."""
@@ -198,7 +198,7 @@ class Float32(Encoding):
 class Int8(Encoding):
     """Integers of 8 bit, row after row, times `unit` and a scale for each row (parts: codes, fp32 scales [N])."""
 
-    size, num_bytes, most_direct = 1, 1, 32
+    size, num_bytes, most_direct = 1, 1, 4
 
     def __init__(self, lanes: int, unit: float) -> None:
         super().__init__(lanes)

@@ -48,7 +48,7 @@ class UnpackingStep:
 class BlockEncoding(Encoding):
     """Blocks of `size` weights in `num_bytes` (parts: the blocks). A step is 32 weights, or 64 of a larger block."""
 
-    size, most_direct = 32, 8
+    size = 32
 
     def __init__(self, lanes: int) -> None:
         super().__init__(lanes)
@@ -142,8 +142,6 @@ class NibbleGroup:
 
 class Nibbles(BlockEncoding):
     """4-bit codes: indices into a table of 16 values."""
-
-    most_direct = 12
 
     def __init__(self, lanes: int, values: Sequence[float]) -> None:
         super().__init__(lanes)

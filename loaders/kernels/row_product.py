@@ -37,7 +37,7 @@ FEW_TILE_ROWS, CHUNK_BYTES = 4, 2**17
 # With one: its rows and the bytes of each, 192 KiB, and rows of x at a time, 24 KiB, which a first-level cache holds.
 PANEL_ROWS, PANEL_ROW_BYTES, PANEL_TILE_ROWS = 48, 4096, 6
 MOST_PARTS, CACHE_LINE = 5, 64
-MOST_DIRECT_LONG = 16  # rows of bf16 in pairs without a panel, if they are longer than a panel's
+MOST_DIRECT_PAIRED = 64  # rows of bf16 in pairs without a panel, if they are no longer than a panel's
 FETCH_AHEAD = 8  # rows of the matrix between one that is read and one that is fetched into the caches meanwhile
 
 PARTS = ", ".join(f"ptr %part{i}" for i in range(MOST_PARTS))
@@ -218,15 +218,15 @@ class RowProduct:
     def _most_direct(self, num_columns: int) -> int:
         """The number of rows up to which weights are unpacked in registers.
 
-        Products in pairs take less time, so unpacking again pays for fewer rows, and rows of x of more than a panel's
-        columns do not stay in a first-level cache.
+        Products in pairs take less time, so unpacking again pays for fewer rows. Pairs of bf16 weights are read as they
+        are; but rows of x of more than a panel's columns do not stay in a first-level cache.
         """
         most = self.encoding.most_direct
         if not self._factors.is_paired:
             return most
         if not isinstance(self.encoding, Float16):
-            return min(most, FEW_TILE_ROWS)
-        return most if num_columns <= _panel_columns(self._factors) else min(most, MOST_DIRECT_LONG)
+            return FEW_TILE_ROWS
+        return MOST_DIRECT_PAIRED if num_columns <= _panel_columns(self._factors) else most
 
     def prepare(self) -> None:
         """Compile it, if it is not compiled yet."""

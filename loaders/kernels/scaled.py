@@ -20,7 +20,7 @@ class Fp8(Encoding):
     parts: codes uint8 [N · K], scales fp32 [ceil(N / height), ceil(K / width)].
     """
 
-    size, num_bytes, most_direct = 1, 1, 32
+    size, num_bytes, most_direct = 1, 1, 4
 
     def __init__(self, lanes: int, height: int, width: int) -> None:
         super().__init__(lanes)

@@ -31,7 +31,7 @@ from offspec.loaders.kernels.scaled import Fp8, LowFirst, MxFp4
 needs_kernels = pytest.mark.skipif(not instructions(), reason="this processor has no kernels")
 LANES = [pytest.param(8, marks=needs_kernels), pytest.param(16, marks=needs_kernels)]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-ROWS = (1, 2, 3, 4, 5, 6, 7, 16, 17, 65, 130)  # both sides of every `most_direct` and of every tile
+ROWS = (1, 2, 3, 4, 5, 6, 8, 9, 16, 17, 65, 130)  # both sides of every `most_direct` and of every tile
 OUTPUTS = (1, 3, 131)  # no whole tiles, chunks or panels
 COLUMNS = (1, 1024 // 64 + 1, 3072 // 64)  # in blocks of 64: less than a panel, one and a bit, three
 # What each encoding is tried with by default: matrices of no whole tiles and panels, and rows that reach every tile.
