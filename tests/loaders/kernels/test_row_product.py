@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import platform
-import re
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -24,7 +19,7 @@ from offspec.loaders.formats.products import KERNEL, ProductCosts, can_multiply,
 from offspec.loaders.formats.scaled import FP4, FP4_NUMBERS, Codes, ScaledLayout, ScaledMatrix
 from offspec.loaders.kernels import compiler
 from offspec.loaders.kernels.encodings import Blocks, Encoding, Float16, FourBit, Int8
-from offspec.loaders.kernels.processor import instructions, num_lanes, of_this_cpu
+from offspec.loaders.kernels.processor import instructions, num_lanes
 from offspec.loaders.kernels.row_product import Job, RowProduct
 from offspec.loaders.kernels.scaled import Fp8, LowFirst, MxFp4
 
@@ -285,108 +280,6 @@ def test_threads_change_no_bit(
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere torch has another OpenMP")
 def test_threads_are_torchs_own() -> None:
     assert compiler.gnu_openmp() is not None
-
-
-# ------------------------------------------------------------------------------------------------ what there is
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_a_processor_with_the_instructions_has_kernels() -> None:
-    """So that what is skipped above is not skipped where it should run."""
-    flags = set(re.findall(r"\w+", Path("/proc/cpuinfo").read_text()))
-    if platform.machine() != "x86_64" or not flags >= {"avx2", "fma", "f16c"}:
-        pytest.skip("another processor")
-    found = _instructions_with()
-    assert "avx2" in found
-    assert ("avx512" in found) == (flags >= {"avx512f", "avx512bw", "avx512vl", "avx512dq"})
-
-
-@cache
-def _instructions_with(**environment: str) -> set[str]:
-    """What a process has with these variables and no others that hide instructions: this one, or a new one."""
-    hidden = {"ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA"}
-    if not environment and not hidden & os.environ.keys():
-        return set(instructions())
-    inherited = {name: value for name, value in os.environ.items() if name not in hidden}
-    say = "from offspec.loaders.kernels.processor import instructions; print(*instructions())"
-    done = subprocess.run(
-        [sys.executable, "-c", say], env=inherited | environment, capture_output=True, text=True, check=True
-    )
-    return set(done.stdout.split())
-
-
-@needs_kernels
-@pytest.mark.parametrize(
-    ("capability", "limit", "expected"),
-    [
-        ("DEFAULT", "", set()),
-        ("AVX2", "", {"avx2"}),
-        ("AVX512", "AVX2", {"avx2"}),
-        ("AVX512", "avx2_vnni", {"avx2"}),
-        ("AVX512", "SSE41", set()),
-        ("DEFAULT", "AVX2", set()),
-    ],
-)
-def test_what_torch_does_not_use_kernels_do_not_use(
-    capability: str, limit: str, expected: set[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """capability: what torch says that it computes with. limit: oneDNN's."""
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
-    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit)
-    assert of_this_cpu.__wrapped__() == expected
-
-
-@pytest.mark.nightly
-@needs_kernels
-@pytest.mark.parametrize(
-    ("environment", "expected"),
-    [
-        ({"ONEDNN_MAX_CPU_ISA": "AVX2"}, {"avx2"}),
-        ({"ATEN_CPU_CAPABILITY": "default"}, set()),
-        ({"ATEN_CPU_CAPABILITY": "avx2"}, {"avx2"}),
-        ({"ONEDNN_MAX_CPU_ISA": "avx2_vnni"}, {"avx2"}),
-        ({"ONEDNN_MAX_CPU_ISA": "SSE41"}, set()),
-        ({"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "AVX2"}, set()),
-    ],
-    ids=str,
-)
-def test_what_is_hidden_from_torch_is_hidden_from_kernels(environment: dict[str, str], expected: set[str]) -> None:
-    assert _instructions_with(**environment) == expected
-
-
-@pytest.mark.nightly
-@needs_kernels
-def test_a_limit_that_limits_nothing() -> None:
-    for limit in ("", "AVX512_CORE_AMX"):
-        assert _instructions_with(ONEDNN_MAX_CPU_ISA=limit) == _instructions_with()
-
-
-@pytest.mark.slow
-@needs_kernels
-def test_kernels_for_vectors_of_eight_run_where_the_others_are_hidden() -> None:
-    """LLVM is told, too: in a process without AVX-512 kernels come out as here."""
-    compute = (
-        "import torch; from offspec.loaders.formats.products import plain_product, num_lanes;"
-        "x = torch.linspace(-1, 1, 640).view(5, 128); matrix = torch.linspace(1, 2, 1280).view(10, 128).bfloat16();"
-        "print(num_lanes(), plain_product(torch.bfloat16)(x, [matrix], 10).double().sum().item())"
-    )
-    environment = os.environ | {"ATEN_CPU_CAPABILITY": "avx2"}
-    done = subprocess.run([sys.executable, "-c", compute], env=environment, capture_output=True, text=True, check=True)
-    lanes, total = done.stdout.split()
-    x, matrix = torch.linspace(-1, 1, 640).view(5, 128), torch.linspace(1, 2, 1280).view(10, 128).bfloat16()
-    assert lanes == "8"
-    assert float(total) == pytest.approx((x.double() @ matrix.double().T).sum().item(), abs=1e-3)
-
-
-def test_another_kind_of_processor_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(platform, "machine", lambda: "arm64")
-    assert of_this_cpu.__wrapped__() == frozenset()
-
-
-def test_without_llvmlite_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "llvmlite", None)
-    assert of_this_cpu.__wrapped__() == frozenset()
 
 
 # ------------------------------------------------------------------------------------------------ what it cannot read
