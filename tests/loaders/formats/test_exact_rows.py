@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from offspec.loaders.files.checkpoint import Order
-from offspec.loaders.formats import Weight, dense, linear, linear_each, linears
+from offspec.loaders.formats import Weight, core, dense, linear, linear_each, linears
 from offspec.loaders.formats.bf16_bits import pack
 from offspec.loaders.formats.bf16_packed import PackedBf16Matrix
 from offspec.loaders.formats.blocked import BlockedMatrix, is_supported
@@ -32,6 +32,8 @@ from offspec.loaders.formats.products import (
 )
 from offspec.loaders.kernels.processor import can_pair
 from offspec.loaders.machine.product_costs import sample
+
+from ... import pretended_rows
 
 pytestmark = pytest.mark.skipif(not num_lanes(), reason="this processor has no kernels")
 each_half = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
@@ -133,6 +135,15 @@ def test_several_matrices_are_each_alone(others: list[str]) -> None:
         together = linears(x, weights, biases)
         alone = [linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
     assert all(torch.equal(*pair) for pair in zip(together, alone, strict=True))
+
+
+def test_rows_on_another_device_take_no_kernel_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would read host memory at their addresses."""
+    monkeypatch.setattr(core, "row_kernels", lambda: pretended_rows)
+    x, weights = torch.empty(3, 128, device="meta"), [torch.empty(40, 128, device="meta")] * 2
+    with exact_rows():
+        together = linears(x, weights, [None, None])
+    assert [(each.device.type, each.shape) for each in together] == [("meta", (3, 40))] * 2
 
 
 @pytest.mark.parametrize("num_rows", [1, 3])
