@@ -176,6 +176,20 @@ def llama_cpp() -> Iterator[LlamaCpp]:
         yield oracle
 
 
+@pytest.fixture(autouse=True)
+def processor(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Kernels are made for the processor that a mark of `machines` names, or for this one."""
+    if not hasattr(request, "param"):
+        yield
+        return
+    from offspec.loaders.kernels.processor import using
+
+    from .machines import PROCESSORS
+
+    with using(PROCESSORS[request.param]):
+        yield
+
+
 @pytest.fixture
 def learning_takes_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """A draft learns all that it has heard, and not for as long as the text before took:
@@ -218,8 +232,10 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 2 MiB."""
     folder = tmp_path / "disk"
     folder.mkdir()
+    from .machines import is_root
+
     mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(folder)]
-    if not hasattr(os, "geteuid") or os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode != 0:
+    if not is_root() or subprocess.run(mount, capture_output=True).returncode != 0:
         pytest.skip("cannot mount a file system")
     yield folder
     subprocess.run(["umount", str(folder)], check=True)

@@ -31,11 +31,13 @@ from offspec.loaders.accelerators.accelerator import accelerator_of
 from offspec.loaders.accelerators.cuda import Cuda
 from offspec.loaders.files.records import ALIGNMENT
 from offspec.loaders.formats import core, expert_table
+from offspec.loaders.kernels.processor import using
 from offspec.loaders.streaming import small_transfers
 from offspec.model import exactness, row_attention
 
 from . import pretended_rows
 from .happens_before import place_here
+from .machines import AVX2, PROCESSORS, THIS
 from .pretend_capture import CheckingRecorder
 from .pretend_streams import Event, Machine, Stream
 
@@ -351,7 +353,8 @@ def in_own_process(module: str, folder: Path) -> Any:
 def pretended_cuda(guard: Path, *, late: bool = True) -> Iterator[Machine]:
     """While it lasts there is a CUDA device; the process is spoilt for others afterwards.
 
-    guard: from `build_guard`. late: whether copies come as late as they may.
+    guard: from `build_guard`. late: whether copies come as late as they may. The host has vectors of 8, which divide
+    the models' rows: a kernel of the host that is taken for the device's rows cannot hide behind their size.
     """
     global machine
     torch.ops.load_library(guard)
@@ -401,7 +404,7 @@ def pretended_cuda(guard: Path, *, late: bool = True) -> Iterator[Machine]:
         finalize(memory.untyped_storage(), made.locked.pop, memory.data_ptr(), None).atexit = False
         return memory
 
-    with pytest.MonkeyPatch.context() as patch, Pretence():
+    with pytest.MonkeyPatch.context() as patch, Pretence(), using(PROCESSORS[AVX2] & PROCESSORS[THIS]):
         for name, value in changes.items():
             patch.setattr(torch.cuda, name, value)
         patch.setattr(threading.Thread, "run", run_pretending)

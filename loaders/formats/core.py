@@ -137,7 +137,7 @@ class PackedMatrix:
     def linear(self: PackedWeight, x: Tensor, bias: Tensor | None = None, scratch: Tensor | None = None) -> Tensor:
         if (fused := _chosen_fused(self, x)) is not None:
             return fused(x, bias, scratch)
-        if (kernel := _chosen_kernel(self, x)) is not None:
+        if (kernel := _kernel_for(x, self)) is not None:
             product, parts = kernel
             return products.plus(product(x, parts, self.shape[0]), bias)
         return linear(x, dense(self, x.dtype, scratch), bias)
@@ -179,7 +179,7 @@ def _needs_gradients(x: Tensor) -> bool:
 
 def _chosen_kernel(matrix: Any, x: Tensor) -> tuple[RowProduct, list[Tensor]] | None:
     """The kernel, if it was measured to be faster than dequantising, or rows must be exact; otherwise None."""
-    if x.device.type != "cpu" or not x.numel() or x.shape[-1] != matrix.shape[1] or _needs_gradients(x):
+    if not x.numel() or x.shape[-1] != matrix.shape[1] or _needs_gradients(x):
         return None
     if products.must_be_exact(x):
         return exact_kernel(matrix, x)
@@ -263,7 +263,7 @@ def _common_kernel(
     x: Tensor, counts: Sequence[int], weights: Sequence[Weight]
 ) -> tuple[RowProduct, list[list[Tensor]]] | None:
     """The kernel that multiplies each of the weights with its rows, and their parts; None if it is not one for all."""
-    if x.device.type != "cpu" or len(weights) < 2:
+    if len(weights) < 2:
         return None
     first, most = weights[0], x[: max(counts)]
     if (chosen := _kernel_for(most, first)) is None:
@@ -280,6 +280,8 @@ def _common_kernel(
 
 def _kernel_for(x: Tensor, weight: Weight) -> Kernel | None:
     """The kernel that multiplies rows x on a CPU with the weight; None if another way does."""
+    if x.device.type != "cpu":
+        return None
     if isinstance(weight, Tensor):
         return products.chosen_kernel(x, weight)
     return _chosen_kernel(weight, x) if isinstance(weight, PackedMatrix) else None
@@ -301,7 +303,7 @@ def linear_fp32(x: Tensor, weight: Weight, bias: Tensor | None = None, scratch: 
     if x.is_cuda and is_half and has_fp32_output() and is_product_of_torch and not torch.is_grad_enabled():
         product = torch.mm(x, dense(weight, x.dtype, scratch).t(), out_dtype=torch.float32)
         return product if bias is None else product + bias
-    if (kernel := _kernel_for(x, weight) if x.device.type == "cpu" else None) is not None:
+    if (kernel := _kernel_for(x, weight)) is not None:
         multiply, parts = kernel
         return products.plus(multiply(x, parts, weight.shape[0], torch.float32), bias)
     return linear(x, weight, bias, scratch).float()

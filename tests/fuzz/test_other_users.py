@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from ..machines import is_root
 from ..other_users import reachable_python
 from ..pages import ROOT
 from ..refusals import check_message
@@ -42,7 +43,7 @@ pytestmark = pytest.mark.slow
 @pytest.fixture
 def shared() -> Iterator[Path]:
     """A folder that everybody may read, and nobody but root may write."""
-    if not hasattr(os, "geteuid") or os.geteuid() != 0 or not _can_mount():
+    if not is_root() or not _can_mount():
         pytest.skip("only root can become another user, and make mounts for that user")
     with tempfile.TemporaryDirectory(prefix="offspec-users-") as folder:
         os.chmod(folder, 0o755)

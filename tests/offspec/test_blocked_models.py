@@ -8,9 +8,10 @@ import torch
 
 from offspec import Engine, SamplingParams, SpeculationParams
 from offspec.checkpoints import load as loading
-from offspec.loaders.formats.blocked import BlockedMatrix, is_supported
+from offspec.loaders.formats.blocked import BlockedMatrix
 from offspec.model.decoder import CachedDecoder
 
+from ..machines import needs_blocked_order
 from ..pair import Pair, build_pair
 
 PARAMS = SamplingParams(24, ignore_eos=True)
@@ -24,8 +25,6 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 @pytest.fixture
 def _wanted(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if these models were large enough."""
-    if not is_supported(torch.bfloat16):
-        pytest.skip("this torch or processor has no such order")
     monkeypatch.setattr(loading, "LEAST_BLOCKED_BYTES", 0)
 
 
@@ -51,6 +50,7 @@ def scores(engine: Engine) -> torch.Tensor:
     return cached.score([70, 71, 72, 73], root, root, np.ones((1, 1), dtype=np.bool_))
 
 
+@needs_blocked_order
 @pytest.mark.usefixtures("_wanted")
 def test_exact_targets_keep_the_usual_order(pair: Pair) -> None:
     with Engine.load(str(pair.target), draft=str(pair.draft), device="cpu", dtype="bf16") as engine:
@@ -58,6 +58,7 @@ def test_exact_targets_keep_the_usual_order(pair: Pair) -> None:
         assert is_blocked(engine) == (False, True)
 
 
+@needs_blocked_order
 @pytest.mark.usefixtures("_wanted")
 def test_logits_are_those_of_plain_matrices(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = load(pair)
@@ -70,6 +71,7 @@ def test_logits_are_those_of_plain_matrices(pair: Pair, monkeypatch: pytest.Monk
         assert sum(len(step.token_ids) for step in steps) == 24
 
 
+@needs_blocked_order
 @pytest.mark.usefixtures("_wanted", "learning_takes_no_time")
 def test_a_draft_that_learns_stays_as_it_is(pair: Pair) -> None:
     engine = load(pair, learn=True)
@@ -79,6 +81,7 @@ def test_a_draft_that_learns_stays_as_it_is(pair: Pair) -> None:
     assert last.stats.learn_steps > 0
 
 
+@needs_blocked_order
 @pytest.mark.usefixtures("_wanted")
 def test_other_arithmetic_has_no_such_order(pair: Pair) -> None:
     assert is_blocked(load(pair, "fp32")) == (False, False)

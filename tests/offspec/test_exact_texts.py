@@ -9,14 +9,15 @@ import pytest
 
 from offspec import Engine, SamplingParams, SpeculationParams
 from offspec.errors import UsageError
-from offspec.loaders.kernels.processor import LEVELS, num_lanes, using
+from offspec.loaders.kernels.processor import using
 from offspec.model.exactness import FASTEST_WAY
 
+from ..machines import each_choice_with_kernels, needs_kernels, this_processor
 from ..pair import Pair, build_pair
 from ..refusals import refused
 from .test_streaming import behind, stream
 
-pytestmark = pytest.mark.skipif(not num_lanes(), reason="this processor has no kernels")
+pytestmark = needs_kernels
 GetEngine = Callable[..., Engine]
 PLAIN = SpeculationParams(budget=0)
 PROMPTS = ("def area(", "for i in range(10):\n    print(i)\n" * 3, "x = 1", "class Stack:\n    def push(self, ")
@@ -53,6 +54,7 @@ def text(engine: Engine, prompt: str, params: SamplingParams, speculation: Specu
 
 
 @pytest.mark.slow
+@this_processor
 @pytest.mark.parametrize(
     ("draft", "dtype"),
     [
@@ -71,6 +73,7 @@ def test_drafts_change_no_token(load: GetEngine, draft: str, dtype: str) -> None
 
 
 @pytest.mark.slow
+@this_processor
 @each_dtype
 def test_texts_that_share_passes_are_those_alone(load: GetEngine, dtype: str) -> None:
     engine, params = load(dtype=dtype), PARAMS[1]
@@ -81,6 +84,7 @@ def test_texts_that_share_passes_are_those_alone(load: GetEngine, dtype: str) ->
 
 
 @pytest.mark.slow
+@this_processor
 @each_dtype
 def test_streamed_targets_have_the_text_of_resident_ones(load: GetEngine, pair: Pair, dtype: str) -> None:
     engine = load(dtype=dtype)
@@ -128,13 +132,12 @@ def test_exact_engines_say_so(load: GetEngine) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_levels", range(1, len(LEVELS) + 1))
+@each_choice_with_kernels
 @pytest.mark.parametrize("arithmetic", ["auto", "exact"])
-def test_every_processor_with_kernels_is_exact(load: GetEngine, arithmetic: str, num_levels: int) -> None:
+def test_every_processor_with_kernels_is_exact(load: GetEngine, arithmetic: str) -> None:
     """The choice alone, which also instructions that this processor lacks do not change."""
-    with using(LEVELS[:num_levels]):
-        engine = load("none", dtype="bf16", arithmetic=arithmetic)
-        assert engine.inexact_reason is None
+    engine = load("none", dtype="bf16", arithmetic=arithmetic)
+    assert engine.inexact_reason is None
 
 
 @pytest.mark.parametrize("arithmetic", ["exact", "int8"])

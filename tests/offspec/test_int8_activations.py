@@ -11,15 +11,15 @@ import torch
 
 from offspec import Engine, SamplingParams, SpeculationParams
 from offspec.errors import UsageError
-from offspec.loaders.kernels.processor import num_lanes
 from offspec.model.decoder import CachedDecoder, TextRows, pass_together
 from offspec.model.exactness import arithmetic_of
 
 from ..cli.sandbox import write_gguf
+from ..machines import needs_kernels
 from ..pair import Pair, build_pair
 from ..refusals import refused
 
-pytestmark = pytest.mark.skipif(not num_lanes(), reason="this processor has no kernels")
+pytestmark = needs_kernels
 PROMPTS = ("def area(", "x = 1", "class Stack:\n    def push(self, ")
 PLAIN = SpeculationParams(budget=0)
 

@@ -16,17 +16,16 @@ from offspec import Engine, SamplingParams, convert
 from offspec.checkpoints.load import WeightSettings, load_decoder
 from offspec.checkpoints.opening import ModelFiles
 from offspec.loaders.formats.products import KERNEL, TILES, TORCH, ProductCosts
-from offspec.loaders.kernels.processor import num_lanes
 from offspec.loaders.kernels.row_product import RowProduct
 from offspec.loaders.streaming.placement import Limits, Placement, Slots, places_of
 from offspec.loading import LoadedTarget
 from offspec.model.decoder import Decoder
 
+from ..machines import needs_kernels
 from ..pair import Pair, build_pair
 
 CPU = torch.device("cpu")
 REQUESTS = [SamplingParams(10, seed=0, ignore_eos=True), SamplingParams(10, temperature=1.0, top_p=0.9, seed=1)]
-needs_kernels = pytest.mark.skipif(not num_lanes(), reason="this processor has no kernels")
 
 
 @pytest.fixture(scope="module")

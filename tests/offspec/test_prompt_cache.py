@@ -21,11 +21,11 @@ from offspec.checkpoints.atomic_files import locked_name
 from offspec.checkpoints.kv_files import FORMAT
 from offspec.drafts.self_draft import SelfDraft
 from offspec.errors import UsageError
-from offspec.loaders.kernels.processor import num_lanes
 from offspec.model.early_exit import EarlyExit
 from offspec.prompt_cache import PromptCache
 from offspec.session import Session, entries_path
 
+from ..machines import lanes
 from ..pair import Pair, build_pair, variant
 
 PROMPT = [40 + (number * 7) % 90 for number in range(120)]
@@ -99,7 +99,7 @@ def test_a_file_of_another_model_dtype_or_draft_is_not_used(pair: Pair, engine: 
         (loaded(other), "another model"),
         (loaded(longer), "another model"),
         (loaded(pair, dtype="bf16"), "another dtype"),
-        *([(loaded(pair, arithmetic="fast"), "another arithmetic")] if num_lanes() else []),
+        *([(loaded(pair, arithmetic="fast"), "another arithmetic")] if lanes() else []),
     ):
         file.write_bytes(before)
         found, cached, told = answer(changed, file, PROMPT)

@@ -17,6 +17,7 @@ from offspec.cli.main import run
 from offspec.loaders.formats import products
 from offspec.planning import probe
 
+from ..machines import lanes
 from .checkpoints.test_grouped_models import RATES
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ def kernels() -> Iterator[None]:
     """Products in the one way that is fast without having measured which one is."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(probe, "know_products", lambda *_: None)
-        patch.setattr(products.COSTS, "forced", products.KERNEL if products.num_lanes() else products.TORCH)
+        patch.setattr(products.COSTS, "forced", products.KERNEL if lanes() else products.TORCH)
         yield
 
 

@@ -32,22 +32,20 @@ from offspec.loaders.formats.products import (
     ProductCosts,
     ProductKind,
     WayCosts,
-    num_lanes,
     plain_product,
 )
 from offspec.loaders.kernels.bf16_bits import Bf16Bits
-from offspec.loaders.kernels.encodings import Float16
-from offspec.loaders.kernels.processor import instructions
+from offspec.loaders.kernels.processor import per_processor
 from offspec.loaders.kernels.row_product import RowProduct
 from offspec.loaders.kernels.unpack import Unpacker
 from offspec.loaders.machine.product_costs import sample
 
 from ...examples import examples
+from ...machines import each_width, needs_kernels
 from ...refusals import refused
 
-needs_kernels = pytest.mark.skipif(not instructions(), reason="this processor has no kernels")
-LANES = [pytest.param(8, marks=needs_kernels), pytest.param(16, marks=needs_kernels)]
 BF16 = torch.bfloat16
+KERNEL_HERE = pytest.param(KERNEL, marks=needs_kernels)
 
 
 def noise(*shape: int, seed: int = 0, scale: float = 0.02) -> Tensor:
@@ -181,43 +179,37 @@ def test_any_group_of_rows_is_unpacked_alone() -> None:
 # ------------------------------------------------------------------------------------------------ kernels
 
 
-@needs_kernels
+@each_width
 @pytest.mark.parametrize("dtype", [BF16, torch.float32, torch.float16])
 @pytest.mark.parametrize("name", MATRICES)
 def test_the_compiled_unpacker_is_its_twin(name: str, dtype: torch.dtype) -> None:
     matrix, bits = MATRICES[name], packed(MATRICES[name])
     found = torch.full(bits.shape, 7.0, dtype=dtype)
-    unpacker(8, dtype)(PackedBf16Matrix(bits).kernel_parts, found)
+    unpacker(dtype)(PackedBf16Matrix(bits).kernel_parts, found)
     assert same_bits(found, unpacked(bits, dtype))
     assert dtype is not BF16 or same_bits(found, matrix)
 
 
-UNPACKERS: dict[tuple[int, torch.dtype], Unpacker] = {}
-PRODUCTS: dict[int, tuple[RowProduct, RowProduct]] = {}
+@per_processor
+def unpacker(dtype: torch.dtype) -> Unpacker:
+    return Unpacker(Bf16Bits(8), dtype)
 
 
-def unpacker(lanes: int, dtype: torch.dtype) -> Unpacker:
-    return UNPACKERS.setdefault((lanes, dtype), Unpacker(Bf16Bits(lanes), dtype))
-
-
-def products_of(lanes: int) -> tuple[RowProduct, RowProduct]:
-    """The packed and the plain kernel, compiled once."""
-    if lanes == 16 and "avx512" not in instructions():
-        pytest.skip("this processor has no AVX-512")
-    if lanes not in PRODUCTS:
-        PRODUCTS[lanes] = RowProduct(Bf16Bits(lanes)), RowProduct(Float16(lanes, "bf16"))
-        own, plain = PackedBf16Matrix(packed(noise(64, 256))).kernel, plain_product(BF16)
-        if lanes == num_lanes() and own is not None and plain is not None:  # those that products use
-            PRODUCTS[lanes] = own[0], plain
-    return PRODUCTS[lanes]
+@per_processor
+def products() -> tuple[RowProduct, RowProduct]:
+    """The packed and the plain kernel."""
+    packed_product, plain = PackedBf16Matrix(packed(noise(64, 256))).kernel, plain_product(BF16)
+    assert packed_product is not None
+    assert plain is not None
+    return packed_product[0], plain
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lanes", LANES)
+@each_width
 @pytest.mark.parametrize("name", MATRICES)
-def test_the_fused_product_has_the_bits_of_the_plain_kernels(name: str, lanes: int) -> None:
+def test_the_fused_product_has_the_bits_of_the_plain_kernels(name: str) -> None:
     """Whatever is an exception, and however many rows: NaN where there is one, too."""
-    matrix, (mine, plain) = MATRICES[name][:135], products_of(lanes)
+    matrix, (mine, plain) = MATRICES[name][:135], products()
     parts = PackedBf16Matrix(packed(matrix)).kernel_parts
     for num_rows in (1, 2, 3, 5, 17, 65):
         for dtype in (BF16, torch.float32):
@@ -229,14 +221,12 @@ def test_the_fused_product_has_the_bits_of_the_plain_kernels(name: str, lanes: i
 
 @pytest.mark.each_value
 @pytest.mark.slow
-@pytest.mark.parametrize("own", [TORCH, KERNEL])
-@pytest.mark.parametrize("way", [TORCH, TILES, KERNEL])
+@pytest.mark.parametrize("own", [TORCH, KERNEL_HERE])
+@pytest.mark.parametrize("way", [TORCH, TILES, KERNEL_HERE])
 @pytest.mark.parametrize("dtype", [BF16, torch.float32, torch.float16])
 def test_products_are_those_of_the_plain_matrix_in_every_way(
     dtype: torch.dtype, way: str, own: str, product_costs: ProductCosts
 ) -> None:
-    if KERNEL in (way, own) and not num_lanes():
-        pytest.skip("this processor has no kernels")
     for shape in ((131, 1088), (70, 1000)):  # the second is no whole step of any kernel
         matrix = noise(*shape)
         held = PackedBf16Matrix(packed(matrix))
@@ -259,7 +249,7 @@ def test_no_file_makes_a_kernel_read_elsewhere() -> None:
     last = bits.groups[:, -2:].contiguous().view(BF16).repeat_interleave(group_rows(1024), 0).expand(64, 1024)
     assert same_bits(unpacked(harmed), last.contiguous())
     found = torch.empty(64, 1024, dtype=BF16)
-    unpacker(8, BF16)(PackedBf16Matrix(harmed).kernel_parts, found)
+    unpacker(BF16)(PackedBf16Matrix(harmed).kernel_parts, found)
     assert same_bits(found, last.contiguous())
     assert plain_product(BF16) is not None
 

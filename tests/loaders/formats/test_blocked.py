@@ -10,23 +10,22 @@ from torch import Tensor
 
 from offspec.loaders.formats import blocked as module
 from offspec.loaders.formats import dense, linear
-from offspec.loaders.formats.blocked import BlockedMatrix, can_be_blocked, is_supported
+from offspec.loaders.formats.blocked import BlockedMatrix, can_be_blocked
 from offspec.loaders.streaming.tiers import TierOptions
 
+from ...machines import needs_blocked_order
 from ..fakes import open_with
 from ..streaming.test_tiers import ALL, SOME, tiered
 
 BF16 = torch.bfloat16
 SHAPES = [(48, 32), (256, 128), (33, 65), (1, 16), (704, 256)]
 
-needs_support = pytest.mark.skipif(not is_supported(BF16), reason="this torch or processor has no such order")
-
 
 def matrix(shape: tuple[int, int], seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(BF16)
 
 
-@needs_support
+@needs_blocked_order
 @pytest.mark.parametrize("shape", SHAPES)
 def test_products_are_those_of_the_matrix(shape: tuple[int, int]) -> None:
     plain, bias = matrix(shape), matrix((1, shape[0]), 1)[0]
@@ -37,7 +36,7 @@ def test_products_are_those_of_the_matrix(shape: tuple[int, int]) -> None:
             torch.testing.assert_close(linear(rows, blocked, added), linear(rows, plain, added), rtol=2e-2, atol=2e-2)
 
 
-@needs_support
+@needs_blocked_order
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_matrix_can_be_had_back(shape: tuple[int, int]) -> None:
     plain = matrix(shape)
@@ -50,13 +49,13 @@ def test_the_matrix_can_be_had_back(shape: tuple[int, int]) -> None:
     assert made.data_ptr() == scratch.data_ptr()
 
 
-@needs_support
+@needs_blocked_order
 def test_other_arithmetic_than_the_matrix_was_stored_for() -> None:
     plain, rows = matrix((48, 32)), matrix((3, 32), 1).float()
     torch.testing.assert_close(linear(rows, BlockedMatrix(plain)), rows @ plain.float().T, rtol=1e-5, atol=1e-5)
 
 
-@needs_support
+@needs_blocked_order
 def test_what_cannot_be_blocked() -> None:
     assert can_be_blocked(matrix((4, 4)))
     for other in (matrix((4, 4)).float(), matrix((4, 4))[0], torch.zeros(4, 4, dtype=torch.uint8), "matrix"):
@@ -69,7 +68,7 @@ def test_a_processor_or_torch_without_it(monkeypatch: pytest.MonkeyPatch, error:
         raise error("not here")
 
     monkeypatch.setattr(module, "BlockedMatrix", refuse)
-    assert not is_supported.__wrapped__(BF16)
+    assert not module.is_supported.__wrapped__(BF16)
 
 
 def layers() -> dict[str, Tensor]:
@@ -83,7 +82,7 @@ def layers() -> dict[str, Tensor]:
     } | {"head": matrix((8, 8), 20)}
 
 
-@needs_support
+@needs_blocked_order
 @pytest.mark.parametrize("resident", [ALL, SOME])
 def test_layers_keep_what_they_hold(tmp_path: Path, resident: tuple[int, ...]) -> None:
     tensors = layers()
@@ -98,7 +97,7 @@ def test_layers_keep_what_they_hold(tmp_path: Path, resident: tuple[int, ...]) -
     weights.close()
 
 
-@needs_support
+@needs_blocked_order
 def test_a_layer_of_which_a_matrix_cannot_be_stays_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And the next one is not read over it."""
     tensors = layers()

@@ -15,11 +15,11 @@ from offspec.errors import CheckpointError
 from offspec.loaders.files.checkpoint import Change, Order, TensorInfo
 from offspec.loaders.files.safetensors_folder import read_header
 from offspec.loaders.formats import StoredWeight, dense, linear, stored_weights
-from offspec.loaders.formats.blocked import is_supported
 from offspec.loaders.streaming.placement import Limits, Placement, Slots, places_of
 from offspec.loaders.streaming.stored_model import StoredModel, StoredUnit
 from offspec.loaders.streaming.tiers import TieredWeights, TierOptions
 
+from ...machines import needs_blocked_order
 from ...refusals import refused
 from ..gguf_samples import info_of, oracle, random_blocks, same_bits
 
@@ -182,7 +182,7 @@ def test_wherever_they_lie(tmp_path: Path, resident: tuple[int, ...], dtype: tor
     weights.close()
 
 
-@pytest.mark.skipif(not is_supported(torch.bfloat16), reason="this processor has no order of its own for bf16")
+@needs_blocked_order
 def test_kept_plain_matrices_can_be_blocked(tmp_path: Path) -> None:
     """Where nothing is packed, a layer that stays is in oneDNN's order, its rows in the architecture's."""
     plain = torch.randn(NUM_ROWS, COLUMNS).bfloat16()

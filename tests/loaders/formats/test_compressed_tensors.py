@@ -31,10 +31,10 @@ from offspec.loaders.formats import (
 )
 from offspec.loaders.formats.core import PackedMatrix
 from offspec.loaders.formats.products import KERNEL, ProductCosts
-from offspec.loaders.kernels.processor import num_lanes
 from offspec.loaders.machine.product_costs import of_no_file
 
 from ...examples import examples
+from ...machines import each_choice, lanes, needs_kernels
 from ...refusals import refused
 from .test_formats import bound, equal, read_raw, without
 
@@ -238,13 +238,14 @@ WIDE = {
 
 
 @pytest.mark.slow
+@needs_kernels
 @pytest.mark.parametrize("case", WIDE.values(), ids=WIDE)
 def test_kernels(case: Case, tmp_path: Path, product_costs: ProductCosts) -> None:
     """Of rows that are whole steps for one; scales may be 16 bit."""
     tensors, _ = compressed(noise(*case.shape).bfloat16(), case)
     weight = bound(open_with(tmp_path, named(tensors), case.config)[NAME])
     assert isinstance(weight, PackedMatrix)
-    assert (weight.kernel is not None) == (bool(num_lanes()) and case.args.get("symmetric", True))
+    assert (weight.kernel is not None) == case.args.get("symmetric", True)
     x, product_costs.forced = noise(3, case.shape[1], seed=1), KERNEL
     expected = x.double() @ dense(weight, torch.float32).double().T
     torch.testing.assert_close(linear(x, weight), expected.float(), rtol=1e-5, atol=1e-4)
@@ -302,6 +303,7 @@ def test_what_belongs_to_activations_and_kv_caches_is_not_read(tmp_path: Path) -
     assert "KV entries" in told
 
 
+@each_choice
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_sizes_without_a_checkpoint(case: Case) -> None:
     """What plans and measurements are made of."""
@@ -309,8 +311,8 @@ def test_sizes_without_a_checkpoint(case: Case) -> None:
     assert sized is not None
     made = sized.sample(torch.device("cpu"))
     assert isinstance(made, PackedMatrix)
-    has_kernel = case.form in ("w4a16", "fp8", "int8", "mxfp4", "mxfp8") and num_lanes()
-    assert (made.kernel is not None) == bool(has_kernel and (case.form != "mxfp8" or num_lanes() == 8))
+    has_kernel = case.form in ("w4a16", "fp8", "int8", "mxfp4", "mxfp8") and lanes()
+    assert (made.kernel is not None) == bool(has_kernel and (case.form != "mxfp8" or lanes() == 8))
     assert dense(made, torch.float32).shape == (256, 512)
     assert sized.dtype == case.form
 

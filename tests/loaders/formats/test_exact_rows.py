@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from offspec.loaders.files.checkpoint import Order
-from offspec.loaders.formats import Weight, dense, linear, linear_each, linears
+from offspec.loaders.formats import Weight, core, dense, linear, linear_each, linears
 from offspec.loaders.formats.bf16_bits import pack
 from offspec.loaders.formats.bf16_packed import PackedBf16Matrix
-from offspec.loaders.formats.blocked import BlockedMatrix, is_supported
+from offspec.loaders.formats.blocked import BlockedMatrix
 from offspec.loaders.formats.changed import ReorderedMatrix
 from offspec.loaders.formats.core import PackedMatrix
 from offspec.loaders.formats.grouped import GroupedMatrix
@@ -28,12 +28,13 @@ from offspec.loaders.formats.products import (
     are_rows_exact,
     can_be_exact,
     exact_rows,
-    num_lanes,
 )
-from offspec.loaders.kernels.processor import can_pair
 from offspec.loaders.machine.product_costs import sample
 
-pytestmark = pytest.mark.skipif(not num_lanes(), reason="this processor has no kernels")
+from ... import pretended_rows
+from ...machines import AMX, AVX512_BF16, by_processor, each_processor, needs_blocked_order, needs_kernels, run
+
+pytestmark = needs_kernels
 each_half = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 each_dtype = pytest.mark.parametrize(
     "dtype", [torch.bfloat16, torch.float16, torch.float32], ids=["bf16", "fp16", "fp32"]
@@ -60,6 +61,7 @@ def assert_exact(weight: Weight, dtype: torch.dtype, most_rows: int = 70) -> Non
 
 
 @pytest.mark.each_value
+@each_processor
 @each_dtype
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16, torch.float32], ids=["bf16", "fp16", "fp32"])
 @pytest.mark.parametrize("shape", [(7, 33), (65, 2048 + 96)], ids=str)
@@ -68,6 +70,7 @@ def test_plain_matrices(shape: tuple[int, int], stored: torch.dtype, dtype: torc
     assert_exact(noise(*shape).to(stored), dtype)
 
 
+@each_processor
 @pytest.mark.parametrize("is_packed", [False, True], ids=["plain", "bf16-packed"])
 def test_streamed_bf16_has_the_bits_of_resident_fp16(is_packed: bool) -> None:
     """A resident matrix was rounded to fp16 when it was loaded, whose least numbers are larger than bf16's."""
@@ -101,6 +104,7 @@ def test_packed_matrices(form: str, dtype: torch.dtype) -> None:
     assert_exact(weight, dtype)
 
 
+@each_processor
 def test_many_rows() -> None:
     assert_exact(noise(33, 128).to(torch.bfloat16), torch.bfloat16, most_rows=1100)
 
@@ -108,11 +112,15 @@ def test_many_rows() -> None:
 def test_matrices_in_another_order() -> None:
     matrix = noise(32, 128).to(torch.bfloat16)
     assert_exact(ReorderedMatrix(matrix, Order(2, groups=2)), torch.bfloat16)
-    if is_supported(torch.bfloat16):
-        assert_exact(BlockedMatrix(matrix), torch.bfloat16)
+
+
+@needs_blocked_order
+def test_matrices_in_onednns_order() -> None:
+    assert_exact(BlockedMatrix(noise(32, 128).to(torch.bfloat16)), torch.bfloat16)
 
 
 @pytest.mark.slow
+@each_processor
 @each_half
 def test_packed_bf16_has_the_bits_of_the_plain_matrix(dtype: torch.dtype) -> None:
     packed, x = sample("bf16-packed", (48, 2304)), noise(9, 2304).to(dtype)
@@ -123,6 +131,7 @@ def test_packed_bf16_has_the_bits_of_the_plain_matrix(dtype: torch.dtype) -> Non
         assert torch.equal(linear(x[:1], packed), plain[:1])
 
 
+@each_processor
 @pytest.mark.parametrize("others", [["bf16"], ["bf16", "fp32"]], ids=["one kernel", "two kernels"])
 def test_several_matrices_are_each_alone(others: list[str]) -> None:
     dtypes = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -135,6 +144,16 @@ def test_several_matrices_are_each_alone(others: list[str]) -> None:
     assert all(torch.equal(*pair) for pair in zip(together, alone, strict=True))
 
 
+def test_rows_on_another_device_take_no_kernel_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would read host memory at their addresses."""
+    monkeypatch.setattr(core, "row_kernels", lambda: pretended_rows)
+    x, weights = torch.empty(3, 128, device="meta"), [torch.empty(40, 128, device="meta")] * 2
+    with exact_rows():
+        together = linears(x, weights, [None, None])
+    assert [(each.device.type, each.shape) for each in together] == [("meta", (3, 40))] * 2
+
+
+@each_processor
 @pytest.mark.parametrize("num_rows", [1, 3])
 def test_rows_are_used_again_behind_the_last_one(num_rows: int) -> None:
     weights = [noise(40, 128, seed=i).bfloat16() for i in range(6)]
@@ -145,6 +164,7 @@ def test_rows_are_used_again_behind_the_last_one(num_rows: int) -> None:
     assert torch.equal(together, torch.cat(alone))
 
 
+@each_processor
 def test_costs_do_not_count(product_costs: ProductCosts) -> None:
     weight, x = noise(64, 256).to(torch.bfloat16), noise(2, 256).to(torch.bfloat16)
     found = list[Tensor]()
@@ -180,7 +200,7 @@ def test_only_the_thread_inside_is_exact() -> None:
     assert not are_rows_exact()
 
 
-@pytest.mark.skipif(not can_pair(), reason="this processor has no AVX512-BF16")
+@by_processor("processor", run(AVX512_BF16), run(AMX))
 def test_bf16_rows_take_bf16_factors() -> None:
     """fp16 weights are rounded to bf16, as when they are converted."""
     weight, x = noise(64, 256).to(torch.float16), noise(3, 256).to(torch.bfloat16)

@@ -19,10 +19,10 @@ from offspec.errors import CheckpointError, UnsupportedModelError
 from offspec.loaders.files.containers import open_checkpoint
 from offspec.loaders.formats import StoredWeight, dense, formats_in, linear, stored_weights
 from offspec.loaders.formats.products import KERNEL, ProductCosts
-from offspec.loaders.kernels.processor import num_lanes
 from offspec.loaders.kernels.unpack import WORTH_COMPILING
 
 from ...examples import examples
+from ...machines import needs_kernels
 from ...refusals import refused
 from .test_formats import bound, without
 
@@ -126,7 +126,7 @@ def test_several_tiles(tmp_path: Path) -> None:
     assert_right(weight, by_definition(matrix, scales, 128, 128))
 
 
-@pytest.mark.skipif(not num_lanes(), reason="this processor has no kernels")
+@needs_kernels
 @pytest.mark.parametrize("scales", [(1, 1), (300, 1), (3, 8)], ids=str)
 def test_large_ones_are_unpacked_by_a_kernel_to_the_same_bits(scales: tuple[int, int], tmp_path: Path) -> None:
     matrix, config = codes(300, 1024), said(weight_block_size=[128, 128])
@@ -152,7 +152,7 @@ def test_modules_that_were_left_out_are_plain(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not num_lanes(), reason="this processor has no kernels")
+@needs_kernels
 @pytest.mark.parametrize("scales", [(1, 1), (200, 1), (2, 2)], ids=str)
 def test_kernels_know_nan(scales: tuple[int, int], tmp_path: Path, product_costs: ProductCosts) -> None:
     """And every other code, denormal ones too; each output is one of the matrix's numbers."""

@@ -15,10 +15,10 @@ from offspec.loaders.files.containers import open_checkpoint
 from offspec.loaders.formats import StoredWeight, dense, format_named, formats_in, linear, stored_weights
 from offspec.loaders.formats.core import PackedMatrix
 from offspec.loaders.formats.products import KERNEL, ProductCosts
-from offspec.loaders.kernels.processor import num_lanes
 from offspec.loaders.machine.product_costs import of_no_file
 from offspec.loaders.streaming.stored_model import StoredUnit
 
+from ...machines import needs_kernels
 from ...refusals import refused
 
 NAME = "mlp.experts.0.down_proj.weight"
@@ -53,7 +53,7 @@ def test_numbers_are_those_that_transformers_unpacks(tmp_path: Path) -> None:
     assert StoredUnit({NAME: stored}).cost(torch.bfloat16).resident_bytes >= 6 * (96 // 2 + 96 // 32)
 
 
-@pytest.mark.skipif(not num_lanes(), reason="this processor has no kernels")
+@needs_kernels
 def test_a_kernel_multiplies(tmp_path: Path, product_costs: ProductCosts) -> None:
     parts = random_parts(40, 96)
     matrix = opened(tmp_path, parts).bind([tensor.reshape(-1) for tensor in parts.values()])

@@ -23,9 +23,10 @@ from offspec.loaders.formats.products import (
     ProductKind,
     WayCosts,
     between,
-    num_lanes,
 )
 from offspec.loaders.kernels.row_product import RowProduct
+
+from ...machines import needs_kernels
 
 FORMS = ("bf16", "fp16", "int8", "nf4")
 WAYS = (TORCH, TILES, KERNEL)
@@ -39,8 +40,6 @@ COSTS = WayCosts(
     }
 )
 BEST = {1: KERNEL, 3: KERNEL, 12: TILES, 16: TILES, 64: TORCH, 200: TORCH}
-
-needs_kernels = pytest.mark.skipif(not num_lanes(), reason="this processor has no kernels")
 
 
 def noise(*shape: int, seed: int = 0) -> Tensor:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import pytest
 import torch
 from torch import Tensor
@@ -12,18 +10,21 @@ from offspec.loaders.formats.gguf_blocks import VALUES
 from offspec.loaders.kernels.byte_product import FORMS, TILE_ROWS, ByteProduct, byte_product
 from offspec.loaders.kernels.byte_rows import LAYOUTS, to_bytes
 from offspec.loaders.kernels.gguf_encodings import block_encoding
-from offspec.loaders.kernels.processor import instructions
+from offspec.loaders.kernels.processor import per_processor
 from offspec.loaders.kernels.row_product import Job
 from offspec.loaders.kernels.row_steps import ITEMS
 
+from ...machines import AVX2, THIS, by_processor, each_width, lanes, needs_kernels, run
 from ..gguf_samples import NAMES, oracle, random_blocks
 
-pytestmark = pytest.mark.skipif(not instructions(), reason="this processor has no kernels")
 COLUMNS = 512
 ROWS = (1, 2, TILE_ROWS - 1, TILE_ROWS, TILE_ROWS + 1, 2 * TILE_ROWS + 3)
 # Compiling takes a second: narrow vectors for one type of each kind by default.
-KINDS = [(name, 16) for name in FORMS]
-KINDS += [pytest.param(name, 8, marks=() if name in ("Q6_K", "MXFP4") else pytest.mark.nightly) for name in FORMS]
+each_kind = by_processor(
+    "name, processor",
+    *(run(name, THIS) for name in FORMS),
+    *(run(name, AVX2, nightly=name not in ("Q6_K", "MXFP4")) for name in FORMS),
+)
 
 
 def noise(*shape: int, seed: int = 0) -> Tensor:
@@ -43,12 +44,9 @@ def rounded(x: Tensor, size: int) -> Tensor:
     return (codes * (largest / 127)).flatten(-2)
 
 
-@cache
-def product_of(name: str, lanes: int) -> ByteProduct:
-    """Skips where vectors are not so wide."""
-    if lanes == 16 and "avx512" not in instructions():
-        pytest.skip("this processor has no AVX-512")
-    encoding = block_encoding(name, lanes, VALUES.get(name, ()))
+@per_processor
+def product_of(name: str) -> ByteProduct:
+    encoding = block_encoding(name, lanes(), VALUES.get(name, ()))
     assert encoding is not None
     product = byte_product(name, encoding, VALUES.get(name, ()))
     assert product is not None
@@ -67,6 +65,7 @@ def block_size(name: str) -> int:
     return encoding.size
 
 
+@each_width
 @pytest.mark.parametrize("dtype", ITEMS, ids=str)
 @pytest.mark.parametrize("size", LAYOUTS)
 def test_rows(dtype: torch.dtype, size: int) -> None:
@@ -80,11 +79,12 @@ def test_rows(dtype: torch.dtype, size: int) -> None:
         assert torch.equal(sums.int(), codes.int().unflatten(-1, (-1, 16)).sum(-1, dtype=torch.int32))
 
 
+@needs_kernels
 @pytest.mark.parametrize("name", ["Q4_K", "MXFP4"])
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])
 def test_what_is_not_finite_stays_so(name: str, number: float) -> None:
     """So that logits say it."""
-    product, (blocks, _) = product_of(name, 8), matrix(name, 9)
+    product, (blocks, _) = product_of(name), matrix(name, 9)
     x = noise(3, COLUMNS)
     x[1, 7] = number
     found = product(x, [blocks], 9)
@@ -92,10 +92,10 @@ def test_what_is_not_finite_stays_so(name: str, number: float) -> None:
     assert torch.equal(found[[0, 2]], product(x[[0, 2]], [blocks], 9))
 
 
-@pytest.mark.parametrize(("name", "lanes"), KINDS)
-def test_products(name: str, lanes: int) -> None:
+@each_kind
+def test_products(name: str) -> None:
     """Up to fp32's rounding, and a row has the same bits with any others."""
-    product, (blocks, numbers) = product_of(name, lanes), matrix(name, 37)
+    product, (blocks, numbers) = product_of(name), matrix(name, 37)
     x = noise(max(ROWS), COLUMNS)
     numbers = numbers.double()
     expected = rounded(x, block_size(name)).double() @ numbers.T
@@ -108,9 +108,10 @@ def test_products(name: str, lanes: int) -> None:
         assert torch.equal(product(x[-count:], [blocks], 37), found[-count:])
 
 
+@needs_kernels
 def test_dtypes() -> None:
     """Rows of any dtype; sums are rounded once."""
-    product, (blocks, _) = product_of("Q4_K", 8), matrix("Q4_K", 9)
+    product, (blocks, _) = product_of("Q4_K"), matrix("Q4_K", 9)
     for dtype in ITEMS:
         x = noise(3, COLUMNS).to(dtype)
         wide = product(x, [blocks], 9, torch.float32)
@@ -118,10 +119,11 @@ def test_dtypes() -> None:
         assert torch.equal(product(x.float(), [blocks], 9), wide)
 
 
+@needs_kernels
 @pytest.mark.parametrize("num_threads", [1, 3])
 def test_several_matrices(num_threads: int) -> None:
     """Each with rows of its own, on any number of threads."""
-    product, before = product_of("Q4_K", 8), torch.get_num_threads()
+    product, before = product_of("Q4_K"), torch.get_num_threads()
     blocks = random_blocks("Q4_K", 300, 2)
     x = noise(5, COLUMNS)
     jobs = [Job([blocks[:200]], 200, 0, 2), Job([blocks[200:]], 100, 2, 3)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 
 import pytest
 import torch
@@ -14,35 +13,46 @@ from offspec.loaders.formats.gguf import QUANTISED
 from offspec.loaders.formats.gguf_blocks import GRID_TYPES, VALUES
 from offspec.loaders.formats.products import KERNEL, TORCH, ProductCosts
 from offspec.loaders.kernels.gguf_encodings import BlockEncoding, block_encoding
-from offspec.loaders.kernels.processor import instructions
+from offspec.loaders.kernels.processor import per_processor
 from offspec.loaders.kernels.row_product import RowProduct
 from offspec.loaders.kernels.unpack import WORTH_COMPILING, Unpacker
 from offspec.loaders.machine.product_costs import has_choice, of_no_file, sample, ways_of
 
+from ...machines import (
+    AVX2,
+    AVX512,
+    THIS,
+    by_processor,
+    each_choice_with_kernels,
+    lanes,
+    needs_kernels,
+    run,
+)
 from ..gguf_samples import NAMES, edge_blocks, matrix_of, oracle, random_blocks, same_bits
 
-pytestmark = pytest.mark.skipif(not instructions(), reason="this processor has no kernels")
 ENCODED = [name for name in NAMES if name not in GRID_TYPES]
 ONE_OF_EACH_KIND = ("Q4_0", "Q5_1", "Q4_K", "Q6_K", "IQ4_XS")
 # Compiling takes half a second: narrow vectors, which differ in what is said once for all types, for some types only.
-PRODUCTS = [(name, 16) for name in ENCODED]
-PRODUCTS += [pytest.param(name, 8, marks=() if name == "Q4_K" else pytest.mark.nightly) for name in ONE_OF_EACH_KIND]
-UNPACKERS = [(name, lanes, torch.float32) for name in ENCODED for lanes in (8, 16)]
-UNPACKERS += [("Q4_K", lanes, dtype) for lanes in (8, 16) for dtype in (torch.bfloat16, torch.float16)]
+each_product = by_processor(
+    "name, processor",
+    *(run(name, THIS) for name in ENCODED),
+    *(run(name, AVX2, nightly=name != "Q4_K") for name in ONE_OF_EACH_KIND),
+)
+UNPACKED = [(name, torch.float32) for name in ENCODED] + [("Q4_K", torch.bfloat16), ("Q4_K", torch.float16)]
+each_unpacker = by_processor(
+    "name, dtype, processor", *(run(*case, name) for case in UNPACKED for name in (AVX2, AVX512))
+)
 
 
-def encoding_of(name: str, lanes: int) -> BlockEncoding:
-    """Skips where vectors are not so wide."""
-    if lanes == 16 and "avx512" not in instructions():
-        pytest.skip("this processor has no AVX-512")
-    found = block_encoding(name, lanes, VALUES.get(name, ()))
+def encoding_of(name: str) -> BlockEncoding:
+    found = block_encoding(name, lanes(), VALUES.get(name, ()))
     assert found is not None
     return found
 
 
-@cache
-def product_of(name: str, lanes: int) -> RowProduct:
-    return RowProduct(encoding_of(name, lanes))
+@per_processor
+def product_of(name: str) -> RowProduct:
+    return RowProduct(encoding_of(name))
 
 
 def noise(*shape: int) -> Tensor:
@@ -61,9 +71,9 @@ def test_every_type_without_a_grid_has_an_encoding() -> None:
             assert (found.size, found.num_bytes) == (QUANTISED[name].num_weights, QUANTISED[name].num_bytes)
 
 
-@pytest.mark.parametrize(("name", "lanes", "dtype"), UNPACKERS, ids=str)
-def test_unpacked_as_the_gguf_package_does(name: str, lanes: int, dtype: torch.dtype) -> None:
-    unpack = Unpacker(encoding_of(name, lanes), dtype)
+@each_unpacker
+def test_unpacked_as_the_gguf_package_does(name: str, dtype: torch.dtype) -> None:
+    unpack = Unpacker(encoding_of(name), dtype)
     for rows in (edge_blocks(name), random_blocks(name, 37, 3), random_blocks(name, 300, 16)):
         expected = oracle(name, rows).to(dtype)
         shifted = torch.empty(rows.numel() + 1, dtype=torch.uint8)[1:].view(rows.shape).copy_(rows)
@@ -72,22 +82,23 @@ def test_unpacked_as_the_gguf_package_does(name: str, lanes: int, dtype: torch.d
         assert same_bits(found, expected)
 
 
+@needs_kernels
 def test_rounded_as_torch_does() -> None:
     """d = 2^-5, codes up to 127, minima: numbers between those of 8 and 11 bit, on both sides of the middle."""
     rows = random_blocks("Q5_1", 64, 64, seed=5)
     expected = oracle("Q5_1", rows)
     for dtype in (torch.bfloat16, torch.float16):
         found = torch.empty(expected.shape, dtype=dtype)
-        Unpacker(encoding_of("Q5_1", 8), dtype)([rows], found)
+        Unpacker(encoding_of("Q5_1"), dtype)([rows], found)
         assert same_bits(found, expected.to(dtype))
         assert not torch.equal(found.float(), expected)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "lanes"), PRODUCTS, ids=str)
-def test_products_are_those_of_the_plain_twin(name: str, lanes: int) -> None:
+@each_product
+def test_products_are_those_of_the_plain_twin(name: str) -> None:
     """For few rows, a panel's and many; for no whole tiles of outputs; for less than a panel's columns and more."""
-    product = product_of(name, lanes)
+    product = product_of(name)
     for num_outputs, num_columns in ((1, 256), (131, 1280)):
         rows = blocks(name, num_outputs, num_columns)
         matrix = oracle(name, rows)
@@ -101,20 +112,22 @@ def test_products_are_those_of_the_plain_twin(name: str, lanes: int) -> None:
 
 
 @pytest.mark.slow
+@needs_kernels
 @pytest.mark.parametrize("name", ["Q4_0", "Q5_1", "Q8_0"])
 def test_panels_of_an_odd_number_of_small_blocks(name: str) -> None:
     """1024 columns and 32: behind the last 32 the panel has other weights, which no product may take in."""
-    product, rows, x = product_of(name, 16), blocks(name, 50, 1056), noise(24, 1056)
+    product, rows, x = product_of(name), blocks(name, 50, 1056), noise(24, 1056)
     matrix = oracle(name, rows)
     found, size = product(x, [rows], 50), x.abs() @ matrix.abs().T
     assert ((found - x @ matrix.T).abs() <= 1e-5 * size).all()
 
 
 @pytest.mark.slow
+@needs_kernels
 @pytest.mark.parametrize("name", ["Q4_K", "Q8_0"])
 def test_threads_change_no_bit(name: str) -> None:
     threads, rows = torch.get_num_threads(), blocks(name, 1500, 512)
-    product, unpack = product_of(name, 8), Unpacker(encoding_of(name, 8), torch.bfloat16)
+    product, unpack = product_of(name), Unpacker(encoding_of(name), torch.bfloat16)
     found = []
     try:
         for num_threads in (1, 3):
@@ -130,6 +143,7 @@ def test_threads_change_no_bit(name: str) -> None:
 # ------------------------------------------------------------------------------------------------ as the format has it
 
 
+@needs_kernels
 def test_large_matrices_are_unpacked_by_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = blocks("Q6_K", WORTH_COMPILING // 256, 256)
     matrix, expected = matrix_of("Q6_K", rows), oracle("Q6_K", rows)
@@ -141,6 +155,7 @@ def test_large_matrices_are_unpacked_by_the_kernel(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.slow
+@needs_kernels
 def test_products_take_the_way_that_is_chosen(product_costs: ProductCosts) -> None:
     rows = blocks("Q4_K", 64, 512)
     matrix, expected = matrix_of("Q4_K", rows), oracle("Q4_K", rows)
@@ -162,6 +177,7 @@ def test_products_take_the_way_that_is_chosen(product_costs: ProductCosts) -> No
             assert len(called) == calls
 
 
+@each_choice_with_kernels
 @pytest.mark.parametrize("name", NAMES)
 def test_what_can_be_measured(name: str) -> None:
     assert has_choice(name) == (name not in GRID_TYPES)

@@ -9,7 +9,8 @@ import pytest
 
 from offspec.loaders.kernels import kept_code
 from offspec.loaders.kernels.compiler import compile_ir
-from offspec.loaders.kernels.processor import instructions
+
+from ...machines import needs_kernels
 
 SEVEN = """define void @worker(ptr %job) {
   store i64 7, ptr %job
@@ -52,7 +53,7 @@ def test_without_a_folder_each_process_compiles(folder: Path) -> None:
         assert kept_code.kept_code("a", lambda code=code: code) == code
 
 
-@pytest.mark.skipif(not instructions(), reason="no kernels on this CPU")
+@needs_kernels
 def test_code_from_the_cache_runs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(2):
         job = (ctypes.c_int64 * 1)()
@@ -62,7 +63,7 @@ def test_code_from_the_cache_runs(folder: Path, monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setattr(kept_code, "write_cached", lambda file, content: never())
 
 
-@pytest.mark.skipif(not instructions(), reason="no kernels on this CPU")
+@needs_kernels
 def test_a_wrong_text_is_refused_and_not_kept(folder: Path) -> None:
     with pytest.raises(RuntimeError):
         compile_ir("define nonsense", "worker")

@@ -2,6 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import platform
+import re
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -18,6 +26,8 @@ from offspec.loaders.kernels.processor import (
     per_processor,
     using,
 )
+
+from ...machines import needs_kernels
 
 
 @pytest.mark.parametrize(
@@ -89,3 +99,90 @@ def test_levels_that_onednn_is_limited_to(limit: str, num_levels: int, monkeypat
     assert of_this_cpu.__wrapped__() == frozenset(LEVELS[:num_levels])
     monkeypatch.setattr(processor, "_are_tiles_granted", lambda: False)
     assert of_this_cpu.__wrapped__() == frozenset(LEVELS[: min(num_levels, 3)])
+
+
+# ------------------------------------------------------------------------------------------------ of this processor
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_processor_with_the_instructions_has_kernels() -> None:
+    """So that what is skipped above is not skipped where it should run."""
+    flags = set(re.findall(r"\w+", Path("/proc/cpuinfo").read_text()))
+    if platform.machine() != "x86_64" or not flags >= {"avx2", "fma", "f16c"}:
+        pytest.skip("another processor")
+    found = _instructions_with()
+    assert "avx2" in found
+    assert ("avx512" in found) == (flags >= {"avx512f", "avx512bw", "avx512vl", "avx512dq"})
+    assert ("avx512_bf16" in found) == ("avx512" in found and "avx512_bf16" in flags)
+    assert "amx" not in found or flags >= {"amx_tile", "amx_bf16"}  # Linux may refuse them
+
+
+@cache
+def _instructions_with(**environment: str) -> set[str]:
+    """What a process has with these variables and no others that hide instructions: this one, or a new one."""
+    hidden = {"ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA"}
+    if not environment and not hidden & os.environ.keys():
+        return set(instructions())
+    inherited = {name: value for name, value in os.environ.items() if name not in hidden}
+    say = "from offspec.loaders.kernels.processor import instructions; print(*instructions())"
+    done = subprocess.run(
+        [sys.executable, "-c", say], env=inherited | environment, capture_output=True, text=True, check=True
+    )
+    return set(done.stdout.split())
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("capability", "limit", "expected"),
+    [
+        ("DEFAULT", "", set()),
+        ("AVX2", "", {"avx2"}),
+        ("AVX512", "AVX2", {"avx2"}),
+        ("AVX512", "avx2_vnni", {"avx2"}),
+        ("AVX512", "SSE41", set()),
+        ("DEFAULT", "AVX2", set()),
+    ],
+)
+def test_what_torch_does_not_use_kernels_do_not_use(
+    capability: str, limit: str, expected: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """capability: what torch says that it computes with. limit: oneDNN's."""
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit)
+    assert of_this_cpu.__wrapped__() == expected
+
+
+@pytest.mark.nightly
+@needs_kernels
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({"ONEDNN_MAX_CPU_ISA": "AVX2"}, {"avx2"}),
+        ({"ATEN_CPU_CAPABILITY": "default"}, set()),
+        ({"ATEN_CPU_CAPABILITY": "avx2"}, {"avx2"}),
+        ({"ONEDNN_MAX_CPU_ISA": "avx2_vnni"}, {"avx2"}),
+        ({"ONEDNN_MAX_CPU_ISA": "SSE41"}, set()),
+        ({"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "AVX2"}, set()),
+    ],
+    ids=str,
+)
+def test_what_is_hidden_from_torch_is_hidden_from_kernels(environment: dict[str, str], expected: set[str]) -> None:
+    assert _instructions_with(**environment) == expected
+
+
+@pytest.mark.nightly
+@needs_kernels
+def test_a_limit_that_limits_nothing() -> None:
+    for limit in ("", "AVX512_CORE_AMX"):
+        assert _instructions_with(ONEDNN_MAX_CPU_ISA=limit) == _instructions_with()
+
+
+def test_another_kind_of_processor_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: "arm64")
+    assert of_this_cpu.__wrapped__() == frozenset()
+
+
+def test_without_llvmlite_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "llvmlite", None)
+    assert of_this_cpu.__wrapped__() == frozenset()

@@ -10,12 +10,13 @@ from torch import Tensor
 
 from offspec.loaders.formats.products import exact_rows, multiply
 from offspec.loaders.kernels.compiler import LAUNCHES, gnu_openmp
-from offspec.loaders.kernels.processor import instructions
 from offspec.loaders.kernels.recording import record
 from offspec.loaders.kernels.row_steps import add_rows, gate_rows, norm_rows
 
+from ...machines import each_width
+
 pytestmark = [
-    pytest.mark.skipif(not instructions(), reason="this processor has no kernels"),
+    each_width,
     pytest.mark.skipif(gnu_openmp() is None, reason="torch has another OpenMP than GNU's"),
 ]
 WIDTH, INNER = 64, 192

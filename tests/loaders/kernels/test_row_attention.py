@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, partial
 from itertools import pairwise
 
 import pytest
 import torch
 from torch import Tensor
 
-from offspec.loaders.kernels.processor import instructions
 from offspec.loaders.kernels.row_attention import (
     BLOCK,
     KeySlots,
     KeysOfRows,
-    RowAttention,
     Scores,
     Visible,
     attend_rows,
@@ -26,7 +23,9 @@ from offspec.loaders.kernels.row_attention import (
     rows_of_tile,
 )
 
-pytestmark = pytest.mark.skipif(not instructions(), reason="this processor has no kernels")
+from ...machines import each_width
+
+pytestmark = each_width
 PREFIX, NUM_SLOTS = 4 * BLOCK + 5, 400
 
 
@@ -163,15 +162,6 @@ def test_threads_change_no_bit() -> None:
         assert torch.equal(attended(heads, queries, parts, rows), alone)
     finally:
         torch.set_num_threads(threads)
-
-
-@pytest.mark.skipif("avx512" not in instructions(), reason="this processor has no AVX-512")
-def test_narrow_vectors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A processor with AVX2 alone: results of the formula, and the same bits for a row alone."""
-    narrow = cache(partial(RowAttention, lanes=8))
-    monkeypatch.setattr("offspec.loaders.kernels.row_attention.row_attention", narrow)
-    test_results_are_those_of_the_formula(HEADS[3])
-    test_a_row_does_not_depend_on_others_or_on_slots(HEADS[3])
 
 
 def test_what_is_no_number_stays_none() -> None:

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import platform
-import re
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
-from pathlib import Path
+from functools import partial
 
 import pytest
 import torch
@@ -24,12 +19,12 @@ from offspec.loaders.formats.products import KERNEL, ProductCosts, can_multiply,
 from offspec.loaders.formats.scaled import FP4, FP4_NUMBERS, Codes, ScaledLayout, ScaledMatrix
 from offspec.loaders.kernels import compiler
 from offspec.loaders.kernels.encodings import Blocks, Encoding, Float16, FourBit, Int8
-from offspec.loaders.kernels.processor import instructions, num_lanes, of_this_cpu
+from offspec.loaders.kernels.processor import per_processor
 from offspec.loaders.kernels.row_product import Job, RowProduct
 from offspec.loaders.kernels.scaled import Fp8, LowFirst, MxFp4
 
-needs_kernels = pytest.mark.skipif(not instructions(), reason="this processor has no kernels")
-LANES = [pytest.param(8, marks=needs_kernels), pytest.param(16, marks=needs_kernels)]
+from ...machines import AVX2, THIS, by_processor, each_width, lanes, needs_kernels, run
+
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ROWS = (1, 2, 3, 4, 5, 6, 8, 9, 16, 17, 65, 130)  # both sides of every `most_direct` and of every tile
 OUTPUTS = (1, 3, 131)  # no whole tiles, chunks or panels
@@ -122,25 +117,19 @@ MATRICES: dict[str, tuple[Callable[[int], Encoding], Callable[[int, int], Weight
 }
 
 
-# Compiling takes half a second. Where wide vectors are there, narrow ones are tried with some encodings by default.
+# Compiling takes half a second: narrow vectors are tried with some encodings by default, wherever there are wide ones.
 ONE_OF_EACH_KIND = ("bf16", "int8", "fp8-blocks", "w4-groups", "nf4-64-nested")
-each_encoding = pytest.mark.parametrize(
-    ("name", "lanes"),
-    [
-        pytest.param(name, lanes, marks=[needs_kernels] + [pytest.mark.nightly] * is_left_out)
-        for name in MATRICES
-        for lanes in (8, 16)
-        for is_left_out in [lanes == 8 and "avx512" in instructions() and name not in ONE_OF_EACH_KIND]
-    ],
+each_encoding = by_processor(
+    "name, processor",
+    *(run(name, THIS) for name in MATRICES),
+    *(run(name, AVX2, nightly=name not in ONE_OF_EACH_KIND) for name in MATRICES),
 )
 
 
-@cache
-def product_of(name: str, lanes: int) -> RowProduct:
-    """Compiled once for all tests. Skips where vectors are not so wide."""
-    if lanes == 16 and "avx512" not in instructions():
-        pytest.skip("this processor has no AVX-512")
-    return RowProduct(MATRICES[name][0](lanes))
+@per_processor
+def product_of(name: str) -> RowProduct:
+    """Compiled once for all tests."""
+    return RowProduct(MATRICES[name][0](lanes()))
 
 
 def parts_of(matrix: Weight) -> list[Tensor]:
@@ -178,9 +167,9 @@ def assert_agrees(found: Tensor, x: Tensor, matrix: Tensor) -> None:
 @each_shape
 @each_encoding
 def test_products_are_those_of_the_plain_twin(
-    name: str, lanes: int, shapes: Sequence[tuple[int, int]], rows: Sequence[int]
+    name: str, shapes: Sequence[tuple[int, int]], rows: Sequence[int]
 ) -> None:
-    product = product_of(name, lanes)
+    product = product_of(name)
     for matrix in cases(name, shapes):
         num_outputs, num_columns = matrix.shape
         assert product.encoding.can_read(num_columns)
@@ -192,9 +181,9 @@ def test_products_are_those_of_the_plain_twin(
 
 @pytest.mark.slow
 @each_encoding
-def test_rows_of_any_dtype_and_dimensions(name: str, lanes: int) -> None:
+def test_rows_of_any_dtype_and_dimensions(name: str) -> None:
     """Sums are fp32 and rounded once, at the end; rows may lie apart."""
-    product, matrix = product_of(name, lanes), MATRICES[name][1](50, 1152)
+    product, matrix = product_of(name), MATRICES[name][1](50, 1152)
     parts, twin = parts_of(matrix), dense(matrix, torch.float32)
     for num_rows in (1, 5, 17, 65):
         for dtype in DTYPES:
@@ -210,10 +199,10 @@ def test_rows_of_any_dtype_and_dimensions(name: str, lanes: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lanes", LANES)
+@each_width
 @pytest.mark.parametrize("name", ["bf16", "fp16"])
-def test_what_is_no_number_comes_out_as_torch_has_it(name: str, lanes: int) -> None:
-    product, matrix = product_of(name, lanes), MATRICES[name][1](9, 1088)
+def test_what_is_no_number_comes_out_as_torch_has_it(name: str) -> None:
+    product, matrix = product_of(name), MATRICES[name][1](9, 1088)
     assert isinstance(matrix, Tensor)
     matrix[0, 5], matrix[1, 1087], matrix[2, 3] = torch.nan, torch.inf, -torch.inf
     matrix[3, 7], matrix[3, 8] = torch.inf, -torch.inf
@@ -233,10 +222,10 @@ def test_what_is_no_number_comes_out_as_torch_has_it(name: str, lanes: int) -> N
 
 
 @pytest.mark.slow
-@needs_kernels
+@each_width
 def test_denormal_weights_count() -> None:
     matrix = torch.full((4, 64), 2**-130, dtype=torch.bfloat16)
-    found = product_of("bf16", 8)(torch.full((1, 64), 2.0**20), [matrix], 4)
+    found = product_of("bf16")(torch.full((1, 64), 2.0**20), [matrix], 4)
     assert torch.equal(found, torch.full((1, 4), 2.0**-104))
 
 
@@ -248,7 +237,7 @@ def test_bytes_that_begin_anywhere() -> None:
     matrix = buffer[2:].view(torch.bfloat16).view(64, 64).copy_(noise(64, 64))
     assert matrix.data_ptr() % 16 == 2
     x = noise(3, 64, seed=1)
-    assert_agrees(product_of("bf16", num_lanes())(x, [matrix], 64), x, matrix.float())
+    assert_agrees(product_of("bf16")(x, [matrix], 64), x, matrix.float())
 
 
 # ------------------------------------------------------------------------------------------------ threads
@@ -271,7 +260,7 @@ def test_threads_change_no_bit(
 ) -> None:
     if pool:
         monkeypatch.setattr(compiler, "gnu_openmp", lambda: None)
-    product, matrix = product_of(name, num_lanes()), MATRICES[name][1](403, 1152)
+    product, matrix = product_of(name), MATRICES[name][1](403, 1152)
     for num_rows in (1, 4, 130):
         x = noise(num_rows, 1152)
         set_threads(1)
@@ -287,117 +276,15 @@ def test_threads_are_torchs_own() -> None:
     assert compiler.gnu_openmp() is not None
 
 
-# ------------------------------------------------------------------------------------------------ what there is
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_a_processor_with_the_instructions_has_kernels() -> None:
-    """So that what is skipped above is not skipped where it should run."""
-    flags = set(re.findall(r"\w+", Path("/proc/cpuinfo").read_text()))
-    if platform.machine() != "x86_64" or not flags >= {"avx2", "fma", "f16c"}:
-        pytest.skip("another processor")
-    found = _instructions_with()
-    assert "avx2" in found
-    assert ("avx512" in found) == (flags >= {"avx512f", "avx512bw", "avx512vl", "avx512dq"})
-
-
-@cache
-def _instructions_with(**environment: str) -> set[str]:
-    """What a process has with these variables and no others that hide instructions: this one, or a new one."""
-    hidden = {"ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA"}
-    if not environment and not hidden & os.environ.keys():
-        return set(instructions())
-    inherited = {name: value for name, value in os.environ.items() if name not in hidden}
-    say = "from offspec.loaders.kernels.processor import instructions; print(*instructions())"
-    done = subprocess.run(
-        [sys.executable, "-c", say], env=inherited | environment, capture_output=True, text=True, check=True
-    )
-    return set(done.stdout.split())
-
-
-@needs_kernels
-@pytest.mark.parametrize(
-    ("capability", "limit", "expected"),
-    [
-        ("DEFAULT", "", set()),
-        ("AVX2", "", {"avx2"}),
-        ("AVX512", "AVX2", {"avx2"}),
-        ("AVX512", "avx2_vnni", {"avx2"}),
-        ("AVX512", "SSE41", set()),
-        ("DEFAULT", "AVX2", set()),
-    ],
-)
-def test_what_torch_does_not_use_kernels_do_not_use(
-    capability: str, limit: str, expected: set[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """capability: what torch says that it computes with. limit: oneDNN's."""
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
-    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit)
-    assert of_this_cpu.__wrapped__() == expected
-
-
-@pytest.mark.nightly
-@needs_kernels
-@pytest.mark.parametrize(
-    ("environment", "expected"),
-    [
-        ({"ONEDNN_MAX_CPU_ISA": "AVX2"}, {"avx2"}),
-        ({"ATEN_CPU_CAPABILITY": "default"}, set()),
-        ({"ATEN_CPU_CAPABILITY": "avx2"}, {"avx2"}),
-        ({"ONEDNN_MAX_CPU_ISA": "avx2_vnni"}, {"avx2"}),
-        ({"ONEDNN_MAX_CPU_ISA": "SSE41"}, set()),
-        ({"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "AVX2"}, set()),
-    ],
-    ids=str,
-)
-def test_what_is_hidden_from_torch_is_hidden_from_kernels(environment: dict[str, str], expected: set[str]) -> None:
-    assert _instructions_with(**environment) == expected
-
-
-@pytest.mark.nightly
-@needs_kernels
-def test_a_limit_that_limits_nothing() -> None:
-    for limit in ("", "AVX512_CORE_AMX"):
-        assert _instructions_with(ONEDNN_MAX_CPU_ISA=limit) == _instructions_with()
-
-
-@pytest.mark.slow
-@needs_kernels
-def test_kernels_for_vectors_of_eight_run_where_the_others_are_hidden() -> None:
-    """LLVM is told, too: in a process without AVX-512 kernels come out as here."""
-    compute = (
-        "import torch; from offspec.loaders.formats.products import plain_product, num_lanes;"
-        "x = torch.linspace(-1, 1, 640).view(5, 128); matrix = torch.linspace(1, 2, 1280).view(10, 128).bfloat16();"
-        "print(num_lanes(), plain_product(torch.bfloat16)(x, [matrix], 10).double().sum().item())"
-    )
-    environment = os.environ | {"ATEN_CPU_CAPABILITY": "avx2"}
-    done = subprocess.run([sys.executable, "-c", compute], env=environment, capture_output=True, text=True, check=True)
-    lanes, total = done.stdout.split()
-    x, matrix = torch.linspace(-1, 1, 640).view(5, 128), torch.linspace(1, 2, 1280).view(10, 128).bfloat16()
-    assert lanes == "8"
-    assert float(total) == pytest.approx((x.double() @ matrix.double().T).sum().item(), abs=1e-3)
-
-
-def test_another_kind_of_processor_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(platform, "machine", lambda: "arm64")
-    assert of_this_cpu.__wrapped__() == frozenset()
-
-
-def test_without_llvmlite_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "llvmlite", None)
-    assert of_this_cpu.__wrapped__() == frozenset()
-
-
 # ------------------------------------------------------------------------------------------------ what it cannot read
 
 
 def test_rows_that_are_no_whole_steps() -> None:
-    for lanes in (8, 16):
-        for encoding in (Float16(lanes, "bf16"), Int8(lanes, 1.0)):
-            assert encoding.can_read(12 * lanes)
-            assert not encoding.can_read(12 * lanes + lanes)
-        blocks = FourBit(lanes, CODES["nf4"], Blocks(128))
+    for width in (8, 16):
+        for encoding in (Float16(width, "bf16"), Int8(width, 1.0)):
+            assert encoding.can_read(12 * width)
+            assert not encoding.can_read(12 * width + width)
+        blocks = FourBit(width, CODES["nf4"], Blocks(128))
         assert [blocks.can_read(columns) for columns in (64, 128, 192, 256)] == [False, True, False, True]
     assert FourBit(16, CODES["nf4"], Blocks(32)).can_read(96)
     assert not FourBit(16, CODES["nf4"], Blocks(16)).can_read(64)
@@ -440,11 +327,11 @@ def test_rows_that_do_not_fit_the_matrix_are_torchs_error() -> None:
 @needs_kernels
 def test_a_matrix_without_rows() -> None:
     for num_rows in (1, 130):
-        found = product_of("int8", 8)(noise(num_rows, 64), [torch.empty(0, 64), torch.empty(0)], 0)
+        found = product_of("int8")(noise(num_rows, 64), [torch.empty(0, 64), torch.empty(0)], 0)
         assert found.shape == (num_rows, 0)
 
 
-@needs_kernels
+@each_width
 @pytest.mark.parametrize("num_rows", [1, 5, 66])
 def test_results_are_rounded_as_torch_rounds(num_rows: int) -> None:
     """Of 51 outputs, no whole vectors; also of what is no number, and of no dtype that kernels round to."""
@@ -452,8 +339,8 @@ def test_results_are_rounded_as_torch_rounds(num_rows: int) -> None:
     for dtype in (torch.bfloat16, torch.float16, torch.float64):
         x = noise(num_rows, 1152).to(dtype)
         x[-1, 3] = torch.nan if num_rows > 1 else 1.0
-        sums = product_of("bf16", num_lanes())(x, [matrix], 51, torch.float32)
-        rounded = product_of("bf16", num_lanes())(x, [matrix], 51)
+        sums = product_of("bf16")(x, [matrix], 51, torch.float32)
+        rounded = product_of("bf16")(x, [matrix], 51)
         assert (sums.dtype, rounded.dtype) == (torch.float32, dtype)
         torch.testing.assert_close(rounded, sums.to(dtype), rtol=0, atol=0, equal_nan=True)
 
@@ -464,11 +351,11 @@ def test_results_are_rounded_as_torch_rounds(num_rows: int) -> None:
 SPANS = [(0, 1), (1, 3), (4, 40), (2, 1), (45, 17)]  # of each matrix: the first one, and their number
 
 
-@needs_kernels
+@each_width
 @pytest.mark.parametrize("name", ["bf16", "nf4-64-nested", "fp8-blocks"])
 @pytest.mark.parametrize("num_threads", [1, 2])
 def test_matrices_in_one_call_have_the_bits_of_each_alone(name: str, num_threads: int) -> None:
-    product, whole, half = product_of(name, num_lanes()), *(MATRICES[name][1](n, 1152) for n in (200, 100))
+    product, whole, half = product_of(name), *(MATRICES[name][1](n, 1152) for n in (200, 100))
     jobs = list[Job]()
     for i, span in enumerate(SPANS):
         first, *others = parts_of(half if i == 2 else whole)

@@ -7,13 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from offspec.loaders.kernels.processor import instructions, num_lanes
 from offspec.loaders.kernels.row_steps import (
     ITEMS,
-    Gate,
-    Mix,
-    Norm,
-    Turn,
     add_rows,
     can_step,
     gate_rows,
@@ -25,7 +20,9 @@ from offspec.loaders.kernels.row_steps import (
 from offspec.model.parts.mlp import clamped
 from offspec.model.rope import rotate
 
-pytestmark = pytest.mark.skipif(not instructions(), reason="this processor has no kernels")
+from ...machines import each_width, lanes
+
+pytestmark = each_width
 each_dtype = pytest.mark.parametrize("dtype", ITEMS, ids=str)
 ROWS, WIDTHS = 33, (64, 2880)
 
@@ -74,7 +71,7 @@ def turns(dtype: torch.dtype, num_rows: int, head_dim: int) -> tuple[Tensor, Ten
 def test_rows_as_fp32(dtype: torch.dtype) -> None:
     x = noise(dtype, ROWS, 128)
     assert torch.equal(lay_rows(x, 1), x.float())
-    apart = x.float().view(ROWS, -1, num_lanes(), 2).transpose(2, 3)
+    apart = x.float().view(ROWS, -1, lanes(), 2).transpose(2, 3)
     assert torch.equal(lay_rows(x, 2), apart.reshape(ROWS, 128))
 
 
@@ -122,27 +119,6 @@ def test_threads_take_every_row(num_threads: int) -> None:
     finally:
         torch.set_num_threads(before)
     assert_near(normed, F.rms_norm(x.double(), (128,), None, 1e-6))
-
-
-def test_half_vectors() -> None:
-    """The kernels of processors without AVX-512."""
-    x, scales, out = noise(torch.bfloat16, 6, 24), torch.rand(2, 3), torch.empty(2, 24, dtype=torch.bfloat16)
-    Mix(torch.bfloat16, 8)(2, 72, (x, scales, out), (24, 3))
-    expected = (x.double().view(2, 3, 24) * scales[..., None]).sum(1)
-    assert ((out.double() - expected).abs() <= 2**-8 * expected.abs() + 1e-6).all()
-    normed = torch.empty_like(x)
-    Norm(torch.bfloat16, 8)(6, 24, (x, torch.ones(24).bfloat16(), normed), (24, 0))
-    assert_near(normed, F.rms_norm(x.double(), (24,), None, 0.0))
-    heads, turned, (cos, sin) = (
-        noise(torch.bfloat16, 2, 3, 16),
-        torch.empty(2, 3, 16).bfloat16(),
-        turns(torch.bfloat16, 2, 16),
-    )
-    Turn(torch.bfloat16, 8)(6, 16, (heads, cos, sin, turned), (16, 3))
-    assert torch.equal(turned, rotate(heads, cos, sin))
-    gated = torch.empty_like(x)
-    Gate(torch.bfloat16, 8)(6, 48, (x, 2 * x, gated), (24,))
-    assert_near(gated, F.silu(x.double()) * 2 * x.double())
 
 
 def test_which_rows_have_kernels() -> None:

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from offspec.loaders.formats import linear, linear_each, linears
 from offspec.loaders.formats.products import exact_kernel, exact_rows, plain_product
-from offspec.loaders.kernels.processor import LEVELS, has_tiles, using
 from offspec.loaders.kernels.tile_product import COLUMNS, SIDE, TileProduct, in_tiles
 
+from ...machines import AMX, AVX512_BF16, by_processor, run
 from .test_row_bits import PANEL, SHAPE, STORED, assert_rows_alone_are_equal, product_with
 from .test_row_product import noise
 
-needs_tiles = pytest.mark.skipif(not has_tiles(), reason="this processor has no AMX")
+with_tiles = by_processor("processor", run(AMX))
 LEAST = 2.0**-126  # the smallest normal number
 
 
@@ -45,7 +45,7 @@ def chains(matrix: Tensor, x: Tensor) -> Tensor:
     return total
 
 
-@needs_tiles
+@with_tiles
 @pytest.mark.parametrize("scale", [1.0, 2.0**-40, 2.0**40])
 @pytest.mark.parametrize("shape", [(1, 64), (16, 128), (40, 1088)], ids=str)
 def test_sums_are_those_of_fused_additions(shape: tuple[int, int], scale: float) -> None:
@@ -55,7 +55,7 @@ def test_sums_are_those_of_fused_additions(shape: tuple[int, int], scale: float)
     assert torch.equal(in_tiles(product)(x, [matrix], shape[0], torch.float32), chains(matrix, x))
 
 
-@needs_tiles
+@with_tiles
 def test_numbers_below_the_smallest_normal_one_are_zero() -> None:
     product = plain_product(torch.bfloat16)
     assert product is not None
@@ -65,7 +65,7 @@ def test_numbers_below_the_smallest_normal_one_are_zero() -> None:
 
 
 @pytest.mark.slow
-@needs_tiles
+@with_tiles
 @pytest.mark.parametrize("form", STORED)
 def test_rows_do_not_depend_on_their_number(form: str) -> None:
     """With whole rows of the matrix and with blocks of them, for rows of bf16 as they are and others."""
@@ -78,7 +78,7 @@ def test_rows_do_not_depend_on_their_number(form: str) -> None:
     assert ((result - exact).abs() <= 2e-6 * size + 2**-8 * exact.abs()).all()
 
 
-@needs_tiles
+@with_tiles
 @pytest.mark.parametrize("num_outputs", [1, 15, 16, 17, 31, 33, 64, 65, 200])
 @pytest.mark.parametrize("num_rows", [1, 15, 16, 17, 32, 33, 130])
 def test_each_number_of_outputs_and_rows(num_outputs: int, num_rows: int) -> None:
@@ -92,7 +92,7 @@ def test_each_number_of_outputs_and_rows(num_outputs: int, num_rows: int) -> Non
     assert torch.allclose(result, x.float() @ matrix.float().T, atol=1e-4, rtol=1e-4)
 
 
-@needs_tiles
+@with_tiles
 def test_several_matrices_with_rows_of_their_own() -> None:
     matrices = [noise(48, 128, seed=seed).bfloat16() for seed in range(5)]
     x = noise(40, 128).bfloat16()
@@ -105,14 +105,11 @@ def test_several_matrices_with_rows_of_their_own() -> None:
             assert torch.equal(result, linear(x, matrix))
 
 
-def test_where_exact_rows_take_tiles() -> None:
+@by_processor("takes_tiles, processor", (True, AMX), (False, AVX512_BF16))
+def test_where_exact_rows_take_tiles(takes_tiles: bool) -> None:
     """bf16 rows, where the processor has tiles: a choice that needs none."""
-    with using(LEVELS):
-        product = plain_product(torch.bfloat16)
-        assert product is not None
-        assert isinstance(exact_kernel(product, torch.bfloat16), TileProduct)
-        assert exact_kernel(product, torch.float32) is exact_kernel(product, torch.float16) is product
-    with using(LEVELS[:-1]):
-        product = plain_product(torch.bfloat16)
-        assert product is not None
-        assert exact_kernel(product, torch.bfloat16) is product.in_pairs
+    product = plain_product(torch.bfloat16)
+    assert product is not None
+    kernel = exact_kernel(product, torch.bfloat16)
+    assert isinstance(kernel, TileProduct) if takes_tiles else kernel is product.in_pairs
+    assert exact_kernel(product, torch.float32) is exact_kernel(product, torch.float16) is product

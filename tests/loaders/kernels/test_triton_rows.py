@@ -13,9 +13,9 @@ from offspec.loaders.formats import core, linear
 from offspec.loaders.formats.core import exact_on_gpu
 from offspec.loaders.formats.on_gpu import row_kernels
 from offspec.loaders.formats.products import exact_rows
-from offspec.loaders.kernels.processor import num_lanes
 from offspec.loaders.kernels.row_attention import KeySlots, Scores, Visible, attend_rows, rows_of_tile
 
+from ...machines import needs_kernels
 from .interpreted import interpreted
 
 pytestmark = pytest.mark.slow
@@ -43,7 +43,7 @@ def test_products(kernels: ModuleType, dtype: torch.dtype) -> None:
     assert kernels.multiply(x[None], matrix).shape == (1, 19, 40)
 
 
-@pytest.mark.skipif(not num_lanes(), reason="this processor has no kernels")
+@needs_kernels
 @pytest.mark.parametrize(
     "scores",
     [

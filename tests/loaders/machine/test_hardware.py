@@ -41,6 +41,7 @@ from offspec.loaders.machine.hardware import (
 from offspec.loaders.machine.product_costs import of_no_file
 from offspec.loaders.units import format_count, format_quantity, format_seconds, format_size, parse_size
 
+from ...machines import num_cpus, ram_bytes
 from ...refusals import refused, tells
 
 GIB, MIB = 2**30, 2**20
@@ -214,7 +215,7 @@ def test_in_a_real_group_its_limit_is_told(groups: tuple[Path, Path]) -> None:
     told = ask_within(inner)
     assert told.total_bytes == 512 * MIB
     assert 256 * MIB < told.available_bytes < 512 * MIB
-    assert told.machine_bytes == psutil.virtual_memory().total
+    assert told.machine_bytes == ram_bytes()
     assert told.limit.endswith(f"memory.limit_in_bytes of /{outer.name}")
 
 
@@ -302,7 +303,7 @@ def test_the_processors_name(tmp_path: Path) -> None:
 def test_this_machine() -> None:
     found = read_hardware(CPU)
     assert 0 < found.ram.available_bytes <= found.ram.total_bytes <= found.ram.machine_bytes
-    assert 1 <= found.num_cores <= (os.cpu_count() or 1)
+    assert 1 <= found.num_cores <= num_cpus()
     assert found.gpu is None
     assert found.rates.disk_bytes_per_s is None
     assert found.rates.matmul_flops == {}

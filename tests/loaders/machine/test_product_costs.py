@@ -19,7 +19,6 @@ from torch import Tensor
 from offspec.loaders.files.checkpoint import TensorInfo
 from offspec.loaders.formats import StoredWeight, Weight, format_named
 from offspec.loaders.formats.products import KERNEL, TILES, TORCH, ProductCosts, ProductKind, WayCosts
-from offspec.loaders.kernels.processor import num_lanes
 from offspec.loaders.machine import product_costs as module
 from offspec.loaders.machine.product_costs import (
     HOPELESS_ROWS,
@@ -35,9 +34,10 @@ from offspec.loaders.machine.product_costs import (
     ways_of,
 )
 
+from ...machines import each_choice, lanes, needs_kernels
+
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 FOUND = WayCosts({TORCH: {1: 2e-10, 16: 4e-10}, TILES: {1: 1e-10, 16: 5e-10}})
-needs_kernels = pytest.mark.skipif(not num_lanes(), reason="this processor has no kernels")
 
 
 @pytest.fixture(autouse=True)
@@ -110,6 +110,7 @@ def test_anew(measured: list[ProductKind], costs: ProductCosts, monkeypatch: pyt
     assert all(costs.get(kind) == FOUND for kind in kinds_of("fp16", FP32))
 
 
+@each_choice
 def test_forms_without_a_choice_are_not_measured(measured: list[ProductKind]) -> None:
     know_products([("F32", FP32), ("awq", BF16), ("F64", FP32)])
     know_products([])
@@ -117,7 +118,7 @@ def test_forms_without_a_choice_are_not_measured(measured: list[ProductKind]) ->
     assert not costs_file().exists()
     assert not has_choice("awq")
     assert has_choice("bf16")
-    assert has_choice("nf4") == has_choice("int8") == bool(num_lanes())
+    assert has_choice("nf4") == has_choice("int8") == (lanes() > 0)
 
 
 def test_two_forms_are_in_one_file(measured: list[ProductKind], costs: ProductCosts) -> None:

@@ -18,7 +18,6 @@ from offspec import ConvertParams, Engine, SamplingParams, builtin, convert, loa
 from offspec.checkpoints.load import load_weights
 from offspec.checkpoints.opening import ModelFiles
 from offspec.loaders.formats.products import KERNEL, TORCH, ProductCosts, ProductKind, WayCosts
-from offspec.loaders.kernels.processor import num_lanes
 from offspec.loaders.machine.gpus import find_gpu
 from offspec.loaders.machine.hardware import Rates
 from offspec.loaders.params import LOSSLESS_FORMAT
@@ -29,6 +28,7 @@ from offspec.planning.memory import MemoryOptions
 from offspec.planning.plan import Plan, make_plan, with_faster_residents
 
 from ...cli.server.serving import served
+from ...machines import needs_kernels
 from .test_grouped_models import NO_NODES, PLAIN, RATES, offspec, streamed, texts
 
 CPU = torch.device("cpu")
@@ -71,14 +71,12 @@ def logits(folder: Path, dtype: str, num_resident: int, *, keeps_packed: bool = 
 
 @pytest.mark.each_value
 @pytest.mark.slow
-@pytest.mark.parametrize("way", [TORCH, KERNEL])
+@pytest.mark.parametrize("way", [TORCH, pytest.param(KERNEL, marks=needs_kernels)])
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_logits_have_the_bits_of_the_plain_model(
     dtype: str, way: str, plain: Path, packed: Path, product_costs: ProductCosts
 ) -> None:
     """Resident and unpacked, resident and packed, streamed: in the way that plain matrices are multiplied."""
-    if way == KERNEL and not num_lanes():
-        pytest.skip("this processor has no kernels")
     kind = {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
     for form in ("bf16", LOSSLESS_FORMAT):
         product_costs.set(ProductKind(form, kind, is_large=False), WayCosts({way: {1: 1.0}}))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from offspec.loaders.formats.products import exact_rows
-from offspec.loaders.kernels.processor import LEVELS, num_lanes, using
+from offspec.loaders.kernels.processor import using
 from offspec.model.config import ModelConfig, read_config
 from offspec.model.decoder import (
     CachedDecoder,
@@ -34,8 +34,9 @@ from offspec.model.row_wise import row_wise
 from offspec.model.transformers_config import ForeignConfig
 
 from ...fakes import ALIKE, DELTA_NETS, FAMILIES, LATENTS, MAMBAS, VARIANTS, VOCAB_SIZE, config_json
+from ...machines import each_choice_with_kernels, needs_kernels
 
-pytestmark = pytest.mark.skipif(not num_lanes(), reason="this processor has no kernels")
+pytestmark = needs_kernels
 CPU = torch.device("cpu")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 each_dtype = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES.keys())
@@ -197,15 +198,14 @@ def test_other_decoders_are_not_exact() -> None:
     assert not torch.equal(chains_one_by_one(CachedDecoder(decoder), tokens), together)
 
 
-@pytest.mark.parametrize("num_levels", range(1, len(LEVELS) + 1))
-def test_where_decoders_are_exact(num_levels: int) -> None:
+@each_choice_with_kernels
+def test_where_decoders_are_exact() -> None:
     """On every CPU with kernels, wherever weights lie."""
     config = read_config(config_json(FAMILIES["llama-gqa"]))
-    with using(LEVELS[:num_levels]):
-        for dtype in DTYPES.values():
-            for is_streamed in (False, True):
-                assert is_exact_by_default(config, dtype, CPU, is_streamed=is_streamed, kv=EIGHT_BIT)
-        assert "float64" in (reason_against_exactness(config, torch.float64, CPU) or "")
+    for dtype in DTYPES.values():
+        for is_streamed in (False, True):
+            assert is_exact_by_default(config, dtype, CPU, is_streamed=is_streamed, kv=EIGHT_BIT)
+    assert "float64" in (reason_against_exactness(config, torch.float64, CPU) or "")
 
 
 def test_without_vectors_no_decoder_is_exact() -> None:

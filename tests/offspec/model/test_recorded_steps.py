@@ -11,7 +11,6 @@ from torch import Tensor
 
 from offspec.loaders.formats.products import exact_rows, multiply
 from offspec.loaders.kernels.compiler import gnu_openmp
-from offspec.loaders.kernels.processor import num_lanes
 from offspec.loaders.kernels.row_steps import norm_rows
 from offspec.model import recorded_steps
 from offspec.model.config import read_config
@@ -20,9 +19,10 @@ from offspec.model.parts.part import NativePart
 from offspec.model.recorded_steps import RecordedSteps
 
 from ...fakes import FAMILIES, config_json
+from ...machines import this_processor
 
 pytestmark = [
-    pytest.mark.skipif(not num_lanes(), reason="this processor has no kernels"),
+    this_processor,
     pytest.mark.skipif(gnu_openmp() is None, reason="torch has another OpenMP than GNU's"),
 ]
 CPU = torch.device("cpu")

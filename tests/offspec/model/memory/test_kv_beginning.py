@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from offspec.loaders.kernels.processor import num_lanes
 from offspec.loaders.streaming.link import CopyStream
 from offspec.model.config import ModelConfig, read_config
 from offspec.model.decoder import CachedDecoder, Decoder, random_decoder, score_together
@@ -21,6 +20,7 @@ from offspec.model.memory.text_memory import total_bytes, total_entries
 from offspec.model.pass_rows import TextRows
 
 from ....fakes import FAMILIES, config_json
+from ....machines import lanes, needs_kernels
 from ..test_decoder import NO_NODES, Tree, random_tokens
 
 CPU = torch.device("cpu")
@@ -38,7 +38,7 @@ def decoder_of(
     assert isinstance(config, ModelConfig)
     decoder = random_decoder(config, 3, dtype=dtype, device=CPU)
     decoder.make_layer_caches = kv.layers
-    decoder.is_exact = bool(num_lanes()) and dtype == torch.bfloat16
+    decoder.is_exact = lanes() > 0 and dtype == torch.bfloat16
     if in_ram:
         decoder.entries_in_ram = EntriesInRam(frozenset(range(1, config.num_layers)), kv, CopyStream(CPU))
     return decoder
@@ -81,7 +81,7 @@ def life(texts: Sequence[CachedDecoder]) -> Iterator[Tensor]:
 
 
 @pytest.mark.each_value
-@pytest.mark.skipif(not num_lanes(), reason="this processor has no kernels")
+@needs_kernels
 @pytest.mark.parametrize("family", ["llama-gqa", "qwen2-layer-types", "gemma2", "gemma4-layer-inputs", "youtu"])
 @pytest.mark.parametrize("kv", KV_FORMATS.values(), ids=str)
 def test_bits_are_those_of_copies(family: str, kv: KVFormat) -> None:
@@ -91,7 +91,7 @@ def test_bits_are_those_of_copies(family: str, kv: KVFormat) -> None:
         assert torch.equal(shared, copied), number
 
 
-@pytest.mark.skipif(not num_lanes(), reason="this processor has no kernels")
+@needs_kernels
 def test_entries_in_ram_are_shared() -> None:
     kv = KV_FORMATS["8"]
     near, far = (decoder_of("llama-gqa", kv, in_ram=in_ram) for in_ram in (False, True))
