@@ -39,6 +39,7 @@ from .bf16_bits import (
 from .core import (
     DAMAGED,
     Allocate,
+    Kernel,
     PackedMatrix,
     PackedStored,
     Packer,
@@ -47,7 +48,6 @@ from .core import (
     WeightFormat,
     any_bytes,
     dense,
-    exact_kernel,
     linear,
 )
 from .on_gpu import FASTER_WAY, triton_kernels
@@ -87,6 +87,10 @@ class PackedBf16Matrix(PackedMatrix):
         bits = self.bits
         return [bits.low, bits.codes, bits.groups, _settings(self.shape[1], bits.groups.shape[1])]
 
+    def exact_kernel(self, dtype: torch.dtype) -> Kernel | None:
+        """None for rows of fp16: a resident matrix was rounded to fp16, whose least numbers are larger than bf16's."""
+        return None if dtype == torch.float16 else super().exact_kernel(dtype)
+
     def dequantize(self, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
         """With a compiled kernel if there is one; on a CPU only if it is compiled or worth compiling."""
         matrix = torch.empty(self.shape, dtype=dtype, device=self.device) if out is None else out
@@ -110,11 +114,8 @@ class PackedBf16Matrix(PackedMatrix):
         """
         if x.device.type != "cpu":
             return linear(x, dense(self, x.dtype, scratch), bias)
-        if products.must_be_exact(x) and x.dtype == torch.float16:  # as a resident one, whose least numbers are rounded
-            return products.multiply(x, dense(self, x.dtype, scratch), bias)
-        if products.must_be_exact(x) and x.numel() and (exact := exact_kernel(self, x)) is not None:
-            product, parts = exact
-            return products.plus(product(x, parts, self.shape[0]), bias)
+        if products.must_be_exact(x):
+            return super().linear(x, bias, scratch)
         way = products.way_for(torch.bfloat16, x, self.bits.low.numel())
         if way == products.TORCH:
             return F.linear(x, dense(self, x.dtype, scratch), bias)

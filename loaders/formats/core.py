@@ -94,6 +94,9 @@ class PackedTable(PackedWeight, Protocol):
 Table: TypeAlias = Tensor | PackedTable
 
 
+Kernel: TypeAlias = tuple[RowProduct, list[Tensor]]  # and its arguments
+
+
 class Launched(NamedTuple):
     """What tells two matrices apart in a kernel's launch. kind: what is equal where just the addresses differ."""
 
@@ -133,6 +136,11 @@ class PackedMatrix:
     def kernel(self) -> tuple[RowProduct, list[Tensor]] | None:
         """The CPU kernel that multiplies with the packed matrix, and its arguments; None if there is none."""
         return None
+
+    def exact_kernel(self, dtype: torch.dtype) -> Kernel | None:
+        """The kernel for rows of a dtype inside `products.exact_rows`, and its arguments; None: the plain matrix's."""
+        kernel = self.kernel
+        return None if kernel is None else (products.exact_kernel(kernel[0], dtype), kernel[1])
 
     def linear(self: PackedWeight, x: Tensor, bias: Tensor | None = None, scratch: Tensor | None = None) -> Tensor:
         if (fused := _chosen_fused(self, x)) is not None:
@@ -182,18 +190,13 @@ def _chosen_kernel(matrix: Any, x: Tensor) -> tuple[RowProduct, list[Tensor]] | 
     if not x.numel() or x.shape[-1] != matrix.shape[1] or _needs_gradients(x):
         return None
     if products.must_be_exact(x):
-        return exact_kernel(matrix, x)
+        exact: Kernel | None = matrix.exact_kernel(x.dtype)
+        return exact
     kind = products.ProductKind.of(matrix.form, x.dtype, math.prod(matrix.shape))
     if products.COSTS.way(kind, products.rows_of(x)) != products.KERNEL:
         return None
-    kernel: tuple[RowProduct, list[Tensor]] | None = matrix.kernel
+    kernel: Kernel | None = matrix.kernel
     return kernel
-
-
-def exact_kernel(matrix: PackedMatrix, x: Tensor) -> tuple[RowProduct, list[Tensor]] | None:
-    """The matrix's kernel for rows x inside `products.exact_rows`, and its arguments; None if there is none."""
-    kernel = matrix.kernel
-    return None if kernel is None else (products.exact_kernel(kernel[0], x.dtype), kernel[1])
 
 
 def linear(x: Tensor, weight: Weight, bias: Tensor | None = None, scratch: Tensor | None = None) -> Tensor:
@@ -256,9 +259,6 @@ def linear_each(x: Tensor, counts: Sequence[int], weights: Sequence[Weight], scr
     return torch.cat([linear(x[first : first + count], weight, None, scratch) for first, count, weight in each])
 
 
-Kernel: TypeAlias = tuple[RowProduct, list[Tensor]]  # and its arguments
-
-
 def _common_kernel(
     x: Tensor, counts: Sequence[int], weights: Sequence[Weight]
 ) -> tuple[RowProduct, list[list[Tensor]]] | None:
@@ -291,7 +291,8 @@ def linear_fp32(x: Tensor, weight: Weight, bias: Tensor | None = None, scratch: 
     """As `linear`, with an fp32 result [..., N].
 
     On a GPU the sums are not rounded to x's dtype first, where torch can (2.8 and newer), if the matrix is plain or is
-    dequantised for the product, and no gradient is wanted; nor by kernels on a CPU. Other products are rounded first.
+    dequantised for the product, and no gradient is wanted; nor by kernels on a CPU, nor of exact rows. Other products
+    are rounded first.
     """
     if _is_sliced(x, weight, scratch):
         assert isinstance(weight, PackedTable)
@@ -306,6 +307,8 @@ def linear_fp32(x: Tensor, weight: Weight, bias: Tensor | None = None, scratch: 
     if (kernel := _kernel_for(x, weight)) is not None:
         multiply, parts = kernel
         return products.plus(multiply(x, parts, weight.shape[0], torch.float32), bias)
+    if products.must_be_exact(x):  # a matrix in memory was converted when it was loaded
+        return products.plus(products.multiply_exactly(x, dense(weight, x.dtype, scratch), torch.float32), bias)
     return linear(x, weight, bias, scratch).float()
 
 

@@ -164,20 +164,23 @@ def exact_kernel(product: RowProduct, dtype: torch.dtype) -> RowProduct:
     return in_tiles(product) if has_tiles() else product.in_pairs if can_pair() else product
 
 
-def _multiply_exactly(x: Tensor, weight: Tensor, scratch: Tensor | None) -> Tensor:
-    """x [..., K] times a plain weight [N, K] → [..., N], by a kernel. Columns that it cannot read become zeros.
+def multiply_exactly(
+    x: Tensor, weight: Tensor, dtype: torch.dtype | None = None, scratch: Tensor | None = None
+) -> Tensor:
+    """x [..., K] times a plain weight [N, K] → [..., N] in `dtype`, or x's, by a kernel.
 
-    A weight with numbers that x's dtype has not is rounded to it, as a resident one was when it was loaded.
+    Columns that it cannot read become zeros. A weight with numbers that x's dtype has not is rounded to it, as a
+    resident one was when it was loaded.
     """
     if not _is_exact_as_stored(x, weight):
         weight = weight.to(x.dtype) if scratch is None else scratch[: weight.numel()].view(weight.shape).copy_(weight)
     product = plain_product(weight.dtype)
     assert product is not None, "exact rows without kernels"
     if not x.numel() or not weight.numel():
-        return F.linear(x, weight.to(x.dtype))
+        return F.linear(x, weight.to(x.dtype)).to(dtype or x.dtype)
     if (missing := -x.shape[-1] % product.encoding.step) > 0:
         x, weight = (torch.constant_pad_nd(each, (0, missing)) for each in (x, weight))
-    return exact_kernel(product, x.dtype)(x, [weight.contiguous()], weight.shape[0])
+    return exact_kernel(product, x.dtype)(x, [weight.contiguous()], weight.shape[0], dtype)
 
 
 def _is_exact_as_stored(x: Tensor, weight: Tensor) -> bool:
@@ -213,7 +216,7 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None, scratch: Ten
     scratch: at least N·K elements of x's dtype, for a weight of another dtype.
     """
     if must_be_exact(x):
-        return plus(_multiply_exactly(x, weight, scratch), bias)
+        return plus(multiply_exactly(x, weight, scratch=scratch), bias)
     if (chosen := chosen_kernel(x, weight)) is not None:
         return plus(chosen[0](x, chosen[1], weight.shape[0]), bias)
     if _way(x, weight) == TILES:
