@@ -39,8 +39,6 @@ def reason_against_exactness(config: ModelConfig, dtype: torch.dtype, device: to
     """Why a decoder cannot be exact; None if it can."""
     if not config.is_native:
         return "its layers are modules of transformers"
-    if config.delta is not None or config.mamba is not None:
-        return "its layers keep states of the text, which other rows round otherwise"
     if dtype not in EXACT_DTYPES:
         return f"there are no such kernels for {str(dtype).removeprefix('torch.')}"
     if device.type != "cpu":
@@ -53,6 +51,8 @@ def reason_against_exactness(config: ModelConfig, dtype: torch.dtype, device: to
 
 
 def _reason_on_gpu(config: ModelConfig, dtype: torch.dtype) -> str | None:
+    if config.delta is not None or config.mamba is not None:
+        return "its layers keep states of the text, which other rows round otherwise"
     if row_kernels() is None:
         return "Triton is not installed"
     if not can_attend_on_gpu(config.mask_heads, config.largest_head, dtype.itemsize):

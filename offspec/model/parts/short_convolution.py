@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..config import ModelConfig
 from ..memory.recurrent_states import RecurrentLayout
-from ..recurrence import PathRows
+from ..recurrence import PathRows, TreePlaces
 from ..rope import RotaryEmbeddings
 from .part import LayerWeights, PassRows, Shape
 from .recurrent import ConvolvedPart
@@ -59,9 +59,8 @@ class ShortConvolution(ConvolvedPart):
         return convolved, matrix
 
     def of_tree(
-        self, matrix: Tensor, convolved: Tensor, pieces: Sequence[Tensor], ancestors: Tensor, earlier: PathRows
+        self, matrix: Tensor, convolved: Tensor, pieces: Sequence[Tensor], places: TreePlaces, earlier: PathRows
     ) -> tuple[Tensor, PathRows]:
         """Rows of no heads."""
-        return convolved, PathRows(
-            *(part.new_empty(len(convolved), *part.shape[1:]) for part in vars(earlier).values())
-        )
+        none = (part.new_empty(len(convolved), *part.shape[1:]) for part in vars(earlier).values())
+        return convolved, type(earlier)(*none)
