@@ -94,9 +94,8 @@ class DeltaNet(RecurrentPart):
         pieces = torch.split(inputs.view(len(inputs), shape.key_heads, -1), sizes, -1)
         return [piece.flatten(1) for piece in pieces]
 
-    def convolution(self, weights: LayerWeights) -> tuple[Tensor, None]:
-        parts = [weights.vector(f"linear_attn.{name}.weight").float() for name in self.shape.names.convolutions]
-        return torch.cat(parts).view(self.shape.channels, self.shape.kernel), None
+    def stored_convolution(self, weights: LayerWeights) -> tuple[Tensor, None]:
+        return torch.cat([weights.vector(f"linear_attn.{name}.weight") for name in self.shape.names.convolutions]), None
 
     def inputs(self, convolved: Tensor, pieces: Sequence[Tensor]) -> DeltaInputs:
         shape, (decays, rates) = self.shape, pieces

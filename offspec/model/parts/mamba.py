@@ -97,10 +97,8 @@ class Mamba(RecurrentPart):
         gates, *convolved, steps = parts
         return gates, torch.cat(convolved, -1), steps
 
-    def convolution(self, weights: LayerWeights) -> tuple[Tensor, Tensor | None]:
-        kernel = weights.vector(self.name("conv1d.weight")).float().view(self.shape.channels, self.shape.kernel)
-        bias = weights.optional_vector(self.name("conv1d.bias"))
-        return kernel, None if bias is None else bias.float()
+    def stored_convolution(self, weights: LayerWeights) -> tuple[Tensor, Tensor | None]:
+        return weights.vector(self.name("conv1d.weight")), weights.optional_vector(self.name("conv1d.bias"))
 
     def inputs(self, convolved: Tensor, pieces: Sequence[Tensor]) -> SumInputs:
         shape, (decays, steps, skips) = self.shape, pieces

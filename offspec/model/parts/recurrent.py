@@ -36,8 +36,17 @@ class ConvolvedPart(NativePart):
         return [] if name is None else [name]
 
     @abstractmethod
-    def convolution(self, weights: LayerWeights) -> tuple[Tensor, Tensor | None]:
-        """The kernel [channels, K] and the bias [channels], in fp32."""
+    def stored_convolution(self, weights: LayerWeights) -> tuple[Tensor, Tensor | None]:
+        """The kernel of channels * K numbers, and the bias [channels]; the kernel may have its stored dtype."""
+
+    def convolution(self, weights: LayerWeights, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+        """The kernel [channels, K] and the bias [channels], in fp32; rounded to the arithmetic's dtype.
+
+        Resident ones were rounded when they were loaded.
+        """
+        kernel, bias = self.stored_convolution(weights)
+        kernel = kernel.to(dtype).float().view(self.memory.channels, self.memory.window + 1)
+        return kernel, None if bias is None else bias.float()
 
     @abstractmethod
     def of_chain(self, matrix: Tensor, convolved: Tensor, pieces: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -79,7 +88,7 @@ class ConvolvedPart(NativePart):
         """Outputs [T, ...] of a whole text that no memory keeps. Has gradients."""
         (mixed, *others), begun = pieces, self.memory.new(1, pieces[0].dtype, pieces[0].device).progress(0, 0)
         windows = path_windows(mixed.float(), begun.state.inputs.float(), text.parents)
-        convolved = path_convolution(windows, *self.convolution(weights))
+        convolved = path_convolution(windows, *self.convolution(weights, mixed.dtype))
         places = TreePlaces(text.ancestors, text.parents)
         return self.of_tree(begun.state.matrix, convolved, others, places, begun.nodes.rows)[0]
 
@@ -108,7 +117,7 @@ class ConvolvedPart(NativePart):
     def _chain(self, progress: Progress, weights: LayerWeights, mixed: Tensor, *pieces: Tensor) -> Tensor:
         """Outputs of rows that follow the chain so far; moves the state behind them."""
         state = progress.state
-        convolved = chain_convolution(mixed.float(), state.inputs.float(), *self.convolution(weights))
+        convolved = chain_convolution(mixed.float(), state.inputs.float(), *self.convolution(weights, mixed.dtype))
         inputs = torch.cat((state.inputs, mixed))[len(mixed) :]
         outputs, matrix = self.of_chain(state.matrix, convolved, pieces)
         progress.state = State(matrix, inputs.clone())  # not a view of a whole prompt
@@ -136,7 +145,7 @@ class ConvolvedPart(NativePart):
             mixed, *others = (each[begin - first : end - first] for each in pieces)
             inputs = torch.cat((progress.nodes.inputs, mixed))
             windows = path_windows(inputs.float(), progress.state.inputs.float(), parents[:seen], num_earlier + begin)
-            convolved = path_convolution(windows, *self.convolution(weights))
+            convolved = path_convolution(windows, *self.convolution(weights, mixed.dtype))
             places = TreePlaces(mask[begin:end, :seen], parents[:seen])
             some, rows = self.of_tree(progress.state.matrix, convolved, others, places, progress.nodes.rows)
             progress.nodes = Nodes(progress.nodes.rows.with_more(rows), inputs)

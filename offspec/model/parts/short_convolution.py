@@ -50,10 +50,8 @@ class ShortConvolution(ConvolvedPart):
         convolved = self.advanced(before * values, (), weights, rows, first, last).to(x.dtype)
         return self.added(x, weights.linear("conv.out_proj", behind * convolved))
 
-    def convolution(self, weights: LayerWeights) -> tuple[Tensor, Tensor | None]:
-        kernel = weights.vector("conv.conv.weight").float().view(self.config.hidden_size, self.shape.kernel)
-        bias = weights.optional_vector("conv.conv.bias")
-        return kernel, None if bias is None else bias.float()
+    def stored_convolution(self, weights: LayerWeights) -> tuple[Tensor, Tensor | None]:
+        return weights.vector("conv.conv.weight"), weights.optional_vector("conv.conv.bias")
 
     def of_chain(self, matrix: Tensor, convolved: Tensor, pieces: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         return convolved, matrix
