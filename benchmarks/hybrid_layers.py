@@ -1,6 +1,10 @@
 """Measures a gated delta net beside attention on this CPU, in Qwen3.5-27B's shapes: passes, commits, and memory.
 
     python benchmarks/hybrid_layers.py [--nodes 64,256] [--turns 3] [--path 8]
+    python benchmarks/hybrid_layers.py --recurrences [--turns 3]
+
+With --recurrences: only the recurrence, row by row beside products of many rows, in seconds of the clock, by turns; and
+its share of an exact pass in fp32 through its layer. Mamba2 has the shape of Nemotron-H's 8B.
 
 Two decoders of one layer each, in fp32, with the same MLP. They take turns; the table has the minimum of each in CPU
 seconds of this process, which other programs change little. A commit is of all 48 delta nets of the model; the states
@@ -17,6 +21,7 @@ from functools import partial
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from offspec.loaders.streaming.weights import RamWeights
@@ -25,8 +30,9 @@ from offspec.model.config import ModelConfig, read_config
 from offspec.model.decoder import CachedDecoder, Decoder, pass_together
 from offspec.model.memory.layer_memory import Kept
 from offspec.model.memory.recurrent_states import MOST_COPIES, Nodes, RecurrentLayout, RecurrentStates, State
+from offspec.model.ordered_recurrence import chain_in_order, kind_of_rows, tree_in_order
 from offspec.model.pass_rows import TextRows
-from offspec.model.recurrence import PathRows
+from offspec.model.recurrence import DeltaInputs, Inputs, SumInputs, chain_step, tree_step
 from offspec.scheduler.params import MOST_STATE_NODES
 
 CPU, FP32 = torch.device("cpu"), torch.float32
@@ -46,6 +52,22 @@ CONFIG = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
     "tie_word_embeddings": True,
 }
+MAMBA = {
+    "model_type": "nemotron_h",
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 4096,
+    "intermediate_size": 21504,
+    "num_hidden_layers": 2,
+    "hybrid_override_pattern": "M*",
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "mamba_num_heads": 128,
+    "mamba_head_dim": 64,
+    "n_groups": 8,
+    "ssm_state_size": 128,
+    "max_position_embeddings": 8192,
+}
 DELTA_NET, ATTENTION = 0, 3
 
 
@@ -54,8 +76,12 @@ def main() -> None:
     parser.add_argument("--nodes", default="64,256", help="sizes of trees")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--path", type=int, default=8, help="nodes that are committed")
+    parser.add_argument("--recurrences", action="store_true", help="compare two ways to compute them")
     args = parser.parse_args()
     torch.manual_seed(0)
+    if args.recurrences:
+        _print_recurrences(args.turns)
+        return
     config = read_config(CONFIG)
     mlp = {name: tensor for name, tensor in _layer(config, ATTENTION).items() if name.startswith("mlp.")}
     texts = {kind: _text(config, layer, mlp) for kind, layer in (("attention", ATTENTION), ("delta net", DELTA_NET))}
@@ -73,6 +99,45 @@ def main() -> None:
         f"pass; reading and writing the states' bytes once takes {1000 * least_s:.1f}"
     )
     _print_memory(layouts[0], len(layouts))
+
+
+def _print_recurrences(turns: int) -> None:
+    print(f"{torch.get_num_threads()} threads; milliseconds of a layer\n")
+    print("| recurrence | rows | products | row by row | ratio | share of a pass |\n|---|---|---:|---:|---:|---:|")
+    for kind, settings in (("delta net", CONFIG), ("Mamba2", MAMBA)):
+        config = read_config(settings)
+        text = _text(config, 0, {})
+        text.decoder.is_exact = True
+        for name, rows in _passes():
+            state, inputs = _recurrence(config, len(rows.tokens) or len(rows.chain))
+            ways: tuple[Callable[[], object], ...] = (
+                partial(chain_step, state, inputs),
+                partial(chain_in_order, state, inputs),
+            )
+            if len(rows.tokens):
+                mask, parents = torch.from_numpy(rows.mask), torch.from_numpy(rows.parents)
+                ways = partial(tree_step, state, inputs, mask), partial(tree_in_order, state, inputs, parents)
+            times = _seconds(dict(zip(("products", "ordered"), ways, strict=True)), turns, time.perf_counter)
+            pass_s = _seconds({"pass": partial(_pass, text, rows)}, 1, time.perf_counter)["pass"]
+            products, ordered = (1000 * times[way] for way in ("products", "ordered"))
+            figures = f"{products:.2f} | {ordered:.2f} | {ordered / products:.2f} | {ordered / 10 / pass_s:.1f} %"
+            print(f"| {kind} | {name} | {figures} |", flush=True)
+
+
+def _passes() -> list[tuple[str, TextRows]]:
+    chains = [(f"chain of {count}", TextRows.of_chain([1] * count)) for count in (1, 64, 512)]
+    return [*chains, ("tree of 64", _tree(64))]
+
+
+def _recurrence(config: ModelConfig, num_rows: int) -> tuple[Tensor, Inputs]:
+    """A random state, and what rows bring to it."""
+    (part,) = (each for each in memory_layouts(config)[0] if isinstance(each, RecurrentLayout))
+    heads, key_heads, key_size, value_size = part.num_heads, part.key_heads, part.key_size, part.value_size
+    queries, keys = (F.normalize(torch.randn(num_rows, key_heads, key_size), dim=-1) for _ in range(2))
+    values, decays = torch.randn(num_rows, heads, value_size), -0.1 * torch.rand(num_rows, heads)
+    kind = DeltaInputs if config.delta is not None else SumInputs
+    last = torch.rand(num_rows, heads) if kind is DeltaInputs else torch.zeros_like(values)
+    return torch.randn(heads, key_size, value_size), kind(queries, keys, values, decays, last)
 
 
 def _layer(config: ModelConfig, layer: int, known: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
@@ -108,14 +173,16 @@ def _pass(text: CachedDecoder, rows: TextRows) -> None:
     text.keep([])
 
 
-def _seconds(ways: dict[str, Callable[[], None]], turns: int) -> dict[str, float]:
-    """The least CPU seconds of each; the first turn warms up."""
+def _seconds(
+    ways: dict[str, Callable[[], object]], turns: int, clock: Callable[[], float] = time.process_time
+) -> dict[str, float]:
+    """The least seconds of each, by default of the CPU; the first turn warms up."""
     found: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(turns + 1):
         for name, way in ways.items():
-            began = time.process_time()
+            began = clock()
             way()
-            found[name].append(time.process_time() - began)
+            found[name].append(clock() - began)
     return {name: min(times[1:]) for name, times in found.items()}
 
 
@@ -144,7 +211,7 @@ def _fill(states: RecurrentStates, num_nodes: int, *, is_copied: bool) -> None:
         progress = states.progress(layer, 0)
         keys = torch.ones(num_nodes, c.key_heads, c.key_size)
         updates, decays = torch.ones(num_nodes, c.num_heads, c.value_size), torch.zeros(num_nodes, c.num_heads)
-        progress.nodes = Nodes(PathRows(keys, updates, decays), torch.ones(num_nodes, c.channels))
+        progress.nodes = Nodes(kind_of_rows(CPU)(keys, updates, decays), torch.ones(num_nodes, c.channels))
         progress.before_last = progress.state if is_copied else None
         progress.state = State(torch.ones_like(progress.state.matrix), torch.ones_like(progress.state.inputs))
     states.parents(torch.arange(-1, num_nodes - 1))

@@ -93,6 +93,14 @@ def gate_rows(gate: Tensor, up: Tensor, *, is_clamped: bool = False) -> Tensor:
     return out
 
 
+def silu_rows(x: Tensor) -> Tensor:
+    """silu of each number of x [T, N]."""
+    x = x.contiguous()
+    out, width = torch.empty_like(x), x.shape[-1]
+    kernel_of(Silu, x.dtype)(len(x), width, (x, out), (width,))
+    return out
+
+
 def lay_rows(x: Tensor, apart: int) -> Tensor:
     """Rows [R, K] as fp32; of each apart · lanes numbers (apart is 1 or 2) every apart-th ones side by side."""
     x = x.contiguous()
@@ -346,6 +354,22 @@ class Gate(RowStep):
     def gated(self, e: Emitter, gate: str, up: str) -> str:
         divisor = sigmoid_divisor(e, gate, self.lanes)
         return e.op(f"fmul {self.vector} {e.op(f'fdiv {self.vector} {gate}, {divisor}')}, {up}")
+
+
+class Silu(RowStep):
+    """silu of each number."""
+
+    names, pointers = ("x", "out", "width"), 2
+
+    def emit(self, e: Emitter, words: dict[str, str]) -> None:
+        x, out = (self.row(e, words[name], words["width"]) for name in ("x", "out"))
+
+        def column(place: str) -> None:
+            numbers = self.load(e, x, place)
+            divisor = sigmoid_divisor(e, numbers, self.lanes)
+            self.store(e, e.op(f"fdiv {self.vector} {numbers}, {divisor}"), out, place)
+
+        counted(e, "columns", "0", words["width"], self.lanes, column)
 
 
 class ClampedGate(Gate):

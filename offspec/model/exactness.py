@@ -38,8 +38,6 @@ def reason_against_exactness(
     """Why a decoder cannot be exact; None if it can. kv: the format of its KV entries."""
     if not config.is_native:
         return "its layers are modules of transformers"
-    if config.delta is not None or config.mamba is not None:
-        return "its layers keep states of the text, which other rows round otherwise"
     if dtype not in EXACT_DTYPES:
         return f"there are no such kernels for {str(dtype).removeprefix('torch.')}"
     if device.type != "cpu":
@@ -52,6 +50,8 @@ def reason_against_exactness(
 
 
 def _reason_on_gpu(config: ModelConfig, dtype: torch.dtype, kv: KVFormat) -> str | None:
+    if config.delta is not None or config.mamba is not None:
+        return "its layers keep states of the text, which other rows round otherwise"
     if row_kernels() is None:
         return "Triton is not installed"
     if config.experts is not None:

@@ -34,3 +34,8 @@ def normalize(x: Tensor, weight: Tensor, bias: Tensor | None, kind: str, eps: fl
     if kind == "rms":
         return F.rms_norm(x, width, weight.to(x.dtype), eps)
     return F.layer_norm(x, width, weight, bias, eps)
+
+
+def rms_normed(x: Tensor, eps: float, factor: float = 1.0) -> Tensor:
+    """RMSNorm of x [..., N] over N, times one factor."""
+    return normalize(x, x.new_full(x.shape[-1:], factor), None, "rms", eps)

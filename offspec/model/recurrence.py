@@ -13,6 +13,9 @@ from the root, whose state is S_0, with D_r the sum of g on the path to r:
 
 Parents come before children, so the second line is a triangular system whose entries outside of ancestors are zero. A
 chain and a tree differ in the mask alone. The state after any path follows from its rows' k, u and D.
+
+Here these are products of many rows, for GPUs, for training, and for CPUs without kernels. `ordered_recurrence` has
+kernels for other CPUs.
 """
 
 from __future__ import annotations
@@ -49,7 +52,7 @@ class PathRows:
 
     def at(self, rows: Tensor | Sequence[int] | slice) -> PathRows:
         """Some of the rows, in the given order."""
-        return PathRows(self.keys[rows], self.updates[rows], self.decays[rows])
+        return type(self)(self.keys[rows], self.updates[rows], self.decays[rows])
 
     def below(self, row: int, kept: Tensor | Sequence[int]) -> PathRows:
         """The rows `kept`, all of them below `row`, which becomes the root."""
@@ -59,14 +62,33 @@ class PathRows:
     def with_more(self, others: PathRows) -> PathRows:
         """These rows, and others behind them."""
         parts = zip(vars(self).values(), vars(others).values(), strict=True)
-        return PathRows(*(torch.cat(pair) for pair in parts))
+        return type(self)(*(torch.cat(pair) for pair in parts))
+
+    def after(self, state: Tensor) -> Tensor:
+        """The state [heads, Dk, Dv] after these rows of one path from the root, whose state is given."""
+        if not len(self):
+            return state
+        last = self.decays[-1]
+        weighted = self.updates * (last - self.decays).exp()[..., None]
+        keys = self.keys.permute(1, 2, 0).repeat_interleave(self.group, 0)  # [heads, Dk, rows]
+        return (state * last.exp()[:, None, None]).baddbmm_(keys, weighted.transpose(0, 1))
+
+
+@dataclass(frozen=True)
+class TreePlaces:
+    """Where R rows are in a tree with P earlier ones: bool [R, P + R], the rows on the path to each row, itself among
+    them; and int64 [P + R], each row's parent among them, or ROOT. Ancestors precede a row.
+    """
+
+    ancestors: Tensor
+    parents: Tensor
 
 
 class Paths:
     """Who is above whom among the rows of a pass and earlier ones, and how much decays in between."""
 
     def __init__(self, ancestors: Tensor, decays: Tensor, earlier: PathRows) -> None:
-        """ancestors: bool [R, P + R]: the rows on the path to each row, itself among them; ancestors precede it.
+        """ancestors: see `TreePlaces`.
 
         decays [R, heads]: each row's own g, at most 0. earlier: P rows below the same root.
         """
@@ -116,13 +138,13 @@ class DeltaInputs:
 class SumInputs:
     """What R rows bring to Mamba2's sum, in fp32.
 
-    queries, keys [R, key heads, Dk]. updates [R, heads, Dv]. decays [R, heads]: g. skips [R, heads, Dv]: D x, which is
-    added to a row's output and to no state.
+    queries, keys [R, key heads, Dk]. values [R, heads, Dv]: u. decays [R, heads]: g. skips [R, heads, Dv]: D x, which
+    is added to a row's output and to no state.
     """
 
     queries: Tensor
     keys: Tensor
-    updates: Tensor
+    values: Tensor
     decays: Tensor
     skips: Tensor
 
@@ -133,7 +155,7 @@ Inputs = DeltaInputs | SumInputs
 def tree_step(
     state: Tensor, inputs: Inputs, ancestors: Tensor, earlier: PathRows | None = None
 ) -> tuple[Tensor, PathRows]:
-    """Outputs [R, heads, Dv] of R rows of a tree, and the rows for `state_after`; the state stays the root's.
+    """Outputs [R, heads, Dv] of R rows of a tree, and the rows for `PathRows.after`; the state stays the root's.
 
     state [heads, Dk, Dv]: the root's, in fp32. ancestors, earlier: as for `Paths`.
     """
@@ -144,7 +166,7 @@ def tree_step(
     if isinstance(inputs, DeltaInputs):
         updates = _corrections(state, inputs, paths, keys, earlier.updates)
     else:
-        updates = inputs.updates.transpose(0, 1)
+        updates = inputs.values.transpose(0, 1)
     all_updates = torch.cat((earlier.updates.transpose(0, 1), updates), 1)
     outputs = paths.reach * _through(state, inputs.queries) + paths.products(inputs.queries, keys) @ all_updates
     outputs = outputs.transpose(0, 1)
@@ -172,24 +194,13 @@ def chain_step(state: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor]:
         mask = torch.ones(len(parts[0]), len(parts[0]), dtype=torch.bool, device=state.device).tril()
         some, rows = tree_step(state, type(inputs)(*parts), mask)
         outputs.append(some)
-        state = state_after(state, rows)
+        state = rows.after(state)
     return torch.cat(outputs), state
-
-
-def state_after(state: Tensor, path: PathRows) -> Tensor:
-    """The state [heads, Dk, Dv] after the rows of a path from the root, whose state is given."""
-    if not len(path):
-        return state
-    last = path.decays[-1]
-    weighted = path.updates * (last - path.decays).exp()[..., None]
-    keys = path.keys.permute(1, 2, 0).repeat_interleave(path.group, 0)  # [heads, Dk, rows]
-    return (state * last.exp()[:, None, None]).baddbmm_(keys, weighted.transpose(0, 1))
 
 
 def no_rows(inputs: Inputs) -> PathRows:
     """No rows, of the shapes that `inputs` has."""
-    values = inputs.values if isinstance(inputs, DeltaInputs) else inputs.updates
-    return PathRows(inputs.keys[:0], values[:0], inputs.decays[:0])
+    return PathRows(inputs.keys[:0], inputs.values[:0], inputs.decays[:0])
 
 
 def _through(state: Tensor, rows: Tensor) -> Tensor:

@@ -27,6 +27,7 @@ from offspec.loaders.streaming.weights import LayerView
 from offspec.loading import LoadedTarget
 from offspec.model.config import read_config
 from offspec.model.decoder import Decoder, wanted_shapes
+from offspec.model.exactness import reason_against_exactness
 from offspec.model.families.registry import FAMILIES
 from offspec.model.layer_draft import LayerDraft
 from offspec.model.parts.kinds import PARTS
@@ -34,6 +35,7 @@ from offspec.planning.plan import all_resident
 from offspec.text.tokenizer import Tokenizer
 
 from ..fuzz.quantised import FORMS, Stored, read_tensors, write_tensors
+from ..machines import needs_kernels
 from ..pair import build_pair
 from .model.averages import Average
 
@@ -133,9 +135,9 @@ def build(model_type: str, tmp_path_factory: pytest.TempPathFactory, **settings:
     return folder
 
 
-def loaded(folder: Path, *resident: int) -> Decoder:
+def loaded(folder: Path, *resident: int, dtype: str = "fp32") -> Decoder:
     """All layers stay, or these alone, and the others come from disk."""
-    files = ModelFiles.open(folder, "fp32", "cpu", [])
+    files = ModelFiles.open(folder, dtype, "cpu", [])
     if not resident:
         return load_decoder(files, all_resident(files), CPU)
     others = tuple(layer for layer in range(len(LAYERS)) if layer not in resident)
@@ -170,6 +172,25 @@ def test_the_text_is_plain_decodings(engine: Engine, folder: Path, params: Sampl
     assert steps[-1].stats.tokens_per_pass > 2
     assert text_of(Engine(LoadedTarget(streamed), engine.tokenizer, LookupDraft()), params) == expected
     streamed.weights.close()
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp32", marks=pytest.mark.nightly)])
+def test_the_text_is_exactly_plain_decodings(folder: Path, dtype: str) -> None:
+    """With large and small trees, streamed and resident, in passes that texts share."""
+    with Engine.load(str(folder), draft="lookup", device="cpu", dtype=dtype, arithmetic="exact") as engine:
+        assert reason_against_exactness(engine.target.config, engine.target.dtype, CPU) is None
+        streamed = loaded(folder, 1, dtype=dtype)
+        engine.target.is_exact = streamed.is_exact = True
+        drafted = Engine(LoadedTarget(streamed), engine.tokenizer, ModelDraft(loaded(folder, dtype=dtype), "itself"))
+        for params, budgets in ((GREEDY, (0, 64)), (SAMPLED, (5,))):
+            expected, together = text_of(engine, params, PLAIN), list[int]()
+            for budget in budgets:
+                assert text_of(drafted, params, SpeculationParams(budget=budget)) == expected
+            for number, step in engine.generate_many([PROMPT, "x = 1\ny ="], params):
+                together += step.token_ids if number == 0 else []
+            assert together == expected
+        streamed.weights.close()
 
 
 @pytest.mark.each_value

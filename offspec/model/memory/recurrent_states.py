@@ -17,7 +17,8 @@ from torch import Tensor
 from offspec.loaders.streaming.small_transfers import to_device
 from offspec.scheduler.params import MOST_STATE_NODES
 
-from ..recurrence import ROOT, PathRows, state_after
+from ..ordered_recurrence import kind_of_rows
+from ..recurrence import ROOT, PathRows
 from .layer_memory import Kept
 
 MOST_COPIES = 4
@@ -121,7 +122,7 @@ class RecurrentStates:
 
     def _no_nodes(self) -> Nodes:
         shape = self.layout
-        rows = PathRows(
+        rows = kind_of_rows(self._device)(
             torch.empty(0, shape.key_heads, shape.key_size, device=self._device),
             torch.empty(0, shape.num_heads, shape.value_size, device=self._device),
             torch.empty(0, shape.num_heads, device=self._device),
@@ -200,7 +201,7 @@ class RecurrentStates:
 
     def _after(self, state: State, path: Nodes) -> State:
         inputs = torch.cat((state.inputs, path.inputs))
-        return State(state_after(state.matrix, path.rows), inputs[len(inputs) - self.layout.window :].clone())
+        return State(path.rows.after(state.matrix), inputs[len(inputs) - self.layout.window :].clone())
 
     def _below(self, nodes: Nodes, path: Sequence[int], pending: Tensor) -> Nodes:
         rows = nodes.rows.below(path[-1], pending) if path else nodes.rows.at(pending)

@@ -16,8 +16,10 @@ from offspec.scheduler.params import MOST_STATE_NODES
 
 from ..config import ModelConfig
 from ..memory.recurrent_states import RecurrentLayout
+from ..norms import rms_normed
 from ..recurrence import DeltaInputs
 from ..rope import RotaryEmbeddings
+from ..row_wise import row_wise, silu
 from .part import LayerWeights, PassRows, Shape
 from .recurrent import RecurrentPart
 
@@ -64,10 +66,9 @@ class DeltaNet(RecurrentPart):
     def forward(self, x: Tensor, weights: LayerWeights, rows: PassRows, first: int, last: int) -> Tensor:
         normed = self.norm(x, weights, self.config.norms_of(self.layer).before_attention)
         mixed, gates, rates, steps = self.projected(normed, weights)
-        decays = -weights.vector("linear_attn.A_log").float().exp() * F.softplus(
-            steps.float() + weights.vector("linear_attn.dt_bias").float()
-        )
-        rates = rates.float().sigmoid() * self.shape.top_rate
+        steps = row_wise(F.softplus, steps.float() + weights.vector("linear_attn.dt_bias").float())
+        decays = -weights.vector("linear_attn.A_log").float().exp() * steps
+        rates = row_wise(torch.sigmoid, rates.float()) * self.shape.top_rate
         outputs = self.advanced(mixed, (decays, rates), weights, rows, first, last)
         return self.added(x, self.gated(outputs.to(x.dtype), gates, weights))
 
@@ -93,18 +94,17 @@ class DeltaNet(RecurrentPart):
         pieces = torch.split(inputs.view(len(inputs), shape.key_heads, -1), sizes, -1)
         return [piece.flatten(1) for piece in pieces]
 
-    def convolution(self, weights: LayerWeights) -> tuple[Tensor, None]:
-        parts = [weights.vector(f"linear_attn.{name}.weight").float() for name in self.shape.names.convolutions]
-        return torch.cat(parts).view(self.shape.channels, self.shape.kernel), None
+    def stored_convolution(self, weights: LayerWeights) -> tuple[Tensor, None]:
+        return torch.cat([weights.vector(f"linear_attn.{name}.weight") for name in self.shape.names.convolutions]), None
 
     def inputs(self, convolved: Tensor, pieces: Sequence[Tensor]) -> DeltaInputs:
         shape, (decays, rates) = self.shape, pieces
-        active = F.silu(convolved)
+        active = silu(convolved)
         queries, keys, values = torch.split(active, [shape.keys, shape.keys, shape.values], -1)
         by_head = (len(active), shape.key_heads, shape.key_size)
         return DeltaInputs(
-            _normed(queries.view(by_head)) * shape.key_size**-0.5,
-            _normed(keys.view(by_head)),
+            _normed(queries.view(by_head), 1 / shape.key_size),
+            _normed(keys.view(by_head), shape.key_size**-0.5),
             values.view(len(active), shape.num_heads, shape.value_size),
             decays,
             rates,
@@ -112,12 +112,12 @@ class DeltaNet(RecurrentPart):
 
     def gated(self, outputs: Tensor, gates: Tensor, weights: LayerWeights) -> Tensor:
         """Outputs [T, heads, Dv], normed per head and times silu(gate), through the last projection: [T, hidden]."""
-        wide = outputs.float()
-        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.shape.norm_eps)
-        normed = weights.vector(f"linear_attn.{self.shape.names.norm}.weight") * normed.to(outputs.dtype)
-        gated = (normed * F.silu(gates.float())).to(outputs.dtype)
-        return weights.linear(f"linear_attn.{self.shape.names.output}", gated.flatten(1))
+        normed = rms_normed(outputs.float(), self.shape.norm_eps).to(outputs.dtype)
+        normed = weights.vector(f"linear_attn.{self.shape.names.norm}.weight") * normed
+        gated = (normed.flatten(1) * silu(gates.float().flatten(1))).to(outputs.dtype)
+        return weights.linear(f"linear_attn.{self.shape.names.output}", gated)
 
 
-def _normed(x: Tensor) -> Tensor:
-    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + NORM_EPS)
+def _normed(x: Tensor, factor: float) -> Tensor:
+    """x [..., N] divided by its length, times sqrt(N) · `factor`."""
+    return rms_normed(x, NORM_EPS / x.shape[-1], factor)

@@ -18,8 +18,10 @@ from offspec.scheduler.params import MOST_STATE_NODES
 from ..config import ModelConfig
 from ..memory.kv_cache import MemoryLayout
 from ..memory.recurrent_states import RecurrentLayout
+from ..norms import rms_normed
 from ..recurrence import SumInputs
 from ..rope import RotaryEmbeddings
+from ..row_wise import row_wise, silu
 from ..shapes import Multipliers
 from .attention import Attention
 from .part import LayerWeights, PassRows, Shape
@@ -77,7 +79,8 @@ class Mamba(RecurrentPart):
         """Mamba2 of rows first .. last: normed states x [T, hidden] → [T, hidden]."""
         shape = self.shape
         gates, mixed, steps = self.projected(x, weights)
-        steps = F.softplus(steps.float() + weights.vector(self.name("dt_bias")).float()).clamp(*shape.step_limits)
+        steps = row_wise(F.softplus, steps.float() + weights.vector(self.name("dt_bias")).float())
+        steps = steps.clamp(*shape.step_limits)
         decays = -weights.vector(self.name("A_log")).float().exp() * steps
         skips = weights.vector(self.name("D")).float().expand(len(x), -1)
         outputs = self.advanced(mixed, (decays, steps, skips), weights, rows, first, last).flatten(1)
@@ -94,14 +97,12 @@ class Mamba(RecurrentPart):
         gates, *convolved, steps = parts
         return gates, torch.cat(convolved, -1), steps
 
-    def convolution(self, weights: LayerWeights) -> tuple[Tensor, Tensor | None]:
-        kernel = weights.vector(self.name("conv1d.weight")).float().view(self.shape.channels, self.shape.kernel)
-        bias = weights.optional_vector(self.name("conv1d.bias"))
-        return kernel, None if bias is None else bias.float()
+    def stored_convolution(self, weights: LayerWeights) -> tuple[Tensor, Tensor | None]:
+        return weights.vector(self.name("conv1d.weight")), weights.optional_vector(self.name("conv1d.bias"))
 
     def inputs(self, convolved: Tensor, pieces: Sequence[Tensor]) -> SumInputs:
         shape, (decays, steps, skips) = self.shape, pieces
-        values, keys, queries = torch.split(F.silu(convolved), shape.widths[1:4], -1)
+        values, keys, queries = torch.split(silu(convolved), shape.widths[1:4], -1)
         values = values.reshape(len(values), shape.num_heads, shape.head_size)
         by_group = (len(values), shape.num_groups, shape.state_size)
         return SumInputs(
@@ -114,7 +115,7 @@ class Mamba(RecurrentPart):
 
     def gated(self, outputs: Tensor, gates: Tensor, weights: LayerWeights) -> Tensor:
         """Outputs [T, inner] in fp32, gated by silu(gates) and normed by groups, in the family's order."""
-        gates = F.silu(gates.float())
+        gates = silu(gates.float())
         if self.shape.norm is None:
             return outputs * gates
         weight = weights.vector(self.name("norm.weight"))
@@ -125,8 +126,7 @@ class Mamba(RecurrentPart):
     def grouped_norm(self, x: Tensor, weight: Tensor) -> Tensor:
         """x [T, inner] in fp32, each group normed, times weight [inner]."""
         groups = x.view(len(x), self.shape.num_groups, -1)
-        normed = groups * torch.rsqrt(groups.square().mean(-1, keepdim=True) + self.config.rms_norm_eps)
-        return normed.flatten(1) * weight
+        return rms_normed(groups, self.config.rms_norm_eps).flatten(1) * weight
 
 
 class AttentionBesideMamba(Attention):

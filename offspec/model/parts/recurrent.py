@@ -1,7 +1,7 @@
 """What parts with a state of the text have in common: a causal convolution, and mostly a linear recurrence behind it.
 
-A text's chain moves the state. A tree's nodes have no state: their outputs follow from the root's and from what their
-ancestors bring (`recurrence`), and the convolution looks along their path.
+A text's chain moves the state. A tree's nodes keep no state: their outputs follow from the root's and from what their
+ancestors bring (`recurrence`, and on a CPU `ordered_recurrence`), and the convolution looks along their path.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from offspec.loaders.streaming.small_transfers import to_device
 
 from ..causal_convolution import chain_convolution, path_convolution, path_windows
 from ..memory.recurrent_states import LEAST_COPIED, Nodes, Progress, RecurrentLayout, RecurrentStates, State
+from ..ordered_recurrence import OrderedRows, chain_in_order, kind_of_rows, tree_in_order
 from ..pass_rows import AppendedRows, by_text
-from ..recurrence import Inputs, PathRows, chain_step, tree_step
+from ..recurrence import Inputs, PathRows, TreePlaces, chain_step, tree_step
 from .part import LayerWeights, NativePart, PassRows, RowsWithoutMemory, TextPaths
 
 TREE_ROWS = 128  # nodes that are computed together: each has a product with each ancestor, in each head
@@ -35,8 +36,17 @@ class ConvolvedPart(NativePart):
         return [] if name is None else [name]
 
     @abstractmethod
-    def convolution(self, weights: LayerWeights) -> tuple[Tensor, Tensor | None]:
-        """The kernel [channels, K] and the bias [channels], in fp32."""
+    def stored_convolution(self, weights: LayerWeights) -> tuple[Tensor, Tensor | None]:
+        """The kernel of channels * K numbers, and the bias [channels]; the kernel may have its stored dtype."""
+
+    def convolution(self, weights: LayerWeights, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+        """The kernel [channels, K] and the bias [channels], in fp32; rounded to the arithmetic's dtype.
+
+        Resident ones were rounded when they were loaded.
+        """
+        kernel, bias = self.stored_convolution(weights)
+        kernel = kernel.to(dtype).float().view(self.memory.channels, self.memory.window + 1)
+        return kernel, None if bias is None else bias.float()
 
     @abstractmethod
     def of_chain(self, matrix: Tensor, convolved: Tensor, pieces: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -47,9 +57,9 @@ class ConvolvedPart(NativePart):
 
     @abstractmethod
     def of_tree(
-        self, matrix: Tensor, convolved: Tensor, pieces: Sequence[Tensor], ancestors: Tensor, earlier: PathRows
+        self, matrix: Tensor, convolved: Tensor, pieces: Sequence[Tensor], places: TreePlaces, earlier: PathRows
     ) -> tuple[Tensor, PathRows]:
-        """Outputs [R, ...] of R nodes, and what they bring to the recurrence. ancestors, earlier: see `tree_step`."""
+        """Outputs [R, ...] of R nodes, and what they bring to the recurrence. earlier: see `tree_step`."""
 
     def advanced(
         self,
@@ -78,8 +88,9 @@ class ConvolvedPart(NativePart):
         """Outputs [T, ...] of a whole text that no memory keeps. Has gradients."""
         (mixed, *others), begun = pieces, self.memory.new(1, pieces[0].dtype, pieces[0].device).progress(0, 0)
         windows = path_windows(mixed.float(), begun.state.inputs.float(), text.parents)
-        convolved = path_convolution(windows, *self.convolution(weights))
-        return self.of_tree(begun.state.matrix, convolved, others, text.ancestors, begun.nodes.rows)[0]
+        convolved = path_convolution(windows, *self.convolution(weights, mixed.dtype))
+        places = TreePlaces(text.ancestors, text.parents)
+        return self.of_tree(begun.state.matrix, convolved, others, places, begun.nodes.rows)[0]
 
     def _advance(
         self, text: AppendedRows, begin: int, end: int, pieces: Sequence[Tensor], weights: LayerWeights
@@ -106,7 +117,7 @@ class ConvolvedPart(NativePart):
     def _chain(self, progress: Progress, weights: LayerWeights, mixed: Tensor, *pieces: Tensor) -> Tensor:
         """Outputs of rows that follow the chain so far; moves the state behind them."""
         state = progress.state
-        convolved = chain_convolution(mixed.float(), state.inputs.float(), *self.convolution(weights))
+        convolved = chain_convolution(mixed.float(), state.inputs.float(), *self.convolution(weights, mixed.dtype))
         inputs = torch.cat((state.inputs, mixed))[len(mixed) :]
         outputs, matrix = self.of_chain(state.matrix, convolved, pieces)
         progress.state = State(matrix, inputs.clone())  # not a view of a whole prompt
@@ -134,8 +145,9 @@ class ConvolvedPart(NativePart):
             mixed, *others = (each[begin - first : end - first] for each in pieces)
             inputs = torch.cat((progress.nodes.inputs, mixed))
             windows = path_windows(inputs.float(), progress.state.inputs.float(), parents[:seen], num_earlier + begin)
-            convolved, ancestors = path_convolution(windows, *self.convolution(weights)), mask[begin:end, :seen]
-            some, rows = self.of_tree(progress.state.matrix, convolved, others, ancestors, progress.nodes.rows)
+            convolved = path_convolution(windows, *self.convolution(weights, mixed.dtype))
+            places = TreePlaces(mask[begin:end, :seen], parents[:seen])
+            some, rows = self.of_tree(progress.state.matrix, convolved, others, places, progress.nodes.rows)
             progress.nodes = Nodes(progress.nodes.rows.with_more(rows), inputs)
             outputs.append(some)
         return torch.cat(outputs)
@@ -149,9 +161,17 @@ class RecurrentPart(ConvolvedPart):
         """What R rows bring to the recurrence. convolved: fp32 [R, channels]. pieces: as for `advanced`, of R rows."""
 
     def of_chain(self, matrix: Tensor, convolved: Tensor, pieces: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        return chain_step(matrix, self.inputs(convolved, pieces))
+        inputs = self.inputs(convolved, pieces)
+        if kind_of_rows(matrix.device) is OrderedRows:
+            return chain_in_order(matrix, inputs)
+        return chain_step(matrix, inputs)
 
     def of_tree(
-        self, matrix: Tensor, convolved: Tensor, pieces: Sequence[Tensor], ancestors: Tensor, earlier: PathRows
+        self, matrix: Tensor, convolved: Tensor, pieces: Sequence[Tensor], places: TreePlaces, earlier: PathRows
     ) -> tuple[Tensor, PathRows]:
-        return tree_step(matrix, self.inputs(convolved, pieces), ancestors, earlier)
+        inputs = self.inputs(convolved, pieces)
+        if any(each.requires_grad for each in vars(inputs).values()):  # in training, where nothing is earlier
+            return tree_step(matrix, inputs, places.ancestors)
+        if isinstance(earlier, OrderedRows):
+            return tree_in_order(matrix, inputs, places.parents, earlier)
+        return tree_step(matrix, inputs, places.ancestors, earlier)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..config import ModelConfig
 from ..memory.recurrent_states import RecurrentLayout
-from ..recurrence import PathRows
+from ..recurrence import PathRows, TreePlaces
 from ..rope import RotaryEmbeddings
 from .part import LayerWeights, PassRows, Shape
 from .recurrent import ConvolvedPart
@@ -50,18 +50,15 @@ class ShortConvolution(ConvolvedPart):
         convolved = self.advanced(before * values, (), weights, rows, first, last).to(x.dtype)
         return self.added(x, weights.linear("conv.out_proj", behind * convolved))
 
-    def convolution(self, weights: LayerWeights) -> tuple[Tensor, Tensor | None]:
-        kernel = weights.vector("conv.conv.weight").float().view(self.config.hidden_size, self.shape.kernel)
-        bias = weights.optional_vector("conv.conv.bias")
-        return kernel, None if bias is None else bias.float()
+    def stored_convolution(self, weights: LayerWeights) -> tuple[Tensor, Tensor | None]:
+        return weights.vector("conv.conv.weight"), weights.optional_vector("conv.conv.bias")
 
     def of_chain(self, matrix: Tensor, convolved: Tensor, pieces: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         return convolved, matrix
 
     def of_tree(
-        self, matrix: Tensor, convolved: Tensor, pieces: Sequence[Tensor], ancestors: Tensor, earlier: PathRows
+        self, matrix: Tensor, convolved: Tensor, pieces: Sequence[Tensor], places: TreePlaces, earlier: PathRows
     ) -> tuple[Tensor, PathRows]:
         """Rows of no heads."""
-        return convolved, PathRows(
-            *(part.new_empty(len(convolved), *part.shape[1:]) for part in vars(earlier).values())
-        )
+        none = (part.new_empty(len(convolved), *part.shape[1:]) for part in vars(earlier).values())
+        return convolved, type(earlier)(*none)

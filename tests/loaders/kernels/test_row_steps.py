@@ -15,6 +15,7 @@ from offspec.loaders.kernels.row_steps import (
     lay_rows,
     mix_rows,
     norm_rows,
+    silu_rows,
     turn_heads,
 )
 from offspec.model.parts.mlp import clamped
@@ -108,6 +109,18 @@ def test_gates(dtype: torch.dtype, is_clamped: bool) -> None:
         assert torch.equal(gate_rows(gate[first:last], up[first:last], is_clamped=is_clamped), found[first:last])
     gate[1, 1], up[2, 2] = torch.nan, torch.nan
     assert gate_rows(gate, up, is_clamped=is_clamped).isnan().nonzero().tolist() == [[1, 1], [2, 2]]
+
+
+@each_dtype
+def test_silu(dtype: torch.dtype) -> None:
+    x = 8 * noise(dtype, ROWS, 768)
+    x[3, :5] = torch.tensor([-300.0, -81.0, 0.0, 89.0, 300.0])
+    found = silu_rows(x)
+    assert found.dtype == dtype
+    assert_near(found, F.silu(x.double()))
+    assert torch.equal(silu_rows(x[5:7]), found[5:7])
+    x[1, 1] = torch.nan
+    assert silu_rows(x).isnan().nonzero().tolist() == [[1, 1]]
 
 
 @pytest.mark.parametrize("num_threads", [1, 2])

@@ -148,15 +148,15 @@ def assert_exact(decoder: Decoder, seed: int, num_nodes: int = 5) -> None:
 def families() -> list[Any]:
     """Families in each dtype; the default run has one of them in all, and the others in bf16 and fp16 by turns.
 
-    Of those with latent attention it has one in one dtype, and none of VARIANTS and ALIKE.
+    Of those with latent attention, delta nets and Mamba2 it has one in one dtype, and none of VARIANTS and ALIKE.
     """
-    names = [name for name in FAMILIES if name not in (*DELTA_NETS, *MAMBAS)]  # these cannot be exact
-    turns = itertools.cycle(("bf16", "fp16"))
-    daily = {(name, next(turns)) for name in names if name not in (*VARIANTS, *LATENTS, *ALIKE)}
-    daily |= {("llama-gqa", short) for short in DTYPES} | {("deepseek-v3", "bf16")}
+    turns, sparse = itertools.cycle(("bf16", "fp16")), (*VARIANTS, *LATENTS, *ALIKE, *DELTA_NETS, *MAMBAS)
+    daily = {(name, next(turns)) for name in FAMILIES if name not in sparse}
+    daily |= {("llama-gqa", short) for short in DTYPES}
+    daily |= {("deepseek-v3", "bf16"), ("qwen3.5", "bf16"), ("falcon-h1", "fp32")}
     return [
         pytest.param(name, dtype, id=f"{name}-{short}", marks=() if (name, short) in daily else pytest.mark.nightly)
-        for name, (short, dtype) in itertools.product(names, DTYPES.items())
+        for name, (short, dtype) in itertools.product(FAMILIES, DTYPES.items())
     ]
 
 
@@ -224,6 +224,8 @@ def test_where_decoders_on_a_gpu_are_exact(monkeypatch: pytest.MonkeyPatch) -> N
     assert not is_exact_by_default(config, torch.bfloat16, cuda, is_streamed=True, kv=EIGHT_BIT)
     mixture = read_config(config_json(FAMILIES["qwen3-moe"]))
     assert not is_exact_by_default(mixture, torch.bfloat16, cuda, is_streamed=True)
+    hybrid = read_config(config_json(FAMILIES["qwen3.5"]))
+    assert "states" in (reason_against_exactness(hybrid, torch.bfloat16, cuda) or "")
     large = replace(config, head_dim=512)
     assert "heads" in (reason_against_exactness(large, torch.bfloat16, cuda) or "")
     monkeypatch.setattr("offspec.model.exactness.row_kernels", lambda: None)

@@ -1,23 +1,31 @@
-"""Recurrences over chains and trees beside a loop over each path: the delta rule beside transformers' own."""
+"""Recurrences over chains and trees beside a loop over each path: the delta rule beside transformers' own.
+
+In two ways: by products of many rows, and row by row, which is exact.
+"""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import pytest
 import torch
 from torch import Tensor
 
+from offspec.loaders.formats.products import exact_rows
+from offspec.model.ordered_recurrence import OrderedRows, chain_in_order, kind_of_rows, tree_in_order
 from offspec.model.recurrence import (
     ROOT,
     DeltaInputs,
     Inputs,
+    PathRows,
     SumInputs,
     chain_step,
     no_rows,
-    state_after,
     tree_step,
 )
+
+from ...machines import needs_kernels
 
 HEADS, KEY_HEADS, KEY_SIZE, VALUE_SIZE = 4, 2, 16, 8
 
@@ -91,6 +99,18 @@ def mask_of(paths: list[list[int]], first: int = 0) -> Tensor:
 
 
 KINDS = pytest.mark.parametrize("kind", [DeltaInputs, SumInputs])
+PRODUCTS, IN_ORDER = "by products", "in order"
+WAYS = pytest.mark.parametrize("way", [PRODUCTS, pytest.param(IN_ORDER, marks=needs_kernels)])
+CHAIN_STEPS = {PRODUCTS: chain_step, IN_ORDER: chain_in_order}
+
+
+def tree_rows(
+    way: str, state: Tensor, inputs: Inputs, parents: Sequence[int], earlier: PathRows | None = None
+) -> tuple[Tensor, PathRows]:
+    """Outputs of the inputs' rows, which are the last ones of those with the given parents, and what they bring."""
+    if way == IN_ORDER:
+        return tree_in_order(state, inputs, torch.tensor(parents, dtype=torch.int64), earlier)
+    return tree_step(state, inputs, mask_of(paths_of(list(parents)), len(parents) - len(inputs.keys)), earlier)
 
 
 def assert_close(left: Tensor, right: Tensor) -> None:
@@ -99,57 +119,104 @@ def assert_close(left: Tensor, right: Tensor) -> None:
 
 @pytest.mark.each_value
 @KINDS
+@WAYS
 @pytest.mark.parametrize("num_rows", [1, 2, 63, 64, 65, 200])
-def test_a_chain_is_the_loop_over_its_rows(kind: type[Inputs], num_rows: int) -> None:
+def test_a_chain_is_the_loop_over_its_rows(kind: type[Inputs], way: str, num_rows: int) -> None:
     state, inputs = first_state(1), inputs_of(kind, num_rows, num_rows)
-    for found, expected in zip(chain_step(state, inputs), step_by_step(state, inputs), strict=True):
+    for found, expected in zip(CHAIN_STEPS[way](state, inputs), step_by_step(state, inputs), strict=True):
         assert_close(found, expected)
 
 
 @pytest.mark.each_value
 @KINDS
+@WAYS
 @pytest.mark.parametrize("seed", range(8))
-def test_each_node_of_a_tree_continues_its_own_path(kind: type[Inputs], seed: int) -> None:
+def test_each_node_of_a_tree_continues_its_own_path(kind: type[Inputs], way: str, seed: int) -> None:
     """Outputs, and the state after each path, in one round and in two."""
     chance, state = random.Random(seed), first_state(seed)
     parents = random_parents(chance)
     paths, inputs = paths_of(parents), inputs_of(kind, len(parents), seed)
-    outputs, rows = tree_step(state, inputs, mask_of(paths))
+    outputs, rows = tree_rows(way, state, inputs, parents)
     cut = chance.randint(0, len(parents))
-    _, early = tree_step(state, some(inputs, slice(0, cut)), mask_of(paths[:cut]))
-    late_outputs, late = tree_step(state, some(inputs, slice(cut, None)), mask_of(paths, cut), early)
+    _, early = tree_rows(way, state, some(inputs, slice(0, cut)), parents[:cut])
+    late_outputs, late = tree_rows(way, state, some(inputs, slice(cut, None)), parents, early)
     assert_close(late_outputs, outputs[cut:])
     grown = early.with_more(late)
     for row, path in enumerate(paths):
         expected, after = step_by_step(state, some(inputs, path))
         assert_close(outputs[row], expected[-1])
         for kept in (rows, grown):
-            assert_close(state_after(state, kept.at(path)), after)
+            assert_close(kept.at(path).after(state), after)
 
 
 @KINDS
+@WAYS
 @pytest.mark.parametrize("seed", range(4))
-def test_a_row_becomes_the_root_and_what_is_below_it_stays(kind: type[Inputs], seed: int) -> None:
+def test_a_row_becomes_the_root_and_what_is_below_it_stays(kind: type[Inputs], way: str, seed: int) -> None:
     chance, state = random.Random(seed), first_state(seed)
     parents = [ROOT, *(max(0, parent) for parent in random_parents(chance))]
     paths, inputs = paths_of(parents), inputs_of(kind, len(parents), seed)
-    _, rows = tree_step(state, inputs, mask_of(paths))
+    _, rows = tree_rows(way, state, inputs, parents)
     below = rows.below(0, range(1, len(parents)))
-    root = state_after(state, rows.at([0]))
+    root = rows.at([0]).after(state)
     for path in paths[1:]:
-        assert_close(state_after(root, below.at([row - 1 for row in path[1:]])), state_after(state, rows.at(path)))
+        assert_close(below.at([row - 1 for row in path[1:]]).after(root), rows.at(path).after(state))
 
 
 @KINDS
-def test_strong_decay_forgets_and_stays_finite(kind: type[Inputs]) -> None:
+@WAYS
+def test_strong_decay_forgets_and_stays_finite(kind: type[Inputs], way: str) -> None:
     state, inputs = first_state(0), inputs_of(kind, 100, 0, more_decay=60.0)
-    for found, expected in zip(chain_step(state, inputs), step_by_step(state, inputs), strict=True):
+    for found, expected in zip(CHAIN_STEPS[way](state, inputs), step_by_step(state, inputs), strict=True):
         assert_close(found, expected)
 
 
 @KINDS
-def test_no_rows_leave_the_state(kind: type[Inputs]) -> None:
+@WAYS
+def test_no_rows_leave_the_state(kind: type[Inputs], way: str) -> None:
     state, inputs = first_state(0), inputs_of(kind, 3, 0)
-    assert state_after(state, no_rows(inputs)) is state
-    outputs, rows = tree_step(state, some(inputs, []), torch.zeros(0, 0, dtype=torch.bool))
+    assert no_rows(inputs).after(state) is state
+    outputs, rows = tree_rows(way, state, some(inputs, []), [])
     assert len(outputs) == len(rows) == 0
+    assert rows.after(state) is state
+
+
+@needs_kernels
+@KINDS
+@pytest.mark.parametrize("seed", range(4))
+def test_rows_in_order_do_not_depend_on_other_rows(kind: type[Inputs], seed: int) -> None:
+    """A node's output, and the state after it, have the bits of its path's rows alone, one by one."""
+    chance, state = random.Random(seed), first_state(seed)
+    parents = random_parents(chance)
+    inputs, cut = inputs_of(kind, len(parents), seed), chance.randint(0, len(parents))
+    with exact_rows():
+        early_outputs, early = tree_rows(IN_ORDER, state, some(inputs, slice(0, cut)), parents[:cut])
+        late_outputs, late = tree_rows(IN_ORDER, state, some(inputs, slice(cut, None)), parents, early)
+        outputs, rows = torch.cat((early_outputs, late_outputs)), early.with_more(late)
+        for row, path in enumerate(paths_of(parents)):
+            expected, after = chain_in_order(state, some(inputs, path))
+            alone = state
+            for each, number in enumerate(path):
+                output, alone = chain_in_order(alone, some(inputs, [number]))
+                assert torch.equal(output[0], expected[each])
+            assert torch.equal(outputs[row], expected[-1])
+            for place in range(len(path)):
+                root = rows.at(path[:place]).after(state)
+                below = rows.below(path[place - 1], path[place:]) if place else rows.at(path)
+                assert torch.equal(below.after(root), after)
+            assert torch.equal(alone, after)
+
+
+def test_products_of_other_rows_round_otherwise() -> None:
+    """So that the test above can fail."""
+    state, inputs = first_state(1), inputs_of(DeltaInputs, 40, 1)
+    outputs, _ = chain_step(state, inputs)
+    assert not torch.equal(chain_step(state, some(inputs, slice(0, 7)))[0], outputs[:7])
+
+
+@needs_kernels
+def test_in_order_where_there_are_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert kind_of_rows(torch.device("cpu")) is OrderedRows
+    assert kind_of_rows(torch.device("cuda")) is PathRows
+    monkeypatch.setattr("offspec.model.ordered_recurrence.can_step_states", lambda: False)
+    assert kind_of_rows(torch.device("cpu")) is PathRows
