@@ -99,7 +99,7 @@ def running(
     """A server of these models, on a thread. settings: of `application`."""
     app = application(models, SamplingParams(16), **settings)
     limits: dict[str, Any] = {"timeout_graceful_shutdown": 1, "timeout_keep_alive": idle_s}
-    config = uvicorn.Config(app, http=http, log_level="critical", lifespan="off", **limits)
+    config = uvicorn.Config(app, http=http, log_level="critical", ws="none", lifespan="off", **limits)
     server = StoppableServer(config, models)
     thread = Thread(target=server.run, kwargs={"sockets": [sock]})
     thread.start()

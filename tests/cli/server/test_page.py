@@ -73,7 +73,7 @@ class FakeServer:
                 *page_routes(),
             ]
         )
-        config = uvicorn.Config(app, log_level="critical", lifespan="off", timeout_graceful_shutdown=1)
+        config = uvicorn.Config(app, ws="none", log_level="critical", lifespan="off", timeout_graceful_shutdown=1)
         self._server = uvicorn.Server(config)
         self._thread = Thread(target=self._server.run, kwargs={"sockets": [self.sock]})
         self._thread.start()
