@@ -34,6 +34,8 @@ os.environ[real_model.FOUND] = str(real_model.smollm2_path())
 for _name in [name for name in os.environ if name.startswith("OFFSPEC_")]:
     del os.environ[_name]
 os.environ["OFFSPEC_CONFIG"] = ""
+# The tests start many processes, each of which would compile all modules again.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # Nor what lies in his cache folder. Each test has one of its own, below this one, which fixtures of modules use.
 _CACHE = tempfile.mkdtemp(prefix="offspec-test-cache-")
 os.environ["XDG_CACHE_HOME"] = _CACHE

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from itertools import product
+from itertools import combinations, product
 
 import pytest
 
-from .each_value import covering, spared
+from .each_value import Value, covering, spared
 
 
-def runs(*axes: str) -> dict[str, set[tuple[int, str]]]:
+def runs(*axes: str, together: int = 1) -> dict[str, set[Value]]:
     """The product of axes, each of which is a word of values."""
-    return {"".join(run): set(enumerate(run)) for run in product(*axes)}
+    return {"".join(run): set(combinations(enumerate(run), together)) for run in product(*axes)}
 
 
 def test_each_value_occurs_and_no_run_is_for_nothing() -> None:
@@ -19,6 +19,13 @@ def test_each_value_occurs_and_no_run_is_for_nothing() -> None:
     assert covering(runs("abc", "xyz", "12")) == {"ax1", "by2", "cz1"}
     assert covering(runs("abc")) == {"a", "b", "c"}
     assert covering({"": set()}) == {""}
+
+
+def test_each_pair_of_values_occurs() -> None:
+    chosen = covering(runs("abc", "xyz", "12", together=2))
+    assert len(chosen) == 9
+    for one, other in (("abc", "xyz"), ("abc", "12"), ("xyz", "12")):
+        assert all(any({*pair} <= {*run} for run in chosen) for pair in product(one, other))
 
 
 @pytest.mark.each_value

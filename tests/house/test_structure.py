@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+import pytest
+
 import offspec
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -111,9 +113,26 @@ def name_of(file: Path) -> str:
 NAMES = {name_of(file) for file in MODULES}
 
 
+@cache
+def tree_of(file: Path) -> ast.Module:
+    return ast.parse(file.read_text(encoding="utf-8"))
+
+
+@cache
+def nodes_of(file: Path) -> list[ast.AST]:
+    return list(ast.walk(tree_of(file)))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _drop_trees() -> Iterator[None]:
+    """Each file is parsed once, and collections of garbage after these tests look at no tree."""
+    yield
+    for function in (tree_of, nodes_of, all_functions):
+        function.cache_clear()
+
+
 def imports_of(file: Path) -> Iterator[Import]:
-    tree = ast.parse(file.read_text(encoding="utf-8"))
-    for node in ast.walk(tree):
+    for node in nodes_of(file):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield Import(file, node.lineno, alias.name, 0)
@@ -257,7 +276,7 @@ def test_the_ground_floor_imports_nothing() -> None:
 
 
 def test_every_module_says_what_it_is_for() -> None:
-    trees = {file: ast.parse(file.read_text(encoding="utf-8")) for file in MODULES}
+    trees = {file: tree_of(file) for file in MODULES}
     assert [str(file) for file, tree in trees.items() if tree.body and not ast.get_docstring(tree)] == []
 
 
@@ -303,9 +322,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 def functions_of(file: Path) -> Iterator[Function]:
     """All of them, methods and inner ones too."""
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-        if isinstance(node, Function):
-            yield node
+    yield from (node for node in nodes_of(file) if isinstance(node, Function))
 
 
 @cache

@@ -17,14 +17,18 @@ from ...refusals import refused
 from .serving import Client, served
 from .test_tools import HERMES, WEATHER
 
-anthropic = pytest.importorskip("anthropic", reason="Anthropic's client is missing: pip install 'offspec[test]'")
-
 USER = {"role": "user", "content": "hi"}
 SCHEMA = WEATHER["function"]["parameters"]
 TOOL = {"name": "get_weather", "description": "The weather", "input_schema": SCHEMA}
 CALL = {"type": "tool_use", "id": "toolu_1", "name": "get_weather", "input": {"city": "Rome"}}
 RESULT = {"type": "tool_result", "tool_use_id": "toolu_1", "content": [{"type": "text", "text": "sunny"}]}
 FORCED: dict[str, Any] = {"tools": [TOOL], "tool_choice": {"type": "tool", "name": "get_weather"}}
+
+
+@pytest.fixture(scope="module")
+def anthropic() -> Any:
+    """Anthropic's client, whose import takes seconds."""
+    return pytest.importorskip("anthropic", reason="Anthropic's client is missing: pip install 'offspec[test]'")
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +45,7 @@ def served_pair(tmp_path_factory: pytest.TempPathFactory) -> Generator[tuple[Cli
 
 
 @pytest.fixture(scope="module")
-def claude(served_pair: tuple[Client, Engine]) -> Generator[Any, None, None]:
+def claude(anthropic: Any, served_pair: tuple[Client, Engine]) -> Generator[Any, None, None]:
     port = served_pair[0].port
     with anthropic.Anthropic(base_url=f"http://127.0.0.1:{port}", api_key="k", max_retries=0) as found:
         yield found
@@ -99,7 +103,9 @@ def test_tools_are_called_whole_and_streamed(claude: Any) -> None:
     assert {"message_start", "content_block_start", "input_json", "content_block_stop", "message_stop"} <= kinds
 
 
-def test_errors_are_those_that_the_client_expects(claude: Any, served_pair: tuple[Client, Engine]) -> None:
+def test_errors_are_those_that_the_client_expects(
+    anthropic: Any, claude: Any, served_pair: tuple[Client, Engine]
+) -> None:
     with pytest.raises(anthropic.BadRequestError) as raised:
         ask(claude, max_tokens=0)
     assert raised.value.body["error"]["type"] == "invalid_request_error"
