@@ -2,6 +2,7 @@
 
     python -m benchmarks.exactness flips [MODEL ...] [--tokens 512] [--forms bf16,q4_k] [--dtypes bf16] [--fast]
     python -m benchmarks.exactness texts [MODEL] [--draft DRAFT] [--prompts 8] [--tokens 96] [--dtype bf16]
+                                        [--kv-cache 16|8|4]
 
 `flips` reads held-out code token by token, which is plain decoding's arithmetic, and again in passes of 8, 64 and 256
 rows: resident, and read from the disk. Of each, it counts rows whose logits have other bits, the rows whose likeliest
@@ -41,6 +42,7 @@ from offspec.loaders.streaming.weights import RamWeights
 from offspec.loading import LoadedTarget
 from offspec.model.decoder import CachedDecoder, Decoder, pass_together
 from offspec.model.exactness import reason_against_exactness
+from offspec.model.memory.kv_formats import KV_FORMATS
 from offspec.model.pass_rows import TextRows
 from offspec.prompt_cache import PromptCache
 from offspec.text.tokenizer import Tokenizer
@@ -282,8 +284,9 @@ class Texts:
                     )
 
 
-def texts(model: str, draft: str, num_prompts: int, num_tokens: int, dtype: str) -> None:
-    with Engine.load(model, draft=draft, device="cpu", dtype=dtype, texts=8, context=1024) as engine:
+def texts(model: str, draft: str, num_prompts: int, num_tokens: int, dtype: str, kv_cache: str) -> None:
+    options = {"dtype": dtype, "kv_cache": kv_cache, "texts": 8, "context": 1024}
+    with Engine.load(model, draft=draft, device="cpu", arithmetic="exact", **options) as engine:
         assert engine.is_exact
         made = Texts(engine, builtin.prompts()[:num_prompts], num_tokens)
         for budget in (8, 64, 256, None):
@@ -292,6 +295,7 @@ def texts(model: str, draft: str, num_prompts: int, num_tokens: int, dtype: str)
         made.compare("batches of 8", made.together())
         made.compare("prompts from a file", made.from_file())
         files = open_files(builtin.path("target") if model == "builtin" else Path(model), dtype)
+        files = files.with_kv(KV_FORMATS[kv_cache])
         for synchronous in (False, True):
             decoder = decoder_of(files, is_streamed=True, is_exact=True, synchronous=synchronous)
             streamed = Engine(LoadedTarget(decoder), engine.tokenizer, engine.draft)
@@ -316,9 +320,10 @@ def main() -> None:
     whole.add_argument("--prompts", type=int, default=8)
     whole.add_argument("--tokens", type=int, default=96)
     whole.add_argument("--dtype", default="bf16")
+    whole.add_argument("--kv-cache", default="16", choices=("16", "8", "4"), help="bits of KV entries [16]")
     args = parser.parse_args()
     if args.command == "texts":
-        texts(args.model, args.draft, args.prompts, args.tokens, args.dtype)
+        texts(args.model, args.draft, args.prompts, args.tokens, args.dtype, args.kv_cache)
     else:
         flips(args.models, args.forms.split(","), args.dtypes.split(","), args.tokens, (not args.fast,))
 
