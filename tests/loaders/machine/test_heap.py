@@ -23,7 +23,7 @@ BLOCKS = """
     for _ in range(16):
         blocks.append(libc.malloc(size))
         ctypes.memset(blocks[-1], 1, size)
-        between.append(libc.malloc(1024))
+        between.append(libc.malloc(2**18))  # more than is free in the heap of a process that has just begun
     for block in blocks:
         libc.free(block)
     print(next(line.split()[1] for line in open("/proc/self/status") if line.startswith("RssAnon")))
