@@ -230,8 +230,8 @@ loading_options = all_of(
         "arithmetic",
         is_rare=True,
         type=click.Choice(ARITHMETIC_NAMES),
-        help="exact: plain decoding's text; int8: so, but round what GGUF weights multiply on a CPU to 8 bits; fast: "
-        "near-ties may change the text. [default: exact on a CPU and for streamed weights, where that is possible]",
+        help="exact: plain decoding's text, or an error. int8: rows in 8 bits for GGUF. fast: up to near-ties. "
+        "[default: auto, which is exact on a CPU and for streamed weights]",
     ),
     LOADING.option(
         "threads",

@@ -27,10 +27,8 @@ from .row_product import PARTS, Job, RowProduct, round_text, unpack_text, worker
 
 SIDE, COLUMNS = 16, 32  # rows of a tile, and bf16 numbers of a row
 STRIP = 2 * SIDE  # rows of the matrix whose sums with two tiles of x are in registers together
-MOST_STRIPS, CHUNK_BYTES = (
-    2,
-    2**20,
-)  # that a thread takes at a time, and the bytes of weights that more than one may have
+MOST_STRIPS = 2  # that a thread takes at a time, for more rows of x than a tile has
+CHUNK_BYTES = 2**20  # of weights in bf16, which leave room in a second cache: fewer strips if they are more
 BLOCK_COLUMNS = 512  # of a panel
 PANEL_NUMBERS = BLOCK_COLUMNS + 32  # of a row there, so that rows do not share a set of the first cache
 _CONFIG_BYTES, _ROW_BYTES = 64, 64
