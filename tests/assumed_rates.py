@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -21,7 +22,12 @@ def assume_rates(patch: pytest.MonkeyPatch) -> None:
     def measure_quick_rates(target: object, device: object, link: float | None) -> Rates:
         return Rates(link, link, matmul_flops=flops, dequantise_elements_per_s=1e9, packed_bytes_per_s=link)
 
-    for function in (measure_link, measure_quick_rates):
+    def with_expert_rates(rates: Rates, plan: Plan, device: object) -> Rates:
+        if plan.experts is None or plan.placement.experts.are_resident:
+            return rates
+        return replace(rates, disk_bytes_per_s=1e9, host_to_device_bytes_per_s=1e9, host_matmul_flops=flops)
+
+    for function in (measure_link, measure_quick_rates, with_expert_rates):
         patch.setattr(loading, function.__name__, function)
 
 

@@ -40,10 +40,13 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 _CACHE = tempfile.mkdtemp(prefix="offspec-test-cache-")
 os.environ["XDG_CACHE_HOME"] = _CACHE
 # But compiled kernels depend on nothing but their text, and each takes LLVM tenths of a second. All workers share them,
-# and the processes that tests start. The process that begins without this variable removes them at the end.
+# and the processes that tests start. The process that begins without this variable removes them at the end, with what
+# else of `in_own_process` lies beside them.
 _KERNELS = "KERNELS_OF_TESTS"
-_MADE_KERNELS = None if _KERNELS in os.environ else tempfile.mkdtemp(prefix="offspec-test-kernels-")
-os.environ.setdefault(_KERNELS, _MADE_KERNELS or "")
+_MADE_SHARED = None if _KERNELS in os.environ else tempfile.mkdtemp(prefix="offspec-test-shared-")
+if _MADE_SHARED is not None:
+    os.environ[_KERNELS] = os.path.join(_MADE_SHARED, "kernels")
+    os.mkdir(os.environ[_KERNELS])
 
 
 NIGHTLY = "--nightly"
@@ -62,8 +65,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_unconfigure() -> None:
     gc.unfreeze()
     shutil.rmtree(_CACHE, ignore_errors=True)
-    if _MADE_KERNELS is not None:
-        shutil.rmtree(_MADE_KERNELS, ignore_errors=True)
+    if _MADE_SHARED is not None:
+        shutil.rmtree(_MADE_SHARED, ignore_errors=True)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -114,13 +115,17 @@ def mapped(change: Callable[[Any], Any], value: Any) -> Any:
 
 
 name_of = cache(str)  # of an operation
+COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 
 
 @cache
-def is_composite(func: Any) -> bool:
-    """Whether it consists of other operations, on every device."""
-    key = torch._C.DispatchKey.CompositeImplicitAutograd
-    return key in func.py_kernels or torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key)
+def decomposition(func: Any) -> Callable[..., Any] | None:
+    """Its operations, if it consists of others on every device: in C++ as on CUDA, for torch's in Python take 2 s to
+    import what they ask of its compiler.
+    """
+    if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), COMPOSITE):
+        return partial(func._op_dk, COMPOSITE)
+    return func.py_kernels.get(COMPOSITE)  # type: ignore[no-any-return]
 
 
 @cache
@@ -138,9 +143,9 @@ def run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     wanted = kwargs.get("device")
     goes_there = torch.device(wanted).type == "cuda" if wanted is not None else bool(there)
     if there:
-        if is_composite(func):  # in inference mode torch leaves it to us
+        if (parts := decomposition(func)) is not None:  # in inference mode torch leaves it to us
             with Pretence():
-                return func.decompose(*args, **kwargs)
+                return parts(*args, **kwargs)
         strangers = [value for value in tensors if not isinstance(value, Pretended) and value.dim()]
         may_mix = func in BETWEEN or (func in INDEXING and isinstance(args[0], Pretended))
         if strangers and not may_mix:
@@ -313,6 +318,11 @@ def dequantise(
 class Pretence(TorchDispatchMode):
     """For what makes tensors of nothing; of one thread."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """False: torch's compiler, which takes 2 s to import, is not asked to leave `__torch_dispatch__` alone."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return run(func, args, kwargs or {})
 
@@ -323,26 +333,27 @@ namespace c10::impl { C10_REGISTER_GUARD_IMPL(CUDA, NoOpDeviceGuardImpl<DeviceTy
 """
 
 
-def build_guard(folder: Path) -> Path:
+def build_guard(library: Path) -> None:
     """What switches between devices, and a build of torch for CPUs lacks; it does nothing.
 
     Raises OSError without a compiler.
     """
-    source, library, torch_folder = folder / "guard.cpp", folder / "guard.so", Path(torch.__file__).parent
+    torch_folder, made = Path(torch.__file__).parent, library.with_suffix(f".{os.getpid()}")
+    source = made.with_suffix(".cpp")
     source.write_text(GUARD, encoding="utf-8")
-    command = [
-        *("g++", "-std=c++20", "-shared", "-fPIC", str(source), "-o", str(library)),
-        f"-I{torch_folder / 'include'}",
-    ]
+    command = ["g++", "-std=c++20", "-shared", "-fPIC", str(source), "-o", str(made), f"-I{torch_folder / 'include'}"]
     subprocess.run([*command, f"-L{torch_folder / 'lib'}", "-lc10"], check=True, capture_output=True)
-    return library
+    made.replace(library)  # another process may be building it, too
 
 
 def in_own_process(module: str, folder: Path) -> Any:
     """What `python -m module folder` prints as JSON, with the guard in the folder. Skips where that cannot be built."""
     if shutil.which("g++") is None or sys.platform != "linux":
         pytest.skip("pretending takes a C++ compiler, and Linux")
-    build_guard(folder)
+    library = Path(os.environ["KERNELS_OF_TESTS"]).with_name("guard.so")
+    if not library.exists():
+        build_guard(library)
+    (folder / library.name).symlink_to(library)
     command = [sys.executable, "-m", module, str(folder)]
     done = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -76,17 +76,18 @@ def has_bitsandbytes() -> bool:
 @contextmanager
 def _quiet_import() -> Iterator[None]:
     level, unused = logging.root.manager.disable, object()
-    before, compiler = sys.modules.get("kernels", unused), torch.compile
+    before, compiler, disable = sys.modules.get("kernels", unused), torch.compile, torch._disable_dynamo
     logging.disable(logging.ERROR)
     sys.modules["kernels"] = None  # type: ignore[assignment]  # its import then raises ImportError
     torch.compile = lambda function, **_: function  # type: ignore[assignment]
+    torch._disable_dynamo = lambda function, **_: function  # type: ignore[assignment]
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
         logging.disable(level)
-        torch.compile = compiler
+        torch.compile, torch._disable_dynamo = compiler, disable  # type: ignore[assignment]
         sys.modules.pop("kernels", None)
         if isinstance(before, ModuleType):
             sys.modules["kernels"] = before
