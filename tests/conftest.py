@@ -139,11 +139,12 @@ def _cache_of_its_own(_test_leaves_nothing: None) -> Iterator[None]:
     if os.environ["XDG_CACHE_HOME"] != _CACHE:
         yield
         return
-    os.environ["XDG_CACHE_HOME"] = folder = os.path.join(_CACHE, "of-one-test")
-    _link_kernels(folder)
+    os.environ["XDG_CACHE_HOME"] = _CACHE_OF_TEST
     yield
     os.environ["XDG_CACHE_HOME"] = _CACHE
-    shutil.rmtree(folder)
+    if _listed(_CACHE_OF_TEST) != _EMPTY:  # few tests use it, and a new one for each test would take milliseconds
+        shutil.rmtree(_CACHE_OF_TEST)
+        _link_kernels(_CACHE_OF_TEST)
 
 
 def _link_kernels(cache: str) -> None:
@@ -152,7 +153,16 @@ def _link_kernels(cache: str) -> None:
     os.symlink(os.environ[_KERNELS], os.path.join(cache, "offspec", "kernels"))
 
 
+def _listed(cache: str) -> list[tuple[int, list[str]]]:
+    """The modes of a cache folder and of ours in it, and what lies there."""
+    folders = (cache, os.path.join(cache, "offspec"))
+    return [(os.stat(folder).st_mode, os.listdir(folder)) if os.path.isdir(folder) else (0, []) for folder in folders]
+
+
 _link_kernels(_CACHE)
+_CACHE_OF_TEST = os.path.join(_CACHE, "of-one-test")
+_link_kernels(_CACHE_OF_TEST)
+_EMPTY = _listed(_CACHE_OF_TEST)
 
 
 @pytest.fixture(autouse=True)

@@ -677,7 +677,7 @@ def test_no_quant_state_is_a_traceback(
 
 @pytest.mark.slow
 def test_bitsandbytes_is_imported_without_the_compiler() -> None:
-    """Of a process of its own: what it would be wrapped in takes seconds to import, and is left as it was; used, too."""
+    """Of a process of its own: what it would be wrapped in takes seconds to import, and is left as it was."""
     code = (
         "import sys, torch; before = torch.compile, torch._disable_dynamo; "
         "from offspec.loaders.formats.process_state import bitsandbytes_functional as f; "
