@@ -143,7 +143,7 @@ def _cache_of_its_own(_test_leaves_nothing: None) -> Iterator[None]:
     yield
     os.environ["XDG_CACHE_HOME"] = _CACHE
     if _listed(_CACHE_OF_TEST) != _EMPTY:  # few tests use it, and a new one for each test would take milliseconds
-        shutil.rmtree(_CACHE_OF_TEST)
+        shutil.rmtree(_CACHE_OF_TEST, ignore_errors=True)
         _link_kernels(_CACHE_OF_TEST)
 
 

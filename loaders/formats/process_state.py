@@ -76,18 +76,18 @@ def has_bitsandbytes() -> bool:
 @contextmanager
 def _quiet_import() -> Iterator[None]:
     level, unused = logging.root.manager.disable, object()
-    before, compiler, disable = sys.modules.get("kernels", unused), torch.compile, torch._disable_dynamo
+    before, of_torch = sys.modules.get("kernels", unused), vars(torch)
+    wrappers = {name: of_torch[name] for name in ("compile", "_disable_dynamo")}
     logging.disable(logging.ERROR)
     sys.modules["kernels"] = None  # type: ignore[assignment]  # its import then raises ImportError
-    torch.compile = lambda function, **_: function  # type: ignore[assignment]
-    torch._disable_dynamo = lambda function, **_: function  # type: ignore[assignment]
+    of_torch |= dict.fromkeys(wrappers, lambda function, **_: function)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
         logging.disable(level)
-        torch.compile, torch._disable_dynamo = compiler, disable  # type: ignore[assignment]
+        of_torch |= wrappers
         sys.modules.pop("kernels", None)
         if isinstance(before, ModuleType):
             sys.modules["kernels"] = before
