@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -76,21 +77,28 @@ def has_bitsandbytes() -> bool:
 @contextmanager
 def _quiet_import() -> Iterator[None]:
     level, unused = logging.root.manager.disable, object()
-    before, of_torch = sys.modules.get("kernels", unused), vars(torch)
-    wrappers = {name: of_torch[name] for name in ("compile", "_disable_dynamo")}
+    before = sys.modules.get("kernels", unused)
+    wrappers = {name: getattr(torch, name) for name in ("compile", "_disable_dynamo")}
     logging.disable(logging.ERROR)
     sys.modules["kernels"] = None  # type: ignore[assignment]  # its import then raises ImportError
-    of_torch |= dict.fromkeys(wrappers, lambda function, **_: function)
+    for name in wrappers:  # each would import torch's compiler, for seconds: at once, or at the first product
+        setattr(torch, name, _unwrapped)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
         logging.disable(level)
-        of_torch |= wrappers
+        for name, wrapper in wrappers.items():
+            setattr(torch, name, wrapper)
         sys.modules.pop("kernels", None)
         if isinstance(before, ModuleType):
             sys.modules["kernels"] = before
+
+
+def _unwrapped(function: Any = None, **_: Any) -> Any:
+    """In place of a decorator, with or without options."""
+    return function or _unwrapped
 
 
 @contextmanager

@@ -139,11 +139,12 @@ def start(*args: object, **settings: Any) -> subprocess.Popen[bytes]:
     """The program in a process of its own, its streams piped unless told otherwise.
 
     It compiles no kernels, which would take longer than what most tests ask of it, unless `has_kernels` is set.
+    program: what Python is to run instead of `-m offspec`.
     """
     pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     hidden = {} if settings.pop("has_kernels", False) else {"ATEN_CPU_CAPABILITY": "default"}
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **hidden, **settings.pop("env", {})}
-    command = [sys.executable, "-m", "offspec", *map(str, args)]
+    command = [sys.executable, *settings.pop("program", ("-m", "offspec")), *map(str, args)]
     return subprocess.Popen(command, env=environment, **{**pipes, **settings})
 
 

@@ -118,7 +118,8 @@ def test_a_terminal_that_knows_ascii_only_and_a_pipe_through_which_nothing_comes
     env = {"LC_ALL": "C", "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
     flags = ("--temperature", "3", "--seed", "1", "--ignore-eos")  # half characters: U+FFFD
     prompt = os.fsdecode("schön".encode())  # these bytes, whatever this process's locale is
-    process = start(*run_args, prompt, *flags, "--stats", env=env, stdin=subprocess.PIPE)
+    impatient = ("-c", "from offspec.cli import main, reading; reading.IDLE_S = 0.1; main.main()")
+    process = start(*run_args, prompt, *flags, "--stats", env=env, stdin=subprocess.PIPE, program=impatient)
     assert process.stderr is not None
     waiting = process.stderr.readline().decode()
     result = finish(process)  # which closes the pipe

@@ -64,8 +64,8 @@ def build_wheel(folder: Path) -> Path:
     """Built from a copy, so that nothing is written into the checkout and nothing built earlier gets in."""
     unwanted = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "__pycache__")
     shutil.copytree(ROOT, folder / "source", ignore=unwanted)
-    build = ("-m", "pip", "wheel", ".", "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", folder)
-    output(sys.executable, *build, cwd=folder / "source")
+    build = f"from setuptools.build_meta import build_wheel; build_wheel({str(folder)!r})"  # as `pip wheel` does
+    output(sys.executable, "-c", build, cwd=folder / "source")
     (built,) = folder.glob("*.whl")
     return built
 
@@ -81,7 +81,8 @@ def test_a_wheel_holds_everything_and_runs_beside_the_users_own_modules(crowded:
     home = output(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=tmp_path).strip()
     # The dependencies of this interpreter, so that nothing is downloaded; the new environment's own files come first.
     (Path(home) / "borrowed.pth").write_text("\n".join(site_packages()))
-    output(sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", wheel, cwd=tmp_path)
+    install = ("install", "--no-deps", "--no-index", "--no-compile")
+    output(sys.executable, "-m", "pip", "--python", python, *install, wheel, cwd=tmp_path)
     assert "Usage: offspec" in output(scripts / "offspec", "--help", cwd=crowded)
     where = "import offspec.cli.run, offspec.loaders; print(offspec.cli.run.__file__, *offspec.__path__, sep='\\n')"
     assert output(python, "-c", where, cwd=crowded).splitlines() == [

@@ -47,7 +47,7 @@ REQUESTS = {
 ALL, GREEDY, SOME = tuple(REQUESTS), ("greedy",), ("sampled",)
 SPECIAL = {
     # Enough rounds of one shape to capture it, however fast the machine is.
-    "rounds": (SamplingParams(10, ignore_eos=True), SpeculationParams(8, overlap=False)),
+    "rounds": (SamplingParams(8, ignore_eos=True), SpeculationParams(8, overlap=False)),
     "short": (SamplingParams(4, ignore_eos=True), SpeculationParams(4)),
 }
 Move = Callable[[Plan], Plan]

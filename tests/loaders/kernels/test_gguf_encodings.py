@@ -178,13 +178,13 @@ def test_products_take_the_way_that_is_chosen(product_costs: ProductCosts) -> No
 
 
 @each_choice_with_kernels
-@pytest.mark.parametrize("name", NAMES)
-def test_what_can_be_measured(name: str) -> None:
-    assert has_choice(name) == (name not in GRID_TYPES)
-    assert ways_of(name) == [TORCH, KERNEL]
-    weight = sample(name, (64, 256))
-    assert weight is not None
-    assert tuple(weight.shape) == (64, 256)
-    stored = format_named(name).sized(name, "weight", (64, 256), of_no_file)
-    assert stored is not None
-    assert sum(info.nbytes for info in stored.streamed) == blocks(name, 64, 256).numel()
+def test_what_can_be_measured() -> None:
+    for name in NAMES:
+        assert has_choice(name) == (name not in GRID_TYPES), name
+        assert ways_of(name) == [TORCH, KERNEL], name
+        weight = sample(name, (64, 256))
+        assert weight is not None, name
+        assert tuple(weight.shape) == (64, 256), name
+        stored = format_named(name).sized(name, "weight", (64, 256), of_no_file)
+        assert stored is not None, name
+        assert sum(info.nbytes for info in stored.streamed) == blocks(name, 64, 256).numel(), name
