@@ -19,6 +19,7 @@ from .score_calls import Drafting
 Clock = Callable[[], float]  # seconds
 
 NONE = np.empty(0)
+MISPRICED = 1.5  # over the predicted seconds: no evidence against speculation, as the next tree will be another
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class PassPricing:
             switch.begin_text()
         self._rests = False  # nothing is drafted in this pass, and its seconds are known
         self._declines = self._is_retry = False  # in this pass: no draft round, or one that is not expected to pay
-        self._is_resting = False
+        self._is_resting = self._is_mispriced = False
         self.is_first = True  # the first pass contains the prefill and does not count for the rate
 
     @property
@@ -105,7 +106,7 @@ class PassPricing:
         """Start a pass. num_chain: the text's rows in addition to the nodes."""
         self._began, self._rounds_s = self._clock(), 0.0
         self._num_chain = num_chain + self._shared.rows_beside
-        self._rests = self._declines = self._is_retry = False
+        self._rests = self._declines = self._is_retry = self._is_mispriced = False
         self._calibration.catching_up.rest()
 
     @property
@@ -136,8 +137,8 @@ class PassPricing:
 
     def _state(self, best: FloatArray, open_nodes: FloatArray) -> DraftingState:
         profile = self._calibration.profile.values
-        spent_s = self._clock() - self._began
-        return self._with_others(DraftingState(best, open_nodes, profile, self._num_chain, spent_s))
+        state = DraftingState(best, open_nodes, profile, self._num_chain, self._clock() - self._began)
+        return self._with_others(replace(state, is_first=self.is_first))
 
     def _with_others(self, state: DraftingState) -> DraftingState:
         """The state in a pass that other texts share."""
@@ -206,14 +207,16 @@ class PassPricing:
         if self._shared.is_shared:
             return  # `SharedPass.end` records them once for all texts
         if (rows := self._num_chain + num_nodes) <= MOST_ROWS and (num_nodes or not self._rests):
-            self._costs.target.observe(rows, self._judged - self._sent)
+            seconds, predicted = self._judged - self._sent, float(self._costs.target.seconds(np.array([rows]))[0])
+            self._is_mispriced = seconds > MISPRICED * predicted
+            self._costs.target.observe(rows, seconds)
 
     def end(self, num_tokens: int) -> None:
         """Record the end of the iteration, and its tokens."""
         if not self.is_first:
             seconds = self._clock() - self._began
             self._observe_rate(num_tokens, seconds)
-            if (switch := self._own_switch) is not None:
+            if (switch := self._own_switch) is not None and not self._is_mispriced:
                 switch.observe(seconds, self._num_expected, num_tokens - 1, self._predicted_plain_s)
             if self._rounds_s and not self._shared.is_shared:
                 self._costs.observe_overhead(seconds - self._rounds_s - (self._judged - self._sent))

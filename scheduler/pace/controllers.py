@@ -15,6 +15,8 @@ from .averages import DecayingRatio
 from .costs import WIDTHS, Costs
 
 PLAIN_ROWS = 1
+FIRST_LONGER = 1.15  # than a plain one may the first pass of a text take, and its drafting as much again
+FIRST_NODES = 32  # of the first tree, at most
 RATE_FORGETTING = 0.95  # of tokens and seconds per pass; defines the recent rate
 
 
@@ -27,6 +29,7 @@ class DraftingState:
     rows of the target's pass in addition to the nodes. spent_s: seconds of drafting for this pass so far. overhead_s:
     seconds of a pass with a tree in addition to drafting and scoring; 0 once a round has run. tokens_per_s: the rate of
     all texts of the pass, if it has several and the rate is known. num_drafting: texts that share a draft round.
+    is_first: no pass of the text has ended; its first token is waited for.
     """
 
     best: FloatArray
@@ -37,6 +40,7 @@ class DraftingState:
     overhead_s: float = 0.0
     tokens_per_s: float | None = None
     num_drafting: int = 1
+    is_first: bool = False
 
 
 class Controller(Protocol):
@@ -80,7 +84,7 @@ class MarginalRate:
     the predicted rate of the current tree.
     """
 
-    FIRST_NODES = 64  # while the cost of the target's passes is unknown
+    GROWTH = 2  # of trees, over the most rows of a pass so far: a wrong prediction of further rows costs one pass
 
     def __init__(self, costs: Costs, limit: int) -> None:
         self._limit, self._costs = limit, costs
@@ -88,7 +92,7 @@ class MarginalRate:
 
     @property
     def limit(self) -> int:
-        return self._limit if self._costs.target.is_known else min(self._limit, self.FIRST_NODES)
+        return min(self._limit, max(FIRST_NODES, self.GROWTH * self._costs.target.most_rows))
 
     def observe(self, num_tokens: int, seconds: float) -> None:
         self._recent_rate.observe(num_tokens, seconds)
@@ -117,13 +121,20 @@ class MarginalRate:
         if not len(state.best):
             return 0
         tokens, seconds = self._tokens_and_seconds(state)
-        return int((tokens - self.rate(state) * seconds).argmax())
+        size = int((tokens - self.rate(state) * seconds).argmax())
+        return min(size, self._hidden_nodes(state)) if state.is_first else size
+
+    def _hidden_nodes(self, state: DraftingState) -> int:
+        """The number of nodes that hardly delay the first token."""
+        return min(FIRST_NODES, self._costs.target.hidden_rows(state.num_chain, FIRST_LONGER))
 
     def width(self, state: DraftingState) -> int:
         if not len(state.open):
             return 0
         if not self._costs.draft.is_known or not self._costs.target.is_known:
             return min(16, len(state.open))
+        if state.is_first and not self._hides_a_round(state):
+            return 0
         rate = self.rate(state)
         if not len(state.best) and self._wants_plain(state, rate):
             return 0
@@ -133,6 +144,14 @@ class MarginalRate:
         worth = gains.cumsum()[widths - 1] - rate * (round_s + state.overhead_s)
         best = int(worth.argmax())
         return int(widths[best]) if worth[best] > 0 else 0
+
+    def _hides_a_round(self, state: DraftingState) -> bool:
+        """Whether a round before the first pass delays its token by little."""
+        curve, width = self._costs.target, self._costs.draft.best_width()
+        round_s = float(self._costs.draft.seconds(np.array([width]))[0])
+        pass_s = float(curve.seconds(np.array([state.num_chain]))[0])
+        is_short = state.spent_s + round_s < (FIRST_LONGER - 1) * pass_s
+        return is_short and len(state.best) < self._hidden_nodes(state)
 
     def _wants_plain(self, state: DraftingState, rate: float) -> bool:
         """Whether a pass without a tree could be the best choice, but has hardly been tried."""

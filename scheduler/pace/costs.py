@@ -10,6 +10,7 @@ import numpy as np
 
 from ..trees.token_tree import FloatArray, IntArray
 from .averages import MovingAverage
+from .scaled_prediction import ScaledPrediction
 
 Predict = Callable[[int], float]
 MOST_ROWS, LEAST_S = 4096, 1e-9
@@ -21,7 +22,8 @@ class CostCurve:
     """Seconds of one forward as a non-decreasing function of its rows.
 
     The curve has knots half an octave apart; each observation updates the knots near it. Knots without observations
-    follow the prior's shape, scaled to the observed knots. Without a prior, their estimate is optimistic, so that
+    follow the prior with the factors of floor and slope that fit the observed knots (`ScaledPrediction`), on the low
+    side, so that numbers of rows which may be better are tried. Without a prior, their estimate is optimistic, so that
     better widths are tried: seconds proportional to rows below the observed knots, constant above them. If knots
     violate the order, those farther from the last observation change, because they may be stale.
     """
@@ -30,22 +32,31 @@ class CostCurve:
     RATE = 0.15  # weight of an observation at its own number of rows
     FORGETTING = 0.99  # so that a width not observed for some hundred passes may be tried again
     LITTLE = 0.02  # weight of an inferred value against observed ones
+    OPTIMISM = 1.0  # standard deviations below what is expected at numbers of rows that were not observed
+    SURELY = 0.85  # probability
 
     def __init__(self, prior: Predict | None = None) -> None:
         """prior: predicted seconds for a number of rows."""
-        self._prior = None if prior is None else np.maximum([prior(round(2**x)) for x in self.KNOTS], LEAST_S)
+        self._prior = self._scaled = None
+        if prior is not None:
+            self._prior = np.maximum([prior(round(2**x)) for x in self.KNOTS], LEAST_S)
+            self._scaled = ScaledPrediction(self.KNOTS, self._prior)
         self._sums, self._weights = np.zeros_like(self.KNOTS), np.zeros_like(self.KNOTS)
         self._last = 0  # knot nearest to the last observation
         self._seconds: FloatArray | None = None  # at the knots
+        self.most_rows = 0  # that were observed
         self.is_predicted = self.is_known = prior is not None
 
     def observe(self, rows: int, seconds: float) -> None:
         place = math.log2(min(max(rows, 1), MOST_ROWS))
         rates, self._last = self._nearness(place)
+        if self._scaled is not None:
+            self._scaled.observe(place, max(seconds, LEAST_S))
+            self._prior = self._scaled.seconds(self.OPTIMISM)
         shape = 1.0 if self._prior is None else self._prior / np.interp(place, self.KNOTS, self._prior)
         self._sums = self.FORGETTING * self._sums + rates * (seconds * shape - self._sums)
         self._weights = self.FORGETTING * self._weights + rates * (1 - self._weights)
-        self._seconds, self.is_known = None, True
+        self._seconds, self.is_known, self.most_rows = None, True, max(self.most_rows, min(rows, MOST_ROWS))
 
     @classmethod
     @cache
@@ -62,6 +73,14 @@ class CostCurve:
     def best_width(self) -> int:
         """The number of rows with the lowest cost per row."""
         return int(WIDTHS[(self.seconds(WIDTHS) / WIDTHS).argmin()])
+
+    def hidden_rows(self, rows: int, longer: float) -> int:
+        """Rows that can join `rows` ones, so that the pass very likely takes at most `longer` times as long."""
+        if self._scaled is None:
+            return MOST_ROWS
+        surely = self._scaled.surely(math.log2(min(max(rows, 1), MOST_ROWS)), longer)
+        more = np.interp(_LOGS[np.arange(rows, MOST_ROWS + 1)], self.KNOTS, surely) < self.SURELY
+        return int(more.argmax()) - 1 if more.any() else MOST_ROWS
 
     def seconds(self, rows: IntArray) -> FloatArray:
         """Seconds of forwards with these numbers of rows."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from offspec.loaders.streaming.placement import used_share
 from offspec.scheduler.drafting.choose_controller import controller_for
 from offspec.scheduler.drafting.drafter import DraftRequest
 from offspec.scheduler.drafting.model_drafter import ModelDrafter
-from offspec.scheduler.pace.controllers import DraftingState, FixedBudget, MarginalRate
+from offspec.scheduler.pace.controllers import FIRST_NODES, DraftingState, FixedBudget, MarginalRate
 from offspec.scheduler.pace.costs import Costs
 from offspec.scheduler.pace.thompson import ThompsonSampling
 from offspec.scheduler.params import MAX_NODES, SamplingParams, SpeculationParams, Stopping
@@ -63,7 +64,7 @@ def test_a_fixed_budget_drafts_to_the_end() -> None:
 @pytest.mark.parametrize("stopping", ["default", "thompson", "thompson-calibrated"])
 def test_parameters_call_for_a_controller(stopping: Stopping, budget: int | None) -> None:
     controller = controller_for(SpeculationParams(budget=budget, stopping=stopping), Costs(lambda _: 1.0))
-    assert controller.limit == (MAX_NODES if budget is None else budget)
+    assert controller.limit == (FIRST_NODES if budget is None else budget)
     plain = MarginalRate if budget is None else FixedBudget
     assert isinstance(controller, plain if stopping == "default" else ThompsonSampling)
 
@@ -135,8 +136,34 @@ def test_a_round_is_drafted_where_its_gain_exceeds_its_cost(
 
 @pytest.mark.parametrize(("round_s", "widths"), [(0.0, {64}), (0.05, {32, 64, 4, 8, 16}), (50.0, {0})])
 def test_rounds_are_drafted_while_they_pay(round_s: float, widths: set[int]) -> None:
-    controller = rated(MarginalRate(Costs(lambda _: 1.0, lambda _: round_s), MAX_NODES), 3.0)
+    costs = Costs(lambda _: 1.0, lambda _: round_s)
+    costs.target.observe(100, 1.0)
+    controller = rated(MarginalRate(costs, MAX_NODES), 3.0)
     assert controller.width(state_of(np.full(100, 0.5), np.full(100, 0.5))) in widths
+
+
+def test_trees_grow_step_by_step() -> None:
+    """The predicted seconds of many more rows than were ever seen may be far too low."""
+    costs = Costs(lambda _: 1.0)
+    controller = MarginalRate(costs, 300)
+    limits = [controller.limit]
+    while controller.limit < 300:
+        costs.target.observe(1 + controller.limit, 1.0)
+        limits.append(controller.limit)
+    assert limits == [32, 66, 134, 270, 300]
+
+
+@pytest.mark.parametrize("slope", [0.5, 1.0, 2.0])
+@pytest.mark.parametrize("floor", [0.5, 1.0, 2.0])
+def test_a_first_tree_hardly_delays_the_first_token(floor: float, slope: float) -> None:
+    """floor, slope: the prediction's, over the true ones."""
+    true, num_chain, round_s = flat_until(20, 0.05), 30, 0.01
+    costs = Costs(lambda rows: max(floor, 1 + slope * 0.05 * (rows - 20)), lambda _: round_s)
+    controller = MarginalRate(costs, MAX_NODES)
+    state = DraftingState(np.full(500, 0.9), np.full(500, 0.9), PROFILE, num_chain, 0.0, is_first=True)
+    assert true(num_chain + controller.size(state)) <= 1.3 * true(num_chain)
+    late = replace(state, best=NONE, spent_s=float(costs.target.seconds(np.array(num_chain))))
+    assert controller.width(late) == 0, "drafting, too, is waited for"
 
 
 def test_a_first_tree_has_to_earn_what_plain_passes_do_where_these_are_known() -> None:

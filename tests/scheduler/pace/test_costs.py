@@ -73,14 +73,48 @@ def test_the_prior_holds_where_nothing_was_seen() -> None:
     assert curve.is_known
 
 
-def test_what_was_seen_somewhere_corrects_the_prior_everywhere() -> None:
-    """A machine twice as slow as predicted is so for other numbers of rows, too; its own observations weigh more."""
+def test_few_rows_tell_the_floor_and_many_the_slope() -> None:
     curve = observed(CostCurve(pass_s), 16, 2 * pass_s(16))
-    for rows in (1, 16, 256, 4096):
-        assert seconds(curve, rows) == pytest.approx(2 * pass_s(rows), rel=0.02)
+    for rows in (1, 16, 32):
+        assert seconds(curve, rows) == pytest.approx(2 * pass_s(rows), rel=0.05)
+    assert seconds(curve, 4096) < 2 * pass_s(4096), "nobody has seen it, so it may be cheap"
     observed(curve, 1024, 3 * pass_s(1024))
     assert seconds(curve, 1024) == pytest.approx(3 * pass_s(1024), rel=0.1)
-    assert seconds(curve, 16) == pytest.approx(2 * pass_s(16), rel=0.1), "small ones give way, nobody has seen them"
+    assert seconds(curve, 4096) == pytest.approx(3 * pass_s(4096), rel=0.2)
+    assert seconds(curve, 16) == pytest.approx(2 * pass_s(16), rel=0.1)
+
+
+@pytest.mark.parametrize("slope", [0.25, 1.0, 4.0])
+@pytest.mark.parametrize("floor", [0.25, 1.0, 4.0])
+def test_a_wrong_prediction_is_corrected_by_three_numbers_of_rows(floor: float, slope: float) -> None:
+    """floor, slope: the true ones, over the prediction's."""
+    curve, rows = CostCurve(pass_s), np.array([2, 24, 128, 512, 2048])
+    true = np.maximum(0.5 * floor, 0.5 * floor + 0.004 * slope * (rows - 64 * floor / slope))
+    for _ in range(2):
+        for place in (0, 2, 4):
+            curve.observe(int(rows[place]), float(true[place]))
+    np.testing.assert_allclose(curve.seconds(rows), true, rtol=0.35)
+
+
+def test_a_pass_that_took_too_long_makes_fewer_rows_worth_trying() -> None:
+    """Either weights come more slowly than predicted, or each row costs more. If it is the rows, fewer cost less."""
+    curve = CostCurve(pass_s)
+    curve.observe(256, 4 * pass_s(256))
+    assert seconds(curve, 256) == pytest.approx(4 * pass_s(256), rel=0.1)
+    assert seconds(curve, 16) < 2 * pass_s(16)
+
+
+def test_rows_that_are_surely_hidden() -> None:
+    """Of a prompt of 16 rows, most worlds have 8 more for nothing, few have 1000; where it was seen, all know."""
+    curve = CostCurve(pass_s)
+    before = curve.hidden_rows(16, 1.15)
+    for _ in range(5):
+        for rows in (16, 60, 200):
+            curve.observe(rows, pass_s(rows))
+    after = curve.hidden_rows(16, 1.15)
+    assert 0 < before < after
+    assert pass_s(16 + after) <= 1.3 * pass_s(16)
+    assert CostCurve().hidden_rows(16, 1.15) == MOST_ROWS, "without a prediction there is nothing to go by"
 
 
 def test_forgets_old_costs() -> None:
