@@ -8,6 +8,8 @@ from offspec.errors import UsageError
 
 QUANT_TYPES = ("nf4", "fp4")
 FLOAT_FORMATS = ("bf16", "fp16", "fp32")
+# How rows are computed: in the fastest way, with bits that do not depend on other rows, and so with rows in 8 bits.
+ARITHMETIC = FAST, EXACT, INT8 = "fast", "exact", "int8"
 KV_CACHES = ("16", "8", "4")  # bits of the target's KV entries, see `offspec.model.memory.kv_formats`
 LOSSLESS_FORMAT = "bf16-packed"
 CONVERT_FORMATS = (*QUANT_TYPES, LOSSLESS_FORMAT, *FLOAT_FORMATS, "keep")

@@ -10,7 +10,7 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
-from offspec.loaders.params import KV_CACHES
+from offspec.loaders.params import EXACT, FAST, INT8, KV_CACHES
 from offspec.loaders.units import parse_size
 from offspec.scheduler.params import check_names
 
@@ -19,7 +19,8 @@ from .errors import UsageError
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-ARITHMETIC_NAMES = AUTO, EXACT, INT8, FAST = "auto", "exact", "int8", "fast"
+AUTO = "auto"
+ARITHMETIC_NAMES = (AUTO, EXACT, INT8, FAST)
 SIZES = {"vram", "ram", "cache_ram"}
 AnyPath = str | PathLike[str]
 

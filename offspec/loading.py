@@ -12,11 +12,12 @@ from weakref import WeakSet
 import torch
 
 from offspec.loaders.accelerators.accelerator import Accelerator, accelerator_of
-from offspec.loaders.formats.products import exact_rows
+from offspec.loaders.formats.products import in_arithmetic
 from offspec.loaders.kernels.byte_product import FORMS
 from offspec.loaders.machine.card_choices import keep_ways
 from offspec.loaders.machine.hardware import Rates, pinning_remedy, read_hardware
 from offspec.loaders.machine.heap import return_large_blocks
+from offspec.loaders.params import EXACT, FAST, INT8
 from offspec.loaders.streaming.link import CopyStream
 from offspec.loaders.streaming.placement import KV_ITEM, STATES_ITEM, WINDOWS_ITEM, Item
 from offspec.loaders.streaming.tiers import TieredWeights
@@ -30,7 +31,7 @@ from .drafts.base import Draft, DraftOptions, OpenedDraft, OpenRequest
 from .drafts.kinds import open_draft
 from .drafts.weighing import Chooser, Scales
 from .errors import MemoryLimitError, UsageError
-from .load_options import AUTO, FAST, INT8, LoadOptions
+from .load_options import AUTO, LoadOptions
 from .model.decoder import Decoder
 from .model.exactness import is_exact_by_default, reason_against_exactness, reason_of
 from .model.memory.kv_in_ram import EntriesInRam
@@ -50,6 +51,7 @@ from .planning.probe import (
     plan_here,
     prepare_exact_products,
     ram_beside_program,
+    with_arithmetic,
     with_expert_rates,
 )
 from .planning.report import explain_packing, explain_plan
@@ -262,11 +264,15 @@ class PlannedMemory:
 
 
 class MachineRates:
-    """This machine's rates for a target, measured once for each set of tiers that a plan uses."""
+    """This machine's rates for a target, measured once for each set of tiers that a plan uses.
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    arithmetic: the user's choice (`LoadOptions`).
+    """
+
+    def __init__(self, device: torch.device, arithmetic: str = AUTO) -> None:
+        self.device, self._arithmetic = device, arithmetic
         self._known: dict[tuple[bool, ...], tuple[float | None, Rates]] = {}
+        self._fast: dict[tuple[bool, ...], Rates] = {}
 
     def measure(self, plan: Plan) -> tuple[float | None, Rates]:
         """Bytes/s of the links that move the streamed layers (None: nothing is streamed), and the rates for `plan`."""
@@ -274,9 +280,21 @@ class MachineRates:
         if tiers not in self._known:
             choose_products([(target, plan.placement.is_resident)], self.device)
             link = measure_link(plan, self.device)
-            rates = with_expert_rates(measure_quick_rates(target, self.device, link), plan, self.device)
-            self._known[tiers] = link, rates
+            fast = self._fast[tiers] = with_expert_rates(
+                measure_quick_rates(target, self.device, link), plan, self.device
+            )
+            self._known[tiers] = link, with_arithmetic(fast, target, self.device, self.arithmetic(plan))
         return self._known[tiers]
+
+    def arithmetic(self, plan: Plan) -> str:
+        """The arithmetic of the plan's target. Raises UsageError if the user's choice cannot be followed."""
+        is_streamed = not plan.placement.is_resident
+        return choose_arithmetic(self._arithmetic, plan.demand.target, self.device, is_streamed=is_streamed)
+
+    def of_products(self, plan: Plan) -> ProductRates:
+        """The rates of products with the matrices of the plan's target, and of drafts, which need not be exact."""
+        _, rates = self.measure(plan)
+        return ProductRates(plan.demand.target, rates, self.device.type, self._fast[plan.placement.tiers])
 
 
 @dataclass(frozen=True)
@@ -306,7 +324,7 @@ def load(options: LoadOptions) -> Loaded:
             Note(f"deterministic: {DEFAULT_NODES} nodes per tree unless `budget` is given, one text at a time")
         )
     # Check headers and tokenizers of both models first, so that errors appear before gigabytes are read.
-    machine = MachineRates(device)
+    machine = MachineRates(device, options.arithmetic)
     options = replace(options, dtype=dtype_on(options.dtype, read_hardware(device).gpu))
     files, tokenizer, opened = open_models(options, device.type, notes, machine)
     features, index = list[MemoryUser]([opened]), None
@@ -358,7 +376,7 @@ def _chooser(options: LoadOptions, request: OpenRequest, machine: MachineRates) 
     """Chooses a draft by the plans of this machine."""
     hardware, target = read_hardware(machine.device), request.target
     scales = Scales(options.model, request, lambda draft: plan_here(target, [draft], hardware, memory_options(options)))
-    return Chooser(scales, lambda plan: ProductRates(target, machine.measure(plan)[1], machine.device.type))
+    return Chooser(scales, machine.of_products)
 
 
 def _load_models(
@@ -382,13 +400,14 @@ def _load_models(
     notes += measure_fused_limits([files, *opened.models], device)
     if accelerator.has_own_memory:  # only now: a measurement may take more for a moment than a small model may keep
         _limit_memory(accelerator, plan.placement.limits.device if options.vram is not None else None)
-    settings = _weight_settings(options, files, plan, rates, device)
+    arithmetic = machine.arithmetic(plan)
+    settings = _weight_settings(options, plan, rates, arithmetic)
     memory = PlannedMemory(plan, device, notes, lambda plan: load_planned(plan, device, settings))
 
     def load_both() -> tuple[Decoder, Draft]:
         attach = opened.load(device)  # the draft first: it is small, so its errors appear early
         decoder = memory.load_decoder()
-        decoder.is_exact, decoder.has_byte_rows = settings.is_exact, options.arithmetic == INT8
+        decoder.is_exact, decoder.has_byte_rows = settings.is_exact, arithmetic == INT8
         if (reason := reason_of(decoder)) is not None:
             notes.append(Note(f"the text equals plain decoding's up to near-ties: {reason}"))
         draft, guessing = attach(decoder), opened.guessing(memory.plan.placement)
@@ -410,15 +429,12 @@ def _limit_memory(accelerator: Accelerator, most: int | None) -> None:
     accelerator.limit_memory(most)
 
 
-def _weight_settings(
-    options: LoadOptions, files: ModelFiles, plan: Plan, rates: Rates, device: torch.device
-) -> WeightSettings:
+def _weight_settings(options: LoadOptions, plan: Plan, rates: Rates, arithmetic: str) -> WeightSettings:
     """How the target's weights are loaded; kernels of exact rows are prepared if it uses them."""
-    is_resident = plan.placement.is_resident
-    is_exact = _is_exact(options.arithmetic, files, device, is_streamed=not is_resident)
+    is_exact = arithmetic != FAST
     if is_exact:
-        with exact_rows(in_bytes=options.arithmetic == INT8):
-            prepare_exact_products(files, is_resident=is_resident)
+        with in_arithmetic(arithmetic):
+            prepare_exact_products(plan.demand.target, is_resident=plan.placement.is_resident)
     return WeightSettings(
         has_far_embedding=True,
         synchronous=options.synchronous,
@@ -428,17 +444,18 @@ def _weight_settings(
     )
 
 
-def _is_exact(arithmetic: str, files: ModelFiles, device: torch.device, *, is_streamed: bool) -> bool:
-    """Whether the target is exact. Raises UsageError if the user's choice cannot be followed."""
+def choose_arithmetic(arithmetic: str, files: ModelFiles, device: torch.device, *, is_streamed: bool) -> str:
+    """FAST, EXACT or INT8 of a target. Raises UsageError if the user's choice cannot be followed."""
     if arithmetic == AUTO:
-        return is_exact_by_default(files.config, files.dtype, device, is_streamed=is_streamed, kv=files.kv)
+        is_exact = is_exact_by_default(files.config, files.dtype, device, is_streamed=is_streamed, kv=files.kv)
+        return EXACT if is_exact else FAST
     if arithmetic == FAST:
-        return False
+        return FAST
     if (reason := reason_against_exactness(files.config, files.dtype, device, files.kv)) is not None:
         raise UsageError(f"`arithmetic` {arithmetic} is not possible for this model here: {reason}; omit it")
     if arithmetic == INT8 and not (device.type == "cpu" and has_byte_products(files)):
         raise UsageError(f"`arithmetic` int8 is for GGUF files of {', '.join(FORMS)} on a CPU; omit it")
-    return True
+    return arithmetic
 
 
 def load_planned(plan: Plan, device: torch.device, settings: WeightSettings) -> TieredWeights:

@@ -17,7 +17,7 @@ import math
 import threading
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -30,6 +30,7 @@ from ..kernels.processor import can_pair, has_tiles, num_lanes, per_processor
 from ..kernels.row_product import RowProduct
 from ..kernels.row_steps import add_rows, can_step
 from ..kernels.tile_product import in_tiles
+from ..params import FAST, INT8
 
 TORCH, TILES, KERNEL = "torch", "tiles", "kernel"
 HALF_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}  # plain dtypes with several ways
@@ -40,11 +41,15 @@ LARGE_ELEMENTS = 1 << 22  # for matrices from this size on, the overhead of a ca
 
 @dataclass(frozen=True)
 class ProductKind:
-    """The key for the time of a product, besides the number of rows. form: the weights' format ("bf16", "nf4")."""
+    """The key for the time of a product, besides the number of rows. form: the weights' format ("bf16", "nf4").
+
+    arithmetic: of `params.ARITHMETIC`. All but FAST have one way, the kernel of `exact_rows`.
+    """
 
     form: str
     dtype: torch.dtype
     is_large: bool
+    arithmetic: str = FAST
 
     @classmethod
     def of(cls, form: str, dtype: torch.dtype, num_elements: int) -> ProductKind:
@@ -52,7 +57,8 @@ class ProductKind:
 
     def __str__(self) -> str:
         size = "large" if self.is_large else "small"
-        return f"{self.form} x {str(self.dtype).removeprefix('torch.')}, {size}"
+        exact = "" if self.arithmetic == FAST else f", {self.arithmetic}"
+        return f"{self.form} x {str(self.dtype).removeprefix('torch.')}, {size}{exact}"
 
 
 Seconds = Mapping[int, float]  # rows → seconds per weight of the matrix
@@ -188,6 +194,11 @@ def _is_exact_as_stored(x: Tensor, weight: Tensor) -> bool:
     if weight.dtype == torch.float16 and x.dtype == torch.bfloat16:
         return can_pair()  # pairs round it to bf16
     return weight.dtype == x.dtype or (weight.dtype in HALF_DTYPES and x.dtype == torch.float32)
+
+
+def in_arithmetic(arithmetic: str) -> AbstractContextManager[None]:
+    """Inside, this thread computes rows in one of `params.ARITHMETIC`."""
+    return exact_rows(arithmetic != FAST, in_bytes=arithmetic == INT8)
 
 
 def can_be_exact(dtype: torch.dtype) -> bool:

@@ -329,7 +329,8 @@ def measure_matmul(
 ) -> dict[int, float]:
     """width → FLOP/s of [width, K] @ [N, K].T, with shape (N, K) and alternating weights that fit no cache.
 
-    num_weights: at least; a GPU gets as many as `beyond_cache` says. If one round would take too long, N is reduced.
+    Inside `exact_rows` by its kernels. num_weights: at least; a GPU gets as many as `beyond_cache` says. If one round
+    would take too long, N is reduced.
     Raises torch's RuntimeError, for example out of memory.
     """
     num_weights = beyond_cache(device, math.prod(shape) * dtype.itemsize, num_weights)  # 64 MiB each in 16-bit
@@ -343,7 +344,7 @@ def _matmul_flops(weights: Sequence[torch.Tensor], width: int, seconds: float) -
 
     def multiply(num: int) -> None:
         for weight in weights:
-            F.linear(rows, weight[:num])
+            linear(rows, weight[:num])
 
     least = min(512, num_outputs)
     # The first run is also the warm-up.

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -34,10 +34,12 @@ from ..formats.products import (
     Seconds,
     WayCosts,
     exact_kernel,
+    in_arithmetic,
     plain_product,
 )
 from ..kernels.processor import instructions, num_lanes
 from ..kernels.row_product import RowProduct
+from ..params import EXACT, FAST, INT8
 from .measured_files import measured_file, read_measured, versions, write_measured
 
 ROWS = (1, 4, 16, 64, 256)
@@ -69,6 +71,14 @@ def know_products(forms: Iterable[tuple[str, torch.dtype]], *, anew: bool = Fals
         if has_choice(form)
         for is_large in (True, False)
     ]
+    _know(wanted, anew=anew)
+    kernels = {kind.form for kind in wanted if (costs := COSTS.get(kind)) and KERNEL in map(costs.way, ROWS)}
+    for product in filter(None, map(_kernel, kernels)):
+        threading.Thread(target=product.prepare, name="compile", daemon=True).start()  # while weights are read
+
+
+def _know(wanted: Sequence[ProductKind], *, anew: bool) -> None:
+    """Read or measure the costs of kinds that are not known yet; anew: of all."""
     stored = {} if anew else _read()
     for kind in wanted:
         if not anew and COSTS.get(kind) is None and str(kind) in stored:
@@ -80,10 +90,6 @@ def know_products(forms: Iterable[tuple[str, torch.dtype]], *, anew: bool = Fals
         COSTS.set(kind, measured[kind])
     if kept := {str(kind): ways for kind, ways in measured.items() if is_plausible(ways)}:
         _write({**_read(), **kept})
-
-    kernels = {kind.form for kind in wanted if (costs := COSTS.get(kind)) and KERNEL in map(costs.way, ROWS)}
-    for product in filter(None, map(_kernel, kernels)):
-        threading.Thread(target=product.prepare, name="compile", daemon=True).start()  # while weights are read
 
 
 def compile_exact(forms: Iterable[str], dtype: torch.dtype) -> None:
@@ -99,18 +105,24 @@ def _after_plain_ones(kind: tuple[str, torch.dtype]) -> tuple[bool, str]:
     return kind[0] not in HALF_DTYPES.values(), str(kind)
 
 
-def product_flops(form: str, dtype: torch.dtype, widths: Sequence[int] = ROWS) -> dict[int, float]:
-    """Rows → FLOP/s of products with large matrices of a form, in the fastest way with unpacking; {} if unknown.
+def product_flops(
+    form: str, dtype: torch.dtype, widths: Sequence[int] = ROWS, arithmetic: str = FAST
+) -> dict[int, float]:
+    """Rows → FLOP/s of products with large matrices of a form, with unpacking.
+
+    FAST: in the fastest way; {} if it is unknown. In another arithmetic: by its kernel, measured now if it is unknown.
 
     The stored figures are divided by the machine's current slowdown. If it is faster now, the stored measurement was
     disturbed and is repeated.
     """
-    kind = ProductKind(form, dtype, is_large=True)
+    kind = ProductKind(form, dtype, True, arithmetic)
+    if arithmetic != FAST and has_choice(form):
+        _know([kind], anew=False)
     costs = COSTS.get(kind)
     if costs is None:
         return {}
     if (now := _typical_s(kind)) < FASTER_NOW * costs.least(_NOW_ROWS):
-        know_products([(form, dtype)], anew=True)
+        _know([kind, replace(kind, is_large=False)] if arithmetic == FAST else [kind], anew=True)
         costs = COSTS.get(kind) or costs
     slower = max(1.0, now / costs.least(_NOW_ROWS))
     return {width: 2 * width / costs.least(width) / slower for width in widths}
@@ -231,12 +243,15 @@ def _measure_ways(kind: ProductKind) -> WayCosts:
     shape = SHAPES[kind.is_large]
     matrices = _matrices(kind.form, shape)
     scratch = torch.empty(shape[0] * shape[1], dtype=kind.dtype)
-    seconds_of: dict[str, dict[int, float]] = {way: {} for way in ways_of(kind.form)}
+    ways = ways_of(kind.form) if kind.arithmetic == FAST else [KERNEL]
+    seconds_of: dict[str, dict[int, float]] = {way: {} for way in ways}
     trying = list(seconds_of)
     for num_rows in ROWS:
         rows = _rows(num_rows, shape[1], kind.dtype)
         for way in trying:
-            seconds_of[way][num_rows] = _seconds(way, kind.form, rows, matrices, scratch) / (shape[0] * shape[1])
+            with in_arithmetic(kind.arithmetic):
+                seconds = _seconds(way, kind.form, rows, matrices, scratch)
+            seconds_of[way][num_rows] = seconds / (shape[0] * shape[1])
         best = min(seconds_of[way][num_rows] for way in trying)
         if num_rows >= HOPELESS_ROWS:
             trying = [way for way in trying if seconds_of[way][num_rows] < HOPELESS * best]
@@ -248,12 +263,13 @@ def _typical_s(kind: ProductKind) -> float:
     shape = SHAPES[True]
     matrices = itertools.cycle(_matrices(kind.form, shape))
     rows, scratch = _rows(_NOW_ROWS, shape[1], kind.dtype), torch.empty(shape[0] * shape[1], dtype=kind.dtype)
-    linear(rows, next(matrices), None, scratch)
-    began, times = time.perf_counter(), list[float]()
-    while len(times) < _LEAST_RUNS or time.perf_counter() - began < _NOW_S:
-        before = time.perf_counter()
+    with in_arithmetic(kind.arithmetic):
         linear(rows, next(matrices), None, scratch)
-        times.append(time.perf_counter() - before)
+        began, times = time.perf_counter(), list[float]()
+        while len(times) < _LEAST_RUNS or time.perf_counter() - began < _NOW_S:
+            before = time.perf_counter()
+            linear(rows, next(matrices), None, scratch)
+            times.append(time.perf_counter() - before)
     return median(times) / (shape[0] * shape[1])
 
 
@@ -317,14 +333,18 @@ def _versions() -> list[str]:
 def _read() -> dict[str, WayCosts]:
     """The content of the file; {} if it is missing or invalid."""
     try:
-        return {kind: _way_costs(ways) for kind, ways in read_measured(costs_file()).items()}
+        return {kind: _way_costs(kind, ways) for kind, ways in read_measured(costs_file()).items()}
     except (ValueError, OverflowError, AttributeError, TypeError):
         return {}
 
 
-def _way_costs(said: Mapping[str, Any]) -> WayCosts:
-    """Parse the costs of ways. Raises ValueError, OverflowError, AttributeError or TypeError for invalid content."""
-    if TORCH not in said or not said.keys() <= {TORCH, TILES, KERNEL}:
+def _way_costs(kind: str, said: Mapping[str, Any]) -> WayCosts:
+    """Parse the costs of a kind's ways.
+
+    Raises ValueError, OverflowError, AttributeError or TypeError for invalid content.
+    """
+    needed = KERNEL if kind.endswith((EXACT, INT8)) else TORCH
+    if needed not in said or not said.keys() <= {TORCH, TILES, KERNEL}:
         raise ValueError("other ways")
     return WayCosts({way: _points(points) for way, points in said.items()})
 

@@ -10,7 +10,7 @@ import torch
 
 from offspec.loaders.accelerators.accelerator import accelerator_of
 from offspec.loaders.formats import StoredWeight
-from offspec.loaders.formats.products import HALF_DTYPES
+from offspec.loaders.formats.products import HALF_DTYPES, in_arithmetic
 from offspec.loaders.kernels.byte_product import FORMS
 from offspec.loaders.kernels.processor import num_lanes
 from offspec.loaders.machine.card_choices import fused_rows
@@ -23,6 +23,7 @@ from offspec.loaders.machine.measure import (
     measure_packed_product,
 )
 from offspec.loaders.machine.product_costs import compile_exact, forms_of, know_products, product_flops
+from offspec.loaders.params import FAST
 
 from ..checkpoints.load import is_blocked
 from ..checkpoints.opening import ModelFiles, Note
@@ -154,21 +155,44 @@ def measure_quick_rates(target: ModelFiles, device: torch.device, link_bytes_per
     target, packed matrices may draft; on a GPU their products take 0.1 s and as much memory more.
     """
     form = target.packed_form
-    is_unpacked_first = target.stored.has_two_forms  # its resident layers may be plain, so products are measured apart
-    rate_form = HALF_DTYPES.get(target.dtype, "") if form is None or is_unpacked_first else form
-    products = product_flops(rate_form, target.dtype) if device.type == "cpu" else {}
-    shape = (2048, 2048) if device.type == "cpu" else (4096, 4096)  # launching a smaller product takes a GPU's time
-    if products and not is_unpacked_first:
+    products = product_flops(_rate_form(target), target.dtype) if device.type == "cpu" else {}
+    if products and not target.stored.has_two_forms:
         return Rates(
             disk_bytes_per_s=link_bytes_per_s, host_to_device_bytes_per_s=link_bytes_per_s, matmul_flops=products
         )
     return Rates(
         disk_bytes_per_s=link_bytes_per_s,
         host_to_device_bytes_per_s=link_bytes_per_s,
-        matmul_flops=products or measure_matmul(device, target.dtype, (1, 16, 128), shape=shape, seconds=0.2),
+        matmul_flops=products or _quick_flops(device, target.dtype),
         dequantise_elements_per_s=measure_dequantise(device, target.dtype, form, seconds=0.05) if form else None,
         packed_bytes_per_s=measure_packed_product(device, target.dtype) if link_bytes_per_s is not None else None,
     )
+
+
+def with_arithmetic(rates: Rates, target: ModelFiles, device: torch.device, arithmetic: str) -> Rates:
+    """`rates` with those of a large target's products in another arithmetic than the fastest, measured in 0.2 seconds.
+
+    arithmetic: of `loaders.params.ARITHMETIC`.
+    """
+    if arithmetic == FAST or not _is_large(target):
+        return rates
+    form, products = _rate_form(target), dict[int, float]()
+    if device.type == "cpu" and form:
+        products = product_flops(form, target.dtype, arithmetic=arithmetic)
+    with in_arithmetic(arithmetic):
+        return replace(rates, matmul_flops=products or _quick_flops(device, target.dtype))
+
+
+def _rate_form(target: ModelFiles) -> str:
+    """The form of the matrices that products are measured with."""
+    is_unpacked_first = target.stored.has_two_forms  # its resident layers may be plain, so products are measured apart
+    form = None if is_unpacked_first else target.packed_form
+    return form or HALF_DTYPES.get(target.dtype, "")
+
+
+def _quick_flops(device: torch.device, dtype: torch.dtype) -> dict[int, float]:
+    shape = (2048, 2048) if device.type == "cpu" else (4096, 4096)  # launching a smaller product takes a GPU's time
+    return measure_matmul(device, dtype, (1, 16, 128), shape=shape, seconds=0.2)
 
 
 class ProductRates:
@@ -178,11 +202,15 @@ class ProductRates:
     (`choose_products`), and have the target's rates.
     """
 
-    def __init__(self, target: ModelFiles, rates: Rates, device_type: str) -> None:
-        self._rates, self._device = rates, torch.device(device_type)
-        self._known = {self._kind(target): rates}
+    def __init__(self, target: ModelFiles, rates: Rates, device_type: str, drafts: Rates | None = None) -> None:
+        """drafts: rates of products in the fastest way; None: the target's are."""
+        self._target, self._of_target = target, rates
+        self._rates, self._device = drafts or rates, torch.device(device_type)
+        self._known = {self._kind(target): self._rates}
 
     def __call__(self, model: ModelFiles) -> Rates:
+        if model is self._target:
+            return self._of_target
         if self._device.type != "cpu":
             return self._rates
         kind = self._kind(model)

@@ -566,7 +566,7 @@ def test_too_slow_a_machine_multiplies_less(monkeypatch: pytest.MonkeyPatch) -> 
     """Trials of 512 outputs take a second here, so no more than these are affordable."""
     asked: list[int] = []
     monkeypatch.setattr(measure, "device_seconds", lambda device, work: work() or 1.0)
-    monkeypatch.setattr(measure.F, "linear", lambda rows, weight: asked.append(len(weight)))
+    monkeypatch.setattr(measure, "linear", lambda rows, weight: asked.append(len(weight)))
     flops = measure.measure_matmul(CPU, torch.float32, (2,), shape=(4096, 8), num_weights=3, seconds=0.1)
     assert set(asked) == {512}
     assert flops == {2: 2 * 2 * 8 * 512 * 3}
@@ -725,7 +725,7 @@ def test_each_rate_is_measured_beyond_the_cache(monkeypatch: pytest.MonkeyPatch)
         return out
 
     monkeypatch.setattr(measure, "beyond_cache", lambda device, nbytes, least: 3 * least)
-    monkeypatch.setattr(measure.F, "linear", linear)
+    monkeypatch.setattr(measure, "linear", linear)
     measure.measure_matmul(CPU, torch.float32, (1,), shape=(64, 32), num_weights=2, seconds=0.02)
     assert len(multiplied) == 6
     monkeypatch.setattr(four_bit.FourBitFormat, "prepare", lambda known: None)

@@ -18,7 +18,16 @@ from torch import Tensor
 
 from offspec.loaders.files.checkpoint import TensorInfo
 from offspec.loaders.formats import StoredWeight, Weight, format_named
-from offspec.loaders.formats.products import KERNEL, TILES, TORCH, ProductCosts, ProductKind, WayCosts
+from offspec.loaders.formats.products import (
+    KERNEL,
+    TILES,
+    TORCH,
+    ProductCosts,
+    ProductKind,
+    WayCosts,
+    are_rows_exact,
+    are_rows_in_bytes,
+)
 from offspec.loaders.machine import product_costs as module
 from offspec.loaders.machine.product_costs import (
     HOPELESS_ROWS,
@@ -33,6 +42,7 @@ from offspec.loaders.machine.product_costs import (
     sample,
     ways_of,
 )
+from offspec.loaders.params import EXACT, INT8
 
 from ...machines import each_choice, lanes, needs_kernels
 
@@ -277,6 +287,25 @@ def test_each_way_takes_what_it_took(machine: Machine, costs: ProductCosts) -> N
     few = [rows for rows in ROWS if rows <= HOPELESS_ROWS]
     assert found.seconds[KERNEL] == pytest.approx({rows: machine.speeds[KERNEL] * rows for rows in few})
     assert {rows for way, rows in machine.asked if way == KERNEL} == set(few), "hopeless for more"
+
+
+@needs_kernels
+@pytest.mark.parametrize("arithmetic", [EXACT, INT8])
+def test_exact_products_are_measured_as_they_are_computed(
+    arithmetic: str, machine: Machine, costs: ProductCosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def linear(*args: Any) -> None:
+        assert (are_rows_exact(), are_rows_in_bytes()) == (True, arithmetic == INT8)
+        machine.linear(*args)
+
+    monkeypatch.setattr(module, "linear", linear)
+    rates = product_flops("bf16", FP32, arithmetic=arithmetic)
+    assert rates == pytest.approx(dict.fromkeys(ROWS, 2 / machine.speeds[KERNEL]))
+    assert product_flops("bf16", FP32) == {}, "another arithmetic"
+    asked = len(machine.asked)
+    costs.clear()
+    assert product_flops("bf16", FP32, arithmetic=arithmetic) == pytest.approx(rates)
+    assert len(machine.asked) - asked < asked / 2, "read from the file, and looked at once"
 
 
 @needs_kernels

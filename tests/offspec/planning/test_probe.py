@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from offspec.checkpoints.opening import ModelFiles
-from offspec.loaders.formats.products import TORCH, ProductCosts, ProductKind, WayCosts
+from offspec.loaders.formats.products import TORCH, ProductCosts, ProductKind, WayCosts, are_rows_exact
+from offspec.loaders.machine.hardware import Rates
 from offspec.loaders.machine.product_costs import product_flops
+from offspec.loaders.params import EXACT, FAST, INT8
 from offspec.planning import probe
-from offspec.planning.probe import choose_products, measure_quick_rates
+from offspec.planning.probe import ProductRates, choose_products, measure_quick_rates, with_arithmetic
 
+from ...machines import needs_kernels
 from ...pair import build_pair
 
 CPU = torch.device("cpu")
@@ -70,3 +74,40 @@ def test_quick_rates_are_those_of_the_chosen_products(
     assert rates.matmul_flops == product_flops("bf16", torch.bfloat16)
     assert (rates.disk_bytes_per_s, rates.host_to_device_bytes_per_s) == (5e9, 5e9)
     assert rates.dequantise_elements_per_s is None
+
+
+def test_a_large_exact_target_has_the_rates_of_its_kernels(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = list[str]()
+
+    def product_flops(form: str, dtype: torch.dtype, arithmetic: str) -> dict[int, float]:
+        asked.append(arithmetic)
+        return {1: 3.0}
+
+    monkeypatch.setattr(probe, "product_flops", product_flops)
+    files, fast = ModelFiles.open(folder, "bf16", "cpu", []), Rates(5e9, matmul_flops={1: 1.0})
+    assert with_arithmetic(fast, files, CPU, EXACT) is fast, "a small model's passes are short"
+    monkeypatch.setattr(probe, "LEAST_CHOSEN_WEIGHTS", 0)
+    assert with_arithmetic(fast, files, CPU, FAST) is fast
+    assert with_arithmetic(fast, files, CPU, EXACT) == replace(fast, matmul_flops={1: 3.0})
+    assert with_arithmetic(fast, files, CPU, INT8).matmul_flops == {1: 3.0}
+    assert asked == [EXACT, INT8]
+
+
+@needs_kernels
+def test_where_no_form_is_known_exact_products_are_measured(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def measure_matmul(*args: object, **options: object) -> dict[int, float]:
+        assert are_rows_exact()
+        return {1: 3.0}
+
+    monkeypatch.setattr(probe, "LEAST_CHOSEN_WEIGHTS", 0)
+    monkeypatch.setattr(probe, "measure_matmul", measure_matmul)
+    files = ModelFiles.open(folder, "fp32", "cpu", [])
+    assert with_arithmetic(Rates(), files, CPU, EXACT).matmul_flops == {1: 3.0}
+
+
+def test_drafts_need_not_be_exact(folder: Path) -> None:
+    target, draft = (ModelFiles.open(folder, "bf16", "cpu", []) for _ in range(2))
+    exact, fast = Rates(matmul_flops={1: 1.0}), Rates(matmul_flops={1: 2.0})
+    rates_of = ProductRates(target, exact, "cpu", fast)
+    assert (rates_of(target), rates_of(draft)) == (exact, fast)
+    assert ProductRates(target, exact, "cuda")(draft) == exact, "nothing else is known"
