@@ -547,23 +547,25 @@ def in_old_layout(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def build(family: Family, folder: Path) -> TinyModel:
-    """Writes the family's checkpoint into `folder` and reads it back as the reference."""
+    """Writes the family's checkpoint into `folder`; the reference is what transformers makes of it."""
     pytest.importorskip("transformers", reason="the reference: pip install transformers")
     from transformers import AutoConfig, AutoModelForCausalLM, Mistral4Config, Mistral4ForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
     AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM, exist_ok=True)  # 5.24 knows its images only
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config_json(family)))
+    config = AutoConfig.for_model(**config_json(family))
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
     randomise(model, torch.Generator().manual_seed(family.seed))
     model.save_pretrained(folder)
     if family.old_layout:
         config_file = folder / "config.json"
-        config = in_old_layout(json.loads(config_file.read_text()))
-        config.pop("layer_types", None)  # younger than the old layout; `max_window_layers` says it there
-        config_file.write_text(json.dumps(config))
-    reference = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
-    return TinyModel(folder, reference.eval())
+        old = in_old_layout(json.loads(config_file.read_text()))
+        old.pop("layer_types", None)  # younger than the old layout; `max_window_layers` says it there
+        config_file.write_text(json.dumps(old))
+    if family.old_layout or family.model_type == "mistral":  # with types of layers, reading makes another model of it
+        model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
+    return TinyModel(folder, model.eval())
 
 
 @torch.no_grad()

@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import json
 import shutil
-from contextlib import closing
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from offspec import Engine, loading
+from offspec import Engine
 from offspec.checkpoints.opening import ModelFiles
 from offspec.errors import CheckpointError
 
 from ...loaders.formats.test_compressed_tensors import Case, calibrated, floats, integers
 from ...pair import Pair, build_pair, variant
 from ...refusals import refused
-from .test_grouped_models import PLAIN, RATES, TREES, logits, offspec, streamed, texts
+from .test_grouped_models import RATES, assert_texts_agree, logits, offspec
 
 transformers = pytest.importorskip("transformers")
 ct = pytest.importorskip("compressed_tensors")
@@ -57,6 +58,9 @@ class Model:
     draft: Path
     form: str
     logits: Tensor
+
+
+GetModel = Callable[[str], Model]
 
 
 @pytest.fixture(scope="module")
@@ -108,9 +112,14 @@ def nvfp4_matrices(tensors: dict[str, Tensor], case: Case) -> dict[str, Tensor]:
     return made
 
 
-@pytest.fixture(scope="module", params=CASES.values(), ids=CASES)
-def model(request: pytest.FixtureRequest, pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Model:
-    return compress(pair, tmp_path_factory.mktemp("compressed"), request.param)
+@pytest.fixture(scope="module")
+def compressed(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> GetModel:
+    return cache(lambda name: compress(pair, tmp_path_factory.mktemp("compressed"), CASES[name]))
+
+
+@pytest.fixture(scope="module", params=CASES)
+def model(request: pytest.FixtureRequest, compressed: GetModel) -> Model:
+    return compressed(request.param)
 
 
 def test_logits_are_the_librarys(model: Model) -> None:
@@ -119,26 +128,11 @@ def test_logits_are_the_librarys(model: Model) -> None:
     torch.testing.assert_close(logits(model.packed), model.logits, rtol=1e-4, atol=1e-4)
 
 
-def assert_texts_agree(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of plain matrices, plain decoding and trees; where all layers stay, and where all but one are streamed."""
-    with closing(Engine.load(str(model.plain), draft=str(model.draft), device="cpu")) as source:
-        expected = texts(source, PLAIN)
-    assert len({token for text in expected for token in text}) > 8
-    for num_resident, ways in ((4, (PLAIN, TREES)), (1, (TREES,))):
-        with monkeypatch.context() as patch:
-            patch.setattr(loading, "plan_here", streamed(num_resident))
-            patch.setattr(loading, "measure_quick_rates", lambda *_: RATES)
-            engine = Engine.load(str(model.packed), draft=str(model.draft), device="cpu")
-        with closing(engine):
-            assert engine.target.weights.is_resident == (num_resident == 4)
-            for speculation in ways:
-                assert texts(engine, speculation) == expected
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["w4a16, asymmetric", "nvfp4"])
-def test_texts(name: str, pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert_texts_agree(compress(pair, tmp_path, CASES[name]), monkeypatch)
+def test_texts(name: str, compressed: GetModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = compressed(name)
+    assert_texts_agree(model.packed, model.plain, model.draft, monkeypatch)
 
 
 # ---------------------------------------------------------------------------------------------------------- DeepSeek's
@@ -186,12 +180,13 @@ def fp8(request: pytest.FixtureRequest, pair: Pair, tmp_path_factory: pytest.Tem
 def test_fp8_says_what_plain_matrices_say(fp8: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     test_logits_are_the_librarys(fp8)
     if "ue8m0" in str(fp8.packed):
-        assert_texts_agree(fp8, monkeypatch)
+        assert_texts_agree(fp8.packed, fp8.plain, fp8.draft, monkeypatch)
 
 
 # ------------------------------------------------------------------------------------------------------------ commands
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("form", ["nf4", "keep", "fp32"])
 def test_fp8_is_a_source_of_others(form: str, fp8: Model, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """4 bit of it are those of the same numbers in plain matrices."""

@@ -73,7 +73,7 @@ def test_it_drafts(head: tuple[Path, Path], pair: Pair) -> None:
         with Engine.load(str(pair.target), draft=str(path), device="cpu", dtype="fp32") as engine:
             for budget in (0, 8):
                 speculation = SpeculationParams(budget, lookup=False)
-                steps = list(engine.generate("def area(", SamplingParams(12, ignore_eos=True), speculation))
+                steps = list(engine.generate("def area(", SamplingParams(6, ignore_eos=True), speculation))
                 text = [token for step in steps for token in step.token_ids]
                 drafted.append((text, steps[-1].stats.num_drafted_tokens))
     assert len({tuple(text) for text, _ in drafted}) == 1

@@ -10,9 +10,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from offspec import ConvertParams, convert
 from offspec.checkpoints.gguf import translated
@@ -21,7 +21,7 @@ from offspec.checkpoints.opening import ModelFiles
 from offspec.errors import CheckpointError, MissingWeightsError
 from offspec.loaders.files.checkpoint import Change
 from offspec.loaders.files.gguf_file import read_model
-from offspec.model.decoder import CachedDecoder, Decoder
+from offspec.model.decoder import Decoder
 from offspec.planning.plan import all_resident
 
 from ... import fakes
@@ -32,7 +32,6 @@ from ...refusals import refused
 
 GetModel = Callable[[str], TinyModel]
 CPU = torch.device("cpu")
-NO_NODES = np.empty(0, np.int64), np.empty(0, np.int64), np.empty((0, 0), bool)
 TOLERANCE = 2e-4  # fp32; frequencies of RoPE and norms' weights were rounded once more
 PROMPT = torch.randint(VOCAB_SIZE, (24,), generator=torch.Generator().manual_seed(5)).tolist()
 NUM_TOKENS = 16
@@ -112,8 +111,15 @@ FAMILIES = (
 
 
 @pytest.fixture(scope="module")
-def gguf_model(tmp_path_factory: pytest.TempPathFactory) -> GetModel:
-    return cache(lambda name: build(OWN.get(name) or fakes.FAMILIES[name], tmp_path_factory.mktemp(name)))
+def gguf_model(tiny_model: GetModel, tmp_path_factory: pytest.TempPathFactory) -> GetModel:
+    made = cache(lambda name: build(OWN[name], tmp_path_factory.mktemp(name)))
+    return lambda name: made(name) if name in OWN else tiny_model(name)
+
+
+@pytest.fixture(scope="module")
+def gguf_file(gguf_model: GetModel, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """A family's file, which tests do not change."""
+    return cache(lambda name: gguf_of(gguf_model(name), tmp_path_factory.mktemp(name)))
 
 
 def gguf_of(model: TinyModel, folder: Path, kinds: dict[str, str] | None = None) -> Path:
@@ -126,29 +132,26 @@ def decoder_of(path: Path) -> Decoder:
     return load_decoder(files, all_resident(files), CPU)
 
 
+def logits(decoder: Decoder, tokens: list[int]) -> Tensor:
+    return decoder.logits(decoder.forward(torch.tensor(tokens), torch.arange(len(tokens)), decoder.new_cache()))
+
+
 def worst_gap(decoder: Decoder, prompt: list[int], said: list[int]) -> float:
     """By how much of a logit some token said after the prompt is below the best one; 0 where all are."""
-    text, tokens, gaps = CachedDecoder(decoder), prompt, list[float]()
-    for token in said:
-        logits = text.score(tokens, *NO_NODES)[-1]
-        gaps.append(float(logits.max() - logits[token]))
-        tokens = [token]
-    return max(gaps)
+    found = logits(decoder, [*prompt, *said[:-1]])[len(prompt) - 1 :]
+    return float((found.amax(-1) - found[torch.arange(len(said)), said]).max())
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logits_equal_transformers(gguf_model: GetModel, family: str, tmp_path: Path) -> None:
-    model = gguf_model(family)
-    decoder = decoder_of(gguf_of(model, tmp_path))
-    hidden = decoder.forward(torch.tensor(PROMPT), torch.arange(len(PROMPT)), decoder.new_cache())
+def test_logits_equal_transformers(gguf_model: GetModel, gguf_file: Callable[[str], Path], family: str) -> None:
     with torch.no_grad():
-        expected = model.reference(torch.tensor([PROMPT])).logits[0]
-    assert (decoder.logits(hidden) - expected).abs().max() < TOLERANCE
+        expected = gguf_model(family).reference(torch.tensor([PROMPT])).logits[0]
+    assert (logits(decoder_of(gguf_file(family)), PROMPT) - expected).abs().max() < TOLERANCE
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_text_equals_llama_cpps(gguf_model: GetModel, family: str, llama_cpp: LlamaCpp, tmp_path: Path) -> None:
-    path = gguf_of(gguf_model(family), tmp_path)
+def test_text_equals_llama_cpps(gguf_file: Callable[[str], Path], family: str, llama_cpp: LlamaCpp) -> None:
+    path = gguf_file(family)
     said = llama_cpp.greedy(path, PROMPT, NUM_TOKENS)
     assert said  # the end of a text among them, which comes early or not
     assert worst_gap(decoder_of(path), PROMPT, said) < NEAR_TIE
@@ -176,16 +179,17 @@ def test_text_equals_llama_cpps(gguf_model: GetModel, family: str, llama_cpp: Ll
         "qwen2-moe",
     ],
 )
-def test_a_plain_copy_is_a_checkpoint_of_transformers(gguf_model: GetModel, family: str, tmp_path: Path) -> None:
+def test_a_plain_copy_is_a_checkpoint_of_transformers(
+    gguf_model: GetModel, gguf_file: Callable[[str], Path], family: str, tmp_path: Path
+) -> None:
     """Names, rows and norms are Hugging Face's again, and its config.json says what the original's did."""
     from transformers import AutoModelForCausalLM
 
-    model = gguf_model(family)
-    convert(gguf_of(model, tmp_path), tmp_path / "copy", ConvertParams("fp32"))
+    convert(gguf_file(family), tmp_path / "copy", ConvertParams("fp32"))
     copy = AutoModelForCausalLM.from_pretrained(tmp_path / "copy", attn_implementation="eager", dtype=torch.float32)
     tokens = torch.tensor([PROMPT])
     with torch.no_grad():
-        assert (copy.eval()(tokens).logits - model.reference(tokens).logits).abs().max() < TOLERANCE
+        assert (copy.eval()(tokens).logits - gguf_model(family).reference(tokens).logits).abs().max() < TOLERANCE
 
 
 @pytest.mark.parametrize("family", ["llama-tied", "qwen3.5"])
@@ -194,10 +198,7 @@ def test_quantised_tensors_say_what_their_plain_copy_says(gguf_model: GetModel, 
     kinds = {"attn_": "Q8_0", "ssm_out": "Q8_0", "ffn_": "Q4_0", "token_embd": "Q8_0", "norm": "F32"}
     path = gguf_of(gguf_model(family), tmp_path, kinds)
     convert(path, tmp_path / "copy", ConvertParams("fp32"))
-    plain, packed = decoder_of(tmp_path / "copy"), decoder_of(path)
-    tokens, positions = torch.tensor(PROMPT), torch.arange(len(PROMPT))
-    expected = plain.logits(plain.forward(tokens, positions, plain.new_cache()))
-    found = packed.logits(packed.forward(tokens, positions, packed.new_cache()))
+    found, expected = (logits(decoder_of(file), PROMPT) for file in (path, tmp_path / "copy"))
     assert (found - expected).abs().max() < TOLERANCE
 
 
@@ -227,10 +228,9 @@ def test_early_files_of_qwen3_next_have_one_matrix_of_inputs(gguf_model: GetMode
         for name, tensor in reference.state_dict().items()
     }
     decoder = decoder_of(write_model(tmp_path / "model.gguf", reference.config.to_dict(), tensors))
-    hidden = decoder.forward(torch.tensor(PROMPT), torch.arange(len(PROMPT)), decoder.new_cache())
     with torch.no_grad():
         expected = reference(torch.tensor([PROMPT])).logits[0]
-    assert (decoder.logits(hidden) - expected).abs().max() < TOLERANCE
+    assert (logits(decoder, PROMPT) - expected).abs().max() < TOLERANCE
 
 
 def test_gpt_oss_has_the_borders_of_yarn_that_its_authors_gave_it(gguf_model: GetModel, tmp_path: Path) -> None:

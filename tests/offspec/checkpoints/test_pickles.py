@@ -26,7 +26,7 @@ class Module(nn.Module):
         super().__init__()
         self.first, self.second = nn.Linear(3, 4), nn.Linear(3, 4)
         self.second.weight = self.first.weight
-        self.rest = nn.ParameterList([nn.Parameter(torch.full((2,), float(i))) for i in range(1500)])
+        self.rest = nn.ParameterList([nn.Parameter(torch.full((2,), float(i))) for i in range(1100)])
         self.register_buffer("table", torch.arange(3))
         self.register_buffer("known", torch.tensor([True, False]))
         self.half().register_buffer("bf16", torch.ones(2, 2, dtype=torch.bfloat16).T)

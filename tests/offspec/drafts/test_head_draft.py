@@ -92,16 +92,13 @@ def ids_of(engine: Engine, prompt: str, params: SamplingParams, budget: int | No
 @pytest.mark.each_value
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_the_text_is_plain_decodings(engine: Engine, expected: Texts, params: SamplingParams) -> None:
+    """Trees are sent, although none before the first pass."""
     assert isinstance(engine.draft, HeadDraft)
-    for prompt, budget in zip(PROMPTS, (12, 1, None), strict=True):
-        assert ids_of(engine, prompt, params, budget) == expected(prompt, params)
-
-
-def test_it_drafts(engine: Engine) -> None:
-    """Trees are sent, although none before the first pass, and some of a random head's guesses may be right."""
-    steps = list(engine.generate(PROMPTS[0], GREEDY, SpeculationParams(budget=12, lookup=False)))
+    steps = list(engine.generate(PROMPTS[0], params, SpeculationParams(budget=12, lookup=False)))
+    assert [token for step in steps for token in step.token_ids] == expected(PROMPTS[0], params)
     assert steps[0].stats.num_drafted_tokens == 0
     assert steps[-1].stats.num_drafted_tokens > 12
+    assert ids_of(engine, PROMPTS[1], params, None) == expected(PROMPTS[1], params)
 
 
 def test_texts_share_passes(engine: Engine, expected: Texts) -> None:

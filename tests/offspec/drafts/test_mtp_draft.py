@@ -37,8 +37,8 @@ from ..model.heads.test_kinds_of_head import check_logits
 from ..test_hybrid_models import loaded
 
 PROMPTS = ["def area(width", "print(1"]
-GREEDY = SamplingParams(12, ignore_eos=True)
-SAMPLED = SamplingParams(12, temperature=0.9, seed=3, ignore_eos=True)
+GREEDY = SamplingParams(8, ignore_eos=True)
+SAMPLED = SamplingParams(8, temperature=0.9, seed=3, ignore_eos=True)
 
 
 @pytest.fixture(scope="module", params=KINDS)

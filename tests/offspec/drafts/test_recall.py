@@ -25,7 +25,7 @@ from offspec.scheduler.trees.verify import Logits, Verdict
 from ...pair import Pair, build_pair, narrow, variant
 from ..model.test_decoder import NO_NODES
 
-SAMPLED = SamplingParams(10, temperature=1.0, seed=5, ignore_eos=True)
+SAMPLED = SamplingParams(8, temperature=1.0, seed=5, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
@@ -147,8 +147,8 @@ class Watch:
 @pytest.mark.parametrize(
     "speculation",
     [
-        SpeculationParams(24, overlap=False),
-        SpeculationParams(24, reuse=False),
+        SpeculationParams(16, overlap=False),
+        SpeculationParams(16, reuse=False),
         pytest.param(SpeculationParams(12, width=3), marks=pytest.mark.nightly),
         SpeculationParams(),
     ],
@@ -158,7 +158,8 @@ def test_places_are_those_of_the_tree(
     pair: Pair, speculation: SpeculationParams, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with Engine.load(str(pair.target), draft=str(pair.draft), device="cpu", dtype="fp32") as engine:
-        engine.learnt.costs = Costs(lambda rows: 1.0, lambda rows: 1e-3)  # so that a first tree is always drafted
+        # A first tree is always drafted, and none is large.
+        engine.learnt.costs = Costs(lambda rows: 1.0 + rows / 16, lambda rows: 1e-3)
         watch = Watch(engine, "def area(", monkeypatch)
         for _ in engine.generate("def area(", SAMPLED, speculation, observer=watch):
             pass
@@ -240,7 +241,7 @@ def test_fewer_passes_with_the_builtin_pair(num_prompts: int) -> None:
         for recall in passes:
             fresh = engine.with_draft(engine.draft)
             for index, prompt in enumerate(builtin.prompts()[:num_prompts]):
-                params = SamplingParams(40, temperature=1.0, seed=index, ignore_eos=True)
+                params = SamplingParams(24, temperature=1.0, seed=index, ignore_eos=True)
                 *_, last = fresh.generate(prompt, params, SpeculationParams(64, recall=recall, overlap=False))
                 passes[recall] += last.stats.num_passes
     assert passes[True] < passes[False]

@@ -93,7 +93,7 @@ def whole_chain(text: CachedDecoder, tokens: Sequence[int]) -> Tensor:
 
 def last_one_by_one(text: CachedDecoder, tokens: Sequence[int]) -> Tensor:
     """The same of one pass, but for the last tokens."""
-    return torch.cat((whole_chain(text, tokens[:-10]), chains_one_by_one(text, tokens[-10:])))
+    return torch.cat((whole_chain(text, tokens[:-4]), chains_one_by_one(text, tokens[-4:])))
 
 
 def behind(prompt: Sequence[int], text: CachedDecoder) -> CachedDecoder:
@@ -114,7 +114,7 @@ def pieces(chance: random.Random, total: int, count: int) -> list[tuple[int, int
 def assert_exact(decoder: Decoder, seed: int, num_nodes: int = 5) -> None:
     """A prompt in pieces, two texts' trees in passes that they share, and what follows a verdict."""
     chance = random.Random(seed)
-    prompts = [[chance.randrange(VOCAB_SIZE) for _ in range(PROMPT + extra)] for extra in (1, 9)]
+    prompts = [[chance.randrange(VOCAB_SIZE) for _ in range(PROMPT + extra)] for extra in (1, 4)]
     trees = [Tree.random(chance, num_nodes) for _ in prompts]
     texts, plain = ([CachedDecoder(decoder) for _ in prompts] for _ in range(2))
     for text, twin, prompt, decode in zip(texts, plain, prompts, (last_one_by_one, whole_chain), strict=True):
@@ -140,7 +140,7 @@ def assert_exact(decoder: Decoder, seed: int, num_nodes: int = 5) -> None:
     texts[0].keep(path)
     twin = behind(prompts[0], plain[0])
     chains_one_by_one(twin, [trees[0].tokens[i] for i in path])
-    follow = [chance.randrange(VOCAB_SIZE) for _ in range(4)]
+    follow = [chance.randrange(VOCAB_SIZE) for _ in range(2)]
     found = pass_together([(texts[0], TextRows.of_chain(follow))])
     assert torch.equal(found, chains_one_by_one(twin, follow))
 

@@ -117,6 +117,7 @@ def test_a_call_obeys_however_its_marker_is_cut_into_tokens(tokenizer: Tokenizer
         assert ends.mask(random_call(ends, tokenizer, generator, begun)) is not None
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", ["hermes", "mistral", "llama"])
 def test_masks_depend_on_the_tokens_alone(tokenizer: Tokenizer, name: str) -> None:
     """Not on what was asked before, nor on where the path begins: several calls, and text between them."""
@@ -299,7 +300,7 @@ def likely(engine: Engine, text: str) -> tuple[tuple[int, float], ...]:
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in (1, 2))])
 def test_a_text_is_that_of_plain_decoding(engine: Engine, seed: int) -> None:
     settings: dict[str, Any] = {"temperature": 1.0, "seed": seed, "constraint": NUMBERED}
-    params = SamplingParams(60, **settings, logit_bias=likely(engine, "("))
+    params = SamplingParams(30, **settings, logit_bias=likely(engine, "("))
     budgets: Sequence[SpeculationParams] = [
         SpeculationParams(budget=0),
         SpeculationParams(budget=12),
@@ -311,8 +312,8 @@ def test_a_text_is_that_of_plain_decoding(engine: Engine, seed: int) -> None:
     assert text.count("(") > 2
     cut = text.rindex("(")  # the budget of tokens may cut the last one
     assert re.fullmatch(r"([^(]|\([0-9]{1,3}\))*", text[:cut]), text
-    free = engine.complete("def", SamplingParams(60, temperature=1.0, seed=seed))
-    silent = SamplingParams(60, temperature=1.0, seed=seed, constraint=Constraint(*_never()))
+    free = engine.complete("def", SamplingParams(20, temperature=1.0, seed=seed))
+    silent = SamplingParams(20, temperature=1.0, seed=seed, constraint=Constraint(*_never()))
     assert engine.complete("def", silent) == free, "nothing changes where the marker does not come"
 
 

@@ -26,7 +26,7 @@ from ..test_decoder import NO_NODES, Tree, random_tokens
 GetModel = Callable[[str], TinyModel]
 WINDOW = 64
 TEXT = random_tokens(400, 5)
-PARAMS = SamplingParams(60, ignore_eos=True)
+PARAMS = SamplingParams(40, ignore_eos=True)
 
 
 def kept(decoder: Decoder, tokens: Sequence[int], chain: Sequence[int]) -> torch.Tensor:
@@ -141,7 +141,7 @@ def test_the_text_is_plain_decodings(pair: Pair) -> None:
     plain, _ = tokens_of(engine, SpeculationParams(budget=0))
     found, per_pass = tokens_of(engine, SpeculationParams(budget=16, lookup=False, recycling=False))
     assert found == plain
-    assert per_pass > 1.5
+    assert per_pass > 1.3
     assert any("the last 64 tokens" in note.text for note in engine.notes)
     texts = [PROMPT[:70], PROMPT[100:400]]
     alone = [[t for step in engine.generate(text, PARAMS) for t in step.token_ids] for text in texts]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -101,7 +102,7 @@ def test_exact_rows_have_the_same_bits(family: str, kv: str) -> None:
     """In passes that two texts share, too."""
     decoder = exact_decoder(read_config(config_json(FAMILIES[family])), torch.bfloat16, kv)
     texts = [CachedDecoder(forgetting(decoder)), CachedDecoder(decoder, keeps_all=True)]
-    assert all(torch.equal(logits, expected) for logits, expected in live(texts, 2, 6))
+    assert all(torch.equal(logits, expected) for logits, expected in live(texts, 2, 4))
     rows = TextRows(random_tokens(7), *random_tree(random.Random(3), NODES).round(0, NODES))
     together = score_together([(texts[0], rows), (CachedDecoder(decoder), rows)])
     (alone,) = score_together([(texts[1], rows)])
@@ -194,7 +195,7 @@ def test_entries_of_layers_that_keep_all_may_lie_in_ram(tiny_model: GetModel) ->
 
 PROMPTS = [random_tokens(count, seed) for seed, count in enumerate((90, 40, 12))]
 LONG = {"sliding_window": 9, "max_position_embeddings": 4096}
-GREEDY, SAMPLED = (SamplingParams(20, temperature=temperature, seed=1, ignore_eos=True) for temperature in (0.0, 1.0))
+GREEDY, SAMPLED = (SamplingParams(12, temperature=temperature, seed=1, ignore_eos=True) for temperature in (0.0, 1.0))
 PLAINLY, TREES = SpeculationParams(0), SpeculationParams(NODES)
 
 
@@ -217,19 +218,15 @@ def plain_answer(decoder: Decoder, tokenizer: Tokenizer, params: SamplingParams,
 
 @pytest.mark.parametrize("family", ["gemma2", pytest.param("gpt-oss", marks=pytest.mark.nightly)])
 def test_texts_are_plain_decodings(tiny_model: GetModel, tokenizer: Tokenizer, family: str) -> None:
-    """Greedy and sampled, streamed, in shared passes."""
+    """Streamed, in shared passes."""
     model = tiny_model(family)
-    draft = ModelDraft(perturbed(model.decoder()), "draft")
-    for params, make in ((GREEDY, model.decoder), (SAMPLED, lambda: streamed(model.folder))):
-        expected = [plain_answer(model.decoder(), tokenizer, params, prompt) for prompt in PROMPTS]
-        loaded = LoadedTarget(forgetting(make()))
-        engine = Engine(loaded, tokenizer, draft)
-        assert answer(engine, params, PROMPTS[0]) == expected[0]
-        answers = [list[int]() for _ in PROMPTS]
-        for number, step in engine.generate_many(PROMPTS, params, TREES):
+    expected = [plain_answer(model.decoder(), tokenizer, SAMPLED, prompt) for prompt in PROMPTS]
+    answers = [list[int]() for _ in PROMPTS]
+    with closing(LoadedTarget(forgetting(streamed(model.folder)))) as from_disk:
+        engine = Engine(from_disk, tokenizer, ModelDraft(perturbed(model.decoder()), "draft"))
+        for number, step in engine.generate_many(PROMPTS, SAMPLED, TREES):
             answers[number] += step.token_ids
-        assert answers == expected
-        loaded.close()
+    assert answers == expected
 
 
 def test_a_conversation_goes_back_on_and_into_other_caches(tiny_model: GetModel, tokenizer: Tokenizer) -> None:
