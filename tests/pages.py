@@ -6,6 +6,7 @@ import re
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -177,6 +178,7 @@ def commands_of(line: str, page: str = "") -> Iterator[Command]:
             found = replace(found, words=(*found.words, token))
 
 
+@cache
 def commands() -> list[Command]:
     """All of them, each once: by the page where it stands first."""
     found = [

@@ -84,10 +84,11 @@ def test_what_leaves_something_fails_by_its_name(tmp_path: Path) -> None:
     files = {"test_tests.py": TESTS, "test_fixture.py": FIXTURE}
     for name, source in files.items():
         (tmp_path / name).write_text(source)
-    options = ("-p", "tests.conftest", "-p", "no:cacheprovider", "-p", "no:randomly", "-c", os.devnull, "-rA")
+    options = ("-p", "tests.conftest", "-p", "no:cacheprovider", "-c", os.devnull, "-rA")
     command = [sys.executable, "-m", "pytest", *options, "--rootdir", tmp_path, *(tmp_path / name for name in files)]
-    wide = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "1000"}  # pytest cuts the lines of its summary to a width
-    done = subprocess.run(command, cwd=ROOT, env=wide, capture_output=True, text=True, check=False)
+    # pytest cuts the lines of its summary to a width; other plugins take seconds to import.
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "1000", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     passed = set(re.findall(r"^PASSED \S*::test_(\w+)$", done.stdout, re.MULTILINE))
     failed = dict(re.findall(r"^ERROR \S*::test_(\w+) - Failed: left by this (.*)$", done.stdout, re.MULTILINE))
     assert failed.keys() == FAILURES.keys(), done.stdout

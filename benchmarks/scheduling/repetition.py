@@ -70,6 +70,6 @@ def _definitions(most_lines: int = MOST_LINES) -> Iterator[tuple[str, ast.Functi
         except ImportError:  # a Python that was built without it
             continue
         for node in ast.parse(whole).body:
-            source = ast.get_source_segment(whole, node) or ""
-            if isinstance(node, ast.FunctionDef | ast.ClassDef) and FEWEST_LINES <= source.count("\n") < most_lines:
-                yield source, node
+            is_one = isinstance(node, ast.FunctionDef | ast.ClassDef)
+            if is_one and FEWEST_LINES <= (node.end_lineno or 0) - node.lineno < most_lines:
+                yield ast.get_source_segment(whole, node) or "", node

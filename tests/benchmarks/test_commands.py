@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import grow, which_model
+from benchmarks import grow, unpack, which_model
 from benchmarks.drafts import specialise
 from offspec.cli.main import run
 
@@ -64,7 +64,10 @@ SMALL: dict[str, tuple[str, ...]] = {
         "--searched",
         "1,2",
     ),
-    "benchmarks.scheduling.lossy": (*TINY, "--max-prompts", "1", "--max-new-tokens", "2", "--strengths", "0.5"),
+    "benchmarks.scheduling.lossy": (
+        *(*TINY, "--max-prompts", "1", "--max-new-tokens", "2", "--temperatures", "0"),
+        *("--strengths", "0.5", "--rollbacks", "0.1", "--beam", "2", "--gamma", "2"),
+    ),
     "benchmarks.scheduling.schedulers": (
         *(*TINY, "--prompts", "1", "--tokens", "2", "--budgets", "16", "--temperatures", "0"),
     ),
@@ -117,6 +120,7 @@ def folder(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             (tmp_path / "headers" / f"{number}.{kind}").write_text(f"int number_{number}(int width);\n" * 20)
     monkeypatch.setitem(grow.SHAPES, "7b", SHAPE)
     monkeypatch.setattr(which_model, "TARGETS", dict([*which_model.TARGETS.items()][:1]))
+    monkeypatch.setattr(unpack, "CACHE_BYTES", 1 << 17)
     monkeypatch.setattr(specialise, "WINDOW", 32)
     monkeypatch.setattr(specialise, "ROWS", 2)
     return tmp_path

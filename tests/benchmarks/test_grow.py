@@ -43,7 +43,7 @@ def grown(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 @cache
-def texts(folder: Path, num_prompts: int = 1, num_tokens: int = 12) -> list[list[int]]:
+def texts(folder: Path, num_prompts: int = 1, num_tokens: int = 6) -> list[list[int]]:
     """Greedy token ids in fp32, decoded plainly."""
     params, plain = SamplingParams(num_tokens, ignore_eos=True), SpeculationParams(budget=0)
     with Engine.load(str(folder), draft="none", dtype="fp32", device="cpu") as engine:
@@ -55,7 +55,7 @@ def texts(folder: Path, num_prompts: int = 1, num_tokens: int = 12) -> list[list
 
 def passes(folder: Path, exit_file: Path) -> list[int]:
     """Tokens of each pass with an exit layer as the draft."""
-    params = SamplingParams(16, ignore_eos=True)
+    params = SamplingParams(8, ignore_eos=True)
     options = {"draft": "self", "exit_file": str(exit_file), "dtype": "fp32", "device": "cpu"}
     with Engine.load(str(folder), **options) as engine:
         steps = engine.generate(builtin.prompts()[0], params, SpeculationParams(8, lookup=False, overlap=False))

@@ -11,7 +11,7 @@ from benchmarks.drafts.heads import main
 
 @pytest.mark.slow
 def test_a_line_for_each_setting(capsys: pytest.CaptureFixture[str]) -> None:
-    small = ["--max-prompts", "1", "--max-new-tokens", "24", "--budgets", "4,auto", "--temperatures", "0"]
+    small = ["--max-prompts", "1", "--max-new-tokens", "10", "--budgets", "4,auto", "--temperatures", "0"]
     main(["--draft", "builtin", "--draft", "lookup", *small])
     out = capsys.readouterr().out
     assert re.search(r"builtin: \d+\.\d MB", out)

@@ -82,7 +82,7 @@ def test_a_cell_that_ends_well(tmp_path: Path) -> None:
     ],
 )
 def test_cells_that_do_not(tmp_path: Path, code: str, status: str, error: str) -> None:
-    cell = run(tmp_path, code, replace(TERMS, timeout_s=1.0) if status == "time" else TERMS)
+    cell = run(tmp_path, code, replace(TERMS, timeout_s=0.3) if status == "time" else TERMS)
     assert cell.status == status
     assert error in cell.error
 

@@ -115,7 +115,7 @@ def test_a_run_measures_what_is_missing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     args = ["--model", "builtin", "--draft", "auto", "--sets", str(questions(tmp_path / "set.jsonl"))]
-    args += ["--prompts", "2", "--tokens", "12", "--temperatures", "0", "--budgets", "8", "--context", "256"]
+    args += ["--prompts", "2", "--tokens", "6", "--temperatures", "0", "--budgets", "8", "--context", "256"]
     args += ["--folder", str(tmp_path / "run"), "--only", r"authors|^offspec$|^lookup|at 0.7", "--raw"]
     real.main(args)
     first = capsys.readouterr()
@@ -132,7 +132,7 @@ def test_a_run_measures_what_is_missing(
 @pytest.mark.slow
 def test_copies_of_the_targets_layers_are_drafts_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     args = ["--model", "builtin", "--draft", "none", "--sets", str(questions(tmp_path / "set.jsonl"))]
-    args += ["--prompts", "1", "--tokens", "12", "--temperatures", "1", "--budgets", "8", "--context", "256", "--raw"]
+    args += ["--prompts", "1", "--tokens", "6", "--temperatures", "1", "--budgets", "8", "--context", "256", "--raw"]
     real.main([*args, "--folder", str(tmp_path / "run"), "--own", "shadow:4/0,resident/6"])
     lines = (tmp_path / "run" / "results.jsonl").read_text(encoding="utf-8").splitlines()
     drafts = [json.loads(line)["key"]["draft"] for line in lines]

@@ -119,7 +119,7 @@ def test_a_prompt_that_was_answered_before_is_not_recalled(pair: Pair) -> None:
     """Recycled tokens of the same text would predict it; what was learnt about costs stays."""
     with Engine.load(pair.target, draft="lookup", dtype="fp32") as engine:
         way = Way("lookup", engine.with_draft(LookupDraft()), SpeculationParams(16))
-        ids, params = engine.encode("def area("), SamplingParams(48, ignore_eos=True)
+        ids, params = engine.encode("def area("), SamplingParams(24, ignore_eos=True)
         costs = way.engine.learnt.costs
         first, second = (measure(way, ids, params, lambda: None) for _ in range(2))
         *_, kept = way.engine.generate(ids, params, way.speculation)

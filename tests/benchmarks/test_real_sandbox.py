@@ -24,19 +24,22 @@ def failure(source: str, limits: Limits = SMALL) -> str:
     return failure_of(dedent(source), limits)
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        "assert 1 + 1 == 2",
-        "import collections, hashlib, math, random, re, typing\nassert hashlib.md5(b'').hexdigest()",
-        "print('words ' * 100_000)",
-        "open('notes.txt', 'w').write('inside its folder')\nassert open('notes.txt').read()",
-        "import os\nassert os.listdir() == []",
-        "if __name__ == '__main__':\n    raise SystemExit",
-        "from dataclasses import dataclass\n@dataclass\nclass P:\n    x: 'int'\nassert P(1).x == 1",
-    ],
-)
-def test_what_a_solution_may_do(source: str) -> None:
+def test_what_a_solution_may_do() -> None:
+    source = """
+        import collections, hashlib, math, os, random, re, typing
+        from dataclasses import dataclass
+        assert hashlib.md5(b"").hexdigest()
+        assert os.listdir() == []
+        open("notes.txt", "w").write("inside its folder")
+        assert open("notes.txt").read()
+        print("words " * 100_000)
+        @dataclass
+        class P:
+            x: "int"
+        assert P(1).x == 1
+        if __name__ == "__main__":
+            raise SystemExit
+    """
     assert failure(source) == ""
 
 
@@ -137,17 +140,16 @@ def test_the_end_cannot_be_pretended() -> None:
 
 
 def test_what_does_not_end_is_ended() -> None:
-    assert failure("while True: pass", Limits(wall_s=0.8)) in ("ran longer than 0.8 s", "not started within 0.8 s")
-    assert failure("import time\ntime.sleep(600)", Limits(wall_s=0.8)).endswith("0.8 s")
+    reasons = ("ran longer than 0.5 s", "not started within 0.5 s")
+    assert failure("import time\ntime.sleep(600)", Limits(wall_s=0.5)) in reasons
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", ["", "import signal\nsignal.signal(signal.SIGXCPU, signal.SIG_IGN)"])
-def test_processor_time_is_limited(first: str) -> None:
-    assert failure(f"{first}\nwhile True: pass", Limits(cpu_s=1, wall_s=100)) in (
-        "ended by SIGXCPU",
-        "ended by SIGKILL",
-    )
+def test_processor_time_is_limited() -> None:
+    """Also of code that ignores the first signal."""
+    first = "import signal\nsignal.signal(signal.SIGXCPU, signal.SIG_IGN)"
+    limits = Limits(cpu_s=1, wall_s=100)
+    assert failure(f"{first}\nwhile True: pass", limits) in ("ended by SIGXCPU", "ended by SIGKILL")
 
 
 def test_where_limits_do_not_hold_nothing_is_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

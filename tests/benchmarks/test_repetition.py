@@ -37,8 +37,8 @@ def test_an_outline_quotes() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_lookup_in_the_tree_gains_where_text_repeats(engine: Engine, kind: str) -> None:
-    made = recordings(engine, kind, 1, 24)
-    assert made[0].limit == len(made[0].token_ids) <= 24
+    made = recordings(engine, kind, 1, 16)
+    assert made[0].limit == len(made[0].token_ids) <= 16
     bench = Bench(engine, made)
     alone, merged = (
         bench.row("", SpeculationParams(16, lookup=lookup, overlap=False), "card") for lookup in (False, True)

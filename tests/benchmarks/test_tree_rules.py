@@ -163,7 +163,7 @@ def careless(p: FloatArray, q: FloatArray, candidates: list[int], rule: TreeRule
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", [pytest.param(way, marks=() if way in DAILY else pytest.mark.nightly) for way in WAYS])
-@pytest.mark.parametrize("num_texts", [500, pytest.param(1500, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("num_texts", [300, pytest.param(1500, marks=pytest.mark.nightly)])
 def test_frequencies_are_those_of_the_target(way: str, num_texts: int) -> None:
     assert p_value(decoded(way, num_texts), law()) > 0.001
 

@@ -10,7 +10,7 @@ import pytest
 from ..pair import build_pair
 from .checkpoints import run_cases
 
-NUM_CASES = int(os.environ.get("FUZZ_CASES", "30"))
+NUM_CASES = int(os.environ.get("FUZZ_CASES", "16"))
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from offspec.cli.server.connections import protocol
 from ..cli.server.serving import LONG_S, Client, served
 from ..pair import build_pair
 
-NUM_CASES = int(os.environ.get("FUZZ_CASES", "8"))
+NUM_CASES = int(os.environ.get("FUZZ_CASES", "4"))
 HOUR_S, DAY_S = 3600.0, 86400.0
 BODY = {"prompt": "def area(", "max_tokens": 12, "temperature": 0.7, "ignore_eos": True}
 

@@ -11,7 +11,7 @@ pytest.importorskip("gguf", reason="the gguf package writes the files: pip insta
 
 from .gguf_files import run_cases
 
-NUM_CASES = int(os.environ.get("FUZZ_CASES", "20"))
+NUM_CASES = int(os.environ.get("FUZZ_CASES", "10"))
 
 
 @pytest.mark.slow

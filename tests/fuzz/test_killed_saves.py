@@ -24,7 +24,7 @@ if sys.platform == "win32":
 
 import resource
 
-NUM_CASES = int(os.environ.get("FUZZ_CASES", "6"))
+NUM_CASES = int(os.environ.get("FUZZ_CASES", "4"))
 COUNTED = ("session.py", "prompt_cache.py", "atomic_files.py", "kv_files.py", "tempfile.py")
 PLAIN, PARAMS = SpeculationParams(budget=0), SamplingParams(12, seed=1)
 

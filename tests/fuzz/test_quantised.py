@@ -9,7 +9,7 @@ import pytest
 
 from .quantised import build_all, run_cases
 
-NUM_CASES = int(os.environ.get("FUZZ_CASES", "20"))
+NUM_CASES = int(os.environ.get("FUZZ_CASES", "10"))
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from ..cli.server.test_tools import HERMES
 from ..pair import build_pair
 from . import requests
 
-NUM_CASES = int(os.environ.get("FUZZ_CASES", "50"))
+NUM_CASES = int(os.environ.get("FUZZ_CASES", "25"))
 
 
 @pytest.mark.slow

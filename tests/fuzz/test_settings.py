@@ -9,7 +9,7 @@ import pytest
 
 from .settings import run_cases
 
-NUM_CASES = int(os.environ.get("FUZZ_CASES", "2"))
+NUM_CASES = int(os.environ.get("FUZZ_CASES", "1"))
 
 
 @pytest.mark.slow

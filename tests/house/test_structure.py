@@ -6,7 +6,7 @@ import ast
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 
 import pytest
@@ -87,7 +87,7 @@ class Import:
     def folder(self) -> str:
         return self.file.relative_to(ROOT).parts[0]
 
-    @property
+    @cached_property
     def target(self) -> str | None:
         """The module of ours that is imported, by its full name; None where it is somebody else's."""
         package = name_of(self.file).split(".")
@@ -119,20 +119,26 @@ def tree_of(file: Path) -> ast.Module:
 
 
 @cache
-def nodes_of(file: Path) -> list[ast.AST]:
-    return list(ast.walk(tree_of(file)))
+def statements_of(file: Path) -> list[ast.AST]:
+    """All of them, inner ones too, with the parts that they have: handlers and cases."""
+    found: list[ast.AST] = [tree_of(file)]
+    for node in found:
+        for name in ("body", "handlers", "orelse", "finalbody", "cases"):
+            inner = getattr(node, name, None)
+            found += inner if isinstance(inner, list) else ()
+    return found
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _drop_trees() -> Iterator[None]:
     """Each file is parsed once, and collections of garbage after these tests look at no tree."""
     yield
-    for function in (tree_of, nodes_of, all_functions):
+    for function in (tree_of, statements_of, all_functions):
         function.cache_clear()
 
 
 def imports_of(file: Path) -> Iterator[Import]:
-    for node in nodes_of(file):
+    for node in statements_of(file):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield Import(file, node.lineno, alias.name, 0)
@@ -322,7 +328,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 def functions_of(file: Path) -> Iterator[Function]:
     """All of them, methods and inner ones too."""
-    yield from (node for node in nodes_of(file) if isinstance(node, Function))
+    yield from (node for node in statements_of(file) if isinstance(node, Function))
 
 
 @cache

@@ -152,6 +152,7 @@ def settings(tau: float, beam: int, gamma: int) -> SpeculationParams:
 # ------------------------------------------------------------------------------------------------ text
 
 
+@pytest.mark.each_value(together=2)
 @pytest.mark.parametrize("final", [(), (1,), (0, 2)])
 @pytest.mark.parametrize("params", [GREEDY, PENALTY], ids=["greedy", "penalty"])
 @pytest.mark.parametrize("gamma", [1, 2, 3])

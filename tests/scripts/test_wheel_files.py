@@ -65,44 +65,33 @@ def index(tmp_path: Path) -> Index:
     return Index(tmp_path)
 
 
-def test_parts_are_joined_once(index: Index) -> None:
-    index.add(1, b"abc")
-    index.add(2, b"def")
-    status, path, _ = index.fetch(b"abcdef")
-    assert status == 0
-    assert Path(path).read_bytes() == b"abcdef"
-    assert [file.name for file in Path(path).parent.iterdir()] == ["joined.bin"]
-    for wheel in index.wheels.iterdir():
-        wheel.unlink()
-    assert index.fetch(b"abcdef")[:2] == (0, path)  # without a wheel
-
-
-def test_a_missing_package_is_told_in_one_line_and_what_arrived_is_kept(index: Index) -> None:
+def test_a_missing_package_is_told_and_parts_are_kept_and_joined_once(index: Index) -> None:
     first = index.add(1, b"abc")
     status, _, error = index.fetch(b"abcdef")
     assert status == 1
     assert error.startswith("Error: piece2==1.0 cannot be downloaded")
     first.unlink()
-    index.add(2, b"def")
+    second = index.add(2, b"def")
     status, path, _ = index.fetch(b"abcdef")
     assert (status, Path(path).read_bytes()) == (0, b"abcdef")
+    assert [file.name for file in Path(path).parent.iterdir()] == ["joined.bin"]
+    second.unlink()
+    assert index.fetch(b"abcdef")[:2] == (0, path)  # without a wheel
 
 
 def test_other_contents_are_refused_and_not_kept(index: Index) -> None:
-    index.add(1, b"abc")
-    index.add(2, b"dxf")
-    status, _, error = index.fetch(b"abcdef")
+    index.add(1, b"abcdxf")
+    status, _, error = index.fetch(b"abcdef", ["piece/part.bin"])
     assert status == 1
     assert "holds another joined.bin than expected (6 bytes)" in error
     assert not any(path.is_file() for path in index.cache.rglob("*.bin*"))
 
 
 def test_a_wheel_without_the_part_is_told(index: Index) -> None:
-    index.add(1, b"abc")
-    index.add(2, b"def")
-    status, _, error = index.fetch(b"abcdef", ("piece/part.bin", "elsewhere.bin"))
+    index.add(1, b"abcdef")
+    status, _, error = index.fetch(b"abcdef", ["elsewhere.bin"])
     assert status == 1
-    assert error == "Error: piece2==1.0 has no elsewhere.bin; it is another package than expected"
+    assert error == "Error: piece1==1.0 has no elsewhere.bin; it is another package than expected"
 
 
 def test_outside_the_environment_one_line_names_it() -> None:

@@ -179,6 +179,7 @@ def test_any_group_of_rows_is_unpacked_alone() -> None:
 # ------------------------------------------------------------------------------------------------ kernels
 
 
+@pytest.mark.each_value(together=2)
 @each_width
 @pytest.mark.parametrize("dtype", [BF16, torch.float32, torch.float16])
 @pytest.mark.parametrize("name", MATRICES)
@@ -204,6 +205,7 @@ def products() -> tuple[RowProduct, RowProduct]:
     return packed_product[0], plain
 
 
+@pytest.mark.each_value
 @pytest.mark.slow
 @each_width
 @pytest.mark.parametrize("name", MATRICES)

@@ -180,6 +180,7 @@ def open_with(folder: Path, tensors: Tensors, said: object) -> dict[str, StoredW
 # ------------------------------------------------------------------------------------------------------------ matrices
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_matrices_are_the_librarys(case: Case, dtype: torch.dtype, tmp_path: Path) -> None:

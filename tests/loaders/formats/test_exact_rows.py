@@ -119,6 +119,7 @@ def test_matrices_in_onednns_order() -> None:
     assert_exact(BlockedMatrix(noise(32, 128).to(torch.bfloat16)), torch.bfloat16)
 
 
+@pytest.mark.each_value
 @pytest.mark.slow
 @each_processor
 @each_half

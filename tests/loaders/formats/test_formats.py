@@ -90,6 +90,7 @@ def equal(found: Tensor, expected: Tensor) -> bool:
 SHAPES = [(64, 64), (3, 128), (5, 30), (4, 17), (7, 33), (100, 100), (1, 6), (6, 1), (1, 1), (520, 256)]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize(("quant_type", "nested"), KINDS)
 def test_dequantised_as_bitsandbytes_does(

@@ -171,6 +171,7 @@ def test_scales_of_other_dtypes(form: str, stored: torch.dtype, tmp_path: Path) 
         assert equal(dense(weight, dtype), expected.to(dtype))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("with_scratch", [False, True])
@@ -399,6 +400,7 @@ def test_a_layout_that_is_not_read_by_whatever_key(method: str, layout: dict[str
         open_with(tmp_path, random_matrix(method, 16, 64, 32).tensors(method), said)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(
     "dynamic",
@@ -437,6 +439,7 @@ def test_what_only_autogptqs_own_file_tells(tmp_path: Path) -> None:
     assert equal(dense(bound(open_with(tmp_path, plain, None)[NAME]), torch.bfloat16), plain[NAME])
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("said", [None, "4bit", {"bits": 4}, {"quant_method": ["awq"]}, {"quant_method": "hqq"}])
 def test_where_nothing_says_what_it_is(form: str, said: object, tmp_path: Path) -> None:

@@ -57,6 +57,7 @@ def assert_one_product(weights: list[Weight], x: Tensor) -> None:
     assert logits.dtype == FP32
 
 
+@pytest.mark.each_value(together=2)
 @each_dtype
 @pytest.mark.parametrize("num_columns", COLUMNS)
 @pytest.mark.parametrize("stored", PLAIN)
@@ -66,6 +67,7 @@ def test_plain_matrices(stored: str, num_columns: int, dtype: torch.dtype) -> No
     assert_one_product([matrix.to(dtype), matrix], rows(num_columns, dtype))
 
 
+@pytest.mark.each_value
 @each_dtype
 @pytest.mark.parametrize("num_columns", COLUMNS)
 def test_packed_bf16(num_columns: int, dtype: torch.dtype) -> None:
@@ -76,6 +78,7 @@ def test_packed_bf16(num_columns: int, dtype: torch.dtype) -> None:
     assert_one_product([streamed.dequantize(BF16).to(dtype), streamed], rows(num_columns, dtype))
 
 
+@pytest.mark.each_value
 @each_dtype
 @pytest.mark.parametrize("form", PACKED)
 def test_quantised_matrices(form: str, dtype: torch.dtype) -> None:

@@ -196,6 +196,7 @@ def test_texts_at_once_equal_each_alone(heads: Heads) -> None:
         assert torch.equal(together[first : first + len(seen.rows)], alone)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("window", [None, 1, 7, 70])
 @pytest.mark.parametrize(("start", "num_rows"), [(0, 1), (3, 40), (90, 5)])
 def test_what_a_chain_sees(start: int, num_rows: int, window: int | None) -> None:

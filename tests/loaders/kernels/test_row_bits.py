@@ -48,6 +48,7 @@ def product_with(form: str) -> tuple[RowProduct, list[Tensor], Tensor]:
     return product, [numbers], numbers.float()
 
 
+@pytest.mark.each_value
 @pytest.mark.slow
 @each_processor
 @pytest.mark.parametrize("form", STORED)

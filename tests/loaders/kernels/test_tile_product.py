@@ -45,6 +45,7 @@ def chains(matrix: Tensor, x: Tensor) -> Tensor:
     return total
 
 
+@pytest.mark.each_value
 @with_tiles
 @pytest.mark.parametrize("scale", [1.0, 2.0**-40, 2.0**40])
 @pytest.mark.parametrize("shape", [(1, 64), (16, 128), (40, 1088)], ids=str)
@@ -64,6 +65,7 @@ def test_numbers_below_the_smallest_normal_one_are_zero() -> None:
     assert in_tiles(product)(x, [matrix * 2], 1, torch.float32).item() == 128 * LEAST
 
 
+@pytest.mark.each_value
 @pytest.mark.slow
 @with_tiles
 @pytest.mark.parametrize("form", STORED)
@@ -78,6 +80,7 @@ def test_rows_do_not_depend_on_their_number(form: str) -> None:
     assert ((result - exact).abs() <= 2e-6 * size + 2**-8 * exact.abs()).all()
 
 
+@pytest.mark.each_value
 @with_tiles
 @pytest.mark.parametrize("num_outputs", [1, 15, 16, 17, 31, 33, 64, 65, 200])
 def test_each_number_of_outputs_and_rows(num_outputs: int) -> None:

@@ -19,7 +19,7 @@ from .interpreted import interpreted
 pytestmark = pytest.mark.slow
 PLAIN = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 INTERPRETED = (*sorted(GGUF_WITH_KERNELS), "fp16", "fp32")  # Triton's interpreter cannot multiply bf16
-SOME = {("Q4_K", 1), ("fp16", 7)}
+SOME = {("Q4_0", 1), ("fp16", 7)}
 NUM_EXPERTS, NUM_USED, NUM_OUTPUTS = 3, 2, 36
 CASES = [
     pytest.param(form, num_rows, marks=() if (form, num_rows) in SOME else pytest.mark.nightly)

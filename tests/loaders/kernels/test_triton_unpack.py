@@ -41,6 +41,7 @@ def test_awq_and_gptq(kernels: ModuleType, form: str, tmp_path: Path) -> None:
             assert same_bits(upright.t().contiguous(), packed.dequantize(dtype).contiguous())
 
 
+@pytest.mark.each_value
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(40, 1056), (7, 62), (3, 2048)])

@@ -76,6 +76,7 @@ def test_layers_have_short_names(tmp_path: Path) -> None:
         assert set(layer) == {"mix.weight", "norm"}
 
 
+@pytest.mark.each_value(together=2)
 @pytest.mark.parametrize("resident", [ALL, NONE])
 @pytest.mark.parametrize("stored", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("wanted", [torch.float32, torch.float16, torch.bfloat16])

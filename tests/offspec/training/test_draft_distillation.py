@@ -31,6 +31,8 @@ from ...refusals import refused
 
 ROOT = Path(__file__).parents[3]
 SMALL = DraftParams(steps=24, num_texts=48, text_tokens=12, num_labels=8, learning_rate=3e-3)
+MIXED = replace(SMALL, on_policy=0.5, rounds=2)
+LOW_RANK = replace(SMALL, lora_rank=4)
 
 
 @pytest.fixture(scope="module")
@@ -53,8 +55,18 @@ def train(pair: Pair, teacher: Teacher, out: Path, params: DraftParams = SMALL, 
 
 
 @pytest.fixture(scope="module")
-def trained(pair: Pair, teacher: Teacher, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return train(pair, teacher, tmp_path_factory.mktemp("trained") / "out").path
+def done(pair: Pair, teacher: Teacher, tmp_path_factory: pytest.TempPathFactory) -> DistilledDraft:
+    return train(pair, teacher, tmp_path_factory.mktemp("trained") / "out")
+
+
+@pytest.fixture(scope="module")
+def trained(done: DistilledDraft) -> Path:
+    return done.path
+
+
+@pytest.fixture(scope="module")
+def additions(pair: Pair, teacher: Teacher, tmp_path_factory: pytest.TempPathFactory) -> DistilledDraft:
+    return train(pair, teacher, tmp_path_factory.mktemp("additions") / "more.safetensors", LOW_RANK)
 
 
 def weights(path: Path) -> dict[str, torch.Tensor]:
@@ -78,23 +90,17 @@ def stop_at(wanted: str, at: int) -> Any:
     return progress
 
 
-@pytest.mark.slow
-def test_training_brings_the_draft_nearer_to_the_target(pair: Pair, teacher: Teacher, tmp_path: Path) -> None:
-    done = train(pair, teacher, tmp_path / "out", replace(SMALL, steps=60))
+def test_training_brings_the_draft_nearer_to_the_target(done: DistilledDraft) -> None:
     assert done.divergence < done.divergence_before
-    assert list(tmp_path.iterdir()) == [tmp_path / "out"]
+    assert list(done.path.parent.iterdir()) == [done.path]
 
 
-@pytest.mark.slow
 def test_the_result_is_a_draft_of_the_same_text(pair: Pair, trained: Path) -> None:
     assert json.loads((trained / "config.json").read_text())["model_type"] == "llama"
-    params = SamplingParams(30, seed=0, ignore_eos=True)
-    texts = []
-    for draft in (str(trained), "none"):
-        with Engine.load(str(pair.target), draft=draft, device="cpu", dtype="fp32") as engine:
-            steps = list(engine.generate("def area(", params, SpeculationParams(16)))
-            texts.append([token for step in steps for token in step.token_ids])
-    assert texts[0] == texts[1]
+    params = SamplingParams(12, seed=0, ignore_eos=True)
+    with Engine.load(str(pair.target), draft=str(trained), device="cpu", dtype="fp32") as engine:
+        plain, drafted = (engine.complete("def area(", params, SpeculationParams(budget)) for budget in (0, 16))
+    assert plain == drafted
 
 
 def test_all_weights_are_trained_in_their_own_dtype(pair: Pair, trained: Path) -> None:
@@ -110,20 +116,15 @@ def test_a_file_of_something_else_is_not_overwritten(pair: Pair, teacher: Teache
     assert notes.read_text() == "precious"
 
 
-@pytest.mark.slow
-def test_additions_are_one_file_that_the_draft_loads(pair: Pair, teacher: Teacher, tmp_path: Path) -> None:
-    done = train(pair, teacher, tmp_path / "more.safetensors", replace(SMALL, lora_rank=4, steps=60))
-    assert done.divergence < done.divergence_before
-    given: dict[str, Any] = {"draft": str(pair.draft), "learn_file": done.path, "device": "cpu", "dtype": "fp32"}
+def test_additions_are_one_file_that_the_draft_loads(pair: Pair, additions: DistilledDraft) -> None:
+    assert additions.divergence < additions.divergence_before
+    given: dict[str, Any] = {"draft": str(pair.draft), "learn_file": additions.path, "device": "cpu", "dtype": "fp32"}
     with Engine.load(str(pair.target), **given) as engine:
         assert engine.aligner is not None
         name = "model.layers.0.self_attn.q_proj.weight"
         assert not torch.equal(engine.aligner.adapter.merged[name], engine.aligner.adapter.originals[name])
         plain = engine.complete("def area(", SamplingParams(8), SpeculationParams(0))
         assert engine.complete("def area(", SamplingParams(8)) == plain
-
-
-MIXED = replace(SMALL, on_policy=0.5, rounds=2)
 
 
 @pytest.mark.slow
@@ -133,14 +134,21 @@ MIXED = replace(SMALL, on_policy=0.5, rounds=2)
         pytest.param(SMALL, [("texts written", 1)], marks=pytest.mark.nightly),
         pytest.param(SMALL, [("training steps", 9), ("training steps", 23)], marks=pytest.mark.nightly),
         pytest.param(MIXED, [("texts written by the draft", 0), ("training steps", 15)], marks=pytest.mark.nightly),
-        (replace(MIXED, on_policy=1.0), [("training steps", 10), ("texts written by the draft", 1)]),
-        (replace(SMALL, lora_rank=4), [("training steps", 9)]),
+        (replace(MIXED, on_policy=1.0, steps=12), [("training steps", 4), ("texts written by the draft", 1)]),
+        (LOW_RANK, [("training steps", 9)]),
     ],
 )
 def test_an_interrupted_run_gives_the_same_to_the_last_bit(
-    pair: Pair, teacher: Teacher, trained: Path, tmp_path: Path, params: DraftParams, stops: list[tuple[str, int]]
+    pair: Pair,
+    teacher: Teacher,
+    done: DistilledDraft,
+    additions: DistilledDraft,
+    tmp_path: Path,
+    params: DraftParams,
+    stops: list[tuple[str, int]],
 ) -> None:
-    expected = trained if params is SMALL else train(pair, teacher, tmp_path / "whole", params).path
+    made = {SMALL: done, LOW_RANK: additions}
+    expected = (made.get(params) or train(pair, teacher, tmp_path / "whole", params)).path
     for number, (what, at) in enumerate(stops):
         with pytest.raises(Stop):
             train(

@@ -36,7 +36,7 @@ from ..model.heads.test_kinds_of_head import told, tree_mask
 PARAMS = HeadParams(steps=6, num_texts=16, text_tokens=12, batch_texts=8, num_labels=16)
 # Reads the text, reads it not, has a state of its own, guesses a block, is a layer of the target's kind.
 DAILY = ("eagle3", "medusa", "recurrent", "dflash", "mtp")
-GREEDY = SamplingParams(16, ignore_eos=True)
+GREEDY = SamplingParams(10, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
@@ -85,9 +85,9 @@ class StopError(Exception):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["eagle3", "medusa"])
-def test_a_resumed_run_is_the_same_to_the_bit(kind: str, teacher: Teacher, tmp_path: Path) -> None:
-    whole = distill_head(teacher, kind, PARAMS, out=tmp_path / "whole")
+def test_a_resumed_run_is_the_same_to_the_bit(teacher: Teacher, tmp_path: Path) -> None:
+    """With a head that has little to train; nightly, killed, with one that reads states."""
+    kind, whole = "medusa", distill_head(teacher, "medusa", PARAMS, out=tmp_path / "whole")
 
     def stop(what: str, done: int, total: int) -> None:
         if what == "training steps" and done == 4:
@@ -204,7 +204,7 @@ def test_a_head_that_is_not_trained_yet_is_told(pair: Pair, tmp_path: Path, monk
 
 @pytest.mark.slow
 def test_a_head_belongs_to_its_target(teacher: Teacher, tmp_path: Path) -> None:
-    done = distill_head(teacher, "recurrent", PARAMS, out=tmp_path / "head")
+    done = distill_head(teacher, "recurrent", replace(PARAMS, steps=1), out=tmp_path / "head")
     (tmp_path / "other").mkdir()
     other = build_pair(tmp_path / "other", num_layers=4, rope_theta=5000.0)
     with pytest.raises(CheckpointError, match="another target"):
@@ -216,7 +216,7 @@ def test_a_head_belongs_to_its_target(teacher: Teacher, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_head_of_few_tokens(teacher: Teacher, pair: Pair, tmp_path: Path) -> None:
     """It has columns for the tokens that the target says most, and drafts with them."""
-    params = replace(PARAMS, head_tokens=40)
+    params = replace(PARAMS, head_tokens=40, steps=2)
     done = distill_head(teacher, "eagle3", params, out=tmp_path / "few")
     tensors = load_file(done.path / "model.safetensors")
     columns = tensors["d2t"] + torch.arange(40)
@@ -228,16 +228,13 @@ def test_a_head_of_few_tokens(teacher: Teacher, pair: Pair, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("kind", ["mtp", "dflash", "medusa-shared"])
-def test_a_head_over_the_targets_learns_from_few_tokens(
-    kind: str, teacher: Teacher, pair: Pair, tmp_path: Path
-) -> None:
+def test_a_head_over_the_targets_learns_from_few_tokens(kind: str, teacher: Teacher, tmp_path: Path) -> None:
     """It predicts the others, too: its file is that of one that learnt from all."""
-    done = distill_head(teacher, kind, replace(PARAMS, head_tokens=40), out=tmp_path / "few")
+    done = distill_head(teacher, kind, replace(PARAMS, head_tokens=40, steps=1), out=tmp_path / "few")
     tensors = load_file(done.path / "model.safetensors")
     beginning = structure_of(kind)(teacher.target, 0)
     assert tensors.keys() == beginning.tensors.keys()
     assert any(not torch.equal(tensors[name], tensor) for name, tensor in beginning.tensors.items())
-    assert_drafts(pair, done.path)
 
 
 @torch.no_grad()
@@ -264,8 +261,8 @@ def test_the_loss_falls(kind: str, teacher: Teacher) -> None:
     """On one batch, within a few steps."""
     beginning = structure_of(kind)(teacher.target, 0)
     student, batch = HeadStudent(beginning, teacher.target), batch_of(teacher, beginning.layers)
-    optimizer, losses = torch.optim.Adam(student.parameters(), lr=3e-3), []
-    for _ in range(12):
+    optimizer, losses = torch.optim.Adam(student.parameters(), lr=1e-2), []
+    for _ in range(6):
         losses.append(student(batch))
         optimizer.zero_grad()
         losses[-1].backward()

@@ -84,12 +84,12 @@ def test_a_head_of_a_hybrid_trains_and_drafts(
         teacher = Teacher(engine.target, ModelFiles.open(folder, "fp32", "cpu", []), engine.tokenizer)
         head = distill_head(teacher, kind, params, out=tmp_path / "head")
     with Engine.load(str(folder), draft=str(head.path), device="cpu", dtype="fp32") as engine:
-        for sampling in (SamplingParams(12, ignore_eos=True), SamplingParams(12, 1.0, seed=1, ignore_eos=True)):
-            found, expected = (
-                "".join(step.text for step in engine.generate("x = [1, 2", sampling, SpeculationParams(budget)))
-                for budget in (8, 0)
-            )
-            assert found == expected
+        sampling = SamplingParams(8, 1.0, seed=1, ignore_eos=True)
+        found, expected = (
+            "".join(step.text for step in engine.generate("x = [1, 2", sampling, SpeculationParams(budget)))
+            for budget in (8, 0)
+        )
+        assert found == expected
 
 
 @pytest.mark.slow

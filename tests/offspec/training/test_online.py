@@ -100,8 +100,8 @@ def test_text_is_the_same_while_the_draft_learns(pair: Pair, temperature: float)
     """That of another engine, which does not learn."""
     with load(pair, learn=True) as learning, load(pair) as other:
         learning.draft.aligner = Aligner(learning.draft.decoder, FAST)  # type: ignore[arg-type]
-        for seed, prompt in enumerate((*PROMPTS, PROMPTS[0])):
-            params = SamplingParams(12, temperature=temperature, seed=seed, ignore_eos=True)
+        for seed, prompt in enumerate(PROMPTS):
+            params = SamplingParams(8, temperature=temperature, seed=seed, ignore_eos=True)
             plain = other.generate(prompt, params, SpeculationParams(0))
             expected = [token for step in plain for token in step.token_ids]
             assert say(learning, prompt, params)[0] == expected
@@ -111,18 +111,19 @@ def test_text_is_the_same_while_the_draft_learns(pair: Pair, temperature: float)
 @pytest.mark.slow
 def test_a_learnt_draft_guesses_more(engine: Engine) -> None:
     """A target that its draft knows badly: on the very prompts that were learnt from, passes get fewer."""
-    params = SamplingParams(30, temperature=0.5, seed=1, ignore_eos=True)
-    before = sum(say(engine, prompt, params)[1] for prompt in PROMPTS)
+    params = SamplingParams(20, temperature=0.5, seed=1, ignore_eos=True)
+    prompts = PROMPTS[:2]
+    before = sum(say(engine, prompt, params)[1] for prompt in prompts)
     engine.draft.aligner = Aligner(engine.draft.decoder, FAST)  # type: ignore[arg-type]
     losses = list[float]()
-    for prompt in 4 * PROMPTS:
+    for prompt in 4 * prompts:
         *_, last = engine.generate(prompt, params, SpeculationParams(16))  # a budget, so that no clock decides
         engine.learn(last.stats)
         assert last.stats.learnt_loss is not None
         losses.append(last.stats.learnt_loss)
-        if len(losses) >= len(PROMPTS) and losses[-1] < 0.5 * losses[0]:
+        if len(losses) >= len(prompts) and losses[-1] < 0.5 * losses[0]:
             break
-    after = sum(say(engine, prompt, params)[1] for prompt in PROMPTS)
+    after = sum(say(engine, prompt, params)[1] for prompt in prompts)
     assert losses[-1] < 0.5 * losses[0]
     assert after < before
 
@@ -141,9 +142,9 @@ def test_a_tree_at_once_is_each_of_its_paths_alone(
     """
     decoder, draws = tiny_model(family).decoder(), np.random.default_rng(seed)
     adapter = randomised(Adapter(decoder, 4))
-    parents = np.array([ROOT, *range(11), *(draws.integers(0, row) for row in range(12, 30))])
-    parents = np.concatenate((parents, np.where(parents == ROOT, ROOT, parents + 30)))
-    tokens = draws.integers(3, 60, size=60)
+    parents = np.array([ROOT, *range(11), *(draws.integers(0, row) for row in range(12, 18))])
+    parents = np.concatenate((parents, np.where(parents == ROOT, ROOT, parents + 18)))
+    tokens = draws.integers(3, 60, size=36)
     trainee = adapter.trainee()
     found = trainee.head(trainee.normed(hidden_states(trainee, torch.from_numpy(tokens), TreeRows(trainee, parents))))
     found.sum().backward()  # type: ignore[no-untyped-call]
@@ -155,9 +156,9 @@ def test_a_tree_at_once_is_each_of_its_paths_alone(
         hidden = decoder.forward(torch.from_numpy(tokens[path]), torch.arange(len(path)), decoder.new_cache())
         return decoder.logits(hidden[-1:])
 
-    without = torch.cat([alone(row) for row in range(60)])
+    without = torch.cat([alone(row) for row in range(36)])
     adapter.merge()
-    wanted = torch.cat([alone(row) for row in range(60)])
+    wanted = torch.cat([alone(row) for row in range(36)])
     torch.testing.assert_close(found.detach(), wanted, rtol=1e-4, atol=1e-4)
     assert (found - without).abs().max() > 1e-2
     assert all(parameter.grad is not None for parameter in adapter.parameters)
@@ -223,15 +224,15 @@ def test_divergence_is_kl_with_the_others_as_one() -> None:
 # ------------------------------------------------------------------------------------------------ what is taken down
 
 
-@pytest.mark.parametrize("size", [24, 512])
-def test_what_is_taken_down_is_what_the_target_thinks(engine: Engine, size: int) -> None:
+def test_what_is_taken_down_is_what_the_target_thinks(engine: Engine) -> None:
     """Across windows: each place, of the text and of a guess,
     holds the distribution that a plain pass gives after its path.
     """
+    size = 24
     settings = AlignmentParams(window_tokens=size, top_k=4)
     engine.draft.aligner = aligner = Aligner(engine.draft.decoder, settings)  # type: ignore[arg-type]
     prompt, target = engine.encode("def area(width"), engine.target
-    params = SamplingParams(40, temperature=0.7, seed=1, ignore_eos=True)
+    params = SamplingParams(24, temperature=0.7, seed=1, ignore_eos=True)
     steps = list(engine.generate(prompt, params, SpeculationParams(16)))  # a budget, so that no clock decides
     text = prompt + [token for step in steps for token in step.token_ids]
     places, num_guesses = set[int](), 0
@@ -255,7 +256,7 @@ def test_what_is_taken_down_is_what_the_target_thinks(engine: Engine, size: int)
                 num_guesses += 1
                 assert 0 < window.weights[row] <= 1
     assert places >= set(range(len(prompt), len(text)))
-    assert len(aligner.windows) > 1 or size > 24
+    assert len(aligner.windows) > 1
     assert num_guesses >= 5
 
 
@@ -444,7 +445,7 @@ def test_left_in_the_middle_the_draft_is_as_it_was(
     assert engine.draft.decoder is not None
     say(engine, PROMPTS[0], SamplingParams(20, seed=0))
     before = weights_of(engine.draft.decoder)
-    list(engine.generate(PROMPTS[1], SamplingParams(60, seed=0, ignore_eos=True)))
+    list(engine.generate(PROMPTS[1], SamplingParams(20, seed=0, ignore_eos=True)))
     calls = 0
 
     def interrupted(*args: object) -> float:

@@ -305,11 +305,11 @@ def test_draft_cache_follows_the_text(params: SamplingParams) -> None:
 
 
 def num_passes(rule: Rule, draft: Rule, sampling: SamplingParams, calibration: Calibration, **speculation: Any) -> int:
-    """Passes of the target for 200 tokens."""
+    """Passes of the target for 100 tokens."""
     sampler, target = Sampler(sampling, SEED, VOCAB_SIZE), RuleModel(rule, VOCAB_SIZE)
     model = RuleModel(draft, VOCAB_SIZE)
     params, learnt = SpeculationParams(**speculation), learnt_of(calibration)
-    generate(target, ModelDrafter(model, DraftRequest(sampler), params, learnt), sampler, PROMPT, 200)
+    generate(target, ModelDrafter(model, DraftRequest(sampler), params, learnt), sampler, PROMPT, 100)
     return len(target.batches)
 
 
@@ -394,6 +394,7 @@ class OneGuess:
         pass
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("budget", [1, 6])
 @pytest.mark.parametrize("reuse", [True, False])
 def test_guessers_are_doubted_as_far_as_the_model_knows_better(budget: int, reuse: bool) -> None:

@@ -233,11 +233,11 @@ def test_the_longest_match_is_among_the_few_that_are_kept(text: list[int], max_m
 
 
 def test_a_lookup_does_not_touch_the_whole_text() -> None:
-    """Of 100,000 tokens: few entries, and a lookup asks for at most MAX_ORDER keys."""
+    """Of 20,000 tokens: few entries, and a lookup asks for at most MAX_ORDER keys."""
     generator, index = np.random.default_rng(0), NGramIndex()
-    index.extend(generator.integers(0, 50, 100_000).tolist())
+    index.extend(generator.integers(0, 50, 20_000).tolist())
     num_entries = sum(map(len, index.places.values()))
-    assert num_entries < 5 * 100_000
+    assert num_entries < 5 * 20_000
     asked: list[int] = []
 
     class Counting(dict[int, list[int]]):

@@ -100,9 +100,9 @@ def sampled(params: SamplingParams, num_texts: int) -> FloatArray:
 def expected(rule: Rule, process: Callable[[FloatArray], FloatArray]) -> FloatArray:
     """The probability of each continuation, [V] * LENGTH."""
     found = np.ones((VOCAB_SIZE,) * LENGTH)
+    after = cache(lambda tokens: softmax(process(rule((*PROMPT, *tokens)))))
     for tokens in itertools.product(range(VOCAB_SIZE), repeat=LENGTH):
-        for place, token in enumerate(tokens):
-            found[tokens] *= softmax(process(rule((*PROMPT, *tokens[:place]))))[token]
+        found[tokens] = math.prod(after(tokens[:place])[token] for place, token in enumerate(tokens))
     return found
 
 
@@ -128,7 +128,7 @@ def without_the_head(logits: FloatArray, top_p: float) -> FloatArray:
 
 @pytest.mark.slow
 @each_way
-@pytest.mark.parametrize(("num_texts", "heat"), [(50, 1.4), pytest.param(200, 1.1, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(("num_texts", "heat"), [(25, 1.7), pytest.param(200, 1.1, marks=pytest.mark.nightly)])
 def test_frequencies_are_those_of_the_target(params: SamplingParams, num_texts: int, heat: float) -> None:
     counts = sampled(params, num_texts)
     assert counts.sum() == 100 * num_texts
@@ -144,11 +144,10 @@ def test_frequencies_are_those_of_the_target(params: SamplingParams, num_texts: 
 def test_a_drafter_that_sees_the_noise_changes_no_token(params: SamplingParams) -> None:
     """So the frequencies above are those of trees that a model drafts, too."""
     speculation, learnt = SpeculationParams(budget=12, width=6, children=4, max_depth=4), learnt_of()
-    for seed in range(2):
-        sampler = Sampler(params, seed, VOCAB_SIZE)
-        drafter = ModelDrafter(RuleModel(DRAFT, VOCAB_SIZE), DraftRequest(sampler), speculation, learnt)
-        text = generate(RuleModel(TARGET, VOCAB_SIZE), drafter, sampler, PROMPT, TOKENS_PER_TEXT)
-        assert text == sampled_text(params, seed)
+    sampler = Sampler(params, 0, VOCAB_SIZE)
+    drafter = ModelDrafter(RuleModel(DRAFT, VOCAB_SIZE), DraftRequest(sampler), speculation, learnt)
+    text = generate(RuleModel(TARGET, VOCAB_SIZE), drafter, sampler, PROMPT, TOKENS_PER_TEXT)
+    assert text == sampled_text(params, 0)
 
 
 @pytest.mark.slow
