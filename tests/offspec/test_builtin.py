@@ -66,7 +66,7 @@ def test_it_is_what_load_finds_without_a_name(engine: Engine) -> None:
 
 @pytest.mark.slow
 def test_guesses_leave_the_text_alone(engine: Engine) -> None:
-    settings = settings_of([0, 1], 0.9, [16], ["coupled"], ["own", "random"])
-    report = verify(engine, builtin.prompts()[:2], settings, max_new_tokens=8)
+    settings = settings_of([0, 1], 0.9, [16], ["coupled"], ["own"])
+    report = verify(engine, builtin.prompts()[:1], settings, max_new_tokens=8)
     assert report.is_exact, report.errors[0]
     assert all(tokens_per_pass >= 1 for tokens_per_pass in report.tokens_per_pass)

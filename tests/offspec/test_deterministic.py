@@ -30,7 +30,7 @@ from ..fixed_choices import end_with_test
 
 Pass = tuple[list[int], list[int], list[int]]  # a tree's tokens and parents, and the tokens that the pass brought
 Clock = Callable[[], float]
-PROMPTS = ["def area(", "class Stack:\n    def push(self, ", "import os\n"]
+PROMPTS = ["def area(", "class Stack:\n    def push(self, "]
 CPU = torch.device("cpu")
 
 
@@ -78,7 +78,7 @@ def passes(
         with Engine.load("builtin", device="cpu", dtype="bf16", deterministic=deterministic) as engine:
             each = (
                 passes_of(engine, prompt, SamplingParams(8, temperature=temperature, seed=7))
-                for prompt, temperature in list(zip(PROMPTS, (0.0, 1.0, 0.7), strict=True))[:num_prompts]
+                for prompt, temperature in list(zip(PROMPTS, (0.0, 0.7), strict=True))[:num_prompts]
             )
             return list(itertools.chain.from_iterable(each))
 
@@ -102,7 +102,7 @@ def test_otherwise_clocks_change_them(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 def test_a_text_does_not_depend_on_earlier_requests() -> None:
     """What was learnt about the draft is forgotten."""
-    params = SamplingParams(16, seed=3)
+    params = SamplingParams(8, seed=3)
     with Engine.load("builtin", device="cpu", dtype="bf16", deterministic=True) as engine:
         alone = passes_of(engine, PROMPTS[0], params)
         for prompt in PROMPTS[1:]:
@@ -112,14 +112,14 @@ def test_a_text_does_not_depend_on_earlier_requests() -> None:
 
 def test_texts_do_not_share_passes() -> None:
     with Engine.load("builtin", device="cpu", dtype="bf16", deterministic=True) as engine:
-        params = SamplingParams(6, temperature=1.0, seed=5)
+        params = SamplingParams(4, temperature=1.0, seed=5)
         together = dict.fromkeys(range(3), "")
         order = list[int]()
         for index, step in engine.generate_answers(PROMPTS[0], 3, params):
             together[index] += step.text
             order.append(index)
         assert order == sorted(order), "one after the other"
-        for index, step in engine.generate_many([PROMPTS[0]] * 2, [params, SamplingParams(6, temperature=1.0, seed=6)]):
+        for index, step in engine.generate_many([PROMPTS[0]] * 2, [params, SamplingParams(4, temperature=1.0, seed=6)]):
             assert step.stats.num_prefilled_tokens == len(engine.encode(PROMPTS[0])), "nothing is taken over"
             together[index] = together[index].removeprefix(step.text)
         assert [together[0], together[1]] == ["", ""], "and the same texts"

@@ -51,8 +51,8 @@ from ..refusals import check_message, refused, tells
 CPU = torch.device("cpu")
 PROMPT = "def area("
 PLAIN = SpeculationParams(budget=0)
-GUESSING: tuple[tuple[int, Scoring], ...] = ((1, "coupled"), (64, "coupled"), (24, "specexec"))
-NUM_TOKENS = 12
+GUESSING: tuple[tuple[int, Scoring], ...] = ((1, "coupled"), (24, "specexec"))  # others are those of `test_texts`
+NUM_TOKENS = 8
 SAMPLING = {
     "greedy": SamplingParams(NUM_TOKENS, seed=0),
     "penalty": SamplingParams(NUM_TOKENS, repetition_penalty=1.4, seed=1),
@@ -170,23 +170,23 @@ def test_text_does_not_depend_on_when_drafting_stops(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["greedy", "everything"])
-def test_static_rounds_guess_the_same(name: str, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_static_rounds_guess_the_same(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU: one cache for all requests, two of which may be under way at a time."""
     assert engine.draft.decoder is not None
-    requests = [(PROMPT, SAMPLING[name]), ("for item in", replace(SAMPLING[name], seed=7))]
+    requests = [(PROMPT, SAMPLING["greedy"]), ("for item in", SAMPLING["everything"])]
     speculation = SpeculationParams(budget=24, overlap=False)
     plain, static = (engine.with_draft(ModelDraft(engine.draft.decoder, "own")) for _ in range(2))
     graphs = TreeGraphs(engine.draft.decoder, static.max_context + 1 + MAX_ROWS)
     monkeypatch.setattr(static.draft, "graphs", graphs)
     monkeypatch.setattr(graphs.rounds, "run", counted := Counted(graphs.rounds.run))
-    for prompt, params in requests:
-        found, expected = (steps(e, prompt, params, speculation) for e in (static, plain))
-        assert [step.token_ids for step in found] == [step.token_ids for step in expected]
+    expected = [steps(plain, *request, speculation) for request in requests]
+    for request, others in zip(requests, expected, strict=True):
+        found = steps(static, *request, speculation)
+        assert [step.token_ids for step in found] == [step.token_ids for step in others]
     assert counted.found > 0
-    at_once = zip_longest(*(static.generate(prompt, params, speculation) for prompt, params in requests))
-    for found, (prompt, params) in zip(zip(*at_once, strict=True), requests, strict=True):
-        assert ids([step for step in found if step]) == ids(steps(plain, prompt, params, speculation))
+    at_once = zip_longest(*(static.generate(*request, speculation) for request in requests))
+    for together, others in zip(zip(*at_once, strict=True), expected, strict=True):
+        assert ids([step for step in together if step]) == ids(others)
 
 
 class Counted:
@@ -214,22 +214,21 @@ def test_text_does_not_depend_on_guesses_under_a_sliding_window(
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["greedy", "top-p"])
 def test_a_perfect_draft_is_believed(name: str, engines: dict[str, Engine]) -> None:
-    params = replace(SAMPLING[name], max_new_tokens=24)
+    params = replace(SAMPLING[name], max_new_tokens=16)
     speculation = SpeculationParams(budget=32, lookup=False, recall=False)  # the draft alone
     per_pass = {
         draft: steps(fresh(engines[draft]), params=params, speculation=speculation)[-1].stats.tokens_per_pass
         for draft in ("itself", "own", "random")
     }
-    assert per_pass["itself"] > 4
+    assert per_pass["itself"] >= 4
     assert per_pass["itself"] > per_pass["own"] > per_pass["random"]
 
 
-@pytest.mark.parametrize("draft", ["own", "itself", "none"])
-def test_a_heavy_penalty_never_repeats_prompt_or_text(draft: str, engines: dict[str, Engine]) -> None:
-    prompt = [*engines[draft].encode(PROMPT), *ids(steps(engines[draft], max_new_tokens=12))]
-    assert set(ids(steps(engines[draft], prompt, max_new_tokens=20))) & set(prompt)
-    found = ids(steps(engines[draft], prompt, max_new_tokens=20, repetition_penalty=1000.0))
-    assert len({*prompt, *found}) == len(set(prompt)) + 20
+def test_a_heavy_penalty_never_repeats_prompt_or_text(engine: Engine) -> None:
+    prompt = [*engine.encode(PROMPT), *ids(steps(engine, max_new_tokens=12))]
+    assert set(ids(steps(engine, prompt, max_new_tokens=16))) & set(prompt)
+    found = ids(steps(engine, prompt, max_new_tokens=16, repetition_penalty=1000.0))
+    assert len({*prompt, *found}) == len(set(prompt)) + 16
 
 
 def test_seeds(engine: Engine) -> None:
@@ -313,8 +312,8 @@ def test_end_of_text(pair: Pair, engines: dict[str, Engine], tmp_path: Path) -> 
     token = unbounded[12]
     at = unbounded.index(token)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, token]}))
-    plain, guessed = load(folder), load(folder, pair.draft).with_draft(engines["itself"].draft)
-    for engine in (plain, guessed):
+    guessed = load(folder, pair.draft)
+    for engine in (guessed, guessed.with_draft(NoDraft())):
         found = steps(engine, max_new_tokens=20)
         assert ids(found) == unbounded[: at + 1]
         assert found[-1].finish_reason == "eos"
@@ -323,13 +322,12 @@ def test_end_of_text(pair: Pair, engines: dict[str, Engine], tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("draft", ["itself", "own"])
-def test_stop_texts_end_the_text_wherever_tokens_end(draft: str, engines: dict[str, Engine]) -> None:
-    whole = text(steps(engines["none"], max_new_tokens=20))
+def test_stop_texts_end_the_text_wherever_tokens_end(engines: dict[str, Engine]) -> None:
+    whole = text(steps(engines["none"], max_new_tokens=16))
     for first, length in product(range(3, len(whole) - 5, 5), (1, 2, 5)):
         stop = whole[first : first + length]
         plain, found = (
-            steps(engines[name], max_new_tokens=20, stop=(stop, "never said"), seed=0) for name in ("none", draft)
+            steps(engines[name], max_new_tokens=16, stop=(stop, "never said"), seed=0) for name in ("none", "itself")
         )
         for each in (plain, found):
             assert (text(each), each[-1].finish_reason) == (whole[: whole.find(stop)], "stop")
@@ -337,8 +335,8 @@ def test_stop_texts_end_the_text_wherever_tokens_end(draft: str, engines: dict[s
 
 
 def test_text_that_looked_like_a_stop_is_given_back(engines: dict[str, Engine]) -> None:
-    whole = text(steps(engines["none"], max_new_tokens=30))
-    found = steps(engines["own"], max_new_tokens=30, stop=(whole[-3:] + "never said",))
+    whole = text(steps(engines["none"], max_new_tokens=12))
+    found = steps(engines["own"], max_new_tokens=12, stop=(whole[-3:] + "never said",))
     assert (text(found), found[-1].finish_reason) == (whole, "length")
 
 
@@ -347,7 +345,7 @@ def test_text_that_looked_like_a_stop_is_given_back(engines: dict[str, Engine]) 
 
 @pytest.mark.parametrize("draft", ["itself", "own", "none"])
 def test_counts(draft: str, engines: dict[str, Engine]) -> None:
-    found = steps(engines[draft], temperature=0.8, seed=3, max_new_tokens=40, stop=("\ufffd",))
+    found = steps(engines[draft], temperature=0.8, seed=3, max_new_tokens=16, stop=("\ufffd",))
     stats = found[-1].stats
     assert found[0].token_ids, "the first pass already yields tokens"
     assert stats.num_tokens == len(ids(found))
@@ -383,9 +381,13 @@ def test_a_first_pass_that_says_everything(engines: dict[str, Engine]) -> None:
 # ------------------------------------------------------------------------------------------------ many requests
 
 
-def test_a_closed_request_leaves_the_engine_usable(engine: Engine) -> None:
+@pytest.fixture
+def wanted(plain_of: Callable[[str], list[Step]]) -> list[int]:
+    return ids(plain_of("top-p"))
+
+
+def test_a_closed_request_leaves_the_engine_usable(engine: Engine, wanted: list[int]) -> None:
     params = SAMPLING["top-p"]
-    wanted = ids(steps(engine, params=params))
     under_way = engine.generate(PROMPT, params)
     next(under_way)
     under_way.close()
@@ -394,9 +396,10 @@ def test_a_closed_request_leaves_the_engine_usable(engine: Engine) -> None:
     assert ids(steps(engine, params=params)) == wanted
 
 
-def test_an_interrupted_pass_leaves_the_engine_usable(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_pass_leaves_the_engine_usable(
+    engine: Engine, wanted: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     params = SAMPLING["top-p"]
-    wanted = ids(steps(engine, params=params))
     under_way = engine.generate(PROMPT, params)
     next(under_way)
 
@@ -438,9 +441,10 @@ def of_drafting() -> set[threading.Thread]:
     return {thread for thread in threading.enumerate() if thread.name == "offspec-draft"}
 
 
-def test_drafting_beside_the_pass_leaves_no_thread_behind(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafting_beside_the_pass_leaves_no_thread_behind(
+    engine: Engine, wanted: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     params = SAMPLING["top-p"]
-    wanted = ids(steps(engine, params=params, speculation=PLAIN))
     one, before = fresh(engine), of_drafting()
     scored = drafts_beside(monkeypatch, lambda logits: logits)
     under_way = one.generate(PROMPT, params, SpeculationParams(budget=8))
@@ -454,10 +458,9 @@ def test_drafting_beside_the_pass_leaves_no_thread_behind(engine: Engine, monkey
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
 def test_a_pass_that_fails_while_the_draft_is_at_work(
-    error: type[BaseException], engine: Engine, monkeypatch: pytest.MonkeyPatch
+    error: type[BaseException], engine: Engine, wanted: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     params = SAMPLING["top-p"]
-    wanted = ids(steps(engine, params=params, speculation=PLAIN))
     one = fresh(engine)
     scored = drafts_beside(monkeypatch, lambda logits: logits)
 
@@ -531,13 +534,14 @@ def test_requests_that_take_turns(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize(("maker", "user"), [("none", "own"), ("own", "none")])
-def test_caches_of_an_engine_with_another_draft(maker: str, user: str, engines: dict[str, Engine]) -> None:
+def test_caches_of_an_engine_with_another_draft(
+    maker: str, user: str, engines: dict[str, Engine], plain_of: Callable[[str], list[Step]]
+) -> None:
     """They hold the same target's text; where they have no room for the draft, it does not guess."""
     caches = engines[maker].new_caches()
     for sampling in ("greedy", "warm"):
-        expected = ids(steps(engines["none"], PROMPT, SAMPLING[sampling]))
         found = engines[user].generate(PROMPT, SAMPLING[sampling], caches=caches)
-        assert [token for step in found for token in step.token_ids] == expected
+        assert [token for step in found for token in step.token_ids] == ids(plain_of(sampling))
 
 
 # ------------------------------------------------------------------------------------------------ weights and drafts
@@ -564,20 +568,19 @@ def test_a_draft_with_a_shorter_context(pair: Pair, engines: dict[str, Engine], 
     found = steps(
         load(pair.target, draft),
         speculation=SpeculationParams(budget=64, lookup=False),
-        max_new_tokens=60,
+        max_new_tokens=30,
         ignore_eos=True,
     )
-    assert ids(found) == ids(steps(engines["none"], max_new_tokens=60, ignore_eos=True))
+    assert ids(found) == ids(steps(engines["none"], max_new_tokens=30, ignore_eos=True))
     assert len(found[0].token_ids + found[1].token_ids) > 2
-    assert all(len(step.token_ids) == 1 for step in found[-39:])  # it has nothing to say there
+    assert all(len(step.token_ids) == 1 for step in found[-9:])  # it has nothing to say there
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("vocab_size", [305, VOCAB_SIZE])
-def test_a_draft_with_less_padding(vocab_size: int, pair: Pair, engines: dict[str, Engine], tmp_path: Path) -> None:
-    draft = narrow(variant(pair.draft, tmp_path / "draft"), vocab_size)
+def test_a_draft_with_less_padding(pair: Pair, engines: dict[str, Engine], tmp_path: Path) -> None:
+    draft = narrow(variant(pair.draft, tmp_path / "draft"), 305)
     params = SamplingParams(
-        48, temperature=1.5, seed=2, repetition_penalty=1.1, ignore_eos=True
+        24, temperature=1.5, seed=2, repetition_penalty=1.1, ignore_eos=True
     )  # padding is chosen too
     assert ids(steps(load(pair.target, draft), [VOCAB_SIZE - 1], params)) == ids(
         steps(engines["none"], [VOCAB_SIZE - 1], params)
@@ -650,7 +653,7 @@ def test_dtypes(wanted: str, dtype: torch.dtype, pair: Pair) -> None:
     engine = load(pair.target, pair.draft, dtype=wanted)
     assert engine.draft.decoder is not None
     assert engine.target.dtype == engine.draft.decoder.dtype == dtype
-    assert len(ids(steps(engine, max_new_tokens=8))) == 8
+    assert len(ids(steps(engine, max_new_tokens=2, ignore_eos=True))) == 2
     told = [note.text for note in engine.notes if "dtype" in note.text]
     assert len(told) == (2 if wanted == "auto" else 0)
     assert all(tells(text, "dtype fp32", role) for text, role in zip(told, ("target", "draft"), strict=False))

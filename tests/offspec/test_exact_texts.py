@@ -28,7 +28,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 
 
 @pytest.fixture(scope="module")
-def load(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Iterator[GetEngine]:
+def load(pair: Pair) -> Iterator[GetEngine]:
     """Loads the pair's target; engines close at the end."""
     engines = list[Engine]()
 
@@ -38,9 +38,7 @@ def load(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Iterator[GetEn
         engines.append(Engine.load(str(pair.target), draft=name, device="cpu", **more, **options))
         return engines[-1]
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        yield get
+    yield get
     for engine in engines:
         engine.close()
 

@@ -41,7 +41,7 @@ from .model.averages import Average
 
 CPU = torch.device("cpu")
 LAYERS = (("average", "mlp"), ("attention", "mlp"), ("average", "mlp"), ("attention", "mlp"))
-GREEDY, SAMPLED = SamplingParams(12, ignore_eos=True), SamplingParams(12, temperature=0.9, seed=3, ignore_eos=True)
+GREEDY, SAMPLED = SamplingParams(8, ignore_eos=True), SamplingParams(8, temperature=0.9, seed=3, ignore_eos=True)
 PLAIN = SpeculationParams(budget=0)
 PROMPT = "def area("
 
@@ -153,8 +153,10 @@ def engine(folder: Path) -> Iterator[Engine]:
         yield found
 
 
-def text_of(engine: Engine, params: SamplingParams, speculation: SpeculationParams | None = None) -> list[int]:
-    steps = engine.generate(PROMPT, params, speculation or SpeculationParams(budget=12))
+def text_of(
+    engine: Engine, params: SamplingParams, speculation: SpeculationParams | None = None, prompt: str = PROMPT
+) -> list[int]:
+    steps = engine.generate(prompt, params, speculation or SpeculationParams(budget=12))
     return [token for step in steps for token in step.token_ids]
 
 
@@ -163,7 +165,7 @@ def text_of(engine: Engine, params: SamplingParams, speculation: SpeculationPara
 def test_the_text_is_plain_decodings(engine: Engine, folder: Path, params: SamplingParams) -> None:
     """With lookup; with itself as its draft, whose trees live on from pass to pass; and with layers from disk."""
     expected = text_of(engine, params, PLAIN)
-    assert len(set(expected)) > 5
+    assert len(set(expected)) > 3
     assert text_of(engine, params) == expected
     target, streamed = loaded(folder), loaded(folder, 1)
     drafted = Engine(LoadedTarget(target), engine.tokenizer, ModelDraft(loaded(folder), "itself"))
@@ -183,26 +185,24 @@ def test_the_text_is_exactly_plain_decodings(folder: Path, dtype: str) -> None:
         streamed = loaded(folder, 1, dtype=dtype)
         engine.target.is_exact = streamed.is_exact = True
         drafted = Engine(LoadedTarget(streamed), engine.tokenizer, ModelDraft(loaded(folder, dtype=dtype), "itself"))
-        for params, budgets in ((GREEDY, (0, 64)), (SAMPLED, (5,))):
-            expected, together = text_of(engine, params, PLAIN), list[int]()
-            for budget in budgets:
-                assert text_of(drafted, params, SpeculationParams(budget=budget)) == expected
-            for number, step in engine.generate_many([PROMPT, "x = 1\ny ="], params):
-                together += step.token_ids if number == 0 else []
-            assert together == expected
+        asked = [(PROMPT, GREEDY), ("x = 1\ny =", SAMPLED)]
+        expected = [text_of(engine, params, PLAIN, prompt) for prompt, params in asked]
+        for (prompt, params), budget, plain in zip(asked, (64, 5), expected, strict=True):
+            assert text_of(drafted, params, SpeculationParams(budget=budget), prompt) == plain
+        together: list[list[int]] = [[], []]
+        for number, step in engine.generate_many(*zip(*asked, strict=True)):
+            together[number] += step.token_ids
+        assert together == expected
         streamed.weights.close()
 
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("draft", ["shadow", "self"])
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-def test_drafts_of_the_targets_own_layers(
-    engine: Engine, folder: Path, draft: str, params: SamplingParams, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_drafts_of_the_targets_own_layers(engine: Engine, folder: Path, draft: str, params: SamplingParams) -> None:
     """Shadows of the streamed layers, the resident ones, and the first ones, which go on from the target's states."""
     if folder.name.startswith(("averaging", "gemma4")):
         pytest.skip("drafts know no layers of this kind")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     files = ModelFiles.open(folder, "fp32", "cpu", [])
     options = DraftOptions(draft, exit_layer=2 if draft == "self" else None)
     opened = open_draft("target", OpenRequest(options, files, engine.tokenizer, "fp32", "cpu", []))
@@ -257,7 +257,7 @@ def test_packed_weights_are_streamed(wide: Path, form: str, tmp_path: Path) -> N
 @pytest.mark.parametrize("bits", ["16", "8"])
 def test_constraints_logprobs_and_packed_entries(wide: Path, bits: str) -> None:
     """`--kv-cache` concerns the layers that attend."""
-    params = SamplingParams(12, temperature=0.7, seed=1, logprobs=2, constraint=Constraint.regex("[a-z]{4}[0-9]+"))
+    params = SamplingParams(8, temperature=0.7, seed=1, logprobs=2, constraint=Constraint.regex("[a-z]{4}[0-9]+"))
     with Engine.load(str(wide), draft="lookup", device="cpu", dtype="fp32", kv_cache=bits) as engine:
         found, expected = (
             list(engine.generate(PROMPT, params, speculation)) for speculation in (SpeculationParams(budget=12), PLAIN)
@@ -276,29 +276,12 @@ def test_a_text_that_was_changed_is_scored_again_from_an_earlier_state(engine: E
     assert found == expected
 
 
-def test_texts_that_share_passes_are_plain_decodings(folder: Path, engine: Engine) -> None:
-    plain = Engine(LoadedTarget(loaded(folder)), engine.tokenizer, NoDraft())
-    prompts = [PROMPT, "The quick", "x = 1\ny ="]
-    expected = [list(text_tokens(plain, prompt)) for prompt in prompts]
-    found: dict[int, list[int]] = {number: [] for number in range(len(prompts))}
-    for number, step in engine.generate_many(prompts, GREEDY):
-        found[number] += step.token_ids
-    assert [found[number] for number in range(len(prompts))] == expected
-
-
-def text_tokens(engine: Engine, prompt: str) -> Iterator[int]:
-    for step in engine.generate(prompt, GREEDY, PLAIN):
-        yield from step.token_ids
-
-
-def test_a_prompts_states_are_kept_in_a_file(folder: Path, tmp_path: Path) -> None:
+def test_a_prompts_states_are_kept_in_a_file(engine: Engine, folder: Path, tmp_path: Path) -> None:
     """Those before its last token: for the same prompt, and for one that begins with all of it."""
-    prompt, told = "x = [" + "1, " * 30, list[str]()
-    with Engine.load(str(folder), draft="lookup", device="cpu", dtype="fp32") as engine:
-        for text in (prompt, prompt, prompt + "2, 3", "y" + prompt):
-            expected = [token for step in engine.generate(text, GREEDY, PLAIN) for token in step.token_ids]
-            steps = PromptCache(engine, tmp_path / "prompt.kv", told.append).generate(text, GREEDY)
-            assert [token for step in steps for token in step.token_ids] == expected
+    prompt, told, params = "x = [" + "1, " * 30, list[str](), SamplingParams(3, ignore_eos=True)
+    for text in (prompt, prompt, prompt + "2, 3", "y" + prompt):
+        steps = PromptCache(engine, tmp_path / "prompt.kv", told.append).generate(text, params)
+        assert [token for step in steps for token in step.token_ids] == text_of(engine, params, PLAIN, text)
     number = len(engine.encode(prompt)) - 1
     if "averaging" in folder.name:
         assert not told  # no state of averages is kept there

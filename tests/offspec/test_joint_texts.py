@@ -89,12 +89,12 @@ def test_a_text_ends_at_its_final_token(pair: Pair, engine: Engine, tmp_path: Pa
     """Any token that joint decoding says may be made the final one: then it is the last,
     and nothing is said behind it.
     """
-    unbounded = ids(steps(engine, params=SamplingParams(30), speculation=EAGER))
+    unbounded = ids(steps(engine, params=SamplingParams(16), speculation=EAGER))
     ended = 0
-    for number, token in enumerate(dict.fromkeys(unbounded[3:12])):
+    for number, token in enumerate(dict.fromkeys(unbounded[3:8])):
         folder = variant(pair.target, tmp_path / f"target-{number}")
         (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, token]}))
-        found = steps(load(folder, pair.draft), params=SamplingParams(30), speculation=EAGER)
+        found = steps(load(folder, pair.draft), params=SamplingParams(16), speculation=EAGER)
         assert token not in ids(found)[:-1]
         assert (ids(found)[-1] == token) == (found[-1].finish_reason == "eos")
         assert text(found) == engine.tokenizer.decode([t for t in ids(found) if t != token])
@@ -103,16 +103,16 @@ def test_a_text_ends_at_its_final_token(pair: Pair, engine: Engine, tmp_path: Pa
 
 
 def test_stop_texts_cut_what_was_accepted(engine: Engine) -> None:
-    whole = text(steps(engine, params=SamplingParams(30), speculation=EAGER))
+    whole = text(steps(engine, params=SamplingParams(16), speculation=EAGER))
     for first in range(3, len(whole) - 5, 5):
         stop = whole[first : first + 2]
-        found = steps(engine, params=SamplingParams(30, stop=(stop, "never said")), speculation=EAGER)
+        found = steps(engine, params=SamplingParams(16, stop=(stop, "never said")), speculation=EAGER)
         assert (text(found), found[-1].finish_reason) == (whole[: whole.find(stop)], "stop")
 
 
 def test_caches_go_on_from_request_to_request(engine: Engine) -> None:
     """What a lossy request leaves behind is its text, for lossy and exact requests alike."""
-    caches, params = engine.new_caches(), SamplingParams(20, ignore_eos=True)
+    caches, params = engine.new_caches(), SamplingParams(12, ignore_eos=True)
     first = list(engine.generate(PROMPT, params, EAGER, caches=caches))
     prompt = [*engine.encode(PROMPT), *ids(first), 40, 41]
     for speculation in (EAGER, SpeculationParams(budget=16), JOINT):

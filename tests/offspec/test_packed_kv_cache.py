@@ -34,7 +34,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 
 
 @pytest.fixture(scope="module")
-def engine_of(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Iterator[GetEngine]:
+def engine_of(pair: Pair) -> Iterator[GetEngine]:
     """In fp32, so that texts are equal and not only up to near-ties."""
     found = dict[tuple[str, str], Engine]()
 
@@ -47,9 +47,7 @@ def engine_of(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
             )
         return found[draft, kv_cache]
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        yield get
+    yield get
     for engine in found.values():
         engine.close()
 
@@ -79,11 +77,11 @@ def test_caches_with_entries_in_ram_are_kept(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("draft", ["own", "lookup", "self"])
+@pytest.mark.parametrize("draft", ["own", "self"])
 def test_long_prompts_take_several_passes(draft: str, engine_of: GetEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whose chunks are the same, so that the text is; only the last one has a tree, and counts as a pass."""
     engine = engine_of(draft, "8")
-    params, prompt = SamplingParams(10, ignore_eos=True, logprobs=1, prompt_logprobs=True), list(range(40, 110))
+    params, prompt = SamplingParams(5, ignore_eos=True, logprobs=1, prompt_logprobs=True), list(range(40, 90))
     monkeypatch.setattr("offspec.model.pass_rows.CHUNK_ROWS", 8)
     expected = list(engine.generate(prompt, params))
     for module in ("offspec.model.decoder", "offspec.running.passes"):
@@ -107,10 +105,10 @@ def test_a_conversation_says_what_a_fresh_run_says(kv_cache: str, engine_of: Get
     engine = engine_of("own", kv_cache)
     session = Session(engine)
     for message in ("def area(", "hi", "for item in"):
-        for _ in session.reply(message, SamplingParams(9, temperature=0.6, seed=3)):
+        for _ in session.reply(message, SamplingParams(6, temperature=0.6, seed=3)):
             pass
         ids = session.encode(session.turns)
-        fresh = list(engine.generate(ids, SamplingParams(9, temperature=0.6, seed=3), PLAIN))
+        fresh = list(engine.generate(ids, SamplingParams(6, temperature=0.6, seed=3), PLAIN))
         tokens = [token for step in fresh for token in step.token_ids]
         reply = session.turns[-1]
         assert reply.token_ids == (tokens[:-1] if fresh[-1].finish_reason == "eos" else tokens)
@@ -120,7 +118,7 @@ def test_a_conversation_says_what_a_fresh_run_says(kv_cache: str, engine_of: Get
 def test_copied_entries_give_the_same_text(kv_cache: str, engine_of: GetEngine) -> None:
     engine = engine_of("own", kv_cache)
     first, other = ([40 + (number * step) % 90 for number in range(64)] for step in (1, 7))
-    pool, params = TextPool(engine.new_caches, 2**30), SamplingParams(10, ignore_eos=True, seed=1, temperature=1)
+    pool, params = TextPool(engine.new_caches, 2**30), SamplingParams(6, ignore_eos=True, seed=1, temperature=1)
     for prompt in (first, other, [*first, *other[:8]]):
         caches = pool.borrow(prompt)
         found = [token for step in engine.generate(prompt, params, caches=caches) for token in step.token_ids]

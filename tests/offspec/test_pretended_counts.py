@@ -65,7 +65,7 @@ class Counted:
 
 def counted(engine: Engine, machine: Machine, params: SamplingParams) -> Counted:
     """Of the second text, because the first one measures."""
-    speculation, counts = SpeculationParams(12), machine.counts
+    speculation, counts = SpeculationParams(8), machine.counts
     rounds, inside = list[int](), Counter[str]()
     score, through = ChildScorer.score, Decoder.through
 
@@ -80,7 +80,7 @@ def counted(engine: Engine, machine: Machine, params: SamplingParams) -> Counted
             inside.update({place: number for (place, stream), number in (counts.waits - before).items() if not stream})
         return hidden
 
-    list(engine.generate("def area(", replace(params, max_new_tokens=4), speculation))
+    list(engine.generate("def area(", replace(params, max_new_tokens=2), speculation))
     counts.waits.clear()
     counts.copies.clear()
     with pytest.MonkeyPatch.context() as patch:

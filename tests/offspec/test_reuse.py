@@ -301,7 +301,7 @@ def make(get_models: GetModels) -> Callable[..., CheckedDrafter]:
 
 
 @pytest.mark.slow
-@examples(20)
+@examples(12)
 @given(rounds_ahead=st.sampled_from([0, 1, 4]), **SETTINGS)
 def test_caches_are_those_of_a_fresh_prefill(
     make: Callable[..., CheckedDrafter], prompt: list[int], rounds_ahead: int, **drawn: Any
@@ -314,7 +314,7 @@ def test_caches_are_those_of_a_fresh_prefill(
 
 
 @pytest.mark.slow
-@examples(60)
+@examples(40)
 @given(seed=st.integers(0, 2**32), **SETTINGS)
 def test_caches_are_those_of_a_fresh_prefill_whatever_the_verdict(
     make: Callable[..., CheckedDrafter], prompt: list[int], seed: int, **drawn: Any

@@ -27,8 +27,8 @@ from offspec.text.tokenizer import Tokenizer
 from ..pair import CONTEXT, Pair, build_pair, variant
 from ..refusals import refused, tells
 
-GREEDY = SamplingParams(max_new_tokens=9)
-WARM = SamplingParams(max_new_tokens=9, temperature=0.6, seed=3)
+GREEDY = SamplingParams(max_new_tokens=6)
+WARM = SamplingParams(max_new_tokens=6, temperature=0.6, seed=3)
 MESSAGES = ("def area(", "hi", "for item in", "and?")
 
 
@@ -188,6 +188,7 @@ def test_changes_are_scored_from_where_they_begin(engine: Engine) -> None:
 # ------------------------------------------------------------------------------------------------ interruptions
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), OffspecError("it failed")], ids=["Ctrl-C", "error"])
 @pytest.mark.parametrize("where", ["propose", "score_together", "keep", "observe"])
 def test_a_turn_left_in_the_middle_of_a_pass(
@@ -251,7 +252,7 @@ def test_the_oldest_turns_are_dropped_and_that_is_said(engine: Engine) -> None:
     told: list[str] = []
     session = Session(engine, "Be brief.", tell=told.append)
     system = engine.tokenizer.encode("<|system|>Be brief.")
-    for number in range(12):
+    for number in range(9):
         turn = say(session, f"message {number}")
         ids = session.encode(session.turns[turn.num_dropped :])
         assert ids[: len(system)] == system
@@ -259,7 +260,7 @@ def test_the_oldest_turns_are_dropped_and_that_is_said(engine: Engine) -> None:
         assert turn.stats.num_prompt_tokens == len(ids) <= CONTEXT - session.spare(GREEDY)
         assert turn.token_ids == fresh(session, GREEDY)
         assert bool(told) == (turn.num_dropped > 0)
-    assert len(session.turns) == 12
+    assert len(session.turns) == 9
     assert 0 < len(told) < 6  # several turns at once, so that most turns go on from the caches
     assert all(tells(text, "context", CONTEXT, "oldest") for text in told)
 
@@ -400,7 +401,7 @@ def good_file() -> dict[str, Any]:
 )
 def test_a_file_that_is_no_conversation(content: Any, word: str, engine: Engine, tmp_path: Path) -> None:
     session, file = Session(engine, "kept"), tmp_path / "talk.json"
-    kept = say(session, "hi")
+    session.turns = [kept := Turn("hi", "a")]
     file.write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
     with refused(UsageError, file, word):
         session.load(file)
@@ -498,6 +499,7 @@ class Holder:
         self.held, self.me = held, self
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("num_steps", [0, 1])
 @pytest.mark.parametrize("way", ["closed", "dropped", "in a cycle", "Ctrl-C"])
 def test_a_request_that_was_left_lets_go_of_its_caches(engine: Engine, way: str, num_steps: int) -> None:
@@ -564,7 +566,7 @@ def test_threads_lose_no_turn_of_a_conversation(engine: Engine) -> None:
     def talk(number: int) -> int:
         answered = 0
         barrier.wait()
-        for _ in range(4):
+        for _ in range(2):
             with suppress(UsageError):
                 say(session, f"message {number}", replace(GREEDY, max_new_tokens=2))
                 answered += 1

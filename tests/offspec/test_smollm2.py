@@ -26,9 +26,10 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.slow
 MIB = 2**20
-NUM_TOKENS = 16
-PROMPTS = ("What is the capital of France?", "def fibonacci(n):", "你好")
+NUM_TOKENS = 8
+PROMPTS = ("What is the capital of France?", "你好")
 MORE_PROMPTS = (
+    "def fibonacci(n):",
     "Write a haiku about the sea.",
     "Translate to German: good morning",
     "List three prime numbers.",
@@ -127,9 +128,9 @@ def test_streamed_it_says_the_same(
         if not row["what"].startswith(("resident layers", "layers in RAM", "streaming buffers", "total"))
     )
     question = PROMPTS[0]
-    answer = said_by("run", question, "--ram", f"{rest + 48 * MIB}B", "--max-new-tokens", 8, "--temperature", 0)
+    answer = said_by("run", question, "--ram", f"{rest + 48 * MIB}B", "--max-new-tokens", 4, "--temperature", 0)
     assert answer["stats"]["stream_bytes_per_pass"] > 0
     ids = engine.tokenizer.encode_chat([{"role": "user", "content": question}])
     assert answer["token_ids"] == [
-        token for step in engine.generate(ids, SamplingParams(8)) for token in step.token_ids
+        token for step in engine.generate(ids, SamplingParams(4)) for token in step.token_ids
     ]

@@ -23,17 +23,23 @@ from offspec.model.memory.text_memory import TextMemory
 from offspec.planning.out_of_memory import out_of_memory_message
 from offspec.running import passes
 
+from ...pair import build_pair, shorten
 from ...refusals import refused, tells
 
 pytestmark = pytest.mark.slow
 
 TOLD = "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 23.65 GiB\nSee documentation"
 PARAMS = SamplingParams(10, temperature=1.0, seed=1, ignore_eos=True)
-SPECULATION = SpeculationParams(budget=8)  # three passes at least: a budget that is found goes by the clock
+SPECULATION = SpeculationParams(budget=2)  # three passes at least: a budget that is found goes by the clock
+NUM_LAYERS = 4
+Load = Callable[[], Engine]
 
 
-def load() -> Engine:
-    return Engine.load("builtin", device="cpu", context=512)
+@pytest.fixture(scope="module")
+def load(tmp_path_factory: pytest.TempPathFactory) -> Load:
+    pair = build_pair(tmp_path_factory.mktemp("pair"), NUM_LAYERS)
+    shorten(pair.draft, 1)
+    return lambda: Engine.load(str(pair.target), draft=str(pair.draft), device="cpu")
 
 
 def says(engine: Engine) -> list[int]:
@@ -42,15 +48,15 @@ def says(engine: Engine) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def expected() -> list[int]:
+def expected(load: Load) -> list[int]:
     with load() as engine:
         return says(engine)
 
 
 @pytest.fixture
-def engine() -> Iterator[Engine]:
+def engine(load: Load) -> Iterator[Engine]:
     with load() as engine:
-        assert num_resident(engine) == 8
+        assert num_resident(engine) == NUM_LAYERS
         yield engine
 
 
@@ -88,7 +94,7 @@ def scarce(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Scarce]:
 
 @pytest.mark.parametrize("owner", [loading, model_draft], ids=["target", "draft"])
 def test_loading_is_tried_again_with_fewer_residents(
-    scarce: Callable[..., Scarce], owner: Any, expected: list[int], monkeypatch: pytest.MonkeyPatch
+    load: Load, scarce: Callable[..., Scarce], owner: Any, expected: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     placed: list[Placement] = []
 
@@ -99,22 +105,13 @@ def test_loading_is_tried_again_with_fewer_residents(
     monkeypatch.setattr(loading, "load_weights", watched)
     scarce(owner, "load_weights" if owner is loading else "load_decoder", {1})
     with load() as engine:
-        assert num_resident(engine) < 8
+        assert num_resident(engine) < NUM_LAYERS
         assert engine.plan is not None
         assert placed[-1].resident == engine.plan.placement.resident
         (note,) = [note for note in engine.notes if "out of memory" in note.text]
         assert note.advice
-        assert tells(note.text, "CUDA out of memory", num_resident(engine), 8, "layers")
+        assert tells(note.text, "CUDA out of memory", num_resident(engine), NUM_LAYERS, "layers")
         assert says(engine) == expected
-
-
-def test_a_pass_is_tried_again_with_fewer_residents(
-    engine: Engine, scarce: Callable[..., Scarce], expected: list[int]
-) -> None:
-    scarce(passes, "score_together", {3})
-    assert says(engine) == expected
-    assert num_resident(engine) < 8
-    assert says(engine) == expected
 
 
 def accelerator_error(message: str, code: int) -> RuntimeError:
@@ -160,7 +157,8 @@ def test_every_way_to_run_out_of_memory_is_tried_again(
 ) -> None:
     scarce(passes, "score_together", {3}, make_error=make_error)
     assert says(engine) == expected
-    assert num_resident(engine) < 8
+    assert num_resident(engine) < NUM_LAYERS
+    assert says(engine) == expected
     (note,) = [note for note in engine.notes if "ran out of memory" in note.text]
     assert f"({message})" in note.text
 
@@ -170,9 +168,10 @@ def test_memory_that_runs_out_after_a_pass_is_found_again(
 ) -> None:
     scarce(TextMemory, "keep", {2}, make_error=lambda: RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED"))
     assert says(engine) == expected
-    assert num_resident(engine) < 8
+    assert num_resident(engine) < NUM_LAYERS
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     "make_error",
     [
@@ -193,7 +192,7 @@ def test_other_errors_are_not_tried_again(
     error = make_error()
     with pytest.raises(type(error), match=re.escape(str(error))):
         says(engine)
-    assert num_resident(engine) == 8
+    assert num_resident(engine) == NUM_LAYERS
 
 
 def test_the_report_of_torchs_allocator_fails_where_nvml_is_missing() -> None:
@@ -225,7 +224,7 @@ def test_caches_that_do_not_fit_are_made_with_fewer_residents(
     """They are the largest of what is taken after loading."""
     scarce(TextMemory, "reserve", {failing})
     assert says(engine) == expected
-    assert num_resident(engine) < 8
+    assert num_resident(engine) < NUM_LAYERS
     scarce(TextMemory, "reserve", {failing})
     with refused(MemoryLimitError, "cpu", "out of memory", "`context`"):
         says(engine)
@@ -236,7 +235,7 @@ def test_memory_runs_out_for_what_is_kept_from_request_to_request(
 ) -> None:
     scarce(model_draft, "CachedDecoder", {2})
     caches = engine.new_caches(100, 64)
-    assert num_resident(engine) < 8
+    assert num_resident(engine) < NUM_LAYERS
     steps = engine.generate("def area(", PARAMS, SPECULATION, caches=caches)
     assert [token for step in steps for token in step.token_ids] == expected
 
@@ -265,12 +264,12 @@ def test_running_out_twice_in_one_request_is_explained(engine: Engine, scarce: C
 
 
 def test_what_ran_out_while_loading_does_not_count_afterwards(
-    scarce: Callable[..., Scarce], expected: list[int]
+    load: Load, scarce: Callable[..., Scarce], expected: list[int]
 ) -> None:
     scarce(loading, "load_weights", {1})
     with load() as engine:
         before = num_resident(engine)
-        assert before < 8
+        assert before < NUM_LAYERS
         scarce(passes, "score_together", {2})
         assert says(engine) == expected
         assert num_resident(engine) < before
@@ -285,7 +284,7 @@ def test_a_target_that_could_not_be_loaded_again_says_so(engine: Engine, scarce:
         says(engine)
 
 
-def test_loading_that_fails_twice_is_explained(scarce: Callable[..., Scarce]) -> None:
+def test_loading_that_fails_twice_is_explained(load: Load, scarce: Callable[..., Scarce]) -> None:
     scarce(loading, "load_weights", {1, 2})
     with refused(MemoryLimitError, "cpu", "out of memory", "fewer resident layers"):
         load()
@@ -319,7 +318,7 @@ def test_engines_that_share_a_target_follow_it_when_it_is_loaded_again(
     found = next(steps).token_ids
     scarce(passes, "score_together", {2})
     assert says(twin) == expected
-    assert num_resident(engine) == num_resident(twin) < 8
+    assert num_resident(engine) == num_resident(twin) < NUM_LAYERS
     assert found + [token for step in steps for token in step.token_ids] == expected
     assert says(engine) == says(twin) == expected
     assert twin.learnt.costs.target.seconds(np.array([1])) > 0
@@ -332,6 +331,12 @@ def on_gpu(vram: int | None = None) -> Engine:
     return Engine.load("builtin", device="cuda", dtype="fp32", context=512, vram=vram)
 
 
+@pytest.fixture(scope="module")
+def expected_there() -> list[int]:
+    with Engine.load("builtin", device="cpu", context=512) as engine:
+        return says(engine)
+
+
 def wanted() -> int:
     """Bytes of device memory for all layers to stay."""
     engine = on_gpu()
@@ -342,19 +347,19 @@ def wanted() -> int:
 
 
 @pytest.mark.gpu
-def test_running_out_of_memory_on_a_gpu(scarce: Callable[..., Scarce], expected: list[int]) -> None:
+def test_running_out_of_memory_on_a_gpu(scarce: Callable[..., Scarce], expected_there: list[int]) -> None:
     """The layers that do not stay any more come through the link, beside the draft's stream and graphs."""
     engine = on_gpu(wanted())
     assert num_resident(engine) == 8
     scarce(passes, "score_together", {3})
-    assert says(engine) == expected
+    assert says(engine) == expected_there
     assert num_resident(engine) < 8
-    assert says(engine) == expected
+    assert says(engine) == expected_there
     engine.close()
 
 
 @pytest.mark.gpu
-def test_what_is_allowed_is_not_exceeded(expected: list[int]) -> None:
+def test_what_is_allowed_is_not_exceeded(expected_there: list[int]) -> None:
     """A byte less than all of it takes: layers are streamed, the text is the CPU's, and the allocator agrees."""
     allowed = wanted() - 1
     accelerator = accelerator_of(torch.device("cuda:0"))
@@ -364,7 +369,7 @@ def test_what_is_allowed_is_not_exceeded(expected: list[int]) -> None:
     try:
         assert num_resident(engine) < 8
         steps = list(engine.generate("def area(", PARAMS, SPECULATION))
-        assert [token for step in steps for token in step.token_ids] == expected
+        assert [token for step in steps for token in step.token_ids] == expected_there
         assert 0 < steps[-1].stats.peak_device_bytes <= before + allowed
         with pytest.raises(torch.OutOfMemoryError):
             torch.empty(allowed, dtype=torch.uint8, device="cuda")

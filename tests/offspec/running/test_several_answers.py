@@ -13,7 +13,7 @@ from ...pair import Pair, build_pair
 from ...refusals import refused
 
 PROMPT = "for i in range(10):\n    print(i)\n" * 2 + "def area("  # longer than what is not worth copying
-PARAMS = SamplingParams(10, temperature=0.9, seed=7)
+PARAMS = SamplingParams(6, temperature=0.9, seed=7)
 
 
 @pytest.fixture(scope="module")
@@ -37,13 +37,13 @@ def answers_of(engine: Engine, number: int, **more: Any) -> list[list[Step]]:
     return found
 
 
-@pytest.mark.parametrize(("draft", "max_texts"), [("own", 8), ("own", 2), ("lookup", 3), ("none", 1), ("self", 4)])
+@pytest.mark.parametrize(("draft", "max_texts"), [("own", 8), ("own", 2), ("none", 1), ("self", 3)])
 def test_each_answer_is_that_of_its_seed_alone(pair: Pair, draft: str, max_texts: int) -> None:
     with load(pair, draft, texts=max_texts, **({"exit_layer": 1} if draft == "self" else {})) as engine:
-        found = answers_of(engine, 5, max_texts=max_texts)
-        assert [steps[-1].stats.seed for steps in found] == [7, 8, 9, 10, 11]
+        found = answers_of(engine, 4, max_texts=max_texts)
+        assert [steps[-1].stats.seed for steps in found] == [7, 8, 9, 10]
         for index, steps in enumerate(found):
-            params = SamplingParams(10, temperature=0.9, seed=7 + index)
+            params = SamplingParams(6, temperature=0.9, seed=7 + index)
             alone = list(engine.generate(PROMPT, params, SpeculationParams(budget=0)))
             assert ids_of(steps) == ids_of(alone)
             assert steps[-1].finish_reason == alone[-1].finish_reason
