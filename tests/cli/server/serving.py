@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import re
@@ -11,9 +12,10 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from socket import socket
 from threading import Thread
+from types import SimpleNamespace
 from typing import Any
 
-import uvicorn
+import uvicorn.server
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from offspec import Engine, SamplingParams, SpeculationParams
@@ -25,6 +27,10 @@ from offspec.cli.server.shelf import Shelf
 
 USER = {"role": "user", "content": "hi"}
 LONG_S = 300.0  # what is waited for at most, where a test would else hang
+# Ten times a second uvicorn looks whether it is to end, and then whether it may: most of what tests would wait for.
+_often = SimpleNamespace(**vars(asyncio))
+_often.sleep = lambda seconds: asyncio.sleep(seconds / 20)
+vars(uvicorn.server)["asyncio"] = _often
 
 
 @dataclass(frozen=True)
