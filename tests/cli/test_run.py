@@ -193,6 +193,7 @@ def test_stats_stand_on_stderr(run_args: Sequence[object], offspec: Offspec) -> 
     assert (result.code, result.out) == (0, plain.out)
     for word in ("12 tokens", "tokens/s", "draft", "target", "GiB", "seed 5"):
         assert word in result.err
+    assert result.err.isascii()
     with_json = offspec(*run_args, "hi", "--seed", 5, "--stats", "--json")
     assert json.loads(with_json.out).keys() == KEYS
     assert "seed 5" in with_json.err
