@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Sequence
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from statistics import fmean
 from threading import Event, Thread
@@ -331,23 +331,20 @@ def test_connections_beyond_the_limit_are_refused(engine: Engine) -> None:
             sock.close()
 
 
-@pytest.mark.parametrize(
-    "sent",
-    [
+def test_requests_that_do_not_come_are_not_waited_for(engine: Engine) -> None:
+    every = (
         b"",
         b"GET /health HT",
         b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{",
-    ],
-)
-def test_requests_that_do_not_come_are_not_waited_for(sent: bytes, engine: Engine) -> None:
-    with (
-        served(engine, protocol(10, headers_s=0.3, body_s=0.3)) as (client, _),
-        socket.create_connection(("127.0.0.1", client.port)) as sock,
-    ):
-        sock.sendall(sent)
-        *_, last = read_all(sock).rpartition("HTTP/1.1")
-        assert last.startswith(" 408")
-        assert tells(last, "time")
+    )
+    with served(engine, protocol(10, headers_s=0.3, body_s=0.3)) as (client, _), ExitStack() as stack:
+        socks = [stack.enter_context(socket.create_connection(("127.0.0.1", client.port))) for _ in every]
+        for sock, sent in zip(socks, every, strict=True):
+            sock.sendall(sent)
+        for sock, sent in zip(socks, every, strict=True):
+            *_, last = read_all(sock).rpartition("HTTP/1.1")
+            assert last.startswith(" 408"), sent
+            assert tells(last, "time")
 
 
 @pytest.mark.parametrize(
@@ -618,16 +615,9 @@ def port_of(process: subprocess.Popen[bytes]) -> int:
     return int(process.stdout.readline().decode().split("127.0.0.1:")[1].split("/")[0])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # by default with answers under way, below and in test_service.py
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGINT for one process")
-@pytest.mark.parametrize(
-    ("name", "code"),
-    [
-        pytest.param("SIGINT", 130, marks=pytest.mark.nightly),  # by default with answers under way, below
-        ("SIGTERM", 0),
-        pytest.param("SIGHUP", 0, marks=pytest.mark.nightly),  # in this process below
-    ],
-)
+@pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 0), ("SIGHUP", 0)])
 def test_the_program_serves_until_it_is_stopped(serving: Sequence[object], name: str, code: int) -> None:
     number = signal.Signals[name]
     process = start(*serving)
@@ -678,6 +668,7 @@ def test_who_waits_is_told_that_the_server_stops(streams: bool, pair: Pair, tmp_
     )
     process = start(*args)
     client = Client(port_of(process))
+    assert client.chat(USER).status == 200
     body = {"prompt": "hi", "max_tokens": 10**5, "ignore_eos": True}
     with (
         closing(client.open("POST", "/v1/completions", {**body, "stream": True})) as first,
@@ -692,6 +683,9 @@ def test_who_waits_is_told_that_the_server_stops(streams: bool, pair: Pair, tmp_
         told = [json.loads(text.removeprefix("data: ")) for text in (event, answer)]
     result = finish(process)
     assert (result.code, "Traceback" in result.err) == (130, False), result.err
+    lines = [line for line in result.err.splitlines() if "chat 1" in line]
+    assert tells(lines[0], "begins", "prompt")
+    assert tells(lines[1], "length", "8 tokens", "tokens/s", "cached")
     assert (under_way.status, waiting.status) == (200, 200 if streams else 503)
     assert (done, end) == ("data: [DONE]", "")
     assert told[0] == told[1]

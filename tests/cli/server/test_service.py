@@ -363,7 +363,7 @@ main.main()
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGINT for one process")
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 0, marks=pytest.mark.nightly)]
+    ("number", "code"), [(signal.SIGTERM, 0), pytest.param(signal.SIGINT, 130, marks=pytest.mark.nightly)]
 )
 def test_the_end_does_not_wait_for_a_pass(pair: Pair, number: signal.Signals, code: int) -> None:
     args = ("--draft", "none", "--device", "cpu", "--port", 0, "--parallel", 1)
