@@ -87,7 +87,7 @@ def test_answers_are_the_same_and_the_file_is_there(
 
 
 def test_stats_tell_what_learning_took(run_args: Sequence[object], tmp_path: Path, offspec: Offspec) -> None:
-    args = (*run_args, "hi", "--stats", "--max-new-tokens", "60", "--ignore-eos")
+    args = (*run_args, "hi", "--stats", "--max-new-tokens", "24", "--ignore-eos")
     result = offspec(*args, "--learn", "--learn-file", tmp_path / "learnt")
     assert "steps in" in result.err
     assert "learning" not in offspec(*args, "--learn-file", tmp_path / "learnt").err
