@@ -6,6 +6,7 @@ import asyncio
 import http.client
 import json
 import re
+import subprocess
 import time
 from collections.abc import Callable, Generator
 from contextlib import closing, contextmanager
@@ -131,3 +132,9 @@ def gauge(client: Client, name: str) -> float:
         found = re.search(rf"^offspec_{re.escape(name)} (\S+)$", response.read().decode(), re.MULTILINE)
     assert found is not None
     return float(found[1])
+
+
+def port_of(process: subprocess.Popen[bytes]) -> int:
+    """Where a server in a process of its own says that it listens."""
+    assert process.stdout is not None
+    return int(process.stdout.readline().decode().split("127.0.0.1:")[1].split("/")[0])
