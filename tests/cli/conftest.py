@@ -191,7 +191,7 @@ def asker(client: Client) -> Any:
 @pytest.fixture
 def run_args(pair: Pair) -> Sequence[object]:
     """A short request to the pair, but for its prompt."""
-    return ("run", pair.target, "--draft", pair.draft, "--device", "cpu", "--max-new-tokens", "12")
+    return ("run", pair.target, "--draft", pair.draft, "--device", "cpu", "--max-new-tokens", "6")
 
 
 def with_draft(args: Sequence[object], draft: object) -> list[object]:

@@ -79,7 +79,7 @@ BEFORE = {
     "run ./Qwen2.5-32B-Instruct --draft head": ["distill", "./Qwen2.5-32B-Instruct", "--head", "medusa"],
 }
 # Values of flags in place of what a page says.
-SHORT = {"--max-new-tokens": "4", "--max-prompts": "1", "--texts": "1,2", "--num-answers": "2"}
+SHORT = {"--max-new-tokens": "4", "--budgets": "4", "--max-prompts": "1", "--texts": "1,2", "--num-answers": "2"}
 TYPED = b"Why is the sky blue?\n/stats\n"  # at the prompt of `chat`
 
 

@@ -164,10 +164,10 @@ def test_a_line_has_settings_of_its_own(
     flags = [part for key, value in own.items() for part in (f"--{key.replace('_', '-')}", value)]
     alone = json.loads(offspec(*run_args, "hi", *flags, "--json").out)
     assert (first["token_ids"], first["seed"]) == (alone["token_ids"], 3)
-    assert [len(answer["token_ids"]) for answer in (first, second, third)] == [5, 12, 4]
+    assert [len(answer["token_ids"]) for answer in (first, second, third)] == [5, 6, 4]
     assert first["settings"].items() >= own.items()
     assert "frequency_penalty" not in second["settings"]  # answers of earlier versions are recognised
-    assert (second["settings"]["max_new_tokens"], third["settings"]["seed"]) == (12, None)
+    assert (second["settings"]["max_new_tokens"], third["settings"]["seed"]) == (6, None)
     assert batch("--output", output).code == 0
     source.write_text(source.read_text().replace("0.9", "0.8"))
     batch("--output", output).refusal(2, "settings", "line 1", "--output")
@@ -274,7 +274,7 @@ def test_a_byte_order_mark_is_no_part_of_the_first_line(batch: Run, source: Path
 
 def test_figures_of_all_prompts_together(batch: Run) -> None:
     result = batch("--stats")
-    assert result.err.startswith("batch     3 prompts (3 length), 36 tokens, ")
+    assert result.err.startswith("batch     3 prompts (3 length), 18 tokens, ")
     assert "tokens/s including first passes" in result.err
 
 

@@ -54,7 +54,7 @@ def test_settings_reach_a_command_and_flags_win(
     assert (answer["model"], answer["draft"], answer["seed"]) == (str(pair.target), None, 5)
     assert len(answer["token_ids"]) == 3
     flagged = json.loads(offspec(*run_args, "hi", "--seed", 6, "--json").out)
-    assert (flagged["seed"], flagged["draft"], len(flagged["token_ids"])) == (6, str(pair.draft), 12)
+    assert (flagged["seed"], flagged["draft"], len(flagged["token_ids"])) == (6, str(pair.draft), 6)
 
 
 def test_one_text_where_several_may_be_given(
@@ -74,7 +74,7 @@ def test_a_lone_argument_is_the_prompt_where_a_setting_names_the_model(
 ) -> None:
     file.touch()
     asked = json.loads(offspec(*run_args, "def area(", "--json").out)
-    file.write_text(f"model = '{pair.target}'\ndraft = '{pair.draft}'\ndevice = 'cpu'\nmax-new-tokens = 12\n")
+    file.write_text(f"model = '{pair.target}'\ndraft = '{pair.draft}'\ndevice = 'cpu'\nmax-new-tokens = 6\n")
     assert json.loads(offspec("run", "def area(", "--json", stdin=b"").out)["token_ids"] == asked["token_ids"]
     assert json.loads(offspec("run", pair.draft, "--draft", "none", "--json", stdin=b"hi").out)["model"] == str(
         pair.draft

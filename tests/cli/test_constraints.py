@@ -51,7 +51,7 @@ def test_run_obeys(
 def test_a_cut_answer_is_told_although_the_limit_was_given(run_args: Sequence[object], offspec: Offspec) -> None:
     result = offspec(*run_args, "hi", "--regex", "[a-c]{400}")
     assert result.code == 0
-    assert tells(result.err, "12", "constraint", "--max-new-tokens")
+    assert tells(result.err, "6", "constraint", "--max-new-tokens")
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_lines_name_their_own(tmp_path: Path, run_args: Sequence[object], offspe
     ]
     source, output = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
     source.write_text("\n".join(map(json.dumps, lines)))
-    command = (*run_args, "--prompt-file", source, "--output", output, "--regex", "[xy]{2}")
+    command = (*run_args, "--prompt-file", source, "--output", output, "-n", 12, "--regex", "[xy]{2}")
     result = offspec(*command)
     found = {record["line"]: record for record in map(json.loads, output.read_text().splitlines())}
     assert re.fullmatch("[xy]{2}", found[1]["text"])

@@ -38,7 +38,11 @@ def test_what_it_makes_is_found_and_exact(pair: Pair, offspec: Offspec, exits: P
     assert tells(told.err, "1 of 2 layers")
 
 
-def test_it_is_said_in_a_sentence(pair: Pair, offspec: Offspec, tmp_path: Path) -> None:
+def test_it_is_said_in_a_sentence(
+    pair: Pair, offspec: Offspec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A draft of the user's settings is not trained."""
+    monkeypatch.setenv("OFFSPEC_DRAFT", str(pair.draft))
     made = offspec("distill", pair.target, "--exit-layer", 1, *SMALL, "--out", tmp_path / "exit.safetensors", "-q")
     assert made.code == 0
     assert tells(made.out, tmp_path / "exit.safetensors", "likeliest token")
@@ -117,13 +121,6 @@ def test_flags_of_one_training_are_refused_by_another(pair: Pair, offspec: Offsp
     offspec(*asked, "--draft", pair.draft).refusal(2, "--out")
     offspec(*asked, "--draft", pair.draft, "--exit-layer", 1).refusal(2, "--exit-layer", "--draft")
     offspec(*asked, "--exit-layer", 1, "--lora", 2).refusal(2, "--lora", "--draft")
-
-
-def test_a_draft_of_the_users_settings_is_not_trained(
-    pair: Pair, offspec: Offspec, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("OFFSPEC_DRAFT", str(pair.draft))
-    assert offspec("distill", pair.target, "--exit-layer", 1, *SMALL).code == 0
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -16,19 +15,20 @@ from typing import Any
 
 import pytest
 
-from offspec import Engine, Stats
+from offspec import Engine, SamplingParams, Stats
 from offspec.checkpoints.atomic_files import write_atomically
+from offspec.cli import main
 from offspec.errors import StorageError
 
 from ..pair import Pair, scale_weights, variant
 from ..refusals import tells
-from .conftest import Offspec, finish, start, with_draft
+from .conftest import Offspec, Result, Stdin, finish, start, with_draft
 
 needs_signals = pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGHUP, and SIGTERM ends at once")
 
 pytestmark = pytest.mark.usefixtures("learning_takes_no_time")
 
-PROMPTS = ("def area(", "for item in self", "return width", "print(item")
+PROMPTS = ("def area(", "for item in self")
 
 
 @pytest.fixture
@@ -48,6 +48,22 @@ def answers(offspec: Offspec, *args: object) -> list[dict[str, Any]]:
     result = offspec(*args)
     assert (result.code, result.err) == (0, "")
     return sorted(map(json.loads, result.out.splitlines()), key=lambda answer: answer["line"])
+
+
+@pytest.fixture(scope="module")
+def learnt(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """A file of what the pair's draft has learnt."""
+    file = tmp_path_factory.mktemp("learnt") / "learnt"
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        Engine.load(str(pair.target), draft=str(pair.draft), device="cpu", learn=True) as engine,
+    ):
+        assert engine.aligner is not None
+        patch.setattr(engine.aligner, "_clock", lambda: 0.0)
+        *_, last = engine.generate("def area(", SamplingParams(24, ignore_eos=True))
+        engine.learn(last.stats)
+        engine.aligner.adapter.save(file)
+    return file.read_bytes()
 
 
 @pytest.mark.slow
@@ -71,34 +87,53 @@ def test_answers_are_the_same_and_the_file_is_there(
 
 
 def test_stats_tell_what_learning_took(run_args: Sequence[object], tmp_path: Path, offspec: Offspec) -> None:
-    args = (*run_args, "hi", "--stats", "--max-new-tokens", "60", "--ignore-eos")
+    args = (*run_args, "hi", "--stats", "--max-new-tokens", "24", "--ignore-eos")
     result = offspec(*args, "--learn", "--learn-file", tmp_path / "learnt")
     assert "steps in" in result.err
     assert "learning" not in offspec(*args, "--learn-file", tmp_path / "learnt").err
 
 
 @pytest.mark.slow
-def test_ctrl_c_keeps_what_was_learnt_before(
-    batch_args: Sequence[object], tmp_path: Path, offspec: Offspec, monkeypatch: pytest.MonkeyPatch
+@needs_signals
+@pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
+def test_a_signal_keeps_what_was_learnt_before(
+    name: str,
+    code: int,
+    batch_args: Sequence[object],
+    tmp_path: Path,
+    offspec: Offspec,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     file, learn, calls = tmp_path / "learnt", Engine.learn, list[int]()
 
     def interrupted(engine: Engine, stats: Stats) -> None:
         calls.append(stats.num_tokens)
-        if len(calls) == 3:
-            raise KeyboardInterrupt
+        if len(calls) == 2:
+            signal.raise_signal(signal.Signals[name])
         learn(engine, stats)
 
-    monkeypatch.setattr(Engine, "learn", interrupted)
-    assert offspec(*batch_args, "--learn", "--learn-file", file).code == 130
-    monkeypatch.undo()
+    handlers = {number: signal.getsignal(number) for number in main.ENDING_SIGNALS}
+    args = map(str, (*batch_args, "--learn", "--learn-file", file))
+    with monkeypatch.context() as patch:
+        patch.setattr(Engine, "learn", interrupted)
+        patch.setattr(sys, "argv", ["offspec", *args])
+        patch.setattr(sys, "stdin", Stdin(None))
+        try:
+            signal.signal(signal.SIGTERM, main._leave)  # as `main` does, which would end this process
+            assert main._run_program() == code
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+    assert capsys.readouterr().err.strip() == ""
     assert answers(offspec, *batch_args, "--learn-file", file)
+    assert not file.with_name(".learnt.lock").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @needs_signals
-@pytest.mark.parametrize("name", ["SIGTERM", pytest.param("SIGHUP", marks=pytest.mark.nightly)])
-def test_a_signal_keeps_what_was_learnt_before(
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
+def test_a_signal_to_the_program_keeps_what_was_learnt_before(
     name: str, batch_args: Sequence[object], prompts: Path, tmp_path: Path, offspec: Offspec
 ) -> None:
     prompts.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS * 500))
@@ -191,39 +226,26 @@ def test_ctrl_c_while_it_is_written_does_not_lose_it(
     assert answers(offspec, *batch_args, "--learn-file", file)
 
 
-BOTH = """
-import json, sys
-from offspec.cli.main import run
-assert [run(command) for command in json.loads(sys.argv[1])] == [2, 0]
-"""
-
-
-@pytest.mark.slow
 def test_two_do_not_learn_into_one_file(
-    batch_args: Sequence[object],
-    run_args: Sequence[object],
-    tmp_path: Path,
-    offspec: Offspec,
-    monkeypatch: pytest.MonkeyPatch,
+    learnt: bytes, run_args: Sequence[object], tmp_path: Path, offspec: Offspec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second is refused before a model is loaded; who only reads the file is not."""
-    file, link, load, refusals = tmp_path / "learnt", tmp_path / "link", Engine.load, list[str]()
-    answers(offspec, *batch_args, "--learn", "--learn-file", file)
+    """The second is refused before a model is loaded; who only reads the file is not. Locks are those of open files."""
+    file, link, load, others = tmp_path / "learnt", tmp_path / "link", Engine.load, list[Result]()
+    file.write_bytes(learnt)
     link.symlink_to(file)
 
     def loading(*args: Any, **more: Any) -> Engine:
-        commands = [[*run_args, "hi", "--learn", "--learn-file", link], [*run_args, "hi", "--learn-file", file]]
-        other = [sys.executable, "-c", BOTH, json.dumps(commands, default=str)]
-        few_kernels = {**os.environ, "ATEN_CPU_CAPABILITY": "default"}  # as `start` has it
-        shown = subprocess.run(other, env=few_kernels, capture_output=True, text=True, timeout=300)
-        assert shown.returncode == 0, shown
-        refusals.append(shown.stderr)
+        monkeypatch.setattr(Engine, "load", None)
+        others.append(offspec(*run_args, "hi", "--learn", "--learn-file", link))
+        monkeypatch.setattr(Engine, "load", load)
+        others.append(offspec(*run_args, "hi", "--learn-file", file))
         return load(*args, **more)
 
     monkeypatch.setattr(Engine, "load", loading)
-    assert offspec(*batch_args, "--learn", "--learn-file", file).code == 0
-    assert tells(refusals[0], link, "another process")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["learnt", "link", "prompts.jsonl"]
+    assert offspec(*run_args, "hi", "--learn", "--learn-file", file).code == 0
+    others[0].refusal(2, link, "another process")
+    assert others[1].code == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["learnt", "link"]
 
 
 @pytest.mark.slow
@@ -252,15 +274,14 @@ def test_ctrl_c_while_a_chat_learns_leaves_the_reply(
 
 @pytest.mark.slow
 def test_bench_measures_what_was_learnt_elsewhere_and_learns_nothing(
-    pair: Pair, prompts: Path, batch_args: Sequence[object], tmp_path: Path, offspec: Offspec
+    pair: Pair, prompts: Path, learnt: bytes, tmp_path: Path, offspec: Offspec
 ) -> None:
     file = tmp_path / "learnt"
-    answers(offspec, *batch_args, "--learn", "--learn-file", file)
-    written = file.read_bytes()
+    file.write_bytes(learnt)
     args = ("bench", pair.target, "--draft", pair.draft, "--device", "cpu", "--budgets", "8", "--repeats", "1")
     short = ("--prompts", prompts, "--max-new-tokens", "4", "--warmup", "0", "-q")
     assert offspec(*args, *short, "--learn-file", file).code == 0
-    assert file.read_bytes() == written
+    assert file.read_bytes() == learnt
     assert offspec(*args, *short, "--learn").code == 2
 
 
@@ -279,16 +300,15 @@ def test_no_draft_model(draft: str, pair: Pair, tmp_path: Path, offspec: Offspec
 
 @pytest.mark.slow
 def test_the_file_of_another_draft(
-    pair: Pair, run_args: Sequence[object], batch_args: Sequence[object], tmp_path: Path, offspec: Offspec
+    pair: Pair, run_args: Sequence[object], learnt: bytes, tmp_path: Path, offspec: Offspec
 ) -> None:
     file = tmp_path / "learnt"
-    answers(offspec, *batch_args, "--learn", "--learn-file", file)
-    written = file.read_bytes()
+    file.write_bytes(learnt)
     other = scale_weights(variant(pair.draft, tmp_path / "other"), {"lm_head.weight": 0.5})
     for flags in ((), ("--learn",)):
         asked = offspec(*with_draft(run_args, other), "hi", "--learn-file", file, *flags)
         asked.refusal(2, file, "another draft")
-    assert file.read_bytes() == written
+    assert file.read_bytes() == learnt
 
 
 @pytest.mark.parametrize("where", ["no/such/folder", "."])

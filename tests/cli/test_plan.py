@@ -4,15 +4,30 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from offspec.loaders.machine.hardware import Memory, Rates
+from offspec.tools import forecast
 
 from ..llama_configs import LLAMA_8B, write_config
 from ..refusals import tells
 from .conftest import Offspec
+
+
+def remembered(make: Callable[..., forecast.Forecast]) -> Callable[..., forecast.Forecast]:
+    made = dict[str, forecast.Forecast]()
+
+    def get(*args: object, widths: Sequence[int], drafts: Sequence[str], progress: Any) -> forecast.Forecast:
+        asked = repr((args, drafts))
+        if asked not in made:
+            made[asked] = make(*args, widths=widths, drafts=drafts, progress=progress)
+        return made[asked]
+
+    return get
 
 
 @pytest.fixture(autouse=True)
@@ -27,6 +42,8 @@ def _measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("psutil.getloadavg", lambda: (0.0, 0.0, 0.0))
     # The memory that earlier tests left in use in this process is no part of what a test grants.
     monkeypatch.setattr("offspec.planning.probe._held_bytes", lambda: (700 << 20, 600 << 20))
+    # What a test asks for as a table and as JSON is forecast once.
+    monkeypatch.setattr(forecast, "make_forecast", remembered(forecast.make_forecast))
 
 
 @pytest.fixture

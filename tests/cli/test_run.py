@@ -48,7 +48,7 @@ def test_json_is_one_object_with_the_promised_keys(run_args: Sequence[object], p
     assert answer["stats"].keys() >= STATS_KEYS
     assert (answer["model"], answer["draft"], answer["seed"]) == (str(pair.target), str(pair.draft), 7)
     assert answer["finish_reason"] == "length"
-    assert len(answer["token_ids"]) == answer["stats"]["num_tokens"] == 12
+    assert len(answer["token_ids"]) == answer["stats"]["num_tokens"] == 6
 
 
 def test_text_is_that_of_json_and_ends_the_line(run_args: Sequence[object], offspec: Offspec) -> None:
@@ -145,7 +145,7 @@ def test_a_prompt_as_ids(run_args: Sequence[object], tmp_path: Path, offspec: Of
     result = offspec(*run_args, "--prompt-file", tmp_path / "ids.jsonl", "--system", "Be brief.")
     assert (result.code, result.err) == (0, "")
     answer = json.loads(result.out)
-    assert (answer["prompt_token_ids"], len(answer["token_ids"])) == ([40, 41, 319], 12)
+    assert (answer["prompt_token_ids"], len(answer["token_ids"])) == ([40, 41, 319], 6)
 
 
 def test_every_flag_reaches_the_engine(
@@ -191,8 +191,9 @@ def test_stats_stand_on_stderr(run_args: Sequence[object], offspec: Offspec) -> 
     plain = offspec(*run_args, "hi")
     result = offspec(*run_args, "hi", "--seed", 5, "--stats")
     assert (result.code, result.out) == (0, plain.out)
-    for word in ("12 tokens", "tokens/s", "draft", "target", "GiB", "seed 5"):
+    for word in ("6 tokens", "tokens/s", "draft", "target", "GiB", "seed 5"):
         assert word in result.err
+    assert result.err.isascii()
     with_json = offspec(*run_args, "hi", "--seed", 5, "--stats", "--json")
     assert json.loads(with_json.out).keys() == KEYS
     assert "seed 5" in with_json.err
@@ -203,8 +204,8 @@ def test_a_text_that_is_cut_says_so(
     run_args: Sequence[object], pair: Pair, offspec: Offspec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert offspec(*run_args, "hi").err == ""  # just as many as were asked for
-    full = offspec(*run_args, "hi", "--max-new-tokens", 500, "--ignore-eos").err
-    assert tells(full, "context", 128)
+    full = offspec(*run_args, "hi", "--max-new-tokens", 500, "--context", 24, "--ignore-eos").err
+    assert tells(full, "context", 24)
     monkeypatch.setenv("OFFSPEC_MAX_NEW_TOKENS", "8")
     args = (*run_args[:-2], "hi", "--ignore-eos")
     (line,) = offspec(*args).err.splitlines()
@@ -224,22 +225,21 @@ def test_an_empty_prompt_is_refused(run_args: Sequence[object], offspec: Offspec
     offspec("run", "def area(", stdin=b"").refusal(2, "prompt", "empty", "'def area('", "MODEL")
 
 
-@pytest.mark.parametrize("flags", [("--stats",), ("-v",), ("--json",)], ids=" ".join)
+@pytest.mark.parametrize("flags", [("-v",), ("--json", "--stats")], ids=" ".join)
 def test_a_draft_that_is_switched_off_is_told(
     flags: Sequence[str], run_args: Sequence[object], offspec: Offspec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(SpeculationSwitch, "speculates", lambda self, is_first: False)
     monkeypatch.setattr(SpeculationSwitch, "is_resting", True)
-    result = offspec(*run_args, "hi", "--ignore-eos", *flags)
-    if flags == ("--json",):
+    result = offspec(*run_args, "hi", "--ignore-eos", "-n", 12, *flags)
+    assert "off since pass 1 of" in result.err
+    assert "--budget 16 forces it" in result.err
+    if "--json" in flags:
         stats = json.loads(result.out)["stats"]
         assert stats["draft_off_since"] == 1
         assert stats["plain_pass_s"] > 0
-    else:
-        assert "off since pass 1 of" in result.err
-        assert "--budget 16 forces it" in result.err
-    forced = offspec(*run_args, "hi", "--ignore-eos", "--budget", 16, "--stats")
-    assert "off since" not in forced.err
+        forced = offspec(*run_args, "hi", "--ignore-eos", "--budget", 16, "--stats")
+        assert "off since" not in forced.err
 
 
 @pytest.mark.parametrize("flags", [("--stats",), ("--json",)], ids=" ".join)
@@ -288,12 +288,13 @@ JOINT = ("--accept", "joint", "--tau", "0.01")
 
 
 def test_joint_acceptance_is_marked_lossy(run_args: Sequence[object], offspec: Offspec) -> None:
-    exact, joint = run_json(offspec, *run_args, "hi"), run_json(offspec, *run_args, "hi", *JOINT)
+    shown = [offspec(*run_args, "hi", "--json", "--stats", *flags) for flags in ((), JOINT)]
+    exact, joint = (json.loads(each.out) for each in shown)
     assert (exact["stats"]["is_lossy"], joint["stats"]["is_lossy"]) == (False, True)
-    assert len(joint["token_ids"]) == 12
+    assert len(joint["token_ids"]) == 6
     assert joint["token_ids"] != exact["token_ids"]
-    assert "\nlossy " in offspec(*run_args, "hi", *JOINT, "--stats").err
-    assert "lossy" not in offspec(*run_args, "hi", "--stats").err
+    assert ["lossy" in each.err for each in shown] == [False, True]
+    assert "\nlossy " in shown[1].err
 
 
 @pytest.mark.parametrize("accept", ["cascade", "contrastive", "mix", "bild", "relaxed"])
@@ -301,7 +302,7 @@ def test_other_lossy_ways_are_marked(accept: str, run_args: Sequence[object], of
     """Whether the text differs depends on the way and the models; that it may is said."""
     told = run_json(offspec, *run_args, "hi", "--accept", accept)
     assert told["stats"]["is_lossy"]
-    assert len(told["token_ids"]) == 12
+    assert len(told["token_ids"]) == 6
 
 
 def test_joint_acceptance_needs_a_draft_wherever_it_was_looked_for(pair: Pair, offspec: Offspec) -> None:
@@ -478,7 +479,7 @@ def test_several_answers_are_those_of_their_seeds(run_args: Sequence[object], of
     shown = offspec(*asked, "--seed", 7, "--num-answers", 3, "--stats")
     headed = [f"=== answer {i} of 3, seed {6 + i} ===\n{alone[i - 1]['text']}\n" for i in (1, 2, 3)]
     assert shown.out == "\n".join(headed)
-    assert shown.err.startswith("answers   3 (3 length), 36 tokens, ")
+    assert shown.err.startswith("answers   3 (3 length), 18 tokens, ")
     assert "tokens, first text after" in shown.err
 
 

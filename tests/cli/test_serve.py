@@ -6,10 +6,9 @@ import json
 import re
 import signal
 import socket
-import subprocess
 import sys
 from collections.abc import Sequence
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from statistics import fmean
 from threading import Event, Thread
@@ -35,7 +34,7 @@ from offspec.text.tokenizer import Tokenizer
 from ..pair import CONTEXT, Pair, variant
 from ..refusals import check_message, tells
 from .conftest import Offspec, finish, start
-from .server.serving import LONG_S, USER, Client, Reply, gauge, served, until
+from .server.serving import LONG_S, USER, Client, Reply, gauge, port_of, served, until
 
 
 def test_text_is_what_the_engine_says(client: Client, engine: Engine) -> None:
@@ -331,23 +330,20 @@ def test_connections_beyond_the_limit_are_refused(engine: Engine) -> None:
             sock.close()
 
 
-@pytest.mark.parametrize(
-    "sent",
-    [
+def test_requests_that_do_not_come_are_not_waited_for(engine: Engine) -> None:
+    every = (
         b"",
         b"GET /health HT",
         b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{",
-    ],
-)
-def test_requests_that_do_not_come_are_not_waited_for(sent: bytes, engine: Engine) -> None:
-    with (
-        served(engine, protocol(10, headers_s=0.3, body_s=0.3)) as (client, _),
-        socket.create_connection(("127.0.0.1", client.port)) as sock,
-    ):
-        sock.sendall(sent)
-        *_, last = read_all(sock).rpartition("HTTP/1.1")
-        assert last.startswith(" 408")
-        assert tells(last, "time")
+    )
+    with served(engine, protocol(10, headers_s=0.3, body_s=0.3)) as (client, _), ExitStack() as stack:
+        socks = [stack.enter_context(socket.create_connection(("127.0.0.1", client.port))) for _ in every]
+        for sock, sent in zip(socks, every, strict=True):
+            sock.sendall(sent)
+        for sock, sent in zip(socks, every, strict=True):
+            *_, last = read_all(sock).rpartition("HTTP/1.1")
+            assert last.startswith(" 408"), sent
+            assert tells(last, "time")
 
 
 @pytest.mark.parametrize(
@@ -612,22 +608,9 @@ def serving(pair: Pair) -> Sequence[object]:
     return ("serve", pair.target, "--draft", pair.draft, "--device", "cpu", "--port", 0)
 
 
-def port_of(process: subprocess.Popen[bytes]) -> int:
-    """Where it says that it listens."""
-    assert process.stdout is not None
-    return int(process.stdout.readline().decode().split("127.0.0.1:")[1].split("/")[0])
-
-
-@pytest.mark.slow
+@pytest.mark.nightly  # by default with answers under way, in test_service.py
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGINT for one process")
-@pytest.mark.parametrize(
-    ("name", "code"),
-    [
-        pytest.param("SIGINT", 130, marks=pytest.mark.nightly),  # by default with answers under way, below
-        ("SIGTERM", 0),
-        pytest.param("SIGHUP", 0, marks=pytest.mark.nightly),  # in this process below
-    ],
-)
+@pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 0), ("SIGHUP", 0)])
 def test_the_program_serves_until_it_is_stopped(serving: Sequence[object], name: str, code: int) -> None:
     number = signal.Signals[name]
     process = start(*serving)
@@ -656,42 +639,23 @@ def test_a_terminal_that_closes_stops_the_server_as_sigterm_does(is_ignored: boo
         signal.signal(signal.SIGHUP, before)
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGINT for one process")
-@pytest.mark.parametrize("streams", [True, pytest.param(False, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("streams", [True, False])
 def test_who_waits_is_told_that_the_server_stops(streams: bool, pair: Pair, tmp_path: Path) -> None:
     folder = variant(pair.target, tmp_path / "target", max_position_embeddings=10**6)
-    args = (
-        "serve",
-        folder,
-        "--draft",
-        "none",
-        "--device",
-        "cpu",
-        "--port",
-        0,
-        "--context",
-        10**5,
-        "-v",
-        "--parallel",
-        1,
-    )
-    process = start(*args)
-    client = Client(port_of(process))
     body = {"prompt": "hi", "max_tokens": 10**5, "ignore_eos": True}
     with (
+        Engine.load(str(folder), draft="none", device="cpu", context=10**5) as endless,
+        served(endless, parallel=1) as (client, service),
         closing(client.open("POST", "/v1/completions", {**body, "stream": True})) as first,
         closing(client.open("POST", "/v1/completions", {**body, "stream": streams})) as second,
     ):
         under_way = first.getresponse()
         until(lambda: gauge(client, "requests_waiting") == 1)
-        process.send_signal(signal.SIGINT)
+        service.give_up()  # as by a signal
         *_, event, done, end = under_way.read().decode().split("\n\n")
         waiting = second.getresponse()
         *_, answer = (part for part in waiting.read().decode().split("\n\n") if part not in ("", "data: [DONE]"))
         told = [json.loads(text.removeprefix("data: ")) for text in (event, answer)]
-    result = finish(process)
-    assert (result.code, "Traceback" in result.err) == (130, False), result.err
     assert (under_way.status, waiting.status) == (200, 200 if streams else 503)
     assert (done, end) == ("data: [DONE]", "")
     assert told[0] == told[1]

@@ -126,9 +126,10 @@ def test_a_first_conversation(tmp_path: Path, environment: dict[str, str]) -> No
             assert engine.complete(ids, SamplingParams(max_new_tokens=60)) == session.turns[number].reply
 
 
-def test_a_pasted_message_is_one_message_in_a_narrow_terminal_without_utf8(
+def test_a_pasted_message_and_what_is_typed_during_a_reply_in_a_narrow_terminal_without_utf8(
     tmp_path: Path, environment: dict[str, str]
 ) -> None:
+    """A pasted message is one message, and what is typed is the next line."""
     plain = {**environment, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "NO_COLOR": "1"}
     with Tmux(tmp_path, plain, columns=36, rows=40) as terminal:
         start(terminal)
@@ -136,20 +137,15 @@ def test_a_pasted_message_is_one_message_in_a_narrow_terminal_without_utf8(
         terminal.wait(lambda screen: screen.endswith("height):"))
         ask(terminal, "")
         ask(terminal, "/save talk.json")
-    assert [turn["message"] for turn in saved(tmp_path / "talk.json")["turns"]] == [
-        "def area(width,\n         height):"
-    ]
-
-
-def test_what_is_typed_during_a_reply_is_the_next_line(tmp_path: Path, environment: dict[str, str]) -> None:
-    with Tmux(tmp_path, environment) as terminal:
-        start(terminal)
         ask(terminal, "/set ignore-eos true")
         ask(terminal, "/set max-new-tokens 150")
         terminal.type("def endless(")
         terminal.wait(lambda screen: "def endless(\ndef " in screen)  # the reply has begun
         terminal.type("/undo")
         shown = terminal.wait(lambda screen: "removed: def endless(" in screen and ready(screen))
+    assert [turn["message"] for turn in saved(tmp_path / "talk.json")["turns"]] == [
+        "def area(width,\n         height):"
+    ]
     reply, _, after = shown.partition("def endless(\n")[2].partition(f"\n{PROMPT}")
     assert "/undo" not in reply
     assert after.startswith(" /undo\n")

@@ -127,7 +127,7 @@ def test_a_text_that_differs_is_a_failure(
 
 @pytest.mark.slow
 def test_prompts_limit_and_random_draft(pair: Pair, verify_args: Sequence[object], offspec: Offspec) -> None:
-    args = (*with_draft(verify_args, "none"), "--max-prompts", 1, "--budgets", 4, "--json")
+    args = (*with_draft(verify_args, "none"), "--max-prompts", 1, "--budgets", 4, "--scorings", "coupled", "--json")
     result = offspec(*args)
     report = json.loads(result.out)
     assert (result.code, report["num_prompts"], report["draft"]) == (0, 1, None)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import re
+import subprocess
 import time
 from collections.abc import Callable, Generator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from socket import socket
 from threading import Thread
+from types import SimpleNamespace
 from typing import Any
 
-import uvicorn
+import uvicorn.server
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from offspec import Engine, SamplingParams, SpeculationParams
@@ -25,6 +28,10 @@ from offspec.cli.server.shelf import Shelf
 
 USER = {"role": "user", "content": "hi"}
 LONG_S = 300.0  # what is waited for at most, where a test would else hang
+# Ten times a second uvicorn looks whether it is to end, and then whether it may: most of what tests would wait for.
+_often = SimpleNamespace(**vars(asyncio))
+_often.sleep = lambda seconds: asyncio.sleep(seconds / 20)
+vars(uvicorn.server)["asyncio"] = _often
 
 
 @dataclass(frozen=True)
@@ -125,3 +132,9 @@ def gauge(client: Client, name: str) -> float:
         found = re.search(rf"^offspec_{re.escape(name)} (\S+)$", response.read().decode(), re.MULTILINE)
     assert found is not None
     return float(found[1])
+
+
+def port_of(process: subprocess.Popen[bytes]) -> int:
+    """Where a server in a process of its own says that it listens."""
+    assert process.stdout is not None
+    return int(process.stdout.readline().decode().split("127.0.0.1:")[1].split("/")[0])

@@ -224,6 +224,7 @@ def test_a_server_that_leaves_and_comes_back(browsers: Browser) -> None:
     gate, fake = Event(), FakeServer()
     fake.script = lambda body: iter(["begun", gate])
     browsers.open(fake.url)
+    browsers.run("const wait = setTimeout; window.setTimeout = (then, ms) => wait(then, ms / 50)")
     browsers.say("hi")
     browsers.until("return document.querySelector('.assistant .body')?.innerText === 'begun'")
     stopping = Thread(target=fake.stop)

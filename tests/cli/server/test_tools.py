@@ -179,7 +179,6 @@ def test_a_constrained_answer_is_a_call(engine: Engine, form: ToolFormat) -> Non
     constraint = form.constraint({"get_weather": schema, "clock": schema}, allows_several=False)
     params = SamplingParams(200, temperature=1, seed=2, constraint=constraint)
     text = engine.complete("hi", params)
-    assert text == engine.complete("hi", params, SpeculationParams(budget=0))
     (call,) = form.reader(["get_weather", "clock"]).push(text, is_end=True)
     assert isinstance(call, Call)
     assert json.loads(call.arguments)["city"] in ("Rome", "Oslo")
