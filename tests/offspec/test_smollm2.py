@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from offspec import Engine, SamplingParams
+from offspec import Engine, SamplingParams, loading
 from offspec.cli.main import run
 from offspec.loaders.formats import products
 from offspec.planning import probe
@@ -55,6 +55,7 @@ def kernels() -> Iterator[None]:
     """Products in the one way that is fast without having measured which one is."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(probe, "know_products", lambda *_: None)
+        patch.setattr(loading, "with_arithmetic", lambda rates, *_: rates)
         patch.setattr(products.COSTS, "forced", products.KERNEL if lanes() else products.TORCH)
         yield
 
