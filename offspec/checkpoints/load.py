@@ -14,6 +14,7 @@ from offspec.loaders.streaming.tiers import Progress, TieredWeights, TierOptions
 from offspec.loaders.streaming.weights import WeightSource
 
 from ..model.decoder import Decoder
+from ..model.exactness import reason_against_exactness
 from ..model.transformers_config import ForeignConfig
 from ..process import prepare_gpu
 from .opening import ModelFiles
@@ -85,6 +86,16 @@ def decoder_over(model: ModelFiles, weights: WeightSource, device: torch.device)
             model.config, weights, dtype=model.dtype, device=device, make_layer_caches=model.kv.layers
         )
     return Decoder(model.config, weights, dtype=model.dtype, device=device, make_layer_caches=model.kv.layers)
+
+
+def is_exact_as_draft(model: ModelFiles, device: torch.device) -> bool:
+    """Whether a draft computes exact rows, though it need not: on a CPU their kernels are the fastest.
+
+    Not where its matrices are in oneDNN's order.
+    """
+    if device.type != "cpu" or is_blocked(model, device):
+        return False
+    return reason_against_exactness(model.config, model.dtype, device, model.kv) is None
 
 
 def is_blocked(model: ModelFiles, device: torch.device) -> bool:

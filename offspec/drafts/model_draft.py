@@ -20,7 +20,7 @@ from offspec.scheduler.pace.trials import WindowTrials
 from offspec.scheduler.params import ACCEPTS, DRAFT_ROWS, MAX_ROWS, TREES, SpeculationParams
 from offspec.scheduler.trees.verify import TargetPass
 
-from ..checkpoints.load import WeightSettings, load_decoder
+from ..checkpoints.load import WeightSettings, is_exact_as_draft, load_decoder
 from ..checkpoints.opening import ModelFiles, Note, locate
 from ..errors import UsageError, VocabularyMismatchError
 from ..model.block import has_entries_alone, keeps_states, memory_layouts
@@ -253,6 +253,7 @@ class OpenedModel:
         options = self.options
         settings = WeightSettings(is_written=options.learns)
         decoder = load_decoder(self.files, all_resident(self.files), device, settings)
+        decoder.is_exact = is_exact_as_draft(self.files, device)
         aligner = open_aligner(decoder, options.learn_file, listens=options.learn) if options.learns else None
 
         def attach(target: Decoder) -> ModelDraft:

@@ -23,9 +23,9 @@ from offspec.loaders.machine.measure import (
     measure_packed_product,
 )
 from offspec.loaders.machine.product_costs import compile_exact, forms_of, know_products, product_flops
-from offspec.loaders.params import FAST
+from offspec.loaders.params import EXACT, FAST
 
-from ..checkpoints.load import is_blocked
+from ..checkpoints.load import is_blocked, is_exact_as_draft
 from ..checkpoints.opening import ModelFiles, Note
 from .memory import MemoryOptions, MemoryUser
 from .plan import Plan, limits_of, make_plan
@@ -215,11 +215,16 @@ class ProductRates:
             return self._rates
         kind = self._kind(model)
         if kind not in self._known:
-            choose_products([(model, True)], self._device)
-            products = product_flops(*kind)
+            products = self._products(model, *kind)
             rates = replace(self._rates, matmul_flops=products, dequantise_elements_per_s=None)
             self._known[kind] = rates if products else self._rates
         return self._known[kind]
+
+    def _products(self, model: ModelFiles, form: str, dtype: torch.dtype) -> dict[int, float]:
+        if is_exact_as_draft(model, self._device):
+            return product_flops(form, dtype, arithmetic=EXACT) if form and _is_large(model) else {}
+        choose_products([(model, True)], self._device)
+        return product_flops(form, dtype)
 
     @staticmethod
     def _kind(model: ModelFiles) -> tuple[str, torch.dtype]:

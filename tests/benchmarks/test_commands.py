@@ -72,6 +72,7 @@ SMALL: dict[str, tuple[str, ...]] = {
         *(*TINY, "--prompts", "1", "--tokens", "2", "--budgets", "16", "--temperatures", "0"),
     ),
     "benchmarks.scheduling.stopping": ("--prompts", "1", "--tokens", "2", "--temperatures", "1", "--costs", "card"),
+    "benchmarks.scheduling.worlds": ("--worlds", "1", "--passes", "2"),
     "benchmarks.shared_beginnings": (
         "--model",
         "target",

@@ -11,7 +11,7 @@ from offspec.checkpoints import load as loading
 from offspec.loaders.formats.blocked import BlockedMatrix
 from offspec.model.decoder import CachedDecoder
 
-from ..machines import needs_blocked_order
+from ..machines import needs_blocked_order, needs_kernels
 from ..pair import Pair, build_pair
 
 PARAMS = SamplingParams(24, ignore_eos=True)
@@ -44,6 +44,11 @@ def is_blocked(engine: Engine) -> tuple[bool, bool]:
     return found[0], found[1]
 
 
+def is_draft_exact(engine: Engine) -> bool:
+    assert engine.draft.decoder is not None
+    return engine.draft.decoder.is_exact
+
+
 def scores(engine: Engine) -> torch.Tensor:
     """Logits after each of some tokens, and of a node beside them."""
     cached, root = CachedDecoder(engine.target), np.ones(1, dtype=np.int64)
@@ -56,6 +61,7 @@ def test_exact_targets_keep_the_usual_order(pair: Pair) -> None:
     with Engine.load(str(pair.target), draft=str(pair.draft), device="cpu", dtype="bf16") as engine:
         assert engine.is_exact
         assert is_blocked(engine) == (False, True)
+        assert not is_draft_exact(engine)
 
 
 @needs_blocked_order
@@ -85,6 +91,14 @@ def test_a_draft_that_learns_stays_as_it_is(pair: Pair) -> None:
 @pytest.mark.usefixtures("_wanted")
 def test_other_arithmetic_has_no_such_order(pair: Pair) -> None:
     assert is_blocked(load(pair, "fp32")) == (False, False)
+
+
+@needs_kernels
+@pytest.mark.parametrize("arithmetic", ["auto", "fast"])
+def test_other_drafts_are_exact_because_that_is_faster(pair: Pair, arithmetic: str) -> None:
+    with Engine.load(str(pair.target), draft=str(pair.draft), device="cpu", arithmetic=arithmetic) as engine:
+        assert engine.is_exact == (arithmetic == "auto")
+        assert is_draft_exact(engine)
 
 
 def test_a_small_model_is_left_as_it_is(pair: Pair) -> None:
