@@ -20,6 +20,7 @@ from ..process import prepare_gpu
 from .opening import ModelFiles
 
 LEAST_BLOCKED_BYTES = 512 * 2**20  # a smaller model's passes are short anyway
+LEAST_EXACT_WEIGHTS = 2**26  # of a draft that computes exact rows
 
 
 @dataclass(frozen=True)
@@ -89,11 +90,12 @@ def decoder_over(model: ModelFiles, weights: WeightSource, device: torch.device)
 
 
 def is_exact_as_draft(model: ModelFiles, device: torch.device) -> bool:
-    """Whether a draft computes exact rows, though it need not: on a CPU their kernels are the fastest.
+    """Whether a draft computes exact rows, though it need not: on a CPU their kernels are the fastest for large models.
 
     Not where its matrices are in oneDNN's order.
     """
-    if device.type != "cpu" or is_blocked(model, device):
+    is_small = sum(unit.num_weights for unit in model.stored.units) < LEAST_EXACT_WEIGHTS
+    if device.type != "cpu" or is_small or is_blocked(model, device):
         return False
     return reason_against_exactness(model.config, model.dtype, device, model.kv) is None
 

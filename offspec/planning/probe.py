@@ -222,7 +222,7 @@ class ProductRates:
 
     def _products(self, model: ModelFiles, form: str, dtype: torch.dtype) -> dict[int, float]:
         if is_exact_as_draft(model, self._device):
-            return product_flops(form, dtype, arithmetic=EXACT) if form and _is_large(model) else {}
+            return product_flops(form, dtype, arithmetic=EXACT) if form else {}
         choose_products([(model, True)], self._device)
         return product_flops(form, dtype)
 

@@ -95,7 +95,12 @@ def test_other_arithmetic_has_no_such_order(pair: Pair) -> None:
 
 @needs_kernels
 @pytest.mark.parametrize("arithmetic", ["auto", "fast"])
-def test_other_drafts_are_exact_because_that_is_faster(pair: Pair, arithmetic: str) -> None:
+def test_other_large_drafts_are_exact_because_that_is_faster(
+    pair: Pair, arithmetic: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with load(pair) as engine:
+        assert not is_draft_exact(engine)
+    monkeypatch.setattr(loading, "LEAST_EXACT_WEIGHTS", 0)
     with Engine.load(str(pair.target), draft=str(pair.draft), device="cpu", arithmetic=arithmetic) as engine:
         assert engine.is_exact == (arithmetic == "auto")
         assert is_draft_exact(engine)
