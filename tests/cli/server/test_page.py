@@ -184,9 +184,10 @@ def test_regenerating_and_editing_make_branches(page: Browser, fake: FakeServer)
     assert page.wait_for_answer() == "first"
     page.press("Regenerate")
     page.until("return document.querySelector('.assistant .body')?.innerText === 'second'")
-    assert page.wait_for_answer() == "second"  # until it has ended, the page shows the branch that grows
+    assert page.wait_for_answer() == "second"
     assert page.text(".assistant .branches span") == "2/2"
     page.click(".assistant [aria-label='Earlier branch']")
+    page.until("return document.querySelector('.assistant .body')?.innerText === 'first'")  # once the choice is stored
     assert page.texts(".assistant .body") == ["first"]
     page.press("Edit")
     field = page.find(".editor textarea")
