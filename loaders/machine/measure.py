@@ -330,8 +330,7 @@ def measure_matmul(
     """width → FLOP/s of [width, K] @ [N, K].T, with shape (N, K) and alternating weights that fit no cache.
 
     Inside `exact_rows` by its kernels. num_weights: at least; a GPU gets as many as `beyond_cache` says. If one round
-    would take too long, N is reduced.
-    Raises torch's RuntimeError, for example out of memory.
+    would take too long, N is reduced. Raises torch's RuntimeError, for example out of memory.
     """
     num_weights = beyond_cache(device, math.prod(shape) * dtype.itemsize, num_weights)  # 64 MiB each in 16-bit
     weights = [_filled(shape, dtype, device) for _ in range(num_weights)]

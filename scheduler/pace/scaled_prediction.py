@@ -26,19 +26,24 @@ class ScaledPrediction:
         at = places + (slope - floor)[:, None]
         beyond = np.maximum(at - places[-1], 0.0)  # proportional to rows there
         self._places = places
-        self._curves = 2 ** (floor[:, None] + beyond) * np.interp(at, places, predicted)
+        self._logs = floor[:, None] + beyond + np.log2(np.interp(at, places, predicted))  # of seconds, each pair's [K]
+        self._squares = self._logs**2
         self._before = -0.5 * (floor**2 + slope**2) / self.SPREAD**2
         self._evidence = np.zeros_like(self._before)
 
     def observe(self, place: float, seconds: float) -> None:
         """Record the seconds of a pass with 2**place rows."""
+        errors = (np.log2(seconds) - self._logs_at(place)) / self.ERROR
+        likelihood = -0.5 * (self.TAIL + 1) * np.log1p(errors**2 / self.TAIL)
+        self._evidence = self.FORGETTING * self._evidence + likelihood
+
+    def _logs_at(self, place: float) -> FloatArray:
+        """log2 of the seconds of 2**place rows, for each pair of factors."""
         right = min(max(int(np.searchsorted(self._places, place)), 1), len(self._places) - 1)
         low, high = self._places[right - 1], self._places[right]
         share = (place - low) / (high - low)
-        expected = (1 - share) * self._curves[:, right - 1] + share * self._curves[:, right]
-        errors = (np.log2(seconds) - np.log2(expected)) / self.ERROR
-        likelihood = -0.5 * (self.TAIL + 1) * np.log1p(errors**2 / self.TAIL)
-        self._evidence = self.FORGETTING * self._evidence + likelihood
+        logs: FloatArray = (1 - share) * self._logs[:, right - 1] + share * self._logs[:, right]
+        return logs
 
     def _weights(self) -> FloatArray:
         """The probabilities of the factors."""
@@ -49,14 +54,14 @@ class ScaledPrediction:
 
     def surely(self, place: float, longer: float) -> FloatArray:
         """At all places, the probability that a pass takes at most `longer` times as long as one of 2**place rows."""
-        at = np.array([np.interp(place, self._places, curve) for curve in self._curves])
-        probability: FloatArray = self._weights() @ (self._curves <= longer * at[:, None])
+        most = self._logs_at(place) + np.log2(longer)
+        probability: FloatArray = self._weights() @ (self._logs <= most[:, None])
         return probability
 
     def seconds(self, optimism: float = 0.0) -> FloatArray:
         """Expected seconds at all places, minus `optimism` standard deviations."""
-        weights, logs = self._weights(), np.log(self._curves)
-        mean = weights @ logs
-        spread = np.sqrt(np.maximum(weights @ logs**2 - mean**2, 0.0))
-        curve: FloatArray = np.exp(mean - optimism * spread)
+        weights = self._weights()
+        mean = weights @ self._logs
+        spread = np.sqrt(np.maximum(weights @ self._squares - mean**2, 0.0))
+        curve: FloatArray = 2 ** (mean - optimism * spread)
         return curve
