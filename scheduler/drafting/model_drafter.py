@@ -214,7 +214,7 @@ class ModelDrafter(ExactDrafter):
         if self._is_plain:
             self._observe_plain(done)
             return
-        self._pricing.judged(len(done.tree))
+        self._pricing.judged(len(done.tree), is_usual=not self._overlap.was_slowing)
         self._guessers.observe(done)
         if not self._rounds.is_untouched:  # where nothing pays, passes follow each other as in plain decoding
             self._learn(done)

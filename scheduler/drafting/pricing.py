@@ -201,10 +201,13 @@ class PassPricing:
         last, self._sent, self._num_expected = self._sent, self._clock(), num_expected
         return self._sent - last
 
-    def judged(self, num_nodes: int) -> None:
-        """Record the end of the target's pass, and its seconds by number of rows."""
+    def judged(self, num_nodes: int, *, is_usual: bool = True) -> None:
+        """Record the end of the target's pass, and its seconds by number of rows.
+
+        is_usual: whether the next passes have as many cores.
+        """
         self._judged = self._clock()
-        if self._shared.is_shared:
+        if self._shared.is_shared or not is_usual:
             return  # `SharedPass.end` records them once for all texts
         if (rows := self._num_chain + num_nodes) <= MOST_ROWS and (num_nodes or not self._rests):
             seconds, predicted = self._judged - self._sent, float(self._costs.target.seconds(np.array([rows]))[0])

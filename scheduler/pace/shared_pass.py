@@ -37,6 +37,7 @@ class SharedPass:
         self.most_per_text = max_nodes  # for which each text has KV entries
         self._sent = 0.0  # when the last trees were sent
         self.overlaps = True  # whether to draft during the pass
+        self._is_slowed = False  # the pass, by a trial of that
         self.num_drafting = 1  # texts whose draft rounds are one forward
         self._rate = DecayingRatio(RATE_FORGETTING)  # tokens of one text per second: texts join and leave
         self._chains: list[int] = []
@@ -121,13 +122,13 @@ class SharedPass:
             return
         if max(self._chains) == 1:
             self._switch.observe(self.overlaps, num_tokens, self._sent - last)
-        self.overlaps = self._switch.is_on()
+        self.overlaps, self._is_slowed = self._switch.is_on(), self._switch.is_slowing
 
     def end(self, num_nodes: int, num_tokens: int, pass_s: float, total_s: float) -> None:
         """Record a pass of several texts. num_tokens: of all texts. total_s: with drafting and verdicts."""
         rows = sum(self._chains) + num_nodes
         self._num_nodes = num_nodes / self.num_texts
-        if rows <= MOST_ROWS:
+        if rows <= MOST_ROWS and not self._is_slowed:
             self._costs.target.observe(rows, pass_s)
         if max(self._chains) == 1:  # a pass with a prompt takes longer than those to come
             self._rate.observe(num_tokens / self.num_texts, total_s)

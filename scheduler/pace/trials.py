@@ -28,8 +28,19 @@ class OverlapSwitch:
         """For the next cycle: a pass, and the drafting of the tree after it."""
         if self._cycles < self._patience + self.TRIALS:
             return self._starts_on == (self._cycles < self._patience)
-        better = self._rates[True].value > self._rates[False].value
-        return better != self._retry.is_due
+        return self._is_usually_on != self._retry.is_due
+
+    @property
+    def _is_usually_on(self) -> bool:
+        """The better setting, as far as it is known."""
+        if self._cycles < self._patience + self.TRIALS:
+            return self._starts_on
+        return self._rates[True].value > self._rates[False].value
+
+    @property
+    def is_slowing(self) -> bool:
+        """Whether overlap is on in the next cycle for a trial only: it takes cores from a pass that later ones have."""
+        return self.is_on() and not self._is_usually_on
 
     def observe(self, was_on: bool, num_tokens: float, seconds: float) -> None:
         """Record one cycle. num_tokens: expected from the tree drafted in the cycle."""
@@ -45,6 +56,7 @@ class Overlap:
         """switch: learns whether overlap pays off; None: overlap is on whenever it is allowed."""
         self.is_allowed, self._switch = allowed, switch
         self._was_on = False
+        self.was_slowing = False  # the last pass, which says little about the next ones (`OverlapSwitch.is_slowing`)
 
     @property
     def is_on(self) -> bool:
@@ -58,6 +70,7 @@ class Overlap:
     def begin(self, *, is_on: bool) -> None:
         """Record whether the pass that begins now is overlapped."""
         self._was_on = is_on
+        self.was_slowing = is_on and self._switch is not None and self._switch.is_slowing
 
     def observe(self, num_tokens: float, seconds: float) -> None:
         """Record the cycle that ends, as in `OverlapSwitch.observe`, with the setting of the last `begin`."""

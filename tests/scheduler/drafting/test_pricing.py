@@ -31,7 +31,7 @@ class Noted(FixedBudget):
         self.passes.append((num_tokens, seconds))
 
 
-def one_pass(pricing: PassPricing, clock: VirtualClock, num_nodes: int = 3) -> float:
+def one_pass(pricing: PassPricing, clock: VirtualClock, num_nodes: int = 3, *, is_usual: bool = True) -> float:
     """Half a second of drafting, two of the target, a quarter of all else; seconds since the last tree was sent."""
     pricing.begin(num_chain=1)
 
@@ -43,7 +43,7 @@ def one_pass(pricing: PassPricing, clock: VirtualClock, num_nodes: int = 3) -> f
     run_alone(pricing.round(draft()))
     since = pricing.send()
     clock.now += 2.0
-    pricing.judged(num_nodes)
+    pricing.judged(num_nodes, is_usual=is_usual)
     clock.now += 0.25
     pricing.end(5)
     return since
@@ -62,6 +62,15 @@ def test_a_pass_is_measured_part_by_part_and_the_first_says_nothing_of_the_rate(
     assert costs.overhead_s == pytest.approx(0.25)
     assert float(costs.target.seconds(np.array([1 + 3]))[0]) == pytest.approx(2.0, rel=1e-3)
     assert float(costs.draft.seconds(np.array([7]))[0]) == pytest.approx(0.5, rel=0.1)
+
+
+def test_a_pass_that_shared_its_cores_for_a_trial_says_nothing_of_later_ones() -> None:
+    clock, costs = VirtualClock(), Costs(lambda rows: 1.0)
+    pricing = PassPricing(Noted(), costs, Calibration().of(greedy=True), clock)
+    one_pass(pricing, clock, is_usual=False)
+    assert (float(costs.target.seconds(np.array([1 + 3]))[0]), costs.target.most_rows) == (1.0, 0)
+    one_pass(pricing, clock)
+    assert costs.target.most_rows == 1 + 3
 
 
 def test_the_controller_is_told_what_there_is_and_what_was_spent() -> None:

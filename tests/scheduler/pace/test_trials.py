@@ -34,6 +34,23 @@ def test_where_cores_are_shared_the_switch_starts_without_and_finds_out_later(be
     assert np.mean([way == better for way in ways[2 * OverlapSwitch.AGAIN :]]) > 0.9
 
 
+@pytest.mark.parametrize("shares_cores", [True, False])
+@pytest.mark.parametrize("better", [True, False])
+def test_passes_that_a_trial_slows_are_known(better: bool, shares_cores: bool) -> None:
+    """They say nothing about the seconds of those that follow; passes with overlap that stays do."""
+    switch, slowed, ways = OverlapSwitch(shares_cores=shares_cores), list[bool](), list[bool]()
+    overlap = Overlap(allowed=True, switch=switch)
+    for _ in range(400):
+        ways.append(overlap.is_on)
+        overlap.begin(is_on=ways[-1])
+        slowed.append(overlap.was_slowing)
+        overlap.observe(2.0, 1.0 if ways[-1] == better else 1.5)
+    later = slice(2 * OverlapSwitch.AGAIN, None)
+    assert slowed[later] == [way and not better for way in ways[later]]
+    overlap.begin(is_on=False)  # nothing to draft
+    assert not overlap.was_slowing
+
+
 def test_the_switch_follows_a_change() -> None:
     switch = OverlapSwitch()
     for better in (True, False, True):
