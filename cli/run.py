@@ -573,6 +573,8 @@ def describe(last: Step) -> str:
         lines.append(f"no draft  from some pass on, which changes no text: {stats.draft_fault}")
     if off := draft_off(stats):
         lines.append(f"draft     {off}")
+    if (plain := stats.plain_without_draft_tokens_per_s) is not None:
+        lines.append(f"plain     without this draft: about {plain:.2g} tokens/s, as its memory would hold layers")
     if stats.learnt_loss is not None:
         lines.append(
             f"learning  {stats.learn_steps} steps in {stats.learn_s:.2f} s; draft loss against the target "

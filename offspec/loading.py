@@ -93,6 +93,7 @@ class LoadedTarget:
         self.is_deterministic = False  # see `LoadOptions.deterministic`
         self.rates: Rates | None = None
         self.link_bytes_per_s: float | None = None
+        self.plan_without_draft: Plan | None = None  # of a streamed target that has a draft
         self._memory, self._streamed_before = memory, 0
         self._has_weights, self._is_closed = True, False
         self._caches = WeakSet[TextMemory]()
@@ -113,6 +114,15 @@ class LoadedTarget:
         assert self.plan is not None
         assert self.rates is not None
         return self.plan.predict_pass_s(self.rates, width)
+
+    def plain_speedup_without_draft(self) -> float | None:
+        """How many times as fast a plain pass would be if the draft's memory held layers; None without such a draft.
+
+        By prediction. None also where nothing is streamed.
+        """
+        if self.plan_without_draft is None or self.rates is None:
+            return None
+        return self.predict_pass_s(1) / self.plan_without_draft.predict_pass_s(self.rates, 1)
 
     def predicts_rounds(self, guessing: Guessing) -> Callable[[int], float]:
         """Rows → predicted seconds of a draft round, by the same rates."""
@@ -420,6 +430,8 @@ def _load_models(
     target = LoadedTarget(decoder, memory, notes=notes)
     target.rates, target.link_bytes_per_s = rates, link
     target.is_deterministic = options.deterministic
+    if draft.name is not None and not plan.placement.is_resident:
+        target.plan_without_draft = with_faster_residents(plan.without(opened), rates)
     return target, draft
 
 

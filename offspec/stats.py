@@ -32,6 +32,8 @@ class Stats:
     draft_off_since: the pass since which the draft is switched off, but for trials, as it does not pay; None if it is
     not, or was for few passes only. Then draft_round_s is what a round of it takes, None if unknown, and plain_pass_s
     what a pass without it takes, for one token.
+    plain_without_draft_tokens_per_s: of plain decoding if the draft's memory held layers of the streamed target; what a
+    plain pass takes, times the ratio of both plans' predictions. None if nothing is streamed, or nothing drafts.
     learn_*: the training after the request (`Engine.learn`). learnt_loss is KL(target ‖ draft) per token in nats, for
     the draft as it was during the request; unlearnt_loss is that of the original draft.
     stream_*: bytes of weights streamed to the device; None if nothing is streamed.
@@ -55,6 +57,7 @@ class Stats:
     draft_off_since: int | None = None
     draft_round_s: float | None = None
     plain_pass_s: float | None = None
+    plain_without_draft_tokens_per_s: float | None = None
     learn_s: float = 0.0
     learn_steps: int = 0
     learnt_loss: float | None = None

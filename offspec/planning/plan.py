@@ -246,6 +246,11 @@ class Plan:
         """The plan with another format of the target's KV entries. Raises MemoryLimitError."""
         return _plan_for(self.room, replace(self.demand, target=self.demand.target.with_kv(kv)))
 
+    def without(self, feature: MemoryUser) -> Plan:
+        """The plan if this feature took no memory: more layers may be resident."""
+        others = tuple(each for each in self.demand.features if each is not feature)
+        return _plan_for(self.room, replace(self.demand, features=others))
+
     def with_texts(self, num_texts: int) -> Plan:
         """The plan with KV entries for so many texts that share passes. Raises MemoryLimitError."""
         return _plan_for(replace(self.room, texts=num_texts), self.demand)

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import time
 
+import numpy as np
+
 from offspec.loaders.accelerators.accelerator import accelerator_of
 from offspec.scheduler.drafting.drafter import Drafter
 from offspec.scheduler.drafting.model_drafter import ModelDrafter
+from offspec.scheduler.pace.controllers import PLAIN_ROWS
+from offspec.scheduler.pace.costs import CostCurve
 
 from ..loading import LoadedTarget
 from ..stats import Stats, peak_host_bytes
@@ -18,8 +22,10 @@ SHORT_REST = 8  # passes without a draft after which statistics tell of them
 class PassCounter:
     """Writes the statistics of one request, all but those of its answer's tokens."""
 
-    def __init__(self, loaded: LoadedTarget, checked: CheckedRequest) -> None:
+    def __init__(self, loaded: LoadedTarget, checked: CheckedRequest, pass_s: CostCurve) -> None:
+        """pass_s: seconds of the target's passes by number of rows."""
         self._loaded, self._began, self._bytes_before = loaded, checked.began, loaded.bytes_streamed
+        self._pass_s, self._speedup = pass_s, loaded.plain_speedup_without_draft()
         self._resting_since: int | None = None  # the number of a pass
         self.stats = Stats(num_prompt_tokens=len(checked.prompt), seed=checked.seed)
 
@@ -44,6 +50,9 @@ class PassCounter:
         stats.num_passes += 1
         stats.num_drafted_tokens += num_nodes
         self._observe_rest(drafter)
+        if self._speedup is not None:
+            plain_s = float(self._pass_s.seconds(np.array([PLAIN_ROWS]))[0])
+            stats.plain_without_draft_tokens_per_s = self._speedup / plain_s
         if num_bytes := self.bytes_streamed:
             stats.stream_bytes_per_pass = num_bytes // stats.num_passes
             stats.stream_gb_per_s = num_bytes / stats.target_s / 1e9

@@ -41,7 +41,7 @@ class Request:
         self.learnt = models.estimates()
         longest = len(prompt) + sampling.max_new_tokens
         self.kv = KVReservation(models, caches, checked.speculation, longest, is_shared=shared is not None)
-        self._counter = PassCounter(models.loaded, checked)
+        self._counter = PassCounter(models.loaded, checked, self.learnt.costs.target)
         self.stats = self._counter.stats
         self.drafting = TextDrafting(models, self._counter, checked.constraint)
         self._logprobs, self._steps = LogprobReport(sampling, len(prompt)), StepMaker(models, checked)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from offspec import Engine, SamplingParams, SpeculationParams
+from offspec import Engine, SamplingParams, SpeculationParams, loading
 from offspec.checkpoints.load import WeightSettings, load_decoder
 from offspec.checkpoints.opening import ModelFiles
 from offspec.errors import CheckpointError, MemoryLimitError, UsageError
@@ -25,12 +25,15 @@ from offspec.loaders.streaming.placement import KV_ITEM, Item, Limits, Placement
 from offspec.loading import LoadedTarget, PlannedMemory
 from offspec.model.block import Block, memory_bytes
 from offspec.model.decoder import CachedDecoder, Decoder
+from offspec.planning.memory import MemoryOptions, MemoryUser
+from offspec.planning.plan import Plan, make_plan
 
 from ..fakes import FAMILIES, build
 from ..pair import CONFIG, CONTEXT, Pair, build_pair, shorten, variant
 from ..refusals import refused, tells
 
 CPU = torch.device("cpu")
+MEMORY = MemoryOptions(context=CONTEXT)
 NO_NODES = np.empty(0, np.int64), np.empty(0, np.int64), np.empty((0, 0), bool)
 REQUESTS = [SamplingParams(10, seed=0, ignore_eos=True), SamplingParams(10, temperature=1.0, top_p=0.9, seed=1)]
 
@@ -179,6 +182,35 @@ def test_stats_say_what_was_streamed(engine: Engine, pair: Pair) -> None:
     assert last.stats.stream_bytes_per_pass == 0
     assert last.stats.stream_gb_per_s is None
     target.weights.close()
+
+
+@pytest.mark.parametrize("draft", ["a model", "none"])
+def test_stats_say_what_plain_decoding_would_bring_without_the_draft(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, draft: str
+) -> None:
+    """The draft's memory has a price: layers that would be resident in its place."""
+
+    def almost_resident(target: ModelFiles, features: Sequence[MemoryUser], *_: object) -> Plan:
+        everything = make_plan(target, features, Limits(None, 2**40), MEMORY, 0)
+        return make_plan(target, features, Limits(None, everything.placement.ram_bytes - 1), MEMORY, 0)
+
+    monkeypatch.setattr(loading, "plan_here", almost_resident)
+    pair = build_pair(tmp_path, 4)
+    name = str(pair.draft) if draft == "a model" else draft
+    with Engine.load(str(pair.target), draft=name, device="cpu", dtype="fp32", context=CONTEXT) as loaded:
+        *_, last = loaded.generate("def area(", REQUESTS[0])
+        found, target, plan = last.stats.plain_without_draft_tokens_per_s, loaded.loaded, loaded.plan
+        assert plan is not None
+        assert plan.placement.streamed
+        if draft == "none":
+            assert found is target.plan_without_draft is None
+            return
+        assert target.plan_without_draft is not None
+        assert target.plan_without_draft.placement.is_resident
+        assert target.rates is not None
+        speedup = target.predict_pass_s(1) / target.plan_without_draft.predict_pass_s(target.rates, 1)
+        assert speedup > 1
+        assert found == pytest.approx(speedup / loaded.learnt.costs.target.seconds(np.array([1]))[0])
 
 
 def test_too_little_memory_is_refused_before_anything_is_read(pair: Pair) -> None:
