@@ -1,11 +1,13 @@
 // Markdown as nodes, while it grows. Text becomes text nodes and nothing else; links are the only attributes.
 //
 // Complete blocks are rendered once. Only the open one, the last, is rendered again as text arrives; an open block of
-// code gets its new lines appended. So a long answer costs no more per token than a short one.
+// code gets its new lines appended. So a long answer costs no more per token than a short one. Complete lines alone
+// decide about blocks, so that an answer looks the same however it was cut on its way.
 
 import { copyButton, el } from "./dom.js";
 
-const FENCE = /^( {0,12})(`{3,}|~{3,})\s*([\w+#.-]*)[^`]*$/;
+const FENCE = /^( {0,12})(`{3,}(?!`)|~{3,}(?!~))([^`]*)$/;
+const FENCE_BEGUN = /^ {0,12}(?:`{1,2}|~{1,2})$/;
 const HEADING = /^(#{1,6})\s+(.*?)\s*#*$/;
 const RULE = /^ {0,3}([-*_])(?:\s*\1){2,}\s*$/;
 const ITEM = /^(\s*)([-*+]|\d{1,9}[.)])(?:\s+(.*))?$/;
@@ -22,83 +24,82 @@ export class Markdown {
   constructor(root) {
     this.root = root;
     this.line = ""; // the last one, which may be incomplete
-    this.open = null; // {kind, lines, element}
+    this.open = null; // a block of text {lines, element} or of code {code, rest, fence, indent}
   }
 
   push(text) {
     const lines = (this.line + text).split("\n");
     this.line = lines.pop();
-    for (const line of lines) this.#take(line);
+    for (const line of lines) this.#take(line.replace(/\r$/, ""));
     this.isStale = true;
   }
 
-  /** Shows what has been pushed. */
+  /** Shows what has been pushed, and of the incomplete line what cannot become a fence. */
   render() {
     if (!this.isStale) return;
     this.isStale = false;
-    if (this.open?.kind === "code") {
-      this.open.rest.data = this.line.trim().startsWith(this.open.fence) ? "" : this.line;
-      return;
-    }
-    if (!this.open && !this.line) return;
-    if (!this.open) this.#begin("text");
-    this.#show([...this.open.lines, this.line]);
+    const line = this.line.replace(/\r$/, "");
+    if (this.open?.code) this.open.rest.data = this.#mayEndCode(line) ? "" : this.#ofCode(line);
+    else if (line.trim() && !FENCE_BEGUN.test(line) && !FENCE.test(line)) this.#show([...this.#text().lines, line]);
+    else if (this.open) this.#show(this.open.lines);
   }
 
   end() {
-    if (this.line) {
-      const line = this.line;
-      this.line = "";
-      this.#take(line);
-    }
-    if (this.open?.kind === "code") this.open.rest.data = "";
+    if (this.line) this.#take(this.line.replace(/\r$/, ""));
+    this.line = "";
     this.#close();
   }
 
   #take(line) {
-    const open = this.open;
-    if (open?.kind === "code") {
-      const content = line.slice(0, open.indent).trim() ? line : line.slice(open.indent);
-      if (content.trim().startsWith(open.fence) && !content.trim().slice(open.fence.length).replaceAll(open.fence[0], ""))
-        this.open = null;
-      else open.text.appendData(content + "\n");
-      return;
-    }
     const fence = FENCE.exec(line);
-    if (fence) {
+    if (this.open?.code) {
+      if (this.#mayEndCode(line) && line.trim().length >= this.open.fence.length) this.#close();
+      else this.open.code.appendData(`${this.#ofCode(line)}\n`);
+    } else if (fence) {
       this.#close();
       this.#beginCode(fence);
-      return;
-    }
-    if (!line.trim()) {
-      this.#close();
-      return;
-    }
-    if (!open) this.#begin("text");
-    this.open.lines.push(line);
+    } else if (line.trim()) this.#text().lines.push(line);
+    else this.#close();
   }
 
-  #begin(kind) {
-    const element = el("div", { className: "block" });
-    this.root.append(element);
-    this.open = { kind, lines: [], element };
+  /** The open block of text, or a new one. */
+  #text() {
+    if (!this.open) {
+      this.open = { lines: [], element: el("div", { className: "block" }) };
+      this.root.append(this.open.element);
+    }
+    return this.open;
   }
 
-  #beginCode([, indent, fence, language]) {
+  #beginCode([, indent, fence, info]) {
     const text = document.createTextNode("");
     const rest = document.createTextNode("");
     const code = el("code", {}, text, rest);
+    const language = /^\s*([\w+#.-]*)/.exec(info)[1];
     const bar = el("div", { className: "code-bar" }, el("span", {}, language || "text"), copyButton(() => code.textContent));
     this.root.append(el("div", { className: "code", dir: "ltr" }, bar, el("pre", { tabindex: "0" }, code)));
-    this.open = { kind: "code", text, rest, fence, indent: indent.length };
+    this.open = { code: text, rest, fence, indent: indent.length };
+  }
+
+  #mayEndCode(line) {
+    return line.trim() !== "" && !line.trim().replaceAll(this.open.fence[0], "");
+  }
+
+  /** A line without the indent of its block of code. */
+  #ofCode(line) {
+    const { indent } = this.open;
+    return line.slice(0, indent).trim() ? line : line.slice(indent);
   }
 
   #show(lines) {
     this.open.element.replaceChildren(...blocks(lines, 0));
   }
 
+  /** Ends the open block; what was shown of an incomplete line goes. */
   #close() {
-    if (this.open && this.open.kind !== "code") this.#show(this.open.lines);
+    if (this.open?.code) this.open.rest.data = "";
+    else if (this.open?.lines.length) this.#show(this.open.lines);
+    else this.open?.element.remove();
     this.open = null;
   }
 }

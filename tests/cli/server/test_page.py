@@ -51,6 +51,89 @@ HOSTILE = (
     "[link](javascript:document.title='pwned') ![image](https://evil.example/x.png) <https://evil.example>\n\n"
     '```html" onload="x\n<svg onload=alert(1)>\n```\n\n| <b>a</b> | b |\n|---|---|\n| <i onclick=x> | 2 |\n'
 )
+ANSWER = r"""# Title *one* ##
+
+Some **bold `co**de` text**, a*b and `c*d`, \*not\*, [a link](https://example.org/a_b), https://example.org/x. 😀
+
+```python
+def f(x):
+    return "``" + `x`
+
+```
+Text at once
+~~~~ js
+~~~
+`` ` ``
+~~~~
+
+Windows' line,\r
+and the next one\r
+\r
+```\r
+dir c:\\r
+```\r
+
+1. One
+   - nested *em*
+        - deeper `code`
+   - and
+     ```sh
+     echo $$ ``
+       deep
+     ```
+2. Two
+> quote with **bold**
+> > inner
+> \[
+> - q
+> \]
+
+| a | b \| c |
+|---|:-:|
+| `x|y` | \( |x| \) |
+| *em* | 2 |
+
+***
+Energy \( E = mc^2 \), 5*x with \( 3*y_1 \), $$ c_1 * d_2 * e $$ and \(unfinished *em*.
+Then
+\[
+- x_1 + y_1 \\[2pt]
++ z_1 | w
+---
+\]
+- Item \[
+  - a
+  \]
+- Price: $$
+- Price *good*: $$
+
+$$
+- u_i * v_i
+$$
+``
+after
+
+``` unfinished
+x = 1
+``""".replace("\\r\n", "\r\n")
+CODES = ['def f(x):\n    return "``" + `x`\n\n', "~~~\n`` ` ``\n", "dir c:\\\n", "echo $$ ``\n  deep\n", "x = 1\n``\n"]
+SHOW_CUT = """
+    const [text, done] = arguments;
+    import("/page/markdown.js").then(({ Markdown }) => {
+      const shown = (...parts) => {
+        const root = document.createElement("div"), view = new Markdown(root);
+        for (const part of parts) view.push(part), view.render();
+        view.end();
+        return root;
+      };
+      const whole = shown(text), texts = (of) => [...whole.querySelectorAll(of)].map((each) => each.textContent);
+      const isOther = (...parts) => shown(...parts).innerHTML !== whole.innerHTML;
+      const cuts = [...Array(text.length).keys()];
+      const others = cuts.filter((at) => isOther(text.slice(0, at), text.slice(at)));
+      if (isOther(...text.split(""))) others.push("each character");
+      done([others, texts("pre"), texts(".block:empty").length]);
+    });
+"""
 
 
 class FakeServer:
@@ -287,6 +370,12 @@ def test_hostile_text_stays_text(page: Browser, fake: FakeServer, tmp_path: Path
     page.run("try { document.body.innerHTML = '<p>'; window.wasSet = true } catch {}")
     assert page.run("return window.wasSet") is None  # trusted types: no module can set HTML
     page.errors()  # of that attempt
+
+
+def test_an_answer_looks_the_same_however_it_is_cut(page: Browser) -> None:
+    others, codes, num_empty = page.driver.execute_async_script(SHOW_CUT, ANSWER)
+    assert others == []
+    assert (codes, num_empty) == (CODES, 0)
 
 
 def test_the_panel_shows_rates_and_trees(page: Browser, fake: FakeServer) -> None:
