@@ -10,14 +10,17 @@ const FENCE = /^( {0,12})(`{3,}(?!`)|~{3,}(?!~))([^`]*)$/;
 const FENCE_BEGUN = /^ {0,12}(?:`{1,2}|~{1,2})$/;
 const HEADING = /^(#{1,6})\s+(.*?)\s*#*$/;
 const RULE = /^ {0,3}([-*_])(?:\s*\1){2,}\s*$/;
-const ITEM = /^(\s*)([-*+]|\d{1,9}[.)])(?:\s+(.*))?$/;
+const ITEM = /^(\s*)([-*+]|\d{1,9}[.)])(?:\s+(.*))?$/s;
 const QUOTE = /^ {0,3}> ?(.*)$/;
 const TABLE_RULE = /^\s*\|?\s*:?-+:?\s*(\|\s*:?-+:?\s*)*\|?\s*$/;
 const LINK = /^(https?:\/\/|mailto:)[^\s<>"]+$/i;
 const BARE_LINK = /https?:\/\/[^\s<>"')\]]{1,2000}/y;
-const SPECIAL = /[\\`*_~[!h\n]/g;
+const SPECIAL = /[\0*_~[!h\n]/g; // \0: here begins what stands as written
+const AS_WRITTEN = /`+|(?<!\$)\$\$(?!\$)|\\[!-/:-@[-`{-~]/g;
+const FORMULAS = new Map([["\\(", "\\)"], ["\\[", "\\]"], ["$$", "$$"]]);
 const MOST_DEPTH = 6; // of quotes, lists and emphasis within each other
 const MOST_LABEL = 1000;
+const MOST_FORMULA = 5000; // characters
 
 /** Grows an element by the text of an answer. */
 export class Markdown {
@@ -92,7 +95,7 @@ export class Markdown {
   }
 
   #show(lines) {
-    this.open.element.replaceChildren(...blocks(lines, 0));
+    this.open.element.replaceChildren(...blocks(withFormulas(lines), 0));
   }
 
   /** Ends the open block; what was shown of an incomplete line goes. */
@@ -104,7 +107,7 @@ export class Markdown {
   }
 }
 
-/** The nodes of lines without blank ones and without fences. */
+/** The nodes of lines without blank ones and without fences. A formula of several lines is one line. */
 function blocks(lines, depth) {
   const nodes = [];
   let paragraph = [];
@@ -126,7 +129,7 @@ function blocks(lines, depth) {
       flush();
       const end = firstWithout(lines, at, (each) => QUOTE.test(each));
       const inside = lines.slice(at, end).map((each) => QUOTE.exec(each)[1]);
-      nodes.push(el("blockquote", {}, ...blocks(inside, depth + 1)));
+      nodes.push(el("blockquote", {}, ...blocks(withFormulas(inside), depth + 1)));
       at = end - 1;
     } else if (depth < MOST_DEPTH && ITEM.test(line) && (!paragraph.length || !line.startsWith(" "))) {
       flush();
@@ -175,10 +178,72 @@ function listOf(lines, first, depth) {
 }
 
 function table(lines) {
-  const cells = (line) => line.trim().replace(/^\||\|$/g, "").split("|").map((cell) => cell.trim());
+  const cells = (line) => split(line.trim().replace(/^\||\|$/g, ""), "|", () => true).map((cell) => cell.trim());
   const row = (line, tag) => el("tr", {}, ...cells(line).map((cell) => el(tag, { dir: "auto" }, ...inline(cell, 0))));
   const body = lines.slice(2).map((line) => row(line, "td"));
   return el("div", { className: "table", tabindex: "0" }, el("table", {}, el("thead", {}, row(lines[0], "th")), el("tbody", {}, ...body)));
+}
+
+/** Lines, those of a formula as one, so that nothing in it begins a list or a table. A quote's are joined within it. */
+function withFormulas(lines) {
+  const text = lines.join("\n");
+  const isQuoted = (start) => QUOTE.test(text.slice(text.lastIndexOf("\n", start) + 1, start + 1));
+  const hasLines = (start, end) => text.slice(start, end).includes("\n");
+  return split(text, "\n", ({ kind, end }, start) => kind === "formula" && hasLines(start, end) && !isQuoted(start));
+}
+
+/** A text's parts between separators that lie outside of the chosen spans. */
+function split(text, separator, isChosen) {
+  const spans = [...asWritten(text)].filter(([start, span]) => isChosen(span, start));
+  let at = 0;
+  return masked(text, spans).split(separator).map((part) => text.slice(at, (at += part.length + 1) - 1));
+}
+
+function masked(text, spans) {
+  let found = "";
+  for (const [start, { end }] of spans) found += text.slice(found.length, start) + "\0".repeat(end - start);
+  return found + text.slice(found.length);
+}
+
+/** What stands as written: where it begins → {kind: "code", "formula" or "character", open: its mark, end}. */
+function asWritten(text) {
+  const spans = new Map();
+  const next = finder(text);
+  let found;
+  for (AS_WRITTEN.lastIndex = 0; (found = AS_WRITTEN.exec(text)); ) {
+    const [open] = found;
+    const start = found.index;
+    const close = FORMULAS.get(open) ?? (open[0] === "`" ? open : "");
+    const at = close ? next(close, start + open.length) : -1;
+    const isWhole = at >= 0 && (open[0] === "`" || isFormula(text, start, at));
+    if (isWhole) AS_WRITTEN.lastIndex = at + close.length;
+    const kind = !isWhole ? "character" : open[0] === "`" ? "code" : "formula";
+    if (isWhole || open[0] === "\\") spans.set(start, { kind, open, end: AS_WRITTEN.lastIndex });
+  }
+  return spans;
+}
+
+/** Whether a formula lies between two marks: no other one begins there, and $$ are no prices in two lines. */
+function isFormula(text, start, end) {
+  const open = text.slice(start, start + 2);
+  if (end - start > MOST_FORMULA) return false;
+  if (open === "$$") {
+    const beginsLine = (at) => !text.slice(text.lastIndexOf("\n", at) + 1, at).trim();
+    return text[end + 2] !== "$" && (!text.slice(start, end).includes("\n") || beginsLine(start) || beginsLine(end));
+  }
+  let last = text.lastIndexOf(open, end);
+  while (last > start && text[last - 1] === "\\") last = text.lastIndexOf(open, last - 1); // \\[2pt] ends a line
+  return last === start;
+}
+
+/** Finds the next place of a mark, from places that do not decrease. It reads the text once for each mark. */
+function finder(text) {
+  const places = new Map();
+  return (mark, from) => {
+    let place = places.get(mark);
+    if (place === undefined || (place >= 0 && place < from)) places.set(mark, (place = text.indexOf(mark, from)));
+    return place;
+  };
 }
 
 const MARKS = [
@@ -189,36 +254,33 @@ const MARKS = [
   ["_", "em"],
 ];
 
-/** The nodes of a text with emphasis, code and links. Each mark without an end is looked for once. */
+/** The nodes of a text with emphasis, code, formulas and links. */
 export function inline(text, depth) {
   const nodes = [];
-  const endless = new Set(); // marks that do not end after here
+  const spans = asWritten(text);
+  const outside = masked(text, spans);
+  const closed = finder(outside);
   let plain = "";
   let at = 0;
   const flush = () => {
     if (plain) nodes.push(document.createTextNode(plain));
     plain = "";
   };
-  const closed = (mark, from) => {
-    if (endless.has(mark)) return -1;
-    const end = text.indexOf(mark, from);
-    if (end < 0) endless.add(mark);
-    return end;
-  };
   while (at < text.length) {
     SPECIAL.lastIndex = at;
-    const next = SPECIAL.exec(text)?.index ?? text.length;
+    const next = SPECIAL.exec(outside)?.index ?? text.length;
     plain += text.slice(at, next);
     at = next;
     if (at >= text.length) break;
-    const made = one(text, at, depth, closed);
+    const span = spans.get(at);
+    const made = span ? { node: nodeOf(span, text.slice(at, span.end)), end: span.end } : one(text, at, depth, closed);
     if (made) {
-      flush();
-      nodes.push(made.node);
+      if (typeof made.node === "string") plain += made.node;
+      else {
+        flush();
+        nodes.push(made.node);
+      }
       at = made.end;
-    } else if (text[at] === "\\" && /[!-/:-@[-`{-~]/.test(text[at + 1] ?? "")) {
-      plain += text[at + 1];
-      at += 2;
     } else {
       const mark = MARKS.find(([each]) => text.startsWith(each, at))?.[0] ?? text[at];
       plain += mark;
@@ -229,19 +291,17 @@ export function inline(text, depth) {
   return nodes;
 }
 
+/** The node of what stands as written; a text of a character. Brackets keep their backslash: they may be a formula's. */
+function nodeOf({ kind, open }, text) {
+  if (kind === "formula") return el("span", { className: "formula", dir: "ltr" }, text);
+  if (kind === "code") return el("code", { dir: "ltr" }, text.slice(open.length, -open.length).replace(/^ (.+) $/, "$1"));
+  return "()[]".includes(text[1]) ? text : text[1];
+}
+
 /** What begins at a place, and its end; null if it is text. */
 function one(text, at, depth, closed) {
   const char = text[at];
   if (char === "\n") return { node: el("br"), end: at + 1 };
-  if (char === "`") {
-    const ticks = /`+/y;
-    ticks.lastIndex = at;
-    const mark = ticks.exec(text)[0];
-    const end = closed(mark, at + mark.length);
-    if (end < 0) return null;
-    const code = text.slice(at + mark.length, end);
-    return { node: el("code", { dir: "ltr" }, code.replace(/^ (.+) $/, "$1")), end: end + mark.length };
-  }
   if (char === "[" || (char === "!" && text[at + 1] === "[")) return link(text, char === "!" ? at + 1 : at, depth, closed);
   if (char === "h") {
     BARE_LINK.lastIndex = at;

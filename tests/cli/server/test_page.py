@@ -116,6 +116,16 @@ after
 ``` unfinished
 x = 1
 ``""".replace("\\r\n", "\r\n")
+FORMULAS = [
+    "\\[\n- q\n\\]",
+    "\\( |x| \\)",
+    "\\( E = mc^2 \\)",
+    "\\( 3*y_1 \\)",
+    "$$ c_1 * d_2 * e $$",
+    "\\[\n- x_1 + y_1 \\\\[2pt]\n+ z_1 | w\n---\n\\]",
+    "\\[\n  - a\n  \\]",
+    "$$\n- u_i * v_i\n$$",
+]
 CODES = ['def f(x):\n    return "``" + `x`\n\n', "~~~\n`` ` ``\n", "dir c:\\\n", "echo $$ ``\n  deep\n", "x = 1\n``\n"]
 SHOW_CUT = """
     const [text, done] = arguments;
@@ -131,7 +141,7 @@ SHOW_CUT = """
       const cuts = [...Array(text.length).keys()];
       const others = cuts.filter((at) => isOther(text.slice(0, at), text.slice(at)));
       if (isOther(...text.split(""))) others.push("each character");
-      done([others, texts("pre"), texts(".block:empty").length]);
+      done([others, texts("pre"), texts(".formula"), texts("em"), texts(".block:empty").length, texts("li").length]);
     });
 """
 
@@ -373,9 +383,12 @@ def test_hostile_text_stays_text(page: Browser, fake: FakeServer, tmp_path: Path
 
 
 def test_an_answer_looks_the_same_however_it_is_cut(page: Browser) -> None:
-    others, codes, num_empty = page.driver.execute_async_script(SHOW_CUT, ANSWER)
+    others, codes, formulas, emphasised, num_empty, num_items = page.driver.execute_async_script(SHOW_CUT, ANSWER)
     assert others == []
     assert (codes, num_empty) == (CODES, 0)
+    assert formulas == FORMULAS
+    assert emphasised == ["one", "em", "em", "em", "good"]
+    assert num_items == 8
 
 
 def test_the_panel_shows_rates_and_trees(page: Browser, fake: FakeServer) -> None:
