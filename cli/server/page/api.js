@@ -1,10 +1,11 @@
 // The server's API: requests, streams of events, errors in one line.
 
 export class ApiError extends Error {
-  /** status: 0 if the server could not be reached. */
-  constructor(status, message) {
+  /** status: 0 if the server could not be reached. code: the server's name of the error, if it has one. */
+  constructor(status, message, code = null) {
     super(message);
     this.status = status;
+    this.code = code;
   }
 }
 
@@ -34,15 +35,29 @@ async function request(path, options = {}) {
     throw new ApiError(0, GONE);
   }
   if (response.ok) return response;
-  let message = `The server answered with status ${response.status}.`;
+  let error = { message: `The server answered with status ${response.status}.` };
   try {
-    message = (await response.json()).error.message;
+    error = (await response.json()).error ?? error;
   } catch {} // not JSON: a proxy's page
-  throw new ApiError(response.status, message);
+  throw new ApiError(response.status, error.message, error.code);
 }
 
 export async function models() {
   return (await (await request("/v1/models")).json()).data;
+}
+
+/** Tokens that the context of a model has. */
+export const contextOf = async (name) => (await models()).find(({ id }) => id === name)?.context_length;
+
+/** Tokens of a chat; Infinity for one that is far too long to count. */
+export async function countTokens(body, signal) {
+  try {
+    const response = await request("/v1/messages/count_tokens", { method: "POST", body: JSON.stringify(body), signal });
+    return (await response.json()).input_tokens;
+  } catch (error) {
+    if (error.status === 400) return Infinity;
+    throw error;
+  }
 }
 
 export async function isHealthy() {
@@ -75,10 +90,10 @@ export async function* chat(body, signal) {
         yield { comment: event.slice(1).trim() };
         continue;
       }
-      const text = event.replace(/^data: /, "");
+      const text = event.replace(/^(event: error\n)?data: /, "");
       if (text === "[DONE]") return;
       const data = JSON.parse(text);
-      if (data.error) throw new ApiError(500, data.error.message);
+      if (data.error) throw new ApiError(500, data.error.message, data.error.code);
       yield { data };
     }
   }

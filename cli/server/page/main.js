@@ -34,6 +34,8 @@ const HEALTH_MS = 3000;
 const MOST_FILE_BYTES = 1 << 20;
 const MOST_PASSES = 2000; // kept of an answer, for the panel
 const MOST_TITLE = 60;
+const MOST_SPARE = 4096; // tokens kept free for an answer, at most this share of the context (offspec/session.py)
+const SPARE_SHARE = 1 / 4;
 const NEAR_END = 60; // pixels: who is this near to the end follows the answer
 
 const state = {
@@ -66,6 +68,14 @@ function newestLeaf(id) {
     if (!below.length) return id;
     id = below.at(-1).id;
   }
+}
+
+const isUsers = (node) => node.role === "user";
+
+/** The messages that the server is told: without the turns that were left out of an earlier answer. */
+function told(messages) {
+  const first = messages.findLast((node) => node.first)?.first;
+  return messages.slice(Math.max(0, messages.findIndex((node) => node.id === first)));
 }
 
 const lastAnswer = () => path().findLast((node) => node.role === "assistant");
@@ -112,6 +122,11 @@ function showMessages() {
     siblings: (node) => children(node.parent).map((each) => each.id),
     choose: (id) => chooseLeaf(newestLeaf(id)),
     regenerate: (node) => answer(node.parent),
+    canLeaveOut: (node) => told(path(node.parent)).filter(isUsers).length > 1,
+    leaveOut: (node) => {
+      state.conversation.leavesOut = true;
+      answer(node.parent);
+    },
     edit: (node, text) => say(text, node.parent),
   };
   for (const node of shown) {
@@ -210,14 +225,14 @@ async function answer(parent) {
   const run = { controller: new AbortController(), node, conversation };
   state.runs.set(conversation.id, run);
   state.nodes.set(node.id, node);
+  const messages = told(path(parent));
   conversation.leaf = node.id;
   conversation.updated = Date.now();
-  const body = requestOf(conversation, path(parent));
   await Promise.all([store.saveConversation(conversation), save(node)]);
   showMessages();
   showList();
   log.scrollTop = log.scrollHeight;
-  await receive(run, body);
+  await receive(run, messages);
 }
 
 /** Keeps an answer in the browser; a full store ends no answer. */
@@ -242,12 +257,45 @@ function requestOf(conversation, messages) {
   };
 }
 
-async function receive(run, body) {
-  const { node, controller } = run;
+/** The events of an answer. Once a person wished so, the oldest turns are left out of a full context. */
+async function* eventsOf({ conversation, node, controller: { signal } }, messages) {
+  const within = conversation.leavesOut ? await withinContext(conversation, messages, signal) : messages;
+  if (within.length < messages.length) {
+    node.first = within[0].id;
+    node.numLeftOut = messages.filter(isUsers).length - within.filter(isUsers).length;
+  }
+  yield* api.chat(requestOf(conversation, within), signal);
+}
+
+/** The messages that leave room for an answer, without the oldest turns if need be: by the rule of `offspec chat`. */
+async function withinContext(conversation, messages, signal) {
+  const tokensFrom = (first) => api.countTokens(requestOf(conversation, messages.slice(first)), signal);
+  const all = await tokensFrom(0);
+  const context = await api.contextOf(state.model);
+  const spare = Math.min(conversation.sampling.max_tokens ?? MOST_SPARE, context * SPARE_SHARE);
+  if (all + spare <= context) return messages;
+  const turns = [...messages.keys()].filter((index) => index && isUsers(messages[index])); // where later ones begin
+  let [low, high] = [0, turns.length - 1];
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if ((await tokensFrom(turns[middle])) + spare <= context * (1 - SPARE_SHARE)) high = middle;
+    else low = middle + 1;
+  }
+  return messages.slice(turns[low] ?? 0);
+}
+
+/** Whether an answer ended because it filled the context. */
+async function filledContext({ finish, figures }) {
+  if (finish !== "length" || !figures) return false;
+  return figures.num_prompt_tokens + figures.num_tokens >= (await api.contextOf(state.model));
+}
+
+async function receive(run, messages) {
+  const { node } = run;
   const drawing = drawEachFrame(run);
   let saved = Date.now();
   try {
-    for await (const event of api.chat(body, controller.signal)) {
+    for await (const event of eventsOf(run, messages)) {
       if (event.comment) node.waiting = event.comment === "running" ? "the model reads the prompt" : "waiting for other answers";
       else take(node, event.data);
       if (Date.now() - saved > SAVE_MS) {
@@ -255,10 +303,12 @@ async function receive(run, body) {
         save(node);
       }
     }
+    node.isFull = await filledContext(node).catch(() => false);
     node.state = "done";
   } catch (error) {
     node.state = error.name === "AbortError" ? "stopped" : "failed";
     if (node.state === "failed") node.error = error.message;
+    node.isFull = error.code === "context_length_exceeded";
     if (error.status === 401) askKey();
     if (error.status === 0) setOnline(false);
   }
@@ -288,6 +338,7 @@ function take(node, data) {
       for (const { text, source } of pass.tokens) node.tokens.push([text, source]);
     }
   }
+  node.finish = data.choices[0]?.finish_reason ?? node.finish;
   const delta = data.choices[0]?.delta;
   node.content += delta?.content ?? "";
   node.thought += delta?.reasoning_content ?? "";

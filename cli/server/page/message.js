@@ -47,8 +47,8 @@ export class MessageView {
   update() {
     const { node, actions } = this;
     this.element.setAttribute("aria-busy", String(node.state === "running"));
-    const failure = node.error ? `${STATES[node.state] ?? ""}: ${node.error}` : (STATES[node.state] ?? "");
-    this.state.textContent = node.state === "running" ? (this.#hasText() ? "" : (node.waiting ?? "waiting for the server")) : failure.replace(/^: /, "");
+    const isOver = node.state !== "running";
+    this.state.textContent = isOver ? stateOf(node) : this.#hasText() ? "" : (node.waiting ?? "waiting for the server");
     this.state.classList.toggle("error", node.state === "failed");
     const siblings = actions.siblings(node);
     const at = siblings.indexOf(node.id);
@@ -62,11 +62,11 @@ export class MessageView {
             button("›", () => actions.choose(siblings[at + 1]), { disabled: at === siblings.length - 1, "aria-label": "Later branch" }),
           )
         : null;
-    const isOver = node.state !== "running";
     this.foot.replaceChildren(
       ...[
         branches,
         isOver && node.role === "assistant" ? button(node.state === "failed" ? "Retry" : "Regenerate", () => actions.regenerate(node)) : null,
+        isOver && node.isFull && actions.canLeaveOut(node) ? button("Go on without the oldest turns", () => actions.leaveOut(node)) : null,
         isOver && node.role === "user" ? button("Edit", () => this.#edit()) : null,
         isOver ? copyButton(() => node.content) : null,
         el("span", { className: "figures-line" }, isOver ? figuresOf(node.figures) : ""),
@@ -135,6 +135,15 @@ export class MessageView {
     this.body.replaceChildren(el("div", { className: "editor" }, field, bar));
     field.focus();
   }
+}
+
+function stateOf({ state, error, finish, isFull, numLeftOut }) {
+  const parts = [
+    [STATES[state], error].filter(Boolean).join(": "),
+    finish === "length" ? (isFull ? "the context is full" : "cut at its greatest length") : "",
+    numLeftOut ? `the oldest ${numLeftOut === 1 ? "turn is" : `${numLeftOut} turns are`} left out from here on` : "",
+  ];
+  return parts.filter(Boolean).join(" · ");
 }
 
 function figuresOf(figures) {

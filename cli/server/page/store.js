@@ -115,6 +115,7 @@ export async function imported(content) {
       sampling: Object.fromEntries(Object.entries(object(each.sampling)).filter(([, value]) => Number.isFinite(value))),
       thinking: ["on", "off"].includes(each.thinking) ? each.thinking : "",
       leaf: ids.get(each.leaf) ?? null,
+      leavesOut: each.leavesOut === true,
     };
     for (const node of list(each.nodes).map(object)) {
       if (!ROLES.includes(node.role)) continue;
@@ -123,6 +124,7 @@ export async function imported(content) {
         id: ids.get(node.id),
         thought: text(node.thought),
         created: number(node.created, 0),
+        first: ids.get(node.first),
         tokens: list(node.tokens).filter((pair) => list(pair).length === 2 && pair.every((part) => typeof part === "string")),
       });
     }

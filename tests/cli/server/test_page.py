@@ -42,6 +42,7 @@ TREE = {
     "sources": ["draft", "lookup", "recycling"],
     "accepted": [0],
 }
+FULL = {"error": {"message": "the context is too small", "code": "context_length_exceeded"}}
 FAULTS = """
     const [done] = arguments, of = (fault) => [fault.impact, fault.id, fault.nodes.map((node) => node.html)];
     axe.run().then((found) => done(found.violations.map(of)));
@@ -147,12 +148,15 @@ SHOW_CUT = """
 
 
 class FakeServer:
-    """Answers chats by `script`, a function from a request's body to pieces: deltas, seconds to wait, or an Event."""
+    """Answers chats by `script`, a function from a request's body to pieces: deltas, choices' fields, or an Event.
+
+    A word is a token. A chat that has `context` of them is refused: at once, or, if `is_late`, in its stream.
+    """
 
     def __init__(self) -> None:
         self.script: Callable[[Any], Iterator[Any]] = lambda body: iter(["Hello."])
         self.bodies, self.num_left, self.key = list[Any](), 0, ""
-        self.names = ["<i>fake</i>"]
+        self.names, self.context, self.is_late = ["<i>fake</i>"], 4096, False
         self.sock = listening("127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{self.sock.getsockname()[1]}/"
         self.start()
@@ -163,6 +167,7 @@ class FakeServer:
                 Route("/health", self.health),
                 Route("/v1/models", self.models),
                 Route("/v1/chat/completions", self.chat, methods=["POST"]),
+                Route("/v1/messages/count_tokens", self.count_tokens, methods=["POST"]),
                 *page_routes(),
             ]
         )
@@ -187,10 +192,15 @@ class FakeServer:
     async def models(self, request: Request) -> Response:
         if self.key and request.headers.get("authorization") != f"Bearer {self.key}":
             return JSONResponse({"error": {"message": "the API key is missing or wrong"}}, 401)
-        return JSONResponse({"data": [{"id": name} for name in self.names]})
+        return JSONResponse({"data": [{"id": name, "context_length": self.context} for name in self.names]})
+
+    async def count_tokens(self, request: Request) -> Response:
+        return JSONResponse({"input_tokens": num_words(await request.json())})
 
     async def chat(self, request: Request) -> Response:
         self.bodies.append(await request.json())
+        if num_words(self.bodies[-1]) >= self.context and not self.is_late:
+            return JSONResponse(FULL, 400)
         return StreamingResponse(self._events(self.bodies[-1]), media_type="text/event-stream")
 
     async def _events(self, body: Any) -> AsyncIterator[str]:
@@ -198,19 +208,27 @@ class FakeServer:
             return f"data: {json.dumps({'choices': [{'delta': delta}], **fields})}\n\n"
 
         yield ": waiting\n\n"
+        if num_words(body) >= self.context:
+            yield f"event: error\ndata: {json.dumps(FULL)}\n\n"
+            return
         try:
             for piece in self.script(body):
                 if isinstance(piece, Event):
                     while not piece.is_set():
                         await asyncio.sleep(0.01)
                 elif isinstance(piece, dict):
-                    yield event({}, **piece) if "offspec" in piece else event(piece)
+                    is_delta = piece.keys().isdisjoint(("offspec", "choices"))
+                    yield event(piece) if is_delta else event({}, **piece)
                 else:
                     yield event({"content": piece})
         except asyncio.CancelledError:
             self.num_left += 1
             raise
         yield "data: [DONE]\n\n"
+
+
+def num_words(body: Any) -> int:
+    return sum(len(message["content"].split()) for message in body["messages"])
 
 
 def passed(text: str = "one", number: int = 1) -> dict[str, Any]:
@@ -235,7 +253,7 @@ def fakes() -> Generator[FakeServer, None, None]:
 @pytest.fixture
 def fake(fakes: FakeServer) -> FakeServer:
     fakes.script, fakes.key, fakes.num_left = (lambda body: iter(["Hello."])), "", 0
-    fakes.names = ["<i>fake</i>"]
+    fakes.names, fakes.context, fakes.is_late = ["<i>fake</i>"], 4096, False
     fakes.bodies.clear()
     return fakes
 
@@ -334,6 +352,39 @@ def test_a_server_that_leaves_and_comes_back(browsers: Browser) -> None:
     browsers.press("Retry")
     browsers.until("return document.querySelector('.assistant .body')?.innerText === 'back'")
     fake.stop()
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_full_context_is_left_by_the_oldest_turns(page: Browser, fake: FakeServer, is_late: bool) -> None:
+    fake.context, fake.is_late, fake.script = 20, is_late, lambda body: iter(["four words of answer"])
+    for number in range(4):
+        page.say(f"question number {number}")
+        page.until("return document.querySelectorAll('.message').length === arguments[0]", 2 * number + 2)
+        page.wait_for_answer()
+    assert page.texts(".state")[-1] == "ended early: the context is too small"
+    page.press("Go on without the oldest turns")
+    page.until("return [...document.querySelectorAll('.state')].at(-1).innerText.startsWith('the oldest 2 turns are')")
+    assert page.wait_for_answer() == "four words of answer"
+    assert [message["content"][-1] for message in fake.bodies[-1]["messages"]] == ["2", "r", "3"]
+    page.driver.refresh()
+    page.until("return document.querySelectorAll('.message').length === 8")
+    page.say("question number 4")  # the person need not say it again
+    page.until("return document.querySelectorAll('.message').length === 10")
+    assert page.wait_for_answer() == "four words of answer"
+    assert [message["content"][-1] for message in fake.bodies[-1]["messages"]] == ["3", "r", "4"]
+    assert page.texts(".assistant .state")[-1] == "the oldest turn is left out from here on"
+    page.errors()  # of the refusal
+
+
+def test_a_cut_answer_says_why(page: Browser, fake: FakeServer) -> None:
+    figures = {"offspec": {**FIGURES, "num_prompt_tokens": 1}}
+    fake.script = lambda body: iter(["two words", {"choices": [{"delta": {}, "finish_reason": "length"}]}, figures])
+    page.say("hi")
+    page.wait_for_answer()
+    assert page.texts(".assistant .state") == ["cut at its greatest length"]
+    fake.context = 3
+    page.press("Regenerate")
+    page.until("return document.querySelector('.assistant .state').innerText === 'the context is full'")
 
 
 def test_a_second_tab_sees_what_the_first_one_does(page: Browser, fake: FakeServer) -> None:
@@ -552,6 +603,21 @@ def test_a_real_answer_has_a_tree(browsers: Browser, engine: Engine) -> None:
         with closing(client.open("GET", "/")) as connection:
             headers = connection.getresponse().headers
         assert all(headers[name] == value for name, value in HEADERS.items())
+
+
+def test_a_real_context_is_left_by_the_oldest_turns(browsers: Browser, engine: Engine) -> None:
+    with served(engine, has_page=True) as (client, _):
+        browsers.open(f"http://127.0.0.1:{client.port}/")
+        for number in range(1, 4):
+            browsers.run("document.querySelector('#prompt').value = arguments[0]", "one two three four " * 30)
+            browsers.say("")
+            browsers.until("return document.querySelectorAll('.message').length === arguments[0]", 2 * number)
+            browsers.wait_for_answer()
+        browsers.press("Go on without the oldest turns")
+        browsers.until("return document.querySelector('.message:last-child .branches')")
+        assert browsers.wait_for_answer()
+        assert "the oldest 2 turns are left out from here on" in browsers.texts(".assistant .state")[-1]
+        browsers.errors()  # of the refusal
 
 
 def test_the_page_can_be_left_out(client: Client) -> None:
