@@ -30,6 +30,7 @@ const KEYS = [
   ["?", "these keys"],
 ];
 const SAVE_MS = 1000; // between two saves of an answer that grows
+const LOST_MS = 15 * SAVE_MS; // an answer of another tab that was not saved for so long is over
 const HEALTH_MS = 3000;
 const MOST_FILE_BYTES = 1 << 20;
 const MOST_PASSES = 2000; // kept of an answer, for the panel
@@ -105,9 +106,6 @@ async function open(id) {
   state.conversation = run?.conversation ?? conversation;
   state.nodes = new Map((await store.nodesOf(conversation.id)).map((node) => [node.id, node]));
   if (run) state.nodes.set(run.node.id, run.node);
-  for (const node of state.nodes.values()) {
-    if (node.state === "running" && node !== run?.node && Date.now() - (node.saved ?? 0) > 10 * SAVE_MS) node.state = "stopped";
-  }
   sessionStorage.setItem("offspec.open", conversation.id);
   document.body.classList.remove("shows-list");
   state.views.clear();
@@ -116,7 +114,18 @@ async function open(id) {
   log.scrollTop = log.scrollHeight;
 }
 
+/** Ends the answers of tabs that have gone. */
+function endLost() {
+  clearTimeout(endLost.timer);
+  const run = state.runs.get(state.conversation.id);
+  const others = [...state.nodes.values()].filter((node) => node.state === "running" && node !== run?.node);
+  const isLost = (node) => Date.now() - (node.saved ?? 0) > LOST_MS;
+  for (const node of others.filter(isLost)) node.state = "stopped";
+  if (others.length) endLost.timer = setTimeout(showMessages, LOST_MS);
+}
+
 function showMessages() {
+  endLost();
   const shown = path();
   const actions = {
     siblings: (node) => children(node.parent).map((each) => each.id),
@@ -592,7 +601,7 @@ function listen() {
     event.preventDefault();
     addFiles(event.dataTransfer.files);
   });
-  addEventListener("pagehide", () => state.runs.forEach(({ node }) => save({ ...node, state: "stopped" })));
+  addEventListener("pagehide", () => state.runs.forEach(({ node }) => store.keepAtOnce({ ...node, state: "stopped" })));
   store.onOtherTab(onOtherTab);
 }
 

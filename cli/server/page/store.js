@@ -8,6 +8,8 @@ const VERSION = 1;
 const FORMAT = "offspec-conversations-1";
 const ROLES = ["user", "assistant"];
 
+const KEPT = "offspec.kept."; // in localStorage
+
 const channel = "BroadcastChannel" in window ? new BroadcastChannel(NAME) : null;
 let database = null;
 const memory = { conversations: new Map(), nodes: new Map() };
@@ -28,9 +30,27 @@ export async function openStore() {
       request.result.createObjectStore("nodes", { keyPath: "id" }).createIndex("conversation", "conversation");
     };
     database = await promised(request);
-    return true;
   } catch {
     return false;
+  }
+  await takeKept().catch(() => {}); // full: kept until there is room
+  return true;
+}
+
+/** Keeps a message while the page ends, when the database would be too late. */
+export function keepAtOnce(node) {
+  try {
+    localStorage.setItem(KEPT + node.id, JSON.stringify({ ...node, saved: Date.now() }));
+  } catch {} // full: what was saved last remains
+}
+
+async function takeKept() {
+  for (const key of Object.keys(localStorage).filter((each) => each.startsWith(KEPT))) {
+    const node = JSON.parse(localStorage.getItem(key));
+    if (!node) continue; // another tab took it
+    const earlier = await promised(store("nodes").get(node.id));
+    if (!(earlier?.saved > node.saved)) await save("nodes", node);
+    localStorage.removeItem(key);
   }
 }
 

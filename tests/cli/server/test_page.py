@@ -324,6 +324,37 @@ def test_stop_keeps_what_came_and_leaves_the_server(page: Browser, fake: FakeSer
     page.until("return [...document.querySelectorAll('.assistant .body')].at(-1).innerText === 'again'")
 
 
+def test_a_reload_keeps_what_came_and_ends_the_answer(page: Browser, fake: FakeServer) -> None:
+    fake.script = lambda body: iter(["begun", Event()])
+    page.say("hi")
+    page.until("return document.querySelector('.assistant .body')?.innerText === 'begun'")
+    page.driver.refresh()
+    page.until("return document.querySelector('.assistant')")
+    assert page.wait_for_answer() == "begun"
+    assert page.texts(".assistant .state") == ["stopped"]
+    assert "Regenerate" in page.texts(".assistant .foot button")
+
+
+def test_an_answer_of_a_tab_that_crashed_ends(page: Browser, fake: FakeServer) -> None:
+    page.say("hi")
+    page.wait_for_answer()
+    lose = """
+        const [done] = arguments, wait = setTimeout;
+        window.setTimeout = (then, ms) => wait(then, ms / 50);
+        import("/page/store.js").then(async (store) => {
+          const nodes = await store.nodesOf(sessionStorage.getItem("offspec.open"));
+          const node = nodes.find(({ role }) => role === "assistant");
+          await store.saveNode({ ...node, state: "running", saved: Date.now() });
+          done();
+        });
+    """
+    page.driver.execute_async_script(lose)
+    page.click("#conversations .title")
+    page.until("return document.querySelector('.assistant').getAttribute('aria-busy') === 'true'")
+    page.run("const now = Date.now; Date.now = () => now() + 20000")
+    page.until("return document.querySelector('.assistant .state')?.innerText === 'stopped'")
+
+
 def test_a_slow_answer_says_what_it_waits_for(page: Browser, fake: FakeServer) -> None:
     gate = Event()
     fake.script = lambda body: iter([gate, "at last"])
