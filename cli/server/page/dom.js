@@ -25,6 +25,9 @@ export function button(label, onclick, props = {}) {
   return el("button", { type: "button", className: "quiet", onclick, ...props }, label);
 }
 
+/** Whether a key sends the text of a field; Shift+Enter begins a line, and input methods take Enter themselves. */
+export const isSending = (event) => event.key === "Enter" && !event.shiftKey && !event.isComposing;
+
 export const byId = (id) => document.getElementById(id);
 
 export function randomId() {

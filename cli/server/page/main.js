@@ -1,7 +1,7 @@
 // The page: which conversation is open, what a person does, and answers under way.
 
 import * as api from "./api.js";
-import { button, byId, download, el } from "./dom.js";
+import { button, byId, download, el, isSending } from "./dom.js";
 import { Insight } from "./insight.js";
 import { MessageView } from "./message.js";
 import * as store from "./store.js";
@@ -571,7 +571,7 @@ function listen() {
   const field = byId("prompt");
   field.addEventListener("input", () => fit(field));
   field.addEventListener("keydown", (event) => {
-    if (event.key === "Enter" && !event.shiftKey && !event.isComposing) send(event);
+    if (isSending(event)) send(event);
   });
   const clicks = {
     new: newOne,

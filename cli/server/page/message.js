@@ -1,6 +1,6 @@
 // One message as it is shown: its text as Markdown or by sources, its thinking, its actions.
 
-import { button, copyButton, el } from "./dom.js";
+import { button, copyButton, el, isSending } from "./dom.js";
 import { Markdown } from "./markdown.js";
 
 const LONG = 1500; // characters of a message that may scroll
@@ -129,7 +129,9 @@ export class MessageView {
     };
     field.addEventListener("keydown", (event) => {
       if (event.key === "Escape") cancel();
-      if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) send();
+      if (!isSending(event)) return;
+      event.preventDefault();
+      send();
     });
     const bar = el("div", { className: "actions" }, button("Cancel", cancel), button("Send", send, { className: "main" }));
     this.body.replaceChildren(el("div", { className: "editor" }, field, bar));

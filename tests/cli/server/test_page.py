@@ -303,8 +303,7 @@ def test_regenerating_and_editing_make_branches(page: Browser, fake: FakeServer)
     page.press("Edit")
     field = page.find(".editor textarea")
     field.clear()
-    field.send_keys("other")
-    page.press("Send", ".editor")
+    field.send_keys("other\n")
     page.until("return document.querySelector('.assistant .body')?.innerText === 'third'")
     assert page.text(".user .branches span") == "2/2"
     assert [message["content"] for message in fake.bodies[-1]["messages"]] == ["other"]
