@@ -640,7 +640,7 @@ async function begin() {
   listen();
   connect();
   await open(sessionStorage.getItem("offspec.open") ?? (await store.conversations())[0]?.id);
-  showPanel((localStorage.getItem("offspec.passes") ?? (innerWidth > 1100 ? "1" : "")) === "1");
+  showPanel(localStorage.getItem("offspec.passes") === "1");
   byId("prompt").focus();
 }
 

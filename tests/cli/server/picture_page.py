@@ -87,8 +87,7 @@ def main(model: str = "builtin", draft: str = "auto") -> None:
         browser.run("document.querySelector('#prompt').value = arguments[0]", PROMPT)
         browser.find("#prompt").send_keys("\n")
         browser.wait_for_answer()
-        if browser.run("return document.querySelector('#insight').hidden"):
-            browser.click("#insight-button")
+        browser.click("#insight-button")
         browser.click("#sources")
         choose_pass(browser)
         picture(browser, "3-passes")

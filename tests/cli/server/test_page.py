@@ -451,8 +451,7 @@ def test_hostile_text_stays_text(page: Browser, fake: FakeServer, tmp_path: Path
     assert told.startswith(f"File {json.dumps(file.name, ensure_ascii=False)}:\n````\n```\n<script>")
     assert told.endswith("\n````\n\n<b>hi</b>")
     page.click("#sources")
-    if page.run("return document.querySelector('#insight').hidden"):
-        page.click("#insight-button")
+    page.click("#insight-button")
     made = (
         "img, script:not([src^='/page/']), b, i, [onload], [onerror], [onclick], a:not([href^='http']):not([href^='#'])"
     )
@@ -476,8 +475,7 @@ def test_the_panel_shows_rates_and_trees(page: Browser, fake: FakeServer) -> Non
     fake.script = lambda body: iter(["one!", passed("one"), "two!", passed("two", 2)])
     page.say("hi")
     page.wait_for_answer()
-    if page.run("return document.querySelector('#insight').hidden"):
-        page.click("#insight-button")
+    page.click("#insight-button")
     figures = page.text("#insight .figures")
     for text in ("8.5", "2.00", "4.20 GB at 11.2 of 12.0 GB/s"):
         assert text in figures
@@ -512,6 +510,14 @@ def test_settings_and_keys(page: Browser, fake: FakeServer) -> None:
     page.run("document.activeElement.blur()")
     page.keys("?")
     page.until("return document.querySelector('#keys').open")
+
+
+def test_the_panel_is_closed_until_it_is_opened(page: Browser) -> None:
+    assert page.run("return document.querySelector('#insight').hidden")
+    page.click("#insight-button")
+    page.driver.refresh()
+    page.until("return document.activeElement?.id === 'prompt'")
+    assert not page.run("return document.querySelector('#insight').hidden")
 
 
 def test_it_fits_a_narrow_screen_and_any_direction(page: Browser, fake: FakeServer) -> None:
@@ -601,8 +607,7 @@ def test_axe_finds_no_serious_fault(page: Browser, fake: FakeServer) -> None:
     fake.script = lambda body: iter(["# Title\n\n- a\n\n```\ncode\n```\n\n| a | b |\n|---|---|\n| 1 | 2 |\n", passed()])
     page.say("hi")
     page.wait_for_answer()
-    if page.run("return document.querySelector('#insight').hidden"):
-        page.click("#insight-button")
+    page.click("#insight-button")
     page.run(AXE.read_text(encoding="utf-8"))
     for theme in ("light", "dark"):
         page.run("document.documentElement.dataset.theme = arguments[0]", theme)
@@ -626,8 +631,7 @@ def test_a_real_answer_has_a_tree(browsers: Browser, engine: Engine) -> None:
         browsers.until("return document.querySelector('h1').innerText === 'builtin'")
         browsers.say("def area(")
         assert browsers.wait_for_answer()
-        if browsers.run("return document.querySelector('#insight').hidden"):
-            browsers.click("#insight-button")
+        browsers.click("#insight-button")
         assert browsers.run("return document.querySelectorAll('#insight .node').length") > 1
         assert browsers.errors() == []
         with closing(client.open("GET", "/")) as connection:
