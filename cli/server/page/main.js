@@ -83,20 +83,47 @@ const lastAnswer = () => path().findLast((node) => node.role === "assistant");
 
 // ---------------------------------------------------------------- what is shown
 
+/** The conversations, or those that have the searched text. */
 async function showList() {
   const all = await store.conversations();
-  byId("conversations").replaceChildren(
-    ...all.map((each) => {
-      const isOpen = each.id === state.conversation?.id;
-      return el(
-        "li",
-        { className: isOpen ? "open" : "" },
-        button(each.title || "New conversation", () => open(each.id), { className: "quiet title", dir: "auto", "aria-current": isOpen ? "true" : undefined }),
-        button("✕", () => remove(each), { "aria-label": `Delete: ${each.title}`, title: "Delete" }),
-      );
-    }),
+  const text = byId("search").value.trim();
+  const having = text ? await store.withText(text) : null;
+  if (text !== byId("search").value.trim()) return; // a later call shows it
+  const shown = all.filter(({ id }) => !having || having.has(id)).map(listed);
+  byId("conversations").replaceChildren(...shown, ...(having?.size === 0 ? [el("li", { className: "hint" }, "Nothing found.")] : []));
+}
+
+function listed(each) {
+  const isOpen = each.id === state.conversation?.id;
+  const tool = (label, title, act) => button(label, act, { className: "quiet tool", title, "aria-label": `${title}: ${each.title}` });
+  const item = el("li", { className: isOpen ? "open" : "" });
+  item.append(
+    button(each.title || "New conversation", () => open(each.id), { className: "quiet title", dir: "auto", "aria-current": isOpen && "true" }),
+    tool("✎", "Rename", () => rename(each, item)),
+    tool("✕", "Delete", () => remove(each)),
   );
-  return all;
+  return item;
+}
+
+/** Puts a field in the place of a title. Enter and leaving keep what was typed, Escape does not. */
+function rename({ id, title }, item) {
+  const field = el("input", { dir: "auto", "aria-label": "Name of the conversation", value: title });
+  let isDone = false;
+  const done = async (isKept) => {
+    if (isDone) return;
+    isDone = true;
+    const inUse = [state.conversation, state.runs.get(id)?.conversation];
+    const conversation = [...inUse, ...(await store.conversations())].find((each) => each?.id === id);
+    const name = field.value.trim();
+    if (isKept && name && conversation) await store.saveConversation(Object.assign(conversation, { title: name }));
+    await showList();
+  };
+  field.addEventListener("blur", () => done(true));
+  field.addEventListener("keydown", (event) => {
+    if (event.key === "Escape" || isSending(event)) done(event.key === "Enter");
+  });
+  item.replaceChildren(field);
+  field.select();
 }
 
 async function open(id) {
@@ -558,7 +585,7 @@ function onKey(event) {
     ALT[event.code]();
     return;
   }
-  if (event.key === "Escape" && !document.querySelector("dialog[open]")) stop();
+  if (event.key === "Escape" && !document.querySelector("dialog[open]") && !event.target.closest("#sidebar")) stop();
   if (event.target.matches("textarea, input, select") || event.ctrlKey || event.metaKey || event.altKey) return;
   const plain = { "/": () => byId("prompt").focus(), "?": () => byId("keys").showModal(), "[": () => insight.step(-1), "]": () => insight.step(1) };
   if (plain[event.key]) {
@@ -590,6 +617,7 @@ function listen() {
   byId("settings").addEventListener("close", closeSettings);
   byId("sources").addEventListener("change", showSources);
   byId("models").addEventListener("change", useModel);
+  byId("search").addEventListener("input", showList);
   byId("file").addEventListener("change", async (event) => {
     await addFiles(event.target.files);
     event.target.value = "";

@@ -75,6 +75,14 @@ export async function conversations() {
   return all.sort((one, other) => other.updated - one.updated);
 }
 
+/** The ids of conversations with a text in their title or messages, in any case. */
+export async function withText(text) {
+  const nodes = database ? await promised(store("nodes").getAll()) : [...memory.nodes.values()];
+  const has = (each) => each.toLowerCase().includes(text.toLowerCase());
+  const titled = (await conversations()).filter(({ title }) => has(title));
+  return new Set([...titled.map(({ id }) => id), ...nodes.filter(({ content }) => has(content)).map((node) => node.conversation)]);
+}
+
 export async function nodesOf(conversation) {
   if (database) return promised(store("nodes").index("conversation").getAll(conversation));
   return [...memory.nodes.values()].filter((node) => node.conversation === conversation);

@@ -520,6 +520,28 @@ def test_the_panel_is_closed_until_it_is_opened(page: Browser) -> None:
     assert not page.run("return document.querySelector('#insight').hidden")
 
 
+def test_conversations_are_renamed_and_searched(page: Browser, fake: FakeServer) -> None:
+    page.say("first")
+    page.wait_for_answer()
+    page.keys("\ue00a" + "n")  # Alt+N
+    page.until("return document.querySelectorAll('.message').length === 0")
+    page.say("second")
+    page.wait_for_answer()
+    page.click("#conversations .open .title")  # the pointer shows what can be done
+    page.until("return document.querySelector('#conversations .open [title=Rename]').offsetWidth")
+    page.click("#conversations .open [title=Rename]")
+    page.find("#conversations input").send_keys("\ue009a\ue000<b>Other</b>\n")  # Ctrl+A, which is released
+    page.until("return document.querySelector('#conversations .open .title')?.innerText === '<b>Other</b>'")
+    page.driver.refresh()
+    page.until("return document.activeElement?.id === 'prompt'")
+    for text, titles in (("OTHER", ["<b>Other</b>"]), ("second", ["<b>Other</b>"]), ("fIrst", ["first"]), ("none", [])):
+        page.find("#search").clear()
+        page.find("#search").send_keys(text)
+        shown = "return JSON.stringify([...document.querySelectorAll('#conversations .title')].map(e => e.innerText))"
+        page.until(f"{shown} === arguments[0]", json.dumps(titles, separators=(",", ":")))
+    assert page.text("#conversations") == "Nothing found."
+
+
 def test_it_fits_a_narrow_screen_and_any_direction(page: Browser, fake: FakeServer) -> None:
     fake.script = lambda body: iter(["```\n", "wide " * 99, "\n```\n\n", "سلام"])
     page.driver.set_window_size(400, 700)
