@@ -1,7 +1,7 @@
 """llama.cpp as an oracle for token ids and for greedy texts, in a process of its own: what ends it ends no tests.
 
 It is the package `xllamacpp`, whose server answers over HTTP. Run as a program, this reads a line of JSON for each
-question, [file, path, requests], and writes one with the tokens that each request to that path was answered with.
+question, [file, path, requests], and writes one with the answers to the requests to that path.
 """
 
 from __future__ import annotations
@@ -25,21 +25,28 @@ class LlamaCpp:
 
     def ids(self, file: Path, texts: Sequence[str]) -> list[list[int]]:
         """Ids of each text, by the tokenizer inside of a GGUF file, without BOS; special tokens are read as such."""
-        return self._ask(file, "tokenize", [{"content": t, "add_special": False, "parse_special": True} for t in texts])
+        asked = [{"content": text, "add_special": False, "parse_special": True} for text in texts]
+        return [answer["tokens"] for answer in self._ask(file, "tokenize", asked)]
 
     def greedy(self, file: Path, prompt: Sequence[int], count: int) -> list[int]:
         """The most likely continuation of a prompt, with a KV cache in fp32; shorter where the text ends."""
         asked = {"prompt": list(prompt), "n_predict": count, "temperature": 0.0, "return_tokens": True}
-        return self._ask(file, "completion", [asked])[0]
+        return list(self._ask(file, "completion", [asked])[0]["tokens"])
 
-    def _ask(self, file: Path, path: str, requests: Sequence[dict[str, Any]]) -> list[list[int]]:
+    def infill(self, file: Path, prefix: str, suffix: str) -> tuple[str, int]:
+        """The prompt for a text with a gap, and the number of its tokens."""
+        asked = {"input_prefix": prefix, "input_suffix": suffix, "n_predict": 1}
+        (answer,) = self._ask(file, "infill", [asked])
+        return answer["prompt"], answer["tokens_evaluated"]
+
+    def _ask(self, file: Path, path: str, requests: Sequence[dict[str, Any]]) -> list[Any]:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps([str(file), path, requests]) + "\n")
         self._process.stdin.flush()
         answer = self._process.stdout.readline()
         assert answer, f"llama.cpp ended over {file}: {self._process.wait()}"
-        found: list[list[int]] = json.loads(answer)
+        found: list[Any] = json.loads(answer)
         return found
 
 
@@ -77,10 +84,10 @@ def _server(file: str) -> Any:
     return xllamacpp.Server(params)
 
 
-def _answer(address: str, asked: dict[str, Any]) -> list[int]:
+def _answer(address: str, asked: dict[str, Any]) -> Any:
     request = urllib.request.Request(address, json.dumps(asked).encode(), {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=60) as answer:
-        return list(json.load(answer)["tokens"])
+        return json.load(answer)
 
 
 if __name__ == "__main__":

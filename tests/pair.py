@@ -23,6 +23,7 @@ from offspec.model.names import LAYER_PREFIX
 CONTEXT = 128
 VOCAB_SIZE = 320  # more than the tokenizer has: padding
 SPECIALS = ["<|endoftext|>", "<|user|>", "<|assistant|>", "<|system|>", "<|end|>"]
+FIM = ["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|fim_pad|>"]
 TEMPLATE = (
     "{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] + '<|end|>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
@@ -85,6 +86,15 @@ def variant(source: Path, folder: Path, **config: Any) -> Path:
     shutil.copytree(source, folder)
     said = _config(folder) | config
     _write_json(folder / "config.json", {key: value for key, value in said.items() if value is not None})
+    return folder
+
+
+def with_gaps(folder: Path) -> Path:
+    """Give a checkpoint's tokenizer tokens for filling in the middle, in place."""
+    file = str(folder / "tokenizer.json")
+    tokenizer = Tokenizer.from_file(file)
+    tokenizer.add_special_tokens(FIM)
+    tokenizer.save(file)
     return folder
 
 

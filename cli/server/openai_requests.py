@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from offspec import SamplingParams
 from offspec.errors import UsageError
+from offspec.text.infill import Infill
 from offspec.text.tool_calls import ToolFormat
 
 from .request_parts import Json, field_of, refuse_fields
@@ -31,7 +32,6 @@ Kind = Literal["chat", "text"]
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 # Unsupported fields that would change the answer, with their values that have no effect.
 NOT_FOLLOWED: dict[str, tuple[Any, ...]] = {
-    "suffix": ("",),
     "functions": ([],),
     "modalities": (["text"],),
     "prompt_logprobs": (),
@@ -86,7 +86,8 @@ class CompletionRequest:
     num_answers: answers to each prompt, with seeds that count up from the request's. num_kept: how many of them the
     client gets, those with the highest mean log-probability of their tokens. shows_logprobs: whether the client asked
     for log-probabilities; choosing needs them anyway. user: whom the client asks for.
-    echoes: answers begin with the prompt. omits_answer: nothing follows it. tools: what a chat may call.
+    echoes: answers begin with the prompt. omits_answer: nothing follows it. tools: what a chat may call. infill: what
+    follows the answer of a text, whose prompts are then texts.
     """
 
     kind: Kind
@@ -104,6 +105,7 @@ class CompletionRequest:
     tool_format: ToolFormat | None = None  # how the model writes calls of the tools
     template_settings: Json = field(default_factory=dict)  # further variables of the chat template
     reports_passes: bool = False  # whether a stream tells of each pass
+    infill: Infill | None = None
 
     @property
     def prompt(self) -> Prompt:
@@ -140,9 +142,10 @@ def parse(kind: Kind, body: Any, defaults: SamplingParams) -> CompletionRequest:
     if num_answers > num_kept and not shows_logprobs:
         params = replace(params, logprobs=0)
     constraint = requested_constraint(body, defaults.constraint)
+    prompts: Sequence[Prompt] = [_messages(body)] if kind == "chat" else _prompts(body)
     return CompletionRequest(
         kind,
-        [_messages(body)] if kind == "chat" else _prompts(body),
+        prompts,
         replace(params, constraint=constraint),
         bool(field_of(body, "stream", bool, "true or false")),
         bool(options.get("include_usage")),
@@ -155,6 +158,7 @@ def parse(kind: Kind, body: Any, defaults: SamplingParams) -> CompletionRequest:
         _tools(kind, body),
         template_settings=_template_settings(kind, body),
         reports_passes=_reports_passes(body),
+        infill=_infill(kind, body, prompts, echoes=echoes),
     )
 
 
@@ -172,6 +176,16 @@ def with_tools(asked: CompletionRequest, tokenizer: Tokenizer) -> CompletionRequ
     may_ignore = asked.params.ignore_eos and not asked.tools.are_strict  # a constraint may end the answer
     constraint = None if may_ignore else asked.tools.constraint(form)
     return replace(asked, params=replace(asked.params, constraint=constraint), tool_format=form)
+
+
+def _infill(kind: Kind, body: Json, prompts: Sequence[Prompt], *, echoes: bool) -> Infill | None:
+    """What `suffix` says; an empty one asks for nothing."""
+    suffix = field_of(body, "suffix", str, "a string")
+    if not suffix:
+        return None
+    if kind == "chat" or echoes or not all(isinstance(prompt, str) for prompt in prompts):
+        raise UsageError("suffix is for text completions of prompts that are texts, without echo; omit it")
+    return Infill(suffix)
 
 
 def _template_settings(kind: Kind, body: Json) -> Json:

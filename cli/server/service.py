@@ -27,6 +27,7 @@ from offspec.running.pass_report import LastPass
 from offspec.running.several_answers import params_of_each
 from offspec.running.steps import Step
 from offspec.session import Turn, encode_turns, turns_of
+from offspec.text.infill import InfillTokens
 
 from ..main import SERVE_THREAD
 from .fair_thread import TimeBudget, TurnsExecutor
@@ -324,11 +325,11 @@ class Service:
 
     def _checked(self, asked: CompletionRequest, prompts: Sequence[list[int]]) -> list[list[CheckedRequest]]:
         """The answers of each prompt."""
+        ends = frozenset[int]() if asked.infill is None else InfillTokens.of(self.engine.tokenizer).ends
 
         def check(prompt: list[int], params: SamplingParams) -> CheckedRequest:
-            return replace(
-                self.engine.check_request(prompt, params, self._speculation, LastPass()), prompt=prompt
-            )  # one list for all
+            checked = self.engine.check_request(prompt, params, self._speculation, LastPass())
+            return replace(checked, prompt=prompt, ends=ends)  # one list for all
 
         return [[check(prompt, params) for params in _params(asked)] for prompt in prompts]
 
@@ -352,7 +353,7 @@ class Service:
         if asked.kind == "chat":
             prompts = [self._encode_chat(asked, client)]
         else:
-            prompts = [self._encode_text(cast("str | list[int]", prompt)) for prompt in asked.prompts]
+            prompts = [self._encode_text(cast("str | list[int]", prompt), asked) for prompt in asked.prompts]
         for ids in prompts:
             self.engine.room_after(len(ids))
         return prompts
@@ -394,7 +395,11 @@ class Service:
         described = asked.tools.described if asked.tools is not None else ()
         return tokenizer.encode_chat(messages, most, tools=described, settings=asked.template_settings)
 
-    def _encode_text(self, prompt: str | list[int]) -> list[int]:
+    def _encode_text(self, prompt: str | list[int], asked: CompletionRequest) -> list[int]:
+        if isinstance(prompt, str) and asked.infill is not None:
+            most = self.engine.max_context
+            num_answer = min(asked.params.max_new_tokens, most // 4)
+            return InfillTokens.of(self.engine.tokenizer).encode(prompt, asked.infill, most, num_answer)
         if not isinstance(prompt, str):
             self.engine.room_after(len(prompt))  # before its ids are looked at
         return self.engine.encode(prompt)

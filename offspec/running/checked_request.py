@@ -18,7 +18,8 @@ class CheckedRequest:
     """What `Engine.check_request` returns.
 
     prompt: its token ids, which fit the context together with `sampling.max_new_tokens`. seed: the sampling seed, never
-    None. began: the start time, by `perf_counter`. constraint: of the answer, compiled.
+    None. began: the start time, by `perf_counter`. constraint: of the answer, compiled. ends: tokens that end the
+    answer beside EOS.
     """
 
     prompt: list[int]
@@ -28,6 +29,7 @@ class CheckedRequest:
     observer: Observer | None
     began: float
     constraint: TokenConstraint | None = None
+    ends: frozenset[int] = frozenset()
 
     @property
     def constraint_s(self) -> float:

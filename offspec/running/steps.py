@@ -45,7 +45,7 @@ class StepMaker:
 
     def __init__(self, models: Models, checked: CheckedRequest) -> None:
         sampling, tokenizer = checked.sampling, models.tokenizer
-        self.final = frozenset() if sampling.ignore_eos else tokenizer.eos_ids
+        self.final = checked.ends | (frozenset() if sampling.ignore_eos else tokenizer.eos_ids)
         self._index, self._limit = models.index, sampling.max_new_tokens
         self._stream = tokenizer.stream(sampling.stop, skip_special_tokens=True)
 

@@ -150,24 +150,34 @@ class Tokenizer:
         ids = self._encode(text).ids
         return [*self._prefix, *ids] if add_special_tokens else list(ids)
 
-    def encode_after(self, context: str, text: str, hidden: Mapping[str, str] | None = None) -> list[int]:
+    def encode_plain(self, text: str, context: str = "") -> list[int]:
+        """Ids of a text after `context` (`encode_after`); none of markup such as `<|im_end|>`."""
+        with self._encoding():
+            text.encode()
+            chat = self._plain_text.hide([{"text": text}])
+        return self.encode_after(context, chat.messages[0]["text"], chat.texts, self._plain_text)
+
+    def encode_after(
+        self, context: str, text: str, hidden: Mapping[str, str] | None = None, special: SpecialText | None = None
+    ) -> list[int]:
         """Ids of `text` after `context`; if a token would overlap both, ids of `text` alone.
 
-        Neither BOS nor EOS is added. hidden: the texts of private characters in both (`hide_special`).
+        Neither BOS nor EOS is added. hidden: the texts of private characters in both (`hide_special`). special: what
+        has hidden them.
         """
-        encoded = self._encode_hidden(context + text, hidden or {}, len(context))
+        encoded = self._encode_hidden(context + text, hidden or {}, len(context), special)
         if encoded.at is not None:
             at = bisect_left([start for start, _ in encoded.offsets], encoded.at)
             if at == 0 or encoded.offsets[at - 1][1] <= encoded.at:
                 return list(encoded.ids[at:])
-        return list(self._encode_hidden(text, hidden or {}, 0).ids)
+        return list(self._encode_hidden(text, hidden or {}, 0, special).ids)
 
-    def _encode_hidden(self, text: str, hidden: Mapping[str, str], at: int) -> EncodedText:
+    def _encode_hidden(self, text: str, hidden: Mapping[str, str], at: int, special: SpecialText | None) -> EncodedText:
         if hidden.keys().isdisjoint(text):
             encoding = self._encode(text)
             return EncodedText(encoding.ids, encoding.offsets, at)
         with self._encoding():
-            return self._special_text.encode(text, hidden, at)
+            return (special or self._special_text).encode(text, hidden, at)
 
     def check_length(self, text: str, most: int) -> None:
         """Raises ContextLengthError for a text with far more than `most` tokens, without encoding all of it.
@@ -218,6 +228,12 @@ class Tokenizer:
     @cached_property
     def _special_text(self) -> SpecialText:
         return SpecialText(self._backend, str(self._settings.chat_template or ""))
+
+    @cached_property
+    def _plain_text(self) -> SpecialText:
+        """As `_special_text`, for all added tokens that are written like markup."""
+        added = self._backend.get_added_tokens_decoder().values()
+        return SpecialText(self._backend, "\n".join(token.content for token in added))
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of ids; unused ids add nothing.

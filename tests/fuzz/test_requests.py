@@ -11,7 +11,7 @@ from offspec import Engine
 
 from ..cli.server.serving import USER, served
 from ..cli.server.test_tools import HERMES
-from ..pair import build_pair
+from ..pair import build_pair, with_gaps
 from . import requests
 
 NUM_CASES = int(os.environ.get("FUZZ_CASES", "25"))
@@ -23,7 +23,7 @@ def test_every_body_is_answered(tmp_path_factory: pytest.TempPathFactory) -> Non
     file = pair.target / "tokenizer_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": HERMES + "{# <think> #}"}))
     with (
-        Engine.load(str(pair.target), draft="lookup", device="cpu") as engine,
+        Engine.load(str(with_gaps(pair.target)), draft="lookup", device="cpu") as engine,
         served(engine, most_waiting=64) as (client, _),
     ):
         assert requests.faults(client, NUM_CASES, seed=1) == []

@@ -29,7 +29,7 @@ ALLOWED = {
     "offspec": r"offspec\.(loaders|scheduler)(\..+)?",
     # The public names, and the rooms that exist for commands: reports, training, and texts of the server's protocol.
     "cli": rf"offspec(\.({'|'.join(offspec.__all__)}|errors|builtin)"
-    r"|\.(tools|training|lab|user_files|text\.(thinking|tool_calls|tokenizer))(\..+)?)?",
+    r"|\.(tools|training|lab|user_files|text\.(infill|thinking|tool_calls|tokenizer))(\..+)?)?",
 }
 # The server shares one engine among many texts, so these modules alone know more of it.
 SERVICE = [ROOT / "cli" / "server" / name for name in ("service.py", "fair_thread.py")]
