@@ -18,7 +18,7 @@ from .answer_blocks import Block, BlockAnswer, BlockEvent
 from .answer_forms import NamedEvents
 from .openai_answers import Said
 from .openai_requests import FIELDS, CompletionRequest, parse
-from .request_parts import Json, field_of, list_of_objects, refuse_fields, text_of
+from .request_parts import Json, field_of, list_of_objects, object_of, refuse_fields, text_of
 
 if TYPE_CHECKING:
     from offspec.text.tokenizer import Tokenizer
@@ -63,9 +63,7 @@ def error_of(failure: Json, status: int) -> Json:
 
 def as_chat(body: Any) -> Json:
     """The request as a body of OpenAI's chats. Raises UsageError, which names the field."""
-    if not isinstance(body, dict):
-        raise UsageError("the request is not a JSON object")
-    refuse_fields(body, NOT_FOLLOWED)
+    refuse_fields(object_of(body), NOT_FOLLOWED)
     chat = {name: body[name] for name in SAME_FIELDS if name in body}
     messages = list_of_objects(body, "messages")
     if not messages:

@@ -19,7 +19,7 @@ from offspec.errors import UsageError
 from offspec.text.infill import Infill
 from offspec.text.tool_calls import ToolFormat
 
-from .request_parts import Json, field_of, refuse_fields
+from .request_parts import Json, field_of, object_of, refuse_fields
 from .response_format import requested_constraint
 from .tools import Tools, called_before, check_depth, tools_of
 
@@ -129,9 +129,7 @@ class CompletionRequest:
 
 def parse(kind: Kind, body: Any, defaults: SamplingParams) -> CompletionRequest:
     """Parse a request; `defaults` apply to omitted fields. Raises UsageError, which names the field."""
-    if not isinstance(body, dict):
-        raise UsageError("the request is not a JSON object")
-    refuse_fields(body, NOT_FOLLOWED)
+    refuse_fields(object_of(body), NOT_FOLLOWED)
     options = field_of(body, "stream_options", Mapping, "an object") or {}
     echoes = _echoes(kind, body)
     omits_answer = echoes and body.get("max_tokens") == 0  # the prompt's log-probabilities alone

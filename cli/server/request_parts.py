@@ -11,6 +11,13 @@ from offspec.errors import UsageError
 Json = dict[str, Any]
 
 
+def object_of(body: Any) -> Json:
+    """A request's body. Raises UsageError for one that is no object."""
+    if not isinstance(body, dict):
+        raise UsageError("the request is not a JSON object")
+    return body
+
+
 def field_of(body: Mapping[str, Any], name: str, kind: Any, description: str) -> Any:
     """A field's value, or None if it is absent. Raises UsageError, which names the field."""
     value = body.get(name)

@@ -27,11 +27,12 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from offspec import SamplingParams
+from offspec import Engine, SamplingParams
 from offspec.errors import OffspecError, UsageError
 from offspec.user_files import parse_json
 
 from ..flag_names import with_flags
+from . import llama_cpp
 from .answer_forms import ApiForm
 from .anthropic_messages import Messages
 from .connections import Bodies
@@ -40,7 +41,7 @@ from .openai_answers import Completions, failure
 from .openai_requests import CompletionRequest
 from .openai_responses import Responses
 from .page_routes import page_routes
-from .request_parts import Json
+from .request_parts import Json, object_of
 from .responses import EventResponse, describe, in_time, refusal, whole_response
 from .service import Service, StoppingError
 from .shelf import Models, OneModel, Shelf, UnknownModelError
@@ -48,13 +49,21 @@ from .shelf import Models, OneModel, Shelf, UnknownModelError
 MOST_BYTES = 32 * 2**20  # of a request
 MOST_BODIES_BYTES = 2 * MOST_BYTES  # of all requests being received
 MOST_CLIENT_BYTES = MOST_BYTES  # of those of one client
-FORMS: dict[str, ApiForm] = {  # below /v1
-    "chat/completions": Completions("chat"),
-    "completions": Completions("text"),
-    "messages": Messages(),
-    "responses": Responses(),
-}
+LLAMA_CPP = llama_cpp.Infilling()
+EMBEDDINGS: dict[str, ApiForm] = {"/v1/embeddings": Completions("text"), "/embedding": LLAMA_CPP}
+EMBEDDINGS |= {"/embeddings": LLAMA_CPP}
 Handler = Callable[[Request], Awaitable[Response]]
+
+
+def forms() -> dict[str, ApiForm]:
+    """The APIs that answer requests, by their paths, for one server."""
+    return {
+        "/v1/chat/completions": Completions("chat"),
+        "/v1/completions": Completions("text"),
+        "/v1/messages": Messages(),
+        "/v1/responses": Responses(),
+        "/infill": LLAMA_CPP,
+    }
 
 
 def is_loopback(host: str) -> bool:
@@ -124,12 +133,15 @@ def application(
         Route("/metrics", guarded(api.metrics)),
         Route("/v1/models", guarded(api.models)),
         Route("/v1/models/{id:path}", guarded(api.model)),
-        *(
-            Route(f"/v1/{path}", guarded(partial(api.answer, form=form)), methods=["POST"])
-            for path, form in FORMS.items()
-        ),
+        *(Route(path, guarded(partial(api.answer, form=form)), methods=["POST"]) for path, form in forms().items()),
         Route("/v1/messages/count_tokens", guarded(api.count_tokens), methods=["POST"]),
-        Route("/v1/embeddings", guarded(api.embeddings), methods=["GET", "POST"]),
+        *(
+            Route(path, guarded(partial(api.embeddings, form=form)), methods=["GET", "POST"])
+            for path, form in EMBEDDINGS.items()
+        ),
+        Route("/props", guarded(api.props)),
+        Route("/tokenize", guarded(partial(api.encoded, work=llama_cpp.tokenize)), methods=["POST"]),
+        Route("/detokenize", guarded(partial(api.encoded, work=llama_cpp.detokenize)), methods=["POST"]),
         *(page_routes() if has_page else []),
     ]
     cors = Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["GET", "POST"], allow_headers=["*"])
@@ -182,7 +194,7 @@ class Api:
         """The response to a request that was read: as soon as its model is loaded, or its whole answer complete."""
         async with self._told_of(form) as reading, self._models.using(body.get("model")) as loaded:
             service = loaded.service
-            work = await service.submit(service.with_tools(asked), _client(request, asked))
+            work = await service.submit(service.with_tools(asked), _client(request, asked.user))
         if reading.refusal is not None:
             return reading.refusal
         answer = form.answer(body, work.asked, loaded.name, work.prompts, service.engine.tokenizer)
@@ -198,11 +210,28 @@ class Api:
             asked = form.request(body, self._defaults)
             async with self._models.using(body.get("model")) as loaded:
                 asked = loaded.service.with_tools(asked)
-                number = await loaded.service.count_tokens(asked, _client(request, asked))
+                number = await loaded.service.count_tokens(asked, _client(request, asked.user))
         return reading.refusal or JSONResponse({"input_tokens": number})
 
-    async def embeddings(self, request: Request) -> Response:
-        return JSONResponse(failure("offspec has no embeddings; ask a server with an embedding model"), 404)
+    async def embeddings(self, request: Request, form: ApiForm) -> Response:
+        refused = failure("offspec has no embeddings; ask a server with an embedding model")
+        return JSONResponse(form.error(refused, 404), 404)
+
+    async def props(self, request: Request) -> Response:
+        """llama.cpp's description of the model that the query or nobody names."""
+        async with self._told_of(LLAMA_CPP) as reading, self._models.using(request.query_params.get("model")) as loaded:
+            service = loaded.service
+            content = llama_cpp.props(service.engine, loaded.name, self._defaults, service.num_texts)
+        return reading.refusal or JSONResponse(content)
+
+    async def encoded(self, request: Request, work: Callable[[Json, Engine], Json]) -> Response:
+        """The result of `work` on a request's body, by the thread that encodes."""
+        async with self._told_of(LLAMA_CPP) as reading:
+            body = object_of(await self._json(request))
+            async with self._models.using(body.get("model")) as loaded:
+                service = loaded.service
+                content = await service.on_encoder(_client(request), partial(work, body, service.engine))
+        return reading.refusal or JSONResponse(content)
 
     @asynccontextmanager
     async def _told_of(self, form: ApiForm) -> AsyncIterator[Reading]:
@@ -241,9 +270,9 @@ class Api:
             self._bodies.give_back(client, len(content))
 
 
-def _client(request: Request, asked: CompletionRequest) -> str:
+def _client(request: Request, user: str = "") -> str:
     """Whose request it is: clients take turns. Programs with many users state them (`user`)."""
-    return f"{_address(request)} {asked.user}"
+    return f"{_address(request)} {user}"
 
 
 def _address(request: Request) -> str:

@@ -215,6 +215,11 @@ class Service:
         }
 
     @property
+    def num_texts(self) -> int:
+        """The maximum number of answers that share passes."""
+        return self._most_texts
+
+    @property
     def is_idle(self) -> bool:
         """Whether no answer is under way or waits."""
         with self._changed:
@@ -264,11 +269,13 @@ class Service:
 
     async def count_tokens(self, asked: CompletionRequest, client: str) -> int:
         """The number of a chat's tokens. Raises the errors of `submit`."""
+        return len(await self.on_encoder(client, partial(self._encode_chat, asked, client)))
+
+    async def on_encoder(self, client: str, work: Callable[[], T]) -> T:
+        """The result of `work` on the thread that encodes. Raises its errors, and those of `submit`."""
         self._reserve(1)
         try:
-            return len(
-                await asyncio.wrap_future(self._encoder.submit(client, partial(self._encode_chat, asked, client)))
-            )
+            return await asyncio.wrap_future(self._encoder.submit(client, work))
         except OffspecError as exc:
             raise self._without_paths(exc) from exc
         finally:
