@@ -5,6 +5,7 @@ It knows neither API: both are built from the message, or the deltas of a stream
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -30,6 +31,15 @@ class Block:
     text: str = ""
     name: str = ""
     call_id: str = ""
+
+    @property
+    def arguments(self) -> Json | None:
+        """Of a call; None for what is no call, or one that a limit has cut."""
+        try:
+            found = json.loads(self.text or "{}") if self.kind == "call" else None
+        except ValueError:
+            return None
+        return found if isinstance(found, dict) else None
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from offspec import SamplingParams
 
 from .openai_answers import Said
 from .openai_requests import CompletionRequest
+from .stream_formats import StreamFormat
 
 if TYPE_CHECKING:
     from offspec.text.tokenizer import Tokenizer
@@ -34,13 +35,14 @@ class AnswerForm(Protocol):
         """Those that tell of an error. failure: in OpenAI's form."""
 
     def event(self, part: Json) -> str:
-        """A part as a server-sent event."""
+        """A part as the stream has it."""
 
 
 class ApiForm(Protocol):
     """An API: how requests are read, and answers and errors are written. name: for the log."""
 
     name: str
+    stream: StreamFormat
 
     def request(self, body: Any, defaults: SamplingParams) -> CompletionRequest:
         """Raises UsageError, which names the field."""

@@ -17,6 +17,7 @@ from .model_facts import template_of
 from .openai_answers import Said
 from .openai_requests import CompletionRequest, parse
 from .request_parts import Json, field_of, list_of_objects, object_of, refuse_fields
+from .stream_formats import EVENTS
 
 if TYPE_CHECKING:
     from offspec import Engine
@@ -31,6 +32,7 @@ class Infilling:
     """`/infill` as a form of requests and answers."""
 
     name = "infill"
+    stream = EVENTS
 
     def request(self, body: Any, defaults: SamplingParams) -> CompletionRequest:
         """A request as a text completion: `prompt` follows `input_prefix`. Raises UsageError, which names the field.

@@ -1,10 +1,13 @@
-"""What clients may learn of a model beside its name: its chat template."""
+"""What clients may learn of a model beside its name: its chat template, and what it can do."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from offspec.errors import TokenizerError
+from offspec.text.infill import InfillTokens
+from offspec.text.thinking import ThinkingStyle
+from offspec.text.tool_calls import ToolFormat
 
 if TYPE_CHECKING:
     from offspec.text.tokenizer import Tokenizer
@@ -16,3 +19,16 @@ def template_of(tokenizer: Tokenizer) -> str:
         return tokenizer.chat_template
     except TokenizerError:
         return ""
+
+
+def capabilities(tokenizer: Tokenizer) -> list[str]:
+    """What the model can do, in Ollama's words."""
+    found = ["completion"]
+    for name, format_of in (("tools", ToolFormat.of), ("insert", InfillTokens.of)):
+        try:
+            format_of(tokenizer)
+        except TokenizerError:
+            continue
+        found.append(name)
+    has_template = bool(template_of(tokenizer))
+    return [*found, "thinking"] if has_template and ThinkingStyle.of([], tokenizer) is not None else found

@@ -21,6 +21,7 @@ from . import logprobs
 from .logprobs import TokenTexts
 from .openai_requests import CompletionRequest, Kind, parse
 from .request_parts import Json
+from .stream_formats import EVENTS
 from .tools import CalledTools
 
 if TYPE_CHECKING:
@@ -179,6 +180,8 @@ class ChatChoice:
 
 class Completions:
     """OpenAI's chats or text completions, as a form of requests and answers (`answer_forms.ApiForm`)."""
+
+    stream = EVENTS
 
     def __init__(self, kind: Kind) -> None:
         self.name: str = kind

@@ -19,6 +19,7 @@ from .answer_forms import NamedEvents
 from .openai_answers import Said
 from .openai_requests import FIELDS, CompletionRequest, parse
 from .request_parts import Json, field_of, list_of_objects, object_of, refuse_fields, text_of
+from .stream_formats import EVENTS
 
 if TYPE_CHECKING:
     from offspec.text.tokenizer import Tokenizer
@@ -46,6 +47,7 @@ class Responses:
     """The API as a form of requests and answers."""
 
     name = "responses"
+    stream = EVENTS
 
     def request(self, body: Any, defaults: SamplingParams) -> CompletionRequest:
         """A request as a chat. Raises UsageError, which names the field."""

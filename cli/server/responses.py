@@ -7,7 +7,8 @@ A large model can take minutes until its first token. Proxies close connections 
   without an event (HTML Standard, 9.2.6: servers should send one about every 15 s).
 - A response that is not there after SILENCE_S, because a model is loaded or a whole answer takes long, begins before it
   is known: status 200, then after each KEEP_ALIVE_S a comment in a stream, a newline before a whole answer. JSON may
-  begin with white space (RFC 8259, section 2), and all clients' parsers skip it. If it becomes an error, its status
+  begin with white space (RFC 8259, section 2), and all clients' parsers skip it. In a stream of lines, whose clients
+  parse each as JSON, a comment is a space before the next line. If it becomes an error, its status
   cannot tell. A stream has the error as an event. A whole answer's body is then the error as JSON, and the connection
   closes before the body's end. So clients raise a connection error, and do not take it for an answer. OpenAI's client
   retries it, as it does an answer with status 500. Errors that are found earlier keep their statuses.
@@ -34,10 +35,10 @@ from .openai_answers import Said, failure
 from .request_parts import Json
 from .service import BusyError, StoppingError, Work
 from .shelf import UnknownModelError
+from .stream_formats import StreamFormat
 
 KEEP_ALIVE_S = 5.0  # between two signs of life
 SILENCE_S = 10.0  # before the first one of a response that is not there yet
-WAITING, RUNNING = ": waiting\n\n", ": running\n\n"
 # For browsers and proxies: an answer is new each time. nginx would collect a stream's events.
 STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 Cancel = Callable[[Work], None]
@@ -45,12 +46,10 @@ WriteError = Callable[[Json, int], Json]  # an error in OpenAI's form, and its s
 
 
 class EventResponse(StreamingResponse):
-    """A stream of server-sent events."""
+    """A stream of an answer's parts."""
 
-    media_type = "text/event-stream"
-
-    def __init__(self, answer: AnswerForm, work: Work, cancel: Cancel) -> None:
-        super().__init__(_events(answer, work), headers=STREAM_HEADERS)
+    def __init__(self, answer: AnswerForm, work: Work, cancel: Cancel, stream: StreamFormat) -> None:
+        super().__init__(_events(answer, work, stream), headers=STREAM_HEADERS, media_type=stream.media_type)
         self._cancel = partial(cancel, work)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -60,15 +59,16 @@ class EventResponse(StreamingResponse):
             self._cancel()
 
 
-async def _events(answer: AnswerForm, work: Work) -> AsyncGenerator[str, None]:
-    """Server-sent events. An error becomes an event, because the status is already sent."""
+async def _events(answer: AnswerForm, work: Work, stream: StreamFormat) -> AsyncGenerator[str, None]:
+    """An answer's parts. An error becomes one, because the status is already sent."""
     begun, num_open = set[int](), len(work.jobs)
-    yield _sign_of_life(work)
+    if stream.begins_with_sign:
+        yield _sign_of_life(work, stream)
     try:
         while num_open:
             arrived = await work.next(KEEP_ALIVE_S)
             if arrived is None:
-                yield _sign_of_life(work)
+                yield _sign_of_life(work, stream)
                 continue
             index, step, report = arrived
             for part in answer.parts(index, Said.of(step, report), is_first=index not in begun):
@@ -83,8 +83,8 @@ async def _events(answer: AnswerForm, work: Work) -> AsyncGenerator[str, None]:
     yield answer.end
 
 
-def _sign_of_life(work: Work) -> str:
-    return RUNNING if work.has_begun else WAITING
+def _sign_of_life(work: Work, stream: StreamFormat) -> str:
+    return stream.running if work.has_begun else stream.waiting
 
 
 async def whole_response(
@@ -124,30 +124,30 @@ async def _left(request: Request) -> None:
         pass
 
 
-async def in_time(answering: Coroutine[Any, Any, Response], *, streams: bool) -> Response:
-    """The response of `answering`, or after SILENCE_S one that begins before it."""
+async def in_time(answering: Coroutine[Any, Any, Response], stream: StreamFormat | None) -> Response:
+    """The response of `answering`, or after SILENCE_S one that begins before it. stream: None is a whole answer."""
     task = asyncio.create_task(answering)
     try:
         done, _ = await asyncio.wait({task}, timeout=SILENCE_S)
     except asyncio.CancelledError:  # the server stops
         task.cancel()
         return await task
-    return task.result() if done else LateResponse(task, streams=streams)
+    return task.result() if done else LateResponse(task, stream)
 
 
 class LateResponse(Response):
     """A response that begins before it is known: signs of life, then the body of the task's response."""
 
-    def __init__(self, task: asyncio.Task[Response], *, streams: bool) -> None:
-        """streams: the task's response is a stream of events; otherwise a whole answer as JSON."""
-        self._task, self._streams = task, streams
-        self.media_type = EventResponse.media_type if streams else JSONResponse.media_type
+    def __init__(self, task: asyncio.Task[Response], stream: StreamFormat | None) -> None:
+        """stream: the format of the task's response; None is a whole answer as JSON."""
+        self._task, self._stream = task, stream
+        self.media_type = JSONResponse.media_type if stream is None else stream.media_type
         super().__init__(headers=STREAM_HEADERS)
         del self.headers["content-length"]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        sign = WAITING if self._streams else "\n"
+        sign = "\n" if self._stream is None else self._stream.waiting
         while not self._task.done():
             await send({"type": "http.response.body", "body": sign.encode(), "more_body": True})
             await asyncio.wait({self._task}, timeout=KEEP_ALIVE_S)
@@ -160,10 +160,10 @@ class LateResponse(Response):
         await response(scope, receive, send_body)
 
     def _failed(self, message: Message) -> Message:
-        """The body of an error: an event, or JSON whose end is missing."""
-        if not self._streams:
+        """The body of an error: a part of a stream, or JSON whose end is missing."""
+        if self._stream is None:
             return {**message, "more_body": True}
-        return {**message, "body": b"event: error\ndata: " + message["body"] + b"\n\n"}
+        return {**message, "body": self._stream.error.format(message["body"].decode()).encode()}
 
 
 def describe(error: Exception, *, is_running: bool = False) -> tuple[Json, int]:

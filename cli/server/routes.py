@@ -32,7 +32,7 @@ from offspec.errors import OffspecError, UsageError
 from offspec.user_files import parse_json
 
 from ..flag_names import with_flags
-from . import llama_cpp
+from . import llama_cpp, ollama
 from .answer_forms import ApiForm
 from .anthropic_messages import Messages
 from .connections import Bodies
@@ -49,9 +49,9 @@ from .shelf import Models, OneModel, Shelf, UnknownModelError
 MOST_BYTES = 32 * 2**20  # of a request
 MOST_BODIES_BYTES = 2 * MOST_BYTES  # of all requests being received
 MOST_CLIENT_BYTES = MOST_BYTES  # of those of one client
-LLAMA_CPP = llama_cpp.Infilling()
+LLAMA_CPP, OLLAMA = llama_cpp.Infilling(), ollama.Ollama("chat")
 EMBEDDINGS: dict[str, ApiForm] = {"/v1/embeddings": Completions("text"), "/embedding": LLAMA_CPP}
-EMBEDDINGS |= {"/embeddings": LLAMA_CPP}
+EMBEDDINGS |= {"/embeddings": LLAMA_CPP, "/api/embed": OLLAMA, "/api/embeddings": OLLAMA}
 Handler = Callable[[Request], Awaitable[Response]]
 
 
@@ -63,6 +63,8 @@ def forms() -> dict[str, ApiForm]:
         "/v1/messages": Messages(),
         "/v1/responses": Responses(),
         "/infill": LLAMA_CPP,
+        "/api/chat": OLLAMA,
+        "/api/generate": ollama.Ollama("generate"),
     }
 
 
@@ -142,6 +144,9 @@ def application(
         Route("/props", guarded(api.props)),
         Route("/tokenize", guarded(partial(api.encoded, work=llama_cpp.tokenize)), methods=["POST"]),
         Route("/detokenize", guarded(partial(api.encoded, work=llama_cpp.detokenize)), methods=["POST"]),
+        Route("/api/version", guarded(api.ollama_version)),
+        Route("/api/tags", guarded(api.ollama_tags)),
+        Route("/api/show", guarded(api.ollama_show), methods=["POST"]),
         *(page_routes() if has_page else []),
     ]
     cors = Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["GET", "POST"], allow_headers=["*"])
@@ -188,7 +193,7 @@ class Api:
             asked = form.request(body, self._defaults)
         if reading.refusal is not None:
             return reading.refusal
-        return await in_time(self._answered(request, form, body, asked), streams=asked.streams)
+        return await in_time(self._answered(request, form, body, asked), form.stream if asked.streams else None)
 
     async def _answered(self, request: Request, form: ApiForm, body: Json, asked: CompletionRequest) -> Response:
         """The response to a request that was read: as soon as its model is loaded, or its whole answer complete."""
@@ -199,7 +204,7 @@ class Api:
             return reading.refusal
         answer = form.answer(body, work.asked, loaded.name, work.prompts, service.engine.tokenizer)
         if asked.streams:
-            return EventResponse(answer, work, service.cancel)
+            return EventResponse(answer, work, service.cancel, form.stream)
         return await whole_response(answer, work, service.cancel, request, form.error)
 
     async def count_tokens(self, request: Request) -> Response:
@@ -231,6 +236,22 @@ class Api:
             async with self._models.using(body.get("model")) as loaded:
                 service = loaded.service
                 content = await service.on_encoder(_client(request), partial(work, body, service.engine))
+        return reading.refusal or JSONResponse(content)
+
+    async def ollama_version(self, request: Request) -> Response:
+        return JSONResponse(ollama.version())
+
+    async def ollama_tags(self, request: Request) -> Response:
+        async with self._told_of(OLLAMA) as reading:
+            content = await asyncio.to_thread(ollama.tags, self._models.paths)
+        return reading.refusal or JSONResponse(content)
+
+    async def ollama_show(self, request: Request) -> Response:
+        async with self._told_of(OLLAMA) as reading:
+            body = object_of(await self._json(request))
+            name, loaded = self._models.checked(body.get("model") or body.get("name")), self._models.loaded
+            context = loaded.service.engine.max_context if loaded is not None and loaded.name == name else None
+            content = await asyncio.to_thread(ollama.show, name, self._models.paths[name], context)
         return reading.refusal or JSONResponse(content)
 
     @asynccontextmanager

@@ -51,6 +51,13 @@ class Models(Protocol):
     def loaded(self) -> Loaded | None:
         """The model that is loaded now."""
 
+    @property
+    def paths(self) -> Mapping[str, Path]:
+        """Folders or GGUF files, by the names that clients see."""
+
+    def checked(self, name: Any) -> str:
+        """The name of the model that a request means by `name`. Raises UnknownModelError."""
+
     def using(self, name: Any) -> AbstractAsyncContextManager[Loaded]:
         """The model that a request names, loaded and kept during the body. Raises OffspecError."""
 
@@ -71,6 +78,10 @@ class OneModel:
         self.loaded: Loaded = Loaded(service, alias or public)
         self._names = {self.loaded.name, public, service.engine.name}  # by which a client may ask what it is
         self._described = self.loaded.described()
+        self.paths: Mapping[str, Path] = {self.loaded.name: service.engine.tokenizer.folder}
+
+    def checked(self, name: Any) -> str:
+        return self.loaded.name
 
     @asynccontextmanager
     async def using(self, name: Any) -> AsyncIterator[Loaded]:
@@ -97,7 +108,7 @@ class Shelf:
 
     def __init__(self, paths: Mapping[str, Path], load: Callable[[Path], Service], tell: Callable[[str], None]) -> None:
         """load: makes a model's service; the shelf closes it, and its engine."""
-        self._paths, self._load, self.tell = paths, load, tell
+        self.paths, self._load, self.tell = paths, load, tell
         self.loaded: Loaded | None = None
         self._num_using = 0
         self._turn = asyncio.Lock()
@@ -106,19 +117,19 @@ class Shelf:
     @asynccontextmanager
     async def using(self, name: Any) -> AsyncIterator[Loaded]:
         async with self._turn:
-            loaded = await self._switched(self._checked(name))
+            loaded = await self._switched(self.checked(name))
             self._num_using += 1
         try:
             yield loaded
         finally:
             self._num_using -= 1
 
-    def _checked(self, name: Any) -> str:
+    def checked(self, name: Any) -> str:
         """The name of a model: the one that is named, or the loaded one, or the first, if none is."""
         if name in (None, ""):
-            return self.loaded.name if self.loaded is not None else next(iter(self._paths))
-        if not isinstance(name, str) or name not in self._paths:
-            raise UnknownModelError(f"unknown model {name!r}; this server has {', '.join(self._paths)}")
+            return self.loaded.name if self.loaded is not None else next(iter(self.paths))
+        if not isinstance(name, str) or name not in self.paths:
+            raise UnknownModelError(f"unknown model {name!r}; this server has {', '.join(self.paths)}")
         return name
 
     async def _switched(self, name: str) -> Loaded:
@@ -133,7 +144,7 @@ class Shelf:
         self.close()
         began = time.monotonic()
         try:
-            service = self._load(self._paths[name])
+            service = self._load(self.paths[name])
         except OffspecError as exc:
             raise UsageError(f"{name} cannot be loaded: {without_paths(str(exc))}") from exc
         service.give_up = self.give_up
@@ -142,11 +153,11 @@ class Shelf:
         return self.loaded
 
     def list(self) -> list[Json]:
-        return [self.describe(name) for name in self._paths]
+        return [self.describe(name) for name in self.paths]
 
     def describe(self, name: str) -> Json:
-        if name not in self._paths:
-            raise UnknownModelError(f"unknown model {name!r}; this server has {', '.join(self._paths)}")
+        if name not in self.paths:
+            raise UnknownModelError(f"unknown model {name!r}; this server has {', '.join(self.paths)}")
         loaded = self.loaded
         return loaded.described() if loaded is not None and loaded.name == name else described(name)
 

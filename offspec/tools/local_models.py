@@ -26,7 +26,8 @@ HEAD_FAULT = "a trained head, which is no model: give it as `draft`"
 class LocalModel:
     """name: as commands take it. form: the format of most weights. fault: why it does not run; "" if it does.
 
-    drafts: what was made for it, as `draft` takes it; any model can have `lookup` besides.
+    drafts: what was made for it, as `draft` takes it; any model can have `lookup` besides. architecture: its
+    config.json's model_type. max_context: its own, in tokens.
     """
 
     name: str
@@ -35,6 +36,9 @@ class LocalModel:
     form: str = ""
     fault: str = ""
     drafts: tuple[str, ...] = ()
+    architecture: str = ""
+    num_parameters: int = 0
+    max_context: int = 0
 
     def as_dict(self) -> dict[str, Any]:
         return {**asdict(self), "path": str(self.path), "drafts": list(self.drafts)}
@@ -49,7 +53,8 @@ def described(name: str, path: Path) -> LocalModel:
         notes = list[Note]()
         files = ModelFiles.open(path, "auto", "cpu", notes, headers_only=True)
         form = files.packed_form or str(files.dtype).removeprefix("torch.")
-        return LocalModel(name, path, size, form, drafts=_drafts(name, files))
+        facts = (files.config.model_type, files.num_parameters, files.config.max_context)
+        return LocalModel(name, path, size, form, "", _drafts(name, files), *facts)
     except OffspecError as exc:
         return LocalModel(name, path, size, fault=str(exc).partition("\n")[0])
 

@@ -152,7 +152,7 @@ def test_properties_are_described(client: Client, engine: Engine) -> None:
     assert (props["total_slots"], props["model_path"]) == (8, "target")
 
 
-@pytest.mark.parametrize("path", ["/v1/embeddings", "/embedding", "/embeddings"])
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/embedding", "/embeddings", "/api/embed", "/api/embeddings"])
 def test_embeddings_are_refused_by_name(client: Client, path: str) -> None:
     reply = client.ask("POST", path, {"input": "a"})
     assert reply.status == 404

@@ -19,7 +19,8 @@ from offspec.cli.server.connections import protocol
 from offspec.cli.server.service import Service
 from offspec.cli.server.shelf import Shelf
 
-from ...pair import Pair
+from ...pair import CONTEXT, Pair
+from ...refusals import tells
 from ..conftest import Offspec
 from .serving import USER, Client, running, until
 
@@ -65,6 +66,21 @@ def test_the_named_model_answers(client: Client, shelf: Shelf) -> None:
         assert shelf.loaded.name == name
         assert client.ask("GET", f"/v1/models/{name}").body["context_length"] > 0
     assert chat(client, None).body["model"] == "large"  # the loaded one
+
+
+def test_models_are_described_before_they_are_loaded(client: Client, shelf: Shelf) -> None:
+    """As Ollama's clients ask; llama.cpp's properties are those of a loaded model."""
+    models = client.ask("GET", "/api/tags").body["models"]
+    assert [model["name"] for model in models] == ["large", "later-broken", "small"]
+    shown = client.ask("POST", "/api/show", {"model": "small"}).body
+    assert shown["model_info"]["llama.context_length"] == CONTEXT
+    assert shelf.loaded is None
+    unknown = client.ask("POST", "/api/show", {"model": "medium"})
+    assert (unknown.status, tells(unknown.body["error"], "medium", "small")) == (404, True)
+    assert client.ask("GET", "/props?model=small").body["model_alias"] == "small"
+    assert client.ask("POST", "/tokenize", {"content": "a"}).status == 200
+    assert shelf.loaded is not None
+    assert shelf.loaded.name == "small"
 
 
 def test_an_unknown_model_is_refused_by_name(client: Client) -> None:
