@@ -1,4 +1,4 @@
-"""OpenAI's Responses API: its requests as chats, and answers as its items and events. Nothing is stored.
+"""OpenAI's Responses API: its requests as chats, and answers as its items and events. Conversations are stored.
 
 A request becomes a body of OpenAI's chats, so both have the same checks and the same answers.
 """
@@ -8,8 +8,9 @@ from __future__ import annotations
 import reprlib
 import secrets
 import time
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
 
 from offspec import SamplingParams
 from offspec.errors import UsageError
@@ -19,13 +20,13 @@ from .answer_forms import NamedEvents
 from .openai_answers import Said
 from .openai_requests import FIELDS, CompletionRequest, parse
 from .request_parts import Json, field_of, list_of_objects, object_of, refuse_fields, text_of
+from .response_store import StoredResponses
 from .stream_formats import EVENTS
 
 if TYPE_CHECKING:
     from offspec.text.tokenizer import Tokenizer
 
 NOT_FOLLOWED: dict[str, tuple[Any, ...]] = {
-    "previous_response_id": (),
     "conversation": (),
     "background": (False,),
     "prompt": (),
@@ -41,6 +42,7 @@ ECHOED = ("instructions", "max_output_tokens", "metadata", "temperature", "top_p
 TEXTS = ["input_text", "output_text", "text"]
 DELTAS = {"thinking": "reasoning_text", "text": "output_text", "call": "function_call_arguments"}
 FULL_TEXT = {"thinking": "text", "text": "text", "call": "arguments"}
+Keep = Callable[[str, Sequence[Block]], None]
 
 
 class Responses:
@@ -49,14 +51,23 @@ class Responses:
     name = "responses"
     stream = EVENTS
 
+    def __init__(self, stored: StoredResponses) -> None:
+        self._stored = stored
+
     def request(self, body: Any, defaults: SamplingParams) -> CompletionRequest:
         """A request as a chat. Raises UsageError, which names the field."""
-        return parse("chat", as_chat(body), defaults)
+        previous = field_of(object_of(body), "previous_response_id", str, "a string")
+        return parse("chat", as_chat(body, self._stored.messages(previous) if previous else ()), defaults)
 
     def answer(
         self, body: Json, request: CompletionRequest, model: str, prompts: Sequence[Sequence[int]], tokenizer: Tokenizer
     ) -> ResponseAnswer:
-        return ResponseAnswer(body, model, BlockAnswer(request, prompts[0], tokenizer))
+        messages = cast("Sequence[Json]", request.prompt)[1 if body.get("instructions") else 0 :]  # they do not stay
+        keep = None if body.get("store") is False else partial(self._keep, messages)
+        return ResponseAnswer(body, model, BlockAnswer(request, prompts[0], tokenizer), keep)
+
+    def _keep(self, messages: Sequence[Json], response_id: str, blocks: Sequence[Block]) -> None:
+        self._stored.add(response_id, [*messages, _as_message(blocks)])
 
     def error(self, failure: Json, status: int) -> Json:
         return failure
@@ -65,11 +76,11 @@ class Responses:
 # ------------------------------------------------------------------------------------------------ requests
 
 
-def as_chat(body: Any) -> Json:
-    """The request as a body of OpenAI's chats. Raises UsageError, which names the field."""
+def as_chat(body: Any, before: Sequence[Json] = ()) -> Json:
+    """The request as a body of OpenAI's chats. before: earlier messages. Raises UsageError, which names the field."""
     refuse_fields(object_of(body), NOT_FOLLOWED)
     chat = {name: body[name] for name in SAME_FIELDS if name in body}
-    chat["messages"] = _messages(body)
+    chat["messages"] = _messages(body, before)
     if (most := body.get("max_output_tokens")) is not None:
         chat["max_completion_tokens"] = most
     tools = list_of_objects(body, "tools")
@@ -87,9 +98,10 @@ def as_chat(body: Any) -> Json:
     return chat
 
 
-def _messages(body: Json) -> list[Json]:
+def _messages(body: Json, before: Sequence[Json]) -> list[Json]:
     instructions = field_of(body, "instructions", str, "a string")
     messages = [{"role": "system", "content": instructions}] if instructions else []
+    messages += before
     if isinstance(body.get("input"), str):
         return [*messages, {"role": "user", "content": body["input"]}]
     items = list_of_objects(body, "input")
@@ -113,15 +125,27 @@ def _messages(body: Json) -> list[Json]:
         else:
             raise UsageError(f"{where} is of type {reprlib.repr(kind)}, which is not supported")
         if thoughts and messages[-1]["role"] == "assistant":
-            messages[-1]["reasoning_content"], thoughts = thoughts, ""
+            messages[-1], thoughts = {**messages[-1], "reasoning_content": thoughts}, ""
     return messages
 
 
+def _as_message(blocks: Sequence[Block]) -> Json:
+    """A response as a message of a chat, without a call that a limit has cut."""
+    text, thoughts = ("".join(each.text for each in blocks if each.kind == kind) for kind in ("text", "thinking"))
+    message: Json = {"role": "assistant", "content": text} | ({"reasoning_content": thoughts} if thoughts else {})
+    calls = [
+        {"id": f"call_{each.call_id}", "type": "function", "function": {"name": each.name, "arguments": each.arguments}}
+        for each in blocks
+        if each.arguments is not None
+    ]
+    return {**message, "tool_calls": calls} if calls else message
+
+
 def _turn_of_assistant(messages: list[Json]) -> Json:
-    """The message that a call belongs to: the last one, if it is the assistant's."""
+    """The message that a call belongs to: the last one, if it is the assistant's, as a copy: it may be stored."""
     if not messages or messages[-1]["role"] != "assistant":
         messages.append({"role": "assistant", "content": ""})
-    messages[-1].setdefault("tool_calls", [])
+    messages[-1] = {**messages[-1], "tool_calls": [*messages[-1].get("tool_calls", ())]}
     return messages[-1]
 
 
@@ -134,10 +158,10 @@ def _call(item: Json) -> Json:
 
 
 class ResponseAnswer(NamedEvents):
-    """The response to one request."""
+    """The response to one request. keep: gets its id and its blocks when it is complete; None keeps nothing."""
 
-    def __init__(self, body: Json, model: str, answer: BlockAnswer) -> None:
-        self._answer, self._id = answer, secrets.token_hex(12)
+    def __init__(self, body: Json, model: str, answer: BlockAnswer, keep: Keep | None = None) -> None:
+        self._answer, self._id, self._keep = answer, secrets.token_hex(12), keep
         self._number = 0  # of the next event
         self._head: Json = {
             "id": f"resp_{self._id}",
@@ -147,8 +171,8 @@ class ResponseAnswer(NamedEvents):
             "error": None,
             "incomplete_details": None,
             "parallel_tool_calls": body.get("parallel_tool_calls") is not False,
-            "previous_response_id": None,
-            "store": False,
+            "previous_response_id": body.get("previous_response_id"),
+            "store": keep is not None,
             "text": body.get("text") or {"format": {"type": "text"}},
             "tool_choice": body.get("tool_choice") or "auto",
             "tools": body.get("tools") or [],
@@ -188,6 +212,8 @@ class ResponseAnswer(NamedEvents):
         return [{**event, "sequence_number": number} for number, event in enumerate(events, start=first)]
 
     def _response(self, passage: Said) -> Json:
+        if self._keep is not None:
+            self._keep(self._head["id"], self._answer.blocks)
         is_cut = self._answer.finish == "length"
         state = {"status": "incomplete" if is_cut else "completed"}
         if is_cut:

@@ -42,6 +42,7 @@ from .openai_requests import CompletionRequest
 from .openai_responses import Responses
 from .page_routes import page_routes
 from .request_parts import Json, object_of
+from .response_store import StoredResponses
 from .responses import EventResponse, describe, in_time, refusal, whole_response
 from .service import Service, StoppingError
 from .shelf import Models, OneModel, Shelf, UnknownModelError
@@ -61,7 +62,7 @@ def forms() -> dict[str, ApiForm]:
         "/v1/chat/completions": Completions("chat"),
         "/v1/completions": Completions("text"),
         "/v1/messages": Messages(),
-        "/v1/responses": Responses(),
+        "/v1/responses": Responses(StoredResponses()),
         "/infill": LLAMA_CPP,
         "/api/chat": OLLAMA,
         "/api/generate": ollama.Ollama("generate"),

@@ -68,6 +68,40 @@ def test_functions_are_called_whole_and_streamed(responses: Any) -> None:
     assert kinds[-3:] == ["response.function_call_arguments.done", "response.output_item.done", "response.completed"]
 
 
+def test_a_response_continues_another(responses: Any) -> None:
+    """With its messages, but for its instructions; as if the client had sent all of them."""
+    settings: dict[str, Any] = {"model": "any", "max_output_tokens": 12}
+    first = responses.create(input="hi", instructions="Be brief.", **settings)
+    for streams in (False, True):
+        later = responses.create(input="and then?", previous_response_id=first.id, stream=streams, **settings)
+        later = [*later][-1].response if streams else later
+        assert later.previous_response_id == first.id
+    said = {"role": "assistant", "content": first.output_text}
+    asks = [{"role": "user", "content": text} for text in ("hi", "and then?")]
+    alone = responses.create(input=[asks[0], said, asks[1]], **settings)
+    assert (later.output_text, later.usage.input_tokens) == (alone.output_text, alone.usage.input_tokens)
+    third = responses.create(input="?", previous_response_id=later.id, **settings)
+    assert third.usage.input_tokens > later.usage.input_tokens
+
+
+def test_a_call_is_answered_by_its_id_alone(responses: Any) -> None:
+    called = responses.create(model="any", input="hi", max_output_tokens=300, **FORCED)
+    output: Any = [{**OUTPUT, "call_id": called.output[0].call_id}]
+    for _ in range(2):  # what is stored does not change
+        later = responses.create(model="any", input=output, previous_response_id=called.id, max_output_tokens=4)
+    everything = [{"role": "user", "content": "hi"}, called.output[0].model_dump(exclude_none=True), *output]
+    alone = responses.create(model="any", input=everything, max_output_tokens=4)
+    assert later.usage.input_tokens == alone.usage.input_tokens
+
+
+@pytest.mark.parametrize("is_unknown", [True, False])
+def test_a_response_that_is_not_stored_is_no_beginning(responses: Any, is_unknown: bool) -> None:
+    first = responses.create(model="any", input="hi", max_output_tokens=2, store=False)
+    assert first.store is False
+    with pytest.raises(openai.BadRequestError, match="previous_response_id"):
+        responses.create(model="any", input="hi", previous_response_id="resp_1" if is_unknown else first.id)
+
+
 def test_a_schema_holds(responses: Any) -> None:
     schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
     form = {"type": "json_schema", "name": "A", "schema": schema, "strict": True}
@@ -110,7 +144,7 @@ def test_items_become_messages_of_a_chat() -> None:
         ({"input": []}, "input one item"),
         ({"input": [{"type": "item_reference"}]}, "input[0] item_reference"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0] texts"),
-        ({"input": "a", "previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"input": "a", "conversation": "conv_1"}, "conversation"),
         ({"input": "a", "truncation": "auto"}, "truncation"),
         ({"input": "a", "background": True}, "background"),
         ({"input": "a", "tools": [{"type": "web_search"}]}, "tools[0] function"),
