@@ -117,9 +117,55 @@ OF_AGENTS: dict[str, dict[str, list[Any]]] = {
         "text": [{"format": {"type": "text"}}, {"format": {"type": "json_schema", "schema": SCHEMA}}, {"format": 1}],
         "max_output_tokens": [3, 0],
         "previous_response_id": [None, "resp_1"],
+        "store": [False, 1],
     },
+    "infill": {
+        "input_prefix": ["def f(", ""],
+        "input_suffix": ["return", "x" * 2000],
+        "input_extra": [[{"filename": "a", "text": "b"}], [{"text": []}], [[]]],
+        "prompt": ["a", [1]],
+        "n_predict": [3, 0, True],
+        "response_fields": [["content", "timings/prompt_n"], [[], "a/b/c"], "content"],
+        "n_probs": [0, 1],
+    },
+    "ollama chat": {
+        "messages": [[{"role": "user", "content": "hi"}], [], [{"role": "USER"}], [{"role": "tool", "tool_name": 1}]],
+        "options": [{"num_predict": 3}, {"num_predict": -2, "top_k": 0.5}, {"stop": [[]]}, {"seed": 1e300}],
+        "format": ["json", SCHEMA, [], {"not": {}}],
+        "think": [False, "high", "x", []],
+        "tools": [[{"type": "function", "function": FUNCTION}], [FUNCTION]],
+        "logprobs": [True, "x"],
+        "top_logprobs": [2, 99],
+        "stream": [False, None, 1],
+        "keep_alive": [0, "5m"],
+    },
+    "ollama generate": {
+        "prompt": ["hi", "", "x" * 2000],
+        "suffix": ["", "x"],
+        "system": ["brief", []],
+        "raw": [True, False, 1],
+        "options": [{"num_predict": 3}, {"typical_p": 0.5}],
+        "format": ["", "json"],
+        "logprobs": [True, []],
+        "top_logprobs": [2, "x"],
+        "context": [[], [1], {}],
+    },
+    "tokenize": {"content": ["hi", "\ud800", "x" * 9999], "with_pieces": [True, 1], "parse_special": [False, "x"]},
+    "detokenize": {"tokens": [[5, 6], [-1], [10**30], [True], ["a"]]},
+    "show": {"model": ["builtin", [], "x"]},
 }
-PATHS = {"chat": "chat/completions", "text": "completions", "messages": "messages", "responses": "responses"}
+PATHS = {
+    "chat": "/v1/chat/completions",
+    "text": "/v1/completions",
+    "messages": "/v1/messages",
+    "responses": "/v1/responses",
+    "infill": "/infill",
+    "ollama chat": "/api/chat",
+    "ollama generate": "/api/generate",
+    "tokenize": "/tokenize",
+    "detokenize": "/detokenize",
+    "show": "/api/show",
+}
 LAST_EVENTS = ("message_stop", "response.completed", "response.incomplete", "error")
 
 
@@ -127,11 +173,12 @@ def agents_body(generator: random.Random, kind: str) -> dict[str, Any]:
     """A body for an API of agents: valid values, or odd ones."""
     fields, is_careful = OF_AGENTS[kind], generator.random() < 0.5
     needed = next(iter(fields))
-    found: dict[str, Any] = {"max_tokens": 3, needed: generator.choice(fields[needed][:2])}
-    for name in generator.sample(sorted(fields), k=generator.choice([0, 1, 2, 4])):
+    found: dict[str, Any] = {"max_tokens": 3, "n_predict": 3, "options": {"num_predict": 3}}
+    found[needed] = generator.choice(fields[needed][:2])
+    for name in generator.sample(sorted(fields), k=min(generator.choice([0, 1, 2, 4]), len(fields))):
         if not is_careful:
             found[name] = generator.choice([*fields[name], *fields[name], *ODD])
-        elif name not in ("output_config", "text"):  # they exclude tools
+        elif name not in ("output_config", "text", "format"):  # they exclude tools
             found[name] = fields[name][0]
     return found | generator.choice([{}, {"stream": True}])
 
@@ -169,14 +216,18 @@ def fault_of(client: Client, kind: str, asked: Any) -> str | None:
         content = json.dumps(asked)
     except ValueError:
         return None  # a number that Python does not write
-    with closing(client.open("POST", f"/v1/{PATHS[kind]}", content)) as connection:
+    with closing(client.open("POST", PATHS[kind], content)) as connection:
         response = connection.getresponse()
         text = response.read().decode()
         if response.status != 200 and not 400 <= response.status < 500:
             return f"status {response.status}: {text}"
-        is_stream = response.getheader("content-type", "").startswith("text/event-stream")
-    if is_stream:
-        return _fault_of_events([event for event in text.split("\n\n") if event and not event.startswith(":")])
+        media_type = response.getheader("content-type", "")
+    if media_type.startswith("text/event-stream"):
+        events = [event for event in text.split("\n\n") if event and not event.startswith(":")]
+        return _fault_of_events(events, has_end=kind != "infill")
+    if media_type == "application/x-ndjson":
+        last = json.loads(text.splitlines()[-1])
+        return None if last.get("done") or "unexpected" not in last.get("error", "unexpected") else f"no end: {last}"
     try:
         found = json.loads(text)
     except ValueError:
@@ -186,10 +237,10 @@ def fault_of(client: Client, kind: str, asked: Any) -> str | None:
     return None
 
 
-def _fault_of_events(events: list[str]) -> str | None:
+def _fault_of_events(events: list[str], *, has_end: bool) -> str | None:
     texts = [event.partition("data: ")[2] for event in events]
     found = [json.loads(text) for text in texts if text != "[DONE]"]
-    if texts[-1] != "[DONE]" and found[-1].get("type") not in LAST_EVENTS:
+    if has_end and texts[-1] != "[DONE]" and found[-1].get("type") not in LAST_EVENTS:
         return f"no end: {events[-1]}"
     kinds = ("server_error", "api_error")
     errors = [event["error"] for event in found if (event.get("error") or {}).get("type") in kinds]
