@@ -63,10 +63,11 @@ MOST_WAITING = 64  # requests in the queue, by default
     name="serve",
     help=f"""Serve OpenAI's API over HTTP.
 
-{MODEL_HELP} Routes: /v1/chat/completions, /v1/completions, /v1/models and /metrics. Several requests share the
-target's passes; the others wait in a queue. The server keeps the KV caches of several conversations, so that a request
-computes only new tokens. Sampling flags are defaults that a request may override. Answers have tokens/s and other
-statistics under "offspec". Requests from browsers are rejected unless an API key is set or --cors names their origin.
+{MODEL_HELP} Routes: /v1/chat/completions, /v1/completions, /v1/models, /metrics, Ollama's /api/chat and llama.cpp's
+/infill. Several requests share the target's passes; the others wait in a queue. The server keeps the KV caches of
+several conversations, so that a request computes only new tokens. Sampling flags are defaults that a request may
+override. Answers have tokens/s and other statistics under "offspec". Requests from browsers are rejected unless an API
+key is set or --cors names their origin.
 
 \b
 Examples:

@@ -22,7 +22,8 @@ NUM_REPLIES, NUM_CONSTRAINTS, NUM_REFUSED, NUM_PROMPTS = 8, 40, 32, 6
 REGEX_BYTES = 250_000  # of a hard regex; a server refuses longer ones than 256 KiB
 MOST_GROWTH = 50 * 2**20
 MOST_TOKENS = 1024
-LATE_FACTOR, LATE_S = 4.0, 1.0  # a pass may take half a second more, or twice as long (docs/server.md); twice that here
+# A pass may take half a second more, or twice as long (docs/developing/serving.md); twice that here.
+LATE_FACTOR, LATE_S = 4.0, 1.0
 
 
 @dataclass(frozen=True)
