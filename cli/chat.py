@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import click
 from click.core import ParameterSource
 
-from offspec import LoadOptions, SamplingParams, SpeculationParams
+from offspec import RECOMMENDED, LoadOptions, SamplingParams, SpeculationParams, with_recommended
 from offspec.errors import OffspecError, UsageError
 from offspec.user_files import expand_home, user_folder
 
@@ -30,11 +30,13 @@ from .options import (
     SPECULATION,
     color_option,
     fit_to_requests,
+    given_sampling,
     learning_options,
     load_engine,
     loading_options,
     model_argument,
     output_options,
+    samples_as_recommended,
     sampling_options,
     special_in_text_option,
     speculation_options,
@@ -42,12 +44,13 @@ from .options import (
     wrap_option,
 )
 from .reasoning import thinking_first
+from .server.privacy import public_name
 from .settings import nearest, parsed_value, settable
 from .terminal import as_shown, columns, draft_off, first_pass_shown, keys_held, marked, shows_colors
 from .word_wrap import WordWrap
 
 if TYPE_CHECKING:
-    from offspec import Session, Stats, Step, Turn
+    from offspec import Engine, Session, Stats, Step, Turn
 
 MAX_NEW_TOKENS = 1024  # in a chat the model ends its replies itself
 LEAVING = ("exit", "quit", "bye")
@@ -150,6 +153,7 @@ def command(
     settings.params()  # raises for a constraint that cannot be read
     loading = replace(fit_to_requests(loading, sampling, speculation), chats=True)
     engine = load_engine(loading, quiet=quiet, verbose=verbose)
+    settings.set(_recommended(engine, sampling, given_sampling(speculation)))
     from offspec import Session
 
     drops_oldest = settings["when_full"] == "drop"
@@ -162,7 +166,7 @@ def command(
         if resumed is not None and kept is not None:
             kept.begin(resumed)
     if on_terminal and not quiet:
-        click.echo(f"{engine.name}, draft {engine.draft_name or 'none'}. /help shows the commands, Ctrl-D exits.")
+        click.echo(f"{_described(chat)}. /help shows the commands, Ctrl-D exits.")
     lines = TerminalInput(_history_file(history, quiet=quiet), chat.completions) if on_terminal else PipeInput()
     with learning_kept(engine, written_file(loading), quiet=quiet):
         num_errors = chat.talk(lines)
@@ -170,6 +174,24 @@ def command(
         _note(f"offspec chat {shlex.quote(model)} --resume continues this conversation", quiet=quiet)
     if num_errors and not on_terminal:
         raise OffspecError(f"{num_errors} line{'s' * (num_errors > 1)} failed; see the errors above")
+
+
+samples_as_recommended(command)
+
+
+def _recommended(engine: Engine, params: SamplingParams, given: Sequence[str]) -> dict[str, object]:
+    """The settings that the model recommends, where `given` lacks them."""
+    chosen = with_recommended(params, engine.recommended_sampling, given)
+    return {name.replace("_", "-"): getattr(chosen, name) for name in RECOMMENDED}
+
+
+def _described(chat: Chat) -> str:
+    """The names of the models, and how the text is sampled."""
+    engine, (params, _) = chat.session.engine, chat.values.params()
+    names = f"{public_name(engine.name)}, draft {public_name(engine.draft_name or 'none')}"
+    shown = [name for name in RECOMMENDED if getattr(params, name) != getattr(SamplingParams, name)]
+    sampling = [f"{name.replace('_', '-')} {getattr(params, name):g}" for name in shown]
+    return ", ".join([names, *(sampling if params.temperature else ["greedy"])])
 
 
 def _continue(chat: Chat, file: Path, ctx: click.Context, system: str | None) -> None:
@@ -515,8 +537,7 @@ class Chat:
         for turn in session.turns:
             state = " (stopped)" if turn.finish_reason == "interrupted" else ""
             click.echo(as_shown(f">>> {turn.message}\n{turn.reply.rstrip()}{state}\n"))
-        engine = session.engine
-        click.echo(f"{engine.name}, draft {engine.draft_name or 'none'}, {_turns(session)}; /set shows the settings")
+        click.echo(f"{_described(self)}, {_turns(session)}; /set shows the settings")
 
     def stats(self, argument: str) -> None:
         click.echo("\n".join(stats_table(self.session, columns() if sys.stdout.isatty() else None)))

@@ -77,6 +77,8 @@ def _rows(settings: Settings, commands: Mapping[str, click.Command]) -> Iterator
         given = settings.for_command(name)
         for key, parameter in settable(command).items():
             value: object = parameter.get_default(click.Context(command))
+            if isinstance(described := getattr(parameter, "show_default", None), str):
+                value = described
             source = "default"
             if key in given:
                 value, source = given[key].value, given[key].source

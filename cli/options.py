@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import click
+from click.core import ParameterSource
 from click.shell_completion import CompletionItem
 
 from offspec import (
@@ -17,6 +18,7 @@ from offspec import (
     ARITHMETIC_NAMES,
     KV_CACHES,
     MODEL_NAMES,
+    RECOMMENDED,
     SEED_LIMIT,
     TREES,
     LoadOptions,
@@ -435,6 +437,23 @@ def sampling_options(max_new_tokens: int = SamplingParams.max_new_tokens) -> Dec
         help="Generate at most N tokens.",
     )
     return all_of(limit, _other_sampling_options)
+
+
+def samples_as_recommended(command: click.Command) -> None:
+    """Help and `config` say that the defaults are what the model recommends."""
+    for parameter in command.params:
+        if isinstance(parameter, click.Option) and parameter.name in RECOMMENDED:
+            parameter.show_default = "the model's"
+
+
+def given_sampling(speculation: SpeculationParams) -> list[str]:
+    """The fields that the model's recommended sampling does not replace: flags and settings give them.
+
+    All of them if the text must be greedy.
+    """
+    context = click.get_current_context()
+    sources = {name: context.get_parameter_source(name) for name in RECOMMENDED}
+    return [name for name in RECOMMENDED if speculation.is_greedy or sources[name] is not ParameterSource.DEFAULT]
 
 
 wrap_option = option(

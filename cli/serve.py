@@ -30,6 +30,7 @@ from .options import (
     MODEL_HELP,
     WholeNumber,
     fit_to_requests,
+    given_sampling,
     learning_options,
     load_engine,
     loading_options,
@@ -37,6 +38,7 @@ from .options import (
     number_of_texts,
     output_options,
     reworded,
+    samples_as_recommended,
     sampling_options,
     size,
     special_in_text_option,
@@ -65,9 +67,9 @@ MOST_WAITING = 64  # requests in the queue, by default
 
 {MODEL_HELP} Routes: /v1/chat/completions, /v1/completions, /v1/models, /metrics, Ollama's /api/chat and llama.cpp's
 /infill. Several requests share the target's passes; the others wait in a queue. The server keeps the KV caches of
-several conversations, so that a request computes only new tokens. Sampling flags are defaults that a request may
-override. Answers have tokens/s and other statistics under "offspec". Requests from browsers are rejected unless an API
-key is set or --cors names their origin.
+several conversations, so that a request computes only new tokens. A request may override the defaults of sampling:
+flags, or what the model recommends. Answers have tokens/s and other statistics under "offspec". Requests from browsers
+are rejected unless an API key is set or --cors names their origin.
 
 \b
 Examples:
@@ -166,7 +168,7 @@ def command(
         raise UsageError(f"--alias must be a name of printable characters, not {alias!r}")
     _check_origins(cors, api_key)
     shelf_paths = {} if models is None else _models_in(models, loading, alias)
-    server = Server(sampling, api_key, alias, host, cors, page, quiet, verbose)
+    server = Server(sampling, given_sampling(speculation), api_key, alias, host, cors, page, quiet, verbose)
     tell = (lambda line: None) if quiet else _log
     with listening(host, port) as sock:  # before the model is loaded
 
@@ -198,9 +200,10 @@ def _service_in(path: Path, *, loading: LoadOptions, service_of: Callable[[Engin
 
 @dataclass(frozen=True)
 class Server:
-    """The settings of a server. page: whether it has a page for browsers."""
+    """The settings of a server. given: see `application`. page: whether it has a page for browsers."""
 
     sampling: SamplingParams
+    given: Sequence[str]
     api_key: str | None
     alias: str | None
     host: str
@@ -231,6 +234,7 @@ class Server:
             origins=self.cors,
             alias=self.alias,
             has_page=self.page,
+            given=self.given,
         )
         config = uvicorn.Config(
             app,
@@ -273,6 +277,7 @@ def _name_in(folder: Path, path: Path) -> str:
 
 
 reworded(command, verbose="Explain automatic choices, log requests; show tracebacks.")
+samples_as_recommended(command)
 
 
 @contextmanager

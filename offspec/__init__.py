@@ -55,6 +55,7 @@ _HOMES = {
     "LOSSLESS_FORMAT": "offspec.loaders.params",
     "PLAN_FORMATS": "offspec.loaders.params",
     "convert": "offspec.checkpoints.conversion",
+    "RECOMMENDED": "offspec.scheduler.params",
     "SEED_LIMIT": "offspec.scheduler.params",
     "SHADOW_FORMATS": "offspec.loaders.params",
     "TREES": "offspec.scheduler.params",
@@ -62,6 +63,7 @@ _HOMES = {
     "format_seconds": "offspec.loaders.units",
     "format_size": "offspec.loaders.units",
     "parse_size": "offspec.loaders.units",
+    "with_recommended": "offspec.scheduler.params",
 }
 __all__ = [
     "ACCEPTS",
@@ -73,6 +75,7 @@ __all__ = [
     "LOSSLESS_FORMAT",
     "MODEL_NAMES",
     "PLAN_FORMATS",
+    "RECOMMENDED",
     "SEED_LIMIT",
     "SHADOW_FORMATS",
     "TREES",
@@ -102,6 +105,7 @@ __all__ = [
     "format_size",
     "memory_error",
     "parse_size",
+    "with_recommended",
 ]
 
 if TYPE_CHECKING:
@@ -117,12 +121,14 @@ if TYPE_CHECKING:
     from offspec.scheduler.params import (
         ACCEPTS,
         AUTO_TEXTS,
+        RECOMMENDED,
         SEED_LIMIT,
         TREES,
         Constraint,
         SamplingParams,
         Scoring,
         SpeculationParams,
+        with_recommended,
     )
     from offspec.scheduler.trees.logprobs import TokenLogprob
 

@@ -136,6 +136,11 @@ class Engine:
         return self.loaded.is_deterministic
 
     @property
+    def recommended_sampling(self) -> SamplingParams:
+        """The sampling that the model's authors recommend, and our usual one where they recommend none."""
+        return self.loaded.recommended_sampling
+
+    @property
     def is_exact(self) -> bool:
         """Whether texts equal plain decoding's for any draft, not only up to near-ties (`model.exactness`)."""
         return self.target.is_exact

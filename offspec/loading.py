@@ -23,10 +23,11 @@ from offspec.loaders.streaming.placement import KV_ITEM, STATES_ITEM, WINDOWS_IT
 from offspec.loaders.streaming.tiers import TieredWeights
 from offspec.loaders.units import format_size
 from offspec.scheduler.guessing.retrieval import SuffixIndex
-from offspec.scheduler.params import DEFAULT_NODES
+from offspec.scheduler.params import DEFAULT_NODES, SamplingParams
 
 from .checkpoints.load import WeightSettings, decoder_over, load_weights
 from .checkpoints.opening import ModelFiles, Note, choose_device, dtype_on, locate
+from .checkpoints.recommended_sampling import recommended_sampling
 from .drafts.base import Draft, DraftOptions, OpenedDraft, OpenRequest
 from .drafts.kinds import open_draft
 from .drafts.weighing import Chooser, Scales
@@ -91,6 +92,7 @@ class LoadedTarget:
         self.decoder, self.notes = decoder, notes if notes is not None else list[Note]()
         self.turn = RLock()
         self.is_deterministic = False  # see `LoadOptions.deterministic`
+        self.recommended_sampling = SamplingParams()  # by the model's authors
         self.rates: Rates | None = None
         self.link_bytes_per_s: float | None = None
         self.plan_without_draft: Plan | None = None  # of a streamed target that has a draft
@@ -430,6 +432,7 @@ def _load_models(
     target = LoadedTarget(decoder, memory, notes=notes)
     target.rates, target.link_bytes_per_s = rates, link
     target.is_deterministic = options.deterministic
+    target.recommended_sampling = recommended_sampling(files.checkpoint.generation_config, notes)
     if draft.name is not None and not plan.placement.is_resident:
         target.plan_without_draft = with_faster_residents(plan.without(opened), rates)
     return target, draft

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import reprlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from functools import wraps
@@ -32,6 +32,8 @@ MAX_ROWS = 3072  # expanded candidates pending in the draft's KV cache at a time
 DRAFT_ROWS = 384  # of each text of several that share passes, because each has a draft cache
 MOST_STATE_NODES = 256  # per tree of a model with recurrent layers, whose nodes take much memory
 MAX_JOINT_NODES = 256  # per jointly accepted tree, because all its logits are in memory at a time
+# Fields of `SamplingParams` that a model's authors may recommend.
+RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 ACCEPTS = Methods("lossy acceptance", "exact", "joint")
 Scoring = Literal["coupled", "specexec"]
 TREES = Methods("shape of a tree", "best-first")
@@ -201,6 +203,16 @@ class SamplingParams:
             raise UsageError("prompt_logprobs needs logprobs: the number of alternatives to report")
 
 
+def with_recommended(params: SamplingParams, recommended: SamplingParams, given: Collection[str]) -> SamplingParams:
+    """`params` with what a model recommends in those of the fields RECOMMENDED that are not `given`.
+
+    A given temperature of 0 keeps all of them, so that the text is greedy decoding's.
+    """
+    if "temperature" in given and params.temperature == 0:
+        return params
+    return replace(params, **{name: getattr(recommended, name) for name in RECOMMENDED if name not in given})
+
+
 def _is_bias(pairs: Any) -> bool:
     """Whether this is a valid `SamplingParams.logit_bias`, but for the size of the vocabulary."""
     if not isinstance(pairs, tuple) or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
@@ -282,9 +294,14 @@ class SpeculationParams:
         budget = DEFAULT_NODES if self.budget is None and not self.is_lossy else self.budget
         return replace(self, budget=budget, overlap=False)
 
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the temperature must be 0."""
+        return self.accept == "joint"
+
     def check_sampling(self, sampling: SamplingParams) -> None:
         """Raises UsageError for joint acceptance with a temperature above 0."""
-        if self.accept == "joint" and sampling.temperature > 0:
+        if self.is_greedy and sampling.temperature > 0:
             raise UsageError(
                 "joint acceptance searches for the likeliest text, so temperature must be 0, "
                 f"not {sampling.temperature:g}; to sample, use accept exact"

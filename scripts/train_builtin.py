@@ -663,7 +663,7 @@ def settings_of(config: PreTrainedConfig) -> dict[str, dict[str, object]]:
             "eos_token_id": SPECIALS.index(EOT),
             "torch_dtype": "bfloat16",
         },
-        "generation_config.json": {"eos_token_id": [SPECIALS.index(EOT), SPECIALS.index(END)]},
+        "generation_config.json": {"do_sample": False, "eos_token_id": [SPECIALS.index(EOT), SPECIALS.index(END)]},
         "tokenizer_config.json": {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "add_bos_token": False,

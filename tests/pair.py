@@ -77,6 +77,7 @@ def build_pair(folder: Path, num_layers: int = CONFIG["num_hidden_layers"], **se
         save_file(tensors, path / "model.safetensors")
         tokenizer.save(str(path / "tokenizer.json"))
         _write_json(path / "config.json", config)
+        _write_json(path / "generation_config.json", {"do_sample": False})
         _write_json(path / "tokenizer_config.json", {"eos_token": SPECIALS[0], "chat_template": TEMPLATE})
     return pair
 

@@ -106,6 +106,7 @@ class CompletionRequest:
     template_settings: Json = field(default_factory=dict)  # further variables of the chat template
     reports_passes: bool = False  # whether a stream tells of each pass
     infill: Infill | None = None
+    given: frozenset[str] = frozenset()  # fields of `params` that the request has, not the defaults
 
     @property
     def prompt(self) -> Prompt:
@@ -157,6 +158,7 @@ def parse(kind: Kind, body: Any, defaults: SamplingParams) -> CompletionRequest:
         template_settings=_template_settings(kind, body),
         reports_passes=_reports_passes(body),
         infill=_infill(kind, body, prompts, echoes=echoes),
+        given=frozenset(OURS.get(name, name) for name, _, _ in FIELDS if body.get(name) is not None),
     )
 
 

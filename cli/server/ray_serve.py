@@ -27,7 +27,7 @@ class Replica:
         self._api_key = api_key
 
     def __serve_build_asgi_app__(self) -> Starlette:
-        return application(self._service, SamplingParams(max_new_tokens=MAX_NEW_TOKENS), self._api_key)
+        return application(self._service, SamplingParams(max_new_tokens=MAX_NEW_TOKENS), self._api_key, given=())
 
     def check_health(self) -> None:
         """Raises the error after which the engine cannot continue."""

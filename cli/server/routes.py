@@ -11,9 +11,9 @@ import secrets
 import signal
 import socket
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
@@ -27,7 +27,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from offspec import Engine, SamplingParams
+from offspec import RECOMMENDED, Engine, SamplingParams, with_recommended
 from offspec.errors import OffspecError, UsageError
 from offspec.user_files import parse_json
 
@@ -45,7 +45,7 @@ from .request_parts import Json, object_of
 from .response_store import StoredResponses
 from .responses import EventResponse, describe, in_time, refusal, whole_response
 from .service import Service, StoppingError
-from .shelf import Models, OneModel, Shelf, UnknownModelError
+from .shelf import Loaded, Models, OneModel, Shelf, UnknownModelError
 
 MOST_BYTES = 32 * 2**20  # of a request
 MOST_BODIES_BYTES = 2 * MOST_BYTES  # of all requests being received
@@ -122,14 +122,16 @@ def application(
     origins: Sequence[str] = (),
     alias: str | None = None,
     has_page: bool = False,
+    given: Collection[str] = RECOMMENDED,
 ) -> Starlette:
     """The routes. Without a key, requests from web pages are refused: browsers send them even across origins.
 
     is_private: only this machine can reach the server, so another host name indicates DNS rebinding. origins: of web
     pages that may ask and read answers (CORS); "*" is all of them, with a key. alias: what clients see as the model's
-    name. has_page: whether `/` is a page to chat in.
+    name. has_page: whether `/` is a page to chat in. given: fields of `defaults` that the loaded model's recommended
+    sampling does not replace.
     """
-    api = Api(models if isinstance(models, Shelf) else OneModel(models, alias), defaults)
+    api = Api(models if isinstance(models, Shelf) else OneModel(models, alias), defaults, given)
     guarded = Guard(api_key, is_private=is_private, origins=origins)
     routes = [
         Route("/health", api.health),
@@ -167,18 +169,31 @@ class Reading:
 class Api:
     """The handlers of the routes."""
 
-    def __init__(self, models: Models, defaults: SamplingParams) -> None:
-        self._models, self._defaults = models, defaults
+    def __init__(self, models: Models, defaults: SamplingParams, given: Collection[str]) -> None:
+        self._models, self._defaults, self._given = models, defaults, given
         self._bodies = Bodies(MOST_BODIES_BYTES, MOST_CLIENT_BYTES)
 
     async def models(self, request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": self._models.list()})
+        return JSONResponse({"object": "list", "data": list(map(self._described, self._models.list()))})
 
     async def model(self, request: Request) -> Response:
         try:
-            return JSONResponse(self._models.describe(request.path_params["id"]))
+            return JSONResponse(self._described(self._models.describe(request.path_params["id"])))
         except UnknownModelError as exc:
             return refusal(exc)
+
+    def _described(self, model: Json) -> Json:
+        """A model as it is listed; with the defaults of its requests, if it is loaded."""
+        loaded = self._models.loaded
+        if loaded is None or loaded.name != model["id"]:
+            return model
+        params = self._recommended(self._defaults, loaded)
+        sampling = {"max_tokens": params.max_new_tokens, **{name: getattr(params, name) for name in RECOMMENDED}}
+        return {**model, "sampling": sampling}
+
+    def _recommended(self, params: SamplingParams, loaded: Loaded, given: Collection[str] = ()) -> SamplingParams:
+        """Parameters with what the model recommends, except in the fields that flags or a request give."""
+        return with_recommended(params, loaded.service.engine.recommended_sampling, {*self._given, *given})
 
     async def health(self, request: Request) -> Response:
         return JSONResponse({"status": "ok"})
@@ -200,6 +215,7 @@ class Api:
         """The response to a request that was read: as soon as its model is loaded, or its whole answer complete."""
         async with self._told_of(form) as reading, self._models.using(body.get("model")) as loaded:
             service = loaded.service
+            asked = replace(asked, params=self._recommended(asked.params, loaded, asked.given))
             work = await service.submit(service.with_tools(asked), _client(request, asked.user))
         if reading.refusal is not None:
             return reading.refusal

@@ -8,6 +8,7 @@ headers and the few numbers that scale RoPE.
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import struct
@@ -34,6 +35,14 @@ _SHARED = {
     "per_layer_token_embd.weight": INPUT_TABLE,
     "per_layer_model_proj.weight": INPUT_PROJECTION,
     "per_layer_proj_norm.weight": INPUT_NORM,
+}
+# Recommended sampling → its name in generation_config.json.
+_SAMPLING = {
+    "general.sampling.temp": "temperature",
+    "general.sampling.top_p": "top_p",
+    "general.sampling.top_k": "top_k",
+    "general.sampling.min_p": "min_p",
+    "general.sampling.penalty_repeat": "repetition_penalty",
 }
 STILL = 1e20  # divisors of RoPE's frequencies above it mean that a pair does not turn
 
@@ -915,7 +924,7 @@ class GgufCheckpoint:
     config: Mapping[str, Any]
     tensors: Mapping[str, TensorInfo]
     notes: tuple[str, ...] = ()
-    generation_config: Mapping[str, Any] = field(default_factory=dict)  # empty: the tokenizer knows the end tokens
+    generation_config: Mapping[str, Any] = field(default_factory=dict)  # without end tokens: the tokenizer knows them
 
     @property
     def path(self) -> Path:
@@ -926,8 +935,10 @@ class GgufCheckpoint:
         return self.model.tokenizer_path
 
     def companions(self) -> dict[str, bytes]:
-        """The tokenizer, as the files of a folder. Raises TokenizerError, UnsupportedModelError."""
-        return tokenizer_json(read_metadata(self.tokenizer_path), self.tokenizer_path)
+        """The tokenizer and the sampling, as the files of a folder. Raises TokenizerError, UnsupportedModelError."""
+        files = tokenizer_json(read_metadata(self.tokenizer_path), self.tokenizer_path)
+        config = {**json.loads(files.get("generation_config.json", "{}")), **self.generation_config}
+        return {**files, "generation_config.json": as_config_json(config)} if config else files
 
     def config_json(self) -> bytes:
         return as_config_json(self.config)
@@ -991,7 +1002,13 @@ def _checkpoint(model: GgufModel, arch: str, kind: Architecture) -> GgufCheckpoi
             description = f"has {show(named.name)} twice, once as tensor {show(info.name)}"
             raise fault(info.path, f"{description}; the file is damaged, download it again")
     # Drop the vocabulary's lists (8 MiB for 49,000 tokens), so that they do not stay in memory with the model.
-    return GgufCheckpoint(replace(model, metadata=model.config), config, tensors)
+    sampling = {_SAMPLING[key]: _rounded(value) for key, value in model.metadata.items() if key in _SAMPLING}
+    return GgufCheckpoint(replace(model, metadata=model.config), config, tensors, generation_config=sampling)
+
+
+def _rounded(value: object) -> object:
+    """A number as it was before it was stored in 32 bits."""
+    return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
 def _is_unused(name: str) -> bool:

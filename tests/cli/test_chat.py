@@ -70,6 +70,51 @@ def test_stats_tell_the_seed_that_was_drawn(talk: Talk, tmp_path: Path) -> None:
     assert saved(second)["turns"] == saved(first)["turns"]
 
 
+@pytest.fixture
+def sampling_model(pair: Pair, tmp_path: Path) -> Path:
+    """Its authors recommend sampling."""
+    folder = variant(pair.target, tmp_path / "model")
+    recommended = {"do_sample": True, "temperature": 0.6, "top_k": 20, "repetition_penalty": 1.05}
+    (folder / "generation_config.json").write_text(json.dumps(recommended))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("flags", "wanted"),
+    [
+        ((), {"temperature": 0.6, "top-k": 20, "top-p": 1, "repetition-penalty": 1.05}),
+        (("--temperature", 0.9, "--top-k", 0), {"temperature": 0.9, "top-k": 0, "repetition-penalty": 1.05}),
+        (("--temperature", 0), {"temperature": 0, "top-k": 0, "repetition-penalty": 1}),
+        (("--draft", "builtin", "--accept", "joint"), {"temperature": 0, "top-k": 0, "repetition-penalty": 1}),
+    ],
+)
+def test_a_chat_samples_as_the_model_recommends(
+    sampling_model: Path, pair: Pair, offspec: Offspec, flags: Sequence[object], wanted: dict[str, float]
+) -> None:
+    flags = [pair.draft if flag == "builtin" else flag for flag in flags]
+    shown = offspec("chat", sampling_model, "--device", "cpu", *flags, stdin=b"/set\n")
+    assert shown.code == 0, shown
+    settings = dict(line.split()[:2] for line in shown.out.splitlines() if line.strip())
+    assert {name: float(settings[name]) for name in wanted} == wanted
+
+
+def test_a_saved_conversation_keeps_its_own_sampling(sampling_model: Path, offspec: Offspec, tmp_path: Path) -> None:
+    chat, file = ("chat", sampling_model, "--draft", "none", "--device", "cpu", "-n", 4), tmp_path / "talk.json"
+    offspec(*chat, "--temperature", 0, stdin=f"hi\n/save {file}\n".encode())
+    shown = offspec(*chat, "--load", file, stdin=b"/set temperature 0\n/show\n")
+    assert "greedy" in shown.out
+    assert saved(file)["settings"]["repetition-penalty"] == 1
+
+
+def test_the_banner_names_models_without_folders_and_the_sampling(
+    sampling_model: Path, pair: Pair, offspec_at_terminal: Offspec
+) -> None:
+    shown = offspec_at_terminal("chat", sampling_model, "--draft", pair.draft, "--device", "cpu", "--no-autosave")
+    banner = shown.out.splitlines()[0]
+    assert banner.startswith("model, draft draft, temperature 0.6, top-k 20, repetition-penalty 1.05. ")
+    assert str(sampling_model.parent) not in shown.out
+
+
 def test_files_of_others_are_not_overwritten(talk: Talk, tmp_path: Path) -> None:
     chat, exported, notes = tmp_path / "talk.json", tmp_path / "talk.md", tmp_path / "notes"
     notes.write_text("precious")

@@ -31,8 +31,9 @@ def test_the_strongest_wins(file: Path, offspec: Offspec, monkeypatch: pytest.Mo
     assert not file.exists()
     monkeypatch.setenv("OFFSPEC_CONFIG", "")
     assert told(offspec, "chat")["temperature"] == {
-        "key": "temperature", "value": 0.0, "source": "default", "commands": []
+        "key": "temperature", "value": "the model's", "source": "default", "commands": []
     }  # fmt: skip
+    assert told(offspec, "run")["temperature"]["value"] == 0
     monkeypatch.setenv("OFFSPEC_CONFIG", str(file))
     file.write_text('temperature = 0.5\nstop = ["a", "b"]\n[chat]\ntemperature = 0.6\n')
     assert (told(offspec, "run")["temperature"]["value"], told(offspec, "chat")["temperature"]["value"]) == (0.5, 0.6)

@@ -9,6 +9,7 @@ import socket
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack, closing, suppress
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from threading import Event, Thread
@@ -19,7 +20,7 @@ import click
 import pytest
 import uvicorn
 
-from offspec import Engine, SamplingParams, SpeculationParams
+from offspec import RECOMMENDED, Engine, SamplingParams, SpeculationParams
 from offspec.cli.serve import _checked_key
 from offspec.cli.server.connections import Bodies, protocol
 from offspec.cli.server.privacy import public_name, without_paths
@@ -47,6 +48,30 @@ def test_text_is_what_the_engine_says(client: Client, engine: Engine) -> None:
     assert choice["text"] == "".join(step.text for step in steps)
     assert reply.body["usage"]["completion_tokens"] == steps[-1].stats.num_tokens
     assert reply.body["offspec"]["seed"] == 3
+
+
+def test_what_neither_request_nor_flag_gives_is_as_the_model_recommends(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recommended = SamplingParams(temperature=0.9, top_k=20, repetition_penalty=1.3)
+    monkeypatch.setattr(engine.loaded, "recommended_sampling", recommended)
+    asked = {"prompt": "def area(", "seed": 3, "ignore_eos": True}
+    expected = {
+        (): replace(recommended, max_new_tokens=16),
+        ("top_k",): SamplingParams(16, temperature=0.9, repetition_penalty=1.3),
+        ("temperature",): SamplingParams(16),
+    }
+    for given, params in expected.items():
+        with served(engine, given=given) as (client, _):
+            (described,) = client.ask("GET", "/v1/models").body["data"]
+            texts = [
+                client.ask("POST", "/v1/completions", {**asked, **fields}).body["choices"][0]["text"]
+                for fields in ({}, {"temperature": 0}, {"temperature": 0.5, "top_k": 3})
+            ]
+        wanted = [params, SamplingParams(16), replace(recommended, max_new_tokens=16, temperature=0.5, top_k=3)]
+        assert texts == [engine.complete("def area(", replace(each, seed=3, ignore_eos=True)) for each in wanted]
+        shown = described["sampling"]
+        assert (shown.pop("max_tokens"), shown) == (16, {name: getattr(params, name) for name in RECOMMENDED})
 
 
 def test_penalties_and_biases_are_those_of_the_engine(client: Client, engine: Engine) -> None:

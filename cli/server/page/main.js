@@ -47,6 +47,7 @@ const state = {
   passes: new Map(), // node id → the passes of this visit
   files: [],
   isOnline: true,
+  defaults: new Map(), // model → its defaults of sampling
 };
 const insight = new Insight(byId("insight"));
 const log = byId("log");
@@ -438,7 +439,7 @@ function showFiles() {
 
 async function connect() {
   try {
-    showModels((await api.models()).map((model) => model.id));
+    showModels(await api.models());
     setOnline(true);
   } catch (error) {
     if (error.status === 401) askKey();
@@ -448,8 +449,10 @@ async function connect() {
 }
 
 /** The model's name; of several models a choice, which the browser keeps. */
-function showModels(names) {
+function showModels(models) {
+  const names = models.map((model) => model.id);
   const kept = localStorage.getItem("offspec.model");
+  state.defaults = new Map(models.map((model) => [model.id, model.sampling ?? {}]));
   const choice = byId("models");
   choice.replaceChildren(...names.map((name) => el("option", {}, name)));
   choice.value = names.includes(kept) ? kept : names[0];
@@ -514,6 +517,14 @@ function openSettings() {
   byId("keep-key").checked = api.isKeyKept();
   for (const [name] of SAMPLING) byId(`s-${name}`).value = conversation.sampling[name] ?? "";
   byId("settings").showModal();
+  showDefaults();
+}
+
+/** The defaults of the loaded model, in the empty fields. */
+async function showDefaults() {
+  await connect();
+  const defaults = state.defaults.get(state.model) ?? {};
+  for (const [name] of SAMPLING) byId(`s-${name}`).placeholder = defaults[name] ?? "default";
 }
 
 async function closeSettings() {

@@ -157,6 +157,7 @@ class FakeServer:
         self.script: Callable[[Any], Iterator[Any]] = lambda body: iter(["Hello."])
         self.bodies, self.num_left, self.key = list[Any](), 0, ""
         self.names, self.context, self.is_late = ["<i>fake</i>"], 4096, False
+        self.sampling = dict[str, float]()
         self.sock = listening("127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{self.sock.getsockname()[1]}/"
         self.start()
@@ -192,7 +193,8 @@ class FakeServer:
     async def models(self, request: Request) -> Response:
         if self.key and request.headers.get("authorization") != f"Bearer {self.key}":
             return JSONResponse({"error": {"message": "the API key is missing or wrong"}}, 401)
-        return JSONResponse({"data": [{"id": name, "context_length": self.context} for name in self.names]})
+        common = {"context_length": self.context, "sampling": self.sampling}
+        return JSONResponse({"data": [{"id": name, **common} for name in self.names]})
 
     async def count_tokens(self, request: Request) -> Response:
         return JSONResponse({"input_tokens": num_words(await request.json())})
@@ -540,6 +542,15 @@ def test_conversations_are_renamed_and_searched(page: Browser, fake: FakeServer)
         shown = "return JSON.stringify([...document.querySelectorAll('#conversations .title')].map(e => e.innerText))"
         page.until(f"{shown} === arguments[0]", json.dumps(titles, separators=(",", ":")))
     assert page.text("#conversations") == "Nothing found."
+
+
+def test_empty_settings_show_the_defaults(page: Browser, fake: FakeServer) -> None:
+    fake.sampling = {"temperature": 0.6, "top_k": 20, "max_tokens": 4096}
+    page.keys("\ue00a" + "s")
+    page.until("return document.querySelector('#s-top_k').placeholder === '20'")
+    shown = [page.run(f"return document.querySelector('#s-{name}').placeholder") for name in fake.sampling]
+    assert shown == ["0.6", "20", "4096"]
+    assert page.run("return document.querySelector('#s-seed').placeholder") == "default"
 
 
 def test_it_fits_a_narrow_screen_and_any_direction(page: Browser, fake: FakeServer) -> None:

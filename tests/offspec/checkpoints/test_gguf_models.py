@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -10,6 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -279,6 +281,23 @@ def test_the_vocabulary_is_not_kept_with_an_open_model(gguf_model: GetModel, tmp
     opened = translated(read_model(gguf_of(gguf_model("llama-gqa"), tmp_path)))
     assert "tokenizer.ggml.tokens" not in opened.model.metadata
     assert "tokenizer.json" in opened.companions()
+
+
+def test_the_recommended_sampling_is_in_the_metadata(gguf_model: GetModel, tmp_path: Path) -> None:
+    """In 32 bits: 0.6 is 0.6 again, also in a folder made of the file."""
+    model = read_model(gguf_of(gguf_model("qwen3"), tmp_path))
+    names = {"temp": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.05, "penalty_repeat": 1.1, "mirostat": 2}
+    stored = {f"general.sampling.{name}": _in_32_bits(value) for name, value in names.items()}
+    opened = translated(replace(model, metadata={**model.metadata, **stored}))
+    expected = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.05, "repetition_penalty": 1.1}
+    assert opened.generation_config == expected
+    written = json.loads(opened.companions()["generation_config.json"])
+    assert {name: value for name, value in written.items() if name != "eos_token_id"} == expected
+    assert translated(model).generation_config == {}
+
+
+def _in_32_bits(value: float) -> float:
+    return float(np.float32(value)) if isinstance(value, float) else value
 
 
 def test_it_is_planned_in_another_format_as_its_folder_is(gguf_model: GetModel, tmp_path: Path) -> None:
