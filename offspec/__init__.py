@@ -29,9 +29,9 @@ _HOMES = {
     "Batch": "offspec.running.batch",
     "Conversion": "offspec.loaders.convert",
     "DEFAULT_CONTEXT": "offspec.planning.plan",
-    "Message": "offspec.engine",
+    "Message": "offspec.text.prompt",
     "MODEL_NAMES": "offspec.named_models",
-    "Prompt": "offspec.engine",
+    "Prompt": "offspec.text.prompt",
     "PromptCache": "offspec.prompt_cache",
     "Session": "offspec.session",
     "Ticket": "offspec.running.batch",
@@ -133,7 +133,7 @@ if TYPE_CHECKING:
     from offspec.scheduler.trees.logprobs import TokenLogprob
 
     from .checkpoints.conversion import Conversion, convert
-    from .engine import Engine, Message, Prompt
+    from .engine import Engine
     from .errors import OffspecError
     from .load_options import ARITHMETIC_NAMES, LoadOptions
     from .named_models import MODEL_NAMES
@@ -144,6 +144,7 @@ if TYPE_CHECKING:
     from .running.steps import Step
     from .session import Session, Turn
     from .stats import Stats
+    from .text.prompt import Message, Prompt
 
 
 def __getattr__(name: str) -> Any:

@@ -10,10 +10,9 @@ import time
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
-from operator import index
 from threading import RLock
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING
 
 from offspec.scheduler.guessing.retrieval import SuffixIndex
 from offspec.scheduler.params import Constraint, SamplingParams, SpeculationParams, tree_room
@@ -23,7 +22,7 @@ from .checkpoints.opening import Note
 from .drafts.base import NEEDS_DRAFT_MODEL, Draft
 from .drafts.learnt import EstimatesAndRecall
 from .drafts.without_model import NoDraft
-from .errors import ContextLengthError, OffspecError, UsageError
+from .errors import OffspecError, UsageError
 from .load_options import AnyPath, LoadOptions, LoadSettings
 from .loading import LoadedTarget, load
 from .model.decoder import Decoder
@@ -38,15 +37,14 @@ from .running.request import Request
 from .running.several_answers import params_of_each
 from .running.steps import Step
 from .stats import Stats
+from .text.context_limit import ContextLimit
 from .text.grammar import ConstraintCompiler
+from .text.prompt import Prompt, encode_prompt
 from .text.tokenizer import Tokenizer
 from .training.online import Aligner
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-Message = Mapping[str, Any]  # role and content; with tools also what OpenAI's messages have
-Prompt = str | Sequence[int] | Sequence[Message]
 
 
 class Engine:
@@ -109,6 +107,11 @@ class Engine:
     def max_context(self) -> int:
         """The maximum number of tokens of prompt and answer."""
         return self.loaded.max_context
+
+    @property
+    def context_limit(self) -> ContextLimit:
+        """`max_context` beside the model's own limit."""
+        return ContextLimit(self.max_context, self.target.config.max_context)
 
     @property
     def notes(self) -> list[Note]:
@@ -174,27 +177,14 @@ class Engine:
 
         Raises UsageError for a prompt of another kind, an empty one, or an id outside the vocabulary.
         """
-        if isinstance(prompt, str):
-            self.tokenizer.check_length(prompt, self.max_context)
-            ids = self.tokenizer.encode(prompt)
-        elif _is_chat(prompt):
-            ids = self.tokenizer.encode_chat(prompt, self.max_context)
-        elif _is_ids(prompt):
-            ids = [index(token) for token in prompt]
-        else:
-            raise UsageError("a prompt must be a text, a list of token ids, or a list of messages (role, content)")
-        if not ids:
-            raise UsageError("the prompt is empty; give at least one token")
+        ids = encode_prompt(self.tokenizer, prompt, self.context_limit)
         if bad := [token for token in ids if not 0 <= token < self.target.config.vocab_size]:
             raise UsageError(f"token id {bad[0]} is outside the model's vocabulary of {self.target.config.vocab_size}")
         return ids
 
     def room_after(self, num_tokens: int) -> int:
         """Tokens that the context leaves for an answer to a prompt. Raises ContextLengthError if it leaves none."""
-        room = self.max_context - num_tokens
-        if room < 1:
-            raise ContextLengthError(self._too_long(num_tokens))
-        return room
+        return self.context_limit.room_after(num_tokens)
 
     def check_sampling(self, params: SamplingParams) -> None:
         """Raises UsageError for a bias on a token that the vocabulary does not have."""
@@ -341,16 +331,6 @@ class Engine:
         """The sharpness fitted so far (see `scheduler.pace.calibration`)."""
         return self.learnt.calibration.sharpness(greedy=greedy).value
 
-    def _too_long(self, num_tokens: int) -> str:
-        planned, longest = self.max_context, self.target.config.max_context
-        limit, more = "the model's context", ""
-        if planned < longest:
-            limit, more = "the planned context", f" or set a larger `context`, up to {longest}"
-        return (
-            f"the prompt has {num_tokens} tokens and {limit} is {planned}, which leaves no room for an answer; "
-            f"shorten the prompt{more}"
-        )
-
 
 def _steps_of(batch: Batch, indices: Mapping[Ticket, int]) -> Generator[tuple[int, Step], None, None]:
     with closing(batch):
@@ -359,11 +339,3 @@ def _steps_of(batch: Batch, indices: Mapping[Ticket, int]) -> Generator[tuple[in
                 if isinstance(outcome, OffspecError):
                     raise outcome
                 yield indices[ticket], outcome
-
-
-def _is_chat(prompt: Sequence[int] | Sequence[Message]) -> TypeGuard[Sequence[Message]]:
-    return len(prompt) > 0 and all(isinstance(part, Mapping) for part in prompt)
-
-
-def _is_ids(prompt: Sequence[int] | Sequence[Message]) -> TypeGuard[Sequence[int]]:
-    return all(hasattr(part, "__index__") for part in prompt)  # includes numpy's integers, excludes floats

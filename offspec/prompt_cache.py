@@ -25,7 +25,7 @@ from .checkpoints.kv_files import (
     model_identity,
     write_kv_file,
 )
-from .engine import Engine, Prompt
+from .engine import Engine
 from .errors import CheckpointError, StorageError, UsageError
 from .model.memory.text_caches import TextCaches
 from .model.memory.text_memory import TextMemory
@@ -34,6 +34,7 @@ from .running.checked_request import CheckedRequest
 from .running.passes import run_alone
 from .running.request import Request
 from .running.steps import Step
+from .text.prompt import Prompt
 
 TARGET, DRAFT = "target", "draft"  # the parts of a file
 # The file is written again if more than 1/REWRITTEN_SHARE of a prompt was not in it: not for each new question behind

@@ -22,12 +22,14 @@ from offspec.loaders.files.small_files import parse_json, read_small_file
 from offspec.scheduler.params import SamplingParams, SpeculationParams
 
 from .checkpoints.atomic_files import write_atomically
-from .engine import Engine, Message
+from .engine import Engine
 from .errors import ContextLengthError, OffspecError, StorageError, UsageError
 from .model.memory.text_caches import SoleUser, TextCaches
 from .prompt_cache import PromptCache
 from .running.steps import Step
 from .stats import Stats
+from .text.context_limit import ContextLimit
+from .text.prompt import Message
 from .text.tokenizer import Tokenizer
 
 FILE_FORMAT, FILE_VERSION = "offspec chat", 1
@@ -309,22 +311,22 @@ def _messages(system: str | None, turns: Sequence[Turn], replies: Sequence[str])
 
 
 def encode_turns(
-    tokenizer: Tokenizer, system: str | None, turns: Sequence[Turn], most_tokens: int | None = None
+    tokenizer: Tokenizer, system: str | None, turns: Sequence[Turn], limit: ContextLimit | None = None
 ) -> list[int]:
     """Token ids of the rendered conversation, with the original ids of each reply that the template leaves unchanged.
 
     A second rendering has placeholders instead of replies, and shows where the replies are. A template may change a
     reply: strip it, or omit its reasoning. From the first changed reply on, all text is encoded anew. Raises
-    ContextLengthError if the text has far more than `most_tokens` tokens.
+    ContextLengthError if the text has far more tokens than the limit.
     """
     answered = turns[:-1]
     messages = _messages(system, turns, [turn.reply for turn in answered])
-    if most_tokens is not None:
-        tokenizer.check_messages(messages, most_tokens)
+    if limit is not None:
+        tokenizer.check_messages(messages, limit)
     chat = tokenizer.hide_special(messages)
     text, placeholders = tokenizer.render_chat(chat.messages), [f"\ue000{i}\ue001" for i in range(len(answered))]
-    if most_tokens is not None:
-        tokenizer.check_length(text, most_tokens)
+    if limit is not None:
+        tokenizer.check_length(text, limit)
     replies = [message["content"] for message in chat.messages if message["role"] == "assistant"]
     next_one = iter(placeholders)
     rest = tokenizer.render_chat(

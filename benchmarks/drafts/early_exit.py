@@ -30,7 +30,6 @@ from torch import Tensor
 from benchmarks.scheduling.replay import ClockedModel, Costs, Recording, Replayed, VirtualClock, record, replay
 from benchmarks.scheduling.stopping import PricedSampling
 from offspec import Engine, SamplingParams, SpeculationParams, builtin
-from offspec.engine import Prompt
 from offspec.loaders.formats import dense
 from offspec.model.decoder import Decoder
 from offspec.model.early_exit import EarlyExit, SharedDraft, Trunk
@@ -40,6 +39,7 @@ from offspec.scheduler.drafting.model_drafter import ModelDrafter
 from offspec.scheduler.pace.controllers import Controller, DraftingState, FixedBudget
 from offspec.scheduler.pace.costs import Costs as LearntCosts
 from offspec.scheduler.pace.thompson import THOMPSON_WIDTH, ThompsonSampling
+from offspec.text.prompt import Prompt
 
 DEPTHS = (1, 2, 3, 4, 6, 8, 12)
 THOMPSON = (("thompson", False), ("priced sampling", True))  # name, whether it knows costs

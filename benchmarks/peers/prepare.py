@@ -17,8 +17,8 @@ from typing import Protocol
 from benchmarks.grow import SHAPES, grow
 from benchmarks.real.prompts import read_set
 from offspec import builtin
-from offspec.engine import Prompt
 from offspec.loaders.files.safetensors_folder import INDEX_FILE
+from offspec.text.prompt import Prompt
 
 from .catalog import Peer
 

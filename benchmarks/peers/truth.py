@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from offspec import Engine, SamplingParams, SpeculationParams
-from offspec.engine import Prompt
+from offspec.text.prompt import Prompt
 from offspec.tools.verification import NEAR_TIE
 
 GAP = NEAR_TIE[torch.bfloat16]  # in logits

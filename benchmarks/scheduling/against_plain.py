@@ -27,9 +27,9 @@ from unittest.mock import patch
 from benchmarks.real.models import PROMPTS
 from benchmarks.real.prompts import read_set
 from offspec import Engine, SamplingParams, SpeculationParams, builtin
-from offspec.engine import Prompt
 from offspec.running.steps import Step
 from offspec.scheduler.drafting.model_drafter import ModelDrafter
+from offspec.text.prompt import Prompt
 from offspec.tools.benchmark import WORKLOADS
 
 CLOCKS: dict[str, Callable[[], float]] = {"cpu": time.process_time, "wall": time.perf_counter}

@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 
 from offspec import Engine, SamplingParams, SpeculationParams
-from offspec.engine import Prompt
 from offspec.model.decoder import CachedDecoder
 from offspec.scheduler.drafting.drafter import Drafter, LogitCorrector, TreeModel
 from offspec.scheduler.trees.sampling import Sampler
 from offspec.scheduler.trees.token_tree import ROOT, BoolArray, IntArray, TokenTree
 from offspec.scheduler.trees.verify import Logits, TargetPass, TargetStates, Verdict, exact_walk
 from offspec.scheduler.trees.vocabulary import Vocabulary
+from offspec.text.prompt import Prompt
 
 # ------------------------------------------------------------------------------------------------ recording
 

@@ -16,8 +16,7 @@ from itertools import chain, count
 from threading import Condition, Thread
 from typing import NamedTuple, TypeVar, cast
 
-from offspec import Constraint, Engine, SamplingParams, SpeculationParams
-from offspec.engine import Message
+from offspec import Constraint, Engine, Message, SamplingParams, SpeculationParams
 from offspec.errors import MemoryLimitError, OffspecError, UsageError
 from offspec.model.memory.text_pool import TextPool
 from offspec.planning.parked_texts import parked_bytes
@@ -391,16 +390,16 @@ class Service:
 
     def _encode_chat(self, asked: CompletionRequest, client: str) -> list[int]:
         """A chat's token ids. The client's replies keep their original ones, because the KV caches contain these."""
-        messages, tokenizer, most = (
+        messages, tokenizer, limit = (
             cast(Sequence[Message], asked.prompt),
             self.engine.tokenizer,
-            self.engine.max_context,
+            self.engine.context_limit,
         )
         turns = turns_of(messages, self._reply_tokens.of(client, messages)) if asked.is_plain_chat else None
         if turns is not None:
-            return encode_turns(tokenizer, *turns, most)
+            return encode_turns(tokenizer, *turns, limit)
         described = asked.tools.described if asked.tools is not None else ()
-        return tokenizer.encode_chat(messages, most, tools=described, settings=asked.template_settings)
+        return tokenizer.encode_chat(messages, limit, tools=described, settings=asked.template_settings)
 
     def _encode_text(self, prompt: str | list[int], asked: CompletionRequest) -> list[int]:
         if isinstance(prompt, str) and asked.infill is not None:

@@ -21,8 +21,9 @@ import tokenizers
 from offspec.loaders.files.gguf_file import read_metadata
 from offspec.loaders.files.mistral_folder import TEKKEN_FILE
 
-from ..errors import ContextLengthError, TokenizerError, VocabularyMismatchError
+from ..errors import TokenizerError, VocabularyMismatchError
 from . import chat_template
+from .context_limit import ContextLimit
 from .gguf_tokenizer import read_gguf
 from .special_text import EncodedText, HiddenChat, SpecialText
 from .tekken import read_tekken
@@ -179,36 +180,30 @@ class Tokenizer:
         with self._encoding():
             return (special or self._special_text).encode(text, hidden, at)
 
-    def check_length(self, text: str, most: int) -> None:
-        """Raises ContextLengthError for a text with far more than `most` tokens, without encoding all of it.
+    def check_length(self, text: str, limit: ContextLimit, *, times: int = 1) -> None:
+        """Raises ContextLengthError for a text with far more than `times` the limit, without encoding all of it.
 
-        It encodes growing prefixes. A prefix as long as `most` of the longest token usually has more than `most`
+        It encodes growing prefixes. A prefix as long as that many of the longest token usually has more than that many
         tokens; some tokenizers remove spaces, or merge unknown characters into one token. A shorter prefix is enough
         if it has clearly more tokens: cutting inside a token can add a few.
         """
+        most = times * limit.num_tokens
         enough, slack = most * self._longest + 1, 4 * self._longest
         length = min(enough, 8 * (most + slack))
         while length < len(text):
             if len(self._encode(text[:length]).ids) > most + (slack if length < enough else 0):
-                raise ContextLengthError(
-                    f"the prompt of {len(text)} characters has more than {most} tokens, which is the limit; shorten it"
-                )
+                raise limit.error(f"more than {most}")
             if length == enough:
                 break
             length = min(enough, 8 * length)
 
-    def check_messages(self, messages: Sequence[Mapping[str, Any]], most: int) -> None:
-        """Raises ContextLengthError for messages with far more than `most` tokens, before other processing.
+    def check_messages(self, messages: Sequence[Mapping[str, Any]], limit: ContextLimit) -> None:
+        """Raises ContextLengthError for messages with far more tokens than the limit, before other processing.
 
         It allows four times as many, because templates omit text, such as the reasoning of earlier replies.
         """
         texts = (text for message in messages for text in message.values() if isinstance(text, str))
-        try:
-            self.check_length("\n".join(texts), 4 * most)
-        except ContextLengthError as exc:
-            raise ContextLengthError(
-                f"the messages have more than {4 * most} tokens, and the limit is {most}; shorten them"
-            ) from exc
+        self.check_length("\n".join(texts), limit, times=4)
 
     @cached_property
     def _longest(self) -> int:
@@ -307,7 +302,7 @@ class Tokenizer:
     def encode_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
-        most_tokens: int | None = None,
+        limit: ContextLimit | None = None,
         *,
         tools: Sequence[Mapping[str, Any]] = (),
         settings: Mapping[str, Any] | None = None,
@@ -316,15 +311,15 @@ class Tokenizer:
 
         tools, settings: as for `render_chat`.
 
-        Raises ContextLengthError for a conversation of far more than `most_tokens` tokens, before encoding all of it.
+        Raises ContextLengthError for a conversation of far more tokens than the limit, before encoding all of it.
         """
-        if most_tokens is not None:
-            self.check_messages(messages, most_tokens)
+        if limit is not None:
+            self.check_messages(messages, limit)
         chat = self.hide_special([*messages, {"tools": list(tools), "settings": dict(settings or {})}])
         *hidden, other = chat.messages
         text = self.render_chat(hidden, **other)
-        if most_tokens is not None:
-            self.check_length(text, most_tokens)
+        if limit is not None:
+            self.check_length(text, limit)
         return self.encode_after("", text, chat.texts)
 
     def hide_special(self, messages: Sequence[Mapping[str, Any]]) -> HiddenChat:

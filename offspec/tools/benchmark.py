@@ -22,9 +22,10 @@ from offspec.scheduler.trees.sampling import Sampler
 from offspec.scheduler.trees.token_tree import FloatArray, TokenTree
 from offspec.scheduler.trees.verify import Verdict
 
-from ..engine import Engine, Prompt
+from ..engine import Engine
 from ..model.decoder import CachedDecoder
 from ..stats import Stats
+from ..text.prompt import Prompt
 
 NUM_BINS = 10
 EVEN = 0.03  # a smaller gain or loss is not reported

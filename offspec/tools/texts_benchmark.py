@@ -16,9 +16,10 @@ from typing import Any
 from offspec.scheduler.params import SEED_LIMIT, SamplingParams, SpeculationParams
 
 from .. import builtin
-from ..engine import Engine, Prompt
+from ..engine import Engine
 from ..errors import OffspecError, UsageError
 from ..running.batch import Batch, Ticket
+from ..text.prompt import Prompt
 from .benchmark import WORKLOADS, Figure, Workload
 
 FEWEST_PROMPTS = 8

@@ -24,7 +24,6 @@ from offspec.checkpoints.opening import ModelFiles, Note, choose_device
 from offspec.drafts.model_draft import ModelDraft
 from offspec.drafts.recall import RecallingText
 from offspec.drafts.without_model import NoDraft
-from offspec.engine import Prompt
 from offspec.errors import (
     CheckpointError,
     ContextLengthError,
@@ -44,6 +43,7 @@ from offspec.scheduler.drafting.child_scores import ChildScorer
 from offspec.scheduler.drafting.model_drafter import ModelDrafter
 from offspec.scheduler.pace.trials import OverlapSwitch
 from offspec.scheduler.params import MAX_ROWS, Scoring, Stopping
+from offspec.text.prompt import Prompt
 
 from ..pair import CONTEXT, VOCAB_SIZE, Pair, build_pair, narrow, scale_weights, variant
 from ..refusals import check_message, refused, tells

@@ -19,6 +19,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from offspec.errors import ContextLengthError, TokenizerError, UsageError, VocabularyMismatchError
 from offspec.text import tokenizer as tokenizer_module
+from offspec.text.context_limit import ContextLimit
 from offspec.text.text_stream import TextStream
 from offspec.text.tokenizer import Tokenizer, check_vocabularies
 
@@ -211,7 +212,8 @@ def test_text_that_is_not_unicode_is_refused(tokenizer: Tokenizer) -> None:
 @pytest.mark.parametrize("text", ["the cat sat on the mat, ", "x", " ", "the    cat 日本", "😀\n"])
 def test_a_text_is_too_long_only_where_it_is(text: str, tokenizer: Tokenizer) -> None:
     for times in (1, 9, 50, 400):
-        tokenizer.check_length(text * times, len(tokenizer.encode(text * times, add_special_tokens=False)))
+        num_tokens = len(tokenizer.encode(text * times, add_special_tokens=False))
+        tokenizer.check_length(text * times, ContextLimit(num_tokens, num_tokens))
 
 
 def test_most_of_a_text_far_too_long_is_not_encoded(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,8 +224,8 @@ def test_most_of_a_text_far_too_long_is_not_encoded(tokenizer: Tokenizer, monkey
         return encode(self, text)
 
     monkeypatch.setattr(Tokenizer, "_encode", counted)
-    with refused(ContextLengthError, "100000 characters", "8 tokens"):
-        tokenizer.check_length("the cat 日" + "y" * 99_991, 8)
+    with refused(ContextLengthError, "more than 8 tokens", "`context`", "up to 32"):
+        tokenizer.check_length("the cat 日" + "y" * 99_991, ContextLimit(8, 32))
     assert 0 < sum(seen) < 1000
 
 
@@ -232,7 +234,7 @@ def test_a_long_text_that_the_tokenizer_swallows_is_not_too_long(tmp_path: Path)
     backend.normalizer = normalizers.Strip()
     tokenizer = with_config(tmp_path, backend)
     for text in (" " * 9000 + "a", "?" * 9000):
-        tokenizer.check_length(text, 2)
+        tokenizer.check_length(text, ContextLimit(2, 2))
         assert len(tokenizer.encode(text)) <= 2
 
 
