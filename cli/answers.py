@@ -16,9 +16,10 @@ from .reasoning import reader_of, thinking_first
 
 if TYPE_CHECKING:
     from offspec import Engine, Prompt, SamplingParams, Step, Ticket
+    from offspec.text.tokenizer import Tokenizer
 
 INTERRUPTED = "interrupted"  # the finish_reason of a text that Ctrl-C stopped
-ToPrompt = Callable[["Engine", str | Turns | TokenIds], "Prompt"]
+ToPrompt = Callable[["Tokenizer", str | Turns | TokenIds], "Prompt"]
 
 
 def answer_of(engine: Engine, prompt_ids: Sequence[int], steps: Sequence[Step], params: SamplingParams) -> Answer:
@@ -81,7 +82,7 @@ class SharedAnswers:
             steps: dict[Ticket, list[Step]] = {}
             for place, (prompt, params) in enumerate(prompts):
                 try:
-                    prompt_tokens = self._to_prompt(engine, prompt)
+                    prompt_tokens = self._to_prompt(engine.tokenizer, prompt)
                     params = thinking_first(params, prompt_tokens)
                     ticket = batch.add(engine.check_request(prompt_tokens, params, self._speculation))
                 except OffspecError as exc:

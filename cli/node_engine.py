@@ -105,6 +105,8 @@ def _load(job: EngineJob, ram: int | None) -> Engine:
             f"its memory allows a context of {engine.max_context} tokens, not {wanted}; with --context "
             f"{engine.max_context} every node has the same"
         )
+    if options.context is None:
+        engine.loaded.most_context = wanted  # nodes with more memory answer as the others do
     return engine
 
 

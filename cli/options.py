@@ -191,7 +191,7 @@ memory_flags = all_of(
         group=heading.MEMORY,
         type=WholeNumber(1),
         metavar="N",
-        help="Maximum number of tokens of prompt and answer. [default: 4096, or fewer if memory is short]",
+        help="Maximum number of tokens of prompt and answer. [default: what costs no speed, up to the model's]",
     ),
     LOADING.option(
         "kv_cache",

@@ -53,6 +53,7 @@ from .terminal import as_shown, draft_off, first_pass_shown, marked, shows_color
 
 if TYPE_CHECKING:
     from offspec import Engine, Prompt, PromptCache, Step
+    from offspec.text.tokenizer import Tokenizer
 
 STANDARD_OUTPUT = Path("-")
 
@@ -97,12 +98,12 @@ class PromptFlags:
             raise click.UsageError(f"{EMPTY_PROMPT}{where}.")
         return text
 
-    def for_engine(self, engine: Engine, prompt: str | Turns | TokenIds) -> Prompt:
+    def for_model(self, tokenizer: Tokenizer, prompt: str | Turns | TokenIds) -> Prompt:
         """Messages for a model with a chat template, otherwise the text or the ids. The prompt's own system message has
         priority.
         """
         if isinstance(prompt, str):
-            if self.raw or not (engine.tokenizer.has_chat_template or self.system is not None):
+            if self.raw or not (tokenizer.has_chat_template or self.system is not None):
                 return prompt
             prompt = [{"role": "user", "content": prompt}]
         if self.system is None or not is_turns(prompt) or any(turn["role"] == "system" for turn in prompt):
@@ -251,7 +252,7 @@ def command(
         _run_file(prompts, output, loading, sampling, speculation, max_texts=max_texts, ray=ray, shown=shown)
         return
     _check_one(output, loading)
-    loading = replace(loading, texts=several.num_texts)
+    loading = replace(loading, texts=several.num_texts, answer_tokens=sampling.max_new_tokens)
     load = partial(_load_one, prompts, loading, shown)
     run = partial(_run_several, several=several) if num_answers > 1 else partial(_run_one, prompts.cache_prompt)
     run(load, sampling, speculation, shown=shown, learn_file=written_file(loading))
@@ -265,9 +266,9 @@ reworded(
 
 def _load_one(prompts: PromptFlags, loading: LoadOptions, shown: OutputFlags) -> tuple[Engine, Prompt]:
     """The engine and the prompt. Raises click.UsageError for an empty one before anything is loaded."""
-    words = prompts.words(loading.model)
-    engine = load_engine(loading, quiet=shown.quiet, verbose=shown.verbose)
-    return engine, prompts.for_engine(engine, words)
+    to_prompt = partial(prompts.for_model, prompt=prompts.words(loading.model))
+    engine = load_engine(replace(loading, prompt=to_prompt), quiet=shown.quiet, verbose=shown.verbose)
+    return engine, to_prompt(engine.tokenizer)
 
 
 def _run_one(
@@ -359,7 +360,7 @@ def _run_file(
     with closing(_batch_of(prompts, output, settings, sampling)) as batch:
         num_texts = max_texts or max(1, min(AUTO_TEXTS, len(batch.open_tasks)))
         loading = replace(loading, texts=num_texts)
-        together = partial(SharedAnswers, to_prompt=prompts.for_engine, speculation=speculation, max_texts=num_texts)
+        together = partial(SharedAnswers, to_prompt=prompts.for_model, speculation=speculation, max_texts=num_texts)
         if ray is None:
             load = partial(load_engine, loading, quiet=shown.quiet, verbose=shown.verbose)
             _run_batch(batch, load, together, written_file(loading), show_stats=shown.stats, quiet=shown.quiet)

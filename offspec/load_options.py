@@ -40,6 +40,8 @@ class LoadSettings(TypedDict, total=False):
     ram: int | str | None
     cache_ram: int | str | None
     context: int | None
+    prompt: Callable[[Any], Any] | None
+    answer_tokens: int
     kv_cache: str | int
     tree: int | None
     texts: int
@@ -72,7 +74,9 @@ class LoadOptions:
     with which `self` drafts without an exit layer. revision: branch, tag or commit of a hub id.
     device: auto, cpu, cuda or cuda:N. dtype: auto, bf16, fp16, fp32. threads: CPU threads; None keeps torch's number.
     vram, ram: limits in bytes; None is all that is free. context: maximum number of tokens of prompt and answer; None
-    is up to `planning.plan.DEFAULT_CONTEXT`. tree: nodes to reserve memory for, if requests will use a larger budget
+    is what costs no speed, up to the model's own, and about `planning.plan.DEFAULT_CONTEXT` at least. prompt,
+    answer_tokens: a request that will come, if it is known: the default context holds it. `prompt` gives a
+    `text.prompt.Prompt` for a `Tokenizer`. tree: nodes to reserve memory for, if requests will use a larger budget
     than the automatic one. texts: the number of texts that will share passes (`Engine.generate_many`), for which memory
     is reserved. kv_cache: the format of the target's KV entries, `auto` or one of KV_CACHES.
     synchronous: no read-ahead; read each streamed layer when the pass needs it.
@@ -108,6 +112,8 @@ class LoadOptions:
     vram: int | None = None
     ram: int | None = None
     context: int | None = None
+    prompt: Callable[[Any], Any] | None = None
+    answer_tokens: int = 0
     tree: int | None = None
     texts: int = 1
     kv_cache: str = AUTO

@@ -58,12 +58,16 @@ from .planning.probe import (
 from .planning.report import explain_packing, explain_plan
 from .planning.spilling import spill_watch
 from .process import fix_choices, prepare_gpu, set_num_threads
+from .text.context_limit import ContextLimit
 from .text.lookup_files import lookup_memory_bytes, open_index
+from .text.prompt import encode_prompt
 from .text.tokenizer import Tokenizer
 
 
-def memory_options(options: LoadOptions) -> MemoryOptions:
-    return MemoryOptions(options.vram, options.ram, options.context, options.tree, options.texts, options.kv_cache)
+def memory_options(options: LoadOptions, prompt_tokens: int = 0) -> MemoryOptions:
+    """prompt_tokens: of `options.prompt`."""
+    limits = (options.vram, options.ram, options.context, options.tree, options.texts, options.kv_cache)
+    return MemoryOptions(*limits, prompt_tokens, options.answer_tokens if prompt_tokens else 0)
 
 
 def draft_options(options: LoadOptions) -> DraftOptions:
@@ -95,6 +99,7 @@ class LoadedTarget:
         self.recommended_sampling = SamplingParams()  # by the model's authors
         self.rates: Rates | None = None
         self.link_bytes_per_s: float | None = None
+        self.most_context: int | None = None  # tokens of a text, if the plan's are more than somebody wants
         self.plan_without_draft: Plan | None = None  # of a streamed target that has a draft
         self._memory, self._streamed_before = memory, 0
         self._has_weights, self._is_closed = True, False
@@ -109,7 +114,8 @@ class LoadedTarget:
     @property
     def max_context(self) -> int:
         """The maximum number of tokens of a text; the plan's may be lower than the model's."""
-        return self.decoder.config.max_context if self.plan is None else self.plan.context
+        planned = self.decoder.config.max_context if self.plan is None else self.plan.context
+        return planned if self.most_context is None else min(planned, self.most_context)
 
     def predict_pass_s(self, width: int) -> float:
         """Predicted seconds of a pass over `width` rows, from the rates measured while loading."""
@@ -339,17 +345,27 @@ def load(options: LoadOptions) -> Loaded:
     machine = MachineRates(device, options.arithmetic)
     options = replace(options, dtype=dtype_on(options.dtype, read_hardware(device).gpu))
     files, tokenizer, opened = open_models(options, device.type, notes, machine)
+    memory = memory_options(options, _prompt_tokens(options, files, tokenizer))
     features, index = list[MemoryUser]([opened]), None
     if options.lookup_files:
-        free_bytes = ram_beside_program(read_hardware(device), memory_options(options))
+        free_bytes = ram_beside_program(read_hardware(device), memory)
         index = open_index(options.lookup_files, tokenizer, free_bytes=free_bytes)
         features.append(LookupIndex(options.lookup_files))
     if options.cache_ram != 0:
-        features.append(
-            ParkedTexts(options.cache_ram, ram_beside_program(read_hardware(device), memory_options(options)))
-        )
-    target, draft = _load_models(options, files, opened, features, machine, notes)
+        features.append(ParkedTexts(options.cache_ram, ram_beside_program(read_hardware(device), memory)))
+    target, draft = _load_models(options, files, opened, features, memory, machine, notes)
     return Loaded(target, tokenizer, draft, index)
+
+
+def _prompt_tokens(options: LoadOptions, files: ModelFiles, tokenizer: Tokenizer) -> int:
+    """Tokens of the prompt that will come; 0 if it is not known. Raises the errors of `Engine.generate` for it."""
+    if options.prompt is None:
+        return 0
+    longest = files.config.max_context
+    limit = ContextLimit(min(options.context or longest, longest), longest)
+    num_tokens = len(encode_prompt(tokenizer, options.prompt(tokenizer), limit))
+    limit.room_after(num_tokens)
+    return num_tokens
 
 
 @dataclass(frozen=True)
@@ -396,6 +412,7 @@ def _load_models(
     files: ModelFiles,
     opened: OpenedDraft,
     features: Sequence[MemoryUser],
+    options_of_memory: MemoryOptions,
     machine: MachineRates,
     notes: list[Note],
 ) -> tuple[LoadedTarget, Draft]:
@@ -403,7 +420,7 @@ def _load_models(
     if accelerator.has_own_memory:
         prepare_gpu()
         _limit_memory(accelerator, None)  # what torch cached for a closed engine would count as used
-    plan = plan_here(files, features, read_hardware(device), memory_options(options))
+    plan = plan_here(files, features, read_hardware(device), options_of_memory)
     choose_products([(files, plan.placement.is_resident), *((model, True) for model in opened.models)], device)
     link, rates = machine.measure(plan)
     if not options.deterministic:

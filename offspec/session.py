@@ -25,6 +25,7 @@ from .checkpoints.atomic_files import write_atomically
 from .engine import Engine
 from .errors import ContextLengthError, OffspecError, StorageError, UsageError
 from .model.memory.text_caches import SoleUser, TextCaches
+from .planning.plan import DEFAULT_CONTEXT
 from .prompt_cache import PromptCache
 from .running.steps import Step
 from .stats import Stats
@@ -274,11 +275,15 @@ def entries_path(path: str | PathLike[str]) -> Path:
 
 
 def lasting_caches(engine: Engine) -> TextCaches:
-    """KV caches for requests that continue one another. They allocate the planned context and tree at once.
+    """KV caches for requests that continue one another. They allocate the context asked for, and a tree, at once.
 
-    Without a plan, they grow as needed.
+    Of a longer default context they allocate DEFAULT_CONTEXT, and grow: the plan has twice as much room for it. Without
+    a plan, they grow as needed.
     """
-    return engine.new_caches(engine.max_context, engine.plan.tree) if engine.plan is not None else engine.new_caches()
+    if (plan := engine.plan) is None:
+        return engine.new_caches()
+    was_asked_for = plan.demand.options.context is not None
+    return engine.new_caches(plan.context if was_asked_for else min(plan.context, DEFAULT_CONTEXT), plan.tree)
 
 
 # ------------------------------------------------------------------------------------------------ to tokens

@@ -331,6 +331,12 @@ class ModelConfig:
         is_long = num_tokens > self.rope.scaling[ORIGINAL_CONTEXT]
         return replace(self, rope=replace(self.rope, scaling={**self.rope.scaling, "is_long": is_long}))
 
+    def longest_alike(self, num_tokens: int) -> int:
+        """The longest maximum for which texts are computed as for a maximum of `num_tokens`."""
+        if self.rope.kind == "longrope" and num_tokens <= self.rope.scaling[ORIGINAL_CONTEXT]:
+            return min(self.max_context, int(self.rope.scaling[ORIGINAL_CONTEXT]))
+        return self.max_context
+
     def differences(self) -> dict[str, Any]:
         """The differences from Llama's layout: fields that do not have their default."""
         optional = [field for field in fields(self) if field.default is not MISSING]

@@ -22,7 +22,8 @@ class MemoryOptions:
     """The user's limits: bytes of VRAM and RAM (None: all that is free), and the context and tree to reserve.
 
     tree: nodes beside the context. At least the largest automatic budget is reserved, also for None. texts: see `Room`.
-    kv_cache: the name of a `KVFormat`, or AUTO, see `plan.make_plan`.
+    kv_cache: the name of a `KVFormat`, or AUTO, see `plan.make_plan`. prompt, answer_tokens: tokens of the
+    request that will come, if it is known; without `context`, there is room for it.
     """
 
     vram: int | None = None
@@ -31,6 +32,8 @@ class MemoryOptions:
     tree: int | None = None
     texts: int = 1
     kv_cache: str = AUTO
+    prompt: int = 0
+    answer_tokens: int = 0
 
 
 SHARED_TOKENS = 1024  # tokens reserved for each text beside the first that shares its passes

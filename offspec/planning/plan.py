@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 from offspec.loaders.formats.core import slice_elements
 from offspec.loaders.machine.hardware import Hardware, Rates
@@ -40,7 +40,7 @@ from offspec.loaders.streaming.stored_model import StoredUnit
 from offspec.scheduler.params import max_nodes
 
 from ..checkpoints.opening import ModelFiles
-from ..errors import MemoryLimitError, UsageError
+from ..errors import ContextLengthError, MemoryLimitError, UsageError
 from ..model.block import memory_layouts
 from ..model.decoder import activation_bytes
 from ..model.memory.kv_cache import KVLayout
@@ -50,7 +50,8 @@ from ..model.row_logits import HEAD_ROWS
 from .attention_time import seconds_of_attention, seconds_per_element
 from .memory import AUTO, MemoryOptions, MemoryUse, MemoryUser, Room, add_up
 
-DEFAULT_CONTEXT = 4096
+DEFAULT_CONTEXT = 4096  # a longer one is the default where it costs nothing
+CONTEXT_STEP = 1024
 LEAST_LAYERS_OF_EXPERTS = 2  # times the experts of a row, which are in memory at once
 MIN_CONTEXT = 512  # the smallest default context; a smaller one would be of little use
 WORKSPACE_BYTES = 64 * 2**20  # samplers, the tokenizer and the allocator's rounding
@@ -133,8 +134,8 @@ class Plan:
 
     @property
     def usual_tokens(self) -> int:
-        """Tokens before a pass in predictions: half the context if it is longer than the default one; else few, 0."""
-        return self.context // 2 if self.context > DEFAULT_CONTEXT else 0
+        """Tokens before a pass in predictions: half of a long context that was asked for; else few, 0."""
+        return self.context // 2 if self.demand.options.context and self.context > DEFAULT_CONTEXT else 0
 
     @property
     def tiers(self) -> str:
@@ -293,11 +294,15 @@ def make_plan(
 ) -> Plan:
     """Place the target's layers within `limits`, beside its KV cache, the features, and everything else.
 
-    program_bytes: RAM that the process already holds. The default context is DEFAULT_CONTEXT, halved until it fits.
-    The automatic format of KV entries is 16 bit. It is 8 bit if a longer context than this was asked for, and would
-    else cost resident layers, or not fit. Raises MemoryLimitError, and UsageError for a context above the model's
-    maximum.
+    program_bytes: RAM that the process already holds. The default context is DEFAULT_CONTEXT, halved until it fits, or
+    a longer one that costs nothing (`_grown`), or one that holds the request that will come. The automatic format of KV
+    entries is 16 bit. It is 8 bit if a longer context than DEFAULT_CONTEXT was asked for, and would else cost resident
+    layers, or not fit. Raises MemoryLimitError, UsageError for a context above the model's maximum, and
+    ContextLengthError for a prompt that no context within the limits holds.
     """
+    wanted = min(options.prompt + options.answer_tokens, target.config.longest_alike(options.prompt + 1))
+    if options.context is None and wanted:
+        return _plan_for_request(wanted, target, features, limits, options, program_bytes)
     demand = Demand(target, tuple(features), limits, options, program_bytes)
     if options.kv_cache != AUTO:
         return _plan_in_room(replace(demand, target=target.with_kv(KV_FORMATS[options.kv_cache])))
@@ -309,6 +314,29 @@ def make_plan(
                 return _plan_in_room(replace(demand, target=target.with_kv(EIGHT_BIT)))
         raise
     return _with_residents_back(plan)
+
+
+def _plan_for_request(
+    wanted: int,
+    target: ModelFiles,
+    features: Sequence[MemoryUser],
+    limits: Limits,
+    options: MemoryOptions,
+    program_bytes: int,
+) -> Plan:
+    """The default plan, or if its context is shorter than `wanted`, as if that had been asked for."""
+    make = partial(make_plan, target, features, limits, program_bytes=program_bytes)
+    usual = make(options=replace(options, prompt=0, answer_tokens=0))
+    if usual.context >= wanted:
+        return usual
+    with suppress(MemoryLimitError):
+        return make(options=replace(options, context=wanted))
+    if usual.context > options.prompt:
+        return usual
+    raise ContextLengthError(
+        f"the prompt has {options.prompt} tokens, and the memory that may be used holds a context of "
+        f"{usual.largest_context}; shorten the prompt, or allow more memory (`vram`, `ram`)"
+    )
 
 
 def _with_residents_back(plan: Plan) -> Plan:
@@ -332,11 +360,40 @@ def _plan_in_room(demand: Demand) -> Plan:
     context = min(longest, DEFAULT_CONTEXT)
     while True:
         try:
-            return _plan_for(Room(context, tree, options.texts, limits.device is None), demand)
+            plan = _plan_for(Room(context, tree, options.texts, limits.device is None), demand)
+            return _grown(plan) if context == DEFAULT_CONTEXT else plan
         except MemoryLimitError:
             if context // 2 < MIN_CONTEXT:
                 raise
             context //= 2
+
+
+def _grown(plan: Plan) -> Plan:
+    """The plan with the longest context that costs no speed, up to the model's own.
+
+    With twice its KV entries, each layer and expert would still lie where it does: a cache that grows is copied, and
+    other programs may need memory, too.
+    """
+
+    def costs(context: int) -> bool:
+        try:
+            return _places(_plan_for(replace(plan.room, context=2 * context), plan.demand)) != _places(plan)
+        except MemoryLimitError:
+            return True
+
+    longest = plan.demand.target.config.longest_alike(plan.context)
+    longer = [*range(plan.context + CONTEXT_STEP, longest, CONTEXT_STEP), longest]
+    if longest <= plan.context or costs(longer[0]):
+        return plan
+    num_free = bisect_left(longer, True, key=costs) if costs(longest) else len(longer)
+    return _plan_for(replace(plan.room, context=longer[num_free - 1]), plan.demand)
+
+
+def _places(plan: Plan) -> tuple[object, ...]:
+    """What decides how fast a plan's passes are, but for the length of texts."""
+    placement = plan.placement
+    names = [item.name for item in placement.items]
+    return plan.layers, placement.places, placement.slots, placement.experts, placement.entries_in_ram, names
 
 
 def with_faster_residents(plan: Plan, rates: Rates) -> Plan:

@@ -129,8 +129,24 @@ def test_a_draft_with_another_vocabulary(pair: Pair, tmp_path: Path, offspec: Of
     assert tells(result.err, "draft", "vocabulary")
 
 
-def test_a_prompt_longer_than_the_context(run_args: Sequence[object], long_prompt: Path, offspec: Offspec) -> None:
-    offspec(*run_args, "--prompt-file", long_prompt).refusal(1, "context", CONTEXT)
+@pytest.mark.parametrize("num_words", [CONTEXT, 100_000])
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [((), ("the model's context", CONTEXT)), (("-c", 64), ("the planned context", "--context", f"up to {CONTEXT}"))],
+)
+def test_a_prompt_longer_than_the_context(
+    run_args: Sequence[object],
+    num_words: int,
+    flags: Sequence[object],
+    words: Sequence[object],
+    tmp_path: Path,
+    offspec: Offspec,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Before weights are read; in one way, whether its tokens were counted or are too many to count."""
+    monkeypatch.setattr("offspec.loading.load_planned", None)
+    (file := tmp_path / "long.txt").write_text("x " * num_words)
+    offspec(*run_args, *flags, "--prompt-file", file).refusal(1, "the prompt has", "shorten the prompt", *words)
 
 
 def test_a_prompt_that_leaves_room_for_one_token(run_args: Sequence[object], tmp_path: Path, offspec: Offspec) -> None:

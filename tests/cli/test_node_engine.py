@@ -106,6 +106,16 @@ def test_an_engine_with_a_smaller_context_than_others_is_refused(
     assert NodeEngine(job).answer([]).fault is None
 
 
+def test_an_engine_with_more_memory_has_the_context_of_the_others(
+    job: EngineJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan, "DEFAULT_CONTEXT", 64)
+    monkeypatch.setattr(plan, "CONTEXT_STEP", 8)
+    assert NodeEngine(job)._engine.max_context == 64
+    long = replace(job, options=replace(job.options, context=100))
+    assert NodeEngine(long)._engine.max_context == 100
+
+
 @pytest.mark.parametrize("error", [MemoryLimitError("gone"), CheckpointError("gone"), OSError("gone")])
 def test_an_engine_that_fails_returns_what_it_has(
     error: Exception, job: EngineJob, monkeypatch: pytest.MonkeyPatch

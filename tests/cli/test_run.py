@@ -15,6 +15,7 @@ from offspec import Engine, SamplingParams, SpeculationParams
 from offspec.checkpoints.opening import Note
 from offspec.cli.main import COMMANDS, LazyGroup, cli
 from offspec.loading import LoadedTarget
+from offspec.planning import plan
 from offspec.running.batch import Batch
 from offspec.scheduler.pace.speculation_switch import SpeculationSwitch
 from offspec.text.tokenizer import Tokenizer
@@ -49,6 +50,20 @@ def test_json_is_one_object_with_the_promised_keys(run_args: Sequence[object], p
     assert (answer["model"], answer["draft"], answer["seed"]) == (str(pair.target), str(pair.draft), 7)
     assert answer["finish_reason"] == "length"
     assert len(answer["token_ids"]) == answer["stats"]["num_tokens"] == 6
+
+
+def test_a_prompt_longer_than_the_default_context_gets_a_longer_one(
+    run_args: Sequence[object], pair: Pair, offspec: Offspec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if the user had asked for it; a model's own limit stays."""
+    whole = run_json(offspec, *run_args, "x" * 60)
+    monkeypatch.setattr(plan, "DEFAULT_CONTEXT", 32)
+    monkeypatch.setattr(plan, "_grown", lambda plan: plan)
+    with Engine.load(pair.target, draft=str(pair.draft), device="cpu") as engine:
+        assert engine.max_context == 32
+    answer = run_json(offspec, *run_args, "x" * 60)
+    assert (len(answer["prompt_token_ids"]) > 60, answer["token_ids"]) == (True, whole["token_ids"])
+    assert run_json(offspec, *run_args, "x" * 60, "-n", 1000)["finish_reason"] in ("length", "eos")
 
 
 def test_text_is_that_of_json_and_ends_the_line(run_args: Sequence[object], offspec: Offspec) -> None:

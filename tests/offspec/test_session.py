@@ -298,6 +298,24 @@ def test_what_is_used_of_the_context_is_told_of_the_turns_that_are_left(engine: 
     assert session.num_tokens == 0
 
 
+def test_caches_of_a_long_context_that_nobody_asked_for_grow(
+    engine: Engine, pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = [turn.token_ids for turn in _four_turns(Session(engine))]
+    monkeypatch.setattr("offspec.session.DEFAULT_CONTEXT", 32)
+    assert engine.plan is not None
+    growing, room = Session(engine), engine.plan.tree + 32
+    assert growing._caches.target.cache.capacity == room
+    assert [turn.token_ids for turn in _four_turns(growing)] == expected
+    assert growing._caches.target.cache.capacity >= min(room * 3 // 2, CONTEXT + engine.plan.tree)
+    with Engine.load(pair.target, draft="none", device="cpu", context=CONTEXT) as asked:
+        assert Session(asked)._caches.target.cache.capacity == CONTEXT + engine.plan.tree
+
+
+def _four_turns(session: Session) -> list[Turn]:
+    return [say(session, "message") for _ in range(4)]
+
+
 def test_or_the_message_is_refused(engine: Engine) -> None:
     session = Session(engine, drops_oldest=False)
     while session.num_tokens < CONTEXT - 16:

@@ -16,7 +16,7 @@ from offspec import LoadOptions
 from offspec.builtin import path as builtin_path
 from offspec.checkpoints.from_config import stored_from_config
 from offspec.checkpoints.opening import ModelFiles, Note
-from offspec.errors import CheckpointError, MemoryLimitError, UsageError
+from offspec.errors import CheckpointError, ContextLengthError, MemoryLimitError, UsageError
 from offspec.loaders.formats.core import SLICE
 from offspec.loaders.machine.gpus import KNOWN_GPUS
 from offspec.loaders.machine.hardware import Rates
@@ -212,7 +212,7 @@ def test_models_of_every_layout_are_planned_from_config_json_alone(tmp_path: Pat
     files = ModelFiles.from_config(tmp_path, "nf4", "auto", "cuda", [])
     assert files.num_parameters == num_parameters
     made = plan(tmp_path, "nf4", Limits(24 * GIB, 64 * GIB))
-    assert made.context == DEFAULT_CONTEXT
+    assert made.context >= DEFAULT_CONTEXT
     assert made.predict_pass_s(RATES, 64) > 0
     assert all(item.on_device >= 0 <= item.on_host for item in made.placement.items)
     assert any("LongRoPE" in note.text for note in explain_plan(made)) == (files.config.rope.kind == "longrope")
@@ -291,6 +291,63 @@ def test_a_default_context_shrinks_to_what_fits_one_asked_for_does_not(large: Pa
         plan(large, "nf4", Limits(5 * GIB, 64 * GIB), MemoryOptions(context=DEFAULT_CONTEXT))
     with refused(UsageError, "`context=200000`", 131_072):
         plan(large, "nf4", Limits(24 * GIB, 64 * GIB), MemoryOptions(context=200_000))
+
+
+@pytest.mark.parametrize("limits", [Limits(None, 200 * GIB), Limits(60 * GIB, 64 * GIB), Limits(34 * GIB, 64 * GIB)])
+def test_a_default_context_is_as_long_as_costs_nothing(large: Path, limits: Limits) -> None:
+    """What is resident, how layers are streamed and what is predicted stay; twice as many entries would still fit."""
+    usual, grown = plan(large, "nf4", limits, MemoryOptions(context=DEFAULT_CONTEXT)), plan(large, "nf4", limits)
+    assert usual.placement.is_resident == grown.placement.is_resident == (limits.device != 34 * GIB)
+    assert (grown.placement.places, grown.placement.slots) == (usual.placement.places, usual.placement.slots)
+    assert grown.predict_pass_s(RATES, 16) == usual.predict_pass_s(RATES, 16)
+    if limits.device is None:
+        assert grown.context == LLAMA_70B["max_position_embeddings"]
+    elif grown.placement.is_resident:
+        assert DEFAULT_CONTEXT < grown.context < 131_072
+        assert plan(large, "nf4", limits, MemoryOptions(context=2 * grown.context)).placement.is_resident
+    else:
+        assert grown.context == DEFAULT_CONTEXT
+
+
+def test_a_default_context_costs_no_expert(tmp_path: Path) -> None:
+    """Experts in memory take all that layers leave."""
+    experts = {"num_experts": 64, "num_experts_per_tok": 4, "moe_intermediate_size": 1024, "norm_topk_prob": True}
+    shape = {"hidden_size": 1024, "intermediate_size": 1024, "num_attention_heads": 16, "num_hidden_layers": 8}
+    config = LLAMA_70B | shape | experts | {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    streamed, resident = (plan(tmp_path, "bf16", Limits(vram * GIB, 64 * GIB)) for vram in (3, 16))
+    assert (streamed.placement.is_resident, streamed.context) == (False, DEFAULT_CONTEXT)
+    assert (resident.placement.is_resident, resident.context) == (True, 131_072)
+
+
+def test_a_default_context_keeps_to_the_factors_of_short_texts(tmp_path: Path) -> None:
+    """LongRoPE's factors for long texts would change short ones."""
+    factors = {"short_factor": [1.0] * 64, "long_factor": [2.0] * 64}
+    settings = {"max_position_embeddings": 131072, "original_max_position_embeddings": 8192}
+    config = PUBLISHED["phi-4"][1] | settings | {"rope_scaling": {"type": "su", **factors}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    limits = Limits(80 * GIB, 64 * GIB)
+    assert plan(tmp_path, "nf4", limits).context == 8192
+    for prompt, context in ((8000, 8192), (8192, 8692)):
+        assert plan(tmp_path, "nf4", limits, MemoryOptions(prompt=prompt, answer_tokens=500)).context == context
+
+
+def test_the_request_that_will_come_fits_if_memory_holds_it(large: Path) -> None:
+    limits = Limits(24 * GIB, 64 * GIB)
+    short = plan(large, "nf4", limits, MemoryOptions(prompt=100, answer_tokens=200))
+    assert short.placement == plan(large, "nf4", limits).placement
+    long = plan(large, "nf4", limits, MemoryOptions(prompt=20_000, answer_tokens=256))
+    assert long.placement == plan(large, "nf4", limits, MemoryOptions(context=20_256)).placement
+    assert (long.context, long.usual_tokens) == (20_256, 10_128)
+
+
+@pytest.mark.slow
+def test_a_prompt_is_refused_only_if_no_context_that_fits_holds_it(large: Path) -> None:
+    tight = Limits(5 * GIB, 64 * GIB)
+    usual = plan(large, "nf4", tight)
+    assert plan(large, "nf4", tight, MemoryOptions(prompt=100, answer_tokens=100_000)).context == usual.context
+    with refused(ContextLengthError, "60000 tokens", usual.largest_context, "`vram`"):
+        plan(large, "nf4", tight, MemoryOptions(prompt=60_000, answer_tokens=256))
 
 
 @pytest.mark.parametrize(
