@@ -46,7 +46,7 @@ from .options import (
 from .reasoning import thinking_first
 from .server.privacy import public_name
 from .settings import nearest, parsed_value, settable
-from .terminal import as_shown, columns, draft_off, first_pass_shown, keys_held, marked, shows_colors
+from .terminal import as_shown, columns, draft_off, first_pass_shown, keys_held, marked, shows_colors, wrapped
 from .word_wrap import WordWrap
 
 if TYPE_CHECKING:
@@ -314,7 +314,7 @@ class Chat:
         self._marks, self._quiet, self._verbose = marks, quiet, verbose
         self._note = partial(_note, quiet=quiet)
         self._edited: str | None = None  # the message that the next one replaces
-        self._is_warned = False
+        self._is_warned = self._is_draft_off = False
 
     def change(self, settings: Mapping[str, object]) -> None:
         """Change settings, by the flags' names without dashes. If it raises UsageError, nothing changes."""
@@ -404,11 +404,17 @@ class Chat:
         if not last.endswith("\n"):
             click.echo()
         self._explain_end(sampling)
-        if self.values["show_stats"] and (turn := self.session.turns[-1]).stats is not None:
-            click.echo(f"({reply_figures(turn.stats)})", err=True)
-        elif self._verbose and (stats := self.session.turns[-1].stats) and (off := draft_off(stats)):
-            self._note(f"the draft is {off}")
+        if (stats := self.session.turns[-1].stats) is not None:
+            self._tell_stats(stats)
         self._learn()
+
+    def _tell_stats(self, stats: Stats) -> None:
+        """Print a reply's statistics if they are asked for. Why the draft is off is told once."""
+        if self.values["show_stats"]:
+            click.echo(wrapped(f"({reply_figures(stats)})"), err=True)
+        was_off, self._is_draft_off = self._is_draft_off, bool(off := draft_off(stats))
+        if off and not was_off and (self.values["show_stats"] or self._verbose):
+            self._note(wrapped(f"the draft is {off}"))
 
     def _writer(self) -> Callable[[Step], None]:
         """A function that prints the steps of a reply: marked, wrapped between words, or unchanged."""
@@ -641,7 +647,7 @@ def _stats_cells(number: int, turn: Turn) -> list[str]:
 def reply_figures(stats: Stats) -> str:
     """The statistics of a reply as one line."""
     rate = f", {stats.decode_tokens_per_s:.1f} tokens/s" if stats.decode_tokens_per_s else ""
-    off = f"; the draft is {draft_off(stats)}" if stats.draft_off_since else ""
+    off = ", draft off" if stats.draft_off_since else ""
     return (
         f"{stats.num_tokens} tokens{rate}, {stats.tokens_per_pass:.2f} tokens per pass, "
         f"first after {stats.ttft_s:.2f} s{off}"

@@ -49,7 +49,7 @@ from .ray_batch import RayEngines
 from .reading import read_prompt
 from .reasoning import ThinkingReader, reader_of, thinking_first
 from .several_answers import AnswerFlags, Printer, answer_several, describe_answers
-from .terminal import as_shown, draft_off, first_pass_shown, marked, shows_colors
+from .terminal import as_shown, draft_off, first_pass_shown, marked, shows_colors, wrapped
 
 if TYPE_CHECKING:
     from offspec import Engine, Prompt, PromptCache, Step
@@ -297,9 +297,9 @@ def _run_one(
     for note in notes if not shown.quiet else ():
         click.echo(f"offspec: {note}", err=True)
     if shown.stats:
-        click.echo(describe(last), err=True)
+        click.echo(wrapped(describe(last), indent=10 * " "), err=True)
     elif shown.verbose and (off := draft_off(last.stats)):
-        click.echo(f"offspec: the draft is {off}", err=True)
+        click.echo(wrapped(f"offspec: the draft is {off}"), err=True)
     _pass_on(last)
     if not (shown.as_json or shown.quiet):
         tell_next_once(engine)
@@ -555,7 +555,10 @@ def _answer(
 def describe(last: Step) -> str:
     """The statistics of a request as a few lines of text."""
     stats = last.stats
-    passes, rate = max(stats.num_passes, 1), stats.decode_tokens_per_s
+    rate, later = stats.decode_tokens_per_s, stats.num_passes - 1
+    seconds = (stats.draft_s - stats.first_draft_s, stats.target_s - stats.first_target_s)
+    draft_ms, target_ms = (1e3 * each / max(later, 1) for each in seconds)
+    then = f", then draft {draft_ms:.1f} ms + target {target_ms:.1f} ms per pass" if later > 0 else ""
     device = f", {stats.peak_device_bytes / 2**30:.2f} GiB device" if stats.peak_device_bytes else ""
     num_cached = stats.num_prompt_tokens - stats.num_prefilled_tokens
     cached = f", {num_cached} of them from --cache-prompt" if num_cached else ""
@@ -563,8 +566,8 @@ def describe(last: Step) -> str:
         f"prompt    {stats.num_prompt_tokens} tokens{cached}, first text after {stats.ttft_s:.2f} s, seed {stats.seed}",
         f"decoding  {stats.num_tokens} tokens ({last.finish_reason}), {f'{rate:.1f}' if rate else '-'} tokens/s after "
         "the first pass",
-        f"passes    {stats.num_passes}, {stats.tokens_per_pass:.2f} tokens per pass; "
-        f"draft {1e3 * stats.draft_s / passes:.1f} ms + target {1e3 * stats.target_s / passes:.1f} ms per pass",
+        f"passes    {stats.num_passes}, {stats.tokens_per_pass:.2f} tokens per pass; with the prompt "
+        f"{stats.prefill_s:.2f} s{then}",
         f"memory    peak {stats.peak_host_bytes / 2**30:.2f} GiB host{device}",
         f"text      {stats.exactness}, compared with plain decoding",
     ]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import textwrap
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator
@@ -59,13 +60,26 @@ def draft_off(stats: Stats) -> str:
     """Since when and why a request's draft is switched off; empty if it is not."""
     if stats.draft_off_since is None or stats.plain_pass_s is None:
         return ""
-    round_ms = "" if stats.draft_round_s is None else f"a round takes {1e3 * stats.draft_round_s:.1f} ms, "
-    num_accepted = max(0, stats.num_tokens - stats.num_passes)
-    return (
-        f"off since pass {stats.draft_off_since} of {stats.num_passes}, but for trials, as it does not pay: {round_ms}"
-        f"a plain token {1e3 * stats.plain_pass_s:.1f} ms, and {num_accepted} of {stats.num_drafted_tokens} drafted "
-        "tokens were accepted; --budget 16 forces it"
+    since = (
+        f"off since pass {stats.draft_off_since} of {stats.num_passes}, but for trials, as it costs more than it brings"
     )
+    cost = f"a pass without it takes {1e3 * stats.plain_pass_s:.1f} ms"
+    if (round_s := stats.draft_round_s) is not None:
+        least = round_s / stats.plain_pass_s
+        cost += f", each round of drafting {1e3 * round_s:.1f} ms more, which {least:.2f} further tokens would pay for"
+    num_accepted = max(0, stats.num_tokens - stats.num_passes)
+    brought = f"{num_accepted} of {stats.num_drafted_tokens} drafted tokens were accepted"
+    return f"{since}: {cost}{f'; {brought}' if stats.num_drafted_tokens else ''}; --budget 16 forces it"
+
+
+def wrapped(text: str, indent: str = "") -> str:
+    """Text for stderr. On a terminal, lines that are too wide are broken between words, and go on behind `indent`."""
+    if not is_watched():
+        return text
+    wrap = textwrap.TextWrapper(
+        max(columns(), 20), subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
+    return "\n".join(wrap.fill(line) for line in text.split("\n"))
 
 
 @contextmanager

@@ -25,7 +25,7 @@ class Stats:
     The first pass takes the whole prompt *and* a tree, so it is the prefill and already yields tokens. prefill_s is the
     time of this iteration, including drafting; ttft_s is the time from the request to its tokens. decode_s is the time
     of all later iterations. tokens_per_pass includes the first pass; plain decoding has 1. draft_s and target_s are
-    sums over passes.
+    sums over passes; first_draft_s and first_target_s are those of the first pass.
     is_lossy: lossy acceptance was on, so the text may differ from plain decoding's. inexact_reason: why the text equals
     it up to near-ties only; None where it is exact (`model.exactness`).
     draft_fault: why the draft was given up within the request; None if it was not. The text is the same.
@@ -50,6 +50,8 @@ class Stats:
     decode_s: float = 0.0
     draft_s: float = 0.0
     target_s: float = 0.0
+    first_draft_s: float = 0.0
+    first_target_s: float = 0.0
     seed: int = 0
     is_lossy: bool = False
     inexact_reason: str | None = None

@@ -40,6 +40,7 @@ class PassCounter:
         stats.draft_s += draft_s
         stats.target_s += target_s
         if stats.num_passes == 0:
+            stats.first_draft_s, stats.first_target_s = stats.draft_s, stats.target_s
             stats.prefill_s, stats.ttft_s = stats.prefill_s + total_s, time.perf_counter() - self._began
         else:
             stats.decode_s += total_s

@@ -12,8 +12,11 @@ import pytest
 
 from offspec import Engine, SamplingParams
 from offspec.cli import chat as chat_module
+from offspec.cli import terminal
 from offspec.cli.line_input import TerminalInput, is_open, open_history, unquoted
 from offspec.cli.main import run
+from offspec.cli.terminal import wrapped
+from offspec.scheduler.pace.speculation_switch import SpeculationSwitch
 from offspec.session import Session, Turn
 
 from ..pair import CONTEXT, Pair, variant
@@ -166,6 +169,27 @@ def test_what_happens_when_the_context_is_full_can_be_set(talk: Talk, tmp_path: 
     assert tells(refused.err, "context", 128)
     assert saved(file)["settings"]["when-full"] == "stop"
     assert tells(talk(f"/load {file}", long, long).err, "context", 128)
+
+
+def test_why_the_draft_is_off_is_told_once(talk: Talk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SpeculationSwitch, "speculates", lambda self, is_first: False)
+    monkeypatch.setattr(SpeculationSwitch, "is_resting", True)
+    told = talk("hi", "ho", "more", flags=("--stats", "--ignore-eos", "--max-new-tokens", 12)).err
+    assert (told.count(", draft off)"), told.count("(the draft is off since pass 1")) == (3, 1)
+
+
+def test_a_note_is_broken_between_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = f"name   a number of words\n{'word ' * 9}--a-long-flag /a/path/that/is/long"
+    assert wrapped(text) == text
+    monkeypatch.setattr(terminal, "is_watched", lambda: True)
+    monkeypatch.setattr(terminal, "columns", lambda: 24)
+    assert wrapped(text, "  ").splitlines() == [
+        "name   a number of words",
+        "word word word word word",
+        "  word word word word",
+        "  --a-long-flag",
+        "  /a/path/that/is/long",
+    ]
 
 
 def test_figures_after_each_reply_on_request(talk: Talk) -> None:

@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from offspec import Engine, SamplingParams, SpeculationParams
+from offspec import Engine, SamplingParams, SpeculationParams, Stats, Step
 from offspec.checkpoints.opening import Note
 from offspec.cli.main import COMMANDS, LazyGroup, cli
+from offspec.cli.run import describe
+from offspec.cli.terminal import draft_off
 from offspec.loading import LoadedTarget
 from offspec.planning import plan
 from offspec.running.batch import Batch
@@ -238,6 +241,38 @@ def test_a_rate_that_was_not_measured(run_args: Sequence[object], offspec: Offsp
 def test_an_empty_prompt_is_refused(run_args: Sequence[object], offspec: Offspec) -> None:
     offspec(*run_args, stdin=b"").refusal(2, "prompt", "empty")
     offspec("run", "def area(", stdin=b"").refusal(2, "prompt", "empty", "'def area('", "MODEL")
+
+
+def test_the_time_of_a_pass_is_without_the_prompts(pair: Pair) -> None:
+    stats = Stats(num_tokens=9, num_passes=4, prefill_s=1.5, draft_s=0.7, target_s=2.6, first_target_s=2.3)
+    stats.first_draft_s = 0.4
+    assert "with the prompt 1.50 s, then draft 100.0 ms + target 100.0 ms per pass" in describe(_last(stats))
+    stats.num_passes = 1
+    assert "with the prompt 1.50 s\n" in describe(_last(stats))
+    with Engine.load(pair.target, draft=str(pair.draft), device="cpu") as engine:
+        one, *_, last = [replace(step.stats) for step in engine.generate("x" * 60, SamplingParams(20, ignore_eos=True))]
+    assert (
+        (last.first_draft_s, last.first_target_s)
+        == (one.draft_s, one.target_s)
+        == (one.first_draft_s, one.first_target_s)
+    )
+    assert last.target_s > last.first_target_s > 0
+
+
+def _last(stats: Stats) -> Step:
+    return Step([1], "a", stats, "length")
+
+
+def test_why_a_draft_is_off_reads_as_a_sum() -> None:
+    stats = Stats(num_tokens=12, num_passes=10, num_drafted_tokens=4, draft_off_since=3)
+    stats.draft_round_s, stats.plain_pass_s = 1.2, 1.5
+    assert draft_off(stats) == (
+        "off since pass 3 of 10, but for trials, as it costs more than it brings: a pass without it takes 1500.0 ms, "
+        "each round of drafting 1200.0 ms more, which 0.80 further tokens would pay for; 2 of 4 drafted tokens were "
+        "accepted; --budget 16 forces it"
+    )
+    stats.draft_round_s, stats.num_drafted_tokens = None, 0
+    assert draft_off(stats).endswith("brings: a pass without it takes 1500.0 ms; --budget 16 forces it")
 
 
 @pytest.mark.parametrize("flags", [("-v",), ("--json", "--stats")], ids=" ".join)
