@@ -58,7 +58,7 @@ class StepMaker:
         if reason is None and stats.num_tokens >= self._limit:
             reason = "length"
         if reason:
-            texts[-1] += self._stream.flush()
+            texts[-1] += self._stream.flush(is_cut=reason == "length")
         num_accepted = min(len(verdict.path), len(tokens))
         return Step(
             tokens,

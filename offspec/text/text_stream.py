@@ -60,9 +60,12 @@ class TextStream:
         """The text that becomes final with this token: usually its own, sometimes none, sometimes more."""
         return "" if self.stopped is not None else self._cut(self._detokenizer.push(token_id), final=False)
 
-    def flush(self) -> str:
-        """The rest of the text at the end of the answer; an incomplete character becomes U+FFFD."""
-        return "" if self.stopped is not None else self._cut(self._detokenizer.flush(), final=True)
+    def flush(self, *, is_cut: bool = False) -> str:
+        """The rest of the text at the end of the answer.
+
+        An incomplete character becomes U+FFFD, or is left out if a limit has cut the answer.
+        """
+        return "" if self.stopped is not None else self._cut(self._detokenizer.flush(is_cut=is_cut), final=True)
 
     def _cut(self, text: str, *, final: bool) -> str:
         self._tail += text
@@ -101,9 +104,10 @@ class Detokenizer:
             return self._end_run() + self._extend([token_id])
         return self._push_byte(token_id, byte)
 
-    def flush(self) -> str:
+    def flush(self, *, is_cut: bool = False) -> str:
         held, self._num_held = REPLACEMENT * self._num_held, 0
-        return held + self._end_run()
+        rest = held + self._end_run()
+        return "" if is_cut else rest
 
     def _extend(self, ids: list[int]) -> str:
         num_shown = len(self._decode(self._context)) - self._num_held

@@ -673,6 +673,8 @@ def test_half_characters_are_never_shown_nor_whole_ones_held(
     for i, token_id in enumerate(ids, 1):
         shown += stream.push(token_id)
         assert shown == tokenizer.decode(ids[:i]).rstrip(REPLACEMENT)
+        cut = tokenizer.stream()
+        assert "".join(map(cut.push, ids[:i])) + cut.flush(is_cut=True) == shown
 
 
 @pytest.mark.parametrize("kind", KINDS)
