@@ -168,7 +168,7 @@ def command(
         return
     engine = load(replace(loading, tree=max((nodes or 0 for nodes in budgets), default=0)))
     report = _measured(engine, workloads, sampling, speculation, budgets, **runs)
-    shown.show(engine, report.as_dict(), partial(table, report))
+    shown.show(engine, report.as_dict(), partial(table, report, verbose=verbose))
     if csv_file is not None:
         write_csv(report, csv_file)
     if plot_file is not None:
@@ -198,6 +198,7 @@ reworded(
     command,
     learn_file="File with the draft's training (offspec run --learn).",
     seed="Random seed; the draft does not change the text. [default: 0]",
+    verbose="Explain automatic choices, show how sure the draft was and how often right; show tracebacks.",
 )
 
 
@@ -241,8 +242,11 @@ class ReportFlags:
 WIDE = 120  # columns of output to a file or a pipe
 
 
-def table(report: BenchmarkReport, width: int) -> list[str]:
-    """One line per kind of prompts and budget (blocks on a narrow terminal), then verdict and remarks."""
+def table(report: BenchmarkReport, width: int, *, verbose: bool = False) -> list[str]:
+    """One line per kind of prompts and budget (blocks on a narrow terminal), then verdict and remarks.
+
+    verbose: also how often the draft's nodes were accepted, by their predicted probability.
+    """
     rows = [_cells(row) for row in report.rows()]
     sizes = [max(len(name), *(len(cells[name]) for cells in rows)) for name in rows[0]]
     lines = [
@@ -253,7 +257,7 @@ def table(report: BenchmarkReport, width: int) -> list[str]:
         lines = [line for cells in rows for line in (*(f"{name}: {cell}" for name, cell in cells.items()), "")]
     outcome = report.outcome()
     judged = [] if outcome is None else ["", verdict(outcome), ""]
-    remarks = [*judged, *_remarks(report), *_reliability(report)]
+    remarks = [*judged, *_remarks(report), *(_reliability(report) if verbose else ())]
     return [*lines, *(line for text in remarks for line in textwrap.wrap(text, max(width, 20)) or [""])]
 
 
@@ -288,10 +292,10 @@ def _remarks(report: BenchmarkReport) -> list[str]:
             f"{_why_texts_differ(report.runs[0].stats.inexact_reason)}"
         )
     )
+    spread = ", +- half the range over the repeats" if any(run.repeat > 0 for run in report.runs) else ""
     remarks = [
-        "tokens/s: of all passes including the first with the prompt, +- half the range over the repeats; first: "
-        "seconds of the first pass; later: tokens/s without it; tokens: per pass; draft, target, rest: ms "
-        "per later pass",
+        f"tokens/s: of all passes including the first with the prompt{spread}; first: seconds of the first pass; "
+        "later: tokens/s without it; tokens: per pass; draft, target, rest: ms per later pass",
         same if guessed else "there is no draft",
     ]
     for name, acceptance in report.acceptance.items():

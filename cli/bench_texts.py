@@ -72,6 +72,8 @@ def _cells(row: TextsRow) -> list[str]:
 
 
 def with_spread(figure: Figure) -> str:
-    """The median, and half the range."""
+    """The median, and half the range, if there is one: a single measurement has none."""
     decimals = 1 if figure.median >= 10 else 2
+    if figure.low == figure.high:
+        return f"{figure.median:.{decimals}f}"
     return f"{figure.median:.{decimals}f} +-{(figure.high - figure.low) / 2:.{decimals}f}"

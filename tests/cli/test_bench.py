@@ -136,7 +136,7 @@ def test_what_was_not_measured_is_a_dash(bench: Bench) -> None:
 
 
 def test_the_fastest_budget_s_reliability_is_shown(bench: Bench) -> None:
-    result = bench("--json")
+    result = bench("--json", "-v")
     lines = result.err.splitlines()
     heading = next(line for line in lines if line.startswith("draft nodes of budget "))
     bins = json.loads(result.out)["acceptance"][heading.split()[4].rstrip(":")]["reliability"]
@@ -180,11 +180,20 @@ def test_a_gain_beyond_the_tokens_of_a_pass_is_not_believed() -> None:
 @pytest.mark.parametrize("columns", [30, 80, 110])
 def test_the_table_fits(columns: int) -> None:
     seen = BudgetAcceptance(num_nodes=[10**6] * 10, predicted=[5e5] * 10, accepted=[10**5] * 10)
-    lines = table(BenchmarkReport(REPORT.runs, {"8": seen}), columns)
+    report = BenchmarkReport(REPORT.runs, {"8": seen})
+    lines = table(report, columns, verbose=True)
+    assert lines[: len(table(report, columns))] == table(report, columns)
+    assert "predicted   accepted     nodes" not in table(report, columns)
     assert lines[-1].split() == ["0.500", "0.100", "1000000"]
     assert max(map(len, lines)) <= columns
     assert ("tokens/s: 1.80 +-0.20" in lines) == (columns < 80)
     assert all(line.isascii() for line in lines)
+
+
+def test_a_single_measurement_has_no_range() -> None:
+    text = "\n".join(table(BenchmarkReport([run(0, 0), run(8, 0, decode_s=2.5)]), 120))
+    assert "+-" not in text
+    assert "1.00" in text
 
 
 @pytest.mark.parametrize(
