@@ -25,7 +25,7 @@ from .constraints import NAMES, constraint_in
 from .flag_names import with_flags
 from .reading import read_bytes, read_file
 from .server.openai_requests import FIELDS, sampling_params
-from .terminal import TimeLeft, is_watched, show_line
+from .terminal import ProgressLine, TimeLeft
 
 Answer = dict[str, Any]
 Turns = list[dict[str, str]]
@@ -206,7 +206,8 @@ class PromptBatch:
             self._tell(line, error)
         if not quiet:
             self._tell_typos()
-        tasks, shows, left = self.open_tasks, is_watched() and not quiet and self.output is not None, TimeLeft()
+        tasks, shows, left = self.open_tasks, not quiet and self.output is not None, TimeLeft()
+        progress_line = ProgressLine()
         num_before = len(self.tasks) - len(tasks)
         if num_before and not quiet:
             click.echo(f"offspec: {num_before} of {len(self.tasks)} prompts were answered before", err=True)
@@ -214,7 +215,7 @@ class PromptBatch:
         def show(number: int) -> None:
             if shows and number < len(tasks):
                 time_left = left(time.monotonic(), number, len(tasks))
-                show_line(f"prompt {num_before + number + 1} of {len(self.tasks)}{time_left}{progress()}")
+                progress_line.show(f"prompt {num_before + number + 1} of {len(self.tasks)}{time_left}{progress()}")
 
         self._cut_half_line()
         if tasks:
@@ -224,7 +225,7 @@ class PromptBatch:
                     self._keep(tasks[place], answer)
                     show(number)
         if shows:
-            show_line()
+            progress_line.clear()
         if self.errors:
             lines = ", ".join(map(str, sorted(self.errors)))
             again = "" if self.output is None else "; correct them and repeat the command"

@@ -36,7 +36,7 @@ from .options import (
     several_budgets,
     tuning_options,
 )
-from .terminal import columns, is_watched, show_line
+from .terminal import ProgressLine, columns, is_watched
 
 if TYPE_CHECKING:
     from offspec import Engine
@@ -155,7 +155,7 @@ def command(
     runs: dict[str, Any] = {
         "num_warmups": warmup,
         "num_repeats": repeats,
-        "progress": _no_progress if quiet else _progress,
+        "progress": _no_progress if quiet else partial(_progress, ProgressLine()),
     }
     if numbers is not None:
         from offspec.tools.texts_benchmark import check_numbers, default_workloads, measure_texts
@@ -208,9 +208,11 @@ def _workloads(file: Path) -> list[Workload]:
     return [Workload(str(task.content.get("kind", "prompts")), task.prompt) for task in read_prompts(file)]
 
 
-def _progress(done: int, total: int) -> None:
-    if is_watched():
-        show_line(f"run {done + 1} of {total}" if done < total else "")
+def _progress(line: ProgressLine, done: int, total: int) -> None:
+    if done < total:
+        line.show(f"run {done + 1} of {total}")
+    else:
+        line.clear()
 
 
 def _no_progress(done: int, total: int) -> None:

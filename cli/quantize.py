@@ -16,7 +16,7 @@ from offspec.user_files import expand_home
 from .flag_declarations import OffspecCommand, option
 from .flag_names import with_flags
 from .options import A_MODEL, MODEL
-from .terminal import TimeLeft, is_watched, show_line
+from .terminal import ProgressLine, TimeLeft
 
 PLAIN_BITS = 16  # a weight
 
@@ -91,7 +91,7 @@ def command(
     if shadow is not None and (form != ConvertParams.format or not double_quant):
         raise click.UsageError("--shadow has a format of its own; leave out --format and --no-double-quant.")
     start = time.monotonic()
-    bar = ConversionLine() if is_watched() and not quiet else None
+    bar = None if quiet else ConversionLine()
     try:
         target = dst and expand_home(dst)
         if shadow is None:
@@ -165,9 +165,10 @@ def _warn_of_a_model_not_run(folder: Path) -> None:
 
 
 class ConversionLine:
-    """A progress line on a terminal: the share converted and the time left."""
+    """A progress line: the share converted and the time left."""
 
     def __init__(self) -> None:
+        self._line = ProgressLine()
         self._left, self._shown = TimeLeft(), 0.0
 
     def __call__(self, bytes_done: int, bytes_total: int) -> None:
@@ -177,7 +178,7 @@ class ConversionLine:
             return
         self._shown = now
         percent, total = 100 * bytes_done // max(1, bytes_total), format_quantity(bytes_total, "B")
-        show_line(f"{percent} % of {total}{left}")
+        self._line.show(f"{percent} % of {total}{left}")
 
     def clear(self) -> None:
-        show_line()
+        self._line.clear()

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 SMALL_LOAD_BYTES = 2**28  # a smaller model loads too fast for a bar
 FIRST_LOOK_S, LOOK_EVERY_S = 1.0, 0.5
+SELDOM_S = 60.0  # between two lines of progress in a log
 ACCEPTED, CORRECTION, PLAIN = "\x1b[32m", "\x1b[1;33m", "\x1b[0m"
 LOOKED_UP = "\x1b[36m"  # cyan
 COLORS = (LOOKED_UP, ACCEPTED, CORRECTION)
@@ -45,6 +46,26 @@ def show_line(text: str = "") -> None:
     """Replace the current progress line. A closed terminal does not interrupt the work."""
     with suppress(OSError):
         click.echo(f"\r\x1b[K{text}", err=True, nl=False)
+
+
+class ProgressLine:
+    """Progress on stderr: on a terminal a line that the next one replaces, in a log a line every SELDOM_S."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        """clock: in seconds."""
+        self._clock, self._told_s = clock, clock()
+
+    def show(self, text: str) -> None:
+        if is_watched():
+            show_line(text)
+        elif (now_s := self._clock()) - self._told_s >= SELDOM_S:
+            self._told_s = now_s
+            with suppress(OSError):
+                click.echo(f"offspec: {text}", err=True)
+
+    def clear(self) -> None:
+        if is_watched():
+            show_line()
 
 
 def as_shown(text: str, stream: TextIO | None = None) -> str:

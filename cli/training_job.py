@@ -16,7 +16,7 @@ from offspec import LoadOptions
 from offspec.training.distill_params import DistillParams
 
 from .options import load_engine
-from .terminal import TimeLeft, is_watched, show_line
+from .terminal import ProgressLine, TimeLeft
 
 if TYPE_CHECKING:
     from offspec import Engine
@@ -82,8 +82,8 @@ def refuse_flags(names: Iterable[str], why: str) -> None:
 def training_line(
     *, quiet: bool, advice: str = "the same command with --resume continues from the last checkpoint."
 ) -> Iterator[TrainingLine | None]:
-    """A progress line on a terminal, and `advice` after Ctrl-C."""
-    line = TrainingLine() if is_watched() and not quiet else None
+    """A progress line, and `advice` after Ctrl-C."""
+    line = None if quiet else TrainingLine()
     try:
         yield line
     except KeyboardInterrupt:
@@ -95,15 +95,16 @@ def training_line(
 
 
 class TrainingLine:
-    """A progress line on a terminal: the phase, its progress and the time left."""
+    """A progress line: the phase, its progress and the time left."""
 
     def __init__(self) -> None:
+        self._line = ProgressLine()
         self._what, self._left = "", TimeLeft()
 
     def __call__(self, what: str, done: int, total: int) -> None:
         if what != self._what:
             self._what, self._left = what, TimeLeft()
-        show_line(f"{what}: {done} of {total}{self._left(time.monotonic(), done, total)}")
+        self._line.show(f"{what}: {done} of {total}{self._left(time.monotonic(), done, total)}")
 
     def clear(self) -> None:
-        show_line()
+        self._line.clear()

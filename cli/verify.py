@@ -28,7 +28,7 @@ from .options import (
     several_budgets,
     tuning_options,
 )
-from .terminal import is_watched, show_line
+from .terminal import ProgressLine
 
 if TYPE_CHECKING:
     from offspec import Scoring
@@ -170,9 +170,13 @@ def command(
         if "own" in drafts and not quiet:
             click.echo("offspec: without --draft, only the random draft is verified", err=True)
 
+    line = ProgressLine()
+
     def progress(done: int, total: int) -> None:
-        if not quiet and is_watched():
-            show_line(f"{done}/{total} settings" if done < total else "")
+        if not quiet and done < total:
+            line.show(f"{done}/{total} settings")
+        elif not quiet:
+            line.clear()
 
     report = verify(engine, prompts, settings, max_new_tokens=max_new_tokens, seed=seed, progress=progress)
     if as_json:

@@ -202,8 +202,8 @@ def test_how_long_the_rest_takes(source: Path, tmp_path: Path, monkeypatch: pyte
         with closing(PromptBatch(source, output, {}, SamplingParams())) as batch:
             batch.collect(answers, quiet=False)
 
-    monkeypatch.setattr("offspec.cli.batch.is_watched", lambda: True)
-    monkeypatch.setattr("offspec.cli.batch.show_line", lambda text="": shown.append(text))
+    monkeypatch.setattr("offspec.cli.terminal.is_watched", lambda: True)
+    monkeypatch.setattr("offspec.cli.terminal.show_line", lambda text="": shown.append(text))
     monkeypatch.setattr("time.monotonic", lambda: now)
     answer_all()
     assert shown == ["prompt 1 of 3", "prompt 2 of 3, 20 s left", "prompt 3 of 3, 10 s left", ""]

@@ -190,8 +190,9 @@ def test_what_is_left_is_told_from_this_runs_pace(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = iter([100.0, 100.01, 110.0])
-    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
     line = ConversionLine()
+    monkeypatch.setattr("offspec.cli.terminal.is_watched", lambda: True)
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
     for done in (500, 510, 600):  # 500 were there from an earlier run; 100 in ten seconds, 400 to go
         line(done, 1000)
     shown = capsys.readouterr().err

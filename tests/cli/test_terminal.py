@@ -14,7 +14,8 @@ import pytest
 
 from offspec import Stats, Step
 from offspec.cli import terminal
-from offspec.cli.terminal import LoadingBar, PassLine, first_pass_shown, marked
+from offspec.cli.terminal import LoadingBar, PassLine, ProgressLine, first_pass_shown, marked
+from offspec.cli.training_job import training_line
 from offspec.text.lookup_files import LookedUp
 
 from .conftest import Offspec
@@ -182,6 +183,32 @@ def test_a_model_that_is_there_at_once_has_no_bar(
     monkeypatch.setattr(terminal, "SMALL_LOAD_BYTES", 0)
     assert "loading" in offspec(*run_args, "hi").err
     assert offspec(*run_args, "hi", "-q").err == ""
+
+
+def test_progress_in_a_log_is_a_line_now_and_then(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now_s = 0.0
+    line = ProgressLine(lambda: now_s)
+    for now_s in range(0, 200, 20):
+        line.show(f"{now_s} of 200")
+    line.clear()
+    assert capsys.readouterr().err == "offspec: 60 of 200\noffspec: 120 of 200\noffspec: 180 of 200\n"
+    on_terminal(monkeypatch, 80)
+    line.show("200 of 200")
+    line.clear()
+    assert capsys.readouterr().err == "\r\x1b[K200 of 200\r\x1b[K"
+
+
+@pytest.mark.parametrize("quiet", [False, True])
+def test_a_training_is_told_of_in_a_log(
+    quiet: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(terminal, "SELDOM_S", 0.0)
+    with training_line(quiet=quiet) as line:
+        if line is not None:
+            line("training steps", 1, 10)
+    assert capsys.readouterr().err == ("" if quiet else "offspec: training steps: 1 of 10\n")
 
 
 def test_a_terminal_that_is_gone_stops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
