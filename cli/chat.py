@@ -167,6 +167,8 @@ def command(
             kept.begin(resumed)
     if on_terminal and not quiet:
         click.echo(f"{_described(chat)}. /help shows the commands, Ctrl-D exits.")
+        for turn in session.turns[-1:]:
+            click.echo(_shown(turn))
     lines = TerminalInput(_history_file(history, quiet=quiet), chat.completions) if on_terminal else PipeInput()
     with learning_kept(engine, written_file(loading), quiet=quiet):
         num_errors = chat.talk(lines)
@@ -541,8 +543,7 @@ class Chat:
         if session.system is not None:
             click.echo(as_shown(f"system message: {session.system}\n"))
         for turn in session.turns:
-            state = " (stopped)" if turn.finish_reason == "interrupted" else ""
-            click.echo(as_shown(f">>> {turn.message}\n{turn.reply.rstrip()}{state}\n"))
+            click.echo(_shown(turn))
         click.echo(f"{_described(self)}, {_turns(session)}; /set shows the settings")
 
     def stats(self, argument: str) -> None:
@@ -652,6 +653,12 @@ def reply_figures(stats: Stats) -> str:
         f"{stats.num_tokens} tokens{rate}, {stats.tokens_per_pass:.2f} tokens per pass, "
         f"first after {stats.ttft_s:.2f} s{off}"
     )
+
+
+def _shown(turn: Turn) -> str:
+    """A message and its reply, as `/show` has them."""
+    state = " (stopped)" if turn.finish_reason == "interrupted" else ""
+    return as_shown(f">>> {turn.message}\n{turn.reply.rstrip()}{state}\n")
 
 
 def _present(settings: Mapping[str, object]) -> dict[str, object]:

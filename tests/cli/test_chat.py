@@ -572,6 +572,9 @@ def test_a_conversation_on_a_terminal_is_kept_and_resumed(
     assert file.stat().st_mode & 0o077 == 0
     again = offspec_at_terminal(*chat_args, "--resume", typed=["/system", "/set temperature 0.5", "last"])
     assert tells(again.err, "2 turns loaded")
+    reply = saved(file)["turns"][1]["reply"].rstrip()
+    assert f"Ctrl-D exits.\n>>> more\n{reply}\n\n" in again.out, "what was said last"
+    assert ">>> hi" not in again.out
     assert "\nBe brief.\n" in again.out
     assert kept(tmp_path) == {file: ["hi", "more", "last"]}
 
