@@ -178,7 +178,7 @@ def tokenize(body: Json, engine: Engine) -> Json:
     flags = {name: field_of(body, name, bool, "true or false") for name in ("add_special", "with_pieces")}
     parses_special = field_of(body, "parse_special", bool, "true or false") is not False
     tokenizer = engine.tokenizer
-    tokenizer.check_length(text, engine.max_context)
+    tokenizer.check_length(text, engine.context_limit)
     ids = tokenizer.encode(text, add_special_tokens=False) if parses_special else tokenizer.encode_plain(text)
     if flags["add_special"]:
         ids = [*tokenizer.encode(""), *ids]

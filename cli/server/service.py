@@ -403,9 +403,9 @@ class Service:
 
     def _encode_text(self, prompt: str | list[int], asked: CompletionRequest) -> list[int]:
         if isinstance(prompt, str) and asked.infill is not None:
-            most = self.engine.max_context
-            num_answer = min(asked.params.max_new_tokens, most // 4)
-            return InfillTokens.of(self.engine.tokenizer).encode(prompt, asked.infill, most, num_answer)
+            limit = self.engine.context_limit
+            num_answer = min(asked.params.max_new_tokens, limit.num_tokens // 4)
+            return InfillTokens.of(self.engine.tokenizer).encode(prompt, asked.infill, limit, num_answer)
         if not isinstance(prompt, str):
             self.engine.room_after(len(prompt))  # before its ids are looked at
         return self.engine.encode(prompt)

@@ -12,6 +12,7 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from ..errors import ContextLengthError, TokenizerError
+from .context_limit import ContextLimit
 
 if TYPE_CHECKING:
     from .tokenizer import Tokenizer
@@ -71,13 +72,13 @@ class InfillTokens:
             "suffix; omit the suffix, or choose a model of code such as Qwen2.5-Coder"
         )
 
-    def encode(self, prefix: str, infill: Infill, most: int, num_answer: int) -> list[int]:
-        """Ids of a prompt. Of the further files, the last ones are kept that leave `num_answer` tokens of `most`.
+    def encode(self, prefix: str, infill: Infill, limit: ContextLimit, num_answer: int) -> list[int]:
+        """Ids of a prompt. Of the further files, the last ones are kept that leave `num_answer` tokens.
 
-        Raises ContextLengthError for texts of far more than `most` tokens.
+        Raises ContextLengthError for texts of far more tokens than `limit` allows.
         """
         tokenizer = self.tokenizer
-        tokenizer.check_length(f"{prefix}\n{infill.suffix}", most)
+        tokenizer.check_length(f"{prefix}\n{infill.suffix}", limit)
         texts = {
             PREFIX: tokenizer.encode_plain(prefix),
             SUFFIX: tokenizer.encode_plain(infill.suffix, NO_SPACE if tokenizer.byte_anchor is not None else ""),
@@ -85,7 +86,7 @@ class InfillTokens:
         }
         gap = [id for part, token in self.ids.items() for id in (token, *texts[part])]
         begin = tokenizer.encode("")
-        return [*begin, *self._files(infill.extra, most - num_answer - len(begin) - len(gap)), *gap]
+        return [*begin, *self._files(infill.extra, limit.num_tokens - num_answer - len(begin) - len(gap)), *gap]
 
     def _files(self, extra: Sequence[tuple[str, str]], room: int) -> list[int]:
         """Ids of the last of these files that take `room` tokens at most, and of what stands before the gap's file."""
@@ -97,7 +98,7 @@ class InfillTokens:
         room -= len(before) + len(after)
         for name, text in reversed(extra):
             try:
-                tokenizer.check_length(text, max(room, 0))
+                tokenizer.check_length(text, ContextLimit(max(room, 0), max(room, 0)))
             except ContextLengthError:
                 break
             head = [after[0], *tokenizer.encode_plain(f"{name}\n")] if after else tokenizer.encode_plain(SNIPPET)

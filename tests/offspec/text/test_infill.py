@@ -8,6 +8,7 @@ import pytest
 import tokenizers
 
 from offspec.errors import ContextLengthError, TokenizerError
+from offspec.text.context_limit import ContextLimit
 from offspec.text.infill import SNIPPET, STYLES, Infill, InfillTokens
 from offspec.text.tokenizer import Tokenizer
 
@@ -31,7 +32,7 @@ def qwen(tmp_path: Path) -> Tokenizer:
 
 
 def prompt_of(tokenizer: Tokenizer, prefix: str, infill: Infill, most: int = 1000, num_answer: int = 0) -> str:
-    ids = InfillTokens.of(tokenizer).encode(prefix, infill, most, num_answer)
+    ids = InfillTokens.of(tokenizer).encode(prefix, infill, ContextLimit(most, most), num_answer)
     return tokenizer.decode(ids, skip_special_tokens=False)
 
 
