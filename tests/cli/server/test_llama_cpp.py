@@ -31,7 +31,7 @@ def coder(tmp_path_factory: pytest.TempPathFactory) -> Generator[tuple[Client, E
 
 
 def wanted(engine: Engine, number: int = 8) -> str:
-    ids = InfillTokens.of(engine.tokenizer).encode(PREFIX, Infill(SUFFIX), 128, 8)
+    ids = InfillTokens.of(engine.tokenizer).encode(PREFIX, Infill(SUFFIX), engine.context_limit, 8)
     return engine.complete(ids, SamplingParams(number))
 
 

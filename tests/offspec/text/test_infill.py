@@ -26,6 +26,9 @@ def read(folder: Path, backend: tokenizers.Tokenizer) -> Tokenizer:
     return Tokenizer.load(write_folder(folder, backend, tokenizer_config={}))
 
 
+AMPLE = ContextLimit(1000, 1000)
+
+
 @pytest.fixture
 def qwen(tmp_path: Path) -> Tokenizer:
     return read(tmp_path, trained_byte_level(QWEN))
@@ -56,7 +59,7 @@ def test_a_prompt_is_llama_cpps(llama_cpp: LlamaCpp, tmp_path: Path) -> None:
         metadata[f"tokenizer.ggml.{name}"] = [*metadata[f"tokenizer.ggml.{name}"], *more]
     file = write_model(tmp_path / "a.gguf", metadata)
     tokenizer = Tokenizer.load(file)
-    ids = InfillTokens.of(tokenizer).encode(PREFIX, Infill(SUFFIX), 1000, 0)
+    ids = InfillTokens.of(tokenizer).encode(PREFIX, Infill(SUFFIX), AMPLE, 0)
     wanted = tokenizer.decode(ids, skip_special_tokens=False), len(ids)
     assert llama_cpp.infill(file, PREFIX, SUFFIX) == wanted
 
@@ -67,14 +70,14 @@ def test_a_suffix_begins_without_a_space_and_a_prompt_with_bos(tmp_path: Path) -
     backend.add_special_tokens(["▁<PRE>", "▁<SUF>", "▁<MID>", "▁<EOT>"])
     tokenizer = read(tmp_path, backend)
     tokens = InfillTokens.of(tokenizer)
-    ids = [tokenizer.token_text(token) for token in tokens.encode("the", Infill("the"), 100, 0)]
+    ids = [tokenizer.token_text(token) for token in tokens.encode("the", Infill("the"), AMPLE, 0)]
     assert ids == ["<s>", "▁<PRE>", "▁the", "▁<SUF>", "t", "h", "e", "▁<MID>"]
     assert tokenizer.token_id("▁<EOT>") in tokens.ends
 
 
 def test_markup_in_a_text_stays_text(qwen: Tokenizer) -> None:
     marked = f'print("{QWEN[2]}{QWEN[0]}")'
-    ids = InfillTokens.of(qwen).encode(marked, Infill(marked), 1000, 0)
+    ids = InfillTokens.of(qwen).encode(marked, Infill(marked), AMPLE, 0)
     named = [qwen.token_text(token) for token in ids if qwen.token_text(token) in QWEN]
     assert named == ["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"]
     assert qwen.decode(ids, skip_special_tokens=False).count(marked) == 2
@@ -95,10 +98,10 @@ def test_further_files_stand_before_the_gap(qwen: Tokenizer, tmp_path: Path) -> 
 
 def test_files_that_leave_no_room_are_left_out(qwen: Tokenizer) -> None:
     last = ("y.py", "two")
-    alone = InfillTokens.of(qwen).encode("a", Infill("b", (last,)), 1000, 0)
+    alone = InfillTokens.of(qwen).encode("a", Infill("b", (last,)), AMPLE, 0)
     both = Infill("b", (("x.py", "one"), last))
     for most, num_answer in ((len(alone), 0), (len(alone) + 3, 3)):
-        assert InfillTokens.of(qwen).encode("a", both, most, num_answer) == alone
+        assert InfillTokens.of(qwen).encode("a", both, ContextLimit(most, most), num_answer) == alone
     assert "repo_name" not in prompt_of(qwen, "a", both, len(alone) - 1)
     assert "repo_name" not in prompt_of(qwen, "a", Infill("b", (("x.py", "one " * 9999),)), 100)
 
