@@ -432,11 +432,19 @@ def test_data_sheets_hang_together(key: str) -> None:
         ("rtx3060", 28, 1.777),
         ("rtx3080", 68, 1.71),
         ("rtx3090", 82, 1.695),
+        ("rtx3090ti", 84, 1.86),
         ("rtx4060", 24, 2.46),
         ("rtx4060ti-16", 34, 2.535),
+        ("rtx4070", 46, 2.475),
+        ("rtx4070super", 56, 2.475),
+        ("rtx4070ti", 60, 2.61),
         ("rtx4070ti-super", 66, 2.61),
         ("rtx4080", 76, 2.505),
+        ("rtx4080super", 80, 2.55),
         ("rtx4090", 128, 2.52),
+        ("rtx5060ti-8", 36, 2.572),
+        ("rtx5060ti-16", 36, 2.572),
+        ("rtx5070", 48, 2.512),
         ("rtx5070ti", 70, 2.452),
         ("rtx5080", 84, 2.617),
         ("rtx5090", 170, 2.407),
@@ -449,7 +457,8 @@ def test_a_geforce_does_512_flop_a_clock(key: str, num_multiprocessors: int, boo
 @pytest.mark.parametrize(
     ("key", "nominal_gib"),
     [("rtx2080ti", 11), ("rtx3060", 12), ("rtx4060", 8), ("rtx4060ti-16", 16), ("rtx4070ti-super", 16),
-     ("rtx4090", 24), ("rtx5070ti", 16), ("rtx5080", 16), ("l40s", 48)],
+     ("rtx4070", 12), ("rtx4070super", 12), ("rtx4090", 24), ("rtx5060ti-8", 8), ("rtx5060ti-16", 16), ("rtx5070", 12),
+     ("rtx5070ti", 16), ("rtx5080", 16), ("l40s", 48)],
 )  # fmt: skip
 def test_a_card_has_the_memory_that_cuda_reports(key: str, nominal_gib: int) -> None:
     """Less than the data sheet's: the driver keeps some, and ECC takes a sixteenth of an L40S."""
@@ -467,9 +476,43 @@ def test_a_card_by_any_spelling(name: str) -> None:
     assert find_gpu(name) is KNOWN_GPUS["rtx4090"]
 
 
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [("3090 Ti", "rtx3090ti"), ("RTX 4070 Super", "rtx4070super"), ("4060 Ti", "rtx4060ti-16"), ("A100", "a100-80"),
+     ("RTX 3060 12GB", "rtx3060"), ("5060 Ti 16GB", "rtx5060ti-16")],
+)  # fmt: skip
+def test_a_card_by_a_name_that_people_use(name: str, key: str) -> None:
+    assert find_gpu(name) is KNOWN_GPUS[key]
+
+
 def test_a_card_that_nobody_knows() -> None:
-    with refused(UsageError, "'voodoo2'", "rtx3060"):
+    with refused(UsageError, "'voodoo2'", "rtx3060", "12GiB,504GB/s"):
         find_gpu("voodoo2")
+    with refused(UsageError, "'5060 Ti'", "rtx5060ti-8 and rtx5060ti-16"):
+        find_gpu("5060 Ti")
+
+
+def test_a_card_by_its_description() -> None:
+    card = find_gpu("12GiB, 504GB/s")
+    known = KNOWN_GPUS["rtx4070"]
+    assert card.reported_gib == pytest.approx(known.reported_gib, rel=0.02)
+    assert card.memory_bytes_per_s == known.memory_bytes_per_s
+    assert card.host_to_device_bytes_per_s == known.host_to_device_bytes_per_s
+    assert 0.3 * known.bf16_flops < card.bf16_flops <= known.bf16_flops
+    assert find_gpu("16GiB,448GB,12GB/s").host_to_device_bytes_per_s == 12e9
+    for text in ("12GiB,", "12GiB,504GB,25GB,1GB", "0,504GB", "12GiB,0"):
+        with refused(UsageError):
+            find_gpu(text)
+
+
+def test_packed_products_are_limited_by_memory_or_by_clocks() -> None:
+    """On an H200 unpacking is faster (docs/developing/cuda.md), on a 4090 it is not."""
+    for key, is_faster in (("h200", False), ("rtx4090", True), ("rtx3060", True)):
+        rates = KNOWN_GPUS[key].rates(0.5625)
+        assert rates.packed_bytes_per_s is not None
+        assert rates.dequantise_elements_per_s is not None
+        unpacked_s = 1 / rates.dequantise_elements_per_s + 2 / rates.matmul_flops[1]
+        assert (0.5625 / rates.packed_bytes_per_s < 0.9 * unpacked_s) is is_faster
 
 
 # ------------------------------------------------------------------------------------------------ measuring
