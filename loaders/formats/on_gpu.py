@@ -19,7 +19,15 @@ import torch
 
 # GGUF's types that `kernels.triton_gguf` knows, for plans on machines without Triton.
 GGUF_WITH_KERNELS = frozenset({"Q4_0", "Q4_1", "Q8_0", "MXFP4", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"})
+# Rows up to which plans expect products with packed matrices: of bitsandbytes on an H200, by the shape that took the
+# fewest (docs/developing/cuda.md); those of our kernels are about as fast with 1 to 64.
+_PACKED_ROWS = {"nf4": 4, "fp4": 4, **dict.fromkeys(GGUF_WITH_KERNELS, 64)}
 _RUNS = 3
+
+
+def most_packed_rows(form: str | None) -> int:
+    """Rows up to which a GPU is expected to multiply with matrices of a format as they are; 0 if it unpacks them."""
+    return 0 if form is None else _PACKED_ROWS.get(form, 0)
 
 
 class KeptChoices(Protocol):

@@ -177,6 +177,12 @@ class ModelFiles:
                     sums["kept"] += elements
         return sums
 
+    @cached_property
+    def layer_bytes(self) -> int:
+        """Bytes of a resident layer on average, without experts that are units of their own."""
+        costs = [layer.cost(self.dtype) for layer in self.stored.layers]
+        return sum(cost.resident_bytes for cost in costs) // len(costs)
+
     def kv_bytes(self, num_entries: int, layers: range | None = None) -> int:
         """Bytes of a KV cache with room for `num_entries` entries, of all layers or of `layers`."""
         return memory_bytes(self.config, num_entries, self.dtype.itemsize, layers, self.kv, forgets=self.forgets)

@@ -12,23 +12,20 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from offspec.loaders.formats.on_gpu import GGUF_WITH_KERNELS
 from offspec.loaders.machine.hardware import Rates
 from offspec.scheduler.params import SpeculationParams
 
 from ..checkpoints.opening import ModelFiles
 from ..model.row_logits import HEAD_ROWS
 from .attention_time import seconds_of_attention, seconds_per_element
-from .plan import Plan, Work, layer_s
+from .plan import EAGER_LAYER_S, Plan, Work, resident_layer_s
 
 MAX_ROUNDS = SpeculationParams.max_depth  # a round makes the tree one level deeper
 BEND = 3  # of the curve in `Acceptance.tokens`: fitted to replayed texts (docs/results/drafts.md)
 # Rounds during a pass spare the next tree the more rounds, the longer the accepted paths are for their depth; fitted to
 # replayed texts, where a small model was spared 0.3 of them, and a shadow of 4 bits 0.7 (docs/results/drafts.md).
 SPARED_POWER = 8
-# On a GPU, seconds to launch the kernels of one layer: about 75, of 5 us each, or 1.5 us in a captured graph.
-EAGER_LAYER_S, CAPTURED_LAYER_S = 75 * 5e-6, 75 * 1.5e-6
-MOST_PACKED_ROWS = 64  # that are multiplied with packed matrices; more rows are rather multiplied with unpacked ones
+CAPTURED_LAYER_S = 75 * 1.5e-6  # as EAGER_LAYER_S, in a captured graph
 NUM_HEADS = 2  # times that a round multiplies by the head: for its logits, and for recall
 
 RatesOf = Callable[[ModelFiles], Rates]  # rates of products with a model's matrices
@@ -220,7 +217,7 @@ def round_s(plan: Plan, guessing: Guessing, rates_of: RatesOf, width: int, num_t
         launch_s = 0.0
     works = [(model, count, Work.of(model)) for model, count in guessing.layers]
     in_layers = sum(
-        count * (launch_s + round_layer_s(model, work, rates_of(model), width)) for model, count, work in works
+        count * (launch_s + resident_layer_s(model, work, rates_of(model), width)) for model, count, work in works
     )
     num_keys = min(plan.usual_tokens, guessing.most_keys or plan.usual_tokens)
     for model, count in guessing.layers:
@@ -229,12 +226,3 @@ def round_s(plan: Plan, guessing: Guessing, rates_of: RatesOf, width: int, num_t
     first = guessing.layers[0][0]
     head = Work.of(first).head_elements
     return in_layers + NUM_HEADS * head * seconds_per_element(rates_of(first).matmul_flops, min(width, HEAD_ROWS))
-
-
-def round_layer_s(model: ModelFiles, work: Work, rates: Rates, width: int) -> float:
-    """Seconds of a resident layer. A GPU reads packed matrices once, and multiplies few rows without unpacking them."""
-    if model.packed_form not in GGUF_WITH_KERNELS or not rates.packed_bytes_per_s or width > MOST_PACKED_ROWS:
-        return layer_s(work, rates, width, work.kept_elements)
-    num_bytes = model.stored.layers[0].cost(model.dtype).resident_bytes
-    fastest = max(rates.matmul_flops.values(), default=math.inf)
-    return max(num_bytes / rates.packed_bytes_per_s, 2 * width * work.layer_elements / fastest)

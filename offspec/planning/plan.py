@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 from offspec.loaders.formats.core import slice_elements
+from offspec.loaders.formats.on_gpu import GGUF_WITH_KERNELS, most_packed_rows
 from offspec.loaders.machine.hardware import Hardware, Rates
 from offspec.loaders.streaming.device_experts import ExpertChoice
 from offspec.loaders.streaming.placement import (
@@ -61,6 +62,9 @@ SPARE = 0.05  # share of the free memory left for other programs, if the user se
 # KV entries of streamed layers go to RAM if a pass over half a context then moves so much less, which is a share.
 LEAST_MOVED_LESS = 0.05
 PROGRAM_ITEM, EMBEDDING_ITEM = "program", "embedding"
+# To launch the kernels of one layer on a GPU, which computes those before meanwhile; and those of an expert whose
+# format no kernel multiplies for all experts at once: on an H200 a layer that used 8 took 3.15 ms (docs/LOG.md).
+EAGER_LAYER_S, EAGER_EXPERT_S = 75 * 5e-6, 0.35e-3
 
 
 @dataclass(frozen=True)
@@ -183,11 +187,26 @@ class Plan:
             work = replace(work, expert_elements=0)
         on_cpu = self.placement.limits.device is None
         attention_s = seconds_of_attention(self.demand.target, rates, width, num_keys, on_cpu=on_cpu)
-        kept_s, streamed_s = (
-            layer_s(work, rates, width, unpacked) for unpacked in (work.kept_elements, work.packed_elements)
-        )
-        each_s = experts_s or 0.0
-        return [(kept_s if i in resident else streamed_s) + attention_s[i] + each_s for i in range(len(self.layers))]
+        if on_cpu or self.placement.streamed:  # rows of a streamed target are exact: its matrices are unpacked first
+            kept_s, streamed_s = (
+                layer_s(work, rates, width, unpacked) for unpacked in (work.kept_elements, work.packed_elements)
+            )
+        else:
+            kept_s = streamed_s = resident_layer_s(self.demand.target, work, rates, width)
+        each_s, least_s = experts_s or 0.0, 0.0 if on_cpu else EAGER_LAYER_S + self._launch_experts_s(width)
+        return [
+            max((kept_s if i in resident else streamed_s) + attention_s[i], least_s) + each_s
+            for i in range(len(self.layers))
+        ]
+
+    def _launch_experts_s(self, width: int) -> float:
+        """Seconds in which a layer's experts are launched one by one, if they are."""
+        experts, form = self.experts, self.demand.target.packed_form
+        if experts is None or form is None or form in GGUF_WITH_KERNELS:
+            return 0.0
+        slots = self.placement.experts
+        on_device = 1.0 if slots.are_resident else slots.device / experts.num
+        return on_device * experts.num_used(width) * EAGER_EXPERT_S
 
     def _experts_s(self, rates: Rates, width: int) -> float | None:
         """Seconds of a layer's experts, on average over all layers; None if all are resident, or each is not a unit."""
@@ -641,3 +660,20 @@ def layer_s(work: Work, rates: Rates, width: int, unpacked_elements: int) -> flo
     if not unpacked_elements or not rates.dequantise_elements_per_s:
         return matmul_s
     return matmul_s + unpacked_elements / rates.dequantise_elements_per_s
+
+
+def resident_layer_s(model: ModelFiles, work: Work, rates: Rates, width: int) -> float:
+    """Seconds of arithmetic in a resident layer whose rows need not be exact.
+
+    A GPU with a kernel for the format reads packed matrices once for few rows, if that is faster than unpacking them.
+    """
+    used = 0 if model.packed_form is None else work.expert_elements * used_share(work.expert_share, width)
+    unpacked_s = layer_s(work, rates, width, work.kept_elements + round(used))
+    if not rates.packed_bytes_per_s or width > most_packed_rows(model.packed_form):
+        return unpacked_s
+    num_bytes = model.layer_bytes
+    if work.expert_elements and (experts := experts_cost(model)) is not None:
+        num_bytes += round(experts.num_used(width) * experts.read_bytes)
+    fastest = max(rates.matmul_flops.values(), default=math.inf)
+    elements = work.layer_elements + work.expert_elements * work.expert_share
+    return min(unpacked_s, max(num_bytes / rates.packed_bytes_per_s, 2 * width * elements / fastest))

@@ -27,6 +27,8 @@ from offspec.model.decoder import activation_bytes
 from offspec.planning.memory import MemoryOptions, MemoryUse, Room
 from offspec.planning.plan import (
     DEFAULT_CONTEXT,
+    EAGER_EXPERT_S,
+    EAGER_LAYER_S,
     MIN_CONTEXT,
     Plan,
     make_plan,
@@ -35,6 +37,7 @@ from offspec.planning.probe import measure_link
 from offspec.planning.report import explain_plan
 from offspec.tools.forecast import Assumptions, make_forecast
 
+from ...llama_configs import LLAMA_8B, write_config
 from ...refusals import refused, tells
 
 GIB = 2**30
@@ -640,3 +643,43 @@ def test_states_of_recurrent_layers_stay_on_the_device(tmp_path: Path) -> None:
             made.demand.target.kv_bytes(made.tree) - kv_bytes * made.tree // (context + made.tree),
             0,
         )
+
+
+@pytest.mark.parametrize(("form", "is_unpacked"), [("nf4", False), ("q4_k_m", False), ("q8_0", False), ("fp8", True)])
+def test_a_resident_model_has_the_speed_of_its_format(form: str, is_unpacked: bool, tmp_path: Path) -> None:
+    """Few rows are multiplied packed where there is a kernel; others are unpacked, as many rows and exact ones are."""
+    files = ModelFiles.from_config(write_config(tmp_path, LLAMA_8B), form, "auto", "cuda", [])
+    resident, streamed = (
+        make_plan(files, [], Limits(vram * GIB, 64 * GIB), MemoryOptions(context=512), GIB) for vram in (22, 4)
+    )
+    rates = KNOWN_GPUS["rtx4090"].rates(1.0625 if form == "q8_0" else 1.0 if form == "fp8" else 0.5625)
+    plain_s = resident.predict_pass_s(rates, 1)
+    unpacked_s = resident.predict_pass_s(replace(rates, packed_bytes_per_s=None), 1)
+    assert plain_s == unpacked_s if is_unpacked else plain_s < unpacked_s / 2
+    assert resident.predict_pass_s(rates, 65) > 0.95 * unpacked_s
+    assert streamed.predict_pass_s(rates, 1) == streamed.predict_pass_s(replace(rates, packed_bytes_per_s=None), 1)
+
+
+def test_a_layer_on_a_card_takes_its_launches(tmp_path: Path) -> None:
+    """However fast the card is; experts that no kernel multiplies together are launched one by one."""
+    files = ModelFiles.from_config(write_config(tmp_path, LLAMA_8B), None, "auto", "cuda", [])
+    fast = Rates(host_to_device_bytes_per_s=1e15, matmul_flops={1: 1e18}, dequantise_elements_per_s=1e18)
+    on_card, on_cpu = (
+        make_plan(files, [], Limits(vram, 64 * GIB), MemoryOptions(context=512), GIB) for vram in (40 * GIB, None)
+    )
+    assert on_card.predict_pass_s(fast, 1) == pytest.approx(32 * EAGER_LAYER_S, rel=0.01)
+    assert on_cpu.predict_pass_s(fast, 1) < EAGER_LAYER_S
+    experts = {"model_type": "qwen3_moe", "num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 512}
+    shape = {"num_hidden_layers": 4, "hidden_size": 1024, "head_dim": 128, "vocab_size": 32000}
+    write_config(tmp_path, LLAMA_8B | shape | experts)
+    seconds = [
+        make_plan(
+            ModelFiles.from_config(tmp_path, form, "auto", "cuda", []),
+            [],
+            Limits(20 * GIB, 64 * GIB),
+            MemoryOptions(context=512),
+            GIB,
+        ).predict_pass_s(fast, 1)
+        for form in ("q4_k_m", "nf4")
+    ]
+    assert seconds[1] - seconds[0] == pytest.approx(4 * 4 * EAGER_EXPERT_S, rel=0.01)
