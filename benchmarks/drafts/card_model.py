@@ -115,7 +115,7 @@ class Model:
             is_small = name in self.names
             yield self._row(said, plan, guessing, is_small=is_small)
             if is_small:
-                subspec = replace(guessing, acceptance=SUBSPEC_SMALL)
+                subspec = replace(guessing, acceptance=SUBSPEC_SMALL, share=1.0)
                 yield self._row(f"{said}, as SubSpec's", plan, subspec, is_small=True)
 
     def _row(self, name: str, plan: Plan, guessing: Guessing, *, is_small: bool = False) -> Row:

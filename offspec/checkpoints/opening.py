@@ -124,12 +124,22 @@ class ModelFiles:
                 why = "weights are missing"
         checkpoint = language_model(in_our_names(open_config(path)))
         notes += [Note(text) for text in checkpoint.notes]
+        made = cls.of_config(checkpoint, form, dtype, device_type, notes)
+        as_form = form or plan_form(checkpoint.config)
+        notes.append(Note(f"sizes of {path.name} as {as_form}, from config.json alone ({why})"))
+        return made
+
+    @classmethod
+    def of_config(
+        cls, checkpoint: Checkpoint, form: str | None, dtype: str, device_type: str, notes: list[Note]
+    ) -> ModelFiles:
+        """A model to plan with, of which only the config is read. form: None is the one that the config names."""
+        path = checkpoint.path
         config, form = _config(path, checkpoint.config, None, notes), form or plan_form(checkpoint.config)
         if form in GGUF_MIXTURES and not config.is_native:
             description = f"{path}: GGUF files of model_type {config.model_type} are not supported"
             raise UnsupportedModelError(f"{description}; plan for another `format`, such as nf4")
         stored = stored_from_config(config, form)
-        notes.append(Note(f"sizes of {path.name} as {form}, from config.json alone ({why})"))
         return cls(checkpoint, config, stored, choose_dtype(dtype, path.name, config, stored, device_type, notes))
 
     @cached_property

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +24,7 @@ from offspec.scheduler.trees.verify import TargetPass
 
 from ..checkpoints.load import WeightSettings, is_exact_as_draft, load_decoder
 from ..checkpoints.opening import ModelFiles, Note, locate
-from ..errors import UsageError, VocabularyMismatchError
+from ..errors import OffspecError, UsageError, VocabularyMismatchError
 from ..model.block import has_entries_alone, keeps_states, memory_layouts
 from ..model.config import ModelConfig
 from ..model.cuda_graphs import TreeGraphs, is_static
@@ -37,8 +39,9 @@ from ..planning.memory import MemoryUse, Room
 from ..planning.plan import all_resident, draft_items, pass_bytes, resident_bytes, unpacking_items
 from ..text.tokenizer import Tokenizer, check_vocabularies
 from ..training.online import Aligner, AlignmentParams, check_learning, learning_bytes, open_aligner
-from .acceptance import OTHER_VOCABULARY, SMALL_MODEL
+from .acceptance import OTHER_VOCABULARY, SMALL_MODEL, wrong_guesses
 from .base import Attach, Draft, DraftOptions, DraftTask, Listener, MakeDrafter, OpenRequest, controller_of
+from .family_drafts import may_share_vocabulary
 from .learnt import EstimatesAndRecall
 from .recall import MOST_PROMPT, RecallingText, recall_bytes
 from .reencoded_text import OtherVocabulary
@@ -183,6 +186,8 @@ class OpenedModel:
     """A draft model's files, checked against the target.
 
     other: the draft's vocabulary, if it is another one than the target's. is_larger, window: see `ModelDraft`.
+    shares_vocabulary: whether it has the target's, as far as its files tell while it is only planned for.
+    wrong_guesses: see `acceptance.wrong_guesses`.
     """
 
     name: str
@@ -191,6 +196,16 @@ class OpenedModel:
     other: OtherVocabulary | None = None
     is_larger: bool = False
     window: int | None = None
+    shares_vocabulary: bool = True
+    wrong_guesses: float = 1.0
+
+    @classmethod
+    def planned(cls, name: str, files: ModelFiles, request: OpenRequest) -> OpenedModel:
+        """A draft to plan with: nothing but its config.json, or headers, need be there."""
+        target, options = request.target, request.options
+        guesses = wrong_guesses(files.num_parameters, target.num_parameters)
+        window = _window(options.draft_window, files, target, None)
+        return cls(name, files, options, None, False, window, _share_vocabulary(target, files), guesses)
 
     @classmethod
     def open(cls, request: OpenRequest) -> OpenedModel:
@@ -200,8 +215,7 @@ class OpenedModel:
         path = locate(name, None, "draft", weights=request.tokenizer is not None)
         settings = (request.dtype, request.device_type, request.notes)
         if request.tokenizer is None:
-            files = ModelFiles.from_config(path, None, *settings)
-            return cls(name, files, options, window=_window(options.draft_window, files, request.target, None))
+            return cls.planned(name, ModelFiles.from_config(path, None, *settings), request)
         files = ModelFiles.open(path, *settings)
         other = _other_vocabulary(request.tokenizer, request.target, files)
         if options.learns:
@@ -218,7 +232,8 @@ class OpenedModel:
             text = f"the draft keeps the last {window} tokens of a text, and the first {NUM_SINKS}"
             why = "" if options.draft_window else f", because its context is {files.config.max_context}"
             request.notes.append(Note(text + why))
-        return cls(name, files, options, other, is_larger, window)
+        guesses = wrong_guesses(files.num_parameters, request.target.num_parameters)
+        return cls(name, files, options, other, is_larger, window, other is None, guesses)
 
     @property
     def models(self) -> Sequence[ModelFiles]:
@@ -234,7 +249,7 @@ class OpenedModel:
             *unpacking_items(files),
             *draft_items(files),
             Item("draft KV cache", on_device=files.kv_bytes(num_entries)),
-            *guessing_items(files.config, target, is_mapped=self.other is not None),
+            *guessing_items(files.config, target, is_mapped=not self.shares_vocabulary),
         ]
         if self.options.learns:
             params = AlignmentParams()
@@ -243,11 +258,11 @@ class OpenedModel:
         return MemoryUse(tuple(items), pass_bytes(files, room))
 
     def guessing(self, placement: Placement) -> Guessing:
-        acceptance = SMALL_MODEL if self.other is None else OTHER_VOCABULARY
+        acceptance = SMALL_MODEL if self.shares_vocabulary else OTHER_VOCABULARY
         layers = ((self.files, self.files.config.num_layers),)
         most_keys = None if self.window is None else most_entries(self.window)
         is_usual = not keeps_states(self.files.config)
-        return Guessing(layers, acceptance, is_captured=is_usual, most_keys=most_keys, overlaps=is_usual)
+        return Guessing(layers, acceptance, self.wrong_guesses, is_usual, is_usual, most_keys)
 
     def load(self, device: torch.device) -> Attach:
         options = self.options
@@ -364,6 +379,24 @@ def _refuse_other_vocabulary(name: str, other: OtherVocabulary | None) -> None:
             f"the draft {name} has another vocabulary than the target, and only a draft with the target's can learn "
             "from it; omit `learn` and `learn_file`"
         )
+
+
+def _share_vocabulary(target: ModelFiles, draft: ModelFiles) -> bool:
+    """Whether a draft that is only planned for has the target's vocabulary: by both tokenizers, if they are there."""
+    paths = [files.checkpoint.tokenizer_path for files in (target, draft)]
+    if draft.config.vocab_size == target.config.vocab_size and None not in paths:
+        with suppress(OffspecError):  # of a tokenizer that is damaged, or not supported
+            return _have_one_vocabulary(*paths)
+    return may_share_vocabulary(target.config, draft.config)
+
+
+@lru_cache(maxsize=16)
+def _have_one_vocabulary(target: Path, draft: Path) -> bool:
+    try:
+        check_vocabularies(Tokenizer.load(target), Tokenizer.load(draft))
+    except VocabularyMismatchError:
+        return False
+    return True
 
 
 def _other_vocabulary(tokenizer: Tokenizer, target: ModelFiles, draft: ModelFiles) -> OtherVocabulary | None:

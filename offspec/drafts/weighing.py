@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from offspec.loaders.streaming.placement import EXPERTS_ITEM
@@ -12,9 +13,12 @@ from ..checkpoints.opening import Note
 from ..errors import OffspecError
 from ..planning.draft_forecast import Drafting, RatesOf, predict_drafting
 from ..planning.plan import PROGRAM_ITEM, Plan
+from .acceptance import LOOKUP
 from .base import Choice, OpenedDraft, OpenRequest
+from .family_drafts import FamilyDraft, family_draft
 from .kinds import AUTO, automatic_names, exit_names, mtp_names, open_draft, shadow_names
 from .layer_drafts import SHADOW
+from .model_draft import OpenedModel
 from .self_draft import NAME as SELF
 from .without_model import LookupDraft
 
@@ -26,9 +30,11 @@ PlanWith = Callable[[OpenedDraft], Plan]  # raises MemoryLimitError
 class Prospect:
     """What a draft is expected to bring.
 
-    name: as `--draft` takes it. plan: None if the draft does not fit or cannot be used, and `why_not` says why.
-    draft_bytes: memory that it needs. greedy, sampled: the fastest drafting at temperature 0 and 1. source: where the
-    tokens per pass come from. range_source: where their range comes from; "" without one.
+    name: as `--draft` takes it. plan: None if the draft does not fit or cannot be used, and `why_not` says why; it also
+    says why lookup would draft instead. draft_bytes: memory that it needs. greedy, sampled: the fastest drafting at
+    temperature 0 and 1. source: where the tokens per pass come from. range_source: where their range comes from; ""
+    without one. shares_vocabulary: of a small model, whether it has the target's, as far as its files tell.
+    download_bytes: of a model that is not here, its weights.
     """
 
     name: str
@@ -39,6 +45,8 @@ class Prospect:
     sampled: Drafting | None = None
     source: str = ""
     range_source: str = ""
+    shares_vocabulary: bool | None = None
+    download_bytes: int = 0
 
     @property
     def tokens_per_s(self) -> float:
@@ -46,7 +54,7 @@ class Prospect:
         return self.greedy.tokens_per_s if self.greedy else 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        if self.plan is None or self.greedy is None or self.sampled is None:
+        if self.why_not or self.plan is None or self.greedy is None or self.sampled is None:
             return {"draft": self.name, "why_not": self.why_not}
         return {
             "draft": self.name,
@@ -56,6 +64,8 @@ class Prospect:
             "sampled": vars(self.sampled),
             "source": self.source,
             "range_source": self.range_source,
+            "shares_vocabulary": self.shares_vocabulary,
+            "download_bytes": self.download_bytes,
         }
 
 
@@ -108,16 +118,37 @@ class Scales:
         return open_draft(self.model, replace(self.request, options=options, tokenizer=None, notes=notes))
 
     def compare(self, names: Sequence[str], rates_of: RatesOf, plan: Plan) -> list[Prospect]:
-        """What these drafts would bring; and the usual ones, if several are compared or `plan` streams layers."""
-        others = list[str]()
-        if not plan.placement.is_resident or len(names) > 1:
-            others = [*mtp_names(self.request), *usual_names(plan)]
-        return [self.prospect(name, rates_of) for name in dict.fromkeys([*names, *others])]
+        """What these drafts would bring; and the usual ones, if several are compared or `plan` streams layers.
+
+        The family's small model is one of them for a dense target that is streamed, if no small model of the target's
+        vocabulary is among `names`.
+        """
+        given = [self.prospect(name, rates_of) for name in names]
+        if plan.placement.is_resident and len(names) == 1:
+            return given
+        others = [name for name in (*mtp_names(self.request), *usual_names(plan)) if name not in names]
+        if plan.placement.streamed and not any(each.shares_vocabulary for each in given) and (family := self._family):
+            opened = OpenedModel.planned(family.name, family.files, self.request)
+            given.append(replace(self._with(family.name, opened, rates_of), download_bytes=family.num_bytes))
+        return [*given, *(self.prospect(name, rates_of) for name in others)]
+
+    @cached_property
+    def _family(self) -> FamilyDraft | None:
+        """The small model of a dense target's family: each further row of a mixture moves other experts."""
+        request = self.request
+        is_dense = request.target.config.is_native and request.target.config.experts is None
+        return family_draft(request.target, request.dtype, request.device_type) if is_dense else None
 
     def prospect(self, name: str, rates_of: RatesOf) -> Prospect:
         """What this draft would bring, or why it cannot be used."""
         try:
             opened = self.open(name, [])
+        except OffspecError as exc:
+            return Prospect(name, why_not=str(exc))
+        return self._with(name, opened, rates_of)
+
+    def _with(self, name: str, opened: OpenedDraft, rates_of: RatesOf) -> Prospect:
+        try:
             plan = self.plan_with(opened)
         except OffspecError as exc:
             return Prospect(name, why_not=str(exc))
@@ -126,7 +157,10 @@ class Scales:
         taken = _item_bytes(plan) - _item_bytes(self.plan_with(self.open(NO_DRAFT, [])))
         acceptance = guessing.acceptance
         sources = (acceptance.source, acceptance.spread.source) if acceptance else ("", "")
-        return Prospect(name, plan, "", taken, greedy, sampled, *sources)
+        is_lookup = acceptance is LOOKUP and name != LookupDraft.NAME
+        why_not = "all layers are resident and leave no room for a copy; lookup would draft" if is_lookup else ""
+        shares = opened.shares_vocabulary if isinstance(opened, OpenedModel) else None
+        return Prospect(name, plan, why_not, taken, greedy, sampled, *sources, shares)
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,7 @@ class Acceptance:
         """Expected tokens per pass of a tree of `num_nodes` nodes after `num_rounds` rounds.
 
         A path is at most num_rounds + 1 tokens long, and on average as long as the draft guesses right: a smooth
-        minimum of both. Wrong guesses are as frequent as approximated layers (`share`). factor: of the measured tokens,
+        minimum of both. share: of the measured draft's wrong guesses (`Guessing`). factor: of the measured tokens,
         within the spread.
         """
         measured = factor * _interpolated(self.greedy if greedy else self.sampled, num_nodes)
@@ -95,8 +95,10 @@ class Guessing:
     """How a draft guesses.
 
     layers: the layers that a round goes through, as (model, number of layers). acceptance: None if nothing guesses.
-    share: of the target's layers that the draft approximates. is_captured: on a GPU, rounds run as captured graphs.
-    overlaps: rounds also run during the target's pass. most_keys: that a round attends to; None: all of a text's.
+    share: wrong guesses, as a share of those of the draft that was measured: of a copy of some layers their share of
+    the target's; of a small model by its size (`drafts.acceptance`). is_captured: on a GPU, rounds run as captured
+    graphs. overlaps: rounds also run during the target's pass. most_keys: that a round attends to; None: all of a
+    text's.
     """
 
     layers: tuple[tuple[ModelFiles, int], ...] = ()

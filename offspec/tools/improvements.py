@@ -68,13 +68,14 @@ class FourBitPlan:
 class Improvement:
     """One change. kind: "draft", "format", "RAM" or "VRAM". value: the draft, the format, or the bytes of more memory.
 
-    tokens_per_s: at temperature 0. times: as many as without the change.
+    tokens_per_s: at temperature 0. times: as many as without the change. download_bytes: of a draft that is not here.
     """
 
     kind: str
     value: str | int
     tokens_per_s: float
     times: float
+    download_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -94,10 +95,7 @@ class Improvements:
             for step in range(1, MAX_GAIN_STEPS + 1):
                 more = step * GAIN_STEP_BYTES
                 after = self.plan.with_more(**{memory.lower(): more})
-                if (
-                    after.placement.resident == before.placement.resident
-                    and after.placement.in_ram == before.placement.in_ram
-                ):
+                if _layers_and_experts(after) == _layers_and_experts(before):
                     break
                 possible.append(Gain(memory, more, after, self._pass_s(after), self._tokens_per_s(after)))
                 before = after
@@ -130,6 +128,11 @@ class Improvements:
         return predict_drafting(plan, self.draft.guessing(plan.placement), rates_of, greedy=True).tokens_per_s
 
 
+def _layers_and_experts(plan: Plan) -> tuple[object, ...]:
+    """What is on the device, and what is in RAM."""
+    return plan.placement.resident, plan.placement.in_ram, plan.placement.experts
+
+
 def best_improvement(
     planned: Prospect, prospects: Sequence[Prospect], gains: Sequence[Gain], four_bit: FourBitPlan | None
 ) -> Improvement | None:
@@ -141,10 +144,12 @@ def best_improvement(
     """
     now = planned.tokens_per_s
 
-    def change(kind: str, value: str | int, rate: float) -> Improvement:
-        return Improvement(kind, value, rate, rate / now)
+    def change(kind: str, value: str | int, rate: float, download_bytes: int = 0) -> Improvement:
+        return Improvement(kind, value, rate, rate / now, download_bytes)
 
-    free = [change("draft", each.name, each.tokens_per_s) for each in prospects]
+    free = [
+        change("draft", each.name, each.tokens_per_s, each.download_bytes) for each in prospects if not each.why_not
+    ]
     if four_bit is not None:
         free.append(change("format", FOUR_BIT, four_bit.tokens_per_s))
     bought = list[Improvement]()
@@ -152,10 +157,10 @@ def best_improvement(
         steps = [gain for gain in gains if gain.memory == memory]
         step = max(steps, key=lambda gain: (gain.tokens_per_s - now) / gain.more_bytes)
         bought.append(change(memory, step.more_bytes, step.tokens_per_s))
-    best = max(free, key=_times)
-    if best.times < TIMES_WITHOUT_BUYING:
-        best = max((best, *bought), key=_times)
-    return best if best.times >= LEAST_TIMES_AS_FAST else None
+    best = max(free, key=_times, default=None)
+    if best is None or best.times < TIMES_WITHOUT_BUYING:
+        best = max((*free, *bought), key=_times, default=None)
+    return best if best is not None and best.times >= LEAST_TIMES_AS_FAST else None
 
 
 def _times(change: Improvement) -> float:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from offspec.checkpoints.opening import ModelFiles
+from offspec.drafts.acceptance import wrong_guesses
 from offspec.drafts.base import Choice, DraftOptions, OpenRequest
 from offspec.drafts.kinds import open_draft
 from offspec.drafts.weighing import Chooser, Scales, by_rate
@@ -18,6 +19,7 @@ from offspec.planning.memory import MemoryOptions
 from offspec.planning.plan import make_plan
 
 from ...llama_configs import LLAMA_8B_IN_BF16, write_config
+from ...vocabularies import CODE, EOS, PROSE, byte_level
 
 GIB = 2**30
 FAST_ROUNDS = Rates(host_to_device_bytes_per_s=25e9, matmul_flops={1: 1e13, 256: 1e15}, dequantise_elements_per_s=1e13)
@@ -42,12 +44,73 @@ def test_a_shadow_wins_where_its_rounds_are_fast(target: ModelFiles) -> None:
     assert names == ["shadow:4", "shadow:3", "shadow:2", "lookup"]
     for rates, kind in ((FAST_ROUNDS, "shadow"), (SLOW_ROUNDS, "lookup")):
         prospects = scales.compare(names, lambda model, rates=rates: rates, scales.first_plan(names))
-        assert [prospect.name for prospect in prospects] == [*names, "none"]
+        assert [each.name for each in prospects if not each.download_bytes] == [*names, "none"]
+        prospects = [each for each in prospects if not each.download_bytes]  # of models that are here
         assert by_rate(prospects)[0].name.startswith(kind)
         choice = Chooser(scales, lambda plan, rates=rates: lambda model: rates)(names, ["none"])
         assert choice is not None
         assert choice.name == by_rate(prospects)[0].name
         assert list(choice.tokens_per_s) == [prospect.name for prospect in by_rate(prospects)]
+
+
+def small_model(folder: Path, **changes: object) -> Path:
+    shape = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16}
+    return write_config(folder, LLAMA_8B_IN_BF16 | shape | changes)
+
+
+def test_the_family_s_draft_is_compared_if_no_other_has_the_vocabulary(target: ModelFiles, tmp_path: Path) -> None:
+    small, foreign = small_model(tmp_path / "small"), small_model(tmp_path / "foreign", vocab_size=32000)
+    for given, is_named in (("lookup", True), (str(foreign), True), (str(small), False)):
+        scales = scales_of(target, 10 * GIB)
+        prospects = scales.compare([given], lambda model: FAST_ROUNDS, scales.first_plan([given]))
+        named = [each for each in prospects if each.download_bytes]
+        assert [each.name for each in named] == ["meta-llama/Llama-3.2-1B-Instruct"] * is_named
+    resident = scales_of(target, 40 * GIB)
+    assert len(resident.compare(["lookup"], lambda model: FAST_ROUNDS, resident.first_plan(["lookup"]))) == 1
+
+
+def test_another_vocabulary_costs_tokens(target: ModelFiles, tmp_path: Path) -> None:
+    """A draft as large with the target's vocabulary brings more tokens per pass; config.json tells them apart."""
+    folders = [small_model(tmp_path / "small"), small_model(tmp_path / "foreign", vocab_size=151936)]
+    scales = scales_of(target, 10 * GIB)
+    same, other = (scales.prospect(str(folder), lambda model: FAST_ROUNDS) for folder in folders)
+    assert (same.shares_vocabulary, other.shares_vocabulary) == (True, False)
+    assert same.greedy is not None
+    assert other.greedy is not None
+    assert same.greedy.tokens_per_pass > 1.3 * other.greedy.tokens_per_pass
+
+
+def test_a_vocabulary_is_compared_where_tokenizers_are_there(target: ModelFiles, tmp_path: Path) -> None:
+    """Of two vocabularies with as many tokens, config.json tells nothing."""
+    folders = [tmp_path, small_model(tmp_path / "same"), small_model(tmp_path / "other")]
+    for folder, corpus in zip(folders, (CODE, CODE, PROSE), strict=True):
+        byte_level(corpus, 300, [EOS]).save(str(folder / "tokenizer.json"))
+    scales = scales_of(target, 10 * GIB)
+    found = [scales.prospect(str(folder), lambda model: FAST_ROUNDS).shares_vocabulary for folder in folders[1:]]
+    assert found == [True, False]
+
+
+def test_a_larger_draft_agrees_more_often(target: ModelFiles, tmp_path: Path) -> None:
+    """And one beside a larger target less often."""
+    scales, tokens = scales_of(target, 12 * GIB), list[float]()
+    for num_layers in (4, 16, 28):
+        folder = small_model(tmp_path / str(num_layers), num_hidden_layers=num_layers)
+        guessing = scales.open(str(folder), []).guessing(scales.first_plan(["none"]).placement)
+        assert guessing.acceptance is not None
+        tokens.append(guessing.acceptance.tokens(64, 20, greedy=True, share=guessing.share))
+    assert tokens == sorted(set(tokens))
+    assert wrong_guesses(int(1e9), int(8e9)) < wrong_guesses(int(1e9), int(70e9))
+    assert wrong_guesses(int(0.49e9), int(1.54e9)) == 1
+
+
+def test_a_shadow_without_room_is_no_row_with_lookups_figures(target: ModelFiles) -> None:
+    scales = scales_of(target, 17 * GIB)  # the target fits, and no copy beside it
+    names = scales.names(["shadow", "lookup"])
+    prospects = scales.compare(names, lambda model: FAST_ROUNDS, scales.first_plan(names))
+    found = {each.name: each for each in prospects}
+    assert found["lookup"].greedy is not None
+    assert not found["lookup"].why_not
+    assert all("no room for a copy" in found[name].why_not for name in names if name != "lookup")
 
 
 def test_bits_are_those_that_fit(target: ModelFiles) -> None:

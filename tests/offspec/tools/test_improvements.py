@@ -74,6 +74,24 @@ def test_what_costs_nothing_is_advised_before_memory_if_it_brings_much(plan: Pla
     assert best_improvement(now, [now, other, missing], [], None) == Improvement("draft", "shadow:4", 2.5, 1.25)
 
 
+def test_a_draft_to_download_is_advised_with_its_size(plan: Plan) -> None:
+    now, family = prospect(plan, "lookup", 2.0), replace(prospect(plan, "org/small", 8.0), download_bytes=GIB)
+    instead = replace(prospect(plan, "shadow:4", 9.0), why_not="lookup would draft")
+    assert best_improvement(now, [now, family, instead], [], None) == Improvement("draft", "org/small", 8.0, 4.0, GIB)
+
+
+def test_more_ram_for_experts_is_a_gain(tmp_path: Path) -> None:
+    """All layers are resident, and experts are read from disk."""
+    shape = {"model_type": "qwen3_moe", "num_experts": 64, "num_experts_per_tok": 2, "moe_intermediate_size": 4096}
+    folder = write_config(tmp_path, LLAMA_8B_IN_BF16 | shape | {"num_hidden_layers": 8, "head_dim": 128})
+    target = ModelFiles.from_config(folder, None, "auto", "cuda", [])
+    made = make_plan(target, [], Limits(8 * GIB, 8 * GIB), MemoryOptions(context=512), GIB)
+    assert not made.placement.streamed
+    rates = replace(RATES, host_matmul_flops={1: 1e11})
+    gains = Improvements(made, LookupDraft(), rates, lambda model: rates).gains()
+    assert any(gain.memory == "RAM" for gain in gains)
+
+
 def test_what_brings_little_is_not_advised(plan: Plan) -> None:
     now = prospect(plan, "lookup", 2.0)
     little, enough = (Gain("RAM", 8 * GIB, plan, 1.0, rate) for rate in (2.1, 2.3))
