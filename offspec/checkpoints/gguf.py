@@ -17,7 +17,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from offspec.loaders.files.checkpoint import Change, Order, TensorInfo, as_config_json, fault, reading, show
+from offspec.loaders.files.checkpoint import (
+    Change,
+    Checkpoint,
+    CheckpointView,
+    Order,
+    TensorInfo,
+    as_config_json,
+    fault,
+    reading,
+    show,
+)
 from offspec.loaders.files.gguf_file import GgufModel, Metadata, read_metadata
 
 from ..model.names import EMBEDDING, FINAL_NORM, HEAD, INPUT_NORM, INPUT_PROJECTION, INPUT_TABLE, in_layer
@@ -942,6 +952,58 @@ class GgufCheckpoint:
 
     def config_json(self) -> bytes:
         return as_config_json(self.config)
+
+
+# `general.file_type` of llama.cpp's include/llama.h (`llama_ftype`).
+_FILE_TYPES = {
+    0: "F32",
+    1: "F16",
+    2: "Q4_0",
+    3: "Q4_1",
+    7: "Q8_0",
+    8: "Q5_0",
+    9: "Q5_1",
+    10: "Q2_K",
+    11: "Q3_K_S",
+    12: "Q3_K_M",
+    13: "Q3_K_L",
+    14: "Q4_K_S",
+    15: "Q4_K_M",
+    16: "Q5_K_S",
+    17: "Q5_K_M",
+    18: "Q6_K",
+    19: "IQ2_XXS",
+    20: "IQ2_XS",
+    21: "Q2_K_S",
+    22: "IQ3_XS",
+    23: "IQ3_XXS",
+    24: "IQ1_S",
+    25: "IQ4_NL",
+    26: "IQ3_S",
+    27: "IQ3_M",
+    28: "IQ2_S",
+    29: "IQ2_M",
+    30: "IQ4_XS",
+    31: "IQ1_M",
+    32: "BF16",
+    38: "MXFP4",
+}
+_SIZE_LABEL = re.compile(r"(?:\d{1,3}x)?\d{1,4}(?:\.\d{1,3})?[KMBT](?:-A\d{1,4}(?:\.\d{1,3})?[KMBT])?")
+
+
+def gguf_labels(checkpoint: Checkpoint) -> tuple[str | None, str | None]:
+    """The model's size and the mixture of types as a GGUF file names them, "1.5B" and "Q4_K_M"; None for what it lacks.
+
+    Its tensors say less: a tied head is stored twice, and a mixture has several types.
+    """
+    while isinstance(checkpoint, CheckpointView):
+        checkpoint = checkpoint.whole
+    if not isinstance(checkpoint, GgufCheckpoint):
+        return None, None
+    metadata = checkpoint.model.metadata
+    size, number = metadata.get("general.size_label"), metadata.get("general.file_type")
+    is_size = isinstance(size, str) and _SIZE_LABEL.fullmatch(size) is not None
+    return size if is_size else None, _FILE_TYPES.get(number) if type(number) is int else None
 
 
 def translated(model: GgufModel) -> GgufCheckpoint:

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from offspec import ConvertParams, convert
-from offspec.checkpoints.gguf import translated
+from offspec.checkpoints.gguf import gguf_labels, translated
 from offspec.checkpoints.load import load_decoder
 from offspec.checkpoints.opening import ModelFiles
 from offspec.errors import CheckpointError, MissingWeightsError
-from offspec.loaders.files.checkpoint import Change
+from offspec.loaders.files.checkpoint import Change, CheckpointView
 from offspec.loaders.files.gguf_file import read_model
 from offspec.model.decoder import Decoder
 from offspec.planning.plan import all_resident
@@ -202,6 +202,26 @@ def test_quantised_tensors_say_what_their_plain_copy_says(gguf_model: GetModel, 
     convert(path, tmp_path / "copy", ConvertParams("fp32"))
     found, expected = (logits(decoder_of(file), PROMPT) for file in (path, tmp_path / "copy"))
     assert (found - expected).abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("size", "number", "told"),
+    [
+        ("1.5B", 15, ("1.5B", "Q4_K_M")),
+        ("128x2.4B", 30, ("128x2.4B", "IQ4_XS")),
+        ("30B-A3B", 7, ("30B-A3B", "Q8_0")),
+        ("\x1b[2J", 9999, (None, None)),
+        (None, None, (None, None)),
+    ],
+)
+def test_a_file_names_its_size_and_its_mixture(
+    size: str | None, number: int | None, told: tuple[str | None, str | None], gguf_file: Callable[[str], Path]
+) -> None:
+    """Its tensors have several types, and a tied head may be stored twice; other text than a size is not shown."""
+    opened = translated(read_model(gguf_file("smollm3")))
+    metadata = {**opened.model.metadata, "general.size_label": size, "general.file_type": number}
+    named = replace(opened, model=replace(opened.model, metadata=metadata))
+    assert gguf_labels(CheckpointView(named, named.tensors)) == told
 
 
 def test_a_layer_of_multi_token_prediction_is_named_and_not_loaded(gguf_model: GetModel, tmp_path: Path) -> None:
