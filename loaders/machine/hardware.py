@@ -64,7 +64,7 @@ class Rates:
     matmul_flops: rows of activations → FLOP/s, with weights that fit no cache (two FLOP per weight and row).
     memory_bytes_per_s: of the compute device's memory, reads plus writes. dequantise_elements_per_s: NF4 weights/s.
     packed_bytes_per_s: of packed matrices that a GPU multiplies with few rows without unpacking them.
-    host_matmul_flops: of the CPU beside a GPU, for experts in RAM.
+    host_matmul_flops: of the CPU beside a GPU, for experts in RAM. ram_bytes_per_s: that this CPU reads from RAM.
     """
 
     disk_bytes_per_s: float | None = None
@@ -75,6 +75,7 @@ class Rates:
     sources: Mapping[str, str] = field(default_factory=dict)
     packed_bytes_per_s: float | None = None
     host_matmul_flops: Mapping[int, float] = field(default_factory=dict)
+    ram_bytes_per_s: float | None = None
 
 
 @dataclass(frozen=True)

@@ -813,7 +813,7 @@ def test_with_hardly_any_memory_nothing_is_measured(monkeypatch: pytest.MonkeyPa
     rates = measure.measure_rates(CPU, torch.float32, tmp_path)
     why = "not measured: only 300 MiB of RAM are free, and this needs 768 MiB"
     names = {"disk_bytes_per_s", "host_to_device_bytes_per_s", "memory_bytes_per_s", "matmul_flops"}
-    names |= {"dequantise_elements_per_s", "packed_bytes_per_s", "host_matmul_flops"}
+    names |= {"dequantise_elements_per_s", "packed_bytes_per_s", "host_matmul_flops", "ram_bytes_per_s"}
     assert rates == Rates(sources=dict.fromkeys(names, why))
 
 
