@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from textwrap import wrap
 from typing import TYPE_CHECKING
 
 import click
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
     from offspec.tools.improvements import FourBitPlan, Gain, Improvement
 
 WIDTHS = (1, 16, 64, 256, 512)
+WIDTH = 118  # characters of a line of text
+LEAST_TIMES_AS_FAST = 1.1  # of another program, to be advised
 LEAST_DIFFERENCE = 1.02  # between rows of a table that is worth showing
 
 
@@ -85,7 +88,20 @@ Examples:
 @option(
     "--gpu",
     metavar="NAME",
-    help="Plan for this GPU by its data sheet (rtx4090, 4090, a100-80, ...).",
+    help="Plan for this GPU by its data sheet (rtx4090, 4090, a100-80, ...), or by its memory, the rate of its memory "
+    "and, if it is not PCIe 4.0 x16, of its link: 12GiB,504GB/s,25GB/s.",
+)
+@option(
+    "--cpu",
+    metavar="NAME",
+    help="Plan for this kind of computer beside --gpu, whose CPU computes a mixture's experts in RAM: desktop, "
+    "desktop-ddr4, workstation, server, or this (measured here). [default: desktop, with two channels of DDR5]",
+)
+@option(
+    "--ram-rate",
+    callback=size,
+    metavar="SIZE",
+    help="Bytes per second that the CPU beside --gpu reads from RAM, e.g. 60GB. [default: --cpu's]",
 )
 @option(
     "--format",
@@ -106,6 +122,8 @@ def command(
     gpu: str | None,
     form: str | None,
     disk_rate: int | None,
+    cpu: str | None,
+    ram_rate: int | None,
     draft: tuple[str, ...],
     as_json: bool,
     quiet: bool,
@@ -121,7 +139,7 @@ def command(
         if is_watched() and not quiet:
             show_line(f"measuring {what}" if what else "")
 
-    assumptions = Assumptions(gpu, form, disk_rate)
+    assumptions = Assumptions(gpu, form, disk_rate, cpu, ram_rate)
     forecast = make_forecast(loading, assumptions, drafts=draft, widths=WIDTHS, progress=progress)
     progress("")
     for note in forecast.notes:
@@ -130,39 +148,63 @@ def command(
     if as_json:
         click.echo(json.dumps(forecast.as_dict()))
     else:
-        click.echo("\n".join(describe(forecast)))
+        click.echo("\n".join(describe(forecast, compares=len(draft) > 1, shows_all=verbose)))
 
 
 reworded(
     command,
     draft="Draft, as for `offspec run`; several are compared, and the plan is for the fastest. [default: auto]",
+    verbose="Show all tables; explain automatic choices; show tracebacks.",
 )
 
 
-def describe(forecast: Forecast) -> list[str]:
-    """The plan: what limits its truth, the verdict, and then the details."""
+def describe(forecast: Forecast, *, compares: bool = False, shows_all: bool = False) -> list[str]:
+    """The plan: what limits its truth, the verdict and what it assumes; then the drafts, if several are compared.
+
+    shows_all: all details, instead of the command that shows them.
+    """
     slowed = f"{forecast.busy}, so the measured rates are too low; plan again when it is idle"
+    details: list[str] = _drafts(forecast) if compares else []
+    if shows_all:
+        details = [
+            *("", *_memory(forecast)),
+            *_kept(forecast),
+            *_seconds(forecast),
+            *_drafts(forecast),
+            *_texts(forecast),
+            *_caches(forecast),
+            *_entries_in_ram(forecast),
+            *_gains(forecast),
+        ]
     return [
         *([f"{slowed[0].upper()}{slowed[1:]}."] if forecast.busy else []),
         forecast.title,
-        *_verdict(forecast),
+        *(part for line in _verdict(forecast) for part in _wrapped(line, "", "  ")),
         "",
-        *_memory(forecast),
-        *_kept(forecast),
-        *_seconds(forecast),
-        *_drafts(forecast),
-        *_texts(forecast),
-        *_caches(forecast),
-        *_entries_in_ram(forecast),
-        *_gains(forecast),
+        "Assumed:",
+        *(line for name, text in forecast.assumptions() for line in _wrapped(f"{name}: {with_flags(text)}")),
+        *details,
+        *(
+            []
+            if shows_all
+            else ["", "-v shows memory, passes, drafts, texts at once, KV caches and what more memory brings."]
+        ),
     ]
 
 
+def _wrapped(text: str, first: str = "  ", others: str = "    ") -> list[str]:
+    """Lines of at most WIDTH characters. first, others: indents of the first one and of those after it."""
+    return wrap(
+        text, WIDTH, initial_indent=first, subsequent_indent=others, break_on_hyphens=False, break_long_words=False
+    )
+
+
 def _verdict(forecast: Forecast) -> list[str]:
-    """In at most five lines: where the layers go, tokens/s, the time to the first token, and what would help most."""
+    """At most seven lines: where layers go, tokens/s, other programs, the first token, and what would help most."""
     from offspec.tools.forecast import PROMPT_TOKENS
 
-    lines = [f"It runs. {forecast.where}", *_speed(forecast)]
+    slow = ", but too slowly to be worth it: take a smaller model, or fewer bits" if forecast.is_too_slow else ""
+    lines = [f"It runs{slow}. {forecast.where}", *_speed(forecast), *_other_programs(forecast)]
     if forecast.prompt_s is not None:
         first = format_seconds(forecast.prompt_s)
         lines.append(f"With a prompt of {PROMPT_TOKENS} tokens, the first token comes after {first}.")
@@ -170,6 +212,22 @@ def _verdict(forecast: Forecast) -> list[str]:
         rate = f"{_three_digits(best.tokens_per_s)} tokens/s, {best.times:.1f} times as many"
         lines.append(f"What would help most: {_change(best)} ({rate}).")
     return lines
+
+
+def _other_programs(forecast: Forecast) -> list[str]:
+    """About how fast llama.cpp is, and whether it is the better choice."""
+    rate = forecast.llama_cpp_tokens_per_s
+    if rate is None:
+        fits = forecast.is_resident and not forecast.has_card
+        return ["If no draft helps, use llama.cpp: it decodes what fits in RAM faster."] if fits else []
+    where = "" if forecast.is_resident else ", which computes on the CPU what is in RAM"
+    about = f"about {_two_digits(rate)} tokens/s without a draft (estimate)"
+    times, is_mixture = rate / forecast.compared_tokens_per_s, forecast.plan.experts is not None
+    if times < (1 / LEAST_TIMES_AS_FAST if is_mixture else LEAST_TIMES_AS_FAST):
+        return [f"llama.cpp{where}: {about}."]
+    what = "offspec" if forecast.plan.placement.streamed else "offspec without one"
+    unmeasured = ", whose mixtures were not measured" if is_mixture else ""
+    return [f"Use llama.cpp{where}: {about}, {times:.1f} times as many as {what}{unmeasured}."]
 
 
 def _speed(forecast: Forecast) -> list[str]:
@@ -185,16 +243,22 @@ def _speed(forecast: Forecast) -> list[str]:
         for drafting in (planned.greedy, planned.sampled)
     ]
     return [
-        f"With --draft {planned.name}, at temperature 0: {rates[0]}.",
+        f"With --draft {planned.name}{_mark(planned)}, at temperature 0: {rates[0]}.",
         f"At temperature 1: {rates[1]}. Without a draft: {plain}.",
     ]
+
+
+def _mark(prospect: Prospect) -> str:
+    """What distinguishes a small model from one of the target's family."""
+    return " (another vocabulary)" if prospect.shares_vocabulary is False else ""
 
 
 def _change(best: Improvement) -> str:
     """The change as a flag, or as something to buy."""
     if isinstance(best.value, int):
         return f"{format_size(best.value)} more {best.kind}"
-    return f"{'4 bit, ' if best.kind == 'format' else ''}--{best.kind} {best.value}"
+    download = f", a download of {format_size(best.download_bytes)}" if best.download_bytes else ""
+    return f"{'4 bit, ' if best.kind == 'format' else ''}--{best.kind} {best.value}{download}"
 
 
 def _rate_range(drafting: Drafting) -> str:
@@ -252,10 +316,10 @@ def _table(rows: list[list[str]]) -> list[str]:
 def _drafts(forecast: Forecast) -> list[str]:
     """What each draft is expected to bring, which one is the fastest, and where tokens per pass come from."""
     if len(forecast.prospects) < 2:
-        return ["", *_sources(forecast)] if forecast.planned.source else []
-    rows = [["draft", "its memory", "resident", "pass s", "round s", "rounds", "tokens/pass", "tokens/s", "sampled"]]
-    rows += [_draft_row(prospect) for prospect in forecast.prospects if prospect.plan is not None]
-    refused = [_refusal(prospect) for prospect in forecast.prospects if prospect.plan is None]
+        return []
+    rows = [["draft", "memory", "resident", "pass s", "round s", "tokens/pass", "tokens/s", "sampled"]]
+    rows += [_draft_row(prospect) for prospect in forecast.prospects if not prospect.why_not]
+    refused = [line for each in forecast.prospects if each.why_not for line in _wrapped(_refusal(each))]
     return [
         "",
         "Drafts, by these rates (sampled: tokens/s at temperature 1):",
@@ -279,12 +343,11 @@ def _draft_row(prospect: Prospect) -> list[str]:
     best = prospect.greedy
     resident = f"{len(prospect.plan.placement.resident)} of {len(prospect.plan.layers)}"
     return [
-        prospect.name,
+        prospect.name.rstrip("/").rpartition("/")[2] + _mark(prospect),
         _cell(prospect.draft_bytes),
         resident,
         _three_digits(best.pass_s),
         _three_digits(best.round_s) if best.round_s else "-",
-        str(best.num_rounds) if best.round_s else "-",
         _tokens_range(best),
         _rate_range(best),
         _rate_range(prospect.sampled),
@@ -294,8 +357,10 @@ def _draft_row(prospect: Prospect) -> list[str]:
 def _fastest(forecast: Forecast) -> list[str]:
     """The fastest draft and its lead; what it needs, if it is a shadow."""
     first, *rest = forecast.fastest_first
-    lead = f", {first.tokens_per_s / rest[0].tokens_per_s:.2f} times {rest[0].name}" if rest else ""
-    lines = [f"The fastest is {first.name}{lead}."]
+    lead = first.tokens_per_s / rest[0].tokens_per_s if rest else 1.0
+    if rest and lead < LEAST_DIFFERENCE:
+        return [f"{first.name} and {rest[0].name} are equally fast."]
+    lines = [f"The fastest is {first.name}{f', {lead:.2f} times {rest[0].name}' if rest else ''}."]
     kind, _, bits = first.name.partition(":")
     if kind == "shadow" and bits.isdecimal():
         lines.append(f"A shadow is made once: offspec quantize {forecast.model} --shadow {bits}")
@@ -304,12 +369,14 @@ def _fastest(forecast: Forecast) -> list[str]:
 
 def _sources(forecast: Forecast) -> list[str]:
     """Where tokens per pass and their ranges come from."""
-    figures, ranges = (
-        "; ".join(dict.fromkeys(source for source in sources if source))
-        for sources in zip(*((each.source, each.range_source) for each in forecast.prospects), strict=True)
-    )
-    lines = [f"Tokens per pass: {figures}."] if figures else []
-    return [*lines, f"Their ranges over prompts: {ranges}."] if ranges else lines
+    lines = list[str]()
+    for name, sources in (
+        ("Tokens per pass", (each.source for each in forecast.prospects)),
+        ("Their ranges over prompts", (each.range_source for each in forecast.prospects)),
+    ):
+        lines += [f"{name}:"] if (told := list(dict.fromkeys(filter(None, sources)))) else []
+        lines += [line for source in told for line in _wrapped(source)]
+    return lines
 
 
 def _texts(forecast: Forecast) -> list[str]:
@@ -416,8 +483,13 @@ def _seconds(forecast: Forecast) -> list[str]:
     for width, seconds in forecast.pass_s.items():
         plain = f"{1 / seconds:8.2f}  plain decoding" if width == 1 else ""
         lines.append(f"{width:>20}  {_three_digits(seconds):>9}  {plain}".rstrip())
-    sources = [f"{name}: {with_flags(source)}" for name, source in forecast.sources()]
-    return [*lines, "", *sources] if sources else lines
+    return lines
+
+
+def _two_digits(rate: float) -> str:
+    """Two significant digits, of an estimate: "2.6", "13", "130"."""
+    digits = 1 - math.floor(math.log10(rate))
+    return f"{round(rate, digits):.{max(0, digits)}f}"
 
 
 def _three_digits(seconds: float) -> str:

@@ -55,7 +55,7 @@ from .planning.probe import (
     with_arithmetic,
     with_expert_rates,
 )
-from .planning.report import explain_packing, explain_plan
+from .planning.report import explain_experts, explain_packing, explain_plan
 from .planning.spilling import spill_watch
 from .process import fix_choices, prepare_gpu, set_num_threads
 from .text.context_limit import ContextLimit
@@ -425,7 +425,7 @@ def _load_models(
     link, rates = machine.measure(plan)
     if not options.deterministic:
         plan = with_faster_residents(plan, rates)
-    notes += [*explain_plan(plan, link), *explain_packing(plan)]
+    notes += [*explain_plan(plan, link), *explain_experts(plan), *explain_packing(plan)]
     notes += measure_fused_limits([files, *opened.models], device)
     if accelerator.has_own_memory:  # only now: a measurement may take more for a moment than a small model may keep
         _limit_memory(accelerator, plan.placement.limits.device if options.vram is not None else None)

@@ -30,7 +30,6 @@ def explain_plan(plan: Plan, link_bytes_per_s: float | None = None) -> list[Note
         *_kv_format(plan),
         *_kv_of_windows(plan),
         *_kv_in_ram(plan),
-        *_experts(plan),
         *_attention(plan),
         *_rope_factors(plan),
         Note(where),
@@ -46,6 +45,14 @@ def explain_packing(plan: Plan) -> list[Note]:
     if not target.stored.layers[0].packs:
         return [Note(f"{matrices} of resident layers are unpacked once, while they are loaded")]
     return [Note(f"{matrices} stay packed in memory, so that more layers are resident: {plan.tiers}")]
+
+
+def explain_experts(plan: Plan) -> list[Note]:
+    """Whether another program is as good for a mixture whose experts are beside the GPU."""
+    if plan.experts is None or plan.placement.experts.are_resident or plan.placement.limits.device is None:
+        return []
+    same = "for one text, llama.cpp with its experts on the CPU does the same work"
+    return [Note(f"{tell_experts(plan)}; {same}; rows of prompts and of several texts share experts", advice=True)]
 
 
 def _kv_format(plan: Plan) -> list[Note]:
@@ -87,14 +94,6 @@ def _kv_in_ram(plan: Plan) -> list[Note]:
             f"behind a text of {plan.context} tokens; a smaller `context` keeps them on the device"
         )
     ]
-
-
-def _experts(plan: Plan) -> list[Note]:
-    """Whether another program is as good for a mixture whose experts are beside the GPU."""
-    if plan.experts is None or plan.placement.experts.are_resident or plan.placement.limits.device is None:
-        return []
-    same = "for one text, llama.cpp with its experts on the CPU does the same work"
-    return [Note(f"{tell_experts(plan)}; {same}; rows of prompts and of several texts share experts", advice=True)]
 
 
 def _attention(plan: Plan) -> list[Note]:

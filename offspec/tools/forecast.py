@@ -12,13 +12,15 @@ import torch
 
 from offspec.loaders.files.containers import largest_weight_file
 from offspec.loaders.formats import plan_form
+from offspec.loaders.machine.cpus import DESKTOP, KNOWN_CPUS
 from offspec.loaders.machine.gpus import NVME_BYTES_PER_S, NVME_SOURCE, KnownGpu, find_gpu
 from offspec.loaders.machine.hardware import Hardware, Rates, read_hardware
-from offspec.loaders.machine.measure import measure_rates
+from offspec.loaders.machine.measure import measure_memory, measure_rates
 from offspec.loaders.streaming.placement import EXPERTS_ITEM, Item
 from offspec.loaders.units import format_count, format_quantity, format_size
 
 from .. import builtin
+from ..checkpoints.gguf import gguf_labels
 from ..checkpoints.opening import ModelFiles, Note, choose_device, dtype_on, locate
 from ..drafts.base import OpenRequest
 from ..drafts.weighing import NO_DRAFT, Scales, by_rate
@@ -27,6 +29,7 @@ from ..errors import UsageError
 from ..load_options import LoadOptions
 from ..loading import draft_options, memory_options
 from ..planning.draft_forecast import Drafting as Drafting
+from ..planning.other_programs import READ_SHARE, llama_cpp_tokens_per_s
 from ..planning.parked_texts import ParkedTexts
 from ..planning.plan import Plan, with_faster_residents
 from ..planning.probe import ProductRates, host_flops, planner_here, ram_beside_program
@@ -35,6 +38,15 @@ from .caches_forecast import CacheProspect, predict_caches
 from .improvements import GAIN_WIDTH, FourBitPlan, Gain, Improvement, Improvements, best_improvement
 from .texts_forecast import NUMBERS, TextsProspect, predict_texts
 
+LLAMA_CPP_SOURCE = (
+    f"reads {READ_SHARE:g} of the data sheet's rate of the card's memory, and the rest at RAM's rate; others' reports "
+    "are up to a third higher or lower (docs/results/gpu.md)"
+)
+MIXTURES_SOURCE = (
+    "not measured on a card since all chosen ones share a launch; before, 12 of 48 layers of Qwen3-30B-A3B had 26 "
+    "tokens/s on an H200 (docs/results/gpu.md)"
+)
+LEAST_USEFUL = 2.0  # tokens/s: people read about 5; less than this is not worth waiting for (docs/which-model.md)
 PROMPT_TOKENS = 2000  # the prompt's length in the prediction of the time to first token
 
 
@@ -73,7 +85,34 @@ class Forecast:
     @property
     def fastest_first(self) -> list[Prospect]:
         """The drafts that can be used, by predicted tokens/s."""
-        return by_rate(self.prospects)
+        return [each for each in by_rate(self.prospects) if not each.why_not]
+
+    @property
+    def is_resident(self) -> bool:
+        """Whether the device has all of the model, its experts included."""
+        return self.plan.placement.is_resident
+
+    @property
+    def llama_cpp_tokens_per_s(self) -> float | None:
+        """About what llama.cpp would bring without a draft; None if nothing is known about it."""
+        return llama_cpp_tokens_per_s(self._plain_plan, self.rates)
+
+    @property
+    def compared_tokens_per_s(self) -> float:
+        """What llama.cpp is compared with: plain decoding, unless a draft saves passes over streamed layers."""
+        return self._best_without_buying if self.plan.placement.streamed else self.plain_tokens_per_s
+
+    @property
+    def is_too_slow(self) -> bool:
+        """Whether neither this plan nor what would help most without buying is worth waiting for."""
+        return self._best_without_buying < LEAST_USEFUL
+
+    @property
+    def _best_without_buying(self) -> float:
+        """Tokens/s of this plan, or of another draft or format if that would help most."""
+        best = self.improvement
+        is_free = best is not None and not isinstance(best.value, int)
+        return best.tokens_per_s if best is not None and is_free else self.planned.tokens_per_s
 
     @property
     def improvement(self) -> Improvement | None:
@@ -88,8 +127,11 @@ class Forecast:
     @property
     def plain_tokens_per_s(self) -> float:
         """Tokens/s of plain decoding: without the memory of a draft, if that was predicted, too."""
-        without = next((each.tokens_per_s for each in self.prospects if each.name == NO_DRAFT), 0.0)
-        return without or 1 / self.plan.predict_pass_s(self.rates, 1)
+        return 1 / self._plain_plan.predict_pass_s(self.rates, 1)
+
+    @property
+    def _plain_plan(self) -> Plan:
+        return next((each.plan for each in self.prospects if each.name == NO_DRAFT and each.plan), self.plan)
 
     @property
     def prompt_s(self) -> float | None:
@@ -130,12 +172,41 @@ class Forecast:
         )
         return f"{item.name} ({' and '.join(map(str, counts))} of {experts.num})"
 
-    def sources(self) -> list[tuple[str, str]]:
+    def assumptions(self) -> list[tuple[str, str]]:
+        """(name, figure and its source) of what the prediction rests on: memory, links, and measured drafts."""
+        limits, ram = self.plan.placement.limits, self.plan.demand.options.ram
+        sizes = [
+            f"{format_size(limits.ram)} of RAM ({'free here; `ram` sets another limit' if ram is None else 'given'})"
+        ]
+        if limits.device is not None:
+            sizes.insert(0, f"{format_size(limits.device)} of {self.device_name}")
+        lines = [("memory", ", ".join(sizes)), *self._links()]
+        if self.has_card and self.plan.experts is not None:
+            lines.append(("experts", MIXTURES_SOURCE))
+        best = self.improvement
+        named = [each for each in self.prospects if best is not None and each.name == best.value]
+        for each in dict.fromkeys((self.planned.name, *(other.name for other in named))):
+            lines += self._draft_sources(each)
+        if self.llama_cpp_tokens_per_s is not None:
+            lines.append(("llama.cpp", LLAMA_CPP_SOURCE))
+        return lines
+
+    def _draft_sources(self, name: str) -> list[tuple[str, str]]:
+        """Where the tokens per pass of a draft that guesses come from, and their range."""
+        draft = next(each for each in self.prospects if each.name == name)
+        if draft.greedy is None or not draft.greedy.num_nodes:
+            return []
+        return [(f"tokens per pass of {name}", draft.source), ("their range over prompts", draft.range_source)]
+
+    def _links(self) -> list[tuple[str, str]]:
         """(name, rate and its source) of each link that the prediction uses."""
         p, rates = self.plan.placement, self.rates
         reads = bool(p.on_disk) or self._reads_experts
+        uses_ram = not self.is_resident and rates.ram_bytes_per_s is not None
         links = [("disk", rates.disk_bytes_per_s, "disk_bytes_per_s", reads)]
+        links.append(("memory of the card", rates.memory_bytes_per_s, "memory_bytes_per_s", self.has_card))
         links.append(("link", rates.host_to_device_bytes_per_s, "host_to_device_bytes_per_s", self.has_card))
+        links.append(("RAM", rates.ram_bytes_per_s, "ram_bytes_per_s", uses_ram))
         return [
             (name, f"{format_quantity(rate, 'B/s')} ({rates.sources.get(key, 'given')})")
             for name, rate, key, is_used in links
@@ -171,6 +242,8 @@ class Forecast:
             "gains": [gain.as_dict() for gain in self.gains],
             "draft": self.planned.name,
             "plain_tokens_per_s": self.plain_tokens_per_s,
+            "llama_cpp_tokens_per_s": self.llama_cpp_tokens_per_s,
+            "is_too_slow": self.is_too_slow,
             "improvement": self.improvement and vars(self.improvement),
             "busy": self.busy or None,
             "drafts": [prospect.as_dict() for prospect in self.prospects],
@@ -184,23 +257,36 @@ class Forecast:
         }
 
 
+THIS_CPU = "this"  # of `Assumptions.cpu`: measured here
+
+
 @dataclass(frozen=True)
 class Assumptions:
     """Assumptions about another machine, or another format of the model.
 
-    gpu: the name of a card that is not in this machine. form: the format to assume (`PLAN_FORMATS`). disk_bytes_per_s:
-    the disk's assumed rate.
+    gpu: the name of a card that is not in this machine, or its description (`find_gpu`). form: the format to assume
+    (`PLAN_FORMATS`). disk_bytes_per_s: the disk's assumed rate. cpu: the CPU beside such a card, of KNOWN_CPUS or
+    THIS_CPU; None is DESKTOP. ram_bytes_per_s: the rate at which that CPU reads RAM; None is its own.
     """
 
     gpu: str | None = None
     form: str | None = None
     disk_bytes_per_s: float | None = None
+    cpu: str | None = None
+    ram_bytes_per_s: float | None = None
 
     def check(self) -> None:
-        """Raises UsageError for a disk rate that is not positive."""
-        rate = self.disk_bytes_per_s
-        if rate is not None and not rate > 0:
-            raise UsageError(f"the disk's rate must be above 0 bytes per second, not `disk={rate:g}`; for example 7GB")
+        """Raises UsageError for a rate that is not positive, an unknown CPU, or one of no assumed card's machine."""
+        for name, rate, example in (("disk", self.disk_bytes_per_s, "7GB"), ("ram_rate", self.ram_bytes_per_s, "60GB")):
+            if rate is not None and not rate > 0:
+                what = "disk's" if name == "disk" else "RAM's"
+                text = f"the {what} rate must be above 0 bytes per second, not `{name}={rate:g}`; for example {example}"
+                raise UsageError(text)
+        given = f"`cpu={self.cpu}`" if self.cpu is not None else "`ram_rate`"
+        if self.gpu is None and (self.cpu is not None or self.ram_bytes_per_s is not None):
+            raise UsageError(f"{given} is of a machine that is not here: name its card with `gpu`, or omit it")
+        if self.cpu not in (None, THIS_CPU, *KNOWN_CPUS):
+            raise UsageError(f"{given} is unknown; use {', '.join((*KNOWN_CPUS, THIS_CPU))}")
 
 
 def make_forecast(
@@ -261,21 +347,18 @@ def make_forecast(
 
 @dataclass(frozen=True)
 class Machine:
-    """The machine that a forecast is for: this one, or this one with a card by its data sheet (`known`).
-
-    disk_bytes_per_s: as assumed; None if it is measured, or a usual one.
-    """
+    """The machine that a forecast is for: this one, or another one with a card by its data sheet (`known`)."""
 
     place: torch.device
     known: KnownGpu | None
     hardware: Hardware
-    disk_bytes_per_s: float | None
+    assumed: Assumptions
 
     @classmethod
     def of(cls, options: LoadOptions, assumed: Assumptions, notes: list[Note]) -> Machine:
         gpu = find_gpu(assumed.gpu) if assumed.gpu is not None else None
         place = torch.device("cpu") if gpu else choose_device(options.device, notes)
-        return cls(place, gpu, _hardware(place, gpu, options.ram), assumed.disk_bytes_per_s)
+        return cls(place, gpu, _hardware(place, gpu, options.ram), assumed)
 
     @property
     def device_type(self) -> str:
@@ -299,9 +382,25 @@ class Machine:
                 beside_reads=bool(plan.placement.on_disk) and plan.placement.limits.device is None,
                 progress=progress,
             )
-        if plan.experts is not None and plan.placement.limits.device is not None:
-            rates = replace(rates, host_matmul_flops=host_flops(target))
-        return rates if self.disk_bytes_per_s is None else _with_disk(rates, self.disk_bytes_per_s, "given")
+        if plan.placement.limits.device is not None:
+            rates = self._with_cpu(rates, target, plan)
+        disk = self.assumed.disk_bytes_per_s
+        return rates if disk is None else _with_disk(rates, disk, "given")
+
+    def _with_cpu(self, rates: Rates, target: ModelFiles, plan: Plan) -> Rates:
+        """With those of the CPU beside the card: of a kind of computers if the card is assumed, else measured."""
+        name, ram = self.assumed.cpu or DESKTOP, self.assumed.ram_bytes_per_s
+        if self.known is None or name == THIS_CPU:
+            flops = {} if plan.experts is None else host_flops(target)
+            source, num_cores = "measured here", self.hardware.num_cores
+            ram_rate = ram or measure_memory(torch.device("cpu"), seconds=0.1)
+        else:
+            cpu = KNOWN_CPUS[name]
+            ram_rate, source, num_cores = ram or cpu.ram_bytes_per_s, f"assumed: {cpu.name}", cpu.num_cores
+            flops = cpu.flops(_packed_bytes(target) or target.dtype.itemsize, ram)
+        source = f"{num_cores} cores; {source}; `cpu` and `ram_rate` set others" if self.known else source
+        sources = {**rates.sources, "ram_bytes_per_s": source}
+        return replace(rates, host_matmul_flops=flops, ram_bytes_per_s=ram_rate, sources=sources)
 
     def busy(self) -> str:
         """Why rates that are measured now are too low; "" if they are not, or if they come from a data sheet."""
@@ -312,11 +411,18 @@ class Machine:
 
 def _card_rates(card: KnownGpu, target: ModelFiles) -> Rates:
     """The card's rates, with its unpacking of the target's packed matrices."""
-    if not target.stored.has_two_forms:
-        return card.rates()
-    packed = [weight for weight in target.stored.layers[0].weights.values() if weight.is_packed]
+    packed_bytes = _packed_bytes(target)
+    return card.rates() if packed_bytes is None else card.rates(packed_bytes)
+
+
+def _packed_bytes(target: ModelFiles) -> float | None:
+    """Bytes per weight of the target's packed matrices; None if it has none."""
+    units = target.stored.first_layer
+    packed = [weight for unit in units for weight in unit.weights.values() if weight.is_packed]
+    if not packed:
+        return None
     num_bytes = sum(info.nbytes for weight in packed for info in weight.streamed)
-    return card.rates(num_bytes / sum(math.prod(weight.shape) for weight in packed))
+    return num_bytes / sum(math.prod(weight.shape) for weight in packed)
 
 
 def _with_disk(rates: Rates, bytes_per_s: float, source: str) -> Rates:
@@ -346,9 +452,10 @@ def _numbers_of_texts(plan: Plan) -> Sequence[int]:
 
 def _title(target: ModelFiles, form: str | None, plan: Plan) -> str:
     weights = format_size(sum(info.nbytes for w in target.stored.by_name.values() for info in w.streamed))
+    size, mixture = gguf_labels(target.checkpoint)
     parts = (
-        f"{format_count(target.num_parameters)} parameters",
-        form or target.packed_form or plan_form(target.checkpoint.config),
+        f"{size or format_count(target.num_parameters)} parameters",
+        form or mixture or target.packed_form or plan_form(target.checkpoint.config),
         f"{weights}; context {plan.context}",
     )
     path = target.checkpoint.path
