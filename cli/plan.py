@@ -320,6 +320,8 @@ def _drafts(forecast: Forecast) -> list[str]:
     rows = [["draft", "memory", "resident", "pass s", "round s", "tokens/pass", "tokens/s", "sampled"]]
     rows += [_draft_row(prospect) for prospect in forecast.prospects if not prospect.why_not]
     refused = [line for each in forecast.prospects if each.why_not for line in _wrapped(_refusal(each))]
+    if any(each.shares_vocabulary is False for each in forecast.prospects):
+        refused.append("  * another vocabulary than the target's: fewer guesses come true")
     return [
         "",
         "Drafts, by these rates (sampled: tokens/s at temperature 1):",
@@ -343,7 +345,7 @@ def _draft_row(prospect: Prospect) -> list[str]:
     best = prospect.greedy
     resident = f"{len(prospect.plan.placement.resident)} of {len(prospect.plan.layers)}"
     return [
-        prospect.name.rstrip("/").rpartition("/")[2] + _mark(prospect),
+        prospect.name.rstrip("/").rpartition("/")[2] + (" *" if prospect.shares_vocabulary is False else ""),
         _cell(prospect.draft_bytes),
         resident,
         _three_digits(best.pass_s),
@@ -359,8 +361,8 @@ def _fastest(forecast: Forecast) -> list[str]:
     first, *rest = forecast.fastest_first
     lead = first.tokens_per_s / rest[0].tokens_per_s if rest else 1.0
     if rest and lead < LEAST_DIFFERENCE:
-        return [f"{first.name} and {rest[0].name} are equally fast."]
-    lines = [f"The fastest is {first.name}{f', {lead:.2f} times {rest[0].name}' if rest else ''}."]
+        return _wrapped(f"{first.name} and {rest[0].name} are equally fast.", "")
+    lines = _wrapped(f"The fastest is {first.name}{f', {lead:.2f} times {rest[0].name}' if rest else ''}.", "")
     kind, _, bits = first.name.partition(":")
     if kind == "shadow" and bits.isdecimal():
         lines.append(f"A shadow is made once: offspec quantize {forecast.model} --shadow {bits}")

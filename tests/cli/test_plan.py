@@ -345,7 +345,11 @@ def test_a_draft_of_another_vocabulary_is_marked(offspec: Offspec, large: Path, 
     write_config(tmp_path / "foreign", LLAMA_8B | {"num_hidden_layers": 2, "hidden_size": 1024, "vocab_size": 32000})
     asked = ("plan", large, "--gpu", "rtx4090", "--vram", "10GiB", "--ram", "64GiB", "-q")
     shown = offspec(*asked, "--draft", tmp_path / "foreign", "--draft", "lookup").out
-    assert "foreign (another vocabulary)" in shown
+    assert re.search(r"^foreign \* ", shown, re.MULTILINE)
+    assert "* another vocabulary than the target's" in shown
+    assert f"{tmp_path / 'foreign'} (another vocabulary), at" in in_words(
+        offspec(*asked, "--draft", tmp_path / "foreign").out
+    )
     assert "other vocabulary" not in offspec(*asked, "--draft", "lookup", "--draft", "none").out
 
 
@@ -386,7 +390,7 @@ def test_drafts_are_compared_in_one_table(offspec: Offspec, large: Path, tmp_pat
     assert drafts["none"]["draft_bytes"] == 0 < drafts["shadow:2"]["draft_bytes"] < drafts["shadow:4"]["draft_bytes"]
     shown = offspec(*asked).out
     fastest = max(usable, key=lambda name: usable[name]["greedy"]["tokens_per_s"])
-    assert f"The fastest is {fastest}, " in shown
+    assert f"The fastest is {fastest}, " in in_words(shown)
     for name, draft in usable.items():
         (row,) = (re.split(r"\s{2,}", line) for line in shown.splitlines() if line.split()[:1] == [Path(name).name])
         for cell, kind in zip(row[-2:], ("greedy", "sampled"), strict=True):
