@@ -218,8 +218,9 @@ def _other_programs(forecast: Forecast) -> list[str]:
     """About how fast llama.cpp is, and whether it is the better choice."""
     rate = forecast.llama_cpp_tokens_per_s
     if rate is None:
-        fits = forecast.is_resident and not forecast.has_card
-        return ["If no draft helps, use llama.cpp: it decodes what fits in RAM faster."] if fits else []
+        greedy, fits = forecast.planned.greedy, forecast.is_resident and not forecast.has_card
+        is_plain = greedy is not None and not greedy.num_nodes
+        return ["Use llama.cpp: without a draft it decodes faster what fits in RAM."] if fits and is_plain else []
     where = "" if forecast.is_resident else ", which computes on the CPU what is in RAM"
     about = f"about {_two_digits(rate)} tokens/s without a draft (estimate)"
     times, is_mixture = rate / forecast.compared_tokens_per_s, forecast.plan.experts is not None

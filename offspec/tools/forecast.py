@@ -393,7 +393,7 @@ class Machine:
         if self.known is None or name == THIS_CPU:
             flops = {} if plan.experts is None else host_flops(target)
             source, num_cores = "measured here", self.hardware.num_cores
-            ram_rate = ram or measure_memory(torch.device("cpu"), seconds=0.1)
+            ram_rate = ram or _measured_ram()
         else:
             cpu = KNOWN_CPUS[name]
             ram_rate, source, num_cores = ram or cpu.ram_bytes_per_s, f"assumed: {cpu.name}", cpu.num_cores
@@ -407,6 +407,14 @@ class Machine:
         if self.known is not None or (load := psutil.getloadavg()[0]) <= self.hardware.num_cores:
             return ""
         return f"this machine is busy: {load:.1f} processes share {self.hardware.num_cores} cores"
+
+
+def _measured_ram() -> float | None:
+    """Bytes/s of this machine's RAM; None if there is no room to measure it."""
+    try:
+        return measure_memory(torch.device("cpu"), seconds=0.1)
+    except (RuntimeError, MemoryError):
+        return None
 
 
 def _card_rates(card: KnownGpu, target: ModelFiles) -> Rates:

@@ -319,7 +319,7 @@ def test_what_fits_on_the_card_is_for_other_programs(offspec: Offspec, large: Pa
     times = told["llama_cpp_tokens_per_s"] / told["plain_tokens_per_s"]
     assert 1.1 < times < 4
     assert f"Use llama.cpp: about 130 tokens/s without a draft (estimate), {times:.1f} times as many" in verdict[2]
-    assert "use llama.cpp" in offspec("plan", large, "--device", "cpu", "-q").out
+    assert "Use llama.cpp: without a draft" in offspec("plan", large, "--device", "cpu", "-q").out
 
 
 def test_what_is_too_slow_says_so(offspec: Offspec, large: Path) -> None:
