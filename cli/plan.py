@@ -227,7 +227,7 @@ def _other_programs(forecast: Forecast) -> list[str]:
     if times < (1 / LEAST_TIMES_AS_FAST if is_mixture else LEAST_TIMES_AS_FAST):
         return [f"llama.cpp{where}: {about}."]
     what = "offspec" if forecast.plan.placement.streamed else "offspec without one"
-    unmeasured = ", whose mixtures were not measured" if is_mixture else ""
+    unmeasured = ", whose figure was not measured on a card" if is_mixture else ""
     return [f"Use llama.cpp{where}: {about}, {times:.1f} times as many as {what}{unmeasured}."]
 
 
