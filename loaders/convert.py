@@ -30,8 +30,9 @@ from offspec.errors import CheckpointError, StorageError, UsageError
 
 from .files.checkpoint import DTYPE_BYTES, Checkpoint, TensorInfo, as_config_json, fault, num_bytes, reading, show
 from .files.containers import open_checkpoint
-from .files.file_locks import try_lock
+from .files.file_locks import has_name, try_lock
 from .files.hub import resolve
+from .files.os_errors import cannot_write, reason, remedy
 from .files.records import FLOAT_DTYPES
 from .files.safetensors_folder import CONFIG_FILE, INDEX_FILE, read_header
 from .files.safetensors_folder import UNFINISHED_MARKER as MARKER
@@ -40,8 +41,8 @@ from .files.shards import (
     PART_SUFFIX,
     Background,
     Piece,
-    cannot_write,
     forget_cached,
+    removed_meanwhile,
     sync_folder,
     write_shard,
     write_verified,
@@ -58,6 +59,7 @@ from .units import format_quantity
 _SAFETENSORS_DTYPES = {torch.uint8: "U8", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 _SPARE_BYTES = 2**20  # headers, config.json, tokenizer
 _LAYOUT = 1  # version of the result's layout; a run may not resume a conversion with another layout
+_MOST_TRIES = 100  # to lock a marker that other processes make and remove
 MOST_THREADS = 4  # that pack: more would wait for the disk
 
 Progress = Callable[[int, int], None]
@@ -145,7 +147,7 @@ def convert(
     _check_folders(folder, target)
     checkpoint = understand(open_checkpoint(folder))
     work = _Work(checkpoint, target, params, layer_prefix, kept(checkpoint))
-    with _claimed(target, _job(checkpoint, params)):
+    with _claimed(target, _job(checkpoint, params)) as check:
         finished = [shard for shard in work.shards if work.is_finished(shard)]
         rest = [shard for shard in work.shards if shard not in finished]
         _check_space(target, work.result_bytes(rest))
@@ -154,8 +156,8 @@ def convert(
         # Each file is verified while the next one is written, and the one after that is packed.
         with one_thread(), Background() as verifying, _packing_threads() as pool:
             for shard, packed in _one_ahead(rest, partial(work.pack, pool)):
-                write_shard(target / shard.name, list(work.pieces(shard, packed, counter)), verifying)
-        tensors = work.publish()
+                write_shard(target / shard.name, list(work.pieces(shard, packed, counter)), verifying, check)
+        tensors = work.publish(check)
     sizes = (num_bytes(checkpoint), sum(info.nbytes for info in tensors.values()), len(work.shards), len(finished))
     return Conversion(target, params.format, *sizes, work.bits_per_weight(tensors))
 
@@ -203,30 +205,57 @@ def _fingerprint(checkpoint: Checkpoint) -> str:
 
 
 @contextmanager
-def _claimed(target: Path, job: Mapping[str, Any]) -> Iterator[None]:
-    """Lock the folder for this job; it must be empty or contain an unfinished result of the same job."""
+def _claimed(target: Path, job: Mapping[str, Any]) -> Iterator[Callable[[], None]]:
+    """Lock the folder for this job; it must be empty or contain an unfinished result of the same job.
+
+    Yields a function that raises StorageError if the folder was removed or replaced, perhaps for another process.
+    """
     try:
-        target.mkdir(parents=True, exist_ok=True)
-        entries = set(os.listdir(target)) - {MARKER}
-        if entries and not (target / MARKER).exists():
-            raise UsageError(f"{target}: is not empty; name a new folder for the result")
-        marker = (target / MARKER).open("a+", encoding="utf-8")
+        marker = _locked_marker(target)
     except OSError as exc:
         raise cannot_write(target, exc) from exc
+
+    def check() -> None:
+        if not has_name(marker, target / MARKER):
+            raise removed_meanwhile(target)
+
     try:
-        if not try_lock(marker.fileno()):
-            raise UsageError(f"{target}: another process writes to it; wait until that process ends, or stop it")
         marker.seek(0)
         begun = marker.read()
-        if entries:
+        if _entries(target):
             _check_same(target, begun, job)
             _remove_parts(target)
         else:  # no files exist yet, so an old marker can be replaced
             _write_marker(target, marker, job)
-        yield
+        yield check
     finally:
         with suppress(OSError):  # close retries a write that failed
             marker.close()
+
+
+def _locked_marker(target: Path) -> TextIO:
+    """The folder's marker, opened and locked; made if the folder is empty. Raises UsageError, OSError."""
+    path = target / MARKER
+    for _ in range(_MOST_TRIES):
+        target.mkdir(parents=True, exist_ok=True)
+        is_new = not os.path.lexists(path)
+        if is_new and _entries(target):
+            raise UsageError(f"{target}: is not empty; name a new folder for the result")
+        try:
+            marker = path.open("x+" if is_new else "r+", encoding="utf-8", errors="replace")
+        except (FileNotFoundError, FileExistsError):  # another process has just removed or made it
+            continue
+        is_locked = try_lock(marker.fileno())
+        if is_locked and has_name(marker, path):
+            return marker
+        marker.close()
+        if not is_locked:
+            break
+    raise UsageError(f"{target}: another process writes here; wait until that process ends, or stop it")
+
+
+def _entries(target: Path) -> set[str]:
+    return set(os.listdir(target)) - {MARKER}
 
 
 def _write_marker(target: Path, marker: TextIO, job: Mapping[str, Any]) -> None:
@@ -260,7 +289,7 @@ def _check_same(target: Path, begun: str, job: Mapping[str, Any]) -> None:
 
 def _remove_parts(target: Path) -> None:
     """Delete incomplete files of a killed run; they are written again and may need the space."""
-    for part in target.glob(f"*{PART_SUFFIX}"):
+    for part in target.rglob(f"*{PART_SUFFIX}"):
         try:
             part.unlink()
         except OSError as exc:
@@ -354,19 +383,24 @@ class _Work:
                 info = item.infos[0]
                 yield Piece(info.name, info.dtype, info.shape, partial(_chunks, info, counter))
 
-    def publish(self) -> dict[str, TensorInfo]:
-        """Write all files except weights, the index last: it makes the folder a checkpoint. Returns its tensors."""
+    def publish(self, check: Callable[[], None]) -> dict[str, TensorInfo]:
+        """Write all files except weights, the index last: it makes the folder a checkpoint. Returns its tensors.
+
+        check: see `write_verified`.
+        """
+        check()
         headers = {shard.name: read_header(self._target / shard.name) for shard in self.shards}
         tensors = {name: info for infos in headers.values() for name, info in infos.items()}
         if self._quantised:
             stored_weights(tensors)  # offspec itself must be able to read the result
         for name, source in self._companions.items():
-            self._put(name, source if isinstance(source, bytes) else _read_file(source))
-        self._put(CONFIG_FILE, self._config())
+            self._put(name, source if isinstance(source, bytes) else _read_file(source), check)
+        self._put(CONFIG_FILE, self._config(), check)
         weight_map = {name: shard for shard, infos in headers.items() for name in infos}
         nbytes = sum(info.nbytes for info in tensors.values())
         index = {"metadata": {"total_size": nbytes}, "weight_map": dict(sorted(weight_map.items()))}
-        self._put(INDEX_FILE, (json.dumps(index, indent=2) + "\n").encode())
+        self._put(INDEX_FILE, (json.dumps(index, indent=2) + "\n").encode(), check)
+        check()
         try:
             (self._target / MARKER).unlink()
             sync_folder(self._target)
@@ -374,13 +408,8 @@ class _Work:
             raise cannot_write(self._target, exc) from exc
         return tensors
 
-    def _put(self, name: str, content: bytes) -> None:
-        path = self._target / name
-        try:
-            path.parent.mkdir(exist_ok=True)
-        except OSError as exc:
-            raise cannot_write(path, exc) from exc
-        write_verified(path, [memoryview(content)])
+    def _put(self, name: str, content: bytes, check: Callable[[], None]) -> None:
+        write_verified(self._target / name, [memoryview(content)], check=check)
 
     def _config(self) -> bytes:
         if self._packer is None or not self._quantised:
@@ -544,8 +573,8 @@ def _fill(info: TensorInfo, first: int, buffer: memoryview) -> None:
                 done += count
             forget_cached(file.fileno(), info.offset + first, buffer.nbytes)
     except OSError as exc:
-        reason = exc.strerror or type(exc).__name__
-        raise fault(info.path, f"cannot be read ({reason}); check the disk, then repeat the command") from exc
+        advice = remedy(exc, "check the disk, then repeat the command")
+        raise fault(info.path, f"cannot be read ({reason(exc)}); {advice}") from exc
     if done < buffer.nbytes:
         raise fault(info.path, f"ends inside tensor {show(info.name)}: the file was changed; download it again")
 

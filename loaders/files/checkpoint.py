@@ -16,6 +16,8 @@ from typing import Any, Protocol
 
 from offspec.errors import CheckpointError
 
+from .os_errors import reason, remedy
+
 DTYPE_BYTES = {
     "F64": 8,
     "F32": 4,
@@ -232,5 +234,5 @@ def reading(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as exc:
-        reason = exc.strerror or type(exc).__name__
-        raise fault(path, f"cannot be read ({reason}); check that it exists and that you may read it") from exc
+        advice = remedy(exc, "check that it exists and that you may read it")
+        raise fault(path, f"cannot be read ({reason(exc)}); {advice}") from exc

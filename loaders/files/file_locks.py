@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
+from typing import IO, Any
 
 _LOCKED_BYTE = 2**31 - 2  # Windows: the C library seeks in 32 bits
 
@@ -23,6 +25,14 @@ def try_lock(descriptor: int) -> bool:
     except OSError:
         pass
     return True
+
+
+def has_name(file: IO[Any], path: Path) -> bool:
+    """Whether `path` still names this open file: others may have removed or replaced it."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
+    except FileNotFoundError:
+        return False
 
 
 if sys.platform == "win32":

@@ -20,6 +20,7 @@ from typing import Protocol
 import torch
 
 from .checkpoint import fault
+from .os_errors import reason, remedy
 
 BLOCK_BYTES = 4096  # O_DIRECT needs offsets, lengths and addresses in multiples of this, on all common disks
 READ_BYTES = 8 * 2**20  # one read: large enough for full speed, small enough for quick cancellation
@@ -107,7 +108,8 @@ class FileReader:
         try:
             self._read(path, offset, out, least)
         except OSError as exc:
-            raise fault(path, f"cannot be read at byte {offset} ({exc.strerror or exc}); check the disk") from exc
+            where = f"cannot be read at byte {offset} ({reason(exc)})"
+            raise fault(path, f"{where}; {remedy(exc, 'check the disk')}") from exc
 
     def close(self) -> None:
         with self._lock:

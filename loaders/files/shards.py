@@ -11,6 +11,7 @@ import errno
 import json
 import math
 import os
+import secrets
 import struct
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,11 +19,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from io import FileIO
 from pathlib import Path
 
 from offspec.errors import StorageError
 
 from .checkpoint import DTYPE_BYTES
+from .file_locks import has_name
+from .os_errors import cannot_write
 
 PART_SUFFIX = ".part"
 PAGE_BYTES = 4096
@@ -51,11 +55,10 @@ class Piece:
         return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
 
 
-def write_shard(path: Path, pieces: Sequence[Piece], later: Later = at_once) -> None:
-    """Write a safetensors file. It gets its final name only after its content was read back and verified.
-
-    later: runs the reading back, perhaps during other work. Raises StorageError, and any error of `chunks`.
-    """
+def write_shard(
+    path: Path, pieces: Sequence[Piece], later: Later = at_once, check: Callable[[], None] = lambda: None
+) -> None:
+    """Write a safetensors file by `write_verified`. Raises StorageError, and any error of `chunks`."""
     ordered = sorted(pieces, key=_place)
 
     def content() -> Iterator[memoryview]:
@@ -63,24 +66,42 @@ def write_shard(path: Path, pieces: Sequence[Piece], later: Later = at_once) -> 
         for piece in ordered:
             yield from piece.chunks()
 
-    write_verified(path, content(), later)
+    write_verified(path, content(), later, check)
 
 
-def write_verified(path: Path, content: Iterable[memoryview], later: Later = at_once) -> None:
-    """Write a file whole or not at all, even on a power failure, and verify its content. Raises StorageError."""
-    part = path.with_name(path.name + PART_SUFFIX)
+def write_verified(
+    path: Path, content: Iterable[memoryview], later: Later = at_once, check: Callable[[], None] = lambda: None
+) -> None:
+    """Write a file whole or not at all, even on a power failure. Several processes may write the same one.
+
+    It gets its final name only after its content was read back and verified. later: runs the reading back, perhaps
+    during other work. check: called before the file is made, and before it gets its name; raises StorageError if this
+    process may not write there any more. Raises StorageError.
+    """
+    part = path.with_name(f"{path.name}.{secrets.token_hex(4)}{PART_SUFFIX}")
     with _storing(path, part):
+        check()
         path.parent.mkdir(parents=True, exist_ok=True)
-        written = _write(part, content)
-    later(partial(_verify, path, part, written))
+        file = FileIO(part, "x+")
+    try:
+        with _storing(path, part):
+            written = _write(file, content)
+        later(partial(_verify, path, part, file, written, check))
+    except BaseException:
+        file.close()
+        raise
 
 
-def _verify(path: Path, part: Path, written: tuple[int, int]) -> None:
+def _verify(path: Path, part: Path, file: FileIO, written: tuple[int, int], check: Callable[[], None]) -> None:
     with _storing(path, part):
-        if written != _read_back(part):
-            raise StorageError(
-                f"{path}: the data read back differ from the data written; check this machine's disk and memory"
-            )
+        with file:  # Windows renames no open file
+            if written != _read_back(file):
+                raise StorageError(
+                    f"{path}: the data read back differ from the data written; check this machine's disk and memory"
+                )
+            check()
+            if not has_name(file, part):
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
         os.replace(part, path)
         sync_folder(path.parent)
 
@@ -134,26 +155,27 @@ def _place(piece: Piece) -> tuple[int, bool, str]:
     return -DTYPE_BYTES[piece.dtype], ".quant_state." in piece.name, piece.name
 
 
-def _write(part: Path, content: Iterable[memoryview]) -> tuple[int, int]:
+def _write(file: FileIO, content: Iterable[memoryview]) -> tuple[int, int]:
     """Number and checksum of the bytes written."""
     nbytes, checksum = 0, 0
-    with part.open("wb") as file:
-        for chunk in content:
-            file.write(chunk)
-            nbytes, checksum = nbytes + chunk.nbytes, zlib.crc32(chunk, checksum)
+    for chunk in content:
+        done = 0
+        while done < chunk.nbytes:
+            done += file.write(chunk[done:])
+        nbytes, checksum = nbytes + chunk.nbytes, zlib.crc32(chunk, checksum)
     return nbytes, checksum
 
 
-def _read_back(part: Path) -> tuple[int, int]:
+def _read_back(file: FileIO) -> tuple[int, int]:
     """Flush the file; number and checksum of the bytes on the disk itself, not in the page cache."""
     nbytes, checksum = 0, 0
     buffer = memoryview(bytearray(CHUNK_BYTES))
-    with part.open("r+b", buffering=0) as file:
-        os.fsync(file.fileno())
-        forget_cached(file.fileno())
-        while count := file.readinto(buffer):
-            nbytes, checksum = nbytes + count, zlib.crc32(buffer[:count], checksum)
-        forget_cached(file.fileno())
+    os.fsync(file.fileno())
+    forget_cached(file.fileno())
+    file.seek(0)
+    while count := file.readinto(buffer):
+        nbytes, checksum = nbytes + count, zlib.crc32(buffer[:count], checksum)
+    forget_cached(file.fileno())
     return nbytes, checksum
 
 
@@ -179,13 +201,12 @@ def _storing(path: Path, part: Path) -> Iterator[None]:
     except OSError as exc:
         with contextlib.suppress(OSError):
             part.unlink()  # an incomplete file is useless, and the next try may need its space
+        if isinstance(exc, FileNotFoundError):
+            raise removed_meanwhile(path) from exc
         raise cannot_write(path, exc) from exc
 
 
-def cannot_write(path: Path, exc: OSError) -> StorageError:
-    """The one-line error for a file or folder that cannot be written."""
-    if exc.errno in (errno.ENOSPC, errno.EDQUOT):
-        description = "no space left on the disk; free space and repeat the command to resume it"
-    else:
-        description = f"cannot be written ({exc.strerror or type(exc).__name__}); check that you may write there"
-    return StorageError(" ".join(f"{path}: {description}".splitlines()))
+def removed_meanwhile(path: Path) -> StorageError:
+    """The error for a file or folder that somebody removed or replaced while this process wrote it."""
+    description = f"{path} was removed or replaced while it was written; wait until no other process writes there"
+    return StorageError(" ".join(f"{description}, and repeat the command".splitlines()))

@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
-from offspec.loaders.files.file_locks import try_lock
+from offspec.loaders.files.file_locks import has_name, try_lock
 
 from ..errors import StorageError, UsageError
 
@@ -130,10 +130,8 @@ def _opened_and_locked(name: Path, refusal: str) -> IO[bytes]:
         file = name.open("ab")
         try:
             lock(file, refusal)
-            if os.path.samestat(os.fstat(file.fileno()), name.stat()):
+            if has_name(file, name):  # else its previous owner deleted it between open and lock
                 return file
-        except FileNotFoundError:
-            pass  # its previous owner deleted it between open and lock
         except BaseException:
             file.close()
             raise

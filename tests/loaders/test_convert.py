@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -444,6 +444,48 @@ def test_killed_in_the_middle_of_a_file_it_goes_on(
     assert contents(target) == contents(tmp_path / "whole")
 
 
+@pytest.mark.parametrize("num_files", [0, 2])
+def test_a_folder_that_another_process_has_made_anew(
+    num_files: int, source: Path, target: Path, tmp_path: Path
+) -> None:
+    """The first one ends with an error, and does no harm to the second one's result."""
+
+    def make_anew(bytes_done: int, bytes_total: int) -> None:
+        if not (tmp_path / "removed").exists() and len(list(target.glob("*.safetensors"))) >= num_files:
+            target.rename(tmp_path / "removed")
+            convert(source, target, KEEP)
+
+    with refused(StorageError, target, "removed", "process"):
+        convert(source, target, progress=make_anew)
+    convert(source, tmp_path / "whole", KEEP)
+    assert contents(target) == contents(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("harm", ["rmtree", "unlink"])
+def test_a_folder_that_is_removed_meanwhile(harm: str, source: Path, target: Path) -> None:
+    def remove(bytes_done: int, bytes_total: int) -> None:
+        if target.exists():
+            shutil.rmtree(target) if harm == "rmtree" else (target / MARKER).unlink(missing_ok=True)
+
+    with refused(StorageError, "removed", "repeat"):
+        convert(source, target, progress=remove)
+    assert not target.exists() or not (target / INDEX_FILE).exists()
+
+
+def test_two_writers_of_one_file(tmp_path: Path) -> None:
+    """Each writes and verifies its own; the last one's stays."""
+    file = tmp_path / "file"
+
+    def content() -> Iterator[memoryview]:
+        yield memoryview(b"first")
+        shards.write_verified(file, [memoryview(b"the other one's")])
+        assert file.read_bytes() == b"the other one's"
+        yield memoryview(b" and last")
+
+    shards.write_verified(file, content())
+    assert contents(tmp_path) == {"file": b"first and last"}
+
+
 def test_a_disk_that_is_too_small_is_refused_first(source: Path, small_disk: Path) -> None:
     (small_disk / "ballast").write_bytes(bytes(2**20 + 2**19))
     with refused(StorageError, small_disk / "target", "free"):
@@ -546,7 +588,7 @@ def test_a_marker_that_cannot_be_written_is_named(source: Path, target: Path, mo
 
 
 def test_a_disk_that_lies(source: Path, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shards, "_read_back", lambda part: (part.stat().st_size, 0))
+    monkeypatch.setattr(shards, "_read_back", lambda file: (os.fstat(file.fileno()).st_size, 0))
     with refused(StorageError, target / "model-00001-of-00004.safetensors", "memory"):
         convert(source, target)
     with pytest.raises(CheckpointError):

@@ -106,6 +106,16 @@ def test_an_error_of_the_disk_is_named(file: Path, monkeypatch: pytest.MonkeyPat
         FileReader().read(file, 0, HostBuffer(BLOCK_BYTES).view, 1)
 
 
+def test_too_many_open_files_are_no_fault_of_the_disk(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(os, "open", fail)
+    with refused(CheckpointError, file, "ulimit -n") as caught:
+        FileReader().read(file, 0, HostBuffer(BLOCK_BYTES).view, 1)
+    assert "disk" not in str(caught.value)
+
+
 def test_deleting_a_file_that_is_open_changes_nothing(file: Path) -> None:
     content, reader, buffer = file.read_bytes(), FileReader(), HostBuffer(BLOCK_BYTES)
     reader.read(file, 0, buffer.view, BLOCK_BYTES)
