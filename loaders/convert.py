@@ -31,7 +31,6 @@ from offspec.errors import CheckpointError, StorageError, UsageError
 from .files.checkpoint import DTYPE_BYTES, Checkpoint, TensorInfo, as_config_json, fault, num_bytes, reading, show
 from .files.containers import open_checkpoint
 from .files.file_locks import has_name, try_lock
-from .files.hub import resolve
 from .files.os_errors import cannot_write, reason, remedy
 from .files.records import FLOAT_DTYPES
 from .files.safetensors_folder import CONFIG_FILE, INDEX_FILE, read_header
@@ -124,30 +123,30 @@ class _Shard:
 
 
 def convert(
-    source: str | Path,
+    source: Path,
     target: Path,
     params: ConvertParams | None = None,
     *,
     layer_prefix: str,
-    revision: str | None = None,
     progress: Progress | None = None,
     understand: Callable[[Checkpoint], Checkpoint] = lambda checkpoint: checkpoint,
     kept: Callable[[Checkpoint], Collection[str]] = lambda checkpoint: (),
+    is_cache: bool = False,
 ) -> Conversion:
-    """Convert the checkpoint `source` (a path or a hub id) into the checkpoint `target`, or resume the conversion.
+    """Convert the checkpoint `source` into the checkpoint `target`, or resume the conversion.
 
     layer_prefix: prefix of tensor names inside layers, up to the layer's number.
     understand: maps the source checkpoint to the tensor names of the result. kept: tensors in layers of that checkpoint
     that are not converted.
+    is_cache: `target` is a place of our own, where anything but an unfinished result of the same job is replaced.
     `progress(bytes_done, bytes_total)` counts bytes of the source; its first call reports the bytes of an earlier run.
     Raises UsageError, CheckpointError (the source), StorageError (the target; repeat the call to resume).
     """
     params = params or ConvertParams()
-    folder = resolve(str(source), revision)
-    _check_folders(folder, target)
-    checkpoint = understand(open_checkpoint(folder))
+    _check_folders(source, target)
+    checkpoint = understand(open_checkpoint(source))
     work = _Work(checkpoint, target, params, layer_prefix, kept(checkpoint))
-    with _claimed(target, _job(checkpoint, params)) as check:
+    with _claimed(target, _job(checkpoint, params), is_cache=is_cache) as check:
         finished = [shard for shard in work.shards if work.is_finished(shard)]
         rest = [shard for shard in work.shards if shard not in finished]
         _check_space(target, work.result_bytes(rest))
@@ -205,13 +204,13 @@ def _fingerprint(checkpoint: Checkpoint) -> str:
 
 
 @contextmanager
-def _claimed(target: Path, job: Mapping[str, Any]) -> Iterator[Callable[[], None]]:
+def _claimed(target: Path, job: Mapping[str, Any], *, is_cache: bool) -> Iterator[Callable[[], None]]:
     """Lock the folder for this job; it must be empty or contain an unfinished result of the same job.
 
     Yields a function that raises StorageError if the folder was removed or replaced, perhaps for another process.
     """
     try:
-        marker = _locked_marker(target)
+        marker = _locked_marker(target, is_cache=is_cache)
     except OSError as exc:
         raise cannot_write(target, exc) from exc
 
@@ -222,6 +221,8 @@ def _claimed(target: Path, job: Mapping[str, Any]) -> Iterator[Callable[[], None
     try:
         marker.seek(0)
         begun = marker.read()
+        if is_cache and _parsed(begun) != job:
+            _empty(target)
         if _entries(target):
             _check_same(target, begun, job)
             _remove_parts(target)
@@ -233,13 +234,13 @@ def _claimed(target: Path, job: Mapping[str, Any]) -> Iterator[Callable[[], None
             marker.close()
 
 
-def _locked_marker(target: Path) -> TextIO:
+def _locked_marker(target: Path, *, is_cache: bool) -> TextIO:
     """The folder's marker, opened and locked; made if the folder is empty. Raises UsageError, OSError."""
     path = target / MARKER
     for _ in range(_MOST_TRIES):
         target.mkdir(parents=True, exist_ok=True)
         is_new = not os.path.lexists(path)
-        if is_new and _entries(target):
+        if is_new and not is_cache and _entries(target):
             raise UsageError(f"{target}: is not empty; name a new folder for the result")
         try:
             marker = path.open("x+" if is_new else "r+", encoding="utf-8", errors="replace")
@@ -258,6 +259,15 @@ def _entries(target: Path) -> set[str]:
     return set(os.listdir(target)) - {MARKER}
 
 
+def _empty(target: Path) -> None:
+    """Delete everything but the marker. Raises StorageError."""
+    for path in (target / name for name in _entries(target)):
+        try:
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+        except OSError as exc:
+            raise cannot_write(path, exc) from exc
+
+
 def _write_marker(target: Path, marker: TextIO, job: Mapping[str, Any]) -> None:
     try:
         marker.truncate(0)
@@ -270,10 +280,7 @@ def _write_marker(target: Path, marker: TextIO, job: Mapping[str, Any]) -> None:
 
 
 def _check_same(target: Path, begun: str, job: Mapping[str, Any]) -> None:
-    before = None
-    with suppress(ValueError, RecursionError):
-        before = json.loads(begun)
-    if before == job:
+    if (before := _parsed(begun)) == job:
         return
     difference = "of another kind"
     if isinstance(before, dict):
@@ -285,6 +292,14 @@ def _check_same(target: Path, begun: str, job: Mapping[str, Any]) -> None:
         f"{target}: contains an unfinished result ({difference}); delete it, "
         "name a new folder, or repeat the first command"
     )
+
+
+def _parsed(begun: str) -> Any:  # what JSON holds
+    """The job in a marker; None for anything else."""
+    try:
+        return json.loads(begun)
+    except (ValueError, RecursionError):
+        return None
 
 
 def _remove_parts(target: Path) -> None:

@@ -221,6 +221,11 @@ def fault(where: Path, what: str, kind: type[CheckpointError] = CheckpointError)
     return kind(" ".join(f"{where}: {what}".splitlines()))
 
 
+def without_remedy(exc: Exception) -> str:
+    """What is wrong, by a one-line error, where another remedy than the error's applies."""
+    return str(exc).rpartition(";")[0] or str(exc)
+
+
 def show(value: object) -> str:
     """An untrusted value as one short line, for any size or depth of the value."""
     shortener = reprlib.Repr()

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
-from offspec.errors import MissingWeightsError
+from offspec.errors import CheckpointError, MissingWeightsError
 
 from .checkpoint import TensorInfo, as_config_json, fault, reading, show
 from .gguf_types import GGUF_TYPES
@@ -153,6 +153,15 @@ def read_model(path: Path, *, headers_only: bool = False) -> GgufModel:
 def read_metadata(path: Path) -> Metadata:
     """The metadata of the first part. Strings are decoded as UTF-8 with `surrogateescape`. Raises CheckpointError."""
     return _read_header(part_paths(path)[0], headers_only=True).metadata
+
+
+def has_header(path: Path) -> bool:
+    """Whether this one file is there and its header can be read."""
+    try:
+        _read_header(path, headers_only=True)
+    except CheckpointError:
+        return False
+    return True
 
 
 def part_paths(path: Path) -> list[Path]:

@@ -17,7 +17,7 @@ from offspec.errors import CheckpointError
 
 from .checkpoint import fault, reading, show
 from .containers import is_checkpoint
-from .gguf_file import BESIDE_MODELS, part_paths
+from .gguf_file import BESIDE_MODELS, has_header, part_paths
 from .mistral_folder import FILES as MISTRAL_FILES
 from .mistral_folder import PARAMS_FILE
 from .safetensors_folder import COMPANIONS, CONFIG_FILE, INDEX_FILE, SINGLE_FILE, shard_names, why_no_folder
@@ -90,7 +90,7 @@ def _download_headers(repository: str, quantisation: str, revision: str | None) 
     folder = user_folder("cache") / "headers" / repository.replace("/", "--") / str(info.sha)
     for name in filter(_named_as(quantisation).fullmatch, names):
         target = folder / name
-        if not target.is_file():
+        if not has_header(target):
             with _hub_errors(repository, revision):
                 content = HfFileSystem().read_block(f"{repository}@{info.sha}/{name}", 0, HEADER_BYTES)
             write_verified(target, [memoryview(content)])

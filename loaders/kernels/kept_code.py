@@ -19,7 +19,7 @@ def kept_code(key: str, compile_it: Callable[[], bytes]) -> bytes:
     """The object file of this key; compiled and written if there is none."""
     file = user_folder("cache") / "kernels" / f"{sha256(key.encode()).hexdigest()[:32]}.o"
     with contextlib.suppress(OSError):
-        content = file.read_bytes()
+        content = file.read_bytes() if file.is_file() else b""  # not from a pipe, which nobody may write
         if sha256(content[DIGEST_BYTES:]).digest() == content[:DIGEST_BYTES]:
             return content[DIGEST_BYTES:]
     code = compile_it()

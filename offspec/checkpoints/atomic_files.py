@@ -5,14 +5,19 @@ from __future__ import annotations
 import os
 import stat
 import tempfile
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
 from offspec.loaders.files.file_locks import has_name, try_lock
+from offspec.loaders.files.os_errors import cannot_write
 
 from ..errors import StorageError, UsageError
+
+OTHER_FILE = "choose another file"
+WAIT_S = 0.1  # between two tries to get a lock
 
 
 def refuse_replacing(path: Path, is_own: Callable[[Path], bool]) -> None:
@@ -48,9 +53,7 @@ def write_atomically(path: Path, content: bytes) -> None:
                 os.unlink(name)
             raise
     except OSError as exc:
-        raise StorageError(
-            f"{path} cannot be written: {exc.strerror}; the existing files are unchanged, choose another file"
-        ) from exc
+        raise cannot_write(path, exc, f"the existing files are unchanged, {OTHER_FILE}") from exc
 
 
 @contextmanager
@@ -76,7 +79,7 @@ def writing_whole(path: Path, refusal: str) -> Iterator[IO[bytes]]:
                 os.chmod(part, stat.S_IMODE(target.stat().st_mode))
             os.replace(part, target)
         except OSError as exc:
-            raise StorageError(f"{path} cannot be written: {exc.strerror}; choose another file") from exc
+            raise cannot_write(path, exc, OTHER_FILE) from exc
         finally:
             with suppress(OSError):
                 part.unlink()
@@ -89,7 +92,7 @@ def check_writable(path: Path) -> None:
     try:
         tempfile.TemporaryFile(dir=target.parent, prefix=f".{target.name}.").close()
     except OSError as exc:
-        raise StorageError(f"{path} cannot be written: {exc.strerror}; choose another file") from exc
+        raise cannot_write(path, exc, OTHER_FILE) from exc
 
 
 def _check_kind(path: Path) -> None:
@@ -107,16 +110,19 @@ def lock(file: IO[Any], refusal: str) -> None:
 
 
 @contextmanager
-def locked_name(path: Path, refusal: str) -> Iterator[None]:
+def locked_name(path: Path, refusal: str | None = None) -> Iterator[None]:
     """Lock the name `path`, which need not exist, by a temporary hidden file in the same folder.
 
-    Raises UsageError(refusal) if another process holds the lock, StorageError if the file cannot be created.
+    While another process holds the lock, it raises UsageError(refusal); without a refusal it waits, and makes the
+    folder. Raises StorageError if the file cannot be created.
     """
     name = path.with_name(f".{path.name}.lock")
     try:
+        if refusal is None:
+            path.parent.mkdir(parents=True, exist_ok=True)
         file = _opened_and_locked(name, refusal)
     except OSError as exc:
-        raise StorageError(f"{path} cannot be written: {exc.strerror}; choose another file") from exc
+        raise cannot_write(path, exc, OTHER_FILE) from exc
     with file:
         try:
             yield
@@ -125,14 +131,14 @@ def locked_name(path: Path, refusal: str) -> Iterator[None]:
                 name.unlink()
 
 
-def _opened_and_locked(name: Path, refusal: str) -> IO[bytes]:
+def _opened_and_locked(name: Path, refusal: str | None) -> IO[bytes]:
     while True:
-        file = name.open("ab")
-        try:
-            lock(file, refusal)
-            if has_name(file, name):  # else its previous owner deleted it between open and lock
+        with ExitStack() as closing:
+            file = closing.enter_context(name.open("ab"))
+            if not try_lock(file.fileno()):
+                if refusal is not None:
+                    raise UsageError(refusal)
+                time.sleep(WAIT_S)
+            elif has_name(file, name):  # else its previous owner deleted it between open and lock
+                closing.pop_all()
                 return file
-        except BaseException:
-            file.close()
-            raise
-        file.close()

@@ -10,6 +10,7 @@ from offspec.loaders.convert import Conversion as Conversion
 from offspec.loaders.convert import Progress
 from offspec.loaders.convert import convert as convert_layers
 from offspec.loaders.files.checkpoint import Checkpoint, without
+from offspec.loaders.files.hub import resolve
 from offspec.loaders.formats import blank_tensors
 from offspec.loaders.params import ConvertParams
 
@@ -41,11 +42,10 @@ def convert(
     understand = _language_model if params.format == "keep" else without_blanks
     name = fspath(source)
     return convert_layers(
-        str(named_path(name) or name),
+        named_path(name) or resolve(name, revision),
         Path(target),
         params,
         layer_prefix=LAYER_PREFIX,
-        revision=revision,
         progress=progress,
         understand=understand,
         kept=_kept,

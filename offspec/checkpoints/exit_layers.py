@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from offspec.loaders.files.checkpoint import show
+from offspec.loaders.files.checkpoint import show, without_remedy
 from offspec.loaders.files.safetensors_folder import read_header
 from offspec.loaders.files.user_folders import user_folder
 
@@ -158,7 +158,8 @@ class ExitFile:
                 metadata = file.metadata() or {}
                 shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
         except (OSError, SafetensorError, CheckpointError) as exc:
-            raise CheckpointError(f"exit layer {path} cannot be read: {exc}; make it with offspec distill") from exc
+            fault = without_remedy(exc)
+            raise CheckpointError(f"exit layer {path} cannot be read: {fault}; make it with offspec distill") from exc
         if metadata.get("format") != FORMAT:
             raise CheckpointError(
                 f"{path} is not an exit layer (format {show(metadata.get('format'))}); make one with offspec distill"

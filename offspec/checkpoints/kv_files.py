@@ -25,7 +25,8 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from offspec.loaders.files.checkpoint import TensorInfo, show
+from offspec.loaders.files.checkpoint import TensorInfo, show, without_remedy
+from offspec.loaders.files.os_errors import cannot_write
 from offspec.loaders.files.safetensors_folder import read_header
 from offspec.loaders.files.shards import Piece, header
 from offspec.loaders.files.small_files import open_regular
@@ -36,7 +37,7 @@ from ..model.config import ModelConfig
 from ..model.decoder import Decoder
 from ..model.exactness import arithmetic_of
 from ..model.memory.text_memory import TextMemory
-from .atomic_files import writing_whole
+from .atomic_files import OTHER_FILE, writing_whole
 from .opening import ModelFiles
 
 FORMAT = "offspec KV entries 3"
@@ -171,7 +172,7 @@ def free_disk_bytes(path: Path) -> int:
     try:
         return shutil.disk_usage(path.absolute().parent).free
     except OSError as exc:
-        raise StorageError(f"{path} cannot be written: {exc.strerror}; choose another file") from exc
+        raise cannot_write(path, exc, OTHER_FILE) from exc
 
 
 def _check_space(path: Path, nbytes: int) -> None:
@@ -216,7 +217,7 @@ class KVFile:
         try:
             infos = read_header(path)  # refuses files for which safe_open would block or use much memory
         except CheckpointError as exc:
-            raise CheckpointError(str(exc).rpartition(";")[0] or str(exc)) from exc  # nobody can download it again
+            raise CheckpointError(without_remedy(exc)) from exc  # nobody can download it again
         try:
             with safe_open(path, framework="pt") as file:
                 metadata = file.metadata() or {}

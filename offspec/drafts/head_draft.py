@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from offspec.loaders.files.checkpoint import without_remedy
 from offspec.loaders.files.hub import resolve_files
 from offspec.loaders.files.mistral_folder import FILES as MISTRAL_FILES
 from offspec.loaders.files.safetensors_folder import CONFIG_FILE, INDEX_FILE
@@ -182,7 +183,14 @@ def _files(request: OpenRequest) -> HeadFiles:
     """The head that `draft` names. Raises OffspecError."""
     if request.options.draft == MTP:
         return HeadFiles.of_mtp(request.target)
-    return HeadFiles.open(_folder(request), request.target.config.as_native())
+    folder, is_own = _folder(request), request.options.draft.partition(":")[0] == NAME
+    try:
+        return HeadFiles.open(folder, request.target.config.as_native())
+    except CheckpointError as exc:
+        if not is_own:
+            raise
+        remedy = "delete the folder, and make the head again with offspec distill MODEL --head KIND"
+        raise CheckpointError(f"{without_remedy(exc)}; {remedy}") from exc
 
 
 def _notes(files: HeadFiles, draft: str, target: ModelFiles) -> list[Note]:

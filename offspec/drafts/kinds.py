@@ -10,6 +10,7 @@ from offspec.loaders.params import SHADOW_FORMATS
 from ..checkpoints.head_files import has_mtp, is_head
 from ..checkpoints.opening import Note, locate
 from ..checkpoints.shadows import made_shadows
+from ..errors import OffspecError
 from ..model.block import has_entries_alone
 from ..named_models import BUILTIN, MODEL_NAMES
 from .base import Choice, OpenedDraft, OpenRequest
@@ -34,12 +35,33 @@ KINDS: dict[str, Callable[[OpenRequest], OpenedDraft]] = {
 
 def open_draft(model: str, request: OpenRequest) -> OpenedDraft:
     """Open the draft that `--draft` names for the target MODEL. Raises a subclass of OffspecError."""
-    options = replace(request.options, draft=_resolve(model, request))
-    kind, _, _ = options.draft.partition(":")  # shadow:3
+    if request.options.draft == AUTO:
+        return _open_automatic(model, request)
+    return _open(_resolve(request), request)
+
+
+def _open(name: str, request: OpenRequest) -> OpenedDraft:
+    options = replace(request.options, draft=name)
+    kind, _, _ = name.partition(":")  # shadow:3
     if options.draft_window is not None and kind not in (HEAD, MTP, SHADOW) and kind in KINDS:
         text = f"`draft_window={options.draft_window}` does nothing: `draft={kind}` has no KV cache of its own"
         request.notes.append(Note(text, advice=True))
     return KINDS.get(kind, _open_files)(replace(request, options=options))
+
+
+def _open_automatic(model: str, request: OpenRequest) -> OpenedDraft:
+    """The draft that is chosen for the user. One that does not open is left out with a note, but for the last."""
+    names = automatic_names(model, request)
+    while True:
+        num_notes = len(request.notes)
+        name = _automatic(model, names, request)
+        try:
+            return _open(name, request)
+        except OffspecError as exc:
+            if name == names[-1]:
+                raise
+            names.remove(name)
+            request.notes[num_notes:] = [Note(f"the draft {name} is left out: {exc}", advice=True)]
 
 
 def _open_files(request: OpenRequest) -> OpenedDraft:
@@ -55,7 +77,13 @@ def automatic_names(model: str, request: OpenRequest) -> list[str]:
     """
     if model == BUILTIN:
         return [BUILTIN]
-    return [*mtp_names(request), *(f"{SHADOW}:{bits}" for bits in made_shadows(request.target)), LookupDraft.NAME]
+
+    def tell(fault: str) -> None:
+        remedy = f"`draft={SHADOW}`, or offspec quantize MODEL --shadow BITS, makes it again"
+        request.notes.append(Note(f"{fault}, and is left out; {remedy}", advice=True))
+
+    shadows = [f"{SHADOW}:{bits}" for bits in made_shadows(request.target, tell)]
+    return [*mtp_names(request), *shadows, LookupDraft.NAME]
 
 
 def mtp_names(request: OpenRequest) -> list[str]:
@@ -72,14 +100,14 @@ def shadow_names() -> list[str]:
     return [f"{SHADOW}:{bits}" for bits in SHADOW_FORMATS]
 
 
-def _resolve(model: str, request: OpenRequest) -> str:
-    """The name of a kind or a model; `auto`, and `shadow` without bits, become one of them."""
+def _resolve(request: OpenRequest) -> str:
+    """The name of a kind or a model; `shadow` without bits, and `self` without layers, become one of them."""
     draft_name = request.options.draft
     if draft_name == SHADOW:
         return _chosen(shadow_names(), request)
     if draft_name == SELF and len(names := exit_names(request)) > 1:
         return _chosen(names, request, otherwise=SELF)
-    return _automatic(model, request) if draft_name == AUTO else draft_name
+    return draft_name
 
 
 def exit_names(request: OpenRequest) -> list[str]:
@@ -100,8 +128,8 @@ def _chosen(names: Sequence[str], request: OpenRequest, otherwise: str | None = 
     return choice.name
 
 
-def _automatic(model: str, request: OpenRequest) -> str:
-    names = automatic_names(model, request)
+def _automatic(model: str, names: Sequence[str], request: OpenRequest) -> str:
+    """The name of a kind or a model; why it was chosen is noted."""
     if names == [BUILTIN]:
         return BUILTIN
     choice = None if request.choose is None else request.choose(names, shadow_names()[:1])

@@ -218,13 +218,15 @@ def _window(request: OpenRequest) -> int | None:
 def _of_bits(bits: int, request: OpenRequest) -> Shadow:
     """The shadow in the user's cache, made first if it has to be. Raises UsageError, CheckpointError, StorageError."""
     check_bits(bits)
-    target = request.target
-    if (shadow := find_shadow(target, bits)) is not None:
+    target, faults = request.target, list[str]()
+    if (shadow := find_shadow(target, bits, faults.append)) is not None:
         return shadow
     if request.tokenizer is None:
         return Shadow.planned(bits, target)
     made = make_shadow(target, bits, progress=request.progress)
-    request.notes.append(Note(f"made a shadow of {bits} bits for the draft: {made.path}"))
+    if made.num_resumed < made.num_files:
+        because = f", because {faults[0]}" if faults else ""
+        request.notes.append(Note(f"made a shadow of {bits} bits for the draft: {made.path}{because}"))
     return Shadow.open(made.path, target)
 
 

@@ -296,7 +296,7 @@ def test_to_plan_with_only_headers_are_downloaded(
     repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read = list[str]()
-    commits = iter(["a" * 40, "a" * 40, "b" * 40])
+    commits = iter(["a" * 40, "a" * 40, "a" * 40, "b" * 40])
 
     class Api:
         def model_info(self, name: str, *, revision: str | None) -> SimpleNamespace:
@@ -313,7 +313,9 @@ def test_to_plan_with_only_headers_are_downloaded(
     monkeypatch.setattr("huggingface_hub.HfApi", Api)
     monkeypatch.setattr("huggingface_hub.HfFileSystem", FileSystem)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    for times_read in (2, 2, 4):  # the second time they are there, the third the hub has others
+    for times_read in (2, 2, 3, 5):  # they are there; one is damaged; the hub has others
+        if times_read == 3:
+            min((tmp_path / "cache").rglob("*.gguf")).write_bytes(b"GGUF")
         first = resolve("org/name:Q8_0", weights=False)
         assert (tmp_path / "cache") in first.parents
         assert len(open_checkpoint(first, headers_only=True).tensors) == 2

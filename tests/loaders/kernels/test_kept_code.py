@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,15 @@ def test_a_damaged_file_is_compiled_again(damage: bytes, folder: Path) -> None:
     file.write_bytes(damage)
     assert kept_code.kept_code("a", lambda: b"new") == b"new"
     assert kept_code.kept_code("a", never) == b"new"
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes here")
+def test_a_pipe_in_its_place_is_no_matter(folder: Path) -> None:
+    kept_code.kept_code("a", lambda: b"code")
+    (file,) = folder.iterdir()
+    file.unlink()
+    os.mkfifo(file)
+    assert kept_code.kept_code("a", lambda: b"new") == b"new"
 
 
 def test_without_a_folder_each_process_compiles(folder: Path) -> None:

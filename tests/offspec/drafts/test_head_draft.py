@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from offspec import Engine, SamplingParams, SpeculationParams
+from offspec.checkpoints.head_files import head_folder
 from offspec.checkpoints.opening import ModelFiles, Note
 from offspec.drafts.base import DraftOptions, OpenRequest
 from offspec.drafts.head_draft import HeadDraft
@@ -181,3 +182,16 @@ def test_what_a_head_cannot_do_is_refused(engine: Engine, pair: Pair, tmp_path: 
     folder = write_folder(tmp_path, EAGLE_CONFIG | TAPPED, eagle_tensors(3))
     with Engine.load(str(pair.target), draft=str(folder), device="cpu", draft_window=64) as windowed:
         assert any("`draft_window=64` does nothing" in note.text and note.advice for note in windowed.notes)
+
+
+def test_a_damaged_head_of_our_own_cannot_be_downloaded_again(
+    pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    files = ModelFiles.open(pair.target, "fp32", "cpu", [])
+    folder = write_folder(head_folder(files, "medusa"), MEDUSA_CONFIG, medusa_tensors())
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:100])
+    with refused(CheckpointError, weights, "delete", "offspec distill") as caught:
+        open_draft("target", OpenRequest(DraftOptions("head"), files, None, "fp32", "cpu", []))
+    assert "download" not in str(caught.value)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -19,10 +21,12 @@ from offspec.checkpoints.load import WeightSettings, load_decoder
 from offspec.checkpoints.opening import ModelFiles, Note
 from offspec.checkpoints.shadows import Shadow, find_shadow, made_shadows, make_shadow, shadow_folder
 from offspec.drafts.base import Choice, DraftOptions, OpenRequest
-from offspec.drafts.kinds import open_draft
+from offspec.drafts.kinds import KINDS, open_draft
 from offspec.drafts.layer_drafts import LESS_READ, MOST_ROWS_ON_CPU, LayersOfTarget, OpenedShadow
 from offspec.drafts.without_model import LookupDraft
 from offspec.errors import CheckpointError, OffspecError, UsageError
+from offspec.loaders.files.safetensors_folder import INDEX_FILE, UNFINISHED_MARKER
+from offspec.loaders.params import SHADOW_FORMATS
 from offspec.loaders.streaming.link import CopyStream
 from offspec.loaders.streaming.placement import SHADOW_ITEM, Limits, Placement, Slots, places_of
 from offspec.loading import LoadedTarget
@@ -294,6 +298,107 @@ def test_killed_it_is_resumed_to_the_same_bytes(
     for path in (tmp_path / "whole").iterdir():
         assert (folder / path.name).read_bytes() == path.read_bytes()
     assert len(list(folder.iterdir())) == len(list((tmp_path / "whole").iterdir()))
+
+
+def damage_index(folder: Path) -> None:
+    (folder / INDEX_FILE).write_bytes(b"\x00damaged")
+
+
+def cut_layer(folder: Path) -> None:
+    layer = min(folder.glob("*.safetensors"))
+    layer.write_bytes(layer.read_bytes()[:5000])
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "index": damage_index,
+    "no index": lambda folder: (folder / INDEX_FILE).unlink(),
+    "no config": lambda folder: (folder / "config.json").unlink(),
+    "another's config": lambda folder: (folder / "config.json").write_text("{}"),
+    "layer": cut_layer,
+    "no layer": lambda folder: max(folder.glob("*.safetensors")).unlink(),
+    "other files": lambda folder: [path.rename(folder / f"{path.name}.bin") for path in folder.iterdir()],
+}
+
+
+@pytest.fixture(scope="module")
+def sound_cache(files: ModelFiles, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A user's cache with a shadow of 3 bits."""
+    cache = tmp_path_factory.mktemp("sound")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(cache))
+        make_shadow(files, 3)
+    return cache
+
+
+@pytest.fixture
+def own_shadow(files: ModelFiles, sound_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of a copy of that shadow in this test's cache."""
+    shutil.copytree(sound_cache, tmp_path / "cache")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return shadow_folder(files, 3)
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_shadow_in_the_cache(damage: str, files: ModelFiles, own_shadow: Path) -> None:
+    """Nobody asked for an automatic one: it is left out. A named one is made again. Both are told."""
+    sound = contents(own_shadow)
+    DAMAGES[damage](own_shadow)
+    request = OpenRequest(DraftOptions(), files, Tokenizer.load(files.checkpoint.path), "fp32", "cpu", [])
+    assert isinstance(open_draft("target", request), LookupDraft)
+    told = [note.text for note in request.notes]
+    assert sum("damaged" in text and "left out" in text for text in told) == 1
+    assert not any("download" in text for text in told)
+    named = replace(request, options=DraftOptions("shadow:3"), notes=[])
+    assert isinstance(open_draft("target", named), OpenedShadow)
+    assert [all(word in note.text for word in ("made", "3", "damaged")) for note in named.notes] == [True]
+    assert contents(own_shadow) == sound
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_a_shadow_that_is_there_is_not_made_again(files: ModelFiles, own_shadow: Path, tmp_path: Path) -> None:
+    before = {path: path.stat().st_mtime_ns for path in own_shadow.iterdir()}
+    made = make_shadow(files, 3)
+    assert (made.path, made.format, made.num_resumed) == (own_shadow, SHADOW_FORMATS[3], made.num_files)
+    again = make_shadow(files, 3, tmp_path / "again")
+    assert (made.source_bytes, made.result_bytes) == (again.source_bytes, again.result_bytes)
+    assert {path: path.stat().st_mtime_ns for path in own_shadow.iterdir()} == before
+
+
+def test_an_unfinished_shadow_of_other_weights_is_replaced(files: ModelFiles, own_shadow: Path) -> None:
+    """As after a `touch` of the target's files, or an update."""
+    sound = contents(own_shadow)
+    (own_shadow / INDEX_FILE).unlink()
+    (own_shadow / UNFINISHED_MARKER).write_text('{"source": "another"}')
+    assert make_shadow(files, 3).num_resumed == 0
+    assert contents(own_shadow) == sound
+
+
+def test_two_processes_that_need_one_shadow(files: ModelFiles, own_shadow: Path) -> None:
+    """The second one waits, and takes what the first one made."""
+    shutil.rmtree(own_shadow)
+    with ThreadPoolExecutor(2) as pool:
+        made = list(pool.map(lambda _: make_shadow(files, 3), range(2)))
+    assert sorted(each.num_resumed for each in made) == [0, made[0].num_files]
+    assert find_shadow(files, 3) is not None
+    assert [path.name for path in own_shadow.parent.iterdir()] == [own_shadow.name]
+
+
+def test_an_automatic_draft_that_does_not_open_is_left_out(
+    files: ModelFiles, own_shadow: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever its kind, and why."""
+
+    def refuse(request: OpenRequest) -> OpenedShadow:
+        raise CheckpointError("a reason; a remedy")
+
+    monkeypatch.setitem(KINDS, "shadow", refuse)
+    request = OpenRequest(DraftOptions(), files, Tokenizer.load(files.checkpoint.path), "fp32", "cpu", [])
+    assert isinstance(open_draft("target", request), LookupDraft)
+    assert [note.advice for note in request.notes if "a reason" in note.text] == [True]
+    assert not any("found in the cache" in note.text for note in request.notes)
 
 
 def test_a_folder_of_ones_own(files: ModelFiles, tmp_path: Path) -> None:
