@@ -19,7 +19,7 @@ import click
 
 from offspec import SamplingParams
 from offspec.errors import OffspecError, StorageError, UsageError
-from offspec.user_files import check_writable, lock
+from offspec.user_files import cannot_write, check_writable, lock
 
 from .constraints import NAMES, constraint_in
 from .flag_names import with_flags
@@ -263,7 +263,7 @@ class PromptBatch:
         try:
             file = output.open("ab+")
         except OSError as exc:
-            raise StorageError(f"cannot write {output}: {exc.strerror}; choose another file") from exc
+            raise cannot_write(output, exc, "choose another file") from exc
         try:
             lock(file, f"another process writes to {output}; wait until it ends, or give another --output")
         except UsageError:
@@ -288,22 +288,25 @@ class PromptBatch:
 
     def _cut_half_line(self) -> None:
         """Remove an incomplete last line. Called when answers are about to be written, not earlier."""
-        if self._file is None or self._file.seek(0, os.SEEK_END) == self._num_bytes:
+        if self._file is None or self.output is None or self._file.seek(0, os.SEEK_END) == self._num_bytes:
             return
         try:
             self._file.truncate(self._num_bytes)
         except OSError as exc:
-            raise StorageError(f"cannot write {self.output}: {exc.strerror}") from exc
+            raise cannot_write(self.output, exc) from exc
 
     def _write(self, answer: Answer) -> None:
-        """Write one line and flush it."""
+        """Write one line and flush it. Raises StorageError."""
         line = json.dumps(answer) + "\n"
-        if self._file is None:
+        if self._file is None or self.output is None:
             sys.stdout.write(line)
             sys.stdout.flush()
-        else:
+            return
+        try:
             self._file.write(line.encode())
             self._file.flush()
+        except OSError as exc:
+            raise cannot_write(self.output, exc) from exc
 
     def _settings_of(self, task: Task) -> dict[str, object]:
         sampling = task.sampling(self._params)

@@ -6,6 +6,7 @@ imports its module, so `offspec --help` needs neither torch nor numpy.
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
@@ -13,8 +14,9 @@ import threading
 from contextlib import suppress
 from difflib import get_close_matches
 from importlib import import_module
+from io import BufferedWriter, FileIO, TextIOWrapper
 from types import FrameType
-from typing import NoReturn, TextIO
+from typing import Any, NoReturn, TextIO
 
 import click
 from click.shell_completion import shell_complete
@@ -55,6 +57,7 @@ COMPLETION = "_OFFSPEC_COMPLETE"  # set by the shell's completion script (click)
 ENDING_SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
 SERVE_THREAD = "offspec-serve"  # the name of the thread that runs a server's passes
 DONE, FAILURE, WRONG_USAGE, INTERRUPTED = 0, 1, 2, 130
+MOST_CHARACTERS = 1000  # of an error, which may name a path of thousands
 
 
 class LazyGroup(click.Group):
@@ -110,6 +113,7 @@ def cli(ctx: click.Context) -> None:
 
 def main() -> NoReturn:
     """Entry point of the script and of `python -m offspec`."""
+    sys.stderr = _lenient(sys.stderr)
     for number in ENDING_SIGNALS:
         if signal.getsignal(number) is signal.SIG_DFL:  # under nohup, SIGHUP is ignored
             signal.signal(number, _leave)
@@ -142,6 +146,24 @@ def _end_quietly() -> None:
         signal.signal(signal.SIGINT, lambda number, frame: os._exit(INTERRUPTED))
 
 
+class _LenientFile(FileIO):
+    """A file that loses what the system refuses to write: notes must not end a program that answers."""
+
+    def write(self, content: Any) -> int:
+        try:
+            return super().write(content)
+        except OSError:
+            return memoryview(content).nbytes
+
+
+def _lenient(stream: TextIO) -> TextIO:
+    """The stream as one to which writing never fails. On Windows, where a console is no file, it is unchanged."""
+    if sys.platform == "win32" or stream is None:
+        return stream
+    file = _LenientFile(stream.fileno(), "w", closefd=False)
+    return TextIOWrapper(BufferedWriter(file), stream.encoding, stream.errors, line_buffering=True)
+
+
 def _leave(number: int, frame: FrameType | None) -> None:
     """Exit by an exception, so that the draft's training is saved; later signals are ignored."""
     for other in ENDING_SIGNALS:
@@ -157,7 +179,8 @@ def run(args: list[str]) -> int:
             if hasattr(stream, "reconfigure"):
                 stream.reconfigure(errors="replace")  # a terminal without UTF-8 shows "?"
         if sys.stdout is None:
-            raise OSError("standard output is closed")
+            return _fail("standard output is closed; leave it open, or redirect it (> /dev/null)", FAILURE)
+        _check_working_folder()
         if instruction := os.environ.get(COMPLETION):
             return shell_complete(cli, {}, "offspec", COMPLETION, instruction)
         # Not `cli.main`, which has an exit code of its own for a closed pipe.
@@ -192,9 +215,24 @@ def _fail_with(exc: Exception, *, verbose: bool) -> int:
     if (lack := memory_error(exc)) is not None:
         return _fail(with_flags(str(lack)), lack.exit_code, traceback=verbose)
     if isinstance(exc, OSError):
+        from offspec.user_files import reason, remedy
+
+        # What is written to files has their names.
+        unnamed = (
+            "standard output" if exc.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else "a connection or file"
+        )
         _detach(sys.stdout)
-        return _fail(f"cannot read or write: {exc}", FAILURE)
+        advice = remedy(exc, "check that it exists and that you may use it")
+        return _fail(f"{exc.filename or unnamed} cannot be read or written ({reason(exc)}); {advice}", FAILURE)
     return _fail(f"{type(exc).__name__}: {exc} (unexpected; -v shows the traceback)", FAILURE, traceback=verbose)
+
+
+def _check_working_folder() -> None:
+    """Raises OffspecError if it was removed: libraries would end the process with messages of their own."""
+    try:
+        os.getcwd()
+    except FileNotFoundError as exc:
+        raise OffspecError("the working folder was removed; change to another one (cd)") from exc
 
 
 def _fail(message: str, exit_code: int, *, traceback: bool = False) -> int:
@@ -203,7 +241,10 @@ def _fail(message: str, exit_code: int, *, traceback: bool = False) -> int:
         from traceback import format_exc
 
         _show(format_exc().rstrip())
-    _show(f"Error: {' '.join(message.split())}")
+    line = " ".join(message.split())
+    if len(line) > MOST_CHARACTERS:
+        line = f"{line[: MOST_CHARACTERS // 2]} … {line[-MOST_CHARACTERS // 2 :]}"
+    _show(f"Error: {line}")
     return exit_code
 
 

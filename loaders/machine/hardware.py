@@ -110,8 +110,14 @@ def read_hardware(device: torch.device) -> Hardware:
 
 
 def read_memory(root: Path = ROOT) -> Memory:
-    """RAM within the lowest limit of this process, its control groups' or its own."""
-    machine, limits = psutil.virtual_memory(), memory_limits(root)
+    """RAM within the lowest limit of this process, its control groups' or its own.
+
+    Raises HardwareError if the system does not tell it, as in a container without /proc.
+    """
+    try:
+        machine, limits = psutil.virtual_memory(), memory_limits(root)
+    except OSError as exc:
+        raise HardwareError(f"this machine's RAM cannot be read ({exc}); mount /proc here") from exc
     total = min([machine.total, *(limit.limit_bytes for limit in limits)])
     rooms = [(machine.available, "MemAvailable"), *((limit.available_bytes, limit.source) for limit in limits)]
     if (most_bytes := address_space_limit()) is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import os
 from collections.abc import Callable, Generator, Sequence
@@ -250,6 +252,16 @@ def test_an_output_that_cannot_be_written_is_refused_first(
     monkeypatch.setattr(Engine, "load", None)
     output = tmp_path / "no" / "folder.jsonl"
     batch("--output", output).refusal(1, output, "written")
+
+
+def test_an_output_whose_disk_fills_up_is_named(batch: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Full(io.FileIO):
+        def write(self, content: object) -> int:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    output = tmp_path / "answers.jsonl"
+    monkeypatch.setattr(PromptBatch, "_locked", lambda self, output: Full(output, "a+"))
+    batch("--output", output).refusal(1, output, "No space left", "free")
 
 
 @pytest.mark.parametrize("flags", [("--dtype", "bf16"), ("--raw",)])

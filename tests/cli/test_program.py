@@ -13,7 +13,7 @@ import pytest
 
 from ..pair import Pair, variant
 from ..refusals import check_message
-from .conftest import Offspec, finish, start
+from .conftest import Offspec, Result, finish, start
 
 FULL = Path("/dev/full")
 needs_full = pytest.mark.skipif(not FULL.exists(), reason="no /dev/full here")
@@ -46,6 +46,39 @@ def test_more_ctrl_c_while_the_first_is_handled_and_while_python_ends() -> None:
     assert (done.returncode, done.stderr) == (130, "")
 
 
+def in_python(code: str, *args: str) -> Result:
+    """What a process of this code leaves behind that runs the program with these arguments."""
+    command = [sys.executable, "-c", f"import sys\nsys.argv = {['offspec', *args]}\n{code}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return Result(done.returncode, done.stdout, done.stderr)
+
+
+@needs_full
+def test_notes_that_cannot_be_written_do_not_end_the_program() -> None:
+    code = """
+from offspec.cli import main
+main.cli.invoke = lambda context: (main.click.echo("note", err=True), main.click.echo("text"))
+main.main()
+"""
+    assert in_python(f"import os\nos.dup2(os.open('/dev/full', os.O_WRONLY), 2)\n{code}", "doctor") == Result(
+        0, "text\n", ""
+    )
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows removes no folder that a process works in")
+def test_a_working_folder_that_was_removed(tmp_path: Path) -> None:
+    (folder := tmp_path / "gone").mkdir()
+    code = (
+        f"import os\nos.chdir({str(folder)!r})\nos.rmdir({str(folder)!r})\nfrom offspec.cli.main import main\nmain()"
+    )
+    in_python(code, "doctor").refusal(1, "working folder", "removed", "cd")
+
+
+def test_a_long_name_is_shortened(offspec: Offspec) -> None:
+    result = offspec("run", "/".join(["folder"] * 1000), "hi")
+    assert len(result.refusal(1, "too long", "…")) < 1100
+
+
 def test_a_reader_that_is_gone() -> None:
     reader, writer = os.pipe()
     os.close(reader)
@@ -73,7 +106,7 @@ def test_output_that_cannot_be_written(
     """By a text whose prompt came through a pipe."""
     with FULL.open("w") as full:
         monkeypatch.setattr(sys, "stdout", full)
-        offspec(*run_args, *json_flag, stdin=b"hi").refusal(1, "No space left")
+        offspec(*run_args, *json_flag, stdin=b"hi").refusal(1, "standard output", "No space left", "free")
 
 
 @needs_full
@@ -82,21 +115,25 @@ def test_help_that_cannot_be_written(unbuffered: str) -> None:
     """What stays in a buffer must not fail once more when the process ends."""
     env = {"PYTHONUNBUFFERED": unbuffered}
     with FULL.open("wb") as full:
-        finish(start("--help", stdout=full, env=env)).refusal(1, "No space left")
+        finish(start("--help", stdout=full, env=env)).refusal(1, "standard output", "No space left", "free")
         result = finish(start("run", "--no-such-flag", stderr=full, env=env))
     assert (result.code, result.out) == (2, "")
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs a POSIX shell")
-@pytest.mark.parametrize(("redirection", "code"), [(">&-", 1), ("<&-", 2)], ids=["output", "input"])
-def test_a_stream_that_is_closed(redirection: str, code: int) -> None:
+@pytest.mark.parametrize(
+    ("redirection", "code", "stream"),
+    [(">&-", 1, "standard output"), ("<&-", 2, "prompt")],
+    ids=["output", "input"],
+)
+def test_a_stream_that_is_closed(redirection: str, code: int, stream: str) -> None:
     shell = subprocess.Popen(
         ["/bin/sh", "-c", f'"{sys.executable}" -m offspec run {redirection}'],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )
-    assert finish(shell).refusal(code)
+    finish(shell).refusal(code, stream)
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -235,6 +236,15 @@ VirtualMemory = namedtuple("VirtualMemory", ["total", "available"])
 def test_ram_is_the_machines_where_nothing_binds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(psutil, "virtual_memory", lambda: VirtualMemory(16 * GIB, 9 * GIB))
     assert read_memory(tmp_path) == Memory(16 * GIB, 9 * GIB, 16 * GIB, "MemAvailable")
+
+
+def test_a_machine_that_does_not_tell_its_ram(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def fail() -> VirtualMemory:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), "/proc/meminfo")
+
+    monkeypatch.setattr(psutil, "virtual_memory", fail)
+    with refused(HardwareError, "RAM", "/proc/meminfo", "mount"):
+        read_memory(tmp_path)
 
 
 @pytest.mark.parametrize(
