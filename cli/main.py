@@ -26,6 +26,7 @@ from offspec.errors import OffspecError
 
 from .flag_declarations import HELP_NAMES, Commands
 from .flag_names import with_flags
+from .interrupts import INTERRUPTED, handle_interrupts
 
 COMMANDS = {
     "run": "Generate text for one prompt, or for a file of prompts.",
@@ -56,7 +57,7 @@ COMPLETION = "_OFFSPEC_COMPLETE"  # set by the shell's completion script (click)
 # Signals that end the program, besides Ctrl-C.
 ENDING_SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
 SERVE_THREAD = "offspec-serve"  # the name of the thread that runs a server's passes
-DONE, FAILURE, WRONG_USAGE, INTERRUPTED = 0, 1, 2, 130
+DONE, FAILURE, WRONG_USAGE = 0, 1, 2
 MOST_CHARACTERS = 1000  # of an error, which may name a path of thousands
 
 
@@ -112,16 +113,17 @@ def cli(ctx: click.Context) -> None:
 
 
 def main() -> NoReturn:
-    """Entry point of the script and of `python -m offspec`."""
+    """Run the process's command line, and exit."""
     sys.stderr = _lenient(sys.stderr)
     for number in ENDING_SIGNALS:
         if signal.getsignal(number) is signal.SIG_DFL:  # under nohup, SIGHUP is ignored
             signal.signal(number, _leave)
     try:
+        handle_interrupts(at_once=False)
         code = _run_program()
-        _end_quietly()
+        handle_interrupts(at_once=True)  # everything is written
     except KeyboardInterrupt:  # another Ctrl-C, while the first one was handled
-        _end_quietly()
+        handle_interrupts(at_once=True)
         code = INTERRUPTED
     if any(thread.name == SERVE_THREAD for thread in threading.enumerate()):
         # A pass of a server that has stopped. Python would end while torch computes, or wait for a minute.
@@ -138,12 +140,6 @@ def _run_program() -> int:
         return run(sys.argv[1:])
     except SystemExit as exc:  # from `_leave`, or a server's handler of SIGTERM
         return exc.code if isinstance(exc.code, int) else FAILURE
-
-
-def _end_quietly() -> None:
-    """From now on Ctrl-C ends the process at once, without a traceback: everything is written."""
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, lambda number, frame: os._exit(INTERRUPTED))
 
 
 class _LenientFile(FileIO):

@@ -9,18 +9,19 @@ Names are imported on first use (PEP 562), so that importing a subpackage does n
 
 from __future__ import annotations
 
+import os.path
 from importlib import import_module
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from .extensions import EXTENSIONS
+
+TYPE_CHECKING = False  # not typing's: this package is imported before Ctrl-C is handled (`cli.entry`), so it is small
 
 __version__ = "0.2.0"
 
 # In a source checkout the subpackages are beside this folder; in an installed package they are inside it.
-_root = Path(__file__).resolve().parent.parent
-if (_root / "pyproject.toml").is_file() and (_root / "loaders").is_dir():
-    __path__.append(str(_root))
+_root = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
+if os.path.isfile(os.path.join(_root, "pyproject.toml")) and os.path.isdir(os.path.join(_root, "loaders")):
+    __path__.append(_root)
 
 EXTENSIONS.append("offspec.lab")
 
@@ -109,6 +110,8 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from typing import Any
+
     from offspec.loaders.params import (
         CONVERT_FORMATS,
         KV_CACHES,

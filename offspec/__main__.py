@@ -1,5 +1,5 @@
 """`python -m offspec`: the same program as the `offspec` script."""
 
-from offspec.cli.main import main
+from offspec.cli.entry import main
 
 main()

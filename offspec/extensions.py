@@ -6,9 +6,12 @@ listed, or when a name is asked for that the core does not know; an object's mod
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from importlib import import_module
-from typing import Any
+
+TYPE_CHECKING = False  # not typing's, see `offspec/__init__.py`
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from typing import Any
 
 EXTENSIONS: list[str] = []  # modules with such tables; the front door (`offspec/__init__.py`) adds them
 

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from offspec import __version__
+
 from ..pair import Pair, variant
 from ..refusals import check_message
 from .conftest import Offspec, Result, finish, start
@@ -53,6 +55,37 @@ def in_python(code: str, *args: str) -> Result:
     return Result(done.returncode, done.stdout, done.stderr)
 
 
+@needs_signals
+def test_ctrl_c_while_modules_are_imported() -> None:
+    code = """
+import signal
+from offspec.cli import entry
+class Interrupting:
+    def find_spec(*args):
+        signal.raise_signal(signal.SIGINT)
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.meta_path.insert(0, Interrupting())
+entry.main()
+"""
+    assert in_python(code, "--version") == Result(130, "", "")
+
+
+@needs_signals
+def test_ctrl_c_while_python_unloads_modules() -> None:
+    """When it has given up its handlers."""
+    code = """
+import signal
+from offspec.cli import entry
+class Unloaded:
+    def __del__(self, interrupt=signal.raise_signal, number=signal.SIGINT):
+        interrupt(number)
+signal.signal(signal.SIGINT, signal.default_int_handler)
+unloaded = Unloaded()
+entry.main()
+"""
+    assert in_python(code, "--version") == Result(0, f"offspec, version {__version__}\n", "")
+
+
 @needs_full
 def test_notes_that_cannot_be_written_do_not_end_the_program() -> None:
     code = """
@@ -69,7 +102,7 @@ main.main()
 def test_a_working_folder_that_was_removed(tmp_path: Path) -> None:
     (folder := tmp_path / "gone").mkdir()
     code = (
-        f"import os\nos.chdir({str(folder)!r})\nos.rmdir({str(folder)!r})\nfrom offspec.cli.main import main\nmain()"
+        f"import os\nos.chdir({str(folder)!r})\nos.rmdir({str(folder)!r})\nfrom offspec.cli.entry import main\nmain()"
     )
     in_python(code, "doctor").refusal(1, "working folder", "removed", "cd")
 
@@ -204,8 +237,6 @@ def test_a_limit_on_addresses_ends_in_one_line() -> None:
 
 
 def test_version_of_both_entry_points() -> None:
-    from offspec import __version__
-
     script = Path(sys.executable).with_name("offspec.exe" if os.name == "nt" else "offspec")
     commands = (
         [[sys.executable, "-m", "offspec"], [str(script)]] if script.exists() else [[sys.executable, "-m", "offspec"]]
