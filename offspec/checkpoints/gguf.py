@@ -30,6 +30,7 @@ from offspec.loaders.files.checkpoint import (
 )
 from offspec.loaders.files.gguf_file import GgufModel, Metadata, read_metadata
 
+from ..model.config_values import MAX_LAYERS
 from ..model.names import EMBEDDING, FINAL_NORM, HEAD, INPUT_NORM, INPUT_PROJECTION, INPUT_TABLE, in_layer
 from ..text.gguf_tokenizer import tokenizer_json
 
@@ -227,6 +228,15 @@ class Keys:
             raise fault(self.path, f"{self.arch}.{key} must be an integer of at least {least}, not {show(value)}{why}")
         return value
 
+    @property
+    def num_layers(self) -> int:
+        """Of all layers, also those of MTP; at most MAX_LAYERS: lists have an entry for each."""
+        count = self.integer("block_count")
+        if count > MAX_LAYERS:
+            description = f"{self.arch}.block_count {count} exceeds the limit of {MAX_LAYERS}"
+            raise fault(self.path, f"{description}; download it again")
+        return count
+
     def by_layer(self, key: str, count: int) -> list[int]:
         """A positive number for each of `count` layers; one number is every layer's."""
         value = self.value(key)
@@ -340,7 +350,7 @@ def _gemma4(keys: Keys, config: Config) -> Config:
     local = is_full.index(False)
     if keys.integer("rope.dimension_count_swa", head_dims[local]) != head_dims[local]:
         raise fault(keys.path, f"{keys.arch}.rope.dimension_count_swa other than a whole head is not supported")
-    num_shared = int(keys.number("attention.shared_kv_layers", 0))
+    num_shared = keys.integer("attention.shared_kv_layers", 0, least=0)
     wide = [inner[0] * (2 if layer >= layers - num_shared else 1) for layer in range(layers)]
     if inner not in (wide, [inner[0]] * layers):
         raise fault(keys.path, f"{keys.arch}.feed_forward_length {show(inner)} is not supported")
@@ -361,7 +371,7 @@ def _gemma4(keys: Keys, config: Config) -> Config:
         "attention_k_eq_v": is_full[first_full] and f"blk.{first_full}.attn_v.weight" not in keys.tensors,
         "num_kv_shared_layers": num_shared,
         "use_double_wide_mlp": inner != [inner[0]] * layers,
-        "hidden_size_per_layer_input": int(keys.number("embedding_length_per_layer_input", 0)),
+        "hidden_size_per_layer_input": keys.integer("embedding_length_per_layer_input", 0, least=0),
         "vocab_size_per_layer_input": config["vocab_size"],
         "final_logit_softcapping": keys.number("final_logit_softcapping", 0.0) or None,
         "hidden_activation": "gelu_pytorch_tanh",
@@ -1131,7 +1141,7 @@ def _config(keys: Keys, kind: Architecture, model: GgufModel) -> Config:
         "model_type": kind.model_type,
         "architectures": [kind.class_name],
         "hidden_size": hidden,
-        "num_hidden_layers": keys.integer("block_count"),
+        "num_hidden_layers": keys.num_layers,
         "num_attention_heads": heads,
         "head_dim": keys.integer("attention.key_length", max(1, hidden // heads)),
         "max_position_embeddings": keys.integer("context_length"),

@@ -17,7 +17,7 @@ from offspec.loaders.files.mistral_folder import PARAMS_FILE, TEKKEN_FILE, Mistr
 from offspec.loaders.files.safetensors_folder import CONFIG_FILE
 
 from ..errors import CheckpointError, UnsupportedModelError
-from ..model.config_values import Json, mapping, number_in, positive, positive_number
+from ..model.config_values import Json, mapping, number_in, number_of_layers, positive, positive_number
 from ..model.names import EMBEDDING, FINAL_NORM, HEAD, in_layer
 from ..model.rope_config import FULL, ORIGINAL_CONTEXT, SLIDING
 from ..text.tekken import tekken_as_files
@@ -146,7 +146,7 @@ def _windows(params: Json, where: Path) -> dict[str, Any]:
     window = params.get("sliding_window")
     if not isinstance(window, list):
         return {"sliding_window": window}
-    sizes, layers = {size for size in window if size is not None}, positive(params, "n_layers")
+    sizes, layers = {size for size in window if size is not None}, number_of_layers(params, "n_layers")
     if len(sizes) > 1 or not window or layers % len(window):
         raise fault(where, f"sliding_window {show(window)} is not supported for {layers} layers")
     if not sizes:

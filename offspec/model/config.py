@@ -16,7 +16,7 @@ from offspec.loaders.params import QUANT_METHODS
 from offspec.scheduler.params import MAX_NODES, MAX_ROWS, MOST_STATE_NODES
 
 from ..errors import CheckpointError, UnsupportedModelError
-from .config_values import EPS_RANGE, Json, mapping, number_in, positive
+from .config_values import EPS_RANGE, Json, mapping, number_in, number_of_layers, positive
 from .families.defaults import DEFAULTS
 from .families.reading import Fields
 from .families.registry import COMPLETED, FAMILIES, MULTIMODAL, PARTLY_ROTATED, TEXT_CLASSES
@@ -50,7 +50,7 @@ from .shapes import (
 
 MAX_CONTEXT = 2**31  # a scaled context is at most this long
 OUTER_KEYS = ("quantization_config", "tie_word_embeddings", "dtype", "torch_dtype", "eos_token_id")  # of `text_config`
-MAX_LAYERS = 10_000  # a wrong config.json must not exhaust memory before it is compared with the tensors
+MAX_EXPERTS_IN_ALL = 2**16  # layers, for the same reason as MAX_LAYERS
 
 
 @dataclass(frozen=True)
@@ -357,11 +357,8 @@ def read_config(config: Json) -> ModelConfig:
     config = {**DEFAULTS.get(config["model_type"], {}), **config}
     if complete := COMPLETED.get(config["model_type"]):
         config = complete(config)
-    hidden, heads, layers = (
-        positive(config, key) for key in ("hidden_size", "num_attention_heads", "num_hidden_layers")
-    )
-    if layers > MAX_LAYERS:
-        raise CheckpointError(f"config.json: num_hidden_layers {layers} exceeds the limit of {MAX_LAYERS}")
+    hidden, heads = positive(config, "hidden_size"), positive(config, "num_attention_heads")
+    layers = number_of_layers(config)
     kv_heads = positive(config, "num_key_value_heads", heads)
     differing = family(config, layers)
     fields: Fields = {
@@ -447,6 +444,11 @@ def _check_parts(config: ModelConfig) -> None:
     """Checks that need several fields. Raises UnsupportedModelError, CheckpointError."""
     if (activation := config.activation) not in ACTIVATIONS:
         raise UnsupportedModelError(f"hidden_act {activation!r} is not supported; supported: {', '.join(ACTIVATIONS)}")
+    if config.experts is not None:
+        num_mixtures = sum("experts" in config.parts_of(layer) for layer in range(config.num_layers))
+        if num_mixtures * config.experts.num > MAX_EXPERTS_IN_ALL:
+            description = f"config.json: {num_mixtures} layers of {config.experts.num} experts exceed the limit"
+            raise CheckpointError(f"{description} of {MAX_EXPERTS_IN_ALL}")
     for layer in range(config.num_layers):
         _check_heads(config, config.shape_of(layer), config.rotary_dim_of(layer))
     for rope in (config.rope, config.local_rope):

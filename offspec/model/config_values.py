@@ -15,6 +15,7 @@ from ..errors import CheckpointError
 
 Json = Mapping[str, Any]
 MAX_SIZE = 2**31 - 1  # of every integer: a larger one could overflow silently, and no model is so large
+MAX_LAYERS = 10_000  # a wrong config must not exhaust memory before it is compared with the tensors
 EPS_RANGE = (1e-30, 0.1)  # fp32 cannot represent a smaller one; a larger one would make the norm another function
 SCALE_RANGE = (1e-6, 1e6)  # of factors and divisors
 
@@ -22,6 +23,14 @@ SCALE_RANGE = (1e-6, 1e6)  # of factors and divisors
 def positive(config: Json, key: str, default: int | None = None) -> int:
     """An integer of at least 1; null is a missing key."""
     return integer(config, key, default, least=1)
+
+
+def number_of_layers(config: Json, key: str = "num_hidden_layers") -> int:
+    """An integer from 1 to MAX_LAYERS: lists have an entry for each."""
+    value = positive(config, key)
+    if value > MAX_LAYERS:
+        raise CheckpointError(f"config.json: {key} {value} exceeds the limit of {MAX_LAYERS}")
+    return value
 
 
 def integer(config: Json, key: str, default: int | None, *, least: int) -> int:
