@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import hashlib
 import mmap
 import os
 import threading
@@ -25,6 +26,7 @@ from .os_errors import reason, remedy
 BLOCK_BYTES = 4096  # O_DIRECT needs offsets, lengths and addresses in multiples of this, on all common disks
 READ_BYTES = 8 * 2**20  # one read: large enough for full speed, small enough for quick cancellation
 HUGE_PAGE_BYTES = 2 * 2**20
+HEADER_BYTES, NUM_SAMPLES = 2**16, 32  # what is read to tell a changed file: other weights differ in nearly every block
 
 
 def align_down(number: int, multiple: int = BLOCK_BYTES) -> int:
@@ -153,29 +155,48 @@ def _close_files(files: dict[tuple[Path, bool], int]) -> None:
 
 
 class FileStates:
-    """Detects changed files by device, inode, size and modification time.
+    """Detects changed files by device, inode and size, and where the modification time differs, by samples.
 
-    A deleted file is not an error: open descriptors still read its content.
+    A new time stamp alone is no change. A deleted file is not an error: open descriptors still read its content.
     """
 
     def __init__(self, paths: Iterable[Path]) -> None:
-        self._before = {path: state for path in paths if (state := _state(path)) is not None}
+        self._before = {path: (state, _samples(path)) for path in paths if (state := _state(path)) is not None}
 
     def check(self) -> None:
         """Raises CheckpointError for a file that was rewritten or replaced. Needs one system call per file."""
-        for path, before in self._before.items():
-            if _state(path) not in (before, None):
+        for path, (before, samples) in self._before.items():
+            state = _state(path)
+            if state is None or state == before:
+                continue
+            if state[:-1] != before[:-1] or _samples(path) not in (samples, None):
                 raise fault(
                     path, "was changed while in use, so its weights may differ from the loaded ones; load it again"
                 )
+            self._before[path] = state, samples
 
 
 def _state(path: Path) -> tuple[int, ...] | None:
+    """Device, inode, size, modification time."""
     try:
         status = os.stat(path)
     except OSError:
         return None
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def _samples(path: Path) -> bytes | None:
+    """A hash of a file's header and of blocks up to its end; None if it cannot be read."""
+    try:
+        with open(path, "rb", buffering=0) as file:
+            size = os.fstat(file.fileno()).st_size
+            digest = hashlib.sha256(file.read(HEADER_BYTES))
+            for number in range(NUM_SAMPLES):
+                file.seek(max(0, size - BLOCK_BYTES) * number // (NUM_SAMPLES - 1))
+                digest.update(file.read(BLOCK_BYTES))
+            return digest.digest()
+    except OSError:
+        return None
 
 
 def _is_aligned(offset: int, out: memoryview) -> bool:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from offspec.errors import CheckpointError
-from offspec.loaders.files.readers import BLOCK_BYTES, HUGE_PAGE_BYTES, FileReader, HostBuffer
+from offspec.loaders.files.readers import BLOCK_BYTES, HUGE_PAGE_BYTES, FileReader, FileStates, HostBuffer
 
 from ...refusals import refused
 
@@ -135,3 +135,30 @@ def test_a_reader_that_nobody_refers_to_closes_its_files(tmp_path: Path) -> None
     gc.collect()
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(descriptor)
+
+
+def test_a_new_time_stamp_is_no_change(file: Path) -> None:
+    states = FileStates([file])
+    os.utime(file, (0, 0))
+    states.check()
+    os.utime(file, (1, 1))
+    with file.open("r+b") as rewritten:
+        rewritten.seek(SIZE // 2)
+        rewritten.write(b"another")
+    os.utime(file, (2, 2))
+    with refused(CheckpointError, file, "changed"):
+        states.check()
+
+
+def test_another_file_in_its_place_is_a_change(file: Path, tmp_path: Path) -> None:
+    states = FileStates([file])
+    (other := tmp_path / "other").write_bytes(random.Random(1).randbytes(SIZE))
+    other.replace(file)
+    with refused(CheckpointError, file, "changed"):
+        states.check()
+
+
+def test_a_deleted_file_is_no_change(file: Path) -> None:
+    states = FileStates([file])
+    file.unlink()
+    states.check()
