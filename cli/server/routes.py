@@ -196,6 +196,8 @@ class Api:
         return with_recommended(params, loaded.service.engine.recommended_sampling, {*self._given, *given})
 
     async def health(self, request: Request) -> Response:
+        if (fault := self._models.fault) is not None:
+            return JSONResponse({"status": "error", "message": with_flags(fault)}, 503)
         return JSONResponse({"status": "ok"})
 
     async def metrics(self, request: Request) -> Response:

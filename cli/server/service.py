@@ -17,7 +17,7 @@ from threading import Condition, Thread
 from typing import NamedTuple, TypeVar, cast
 
 from offspec import Constraint, Engine, Message, SamplingParams, SpeculationParams
-from offspec.errors import MemoryLimitError, OffspecError, UsageError
+from offspec.errors import ConstraintError, ContextLengthError, OffspecError, UsageError
 from offspec.model.memory.text_pool import TextPool
 from offspec.planning.parked_texts import parked_bytes
 from offspec.running.batch import Batch, Ticket
@@ -40,6 +40,7 @@ from .request_parts import Json
 MOST_LOOSER = 64  # constraints that do not compile, whose replacements are kept
 # A client's constraints may take so many seconds to compile at once, and later this share of the time.
 CONSTRAINTS_S, CONSTRAINTS_SHARE = 30.0, 0.25
+OF_ONE_REQUEST = (ConstraintError, ContextLengthError, UsageError)  # errors that say nothing of the engine
 CLOSE_S = 0.5  # how long `close` waits for a pass
 LONGEST_RETRY_S = 60  # clients ignore longer times
 PROGRESS_S = 30.0  # between two lines of log about an answer under way
@@ -224,6 +225,13 @@ class Service:
         with self._changed:
             return not self._open and not self._num_encoding
 
+    @property
+    def fault(self) -> str | None:
+        """Why each further request fails; None if that is not so."""
+        if self.error is not None:
+            return str(self._without_paths(self.error))
+        return str(StoppingError()) if self._is_stopping else None
+
     def tell_progress(self) -> None:
         """A line of log for each answer that has been under way for PROGRESS_S since the last one; from any thread."""
         now_s = self._clock()
@@ -303,6 +311,8 @@ class Service:
         with self._changed:
             if self._is_stopping:
                 raise StoppingError
+            if self.error is not None:
+                raise self._without_paths(self.error)
             if num_answers > self._most_open:
                 message = f"n and prompt ask for {num_answers} answers; the server's queue has {self._most_open}"
                 raise UsageError(f"{message}, so ask for at most as many at a time")
@@ -417,13 +427,11 @@ class Service:
 
     def _run(self) -> None:
         try:
-            while self._has_work():
+            while self.error is None and self._has_work():
                 self._end_left()
                 self._step()
-        except Exception as exc:
-            LOG.error("the thread of the passes failed", exc_info=exc)
-            self.error = OffspecError(f"the server cannot go on ({type(exc).__name__}: {exc}); start it again")
-            self.give_up()  # or requests would wait for ever
+        except Exception as exc:  # noqa: BLE001 (or requests would wait for ever)
+            self._give_up(exc)
         self._batch.close()
 
     def _has_work(self) -> bool:
@@ -451,6 +459,7 @@ class Service:
             for job in begun:
                 self._batch.cancel(job.ticket)
                 self._fail(job, exc)
+            self._check_engine()
             return
         for ticket, result in results:
             answer = self._open.get(ticket)
@@ -460,6 +469,28 @@ class Service:
                 self._advance(answer, result)
             else:
                 self._fail(answer, result)
+        if any(isinstance(result, Exception) and not isinstance(result, OF_ONE_REQUEST) for _, result in results):
+            self._check_engine()
+
+    def _check_engine(self) -> None:
+        """After a failure: give up unless another request succeeds."""
+        try:
+            for _ in self.engine.generate([0], SamplingParams(1), SpeculationParams(0)):
+                pass
+        except Exception as exc:  # noqa: BLE001 (whatever it is, each further request would meet it)
+            self._give_up(exc)
+
+    def _give_up(self, error: Exception) -> None:
+        """End the server, and all requests: the engine cannot continue."""
+        if not isinstance(error, OffspecError):
+            LOG.error("the engine failed", exc_info=error)
+            error = OffspecError(f"the server cannot go on ({type(error).__name__}: {error}); start it again")
+        self.error = error
+        self.give_up()
+        with self._changed:
+            left = list(self._open.values())
+        for job in left:
+            self._fail(job, error)
 
     def _advance(self, job: Job, step: Step) -> None:
         """Deliver a step. After the last one, the draft trains."""
@@ -492,9 +523,6 @@ class Service:
 
     def _fail(self, job: Job, error: Exception) -> None:
         self._close(job, "failed")
-        if isinstance(error, MemoryLimitError):  # the engine has lost its target
-            self.error = error
-            self.give_up()
         job.work.put(job.index, self._without_paths(error) if isinstance(error, OffspecError) else error)
 
     def _close(self, job: Job, outcome: str) -> None:

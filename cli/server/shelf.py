@@ -52,6 +52,10 @@ class Models(Protocol):
         """The model that is loaded now."""
 
     @property
+    def fault(self) -> str | None:
+        """Why each further request fails; None if that is not so."""
+
+    @property
     def paths(self) -> Mapping[str, Path]:
         """Folders or GGUF files, by the names that clients see."""
 
@@ -86,6 +90,10 @@ class OneModel:
     @asynccontextmanager
     async def using(self, name: Any) -> AsyncIterator[Loaded]:
         yield self.loaded
+
+    @property
+    def fault(self) -> str | None:
+        return self.loaded.service.fault
 
     def list(self) -> list[Json]:
         return [self._described]
@@ -160,6 +168,10 @@ class Shelf:
             raise UnknownModelError(f"unknown model {name!r}; this server has {', '.join(self.paths)}")
         loaded = self.loaded
         return loaded.described() if loaded is not None and loaded.name == name else described(name)
+
+    @property
+    def fault(self) -> str | None:
+        return None if (loaded := self.loaded) is None else loaded.service.fault
 
     @property
     def error(self) -> OffspecError | None:

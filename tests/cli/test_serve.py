@@ -527,10 +527,10 @@ def test_an_error_while_running_is_told_and_the_next_request_is_served(
 
     with served(engine) as (client, _):
         with monkeypatch.context() as patch:
-            patch.setattr("offspec.scheduler.drafting.drafter.exact_walk", fail)
+            patch.setattr("offspec.running.batch.run_pass", fail)
             reply = client.chat(USER)
             (event,) = client.stream("/v1/chat/completions", {"messages": [USER]})
-            patch.setattr("offspec.scheduler.drafting.drafter.exact_walk", None)
+            patch.setattr("offspec.running.batch.run_pass", None)
             broken = client.chat(USER)
         assert (reply.status, reply.body["error"]["message"]) == (500, "not a number")
         assert event["error"]["message"] == "not a number"
