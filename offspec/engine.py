@@ -39,6 +39,7 @@ from .running.steps import Step
 from .stats import Stats
 from .text.context_limit import ContextLimit
 from .text.grammar import ConstraintCompiler
+from .text.grammar_library import check_size
 from .text.prompt import Prompt, encode_prompt
 from .text.tokenizer import Tokenizer
 from .training.online import Aligner
@@ -66,7 +67,7 @@ class Engine:
         self.models = Models(target, tokenizer, draft or NoDraft(), index)
         self.loaded, self.tokenizer, self.draft = target, tokenizer, self.models.draft
         self.name = name
-        self._constraints = ConstraintCompiler(tokenizer, target.decoder.config.vocab_size)
+        self.constraints = ConstraintCompiler(tokenizer, target.decoder.config.vocab_size)
 
     @classmethod
     def load(cls, model: AnyPath | LoadOptions = "builtin", **options: Unpack[LoadSettings]) -> Engine:
@@ -187,7 +188,9 @@ class Engine:
         return self.context_limit.room_after(num_tokens)
 
     def check_sampling(self, params: SamplingParams) -> None:
-        """Raises UsageError for a bias on a token that the vocabulary does not have."""
+        """Raises UsageError for a bias on a token that the vocabulary does not have, and a constraint too long."""
+        if params.constraint is not None:
+            check_size(params.constraint)
         vocab_size = self.target.config.vocab_size
         if bad := [token for token, _ in params.logit_bias if token >= vocab_size]:
             raise UsageError(f"logit_bias: token id {bad[0]} is outside the model's vocabulary of {vocab_size}")
@@ -292,7 +295,7 @@ class Engine:
         self, constraint: Constraint, prompt: Sequence[int] = (), *, gives_forced: bool = True
     ) -> TokenConstraint:
         """The constraint on the tokens of one answer to a prompt. Raises the errors of `ConstraintCompiler.compile`."""
-        return self._constraints.compile(constraint, prompt, gives_forced=gives_forced)
+        return self.constraints.compile(constraint, prompt, gives_forced=gives_forced)
 
     def complete(
         self, prompt: Prompt, params: SamplingParams | None = None, speculation: SpeculationParams | None = None

@@ -1,10 +1,14 @@
-"""A thread that works for clients in turns, and how long each may keep it busy. It knows no engine and no HTTP."""
+"""Threads and places that clients take turns at. This module knows no engine and no HTTP."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
+import asyncio
+import os
+import sys
+import threading
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from threading import Lock
 from typing import Any, TypeVar
@@ -26,9 +30,9 @@ class Call:
 class TurnsExecutor:
     """One thread. Clients take turns, so that one with many calls delays another's by one of them."""
 
-    def __init__(self, name: str) -> None:
-        """name: the thread's."""
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix=name)
+    def __init__(self, name: str, nice: int = 0) -> None:
+        """name: the thread's. nice: how far it leaves the processor to others, where a thread can (Linux)."""
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix=name, initializer=_be_nice, initargs=(nice,))
         self._lock = Lock()
         self._waiting = WaitingLine[Call]()
 
@@ -63,23 +67,41 @@ class TurnsExecutor:
             del call  # the error has this frame: a cycle, which would keep the call's arguments
 
 
-class TimeBudget:
-    """Seconds that each client may take: at most `most_s` at once, and `share` of the time after that."""
+def _be_nice(nice: int) -> None:
+    if nice and sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)
 
-    def __init__(self, most_s: float, share: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self.most_s, self._share, self._clock = most_s, share, clock
-        self._spent = dict[str, tuple[float, float]]()  # seconds, and when they were those
 
-    def wait_s(self, client: str) -> float:
-        """Seconds until the client may take more; 0 if it may now."""
-        return max(0.0, self._now(client) - self.most_s) / self._share
+@dataclass(eq=False)
+class Waiting:
+    """Who waits for a place."""
 
-    def spend(self, client: str, seconds: float) -> None:
-        """Charge seconds to a client. Forgets those whose time is over."""
-        spent = self._now(client) + seconds
-        self._spent = {each: self._spent[each] for each in self._spent if self._now(each) > 0}
-        self._spent[client] = spent, self._clock()
+    client: str
+    has_place: asyncio.Event
 
-    def _now(self, client: str) -> float:
-        spent, then = self._spent.get(client, (0.0, 0.0))
-        return max(0.0, spent - self._share * (self._clock() - then))
+
+class Places:
+    """A number of places, for one event loop. Clients take turns, as they do at a thread."""
+
+    def __init__(self, number: int) -> None:
+        self._num_free, self._line = number, WaitingLine[Waiting]()
+
+    @asynccontextmanager
+    async def place(self, client: str) -> AsyncIterator[None]:
+        """A place during the body."""
+        waiting = Waiting(client, asyncio.Event())
+        self._line.append(waiting)
+        try:
+            self._give()
+            await waiting.has_place.wait()
+            yield
+        finally:
+            if not self._line.discard(waiting):
+                self._num_free += 1
+                self._give()
+
+    def _give(self) -> None:
+        while self._num_free and (first := next(iter(self._line), None)) is not None:
+            self._line.take(first)
+            self._num_free -= 1
+            first.has_place.set()

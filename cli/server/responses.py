@@ -19,10 +19,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import click
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
@@ -41,6 +41,7 @@ KEEP_ALIVE_S = 5.0  # between two signs of life
 SILENCE_S = 10.0  # before the first one of a response that is not there yet
 # For browsers and proxies: an answer is new each time. nginx would collect a stream's events.
 STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+T = TypeVar("T")
 Cancel = Callable[[Work], None]
 WriteError = Callable[[Json, int], Json]  # an error in OpenAI's form, and its status → as the API writes it
 
@@ -122,6 +123,19 @@ async def _left(request: Request) -> None:
     """Ends when the client has disconnected. The request's body has been read."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
+
+
+async def unless_left(asking: Coroutine[Any, Any, T], request: Request) -> T:
+    """The result of `asking`, which ends when the client disconnects. Raises ClientDisconnect then."""
+    task, leaving = asyncio.create_task(asking), asyncio.create_task(_left(request))
+    try:
+        await asyncio.wait({task, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnect
+        return task.result()
+    finally:
+        leaving.cancel()
+        task.cancel()
 
 
 async def in_time(answering: Coroutine[Any, Any, Response], stream: StreamFormat | None) -> Response:

@@ -43,7 +43,7 @@ from .openai_responses import Responses
 from .page_routes import page_routes
 from .request_parts import Json, object_of
 from .response_store import StoredResponses
-from .responses import EventResponse, describe, in_time, refusal, whole_response
+from .responses import EventResponse, describe, in_time, refusal, unless_left, whole_response
 from .service import Service, StoppingError
 from .shelf import Loaded, Models, OneModel, Shelf, UnknownModelError
 
@@ -218,7 +218,7 @@ class Api:
         async with self._told_of(form) as reading, self._models.using(body.get("model")) as loaded:
             service = loaded.service
             asked = replace(asked, params=self._recommended(asked.params, loaded, asked.given))
-            work = await service.submit(service.with_tools(asked), _client(request, asked.user))
+            work = await unless_left(service.submit(service.with_tools(asked), _client(request, asked.user)), request)
         if reading.refusal is not None:
             return reading.refusal
         answer = form.answer(body, work.asked, loaded.name, work.prompts, service.engine.tokenizer)

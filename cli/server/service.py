@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import secrets
 import time
 from collections import OrderedDict
@@ -29,7 +28,8 @@ from offspec.session import Turn, encode_turns, turns_of
 from offspec.text.infill import InfillTokens
 
 from ..main import SERVE_THREAD
-from .fair_thread import TimeBudget, TurnsExecutor
+from .constraint_queue import ConstraintQueue
+from .fair_thread import TurnsExecutor
 from .logprobs import TokenTexts
 from .metrics import Metrics, Times, first_line, log_line, progress_line
 from .openai_requests import CompletionRequest, with_tools
@@ -38,8 +38,6 @@ from .reply_tokens import ReplyTokens
 from .request_parts import Json
 
 MOST_LOOSER = 64  # constraints that do not compile, whose replacements are kept
-# A client's constraints may take so many seconds to compile at once, and later this share of the time.
-CONSTRAINTS_S, CONSTRAINTS_SHARE = 30.0, 0.25
 OF_ONE_REQUEST = (ConstraintError, ContextLengthError, UsageError)  # errors that say nothing of the engine
 CLOSE_S = 0.5  # how long `close` waits for a pass
 LONGEST_RETRY_S = 60  # clients ignore longer times
@@ -51,10 +49,10 @@ LOG = logging.getLogger("uvicorn.error")  # shown with -v
 
 
 class BusyError(OffspecError):
-    """The queue is full, or the client's time for constraints is used up. retry_after_s: when there may be room."""
+    """The queue is full. retry_after_s: when there may be room."""
 
-    def __init__(self, retry_after_s: int, why: str = "the server's queue is full") -> None:
-        super().__init__(f"{why}; try again in {retry_after_s} s")
+    def __init__(self, retry_after_s: int) -> None:
+        super().__init__(f"the server's queue is full; try again in {retry_after_s} s")
         self.retry_after_s = retry_after_s
 
 
@@ -148,7 +146,7 @@ def _params(asked: CompletionRequest) -> list[SamplingParams]:
 class Service:
     """One engine for many clients. One thread runs all passes, so that torch has one thread pool.
 
-    Another one encodes, and a third one compiles constraints, which may take seconds; clients take turns at both.
+    Another one encodes, at which clients take turns, and a `ConstraintQueue` compiles constraints.
 
     error: an error after which the engine cannot continue; the service then calls `give_up`.
     """
@@ -181,8 +179,7 @@ class Service:
         self._changed = Condition()  # its lock guards the next four
         self._open, self._left = dict[Ticket, Job](), list[Job]()
         self._num_encoding, self._is_stopping = 0, False
-        self._encoder, self._compiler = TurnsExecutor("offspec-encode"), TurnsExecutor("offspec-compile")
-        self._constraint_time = TimeBudget(CONSTRAINTS_S, CONSTRAINTS_SHARE)
+        self._encoder, self._constraints = TurnsExecutor("offspec-encode"), ConstraintQueue(engine.constraints)
         self._thread = Thread(target=self._run, name=SERVE_THREAD, daemon=True)
         self._thread.start()
 
@@ -199,7 +196,7 @@ class Service:
         """Stop the threads. Waits for a pass under way, but not for long: a streamed pass can take a minute."""
         self.stop()
         self._encoder.shutdown()
-        self._compiler.shutdown()
+        self._constraints.close()
         self._thread.join(CLOSE_S)
 
     def gauges(self) -> dict[str, tuple[str, float]]:
@@ -328,16 +325,16 @@ class Service:
         """The request as it can be answered, and the answers of each of its prompts, checked."""
         self._speculation.check_sampling(asked.params)
         self.engine.check_sampling(asked.params)
-        if asked.params.constraint is not None:
-            asked = await self._compile(client, partial(self._compiled, asked, asked.params.constraint))
-        if asked.kind == "chat" and asked.params.constraint is not None:
-            constraint = replace(asked.params.constraint, thinks=True)
-            asked = replace(asked, params=replace(asked.params, constraint=constraint))
         prompts = await asyncio.wrap_future(self._encoder.submit(client, partial(self._encode, asked, client)))
-        check = partial(self._checked, asked, prompts)
         if asked.params.constraint is None:
+            check = partial(self._checked, asked, prompts)
             return asked, await asyncio.wrap_future(self._encoder.submit(client, check))
-        return asked, await self._compile(client, check)
+        asked = await self._with_usable_tools(asked, client)
+        if (constraint := asked.params.constraint) is not None and asked.kind == "chat":
+            constraint = replace(constraint, thinks=True)
+            asked = replace(asked, params=replace(asked.params, constraint=constraint))
+        starts = [] if constraint is None else await self._constraints.compile(constraint, prompts[0], client)
+        return asked, await self._constraints.run(starts, client, partial(self._checked, asked, prompts))
 
     def _checked(self, asked: CompletionRequest, prompts: Sequence[list[int]]) -> list[list[CheckedRequest]]:
         """The answers of each prompt."""
@@ -349,21 +346,6 @@ class Service:
 
         return [[check(prompt, params) for params in _params(asked)] for prompt in prompts]
 
-    async def _compile(self, client: str, work: Callable[[], T]) -> T:
-        """The result of `work`, whose seconds are the client's. Raises BusyError if it has used up its time."""
-
-        def timed() -> T:
-            if (wait_s := self._constraint_time.wait_s(client)) > 0:
-                why = f"constraints took more than {self._constraint_time.most_s:.0f} s to compile"
-                raise BusyError(min(math.ceil(wait_s), LONGEST_RETRY_S), why)
-            began = time.monotonic()
-            try:
-                return work()
-            finally:
-                self._constraint_time.spend(client, time.monotonic() - began)
-
-        return await asyncio.wrap_future(self._compiler.submit(client, timed))
-
     def _encode(self, asked: CompletionRequest, client: str) -> list[list[int]]:
         """The prompts' token ids, after checks that depend on the model."""
         if asked.kind == "chat":
@@ -374,29 +356,23 @@ class Service:
             self.engine.room_after(len(ids))
         return prompts
 
-    def _compiled(self, asked: CompletionRequest, constraint: Constraint) -> CompletionRequest:
-        """The request with a constraint that compiles. Tools that the model may call need not be bound to a schema."""
-        tools, form = asked.tools, asked.tool_format
+    async def _with_usable_tools(self, asked: CompletionRequest, client: str) -> CompletionRequest:
+        """The request without those schemas that cannot be used, of tools that the model may call and need not."""
+        tools, form, constraint = asked.tools, asked.tool_format, asked.params.constraint
+        if tools is None or form is None or tools.are_strict or constraint is None:
+            return asked
         if constraint not in self._looser:
             try:
-                self.engine.compile_constraint(constraint)
-            except OffspecError as exc:
-                if tools is None or form is None or tools.are_strict:
-                    raise
+                await self._constraints.compile(constraint, (), client)
+            except UsageError as exc:
                 self.tell(f"the arguments of tools are not bound to all schemas: {self._without_paths(exc)}")
-                self._looser[constraint] = tools.looser_constraint(form, self._compiles)
+                compiles = partial(self._constraints.compiles_soon, client=client)
+                self._looser[constraint] = await tools.looser_constraint(form, compiles)
                 while len(self._looser) > MOST_LOOSER:
                     self._looser.popitem(last=False)
             else:
                 return asked
         return replace(asked, params=replace(asked.params, constraint=self._looser[constraint]))
-
-    def _compiles(self, constraint: Constraint) -> bool:
-        try:
-            self.engine.compile_constraint(constraint)
-        except OffspecError:
-            return False
-        return True
 
     def _encode_chat(self, asked: CompletionRequest, client: str) -> list[int]:
         """A chat's token ids. The client's replies keep their original ones, because the KV caches contain these."""

@@ -10,12 +10,13 @@ import json
 import re
 import secrets
 import string
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from offspec import Constraint
 from offspec.errors import UsageError
+from offspec.text.grammar_library import MAX_BYTES
 from offspec.text.tool_calls import (
     NO_ARGUMENTS,
     Arguments,
@@ -68,12 +69,14 @@ class Tools:
     def _is_chosen(self, tool: Json) -> bool:
         return bool(tool["function"]["name"] == self.choice)
 
-    def looser_constraint(self, form: ToolFormat, compiles: Callable[[Constraint], bool]) -> Constraint | None:
+    async def looser_constraint(
+        self, form: ToolFormat, compiles: Callable[[Constraint], Awaitable[bool]]
+    ) -> Constraint | None:
         """The constraint without those schemas that do not compile; None if there is no such constraint."""
         alone = [replace(self, described=[tool]) for tool in self.described]
-        unbound = [tools.names[0] for tools in alone if not compiles(tools.constraint(form))]
+        unbound = [tools.names[0] for tools in alone if not await compiles(tools.constraint(form))]
         constraint = self.constraint(form, unbound)
-        return constraint if compiles(constraint) else None
+        return constraint if await compiles(constraint) else None
 
 
 def tools_of(body: Mapping[str, Any]) -> Tools | None:
@@ -83,6 +86,8 @@ def tools_of(body: Mapping[str, Any]) -> Tools | None:
         raise UsageError(f"tools must be a list of at most {MOST_TOOLS} tools")
     for number, tool in enumerate(described):
         _check(tool, f"tools[{number}]")
+    if choice != "none":
+        _check_sizes(described)
     several = body.get("parallel_tool_calls")
     if not (several is None or isinstance(several, bool)):
         raise UsageError("parallel_tool_calls must be true or false")
@@ -94,6 +99,18 @@ def tools_of(body: Mapping[str, Any]) -> Tools | None:
     if tools.choice == "required" and not described:
         raise UsageError("tool_choice is required, but there are no tools")
     return tools if described and tools.choice != "none" else None
+
+
+def _check_sizes(described: Sequence[Json]) -> None:
+    """Raises UsageError for parameters that are too large or too deep, before anything is made of them."""
+    try:
+        size = sum(len(json.dumps(tool["function"].get("parameters"))) for tool in described)
+    except RecursionError:
+        size = 0  # too deep
+    if size > MAX_BYTES:
+        raise UsageError(f"tools have {size} bytes of parameters, and {MAX_BYTES} are allowed; describe fewer")
+    for number, tool in enumerate(described):
+        check_depth(tool, f"tools[{number}]")
 
 
 def _choice(choice: Any) -> str:
@@ -119,7 +136,6 @@ def _check(tool: Any, where: str) -> None:
         raise UsageError(f"{where}.function.parameters must be an object: a JSON schema")
     if not (function.get("strict") is None or isinstance(function["strict"], bool)):
         raise UsageError(f"{where}.function.strict must be true or false")
-    check_depth(tool, where)
 
 
 def check_depth(value: Any, where: str, most: int = MOST_DEPTH) -> None:

@@ -9,46 +9,34 @@ spaces would leave little that is certain, and small models repeat spaces withou
 from __future__ import annotations
 
 import hashlib
-import json
 import os
-import threading
+import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from threading import Lock
-from typing import Any, TypeVar
+from typing import Any
 from weakref import WeakValueDictionary
 
 from offspec.scheduler.params import Constraint, Trigger
 from offspec.scheduler.trees.constraint import TokenConstraint
 
 from ..errors import TokenizerError, UsageError
-from .grammar_constraint import GrammarConstraint, GrammarVocabulary, Start, reason
+from .grammar_constraint import GrammarConstraint, GrammarVocabulary, Part, Start
+from .grammar_library import NAMES, check_size, new_matcher
 from .late_constraint import LateConstraint, Marker, Opening
 from .thinking import CLOSE, OPEN, ThinkingStyle
 from .tokenizer import Tokenizer
 
-T = TypeVar("T")
-LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-NAMES = {
-    "json_schema": "JSON schema",
-    "json_object": "JSON object",
-    "grammar": "grammar",
-    "regex": "regex",
-    "tool_calls": "tools' schema",
-}
-MAX_BYTES = 1 << 18  # of a schema, grammar or regex: compiling a longer one takes seconds
-STACK_BYTES = 1 << 27  # the library's compiler recurses along chains of rules; 1 << 18 bytes of them need half of this
 # Thinking before an answer, as triggers and as the rules of an answer that may begin with it, or follows it.
 THINKS, THOUGHT = Trigger((OPEN,), is_at_start=True), Trigger((CLOSE,))
 MAY_THINK = f'start: @answer | "{OPEN}" rest\nrest: /(.|\\n)*/'
 AFTER_THINKING = "start: first gap @answer\ngap: /\\n{0,2}/\nfirst[lazy]: /(.|\\n)*<\\/think>/"
 # Matchers that are kept, because requests of one program repeat their constraints; and refusals, a message each.
 MOST_COMPILED, MOST_COMPILED_BYTES, MOST_REFUSED = 16, 1 << 28, 1024
-Key = tuple[Constraint, str]
 
 
 class ConstraintCompiler:
@@ -58,8 +46,8 @@ class ConstraintCompiler:
         """vocab_size: the target's, which may exceed the tokenizer's."""
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._lock = Lock()  # guards the next three
-        self._kept = OrderedDict[Key, Start]()  # the last used last
-        self._used = WeakValueDictionary[Key, Start]()  # these, and those of requests that wait or are under way
+        self._kept = OrderedDict[Part, Start]()  # the last used last
+        self._used = WeakValueDictionary[Part, Start]()  # these, and those of requests that wait or are under way
         self._refused = OrderedDict[bytes, str]()  # messages, by the constraint's digest
         self._markers = dict[Trigger, Marker]()  # a model has one format of calls, so these are few
 
@@ -73,11 +61,10 @@ class ConstraintCompiler:
         Raises UsageError for a schema, grammar or regex that cannot be compiled, and for one that no token can begin.
         Raises TokenizerError for a model whose tokens have no fixed bytes, or that has no end-of-text token.
         """
-        plain = replace(constraint, thinks=False)
+        plain, thinking = replace(constraint, thinks=False), self._thinking(constraint, prompt)
         parser = self._parser(plain, "", gives_forced)
-        thinking = ThinkingStyle.of(prompt, self._tokenizer) if constraint.thinks else None
         final, trigger = self._vocabulary.final, constraint.trigger
-        if thinking is None or thinking.is_over:
+        if thinking is None:
             return parser if trigger is None else LateConstraint(parser, [self._marker(trigger)], trigger, final)
         stages = [self._marker(THOUGHT)]
         opening = None
@@ -90,46 +77,66 @@ class ConstraintCompiler:
             parser = self._parser(plain, AFTER_THINKING, gives_forced)
         return LateConstraint(parser, stages, trigger or THOUGHT, final, opening, must_begin=trigger is None)
 
+    def parts(self, constraint: Constraint, prompt: Sequence[int] = ()) -> dict[Part, Start | None]:
+        """What `compile` needs; None is not compiled yet. Raises UsageError for what was refused before."""
+        plain, thinking, starts = replace(constraint, thinks=False), self._thinking(constraint, prompt), [""]
+        if thinking is not None and constraint.trigger is None:
+            starts += [AFTER_THINKING] if thinking.is_open else [MAY_THINK, AFTER_THINKING]
+        return {part: self._known(part) for part in ((plain, start) for start in starts)}
+
+    def compile_part(self, part: Part) -> Start:
+        """Compile a part, and keep it beyond its requests. Raises the errors of `compile`."""
+        if (compiled := self._known(part)) is None:
+            try:
+                compiled = self._compiled(part)
+            except UsageError as exc:
+                self.refuse(part, str(exc))
+                raise
+        self._keep(part, compiled)
+        return compiled
+
+    def _thinking(self, constraint: Constraint, prompt: Sequence[int]) -> ThinkingStyle | None:
+        """How the model may think before the answer; None if it does not."""
+        thinking = ThinkingStyle.of(prompt, self._tokenizer) if constraint.thinks else None
+        return None if thinking is None or thinking.is_over else thinking
+
+    def _known(self, part: Part) -> Start | None:
+        with self._lock:
+            if (message := self._refused.get(_digest(part))) is not None:
+                raise UsageError(message)
+            return self._used.get(part)
+
     def _parser(self, constraint: Constraint, start: str, gives_forced: bool) -> GrammarConstraint:
         """start: rules in which `@answer` is the constraint's own grammar; "" for that alone."""
-        flag_name, key, vocabulary = NAMES[constraint.kind], (constraint, start), self._vocabulary
-        digest = hashlib.sha256(repr(key).encode(errors="backslashreplace")).digest()
-        with self._lock:
-            if (message := self._refused.get(digest)) is not None:
-                raise UsageError(message)
-            compiled = self._used.get(key)
-        if compiled is None:
-            try:
-                compiled = self._compiled(constraint, start, flag_name)
-            except UsageError as exc:
-                self._refuse(digest, str(exc))
-                raise
-        self._keep(key, compiled)
-        return GrammarConstraint(compiled, vocabulary, flag_name, gives_forced=gives_forced)
+        compiled = self.compile_part((constraint, start))
+        return GrammarConstraint(compiled, self._vocabulary, NAMES[constraint.kind], gives_forced=gives_forced)
 
-    def _compiled(self, constraint: Constraint, start: str, what: str) -> Start:
+    def _compiled(self, part: Part) -> Start:
         """A new matcher with its first mask. Raises UsageError; nothing of the matcher is then kept."""
-        before = _resident_bytes()
-        matcher = self._new_matcher(constraint, start, what)
+        constraint, start = part
+        check_size(constraint)
+        tokens, before, began = self._vocabulary.tokens, _resident_bytes(), time.perf_counter()
+        matcher = new_matcher(tokens, constraint, start)
         nbytes = max(_resident_bytes() - before, len(constraint.text))
-        parser = GrammarConstraint(Start(matcher), self._vocabulary, what, gives_forced=False)
+        parser = GrammarConstraint(Start(matcher), self._vocabulary, NAMES[constraint.kind], gives_forced=False)
         mask = parser.mask([])
         if mask is not None and not mask.any():
             raise UsageError(str(parser.dead_end([])))
-        return Start(matcher, nbytes, mask)
+        return Start(matcher, nbytes, mask, time.perf_counter() - began)
 
-    def _refuse(self, digest: bytes, message: str) -> None:
+    def refuse(self, part: Part, message: str) -> None:
+        """Remember why a part cannot be compiled."""
         with self._lock:
-            self._refused[digest] = message
+            self._refused[_digest(part)] = message
             while len(self._refused) > MOST_REFUSED:
                 self._refused.popitem(last=False)
 
-    def _keep(self, key: Key, compiled: Start) -> None:
+    def _keep(self, part: Part, compiled: Start) -> None:
         """Keep the matcher beyond its requests, as long as it is among the last used ones and there is room."""
         with self._lock:
-            kept, self._used[key] = self._kept, compiled
-            kept[key] = compiled
-            kept.move_to_end(key)
+            kept, self._used[part] = self._kept, compiled
+            kept[part] = compiled
+            kept.move_to_end(part)
             while len(kept) > MOST_COMPILED or (kept and sum(s.nbytes for s in kept.values()) > MOST_COMPILED_BYTES):
                 kept.popitem(last=False)
 
@@ -138,19 +145,12 @@ class ConstraintCompiler:
             self._markers[trigger] = Marker.of(trigger, self._vocabulary.known, self._vocab_size)
         return self._markers[trigger]
 
-    def _new_matcher(self, constraint: Constraint, start: str, what: str) -> Any:
-        try:
-            size = len(constraint.text.encode())
-        except UnicodeEncodeError as exc:
-            raise UsageError(f"the {what} is not valid Unicode (character {exc.start})") from exc
-        if size > MAX_BYTES:
-            raise UsageError(f"the {what} has {size} bytes, and {MAX_BYTES} are allowed; simplify it")
-        tokens, grammar = self._vocabulary.tokens, _grammar(constraint)
-        grammar = _within(start, grammar) if start else grammar
-        matcher = _with_deep_stack(lambda: _matcher(tokens, grammar))
-        if matcher.is_error():
-            raise UsageError(f"the {what} cannot be used: {reason(matcher.get_error())}")
-        return matcher
+    def vocabulary_for_trials(self) -> dict[str, Any]:
+        """The vocabulary as JSON, for `GrammarTrials`. Raises TokenizerError as `compile` does."""
+        final = list(self._vocabulary.final)
+        tokens = _Tokens(self._tokenizer, self._vocabulary.known, self._vocab_size)
+        texts = [content.decode("latin-1") for content in tokens.tokens]
+        return {"tokens": texts, "special": tokens.special_token_ids, "eos": tokens.eos_token_id, "final": final}
 
     @cached_property
     def _vocabulary(self) -> GrammarVocabulary:
@@ -200,32 +200,8 @@ class _Tokens:
         return b"".join(self._known.get(token, b"") for token in ids)
 
 
-# ------------------------------------------------------------------------------------------------ the library
-
-
-def _grammar(constraint: Constraint) -> str:
-    """A constraint in the library's own form. Raises UsageError for a text that is not of its kind."""
-    from llguidance import LLMatcher, grammar_from
-
-    if constraint.kind == "regex":
-        return str(grammar_from("regex", constraint.text))
-    if constraint.kind in ("grammar", "tool_calls"):
-        try:
-            return str(grammar_from("grammar", constraint.text))
-        except (ValueError, RecursionError) as exc:
-            raise UsageError(f"the {NAMES[constraint.kind]} cannot be used: {reason(str(exc))}") from exc
-    text = constraint.text if constraint.kind == "json_schema" else '{"type": "object"}'
-    try:
-        schema = json.loads(text)
-    except (ValueError, RecursionError) as exc:
-        raise UsageError(f"the JSON schema is not JSON ({reason(str(exc))})") from exc
-    if schema is False or not isinstance(schema, (dict, bool)):
-        raise UsageError("the JSON schema must be an object, or true, which allows any JSON")
-    layout: Any = LAYOUT
-    try:
-        return LLMatcher.grammar_from_json_schema("{}" if schema is True else text, layout)
-    except ValueError as exc:  # such as half a surrogate pair, which Python's JSON allows
-        raise UsageError(f"the JSON schema cannot be used: {reason(str(exc))}") from exc
+def _digest(part: Part) -> bytes:
+    return hashlib.sha256(repr(part).encode(errors="backslashreplace")).digest()
 
 
 def _resident_bytes() -> int:
@@ -233,37 +209,3 @@ def _resident_bytes() -> int:
     with suppress(OSError):
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     return 0
-
-
-def _within(start: str, grammar: str) -> str:
-    """A grammar inside another: `start` has the rules of the whole, and `@answer` for the grammar."""
-    parts = json.loads(grammar)["grammars"] if grammar.lstrip().startswith("{") else [{"lark_grammar": grammar}]
-    name = parts[0].setdefault("name", "answer")
-    whole = "%llguidance {}\n" + start.replace("@answer", f"@{name}")
-    return json.dumps({"grammars": [{"name": "offspec", "lark_grammar": whole}, *parts]})
-
-
-def _matcher(tokens: Any, grammar: str) -> Any:
-    from llguidance import LLMatcher, LLParserLimits
-
-    matcher = LLMatcher(tokens, grammar, log_level=0, limits=LLParserLimits(verbose_errors=False))
-    if not matcher.is_error():
-        matcher.deep_copy().compute_bitmask()
-    return matcher
-
-
-_stack_size_lock = threading.Lock()
-
-
-def _with_deep_stack(work: Callable[[], T]) -> T:
-    """The result of `work`, run by a thread with STACK_BYTES of stack; a smaller one might overflow."""
-    results: list[T] = []
-    with _stack_size_lock:
-        before = threading.stack_size(STACK_BYTES)
-        try:
-            thread = threading.Thread(target=lambda: results.append(work()), name="offspec-grammar", daemon=True)
-            thread.start()
-        finally:
-            threading.stack_size(before)
-    thread.join()
-    return results[0]

@@ -9,17 +9,20 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from offspec.scheduler.params import Constraint
 from offspec.scheduler.trees.constraint import MaskBits
 from offspec.scheduler.trees.token_tree import IntArray
 
 from ..errors import ConstraintError
+from .grammar_library import reason
 
 T = TypeVar("T")
+# A constraint, and rules in which `@answer` is its grammar; "" for that alone. One matcher follows it.
+Part = tuple[Constraint, str]
 # CPU time of calls that take longer than SLOW_S is added up. Usual ones take microseconds; the library bounds each to
 # seconds.
 SLOW_S, MAX_SLOW_S = 0.005, 10.0
 NOTHING_FOLLOWS = "NoExtensionBias"  # the library's word for a dead end
-MAX_MESSAGE = 200  # characters of the library's message
 
 
 @dataclass(frozen=True)
@@ -40,12 +43,13 @@ class GrammarVocabulary:
 class Start:
     """A constraint before an answer. matcher: the library's, which stays there. mask: of the first token, if computed.
 
-    nbytes: of the matcher, about.
+    nbytes: of the matcher, about. compile_s: how long it took to make.
     """
 
     matcher: Any
     nbytes: int = 0
     mask: MaskBits | None = None
+    compile_s: float = 0.0
 
 
 @dataclass
@@ -215,11 +219,3 @@ def _num_common(a: Sequence[int], b: Sequence[int]) -> int:
         if ours != theirs:
             return at
     return min(len(a), len(b))
-
-
-def reason(message: str) -> str:
-    """The library's message on one line, shortened."""
-    lines = [line.strip() for line in message.splitlines() if line.strip()] or ["unknown error"]
-    first = lines[0] if len(lines[0]) <= MAX_MESSAGE else lines[0][:MAX_MESSAGE] + " …"
-    details = [line.removeprefix("error: ") for line in lines[1:] if line.startswith("error: ")]
-    return ": ".join([first.rstrip(":"), *details[:1]])

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from offspec.scheduler.params import Constraint, Trigger
 
 from ..errors import TokenizerError
+from .grammar_library import LAYOUT
 
 if TYPE_CHECKING:
     from .tokenizer import Tokenizer
@@ -145,8 +146,6 @@ def _literal(text: str) -> str:
 
 def _with_layout(schema: Mapping[str, Any]) -> dict[str, Any]:
     guidance = schema.get("x-guidance")
-    from .grammar import LAYOUT  # imports a tokenizer library
-
     return {**schema, "x-guidance": {**LAYOUT, **(guidance if isinstance(guidance, Mapping) else {})}}
 
 

@@ -177,7 +177,7 @@ def client(engine: Engine) -> Generator[Client, None, None]:
     """Asks a server of the module's `engine`."""
     from .server.serving import served
 
-    with served(engine) as (found, _):
+    with served(engine, tries=True) as (found, _):
         yield found
 
 

@@ -120,7 +120,7 @@ def test_thinking_comes_before_calls_of_tools(models: Pair, tmp_path: Path) -> N
 @pytest.fixture(scope="module")
 def client(models: Pair, tmp_path_factory: pytest.TempPathFactory) -> Generator[Client, None, None]:
     folder = folder_with(models, tmp_path_factory.mktemp("opened") / "model", OPENED)
-    with Engine.load(str(folder), draft="lookup", device="cpu") as engine, served(engine) as (found, _):
+    with Engine.load(str(folder), draft="lookup", device="cpu") as engine, served(engine, tries=True) as (found, _):
         yield found
 
 
@@ -149,7 +149,10 @@ def thinking_model(models: Pair, folder: Path, *, special: bool) -> Path:
 @pytest.fixture(scope="module", params=[False, True], ids=["added", "special"])
 def thinker(models: Pair, request: Any, tmp_path_factory: pytest.TempPathFactory) -> Generator[Client, None, None]:
     folder = thinking_model(models, tmp_path_factory.mktemp("thinker") / "model", special=request.param)
-    with Engine.load(str(folder), draft=str(models.draft), device="cpu") as engine, served(engine) as (found, _):
+    with (
+        Engine.load(str(folder), draft=str(models.draft), device="cpu") as engine,
+        served(engine, tries=True) as (found, _),
+    ):
         yield found
 
 

@@ -29,11 +29,11 @@ ALLOWED = {
     "offspec": r"offspec\.(loaders|scheduler)(\..+)?",
     # The public names, and the rooms that exist for commands: reports, training, and texts of the server's protocol.
     "cli": rf"offspec(\.({'|'.join(offspec.__all__)}|errors|builtin)"
-    r"|\.(tools|training|lab|user_files|text\.(infill|thinking|tool_calls|tokenizer))(\..+)?)?",
+    r"|\.(tools|training|lab|user_files|text\.(grammar_library|infill|thinking|tool_calls|tokenizer))(\..+)?)?",
 }
 # The server shares one engine among many texts, so these modules alone know more of it.
-SERVICE = [ROOT / "cli" / "server" / name for name in ("service.py", "fair_thread.py")]
-ALLOWED_IN_SERVICE = r"offspec\.(engine|running|session|model\.memory\.text_pool|planning\.parked_texts)(\..+)?"
+SERVICE = [ROOT / "cli" / "server" / name for name in ("service.py", "constraint_queue.py", "fair_thread.py")]
+ALLOWED_IN_SERVICE = r"offspec\.(engine|running|session|text|model\.memory\.text_pool|planning\.parked_texts)(\..+)?"
 # The rooms of offspec/ (a folder or a module each), from the ground up: a room imports from lower floors alone.
 FLOORS = (
     ("errors", "extensions", "stats", "background", "process", "builtin"),

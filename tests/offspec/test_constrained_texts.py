@@ -20,9 +20,10 @@ import pytest
 from offspec import Constraint, Engine, SamplingParams, SpeculationParams
 from offspec.errors import ConstraintError, UsageError
 from offspec.scheduler.trees.constraint import allows
-from offspec.text import grammar
-from offspec.text.grammar import MAX_BYTES, ConstraintCompiler
+from offspec.text import grammar, grammar_library
+from offspec.text.grammar import ConstraintCompiler
 from offspec.text.grammar_constraint import GrammarConstraint
+from offspec.text.grammar_library import MAX_BYTES
 
 from ..pair import Pair, build_pair
 from ..refusals import refused
@@ -256,14 +257,14 @@ class Compiled:
 @pytest.fixture
 def matchers(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[Compiled]]:
     """All matchers that are compiled from here on."""
-    made, matcher = list[weakref.ref[Compiled]](), grammar._matcher
+    made, matcher = list[weakref.ref[Compiled]](), grammar_library._matcher
 
     def noted(*args: Any) -> Compiled:
         compiled = Compiled(matcher(*args))
         made.append(weakref.ref(compiled))
         return compiled
 
-    monkeypatch.setattr(grammar, "_matcher", noted)
+    monkeypatch.setattr(grammar_library, "_matcher", noted)
     return made
 
 

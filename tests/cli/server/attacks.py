@@ -7,19 +7,24 @@ import json
 import random
 import secrets
 import select
+import statistics
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
 import psutil
 
+from ...offspec.text.hard_constraints import ENDLESS_TEXT
 from .serving import USER, Client
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 NUM_REPLIES, NUM_CONSTRAINTS, NUM_REFUSED, NUM_PROMPTS = 8, 40, 32, 6
 REGEX_BYTES = 250_000  # of a hard regex; a server refuses longer ones than 256 KiB
+NUM_ATTACKERS, NUM_PARAMETERS, NUM_DIGITS = 16, 2000, 20
+BEFORE_S, LEAST_S = 2.0, 0.05  # until attackers have begun; what is no delay
 MOST_GROWTH = 50 * 2**20
 MOST_TOKENS = 1024
 # A pass may take half a second more, or twice as long (docs/developing/serving.md); twice that here.
@@ -43,6 +48,7 @@ def replay(client: Client, pid: int) -> Iterator[Finding]:
     yield changed_prompts(client)
     yield refused_constraints(client, pid)
     yield hard_constraints(client)
+    yield from blocked_constraints(client)
     yield long_prompts(client)
 
 
@@ -98,6 +104,70 @@ def hard_constraints(client: Client) -> Finding:
             stack.enter_context(closing(client.open("POST", TEXT, body)))
         under_s = _two_tokens_s(client)
     return _timed(f"{NUM_CONSTRAINTS} hard regexes delay two tokens of another client", alone_s, under_s)
+
+
+def large_tools() -> dict[str, Any]:
+    """A chat with tools whose schemas are too large, which the model may call."""
+    parameters = {f"p{number}": {"type": "string"} for number in range(NUM_PARAMETERS)}
+    schema = {"type": "object", "properties": parameters}
+    tools = [{"type": "function", "function": {"name": f"f{i}", "parameters": schema}} for i in range(128)]
+    return {"messages": [USER], "max_tokens": 1, "tools": tools}
+
+
+def endless_grammar() -> str:
+    """A new one of a kilobyte that keeps the compiler busy for hours."""
+    return f"{ENDLESS_TEXT}\n// {secrets.token_hex(8)}"
+
+
+def blocked_constraints(client: Client) -> Iterator[Finding]:
+    """NUM_ATTACKERS clients ask with constraints that are large or hard, and ask again, while one asks for digits."""
+    tools = json.dumps(large_tools())
+    makers: dict[str, Callable[[], tuple[str, Any]]] = {
+        "tools of 7 MB": lambda: (CHAT, tools),
+        "endless grammars": lambda: (TEXT, _body(grammar=endless_grammar(), max_tokens=1, user=secrets.token_hex(4))),
+        "hard regexes": lambda: (TEXT, _body(regex=hard_regex(), max_tokens=1, user=secrets.token_hex(4))),
+    }
+    for name, make in makers.items():
+        alone_s = _digits_s(client)
+        with _attackers(client, make):
+            under_s = _digits_s(client)
+        figure = f"{alone_s:.3f} s alone, {under_s:.3f} s under attack"
+        attack = f"{NUM_ATTACKERS} clients with {name} delay another one's digits"
+        yield Finding(attack, figure, under_s <= 2 * alone_s + LEAST_S)
+
+
+@contextmanager
+def _attackers(client: Client, make: Callable[[], tuple[str, Any]]) -> Iterator[None]:
+    """Clients that send such requests again and again; their connections end with the body."""
+    is_over = threading.Event()
+
+    def attack() -> None:
+        while not is_over.is_set():
+            path, body = make()
+            with suppress(OSError, http.client.HTTPException), closing(client.open("POST", path, body)) as connection:
+                while not is_over.is_set() and not select.select([connection.sock], [], [], 0.1)[0]:
+                    pass
+
+    threads = [threading.Thread(target=attack) for _ in range(NUM_ATTACKERS)]
+    for thread in threads:
+        thread.start()
+    try:
+        time.sleep(BEFORE_S)
+        yield
+    finally:
+        is_over.set()
+        for thread in threads:
+            thread.join()
+
+
+def _digits_s(client: Client) -> float:
+    """The median seconds of an answer of some digits, by a regex that is new each time."""
+    seconds = list[float]()
+    for _ in range(NUM_DIGITS):
+        began = time.monotonic()
+        _checked(client.ask("POST", TEXT, _body(regex=f"[0-9]+|x{secrets.token_hex(4)}", max_tokens=16)))
+        seconds.append(time.monotonic() - began)
+    return statistics.median(seconds)
 
 
 def refused_constraints(client: Client, pid: int) -> Finding:
@@ -187,7 +257,7 @@ def _two_tokens_s(client: Client) -> float:
 
 def _body(**fields: Any) -> dict[str, Any]:
     body = {"prompt": "def area(", "ignore_eos": True, "user": "victim", **fields}
-    return {name: value for name, value in body.items() if not (name == "ignore_eos" and "regex" in fields)}
+    return {name: body[name] for name in body if name != "ignore_eos" or fields.keys().isdisjoint({"regex", "grammar"})}
 
 
 def _checked(reply: Any) -> Any:

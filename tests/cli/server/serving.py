@@ -25,6 +25,7 @@ from offspec.cli.server.connections import protocol
 from offspec.cli.server.routes import StoppableServer, application
 from offspec.cli.server.service import Service
 from offspec.cli.server.shelf import Shelf
+from offspec.text.grammar_trials import CAN_TRY
 
 USER = {"role": "user", "content": "hi"}
 LONG_S = 300.0  # what is waited for at most, where a test would else hang
@@ -80,9 +81,13 @@ def served(
     clock: Callable[[], float] = time.monotonic,
     idle_s: float = 5,
     speculation: SpeculationParams | None = None,
+    tries: bool = False,
     **settings: Any,
 ) -> Generator[tuple[Client, Service], None, None]:
-    """idle_s: how long a connection may be idle between requests."""
+    """idle_s: how long a connection may be idle between requests.
+
+    tries: the process that tries constraints begins here, because the server serves several tests.
+    """
     sock = listening("127.0.0.1", 0)
     service = Service(
         engine,
@@ -93,8 +98,10 @@ def served(
         clock=clock,
     )
     with closing(service):
-        for executor in (service._encoder, service._compiler):
+        for executor in (service._encoder, service._constraints.quick, service._constraints.slow):
             executor.submit("", int).result()  # its thread begins here, not in the test that asks first
+        if tries and CAN_TRY:
+            service._constraints.quick.submit("", service._constraints._start_trials).result()
         with running(service, sock, http or protocol(100), idle_s, **settings) as client:
             yield client, service
 

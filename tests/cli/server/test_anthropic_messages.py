@@ -39,7 +39,7 @@ def served_pair(tmp_path_factory: pytest.TempPathFactory) -> Generator[tuple[Cli
     file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": HERMES}))
     with (
         Engine.load(str(pair.target), draft=str(pair.draft), device="cpu") as engine,
-        served(engine, api_key="k") as (client, _),
+        served(engine, tries=True, api_key="k") as (client, _),
     ):
         yield client, engine
 

@@ -21,7 +21,9 @@ from .serving import Client, served
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     """A few short requests."""
-    for name, value in {"NUM_REPLIES": 4, "NUM_CONSTRAINTS": 3, "NUM_REFUSED": 3, "NUM_PROMPTS": 2}.items():
+    few = {"NUM_REPLIES": 4, "NUM_CONSTRAINTS": 3, "NUM_REFUSED": 3, "NUM_PROMPTS": 2}
+    few |= {"NUM_ATTACKERS": 2, "NUM_PARAMETERS": 100, "NUM_DIGITS": 2, "BEFORE_S": 0}
+    for name, value in few.items():
         monkeypatch.setattr(attacks, name, value)
     monkeypatch.setattr(attacks, "REGEX_BYTES", 5000)
 
@@ -45,20 +47,22 @@ def test_prompts_that_change_are_noticed(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_memory_that_refused_constraints_keep_is_noticed(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     assert attacks.refused_constraints(client, os.getpid()).holds
-    kept, refuse = list[bytes](), ConstraintCompiler._refuse
+    kept, refuse = list[bytes](), ConstraintCompiler.refuse
 
-    def keep(self: ConstraintCompiler, digest: bytes, message: str) -> None:
+    def keep(self: ConstraintCompiler, part: Any, message: str) -> None:
         kept.append(b"x" * attacks.MOST_GROWTH)
-        refuse(self, digest, message)
+        refuse(self, part, message)
 
-    monkeypatch.setattr(ConstraintCompiler, "_refuse", keep)
+    monkeypatch.setattr(ConstraintCompiler, "refuse", keep)
     assert not attacks.refused_constraints(client, os.getpid()).holds
 
 
-def test_delays_are_measured_while_others_ask(client: Client) -> None:
+def test_delays_are_measured_while_others_ask(engine: Engine) -> None:
     """Whether they are long is for the script to say, on a machine that does nothing else."""
-    for attack in (attacks.hard_constraints, attacks.long_prompts):
-        assert tells(attack(client).figure, "alone", "attack")
+    with served(engine) as (client, _):
+        delays = [attacks.hard_constraints(client), attacks.long_prompts(client)]
+        findings = [*delays, *attacks.blocked_constraints(client)]
+    assert [finding for finding in findings if not tells(finding.figure, "alone", "attack")] == []
     assert [attacks.is_late(0.1, seconds) for seconds in (1.3, 1.5)] == [False, True]
 
 

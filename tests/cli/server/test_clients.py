@@ -37,7 +37,7 @@ def with_tools(tmp_path_factory: pytest.TempPathFactory) -> Generator[Client, No
     file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": HERMES}))
     with (
         Engine.load(str(pair.target), draft=str(pair.draft), device="cpu") as engine,
-        served(engine) as (found, _),
+        served(engine, tries=True) as (found, _),
     ):
         yield found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import weakref
 from concurrent.futures import CancelledError
@@ -10,7 +11,7 @@ from threading import Event
 
 import pytest
 
-from offspec.cli.server.fair_thread import TimeBudget, TurnsExecutor
+from offspec.cli.server.fair_thread import Places, TurnsExecutor
 
 
 def test_clients_take_turns() -> None:
@@ -60,15 +61,25 @@ def test_what_waits_is_cancelled_at_the_end() -> None:
     assert running.result()
 
 
-def test_who_has_used_up_the_time_waits() -> None:
-    now = [0.0]
-    budget = TimeBudget(10.0, 0.25, lambda: now[0])
-    budget.spend("A", 9.0)
-    assert budget.wait_s("A") == 0
-    budget.spend("A", 5.0)
-    assert (budget.wait_s("A"), budget.wait_s("B")) == (16.0, 0.0)
-    now[0] = 16.0
-    assert budget.wait_s("A") == 0
-    now[0] = 100.0
-    budget.spend("B", 1.0)
-    assert list(budget._spent) == ["B"]
+def test_clients_take_turns_at_places() -> None:
+    """Who leaves while waiting, or with a place just given, does not keep it."""
+    order = list[str]()
+
+    async def take(places: Places, name: str) -> None:
+        async with places.place(name[0]):
+            order.append(name)
+            await asyncio.sleep(0)
+
+    async def all_of() -> None:
+        places = Places(1)
+        tasks = [asyncio.create_task(take(places, name)) for name in ("A1", "A2", "A3", "B1", "C1")]
+        await asyncio.sleep(0)
+        tasks.pop(1).cancel()
+        await asyncio.gather(*tasks)
+        given = asyncio.create_task(take(places, "D1"))
+        await asyncio.sleep(0)
+        given.cancel()
+        await take(places, "E1")
+
+    asyncio.run(all_of())
+    assert [name for name in order if name != "D1"] == ["A1", "B1", "C1", "A3", "E1"]

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 
-from offspec import Engine, SamplingParams, SpeculationParams
+from offspec import Constraint, Engine, SamplingParams, SpeculationParams
 from offspec.cli.server.openai_answers import Answer, Said
 from offspec.cli.server.openai_requests import parse, with_tools
-from offspec.cli.server.tools import CalledTools, Tools
+from offspec.cli.server.tools import CalledTools, Tools, tools_of
 from offspec.errors import TokenizerError, UsageError
+from offspec.text.grammar_library import MAX_BYTES
 from offspec.text.tokenizer import Tokenizer
 from offspec.text.tool_calls import (
     CLOSE,
@@ -423,7 +425,7 @@ def callers(models: Pair, tmp_path_factory: pytest.TempPathFactory) -> Generator
             file.write_text(json.dumps(json.loads(file.read_text()) | {"added_tokens_decoder": tags}))
             engine = stack.enter_context(Engine.load(str(folder), draft=str(models.draft), device="cpu"))
             assert engine.tokenizer.token_id(OPEN) == MARKER
-            found[is_special] = stack.enter_context(served(engine))[0]
+            found[is_special] = stack.enter_context(served(engine, tries=True))[0]
         yield found
 
 
@@ -474,11 +476,25 @@ def test_a_schema_that_cannot_be_used_binds_nothing_under_auto(callers: dict[boo
 
 def test_what_no_constraint_can_be_made_of_is_not_bound() -> None:
     tools, form = Tools([BROKEN, WEATHER]), ToolFormat("hermes", OPEN)
-    assert tools.looser_constraint(form, lambda constraint: False) is None
-    assert tools.looser_constraint(form, lambda constraint: True) == tools.constraint(form)
-    assert tools.looser_constraint(form, lambda constraint: "nothing" not in constraint.text) == tools.constraint(
-        form, ["broken"]
-    )
+
+    def looser(compiles: Callable[[Constraint], bool]) -> Constraint | None:
+        async def soon(constraint: Constraint) -> bool:
+            return compiles(constraint)
+
+        return asyncio.run(tools.looser_constraint(form, soon))
+
+    assert looser(lambda constraint: False) is None
+    assert looser(lambda constraint: True) == tools.constraint(form)
+    assert looser(lambda constraint: "nothing" not in constraint.text) == tools.constraint(form, ["broken"])
+
+
+@pytest.mark.parametrize("choice", ["auto", "required", {"type": "function", "function": {"name": "f"}}])
+def test_parameters_that_are_too_large_are_refused_before_anything_is_made_of_them(choice: Any) -> None:
+    tools = [tool(name, parameters={"properties": {"a" * (MAX_BYTES // 2): {}}}) for name in ("f", "g")]
+    assert tools_of({"tools": tools[:1], "tool_choice": choice}) is not None
+    assert tools_of({"tools": tools, "tool_choice": "none"}) is None
+    with refused(UsageError, "tools", MAX_BYTES, "fewer"):
+        tools_of({"tools": tools, "tool_choice": choice})
 
 
 def test_a_model_without_tools_says_so(pair: Pair) -> None:
