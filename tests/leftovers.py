@@ -21,7 +21,8 @@ from typing import Any
 
 WAIT_S = 20.0  # for the threads and processes of a test that were told to end
 # Threads that stay until the process ends, by the beginning of their names: kernels without OpenMP, and libraries' own.
-LASTING_THREADS = ("kernel_", "ray_", "tqdm")
+# Those of asyncio end with their loop, which has a thread of its own here.
+LASTING_THREADS = ("kernel_", "ray_", "tqdm", "asyncio_")
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
 # Variables that libraries set for good: pytest's own, and those of torch's compiler, which bitsandbytes imports.
 LASTING_VARIABLES = {

@@ -11,11 +11,12 @@ import secrets
 import signal
 import socket
 import threading
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import uvicorn
@@ -50,9 +51,13 @@ from .shelf import Loaded, Models, OneModel, Shelf, UnknownModelError
 MOST_BYTES = 32 * 2**20  # of a request
 MOST_BODIES_BYTES = 2 * MOST_BYTES  # of all requests being received
 MOST_CLIENT_BYTES = MOST_BYTES  # of those of one client
+# JSON of more bytes than SMALL_BODY is read for so long that everything else waits: for this share of the time at most.
+SMALL_BODY, LARGE_SHARE = 1 << 18, 0.2
+REFUSAL_S = 0.5  # before a body is refused: a client that sends it again at once would keep the server busy
 LLAMA_CPP, OLLAMA = llama_cpp.Infilling(), ollama.Ollama("chat")
 EMBEDDINGS: dict[str, ApiForm] = {"/v1/embeddings": Completions("text"), "/embedding": LLAMA_CPP}
 EMBEDDINGS |= {"/embeddings": LLAMA_CPP, "/api/embed": OLLAMA, "/api/embeddings": OLLAMA}
+T = TypeVar("T")
 Handler = Callable[[Request], Awaitable[Response]]
 
 
@@ -172,6 +177,7 @@ class Api:
     def __init__(self, models: Models, defaults: SamplingParams, given: Collection[str]) -> None:
         self._models, self._defaults, self._given = models, defaults, given
         self._bodies = Bodies(MOST_BODIES_BYTES, MOST_CLIENT_BYTES)
+        self._turn_of_large, self._large_may_begin_s = asyncio.Lock(), 0.0
 
     async def models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": list(map(self._described, self._models.list()))})
@@ -207,8 +213,7 @@ class Api:
 
     async def answer(self, request: Request, form: ApiForm) -> Response:
         async with self._told_of(form) as reading:
-            body = await self._json(request)
-            asked = form.request(body, self._defaults)
+            body, asked = await self._read(request, form)
         if reading.refusal is not None:
             return reading.refusal
         return await in_time(self._answered(request, form, body, asked), form.stream if asked.streams else None)
@@ -230,8 +235,7 @@ class Api:
         """Anthropic's count of a request's tokens, which the model does not read."""
         form = Messages()
         async with self._told_of(form) as reading:
-            body = await self._json(request)
-            asked = form.request(body, self._defaults)
+            body, asked = await self._read(request, form)
             async with self._models.using(body.get("model")) as loaded:
                 asked = loaded.service.with_tools(asked)
                 number = await loaded.service.count_tokens(asked, _client(request, asked.user))
@@ -291,8 +295,19 @@ class Api:
         except asyncio.CancelledError:
             reading.refusal = refusal(StoppingError(), form.error)
 
-    async def _json(self, request: Request) -> Any:
-        """The body as JSON. Raises UsageError, and TooLargeError for a body over its own or the common limit."""
+    async def _read(self, request: Request, form: ApiForm) -> tuple[Any, CompletionRequest]:
+        """The body as JSON, and what it asks for.
+
+        Raises UsageError, and TooLargeError for a body over its own or the common limit.
+        """
+
+        def parsed() -> tuple[Any, CompletionRequest]:
+            try:
+                body = parse_json(bytes(content))
+            except ValueError as exc:
+                raise UsageError(f"the request is not JSON ({exc})") from exc
+            return body, form.request(body, self._defaults)
+
         stated, content, client = request.headers.get("content-length", ""), bytearray(), _address(request)
         if stated.isdecimal() and len(stated) < 19 and int(stated) > MOST_BYTES:
             raise TooLargeError(413)
@@ -301,13 +316,25 @@ class Api:
                 if len(content) + len(part) > MOST_BYTES:
                     raise TooLargeError(413)
                 if not self._bodies.take(client, len(part)):
+                    self._bodies.give_back(client, len(content))
+                    content.clear()
+                    await asyncio.sleep(REFUSAL_S)
                     raise TooLargeError(503)
                 content += part
-            return parse_json(bytes(content))
-        except ValueError as exc:
-            raise UsageError(f"the request is not JSON ({exc})") from exc
+            return parsed() if len(content) <= SMALL_BODY else await self._large(parsed)
         finally:
             self._bodies.give_back(client, len(content))
+
+    async def _large(self, parsed: Callable[[], T]) -> T:
+        """The result of `parsed`, which takes long: one at a time, and all of them take LARGE_SHARE of the time."""
+        async with self._turn_of_large:
+            await asyncio.sleep(self._large_may_begin_s - time.monotonic())
+            began = time.monotonic()
+            try:
+                return await asyncio.to_thread(parsed)
+            finally:
+                now = time.monotonic()
+                self._large_may_begin_s = now + (now - began) * (1 / LARGE_SHARE - 1)
 
 
 def _client(request: Request, user: str = "") -> str:
