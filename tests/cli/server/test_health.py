@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,7 +25,8 @@ from offspec.text.tokenizer import Tokenizer
 
 from ...pair import Pair, variant
 from ...refusals import check_message
-from .serving import LONG_S, Client, Reply, served, until
+from ..conftest import finish, start
+from .serving import LONG_S, Client, Reply, port_of, served, until
 
 CPU = torch.device("cpu")
 TEXT = "/v1/completions"
@@ -133,3 +135,28 @@ def test_a_server_that_stops_says_so(engine: Engine) -> None:
     with watched(engine) as (client, service, _):
         service.stop()
         until(lambda: client.ask("GET", "/health").status == 503)
+
+
+BROKEN_PASSES = """
+from offspec.cli import main
+from offspec.errors import HardwareError
+from offspec.running import batch, passes
+def fail(*args):
+    raise HardwareError("the disk is gone")
+batch.run_pass = passes.run_pass = fail
+main.main()
+"""
+
+
+@pytest.mark.slow
+def test_a_supervisor_learns_of_it(pair: Pair) -> None:
+    args = ("serve", pair.target, "--draft", "none", "--device", "cpu", "--port", 0)
+    process = start(*args, program=("-c", BROKEN_PASSES))
+    try:
+        assert Client(port_of(process)).ask("POST", TEXT, BODY).status == 500
+    finally:
+        if sys.exc_info()[0] is not None:
+            process.kill()
+        result = finish(process, LONG_S)
+    assert result.code == 1
+    assert "the disk is gone" in result.err.splitlines()[-1]
