@@ -314,7 +314,7 @@ class Tokenizer:
         Raises ContextLengthError for a conversation of far more tokens than the limit, before encoding all of it.
         """
         if limit is not None:
-            self.check_messages(messages, limit)
+            self.check_messages([*messages, {"tools": json.dumps(list(tools), ensure_ascii=False)}], limit)
         chat = self.hide_special([*messages, {"tools": list(tools), "settings": dict(settings or {})}])
         *hidden, other = chat.messages
         text = self.render_chat(hidden, **other)

@@ -16,7 +16,7 @@ from offspec import Constraint, Engine, SamplingParams, SpeculationParams
 from offspec.cli.server.openai_answers import Answer, Said
 from offspec.cli.server.openai_requests import parse, with_tools
 from offspec.cli.server.tools import CalledTools, Tools, tools_of
-from offspec.errors import TokenizerError, UsageError
+from offspec.errors import ContextLengthError, TokenizerError, UsageError
 from offspec.text.grammar_library import MAX_BYTES
 from offspec.text.tokenizer import Tokenizer
 from offspec.text.tool_calls import (
@@ -495,6 +495,15 @@ def test_parameters_that_are_too_large_are_refused_before_anything_is_made_of_th
     assert tools_of({"tools": tools, "tool_choice": "none"}) is None
     with refused(UsageError, "tools", MAX_BYTES, "fewer"):
         tools_of({"tools": tools, "tool_choice": choice})
+
+
+def test_tools_that_are_too_long_for_the_context_are_not_rendered(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Tokenizer, "hide_special", None)
+    described = tool("f", description="word " * 10**5)
+    with refused(ContextLengthError, "tools", "limit", 100):
+        engine.tokenizer.encode_chat([USER], 100, tools=[described])
 
 
 def test_a_model_without_tools_says_so(pair: Pair) -> None:
