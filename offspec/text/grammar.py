@@ -119,10 +119,7 @@ class ConstraintCompiler:
         matcher = new_matcher(tokens, constraint, start)
         nbytes = max(_resident_bytes() - before, len(constraint.text))
         parser = GrammarConstraint(Start(matcher), self._vocabulary, NAMES[constraint.kind], gives_forced=False)
-        mask = parser.mask([])
-        if mask is not None and not mask.any():
-            raise UsageError(str(parser.dead_end([])))
-        return Start(matcher, nbytes, mask, time.perf_counter() - began)
+        return Start(matcher, nbytes, parser.mask([]), time.perf_counter() - began)
 
     def refuse(self, part: Part, message: str) -> None:
         """Remember why a part cannot be compiled."""

@@ -14,7 +14,7 @@ from offspec.scheduler.trees.constraint import MaskBits
 from offspec.scheduler.trees.token_tree import IntArray
 
 from ..errors import ConstraintError
-from .grammar_library import reason
+from .grammar_library import dead_end
 
 T = TypeVar("T")
 # A constraint, and rules in which `@answer` is its grammar; "" for that alone. One matcher follows it.
@@ -22,7 +22,6 @@ Part = tuple[Constraint, str]
 # CPU time of calls that take longer than SLOW_S is added up. Usual ones take microseconds; the library bounds each to
 # seconds.
 SLOW_S, MAX_SLOW_S = 0.005, 10.0
-NOTHING_FOLLOWS = "NoExtensionBias"  # the library's word for a dead end
 
 
 @dataclass(frozen=True)
@@ -170,8 +169,7 @@ class GrammarConstraint:
         """As in `TokenConstraint`."""
         at = len(self._text) + len(path)
         where = f"after {at} tokens of the answer" if at else "as the answer's first"
-        why = f" ({reason(self._error)})" if self._error not in ("", NOTHING_FOLLOWS) else ""
-        return ConstraintError(f"the {self._what} allows no token of this model {where}{why}; change it")
+        return ConstraintError(dead_end(self._what, where, self._error))
 
     def _is_after_end(self, path: Sequence[int]) -> bool:
         return self._has_ended or not self._final.isdisjoint(path)

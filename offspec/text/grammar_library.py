@@ -25,6 +25,7 @@ NAMES = {
 }
 MAX_BYTES = 1 << 18  # of a schema, grammar or regex: compiling a longer one takes seconds
 STACK_BYTES = 1 << 27  # the library's compiler recurses along chains of rules; 1 << 18 bytes of them need half of this
+NOTHING_FOLLOWS = "NoExtensionBias"  # the library's word for a dead end
 MAX_MESSAGE = 200  # characters of the library's message
 
 
@@ -43,13 +44,15 @@ def new_matcher(tokens: Any, constraint: Constraint, start: str = "") -> Any:
     """The library's matcher, whose first mask it has computed. tokens: the library's tokenizer.
 
     start: rules in which `@answer` is the constraint's own grammar; "" for that alone. Raises UsageError for a
-    constraint that cannot be compiled.
+    constraint that cannot be compiled, and for one that no token can begin.
     """
     grammar = _grammar(constraint)
     grammar = _within(start, grammar) if start else grammar
     matcher = _with_deep_stack(lambda: _matcher(tokens, grammar))
     if matcher.is_error():
         raise UsageError(f"the {NAMES[constraint.kind]} cannot be used: {reason(matcher.get_error())}")
+    if not any((first := matcher.deep_copy()).compute_bitmask()) or first.is_error():
+        raise UsageError(dead_end(NAMES[constraint.kind], "as the answer's first", first.get_error()))
     return matcher
 
 
@@ -110,6 +113,12 @@ def _with_deep_stack(work: Callable[[], T]) -> T:
             threading.stack_size(before)
     thread.join()
     return results[0]
+
+
+def dead_end(name: str, where: str, error: str) -> str:
+    """The message that no token may follow. error: the library's, if there is one."""
+    why = f" ({reason(error)})" if error not in ("", NOTHING_FOLLOWS) else ""
+    return f"the {name} allows no token of this model {where}{why}; change it"
 
 
 def reason(message: str) -> str:

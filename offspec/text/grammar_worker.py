@@ -82,16 +82,26 @@ def vocabulary(described: dict[str, Any]) -> Any:
     from llguidance import LLTokenizer
 
     import_module(LIBRARY)  # once, not in each fork
+    contents = [token.encode("latin-1") for token in described["tokens"]]
+    ids_of, longest = {content: number for number, content in enumerate(contents)}, max(map(len, contents))
 
     class Tokens:
         is_tokenizer_wrapper = True
         bos_token_id = None
         eos_token_id = described["eos"]
         special_token_ids = described["special"]
-        tokens = [token.encode("latin-1") for token in described["tokens"]]  # noqa: RUF012 (the library reads it so)
+        tokens = contents
 
         def __call__(self, text: str | bytes) -> list[int]:
-            return []  # it says which tokens are certain, which no trial asks
+            """Ids of the longest tokens: whether there are any is what matters, and the tokenizer is elsewhere."""
+            rest, ids = text if isinstance(text, bytes) else text.encode(), list[int]()
+            while rest:
+                size = next((size for size in range(min(longest, len(rest)), 0, -1) if rest[:size] in ids_of), 0)
+                if not size:
+                    return []
+                ids.append(ids_of[rest[:size]])
+                rest = rest[size:]
+            return ids
 
     tokens: Any = Tokens()
     return LLTokenizer(tokens, eos_token=described["final"])

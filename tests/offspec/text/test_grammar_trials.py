@@ -42,6 +42,7 @@ def test_a_trial_says_how_long_it_takes_or_what_is_wrong(trials: GrammarTrials) 
     assert 0 < answer(trials, DIGITS)["seconds"] < 10
     assert 0 < answer(trials, (DIGITS[0], "start: @answer"))["seconds"] < 10
     assert "regex cannot be used" in answer(trials, (Constraint.regex("("), ""))["error"]
+    assert "allows no token" in answer(trials, (Constraint.regex(r"[^\s\S]"), ""))["error"]
     assert "JSON schema" in answer(trials, (Constraint.json_schema("{"), ""))["error"]
 
 
