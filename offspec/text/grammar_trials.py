@@ -17,7 +17,7 @@ from .grammar_constraint import Part
 from .grammar_library import NAMES
 
 CAN_TRY = hasattr(os, "fork") and hasattr(socket, "send_fds")
-MOST_CPU_S = 3.0  # of a trial; the longest schemas take half a second
+MOST_CPU_S = 5.0  # of a trial; 4,000 properties, each with a pattern, take 2 s
 MOST_TRIAL_BYTES = 2**31  # of its address space
 
 
