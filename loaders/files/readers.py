@@ -26,7 +26,7 @@ from .os_errors import reason, remedy
 BLOCK_BYTES = 4096  # O_DIRECT needs offsets, lengths and addresses in multiples of this, on all common disks
 READ_BYTES = 8 * 2**20  # one read: large enough for full speed, small enough for quick cancellation
 HUGE_PAGE_BYTES = 2 * 2**20
-HEADER_BYTES, NUM_SAMPLES = 2**16, 32  # what is read to tell a changed file: other weights differ in nearly every block
+HEADER_BYTES, NUM_SAMPLES = 2**16, 8  # what is read to tell a changed file: other weights differ in nearly every block
 
 
 def align_down(number: int, multiple: int = BLOCK_BYTES) -> int:

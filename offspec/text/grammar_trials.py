@@ -33,7 +33,8 @@ class GrammarTrials:
         self._control, theirs = socket.socketpair()
         try:
             with theirs:
-                self._process = subprocess.Popen(command, stdin=theirs.fileno(), stdout=subprocess.DEVNULL)
+                silent: Any = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+                self._process = subprocess.Popen(command, stdin=theirs.fileno(), **silent)
             grammar_worker.send(self._control, vocabulary)
             if not self._control.recv(1):
                 raise OSError("it ended at its start")
