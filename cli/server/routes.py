@@ -255,7 +255,7 @@ class Api:
     async def encoded(self, request: Request, work: Callable[[Json, Engine], Json]) -> Response:
         """The result of `work` on a request's body, by the thread that encodes."""
         async with self._told_of(LLAMA_CPP) as reading:
-            body = object_of(await self._json(request))
+            body = await self._json(request, object_of)
             async with self._models.using(body.get("model")) as loaded:
                 service = loaded.service
                 content = await service.on_encoder(_client(request), partial(work, body, service.engine))
@@ -271,7 +271,7 @@ class Api:
 
     async def ollama_show(self, request: Request) -> Response:
         async with self._told_of(OLLAMA) as reading:
-            body = object_of(await self._json(request))
+            body = await self._json(request, object_of)
             name, loaded = self._models.checked(body.get("model") or body.get("name")), self._models.loaded
             context = loaded.service.engine.max_context if loaded is not None and loaded.name == name else None
             content = await asyncio.to_thread(ollama.show, name, self._models.paths[name], context)
@@ -296,17 +296,21 @@ class Api:
             reading.refusal = refusal(StoppingError(), form.error)
 
     async def _read(self, request: Request, form: ApiForm) -> tuple[Any, CompletionRequest]:
-        """The body as JSON, and what it asks for.
+        """The body as JSON, and what it asks for. Raises UsageError, and TooLargeError."""
+        return await self._json(request, lambda body: (body, form.request(body, self._defaults)))
+
+    async def _json(self, request: Request, made: Callable[[Any], T]) -> T:
+        """What is made of the body's JSON.
 
         Raises UsageError, and TooLargeError for a body over its own or the common limit.
         """
 
-        def parsed() -> tuple[Any, CompletionRequest]:
+        def parsed() -> T:
             try:
                 body = parse_json(bytes(content))
             except ValueError as exc:
                 raise UsageError(f"the request is not JSON ({exc})") from exc
-            return body, form.request(body, self._defaults)
+            return made(body)
 
         stated, content, client = request.headers.get("content-length", ""), bytearray(), _address(request)
         if stated.isdecimal() and len(stated) < 19 and int(stated) > MOST_BYTES:
