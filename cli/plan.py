@@ -88,14 +88,14 @@ Examples:
 @option(
     "--gpu",
     metavar="NAME",
-    help="Plan for this GPU by its data sheet (rtx4090, 4090, a100-80, ...), or by its memory, the rate of its memory "
-    "and, if it is not PCIe 4.0 x16, of its link: 12GiB,504GB/s,25GB/s.",
+    help="Plan for this GPU (rtx4090, 4090, a100-80, ...), or for one described by memory, its rate and the link's: "
+    "12GiB,504GB/s,25GB/s.",
 )
 @option(
     "--cpu",
     metavar="NAME",
-    help="Plan for this kind of computer beside --gpu, whose CPU computes a mixture's experts in RAM: desktop, "
-    "desktop-ddr4, workstation, server, or this (measured here). [default: desktop, with two channels of DDR5]",
+    help="Kind of computer beside --gpu, for a mixture's experts in RAM: desktop, desktop-ddr4, workstation, server, "
+    "or this (measured). [default: desktop, with two channels of DDR5]",
 )
 @option(
     "--ram-rate",

@@ -135,7 +135,7 @@ def test_a_head_is_trained_and_drafts(pair: Pair, offspec: Offspec, exits: Path,
     for draft in ("head:medusa", said["path"]):
         drafted = offspec("run", pair.target, "x", "--draft", draft, "--device", "cpu", "--max-new-tokens", 4, "--json")
         assert drafted.code == 0, drafted.err
-    planned = offspec("plan", pair.target, "--draft", said["path"])
+    planned = offspec("plan", pair.target, "--draft", said["path"], "-v")
     assert tells(planned.out, "head's weights")
     (prompts := tmp_path / "prompts.jsonl").write_text('{"prompt": "def area("}\n')
     few = ("--prompts", prompts, "--max-new-tokens", 6, "--device", "cpu", "--draft", "head", "--json")

@@ -32,7 +32,7 @@ def test_large_bodies_take_their_share_of_the_time(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(routes.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(routes.asyncio, "sleep", sleep)
     models: Any = None
-    asyncio.run(all_of(Api(models, SamplingParams())))
+    asyncio.run(all_of(Api(models, SamplingParams(), ())))
     for (began, ended), (next_began, _) in pairwise(times):
         assert ended - began == pytest.approx(LARGE_SHARE * (next_began - began))
 

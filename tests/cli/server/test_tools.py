@@ -17,6 +17,7 @@ from offspec.cli.server.openai_answers import Answer, Said
 from offspec.cli.server.openai_requests import parse, with_tools
 from offspec.cli.server.tools import CalledTools, Tools, tools_of
 from offspec.errors import ContextLengthError, TokenizerError, UsageError
+from offspec.text.context_limit import ContextLimit
 from offspec.text.grammar_library import MAX_BYTES
 from offspec.text.tokenizer import Tokenizer
 from offspec.text.tool_calls import (
@@ -502,8 +503,8 @@ def test_tools_that_are_too_long_for_the_context_are_not_rendered(
 ) -> None:
     monkeypatch.setattr(Tokenizer, "hide_special", None)
     described = tool("f", description="word " * 10**5)
-    with refused(ContextLengthError, "tools", "limit", 100):
-        engine.tokenizer.encode_chat([USER], 100, tools=[described])
+    with refused(ContextLengthError, "more than 400 tokens", 100):
+        engine.tokenizer.encode_chat([USER], ContextLimit(100, 100), tools=[described])
 
 
 def test_a_model_without_tools_says_so(pair: Pair) -> None:
