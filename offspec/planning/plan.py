@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -321,7 +321,8 @@ def make_plan(
     """
     wanted = min(options.prompt + options.answer_tokens, target.config.longest_alike(options.prompt + 1))
     if options.context is None and wanted:
-        return _plan_for_request(wanted, target, features, limits, options, program_bytes)
+        make = partial(make_plan, target, features, limits, program_bytes=program_bytes)
+        return _plan_for_request(wanted, options, make)
     demand = Demand(target, tuple(features), limits, options, program_bytes)
     if options.kv_cache != AUTO:
         return _plan_in_room(replace(demand, target=target.with_kv(KV_FORMATS[options.kv_cache])))
@@ -335,16 +336,11 @@ def make_plan(
     return _with_residents_back(plan)
 
 
-def _plan_for_request(
-    wanted: int,
-    target: ModelFiles,
-    features: Sequence[MemoryUser],
-    limits: Limits,
-    options: MemoryOptions,
-    program_bytes: int,
-) -> Plan:
-    """The default plan, or if its context is shorter than `wanted`, as if that had been asked for."""
-    make = partial(make_plan, target, features, limits, program_bytes=program_bytes)
+def _plan_for_request(wanted: int, options: MemoryOptions, make: Callable[..., Plan]) -> Plan:
+    """The default plan, or if its context is shorter than `wanted`, as if that had been asked for.
+
+    make: `make_plan` for other `options`.
+    """
     usual = make(options=replace(options, prompt=0, answer_tokens=0))
     if usual.context >= wanted:
         return usual
