@@ -157,7 +157,7 @@ def command(
     from offspec import Session
 
     drops_oldest = settings["when_full"] == "drop"
-    session = Session(engine, system, drops_oldest=drops_oldest, tell=partial(_note, quiet=quiet))
+    session = Session(engine, system, drops_oldest=drops_oldest, notify=partial(_note, quiet=quiet))
     on_terminal = sys.stdin is not None and sys.stdin.isatty() and sys.stdout.isatty()
     kept = KeptChat(chats_folder()) if on_terminal and autosave else None
     chat = Chat(session, settings, kept, marks=color_accepted and shows_colors(), quiet=quiet, verbose=verbose)

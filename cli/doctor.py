@@ -58,9 +58,9 @@ def command(device: str, path: Path | None, quick: bool, as_json: bool, quiet: b
 
     shows_progress = not quiet and not quick and is_watched()
 
-    def progress(what: str) -> None:
+    def progress(step: str) -> None:
         if shows_progress:
-            show_line(f"measuring {what} ...")
+            show_line(f"measuring {step} ...")
 
     try:
         diagnosis = diagnose(device, path, quick=quick, progress=progress)
@@ -73,25 +73,25 @@ def command(device: str, path: Path | None, quick: bool, as_json: bool, quiet: b
         click.echo(table(diagnosis, min(shutil.get_terminal_size().columns, MAX_COLUMNS)))
 
 
-def table(found: Diagnosis, columns: int) -> str:
+def table(diagnosis: Diagnosis, columns: int) -> str:
     """Facts, rates and advice, in lines of at most `columns` columns (but at least 20)."""
-    facts, rates = _facts(found), _rates(found)
+    facts, rates = _facts(diagnosis), _rates(diagnosis)
     label_columns = max(len(label) for label, *_ in facts + rates) + 2
     lines = [line for row in facts for line in _lines(row, label_columns, columns)]
-    if found.hardware.rates.sources:
+    if diagnosis.hardware.rates.sources:
         lines += ["", "Measured"]
         lines += [line for row in rates for line in _lines(row, label_columns, columns)]
-    if found.advice:
+    if diagnosis.advice:
         lines += ["", "Advice"]
-        lines += [line for text in found.advice for line in _wrapped("- ", with_flags(text), 2, columns)]
-    return "\n".join([*lines, "", *_verdict(found, columns)])
+        lines += [line for text in diagnosis.advice for line in _wrapped("- ", with_flags(text), 2, columns)]
+    return "\n".join([*lines, "", *_verdict(diagnosis, columns)])
 
 
-def _verdict(found: Diagnosis, columns: int) -> list[str]:
+def _verdict(diagnosis: Diagnosis, columns: int) -> list[str]:
     """Whether this machine is ready, and what to do."""
-    if not found.to_do:
+    if not diagnosis.to_do:
         return ["Ready. Next:", *_wrapped("  ", FIRST_COMMAND, 4, columns)]
-    return [line for text in found.to_do for line in _wrapped("To do: ", with_flags(text), 2, columns)]
+    return [line for text in diagnosis.to_do for line in _wrapped("To do: ", with_flags(text), 2, columns)]
 
 
 def _lines(row: Fact, label_columns: int, columns: int) -> list[str]:
@@ -108,35 +108,37 @@ def _wrapped(start: str, text: str, indent: int, columns: int) -> list[str]:
     )
 
 
-def _facts(found: Diagnosis) -> list[Fact]:
-    h = found.hardware
+def _facts(diagnosis: Diagnosis) -> list[Fact]:
+    h = diagnosis.hardware
     ram = f"{format_size(h.ram.total_bytes)}, {format_size(h.ram.available_bytes)} available"
     cores = f"{h.num_cores} core{'s' if h.num_cores > 1 else ''}"
-    bitsandbytes = f"bitsandbytes {found.bitsandbytes_version or 'missing'}"
+    bitsandbytes = f"bitsandbytes {diagnosis.bitsandbytes_version or 'missing'}"
     rows = [
         ("RAM", ram, h.ram.limit),
-        ("CPU", ", ".join(filter(None, (h.cpu_name, cores, found.instructions))), h.cores_limit),
-        _gpu(found),
+        ("CPU", ", ".join(filter(None, (h.cpu_name, cores, diagnosis.instructions))), h.cores_limit),
+        _gpu(diagnosis),
     ]
-    if found.disk is not None:
-        free = f"{format_size(found.disk.free_bytes)} free"
-        rows.append(("disk", f"{found.disk.file_system} on {found.disk.device}, {free}", str(found.disk.path)))
+    if diagnosis.disk is not None:
+        free = f"{format_size(diagnosis.disk.free_bytes)} free"
+        rows.append(
+            ("disk", f"{diagnosis.disk.file_system} on {diagnosis.disk.device}, {free}", str(diagnosis.disk.path))
+        )
     else:
-        rows.append(("disk", "unknown", found.disk_reason))
-    return [*rows, ("software", f"offspec {__version__}, torch {found.torch_version}, {bitsandbytes}", "")]
+        rows.append(("disk", "unknown", diagnosis.disk_reason))
+    return [*rows, ("software", f"offspec {__version__}, torch {diagnosis.torch_version}, {bitsandbytes}", "")]
 
 
-def _gpu(found: Diagnosis) -> Fact:
-    gpu = found.hardware.gpu
+def _gpu(diagnosis: Diagnosis) -> Fact:
+    gpu = diagnosis.hardware.gpu
     if gpu is None:
-        return "GPU", "none used", "--device cpu" if found.device_reason == "as asked" else found.device_reason
+        return "GPU", "none used", "--device cpu" if diagnosis.device_reason == "as asked" else diagnosis.device_reason
     capability = "compute capability {}.{}".format(*gpu.capability)
     memory = f"{format_size(gpu.total_bytes)}, {format_size(gpu.free_bytes)} free"
-    return "GPU", f"{gpu.name}, {memory}, {capability}", f"{found.device}, {found.device_reason}"
+    return "GPU", f"{gpu.name}, {memory}, {capability}", f"{diagnosis.device}, {diagnosis.device_reason}"
 
 
-def _rates(found: Diagnosis) -> list[Fact]:
-    rates, sources = found.hardware.rates, found.hardware.rates.sources
+def _rates(diagnosis: Diagnosis) -> list[Fact]:
+    rates, sources = diagnosis.hardware.rates, diagnosis.hardware.rates.sources
     how = sources.get("matmul_flops", "")
     matmul = ", ".join(f"{format_quantity(flops, 'FLOP/s')} at {n}" for n, flops in rates.matmul_flops.items())
     return [
@@ -144,7 +146,7 @@ def _rates(found: Diagnosis) -> list[Fact]:
         ("link", _rate(rates.host_to_device_bytes_per_s, "B/s"), sources.get("host_to_device_bytes_per_s", "")),
         ("memory", _rate(rates.memory_bytes_per_s, "B/s"), sources.get("memory_bytes_per_s", "")),
         ("matmul", matmul or "-", f"tokens at once; {how}" if matmul else how),
-        *(_product(rate) for rate in found.products),
+        *(_product(rate) for rate in diagnosis.products),
         ("NF4", _rate(rates.dequantise_elements_per_s, " weights/s"), sources.get("dequantise_elements_per_s", "")),
     ]
 

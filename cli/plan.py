@@ -135,9 +135,9 @@ def command(
         raise click.UsageError(f"--gpu {gpu} and --device {loading.device} both name the device; omit one.")
     from offspec.tools.forecast import Assumptions, make_forecast
 
-    def progress(what: str) -> None:
+    def progress(step: str) -> None:
         if is_watched() and not quiet:
-            show_line(f"measuring {what}" if what else "")
+            show_line(f"measuring {step}" if step else "")
 
     assumptions = Assumptions(gpu, form, disk_rate, cpu, ram_rate)
     forecast = make_forecast(loading, assumptions, drafts=draft, widths=WIDTHS, progress=progress)
@@ -226,9 +226,9 @@ def _other_programs(forecast: Forecast) -> list[str]:
     times, is_mixture = rate / forecast.compared_tokens_per_s, forecast.plan.experts is not None
     if times < (1 / LEAST_TIMES_AS_FAST if is_mixture else LEAST_TIMES_AS_FAST):
         return [f"llama.cpp{where}: {about}."]
-    what = "offspec" if forecast.plan.placement.streamed else "offspec without one"
+    reference = "offspec" if forecast.plan.placement.streamed else "offspec without one"
     unmeasured = ", whose figure was not measured on a card" if is_mixture else ""
-    return [f"Use llama.cpp{where}: {about}, {times:.1f} times as many as {what}{unmeasured}."]
+    return [f"Use llama.cpp{where}: {about}, {times:.1f} times as many as {reference}{unmeasured}."]
 
 
 def _speed(forecast: Forecast) -> list[str]:
@@ -377,8 +377,8 @@ def _sources(forecast: Forecast) -> list[str]:
         ("Tokens per pass", (each.source for each in forecast.prospects)),
         ("Their ranges over prompts", (each.range_source for each in forecast.prospects)),
     ):
-        lines += [f"{name}:"] if (told := list(dict.fromkeys(filter(None, sources)))) else []
-        lines += [line for source in told for line in _wrapped(source)]
+        lines += [f"{name}:"] if (distinct := list(dict.fromkeys(filter(None, sources)))) else []
+        lines += [line for source in distinct for line in _wrapped(source)]
     return lines
 
 

@@ -463,11 +463,11 @@ def _alone(argument: str) -> tuple[str, str | None]:
     return named, argument
 
 
-def _cached(engine: Engine, file: Path, tell: Callable[[str], None]) -> PromptCache:
+def _cached(engine: Engine, file: Path, notify: Callable[[str], None]) -> PromptCache:
     """Raises UsageError for a file of something else."""
     from offspec import PromptCache
 
-    return PromptCache(engine, file, tell)
+    return PromptCache(engine, file, notify)
 
 
 def _stream(engine: Engine, steps: Generator[Step, None, None], *, marks: bool) -> Step:
@@ -542,10 +542,10 @@ def _tell_cut(engine: Engine, last: Step, params: SamplingParams) -> None:
 
 
 def _answer(
-    engine: Engine, prompt: Sequence[int], found: Iterable[Step], params: SamplingParams
+    engine: Engine, prompt: Sequence[int], generated: Iterable[Step], params: SamplingParams
 ) -> tuple[Answer, Step]:
     """The answer to one request as a JSON object, and its last step."""
-    steps = list(found)
+    steps = list(generated)
     last = steps[-1]
     if last.finish_reason != INTERRUPTED:
         engine.learn(last.stats)

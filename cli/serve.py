@@ -169,19 +169,19 @@ def command(
     _check_origins(cors, api_key)
     shelf_paths = {} if models is None else _models_in(models, loading, alias)
     server = Server(sampling, given_sampling(speculation), api_key, alias, host, cors, page, quiet, verbose)
-    tell = (lambda line: None) if quiet else _log
+    notify = (lambda line: None) if quiet else _log
     with listening(host, port) as sock:  # before the model is loaded
 
         def service_of(engine: Engine) -> Service:
             from .server.service import Service
 
-            return Service(engine, speculation, most_waiting=max_queue, most_texts=parallel, tell=tell)
+            return Service(engine, speculation, most_waiting=max_queue, most_texts=parallel, notify=notify)
 
         if models is not None:
             from .server.shelf import Shelf
 
             make = partial(_service_in, loading=loading, service_of=service_of)
-            with closing(Shelf(shelf_paths, make, tell)) as shelf:
+            with closing(Shelf(shelf_paths, make, notify)) as shelf:
                 server.run(shelf, sock, f"{len(shelf_paths)} models of {models} are")
             return
         engine = load_engine(loading, quiet=quiet, verbose=verbose)
@@ -260,11 +260,11 @@ def _models_in(folder: Path, loading: LoadOptions, alias: str | None) -> dict[st
         raise UsageError("--models serves a folder's models by their names; omit MODEL and --alias, or --models")
     if loading.learn:
         raise UsageError("--learn trains one model's draft; omit it, or --models")
-    found = models_in(folder)
-    for each in found:
+    models = models_in(folder)
+    for each in models:
         if each.fault:
             click.echo(f"offspec: {each.path.name} is not served: {with_flags(each.fault)}", err=True)
-    names = {_name_in(folder, each.path): each.path for each in found if not each.fault}
+    names = {_name_in(folder, each.path): each.path for each in models if not each.fault}
     if not names:
         raise UsageError(f"{folder} has no model that runs; offspec models list {folder} says why")
     return names

@@ -101,10 +101,10 @@ class TrainingLine:
         self._line = ProgressLine()
         self._what, self._left = "", TimeLeft()
 
-    def __call__(self, what: str, done: int, total: int) -> None:
-        if what != self._what:
-            self._what, self._left = what, TimeLeft()
-        self._line.show(f"{what}: {done} of {total}{self._left(time.monotonic(), done, total)}")
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        if stage != self._what:
+            self._what, self._left = stage, TimeLeft()
+        self._line.show(f"{stage}: {done} of {total}{self._left(time.monotonic(), done, total)}")
 
     def clear(self) -> None:
         self._line.clear()

@@ -166,13 +166,13 @@ class _Counter:
     """Counts the converted bytes of the source."""
 
     total: int
-    tell: Progress | None
+    progress: Progress | None
     done: int = 0
 
     def add(self, nbytes: int) -> None:
         self.done += nbytes
-        if self.tell is not None:
-            self.tell(self.done, self.total)
+        if self.progress is not None:
+            self.progress(self.done, self.total)
 
 
 # ------------------------------------------------------------------------------------------------------- before work

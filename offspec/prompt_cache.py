@@ -45,8 +45,8 @@ REWRITTEN_SHARE = 4
 class PromptCache:
     """A file with the KV entries of a text's beginning, used by one engine at a time."""
 
-    def __init__(self, engine: Engine, path: Path, tell: Callable[[str], None] = lambda text: None) -> None:
-        """tell(text): gets a line when the file is used, written or ignored.
+    def __init__(self, engine: Engine, path: Path, notify: Callable[[str], None] = lambda text: None) -> None:
+        """notify(text): gets a line when the file is used, written or ignored.
 
         Raises UsageError for a file of something else, and for an engine without files or with an early exit.
         """
@@ -59,7 +59,7 @@ class PromptCache:
             )
         check_replaceable(path)
         self.path = path
-        self._engine, self._tell = engine, tell
+        self._engine, self._notify = engine, notify
 
     def generate(
         self, prompt: Prompt, params: SamplingParams | None = None, speculation: SpeculationParams | None = None
@@ -87,7 +87,7 @@ class PromptCache:
                     message = self._written(caches, len(text))
             yield from steps
         if message is not None:
-            self._tell(message)  # not in the middle of the text
+            self._notify(message)  # not in the middle of the text
 
     def read(self, caches: TextCaches, text: Sequence[int]) -> int:
         """Begin `caches` with the longest beginning of `text` in the file; returns its number of tokens, or 0."""
@@ -96,7 +96,7 @@ class PromptCache:
         try:
             return self._read(caches, text)
         except CheckpointError as exc:
-            self._tell(f"{exc}; it is ignored")
+            self._notify(f"{exc}; it is ignored")
             return 0
 
     def _read(self, caches: TextCaches, text: Sequence[int]) -> int:
@@ -110,7 +110,7 @@ class PromptCache:
         if number < kept[TARGET].least_cut(len(stored_tokens)):
             number = 0
         if number < WORTHWHILE:
-            self._tell(
+            self._notify(
                 f"{self.path} has {len(stored_tokens)} tokens, and the prompt begins otherwise; it is scored as usual"
             )
             return 0
@@ -119,13 +119,13 @@ class PromptCache:
         caches.rewind(text[:1])
         file.load(kept, number)
         caches.text = list(text[:number])
-        self._tell(f"{number} of the prompt's {len(text)} tokens are in {self.path}")
+        self._notify(f"{number} of the prompt's {len(text)} tokens are in {self.path}")
         return number
 
     def write(self, caches: TextCaches, num_tokens: int) -> None:
         """Write the first entries of a text, unless it is short. A file that cannot be written is told."""
         if (note := self._written(caches, num_tokens)) is not None:
-            self._tell(note)
+            self._notify(note)
 
     def _written(self, caches: TextCaches, num_tokens: int) -> str | None:
         """`write`; returns what there is to tell."""

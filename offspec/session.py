@@ -72,12 +72,12 @@ class Session:
         system: str | None = None,
         *,
         drops_oldest: bool = True,
-        tell: Callable[[str], None] = lambda text: None,
+        notify: Callable[[str], None] = lambda text: None,
     ) -> None:
         """Raises TokenizerError if the model has no chat template, or one that refuses a system message."""
         engine.tokenizer.check_chat_template()
         self.engine, self.drops_oldest, self.turns = engine, drops_oldest, list[Turn]()
-        self._tell = tell
+        self._notify = notify
         self._system: str | None = None
         self._caches = lasting_caches(engine)
         self._lock = RLock()  # guards the turns
@@ -171,7 +171,7 @@ class Session:
             turn.num_dropped += number
             ids = self.encode([*before[turn.num_dropped :], turn])
             turns_left_out = "turn" if number == 1 else f"{number} turns"
-            self._tell(
+            self._notify(
                 f"the context of {limit} tokens is full; the oldest {turns_left_out} will be left out from now on"
             )
         return ids
@@ -220,7 +220,7 @@ class Session:
             try:
                 self._entries(path).write(self._caches, min(self._caches.target.length, len(self._caches.text)))
             except OffspecError as exc:
-                self._tell(f"the KV entries are not kept: {exc}")
+                self._notify(f"the KV entries are not kept: {exc}")
 
     def load(self, path: str | PathLike[str]) -> dict[str, Any]:
         """Replace this conversation by a saved one. Returns the saved settings.
@@ -239,12 +239,12 @@ class Session:
                 try:
                     self._entries(path).read(self._caches, self.encode([*saved.turns, Turn("?")]))
                 except OffspecError as exc:
-                    self._tell(f"{exc}; the conversation is scored again")
+                    self._notify(f"{exc}; the conversation is scored again")
         return saved.settings
 
     def _entries(self, path: str | PathLike[str]) -> PromptCache:
         """Raises UsageError for a draft that splits the target's entries, and for a file of something else."""
-        return PromptCache(self.engine, entries_path(path), self._tell)
+        return PromptCache(self.engine, entries_path(path), self._notify)
 
     def _take_over(self, saved: Saved) -> None:
         system, self.system = self.system, saved.system

@@ -48,11 +48,11 @@ def max_nodes(device_type: str) -> int:
     return CPU_MAX_NODES if device_type == "cpu" else MAX_NODES
 
 
-def check_names(where: str, given: Iterable[str], known: Sequence[str]) -> None:
+def check_names(where: str, given: Iterable[str], names: Sequence[str]) -> None:
     """Raises UsageError for a name that is not known, with the nearest one. where: what has no such setting."""
-    if unknown := [name for name in given if name not in known]:
-        near = get_close_matches(unknown[0], known, n=1)
-        meant = f"did you mean {near[0]}?" if near else f"choose from {', '.join(known)}"
+    if unknown := [name for name in given if name not in names]:
+        near = get_close_matches(unknown[0], names, n=1)
+        meant = f"did you mean {near[0]}?" if near else f"choose from {', '.join(names)}"
         raise UsageError(f"{where} has no setting {unknown[0]!r}; {meant}")
 
 

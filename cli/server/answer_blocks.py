@@ -36,10 +36,10 @@ class Block:
     def arguments(self) -> Json | None:
         """Of a call; None for what is no call, or one that a limit has cut."""
         try:
-            found = json.loads(self.text or "{}") if self.kind == "call" else None
+            parsed = json.loads(self.text or "{}") if self.kind == "call" else None
         except ValueError:
             return None
-        return found if isinstance(found, dict) else None
+        return parsed if isinstance(parsed, dict) else None
 
 
 @dataclass(frozen=True)

@@ -44,8 +44,8 @@ class Infilling:
         prefix, prompt, suffix = (field_of(body, name, str, "a string") or "" for name in names)
         text = {**body, **dict.fromkeys(OTHERS), "prompt": prefix + prompt}
         is_read_only = field_of(body, "n_predict", int, "a whole number") == 0
-        asked = parse("text", {**text, "n_predict": 1} if is_read_only else text, defaults)
-        return replace(asked, infill=Infill(suffix, _extra(body)), omits_answer=is_read_only)
+        completion = parse("text", {**text, "n_predict": 1} if is_read_only else text, defaults)
+        return replace(completion, infill=Infill(suffix, _extra(body)), omits_answer=is_read_only)
 
     def answer(
         self, body: Json, request: CompletionRequest, model: str, prompts: Sequence[Sequence[int]], tokenizer: Tokenizer
@@ -72,20 +72,20 @@ class InfillAnswer:
 
     end = ""
 
-    def __init__(self, body: Json, asked: CompletionRequest, model: str, prompt: str) -> None:
-        self._asked, self._text = asked, ""
+    def __init__(self, body: Json, completion: CompletionRequest, model: str, prompt: str) -> None:
+        self._completion, self._text = completion, ""
         self._fields = body.get("response_fields")
-        self._facts = {"model": model, "prompt": prompt, "generation_settings": settings(asked.params)}
+        self._facts = {"model": model, "prompt": prompt, "generation_settings": settings(completion.params)}
 
     def whole(self, answers: Sequence[Said]) -> Json:
-        (said,) = answers
-        text = "" if self._asked.omits_answer else said.text
-        return self._selected({**self._end(said), "content": text, "has_new_line": "\n" in text})
+        (chunk,) = answers
+        text = "" if self._completion.omits_answer else chunk.text
+        return self._selected({**self._end(chunk), "content": text, "has_new_line": "\n" in text})
 
     def parts(self, index: int, passage: Said, *, is_first: bool) -> list[Json]:
         """The part of a pass; an answer's last one has no text, and the figures."""
         parts = list[Json]()
-        if passage.text and not self._asked.omits_answer:
+        if passage.text and not self._completion.omits_answer:
             self._text += passage.text
             parts.append({**_counts(passage.figures), "content": passage.text, "stop": False})
         if passage.finish_reason is not None:
@@ -102,14 +102,14 @@ class InfillAnswer:
     def event(self, part: Json) -> str:
         return f"data: {json.dumps(part)}\n\n"
 
-    def _end(self, said: Said) -> Json:
-        figures = said.figures
+    def _end(self, chunk: Said) -> Json:
+        figures = chunk.figures
         return {
             **_counts(figures),
             **self._facts,
             "stop": True,
-            "stop_type": STOP_TYPES.get(said.finish_reason or "", "none"),
-            "stopping_word": said.stopped or "",
+            "stop_type": STOP_TYPES.get(chunk.finish_reason or "", "none"),
+            "stopping_word": chunk.stopped or "",
             "truncated": False,
             "tokens_cached": figures["num_prompt_tokens"] - figures["num_prefilled_tokens"],
             "timings": _timings(figures),
@@ -120,8 +120,8 @@ class InfillAnswer:
         """Those values that `response_fields` names by their paths; all if it is omitted."""
         if not isinstance(self._fields, list) or not self._fields:
             return part
-        found = {path: _at(part, path.split("/")) for path in self._fields if isinstance(path, str)}
-        return {path: value for path, value in found.items() if value is not None}
+        selected = {path: _at(part, path.split("/")) for path in self._fields if isinstance(path, str)}
+        return {path: value for path, value in selected.items() if value is not None}
 
 
 def _at(value: Any, path: Sequence[str]) -> Any:

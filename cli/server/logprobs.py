@@ -54,25 +54,25 @@ def _described(token: int, value: float, texts: TokenTexts) -> Json:
     return {"token": texts.text(token), "logprob": max(value, LEAST), "bytes": list(texts.content(token))}
 
 
-def of_text(found: Sequence[tuple[int, TokenLogprob | None, str]], texts: TokenTexts, offset: int) -> Json:
+def of_text(scored: Sequence[tuple[int, TokenLogprob | None, str]], texts: TokenTexts, offset: int) -> Json:
     """`logprobs` of a text completion's choice, or of a part of it, which begins at `offset` of its text.
 
-    found: tokens, their log-probabilities (None of a prompt's first), and the text that became final with each.
+    scored: tokens, their log-probabilities (None of a prompt's first), and the text that became final with each.
     """
-    logprobs = [each for _, each, _ in found]
-    starts = list(accumulate((len(text) for *_, text in found), initial=offset))[: len(found)]
+    logprobs = [each for _, each, _ in scored]
+    starts = list(accumulate((len(text) for *_, text in scored), initial=offset))[: len(scored)]
     return {
-        "tokens": [_name(token, texts) for token, *_ in found],
+        "tokens": [_name(token, texts) for token, *_ in scored],
         "token_logprobs": [None if each is None else max(each.logprob, LEAST) for each in logprobs],
         "top_logprobs": [None if each is None else _likeliest(each, texts) for each in logprobs],
         "text_offset": starts,
     }
 
 
-def _likeliest(found: TokenLogprob, texts: TokenTexts) -> Json:
+def _likeliest(scored: TokenLogprob, texts: TokenTexts) -> Json:
     """The likeliest tokens and the text's own. Of tokens with one text, the likeliest."""
     named: Json = {}
-    for token, value in (*found.likeliest, (found.token, found.logprob)):
+    for token, value in (*scored.likeliest, (scored.token, scored.logprob)):
         named.setdefault(_name(token, texts), max(value, LEAST))
     return named
 

@@ -23,12 +23,12 @@ def template_of(tokenizer: Tokenizer) -> str:
 
 def capabilities(tokenizer: Tokenizer) -> list[str]:
     """What the model can do, in Ollama's words."""
-    found = ["completion"]
+    names = ["completion"]
     for name, format_of in (("tools", ToolFormat.of), ("insert", InfillTokens.of)):
         try:
             format_of(tokenizer)
         except TokenizerError:
             continue
-        found.append(name)
+        names.append(name)
     has_template = bool(template_of(tokenizer))
-    return [*found, "thinking"] if has_template and ThinkingStyle.of([], tokenizer) is not None else found
+    return [*names, "thinking"] if has_template and ThinkingStyle.of([], tokenizer) is not None else names

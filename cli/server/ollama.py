@@ -65,8 +65,8 @@ class Ollama:
         if is_text or not messages:
             number = (body.get("top_logprobs") or 0) if body.get("logprobs") else None
             text = {"prompt": body.get("prompt", ""), "suffix": body.get("suffix"), "logprobs": number}
-            asked = parse("text", {**common, **text}, defaults)
-            return asked if messages else replace(asked, prompts=[])
+            completion = parse("text", {**common, **text}, defaults)
+            return completion if messages else replace(completion, prompts=[])
         chat = {**common, **_thinking(body), "messages": messages}
         chat |= {name: body.get(name) for name in ("tools", "logprobs", "top_logprobs")}
         return parse("chat", chat, defaults)
@@ -120,13 +120,13 @@ def _messages(body: Json) -> list[Json]:
 def _options(body: Json) -> Json:
     options = field_of(body, "options", dict, "an object") or {}
     refuse_fields(options, NOT_FOLLOWED_OPTIONS)
-    found = {ours: options[theirs] for theirs, ours in OPTIONS.items() if theirs in options}
+    renamed = {ours: options[theirs] for theirs, ours in OPTIONS.items() if theirs in options}
     for name in ("top_k", "seed", "max_tokens"):
-        if isinstance(value := found.get(name), float) and value.is_integer():
-            found[name] = int(value)
-    if found.get("max_tokens") == -2:  # up to the end of the context
-        found["max_tokens"] = -1
-    return found
+        if isinstance(value := renamed.get(name), float) and value.is_integer():
+            renamed[name] = int(value)
+    if renamed.get("max_tokens") == -2:  # up to the end of the context
+        renamed["max_tokens"] = -1
+    return renamed
 
 
 def _format(body: Json) -> Json:
@@ -172,20 +172,20 @@ class OllamaAnswer:
     def whole(self, answers: Sequence[Said]) -> Json:
         if self._only_loads:
             return self._loaded()
-        (said,) = answers
-        blocks = [Block("text", said.text)] if self._blocks is None else self._blocks.whole(said)
-        return {**self._told(blocks), **self._logprobs(said), **_end(said)}
+        (chunk,) = answers
+        blocks = [Block("text", chunk.text)] if self._blocks is None else self._blocks.whole(chunk)
+        return {**self._told(blocks), **self._logprobs(chunk), **_end(chunk)}
 
     def parts(self, index: int, passage: Said, *, is_first: bool) -> list[Json]:
         """The parts of a pass; an answer's last one has no text, and the figures."""
-        found = [self._told([block]) for block in self._said(passage)]
-        if (scores := self._logprobs(passage)) and not found:
-            found.append(self._told([]))  # the text of these tokens is held back
+        lines = [self._told([block]) for block in self._said(passage)]
+        if (scores := self._logprobs(passage)) and not lines:
+            lines.append(self._told([]))  # the text of these tokens is held back
         if scores:
-            found[0] |= scores
+            lines[0] |= scores
         if passage.finish_reason is not None:
-            found.append({**self._told([]), **_end(passage)})
-        return found
+            lines.append({**self._told([]), **_end(passage)})
+        return lines
 
     def last_parts(self) -> list[Json]:
         return [self._loaded()] if self._only_loads else []
@@ -224,15 +224,15 @@ class OllamaAnswer:
     def _loaded(self) -> Json:
         return {**self._told([]), "done": True, "done_reason": "load"}
 
-    def _logprobs(self, said: Said) -> Json:
-        if self._texts is None or not said.logprobs:
+    def _logprobs(self, chunk: Said) -> Json:
+        if self._texts is None or not chunk.logprobs:
             return {}
-        return {"logprobs": logprobs.of_chat(said.logprobs, self._texts)["content"]}
+        return {"logprobs": logprobs.of_chat(chunk.logprobs, self._texts)["content"]}
 
 
-def _end(said: Said) -> Json:
+def _end(chunk: Said) -> Json:
     """The last part's figures; durations are in nanoseconds."""
-    figures = said.figures
+    figures = chunk.figures
     first_s, later_s = figures["prefill_s"], figures["decode_s"]
     seconds = {
         "total_duration": figures["ttft_s"] + later_s,
@@ -241,7 +241,7 @@ def _end(said: Said) -> Json:
     }
     return {
         "done": True,
-        "done_reason": FINISHES[said.finish_reason],
+        "done_reason": FINISHES[chunk.finish_reason],
         **{name: round(NANOSECONDS * value) for name, value in seconds.items()},
         "load_duration": 0,
         "prompt_eval_count": figures["num_prompt_tokens"],

@@ -75,80 +75,80 @@ class Said:
         )
 
 
-def mean_logprob(said: Said) -> float:
+def mean_logprob(chunk: Said) -> float:
     """The mean log-probability of an answer's tokens, by which `best_of` chooses; an empty answer comes last."""
-    return sum(each.logprob for each in said.logprobs) / len(said.logprobs) if said.logprobs else -math.inf
+    return sum(each.logprob for each in chunk.logprobs) / len(chunk.logprobs) if chunk.logprobs else -math.inf
 
 
 class EchoedPrompt:
     """A prompt that its answers begin with. The first answer brings the log-probabilities of its tokens."""
 
-    def __init__(self, asked: str | None, ids: Sequence[int], tokenizer: Tokenizer) -> None:
-        """asked: the prompt, if it was a text."""
-        self.text = tokenizer.decode(ids) if asked is None else asked
+    def __init__(self, prompt: str | None, ids: Sequence[int], tokenizer: Tokenizer) -> None:
+        """prompt: the prompt, if it was a text."""
+        self.text = tokenizer.decode(ids) if prompt is None else prompt
         self._ids, self._texts = ids, TokenTexts(tokenizer)
         self._logprobs: tuple[TokenLogprob, ...] = ()
 
-    def scored(self, found: Sequence[TokenLogprob]) -> list[tuple[int, TokenLogprob | None, str]]:
-        """Its tokens as `logprobs.of_text` takes them. found: of the first answer."""
-        self._logprobs = self._logprobs or tuple(found)
+    def scored(self, logprobs: Sequence[TokenLogprob]) -> list[tuple[int, TokenLogprob | None, str]]:
+        """Its tokens as `logprobs.of_text` takes them. logprobs: of the first answer."""
+        self._logprobs = self._logprobs or tuple(logprobs)
         return list(zip(self._ids, (None, *self._logprobs), self._texts.by_token(self._ids), strict=True))
 
 
 class TextChoice:
     """One answer of a text completion."""
 
-    def __init__(self, asked: CompletionRequest, texts: TokenTexts | None, echoed: EchoedPrompt | None) -> None:
-        self._asked, self._texts, self._echoed = asked, texts, echoed
+    def __init__(self, completion: CompletionRequest, texts: TokenTexts | None, echoed: EchoedPrompt | None) -> None:
+        self._completion, self._texts, self._echoed = completion, texts, echoed
         self._length = 0  # of the text so far, in characters
 
-    def whole(self, said: Said) -> Json:
-        return self.parts(said, is_first=True)[0]
+    def whole(self, chunk: Said) -> Json:
+        return self.parts(chunk, is_first=True)[0]
 
-    def parts(self, said: Said, *, is_first: bool) -> list[Json]:
-        if self._asked.omits_answer:
-            said = Said("", said.finish_reason, said.figures, prompt_logprobs=said.prompt_logprobs)
+    def parts(self, chunk: Said, *, is_first: bool) -> list[Json]:
+        if self._completion.omits_answer:
+            chunk = Said("", chunk.finish_reason, chunk.figures, prompt_logprobs=chunk.prompt_logprobs)
         echoed = self._echoed if is_first else None
-        text = said.text if echoed is None else echoed.text + said.text
+        text = chunk.text if echoed is None else echoed.text + chunk.text
         part: Json = {"text": text, "logprobs": None}
-        if self._asked.shows_logprobs and self._texts is not None:
-            scored = [] if echoed is None else echoed.scored(said.prompt_logprobs)
+        if self._completion.shows_logprobs and self._texts is not None:
+            scored = [] if echoed is None else echoed.scored(chunk.prompt_logprobs)
             before = logprobs.of_text(scored, self._texts, 0)
             start = self._length + (0 if echoed is None else len(echoed.text))
-            answered = zip((each.token for each in said.logprobs), said.logprobs, said.texts, strict=True)
+            answered = zip((each.token for each in chunk.logprobs), chunk.logprobs, chunk.texts, strict=True)
             new = logprobs.of_text(list(answered), self._texts, start)
             part["logprobs"] = {name: before[name] + new[name] for name in new}
         self._length += len(text)
         return [part]
 
-    def finish(self, said: Said) -> str | None:
-        return "length" if self._asked.omits_answer else FINISHES[said.finish_reason]
+    def finish(self, chunk: Said) -> str | None:
+        return "length" if self._completion.omits_answer else FINISHES[chunk.finish_reason]
 
 
 class ChatChoice:
     """One answer of a chat."""
 
-    def __init__(self, asked: CompletionRequest, texts: TokenTexts | None, thinking: ThinkingStyle | None) -> None:
-        self._texts = texts if asked.params.logprobs is not None else None
+    def __init__(self, completion: CompletionRequest, texts: TokenTexts | None, thinking: ThinkingStyle | None) -> None:
+        self._texts = texts if completion.params.logprobs is not None else None
         self._thinking = None if thinking is None else ThinkingReader(thinking)
         self._unsent: tuple[TokenLogprob, ...] = ()  # of tokens whose text is held back
         self._called: CalledTools | None = None
-        if asked.tools is not None and asked.tool_format is not None:
-            are_bound = asked.params.constraint is not None
-            self._called = CalledTools(asked.tools, asked.tool_format, are_bound=are_bound)
+        if completion.tools is not None and completion.tool_format is not None:
+            are_bound = completion.params.constraint is not None
+            self._called = CalledTools(completion.tools, completion.tool_format, are_bound=are_bound)
 
-    def whole(self, said: Said) -> Json:
-        thought, text = self._split(said.text, is_end=True)
+    def whole(self, chunk: Said) -> Json:
+        thought, text = self._split(chunk.text, is_end=True)
         message = {"content": text} if self._called is None else self._called.whole(text)
         if thought:
             message["reasoning_content"] = thought
-        self._unsent = said.logprobs
+        self._unsent = chunk.logprobs
         return {"message": {"role": "assistant", **message}, "logprobs": self._taken_logprobs()}
 
-    def parts(self, said: Said, *, is_first: bool) -> list[Json]:
+    def parts(self, chunk: Said, *, is_first: bool) -> list[Json]:
         """The parts of a stream for the text of one pass; none if all of it is held back."""
-        is_end = said.finish_reason is not None
-        thought, text = self._split(said.text, is_end=is_end)
+        is_end = chunk.finish_reason is not None
+        thought, text = self._split(chunk.text, is_end=is_end)
         deltas: list[Json] = [{"reasoning_content": thought}] if thought else []
         if self._called is not None:
             deltas += self._called.deltas(text, is_end=is_end)
@@ -158,7 +158,7 @@ class ChatChoice:
             deltas = deltas or [{"content": ""}]
         if is_first:
             deltas[0] = {"role": "assistant", **deltas[0]}
-        self._unsent += said.logprobs
+        self._unsent += chunk.logprobs
         return [
             {"delta": delta, "logprobs": self._taken_logprobs() if place == 0 else None}
             for place, delta in enumerate(deltas)
@@ -172,9 +172,9 @@ class ChatChoice:
         unsent, self._unsent = self._unsent, ()
         return logprobs.of_chat(unsent, self._texts) if self._texts is not None else None
 
-    def finish(self, said: Said) -> str | None:
+    def finish(self, chunk: Said) -> str | None:
         """The answer's finish_reason; call after its text was taken."""
-        reason = FINISHES[said.finish_reason]
+        reason = FINISHES[chunk.finish_reason]
         return "tool_calls" if reason == "stop" and self._called and self._called.num_calls else reason
 
 
@@ -192,9 +192,14 @@ class Completions:
         return parse(self._kind, body, defaults)
 
     def answer(
-        self, body: Json, asked: CompletionRequest, model: str, prompts: Sequence[Sequence[int]], tokenizer: Tokenizer
+        self,
+        body: Json,
+        completion: CompletionRequest,
+        model: str,
+        prompts: Sequence[Sequence[int]],
+        tokenizer: Tokenizer,
     ) -> Answer:
-        return Answer(asked, model, prompts, tokenizer)
+        return Answer(completion, model, prompts, tokenizer)
 
     def error(self, failure: Json, status: int) -> Json:
         return failure
@@ -207,27 +212,27 @@ class Answer:
 
     def __init__(
         self,
-        asked: CompletionRequest,
+        completion: CompletionRequest,
         model: str,
         prompts: Sequence[Sequence[int]] = (),
         tokenizer: Tokenizer | None = None,
     ) -> None:
         """prompts: token ids; they and the tokenizer are needed for thinking, echoes and log-probabilities."""
-        self._asked, self._figures = asked, dict[int, Json]()
-        self._is_chat = asked.kind == "chat"
+        self._completion, self._figures = completion, dict[int, Json]()
+        self._is_chat = completion.kind == "chat"
         texts = None if tokenizer is None else TokenTexts(tokenizer)
         self._choices: list[ChatChoice | TextChoice] = []
         thinking = None
         if self._is_chat and tokenizer is not None:
             thinking = ThinkingStyle.of(prompts[0], tokenizer)
-        for number, prompt in enumerate(asked.prompts):
+        for number, prompt in enumerate(completion.prompts):
             echoed = None
-            if asked.echoes and tokenizer is not None:
+            if completion.echoes and tokenizer is not None:
                 echoed = EchoedPrompt(prompt if isinstance(prompt, str) else None, prompts[number], tokenizer)
-            for _ in range(asked.num_answers):
+            for _ in range(completion.num_answers):
                 is_chat = self._is_chat
                 self._choices.append(
-                    ChatChoice(asked, texts, thinking) if is_chat else TextChoice(asked, texts, echoed)
+                    ChatChoice(completion, texts, thinking) if is_chat else TextChoice(completion, texts, echoed)
                 )
         self._head = {
             "id": f"{'chatcmpl' if self._is_chat else 'cmpl'}-{secrets.token_hex(12)}",
@@ -238,9 +243,9 @@ class Answer:
     def whole(self, answers: Sequence[Said]) -> Json:
         """The whole answers as one object."""
         wholes: list[Json] = []
-        for index, (choice, said) in enumerate(zip(self._choices, answers, strict=True)):
-            wholes.append({**choice.whole(said), "finish_reason": choice.finish(said)})
-            self._figures[index] = said.figures
+        for index, (choice, chunk) in enumerate(zip(self._choices, answers, strict=True)):
+            wholes.append({**choice.whole(chunk), "finish_reason": choice.finish(chunk)})
+            self._figures[index] = chunk.figures
         kept = self._kept(answers)
         choices = [{"index": index, **wholes[number]} for index, number in enumerate(kept)]
         kind = "chat.completion" if self._is_chat else "text_completion"
@@ -250,32 +255,32 @@ class Answer:
 
     def _kept(self, answers: Sequence[Said]) -> list[int]:
         """The answers that the client gets: of each prompt's, those with the highest mean log-probability."""
-        each, kept = self._asked.num_answers, list[int]()
+        each, kept = self._completion.num_answers, list[int]()
         for first in range(0, len(answers), each):
             numbers: Sequence[int] = range(first, first + each)
-            if self._asked.num_kept < each:
+            if self._completion.num_kept < each:
                 best_first = sorted(numbers, key=lambda number: mean_logprob(answers[number]), reverse=True)
-                numbers = best_first[: self._asked.num_kept]
+                numbers = best_first[: self._completion.num_kept]
             kept += numbers
         return kept
 
-    def parts(self, index: int, said: Said, *, is_first: bool) -> list[Json]:
+    def parts(self, index: int, chunk: Said, *, is_first: bool) -> list[Json]:
         """The parts of a stream for an answer's text of one pass. The answer's last part has its figures."""
         choice = self._choices[index]
-        found = [{"index": index, **part, "finish_reason": None} for part in choice.parts(said, is_first=is_first)]
-        parts: list[Json] = [{**self._part_head, "choices": [part]} for part in found]
-        if said.finish_reason is not None:
-            parts[-1]["choices"][0]["finish_reason"] = choice.finish(said)
-            parts[-1]["offspec"] = said.figures
-            self._figures[index] = said.figures
-        if said.report is not None:
-            told = {"index": index, "pass": said.report, **said.figures}
-            parts.insert(0, {**self._part_head, "choices": [], "offspec": told})
+        bodies = [{"index": index, **part, "finish_reason": None} for part in choice.parts(chunk, is_first=is_first)]
+        parts: list[Json] = [{**self._part_head, "choices": [part]} for part in bodies]
+        if chunk.finish_reason is not None:
+            parts[-1]["choices"][0]["finish_reason"] = choice.finish(chunk)
+            parts[-1]["offspec"] = chunk.figures
+            self._figures[index] = chunk.figures
+        if chunk.report is not None:
+            report = {"index": index, "pass": chunk.report, **chunk.figures}
+            parts.insert(0, {**self._part_head, "choices": [], "offspec": report})
         return parts
 
     def last_parts(self) -> list[Json]:
         """The part with the token counts, if the request wants one, after the last parts of all answers."""
-        return [{**self._part_head, "choices": [], "usage": self._usage()}] if self._asked.wants_usage else []
+        return [{**self._part_head, "choices": [], "usage": self._usage()}] if self._completion.wants_usage else []
 
     def error_parts(self, failure: Json, status: int) -> list[Json]:
         return [failure]
@@ -292,15 +297,15 @@ class Answer:
 
         Of several answers to a prompt, the one that found the fewest scored the prompt.
         """
-        each = self._asked.num_answers
+        each = self._completion.num_answers
         by_prompt = [
             [self._figures[index] for index in range(first, first + each)]
-            for first in range(0, self._asked.num_choices, each)
+            for first in range(0, self._completion.num_choices, each)
         ]
         prompt = sum(each[0]["num_prompt_tokens"] for each in by_prompt)
         scored = sum(max(figures["num_prefilled_tokens"] for figures in each) for each in by_prompt)
         answer = sum(figures["num_tokens"] for figures in self._figures.values())
-        answer = 0 if self._asked.omits_answer else answer
+        answer = 0 if self._completion.omits_answer else answer
         return {
             "prompt_tokens": prompt,
             "completion_tokens": answer,

@@ -162,20 +162,20 @@ def parse(kind: Kind, body: Any, defaults: SamplingParams) -> CompletionRequest:
     )
 
 
-def with_tools(asked: CompletionRequest, tokenizer: Tokenizer) -> CompletionRequest:
+def with_tools(completion: CompletionRequest, tokenizer: Tokenizer) -> CompletionRequest:
     """The request with the model's format of calls, and the constraint of `tool_choice`.
 
     Raises TokenizerError if the model's chat template knows no tools, or in a format that is not known; UsageError if
     the request asks for something else as well.
     """
-    if asked.tools is None:
-        return asked
-    if asked.params.constraint is not None:
+    if completion.tools is None:
+        return completion
+    if completion.params.constraint is not None:
         raise UsageError("response_format and tools exclude each other; omit one of them, or set tool_choice to none")
     form = ToolFormat.of(tokenizer)
-    may_ignore = asked.params.ignore_eos and not asked.tools.are_strict  # a constraint may end the answer
-    constraint = None if may_ignore else asked.tools.constraint(form)
-    return replace(asked, params=replace(asked.params, constraint=constraint), tool_format=form)
+    may_ignore = completion.params.ignore_eos and not completion.tools.are_strict  # a constraint may end the answer
+    constraint = None if may_ignore else completion.tools.constraint(form)
+    return replace(completion, params=replace(completion.params, constraint=constraint), tool_format=form)
 
 
 def _infill(kind: Kind, body: Json, prompts: Sequence[Prompt], *, echoes: bool) -> Infill | None:

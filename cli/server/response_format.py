@@ -30,13 +30,13 @@ def requested_constraint(body: Mapping[str, Any], default: Constraint | None) ->
     return _of_format(requested)
 
 
-def _of_format(asked: Mapping[str, Any]) -> Constraint | None:
-    if asked["type"] == "text":
+def _of_format(response_format: Mapping[str, Any]) -> Constraint | None:
+    if response_format["type"] == "text":
         return None
-    if asked["type"] == "json_schema":
-        return _of_schema(asked.get("json_schema"))
-    if asked.get("schema") is not None:  # as llama.cpp's server has it
-        return Constraint.json_schema(_schema(asked["schema"], "response_format.schema"))
+    if response_format["type"] == "json_schema":
+        return _of_schema(response_format.get("json_schema"))
+    if response_format.get("schema") is not None:  # as llama.cpp's server has it
+        return Constraint.json_schema(_schema(response_format["schema"], "response_format.schema"))
     return Constraint.json_object()
 
 

@@ -44,13 +44,13 @@ class StoredResponses:
 
     def messages(self, response_id: str) -> Sequence[Json]:
         """Raises UsageError for an id that is not known, or no longer."""
-        found = self._stored.get(response_id)
-        if found is None or found.ends_s <= self._clock():
+        response = self._stored.get(response_id)
+        if response is None or response.ends_s <= self._clock():
             raise UsageError(
                 "previous_response_id names no response that is stored here; the server keeps the last ones for an "
                 "hour, and those with store false not at all: send the conversation as input"
             )
-        return found.messages
+        return response.messages
 
     @property
     def _oldest(self) -> Conversation:

@@ -107,16 +107,16 @@ async def whole_response(
 
 async def _collect(answer: AnswerForm, work: Work, write_error: WriteError) -> tuple[Json, int]:
     """The whole answer or an error, as JSON, and its status."""
-    said = [Said() for _ in work.jobs]
+    chunks = [Said() for _ in work.jobs]
     try:
-        while any(one.finish_reason is None for one in said):
+        while any(one.finish_reason is None for one in chunks):
             if (arrived := await work.next()) is not None:
                 index, step, _ = arrived
-                said[index] = said[index].then(step)
+                chunks[index] = chunks[index].then(step)
     except Exception as exc:  # noqa: BLE001 (the client is told)
         content, status = describe(exc, is_running=True)
         return write_error(content, status), status
-    return answer.whole(said), 200
+    return answer.whole(chunks), 200
 
 
 async def _left(request: Request) -> None:

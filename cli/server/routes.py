@@ -213,21 +213,25 @@ class Api:
 
     async def answer(self, request: Request, form: ApiForm) -> Response:
         async with self._told_of(form) as reading:
-            body, asked = await self._read(request, form)
+            body, completion = await self._read(request, form)
         if reading.refusal is not None:
             return reading.refusal
-        return await in_time(self._answered(request, form, body, asked), form.stream if asked.streams else None)
+        return await in_time(
+            self._answered(request, form, body, completion), form.stream if completion.streams else None
+        )
 
-    async def _answered(self, request: Request, form: ApiForm, body: Json, asked: CompletionRequest) -> Response:
+    async def _answered(self, request: Request, form: ApiForm, body: Json, completion: CompletionRequest) -> Response:
         """The response to a request that was read: as soon as its model is loaded, or its whole answer complete."""
         async with self._told_of(form) as reading, self._models.using(body.get("model")) as loaded:
             service = loaded.service
-            asked = replace(asked, params=self._recommended(asked.params, loaded, asked.given))
-            work = await unless_left(service.submit(service.with_tools(asked), _client(request, asked.user)), request)
+            completion = replace(completion, params=self._recommended(completion.params, loaded, completion.given))
+            work = await unless_left(
+                service.submit(service.with_tools(completion), _client(request, completion.user)), request
+            )
         if reading.refusal is not None:
             return reading.refusal
-        answer = form.answer(body, work.asked, loaded.name, work.prompts, service.engine.tokenizer)
-        if asked.streams:
+        answer = form.answer(body, work.completion, loaded.name, work.prompts, service.engine.tokenizer)
+        if completion.streams:
             return EventResponse(answer, work, service.cancel, form.stream)
         return await whole_response(answer, work, service.cancel, request, form.error)
 
@@ -235,10 +239,10 @@ class Api:
         """Anthropic's count of a request's tokens, which the model does not read."""
         form = Messages()
         async with self._told_of(form) as reading:
-            body, asked = await self._read(request, form)
+            body, completion = await self._read(request, form)
             async with self._models.using(body.get("model")) as loaded:
-                asked = loaded.service.with_tools(asked)
-                number = await loaded.service.count_tokens(asked, _client(request, asked.user))
+                completion = loaded.service.with_tools(completion)
+                number = await loaded.service.count_tokens(completion, _client(request, completion.user))
         return reading.refusal or JSONResponse({"input_tokens": number})
 
     async def embeddings(self, request: Request, form: ApiForm) -> Response:
@@ -284,7 +288,7 @@ class Api:
         try:
             yield reading
         except (TooLargeError, OffspecError) as exc:
-            self._models.tell(f"{form.name}: refused: {one_line(with_flags(str(exc)))}")
+            self._models.notify(f"{form.name}: refused: {one_line(with_flags(str(exc)))}")
             if isinstance(exc, TooLargeError):
                 content = form.error(failure(str(exc), kind=exc.kind), exc.status)
                 reading.refusal = JSONResponse(content, exc.status)

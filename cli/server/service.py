@@ -105,9 +105,9 @@ class Arrival(NamedTuple):
 class Work:
     """A request under way: its answers, and the queue that their steps arrive in."""
 
-    def __init__(self, asked: CompletionRequest, prompts: list[list[int]], client: str) -> None:
-        """asked: as it is answered. prompts: token ids. client: whose request it is; clients take turns."""
-        self.asked, self.kind, self.prompts, self.client = asked, asked.kind, prompts, client
+    def __init__(self, completion: CompletionRequest, prompts: list[list[int]], client: str) -> None:
+        """completion: as it is answered. prompts: token ids. client: whose request it is; clients take turns."""
+        self.completion, self.kind, self.prompts, self.client = completion, completion.kind, prompts, client
         self.jobs = list[Job]()
         self._results = asyncio.Queue[Arrival]()
         self._loop = asyncio.get_running_loop()
@@ -135,12 +135,12 @@ class Work:
         return index, result, report
 
 
-def _params(asked: CompletionRequest) -> list[SamplingParams]:
+def _params(completion: CompletionRequest) -> list[SamplingParams]:
     """The parameters of each answer to a prompt."""
-    if asked.num_answers == 1:
-        return [asked.params]
-    seed = secrets.randbits(32) if asked.params.seed is None else asked.params.seed
-    return params_of_each(asked.params, seed, asked.num_answers)
+    if completion.num_answers == 1:
+        return [completion.params]
+    seed = secrets.randbits(32) if completion.params.seed is None else completion.params.seed
+    return params_of_each(completion.params, seed, completion.num_answers)
 
 
 class Service:
@@ -158,14 +158,14 @@ class Service:
         *,
         most_waiting: int,
         most_texts: int | None = None,
-        tell: Callable[[str], None] = lambda text: None,
+        notify: Callable[[str], None] = lambda text: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """most_waiting: answers beyond those under way. most_texts: of these, by default AUTO_TEXTS.
 
-        tell: gets a line for each answer that begins or has ended.
+        notify: gets a line for each answer that begins or has ended.
         """
-        self.engine, self.metrics, self.tell = engine, Metrics(), tell
+        self.engine, self.metrics, self.notify = engine, Metrics(), notify
         self.error: OffspecError | None = None
         self.give_up: Callable[[], None] = lambda: None
         self._clock, self._numbers = clock, count(1)
@@ -237,28 +237,28 @@ class Service:
             for job in begun:
                 job.told_s = now_s
         for job in sorted(begun, key=lambda job: job.number):
-            self.tell(progress_line(job.name, job.reply.stats, job.times(now_s)))
+            self.notify(progress_line(job.name, job.reply.stats, job.times(now_s)))
 
     # ---------------------------------------------------------------------------------------- for the event loop
 
-    async def submit(self, asked: CompletionRequest, client: str) -> Work:
+    async def submit(self, completion: CompletionRequest, client: str) -> Work:
         """Check a request and queue its answers. client: who asks.
 
         Raises BusyError if the queue is full, StoppingError, and the errors of `Engine.generate` for an invalid
         request, without this machine's folders, which clients should not learn.
         """
         asked_s = self._clock()
-        self._reserve(asked.num_choices)
+        self._reserve(completion.num_choices)
         try:
-            asked, checked = await self._prepare(asked, client)
+            completion, checked = await self._prepare(completion, client)
         except BusyError:
             raise
         except OffspecError as exc:
             raise self._without_paths(exc) from exc
         finally:
             with self._changed:
-                self._num_encoding -= asked.num_choices
-        work = Work(asked, [each[0].prompt for each in checked], client)
+                self._num_encoding -= completion.num_choices
+        work = Work(completion, [each[0].prompt for each in checked], client)
         with self._changed:
             if self._is_stopping:
                 raise StoppingError
@@ -271,9 +271,9 @@ class Service:
             self._changed.notify()
         return work
 
-    async def count_tokens(self, asked: CompletionRequest, client: str) -> int:
+    async def count_tokens(self, completion: CompletionRequest, client: str) -> int:
         """The number of a chat's tokens. Raises the errors of `submit`."""
-        return len(await self.on_encoder(client, partial(self._encode_chat, asked, client)))
+        return len(await self.on_encoder(client, partial(self._encode_chat, completion, client)))
 
     async def on_encoder(self, client: str, work: Callable[[], T]) -> T:
         """The result of `work` on the thread that encodes. Raises its errors, and those of `submit`."""
@@ -286,10 +286,10 @@ class Service:
             with self._changed:
                 self._num_encoding -= 1
 
-    def with_tools(self, asked: CompletionRequest) -> CompletionRequest:
+    def with_tools(self, completion: CompletionRequest) -> CompletionRequest:
         """The request with the model's format of tool calls. Raises the errors of `openai_requests.with_tools`."""
         try:
-            return with_tools(asked, self.engine.tokenizer)
+            return with_tools(completion, self.engine.tokenizer)
         except OffspecError as exc:
             raise self._without_paths(exc) from exc
 
@@ -320,78 +320,78 @@ class Service:
             self._num_encoding += num_answers
 
     async def _prepare(
-        self, asked: CompletionRequest, client: str
+        self, completion: CompletionRequest, client: str
     ) -> tuple[CompletionRequest, list[list[CheckedRequest]]]:
         """The request as it can be answered, and the answers of each of its prompts, checked."""
-        self._speculation.check_sampling(asked.params)
-        self.engine.check_sampling(asked.params)
-        prompts = await asyncio.wrap_future(self._encoder.submit(client, partial(self._encode, asked, client)))
-        if asked.params.constraint is None:
-            check = partial(self._checked, asked, prompts)
-            return asked, await asyncio.wrap_future(self._encoder.submit(client, check))
-        asked = await self._with_usable_tools(asked, client)
-        if (constraint := asked.params.constraint) is not None and asked.kind == "chat":
+        self._speculation.check_sampling(completion.params)
+        self.engine.check_sampling(completion.params)
+        prompts = await asyncio.wrap_future(self._encoder.submit(client, partial(self._encode, completion, client)))
+        if completion.params.constraint is None:
+            check = partial(self._checked, completion, prompts)
+            return completion, await asyncio.wrap_future(self._encoder.submit(client, check))
+        completion = await self._with_usable_tools(completion, client)
+        if (constraint := completion.params.constraint) is not None and completion.kind == "chat":
             constraint = replace(constraint, thinks=True)
-            asked = replace(asked, params=replace(asked.params, constraint=constraint))
+            completion = replace(completion, params=replace(completion.params, constraint=constraint))
         starts = [] if constraint is None else await self._constraints.compile(constraint, prompts[0], client)
-        return asked, await self._constraints.run(starts, client, partial(self._checked, asked, prompts))
+        return completion, await self._constraints.run(starts, client, partial(self._checked, completion, prompts))
 
-    def _checked(self, asked: CompletionRequest, prompts: Sequence[list[int]]) -> list[list[CheckedRequest]]:
+    def _checked(self, completion: CompletionRequest, prompts: Sequence[list[int]]) -> list[list[CheckedRequest]]:
         """The answers of each prompt."""
-        ends = frozenset[int]() if asked.infill is None else InfillTokens.of(self.engine.tokenizer).ends
+        ends = frozenset[int]() if completion.infill is None else InfillTokens.of(self.engine.tokenizer).ends
 
         def check(prompt: list[int], params: SamplingParams) -> CheckedRequest:
             checked = self.engine.check_request(prompt, params, self._speculation, LastPass())
             return replace(checked, prompt=prompt, ends=ends)  # one list for all
 
-        return [[check(prompt, params) for params in _params(asked)] for prompt in prompts]
+        return [[check(prompt, params) for params in _params(completion)] for prompt in prompts]
 
-    def _encode(self, asked: CompletionRequest, client: str) -> list[list[int]]:
+    def _encode(self, completion: CompletionRequest, client: str) -> list[list[int]]:
         """The prompts' token ids, after checks that depend on the model."""
-        if asked.kind == "chat":
-            prompts = [self._encode_chat(asked, client)]
+        if completion.kind == "chat":
+            prompts = [self._encode_chat(completion, client)]
         else:
-            prompts = [self._encode_text(cast("str | list[int]", prompt), asked) for prompt in asked.prompts]
+            prompts = [self._encode_text(cast("str | list[int]", prompt), completion) for prompt in completion.prompts]
         for ids in prompts:
             self.engine.room_after(len(ids))
         return prompts
 
-    async def _with_usable_tools(self, asked: CompletionRequest, client: str) -> CompletionRequest:
+    async def _with_usable_tools(self, completion: CompletionRequest, client: str) -> CompletionRequest:
         """The request without those schemas that cannot be used, of tools that the model may call and need not."""
-        tools, form, constraint = asked.tools, asked.tool_format, asked.params.constraint
+        tools, form, constraint = completion.tools, completion.tool_format, completion.params.constraint
         if tools is None or form is None or tools.are_strict or constraint is None:
-            return asked
+            return completion
         if constraint not in self._looser:
             try:
                 await self._constraints.compile(constraint, (), client)
             except UsageError as exc:
-                self.tell(f"the arguments of tools are not bound to all schemas: {self._without_paths(exc)}")
+                self.notify(f"the arguments of tools are not bound to all schemas: {self._without_paths(exc)}")
                 compiles = partial(self._constraints.compiles_soon, client=client)
                 self._looser[constraint] = await tools.looser_constraint(form, compiles)
                 while len(self._looser) > MOST_LOOSER:
                     self._looser.popitem(last=False)
             else:
-                return asked
-        return replace(asked, params=replace(asked.params, constraint=self._looser[constraint]))
+                return completion
+        return replace(completion, params=replace(completion.params, constraint=self._looser[constraint]))
 
-    def _encode_chat(self, asked: CompletionRequest, client: str) -> list[int]:
+    def _encode_chat(self, completion: CompletionRequest, client: str) -> list[int]:
         """A chat's token ids. The client's replies keep their original ones, because the KV caches contain these."""
         messages, tokenizer, limit = (
-            cast(Sequence[Message], asked.prompt),
+            cast(Sequence[Message], completion.prompt),
             self.engine.tokenizer,
             self.engine.context_limit,
         )
-        turns = turns_of(messages, self._reply_tokens.of(client, messages)) if asked.is_plain_chat else None
+        turns = turns_of(messages, self._reply_tokens.of(client, messages)) if completion.is_plain_chat else None
         if turns is not None:
             return encode_turns(tokenizer, *turns, limit)
-        described = asked.tools.described if asked.tools is not None else ()
-        return tokenizer.encode_chat(messages, limit, tools=described, settings=asked.template_settings)
+        described = completion.tools.described if completion.tools is not None else ()
+        return tokenizer.encode_chat(messages, limit, tools=described, settings=completion.template_settings)
 
-    def _encode_text(self, prompt: str | list[int], asked: CompletionRequest) -> list[int]:
-        if isinstance(prompt, str) and asked.infill is not None:
+    def _encode_text(self, prompt: str | list[int], completion: CompletionRequest) -> list[int]:
+        if isinstance(prompt, str) and completion.infill is not None:
             limit = self.engine.context_limit
-            num_answer = min(asked.params.max_new_tokens, limit.num_tokens // 4)
-            return InfillTokens.of(self.engine.tokenizer).encode(prompt, asked.infill, limit, num_answer)
+            num_answer = min(completion.params.max_new_tokens, limit.num_tokens // 4)
+            return InfillTokens.of(self.engine.tokenizer).encode(prompt, completion.infill, limit, num_answer)
         if not isinstance(prompt, str):
             self.engine.room_after(len(prompt))  # before its ids are looked at
         return self.engine.encode(prompt)
@@ -423,7 +423,7 @@ class Service:
             if (job := self._open.get(ticket)) is None:
                 return
             job.began_s = job.told_s = self._clock()
-        self.tell(first_line(job.name, len(ticket.checked.prompt), job.times(job.began_s)))
+        self.notify(first_line(job.name, len(ticket.checked.prompt), job.times(job.began_s)))
 
     def _step(self) -> None:
         try:
@@ -471,7 +471,7 @@ class Service:
     def _advance(self, job: Job, step: Step) -> None:
         """Deliver a step. After the last one, the draft trains."""
         job.add(step, self._clock())
-        report = self._report(job, step) if job.work.asked.reports_passes else None
+        report = self._report(job, step) if job.work.completion.reports_passes else None
         if step.finish_reason is None:
             job.work.put(job.index, step, report)
             return
@@ -510,13 +510,13 @@ class Service:
             del self._open[job.ticket]
         times = job.times(self._clock())
         self.metrics.ended(outcome, job.reply.stats, times)
-        self.tell(log_line(job.name, outcome, job.reply.stats, times))
+        self.notify(log_line(job.name, outcome, job.reply.stats, times))
 
     def _remember(self, job: Job) -> None:
         """Keep the token ids of a chat's reply for the next turn."""
-        asked, reply = job.work.asked, job.reply
-        if asked.is_plain_chat:
-            messages = cast(Sequence[Message], asked.prompt)
+        completion, reply = job.work.completion, job.reply
+        if completion.is_plain_chat:
+            messages = cast(Sequence[Message], completion.prompt)
             self._reply_tokens.add(job.work.client, messages, reply.reply, reply.token_ids)
 
     def _learn(self, reply: Turn) -> None:
@@ -525,4 +525,4 @@ class Service:
         try:
             self.engine.learn(reply.stats)
         except Exception as exc:  # noqa: BLE001 (requests can go on without)
-            self.tell(f"training on the request failed: {type(exc).__name__}: {exc}")
+            self.notify(f"training on the request failed: {type(exc).__name__}: {exc}")

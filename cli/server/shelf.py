@@ -104,7 +104,7 @@ class OneModel:
         return self._described
 
     def tell(self, line: str) -> None:
-        self.loaded.service.tell(line)
+        self.loaded.service.notify(line)
 
 
 class Shelf:
@@ -114,9 +114,11 @@ class Shelf:
     the answers under way.
     """
 
-    def __init__(self, paths: Mapping[str, Path], load: Callable[[Path], Service], tell: Callable[[str], None]) -> None:
+    def __init__(
+        self, paths: Mapping[str, Path], load: Callable[[Path], Service], notify: Callable[[str], None]
+    ) -> None:
         """load: makes a model's service; the shelf closes it, and its engine."""
-        self.paths, self._load, self.tell = paths, load, tell
+        self.paths, self._load, self.notify = paths, load, notify
         self.loaded: Loaded | None = None
         self._num_using = 0
         self._turn = asyncio.Lock()
@@ -157,7 +159,7 @@ class Shelf:
             raise UsageError(f"{name} cannot be loaded: {without_paths(str(exc))}") from exc
         service.give_up = self.give_up
         self.loaded = Loaded(service, name)
-        self.tell(f"{name} is loaded after {time.monotonic() - began:.1f} s")
+        self.notify(f"{name} is loaded after {time.monotonic() - began:.1f} s")
         return self.loaded
 
     def list(self) -> list[Json]:

@@ -198,11 +198,11 @@ class CalledTools:
     def whole(self, text: str) -> Json:
         """The message of a whole answer, without its role."""
         pieces = self._reader.push(text, is_end=True)
-        said, calls = "".join(piece for piece in pieces if isinstance(piece, str)), list[Json]()
+        content, calls = "".join(piece for piece in pieces if isinstance(piece, str)), list[Json]()
         for piece in pieces:
             if isinstance(piece, Call):
                 calls.append(self._described(piece))
-        return {"content": said or None, "tool_calls": calls} if calls else {"content": said}
+        return {"content": content or None, "tool_calls": calls} if calls else {"content": content}
 
     def deltas(self, text: str, *, is_end: bool) -> list[Json]:
         """What a part of a stream adds to the message: texts, and calls. A call's first delta has its name and id.

@@ -216,9 +216,9 @@ def num_bytes(checkpoint: Checkpoint) -> int:
     return sum(info.nbytes for info in checkpoint.tensors.values())
 
 
-def fault(where: Path, what: str, kind: type[CheckpointError] = CheckpointError) -> CheckpointError:
+def fault(where: Path, problem: str, kind: type[CheckpointError] = CheckpointError) -> CheckpointError:
     """A one-line CheckpointError, even if the path contains line breaks."""
-    return kind(" ".join(f"{where}: {what}".splitlines()))
+    return kind(" ".join(f"{where}: {problem}".splitlines()))
 
 
 def without_remedy(exc: Exception) -> str:

@@ -249,8 +249,8 @@ class _Cursor:
         self.path, self.at, self._file, self._end = path, 0, file, end
         self._values_left = MOST_VALUES
 
-    def refuse(self, what: str) -> NoReturn:
-        raise fault(self.path, f"{what}; {_AGAIN}")
+    def refuse(self, problem: str) -> NoReturn:
+        raise fault(self.path, f"{problem}; {_AGAIN}")
 
     def bytes(self, count: int) -> bytes:
         if count > self._end - self.at:
@@ -351,8 +351,8 @@ def _read_description(cursor: _Cursor) -> _Description:
     return _Description(name, kind.name, tuple(reversed(sizes)), nbytes, offset)
 
 
-def _refuse_tensor(cursor: _Cursor, name: str, what: str) -> NoReturn:
-    cursor.refuse(f"tensor {show(name)} {what}")
+def _refuse_tensor(cursor: _Cursor, name: str, problem: str) -> NoReturn:
+    cursor.refuse(f"tensor {show(name)} {problem}")
 
 
 def _alignment(cursor: _Cursor, metadata: Metadata) -> int:

@@ -117,27 +117,27 @@ class Scheme:
 # ----------------------------------------------------------------------------------------------------- what config says
 
 
-def schemes_in(said: Mapping[str, Any], path: Path) -> tuple[Scheme, ...]:
+def schemes_in(config: Mapping[str, Any], path: Path) -> tuple[Scheme, ...]:
     """The schemes of a `quantization_config`. Raises UnsupportedModelError for unsupported ones, CheckpointError."""
-    sparsity = said.get("sparsity_config") or {}
+    sparsity = config.get("sparsity_config") or {}
     if sparsity and (not isinstance(sparsity, Mapping) or sparsity.get("format", "dense") != "dense"):
         kind = sparsity.get("format") if isinstance(sparsity, Mapping) else sparsity
         raise UnsupportedModelError(f"{path}: sparse compressed-tensors ({show(kind)}) are not supported; {REMEDY}")
-    if said.get("transform_config"):
+    if config.get("transform_config"):
         description = (
             "compressed-tensors with transforms (transform_config), which rotate activations, are not supported"
         )
         raise UnsupportedModelError(f"{path}: {description}; {REMEDY}")
-    groups = said.get("config_groups")
+    groups = config.get("config_groups")
     if not isinstance(groups, Mapping) or not 0 < len(groups) <= _MOST_GROUPS:
         raise fault(
             path, f"config.json has config_groups {show(groups)}, which is no list of compressed-tensors' groups"
         )
-    schemes = dict.fromkeys(scheme for name, group in groups.items() for scheme in _schemes(name, group, said, path))
+    schemes = dict.fromkeys(scheme for name, group in groups.items() for scheme in _schemes(name, group, config, path))
     return tuple(schemes)
 
 
-def _schemes(name: object, group: object, said: Mapping[str, Any], path: Path) -> Iterator[Scheme]:
+def _schemes(name: object, group: object, config: Mapping[str, Any], path: Path) -> Iterator[Scheme]:
     """The schemes of one group; none if only activations are quantised."""
     if not isinstance(group, Mapping):
         raise fault(
@@ -149,7 +149,7 @@ def _schemes(name: object, group: object, said: Mapping[str, Any], path: Path) -
     if not isinstance(weights, Mapping):
         raise fault(path, f"config.json has weights {show(weights)} in group {show(name)}, which is no scheme")
     layout, kind_of, bits = (
-        group.get("format") or said.get("format"),
+        group.get("format") or config.get("format"),
         weights.get("type", "int"),
         weights.get("num_bits", 8),
     )

@@ -497,8 +497,8 @@ class TensorGroup:
             self.refuse(info, f"is missing, but its {show(part)} exists; {DAMAGED}")
         return self.parts[""]
 
-    def refuse(self, info: TensorInfo, what: str) -> NoReturn:
-        raise fault(info.path, f"weight {show(self.name)} {what}")
+    def refuse(self, info: TensorInfo, problem: str) -> NoReturn:
+        raise fault(info.path, f"weight {show(self.name)} {problem}")
 
     def companion(self, part: str) -> TensorInfo:
         """A part. Raises CheckpointError if it is missing."""

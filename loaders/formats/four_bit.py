@@ -405,14 +405,14 @@ def _quant_state_part(group: TensorGroup) -> tuple[str, str]:
     return match[1], part
 
 
-def _nested(group: TensorGroup, said: tuple[float, int] | None, blocks: int) -> Nested | None:
+def _nested(group: TensorGroup, settings: tuple[float, int] | None, blocks: int) -> Nested | None:
     """The second level of quantisation, or None. Raises CheckpointError if it is incomplete."""
-    if said is None:
+    if settings is None:
         for part in ("nested_absmax", "nested_quant_map"):
             if part in group.parts:
                 group.refuse(group.parts[part], f"has a {part}, but its quant_state has no nesting; {DAMAGED}")
         return None
-    offset, blocksize = said
+    offset, blocksize = settings
     wanted = {"nested_absmax": (-(-blocks // blocksize),), "nested_quant_map": (256,)}
     for part in wanted:
         group.companion(part)

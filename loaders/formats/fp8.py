@@ -69,9 +69,9 @@ class Fp8Settings:
         return cls((block[0], block[1]))
 
 
-def is_block(said: object) -> bool:
+def is_block(value: object) -> bool:
     """Whether a JSON value is a block: outputs and inputs. The bound keeps row numbers by block within 64 bits."""
-    return isinstance(said, list) and len(said) == 2 and all(type(size) is int and 0 < size < 2**31 for size in said)
+    return isinstance(value, list) and len(value) == 2 and all(type(size) is int and 0 < size < 2**31 for size in value)
 
 
 def block_of(shape: tuple[int, int], scales: TensorInfo, block: Block | None) -> Block | None:

@@ -312,8 +312,8 @@ def _grouped_weight(group: TensorGroup, settings: GroupedSettings) -> GroupedWei
     """Check the tensors (by their names in PARTS) and build the weight. Raises CheckpointError."""
     parts = group.parts
 
-    def refuse(what: str) -> NoReturn:
-        group.refuse(next(iter(parts.values())), f"{what}; {DAMAGED}")
+    def refuse(problem: str) -> NoReturn:
+        group.refuse(next(iter(parts.values())), f"{problem}; {DAMAGED}")
 
     if missing := [part for part in PARTS[:3] if part not in parts]:
         refuse(f"lacks its {missing[0]}")
@@ -332,10 +332,10 @@ def _grouped_weight(group: TensorGroup, settings: GroupedSettings) -> GroupedWei
         "qzeros": ("I32", (num_groups, words)),
         "g_idx": ("I32", (num_inputs,)),
     }
-    for part, what in wanted.items():
-        if part in parts and (parts[part].dtype, parts[part].shape) != what:
+    for part, expected in wanted.items():
+        if part in parts and (parts[part].dtype, parts[part].shape) != expected:
             stored = f"{parts[part].dtype} {list(parts[part].shape)}"
-            refuse(f"has a {part} that is {stored}, not {what[0]} {list(what[1])}")
+            refuse(f"has a {part} that is {stored}, not {expected[0]} {list(expected[1])}")
     if scales.dtype not in ("F16", "BF16", "F32"):
         refuse(f"has scales that are {scales.dtype}, not fp16, bf16 or fp32")
     size = min(settings.group_size or num_inputs, num_inputs)

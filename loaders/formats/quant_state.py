@@ -55,17 +55,17 @@ class QuantStateReader:
             self.group.refuse(self.info, f"has a quant_state that is not a JSON object; {DAMAGED}")
         return state
 
-    def _nested(self, said: Mapping[str, Any]) -> tuple[float, int]:
-        offset, blocksize = said.get("nested_offset"), said.get("nested_blocksize")
+    def _nested(self, state: Mapping[str, Any]) -> tuple[float, int]:
+        offset, blocksize = state.get("nested_offset"), state.get("nested_blocksize")
         is_number = isinstance(offset, (int, float)) and not isinstance(offset, bool) and abs(offset) < 3e38
-        self._demand("nested_offset", said, is_number, "not a number of 32 bit")
-        self._demand("nested_blocksize", said, _is_blocksize(blocksize), "not a block size")
-        self._demand("nested_dtype", said, said.get("nested_dtype") == "float32", "only float32 is supported")
+        self._demand("nested_offset", state, is_number, "not a number of 32 bit")
+        self._demand("nested_blocksize", state, _is_blocksize(blocksize), "not a block size")
+        self._demand("nested_dtype", state, state.get("nested_dtype") == "float32", "only float32 is supported")
         return float(offset), int(blocksize)  # type: ignore[arg-type]
 
-    def _demand(self, key: str, said: Mapping[str, Any], condition: bool, why: str) -> None:
+    def _demand(self, key: str, state: Mapping[str, Any], condition: bool, why: str) -> None:
         if not condition:
-            self.group.refuse(self.info, f"has a quant_state with {key} {show(said.get(key))}: {why}; {DAMAGED}")
+            self.group.refuse(self.info, f"has a quant_state with {key} {show(state.get(key))}: {why}; {DAMAGED}")
 
 
 def _is_matrix(shape: object) -> bool:

@@ -322,8 +322,8 @@ def _block(encoding: Encoding, form: ByteForm[Any], layout: ByteLayout, num_rows
             ]
 
         begin = [(form.vector, "zeroinitializer")] * num_rows
-        found = counted(e, "column", "0", "%columns", layout.size, step, begin)
-        for i, each in enumerate(found):
+        totals = counted(e, "column", "0", "%columns", layout.size, step, begin)
+        for i, each in enumerate(totals):
             place = e.address("%out", e.op(f"add i64 {e.op(f'mul i64 %outputs, {i}')}, {index}"), "float")
             total = reduced(e, [each], form.count)
             e.do(f"store float {e.op(f'extractelement <1 x float> {total}, i64 0')}, ptr {place}, align 4")

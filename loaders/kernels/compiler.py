@@ -122,10 +122,10 @@ def run_on_threads(worker: Callable[..., None], words: Sequence[int], num_thread
 
     The threads share the words, which are a copy.
     """
-    own, openmp = array("q", words), gnu_openmp()
+    copied, openmp = array("q", words), gnu_openmp()
     if LAUNCHES.kept is not None:
-        LAUNCHES.kept.append(Launch(worker, array("q", own), num_threads))
-    job, _ = own.buffer_info()
+        LAUNCHES.kept.append(Launch(worker, array("q", copied), num_threads))
+    job, _ = copied.buffer_info()
     if num_threads == 1:
         worker(job)
     elif openmp is not None:

@@ -342,8 +342,8 @@ class WithBytes(LargeBlock):
         factors = self.weight_factors(e, step)
         for first in range(0, 64, self.lanes):
             numbers = self.floats(e, self.bytes(e, e.address(place, str(first)), self.extend))
-            own = [factor[first * len(factor) // 64] for factor in factors]
-            yield first, self.scaled(e, numbers, *own)
+            part = [factor[first * len(factor) // 64] for factor in factors]
+            yield first, self.scaled(e, numbers, *part)
 
     @abstractmethod
     def weight_factors(self, e: Emitter, step: UnpackingStep) -> list[list[str]]:
@@ -450,12 +450,12 @@ class Q2K(WithBytes):
         codes = e.op(f"load <16 x i8>, ptr {block}, align 1")
         factors = self.half(e, block, 80, 16), e.op(f"fneg <16 x float> {self.half(e, block, 82, 16)}")
         pieces = of_bytes(e, "and", codes, 15, 16), of_bytes(e, "lshr", codes, 4, 16)
-        found = [
+        pair = [
             self.product(e, packed_scales, "uitofp i8", 16, factor)
             for packed_scales, factor in zip(pieces, factors, strict=True)
         ]
         lanes = ", ".join(f"i32 {place}" for place in range(32))
-        return e.op(f"shufflevector <16 x float> {found[0]}, <16 x float> {found[1]}, <32 x i32> <{lanes}>")
+        return e.op(f"shufflevector <16 x float> {pair[0]}, <16 x float> {pair[1]}, <32 x i32> <{lanes}>")
 
     def codes(self, e: Emitter, block: str) -> Iterator[str]:
         for quarter in range(4):

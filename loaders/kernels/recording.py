@@ -95,11 +95,11 @@ class Recording:
             starts.append(len(words))
             words += launch.words
         self._original, self._words = words, array("q", words)
-        found: dict[int, list[int]] = {address: [] for address in addresses}
+        places: dict[int, list[int]] = {address: [] for address in addresses}
         for at, word in enumerate(words):
-            if word in found:
-                found[word].append(at)
-        self._patches = list(found.values())
+            if word in places:
+                places[word].append(at)
+        self._patches = list(places.values())
         begin, _ = self._words.buffer_info()
         size, openmp = self._words.itemsize, gnu_openmp()
         assert openmp is not None
@@ -116,8 +116,8 @@ class Recording:
 
     def __call__(self, inputs: Sequence[Tensor], addresses: Sequence[int] = ()) -> list[Tensor]:
         """New tensors, as the function would return. addresses: of the matrices, in place of the first ones."""
-        for own, given in zip(self._inputs, inputs, strict=True):
-            own.copy_(given)
+        for buffer, given in zip(self._inputs, inputs, strict=True):
+            buffer.copy_(given)
         for places, address in zip(self._patches, addresses, strict=True):
             for place in places:
                 self._original[place] = address
@@ -130,19 +130,19 @@ def record(
     function: Function, inputs: Sequence[Tensor], addresses: Sequence[int] = ()
 ) -> tuple[list[Tensor], Recording | None]:
     """What the function returns, and its recording; None if it cannot be recorded."""
-    own = [each.clone() for each in inputs]
-    watch = _Watch(own)
+    buffers = [each.clone() for each in inputs]
+    watch = _Watch(buffers)
     before, LAUNCHES.kept = LAUNCHES.kept, []
     try:
         with watch:
-            outputs = function(*own)
+            outputs = function(*buffers)
         launches = LAUNCHES.kept
     finally:
         LAUNCHES.kept = before
     results = [each.clone() for each in outputs]
     if watch.others or not launches or (addresses and watch.has_constants) or len(set(addresses)) < len(addresses):
         return results, None
-    recording = Recording(launches, own, outputs, watch.kept, addresses)
+    recording = Recording(launches, buffers, outputs, watch.kept, addresses)
     return results, recording if recording.nbytes <= MOST_BYTES else None
 
 

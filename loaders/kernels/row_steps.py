@@ -329,8 +329,8 @@ class Turn(RowStep):
         def pair(column: str) -> None:
             behind = e.op(f"add i64 {column}, {half}")
             first, second = (self.load(e, x, place) for place in (column, behind))
-            for place, own, other in ((column, first, e.op(f"fneg {vector} {second}")), (behind, second, first)):
-                turned = self.rounded(e, e.op(f"fmul {vector} {own}, {self.load(e, cos, place)}"))
+            for place, value, other in ((column, first, e.op(f"fneg {vector} {second}")), (behind, second, first)):
+                turned = self.rounded(e, e.op(f"fmul {vector} {value}, {self.load(e, cos, place)}"))
                 across = self.rounded(e, e.op(f"fmul {vector} {other}, {self.load(e, sin, place)}"))
                 self.store(e, e.op(f"fadd {vector} {turned}, {across}"), out, place)
 

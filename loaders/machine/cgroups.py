@@ -146,9 +146,9 @@ def _mounts(root: Path, controller: str) -> Iterator[tuple[int, str, str]]:
             yield 1, _unescape(mount[3]), _unescape(mount[4])
 
 
-def _below(own: str, mounted: str) -> PurePosixPath:
+def _below(group: str, mounted: str) -> PurePosixPath:
     """The group's path below the mount. A container may see its own group mounted as the root, under another name."""
-    path = PurePosixPath(own)
+    path = PurePosixPath(group)
     # A path with ".." leads out of this cgroup namespace, which is not visible.
     if ".." in path.parts or not path.is_relative_to(mounted):
         return PurePosixPath()

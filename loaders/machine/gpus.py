@@ -138,9 +138,9 @@ def find_gpu(name: str) -> KnownGpu:
     ]
     if len(sizes) == 1:
         return KNOWN_GPUS[sizes[0]]
-    known = f"it is one of {' and '.join(sizes)}" if sizes else f"choose one of {', '.join(KNOWN_GPUS)}"
+    choices = f"it is one of {' and '.join(sizes)}" if sizes else f"choose one of {', '.join(KNOWN_GPUS)}"
     how = f"describe it by its memory and the rate of its memory, {DESCRIPTION}"
-    raise UsageError(f"{name!r} is not a known card; {known}; or {how}")
+    raise UsageError(f"{name!r} is not a known card; {choices}; or {how}")
 
 
 def _described(text: str) -> KnownGpu:
@@ -148,8 +148,8 @@ def _described(text: str) -> KnownGpu:
     parts = [part.strip() for part in text.split(",")]
     nbytes, *rates = (parse_size(part.removesuffix("/s")) for part in parts)
     if not 1 <= len(rates) <= 2 or not all(rates) or nbytes <= CONTEXT_BYTES:
-        what = "its memory, its memory's bytes per second and, if you know it, its link's"
-        raise UsageError(f"{text!r} does not describe a card; give {what}: {DESCRIPTION},25GB/s")
+        needed = "its memory, its memory's bytes per second and, if you know it, its link's"
+        raise UsageError(f"{text!r} does not describe a card; give {needed}: {DESCRIPTION},25GB/s")
     memory, link = rates[0], rates[1] if len(rates) == 2 else PCIE4_X16
     gib = USABLE_SHARE * nbytes / GIB
     return KnownGpu(f"card of {parts[0]}", gib, (8, 0), LEAST_FLOPS_PER_BYTE * memory, memory, link)

@@ -62,7 +62,7 @@ def measure_rates(
     form: str | None = None,
     beside_reads: bool = False,
     seconds: float = 0.5,
-    progress: Progress = lambda what: None,
+    progress: Progress = lambda step: None,
 ) -> Rates:
     """All rates of this machine, each measured for about `seconds`; a failed one is None, with its reason in `sources`.
 
@@ -101,9 +101,9 @@ class _Attempts:
         self.values: dict[str, Any] = {}
         self.sources: dict[str, str] = {}
 
-    def __call__(self, field: str, what: str, measure: Callable[[], tuple[Any, str]]) -> None:
+    def __call__(self, field: str, step: str, measure: Callable[[], tuple[Any, str]]) -> None:
         """Measure a field of `Rates`. A failure must not prevent the other measurements."""
-        self._progress(what)
+        self._progress(step)
         try:
             self.values[field], self.sources[field] = measure()
         except (OffspecError, RuntimeError, MemoryError, OSError) as exc:

@@ -338,20 +338,20 @@ def _read() -> dict[str, WayCosts]:
         return {}
 
 
-def _way_costs(kind: str, said: Mapping[str, Any]) -> WayCosts:
+def _way_costs(kind: str, content: Mapping[str, Any]) -> WayCosts:
     """Parse the costs of a kind's ways.
 
     Raises ValueError, OverflowError, AttributeError or TypeError for invalid content.
     """
     needed = KERNEL if kind.endswith((EXACT, INT8)) else TORCH
-    if needed not in said or not said.keys() <= {TORCH, TILES, KERNEL}:
+    if needed not in content or not content.keys() <= {TORCH, TILES, KERNEL}:
         raise ValueError("other ways")
-    return WayCosts({way: _points(points) for way, points in said.items()})
+    return WayCosts({way: _points(points) for way, points in content.items()})
 
 
-def _points(said: Mapping[str, Any]) -> Seconds:
+def _points(content: Mapping[str, Any]) -> Seconds:
     """Parse seconds by rows. Raises the same errors."""
-    points = {int(rows): float(seconds) for rows, seconds in said.items()}
+    points = {int(rows): float(seconds) for rows, seconds in content.items()}
     if not points or not all(rows in ROWS and 0 < seconds < 1 for rows, seconds in points.items()):
         raise ValueError("no seconds")
     return points

@@ -159,13 +159,13 @@ class StoredModel:
         """The same model with a unit for each expert. Raises CheckpointError for a missing number."""
         layers, experts = list[StoredUnit](), dict[int, Experts]()
         for index, layer in enumerate(self.layers):
-            own, by_number = dict[str, StoredWeight](), defaultdict[int, dict[str, StoredWeight]](dict)
+            common, by_number = dict[str, StoredWeight](), defaultdict[int, dict[str, StoredWeight]](dict)
             for name, weight in layer.weights.items():
                 if match := EXPERT.fullmatch(name):
                     by_number[int(match[1])][match[2]] = weight
                 else:
-                    own[name] = weight
-            layers.append(replace(layer, weights=own))
+                    common[name] = weight
+            layers.append(replace(layer, weights=common))
             if by_number:
                 experts[index] = _in_order(by_number, index)
         return replace(self, layers=layers, experts=experts)

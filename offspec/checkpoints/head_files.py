@@ -104,8 +104,8 @@ class HeadFiles:
         layout = layout_of(config, listed)
         if layout is None:
             raise UnsupportedModelError(f"{path} is not a head of a known kind")
-        names = {own: name for name in listed if (own := layout.name_of(name)) is not None}
-        tensors = _tensors(path, {own: listed[name] for own, name in names.items()}, names, formats)
+        names = {inner: name for name in listed if (inner := layout.name_of(name)) is not None}
+        tensors = _tensors(path, {inner: listed[name] for inner, name in names.items()}, names, formats)
         spec = _spec(path, layout.make_spec, config, tensors, names, target)
         made_for = config.get(TARGET_KEY)
         made_for = made_for if isinstance(made_for, str) else None
@@ -123,9 +123,9 @@ class HeadFiles:
             raise UsageError(f"`draft=mtp` needs an MTP layer, and {path} has none; choose another draft")
         if (file := mtp_file(target)) is not None:
             return cls.open(file, target.config)
-        named = {own: name for name, own in target.mtp_names.items() if own is not None}
-        named = {own: name for own, name in named.items() if not _is_of_target(own, named, target)}
-        infos = {own: checkpoint.tensors[name] for own, name in named.items()}
+        named = {inner: name for name, inner in target.mtp_names.items() if inner is not None}
+        named = {inner: name for inner, name in named.items() if not _is_of_target(inner, named, target)}
+        infos = {inner: checkpoint.tensors[name] for inner, name in named.items()}
         if infos:
             weights = stored_weights(infos, formats_in(checkpoint))
         else:
@@ -145,9 +145,9 @@ class HeadFiles:
         packed: quantised matrices stay as they are stored, except embeddings, if the head can multiply with these.
         """
         weights = self.tensors.load(dtype, device)
-        for own, weight in weights.items():
-            if not isinstance(weight, Tensor) and (own in ROW_TABLES or not (packed and self.spec.takes_packed)):
-                weights[own] = dense(weight, dtype)
+        for inner, weight in weights.items():
+            if not isinstance(weight, Tensor) and (inner in ROW_TABLES or not (packed and self.spec.takes_packed)):
+                weights[inner] = dense(weight, dtype)
         return weights
 
 
@@ -161,12 +161,12 @@ class StoredTensors:
     @property
     def shapes(self) -> Shapes:
         stored: list[Mapping[str, StoredWeight | TensorInfo]] = [self.weights, self.tables]
-        return {own: each.shape for part in stored for own, each in part.items()}
+        return {inner: each.shape for part in stored for inner, each in part.items()}
 
     @property
     def bits(self) -> float:
         """Bits per number of its layers' matrices, the smallest."""
-        matrices = [each for own, each in self.weights.items() if own.startswith(LAYERS) and len(each.shape) > 1]
+        matrices = [each for inner, each in self.weights.items() if inner.startswith(LAYERS) and len(each.shape) > 1]
         sizes = (8 * sum(info.nbytes for info in each.streamed) / math.prod(each.shape) for each in matrices)
         return min(sizes, default=16.0)
 
@@ -174,10 +174,10 @@ class StoredTensors:
         return StoredUnit(self.weights).cost(dtype).resident_bytes + sum(info.nbytes for info in self.tables.values())
 
     def load(self, dtype: torch.dtype, device: torch.device) -> dict[str, Weight]:
-        weights = {own: each.to(device) for own, each in self.weights.items()}
+        weights = {inner: each.to(device) for inner, each in self.weights.items()}
         loaded = load_layer(StoredUnit(weights), dtype, device)
-        for own, info in self.tables.items():
-            loaded[own] = _table(info).to(device)
+        for inner, info in self.tables.items():
+            loaded[inner] = _table(info).to(device)
         return loaded
 
 
@@ -194,9 +194,9 @@ class PickledTensors:
 
     def load(self, dtype: torch.dtype, device: torch.device) -> dict[str, Weight]:
         read, loaded = read_pickle(self.file, "cpu"), dict[str, Weight]()
-        for own, name in self.names.items():
-            tensor = _checked(self.file, name, read[name], is_table=own in TABLES)
-            loaded[own] = tensor.to(device, tensor.dtype if own in TABLES else dtype, copy=True)
+        for inner, name in self.names.items():
+            tensor = _checked(self.file, name, read[name], is_table=inner in TABLES)
+            loaded[inner] = tensor.to(device, tensor.dtype if inner in TABLES else dtype, copy=True)
         return loaded
 
 
@@ -230,7 +230,7 @@ class Layout:
 
         Raises CheckpointError, UnsupportedModelError.
         """
-        present = {own: shape for name, shape in shapes.items() if (own := self.name_of(name)) is not None}
+        present = {inner: shape for name, shape in shapes.items() if (inner := self.name_of(name)) is not None}
         return self.make_spec(config, present, target)
 
 
@@ -319,10 +319,10 @@ def mtp_file(target: ModelFiles) -> Path | None:
     return file if file is not None and is_head(file) else None
 
 
-def _is_of_target(own: str, named: Mapping[str, str], target: ModelFiles) -> bool:
+def _is_of_target(inner: str, named: Mapping[str, str], target: ModelFiles) -> bool:
     """Whether a tensor is a copy of the target's embedding or head, or belongs to one. named: own name → full name."""
     tables = {OWN_EMBEDDING: target.config.embedding_name, OWN_HEAD: target.config.head_name}
-    table = next((table for table in tables if own.startswith(table)), None)
+    table = next((table for table in tables if inner.startswith(table)), None)
     tensors = target.checkpoint.tensors
     if table is None or table not in named or tables[table] not in tensors:
         return False
@@ -410,14 +410,14 @@ def _tensors(
     formats: Sequence[WeightFormat] | None,
 ) -> HeadTensors:
     """The tensors by a head's names. names: those in the files. Raises CheckpointError."""
-    infos = {own: each for own, each in listed.items() if isinstance(each, TensorInfo)}
+    infos = {inner: each for inner, each in listed.items() if isinstance(each, TensorInfo)}
     if len(infos) == len(listed):
-        tables = {own: info for own, info in infos.items() if own in TABLES}
-        floats = {own: info for own, info in infos.items() if own not in tables}
+        tables = {inner: info for inner, info in infos.items() if inner in TABLES}
+        floats = {inner: info for inner, info in infos.items() if inner not in tables}
         return StoredTensors(stored_weights(floats, formats), tables)
     pickle = _pickle(path)
     assert pickle is not None
-    return PickledTensors(pickle, names, {own: tuple(each.shape) for own, each in listed.items()})
+    return PickledTensors(pickle, names, {inner: tuple(each.shape) for inner, each in listed.items()})
 
 
 def _spec(
@@ -436,17 +436,17 @@ def _spec(
         spec = make_spec(config, tensors.shapes, target)
     except (CheckpointError, UnsupportedModelError) as exc:
         raise type(exc)(f"{path}: {exc}") from exc
-    for own in tensors.shapes:
-        if own not in spec.shapes:
+    for inner in tensors.shapes:
+        if inner not in spec.shapes:
             raise UnsupportedModelError(
-                f"{path}: tensor {show(names.get(own, own))} does not belong to an {spec.kind} head; the head has "
+                f"{path}: tensor {show(names.get(inner, inner))} does not belong to an {spec.kind} head; the head has "
                 "unsupported parts"
             )
-    for own, shape in spec.shapes.items():
-        if own not in tensors.shapes:
-            raise CheckpointError(f"{path}: tensor {own} is missing; the head does not match its config.json")
-        if (there := tensors.shapes[own]) != shape:
-            description = f"tensor {show(names.get(own, own))} has shape {list(there)}"
+    for inner, shape in spec.shapes.items():
+        if inner not in tensors.shapes:
+            raise CheckpointError(f"{path}: tensor {inner} is missing; the head does not match its config.json")
+        if (there := tensors.shapes[inner]) != shape:
+            description = f"tensor {show(names.get(inner, inner))} has shape {list(there)}"
             raise CheckpointError(f"{path}: {description}, and an {spec.kind} head for this target has {list(shape)}")
     return spec
 

@@ -87,10 +87,10 @@ def _folders(target: ModelFiles) -> dict[int, Path]:
     return {bits: cache / f"{name}-{bits}bit" for bits in SHADOW_FORMATS}
 
 
-def find_shadow(target: ModelFiles, bits: int, tell: Callable[[str], None] = lambda text: None) -> Shadow | None:
+def find_shadow(target: ModelFiles, bits: int, notify: Callable[[str], None] = lambda text: None) -> Shadow | None:
     """The shadow of `bits` bits in the user's cache; None if it is missing, unfinished or damaged.
 
-    tell(text): gets a line about one that is there and does not open. None for a target without weights here.
+    notify(text): gets a line about one that is there and does not open. None for a target without weights here.
     """
     if not has_weights(target) or not target.config.is_native:
         return None
@@ -100,13 +100,13 @@ def find_shadow(target: ModelFiles, bits: int, tell: Callable[[str], None] = lam
             return None
         return Shadow.open(folder, target)
     except (CheckpointError, OSError) as exc:
-        tell(f"the shadow of {bits} bits in the cache is damaged ({without_remedy(exc)})")
+        notify(f"the shadow of {bits} bits in the cache is damaged ({without_remedy(exc)})")
         return None
 
 
-def made_shadows(target: ModelFiles, tell: Callable[[str], None] = lambda text: None) -> list[int]:
+def made_shadows(target: ModelFiles, notify: Callable[[str], None] = lambda text: None) -> list[int]:
     """The bits of the shadows that `find_shadow` finds, most first."""
-    return [bits for bits in SHADOW_FORMATS if find_shadow(target, bits, tell) is not None]
+    return [bits for bits in SHADOW_FORMATS if find_shadow(target, bits, notify) is not None]
 
 
 def make_shadow(

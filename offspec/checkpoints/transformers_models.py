@@ -263,23 +263,23 @@ class _Names:
             collected.names.setdefault(pattern, []).append(name)
         return collected_of
 
-    def _source(self, target: str, found: _Collected, stored: Mapping[str, StoredWeight]) -> Source:
+    def _source(self, target: str, collected: _Collected, stored: Mapping[str, StoredWeight]) -> Source:
         """Raises CheckpointError for wrong shapes, UnsupportedModelError for an unsupported order of storage."""
         shape = self.wanted[target]
-        if found.converter is None:
-            (names,) = found.names.values()
+        if collected.converter is None:
+            (names,) = collected.names.values()
             if len(names) > 1 or stored[names[0]].shape != shape:
                 there = list(stored[names[0]].shape)
                 raise CheckpointError(f"tensor {show(names[0])} has shape {there}, config.json requires {list(shape)}")
             return Source(((names[0],),))
-        operations = [(type(op).__name__, getattr(op, "dim", None)) for op in found.converter.operations]
-        patterns = found.converter.source_patterns
-        parts = tuple(tuple(found.names.get(pattern, ())) for pattern in patterns)
+        operations = [(type(op).__name__, getattr(op, "dim", None)) for op in collected.converter.operations]
+        patterns = collected.converter.source_patterns
+        parts = tuple(tuple(collected.names.get(pattern, ())) for pattern in patterns)
         is_list = operations in ([("MergeModulelist", 0)], [("MergeModulelist", 0), ("Concatenate", 1)])
         if not is_list or len(shape) != 3 or (len(parts) > 1) != (len(operations) > 1):
             kinds = ", ".join(kind for kind, _ in operations)
             raise UnsupportedModelError(
-                f"tensors like {show(next(iter(found.names.values()))[0])} are stored in an order that transformers "
+                f"tensors like {show(next(iter(collected.names.values()))[0])} are stored in an order that transformers "
                 f"converts while loading ({kinds}); this conversion is not supported"
             )
         self._check_experts(target, parts, stored)

@@ -196,8 +196,10 @@ def _files(request: OpenRequest) -> HeadFiles:
 def _notes(files: HeadFiles, draft: str, target: ModelFiles) -> list[Note]:
     """What drafts, and what may be wrong with it."""
     name, stored = target.checkpoint.path.name, files.tensors
-    what = f"the MTP layer of {files.path.name}" if draft == MTP else f"{files.path.name}, a head ({files.spec.kind})"
-    notes = [Note(f"draft: {what}")]
+    description = (
+        f"the MTP layer of {files.path.name}" if draft == MTP else f"{files.path.name}, a head ({files.spec.kind})"
+    )
+    notes = [Note(f"draft: {description}")]
     if files.stated_target and files.stated_target != name:
         text = f"the head says that it is for {files.stated_target}, not {name}; it may accept little"
         notes.append(Note(text, advice=True))

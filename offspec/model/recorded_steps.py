@@ -35,7 +35,7 @@ class _Known:
     def is_of(self, weights: Sequence[Weight]) -> bool:
         if len(weights) != len(self._weights):
             return False
-        return all(own() is each for own, each in zip(self._weights, weights, strict=True))
+        return all(reference() is each for reference, each in zip(self._weights, weights, strict=True))
 
 
 class RecordedSteps:
@@ -47,7 +47,7 @@ class RecordedSteps:
     @property
     def recorded(self) -> list[str]:
         """The names of steps that have recordings."""
-        return [name for (name, _), known in self._known.items() if known.recording is not None]
+        return [name for (name, _), step in self._known.items() if step.recording is not None]
 
     def run(
         self,
@@ -69,19 +69,19 @@ class RecordedSteps:
         key = name, (*[kind for kind, _ in launched], *arithmetic)
         if not all(parts for _, parts in launched):
             return function(*inputs)
-        own, known = list(weights.values()), self._known.get(key)
-        if known is None or not known.is_of(own):
+        present, step = list(weights.values()), self._known.get(key)
+        if step is None or not step.is_of(present):
             if len(self._known) >= MOST_KNOWN:
                 del self._known[next(iter(self._known))]
-            self._known[key] = _Known(own)
+            self._known[key] = _Known(present)
             return function(*inputs)
-        if known.is_tried and known.recording is None:
+        if step.is_tried and step.recording is None:
             return function(*inputs)
         addresses = [address for _, parts in launched for address in parts]
-        if known.recording is not None:
-            return known.recording(inputs, addresses)
-        known.is_tried = True
-        results, known.recording = record(function, inputs, addresses)
+        if step.recording is not None:
+            return step.recording(inputs, addresses)
+        step.is_tried = True
+        results, step.recording = record(function, inputs, addresses)
         return results
 
 

@@ -78,8 +78,8 @@ class _Probe:
             raise self.refusal(f"does not compute its tables ({one_line(exc)})") from exc
         _fill_parameters(modules)
 
-    def refusal(self, what: str) -> UnsupportedModelError:
-        return UnsupportedModelError(f"{self.name} {what}; not supported through transformers' modules")
+    def refusal(self, problem: str) -> UnsupportedModelError:
+        return UnsupportedModelError(f"{self.name} {problem}; not supported through transformers' modules")
 
     def found(self) -> Probed:
         calls = self._find_outputs()

@@ -102,8 +102,8 @@ def host_flops(target: ModelFiles) -> Mapping[int, float]:
     know_products(forms_of(weights, target.dtype, is_kept=False))
     form = target.packed_form or HALF_DTYPES.get(target.dtype, "")
     cpu = torch.device("cpu")
-    known = product_flops(form, target.dtype)
-    return known or measure_matmul(cpu, target.dtype, (1, 16, 128), shape=(2048, 2048), seconds=0.1)
+    measured = product_flops(form, target.dtype)
+    return measured or measure_matmul(cpu, target.dtype, (1, 16, 128), shape=(2048, 2048), seconds=0.1)
 
 
 def choose_products(models: Iterable[tuple[ModelFiles, bool]], device: torch.device) -> None:

@@ -81,8 +81,8 @@ class Metadata:
     def __init__(self, values: Mapping[str, Any], path: Path) -> None:
         self.path, self._values = path, values
 
-    def error(self, what: str) -> TokenizerError:
-        return TokenizerError(f"{self.path}: {what}; {REMEDY}")
+    def error(self, problem: str) -> TokenizerError:
+        return TokenizerError(f"{self.path}: {problem}; {REMEDY}")
 
     def optional(self, key: str, kind: type | tuple[type, ...]) -> Any:
         """The value, or None without such a key. A bool is not accepted as a number."""

@@ -139,13 +139,13 @@ class ConstraintCompiler:
 
     def _marker(self, trigger: Trigger) -> Marker:
         if trigger not in self._markers:
-            self._markers[trigger] = Marker.of(trigger, self._vocabulary.known, self._vocab_size)
+            self._markers[trigger] = Marker.of(trigger, self._vocabulary.token_bytes, self._vocab_size)
         return self._markers[trigger]
 
     def vocabulary_for_trials(self) -> dict[str, Any]:
         """The vocabulary as JSON, for `GrammarTrials`. Raises TokenizerError as `compile` does."""
         final = list(self._vocabulary.final)
-        tokens = _Tokens(self._tokenizer, self._vocabulary.known, self._vocab_size)
+        tokens = _Tokens(self._tokenizer, self._vocabulary.token_bytes, self._vocab_size)
         texts = [content.decode("latin-1") for content in tokens.tokens]
         return {"tokens": texts, "special": tokens.special_token_ids, "eos": tokens.eos_token_id, "final": final}
 
@@ -176,11 +176,11 @@ class _Tokens:
     is_tokenizer_wrapper = True
     bos_token_id = None
 
-    def __init__(self, tokenizer: Tokenizer, known: Any, size: int) -> None:
-        self._tokenizer, self._known = tokenizer, known
+    def __init__(self, tokenizer: Tokenizer, token_bytes: Any, size: int) -> None:
+        self._tokenizer, self._known = tokenizer, token_bytes
         self.eos_token_id = min(tokenizer.eos_ids)
         self.special_token_ids = sorted(token for token in tokenizer.special_ids if token < size)
-        self.tokens = [known.get(token, b"") for token in range(size)]
+        self.tokens = [token_bytes.get(token, b"") for token in range(size)]
         for token in self.special_token_ids:  # Lark grammars may name them
             self.tokens[token] = tokenizer.token_text(token).encode()
 

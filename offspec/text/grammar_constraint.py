@@ -28,11 +28,11 @@ SLOW_S, MAX_SLOW_S = 0.005, 10.0
 class GrammarVocabulary:
     """A vocabulary in the library's form. final: the tokens that end a text; eos: the tokenizer's own.
 
-    known: the bytes of each token that stands for text.
+    token_bytes: the bytes of each token that stands for text.
     """
 
     tokens: Any
-    known: Mapping[int, bytes]
+    token_bytes: Mapping[int, bytes]
     size: int
     eos: int
     final: Sequence[int]
@@ -68,13 +68,13 @@ class GrammarConstraint:
         self,
         start: Start,
         vocabulary: GrammarVocabulary,
-        what: str,
+        description: str,
         *,
         gives_forced: bool,
         slow: SlowTime | None = None,
     ) -> None:
-        """what: the constraint, for messages. slow: of the answer's other parsers as well."""
-        self._start, self._vocabulary, self._what, self._gives_forced = start, vocabulary, what, gives_forced
+        """description: the constraint, for messages. slow: of the answer's other parsers as well."""
+        self._start, self._vocabulary, self._what, self._gives_forced = start, vocabulary, description, gives_forced
         self._matcher, self.slow = start.matcher.deep_copy(), slow or SlowTime()
         self._text: list[int] = []
         self._path: list[int] = []  # the matcher has parsed text + path

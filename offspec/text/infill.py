@@ -63,10 +63,10 @@ class InfillTokens:
     def of(cls, tokenizer: Tokenizer) -> InfillTokens:
         """Raises TokenizerError for a model that has no such tokens."""
         for style in STYLES:
-            found = {part: token for part, name in style.items() if (token := _id(tokenizer, name)) is not None}
-            if len(found) == len(style):
+            tokens = {part: token for part, name in style.items() if (token := _id(tokenizer, name)) is not None}
+            if len(tokens) == len(style):
                 ends = {token for name in ENDS if (token := _id(tokenizer, name)) is not None}
-                return cls(tokenizer, found, frozenset(ends.union(found.values())))
+                return cls(tokenizer, tokens, frozenset(ends.union(tokens.values())))
         raise TokenizerError(
             "the model has no tokens for a text with a gap (<|fim_prefix|> or the like), so it cannot fill in before a "
             "suffix; omit the suffix, or choose a model of code such as Qwen2.5-Coder"

@@ -25,7 +25,7 @@ Tokens = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Marker:
-    """A trigger in one vocabulary. known: the tokens' bytes. may_begin [V]: tokens that may begin a text, or are it.
+    """A trigger in one vocabulary. token_bytes: the tokens' bytes. may_begin [V]: tokens that may begin a text, or are it.
 
     overrunning: by the end of a text, tokens that begin with it and go on.
     """
@@ -33,7 +33,7 @@ class Marker:
     texts: tuple[bytes, ...]
     token: int | None
     is_at_start: bool
-    known: Mapping[int, bytes]
+    token_bytes: Mapping[int, bytes]
     may_begin: BoolArray
     overrunning: Mapping[bytes, Sequence[int]]
 
@@ -43,26 +43,26 @@ class Marker:
         return frozenset(np.flatnonzero(self.may_begin).tolist())
 
     @classmethod
-    def of(cls, trigger: Trigger, known: Mapping[int, bytes], vocab_size: int) -> Marker:
-        """known: the bytes of each token that stands for text."""
+    def of(cls, trigger: Trigger, token_bytes: Mapping[int, bytes], vocab_size: int) -> Marker:
+        """token_bytes: the bytes of each token that stands for text."""
         texts = tuple(text.encode() for text in trigger.texts)
         may_begin = np.zeros(vocab_size, dtype=np.bool_)
-        begins = [token for token, content in known.items() if token < vocab_size and _begins_any(content, texts)]
+        begins = [token for token, content in token_bytes.items() if token < vocab_size and _begins_any(content, texts)]
         may_begin[begins] = True
         if trigger.token is not None:
             may_begin[trigger.token] = True
         ends = tuple({text[size:] for text in texts for size in range(1, len(text))})
         overrunning: dict[bytes, list[int]] = {end: [] for end in ends}
-        for token, content in known.items():
+        for token, content in token_bytes.items():
             if token < vocab_size and content.startswith(ends):
                 for end in ends:
                     if content.startswith(end) and content != end:
                         overrunning[end].append(token)
-        return cls(texts, trigger.token, trigger.is_at_start, known, may_begin, overrunning)
+        return cls(texts, trigger.token, trigger.is_at_start, token_bytes, may_begin, overrunning)
 
     def overrun(self, held: Tokens) -> list[int]:
         """The tokens that complete the marker after `held`, and go on."""
-        content = b"".join(self.known.get(each, b"") for each in held)
+        content = b"".join(self.token_bytes.get(each, b"") for each in held)
         ends = [text[size:] for text in self.texts if (size := _num_begun(content, text))]
         return [token for end in ends for token in self.overrunning[end]]
 
@@ -72,12 +72,12 @@ class Marker:
         held: the tokens of an incomplete marker before. None: it cannot come any more.
         """
         tokens = (*held, token)
-        content = b"".join(self.known.get(each, b"") for each in tokens)
+        content = b"".join(self.token_bytes.get(each, b"") for each in tokens)
         if self.is_at_start:
             return self._read_start(tokens, content)
         if token == self.token:
             return True, (token,)
-        if token not in self.known:  # another special token
+        if token not in self.token_bytes:  # another special token
             return False, ()
         positions = [at for text in self.texts if (at := content.find(text)) >= 0]
         if positions:
@@ -89,7 +89,7 @@ class Marker:
         visible = b"".join(content.split())
         if tokens[-1] == self.token and not visible:
             return True, tokens
-        if tokens[-1] not in self.known:
+        if tokens[-1] not in self.token_bytes:
             return False, None
         if any(visible.startswith(text) for text in self.texts):
             return True, tokens
@@ -99,7 +99,7 @@ class Marker:
         """The tokens from the one on that has byte `at` of their text; none if it is the text's end."""
         end = 0
         for place, token in enumerate(tokens):
-            end += len(self.known.get(token, b""))
+            end += len(self.token_bytes.get(token, b""))
             if end > at:
                 return tokens[place:]
         return ()

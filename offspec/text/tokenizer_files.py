@@ -106,7 +106,7 @@ def _missing(folder: Path) -> str:
 
 
 @contextmanager
-def library_errors(what: str, remedy: str) -> Iterator[None]:
+def library_errors(problem: str, remedy: str) -> Iterator[None]:
     """Turn the library's exceptions into TokenizerError: TypeError, ValueError, Exception, and panics of its Rust."""
     try:
         yield
@@ -115,7 +115,7 @@ def library_errors(what: str, remedy: str) -> Iterator[None]:
     except BaseException as exc:
         if not isinstance(exc, Exception) and type(exc).__name__ != "PanicException":
             raise
-        raise TokenizerError(f"{what} ({one_line(exc)}); {remedy}") from exc
+        raise TokenizerError(f"{problem} ({one_line(exc)}); {remedy}") from exc
 
 
 def _read_bytes(file: Path, most_bytes: int = MOST_JSON_BYTES) -> bytes | None:

@@ -87,7 +87,7 @@ class Diagnosis:
 
 
 def diagnose(
-    device: str = "auto", path: Path | None = None, *, quick: bool = False, progress: Progress = lambda what: None
+    device: str = "auto", path: Path | None = None, *, quick: bool = False, progress: Progress = lambda step: None
 ) -> Diagnosis:
     """Describe this machine. quick: do not measure.
 

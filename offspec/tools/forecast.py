@@ -279,8 +279,10 @@ class Assumptions:
         """Raises UsageError for a rate that is not positive, an unknown CPU, or one of no assumed card's machine."""
         for name, rate, example in (("disk", self.disk_bytes_per_s, "7GB"), ("ram_rate", self.ram_bytes_per_s, "60GB")):
             if rate is not None and not rate > 0:
-                what = "disk's" if name == "disk" else "RAM's"
-                text = f"the {what} rate must be above 0 bytes per second, not `{name}={rate:g}`; for example {example}"
+                place = "disk's" if name == "disk" else "RAM's"
+                text = (
+                    f"the {place} rate must be above 0 bytes per second, not `{name}={rate:g}`; for example {example}"
+                )
                 raise UsageError(text)
         given = f"`cpu={self.cpu}`" if self.cpu is not None else "`ram_rate`"
         if self.gpu is None and (self.cpu is not None or self.ram_bytes_per_s is not None):
@@ -295,7 +297,7 @@ def make_forecast(
     *,
     drafts: Sequence[str] = (),
     widths: Sequence[int] = (1,),
-    progress: Callable[[str], None] = lambda what: None,
+    progress: Callable[[str], None] = lambda step: None,
 ) -> Forecast:
     """Predict a model, which need not be downloaded, on this machine or with another card. options: `Engine.load`'s.
 
@@ -350,7 +352,7 @@ class Machine:
     """The machine that a forecast is for: this one, or another one with a card by its data sheet (`known`)."""
 
     place: torch.device
-    known: KnownGpu | None
+    known_gpu: KnownGpu | None
     hardware: Hardware
     assumed: Assumptions
 
@@ -362,7 +364,7 @@ class Machine:
 
     @property
     def device_type(self) -> str:
-        return "cuda" if self.known else self.place.type
+        return "cuda" if self.known_gpu else self.place.type
 
     @property
     def name(self) -> str:
@@ -370,8 +372,8 @@ class Machine:
 
     def measure(self, target: ModelFiles, plan: Plan, widths: Sequence[int], progress: Callable[[str], None]) -> Rates:
         """Rates of products with the target's matrices, and of the links; of an assumed card, from its data sheet."""
-        if self.known is not None:
-            rates = _with_disk(_card_rates(self.known, target), NVME_BYTES_PER_S, NVME_SOURCE)
+        if self.known_gpu is not None:
+            rates = _with_disk(_card_rates(self.known_gpu, target), NVME_BYTES_PER_S, NVME_SOURCE)
         else:
             rates = measure_rates(
                 self.place,
@@ -390,7 +392,7 @@ class Machine:
     def _with_cpu(self, rates: Rates, target: ModelFiles, plan: Plan) -> Rates:
         """With those of the CPU beside the card: of a kind of computers if the card is assumed, else measured."""
         name, ram = self.assumed.cpu or DESKTOP, self.assumed.ram_bytes_per_s
-        if self.known is None or name == THIS_CPU:
+        if self.known_gpu is None or name == THIS_CPU:
             flops = {} if plan.experts is None else host_flops(target)
             source, num_cores = "measured here", self.hardware.num_cores
             ram_rate = ram or _measured_ram()
@@ -398,13 +400,13 @@ class Machine:
             cpu = KNOWN_CPUS[name]
             ram_rate, source, num_cores = ram or cpu.ram_bytes_per_s, f"assumed: {cpu.name}", cpu.num_cores
             flops = cpu.flops(_packed_bytes(target) or target.dtype.itemsize, ram)
-        source = f"{num_cores} cores; {source}; `cpu` and `ram_rate` set others" if self.known else source
+        source = f"{num_cores} cores; {source}; `cpu` and `ram_rate` set others" if self.known_gpu else source
         sources = {**rates.sources, "ram_bytes_per_s": source}
         return replace(rates, host_matmul_flops=flops, ram_bytes_per_s=ram_rate, sources=sources)
 
     def busy(self) -> str:
         """Why rates that are measured now are too low; "" if they are not, or if they come from a data sheet."""
-        if self.known is not None or (load := psutil.getloadavg()[0]) <= self.hardware.num_cores:
+        if self.known_gpu is not None or (load := psutil.getloadavg()[0]) <= self.hardware.num_cores:
             return ""
         return f"this machine is busy: {load:.1f} processes share {self.hardware.num_cores} cores"
 
@@ -444,13 +446,13 @@ def _open_to_plan(options: LoadOptions, form: str | None, device_type: str, note
     return OpenRequest(draft_options(options), target, None, options.dtype, device_type, notes)
 
 
-def _hardware(place: torch.device, known: KnownGpu | None, ram: int | None) -> Hardware:
+def _hardware(place: torch.device, known_gpu: KnownGpu | None, ram: int | None) -> Hardware:
     """This machine's hardware. With an assumed card, RAM is at least `ram` bytes."""
     hardware = read_hardware(place)
-    if known is None:
+    if known_gpu is None:
         return hardware
     available = hardware.ram.available_bytes if ram is None else max(ram, hardware.ram.available_bytes)
-    return replace(hardware, gpu=known.gpu(), ram=replace(hardware.ram, available_bytes=available))
+    return replace(hardware, gpu=known_gpu.gpu(), ram=replace(hardware.ram, available_bytes=available))
 
 
 def _numbers_of_texts(plan: Plan) -> Sequence[int]:

@@ -284,13 +284,15 @@ def first_difference(
     prompt: Sequence[int],
     params: SamplingParams,
     wanted: list[int],
-    found: list[int],
+    actual: list[int],
 ) -> Iterator[Difference]:
     """The first difference of two texts, if there is one."""
-    if wanted == found:
+    if wanted == actual:
         return
-    at = next((i for i, (a, b) in enumerate(zip(wanted, found, strict=False)) if a != b), min(len(wanted), len(found)))
-    a, b = (wanted[at] if at < len(wanted) else None), (found[at] if at < len(found) else None)
+    at = next(
+        (i for i, (a, b) in enumerate(zip(wanted, actual, strict=False)) if a != b), min(len(wanted), len(actual))
+    )
+    a, b = (wanted[at] if at < len(wanted) else None), (actual[at] if at < len(actual) else None)
     gap = None if a is None or b is None else _gap(engine, prompt, wanted[:at], params, (a, b))
     yield Difference(setting, index, at, a, b, gap, gap is not None and gap <= near_tie(engine))
 

@@ -101,7 +101,7 @@ def distill_exits(
     complete. Raises a subclass of OffspecError.
     """
     target, files, tokenizer = teacher.target, teacher.files, teacher.tokenizer
-    params, progress = params or DistillParams(), progress or (lambda what, done, total: None)
+    params, progress = params or DistillParams(), progress or (lambda stage, done, total: None)
     refuse_states(target.config, "training an exit layer")
     refuse_experts(target.config, "training an exit layer")
     for number in exit_layers:

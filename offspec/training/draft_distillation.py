@@ -110,7 +110,7 @@ def distill_draft(
     """
     target, files = teacher.target, teacher.files
     refuse_foreign(target.config, "distilling a draft")
-    progress = progress or (lambda what, done, total: None)
+    progress = progress or (lambda stage, done, total: None)
     if params.on_policy and texts and not params.prompt_tokens:
         raise UsageError("`on_policy` needs beginnings that the draft continues; give `prompt_tokens`, or no `texts`")
     _check_out(out, draft, params)

@@ -27,9 +27,9 @@ def outcomes(logits: Tensor, labels: Tensor, log_probabilities: Tensor) -> tuple
     return p, q
 
 
-def _rest(known: Tensor) -> Tensor:
+def _rest(log_probabilities: Tensor) -> Tensor:
     """The logarithm [R, 1] of what is left of 1."""
-    return (1 - known.exp().sum(-1, keepdim=True)).clamp(min=LEAST).log()
+    return (1 - log_probabilities.exp().sum(-1, keepdim=True)).clamp(min=LEAST).log()
 
 
 def forward_kl(p: Tensor, q: Tensor) -> Tensor:

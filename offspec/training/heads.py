@@ -70,7 +70,7 @@ def distill_head(
     The other arguments are those of `distillation.distill`. Raises a subclass of OffspecError.
     """
     target, files = teacher.target, teacher.files
-    params, progress = params or HeadParams(), progress or (lambda what, done, total: None)
+    params, progress = params or HeadParams(), progress or (lambda stage, done, total: None)
     refuse_foreign(target.config, "a head")
     beginning = structure_of(kind)(target, params.seed)
     if params.head_tokens and beginning.has_own_head and TO_TARGET not in beginning.tensors:
@@ -167,9 +167,9 @@ class HeadStudent(Student):
     def _loss(self, batch: Shard) -> Tensor:
         return weighted([self._step_loss(made, wanted) for made, wanted in self.unrolled(batch)])
 
-    def _step_loss(self, made: Advanced, said: Shard) -> Tensor:
-        loss, more_loss = cross_entropy(self.head, made.states, said), self._beginning.more_loss
-        return loss if more_loss is None else loss + more_loss(made, said)
+    def _step_loss(self, made: Advanced, shard: Shard) -> Tensor:
+        loss, more_loss = cross_entropy(self.head, made.states, shard), self._beginning.more_loss
+        return loss if more_loss is None else loss + more_loss(made, shard)
 
     @torch.no_grad()
     def agreements(self, shard: Shard) -> list[float]:

@@ -51,14 +51,14 @@ def unroll(head: Head, features: Tensor, tokens: Tensor, steps: int) -> Iterator
         yield Unrolled(made, torch.arange(1 + step, length, device=tokens.device))
 
 
-def cross_entropy(head: Head, states: Tensor, said: Shard) -> Tensor:
+def cross_entropy(head: Head, states: Tensor, shard: Shard) -> Tensor:
     """Of the head's logits with the target's distribution over the kept tokens, mean over rows."""
     step = max(1, LARGEST_LOGITS // head.target.config.vocab_size)
     parts = list[Tensor]()
     for first in range(0, len(states), step):
         some = slice(first, first + step)
-        columns = head.vocabulary.columns_of(said["labels"][some].long())
-        wanted = said["log_probabilities"][some].exp() * (columns >= 0)
+        columns = head.vocabulary.columns_of(shard["labels"][some].long())
+        wanted = shard["log_probabilities"][some].exp() * (columns >= 0)
         logits = head.head(states[some])
         parts.append(SoftCrossEntropy.apply(logits, columns.clamp(min=0), wanted))  # type: ignore[no-untyped-call]
     return torch.stack(parts).sum() / len(states)

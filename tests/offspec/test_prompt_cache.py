@@ -257,7 +257,7 @@ def test_an_early_exit_keeps_none(engine: Engine, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="early exit"):
         PromptCache(engine.with_draft(draft), tmp_path / "prompt.kv")
     told = list[str]()
-    session = Session(engine.with_draft(draft), tell=told.append)
+    session = Session(engine.with_draft(draft), notify=told.append)
     list(session.reply("def area(width, height):", PARAMS))
     session.save_entries(tmp_path / "talk.json")  # the conversation itself is saved without them
     assert len(told) == 1
@@ -266,7 +266,7 @@ def test_an_early_exit_keeps_none(engine: Engine, tmp_path: Path) -> None:
 
 def test_a_saved_conversation_is_not_scored_again(pair: Pair, engine: Engine, tmp_path: Path) -> None:
     file, told = tmp_path / "talk.json", list[str]()
-    session = Session(engine, tell=told.append)
+    session = Session(engine, notify=told.append)
     for message in ("def area(width, height):", "for item in self.items:"):
         list(session.reply(message, PARAMS))
     session.save(file, {})
@@ -277,7 +277,7 @@ def test_a_saved_conversation_is_not_scored_again(pair: Pair, engine: Engine, tm
     for entries in (True, False):
         if not entries:
             entries_path(file).unlink()
-        other = Session(loaded(pair), tell=told.append)
+        other = Session(loaded(pair), notify=told.append)
         other.load(file)
         last = list(other.reply("print(", PARAMS))[-1]
         assert (last.stats.num_prefilled_tokens < 30) == entries

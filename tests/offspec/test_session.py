@@ -250,7 +250,7 @@ def test_a_reply_that_is_closed_keeps_what_was_said(engine: Engine) -> None:
 @pytest.mark.slow
 def test_the_oldest_turns_are_dropped_and_that_is_said(engine: Engine) -> None:
     told: list[str] = []
-    session = Session(engine, "Be brief.", tell=told.append)
+    session = Session(engine, "Be brief.", notify=told.append)
     system = engine.tokenizer.encode("<|system|>Be brief.")
     for number in range(9):
         turn = say(session, f"message {number}")

@@ -59,8 +59,8 @@ class ChunkAttention:
 
         Only of layers with as many chunks. All wait for the device once.
         """
-        known = {layer: self._by_layer[layer][:end] for layer in layers if layer in self._by_layer}
-        chosen = {layer: chunks.topk(count).indices for layer, chunks in known.items() if len(chunks) >= count}
+        scores = {layer: self._by_layer[layer][:end] for layer in layers if layer in self._by_layer}
+        chosen = {layer: chunks.topk(count).indices for layer, chunks in scores.items() if len(chunks) >= count}
         if not chosen:
             return {}
         return dict(zip(chosen, torch.stack([*chosen.values()]).tolist(), strict=True))

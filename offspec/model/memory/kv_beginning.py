@@ -39,48 +39,48 @@ class Beginning:
 class ContinuedLayers(EntriesBySlot):
     """Layers of one text: the first `num_shared` entries of `beginning`, then the text's own."""
 
-    def __init__(self, beginning: LayerCache, num_shared: int, own: LayerCache) -> None:
+    def __init__(self, beginning: LayerCache, num_shared: int, rest: LayerCache) -> None:
         self.beginning = beginning
         self.num_shared = num_shared
-        self.own = own
+        self.rest = rest
 
     @property
     def num_layers(self) -> int:
-        return self.own.num_layers
+        return self.rest.num_layers
 
     @property
     def format(self) -> str:
-        return self.own.format
+        return self.rest.format
 
     @property
     def most_read(self) -> int | None:
-        return self.own.most_read
+        return self.rest.most_read
 
     @property
     def nbytes(self) -> int:
         """The text's own bytes; those of a `Beginning` are counted once for all texts."""
-        return self.own.nbytes
+        return self.rest.nbytes
 
     def empty(self) -> LayerCache:
-        return self.own.empty()
+        return self.rest.empty()
 
     def reserve(self, capacity: int, in_use: int) -> None:
-        self.own.reserve(capacity - self.num_shared, in_use - self.num_shared)
+        self.rest.reserve(capacity - self.num_shared, in_use - self.num_shared)
 
     def write(self, layer: int, keys: Tensor, values: Tensor, start: int) -> None:
-        self.own.write(layer, keys, values, start - self.num_shared)
+        self.rest.write(layer, keys, values, start - self.num_shared)
 
     def scatter(self, layer: int, keys: Tensor, values: Tensor, slots: Tensor) -> None:
-        self.own.scatter(layer, keys, values, slots - self.num_shared)
+        self.rest.scatter(layer, keys, values, slots - self.num_shared)
 
     def move(self, start: int, slots: Tensor) -> None:
-        self.own.move(start - self.num_shared, slots - self.num_shared)
+        self.rest.move(start - self.num_shared, slots - self.num_shared)
 
     def read(self, layer: int, end: int, first: int = 0) -> tuple[Tensor, Tensor]:
         """Of slots on both sides of `num_shared`, new tensors."""
         if end <= self.num_shared:
             return self.beginning.read(layer, end, first)
-        behind = self.own.read(layer, end - self.num_shared, max(first - self.num_shared, 0))
+        behind = self.rest.read(layer, end - self.num_shared, max(first - self.num_shared, 0))
         if first >= self.num_shared:
             return behind
         before = self.beginning.read(layer, self.num_shared, first)
@@ -91,7 +91,7 @@ class ContinuedLayers(EntriesBySlot):
         """Views that nobody may write to, or, of slots on both sides of `num_shared`, new tensors."""
         if end <= self.num_shared:
             return self.beginning.stored(layer, end, first)
-        behind = self.own.stored(layer, end - self.num_shared, max(first - self.num_shared, 0))
+        behind = self.rest.stored(layer, end - self.num_shared, max(first - self.num_shared, 0))
         if first >= self.num_shared:
             return behind
         before = self.beginning.stored(layer, self.num_shared, first)

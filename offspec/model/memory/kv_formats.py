@@ -111,8 +111,8 @@ def _in_groups(numbers: Tensor, num_groups: int) -> Tensor:
     return numbers.reshape(*numbers.shape[:-1], num_groups, -1)
 
 
-def _as_scales(found: Tensor) -> Tensor:
-    return found.clamp(max=torch.finfo(torch.float16).max).to(torch.float16)
+def _as_scales(scales: Tensor) -> Tensor:
+    return scales.clamp(max=torch.finfo(torch.float16).max).to(torch.float16)
 
 
 def _divided(grouped: Tensor, scales: Tensor) -> Tensor:
@@ -258,4 +258,4 @@ class KVFormat:
 PLAIN = KVFormat("16")
 EIGHT_BIT = KVFormat("8", (Coding(8, 32), Coding(8, 32)), Unpacking(12, 10, 4), Unpacking(4, 1, 4))
 FOUR_BIT = KVFormat("4", (Coding(6, 64), Coding(4, 32)), Unpacking(24, 10, 38), Unpacking(24, 10, 38))
-KV_FORMATS = {found.name: found for found in (PLAIN, EIGHT_BIT, FOUR_BIT)}
+KV_FORMATS = {each.name: each for each in (PLAIN, EIGHT_BIT, FOUR_BIT)}

@@ -219,9 +219,9 @@ def _grouped(queries: Tensor, num_kv_heads: int) -> Tensor:
     return by_head.reshape(num_kv_heads, -1, head_dim).view(num_kv_heads, group, num_rows, head_dim)
 
 
-def _ungrouped(found: Tensor) -> Tensor:
+def _ungrouped(grouped: Tensor) -> Tensor:
     """Results [kv_heads, group, T, D] → [T, heads, D]."""
-    return found.permute(2, 0, 1, 3).flatten(1, 2)
+    return grouped.permute(2, 0, 1, 3).flatten(1, 2)
 
 
 def capped_attention(

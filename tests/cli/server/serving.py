@@ -77,7 +77,7 @@ def served(
     http: type[H11Protocol] | None = None,
     most_waiting: int = 16,
     parallel: int | None = None,
-    tell: Callable[[str], None] = lambda line: None,
+    notify: Callable[[str], None] = lambda line: None,
     clock: Callable[[], float] = time.monotonic,
     idle_s: float = 5,
     speculation: SpeculationParams | None = None,
@@ -94,7 +94,7 @@ def served(
         speculation or SpeculationParams(),
         most_waiting=most_waiting,
         most_texts=parallel,
-        tell=tell,
+        notify=notify,
         clock=clock,
     )
     with closing(service):

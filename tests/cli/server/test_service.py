@@ -316,7 +316,7 @@ def test_the_log_tells_of_answers_under_way(engine: Engine, gate: Gate) -> None:
     """When they begin, every 30 s, and at their end; never of their text."""
     lines, now = list[str](), [1000.0]
     body = {**SHORT, "prompt": "a secret", "stream": True}
-    with served(engine, tell=lines.append, clock=lambda: now[0]) as (client, service):
+    with served(engine, notify=lines.append, clock=lambda: now[0]) as (client, service):
         with asked(client, **body) as response:
             assert gate.reached.wait(LONG_S)
             now[0] += 29.9
