@@ -47,7 +47,7 @@ from offspec.loaders.convert import read_whole
 from offspec.loaders.files.checkpoint import Checkpoint
 from offspec.loaders.files.containers import open_checkpoint
 from offspec.loaders.files.safetensors_folder import INDEX_FILE, read_header
-from offspec.loaders.files.shards import Piece, write_shard
+from offspec.loaders.files.shards import ShardPiece, write_shard
 from offspec.loaders.formats import formats_in, stored_weights
 from offspec.loaders.formats.bf16_packed import Bf16Packer
 from offspec.loaders.formats.four_bit import pack_4bit, quantization_config
@@ -205,17 +205,17 @@ def _checksum(tensors: Mapping[str, Tensor]) -> int:
 
 def _pieces(
     group: Mapping[str, tuple[int, ...]], layout: Layout, small: Mapping[str, Tensor], pack: Pack
-) -> Iterator[Piece]:
+) -> Iterator[ShardPiece]:
     """The tensors of a file; bf16 tensors are created one at a time, when they are written."""
     for name, shape in group.items():
         make = partial(layout.tensor, name, shape, small)
         if layout.shape.format == "bf16" or not (name.startswith(LAYER_PREFIX) and len(shape) == 2):
-            yield Piece(name, "BF16", shape, partial(_made, make))
+            yield ShardPiece(name, "BF16", shape, partial(_made, make))
             continue
         form = layout.shape.format
         parts = Bf16Packer().pack(make()) if form == LOSSLESS_FORMAT else pack(make(), form)
         for suffix, part in parts.items():
-            yield Piece(name + suffix, _SAFETENSORS_DTYPES[part.dtype], tuple(part.shape), partial(_once, part))
+            yield ShardPiece(name + suffix, _SAFETENSORS_DTYPES[part.dtype], tuple(part.shape), partial(_once, part))
 
 
 def _made(make: Callable[[], Tensor]) -> Iterator[memoryview]:

@@ -97,7 +97,7 @@ def _prompt_session(
     from prompt_toolkit.history import FileHistory, InMemoryHistory
     from prompt_toolkit.shortcuts import CompleteStyle
 
-    class Commands(Completer):
+    class CommandCompleter(Completer):
         def get_completions(self, document: Document, complete_event: CompleteEvent) -> Iterable[Completion]:
             text = document.text_before_cursor
             for word in complete(text):
@@ -108,7 +108,7 @@ def _prompt_session(
         multiline=True,
         prompt_continuation="... ",
         history=InMemoryHistory() if history is None else FileHistory(str(history)),
-        completer=Commands(),
+        completer=CommandCompleter(),
         complete_style=CompleteStyle.READLINE_LIKE,  # a menu would not fit a narrow terminal
         key_bindings=_bindings(),
         enable_history_search=True,

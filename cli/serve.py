@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from offspec import Engine
 
     from .server.service import Service
-    from .server.shelf import Shelf
+    from .server.shelf import ModelManager
 
 MAX_NEW_TOKENS = 4096  # a model ends its answers itself, and clients may request fewer
 # Wildcard address → an unassigned outside address (RFC 5737, RFC 3849), and the loopback address.
@@ -167,7 +167,7 @@ def command(
     if alias is not None and not (alias.strip() and alias.isprintable()):
         raise UsageError(f"--alias must be a name of printable characters, not {alias!r}")
     _check_origins(cors, api_key)
-    shelf_paths = {} if models is None else _models_in(models, loading, alias)
+    model_paths = {} if models is None else _models_in(models, loading, alias)
     server = Server(sampling, given_sampling(speculation), api_key, alias, host, cors, page, quiet, verbose)
     notify = (lambda line: None) if quiet else _log
     with listening(host, port) as sock:  # before the model is loaded
@@ -178,11 +178,11 @@ def command(
             return Service(engine, speculation, most_waiting=max_queue, most_texts=parallel, notify=notify)
 
         if models is not None:
-            from .server.shelf import Shelf
+            from .server.shelf import ModelManager
 
             make = partial(_service_in, loading=loading, service_of=service_of)
-            with closing(Shelf(shelf_paths, make, notify)) as shelf:
-                server.run(shelf, sock, f"{len(shelf_paths)} models of {models} are")
+            with closing(ModelManager(model_paths, make, notify)) as manager:
+                server.run(manager, sock, f"{len(model_paths)} models of {models} are")
             return
         engine = load_engine(loading, quiet=quiet, verbose=verbose)
         if not quiet:
@@ -212,7 +212,7 @@ class Server:
     quiet: bool
     verbose: bool
 
-    def run(self, models: Service | Shelf, sock: socket.socket, name: str) -> None:
+    def run(self, models: Service | ModelManager, sock: socket.socket, name: str) -> None:
         """Answer requests until a signal ends the server. name: what is served. Raises an engine's last error."""
         import uvicorn
 

@@ -39,7 +39,7 @@ from .files.shards import (
     CHUNK_BYTES,
     PART_SUFFIX,
     Background,
-    Piece,
+    ShardPiece,
     forget_cached,
     removed_meanwhile,
     sync_folder,
@@ -62,7 +62,7 @@ _MOST_TRIES = 100  # to lock a marker that other processes make and remove
 MOST_THREADS = 4  # that pack: more would wait for the disk
 
 Progress = Callable[[int, int], None]
-_Packed = dict[str, Future[list[Piece]]]  # weight's name → its tensors in the result, when they are ready
+_Packed = dict[str, Future[list[ShardPiece]]]  # weight's name → its tensors in the result, when they are ready
 
 
 @dataclass(frozen=True)
@@ -389,14 +389,14 @@ class _Work:
             if item.packer is not None and item.stored is not None
         }
 
-    def pieces(self, shard: _Shard, packed: _Packed, counter: _Counter) -> Iterator[Piece]:
+    def pieces(self, shard: _Shard, packed: _Packed, counter: _Counter) -> Iterator[ShardPiece]:
         for item in shard.items:
             if item.name in packed:
                 yield from packed.pop(item.name).result()
                 counter.add(item.source_bytes)
             else:
                 info = item.infos[0]
-                yield Piece(info.name, info.dtype, info.shape, partial(_chunks, info, counter))
+                yield ShardPiece(info.name, info.dtype, info.shape, partial(_chunks, info, counter))
 
     def publish(self, check: Callable[[], None]) -> dict[str, TensorInfo]:
         """Write all files except weights, the index last: it makes the folder a checkpoint. Returns its tensors.
@@ -538,7 +538,7 @@ def _one_ahead(shards: Iterable[_Shard], pack: Callable[[_Shard], _Packed]) -> I
         yield before
 
 
-def _packed(stored: StoredWeight, packer: Packer) -> list[Piece]:
+def _packed(stored: StoredWeight, packer: Packer) -> list[ShardPiece]:
     weight = read_whole(stored)
     try:
         parts = packer.pack(weight)
@@ -548,9 +548,9 @@ def _packed(stored: StoredWeight, packer: Packer) -> list[Piece]:
     return [_piece(stored.name + suffix, tensor) for suffix, tensor in parts.items()]
 
 
-def _piece(name: str, tensor: Tensor) -> Piece:
+def _piece(name: str, tensor: Tensor) -> ShardPiece:
     content = tensor.reshape(-1).view(torch.uint8).numpy().data
-    return Piece(name, _SAFETENSORS_DTYPES[tensor.dtype], tuple(tensor.shape), partial(_once, content))
+    return ShardPiece(name, _SAFETENSORS_DTYPES[tensor.dtype], tuple(tensor.shape), partial(_once, content))
 
 
 def _once(content: memoryview) -> Iterable[memoryview]:

@@ -316,7 +316,7 @@ class MachineRates:
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedParts:
     """The parts of an engine."""
 
     target: LoadedTarget
@@ -325,7 +325,7 @@ class Loaded:
     index: SuffixIndex | None
 
 
-def load(options: LoadOptions) -> Loaded:
+def load(options: LoadOptions) -> LoadedParts:
     """Open, plan and load. Raises a subclass of OffspecError if something cannot be loaded or does not match."""
     if options.threads is not None:
         if options.threads < 1:
@@ -354,7 +354,7 @@ def load(options: LoadOptions) -> Loaded:
     if options.cache_ram != 0:
         features.append(ParkedTexts(options.cache_ram, ram_beside_program(read_hardware(device), memory)))
     target, draft = _load_models(options, files, opened, features, memory, machine, notes)
-    return Loaded(target, tokenizer, draft, index)
+    return LoadedParts(target, tokenizer, draft, index)
 
 
 def _prompt_tokens(options: LoadOptions, files: ModelFiles, tokenizer: Tokenizer) -> int:

@@ -63,7 +63,7 @@ class Session:
     """One conversation with an engine.
 
     drops_oldest: if the context is full, leave out the oldest turns, but never the system message; otherwise refuse
-    the next message. tell(text) is called when turns are left out.
+    the next message. notify(text) is called when turns are left out.
     """
 
     def __init__(

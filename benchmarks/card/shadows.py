@@ -25,7 +25,7 @@ from offspec.loaders.streaming.weights import LayerView, RamWeights
 from offspec.model.cuda_graphs import WIDTHS, TreeGraphs, is_static
 from offspec.model.decoder import CachedDecoder, Decoder
 from offspec.planning.draft_forecast import CAPTURED_LAYER_S
-from offspec.planning.plan import Work, resident_layer_s
+from offspec.planning.plan import PassWork, resident_layer_s
 
 from .bench import Bench
 from .jobs import CONTEXT, JOBS
@@ -102,4 +102,4 @@ def sampled(files: ModelFiles, layers: Sequence[StoredUnit], device: torch.devic
 def _predicted_s(bench: Bench, files: ModelFiles, layers: Sequence[StoredUnit], width: int) -> float:
     shadow = replace(files, stored=replace(files.stored, layers=list(layers)))
     launch_s = CAPTURED_LAYER_S if bench.device.type == "cuda" else 0.0
-    return len(layers) * (launch_s + resident_layer_s(shadow, Work.of(shadow), bench.rates(), width))
+    return len(layers) * (launch_s + resident_layer_s(shadow, PassWork.of(shadow), bench.rates(), width))

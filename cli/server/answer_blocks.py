@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from offspec.text.thinking import ThinkingStyle
 
 from .logprobs import TokenTexts
-from .openai_answers import ChatChoice, Said
+from .openai_answers import AnswerChunk, ChatChoice
 from .openai_requests import CompletionRequest
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ BlockKind = Literal["thinking", "text", "call"]
 
 
 @dataclass
-class Block:
+class AnswerBlock:
     """A part of an answer. text: of a call, its arguments as JSON. name, call_id: of a call."""
 
     kind: BlockKind
@@ -48,7 +48,7 @@ class BlockEvent:
 
     kind: Literal["begin", "more", "end"]
     index: int
-    block: Block
+    block: AnswerBlock
     text: str = ""
 
 
@@ -57,40 +57,40 @@ class BlockAnswer:
 
     def __init__(self, request: CompletionRequest, prompt: Sequence[int], tokenizer: Tokenizer) -> None:
         self._choice = ChatChoice(request, TokenTexts(tokenizer), ThinkingStyle.of(prompt, tokenizer))
-        self.blocks = list[Block]()
+        self.blocks = list[AnswerBlock]()
         self._is_open = False
         self.finish: str | None = None
 
-    def whole(self, passage: Said) -> list[Block]:
+    def whole(self, passage: AnswerChunk) -> list[AnswerBlock]:
         """The blocks of a whole answer."""
         message = self._choice.whole(passage)["message"]
         self.finish = self._choice.finish(passage)
         if message.get("reasoning_content"):
-            self.blocks.append(Block("thinking", message["reasoning_content"]))
+            self.blocks.append(AnswerBlock("thinking", message["reasoning_content"]))
         if message["content"]:
-            self.blocks.append(Block("text", message["content"]))
+            self.blocks.append(AnswerBlock("text", message["content"]))
         for call in message.get("tool_calls", []):
             function = call["function"]
-            self.blocks.append(Block("call", function["arguments"], function["name"], call["id"]))
+            self.blocks.append(AnswerBlock("call", function["arguments"], function["name"], call["id"]))
         return self.blocks
 
-    def push(self, passage: Said) -> Iterator[BlockEvent]:
+    def push(self, passage: AnswerChunk) -> Iterator[BlockEvent]:
         """What the text of one pass adds; after the last pass, no block is open."""
         for part in self._choice.parts(passage, is_first=False):
             delta = part["delta"]
             for kind, name in (("thinking", "reasoning_content"), ("text", "content")):
                 if text := delta.get(name):
-                    yield from self._more(Block(kind), text)  # type: ignore[arg-type]
+                    yield from self._more(AnswerBlock(kind), text)  # type: ignore[arg-type]
             for call in delta.get("tool_calls", []):
                 if "id" in call:
-                    yield from self._begin(Block("call", name=call["function"]["name"], call_id=call["id"]))
+                    yield from self._begin(AnswerBlock("call", name=call["function"]["name"], call_id=call["id"]))
                 if text := call["function"]["arguments"]:
                     yield from self._more(self.blocks[-1], text)
         if passage.finish_reason is not None:
             self.finish = self._choice.finish(passage)
             yield from self._end()
 
-    def _more(self, block: Block, text: str) -> Iterator[BlockEvent]:
+    def _more(self, block: AnswerBlock, text: str) -> Iterator[BlockEvent]:
         """Text for the open block of the same kind, or for a new one."""
         if not self._is_open or self.blocks[-1].kind != block.kind:
             yield from self._begin(block)
@@ -98,7 +98,7 @@ class BlockAnswer:
         block.text += text
         yield BlockEvent("more", len(self.blocks) - 1, block, text)
 
-    def _begin(self, block: Block) -> Iterator[BlockEvent]:
+    def _begin(self, block: AnswerBlock) -> Iterator[BlockEvent]:
         yield from self._end()
         self.blocks.append(block)
         self._is_open = True

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from offspec import SamplingParams
 
-from .openai_answers import Said
+from .openai_answers import AnswerChunk
 from .openai_requests import CompletionRequest
 from .stream_formats import StreamFormat
 
@@ -23,9 +23,9 @@ class AnswerForm(Protocol):
 
     end: str  # what a stream ends with
 
-    def whole(self, answers: Sequence[Said]) -> Json: ...
+    def whole(self, answers: Sequence[AnswerChunk]) -> Json: ...
 
-    def parts(self, index: int, passage: Said, *, is_first: bool) -> list[Json]:
+    def parts(self, index: int, passage: AnswerChunk, *, is_first: bool) -> list[Json]:
         """The parts of a stream for an answer's text of one pass."""
 
     def last_parts(self) -> list[Json]:
@@ -50,7 +50,7 @@ class ApiForm(Protocol):
     def answer(
         self, body: Json, request: CompletionRequest, model: str, prompts: Sequence[Sequence[int]], tokenizer: Tokenizer
     ) -> AnswerForm:
-        """asked: as it is answered. prompts: token ids."""
+        """request: as it is answered. prompts: token ids."""
 
     def error(self, failure: Json, status: int) -> Json:
         """failure: in OpenAI's form."""

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 from offspec import SamplingParams
 from offspec.errors import UsageError
 
-from .answer_blocks import Block, BlockAnswer, BlockEvent
+from .answer_blocks import AnswerBlock, BlockAnswer, BlockEvent
 from .answer_forms import NamedEvents
-from .openai_answers import Said
+from .openai_answers import AnswerChunk
 from .openai_requests import FIELDS, CompletionRequest, parse
 from .request_parts import Json, field_of, list_of_objects, object_of, refuse_fields, text_of
 from .stream_formats import EVENTS
@@ -212,7 +212,7 @@ class MessageAnswer(NamedEvents):
             "model": model,
         }
 
-    def whole(self, answers: Sequence[Said]) -> Json:
+    def whole(self, answers: Sequence[AnswerChunk]) -> Json:
         (passage,) = answers
         content = [_content(block, is_whole=True) for block in self._answer.whole(passage)]
         return {
@@ -223,7 +223,7 @@ class MessageAnswer(NamedEvents):
             "offspec": passage.figures,
         }
 
-    def parts(self, index: int, passage: Said, *, is_first: bool) -> list[Json]:
+    def parts(self, index: int, passage: AnswerChunk, *, is_first: bool) -> list[Json]:
         """The events of one pass."""
         events = list[Json]()
         if is_first:
@@ -242,13 +242,13 @@ class MessageAnswer(NamedEvents):
     def error_parts(self, failure: Json, status: int) -> list[Json]:
         return [error_of(failure, status)]
 
-    def _stop(self, passage: Said) -> Json:
+    def _stop(self, passage: AnswerChunk) -> Json:
         if passage.stopped is not None:
             return {"stop_reason": "stop_sequence", "stop_sequence": passage.stopped}
         return {"stop_reason": STOP_REASONS[self._answer.finish or "stop"], "stop_sequence": None}
 
 
-def _content(block: Block, *, is_whole: bool) -> Json:
+def _content(block: AnswerBlock, *, is_whole: bool) -> Json:
     """A block of content; in a stream it begins empty."""
     if block.kind == "call":
         arguments = json.loads(block.text or "{}") if is_whole else {}

@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 @dataclass(eq=False)
-class Call:
+class QueuedCall:
     """A function that waits, and its result to come."""
 
     client: str
@@ -34,13 +34,13 @@ class TurnsExecutor:
         """name: the thread's. nice: how far it leaves the processor to others, where a thread can (Linux)."""
         self._pool = ThreadPoolExecutor(1, thread_name_prefix=name, initializer=_be_nice, initargs=(nice,))
         self._lock = Lock()
-        self._waiting = WaitingLine[Call]()
+        self._waiting = WaitingLine[QueuedCall]()
 
     def submit(self, client: str, function: Callable[[], T]) -> Future[T]:
         """The result of `function` to come. Raises RuntimeError after `shutdown`."""
         future = Future[T]()
         with self._lock:
-            self._waiting.append(Call(client, function, future))
+            self._waiting.append(QueuedCall(client, function, future))
         self._pool.submit(self._run_next)
         return future
 

@@ -14,7 +14,7 @@ from offspec.text.infill import Infill
 
 from .logprobs import TokenTexts
 from .model_facts import template_of
-from .openai_answers import Said
+from .openai_answers import AnswerChunk
 from .openai_requests import CompletionRequest, parse
 from .request_parts import Json, field_of, list_of_objects, object_of, refuse_fields
 from .stream_formats import EVENTS
@@ -77,12 +77,12 @@ class InfillAnswer:
         self._fields = body.get("response_fields")
         self._facts = {"model": model, "prompt": prompt, "generation_settings": settings(completion.params)}
 
-    def whole(self, answers: Sequence[Said]) -> Json:
+    def whole(self, answers: Sequence[AnswerChunk]) -> Json:
         (chunk,) = answers
         text = "" if self._completion.omits_answer else chunk.text
         return self._selected({**self._end(chunk), "content": text, "has_new_line": "\n" in text})
 
-    def parts(self, index: int, passage: Said, *, is_first: bool) -> list[Json]:
+    def parts(self, index: int, passage: AnswerChunk, *, is_first: bool) -> list[Json]:
         """The part of a pass; an answer's last one has no text, and the figures."""
         parts = list[Json]()
         if passage.text and not self._completion.omits_answer:
@@ -102,7 +102,7 @@ class InfillAnswer:
     def event(self, part: Json) -> str:
         return f"data: {json.dumps(part)}\n\n"
 
-    def _end(self, chunk: Said) -> Json:
+    def _end(self, chunk: AnswerChunk) -> Json:
         figures = chunk.figures
         return {
             **_counts(figures),

@@ -19,10 +19,10 @@ from offspec import SamplingParams, __version__
 from offspec.errors import UsageError
 
 from . import logprobs
-from .answer_blocks import Block, BlockAnswer
+from .answer_blocks import AnswerBlock, BlockAnswer
 from .logprobs import TokenTexts
 from .model_facts import capabilities, template_of
-from .openai_answers import FINISHES, Said
+from .openai_answers import FINISHES, AnswerChunk
 from .openai_requests import CompletionRequest, parse
 from .request_parts import Json, field_of, list_of_objects, object_of, refuse_fields
 from .stream_formats import LINES
@@ -169,14 +169,14 @@ class OllamaAnswer:
         self._model, self._blocks, self._texts = model, blocks, texts
         self._is_chat, self._only_loads = is_chat, only_loads
 
-    def whole(self, answers: Sequence[Said]) -> Json:
+    def whole(self, answers: Sequence[AnswerChunk]) -> Json:
         if self._only_loads:
             return self._loaded()
         (chunk,) = answers
-        blocks = [Block("text", chunk.text)] if self._blocks is None else self._blocks.whole(chunk)
+        blocks = [AnswerBlock("text", chunk.text)] if self._blocks is None else self._blocks.whole(chunk)
         return {**self._told(blocks), **self._logprobs(chunk), **_end(chunk)}
 
-    def parts(self, index: int, passage: Said, *, is_first: bool) -> list[Json]:
+    def parts(self, index: int, passage: AnswerChunk, *, is_first: bool) -> list[Json]:
         """The parts of a pass; an answer's last one has no text, and the figures."""
         lines = [self._told([block]) for block in self._said(passage)]
         if (scores := self._logprobs(passage)) and not lines:
@@ -196,19 +196,19 @@ class OllamaAnswer:
     def event(self, part: Json) -> str:
         return f"{json.dumps(part)}\n"
 
-    def _said(self, passage: Said) -> Iterator[Block]:
+    def _said(self, passage: AnswerChunk) -> Iterator[AnswerBlock]:
         """What a pass says, in blocks: texts as they come, calls when they are complete."""
         if self._blocks is None:
             if passage.text:
-                yield Block("text", passage.text)
+                yield AnswerBlock("text", passage.text)
             return
         for event in self._blocks.push(passage):
             if event.kind == "more" and event.block.kind != "call":
-                yield Block(event.block.kind, event.text)
+                yield AnswerBlock(event.block.kind, event.text)
             elif event.kind == "end" and event.block.arguments is not None:
                 yield event.block
 
-    def _told(self, blocks: Sequence[Block]) -> Json:
+    def _told(self, blocks: Sequence[AnswerBlock]) -> Json:
         head = {"model": self._model, "created_at": datetime.now(timezone.utc).isoformat(), "done": False}
         text, thoughts = ("".join(each.text for each in blocks if each.kind == kind) for kind in ("text", "thinking"))
         thinking = {"thinking": thoughts} if thoughts else {}
@@ -224,13 +224,13 @@ class OllamaAnswer:
     def _loaded(self) -> Json:
         return {**self._told([]), "done": True, "done_reason": "load"}
 
-    def _logprobs(self, chunk: Said) -> Json:
+    def _logprobs(self, chunk: AnswerChunk) -> Json:
         if self._texts is None or not chunk.logprobs:
             return {}
         return {"logprobs": logprobs.of_chat(chunk.logprobs, self._texts)["content"]}
 
 
-def _end(chunk: Said) -> Json:
+def _end(chunk: AnswerChunk) -> Json:
     """The last part's figures; durations are in nanoseconds."""
     figures = chunk.figures
     first_s, later_s = figures["prefill_s"], figures["decode_s"]

@@ -32,7 +32,7 @@ FINISHES = {"eos": "stop", "stop": "stop", "length": "length", None: None}
 
 
 @dataclass(frozen=True)
-class Said:
+class AnswerChunk:
     """Text of an answer, all of it or a part. figures: `Stats.as_dict`, once there is a pass.
 
     texts, logprobs, prompt_logprobs, stopped: as in `Step`. report: of the pass, if the request asks for it.
@@ -48,7 +48,7 @@ class Said:
     report: Json | None = None
 
     @classmethod
-    def of(cls, step: Step, report: Json | None = None) -> Said:
+    def of(cls, step: Step, report: Json | None = None) -> AnswerChunk:
         figures = step.stats.as_dict()
         return cls(
             step.text,
@@ -61,10 +61,10 @@ class Said:
             report,
         )
 
-    def then(self, step: Step) -> Said:
+    def then(self, step: Step) -> AnswerChunk:
         """This text and that of the next step."""
-        later = Said.of(step)
-        return Said(
+        later = AnswerChunk.of(step)
+        return AnswerChunk(
             self.text + later.text,
             later.finish_reason,
             later.figures,
@@ -75,7 +75,7 @@ class Said:
         )
 
 
-def mean_logprob(chunk: Said) -> float:
+def mean_logprob(chunk: AnswerChunk) -> float:
     """The mean log-probability of an answer's tokens, by which `best_of` chooses; an empty answer comes last."""
     return sum(each.logprob for each in chunk.logprobs) / len(chunk.logprobs) if chunk.logprobs else -math.inf
 
@@ -102,12 +102,12 @@ class TextChoice:
         self._completion, self._texts, self._echoed = completion, texts, echoed
         self._length = 0  # of the text so far, in characters
 
-    def whole(self, chunk: Said) -> Json:
+    def whole(self, chunk: AnswerChunk) -> Json:
         return self.parts(chunk, is_first=True)[0]
 
-    def parts(self, chunk: Said, *, is_first: bool) -> list[Json]:
+    def parts(self, chunk: AnswerChunk, *, is_first: bool) -> list[Json]:
         if self._completion.omits_answer:
-            chunk = Said("", chunk.finish_reason, chunk.figures, prompt_logprobs=chunk.prompt_logprobs)
+            chunk = AnswerChunk("", chunk.finish_reason, chunk.figures, prompt_logprobs=chunk.prompt_logprobs)
         echoed = self._echoed if is_first else None
         text = chunk.text if echoed is None else echoed.text + chunk.text
         part: Json = {"text": text, "logprobs": None}
@@ -121,7 +121,7 @@ class TextChoice:
         self._length += len(text)
         return [part]
 
-    def finish(self, chunk: Said) -> str | None:
+    def finish(self, chunk: AnswerChunk) -> str | None:
         return "length" if self._completion.omits_answer else FINISHES[chunk.finish_reason]
 
 
@@ -137,7 +137,7 @@ class ChatChoice:
             are_bound = completion.params.constraint is not None
             self._called = CalledTools(completion.tools, completion.tool_format, are_bound=are_bound)
 
-    def whole(self, chunk: Said) -> Json:
+    def whole(self, chunk: AnswerChunk) -> Json:
         thought, text = self._split(chunk.text, is_end=True)
         message = {"content": text} if self._called is None else self._called.whole(text)
         if thought:
@@ -145,7 +145,7 @@ class ChatChoice:
         self._unsent = chunk.logprobs
         return {"message": {"role": "assistant", **message}, "logprobs": self._taken_logprobs()}
 
-    def parts(self, chunk: Said, *, is_first: bool) -> list[Json]:
+    def parts(self, chunk: AnswerChunk, *, is_first: bool) -> list[Json]:
         """The parts of a stream for the text of one pass; none if all of it is held back."""
         is_end = chunk.finish_reason is not None
         thought, text = self._split(chunk.text, is_end=is_end)
@@ -172,7 +172,7 @@ class ChatChoice:
         unsent, self._unsent = self._unsent, ()
         return logprobs.of_chat(unsent, self._texts) if self._texts is not None else None
 
-    def finish(self, chunk: Said) -> str | None:
+    def finish(self, chunk: AnswerChunk) -> str | None:
         """The answer's finish_reason; call after its text was taken."""
         reason = FINISHES[chunk.finish_reason]
         return "tool_calls" if reason == "stop" and self._called and self._called.num_calls else reason
@@ -240,7 +240,7 @@ class Answer:
             "model": model,
         }
 
-    def whole(self, answers: Sequence[Said]) -> Json:
+    def whole(self, answers: Sequence[AnswerChunk]) -> Json:
         """The whole answers as one object."""
         wholes: list[Json] = []
         for index, (choice, chunk) in enumerate(zip(self._choices, answers, strict=True)):
@@ -253,7 +253,7 @@ class Answer:
         more = {"offspec": figures[0] if len(figures) == 1 else figures}
         return {**self._head, "object": kind, "choices": choices, "usage": self._usage(), **more}
 
-    def _kept(self, answers: Sequence[Said]) -> list[int]:
+    def _kept(self, answers: Sequence[AnswerChunk]) -> list[int]:
         """The answers that the client gets: of each prompt's, those with the highest mean log-probability."""
         each, kept = self._completion.num_answers, list[int]()
         for first in range(0, len(answers), each):
@@ -264,7 +264,7 @@ class Answer:
             kept += numbers
         return kept
 
-    def parts(self, index: int, chunk: Said, *, is_first: bool) -> list[Json]:
+    def parts(self, index: int, chunk: AnswerChunk, *, is_first: bool) -> list[Json]:
         """The parts of a stream for an answer's text of one pass. The answer's last part has its figures."""
         choice = self._choices[index]
         bodies = [{"index": index, **part, "finish_reason": None} for part in choice.parts(chunk, is_first=is_first)]

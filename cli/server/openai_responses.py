@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, cast
 from offspec import SamplingParams
 from offspec.errors import UsageError
 
-from .answer_blocks import Block, BlockAnswer, BlockEvent
+from .answer_blocks import AnswerBlock, BlockAnswer, BlockEvent
 from .answer_forms import NamedEvents
-from .openai_answers import Said
+from .openai_answers import AnswerChunk
 from .openai_requests import FIELDS, CompletionRequest, parse
 from .request_parts import Json, field_of, list_of_objects, object_of, refuse_fields, text_of
 from .response_store import StoredResponses
@@ -42,7 +42,7 @@ ECHOED = ("instructions", "max_output_tokens", "metadata", "temperature", "top_p
 TEXTS = ["input_text", "output_text", "text"]
 DELTAS = {"thinking": "reasoning_text", "text": "output_text", "call": "function_call_arguments"}
 FULL_TEXT = {"thinking": "text", "text": "text", "call": "arguments"}
-Keep = Callable[[str, Sequence[Block]], None]
+Keep = Callable[[str, Sequence[AnswerBlock]], None]
 
 
 class Responses:
@@ -66,7 +66,7 @@ class Responses:
         keep = None if body.get("store") is False else partial(self._keep, messages)
         return ResponseAnswer(body, model, BlockAnswer(request, prompts[0], tokenizer), keep)
 
-    def _keep(self, messages: Sequence[Json], response_id: str, blocks: Sequence[Block]) -> None:
+    def _keep(self, messages: Sequence[Json], response_id: str, blocks: Sequence[AnswerBlock]) -> None:
         self._stored.add(response_id, [*messages, _as_message(blocks)])
 
     def error(self, failure: Json, status: int) -> Json:
@@ -129,7 +129,7 @@ def _messages(body: Json, before: Sequence[Json]) -> list[Json]:
     return messages
 
 
-def _as_message(blocks: Sequence[Block]) -> Json:
+def _as_message(blocks: Sequence[AnswerBlock]) -> Json:
     """A response as a message of a chat, without a call that a limit has cut."""
     text, thoughts = ("".join(each.text for each in blocks if each.kind == kind) for kind in ("text", "thinking"))
     message: Json = {"role": "assistant", "content": text} | ({"reasoning_content": thoughts} if thoughts else {})
@@ -180,12 +180,12 @@ class ResponseAnswer(NamedEvents):
             **{name: body.get(name) for name in ECHOED},
         }
 
-    def whole(self, answers: Sequence[Said]) -> Json:
+    def whole(self, answers: Sequence[AnswerChunk]) -> Json:
         (passage,) = answers
         self._answer.whole(passage)
         return self._response(passage)
 
-    def parts(self, index: int, passage: Said, *, is_first: bool) -> list[Json]:
+    def parts(self, index: int, passage: AnswerChunk, *, is_first: bool) -> list[Json]:
         """The events of one pass."""
         events = list[Json]()
         if is_first:
@@ -211,7 +211,7 @@ class ResponseAnswer(NamedEvents):
         first, self._number = self._number, self._number + len(events)
         return [{**event, "sequence_number": number} for number, event in enumerate(events, start=first)]
 
-    def _response(self, passage: Said) -> Json:
+    def _response(self, passage: AnswerChunk) -> Json:
         if self._keep is not None:
             self._keep(self._head["id"], self._answer.blocks)
         is_cut = self._answer.finish == "length"
@@ -221,7 +221,7 @@ class ResponseAnswer(NamedEvents):
         output = [self._item(number, block, state["status"]) for number, block in enumerate(self._answer.blocks)]
         return {**self._head, **state, "output": output, "usage": _usage(passage.figures), "offspec": passage.figures}
 
-    def _item(self, number: int, block: Block, status: str) -> Json:
+    def _item(self, number: int, block: AnswerBlock, status: str) -> Json:
         """A block as an item of the output."""
         item = {"id": f"{block.kind}_{self._id}_{number}", "status": status}
         if block.kind == "call":
@@ -253,7 +253,7 @@ class ResponseAnswer(NamedEvents):
             yield {"type": "response.output_item.done", "output_index": event.index, "item": item}
 
 
-def _content(block: Block) -> Json:
+def _content(block: AnswerBlock) -> Json:
     if block.kind == "thinking":
         return {"type": "reasoning_text", "text": block.text}
     return {"type": "output_text", "text": block.text, "annotations": []}

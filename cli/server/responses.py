@@ -31,9 +31,9 @@ from offspec.errors import ConstraintError, ContextLengthError, OffspecError, To
 
 from ..flag_names import with_flags
 from .answer_forms import AnswerForm
-from .openai_answers import Said, failure
+from .openai_answers import AnswerChunk, failure
 from .request_parts import Json
-from .service import BusyError, StoppingError, Work
+from .service import BusyError, ServerRequest, StoppingError
 from .shelf import UnknownModelError
 from .stream_formats import StreamFormat
 
@@ -42,14 +42,14 @@ SILENCE_S = 10.0  # before the first one of a response that is not there yet
 # For browsers and proxies: an answer is new each time. nginx would collect a stream's events.
 STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 T = TypeVar("T")
-Cancel = Callable[[Work], None]
+Cancel = Callable[[ServerRequest], None]
 WriteError = Callable[[Json, int], Json]  # an error in OpenAI's form, and its status → as the API writes it
 
 
 class EventResponse(StreamingResponse):
     """A stream of an answer's parts."""
 
-    def __init__(self, answer: AnswerForm, work: Work, cancel: Cancel, stream: StreamFormat) -> None:
+    def __init__(self, answer: AnswerForm, work: ServerRequest, cancel: Cancel, stream: StreamFormat) -> None:
         super().__init__(_events(answer, work, stream), headers=STREAM_HEADERS, media_type=stream.media_type)
         self._cancel = partial(cancel, work)
 
@@ -60,7 +60,7 @@ class EventResponse(StreamingResponse):
             self._cancel()
 
 
-async def _events(answer: AnswerForm, work: Work, stream: StreamFormat) -> AsyncGenerator[str, None]:
+async def _events(answer: AnswerForm, work: ServerRequest, stream: StreamFormat) -> AsyncGenerator[str, None]:
     """An answer's parts. An error becomes one, because the status is already sent."""
     begun, num_open = set[int](), len(work.jobs)
     if stream.begins_with_sign:
@@ -72,7 +72,7 @@ async def _events(answer: AnswerForm, work: Work, stream: StreamFormat) -> Async
                 yield _sign_of_life(work, stream)
                 continue
             index, step, report = arrived
-            for part in answer.parts(index, Said.of(step, report), is_first=index not in begun):
+            for part in answer.parts(index, AnswerChunk.of(step, report), is_first=index not in begun):
                 yield answer.event(part)
             begun.add(index)
             num_open -= step.finish_reason is not None
@@ -84,12 +84,12 @@ async def _events(answer: AnswerForm, work: Work, stream: StreamFormat) -> Async
     yield answer.end
 
 
-def _sign_of_life(work: Work, stream: StreamFormat) -> str:
+def _sign_of_life(work: ServerRequest, stream: StreamFormat) -> str:
     return stream.running if work.has_begun else stream.waiting
 
 
 async def whole_response(
-    answer: AnswerForm, work: Work, cancel: Cancel, request: Request, write_error: WriteError
+    answer: AnswerForm, work: ServerRequest, cancel: Cancel, request: Request, write_error: WriteError
 ) -> Response:
     """The response with a whole answer, when it is complete or the client has left."""
     collecting, leaving = asyncio.create_task(_collect(answer, work, write_error)), asyncio.create_task(_left(request))
@@ -105,9 +105,9 @@ async def whole_response(
         cancel(work)  # also after an error of one of several answers
 
 
-async def _collect(answer: AnswerForm, work: Work, write_error: WriteError) -> tuple[Json, int]:
+async def _collect(answer: AnswerForm, work: ServerRequest, write_error: WriteError) -> tuple[Json, int]:
     """The whole answer or an error, as JSON, and its status."""
-    chunks = [Said() for _ in work.jobs]
+    chunks = [AnswerChunk() for _ in work.jobs]
     try:
         while any(one.finish_reason is None for one in chunks):
             if (arrived := await work.next()) is not None:

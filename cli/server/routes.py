@@ -46,7 +46,7 @@ from .request_parts import Json, object_of
 from .response_store import StoredResponses
 from .responses import EventResponse, describe, in_time, refusal, unless_left, whole_response
 from .service import Service, StoppingError
-from .shelf import Loaded, Models, OneModel, Shelf, UnknownModelError
+from .shelf import LoadedModel, ModelManager, OneModel, ServedModels, UnknownModelError
 
 MOST_BYTES = 32 * 2**20  # of a request
 MOST_BODIES_BYTES = 2 * MOST_BYTES  # of all requests being received
@@ -88,7 +88,7 @@ class StoppableServer(uvicorn.Server):
     Its log tells of long answers while they are computed.
     """
 
-    def __init__(self, config: uvicorn.Config, service: Service | Shelf) -> None:
+    def __init__(self, config: uvicorn.Config, service: Service | ModelManager) -> None:
         super().__init__(config)
         self._service = service
         service.give_up = lambda: setattr(self, "should_exit", True)
@@ -119,7 +119,7 @@ class StoppableServer(uvicorn.Server):
 
 
 def application(
-    models: Service | Shelf,
+    models: Service | ModelManager,
     defaults: SamplingParams,
     api_key: str | None = None,
     *,
@@ -136,7 +136,7 @@ def application(
     name. has_page: whether `/` is a page to chat in. given: fields of `defaults` that the loaded model's recommended
     sampling does not replace.
     """
-    api = Api(models if isinstance(models, Shelf) else OneModel(models, alias), defaults, given)
+    api = Api(models if isinstance(models, ModelManager) else OneModel(models, alias), defaults, given)
     guarded = Guard(api_key, is_private=is_private, origins=origins)
     routes = [
         Route("/health", api.health),
@@ -174,7 +174,7 @@ class Reading:
 class Api:
     """The handlers of the routes."""
 
-    def __init__(self, models: Models, defaults: SamplingParams, given: Collection[str]) -> None:
+    def __init__(self, models: ServedModels, defaults: SamplingParams, given: Collection[str]) -> None:
         self._models, self._defaults, self._given = models, defaults, given
         self._bodies = Bodies(MOST_BODIES_BYTES, MOST_CLIENT_BYTES)
         self._turn_of_large, self._large_may_begin_s = asyncio.Lock(), 0.0
@@ -197,7 +197,7 @@ class Api:
         sampling = {"max_tokens": params.max_new_tokens, **{name: getattr(params, name) for name in RECOMMENDED}}
         return {**model, "sampling": sampling}
 
-    def _recommended(self, params: SamplingParams, loaded: Loaded, given: Collection[str] = ()) -> SamplingParams:
+    def _recommended(self, params: SamplingParams, loaded: LoadedModel, given: Collection[str] = ()) -> SamplingParams:
         """Parameters with what the model recommends, except in the fields that flags or a request give."""
         return with_recommended(params, loaded.service.engine.recommended_sampling, {*self._given, *given})
 

@@ -64,10 +64,10 @@ class StoppingError(OffspecError):
 
 
 @dataclass(eq=False)
-class Job:
+class RequestedAnswer:
     """One answer of a request. ticket: its place in the batch. number: of the server's answers, for its log."""
 
-    work: Work
+    work: ServerRequest
     index: int
     ticket: Ticket
     number: int
@@ -102,13 +102,13 @@ class Arrival(NamedTuple):
     report: Json | None
 
 
-class Work:
+class ServerRequest:
     """A request under way: its answers, and the queue that their steps arrive in."""
 
     def __init__(self, completion: CompletionRequest, prompts: list[list[int]], client: str) -> None:
         """completion: as it is answered. prompts: token ids. client: whose request it is; clients take turns."""
         self.completion, self.kind, self.prompts, self.client = completion, completion.kind, prompts, client
-        self.jobs = list[Job]()
+        self.jobs = list[RequestedAnswer]()
         self._results = asyncio.Queue[Arrival]()
         self._loop = asyncio.get_running_loop()
 
@@ -177,7 +177,7 @@ class Service:
         self._reply_tokens, self._texts = ReplyTokens(), TokenTexts(engine.tokenizer)
         self._looser = OrderedDict[Constraint, Constraint | None]()  # in place of those that do not compile
         self._changed = Condition()  # its lock guards the next four
-        self._open, self._left = dict[Ticket, Job](), list[Job]()
+        self._open, self._left = dict[Ticket, RequestedAnswer](), list[RequestedAnswer]()
         self._num_encoding, self._is_stopping = 0, False
         self._encoder, self._constraints = TurnsExecutor("offspec-encode"), ConstraintQueue(engine.constraints)
         self._thread = Thread(target=self._run, name=SERVE_THREAD, daemon=True)
@@ -241,7 +241,7 @@ class Service:
 
     # ---------------------------------------------------------------------------------------- for the event loop
 
-    async def submit(self, completion: CompletionRequest, client: str) -> Work:
+    async def submit(self, completion: CompletionRequest, client: str) -> ServerRequest:
         """Check a request and queue its answers. client: who asks.
 
         Raises BusyError if the queue is full, StoppingError, and the errors of `Engine.generate` for an invalid
@@ -258,14 +258,14 @@ class Service:
         finally:
             with self._changed:
                 self._num_encoding -= completion.num_choices
-        work = Work(completion, [each[0].prompt for each in checked], client)
+        work = ServerRequest(completion, [each[0].prompt for each in checked], client)
         with self._changed:
             if self._is_stopping:
                 raise StoppingError
             for index, request in enumerate(chain.from_iterable(checked)):
                 ticket = self._batch.add(request, client)
                 assert isinstance(request.observer, LastPass)
-                job = Job(work, index, ticket, next(self._numbers), asked_s, request.observer)
+                job = RequestedAnswer(work, index, ticket, next(self._numbers), asked_s, request.observer)
                 self._open[ticket] = job
                 work.jobs.append(job)
             self._changed.notify()
@@ -293,7 +293,7 @@ class Service:
         except OffspecError as exc:
             raise self._without_paths(exc) from exc
 
-    def cancel(self, work: Work) -> None:
+    def cancel(self, work: ServerRequest) -> None:
         """Nobody reads the answers any more. Those under way end before the next pass."""
         with self._changed:
             for job in [job for job in work.jobs if job.is_open]:
@@ -468,7 +468,7 @@ class Service:
         for job in left:
             self._fail(job, error)
 
-    def _advance(self, job: Job, step: Step) -> None:
+    def _advance(self, job: RequestedAnswer, step: Step) -> None:
         """Deliver a step. After the last one, the draft trains."""
         job.add(step, self._clock())
         report = self._report(job, step) if job.work.completion.reports_passes else None
@@ -480,7 +480,7 @@ class Service:
         job.work.put(job.index, step, report)
         self._learn(job.reply)
 
-    def _report(self, job: Job, step: Step) -> Json:
+    def _report(self, job: RequestedAnswer, step: Step) -> Json:
         """A pass for people: its tokens with their sources, and its tree by columns."""
         tree = asdict(job.last_pass.report(step))
         sources = tree.pop("token_sources")
@@ -497,11 +497,11 @@ class Service:
             self._close(job, "left")
             self._learn(job.reply)
 
-    def _fail(self, job: Job, error: Exception) -> None:
+    def _fail(self, job: RequestedAnswer, error: Exception) -> None:
         self._close(job, "failed")
         job.work.put(job.index, self._without_paths(error) if isinstance(error, OffspecError) else error)
 
-    def _close(self, job: Job, outcome: str) -> None:
+    def _close(self, job: RequestedAnswer, outcome: str) -> None:
         """Count an answer that has ended, unless the server's stop has ended it before."""
         with self._changed:
             if not job.is_open:
@@ -512,7 +512,7 @@ class Service:
         self.metrics.ended(outcome, job.reply.stats, times)
         self.notify(log_line(job.name, outcome, job.reply.stats, times))
 
-    def _remember(self, job: Job) -> None:
+    def _remember(self, job: RequestedAnswer) -> None:
         """Keep the token ids of a chat's reply for the next turn."""
         completion, reply = job.work.completion, job.reply
         if completion.is_plain_chat:

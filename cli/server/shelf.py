@@ -26,7 +26,7 @@ class UnknownModelError(OffspecError):
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedModel:
     """A model that can answer. name: as clients see it."""
 
     service: Service
@@ -44,11 +44,11 @@ def described(name: str) -> Json:
     return {"id": name, "object": "model", "created": int(time.time()), "owned_by": "offspec"}
 
 
-class Models(Protocol):
+class ServedModels(Protocol):
     """What routes need of a server's models."""
 
     @property
-    def loaded(self) -> Loaded | None:
+    def loaded(self) -> LoadedModel | None:
         """The model that is loaded now."""
 
     @property
@@ -62,7 +62,7 @@ class Models(Protocol):
     def checked(self, name: Any) -> str:
         """The name of the model that a request means by `name`. Raises UnknownModelError."""
 
-    def using(self, name: Any) -> AbstractAsyncContextManager[Loaded]:
+    def using(self, name: Any) -> AbstractAsyncContextManager[LoadedModel]:
         """The model that a request names, loaded and kept during the body. Raises OffspecError."""
 
     def list(self) -> list[Json]: ...
@@ -70,7 +70,7 @@ class Models(Protocol):
     def describe(self, name: str) -> Json:
         """Raises UnknownModelError."""
 
-    def tell(self, line: str) -> None:
+    def notify(self, line: str) -> None:
         """A line for the log."""
 
 
@@ -79,7 +79,7 @@ class OneModel:
 
     def __init__(self, service: Service, alias: str | None = None) -> None:
         public = public_name(service.engine.name)
-        self.loaded: Loaded = Loaded(service, alias or public)
+        self.loaded: LoadedModel = LoadedModel(service, alias or public)
         self._names = {self.loaded.name, public, service.engine.name}  # by which a client may ask what it is
         self._described = self.loaded.described()
         self.paths: Mapping[str, Path] = {self.loaded.name: service.engine.tokenizer.folder}
@@ -88,7 +88,7 @@ class OneModel:
         return self.loaded.name
 
     @asynccontextmanager
-    async def using(self, name: Any) -> AsyncIterator[Loaded]:
+    async def using(self, name: Any) -> AsyncIterator[LoadedModel]:
         yield self.loaded
 
     @property
@@ -103,11 +103,11 @@ class OneModel:
             raise UnknownModelError(f"unknown model {name!r}; this server has {self.loaded.name}")
         return self._described
 
-    def tell(self, line: str) -> None:
+    def notify(self, line: str) -> None:
         self.loaded.service.notify(line)
 
 
-class Shelf:
+class ModelManager:
     """The models of a folder. A request for another one than the loaded waits until that is idle; then it is loaded.
 
     Requests have their turns in the order in which they come, so that a model in use delays another one by no more than
@@ -117,15 +117,15 @@ class Shelf:
     def __init__(
         self, paths: Mapping[str, Path], load: Callable[[Path], Service], notify: Callable[[str], None]
     ) -> None:
-        """load: makes a model's service; the shelf closes it, and its engine."""
+        """load: makes a model's service; the manager closes it, and its engine."""
         self.paths, self._load, self.notify = paths, load, notify
-        self.loaded: Loaded | None = None
+        self.loaded: LoadedModel | None = None
         self._num_using = 0
         self._turn = asyncio.Lock()
         self.give_up: Callable[[], None] = lambda: None
 
     @asynccontextmanager
-    async def using(self, name: Any) -> AsyncIterator[Loaded]:
+    async def using(self, name: Any) -> AsyncIterator[LoadedModel]:
         async with self._turn:
             loaded = await self._switched(self.checked(name))
             self._num_using += 1
@@ -142,14 +142,14 @@ class Shelf:
             raise UnknownModelError(f"unknown model {name!r}; this server has {', '.join(self.paths)}")
         return name
 
-    async def _switched(self, name: str) -> Loaded:
+    async def _switched(self, name: str) -> LoadedModel:
         if self.loaded is not None and self.loaded.name == name:
             return self.loaded
         while self._num_using or (self.loaded is not None and not self.loaded.service.is_idle):
             await asyncio.sleep(IDLE_S)
         return await asyncio.get_running_loop().run_in_executor(None, self._switch, name)
 
-    def _switch(self, name: str) -> Loaded:
+    def _switch(self, name: str) -> LoadedModel:
         """End the loaded model, which is idle, and load another one."""
         self.close()
         began = time.monotonic()
@@ -158,7 +158,7 @@ class Shelf:
         except OffspecError as exc:
             raise UsageError(f"{name} cannot be loaded: {without_paths(str(exc))}") from exc
         service.give_up = self.give_up
-        self.loaded = Loaded(service, name)
+        self.loaded = LoadedModel(service, name)
         self.notify(f"{name} is loaded after {time.monotonic() - began:.1f} s")
         return self.loaded
 

@@ -20,10 +20,10 @@ from offspec.text.grammar_library import MAX_BYTES
 from offspec.text.tool_calls import (
     NO_ARGUMENTS,
     Arguments,
-    Call,
     CallReader,
     ForcedCallReader,
     LateCallReader,
+    ToolCall,
     ToolFormat,
 )
 
@@ -200,7 +200,7 @@ class CalledTools:
         pieces = self._reader.push(text, is_end=True)
         content, calls = "".join(piece for piece in pieces if isinstance(piece, str)), list[Json]()
         for piece in pieces:
-            if isinstance(piece, Call):
+            if isinstance(piece, ToolCall):
                 calls.append(self._described(piece))
         return {"content": content or None, "tool_calls": calls} if calls else {"content": content}
 
@@ -217,16 +217,16 @@ class CalledTools:
             elif isinstance(piece, Arguments):
                 deltas.append(self._more_arguments(piece.text))
             else:
-                call = self._described(Call(piece.name, ""))
+                call = self._described(ToolCall(piece.name, ""))
                 deltas.append({"tool_calls": [{"index": self.num_calls - 1, **call}]})
-                if isinstance(piece, Call):
+                if isinstance(piece, ToolCall):
                     deltas.append(self._more_arguments(piece.arguments))
         return deltas
 
     def _more_arguments(self, text: str) -> Json:
         return {"tool_calls": [{"index": self.num_calls - 1, "function": {"arguments": text}}]}
 
-    def _described(self, call: Call) -> Json:
+    def _described(self, call: ToolCall) -> Json:
         self.num_calls += 1
         call_id = "".join(secrets.choice(ID_CHARACTERS) for _ in range(ID_LENGTH))
         return {"id": call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}

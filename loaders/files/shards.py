@@ -42,7 +42,7 @@ def at_once(work: Callable[[], None]) -> None:
 
 
 @dataclass(frozen=True)
-class Piece:
+class ShardPiece:
     """One tensor to write. `chunks` yields its bytes, exactly as many as dtype and shape need."""
 
     name: str
@@ -56,7 +56,7 @@ class Piece:
 
 
 def write_shard(
-    path: Path, pieces: Sequence[Piece], later: Later = at_once, check: Callable[[], None] = lambda: None
+    path: Path, pieces: Sequence[ShardPiece], later: Later = at_once, check: Callable[[], None] = lambda: None
 ) -> None:
     """Write a safetensors file by `write_verified`. Raises StorageError, and any error of `chunks`."""
     ordered = sorted(pieces, key=_place)
@@ -137,7 +137,7 @@ class Background:
 PLAIN_METADATA = {"format": "pt"}  # transformers requires it
 
 
-def header(pieces: Sequence[Piece], metadata: Mapping[str, str] = PLAIN_METADATA) -> bytes:
+def header(pieces: Sequence[ShardPiece], metadata: Mapping[str, str] = PLAIN_METADATA) -> bytes:
     """Length and JSON header of a file of consecutive pieces, padded to whole pages. It begins with the metadata."""
     entries: dict[str, object] = {"__metadata__": dict(metadata)}
     end = 0
@@ -150,7 +150,7 @@ def header(pieces: Sequence[Piece], metadata: Mapping[str, str] = PLAIN_METADATA
     return struct.pack("<Q", len(text)) + text
 
 
-def _place(piece: Piece) -> tuple[int, bool, str]:
+def _place(piece: ShardPiece) -> tuple[int, bool, str]:
     # Quantisation states go last, so that the streamed tensors of a layer are contiguous.
     return -DTYPE_BYTES[piece.dtype], ".quant_state." in piece.name, piece.name
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..files.checkpoint import Checkpoint, TensorInfo, fault, reading, show
 from ..files.records import ALIGNMENT
-from ..kernels.row_product import Job, RowProduct
+from ..kernels.row_product import ProductJob, RowProduct
 from ..params import ConvertParams
 from . import products
 from .on_gpu import on_device, row_kernels
@@ -235,7 +235,7 @@ def linears(
     if len(kernels) < len(weights) or len({id(product) for product, _ in kernels}) > 1:
         return [linear(x, weight, bias, scratch) for weight, bias in zip(weights, biases, strict=True)]
     rows, sizes = x.reshape(-1, x.shape[-1]), [weight.shape[0] for weight in weights]
-    jobs = [Job(parts, size, 0, len(rows)) for (_, parts), size in zip(kernels, sizes, strict=True)]
+    jobs = [ProductJob(parts, size, 0, len(rows)) for (_, parts), size in zip(kernels, sizes, strict=True)]
     results = torch.split(kernels[0][0].each(rows, jobs), [len(rows) * size for size in sizes])
     shaped = [each.view(*x.shape[:-1], size) for each, size in zip(results, sizes, strict=True)]
     cast = [bias if bias is None else bias.to(x.dtype) for bias in biases]
@@ -253,7 +253,7 @@ def linear_each(x: Tensor, counts: Sequence[int], weights: Sequence[Weight], scr
     if (kernel := _common_kernel(x, counts, weights)) is not None:
         product, matrices = kernel
         num_outputs = weights[0].shape[0]
-        jobs = [Job(parts, num_outputs, *rows) for parts, *rows in zip(matrices, firsts, counts, strict=True)]
+        jobs = [ProductJob(parts, num_outputs, *rows) for parts, *rows in zip(matrices, firsts, counts, strict=True)]
         return product.each(x, jobs).view(-1, num_outputs)
     each = zip(firsts, counts, weights, strict=True)
     return torch.cat([linear(x[first : first + count], weight, None, scratch) for first, count, weight in each])

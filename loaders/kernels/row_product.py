@@ -168,14 +168,14 @@ end:
 
 
 @dataclass(frozen=True)
-class Tile:
+class OutputTile:
     """Rows of x and rows of the matrix whose products are in registers together."""
 
     rows: int
     outputs: int
 
 
-class Job(NamedTuple):
+class ProductJob(NamedTuple):
     """A matrix [N, K] in its encoding's `parts`, and the rows of x that it multiplies."""
 
     parts: Sequence[Tensor]
@@ -242,9 +242,9 @@ class RowProduct:
         The sums are fp32, rounded to that dtype at the end. K must be one that the encoding `can_read`.
         """
         rows = x.reshape(-1, x.shape[-1])
-        return self.each(rows, [Job(parts, num_outputs, 0, len(rows))], dtype).view(*x.shape[:-1], num_outputs)
+        return self.each(rows, [ProductJob(parts, num_outputs, 0, len(rows))], dtype).view(*x.shape[:-1], num_outputs)
 
-    def each(self, x: Tensor, jobs: Sequence[Job], dtype: torch.dtype | None = None) -> Tensor:
+    def each(self, x: Tensor, jobs: Sequence[ProductJob], dtype: torch.dtype | None = None) -> Tensor:
         """Rows of x [R, K] on the CPU times several matrices, as `__call__` for each of them alone.
 
         Returns the jobs' results [rows, N] one after another in one dimension, in `dtype`, or x's.
@@ -281,7 +281,7 @@ class RowProduct:
         has_panel = num_rows > self._most_direct(num_columns)
         return PANEL_ROWS if has_panel else _chunk_rows(num_outputs, parts[0].nbytes), has_panel
 
-    def _placed(self, x: Tensor, jobs: Sequence[Job]) -> tuple[Tensor, list[int]]:
+    def _placed(self, x: Tensor, jobs: Sequence[ProductJob]) -> tuple[Tensor, list[int]]:
         """Rows x [R, K] as the kernel reads them, and the address of each job's first one."""
         rows = self._laid_out(x)
         row_bytes = rows.nbytes // max(1, len(rows))
@@ -303,8 +303,8 @@ class RowProduct:
     def source(self) -> str:
         """The module that is compiled."""
         factors, lanes, vector = self._factors, self.encoding.lanes, self.encoding.vector
-        few = [Tile(rows, _few_outputs(rows, self.encoding)) for rows in range(1, FEW_TILE_ROWS + 1)]
-        panel = [Tile(rows, 4 if lanes == 16 else 2) for rows in range(1, PANEL_TILE_ROWS + 1)]
+        few = [OutputTile(rows, _few_outputs(rows, self.encoding)) for rows in range(1, FEW_TILE_ROWS + 1)]
+        panel = [OutputTile(rows, 4 if lanes == 16 else 2) for rows in range(1, PANEL_TILE_ROWS + 1)]
         unpacked = Unpacked(lanes, factors, _panel_columns(factors), self.encoding.step, _order(self.encoding, factors))
         fma = f"declare {vector} @llvm.fma.v{lanes}f32({vector}, {vector}, {vector})\n"
         return "".join(
@@ -422,9 +422,9 @@ def _panel_columns(factors: Factors) -> int:
     return PANEL_ROW_BYTES // factors.dtype.itemsize
 
 
-def _product(name: str, encoding: Encoding, factors: Factors, tiles: Sequence[Tile]) -> str:
+def _product(name: str, encoding: Encoding, factors: Factors, tiles: Sequence[OutputTile]) -> str:
     """A function of as many rows of x as the largest tile has, or `%rows` if these are fewer."""
-    text = "".join(_block(name, encoding, factors, tile) for tile in dict.fromkeys((*tiles, Tile(1, 1))))
+    text = "".join(_block(name, encoding, factors, tile) for tile in dict.fromkeys((*tiles, OutputTile(1, 1))))
     e = Emitter()
     cases = " ".join(f"i64 {tile.rows}, label %rows{tile.rows}" for tile in tiles[:-1])
     e.do(f"switch i64 %rows, label %rows{tiles[-1].rows} [ {cases} ]")
@@ -440,7 +440,7 @@ def _product(name: str, encoding: Encoding, factors: Factors, tiles: Sequence[Ti
     return text + e.function(f"define internal void @{name}(i64 %rows, {BLOCK})")
 
 
-def _block(name: str, encoding: Encoding, factors: Factors, tile: Tile) -> str:
+def _block(name: str, encoding: Encoding, factors: Factors, tile: OutputTile) -> str:
     """Products of `tile.rows` rows of x with rows first .. last of the matrix, `tile.outputs` at a time while there are
     as many; returns the first that is left. add: to what the result holds. fetch: the rows behind meanwhile.
     """

@@ -81,7 +81,7 @@ def turn_heads(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Heads x [T, heads, D], rotated by cos, sin [T, 1, D] in x's dtype; pairs are made of a head's halves."""
     x, cos, sin = x.contiguous(), cos.contiguous(), sin.contiguous()
     out, (num_rows, heads, width) = torch.empty_like(x), x.shape
-    kernel_of(Turn, x.dtype)(num_rows * heads, width, (x, cos, sin, out), (width, heads))
+    kernel_of(Rotation, x.dtype)(num_rows * heads, width, (x, cos, sin, out), (width, heads))
     return out
 
 
@@ -314,7 +314,7 @@ class Add(RowStep):
         counted(e, "columns", "0", words["width"], self.lanes, column)
 
 
-class Turn(RowStep):
+class Rotation(RowStep):
     """The rotation of a head."""
 
     names = ("x", "cos", "sin", "out", "width", "heads")

@@ -23,7 +23,7 @@ from torch import Tensor
 from .compiler import Emitter, compile_ir, run_on_threads
 from .encodings import Encoding, Float16, splat, transposed
 from .loops import counted
-from .row_product import PARTS, Job, RowProduct, round_text, unpack_text, worker_text
+from .row_product import PARTS, ProductJob, RowProduct, round_text, unpack_text, worker_text
 
 SIDE, COLUMNS = 16, 32  # rows of a tile, and bf16 numbers of a row
 STRIP = 2 * SIDE  # rows of the matrix whose sums with two tiles of x are in registers together
@@ -139,7 +139,7 @@ class TileProduct(RowProduct):
         num_strips = min(MOST_STRIPS, max(1, fitting)) if num_rows > SIDE else 1
         return STRIP * num_strips, not (isinstance(self.encoding, Float16) and self.encoding.has_bf16)
 
-    def _placed(self, x: Tensor, jobs: Sequence[Job]) -> tuple[Tensor, list[int]]:
+    def _placed(self, x: Tensor, jobs: Sequence[ProductJob]) -> tuple[Tensor, list[int]]:
         rows, starts = super()._placed(x, jobs)
         if all(job.num_rows == 1 for job in jobs):
             return rows, starts  # as they would be laid

@@ -28,7 +28,7 @@ from torch import Tensor
 from offspec.loaders.files.checkpoint import TensorInfo, show, without_remedy
 from offspec.loaders.files.os_errors import cannot_write
 from offspec.loaders.files.safetensors_folder import read_header
-from offspec.loaders.files.shards import Piece, header
+from offspec.loaders.files.shards import ShardPiece, header
 from offspec.loaders.files.small_files import open_regular
 from offspec.loaders.units import format_size
 
@@ -120,12 +120,12 @@ class CachePart:
     cache: TextMemory
     length: int
 
-    def pieces(self, name: str) -> list[Piece]:
+    def pieces(self, name: str) -> list[ShardPiece]:
         return [_piece(f"{name}.{index}", view) for index, view in enumerate(self.cache.stored(self.length))]
 
 
-def _piece(name: str, view: Tensor) -> Piece:
-    return Piece(name, DTYPE_NAMES[view.dtype], tuple(view.shape), partial(_chunks, view))
+def _piece(name: str, view: Tensor) -> ShardPiece:
+    return ShardPiece(name, DTYPE_NAMES[view.dtype], tuple(view.shape), partial(_chunks, view))
 
 
 def _chunks(view: Tensor) -> Iterator[memoryview]:
@@ -145,13 +145,13 @@ def write_kv_file(path: Path, tokens: Sequence[int], parts: Mapping[str, CachePa
     free disk space; UsageError while another process writes it.
     """
     ids = torch.tensor([list(tokens)])
-    pieces = [Piece(TOKENS, "I64", (len(tokens),), lambda: [_bytes(ids)])]
+    pieces = [ShardPiece(TOKENS, "I64", (len(tokens),), lambda: [_bytes(ids)])]
     metadata = {"format": FORMAT}
     for name, part in parts.items():
         pieces += part.pieces(name)
         metadata |= {f"{name}.{key}": value for key, value in asdict(part.owner).items()}
         metadata[f"{name}.length"] = str(part.length)
-    ends = Piece(CHECKSUMS, "U8", (4 * (1 + len(pieces)),), tuple)
+    ends = ShardPiece(CHECKSUMS, "U8", (4 * (1 + len(pieces)),), tuple)
     head = header([*pieces, ends], metadata)
     nbytes = len(head) + sum(piece.nbytes for piece in (*pieces, ends))
     _check_space(path, nbytes)

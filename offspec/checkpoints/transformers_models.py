@@ -279,8 +279,8 @@ class _Names:
         if not is_list or len(shape) != 3 or (len(parts) > 1) != (len(operations) > 1):
             kinds = ", ".join(kind for kind, _ in operations)
             raise UnsupportedModelError(
-                f"tensors like {show(next(iter(collected.names.values()))[0])} are stored in an order that transformers "
-                f"converts while loading ({kinds}); this conversion is not supported"
+                f"tensors like {show(next(iter(collected.names.values()))[0])} are stored in an order that "
+                f"transformers converts while loading ({kinds}); this conversion is not supported"
             )
         self._check_experts(target, parts, stored)
         return Source(parts, is_experts=True)

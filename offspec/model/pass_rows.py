@@ -229,7 +229,7 @@ class JoinedRows:
         last: int,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        pieces = [Piece(*each) for each in by_text(self, first, last)]
+        pieces = [RowPiece(*each) for each in by_text(self, first, last)]
         outputs = dict[int, Tensor]()
         groups = _by_beginning(pieces, part.window)
         if must_be_exact(queries) and queries.device.type == "cpu":
@@ -256,7 +256,7 @@ class JoinedRows:
         part: Attending,
         queries: Tensor,
         entries: Entries | None,
-        pieces: Sequence[Piece],
+        pieces: Sequence[RowPiece],
         sinks: Tensor | None,
     ) -> list[Tensor]:
         """Attention of texts that share as many entries: first to these, then to each one's own."""
@@ -284,7 +284,7 @@ class JoinedRows:
         self,
         part: Attending,
         queries: Tensor,
-        pieces: Sequence[Piece],
+        pieces: Sequence[RowPiece],
         rows: Sequence[slice],
         sinks: Tensor | None,
     ) -> list[Tensor]:
@@ -322,7 +322,7 @@ class JoinedRows:
 
 
 @dataclass(frozen=True)
-class Piece:
+class RowPiece:
     """Rows first .. last of a text: the rows `rows` of those that go through a layer together."""
 
     text: AppendedRows
@@ -346,7 +346,7 @@ class Piece:
 
 
 def _attend_at_once(
-    part: Attending, queries: Tensor, entries: Entries | None, pieces: Sequence[Piece], sinks: Tensor | None
+    part: Attending, queries: Tensor, entries: Entries | None, pieces: Sequence[RowPiece], sinks: Tensor | None
 ) -> Tensor:
     """Attention of each piece's rows to its text, in one call → [T, heads, D]; of other rows it means nothing."""
     layer, group = part.entries_of, queries.shape[1] // part.shape.num_kv_heads
@@ -360,9 +360,9 @@ def _attend_at_once(
     return attend_rows_of_texts(queries, texts, Scores(attention_scale(part), part.config.attention_cap, sinks))
 
 
-def _by_beginning(pieces: Sequence[Piece], window: int | None) -> list[list[Piece]]:
+def _by_beginning(pieces: Sequence[RowPiece], window: int | None) -> list[list[RowPiece]]:
     """Pieces of texts that share as many entries together, if each of their rows sees these. Others are alone."""
-    groups = dict[object, list[Piece]]()
+    groups = dict[object, list[RowPiece]]()
     for piece in pieces:
         cache, end = piece.text.cache, piece.text.visibility.start + piece.last
         is_alone = cache.beginning is None or (window is not None and end > window)

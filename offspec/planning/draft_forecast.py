@@ -18,7 +18,7 @@ from offspec.scheduler.params import SpeculationParams
 from ..checkpoints.opening import ModelFiles
 from ..model.row_logits import HEAD_ROWS
 from .attention_time import seconds_of_attention, seconds_per_element
-from .plan import EAGER_LAYER_S, Plan, Work, resident_layer_s
+from .plan import EAGER_LAYER_S, PassWork, Plan, resident_layer_s
 
 MAX_ROUNDS = SpeculationParams.max_depth  # a round makes the tree one level deeper
 BEND = 3  # of the curve in `Acceptance.tokens`: fitted to replayed texts (docs/results/drafts.md)
@@ -217,7 +217,7 @@ def round_s(plan: Plan, guessing: Guessing, rates_of: RatesOf, width: int, num_t
     on_cpu = plan.placement.limits.device is None
     if on_cpu:
         launch_s = 0.0
-    works = [(model, count, Work.of(model)) for model, count in guessing.layers]
+    works = [(model, count, PassWork.of(model)) for model, count in guessing.layers]
     in_layers = sum(
         count * (launch_s + resident_layer_s(model, work, rates_of(model), width)) for model, count, work in works
     )
@@ -226,5 +226,5 @@ def round_s(plan: Plan, guessing: Guessing, rates_of: RatesOf, width: int, num_t
         attention_s = seconds_of_attention(model, rates_of(model), width, num_keys, on_cpu=on_cpu)
         in_layers += count * sum(attention_s) / len(attention_s)
     first = guessing.layers[0][0]
-    head = Work.of(first).head_elements
+    head = PassWork.of(first).head_elements
     return in_layers + NUM_HEADS * head * seconds_per_element(rates_of(first).matmul_flops, min(width, HEAD_ROWS))

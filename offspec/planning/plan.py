@@ -89,7 +89,7 @@ class Demand:
 
 
 @dataclass(frozen=True)
-class Work:
+class PassWork:
     """Elements that a pass multiplies: of one layer's matrices, of its matrices dequantised for each use, of the head.
 
     expert_elements: of a layer's experts, not counted in layer_elements. A row uses expert_share of them.
@@ -104,7 +104,7 @@ class Work:
     kept_elements: int = 0
 
     @classmethod
-    def of(cls, target: ModelFiles) -> Work:
+    def of(cls, target: ModelFiles) -> PassWork:
         config, sums = target.config, target.elements + Counter(experts=target.stored.num_expert_weights)
         matrices, packed, experts, kept = (
             sums[name] // len(target.stored.layers) for name in ("matrices", "packed", "experts", "kept")
@@ -125,7 +125,7 @@ class Plan:
     room: Room
     placement: Placement
     layers: tuple[UnitCost, ...]
-    work: Work
+    work: PassWork
     kv_entries: int
 
     @property
@@ -526,7 +526,7 @@ def _placed(room: Room, demand: Demand, uses: Sequence[MemoryUse], *, spills: bo
         with suppress(MemoryLimitError):
             with_shadow = _place(costs, [*items, Item(SHADOW_ITEM, on_device=shadows)], demand.limits, wishes, experts)
             placement = placement if with_shadow.streamed else with_shadow
-    return Plan(demand, room, placement, tuple(costs), Work.of(target), num_entries)
+    return Plan(demand, room, placement, tuple(costs), PassWork.of(target), num_entries)
 
 
 def _text_bytes(target: ModelFiles, num_entries: int, num_texts: int) -> tuple[list[int], int, int]:
@@ -647,7 +647,7 @@ def pass_bytes(model: ModelFiles, room: Room) -> int:
 # ------------------------------------------------------------------------------------------------ prediction
 
 
-def layer_s(work: Work, rates: Rates, width: int, unpacked_elements: int) -> float:
+def layer_s(work: PassWork, rates: Rates, width: int, unpacked_elements: int) -> float:
     """Seconds of arithmetic in one layer, with so many elements to dequantise."""
     matmul_s = work.layer_elements * seconds_per_element(rates.matmul_flops, width)
     used = used_share(work.expert_share, width)  # of the experts
@@ -658,7 +658,7 @@ def layer_s(work: Work, rates: Rates, width: int, unpacked_elements: int) -> flo
     return matmul_s + unpacked_elements / rates.dequantise_elements_per_s
 
 
-def resident_layer_s(model: ModelFiles, work: Work, rates: Rates, width: int) -> float:
+def resident_layer_s(model: ModelFiles, work: PassWork, rates: Rates, width: int) -> float:
     """Seconds of arithmetic in a resident layer whose rows need not be exact.
 
     A GPU with a kernel for the format reads packed matrices once for few rows, if that is faster than unpacking them.

@@ -25,9 +25,10 @@ Tokens = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Marker:
-    """A trigger in one vocabulary. token_bytes: the tokens' bytes. may_begin [V]: tokens that may begin a text, or are it.
+    """A trigger in one vocabulary. token_bytes: the tokens' bytes.
 
-    overrunning: by the end of a text, tokens that begin with it and go on.
+    may_begin [V]: tokens that may begin a text, or are it. overrunning: by the end of a text, tokens that begin with it
+    and go on.
     """
 
     texts: tuple[bytes, ...]

@@ -36,7 +36,7 @@ NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": Fals
 
 
 @dataclass(frozen=True)
-class Call:
+class ToolCall:
     """A call of a tool. arguments: a JSON object as text."""
 
     name: str
@@ -160,15 +160,15 @@ class CallReader:
         self._held = ""
         self._has_text, self._has_calls = False, False
 
-    def push(self, text: str, *, is_end: bool) -> list[str | Call]:
+    def push(self, text: str, *, is_end: bool) -> list[str | ToolCall]:
         """Texts and calls that are certain now, in order."""
         self._held += text
         by_style = {"hermes": self._tagged, "mistral": self._listed, "llama": self._alone}
         return by_style[self._form.style](is_end)
 
-    def _tagged(self, is_end: bool) -> list[str | Call]:
+    def _tagged(self, is_end: bool) -> list[str | ToolCall]:
         """Calls between tags, anywhere in the text. Spaces around calls are no text."""
-        parts = list[str | Call]()
+        parts = list[str | ToolCall]()
         while OPEN in self._held:
             before, _, rest = self._held.partition(OPEN)
             inside, close, after = rest.partition(CLOSE)
@@ -184,7 +184,7 @@ class CallReader:
         text, self._held = self._held[:at], self._held[at:]
         return [*parts, *self._said("" if is_end and self._has_calls and not text.strip() else text)]
 
-    def _listed(self, is_end: bool) -> list[str | Call]:
+    def _listed(self, is_end: bool) -> list[str | ToolCall]:
         """A list of calls behind a marker, which ends the text. A list that is the whole text needs no marker."""
         if CALLS not in self._held:
             if not self._has_text and "[".startswith(self._held.lstrip()[:1]):
@@ -200,7 +200,7 @@ class CallReader:
             parts += calls or self._said(self._held)
         return parts
 
-    def _alone(self, is_end: bool) -> list[str | Call]:
+    def _alone(self, is_end: bool) -> list[str | ToolCall]:
         """Calls that are the whole text."""
         begun = self._held.lstrip()
         if not self._has_text and not is_end and (not begun or self._may_be_call(begun)):
@@ -209,7 +209,7 @@ class CallReader:
         text, self._held = self._held, ""
         return [*calls] if calls else self._said(text)
 
-    def _said(self, text: str) -> list[str | Call]:
+    def _said(self, text: str) -> list[str | ToolCall]:
         self._has_text |= bool(text)
         return [text] if text else []
 
@@ -217,7 +217,7 @@ class CallReader:
         starts = ["["] if self._form.style == "mistral" else ["{", PYTHON]
         return any(begun.startswith(start) or start.startswith(begun) for start in starts)
 
-    def _calls(self, text: str) -> list[Call] | None:
+    def _calls(self, text: str) -> list[ToolCall] | None:
         """The calls that a text consists of; None if it has anything else."""
         values, at, decoder = list[Any](), _after_space(text, 0), json.JSONDecoder()
         try:
@@ -230,13 +230,13 @@ class CallReader:
         calls = [self._call(value) for value in values]
         return [call for call in calls if call is not None] if calls and None not in calls else None
 
-    def _call(self, value: Any) -> Call | None:
+    def _call(self, value: Any) -> ToolCall | None:
         if not isinstance(value, dict) or not isinstance(value.get("name"), str):
             return None
         arguments = value.get("arguments", value.get("parameters"))
         if value["name"] not in self._names or not isinstance(arguments, dict):
             return None
-        return Call(value["name"], json.dumps(arguments, ensure_ascii=False))
+        return ToolCall(value["name"], json.dumps(arguments, ensure_ascii=False))
 
 
 class ForcedCallReader:

@@ -11,7 +11,7 @@ import pytest
 
 from offspec import Engine, SamplingParams
 from offspec.cli.reasoning import ThinkingReader
-from offspec.cli.server.openai_answers import Answer, Said
+from offspec.cli.server.openai_answers import Answer, AnswerChunk
 from offspec.cli.server.openai_requests import parse, with_tools
 from offspec.errors import TokenizerError
 from offspec.text.thinking import CLOSE, OPEN, ThinkingStyle
@@ -94,12 +94,12 @@ def answer_of(models: Pair, folder: Path, template: str, **fields: Any) -> Answe
 def test_a_message_has_the_thinking_apart(
     models: Pair, tmp_path: Path, template: str, fields: Any, text: str, thought: str | None, said: str
 ) -> None:
-    whole = answer_of(models, tmp_path / "whole", template, **fields).whole([Said(text, "eos", FIGURES)])
+    whole = answer_of(models, tmp_path / "whole", template, **fields).whole([AnswerChunk(text, "eos", FIGURES)])
     message = whole["choices"][0]["message"]
     assert (message.get("reasoning_content"), message["content"]) == (thought, said)
     streamed, deltas = answer_of(models, tmp_path / "streamed", template, **fields), list[Any]()
     for place, char in enumerate(text):
-        found = Said(char, "eos" if place == len(text) - 1 else None, FIGURES)
+        found = AnswerChunk(char, "eos" if place == len(text) - 1 else None, FIGURES)
         deltas += [part["choices"][0]["delta"] for part in streamed.parts(0, found, is_first=place == 0)]
     assert deltas[0]["role"] == "assistant"
     for name, wanted in (("reasoning_content", thought or ""), ("content", said)):
@@ -111,7 +111,9 @@ def test_thinking_comes_before_calls_of_tools(models: Pair, tmp_path: Path) -> N
         '<think>\nRome?\n</think>\n\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome"}}\n</tool_call>'
     )
     template = HERMES + "{# <think> #}"
-    (choice,) = answer_of(models, tmp_path, template, tools=[WEATHER]).whole([Said(text, "eos", FIGURES)])["choices"]
+    (choice,) = answer_of(models, tmp_path, template, tools=[WEATHER]).whole([AnswerChunk(text, "eos", FIGURES)])[
+        "choices"
+    ]
     message = choice["message"]
     assert (message["reasoning_content"], message["content"], choice["finish_reason"]) == ("Rome?", None, "tool_calls")
     assert message["tool_calls"][0]["function"] == {"name": "get_weather", "arguments": '{"city": "Rome"}'}

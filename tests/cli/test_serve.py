@@ -26,7 +26,7 @@ from offspec.cli.server.connections import Bodies, protocol
 from offspec.cli.server.privacy import public_name, without_paths
 from offspec.cli.server.reply_tokens import ReplyTokens
 from offspec.cli.server.routes import StoppableServer, is_loopback
-from offspec.cli.server.service import Service, Work
+from offspec.cli.server.service import ServerRequest, Service
 from offspec.errors import MemoryLimitError, NumericalError
 from offspec.running.batch import Batch, Ticket
 from offspec.session import Turn, turns_of
@@ -193,7 +193,7 @@ def test_a_client_that_leaves_while_it_waits_costs_nothing(engine: Engine, monke
     began, may_go_on, has_left, begin, cancel = Event(), Event(), Event(), Service._begin, Service.cancel
     asked: list[Any] = []
 
-    def cancelled(self: Service, work: Work) -> None:
+    def cancelled(self: Service, work: ServerRequest) -> None:
         cancel(self, work)
         has_left.set()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -397,6 +398,21 @@ def test_what_is_counted() -> None:
     assert (num_lines(outer), num_lines(inner)) == (3, 2)
     assert (parameters_of(outer), parameters_of(inner)) == (["a", "b", "d"], [])
     assert (is_click_command(outer), is_click_command(inner)) == (True, False)
+
+
+def test_values_are_named_for_what_they_are() -> None:
+    """None is named with a word that says nothing of it (STYLE), and every class has a name of its own."""
+    vague = {"found", "said", "own", "known", "asked", "what", "told", "hang", "tell"}
+    nodes = [(file, node) for file in MODULES for node in ast.walk(tree_of(file))]
+    names = [(file, node, node.id) for file, node in nodes if isinstance(node, ast.Name) and is_stored(node)]
+    names += [(file, node, node.arg) for file, node in nodes if isinstance(node, ast.arg)]
+    assert [f"{file.relative_to(ROOT)}:{node.lineno} {name}" for file, node, name in names if name in vague] == []
+    classes = Counter(node.name for _, node in nodes if isinstance(node, ast.ClassDef))
+    assert [name for name, count in classes.items() if count > 1] == []
+
+
+def is_stored(name: ast.Name) -> bool:
+    return isinstance(name.ctx, ast.Store)
 
 
 def test_no_line_is_too_long() -> None:

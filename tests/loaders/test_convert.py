@@ -765,7 +765,7 @@ def test_the_header_is_one_that_both_readers_accept(tmp_path: Path) -> None:
         return lambda: [tensor.reshape(-1).view(torch.uint8).numpy().data]
 
     kinds = {torch.float32: "F32", torch.uint8: "U8"}
-    pieces = [shards.Piece(name, kinds[t.dtype], tuple(t.shape), chunks(t)) for name, t in content.items()]
+    pieces = [shards.ShardPiece(name, kinds[t.dtype], tuple(t.shape), chunks(t)) for name, t in content.items()]
     shards.write_shard(tmp_path / "model.safetensors", pieces)
     assert read_header(tmp_path / "model.safetensors").keys() == content.keys()
     with safe_open(tmp_path / "model.safetensors", framework="pt") as file:

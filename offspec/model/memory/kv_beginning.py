@@ -1,7 +1,7 @@
 """KV entries of a beginning that several texts have in common, stored once (DeFT, 2404.00242).
 
-A text's first entries are a `Beginning`'s, which nobody writes to, and the others its own. Python's references count
-the texts: the last one frees it. A text that goes back into its beginning shares less of it from then on.
+A text's first entries are a `SharedBeginning`'s, which nobody writes to, and the others its own. Python's references
+count the texts: the last one frees it. A text that goes back into its beginning shares less of it from then on.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def most_shared(length: int) -> int:
 
 
 @dataclass(frozen=True, eq=False)
-class Beginning:
+class SharedBeginning:
     """The first `length` entries of texts. layers: full, one for each memory of a text that has KV entries."""
 
     layers: tuple[LayerCache, ...]
@@ -58,7 +58,7 @@ class ContinuedLayers(EntriesBySlot):
 
     @property
     def nbytes(self) -> int:
-        """The text's own bytes; those of a `Beginning` are counted once for all texts."""
+        """The text's own bytes; those of a `SharedBeginning` are counted once for all texts."""
         return self.rest.nbytes
 
     def empty(self) -> LayerCache:

@@ -21,7 +21,7 @@ from offspec.scheduler.params import MAX_NODES
 
 from ..decoder import CachedDecoder
 from ..parts.kv_attention import Visibility
-from .kv_beginning import Beginning
+from .kv_beginning import SharedBeginning
 from .kv_cache import LayerCache
 from .recurrent_states import RecurrentStates, State
 from .text_memory import TextMemory
@@ -83,7 +83,7 @@ class SharedCache(TextMemory):
         return sum(memory.nbytes for memory in self._own_states)
 
     @property
-    def beginning(self) -> Beginning | None:
+    def beginning(self) -> SharedBeginning | None:
         return self._target.cache.beginning
 
     @property

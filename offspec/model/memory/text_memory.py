@@ -16,7 +16,7 @@ from torch import Tensor
 
 from offspec.loaders.streaming.small_transfers import to_device
 
-from .kv_beginning import FEWEST_SHARED, Beginning, ContinuedLayers, continued, most_shared, split_off
+from .kv_beginning import FEWEST_SHARED, ContinuedLayers, SharedBeginning, continued, most_shared, split_off
 from .kv_cache import EntriesBySlot, KVLayout, LayerCache, MakeLayerCaches, MemoryLayout
 from .layer_memory import Kept, LayerMemory
 from .window_layers import WindowLayers
@@ -90,10 +90,10 @@ class TextMemory:
         if numbers is None:
             numbers = split(range(sum(memory.num_layers for memory in memories)), memories)
         self._groups = [tuple(group) for group in numbers]  # the layers of each memory
-        self._beginning: Beginning | None = None
+        self._beginning: SharedBeginning | None = None
         self._store_in(memories)
 
-    def _store_in(self, memories: Sequence[LayerMemory], beginning: Beginning | None = None) -> None:
+    def _store_in(self, memories: Sequence[LayerMemory], beginning: SharedBeginning | None = None) -> None:
         """Replace the layers' memories. beginning: what they share with other texts."""
         self._memories = list(memories)
         self._beginning = beginning
@@ -154,7 +154,7 @@ class TextMemory:
         return sum(memory.nbytes for memory in self._memories)
 
     @property
-    def beginning(self) -> Beginning | None:
+    def beginning(self) -> SharedBeginning | None:
         """The first entries, if the text shares them."""
         return self._beginning
 
@@ -221,7 +221,7 @@ class TextMemory:
                 for memory in self._memories
             ]
             layers = tuple(memory.beginning for memory in memories if isinstance(memory, ContinuedLayers))
-            self._store_in(memories, Beginning(layers, wanted))
+            self._store_in(memories, SharedBeginning(layers, wanted))
             self.positions = self.positions.clone()  # other memory has other positions, see `cuda_graphs.StaticRounds`
         return wanted
 
@@ -400,5 +400,5 @@ def total_entries(texts: Iterable[TextMemory]) -> int:
     return num_own + sum(beginning.length for beginning in _beginnings(texts))
 
 
-def _beginnings(texts: Iterable[TextMemory]) -> set[Beginning]:
+def _beginnings(texts: Iterable[TextMemory]) -> set[SharedBeginning]:
     return {text.beginning for text in texts if text.beginning is not None}

@@ -24,7 +24,7 @@ from offspec.cli.serve import listening
 from offspec.cli.server.connections import protocol
 from offspec.cli.server.routes import StoppableServer, application
 from offspec.cli.server.service import Service
-from offspec.cli.server.shelf import Shelf
+from offspec.cli.server.shelf import ModelManager
 from offspec.text.grammar_trials import CAN_TRY
 
 USER = {"role": "user", "content": "hi"}
@@ -108,7 +108,7 @@ def served(
 
 @contextmanager
 def running(
-    models: Service | Shelf, sock: socket, http: type[H11Protocol], idle_s: float = 5, **settings: Any
+    models: Service | ModelManager, sock: socket, http: type[H11Protocol], idle_s: float = 5, **settings: Any
 ) -> Generator[Client, None, None]:
     """A server of these models, on a thread. settings: of `application`."""
     app = application(models, SamplingParams(16), **settings)

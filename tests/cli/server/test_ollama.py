@@ -13,7 +13,7 @@ import pytest
 from offspec import Constraint, Engine, SamplingParams
 from offspec.cli.server import responses
 from offspec.cli.server.ollama import Ollama
-from offspec.cli.server.openai_answers import Said
+from offspec.cli.server.openai_answers import AnswerChunk
 from offspec.cli.server.openai_requests import with_tools
 from offspec.errors import UsageError
 from offspec.stats import Stats
@@ -81,7 +81,7 @@ def test_calls_are_told_as_objects(served_pair: tuple[Client, Engine]) -> None: 
     body = {"messages": [USER], "tools": [WEATHER]}
     asked = with_tools(form.request(body, DEFAULTS), tokenizer)
     said = f"Let me look. {TAGGED[0]}"
-    told = form.answer(body, asked, "m", [[1]], tokenizer).whole([Said(said, "eos", FIGURES)])["message"]
+    told = form.answer(body, asked, "m", [[1]], tokenizer).whole([AnswerChunk(said, "eos", FIGURES)])["message"]
     wanted_call = {"name": "get_weather", "arguments": {"city": "Rome"}}
     assert (told["content"].strip(), [call["function"] for call in told["tool_calls"]]) == (
         "Let me look.",
@@ -89,7 +89,7 @@ def test_calls_are_told_as_objects(served_pair: tuple[Client, Engine]) -> None: 
     )
     for length, calls in ((len(said), [wanted_call]), (len(said) - 20, [])):
         answer = form.answer(body, asked, "m", [[1]], tokenizer)
-        passages = [Said(said[:30], None, FIGURES), Said(said[30:length], "length", FIGURES)]
+        passages = [AnswerChunk(said[:30], None, FIGURES), AnswerChunk(said[30:length], "length", FIGURES)]
         parts = [part for passage in passages for part in answer.parts(0, passage, is_first=False)]
         messages = [part["message"] for part in parts]
         assert "".join(message["content"] for message in messages).strip() == "Let me look."

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from offspec import SamplingParams
-from offspec.cli.server.openai_answers import Answer, Said
+from offspec.cli.server.openai_answers import Answer, AnswerChunk
 from offspec.cli.server.openai_requests import parse
 from offspec.errors import UsageError
 from offspec.stats import Stats
@@ -193,7 +193,9 @@ def test_what_texts_cannot_have(body: Any, named: str) -> None:
 
 
 def test_a_whole_answer() -> None:
-    answer = Answer(parse("chat", {"messages": [USER]}, DEFAULTS), "builtin").whole([Said("hello", "eos", FIGURES)])
+    answer = Answer(parse("chat", {"messages": [USER]}, DEFAULTS), "builtin").whole(
+        [AnswerChunk("hello", "eos", FIGURES)]
+    )
     assert answer["object"] == "chat.completion"
     assert answer["model"] == "builtin"
     (choice,) = answer["choices"]
@@ -208,8 +210,8 @@ def test_a_whole_answer() -> None:
 def test_the_parts_of_a_stream(wants_usage: bool) -> None:
     body = {"messages": [USER], "stream": True, "stream_options": {"include_usage": wants_usage}}
     answer = Answer(parse("chat", body, DEFAULTS), "builtin")
-    (first,) = answer.parts(0, Said("hel"), is_first=True)
-    (last,) = answer.parts(0, Said("lo", "length", FIGURES), is_first=False)
+    (first,) = answer.parts(0, AnswerChunk("hel"), is_first=True)
+    (last,) = answer.parts(0, AnswerChunk("lo", "length", FIGURES), is_first=False)
     rest = answer.last_parts()
     assert first["choices"][0]["delta"] == {"role": "assistant", "content": "hel"}
     assert first["choices"][0]["finish_reason"] is None
@@ -225,8 +227,8 @@ def test_the_parts_of_a_stream(wants_usage: bool) -> None:
 
 def test_text_answers_have_a_shape_of_their_own() -> None:
     answer = Answer(parse("text", {"prompt": "a"}, DEFAULTS), "builtin")
-    assert answer.whole([Said("b", "stop", FIGURES)])["choices"][0]["text"] == "b"
-    (part,) = answer.parts(0, Said("b"), is_first=True)
+    assert answer.whole([AnswerChunk("b", "stop", FIGURES)])["choices"][0]["text"] == "b"
+    (part,) = answer.parts(0, AnswerChunk("b"), is_first=True)
     assert (part["object"], part["choices"][0]["text"]) == ("text_completion", "b")
 
 
@@ -236,12 +238,12 @@ def test_several_answers_are_choices_of_one_response() -> None:
     )
     assert asked.num_answers == 2
     answer, later = Answer(asked, "builtin"), {**FIGURES, "num_prefilled_tokens": 1}
-    whole = answer.whole([Said("a", "eos", FIGURES), Said("b", "length", later)])
+    whole = answer.whole([AnswerChunk("a", "eos", FIGURES), AnswerChunk("b", "length", later)])
     told = [(choice["index"], choice["message"]["content"], choice["finish_reason"]) for choice in whole["choices"]]
     assert told == [(0, "a", "stop"), (1, "b", "length")]
     assert (whole["usage"]["completion_tokens"], whole["offspec"]) == (6, [FIGURES, later])
     for index, figures in ((1, later), (0, FIGURES)):  # the one that ends last need not be the first
-        (part,) = answer.parts(index, Said("c", "eos", figures), is_first=True)
+        (part,) = answer.parts(index, AnswerChunk("c", "eos", figures), is_first=True)
         assert (part["choices"][0]["index"], part["offspec"]) == (index, figures)
     (last,) = answer.last_parts()
     assert last is not None

@@ -17,7 +17,7 @@ from offspec import Engine, SpeculationParams
 from offspec.cli.serve import listening
 from offspec.cli.server.connections import protocol
 from offspec.cli.server.service import Service
-from offspec.cli.server.shelf import Shelf
+from offspec.cli.server.shelf import ModelManager
 
 from ...pair import CONTEXT, Pair
 from ...refusals import tells
@@ -35,17 +35,17 @@ def folder(pair: Pair, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def shelf(folder: Path) -> Generator[Shelf, None, None]:
+def shelf(folder: Path) -> Generator[ModelManager, None, None]:
     def load(path: Path) -> Service:
         return Service(Engine.load(str(path), draft="none", device="cpu"), SpeculationParams(), most_waiting=8)
 
     paths = {path.name: path for path in sorted(folder.iterdir())}
-    with closing(Shelf(paths, load, lambda line: None)) as found:
+    with closing(ModelManager(paths, load, lambda line: None)) as found:
         yield found
 
 
 @pytest.fixture
-def client(shelf: Shelf) -> Generator[Client, None, None]:
+def client(shelf: ModelManager) -> Generator[Client, None, None]:
     with running(shelf, listening("127.0.0.1", 0), protocol(100)) as found:
         yield found
 
@@ -55,7 +55,7 @@ def chat(client: Client, model: str | None, **fields: Any) -> Any:
     return client.chat(USER, max_tokens=4, ignore_eos=True, **named, **fields)
 
 
-def test_the_named_model_answers(client: Client, shelf: Shelf) -> None:
+def test_the_named_model_answers(client: Client, shelf: ModelManager) -> None:
     listed = client.ask("GET", "/v1/models").body["data"]
     assert [model["id"] for model in listed] == ["large", "later-broken", "small"]
     assert not any("context_length" in model for model in listed)  # none is loaded
@@ -68,7 +68,7 @@ def test_the_named_model_answers(client: Client, shelf: Shelf) -> None:
     assert chat(client, None).body["model"] == "large"  # the loaded one
 
 
-def test_models_are_described_before_they_are_loaded(client: Client, shelf: Shelf) -> None:
+def test_models_are_described_before_they_are_loaded(client: Client, shelf: ModelManager) -> None:
     """As Ollama's clients ask; llama.cpp's properties are those of a loaded model."""
     models = client.ask("GET", "/api/tags").body["models"]
     assert [model["name"] for model in models] == ["large", "later-broken", "small"]
@@ -90,7 +90,7 @@ def test_an_unknown_model_is_refused_by_name(client: Client) -> None:
     assert client.ask("GET", "/v1/models/huge").status == 404
 
 
-def test_answers_under_way_end_before_another_model_is_loaded(client: Client, shelf: Shelf) -> None:
+def test_answers_under_way_end_before_another_model_is_loaded(client: Client, shelf: ModelManager) -> None:
     long = {"messages": [USER], "model": "large", "max_tokens": 100, "ignore_eos": True, "stream": True}
     replies = list[Any]()
     with closing(client.open("POST", "/v1/chat/completions", long)) as connection:
@@ -114,7 +114,7 @@ def test_a_model_that_cannot_be_loaded_is_the_requests_error(client: Client, fol
 
 
 @pytest.fixture
-def gate(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> Generator[Event, None, None]:
+def gate(shelf: ModelManager, monkeypatch: pytest.MonkeyPatch) -> Generator[Event, None, None]:
     """Models are loaded when it is set, and a client is soon told that it waits."""
     monkeypatch.setattr("offspec.cli.server.responses.KEEP_ALIVE_S", 0.02)
     monkeypatch.setattr("offspec.cli.server.responses.SILENCE_S", 0.05)

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import pytest
 
 from offspec import Constraint, Engine, SamplingParams, SpeculationParams
-from offspec.cli.server.openai_answers import Answer, Said
+from offspec.cli.server.openai_answers import Answer, AnswerChunk
 from offspec.cli.server.openai_requests import parse, with_tools
 from offspec.cli.server.tools import CalledTools, Tools, tools_of
 from offspec.errors import ContextLengthError, TokenizerError, UsageError
@@ -24,10 +24,10 @@ from offspec.text.tool_calls import (
     CLOSE,
     OPEN,
     Arguments,
-    Call,
     CallStart,
     ForcedCallReader,
     LateCallReader,
+    ToolCall,
     ToolFormat,
 )
 
@@ -117,7 +117,7 @@ def test_other_formats_are_refused(models: Pair, tmp_path: Path, template: str, 
         ToolFormat.of(tokenizer_with(models, tmp_path, template))
 
 
-ROME, OSLO = Call("get_weather", '{"city": "Rome"}'), Call("clock", '{"city": "Oslo \u00f8 }"}')
+ROME, OSLO = ToolCall("get_weather", '{"city": "Rome"}'), ToolCall("clock", '{"city": "Oslo \u00f8 }"}')
 TAGGED = [
     f'<tool_call>\n{{"name": "{call.name}", "arguments": {call.arguments}}}\n</tool_call>' for call in (ROME, OSLO)
 ]
@@ -157,12 +157,12 @@ def test_calls_are_found_in_any_parts(
 ) -> None:
     marker = {"hermes": "<tool_call>", "llama": "", "mistral": "[TOOL_CALLS] "}[style]
     reader = ToolFormat(style, marker).reader(["get_weather", "clock"])
-    found = list[str | Call]()
+    found = list[str | ToolCall]()
     for at in range(0, len(text), step):
         found += reader.push(text[at : at + step], is_end=at + step >= len(text))
-    calls = [piece for piece in found if isinstance(piece, Call)]
+    calls = [piece for piece in found if isinstance(piece, ToolCall)]
     expected = [text] if pieces is None else pieces
-    assert calls == [piece for piece in expected if isinstance(piece, Call)]
+    assert calls == [piece for piece in expected if isinstance(piece, ToolCall)]
     assert "".join(piece for piece in found if isinstance(piece, str)) == "".join(
         piece for piece in expected if isinstance(piece, str)
     )
@@ -183,7 +183,7 @@ def test_a_constrained_answer_is_a_call(engine: Engine, form: ToolFormat) -> Non
     params = SamplingParams(200, temperature=1, seed=2, constraint=constraint)
     text = engine.complete("hi", params)
     (call,) = form.reader(["get_weather", "clock"]).push(text, is_end=True)
-    assert isinstance(call, Call)
+    assert isinstance(call, ToolCall)
     assert json.loads(call.arguments)["city"] in ("Rome", "Oslo")
 
 
@@ -258,14 +258,14 @@ def test_tools_exclude_another_constraint_and_texts(engine: Engine) -> None:
 def test_an_answer_with_text_and_calls(engine: Engine) -> None:
     asked = with_tools(parse("chat", {"messages": [USER], "tools": [WEATHER, CLOCK]}, DEFAULTS), engine.tokenizer)
     text = "I look.\n" + "\n".join(TAGGED)
-    (choice,) = Answer(asked, "m").whole([Said(text, "eos", FIGURES)])["choices"]
+    (choice,) = Answer(asked, "m").whole([AnswerChunk(text, "eos", FIGURES)])["choices"]
     assert (choice["finish_reason"], choice["message"]["content"]) == ("tool_calls", "I look.")
     calls = choice["message"]["tool_calls"]
     assert [(call["function"]["name"], call["function"]["arguments"]) for call in calls] == [
         (call.name, call.arguments) for call in (ROME, OSLO)
     ]
     assert len({call["id"] for call in calls}) == 2
-    (choice,) = Answer(asked, "m").whole([Said("No.", "eos", FIGURES)])["choices"]
+    (choice,) = Answer(asked, "m").whole([AnswerChunk("No.", "eos", FIGURES)])["choices"]
     assert (choice["finish_reason"], choice["message"]) == ("stop", {"role": "assistant", "content": "No."})
 
 
@@ -361,12 +361,14 @@ def test_bound_calls_come_in_parts_and_are_those_of_the_whole_text(form: ToolFor
     for at in range(0, len(text), size):
         for piece in reader.push(text[at : at + size], is_end=at + size >= len(text)):
             if isinstance(piece, Arguments):
-                streamed[-1] = Call(streamed[-1].name, streamed[-1].arguments + piece.text)
+                streamed[-1] = ToolCall(streamed[-1].name, streamed[-1].arguments + piece.text)
                 num_parts += 1
             else:
-                streamed.append(Call(piece.name, "") if isinstance(piece, CallStart) else piece)
+                streamed.append(ToolCall(piece.name, "") if isinstance(piece, CallStart) else piece)
     whole = form.reader(["get_weather", "clock"]).push(text, is_end=True)
-    assert [each for each in streamed if isinstance(each, Call)] == [each for each in whole if isinstance(each, Call)]
+    assert [each for each in streamed if isinstance(each, ToolCall)] == [
+        each for each in whole if isinstance(each, ToolCall)
+    ]
     texts = ["".join(each for each in found if isinstance(each, str)) for found in (streamed, whole)]
     assert texts[0] == texts[1]
     assert num_parts != 1 or size == 1000 or "name" not in text

@@ -11,7 +11,7 @@ from offspec.loaders.kernels.byte_product import FORMS, TILE_ROWS, ByteProduct, 
 from offspec.loaders.kernels.byte_rows import LAYOUTS, to_bytes
 from offspec.loaders.kernels.gguf_encodings import block_encoding
 from offspec.loaders.kernels.processor import per_processor
-from offspec.loaders.kernels.row_product import Job
+from offspec.loaders.kernels.row_product import ProductJob
 from offspec.loaders.kernels.row_steps import ITEMS
 
 from ...machines import AVX2, THIS, by_processor, each_width, lanes, needs_kernels, run
@@ -126,7 +126,7 @@ def test_several_matrices(num_threads: int) -> None:
     product, before = product_of("Q4_K"), torch.get_num_threads()
     blocks = random_blocks("Q4_K", 300, 2)
     x = noise(5, COLUMNS)
-    jobs = [Job([blocks[:200]], 200, 0, 2), Job([blocks[200:]], 100, 2, 3)]
+    jobs = [ProductJob([blocks[:200]], 200, 0, 2), ProductJob([blocks[200:]], 100, 2, 3)]
     try:
         torch.set_num_threads(num_threads)
         found = product.each(x, jobs)

@@ -20,7 +20,7 @@ from offspec.loaders.formats.scaled import FP4, FP4_NUMBERS, Codes, ScaledLayout
 from offspec.loaders.kernels import compiler
 from offspec.loaders.kernels.encodings import Blocks, Encoding, Float16, FourBit, Int8
 from offspec.loaders.kernels.processor import per_processor
-from offspec.loaders.kernels.row_product import Job, RowProduct
+from offspec.loaders.kernels.row_product import ProductJob, RowProduct
 from offspec.loaders.kernels.scaled import Fp8, LowFirst, MxFp4
 
 from ...machines import AVX2, THIS, by_processor, each_width, lanes, needs_kernels, run
@@ -356,10 +356,10 @@ SPANS = [(0, 1), (1, 3), (4, 40), (2, 1), (45, 17)]  # of each matrix: the first
 @pytest.mark.parametrize("num_threads", [1, 2])
 def test_matrices_in_one_call_have_the_bits_of_each_alone(name: str, num_threads: int) -> None:
     product, whole, half = product_of(name), *(MATRICES[name][1](n, 1152) for n in (200, 100))
-    jobs = list[Job]()
+    jobs = list[ProductJob]()
     for i, span in enumerate(SPANS):
         first, *others = parts_of(half if i == 2 else whole)
-        jobs.append(Job([first.roll(i, 0), *others], 100 if i == 2 else 200, *span))
+        jobs.append(ProductJob([first.roll(i, 0), *others], 100 if i == 2 else 200, *span))
     x, before = noise(62, 1152), torch.get_num_threads()
     torch.set_num_threads(num_threads)
     try:

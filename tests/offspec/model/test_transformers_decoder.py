@@ -29,7 +29,7 @@ from offspec.loading import LoadedTarget
 from offspec.model import pass_rows
 from offspec.model.decoder import Decoder
 from offspec.model.transformers_decoder import ForeignDecoder
-from offspec.planning.plan import Work, all_resident
+from offspec.planning.plan import PassWork, all_resident
 
 from ...pair import VOCAB_SIZE, Pair, build_pair, variant
 from ...refusals import check_message, refused, tells
@@ -257,7 +257,7 @@ def test_sizes_are_planned_from_config_json_alone(models: dict[str, Foreign]) ->
 
 def test_a_plan_counts_the_experts_that_rows_choose(models: dict[str, Foreign]) -> None:
     separate, stacked = (
-        Work.of(ModelFiles.open(models[name].folder, "fp32", "cpu", [])) for name in ("dots1", "granitemoeshared")
+        PassWork.of(ModelFiles.open(models[name].folder, "fp32", "cpu", [])) for name in ("dots1", "granitemoeshared")
     )
     assert (separate.expert_elements, separate.expert_share) == (4 * 3 * 32 * 16, 0.5)
     assert separate.layer_elements == 32 * (32 + 16 + 16 + 32 + 4 + 3 * 16)  # attention, router, shared expert

@@ -18,7 +18,7 @@ from offspec.scheduler.trees.constraint import TokenConstraint, allows
 from offspec.text.grammar import ConstraintCompiler
 from offspec.text.thinking import CLOSE, OPEN
 from offspec.text.tokenizer import Tokenizer
-from offspec.text.tool_calls import PYTHON, Call, ToolFormat
+from offspec.text.tool_calls import PYTHON, ToolCall, ToolFormat
 
 from ...pair import Pair, build_pair
 from ...refusals import refused
@@ -107,7 +107,7 @@ def test_a_call_obeys_however_its_marker_is_cut_into_tokens(tokenizer: Tokenizer
         calls = calls if form.style == "llama" else ToolFormat("llama").reader(list(SCHEMAS)).push(inside, is_end=True)
         assert calls
         for call in calls:
-            assert isinstance(call, Call), text
+            assert isinstance(call, ToolCall), text
             arguments = json.loads(call.arguments)
             assert set(arguments) == set(SCHEMAS[call.name]["properties"])
             assert arguments.get("city", "Rome") in ("Rome", "Oslo")
