@@ -3,6 +3,7 @@
     python -m benchmarks.exactness flips [MODEL ...] [--tokens 512] [--forms bf16,q4_k] [--dtypes bf16] [--fast]
     python -m benchmarks.exactness texts [MODEL] [--draft DRAFT] [--prompts 8] [--tokens 96] [--dtype bf16]
                                         [--kv-cache 16|8|4]
+    python -m benchmarks.exactness prefill [MODEL ...] [--rows 64,256,512] [--turns 3]
 
 `flips` reads held-out code token by token, which is plain decoding's arithmetic, and again in passes of 8, 64 and 256
 rows: resident, and read from the disk. Of each, it counts rows whose logits have other bits, the rows whose likeliest
@@ -12,6 +13,8 @@ converted first (`--forms`). `--fast` measures what `--arithmetic fast` does.
 `texts` compares texts of a pair, by default the built-in one, with plain decoding's: trees of 8, 64, 256 and any number
 of nodes, batches of 8, prompts from a file, streamed targets with read-ahead and without. The last line of both is
 JSON.
+
+`prefill` times whole passes of a prompt with `--arithmetic exact` and `fast` by turns, and prints the least of each.
 """
 
 from __future__ import annotations
@@ -19,12 +22,14 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -307,6 +312,28 @@ def texts(model: str, draft: str, num_prompts: int, num_tokens: int, dtype: str,
     print(json.dumps([asdict(each) for each in made.found]))
 
 
+def prefill(model: str, rows: Sequence[int], turns: int) -> None:
+    options = {"draft": "none", "device": "cpu", "context": max(rows) + 8}
+    with (
+        Engine.load(model, arithmetic="exact", **options) as exact,
+        Engine.load(model, arithmetic="fast", **options) as fast,
+    ):
+        print(f"{Path(model).stem}: {describe_instructions()}, {torch.get_num_threads()} threads", flush=True)
+        for num_rows in rows:
+            by_turns = [(prefill_s(exact, num_rows), prefill_s(fast, num_rows)) for _ in range(turns)]
+            exact_s, fast_s = map(min, zip(*by_turns, strict=True))
+            ratio = exact_s / fast_s
+            print(f"{num_rows:>5} rows: exact {exact_s:.2f} s, fast {fast_s:.2f} s, ratio {ratio:.2f}", flush=True)
+
+
+def prefill_s(engine: Engine, num_rows: int) -> float:
+    """Seconds of a pass over a prompt of so many tokens, with the logits of the last."""
+    text, none = CachedDecoder(engine.target, num_rows), np.zeros(0, int)
+    began_s = time.perf_counter()
+    text.score([(7 * row) % 500 for row in range(num_rows)], none, none, np.zeros((0, 0), bool))
+    return time.perf_counter() - began_s
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -323,8 +350,15 @@ def main() -> None:
     whole.add_argument("--tokens", type=int, default=96)
     whole.add_argument("--dtype", default="bf16")
     whole.add_argument("--kv-cache", default="16", choices=("16", "8", "4"), help="bits of KV entries [16]")
+    prompt = commands.add_parser("prefill")
+    prompt.add_argument("models", nargs="*", default=["builtin"])
+    prompt.add_argument("--rows", default="64,256,512")
+    prompt.add_argument("--turns", type=int, default=3)
     args = parser.parse_args()
-    if args.command == "texts":
+    if args.command == "prefill":
+        for model in args.models:
+            prefill(model, [int(each) for each in args.rows.split(",")], args.turns)
+    elif args.command == "texts":
         texts(args.model, args.draft, args.prompts, args.tokens, args.dtype, args.kv_cache)
     else:
         flips(args.models, args.forms.split(","), args.dtypes.split(","), args.tokens, (not args.fast,))
