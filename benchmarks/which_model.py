@@ -15,13 +15,22 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.drafts.card_model import LLAMA, NAMES, QWEN, SHAPES
 from offspec import LoadOptions
 from offspec.errors import MemoryLimitError
 from offspec.loaders.machine.gpus import find_gpu
 from offspec.loaders.units import GIB
 from offspec.tools.forecast import Assumptions, make_forecast
 
+QWEN = {"model_type": "qwen2", "torch_dtype": "bfloat16", "max_position_embeddings": 32768, "vocab_size": 152064}
+LLAMA = {"model_type": "llama", "torch_dtype": "bfloat16", "max_position_embeddings": 131072, "vocab_size": 128256}
+NAMES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "num_hidden_layers")
+SHAPES: dict[str, dict[str, Any]] = {
+    "32b": QWEN | dict(zip(NAMES, (5120, 27648, 40, 8, 64), strict=True)),
+    "7b": QWEN | dict(zip(NAMES, (3584, 18944, 28, 4, 28), strict=True)),
+    "0.5b": QWEN | dict(zip(NAMES, (896, 4864, 14, 2, 24), strict=True)) | {"tie_word_embeddings": True},
+    "70b": LLAMA | dict(zip(NAMES, (8192, 28672, 64, 8, 80), strict=True)),
+    "1b": LLAMA | dict(zip(NAMES, (2048, 8192, 32, 8, 16), strict=True)) | {"tie_word_embeddings": True},
+}
 TARGETS: dict[str, dict[str, Any]] = {
     "Qwen2.5-7B": SHAPES["7b"],
     "Llama-3.1-8B": LLAMA | dict(zip(NAMES, (4096, 14336, 32, 8, 32), strict=True)),

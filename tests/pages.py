@@ -52,16 +52,8 @@ ELSEWHERE = {
     "python -m tests.cli.server.picture_page": "tests/cli/server/test_page.py",
     "python -m tests.fuzz.requests": "tests/fuzz/test_requests.py",
     "lm_eval": "tests/cli/server/test_clients.py",
-    **dict.fromkeys(
-        ("offspec distill TARGET --draft builtin", "python -m benchmarks.drafts.distilled measure"),
-        "tests/benchmarks/test_distilled.py",
-    ),
-    **dict.fromkeys(
-        ("python -m benchmarks.grow DIR --shape 1b", "python -m benchmarks.grow FOLDER --shape 7b --exit"),
-        "tests/benchmarks/test_grow.py",
-    ),
+    "python -m benchmarks.grow FOLDER --shape 7b --exit": "tests/benchmarks/test_grow.py",
     "offspec run TARGET Compose": "tests/offspec/drafts/test_self_draft.py",
-    "python -m benchmarks.long_texts memory": "tests/benchmarks/test_long_texts.py",
     **dict.fromkeys(
         tuple(f"offspec distill {target} --head" for target in ("builtin", "HYBRID", "SMOLLM2", "TARGET.gguf")),
         "tests/offspec/training/test_heads.py",
@@ -70,7 +62,6 @@ ELSEWHERE = {
         ("offspec distill SMOLLM2 --exit-layer", "offspec distill TARGET.gguf --exit-layer"),
         "tests/offspec/training/test_distillation.py",
     ),
-    "python -m benchmarks.drafts.heads": "tests/benchmarks/test_heads.py",
     "python -m benchmarks.drafts.beside_llama_cpp": "tests/offspec/checkpoints/test_gguf_heads.py",
     "offspec bench TARGET --draft DRAFT --ram": "tests/cli/test_bench.py",
     "offspec plan TARGET": "needs files of 70 GiB, without their contents",
@@ -84,10 +75,8 @@ ELSEWHERE = {
     **dict.fromkeys(
         ("python -m benchmarks.card", "scripts/card", "python3 scripts/card"), "tests/benchmarks/test_card.py"
     ),
-    "python -m benchmarks.lossless passes": "needs a checkpoint of 13 GB, and its packed copy",
     "python benchmarks/streaming.py measure": "needs control groups and a checkpoint of 13 GB",
     "python -m benchmarks.exactness texts": "tests/offspec/test_exact_texts.py",
-    "python benchmarks/hybrid_layers.py": "takes minutes and 3 GB of memory",
     "offspec plan QWEN3.5-27B": "tests/offspec/planning/test_plan.py",
     "offspec plan Qwen/Qwen2.5-32B-Instruct": "tests/offspec/drafts/test_layer_drafts.py",
     "python scripts/record_terminal.py": "tests/cli/test_transcript.py",

@@ -23,13 +23,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.drafts.own_layers import draft_of
 from benchmarks.scheduling.replay import Recording, record
 from offspec import Engine, SamplingParams
+from offspec.checkpoints.shadows import find_shadow, make_shadow
 from offspec.drafts.base import Draft
+from offspec.drafts.layer_drafts import SHADOW, LayersOfTarget, load_shadow
 from offspec.drafts.model_draft import ModelDraft
 from offspec.drafts.without_model import WithoutModel
 from offspec.loaders.streaming.placement import spread
+from offspec.loaders.streaming.weights import LayerView
+from offspec.model.layer_draft import LayerDraft
 
 from .agreement import agreement
 from .models import DRAFT, FOLDER, PROMPTS, TARGET
@@ -136,7 +139,20 @@ def own_draft(engine: Engine, name: str) -> Draft:
     kind, _, number = name.partition("/")
     if not number.isdecimal():
         sys.exit(f"Error: --own {name}: write the number of resident layers after a slash, e.g. shadow:3/9")
-    return draft_of(engine, kind, spread(engine.target.config.num_layers, int(number)), 0)
+    assert engine.plan is not None
+    files, target = engine.plan.demand.target, engine.target
+    count = target.config.num_layers
+    resident = spread(count, int(number))
+    if kind.startswith(SHADOW):
+        bits = int(kind.partition(":")[2])
+        shadow = find_shadow(files, bits)
+        if shadow is None:
+            make_shadow(files, bits)
+            shadow = find_shadow(files, bits)
+        assert shadow is not None
+        return load_shadow(shadow, target, set(range(count)) - set(resident))
+    view = LayerView(target.weights, resident, target.weights.scratch)
+    return LayersOfTarget(LayerDraft(target, resident, view), f"{kind} ({len(resident)} of {count} layers)")
 
 
 if __name__ == "__main__":

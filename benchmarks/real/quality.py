@@ -45,7 +45,6 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.card.energy import energy_meter
-from benchmarks.scheduling.references import energy_j, rouge_l
 from offspec import Engine, OffspecError, SamplingParams, SpeculationParams
 from offspec.checkpoints.exit_layers import ExitFile
 from offspec.drafts.base import Draft
@@ -57,6 +56,7 @@ from offspec.scheduler.params import Stopping
 from offspec.tools.benchmark import Workload, token_log_likelihoods
 
 from .answers import Answer, AnswerKey, Beside, Meter, Run, Way, measure
+from .measures import energy_j, rouge_l
 from .models import DRAFT, FOLDER, PROMPTS, TARGET
 from .quality_table import EXACT, PLAIN, UNREADABLE, show
 from .results import Results

@@ -11,12 +11,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from benchmarks.methods import Method, replayed_texts
 from benchmarks.scheduling.replay import Recording, Replayed
 from benchmarks.scheduling.schedulers import COSTS, INDEPENDENT, Bench, Shape
 from benchmarks.scheduling.specexec import SpecExecSettings
 from benchmarks.scheduling.tree_rules import multi_step
 from offspec import Engine, SpeculationParams
+
+from .methods import Method, replayed_texts
 
 AUTHORS, OURS, ALONE = "SpecExec (authors' settings)", "offspec", "offspec, no recall, no lookup"
 CHAIN = "offspec, a chain, no recall, no lookup"

@@ -11,6 +11,7 @@ pytest.importorskip("resource", reason="answers run within the limits of POSIX")
 
 from benchmarks.real import quality
 from benchmarks.real.answers import Answer, AnswerKey, Beside, Rate, Run, Way, measure
+from benchmarks.real.measures import rouge_l
 from benchmarks.real.quality_table import EXACT, PLAIN, UNREADABLE, show
 from benchmarks.real.results import Results
 from offspec import Engine, SamplingParams, SpeculationParams
@@ -184,3 +185,13 @@ def test_sets_without_answers_are_refused() -> None:
 def test_prompts_that_are_not_there_are_named(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match=r"gsm8k\.jsonl is not there: run scripts/fetch_prompts"):
         quality.main(["--sets", "gsm8k", "--model", "builtin", "--draft", "auto", "--prompt-folder", str(tmp_path)])
+
+
+@pytest.mark.parametrize(
+    ("tokens", "reference", "common"),
+    [([1, 2, 3], [1, 2, 3], 3), ([1, 2, 3], [3, 2, 1], 1), ([1, 5, 2, 6, 3], [1, 2, 9, 3], 3), ([1, 1], [1], 1)],
+)
+def test_rouge_counts_the_longest_common_subsequence(tokens: list[int], reference: list[int], common: int) -> None:
+    expected = 2 * common / (len(tokens) + len(reference))
+    assert rouge_l(tokens, reference) == rouge_l(reference, tokens) == pytest.approx(expected)
+    assert rouge_l(tokens, []) == 0

@@ -1,25 +1,9 @@
-"""Texts to compare generated ones with: how the held-out prompts go on in the standard library; and ROUGE-L."""
+"""What answers are judged by beside their likelihood: ROUGE-L, and the joules of processors."""
 
 from __future__ import annotations
 
-import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
-
-from .repetition import MODULES
-
-HELD_OUT = (*MODULES, "mailcap")  # where the prompts come from
-
-
-def reference_of(prompt: str) -> str | None:
-    """What follows `prompt` in its module of this Python; None where it has another text (prompts: CPython 3.11.7)."""
-    for name in HELD_OUT:
-        file = Path(sysconfig.get_path("stdlib")) / f"{name}.py"
-        if file.is_file():
-            _, found, rest = file.read_text(encoding="utf-8").partition(prompt)
-            if found:
-                return rest
-    return None
 
 
 def rouge_l(tokens: Sequence[int], reference: Sequence[int]) -> float:
