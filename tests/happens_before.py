@@ -236,11 +236,6 @@ class HappensBefore:
         with self._lock:
             self._host = joined(self._host, clock)
 
-    def host_waits_for_all(self) -> None:
-        with self._lock:
-            for clock in self._clocks.values():
-                self._host = joined(self._host, clock)
-
     # ---------------------------------------------------------------------------------------- memory
 
     def memory(self, tensor: Tensor, home: int | None = None) -> Memory:

@@ -8,5 +8,4 @@ CACHE = user_cache_path("offspec", appauthor=False)  # as scripts/wheel_files.py
 FOLDER = CACHE / "real_pair"
 TARGET = FOLDER / "Qwen2.5-Coder-1.5B-Instruct.Q4_K_M.gguf"
 DRAFT = FOLDER / "Qwen2.5-Coder-0.5B-Instruct.Q4_K_M.gguf"
-OTHER_VOCABULARY = FOLDER / "gemma-3-270m.Q4_K_M.gguf"  # a draft with another vocabulary
 PROMPTS = CACHE / "prompts"  # of `scripts/fetch_prompts`

@@ -19,7 +19,6 @@ import torch
 from benchmarks.card import bench, disk, exact, gpu_tests, kernels, link, one_part, packed, passes, shadows
 from benchmarks.card.__main__ import main, parts_of
 from benchmarks.card.calls import CALLS, CARD, MAIN, TINY, Part, gpu_test_files
-from benchmarks.card.energy import energy_meter
 from benchmarks.card.jobs import JOBS, Job
 from benchmarks.card.link import link_bytes_per_s
 from benchmarks.card.models import Grown, pack_plainly
@@ -424,10 +423,6 @@ def test_layers_are_copied_twice_within_the_block_only(monkeypatch: pytest.Monke
         DeviceFiller._copy(filler, "first", torch.empty(0))  # type: ignore[arg-type]
     DeviceFiller._copy(filler, "second", torch.empty(0))  # type: ignore[arg-type]
     assert copied == ["first", "first", "second"]
-
-
-def test_a_cpu_has_no_energy_counter() -> None:
-    assert energy_meter(CPU) is None
 
 
 def test_a_large_vocabulary_is_left_free() -> None:

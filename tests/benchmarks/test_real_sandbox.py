@@ -68,7 +68,6 @@ def test_what_fails_has_its_reason(source: str, reason: str) -> None:
     [
         "import os\nwhile True:\n    os.fork()",
         "import subprocess\nsubprocess.run(['true'])",
-        "import os\nos.system('true')",
         "import os\nos.kill(os.getppid(), 9)",
         "import socket\nsocket.create_connection(('127.0.0.1', 9))",
         "try:\n    import os\n    os.fork()\nexcept BaseException:\n    pass",
@@ -106,7 +105,6 @@ def test_code_of_root_has_no_network() -> None:
     "act",
     [
         "open(PATH, 'w')",
-        "open(PATH, 'r+')",
         "os.open(PATH, os.O_WRONLY | os.O_CREAT)",
         "os.remove(PATH)",
         "os.rename(PATH, 'mine')",

@@ -78,7 +78,6 @@ def test_a_right_answer_passes(code_task: CodeTask, text: str) -> None:
             "```python\ndef other(r):\n    return math.pi * r * r\n```",
             "TypeError",
         ),  # the prompt's function returns None
-        ("import sys\nsys.exit(0)", "SystemExit"),
         ("    return math.pi * r * r\n\n\nimport os\nos._exit(0)", "exited before its end"),
         ("I cannot do that.", "SyntaxError"),
         ("", "TypeError"),

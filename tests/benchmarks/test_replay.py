@@ -232,12 +232,6 @@ def test_the_walk_is_the_exact_walk(paths: list[list[int]], ahead: list[int]) ->
     assert walk(tree, ahead) == exact_walk(tree, logits, Sampler(GREEDY, 0, 3), 1)
 
 
-def test_costs_of_the_simulated_card() -> None:
-    costs = Costs()
-    assert [costs.pass_s(rows) for rows in (1, 500, 1000)] == pytest.approx([0.9, 0.9, 1.8])
-    assert costs.round_s(64) == costs.round_s(1) == 0.012
-
-
 def test_totals_are_weighed_by_time_and_passes() -> None:
     total = Replayed.total([Replayed(10, 5, 1, 8, 0.5, 4.0), Replayed(2, 1, 1, 8, 0.5, 2.0)])
     assert total == Replayed(12, 6, 2, 16, 1.0, 6.0)

@@ -12,9 +12,7 @@ from benchmarks.scheduling.worlds import LEARNING_PASSES, World, draw_worlds, ma
 # Some in which `auto` had 0.11 to 0.30 of the best budget's tokens/s while predictions were scaled as a whole.
 WORST = [
     World(knee=16, share=0.0, round_s=0.015, noise=1.5, floor=4.0, slope=0.25),
-    World(knee=64, share=0.0, round_s=0.06, noise=0.7, floor=4.0, slope=0.25),
     World(knee=64, share=0.5, round_s=0.004, noise=1.5, floor=4.0, slope=0.25),
-    World(knee=4, share=0.0, round_s=0.06, noise=1.5, floor=4.0, slope=0.5),
 ]
 RIGHT = World(knee=64, share=0.0, round_s=0.015, noise=1.5, floor=1.0, slope=1.0)
 

@@ -19,7 +19,7 @@ from offspec.cli.server.connections import protocol
 from ..cli.server.serving import LONG_S, Client, served
 from ..pair import build_pair
 
-NUM_CASES = int(os.environ.get("FUZZ_CASES", "4"))
+NUM_CASES = int(os.environ.get("FUZZ_CASES", "2"))  # one streams, one does not
 HOUR_S, DAY_S = 3600.0, 86400.0
 BODY = {"prompt": "def area(", "max_tokens": 12, "temperature": 0.7, "ignore_eos": True}
 
@@ -71,8 +71,7 @@ def test_a_server_does_not_go_by_the_clock_on_the_wall(engine: Engine) -> None:
             for seed in range(NUM_CASES):
                 chance = random.Random(seed)
                 with jumping_clock(chance) as num_calls:
-                    streams = chance.random() < 0.5
-                    assert ask(idle, seed=seed, stream=streams) == expected[seed]
+                    assert ask(idle, seed=seed, stream=seed % 2 == 1) == expected[seed]
                     assert client.ask("GET", "/v1/models").status == 200
                     Event().wait(0.02)  # idle while the clock jumps
                     assert num_calls() > 0
