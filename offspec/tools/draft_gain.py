@@ -20,21 +20,14 @@ LEAST_WALKS = 10  # a share of fewer walks says nothing
 
 @dataclass
 class Walks:
-    """Trees and accepted paths of some passes. lengths: number of paths by length. levels: of all trees together."""
+    """Accepted paths of some passes. lengths: number of paths by length."""
 
     lengths: Counter[int] = field(default_factory=Counter)
-    levels: int = 0
 
     def observe(self, tree: TokenTree, verdict: Verdict) -> None:
         """An observer of `Engine.generate`. Passes without a tree are left out."""
         if len(tree):
             self.lengths[len(verdict.path)] += 1
-            self.levels += int(tree.depths.max())
-
-    @property
-    def mean_levels(self) -> float:
-        """How deep a tree is, on average."""
-        return self.levels / max(1, self.lengths.total())
 
     def shares(self) -> list[float]:
         """Of the paths that came to depth d, how many went on to d + 1; for d from 0."""
