@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from safetensors.torch import save_file
 from offspec.errors import CheckpointError
 from offspec.loaders.files.checkpoint import Checkpoint
 from offspec.loaders.files.containers import open_checkpoint
+from offspec.loaders.formats import StoredWeight, formats_in, stored_weights
 
 Tensors = dict[str, torch.Tensor]
 LAYER_PREFIX = "model.layers."
@@ -31,6 +33,14 @@ def open_with(folder: Path, tensors: Tensors) -> Checkpoint:
     (folder / "config.json").write_text("{}")
     save_file(tensors, folder / "model.safetensors")
     return open_checkpoint(folder)
+
+
+def stored_with(folder: Path, tensors: Tensors, said: object) -> dict[str, StoredWeight]:
+    """The weights of a checkpoint of one file with this quantization_config."""
+    (folder / "config.json").write_text(json.dumps({"quantization_config": said}))
+    save_file(tensors, folder / "model.safetensors")
+    checkpoint = open_checkpoint(folder)
+    return stored_weights(checkpoint.tensors, formats_in(checkpoint))
 
 
 class FakeReader:

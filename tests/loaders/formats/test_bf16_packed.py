@@ -25,15 +25,7 @@ from offspec.loaders.formats.bf16_bits import (
     unpack,
 )
 from offspec.loaders.formats.bf16_packed import PARTS, Bf16Packer, PackedBf16Matrix, PackedBf16Weight
-from offspec.loaders.formats.products import (
-    KERNEL,
-    TILES,
-    TORCH,
-    ProductCosts,
-    ProductKind,
-    WayCosts,
-    plain_product,
-)
+from offspec.loaders.formats.products import KERNEL, TILES, TORCH, ProductCosts, ProductKind, WayCosts, plain_product
 from offspec.loaders.kernels.bf16_bits import Bf16Bits
 from offspec.loaders.kernels.processor import per_processor
 from offspec.loaders.kernels.row_product import RowProduct

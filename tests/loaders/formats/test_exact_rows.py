@@ -70,6 +70,7 @@ def test_plain_matrices(shape: tuple[int, int], stored: torch.dtype, dtype: torc
     assert_exact(noise(*shape).to(stored), dtype)
 
 
+@pytest.mark.each_value
 @each_processor
 @pytest.mark.parametrize("is_packed", [False, True], ids=["plain", "bf16-packed"])
 def test_streamed_bf16_has_the_bits_of_resident_fp16(is_packed: bool) -> None:
@@ -132,6 +133,7 @@ def test_packed_bf16_has_the_bits_of_the_plain_matrix(dtype: torch.dtype) -> Non
         assert torch.equal(linear(x[:1], packed), plain[:1])
 
 
+@pytest.mark.each_value
 @each_processor
 @pytest.mark.parametrize("others", [["bf16"], ["bf16", "fp32"]], ids=["one kernel", "two kernels"])
 def test_several_matrices_are_each_alone(others: list[str]) -> None:
@@ -154,6 +156,7 @@ def test_rows_on_another_device_take_no_kernel_of_the_cpu(monkeypatch: pytest.Mo
     assert [(each.device.type, each.shape) for each in together] == [("meta", (3, 40))] * 2
 
 
+@pytest.mark.each_value
 @each_processor
 @pytest.mark.parametrize("num_rows", [1, 3])
 def test_rows_are_used_again_behind_the_last_one(num_rows: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -12,18 +11,17 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import save_file
 from torch import Tensor
 
 from offspec.errors import CheckpointError, UnsupportedModelError
-from offspec.loaders.files.containers import open_checkpoint
-from offspec.loaders.formats import StoredWeight, dense, formats_in, linear, stored_weights
+from offspec.loaders.formats import StoredWeight, dense, linear
 from offspec.loaders.formats.products import KERNEL, ProductCosts
 from offspec.loaders.kernels.unpack import WORTH_COMPILING
 
 from ...examples import examples
 from ...machines import needs_kernels
 from ...refusals import refused
+from ..fakes import stored_with as open_with
 from .test_formats import bound, without
 
 Tensors = dict[str, Tensor]
@@ -67,13 +65,6 @@ def by_definition(matrix: Tensor, scales: Tensor, height: int, width: int) -> Te
     """fp64 [N, K]"""
     spread = scales.float().double().repeat_interleave(height, 0).repeat_interleave(width, 1)
     return matrix.float().double() * spread[: matrix.shape[0], : matrix.shape[1]]
-
-
-def open_with(folder: Path, tensors: Tensors, config: object) -> dict[str, StoredWeight]:
-    (folder / "config.json").write_text(json.dumps({"quantization_config": config}))
-    save_file(tensors, folder / "model.safetensors")
-    checkpoint = open_checkpoint(folder)
-    return stored_weights(checkpoint.tensors, formats_in(checkpoint))
 
 
 def assert_right(weight: StoredWeight, expected: Tensor) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
@@ -121,24 +123,20 @@ def test_dtypes() -> None:
 
 @needs_kernels
 @pytest.mark.parametrize("num_threads", [1, 3])
-def test_several_matrices(num_threads: int) -> None:
+def test_several_matrices(num_threads: int, set_threads: Callable[[int], None]) -> None:
     """Each with rows of its own, on any number of threads."""
-    product, before = product_of("Q4_K"), torch.get_num_threads()
+    product = product_of("Q4_K")
     blocks = random_blocks("Q4_K", 300, 2)
     x = noise(5, COLUMNS)
     jobs = [ProductJob([blocks[:200]], 200, 0, 2), ProductJob([blocks[200:]], 100, 2, 3)]
-    try:
-        torch.set_num_threads(num_threads)
-        found = product.each(x, jobs)
-    finally:
-        torch.set_num_threads(before)
+    set_threads(num_threads)
+    found = product.each(x, jobs)
     whole = product(x, [blocks], 300)
     assert torch.equal(found, torch.cat([whole[:2, :200].flatten(), whole[2:, 200:].flatten()]))
 
 
 def test_types() -> None:
     """Others have scales of another form, or codes that products of bytes cannot take."""
-    assert set(FORMS) == {"Q4_K", "Q5_K", "Q6_K", "Q8_0", "Q4_0", "IQ4_NL", "MXFP4"}
     assert set(FORMS) < set(NAMES)
     encoding = block_encoding("Q2_K", 8, ())
     assert encoding is not None

@@ -15,16 +15,13 @@ from offspec.loaders.kernels.row_steps import add_rows, gate_rows, norm_rows
 
 from ...machines import each_width
 
-pytestmark = [
-    each_width,
-    pytest.mark.skipif(gnu_openmp() is None, reason="torch has another OpenMP than GNU's"),
-]
+pytestmark = [each_width, pytest.mark.skipif(gnu_openmp() is None, reason="torch has another OpenMP than GNU's")]
 WIDTH, INNER = 64, 192
 SHARED = torch.empty(INNER, WIDTH, dtype=torch.bfloat16)  # such as that of matrices that are unpacked one after another
 Numbers = Sequence[Tensor]
 
 
-@pytest.fixture(params=[1, 2, 3], autouse=True)
+@pytest.fixture(params=[1, 3], autouse=True)
 def num_threads(request: pytest.FixtureRequest) -> Iterator[int]:
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -109,6 +109,7 @@ def by_formula(heads: Heads, query: Tensor, keys: Tensor, values: Tensor) -> Ten
     return (scores.softmax(-1)[:, None] @ values)[:, 0]
 
 
+@pytest.mark.each_value
 @each_heads
 def test_results_are_those_of_the_formula(heads: Heads) -> None:
     rows = some_rows()
@@ -151,17 +152,14 @@ def test_keys_that_a_row_does_not_see_do_not_matter(heads: Heads) -> None:
     assert torch.equal(attended(heads, queries, [KeySlots(0, keys, values)], rows)[:1], found)
 
 
-def test_threads_change_no_bit() -> None:
-    heads, rows, threads = HEADS[0], some_rows(), torch.get_num_threads()
+def test_threads_change_no_bit(set_threads: Callable[[int], None]) -> None:
+    heads, rows = HEADS[0], some_rows()
     queries, keys, values = numbers_for(heads, len(rows))
     parts = [KeySlots(0, keys, values)]
-    try:
-        torch.set_num_threads(1)
-        alone = attended(heads, queries, parts, rows)
-        torch.set_num_threads(3)
-        assert torch.equal(attended(heads, queries, parts, rows), alone)
-    finally:
-        torch.set_num_threads(threads)
+    set_threads(1)
+    alone = attended(heads, queries, parts, rows)
+    set_threads(3)
+    assert torch.equal(attended(heads, queries, parts, rows), alone)
 
 
 def test_what_is_no_number_stays_none() -> None:

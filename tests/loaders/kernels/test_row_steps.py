@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -124,13 +126,10 @@ def test_silu(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("num_threads", [1, 2])
-def test_threads_take_every_row(num_threads: int) -> None:
-    x, before = noise(torch.float32, 600, 128), torch.get_num_threads()
-    torch.set_num_threads(num_threads)
-    try:
-        normed = norm_rows(x, torch.ones(128), 1e-6)
-    finally:
-        torch.set_num_threads(before)
+def test_threads_take_every_row(num_threads: int, set_threads: Callable[[int], None]) -> None:
+    x = noise(torch.float32, 600, 128)
+    set_threads(num_threads)
+    normed = norm_rows(x, torch.ones(128), 1e-6)
     assert_near(normed, F.rms_norm(x.double(), (128,), None, 1e-6))
 
 

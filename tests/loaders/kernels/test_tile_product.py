@@ -20,7 +20,7 @@ with_tiles = by_processor("processor", run(AMX))
 LEAST = 2.0**-126  # the smallest normal number
 
 
-@pytest.fixture(params=[1, 2, 3], autouse=True)
+@pytest.fixture(params=[1, 3], autouse=True)
 def num_threads(request: pytest.FixtureRequest) -> Iterator[int]:
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)
@@ -82,7 +82,7 @@ def test_rows_do_not_depend_on_their_number(form: str) -> None:
 
 @pytest.mark.each_value
 @with_tiles
-@pytest.mark.parametrize("num_outputs", [1, 15, 16, 17, 31, 33, 64, 65, 200])
+@pytest.mark.parametrize("num_outputs", [1, 15, 16, 33, 200])
 def test_each_number_of_outputs_and_rows(num_outputs: int) -> None:
     """Also those that leave no whole tile; what is behind a result stays as it is."""
     product = plain_product(torch.bfloat16)

@@ -104,21 +104,21 @@ def stack_bytes(cubin: bytes, folder: Path) -> int:
 
 
 def products() -> list[Any]:
-    """A type, a card, the rows' dtype, every how many tiles; in the default run one of those on a 4090."""
+    """A type, a card, the rows' dtype, how many tiles; in the default run one of those on a 4090."""
     kinds = itertools.product(TYPES, CARDS, DTYPES)
-    all_tiles = [pytest.param(*kind, 1, marks=pytest.mark.nightly) for kind in kinds]
-    return [pytest.param("Q4_K", RTX_4090, "bf16", 2), *all_tiles]
+    all_tiles = [pytest.param(*kind, None, marks=pytest.mark.nightly) for kind in kinds]
+    return [pytest.param("Q4_K", RTX_4090, "bf16", 1), *all_tiles]
 
 
-@pytest.mark.parametrize(("name", "card", "dtype", "step"), products())
-def test_products(name: str, card: int, dtype: str, step: int, tmp_path: Path) -> None:
-    """Of the smallest tile and the largest, nightly of every tile."""
+@pytest.mark.parametrize(("name", "card", "dtype", "num_tiles"), products())
+def test_products(name: str, card: int, dtype: str, num_tiles: int | None, tmp_path: Path) -> None:
+    """Of the smallest tile, nightly of every tile."""
     kernels = gguf_kernels()
     if kernels is None:
         pytest.skip("Triton is not installed; it comes with torch's CUDA wheels")
     arguments = {"x": f"*{dtype}", "blocks": "*u8", "out": f"*{dtype}"}
     arguments |= dict.fromkeys(("num_rows", "num_outputs", "row_blocks", "steps"), "i32")
-    for tile in kernels.tiles_of(name, DTYPES[dtype])[::step]:
+    for tile in kernels.tiles_of(name, DTYPES[dtype])[:num_tiles]:
         constants = kernels.LAYOUTS[name].constants | tile.constants
         made = compiled(kernels.multiply_kernel, card, arguments, constants, tmp_path, **tile.options)
         assert made.shared_bytes <= MOST_SHARED[card]
@@ -188,21 +188,21 @@ CHOICE |= dict.fromkeys(("num_places", "num_experts", "num_outputs", "row_blocks
 
 
 def experts() -> list[Any]:
-    """A form, a card, the rows' dtype; in the default run one of them on a 4090, of the other kind of blocks."""
-    defaults = {("Q4_0", RTX_4090, "bf16")}
+    """A form, a card, the rows' dtype, the first tile; by default one on a 4090, of the other kind of blocks."""
     kinds = [*itertools.product(TYPES, CARDS, DTYPES), *((name, card, name) for name in DTYPES for card in CARDS)]
-    return [pytest.param(*kind, marks=() if kind in defaults else pytest.mark.nightly) for kind in kinds]
+    all_tiles = [pytest.param(*kind, 0, marks=pytest.mark.nightly) for kind in kinds]
+    return [pytest.param("Q4_0", RTX_4090, "bf16", -1), *all_tiles]
 
 
-@pytest.mark.parametrize(("form", "card", "dtype"), experts())
-def test_chosen_experts(form: str, card: int, dtype: str, tmp_path: Path) -> None:
-    """Of every tile, with biases, at addresses that are multiples of 16."""
+@pytest.mark.parametrize(("form", "card", "dtype", "first"), experts())
+def test_chosen_experts(form: str, card: int, dtype: str, first: int, tmp_path: Path) -> None:
+    """Of the largest tile, nightly of every tile, with biases, at addresses that are multiples of 16."""
     kernels = expert_kernels()
     if kernels is None:
         pytest.skip("Triton is not installed; it comes with torch's CUDA wheels")
     arguments = {"x": f"*{dtype}", "out": f"*{dtype}", **CHOICE}
     options = {"alignment": kernels.ALIGNED, "has_bias": True}
-    for tile in kernels.tiles_for(form, DTYPES[dtype]):
+    for tile in kernels.tiles_for(form, DTYPES[dtype])[first:]:
         constants = kernels.layout_of(form).constants | tile.constants | options
         made = compiled(kernels.experts_kernel, card, arguments, constants, tmp_path, **tile.options)
         assert made.shared_bytes <= MOST_SHARED[card]

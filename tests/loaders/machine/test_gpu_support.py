@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from offspec.loaders.machine.gpu_support import GpuFault, card_fault, fault_of, gpu_fault, has_kernels_for
+from offspec.loaders.machine.gpu_support import card_fault, fault_of, gpu_fault, has_kernels_for
 
 from ...refusals import tells
 
@@ -163,7 +163,3 @@ def test_a_card_without_kernels_is_told(
 def test_this_card_has_kernels() -> None:
     assert gpu_fault() is None
     assert card_fault(0) is None
-
-
-def test_a_fault_in_one_line() -> None:
-    assert str(GpuFault("it is so", "do this")) == "it is so; do this"
