@@ -181,12 +181,7 @@ def learnt_of(
 
 
 def generate(
-    target: TreeModel,
-    drafter: Drafter,
-    sampler: Sampler,
-    prompt: Sequence[int],
-    num_tokens: int,
-    rounds_ahead: int = 0,
+    target: TreeModel, drafter: Drafter, sampler: Sampler, prompt: Sequence[int], num_tokens: int, rounds_ahead: int = 0
 ) -> list[int]:
     """The engine's loop without the engine: propose, (extend,) score, verify, commit, observe."""
     text, end = list(prompt), len(prompt) + num_tokens

@@ -190,6 +190,7 @@ def test_what_lives_on_leaves_the_tree_the_best_there_is(
     generate(target, drafter, sampler, PROMPT, 12, rounds_ahead)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("scoring", SCORINGS)
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED])
 def test_width_changes_rounds_and_not_the_tree(params: SamplingParams, scoring: Scoring) -> None:
@@ -274,12 +275,11 @@ def test_tree_stays_within_the_drafts_context() -> None:
 # ------------------------------------------------------------------------------------------------ from pass to pass
 
 
-@pytest.mark.parametrize("params", [GREEDY, SAMPLED])
-def test_draft_cache_follows_the_text(params: SamplingParams) -> None:
+def test_draft_cache_follows_the_text() -> None:
     """Also over a pass without guesses. What was drafted and accepted is not computed a second time."""
     target_rule = resembling(DRAFT, seed=5, error=0.7)
     model, target = RuleModel(DRAFT, VOCAB_SIZE), RuleModel(target_rule, VOCAB_SIZE)
-    drafter, sampler = drafter_of(model, params, budget=12, width=5), Sampler(params, SEED, VOCAB_SIZE)
+    drafter, sampler = drafter_of(model, SAMPLED, budget=12, width=5), Sampler(SAMPLED, SEED, VOCAB_SIZE)
     text, missing = list(PROMPT), len(PROMPT)
     num_accepted = num_reused = 0
     for number in range(20):
@@ -301,7 +301,7 @@ def test_draft_cache_follows_the_text(params: SamplingParams) -> None:
         num_reused += missing == 0
     assert num_accepted > 10
     assert num_reused > 0
-    assert text[len(PROMPT) :] == plain_text(target_rule, params, SEED, PROMPT, len(text) - len(PROMPT))
+    assert text[len(PROMPT) :] == plain_text(target_rule, SAMPLED, SEED, PROMPT, len(text) - len(PROMPT))
 
 
 def num_passes(rule: Rule, draft: Rule, sampling: SamplingParams, calibration: Calibration, **speculation: Any) -> int:
@@ -316,10 +316,15 @@ def num_passes(rule: Rule, draft: Rule, sampling: SamplingParams, calibration: C
 @pytest.mark.slow
 def test_shared_noise_saves_passes() -> None:
     target = resembling(DRAFT, seed=5, error=0.5)
+    learnt = [Calibration(), Calibration()]
     coupled, specexec = (
-        num_passes(target, DRAFT, SAMPLED, Calibration(), budget=8, scoring=scoring) for scoring in SCORINGS
+        num_passes(target, DRAFT, SAMPLED, calibration, budget=8, scoring=scoring)
+        for calibration, scoring in zip(learnt, SCORINGS, strict=True)
     )
     assert coupled < 0.8 * specexec
+    # SpecExec's values lack the noise, and would spoil what coupled requests have learnt.
+    coupled_value, specexec_value = (calibration.sharpness(greedy=False).value for calibration in learnt)
+    assert coupled_value != specexec_value == 0.6
 
 
 @pytest.mark.slow
@@ -333,14 +338,6 @@ def test_sharpness_tells_a_good_draft_from_a_bad_one(params: SamplingParams) -> 
         assert calibration.sharpness(greedy=params is SAMPLED).value == (0.6 if params is GREEDY else 0.5)
     assert fitted[0] == GRID[0]
     assert fitted[1] in GRID[-2:]
-
-
-@pytest.mark.slow
-def test_specexec_leaves_the_calibration_alone() -> None:
-    """Its values lack the noise, and would spoil what coupled requests have learnt."""
-    calibration = Calibration()
-    num_passes(DRAFT, random_rule(VOCAB_SIZE, seed=99), SAMPLED, calibration, budget=8, scoring="specexec")
-    assert calibration.sharpness(greedy=False).value == 0.6
 
 
 @pytest.mark.slow
@@ -441,7 +438,8 @@ def test_where_there_is_no_model_nobody_knows_better() -> None:
     assert len(tree) == calibration.of(greedy=True).guesser_trust.value == 1
 
 
-@pytest.mark.parametrize("num_rounds", [0, 1, 2, 5])
+@pytest.mark.each_value
+@pytest.mark.parametrize("num_rounds", [0, 1, 5])
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED])
 def test_drafting_beside_the_pass_ends_with_it(params: SamplingParams, num_rounds: int) -> None:
     """The round under way when the pass ends is the last one, though there is more to draft."""
@@ -455,6 +453,7 @@ def test_drafting_beside_the_pass_ends_with_it(params: SamplingParams, num_round
     assert len(model.batches) == last + 1
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("bad", [[math.nan] * 4, [0, math.nan, 0, 0], [math.inf, 0, 0, 0], [-math.inf] * 4])
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED])
 def test_draft_logits_that_are_not_numbers_are_refused_in_one_line(params: SamplingParams, bad: list[float]) -> None:

@@ -153,6 +153,7 @@ def test_trees_grow_step_by_step() -> None:
     assert limits == [32, 66, 134, 270, 300]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("slope", [0.5, 1.0, 2.0])
 @pytest.mark.parametrize("floor", [0.5, 1.0, 2.0])
 def test_a_first_tree_hardly_delays_the_first_token(floor: float, slope: float) -> None:
@@ -254,6 +255,7 @@ class Text:
         return sum(first <= length < last for length in self.draft.lengths)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("round_s", [0.02, 0.3])
 @pytest.mark.parametrize("slope", [0.1, 0.5])
 def test_a_random_draft_ends_in_plain_passes(slope: float, round_s: float) -> None:
@@ -269,6 +271,7 @@ def of_mixture(num_experts: int, num_used: int) -> Seconds:
     return lambda rows: 0.2 + 0.8 * num_experts / num_used * used_share(num_used / num_experts, rows)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("predicted_s", [of_mixture(128, 8), of_mixture(64, 8)])
 @pytest.mark.parametrize("draft", [RANDOM, GOOD])
 def test_where_each_row_moves_more_experts_drafts_lose_next_to_nothing(draft: Rule, predicted_s: Seconds) -> None:

@@ -128,7 +128,7 @@ def without_the_head(logits: FloatArray, top_p: float) -> FloatArray:
 
 @pytest.mark.slow
 @each_way
-@pytest.mark.parametrize(("num_texts", "heat"), [(25, 1.7), pytest.param(200, 1.1, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(("num_texts", "heat"), [(15, 1.7), pytest.param(200, 1.1, marks=pytest.mark.nightly)])
 def test_frequencies_are_those_of_the_target(params: SamplingParams, num_texts: int, heat: float) -> None:
     counts = sampled(params, num_texts)
     assert counts.sum() == 100 * num_texts
@@ -148,22 +148,3 @@ def test_a_drafter_that_sees_the_noise_changes_no_token(params: SamplingParams) 
     drafter = ModelDrafter(RuleModel(DRAFT, VOCAB_SIZE), DraftRequest(sampler), speculation, learnt)
     text = generate(RuleModel(TARGET, VOCAB_SIZE), drafter, sampler, PROMPT, TOKENS_PER_TEXT)
     assert text == sampled_text(params, 0)
-
-
-@pytest.mark.slow
-def test_a_nucleus_without_its_head_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def nucleus(logits: Tensor, top_p: float) -> Tensor:
-        return torch.tensor(np.array([without_the_head(row, top_p) for row in logits.numpy()]))
-
-    params = SamplingParams(temperature=0.6, top_p=0.9)
-    right = expected(TARGET, lambda logits: processed(logits, params))
-    assert p_value(sampled(params, num_texts=10), right) > 0.001
-    monkeypatch.setattr(sampling, "_nucleus", nucleus)
-    assert p_value(sampled(params, num_texts=10), right) < 1e-9
-
-
-def test_noise_drawn_once_and_used_again_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    gumbel = sampling.gumbel
-    monkeypatch.setattr(sampling, "gumbel", lambda seed, position, size, device: gumbel(seed, 0, size, device))
-    params = SamplingParams(temperature=1.0)
-    assert p_value(sampled(params, num_texts=10), expected(TARGET, lambda logits: processed(logits, params))) < 1e-9

@@ -48,14 +48,6 @@ def test_gumbel_is_that_of_big_integers(seed: int, position: int) -> None:
     np.testing.assert_allclose(found.numpy(), noise(seed, position, 20), rtol=1e-14, atol=1e-15)
 
 
-@few
-@given(seed=seeds, position=st.integers(0, 1 << 20), vocab_size=st.integers(1, 99))
-def test_gumbel_depends_on_nothing_else(seed: int, position: int, vocab_size: int) -> None:
-    large = gumbel(seed, position, 100)
-    assert torch.equal(gumbel(seed, position, vocab_size), large[:vocab_size])
-    assert torch.equal(gumbel(seed, position, 100), large)
-
-
 def test_gumbel_has_the_moments_of_its_distribution() -> None:
     found = gumbel(seed=1, position=0, vocab_size=200_000)
     assert found.mean().item() == pytest.approx(np.euler_gamma, abs=0.015)  # five standard errors
@@ -77,9 +69,9 @@ def test_neighbours_are_not_correlated(seed: int) -> None:
 
 @pytest.mark.slow
 def test_positions_are_not_correlated() -> None:
-    table = torch.stack([gumbel(3, position, 8) for position in range(4_000)])
+    table = torch.stack([gumbel(3, position, 8) for position in range(2_000)])
     correlations = torch.corrcoef(torch.cat((table[:-1], table[1:]), dim=1).T) - torch.eye(16)
-    assert correlations.abs().max().item() < 5 / math.sqrt(4_000)
+    assert correlations.abs().max().item() < 5 / math.sqrt(2_000)
 
 
 def _unshifted(word: int, bits: int) -> int:
@@ -182,12 +174,6 @@ def test_process_with_ties_is_that_of_transformers(settings: dict[str, Any]) -> 
     expected = reference(logits, params, torch.empty(2, 0, dtype=torch.long))
     found = probabilities(logits, temperature=0.8, **settings)
     torch.testing.assert_close(found.sort().values, expected.sort().values)
-
-
-def test_top_p_keeps_the_head() -> None:
-    logits = torch.tensor([[0.1, 0.5, 0.15, 0.25]]).log()
-    found = probabilities(logits, temperature=1.0, top_p=0.8)
-    torch.testing.assert_close(found[0], torch.tensor([0, 0.5, 0.15, 0.25]).double() / 0.9, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("top_p", [0.051, 0.501, 0.901, 0.999])

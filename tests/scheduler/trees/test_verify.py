@@ -5,15 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from offspec.errors import NumericalError
-from offspec.scheduler.drafting.drafter import DraftRequest, NoDrafter
+from offspec.scheduler.drafting.drafter import DraftRequest
 from offspec.scheduler.drafting.model_drafter import ModelDrafter
 from offspec.scheduler.pace.trials import OverlapSwitch
 from offspec.scheduler.params import MAX_NODES, SamplingParams, SpeculationParams
@@ -151,22 +149,3 @@ def test_text_is_independent_of_the_drafts_shape(params: SamplingParams, vocab_s
     drafter = ModelDrafter(draft, DraftRequest(sampler), SpeculationParams(budget=9, width=4), learnt_of())
     text = generate(RuleModel(TARGET, VOCAB_SIZE), drafter, sampler, PROMPT, 20)
     assert text == plain_text(TARGET, params, 7, PROMPT, 20)
-
-
-@few
-@given(params=sampling_params(), seed=st.integers(0, 2**64 - 1))
-def test_no_drafter_is_plain_decoding(params: SamplingParams, seed: int) -> None:
-    sampler = Sampler(params, seed, VOCAB_SIZE)
-    text = generate(RuleModel(TARGET, VOCAB_SIZE), NoDrafter(), sampler, PROMPT, 20)
-    assert text == plain_text(TARGET, params, seed, PROMPT, 20)
-
-
-def test_text_depends_on_the_seed() -> None:
-    texts = {tuple(plain_text(TARGET, SAMPLED, seed, PROMPT, 20)) for seed in range(20)}
-    assert len(texts) == 20
-
-
-def test_logits_of_the_model_are_fp32() -> None:
-    tree = build_tree([[0, 1]])
-    assert scored(tree).dtype == torch.float32
-    np.testing.assert_array_equal(scored(tree)[2], TARGET((*PROMPT, 0, 1)).astype(np.float32))

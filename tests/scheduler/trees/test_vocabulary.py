@@ -96,6 +96,7 @@ def test_text_is_plain_decodings_whatever_the_draft_knows(
     assert generate(target, drafter, sampler, PROMPT, 20, rounds_ahead) == plain_text(TARGET, params, SEED, PROMPT, 20)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_only_tokens_that_the_draft_knows_are_guessed_and_they_come_true(params: SamplingParams, kind: str) -> None:
