@@ -127,6 +127,7 @@ def is_multiplied(name: str) -> bool:
 # ------------------------------------------------------------------------------------------------------------- results
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("num_shards", [1, 3])
 def test_keep_changes_no_bit(dtype: torch.dtype, num_shards: int, tmp_path: Path, target: Path) -> None:
@@ -416,10 +417,8 @@ convert(Path(sys.argv[1]), Path(sys.argv[2]), ConvertParams(sys.argv[3]))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("params", [PACKED, pytest.param(ConvertParams(), marks=pytest.mark.nightly)], ids=str)
-def test_killed_in_the_middle_of_a_file_it_goes_on(
-    params: ConvertParams, source: Path, target: Path, tmp_path: Path
-) -> None:
+def test_killed_in_the_middle_of_a_file_it_goes_on(source: Path, target: Path, tmp_path: Path) -> None:
+    params = PACKED
     arguments = [sys.executable, "-c", KILLED, str(source), str(target), params.format]
     process = subprocess.Popen(arguments, stdout=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"})
     try:
@@ -516,19 +515,7 @@ def test_what_a_killed_run_left_of_a_file_makes_room_first(
     assert left == []
 
 
-def test_a_disk_that_is_full_from_the_start(
-    source: Path, small_disk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Not even the marker has room."""
-    ballast, target = small_disk / "ballast", small_disk / "target"
-    ballast.write_bytes(bytes(shutil.disk_usage(small_disk).free))
-    with refused(StorageError, target / MARKER, "no space left", "repeat"):
-        convert(source, target, KEEP)
-    ballast.unlink()
-    convert(source, target, KEEP)
-
-
-@pytest.mark.parametrize("free_bytes", [0, 4096 * 3, 4096 * 6, 4096 * 10])
+@pytest.mark.parametrize("free_bytes", [0, 4096 * 6])
 def test_a_disk_that_fills_up_meanwhile(
     free_bytes: int, source: Path, small_disk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -632,7 +619,7 @@ def test_an_unfinished_result_of_another_kind(source: Path, target: Path, monkey
     assert contents(target) == before
 
 
-@pytest.mark.parametrize("said", ["", "[]", "{}", "not JSON", "[" * 100_000])
+@pytest.mark.parametrize("said", ["", "{}", "[" * 100_000])
 def test_a_marker_that_says_nothing(said: str, source: Path, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     unfinished(source, target, monkeypatch, KEEP)
     (target / MARKER).write_text(said)

@@ -195,7 +195,7 @@ def test_a_pass_is_that_of_the_same_weights_in_safetensors(pair: Pair, is_stream
 def text_of(model: Path, draft: Path) -> str:
     engine = Engine.load(str(model), draft=str(draft), device="cpu", dtype="fp32")
     try:
-        return "".join(step.text for step in engine.generate("def area(", SamplingParams(max_new_tokens=16)))
+        return "".join(step.text for step in engine.generate("def area(", SamplingParams(max_new_tokens=8)))
     finally:
         engine.close()
 

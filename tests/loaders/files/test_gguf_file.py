@@ -151,14 +151,8 @@ DAMAGED: dict[str, tuple[bytes, str]] = {
     "more keys than there are": (header([ARCH], [], counts=(0, 9)), "damaged"),
     "a key of gigabytes": (header([struct.pack("<Q", 2**40)], []), "string 1099511627776"),
     "a string of gigabytes": (header([entry("a", STRING, struct.pack("<Q", 2**33))], []), "string 8589934592"),
-    "an array of gigabytes": (
-        header([entry("a", ARRAY, struct.pack("<IQ", STRING, 2**40))], []),
-        "arrays",
-    ),
-    "an array beyond the file": (
-        header([entry("a", ARRAY, struct.pack("<IQ", UINT32, 2**21))], []),
-        "8388608",
-    ),
+    "an array of gigabytes": (header([entry("a", ARRAY, struct.pack("<IQ", STRING, 2**40))], []), "arrays"),
+    "an array beyond the file": (header([entry("a", ARRAY, struct.pack("<IQ", UINT32, 2**21))], []), "8388608"),
     "an array of arrays": (header([entry("a", ARRAY, struct.pack("<IQ", ARRAY, 1))], []), "array type 9"),
     "an unknown type of value": (header([entry("a", 77, b"")], []), "type 77"),
     "a key twice": (header([ARCH, ARCH], []), "twice"),
@@ -166,15 +160,9 @@ DAMAGED: dict[str, tuple[bytes, str]] = {
     "nine dimensions": (header([ARCH], [description("t", (1,) * 9, F32, 0)]), "9 dimensions"),
     "a size of zero": (header([ARCH], [description("t", (0, 4), F32, 0)]), "sizes [0, 4]"),
     "sizes that overflow": (header([ARCH], [description("t", (2**40, 2**40), F32, 0)]), "sizes"),
-    "an unknown type of tensor": (
-        header([ARCH], [description("t", (32,), 99, 0)]),
-        "type 99",
-    ),
+    "an unknown type of tensor": (header([ARCH], [description("t", (32,), 99, 0)]), "type 99"),
     "a row that is no whole block": (header([ARCH], [description("t", (33, 2), Q8_0, 0)]), "33 Q8_0 32"),
-    "an offset that is not aligned": (
-        header([ARCH], [description("t", (8,), F32, 4)]) + bytes(64),
-        "multiple 32",
-    ),
+    "an offset that is not aligned": (header([ARCH], [description("t", (8,), F32, 4)]) + bytes(64), "multiple 32"),
     "an offset beyond the file": (header([ARCH], [description("t", (8,), F32, 2**40)]) + bytes(64), "truncated"),
     "tensors that overlap": (
         header([ARCH], [description("a", (16,), F32, 0), description("b", (8,), F32, 32)]) + bytes(64),

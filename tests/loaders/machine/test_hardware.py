@@ -161,12 +161,6 @@ def test_the_quota_of_processors_v1(tree: Tree, quota: int, num_cpus: float | No
     assert (found and found.num_cpus) == num_cpus
 
 
-def test_this_systems_own_files_are_read() -> None:
-    assert all(limit.available_bytes <= limit.limit_bytes for limit in memory_limits())
-    quota = cpu_quota()
-    assert quota is None or quota.num_cpus > 0
-
-
 # ------------------------------------------------------------------------------------------------ a real group
 
 V1_ROOT = Path("/sys/fs/cgroup/memory")
@@ -175,9 +169,7 @@ import json, sys
 from dataclasses import asdict
 from pathlib import Path
 from offspec.loaders.machine.hardware import read_memory
-cache = Path(sys.argv[1])
-if cache.name == "cache":
-    cache.write_bytes(bytes(int(sys.argv[2])))
+Path(sys.argv[1]).write_bytes(bytes(int(sys.argv[2])))
 print(json.dumps(asdict(read_memory())))
 """
 
@@ -202,28 +194,22 @@ def groups() -> Iterator[tuple[Path, Path]]:
                 time.sleep(0.1)
 
 
-def ask_within(group: Path, *args: object) -> Memory:
+def ask_within(group: Path, cache: Path, cache_bytes: int) -> Memory:
     """What a process in that group says of its memory."""
     join = "import os, sys; open(sys.argv[1], 'w').write(str(os.getpid())); os.execv(sys.executable, sys.argv[2:])"
-    command = [sys.executable, "-c", join, group / "cgroup.procs", sys.executable, "-c", ASK, *(args or ("none", 0))]
+    command = [sys.executable, "-c", join, group / "cgroup.procs", sys.executable, "-c", ASK, cache, cache_bytes]
     done = subprocess.run([str(part) for part in command], capture_output=True, text=True, timeout=300, check=True)
     return Memory(**json.loads(done.stdout))
 
 
-def test_in_a_real_group_its_limit_is_told(groups: tuple[Path, Path]) -> None:
+def test_in_a_real_group_its_limit_is_told_and_page_cache_is_available(
+    groups: tuple[Path, Path], tmp_path: Path
+) -> None:
     outer, inner = groups
-    (outer / "memory.limit_in_bytes").write_text(str(512 * MIB))
-    told = ask_within(inner)
-    assert told.total_bytes == 512 * MIB
-    assert 256 * MIB < told.available_bytes < 512 * MIB
-    assert told.machine_bytes == ram_bytes()
-    assert told.limit.endswith(f"memory.limit_in_bytes of /{outer.name}")
-
-
-def test_in_a_real_group_page_cache_is_available(groups: tuple[Path, Path], tmp_path: Path) -> None:
-    _, inner = groups
-    (inner / "memory.limit_in_bytes").write_text(str(256 * MIB))
+    (outer / "memory.limit_in_bytes").write_text(str(256 * MIB))
     told = ask_within(inner, tmp_path / "cache", 128 * MIB)
+    assert (told.total_bytes, told.machine_bytes) == (256 * MIB, ram_bytes())
+    assert told.limit.endswith(f"memory.limit_in_bytes of /{outer.name}")
     assert int((inner / "memory.max_usage_in_bytes").read_text()) > 128 * MIB
     assert 160 * MIB < told.available_bytes < 256 * MIB
 
@@ -421,47 +407,17 @@ def test_a_real_gpu() -> None:
     assert flops[256] > flops[1] > 0
 
 
-@pytest.mark.parametrize("key", KNOWN_GPUS)
-def test_data_sheets_hang_together(key: str) -> None:
-    known = KNOWN_GPUS[key]
-    gpu, rates = known.gpu(), known.rates()
-    assert 0.85 * gpu.total_bytes < gpu.free_bytes < gpu.total_bytes
-    assert 7 * GIB <= known.total_bytes <= 192 * GIB
-    assert 20e12 < known.bf16_flops < 1000e12  # a figure "with sparsity" would be above
-    assert known.host_to_device_bytes_per_s < known.memory_bytes_per_s / 10
-    flops = [rates.matmul_flops[width] for width in sorted(rates.matmul_flops)]
-    assert flops == sorted(flops)
-    assert flops[-1] <= known.bf16_flops
-    assert rates.disk_bytes_per_s is None
-
-
-@pytest.mark.parametrize(
-    ("key", "num_multiprocessors", "boost_ghz"),
-    [
-        ("rtx2080ti", 68, 1.545),
-        ("rtx3060", 28, 1.777),
-        ("rtx3080", 68, 1.71),
-        ("rtx3090", 82, 1.695),
-        ("rtx3090ti", 84, 1.86),
-        ("rtx4060", 24, 2.46),
-        ("rtx4060ti-16", 34, 2.535),
-        ("rtx4070", 46, 2.475),
-        ("rtx4070super", 56, 2.475),
-        ("rtx4070ti", 60, 2.61),
-        ("rtx4070ti-super", 66, 2.61),
-        ("rtx4080", 76, 2.505),
-        ("rtx4080super", 80, 2.55),
-        ("rtx4090", 128, 2.52),
-        ("rtx5060ti-8", 36, 2.572),
-        ("rtx5060ti-16", 36, 2.572),
-        ("rtx5070", 48, 2.512),
-        ("rtx5070ti", 70, 2.452),
-        ("rtx5080", 84, 2.617),
-        ("rtx5090", 170, 2.407),
-    ],
-)
-def test_a_geforce_does_512_flop_a_clock(key: str, num_multiprocessors: int, boost_ghz: float) -> None:
-    assert KNOWN_GPUS[key].bf16_flops == pytest.approx(512 * num_multiprocessors * boost_ghz * 1e9, rel=0.01)
+def test_data_sheets_hang_together() -> None:
+    for key, known in KNOWN_GPUS.items():
+        gpu, rates = known.gpu(), known.rates()
+        assert 0.85 * gpu.total_bytes < gpu.free_bytes < gpu.total_bytes, key
+        assert 7 * GIB <= known.total_bytes <= 192 * GIB, key
+        assert 20e12 < known.bf16_flops < 1000e12, f"{key}: a figure with sparsity would be above"
+        assert known.host_to_device_bytes_per_s < known.memory_bytes_per_s / 10, key
+        flops = [rates.matmul_flops[width] for width in sorted(rates.matmul_flops)]
+        assert flops == sorted(flops), key
+        assert flops[-1] <= known.bf16_flops, key
+        assert rates.disk_bytes_per_s is None, key
 
 
 @pytest.mark.parametrize(
@@ -475,21 +431,11 @@ def test_a_card_has_the_memory_that_cuda_reports(key: str, nominal_gib: int) -> 
     assert 0.92 * nominal_gib * GIB < KNOWN_GPUS[key].gpu().total_bytes < 0.99 * nominal_gib * GIB
 
 
-def test_the_memory_of_a_4090() -> None:
-    card = KNOWN_GPUS["rtx4090"].gpu()
-    assert format_size(card.total_bytes) == "23.5 GiB"
-    assert card.total_bytes - card.free_bytes == GIB // 2
-
-
-@pytest.mark.parametrize("name", ["rtx4090", "RTX 4090", "NVIDIA GeForce RTX 4090", "rtx-4090"])
-def test_a_card_by_any_spelling(name: str) -> None:
-    assert find_gpu(name) is KNOWN_GPUS["rtx4090"]
-
-
 @pytest.mark.parametrize(
     ("name", "key"),
     [("3090 Ti", "rtx3090ti"), ("RTX 4070 Super", "rtx4070super"), ("4060 Ti", "rtx4060ti-16"), ("A100", "a100-80"),
-     ("RTX 3060 12GB", "rtx3060"), ("5060 Ti 16GB", "rtx5060ti-16")],
+     ("RTX 3060 12GB", "rtx3060"), ("5060 Ti 16GB", "rtx5060ti-16"), ("rtx4090", "rtx4090"),
+     ("NVIDIA GeForce RTX 4090", "rtx4090"), ("rtx-4090", "rtx4090")],
 )  # fmt: skip
 def test_a_card_by_a_name_that_people_use(name: str, key: str) -> None:
     assert find_gpu(name) is KNOWN_GPUS[key]

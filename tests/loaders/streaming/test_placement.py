@@ -29,6 +29,7 @@ from offspec.loaders.streaming.placement import (
     spread,
 )
 
+from ...examples import examples
 from ...refusals import refused
 
 GB = 10**9
@@ -46,6 +47,7 @@ costs = st.lists(
 )
 
 
+@examples(320)
 @given(st.integers(1, 100).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n))))
 def test_spread_is_even(numbers: tuple[int, int]) -> None:
     num_layers, num_chosen = numbers
@@ -56,6 +58,7 @@ def test_spread_is_even(numbers: tuple[int, int]) -> None:
     assert not gaps or max(gaps) - min(gaps) <= 1
 
 
+@examples(320)
 @given(costs, st.integers(0, 2000), st.one_of(st.none(), st.integers(0, 2000)))
 def test_what_is_placed_fits_and_every_layer_lies_somewhere(
     costs: list[UnitCost], ram: int, device: int | None
@@ -79,6 +82,7 @@ def test_what_is_placed_fits_and_every_layer_lies_somewhere(
     assert (placed.slots.num_host > 0) == (device is not None and bool(placed.on_disk))
 
 
+@examples(320)
 @given(costs, st.integers(0, 1000), st.integers(0, 500))
 def test_more_memory_never_keeps_less(costs: list[UnitCost], ram: int, more: int) -> None:
     def kept(ram: int) -> int:
@@ -236,6 +240,7 @@ def test_places_are_those_of_all_units() -> None:
         places_of(resident=(1,))
 
 
+@examples(320)
 @given(costs, st.integers(0, 2000), st.one_of(st.none(), st.integers(0, 2000)), st.data())
 def test_pinned_layers_stay_or_all_is_refused(
     costs: list[UnitCost], ram: int, device: int | None, data: st.DataObject

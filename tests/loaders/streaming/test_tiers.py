@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +16,7 @@ from offspec.errors import CheckpointError
 from offspec.loaders.accelerators.cuda import Cuda
 from offspec.loaders.files.checkpoint import Checkpoint
 from offspec.loaders.files.containers import open_checkpoint
-from offspec.loaders.files.readers import FileReader, HostBuffer
+from offspec.loaders.files.readers import HostBuffer
 from offspec.loaders.files.records import Record
 from offspec.loaders.streaming.placement import Limits, Placement, Slots, places_of, scattered
 from offspec.loaders.streaming.stored_model import StoredModel
@@ -69,11 +68,6 @@ def test_every_pass_sees_what_was_saved(tmp_path: Path, resident: tuple[int, ...
         torch.testing.assert_close(by_full_name(weights, tensors), tensors, rtol=0, atol=0)
     weights.close()
     assert not any(thread.is_alive() for thread in readers)
-
-
-def test_layers_have_short_names(tmp_path: Path) -> None:
-    with tiered(open_with(tmp_path, toy_tensors())).layer(1) as layer:
-        assert set(layer) == {"mix.weight", "norm"}
 
 
 @pytest.mark.each_value(together=2)
@@ -339,23 +333,6 @@ def test_a_file_that_another_model_took_the_place_of_is_said(tmp_path: Path, syn
     for _ in range(2):
         with refused(CheckpointError, path, "changed"):
             by_full_name(weights, tensors)
-    weights.close()
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="an open file cannot be removed there")
-def test_a_file_that_was_removed_is_still_read(tmp_path: Path) -> None:
-    tensors = toy_tensors()
-    weights = tiered(open_with(tmp_path, tensors), resident=NONE)
-    by_full_name(weights, tensors)
-    (tmp_path / "model.safetensors").unlink()
-    torch.testing.assert_close(by_full_name(weights, tensors), tensors, rtol=0, atol=0)
-    weights.close()
-
-
-def test_buffered_reads_give_the_same(tmp_path: Path) -> None:
-    tensors = toy_tensors()
-    weights = tiered(open_with(tmp_path, tensors), resident=SOME, options=TierOptions(reader=FileReader(direct=False)))
-    torch.testing.assert_close(by_full_name(weights, tensors), tensors, rtol=0, atol=0)
     weights.close()
 
 
