@@ -439,15 +439,6 @@ def test_where_nothing_says_what_it_is(form: str, said: object, tmp_path: Path) 
         open_with(tmp_path, random_matrix(form, 16, 64, 32).tensors(form), said)
 
 
-@pytest.mark.parametrize("form", ["awq", "gptq"])
-def test_floats_beside_are_floats(form: str, tmp_path: Path) -> None:
-    plain = {"norm.weight": noise(16, 1)[:, 0].clone(), "lm_head.weight": noise(16, 64)}
-    weights = open_with(tmp_path, random_matrix(form, 16, 64, 32).tensors(form) | plain, said_by(form, 32))
-    assert weights.keys() == {NAME, *plain}
-    for name, tensor in plain.items():
-        assert equal(dense(bound(weights[name]), torch.bfloat16), tensor)
-
-
 def test_biases_that_hold_nothing(tmp_path: Path) -> None:
     biases = {"a.bias": torch.zeros(16), "b.bias": torch.ones(16), "c.bias": torch.zeros(16), "d.bias": torch.zeros(16)}
     beside = {f"{module}.qweight": torch.ones(8, 16, dtype=torch.int32) for module in "abc"}

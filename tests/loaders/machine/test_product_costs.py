@@ -114,17 +114,6 @@ def test_forms_without_a_choice_are_not_measured(measured: list[ProductKind]) ->
     assert has_choice("nf4") == has_choice("int8") == (lanes() > 0)
 
 
-def test_two_forms_are_in_one_file(measured: list[ProductKind], costs: ProductCosts) -> None:
-    know_products([("bf16", FP32)])
-    costs.clear()
-    know_products([("fp16", BF16)])
-    (file,) = costs_file().parent.iterdir()
-    assert file == costs_file()
-    assert json.loads(file.read_text()).keys() == {
-        f"{name}, {size}" for name in ("bf16 x float32", "fp16 x bfloat16") for size in ("small", "large")
-    }
-
-
 # ------------------------------------------------------------------------------------------------ any file
 
 KIND = "bf16 x float32, large"

@@ -251,14 +251,6 @@ def test_a_lookup_does_not_touch_the_whole_text() -> None:
     assert rows.shape == (32, 8)
 
 
-def test_a_run_goes_on() -> None:
-    index = NGramIndex()
-    index.extend([4, 7, 7, 7])
-    rows, lengths = index.continuations(1, 6)
-    assert rows.tolist() == [[7] * 6]
-    assert lengths.tolist() == [2]
-
-
 # ------------------------------------------------------------------------------------------------ the trie
 
 
