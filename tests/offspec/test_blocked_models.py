@@ -12,14 +12,9 @@ from offspec.loaders.formats.blocked import BlockedMatrix
 from offspec.model.decoder import CachedDecoder
 
 from ..machines import needs_blocked_order, needs_kernels
-from ..pair import Pair, build_pair
+from ..pair import Pair
 
 PARAMS = SamplingParams(24, ignore_eos=True)
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    return build_pair(tmp_path_factory.mktemp("pair"))
 
 
 @pytest.fixture

@@ -13,16 +13,11 @@ from offspec.errors import NumericalError, UsageError
 from offspec.model.row_logits import HEAD_ROWS
 from offspec.scheduler.trees.logprobs import TokenLogprob, token_logprobs
 
-from ..pair import Pair, build_pair
+from ..pair import Pair
 from ..refusals import refused
 
 PROMPT = "for i in range(10):\n    print(i)\n" * 3 + "def area("
 PARAMS = SamplingParams(10, temperature=0.8, top_k=30, repetition_penalty=1.2, seed=5, logprobs=3, ignore_eos=True)
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    return build_pair(tmp_path_factory.mktemp("pair"))
 
 
 def load(pair: Pair, draft: str) -> Engine:

@@ -20,7 +20,7 @@ from offspec.scheduler.trees.sampling import Sampler
 from offspec.scheduler.trees.token_tree import FloatArray, TokenTree
 from offspec.scheduler.trees.verify import Logits, Verdict
 
-from ..pair import CONTEXT, Pair, build_pair, variant
+from ..pair import CONTEXT, Pair, variant
 from ..refusals import refused
 from ..scheduler.fakes import Rule, RuleModel
 from ..scheduler.test_joint import generate
@@ -28,11 +28,6 @@ from .test_engine import PROMPT, ids, load, steps, text
 
 JOINT = SpeculationParams(accept="joint", tau=0.1, beam=4, gamma=4)
 EAGER = SpeculationParams(accept="joint", tau=1e-6, beam=4, gamma=6)
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    return build_pair(tmp_path_factory.mktemp("pair"))
 
 
 @pytest.fixture(scope="module")

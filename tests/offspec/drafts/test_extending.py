@@ -29,7 +29,7 @@ from offspec.scheduler.drafting.drafter import Drafter, NoDrafter
 from offspec.scheduler.trees.token_tree import TokenTree
 from offspec.tools.forecast import make_forecast
 
-from ...pair import Pair, build_pair
+from ...pair import Pair
 
 PROMPT = "def area("
 GREEDY, SAMPLED = SamplingParams(12, seed=5), SamplingParams(12, temperature=1.0, seed=5)
@@ -94,11 +94,6 @@ class OpenedTable:
 
 
 # --------------------------------------------------------------------------------------------------------------- tests
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    return build_pair(tmp_path_factory.mktemp("pair"))
 
 
 @pytest.fixture(scope="module")

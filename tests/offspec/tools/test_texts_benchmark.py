@@ -19,14 +19,9 @@ from offspec.tools.texts_benchmark import (
     num_different,
 )
 
-from ...pair import Pair, build_pair
+from ...pair import Pair
 
 WORK = [Workload("a", "def area("), Workload("b", "for item in"), Workload("c", "x ="), Workload("d", "import")]
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    return build_pair(tmp_path_factory.mktemp("pair"))
 
 
 @pytest.fixture(scope="module")

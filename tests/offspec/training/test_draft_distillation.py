@@ -26,18 +26,13 @@ from offspec.training.draft_distillation import DistilledDraft, Untrained, Whole
 from offspec.training.target_texts import SHARD_TEXTS, Shards
 
 from ...fakes import LendingWeights
-from ...pair import Pair, build_pair, variant
+from ...pair import Pair, variant
 from ...refusals import refused
 
 ROOT = Path(__file__).parents[3]
 SMALL = DraftParams(steps=24, num_texts=48, text_tokens=12, num_labels=8, learning_rate=3e-3)
 MIXED = replace(SMALL, on_policy=0.5, rounds=2)
 LOW_RANK = replace(SMALL, lora_rank=4)
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    return build_pair(tmp_path_factory.mktemp("pair"))
 
 
 @pytest.fixture(scope="module")
