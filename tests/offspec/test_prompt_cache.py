@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import shutil
-import signal
 import struct
-import subprocess
 import sys
-import textwrap
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier, get_ident
+from typing import Any
 
 import pytest
 import torch
@@ -17,14 +18,18 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from offspec import Engine, SamplingParams, SpeculationParams
+from offspec.checkpoints import kv_files
 from offspec.checkpoints.atomic_files import locked_name
 from offspec.checkpoints.kv_files import FORMAT
 from offspec.drafts.self_draft import SelfDraft
 from offspec.errors import UsageError
 from offspec.model.early_exit import EarlyExit
+from offspec.model.memory.kv_cache import KVLayout, plain_layers
+from offspec.model.memory.text_memory import TextMemory
 from offspec.prompt_cache import PromptCache
 from offspec.session import Session, entries_path
 
+from ..killed import kill, killed
 from ..machines import lanes
 from ..pair import Pair, build_pair, variant
 
@@ -196,50 +201,31 @@ def test_it_is_written_by_one_process_and_only_where_there_is_room(
     assert file.stat().st_mode & 0o077 == 0
 
 
-WRITER = """
-    import os, sys
-    from collections import Counter
-    from pathlib import Path
-    from threading import Event, Thread, get_ident
-    import torch
-    from offspec.checkpoints import kv_files
-    from offspec.model.memory.kv_cache import KVLayout, plain_layers
-    from offspec.model.memory.text_memory import TextMemory
-
+def write_two_and_die(files: Sequence[Path]) -> None:
+    """Each by a thread, both in the middle of their blocks."""
     cache = TextMemory(plain_layers([KVLayout(2, 8)] * 2, torch.float32, torch.device("cpu")), torch.device("cpu"))
     cache.reserve(4000)
     cache.begin(4000)
-    exactly, blocks = kv_files._bytes, Counter()
+    exactly, blocks, both = kv_files._bytes, Counter[int](), Barrier(len(files), kill)
 
-    def counted(block):
-        os.write(1, b"writes\\n")
+    def counted(block: Any) -> Any:
         blocks[get_ident()] += 1
         if blocks[get_ident()] == 3:
-            Event().wait()
+            both.wait()
         return exactly(block)
 
     kv_files._bytes = counted
-    owner = kv_files.Owner("model", "float32", "", cache.format)
-    parts = {"target": kv_files.CachePart(owner, cache, 4000)}
-    for file in map(Path, sys.argv[1:]):
-        Thread(target=kv_files.write_kv_file, args=(file, range(4000), parts)).start()
-"""
+    parts = {"target": kv_files.CachePart(kv_files.Owner("model", "float32", "", cache.format), cache, 4000)}
+    with ThreadPoolExecutor(len(files)) as threads:
+        list(threads.map(lambda file: kv_files.write_kv_file(file, range(4000), parts), files))
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="needs SIGKILL")
 def test_after_a_kill_in_the_middle_of_writing_the_file_is_as_before(engine: Engine, tmp_path: Path) -> None:
     """Of one that was not there yet, and of one that was."""
     files = [tmp_path / "new.kv", tmp_path / "prompt.kv"]
     answer(engine, files[1], PROMPT)
-    with subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(WRITER), *map(str, files)], stdout=subprocess.PIPE, text=True
-    ) as writer:
-        assert writer.stdout is not None
-        lines = [writer.stdout.readline() for _ in range(6)]
-        writer.kill()
-    assert lines == ["writes\n"] * 6
-    assert writer.returncode == -signal.SIGKILL
+    killed(lambda: write_two_and_die(files))
     assert [file.exists() for file in files] == [False, True]
     for file, num_kept in zip(files, (0, len(PROMPT) - 1), strict=True):
         part = tmp_path / f".{file.name}.part"

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -41,6 +37,7 @@ from offspec.scheduler.trees.token_tree import TokenTree
 from offspec.scheduler.trees.verify import Verdict
 from offspec.text.tokenizer import Tokenizer
 
+from ...killed import kill, killed
 from ...pair import build_pair
 from ...refusals import refused
 from ..model.memory.test_shared_cache import CopyingText
@@ -48,7 +45,6 @@ from ..model.memory.test_shared_cache import CopyingText
 CPU = torch.device("cpu")
 NUM_LAYERS, RESIDENT = 4, (0, 2)
 PROMPTS = ("def area(", "import os\n", "x = 1\nx = 1\nx = 1\n")
-OpenEngine = Callable[[str], Engine]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -254,41 +250,14 @@ def test_a_shadow_is_made_once(files: ModelFiles) -> None:
         assert abs(size - planned) < 4096  # how tensors are aligned
 
 
-MAKING = """
-import sys, time
-from pathlib import Path
-from offspec.checkpoints.opening import ModelFiles
-from offspec.checkpoints.shadows import make_shadow
-
-def stop(done, total):
-    if done > float(sys.argv[2]) * total:
-        print("now", flush=True)
-        time.sleep(3600)
-
-make_shadow(ModelFiles.open(Path(sys.argv[1]), "fp32", "cpu", []), 3, progress=stop)
-"""
-
-
-def killed(files: ModelFiles, share: float) -> None:
-    """A process that makes the shadow of 3 bits in the cache, killed (SIGKILL) after this share of the weights."""
-    arguments = [sys.executable, "-c", MAKING, str(files.checkpoint.path), str(share)]
-    with subprocess.Popen(arguments, stdout=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"}) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == b"now\n"
-        process.kill()
-    assert process.returncode == -signal.SIGKILL
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("shares", [(0.6,), pytest.param((0.3, 0.8), marks=pytest.mark.nightly)], ids=["once", "twice"])
 def test_killed_it_is_resumed_to_the_same_bytes(
-    shares: tuple[float, ...], files: ModelFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    files: ModelFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In between nothing looks like a shadow."""
+    """Twice, after these shares of the weights; in between nothing looks like a shadow."""
     make_shadow(files, 3, tmp_path / "whole")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    for share in shares:
-        killed(files, share)
+    for share in (0.3, 0.8):
+        killed(lambda: make_shadow(files, 3, progress=lambda done, total: kill() if done > share * total else None))  # noqa: B023 (called at once)
         folder = shadow_folder(files, 3)
         assert any(folder.glob("*.safetensors*"))
         assert (made_shadows(files), find_shadow(files, 3)) == ([], None)
