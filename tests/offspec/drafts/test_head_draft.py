@@ -74,7 +74,11 @@ def plain(pair: Pair) -> Iterator[Engine]:
 @pytest.fixture(scope="module")
 def expected(plain: Engine) -> Texts:
     """Plain decoding's text after a prompt."""
-    return cache(lambda prompt, params: ids_of(plain, prompt, params))
+    return cache(
+        lambda prompt, params: [
+            token for step in plain.generate(prompt, params, SpeculationParams(budget=0)) for token in step.token_ids
+        ]
+    )
 
 
 @pytest.fixture(scope="module", params=HEADS)
@@ -85,26 +89,15 @@ def engine(pair: Pair, request: pytest.FixtureRequest, tmp_path_factory: pytest.
         yield engine
 
 
-def ids_of(engine: Engine, prompt: str, params: SamplingParams, budget: int | None = 0) -> list[int]:
-    speculation = SpeculationParams(budget=budget, lookup=False)
-    return [token for step in engine.generate(prompt, params, speculation) for token in step.token_ids]
-
-
-@pytest.mark.each_value
-@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-def test_the_text_is_plain_decodings(engine: Engine, expected: Texts, params: SamplingParams) -> None:
-    """Trees are sent, although none before the first pass."""
+def test_the_text_is_plain_decodings(engine: Engine, expected: Texts) -> None:
+    """Alone, where trees are sent, although none before the first pass, and where texts share passes."""
     assert isinstance(engine.draft, HeadDraft)
-    steps = list(engine.generate(PROMPTS[0], params, SpeculationParams(budget=12, lookup=False)))
-    assert [token for step in steps for token in step.token_ids] == expected(PROMPTS[0], params)
+    steps = list(engine.generate(PROMPTS[0], GREEDY, SpeculationParams(budget=12, lookup=False)))
+    assert [token for step in steps for token in step.token_ids] == expected(PROMPTS[0], GREEDY)
     assert steps[0].stats.num_drafted_tokens == 0
     assert steps[-1].stats.num_drafted_tokens > 12
-    assert ids_of(engine, PROMPTS[1], params, None) == expected(PROMPTS[1], params)
-
-
-def test_texts_share_passes(engine: Engine, expected: Texts) -> None:
     texts: dict[int, list[int]] = {index: [] for index in range(len(PROMPTS))}
-    for index, step in engine.generate_many(PROMPTS, SAMPLED, SpeculationParams(budget=8)):
+    for index, step in engine.generate_many(PROMPTS, SAMPLED):
         texts[index] += step.token_ids
     assert [*texts.values()] == [expected(prompt, SAMPLED) for prompt in PROMPTS]
 
@@ -174,14 +167,16 @@ def test_its_memory_is_planned(engine: Engine) -> None:
     assert (items["head's KV cache"] > 0) == has_entries
 
 
-def test_what_a_head_cannot_do_is_refused(engine: Engine, pair: Pair, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="best-first"):
-        list(engine.generate(PROMPTS[0], GREEDY, SpeculationParams(budget=8, tree="sequoia")))
-    with pytest.raises(UsageError, match="draft model"):
-        list(engine.generate(PROMPTS[0], GREEDY, SpeculationParams(accept="joint")))
+def test_what_a_head_cannot_do_is_refused(pair: Pair, tmp_path: Path) -> None:
     folder = write_folder(tmp_path, EAGLE_CONFIG | TAPPED, eagle_tensors(3))
     with Engine.load(str(pair.target), draft=str(folder), device="cpu", draft_window=64) as windowed:
         assert any("`draft_window=64` does nothing" in note.text and note.advice for note in windowed.notes)
+        for speculation, word in (
+            (SpeculationParams(budget=8, tree="sequoia"), "best-first"),
+            (SpeculationParams(accept="joint"), "draft model"),
+        ):
+            with pytest.raises(UsageError, match=word):
+                list(windowed.generate(PROMPTS[0], GREEDY, speculation))
 
 
 def test_a_damaged_head_of_our_own_cannot_be_downloaded_again(

@@ -34,8 +34,9 @@ from ...refusals import refused
 from ..model.heads.test_kinds_of_head import told, tree_mask
 
 PARAMS = HeadParams(steps=6, num_texts=16, text_tokens=12, batch_texts=8, num_labels=16)
-# Reads the text, reads it not, has a state of its own, guesses a block, is a layer of the target's kind.
-DAILY = ("eagle3", "medusa", "recurrent", "dflash", "mtp")
+# Reads the text not, has a state of its own, guesses a block. One that reads the text is trained by
+# `test_a_head_of_few_tokens`, and a layer of the target's kind by `test_hybrid_drafts`.
+DAILY = ("medusa", "recurrent", "dflash")
 GREEDY = SamplingParams(10, ignore_eos=True)
 
 
@@ -227,7 +228,7 @@ def test_a_head_of_few_tokens(teacher: Teacher, pair: Pair, tmp_path: Path) -> N
         distill_head(teacher, "medusa", params, out=tmp_path / "other")
 
 
-@pytest.mark.parametrize("kind", ["mtp", "dflash", "medusa-shared"])
+@pytest.mark.parametrize("kind", ["mtp", "medusa-shared"])
 def test_a_head_over_the_targets_learns_from_few_tokens(kind: str, teacher: Teacher, tmp_path: Path) -> None:
     """It predicts the others, too: its file is that of one that learnt from all."""
     done = distill_head(teacher, kind, replace(PARAMS, head_tokens=40, steps=1), out=tmp_path / "few")
@@ -256,7 +257,7 @@ def batch_of(teacher: Teacher, layers: tuple[int, ...]) -> Shard:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["eagle3", "clover2", "fspad"])
+@pytest.mark.parametrize("kind", ["clover2", "fspad"])
 def test_the_loss_falls(kind: str, teacher: Teacher) -> None:
     """On one batch, within a few steps."""
     beginning = structure_of(kind)(teacher.target, 0)

@@ -72,18 +72,20 @@ def test_gradients_are_those_of_differences(decoder: Decoder) -> None:
     assert (gradient * direction).sum().item() == pytest.approx((ends[0] - ends[1]) / 4e-4, rel=0.01)
 
 
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_hybrid("qwen3_5_text", tmp_path_factory)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["eagle3", "mtp", *(pytest.param(kind, marks=pytest.mark.nightly) for kind in OTHERS)])
-def test_a_head_of_a_hybrid_trains_and_drafts(
-    kind: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_a_head_of_a_hybrid_trains_and_drafts(kind: str, hybrid: Path, tmp_path: Path) -> None:
     """It reads hidden states, which layers with a state have as others do. The text is that of plain decoding."""
-    folder = build_hybrid("qwen3_5_text", tmp_path_factory)
     params = HeadParams(steps=3, num_texts=8, text_tokens=8, batch_texts=4, num_labels=16)
-    with Engine.load(str(folder), draft="none", device="cpu", dtype="fp32") as engine:
-        teacher = Teacher(engine.target, ModelFiles.open(folder, "fp32", "cpu", []), engine.tokenizer)
+    with Engine.load(str(hybrid), draft="none", device="cpu", dtype="fp32") as engine:
+        teacher = Teacher(engine.target, ModelFiles.open(hybrid, "fp32", "cpu", []), engine.tokenizer)
         head = distill_head(teacher, kind, params, out=tmp_path / "head")
-    with Engine.load(str(folder), draft=str(head.path), device="cpu", dtype="fp32") as engine:
+    with Engine.load(str(hybrid), draft=str(head.path), device="cpu", dtype="fp32") as engine:
         sampling = SamplingParams(8, 1.0, seed=1, ignore_eos=True)
         found, expected = (
             "".join(step.text for step in engine.generate("x = [1, 2", sampling, SpeculationParams(budget)))
@@ -94,16 +96,13 @@ def test_a_head_of_a_hybrid_trains_and_drafts(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["EAGLE-3", pytest.param("DFlash", marks=pytest.mark.nightly)])
-def test_a_published_head_drafts_for_a_hybrid(
-    name: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_a_published_head_drafts_for_a_hybrid(name: str, hybrid: Path, tmp_path: Path) -> None:
     """It reads states after three of the layers, two of which are recurrent."""
     config, tensors = HEADS[name]
     head = write_folder(tmp_path, config, tensors())
-    target = build_hybrid("qwen3_5_text", tmp_path_factory)
     texts = []
     for draft, budget in (("none", 0), (str(head), 12)):
-        with Engine.load(str(target), draft=draft, device="cpu", dtype="fp32") as engine:
+        with Engine.load(str(hybrid), draft=draft, device="cpu", dtype="fp32") as engine:
             params = SamplingParams(8, temperature=0.9, seed=1, ignore_eos=True)
             steps = list(engine.generate("def area(", params, SpeculationParams(budget, lookup=False)))
             texts.append([token for step in steps for token in step.token_ids])
