@@ -25,18 +25,13 @@ from offspec.text.grammar import ConstraintCompiler
 from offspec.text.grammar_constraint import GrammarConstraint
 from offspec.text.grammar_library import MAX_BYTES
 
-from ..pair import Pair, build_pair
+from ..pair import Pair
 from ..refusals import refused
 from .schemas import TEMPERATURES, an_object, array, failures, schemas
 from .test_streaming import behind, stream
 
 PLAIN = SpeculationParams(budget=0)
 PERSON = an_object(name={"type": "string", "maxLength": 8}, tags=array({"enum": ["red", "green"]}))
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    return build_pair(tmp_path_factory.mktemp("pair"))
 
 
 @pytest.fixture(scope="module")
@@ -114,11 +109,6 @@ def test_masks_are_computed_during_the_pass_where_layers_stream(
         *_, last = behind(engine, target).generate("def", params, PLAIN)
     assert last.stats.stream_bytes_per_pass
     assert made["offspec-draft"] == last.stats.num_passes - 1, "all but that of the first pass"
-
-
-def test_a_budget_of_tokens_that_ends_within_the_json(engine: Engine) -> None:
-    *_, last = engine.generate("def", SamplingParams(3, constraint=Constraint.json_schema(PERSON)))
-    assert last.finish_reason == "length"
 
 
 # ------------------------------------------------------------------------------------------------ the parser

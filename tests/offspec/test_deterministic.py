@@ -67,36 +67,25 @@ def passes_of(engine: Engine, prompt: str, params: SamplingParams) -> list[Pass]
     return done
 
 
-def passes(
-    clock: Clock, monkeypatch: pytest.MonkeyPatch, *, deterministic: bool, num_prompts: int = len(PROMPTS)
-) -> list[Pass]:
+def passes(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> list[Pass]:
     """All passes of some requests in bf16, in an engine that was loaded under this clock."""
     with monkeypatch.context() as patch:
         patch.setattr(time, "perf_counter", clock)
         patch.setitem(ModelDrafter.__init__.__kwdefaults__, "clock", clock)
         patch.setattr(probe, "LEAST_CHOSEN_WEIGHTS", 0)  # else nothing is chosen for so small a model
-        with Engine.load("builtin", device="cpu", dtype="bf16", deterministic=deterministic) as engine:
+        with Engine.load("builtin", device="cpu", dtype="bf16", deterministic=True) as engine:
             each = (
                 passes_of(engine, prompt, SamplingParams(8, temperature=temperature, seed=7))
-                for prompt, temperature in list(zip(PROMPTS, (0.0, 0.7), strict=True))[:num_prompts]
+                for prompt, temperature in zip(PROMPTS, (0.0, 0.7), strict=True)
             )
             return list(itertools.chain.from_iterable(each))
 
 
 @pytest.mark.slow
 def test_clocks_do_not_change_the_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    first, second = (passes(clock, monkeypatch, deterministic=True) for clock in (steady(1e-3), unsteady(1)))
+    first, second = (passes(clock, monkeypatch) for clock in (steady(1e-3), unsteady(1)))
     assert first == second
     assert max(len(tokens) for tokens, _, _ in first) == 64
-
-
-@pytest.mark.slow
-def test_otherwise_clocks_change_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So the test above can fail."""
-    first, second = (
-        passes(clock, monkeypatch, deterministic=False, num_prompts=1) for clock in (steady(1e-3), unsteady(1))
-    )
-    assert [len(tokens) for tokens, _, _ in first] != [len(tokens) for tokens, _, _ in second]
 
 
 @pytest.mark.slow

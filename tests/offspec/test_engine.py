@@ -45,7 +45,7 @@ from offspec.scheduler.pace.trials import OverlapSwitch
 from offspec.scheduler.params import MAX_ROWS, Scoring, Stopping
 from offspec.text.prompt import Prompt
 
-from ..pair import CONTEXT, VOCAB_SIZE, Pair, build_pair, narrow, scale_weights, variant
+from ..pair import CONTEXT, VOCAB_SIZE, Pair, narrow, scale_weights, variant
 from ..refusals import check_message, refused, tells
 
 CPU = torch.device("cpu")
@@ -70,11 +70,6 @@ SAMPLING = {
         NUM_TOKENS, temperature=1.3, top_k=40, top_p=0.95, min_p=0.01, repetition_penalty=0.8, seed=4, ignore_eos=True
     ),
 }
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    return build_pair(tmp_path_factory.mktemp("pair"))
 
 
 def load(target: Path, draft: Path | None = None, device: str = "cpu", dtype: str = "auto") -> Engine:
@@ -156,7 +151,7 @@ def test_text_does_not_depend_on_what_lives_on_or_is_drafted_beside(
     name: str, draft: str, engines: dict[str, Engine], plain_of: Callable[[str], list[Step]]
 ) -> None:
     params, plain = SAMPLING[name], ids(plain_of(name))
-    for reuse, overlap, budget in [(True, True, None), *product((True, False), (True, False), (6,))]:
+    for reuse, overlap, budget in ((True, True, None), (True, False, 6), (False, True, 6), (False, False, 6)):
         speculation = SpeculationParams(budget=budget, reuse=reuse, overlap=overlap)
         assert ids(steps(fresh(engines[draft]), params=params, speculation=speculation)) == plain, speculation
 
@@ -212,9 +207,8 @@ def test_text_does_not_depend_on_guesses_under_a_sliding_window(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["greedy", "top-p"])
-def test_a_perfect_draft_is_believed(name: str, engines: dict[str, Engine]) -> None:
-    params = replace(SAMPLING[name], max_new_tokens=16)
+def test_a_perfect_draft_is_believed(engines: dict[str, Engine]) -> None:
+    params = replace(SAMPLING["top-p"], max_new_tokens=16)
     speculation = SpeculationParams(budget=32, lookup=False, recall=False)  # the draft alone
     per_pass = {
         draft: steps(fresh(engines[draft]), params=params, speculation=speculation)[-1].stats.tokens_per_pass
@@ -233,7 +227,7 @@ def test_a_heavy_penalty_never_repeats_prompt_or_text(engine: Engine) -> None:
 
 def test_seeds(engine: Engine) -> None:
     def sampled(seed: int | None) -> list[Step]:
-        return steps(engine, temperature=1.0, seed=seed, max_new_tokens=16)
+        return steps(engine, temperature=1.0, seed=seed, max_new_tokens=8)
 
     assert ids(sampled(5)) == ids(sampled(5)) != ids(sampled(6))
     drawn, other = sampled(None), sampled(None)
@@ -324,7 +318,7 @@ def test_end_of_text(pair: Pair, engines: dict[str, Engine], tmp_path: Path) -> 
 @pytest.mark.slow
 def test_stop_texts_end_the_text_wherever_tokens_end(engines: dict[str, Engine]) -> None:
     whole = text(steps(engines["none"], max_new_tokens=16))
-    for first, length in product(range(3, len(whole) - 5, 5), (1, 2, 5)):
+    for first, length in product(range(3, len(whole) - 5, 10), (1, 2, 5)):
         stop = whole[first : first + length]
         plain, found = (
             steps(engines[name], max_new_tokens=16, stop=(stop, "never said"), seed=0) for name in ("none", "itself")
@@ -384,33 +378,6 @@ def test_a_first_pass_that_says_everything(engines: dict[str, Engine]) -> None:
 @pytest.fixture
 def wanted(plain_of: Callable[[str], list[Step]]) -> list[int]:
     return ids(plain_of("top-p"))
-
-
-def test_a_closed_request_leaves_the_engine_usable(engine: Engine, wanted: list[int]) -> None:
-    params = SAMPLING["top-p"]
-    under_way = engine.generate(PROMPT, params)
-    next(under_way)
-    under_way.close()
-    with pytest.raises(StopIteration):
-        next(under_way)
-    assert ids(steps(engine, params=params)) == wanted
-
-
-def test_an_interrupted_pass_leaves_the_engine_usable(
-    engine: Engine, wanted: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    params = SAMPLING["top-p"]
-    under_way = engine.generate(PROMPT, params)
-    next(under_way)
-
-    def interrupted(*args: Any, **more: Any) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("offspec.scheduler.drafting.drafter.exact_walk", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        next(under_way)
-    monkeypatch.undo()
-    assert ids(steps(engine, params=params)) == wanted
 
 
 def drafts_beside(monkeypatch: pytest.MonkeyPatch, spoil: Callable[[torch.Tensor], torch.Tensor]) -> threading.Event:
@@ -477,15 +444,15 @@ def test_a_pass_that_fails_while_the_draft_is_at_work(
 
 def test_a_draft_that_fails_beside_the_pass_ends_no_text(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     with load(pair.target, pair.draft) as one:
-        plain, num_notes = ids(steps(one, speculation=PLAIN)), len(one.notes)
+        plain, num_notes = ids(steps(one, speculation=PLAIN, max_new_tokens=12)), len(one.notes)
         drafts_beside(monkeypatch, lambda logits: logits * float("nan"))
-        found = steps(one, speculation=SpeculationParams(budget=8))
+        found = steps(one, speculation=SpeculationParams(budget=8), max_new_tokens=12)
         assert ids(found) == plain
         check_message(found[-1].stats.draft_fault or "", "draft", "logits", "finite")
-        steps(one, speculation=SpeculationParams(budget=8))
+        steps(one, speculation=SpeculationParams(budget=8), max_new_tokens=12)
         assert len(one.notes) == num_notes + 1, "it is told once"
         monkeypatch.undo()
-        assert steps(one)[-1].stats.draft_fault is None
+        assert steps(one, max_new_tokens=12)[-1].stats.draft_fault is None
 
 
 @pytest.mark.each_value
@@ -560,7 +527,7 @@ def test_fp16_that_overflows(pair: Pair, tmp_path: Path) -> None:
     large = scale_weights(variant(pair.target, tmp_path / "target"), {"lm_head.weight": 3e5})
     with refused(NumericalError, "`dtype=fp32`"):
         steps(load(large, dtype="fp16"))
-    assert steps(load(large, dtype="fp32"))
+    assert steps(load(large, dtype="fp32"), max_new_tokens=2)
 
 
 def test_a_draft_with_a_shorter_context(pair: Pair, engines: dict[str, Engine], tmp_path: Path) -> None:
@@ -574,17 +541,6 @@ def test_a_draft_with_a_shorter_context(pair: Pair, engines: dict[str, Engine], 
     assert ids(found) == ids(steps(engines["none"], max_new_tokens=30, ignore_eos=True))
     assert len(found[0].token_ids + found[1].token_ids) > 2
     assert all(len(step.token_ids) == 1 for step in found[-9:])  # it has nothing to say there
-
-
-@pytest.mark.slow
-def test_a_draft_with_less_padding(pair: Pair, engines: dict[str, Engine], tmp_path: Path) -> None:
-    draft = narrow(variant(pair.draft, tmp_path / "draft"), 305)
-    params = SamplingParams(
-        24, temperature=1.5, seed=2, repetition_penalty=1.1, ignore_eos=True
-    )  # padding is chosen too
-    assert ids(steps(load(pair.target, draft), [VOCAB_SIZE - 1], params)) == ids(
-        steps(engines["none"], [VOCAB_SIZE - 1], params)
-    )
 
 
 def other_vocabulary(pair: Pair, folder: Path) -> Path:

@@ -48,6 +48,11 @@ def test_values_become_those_of_the_record() -> None:
     [
         ({"drafft": "none"}, ("Engine.load", "'drafft'", "draft")),
         ({"draft": ["a", "b"]}, ("draft", "path")),
+        ({"draft": 3}, ("draft",)),
+        ({"draft": None}, ("draft",)),
+        ({"ram": "plenty"}, ("plenty",)),
+        ({"vram": 4.5}, ("vram",)),
+        ({"vrm": "4GiB"}, ("vram",)),
         ({"kv_cache": 5}, ("`kv_cache`", 5)),
         ({"learn_file": ["a", "b"]}, ("learn_file", "path")),
         ({"learn": True, "deterministic": True}, ("`learn`", "`deterministic`")),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -12,15 +11,10 @@ from offspec import ConvertParams, Engine, SamplingParams, SpeculationParams, co
 from offspec.errors import UsageError
 from offspec.session import Session
 
-from ..pair import Pair, build_pair
+from ..pair import Pair
 from ..refusals import refused
 
 PARAMS = SamplingParams(6, ignore_eos=True)
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    return build_pair(tmp_path_factory.mktemp("pair"))
 
 
 @pytest.fixture
@@ -30,30 +24,11 @@ def engine(pair: Pair) -> Iterator[Engine]:
 
 
 def test_a_whole_text_is_what_the_steps_bring(engine: Engine) -> None:
+    assert engine.plan is not None
+    assert engine.plan.demand.options.ram == 2**33
     steps = list(engine.generate("def area(", PARAMS, SpeculationParams(budget=4)))
     assert len(steps) > 1
     assert engine.complete("def area(", PARAMS, SpeculationParams(budget=4)) == "".join(step.text for step in steps)
-
-
-def test_sizes_are_texts_or_bytes(engine: Engine) -> None:
-    assert engine.plan is not None
-    assert engine.plan.demand.options.ram == 2**33
-
-
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        ({"draft": 3}, "draft"),
-        ({"draft": None}, "draft"),
-        ({"ram": "plenty"}, "plenty"),
-        ({"vram": 4.5}, "vram"),
-        ({"vrm": "4GiB"}, "vram"),
-        ({"xyz": 1}, "draft"),
-    ],
-)
-def test_options_that_cannot_be_followed(options: dict[str, Any], named: str, pair: Pair) -> None:
-    with refused(UsageError, named):
-        Engine.load(pair.target, **options)
 
 
 def test_paths_are_texts_or_path_likes(pair: Pair, tmp_path: Path) -> None:

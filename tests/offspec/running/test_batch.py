@@ -151,22 +151,6 @@ def test_requests_of_other_kinds_share_passes(pair: Pair, engines: dict[str, Eng
         assert engine.tokenizer.decode(watched.ids(tickets[1])[:-1]).isdecimal()
 
 
-@pytest.mark.each_value
-@pytest.mark.slow
-@pytest.mark.parametrize("draft", ["own", "none", "medusa"])
-@pytest.mark.parametrize("budget", [None, 6])
-def test_texts_equal_plain_decoding(
-    engines: dict[str, Engine], plain_of: Callable[..., list[int]], draft: str, budget: int | None
-) -> None:
-    """Of each kind of sampling. `test_texts` has the other kinds of draft."""
-    engine, speculation = engines[draft], SpeculationParams(budget=budget)
-    params = [SAMPLING[i % len(SAMPLING)] for i in range(len(PROMPTS))]
-    found: list[list[int]] = [[] for _ in PROMPTS]
-    for index, step in engine.generate_many(PROMPTS, params, speculation, max_texts=4):
-        found[index] += step.token_ids
-    assert found == [plain_of(draft, prompt, own) for prompt, own in zip(PROMPTS, params, strict=True)]
-
-
 @st.composite
 def schedules(draw: st.DrawFn) -> list[tuple[str, int, int]]:
     """What happens between passes: requests join (prompt, sampling), are cancelled, or nothing."""
@@ -208,19 +192,6 @@ def test_texts_do_not_depend_on_the_schedule(
         else:
             assert ids == expected
             assert watched.found[ticket][-1].finish_reason is not None
-
-
-def test_a_text_alone_in_a_batch_has_the_same_trees(pair: Pair) -> None:
-    """One text is as fast in a batch as by itself."""
-    sizes = list[list[int]]()
-    for shares in (False, True):
-        engine = load(pair, "own")
-        run = engine.generate_many([PROMPTS[0]], SAMPLING[0]) if shares else engine.generate(PROMPTS[0], SAMPLING[0])
-        steps = [step[1] if isinstance(step, tuple) else step for step in run]
-        sizes.append([steps[-1].stats.num_prefilled_tokens, steps[-1].stats.num_prompt_tokens])
-        assert steps[-1].stats.num_drafted_tokens > 0
-        engine.close()
-    assert sizes[0] == sizes[1]
 
 
 def test_a_pass_takes_all_texts(engines: dict[str, Engine], monkeypatch: pytest.MonkeyPatch) -> None:

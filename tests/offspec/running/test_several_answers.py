@@ -9,16 +9,11 @@ import pytest
 from offspec import Engine, SamplingParams, SpeculationParams, Step
 from offspec.errors import ContextLengthError, NumericalError
 
-from ...pair import Pair, build_pair
+from ...pair import Pair
 from ...refusals import refused
 
 PROMPT = "for i in range(10):\n    print(i)\n" * 2 + "def area("  # longer than what is not worth copying
 PARAMS = SamplingParams(6, temperature=0.9, seed=7)
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    return build_pair(tmp_path_factory.mktemp("pair"))
 
 
 def load(pair: Pair, draft: str = "own", **more: Any) -> Engine:
@@ -37,9 +32,9 @@ def answers_of(engine: Engine, number: int, **more: Any) -> list[list[Step]]:
     return found
 
 
-@pytest.mark.parametrize(("draft", "max_texts"), [("own", 8), ("own", 2), ("none", 1), ("self", 3)])
+@pytest.mark.parametrize(("draft", "max_texts"), [("own", 2), ("none", 1)])
 def test_each_answer_is_that_of_its_seed_alone(pair: Pair, draft: str, max_texts: int) -> None:
-    with load(pair, draft, texts=max_texts, **({"exit_layer": 1} if draft == "self" else {})) as engine:
+    with load(pair, draft, texts=max_texts) as engine:
         found = answers_of(engine, 4, max_texts=max_texts)
         assert [steps[-1].stats.seed for steps in found] == [7, 8, 9, 10]
         for index, steps in enumerate(found):
