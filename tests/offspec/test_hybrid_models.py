@@ -243,7 +243,7 @@ def packed_by(form: str, folder: Path, copy: Path) -> Path:
     return copy
 
 
-@pytest.mark.parametrize("form", ["fp8, blocks", "awq", "gptq", "w4a16", "nf4", "q4_k", "bf16-packed"])
+@pytest.mark.parametrize("form", ["fp8, blocks", "awq", "nf4", "q4_k", "bf16-packed"])
 def test_packed_weights_are_streamed(wide: Path, form: str, tmp_path: Path) -> None:
     """Half of the layers come from disk; the text is that of plain decoding with all of them resident."""
     source = convert(wide, tmp_path / "bf16", ConvertParams("bf16")).path if form == "bf16-packed" else wide

@@ -110,9 +110,8 @@ def test_the_text_is_plain_decodings(draft: str, sampling: str, speculation: str
     assert ids(engines[draft], SAMPLING[sampling], SPECULATION[speculation]) == expected
 
 
-@pytest.mark.parametrize("sampling", ["greedy", "warm"])
-def test_a_draft_with_its_tokens_in_another_order_guesses_as_well(sampling: str, engines: dict[str, Engine]) -> None:
-    params = replace(SAMPLING[sampling], max_new_tokens=16)
+def test_a_draft_with_its_tokens_in_another_order_guesses_as_well(engines: dict[str, Engine]) -> None:
+    params = replace(SAMPLING["warm"], max_new_tokens=16)
     own, reordered = (tokens_per_pass(engines[name], params) for name in ("own", "reordered"))
     assert own > 1.5
     assert reordered > 0.8 * own  # what the random target says is not always encoded as it said it
@@ -144,8 +143,7 @@ def test_a_text_of_split_characters_is_plain_decodings(draft: str, sampling: str
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("draft", ["reordered", "spaces"])
-def test_a_conversation_is_plain_decodings(draft: str, engines: dict[str, Engine]) -> None:
+def test_a_conversation_is_plain_decodings(engines: dict[str, Engine]) -> None:
     """Turns go on from the caches, one is cut short, and one is taken back."""
 
     def replies(engine: Engine, speculation: SpeculationParams) -> list[str]:
@@ -159,7 +157,7 @@ def test_a_conversation_is_plain_decodings(draft: str, engines: dict[str, Engine
         list(session.reply("return it", sampling, speculation))
         return [turn.reply for turn in session.turns]
 
-    found = replies(engines[draft], SpeculationParams(budget=16))
+    found = replies(engines["spaces"], SpeculationParams(budget=16))
     assert len(found) == 3
     assert found == replies(engines["none"], PLAIN)
 

@@ -99,10 +99,9 @@ def test_long_prompts_take_several_passes(draft: str, engine_of: GetEngine, monk
     assert together[0] == tokens[0]
 
 
-@pytest.mark.parametrize("kv_cache", ["8", "4"])
-def test_a_conversation_says_what_a_fresh_run_says(kv_cache: str, engine_of: GetEngine) -> None:
+def test_a_conversation_says_what_a_fresh_run_says(engine_of: GetEngine) -> None:
     """Its cache is cut back and continued."""
-    engine = engine_of("own", kv_cache)
+    engine = engine_of("own", "4")
     session = Session(engine)
     for message in ("def area(", "hi", "for item in"):
         for _ in session.reply(message, SamplingParams(6, temperature=0.6, seed=3)):
@@ -114,9 +113,8 @@ def test_a_conversation_says_what_a_fresh_run_says(kv_cache: str, engine_of: Get
         assert reply.token_ids == (tokens[:-1] if fresh[-1].finish_reason == "eos" else tokens)
 
 
-@pytest.mark.parametrize("kv_cache", ["8", "4"])
-def test_copied_entries_give_the_same_text(kv_cache: str, engine_of: GetEngine) -> None:
-    engine = engine_of("own", kv_cache)
+def test_copied_entries_give_the_same_text(engine_of: GetEngine) -> None:
+    engine = engine_of("own", "8")
     first, other = ([40 + (number * step) % 90 for number in range(64)] for step in (1, 7))
     pool, params = TextPool(engine.new_caches, 2**30), SamplingParams(6, ignore_eos=True, seed=1, temperature=1)
     for prompt in (first, other, [*first, *other[:8]]):

@@ -206,7 +206,9 @@ def main(folder: Path) -> None:
     build(folder)
     config, tensors = HEADS[HEAD]
     head = str(write_folder(folder / "head", config, tensors()))
-    found: dict[str, Any] = {f"{form} cpu": texts(load(folder, form, "cpu")) for form in FORMS}
+    found: dict[str, Any] = {
+        f"{form} cpu": texts(load(folder, form, "cpu"), max(PLACES[form].values(), key=len)) for form in FORMS
+    }
     found["rounds cpu"] = texts(load(folder, "plain", "cpu"), ["rounds"])
     found["packed cpu"] = texts(load(folder, "plain", "cpu", kv_cache=8), SOME)
     races = found["races"] = {}

@@ -35,7 +35,7 @@ from offspec.scheduler.trees.verify import TargetPass, Verdict
 from offspec.text.tokenizer import Tokenizer
 
 from ..examples import examples
-from ..pair import CONTEXT, VOCAB_SIZE, Pair, build_pair, narrow, variant
+from ..pair import CONTEXT, VOCAB_SIZE, Pair, narrow, variant
 from ..scheduler.fakes import (
     VirtualClock,
     assert_well_formed,
@@ -53,11 +53,6 @@ PADDING = VOCAB_SIZE - 1
 MOST_NODES = 48  # where the budget is found
 SHORT = 26  # tokens, a draft's context
 GetModels = Callable[[bool, str], tuple[Decoder, Decoder]]
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    return build_pair(tmp_path_factory.mktemp("pair"))
 
 
 @pytest.fixture(scope="module")
@@ -301,7 +296,7 @@ def make(get_models: GetModels) -> Callable[..., CheckedDrafter]:
 
 
 @pytest.mark.slow
-@examples(12)
+@examples(8)
 @given(rounds_ahead=st.sampled_from([0, 1, 4]), **SETTINGS)
 def test_caches_are_those_of_a_fresh_prefill(
     make: Callable[..., CheckedDrafter], prompt: list[int], rounds_ahead: int, **drawn: Any
@@ -314,7 +309,7 @@ def test_caches_are_those_of_a_fresh_prefill(
 
 
 @pytest.mark.slow
-@examples(40)
+@examples(24)
 @given(seed=st.integers(0, 2**32), **SETTINGS)
 def test_caches_are_those_of_a_fresh_prefill_whatever_the_verdict(
     make: Callable[..., CheckedDrafter], prompt: list[int], seed: int, **drawn: Any

@@ -32,7 +32,7 @@ from offspec.scheduler.params import Scoring
 from offspec.scheduler.trees.sampling import Sampler
 from offspec.scheduler.trees.token_tree import TokenTree
 
-from ..pair import Pair, build_pair
+from ..pair import Pair
 from ..scheduler.fakes import paths
 
 PROMPT, SEED = "def area(", 5
@@ -40,11 +40,6 @@ GREEDY, SAMPLED = SamplingParams(20, seed=SEED), SamplingParams(20, temperature=
 PLAIN = SpeculationParams(budget=0)
 SCORINGS: tuple[Scoring, ...] = ("coupled", "specexec")
 RATES = Rates(matmul_flops={1: 1e6, 16: 8e6, 128: 2e7})
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    return build_pair(tmp_path_factory.mktemp("pair"))
 
 
 def load(pair: Pair, draft: str, **more: Any) -> Engine:
@@ -272,7 +267,7 @@ def test_trees_of_layers_see_the_noise_where_scoring_is_coupled(tree: str, engin
 def test_sequoia_goes_on_measuring_from_request_to_request(scoring: Scoring, engines: dict[str, Engine]) -> None:
     engine, counts = engines["own"], list[int]()
     for _ in range(2):
-        steps(engine, SAMPLED, SpeculationParams(20, tree="sequoia", scoring=scoring))
+        steps(engine, replace(SAMPLED, max_new_tokens=8), SpeculationParams(20, tree="sequoia", scoring=scoring))
         acceptance = engine.learnt.of_kind(MeasuredAcceptance)
         counts.append(acceptance.ranks(greedy=False, coupled=scoring == "coupled").num_nodes)
     assert counts[1] > counts[0] > 0
@@ -282,20 +277,15 @@ def test_sequoia_goes_on_measuring_from_request_to_request(scoring: Scoring, eng
 # ------------------------------------------------------------------------------------------------ looking up
 
 
-@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_a_looked_up_file_saves_passes_and_leaves_the_text_alone(
-    params: SamplingParams,
-    engines: dict[str, Engine],
-    pair: Pair,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    engines: dict[str, Engine], pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    plain = steps(engines["none"], params, PLAIN)
+    plain = steps(engines["none"], SAMPLED, PLAIN)
     file = tmp_path / "said.txt"
     file.write_text(PROMPT + "".join(step.text for step in plain), encoding="utf-8")
     speculation = SpeculationParams(budget=16)
-    without = steps(engines["lookup"], params, speculation)
-    found = steps(load(pair, "lookup", lookup_files=[file]), params, speculation)
+    without = steps(engines["lookup"], SAMPLED, speculation)
+    found = steps(load(pair, "lookup", lookup_files=[file]), SAMPLED, speculation)
     assert ids(found) == ids(without) == ids(plain)
     assert len(found) < len(without)

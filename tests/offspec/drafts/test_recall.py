@@ -22,15 +22,10 @@ from offspec.scheduler.params import MAX_ROWS
 from offspec.scheduler.trees.token_tree import ROOT, IntArray, TokenTree
 from offspec.scheduler.trees.verify import Logits, Verdict
 
-from ...pair import Pair, build_pair, narrow, variant
+from ...pair import Pair, narrow, variant
 from ..model.test_decoder import NO_NODES
 
 SAMPLED = SamplingParams(8, temperature=1.0, seed=5, ignore_eos=True)
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    return build_pair(tmp_path_factory.mktemp("pair"))
 
 
 @pytest.fixture(scope="module")

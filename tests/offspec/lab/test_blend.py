@@ -10,7 +10,7 @@ import torch
 
 from offspec.errors import UsageError
 from offspec.lab.blend import WAYS, BlendDrafter, blended
-from offspec.scheduler.params import ACCEPTS, SamplingParams, SpeculationParams
+from offspec.scheduler.params import SamplingParams, SpeculationParams
 from offspec.scheduler.trees.sampling import Sampler
 from offspec.scheduler.trees.token_tree import FloatArray
 from offspec.scheduler.trees.verify import TargetPass
@@ -30,10 +30,6 @@ def mixture(accept: str, p: list[float], q: list[float], strength: float | None 
 
 
 P, Q = [0.5, 0.3, 0.2], [0.1, 0.8, 0.1]
-
-
-def test_every_lossy_way_but_joint_and_bild_is_a_blend() -> None:
-    assert ("exact", "joint", *WAYS, "bild") == tuple(ACCEPTS)
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from offspec.tools.benchmark import (
     token_log_likelihoods,
 )
 
-from ...pair import Pair, build_pair, variant
+from ...pair import Pair, variant
 
 # Two repeats of one prompt. Plain: a first pass of 1 s, then 3 passes of 1 s. Guessed: 1.5 s, then one pass of 1 s or
 # 0.5 s.
@@ -122,11 +122,6 @@ def test_reliability() -> None:
     assert certain.reliability() == [(1.0, 1.0, 1)]
 
 
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    return build_pair(tmp_path_factory.mktemp("pair"))
-
-
 @pytest.mark.slow
 def test_a_measurement(pair: Pair) -> None:
     engine = Engine.load(str(pair.target), draft=str(pair.draft), device="cpu")
@@ -161,7 +156,7 @@ def test_a_lossy_way_is_kept_apart(pair: Pair) -> None:
     engine = Engine.load(str(pair.target), draft=str(pair.draft), device="cpu")
     work = [Workload("a", "def area("), Workload("b", "for item in")]
     ways = [SpeculationParams(budget=8), SpeculationParams(accept="joint", tau=0.01, beam=4, gamma=4)]
-    report = measure(engine, work, SamplingParams(12, ignore_eos=True), ways, num_warmups=0, num_repeats=2)
+    report = measure(engine, work, SamplingParams(12, ignore_eos=True), ways, num_warmups=0, num_repeats=1)
     assert report.budget_names == ["plain", "8", "joint, lossy"]
     assert report.acceptance.keys() == {"8"}
     assert report.num_different() == 0

@@ -57,14 +57,14 @@ def plain_tokens(engine: Engine, prompt: str, one: Setting, seed: int, num_token
 
 @pytest.mark.slow
 def test_texts_that_are_equal(engine: Engine) -> None:
-    settings = settings_of([0, 1], 0.9, [8, None], ["coupled", "specexec"], ["own", "random"])
+    settings = settings_of([1], 0.9, [8, None], ["coupled", "specexec"], ["own", "random"])
     seen: list[tuple[int, int]] = []
     report = verify(engine, PROMPTS, settings, max_new_tokens=6, progress=lambda *done: seen.append(done))
     assert report.is_exact
     assert report.settings == settings
-    assert len(report.tokens_per_pass) == len(settings) == 16
-    assert seen == [(i + 1, 16) for i in range(16)]
-    assert report.num_tokens <= 16 * len(PROMPTS) * 6
+    assert len(report.tokens_per_pass) == len(settings) == 8
+    assert seen == [(i + 1, 8) for i in range(8)]
+    assert report.num_tokens <= 8 * len(PROMPTS) * 6
     own = [n for s, n in zip(settings, report.tokens_per_pass, strict=True) if s.draft == "own" and s.budget == 8]
     assert min(own) > 1
 
