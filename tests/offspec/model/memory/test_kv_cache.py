@@ -85,19 +85,6 @@ def some_pending() -> tuple[TextMemory, list[Entry], list[Entry]]:
     return cache, committed, pending
 
 
-@pytest.mark.parametrize("path", [[], [0], [0, 1, 2], [0, 1, 2, 3], [1, 3], [3]])
-def test_keep_commits_the_path_and_forgets_the_rest(path: list[int]) -> None:
-    cache, committed, pending = some_pending()
-    cache.keep(path)
-    check(cache, committed + [pending[i] for i in path], [])
-
-
-@pytest.mark.parametrize("path", [[1, 0], [1, 1], [4], [-1], [-1, 0]])
-def test_a_path_that_is_none_is_our_own_mistake(path: list[int]) -> None:
-    with pytest.raises(AssertionError):
-        some_pending()[0].keep(path)
-
-
 @pytest.mark.parametrize(
     ("path", "waiting"), [([], [1, 3]), ([0], [2]), ([0, 1], [2, 3]), ([1], [3]), ([], [0, 1, 2, 3])]
 )
@@ -111,28 +98,23 @@ def test_what_waits_on_stays_pending_behind_the_path(path: list[int], waiting: l
     check(cache, committed, pending + new)
 
 
-@pytest.mark.parametrize(("path", "waiting"), [([2], [1]), ([1], [1]), ([0], [4]), ([0], [3, 2]), ([], [-1])])
-def test_what_waits_on_lies_behind_the_path_and_ascends(path: list[int], waiting: list[int]) -> None:
+NO_PATHS = [([1, 0], []), ([1, 1], []), ([4], []), ([-1], []), ([-1, 0], [])]
+NOT_BEHIND = [([2], [1]), ([1], [1]), ([0], [4]), ([0], [3, 2]), ([], [-1])]
+
+
+@pytest.mark.parametrize(("path", "waiting"), [*NO_PATHS, *NOT_BEHIND])
+def test_a_path_ascends_and_what_waits_on_lies_behind_it(path: list[int], waiting: list[int]) -> None:
     with pytest.raises(AssertionError):
         some_pending()[0].keep(path, waiting)
 
 
-def test_committed_entries_cannot_follow_pending_ones() -> None:
-    cache, _, _ = some_pending()
+def test_other_mistakes_of_our_own() -> None:
+    """Committed entries behind pending ones, and a cut outside of the committed text."""
     with pytest.raises(AssertionError):
-        add(cache, [(7.0, 2)], pending=False)
-
-
-@pytest.mark.parametrize("length", [-1, 3])
-def test_truncating_outside_the_committed_text_is_our_own_mistake(length: int) -> None:
-    with pytest.raises(AssertionError):
-        some_pending()[0].truncate(length)
-
-
-def test_truncate_forgets_what_is_pending() -> None:
-    cache, committed, _ = some_pending()
-    cache.truncate(2)
-    check(cache, committed, [])
+        add(some_pending()[0], [(7.0, 2)], pending=False)
+    for length in (-1, 3):
+        with pytest.raises(AssertionError):
+            some_pending()[0].truncate(length)
 
 
 def test_growth_is_geometric_and_keeps_contents() -> None:

@@ -7,8 +7,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 
 from offspec.checkpoints.exit_layers import check_exit_layer, refuse_states
@@ -17,30 +15,17 @@ from offspec.loaders.streaming.link import CopyStream
 from offspec.model.block import has_entries_alone, layer_shapes, memory_bytes, memory_layouts
 from offspec.model.config import ModelConfig, read_config
 from offspec.model.cuda_graphs import is_static
-from offspec.model.decoder import CachedDecoder, Decoder, random_decoder, score_together, wanted_shapes
+from offspec.model.decoder import CachedDecoder, Decoder, random_decoder, wanted_shapes
 from offspec.model.memory.kv_cache import KVLayout
 from offspec.model.memory.kv_formats import EIGHT_BIT, PLAIN
 from offspec.model.memory.kv_in_ram import EntriesInRam, LayersInRam
 from offspec.model.memory.text_caches import TextCaches
-from offspec.model.memory.text_pool import TextPool
 from offspec.model.parts.kinds import PARTS
-from offspec.model.pass_rows import TextRows
 
-from ....examples import examples
 from ....fakes import FAMILIES, config_json
 from ....refusals import refused
 from ..averages import DECAY, WIDTH, Average, AverageLayout, Averages
-from ..test_decoder import (
-    NO_NODES,
-    Pass,
-    Tree,
-    assert_close,
-    chain_logits,
-    expected_logits,
-    passes,
-    random_tokens,
-    score_in_rounds,
-)
+from ..test_decoder import NO_NODES, assert_close, chain_logits, random_tokens
 
 CPU = torch.device("cpu")
 HYBRID = (("attention", "mlp"), ("average", "mlp"), ("average",), ("attention beside mlp",))
@@ -88,32 +73,6 @@ def test_a_part_may_be_all_of_a_model() -> None:
     assert_close(chain_logits(decoder, tokens), decoder.logits(torch.stack(outputs)))
 
 
-@given(steps=st.lists(passes(), min_size=1, max_size=3))
-@examples(15)
-def test_a_node_of_a_tree_is_the_end_of_a_plain_chain(decoder: Decoder, steps: list[Pass]) -> None:
-    text, tokens = CachedDecoder(decoder), list[int]()
-    for step in steps:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("offspec.model.pass_rows.CHUNK_ROWS", step.chunk_rows)
-            logits = score_in_rounds(text, step)
-        tokens += step.chain
-        assert_close(logits, expected_logits(decoder, tokens, step.tree))
-        path = step.tree.path(step.kept)
-        text.keep(path)
-        tokens += [step.tree.tokens[node] for node in path]
-        assert text.length == len(tokens)
-
-
-def test_nodes_that_stay_pending_keep_their_states(decoder: Decoder) -> None:
-    text, chain = CachedDecoder(decoder), random_tokens(5)
-    tree = Tree(random_tokens(6, 2), [-1, 0, 0, 1, 2, 4])
-    text.score(chain, *tree.round(0, 5))
-    text.keep([0], [2, 4])  # a node, and what is below its second child
-    below = Tree([*tree.tokens[2:3], *tree.tokens[4:]], [-1, 0, 1])
-    found = text.score([], *below.round(2, 3))
-    assert_close(found[0], chain_logits(decoder, [*chain, tree.tokens[0], *below.tokens])[-1])
-
-
 def test_a_text_goes_back_to_where_a_state_was_kept(decoder: Decoder) -> None:
     """So more tokens are scored again, and the logits are those of a text that was never longer."""
     tokens = random_tokens(20)
@@ -127,55 +86,6 @@ def test_a_text_goes_back_to_where_a_state_was_kept(decoder: Decoder) -> None:
     assert_close(caches.target.score(changed[7:], *NO_NODES)[0], chain_logits(decoder, changed)[-1])
     caches.rewind([5])
     assert caches.target.length == 0
-
-
-def test_an_interrupted_pass_leaves_the_text_as_it_was(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    tokens, text = random_tokens(12), CachedDecoder(decoder)
-    text.score(tokens[:4], *NO_NODES)
-    calls = list[int]()
-
-    def interrupted(self: Average, *args: object) -> Tensor:
-        calls.append(self.layer)
-        if self.layer == 2:
-            raise KeyboardInterrupt
-        return forward(self, *args)  # type: ignore[arg-type]
-
-    forward = Average.forward
-    with monkeypatch.context() as patch:
-        patch.setattr(Average, "forward", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            text.score(random_tokens(6, 9), *NO_NODES)
-    assert calls == [1, 2]
-    assert_close(text.score(tokens[4:], *NO_NODES)[0], chain_logits(decoder, tokens)[-1])
-
-
-def test_texts_of_one_pass_have_states_of_their_own(decoder: Decoder) -> None:
-    chains = random_tokens(9), random_tokens(5, 3)
-    tree = Tree([3, 4, 5], [-1, 0, 0])
-    texts = [(CachedDecoder(decoder), TextRows(chain, *tree.round(0, 3))) for chain in chains]
-    for chain, found in zip(chains, score_together(texts), strict=True):
-        assert_close(torch.stack([found[row] for row in range(4)]), expected_logits(decoder, chain, tree))
-
-
-def test_a_parked_text_goes_on_from_its_end_only(decoder: Decoder) -> None:
-    """Its states are copied bit by bit; a beginning of it that has none is scored again."""
-    pool = TextPool(lambda: TextCaches(CachedDecoder(decoder), None), 2**24)
-    text, other = random_tokens(80), random_tokens(50, 7)
-
-    def run(tokens: list[int]) -> tuple[int, Tensor]:
-        caches = pool.borrow(tokens)
-        count = caches.rewind(tokens)
-        logits = caches.target.score(tokens[len(tokens) - count :], *NO_NODES)
-        pool.give_back(caches)
-        return count, logits[0]
-
-    assert run(text)[0] == 80
-    assert run(other)[0] == 50
-    count, logits = run([*text, 5])
-    assert count == 1
-    assert_close(logits, chain_logits(decoder, [*text, 5])[-1])
-    assert run(other)[0] == 50  # its own end: the last token is always scored
-    assert run([*text[:60], 5, 6])[0] == 62
 
 
 def test_equal_layouts_share_a_memory(decoder: Decoder) -> None:

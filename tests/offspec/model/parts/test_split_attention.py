@@ -32,7 +32,7 @@ from offspec.model.pass_rows import AppendedRows, TextRows
 from offspec.model.rope import Rotations
 from offspec.planning.attention_time import AttentionShape
 
-from ....cuda_attention import TWINS, RefusedByCudaError, efficient, flash
+from ....cuda_attention import TWINS, efficient, flash
 from ..memory.test_kv_formats import life, with_caches
 
 META = torch.device("meta")
@@ -73,8 +73,8 @@ def random_case(
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("num_rows", [1, 5, 33])
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 4, 16), (6, 2, 128), (4, 1, 8), (1, 1, 80)])
+@pytest.mark.parametrize("num_rows", [1, 33])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 4, 16), (6, 2, 128), (1, 1, 80)])
 def test_cuda_parts_attend_as_the_whole_does(
     heads: int, kv_heads: int, head_dim: int, num_rows: int, dtype: torch.dtype, on_cuda: list[str]
 ) -> None:
@@ -111,27 +111,6 @@ def test_a_decoder_attends_by_cuda_operators(
         assert (found - wanted).float().std() < tolerance * wanted.float().std()
     has_flash = dtype == torch.bfloat16 and family == "llama-gqa"  # all that a window shows has a mask
     assert set(on_cuda) == ({"flash", "efficient"} if has_flash else {"efficient"})
-
-
-def test_twins_refuse_what_cuda_refuses() -> None:
-    queries = torch.zeros(2, 3, 5, 16, dtype=torch.bfloat16)
-    keys, mask = queries[:, :1], torch.ones(5, 5, dtype=torch.bool)
-    bias = torch.zeros(5, 5, dtype=torch.bfloat16)
-    with pytest.raises(TypeError):
-        flash(queries, keys, keys, attn_bias=bias, scale=1.0)  # type: ignore[call-arg]
-    with pytest.raises(RefusedByCudaError, match="16 bits"):
-        flash(queries.float(), keys.float(), keys.float(), scale=1.0)
-    with pytest.raises(RefusedByCudaError, match="256"):
-        flash(*[torch.zeros(1, 1, 4, 264, dtype=torch.bfloat16)] * 3, scale=1.0)
-    with pytest.raises(RefusedByCudaError, match="heads"):
-        efficient(queries, keys, keys, None, compute_log_sumexp=True, scale=1.0)
-    with pytest.raises(RefusedByCudaError, match="aligned"):
-        efficient(queries, queries, queries, bias.expand(2, 3, -1, -1), compute_log_sumexp=True, scale=1.0)
-    with pytest.raises(RefusedByCudaError, match="shape"):
-        efficient(queries, queries, queries, aligned_bias(mask, torch.bfloat16), compute_log_sumexp=True, scale=1.0)
-    wide = aligned_bias(mask, torch.float32).expand(2, 3, -1, -1)
-    with pytest.raises(RefusedByCudaError, match="dtype"):
-        efficient(queries, queries, queries, wide, compute_log_sumexp=True, scale=1.0)
 
 
 @pytest.mark.parametrize("num_rows", [1, 31, 33])
@@ -281,9 +260,9 @@ def test_kernels_of_a_layer_behind_a_long_text(
 
 
 def test_capped_scores_are_by_formula_on_a_gpu() -> None:
-    names = kernels_of_a_layer(PLAIN, 32768, 257, cap=50.0)
+    names = kernels_of_a_layer(PLAIN, 16384, 257, cap=50.0)
     assert not [name for name in names if name.startswith("_scaled_dot_product")]
-    assert names.count("tanh_") == AttentionShape(257, 64, KVLayout(8, 128), 50.0, 2, PLAIN, False).num_parts(32768) + 1
+    assert names.count("tanh_") == AttentionShape(257, 64, KVLayout(8, 128), 50.0, 2, PLAIN, False).num_parts(16384) + 1
 
 
 # ------------------------------------------------------------------------------------------------ a card
