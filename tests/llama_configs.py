@@ -17,6 +17,12 @@ LLAMA_8B = {
     "vocab_size": 128256,
     "max_position_embeddings": 8192,
 }
+LLAMA_70B = LLAMA_8B | {
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_attention_heads": 64,
+    "num_hidden_layers": 80,
+}
 LLAMA_8B_IN_BF16 = LLAMA_8B | {"torch_dtype": "bfloat16"}
 
 

@@ -13,15 +13,9 @@ from offspec.checkpoints.opening import ModelFiles
 from offspec.errors import UnsupportedModelError
 from offspec.loaders.params import GGUF_MIXTURES
 
-from ...llama_configs import LLAMA_8B, write_config
+from ...llama_configs import LLAMA_8B, LLAMA_70B, write_config
 from ...refusals import refused
 
-LLAMA_70B = LLAMA_8B | {
-    "hidden_size": 8192,
-    "intermediate_size": 28672,
-    "num_attention_heads": 64,
-    "num_hidden_layers": 80,
-}
 QWEN_05B = {
     "model_type": "qwen2",
     "hidden_size": 896,
