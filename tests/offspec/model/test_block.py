@@ -16,8 +16,6 @@ from offspec.model.decoder import CachedDecoder, Decoder, random_decoder, wanted
 from offspec.model.early_exit import EarlyExit, shared_text
 from offspec.model.names import EMBEDDING, LAYER_PREFIX
 from offspec.model.parts.attention import Attention
-from offspec.model.parts.mlp import ACTIVATIONS
-from offspec.model.shapes import ACTIVATIONS as KNOWN_ACTIVATIONS
 from offspec.training.lora import Adapter, TreeRows, hidden_states
 
 from ...fakes import FAMILIES, TinyModel, config_json
@@ -109,10 +107,6 @@ def test_every_kind_of_pass_computes_what_a_family_changes(tiny_model: GetModel,
     assert_close(shared_pass(decoder)[6:], expected)
 
 
-def test_the_activations_of_config_json_are_those_that_are_computed() -> None:
-    assert set(KNOWN_ACTIVATIONS) == ACTIVATIONS.keys()
-
-
 # ------------------------------------------------------------------------------------------------ states of layers
 
 
@@ -143,19 +137,6 @@ def test_states_are_those_of_a_pass_in_chunks(tiny_model: GetModel) -> None:
         part = text.score_rows(tokens[first : first + 100], *NO_NODES, layers=[0, 1])
         for layer in (0, 1):
             assert_close(part.layer_states[layer], whole.layer_states[layer][first : first + 100])
-
-
-def test_nobody_who_asks_for_no_layer_pays(tiny_model: GetModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[object] = []
-    through = Decoder.through
-
-    def watched(*args: object, **kwargs: object) -> Tensor:
-        told.append(args[4])
-        return through(*args, **kwargs)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(Decoder, "through", watched)
-    assert CachedDecoder(tiny_model("llama-gqa").decoder()).score_rows([5, 6], *NO_NODES).layer_states == {}
-    assert told == [None]
 
 
 @pytest.mark.parametrize("layer", [-1, 3])

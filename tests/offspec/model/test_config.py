@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offspec.errors import CheckpointError, OffspecError, UnsupportedModelError
-from offspec.model.block import layer_shapes
 from offspec.model.config import ModelConfig, read_config
 
 from ...examples import examples
@@ -49,41 +48,6 @@ def outcome(config: dict[str, Any]) -> ModelConfig | str:
 def test_both_layouts_say_the_same(family: str) -> None:
     new = config_json(FAMILIES[family])
     assert read_config(in_old_layout(new)) == read_config(new)
-
-
-def test_shape_of_a_llama() -> None:
-    config = read_config(LLAMA)
-    assert (config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim) == (3, 4, 2, 16)
-    assert (config.rms_norm_eps, config.rope.theta, config.rope.kind) == (1e-6, 10000.0, "default")
-    assert config.windows == (None, None, None)
-    assert not any((config.tied_head, config.qkv_bias, config.o_bias, config.mlp_bias, config.qk_norm))
-    assert layer_shapes(config)["self_attn.k_proj.weight"] == (32, 64)
-    assert layer_shapes(config)["mlp.down_proj.weight"] == (64, 96)
-    assert len(layer_shapes(config)) == 9
-    assert config.shared_shapes()["lm_head.weight"] == (160, 64)
-
-
-def biases(config: ModelConfig) -> set[str]:
-    return {name.split(".")[1][0] for name in layer_shapes(config) if name.endswith(".bias")}
-
-
-@pytest.mark.parametrize(
-    ("family", "biased", "normed", "head_dim"),
-    [
-        ("llama-gqa", "", False, 16),
-        ("llama-biased", "qkvogud", False, 16),
-        ("llama-head-dim", "", False, 24),
-        ("mistral", "", False, 24),
-        ("qwen2", "qkv", False, 16),
-        ("qwen3", "", True, 32),
-        ("qwen3-biased-window", "qkvo", True, 32),
-    ],
-)
-def test_what_families_differ_in(family: str, biased: str, normed: bool, head_dim: int) -> None:
-    config = read_config(config_json(FAMILIES[family]))
-    assert (biases(config), config.qk_norm, config.head_dim) == (set(biased), normed, head_dim)
-    assert ("self_attn.q_norm.weight" in layer_shapes(config)) == normed
-    assert ("lm_head.weight" in config.shared_shapes()) != config.tied_head
 
 
 @pytest.mark.parametrize(

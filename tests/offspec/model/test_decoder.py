@@ -152,12 +152,6 @@ ROPES = {
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
     },
-    "Qwen2.5-7B with YaRN": {
-        "rope_type": "yarn",
-        "rope_theta": 1000000.0,
-        "factor": 4.0,
-        "original_max_position_embeddings": 32768,
-    },
     "DeepSeek-like": {
         "rope_type": "yarn",
         "rope_theta": 10000.0,
@@ -238,19 +232,6 @@ def test_bf16_is_as_near_to_fp32_as_transformers_is(tiny_model: GetModel, family
     assert error <= 0.1 * exact.std()
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("family", TREE_FAMILIES)
-def test_cuda_gives_the_logits_of_the_cpu(tiny_model: GetModel, family: str) -> None:
-    tree = Tree(random_tokens(14, seed=3), [-1, -1, *range(12)])
-    texts = [CachedDecoder(tiny_model(family).decoder(device=torch.device(kind))) for kind in ("cuda", "cpu")]
-    found, expected = (text.score(random_tokens(30), *tree.round(0, 14)) for text in texts)
-    torch.testing.assert_close(found.cpu(), expected, rtol=0, atol=1e-3)
-    for text in texts:
-        text.keep(tree.path(13))
-    found, expected = (text.score([5], *NO_NODES) for text in texts)
-    torch.testing.assert_close(found.cpu(), expected, rtol=0, atol=1e-3)
-
-
 # ------------------------------------------------------------------------------------------------ trees
 
 
@@ -329,7 +310,7 @@ def expected_logits(decoder: Decoder, text: list[int], tree: Tree) -> Tensor:
 @pytest.mark.slow
 @pytest.mark.parametrize("family", TREE_FAMILIES)
 @given(steps=st.lists(passes(), min_size=1, max_size=3))
-@examples(40)
+@examples(25)
 def test_a_node_of_a_tree_is_the_end_of_a_plain_chain(tiny_model: GetModel, family: str, steps: list[Pass]) -> None:
     decoder = tiny_model(family).decoder()
     text, tokens = CachedDecoder(decoder), []
@@ -358,18 +339,11 @@ def test_a_branch_longer_than_the_window(
     assert_close(CachedDecoder(decoder).score(text, *tree.round(0, 30)), expected)
 
 
-def test_siblings_with_equal_tokens_have_equal_logits(tiny_model: GetModel) -> None:
-    tree = Tree([5, 5, 9, 9], [-1, -1, 0, 1])
-    logits = CachedDecoder(tiny_model("mistral-window").decoder()).score(random_tokens(20), *tree.round(0, 4))
-    assert_close(logits[1], logits[2])
-    assert_close(logits[3], logits[4])
-
-
 # ------------------------------------------------------------------------------------------------ the text
 
 
 @pytest.mark.each_value
-@pytest.mark.parametrize("family", TREE_FAMILIES)
+@pytest.mark.parametrize("family", ["gemma2", "cohere2", "gemma4-layer-inputs"])
 @pytest.mark.parametrize("chunk_rows", [1, 7, 40])
 def test_a_prompt_in_chunks_gives_the_same(
     tiny_model: GetModel, family: str, chunk_rows: int, monkeypatch: pytest.MonkeyPatch
@@ -413,13 +387,6 @@ def test_one_pass_borrows_every_layer_once_and_gives_it_back(
     assert weights.lent == [0, 1, 2]
     plain = chain_logits(tiny_model("qwen3-biased-window").decoder(), [*tokens, 1, 3, 4])
     assert_close(logits, plain[[len(tokens) - 1, -1]])
-
-
-def test_what_a_cached_decoder_says_of_itself(tiny_model: GetModel) -> None:
-    text = CachedDecoder(tiny_model("llama-gqa").decoder())
-    assert (text.vocabulary.num_known(10**9), text.max_context, text.length) == (VOCAB_SIZE, 256, 0)
-    logits = text.score([1, 2, 3], *Tree([4, 5], [-1, -1]).round(0, 2))
-    assert (logits.shape, logits.dtype, text.length) == ((3, VOCAB_SIZE), torch.float32, 3)
 
 
 # ------------------------------------------------------------------------------------------------ checkpoints
@@ -500,6 +467,7 @@ def test_a_tensor_without_a_place_is_refused(name: str) -> None:
 )
 def test_tensors_that_nothing_is_lost_without_are_ignored(config: ModelConfig, name: str) -> None:
     assert config.ignores(name)
+    assert not LLAMA.ignores("lm_head.weight")
 
 
 @pytest.mark.parametrize("is_copy", [True, False])
@@ -523,7 +491,3 @@ def test_a_head_that_is_stored_although_the_embedding_serves_for_it(
     with torch.no_grad():
         expected = reference(torch.tensor([tokens])).logits[0]
     assert_close(chain_logits(TinyModel(folder, reference).decoder(), tokens), expected)
-
-
-def test_the_head_of_an_untied_model_is_not_ignored() -> None:
-    assert not LLAMA.ignores("lm_head.weight")
