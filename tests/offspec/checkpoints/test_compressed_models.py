@@ -201,12 +201,14 @@ def test_fp8_is_a_source_of_others(form: str, fp8: Model, tmp_path: Path, capsys
     assert said.get("quant_method") == {"nf4": "bitsandbytes", "keep": "fp8", "fp32": None}[form]
 
 
+@pytest.mark.parametrize("model", ["w4a16, asymmetric", "int8", "nvfp4"], indirect=True)  # of each kind of numbers
 def test_compressed_ones_are_sources_too(model: Model, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, _, err = offspec(capsys, "quantize", model.packed, tmp_path / "made", "--format", "fp32")
     assert (code, err) == (0, "")
     torch.testing.assert_close(logits(tmp_path / "made"), logits(model.packed), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("model", ["w4a16", "fp8, blocks", "nvfp4"], indirect=True)
 def test_without_its_weights_it_can_be_planned(
     model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

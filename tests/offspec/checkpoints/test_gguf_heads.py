@@ -66,6 +66,7 @@ def test_the_same_head(head: tuple[Path, Path], pair: Pair) -> None:
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
+@pytest.mark.parametrize("head", ["EAGLE-3"], indirect=True)
 def test_it_drafts(head: tuple[Path, Path], pair: Pair) -> None:
     """As many tokens as from the folder, and the text is plain decoding's."""
     drafted = list[tuple[list[int], int]]()

@@ -19,12 +19,12 @@ from offspec.checkpoints.load import load_decoder
 from offspec.checkpoints.opening import ModelFiles, Note
 from offspec.errors import CheckpointError, UnsupportedModelError
 from offspec.loaders.params import ConvertParams
-from offspec.model.decoder import CachedDecoder, Decoder
+from offspec.model.decoder import Decoder
 from offspec.planning.plan import all_resident
 
 from ...fakes import CPU, FAMILIES, Family, TinyModel, config_json, randomise
 from ...refusals import refused, tells
-from ..model.test_decoder import NO_NODES, assert_close, chain_logits, random_tokens
+from ..model.test_decoder import assert_close, chain_logits, random_tokens
 
 VISION = {
     "hidden_size": 32,
@@ -78,19 +78,12 @@ def decoder_of(folder: Path, notes: list[Note] | None = None) -> Decoder:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_logits_and_greedy_text_equal_transformers(multimodal: GetModel, name: str) -> None:
+def test_logits_equal_transformers(multimodal: GetModel, name: str) -> None:
     model, tokens, notes = multimodal(name), random_tokens(40), list[Note]()
     decoder = decoder_of(model.folder, notes)
     assert any(tells(note.text, "language model", "images") for note in notes)
     with torch.no_grad():
         assert_close(chain_logits(decoder, tokens), model.reference(torch.tensor([tokens])).logits[0])
-    prompt = random_tokens(12, seed=2)
-    generated = model.reference.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=16)
-    text, chain, found = CachedDecoder(decoder), prompt, list[int]()
-    for _ in range(16):
-        chain = [int(text.score(chain, *NO_NODES).argmax())]
-        found += chain
-    assert found == generated[0, len(prompt) :].tolist()
 
 
 @pytest.mark.parametrize("beginning", ["model.language_model.", "language_model.model."])

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from offspec import ConvertParams, Engine, SamplingParams, builtin, convert, loading
+from offspec import ConvertParams, Engine, builtin, convert, loading
 from offspec.checkpoints.load import load_weights
 from offspec.checkpoints.opening import ModelFiles
 from offspec.loaders.formats.products import KERNEL, TORCH, ProductCosts, ProductKind, WayCosts
@@ -27,7 +27,6 @@ from offspec.model.decoder import CachedDecoder, Decoder
 from offspec.planning.memory import MemoryOptions
 from offspec.planning.plan import Plan, make_plan, with_faster_residents
 
-from ...cli.server.serving import served
 from ...machines import needs_kernels
 from .test_grouped_models import NO_NODES, PLAIN, RATES, offspec, streamed, texts
 
@@ -88,7 +87,7 @@ def test_logits_have_the_bits_of_the_plain_model(
 @pytest.mark.slow
 def test_texts_and_notes(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with closing(Engine.load("builtin", draft="lookup", device="cpu", dtype="bf16")) as source:
-        expected, answer = texts(source, PLAIN), source.complete("def area(", SamplingParams(8))
+        expected = texts(source, PLAIN)
     with monkeypatch.context() as patch:
         patch.setattr(loading, "plan_here", streamed(2))
         patch.setattr(loading, "with_faster_residents", lambda plan, rates: plan)
@@ -98,9 +97,6 @@ def test_texts_and_notes(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert not engine.target.weights.is_resident
         assert any(LOSSLESS_FORMAT in note.text for note in engine.notes)
         assert texts(engine, PLAIN) == expected
-        with served(engine) as (client, _):
-            reply = client.ask("POST", "/v1/completions", {"prompt": "def area(", "max_tokens": 8})
-        assert reply.body["choices"][0]["text"] == answer
 
 
 # ------------------------------------------------------------------------------------------------------------ plans
@@ -197,10 +193,6 @@ def test_commands(packed: Path, tmp_path: Path, say: Callable[..., str]) -> None
     runs = [say("run", path, "def area(", *flags, "--max-new-tokens", 12, "-q") for path in (packed, "builtin")]
     assert runs[0] == runs[1] != ""
     assert "bf16-packed" in say("plan", "builtin", *flags, "--format", LOSSLESS_FORMAT, "-q")
-    (tmp_path / "prompts.txt").write_text("def area(")
-    small = ("--max-new-tokens", 8, "--temperatures", "0", "--budgets", "8")
-    verified = ("--prompts", tmp_path / "prompts.txt", "--draft", "lookup", "--device", "cpu", "-q", "--json")
-    assert json.loads(say("verify", packed, *verified, *small))["exact"]
     made = json.loads(say("quantize", packed, tmp_path / "back", "--format", "bf16", "-q", "--json"))
     assert set(made["bits_per_weight"].values()) == {16.0}
 
@@ -210,6 +202,3 @@ def test_quantize_says_the_bits_of_each_matrix(tmp_path: Path, say: Callable[...
     told = say("quantize", "builtin", tmp_path / "a", "--format", LOSSLESS_FORMAT, "-q", "-v")
     assert "56 matrices packed: 12.01 to 12.02 bits a weight instead of 16" in told
     assert "bits  model.layers.7.mlp.down_proj.weight" in told
-    said = json.loads(say("quantize", "builtin", tmp_path / "b", "--format", LOSSLESS_FORMAT, "-q", "--json"))
-    assert len(said["bits_per_weight"]) == 56
-    assert max(said["bits_per_weight"].values()) < 12.1

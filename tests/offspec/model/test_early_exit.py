@@ -226,7 +226,7 @@ def test_a_text_that_was_left_and_changed_goes_on_as_a_fresh_one(get_engine: Get
     engine = get_engine(2, False, True)
     caches = engine.new_caches()
     other = engine.encode(PROMPT)
-    for cut, prompt in enumerate([PROMPT, "def area(self", "def area(", "class", "class A"]):
+    for cut, prompt in enumerate([PROMPT, "def area(self", "class"]):
         long = replace(SAMPLED, max_new_tokens=24)
         request = engine.generate(prompt, long, SpeculationParams(16), caches=caches)
         for _ in range(cut + 1):
@@ -329,10 +329,9 @@ def test_the_first_layers_are_planned_to_stay(folder: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("is_good", [True, None])
-def test_texts_that_share_passes_are_plain_decodings(get_engine: GetEngine, is_good: bool | None) -> None:
+def test_texts_that_share_passes_are_plain_decodings(get_engine: GetEngine) -> None:
     """Also one that is paused, with its first layers' entries, and resumed."""
-    engine, prompts = get_engine(2, True, is_good), ("def area(", "class Tree:\n    def", "x = 1", "import")
+    engine, prompts = get_engine(2, True, True), ("def area(", "class Tree:\n    def", "x = 1", "import")
     params = [SamplingParams(10, temperature=0.7 * (i % 2), seed=i, ignore_eos=True) for i in range(len(prompts))]
     batch = Batch(engine.models, 3)
     tickets = {

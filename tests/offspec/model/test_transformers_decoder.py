@@ -18,13 +18,12 @@ from transformers.utils.logging import disable_progress_bar
 
 from offspec import Engine, SamplingParams, SpeculationParams
 from offspec.checkpoints.conversion import convert
-from offspec.checkpoints.load import WeightSettings, load_decoder
+from offspec.checkpoints.load import load_decoder
 from offspec.checkpoints.opening import ModelFiles, Note
 from offspec.drafts.head_draft import HeadDraft
 from offspec.drafts.without_model import LookupDraft
 from offspec.errors import CheckpointError, UnsupportedModelError, UsageError
 from offspec.loaders.params import ConvertParams
-from offspec.loaders.streaming.placement import Limits, Placement, Slots, places_of
 from offspec.loading import LoadedTarget
 from offspec.model import pass_rows
 from offspec.model.decoder import Decoder
@@ -34,6 +33,7 @@ from offspec.planning.plan import PassWork, all_resident
 from ...pair import VOCAB_SIZE, Pair, build_pair, variant
 from ...refusals import check_message, refused, tells
 from ..drafts.test_head_draft import HEADS
+from .families.test_families import streamed
 from .heads.head_twins import write_folder
 
 CPU = torch.device("cpu")
@@ -152,15 +152,6 @@ def reference(folder: Path) -> PreTrainedModel:
 def resident(folder: Path) -> Decoder:
     files = ModelFiles.open(folder, "fp32", "cpu", [])
     return load_decoder(files, all_resident(files), CPU)
-
-
-def streamed(folder: Path) -> Decoder:
-    """Layer 0 stays, the others come from disk."""
-    files = ModelFiles.open(folder, "fp32", "cpu", [])
-    costs = [layer.cost(files.dtype) for layer in files.stored.layers]
-    slots = Slots(2, 0, max(cost.slot_bytes for cost in costs))
-    placement = Placement(places_of(resident=(0,), on_disk=range(1, len(costs))), slots, (), Limits(None, 0), 0, 0)
-    return load_decoder(files, placement, CPU, WeightSettings(has_far_embedding=True))
 
 
 def text_of(engine: Engine, params: SamplingParams, speculation: SpeculationParams | None = None) -> list[int]:
@@ -358,10 +349,9 @@ def test_without_transformers_the_remedy_is_named(models: dict[str, Foreign], mo
         ModelFiles.open(models["stablelm"].folder, "auto", "cpu", [])
 
 
-@pytest.mark.parametrize("kind", ["EAGLE-3", "Medusa"])
-def test_heads_draft_for_them(kind: str, models: dict[str, Foreign], tmp_path: Path) -> None:
+def test_heads_draft_for_them(models: dict[str, Foreign], tmp_path: Path) -> None:
     """They read the states of these layers, and use the model's own embedding and head."""
-    config, tensors = HEADS[kind]
+    config, tensors = HEADS["EAGLE-3"]
     head = write_folder(tmp_path, config | {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}, tensors())
     with Engine.load(str(models["stablelm"].folder), draft=str(head), device="cpu", dtype="fp32") as engine:
         assert isinstance(engine.draft, HeadDraft)

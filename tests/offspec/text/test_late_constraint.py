@@ -284,7 +284,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     return build_pair(tmp_path_factory.mktemp("pair"))
 
 
-@pytest.fixture(scope="module", params=["model", "lookup", "none"])
+@pytest.fixture(scope="module", params=["model", "none"])
 def engine(pair: Pair, request: Any) -> Iterator[Engine]:
     draft = str(pair.draft) if request.param == "model" else request.param
     with Engine.load(pair.target, draft=draft, device="cpu") as engine:

@@ -26,7 +26,7 @@ from ..test_decoder import NO_NODES, Tree, random_tokens
 GetModel = Callable[[str], TinyModel]
 WINDOW = 64
 TEXT = random_tokens(400, 5)
-PARAMS = SamplingParams(40, ignore_eos=True)
+PARAMS = SamplingParams(20, ignore_eos=True)
 
 
 def kept(decoder: Decoder, tokens: Sequence[int], chain: Sequence[int]) -> torch.Tensor:
@@ -127,7 +127,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     return build_pair(tmp_path_factory.mktemp("pair"), max_position_embeddings=2048)
 
 
-PROMPT = [40 + (number * 7) % 90 for number in range(500)]
+PROMPT = [40 + (number * 7) % 90 for number in range(400)]
 
 
 def tokens_of(engine: Engine, speculation: SpeculationParams | None = None) -> tuple[list[int], float]:

@@ -32,10 +32,10 @@ def pool_of(engine: Engine, most_bytes: int = MUCH) -> TextPool:
 def answer(engine: Engine, pool: TextPool, prompt: Sequence[int]) -> tuple[list[int], int]:
     """The answer's tokens, which are those of an engine without caches, and the number of the prompt's cached ones."""
     caches = pool.borrow(prompt)
-    steps = list(engine.generate(prompt, SamplingParams(10, ignore_eos=True, seed=1, temperature=1), caches=caches))
+    steps = list(engine.generate(prompt, SamplingParams(6, ignore_eos=True, seed=1, temperature=1), caches=caches))
     pool.give_back(caches)
     tokens = [token for step in steps for token in step.token_ids]
-    alone = engine.generate(prompt, SamplingParams(10, ignore_eos=True, seed=1, temperature=1))
+    alone = engine.generate(prompt, SamplingParams(6, ignore_eos=True, seed=1, temperature=1))
     assert tokens == [token for step in alone for token in step.token_ids]
     return tokens, len(prompt) - steps[-1].stats.num_prefilled_tokens
 
