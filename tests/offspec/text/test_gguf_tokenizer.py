@@ -17,7 +17,7 @@ import tokenizers
 from tokenizers import models, pre_tokenizers, trainers
 
 from offspec.checkpoints.conversion import convert
-from offspec.errors import CheckpointError, TokenizerError, UnsupportedModelError
+from offspec.errors import TokenizerError, UnsupportedModelError
 from offspec.loaders.params import ConvertParams
 from offspec.text import gguf_tokenizer
 from offspec.text.gguf_pretokenizers import WORD_RULES
@@ -373,7 +373,7 @@ def check_refused(metadata: Mapping[str, Any], *words: object, error: type[Excep
     assert len(str(caught.value)) < 500
 
 
-@pytest.mark.parametrize("kind", ["bert", "rwkv", "plamo2", "t5", "gemma5", "none", "\n" * 10**6])
+@pytest.mark.parametrize("kind", ["bert", "gemma5", "\n" * 10**6])
 def test_a_kind_of_tokenizer_that_is_not_read_is_refused(kind: str) -> None:
     check_refused(metadata_with(model=kind), "gpt2", "llama", error=UnsupportedModelError)
 
@@ -456,12 +456,6 @@ def test_ids_that_no_token_has_count_for_nothing_where_nothing_depends_on_them()
         Tokenizer.from_gguf(metadata, Path("a.gguf")).eos_ids
         == Tokenizer.from_gguf(metadata_with(), Path("a.gguf")).eos_ids
     )
-
-
-def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "a.gguf").write_bytes(b"GGUF")
-    with refused(CheckpointError, tmp_path / "a.gguf"):
-        Tokenizer.load(tmp_path / "a.gguf")
 
 
 def test_a_vocabulary_in_gguf_is_the_one_in_tokenizer_json(tmp_path: Path) -> None:

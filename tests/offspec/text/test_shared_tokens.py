@@ -145,11 +145,7 @@ def test_a_tokenizer_whose_tokens_bytes_cannot_be_told_is_refused(
 @pytest.mark.parametrize(("target", "draft"), PAIRS)
 @pytest.mark.parametrize("text", TEXTS)
 def test_a_text_is_encoded_as_the_drafts_tokenizer_does(
-    text: str,
-    target: str,
-    draft: str,
-    tokenizers: dict[str, Tokenizer],
-    reencoders: dict[tuple[str, str], Reencoder],
+    text: str, target: str, draft: str, tokenizers: dict[str, Tokenizer], reencoders: dict[tuple[str, str], Reencoder]
 ) -> None:
     reencoder = reencoders[target, draft]
     encoded = reencoder.encode(joined(reencoder, tokenizers[target].encode(text)))
