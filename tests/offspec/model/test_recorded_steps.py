@@ -21,10 +21,7 @@ from offspec.model.recorded_steps import RecordedSteps
 from ...fakes import FAMILIES, config_json
 from ...machines import this_processor
 
-pytestmark = [
-    this_processor,
-    pytest.mark.skipif(gnu_openmp() is None, reason="torch has another OpenMP than GNU's"),
-]
+pytestmark = [this_processor, pytest.mark.skipif(gnu_openmp() is None, reason="torch has another OpenMP than GNU's")]
 CPU = torch.device("cpu")
 TOKENS = [3, 5, 7, 11, 13, 17]
 WIDTH = 64

@@ -14,16 +14,7 @@ from torch import Tensor
 
 from offspec.loaders.formats.products import exact_rows
 from offspec.model.ordered_recurrence import OrderedRows, chain_in_order, kind_of_rows, tree_in_order
-from offspec.model.recurrence import (
-    ROOT,
-    DeltaInputs,
-    Inputs,
-    PathRows,
-    SumInputs,
-    chain_step,
-    no_rows,
-    tree_step,
-)
+from offspec.model.recurrence import ROOT, DeltaInputs, Inputs, PathRows, SumInputs, chain_step, no_rows, tree_step
 
 from ...machines import needs_kernels
 

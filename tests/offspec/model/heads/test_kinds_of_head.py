@@ -36,6 +36,7 @@ from ....fakes import CPU
 from ....pair import build_pair
 from ....refusals import refused
 from ...checkpoints.test_mistral import write_mistral
+from ..test_decoder import NO_NODES
 from .head_twins import (
     CLOVER2_CONFIG,
     DFLASH_CONFIG,
@@ -97,6 +98,11 @@ def target(target_files: ModelFiles) -> Decoder:
     return load_decoder(target_files, all_resident(target_files), CPU)
 
 
+def head_of(folder: Path, target_files: ModelFiles, target: Decoder) -> Head:
+    files = HeadFiles.open(folder, target_files.config)
+    return files.spec.make(files.load(torch.float32, CPU), target)
+
+
 class States:
     """The states of a pass, as `HeadText.feed` reads them: rows before the root, the root, and nodes."""
 
@@ -135,8 +141,7 @@ def test_logits_equal_the_reference(layout: str, tmp_path: Path, target_files: M
     tensors = fspad_tensors() if layout == "FSPAD" else eagle_tensors(version, layer=prefix)
     folder = write_folder(tmp_path / "head", config, tensors, pickled=pickled)
     assert is_head(folder)
-    files = HeadFiles.open(folder, target_files.config)
-    head = files.spec.make(files.load(torch.float32, CPU), target)
+    head = head_of(folder, target_files, target)
     flags = {name: bool(config.get(name)) for name in ("norm_before_residual", "norm_output")}
     twin = FspadTwin(tensors, target) if layout == "FSPAD" else EagleTwin(version, tensors, target, **flags)
     check_logits(head, twin, 32 * (3 if version == 3 else 1))
@@ -151,8 +156,7 @@ def test_logits_of_mistrals_eagle(tmp_path: Path, target_files: ModelFiles, targ
     config = {**EAGLE_CONFIG, "rope_parameters": rope, "tie_word_embeddings": False, "sliding_window": None}
     folder = write_mistral(tmp_path / "head", config, {name: t for name, t in stored.items() if name != "fc.weight"})
     assert is_head(folder)
-    files = HeadFiles.open(folder, target_files.config)
-    head = files.spec.make(files.load(torch.float32, CPU), target)
+    head = head_of(folder, target_files, target)
     check_logits(head, EagleTwin(1, {**tensors, "fc.bias": torch.zeros(32)}, target), 32)
 
 
@@ -163,13 +167,13 @@ def check_logits(head: Head, twin: Any, width: int) -> None:
     states = torch.randn(9, width, generator=generator)
     tokens = torch.randint(0, 300, (10,), generator=generator).tolist()
     text.feed(told(tokens[:6], states[:6], head.target_layers, [], tokens[6:7]))
-    root = text.score(tokens[6:7], _none(), _none(), np.empty((0, 0), dtype=np.bool_))
+    root = text.score(tokens[6:7], *NO_NODES)
     fused = twin.fused(states)
     torch.testing.assert_close(root, twin.logits(fused[:6], tokens[1:7])[0], atol=1e-4, rtol=1e-4)
     text.keep([])
     text.feed(told(tokens[:7], states[6:9], head.target_layers, [0, 1], tokens[7:10]))
     assert text.length == 9
-    root = text.score(tokens[9:], _none(), _none(), np.empty((0, 0), dtype=np.bool_))
+    root = text.score(tokens[9:], *NO_NODES)
     expected, above = twin.logits(fused, tokens[1:])
     torch.testing.assert_close(root, expected, atol=1e-4, rtol=1e-4)
     parents, nodes = [-1, -1, 0, 2, 0], np.array([11, 12, 13, 14, 15])
@@ -199,13 +203,12 @@ def test_logits_of_heads_without_attention(
 ) -> None:
     config, make, pickled = CHAINED[kind]
     tensors: dict[str, Tensor] = make()
-    files = HeadFiles.open(write_folder(tmp_path, config, tensors, pickled=pickled), target_files.config)
-    head = files.spec.make(files.load(torch.float32, CPU), target)
+    head = head_of(write_folder(tmp_path, config, tensors, pickled=pickled), target_files, target)
     text, states, tokens = HeadText(head), torch.randn(5, 32), [7, 8, 9, 10, 11, 12]
     text.feed(told(tokens[:5], states, head.target_layers, [], tokens[5:]))
     assert text.max_context == len(tokens) + 3, "three tokens can be predicted"
     parents, nodes, depths = [-1, -1, 0, 1], np.array([20, 21, 22, 23]), np.array([1, 1, 2, 2])
-    rounds = [text.score(tokens[5:], _none(), _none(), np.empty((0, 0), dtype=np.bool_))]
+    rounds = [text.score(tokens[5:], *NO_NODES)]
     rounds.append(text.score([], nodes[:1], depths[:1], tree_mask(parents[:1])))
     rounds.append(text.score([], nodes[1:], depths[1:], tree_mask(parents, 1)))  # two depths in one round
     state = (hydra_prefix(tensors, states) if kind == "Hydra++" else states)[-1]
@@ -225,13 +228,12 @@ def test_logits_of_clover_2(tmp_path: Path, target_files: ModelFiles, target: De
     tensors = clover2_tensors()
     folder = write_folder(tmp_path, CLOVER2_CONFIG, tensors | {"lm_head.weight": torch.zeros(300, 32)})
     assert is_head(folder)
-    files = HeadFiles.open(folder, target_files.config)
-    text = HeadText(files.spec.make(files.load(torch.float32, CPU), target))
+    text = HeadText(head_of(folder, target_files, target))
     states, tokens, path = torch.randn(9, 32), [*range(20, 30)], [11, 12, 13]
     text.feed(told(tokens[:6], states[:6], (), [], tokens[6:7]))
-    text.score(tokens[6:7], _none(), _none(), np.empty((0, 0), dtype=np.bool_))
+    text.score(tokens[6:7], *NO_NODES)
     text.feed(told(tokens[:7], states[6:9], (), [0, 1], tokens[7:10]))
-    found = [text.score(tokens[9:], _none(), _none(), np.empty((0, 0), dtype=np.bool_))]
+    found = [text.score(tokens[9:], *NO_NODES)]
     found.append(text.score([], np.array([11, 50]), np.array([1, 1]), tree_mask([-1, -1])))
     for depth in (2, 3):
         parents = [-1, -1, 0, 2][: depth + 1]
@@ -322,19 +324,15 @@ def drafted_block(
     text = HeadText(files.spec.make(files.load(torch.float32, CPU), target))
     states, tokens = torch.randn(9, 96), [*range(20, 30)]
     text.feed(told(tokens[:6], states[:6], (0, 2, 4), [], tokens[6:7]))
-    text.score(tokens[6:7], _none(), _none(), np.empty((0, 0), dtype=np.bool_))
+    text.score(tokens[6:7], *NO_NODES)
     text.keep([])
     text.feed(told(tokens[:7], states[6:9], (0, 2, 4), [0, 1], tokens[7:10]))
-    found = [text.score(tokens[9:], _none(), _none(), np.empty((0, 0), dtype=np.bool_))]
+    found = [text.score(tokens[9:], *NO_NODES)]
     for depth in range(1, steps):
         parents = [-1, *range(steps)][:depth]
         found.append(text.score([], np.array([40 + depth]), np.array([depth]), tree_mask(parents, depth - 1)))
     assert text.max_context == len(tokens) + steps
     return files.spec, torch.cat(found), states, tokens[9]
-
-
-def _none() -> Any:
-    return np.empty(0, dtype=np.int64)
 
 
 def _path(node: int, parents: Sequence[int]) -> list[int]:
@@ -347,18 +345,16 @@ def _path(node: int, parents: Sequence[int]) -> list[int]:
 def test_the_text_can_be_cut(tmp_path: Path, target_files: ModelFiles, target: Decoder) -> None:
     """After another continuation, logits are those of a head that was only told of that one."""
     tensors = eagle_tensors(3)
-    files = HeadFiles.open(write_folder(tmp_path, EAGLE_CONFIG, tensors), target_files.config)
-    head = files.spec.make(files.load(torch.float32, CPU), target)
+    head = head_of(write_folder(tmp_path, EAGLE_CONFIG, tensors), target_files, target)
     states, tokens = torch.randn(8, 96), [*range(20, 29)]
-    no_mask = np.empty((0, 0), dtype=np.bool_)
     fresh, text = HeadText(head), HeadText(head)
     fresh.feed(told(tokens[:8], states, head.target_layers, [], tokens[8:]))
     text.feed(told(tokens[:5], states[:5], head.target_layers, [], [77]))
-    text.score([77], _none(), _none(), no_mask)
+    text.score([77], *NO_NODES)
     text.truncate(5)  # the same five tokens, and then another one than 77
     assert text.max_context
     text.feed(told(tokens[:8], states[5:], head.target_layers, [], tokens[8:]))
-    found = [each.score(tokens[8:], _none(), _none(), no_mask) for each in (text, fresh)]
+    found = [each.score(tokens[8:], *NO_NODES) for each in (text, fresh)]
     torch.testing.assert_close(*found)
     text.truncate(3)
     assert text.max_context == 0, "the state before the next token is gone, so it waits for the target"
@@ -439,7 +435,7 @@ def test_a_quantised_head_stays_packed(tmp_path: Path, target_files: ModelFiles,
     for weights in (packed, unpacked):
         text = HeadText(files.spec.make(weights, target))
         text.feed(told(tokens[:6], states, (), [], tokens[6:]))
-        found.append(text.score(tokens[6:], _none(), _none(), np.empty((0, 0), dtype=np.bool_)))
+        found.append(text.score(tokens[6:], *NO_NODES))
     torch.testing.assert_close(*found, atol=1e-4, rtol=1e-4)
 
 
