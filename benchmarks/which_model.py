@@ -71,12 +71,14 @@ def _number(rate: float) -> str:
 
 
 def table(shapes: Shapes, gpus: Sequence[str], form: str) -> list[str]:
-    """Rows of cards and RAM, columns of targets."""
+    """Rows of cards and RAM, columns of targets; sizes of RAM that change nothing share a row."""
     lines = [f"| card | RAM | {' | '.join(TARGETS)} |", f"|---|---|{'---|' * len(TARGETS)}"]
     for gpu in gpus:
+        rams: dict[tuple[str, ...], list[str]] = {}
         for ram in RAMS_GIB[form]:
-            cells = [shapes.cell(target, gpu, ram * GIB, form) for target in TARGETS]
-            lines.append(f"| {' | '.join((find_gpu(gpu).name, f'{ram} GiB', *cells))} |")
+            cells = tuple(shapes.cell(target, gpu, ram * GIB, form) for target in TARGETS)
+            rams.setdefault(cells, []).append(f"{ram} GiB")
+        lines += [f"| {' | '.join((find_gpu(gpu).name, ' or '.join(rams[cells]), *cells))} |" for cells in rams]
     return lines
 
 
