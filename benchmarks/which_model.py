@@ -39,7 +39,7 @@ TARGETS: dict[str, dict[str, Any]] = {
     "Llama-3.1-70B": SHAPES["70b"],
 }
 DRAFTS = {name: "0.5b" if name.startswith("Qwen") else "1b" for name in TARGETS}
-RAMS_GIB = {"nf4": (16, 32), "bf16": (32, 128)}
+RAMS_GIB = {"nf4": (16, 32), "bf16": (128,)}
 NONE, TOO_LARGE = "none", "-"
 
 
