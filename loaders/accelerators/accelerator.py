@@ -1,8 +1,9 @@
 """`Accelerator`: what offspec needs of a device beside torch's operations; `accelerator_of` finds a device's.
 
 Order between the host, copies and arithmetic; memory and its figures; recording; clocks. Code that needs one of these
-calls it, and compares no device types. Which kernels a weight format has on a device is the format's own business.
-A device of another maker is one more class beside `Cuda`.
+calls it. Code that chooses an arithmetic (kernels of formats, exact rows, attention, sums over a vocabulary), limits or
+defaults still compares `device.type`. So a device of another maker needs a class beside `Cuda`, a line in
+`accelerator_of`, and a look at these comparisons.
 """
 
 from __future__ import annotations

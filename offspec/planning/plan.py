@@ -1,7 +1,8 @@
 """Plans a target and its features: what must be in memory, where each part goes, and how long a pass takes.
 
-This module turns a model's shapes into bytes; `loaders.streaming.placement` knows neither KV caches nor drafts. Pure
-functions: nothing is read, measured or allocated. `planning.probe` measures, and `loading` carries out a plan.
+This module turns a model's shapes into bytes; `loaders.streaming.placement` gets these numbers alone: of KV entries and
+of a shadow, the bytes for each layer. Pure functions: nothing is read, measured or allocated. `planning.probe`
+measures, and `loading` carries out a plan.
 """
 
 from __future__ import annotations

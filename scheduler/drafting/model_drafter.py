@@ -1,8 +1,8 @@
 """Best-first drafting with a small model (SpecExec, 2406.02532, section 4), with guessers, or with both.
 
 The tree contains the best of all candidates. `draft_rounds` runs the model and `guesser_pool` the guessers. `pricing`
-decides how long to draft and how many nodes to send, `overlap` whether to draft during the pass. After the verdict,
-`verdict_learning` updates the calibration.
+measures passes and asks a `Controller` how long to draft and how many nodes to send; `pace.trials` decides whether to
+draft during the pass. After the verdict, `verdict_learning` updates the calibration.
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ class SharedPass:
 
         candidates: for each text, the probabilities of its best candidates, descending. spent_s: seconds of drafting.
         The result has the largest expected gain: with R tokens/s, that is tokens - R * seconds, as in
-        `budget.MarginalRate`.
+        `controllers.MarginalRate`.
         """
         joined = np.concatenate([np.empty(0), *candidates])
         owners = np.repeat(np.arange(len(candidates)), [len(each) for each in candidates])

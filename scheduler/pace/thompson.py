@@ -1,6 +1,6 @@
 """Stops drafting by Thompson sampling, in both of EESD's ways (2406.03853, section 3.3).
 
-Baselines for `budget.MarginalRate`, which also knows what a round costs.
+Baselines for `controllers.MarginalRate`, which also knows what a round costs.
 """
 
 from __future__ import annotations
