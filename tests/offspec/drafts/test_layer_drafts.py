@@ -257,7 +257,12 @@ def test_killed_it_is_resumed_to_the_same_bytes(
     make_shadow(files, 3, tmp_path / "whole")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     for share in (0.3, 0.8):
-        killed(lambda: make_shadow(files, 3, progress=lambda done, total: kill() if done > share * total else None))  # noqa: B023 (called at once)
+
+        def progress(done: int, total: int, share: float = share) -> None:
+            if done > share * total:
+                kill()
+
+        killed(lambda progress=progress: make_shadow(files, 3, progress=progress))
         folder = shadow_folder(files, 3)
         assert any(folder.glob("*.safetensors*"))
         assert (made_shadows(files), find_shadow(files, 3)) == ([], None)
