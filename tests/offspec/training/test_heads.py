@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
-import textwrap
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -28,15 +23,14 @@ from offspec.training.target_texts import Forest, Shard
 from offspec.training.unrolling import SoftCrossEntropy
 
 from ...fakes import FAMILIES, build
-from ...pages import ROOT
 from ...pair import Pair, build_pair
 from ...refusals import refused
 from ..model.heads.test_kinds_of_head import told, tree_mask
 
 PARAMS = HeadParams(steps=6, num_texts=16, text_tokens=12, batch_texts=8, num_labels=16)
-# Reads the text not, has a state of its own, guesses a block. One that reads the text is trained by
-# `test_a_head_of_few_tokens`, and a layer of the target's kind by `test_hybrid_drafts`.
-DAILY = ("medusa", "recurrent", "dflash")
+# Has a state of its own, guesses a block. One that reads the text is trained by `test_a_head_of_few_tokens`, and a
+# layer of the target's kind by `test_hybrid_drafts`.
+DAILY = ("recurrent", "dflash")
 GREEDY = SamplingParams(10, ignore_eos=True)
 
 
@@ -103,41 +97,6 @@ def test_a_resumed_run_is_the_same_to_the_bit(teacher: Teacher, tmp_path: Path) 
     assert one.keys() == other.keys()
     assert all(torch.equal(one[name], other[name]) for name in one)
     assert whole.agreement == parts.agreement
-
-
-KILLED = """
-    import os, signal, sys
-    from pathlib import Path
-    from offspec import Engine
-    from offspec.checkpoints.opening import ModelFiles
-    from offspec.training.distill_params import HeadParams
-    from offspec.training.distillation import Teacher
-    from offspec.training.heads import distill_head
-
-    target, out = map(Path, sys.argv[1:])
-    engine = Engine.load(str(target), draft="none", device="cpu", dtype="fp32")
-    teacher = Teacher(engine.target, ModelFiles.open(target, "fp32", "cpu", []), engine.tokenizer)
-
-    def progress(what, done, total):
-        if what == "training steps" and done == 3:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    params = HeadParams(steps=6, num_texts=32, text_tokens=12, batch_texts=8, num_labels=16)
-    distill_head(teacher, "eagle3", params, out=out, progress=progress, checkpoint_every_s=0)
-"""
-
-
-@pytest.mark.nightly
-def test_a_killed_run_gives_the_same_to_the_last_bit(pair: Pair, teacher: Teacher, tmp_path: Path) -> None:
-    whole, out = distill_head(teacher, "eagle3", PARAMS, out=tmp_path / "whole"), tmp_path / "out"
-    threads = {"OMP_NUM_THREADS": str(torch.get_num_threads())}
-    script = [sys.executable, "-c", textwrap.dedent(KILLED), str(pair.target), str(out)]
-    killed = subprocess.run(script, env={**os.environ, **threads, "PYTHONPATH": str(ROOT)}, check=False)
-    assert killed.returncode == -signal.SIGKILL
-    assert not out.exists()
-    resumed = distill_head(teacher, "eagle3", PARAMS, out=out, resume=True)
-    one, other = (load_file(done.path / "model.safetensors") for done in (whole, resumed))
-    assert all(torch.equal(one[name], other[name]) for name in one)
 
 
 def test_the_loss_has_the_gradient_of_the_formula() -> None:
@@ -228,9 +187,9 @@ def test_a_head_of_few_tokens(teacher: Teacher, pair: Pair, tmp_path: Path) -> N
         distill_head(teacher, "medusa", params, out=tmp_path / "other")
 
 
-@pytest.mark.parametrize("kind", ["mtp", "medusa-shared"])
-def test_a_head_over_the_targets_learns_from_few_tokens(kind: str, teacher: Teacher, tmp_path: Path) -> None:
+def test_a_head_over_the_targets_learns_from_few_tokens(teacher: Teacher, tmp_path: Path) -> None:
     """It predicts the others, too: its file is that of one that learnt from all."""
+    kind = "medusa-shared"
     done = distill_head(teacher, kind, replace(PARAMS, head_tokens=40, steps=1), out=tmp_path / "few")
     tensors = load_file(done.path / "model.safetensors")
     beginning = structure_of(kind)(teacher.target, 0)
@@ -256,11 +215,9 @@ def batch_of(teacher: Teacher, layers: tuple[int, ...]) -> Shard:
     return {name: part.clone() for name, part in said.items()}  # outside of inference mode
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["clover2", "fspad"])
-def test_the_loss_falls(kind: str, teacher: Teacher) -> None:
+def test_the_loss_falls(teacher: Teacher) -> None:
     """On one batch, within a few steps."""
-    beginning = structure_of(kind)(teacher.target, 0)
+    beginning = structure_of("clover2")(teacher.target, 0)
     student, batch = HeadStudent(beginning, teacher.target), batch_of(teacher, beginning.layers)
     optimizer, losses = torch.optim.Adam(student.parameters(), lr=1e-2), []
     for _ in range(6):

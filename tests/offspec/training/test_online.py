@@ -4,8 +4,6 @@ or refused whole.
 
 from __future__ import annotations
 
-import json
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,12 +18,11 @@ from offspec import Engine, SamplingParams, SpeculationParams
 from offspec.errors import StorageError, UsageError
 from offspec.model.cuda_graphs import TreeGraphs
 from offspec.model.decoder import CachedDecoder, Decoder
-from offspec.model.row_logits import HEAD_ROWS
 from offspec.scheduler.params import MAX_ROWS
 from offspec.scheduler.trees.token_tree import ROOT, TokenTree
 from offspec.scheduler.trees.verify import NoStates, TargetPass, Verdict
 from offspec.training.lora import Adapter, TreeRows, adapted_shapes, hidden_states
-from offspec.training.online import Aligner, AlignmentParams, Listener, Window, best_beside, divergence, learning_bytes
+from offspec.training.online import Aligner, AlignmentParams, Listener, Window, divergence, learning_bytes
 
 from ...fakes import TinyModel
 from ...pair import VOCAB_SIZE, Pair, scale_weights, variant
@@ -94,7 +91,7 @@ def test_text_is_the_same_while_the_draft_learns(pair: Pair) -> None:
     """That of another engine, which does not learn."""
     with load(pair, learn=True) as learning, load(pair) as other:
         learning.draft.aligner = Aligner(learning.draft.decoder, FAST)  # type: ignore[arg-type]
-        for seed, prompt in enumerate(PROMPTS):
+        for seed, prompt in enumerate(PROMPTS[:2]):
             params = SamplingParams(8, temperature=0.8, seed=seed, ignore_eos=True)
             plain = other.generate(prompt, params, SpeculationParams(0))
             expected = [token for step in plain for token in step.token_ids]
@@ -125,16 +122,12 @@ def test_a_learnt_draft_guesses_more(engine: Engine) -> None:
 # ------------------------------------------------------------------------------------------------ one forward, two ways
 
 
-@pytest.mark.each_value
-@pytest.mark.parametrize("family", ["llama-biased", "llama-tied", "qwen2-window", "qwen3", "mistral-window"])
-@pytest.mark.parametrize("seed", range(3))
-def test_a_tree_at_once_is_each_of_its_paths_alone(
-    family: str, seed: int, tiny_model: Callable[[str], TinyModel]
-) -> None:
+@pytest.mark.parametrize("family", ["llama-biased", "qwen2-window", "qwen3"])
+def test_a_tree_at_once_is_each_of_its_paths_alone(family: str, tiny_model: Callable[[str], TinyModel]) -> None:
     """With additions beside the weights, over random trees below two texts, as
     with merged ones over each path by itself.
     """
-    decoder, draws = tiny_model(family).decoder(), np.random.default_rng(seed)
+    decoder, draws = tiny_model(family).decoder(), np.random.default_rng(0)
     adapter = randomised(Adapter(decoder, 4))
     parents = np.array([ROOT, *range(11), *(draws.integers(0, row) for row in range(12, 18))])
     parents = np.concatenate((parents, np.where(parents == ROOT, ROOT, parents + 18)))
@@ -189,21 +182,6 @@ def test_the_loss_is_the_weighted_divergence_and_its_gradient_points_down(engine
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
 
 
-def test_a_step_learns_from_its_batch_alone(engine: Engine) -> None:
-    """A loss that somebody looks at, as a benchmark does on what is held out,
-    must not find its way into the next step.
-    """
-    after = []
-    for looks in (False, True):
-        aligner = Aligner(engine.draft.decoder, FAST)  # type: ignore[arg-type]
-        windows = [heard(aligner, context, seed) for seed, context in enumerate(([5, 6], [60, 61]))]
-        if looks:
-            aligner.loss(windows[1:])
-        aligner.step(windows[:1])
-        after.append([parameter.detach().clone() for parameter in aligner.adapter.parameters])
-    assert all(torch.equal(a, b) for a, b in zip(*after, strict=True))
-
-
 def test_divergence_is_kl_with_the_others_as_one() -> None:
     logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]])
     p = torch.tensor([0.5, 0.3, 0.15, 0.05])
@@ -254,7 +232,7 @@ def test_what_is_taken_down_is_what_the_target_thinks(engine: Engine) -> None:
 
 
 @pytest.mark.each_value
-@pytest.mark.parametrize("most_prompt", [0, 3, 20, 1000])
+@pytest.mark.parametrize("most_prompt", [3, 1000])
 @pytest.mark.parametrize("num_held", [0, 30])
 def test_what_the_target_thinks_along_the_prompt_is_taken_down(engine: Engine, most_prompt: int, num_held: int) -> None:
     """Of what was new to it, the end; each place once, in windows that begin with the text before."""
@@ -287,80 +265,6 @@ def test_what_the_target_thinks_along_the_prompt_is_taken_down(engine: Engine, m
     assert not any(len(window.said()) for window in before)
 
 
-def test_the_best_guesses_are_taken_down_and_no_more(engine: Engine) -> None:
-    aligner = Aligner(engine.draft.decoder, AlignmentParams(most_guesses=5, top_k=VOCAB_SIZE))  # type: ignore[arg-type]
-    asked: set[int] = set()
-
-    class Rows:
-        def __getitem__(self, row: int) -> Tensor:
-            asked.add(row)
-            return sayings()[row]
-
-    listener = Listener(aligner, [5, 6], NoStates())
-    listener.observe(TargetPass([5, 6], TREE, VERDICT, Rows()))
-    window = aligner.windows[-1]
-    assert window.tokens[: window.num_tokens].tolist() == [5, 6, 8, 10, 20, 9, 11, 12]
-    assert window.parents[: window.num_tokens].tolist() == [ROOT, 0, 1, 2, 3, 2, 5, 5]
-    assert asked == {0, 1, 3, 2, 4, 5}
-    assert window.num_places == 6
-    assert window.weights[[0, 4]].tolist() == [0, 0]  # the text from before, and what no pass has been over
-
-
-def test_a_tree_in_best_first_order_costs_no_further_slice_of_logits() -> None:
-    tree = TokenTree(np.arange(200), np.arange(-1, 199) // 2, np.ones(200, dtype=np.int64), -np.arange(200.0))
-    assert [node + 1 for node in best_beside(tree, [0, 2], AlignmentParams().most_guesses)] == [2, *range(4, HEAD_ROWS)]
-
-
-def test_where_the_target_hardly_goes_nothing_is_learnt(engine: Engine) -> None:
-    """A guess beyond the likeliest tokens that are kept is left out, with what hangs on it."""
-    aligner = Aligner(engine.draft.decoder, AlignmentParams(top_k=2))  # type: ignore[arg-type]
-    logits = torch.zeros(1 + len(TREE), VOCAB_SIZE)
-    logits[1, [10, 11]] = 9.0  # after 8, not 9
-    logits[3, [14, 15]] = 9.0  # after 10
-    listener = Listener(aligner, [5, 6], NoStates())
-    listener.observe(TargetPass([5, 6], TREE, VERDICT, logits))
-    window = aligner.windows[-1]
-    assert window.tokens[: window.num_tokens].tolist() == [5, 6, 8, 10, 20, 14]
-    assert window.weights[5] == pytest.approx(0.5**0.5, rel=1e-2)
-
-
-def test_a_walk_goes_on_in_the_next_window(engine: Engine) -> None:
-    """One that is longer than a window; a guess that hangs on what lies in a former one is left out."""
-    aligner = Aligner(engine.draft.decoder, AlignmentParams(window_tokens=8))  # type: ignore[arg-type]
-    chain = TokenTree.chain(range(10, 23))
-    tree = TokenTree(
-        np.append(chain.tokens, 30),
-        np.append(chain.parents, 0),
-        np.append(chain.depths, 2),
-        np.append(chain.scores, 0.0),
-    )
-    listener = Listener(aligner, [5, 6, 7], NoStates())
-    logits = torch.zeros(15, VOCAB_SIZE)
-    logits[1, 30] = 9.0
-    listener.observe(TargetPass([5, 6, 7], tree, Verdict([*range(13)], [*range(10, 24)]), logits))
-    windows = list(aligner.windows)
-    assert [window.tokens[: window.num_tokens].tolist() for window in windows] == [
-        [6, 7, *range(10, 16)],
-        [14, 15, *range(16, 22)],
-        [20, 21, 22, 23],
-    ]
-    assert sum(window.num_places for window in windows) == 14
-
-
-def test_judged_is_the_text_alone(engine: Engine) -> None:
-    aligner = Aligner(engine.draft.decoder, FAST)  # type: ignore[arg-type]
-    with_guesses = heard(aligner, [5, 6, 7])
-    alone = Window([5, 6, 7], aligner.params)
-    logs, choices = aligner.likeliest([sayings()[row] for row in (0, 1, 3)])
-    for place, token in enumerate(VERDICT.tokens):
-        alone.tell(alone.last, choices[place], logs[place])
-        alone.last = alone.hang(token, alone.last)
-    with torch.no_grad():
-        wanted = aligner.loss([alone])
-        assert aligner.loss([with_guesses], said_alone=True) == pytest.approx(wanted, rel=1e-5)
-        assert aligner.loss([with_guesses]) != pytest.approx(wanted, rel=1e-3)
-
-
 def test_what_is_kept_is_bounded(engine: Engine) -> None:
     params = AlignmentParams(window_tokens=32, buffer_bytes=3 * 32 * (12 + 32 * 6))
     aligner = Aligner(engine.draft.decoder, params)  # type: ignore[arg-type]
@@ -384,12 +288,6 @@ def test_learning_takes_its_share_of_the_time_and_no_more(engine: Engine) -> Non
     assert aligner.learn(8.0).num_steps == 3
     assert aligner.learn(0.0).num_steps == 0
     assert aligner.learn(4.0).num_steps == 1
-
-
-def test_nothing_heard_nothing_learnt(engine: Engine) -> None:
-    aligner = Aligner(engine.draft.decoder, FAST)  # type: ignore[arg-type]
-    found = aligner.learn(10.0)
-    assert (found.num_steps, found.loss) == (0, None)
 
 
 # ------------------------------------------------------------------------------------------------ merging
@@ -436,9 +334,9 @@ def test_left_in_the_middle_the_draft_is_as_it_was(
 ) -> None:
     engine.draft.aligner = aligner = Aligner(engine.draft.decoder, FAST)  # type: ignore[arg-type]
     assert engine.draft.decoder is not None
-    say(engine, PROMPTS[0], SamplingParams(20, seed=0))
+    say(engine, PROMPTS[0], SamplingParams(8, seed=0))
     before = weights_of(engine.draft.decoder)
-    list(engine.generate(PROMPTS[1], SamplingParams(20, seed=0, ignore_eos=True)))
+    list(engine.generate(PROMPTS[1], SamplingParams(8, seed=0, ignore_eos=True)))
     calls = 0
 
     def interrupted(*args: object) -> float:
@@ -490,7 +388,7 @@ def test_what_was_learnt_comes_back(pair: Pair, tmp_path: Path) -> None:
         assert all(torch.equal(weight, wanted[name]) for name, weight in weights_of(again.draft.decoder).items())
         assert [entry.name for entry in tmp_path.iterdir()] == [file.name]
         assert again.aligner is not None
-        say(again, PROMPTS[0], SamplingParams(20, seed=0))
+        say(again, PROMPTS[0], SamplingParams(6, seed=0))
         assert again.aligner.num_steps == 0  # without --learn it is used, and nothing is learnt
 
 
@@ -517,14 +415,8 @@ def test_a_damaged_file_is_refused(pair: Pair, tmp_path: Path) -> None:
     save_file({**tensors, name: tensors[name][:, :-1].contiguous()}, file, about)
     with refused(UsageError, file, "damaged"):
         load(pair, learn_file=file)
-    save_file({**tensors, name: tensors[name] * torch.inf}, file, about)
-    with refused(UsageError, file, "finite"):
-        load(pair, learn_file=file)
     save_file(tensors, file, {**about, "version": "9"})
     with refused(UsageError, file, "version 9"):
-        load(pair, learn_file=file)
-    save_file(tensors, file)
-    with refused(UsageError, file, "`learn`"):
         load(pair, learn_file=file)
     file.write_bytes(b"not safetensors")
     with refused(UsageError, file, "safetensors"):
@@ -558,12 +450,3 @@ def test_planned_is_what_the_originals_and_the_additions_take(pair: Pair) -> Non
     assert items["learning"].on_device == learning_bytes(learning.draft.decoder.config, 4, params) > originals
     assert items["learning"].on_host == params.buffer_bytes
     assert "learning" not in {item.name for item in plain.plan.placement.items}
-
-
-def test_a_copy_of_the_draft_elsewhere_is_the_same_draft(pair: Pair, tmp_path: Path) -> None:
-    shutil.copytree(pair.draft, tmp_path / "moved")
-    config = json.loads((tmp_path / "moved" / "config.json").read_text())
-    (tmp_path / "moved" / "config.json").write_text(json.dumps(config, indent=4))
-    moved = load(Pair(pair.target, tmp_path / "moved"))
-    one, other = (Adapter(engine.draft.decoder, 1) for engine in (load(pair), moved))  # type: ignore[union-attr]
-    assert one.fingerprint == other.fingerprint
