@@ -68,11 +68,10 @@ def twin(target: Rule, draft: Rule, temperature: float, bild: SpeculationParams,
     return text[len(PROMPT) :]
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_text_is_that_of_the_published_algorithm(seed: int, temperature: float) -> None:
-    target = random_rule(SIZE, seed)
-    draft = resembling(target, seed + 1, 1.0)
+def test_text_is_that_of_the_published_algorithm(temperature: float) -> None:
+    target = random_rule(SIZE, 1)
+    draft = resembling(target, 2, 1.0)
     params = SamplingParams(temperature=temperature)
     text, lengths = generate(target, draft, params, BILD, 40)
     assert text == twin(target, draft, temperature, BILD, 40)
@@ -87,14 +86,6 @@ def test_a_threshold_of_one_is_plain_decoding() -> None:
     draft, plain = resembling(target, 1, 1.0), plain_text(target, SamplingParams(), SEED, PROMPT, 20)
     for params in (replace(BILD, strength=1.0), replace(BILD, tau=1.0)):
         assert generate(target, draft, SamplingParams(), params, 20)[0] == plain
-
-
-def test_without_rollback_the_confident_draft_writes_the_text() -> None:
-    target, draft = random_rule(SIZE, 0), random_rule(SIZE, 5)
-    params = replace(BILD, strength=1 / SIZE, tau=1e-300)
-    text, lengths = generate(target, draft, SamplingParams(), params, 9)
-    assert lengths == [8]
-    assert text[:8] == plain_text(draft, SamplingParams(), SEED, PROMPT, 8)
 
 
 def test_a_final_token_ends_the_chain() -> None:

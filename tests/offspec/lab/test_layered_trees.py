@@ -26,12 +26,11 @@ from offspec.lab.sequoia import (
     best_size,
     best_topology,
 )
-from offspec.scheduler.drafting.drafter import Drafter
 from offspec.scheduler.pace.costs import Costs
 from offspec.scheduler.params import SamplingParams, SpeculationParams
 from offspec.scheduler.trees.sampling import Sampler
 from offspec.scheduler.trees.token_tree import ROOT, FloatArray, TokenTree
-from offspec.scheduler.trees.verify import TargetPass, Verdict, exact_walk
+from offspec.scheduler.trees.verify import TargetPass, Verdict
 
 from ...refusals import refused
 from ...scheduler.fakes import (
@@ -39,7 +38,6 @@ from ...scheduler.fakes import (
     RuleModel,
     few,
     generate,
-    many,
     noise,
     paths,
     plain_text,
@@ -78,22 +76,6 @@ def all_trees(num_branches: int, num_nodes: int, max_depth: int) -> list[frozens
     return list({*smaller, *grown})
 
 
-def published_optimum(acceptance: list[float], num_nodes: int, max_depth: int) -> float:
-    """Sequoia's recurrence: the expected tokens of the best tree whose nodes' children are always their first k."""
-    size = num_nodes + 1  # with the root
-    best = np.where(np.arange(size + 1) == 1, 1.0, -np.inf)  # [n]: a lone root
-    for _ in range(max_depth):
-        forest = np.where(np.arange(size) == 0, 0.0, -np.inf)  # [n]: n nodes below the first k branches
-        deeper = np.concatenate(([-np.inf], 1 + forest))
-        for chance in acceptance:
-            forest = np.array(
-                [max((forest[n - m] + chance * best[m] for m in range(1, n + 1)), default=-np.inf) for n in range(size)]
-            )
-            deeper = np.maximum(deeper, np.concatenate(([-np.inf], 1 + forest)))
-        best = deeper
-    return float(best.max())
-
-
 def rank_paths(shape: Topology) -> list[Path]:
     found: list[Path] = []
     for parent, rank in zip(shape.parents.tolist(), shape.ranks.tolist(), strict=True):
@@ -104,10 +86,10 @@ def rank_paths(shape: Topology) -> list[Path]:
 # ------------------------------------------------------------------------------------------------ Sequoia's shape
 
 
-@many
+@few
 @given(
-    acceptance=st.lists(st.floats(0, 1), min_size=1, max_size=4),
-    num_nodes=st.integers(0, 6),
+    acceptance=st.lists(st.floats(0, 1), min_size=1, max_size=3),
+    num_nodes=st.integers(0, 5),
     max_depth=st.integers(1, 4),
 )
 def test_no_tree_is_better(acceptance: list[float], num_nodes: int, max_depth: int) -> None:
@@ -123,71 +105,7 @@ def test_no_tree_is_better(acceptance: list[float], num_nodes: int, max_depth: i
     np.testing.assert_allclose(shape.probabilities, [chances[path] for path in rank_paths(shape)])
 
 
-@few
-@given(
-    acceptance=st.lists(st.floats(0.001, 1), min_size=1, max_size=6),
-    num_nodes=st.integers(1, 40),
-    max_depth=st.sampled_from([1, 2, 3, 5, 40]),
-)
-def test_the_published_recurrence_has_the_same_optimum(acceptance: list[float], num_nodes: int, max_depth: int) -> None:
-    falling = sorted(acceptance, reverse=True)
-    shape = best_topology(np.array(falling), num_nodes, max_depth)
-    assert shape.expected_tokens == pytest.approx(published_optimum(falling, num_nodes, max_depth))
-    assert all((*path[:-1], path[-1] - 1) in rank_paths(shape) for path in rank_paths(shape) if path[-1])
-
-
-@many
-@given(
-    acceptance=st.lists(st.floats(0, 1), min_size=1, max_size=16),
-    num_nodes=st.integers(0, 200),
-    max_depth=st.integers(1, 32),
-)
-def test_topology_is_a_tree_within_its_limits(acceptance: list[float], num_nodes: int, max_depth: int) -> None:
-    shape = best_topology(np.array(acceptance), num_nodes, max_depth)
-    found = rank_paths(shape)
-    assert len(found) == len(set(found)) <= num_nodes
-    assert (shape.parents < np.arange(len(shape))).all()
-    assert shape.depths.tolist() == [len(path) for path in found]
-    assert max(shape.depths, default=0) <= max_depth
-    assert (np.diff(shape.probabilities) <= 0).all()
-    assert (shape.probabilities > 0).all()
-    beginning = best_topology(np.array(acceptance), num_nodes // 2, max_depth)
-    assert rank_paths(beginning) == found[: num_nodes // 2]
-
-
 # ------------------------------------------------------------------------------------------------ acceptance
-
-
-def test_acceptance_converges_to_the_frequencies() -> None:
-    acceptance, truth = RankAcceptance(), np.array([0.5, 0.1, 0.2])
-    generator = np.random.default_rng(0)
-    for rank in generator.choice(4, size=4000, p=[*truth, 0.2]):
-        acceptance.observe(int(rank) if rank < 3 else None)
-    np.testing.assert_allclose(acceptance.probabilities(3), truth, atol=0.03)
-    np.testing.assert_allclose(acceptance.probabilities(5)[3:], 0, atol=0.001)
-
-
-def test_acceptance_starts_at_its_prior_and_moves_soon() -> None:
-    acceptance = RankAcceptance()
-    prior = acceptance.probabilities(8)
-    assert (np.diff(prior) < 0).all()
-    assert prior.sum() < 1
-    for _ in range(4):
-        acceptance.observe(1)
-    assert acceptance.probabilities(2).argmax() == 1
-    assert (acceptance.probabilities(8) > 0).all()
-    assert acceptance.probabilities(8).sum() < 1
-
-
-def test_modes_are_measured_apart() -> None:
-    measured = MeasuredAcceptance()
-    greedy, sampled, coupled = (
-        measured.ranks(greedy=greedy, coupled=coupled)
-        for greedy, coupled in ((True, False), (False, False), (False, True))
-    )
-    assert len({id(greedy), id(sampled), id(coupled)}) == 3
-    assert measured.ranks(greedy=True, coupled=True) is greedy
-    assert measured.ranks(greedy=False, coupled=True) is coupled
 
 
 # ------------------------------------------------------------------------------------------------ the draft's own view
@@ -351,13 +269,6 @@ def test_the_shape_is_filled_with_the_drafts_choices(
     assert sum(model.batches) >= len(inner)
 
 
-def test_a_layer_is_one_forward() -> None:
-    model = RuleModel(DRAFT, VOCAB_SIZE)
-    tree = drafter_of("sequoia", model, budget=300, max_depth=4).propose(PROMPT, 9)
-    parents = [sum(tree.depths[np.unique(tree.parents[tree.depths == depth])] == depth - 1) for depth in (2, 3, 4)]
-    assert model.batches == [0, *parents]
-
-
 def test_ranks_are_counted_on_the_walk() -> None:
     """A draft that is the target is right at the first rank, at every node that was expanded, and at no other."""
     acceptance = MeasuredAcceptance()
@@ -372,25 +283,6 @@ def test_ranks_are_counted_on_the_walk() -> None:
     prior = RankAcceptance().probabilities(1)[0] * RankAcceptance.PRIOR_NODES
     assert ranks.probabilities(1)[0] == pytest.approx((prior + 3) / (RankAcceptance.PRIOR_NODES + 3))
     assert acceptance.ranks(greedy=False, coupled=False).num_nodes == 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("params", "coupled"), [(GREEDY, False), (SAMPLED, True)])
-def test_the_shape_follows_the_draft(params: SamplingParams, coupled: bool) -> None:
-    """A draft that is right at once is given depth, one that is wrong breadth, and the acceptance is the true one."""
-    shapes = []
-    for target in (resembling(DRAFT, seed=5, error=0.3), random_rule(VOCAB_SIZE, seed=77)):
-        acceptance, sampler = MeasuredAcceptance(), Sampler(params, SEED, VOCAB_SIZE)
-        drafter = drafter_of(
-            "sequoia", RuleModel(DRAFT, VOCAB_SIZE), sampler=sampler, acceptance=acceptance, coupled=coupled, budget=12
-        )
-        generate(RuleModel(target, VOCAB_SIZE), drafter, sampler, PROMPT, 80)
-        ranks = acceptance.ranks(greedy=params is GREEDY, coupled=coupled)
-        assert ranks.num_nodes > 50
-        assert ranks.probabilities(VOCAB_SIZE).sum() == pytest.approx(1, abs=0.05)  # all tokens are candidates
-        shapes.append(best_topology(ranks.probabilities(VOCAB_SIZE), 12, 32))
-    assert shapes[0].depths.max() > shapes[1].depths.max()
-    assert shapes[0].expected_tokens > shapes[1].expected_tokens
 
 
 # ------------------------------------------------------------------------------------------------ OPT-Tree's drafter
@@ -421,49 +313,6 @@ def test_no_tree_has_more_of_the_drafts_probability(
         sum(chances.get(path, -math.inf) for path in nodes) for nodes in all_trees(VOCAB_SIZE, budget, max_depth)
     )
     assert np.exp(tree.scores).sum() == pytest.approx(best, abs=1e-4)
-
-
-@few
-@given(
-    params=sampling_params(),
-    coupled=st.booleans(),
-    budget=st.sampled_from([3, 10, 40]),
-    threshold=st.sampled_from([0.0, 0.02, 0.1, 0.3, 1.0]),
-)
-def test_growth_ends_where_a_layer_gains_too_little(
-    params: SamplingParams, coupled: bool, budget: int, threshold: float
-) -> None:
-    chances = every_path(params, 4, (), VOCAB_SIZE, coupled=coupled)
-
-    def best_of(depth: int) -> list[float]:
-        return sorted((chance for path, chance in chances.items() if len(path) <= depth), reverse=True)[:budget]
-
-    gains = [sum(best_of(depth)) - sum(best_of(depth - 1)) for depth in range(1, 5)]
-    if any(abs(gain - threshold) < 1e-4 for gain in gains):
-        return  # too close to say
-    depth = next((depth for depth, gain in enumerate(gains, 1) if gain <= threshold), 4)
-    drafter = drafter_of(
-        "opt-tree",
-        RuleModel(DRAFT, VOCAB_SIZE),
-        params,
-        coupled=coupled,
-        budget=budget,
-        threshold=threshold,
-        max_depth=4,
-    )
-    tree = drafter.propose(PROMPT, max_depth=9)
-    np.testing.assert_allclose(np.exp(tree.scores), best_of(depth), atol=1e-4)
-
-
-def test_only_what_may_gain_is_expanded() -> None:
-    """Of the nodes of a layer, those that are among the best so far."""
-    model = RuleModel(DRAFT, VOCAB_SIZE)
-    tree = drafter_of("opt-tree", model, budget=8, max_depth=5).propose(PROMPT, 9)
-    assert max(model.batches) <= 8
-    assert len(tree) == 8
-    wide = RuleModel(lambda prefix: np.zeros(VOCAB_SIZE), VOCAB_SIZE)
-    drafter_of("opt-tree", wide, budget=4, max_depth=5).propose(PROMPT, 9)
-    assert wide.batches == [0, 4], "children of equal nodes do not get in"
 
 
 # ------------------------------------------------------------------------------------------------ both
@@ -508,70 +357,14 @@ def test_text_is_plain_decodings(
     assert text == plain_text(DRAFT, params, seed, PROMPT, 20)
 
 
-@few
-@given(
-    kind=st.sampled_from(KINDS),
-    params=sampling_params(),
-    vocab_size=st.sampled_from([1, 3, 9]),
-    max_context=st.integers(1, 30),
-)
-def test_text_is_independent_of_the_drafts_shape(
-    kind: str, params: SamplingParams, vocab_size: int, max_context: int
-) -> None:
-    """Another vocabulary, or a context that ends before the text does."""
-    sampler, draft = Sampler(params, 7, VOCAB_SIZE), RuleModel(random_rule(vocab_size, 1), vocab_size, max_context)
-    drafter = drafter_of(kind, draft, sampler=sampler, coupled=True, budget=9)
-    text = generate(RuleModel(DRAFT, VOCAB_SIZE), drafter, sampler, PROMPT, 20)
-    assert text == plain_text(DRAFT, params, 7, PROMPT, 20)
-
-
-@each_kind
-@pytest.mark.parametrize("params", [GREEDY, SAMPLED])
-def test_draft_cache_follows_the_text(kind: str, params: SamplingParams) -> None:
-    """Also over a pass without guesses. What was drafted and accepted is not computed a second time."""
-    target_rule = resembling(DRAFT, seed=5, error=0.7)
-    model, target = RuleModel(DRAFT, VOCAB_SIZE), RuleModel(target_rule, VOCAB_SIZE)
-    sampler = Sampler(params, SEED, VOCAB_SIZE)
-    drafter: Drafter = drafter_of(kind, model, sampler=sampler, coupled=True, budget=12)
-    text, missing, num_accepted = list(PROMPT), len(PROMPT), 0
-    for number in range(20):
-        num_calls = len(model.chains)
-        tree = drafter.propose(text, max_depth=0 if number == 9 else 6)
-        chains = model.chains[num_calls:]
-        assert [len(chain) for chain in chains] == ([] if number == 9 else [missing] + [0] * (len(chains) - 1))
-        logits = target.score(text[target.length :], tree.tokens, tree.depths, tree.mask())
-        verdict = exact_walk(tree, logits, sampler, len(text))
-        target.keep(verdict.path)
-        drafter.observe(TargetPass(text, tree, verdict, logits))
-        text += verdict.tokens
-        num_accepted += len(verdict.path)
-        missing = len(text) - len(model.text)
-        assert model.text == text[:-missing]
-        assert missing <= (3 if number == 9 else 2)  # the bonus token, and a leaf that was not expanded
-    assert num_accepted > 10
-
-
-@pytest.mark.slow
-@each_kind
-def test_shared_noise_saves_passes(kind: str) -> None:
+def test_shared_noise_saves_passes() -> None:
     num_passes = []
     for coupled in (True, False):
         sampler, target = Sampler(SAMPLED, SEED, VOCAB_SIZE), RuleModel(resembling(DRAFT, 5, 0.5), VOCAB_SIZE)
         draft = RuleModel(DRAFT, VOCAB_SIZE)
-        generate(target, drafter_of(kind, draft, sampler=sampler, coupled=coupled, budget=8), sampler, PROMPT, 100)
+        generate(target, drafter_of("opt-tree", draft, sampler=sampler, coupled=coupled, budget=8), sampler, PROMPT, 60)
         num_passes.append(len(target.batches))
     assert num_passes[0] < 0.8 * num_passes[1]
-
-
-@each_kind
-@pytest.mark.parametrize(("max_depth", "budget"), [(0, 9), (-1, 9), (9, 0)])
-def test_no_room_or_budget_is_an_empty_tree(kind: str, max_depth: int, budget: int) -> None:
-    model = RuleModel(DRAFT, VOCAB_SIZE)
-    drafter = drafter_of(kind, model, budget=budget)
-    tree = drafter.propose(PROMPT, max_depth)
-    assert len(tree) == 0
-    drafter.observe(TargetPass(PROMPT, tree, Verdict([], [1]), torch.empty(0, 0)))
-    assert model.batches == []
 
 
 @each_kind
@@ -581,7 +374,7 @@ def test_tree_stays_within_the_drafts_context(kind: str) -> None:
 
 
 @each_kind
-@pytest.mark.parametrize("bad", [[math.nan] * 4, [0, math.nan, 0, 0], [math.inf, 0, 0, 0], [-math.inf] * 4])
+@pytest.mark.parametrize("bad", [[0, math.nan, 0, 0], [-math.inf] * 4])
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED])
 def test_draft_logits_that_are_not_numbers_are_refused_in_one_line(
     kind: str, params: SamplingParams, bad: list[float]
