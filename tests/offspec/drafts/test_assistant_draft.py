@@ -148,14 +148,14 @@ def test_centroids_leave_logits_as_they_are(target: Path, tmp_path: Path) -> Non
 @pytest.mark.each_value
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_the_text_is_plain_decodings(temperature: float, target: Path, assistant: Any) -> None:
-    params = SamplingParams(12, temperature=temperature, seed=3, ignore_eos=True)
+    params = SamplingParams(9, temperature=temperature, seed=3, ignore_eos=True)
     texts = list[list[int]]()
     for draft, budget in (("none", 0), (str(assistant.folder), 8)):
         with Engine.load(str(target), draft=draft, device="cpu", dtype="fp32") as engine:
             steps = list(engine.generate("def area(", params, SpeculationParams(budget, lookup=False)))
             texts.append([token for step in steps for token in step.token_ids])
     assert texts[0] == texts[1]
-    assert steps[-1].stats.num_drafted_tokens > 20
+    assert steps[-1].stats.num_drafted_tokens > 10
 
 
 def test_an_assistant_of_another_target_is_refused(target: Path, assistant: Any, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from offspec import Engine, SamplingParams, SpeculationParams
 from offspec.checkpoints.head_files import head_folder
-from offspec.checkpoints.opening import ModelFiles, Note
+from offspec.checkpoints.opening import ModelFiles
 from offspec.drafts.base import DraftOptions, OpenRequest
 from offspec.drafts.head_draft import HeadDraft
 from offspec.drafts.kinds import open_draft
@@ -131,15 +131,6 @@ def test_it_may_know_fewer_tokens_than_the_target(name: str, pair: Pair, expecte
         assert [token for step in steps for token in step.token_ids] == expected(PROMPTS[0], SAMPLED)
         assert steps[-1].stats.num_drafted_tokens > 8
         engine.learn(steps[-1].stats)
-
-
-def test_a_head_for_another_target_is_noted(plain: Engine, pair: Pair, tmp_path: Path) -> None:
-    """By the name in a config of Speculators."""
-    named = {"speculators_config": {"verifier": {"name_or_path": "someone/Other-8B"}}}
-    folder = write_folder(tmp_path, EAGLE_CONFIG | TAPPED | named, eagle_tensors(3))
-    files, notes = ModelFiles.open(pair.target, "fp32", "cpu", []), list[Note]()
-    open_draft("model", OpenRequest(DraftOptions(str(folder)), files, plain.tokenizer, "fp32", "cpu", notes))
-    assert any("for Other-8B, not target" in note.text and note.advice for note in notes)
 
 
 OF_ANOTHER = {

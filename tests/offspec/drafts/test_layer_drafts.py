@@ -17,12 +17,11 @@ from offspec.checkpoints.load import WeightSettings, load_decoder
 from offspec.checkpoints.opening import ModelFiles, Note
 from offspec.checkpoints.shadows import Shadow, find_shadow, made_shadows, make_shadow, shadow_folder
 from offspec.drafts.base import Choice, DraftOptions, OpenRequest
-from offspec.drafts.kinds import KINDS, open_draft
+from offspec.drafts.kinds import open_draft
 from offspec.drafts.layer_drafts import LESS_READ, MOST_ROWS_ON_CPU, LayersOfTarget, OpenedShadow
 from offspec.drafts.without_model import LookupDraft
 from offspec.errors import CheckpointError, OffspecError, UsageError
 from offspec.loaders.files.safetensors_folder import INDEX_FILE, UNFINISHED_MARKER
-from offspec.loaders.params import SHADOW_FORMATS
 from offspec.loaders.streaming.link import CopyStream
 from offspec.loaders.streaming.placement import SHADOW_ITEM, Limits, Placement, Slots, places_of
 from offspec.loading import LoadedTarget
@@ -107,7 +106,7 @@ def test_the_text_is_plain_decodings(files: ModelFiles) -> None:
         assert said(engine, None, recall=False, recycling=True) == plain
 
 
-def conversation(engine: Engine, temperature: float) -> list[tuple[list[int], list[int], list[int]]]:
+def conversation(engine: Engine) -> list[tuple[list[int], list[int], list[int]]]:
     """Three requests on the same caches, the last one from an earlier place: of each pass, its tree and its verdict."""
     caches, passes = engine.new_caches(), []
 
@@ -115,31 +114,23 @@ def conversation(engine: Engine, temperature: float) -> list[tuple[list[int], li
         passes.append((tree.tokens.tolist(), tree.parents.tolist(), verdict.tokens))
 
     for prompt in (PROMPTS[2], PROMPTS[2] + "y = 2\n", PROMPTS[2][:6] + "z"):
-        params = SamplingParams(10, temperature=temperature, seed=5, ignore_eos=True)
+        params = SamplingParams(10, temperature=1.0, seed=5, ignore_eos=True)
         speculation = SpeculationParams(16, overlap=False)
         assert sum(1 for _ in engine.generate(prompt, params, speculation, caches=caches, observer=note)) > 1
     return passes
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "temperature"), [pytest.param("shadow", 0.0, marks=pytest.mark.nightly), ("shadow:2", 1.0)]
-)
-def test_trees_are_those_of_a_cache_of_its_own(
-    files: ModelFiles, kind: str, temperature: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with opened(files, kind) as engine:
-        shared = conversation(engine, temperature)
+def test_trees_are_those_of_a_cache_of_its_own(files: ModelFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    with opened(files, "shadow:2") as engine:
+        shared = conversation(engine)
     monkeypatch.setattr("offspec.drafts.layer_drafts.LayerDraftText", CopyingText)
-    with opened(files, kind) as engine:
-        assert shared == conversation(engine, temperature)
+    with opened(files, "shadow:2") as engine:
+        assert shared == conversation(engine)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("temperature", "overlap"), [(0.0, True), pytest.param(1.0, False, marks=pytest.mark.nightly)])
-def test_a_window_has_the_targets_first_last_and_chosen_entries(
-    long_files: ModelFiles, temperature: float, overlap: bool
-) -> None:
+def test_a_window_has_the_targets_first_last_and_chosen_entries(long_files: ModelFiles) -> None:
     """The text is plain decoding's; behind a pass, all entries but that of the last token are the target's."""
     with opened(long_files, "shadow", window=LEAST_WINDOW) as engine:
         prompt, caches, num_dropped = engine.encode(PROMPTS[0] * 24), engine.new_caches(), set[int]()
@@ -147,8 +138,8 @@ def test_a_window_has_the_targets_first_last_and_chosen_entries(
         target, draft, text = caches.target, caches.draft, list[int]()
         assert isinstance(draft, WindowOfTarget)
         for length, num_tokens in ((len(prompt), 72), (len(prompt) - 9, 8)):  # the second text goes back
-            params, text = SamplingParams(num_tokens, temperature=temperature, seed=3, ignore_eos=True), []
-            for step in engine.generate(prompt[:length], params, SpeculationParams(16, overlap=overlap), caches=caches):
+            params, text = SamplingParams(num_tokens, seed=3, ignore_eos=True), []
+            for step in engine.generate(prompt[:length], params, SpeculationParams(16), caches=caches):
                 text += step.token_ids
                 num_dropped.add(draft.cache.num_dropped)
                 kept = min(draft.length, target.length) - draft.cache.num_dropped
@@ -189,7 +180,7 @@ def test_a_window_copies_entries_from_ram(long_files: ModelFiles, kv: KVFormat) 
         assert all(torch.equal(one, other) for one, other in zip(*windows, strict=True))
 
 
-@pytest.mark.parametrize(("length", "read"), [(5, {0, 1, 5}), (LESS_READ, {0, 1, LESS_READ}), (65, {0, 1})])
+@pytest.mark.parametrize(("length", "read"), [(LESS_READ, {0, 1, LESS_READ}), (65, {0, 1})])
 def test_a_long_prompt_is_left_to_the_target(
     files: ModelFiles, length: int, read: set[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -215,7 +206,7 @@ def test_a_shadow_is_accepted_more_often_than_the_built_in_draft() -> None:
     passes = {}
     for draft in ("shadow", "builtin"):
         with Engine.load("builtin", draft=draft, device="cpu", context=256) as engine:
-            params = SamplingParams(14, temperature=1.0, seed=1, ignore_eos=True)
+            params = SamplingParams(10, temperature=1.0, seed=1, ignore_eos=True)
             *_, last = engine.generate("def area(width, height):\n", params, SpeculationParams(16, overlap=False))
             passes[draft] = last.stats.num_passes
     assert passes["shadow"] < passes["builtin"]
@@ -253,29 +244,19 @@ def test_a_shadow_is_made_once(files: ModelFiles) -> None:
 def test_killed_it_is_resumed_to_the_same_bytes(
     files: ModelFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Twice, after these shares of the weights; in between nothing looks like a shadow."""
+    """After a part of the weights; until then nothing looks like a shadow."""
     make_shadow(files, 3, tmp_path / "whole")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    for share in (0.3, 0.8):
-
-        def progress(done: int, total: int, share: float = share) -> None:
-            if done > share * total:
-                kill()
-
-        killed(lambda progress=progress: make_shadow(files, 3, progress=progress))
-        folder = shadow_folder(files, 3)
-        assert any(folder.glob("*.safetensors*"))
-        assert (made_shadows(files), find_shadow(files, 3)) == ([], None)
-        with pytest.raises(OffspecError, match="unfinished"):
-            Shadow.open(folder, files)
+    killed(lambda: make_shadow(files, 3, progress=lambda done, total: kill() if done > 0.6 * total else None))
+    folder = shadow_folder(files, 3)
+    assert any(folder.glob("*.safetensors*"))
+    assert (made_shadows(files), find_shadow(files, 3)) == ([], None)
+    with pytest.raises(OffspecError, match="unfinished"):
+        Shadow.open(folder, files)
     assert make_shadow(files, 3).num_resumed > 0
     for path in (tmp_path / "whole").iterdir():
         assert (folder / path.name).read_bytes() == path.read_bytes()
     assert len(list(folder.iterdir())) == len(list((tmp_path / "whole").iterdir()))
-
-
-def damage_index(folder: Path) -> None:
-    (folder / INDEX_FILE).write_bytes(b"\x00damaged")
 
 
 def cut_layer(folder: Path) -> None:
@@ -284,13 +265,9 @@ def cut_layer(folder: Path) -> None:
 
 
 DAMAGES: dict[str, Callable[[Path], object]] = {
-    "index": damage_index,
     "no index": lambda folder: (folder / INDEX_FILE).unlink(),
-    "no config": lambda folder: (folder / "config.json").unlink(),
     "another's config": lambda folder: (folder / "config.json").write_text("{}"),
     "layer": cut_layer,
-    "no layer": lambda folder: max(folder.glob("*.safetensors")).unlink(),
-    "other files": lambda folder: [path.rename(folder / f"{path.name}.bin") for path in folder.iterdir()],
 }
 
 
@@ -332,15 +309,6 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def test_a_shadow_that_is_there_is_not_made_again(files: ModelFiles, own_shadow: Path, tmp_path: Path) -> None:
-    before = {path: path.stat().st_mtime_ns for path in own_shadow.iterdir()}
-    made = make_shadow(files, 3)
-    assert (made.path, made.format, made.num_resumed) == (own_shadow, SHADOW_FORMATS[3], made.num_files)
-    again = make_shadow(files, 3, tmp_path / "again")
-    assert (made.source_bytes, made.result_bytes) == (again.source_bytes, again.result_bytes)
-    assert {path: path.stat().st_mtime_ns for path in own_shadow.iterdir()} == before
-
-
 def test_an_unfinished_shadow_of_other_weights_is_replaced(files: ModelFiles, own_shadow: Path) -> None:
     """As after a `touch` of the target's files, or an update."""
     sound = contents(own_shadow)
@@ -360,21 +328,6 @@ def test_two_processes_that_need_one_shadow(files: ModelFiles, own_shadow: Path)
     assert [path.name for path in own_shadow.parent.iterdir()] == [own_shadow.name]
 
 
-def test_an_automatic_draft_that_does_not_open_is_left_out(
-    files: ModelFiles, own_shadow: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whatever its kind, and why."""
-
-    def refuse(request: OpenRequest) -> OpenedShadow:
-        raise CheckpointError("a reason; a remedy")
-
-    monkeypatch.setitem(KINDS, "shadow", refuse)
-    request = OpenRequest(DraftOptions(), files, Tokenizer.load(files.checkpoint.path), "fp32", "cpu", [])
-    assert isinstance(open_draft("target", request), LookupDraft)
-    assert [note.advice for note in request.notes if "a reason" in note.text] == [True]
-    assert not any("found in the cache" in note.text for note in request.notes)
-
-
 def test_a_folder_of_ones_own(files: ModelFiles, tmp_path: Path) -> None:
     make_shadow(files, 2, tmp_path / "mine")
     with opened(files, f"shadow:{tmp_path / 'mine'}") as engine:
@@ -389,15 +342,10 @@ def test_the_shadow_of_another_model_is_refused(files: ModelFiles, tmp_path: Pat
             Shadow.open(path, files)
 
 
-@pytest.mark.parametrize("draft", ["shadow:5", "shadow:0", "shadow:99999999999999999999"])
-def test_bits_that_no_shadow_has(files: ModelFiles, draft: str) -> None:
-    with refused(UsageError, "bits"), opened(files, draft):
-        pass
-
-
 def test_drafts_that_cannot_be_made(files: ModelFiles) -> None:
     tokenizer = Tokenizer.load(files.checkpoint.path)
     for options, flag in (
+        (DraftOptions("shadow:5"), "bits"),
         (DraftOptions("shadow", exit_layer=2), "`exit_layer=2`"),
         (DraftOptions("shadow:4", learn=True), "learn"),
         (DraftOptions("self", exit_layer=NUM_LAYERS), f"`exit_layer={NUM_LAYERS}`"),
@@ -405,37 +353,6 @@ def test_drafts_that_cannot_be_made(files: ModelFiles) -> None:
     ):
         with refused(UsageError, flag):
             open_draft("target", OpenRequest(options, files, tokenizer, "fp32", "cpu", []))
-
-
-def test_a_made_shadow_is_what_auto_takes(files: ModelFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    tokenizer = Tokenizer.load(files.checkpoint.path)
-    request = OpenRequest(DraftOptions(), files, tokenizer, "fp32", "cpu", [])
-    assert not isinstance(open_draft("target", request), OpenedShadow)
-    make_shadow(files, 3)
-    found = open_draft("target", request)
-    assert isinstance(found, OpenedShadow)
-    assert found.shadow.bits == 3
-
-
-@pytest.mark.parametrize(("rates", "chosen"), [({"shadow:2": 2.0, "shadow:3": 3.0}, 3), ({}, 4)])
-def test_bits_are_chosen_by_the_plan(files: ModelFiles, rates: dict[str, float], chosen: int) -> None:
-    """Without a prediction it is 4."""
-    asked = list[list[str]]()
-
-    def choose(names: Sequence[str], others: Sequence[str]) -> Choice | None:
-        asked.append(list(names))
-        return Choice(max(rates, key=lambda name: rates[name]), rates) if rates else None
-
-    tokenizer, notes = Tokenizer.load(files.checkpoint.path), list[Note]()
-    request = OpenRequest(DraftOptions("shadow"), files, tokenizer, "fp32", "cpu", notes, choose=choose)
-    found = open_draft("target", request)
-    assert isinstance(found, OpenedShadow)
-    assert found.shadow.bits == chosen
-    assert asked == [["shadow:4", "shadow:3", "shadow:2"]]
-    assert any(
-        "shadow:3 3, shadow:2 2" in note.text or "shadow:2 2, shadow:3 3" in note.text for note in notes
-    ) == bool(rates)
 
 
 def test_auto_takes_the_faster_of_lookup_and_a_made_shadow(
@@ -492,7 +409,7 @@ def test_only_streamed_layers_have_a_shadow(files: ModelFiles) -> None:
     options, seen = MemoryOptions(context=64), set[int]()
     enough = make_plan(files, [feature], Limits(None, 2**40), options, 0)
     least = enough.placement.ram_bytes - sum(layer.resident_bytes for layer in enough.layers)
-    for ram in range(least - 2**18, enough.placement.ram_bytes + 2**14, 2**12):
+    for ram in range(least - 2**18, enough.placement.ram_bytes + 2**15, 2**15):
         try:
             placement = make_plan(files, [feature], Limits(None, ram), options, 0).placement
         except OffspecError:
@@ -507,13 +424,3 @@ def test_only_streamed_layers_have_a_shadow(files: ModelFiles) -> None:
         assert placement.ram_bytes == kept + items + placement.slots.num * placement.slots.nbytes <= ram
         seen.add(len(placement.streamed))
     assert {0, NUM_LAYERS} <= seen
-
-
-def test_what_fits_has_a_shadow_of_every_layer(files: ModelFiles) -> None:
-    plan = make_plan(files, [open_shadow(files)], Limits(None, 2**40), MemoryOptions(context=64), 0)
-    assert not plan.placement.streamed
-    assert any(item.name == SHADOW_ITEM for item in plan.placement.items)
-    without = replace(plan.demand.limits, ram=plan.placement.ram_bytes - 1)
-    leaner = make_plan(files, [open_shadow(files)], without, MemoryOptions(context=64), 0)
-    assert not leaner.placement.streamed
-    assert all(item.name != SHADOW_ITEM for item in leaner.placement.items)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,14 +13,14 @@ from torch import Tensor
 
 from offspec import Engine, SamplingParams, SpeculationParams
 from offspec.checkpoints.conversion import convert
-from offspec.checkpoints.head_files import HeadFiles, StoredTensors, is_head
+from offspec.checkpoints.head_files import HeadFiles, StoredTensors
 from offspec.checkpoints.load import load_decoder
 from offspec.checkpoints.opening import ModelFiles, Note
 from offspec.checkpoints.shadows import Shadow, make_shadow
 from offspec.drafts.base import DraftOptions, OpenRequest
 from offspec.drafts.head_draft import HeadDraft
 from offspec.drafts.kinds import automatic_names, open_draft
-from offspec.errors import UnsupportedModelError, UsageError
+from offspec.errors import UsageError
 from offspec.loaders.convert import convert as convert_layers
 from offspec.loaders.params import ConvertParams
 from offspec.loading import LoadedTarget
@@ -81,18 +80,6 @@ def test_a_layer_with_experts_drafts(tmp_path: Path) -> None:
     with Engine.load(str(model), draft="mtp", device="cpu", dtype="fp32") as engine:
         assert isinstance(engine.draft, HeadDraft)
         assert ids_of(engine, PROMPTS[0], SAMPLED, 12) == ids_of(engine, PROMPTS[0], SAMPLED)
-
-
-def test_a_head_of_its_own_is_used(tmp_path: Path) -> None:
-    model = write_model(tmp_path, "nextn")
-    tensors, name = load_file(model / "model.safetensors"), f"model.layers.{NUM_LAYERS}.shared_head.head.weight"
-    save_file(tensors | {name: tensors[name] * 2}, model / "model.safetensors")
-    files = ModelFiles.open(model, "fp32", "cpu", [])
-    opened = HeadFiles.of_mtp(files)
-    assert OWN_HEAD in opened.spec.shapes
-    target = load_decoder(files, all_resident(files), CPU)
-    head, states = opened.spec.make(opened.load(torch.float32, CPU), target), torch.randn(2, 32)
-    torch.testing.assert_close(head.head(states), 2 * target.head(states))
 
 
 @pytest.mark.each_value
@@ -174,23 +161,3 @@ def test_plans_list_it(engine: Engine, model: Path, tmp_path: Path) -> None:
     guessing = opened.guessing(engine.plan.placement)
     assert guessing.acceptance is not None
     assert "MTP" in guessing.acceptance.source
-
-
-def test_experts_are_refused_in_a_line(tmp_path: Path) -> None:
-    model = write_model(tmp_path, "qwen")
-    tensors = load_file(model / "model.safetensors")
-    experts = {"mtp.layers.0.mlp.experts.0.up_proj.weight": torch.ones(4, 32)}
-    save_file(tensors | experts, model / "model.safetensors")
-    with refused(UnsupportedModelError, "mixture of experts"):
-        Engine.load(str(model), draft="mtp", device="cpu", dtype="fp32")
-
-
-def test_a_model_with_an_mtp_layer_is_no_head(model: Path, tmp_path: Path) -> None:
-    """But a folder with nothing else is one, for any target of its shape."""
-    assert not is_head(model)
-    if "mtp.fc.weight" in (tensors := load_file(model / "model.safetensors")):
-        alone = tmp_path / "alone"
-        alone.mkdir()
-        save_file({n: t for n, t in tensors.items() if n.startswith("mtp.")}, alone / "model.safetensors")
-        (alone / "config.json").write_text(json.dumps({"mtp_num_hidden_layers": 1}))
-        assert is_head(alone)

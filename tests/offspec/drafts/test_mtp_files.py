@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -24,7 +23,6 @@ from offspec.model.heads.mtp import MtpHead
 from offspec.planning.plan import Plan
 from offspec.planning.probe import plan_here
 
-from ...fakes import CPU
 from ...mtp_models import NUM_LAYERS, random_layer
 from ...pair import build_pair
 from ...refusals import refused
@@ -74,16 +72,6 @@ def test_it_drafts_from_either_file(folder: Path) -> None:
     assert drafted[1][1] > 0
 
 
-def test_the_same_layer(folder: Path) -> None:
-    """Copies of the target's embedding and head are left out."""
-    files = [ModelFiles.open(folder / name, "fp32", "cpu", []) for name in ("whole.gguf", TARGET)]
-    whole, beside = (HeadFiles.of_mtp(each) for each in files)
-    assert (whole.path.name, beside.path.name) == ("whole.gguf", LAYER)
-    assert whole.spec.shapes == beside.spec.shapes
-    one, other = (each.load(torch.float32, CPU) for each in (whole, beside))
-    assert all(torch.equal(one[name], other[name]) for name in one)
-
-
 def test_with_experts_from_disk(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The layer is found beside the target."""
     with Engine.load(str(folder / TARGET), draft="none", device="cpu", dtype="fp32") as resident:
@@ -120,8 +108,6 @@ def test_it_is_no_model(folder: Path, tmp_path: Path) -> None:
     [
         ("A-7B-Q4_K_M.gguf", "mtp-A-7B-Q8_0.gguf", True),
         ("A-7B.gguf", "mtp-a-7b-UD-IQ4_XS.gguf", True),
-        ("A-7B-BF16-00001-of-00002.gguf", "mtp-A-7B.gguf", True),
-        ("A-7B.Q4_1.gguf", "mtp-A-7B-F16.gguf", True),
         ("A-7B-Q4_K_M.gguf", "mtp-A-70B-Q8_0.gguf", False),
         ("A-7B-Q4_K_M.gguf", "A-7B-mtp-Q8_0.gguf", False),
     ],

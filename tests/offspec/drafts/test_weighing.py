@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 
 from offspec.checkpoints.opening import ModelFiles
-from offspec.drafts.acceptance import wrong_guesses
 from offspec.drafts.base import Choice, DraftOptions, OpenRequest
 from offspec.drafts.kinds import open_draft
 from offspec.drafts.weighing import Chooser, Scales, by_rate
-from offspec.errors import MemoryLimitError, UsageError
+from offspec.errors import MemoryLimitError
 from offspec.loaders.machine.hardware import Rates
 from offspec.loaders.streaming.placement import Limits
 from offspec.planning.memory import MemoryOptions
@@ -90,29 +89,6 @@ def test_a_vocabulary_is_compared_where_tokenizers_are_there(target: ModelFiles,
     assert found == [True, False]
 
 
-def test_a_larger_draft_agrees_more_often(target: ModelFiles, tmp_path: Path) -> None:
-    """And one beside a larger target less often."""
-    scales, tokens = scales_of(target, 12 * GIB), list[float]()
-    for num_layers in (4, 16, 28):
-        folder = small_model(tmp_path / str(num_layers), num_hidden_layers=num_layers)
-        guessing = scales.open(str(folder), []).guessing(scales.first_plan(["none"]).placement)
-        assert guessing.acceptance is not None
-        tokens.append(guessing.acceptance.tokens(64, 20, greedy=True, share=guessing.share))
-    assert tokens == sorted(set(tokens))
-    assert wrong_guesses(int(1e9), int(8e9)) < wrong_guesses(int(1e9), int(70e9))
-    assert wrong_guesses(int(0.49e9), int(1.54e9)) == 1
-
-
-def test_a_shadow_without_room_is_no_row_with_lookups_figures(target: ModelFiles) -> None:
-    scales = scales_of(target, 17 * GIB)  # the target fits, and no copy beside it
-    names = scales.names(["shadow", "lookup"])
-    prospects = scales.compare(names, lambda model: FAST_ROUNDS, scales.first_plan(names))
-    found = {each.name: each for each in prospects}
-    assert found["lookup"].greedy is not None
-    assert not found["lookup"].why_not
-    assert all("no room for a copy" in found[name].why_not for name in names if name != "lookup")
-
-
 def test_bits_are_those_that_fit(target: ModelFiles) -> None:
     """Copies of all layers take 3.7 GiB in 4 bits, and 2.8 in 3."""
     scales = scales_of(target, 6 * GIB)
@@ -145,26 +121,3 @@ def test_advice_has_the_predicted_figures(target: ModelFiles, rates: dict[str, f
     (note,) = request.notes
     assert note.advice
     assert all(words in note.text for words in advised)
-
-
-def test_nothing_is_advised_where_nothing_is_predicted(target: ModelFiles) -> None:
-    """For a resident target a draft may be slower than plain decoding."""
-    request = scales_of(target, 40 * GIB).request
-    for choose in (None, lambda names, others: None):
-        request.notes.clear()
-        open_draft("target", replace(request, choose=choose))
-        (note,) = request.notes
-        assert not note.advice
-        assert "faster" not in note.text
-
-
-def test_settings_of_an_early_exit_are_its_own(target: ModelFiles) -> None:
-    scales = scales_of(target, 16 * GIB, DraftOptions(exit_layer=4))
-    assert scales.names(["self", "lookup"]) == ["self", "lookup"]
-    found = {
-        each.name: each
-        for each in scales.compare(["self", "lookup"], lambda model: FAST_ROUNDS, scales.first_plan(["self"]))
-    }
-    assert all(prospect.plan is not None for prospect in found.values())
-    with pytest.raises(UsageError, match="exit_layer=4"):
-        scales.names(["lookup"])
