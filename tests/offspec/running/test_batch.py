@@ -15,12 +15,9 @@ from hypothesis import strategies as st
 
 from offspec import Constraint, Engine, SamplingParams, SpeculationParams, Step
 from offspec.errors import ContextLengthError, NumericalError, OffspecError, UsageError
-from offspec.model.decoder import CachedDecoder
 from offspec.model.memory.text_memory import TextMemory
 from offspec.model.memory.text_pool import TextPool
 from offspec.running.batch import Batch, Ticket
-from offspec.running.passes import PREFILL_ROWS, prefill_rows
-from offspec.scheduler.pace.costs import CostCurve
 from offspec.scheduler.pace.shared_pass import SharedPass
 from offspec.text.grammar_constraint import SlowTime
 
@@ -232,40 +229,6 @@ def test_a_long_prompt_is_scored_in_parts_beside_other_texts(
     assert last.prefill_s > 0
 
 
-def test_a_short_prompt_does_not_wait_for_a_long_one(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompts have equal shares of a pass beside other texts; what the short one leaves goes to the long one."""
-    monkeypatch.setattr("offspec.running.passes.prefill_rows", lambda *_: 32)
-    with load(pair, "none", texts=8) as engine:
-        watched = Watched(engine)
-        watched.add(PROMPTS[0], SAMPLING[0])
-        watched.step()
-        long, short = (watched.add(prompt, SAMPLING[1]) for prompt in (HEAD, PROMPTS[4]))
-        watched.step()
-        assert (len(watched.found[long]), len(watched.found[short])) == (0, 1)
-        assert long.request is not None
-        assert long.request.num_unscored == len(long.checked.prompt) - (32 - len(short.checked.prompt))
-        watched.finish()
-        assert watched.ids(long) == plain(engine, HEAD, SAMPLING[1])
-
-
-def test_prompts_take_rows_by_measured_seconds() -> None:
-    """A pass beside other texts may take half a second more, or twice as long if it takes long anyway."""
-
-    def rows(seconds_of: Callable[[int], float], num_passes: int = 40) -> int:
-        costs = CostCurve()
-        for _ in range(num_passes):
-            costs.observe(1, seconds_of(1))
-            number = 1 + prefill_rows(costs, 1)
-            costs.observe(number, seconds_of(number))
-        return prefill_rows(costs, 1)
-
-    assert prefill_rows(CostCurve(), 8) == PREFILL_ROWS, "nothing is measured yet"
-    assert rows(lambda number: 0.05 + 0.05 * number) == 16, "a slow CPU"
-    assert rows(lambda number: 0.01 + 0.0005 * number) == PREFILL_ROWS, "a GPU"
-    assert rows(lambda number: 8.0 + 0.01 * number) == PREFILL_ROWS, "streamed weights"
-    assert rows(lambda number: 0.05 + 0.05 * number, 1) == 16, "from the first measurement on"
-
-
 class SlowConstraint:
     """Allows everything; each look at it is accounted as so many seconds."""
 
@@ -314,55 +277,22 @@ def test_texts_share_the_planned_kv_entries(pair: Pair) -> None:
     """Texts that do not fit beside each other wait or are paused; none is lost, and the plan is kept."""
     engine = load(pair, "own", context=64)
     assert engine.plan is not None
-    room = engine.plan.context + engine.plan.tree
-    watched = Watched(engine, 4)
+    room, pool = engine.plan.context + engine.plan.tree, TextPool(engine.new_caches, 0)
+    watched = Watched(engine, 4, pool)
     batch = watched.batch
-    params = [SamplingParams(32, temperature=1.0, seed=i, ignore_eos=True) for i in range(4)]
+    params = [SamplingParams(32, temperature=1.0, seed=i, ignore_eos=True) for i in range(3)]
     tickets = [watched.add("def area(", own) for own in params]
     most = 0
     while not batch.is_idle:
         watched.step()
         entries = [ticket.request.kv.num_entries for ticket in tickets if ticket.request is not None]
         assert sum(entries) <= room
+        assert pool.num_entries + pool.num_idle_entries <= engine.plan.kv_entries or not pool.num_used
         most = max(most, batch.num_running)
     assert most > 1
     for ticket, own in zip(tickets, params, strict=True):
         assert watched.ids(ticket) == plain(engine, "def area(", own)
     engine.close()
-
-
-@pytest.mark.slow
-def test_idle_caches_leave_before_texts_that_need_their_room(pair: Pair) -> None:
-    """A long text has ended, and its caches wait for the next request, while others grow."""
-    engine = load(pair, "own", context=64)
-    assert engine.plan is not None
-    pool = TextPool(engine.new_caches, 0)
-    watched = Watched(engine, 3, pool)
-    batch = watched.batch
-    for i, number in enumerate((40, 48, 48)):
-        watched.add("def area(", SamplingParams(number, temperature=1.0, seed=i, ignore_eos=True))
-    while not batch.is_idle:
-        watched.step()
-        assert pool.num_entries + pool.num_idle_entries <= engine.plan.kv_entries or not pool.num_used
-    assert pool.num_used == 0
-    engine.close()
-
-
-@pytest.mark.slow
-def test_a_short_text_takes_no_room_of_a_long_one(engines: dict[str, Engine]) -> None:
-    """Caches that were made for a long text are cut to the next one's entries where other texts are running."""
-    engine, pool = engines["own"], TextPool(engines["own"].new_caches, 0)
-    watched = Watched(engine, 2, pool)
-    first = watched.add(PROMPTS[1], SamplingParams(30, ignore_eos=True, seed=0))
-    watched.add(PROMPTS[2], SamplingParams(60, ignore_eos=True, seed=0))
-    while not watched.found[first] or watched.found[first][-1].finish_reason is None:
-        watched.step()
-    before = pool.num_idle_entries
-    last = watched.add(PROMPTS[0], SamplingParams(3, ignore_eos=True, seed=0))
-    watched.step()
-    assert last.request is None or last.request.kv.num_entries < before
-    watched.finish()
-    assert watched.ids(last) == plain(engine, PROMPTS[0], SamplingParams(3, ignore_eos=True, seed=0))
 
 
 def test_a_common_beginning_is_scored_once(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -407,39 +337,6 @@ def test_answers_share_the_entries_of_their_prompt(tmp_path: Path) -> None:
     assert [watched.ids(ticket) for ticket in tickets] == expected
 
 
-def test_texts_wait_for_a_long_beginning_that_is_being_scored(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If scoring it again would take longer than a pass; the others need not wait."""
-    monkeypatch.setattr(SharedPass, "is_worth_a_pass", lambda self, num_rows: num_rows > 32)
-    prompts = [HEAD + "x = 1", HEAD + "def area(", "import", HEAD + "return"]
-    params = SamplingParams(8, seed=0, ignore_eos=True)
-    with load(pair, "own", texts=8) as engine:
-        watched = Watched(engine, 4)
-        tickets = [watched.add(prompt, params) for prompt in prompts]
-        watched.step()
-        assert [bool(watched.found[ticket]) for ticket in tickets] == [True, False, True, False]
-        watched.step()
-        assert all(watched.found[ticket] for ticket in tickets)
-        watched.finish()
-        assert [watched.ids(ticket) for ticket in tickets] == [plain(engine, prompt, params) for prompt in prompts]
-    numbers = [watched.found[ticket][-1].stats.num_prefilled_tokens for ticket in tickets]
-    assert numbers[0] == len(tickets[0].checked.prompt)
-    assert max(numbers[1:]) < 12
-
-
-def test_a_whole_prompt_is_scored_once(pair: Pair) -> None:
-    """However little it takes to score it; unless it is not worth copying. Others need not wait."""
-    params = SamplingParams(4, seed=0, ignore_eos=True)
-    with load(pair, "own", texts=8) as engine:
-        watched = Watched(engine, 8)
-        long, short, again, twice = (watched.add(prompt, params) for prompt in (HEAD, "x = 1", HEAD, "x = 1"))
-        watched.step()
-        assert [bool(watched.found[ticket]) for ticket in (long, short, again, twice)] == [True, True, False, True]
-        watched.finish()
-        prefilled = [watched.found[ticket][-1].stats.num_prefilled_tokens for ticket in (long, again)]
-        assert prefilled == [len(long.checked.prompt), 1]
-        assert watched.ids(again) == watched.ids(long) == plain(engine, HEAD, params)
-
-
 @pytest.mark.slow
 def test_the_drafts_cache_has_room_before_each_pass(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """For all rounds, however long the text has grown: on a GPU it must not grow while the target computes."""
@@ -455,7 +352,7 @@ def test_the_drafts_cache_has_room_before_each_pass(pair: Pair, monkeypatch: pyt
     monkeypatch.setattr(TextMemory, "extend", noted)
     with load(pair, "own", texts=4) as engine:
         batch = Batch(engine.models)
-        params = SamplingParams(24, seed=1, ignore_eos=True)
+        params = SamplingParams(16, seed=1, ignore_eos=True)
         tickets = [batch.add(engine.check_request(prompt, params, SpeculationParams(8))) for prompt in PROMPTS[:2]]
         batch.step()
         for ticket in tickets:
@@ -465,17 +362,6 @@ def test_the_drafts_cache_has_room_before_each_pass(pair: Pair, monkeypatch: pyt
         while not batch.is_idle:
             batch.step()
     assert num_grown == 0
-
-
-def test_waiting_texts_join_in_order(engines: dict[str, Engine]) -> None:
-    watched = Watched(engines["none"], 2)
-    tickets = [watched.add("x = 1", SamplingParams(2 + i, seed=0, ignore_eos=True)) for i in range(5)]
-    began = list[Ticket]()
-    while not watched.batch.is_idle:
-        watched.step()
-        began += [ticket for ticket in tickets if watched.found[ticket] and ticket not in began]
-        assert watched.batch.num_running <= 2
-    assert began == tickets
 
 
 # ------------------------------------------------------------------------------------------------ errors
@@ -560,28 +446,6 @@ def test_a_request_that_ends_gives_its_caches_back(engines: dict[str, Engine]) -
     assert batch.is_idle
 
 
-def test_a_request_that_cannot_begin_gives_its_caches_back(
-    engines: dict[str, Engine], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine, pool = engines["none"], TextPool(engines["none"].new_caches, 0)
-    watched = Watched(engine, pool=pool)
-    for error in (NumericalError("bad"), ZeroDivisionError()):
-        ticket = watched.add(PROMPTS[0], SAMPLING[0])
-        with monkeypatch.context() as patch:
-            patch.setattr("offspec.running.batch.Request", lambda *args, error=error: _raise(error))
-            if isinstance(error, OffspecError):
-                watched.step()
-                assert watched.errors == {ticket: error}
-            else:
-                with pytest.raises(ZeroDivisionError):
-                    watched.step()
-        assert (watched.batch.is_idle, pool.num_used) == (True, 0)
-
-
-def _raise(error: Exception) -> None:
-    raise error
-
-
 def test_a_paused_text_resumes_before_others_join(engines: dict[str, Engine]) -> None:
     engine, began = engines["none"], list[Ticket]()
     batch = Batch(engine.models, 2, on_begin=began.append)
@@ -595,25 +459,3 @@ def test_a_paused_text_resumes_before_others_join(engines: dict[str, Engine]) ->
     assert tickets[2].request is not None
     assert began == [tickets[0], tickets[2], tickets[3]]
     batch.close()
-
-
-@pytest.mark.slow
-def test_texts_have_their_own_layer_states(engines: dict[str, Engine]) -> None:
-    """Of a shared pass, each text gets the states and logits of a pass of its own."""
-    from offspec.model.decoder import score_together
-    from offspec.model.pass_rows import TextRows
-    from offspec.scheduler.trees.token_tree import TokenTree
-
-    decoder, tree = engines["none"].target, TokenTree.chain([7, 8])
-    chains = [[5, 6, 7], [9], [3, 4]]
-
-    def rows(chain: list[int]) -> TextRows:
-        return TextRows(chain, tree.tokens, tree.depths, tree.mask())
-
-    together = score_together([(CachedDecoder(decoder), rows(chain)) for chain in chains], [0, 1])
-    for chain, found in zip(chains, together, strict=True):
-        alone = score_together([(CachedDecoder(decoder), rows(chain))], [0, 1])[0]
-        assert len(found) == len(alone) == 3
-        torch.testing.assert_close(found[2], alone[2], atol=2e-5, rtol=1e-5)
-        for layer in (0, 1):
-            torch.testing.assert_close(found.layer_states[layer], alone.layer_states[layer], atol=2e-5, rtol=1e-5)

@@ -53,20 +53,6 @@ def test_the_prompt_is_scored_once(pair: Pair) -> None:
     assert prefilled == [num_prompt, 1, 1, 1]
 
 
-def test_answers_for_which_there_are_no_kv_entries_wait(pair: Pair) -> None:
-    """A plan for one text of the whole context: two answers at a time may not fit, but all come."""
-    with load(pair, context=96) as engine:
-        found = answers_of(engine, 4)
-    with load(pair, texts=4) as engine:
-        assert [ids_of(steps) for steps in found] == [ids_of(steps) for steps in answers_of(engine, 4)]
-
-
-def test_without_a_seed_it_is_drawn_once(pair: Pair) -> None:
-    with load(pair, texts=2) as engine:
-        ends = dict(engine.generate_answers("x", 2, SamplingParams(3, temperature=1.0)))
-    assert ends[1].stats.seed == ends[0].stats.seed + 1
-
-
 def test_errors(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     with load(pair) as engine:
         with refused(ContextLengthError, "context"):

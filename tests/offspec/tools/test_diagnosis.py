@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from offspec.errors import HardwareError, UsageError
-from offspec.loaders.machine.gpu_support import GpuFault, gpu_fault
+from offspec.errors import UsageError
+from offspec.loaders.machine.gpu_support import GpuFault
 from offspec.loaders.machine.hardware import Disk, Gpu, Hardware, Memory, Rates
 from offspec.loaders.machine.product_costs import ProductRate
 from offspec.tools import diagnosis
@@ -60,13 +60,6 @@ def test_a_good_desktop_is_told_what_streaming_costs() -> None:
     assert tells(line, "3.4 GB/s", "70B", "NF4", "40 GB", "11.8 s", "1.6 s", "53.7 GB")
 
 
-def test_a_cpu_is_told_what_it_waits_for() -> None:
-    """70.6e9 weights, twice 64 FLOP each at 1e11 a second, and unpacked at 1e9 a second: 161 s."""
-    reading, arithmetic = CPU_ONLY.advice[1:]
-    assert tells(reading, "disk", "40 GB", "RAM")
-    assert tells(arithmetic, "64 tokens", "3 min", "CPU")
-
-
 def test_a_small_machine_is_told_of_a_small_model() -> None:
     small = with_ram(CPU_ONLY, total_bytes=16 * GIB, machine_bytes=16 * GIB, available_bytes=10 * GIB)
     assert any(tells(text, "8B", "NF4", "5.7 GB", "1.7 s") for text in small.advice)
@@ -91,17 +84,12 @@ def test_a_small_machine_is_told_of_a_small_model() -> None:
             with_rates(DESKTOP, sources={"disk_bytes_per_s": "1 reader, through the page cache, refused"}),
             ("ext4", "direct reads"),
         ),
-        (
-            replace(with_rates(DESKTOP, sources={"disk_bytes_per_s": "through the page cache"}), disk=None),
-            ("file system", "direct reads"),
-        ),
         (with_rates(DESKTOP, disk_bytes_per_s=5e8), ("500 MB/s", "NVMe")),
         (with_rates(DESKTOP, host_to_device_bytes_per_s=3e9), ("link", "3 GB/s")),
         (
             replace(DESKTOP, hardware=replace(DESKTOP.hardware, gpu=replace(CARD, free_bytes=10 * GIB))),
             ("14 GiB", "card", "24 GiB"),
         ),
-        (with_ram(DESKTOP, available_bytes=8 * GIB), ("8 GiB", "64 GiB", "RAM")),
         (
             replace(DESKTOP, disk=Disk(Path("/models"), "ext4", "/dev/sda", 9 * 10**9)),
             ("/models", "9 GB", "70B", "40 GB"),
@@ -114,15 +102,6 @@ def test_a_small_machine_is_told_of_a_small_model() -> None:
 )
 def test_what_is_wrong_is_told(found: Diagnosis, words: tuple[object, ...]) -> None:
     assert any(tells(text, *words) for text in found.advice), found.advice
-
-
-def test_a_faster_disk_is_not_advised_to_who_waits_for_arithmetic() -> None:
-    assert not any("NVMe" in text for text in with_rates(CPU_ONLY, disk_bytes_per_s=1.4e9).advice)
-
-
-def test_who_asked_for_the_cpu_is_not_told_to_get_a_card() -> None:
-    asked = replace(CPU_ONLY, device_reason="as asked", gpu_fault=None)
-    assert not any("driver" in text for text in asked.advice)
 
 
 def test_nothing_measured_says_nothing_of_speed() -> None:
@@ -148,47 +127,10 @@ def test_quick_measures_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_reason_for_a_device() -> None:
-    found, fault = diagnose(quick=True), gpu_fault()
-    assert (found.device, found.device_reason) == (("cuda:0", "found") if fault is None else ("cpu", fault.reason))
-    assert found.gpu_fault == fault
-    assert diagnose("cpu", quick=True).gpu_fault is None
-
-
-def test_measuring_is_told_and_done_on_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def measure(device: Any, dtype: Any, path: Path, progress: Any) -> Rates:
-        progress("disk")
-        return Rates(disk_bytes_per_s=1.0, sources={"disk_bytes_per_s": f"{device} {dtype} {path.name}"})
-
-    monkeypatch.setattr(diagnosis, "measure_rates", measure)
-    monkeypatch.setattr(diagnosis, "measure_products", lambda dtype: (PRODUCT,))
-    told: list[str] = []
-    found = diagnose("cpu", tmp_path, progress=told.append)
-    assert found.hardware.rates.sources == {"disk_bytes_per_s": f"cpu torch.bfloat16 {tmp_path.name}"}
-    assert told == ["products", "disk"]
-    assert found.products == (PRODUCT,)
-
-
 @pytest.mark.parametrize(("capability", "dtype"), [((7, 5), "torch.float16"), ((8, 6), "torch.bfloat16")])
 def test_old_cards_multiply_in_fp16(capability: tuple[int, int], dtype: str) -> None:
     card = replace(CARD, capability=capability)
     assert str(diagnosis.dtype_of(replace(DESKTOP.hardware, gpu=card))) == dtype
-
-
-def test_without_a_cache_the_disk_is_that_of_the_folder_it_would_be_in(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "not" / "there"))
-    assert diagnosis.models_folder() == tmp_path
-
-
-def test_a_disk_that_does_not_answer_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(path: Path) -> Disk:
-        raise HardwareError(f"{path}: its disk does not answer")
-
-    monkeypatch.setattr(diagnosis, "read_disk", fail)
-    found = diagnose("cpu", tmp_path, quick=True)
-    assert (found.disk, found.disk_reason) == (None, f"{tmp_path}: its disk does not answer")
 
 
 def test_a_device_that_is_not_there() -> None:

@@ -59,10 +59,6 @@ def test_a_model_that_fits_has_no_gains(tmp_path: Path) -> None:
     assert (made.gains(), made.four_bit()) == ([], None)
 
 
-def test_a_packed_model_is_not_packed_again(tmp_path: Path) -> None:
-    assert improvements(plan_of(tmp_path, 4 * GIB, "q4_k_m")).four_bit() is None
-
-
 def test_what_costs_nothing_is_advised_before_memory_if_it_brings_much(plan: Plan) -> None:
     now, other = prospect(plan, "lookup", 2.0), prospect(plan, "shadow:4", 2.5)
     gains = [Gain("RAM", 8 * GIB, plan, 1.0, 2.2), Gain("RAM", 16 * GIB, plan, 0.2, 8.0)]
@@ -90,13 +86,6 @@ def test_more_ram_for_experts_is_a_gain(tmp_path: Path) -> None:
     rates = replace(RATES, host_matmul_flops={1: 1e11})
     gains = Improvements(made, LookupDraft(), rates, lambda model: rates).gains()
     assert any(gain.memory == "RAM" for gain in gains)
-
-
-def test_what_brings_little_is_not_advised(plan: Plan) -> None:
-    now = prospect(plan, "lookup", 2.0)
-    little, enough = (Gain("RAM", 8 * GIB, plan, 1.0, rate) for rate in (2.1, 2.3))
-    assert best_improvement(now, [now], [little], None) is None
-    assert best_improvement(now, [now], [enough], None) == Improvement("RAM", 8 * GIB, 2.3, 2.3 / 2.0)
 
 
 def test_more_memory_is_as_much_as_brings_the_most_per_byte(plan: Plan) -> None:
