@@ -9,15 +9,14 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
-from itertools import chain, count, product, zip_longest
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
-from offspec import Engine, SamplingParams, SpeculationParams, Step, loading
+from offspec import Engine, SamplingParams, SpeculationParams, Step
 from offspec.builtin import path as builtin_path
 from offspec.checkpoints import opening
 from offspec.checkpoints.opening import ModelFiles, Note, choose_device
@@ -36,13 +35,11 @@ from offspec.errors import (
 from offspec.loaders.machine.gpu_support import GpuFault
 from offspec.loaders.machine.hardware import Gpu
 from offspec.loaders.streaming.tiers import TieredWeights
-from offspec.model.cuda_graphs import TreeGraphs
 from offspec.model.decoder import random_decoder
 from offspec.running import passes
 from offspec.scheduler.drafting.child_scores import ChildScorer
-from offspec.scheduler.drafting.model_drafter import ModelDrafter
 from offspec.scheduler.pace.trials import OverlapSwitch
-from offspec.scheduler.params import MAX_ROWS, Scoring, Stopping
+from offspec.scheduler.params import Scoring, Stopping
 from offspec.text.prompt import Prompt
 
 from ..pair import CONTEXT, VOCAB_SIZE, Pair, narrow, scale_weights, variant
@@ -151,7 +148,7 @@ def test_text_does_not_depend_on_what_lives_on_or_is_drafted_beside(
     name: str, draft: str, engines: dict[str, Engine], plain_of: Callable[[str], list[Step]]
 ) -> None:
     params, plain = SAMPLING[name], ids(plain_of(name))
-    for reuse, overlap, budget in ((True, True, None), (True, False, 6), (False, True, 6), (False, False, 6)):
+    for reuse, overlap, budget in ((True, False, 6), (False, True, 6)):
         speculation = SpeculationParams(budget=budget, reuse=reuse, overlap=overlap)
         assert ids(steps(fresh(engines[draft]), params=params, speculation=speculation)) == plain, speculation
 
@@ -165,50 +162,8 @@ def test_text_does_not_depend_on_when_drafting_stops(
 
 
 @pytest.mark.slow
-def test_static_rounds_guess_the_same(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU: one cache for all requests, two of which may be under way at a time."""
-    assert engine.draft.decoder is not None
-    requests = [(PROMPT, SAMPLING["greedy"]), ("for item in", SAMPLING["everything"])]
-    speculation = SpeculationParams(budget=24, overlap=False)
-    plain, static = (engine.with_draft(ModelDraft(engine.draft.decoder, "own")) for _ in range(2))
-    graphs = TreeGraphs(engine.draft.decoder, static.max_context + 1 + MAX_ROWS)
-    monkeypatch.setattr(static.draft, "graphs", graphs)
-    monkeypatch.setattr(graphs.rounds, "run", counted := Counted(graphs.rounds.run))
-    expected = [steps(plain, *request, speculation) for request in requests]
-    for request, others in zip(requests, expected, strict=True):
-        found = steps(static, *request, speculation)
-        assert [step.token_ids for step in found] == [step.token_ids for step in others]
-    assert counted.found > 0
-    at_once = zip_longest(*(static.generate(*request, speculation) for request in requests))
-    for together, others in zip(zip(*at_once, strict=True), expected, strict=True):
-        assert ids([step for step in together if step]) == ids(others)
-
-
-class Counted:
-    def __init__(self, call: Callable[..., Any]) -> None:
-        self.call, self.found = call, 0
-
-    def __call__(self, *args: Any) -> Any:
-        result = self.call(*args)
-        self.found += result is not None
-        return result
-
-
-def test_text_does_not_depend_on_guesses_under_a_sliding_window(
-    pair: Pair, engines: dict[str, Engine], tmp_path: Path
-) -> None:
-    windowed = {"model_type": "mistral", "sliding_window": 6}
-    target, draft = (variant(folder, tmp_path / folder.name, **windowed) for folder in (pair.target, pair.draft))
-    engine = load(target, draft)
-    for params in (SAMPLING["greedy"], SAMPLING["top-p"]):
-        plain = ids(steps(engine, params=params, speculation=PLAIN))
-        assert plain != ids(steps(engines["none"], params=params))
-        assert ids(steps(engine, params=params)) == plain
-
-
-@pytest.mark.slow
 def test_a_perfect_draft_is_believed(engines: dict[str, Engine]) -> None:
-    params = replace(SAMPLING["top-p"], max_new_tokens=16)
+    params = replace(SAMPLING["top-p"], max_new_tokens=12)
     speculation = SpeculationParams(budget=32, lookup=False, recall=False)  # the draft alone
     per_pass = {
         draft: steps(fresh(engines[draft]), params=params, speculation=speculation)[-1].stats.tokens_per_pass
@@ -216,13 +171,6 @@ def test_a_perfect_draft_is_believed(engines: dict[str, Engine]) -> None:
     }
     assert per_pass["itself"] >= 4
     assert per_pass["itself"] > per_pass["own"] > per_pass["random"]
-
-
-def test_a_heavy_penalty_never_repeats_prompt_or_text(engine: Engine) -> None:
-    prompt = [*engine.encode(PROMPT), *ids(steps(engine, max_new_tokens=12))]
-    assert set(ids(steps(engine, prompt, max_new_tokens=16))) & set(prompt)
-    found = ids(steps(engine, prompt, max_new_tokens=16, repetition_penalty=1000.0))
-    assert len({*prompt, *found}) == len(set(prompt)) + 16
 
 
 def test_seeds(engine: Engine) -> None:
@@ -235,29 +183,12 @@ def test_seeds(engine: Engine) -> None:
     assert ids(sampled(drawn[-1].stats.seed)) == ids(drawn)
 
 
-def test_prompts_in_every_form(engine: Engine) -> None:
-    as_ids = engine.encode(PROMPT)
-    assert engine.tokenizer.decode(as_ids) == PROMPT
-    assert engine.encode(as_ids) == engine.encode(tuple(as_ids)) == as_ids
-    from_numpy = engine.encode(list(np.array(as_ids)))
-    assert from_numpy == as_ids
-    assert {type(token) for token in from_numpy} == {int}
-    messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
-    asked = engine.tokenizer.decode(engine.encode(messages), skip_special_tokens=False)
-    assert asked == "<|system|>s<|end|><|user|>u<|end|><|assistant|>"
-
-
 @pytest.mark.parametrize(
     ("prompt", "words"),
     [
         ("", ("prompt", "empty")),
-        ([], ("prompt", "empty")),
         ([1, VOCAB_SIZE], ("id", VOCAB_SIZE, "vocabulary")),
-        ([-1], ("id", -1, "vocabulary")),
         ([1, {"role": "user", "content": "hi"}], ("prompt", "ids", "messages")),
-        ([{"role": "user", "content": "hi"}, 1], ("prompt", "ids", "messages")),
-        (["hi"], ("prompt", "ids", "messages")),
-        ([1.5], ("prompt", "ids", "messages")),
     ],
 )
 def test_prompts_that_are_refused(prompt: Any, words: tuple[object, ...], engine: Engine) -> None:
@@ -269,7 +200,7 @@ def test_prompts_that_are_refused(prompt: Any, words: tuple[object, ...], engine
 
 
 @pytest.mark.each_value
-@pytest.mark.parametrize("limit", [1, 2, 3, 12])
+@pytest.mark.parametrize("limit", [1, 3])
 @pytest.mark.parametrize("draft", ["itself", "own", "none"])
 def test_max_new_tokens_is_exact(limit: int, draft: str, engines: dict[str, Engine]) -> None:
     found = steps(engines[draft], max_new_tokens=limit, ignore_eos=True)
@@ -282,7 +213,7 @@ def test_most_of_a_chat_far_too_long_is_not_encoded(engine: Engine) -> None:
         engine.encode([{"role": "user", "content": "the cat " * 100_000}])
 
 
-@pytest.mark.parametrize("num_free", [1, 2, 5])
+@pytest.mark.parametrize("num_free", [1, 5])
 def test_the_context_fills_to_its_last_place(num_free: int, engines: dict[str, Engine]) -> None:
     prompt = [40] * (CONTEXT - num_free)
     found = {
@@ -294,7 +225,7 @@ def test_the_context_fills_to_its_last_place(num_free: int, engines: dict[str, E
     assert found["itself"][-1].finish_reason == "length"
 
 
-@pytest.mark.parametrize("num_tokens", [CONTEXT, CONTEXT + 1, 10 * CONTEXT])
+@pytest.mark.parametrize("num_tokens", [CONTEXT, 10 * CONTEXT])
 def test_a_prompt_that_leaves_no_room(num_tokens: int, engine: Engine) -> None:
     with refused(ContextLengthError, f"{num_tokens} tokens", "context", CONTEXT):
         engine.generate([40] * num_tokens)
@@ -318,7 +249,7 @@ def test_end_of_text(pair: Pair, engines: dict[str, Engine], tmp_path: Path) -> 
 @pytest.mark.slow
 def test_stop_texts_end_the_text_wherever_tokens_end(engines: dict[str, Engine]) -> None:
     whole = text(steps(engines["none"], max_new_tokens=16))
-    for first, length in product(range(3, len(whole) - 5, 10), (1, 2, 5)):
+    for first, length in ((3, 1), (3, 5), (13, 2)):
         stop = whole[first : first + length]
         plain, found = (
             steps(engines[name], max_new_tokens=16, stop=(stop, "never said"), seed=0) for name in ("none", "itself")
@@ -337,16 +268,15 @@ def test_text_that_looked_like_a_stop_is_given_back(engines: dict[str, Engine]) 
 # ------------------------------------------------------------------------------------------------ what is counted
 
 
-@pytest.mark.parametrize("draft", ["itself", "own", "none"])
-def test_counts(draft: str, engines: dict[str, Engine]) -> None:
-    found = steps(engines[draft], temperature=0.8, seed=3, max_new_tokens=16, stop=("\ufffd",))
+def test_counts(engines: dict[str, Engine]) -> None:
+    found = steps(engines["own"], temperature=0.8, seed=3, max_new_tokens=16, stop=("\ufffd",))
     stats = found[-1].stats
     assert found[0].token_ids, "the first pass already yields tokens"
     assert stats.num_tokens == len(ids(found))
     assert stats.num_passes == len(found)
     assert stats.tokens_per_pass == stats.num_tokens / len(found)
     assert stats.num_first_pass_tokens == len(found[0].token_ids)
-    assert stats.num_prompt_tokens == len(engines[draft].encode(PROMPT))
+    assert stats.num_prompt_tokens == len(engines["own"].encode(PROMPT))
     assert 0 < stats.prefill_s <= stats.ttft_s
     assert stats.draft_s + stats.target_s <= stats.prefill_s + stats.decode_s
     if len(found) > 1:
@@ -354,22 +284,6 @@ def test_counts(draft: str, engines: dict[str, Engine]) -> None:
         assert stats.decode_tokens_per_s == pytest.approx(expected)
     assert stats.peak_host_bytes > 2**20
     assert stats.as_dict().items() >= {"seed": 3, "num_tokens": stats.num_tokens, "link_gb_per_s": None}.items()
-
-
-def test_each_step_says_what_was_counted_until_then(engines: dict[str, Engine]) -> None:
-    found = steps(engines["own"], max_new_tokens=20, ignore_eos=True)
-    assert [step.stats.num_passes for step in found] == list(range(1, len(found) + 1))
-    assert [step.stats.num_tokens for step in found] == list(np.cumsum([len(step.token_ids) for step in found]))
-    assert all(0 <= step.num_accepted < len(step.token_ids) for step in found)
-    assert sum(step.num_accepted for step in found) == 20 - len(found)
-
-
-def test_a_first_pass_that_says_everything(engines: dict[str, Engine]) -> None:
-    whole = text(steps(engines["none"], max_new_tokens=8))
-    (only,) = steps(engines["itself"], max_new_tokens=8, stop=(whole[2],), speculation=SpeculationParams(budget=64))
-    stats = only.stats
-    assert stats.num_first_pass_tokens == stats.num_tokens == len(only.token_ids) < 8
-    assert (stats.decode_s, stats.decode_tokens_per_s) == (0, 0)
 
 
 # ------------------------------------------------------------------------------------------------ many requests
@@ -423,9 +337,8 @@ def test_drafting_beside_the_pass_leaves_no_thread_behind(
     assert ids(steps(one, params=params)) == wanted
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
 def test_a_pass_that_fails_while_the_draft_is_at_work(
-    error: type[BaseException], engine: Engine, wanted: list[int], monkeypatch: pytest.MonkeyPatch
+    engine: Engine, wanted: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     params = SAMPLING["top-p"]
     one = fresh(engine)
@@ -433,10 +346,10 @@ def test_a_pass_that_fails_while_the_draft_is_at_work(
 
     def failing(*args: Any) -> None:
         assert scored.wait(300)
-        raise error
+        raise KeyboardInterrupt
 
     monkeypatch.setattr(passes, "score_together", failing)
-    with pytest.raises(error):
+    with pytest.raises(KeyboardInterrupt):
         next(one.generate(PROMPT, params, SpeculationParams(budget=8)))
     monkeypatch.undo()
     assert ids(steps(one, params=params)) == wanted
@@ -478,26 +391,6 @@ def test_a_draft_that_fails_ends_no_text(draft: str, name: str, pair: Pair, monk
         again = list(one.generate(longer, SAMPLING[name], SpeculationParams(8), caches=caches))
         assert ids(again) == ids(steps(one, longer, SAMPLING[name], PLAIN))
         assert again[-1].stats.draft_fault is None
-
-
-@pytest.mark.parametrize(("reuse", "overlap"), [(True, False), (False, True), (False, False)])
-def test_nothing_is_drafted_beside_the_pass_where_it_has_no_use(
-    reuse: bool, overlap: bool, engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(OverlapSwitch, "is_on", lambda _: True)
-    monkeypatch.setattr(ModelDrafter, "extend", lambda *_: pytest.fail("drafted beside the pass"))
-    steps(fresh(engine), speculation=SpeculationParams(reuse=reuse, overlap=overlap), max_new_tokens=12)
-
-
-def test_requests_that_take_turns(engine: Engine) -> None:
-    requests = [(PROMPT, SAMPLING["greedy"]), ("for item in", SAMPLING["top-p"]), (PROMPT, SAMPLING["warm"])]
-    alone = [ids(steps(engine, *request)) for request in requests]
-    together: list[list[int]] = [[] for _ in requests]
-    running: list[Iterator[Step]] = [engine.generate(*request) for request in requests]
-    for turn in zip_longest(*running):
-        for tokens, step in zip(together, turn, strict=True):
-            tokens += step.token_ids if step is not None else []
-    assert together == alone
 
 
 @pytest.mark.parametrize(("maker", "user"), [("none", "own"), ("own", "none")])
@@ -569,26 +462,13 @@ def test_a_draft_with_another_vocabulary(
         load(pair.target, break_draft(pair, tmp_path / "draft"))
 
 
-def test_a_draft_without_a_tokenizer_of_the_same_size(pair: Pair, tmp_path: Path) -> None:
-    draft = variant(pair.draft, tmp_path / "draft")
-    (draft / "tokenizer.json").unlink()
-    assert load(pair.target, draft).draft.decoder is not None
-
-
-@pytest.mark.parametrize("role", ["target", "draft"])
-@pytest.mark.parametrize(
-    ("config", "error", "word"),
-    [
-        ({"model_type": "mamba"}, UnsupportedModelError, "mamba"),
-        ({"hidden_size": None}, CheckpointError, "hidden_size"),
-    ],
-)
-def test_what_cannot_be_read_is_named(
-    role: str, config: dict[str, Any], error: type[Exception], word: str, pair: Pair, tmp_path: Path
-) -> None:
-    folder = variant(pair.target, tmp_path / "bad", **config)
-    with refused(error, folder, word):
-        load(*((folder, None) if role == "target" else (pair.target, folder)))
+def test_what_cannot_be_read_is_named(pair: Pair, tmp_path: Path) -> None:
+    folder = variant(pair.target, tmp_path / "unknown", model_type="mamba")
+    with refused(UnsupportedModelError, folder, "mamba"):
+        load(folder)
+    folder = variant(pair.target, tmp_path / "bad", hidden_size=None)
+    with refused(CheckpointError, folder, "hidden_size"):
+        load(pair.target, folder)
 
 
 def test_a_target_needs_a_tokenizer(pair: Pair, tmp_path: Path) -> None:
@@ -603,7 +483,7 @@ def test_a_target_needs_a_tokenizer(pair: Pair, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("wanted", "dtype"),
-    [("auto", torch.float32), ("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)],
+    [("auto", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)],
 )
 def test_dtypes(wanted: str, dtype: torch.dtype, pair: Pair) -> None:
     engine = load(pair.target, pair.draft, dtype=wanted)
@@ -615,14 +495,6 @@ def test_dtypes(wanted: str, dtype: torch.dtype, pair: Pair) -> None:
     assert all(tells(text, "dtype fp32", role) for text, role in zip(told, ("target", "draft"), strict=False))
 
 
-def test_a_large_model_keeps_its_own_dtype(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("offspec.checkpoints.opening.SMALL_MODEL_BYTES", 0)
-    for folder, dtype in ((pair.target, torch.float32), (builtin_path("target"), torch.bfloat16)):
-        notes: list[Note] = []
-        assert ModelFiles.open(folder, "auto", "cpu", notes).dtype == dtype
-        assert "own" in notes[0].text
-
-
 def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -631,7 +503,7 @@ def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose_device("cuda:1", notes) == torch.device("cuda:1")
     assert choose_device("auto", notes) == choose_device("cuda", notes) == torch.device("cuda:0")
     assert [note.text for note in notes] == ["device cuda:0 (found)"]
-    for wanted in ("cuda:2", "cuda:999", "cuda:-1", "cuda:x", "mps", "meta", "tpu", ""):
+    for wanted in ("cuda:2", "cuda:x", "mps", ""):
         with refused(UsageError, f"`device={wanted}`"):
             choose_device(wanted, notes)
 
@@ -669,7 +541,6 @@ def test_device_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         ((8, 6), "llama", torch.bfloat16),
         ((7, 5), "llama", torch.float16),
         ((7, 5), "gemma2", torch.float32),
-        ((7, 5), "gemma3_text", torch.float32),
         (None, "llama", torch.bfloat16),
     ],
 )
@@ -685,23 +556,6 @@ def test_cards_without_bf16(capability: tuple[int, int] | None, model_type: str,
         notes[0].text, "bf16", "fp16", "fp32" if dtype == torch.float32 else "range"
     )
     assert opening.dtype_on("bf16", gpu) == "bf16"
-
-
-def test_a_model_in_fp32_stays_so_on_a_card_without_bf16(pair: Pair) -> None:
-    notes: list[Note] = []
-    assert ModelFiles.open(pair.target, opening.AUTO_WITHOUT_BF16, "cuda", notes).dtype == torch.float32
-    assert not notes[0].advice
-
-
-def test_refused_page_locks_are_told_with_a_remedy(pair: Pair) -> None:
-    with load(pair.target) as engine:
-        assert isinstance(engine.target.weights, TieredWeights)
-        assert loading._unpinned(engine.target) == []
-        engine.target.weights.unpinned_bytes = 3 * 2**29
-        (note,) = loading._unpinned(engine.target)
-    assert note.advice
-    assert tells(note.text, "page-lock", "1.5 GiB", "`ram`")
-    assert "ulimit" not in note.text
 
 
 def test_an_old_card_loads_in_fp16(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

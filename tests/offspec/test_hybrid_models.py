@@ -19,17 +19,14 @@ from offspec.checkpoints.load import WeightSettings, load_decoder
 from offspec.checkpoints.opening import ModelFiles
 from offspec.drafts.base import DraftOptions, OpenRequest
 from offspec.drafts.kinds import open_draft
-from offspec.drafts.layer_drafts import LayersOfTarget
 from offspec.drafts.model_draft import ModelDraft
 from offspec.drafts.without_model import LookupDraft, NoDraft
 from offspec.loaders.streaming.placement import Limits, Placement, Slots, places_of
-from offspec.loaders.streaming.weights import LayerView
 from offspec.loading import LoadedTarget
 from offspec.model.config import read_config
 from offspec.model.decoder import Decoder, wanted_shapes
 from offspec.model.exactness import reason_against_exactness
 from offspec.model.families.registry import FAMILIES
-from offspec.model.layer_draft import LayerDraft
 from offspec.model.parts.kinds import PARTS
 from offspec.planning.plan import all_resident
 from offspec.text.tokenizer import Tokenizer
@@ -41,7 +38,7 @@ from .model.averages import Average
 
 CPU = torch.device("cpu")
 LAYERS = (("average", "mlp"), ("attention", "mlp"), ("average", "mlp"), ("attention", "mlp"))
-GREEDY, SAMPLED = SamplingParams(8, ignore_eos=True), SamplingParams(8, temperature=0.9, seed=3, ignore_eos=True)
+GREEDY, SAMPLED = SamplingParams(7, ignore_eos=True), SamplingParams(7, temperature=0.9, seed=3, ignore_eos=True)
 PLAIN = SpeculationParams(budget=0)
 PROMPT = "def area("
 
@@ -177,9 +174,9 @@ def test_the_text_is_plain_decodings(engine: Engine, folder: Path, params: Sampl
 
 
 @needs_kernels
-@pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp32", marks=pytest.mark.nightly)])
-def test_the_text_is_exactly_plain_decodings(folder: Path, dtype: str) -> None:
+def test_the_text_is_exactly_plain_decodings(folder: Path) -> None:
     """With large and small trees, streamed and resident, in passes that texts share."""
+    dtype = "bf16"
     with Engine.load(str(folder), draft="lookup", device="cpu", dtype=dtype, arithmetic="exact") as engine:
         assert reason_against_exactness(engine.target.config, engine.target.dtype, CPU) is None
         streamed = loaded(folder, 1, dtype=dtype)
@@ -212,20 +209,6 @@ def test_drafts_of_the_targets_own_layers(engine: Engine, folder: Path, draft: s
     target.weights.close()
 
 
-def test_a_draft_of_all_layers_says_what_the_target_says(engine: Engine, folder: Path) -> None:
-    """Its states go on from the target's, and then with nodes of its own: each of its guesses is right."""
-    if folder.name.startswith(("averaging", "gemma4")):
-        pytest.skip("drafts know no layers of this kind")
-    target = loaded(folder)
-    view = LayerView(target.weights, range(len(LAYERS)), None)
-    draft = LayersOfTarget(LayerDraft(target, range(len(LAYERS)), view), "all")
-    drafted = Engine(LoadedTarget(target), engine.tokenizer, draft)
-    speculation = SpeculationParams(budget=6, children=1, max_depth=3, lookup=False, recall=False, overlap=False)
-    steps = list(drafted.generate(PROMPT, GREEDY, speculation))
-    assert [token for step in steps for token in step.token_ids] == text_of(engine, GREEDY, PLAIN)
-    assert steps[-1].stats.tokens_per_pass == 4
-
-
 def packed_by(form: str, folder: Path, copy: Path) -> Path:
     """A copy in this format: by `convert`, or with the codes that another program might have written."""
     if form not in FORMS:
@@ -243,22 +226,20 @@ def packed_by(form: str, folder: Path, copy: Path) -> Path:
     return copy
 
 
-@pytest.mark.parametrize("form", ["fp8, blocks", "awq", "nf4", "q4_k", "bf16-packed"])
+@pytest.mark.parametrize("form", ["awq", "nf4", "q4_k"])
 def test_packed_weights_are_streamed(wide: Path, form: str, tmp_path: Path) -> None:
     """Half of the layers come from disk; the text is that of plain decoding with all of them resident."""
-    source = convert(wide, tmp_path / "bf16", ConvertParams("bf16")).path if form == "bf16-packed" else wide
-    path = packed_by(form, source, tmp_path / "packed")
+    path = packed_by(form, wide, tmp_path / "packed")
     plain, streamed, tokenizer = loaded(path), loaded(path, 0, 3), Tokenizer.load(wide)
     expected = text_of(Engine(LoadedTarget(plain), tokenizer, NoDraft()), SAMPLED, PLAIN)
     assert text_of(Engine(LoadedTarget(streamed), tokenizer, LookupDraft()), SAMPLED) == expected
     streamed.weights.close()
 
 
-@pytest.mark.parametrize("bits", ["16", "8"])
-def test_constraints_logprobs_and_packed_entries(wide: Path, bits: str) -> None:
+def test_constraints_logprobs_and_packed_entries(wide: Path) -> None:
     """`--kv-cache` concerns the layers that attend."""
     params = SamplingParams(8, temperature=0.7, seed=1, logprobs=2, constraint=Constraint.regex("[a-z]{4}[0-9]+"))
-    with Engine.load(str(wide), draft="lookup", device="cpu", dtype="fp32", kv_cache=bits) as engine:
+    with Engine.load(str(wide), draft="lookup", device="cpu", dtype="fp32", kv_cache="8") as engine:
         found, expected = (
             list(engine.generate(PROMPT, params, speculation)) for speculation in (SpeculationParams(budget=12), PLAIN)
         )
@@ -270,10 +251,9 @@ def test_a_text_that_was_changed_is_scored_again_from_an_earlier_state(engine: E
     caches, text = engine.new_caches(), engine.encode(PROMPT)
     for _ in engine.generate(text, GREEDY, caches=caches):
         pass
-    changed = [*text, *caches.text[len(text) : len(text) + 9], 7, 8]
+    changed = [*text, *caches.text[len(text) : len(text) + 5], 7, 8]
     found = [token for step in engine.generate(changed, GREEDY, caches=caches) for token in step.token_ids]
-    expected = [token for step in engine.generate(changed, GREEDY, PLAIN) for token in step.token_ids]
-    assert found == expected
+    assert found == [token for step in engine.generate(changed, GREEDY, PLAIN) for token in step.token_ids]
 
 
 def test_a_prompts_states_are_kept_in_a_file(engine: Engine, folder: Path, tmp_path: Path) -> None:

@@ -14,11 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from offspec import Engine, SamplingParams, SpeculationParams
-from offspec.drafts.model_draft import ModelDraft
 from offspec.errors import UsageError
-from offspec.loaders.accelerators.capture import as_it_is
-from offspec.model.cuda_graphs import TreeGraphs
-from offspec.scheduler.params import MAX_ROWS
 from offspec.session import Session
 
 from ..pair import Pair, build_pair, variant
@@ -117,31 +113,6 @@ def test_a_draft_with_its_tokens_in_another_order_guesses_as_well(engines: dict[
     assert reordered > 0.8 * own  # what the random target says is not always encoded as it said it
 
 
-@pytest.mark.each_value
-@pytest.mark.slow
-@pytest.mark.parametrize("draft", ["reordered", "spaces"])
-@pytest.mark.parametrize("sampling", SAMPLING)
-def test_rounds_of_static_shapes_serve_it_too(draft: str, sampling: str, engines: dict[str, Engine]) -> None:
-    """As a GPU captures them."""
-    engine = engines[draft]
-    assert isinstance(engine.draft, ModelDraft)
-    fresh = engine.with_draft(ModelDraft(engine.draft.decoder, draft, other=engine.draft.other))
-    fresh.draft.graphs = TreeGraphs(engine.draft.decoder, 400 + MAX_ROWS, as_it_is)
-    expected = ids(engines["none"], SAMPLING[sampling], PLAIN)
-    assert ids(fresh, SAMPLING[sampling], SpeculationParams(budget=32, recycling=True)) == expected
-
-
-@pytest.mark.each_value
-@pytest.mark.slow
-@pytest.mark.parametrize("draft", ["prose", "spaces"])
-@pytest.mark.parametrize("sampling", SAMPLING)
-def test_a_text_of_split_characters_is_plain_decodings(draft: str, sampling: str, engines: dict[str, Engine]) -> None:
-    """The prompt ends inside a character."""
-    prompt = engines["none"].encode("naïve café 日本 😀")[:-1]
-    expected = ids(engines["none"], SAMPLING[sampling], PLAIN, prompt=prompt)
-    assert ids(engines[draft], SAMPLING[sampling], SpeculationParams(budget=32), prompt=prompt) == expected
-
-
 @pytest.mark.slow
 def test_a_conversation_is_plain_decodings(engines: dict[str, Engine]) -> None:
     """Turns go on from the caches, one is cut short, and one is taken back."""
@@ -162,26 +133,9 @@ def test_a_conversation_is_plain_decodings(engines: dict[str, Engine]) -> None:
     assert found == replies(engines["none"], PLAIN)
 
 
-@pytest.mark.slow
-def test_caches_that_are_rewound_are_as_good_as_new(engines: dict[str, Engine]) -> None:
-    engine, sampling = engines["reordered"], SAMPLING["greedy"]
-    caches = engine.new_caches(64, 32)
-    for prompt in ("def area(width", "def area(wid", "for item in", "def area(width, height):\n    return"):
-        text = engine.encode(prompt)
-        found = ids(engine, sampling, SpeculationParams(budget=16), prompt=text, caches=caches)
-        assert found == ids(engines["none"], sampling, PLAIN, prompt=text)
-
-
 def test_learning_from_the_target_needs_its_vocabulary(pair: Pair, tmp_path: Path) -> None:
     with refused(UsageError, "vocabulary", "`learn`"):
         load(pair, with_tokenizer(pair, tmp_path / "prose", "prose"), learn=True)
-
-
-def test_joint_acceptance_has_a_beam_of_shared_tokens(engines: dict[str, Engine]) -> None:
-    sampling = SamplingParams(20)
-    found = ids(engines["reordered"], sampling, SpeculationParams(accept="joint"))
-    assert found
-    assert len(found) <= 20
 
 
 def test_what_is_shared_is_said(pair: Pair, tmp_path: Path) -> None:

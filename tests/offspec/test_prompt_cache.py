@@ -5,19 +5,15 @@ from __future__ import annotations
 import shutil
 import struct
 import sys
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from threading import Barrier, get_ident
 from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from offspec import Engine, SamplingParams, SpeculationParams
+from offspec import Engine, SamplingParams
 from offspec.checkpoints import kv_files
 from offspec.checkpoints.atomic_files import locked_name
 from offspec.checkpoints.kv_files import FORMAT
@@ -31,7 +27,7 @@ from offspec.session import Session, entries_path
 
 from ..killed import kill, killed
 from ..machines import lanes
-from ..pair import Pair, build_pair, variant
+from ..pair import Pair, build_pair
 
 PROMPT = [40 + (number * 7) % 90 for number in range(120)]
 QUESTION = [*PROMPT[:100], *range(60, 80)]  # the same beginning, then another end
@@ -67,9 +63,8 @@ def answer(engine: Engine, file: Path | None, prompt: list[int]) -> tuple[list[i
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("draft", ["none", None])
-def test_the_text_is_that_of_a_prompt_without_a_file(pair: Pair, draft: str | None, tmp_path: Path) -> None:
-    engine, other = (loaded(pair, draft=draft or str(pair.draft)) for _ in range(2))
+def test_the_text_is_that_of_a_prompt_without_a_file(pair: Pair, tmp_path: Path) -> None:
+    engine, other = (loaded(pair) for _ in range(2))
     file = tmp_path / "prompt.kv"
     for prompt, expected in ((PROMPT, 0), (PROMPT, len(PROMPT) - 1), (QUESTION, 100), ([*PROMPT, *QUESTION], 120)):
         plain, _, _ = answer(engine, None, prompt)
@@ -78,17 +73,6 @@ def test_the_text_is_that_of_a_prompt_without_a_file(pair: Pair, draft: str | No
         assert len(told) == 1 + (prompt == [*PROMPT, *QUESTION])  # read or written; the longer prompt is both
         engine, other = other, engine  # as another process
     assert answer(engine, file, [*PROMPT, *QUESTION])[1] == len(PROMPT) + len(QUESTION) - 1
-
-
-def test_the_draft_reads_no_token_that_is_in_the_file(engine: Engine, tmp_path: Path) -> None:
-    file = tmp_path / "prompt.kv"
-    list(PromptCache(engine, file).generate(PROMPT, PARAMS, SpeculationParams(budget=8)))  # else it may not be asked
-    caches = engine.new_caches()
-    assert PromptCache(engine, file).read(caches, QUESTION) == 100
-    assert caches.draft is not None
-    assert (caches.target.length, caches.draft.length) == (100, 100)
-    with safe_open(file, framework="pt") as found:  # any reader of safetensors opens it
-        assert found.get_tensor("tokens").tolist() == PROMPT
 
 
 @pytest.mark.slow
@@ -100,10 +84,8 @@ def test_a_file_of_another_model_dtype_or_draft_is_not_used(pair: Pair, engine: 
     weights = load_file(other.target / "model.safetensors")
     weights["model.layers.1.mlp.down_proj.weight"][3, -1] += 0.5
     save_file(weights, other.target / "model.safetensors")
-    longer = Pair(variant(pair.target, tmp_path / "rope", rope_theta=20000.0), pair.draft)
     for changed, word in (
         (loaded(other), "another model"),
-        (loaded(longer), "another model"),
         (loaded(pair, dtype="bf16"), "another dtype"),
         *([(loaded(pair, arithmetic="fast"), "another arithmetic")] if lanes() else []),
     ):
@@ -138,16 +120,9 @@ def with_header(content: bytes, change: Callable[[bytes], bytes]) -> bytes:
 
 DAMAGES: dict[str, Callable[[bytes], bytes]] = {
     "cut": lambda content: content[: len(content) * 2 // 3],
-    "cut in the header": lambda content: content[:300],
-    "longer": lambda content: content + b"\0",
     "an entry": lambda content: bit_flipped(content, len(content) * 2 // 3),
-    "a token": lambda content: bit_flipped(content, 8 + struct.unpack("<Q", content[:8])[0] + 8),
-    "the checksums": lambda content: bit_flipped(content, len(content) - 2),
-    "more tokens": lambda content: with_header(content, lambda header: header.replace(b"[120]", b"[999]")),
     "another shape": lambda content: with_header(content, lambda h: h.replace(b"[2,2,120,8]", b"[2,2,8,120]")),
-    "a length": lambda content: with_header(content, lambda h: h.replace(b'length":"120"', b'length":"110"')),
     "a version": lambda content: with_header(content, lambda h: h.replace(FORMAT.encode(), OLDER_FORMAT)),
-    "no numbers": lambda content: content.replace(content[-4000:-2000], struct.pack("<f", float("nan")) * 500),
     "empty": lambda content: b"",
 }
 
@@ -201,40 +176,35 @@ def test_it_is_written_by_one_process_and_only_where_there_is_room(
     assert file.stat().st_mode & 0o077 == 0
 
 
-def write_two_and_die(files: Sequence[Path]) -> None:
-    """Each by a thread, both in the middle of their blocks."""
+def write_and_die(file: Path) -> None:
+    """In the middle of its blocks."""
     cache = TextMemory(plain_layers([KVLayout(2, 8)] * 2, torch.float32, torch.device("cpu")), torch.device("cpu"))
     cache.reserve(4000)
     cache.begin(4000)
-    exactly, blocks, both = kv_files._bytes, Counter[int](), Barrier(len(files), kill)
+    exactly, blocks = kv_files._bytes, list[Any]()
 
     def counted(block: Any) -> Any:
-        blocks[get_ident()] += 1
-        if blocks[get_ident()] == 3:
-            both.wait()
+        blocks.append(block)
+        if len(blocks) == 3:
+            kill()
         return exactly(block)
 
     kv_files._bytes = counted
     parts = {"target": kv_files.CachePart(kv_files.Owner("model", "float32", "", cache.format), cache, 4000)}
-    with ThreadPoolExecutor(len(files)) as threads:
-        list(threads.map(lambda file: kv_files.write_kv_file(file, range(4000), parts), files))
+    kv_files.write_kv_file(file, range(4000), parts)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs SIGKILL")
 def test_after_a_kill_in_the_middle_of_writing_the_file_is_as_before(engine: Engine, tmp_path: Path) -> None:
-    """Of one that was not there yet, and of one that was."""
-    files = [tmp_path / "new.kv", tmp_path / "prompt.kv"]
-    answer(engine, files[1], PROMPT)
-    killed(lambda: write_two_and_die(files))
-    assert [file.exists() for file in files] == [False, True]
-    for file, num_kept in zip(files, (0, len(PROMPT) - 1), strict=True):
-        part = tmp_path / f".{file.name}.part"
-        assert part.stat().st_size > 0
-        _, cached, told = answer(engine, file, PROMPT)
-        assert cached == num_kept
-        assert not any("ignored" in text for text in told)
-        answer(engine, file, [*QUESTION, *PROMPT])
-        assert not part.exists()
+    file, part = tmp_path / "prompt.kv", tmp_path / ".prompt.kv.part"
+    answer(engine, file, PROMPT)
+    killed(lambda: write_and_die(file))
+    assert part.stat().st_size > 0
+    _, cached, told = answer(engine, file, PROMPT)
+    assert cached == len(PROMPT) - 1
+    assert not any("ignored" in text for text in told)
+    answer(engine, file, [*QUESTION, *PROMPT])
+    assert not part.exists()
 
 
 def test_an_early_exit_keeps_none(engine: Engine, tmp_path: Path) -> None:

@@ -9,19 +9,16 @@ import os
 import stat
 import sys
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from threading import Barrier
 from typing import Any
 
 import pytest
 
 from offspec import Engine, SamplingParams, SpeculationParams
-from offspec.checkpoints.atomic_files import check_writable, write_atomically
-from offspec.errors import ContextLengthError, NumericalError, OffspecError, StorageError, TokenizerError, UsageError
-from offspec.session import Session, Turn, lasting_caches
+from offspec.checkpoints.atomic_files import write_atomically
+from offspec.errors import ContextLengthError, OffspecError, StorageError, TokenizerError, UsageError
+from offspec.session import Session, Turn
 from offspec.text.tokenizer import Tokenizer
 
 from ..pair import CONTEXT, Pair, variant
@@ -73,21 +70,6 @@ def test_a_turn_scores_what_is_new_and_says_what_a_fresh_run_says(
         assert session.num_tokens >= held
 
 
-def test_the_draft_keeps_its_cache_too(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    caches = lasting_caches(engine)
-    monkeypatch.setattr("offspec.session.lasting_caches", lambda _: caches)
-    session, scored = Session(engine), []
-    for message in MESSAGES[:3]:
-        say(
-            session, message, speculation=SpeculationParams(budget=8)
-        )  # found, it may be none: a draft that is not asked
-        draft = caches.draft
-        assert draft is not None
-        scored.append(draft.length)
-        assert session.num_tokens - draft.length <= GREEDY.max_new_tokens
-    assert scored == sorted(scored)
-
-
 def test_the_tokens_of_a_reply_are_those_that_were_said(engine: Engine) -> None:
     """Random weights say tokens that their own text would not encode to."""
     session, encode = Session(engine), engine.tokenizer.encode
@@ -112,9 +94,8 @@ def test_the_tokens_of_a_reply_are_those_that_were_said(engine: Engine) -> None:
         "{{ '<|assistant|>' + m['content'].strip() + '<|end|>' if m['role'] == 'assistant' else '<|user|>' + "
         "m['content'] }}",
         "{{ '<|user|>' + m['content'] if m['role'] == 'user' else '<|end|>' }}",
-        "{{ '<|' + m['role'] + '|>' + m['content'].replace('a', 'b') }}",
     ],
-    ids=["strips", "leaves out", "changes"],
+    ids=["strips", "leaves out"],
 )
 def test_a_template_that_changes_replies_is_believed(reply: str, pair: Pair, tmp_path: Path) -> None:
     folder = variant(pair.target, tmp_path / "model")
@@ -130,23 +111,6 @@ def test_a_template_that_changes_replies_is_believed(reply: str, pair: Pair, tmp
     ]
     rendered = session.engine.tokenizer.render_chat([*messages, {"role": "user", "content": "c"}])
     assert session.engine.tokenizer.decode(session.encode(turns), skip_special_tokens=False) == rendered
-
-
-def test_a_reply_with_special_tokens_is_its_text(engine: Engine) -> None:
-    """The text does not show them, so the model is not told of them either."""
-    said = [*engine.tokenizer.encode("a"), 3, *engine.tokenizer.encode("b")]
-    assert engine.tokenizer.decode(said) == "ab"
-    turns = [Turn("hi", "ab", said), Turn("c")]
-    assert "a<|system|>b" not in engine.tokenizer.decode(Session(engine).encode(turns), skip_special_tokens=False)
-
-
-def test_a_reply_that_repeats_the_message_is_found_in_its_own_place(engine: Engine) -> None:
-    tokens = engine.tokenizer.encode("hi")
-    odd = [engine.tokenizer.encode("h")[0], engine.tokenizer.encode("i")[0]]
-    assert engine.tokenizer.decode(odd) == "hi"
-    ids = Session(engine).encode([Turn("hi", "hi", odd), Turn("hi", "hi", odd), Turn("hi")])
-    if odd != tokens:
-        assert sum(ids[i : i + 2] == odd for i in range(len(ids))) == 2
 
 
 def test_changes_are_scored_from_where_they_begin(engine: Engine) -> None:
@@ -180,7 +144,7 @@ def test_changes_are_scored_from_where_they_begin(engine: Engine) -> None:
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), OffspecError("it failed")], ids=["Ctrl-C", "error"])
-@pytest.mark.parametrize("where", ["propose", "score_together", "keep", "observe"])
+@pytest.mark.parametrize("where", ["propose", "score_together", "keep"])
 def test_a_turn_left_in_the_middle_of_a_pass(
     where: str, error: BaseException, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -242,7 +206,7 @@ def test_the_oldest_turns_are_dropped_and_that_is_said(engine: Engine) -> None:
     told: list[str] = []
     session = Session(engine, "Be brief.", notify=told.append)
     system = engine.tokenizer.encode("<|system|>Be brief.")
-    for number in range(9):
+    for number in range(7):
         turn = say(session, f"message {number}")
         ids = session.encode(session.turns[turn.num_dropped :])
         assert ids[: len(system)] == system
@@ -250,60 +214,9 @@ def test_the_oldest_turns_are_dropped_and_that_is_said(engine: Engine) -> None:
         assert turn.stats.num_prompt_tokens == len(ids) <= CONTEXT - session.spare(GREEDY)
         assert turn.token_ids == fresh(session, GREEDY)
         assert bool(told) == (turn.num_dropped > 0)
-    assert len(session.turns) == 9
-    assert 0 < len(told) < 6  # several turns at once, so that most turns go on from the caches
+    assert len(session.turns) == 7
+    assert 0 < len(told) < 4  # several turns at once, so that most turns go on from the caches
     assert all(tells(text, "context", CONTEXT, "oldest") for text in told)
-
-
-def test_a_long_conversation_is_rendered_a_few_times_for_what_to_drop(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    session, rendered, render = Session(engine), list[int](), Tokenizer.render_chat
-    session.turns = [Turn(f"message {number}", "and so on" * (number % 4)) for number in range(80)]
-    whole = (len(session.encode([*session.turns[number:], Turn("hi")])) for number in range(80))
-    room = CONTEXT - CONTEXT // 4 - session.spare(GREEDY)
-    expected = next(number for number, num_tokens in enumerate(whole) if num_tokens <= room)
-
-    def counted(self: Tokenizer, messages: Any, **more: Any) -> str:
-        rendered.append(len(messages))
-        return render(self, messages, **more)
-
-    monkeypatch.setattr(Tokenizer, "render_chat", counted)
-    assert say(session, "hi").num_dropped == expected
-    assert len(rendered) < 24  # two for each look
-
-
-def test_what_is_used_of_the_context_is_told_of_the_turns_that_are_left(engine: Engine, tmp_path: Path) -> None:
-    session, used = Session(engine), [0]
-    for message in MESSAGES[:2]:
-        say(session, message)
-        used.append(session.num_tokens)
-    assert used == sorted(set(used))
-    session.save(tmp_path / "talk.json", {})
-    (loaded := Session(engine)).load(tmp_path / "talk.json")
-    assert used[-1] - 1 <= loaded.num_tokens <= used[-1]  # the end of the text is no part of a reply
-    session.undo()
-    assert session.num_tokens == used[1]
-    session.clear()
-    assert session.num_tokens == 0
-
-
-def test_caches_of_a_long_context_that_nobody_asked_for_grow(
-    engine: Engine, pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    expected = [turn.token_ids for turn in _four_turns(Session(engine))]
-    monkeypatch.setattr("offspec.session.DEFAULT_CONTEXT", 32)
-    assert engine.plan is not None
-    growing, room = Session(engine), engine.plan.tree + 32
-    assert growing._caches.target.cache.capacity == room
-    assert [turn.token_ids for turn in _four_turns(growing)] == expected
-    assert growing._caches.target.cache.capacity >= min(room * 3 // 2, CONTEXT + engine.plan.tree)
-    with Engine.load(pair.target, draft="none", device="cpu", context=CONTEXT) as asked:
-        assert Session(asked)._caches.target.cache.capacity == CONTEXT + engine.plan.tree
-
-
-def _four_turns(session: Session) -> list[Turn]:
-    return [say(session, "message") for _ in range(4)]
 
 
 def test_or_the_message_is_refused(engine: Engine) -> None:
@@ -367,20 +280,6 @@ def test_a_saved_conversation_goes_on_as_it_would_have(engine: Engine, tmp_path:
     assert other.turns[-1].stats.num_prefilled_tokens == other.turns[-1].stats.num_prompt_tokens
 
 
-def test_another_model_takes_the_text_only(engine: Engine, tmp_path: Path) -> None:
-    file = tmp_path / "talk.json"
-    Session(engine).save(file, {})
-    content = json.loads(file.read_text())
-    turn = {"message": "a", "reply": "def area", "token_ids": [9, 9], "finish_reason": "eos", "num_dropped": 0}
-    file.write_text(json.dumps(content | {"turns": [turn]}))
-    session = Session(engine)
-    session.load(file)
-    ids = session.encode([*session.turns, Turn("b")])
-    assert engine.tokenizer.decode(ids, skip_special_tokens=False) == (
-        "<|user|>a<|end|><|assistant|>def area<|end|><|user|>b<|end|><|assistant|>"
-    )
-
-
 def good_file() -> dict[str, Any]:
     turn = {"message": "a", "reply": "b", "token_ids": [1], "finish_reason": "eos", "num_dropped": 0}
     return {"format": "offspec chat", "version": 1, "model": "m", "system": None, "settings": {}, "turns": [turn]}
@@ -390,18 +289,10 @@ def good_file() -> dict[str, Any]:
     ("content", "word"),
     [
         (b"{", "JSON"),
-        (b"\xff\xfe", "JSON"),
         (b"[" * 100000, "JSON"),
-        (b"[]", '"format"'),
         (b'{"messages": []}', '"format"'),
         (good_file() | {"version": 2}, "version 2"),
-        (good_file() | {"version": None}, "version None"),
         (good_file() | {"settings": []}, "damaged"),
-        (good_file() | {"system": 5}, "damaged"),
-        (good_file() | {"turns": {}}, "damaged"),
-        (good_file() | {"turns": ["x"]}, "turn 1"),
-        (good_file() | {"turns": [{**good_file()["turns"][0], "reply": None}]}, "turn 1"),
-        (good_file() | {"turns": [{**good_file()["turns"][0], "token_ids": [-1]}]}, "turn 1"),
         (good_file() | {"turns": [{**good_file()["turns"][0], "token_ids": [2.5]}]}, "turn 1"),
         (good_file() | {"turns": [*good_file()["turns"], {"message": "b"}]}, "turn 2"),
         (good_file() | {"turns": [{**good_file()["turns"][0], "num_dropped": 1}]}, "turn 1"),
@@ -478,10 +369,6 @@ def test_pipes_and_devices_are_neither_read_nor_replaced(engine: Engine, tmp_pat
             session.load(path)
         with refused(StorageError, path):
             session.save(path, {})
-        with refused(StorageError, path, "regular file"):
-            write_atomically(path, b"x")
-        with refused(StorageError, path, "regular file"):
-            check_writable(path)
     assert pipe.is_fifo()
 
 
@@ -500,26 +387,13 @@ def test_caches_serve_one_request_at_a_time(engine: Engine) -> None:
     assert [t for step in engine.generate(MESSAGES[1], WARM, caches=caches) for t in step.token_ids] == alone[1]
 
 
-class Holder:
-    """Refers to itself, as a traceback and its frame may."""
-
-    def __init__(self, held: object) -> None:
-        self.held, self.me = held, self
-
-
-@pytest.mark.each_value
-@pytest.mark.parametrize("num_steps", [0, 1])
-@pytest.mark.parametrize("way", ["closed", "dropped", "in a cycle", "Ctrl-C"])
-def test_a_request_that_was_left_lets_go_of_its_caches(engine: Engine, way: str, num_steps: int) -> None:
+@pytest.mark.parametrize("way", ["closed", "dropped", "Ctrl-C"])
+def test_a_request_that_was_left_lets_go_of_its_caches(engine: Engine, way: str) -> None:
     caches = engine.new_caches()
     steps = engine.generate(MESSAGES[0], WARM, caches=caches)
-    for _ in range(num_steps):
-        next(steps)
+    next(steps)
     if way == "closed":
         steps.close()
-    elif way == "in a cycle":
-        Holder(steps)
-        del steps
     elif way == "Ctrl-C":
         with pytest.raises(KeyboardInterrupt):
             steps.throw(KeyboardInterrupt)
@@ -527,19 +401,6 @@ def test_a_request_that_was_left_lets_go_of_its_caches(engine: Engine, way: str,
         del steps
     expected = [token for step in engine.generate(MESSAGES[1], WARM) for token in step.token_ids]
     assert [t for step in engine.generate(MESSAGES[1], WARM, caches=caches) for t in step.token_ids] == expected
-
-
-def test_a_request_that_cannot_begin_leaves_the_caches_free(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    caches = engine.new_caches()
-
-    def fail(*args: object) -> None:
-        raise NumericalError("the first pass is none")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(type(caches), "rewind", fail)
-        with refused(NumericalError, "the first pass is none"):
-            engine.generate(MESSAGES[0], WARM, caches=caches)
-    assert list(engine.generate(MESSAGES[0], WARM, caches=caches))
 
 
 @pytest.mark.slow
@@ -564,25 +425,6 @@ def test_a_conversation_has_one_reply_at_a_time(engine: Engine, tmp_path: Path) 
     assert [turn.message for turn in session.turns] == ["hi", "def area("]
     assert session.turns[-1].token_ids == fresh(session, GREEDY)
     assert session.undo().message == "def area("
-
-
-@pytest.mark.slow
-def test_threads_lose_no_turn_of_a_conversation(engine: Engine) -> None:
-    """Each message is answered as it would be alone, or refused."""
-    session, barrier = Session(engine), Barrier(3)
-
-    def talk(number: int) -> int:
-        answered = 0
-        barrier.wait()
-        for _ in range(2):
-            with suppress(UsageError):
-                say(session, f"message {number}", replace(GREEDY, max_new_tokens=2))
-                answered += 1
-        return answered
-
-    with ThreadPoolExecutor(3) as threads:
-        num_answered = sum(threads.map(talk, range(3)))
-    assert len(session.turns) == num_answered > 0
 
 
 def test_only_our_own_files_are_overwritten(engine: Engine, tmp_path: Path) -> None:
@@ -622,15 +464,3 @@ def test_text_is_encoded_as_it_stands_behind_other_text(pair: Pair) -> None:
             tail = tokenizer.encode_after(text[:at], text[at:])
             assert tokenizer.decode(tail) == text[at:]
             assert tail in (whole[len(whole) - len(tail) :], tokenizer.encode(text[at:]))
-
-
-def test_lasting_caches_never_grow(engine: Engine) -> None:
-    """Turn after turn up to the context: what was planned is there from the start, and no more."""
-    caches = lasting_caches(engine)
-    assert caches.draft is not None
-    held = [caches.target.cache.capacity, caches.draft.cache.capacity]
-    room = engine.max_context
-    for prompt, params in (("def f(", SamplingParams(4)), ("x" * 20, SamplingParams(room, ignore_eos=True))):
-        for _ in engine.generate(prompt, params, caches=caches):
-            pass
-    assert [caches.target.cache.capacity, caches.draft.cache.capacity] == held
