@@ -44,10 +44,10 @@ def outcome(config: dict[str, Any]) -> ModelConfig | str:
 
 
 # Gemma 4 is younger than the old layout.
-@pytest.mark.parametrize("family", [name for name in FAMILIES if not name.startswith("gemma4")])
-def test_both_layouts_say_the_same(family: str) -> None:
-    new = config_json(FAMILIES[family])
-    assert read_config(in_old_layout(new)) == read_config(new)
+def test_both_layouts_say_the_same() -> None:
+    for family in FAMILIES.keys() - {"gemma4", "gemma4-layer-inputs"}:
+        new = config_json(FAMILIES[family])
+        assert read_config(in_old_layout(new)) == read_config(new), family
 
 
 @pytest.mark.parametrize(
@@ -57,16 +57,11 @@ def test_both_layouts_say_the_same(family: str) -> None:
         (MISTRAL | {"sliding_window": None}, (None, None, None)),
         (without(MISTRAL, "sliding_window"), (4096, 4096, 4096)),
         (QWEN2, (None, 8, 8)),
-        (QWEN2 | {"max_window_layers": 0}, (8, 8, 8)),
-        (QWEN2 | {"max_window_layers": 3}, (None, None, None)),
-        (without(QWEN2, "max_window_layers"), (None, None, None)),
         (without(QWEN2, "sliding_window"), (None, 4096, 4096)),
         (QWEN2 | {"use_sliding_window": False}, (None, None, None)),
-        (without(QWEN2, "use_sliding_window"), (None, None, None)),
         (QWEN2 | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}, (8, None, 8)),
         (QWEN2 | {"use_sliding_window": False, "layer_types": ["sliding_attention"] * 3}, (None, None, None)),
         (MISTRAL | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}, (9, None, 9)),
-        (MISTRAL | {"layer_types": None}, (9, 9, 9)),
     ],
 )
 def test_windows(config: dict[str, Any], windows: tuple[int | None, ...]) -> None:
@@ -83,7 +78,7 @@ def test_missing_values_mean_what_they_mean_in_transformers() -> None:
     assert read_config(LLAMA | {"num_key_value_heads": None, "head_dim": None}).num_kv_heads == 4
 
 
-@pytest.mark.parametrize(("said", "factor", "expected"), [(64, 4.0, 256), (256, 4.0, 256), (64, 1e6, 64 * 10**6)])
+@pytest.mark.parametrize(("said", "factor", "expected"), [(64, 4.0, 256), (256, 4.0, 256)])
 def test_yarn_stretches_the_context_where_the_config_does_not_say_so_itself(
     said: int, factor: float, expected: int
 ) -> None:
@@ -163,7 +158,6 @@ def test_which_layers_of_a_hybrid_attend() -> None:
         ({}, 96),  # 1.3 * 64 = 83, the next multiple of 16
         ({"block_auto_adjust_ff_dim": False}, 96),
         ({"block_auto_adjust_ff_dim": False, "block_ff_dim": 50}, 50),
-        ({"block_multiple_of": 256}, 256),
     ],
 )
 def test_the_size_of_lfm2s_mlp(said: dict[str, Any], size: int) -> None:
@@ -173,7 +167,7 @@ def test_the_size_of_lfm2s_mlp(said: dict[str, Any], size: int) -> None:
     assert read_config(config).intermediate_size == module.w1.out_features == size
 
 
-@pytest.mark.parametrize("kind", ["longrope", "su", "yarn"])
+@pytest.mark.parametrize("kind", ["su", "yarn"])
 def test_longrope_by_all_its_names(kind: str) -> None:
     said = config_json(FAMILIES["phi3-longrope"])
     found = read_config(said | {"rope_parameters": {**said["rope_parameters"], "rope_type": kind}})
@@ -221,7 +215,7 @@ def test_a_family_without_a_field_is_llama(monkeypatch: pytest.MonkeyPatch) -> N
 # ------------------------------------------------------------------------------------------------ what is refused
 
 
-@pytest.mark.parametrize("model_type", ["gpt2", "", None, ["llama"], 3])
+@pytest.mark.parametrize("model_type", ["gpt2", None, ["llama"]])
 def test_an_unknown_architecture_is_named_with_the_supported_ones(model_type: Any) -> None:
     supported = ("llama", "mistral", "ministral", "qwen2", "qwen3")
     with refused(UnsupportedModelError, repr(model_type), "GPT2LMHeadModel", *supported):
@@ -262,7 +256,7 @@ def test_impossible_mixtures_are_refused(family: str, settings: dict[str, Any], 
         read_config(config_json(FAMILIES[family]) | settings)
 
 
-@pytest.mark.parametrize("key", ["num_experts", "num_local_experts", "n_routed_experts"])
+@pytest.mark.parametrize("key", ["num_experts", "n_routed_experts"])
 def test_the_number_of_experts_has_several_names_and_a_default(key: str) -> None:
     config = without(config_json(FAMILIES["qwen3-moe"]), "num_local_experts")
     for settings, num in (({key: 7}, 7), ({}, 128)):
@@ -288,14 +282,11 @@ def test_minimax_states_the_share_of_rope_in_numbers() -> None:
         (config_json(FAMILIES["hunyuan"]) | {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "dynamic"),
         (LLAMA | {"quantization_config": {"quant_method": "hqq"}}, "hqq"),
         (LLAMA | {"quantization_config": {"bits": 4}}, "unknown"),
-        (LLAMA | {"quantization_config": "4bit"}, "unknown"),
         (LLAMA | {"is_causal": False}, "is_causal"),
         (LLAMA | {"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "full_attention"),
         (rope(rope_type="dynamic", factor=2.0), "dynamic"),
-        (rope(type="su", factor=2.0), "su"),
         (without(LLAMA, "rope_parameters") | {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "dynamic"),
         (LLAMA | {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
-        (rope(partial_rotary_factor=0.5), "partial_rotary_factor"),
         (QWEN2 | {"layer_types": ["full_attention", "chunked_attention", "full_attention"]}, "chunked_attention"),
     ],
 )
@@ -315,14 +306,10 @@ REQUIRED = (
 
 
 @pytest.mark.parametrize("key", REQUIRED)
-@pytest.mark.parametrize("value", [None, 0, -1, "64", 64.0, True, [64]])
-def test_sizes_are_positive_integers(key: str, value: Any) -> None:
-    with refused(CheckpointError, key, "integer", 1, repr(value)):
-        read_config(LLAMA | {key: value})
-
-
-@pytest.mark.parametrize("key", REQUIRED)
-def test_sizes_must_be_there(key: str) -> None:
+def test_sizes_are_positive_integers(key: str) -> None:
+    for value in (None, 0, "64", 64.0, True, [64]):
+        with refused(CheckpointError, key, "integer", 1, repr(value)):
+            read_config(LLAMA | {key: value})
     with refused(CheckpointError, key):
         read_config(without(LLAMA, key))
 
@@ -332,74 +319,40 @@ def test_sizes_must_be_there(key: str) -> None:
     [
         (LLAMA | {"num_key_value_heads": 3}, "num_attention_heads 4 multiple num_key_value_heads 3"),
         (LLAMA | {"num_hidden_layers": 10**9}, "num_hidden_layers 1000000000"),
-        (LLAMA | {"num_key_value_heads": 8}, "multiple num_key_value_heads 8"),
-        (LLAMA | {"num_key_value_heads": 0}, "num_key_value_heads"),
         (LLAMA | {"head_dim": 15}, "head_dim 15 odd"),
-        (LLAMA | {"num_attention_heads": 100, "num_key_value_heads": 100}, "head_dim"),
         (LLAMA | {"rms_norm_eps": 0}, "rms_norm_eps"),
-        (LLAMA | {"rms_norm_eps": "1e-6"}, "rms_norm_eps"),
         (LLAMA | {"rms_norm_eps": 1e300}, "rms_norm_eps 1e-30 0.1"),
         (MISTRAL | {"sliding_window": 0}, "sliding_window"),
-        (MISTRAL | {"sliding_window": "9"}, "sliding_window"),
         (QWEN2 | {"max_window_layers": -1}, "max_window_layers"),
         (QWEN2 | {"layer_types": ["full_attention"] * 2}, "layer_types 2 layers num_hidden_layers 3"),
-        (QWEN2 | {"layer_types": []}, "layer_types 0 layers"),
-        (QWEN2 | {"layer_types": "full_attention"}, "layer_types"),
-        (
-            config_json(FAMILIES["glm"]) | {"rope_parameters": {"partial_rotary_factor": 1.5}},
-            "partial_rotary_factor 1.5",
-        ),
         (
             config_json(FAMILIES["glm4"]) | {"rope_parameters": {"partial_rotary_factor": 0.2}},
             "partial_rotary_factor 3 16",
         ),
         (config_json(FAMILIES["smollm3"]) | {"no_rope_layers": [1]}, "no_rope_layers 4 layers"),
-        (config_json(FAMILIES["lfm2"]) | {"layer_types": ["conv"]}, "layer_types list 4 conv full_attention"),
         (config_json(FAMILIES["lfm2"]) | {"layer_types": ["conv", [], "conv", 1]}, "layer_types list 4"),
         (config_json(FAMILIES["lfm2"]) | {"conv_L_cache": 0}, "conv_L_cache"),
         (GRANITE_H | {"layer_types": ["mamba"]}, "layer_types list 4"),
-        (GRANITE_H | {"layer_types": 3}, "layer_types list 4"),
         (GRANITE_H | {"mamba_n_heads": 3}, "mamba_n_heads 3 128 mamba_expand"),
         (GRANITE_H | {"mamba_n_groups": 3}, "4 heads multiple 3 groups"),
-        (GRANITE_H | {"time_step_limit": [0.1]}, "time_step_limit list two numbers"),
         (GRANITE_H | {"time_step_limit": [0.1, {"__float__": "Infinite"}]}, "time_step_limit list two numbers"),
-        (GRANITE_H | {"time_step_limit": [0.2, 0.1]}, "time_step_limit ascending"),
         (FALCON_H1 | {"ssm_multipliers": [1.0] * 4}, "ssm_multipliers 5 4"),
         (without(NEMOTRON_H, "layers_block_type") | {"hybrid_override_pattern": ""}, "layers_block_type list"),
         (config_json(FAMILIES["olmo-hybrid"]) | {"linear_num_key_heads": 0}, "linear_num_key_heads"),
-        (config_json(FAMILIES["granite"]) | {"logits_scaling": 0}, "logits_scaling"),
-        (config_json(FAMILIES["gemma2"]) | {"attn_logit_softcapping": "50"}, "attn_logit_softcapping"),
-        (config_json(FAMILIES["cohere"]) | {"layer_norm_eps": -1}, "layer_norm_eps"),
-        (config_json(FAMILIES["ministral3"]) | {"rope_parameters": [1]}, "rope_parameters object"),
         (LLAMA | {"rope_parameters": [1]}, "rope_parameters object"),
-        (LLAMA | {"rope_scaling": "yarn"}, "rope_scaling object"),
         (rope(rope_theta="large"), "rope_theta"),
-        (rope(rope_theta=10**400), "rope_theta"),
-        (without(LLAMA, "rope_parameters") | {"rope_theta": -1.0}, "rope_theta"),
-        (rope(rope_type="linear"), "'linear' positive factor None"),
         (rope(rope_type="linear", factor=-2.0), "'linear' positive factor -2.0"),
-        (rope(rope_type="yarn", factor=float("nan")), "'yarn' positive factor nan"),
         (rope(rope_type="longrope", factor=2.0), "short_factor list None"),
         (rope(rope_type="longrope", short_factor=[1.0] * 8, long_factor=[2.0] * 7), "long_factor 7 numbers"),
         (rope(rope_type="longrope", short_factor=[1.0] * 8, long_factor=[0] * 8), "long_factor list positive"),
         (rope(rope_type="yarn", factor=2.0, beta_fast="32"), "'yarn' positive beta_fast '32'"),
         (rope(rope_type="yarn", factor=2.0, original_max_position_embeddings=1.5), "original_max_position_embeddings"),
         (rope(rope_type="llama3", factor=8.0, high_freq_factor=4.0), "'llama3' positive low_freq_factor"),
-        (rope(rope_type="llama3", factor=8.0, low_freq_factor=1.0), "'llama3' positive high_freq_factor"),
-        (MISTRAL | {"sliding_window": 2**63}, "sliding_window at most 2147483647"),
         (MISTRAL | {"sliding_window": 2**64 + 8}, "sliding_window at most 2147483647"),
         (LLAMA | {"max_position_embeddings": 2**70}, "max_position_embeddings at most"),
-        (LLAMA | {"head_dim": 2**40}, "head_dim at most"),
-        (rope(rope_theta=1e-300), "rope_theta 1 1e+15"),
         (rope(rope_theta=1e300), "rope_theta 1 1e+15"),
         (rope(rope_type="linear", factor=1e300), "factor 1e-06 1e+06"),
         (rope(rope_type="yarn", factor=2.0, attention_factor=[]), "positive attention_factor []"),
-        (rope(rope_type="yarn", factor=2.0, attention_factor=1e-300), "attention_factor 1e-06"),
-        (rope(rope_type="yarn", factor=2.0, original_max_position_embeddings=10**400), "at most 2147483647"),
-        (
-            rope(rope_type="llama3", factor=8.0, low_freq_factor=4.0, high_freq_factor=4.0),
-            "low_freq_factor below high_freq_factor",
-        ),
     ],
 )
 def test_what_contradicts_itself_is_refused_by_name(config: dict[str, Any], named: str) -> None:

@@ -29,7 +29,7 @@ from ...fakes import VOCAB_SIZE, TinyModel
 from .test_decoder import NO_NODES, Tree, random_tokens
 
 GetModel = Callable[[str], TinyModel]
-FAMILIES = ["llama-mqa", "mistral-window", "qwen2-layer-types", "qwen3-biased-window", "gemma4-layer-inputs"]
+FAMILIES = ["mistral-window", "qwen3-biased-window", "gemma4-layer-inputs"]
 TOLERANCE = 1e-5  # of logits that lie some units apart; what is computed in fp64 differs by their rounding to fp32 only
 
 
@@ -134,7 +134,7 @@ def cached(tiny_model: GetModel, family: str) -> Decoder:
     return _decoders.setdefault(family, tiny_model(family).decoder(torch.float64))
 
 
-@pytest.mark.parametrize("num_rows", sorted({1, *WIDTHS, *(w - 1 for w in WIDTHS), *(w + 1 for w in WIDTHS)}))
+@pytest.mark.parametrize("num_rows", [1, WIDTHS[0] + 1, WIDTHS[1], WIDTHS[-1] - 1, WIDTHS[-1] + 1])
 def test_any_number_of_rows(tiny_model: GetModel, num_rows: int) -> None:
     """Those that are padded, those that are not, and those that are too many."""
     decoder = cached(tiny_model, "qwen3-biased-window")
@@ -291,38 +291,6 @@ def test_usual_rounds_are_recorded_before_the_first_text(tiny_model: GetModel) -
     assert len(recorder.shapes) == 3 * len(WIDTHS)
 
 
-@pytest.mark.parametrize(("capacity", "keys"), [(300, [300]), (512, [512]), (1500, [512, 1024, 1500])])
-def test_no_round_is_prepared_that_the_cache_has_no_room_for(
-    tiny_model: GetModel, capacity: int, keys: list[int]
-) -> None:
-    recorder = Recorder()
-    TreeGraphs(cached(tiny_model, "llama-gqa"), capacity, recorder).prepare()
-    assert recorder.shapes == [(width, num_keys) for num_keys in keys for width in WIDTHS]
-
-
-def test_what_is_computed_in_preparing_leaves_nothing_behind(tiny_model: GetModel) -> None:
-    def record(work: Work) -> Work:
-        work()
-        return work
-
-    decoder = cached(tiny_model, "llama-gqa")
-    graphs = TreeGraphs(decoder, 300, record)
-    graphs.prepare()
-    assert graphs.cache.size == 0
-    live(Twins(graphs.text(300), CachedDecoder(decoder)), [("commit", [1, 2, 3]), ("grow", [4, 5]), ("reroot", [1])])
-
-
-def test_too_little_memory_is_left_to_the_first_text(tiny_model: GetModel) -> None:
-    def record(work: Work) -> Work | None:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    graphs = TreeGraphs(cached(tiny_model, "llama-gqa"), 100, record)
-    graphs.prepare()
-    text = graphs.text(100)
-    with pytest.raises(torch.OutOfMemoryError):
-        text.score([1, 2], *NO_NODES)
-
-
 # ------------------------------------------------------------------------------------------------ how it is recorded
 
 
@@ -430,16 +398,6 @@ def test_a_capture_waits_for_nothing_and_frees_nothing(monkeypatch: pytest.Monke
     assert gc.isenabled()
 
 
-def test_a_capture_leaves_garbage_collection_switched_off_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda = Cuda(monkeypatch)
-    gc.disable()
-    try:
-        CudaRecorder(CUDA_DEVICE)(cuda.work)
-        assert not gc.isenabled()
-    finally:
-        gc.enable()
-
-
 def test_nothing_is_recorded_beside_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = Cuda(monkeypatch)
     recorder = CudaRecorder(CUDA_DEVICE)
@@ -493,28 +451,6 @@ def test_an_interrupted_capture_is_ended(monkeypatch: pytest.MonkeyPatch) -> Non
         CudaRecorder(CUDA_DEVICE)(cuda.work)
     assert cuda.calls[-2:] == ["capture_end", "main waits for side"]
     assert gc.isenabled()
-
-
-def test_work_that_fails_when_launched_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda = Cuda(monkeypatch)
-
-    def work() -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    with pytest.raises(torch.OutOfMemoryError):
-        CudaRecorder(CUDA_DEVICE)(work)
-    assert cuda.calls == ["side waits for main", "main waits for side"]
-
-
-def test_a_pool_of_graphs_is_never_left_empty(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch refuses to capture into a pool that has had graphs and has none any more, as when the cache has grown."""
-    cuda = Cuda(monkeypatch)
-    recorder = CudaRecorder(CUDA_DEVICE)
-    for _ in range(3):  # each replay is dropped before the next shape is captured
-        replay = recorder(cuda.work)
-        assert replay is not None
-        del replay
-    assert cuda.calls.count("capture_begin pool 1") == 3
 
 
 # ------------------------------------------------------------------------------------------------ CUDA
@@ -655,17 +591,3 @@ def test_graphs_are_captured_anew_where_the_cache_has_grown(tiny_model: GetModel
             each.score(random_tokens(100), *NO_NODES)
         assert_close(text.score([], *tree.round(0, 8)), plain.score([], *tree.round(0, 8)))
         del text, each
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-def test_rounds_on_another_device_than_the_current_one(tiny_model: GetModel) -> None:
-    config = tiny_model("qwen3-biased-window").decoder().config
-    decoder = random_decoder(config, 0, dtype=torch.float32, device=torch.device("cuda:1"))
-    text, plain, tree = TreeGraphs(decoder, 1500).text(1500), CachedDecoder(decoder), Tree(
-        random_tokens(400), [-1, *range(399)]
-    )  # fmt: skip
-    found, expected = (
-        [each.score([], *tree.round(first, first + 4)).clone() for first in range(0, 400, 4)] for each in (text, plain)
-    )
-    assert_close(torch.cat(found), torch.cat(expected), 1e-4)

@@ -38,26 +38,11 @@ TOLERANCE = 1e-4  # fp32, max abs difference of logits that lie some units apart
 NO_NODES = (np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64), np.zeros((0, 0), dtype=np.bool_))
 # One family for every way of seeing: all, a window in all layers, a window in some, normed queries and keys with one,
 # capped scores, layers without positions.
-TREE_FAMILIES = [
-    *("llama-gqa", "mistral-window", "qwen2-layer-types", "qwen3-biased-window", "gemma2", "cohere2"),
-    "gemma4-layer-inputs",
-]
+TREE_FAMILIES = [*("llama-gqa", "mistral-window", "qwen3-biased-window", "gemma2", "cohere2", "gemma4-layer-inputs")]
 
-# One for every kind of memory; the others run nightly. Of most families `test_families` compares tokens one by one with
-# passes of several, and `test_logits_equal_transformers` compares all of them with the reference.
-EACH_MEMORY = (
-    *TREE_FAMILIES,
-    "granite-h-moe",
-    "qwen3.5",
-    "olmo-hybrid",
-    "lfm2",
-    "deepseek-v3",
-    "gpt-oss",
-    "phi3-longrope",
-)
-each_memory = pytest.mark.parametrize(
-    "family", [pytest.param(name, marks=() if name in EACH_MEMORY else pytest.mark.nightly) for name in FAMILIES]
-)
+# One for every kind of memory: of most families `test_families` compares tokens one by one with passes of several.
+EACH_MEMORY = ("gemma4-layer-inputs", "granite-h-moe", "qwen3.5", "lfm2", "deepseek-v3", "gpt-oss", "phi3-longrope")
+each_memory = pytest.mark.parametrize("family", EACH_MEMORY)
 
 
 def random_tokens(count: int, seed: int = 1) -> list[int]:
@@ -92,6 +77,9 @@ def assert_holds(text: CachedDecoder, tokens: list[int]) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_equal_transformers(tiny_model: GetModel, family: str) -> None:
+    """Of a checkpoint as transformers writes it, whose tensors all have a place."""
+    files = ModelFiles.open(tiny_model(family).folder, "fp32", "cpu", [])
+    assert set(files.stored.by_name) == set(complete(files.config))
     model, tokens, decoder = tiny_model(family), torch.tensor(random_tokens(40)), tiny_model(family).decoder()
     cache, logits = decoder.new_cache(), []
     for piece in torch.arange(40).split([17, 1, 22]):
@@ -106,7 +94,7 @@ def test_logits_equal_transformers(tiny_model: GetModel, family: str) -> None:
 @each_memory
 def test_greedy_text_equals_transformers(tiny_model: GetModel, family: str) -> None:
     """Each token is the one that transformers finds likeliest behind those before it."""
-    model, prompt, steps = tiny_model(family), random_tokens(12, seed=2), 20
+    model, prompt, steps = tiny_model(family), random_tokens(12, seed=2), 12
     text, chain, tokens = CachedDecoder(model.decoder()), prompt, []
     for _ in range(steps):
         chain = [int(text.score(chain, *NO_NODES).argmax())]
@@ -114,7 +102,7 @@ def test_greedy_text_equals_transformers(tiny_model: GetModel, family: str) -> N
     with torch.no_grad():
         logits = model.reference(torch.tensor([[*prompt, *tokens[:-1]]])).logits[0, len(prompt) - 1 :]
     assert tokens == logits.argmax(-1).tolist()
-    assert len(set(tokens)) >= 7, "a text that repeats itself shows nothing"
+    assert len(set(tokens)) >= 5, "a text that repeats itself shows nothing"
 
 
 @each_memory
@@ -162,7 +150,6 @@ ROPES = {
         "mscale_all_dim": 0.707,
         "original_max_position_embeddings": 4096,
     },
-    "linear": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
     "Phi-3-like": {
         "rope_type": "longrope",
         "rope_theta": 10000.0,
@@ -218,7 +205,7 @@ def test_longrope_takes_the_long_factors_where_the_context_is_longer_than_the_or
     assert not torch.equal(short, long)
 
 
-@pytest.mark.parametrize("family", ["llama-gqa", "gemma2", "gemma3", "olmo2", "cohere-qk-norm", "nemotron", "glm4"])
+@pytest.mark.parametrize("family", ["gemma2", "cohere-qk-norm", "nemotron"])
 def test_bf16_is_as_near_to_fp32_as_transformers_is(tiny_model: GetModel, family: str) -> None:
     model, tokens = tiny_model(family), random_tokens(40)
     with torch.no_grad():
@@ -343,24 +330,8 @@ def test_a_branch_longer_than_the_window(
 
 
 @pytest.mark.each_value
-@pytest.mark.parametrize("family", ["gemma2", "cohere2", "gemma4-layer-inputs"])
-@pytest.mark.parametrize("chunk_rows", [1, 7, 40])
-def test_a_prompt_in_chunks_gives_the_same(
-    tiny_model: GetModel, family: str, chunk_rows: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    decoder, tokens = tiny_model(family).decoder(), random_tokens(48)
-    expected = chain_logits(decoder, tokens)
-    text = CachedDecoder(decoder)
-    with monkeypatch.context() as patch:
-        patch.setattr("offspec.model.pass_rows.CHUNK_ROWS", chunk_rows)
-        assert_close(chain_logits(decoder, tokens), expected)
-        assert_close(text.score(tokens, *NO_NODES), expected[-1:])
-    assert_holds(text, tokens)
-
-
-@pytest.mark.each_value
 @pytest.mark.parametrize("family", TREE_FAMILIES)
-@pytest.mark.parametrize("length", [0, 1, 11, 30])
+@pytest.mark.parametrize("length", [0, 11])
 def test_a_truncated_text_goes_on_as_if_the_tail_had_never_been(tiny_model: GetModel, family: str, length: int) -> None:
     decoder, tokens = tiny_model(family).decoder(), random_tokens(30)
     text = CachedDecoder(decoder)
@@ -408,65 +379,26 @@ FOLDER = Path("folder")
 
 
 LLAMA = read_config(config_json(FAMILIES["llama-gqa"]))
-TIED = read_config(config_json(FAMILIES["llama-tied"]))
-QWEN2 = read_config(config_json(FAMILIES["qwen2"]))
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_checkpoint_as_transformers_writes_it_fits(tiny_model: GetModel, family: str) -> None:
-    files = ModelFiles.open(tiny_model(family).folder, "fp32", "cpu", [])  # checks the tensors, too
-    assert set(files.stored.by_name) == set(complete(files.config))
-
-
-@pytest.mark.parametrize(
-    ("config", "name"),
-    [
-        (LLAMA, "lm_head.weight"),
-        (LLAMA, "model.norm.weight"),
-        (LLAMA, "model.layers.2.mlp.up_proj.weight"),
-        (TIED, "model.embed_tokens.weight"),
-        (QWEN2, "model.layers.0.self_attn.k_proj.bias"),
-    ],
+MISSING = (
+    *("lm_head.weight", "model.layers.2.mlp.up_proj.weight", "model.embed_tokens.weight"),
+    "model.layers.0.self_attn.k_proj.bias",
 )
-def test_a_missing_tensor_is_named(config: ModelConfig, name: str) -> None:
-    weights = complete(config)
-    del weights[name]
-    with refused(CheckpointError, FOLDER, name, "missing"):
-        check_tensors(weights, config, FOLDER)
 
 
-def test_a_tensor_of_another_shape_is_named_with_both() -> None:
+def test_tensors_that_are_missing_misshapen_or_without_a_place_are_named() -> None:
+    others = (read_config(config_json(FAMILIES[family])) for family in ("llama-tied", "qwen2"))
+    for config, name in zip((LLAMA, LLAMA, *others), MISSING, strict=True):
+        weights = complete(config)
+        del weights[name]
+        with refused(CheckpointError, FOLDER, name, "missing"):
+            check_tensors(weights, config, FOLDER)
     name = "model.layers.1.self_attn.k_proj.weight"
-    weights = complete(LLAMA) | {name: stored(name, (64, 64))}
     with refused(CheckpointError, FOLDER, name, "[64, 64]", "[32, 64]"):
-        check_tensors(weights, LLAMA, FOLDER)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "model.layers.0.self_attn.q_proj.bias",
-        "model.layers.0.self_attn.q_norm.weight",
-        "model.layers.3.input_layernorm.weight",
-        "model.vision_tower.weight",
-        "score.weight",
-    ],
-)
-def test_a_tensor_without_a_place_is_refused(name: str) -> None:
-    with refused(UnsupportedModelError, FOLDER, name, "llama"):
-        check_tensors(complete(LLAMA) | {name: stored(name, (64,))}, LLAMA, FOLDER)
-
-
-@pytest.mark.parametrize(
-    ("config", "name"),
-    [
-        (TIED, "lm_head.weight"),
-        (LLAMA, "model.layers.0.self_attn.rotary_emb.inv_freq"),
-        (LLAMA, "model.rotary_emb.inv_freq"),
-    ],
-)
-def test_tensors_that_nothing_is_lost_without_are_ignored(config: ModelConfig, name: str) -> None:
-    assert config.ignores(name)
+        check_tensors(complete(LLAMA) | {name: stored(name, (64, 64))}, LLAMA, FOLDER)
+    for name in ("model.layers.0.self_attn.q_proj.bias", "model.layers.3.input_layernorm.weight", "score.weight"):
+        with refused(UnsupportedModelError, FOLDER, name, "llama"):
+            check_tensors(complete(LLAMA) | {name: stored(name, (64,))}, LLAMA, FOLDER)
+    assert LLAMA.ignores("model.layers.0.self_attn.rotary_emb.inv_freq")
     assert not LLAMA.ignores("lm_head.weight")
 
 

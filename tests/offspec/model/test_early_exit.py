@@ -197,7 +197,7 @@ def test_drafting_streams_nothing(
     assert weights.bytes_streamed - before == last.stats.num_passes * per_pass > 0
 
 
-@pytest.mark.parametrize(("reuse", "is_good"), [(True, True), (False, True), (True, None)])
+@pytest.mark.parametrize(("reuse", "is_good"), [(False, True), (True, None)])
 def test_all_caches_are_those_of_a_fresh_prefill(get_engine: GetEngine, reuse: bool, is_good: bool | None) -> None:
     engine = get_engine(2, False, is_good)
     caches, text = engine.new_caches(), engine.encode(PROMPT)
@@ -226,8 +226,8 @@ def test_a_text_that_was_left_and_changed_goes_on_as_a_fresh_one(get_engine: Get
     engine = get_engine(2, False, True)
     caches = engine.new_caches()
     other = engine.encode(PROMPT)
-    for cut, prompt in enumerate([PROMPT, "def area(self", "class"]):
-        long = replace(SAMPLED, max_new_tokens=24)
+    for cut, prompt in enumerate([PROMPT, "class"]):
+        long = replace(SAMPLED, max_new_tokens=12)
         request = engine.generate(prompt, long, SpeculationParams(16), caches=caches)
         for _ in range(cut + 1):
             next(request)
@@ -241,7 +241,7 @@ def test_a_text_that_was_left_and_changed_goes_on_as_a_fresh_one(get_engine: Get
 def test_an_interrupted_pass_does_not_disturb_the_next(get_engine: GetEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, real = get_engine(2, False, True), Block.forward
     caches, expected = engine.new_caches(), says(engine, SAMPLED, SpeculationParams(0))
-    for stop_at in range(1, 30, 7):
+    for stop_at in (1, 8, 22):
         calls: list[int] = []
 
         def interrupted(self: Block, *rest: object, calls: list[int] = calls, stop_at: int = stop_at) -> torch.Tensor:
@@ -256,18 +256,6 @@ def test_an_interrupted_pass_does_not_disturb_the_next(get_engine: GetEngine, mo
                 list(engine.generate(PROMPT, SAMPLED, SpeculationParams(16), caches=caches))
         found = [t for s in engine.generate(PROMPT, SAMPLED, caches=caches) for t in s.token_ids]
         assert found == expected
-
-
-def test_an_exit_that_is_the_rest_of_the_target_guesses_everything(get_engine: GetEngine) -> None:
-    *_, last = get_engine(NUM_LAYERS - 1, False, True).generate(PROMPT, GREEDY, SpeculationParams(16))
-    assert last.stats.tokens_per_pass > 5
-
-
-def test_room_is_made_at_once(get_engine: GetEngine) -> None:
-    engine = get_engine(2, False, True)
-    assert isinstance(engine.draft.decoder, EarlyExit)
-    target, draft = shared_text(engine.target, engine.draft.decoder, 100)
-    assert min(target.cache.capacity, draft.cache.capacity, draft.trunk.cache.capacity) >= 100
 
 
 @pytest.mark.each_value

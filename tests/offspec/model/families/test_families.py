@@ -30,7 +30,7 @@ from offspec.planning.plan import all_resident
 from offspec.text.tokenizer import Tokenizer
 from offspec.tools.verification import settings_of, verify
 
-from ....fakes import ALIKE, CPU, FAMILIES, HYBRIDS, VARIANTS, TinyModel
+from ....fakes import ALIKE, CPU, FAMILIES, VARIANTS, TinyModel
 from ....pair import build_pair
 from ..test_decoder import assert_close, chain_logits, random_tokens
 
@@ -41,7 +41,8 @@ NIGHTLY = {
     *ALIKE,
     *("bamba", "falcon-h1-norm-first", "granite-h", "qwen3.5-moe", "deepseek-v2", "glm4-moe-lite", "exaone4"),
     *("olmo2", "gemma3", "qwen2-moe", "cohere-qk-norm", "ministral3", "mistral4", "youtu", "olmo-hybrid"),
-    *("helium", "hunyuan", "smollm3", "glm4-moe", "granite-h-moe"),
+    *("helium", "hunyuan", "smollm3", "glm4-moe", "granite-h-moe", "arcee", "granite", "gemma4", "olmo3"),
+    *("phi3-longrope", "starcoder2", "glm4"),
 }
 # One of every layout; the families of this program's beginning have tests of their own.
 NEW = list(FAMILIES)[list(FAMILIES).index("gemma") :]
@@ -116,19 +117,16 @@ def test_plain_trees_and_streamed_are_one_text(tiny_model: GetModel, tokenizer: 
     assert num_passes < num_tokens
 
 
-@pytest.mark.parametrize("family", ["gemma4-layer-inputs", "qwen3.5"])
-def test_verifying_with_random_drafts(tiny_model: GetModel, tokenizer: Tokenizer, family: str) -> None:
+def test_verifying_with_random_drafts(tiny_model: GetModel, tokenizer: Tokenizer) -> None:
     """A small draft of the target's own layout is made for it."""
-    engine = Engine(LoadedTarget(tiny_model(family).decoder()), tokenizer)
-    settings = settings_of([0.0, 1.0], 0.9, [16], ["coupled"], ["random"])
-    report = verify(engine, ["XQZW", "KJ(VX"], settings, max_new_tokens=8)
+    engine = Engine(LoadedTarget(tiny_model("qwen3.5").decoder()), tokenizer)
+    settings = settings_of([1.0], 0.9, [8], ["coupled"], ["random"])
+    report = verify(engine, ["XQZW"], settings, max_new_tokens=6)
     assert not report.differences
     assert report.num_tokens > 0
 
 
-@pytest.mark.parametrize(
-    "family", ["gemma4-layer-inputs", "phi3", "cohere-qk-norm", "qwen3.5", "falcon-h1", "nemotron-h", "deepseek-v2"]
-)
+@pytest.mark.parametrize("family", ["gemma4-layer-inputs", "phi3", "qwen3.5", "nemotron-h", "deepseek-v2"])
 def test_a_copy_in_4_bits_is_the_same_family(tiny_model: GetModel, tmp_path: Path, family: str) -> None:
     """Fused matrices are quantised as they lie; norms, of two dimensions, too, are left alone."""
     model, tokens = tiny_model(family), random_tokens(30)
@@ -158,7 +156,7 @@ def test_longrope_serves_the_context_that_was_planned(tiny_model: GetModel, cont
 
 @pytest.mark.parametrize(
     "family",
-    ["gemma2", "gemma4", "gemma4-layer-inputs", "phi3", "cohere2", "nemotron", "deepseek-v3", "youtu", *HYBRIDS],
+    ["gemma2", "gemma4-layer-inputs", "phi3", "nemotron", "deepseek-v3", "qwen3.5", "falcon-h1", "nemotron-h", "lfm2"],
 )
 def test_a_pass_allocates_no_more_than_is_planned(tiny_model: GetModel, family: str) -> None:
     """Of a long chain, in the dtype in which fp32 copies count most."""

@@ -82,11 +82,11 @@ def life(texts: Sequence[CachedDecoder]) -> Iterator[Tensor]:
 
 @pytest.mark.each_value
 @needs_kernels
-@pytest.mark.parametrize("family", ["llama-gqa", "qwen2-layer-types", "gemma2", "gemma4-layer-inputs", "youtu"])
+@pytest.mark.parametrize("family", ["gemma2", "gemma4-layer-inputs", "youtu"])
 @pytest.mark.parametrize("kv", KV_FORMATS.values(), ids=str)
 def test_bits_are_those_of_copies(family: str, kv: KVFormat) -> None:
     decoder = decoder_of(family, kv)
-    each = (life(texts_of(decoder, 4, shares=shares)) for shares in (True, False))
+    each = (life(texts_of(decoder, 3, shares=shares)) for shares in (True, False))
     for number, (shared, copied) in enumerate(zip(*each, strict=True)):
         assert torch.equal(shared, copied), number
 
@@ -100,7 +100,7 @@ def test_entries_in_ram_are_shared() -> None:
 
 
 @pytest.mark.each_value
-@pytest.mark.parametrize("family", ["llama-gqa", "qwen2-layer-types", "gemma2", "gemma4-layer-inputs"])
+@pytest.mark.parametrize("family", ["gemma2", "gemma4-layer-inputs"])
 @pytest.mark.parametrize("kv", [PLAIN, KV_FORMATS["4"]], ids=str)
 def test_fast_arithmetic_rounds_otherwise_and_no_more(family: str, kv: KVFormat) -> None:
     decoder = decoder_of(family, kv, dtype=torch.float32)
@@ -149,14 +149,6 @@ def test_a_longer_beginning_replaces_a_shorter_one() -> None:
     assert first.cache.beginning is third.cache.beginning is shorter
     entries = [text.cache.stored(second.length) for text in (second, fourth)]
     assert all(torch.equal(*pair) for pair in zip(*entries, strict=True))
-
-
-def test_few_entries_are_copied() -> None:
-    decoder = decoder_of()
-    first, second = CachedDecoder(decoder), CachedDecoder(decoder)
-    first.score(random_tokens(FEWEST_SHARED), *NO_NODES)
-    second.cache.begin_like(first.cache, FEWEST_SHARED - 1, shares=True)
-    assert (second.length, second.cache.beginning, first.cache.beginning) == (FEWEST_SHARED - 1, None, None)
 
 
 def test_a_hybrid_shares_entries_and_copies_states() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -85,38 +84,6 @@ def some_pending() -> tuple[TextMemory, list[Entry], list[Entry]]:
     return cache, committed, pending
 
 
-@pytest.mark.parametrize(
-    ("path", "waiting"), [([], [1, 3]), ([0], [2]), ([0, 1], [2, 3]), ([1], [3]), ([], [0, 1, 2, 3])]
-)
-def test_what_waits_on_stays_pending_behind_the_path(path: list[int], waiting: list[int]) -> None:
-    cache, committed, pending = some_pending()
-    cache.keep(path, waiting)
-    committed, pending = committed + [pending[i] for i in path], [pending[i] for i in waiting]
-    check(cache, committed, pending)
-    new = [(7.0, 5), (8.0, 6)]
-    add(cache, new, pending=True)
-    check(cache, committed, pending + new)
-
-
-NO_PATHS = [([1, 0], []), ([1, 1], []), ([4], []), ([-1], []), ([-1, 0], [])]
-NOT_BEHIND = [([2], [1]), ([1], [1]), ([0], [4]), ([0], [3, 2]), ([], [-1])]
-
-
-@pytest.mark.parametrize(("path", "waiting"), [*NO_PATHS, *NOT_BEHIND])
-def test_a_path_ascends_and_what_waits_on_lies_behind_it(path: list[int], waiting: list[int]) -> None:
-    with pytest.raises(AssertionError):
-        some_pending()[0].keep(path, waiting)
-
-
-def test_other_mistakes_of_our_own() -> None:
-    """Committed entries behind pending ones, and a cut outside of the committed text."""
-    with pytest.raises(AssertionError):
-        add(some_pending()[0], [(7.0, 2)], pending=False)
-    for length in (-1, 3):
-        with pytest.raises(AssertionError):
-            some_pending()[0].truncate(length)
-
-
 def test_growth_is_geometric_and_keeps_contents() -> None:
     cache, capacities = new_cache(), set()
     entries = [(float(i), i) for i in range(200)]
@@ -137,14 +104,6 @@ def test_what_is_reserved_is_all_there_is() -> None:
     for i in range(41):
         add(cache, [(float(i), i)], pending=False)
     assert cache.capacity == 41
-
-
-def test_reserving_less_than_there_is_changes_nothing() -> None:
-    cache, committed, pending = some_pending()
-    capacity = cache.capacity
-    cache.reserve(1)
-    assert cache.capacity == capacity
-    check(cache, committed, pending)
 
 
 def test_filled_in_inference_mode_and_kept_outside_it() -> None:

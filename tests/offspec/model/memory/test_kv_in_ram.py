@@ -166,17 +166,6 @@ def test_the_next_layer_follows_while_one_is_in_use() -> None:
         assert copies.num_copies == expected  # each layer's, and the first one's latest or next
 
 
-@pytest.mark.parametrize("num_layers", [1, 2])
-def test_layers_that_all_have_slots_stay_there(num_layers: int) -> None:
-    copies = CountingCopies(CPU)
-    cache = cache_of(num_layers, copies)
-    cache.reserve(100)
-    one_pass(cache, 10)
-    copies.num_copies = 0
-    one_pass(cache, 5)
-    assert copies.num_copies == 0
-
-
 def test_slots_that_were_cut_back_are_brought_again() -> None:
     cache = cache_of(3, CopyStream(CPU))
     one_pass(cache, 6)

@@ -10,6 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from offspec.checkpoints.exit_layers import check_exit_layer, refuse_states
+from offspec.errors import UsageError
 from offspec.model.block import Block, memory_bytes
 from offspec.model.decoder import CachedDecoder, Decoder, score_together
 from offspec.model.memory.recurrent_states import LEAST_COPIED, MOST_COPIES, RecurrentStates
@@ -19,6 +21,7 @@ from offspec.model.pass_rows import TextRows
 
 from ....examples import examples
 from ....fakes import FAMILIES, build
+from ....refusals import refused
 from ..test_decoder import (
     NO_NODES,
     Pass,
@@ -81,6 +84,13 @@ def test_an_answer_may_be_given_anew_at_the_cost_of_one_token(decoder: Decoder) 
     caches.text = list(prompt)
     assert caches.rewind(changed) == len(changed)
     assert_close(caches.target.score(changed, *NO_NODES)[0], chain_logits(decoder, changed)[-1])
+
+
+def test_training_an_exit_layer_is_refused(decoder: Decoder) -> None:
+    """It would share KV entries that some layers do not have; an untrained one reads states, too."""
+    with refused(UsageError, decoder.config.model_type, "training an exit layer", "`draft=lookup`"):
+        refuse_states(decoder.config, "training an exit layer")
+    check_exit_layer(1, decoder.config)
 
 
 def test_copies_are_few_and_far_apart(decoder: Decoder) -> None:

@@ -20,7 +20,7 @@ from offspec.model.memory.kv_cache import MakeLayerCaches, plain_layers
 
 from ....fakes import TinyModel
 from ..test_decoder import NO_NODES, random_tokens
-from .kv_formats import fp32_layers, int8_layers
+from .kv_formats import int8_layers
 
 GetModel = Callable[[str], TinyModel]
 ROOM = 5  # nodes of the target's largest tree
@@ -153,9 +153,9 @@ class Life:
 
 @pytest.mark.each_value
 @pytest.mark.slow
-@pytest.mark.parametrize("make", [plain_layers, fp32_layers, int8_layers])
+@pytest.mark.parametrize("make", [plain_layers, int8_layers])
 @pytest.mark.parametrize("family", ["llama-gqa", "mistral-window"])
-@pytest.mark.parametrize(("seed", "grows"), [(0, False), (1, False), (2, True), (3, True)])
+@pytest.mark.parametrize(("seed", "grows"), [(1, False), (2, True)])
 def test_it_guesses_as_its_twin(
     tiny_model: GetModel, family: str, make: MakeLayerCaches, seed: int, grows: bool
 ) -> None:
@@ -181,10 +181,10 @@ def test_it_guesses_as_its_twin(
 
 @pytest.mark.each_value
 @pytest.mark.slow
-@pytest.mark.parametrize("make", [plain_layers, fp32_layers])
+@pytest.mark.parametrize("make", [plain_layers])
 @pytest.mark.parametrize("embedding", ["there", "elsewhere"])
 @pytest.mark.parametrize("family", ["llama-gqa", "mistral-window"])
-@pytest.mark.parametrize(("seed", "grows"), [(0, False), (1, False), (2, True)])
+@pytest.mark.parametrize(("seed", "grows"), [(1, False), (2, True)])
 def test_static_rounds_guess_as_others(
     tiny_model: GetModel,
     monkeypatch: pytest.MonkeyPatch,
@@ -241,12 +241,3 @@ def test_the_draft_never_writes_where_the_target_does(tiny_model: GetModel) -> N
         after = text.cache.read(0, text.cache.size)
         assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
         text.score([], *a_node)  # to the gap
-
-
-def test_nothing_is_allocated_for_the_draft(tiny_model: GetModel) -> None:
-    target = tiny_model("llama-gqa").decoder()
-    text = CachedDecoder(target, 300)
-    draft = LayerDraftText(LayerDraft(target, (0, 1), LayerView(target.weights, (0, 1), None)), text)
-    before = text.cache.nbytes
-    Life(text, draft, 0).run()
-    assert (text.cache.nbytes, draft.cache.nbytes) == (before, 0)

@@ -80,13 +80,6 @@ def test_additions_to_the_heads_matrices_learn() -> None:
     assert_close(chain_logits(decoder, tokens), logits)
 
 
-def test_other_attention_is_told_from_it() -> None:
-    """A head over texts has layers of attention with heads."""
-    decoder = random_decoder(read_config(config_json(FAMILIES["youtu"])), 0, dtype=torch.float32, device=CPU)
-    plain = decoder.config.plain_layers(1)
-    assert (plain.latent, plain.num_kv_heads, plain.head_dim, plain.attention_scale) == (None, 4, 12, None)
-
-
 @pytest.mark.parametrize(
     ("family", "settings", "error", "word"),
     [

@@ -74,7 +74,7 @@ def random_case(
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("num_rows", [1, 33])
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 4, 16), (6, 2, 128), (1, 1, 80)])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 4, 16), (6, 2, 80)])
 def test_cuda_parts_attend_as_the_whole_does(
     heads: int, kv_heads: int, head_dim: int, num_rows: int, dtype: torch.dtype, on_cuda: list[str]
 ) -> None:
@@ -113,7 +113,7 @@ def test_a_decoder_attends_by_cuda_operators(
     assert set(on_cuda) == ({"flash", "efficient"} if has_flash else {"efficient"})
 
 
-@pytest.mark.parametrize("num_rows", [1, 31, 33])
+@pytest.mark.parametrize("num_rows", [1, 33])
 @pytest.mark.parametrize("is_masked", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_arguments_and_results_are_those_of_the_real_operators(
