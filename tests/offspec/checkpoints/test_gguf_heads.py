@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from benchmarks.drafts.beside_llama_cpp import write_head
-from offspec import Engine, SamplingParams, SpeculationParams
 from offspec.checkpoints.head_files import HeadFiles, is_head
 from offspec.checkpoints.opening import ModelFiles
 from offspec.errors import CheckpointError
@@ -64,22 +63,6 @@ def test_the_same_head(head: tuple[Path, Path], pair: Pair) -> None:
     one, other = (each.load(torch.float32, torch.device("cpu")) for each in (folder, file))
     assert one.keys() == other.keys()
     assert all(torch.equal(one[name], other[name]) for name in one)
-
-
-@pytest.mark.parametrize("head", ["EAGLE-3"], indirect=True)
-def test_it_drafts(head: tuple[Path, Path], pair: Pair) -> None:
-    """As many tokens as from the folder, and the text is plain decoding's."""
-    drafted = list[tuple[list[int], int]]()
-    for path in head:
-        with Engine.load(str(pair.target), draft=str(path), device="cpu", dtype="fp32") as engine:
-            for budget in (0, 8):
-                speculation = SpeculationParams(budget, lookup=False)
-                steps = list(engine.generate("def area(", SamplingParams(6, ignore_eos=True), speculation))
-                text = [token for step in steps for token in step.token_ids]
-                drafted.append((text, steps[-1].stats.num_drafted_tokens))
-    assert len({tuple(text) for text, _ in drafted}) == 1
-    assert drafted[1] == drafted[3]
-    assert drafted[1][1] > 0
 
 
 def test_a_head_is_no_model(head: tuple[Path, Path]) -> None:

@@ -33,6 +33,7 @@ from ...llama_cpp import LlamaCpp
 from ...refusals import refused
 
 GetModel = Callable[[str], TinyModel]
+GetDecoder = Callable[[str], Decoder]
 CPU = torch.device("cpu")
 TOLERANCE = 2e-4  # fp32; frequencies of RoPE and norms' weights were rounded once more
 PROMPT = torch.randint(VOCAB_SIZE, (24,), generator=torch.Generator().manual_seed(5)).tolist()
@@ -123,6 +124,11 @@ def gguf_file(gguf_model: GetModel, tmp_path_factory: pytest.TempPathFactory) ->
     return cache(lambda name: gguf_of(gguf_model(name), tmp_path_factory.mktemp(name)))
 
 
+@pytest.fixture(scope="module")
+def gguf_decoder(gguf_file: Callable[[str], Path]) -> GetDecoder:
+    return cache(lambda name: decoder_of(gguf_file(name)))
+
+
 def gguf_of(model: TinyModel, folder: Path, kinds: dict[str, str] | None = None) -> Path:
     tensors = dict(model.reference.state_dict())
     return write_model(folder / "model.gguf", model.reference.config.to_dict(), tensors, kinds or {})
@@ -144,27 +150,22 @@ def worst_gap(decoder: Decoder, prompt: list[int], said: list[int]) -> float:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logits_equal_transformers(gguf_model: GetModel, gguf_file: Callable[[str], Path], family: str) -> None:
+def test_logits_equal_transformers(gguf_model: GetModel, gguf_decoder: GetDecoder, family: str) -> None:
     with torch.no_grad():
         expected = gguf_model(family).reference(torch.tensor([PROMPT])).logits[0]
-    assert (logits(decoder_of(gguf_file(family)), PROMPT) - expected).abs().max() < TOLERANCE
+    assert (logits(gguf_decoder(family), PROMPT) - expected).abs().max() < TOLERANCE
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_text_equals_llama_cpps(gguf_file: Callable[[str], Path], family: str, llama_cpp: LlamaCpp) -> None:
-    path = gguf_file(family)
-    said = llama_cpp.greedy(path, PROMPT, NUM_TOKENS)
+def test_text_equals_llama_cpps(
+    gguf_file: Callable[[str], Path], gguf_decoder: GetDecoder, family: str, llama_cpp: LlamaCpp
+) -> None:
+    said = llama_cpp.greedy(gguf_file(family), PROMPT, NUM_TOKENS)
     assert said  # the end of a text among them, which comes early or not
-    assert worst_gap(decoder_of(path), PROMPT, said) < NEAR_TIE
+    assert worst_gap(gguf_decoder(family), PROMPT, said) < NEAR_TIE
 
 
-@pytest.mark.parametrize(
-    "family",
-    [
-        *("llama-llama3", "gemma2", "gemma3", "gemma4-layer-inputs", "phi3", "qwen3.5", "lfm2", "falcon-h1"),
-        *("nemotron-h", "mixtral", "qwen2-moe"),
-    ],
-)
+@pytest.mark.parametrize("family", ["gemma3", "gemma4-layer-inputs", "phi3", "qwen3.5", "nemotron-h", "qwen2-moe"])
 def test_a_plain_copy_is_a_checkpoint_of_transformers(
     gguf_model: GetModel, gguf_file: Callable[[str], Path], family: str, tmp_path: Path
 ) -> None:
@@ -190,13 +191,7 @@ def test_quantised_tensors_say_what_their_plain_copy_says(gguf_model: GetModel, 
 
 @pytest.mark.parametrize(
     ("size", "number", "told"),
-    [
-        ("1.5B", 15, ("1.5B", "Q4_K_M")),
-        ("128x2.4B", 30, ("128x2.4B", "IQ4_XS")),
-        ("30B-A3B", 7, ("30B-A3B", "Q8_0")),
-        ("\x1b[2J", 9999, (None, None)),
-        (None, None, (None, None)),
-    ],
+    [("128x2.4B", 30, ("128x2.4B", "IQ4_XS")), ("30B-A3B", 7, ("30B-A3B", "Q8_0")), ("\x1b[2J", 9999, (None, None))],
 )
 def test_a_file_names_its_size_and_its_mixture(
     size: str | None, number: int | None, told: tuple[str | None, str | None], gguf_file: Callable[[str], Path]
@@ -281,12 +276,6 @@ def test_what_early_files_do_not_name_is_as_llama_cpp_knows_it(gguf_model: GetMo
         config_of(llama, {"llama.rope.scaling.attn_factor": 1.5})
 
 
-def test_the_vocabulary_is_not_kept_with_an_open_model(gguf_model: GetModel, tmp_path: Path) -> None:
-    opened = translated(read_model(gguf_of(gguf_model("llama-gqa"), tmp_path)))
-    assert "tokenizer.ggml.tokens" not in opened.model.metadata
-    assert "tokenizer.json" in opened.companions()
-
-
 def test_the_recommended_sampling_is_in_the_metadata(gguf_model: GetModel, tmp_path: Path) -> None:
     """In 32 bits: 0.6 is 0.6 again, also in a folder made of the file."""
     model = read_model(gguf_of(gguf_model("qwen3"), tmp_path))
@@ -306,7 +295,7 @@ def _in_32_bits(value: float) -> float:
 
 def test_it_is_planned_in_another_format_as_its_folder_is(gguf_model: GetModel, tmp_path: Path) -> None:
     """A head of its own, norms of heads and biases are in no metadata: the names of tensors tell."""
-    for family in ("llama-gqa", "qwen3", "qwen2"):
+    for family in ("llama-gqa", "qwen2"):
         model = gguf_model(family)
         found, expected = (
             ModelFiles.from_config(path, "nf4", "bf16", "cpu", []).stored.by_name
@@ -317,6 +306,5 @@ def test_it_is_planned_in_another_format_as_its_folder_is(gguf_model: GetModel, 
 
 def test_a_split_set_that_is_not_all_there_is_not_planned_as_bf16(gguf_model: GetModel, tmp_path: Path) -> None:
     part = gguf_of(gguf_model("qwen3"), tmp_path).rename(tmp_path / "m-00001-of-00002.gguf")
-    for form in (None, "nf4"):
-        with refused(MissingWeightsError, part, "1 of 2", "missing"):
-            ModelFiles.from_config(part, form, "bf16", "cpu", [])
+    with refused(MissingWeightsError, part, "1 of 2", "missing"):
+        ModelFiles.from_config(part, "nf4", "bf16", "cpu", [])

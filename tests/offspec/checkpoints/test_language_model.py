@@ -43,7 +43,6 @@ QWEN = {
 UNCAPPED = replace(FAMILIES["gemma3"], settings={**FAMILIES["gemma3"].settings, "final_logit_softcapping": None})
 MODELS: dict[str, tuple[str, Family, dict[str, Any]]] = {
     "gemma3": ("gemma3", UNCAPPED, GEMMA),
-    "mistral3": ("mistral3", FAMILIES["mistral"], PIXTRAL),
     "qwen3.5": ("qwen3_5", FAMILIES["qwen3.5"], QWEN),
     "lfm2-vl": ("lfm2_vl", FAMILIES["lfm2"], {"vision_config": {"model_type": "siglip2_vision_model", **VISION}}),
     "mistral3-ministral": ("mistral3", FAMILIES["ministral3"], PIXTRAL),

@@ -156,7 +156,6 @@ def test_the_language_model_of_one_that_reads_images(tiny_model: GetModel, tmp_p
     ("more", "kind", "words"),
     [
         ({"moe": {"num_experts": 4}}, UnsupportedModelError, ["'moe'"]),
-        ({"rope_theta": None}, CheckpointError, ["rope_theta"]),
         ({"sliding_window": [8, 9]}, CheckpointError, ["sliding_window"]),
         ({"quantization": {"qformat_weight": "int3"}}, UnsupportedModelError, ["int3"]),
         (
@@ -164,7 +163,6 @@ def test_the_language_model_of_one_that_reads_images(tiny_model: GetModel, tmp_p
             CheckpointError,
             ["yarn", "llama_4_scaling"],
         ),
-        ({"dim": "4"}, CheckpointError, ["dim"]),
     ],
 )
 def test_what_is_not_understood_is_refused(

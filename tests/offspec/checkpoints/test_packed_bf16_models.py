@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from offspec import ConvertParams, Engine, builtin, convert, loading
+from offspec import ConvertParams, convert
 from offspec.checkpoints.load import load_weights
 from offspec.checkpoints.opening import ModelFiles
 from offspec.loaders.formats.products import KERNEL, TORCH, ProductCosts, ProductKind, WayCosts
@@ -28,25 +28,34 @@ from offspec.planning.memory import MemoryOptions
 from offspec.planning.plan import Plan, make_plan, with_faster_residents
 
 from ...machines import needs_kernels
-from .test_grouped_models import NO_NODES, PLAIN, RATES, offspec, streamed, texts
+from ...pair import build_pair
+from .test_grouped_models import NO_NODES, RATES, offspec
 
 CPU = torch.device("cpu")
-IDS = [(7 * i) % 4000 for i in range(24)]
+IDS = [(7 * i) % 300 for i in range(24)]
 
 
 @pytest.fixture(scope="module")
-def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The built-in target; its own layout is that of `plain`."""
-    folder = tmp_path_factory.mktemp("packed") / "packed"
-    convert(builtin.path("target"), folder, ConvertParams(LOSSLESS_FORMAT))
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of bf16 matrices."""
+    pair = build_pair(tmp_path_factory.mktemp("pair"), num_layers=4, hidden_size=64, intermediate_size=128)
+    convert(pair.target, folder := tmp_path_factory.mktemp("source") / "bf16", ConvertParams("bf16"))
     return folder
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def packed(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The source; its own layout is that of `plain`."""
+    folder = tmp_path_factory.mktemp("packed") / "packed"
+    convert(source, folder, ConvertParams(LOSSLESS_FORMAT))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def plain(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same tensors, each layer at the same place of a file as it is packed."""
     folder = tmp_path_factory.mktemp("plain") / "plain"
-    convert(builtin.path("target"), folder, ConvertParams("keep"))
+    convert(source, folder, ConvertParams("keep"))
     return folder
 
 
@@ -82,21 +91,6 @@ def test_logits_have_the_bits_of_the_plain_model(
     expected = logits(plain, dtype, num_resident=3)
     for keeps_packed in (False, True):
         assert torch.equal(logits(packed, dtype, num_resident=3, keeps_packed=keeps_packed), expected)
-
-
-@pytest.mark.slow
-def test_texts_and_notes(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with closing(Engine.load("builtin", draft="lookup", device="cpu", dtype="bf16")) as source:
-        expected = texts(source, PLAIN)
-    with monkeypatch.context() as patch:
-        patch.setattr(loading, "plan_here", streamed(2))
-        patch.setattr(loading, "with_faster_residents", lambda plan, rates: plan)
-        patch.setattr(loading, "measure_quick_rates", lambda *_: RATES)
-        engine = Engine.load(str(packed), draft="lookup", device="cpu", dtype="bf16")
-    with closing(engine):
-        assert not engine.target.weights.is_resident
-        assert any(LOSSLESS_FORMAT in note.text for note in engine.notes)
-        assert texts(engine, PLAIN) == expected
 
 
 # ------------------------------------------------------------------------------------------------------------ plans
@@ -171,34 +165,27 @@ def test_packed_residents_only_where_they_are_faster(large: Path) -> None:
 # ------------------------------------------------------------------------------------------------------------ commands
 
 
-@pytest.fixture
-def say(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+@pytest.mark.slow
+def test_commands(
+    source: Path, packed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("sys.stdin", None)
     monkeypatch.setattr("offspec.tools.forecast.measure_rates", lambda *_, **__: RATES)
 
-    def call(*args: object) -> str:
+    def say(*args: object) -> str:
         code, out, err = offspec(capsys, *args)
         assert code == 0, err
         return out
 
-    return call
-
-
-@pytest.mark.slow
-def test_commands(packed: Path, tmp_path: Path, say: Callable[..., str]) -> None:
     flags = ("--device", "cpu", "--draft", "none")
     said: Mapping[str, Any] = json.loads(say("plan", packed, *flags, "-q", "--json"))
-    assert said["resident_layers"] == list(range(8))
+    assert said["resident_layers"] == list(range(4))
     assert LOSSLESS_FORMAT in said["title"]
-    runs = [say("run", path, "def area(", *flags, "--max-new-tokens", 12, "-q") for path in (packed, "builtin")]
+    folders = (packed, source)
+    runs = [say("run", path, "def area(", *flags, "--max-new-tokens", 6, "-q") for path in folders]
     assert runs[0] == runs[1] != ""
-    assert "bf16-packed" in say("plan", "builtin", *flags, "--format", LOSSLESS_FORMAT, "-q")
     made = json.loads(say("quantize", packed, tmp_path / "back", "--format", "bf16", "-q", "--json"))
     assert set(made["bits_per_weight"].values()) == {16.0}
-
-
-@pytest.mark.slow
-def test_quantize_says_the_bits_of_each_matrix(tmp_path: Path, say: Callable[..., str]) -> None:
-    told = say("quantize", "builtin", tmp_path / "a", "--format", LOSSLESS_FORMAT, "-q", "-v")
-    assert "56 matrices packed: 12.01 to 12.02 bits a weight instead of 16" in told
-    assert "bits  model.layers.7.mlp.down_proj.weight" in told
+    told = say("quantize", source, tmp_path / "again", "--format", LOSSLESS_FORMAT, "-q", "-v")
+    assert "28 matrices packed" in told
+    assert "bits  model.layers.3.mlp.down_proj.weight" in told

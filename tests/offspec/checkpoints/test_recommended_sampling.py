@@ -23,9 +23,7 @@ QWEN3 = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "eos
     [
         (QWEN3, SamplingParams(temperature=0.6, top_k=20, top_p=0.95)),
         ({"do_sample": True, "top_k": 64, "top_p": 0.95}, SamplingParams(temperature=1, top_k=64, top_p=0.95)),
-        ({"do_sample": True}, SamplingParams(temperature=1)),
         ({"temperature": 0.3, "min_p": 0.15}, SamplingParams(temperature=0.3, min_p=0.15)),
-        ({"temperature": 0.3, "top_k": -1}, SamplingParams(temperature=0.3)),
         ({"repetition_penalty": 1.05}, replace(USUAL, repetition_penalty=1.05)),
         ({"do_sample": False, "temperature": 0.6, "top_p": None}, SamplingParams()),
         ({"eos_token_id": 2, "_from_model_config": True}, USUAL),
@@ -37,7 +35,7 @@ def test_what_the_authors_say_is_taken(config: dict[str, Any], expected: Samplin
     assert not notes
 
 
-@pytest.mark.parametrize("bad", [{"temperature": "hot"}, {"temperature": -1}, {"top_p": 1.5}, {"top_k": [1]}])
+@pytest.mark.parametrize("bad", [{"temperature": "hot"}, {"top_p": 1.5}])
 def test_an_invalid_value_is_left_out_and_told(bad: dict[str, Any]) -> None:
     notes = list[Note]()
     found = recommended_sampling({**QWEN3, **bad}, notes)
