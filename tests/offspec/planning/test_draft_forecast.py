@@ -13,10 +13,8 @@ import pytest
 from offspec.checkpoints.opening import ModelFiles
 from offspec.drafts.acceptance import SHADOWS, SMALL_MODEL
 from offspec.loaders.machine.hardware import Rates
-from offspec.loaders.params import SHADOW_FORMATS
 from offspec.loaders.streaming.placement import Limits
 from offspec.planning.draft_forecast import (
-    CAPTURED_LAYER_S,
     MAX_ROUNDS,
     Acceptance,
     Guessing,
@@ -96,8 +94,7 @@ def test_slower_rounds_are_fewer_and_overlap_hides_some(plan: Plan, draft: Model
     assert sampled.tokens_per_s < found[0].tokens_per_s
 
 
-@pytest.mark.parametrize("num_texts", [1, 4])
-@pytest.mark.parametrize("greedy", [True, False])
+@pytest.mark.parametrize(("greedy", "num_texts"), [(True, 1), (False, 4)])
 def test_the_range_is_that_of_prompts(plan: Plan, draft: ModelFiles, greedy: bool, num_texts: int) -> None:
     """With the tree and the rounds that are the best for the usual prompt."""
     usual = Acceptance({64: 10.0}, {64: 6.0}, "this test")
@@ -114,24 +111,6 @@ def test_the_range_is_that_of_prompts(plan: Plan, draft: ModelFiles, greedy: boo
     assert alone.least_tokens_per_s == alone.tokens_per_s == alone.most_tokens_per_s
     assert found.least_tokens_per_pass < found.tokens_per_pass < found.most_tokens_per_pass
     assert found.least_tokens_per_s < found.tokens_per_s < found.most_tokens_per_s
-
-
-def test_a_factor_is_of_the_measured_tokens() -> None:
-    usual, poor, good = (Acceptance({64: tokens}, {64: tokens}, "this test") for tokens in (10.0, 5.0, 15.0))
-    for other, factor in ((poor, 0.5), (good, 1.5), (usual, 1.0)):
-        expected = other.tokens(64, 20, greedy=True)
-        assert usual.tokens(64, 20, greedy=True, factor=factor) == pytest.approx(expected)
-    assert usual.tokens(64, 20, greedy=True, factor=0.01) == 1
-    assert usual.tokens(64, MAX_ROUNDS, greedy=True, factor=100) == pytest.approx(MAX_ROUNDS)
-
-
-def test_the_slowest_prompt_is_decoded_plainly_at_worst(plan: Plan, draft: ModelFiles) -> None:
-    poor = Acceptance({64: 1.2}, {64: 1.2}, "this test", Spread(0.1, 90.0, "here"))
-    found = predict_drafting(plan, Guessing(((draft, 8),), poor, overlaps=False), rates_of, greedy=True)
-    assert found.num_nodes > 0
-    assert found.least_tokens_per_s == pytest.approx(1 / plan.predict_pass_s(RATES, 1))
-    assert found.least_tokens_per_pass == 1
-    assert found.most_tokens_per_pass <= found.num_rounds + 1
 
 
 def test_what_a_draft_cannot_speed_up_is_decoded_plainly(plan: Plan, target: ModelFiles) -> None:
@@ -181,35 +160,3 @@ def test_texts_share_the_pass_and_its_nodes(plan: Plan, draft: ModelFiles) -> No
     assert all(number * one.num_nodes <= plan.tree for number, one in found.items())
     assert found[1] == predict_drafting(plan, guessing, rates_of, greedy=True)
     assert found[8].pass_s == pytest.approx(plan.predict_pass_s(RATES, 8 * (1 + found[8].num_nodes)))
-
-
-def test_without_guesses_each_text_has_a_row(plan: Plan) -> None:
-    found = predict_drafting(plan, Guessing(), rates_of, greedy=True, num_texts=8)
-    assert (found.tokens_per_pass, found.pass_s) == (8, plan.predict_pass_s(RATES, 8))
-    assert found.tokens_per_s == pytest.approx(8 / found.pass_s)
-
-
-def test_a_round_of_several_texts_is_one_forward_without_captured_graphs(plan: Plan, draft: ModelFiles) -> None:
-    eager = Guessing(((draft, 8),), SMALL_MODEL)
-    captured = replace(eager, is_captured=True)
-    assert round_s(plan, eager, rates_of, 16, 4) == round_s(plan, eager, rates_of, 64)
-    one, other = round_s(plan, captured, rates_of, 16), round_s(plan, eager, rates_of, 16)
-    assert round_s(plan, captured, rates_of, 16, 4) == pytest.approx(one + 3 * other)
-
-
-def test_a_gpu_reads_packed_matrices_in_rounds_of_few_rows(tmp_path: Path, plan: Plan) -> None:
-    """Without the rate of such products it unpacks them first, as for more rows; formats without a kernel always."""
-    packed, other = (files_of(tmp_path / form, LLAMA_8B_IN_BF16, form) for form in (SHADOW_FORMATS[4], "nf4"))
-    fast = replace(RATES, packed_bytes_per_s=5e11)
-    for model, width, is_faster in ((packed, 16, True), (packed, 65, False), (other, 16, False)):
-        before, now = (
-            round_s(plan, Guessing(((model, 32),), SMALL_MODEL), lambda _, rates=rates: rates, width)
-            for rates in (RATES, fast)
-        )
-        assert (now < before) is is_faster
-    layer_bytes = packed.stored.layers[0].cost(packed.dtype).resident_bytes
-    one, two = (
-        round_s(plan, Guessing(((packed, count),), SMALL_MODEL, is_captured=True), lambda _: fast, 16)
-        for count in (1, 2)
-    )
-    assert two - one == pytest.approx(layer_bytes / 5e11 + CAPTURED_LAYER_S)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from bisect import bisect_left
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -25,7 +24,7 @@ from offspec.loaders.params import PLAN_FORMATS
 from offspec.loaders.streaming.placement import Limits
 from offspec.model.decoder import activation_bytes
 from offspec.planning.memory import MemoryOptions, MemoryUse, Room
-from offspec.planning.plan import DEFAULT_CONTEXT, EAGER_EXPERT_S, EAGER_LAYER_S, MIN_CONTEXT, Plan, make_plan
+from offspec.planning.plan import DEFAULT_CONTEXT, EAGER_LAYER_S, MIN_CONTEXT, Plan, make_plan
 from offspec.planning.probe import measure_link
 from offspec.planning.report import explain_plan
 from offspec.tools.forecast import Assumptions, make_forecast
@@ -79,22 +78,6 @@ PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {
             "tie_word_embeddings": False,
         },
     ),
-    "command-r-plus": (
-        103_810_674_688,
-        {
-            "model_type": "cohere",
-            "hidden_size": 12288,
-            "intermediate_size": 33792,
-            "num_attention_heads": 96,
-            "num_hidden_layers": 64,
-            "num_key_value_heads": 8,
-            "vocab_size": 256000,
-            "max_position_embeddings": 131072,
-            "logit_scale": 0.8333,
-            "rope_theta": 75000000.0,
-            "use_qk_norm": True,
-        },
-    ),
 }
 RATES = Rates(disk_bytes_per_s=5e9, host_to_device_bytes_per_s=25e9, matmul_flops={1: 1e12, 256: 1e14})
 
@@ -144,22 +127,7 @@ def test_published_models_are_planned_from_config_json_alone(tmp_path: Path, nam
     assert any("LongRoPE" in note.text for note in explain_plan(made)) == (files.config.rope.kind == "longrope")
 
 
-def test_longrope_says_by_which_context_its_factors_were_chosen(tmp_path: Path) -> None:
-    factors = {"short_factor": [1.0] * 48, "long_factor": [2.0] * 48}
-    mini = {
-        "hidden_size": 3072,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 32,
-        "max_position_embeddings": 131072,
-    }
-    config = PUBLISHED["phi-4"][1] | mini | {"rope_scaling": {"type": "su", **factors}}
-    (tmp_path / "config.json").write_text(json.dumps(config | {"original_max_position_embeddings": 4096}))
-    for context, told in ((4096, "up to 4096"), (4097, "more than 4096")):
-        made = plan(tmp_path, "nf4", Limits(24 * GIB, 64 * GIB), MemoryOptions(context=context))
-        assert any(told in note.text for note in explain_plan(made))
-
-
-@pytest.mark.each_value(together=2)
+@pytest.mark.each_value
 @pytest.mark.parametrize("form", ["bf16", "nf4"])
 @pytest.mark.parametrize("ram", [12 * GIB, 64 * GIB, 200 * GIB])
 @pytest.mark.parametrize("vram", [None, 24 * GIB, 80 * GIB])
@@ -197,9 +165,7 @@ def test_an_embedding_that_fits_nowhere_keeps_layers_streaming(tmp_path: Path) -
     assert False in seen
 
 
-@pytest.mark.parametrize(
-    ("vram", "tree", "planned"), [(None, None, 256), (None, 512, 512), (None, 8, 256), (GIB, 8, 1024)]
-)
+@pytest.mark.parametrize(("vram", "tree", "planned"), [(None, None, 256), (None, 512, 512), (GIB, 8, 1024)])
 def test_room_is_made_for_the_largest_tree_there_may_be(
     large: Path, vram: int | None, tree: int | None, planned: int
 ) -> None:
@@ -219,16 +185,14 @@ def test_a_default_context_shrinks_to_what_fits_one_asked_for_does_not(large: Pa
         plan(large, "nf4", Limits(24 * GIB, 64 * GIB), MemoryOptions(context=200_000))
 
 
-@pytest.mark.parametrize("limits", [Limits(None, 200 * GIB), Limits(60 * GIB, 64 * GIB), Limits(34 * GIB, 64 * GIB)])
+@pytest.mark.parametrize("limits", [Limits(60 * GIB, 64 * GIB), Limits(34 * GIB, 64 * GIB)])
 def test_a_default_context_is_as_long_as_costs_nothing(large: Path, limits: Limits) -> None:
     """What is resident, how layers are streamed and what is predicted stay; twice as many entries would still fit."""
     usual, grown = plan(large, "nf4", limits, MemoryOptions(context=DEFAULT_CONTEXT)), plan(large, "nf4", limits)
     assert usual.placement.is_resident == grown.placement.is_resident == (limits.device != 34 * GIB)
     assert (grown.placement.places, grown.placement.slots) == (usual.placement.places, usual.placement.slots)
     assert grown.predict_pass_s(RATES, 16) == usual.predict_pass_s(RATES, 16)
-    if limits.device is None:
-        assert grown.context == LLAMA_70B["max_position_embeddings"]
-    elif grown.placement.is_resident:
+    if grown.placement.is_resident:
         assert DEFAULT_CONTEXT < grown.context < 131_072
         assert plan(large, "nf4", limits, MemoryOptions(context=2 * grown.context)).placement.is_resident
     else:
@@ -276,10 +240,7 @@ def test_a_prompt_is_refused_only_if_no_context_that_fits_holds_it(large: Path) 
         plan(large, "nf4", tight, MemoryOptions(prompt=60_000, answer_tokens=256))
 
 
-@pytest.mark.parametrize(
-    ("context", "asked", "chosen"),
-    [(None, "auto", "16"), (4096, "auto", "16"), (32768, "auto", "8"), (32768, "16", "16"), (512, "4", "4")],
-)
+@pytest.mark.parametrize(("context", "asked", "chosen"), [(None, "auto", "16"), (32768, "auto", "8"), (512, "4", "4")])
 def test_the_cache_is_packed_where_a_long_context_costs_residents(
     large: Path, context: int | None, asked: str, chosen: str
 ) -> None:
@@ -309,9 +270,7 @@ def test_a_context_that_fits_with_a_packed_cache_alone(large: Path) -> None:
         plan(large, "nf4", Limits(9 * GIB, 6 * GIB), MemoryOptions(context=131072))
 
 
-@pytest.mark.parametrize(
-    ("context", "kv_cache"), [(32_768, "16"), (32_768, "8"), (131_072, "16"), (131_072, "8"), (131_072, "4")]
-)
+@pytest.mark.parametrize(("context", "kv_cache"), [(32_768, "8"), (131_072, "16")])
 def test_entries_of_streamed_layers_lie_in_ram_where_contexts_are_long(
     large: Path, context: int, kv_cache: str
 ) -> None:
@@ -334,16 +293,6 @@ def test_entries_of_streamed_layers_lie_in_ram_where_contexts_are_long(
     assert any(tells(note.text, "in RAM", f"{len(placed.entries_in_ram)}") for note in explain_plan(made))
 
 
-def test_where_ram_is_small_too_both_hold_entries(large: Path) -> None:
-    """40 GiB of them."""
-    made = plan(large, "nf4", Limits(22 * GIB, 32 * GIB), MemoryOptions(context=131_072, kv_cache="16"))
-    assert made.placement.resident == ()
-    (item,) = (item for item in made.placement.items if item.name == "KV cache")
-    assert item.on_device > 12 * GIB
-    assert item.on_host > 20 * GIB
-    assert made.placement.ram_bytes <= 32 * GIB
-
-
 @pytest.mark.slow
 def test_plans_tell_the_context_from_which_entries_lie_in_ram(large: Path) -> None:
     limits = Limits(22 * GIB, 64 * GIB)
@@ -354,7 +303,6 @@ def test_plans_tell_the_context_from_which_entries_lie_in_ram(large: Path) -> No
         made = plan(large, "nf4", limits, MemoryOptions(context=context, kv_cache="16"))
         assert bool(made.placement.entries_in_ram) == lies
     assert plan(large, "nf4", Limits(None, 64 * GIB)).first_context_with_entries_in_ram() is None
-    assert plan(large, "nf4", Limits(80 * GIB, 64 * GIB)).first_context_with_entries_in_ram() is None
 
 
 def test_what_reads_the_entries_of_all_layers_keeps_them_on_the_device(large: Path) -> None:
@@ -374,10 +322,6 @@ def test_long_contexts_need_no_mask_over_all_keys(large: Path) -> None:
     config = ModelFiles.from_config(large, None, "auto", "cuda", []).config
     needed = [activation_bytes(config, 512, num_keys, 2) for num_keys in (32_768, 131_072)]
     assert needed[0] == needed[1] < 2**30
-    limits = Limits(22 * GIB, 64 * GIB)
-    plans = [plan(large, "nf4", limits, MemoryOptions(context=context)) for context in (32_768, 131_072)]
-    workspaces = [item.on_device for made in plans for item in made.placement.items if item.name == "activations"]
-    assert workspaces[0] == workspaces[1] < 2**30
 
 
 def test_a_packed_head_is_unpacked_in_slices_on_a_gpu_only(large: Path) -> None:
@@ -400,23 +344,6 @@ def test_what_a_pass_is_made_of(large: Path) -> None:
         assert planned.predict_pass_s(rates, width, keys) == pytest.approx(expected_s, rel=1e-3)
 
 
-def test_attention_behind_a_long_text_is_in_the_plan(large: Path) -> None:
-    """A pass takes longer behind more tokens, and the more so where scores are capped, which a note says."""
-    rates = replace(KNOWN_GPUS["rtx4090"].rates(), disk_bytes_per_s=7e9)
-    limits, options = Limits(22 * GIB, 64 * GIB), MemoryOptions(context=32768, kv_cache="16")
-    made = plan(large, "nf4", limits, options)
-    seconds = [made.predict_pass_s(rates, 257, num_tokens) for num_tokens in (0, 1024, 8192, 32768)]
-    assert seconds == sorted(set(seconds))
-    assert made.predict_pass_s(rates, 257) == made.predict_pass_s(rates, 257, 16384)
-    target = made.demand.target
-    capped = replace(
-        made, demand=replace(made.demand, target=replace(target, config=replace(target.config, attention_cap=50.0)))
-    )
-    assert capped.predict_pass_s(rates, 257, 32768) > seconds[-1] + 1
-    told = [[note for note in explain_plan(each) if tells(note.text, "attention", "capped")] for each in (made, capped)]
-    assert [len(notes) for notes in told] == [0, 1]
-
-
 def test_a_link_is_measured_where_something_comes_through_it(large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("offspec.planning.probe.measure_host_to_device", lambda device, seconds: 25e9)
     device = torch.device("cuda")
@@ -429,7 +356,6 @@ def test_a_link_is_measured_where_something_comes_through_it(large: Path, monkey
     ("device", "allowed", "expected"),
     [
         (24, MemoryOptions(), []),
-        (24, MemoryOptions(vram=24 * GIB, ram=64 * GIB), []),
         (24, MemoryOptions(vram=80 * GIB), [("`vram=80 GiB`", "24 GiB")]),
         (None, MemoryOptions(ram=99 * GIB), [("`ram=99 GiB`", "64 GiB")]),
         (None, MemoryOptions(vram=1 * GIB), [("`vram`", "CPU")]),
@@ -506,22 +432,6 @@ def test_a_forecast_for_a_card_that_is_not_here(large: Path) -> None:
     assert forecast.plan.predict_pass_s(slower, 1) > 1.5 * told["pass_s"][1]
 
 
-@pytest.mark.slow
-def test_the_least_memory_that_works_goes_without_the_embedding_in_memory(large: Path) -> None:
-    def planned(tenths: int) -> Plan | None:
-        try:
-            return plan(large, "nf4", Limits(None, tenths * GIB // 10))
-        except MemoryLimitError:
-            return None
-
-    tenths = range(20, 200)
-    first = bisect_left(tenths, True, key=lambda each: planned(each) is not None)
-    assert 0 < first < len(tenths)
-    least = planned(tenths[first])
-    assert least is not None
-    assert "embedding" not in {item.name for item in least.placement.items}
-
-
 def test_the_largest_context_is_the_last_that_fits(large: Path) -> None:
     limits = Limits(12 * GIB, 8 * GIB)
     most = plan(large, "nf4", limits).largest_context
@@ -558,14 +468,14 @@ def test_states_of_recurrent_layers_stay_on_the_device(tmp_path: Path) -> None:
         )
 
 
-@pytest.mark.parametrize(("form", "is_unpacked"), [("nf4", False), ("q4_k_m", False), ("q8_0", False), ("fp8", True)])
+@pytest.mark.parametrize(("form", "is_unpacked"), [("nf4", False), ("fp8", True)])
 def test_a_resident_model_has_the_speed_of_its_format(form: str, is_unpacked: bool, tmp_path: Path) -> None:
     """Few rows are multiplied packed where there is a kernel; others are unpacked, as many rows and exact ones are."""
     files = ModelFiles.from_config(write_config(tmp_path, LLAMA_8B), form, "auto", "cuda", [])
     resident, streamed = (
         make_plan(files, [], Limits(vram * GIB, 64 * GIB), MemoryOptions(context=512), GIB) for vram in (22, 4)
     )
-    rates = KNOWN_GPUS["rtx4090"].rates(1.0625 if form == "q8_0" else 1.0 if form == "fp8" else 0.5625)
+    rates = KNOWN_GPUS["rtx4090"].rates(1.0 if form == "fp8" else 0.5625)
     plain_s = resident.predict_pass_s(rates, 1)
     unpacked_s = resident.predict_pass_s(replace(rates, packed_bytes_per_s=None), 1)
     assert plain_s == unpacked_s if is_unpacked else plain_s < unpacked_s / 2
@@ -574,7 +484,7 @@ def test_a_resident_model_has_the_speed_of_its_format(form: str, is_unpacked: bo
 
 
 def test_a_layer_on_a_card_takes_its_launches(tmp_path: Path) -> None:
-    """However fast the card is; experts that no kernel multiplies together are launched one by one."""
+    """However fast the card is."""
     files = ModelFiles.from_config(write_config(tmp_path, LLAMA_8B), None, "auto", "cuda", [])
     fast = Rates(host_to_device_bytes_per_s=1e15, matmul_flops={1: 1e18}, dequantise_elements_per_s=1e18)
     on_card, on_cpu = (
@@ -582,17 +492,3 @@ def test_a_layer_on_a_card_takes_its_launches(tmp_path: Path) -> None:
     )
     assert on_card.predict_pass_s(fast, 1) == pytest.approx(32 * EAGER_LAYER_S, rel=0.01)
     assert on_cpu.predict_pass_s(fast, 1) < EAGER_LAYER_S
-    experts = {"model_type": "qwen3_moe", "num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 512}
-    shape = {"num_hidden_layers": 4, "hidden_size": 1024, "head_dim": 128, "vocab_size": 32000}
-    write_config(tmp_path, LLAMA_8B | shape | experts)
-    seconds = [
-        make_plan(
-            ModelFiles.from_config(tmp_path, form, "auto", "cuda", []),
-            [],
-            Limits(20 * GIB, 64 * GIB),
-            MemoryOptions(context=512),
-            GIB,
-        ).predict_pass_s(fast, 1)
-        for form in ("q4_k_m", "nf4")
-    ]
-    assert seconds[1] - seconds[0] == pytest.approx(4 * 4 * EAGER_EXPERT_S, rel=0.01)
