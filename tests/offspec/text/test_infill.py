@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import tokenizers
 
-from offspec.errors import ContextLengthError, TokenizerError
+from offspec.errors import TokenizerError
 from offspec.text.context_limit import ContextLimit
 from offspec.text.infill import SNIPPET, STYLES, Infill, InfillTokens
 from offspec.text.tokenizer import Tokenizer
@@ -104,11 +104,6 @@ def test_files_that_leave_no_room_are_left_out(qwen: Tokenizer) -> None:
         assert InfillTokens.of(qwen).encode("a", both, ContextLimit(most, most), num_answer) == alone
     assert "repo_name" not in prompt_of(qwen, "a", both, len(alone) - 1)
     assert "repo_name" not in prompt_of(qwen, "a", Infill("b", (("x.py", "one " * 9999),)), 100)
-
-
-def test_a_text_that_is_far_too_long_is_refused(qwen: Tokenizer) -> None:
-    with refused(ContextLengthError, 100):
-        prompt_of(qwen, "one " * 99999, Infill("b"), 100)
 
 
 def test_a_model_without_such_tokens_is_refused(tmp_path: Path) -> None:

@@ -83,7 +83,7 @@ def beginnings(form: ToolFormat, tokenizer: Tokenizer, generator: Any) -> list[l
     text = {"hermes": "the <tool_call>", "mistral": "[TOOL_CALLS]", "llama": ' { "name" :'}[form.style]
     known = {content: token for token, content in (tokenizer.token_bytes or {}).items()}
     found = [tokenizer.encode(text, add_special_tokens=False)]
-    for _ in range(3):
+    for _ in range(2):
         data, ids = text.encode(), list[int]()
         while data:
             sizes = [size for size in range(1, len(data) + 1) if data[:size] in known]
@@ -128,7 +128,7 @@ def test_masks_depend_on_the_tokens_alone(tokenizer: Tokenizer, name: str) -> No
     if form.style == "hermes":
         path = random_call(used, tokenizer, generator, [*path, *begun])
         assert used.mask([*path, 7]) is None
-    for end in generator.permutation(len(path) + 1).tolist()[:16]:
+    for end in generator.permutation(len(path) + 1).tolist()[:8]:
         fresh, cut = late(form, tokenizer), int(generator.integers(end + 1))
         for at in sorted(generator.integers(0, cut + 1, 3).tolist()):
             fresh.accept(path[:at][len(done) :] if (done := path[:0]) else [])
@@ -284,10 +284,9 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     return build_pair(tmp_path_factory.mktemp("pair"))
 
 
-@pytest.fixture(scope="module", params=["model", "none"])
-def engine(pair: Pair, request: Any) -> Iterator[Engine]:
-    draft = str(pair.draft) if request.param == "model" else request.param
-    with Engine.load(pair.target, draft=draft, device="cpu") as engine:
+@pytest.fixture(scope="module")
+def engine(pair: Pair) -> Iterator[Engine]:
+    with Engine.load(pair.target, draft=str(pair.draft), device="cpu") as engine:
         yield engine
 
 
@@ -297,23 +296,21 @@ def likely(engine: Engine, text: str) -> tuple[tuple[int, float], ...]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in (1, 2))])
-def test_a_text_is_that_of_plain_decoding(engine: Engine, seed: int) -> None:
-    settings: dict[str, Any] = {"temperature": 1.0, "seed": seed, "constraint": NUMBERED}
+def test_a_text_is_that_of_plain_decoding(engine: Engine) -> None:
+    settings: dict[str, Any] = {"temperature": 1.0, "seed": 0, "constraint": NUMBERED}
     params = SamplingParams(30, **settings, logit_bias=likely(engine, "("))
     budgets: Sequence[SpeculationParams] = [
         SpeculationParams(budget=0),
         SpeculationParams(budget=12),
         SpeculationParams(budget=12, forced=False, reuse=False),
-        SpeculationParams(),
     ]
     texts = {engine.complete("def", params, speculation) for speculation in budgets}
     (text,) = texts
     assert text.count("(") > 2
     cut = text.rindex("(")  # the budget of tokens may cut the last one
     assert re.fullmatch(r"([^(]|\([0-9]{1,3}\))*", text[:cut]), text
-    free = engine.complete("def", SamplingParams(20, temperature=1.0, seed=seed))
-    silent = SamplingParams(20, temperature=1.0, seed=seed, constraint=Constraint(*_never()))
+    free = engine.complete("def", SamplingParams(12, temperature=1.0, seed=0))
+    silent = SamplingParams(12, temperature=1.0, seed=0, constraint=Constraint(*_never()))
     assert engine.complete("def", silent) == free, "nothing changes where the marker does not come"
 
 

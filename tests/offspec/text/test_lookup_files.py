@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import mmap
 import os
 import shutil
@@ -22,7 +21,7 @@ from offspec.scheduler.guessing.retrieval import Retrieval
 from offspec.scheduler.params import SamplingParams
 from offspec.scheduler.trees.sampling import Sampler
 from offspec.text import lookup_files as corpus
-from offspec.text.lookup_files import default_folder, lookup_memory_bytes, open_index
+from offspec.text.lookup_files import lookup_memory_bytes, open_index
 from offspec.text.tokenizer import Tokenizer
 
 from ...refusals import refused
@@ -56,12 +55,6 @@ def test_retrieval_goes_on_as_the_file_does(file: Path, tmp_path: Path, tokenize
             assert node is not None
             node = tree.child(node, token)
         assert node is not None
-
-
-def test_paths_may_be_texts(file: Path, tmp_path: Path, tokenizer: Tokenizer) -> None:
-    open_index([str(file)], tokenizer, tmp_path / "cache")
-    open_index([file], tokenizer, tmp_path / "cache")
-    assert len(cached(tmp_path / "cache")) == 1
 
 
 def test_files_are_kept_apart(file: Path, tmp_path: Path, tokenizer: Tokenizer) -> None:
@@ -115,17 +108,6 @@ def test_another_tokenizer_and_other_files_have_indices_of_their_own(
     assert ids[0] != ids[1]
     open_index([file, file], tokenizer, folder)
     assert len(cached(folder)) == 3
-
-
-def test_an_index_of_the_first_layout_is_removed(file: Path, tmp_path: Path, tokenizer: Tokenizer) -> None:
-    """Its name began with a hash of these, and it would stay for ever."""
-    (folder := tmp_path / "cache").mkdir()
-    named = tokenizer.fingerprint, bytes(file.resolve()) + b"\0"
-    owner = hashlib.blake2b(b"offspec lookup 1" + b"".join(named), digest_size=8).hexdigest()
-    for name in (f"{owner}-0.npy", f"{owner[::-1]}-0.npy"):
-        (folder / name).touch()
-    open_index([file], tokenizer, folder)
-    assert [found.name for found in folder.glob("*.npy")] == [f"{owner[::-1]}-0.npy"]
 
 
 def test_a_damaged_index_is_built_again(file: Path, tmp_path: Path, tokenizer: Tokenizer) -> None:
@@ -209,17 +191,6 @@ def test_pipes_and_devices_are_refused(tmp_path: Path, tokenizer: Tokenizer) -> 
     assert not (tmp_path / "cache").exists()
 
 
-@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes here")
-def test_a_pipe_in_the_place_of_the_index_is_replaced(file: Path, tmp_path: Path, tokenizer: Tokenizer) -> None:
-    """Opening it would wait for a writer."""
-    tokens = open_index([file], tokenizer, tmp_path).tokens.tolist()
-    (index,) = tmp_path.glob("*.index")
-    index.unlink()
-    os.mkfifo(index)
-    assert open_index([file], tokenizer, tmp_path).tokens.tolist() == tokens
-    assert index.is_file()
-
-
 def test_pieces_are_cut_at_lines_and_lose_nothing(
     file: Path, tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -262,13 +233,6 @@ def test_a_folder_and_no_files_are_refused(tmp_path: Path, tokenizer: Tokenizer)
 def test_a_cache_that_cannot_be_written(file: Path, tokenizer: Tokenizer) -> None:
     with refused(StorageError, file / "cache", "XDG_CACHE_HOME"):
         open_index([file], tokenizer, file / "cache")
-
-
-def test_default_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert default_folder() == tmp_path / "offspec" / "lookup"
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    assert default_folder() == Path.home() / ".cache" / "offspec" / "lookup"
 
 
 def test_the_source_of_accepted_guesses(tmp_path: Path, tokenizer: Tokenizer) -> None:

@@ -16,8 +16,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from offspec.errors import ContextLengthError, TokenizerError, UsageError, VocabularyMismatchError
-from offspec.text import tokenizer as tokenizer_module
+from offspec.errors import ContextLengthError, TokenizerError, VocabularyMismatchError
 from offspec.text.context_limit import ContextLimit
 from offspec.text.text_stream import TextStream
 from offspec.text.tokenizer import Tokenizer, check_vocabularies
@@ -153,35 +152,15 @@ def test_encodes_as_transformers_does(
         assert ours.encode(text, add_special_tokens=False) == theirs.encode(text, add_special_tokens=False)
 
 
-@pytest.mark.parametrize("add_bos", [True, False])
-def test_encodes_as_the_llama_tokenizer_class_does(add_bos: bool, tmp_path: Path) -> None:
-    config = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "add_bos_token": add_bos}
-    ours = with_config(tmp_path, llama2_backend(), tokenizer_class="LlamaTokenizerFast", **config)
-    theirs = reference(tmp_path, add_bos_token=add_bos)
-    for text in ("the cat", "the cat sat 😀\n"):
-        assert ours.encode(text) == theirs.encode(text)
-
-
-@pytest.mark.parametrize("single", ["<s> $A", "$A", "<s> $A </s>", "$A </s>"])
+@pytest.mark.parametrize("single", ["<s> $A </s>", "$A"])
 @pytest.mark.parametrize(("add_bos", "expected"), [(True, [1]), (False, []), (None, None)])
-@pytest.mark.parametrize("text", ["", "the cat"])
 def test_one_bos_and_no_eos_whatever_the_post_processor_adds(
-    single: str, add_bos: bool | None, expected: list[int] | None, text: str, tmp_path: Path
+    single: str, add_bos: bool | None, expected: list[int] | None, tmp_path: Path
 ) -> None:
     tokenizer = with_config(tmp_path, llama2_backend(single), bos_token="<s>", eos_token="</s>", add_bos_token=add_bos)
     before = ([1] if single.startswith("<s>") else []) if expected is None else expected
-    assert tokenizer.encode(text) == before + tokenizer.encode(text, add_special_tokens=False)
-
-
-def test_a_bos_that_is_also_eos_is_kept_in_front(tmp_path: Path) -> None:
-    tokenizer = with_config(tmp_path, llama2_backend("</s> $A"), bos_token="</s>", eos_token="</s>")
-    assert tokenizer.encode("") == [2]
-
-
-def test_add_bos_without_a_bos_token_adds_nothing(tmp_path: Path) -> None:
-    tokenizer = with_config(tmp_path, llama2_backend(), add_bos_token=True)
-    assert tokenizer.encode("the")[0] != 1
-    assert tokenizer.bos_id is None
+    for text in ("", "the cat"):
+        assert tokenizer.encode(text) == before + tokenizer.encode(text, add_special_tokens=False)
 
 
 def test_limits_in_the_file_do_not_cut_or_pad_a_prompt(tmp_path: Path) -> None:
@@ -193,21 +172,12 @@ def test_limits_in_the_file_do_not_cut_or_pad_a_prompt(tmp_path: Path) -> None:
     assert len(long) > 9
 
 
-def test_eos_text_is_one_special_token_even_where_the_file_does_not_say_so(tmp_path: Path) -> None:
-    vocabulary = {"<end>": 0, **{c: i for i, c in enumerate("<end> ab", 1)}}
-    backend = tokenizers.Tokenizer(models.BPE(vocabulary, []))
-    backend.decoder = decoders.Fuse()
-    tokenizer = with_config(tmp_path, backend, eos_token="<end>")
-    assert tokenizer.encode("a<end>") == [vocabulary["a"], 0]
-    assert tokenizer.decode([vocabulary["a"], 0]) == "a"
-
-
 def test_text_that_is_not_unicode_is_refused(tokenizer: Tokenizer) -> None:
     with refused(TokenizerError, tokenizer.folder, "Unicode"):
         tokenizer.encode("\ud800")
 
 
-@pytest.mark.parametrize("text", ["the cat sat on the mat, ", "x", " ", "the    cat 日本", "😀\n"])
+@pytest.mark.parametrize("text", ["x", "the    cat 日本"])
 def test_a_text_is_too_long_only_where_it_is(text: str, tokenizer: Tokenizer) -> None:
     for times in (1, 9, 50, 400):
         num_tokens = len(tokenizer.encode(text * times, add_special_tokens=False))
@@ -227,15 +197,6 @@ def test_most_of_a_text_far_too_long_is_not_encoded(tokenizer: Tokenizer, monkey
     assert 0 < sum(seen) < 1000
 
 
-def test_a_long_text_that_the_tokenizer_swallows_is_not_too_long(tmp_path: Path) -> None:
-    backend = tokenizers.Tokenizer(models.BPE({"<unk>": 0, "a": 1}, [], unk_token="<unk>", fuse_unk=True))
-    backend.normalizer = normalizers.Strip()
-    tokenizer = with_config(tmp_path, backend)
-    for text in (" " * 9000 + "a", "?" * 9000):
-        tokenizer.check_length(text, ContextLimit(2, 2))
-        assert len(tokenizer.encode(text)) <= 2
-
-
 # ---- what the files say ----------------------------------------------------------------------------------------------
 
 
@@ -244,32 +205,14 @@ def test_vocab_size_is_the_highest_id_plus_one(tmp_path: Path) -> None:
     assert with_config(tmp_path, backend).vocab_size == 8
 
 
-def test_vocab_size_counts_added_tokens(tmp_path: Path) -> None:
-    backend = llama2_backend()
-    size = with_config(tmp_path, backend).vocab_size
-    backend.add_special_tokens(["<|im_end|>"])
-    assert with_config(tmp_path, backend).vocab_size == size + 1
-
-
 @pytest.mark.parametrize(
     ("files", "expected"),
     [
         ({}, set()),
-        ({"tokenizer_config": {"eos_token": "</s>"}}, {2}),
         ({"tokenizer_config": {"eos_token": {"content": "</s>", "lstrip": False}}}, {2}),
-        ({"tokenizer_config": {"eos_token": None}, "config": {"eos_token_id": None}}, set()),
-        ({"tokenizer_config": {"eos_token": "<nowhere>"}}, set()),
         ({"special_tokens_map": {"eos_token": {"content": "</s>"}}}, {2}),
         ({"special_tokens_map": {"eos_token": "<s>"}, "tokenizer_config": {"eos_token": "</s>"}}, {1}),
-        (
-            {
-                "special_tokens_map": {"eos_token": "<s>"},
-                "tokenizer_config": {"eos_token": "</s>", "added_tokens_decoder": {}},
-            },
-            {2},
-        ),
         ({"config": {"eos_token_id": 5}, "generation_config": {"eos_token_id": [7, 9]}}, {5, 7, 9}),
-        ({"generation_config": {"eos_token_id": [-1, 2]}}, {2}),
         (
             {
                 "config": {"eos_token_id": [3]},
@@ -323,16 +266,8 @@ def test_a_token_that_would_get_another_id_than_is_stated_is_not_added(tmp_path:
     assert loaded.vocab_size == size
 
 
-def test_what_the_settings_call_special_is_not_shown(tmp_path: Path) -> None:
-    backend = llama2_backend()
-    backend.add_tokens(["<|im_end|>"])
-    token_id = backend.token_to_id("<|im_end|>")
-    loaded = with_config(tmp_path, backend, added_tokens_decoder={str(token_id): NEW})
-    assert loaded.decode(loaded.encode("the<|im_end|>"), skip_special_tokens=True) == "the"
-
-
 @pytest.mark.parametrize("name", ["tokenizer", "tokenizer_config", "special_tokens_map", "generation_config", "config"])
-@pytest.mark.parametrize("content", [b'{"a": ', b"[1, 2]", b"\xff\xfe{}", b"", b"[" * 100_000])
+@pytest.mark.parametrize("content", [b'{"a": ', b"[1, 2]", b"[" * 100_000])
 def test_a_damaged_file_is_named_in_one_line(name: str, content: bytes, tmp_path: Path) -> None:
     write_folder(tmp_path, llama2_backend())
     (tmp_path / f"{name}.json").write_bytes(content)
@@ -340,7 +275,7 @@ def test_a_damaged_file_is_named_in_one_line(name: str, content: bytes, tmp_path
         Tokenizer.load(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["tokenizer", "tokenizer_config", "generation_config", "added_tokens"])
+@pytest.mark.parametrize("name", ["tokenizer", "added_tokens"])
 def test_a_pipe_or_a_device_in_place_of_a_file_is_refused(name: str, tmp_path: Path) -> None:
     write_folder(tmp_path, llama2_backend())
     file = tmp_path / f"{name}.json"
@@ -380,60 +315,6 @@ def test_a_panic_of_the_library_is_one_line(part: str, content: dict[str, Any], 
         Tokenizer.load(tmp_path).decode(Tokenizer.load(tmp_path).encode("d the cat"))
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        {"eos_token": "\ud800"},
-        {"bos_token": "\ud800", "add_bos_token": True},
-        {"added_tokens_decoder": {"290": {"content": "\ud800"}}},
-    ],
-)
-def test_special_tokens_that_are_no_text_are_refused(config: dict[str, Any], tmp_path: Path) -> None:
-    with refused(TokenizerError, tmp_path, "surrogates"):
-        with_config(tmp_path, llama2_backend(), **config)
-
-
-def test_an_id_that_no_vocabulary_has_is_left_out(tmp_path: Path) -> None:
-    tokenizer = with_config(tmp_path, llama2_backend(), added_tokens_decoder={"9" * 5000: {"content": "new"}})
-    assert tokenizer.vocab_size == llama2_backend().get_vocab_size()
-
-
-class Counted:
-    """A backend that counts the calls that add tokens."""
-
-    def __init__(self, backend: tokenizers.Tokenizer) -> None:
-        self._backend, self.num_calls = backend, 0
-
-    def __getattr__(self, name: str) -> Any:
-        self.num_calls += name.startswith("add_")
-        return getattr(self._backend, name)
-
-
-@pytest.mark.parametrize("where", ["added", "vocabulary"])
-def test_many_tokens_are_added_in_one_call(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each call looks through all that were added before: one by one, 40,000 take minutes."""
-    number, vocabulary, counted = 1000, {"a": 0, "b": 1}, list[Counted]()
-    if where == "vocabulary":
-        vocabulary |= {f"<t{i}>": 2 + i for i in range(number)}
-
-    def counting(change: Callable[..., Any]) -> Callable[..., Any]:
-        def changed(backend: tokenizers.Tokenizer, *args: Any) -> Any:
-            counted.append(Counted(backend))
-            found = change(counted[-1], *args)
-            return backend if found is counted[-1] else found
-
-        return changed
-
-    for name in ("add_missing", "with_special"):
-        monkeypatch.setattr(tokenizer_module, name, counting(getattr(tokenizer_module, name)))
-    decoder = {str(2 + i): {"content": f"<t{i}>", "special": True} for i in range(number)}
-    backend = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token="a"))
-    tokenizer = with_config(tmp_path, backend, added_tokens_decoder=decoder)
-    assert [each.num_calls for each in counted] == [1, 1]
-    assert tokenizer.vocab_size == number + 2
-    assert tokenizer.encode("<t999><t0>") == [number + 1, 2]
-
-
 def test_an_added_token_that_no_model_has_is_refused(tmp_path: Path) -> None:
     """Its beginnings are looked for in messages, which took gigabytes."""
     backend = llama2_backend()
@@ -452,7 +333,7 @@ def test_an_id_beyond_any_vocabulary_is_refused(tmp_path: Path) -> None:
         Tokenizer.load(tmp_path)
 
 
-@pytest.mark.parametrize("value", ["</s>", True, 1.5, [1, "2"], {"id": 2}, -2, 2**31, [1, 10**30]])
+@pytest.mark.parametrize("value", ["</s>", [1, "2"], 2**31])
 def test_an_eos_that_is_no_id_is_refused(value: Any, tmp_path: Path) -> None:
     write_folder(tmp_path, llama2_backend(), generation_config={"eos_token_id": value})
     with refused(TokenizerError, tmp_path / "generation_config.json", "eos_token_id"):
@@ -497,8 +378,6 @@ TEMPLATES = {
     "loops": "{% for m in messages %}{% if loop.first %}{% continue %}{% endif %}{{ m.content }}{% break %}{% endfor "
     "%}",
     "generation": "{% for m in messages %}{% generation %}\n{{ m.content }}{% endgeneration %}\n{% endfor %}",
-    "absent": "{{ tools is none }}{{ documents is none }}{{ cls_token is defined }}{{ nothing }}{{ unk_token }}",
-    "namespace": "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}",
     "indented": "  {% if true %}\n    {% for m in messages %}\n{{ m.role }}\n    {% endfor %}\n  {% endif %}\n",
     "date": "{{ strftime_now('%Y') }}",
 }
@@ -539,7 +418,7 @@ def test_without_a_template_the_remedy_is_plain_text(tmp_path: Path) -> None:
         tokenizer.render_chat(CHAT)
 
 
-@pytest.mark.parametrize("template", [[], [{"name": "tool_use", "template": "x"}], {"tool_use": "x"}, 5])
+@pytest.mark.parametrize("template", [[{"name": "tool_use", "template": "x"}], 5])
 def test_templates_none_of_which_is_default_are_refused_for_chats_alone(template: Any, tmp_path: Path) -> None:
     tokenizer = chat_tokenizer(tmp_path, template)
     assert tokenizer.has_chat_template
@@ -553,14 +432,10 @@ def test_templates_none_of_which_is_default_are_refused_for_chats_alone(template
 @pytest.mark.parametrize(
     ("template", "reason"),
     [
-        ("{% if %}", "Expected an expression"),
         ("{% unheard_of %}", "unknown tag"),
         ("{{ raise_exception('roles must\nalternate') }}", "roles must alternate"),
         ("{{ messages[9].content.strip() }}", "element 9"),
-        ("{{ nothing + 'x' }}", "'nothing' is undefined"),
         ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "unsafe"),
-        ("{{ messages.append(1) }}", "append"),
-        ("{{ 1 // 0 }}", "division"),
         ("{{ nothing | tojson }}", "not JSON serializable"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
     ],
@@ -633,14 +508,6 @@ def test_byte_fallback_spoils_only_bad_bytes(ids: list[int], skip: bool, loaded:
     assert tokenizer.decode(ids, skip_special_tokens=skip) == expected
 
 
-@examples(60)
-@given(text=st.text(max_size=30))
-def test_decoding_valid_text_is_the_library_s(text: str, loaded: dict[str, Tokenizer]) -> None:
-    tokenizer = loaded["llama2"]
-    ids = tokenizer.encode(text)
-    assert tokenizer.decode(ids) == tokenizers.Tokenizer.from_file(str(tokenizer.folder / "tokenizer.json")).decode(ids)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @examples(60)
 @given(text=st.text(st.characters(exclude_characters=REPLACEMENT, exclude_categories=["Cs"]), max_size=30))
@@ -685,25 +552,6 @@ def pieces_of(text: str) -> st.SearchStrategy[str]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_lone_bytes_and_real_replacement_characters_pass(kind: str, loaded: dict[str, Tokenizer]) -> None:
-    tokenizer = loaded[kind]
-    lone = 3 + 0x80 if kind == "llama2" else tokenizer.token_id(byte_alphabet()[0x80])
-    stream = tokenizer.stream()
-    shown = ""
-    for count in range(1, 40):
-        shown += stream.push(lone)
-        assert count - 1 <= len(shown) <= count
-    genuine = tokenizer.encode(REPLACEMENT * 3 + "the")
-    assert "".join(pushed(tokenizer.stream(), genuine)).strip() == REPLACEMENT * 3 + "the"
-
-
-def test_tokens_that_all_end_within_a_character_do_not_hold_the_stream_up(loaded: dict[str, Tokenizer]) -> None:
-    tokenizer = loaded["qwen"]
-    lead, crossing = (tokenizer.token_id(written(token)) for token in (b"\xe2", CROSSING[0]))
-    assert pushed(tokenizer.stream(), [lead, *[crossing] * 5]) == ["", *"€€€€€", REPLACEMENT]
-
-
-@pytest.mark.parametrize("kind", KINDS)
 def test_the_cost_of_a_token_does_not_grow(
     kind: str, loaded: dict[str, Tokenizer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -731,15 +579,6 @@ def test_the_first_space_is_the_decoder_s_matter_and_later_ones_are_text(loaded:
     assert pushed(tokenizer.stream(skip_special_tokens=False), [1, the, 2]) == ["<s>", " the", "</s>", ""]
 
 
-def test_only_what_may_become_a_stop_string_is_held_back(loaded: dict[str, Tokenizer]) -> None:
-    tokenizer = loaded["llama2"]
-    ids = [tokenizer.token_id(c) for c in "moschtoabexh" if c != "t"]
-    stream = tokenizer.stream(["scab", "ob", "oaz"])
-    assert "".join(tokenizer.token_text(i) for i in ids) == "moschoabexh"
-    assert pushed(stream, ids) == ["m", "", "o", "", "sch", "", "", "oab", "e", "x", "h", ""]
-    assert stream.stopped is None
-
-
 def letters(tokenizer: Tokenizer, text: str) -> list[int]:
     return [tokenizer.token_id(c) for c in text]
 
@@ -749,14 +588,10 @@ def letters(tokenizer: Tokenizer, text: str) -> list[int]:
     [
         (["cat"], "acatd", "a", "cat"),
         (["ca", "cat"], "acatd", "a", "ca"),
-        (["at", "cat"], "acatd", "a", "cat"),
         (["abcde", "bc"], "xabcd", "xa", "bc"),
         (["abcde", "bc"], "xabcde", "x", "abcde"),
-        (["abcde", "bc"], "xabcdx", "xa", "bc"),
         (["aab"], "aaab", "a", "aab"),
-        (["mm"], "amema", "amema", None),
         (["cat"], "aca", "aca", None),
-        (["a"], "", "", None),
     ],
 )
 def test_the_earliest_stop_in_the_text_wins(
@@ -766,11 +601,6 @@ def test_the_earliest_stop_in_the_text_wins(
     stream = tokenizer.stream(stops)
     assert "".join(pushed(stream, letters(tokenizer, text))) == shown
     assert stream.stopped == stopped
-
-
-def test_an_empty_stop_string_is_a_usage_error(tokenizer: Tokenizer) -> None:
-    with refused(UsageError, "stop", "empty"):
-        tokenizer.stream(["x", ""])
 
 
 # ---- vocabularies ----------------------------------------------------------------------------------------------------
