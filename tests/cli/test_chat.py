@@ -87,7 +87,6 @@ def sampling_model(pair: Pair, tmp_path: Path) -> Path:
     [
         ((), {"temperature": 0.6, "top-k": 20, "top-p": 1, "repetition-penalty": 1.05}),
         (("--temperature", 0.9, "--top-k", 0), {"temperature": 0.9, "top-k": 0, "repetition-penalty": 1.05}),
-        (("--temperature", 0), {"temperature": 0, "top-k": 0, "repetition-penalty": 1}),
         (("--draft", "builtin", "--accept", "joint"), {"temperature": 0, "top-k": 0, "repetition-penalty": 1}),
     ],
 )
@@ -129,11 +128,6 @@ def test_files_of_others_are_not_overwritten(talk: Talk, tmp_path: Path) -> None
     assert (notes.read_text(), [turn["message"] for turn in saved(chat)["turns"]]) == ("precious", ["ho"])
 
 
-def test_what_leaves_is_named_by_the_help(talk: Talk) -> None:
-    for word in chat_module.LEAVING:
-        assert f"/{word}" in talk("/help", f"/{word}", "not this").out
-
-
 def test_commands_change_the_conversation(talk: Talk, tmp_path: Path) -> None:
     first, second = tmp_path / "first.json", tmp_path / "second.json"
     result = talk(
@@ -150,13 +144,6 @@ def test_commands_change_the_conversation(talk: Talk, tmp_path: Path) -> None:
     assert "## You\n\nmore" in (tmp_path / "talk.md").read_text()
     for name in chat_module.COMMANDS:
         assert f"\n/{name}" in f"\n{result.out}"
-
-
-def test_a_setting_without_a_value_is_refused(talk: Talk) -> None:
-    result = talk("/set stop x", "/set stop", "/set temperature", "/set stop none", "/set")
-    assert result.code == 1
-    assert result.err.count("Error: ") == 3
-    assert result.out.splitlines()[:2] == ["stop x", "stop none"]
 
 
 def test_what_happens_when_the_context_is_full_can_be_set(talk: Talk, tmp_path: Path) -> None:
@@ -193,37 +180,23 @@ def test_a_note_is_broken_between_words(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_figures_after_each_reply_on_request(talk: Talk) -> None:
-    asked = (
-        talk("hi", "ho", flags=("--stats",)),
-        talk("/set verbose", "hi", "ho"),
-        talk("/set stats true", "hi", "ho"),
-    )
-    for result in asked:
-        figures = [line for line in result.err.splitlines() if "tokens per pass" in line]
-        assert (result.code, len(figures)) == (0, 2)
-    assert "tokens per pass" not in talk("/set verbose", "/set stats false", "hi").err
-    assert talk("/set verbose", "/set stats false").out.splitlines() == ["verbose true", "stats false"]
+    result = talk("hi", "/set stats false", "hi", "/set verbose", "ho", flags=("--stats",))
+    assert (result.code, result.err.count("tokens per pass")) == (0, 2)
+    assert result.out.splitlines()[1] == "stats false"
 
 
-@pytest.mark.parametrize("width", [20, 40, 68])
-def test_stats_fit_a_narrow_terminal(width: int, pair: Pair) -> None:
+def test_stats_fit_a_narrow_terminal(pair: Pair) -> None:
     with Engine.load(str(pair.target), draft="none", device="cpu") as engine:
         session = Session(engine)
         for _ in session.reply("hi", SamplingParams(8)):
             pass
         session.turns.append(Turn("from a file"))
-        lines = chat_module.stats_table(session, width)
+        lines = chat_module.stats_table(session, 20)
         wide = chat_module.stats_table(session, 80)
-    assert max(map(len, lines)) <= width
+    assert max(map(len, lines)) <= 20
     assert "turn 2, prompt (loaded)" in " ".join(" ".join(lines).split())
     assert (len(wide), max(map(len, wide)) <= 80) == (4, True)
     assert wide[1].split()[3] == "8"
-
-
-def test_edit_without_a_text_takes_the_next_line(talk: Talk, tmp_path: Path) -> None:
-    file = tmp_path / "talk.json"
-    assert talk("hi", "/edit", "ho", f"/save {file}", "/edit", "/stats", "last", f"/save {file}").code == 0
-    assert [turn["message"] for turn in saved(file)["turns"]] == ["ho", "last"]
 
 
 def test_settings_are_those_of_the_flags(talk: Talk, tmp_path: Path) -> None:
@@ -273,15 +246,9 @@ def test_a_chat_of_an_earlier_version_is_continued(talk: Talk, tmp_path: Path) -
     assert not {"recall", "tree", "beam", "json-object"} & settings.keys()
 
 
-def test_the_budget_that_is_found_is_called_auto(talk: Talk) -> None:
-    result = talk("/set budget 4", "/set budget auto", "/set")
-    lines = [line for line in result.out.splitlines() if line.startswith("budget")]
-    assert [line.split() for line in lines] == [["budget", word] for word in ("4", "auto", "auto")]
-
-
 def test_quiet_leaves_nothing_but_errors(talk: Talk, tmp_path: Path) -> None:
     file = tmp_path / "talk.json"
-    messages = (f"message {number}" for number in range(10))  # until the context is full
+    messages = ["word " * 12] * 4  # until the context is full
     assert talk(*messages, f"/save {file}", "/undo", f"/load {file}", flags=("-q",)).err == ""
     assert talk("/undo", flags=("-q",)).err.startswith("Error: ")
 
@@ -303,27 +270,15 @@ def test_a_lossy_turn_says_so(talk: Talk) -> None:
     ("line", "words"),
     [
         ("/set temperature hot", ("temperature", "hot")),
-        ("/set temperature -1", ("temperature", "-1")),
-        ("/set top_p 0", ("top-p", "0")),
-        ("/set seed 99999999999999999999999", ("seed",)),
-        ("/set budget many", ("budget", "many")),
         ("/set stopping foo", ("foo",)),
         ("/set temperature", ("/set temperature 0.7",)),
-        ("/set temperature none", ("temperature", "value")),
         ("/set temprature 1", ("temprature", "temperature")),
-        ("/set model x", ("setting", "'model'")),
         ("/set stop 'open", ("quotation",)),
-        ("/set stop ''", ("stop",)),
         ("/regn", ("/regn", "/regen")),
-        ("/xyzzy", ("/xyzzy", "/help")),
         ("/undo", ("no turn",)),
-        ("/regen", ("no turn",)),
-        ("/edit", ("no turn",)),
         ("/save", ("/save", "file")),
         ("/load no-such-file.json", ("no-such-file.json", "read")),
         ("/save /no/such/folder/talk.json", ("/no/such/folder", "choose another file")),
-        ("/save ~nobody-of-this-name/talk.json", ("~nobody-of-this-name", "choose another file")),
-        ("/export /no/such/folder/talk.md", ("/no/such/folder", "choose another file")),
         ("x" * 600, ("tokens", "context", CONTEXT)),
     ],
     ids=lambda value: str(value)[:24],
@@ -379,21 +334,11 @@ def test_even_our_own_mistakes_do_not_lose_the_conversation(
 
 
 def test_a_full_context_is_told_beforehand(talk: Talk) -> None:
-    result = talk(*(f"message {number}" for number in range(10)))
+    result = talk(*["word " * 8] * 5)
     assert result.code == 0
     warning, *notes = [line for line in result.err.splitlines() if tells(line, "context", CONTEXT)]
     assert tells(warning, "oldest turns", "in use")
     assert any(tells(note, "oldest") for note in notes)
-    stopped = talk(*(f"message {number}" for number in range(12)), flags=("--when-full", "stop"))
-    assert stopped.code == 1
-    before, _, error = stopped.err.partition("Error: ")
-    assert tells(before, "refused")
-    assert tells(error.splitlines()[0], "context", CONTEXT)
-
-
-def test_a_reply_that_is_cut_says_so(talk: Talk) -> None:
-    result = talk("hi")
-    assert tells(result.err, "cut", 8, "/set max-new-tokens")
 
 
 def test_lines_that_are_no_text(pair: Pair, offspec: Offspec) -> None:
@@ -537,15 +482,6 @@ def test_keys_typed_during_a_reply_are_the_next_lines(
     assert keyboard.echo() == b"hi\r\n"
 
 
-def test_useful_settings_and_the_system_message_come_first(talk: Talk) -> None:
-    shown = talk("/set", "/system Be brief.", "/show").out
-    settings, _, others = shown.partition("\n\n")
-    assert [line.split()[0] for line in settings.splitlines()] == list(chat_module.USUAL_SETTINGS)
-    assert "\nscoring" not in settings
-    assert "\nbudget" in others
-    assert "system message: Be brief." in shown.splitlines()
-
-
 # ------------------------------------------------------------------------------------------------ what is kept
 
 
@@ -577,14 +513,6 @@ def test_a_conversation_on_a_terminal_is_kept_and_resumed(
     assert ">>> hi" not in again.out
     assert "\nBe brief.\n" in again.out
     assert kept(tmp_path) == {file: ["hi", "more", "last"]}
-
-
-def test_another_conversation_has_another_file(
-    chat_args: Sequence[object], offspec_at_terminal: Offspec, tmp_path: Path
-) -> None:
-    file = tmp_path / "talk.json"
-    offspec_at_terminal(*chat_args, typed=["one", f"/save {file}", "/clear", "two", f"/load {file}", "three"])
-    assert list(kept(tmp_path).values()) == [["one"], ["two"], ["one", "three"]]
 
 
 def test_only_the_newest_conversations_stay(

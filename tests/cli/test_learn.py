@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from offspec.errors import StorageError
 
 from ..pair import Pair, scale_weights, variant
 from ..refusals import tells
-from .conftest import Offspec, Result, Stdin, finish, start, with_draft
+from .conftest import Offspec, Result, Stdin, with_draft
 
 needs_signals = pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGHUP, and SIGTERM ends at once")
 
@@ -67,12 +66,11 @@ def learnt(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> bytes:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("temperature", ["0", "0.9"])
 def test_answers_are_the_same_and_the_file_is_there(
-    temperature: str, batch_args: Sequence[object], tmp_path: Path, offspec: Offspec
+    batch_args: Sequence[object], tmp_path: Path, offspec: Offspec
 ) -> None:
     file = tmp_path / "learnt.safetensors"
-    args = (*batch_args, "--temperature", temperature)
+    args = (*batch_args, "--temperature", "0.9")
     plain = answers(offspec, *args)
     assert not file.exists()
     learning = answers(offspec, *args, "--learn", "--learn-file", file)
@@ -95,10 +93,7 @@ def test_stats_tell_what_learning_took(run_args: Sequence[object], tmp_path: Pat
 
 @pytest.mark.slow
 @needs_signals
-@pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
 def test_a_signal_keeps_what_was_learnt_before(
-    name: str,
-    code: int,
     batch_args: Sequence[object],
     tmp_path: Path,
     offspec: Offspec,
@@ -110,7 +105,7 @@ def test_a_signal_keeps_what_was_learnt_before(
     def interrupted(engine: Engine, stats: Stats) -> None:
         calls.append(stats.num_tokens)
         if len(calls) == 2:
-            signal.raise_signal(signal.Signals[name])
+            signal.raise_signal(signal.SIGTERM)
         learn(engine, stats)
 
     handlers = {number: signal.getsignal(number) for number in main.ENDING_SIGNALS}
@@ -121,37 +116,13 @@ def test_a_signal_keeps_what_was_learnt_before(
         patch.setattr(sys, "stdin", Stdin(None))
         try:
             signal.signal(signal.SIGTERM, main._leave)  # as `main` does, which would end this process
-            assert main._run_program() == code
+            assert main._run_program() == 143
         finally:
             for number, handler in handlers.items():
                 signal.signal(number, handler)
     assert capsys.readouterr().err.strip() == ""
     assert answers(offspec, *batch_args, "--learn-file", file)
     assert not file.with_name(".learnt.lock").exists()
-
-
-@pytest.mark.nightly
-@needs_signals
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
-def test_a_signal_to_the_program_keeps_what_was_learnt_before(
-    name: str, batch_args: Sequence[object], prompts: Path, tmp_path: Path, offspec: Offspec
-) -> None:
-    prompts.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS * 500))
-    file, output, number = tmp_path / "learnt", tmp_path / "answers.jsonl", signal.Signals[name]
-    process = start(*batch_args, "--output", output, "--learn", "--learn-file", file)
-    while not output.exists() or not any(answer["stats"]["learn_steps"] for answer in whole_lines(output)):
-        assert process.poll() is None
-        time.sleep(0.05)
-    process.send_signal(number)
-    result = finish(process)
-    assert (result.code, result.out, result.err) == (128 + number, "", "")
-    (tmp_path / "one.jsonl").write_text('{"prompt": "hi"}')
-    assert answers(offspec, *batch_args, "--prompt-file", tmp_path / "one.jsonl", "--learn-file", file)
-    assert not file.with_name(".learnt.lock").exists()
-
-
-def whole_lines(output: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in output.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
 
 
 @needs_signals
@@ -188,7 +159,6 @@ def test_a_full_disk_does_not_lose_what_was_learnt(
     file = tmp_path / "disk" / "learnt"
     file.parent.mkdir()
     for disks, place, has_home in (
-        ((file.parent,), other, True),
         ((file.parent, other), home, True),
         ((file.parent,), other, False),
     ):
@@ -251,7 +221,7 @@ def test_two_do_not_learn_into_one_file(
 @pytest.mark.slow
 def test_a_chat_learns_from_its_replies(pair: Pair, tmp_path: Path, offspec: Offspec) -> None:
     file = tmp_path / "learnt"
-    args = ("chat", pair.target, "--draft", pair.draft, "--device", "cpu", "--max-new-tokens", "30", "--seed", "1")
+    args = ("chat", pair.target, "--draft", pair.draft, "--device", "cpu", "--max-new-tokens", "12", "--seed", "1")
     plain = offspec(*args, "--ignore-eos", stdin=b"hi\nagain\n")
     learning = offspec(*args, "--ignore-eos", "--learn", "--learn-file", file, stdin=b"hi\nagain\n")
     assert (learning.code, learning.out) == (0, plain.out)
@@ -292,9 +262,8 @@ def test_what_one_prompt_teaches_would_be_lost(run_args: Sequence[object], offsp
     offspec(*run_args, "hi", "--learn").refusal(2, "--learn-file")
 
 
-@pytest.mark.parametrize("draft", ["none", "lookup"])
-def test_no_draft_model(draft: str, pair: Pair, tmp_path: Path, offspec: Offspec) -> None:
-    args = ("run", pair.target, "hi", "--draft", draft, "--device", "cpu", "--learn", "--learn-file", tmp_path / "f")
+def test_no_draft_model(pair: Pair, tmp_path: Path, offspec: Offspec) -> None:
+    args = ("run", pair.target, "hi", "--draft", "lookup", "--device", "cpu", "--learn", "--learn-file", tmp_path / "f")
     offspec(*args).refusal(2, "draft model", "--draft")
 
 
@@ -305,24 +274,14 @@ def test_the_file_of_another_draft(
     file = tmp_path / "learnt"
     file.write_bytes(learnt)
     other = scale_weights(variant(pair.draft, tmp_path / "other"), {"lm_head.weight": 0.5})
-    for flags in ((), ("--learn",)):
-        asked = offspec(*with_draft(run_args, other), "hi", "--learn-file", file, *flags)
-        asked.refusal(2, file, "another draft")
+    asked = offspec(*with_draft(run_args, other), "hi", "--learn-file", file, "--learn")
+    asked.refusal(2, file, "another draft")
     assert file.read_bytes() == learnt
 
 
-@pytest.mark.parametrize("where", ["no/such/folder", "."])
-def test_a_file_that_cannot_be_written(
-    where: str, run_args: Sequence[object], tmp_path: Path, offspec: Offspec
-) -> None:
-    file = tmp_path / where / "f" if where != "." else tmp_path
+def test_a_file_that_cannot_be_written(run_args: Sequence[object], tmp_path: Path, offspec: Offspec) -> None:
+    file = tmp_path / "no" / "folder"
     offspec(*run_args, "hi", "--learn", "--learn-file", file).refusal(1, file, "written")
-
-
-def test_a_file_that_is_not_there_and_not_to_be_made(
-    run_args: Sequence[object], tmp_path: Path, offspec: Offspec
-) -> None:
-    offspec(*run_args, "hi", "--learn-file", tmp_path / "f").refusal(2, tmp_path / "f", "--learn")
 
 
 def test_a_file_that_is_something_else(
@@ -330,5 +289,6 @@ def test_a_file_that_is_something_else(
 ) -> None:
     weights = pair.draft / "model.safetensors"
     offspec(*run_args, "hi", "--learn-file", weights).refusal(2, weights, "--learn")
+    offspec(*run_args, "hi", "--learn-file", tmp_path / "text").refusal(2, tmp_path / "text", "--learn")
     (tmp_path / "text").write_text("not weights")
     offspec(*run_args, "hi", "--learn-file", tmp_path / "text").refusal(2, tmp_path / "text", "safetensors")

@@ -30,24 +30,6 @@ def endless(pair: Pair, tmp_path: Path) -> Sequence[object]:
     return ("run", folder, *flags)
 
 
-IMPATIENT = """
-import atexit, signal, sys
-from offspec.cli import main
-signal.signal(signal.SIGINT, signal.default_int_handler)
-ctrl_c = lambda *args: signal.raise_signal(signal.SIGINT)
-main.cli.invoke = main._show = ctrl_c
-atexit.register(ctrl_c)
-sys.argv = ["offspec", "doctor"]
-main.main()
-"""
-
-
-@needs_signals
-def test_more_ctrl_c_while_the_first_is_handled_and_while_python_ends() -> None:
-    done = subprocess.run([sys.executable, "-c", IMPATIENT], capture_output=True, text=True, timeout=60, check=False)
-    assert (done.returncode, done.stderr) == (130, "")
-
-
 def in_python(code: str, *args: str) -> Result:
     """What a process of this code leaves behind that runs the program with these arguments."""
     command = [sys.executable, "-c", f"import sys\nsys.argv = {['offspec', *args]}\n{code}"]
@@ -55,35 +37,41 @@ def in_python(code: str, *args: str) -> Result:
     return Result(done.returncode, done.stdout, done.stderr)
 
 
-@needs_signals
-def test_ctrl_c_while_modules_are_imported() -> None:
-    code = """
-import signal
-from offspec.cli import entry
+LISTENING = "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
+IMPORTING = """
 class Interrupting:
     def find_spec(*args):
         signal.raise_signal(signal.SIGINT)
-signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.meta_path.insert(0, Interrupting())
-entry.main()
 """
-    assert in_python(code, "--version") == Result(130, "", "")
-
-
-@needs_signals
-def test_ctrl_c_while_python_unloads_modules() -> None:
-    """When it has given up its handlers."""
-    code = """
-import signal
-from offspec.cli import entry
+ENDING = """
 class Unloaded:
     def __del__(self, interrupt=signal.raise_signal, number=signal.SIGINT):
         interrupt(number)
-signal.signal(signal.SIGINT, signal.default_int_handler)
 unloaded = Unloaded()
-entry.main()
 """
-    assert in_python(code, "--version") == Result(0, f"offspec, version {__version__}\n", "")
+RUNNING = """
+import atexit
+from offspec.cli import main
+ctrl_c = lambda *args: signal.raise_signal(signal.SIGINT)
+main.cli.invoke = main._show = ctrl_c
+atexit.register(ctrl_c)
+"""
+
+
+@needs_signals
+@pytest.mark.parametrize(
+    ("code", "wanted"),
+    [
+        (IMPORTING, Result(130, "", "")),
+        (ENDING, Result(0, f"offspec, version {__version__}\n", "")),  # when Python has given up its handlers
+        (RUNNING, Result(130, "", "")),  # and again, while the first is handled and while Python ends
+    ],
+    ids=["importing", "ending", "running"],
+)
+def test_ctrl_c_before_and_after_the_command(code: str, wanted: Result) -> None:
+    asked = "doctor" if code == RUNNING else "--version"
+    assert in_python(f"from offspec.cli import entry\n{LISTENING}{code}entry.main()", asked) == wanted
 
 
 @needs_full
@@ -120,36 +108,22 @@ def test_a_reader_that_is_gone() -> None:
     assert (result.code, result.err) == (0, "")
 
 
-@pytest.mark.nightly
-def test_a_reader_that_has_had_enough(endless: Sequence[object]) -> None:
-    process = start(*endless, "hi")
-    assert process.stdout is not None
-    assert process.stdout.read(1)
-    process.stdout.close()
-    process.stdout = None  # else communicate() would flush it
-    result = finish(process)
-    assert (result.code, result.err) == (0, "")
-
-
 @needs_full
-@pytest.mark.parametrize("json_flag", [(), ("--json",)], ids=["text", "json"])
 def test_output_that_cannot_be_written(
-    json_flag: Sequence[str], run_args: Sequence[object], offspec: Offspec, monkeypatch: pytest.MonkeyPatch
+    run_args: Sequence[object], offspec: Offspec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By a text whose prompt came through a pipe."""
     with FULL.open("w") as full:
         monkeypatch.setattr(sys, "stdout", full)
-        offspec(*run_args, *json_flag, stdin=b"hi").refusal(1, "standard output", "No space left", "free")
+        offspec(*run_args, stdin=b"hi").refusal(1, "standard output", "No space left", "free")
 
 
 @needs_full
-@pytest.mark.parametrize("unbuffered", ["", "1"])
-def test_help_that_cannot_be_written(unbuffered: str) -> None:
+def test_help_that_cannot_be_written() -> None:
     """What stays in a buffer must not fail once more when the process ends."""
-    env = {"PYTHONUNBUFFERED": unbuffered}
     with FULL.open("wb") as full:
-        finish(start("--help", stdout=full, env=env)).refusal(1, "standard output", "No space left", "free")
-        result = finish(start("run", "--no-such-flag", stderr=full, env=env))
+        finish(start("--help", stdout=full)).refusal(1, "standard output", "No space left", "free")
+        result = finish(start("run", "--no-such-flag", stderr=full))
     assert (result.code, result.out) == (2, "")
 
 
@@ -193,12 +167,6 @@ def test_ctrl_c_at_a_terminal_that_knows_ascii_only_and_a_pipe_through_which_not
     assert result.err.strip() == ""
 
 
-def python(code: str) -> str:
-    """What a fresh interpreter prints."""
-    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True)
-    return answer.stdout
-
-
 LIGHT = (
     "import offspec",
     "import offspec.errors",
@@ -216,8 +184,8 @@ def test_heavy_modules_are_left_alone() -> None:
     heavy = {"torch", "numpy", "tokenizers", "jinja2", "transformers", "huggingface_hub"}
     heavy |= {"rich", "prompt_toolkit", "matplotlib"}
     show = f"import sys; print('loaded:', *({heavy} & sys.modules.keys()))"
-    shown = python("\n".join(line for statement in LIGHT for line in (statement, show)))
-    loaded = [line for line in shown.splitlines() if line.startswith("loaded:")]
+    shown = in_python("\n".join(line for statement in LIGHT for line in (statement, show)))
+    loaded = [line for line in shown.out.splitlines() if line.startswith("loaded:")]
     assert dict(zip(LIGHT, loaded, strict=True)) == dict.fromkeys(LIGHT, "loaded:")
 
 
@@ -234,13 +202,3 @@ def test_a_limit_on_addresses_ends_in_one_line() -> None:
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert (shown.returncode, shown.stdout, len(shown.stderr.splitlines())) == (1, "", 1), shown
     check_message(shown.stderr.strip(), "memory", "ulimit -v", "--context")
-
-
-def test_version_of_both_entry_points() -> None:
-    script = Path(sys.executable).with_name("offspec.exe" if os.name == "nt" else "offspec")
-    commands = (
-        [[sys.executable, "-m", "offspec"], [str(script)]] if script.exists() else [[sys.executable, "-m", "offspec"]]
-    )
-    for command in commands:
-        shown = subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=300, check=True)
-        assert shown.stdout == f"offspec, version {__version__}\n"

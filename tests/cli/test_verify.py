@@ -17,7 +17,7 @@ from offspec.scheduler.trees import verify as scheduler_verify
 from offspec.scheduler.trees.verify import Verdict
 from offspec.tools.verification import Difference, Setting, VerificationReport
 
-from ..pair import MIXTURE, Pair, build_pair
+from ..pair import Pair
 from ..refusals import tells
 from .conftest import Offspec, with_draft
 
@@ -45,44 +45,18 @@ def spoil(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 def test_a_small_matrix_is_exact(verify_args: Sequence[object], offspec: Offspec) -> None:
-    result = offspec(*verify_args, "--json")
+    result = offspec(*verify_args, "--budgets", 8, "--max-prompts", 1, "--json")
     assert (result.code, result.err) == (0, "")
     report = json.loads(result.out)
     assert report.keys() == {
-        "model",
-        "draft",
-        "exact",
-        "promise",
-        "inexact_reason",
-        "num_prompts",
-        "num_tokens",
-        "near_ties",
-        "settings",
-        "differences",
+        *("model", "draft", "exact", "promise", "inexact_reason", "num_prompts", "num_tokens", "near_ties"),
+        *("settings", "differences"),
     }
-    assert (report["exact"], report["num_prompts"], report["differences"]) == (True, 2, [])
+    assert (report["exact"], report["num_prompts"], report["differences"]) == (True, 1, [])
     combinations = {(s["temperature"], s["top_p"], s["draft"], s["scoring"], s["budget"]) for s in report["settings"]}
-    assert len(report["settings"]) == len(combinations) == 2 * 2 * 2 * 2
+    assert len(report["settings"]) == len(combinations) == 2 * 2 * 2
     assert {(temperature, top_p) for temperature, top_p, *_ in combinations} == {(0, 1), (1, 0.9)}
     assert max(s["tokens_per_pass"] for s in report["settings"] if s["draft"] == "own") > 1.5
-
-
-def test_the_table_says_the_same(verify_args: Sequence[object], offspec: Offspec) -> None:
-    result = offspec(*verify_args, "--scorings", "coupled", "--drafts", "own")
-    lines = result.out.splitlines()
-    assert (result.code, result.err, len(lines)) == (0, "", 1 + 4 + 1)
-    assert lines[-1].startswith("2 prompts, 4 settings, ")
-    assert lines[-1].endswith("identical to plain decoding")
-
-
-def test_a_mixture_is_exact(verify_args: Sequence[object], tmp_path: Path, offspec: Offspec) -> None:
-    mixture = build_pair(tmp_path, **MIXTURE)
-    pair = (mixture.target, "--draft", mixture.draft)
-    few = ("--scorings", "coupled", "--drafts", "own", "--budgets", 8, "--max-prompts", 1, "--json")
-    result = offspec("verify", *pair, *verify_args[4:], *few)
-    report = json.loads(result.out)
-    assert (result.code, result.err, report["differences"]) == (0, "", [])
-    assert max(setting["tokens_per_pass"] for setting in report["settings"]) > 1.2
 
 
 def test_near_ties_are_counted_in_the_last_line() -> None:
@@ -99,35 +73,31 @@ def test_near_ties_are_counted_in_the_last_line() -> None:
 def test_what_is_lossy_is_not_verified(
     verify_args: Sequence[object], offspec: Offspec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for accept in ("joint", "bild"):
-        offspec(*verify_args, "--accept", accept).refusal(2, "--accept", accept, "lossy")
+    offspec(*verify_args, "--accept", "joint").refusal(2, "--accept", "joint", "lossy")
     monkeypatch.setenv("OFFSPEC_ACCEPT", "joint")  # for `run`, say
-    assert offspec(*verify_args, "--scorings", "coupled", "--drafts", "own", "--accept", "exact").code == 0
+    few = ("--scorings", "coupled", "--drafts", "own", "--budgets", 8, "--temperatures", 0, "--max-prompts", 1)
+    assert offspec(*verify_args, *few, "--accept", "exact").code == 0
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("json_flag", [(), ("--json",)], ids=["table", "json"])
 def test_a_text_that_differs_is_a_failure(
-    json_flag: Sequence[str], verify_args: Sequence[object], offspec: Offspec, monkeypatch: pytest.MonkeyPatch
+    verify_args: Sequence[object], offspec: Offspec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spoil(monkeypatch)
-    result = offspec(*verify_args, "--max-prompts", 1, "--scorings", "coupled", "--drafts", "own", *json_flag)
+    result = offspec(*verify_args, "--max-prompts", 1, "--scorings", "coupled", "--drafts", "own", "--json")
     assert result.code == 1
     (line,) = result.err.splitlines()
     assert line.startswith("Error: ")
     assert tells(line, "differ", "prompt 0", "budget")
-    assert "identical" not in result.out
-    if json_flag:
-        report = json.loads(result.out, parse_constant=pytest.fail)  # Infinity and NaN are not JSON
-        assert not report["exact"]
-        assert report["differences"]
-    else:
-        assert "DIFFER" in result.out
+    report = json.loads(result.out, parse_constant=pytest.fail)  # Infinity and NaN are not JSON
+    assert not report["exact"]
+    assert report["differences"]
 
 
 @pytest.mark.slow
 def test_prompts_limit_and_random_draft(pair: Pair, verify_args: Sequence[object], offspec: Offspec) -> None:
     args = (*with_draft(verify_args, "none"), "--max-prompts", 1, "--budgets", 4, "--scorings", "coupled", "--json")
+    args += ("--temperatures", 0)
     result = offspec(*args)
     report = json.loads(result.out)
     assert (result.code, report["num_prompts"], report["draft"]) == (0, 1, None)
@@ -172,22 +142,12 @@ def test_what_is_verified_unless_told_otherwise(
     "flags",
     [
         ("--budgets", "1,x"),
-        ("--budgets", "1,-1"),
         ("--budgets", "0"),  # plain decoding beside plain decoding shows nothing
-        ("--budgets", "1000000"),
-        ("--budgets", ""),
-        ("--budgets", "1,,2"),
         ("--scorings", "foo"),
-        ("--scorings", "coupled,"),
         ("--drafts", "own,other"),
         ("--drafts", "own", "--draft", "none"),
         ("--temperatures", "0,hot"),
-        ("--temperatures", "-1"),
-        ("--temperatures", "nan"),
         ("--top-p", "0"),
-        ("--max-prompts", "0"),
-        ("--max-new-tokens", "0"),
-        ("--seed", str(2**64)),
         ("--prompts", "no-such-file"),
     ],
     ids=" ".join,
@@ -205,16 +165,3 @@ def test_prompts_of_a_jsonl_file(verify_args: Sequence[object], tmp_path: Path, 
     assert json.loads(offspec(*few, "--prompts", file).out) == json.loads(offspec(*few).out)
     file.write_text("{")
     offspec(*few, "--prompts", file).refusal(2, file, "line 1", "JSON")
-
-
-@pytest.mark.parametrize(("content", "word"), [(b"\n\n", "no prompt"), (b"sch\xf6n", "UTF-8")])
-def test_prompts_that_cannot_be_read(
-    content: bytes, word: str, verify_args: Sequence[object], tmp_path: Path, offspec: Offspec
-) -> None:
-    (tmp_path / "bad.txt").write_bytes(content)
-    offspec(*verify_args, "--prompts", tmp_path / "bad.txt").refusal(2, tmp_path / "bad.txt", word)
-
-
-def test_the_last_seed_does_not_overflow(verify_args: Sequence[object], offspec: Offspec) -> None:
-    flags = ("--seed", 2**64 - 1, "--temperatures", 1, "--budgets", 4, "--drafts", "own", "--scorings", "coupled")
-    assert offspec(*verify_args, *flags).code == 0
