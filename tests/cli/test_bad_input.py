@@ -98,24 +98,17 @@ BREAKERS: list[Breaker] = [
 ]
 
 
-@pytest.mark.parametrize("json_flag", [(), ("--json",)], ids=["text", "json"])
 @pytest.mark.parametrize("breaker", BREAKERS)
-def test_a_model_that_cannot_run(
-    breaker: Breaker, json_flag: Sequence[str], pair: Pair, tmp_path: Path, offspec: Offspec
-) -> None:
+def test_a_model_that_cannot_run(breaker: Breaker, pair: Pair, tmp_path: Path, offspec: Offspec) -> None:
     model, words = breaker(tmp_path / "model", pair)
     where = () if breaker is not_a_number else (model,)
-    offspec("run", model, "hi", "--draft", "none", "--device", "cpu", *json_flag).refusal(1, *where, *words)
+    offspec("run", model, "hi", "--draft", "none", "--device", "cpu", "--json").refusal(1, *where, *words)
 
 
-@pytest.mark.parametrize("line", [("run", "", "hi"), ("run", ""), ("chat", ""), ("run", "builtin", "--draft", "")])
+@pytest.mark.parametrize("line", [("run", ""), ("run", "builtin", "--draft", "")])
 def test_an_empty_name_is_refused(line: Sequence[str], offspec: Offspec) -> None:
     """As `"$(command)"` is if the command fails."""
     offspec(*line, stdin=b"hi").refusal(2, "empty", "a folder, a GGUF file", "$(...)")
-
-
-def test_a_draft_that_is_not_there(pair: Pair, tmp_path: Path, offspec: Offspec) -> None:
-    offspec("run", pair.target, "hi", "--draft", tmp_path / "draft").refusal(1, tmp_path / "draft")
 
 
 def test_a_draft_with_another_vocabulary(pair: Pair, tmp_path: Path, offspec: Offspec) -> None:
@@ -124,15 +117,17 @@ def test_a_draft_with_another_vocabulary(pair: Pair, tmp_path: Path, offspec: Of
     vocabulary = content["model"]["vocab"]
     vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
     (folder / "tokenizer.json").write_text(json.dumps(content))
-    result = offspec("run", pair.target, "hi", "--draft", folder)
+    result = offspec("run", pair.target, "hi", "--draft", folder, "-n", 2)
     assert (result.code, len(result.out) > 0) == (0, True)
     assert tells(result.err, "draft", "vocabulary")
 
 
-@pytest.mark.parametrize("num_words", [CONTEXT, 100_000])
 @pytest.mark.parametrize(
-    ("flags", "words"),
-    [((), ("the model's context", CONTEXT)), (("-c", 64), ("the planned context", "--context", f"up to {CONTEXT}"))],
+    ("num_words", "flags", "words"),
+    [
+        (100_000, (), ("the model's context", CONTEXT)),
+        (CONTEXT, ("-c", 64), ("the planned context", "--context", f"up to {CONTEXT}")),
+    ],
 )
 def test_a_prompt_longer_than_the_context(
     run_args: Sequence[object],
@@ -161,42 +156,23 @@ def test_a_prompt_that_leaves_room_for_one_token(run_args: Sequence[object], tmp
 @pytest.mark.parametrize(
     "flags",
     [
-        ("--budget", "-1"),
-        ("--budget", "1000000"),
         ("--budget", "many"),
         ("--budget", "9" * 5000),
         ("--max-new-tokens", "0"),
-        ("--max-new-tokens", "-5"),
-        ("--max-new-tokens", "lots"),
         ("--temperature", "-0.1"),
-        ("--temperature", "nan"),
-        ("--temperature", "inf"),
-        ("--top-k", "-1"),
         ("--top-p", "0"),
-        ("--top-p", "1.1"),
-        ("--min-p", "-0.1"),
         ("--min-p", "1"),
         ("--repetition-penalty", "0"),
-        ("--repetition-penalty", "inf"),
-        ("--seed", "-1"),
         ("--seed", str(2**64)),
-        ("--stop", ""),
         ("--threads", "0"),
-        ("--threads", "1000000"),
         ("--dtype", "int3"),
-        ("--device", "tpu"),
-        ("--device", "meta"),
         ("--device", "cuda:999"),
         ("--device", "two\nlines"),
         ("--accept", "lossy"),
         ("--tau", "0"),
-        ("--tau", "1.01"),
-        ("--tau", "nan"),
         ("--temperature", "0.5", "--accept", "joint"),
         ("--draft", "none", "--accept", "joint"),
-        ("--draft", "lookup", "--accept", "bild"),
         ("--draft", "lookup", "--accept", "joint"),
-        ("--budget", "0", "--accept", "joint"),
         ("--no-such-flag",),
     ],
     ids=lambda flags: " ".join(flags)[:40],
@@ -208,14 +184,7 @@ def test_a_flag_that_cannot_be_meant(flags: Sequence[str], run_args: Sequence[ob
 
 @pytest.mark.parametrize(
     "flags",
-    [
-        ("--draft-scoring", "foo"),
-        ("--beam", "0"),
-        ("--beam", "300", "--accept", "joint"),
-        ("--gamma", "0"),
-        ("--strength", "1.1", "--accept", "mix"),
-        ("--tree", "sequoia", "--accept", "joint"),
-    ],
+    [("--draft-scoring", "foo"), ("--beam", "300", "--accept", "joint"), ("--tree", "sequoia", "--accept", "joint")],
     ids=" ".join,
 )
 def test_a_flag_of_research_that_cannot_be_meant(
@@ -229,11 +198,9 @@ def test_a_flag_of_research_that_cannot_be_meant(
     ("prompt", "words"),
     [
         (("hi", "--prompt-file", __file__), ("--prompt-file",)),
-        (("--prompt-file", "no-such-file"), ("no-such-file",)),
         (("--prompt-file", "."), ("--prompt-file",)),
         (("hi", "--raw", "--system", "Be brief."), ("--raw", "--system")),
         (("", "--raw"), ("prompt", "empty")),
-        (("hi", "there"), ("there",)),
         ((), ("--prompt-file",)),
     ],
     ids=lambda value: " ".join(map(str, value)),
@@ -242,20 +209,6 @@ def test_a_prompt_that_cannot_be_meant(
     prompt: Sequence[str], words: Sequence[object], run_args: Sequence[object], offspec: Offspec
 ) -> None:
     offspec(*run_args, *prompt).refusal(2, *words)
-
-
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (("--temperature", "hot"), ("hot", "number")),
-        (("--top-k", "few"), ("few", "whole number")),
-        (("--stop", ""), ("empty",)),
-    ],
-)
-def test_a_refusal_in_the_users_words(
-    flags: Sequence[str], words: Sequence[str], run_args: Sequence[object], offspec: Offspec
-) -> None:
-    offspec(*run_args, "hi", *flags).refusal(2, flags[0], *words)
 
 
 def test_input_that_does_not_end_is_refused(
@@ -279,21 +232,6 @@ def test_bytes_that_are_no_text(run_args: Sequence[object], tmp_path: Path, offs
     offspec(*run_args, latin.decode("utf-8", "surrogateescape")).refusal(2, "PROMPT", "UTF-8")
 
 
-def test_a_system_message_without_a_chat_template(pair: Pair, tmp_path: Path, offspec: Offspec) -> None:
-    folder = variant(pair.target, tmp_path / "model")
-    (folder / "tokenizer_config.json").unlink()
-    offspec("run", folder, "hi", "--system", "x", "--draft", "none").refusal(1, "chat template")
-
-
-def test_an_unknown_command_and_none(offspec: Offspec) -> None:
-    offspec("bnch").refusal(2, "bnch", "bench")
-    offspec("rnu").refusal(2, "rnu")
-    result = offspec()
-    assert (result.code, result.out) == (2, "")
-    next_commands = [line.split("  ")[1] for line in result.err.splitlines() if line.startswith("  offspec")]
-    assert next_commands == ["offspec doctor", 'offspec run builtin "def area("', "offspec serve builtin"]
-
-
 def test_verbose_shows_where(tmp_path: Path, offspec: Offspec) -> None:
     result = offspec("run", tmp_path / "model", "hi", "-v")
     assert result.code == 1
@@ -304,20 +242,13 @@ def test_verbose_shows_where(tmp_path: Path, offspec: Offspec) -> None:
 def test_even_our_own_mistakes_are_one_line(
     run_args: Sequence[object], offspec: Offspec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    errors = iter((ArithmeticError("no such\nnumber"), MemoryError("cannot allocate\n64 GiB")))
+
     def fail(*args: object, **more: object) -> None:
-        raise ArithmeticError("no such\nnumber")
+        raise next(errors)
 
     monkeypatch.setattr("offspec.scheduler.drafting.drafter.exact_walk", fail)
     offspec(*run_args, "hi").refusal(1, "ArithmeticError", "no such number")
-
-
-def test_memory_that_the_system_does_not_give_is_told_with_a_remedy(
-    run_args: Sequence[object], offspec: Offspec, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*args: object, **more: object) -> None:
-        raise MemoryError("cannot allocate\n64 GiB")
-
-    monkeypatch.setattr("offspec.scheduler.drafting.drafter.exact_walk", fail)
     offspec(*run_args, "hi").refusal(1, "memory", "cannot allocate 64 GiB", "--context")
 
 
@@ -326,16 +257,3 @@ def test_a_folder_that_may_not_be_listed_is_named(pair: Pair, tmp_path: Path, of
     shutil.rmtree(folder)
     folder.symlink_to(folder)  # a loop: it is there, and cannot be opened
     offspec("run", folder, "hi", "--draft", "none").refusal(1, folder)
-
-
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [
-        (("pull", "llama3"), ("pull", "offspec models pull")),
-        (("list",), ("list", "offspec models lists")),
-        (("run", "builtin", "hi", "there"), ("there", "quotes around the prompt")),
-    ],
-    ids=" ".join,
-)
-def test_habits_of_other_programs_are_answered(line: Sequence[str], words: Sequence[str], offspec: Offspec) -> None:
-    offspec(*line).refusal(2, *words)

@@ -64,15 +64,6 @@ def test_run_gives_the_same_text_with_and_without_guesses(foreign: Path, pair: P
     assert texts[0] == texts[1] == texts[2]
 
 
-@pytest.mark.slow
-def test_verify_finds_it_exact(foreign: Path, tmp_path: Path, offspec: Offspec) -> None:
-    prompts = tmp_path / "prompts.txt"
-    prompts.write_text("def area(\n")
-    settings = ("--prompts", prompts, "--temperatures", "0, 1", "--budgets", "8", "--draft", "lookup")
-    result = offspec("verify", foreign, *settings, *SMALL)
-    assert result.code == 0, result
-
-
 def test_it_drafts_for_a_model_of_offspecs_own(foreign: Path, pair: Pair, offspec: Offspec) -> None:
     texts = []
     for draft in ("none", foreign):

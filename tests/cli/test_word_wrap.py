@@ -34,8 +34,8 @@ def screen(written: str, columns: int) -> list[str]:
     return [*lines, "".join(cells)]
 
 
-@pytest.mark.parametrize("columns", [26, 40, 79, 200])
-@pytest.mark.parametrize("piece", [1, 3, 7, 1000])
+@pytest.mark.parametrize("columns", [26, 200])
+@pytest.mark.parametrize("piece", [3, 1000])
 def test_words_stay_whole(columns: int, piece: int) -> None:
     wrap = WordWrap(columns)
     lines = screen("".join(wrap(TEXT[at : at + piece]) for at in range(0, len(TEXT), piece)), columns)
