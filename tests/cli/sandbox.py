@@ -63,10 +63,11 @@ SETTINGS = {
     "VERIFY_TEMPERATURES": "0",
     "VERIFY_SCORINGS": "coupled",
     "VERIFY_BUDGETS": "4",
+    "BENCH_PROMPTS": "prompts.jsonl",
     "REPEATS": "1",
     "WARMUP": "0",
     "BENCH_BUDGETS": "4",
-    "STEPS": "2",
+    "STEPS": "1",
     "NUM_TEXTS": "16",
     "TEXT_TOKENS": "8",
 }

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import csv
 import json
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -51,8 +50,7 @@ def test_json_alone_on_stdout_and_the_table_beside_it(bench: Bench, monkeypatch:
         [row["kind"], str(row["budget"] or "plain")] for row in told["rows"]
     ]
     assert "equal plain decoding" in " ".join(result.err.split())
-    quiet, plain = bench("--json", "-q"), bench()
-    assert (json.loads(quiet.out).keys(), quiet.err) == (told.keys(), "")
+    plain = bench("-q")
     assert (plain.out.split()[:2], plain.out.count("{"), plain.err) == (["prompts", "budget"], 0, "")
 
 
@@ -66,32 +64,25 @@ def test_a_csv_holds_every_run(bench: Bench, tmp_path: Path) -> None:
     assert all(float(row["seconds"]) >= float(row["prefill_s"]) > 0 for row in rows)
 
 
-@pytest.mark.parametrize(("name", "begins"), [("passes.svg", b"<?xml"), ("passes.PNG", b"\x89PNG")])
-def test_plots(name: str, begins: bytes, bench: Bench, tmp_path: Path) -> None:
+def test_plots(bench: Bench, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    assert bench("--plot", tmp_path / name).code == 0
-    content = (tmp_path / name).read_bytes()
-    assert content.startswith(begins)
-    if name.endswith("svg"):
-        for title in (b"Time per pass", b"Tokens per pass against budget", b"Accepted nodes", b"Reliability"):
-            assert title in content
+    assert bench("--plot", tmp_path / "passes.svg").code == 0
+    content = (tmp_path / "passes.svg").read_bytes()
+    assert content.startswith(b"<?xml")
+    for title in (b"Time per pass", b"Tokens per pass against budget", b"Accepted nodes", b"Reliability"):
+        assert title in content
 
 
-@pytest.mark.parametrize("flags", [("--csv", "runs.csv"), ("--plot", "passes.svg")])
 def test_files_that_cannot_be_written_are_refused_first(
-    flags: tuple[str, str], bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if flags[0] == "--plot":
-        pytest.importorskip("matplotlib")
     monkeypatch.setattr(Engine, "load", None)
-    bench(flags[0], tmp_path / "no" / flags[1]).refusal(1, tmp_path / "no" / flags[1], "written")
+    bench("--csv", tmp_path / "no" / "runs.csv").refusal(1, tmp_path / "no" / "runs.csv", "written")
 
 
-def test_joint_acceptance_has_a_row_of_its_own(bench: Bench, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_joint_acceptance_has_a_row_of_its_own(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "160")
-    result = bench(
-        "--json", "--accept", "joint", "--tau", "0.01", "--beam", 4, "--gamma", 4, "--csv", tmp_path / "r.csv"
-    )
+    result = bench("--json", "--accept", "joint", "--tau", "0.01", "--beam", 4, "--gamma", 4)
     assert result.code == 0
     told = json.loads(result.out)
     assert [(row["budget"], row["is_lossy"]) for row in told["rows"] if row["kind"] == "all"] == [
@@ -103,12 +94,6 @@ def test_joint_acceptance_has_a_row_of_its_own(bench: Bench, monkeypatch: pytest
     assert result.err.count("joint, lossy  ") == 3
     assert "nats/token" in result.err.splitlines()[0]
     assert "of 2 texts differ" in result.err
-    with (tmp_path / "r.csv").open(newline="") as file:
-        assert {(row["budget"], row["is_lossy"]) for row in csv.DictReader(file)} >= {
-            ("joint, lossy", "True"),
-            ("4", "False"),
-        }
-    assert "nats" not in bench().out
 
 
 def test_without_a_draft_plain_decoding_is_measured(pair: Pair, tmp_path: Path, offspec: Offspec) -> None:
@@ -124,15 +109,6 @@ def test_without_a_draft_plain_decoding_is_measured(pair: Pair, tmp_path: Path, 
     assert "no draft" in " ".join(result.err.split())
     looked_up = json.loads(offspec(*args, "--lookup-files", tmp_path / "prompts.txt", "--budgets", "4").out)
     assert [row["budget"] for row in looked_up["rows"]] == [0, 4]
-
-
-def test_what_was_not_measured_is_a_dash(bench: Bench) -> None:
-    result = bench("--max-new-tokens", 1, "--json")
-    lines = result.err.splitlines()
-    assert lines[0].split()[-5:] == ["later", "tokens", "draft", "target", "rest"]
-    assert lines[1].split()[-5:] == ["-", "1.00", "-", "-", "-"]
-    row = json.loads(result.out)["rows"][0]
-    assert (row["later_tokens_per_s"], row["later_pass_ms"]) == (None, None)
 
 
 def test_the_fastest_budget_s_reliability_is_shown(bench: Bench) -> None:
@@ -177,7 +153,7 @@ def test_a_gain_beyond_the_tokens_of_a_pass_is_not_believed() -> None:
     assert tells(verdict(outcome), "disturbed", "2.00 tokens", "--repeats")
 
 
-@pytest.mark.parametrize("columns", [30, 80, 110])
+@pytest.mark.parametrize("columns", [30, 110])
 def test_the_table_fits(columns: int) -> None:
     seen = BudgetAcceptance(num_nodes=[10**6] * 10, predicted=[5e5] * 10, accepted=[10**5] * 10)
     report = BenchmarkReport(REPORT.runs, {"8": seen})
@@ -200,38 +176,14 @@ def test_a_single_measurement_has_no_range() -> None:
     ("flags", "words"),
     [
         (("--budgets", "0"), ("--budgets", "plain decoding")),
-        (("--budgets", "4,many"), ("--budgets", "many")),
-        (("--budgets", ""), ("--budgets",)),
         (("--repeats", "0"), ("--repeats", 0)),
-        (("--warmup", "-1"), ("--warmup", -1)),
         (("--plot", "passes.gif"), ("--plot", "passes.gif", ".png", ".svg")),
-        (("--prompts", "no-such-file"), ("no-such-file",)),
         (("--temperature", "-1"), ("temperature", -1)),
     ],
     ids=lambda value: " ".join(map(str, value)),
 )
 def test_what_cannot_be_meant(flags: Sequence[str], words: Sequence[object], bench: Bench) -> None:
     bench(*flags).refusal(2, *words)
-
-
-def test_prompts_that_cannot_be_read(bench: Bench, tmp_path: Path) -> None:
-    file = tmp_path / "bad.jsonl"
-    file.write_text('{"prompt": "hi"}\n{\n')
-    bench("--prompts", file).refusal(2, file, "line 2", "JSON")
-    file.write_text("\n")
-    bench("--prompts", file).refusal(2, file, "no prompt")
-
-
-def test_keys_of_answers_are_no_matter_where_none_are_written(bench: Bench, tmp_path: Path) -> None:
-    file = tmp_path / "own.jsonl"
-    file.write_text('{"prompt": "hi", "text": "ho", "seed": 5}\n')
-    assert bench("--prompts", file).code == 0
-
-
-def test_without_matplotlib_plots_are_refused(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    bench("--plot", "x.svg").refusal(2, "--plot", "matplotlib", "pip install 'offspec[bench]'")
 
 
 @pytest.fixture

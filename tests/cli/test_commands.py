@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import re
-
 import pytest
 
 from ..each_value import covering
@@ -19,12 +16,9 @@ def _fixed_until_the_test_ends(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def parts_of(command: Command) -> set[tuple[str, str]]:
-    """The subcommand, alone and with each variable and flag, with those of their values that are words."""
+    """The subcommand, alone and with each variable and flag."""
     subcommand, *args = command.args
-    pairs = itertools.pairwise([*args, ""])
-    words = {f"{flag} {value}" for flag, value in pairs if flag.startswith("-") and re.fullmatch(r"\w[\w-]*", value)}
-    words |= {"", *command.environment, *(arg for arg in args if arg.startswith("-"))}
-    return {(subcommand, word) for word in words}
+    return {(subcommand, word) for word in ("", *command.environment, *args) if not word or word.startswith("-")}
 
 
 SHOWN = [command for command in commands() if command.program == "offspec"]

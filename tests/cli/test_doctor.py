@@ -85,7 +85,7 @@ def test_progress_for_who_watches(
 
 
 @pytest.mark.parametrize("found", [DESKTOP, CPU_ONLY])
-@pytest.mark.parametrize("columns", [20, 36, 80, 100])
+@pytest.mark.parametrize("columns", [20, 80])
 def test_the_table_fits(found: Any, columns: int) -> None:
     lines = table(found, columns).splitlines()
     assert max(map(len, lines)) <= columns
@@ -98,12 +98,6 @@ def test_the_last_lines_say_what_is_next() -> None:
     last = table(replace(broken, bitsandbytes_version=None), 100).split("\n\n")[-1]
     assert last.startswith("To do: Torch has no CUDA. Install the CUDA wheel.\nTo do: bitsandbytes is not installed")
     assert broken.as_dict()["to_do"] == ["Torch has no CUDA. Install the CUDA wheel."]
-
-
-def test_a_card_is_shown_with_its_memory() -> None:
-    shown = "GPU       RTX 4090, 24 GiB, 23 GiB free, compute capability 8.9 (cuda:0, found)"
-    assert shown in table(DESKTOP, 100).splitlines()
-    assert "link      25 GB/s" in table(DESKTOP, 100).splitlines()
 
 
 @pytest.mark.parametrize("arguments", [("--device", "tpu"), ("--path", "/not/there"), ("--fast",)])

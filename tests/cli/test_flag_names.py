@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 
 import click
@@ -29,19 +28,15 @@ def flags_of_the_program() -> set[str]:
     return found
 
 
-@cache
-def texts(file: Path) -> list[tuple[int, str]]:
+def texts(file: Path) -> Iterator[tuple[int, str]]:
     """The strings of a module with their lines, an f-string as one, without docstrings."""
-    return list(_texts(file))
-
-
-def _texts(file: Path) -> Iterator[tuple[int, str]]:
     tree = ast.parse(file.read_text(encoding="utf-8"))
-    inner = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
-    for node in ast.walk(tree):
+    inner = set[int]()
+    for node in ast.walk(tree):  # what holds others comes before them
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             inner.add(id(node.value))
         if isinstance(node, ast.JoinedStr):
+            inner |= set(map(id, node.values))
             parts = [part.value if isinstance(part, ast.Constant) else "X" for part in node.values]
             yield node.lineno, "".join(map(str, parts))
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in inner:
@@ -49,23 +44,16 @@ def _texts(file: Path) -> Iterator[tuple[int, str]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("folder", ["offspec", "loaders", "scheduler"])
-def test_messages_below_the_terminal_name_arguments(folder: str) -> None:
-    """A command line as a whole may stand there: `offspec distill MODEL --exit-layer N`, `pip install --no-deps`."""
-    found = [
-        (file.relative_to(ROOT), line, text)
-        for file in (ROOT / folder).rglob("*.py")
-        for line, text in texts(file)
-        if FLAG.search(re.sub(r"(offspec [a-z]+ [A-Z]|pip install ).*", "", text))
-    ]
-    assert found == []
+def test_messages_below_the_terminal_name_arguments_that_have_a_flag() -> None:
+    """A command line as a whole may stand there: `offspec distill MODEL --exit-layer N`, `pip install --no-deps`.
 
-
-@pytest.mark.slow
-def test_arguments_in_messages_have_a_flag() -> None:
-    """What stands between backticks in a message is a setting that the terminal knows, or only Python."""
+    What stands between backticks is a setting that the terminal knows, or only Python.
+    """
     flags_of_the_program()
-    named = {name for file in BELOW for _, text in texts(file) for name in re.findall(r"`([a-z_]+)(?:=[^`]*)?`", text)}
+    found = [(file.relative_to(ROOT), line, text) for file in BELOW for line, text in texts(file)]
+    flags = [each for each in found if FLAG.search(re.sub(r"(offspec [a-z]+ [A-Z]|pip install ).*", "", each[2]))]
+    assert flags == []
+    named = {name for *_, text in found for name in re.findall(r"`([a-z_]+)(?:=[^`]*)?`", text)}
     words = {"values", "sized"}  # in a sample text and in an assertion
     assert named - words - PYTHON_ONLY <= FLAGS.keys()
     assert not PYTHON_ONLY & FLAGS.keys()

@@ -18,8 +18,10 @@ from ..refusals import tells
 from .conftest import Offspec
 
 
-def remembered(make: Callable[..., forecast.Forecast]) -> Callable[..., forecast.Forecast]:
-    made = dict[str, forecast.Forecast]()
+@pytest.fixture(scope="module")
+def made_once() -> Callable[..., forecast.Forecast]:
+    """`make_forecast`, which several tests ask for the same: as a table, with details, as JSON."""
+    made, make = dict[str, forecast.Forecast](), forecast.make_forecast
 
     def get(*args: object, widths: Sequence[int], drafts: Sequence[str], progress: Any) -> forecast.Forecast:
         asked = repr((args, drafts))
@@ -30,8 +32,13 @@ def remembered(make: Callable[..., forecast.Forecast]) -> Callable[..., forecast
     return get
 
 
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_config(tmp_path_factory.mktemp("large"), LLAMA_8B)
+
+
 @pytest.fixture(autouse=True)
-def _measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def _measured(made_once: Callable[..., forecast.Forecast], monkeypatch: pytest.MonkeyPatch) -> None:
     rates = Rates(disk_bytes_per_s=2e9, matmul_flops={1: 1e10}, sources={"disk_bytes_per_s": "2 readers"})
     monkeypatch.setattr("offspec.tools.forecast.measure_rates", lambda *_, **__: rates)
     monkeypatch.setattr("offspec.planning.probe.choose_products", lambda models, device: None)
@@ -43,13 +50,7 @@ def _measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("psutil.getloadavg", lambda: (0.0, 0.0, 0.0))
     # The memory that earlier tests left in use in this process is no part of what a test grants.
     monkeypatch.setattr("offspec.planning.probe._held_bytes", lambda: (700 << 20, 600 << 20))
-    # What a test asks for as a table and as JSON is forecast once.
-    monkeypatch.setattr(forecast, "make_forecast", remembered(forecast.make_forecast))
-
-
-@pytest.fixture
-def large(tmp_path: Path) -> Path:
-    return write_config(tmp_path, LLAMA_8B)
+    monkeypatch.setattr(forecast, "make_forecast", made_once)
 
 
 def test_the_built_in_model_stays_in_memory(offspec: Offspec) -> None:
@@ -99,20 +100,15 @@ def test_a_card_that_is_not_here_is_planned_for_without_measuring(
     told = json.loads(offspec(*asked, "--json").out)
     assert told["rates"]["disk_bytes_per_s"] == 7e9
     assert "data sheet" in told["rates"]["sources"]["disk_bytes_per_s"]
-    given = offspec(*asked, "--disk", "2GB")
-    assert "disk: 2 GB/s (given)" in given.out
 
 
-@pytest.mark.parametrize(("load", "is_busy"), [(0.0, False), (1e6, True)])
 def test_a_busy_machine_is_told_where_it_is_measured(
-    load: float, is_busy: bool, offspec: Offspec, large: Path, monkeypatch: pytest.MonkeyPatch
+    offspec: Offspec, large: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("psutil.getloadavg", lambda: (load, load, load))
-    asked = ("plan", large, "--draft", "none", "--ram", "8GiB", "-q")
-    first = offspec(*asked, "--device", "cpu").out.splitlines()[0]
-    assert ("is busy" in first) == is_busy
-    assert is_busy or first.startswith(large.name)
-    assert (json.loads(offspec(*asked, "--device", "cpu", "--json").out)["busy"] is not None) == is_busy
+    monkeypatch.setattr("psutil.getloadavg", lambda: (1e6, 1e6, 1e6))
+    asked = ("plan", large, "--draft", "none", "--ram", "9GiB", "-q")
+    assert "is busy" in offspec(*asked, "--device", "cpu").out.splitlines()[0]
+    assert json.loads(offspec(*asked, "--device", "cpu", "--json").out)["busy"] is not None
     assert (
         "is busy" not in offspec(*asked, "--gpu", "4090").out
     )  # a data sheet's figures are the same on a busy machine
@@ -133,7 +129,7 @@ def test_what_a_user_would_notice(offspec: Offspec, large: Path) -> None:
     packed = offspec(*asked, "--format", "nf4")
     assert "4 bit (--format" not in packed.out
     assert json.loads(offspec(*asked, "--format", "nf4", "--json").out)["four_bit"] is None
-    assert json.loads(offspec(*asked, "--context", "64", "--json").out)["prompt_s"] is None
+    assert {gain["memory"] for gain in told["gains"]} == {"VRAM", "RAM"}
 
 
 def test_without_a_card_all_of_it_is_in_ram(offspec: Offspec, large: Path) -> None:
@@ -208,29 +204,11 @@ def test_tables_without_a_difference_are_left_out(offspec: Offspec, large: Path)
     assert len({found["num_resident_layers"] for found in told["kv_caches"]}) == 1
     assert "Formats of the KV cache" not in shown
     assert "With more memory" in shown
-    longer = offspec(*from_disk[:-2], "-c", 8192).out
-    assert "Formats of the KV cache" in longer
-    assert "Texts that share passes" in longer
-
-
-def test_texts_that_bring_no_more_together_have_no_table(offspec: Offspec, large: Path) -> None:
-    """At one rate of products, N rows take N times as long as one."""
-    asked = ("plan", large, "--draft", "none", "--device", "cpu", "-qv")
-    assert "Texts that share passes" not in offspec(*asked).out
-    assert len(json.loads(offspec(*asked, "--json").out)["texts"]) == 5
-
-
-def test_formats_of_gguf_files(offspec: Offspec, large: Path) -> None:
-    asked = ("plan", large, "--draft", "none", "--gpu", "rtx4090", "-q", "--json")
-    titles = [json.loads(offspec(*asked, "--format", form).out)["title"] for form in ("Q4_K_M", "q8_0")]
-    assert tells(titles[0], "q4_k_m", "4.6 GiB")
-    assert tells(titles[1], "q8_0", "7.9 GiB")
 
 
 def test_a_plan_for_a_card_without_bf16(offspec: Offspec, large: Path) -> None:
     asked = ("plan", large, "--draft", "none", "--ram", "64GiB", "--format", "nf4")
     assert tells(offspec(*asked, "--gpu", "rtx2080ti").err, "bf16", "fp16", "--dtype fp32")
-    assert "fp16" not in offspec(*asked, "--gpu", "rtx3090").err
 
 
 def test_what_more_memory_would_bring(offspec: Offspec, large: Path) -> None:
@@ -249,33 +227,6 @@ def test_what_more_memory_would_bring(offspec: Offspec, large: Path) -> None:
     assert "s per pass of 64" in shown
     assert re.search(r"^8 GiB more RAM +[\d.]+ +[\d.]+  \d+ resident", shown, re.MULTILINE)
     assert "32 resident" in shown
-    assert offspec("plan", large, "--gpu", "rtx4090", "--ram", "64GiB", "-qv").out.count(" more ") == 0  # it all fits
-
-
-@pytest.mark.slow
-def test_more_of_which_memory(offspec: Offspec, large: Path) -> None:
-    asked = ("plan", large, "--gpu", "rtx4090", "--vram", "8GiB", "--draft", "none", "-q", "--json")
-    gains = json.loads(offspec(*asked, "--ram", "4GiB").out)["gains"]
-    assert {gain["memory"] for gain in gains} == {"VRAM", "RAM"}
-    assert [gain for gain in gains if gain["memory"] == "RAM"][-1]["num_layers"]["on_disk"] == 0
-    plenty = json.loads(offspec(*asked, "--ram", "40GiB").out)["gains"]
-    assert {gain["memory"] for gain in plenty} == {"VRAM"}
-
-
-@pytest.mark.slow
-def test_a_draft_of_a_mixture_takes_memory_from_its_experts(
-    offspec: Offspec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("offspec.planning.probe.know_products", lambda forms: None)
-    shape = LLAMA_8B | {"num_hidden_layers": 4, "hidden_size": 2048, "head_dim": 128, "vocab_size": 32000}
-    experts = {"model_type": "qwen3_moe", "num_experts": 64, "num_experts_per_tok": 2, "moe_intermediate_size": 2048}
-    folders = {"mixture": shape | experts, "small": shape | {"model_type": "qwen3", "intermediate_size": 2048}}
-    for name, config in folders.items():
-        write_config(tmp_path / name, config)
-    card = ("--gpu", "rtx4090", "--vram", "4GiB", "--ram", "8GiB", "-c", "1024", "-q", "--json")
-    told = json.loads(offspec("plan", tmp_path / "mixture", "--draft", tmp_path / "small", *card).out)
-    drafts = {draft["draft"]: draft for draft in told["drafts"]}
-    assert drafts[str(tmp_path / "small")]["draft_bytes"] > 0 == drafts["none"]["draft_bytes"]
 
 
 MIXTURE = {
@@ -310,8 +261,7 @@ def test_a_mixture_for_a_card_takes_no_rate_of_this_machine(
     assert rates["--ram-rate", "20GB"] < rates[()] < rates["--cpu", "server"]
     offspec(*asked, "--cpu", "abacus").refusal(2, "--cpu abacus", "desktop-ddr4", "this")
     offspec(*asked, "--ram-rate", "0").refusal(2, "--ram-rate 0", "60GB")
-    for flags in (("--cpu", "desktop"), ("--ram-rate", "60GB")):
-        offspec("plan", tmp_path, "--device", "cpu", *flags, "-q").refusal(2, flags[0], "--gpu")
+    offspec("plan", tmp_path, "--device", "cpu", "--cpu", "desktop", "-q").refusal(2, "--cpu", "--gpu")
 
 
 def test_what_fits_on_the_card_is_for_other_programs(offspec: Offspec, large: Path) -> None:
@@ -320,14 +270,15 @@ def test_what_fits_on_the_card_is_for_other_programs(offspec: Offspec, large: Pa
     times = told["llama_cpp_tokens_per_s"] / told["plain_tokens_per_s"]
     assert 1.1 < times < 4
     assert f"Use llama.cpp: about 130 tokens/s without a draft (estimate), {times:.1f} times as many" in verdict[2]
-    assert "Use llama.cpp: without a draft" in offspec("plan", large, "--device", "cpu", "-q").out
+    assert tells(told["title"], "q4_k_m", "4.6 GiB")
+    on_cpu = offspec("plan", large, "--draft", "lookup", "--device", "cpu", "-q").out
+    assert "Use llama.cpp: without a draft" in on_cpu
 
 
 def test_what_is_too_slow_says_so(offspec: Offspec, large: Path) -> None:
     asked = ("plan", large, "--gpu", "rtx3060", "--vram", "5GiB", "--ram", "3GiB", "--disk", "0.02GB", "-q")
-    for form, is_slow in (("q8_0", True), ("q2_k", False)):
-        assert json.loads(offspec(*asked, "--format", form, "--json").out)["is_too_slow"] is is_slow
-        assert offspec(*asked, "--format", form).out.count("too slowly to be worth it") == is_slow
+    assert json.loads(offspec(*asked, "--format", "q8_0", "--json").out)["is_too_slow"]
+    assert "too slowly to be worth it" in offspec(*asked, "--format", "q8_0").out
 
 
 @pytest.mark.slow
@@ -348,21 +299,10 @@ def test_a_draft_of_another_vocabulary_is_marked(offspec: Offspec, large: Path, 
     shown = offspec(*asked, "--draft", tmp_path / "foreign", "--draft", "lookup").out
     assert re.search(r"^foreign \* ", shown, re.MULTILINE)
     assert "* another vocabulary than the target's" in shown
-    assert f"{tmp_path / 'foreign'} (another vocabulary), at" in in_words(
-        offspec(*asked, "--draft", tmp_path / "foreign").out
-    )
-    assert "other vocabulary" not in offspec(*asked, "--draft", "lookup", "--draft", "none").out
-
-
-def test_equally_fast_drafts_have_no_lead(offspec: Offspec, large: Path) -> None:
-    """On a CPU that multiplies 64 rows in 64 times the time of one, lookup brings nothing."""
-    shown = offspec("plan", large, "--device", "cpu", "--draft", "lookup", "--draft", "none", "-q").out
-    assert "are equally fast" in shown
-    assert "1.00 times" not in shown
 
 
 def test_details_are_shown_if_they_are_asked_for(offspec: Offspec, large: Path) -> None:
-    asked = ("plan", large, "--gpu", "rtx4090", "--vram", "8GiB", "--ram", "64GiB", "-q")
+    asked = ("plan", large, "--draft", "lookup", "--gpu", "rtx4090", "--vram", "8GiB", "--ram", "64GiB", "-q")
     short, full = offspec(*asked).out, offspec(*asked, "-v").out
     assert len(short.splitlines()) <= 25 < len(full.splitlines())
     assert tells(short.splitlines()[-1], "-v", "memory", "drafts")
@@ -385,8 +325,6 @@ def test_drafts_are_compared_in_one_table(offspec: Offspec, large: Path, tmp_pat
     assert told["draft"] == max(
         [str(small), "shadow:3", "self:4"], key=lambda name: usable[name]["greedy"]["tokens_per_s"]
     )
-    alone = json.loads(offspec(*card, "--draft", told["draft"], "--json").out)
-    assert told["resident_layers"] == alone["resident_layers"]
     assert drafts["none"]["greedy"]["tokens_per_s"] == pytest.approx(1 / drafts["none"]["greedy"]["pass_s"])
     assert drafts["none"]["draft_bytes"] == 0 < drafts["shadow:2"]["draft_bytes"] < drafts["shadow:4"]["draft_bytes"]
     shown = offspec(*asked).out
@@ -406,16 +344,6 @@ def test_a_draft_that_does_not_fit_says_so_in_the_table(offspec: Offspec, large:
     refused = offspec(*asked, "--draft", "shadow:4")
     refused.refusal(1, "shadow", "5 GiB of VRAM")
     assert offspec(*asked, "--draft", "shadow:4", "--draft", "none").code == 0
-
-
-@pytest.mark.slow
-def test_the_command_that_makes_the_shadow_is_told(offspec: Offspec, large: Path) -> None:
-    asked = ("plan", large, "--gpu", "rtx4090", "--vram", "10GiB", "--ram", "64GiB", "-c", "2048", "-qv")
-    fastest = json.loads(offspec(*asked, "--json").out)["drafts"]
-    best = max((draft for draft in fastest if "greedy" in draft), key=lambda draft: draft["greedy"]["tokens_per_s"])
-    kind, _, bits = best["draft"].partition(":")
-    assert kind == "shadow"
-    assert f"offspec quantize {large} --shadow {bits}" in offspec(*asked).out
 
 
 @pytest.mark.slow
@@ -446,25 +374,14 @@ def test_a_plan_for_several_texts(offspec: Offspec, large: Path) -> None:
     assert offspec(*asked, "--texts", "0").code == 2
 
 
-def test_texts_that_do_not_fit_have_a_dash(offspec: Offspec, large: Path) -> None:
-    asked = ("plan", large, "--draft", "none", "--device", "cpu", "--context", 8192, "--ram", "5GiB", "-qv")
-    asked += ("--kv-cache", "16")
-    told = json.loads(offspec(*asked, "--json").out)["texts"]
-    assert "why_not" not in told[0]
-    assert "KV entries" in told[-1]["why_not"]
-    row = next(line for line in offspec(*asked).out.splitlines() if line.startswith("tokens/s together"))
-    assert row.split()[-1] == "-"
-
-
-def test_refusals(offspec: Offspec, large: Path) -> None:
+def test_refusals(offspec: Offspec, large: Path, tmp_path: Path) -> None:
     offspec("plan", large, "--draft", "none", "--device", "cpu", "--ram", "1GiB", "-q").refusal(1, "1 GiB", "--ram")
     offspec("plan", large, "--gpu", "rtx9999", "-q").refusal(2, "rtx9999", "rtx4090")
     offspec("plan", large, "--ram", "plenty").refusal(2, "--ram", "plenty", "20GiB")
     offspec("plan", large, "--gpu", "rtx4090", "--device", "cpu", "-q").refusal(2, "--gpu rtx4090", "--device cpu")
     offspec("plan", large, "--disk", "0", "-q").refusal(2, "--disk 0", "7GB")
     offspec("plan", large, "--draft", "lookup", "--exit-layer", "2", "-q").refusal(2, "--exit-layer", "--draft self:N")
-    (large / "config.json").unlink()
-    offspec("plan", large, "-q").refusal(1, large / "config.json")
+    offspec("plan", tmp_path, "-q").refusal(1, tmp_path, "config.json")
 
 
 def test_formats_of_the_kv_cache(offspec: Offspec, large: Path) -> None:
@@ -479,14 +396,3 @@ def test_formats_of_the_kv_cache(offspec: Offspec, large: Path) -> None:
     shown = offspec(*asked, "--context", 8192, "--kv-cache", "4").out
     assert re.search(r"^4 \(planned\) +4 bit ", shown, re.MULTILINE)
     assert "the text is that of plain decoding with" in shown
-
-
-@pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp32", marks=pytest.mark.nightly)])
-def test_unpacked_kv_entries_have_their_dtypes_name(dtype: str, offspec: Offspec, large: Path) -> None:
-    asked = ("plan", large, "--draft", "none", "--gpu", "rtx4090", "--vram", "12GiB", "--dtype", dtype, "-qv")
-    told = json.loads(offspec(*asked, "-c", 8192, "--json").out)["kv_caches"]
-    assert [found["stored_as"] for found in told] == [dtype, "8 bit", "4 bit"]
-    assert told[0]["token_bytes"] == {"fp32": 262_144, "bf16": 131_072}[dtype]
-    shown = offspec(*asked, "-c", 8192, "--kv-cache", "16").out
-    assert re.search(rf"^16 \(planned\) +{dtype} ", shown, re.MULTILINE)
-    assert "16 bit" not in shown

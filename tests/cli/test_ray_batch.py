@@ -50,7 +50,6 @@ def records(file: Path) -> list[dict[str, Any]]:
     [
         ({"CPU": 8.0, "memory": 9e9}, "auto", [Share(8)]),
         ({"CPU": 8.0, "GPU": 1.0, "memory": 9e9}, "auto", [Share(8, 1)]),
-        ({"CPU": 8.0, "GPU": 1.0, "memory": 9e9}, "cpu", [Share(8)]),
         ({"CPU": 7.0, "GPU": 2.0, "memory": 9e9}, "cuda", [Share(3, 1, 4_500_000_000)] * 2),
         ({"CPU": 1.0, "memory": 9e9}, "cuda", [Share(1)]),  # the engine itself says that there is no GPU
         ({"memory": 9e9}, "auto", []),
@@ -67,7 +66,7 @@ def test_what_cannot_be_meant(run_args: Sequence[object], source: Path, offspec:
     offspec(*many, "--device", "cuda:1").refusal(2, "cuda:1", "--device cuda")
 
 
-@pytest.mark.parametrize("address", ["ray://127.0.0.1:10001", "nonsense", "127.0.0.1", ":6379"])
+@pytest.mark.parametrize("address", ["ray://127.0.0.1:10001", "127.0.0.1"])
 def test_an_address_of_another_kind(address: str, run_args: Sequence[object], source: Path, offspec: Offspec) -> None:
     pytest.importorskip("ray")
     offspec(*run_args, "--prompt-file", source, "--ray", address).refusal(2, address, "--ray", "HOST:PORT")
@@ -124,17 +123,6 @@ def cluster(home: Path) -> Iterator[Nodes]:
             for _ in range(2):
                 found.add()
             yield found
-
-
-@pytest.mark.nightly
-def test_no_node_has_the_model(cluster: Nodes, source: Path, tmp_path: Path) -> None:
-    args = ("run", "./no-such-model", *CPU, "--prompt-file", source, "--ray", cluster.address)
-    result = finish(start(*args, "--output", tmp_path / "answers.jsonl"))
-    *told, last = result.err.splitlines()
-    assert (result.code, result.out, (tmp_path / "answers.jsonl").read_text()) == (1, "", "")
-    assert [tells(line, "node", "cannot run", "./no-such-model") for line in told] == [True, True]
-    assert last.startswith("Error: ")
-    assert tells(last, "Ray", "./no-such-model", "40 prompts")
 
 
 @pytest.mark.nightly

@@ -18,7 +18,6 @@ from offspec.checkpoints.opening import Note
 from offspec.cli.flag_declarations import REPLACED
 from offspec.cli.main import COMMANDS, LazyGroup, cli
 from offspec.cli.run import describe
-from offspec.cli.terminal import draft_off
 from offspec.loading import LoadedTarget
 from offspec.planning import plan
 from offspec.running.batch import Batch
@@ -209,18 +208,6 @@ def _last(stats: Stats) -> Step:
     return Step([1], "a", stats, "length")
 
 
-def test_why_a_draft_is_off_reads_as_a_sum() -> None:
-    stats = Stats(num_tokens=12, num_passes=10, num_drafted_tokens=4, draft_off_since=3)
-    stats.draft_round_s, stats.plain_pass_s = 1.2, 1.5
-    assert draft_off(stats) == (
-        "off since pass 3 of 10, but for trials, as it costs more than it brings: a pass without it takes 1500.0 ms, "
-        "each round of drafting 1200.0 ms more, which 0.80 further tokens would pay for; 2 of 4 drafted tokens were "
-        "accepted; --budget 16 forces it"
-    )
-    stats.draft_round_s, stats.num_drafted_tokens = None, 0
-    assert draft_off(stats).endswith("brings: a pass without it takes 1500.0 ms; --budget 16 forces it")
-
-
 def test_a_draft_that_is_switched_off_is_told(
     run_args: Sequence[object], offspec: Offspec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -328,7 +315,6 @@ EVERYDAY = ("--draft ", "--vram ", "--context ", "--budget ", "--temperature, ",
 RESEARCH = ("--stopping ", "--accept ", "--tau ")
 SELDOM = ("--dtype ", "--deterministic ", "--threads ", "--min-p ", "--learn ", "--learn-file ", "--lookup-files ")
 MOST_FLAGS = 49  # of `run`: a page of them
-HEADINGS = ["Options:", "Model:", "Draft:", "Memory:", "Sampling:", "Output:"]
 
 
 def flags_of(shown: str) -> dict[str, list[str]]:
@@ -340,17 +326,6 @@ def flags_of(shown: str) -> dict[str, list[str]]:
         elif line.startswith("  -"):
             found.setdefault(heading, []).append(line.split()[0])
     return found
-
-
-@pytest.mark.parametrize("command", ["run", "serve"])
-def test_help_comes_by_groups(command: str, offspec: Offspec) -> None:
-    shown, everything = flags_of(offspec(command, "--help").out), flags_of(offspec(command, "--help-all").out)
-    assert list(shown) == list(everything) == HEADINGS
-    assert "--draft" in shown["Draft:"]
-    assert shown["Memory:"] == ["--vram", "--ram", "-c,"]
-    for heading, flags in shown.items():  # what is left out leaves the others in their order
-        assert [flag for flag in everything[heading] if flag in flags] == flags
-    assert sum(map(len, shown.values())) < 36
 
 
 def test_the_rest_is_left_out_until_all_is_asked_for(offspec: Offspec) -> None:
