@@ -200,14 +200,6 @@ def with_draft(args: Sequence[object], draft: object) -> list[object]:
     return [*args[:place], draft, *args[place + 1 :]]
 
 
-@pytest.fixture
-def long_prompt(tmp_path: Path) -> Path:
-    """A file with far more tokens than the pair's context."""
-    file = tmp_path / "long.txt"
-    file.write_text("x" * 500)
-    return file
-
-
 @pytest.fixture(scope="module")
 def shelf(tmp_path_factory: pytest.TempPathFactory) -> Shelf:
     """The models of the sandbox, which stand for those that the pages name."""

@@ -16,23 +16,8 @@ from .conftest import Offspec
 Breaker = Callable[[Path, Pair], tuple[Path, Sequence[str]]]
 
 
-def no_such_folder(folder: Path, pair: Pair) -> tuple[Path, Sequence[str]]:
-    return folder, ("folder",)
-
-
 def a_file(folder: Path, pair: Pair) -> tuple[Path, Sequence[str]]:
     return pair.target / "model.safetensors", ("the folder",)
-
-
-def empty_folder(folder: Path, pair: Pair) -> tuple[Path, Sequence[str]]:
-    folder.mkdir()
-    return folder, ("empty folder", "config.json", "*.safetensors")
-
-
-def no_config(folder: Path, pair: Pair) -> tuple[Path, Sequence[str]]:
-    variant(pair.target, folder)
-    (folder / "config.json").unlink()
-    return folder, ("config.json",)
 
 
 def no_tokenizer(folder: Path, pair: Pair) -> tuple[Path, Sequence[str]]:
@@ -45,26 +30,6 @@ def truncated_weights(folder: Path, pair: Pair) -> tuple[Path, Sequence[str]]:
     weights = variant(pair.target, folder) / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
     return folder, ("truncated", "download")
-
-
-def lying_header(folder: Path, pair: Pair) -> tuple[Path, Sequence[str]]:
-    weights = variant(pair.target, folder) / "model.safetensors"
-    weights.write_bytes(weights.read_bytes().replace(b'"shape":[320,32]', b'"shape":[320,64]'))
-    return folder, ("[320, 64]", "bytes")
-
-
-def missing_shard(folder: Path, pair: Pair) -> tuple[Path, Sequence[str]]:
-    variant(pair.target, folder)
-    (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
-    weight_map = {"model.norm.weight": "model-00001-of-00002.safetensors", "x": "model-00002-of-00002.safetensors"}
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    return folder, ("model-00002-of-00002.safetensors", "missing")
-
-
-def only_pickles(folder: Path, pair: Pair) -> tuple[Path, Sequence[str]]:
-    variant(pair.target, folder)
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    return folder, ("pickled", "save_pretrained")
 
 
 def unsupported_architecture(folder: Path, pair: Pair) -> tuple[Path, Sequence[str]]:
@@ -83,15 +48,9 @@ def not_a_number(folder: Path, pair: Pair) -> tuple[Path, Sequence[str]]:
 
 
 BREAKERS: list[Breaker] = [
-    no_such_folder,
     a_file,
-    empty_folder,
-    no_config,
     no_tokenizer,
     truncated_weights,
-    lying_header,
-    missing_shard,
-    only_pickles,
     unsupported_architecture,
     other_shape,
     not_a_number,

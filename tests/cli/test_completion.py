@@ -12,9 +12,7 @@ from .conftest import Offspec
     [
         ("plan ./nf", ["dir,./nf"]),
         ("plan buil", ["dir,buil", "plain,builtin"]),
-        ("serve builtin --draft ./nf", ["dir,./nf"]),
         ("run x --draft lo", ["dir,lo", "plain,lookup"]),
-        ("bench x --tre", ["plain,--tree"]),
         ("bench x --tree op", ["plain,opt-tree"]),
         ("run x --help", ["plain,--help", "plain,--help-all"]),
     ],

@@ -32,7 +32,6 @@ def files(tmp_path: Path) -> Path:
     ("flags", "pattern"),
     [
         (("--json-schema", "schema.json"), r'\["(red|green)"\]'),
-        (("--json-schema", json.dumps(SCHEMA)), r'\["(red|green)"\]'),
         (("--grammar", "answer.gbnf"), "yes|no"),
         (("--regex", "[a-c]{4}"), "[a-c]{4}"),
         (("--json-schema", "object", "-n", "40"), r"\{.*\}"),
@@ -59,7 +58,6 @@ def test_a_cut_answer_is_told_although_the_limit_was_given(run_args: Sequence[ob
     [
         (("--regex", "a", "--json-schema", "object"), ["--regex", "--json-schema"]),
         (("--json-schema", "missing.json"), ["missing.json"]),
-        (("--grammar", "missing.gbnf"), ["missing.gbnf"]),
         (("--regex", "a("), ["regex"]),
         (("--regex", "a", "--ignore-eos"), ["ignore_eos"]),
         (("--json-schema", '{"uniqueItems": true, "type": "array"}'), ["uniqueItems"]),

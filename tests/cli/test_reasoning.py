@@ -83,9 +83,7 @@ def answer_of(models: Pair, folder: Path, template: str, **fields: Any) -> Answe
         (SWITCHED, {}, "<think>\na\n</think>\n\nb", "a", "b"),
         (SWITCHED, {"chat_template_kwargs": {"enable_thinking": False}}, "a </think> b", None, "a </think> b"),
         (OPENED, {}, "a\n</think>\n\nb", "a", "b"),
-        (OPENED, {}, "a", "a", ""),
         (OPENED, {"response_format": {"type": "json_object"}}, "a</think>{}", "a", "{}"),
-        (SWITCHED, {"response_format": {"type": "json_object"}}, "{}", None, "{}"),
         (TEMPLATE, {}, "<think>\na\n</think>\n\nb", None, "<think>\na\n</think>\n\nb"),
     ],
 )

@@ -26,7 +26,7 @@ from offspec.cli.server.connections import Bodies, protocol
 from offspec.cli.server.privacy import public_name, without_paths
 from offspec.cli.server.reply_tokens import ReplyTokens
 from offspec.cli.server.routes import StoppableServer, is_loopback
-from offspec.cli.server.service import ServerRequest, Service
+from offspec.cli.server.service import Service
 from offspec.errors import MemoryLimitError, NumericalError
 from offspec.running.batch import Batch, Ticket
 from offspec.session import Turn, turns_of
@@ -34,8 +34,8 @@ from offspec.text.tokenizer import Tokenizer
 
 from ..pair import CONTEXT, Pair, variant
 from ..refusals import check_message, tells
-from .conftest import Offspec, finish, start
-from .server.serving import LONG_S, USER, Client, Reply, gauge, port_of, served, until
+from .conftest import Offspec
+from .server.serving import LONG_S, USER, Client, Reply, gauge, served, until
 
 
 def test_text_is_what_the_engine_says(client: Client, engine: Engine) -> None:
@@ -57,7 +57,6 @@ def test_what_neither_request_nor_flag_gives_is_as_the_model_recommends(
     monkeypatch.setattr(engine.loaded, "recommended_sampling", recommended)
     asked = {"prompt": "def area(", "seed": 3, "ignore_eos": True}
     expected = {
-        (): replace(recommended, max_new_tokens=16),
         ("top_k",): SamplingParams(16, temperature=0.9, repetition_penalty=1.3),
         ("temperature",): SamplingParams(16),
     }
@@ -72,14 +71,6 @@ def test_what_neither_request_nor_flag_gives_is_as_the_model_recommends(
         assert texts == [engine.complete("def area(", replace(each, seed=3, ignore_eos=True)) for each in wanted]
         shown = described["sampling"]
         assert (shown.pop("max_tokens"), shown) == (16, {name: getattr(params, name) for name in RECOMMENDED})
-
-
-def test_penalties_and_biases_are_those_of_the_engine(client: Client, engine: Engine) -> None:
-    asked = {"frequency_penalty": 1.5, "presence_penalty": 0.5, "logit_bias": {"17": 20, "30": -100}}
-    reply = client.ask("POST", "/v1/completions", {"prompt": "def area(", "max_tokens": 12, **asked})
-    wanted = SamplingParams(12, frequency_penalty=1.5, presence_penalty=0.5, logit_bias=((17, 20.0), (30, -100.0)))
-    assert reply.body["choices"][0]["text"] == engine.complete("def area(", wanted)
-    assert reply.body["choices"][0]["text"] != engine.complete("def area(", SamplingParams(12))
 
 
 def test_best_of_keeps_the_likeliest(client: Client) -> None:
@@ -127,19 +118,6 @@ def test_a_conversation_scores_only_what_is_new(client: Client) -> None:
     assert held - 2 <= after["prompt_tokens_details"]["cached_tokens"] <= held
 
 
-def test_a_reply_does_not_change_the_tokens_of_another_conversation(client: Client, engine: Engine) -> None:
-    """Neither of another client with the same reply, nor of one that has other messages before."""
-    again = {"role": "user", "content": "and then"}
-    asked = {"max_tokens": 24, "temperature": 2.0, "ignore_eos": True}
-    for seed in range(3):
-        first = {"role": "user", "content": f"tell me {seed}"}
-        for fields, before in (({"user": "B"}, first), ({"user": "A"}, {**first, "content": f"tell us {seed}"})):
-            reply = client.chat(first, **asked, seed=seed, user="A").body["choices"][0]["message"]
-            there = client.chat(before, reply, again, **fields).body
-            alone = engine.tokenizer.encode_chat([before, reply, again])
-            assert there["usage"]["prompt_tokens"] == len(alone)
-
-
 def test_a_conversation_keeps_the_tokens_of_its_replies() -> None:
     kept, asked, reply = ReplyTokens(most=2), [USER], {"role": "assistant", "content": "yes"}
     kept.add("A", asked, "yes", [7])
@@ -149,15 +127,6 @@ def test_a_conversation_keeps_the_tokens_of_its_replies() -> None:
     assert kept.of("A", [USER, reply, USER, reply, USER]) == [[7], [8]]
     kept.add("A", asked, "no", [9])
     assert kept.of("A", [USER, reply, USER]) == [[]]
-
-
-def test_requests_wait_for_one_another(client: Client) -> None:
-    fields = {"messages": [USER], "max_tokens": 16, "seed": 5, "temperature": 1.0}
-    alone = client.ask("POST", "/v1/chat/completions", fields).body["choices"]
-    connections = [client.open("POST", "/v1/chat/completions", fields) for _ in range(4)]
-    for connection in connections:
-        with closing(connection):
-            assert json.loads(connection.getresponse().read())["choices"] == alone
 
 
 def test_a_client_that_leaves_ends_its_request(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,34 +156,6 @@ def test_the_draft_learns_between_requests(pair: Pair) -> None:
         before = client.chat(USER, max_tokens=16, ignore_eos=True).body["choices"]
         assert client.chat(USER, max_tokens=16, ignore_eos=True).body["choices"] == before
         assert engine.aligner.num_steps > 0
-
-
-def test_a_client_that_leaves_while_it_waits_costs_nothing(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    began, may_go_on, has_left, begin, cancel = Event(), Event(), Event(), Service._begin, Service.cancel
-    asked: list[Any] = []
-
-    def cancelled(self: Service, work: ServerRequest) -> None:
-        cancel(self, work)
-        has_left.set()
-
-    def held(self: Service, ticket: Ticket) -> None:
-        asked.append(ticket.checked.prompt)
-        began.set()
-        assert may_go_on.wait(LONG_S)
-        begin(self, ticket)
-
-    monkeypatch.setattr(Service, "_begin", held)
-    monkeypatch.setattr(Service, "cancel", cancelled)
-    with served(engine, parallel=1) as (client, _):
-        body = {"prompt": [70, 71], "max_tokens": 2}
-        with closing(client.open("POST", "/v1/completions", body)) as first:
-            assert began.wait(LONG_S)
-            client.open("POST", "/v1/completions", {**body, "prompt": [80, 81]}).close()
-            assert has_left.wait(LONG_S)
-            may_go_on.set()
-            assert first.getresponse().status == 200
-        assert client.ask("POST", "/v1/completions", {**body, "prompt": [90, 91]}).status == 200
-    assert asked == [[70, 71], [90, 91]]
 
 
 def test_an_engine_that_lost_its_target_gives_up(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,17 +190,14 @@ def test_a_server_whose_passes_ended_does_not_let_requests_wait(
     ("path", "body", "words"),
     [
         ("chat/completions", {"messages": [USER], "best_of": 2}, ("best_of", "text completions")),
-        ("completions", {"prompt": "hi", "n": 3, "best_of": 2}, ("best_of", "n")),
         ("completions", {"prompt": "hi", "best_of": 2, "stream": True}, ("best_of", "stream")),
         ("chat/completions", {"messages": [USER], "n": 17}, ("n", 16, 17)),
         ("chat/completions", "{", ("JSON",)),
-        ("completions", {"prompt": ""}, ("prompt", "empty")),
         ("completions", {"prompt": [10**6]}, (10**6, "vocabulary")),
         ("completions", {"prompt": "x" * 500}, ("context", CONTEXT)),
         ("completions", {"prompt": "x", "logit_bias": {str(10**6): 1}}, ("logit_bias", 10**6, "vocabulary")),
         ("completions", "[" + "1," * 3_000_000 + "1]", ("JSON", 2_000_000)),
         ("completions", {"prompt": "x", "stop": ["a"] * 65}, ("stop", 64)),
-        ("completions", {"prompt": "x", "stop": "a" * 2000}, ("stop", 1024)),
     ],
 )
 def test_a_bad_request_is_told_why(client: Client, path: str, body: Any, words: tuple[object, ...]) -> None:
@@ -293,7 +231,6 @@ def test_no_answer_names_folders_of_this_machine(client: Client, engine: Engine)
     ("message", "told"),
     [
         ("cannot read /home/me/model-1/a.json: gone", "cannot read a.json: gone"),
-        ("(/srv/a-b/c/tokenizer.json): x", "(tokenizer.json): x"),
         ("[Errno 2] gone: '/my models/a b/c d.bin'", "[Errno 2] gone: 'c d.bin'"),
         ("/srv/my models (old)/one/a.json and /srv/my models (old)/one: x", "a.json and one: x"),
         ("see https://huggingface.co/org/name, and/or this", "see https://huggingface.co/org/name, and/or this"),
@@ -301,14 +238,6 @@ def test_no_answer_names_folders_of_this_machine(client: Client, engine: Engine)
 )
 def test_paths_lose_their_folders(message: str, told: str) -> None:
     assert without_paths(message, [Path("/srv/my models (old)/one")]) == told
-
-
-def test_folders_with_spaces_are_not_named_either(pair: Pair, tmp_path: Path) -> None:
-    folder = variant(pair.target, tmp_path / "my models, (old) a: b")
-    with closing(Engine.load(str(folder), draft="none", device="cpu")) as engine, served(engine) as (client, _):
-        message = client.chat({"role": "user", "content": "a \ud800"}).body["error"]["message"]
-    assert "tokenizer.json" in message
-    assert not [word for word in ("my models", "(old)", str(tmp_path)) if word in message]
 
 
 def test_of_an_error_of_others_a_client_learns_the_kind_alone(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -379,10 +308,8 @@ def test_requests_that_do_not_come_are_not_waited_for(engine: Engine) -> None:
             ("Content-Length",),
         ),
         (b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nxyz\r\n", ("chunk",)),
-        (b"GET /health HTTP/1.1\r\n\r\n", ("Host",)),
-        (b"\x16\x03\x01 nonsense\r\n\r\n", ("request",)),
     ],
-    ids=["two lengths", "chunk", "host", "nonsense"],
+    ids=["two lengths", "chunk"],
 )
 def test_what_is_no_valid_http_is_refused_in_json(client: Client, sent: bytes, words: Sequence[str]) -> None:
     with socket.create_connection(("127.0.0.1", client.port)) as sock:
@@ -422,11 +349,8 @@ def test_one_client_leaves_memory_for_the_bodies_of_others() -> None:
     assert [bodies.take("b", 3), bodies.take("b", 2)] == [0, 1]
 
 
-@pytest.mark.parametrize("limit", ["MOST_BODIES_BYTES", "MOST_CLIENT_BYTES"])
-def test_bodies_that_do_not_come_take_bounded_memory(
-    limit: str, engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(f"offspec.cli.server.routes.{limit}", 1000)
+def test_bodies_that_do_not_come_take_bounded_memory(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("offspec.cli.server.routes.MOST_CLIENT_BYTES", 1000)
     with served(engine) as (client, _), socket.create_connection(("127.0.0.1", client.port)) as stalled:
         head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 900\r\n\r\n"
         stalled.sendall(head + b" " * 800)
@@ -438,8 +362,7 @@ def test_bodies_that_do_not_come_take_bounded_memory(
         assert client.ask("POST", "/v1/completions", {"prompt": "hi" + " " * 300, "max_tokens": 1}).status in (200, 400)
 
 
-@pytest.mark.parametrize("kind", ["chat/completions", "completions"])
-def test_of_a_prompt_far_too_long_little_is_encoded(client: Client, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_a_prompt_far_too_long_little_is_encoded(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     seen, encode = list[int](), Tokenizer._encode
 
     def counted(self: Tokenizer, text: str) -> Any:
@@ -448,7 +371,7 @@ def test_of_a_prompt_far_too_long_little_is_encoded(client: Client, kind: str, m
 
     monkeypatch.setattr(Tokenizer, "_encode", counted)
     long = "def " * 100_000
-    reply = client.ask("POST", f"/v1/{kind}", {"prompt": long, "messages": [{**USER, "content": long}]})
+    reply = client.chat({**USER, "content": long})
     assert (reply.status, reply.body["error"]["code"]) == (400, "context_length_exceeded")
     assert 0 < sum(seen) < 10_000
 
@@ -514,11 +437,6 @@ def test_an_alias_names_the_model(engine: Engine) -> None:
             assert client.ask("GET", f"/v1/models/{name}").status == status
 
 
-@pytest.mark.parametrize("alias", ["", " ", "a\nb"])
-def test_an_alias_that_nobody_could_read_is_refused(offspec: Offspec, alias: str) -> None:
-    offspec("serve", "no-such-folder", "--port", 0, "--alias", alias).refusal(2, "--alias")
-
-
 def test_an_error_while_running_is_told_and_the_next_request_is_served(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -544,11 +462,8 @@ def test_a_key_is_asked_for(engine: Engine) -> None:
         assert client.ask("GET", "/v1/models", Authorization="Bearer wrong").status == 401
         for borne, status in (
             ("Bearer secret", 200),
-            ("bearer secret", 200),
             ("BEARER   secret  ", 200),
             ("secret", 401),
-            ("Basic secret", 401),
-            ("Bearer", 401),
         ):
             assert client.ask("GET", "/v1/models", Authorization=borne).status == status, borne
         assert client.ask("GET", "/health").status == 200
@@ -559,11 +474,9 @@ def test_web_pages_are_not_answered(engine: Engine) -> None:
         for headers, status in (
             ({}, 200),
             ({"Host": "localhost:8080"}, 200),
-            ({"Host": "host.docker.internal"}, 403),
             ({"Host": "[::1]:8080"}, 200),
             ({"Origin": "http://localhost:3000"}, 200),
             ({"Host": "evil.example"}, 403),
-            ({"Host": "["}, 403),
             ({"Origin": "https://evil.example"}, 403),
             ({"Origin": "null"}, 403),
         ):
@@ -584,11 +497,6 @@ def test_pages_of_named_origins_are_answered(engine: Engine) -> None:
                 assert (response.status, response.getheader("access-control-allow-origin")) == (status, allowed)
 
 
-@pytest.mark.parametrize("origin", ["*", "chat.example", "https://chat.example/path"])
-def test_origins_that_cannot_be_meant_are_refused(offspec: Offspec, origin: str) -> None:
-    offspec("serve", "--cors", origin).refusal(2, "--cors", "--api-key" if origin == "*" else origin)
-
-
 def test_web_pages_are_answered_by_no_server_without_a_key(engine: Engine) -> None:
     foreign, body = {"Origin": "http://evil.example", "Content-Type": "text/plain"}, {"prompt": "hi", "max_tokens": 2}
     with served(engine) as (client, _):
@@ -600,21 +508,6 @@ def test_web_pages_are_answered_by_no_server_without_a_key(engine: Engine) -> No
     with served(engine, api_key="secret") as (client, _):
         assert client.ask("POST", "/v1/completions", body, **foreign).status == 401
         assert client.ask("POST", "/v1/completions", body, Authorization="Bearer secret", **foreign).status == 200
-
-
-@pytest.mark.parametrize(
-    ("host", "is_private"),
-    [
-        ("127.0.0.1", True),
-        ("::1", True),
-        ("127.0.0.2", True),
-        ("0.0.0.0", False),
-        ("a.b", False),
-        ("a.internal", False),
-    ],
-)
-def test_what_only_this_machine_can_mean(host: str, is_private: bool) -> None:
-    assert is_loopback(host) == is_private
 
 
 def test_turns_are_found_in_messages() -> None:
@@ -631,21 +524,6 @@ def test_turns_are_found_in_messages() -> None:
 @pytest.fixture
 def serving(pair: Pair) -> Sequence[object]:
     return ("serve", pair.target, "--draft", pair.draft, "--device", "cpu", "--port", 0)
-
-
-@pytest.mark.nightly  # by default with answers under way, in test_service.py
-@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGINT for one process")
-@pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 0), ("SIGHUP", 0)])
-def test_the_program_serves_until_it_is_stopped(serving: Sequence[object], name: str, code: int) -> None:
-    number = signal.Signals[name]
-    process = start(*serving)
-    assert Client(port_of(process)).chat(USER).status == 200
-    process.send_signal(number)
-    result = finish(process)
-    begun, line = result.err.rstrip().split("\n") if number == signal.SIGINT else result.err.split("\n")[:-1]
-    assert result.code == code
-    assert tells(begun, "chat 1", "begins", "prompt")
-    assert tells(line, "chat 1", "length", "8 tokens", "tokens/s", "cached")
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGHUP")
@@ -738,9 +616,23 @@ def test_a_server_of_a_model_that_cannot_chat_says_so(
     assert tells(note, folder, "chat template", "completions")
 
 
-@pytest.mark.parametrize("key", ["", "  ", "schlüssel", "a\nb"])
-def test_a_key_that_nobody_could_bear_is_refused(offspec: Offspec, key: str) -> None:
-    offspec("serve", "no-such-folder", "--port", 0, "--api-key", key).refusal(2, "--api-key")
+@pytest.mark.parametrize(
+    ("flag", "value", "word"),
+    [
+        ("--cors", "*", "--api-key"),
+        ("--cors", "https://chat.example/path", "https://chat.example/path"),
+        ("--alias", "a\nb", "--alias"),
+        ("--api-key", "  ", "--api-key"),
+        ("--api-key", "schlüssel", "--api-key"),
+    ],
+)
+def test_a_flag_that_cannot_be_meant_is_refused(offspec: Offspec, flag: str, value: str, word: str) -> None:
+    offspec("serve", "no-such-folder", "--port", 0, flag, value).refusal(2, flag, word)
+
+
+def test_what_only_this_machine_can_mean() -> None:
+    named = ("127.0.0.1", "::1", "127.0.0.2", "0.0.0.0", "a.b", "a.internal")
+    assert [is_loopback(host) for host in named] == [True, True, True, False, False, False]
 
 
 @pytest.mark.parametrize("variable", ["OFFSPEC_API_KEY", "OFFSPEC_SERVE_API_KEY"])
