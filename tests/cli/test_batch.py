@@ -292,6 +292,15 @@ def test_what_cannot_be_meant(batch: Run, run_args: Sequence[object], offspec: O
     batch("--color-accepted").refusal(2, "--color-accepted", ".jsonl")
 
 
+def test_a_file_without_a_prompt_is_refused_and_a_byte_order_mark_is_no_part_of_the_first_line(
+    batch: Run, source: Path
+) -> None:
+    source.write_text("\n")
+    batch().refusal(2, source, "no prompt")
+    source.write_text(GOOD[0], encoding="utf-8-sig")
+    assert [answer["line"] for answer in records(batch().out)] == [1]
+
+
 def test_a_system_message_comes_before_messages_that_have_none(batch: Run, pair: Pair, source: Path) -> None:
     source.write_text(
         '{"prompt": "hi"}\n{"messages": [{"role": "user", "content": "hi"}]}\n'

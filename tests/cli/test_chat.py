@@ -199,6 +199,12 @@ def test_stats_fit_a_narrow_terminal(pair: Pair) -> None:
     assert wide[1].split()[3] == "8"
 
 
+def test_edit_without_a_text_takes_the_next_line(talk: Talk, tmp_path: Path) -> None:
+    file = tmp_path / "talk.json"
+    assert talk("hi", "/edit", "ho", f"/save {file}", "/edit", "/stats", "last", f"/save {file}").code == 0
+    assert [turn["message"] for turn in saved(file)["turns"]] == ["ho", "last"]
+
+
 def test_settings_are_those_of_the_flags(talk: Talk, tmp_path: Path) -> None:
     file = tmp_path / "talk.json"
     lines = [
@@ -338,6 +344,11 @@ def test_a_full_context_is_told_beforehand(talk: Talk) -> None:
     warning, *notes = [line for line in result.err.splitlines() if tells(line, "context", CONTEXT)]
     assert tells(warning, "oldest turns", "in use")
     assert any(tells(note, "oldest") for note in notes)
+
+
+def test_a_reply_that_is_cut_says_so(talk: Talk) -> None:
+    result = talk("hi")
+    assert tells(result.err, "cut", 8, "/set max-new-tokens")
 
 
 def test_lines_that_are_no_text(pair: Pair, offspec: Offspec) -> None:
@@ -510,6 +521,14 @@ def test_a_conversation_on_a_terminal_is_kept_and_resumed(
     assert ">>> hi" not in again.out
     assert "\nBe brief.\n" in again.out
     assert kept(tmp_path) == {file: ["hi", "more", "last"]}
+
+
+def test_another_conversation_has_another_file(
+    chat_args: Sequence[object], offspec_at_terminal: Offspec, tmp_path: Path
+) -> None:
+    file = tmp_path / "talk.json"
+    offspec_at_terminal(*chat_args, typed=["one", f"/save {file}", "/clear", "two", f"/load {file}", "three"])
+    assert list(kept(tmp_path).values()) == [["one"], ["two"], ["one", "three"]]
 
 
 def test_only_the_newest_conversations_stay(

@@ -277,6 +277,14 @@ def test_joint_acceptance_is_marked_lossy(run_args: Sequence[object], offspec: O
     assert "\nlossy " in shown[1].err
 
 
+@pytest.mark.parametrize("accept", ["cascade", "contrastive", "mix", "bild", "relaxed"])
+def test_other_lossy_ways_are_marked(accept: str, run_args: Sequence[object], offspec: Offspec) -> None:
+    """Whether the text differs depends on the way and the models; that it may is said."""
+    told = run_json(offspec, *run_args, "hi", "--accept", accept)
+    assert told["stats"]["is_lossy"]
+    assert len(told["token_ids"]) == 6
+
+
 def test_notes_are_advice_unless_quiet_or_verbose(pair: Pair, offspec: Offspec) -> None:
     args = ("run", pair.target, "hi", "--max-new-tokens", 2, "--device", "cpu")
     advised = (*args, "--vram", "1GiB")
