@@ -47,6 +47,7 @@ has no index and cannot be loaded.
 \b
 Examples:
   offspec quantize ./Llama-3.1-70B-Instruct ./Llama-3.1-70B-nf4
+  offspec quantize ./Qwen3-32B ./Qwen3-32B-q4_k_m --format q4_k_m
   offspec quantize meta-llama/Llama-3.1-8B ./Llama-3.1-8B-packed --format keep
   offspec quantize ./Qwen2.5-32B-Instruct ./Qwen2.5-32B-packed --format bf16-packed
   offspec quantize ./SmolLM2-135M-Instruct.Q4_1.gguf ./SmolLM2-135M --format bf16
@@ -61,13 +62,16 @@ Examples:
     type=click.Choice(CONVERT_FORMATS),
     default=ConvertParams.format,
     show_default=True,
-    help="4-bit NormalFloat, 4-bit float, bf16 in 12 bits without loss, plain floats, or unchanged tensors.",
+    help="4-bit floats, llama.cpp's mixtures, bf16 in 12 bits without loss, plain floats, or unchanged tensors.",
 )
 @option(
     "--double-quant/--no-double-quant",
     default=ConvertParams.double_quant,
     show_default=True,
     help="Also quantise the scales: 4.13 bits per weight instead of 4.5.",
+)
+@option(
+    "--imatrix", type=click.Path(path_type=Path), metavar="FILE", help="llama.cpp's importance matrix, for a mixture."
 )
 @option(
     "--shadow",
@@ -83,19 +87,21 @@ def command(
     dst: Path | None,
     form: str,
     double_quant: bool,
+    imatrix: Path | None,
     shadow: str | None,
     as_json: bool,
     quiet: bool,
     verbose: bool,
 ) -> None:
-    if shadow is not None and (form != ConvertParams.format or not double_quant):
-        raise click.UsageError("--shadow has a format of its own; leave out --format and --no-double-quant.")
+    if shadow is not None and (form != ConvertParams.format or not double_quant or imatrix is not None):
+        raise click.UsageError("--shadow has a format of its own; leave out --format, --no-double-quant and --imatrix.")
     start = time.monotonic()
     bar = None if quiet else ConversionLine()
     try:
         target = dst and expand_home(dst)
         if shadow is None:
-            done = _convert(src, target, ConvertParams(form, double_quant), bar)
+            file = None if imatrix is None else str(expand_home(imatrix))
+            done = _convert(src, target, ConvertParams(form, double_quant, file), bar)
         else:
             done = _make_shadow(src, target, int(shadow), bar)
     finally:

@@ -59,10 +59,22 @@ _SAFETENSORS_DTYPES = {torch.uint8: "U8", torch.float32: "F32", torch.float16: "
 _SPARE_BYTES = 2**20  # headers, config.json, tokenizer
 _LAYOUT = 1  # version of the result's layout; a run may not resume a conversion with another layout
 _MOST_TRIES = 100  # to lock a marker that other processes make and remove
-MOST_THREADS = 4  # that pack: more would wait for the disk
+MOST_THREADS = 16  # that pack; beyond a few, only searches for scales gain
 
 Progress = Callable[[int, int], None]
+PackerOf = Callable[[str, tuple[int, ...]], Packer | None]  # a weight's name and shape → its packer; None: not packed
 _Packed = dict[str, Future[list[ShardPiece]]]  # weight's name → its tensors in the result, when they are ready
+
+
+@dataclass(frozen=True)
+class MatrixChoice:
+    """Which matrices of a checkpoint are packed, and how; by its tensors under the names of the result.
+
+    kept: those in layers that are not. packers: in place of the packer for the format, also outside of layers.
+    """
+
+    kept: Callable[[Checkpoint], Collection[str]] = lambda checkpoint: ()
+    packers: Callable[[Checkpoint], PackerOf] | None = None
 
 
 @dataclass(frozen=True)
@@ -130,14 +142,13 @@ def convert(
     layer_prefix: str,
     progress: Progress | None = None,
     understand: Callable[[Checkpoint], Checkpoint] = lambda checkpoint: checkpoint,
-    kept: Callable[[Checkpoint], Collection[str]] = lambda checkpoint: (),
+    matrices: MatrixChoice | None = None,
     is_cache: bool = False,
 ) -> Conversion:
     """Convert the checkpoint `source` into the checkpoint `target`, or resume the conversion.
 
     layer_prefix: prefix of tensor names inside layers, up to the layer's number.
-    understand: maps the source checkpoint to the tensor names of the result. kept: tensors in layers of that checkpoint
-    that are not converted.
+    understand: maps the source checkpoint to the tensor names of the result.
     is_cache: `target` is a place of our own, where anything but an unfinished result of the same job is replaced.
     `progress(bytes_done, bytes_total)` counts bytes of the source; its first call reports the bytes of an earlier run.
     Raises UsageError, CheckpointError (the source), StorageError (the target; repeat the call to resume).
@@ -145,7 +156,7 @@ def convert(
     params = params or ConvertParams()
     _check_folders(source, target)
     checkpoint = understand(open_checkpoint(source))
-    work = _Work(checkpoint, target, params, layer_prefix, kept(checkpoint))
+    work = _Work(checkpoint, target, params, layer_prefix, matrices or MatrixChoice())
     with _claimed(target, _job(checkpoint, params), is_cache=is_cache) as check:
         finished = [shard for shard in work.shards if work.is_finished(shard)]
         rest = [shard for shard in work.shards if shard not in finished]
@@ -332,7 +343,7 @@ class _Work:
         target: Path,
         params: ConvertParams,
         layer_prefix: str,
-        kept: Collection[str],
+        matrices: MatrixChoice,
     ) -> None:
         self._checkpoint, self._target, self._packer = checkpoint, target, packer_for(params)
         companions = checkpoint.companions()  # errors come before hours of work
@@ -346,7 +357,13 @@ class _Work:
                 _refuse_four_bit(checkpoint, weights)
             if self._packer.is_lossless:
                 _refuse_packed(checkpoint, weights)
-            items = _items(checkpoint, weights, self._packer, layer_prefix, kept)
+            if matrices.packers is None:
+                packers = _packers(checkpoint, weights, self._packer, layer_prefix, matrices.kept(checkpoint))
+            else:
+                packer_of = matrices.packers(checkpoint)
+                chosen = {name: packer_of(name, stored.shape) for name, stored in weights.items()}
+                packers = {name: packer for name, packer in chosen.items() if packer is not None}
+            items = _items(weights, packers, self._packer)
             self._packer.prepare()  # reports missing packages before anything is written
         self._quantised = [item for item in items.values() if item.packer is not None]
         layers, shared = split_names(items, layer_prefix)
@@ -469,22 +486,33 @@ def _refuse_packed(checkpoint: Checkpoint, weights: Mapping[str, StoredWeight]) 
         raise CheckpointError(f"{checkpoint.path}: {description}; `format=bf16` rounds to bf16")
 
 
-def _items(
+def _packers(
     checkpoint: Checkpoint,
     weights: Mapping[str, StoredWeight],
     packer: Packer,
     layer_prefix: str,
     kept: Collection[str],
-) -> dict[str, _Item]:
-    """The items: `packer` converts matrices inside layers, except those `kept`; other packed weights are unpacked."""
+) -> dict[str, Packer | None]:
+    """Those of the matrices inside layers, except those `kept`; None for a matrix that stays as it is."""
     layers, _ = split_names(weights, layer_prefix)
-    names = [name for layer in layers for name in layer.values() if name not in kept]
-    matrices = {name for name in names if _is_matrix(weights[name], checkpoint)}
+    inner = {name: weights[name] for layer in layers for name in layer.values() if name not in kept}
+    matrices = {name: stored for name, stored in inner.items() if _is_matrix(stored, checkpoint)}
+    return {
+        name: packer.for_shape(stored.shape)
+        for name, stored in matrices.items()
+        if stored.dtype == "BF16" or not packer.is_lossless
+    }
+
+
+def _items(
+    weights: Mapping[str, StoredWeight], packers: Mapping[str, Packer | None], packer: Packer
+) -> dict[str, _Item]:
+    """The items: matrices with their packers; of the other weights, packed ones are unpacked."""
     items: dict[str, _Item] = {}
     for name, stored in weights.items():
         infos = stored.streamed
-        if name in matrices and (stored.dtype == "BF16" or not packer.is_lossless):
-            items[name] = _Item(name, infos, stored, packer.for_shape(stored.shape))
+        if name in packers:
+            items[name] = _Item(name, infos, stored, packers[name])
         elif stored.is_packed or any(info.change is not None for info in infos):
             items[name] = _Item(name, infos, stored, _beside(stored, packer))
         else:

@@ -22,7 +22,7 @@ from ..kernels.gguf_encodings import block_encoding
 from ..kernels.processor import num_lanes, per_processor
 from ..kernels.row_product import RowProduct
 from ..kernels.unpack import Unpacker
-from ..params import SHADOW_FORMATS, ConvertParams
+from ..params import MADE_MIXTURES, SHADOW_FORMATS, ConvertParams
 from .core import (
     DAMAGED,
     Allocate,
@@ -38,12 +38,14 @@ from .core import (
 )
 from .gguf_blocks import HALVES, UNPACK, VALUES, check_grid
 from .gguf_pack import PACK, GgufPacker, suffix
+from .gguf_search import QUANTISE, search_rows
 from .on_gpu import FASTER_WAY, gguf_kernels, on_device
 from .plain import PlainWeight
 from .products import plus
 
 QUANTISED: Mapping[str, GgufType] = {kind.name: kind for kind in GGUF_TYPES.values() if kind.name in UNPACK}
-IN_FOLDERS = {suffix(name).removeprefix("."): name for name in PACK}  # suffix of a tensor of blocks → their type
+# Suffix of a tensor of blocks → their type.
+IN_FOLDERS = {suffix(name).removeprefix("."): name for name in (*PACK, *QUANTISE)}
 MOST_AT_ONCE = 1 << 22  # weights at a time in plain torch; temporary memory on a GPU is then some 100 MB
 _ORDINARY_EXPONENT = 124  # MXFP4's of 1/16
 _ORDINARY_HALF = 0x2C  # the upper byte of an fp16 number between 1/16 and 1/8
@@ -214,7 +216,9 @@ class GgufFormat(WeightFormat):
         return GgufWeight(name, kind, shape, (info,))
 
     def packer(self, params: ConvertParams) -> Packer | None:
-        return GgufPacker(IN_FOLDERS[params.format]) if params.format in IN_FOLDERS else None
+        if params.format in MADE_MIXTURES:
+            return GgufPacker("Q8_0", search_rows)  # the conversion names each matrix's type
+        return GgufPacker(IN_FOLDERS[params.format]) if params.format in SHADOW_FORMATS.values() else None
 
 
 def _as_packed(kind: str, name: str, shape: tuple[int, ...], allocate: Allocate) -> StoredWeight:

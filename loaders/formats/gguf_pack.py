@@ -22,23 +22,23 @@ from offspec.errors import CheckpointError
 from ..files.gguf_types import GGUF_TYPES, GgufType
 from ..kernels.group_quantising import ROUNDS, TINY, Groups, can_run
 
-VERSION = "2"  # of the method: an unfinished result of another one is not resumed
+VERSION = "3"  # of the method: an unfinished result of another one is not resumed
 TILE = 1 << 19  # weights at a time: the temporaries stay in a core's cache
 TYPES: Mapping[str, GgufType] = {kind.name: kind for kind in GGUF_TYPES.values()}
 BY_32, BY_16, SIGNED = Groups(32, 0, 15), Groups(16, 0, 3), Groups(16, -4, 3)
 
 
-def _inverse(scales: Tensor) -> Tensor:
+def inverse(scales: Tensor) -> Tensor:
     """1 / scale, and 0 where that is next to 0."""
     return torch.where(scales.abs() < TINY, 0, 1 / scales)
 
 
-def _half(numbers: Tensor) -> Tensor:
+def as_half(numbers: Tensor) -> Tensor:
     """[B] → uint8 [B, 2], as fp16."""
     return numbers.to(torch.float16)[:, None].view(torch.uint8)
 
 
-def _stored(numbers: Tensor) -> Tensor:
+def as_stored(numbers: Tensor) -> Tensor:
     """What fp16 makes of them, fp32."""
     return numbers.to(torch.float16).float()
 
@@ -92,7 +92,7 @@ def _affine(weights: Tensor, most: int) -> tuple[Tensor, Tensor]:
         shift = (fitted * first - total) / num
         is_below = shift < 0  # no minimum can be above 0: the best scale without one
         lows = shift.clamp_min(0) + 0.0  # not -0
-        scales = torch.where(is_below, mixed * _inverse(second), fitted).clamp_min_(0) + 0.0
+        scales = torch.where(is_below, mixed * inverse(second), fitted).clamp_min_(0) + 0.0
     return scales, lows
 
 
@@ -102,13 +102,13 @@ def _symmetric(weights: Tensor, least: int) -> Tensor:
     scales = torch.where(-low > high, low, high) / least  # the largest weight takes the code without a counterpart
     for _ in range(ROUNDS):
         codes = _nearest(weights, scales, torch.zeros_like(scales), least, -least - 1)
-        scales = _total(codes * weights) * _inverse(_total(codes.square()))
+        scales = _total(codes * weights) * inverse(_total(codes.square()))
     return scales
 
 
 def _nearest(weights: Tensor, scales: Tensor, lows: Tensor, least: int, most: int) -> Tensor:
     """fp32 [G, n, B]: the nearest codes for scales and minima [G, B]."""
-    return weights.add(lows[:, None]).mul_(_inverse(scales)[:, None]).round_().clamp_(least, most)
+    return weights.add(lows[:, None]).mul_(inverse(scales)[:, None]).round_().clamp_(least, most)
 
 
 # --------------------------------------------------------------------------------------------------------- the types
@@ -116,8 +116,8 @@ def _nearest(weights: Tensor, scales: Tensor, lows: Tensor, least: int, most: in
 
 def _to_integers(numbers: Tensor, most: int) -> tuple[Tensor, Tensor]:
     """numbers (at least 0) [B, G] → a factor [B, 1] as fp16 stores it, and integers [B, G] up to `most`."""
-    factor = _stored(numbers.amax(1, keepdim=True) / most)
-    return factor, numbers.mul(_inverse(factor)).round_().clamp_(0, most)
+    factor = as_stored(numbers.amax(1, keepdim=True) / most)
+    return factor, numbers.mul(inverse(factor)).round_().clamp_(0, most)
 
 
 def _words(codes: Tensor, *shape: int) -> Tensor:
@@ -141,10 +141,15 @@ def _q4_k(weights: Tensor) -> Tensor:
     scales, lows = _fit(weights, BY_32)
     (d, scales), (dmin, lows) = _to_integers(scales, 63), _to_integers(lows, 63)
     codes = _words(_codes(weights, BY_32, d * scales, dmin * lows), 4, 2, 4)
+    nibbles = _as_bytes(codes[:, :, 0] | codes[:, :, 1] << 4)
+    return torch.cat((as_half(d[:, 0]), as_half(dmin[:, 0]), pack_scales(scales, lows), nibbles), dim=1)
+
+
+def pack_scales(scales: Tensor, lows: Tensor) -> Tensor:
+    """Integers [B, 8] of 6 bits, twice → uint8 [B, 12], as Q4_K and Q5_K store them."""
     s, m = scales.to(torch.uint8), lows.to(torch.uint8)
     packed = (s[:, :4] | s[:, 4:] >> 4 << 6, m[:, :4] | m[:, 4:] >> 4 << 6, s[:, 4:] & 15 | (m[:, 4:] & 15) << 4)
-    nibbles = _as_bytes(codes[:, :, 0] | codes[:, :, 1] << 4)
-    return torch.cat((_half(d[:, 0]), _half(dmin[:, 0]), *packed, nibbles), dim=1)
+    return torch.cat(packed, dim=1)
 
 
 def _q2_k(weights: Tensor) -> Tensor:
@@ -153,14 +158,14 @@ def _q2_k(weights: Tensor) -> Tensor:
     (d, scales), (dmin, lows) = _to_integers(scales, 15), _to_integers(lows, 15)
     codes = _codes(weights, BY_16, d * scales, dmin * lows)
     both = scales.to(torch.uint8) | lows.to(torch.uint8) << 4
-    return torch.cat((both, _crumbs(codes), _half(d[:, 0]), _half(dmin[:, 0])), dim=1)
+    return torch.cat((both, _crumbs(codes), as_half(d[:, 0]), as_half(dmin[:, 0])), dim=1)
 
 
 def _q3_k(weights: Tensor) -> Tensor:
     """fp32 [B, 256] → uint8 [B, 110]: third bits, codes of 2 bits, 16 scales of 6 bits with a sign, d."""
     scales, _ = _fit(weights, SIGNED)
-    d = _stored(scales.abs().amax(1, keepdim=True) / 31)
-    integers = scales.mul(_inverse(d)).round_().clamp_(-31, 31)
+    d = as_stored(scales.abs().amax(1, keepdim=True) / 31)
+    integers = scales.mul(inverse(d)).round_().clamp_(-31, 31)
     codes = _codes(weights, SIGNED, d * integers)
     s = (integers + 32).to(torch.uint8)
     lower = s[:, :8] & 15 | (s[:, 8:] & 15) << 4
@@ -170,16 +175,16 @@ def _q3_k(weights: Tensor) -> Tensor:
     third = bits[:, 0].clone()
     for place in range(1, 8):
         third |= bits[:, place] << place
-    return torch.cat((_as_bytes(third), _crumbs(codes & 3), lower, upper, _half(d[:, 0])), dim=1)
+    return torch.cat((_as_bytes(third), _crumbs(codes & 3), lower, upper, as_half(d[:, 0])), dim=1)
 
 
 def _q4_1(weights: Tensor) -> Tensor:
     """fp32 [B, 32] → uint8 [B, 20]: d, m, codes of 4 bits; w = d · code + m."""
     least = weights.amin(1, keepdim=True)
     scales, lows = _fit(weights - least, BY_32)  # from 0 on, so that m may have either sign
-    d, m = _stored(scales), _stored(least - lows)
+    d, m = as_stored(scales), as_stored(least - lows)
     codes = _words(_codes(weights, BY_32, d, -m), 2, 2)
-    return torch.cat((_half(d[:, 0]), _half(m[:, 0]), _as_bytes(codes[:, 0] | codes[:, 1] << 4)), dim=1)
+    return torch.cat((as_half(d[:, 0]), as_half(m[:, 0]), _as_bytes(codes[:, 0] | codes[:, 1] << 4)), dim=1)
 
 
 PACK: Mapping[str, Callable[[Tensor], Tensor]] = {"Q4_K": _q4_k, "Q3_K": _q3_k, "Q2_K": _q2_k, "Q4_1": _q4_1}
@@ -190,24 +195,36 @@ def pack_rows(weight: Tensor, name: str) -> Tensor:
 
     K is a multiple of the type's block. Raises CheckpointError for weights beyond the range of fp16.
     """
-    kind = TYPES[name]
+    return in_tiles(weight, TYPES[name], TILE, PACK[name])
+
+
+def in_tiles(weight: Tensor, kind: GgufType, tile: int, pack: Callable[[Tensor], Tensor]) -> Tensor:
+    """weight [N, K] → uint8 [N, bytes of a row], about `tile` weights at a time.
+
+    pack: blocks of whole rows fp32 [B, weights of a block] → uint8 [B, bytes]. Raises CheckpointError for weights
+    beyond the range of fp16.
+    """
     num_rows, num_columns = weight.shape
     out = torch.empty(num_rows, num_columns // kind.num_weights * kind.num_bytes, dtype=torch.uint8)
-    step = max(1, TILE // num_columns)
+    step = max(1, tile // num_columns)
     for first in range(0, num_rows, step):
         blocks = weight[first : first + step].float().reshape(-1, kind.num_weights)
         low, high = blocks.aminmax()
         if not bool(torch.maximum(-low, high) <= torch.finfo(torch.float16).max):  # not a number is not less, either
             raise CheckpointError("has weights that are not finite, or beyond the range of fp16")
-        out[first : first + step] = PACK[name](blocks).view(-1, out.shape[1])
+        out[first : first + step] = pack(blocks).view(-1, out.shape[1])
     return out
 
 
 @dataclass(frozen=True)
 class GgufPacker:
-    """Writes matrices in one of these types, each as one tensor of bytes under a name that ends in the type's."""
+    """Writes matrices in one of GGUF's types, each as one tensor of bytes under a name that ends in the type's.
+
+    quantise: weight [N, K], type → uint8 [N, bytes of a row].
+    """
 
     name: str
+    quantise: Callable[[Tensor, str], Tensor] = pack_rows
     is_lossless = False
 
     def prepare(self) -> None:
@@ -228,7 +245,7 @@ class GgufPacker:
         return elements // kind.num_weights * kind.num_bytes
 
     def pack(self, weight: Tensor) -> dict[str, Tensor]:
-        return {suffix(self.name): pack_rows(weight, self.name)}
+        return {suffix(self.name): self.quantise(weight, self.name)}
 
     def quantization_config(self, dtype: str) -> dict[str, Any]:
         return {}

@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from functools import partial
 from os import PathLike, fspath
 from pathlib import Path
 
 from offspec.loaders.convert import Conversion as Conversion
-from offspec.loaders.convert import Progress
+from offspec.loaders.convert import MatrixChoice, PackerOf, Progress
 from offspec.loaders.convert import convert as convert_layers
 from offspec.loaders.files.checkpoint import Checkpoint, without
 from offspec.loaders.files.hub import resolve
 from offspec.loaders.formats import blank_tensors
-from offspec.loaders.params import ConvertParams
+from offspec.loaders.formats.core import Packer
+from offspec.loaders.formats.gguf_pack import GgufPacker
+from offspec.loaders.formats.gguf_search import search_rows
+from offspec.loaders.params import MADE_MIXTURES, ConvertParams
 
 from ..errors import CheckpointError, UnsupportedModelError
 from ..model.config import ModelConfig, read_config
 from ..model.decoder import wanted_shapes
 from ..model.heads.mtp import mtp_names
-from ..model.names import LAYER_PREFIX, in_layer
+from ..model.names import LAYER_PREFIX, in_layer, split_name
 from ..named_models import named_path
 from .experts import with_experts
+from .gguf_mixtures import MIXTURES
+from .imatrix import read_importances
 from .language_model import language_model
 from .our_names import in_our_names
 
@@ -48,8 +54,27 @@ def convert(
         layer_prefix=LAYER_PREFIX,
         progress=progress,
         understand=understand,
-        kept=_kept,
+        matrices=MatrixChoice(_kept, partial(_packers, params) if params.format in MADE_MIXTURES else None),
     )
+
+
+def _packers(params: ConvertParams, checkpoint: Checkpoint) -> PackerOf:
+    """The packers of a mixture of GGUF's types, as llama.cpp chooses these by a matrix's name, layer and shape."""
+    config, kept = _config(checkpoint), _kept(checkpoint)
+    if config is None:
+        description = f"{checkpoint.path}: the matrices of this model have no types in {params.format}"
+        raise UnsupportedModelError(f"{description}; choose another `format`, such as nf4")
+    mixture = MIXTURES[params.format]
+    importances = {} if params.imatrix is None else read_importances(Path(params.imatrix), config)
+
+    def packer_of(name: str, shape: tuple[int, ...]) -> Packer | None:
+        layer, inner = split_name(name)
+        kind = mixture.type_of(config, inner, shape, layer)
+        if name in kept or kind in ("F32", "F16") or not name.endswith(".weight"):
+            return None
+        return GgufPacker(kind, partial(search_rows, importance=importances.get(name)))
+
+    return packer_of
 
 
 def _language_model(checkpoint: Checkpoint) -> Checkpoint:

@@ -12,7 +12,7 @@ import json
 import math
 import re
 import struct
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -1117,6 +1117,20 @@ def _name_in_layer(layer: int, name: str, kind: Architecture, num_layers: int) -
     if layer < num_layers or "nextn.eh_proj" not in kind.names:
         return in_layer(layer, short)
     return f"mtp.{short}" if base.startswith("nextn.") else f"mtp.layers.{layer - num_layers}.{short}"
+
+
+def names_of(stored_names: Iterable[str], model_type: str, num_layers: int) -> dict[str, str]:
+    """llama.cpp's names of a model's matrices → Hugging Face's; {} for a model of which no GGUF file is known."""
+    kind = next((each for each in ARCHITECTURES.values() if each.model_type == model_type), None)
+    names = dict[str, str]()
+    if kind is None:
+        return names
+    for stored_name in stored_names:
+        if match := _LAYER.fullmatch(stored_name):
+            names[stored_name] = _name_in_layer(int(match[1]), match[2], kind, num_layers)
+        elif stored_name in _SHARED:
+            names[stored_name] = _SHARED[stored_name]
+    return names
 
 
 def _change(stored_name: str, name: str, kind: Architecture, config: Config) -> Change | None:

@@ -1,4 +1,4 @@
-"""The tensor types that llama.cpp's mixtures (Q4_K_M and the like) give to each weight, for plans from config.json.
+"""The tensor types that llama.cpp's mixtures (Q4_K_M and the like) give to each weight, for plans and for `quantize`.
 
 Source: `llama_tensor_get_type` and its fallback in llama.cpp's src/llama-quant.cpp, without an importance matrix.
 Value matrices follow the layers of the down projections. In Q3_K_M and Q4_K_S this is llama.cpp's own rule for 32
@@ -16,7 +16,14 @@ from ..model.config import ModelConfig
 from ..model.names import HEAD
 
 # A row is a whole number of blocks. Where it is not, llama.cpp takes a type with smaller blocks, and else F16.
-_SMALLER_BLOCKS = {"Q2_K": "IQ4_NL", "Q3_K": "IQ4_NL", "Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
+_SMALLER_BLOCKS = {
+    "Q2_K": "IQ4_NL",
+    "Q3_K": "IQ4_NL",
+    "Q4_K": "Q5_0",
+    "Q5_K": "Q5_1",
+    "Q6_K": "Q8_0",
+    "IQ4_XS": "IQ4_NL",
+}
 _SMALL_BLOCK, _LARGE_BLOCK = 32, 256
 _LAYERS_OF_70B, _QUERIES_PER_KEY = 80, 8  # models whose value matrices are small: they get at least Q5_K
 _FEW_EXPERTS = 8  # attention is so small a part of such models that its keys and values are stored in 8 bits
@@ -131,4 +138,5 @@ MIXTURES = {  # by `params.GGUF_MIXTURES`
     "q5_k_m": Mixture("Q5_K", qkv="Q6_K", better="Q6_K", is_better=_outer),
     "q6_k": Mixture("Q6_K"),
     "q8_0": Mixture("Q8_0"),
+    "iq4_xs": Mixture("IQ4_XS", better="Q5_K", is_better=_first(8), shared_value="Q5_K", few_experts_output="Q5_K"),
 }

@@ -17,3 +17,10 @@ HEAD = "lm_head.weight"  # [vocab, hidden]; a tied head is the embedding, see `M
 def in_layer(index: int, short: str) -> str:
     """The full name of layer `index`'s tensor `short`."""
     return f"{LAYER_PREFIX}{index}.{short}"
+
+
+def split_name(name: str) -> tuple[int | None, str]:
+    """A full name as the layer's number and the name in it; None and the whole name outside of layers."""
+    number, dot, short = name.removeprefix(LAYER_PREFIX).partition(".")
+    is_inner = name.startswith(LAYER_PREFIX) and dot and number.isdecimal()
+    return (int(number), short) if is_inner else (None, name)
