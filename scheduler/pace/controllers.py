@@ -15,8 +15,8 @@ from .averages import DecayingRatio
 from .costs import WIDTHS, Costs
 
 PLAIN_ROWS = 1
-FIRST_LONGER = 1.15  # than a plain one may the first pass of a text take, and its drafting as much again
-FIRST_NODES = 32  # of the first tree, at most
+FIRST_LONGER = 1.3  # than a plain pass may the first pass of a text take together with its drafting
+FIRST_NODES = 32  # of the first tree of all texts, at most
 RATE_FORGETTING = 0.95  # of tokens and seconds per pass; defines the recent rate
 
 
@@ -124,9 +124,11 @@ class MarginalRate:
         size = int((tokens - self.rate(state) * seconds).argmax())
         return min(size, self._hidden_nodes(state)) if state.is_first else size
 
-    def _hidden_nodes(self, state: DraftingState) -> int:
-        """The number of nodes that hardly delay the first token."""
-        return min(FIRST_NODES, self._costs.target.hidden_rows(state.num_chain, FIRST_LONGER))
+    def _hidden_nodes(self, state: DraftingState, more_s: float = 0.0) -> int:
+        """The number of nodes that hardly delay the first token, after `more_s` further seconds of drafting."""
+        curve = self._costs.target
+        longer = FIRST_LONGER - (state.spent_s + more_s) / curve.least_seconds(state.num_chain)
+        return curve.hidden_rows(state.num_chain, longer) if longer > 1 else 0
 
     def width(self, state: DraftingState) -> int:
         if not len(state.open):
@@ -147,11 +149,9 @@ class MarginalRate:
 
     def _hides_a_round(self, state: DraftingState) -> bool:
         """Whether a round before the first pass delays its token by little."""
-        curve, width = self._costs.target, self._costs.draft.best_width()
+        width = self._costs.draft.best_width()
         round_s = float(self._costs.draft.seconds(np.array([width]))[0])
-        pass_s = float(curve.seconds(np.array([state.num_chain]))[0])
-        is_short = state.spent_s + round_s < (FIRST_LONGER - 1) * pass_s
-        return is_short and len(state.best) < self._hidden_nodes(state)
+        return self._hidden_nodes(state, round_s) > 0
 
     def _wants_plain(self, state: DraftingState, rate: float) -> bool:
         """Whether a pass without a tree could be the best choice, but has hardly been tried."""

@@ -33,6 +33,7 @@ class CostCurve:
     FORGETTING = 0.99  # so that a width not observed for some hundred passes may be tried again
     LITTLE = 0.02  # weight of an inferred value against observed ones
     OPTIMISM = 1.0  # standard deviations below what is expected at numbers of rows that were not observed
+    CAUTION = 2.0  # standard deviations below, for what hardly happens
     SURELY = 0.85  # probability
 
     def __init__(self, prior: Predict | None = None) -> None:
@@ -92,6 +93,13 @@ class CostCurve:
             self._seconds = knots
         curve: FloatArray = np.interp(_LOGS[np.minimum(rows, MOST_ROWS)], self.KNOTS, self._seconds)
         return curve
+
+    def least_seconds(self, rows: int) -> float:
+        """Seconds that a forward with so many rows very likely takes at least."""
+        if self._scaled is None:
+            return float(self.seconds(np.array([rows]))[0])
+        place = math.log2(min(max(rows, 1), MOST_ROWS))
+        return float(np.interp(place, self.KNOTS, self._scaled.seconds(self.CAUTION)))
 
     def _inferred(self) -> FloatArray:
         """Values of all knots, inferred from the observed ones."""

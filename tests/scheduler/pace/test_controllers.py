@@ -167,6 +167,19 @@ def test_a_first_tree_hardly_delays_the_first_token(floor: float, slope: float) 
     assert controller.width(late) == 0, "drafting, too, is waited for"
 
 
+def test_a_later_texts_first_tree_is_as_large_as_hides() -> None:
+    """Once passes of many rows are known, a first tree is not a small one, and drafting goes on while it fits."""
+    costs = Costs(lambda rows: max(1.0, rows / 200), lambda _: 0.01)
+    for rows in (1, 30, 64, 128, 128, 128):
+        costs.target.observe(rows, 1.0)
+    many = np.full(2 * FIRST_NODES, 0.2)
+    state = DraftingState(many, many, PROFILE, 1, 0.1, is_first=True)
+    controller = MarginalRate(costs, MAX_NODES)
+    assert controller.size(state) == len(many)
+    assert controller.width(state) > 0
+    assert controller.width(replace(state, spent_s=0.3)) == 0
+
+
 def test_a_first_tree_has_to_earn_what_plain_passes_do_where_these_are_known() -> None:
     """The prompt makes a first pass long, and any tree beside it looks cheap."""
     best, price = np.array([0.9, 0.5, 0.1]), 0.3
