@@ -31,6 +31,7 @@ from .model.memory.text_caches import TextCaches
 from .planning.plan import Plan
 from .running.batch import Batch, Ticket
 from .running.checked_request import CheckedRequest, Observer
+from .running.kept_costs import keep_costs
 from .running.models import Models
 from .running.passes import run_alone
 from .running.request import Request
@@ -166,6 +167,7 @@ class Engine:
 
     def close(self) -> None:
         """Free the memory and end the read-ahead threads. Afterwards `generate` raises UsageError."""
+        keep_costs(self.models)
         self.loaded.close()
         self.draft.close()
 

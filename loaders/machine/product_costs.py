@@ -312,8 +312,12 @@ def _seconds(way: str, form: str, rows: torch.Tensor, matrices: Sequence[Weight]
 
 def costs_file() -> Path:
     """The file with the costs of this machine."""
-    identity = [_REVISION, _processor(), sorted(instructions()), torch.get_num_threads(), *_versions()]
-    return measured_file("products", identity)
+    return measured_file("products", [_REVISION, *processor_identity()])
+
+
+def processor_identity() -> list[object]:
+    """What the seconds of products on this machine's processor depend on."""
+    return [_processor(), sorted(instructions()), torch.get_num_threads(), *_versions()]
 
 
 def _processor() -> str:

@@ -17,6 +17,7 @@ from ..model.decoder import Decoder
 from ..model.memory.text_caches import TextCaches
 from ..planning.out_of_memory import retry_out_of_memory
 from ..text.tokenizer import Tokenizer
+from .kept_costs import recall_costs
 
 
 @dataclass(eq=False)
@@ -35,6 +36,7 @@ class Models:
 
     def __post_init__(self) -> None:
         self.learnt = self._new_learnt()
+        recall_costs(self)
         self.draft.prepare(self.loaded.max_context)
 
     @property

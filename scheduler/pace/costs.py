@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 
 import numpy as np
@@ -58,6 +58,17 @@ class CostCurve:
         self._sums = self.FORGETTING * self._sums + rates * (seconds * shape - self._sums)
         self._weights = self.FORGETTING * self._weights + rates * (1 - self._weights)
         self._seconds, self.is_known, self.most_rows = None, True, max(self.most_rows, min(rows, MOST_ROWS))
+
+    def observed(self) -> list[tuple[int, float]]:
+        """Numbers of rows and their seconds, at the knots that were observed more than a little."""
+        seen = np.flatnonzero(self._weights > self.RATE / 2)
+        return [(round(2 ** self.KNOTS[i]), float(self._sums[i] / self._weights[i])) for i in seen]
+
+    def recall(self, observed: Iterable[tuple[int, float]]) -> None:
+        """Correct the prediction by what an earlier process observed, each as one observation. Knots stay unknown."""
+        for rows, seconds in observed if self._scaled else ():
+            self._scaled.observe(math.log2(min(rows, MOST_ROWS)), seconds)
+            self._prior, self._seconds = self._scaled.seconds(self.OPTIMISM), None
 
     @classmethod
     @cache
