@@ -66,9 +66,10 @@ class CostCurve:
 
     def recall(self, observed: Iterable[tuple[int, float]]) -> None:
         """Correct the prediction by what an earlier process observed, each as one observation. Knots stay unknown."""
-        for rows, seconds in observed if self._scaled else ():
-            self._scaled.observe(math.log2(min(rows, MOST_ROWS)), seconds)
-            self._prior, self._seconds = self._scaled.seconds(self.OPTIMISM), None
+        for rows, seconds in observed:
+            if self._scaled is not None:
+                self._scaled.observe(math.log2(min(rows, MOST_ROWS)), seconds)
+                self._prior, self._seconds = self._scaled.seconds(self.OPTIMISM), None
 
     @classmethod
     @cache
