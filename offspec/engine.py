@@ -167,7 +167,7 @@ class Engine:
 
     def close(self) -> None:
         """Free the memory and end the read-ahead threads. Afterwards `generate` raises UsageError."""
-        keep_costs(self.models)
+        keep_costs(self.learnt.costs, self.models.costs_file)
         self.loaded.close()
         self.draft.close()
 

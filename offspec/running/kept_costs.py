@@ -5,31 +5,43 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from offspec.loaders.accelerators.accelerator import accelerator_of
 from offspec.loaders.machine.measured_files import measured_file, read_measured, write_measured
 from offspec.loaders.machine.product_costs import processor_identity
+from offspec.scheduler.pace.costs import Costs
 
-if TYPE_CHECKING:
-    from .models import Models
+from ..drafts.base import Draft
+from ..loading import LoadedTarget
 
 _REVISION = 1  # of the file's content; files of other revisions are ignored
 
 
-def keep_costs(models: Models) -> None:
-    """Write what was observed, if anything was and if the target has a plan."""
-    costs = models.learnt.costs
-    if (file := _file(models)) is not None and (passes := costs.target.observed()):
+def costs_file(loaded: LoadedTarget, draft: Draft) -> Path | None:
+    """The file for these models where they lie; None where nothing is predicted, or nothing may be kept."""
+    plan, target = loaded.plan, loaded.decoder
+    if plan is None or loaded.rates is None or loaded.is_deterministic:
+        return None
+    machine = [accelerator_of(target.device).name, *processor_identity()]
+    model = draft.decoder
+    drafting = [draft.name, model and [repr(model.config), repr(model.dtype), repr(model.device)]]
+    arithmetic = [repr(target.config), repr(target.dtype), target.is_exact, target.has_byte_rows]
+    placement = [plan.tiers, repr(plan.layers), repr(plan.placement.experts)]
+    return measured_file("costs", [_REVISION, machine, drafting, arithmetic, placement])
+
+
+def keep_costs(costs: Costs, file: Path | None) -> None:
+    """Write what was observed, if anything was."""
+    if file is not None and (passes := costs.target.observed()):
         write_measured(file, {"pass": passes, "round": costs.draft.observed()})
 
 
-def recall_costs(models: Models) -> None:
+def recall_costs(costs: Costs, file: Path | None) -> None:
     """Correct predictions by what an earlier process observed; a missing or damaged file changes nothing."""
-    if (file := _file(models)) is not None:
-        content = read_measured(file)
-        models.learnt.costs.target.recall(_pairs(content.get("pass")))
-        models.learnt.costs.draft.recall(_pairs(content.get("round")))
+    content = {} if file is None else read_measured(file)
+    costs.target.recall(_pairs(content.get("pass")))
+    costs.draft.recall(_pairs(content.get("round")))
 
 
 def _pairs(content: Any) -> Iterable[tuple[int, float]]:
@@ -39,16 +51,3 @@ def _pairs(content: Any) -> Iterable[tuple[int, float]]:
             rows, seconds = pair
             if rows > 0 and 0 < seconds < math.inf:
                 yield rows, seconds
-
-
-def _file(models: Models) -> Path | None:
-    """The file for these models where they lie; None where nothing is predicted, or nothing may be kept."""
-    loaded, plan, draft = models.loaded, models.loaded.plan, models.draft.decoder
-    if plan is None or loaded.rates is None or loaded.is_deterministic:
-        return None
-    machine = [accelerator_of(models.device).name, *processor_identity()]
-    drafting = [models.draft.name, draft and [repr(draft.config), repr(draft.dtype), repr(draft.device)]]
-    target = loaded.decoder
-    arithmetic = [repr(target.config), repr(target.dtype), target.is_exact, target.has_byte_rows]
-    placement = [plan.tiers, repr(plan.layers), repr(plan.placement.experts)]
-    return measured_file("costs", [_REVISION, machine, drafting, arithmetic, placement])

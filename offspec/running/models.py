@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from threading import RLock
 
 import torch
@@ -17,7 +18,7 @@ from ..model.decoder import Decoder
 from ..model.memory.text_caches import TextCaches
 from ..planning.out_of_memory import retry_out_of_memory
 from ..text.tokenizer import Tokenizer
-from .kept_costs import recall_costs
+from .kept_costs import costs_file, recall_costs
 
 
 @dataclass(eq=False)
@@ -33,10 +34,12 @@ class Models:
     draft: Draft
     index: SuffixIndex | None = None
     learnt: EstimatesAndRecall = field(init=False)
+    costs_file: Path | None = field(init=False)
 
     def __post_init__(self) -> None:
         self.learnt = self._new_learnt()
-        recall_costs(self)
+        self.costs_file = costs_file(self.loaded, self.draft)
+        recall_costs(self.learnt.costs, self.costs_file)
         self.draft.prepare(self.loaded.max_context)
 
     @property
