@@ -9,8 +9,8 @@ import pytest
 
 from offspec import Engine
 
+from ..cli.server.conftest import HERMES
 from ..cli.server.serving import USER, served
-from ..cli.server.test_tools import HERMES
 from ..pair import build_pair, with_gaps
 from . import requests
 
