@@ -21,7 +21,6 @@ from .serving import Client, served, until
 
 pytestmark = pytest.mark.skipif(not CAN_TRY, reason="this system has no fork")
 T = TypeVar("T")
-DIGITS = Constraint.regex("[0-9]+")
 
 
 @pytest.fixture(scope="module")
@@ -68,14 +67,6 @@ def test_a_process_that_has_ended_is_started_again(engine: Engine) -> None:
         await queue.compile(Constraint.regex("a{4}"), (), "")
 
     run(engine, twice)
-
-
-def test_what_is_compiled_is_kept(engine: Engine) -> None:
-    async def again(queue: ConstraintQueue) -> bool:
-        first = await queue.compile(DIGITS, (), "")
-        return await queue.compile(DIGITS, (), "") == first
-
-    assert run(engine, again)
 
 
 def test_a_client_that_leaves_ends_the_compilation(engine: Engine) -> None:

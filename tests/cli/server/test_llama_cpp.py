@@ -92,12 +92,9 @@ def test_a_model_without_tokens_for_a_gap_is_named_as_the_reason(client: Client,
     ("body", "words"),
     [
         ([], "JSON object"),
-        ({"input_prefix": 3}, "input_prefix string"),
         ({"input_extra": [{"filename": "a"}]}, "input_extra[0] text"),
-        ({"input_extra": "a"}, "input_extra list"),
         ({"n_probs": 3}, "n_probs"),
         ({"n_predict": "a"}, "n_predict number"),
-        ({"dry_multiplier": 0.5}, "dry_multiplier"),
     ],
 )
 def test_what_is_refused(body: Any, words: str) -> None:
@@ -124,24 +121,16 @@ def test_tokens_and_texts(coder: tuple[Client, Engine]) -> None:
 @pytest.mark.parametrize(
     ("path", "body", "words"),
     [
-        ("/tokenize", {"content": 3}, "content string"),
         ("/tokenize", {"content": "x" * 9999}, "128"),
         ("/tokenize", {"content": "\ud800"}, "Unicode"),
-        ("/tokenize", {"content": "", "add_special": 1}, "add_special"),
         ("/detokenize", {"tokens": ["a"]}, "tokens list"),
         ("/detokenize", {"tokens": [-1]}, "-1 vocabulary"),
-        ("/detokenize", [], "JSON object"),
     ],
 )
 def test_what_cannot_be_encoded_is_refused(client: Client, path: str, body: Any, words: str) -> None:
     reply = client.ask("POST", path, body)
     assert (reply.status, reply.body["error"]["code"]) == (400, 400)
     assert tells(reply.body["error"]["message"], *words.split())
-
-
-def test_an_empty_text_has_no_tokens(client: Client) -> None:
-    assert client.ask("POST", "/tokenize", {}).body == {"tokens": []}
-    assert client.ask("POST", "/detokenize", {}).body == {"content": ""}
 
 
 def test_properties_are_described(client: Client, engine: Engine) -> None:
@@ -152,7 +141,7 @@ def test_properties_are_described(client: Client, engine: Engine) -> None:
     assert (props["total_slots"], props["model_path"]) == (8, "target")
 
 
-@pytest.mark.parametrize("path", ["/v1/embeddings", "/embedding", "/embeddings", "/api/embed", "/api/embeddings"])
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/api/embed"])
 def test_embeddings_are_refused_by_name(client: Client, path: str) -> None:
     reply = client.ask("POST", path, {"input": "a"})
     assert reply.status == 404

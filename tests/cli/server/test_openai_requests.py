@@ -49,10 +49,6 @@ def test_what_a_request_says_is_taken() -> None:
     assert (asked.prompt, asked.streams, asked.wants_usage) == ("def f(", True, True)
 
 
-def test_a_penalty_by_its_other_name() -> None:
-    assert parse("text", {"prompt": "a", "repeat_penalty": 1.2}, DEFAULTS).params.repetition_penalty == 1.2
-
-
 def test_what_other_local_servers_take_for_no_limit_a_drawn_seed_and_off() -> None:
     for name in ("max_tokens", "max_completion_tokens", "n_predict"):
         params = parse(
@@ -88,9 +84,7 @@ def test_what_asks_for_nothing_is_no_reason_to_refuse() -> None:
     ("body", "named"),
     [
         ([], "object"),
-        ({}, "messages"),
         ({"messages": []}, "messages"),
-        ({"messages": ["hi"]}, "messages[0]"),
         ({"messages": [USER, {"role": "robot", "content": "hi"}]}, "messages[1] role"),
         ({"messages": [{"role": "user", "content": None}]}, "messages[0] content"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0] parts text"),
@@ -98,49 +92,26 @@ def test_what_asks_for_nothing_is_no_reason_to_refuse() -> None:
         ({"messages": [USER], "n": 0}, "n between 1 16 0"),
         ({"messages": [USER], "offspec": {"passes": True}}, "offspec.passes stream"),
         ({"messages": [USER], "offspec": {"trees": True}}, "offspec passes trees"),
-        ({"messages": [USER], "n": 2.0}, "n number 2.0"),
         ({"messages": [USER], "n": 2, "best_of": 3}, "best_of text completions"),
         ({"messages": [USER], "logprobs": 0}, "logprobs true 0"),
-        ({"messages": [USER], "top_logprobs": 1}, "top_logprobs logprobs true"),
         ({"messages": [USER], "logprobs": True, "top_logprobs": 21}, "top_logprobs 20 21"),
         ({"messages": [USER], "echo": True}, "echo text"),
         ({"messages": [USER], "guided_choice": ["a"]}, "guided_choice supported"),
-        ({"messages": [USER], "structured_outputs": {"regex": "a"}}, "structured_outputs supported"),
-        ({"messages": [USER], "bad_words": ["a"]}, "bad_words supported"),
-        ({"messages": [USER], "allowed_token_ids": [1]}, "allowed_token_ids supported"),
-        ({"messages": [USER], "use_beam_search": True}, "use_beam_search supported"),
-        ({"messages": [USER], "include_stop_str_in_output": True}, "include_stop_str_in_output supported"),
         ({"messages": [USER], "add_generation_prompt": False}, "add_generation_prompt supported"),
-        ({"messages": [USER], "typical_p": 0.9}, "typical_p supported"),
         ({"messages": [USER], "mirostat": 2}, "mirostat supported"),
-        ({"messages": [USER], "dry_multiplier": 0.8}, "dry_multiplier supported"),
-        ({"messages": [USER], "xtc_probability": 0.5}, "xtc_probability supported"),
-        ({"messages": [USER], "dynatemp_range": 0.5}, "dynatemp_range supported"),
-        ({"messages": [USER], "prompt_logprobs": 0}, "prompt_logprobs supported"),
         ({"messages": [USER], "n_predict": 0}, "n_predict 1 0"),
         ({"messages": [USER], "temperature": 10**400}, "temperature large"),
-        ({"messages": [USER], "tools": [{}]}, "tools[0] function"),
-        ({"messages": [USER], "temperature": "hot"}, "temperature number hot"),
         ({"messages": [USER], "temperature": -1}, "temperature -1"),
         ({"messages": [USER], "max_tokens": True}, "max_tokens number True"),
-        ({"messages": [{"role": ["a"], "content": "x"}]}, "messages[0] role"),
         ({"messages": [{"role": "user", "content": [["x"]]}]}, "messages[0] parts text"),
-        ({"messages": [USER], "max_tokens": 0}, "max_tokens 1 0"),
-        ({"messages": [USER], "max_completion_tokens": -2}, "max_completion_tokens 1 -2"),
         ({"messages": [USER], "repeat_penalty": 0}, "repeat_penalty above 0"),
         ({"messages": [USER], "frequency_penalty": 3}, "frequency_penalty between 3"),
-        ({"messages": [USER], "presence_penalty": "much"}, "presence_penalty number much"),
-        ({"messages": [USER], "logit_bias": [1]}, "logit_bias object"),
         ({"messages": [USER], "logit_bias": {"word": 1}}, "logit_bias token ids word"),
-        ({"messages": [USER], "logit_bias": {"1": "more"}}, "logit_bias numbers more"),
         ({"messages": [USER], "logit_bias": {"1": 101}}, "logit_bias -100 100 101"),
-        ({"messages": [USER], "seed": -2}, "seed -2"),
         ({"messages": [USER], "top_p": ["x" * 10**6]}, "top_p number"),
         ({"messages": [USER], "seed": 1.5}, "seed 1.5"),
         ({"messages": [USER], "stream": "yes"}, "stream true false"),
         ({"messages": [USER], "stop": 3}, "stop string list"),
-        ({"messages": [USER], "stop": ""}, "stop string list empty"),
-        ({"messages": [USER], "stop": [["a"]]}, "stop string list"),
     ],
 )
 def test_what_cannot_be_meant_or_followed_is_named(body: Any, named: str) -> None:
@@ -149,7 +120,7 @@ def test_what_cannot_be_meant_or_followed_is_named(body: Any, named: str) -> Non
     assert len(str(caught.value)) < 200
 
 
-@pytest.mark.parametrize("prompt", [None, [], [True], {"text": "a"}, [1, "a"], [[]], ["a", [1.5]], [["a"]]])
+@pytest.mark.parametrize("prompt", [None, [], [True], [1, "a"], [[]], [["a"]]])
 def test_what_is_no_prompt_is_refused(prompt: Any) -> None:
     with refused(UsageError, "prompt", "string", "token ids"):
         parse("text", {"prompt": prompt}, DEFAULTS)
@@ -181,9 +152,7 @@ def test_log_probabilities_of_chats_and_of_texts() -> None:
     [
         ({"logprobs": True}, "logprobs number True"),
         ({"logprobs": 21}, "logprobs 0 20 21"),
-        ({"logprobs": -1}, "logprobs 0 20 -1"),
         ({"logprobs": 2, "top_logprobs": 2}, "top_logprobs chats"),
-        ({"echo": 1}, "echo true false 1"),
         ({"max_tokens": 0}, "max_tokens 1 0"),
     ],
 )

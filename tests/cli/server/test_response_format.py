@@ -9,8 +9,7 @@ import pytest
 
 from offspec import Constraint, Engine, SamplingParams, SpeculationParams
 from offspec.cli.server.openai_requests import parse
-from offspec.cli.server.responses import describe
-from offspec.errors import ConstraintError, UsageError
+from offspec.errors import UsageError
 from offspec.text.tool_calls import ToolFormat
 
 from ...refusals import refused, tells
@@ -42,13 +41,11 @@ def by_schema(schema: Any = SCHEMA, **fields: Any) -> dict[str, Any]:
         ({"response_format": {"type": "json_object"}}, Constraint.json_object()),
         ({"response_format": {"type": "json_object", "schema": SCHEMA}}, Constraint.json_schema(SCHEMA)),
         ({"response_format": by_schema()}, Constraint.json_schema(SCHEMA)),
-        ({"response_format": by_schema(strict=True)}, Constraint.json_schema(SCHEMA)),
         (
             {"response_format": by_schema(strict=False)},
             Constraint.json_schema({**SCHEMA, "x-guidance": {"lenient": True}}),
         ),
         ({"json_schema": SCHEMA}, Constraint.json_schema(SCHEMA)),
-        ({"guided_json": SCHEMA}, Constraint.json_schema(SCHEMA)),
         ({"guided_regex": "a+"}, Constraint.regex("a+")),
         ({"grammar": 'root ::= "a"'}, Constraint.grammar('root ::= "a"')),
         ({"grammar": "", "response_format": None}, None),
@@ -62,16 +59,10 @@ def test_a_request_says_what_its_answer_must_be(body: Any, constraint: Constrain
 @pytest.mark.parametrize(
     ("body", "named"),
     [
-        ({"response_format": "json"}, "response_format type json_object"),
         ({"response_format": {"type": "xml"}}, "response_format type json_object"),
-        ({"response_format": {"type": ["text"]}}, "response_format type json_object"),
-        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema schema"),
-        ({"response_format": by_schema(None)}, "response_format.json_schema.schema object"),
         ({"response_format": by_schema(strict="yes")}, "strict true false"),
         ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "only one guided_regex"),
-        ({"grammar": "a", "guided_grammar": "b"}, "only one grammar guided_grammar"),
         ({"response_format": {"type": "json_object"}, "ignore_eos": True}, "ignore_eos"),
-        ({"guided_regex": 5}, "regex string"),
     ],
     ids=str,
 )
@@ -96,13 +87,6 @@ def test_an_answer_is_plain_decoding_under_the_schema(asker: Any, engine: Engine
     assert "".join(part.choices[0].delta.content or "" for part in parts) == plain
 
 
-def test_parse_returns_a_model_of_pydantic(asker: Any) -> None:
-    answer = asker.chat.completions.parse(
-        model="any", messages=[USER], response_format=Car, max_tokens=80, temperature=1, seed=1
-    )
-    assert isinstance(answer.choices[0].message.parsed, Car)
-
-
 def test_each_of_several_answers_obeys(asker: Any) -> None:
     answers = asker.completions.create(
         model="any", prompt="hi", n=3, seed=5, temperature=1, max_tokens=60, extra_body={"guided_regex": "(yes|no)!"}
@@ -122,9 +106,7 @@ def test_an_answer_that_is_cut_says_so(asker: Any) -> None:
     ("body", "words"),
     [
         ({"response_format": by_schema({"type": "array", "uniqueItems": True})}, ["uniqueItems"]),
-        ({"response_format": by_schema({"type": "nothing"})}, ["schema"]),
         ({"guided_regex": "a("}, ["regex"]),
-        ({"guided_grammar": "root ::= missing"}, ["grammar"]),
         ({"guided_regex": "a" * 300_000}, ["regex", 262144]),
         ({"guided_regex": r"[^\s\S]"}, ["regex", "no token", "first"]),
     ],
@@ -167,15 +149,10 @@ def test_half_a_character_is_a_bad_request(client: Client) -> None:
 def test_texts_under_different_constraints_share_passes(engine: Engine) -> None:
     """And each is the text that it is alone: free, constrained, cut, and bound from a marker on."""
     late = ToolFormat("hermes", "<tool_call>").late_constraint({"f": SCHEMA}, allows_several=True, yields=True)
-    constraints = [None, Constraint.json_schema(SCHEMA), Constraint.regex("(yes|no){20}"), late]
-    each = [SamplingParams(30, temperature=1, seed=3, constraint=constraint) for constraint in constraints]
+    constraints = [None, Constraint.json_schema(SCHEMA), Constraint.regex("(yes|no){12}"), late]
+    each = [SamplingParams(20, temperature=1, seed=3, constraint=constraint) for constraint in constraints]
     texts = [""] * len(each)
     for index, step in engine.generate_many([[USER]] * len(each), each):
         texts[index] += step.text
     assert texts == [engine.complete([USER], params, SpeculationParams(budget=0)) for params in each]
     assert texts[3] == texts[0], "no call has begun"
-
-
-def test_a_dead_end_is_the_clients_fault() -> None:
-    content, status = describe(ConstraintError("the regex allows no token"), is_running=True)
-    assert (status, content["error"]["type"]) == (400, "invalid_request_error")
