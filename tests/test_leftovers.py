@@ -1,96 +1,63 @@
-"""A test that leaves something in its process fails by its own name, and no other test does."""
+"""What a test leaves in its process is told, and set back where that can be done."""
 
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
-from .pages import ROOT
-
-TESTS = """
-import os, subprocess, sys, threading
 import pytest
 import torch
-from tests import leftovers
 
-leftovers.WAIT_S = 0.2
-kept = []
+from . import leftovers
+from .leftovers import ProcessState
 
-def test_thread():
-    kept.append(threading.Event())
-    threading.Thread(target=kept[-1].wait, name="offspec-left", daemon=True).start()
+Leave = Callable[[ExitStack, Path], object]
 
-def test_file(tmp_path):
-    kept.append((tmp_path / "left.bin").open("w"))
 
-def test_variable():
-    os.environ["LEFT_BEHIND"] = "1"
+def leave_thread(after: ExitStack, folder: Path) -> None:
+    end = threading.Event()
+    thread = threading.Thread(target=end.wait, name="offspec-left")
+    thread.start()
+    after.callback(thread.join)
+    after.callback(end.set)
 
-def test_process():
-    kept.append(subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE))
 
-def test_working_directory(tmp_path):
-    os.chdir(tmp_path)
+def leave_process(after: ExitStack, folder: Path) -> None:
+    process = after.enter_context(subprocess.Popen([sys.executable, "-Sc", "input()"], stdin=subprocess.PIPE))
+    after.callback(process.kill)
 
-def test_torch():
-    torch.set_num_threads(3)
 
-def test_dtype():
-    torch.set_default_dtype(torch.float64)
-
-def test_dropped(tmp_path):
-    '''What nobody refers to is no leftover; nor is a thread that ends soon.'''
-    (tmp_path / "dropped.bin").open("w")
+def drop(after: ExitStack, folder: Path) -> None:
+    """What nobody refers to is no leftover; nor is a thread that ends soon."""
+    (folder / "dropped.bin").open("w")
     threading.Thread(target=threading.Event().wait, args=(0.1,)).start()
 
-def test_undone(monkeypatch, tmp_path):
-    monkeypatch.setenv("LEFT_BEHIND", "2")
-    monkeypatch.chdir(tmp_path)
-"""
-FIXTURE = """
-import threading
-import pytest
-from tests import leftovers
 
-leftovers.WAIT_S = 0.2
-event = threading.Event()
-
-@pytest.fixture(scope="module")
-def service():
-    threading.Thread(target=event.wait, name="offspec-service", daemon=True).start()
-
-def test_of_the_service(service):
-    pass
-"""
-
-
-# The tests that fail → what of the message tells why.
-FAILURES = {
-    "thread": "test: thread 'offspec-left'",
-    "file": "left.bin",
-    "variable": "environment: changed LEFT_BEHIND",
-    "process": "input()",
-    "working_directory": "working directory",
-    "torch": "torch's threads: was 1, is 3",
-    "dtype": "torch.float64",
-    "of_the_service": "module's fixtures: thread 'offspec-service'",
+LEFT: dict[str, Leave] = {
+    "thread 'offspec-left'": leave_thread,
+    "left.bin": lambda after, folder: after.enter_context((folder / "left.bin").open("w")),
+    "environment: changed LEFT_BEHIND": lambda *_: os.environ.update(LEFT_BEHIND="1"),
+    "input()": leave_process,
+    "working directory": lambda after, folder: os.chdir(folder),
+    "torch's threads: was 1, is 3": lambda *_: torch.set_num_threads(3),
+    "torch.float64": lambda *_: torch.set_default_dtype(torch.float64),
 }
 
 
-def test_what_leaves_something_fails_by_its_name(tmp_path: Path) -> None:
-    files = {"test_tests.py": TESTS, "test_fixture.py": FIXTURE}
-    for name, source in files.items():
-        (tmp_path / name).write_text(source)
-    options = ("-p", "tests.conftest", "-p", "no:cacheprovider", "-c", os.devnull, "-rA")
-    command = [sys.executable, "-m", "pytest", *options, "--rootdir", tmp_path, *(tmp_path / name for name in files)]
-    # pytest cuts the lines of its summary to a width; other plugins take seconds to import.
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "1000", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    passed = set(re.findall(r"^PASSED \S*::test_(\w+)$", done.stdout, re.MULTILINE))
-    failed = dict(re.findall(r"^ERROR \S*::test_(\w+) - Failed: left by this (.*)$", done.stdout, re.MULTILINE))
-    assert failed.keys() == FAILURES.keys(), done.stdout
-    assert [name for name, told in FAILURES.items() if told not in failed[name]] == []
-    assert passed == {*FAILURES, "dropped", "undone"}
+@pytest.mark.filterwarnings("ignore:unclosed file")
+def test_what_is_left_is_told_and_set_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = ProcessState.now()
+    drop(ExitStack(), tmp_path)
+    assert before.leftovers(tmp_path) == []
+    monkeypatch.setattr(leftovers, "WAIT_S", 0.05)
+    for told, leave in LEFT.items():
+        with ExitStack() as after:
+            leave(after, tmp_path)
+            (found,) = before.leftovers(tmp_path)
+            assert told in found
+        assert before.leftovers(tmp_path) == [], told

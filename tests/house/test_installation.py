@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-import venv
 import zipfile
 from pathlib import Path
 
@@ -73,24 +72,19 @@ def build_wheel(folder: Path) -> Path:
 
 @pytest.mark.slow
 def test_a_wheel_holds_everything_and_runs_beside_the_users_own_modules(crowded: Path, tmp_path: Path) -> None:
-    wheel = build_wheel(tmp_path / "wheel")
+    """Its files lie in one folder, as pip would place them, without the checkout."""
+    wheel, home = build_wheel(tmp_path / "wheel"), tmp_path / "home"
     assert_whole(wheel)
-    environment = tmp_path / "venv"
-    venv.create(environment, symlinks=os.name != "nt")
-    scripts = environment / ("Scripts" if os.name == "nt" else "bin")
-    python = scripts / "python"
-    (home,) = environment.rglob("site-packages")
-    # The dependencies of this interpreter, so that nothing is downloaded; the new environment's own files come first.
-    (home / "borrowed.pth").write_text("\n".join(site_packages()))
-    install = ("install", "--no-deps", "--no-index", "--no-compile")
-    output(sys.executable, "-m", "pip", "--python", python, *install, wheel, cwd=tmp_path)
-    where = "import offspec.cli.run, offspec.loaders; print(offspec.cli.run.__file__, *offspec.__path__, sep='\\n')"
-    assert output(python, "-c", where, cwd=crowded).splitlines() == [
-        str(home / "offspec" / "cli" / "run.py"),
-        str(home / "offspec"),
-    ]
-    asked = ("run", "builtin", "def area(", "--max-new-tokens", "2", "--device", "cpu", "--json")
-    assert '"finish_reason"' in output(scripts / "offspec", *asked, cwd=crowded)
+    zipfile.ZipFile(wheel).extractall(home)
+    path = os.pathsep.join([str(home), *site_packages()])
+    asked = ["run", "builtin", "def area(", "--max-new-tokens", "2", "--device", "cpu", "--json"]
+    source = "import sys, offspec.cli.run, offspec.loaders\nprint(offspec.cli.run.__file__, *offspec.__path__)\n"
+    source += f"from offspec.cli.entry import main\nsys.argv = {['offspec', *asked]}\nmain()"
+    where, *said = output(sys.executable, "-S", "-c", source, cwd=crowded, PYTHONPATH=path).splitlines()
+    assert where == f"{home / 'offspec' / 'cli' / 'run.py'} {home / 'offspec'}"
+    assert '"finish_reason"' in "".join(said)
+    (entry_points,) = home.glob("*.dist-info/entry_points.txt")
+    assert "offspec = offspec.cli.entry:main" in entry_points.read_text()
 
 
 def assert_whole(wheel: Path) -> None:
