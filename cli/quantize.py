@@ -47,7 +47,7 @@ has no index and cannot be loaded.
 \b
 Examples:
   offspec quantize ./Llama-3.1-70B-Instruct ./Llama-3.1-70B-nf4
-  offspec quantize ./Qwen3-32B ./Qwen3-32B-q4_k_m --format q4_k_m
+  offspec quantize ./Qwen2.5-32B-Instruct ./Qwen2.5-32B-q4_k_m --format q4_k_m
   offspec quantize meta-llama/Llama-3.1-8B ./Llama-3.1-8B-packed --format keep
   offspec quantize ./Qwen2.5-32B-Instruct ./Qwen2.5-32B-packed --format bf16-packed
   offspec quantize ./SmolLM2-135M-Instruct.Q4_1.gguf ./SmolLM2-135M --format bf16
