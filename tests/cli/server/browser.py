@@ -33,7 +33,10 @@ def chromium(width: int = 1280, height: int = 800, *flags: str) -> Iterator[Brow
     options = webdriver.ChromeOptions()
     options.binary_location = str(shutil.which("chromium") or shutil.which("google-chrome"))
     size = f"--window-size={width},{height}"
-    for flag in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu", size, *flags):
+    # Without what costs processor time and the page does not need.
+    needless = ("extensions", "background-networking", "component-update", "software-rasterizer", "gpu")
+    quiet = ("--no-first-run", *(f"--disable-{name}" for name in needless))
+    for flag in (*quiet, "--headless=new", "--no-sandbox", "--disable-dev-shm-usage", size, *flags):
         options.add_argument(flag)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     driver = webdriver.Chrome(options, webdriver.ChromeService(str(shutil.which("chromedriver"))))
