@@ -90,6 +90,7 @@ async function showList() {
   const text = byId("search").value.trim();
   const having = text ? await store.withText(text) : null;
   if (text !== byId("search").value.trim()) return; // a later call shows it
+  if (byId("conversations").querySelector("input")) return; // a name is being typed; its end shows the list
   const shown = all.filter(({ id }) => !having || having.has(id)).map(listed);
   byId("conversations").replaceChildren(...shown, ...(having?.size === 0 ? [el("li", { className: "hint" }, "Nothing found.")] : []));
 }
@@ -117,6 +118,7 @@ function rename({ id, title }, item) {
     const conversation = [...inUse, ...(await store.conversations())].find((each) => each?.id === id);
     const name = field.value.trim();
     if (isKept && name && conversation) await store.saveConversation(Object.assign(conversation, { title: name }));
+    field.remove();
     await showList();
   };
   field.addEventListener("blur", () => done(true));

@@ -551,6 +551,24 @@ def test_conversations_are_renamed_and_searched(page: Browser, fake: FakeServer)
     assert page.text("#conversations") == "Nothing found."
 
 
+def test_a_name_that_is_typed_outlives_a_new_list(page: Browser, fake: FakeServer) -> None:
+    """Such as that of an answer that begins, or that of a search."""
+    page.say("first")
+    page.wait_for_answer()
+    field = page.driver.execute_async_script(
+        """
+        const done = arguments[0];
+        document.querySelector("#conversations .open [title=Rename]").click();
+        document.getElementById("search").dispatchEvent(new Event("input"));
+        import("/page/store.js").then(async ({ conversations }) => {
+          for (let i = 0; i < 5; i++) await conversations();
+          done(document.activeElement.getAttribute("aria-label"));
+        });
+        """
+    )
+    assert field == "Name of the conversation"
+
+
 def test_it_fits_a_narrow_screen_and_any_direction(page: Browser, fake: FakeServer) -> None:
     fake.script = lambda body: iter(["```\n", "wide " * 99, "\n```\n\n", "سلام"])
     page.driver.set_window_size(400, 700)
