@@ -41,7 +41,6 @@ ELSEWHERE = {
     "scripts/fuzz": "tests/fuzz",
     "git clone": "the checkout is there",
     "git diff": "stands for any text",
-    **dict.fromkeys(("git archive", "tar -x"), "fetches an old model, by which a figure was measured"),
     "curl": "tests/cli/sandbox.py",
     # These need a cluster.
     **dict.fromkeys(("ray start", "offspec run ~/models/Llama-3.1-70B-nf4"), "tests/cli/test_ray_batch.py"),
@@ -55,16 +54,12 @@ ELSEWHERE = {
     "python -m benchmarks.grow FOLDER --shape 7b --exit": "tests/benchmarks/test_grow.py",
     "offspec run TARGET Compose": "tests/offspec/drafts/test_self_draft.py",
     **dict.fromkeys(
-        tuple(f"offspec distill {target} --head" for target in ("builtin", "HYBRID", "SMOLLM2", "TARGET.gguf")),
+        tuple(f"offspec distill {target} --head" for target in ("builtin", "HYBRID", "TARGET.gguf")),
         "tests/offspec/training/test_heads.py",
     ),
-    **dict.fromkeys(
-        ("offspec distill SMOLLM2 --exit-layer", "offspec distill TARGET.gguf --exit-layer"),
-        "tests/offspec/training/test_distillation.py",
-    ),
+    "offspec distill TARGET.gguf --exit-layer": "tests/offspec/training/test_distillation.py",
     "python -m benchmarks.drafts.beside_llama_cpp": "tests/offspec/checkpoints/test_gguf_heads.py",
     "offspec bench TARGET --draft DRAFT --ram": "tests/cli/test_bench.py",
-    "offspec plan TARGET": "needs files of 70 GiB, without their contents",
     **dict.fromkeys(("_OFFSPEC_COMPLETE=fish_source offspec", "source"), "tests/cli/test_completion.py"),
     "python -m benchmarks.peers": "tests/benchmarks/test_peers.py",
     "python -m benchmarks.mixtures": "tests/benchmarks/test_mixtures.py",
