@@ -32,10 +32,13 @@ from ..happens_before import Access, Race
 from ..pair import build_pair, shorten
 from ..pretend_cuda import in_own_process, pretended_cuda
 from ..pretend_streams import Machine
+from . import pretended_counts
 from .drafts.test_head_draft import HEADS
 from .model.heads.head_twins import write_folder
+from .pretended_counts import REQUESTS as COUNTED
+from .pretended_counts import Counted, counted
 
-NUM_TOKENS = 4
+NUM_TOKENS, NUM_LAYERS = 4, 4
 SAMPLED = SamplingParams(NUM_TOKENS, temperature=1.0, top_p=0.9, repetition_penalty=1.2, seed=3, ignore_eos=True)
 REQUESTS = {
     "greedy": (SamplingParams(NUM_TOKENS, ignore_eos=True), SpeculationParams()),
@@ -90,9 +93,9 @@ def has_real_device() -> bool:
 FORMS = ("plain", "nf4") if has_bitsandbytes() else ("plain",)
 
 
-def build(folder: Path, forms: Sequence[str] = FORMS, num_layers: int = 4) -> Path:
-    """A pair whose draft has one layer, its target in each of `forms`."""
-    pair = build_pair(folder, num_layers)
+def build(folder: Path, forms: Sequence[str] = FORMS, num_layers: int = NUM_LAYERS, **config: Any) -> Path:
+    """A pair whose draft has one layer, its target in each of `forms`. config: others than `build_pair`'s."""
+    pair = build_pair(folder, num_layers, **config)
     shorten(pair.draft, 1)
     pair.target.rename(folder / "plain")
     if "nf4" in forms:
@@ -130,11 +133,12 @@ SHADOW = "shadow:4"
 EXIT = "self:1"
 LAYER_DRAFTS = (EXIT, SHADOW)
 HEAD = "EAGLE-1"
-# All requests in one place, and one in each of the others.
+# All requests in one place, and one in each of the others; KV entries are packed in one.
 PLACES: dict[str, dict[Move, tuple[str, ...]]] = {
     "plain": {resident: GREEDY, in_ram: ALL, on_disk: SOME, with_entries_in_ram: GREEDY},
     "nf4": {in_ram: SOME},
 }
+PACKED = {on_disk: {"kv_cache": 8}}
 
 
 def texts(engine: Engine, names: Iterable[str] = REQUESTS) -> dict[str, list[int]]:
@@ -202,7 +206,12 @@ def slow_passes() -> Iterator[None]:
 
 
 def main(folder: Path) -> None:
-    """All texts, as JSON: form and place → name of the request → token ids; and the races of each of them."""
+    """All that the tests below look at, as JSON.
+
+    Texts: form and place → name of the request → token ids. Beside them are races, counts, and a mixture's results.
+    """
+    from . import pretended_mixture  # which imports this module
+
     build(folder)
     config, tensors = HEADS[HEAD]
     head = str(write_folder(folder / "head", config, tensors()))
@@ -210,25 +219,29 @@ def main(folder: Path) -> None:
         f"{form} cpu": texts(load(folder, form, "cpu"), max(PLACES[form].values(), key=len)) for form in FORMS
     }
     found["rounds cpu"] = texts(load(folder, "plain", "cpu"), ["rounds"])
-    found["packed cpu"] = texts(load(folder, "plain", "cpu", kv_cache=8), SOME)
+    found["packed cpu"] = texts(load(folder, "plain", "cpu", **PACKED[on_disk]), SOME)
+    mixture = pretended_mixture.build(folder / "mixture")
+    found["mixture cpu"] = texts(load(mixture, "plain", "cpu", draft="lookup"), GREEDY)
     races = found["races"] = {}
     with pretended_cuda(folder / "guard.so") as machine, slow_passes():
         for form in FORMS:
             for move, names in PLACES[form].items():
-                prepared = cuda_graphs.MIN_KEYS if names == ALL else 0
-                found[f"{form} {move.__name__}"] = texts(
-                    load(folder, form, "cuda:0", move, prepared, is_measured=form == FORMS[-1]), names
-                )
+                engine = load(folder, form, "cuda:0", move, cuda_graphs.MIN_KEYS, **PACKED.get(move, {}))
+                with engine:
+                    found[f"{form} {move.__name__}"] = {name: says(engine, name) for name in names}
+                    if names == ALL:
+                        found["counts"] = {name: vars(counted(engine, machine, own)) for name, own in COUNTED.items()}
                 races[f"{form} {move.__name__}"] = races_in(machine)
-        found["packed"] = texts(load(folder, "plain", "cuda:0", with_entries_in_ram, kv_cache=8), SOME)
-        races["packed"] = races_in(machine)
         for draft in (*LAYER_DRAFTS, head):
             name = "head" if draft == head else draft
-            names = (*SOME, "rounds") if draft == EXIT else SOME  # the others' rounds are not static here
-            with counted_static_rounds() as rounds:
-                found[name] = texts(load(folder, "plain", "cuda:0", half_in_ram, draft=draft), names)
+            with counted_static_rounds() as rounds:  # the others' are not static here
+                engine = load(folder, "plain", "cuda:0", half_in_ram, draft=draft)
+                # A text before lets the rounds of the next one be captured.
+                found[name] = texts(engine, (*SOME, "rounds") if draft == EXIT else SOME)
             found[f"{name}, static rounds"] = {"number": [len(rounds)]}
             races[name] = races_in(machine)
+    with pretended_cuda(folder / "guard.so") as machine:
+        found["mixture"] = pretended_mixture.measured(mixture, machine)
     print(json.dumps(found))
 
 
@@ -242,17 +255,16 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.mark.slow
 def test_texts_are_the_cpus(found: dict[str, Any]) -> None:
     """Also where copies come as late as they may, and what they bring is garbage until then."""
-    assert found["packed"] == found["packed cpu"]
     for draft in (*LAYER_DRAFTS, "head"):
         expected = {name: found["plain cpu"][name] for name in SOME}
         assert found[draft] == expected | (found["rounds cpu"] if draft == EXIT else {})
     # A kernel that multiplies a shadow's packed matrices needs a real device.
     assert found[f"{EXIT}, static rounds"]["number"][0] > 0 == found[f"{SHADOW}, static rounds"]["number"][0]
     for form in FORMS:
-        expected = found[f"{form} cpu"]
-        assert all(len(ids) == NUM_TOKENS for ids in expected.values())
         for move, names in PLACES[form].items():
+            expected = found["packed cpu" if move in PACKED else f"{form} cpu"]
             assert found[f"{form} {move.__name__}"] == {name: expected[name] for name in names}
+            assert all(len(expected[name]) == NUM_TOKENS for name in names)
 
 
 @pytest.mark.slow
@@ -262,6 +274,20 @@ def test_everything_is_in_order(found: dict[str, Any]) -> None:
     assert {"plain in_ram", "plain on_disk", "plain with_entries_in_ram", *LAYER_DRAFTS, "head"} <= found[
         "races"
     ].keys()
+
+
+@pytest.mark.slow
+def test_the_host_waits_once_for_each_result(found: dict[str, Any]) -> None:
+    """And the copy engine brings layers only (`pretended_counts`)."""
+    for name, counts in found["counts"].items():
+        pretended_counts.check(Counted(**counts), name, NUM_LAYERS)
+
+
+@pytest.mark.slow
+def test_a_mixture_writes_the_cpus_text_wherever_its_experts_lie(found: dict[str, Any]) -> None:
+    from . import pretended_mixture
+
+    pretended_mixture.check(found["mixture"], found["mixture cpu"]["greedy"])
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Experts in slots of a device, with a CPU in its place; `test_pretended_mixture` has the order of its copies."""
+"""Experts in slots of a device, with a CPU in its place; `pretended_mixture` has the order of its copies."""
 
 from __future__ import annotations
 

@@ -1,13 +1,11 @@
 """A mixture of experts on a CUDA device that is only pretended: wherever its experts lie, texts are the CPU's.
 
-In a process of its own, as `test_pretended_cuda`.
+`test_pretended_cuda` runs and checks it.
 """
 
 from __future__ import annotations
 
 import itertools
-import json
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,35 +23,26 @@ from offspec.loaders.streaming.placement import ExpertSlots, places_of
 from offspec.loaders.streaming.weights import HostExperts
 from offspec.planning.plan import Plan
 
-from ..pair import build_pair
-from ..pretend_cuda import CUDA, in_own_process, pretended_cuda
+from ..pair import MIXTURE, build_pair
+from ..pretend_cuda import CUDA
 from ..pretend_experts import PretendedKernels, pretended_experts
 from ..pretend_streams import Machine
-from .test_pretended_cuda import Move, load, races_in, says, texts
+from .test_pretended_cuda import Move, load, races_in, says
 
 EXPERTS, LAYERS = 6, 2
-MIXTURE = {
-    "model_type": "qwen3_moe",
-    "head_dim": 8,
-    "num_experts": EXPERTS,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-    "norm_topk_prob": True,
-}
-NAMES = ("greedy", "plain")
 BY_ROWS = ExpertChoice(lambda rows: 1.0 if rows == 1 else 100.0, 1.5)
 # Slots, whether layers come from RAM, too, and which experts the CPU computes: those of one row, or none.
 WAYS = {
     "resident": (None, False, None),
     "all in RAM": (ExpertSlots(3, EXPERTS * LAYERS), True, BY_ROWS),
     "most on disk": (ExpertSlots(1, 2), False, BY_ROWS),
-    "all moved": (ExpertSlots(4, 6), False, None),
     "all in slots": (ExpertSlots(EXPERTS * LAYERS, EXPERTS * LAYERS), False, None),
 }
 
 
 def build(folder: Path) -> Path:
-    pair = build_pair(folder, num_layers=LAYERS, **MIXTURE)
+    folder.mkdir()
+    pair = build_pair(folder, num_layers=LAYERS, **MIXTURE | {"num_experts": EXPERTS})
     pair.target.rename(folder / "plain")
     return folder
 
@@ -101,7 +90,7 @@ class LayerCounts:
 
 COUNTED_PASSES, COUNTED_ROWS = 2, (1, 16)
 COUNTED_WAYS = ("resident", "all in slots")
-AT_ONCE = ("resident", "most on disk", "all in slots")
+AT_ONCE = COUNTED_WAYS
 NO_ROWS: Any = None  # of a pass, which experts do not look at
 VIEWS = (
     "view",
@@ -147,14 +136,14 @@ def counted(engine: Engine, machine: Machine, num_rows: int, kernels: PretendedK
 
 
 def of_way(folder: Path, machine: Machine, name: str, kernels: PretendedKernels | None) -> dict[str, Any]:
-    """Texts, races, kinds of groups and counts of one of WAYS."""
+    """The text, races, kinds of groups and counts of one of WAYS."""
     slots, are_streamed, choice = WAYS[name]
     found = dict[str, Any]()
     with (
         chosen_by(choice) as kinds,
         load(folder, "plain", "cuda:0", with_slots(slots, are_streamed), draft="lookup") as engine,
     ):
-        found["texts"] = {name: says(engine, name) for name in (NAMES if kernels is None else NAMES[:1])}
+        found["text"] = says(engine, "greedy")
         found["kinds"] = sorted(set(kinds))
         if name in COUNTED_WAYS:
             found["counts"] = {rows: asdict(counted(engine, machine, rows, kernels)) for rows in COUNTED_ROWS}
@@ -162,62 +151,35 @@ def of_way(folder: Path, machine: Machine, name: str, kernels: PretendedKernels 
     return found
 
 
-def main(folder: Path) -> None:
-    """What `of_way` gives for each of WAYS, one by one and at once, as JSON."""
-    build(folder)
-    found: dict[str, Any] = {"cpu": texts(load(folder, "plain", "cpu", draft="lookup"), NAMES)}
-    with pretended_cuda(folder / "guard.so") as machine:
-        for name in WAYS:
-            found[name] = of_way(folder, machine, name, None)
-        for name in AT_ONCE:
-            with pretended_experts(machine) as kernels:
-                found[f"{name}, at once"] = of_way(folder, machine, name, kernels)
-            assert kernels.launches
-    print(json.dumps(found))
-
-
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What `main` prints."""
-    results: dict[str, Any] = in_own_process("tests.offspec.test_pretended_mixture", tmp_path_factory.mktemp("mixture"))
-    return results
-
-
-@pytest.mark.slow
-def test_texts_are_the_cpus_and_everything_is_in_order(found: dict[str, Any]) -> None:
-    for name, (slots, _, choice) in WAYS.items():
-        kinds = [] if slots is None else ["device"] if choice is None else ["device", "host"]
-        for way in (name, f"{name}, at once") if name in AT_ONCE else (name,):
-            texts = found[way]["texts"]
-            assert texts == {name: found["cpu"][name] for name in texts}
-            assert found[way]["races"] == []
-            assert found[way]["kinds"] == kinds
+def measured(folder: Path, machine: Machine) -> dict[str, Any]:
+    """What `of_way` gives for each of WAYS, one by one and at once. folder: from `build`."""
+    found = {name: of_way(folder, machine, name, None) for name in WAYS}
+    for name in AT_ONCE:
+        with pretended_experts(machine) as kernels:
+            found[f"{name}, at once"] = of_way(folder, machine, name, kernels)
+        assert kernels.launches
+    return found
 
 
 CHOICE, TRANSFER = "offspec/model/parts/chosen_experts.py _on_host", "loaders/streaming/small_transfers.py _send"
 
 
-@pytest.mark.slow
-def test_the_host_waits_for_the_choice_alone(found: dict[str, Any]) -> None:
-    """And for transfers that are long over; at once, experts that are all resident need not even that."""
-    for name, rows in itertools.product(("resident", "all in slots"), map(str, COUNTED_ROWS)):
-        counts = found[name]["counts"][rows]["waits"]
-        assert counts[CHOICE] == 1
-        assert counts.keys() <= {CHOICE, TRANSFER}
-        assert counts.get(TRANSFER, 0) <= 1
-    assert [found["resident, at once"]["counts"][str(rows)]["waits"] for rows in COUNTED_ROWS] == [{}, {}]
+def check(found: dict[str, Any], expected: list[int]) -> None:
+    """The text and groups of each of WAYS; the host waits for the choice, and for transfers that are long over."""
+    for way, of_one in found.items():
+        slots, _, choice = WAYS[way.removesuffix(", at once")]
+        kinds = [] if slots is None else ["device"] if choice is None else ["device", "host"]
+        assert (of_one["text"], of_one["races"], of_one["kinds"]) == (expected, [], kinds), way
     for rows in map(str, COUNTED_ROWS):
+        for name in COUNTED_WAYS:
+            counts = found[name]["counts"][rows]["waits"]
+            assert counts[CHOICE] == 1
+            assert counts.keys() <= {CHOICE, TRANSFER}
+            assert counts.get(TRANSFER, 0) <= 1
+        # At once, experts that are all resident need not even that.
+        assert found["resident, at once"]["counts"][rows]["waits"] == {}
         assert found["all in slots, at once"]["counts"][rows]["waits"] == {CHOICE: 1, TRANSFER: 1}
-
-
-@pytest.mark.slow
-def test_at_once_operations_do_not_grow_with_rows(found: dict[str, Any]) -> None:
-    """Router, activation and sum included; two launches in place of three products for each expert."""
-    for name in ("resident, at once", "all in slots, at once"):
-        few, many = (found[name]["counts"][str(rows)] for rows in COUNTED_ROWS)
+    for name in AT_ONCE:  # router, activation and sum included; two launches in place of three products for each expert
+        few, many = (found[f"{name}, at once"]["counts"][str(rows)] for rows in COUNTED_ROWS)
         assert few["launches"] == many["launches"] == 2
         assert many["operations"] <= few["operations"] + 3 <= 30
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
