@@ -138,7 +138,7 @@ PLACES: dict[str, dict[Move, tuple[str, ...]]] = {
     "plain": {resident: GREEDY, in_ram: ALL, on_disk: SOME, with_entries_in_ram: GREEDY},
     "nf4": {in_ram: SOME},
 }
-PACKED = {on_disk: {"kv_cache": 8}}
+PACKED: dict[Move, dict[str, Any]] = {on_disk: {"kv_cache": 8}}
 
 
 def texts(engine: Engine, names: Iterable[str] = REQUESTS) -> dict[str, list[int]]:
