@@ -223,7 +223,7 @@ class Answer:
         texts = None if tokenizer is None else TokenTexts(tokenizer)
         self._choices: list[ChatChoice | TextChoice] = []
         thinking = None
-        if self._is_chat and tokenizer is not None:
+        if self._is_chat and tokenizer is not None and not completion.continues:
             thinking = ThinkingStyle.of(prompts[0], tokenizer)
         for number, prompt in enumerate(completion.prompts):
             echoed = None

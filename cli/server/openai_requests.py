@@ -1,8 +1,9 @@
 """Requests of OpenAI's completions API, from JSON; without HTTP or models.
 
 A request is a chat (`messages`) or a text (`prompt`). Fields are OpenAI's, and the following of other local servers:
-`top_k`, `min_p`, `repetition_penalty` (or `repeat_penalty`), `max_new_tokens`, `n_predict` and `ignore_eos`. A request
-with an unsupported field that would change the answer (NOT_FOLLOWED) is refused; other unknown fields are ignored.
+`top_k`, `min_p`, `repetition_penalty` (or `repeat_penalty`), `max_new_tokens`, `n_predict`, `ignore_eos` and
+`continue_final_message`. A request with an unsupported field that would change the answer (NOT_FOLLOWED) is refused;
+other unknown fields are ignored.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import reprlib
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from offspec import SamplingParams
 from offspec.errors import UsageError
@@ -48,8 +49,6 @@ NOT_FOLLOWED: dict[str, tuple[Any, ...]] = {
     "dynatemp_range": (0,),
     "structured_outputs": (),
     "guided_choice": (),
-    "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
 }
 FIELDS: tuple[tuple[str, Any, str], ...] = (
     ("temperature", (int, float), "a number"),
@@ -107,6 +106,7 @@ class CompletionRequest:
     reports_passes: bool = False  # whether a stream tells of each pass
     infill: Infill | None = None
     given: frozenset[str] = frozenset()  # fields of `params` that the request has, not the defaults
+    continues: bool = False  # whether a chat's answer continues its last message, the assistant's
 
     @property
     def prompt(self) -> Prompt:
@@ -142,7 +142,7 @@ def parse(kind: Kind, body: Any, defaults: SamplingParams) -> CompletionRequest:
         params = replace(params, logprobs=0)
     constraint = requested_constraint(body, defaults.constraint)
     prompts: Sequence[Prompt] = [_messages(body)] if kind == "chat" else _prompts(body)
-    return CompletionRequest(
+    completion = CompletionRequest(
         kind,
         prompts,
         replace(params, constraint=constraint),
@@ -159,7 +159,11 @@ def parse(kind: Kind, body: Any, defaults: SamplingParams) -> CompletionRequest:
         reports_passes=_reports_passes(body),
         infill=_infill(kind, body, prompts, echoes=echoes),
         given=frozenset(OURS.get(name, name) for name, _, _ in FIELDS if body.get(name) is not None),
+        continues=_continues(kind, body),
     )
+    if completion.continues:
+        _check_begun(completion)
+    return completion
 
 
 def with_tools(completion: CompletionRequest, tokenizer: Tokenizer) -> CompletionRequest:
@@ -198,6 +202,29 @@ def _template_settings(kind: Kind, body: Json) -> Json:
         raise UsageError(f"{name} may not have {', '.join(taken)}")
     check_depth(settings, name)
     return settings
+
+
+def _continues(kind: Kind, body: Json) -> bool:
+    """continue_final_message, as vLLM and transformers have it."""
+    name, other = "continue_final_message", "add_generation_prompt"
+    continues = bool(field_of(body, name, bool, "true or false"))
+    is_prompted = field_of(body, other, bool, "true or false")
+    if continues and kind == "text":
+        raise UsageError(f"{name} is for chats only; omit it")
+    if continues and is_prompted:
+        raise UsageError(f"{name} and {other} exclude each other; omit one of them")
+    if is_prompted is False and not continues:
+        raise UsageError(f"{other} false is supported only with {name} true; omit it, or add that")
+    return continues
+
+
+def _check_begun(completion: CompletionRequest) -> None:
+    """Raises UsageError if the last message cannot be continued."""
+    name, last = "continue_final_message", cast("list[Json]", completion.prompt)[-1]
+    if last["role"] != "assistant" or not last["content"] or "tool_calls" in last:
+        raise UsageError(f"{name} needs a last message of the assistant with text and without tool_calls; omit it")
+    if completion.tools is not None or completion.params.constraint is not None:
+        raise UsageError(f"{name} excludes tools and response_format, which apply to whole answers; omit one of them")
 
 
 def _reports_passes(body: Json) -> bool:

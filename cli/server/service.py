@@ -37,6 +37,7 @@ from .privacy import model_folders, without_paths
 from .reply_tokens import ReplyTokens
 from .request_parts import Json
 
+MOST_CUT = 3  # tokens of a character that is not complete: UTF-8 has at most four bytes
 MOST_LOOSER = 64  # constraints that do not compile, whose replacements are kept
 OF_ONE_REQUEST = (ConstraintError, ContextLengthError, UsageError)  # errors that say nothing of the engine
 CLOSE_S = 0.5  # how long `close` waits for a pass
@@ -342,7 +343,7 @@ class Service:
 
         def check(prompt: list[int], params: SamplingParams) -> CheckedRequest:
             checked = self.engine.check_request(prompt, params, self._speculation, LastPass())
-            return replace(checked, prompt=prompt, ends=ends)  # one list for all
+            return replace(checked, prompt=prompt, ends=ends, continues=completion.continues)  # one list for all
 
         return [[check(prompt, params) for params in _params(completion)] for prompt in prompts]
 
@@ -381,11 +382,27 @@ class Service:
             self.engine.tokenizer,
             self.engine.context_limit,
         )
+        if begun := self._begun_ids(completion, client):
+            before = replace(completion, prompts=[messages[:-1]], continues=False)
+            return [*self._encode_chat(before, client), *begun]
         turns = turns_of(messages, self._reply_tokens.of(client, messages)) if completion.is_plain_chat else None
         if turns is not None:
             return encode_turns(tokenizer, *turns, limit)
         described = completion.tools.described if completion.tools is not None else ()
-        return tokenizer.encode_chat(messages, limit, tools=described, settings=completion.template_settings)
+        settings, continues = completion.template_settings, completion.continues
+        return tokenizer.encode_chat(messages, limit, tools=described, settings=settings, continues=continues)
+
+    def _begun_ids(self, completion: CompletionRequest, client: str) -> list[int]:
+        """The original token ids of the reply that a chat continues; none if they are not remembered.
+
+        Ids at the end that are part of a character have no text yet. The model chooses them again.
+        """
+        if not completion.continues or not completion.is_plain_chat:
+            return []
+        messages = cast(Sequence[Message], completion.prompt)
+        ids, text = self._reply_tokens.of(client, messages)[-1], messages[-1]["content"]
+        wholes = (ids[: len(ids) - num_cut] for num_cut in range(min(len(ids), MOST_CUT + 1)))
+        return next((whole for whole in wholes if self.engine.tokenizer.decode(whole) == text), [])
 
     def _encode_text(self, prompt: str | list[int], completion: CompletionRequest) -> list[int]:
         if isinstance(prompt, str) and completion.infill is not None:
@@ -515,9 +532,14 @@ class Service:
     def _remember(self, job: RequestedAnswer) -> None:
         """Keep the token ids of a chat's reply for the next turn."""
         completion, reply = job.work.completion, job.reply
-        if completion.is_plain_chat:
-            messages = cast(Sequence[Message], completion.prompt)
-            self._reply_tokens.add(job.work.client, messages, reply.reply, reply.token_ids)
+        if not completion.is_plain_chat:
+            return
+        messages, text, ids = cast(Sequence[Message], completion.prompt), reply.reply, reply.token_ids
+        if completion.continues:
+            begun = self._begun_ids(completion, job.work.client)
+            *messages, last = messages
+            text, ids = last["content"] + text, [*begun, *ids] if begun else []
+        self._reply_tokens.add(job.work.client, messages, text, ids)
 
     def _learn(self, reply: Turn) -> None:
         if reply.stats is None:

@@ -19,7 +19,7 @@ class CheckedRequest:
 
     prompt: its token ids, which fit the context together with `sampling.max_new_tokens`. seed: the sampling seed, never
     None. began: the start time, by `perf_counter`. constraint: of the answer, compiled. ends: tokens that end the
-    answer beside EOS.
+    answer beside EOS. continues: whether the answer continues the prompt's last text, inside a message.
     """
 
     prompt: list[int]
@@ -30,6 +30,7 @@ class CheckedRequest:
     began: float
     constraint: TokenConstraint | None = None
     ends: frozenset[int] = frozenset()
+    continues: bool = False
 
     @property
     def constraint_s(self) -> float:

@@ -47,7 +47,8 @@ class StepMaker:
         sampling, tokenizer = checked.sampling, models.tokenizer
         self.final = checked.ends | (frozenset() if sampling.ignore_eos else tokenizer.eos_ids)
         self._index, self._limit = models.index, sampling.max_new_tokens
-        self._stream = tokenizer.stream(sampling.stop, skip_special_tokens=True)
+        before = checked.prompt if checked.continues else ()
+        self._stream = tokenizer.stream(sampling.stop, skip_special_tokens=True, after=before)
 
     def step(self, verdict: Verdict, text: Sequence[int], stats: Stats, logprobs: LogprobReport) -> Step:
         """The step of a verdict: its tokens up to the end of the answer. text: the prompt and all tokens so far."""

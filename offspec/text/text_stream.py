@@ -86,7 +86,8 @@ class Detokenizer:
     the cost per token is constant. The context matters because decoders may strip a space at a text's beginning.
     """
 
-    def __init__(self, tokenizer: TokenDecoder, skip_special_tokens: bool) -> None:
+    def __init__(self, tokenizer: TokenDecoder, skip_special_tokens: bool, after: Sequence[int] = ()) -> None:
+        """after: ids of a text that ends with a whole character, and that the new text continues."""
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
         self._anchor = tokenizer.byte_anchor
@@ -94,6 +95,9 @@ class Detokenizer:
         self._num_held = 0  # 1: the context's last character is a U+FFFD that may change, so it is held back
         self._run: list[int] = []  # byte tokens of an incomplete character, and its bytes:
         self._utf8 = codecs.getincrementaldecoder("utf-8")(_EACH_BYTE)
+        for token_id in after[-_CONTEXT_TOKENS:]:
+            self.push(token_id)
+        self.flush()
 
     def push(self, token_id: int) -> str:
         token = self._tokenizer.stored_token(token_id)

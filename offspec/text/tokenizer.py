@@ -46,6 +46,8 @@ from .tokenizer_files import (
 # DeepSeek V3.1 the second.
 THINKING_SWITCH = re.compile(r"\{[{%][^{}%]*?(?<![\w.'\"])(enable_thinking|thinking)(?![\w'\"])")
 
+END_MARK = "\ue002"  # private use, as the placeholders of `offspec.session`
+
 
 class Tokenizer:
     """The tokenizer of one checkpoint: a folder, or a GGUF file."""
@@ -299,6 +301,29 @@ class Tokenizer:
                 f"({self._settings.chat_template_file}); change the messages, or use plain text"
             ) from exc
 
+    def render_begun(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Any] | None = None,
+        settings: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The conversation, rendered up to the end of the last message's text, an answer to be continued.
+
+        It is transformers' text for `continue_final_message`, without spaces at its end if the template strips texts.
+        tools, settings: as for `render_chat`. Raises its errors, and TokenizerError if the template changes the text.
+        """
+        *before, last = messages
+        marked = {**last, "content": f"{last['content']}{END_MARK} "}
+        text = self.render_chat([*before, marked], add_generation_prompt=False, tools=tools, settings=settings)
+        begun, mark, rest = text.rpartition(END_MARK)
+        if not mark or last["content"].strip() not in begun:
+            raise TokenizerError(
+                "the chat template changes the text of the last message, so that it cannot be continued "
+                f"({self._settings.chat_template_file}); shorten it to what follows the thinking, or ask anew"
+            )
+        return begun if rest.startswith(" ") else begun.rstrip()
+
     def encode_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -306,10 +331,11 @@ class Tokenizer:
         *,
         tools: Sequence[Mapping[str, Any]] = (),
         settings: Mapping[str, Any] | None = None,
+        continues: bool = False,
     ) -> list[int]:
         """Ids of the conversation up to the start of the answer; the template writes the special tokens.
 
-        tools, settings: as for `render_chat`.
+        tools, settings: as for `render_chat`. continues: up to the end of the last message's text (`render_begun`).
 
         Raises ContextLengthError for a conversation of far more tokens than the limit, before encoding all of it.
         """
@@ -317,7 +343,7 @@ class Tokenizer:
             self.check_messages([*messages, {"tools": json.dumps(list(tools), ensure_ascii=False)}], limit)
         chat = self.hide_special([*messages, {"tools": list(tools), "settings": dict(settings or {})}])
         *hidden, other = chat.messages
-        text = self.render_chat(hidden, **other)
+        text = self.render_begun(hidden, **other) if continues else self.render_chat(hidden, **other)
         if limit is not None:
             self.check_length(text, limit)
         return self.encode_after("", text, chat.texts)
@@ -331,9 +357,14 @@ class Tokenizer:
                 json.dumps(message, ensure_ascii=False).encode()
             return self._special_text.hide(messages)
 
-    def stream(self, stop: Sequence[str] = (), *, skip_special_tokens: bool = True) -> TextStream:
-        """A new stream for one answer. Raises UsageError for an empty stop string."""
-        return TextStream(Detokenizer(self, skip_special_tokens), stop)
+    def stream(
+        self, stop: Sequence[str] = (), *, skip_special_tokens: bool = True, after: Sequence[int] = ()
+    ) -> TextStream:
+        """A new stream for one answer. after: ids of a text that it continues, or none.
+
+        Raises UsageError for an empty stop string.
+        """
+        return TextStream(Detokenizer(self, skip_special_tokens, after), stop)
 
     def _special_id(self, name: str) -> int | None:
         text = self._settings.special_tokens.get(name)

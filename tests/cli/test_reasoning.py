@@ -30,6 +30,7 @@ SWITCHED = TEMPLATE.removesuffix("{% endif %}") + (
 )
 OPENED = TEMPLATE.removesuffix("{% endif %}") + "{{ '<think>\\n' }}{% endif %}"  # as DeepSeek-R1 has it
 HERMES_OPENED = HERMES.removesuffix("{% endif %}") + "{{ '<think>\\n' }}{% endif %}"
+CONTINUED = {"messages": [USER, {"role": "assistant", "content": "a"}], "continue_final_message": True}
 CLOSES = 300  # the id of CLOSE where a model has it as a token
 FIGURES = {"num_prompt_tokens": 9, "num_prefilled_tokens": 4, "num_tokens": 3}
 
@@ -84,6 +85,7 @@ def answer_of(models: Pair, folder: Path, template: str, **fields: Any) -> Answe
         (SWITCHED, {"chat_template_kwargs": {"enable_thinking": False}}, "a </think> b", None, "a </think> b"),
         (OPENED, {}, "a\n</think>\n\nb", "a", "b"),
         (OPENED, {"response_format": {"type": "json_object"}}, "a</think>{}", "a", "{}"),
+        (OPENED, CONTINUED, " b </think> c", None, " b </think> c"),
         (TEMPLATE, {}, "<think>\na\n</think>\n\nb", None, "<think>\na\n</think>\n\nb"),
     ],
 )

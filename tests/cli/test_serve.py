@@ -118,6 +118,28 @@ def test_a_conversation_scores_only_what_is_new(client: Client) -> None:
     assert held - 2 <= after["prompt_tokens_details"]["cached_tokens"] <= held
 
 
+def test_a_continued_answer_is_the_uncut_one(client: Client) -> None:
+    question = {"role": "user", "content": "first of all"}
+    whole = client.chat(question, max_tokens=24, ignore_eos=True).body["choices"][0]["message"]["content"]
+    text = ""
+    for fields in ({}, {"continue_final_message": True}, {"continue_final_message": True}):
+        begun = [{"role": "assistant", "content": text}] if text else []
+        reply = client.chat(question, *begun, ignore_eos=True, **fields)
+        text += reply.body["choices"][0]["message"]["content"]
+        assert reply.body["choices"][0]["finish_reason"] == "length"
+    assert text == whole
+    next_turn = client.chat(question, {"role": "assistant", "content": text}, USER).body["usage"]
+    assert next_turn["prompt_tokens_details"]["cached_tokens"] > 24  # they are the original tokens
+
+
+def test_a_begun_answer_of_another_client_is_continued(client: Client, engine: Engine) -> None:
+    messages = [USER, {"role": "assistant", "content": "def area("}]
+    reply = client.chat(*messages, continue_final_message=True, add_generation_prompt=False)
+    ids = engine.tokenizer.encode_chat(messages, continues=True)
+    assert engine.tokenizer.decode(ids, skip_special_tokens=False).endswith("<|assistant|>def area(")
+    assert reply.body["choices"][0]["message"]["content"] == engine.complete(ids, SamplingParams(8))
+
+
 def test_a_conversation_keeps_the_tokens_of_its_replies() -> None:
     kept, asked, reply = ReplyTokens(most=2), [USER], {"role": "assistant", "content": "yes"}
     kept.add("A", asked, "yes", [7])

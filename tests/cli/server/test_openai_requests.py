@@ -13,9 +13,11 @@ from offspec.errors import UsageError
 from offspec.stats import Stats
 
 from ...refusals import refused
+from .test_tools import WEATHER
 
 DEFAULTS = SamplingParams(40, temperature=0.5, top_k=7)
 USER = {"role": "user", "content": "hi"}
+BEGUN, CONTINUED = {"role": "assistant", "content": "yes"}, {"continue_final_message": True}
 FIGURES = Stats(num_prompt_tokens=9, num_prefilled_tokens=4, num_tokens=3, num_passes=2).as_dict()
 
 
@@ -75,7 +77,13 @@ def test_messages_may_be_in_parts_and_bear_newer_roles() -> None:
 def test_what_asks_for_nothing_is_no_reason_to_refuse() -> None:
     neutral = {"n": 1, "logprobs": None, "presence_penalty": 0.0, "tools": [], "response_format": {"type": "text"}}
     neutral |= {"bad_words": [], "use_beam_search": False, "include_stop_str_in_output": False, "typical_p": 1.0}
-    neutral |= {"add_generation_prompt": True, "mirostat": 0, "dry_multiplier": 0.0, "xtc_probability": 0}
+    neutral |= {
+        "add_generation_prompt": True,
+        "continue_final_message": False,
+        "mirostat": 0,
+        "dry_multiplier": 0.0,
+        "xtc_probability": 0,
+    }
     neutral |= {"dynatemp_range": 0.0, "json_schema": None, "structured_outputs": None, "prompt_logprobs": None}
     assert parse("chat", {"messages": [USER], **neutral, "user": "me"}, DEFAULTS).params == DEFAULTS
 
@@ -97,7 +105,13 @@ def test_what_asks_for_nothing_is_no_reason_to_refuse() -> None:
         ({"messages": [USER], "logprobs": True, "top_logprobs": 21}, "top_logprobs 20 21"),
         ({"messages": [USER], "echo": True}, "echo text"),
         ({"messages": [USER], "guided_choice": ["a"]}, "guided_choice supported"),
-        ({"messages": [USER], "add_generation_prompt": False}, "add_generation_prompt supported"),
+        ({"messages": [USER], "add_generation_prompt": False}, "add_generation_prompt continue_final_message"),
+        ({"messages": [USER], **CONTINUED}, "continue_final_message last assistant"),
+        ({"messages": [USER, {"role": "assistant", "content": ""}], **CONTINUED}, "continue_final_message text"),
+        ({"messages": [USER, BEGUN], **CONTINUED, "add_generation_prompt": True}, "continue_final_message omit"),
+        ({"messages": [USER, BEGUN], **CONTINUED, "tools": [WEATHER]}, "continue_final_message tools"),
+        ({"messages": [USER, BEGUN], **CONTINUED, "regex": "a"}, "continue_final_message response_format"),
+        ({"messages": [USER, BEGUN], "continue_final_message": 1}, "continue_final_message true false"),
         ({"messages": [USER], "mirostat": 2}, "mirostat supported"),
         ({"messages": [USER], "n_predict": 0}, "n_predict 1 0"),
         ({"messages": [USER], "temperature": 10**400}, "temperature large"),
@@ -118,6 +132,14 @@ def test_what_cannot_be_meant_or_followed_is_named(body: Any, named: str) -> Non
     with refused(UsageError, *named.split()) as caught:
         parse("chat", body, DEFAULTS)
     assert len(str(caught.value)) < 200
+
+
+def test_a_begun_answer_is_continued() -> None:
+    for fields in (CONTINUED, {**CONTINUED, "add_generation_prompt": False, "tools": [WEATHER], "tool_choice": "none"}):
+        assert parse("chat", {"messages": [USER, BEGUN], **fields}, DEFAULTS).continues
+    assert not parse("chat", {"messages": [USER, BEGUN]}, DEFAULTS).continues
+    with refused(UsageError, "continue_final_message", "chats"):
+        parse("text", {"prompt": "hi", **CONTINUED}, DEFAULTS)
 
 
 @pytest.mark.parametrize("prompt", [None, [], [True], [1, "a"], [[]], [["a"]]])

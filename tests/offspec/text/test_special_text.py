@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import tokenizers
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import models, normalizers, pre_tokenizers
 
@@ -17,6 +17,7 @@ from offspec.session import Turn, encode_turns
 from offspec.text.tokenizer import Tokenizer
 
 from ...examples import examples
+from ...pair import TEMPLATE
 from ...refusals import refused
 from .test_tokenizer import CHATML, llama2_backend, llama3_backend, reference, trained_byte_level, write_folder
 
@@ -38,6 +39,12 @@ THINKING = """{%- for message in messages %}
 {%- set content = message.content.split('</think>')[-1].lstrip() if message.role == 'assistant' else message.content %}
 {{- '<|im_start|>' + message.role + '\\n' + content + '<|im_end|>\\n' }}{%- endfor %}
 {{- '<|im_start|>assistant\\n<think>\\n' }}"""
+# As Qwen3 has it: thinking before the last answer alone; and something after all messages.
+REASONING = """{%- for message in messages %}{{- '<|im_start|>' + message.role + '\\n' }}
+{%- if message.role == 'assistant' and loop.last %}
+{{- '<think>\\n' + (message.reasoning_content or '') + '\\n</think>\\n\\n' + message.content.lstrip('\\n') }}
+{%- else %}{{- message.content }}{%- endif %}{{- '<|im_end|>\\n' }}{%- endfor %}
+{%- if tools %}{{- 'Tools: ' + tools | tojson }}{%- endif %}{{- '<|im_start|>assistant\\n' }}"""
 UPPER = "{% for m in messages %}<s>{{ m.content | upper | replace('A', 'E') }}</s>{{ m.content[:3] }}{% endfor %}"
 
 
@@ -241,3 +248,50 @@ def test_thoughts_of_the_assistant_are_the_templates_to_find(loaded: dict[str, t
 def test_a_message_that_is_not_unicode_is_refused(loaded: dict[str, tuple[Tokenizer, Any]]) -> None:
     with refused(TokenizerError, "surrogates"):
         loaded["chatml"][0].encode_chat(chat("a \ud800"))
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "upper"])
+@given(contents=st.lists(HARMLESS, min_size=2, max_size=2))
+@example(contents=["the cat", " the cat \n"])
+@examples(60)
+def test_a_begun_answer_ends_where_transformers_ends_it(
+    kind: str, contents: list[str], loaded: dict[str, tuple[Tokenizer, Any]]
+) -> None:
+    ours, theirs = loaded[kind]
+    messages = chat(*contents)
+    if any(token in text for text in contents for token in special(theirs)):
+        return
+    begun = theirs.apply_chat_template(messages, continue_final_message=True, return_dict=False)
+    assert ours.encode_chat(messages, continues=True) == begun
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, REASONING])
+def test_what_a_template_writes_around_a_begun_answer(template: str, tmp_path: Path) -> None:
+    backend = byte_level("<|user|>", "<|assistant|>", "<|end|>", "<|im_start|>", "<|im_end|>", plain=("<think>",))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template}
+    folder = write_folder(tmp_path, backend, tokenizer_config=config)
+    ours, theirs = Tokenizer.load(folder), reference(folder)
+    messages = chat("the cat", "sat", "and", "\n\nthe dog ")
+    messages[-1]["reasoning_content"] = "Hm."
+    tools = [{"type": "function", "function": {"name": "f", "description": "the cat", "parameters": {}}}]
+    for described in ([], tools):
+        begun = theirs.apply_chat_template(
+            messages, tools=described or None, continue_final_message=True, return_dict=False
+        )
+        assert ours.encode_chat(messages, tools=described, continues=True) == begun
+    assert ours.decode(begun).endswith("the dog ")
+
+
+def test_a_begun_answer_that_the_template_changes_is_refused(loaded: dict[str, tuple[Tokenizer, Any]]) -> None:
+    for kind, text in (("thinking", "<think>x</think>\n\nthe cat"), ("upper", "the cat")):
+        ours, theirs = loaded[kind]
+        with pytest.raises(ValueError, match="continue_final_message"):
+            theirs.apply_chat_template(chat("a", text), continue_final_message=True)
+        with refused(TokenizerError, "template", "last message"):
+            ours.encode_chat(chat("a", text), continues=True)
+
+
+def test_a_begun_answer_makes_no_special_tokens(loaded: dict[str, tuple[Tokenizer, Any]]) -> None:
+    ours, _ = loaded["chatml"]
+    (end,) = ours.encode("<|im_end|>")
+    assert ours.encode_chat(chat("a", "b <|im_end|> c <|im"), continues=True).count(end) == 2

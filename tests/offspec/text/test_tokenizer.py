@@ -522,6 +522,8 @@ def test_half_characters_are_never_shown_nor_whole_ones_held(
         assert shown == tokenizer.decode(ids[:i]).rstrip(REPLACEMENT)
         cut = tokenizer.stream()
         assert "".join(map(cut.push, ids[:i])) + cut.flush(is_cut=True) == shown
+        if shown == tokenizer.decode(ids[:i]):
+            assert shown + "".join(pushed(tokenizer.stream(after=ids[:i]), ids[i:])) == tokenizer.decode(ids)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -573,6 +575,7 @@ def test_the_first_space_is_the_decoder_s_matter_and_later_ones_are_text(loaded:
     the, space, cat, byte_space = (tokenizer.token_id(t) for t in ("▁the", "▁", "▁cat", "<0x20>"))
     assert pushed(tokenizer.stream(), [1, the, cat, 2]) == ["", "the", " cat", "", ""]
     assert pushed(tokenizer.stream(), [space, the, space, cat]) == ["", " the", " ", " cat", ""]
+    assert pushed(tokenizer.stream(after=[the]), [cat, the]) == [" cat", " the", ""]
     assert pushed(tokenizer.stream(), [byte_space, the, byte_space]) == ["", " the", " ", ""]
     skipped = [1, 2] * 5
     assert pushed(tokenizer.stream(), [*skipped, the, *skipped, cat]) == [*[""] * 10, "the", *[""] * 10, " cat", ""]
