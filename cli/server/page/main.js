@@ -161,6 +161,8 @@ function showMessages() {
     siblings: (node) => children(node.parent).map((each) => each.id),
     choose: (id) => chooseLeaf(newestLeaf(id)),
     regenerate: (node) => answer(node.parent),
+    canGoOn: (node) => !children(node.id).length,
+    goOn,
     canLeaveOut: (node) => told(path(node.parent)).filter(isUsers).length > 1,
     leaveOut: (node) => {
       state.conversation.leavesOut = true;
@@ -261,10 +263,24 @@ async function answer(parent) {
   const { conversation } = state;
   if (state.runs.has(conversation.id)) return;
   const node = { ...store.newNode(conversation.id, parent, "assistant", ""), state: "running" };
+  state.nodes.set(node.id, node);
+  await ask(node, told(path(parent)));
+}
+
+/** Let an answer that was cut go on, in the same message. */
+async function goOn(node) {
+  if (state.runs.has(state.conversation.id)) return;
+  const begun = { earlier: node.figures, numBegun: node.content.length };
+  Object.assign(node, { state: "running", waiting: null, finish: null, error: null, isFull: false, ...begun });
+  state.views.delete(node.id); // it has ended its text
+  await ask(node, told(path(node.id)));
+}
+
+/** Ask for the text of an answer, or for more of it if the messages end with it. */
+async function ask(node, messages) {
+  const { conversation } = state;
   const run = { controller: new AbortController(), node, conversation };
   state.runs.set(conversation.id, run);
-  state.nodes.set(node.id, node);
-  const messages = told(path(parent));
   conversation.leaf = node.id;
   conversation.updated = Date.now();
   await Promise.all([store.saveConversation(conversation), save(node)]);
@@ -283,22 +299,27 @@ async function save(node) {
   }
 }
 
+/** A message as the server has it. An answer that goes on has its thinking, which templates may show. */
+const messageOf = ({ role, content, thought }, goesOn) => ({ role, content, ...(goesOn && thought ? { reasoning_content: thought } : {}) });
+
 function requestOf(conversation, messages) {
+  const goesOn = !isUsers(messages.at(-1));
   const system = conversation.system ? [{ role: "system", content: conversation.system }] : [];
   const thinking = conversation.thinking ? { chat_template_kwargs: { enable_thinking: conversation.thinking === "on" } } : {};
   return {
     model: state.model ?? "any",
-    messages: [...system, ...messages.map(({ role, content }) => ({ role, content }))],
+    messages: [...system, ...messages.map((node) => messageOf(node, goesOn && node === messages.at(-1)))],
     stream: true,
     offspec: { passes: true },
     ...conversation.sampling,
     ...thinking,
+    ...(goesOn ? { continue_final_message: true } : {}),
   };
 }
 
-/** The events of an answer. Once a person wished so, the oldest turns are left out of a full context. */
+/** The events of an answer. Once a person wished so, the oldest turns are left out of a new one's full context. */
 async function* eventsOf({ conversation, node, controller: { signal } }, messages) {
-  const within = conversation.leavesOut ? await withinContext(conversation, messages, signal) : messages;
+  const within = conversation.leavesOut && isUsers(messages.at(-1)) ? await withinContext(conversation, messages, signal) : messages;
   if (within.length < messages.length) {
     node.first = within[0].id;
     node.numLeftOut = messages.filter(isUsers).length - within.filter(isUsers).length;
@@ -364,15 +385,22 @@ async function receive(run, messages) {
   }
 }
 
+/** The figures of an answer's last request, with the tokens and passes of those before it. */
+function withEarlier(figures, earlier) {
+  if (!earlier) return figures;
+  const [num_tokens, num_passes] = [earlier.num_tokens + figures.num_tokens, earlier.num_passes + figures.num_passes];
+  return { ...figures, num_tokens, num_passes, num_prompt_tokens: figures.num_prompt_tokens - earlier.num_tokens };
+}
+
 /** Take an event of an answer into its node. */
 function take(node, data) {
   const report = data.offspec;
   if (report) {
     const { pass, ...figures } = report;
-    node.figures = figures;
+    node.figures = withEarlier(figures, node.earlier);
     if (pass) {
       const passes = passesOf(node);
-      passes.push({ ...pass, number: figures.num_passes });
+      passes.push({ ...pass, number: node.figures.num_passes });
       if (passes.length > MOST_PASSES) passes.splice(0, passes.length - MOST_PASSES);
       for (const { text, source } of pass.tokens) node.tokens.push([text, source]);
     }

@@ -66,6 +66,7 @@ export class MessageView {
       ...[
         branches,
         isOver && node.role === "assistant" ? button(node.state === "failed" ? "Retry" : "Regenerate", () => actions.regenerate(node)) : null,
+        isOver && isCut(node) && actions.canGoOn(node) ? button("Continue", () => actions.goOn(node)) : null,
         isOver && node.isFull && actions.canLeaveOut(node) ? button("Go on without the oldest turns", () => actions.leaveOut(node)) : null,
         isOver && node.role === "user" ? button("Edit", () => this.#edit()) : null,
         isOver ? copyButton(() => node.content) : null,
@@ -75,7 +76,8 @@ export class MessageView {
   }
 
   #hasText() {
-    return Boolean(this.node.content || this.node.thought);
+    const { content, thought, numBegun } = this.node;
+    return numBegun ? content.length > numBegun : Boolean(content || thought);
   }
 
   #drawUser() {
@@ -137,6 +139,11 @@ export class MessageView {
     this.body.replaceChildren(el("div", { className: "editor" }, field, bar));
     field.focus();
   }
+}
+
+/** Whether an answer's text may go on: it has some, and was cut, but not by a full context. */
+function isCut({ role, content, state, finish, isFull }) {
+  return role === "assistant" && content && !isFull && (state !== "done" || finish === "length");
 }
 
 function stateOf({ state, error, finish, isFull, numLeftOut }) {

@@ -9,6 +9,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any
@@ -20,7 +21,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from offspec import Engine
+from offspec import Engine, SamplingParams
 from offspec.cli.serve import listening
 from offspec.cli.server.page_routes import HEADERS, page_routes
 
@@ -43,6 +44,7 @@ TREE = {
     "accepted": [0],
 }
 FULL = {"error": {"message": "the context is too small", "code": "context_length_exceeded"}}
+CUT = {"choices": [{"delta": {}, "finish_reason": "length"}]}
 FAULTS = """
     const [done] = arguments, of = (fault) => [fault.impact, fault.id, fault.nodes.map((node) => node.html)];
     axe.run().then((found) => done(found.violations.map(of)));
@@ -134,6 +136,12 @@ RENAME = """
     const field = document.querySelector("#conversations input");
     field.value = arguments[0];
     field.dispatchEvent(new KeyboardEvent("keydown", { key: "Enter" }));
+"""
+STORED = """
+    import("/page/store.js").then(async (store) => {
+      const nodes = await store.nodesOf(sessionStorage.getItem("offspec.open"));
+      arguments[0](nodes.sort((one, other) => one.created - other.created).map(({ content }) => content));
+    });
 """
 SHOW_CUT = """
     const [text, done] = arguments;
@@ -337,6 +345,43 @@ def test_stop_keeps_what_came_and_leaves_the_server(page: Browser, fake: FakeSer
     fake.script = lambda body: iter(["again"])
     page.say("more")
     page.until("return [...document.querySelectorAll('.assistant .body')].at(-1).innerText === 'again'")
+
+
+def test_a_cut_answer_goes_on_in_its_message(page: Browser, fake: FakeServer) -> None:
+    """Cut by its length, by the person, by a server that fails, and at its end; each time it keeps what came."""
+
+    def failing() -> Iterator[Any]:
+        yield from (" three", failure)
+        raise OSError
+
+    gate, failure = Event(), Event()
+    scripts = iter([[{"reasoning_content": "Hm."}, "**one", passed(), CUT], [" two", gate], failing(), [gate, "**"]])
+    fake.script = lambda body: iter(next(scripts))
+    page.say("hi")
+    answer, state = page.wait_for_answer, partial(page.text, ".assistant .state")
+    assert (answer().split("\n")[-1], state()) == ("**one", "cut at its greatest length")
+    page.press("Continue", ".assistant")
+    page.until("return document.querySelector('.assistant .body')?.innerText.endsWith('**one two')")
+    page.keys("\ue00c")  # Escape
+    assert (answer().split("\n")[-1], state()) == ("**one two", "stopped")
+    page.driver.refresh()
+    page.press("Continue", ".assistant")
+    page.until("return document.querySelector('.assistant .body')?.innerText.endsWith('**one two three')")
+    failure.set()
+    page.until("return document.querySelector('.assistant .state')?.innerText.startsWith('ended early')")
+    assert answer().split("\n")[-1] == "**one two three"
+    page.press("Continue", ".assistant")
+    page.until("return document.querySelector('.assistant .state')?.innerText === 'waiting for other answers'")
+    gate.set()
+    assert (answer().split("\n")[-1], state()) == ("one two three", "")
+    assert page.texts(".assistant .foot button") == ["Regenerate", "Copy"]
+    assert (page.texts(".branches"), page.texts(".assistant .prose strong")) == ([], ["one two three"])
+    begun = [body["messages"][1] for body in fake.bodies[1:]]
+    assert begun == [
+        {"role": "assistant", "content": text, "reasoning_content": "Hm."}
+        for text in ("**one", "**one two", "**one two three")
+    ]
+    assert [body.get("continue_final_message") for body in fake.bodies] == [None, True, True, True]
 
 
 def test_a_reload_keeps_what_came_and_ends_the_answer(page: Browser, fake: FakeServer) -> None:
@@ -653,6 +698,10 @@ def test_a_real_answer_has_a_tree(browsers: Browser, engine: Engine) -> None:
         assert browsers.wait_for_answer()
         browsers.click("#insight-button")
         assert browsers.run("return document.querySelectorAll('#insight .node').length") > 1
+        browsers.press("Continue", ".assistant")
+        browsers.until("return document.querySelector('.assistant .foot').innerText.startsWith('Regenerate\\nCopy')")
+        _, answer = browsers.driver.execute_async_script(STORED)
+        assert answer == engine.complete([{"role": "user", "content": "def area("}], SamplingParams(32))
         assert browsers.errors() == []
         with closing(client.open("GET", "/")) as connection:
             headers = connection.getresponse().headers
