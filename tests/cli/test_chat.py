@@ -15,7 +15,7 @@ from offspec.cli import chat as chat_module
 from offspec.cli import terminal
 from offspec.cli.line_input import TerminalInput, is_open, open_history, unquoted
 from offspec.cli.main import run
-from offspec.cli.terminal import wrapped
+from offspec.cli.terminal import CONTROLS, wrapped
 from offspec.scheduler.pace.speculation_switch import SpeculationSwitch
 from offspec.session import Session, Turn
 
@@ -495,7 +495,7 @@ def test_keys_typed_during_a_reply_are_the_next_lines(
 
 @pytest.fixture
 def chat_args(pair: Pair) -> Sequence[object]:
-    return ("chat", pair.target, "--draft", "none", "--device", "cpu", "-n", 8)
+    return ("chat", pair.target, "--draft", "none", "--device", "cpu", "-n", 8, "--seed", 3)
 
 
 def kept(folder: Path) -> dict[Path, list[str]]:
@@ -516,7 +516,7 @@ def test_a_conversation_on_a_terminal_is_kept_and_resumed(
     assert file.stat().st_mode & 0o077 == 0
     again = offspec_at_terminal(*chat_args, "--resume", typed=["/system", "/set temperature 0.5", "last"])
     assert tells(again.err, "2 turns loaded")
-    reply = saved(file)["turns"][1]["reply"].rstrip()
+    reply = saved(file)["turns"][1]["reply"].rstrip().translate(CONTROLS)
     assert f"Ctrl-D exits.\n>>> more\n{reply}\n\n" in again.out, "what was said last"
     assert ">>> hi" not in again.out
     assert "\nBe brief.\n" in again.out
