@@ -328,7 +328,7 @@ class Chat:
         num_errors = 0
         while True:
             try:
-                if not self.do(lines.read(self._edited or "")):
+                if not self.do(self._read(lines)):
                     return num_errors
             except EOFError:
                 return num_errors
@@ -340,6 +340,15 @@ class Chat:
             except Exception as exc:  # noqa: BLE001 (no error may lose the conversation)
                 num_errors += 1
                 self._tell_error(exc)
+
+    def _read(self, lines: LineInput) -> str:
+        """Raises EOFError also where nothing can be read any more: the terminal is gone and SIGHUP ignored (nohup)."""
+        try:
+            return lines.read(self._edited or "")
+        except BrokenPipeError:
+            raise
+        except OSError as exc:
+            raise EOFError from exc
 
     def do(self, line: str) -> bool:
         """Process one message or command; False if it ends the chat. Raises OffspecError."""

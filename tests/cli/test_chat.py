@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import sys
 from collections.abc import Callable, Sequence
@@ -521,6 +522,22 @@ def test_a_conversation_on_a_terminal_is_kept_and_resumed(
     assert ">>> hi" not in again.out
     assert "\nBe brief.\n" in again.out
     assert kept(tmp_path) == {file: ["hi", "more", "last"]}
+
+
+def test_a_terminal_that_is_gone_ends_the_chat(
+    chat_args: Sequence[object], offspec_at_terminal: Offspec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With `nohup`, no signal tells of it."""
+
+    class Gone:
+        tries = iter([OSError(errno.EIO, "Input/output error")] * 2 + [EOFError()])
+
+        def read(self, proposed: str = "") -> str:
+            raise next(self.tries)
+
+    monkeypatch.setattr(chat_module, "TerminalInput", lambda history, complete: Gone())
+    assert offspec_at_terminal(*chat_args).code == 0
+    assert len(list(Gone.tries)) == 2, "it was read again"
 
 
 def test_another_conversation_has_another_file(
