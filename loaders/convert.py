@@ -59,7 +59,7 @@ _SAFETENSORS_DTYPES = {torch.uint8: "U8", torch.float32: "F32", torch.float16: "
 _SPARE_BYTES = 2**20  # headers, config.json, tokenizer
 _LAYOUT = 1  # version of the result's layout; a run may not resume a conversion with another layout
 _MOST_TRIES = 100  # to lock a marker that other processes make and remove
-MOST_THREADS = 16  # that pack; beyond a few, only searches for scales gain
+MOST_THREADS = 8  # that pack, about as many as a layer has matrices: each holds one in memory
 
 Progress = Callable[[int, int], None]
 PackerOf = Callable[[str, tuple[int, ...]], Packer | None]  # a weight's name and shape → its packer; None: not packed
