@@ -41,8 +41,8 @@ def test_the_next_process_begins_with_what_was_observed(monkeypatch: pytest.Monk
 
 
 def test_another_arithmetic_begins_anew() -> None:
-    arithmetics: tuple[Literal["exact", "fast"], ...] = ("exact", "fast")
-    for arithmetic in arithmetics:
+    ways: tuple[Literal["exact", "fast"], ...] = ("exact", "fast")
+    for arithmetic in ways:
         with _loaded(arithmetic) as engine:
             _generate(engine)
     assert len(_kept()) == 2
