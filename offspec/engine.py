@@ -31,7 +31,6 @@ from .model.memory.text_caches import TextCaches
 from .planning.plan import Plan
 from .running.batch import Batch, Ticket
 from .running.checked_request import CheckedRequest, Observer
-from .running.kept_costs import keep_costs
 from .running.models import Models
 from .running.passes import run_alone
 from .running.request import Request
@@ -167,7 +166,7 @@ class Engine:
 
     def close(self) -> None:
         """Free the memory and end the read-ahead threads. Afterwards `generate` raises UsageError."""
-        keep_costs(self.learnt.costs, self.models.costs_file)
+        self.models.keep_costs()
         self.loaded.close()
         self.draft.close()
 

@@ -18,7 +18,7 @@ from ..loading import LoadedTarget
 _REVISION = 1  # of the file's content; files of other revisions are ignored
 
 
-def costs_file(loaded: LoadedTarget, draft: Draft) -> Path | None:
+def kept_costs_file(loaded: LoadedTarget, draft: Draft) -> Path | None:
     """The file for these models where they lie; None where nothing is predicted, or nothing may be kept."""
     plan, target = loaded.plan, loaded.decoder
     if plan is None or loaded.rates is None or loaded.is_deterministic:
@@ -31,17 +31,17 @@ def costs_file(loaded: LoadedTarget, draft: Draft) -> Path | None:
     return measured_file("costs", [_REVISION, machine, drafting, arithmetic, placement])
 
 
-def keep_costs(costs: Costs, file: Path | None) -> None:
+def write_costs(costs: Costs, file: Path | None) -> None:
     """Write what was observed, if anything was."""
     if file is not None and (passes := costs.target.observed()):
         write_measured(file, {"pass": passes, "round": costs.draft.observed()})
 
 
-def recall_costs(costs: Costs, file: Path | None) -> None:
+def read_costs(costs: Costs, file: Path | None) -> None:
     """Correct predictions by what an earlier process observed; a missing or damaged file changes nothing."""
     content = {} if file is None else read_measured(file)
-    costs.target.recall(_pairs(content.get("pass")))
-    costs.draft.recall(_pairs(content.get("round")))
+    costs.target.expect(_pairs(content.get("pass")))
+    costs.draft.expect(_pairs(content.get("round")))
 
 
 def _pairs(content: Any) -> Iterable[tuple[int, float]]:

@@ -18,7 +18,7 @@ from ..model.decoder import Decoder
 from ..model.memory.text_caches import TextCaches
 from ..planning.out_of_memory import retry_out_of_memory
 from ..text.tokenizer import Tokenizer
-from .kept_costs import costs_file, recall_costs
+from .kept_costs import kept_costs_file, read_costs, write_costs
 
 
 @dataclass(eq=False)
@@ -34,13 +34,18 @@ class Models:
     draft: Draft
     index: SuffixIndex | None = None
     learnt: EstimatesAndRecall = field(init=False)
-    costs_file: Path | None = field(init=False)
+    _costs_file: Path | None = field(init=False)  # for the placement that the models were loaded with
 
     def __post_init__(self) -> None:
         self.learnt = self._new_learnt()
-        self.costs_file = costs_file(self.loaded, self.draft)
-        recall_costs(self.learnt.costs, self.costs_file)
+        self._costs_file = kept_costs_file(self.loaded, self.draft)
+        read_costs(self.learnt.costs, self._costs_file)
         self.draft.prepare(self.loaded.max_context)
+
+    def keep_costs(self) -> None:
+        """Keep what passes took for the next process, unless layers have moved since: then it is of two placements."""
+        if kept_costs_file(self.loaded, self.draft) == self._costs_file:
+            write_costs(self.learnt.costs, self._costs_file)
 
     @property
     def target(self) -> Decoder:

@@ -64,7 +64,7 @@ class CostCurve:
         seen = np.flatnonzero(self._weights > self.RATE / 2)
         return [(round(2 ** self.KNOTS[i]), float(self._sums[i] / self._weights[i])) for i in seen]
 
-    def recall(self, observed: Iterable[tuple[int, float]]) -> None:
+    def expect(self, observed: Iterable[tuple[int, float]]) -> None:
         """Correct the prediction by what an earlier process observed, each as one observation. Knots stay unknown."""
         for rows, seconds in observed:
             if self._scaled is not None:

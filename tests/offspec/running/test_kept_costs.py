@@ -11,6 +11,7 @@ import pytest
 from offspec import Engine, SamplingParams
 from offspec.loaders.files.user_folders import user_folder
 from offspec.loading import LoadedTarget
+from offspec.planning.plan import Plan
 
 ROWS = np.array([1, 64])
 CONTENTS = (b"", b"\0\1", b"[1]", b'{"pass": 3}', b'{"pass": [[0, 1.0], [1, -1.0], ["a"], 7, [4, NaN], [true, 1.0]]}')
@@ -46,6 +47,14 @@ def test_another_arithmetic_begins_anew() -> None:
         with _loaded(arithmetic) as engine:
             _generate(engine)
     assert len(_kept()) == 2
+
+
+def test_what_two_placements_took_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as after memory ran out, and layers were loaded again elsewhere."""
+    with _loaded() as engine:
+        engine.learnt.costs.target.observe(8, 1.0)
+        monkeypatch.setattr(Plan, "tiers", "7 resident, 1 on disk")
+    assert _kept() == []
 
 
 @pytest.mark.parametrize("content", CONTENTS)
