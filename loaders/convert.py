@@ -51,7 +51,7 @@ from .formats.core import Packer
 from .formats.plain import FloatPacker
 from .formats.process_state import one_thread
 from .machine.hardware import read_cores
-from .params import FLOAT_FORMATS, LOSSLESS_FORMAT, MXFP4, QUANT_TYPES, ConvertParams
+from .params import FLOAT_FORMATS, LOSSLESS_FORMAT, MADE_MIXTURES, MXFP4, QUANT_TYPES, ConvertParams
 from .streaming.weights import split_names
 from .units import format_quantity
 
@@ -203,14 +203,22 @@ def _job(checkpoint: Checkpoint, params: ConvertParams) -> dict[str, Any]:
     job: dict[str, Any] = {**asdict(params), "layout": _LAYOUT, "source": _fingerprint(checkpoint)}
     if (packer := packer_for(params)) is not None:
         job |= packer.versions
+    if params.imatrix is not None:
+        job["imatrix"] = _stamp(Path(params.imatrix))
     return job
+
+
+def _stamp(path: Path) -> tuple[str, int, int]:
+    """What tells a file from another, without its content."""
+    stat = path.stat()
+    return path.name, stat.st_size, stat.st_mtime_ns
 
 
 def _fingerprint(checkpoint: Checkpoint) -> str:
     """A hash of the source's headers, its config.json, and its files' sizes and times; not of their contents."""
     tensors = sorted((i.name, i.dtype, i.shape, i.path.name, i.offset) for i in checkpoint.tensors.values())
     paths = sorted({info.path for info in checkpoint.tensors.values()})
-    stats = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
+    stats = [_stamp(path) for path in paths]
     return hashlib.sha256(json.dumps([tensors, stats, dict(checkpoint.config)]).encode()).hexdigest()
 
 
@@ -353,7 +361,7 @@ class _Work:
             _refuse_foreign(checkpoint)
         else:
             weights = stored_weights(checkpoint.tensors, formats_in(checkpoint))
-            if params.format in QUANT_TYPES:
+            if params.format in (*QUANT_TYPES, *MADE_MIXTURES):
                 _refuse_four_bit(checkpoint, weights)
             if self._packer.is_lossless:
                 _refuse_packed(checkpoint, weights)

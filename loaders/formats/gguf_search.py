@@ -1,8 +1,9 @@
 """Quantises matrices to GGUF's types as llama.cpp does: it searches a grid of scales for the least weighted error.
 
-Source: `quantize_row_*` of ggml-quants.c. Sums are added in another order than there, so that a few numbers in ten
-thousand are rounded to the neighbour. With an importance matrix [K], the mean square of each input, errors count by it.
-Without one, they count by the weights' own size. `gguf_pack` is faster and coarser in 4 bits; drafts use it.
+Source: `quantize_row_*` of ggml-quants.c. Sums are added in another order than there. Where several scales fit nearly
+alike, that decides, so up to a twentieth of the numbers (Q5_K) differ, with equal errors. With an importance matrix
+[K], the mean square of each input, errors count by it. Without one, they count by the weights' own size. `gguf_pack` is
+faster, and coarser in 4 bits; shadows use it.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from pathlib import Path
 from offspec.loaders.convert import Conversion as Conversion
 from offspec.loaders.convert import MatrixChoice, PackerOf, Progress
 from offspec.loaders.convert import convert as convert_layers
-from offspec.loaders.files.checkpoint import Checkpoint, without
+from offspec.loaders.files.checkpoint import Checkpoint, show, without
 from offspec.loaders.files.hub import resolve
 from offspec.loaders.formats import blank_tensors
 from offspec.loaders.formats.core import Packer
@@ -18,7 +18,7 @@ from offspec.loaders.formats.gguf_pack import GgufPacker
 from offspec.loaders.formats.gguf_search import search_rows
 from offspec.loaders.params import MADE_MIXTURES, ConvertParams
 
-from ..errors import CheckpointError, UnsupportedModelError
+from ..errors import CheckpointError, UnsupportedModelError, UsageError
 from ..model.config import ModelConfig, read_config
 from ..model.decoder import wanted_shapes
 from ..model.heads.mtp import mtp_names
@@ -72,7 +72,11 @@ def _packers(params: ConvertParams, checkpoint: Checkpoint) -> PackerOf:
         kind = mixture.type_of(config, inner, shape, layer)
         if name in kept or kind in ("F32", "F16") or not name.endswith(".weight"):
             return None
-        return GgufPacker(kind, partial(search_rows, importance=importances.get(name)))
+        importance = importances.get(name)
+        if importance is not None and len(importance) != shape[1]:
+            description = f"{params.imatrix}: has {len(importance)} inputs of {show(name)}, which has {shape[1]}"
+            raise UsageError(f"{description}; take the importance matrix of this very model")
+        return GgufPacker(kind, partial(search_rows, importance=importance))
 
     return packer_of
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -82,7 +83,9 @@ def test_a_file_of_no_use_is_refused(pair: Pair, tmp_path: Path) -> None:
     negative = write_imatrix(tmp_path / "negative.gguf", {"blk.0.attn_q.weight": -np.ones((1, 256), dtype=np.float32)})
     text = tmp_path / "imatrix.dat"
     text.write_bytes(b"imatrix")
+    wider = write_imatrix(tmp_path / "wider.gguf", {"blk.0.attn_q.weight": np.ones((1, 512), dtype=np.float32)})
     cases: list[tuple[Path, type[OffspecError], str]] = [
+        (wider, UsageError, "this very model"),
         (text, UsageError, "llama-imatrix -o"),
         (other, UsageError, "of this model"),
         (negative, CheckpointError, "damaged"),
@@ -92,6 +95,28 @@ def test_a_file_of_no_use_is_refused(pair: Pair, tmp_path: Path) -> None:
             converted(pair.target, tmp_path / f"of-{file.stem}", "q4_k_m", file)
     with pytest.raises(UsageError, match="imatrix"):
         ConvertParams("nf4", imatrix="imatrix.gguf")
+
+
+def test_a_run_with_another_imatrix_does_not_go_on(pair: Pair, tmp_path: Path) -> None:
+    """At the same path: the file's size and time are part of what the result depends on."""
+    file = write_imatrix(tmp_path / "imatrix.gguf", {"blk.0.attn_q.weight": np.ones((1, 256), dtype=np.float32)})
+    params = ConvertParams("q4_k_m", imatrix=str(file))
+
+    def stop(done: int, total: int) -> None:
+        if done > total / 2:  # some files are there
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        convert(pair.target, tmp_path / "made", params, progress=stop)
+    os.utime(file, (1, 1))
+    with refused(UsageError, "unfinished", "imatrix"):
+        convert(pair.target, tmp_path / "made", params)
+
+
+def test_four_bits_are_not_rounded_again(pair: Pair, tmp_path: Path) -> None:
+    convert(pair.target, tmp_path / "nf4", ConvertParams("nf4"))
+    with refused(CheckpointError, "already quantised", "16-bit"):
+        convert(tmp_path / "nf4", tmp_path / "made", ConvertParams("q4_k_m"))
 
 
 def test_a_model_without_known_names_is_refused(pair: Pair, tmp_path: Path) -> None:
