@@ -11,7 +11,6 @@ import click
 
 from offspec import CONVERT_FORMATS, LOSSLESS_FORMAT, SHADOW_FORMATS, ConvertParams, format_quantity
 from offspec.errors import OffspecError
-from offspec.loaders.params import MADE_MIXTURES, QUANT_TYPES
 from offspec.user_files import expand_home
 
 from .flag_declarations import OffspecCommand, option
@@ -113,7 +112,7 @@ def command(
             bar.clear()
     if shadow is None:
         _warn_of_a_model_not_run(done.path)
-    if form in (*QUANT_TYPES, *MADE_MIXTURES) and done.result_bytes > done.source_bytes and not quiet:
+    if form in ("nf4", "fp4") and done.result_bytes > done.source_bytes and not quiet:
         click.echo("offspec: the result is larger than the source, and its weights are rounded twice", err=True)
     if as_json:
         summary = {"source": src, "target": str(done.path), "format": done.format, "num_files": done.num_files}
