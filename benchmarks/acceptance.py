@@ -61,7 +61,7 @@ def measure(
 def with_residents(engine: Engine, bits: int, count: int) -> Engine:
     """The same target with a shadow of all layers but `count`, as if these alone stayed in memory."""
     assert engine.plan is not None
-    shadow = find_shadow(engine.plan.demand.target, bits)
+    shadow = find_shadow(engine.plan.inputs.target, bits)
     assert shadow is not None, "loading the engine has made it"
     layers = range(engine.target.config.num_layers)
     return engine.with_draft(load_shadow(shadow, engine.target, set(layers) - set(spread(len(layers), count))))

@@ -411,7 +411,7 @@ def _caches(forecast: Forecast) -> list[str]:
     seconds = f"s per pass of {GAIN_WIDTH}"
     rows = [["--kv-cache", "entries", "a token", of_context, "in RAM", "resident", seconds, "behind a full context"]]
     for prospect in forecast.caches:
-        name = prospect.name + (" (planned)" if prospect.name == forecast.plan.demand.target.kv.name else "")
+        name = prospect.name + (" (planned)" if prospect.name == forecast.plan.inputs.target.kv.name else "")
         sizes = [format_size(prospect.token_bytes), format_size(prospect.context_bytes), _cell(prospect.ram_bytes)]
         resident = (
             f"{len(prospect.plan.placement.resident)} of {len(prospect.plan.layers)}"

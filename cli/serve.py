@@ -48,8 +48,8 @@ from .options import (
 if TYPE_CHECKING:
     from offspec import Engine
 
+    from .server.model_manager import ModelManager
     from .server.service import Service
-    from .server.shelf import ModelManager
 
 MAX_NEW_TOKENS = 4096  # a model ends its answers itself, and clients may request fewer
 # Wildcard address → an unassigned outside address (RFC 5737, RFC 3849), and the loopback address.
@@ -178,7 +178,7 @@ def command(
             return Service(engine, speculation, most_waiting=max_queue, most_texts=parallel, notify=notify)
 
         if models is not None:
-            from .server.shelf import ModelManager
+            from .server.model_manager import ModelManager
 
             make = partial(_service_in, loading=loading, service_of=service_of)
             with closing(ModelManager(model_paths, make, notify)) as manager:

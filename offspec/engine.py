@@ -20,14 +20,14 @@ from offspec.scheduler.trees.constraint import TokenConstraint
 
 from .checkpoints.opening import Note
 from .drafts.base import NEEDS_DRAFT_MODEL, Draft
-from .drafts.learnt import EstimatesAndRecall
+from .drafts.draft_stats import DraftStats
 from .drafts.without_model import NoDraft
 from .errors import OffspecError, UsageError
 from .load_options import AnyPath, LoadOptions, LoadSettings
 from .loading import LoadedTarget, load
 from .model.decoder import Decoder
 from .model.exactness import reason_of
-from .model.memory.text_caches import TextCaches
+from .model.memory.request_caches import RequestCaches
 from .planning.plan import Plan
 from .running.batch import Batch, Ticket
 from .running.checked_request import CheckedRequest, Observer
@@ -155,9 +155,9 @@ class Engine:
         return reason_of(self.target)
 
     @property
-    def learnt(self) -> EstimatesAndRecall:
+    def draft_stats(self) -> DraftStats:
         """The estimates about the draft that are kept from request to request."""
-        return self.models.learnt
+        return self.models.stats
 
     @property
     def lookup_index(self) -> SuffixIndex | None:
@@ -202,7 +202,7 @@ class Engine:
         params: SamplingParams | None = None,
         speculation: SpeculationParams | None = None,
         *,
-        caches: TextCaches | None = None,
+        caches: RequestCaches | None = None,
         observer: Observer | None = None,
     ) -> Generator[Step, None, None]:
         """Generate text for a prompt: an iterator with one `Step` per pass.
@@ -318,7 +318,7 @@ class Engine:
         stats.learn_s, stats.learn_steps = learnt.seconds, learnt.num_steps
         stats.learnt_loss, stats.unlearnt_loss = learnt.loss, learnt.loss_before
 
-    def new_caches(self, num_tokens: int = 0, num_nodes: int = 0) -> TextCaches:
+    def new_caches(self, num_tokens: int = 0, num_nodes: int = 0) -> RequestCaches:
         """Empty KV caches of one text, to pass as `caches` to several requests.
 
         They have room for `num_tokens` tokens and a tree of `num_nodes` nodes at once, and grow as needed. If device
@@ -333,7 +333,7 @@ class Engine:
 
     def sharpness(self, *, greedy: bool) -> float:
         """The sharpness fitted so far (see `scheduler.pace.calibration`)."""
-        return self.learnt.calibration.sharpness(greedy=greedy).value
+        return self.draft_stats.calibration.sharpness(greedy=greedy).value
 
 
 def _steps_of(batch: Batch, indices: Mapping[Ticket, int]) -> Generator[tuple[int, Step], None, None]:

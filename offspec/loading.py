@@ -14,7 +14,7 @@ import torch
 from offspec.loaders.accelerators.accelerator import Accelerator, accelerator_of
 from offspec.loaders.formats.products import in_arithmetic
 from offspec.loaders.kernels.byte_product import FORMS
-from offspec.loaders.machine.card_choices import keep_ways
+from offspec.loaders.machine.card_choices import keep_kernels
 from offspec.loaders.machine.hardware import Rates, pinning_remedy, read_hardware
 from offspec.loaders.machine.heap import return_large_blocks
 from offspec.loaders.params import EXACT, FAST, INT8
@@ -36,9 +36,9 @@ from .load_options import AUTO, LoadOptions
 from .model.decoder import Decoder
 from .model.exactness import is_exact_by_default, reason_against_exactness, reason_of
 from .model.memory.kv_in_ram import EntriesInRam
-from .model.memory.text_memory import TextMemory, total_bytes
+from .model.memory.sequence_cache import SequenceCache, total_bytes
 from .planning.draft_forecast import Guessing, round_s
-from .planning.memory import MemoryOptions, MemoryUse, MemoryUser, Room
+from .planning.memory import MemoryOptions, MemoryUse, MemoryUser, Reservation
 from .planning.out_of_memory import explain_out_of_memory, retry_out_of_memory, with_fewer_residents
 from .planning.parked_texts import ParkedTexts
 from .planning.plan import Plan, with_faster_residents
@@ -103,7 +103,7 @@ class LoadedTarget:
         self.plan_without_draft: Plan | None = None  # of a streamed target that has a draft
         self._memory, self._streamed_before = memory, 0
         self._has_weights, self._is_closed = True, False
-        self._caches = WeakSet[TextMemory]()
+        self._caches = WeakSet[SequenceCache]()
         self._spill_watch = spill_watch(decoder.device)
 
     @property
@@ -136,7 +136,7 @@ class LoadedTarget:
         """Rows → predicted seconds of a draft round, by the same rates."""
         assert self.plan is not None
         assert self.rates is not None
-        rates_of = ProductRates(self.plan.demand.target, self.rates, self.decoder.device.type)
+        rates_of = ProductRates(self.plan.inputs.target, self.rates, self.decoder.device.type)
         return partial(round_s, self.plan, guessing, rates_of)
 
     def note_once(self, note: Note) -> None:
@@ -162,7 +162,7 @@ class LoadedTarget:
         copied = 0 if entries is None else entries.copies.num_bytes
         return self._streamed_before + self.decoder.weights.bytes_streamed + copied
 
-    def make_kv_room(self, cache: TextMemory, num_entries: int) -> None:
+    def make_kv_room(self, cache: SequenceCache, num_entries: int) -> None:
         """Call this before a text's cache grows to `num_entries` entries.
 
         Memory within the limit that no text's cache needs holds some of the layers on disk. This frees these layers
@@ -171,7 +171,7 @@ class LoadedTarget:
         plan, weights = self.plan, self.decoder.weights
         if plan is None or not isinstance(weights, TieredWeights) or plan.placement.limits.device is not None:
             return
-        files = plan.demand.target
+        files = plan.inputs.target
         self._caches.add(cache)
         of_texts = (KV_ITEM, WINDOWS_ITEM, STATES_ITEM)
         planned = sum(item.on_device for item in plan.placement.items if item.name in of_texts)
@@ -241,7 +241,7 @@ class PlannedMemory:
 
     def load_decoder(self) -> Decoder:
         """Load the target's weights, and make its decoder. Raises torch.OutOfMemoryError."""
-        files, context = self.plan.demand.target, self.plan.context
+        files, context = self.plan.inputs.target, self.plan.context
         files = replace(files, config=files.config.for_context(context))
         decoder = decoder_over(files, self.load_weights(), self.device)
         decoder.entries_in_ram, decoder.forgets = self.entries_in_ram(), files.forgets
@@ -250,7 +250,7 @@ class PlannedMemory:
     def entries_in_ram(self) -> EntriesInRam | None:
         """The layers whose KV entries the plan puts in RAM, for caches made from now on."""
         far = self.plan.placement.entries_in_ram
-        return EntriesInRam(frozenset(far), self.plan.demand.target.kv, CopyStream(self.device)) if far else None
+        return EntriesInRam(frozenset(far), self.plan.inputs.target.kv, CopyStream(self.device)) if far else None
 
     def settle(self, *, can_reduce: bool) -> None:
         """Call this after loading; earlier failures no longer count. can_reduce: `reduce_residents` may be used again.
@@ -294,7 +294,7 @@ class MachineRates:
 
     def measure(self, plan: Plan) -> tuple[float | None, Rates]:
         """Bytes/s of the links that move the streamed layers (None: nothing is streamed), and the rates for `plan`."""
-        target, tiers = plan.demand.target, plan.placement.tiers
+        target, tiers = plan.inputs.target, plan.placement.tiers
         if tiers not in self._known:
             choose_products([(target, plan.placement.is_resident)], self.device)
             link = measure_link(plan, self.device)
@@ -307,12 +307,12 @@ class MachineRates:
     def arithmetic(self, plan: Plan) -> str:
         """The arithmetic of the plan's target. Raises UsageError if the user's choice cannot be followed."""
         is_streamed = not plan.placement.is_resident
-        return choose_arithmetic(self._arithmetic, plan.demand.target, self.device, is_streamed=is_streamed)
+        return choose_arithmetic(self._arithmetic, plan.inputs.target, self.device, is_streamed=is_streamed)
 
     def of_products(self, plan: Plan) -> ProductRates:
         """The rates of products with the matrices of the plan's target, and of drafts, which need not be exact."""
         _, rates = self.measure(plan)
-        return ProductRates(plan.demand.target, rates, self.device.type, self._fast[plan.placement.tiers])
+        return ProductRates(plan.inputs.target, rates, self.device.type, self._fast[plan.placement.tiers])
 
 
 @dataclass(frozen=True)
@@ -335,7 +335,7 @@ def load(options: LoadOptions) -> LoadedParts:
     notes: list[Note] = []
     device = choose_device(options.device, notes)
     if accelerator_of(device).has_own_memory:
-        keep_ways()
+        keep_kernels()
     if options.deterministic:
         fix_choices()
         notes.append(
@@ -374,7 +374,7 @@ class LookupIndex:
 
     files: Sequence[Path]
 
-    def memory_use(self, target: ModelFiles, room: Room) -> MemoryUse:
+    def memory_use(self, target: ModelFiles, reservation: Reservation) -> MemoryUse:
         resident, _ = lookup_memory_bytes(self.files)
         return MemoryUse((Item("lookup index", on_host=resident),))
 
@@ -466,7 +466,7 @@ def _weight_settings(options: LoadOptions, plan: Plan, rates: Rates, arithmetic:
     is_exact = arithmetic != FAST
     if is_exact:
         with in_arithmetic(arithmetic):
-            prepare_exact_products(plan.demand.target, is_resident=plan.placement.is_resident)
+            prepare_exact_products(plan.inputs.target, is_resident=plan.placement.is_resident)
     return WeightSettings(
         has_far_embedding=True,
         synchronous=options.synchronous,
@@ -492,7 +492,7 @@ def choose_arithmetic(arithmetic: str, files: ModelFiles, device: torch.device, 
 
 def load_planned(plan: Plan, device: torch.device, settings: WeightSettings) -> TieredWeights:
     """The plan's weights where it puts them. Raises what `load_weights` raises."""
-    return load_weights(plan.demand.target, plan.placement, device, settings)
+    return load_weights(plan.inputs.target, plan.placement, device, settings)
 
 
 def _unpinned(decoder: Decoder) -> list[Note]:

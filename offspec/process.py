@@ -18,7 +18,7 @@ import sys
 
 import torch
 
-from offspec.loaders.formats.on_gpu import FASTER_WAY
+from offspec.loaders.formats.on_gpu import FASTER_KERNEL
 from offspec.loaders.formats.process_state import FUSED_ROWS
 from offspec.loaders.formats.products import COSTS
 
@@ -78,5 +78,5 @@ def fix_choices() -> None:
     Kernels round differently, and times differ from run to run: so might the text, at near-ties where it is not exact.
     The choices belong to the process, so they are fixed for engines that are loaded later, too.
     """
-    for choices in (COSTS, FUSED_ROWS, FASTER_WAY):
+    for choices in (COSTS, FUSED_ROWS, FASTER_KERNEL):
         choices.is_fixed = True

@@ -27,8 +27,8 @@ from .checkpoints.kv_files import (
 )
 from .engine import Engine
 from .errors import CheckpointError, StorageError, UsageError
-from .model.memory.text_caches import TextCaches
-from .model.memory.text_memory import TextMemory
+from .model.memory.request_caches import RequestCaches
+from .model.memory.sequence_cache import SequenceCache
 from .model.memory.text_pool import WORTHWHILE, has_all_entries, num_common, own_cache
 from .running.checked_request import CheckedRequest
 from .running.passes import run_alone
@@ -89,7 +89,7 @@ class PromptCache:
         if message is not None:
             self._notify(message)  # not in the middle of the text
 
-    def read(self, caches: TextCaches, text: Sequence[int]) -> int:
+    def read(self, caches: RequestCaches, text: Sequence[int]) -> int:
         """Begin `caches` with the longest beginning of `text` in the file; returns its number of tokens, or 0."""
         if not self.path.exists():
             return 0
@@ -99,7 +99,7 @@ class PromptCache:
             self._notify(f"{exc}; it is ignored")
             return 0
 
-    def _read(self, caches: TextCaches, text: Sequence[int]) -> int:
+    def _read(self, caches: RequestCaches, text: Sequence[int]) -> int:
         engine, kept = self._engine, self._caches(caches)
         file = KVFile.open(self.path, engine.max_context, engine.target.config.vocab_size)
         if TARGET not in file.owners:
@@ -122,12 +122,12 @@ class PromptCache:
         self._notify(f"{number} of the prompt's {len(text)} tokens are in {self.path}")
         return number
 
-    def write(self, caches: TextCaches, num_tokens: int) -> None:
+    def write(self, caches: RequestCaches, num_tokens: int) -> None:
         """Write the first entries of a text, unless it is short. A file that cannot be written is told."""
         if (note := self._written(caches, num_tokens)) is not None:
             self._notify(note)
 
-    def _written(self, caches: TextCaches, num_tokens: int) -> str | None:
+    def _written(self, caches: RequestCaches, num_tokens: int) -> str | None:
         """`write`; returns what there is to tell."""
         if num_tokens < WORTHWHILE:
             return None
@@ -145,13 +145,13 @@ class PromptCache:
         except (StorageError, UsageError) as exc:
             return f"the KV entries of {num_tokens} tokens are not kept: {exc}"
 
-    def _caches(self, caches: TextCaches) -> dict[str, TextMemory]:
+    def _caches(self, caches: RequestCaches) -> dict[str, SequenceCache]:
         """The caches whose entries a file can hold, by part."""
         assert has_all_entries(caches)
         drafts = own_cache(caches.draft)
         return {TARGET: caches.target.cache} | ({} if drafts is None or self._draft_id is None else {DRAFT: drafts})
 
-    def _owner(self, part: str, cache: TextMemory) -> Owner:
+    def _owner(self, part: str, cache: SequenceCache) -> Owner:
         engine = self._engine
         if part == TARGET:
             return Owner.of(self._target_id, engine.target, cache)
@@ -162,7 +162,7 @@ class PromptCache:
     @cached_property
     def _target_id(self) -> str:
         assert self._engine.plan is not None
-        return model_identity(self._engine.plan.demand.target, self._engine.target.config)
+        return model_identity(self._engine.plan.inputs.target, self._engine.target.config)
 
     @cached_property
     def _draft_id(self) -> str | None:
@@ -170,7 +170,7 @@ class PromptCache:
         return None if files is None or decoder is None else model_identity(files, decoder.config)
 
 
-def _num_restorable(cache: TextMemory, num_tokens: int) -> int:
+def _num_restorable(cache: SequenceCache, num_tokens: int) -> int:
     """How many of a prompt's first tokens can be kept: all, or those before the last one, which is scored again."""
     most = num_tokens - 1 if cache.least_cut(num_tokens) else num_tokens
     return cache.copyable(min(cache.length, most))

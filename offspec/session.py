@@ -24,7 +24,7 @@ from offspec.scheduler.params import SamplingParams, SpeculationParams
 from .checkpoints.atomic_files import write_atomically
 from .engine import Engine
 from .errors import ContextLengthError, OffspecError, StorageError, UsageError
-from .model.memory.text_caches import SoleUser, TextCaches
+from .model.memory.request_caches import RequestCaches, SoleUser
 from .planning.plan import DEFAULT_CONTEXT
 from .prompt_cache import PromptCache
 from .running.steps import Step
@@ -274,7 +274,7 @@ def entries_path(path: str | PathLike[str]) -> Path:
     return Path(path).with_name(f"{Path(path).name}.kv")
 
 
-def lasting_caches(engine: Engine) -> TextCaches:
+def lasting_caches(engine: Engine) -> RequestCaches:
     """KV caches for requests that continue one another. They allocate the context asked for, and a tree, at once.
 
     Of a longer default context they allocate DEFAULT_CONTEXT, and grow: the plan has twice as much room for it. Without
@@ -282,7 +282,7 @@ def lasting_caches(engine: Engine) -> TextCaches:
     """
     if (plan := engine.plan) is None:
         return engine.new_caches()
-    was_asked_for = plan.demand.options.context is not None
+    was_asked_for = plan.inputs.options.context is not None
     return engine.new_caches(plan.context if was_asked_for else min(plan.context, DEFAULT_CONTEXT), plan.tree)
 
 

@@ -150,7 +150,7 @@ def _settings() -> Iterator[tuple[str, Any, Callable[[Any], object]]]:
             yield "measured rows of fused products", dict(rows._rows), partial(_refill, rows._rows)
         yield "fixed fused products", rows.is_fixed, partial(setattr, rows, "is_fixed")
     if module := sys.modules.get("offspec.loaders.formats.on_gpu"):
-        way = module.FASTER_WAY
+        way = module.FASTER_KERNEL
         if not has_gpu:
             yield "faster ways on a GPU", dict(way._is_kernel), partial(_refill, way._is_kernel)
             yield "kept ways on a GPU", way.kept, partial(setattr, way, "kept")

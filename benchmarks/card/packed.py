@@ -15,7 +15,7 @@ from benchmarks.grow import SHAPES, Shape
 from offspec import builtin
 from offspec.loaders.formats.bf16_bits import PackedBits, pack
 from offspec.loaders.formats.bf16_packed import PackedBf16Matrix
-from offspec.loaders.formats.on_gpu import FASTER_WAY
+from offspec.loaders.formats.on_gpu import FASTER_KERNEL
 from offspec.loaders.params import LOSSLESS_FORMAT
 from offspec.loaders.streaming.placement import Limits
 from offspec.loaders.streaming.tiers import TieredWeights, TierOptions
@@ -68,7 +68,7 @@ def _kernel(bench: Bench, shape: tuple[int, int]) -> dict[str, Any]:
         "bytes_per_s": (matrix.bits.num_bytes + out.nbytes) / seconds,
         "weights_per_s": plain.numel() / seconds,
         "bits_per_weight": 8 * matrix.bits.num_bytes / plain.numel(),
-        "is_triton": FASTER_WAY.is_kernel((matrix.form, torch.bfloat16), bench.device),
+        "is_triton": FASTER_KERNEL.is_kernel((matrix.form, torch.bfloat16), bench.device),
         "is_equal": torch.equal(out.cpu().view(torch.int16), plain.view(torch.int16)),
     }
 
@@ -99,7 +99,7 @@ def _planned(grown: Grown, limits: Limits) -> Plan:
 
 def _passes(bench: Bench, grown: Grown, plan: Plan) -> tuple[dict[str, Any], Tensor]:
     """Seconds of passes, and the logits of one."""
-    files = plan.demand.target
+    files = plan.inputs.target
     weights = TieredWeights(
         files.stored,
         plan.placement,

@@ -140,7 +140,7 @@ def own_draft(engine: Engine, name: str) -> Draft:
     if not number.isdecimal():
         sys.exit(f"Error: --own {name}: write the number of resident layers after a slash, e.g. shadow:3/9")
     assert engine.plan is not None
-    files, target = engine.plan.demand.target, engine.target
+    files, target = engine.plan.inputs.target, engine.target
     count = target.config.num_layers
     resident = spread(count, int(number))
     if kind.startswith(SHADOW):

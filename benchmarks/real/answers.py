@@ -117,8 +117,8 @@ def measure(way: Way, prompt: list[int], params: SamplingParams, meter: Meter) -
 
 
 def _forget_texts(engine: Engine) -> None:
-    fresh = engine.draft.new_learnt(engine.target)
-    engine.models.learnt = replace(engine.learnt, recall=fresh.recall, recycling=fresh.recycling)
+    fresh = engine.draft.new_stats(engine.target)
+    engine.models.stats = replace(engine.draft_stats, recall=fresh.recall, recycling=fresh.recycling)
 
 
 class Beside:

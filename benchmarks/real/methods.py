@@ -18,7 +18,7 @@ from offspec.drafts.base import Draft, DraftTask
 from offspec.drafts.model_draft import ModelDraft
 from offspec.drafts.recall import RecallingText
 from offspec.drafts.without_model import LookupDraft
-from offspec.model.memory.text_caches import DraftText
+from offspec.model.memory.request_caches import DraftText
 from offspec.scheduler.drafting.drafter import DraftRequest
 from offspec.scheduler.drafting.model_drafter import ModelDrafter
 from offspec.scheduler.pace.costs import Costs as LearntCosts
@@ -76,8 +76,8 @@ def telling_time(clock: VirtualClock) -> AbstractContextManager[Any]:
 def replayed_texts(engine: Engine, method: Method, recordings: Sequence[Recording], costs: Costs) -> list[Replayed]:
     """An exact method along recorded texts; its estimates are kept from text to text."""
     fresh, parts = method.fresh(engine), list[Replayed]()
-    fresh.learnt.overlap_switch = None  # the clock simulates overlap
-    fresh.learnt.costs = LearntCosts(lambda rows: MISPREDICTED * costs.pass_s(rows))
+    fresh.draft_stats.overlap_switch = None  # the clock simulates overlap
+    fresh.draft_stats.costs = LearntCosts(lambda rows: MISPREDICTED * costs.pass_s(rows))
     for recording in recordings:
         clock = VirtualClock()
         rounds, caches = ClockedDraft(clock, costs.round_s), fresh.new_caches()
@@ -87,7 +87,7 @@ def replayed_texts(engine: Engine, method: Method, recordings: Sequence[Recordin
         request = DraftRequest(sampler, num_unscored=len(recording.prompt_ids))
         task = DraftTask(caches.draft, fresh.target, request, method.speculation)
         with telling_time(clock), rounds.corrections():
-            drafter = fresh.draft.drafter(task, fresh.learnt)
+            drafter = fresh.draft.drafter(task, fresh.draft_stats)
             target = caches.target if needs_target(fresh.draft, method.speculation) else None
             layers = fresh.draft.target_layers
             parts.append(replay(recording, drafter, sampler, clock, costs, rounds, target, layers))

@@ -189,7 +189,7 @@ def exit_ways(engine: Engine, files: Sequence[Path]) -> Iterator[Way]:
 def exit_draft(engine: Engine, path: Path) -> SelfDraft:
     """The engine's target as its own draft, without a second copy. Raises OffspecError for a file that does not fit."""
     assert engine.plan is not None
-    target, placement = engine.plan.demand.target, engine.plan.placement
+    target, placement = engine.plan.inputs.target, engine.plan.placement
     file = ExitFile.open(path, target)
     if streamed := [layer for layer in placement.streamed if layer < file.exit_layer]:
         raise MemoryLimitError(f"{path} drafts with {file.exit_layer} layers, and layer {streamed[0]} is not in memory")

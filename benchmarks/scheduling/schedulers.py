@@ -29,7 +29,7 @@ from offspec.lab.opt_tree import OptTreeDrafter
 from offspec.lab.sequoia import MeasuredAcceptance, SequoiaDrafter
 from offspec.model.decoder import CachedDecoder, random_decoder
 from offspec.scheduler.drafting.drafter import Drafter, DraftRequest
-from offspec.scheduler.drafting.learnt import RunningEstimates
+from offspec.scheduler.drafting.estimates import RunningEstimates
 from offspec.scheduler.drafting.model_drafter import ModelDrafter
 from offspec.scheduler.guessing.lookup import Guesser, PromptLookup
 from offspec.scheduler.pace.controllers import Controller
@@ -137,11 +137,11 @@ class Bench:
         draft = self.draft
         if random_draft:
             draft = random_decoder(draft.config, seed=0, dtype=draft.dtype, device=draft.device)
-        learnt = RunningEstimates.nothing(
+        estimates = RunningEstimates.nothing(
             self.engine.target.config.vocab_size, lambda rows: MISPREDICTED * COSTS[costs].pass_s(rows)
         )
-        learnt.overlap_switch = None  # the clock simulates overlap
-        recall, own_controller = Recall(draft, self.engine.target), controller and controller(learnt.costs)
+        estimates.overlap_switch = None  # the clock simulates overlap
+        recall, own_controller = Recall(draft, self.engine.target), controller and controller(estimates.costs)
         parts: list[Replayed] = []
         for recording in self.recordings:
             clock = VirtualClock()
@@ -150,17 +150,17 @@ class Bench:
             sampler = recording.sampler(self.engine.target.config.vocab_size)
             drafter: Drafter
             if speculation.tree == "sequoia":
-                drafter = SequoiaDrafter(model, sampler, speculation, learnt.of_kind(MeasuredAcceptance))
+                drafter = SequoiaDrafter(model, sampler, speculation, estimates.of_kind(MeasuredAcceptance))
             elif speculation.tree == "opt-tree":
                 drafter = OptTreeDrafter(model, sampler, speculation)
             else:
-                guessers: list[Guesser] = [PromptLookup(learnt.lookups)] if speculation.lookup else []
-                guessers += [learnt.recycling] if speculation.recycling else []
+                guessers: list[Guesser] = [PromptLookup(estimates.lookups)] if speculation.lookup else []
+                guessers += [estimates.recycling] if speculation.recycling else []
                 drafter = ModelDrafter(
                     model,
                     DraftRequest(sampler),
                     speculation,
-                    learnt,
+                    estimates,
                     guessers=guessers,
                     corrector=recalling and ClockedCorrector(recalling, clock, COSTS[costs].round_s),
                     controller=own_controller,

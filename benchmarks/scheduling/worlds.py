@@ -23,7 +23,7 @@ from torch import Tensor
 
 from offspec import SamplingParams, SpeculationParams
 from offspec.scheduler.drafting.drafter import DraftRequest
-from offspec.scheduler.drafting.learnt import RunningEstimates
+from offspec.scheduler.drafting.estimates import RunningEstimates
 from offspec.scheduler.drafting.model_drafter import ModelDrafter
 from offspec.scheduler.trees.sampling import Sampler
 from offspec.scheduler.trees.token_tree import BoolArray, IntArray, TokenTree
@@ -179,11 +179,11 @@ def run_text(
 ) -> list[Pass]:
     """The first passes of a text. budget: None is `auto`, which sees each pass's seconds with some noise."""
     clock, jitter = VirtualClock(), np.random.default_rng(seed)
-    learnt = RunningEstimates.nothing(VOCAB_SIZE, predicted.pass_s)
+    estimates = RunningEstimates.nothing(VOCAB_SIZE, predicted.pass_s)
     text, passes, num_new = target_text().up_to(PROMPT), list[Pass](), PROMPT
     sampler, model = sampler_at(text), RoundsModel(tables(noise)[1], clock, costs.round_s)
     speculation = SpeculationParams(budget, lookup=False, recall=False, overlap=False)
-    drafter = ModelDrafter(model, DraftRequest(sampler), speculation, learnt, clock=clock.now)
+    drafter = ModelDrafter(model, DraftRequest(sampler), speculation, estimates, clock=clock.now)
     for _ in range(num_passes):
         tree = drafter.propose(text, max_depth=MOST_TOKENS - 1)
         num_rows = num_new + len(tree)

@@ -31,10 +31,10 @@ from offspec.errors import ConstraintError, ContextLengthError, OffspecError, To
 
 from ..flag_names import with_flags
 from .answer_forms import AnswerForm
+from .model_manager import UnknownModelError
 from .openai_answers import AnswerChunk, failure
 from .request_parts import Json
 from .service import BusyError, ServerRequest, StoppingError
-from .shelf import UnknownModelError
 from .stream_formats import StreamFormat
 
 KEEP_ALIVE_S = 5.0  # between two signs of life

@@ -38,6 +38,7 @@ from .answer_forms import ApiForm
 from .anthropic_messages import Messages
 from .connections import Bodies
 from .metrics import MEDIA_TYPE, one_line
+from .model_manager import LoadedModel, ModelManager, OneModel, ServedModels, UnknownModelError
 from .openai_answers import Completions, failure
 from .openai_requests import CompletionRequest
 from .openai_responses import Responses
@@ -46,7 +47,6 @@ from .request_parts import Json, object_of
 from .response_store import StoredResponses
 from .responses import EventResponse, describe, in_time, refusal, unless_left, whole_response
 from .service import Service, StoppingError
-from .shelf import LoadedModel, ModelManager, OneModel, ServedModels, UnknownModelError
 
 MOST_BYTES = 32 * 2**20  # of a request
 MOST_BODIES_BYTES = 2 * MOST_BYTES  # of all requests being received
@@ -212,7 +212,7 @@ class Api:
         return PlainTextResponse(text, media_type=MEDIA_TYPE)
 
     async def answer(self, request: Request, form: ApiForm) -> Response:
-        async with self._told_of(form) as reading:
+        async with self._error_responses(form) as reading:
             body, completion = await self._read(request, form)
         if reading.refusal is not None:
             return reading.refusal
@@ -222,7 +222,7 @@ class Api:
 
     async def _answered(self, request: Request, form: ApiForm, body: Json, completion: CompletionRequest) -> Response:
         """The response to a request that was read: as soon as its model is loaded, or its whole answer complete."""
-        async with self._told_of(form) as reading, self._models.using(body.get("model")) as loaded:
+        async with self._error_responses(form) as reading, self._models.using(body.get("model")) as loaded:
             service = loaded.service
             completion = replace(completion, params=self._recommended(completion.params, loaded, completion.given))
             work = await unless_left(
@@ -238,7 +238,7 @@ class Api:
     async def count_tokens(self, request: Request) -> Response:
         """Anthropic's count of a request's tokens, which the model does not read."""
         form = Messages()
-        async with self._told_of(form) as reading:
+        async with self._error_responses(form) as reading:
             body, completion = await self._read(request, form)
             async with self._models.using(body.get("model")) as loaded:
                 completion = loaded.service.with_tools(completion)
@@ -251,14 +251,17 @@ class Api:
 
     async def props(self, request: Request) -> Response:
         """llama.cpp's description of the model that the query or nobody names."""
-        async with self._told_of(LLAMA_CPP) as reading, self._models.using(request.query_params.get("model")) as loaded:
+        async with (
+            self._error_responses(LLAMA_CPP) as reading,
+            self._models.using(request.query_params.get("model")) as loaded,
+        ):
             service = loaded.service
             content = llama_cpp.props(service.engine, loaded.name, self._defaults, service.num_texts)
         return reading.refusal or JSONResponse(content)
 
     async def encoded(self, request: Request, work: Callable[[Json, Engine], Json]) -> Response:
         """The result of `work` on a request's body, by the thread that encodes."""
-        async with self._told_of(LLAMA_CPP) as reading:
+        async with self._error_responses(LLAMA_CPP) as reading:
             body = await self._json(request, object_of)
             async with self._models.using(body.get("model")) as loaded:
                 service = loaded.service
@@ -269,12 +272,12 @@ class Api:
         return JSONResponse(ollama.version())
 
     async def ollama_tags(self, request: Request) -> Response:
-        async with self._told_of(OLLAMA) as reading:
+        async with self._error_responses(OLLAMA) as reading:
             content = await asyncio.to_thread(ollama.tags, self._models.paths)
         return reading.refusal or JSONResponse(content)
 
     async def ollama_show(self, request: Request) -> Response:
-        async with self._told_of(OLLAMA) as reading:
+        async with self._error_responses(OLLAMA) as reading:
             body = await self._json(request, object_of)
             name, loaded = self._models.checked(body.get("model") or body.get("name")), self._models.loaded
             context = loaded.service.engine.max_context if loaded is not None and loaded.name == name else None
@@ -282,7 +285,7 @@ class Api:
         return reading.refusal or JSONResponse(content)
 
     @asynccontextmanager
-    async def _told_of(self, form: ApiForm) -> AsyncIterator[Reading]:
+    async def _error_responses(self, form: ApiForm) -> AsyncIterator[Reading]:
         """Turns errors of a request, raised in the body, into the response that refuses it."""
         reading = Reading()
         try:

@@ -50,7 +50,7 @@ from .core import (
     dense,
     linear,
 )
-from .on_gpu import FASTER_WAY, triton_kernels
+from .on_gpu import FASTER_KERNEL, triton_kernels
 from .plain import PlainWeight
 
 LOW, CODES, GROUPS = PARTS = ("bf16_low", "bf16_codes", "bf16_groups")
@@ -102,13 +102,13 @@ class PackedBf16Matrix(PackedMatrix):
             by_kernel = partial(
                 kernels.unpack_bf16_bits, self.bits.low, self.bits.codes, self.bits.groups, height, matrix
             )
-            FASTER_WAY.run((self.form, dtype), self.device, by_kernel, partial(unpack, self.bits, matrix))
+            FASTER_KERNEL.run((self.form, dtype), self.device, by_kernel, partial(unpack, self.bits, matrix))
         else:
             unpack(self.bits, matrix)
         return matrix
 
     def linear(self, x: Tensor, bias: Tensor | None = None, scratch: Tensor | None = None) -> Tensor:
-        """As the plain bf16 matrix is multiplied, to the bit: its way decides, and the fused kernel is one of its ways.
+        """As the plain bf16 matrix is multiplied, to the bit: by its method, and the fused kernel is one of them.
 
         The fused kernel is taken where it was measured to be faster than unpacking and the plain kernel.
         """
@@ -116,12 +116,12 @@ class PackedBf16Matrix(PackedMatrix):
             return linear(x, dense(self, x.dtype, scratch), bias)
         if products.must_be_exact(x):
             return super().linear(x, bias, scratch)
-        way = products.way_for(torch.bfloat16, x, self.bits.low.numel())
-        if way == products.TORCH:
+        method = products.method_for(torch.bfloat16, x, self.bits.low.numel())
+        if method == products.TORCH:
             return F.linear(x, dense(self, x.dtype, scratch), bias)
         product_kind = products.ProductKind.of(self.form, x.dtype, self.bits.low.numel())
-        kernel = self.kernel if way == products.KERNEL and x.numel() and x.shape[-1] == self.shape[1] else None
-        if kernel is not None and products.COSTS.way(product_kind, products.rows_of(x)) == products.KERNEL:
+        kernel = self.kernel if method == products.KERNEL and x.numel() and x.shape[-1] == self.shape[1] else None
+        if kernel is not None and products.COSTS.method(product_kind, products.rows_of(x)) == products.KERNEL:
             product, parts = kernel
             return products.plus(product(x, parts, self.shape[0]), bias)
         plain = self.dequantize(torch.bfloat16, None if scratch is None else _viewed(scratch, self.shape))

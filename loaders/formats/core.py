@@ -1,7 +1,7 @@
 """Interfaces of stored weights, resident weights and weight formats.
 
 A *stored* weight lists the bytes to read for each use. `bind` creates a *resident* weight as views of these bytes, and
-`linear` multiplies with it. Quantised matrices are dequantised for each use, unless their format has a faster way.
+`linear` multiplies with it. Quantised matrices are dequantised for each use, unless their format has a faster method.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class PackedWeight(Protocol):
         ...
 
     def is_recordable(self, dtype: torch.dtype) -> bool:
-        """Whether a CUDA graph may record its use with rows of `dtype`: kernels alone, and no choice between ways."""
+        """Whether a CUDA graph may record its use with rows of `dtype`: kernels alone, no choice of a method."""
         ...
 
 
@@ -193,7 +193,7 @@ def _chosen_kernel(matrix: Any, x: Tensor) -> tuple[RowProduct, list[Tensor]] | 
         exact: Kernel | None = matrix.exact_kernel(x.dtype)
         return exact
     kind = products.ProductKind.of(matrix.form, x.dtype, math.prod(matrix.shape))
-    if products.COSTS.way(kind, products.rows_of(x)) != products.KERNEL:
+    if products.COSTS.method(kind, products.rows_of(x)) != products.KERNEL:
         return None
     kernel: Kernel | None = matrix.kernel
     return kernel
@@ -279,7 +279,7 @@ def _common_kernel(
 
 
 def _kernel_for(x: Tensor, weight: Weight) -> Kernel | None:
-    """The kernel that multiplies rows x on a CPU with the weight; None if another way does."""
+    """The kernel that multiplies rows x on a CPU with the weight; None if another method does."""
     if x.device.type != "cpu":
         return None
     if isinstance(weight, Tensor):

@@ -39,7 +39,7 @@ from .core import (
 from .gguf_blocks import HALVES, UNPACK, VALUES, check_grid
 from .gguf_pack import PACK, GgufPacker, suffix
 from .gguf_search import QUANTISE, search_rows
-from .on_gpu import FASTER_WAY, gguf_kernels, on_device
+from .on_gpu import FASTER_KERNEL, gguf_kernels, on_device
 from .plain import PlainWeight
 from .products import plus
 
@@ -87,7 +87,7 @@ class GgufMatrix(PackedMatrix):
             unpacker([self.blocks], matrix)
         elif self.device.type == "cuda" and (kernels := _gpu_kernels(self.form)):
             unpack = partial(kernels.unpack, self.form, self.blocks, matrix)
-            FASTER_WAY.run((self.form, dtype), self.device, unpack, partial(unpack_reference, self, matrix))
+            FASTER_KERNEL.run((self.form, dtype), self.device, unpack, partial(unpack_reference, self, matrix))
         else:
             unpack_reference(self, matrix)
         return matrix
@@ -109,7 +109,7 @@ class GgufMatrix(PackedMatrix):
             return plus(kernels.multiply(self.form, x, self.blocks), bias)
 
     def is_recordable(self, dtype: torch.dtype) -> bool:
-        return FASTER_WAY.is_kernel((self.form, dtype), self.device) is True
+        return FASTER_KERNEL.is_kernel((self.form, dtype), self.device) is True
 
 
 @per_processor

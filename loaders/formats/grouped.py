@@ -30,7 +30,7 @@ from ..files.checkpoint import Checkpoint, TensorInfo, fault, show
 from ..files.records import FLOAT_DTYPES, typed
 from ..params import GROUPED_METHODS
 from .core import DAMAGED, Allocate, PackedMatrix, PackedStored, TensorGroup, WeightFormat, read_small
-from .on_gpu import FASTER_WAY, triton_kernels
+from .on_gpu import FASTER_KERNEL, triton_kernels
 
 PARTS = ("qweight", "qzeros", "scales", "g_idx")  # of a matrix's name without its `.weight`
 CODES_PER_WORD, BITS = 8, 4
@@ -82,7 +82,7 @@ class GroupedMatrix(PackedMatrix):
         upright = matrix.t() if is_turned else matrix.view(num_inputs, num_outputs)
         if device.type == "cuda" and (kernels := triton_kernels()):
             unpack = partial(self.unpack_with, kernels, upright)
-            FASTER_WAY.run((self.layout.method, dtype), device, unpack, partial(self._unpack, upright))
+            FASTER_KERNEL.run((self.layout.method, dtype), device, unpack, partial(self._unpack, upright))
         else:
             self._unpack(upright)
         return upright.t()

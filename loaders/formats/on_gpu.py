@@ -39,7 +39,7 @@ class KeptChoices(Protocol):
     def set(self, kind: Hashable, device: torch.device, *, is_kernel: bool) -> None: ...
 
 
-class FasterWay:
+class FasterKernel:
     """For each kind of matrix and device, whether the kernel is faster.
 
     kept: choices of earlier processes, or None. is_fixed: nothing is measured any more; every kernel that compiles is
@@ -83,7 +83,7 @@ class FasterWay:
         return self._is_kernel.get((kind, device))
 
 
-FASTER_WAY = FasterWay()
+FASTER_KERNEL = FasterKernel()
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:

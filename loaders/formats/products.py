@@ -1,11 +1,11 @@
 """Ways to multiply with a matrix on a CPU, and the choice of the fastest for a number of rows, by measured costs.
 
     torch     torch's product: oneDNN if the CPU has instructions for the dtype, otherwise slow loops;
-              a packed matrix is first unpacked as a whole, then multiplied in one of these ways
+              a packed matrix is first unpacked as a whole, then multiplied by one of these methods
     tiles     converts some rows of the matrix at a time to fp32, and multiplies with torch's fp32 product
     kernel    a kernel of `loaders.kernels`, which unpacks in registers
 
-The results agree within rounding. Without costs in `COSTS` (`loaders.machine.product_costs`), the way is torch's.
+The results agree within rounding. Without costs in `COSTS` (`loaders.machine.product_costs`), the method is torch's.
 
 Inside `exact_rows`, rows are multiplied by kernels alone, which sum a row in one order however many rows there are.
 bf16 rows take the kernel with bf16 factors in pairs if the CPU has its instruction.
@@ -33,7 +33,7 @@ from ..kernels.tile_product import in_tiles
 from ..params import FAST, INT8
 
 TORCH, TILES, KERNEL = "torch", "tiles", "kernel"
-HALF_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}  # plain dtypes with several ways
+HALF_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}  # plain dtypes with several methods
 EXACT_DTYPES = (*HALF_DTYPES, torch.float32)  # of rows that kernels multiply
 TILE_ROWS = 512
 LARGE_ELEMENTS = 1 << 22  # for matrices from this size on, the overhead of a call is negligible
@@ -43,7 +43,7 @@ LARGE_ELEMENTS = 1 << 22  # for matrices from this size on, the overhead of a ca
 class ProductKind:
     """The key for the time of a product, besides the number of rows. form: the weights' format ("bf16", "nf4").
 
-    arithmetic: of `params.ARITHMETIC`. All but FAST have one way, the kernel of `exact_rows`.
+    arithmetic: of `params.ARITHMETIC`. All but FAST have one method, the kernel of `exact_rows`.
     """
 
     form: str
@@ -65,48 +65,48 @@ Seconds = Mapping[int, float]  # rows → seconds per weight of the matrix
 
 
 @dataclass(frozen=True)
-class WayCosts:
-    """The costs of each way for one kind of product, at some numbers of rows."""
+class MethodCosts:
+    """The costs of each method for one kind of product, at some numbers of rows."""
 
     seconds: Mapping[str, Seconds]
 
-    def way(self, num_rows: int) -> str:
-        """The fastest way."""
-        return min(self.seconds, key=lambda way: between(self.seconds[way], num_rows))
+    def method(self, num_rows: int) -> str:
+        """The fastest method."""
+        return min(self.seconds, key=lambda method: between(self.seconds[method], num_rows))
 
     def least(self, num_rows: int) -> float:
-        """Seconds per weight with the fastest way."""
+        """Seconds per weight with the fastest method."""
         return min(between(seconds, num_rows) for seconds in self.seconds.values())
 
 
 class ProductCosts:
     """The costs measured in this process, or earlier on this machine.
 
-    forced: a way to use regardless of costs, for weights of `forced_form`, or of all forms if that is "". is_fixed:
-    nothing is measured any more, and the ways of forms given to `fix` are kernels, for any number of rows.
+    forced: a method to use regardless of costs, for weights of `forced_form`, or of all forms if that is "". is_fixed:
+    nothing is measured any more, and the methods of forms given to `fix` are kernels, for any number of rows.
     """
 
     def __init__(self) -> None:
-        self._known: dict[ProductKind, WayCosts] = {}
+        self._known: dict[ProductKind, MethodCosts] = {}
         self._chosen: dict[tuple[ProductKind, int], str] = {}
         self._fixed = set[str]()  # forms
         self.is_fixed = False
         self.forced: str | None = None
         self.forced_form = ""
 
-    def set(self, kind: ProductKind, costs: WayCosts) -> None:
+    def set(self, kind: ProductKind, costs: MethodCosts) -> None:
         self._known[kind] = costs
         self._chosen.clear()
 
-    def get(self, kind: ProductKind) -> WayCosts | None:
+    def get(self, kind: ProductKind) -> MethodCosts | None:
         return self._known.get(kind)
 
     def fix(self, form: str) -> None:
         """Use kernels for weights of this form, where there are some, whatever was measured."""
         self._fixed.add(form)
 
-    def way(self, kind: ProductKind, num_rows: int) -> str:
-        """The way to use; torch's if there is no measurement."""
+    def method(self, kind: ProductKind, num_rows: int) -> str:
+        """The method to use; torch's if there is no measurement."""
         if self.forced is not None and self.forced_form in ("", kind.form):
             return self.forced
         if kind.form in self._fixed:
@@ -114,7 +114,7 @@ class ProductCosts:
         key = (kind, num_rows)
         if key not in self._chosen:
             costs = self._known.get(kind)
-            self._chosen[key] = TORCH if costs is None else costs.way(num_rows)
+            self._chosen[key] = TORCH if costs is None else costs.method(num_rows)
         return self._chosen[key]
 
     def clear(self) -> None:
@@ -222,7 +222,7 @@ def between(points: Seconds, place: int) -> float:
 
 
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None, scratch: Tensor | None = None) -> Tensor:
-    """x [..., K] times weight [N, K] on a CPU, plus bias [N] → [..., N] in x's dtype, in the fastest way.
+    """x [..., K] times weight [N, K] on a CPU, plus bias [N] → [..., N] in x's dtype, by the fastest method.
 
     scratch: at least N·K elements of x's dtype, for a weight of another dtype.
     """
@@ -238,7 +238,7 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None, scratch: Ten
 
 
 def chosen_kernel(x: Tensor, weight: Tensor) -> tuple[RowProduct, list[Tensor]] | None:
-    """The kernel that multiplies rows x with a plain weight as it is, and its arguments; None if another way does."""
+    """The kernel that multiplies rows x with a plain weight as it is, and its arguments; None for other methods."""
     if must_be_exact(x):
         product = plain_product(weight.dtype) if _is_exact_as_stored(x, weight) else None
         product = product and exact_kernel(product, x.dtype)
@@ -248,14 +248,14 @@ def chosen_kernel(x: Tensor, weight: Tensor) -> tuple[RowProduct, list[Tensor]] 
 
 
 def _way(x: Tensor, weight: Tensor) -> str:
-    return TORCH if torch.is_grad_enabled() and weight.requires_grad else way_for(weight.dtype, x, weight.numel())
+    return TORCH if torch.is_grad_enabled() and weight.requires_grad else method_for(weight.dtype, x, weight.numel())
 
 
-def way_for(dtype: torch.dtype, x: Tensor, num_elements: int) -> str:
-    """The way for a plain matrix of `dtype` with `num_elements` elements, and the rows x."""
+def method_for(dtype: torch.dtype, x: Tensor, num_elements: int) -> str:
+    """The method for a plain matrix of `dtype` with `num_elements` elements, and the rows x."""
     if dtype not in HALF_DTYPES or (torch.is_grad_enabled() and x.requires_grad):
         return TORCH
-    return COSTS.way(ProductKind.of(HALF_DTYPES[dtype], x.dtype, num_elements), rows_of(x))
+    return COSTS.method(ProductKind.of(HALF_DTYPES[dtype], x.dtype, num_elements), rows_of(x))
 
 
 def plus(product: Tensor, bias: Tensor | None) -> Tensor:

@@ -1,7 +1,7 @@
 """Choices between equivalent kernels on a GPU, measured once for each card and kept in a file (`measured_files`).
 
 Kernels round differently, so a second process must choose as the first did: up to how many rows packed matrices are
-multiplied as they are (`FUSED_ROWS`), and whether Triton or torch unpacks them (`FASTER_WAY`).
+multiplied as they are (`FUSED_ROWS`), and whether Triton or torch unpacks them (`FASTER_KERNEL`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ..formats import StoredWeight
-from ..formats.on_gpu import FASTER_WAY
+from ..formats.on_gpu import FASTER_KERNEL
 from ..formats.process_state import FUSED_ROWS
 from .measure import measure_fused_rows
 from .measured_files import measured_file, read_measured, versions, write_measured
@@ -78,8 +78,8 @@ def _has_fused(stored: StoredWeight, device: torch.device, dtype: torch.dtype) -
     return True
 
 
-class KeptWays:
-    """The choices of `FASTER_WAY` in the cards' files (`on_gpu.KeptChoices`)."""
+class KeptKernels:
+    """The choices of `FASTER_KERNEL` in the cards' files (`on_gpu.KeptChoices`)."""
 
     def get(self, kind: Hashable, device: torch.device) -> bool | None:
         is_kernel = _part(device, _WAYS).get(_way_key(kind))
@@ -89,9 +89,9 @@ class KeptWays:
         _keep(device, _WAYS, _way_key(kind), is_kernel)
 
 
-def keep_ways() -> None:
-    """From now on, `FASTER_WAY` takes its choices from the cards' files, and writes new ones there."""
-    FASTER_WAY.kept = KeptWays()
+def keep_kernels() -> None:
+    """From now on, `FASTER_KERNEL` takes its choices from the cards' files, and writes new ones there."""
+    FASTER_KERNEL.kept = KeptKernels()
 
 
 def _way_key(kind: Hashable) -> str:

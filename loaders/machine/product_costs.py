@@ -1,4 +1,4 @@
-"""Costs of each way to multiply on this machine's CPU: measured once, in less than a second, and kept in a file.
+"""Costs of each method to multiply on this machine's CPU: measured once, in less than a second, and kept in a file.
 
 There is one file per CPU, version of torch and number of threads (`measured_files`).
 """
@@ -30,9 +30,9 @@ from ..formats.products import (
     KERNEL,
     TILES,
     TORCH,
+    MethodCosts,
     ProductKind,
     Seconds,
-    WayCosts,
     exact_kernel,
     in_arithmetic,
     plain_product,
@@ -45,7 +45,7 @@ from .measured_files import measured_file, read_measured, versions, write_measur
 ROWS = (1, 4, 16, 64, 256)
 SHAPES = {True: (4096, 2048), False: (512, 2048)}  # of a large matrix and a small one
 CACHE_BYTES = 64 * 2**20  # total size of the alternating matrices, which fit no cache
-HOPELESS, HOPELESS_ROWS = 4, 16  # at 16 rows, a way 4 times as slow as the best is not tried for more rows
+HOPELESS, HOPELESS_ROWS = 4, 16  # at 16 rows, a method 4 times as slow as the best is not tried for more rows
 _REVISION = 3  # of the file's content; files of other revisions are ignored
 _POINT_S, _LEAST_RUNS = 0.012, 2
 _MOST_TRIES = 3  # repetitions of a disturbed measurement
@@ -57,9 +57,9 @@ _CPU = torch.device("cpu")
 
 
 def know_products(forms: Iterable[tuple[str, torch.dtype]], *, anew: bool = False) -> None:
-    """Make `formats.linear` use the fastest ways for weights of these forms and rows of these dtypes on the CPU.
+    """Make `formats.linear` use the fastest methods for weights of these forms and rows of these dtypes on the CPU.
 
-    The costs are read from the file, or measured. anew: always measure. If `COSTS.is_fixed`, the ways are fixed.
+    The costs are read from the file, or measured. anew: always measure. If `COSTS.is_fixed`, the methods are fixed.
     """
     if COSTS.is_fixed:
         for form in {form for form, _ in forms}:
@@ -72,7 +72,7 @@ def know_products(forms: Iterable[tuple[str, torch.dtype]], *, anew: bool = Fals
         for is_large in (True, False)
     ]
     _know(wanted, anew=anew)
-    kernels = {kind.form for kind in wanted if (costs := COSTS.get(kind)) and KERNEL in map(costs.way, ROWS)}
+    kernels = {kind.form for kind in wanted if (costs := COSTS.get(kind)) and KERNEL in map(costs.method, ROWS)}
     for product in filter(None, map(_kernel, kernels)):
         threading.Thread(target=product.prepare, name="compile", daemon=True).start()  # while weights are read
 
@@ -84,11 +84,11 @@ def _know(wanted: Sequence[ProductKind], *, anew: bool) -> None:
         if not anew and COSTS.get(kind) is None and str(kind) in stored:
             COSTS.set(kind, stored[str(kind)])
     missing = [kind for kind in wanted if anew or COSTS.get(kind) is None]
-    measured = dict[ProductKind, WayCosts]()
-    for kind in missing:  # one after the other: what comes later is multiplied in the ways known by then
-        measured[kind] = measure_ways(kind)
+    measured = dict[ProductKind, MethodCosts]()
+    for kind in missing:  # one after the other: what comes later is multiplied in the methods known by then
+        measured[kind] = measure_methods(kind)
         COSTS.set(kind, measured[kind])
-    if kept := {str(kind): ways for kind, ways in measured.items() if is_plausible(ways)}:
+    if kept := {str(kind): methods for kind, methods in measured.items() if is_plausible(methods)}:
         _write({**_read(), **kept})
 
 
@@ -101,7 +101,7 @@ def compile_exact(forms: Iterable[str], dtype: torch.dtype) -> None:
 
 
 def _after_plain_ones(kind: tuple[str, torch.dtype]) -> tuple[bool, str]:
-    """Sort key: plain forms first, because products with an unpacked matrix use the way measured for the plain form."""
+    """Sort key: plain forms first, because an unpacked matrix is multiplied by the method of the plain form."""
     return kind[0] not in HALF_DTYPES.values(), str(kind)
 
 
@@ -110,7 +110,7 @@ def product_flops(
 ) -> dict[int, float]:
     """Rows → FLOP/s of products with large matrices of a form, with unpacking.
 
-    FAST: in the fastest way; {} if it is unknown. In another arithmetic: by its kernel, measured now if it is unknown.
+    FAST: by the fastest method; {} if it is unknown. In others: by the kernel, measured now if it is unknown.
 
     The stored figures are divided by the machine's current slowdown. If it is faster now, the stored measurement was
     disturbed and is repeated.
@@ -130,14 +130,14 @@ def product_flops(
 
 @dataclass(frozen=True)
 class ProductRate:
-    """The rate of products of `rows` rows with large matrices of a form, and the way used.
+    """The rate of products of `rows` rows with large matrices of a form, and the method used.
 
     bytes_per_s: of the stored weights.
     """
 
     form: str
     rows: int
-    way: str
+    method: str
     flops: float
     bytes_per_s: float
 
@@ -148,8 +148,10 @@ def product_rates(form: str, dtype: torch.dtype, widths: Sequence[int]) -> list[
     if costs is None:
         return []
     weight_bytes = _bytes_per_weight(form)
-    points = [(width, costs.way(width), costs.least(width)) for width in widths]
-    return [ProductRate(form, rows, way, 2 * rows / each_s, weight_bytes / each_s) for rows, way, each_s in points]
+    points = [(width, costs.method(width), costs.least(width)) for width in widths]
+    return [
+        ProductRate(form, rows, method, 2 * rows / each_s, weight_bytes / each_s) for rows, method, each_s in points
+    ]
 
 
 def _bytes_per_weight(form: str) -> float:
@@ -173,7 +175,7 @@ def forms_of(stored: Iterable[StoredWeight], dtype: torch.dtype, *, is_kept: boo
         if len(weight.shape) == 2:
             if weight.is_packed or not is_kept or weight.is_kept_as_read(dtype):
                 kinds.add((form_of(weight.dtype), dtype))
-                if weight.plain_dtype is not None:  # whose ways packed ones share
+                if weight.plain_dtype is not None:  # whose methods packed ones share
                     kinds.add((form_of(weight.plain_dtype), dtype))
             if dtype in HALF_DTYPES:  # the form after unpacking, or of kept matrices
                 kinds.add((HALF_DTYPES[dtype], dtype))
@@ -181,7 +183,7 @@ def forms_of(stored: Iterable[StoredWeight], dtype: torch.dtype, *, is_kept: boo
 
 
 def has_choice(form: str) -> bool:
-    """Whether this machine has several ways to multiply with weights of a form."""
+    """Whether this machine has several methods to multiply with weights of a form."""
     return form in HALF_DTYPES.values() or _kernel(form) is not None
 
 
@@ -213,49 +215,49 @@ def of_no_file(name: str, dtype: str, shape: tuple[int, ...]) -> TensorInfo:
 # ------------------------------------------------------------------------------------------------ measuring
 
 
-def measure_ways(kind: ProductKind) -> WayCosts:
-    """The costs of each way for products of one kind; the minimum of several tries if other programs disturb them."""
-    costs = _measure_ways(kind)
+def measure_methods(kind: ProductKind) -> MethodCosts:
+    """The costs of each method for products of one kind; the minimum of several tries if others disturb them."""
+    costs = _measure_methods(kind)
     for _ in range(_MOST_TRIES - 1):
         if is_plausible(costs):
             break
-        costs = _least_of(costs, _measure_ways(kind))
+        costs = _least_of(costs, _measure_methods(kind))
     return costs
 
 
-def is_plausible(costs: WayCosts) -> bool:
+def is_plausible(costs: MethodCosts) -> bool:
     """Whether fewer rows never take far longer than more rows, which happens only on a busy machine."""
     return all(costs.least(few) <= DISTURBED * costs.least(more) for few, more in itertools.pairwise(ROWS))
 
 
-def _least_of(one: WayCosts, other: WayCosts) -> WayCosts:
-    """For each way and number of rows, the minimum of both times, or the only time."""
+def _least_of(one: MethodCosts, other: MethodCosts) -> MethodCosts:
+    """For each method and number of rows, the minimum of both times, or the only time."""
     least: dict[str, dict[int, float]] = {}
     for costs in (one, other):
-        for way, points in costs.seconds.items():
-            of_way = least.setdefault(way, {})
+        for method, points in costs.seconds.items():
+            of_method = least.setdefault(method, {})
             for rows, seconds in points.items():
-                of_way[rows] = min(seconds, of_way.get(rows, math.inf))
-    return WayCosts(least)
+                of_method[rows] = min(seconds, of_method.get(rows, math.inf))
+    return MethodCosts(least)
 
 
-def _measure_ways(kind: ProductKind) -> WayCosts:
+def _measure_methods(kind: ProductKind) -> MethodCosts:
     shape = SHAPES[kind.is_large]
     matrices = _matrices(kind.form, shape)
     scratch = torch.empty(shape[0] * shape[1], dtype=kind.dtype)
-    ways = ways_of(kind.form) if kind.arithmetic == FAST else [KERNEL]
-    seconds_of: dict[str, dict[int, float]] = {way: {} for way in ways}
+    methods = methods_of(kind.form) if kind.arithmetic == FAST else [KERNEL]
+    seconds_of: dict[str, dict[int, float]] = {method: {} for method in methods}
     trying = list(seconds_of)
     for num_rows in ROWS:
         rows = _rows(num_rows, shape[1], kind.dtype)
-        for way in trying:
+        for method in trying:
             with in_arithmetic(kind.arithmetic):
-                seconds = _seconds(way, kind.form, rows, matrices, scratch)
-            seconds_of[way][num_rows] = seconds / (shape[0] * shape[1])
-        best = min(seconds_of[way][num_rows] for way in trying)
+                seconds = _seconds(method, kind.form, rows, matrices, scratch)
+            seconds_of[method][num_rows] = seconds / (shape[0] * shape[1])
+        best = min(seconds_of[method][num_rows] for method in trying)
         if num_rows >= HOPELESS_ROWS:
-            trying = [way for way in trying if seconds_of[way][num_rows] < HOPELESS * best]
-    return WayCosts(seconds_of)
+            trying = [method for method in trying if seconds_of[method][num_rows] < HOPELESS * best]
+    return MethodCosts(seconds_of)
 
 
 def _typical_s(kind: ProductKind) -> float:
@@ -284,17 +286,17 @@ def _rows(num_rows: int, num_columns: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.randn(num_rows, num_columns, generator=torch.Generator().manual_seed(1)).to(dtype)
 
 
-def ways_of(form: str) -> list[str]:
-    """The ways to multiply with weights of a form on this machine."""
+def methods_of(form: str) -> list[str]:
+    """The methods to multiply with weights of a form on this machine."""
     if form not in HALF_DTYPES.values():
         return [TORCH, KERNEL]
     return [TORCH, TILES, KERNEL] if num_lanes() else [TORCH, TILES]
 
 
-def _seconds(way: str, form: str, rows: torch.Tensor, matrices: Sequence[Weight], scratch: torch.Tensor) -> float:
+def _seconds(method: str, form: str, rows: torch.Tensor, matrices: Sequence[Weight], scratch: torch.Tensor) -> float:
     """The minimum of some runs, which excludes the load of other programs."""
     turns = itertools.cycle(matrices)
-    COSTS.forced, COSTS.forced_form = way, form
+    COSTS.forced, COSTS.forced_form = method, form
     try:
         linear(rows, next(turns), None, scratch)
         began, least, runs = time.perf_counter(), math.inf, 0
@@ -334,23 +336,23 @@ def _versions() -> list[str]:
     return [torch.__version__, os.environ.get("ONEDNN_MAX_CPU_ISA", ""), *versions("llvmlite", "bitsandbytes")]
 
 
-def _read() -> dict[str, WayCosts]:
+def _read() -> dict[str, MethodCosts]:
     """The content of the file; {} if it is missing or invalid."""
     try:
-        return {kind: _way_costs(kind, ways) for kind, ways in read_measured(costs_file()).items()}
+        return {kind: _method_costs(kind, methods) for kind, methods in read_measured(costs_file()).items()}
     except (ValueError, OverflowError, AttributeError, TypeError):
         return {}
 
 
-def _way_costs(kind: str, content: Mapping[str, Any]) -> WayCosts:
-    """Parse the costs of a kind's ways.
+def _method_costs(kind: str, content: Mapping[str, Any]) -> MethodCosts:
+    """Parse the costs of a kind's methods.
 
     Raises ValueError, OverflowError, AttributeError or TypeError for invalid content.
     """
     needed = KERNEL if kind.endswith((EXACT, INT8)) else TORCH
     if needed not in content or not content.keys() <= {TORCH, TILES, KERNEL}:
-        raise ValueError("other ways")
-    return WayCosts({way: _points(points) for way, points in content.items()})
+        raise ValueError("other methods")
+    return MethodCosts({method: _points(points) for method, points in content.items()})
 
 
 def _points(content: Mapping[str, Any]) -> Seconds:
@@ -361,5 +363,5 @@ def _points(content: Mapping[str, Any]) -> Seconds:
     return points
 
 
-def _write(costs: Mapping[str, WayCosts]) -> None:
+def _write(costs: Mapping[str, MethodCosts]) -> None:
     write_measured(costs_file(), {kind: way_costs.seconds for kind, way_costs in costs.items()})

@@ -217,7 +217,7 @@ def scattered(num_units: int) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class Wishes:
+class PinnedLayers:
     """What decides which units are resident. num_pinned: the first units that must be, because they draft.
 
     most_free: resident units beside the pinned ones, at most, if any is streamed.
@@ -236,7 +236,7 @@ def place(
     units: Sequence[UnitCost],
     items: Sequence[Item],
     limits: Limits,
-    wishes: Wishes | None = None,
+    pinned: PinnedLayers | None = None,
     experts: ExpertsCost | None = None,
 ) -> Placement:
     """Place as many units as fit on the device, as many of the rest as fit in RAM, and the others on disk.
@@ -245,24 +245,24 @@ def place(
     numbers and the remedy, if not even streaming all but the pinned layers fits.
     """
     if experts is not None:
-        return _place_with_experts(units, items, limits, wishes, experts)
-    wishes = wishes or Wishes()
+        return _place_with_experts(units, items, limits, pinned, experts)
+    pinned = pinned or PinnedLayers()
     if limits.device is None:
-        return _place_on_cpu(units, items, limits, wishes)
-    return _place_on_gpu(units, items, limits, limits.device, wishes)
+        return _place_on_cpu(units, items, limits, pinned)
+    return _place_on_gpu(units, items, limits, limits.device, pinned)
 
 
 def _place_with_experts(
-    units: Sequence[UnitCost], items: Sequence[Item], limits: Limits, wishes: Wishes | None, experts: ExpertsCost
+    units: Sequence[UnitCost], items: Sequence[Item], limits: Limits, pinned: PinnedLayers | None, experts: ExpertsCost
 ) -> Placement:
     with suppress(MemoryLimitError):
-        placement = place(units, [*items, Item(EXPERTS_ITEM, experts.resident_bytes)], limits, wishes)
+        placement = place(units, [*items, Item(EXPERTS_ITEM, experts.resident_bytes)], limits, pinned)
         if not placement.streamed:
             return replace(placement, experts=ExpertSlots(experts.num, are_resident=True))
     least = experts.least * experts.slot_bytes
     on_gpu = limits.device is not None
     needed = Item(EXPERTS_ITEM, least, least if on_gpu else 0)
-    placement = place(units, [*items, needed], limits, wishes)
+    placement = place(units, [*items, needed], limits, pinned)
     free_ram = limits.ram - placement.ram_bytes
     free = free_ram if limits.device is None else limits.device - placement.device_bytes
     # With layers on disk, all memory is theirs: every pass needs each of them.
@@ -281,26 +281,28 @@ def _place_with_experts(
     )
 
 
-def _place_on_cpu(units: Sequence[UnitCost], items: Sequence[Item], limits: Limits, wishes: Wishes) -> Placement:
+def _place_on_cpu(units: Sequence[UnitCost], items: Sequence[Item], limits: Limits, pinned: PinnedLayers) -> Placement:
     needs, slot_bytes = [(item.name, item.on_device + item.on_host) for item in items], _slot_bytes(units)
-    resident, rest, num_slots, used = _fill(Space("RAM", limits.ram), units, needs, slot_bytes, wishes)
+    resident, rest, num_slots, used = _fill(Space("RAM", limits.ram), units, needs, slot_bytes, pinned)
     items, places = (*items, *_shadows(units, rest)), places_of(resident=resident, on_disk=rest)
     return Placement(places, Slots(num_slots, 0, slot_bytes), items, limits, 0, used)
 
 
 def _place_on_gpu(
-    units: Sequence[UnitCost], items: Sequence[Item], limits: Limits, device: int, wishes: Wishes
+    units: Sequence[UnitCost], items: Sequence[Item], limits: Limits, device: int, pinned: PinnedLayers
 ) -> Placement:
     needs, slot_bytes = [(item.name, item.on_device) for item in items], _slot_bytes(units)
     entry_slots = ENTRY_SLOTS * max((unit.entry_bytes for unit in units), default=0)
     space = Space("VRAM", device, entry_slots)
-    resident, rest, num_slots, used = _fill(space, units, needs, slot_bytes, wishes)
+    resident, rest, num_slots, used = _fill(space, units, needs, slot_bytes, pinned)
     far = _far_entries(units, rest, device - used)
     items = (*items, *_shadows(units, rest), *_entries(units, far, entry_slots if rest else 0))
     used += sum(units[i].entry_bytes for i in rest if i not in far)
     needs = [(item.name, item.on_host) for item in items]
     waiting = [UnitCost(units[i].read_bytes, slot_bytes, units[i].slot_bytes) for i in rest]
-    kept, on_disk, num_host_slots, used_ram = _fill(Space("RAM", limits.ram), waiting, needs, slot_bytes, Wishes())
+    kept, on_disk, num_host_slots, used_ram = _fill(
+        Space("RAM", limits.ram), waiting, needs, slot_bytes, PinnedLayers()
+    )
     places = places_of(resident=resident, in_ram=(rest[i] for i in kept), on_disk=(rest[i] for i in on_disk))
     slots = Slots(num_slots, num_host_slots, slot_bytes)
     return Placement(places, slots, items, limits, used, used_ram, far)
@@ -343,36 +345,36 @@ def _fill(
     units: Sequence[UnitCost],
     needs: Sequence[tuple[str, int]],
     slot_bytes: int,
-    wishes: Wishes,
+    pinned: PinnedLayers,
 ) -> tuple[tuple[int, ...], tuple[int, ...], int, int]:
     """Fill one space with units: kept units, remaining units, slots for the latter, bytes used."""
     shadows = sum(unit.shadow_bytes for unit in units)
     taken = sum(size for _, size in needs) + shadows
     # A resident unit needs no shadow, and has its KV entries beside it.
     sizes = [unit.resident_bytes - unit.shadow_bytes + unit.entry_bytes for unit in units]
-    kept, num_slots = _keep(sizes, space, space.limit - taken, slot_bytes, wishes)
+    kept, num_slots = _keep(sizes, space, space.limit - taken, slot_bytes, pinned)
     if kept is None:
-        pinned = [unit.resident_bytes + unit.entry_bytes for unit in units[: wishes.num_pinned]]
+        required = [unit.resident_bytes + unit.entry_bytes for unit in units[: pinned.num_pinned]]
         needs = [*needs, (SHADOW_ITEM, shadows), (KV_ITEM, space.beside_slots)]
-        raise MemoryLimitError(_refusal(space, needs, slot_bytes, pinned))
+        raise MemoryLimitError(_refusal(space, needs, slot_bytes, required))
     rest = tuple(i for i in range(len(sizes)) if i not in kept)
     taken += space.beside_slots if rest else 0
     return kept, rest, num_slots, taken + num_slots * slot_bytes + sum(sizes[i] for i in kept)
 
 
 def _keep(
-    sizes: Sequence[int], space: Space, room: int, slot_bytes: int, wishes: Wishes
+    sizes: Sequence[int], space: Space, room: int, slot_bytes: int, pinned: PinnedLayers
 ) -> tuple[tuple[int, ...] | None, int]:
     """The most units that fit in `room` together with slots for the others, and the slots; None if too few fit."""
     if sum(sizes) <= room:
         return tuple(range(len(sizes))), 0
-    most = len(sizes) - wishes.num_pinned - 1
-    if wishes.most_free is not None:
-        most = min(most, wishes.most_free)
+    most = len(sizes) - pinned.num_pinned - 1
+    if pinned.most_free is not None:
+        most = min(most, pinned.most_free)
     for num_slots in (MAX_SLOTS, MIN_SLOTS):
         left = room - num_slots * slot_bytes - space.beside_slots
         for count in range(most, -1, -1):
-            chosen = wishes.chosen(len(sizes), count)
+            chosen = pinned.chosen(len(sizes), count)
             if sum(sizes[i] for i in chosen) <= left:
                 return chosen, num_slots
     return None, 0

@@ -26,9 +26,9 @@ from ..model.names import LAYER_PREFIX, in_layer, split_name
 from ..named_models import named_path
 from .experts import with_experts
 from .gguf_mixtures import MIXTURES
+from .hf_names import in_hf_names
 from .imatrix import read_importances
 from .language_model import language_model
-from .our_names import in_our_names
 
 
 def convert(
@@ -83,7 +83,7 @@ def _packers(params: ConvertParams, checkpoint: Checkpoint) -> PackerOf:
 
 def _language_model(checkpoint: Checkpoint) -> Checkpoint:
     """The checkpoint under Hugging Face's names; of a multimodal model, the language model only."""
-    return language_model(in_our_names(checkpoint))
+    return language_model(in_hf_names(checkpoint))
 
 
 def _kept(checkpoint: Checkpoint) -> Collection[str]:

@@ -1,6 +1,6 @@
 """Files of a text's first KV entries: its tokens and what the caches of target and draft store of them.
 
-A file is safetensors: the tokens, each cache's `TextMemory.stored`, and checksums of the header and of each tensor. Its
+A file is safetensors: the tokens, each cache's `SequenceCache.stored`, checksums of the header and of each tensor. Its
 metadata say for which model, dtype and KV format the entries are. Files are untrusted: headers are checked before use,
 only tensors of the expected sizes are read, and entries count only when all checksums are right. This module does not
 know engines.
@@ -36,7 +36,7 @@ from ..errors import CheckpointError, StorageError, UsageError
 from ..model.config import ModelConfig
 from ..model.decoder import Decoder
 from ..model.exactness import arithmetic_of
-from ..model.memory.text_memory import TextMemory
+from ..model.memory.sequence_cache import SequenceCache
 from .atomic_files import OTHER_FILE, writing_whole
 from .opening import ModelFiles
 
@@ -87,7 +87,7 @@ def model_identity(model: ModelFiles, config: ModelConfig) -> str:
 class Owner:
     """What a cache's entries depend on, beside the tokens: files with entries of others are not read.
 
-    model: `model_identity`. dtype, arithmetic: `exactness.arithmetic_of`. form: `TextMemory.format`.
+    model: `model_identity`. dtype, arithmetic: `exactness.arithmetic_of`. form: `SequenceCache.format`.
     """
 
     model: str
@@ -96,7 +96,7 @@ class Owner:
     form: str
 
     @classmethod
-    def of(cls, model: str, decoder: Decoder, cache: TextMemory) -> Owner:
+    def of(cls, model: str, decoder: Decoder, cache: SequenceCache) -> Owner:
         return cls(model, str(decoder.dtype).removeprefix("torch."), arithmetic_of(decoder), cache.format)
 
     def check(self, other: Owner, path: Path) -> None:
@@ -117,7 +117,7 @@ class CachePart:
     """One cache's entries to write: the first `length` ones."""
 
     owner: Owner
-    cache: TextMemory
+    cache: SequenceCache
     length: int
 
     def pieces(self, name: str) -> list[ShardPiece]:
@@ -250,7 +250,7 @@ class KVFile:
         lengths = {name: _length(metadata[f"{name}.length"], len(tokens), path) for name in names}
         return cls(path, tokens, owners, lengths, infos, checksums)
 
-    def load(self, caches: Mapping[str, TextMemory], length: int) -> None:
+    def load(self, caches: Mapping[str, SequenceCache], length: int) -> None:
         """Put the first entries, at most `length`, into these empty caches, by their parts' names.
 
         Raises CheckpointError for a damaged file; the caches stay empty then.

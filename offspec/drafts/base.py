@@ -29,12 +29,12 @@ from offspec.scheduler.trees.verify import TargetPass
 from ..checkpoints.opening import ModelFiles, Note
 from ..errors import UsageError
 from ..model.decoder import CachedDecoder, Decoder
-from ..model.memory.text_caches import DraftText, TextCaches
+from ..model.memory.request_caches import DraftText, RequestCaches
 from ..planning.draft_forecast import Guessing
-from ..planning.memory import MemoryUse, Room
+from ..planning.memory import MemoryUse, Reservation
 from ..text.tokenizer import Tokenizer
 from ..training.online import Aligner
-from .learnt import EstimatesAndRecall
+from .draft_stats import DraftStats
 
 NEEDS_DRAFT_MODEL = (
     "joint and other lossy acceptance needs a draft model, and none is loaded; choose one (`draft=PATH`)"
@@ -127,7 +127,7 @@ class OpenedDraft(Protocol):
     def models(self) -> Sequence[ModelFiles]:
         """The models that `load` will load."""
 
-    def memory_use(self, target: ModelFiles, room: Room) -> MemoryUse:
+    def memory_use(self, target: ModelFiles, reservation: Reservation) -> MemoryUse:
         """The memory that the draft needs beside `target`."""
 
     def guessing(self, placement: Placement) -> Guessing:
@@ -183,26 +183,26 @@ class Draft:
     def prepare(self, max_context: int) -> None:
         """Called once, before the first text. max_context: tokens of the longest text."""
 
-    def new_caches(self, target: Decoder, num_tokens: int, num_nodes: int) -> TextCaches:
+    def new_caches(self, target: Decoder, num_tokens: int, num_nodes: int) -> RequestCaches:
         """Empty caches of one text, with room for `num_tokens` tokens and a tree of `num_nodes` nodes."""
-        return TextCaches(CachedDecoder(target, num_tokens + num_nodes), None)
+        return RequestCaches(CachedDecoder(target, num_tokens + num_nodes), None)
 
-    def new_learnt(
+    def new_stats(
         self, target: Decoder, predict_pass_s: Predict | None = None, predict_round_s: Predict | None = None
-    ) -> EstimatesAndRecall:
+    ) -> DraftStats:
         """Empty estimates for this draft with this target.
 
         predict_pass_s, predict_round_s: first estimates of the seconds of a pass and a draft round, by number of rows.
         """
-        return EstimatesAndRecall.of(target, self.decoder, predict_pass_s, predict_round_s)
+        return DraftStats.of(target, self.decoder, predict_pass_s, predict_round_s)
 
-    def guessers(self, task: DraftTask, learnt: EstimatesAndRecall) -> list[Guesser]:
+    def guessers(self, task: DraftTask, stats: DraftStats) -> list[Guesser]:
         """The guessers of one request; they need no model."""
-        return [] if task.index is None else [Retrieval(task.index, learnt.retrievals)]
+        return [] if task.index is None else [Retrieval(task.index, stats.retrievals)]
 
-    def drafter(self, task: DraftTask, learnt: EstimatesAndRecall) -> Drafter:
+    def drafter(self, task: DraftTask, stats: DraftStats) -> Drafter:
         """The drafter of one request."""
-        guessers = self.guessers(task, learnt)
+        guessers = self.guessers(task, stats)
         speculation, constraint = task.speculation, task.request.sampler.constraint
         if speculation.budget != 0 and not guessers and constraint is not None:
             return ForcedDrafter(constraint, speculation.budget or most_nodes(task))
@@ -212,9 +212,9 @@ class Draft:
             None,
             task.request,
             task.speculation,
-            learnt,
+            stats,
             guessers=guessers,
-            controller=controller_of(task, learnt),
+            controller=controller_of(task, stats),
         )
 
     def new_listener(self) -> Listener:
@@ -235,15 +235,15 @@ Attach = Callable[[Decoder], Draft]
 class MakeDrafter(Protocol):
     """Makes the drafter of one request with a draft model, whose trees have another shape."""
 
-    def __call__(self, text: DraftText, task: DraftTask, learnt: EstimatesAndRecall) -> Drafter: ...
+    def __call__(self, text: DraftText, task: DraftTask, stats: DraftStats) -> Drafter: ...
 
 
 Listener = Callable[[TargetPass], None]
 
 
-def controller_of(task: DraftTask, learnt: EstimatesAndRecall) -> Controller:
+def controller_of(task: DraftTask, stats: DraftStats) -> Controller:
     """Decides how long to draft and how many nodes to send, by the request's parameters."""
-    return controller_for(task.speculation, learnt.costs, most_nodes(task))
+    return controller_for(task.speculation, stats.costs, most_nodes(task))
 
 
 def most_nodes(task: DraftTask) -> int:

@@ -30,15 +30,15 @@ from ..model.decoder import CachedDecoder, Decoder, activation_bytes
 from ..model.heads.head import Head
 from ..model.heads.mtp import KIND as MTP_KIND
 from ..model.heads.text import HeadText
-from ..model.memory.text_caches import TextCaches
+from ..model.memory.request_caches import RequestCaches
 from ..planning.draft_forecast import Guessing
-from ..planning.memory import MemoryUse, Room
+from ..planning.memory import MemoryUse, Reservation
 from ..training.distill_params import HEADS as KINDS
 from ..training.head_learning import learning_bytes, open_head_aligner
 from ..training.online import check_learning
 from .acceptance import of_head
 from .base import Attach, Draft, DraftOptions, DraftTask, Listener, OpenRequest, controller_of
-from .learnt import EstimatesAndRecall
+from .draft_stats import DraftStats
 from .model_draft import guessers_beside_model, guessing_items
 from .recall import RecallingText
 
@@ -69,38 +69,38 @@ class HeadDraft(Draft):
         super().__init__(name)
         self.head, self.target_layers = head, head.target_layers
 
-    def new_caches(self, target: Decoder, num_tokens: int, num_nodes: int) -> TextCaches:
+    def new_caches(self, target: Decoder, num_tokens: int, num_nodes: int) -> RequestCaches:
         text = CachedDecoder(target, num_tokens + num_nodes)
         num_entries = num_tokens + MAX_ROWS if num_tokens else 0
-        return TextCaches(text, HeadText(self.head, num_entries, self.head.cache_beside(text)))
+        return RequestCaches(text, HeadText(self.head, num_entries, self.head.cache_beside(text)))
 
-    def new_learnt(
+    def new_stats(
         self, target: Decoder, predict_pass_s: Predict | None = None, predict_round_s: Predict | None = None
-    ) -> EstimatesAndRecall:
-        return EstimatesAndRecall.of(target, self.head, predict_pass_s, predict_round_s)
+    ) -> DraftStats:
+        return DraftStats.of(target, self.head, predict_pass_s, predict_round_s)
 
-    def guessers(self, task: DraftTask, learnt: EstimatesAndRecall) -> list[Guesser]:
-        return guessers_beside_model(task, learnt, super().guessers(task, learnt))
+    def guessers(self, task: DraftTask, stats: DraftStats) -> list[Guesser]:
+        return guessers_beside_model(task, stats, super().guessers(task, stats))
 
-    def drafter(self, task: DraftTask, learnt: EstimatesAndRecall) -> Drafter:
+    def drafter(self, task: DraftTask, stats: DraftStats) -> Drafter:
         """Raises UsageError for a baseline's tree."""
         text, speculation = task.text, task.speculation
         if not isinstance(text, HeadText) or speculation.budget == 0:
-            return super().drafter(task, learnt)
+            return super().drafter(task, stats)
         if speculation.tree != "best-first":
             raise UsageError(f"a head drafts best-first trees only, not {speculation.tree}; omit `tree`")
         recalling = None
-        if learnt.recall is not None and speculation.recall:
-            recalling = RecallingText(text, task.target, learnt.recall)
+        if stats.recall is not None and speculation.recall:
+            recalling = RecallingText(text, task.target, stats.recall)
         return HeadDrafter(
             text.feed,
             recalling or text,
             replace(task.request, most_read=1),  # it reads what the target has told it of
             replace(speculation, reuse=False, overlap=False),
-            learnt,
-            guessers=self.guessers(task, learnt),
+            stats,
+            guessers=self.guessers(task, stats),
             corrector=recalling,
-            controller=controller_of(task, learnt),
+            controller=controller_of(task, stats),
         )
 
     def new_listener(self) -> Listener:
@@ -142,22 +142,24 @@ class OpenedHead:
             request.notes.append(Note(text, advice=True))
         return cls(options.draft, files, target, options)
 
-    def memory_use(self, target: ModelFiles, room: Room) -> MemoryUse:
+    def memory_use(self, target: ModelFiles, reservation: Reservation) -> MemoryUse:
         """Its weights, its KV cache, and the target's states that it reads."""
         spec, itemsize = self.files.spec, target.dtype.itemsize
         states = max(1, len(spec.target_layers)) * target.config.hidden_size
         weights = self.files.nbytes(target.dtype, packed=not self.options.learns)
         items = [
             Item("head's weights", on_device=weights),
-            Item("head's KV cache", on_device=memory_bytes(spec.config, room.num_tokens + MAX_ROWS, itemsize)),
-            Item("head's inputs", on_device=2 * room.pass_rows * states * itemsize),  # side by side, they are copied
+            Item("head's KV cache", on_device=memory_bytes(spec.config, reservation.num_tokens + MAX_ROWS, itemsize)),
+            Item(
+                "head's inputs", on_device=2 * reservation.pass_rows * states * itemsize
+            ),  # side by side, they are copied
             *guessing_items(spec.config, target, is_mapped=spec.num_columns != target.config.vocab_size),
         ]
         if self.options.learns:
             on_device, texts = learning_bytes(spec, target.config, itemsize)
             items.append(Item("learning", on_device=on_device, on_host=texts))
-        num_keys = room.context + room.tree
-        workspace = activation_bytes(spec.config, room.pass_rows, num_keys, itemsize)
+        num_keys = reservation.context + reservation.tree
+        workspace = activation_bytes(spec.config, reservation.pass_rows, num_keys, itemsize)
         return MemoryUse(tuple(items), workspace, reads_all_entries=spec.reads_target_entries)
 
     def guessing(self, placement: Placement) -> Guessing:

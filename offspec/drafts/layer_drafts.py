@@ -28,13 +28,13 @@ from ..model.cuda_graphs import RoundBuffers, is_static
 from ..model.decoder import CachedDecoder, Decoder
 from ..model.layer_draft import LayerDraft, LayerDraftText, WindowOfTarget
 from ..model.memory.draft_window import most_entries
-from ..model.memory.text_caches import TextCaches
+from ..model.memory.request_caches import RequestCaches
 from ..planning.draft_forecast import Guessing
-from ..planning.memory import MemoryUse, Room
+from ..planning.memory import MemoryUse, Reservation
 from ..planning.plan import unpacking_items
 from .acceptance import LOOKUP, SHADOWS
 from .base import Attach, Draft, DraftTask, OpenRequest
-from .learnt import EstimatesAndRecall
+from .draft_stats import DraftStats
 from .model_draft import ModelDraft, check_window, guessing_items, state_items
 from .without_model import LookupDraft
 
@@ -84,13 +84,13 @@ class LayersOfTarget(ModelDraft):
         if accelerator_of(self.decoder.device).records and is_static(self.decoder) and self._buffers is None:
             self._buffers = RoundBuffers(self.decoder)
 
-    def new_caches(self, target: Decoder, num_tokens: int, num_nodes: int) -> TextCaches:
+    def new_caches(self, target: Decoder, num_tokens: int, num_nodes: int) -> RequestCaches:
         if self.window is not None:
             text = CachedDecoder(target, num_tokens + num_nodes)
-            return TextCaches(text, WindowOfTarget(self.decoder, text, self.window, self._own.number))
+            return RequestCaches(text, WindowOfTarget(self.decoder, text, self.window, self._own.number))
         capacity = num_tokens + num_nodes + self.num_shared if num_tokens else 0
         text = CachedDecoder(target, capacity, keeps_all=True)
-        return TextCaches(text, LayerDraftText(self.decoder, text, self._buffers), self.num_shared)
+        return RequestCaches(text, LayerDraftText(self.decoder, text, self._buffers), self.num_shared)
 
     def close(self) -> None:
         self._buffers = None
@@ -104,11 +104,11 @@ class LayersOfTarget(ModelDraft):
     def _own(self) -> OwnEntries:
         return OwnEntries.of(self.decoder.device.type, self.window)
 
-    def drafter(self, task: DraftTask, learnt: EstimatesAndRecall) -> Drafter:
+    def drafter(self, task: DraftTask, stats: DraftStats) -> Drafter:
         if isinstance(task.text, LayerDraftText | WindowOfTarget):
             task.text.begin(tree_room(task.speculation, self.decoder.device.type))
         request = replace(task.request, most_read=self._own.most_read, most_rows=self._own.most_nodes)
-        return super().drafter(replace(task, request=request), learnt)
+        return super().drafter(replace(task, request=request), stats)
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ class OpenedShadow:
         packed = replace(target, stored=stored)
         return cls(shadow, target, (packed,), request.notes, request.device_type, window)
 
-    def memory_use(self, target: ModelFiles, room: Room) -> MemoryUse:
+    def memory_use(self, target: ModelFiles, reservation: Reservation) -> MemoryUse:
         """Scratch of its own, entries in the target's KV cache, and copies of the layers that will be streamed.
 
         With a window, the entries are in a cache of its own, and the target's may be in RAM.
@@ -152,15 +152,15 @@ class OpenedShadow:
         items = [
             *unpacking_items(self.models[0]),
             *guessing_items(target.config, target, num_waiting=number),
-            *state_items(target, room.texts, range(target.config.num_layers)),
+            *state_items(target, reservation.texts, range(target.config.num_layers)),
         ]
         shadow_bytes = self.shadow.layer_bytes(target)
         if self.window is not None:
-            num_entries = room.texts * (most_entries(self.window) + number)
+            num_entries = reservation.texts * (most_entries(self.window) + number)
             items.append(Item("draft KV cache", on_device=target.kv_bytes(num_entries)))
             return MemoryUse(tuple(items), shadow_bytes=shadow_bytes)
         return MemoryUse(
-            tuple(items), shadow_bytes=shadow_bytes, target_entries=room.texts * number, reads_all_entries=True
+            tuple(items), shadow_bytes=shadow_bytes, target_entries=reservation.texts * number, reads_all_entries=True
         )
 
     def guessing(self, placement: Placement) -> Guessing:

@@ -32,17 +32,17 @@ from ..model.decoder import CachedDecoder, Decoder
 from ..model.memory.chunk_attention import NUM_SINKS
 from ..model.memory.draft_window import LEAST_WINDOW, WindowedText, context_window, most_entries
 from ..model.memory.recurrent_states import RecurrentLayout
-from ..model.memory.text_caches import DraftText, TextCaches
+from ..model.memory.request_caches import DraftText, RequestCaches
 from ..model.row_logits import HEAD_ROWS
 from ..planning.draft_forecast import Guessing
-from ..planning.memory import MemoryUse, Room
+from ..planning.memory import MemoryUse, Reservation
 from ..planning.plan import all_resident, draft_items, pass_bytes, resident_bytes, unpacking_items
 from ..text.tokenizer import Tokenizer, check_vocabularies
 from ..training.online import Aligner, AlignmentParams, check_learning, learning_bytes, open_aligner
 from .acceptance import OTHER_VOCABULARY, SMALL_MODEL, wrong_guesses
 from .base import Attach, Draft, DraftOptions, DraftTask, Listener, MakeDrafter, OpenRequest, controller_of
+from .draft_stats import DraftStats
 from .family_drafts import may_share_vocabulary
-from .learnt import EstimatesAndRecall
 from .recall import MOST_PROMPT, RecallingText, recall_bytes
 from .reencoded_text import OtherVocabulary
 
@@ -83,8 +83,8 @@ class ModelDraft(Draft):
             self.graphs = TreeGraphs(self.decoder, self._num_entries(max_context) + 1 + MAX_ROWS)
             self.graphs.prepare()
 
-    def new_caches(self, target: Decoder, num_tokens: int, num_nodes: int) -> TextCaches:
-        return TextCaches(CachedDecoder(target, num_tokens + num_nodes), self.new_text(num_tokens))
+    def new_caches(self, target: Decoder, num_tokens: int, num_nodes: int) -> RequestCaches:
+        return RequestCaches(CachedDecoder(target, num_tokens + num_nodes), self.new_text(num_tokens))
 
     def new_text(self, num_tokens: int) -> DraftText:
         """An empty text of the draft, with room for `num_tokens` of the target's tokens and for pending nodes."""
@@ -99,14 +99,14 @@ class ModelDraft(Draft):
         """Entries of the draft's cache for a text of `num_tokens` of the target's tokens."""
         return _num_entries(num_tokens, self.decoder.config, self.other, self.window)
 
-    def guessers(self, task: DraftTask, learnt: EstimatesAndRecall) -> list[Guesser]:
-        return guessers_beside_model(task, learnt, super().guessers(task, learnt))
+    def guessers(self, task: DraftTask, stats: DraftStats) -> list[Guesser]:
+        return guessers_beside_model(task, stats, super().guessers(task, stats))
 
-    def drafter(self, task: DraftTask, learnt: EstimatesAndRecall) -> Drafter:
+    def drafter(self, task: DraftTask, stats: DraftStats) -> Drafter:
         text, speculation, request = task.text, task.speculation, task.request
         request = replace(request, most_rows=min(request.most_rows, self.decoder.config.most_pending))
         if text is None:  # an engine without this draft made the caches, so only guessers can draft
-            return super().drafter(task, learnt)
+            return super().drafter(task, stats)
         if speculation.is_lossy:
             is_joint = speculation.accept == "joint"
             make_lossy: Callable[..., Drafter] = JointDrafter if is_joint else ACCEPTS.load(speculation.accept)
@@ -115,28 +115,28 @@ class ModelDraft(Draft):
             return NoDrafter()
         if self._is_larger and speculation.budget is None and task.target.weights.is_resident:
             # A round brings one token more at best, and takes longer than the pass that would bring it.
-            return super().drafter(task, learnt)
+            return super().drafter(task, stats)
         if not self.overlaps or (keeps_states(self.decoder.config) and self.decoder.device.type != "cpu"):
             # Tensors of states are made and dropped by both streams, and nothing orders the reuse of their memory.
             speculation = replace(speculation, overlap=False)
         if speculation.tree != "best-first":
             make_tree: MakeDrafter = TREES.load(speculation.tree)
-            return make_tree(text, task, learnt)
-        has_window = self._choose_window(text, task, learnt.windows)
+            return make_tree(text, task, stats)
+        has_window = self._choose_window(text, task, stats.windows)
         recalling = None
-        if learnt.recall is not None and speculation.recall:
-            recalling = RecallingText(text, task.target, learnt.recall)
+        if stats.recall is not None and speculation.recall:
+            recalling = RecallingText(text, task.target, stats.recall)
         make: Callable[..., ModelDrafter] = ModelDrafter
         if has_window is not None:
-            make = partial(WatchedDrafter, partial(learnt.windows.observe, len(task.prompt), has_window))
+            make = partial(WindowTrialDrafter, partial(stats.windows.observe, len(task.prompt), has_window))
         return make(
             recalling or text,
             request,
             speculation,
-            learnt,
-            guessers=self.guessers(task, learnt),
+            stats,
+            guessers=self.guessers(task, stats),
             corrector=recalling,
-            controller=controller_of(task, learnt),
+            controller=controller_of(task, stats),
         )
 
     def _choose_window(self, text: DraftText, task: DraftTask, trials: WindowTrials) -> bool | None:
@@ -160,7 +160,7 @@ class ModelDraft(Draft):
         self.decoder.weights.close()
 
 
-class WatchedDrafter(ModelDrafter):
+class WindowTrialDrafter(ModelDrafter):
     """Tells `watch` how many tokens each pass with a tree brings."""
 
     def __init__(self, watch: Callable[[int], None], *given: Any, **named: Any) -> None:
@@ -174,10 +174,10 @@ class WatchedDrafter(ModelDrafter):
             self._watch(len(done.verdict.tokens))
 
 
-def guessers_beside_model(task: DraftTask, learnt: EstimatesAndRecall, retrieving: Sequence[Guesser]) -> list[Guesser]:
+def guessers_beside_model(task: DraftTask, stats: DraftStats, retrieving: Sequence[Guesser]) -> list[Guesser]:
     """The guessers that the request asks for, beside those of other texts."""
-    looked_up: list[Guesser] = [PromptLookup(learnt.lookups)] if task.speculation.lookup else []
-    recycled: list[Guesser] = [learnt.recycling] if task.speculation.recycling else []
+    looked_up: list[Guesser] = [PromptLookup(stats.lookups)] if task.speculation.lookup else []
+    recycled: list[Guesser] = [stats.recycling] if task.speculation.recycling else []
     return [*looked_up, *retrieving, *recycled]
 
 
@@ -239,12 +239,12 @@ class OpenedModel:
     def models(self) -> Sequence[ModelFiles]:
         return (self.files,)
 
-    def memory_use(self, target: ModelFiles, room: Room) -> MemoryUse:
+    def memory_use(self, target: ModelFiles, reservation: Reservation) -> MemoryUse:
         files, itemsize = self.files, self.files.dtype.itemsize
-        longest = _num_entries(room.context, files.config, self.other, self.window)
+        longest = _num_entries(reservation.context, files.config, self.other, self.window)
         # All texts share the tokens, and each has as many entries as the longest one at most.
-        num_tokens = max(longest, min(room.num_tokens, room.texts * longest))
-        num_entries = num_tokens + max(MAX_ROWS, room.texts * DRAFT_ROWS)
+        num_tokens = max(longest, min(reservation.num_tokens, reservation.texts * longest))
+        num_entries = num_tokens + max(MAX_ROWS, reservation.texts * DRAFT_ROWS)
         items = [
             *unpacking_items(files),
             *draft_items(files),
@@ -255,7 +255,7 @@ class OpenedModel:
             params = AlignmentParams()
             learning = learning_bytes(files.config, itemsize, params)
             items.append(Item("learning", on_device=learning, on_host=params.buffer_bytes))
-        return MemoryUse(tuple(items), pass_bytes(files, room))
+        return MemoryUse(tuple(items), pass_bytes(files, reservation))
 
     def guessing(self, placement: Placement) -> Guessing:
         acceptance = SMALL_MODEL if self.shares_vocabulary else OTHER_VOCABULARY

@@ -33,7 +33,7 @@ from offspec.scheduler.trees.vocabulary import Vocabulary
 
 from ..model.config import ModelConfig
 from ..model.decoder import Decoder
-from ..model.memory.text_caches import DraftText
+from ..model.memory.request_caches import DraftText
 
 SIZE = 1024  # number of places kept
 MOST_NODES = 256  # places kept of one tree, so that a large tree does not replace all earlier places

@@ -32,9 +32,9 @@ from ..model.block import keeps_states
 from ..model.cuda_graphs import RoundBuffers, is_static
 from ..model.decoder import Decoder
 from ..model.early_exit import EarlyExit, shared_text
-from ..model.memory.text_caches import TextCaches
+from ..model.memory.request_caches import RequestCaches
 from ..planning.draft_forecast import Guessing
-from ..planning.memory import MemoryUse, Room
+from ..planning.memory import MemoryUse, Reservation
 from .acceptance import EXIT, EXIT_AGREEMENT, EXIT_LAYER, LOOKUP
 from .base import Attach, Draft, OpenRequest
 from .model_draft import ModelDraft, guessing_items, state_items
@@ -69,12 +69,12 @@ class SelfDraft(ModelDraft):
     def prepare(self, max_context: int) -> None:
         """Nothing: texts record their rounds."""
 
-    def new_caches(self, target: Decoder, num_tokens: int, num_nodes: int) -> TextCaches:
+    def new_caches(self, target: Decoder, num_tokens: int, num_nodes: int) -> RequestCaches:
         """On a GPU, graphs capture rounds through the target's layers; the exit layer's few kernels are launched."""
         layers = range(self.decoder.num_first)
         if self._buffers is None and accelerator_of(target.device).records and is_static(target, layers):
             self._buffers = RoundBuffers(target, layers=layers)
-        return TextCaches(*shared_text(target, self.decoder, num_tokens + num_nodes, self._buffers))
+        return RequestCaches(*shared_text(target, self.decoder, num_tokens + num_nodes, self._buffers))
 
     def close(self) -> None:
         self._buffers = None
@@ -138,24 +138,24 @@ class OpenedSelf:
         request.notes.append(Note(f"draft: {layers}, without an exit layer"))
         return cls(target, number, None, request.notes)
 
-    def memory_use(self, target: ModelFiles, room: Room) -> MemoryUse:
+    def memory_use(self, target: ModelFiles, reservation: Reservation) -> MemoryUse:
         """The exit layer, its KV cache, what the layers before it keep of drafted nodes, and hidden states.
 
         The layers before the exit must be resident.
         """
         config, itemsize, num_first = target.config, target.dtype.itemsize, self.num_first
-        states = (room.num_tokens + MAX_ROWS + room.tree) * config.hidden_size * itemsize
+        states = (reservation.num_tokens + MAX_ROWS + reservation.tree) * config.hidden_size * itemsize
         items = [
             Item("exit KV cache", on_device=target.kv_bytes(MAX_ROWS, range(num_first))),
             Item("hidden states", on_device=2 * states),  # the kept states, and a pass's copy
             *guessing_items(config, target),
-            *state_items(target, room.texts, range(num_first)),
+            *state_items(target, reservation.texts, range(num_first)),
         ]
         if self.file is not None:
             replaced = range(num_first, num_first + 1)  # the exit layer's cache has the shape of this layer's
-            entries = target.kv_bytes(room.num_tokens + MAX_ROWS, replaced)
+            entries = target.kv_bytes(reservation.num_tokens + MAX_ROWS, replaced)
             items.append(Item("exit layer", on_device=self.file.num_elements * itemsize + entries))
-        return MemoryUse(tuple(items), num_pinned_layers=num_first)
+        return MemoryUse(tuple(items), num_required_resident=num_first)
 
     def guessing(self, placement: Placement) -> Guessing:
         """A round goes through the first layers and the exit layer, which has the shape of the next one.

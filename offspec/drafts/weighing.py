@@ -192,7 +192,7 @@ def _item_bytes(plan: Plan) -> int:
 
 def usual_names(plan: Plan) -> list[str]:
     """Drafts that need no other model, to compare others with: shadows only for targets that are streamed."""
-    config = plan.demand.target.config
+    config = plan.inputs.target.config
     can_have = plan.placement.streamed and config.is_native and config.experts is None
     return [*(shadow_names() if can_have else []), LookupDraft.NAME, NO_DRAFT]
 

@@ -11,10 +11,10 @@ from offspec.scheduler.guessing.lookup import Guesser, PromptLookup
 
 from ..checkpoints.opening import ModelFiles
 from ..planning.draft_forecast import Guessing
-from ..planning.memory import MemoryUse, Room
+from ..planning.memory import MemoryUse, Reservation
 from .acceptance import LOOKUP
 from .base import Attach, Draft, DraftTask, OpenRequest
-from .learnt import EstimatesAndRecall
+from .draft_stats import DraftStats
 
 
 class WithoutModel(Draft):
@@ -22,7 +22,7 @@ class WithoutModel(Draft):
 
     models: Sequence[ModelFiles] = ()
 
-    def memory_use(self, target: ModelFiles, room: Room) -> MemoryUse:
+    def memory_use(self, target: ModelFiles, reservation: Reservation) -> MemoryUse:
         return MemoryUse()
 
     def guessing(self, placement: Placement) -> Guessing:
@@ -61,6 +61,6 @@ class LookupDraft(WithoutModel):
     def guessing(self, placement: Placement) -> Guessing:
         return Guessing(acceptance=LOOKUP)
 
-    def guessers(self, task: DraftTask, learnt: EstimatesAndRecall) -> list[Guesser]:
-        looked_up: list[Guesser] = [PromptLookup(learnt.lookups)] if task.speculation.lookup else []
-        return [*looked_up, *super().guessers(task, learnt), learnt.recycling]
+    def guessers(self, task: DraftTask, stats: DraftStats) -> list[Guesser]:
+        looked_up: list[Guesser] = [PromptLookup(stats.lookups)] if task.speculation.lookup else []
+        return [*looked_up, *super().guessers(task, stats), stats.recycling]

@@ -1,7 +1,7 @@
 """Lossy modes in which the draft's distribution counts too: which token follows, given both distributions.
 
-Each way is a function of the target's distribution p and the draft's q, after the sampler's parameters, before the
-token is chosen. The noise of the position is the same for all of them, so the text depends on target, draft, way,
+Each rule is a function of the target's distribution p and the draft's q, after the sampler's parameters, before the
+token is chosen. The noise of the position is the same for all of them, so the text depends on target, draft, rule,
 parameters and seed, and on where the tree ends: there q is unknown, and the token is the target's own.
 """
 
@@ -63,18 +63,18 @@ def relaxed(log_p: Tensor, log_q: Tensor, strength: float) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Way:
+class Rule:
     """A lossy mode. blend: log-probabilities up to a constant [V] of log p and log q [V], and the strength."""
 
     blend: Callable[[Tensor, Tensor, float], Tensor]
     strength: float
 
 
-WAYS: dict[str, Way] = {
-    "cascade": Way(cascade, 0.5),
-    "contrastive": Way(contrastive, 0.5),
-    "mix": Way(mix, 0.3),
-    "relaxed": Way(relaxed, 0.3),
+RULES: dict[str, Rule] = {
+    "cascade": Rule(cascade, 0.5),
+    "contrastive": Rule(contrastive, 0.5),
+    "mix": Rule(mix, 0.3),
+    "relaxed": Rule(relaxed, 0.3),
 }
 
 
@@ -85,7 +85,7 @@ class BlendDrafter(BeamDrafter):
         self, model: TreeModel, sampler: Sampler, params: SpeculationParams, final: Collection[int] = ()
     ) -> None:
         super().__init__(model, sampler, params, final, coupled=True)
-        self._way = WAYS[params.accept]
+        self._way = RULES[params.accept]
         self._strength = self._way.strength if params.strength is None else params.strength
 
     def log_probabilities(self, node: int) -> Tensor | None:
@@ -110,11 +110,11 @@ class BlendDrafter(BeamDrafter):
             path.append(node)
 
 
-def blended(way: Way, log_p: Tensor, log_q: Tensor, strength: float) -> Tensor:
+def blended(method: Rule, log_p: Tensor, log_q: Tensor, strength: float) -> Tensor:
     """Log-probabilities [V] up to a constant, among the tokens that the target does not exclude.
 
     log_p [V], log_q [up to V]: normalised. If nothing is left, they are the target's.
     """
     log_q = pad(log_q, (0, len(log_p) - len(log_q)), value=-math.inf)
-    values = torch.where(log_p > -math.inf, way.blend(log_p, log_q, strength), -math.inf)
+    values = torch.where(log_p > -math.inf, method.blend(log_p, log_q, strength), -math.inf)
     return values if values.max() > -math.inf else log_p

@@ -11,8 +11,8 @@ from collections.abc import Collection, Sequence
 import numpy as np
 
 from offspec.scheduler.drafting.drafter import SequentialDrafter, TreeModel
+from offspec.scheduler.drafting.estimates import RunningEstimates
 from offspec.scheduler.drafting.layered_draft import UNEXPANDED, LayeredDraft, subtree
-from offspec.scheduler.drafting.learnt import RunningEstimates
 from offspec.scheduler.params import DEFAULT_NODES, SpeculationParams
 from offspec.scheduler.trees.sampling import Sampler
 from offspec.scheduler.trees.token_tree import ROOT, IntArray, TokenTree
@@ -21,7 +21,7 @@ from offspec.scheduler.trees.verify import TargetPass
 from ..drafts.base import DraftTask
 
 
-def opt_tree_drafter(text: TreeModel, task: DraftTask, learnt: RunningEstimates) -> OptTreeDrafter:
+def opt_tree_drafter(text: TreeModel, task: DraftTask, stats: RunningEstimates) -> OptTreeDrafter:
     """The drafter of one request with a draft model (`drafts.base.MakeDrafter`)."""
     params, request = task.speculation, task.request
     return OptTreeDrafter(text, request.sampler, params, request.final, coupled=params.scoring == "coupled")

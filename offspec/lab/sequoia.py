@@ -16,8 +16,8 @@ from typing import TypeVar
 import numpy as np
 
 from offspec.scheduler.drafting.drafter import SequentialDrafter, TreeModel
+from offspec.scheduler.drafting.estimates import RunningEstimates
 from offspec.scheduler.drafting.layered_draft import UNEXPANDED, LayerCandidates, LayeredDraft, subtree
-from offspec.scheduler.drafting.learnt import RunningEstimates
 from offspec.scheduler.drafting.pricing import Clock
 from offspec.scheduler.pace.costs import WIDTHS, Costs
 from offspec.scheduler.pace.shared_pass import SharedPass
@@ -207,11 +207,11 @@ class SizeForHardware:
         return self._shared is None or not self._shared.is_shared
 
 
-def sequoia_drafter(text: TreeModel, task: DraftTask, learnt: RunningEstimates) -> SequoiaDrafter:
+def sequoia_drafter(text: TreeModel, task: DraftTask, stats: RunningEstimates) -> SequoiaDrafter:
     """The drafter of one request with a draft model (`drafts.base.MakeDrafter`)."""
     params, request = task.speculation, task.request
-    size = SizeForHardware(learnt.costs, most_nodes(task), request.shared) if params.budget is None else None
-    acceptance, is_coupled = learnt.of_kind(MeasuredAcceptance), params.scoring == "coupled"
+    size = SizeForHardware(stats.costs, most_nodes(task), request.shared) if params.budget is None else None
+    acceptance, is_coupled = stats.of_kind(MeasuredAcceptance), params.scoring == "coupled"
     return SequoiaDrafter(text, request.sampler, params, acceptance, request.final, coupled=is_coupled, hardware=size)
 
 

@@ -113,7 +113,7 @@ def memory_bytes(
 ) -> int:
     """Bytes of a text's memory with room for `num_entries` entries, of all layers or of `layers`; KV entries as `kv`.
 
-    It equals `TextMemory.nbytes` by `Decoder.new_cache`. forgets: see `memory_layouts`.
+    It equals `SequenceCache.nbytes` by `Decoder.new_cache`. forgets: see `memory_layouts`.
     """
     layouts = (layout for layer in memory_layouts(config, layers, forgets=forgets) for layout in layer)
     return sum(kv.memory_bytes(layout, num_entries, itemsize) for layout in layouts)

@@ -31,7 +31,7 @@ from offspec.scheduler.trees.token_tree import BoolArray, IntArray
 
 from ..errors import CheckpointError
 from .decoder import CachedDecoder, Decoder
-from .memory.text_memory import TextMemory
+from .memory.sequence_cache import SequenceCache
 from .parts.part import Entries, RowsOfText
 from .rope import Rotations
 
@@ -80,8 +80,8 @@ def _has_ready_embedding(decoder: Decoder) -> bool:
 class RoundInputs:
     """The inputs of a round, in one host buffer and an equal device buffer, so that one transfer is enough.
 
-    counts [3]: the slots that every row attends to, the first slot of the region after the gap (`TextMemory.gap`), the
-    slot of the first row. ids, positions [W]. region [W, 1 + P + 1]: column 0 is true, for the slots before the gap;
+    counts [3]: the slots that every row attends to, the first slot of the region after the gap (`SequenceCache.gap`),
+    the slot of the first row. ids, positions [W]. region [W, 1 + P + 1]: column 0 is true, for slots before the gap;
     the next P are the mask of the region; the last one is false, for the gap and for slots after the region. W and P
     are maxima; a round of fewer rows transfers fewer.
     """
@@ -104,7 +104,7 @@ class RoundInputs:
         words, region = buffer[:head].view(torch.int64), buffer[head:].view(torch.bool)
         return words[:3], words[3 : 3 + most], words[3 + most :], region.view(most, self._columns)
 
-    def put(self, cache: TextMemory, tokens: IntArray, depths: IntArray, mask: BoolArray, width: int) -> None:
+    def put(self, cache: SequenceCache, tokens: IntArray, depths: IntArray, mask: BoolArray, width: int) -> None:
         """Send R rows after the entries of `cache`; arguments as in `CachedDecoder.score`.
 
         Rows R to `width` repeat the last one, so that they cannot introduce NaNs.
@@ -145,7 +145,7 @@ class StaticRows(RowsOfText):
     slots, positions [W]. seen: bool [W, S], the mask over all keys of the round.
     """
 
-    cache: TextMemory
+    cache: SequenceCache
     slots: Tensor
     positions: Tensor
     seen: Tensor
@@ -184,7 +184,7 @@ class RoundBuffers:
         self.layer_inputs = decoder.layer_inputs(torch.zeros(len(self.states), dtype=torch.long))
         self.record = record or accelerator_of(decoder.device).recorder()
 
-    def send(self, cache: TextMemory, tokens: IntArray, depths: IntArray, mask: BoolArray, width: int) -> None:
+    def send(self, cache: SequenceCache, tokens: IntArray, depths: IntArray, mask: BoolArray, width: int) -> None:
         """The inputs of a round, see `RoundInputs.put`; with rows of tables that a graph cannot look up."""
         self.inputs.put(cache, tokens, depths, mask, width)
         if self.embedded is not None:
@@ -197,7 +197,7 @@ class RoundBuffers:
 class StaticRounds:
     """The static rounds of one KV cache: one for each shape, as long as the cache keeps its memory."""
 
-    def __init__(self, buffers: RoundBuffers, cache: TextMemory, *, uses_before: int = 0) -> None:
+    def __init__(self, buffers: RoundBuffers, cache: SequenceCache, *, uses_before: int = 0) -> None:
         """uses_before: rounds of a shape that are not static, because recording takes longer than some rounds."""
         self.cache = cache
         self._buffers = buffers
@@ -315,7 +315,7 @@ class TreeGraphs:
         self._borrower: ReferenceType[StaticText] | None = None
 
     @property
-    def cache(self) -> TextMemory:
+    def cache(self) -> SequenceCache:
         return self.rounds.cache
 
     def prepare(self) -> None:

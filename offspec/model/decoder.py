@@ -32,7 +32,7 @@ from .memory.chunk_attention import ChunkAttention
 from .memory.kv_cache import MakeLayerCaches, plain_layers
 from .memory.kv_formats import PLAIN, KVFormat
 from .memory.kv_in_ram import EntriesInRam
-from .memory.text_memory import TextMemory, empty_memories
+from .memory.sequence_cache import SequenceCache, empty_memories
 from .memory.window_layers import most_pending
 from .names import INPUT_NORM, INPUT_PROJECTION, INPUT_TABLE, LAYER_PREFIX
 from .norms import normalize
@@ -116,7 +116,7 @@ class Decoder:
         self.blocks = build_blocks(config, dtype=dtype, device=device) if blocks is None else list(blocks)
         self.current_layer = 0  # the progress of a pass, for observers in other threads
 
-    def new_cache(self, layers: range | None = None, *, forgets: bool | None = None) -> TextMemory:
+    def new_cache(self, layers: range | None = None, *, forgets: bool | None = None) -> SequenceCache:
         """An empty memory of a text for all layers, or for `layers`. forgets: None is that of the decoder."""
         blocks = (self.blocks[index] for index in layers or range(len(self.blocks)))
         layouts = [(block.index, layout) for block in blocks for layout in block.memories]
@@ -125,7 +125,7 @@ class Decoder:
         if self.entries_in_ram is not None:
             return self.entries_in_ram.new_cache(layouts, self.make_layer_caches, self.dtype)
         memories, numbers = empty_memories(layouts, self.make_layer_caches, self.dtype, self.device)
-        return TextMemory(memories, self.device, numbers)
+        return SequenceCache(memories, self.device, numbers)
 
     @property
     def most_nodes(self) -> int | None:
@@ -136,15 +136,15 @@ class Decoder:
     # ---------------------------------------------------------------------------------------- a pass
 
     @torch.inference_mode()
-    def forward(self, tokens: Tensor, positions: Tensor, cache: TextMemory) -> Tensor:
+    def forward(self, tokens: Tensor, positions: Tensor, cache: SequenceCache) -> Tensor:
         """Hidden states [T, hidden] of a chain of tokens [T] at positions [T].
 
         What the layers keep of them is appended to `cache`. tokens are on the CPU, positions on the device. The caller
-        advances the cache's counts (`TextMemory.append`).
+        advances the cache's counts (`SequenceCache.append`).
         """
         return self.through(self.embed(tokens), self.rows(TextRows.of_chain(tokens.tolist()), cache, positions))
 
-    def rows(self, rows: TextRows, cache: TextMemory, positions: Tensor | None = None) -> AppendedRows:
+    def rows(self, rows: TextRows, cache: SequenceCache, positions: Tensor | None = None) -> AppendedRows:
         """Rows after the text in `cache`, which is extended for them.
 
         positions [T]: of a chain; None for those that follow.
@@ -331,7 +331,7 @@ class CachedDecoder:
         self.cache = self._new_cache()
         self.cache.reserve(capacity)
 
-    def _new_cache(self) -> TextMemory:
+    def _new_cache(self) -> SequenceCache:
         return self.decoder.new_cache(forgets=False if self._keeps_all else None)
 
     @property

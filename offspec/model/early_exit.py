@@ -24,7 +24,7 @@ from offspec.scheduler.trees.token_tree import ROOT, IntArray
 
 from .cuda_graphs import USES_BEFORE_RECORDING, RoundBuffers, StaticRounds
 from .decoder import CachedDecoder, Decoder
-from .memory.text_memory import TextMemory
+from .memory.sequence_cache import SequenceCache
 from .parts.part import PassRows
 from .pass_rows import AppendedRows, TextRows
 
@@ -91,7 +91,7 @@ class Trunk:
         self.layers = range(num_layers)
         self._buffers = buffers
         self._new_cache()
-        self.readers: list[TextMemory] = []
+        self.readers: list[SequenceCache] = []
         self.num_rows = 0
         self._hidden: list[Tensor] = []  # parts of [slots from _first on, hidden]
         self._first = 0
@@ -148,7 +148,7 @@ class Trunk:
         self._accepted = list(rows)
 
     def keep(self, path: Sequence[int], pending: Sequence[int], num_drafted: int) -> None:
-        """`TextMemory.keep` in the draft's numbering; also commits accepted nodes after the draft's `num_drafted`."""
+        """`SequenceCache.keep` in the draft's numbering; commits accepted nodes after its `num_drafted`, too."""
         path = [*path, *(row for row in self._accepted if row >= num_drafted)]
         start = self.cache.length - self._first
         stay = [*range(start), *(start + row for row in (*path, *pending))]

@@ -18,7 +18,7 @@ from .config import ModelConfig
 from .decoder import Decoder
 from .memory.kv_formats import PLAIN, KVFormat
 
-FASTEST_WAY = "rows are computed in the fastest way"
+FASTEST_METHOD = "rows are computed in the fastest way"
 
 
 def is_exact_by_default(
@@ -67,7 +67,7 @@ def reason_of(decoder: Decoder) -> str | None:
     """Why a decoder is not exact; None if it is."""
     if decoder.is_exact:
         return None
-    return reason_against_exactness(decoder.config, decoder.dtype, decoder.device) or FASTEST_WAY
+    return reason_against_exactness(decoder.config, decoder.dtype, decoder.device) or FASTEST_METHOD
 
 
 def arithmetic_of(decoder: Decoder) -> str:

@@ -21,8 +21,8 @@ from .cuda_graphs import USES_BEFORE_RECORDING, WIDTHS, RoundBuffers, StaticRoun
 from .decoder import CachedDecoder, Decoder
 from .memory.chunk_attention import CHUNK, NUM_SINKS, ChunkAttention, num_chunks, positions_of
 from .memory.draft_window import LEAST_SLACK, most_entries
+from .memory.sequence_cache import SequenceCache
 from .memory.shared_cache import GapVisibility, SharedCache
-from .memory.text_memory import TextMemory
 from .pass_rows import AppendedRows, TextRows
 
 
@@ -41,7 +41,7 @@ class LayerDraft(Decoder):
         )
         self.numbers = tuple(numbers)
 
-    def rows(self, rows: TextRows, cache: TextMemory, positions: Tensor | None = None) -> AppendedRows:
+    def rows(self, rows: TextRows, cache: SequenceCache, positions: Tensor | None = None) -> AppendedRows:
         """`Decoder.rows`, which do not attend to the gap of a shared cache."""
         appended = super().rows(rows, cache, positions)
         if not isinstance(cache, SharedCache):
@@ -86,7 +86,7 @@ class LayerDraftText(CachedDecoder):
         return states[-1 - before :] if chain else states
 
     def reserve(self, capacity: int) -> None:
-        """Nothing: the target's cache has room for the draft's entries (`TextCaches.num_shared`)."""
+        """Nothing: the target's cache has room for the draft's entries (`RequestCaches.num_shared`)."""
 
 
 class WindowOfTarget(CachedDecoder):

@@ -26,7 +26,7 @@ from offspec.scheduler.trees.token_tree import ROOT, BoolArray, IntArray
 from .config import ModelConfig
 from .memory.chunk_attention import ChunkAttention
 from .memory.layer_memory import CHUNK_ROWS
-from .memory.text_memory import TextMemory
+from .memory.sequence_cache import SequenceCache
 from .parts.kv_attention import KeyRange, Visibility, attend, attend_by_parts, merge_parts
 from .parts.part import Attending, Entries, PassRows, RowsOfText
 from .parts.split_attention import KeyPart, part_attention
@@ -87,7 +87,7 @@ class AppendedRows(RowsOfText):
 
     rows: TextRows
     before: int
-    cache: TextMemory
+    cache: SequenceCache
     visibility: Visibility
     rotations: Rotations
     chunks: list[tuple[int, int]]
@@ -398,7 +398,7 @@ def chunk_rows(config: ModelConfig, num_keys: int) -> int:
     return max(1, min(CHUNK_ROWS, MASK_ELEMENTS // (config.mask_heads * max(1, num_keys))))
 
 
-def placed(cache: TextMemory, rows: TextRows) -> tuple[Tensor, Tensor | None]:
+def placed(cache: SequenceCache, rows: TextRows) -> tuple[Tensor, Tensor | None]:
     """Positions [T] of rows after the text in `cache`, and their nodes' mask; both on its device."""
     base, device = cache.next_position + len(rows.chain), cache.positions.device
     positions = torch.cat(

@@ -25,11 +25,11 @@ from offspec.loaders.kernels.row_attention import (
 )
 from offspec.loaders.streaming.small_transfers import to_device
 
-from .memory.text_memory import TextMemory
+from .memory.sequence_cache import SequenceCache
 from .parts.kv_attention import Visibility
 
 
-def attend_exactly(queries: Tensor, cache: TextMemory, layer: int, visible: Visible, scores: Scores) -> Tensor:
+def attend_exactly(queries: Tensor, cache: SequenceCache, layer: int, visible: Visible, scores: Scores) -> Tensor:
     """Attention of queries [R, heads, D] to a layer's entries → [R, heads, D]; a row has the same bits in any pass."""
     if queries.device.type == "cpu":
         few = key_parts(cache, layer, visible, cache.most_read(layer), first=visible.begin)
@@ -47,7 +47,7 @@ def attend_exactly(queries: Tensor, cache: TextMemory, layer: int, visible: Visi
     return attended
 
 
-def all_keys(first_row: int, cache: TextMemory, layer: int, visible: Visible) -> KeysOfRows:
+def all_keys(first_row: int, cache: SequenceCache, layer: int, visible: Visible) -> KeysOfRows:
     """What a text's rows see of a layer, as views of all of its keys. first_row: among the rows of several texts."""
     part = KeySlots(0, *cache.read(layer, visible.end, visible.begin))
     return KeysOfRows(first_row, part, visible.from_begin)
@@ -85,7 +85,7 @@ def visible_slots(
 
 
 def key_parts(
-    cache: TextMemory, layer: int, visible: Visible, most: int | None, first: int = 0, end: int | None = None
+    cache: SequenceCache, layer: int, visible: Visible, most: int | None, first: int = 0, end: int | None = None
 ) -> Iterator[KeySlots]:
     """The keys and values that `visible` names: at most `most` at once, then all that must be given together.
 

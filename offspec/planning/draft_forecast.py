@@ -173,7 +173,7 @@ def predict_drafting(
 
     num_texts: texts that share the passes. Their trees are equally large.
     """
-    rates, acceptance = rates_of(plan.demand.target), guessing.acceptance
+    rates, acceptance = rates_of(plan.inputs.target), guessing.acceptance
     plain_s = plan.predict_pass_s(rates, num_texts)
     plain_rate, tokens = num_texts / plain_s, float(num_texts)
     plain = Drafting(0, 0, 0.0, plain_s, tokens, plain_rate, tokens, tokens, plain_rate, plain_rate)

@@ -21,9 +21,9 @@ AUTO = "auto"
 class MemoryOptions:
     """The user's limits: bytes of VRAM and RAM (None: all that is free), and the context and tree to reserve.
 
-    tree: nodes beside the context. At least the largest automatic budget is reserved, also for None. texts: see `Room`.
-    kv_cache: the name of a `KVFormat`, or AUTO, see `plan.make_plan`. prompt, answer_tokens: tokens of the
-    request that will come, if it is known; without `context`, there is room for it.
+    tree: nodes beside the context. At least the largest automatic budget is reserved, also for None. texts: see
+    `Reservation`. kv_cache: the name of a `KVFormat`, or AUTO, see `plan.make_plan`. prompt, answer_tokens: tokens of
+    the request that will come, if it is known; without `context`, there is room for it.
     """
 
     vram: int | None = None
@@ -40,7 +40,7 @@ SHARED_TOKENS = 1024  # tokens reserved for each text beside the first that shar
 
 
 @dataclass(frozen=True)
-class Room:
+class Reservation:
     """The space that a plan reserves: tokens of the longest text, and nodes of all trees beside it.
 
     texts: the number of texts that share passes. One may have the full context; for each other one SHARED_TOKENS are
@@ -69,7 +69,7 @@ class MemoryUse:
     """The memory of one feature. items: named amounts; the plan adds up items of several features with one name.
 
     workspace_bytes: allocated during a pass of the feature's model. Passes of several models do not run at once, so
-    the plan counts the largest workspace only. num_pinned_layers: the number of the target's first layers that must be
+    the plan counts the largest workspace only. num_required_resident: how many of the target's first layers must be
     resident. shadow_bytes: for each layer of the target, bytes on the device if that layer is streamed.
     target_entries: of the target's KV cache, all layers' alike. reads_all_entries: it reads those of all
     layers outside the target's passes, so that none may lie in RAM.
@@ -77,7 +77,7 @@ class MemoryUse:
 
     items: tuple[Item, ...] = ()
     workspace_bytes: int = 0
-    num_pinned_layers: int = 0
+    num_required_resident: int = 0
     shadow_bytes: tuple[int, ...] = ()
     target_entries: int = 0
     reads_all_entries: bool = False
@@ -85,13 +85,13 @@ class MemoryUse:
     @property
     def is_of_target_layers(self) -> bool:
         """Whether the target's layers draft, and read its KV entries."""
-        return bool(self.target_entries or self.num_pinned_layers)
+        return bool(self.target_entries or self.num_required_resident)
 
 
 class MemoryUser(Protocol):
     """A feature that needs memory."""
 
-    def memory_use(self, target: ModelFiles, room: Room) -> MemoryUse:
+    def memory_use(self, target: ModelFiles, reservation: Reservation) -> MemoryUse:
         """The memory that it needs beside `target`, in bytes."""
 
 

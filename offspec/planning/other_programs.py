@@ -23,7 +23,7 @@ def llama_cpp_tokens_per_s(plan: Plan, rates: Rates) -> float | None:
 
     plan: without a draft. Files that do not fit are mapped: then its speed depends on what the system keeps of them.
     """
-    target, placement, experts = plan.demand.target, plan.placement, plan.experts
+    target, placement, experts = plan.inputs.target, plan.placement, plan.experts
     memory, ram, layer_s = rates.memory_bytes_per_s, rates.ram_bytes_per_s, LAYER_S
     if placement.limits.device is None or memory is None or placement.on_disk or not target.config.is_native:
         return None
@@ -45,6 +45,6 @@ def llama_cpp_tokens_per_s(plan: Plan, rates: Rates) -> float | None:
 
 
 def _head_bytes(plan: Plan) -> int:
-    target = plan.demand.target
+    target = plan.inputs.target
     head: StoredWeight = target.stored.shared[target.config.head_name]
     return sum(info.nbytes for info in head.streamed)

@@ -29,10 +29,10 @@ from offspec.loaders.streaming.placement import (
     Item,
     Limits,
     PassRates,
+    PinnedLayers,
     Placement,
     Tier,
     UnitCost,
-    Wishes,
     place,
     predict_experts_s,
     predict_pass_s,
@@ -50,7 +50,7 @@ from ..model.memory.kv_formats import EIGHT_BIT, KV_FORMATS, KVFormat
 from ..model.memory.window_layers import most_rows
 from ..model.row_logits import HEAD_ROWS
 from .attention_time import seconds_of_attention, seconds_per_element
-from .memory import AUTO, MemoryOptions, MemoryUse, MemoryUser, Room, add_up
+from .memory import AUTO, MemoryOptions, MemoryUse, MemoryUser, Reservation, add_up
 
 DEFAULT_CONTEXT = 4096  # a longer one is the default where it costs nothing
 CONTEXT_STEP = 1024
@@ -69,7 +69,7 @@ EAGER_LAYER_S, EAGER_EXPERT_S = 75 * 5e-6, 0.35e-3
 
 
 @dataclass(frozen=True)
-class Demand:
+class PlanInputs:
     """The inputs of a plan.
 
     features: these need memory beside the target. program_bytes: RAM that the process already holds. packs: whether
@@ -122,8 +122,8 @@ class Plan:
     kv_entries: of the target's KV cache for all texts and trees, and for drafts that share it.
     """
 
-    demand: Demand
-    room: Room
+    inputs: PlanInputs
+    reservation: Reservation
     placement: Placement
     layers: tuple[UnitCost, ...]
     work: PassWork
@@ -131,16 +131,16 @@ class Plan:
 
     @property
     def context(self) -> int:
-        return self.room.context
+        return self.reservation.context
 
     @property
     def tree(self) -> int:
-        return self.room.tree
+        return self.reservation.tree
 
     @property
     def usual_tokens(self) -> int:
         """Tokens before a pass in predictions: half of a long context that was asked for; else few, 0."""
-        return self.context // 2 if self.demand.options.context and self.context > DEFAULT_CONTEXT else 0
+        return self.context // 2 if self.inputs.options.context and self.context > DEFAULT_CONTEXT else 0
 
     @property
     def tiers(self) -> str:
@@ -156,13 +156,13 @@ class Plan:
     @property
     def entry_stream_bytes(self) -> int:
         """Bytes of KV entries that a pass streams beside them, behind a text as long as the context."""
-        entries, _, _ = _text_bytes(self.demand.target, self.context, 1)
+        entries, _, _ = _text_bytes(self.inputs.target, self.context, 1)
         return sum(entries[i] for i in self.placement.entries_in_ram)
 
     @cached_property
     def window_rows(self) -> int:
         """KV entries that a text keeps at most in a layer that drops those outside of its window; 0 without these."""
-        target = self.demand.target
+        target = self.inputs.target
         layouts = (each for layer in memory_layouts(target.config, forgets=target.forgets) for each in layer)
         windows = (layout.window for layout in layouts if isinstance(layout, KVLayout) and layout.window is not None)
         return max(map(most_rows, windows), default=0)
@@ -187,13 +187,13 @@ class Plan:
         if experts_s is not None:
             work = replace(work, expert_elements=0)
         on_cpu = self.placement.limits.device is None
-        attention_s = seconds_of_attention(self.demand.target, rates, width, num_keys, on_cpu=on_cpu)
+        attention_s = seconds_of_attention(self.inputs.target, rates, width, num_keys, on_cpu=on_cpu)
         if on_cpu or self.placement.streamed:  # rows of a streamed target are exact: its matrices are unpacked first
             kept_s, streamed_s = (
                 layer_s(work, rates, width, unpacked) for unpacked in (work.kept_elements, work.packed_elements)
             )
         else:
-            kept_s = streamed_s = resident_layer_s(self.demand.target, work, rates, width)
+            kept_s = streamed_s = resident_layer_s(self.inputs.target, work, rates, width)
         each_s, least_s = experts_s or 0.0, 0.0 if on_cpu else EAGER_LAYER_S + self._launch_experts_s(width)
         return [
             max((kept_s if i in resident else streamed_s) + attention_s[i], least_s) + each_s
@@ -202,7 +202,7 @@ class Plan:
 
     def _launch_experts_s(self, width: int) -> float:
         """Seconds in which a layer's experts are launched one by one, if they are."""
-        experts, form = self.experts, self.demand.target.packed_form
+        experts, form = self.experts, self.inputs.target.packed_form
         if experts is None or form is None or form in GGUF_WITH_KERNELS:
             return 0.0
         slots = self.placement.experts
@@ -237,7 +237,7 @@ class Plan:
     @cached_property
     def experts(self) -> ExpertsCost | None:
         """The bytes of the target's experts, if each is a unit."""
-        return experts_cost(self.demand.target)
+        return experts_cost(self.inputs.target)
 
     def _pass_s(
         self, rates: Rates, layers_s: Sequence[float], width: int, head_s: float = 0.0, num_keys: int = 0
@@ -250,40 +250,40 @@ class Plan:
 
     def with_more(self, *, vram: int = 0, ram: int = 0) -> Plan:
         """The plan if the limits were higher by these bytes. Raises MemoryLimitError."""
-        limits = self.demand.limits
+        limits = self.inputs.limits
         device = None if limits.device is None else limits.device + vram
-        return _plan_for(self.room, replace(self.demand, limits=Limits(device, limits.ram + ram)))
+        return _plan_for(self.reservation, replace(self.inputs, limits=Limits(device, limits.ram + ram)))
 
     def packing(self, *, packs: bool) -> Plan:
         """The plan with resident matrices that have two forms packed or unpacked. Raises MemoryLimitError."""
-        return _plan_for(self.room, replace(self.demand, packs=packs))
+        return _plan_for(self.reservation, replace(self.inputs, packs=packs))
 
     def with_target(self, target: ModelFiles) -> Plan:
         """The plan for the same model in another format. Raises MemoryLimitError."""
-        target = target.with_kv(self.demand.target.kv)
-        return _plan_for(self.room, replace(self.demand, target=target, packs=None))
+        target = target.with_kv(self.inputs.target.kv)
+        return _plan_for(self.reservation, replace(self.inputs, target=target, packs=None))
 
     def with_kv(self, kv: KVFormat) -> Plan:
         """The plan with another format of the target's KV entries. Raises MemoryLimitError."""
-        return _plan_for(self.room, replace(self.demand, target=self.demand.target.with_kv(kv)))
+        return _plan_for(self.reservation, replace(self.inputs, target=self.inputs.target.with_kv(kv)))
 
     def without(self, feature: MemoryUser) -> Plan:
         """The plan if this feature took no memory: more layers may be resident."""
-        others = tuple(each for each in self.demand.features if each is not feature)
-        return _plan_for(self.room, replace(self.demand, features=others))
+        others = tuple(each for each in self.inputs.features if each is not feature)
+        return _plan_for(self.reservation, replace(self.inputs, features=others))
 
     def with_texts(self, num_texts: int) -> Plan:
         """The plan with KV entries for so many texts that share passes. Raises MemoryLimitError."""
-        return _plan_for(replace(self.room, texts=num_texts), self.demand)
+        return _plan_for(replace(self.reservation, texts=num_texts), self.inputs)
 
     @cached_property
     def largest_context(self) -> int:
         """The maximum context, in tokens, that fits the same memory; more layers may be streamed for it."""
-        longest = self.demand.target.config.max_context
+        longest = self.inputs.target.config.max_context
 
         def is_too_long(context: int) -> bool:
             try:
-                _plan_for(replace(self.room, context=context), self.demand)
+                _plan_for(replace(self.reservation, context=context), self.inputs)
             except MemoryLimitError:
                 return True
             return False
@@ -296,7 +296,7 @@ class Plan:
 
         def spills(context: int) -> bool:
             try:
-                return bool(_plan_for(replace(self.room, context=context), self.demand).placement.entries_in_ram)
+                return bool(_plan_for(replace(self.reservation, context=context), self.inputs).placement.entries_in_ram)
             except MemoryLimitError:
                 return True
 
@@ -324,15 +324,15 @@ def make_plan(
     if options.context is None and wanted:
         make = partial(make_plan, target, features, limits, program_bytes=program_bytes)
         return _plan_for_request(wanted, options, make)
-    demand = Demand(target, tuple(features), limits, options, program_bytes)
+    inputs = PlanInputs(target, tuple(features), limits, options, program_bytes)
     if options.kv_cache != AUTO:
-        return _plan_in_room(replace(demand, target=target.with_kv(KV_FORMATS[options.kv_cache])))
+        return _plan_in_room(replace(inputs, target=target.with_kv(KV_FORMATS[options.kv_cache])))
     try:
-        plan = _plan_in_room(demand)
+        plan = _plan_in_room(inputs)
     except MemoryLimitError:
         if options.context is not None and options.context > DEFAULT_CONTEXT:
             with suppress(MemoryLimitError):
-                return _plan_in_room(replace(demand, target=target.with_kv(EIGHT_BIT)))
+                return _plan_in_room(replace(inputs, target=target.with_kv(EIGHT_BIT)))
         raise
     return _with_residents_back(plan)
 
@@ -357,26 +357,26 @@ def _plan_for_request(wanted: int, options: MemoryOptions, make: Callable[..., P
 
 def _with_residents_back(plan: Plan) -> Plan:
     """The plan with an 8-bit KV cache, if the context asked for costs resident layers and this returns some of them."""
-    context = plan.demand.options.context
+    context = plan.inputs.options.context
     if context is None or context <= DEFAULT_CONTEXT or not plan.placement.streamed:
         return plan
-    usual, packed = _plan_for(replace(plan.room, context=DEFAULT_CONTEXT), plan.demand), plan.with_kv(EIGHT_BIT)
+    usual, packed = _plan_for(replace(plan.reservation, context=DEFAULT_CONTEXT), plan.inputs), plan.with_kv(EIGHT_BIT)
     num_residents, in_usual, in_packed = (len(each.placement.resident) for each in (plan, usual, packed))
     return packed if num_residents < min(in_usual, in_packed) else plan
 
 
-def _plan_in_room(demand: Demand) -> Plan:
+def _plan_in_room(inputs: PlanInputs) -> Plan:
     """The plan for the context asked for, or for the default context."""
-    target, limits, options = demand.target, demand.limits, demand.options
+    target, limits, options = inputs.target, inputs.limits, inputs.options
     longest, tree = target.config.max_context, max(options.tree or 0, min(_max_nodes(limits), target.config.most_nodes))
     if options.context is not None:
         if options.context > longest:
             raise UsageError(f"`context={options.context}` exceeds the model's maximum of {longest}; set a smaller one")
-        return _plan_for(Room(options.context, tree, options.texts, limits.device is None), demand)
+        return _plan_for(Reservation(options.context, tree, options.texts, limits.device is None), inputs)
     context = min(longest, DEFAULT_CONTEXT)
     while True:
         try:
-            plan = _plan_for(Room(context, tree, options.texts, limits.device is None), demand)
+            plan = _plan_for(Reservation(context, tree, options.texts, limits.device is None), inputs)
             return _grown(plan) if context == DEFAULT_CONTEXT else plan
         except MemoryLimitError:
             if context // 2 < MIN_CONTEXT:
@@ -393,16 +393,16 @@ def _grown(plan: Plan) -> Plan:
 
     def costs(context: int) -> bool:
         try:
-            return _places(_plan_for(replace(plan.room, context=2 * context), plan.demand)) != _places(plan)
+            return _places(_plan_for(replace(plan.reservation, context=2 * context), plan.inputs)) != _places(plan)
         except MemoryLimitError:
             return True
 
-    longest = plan.demand.target.config.longest_alike(plan.context)
+    longest = plan.inputs.target.config.longest_alike(plan.context)
     longer = [*range(plan.context + CONTEXT_STEP, longest, CONTEXT_STEP), longest]
     if longest <= plan.context or costs(longer[0]):
         return plan
     num_free = bisect_left(longer, True, key=costs) if costs(longest) else len(longer)
-    return _plan_for(replace(plan.room, context=longer[num_free - 1]), plan.demand)
+    return _plan_for(replace(plan.reservation, context=longer[num_free - 1]), plan.inputs)
 
 
 def _places(plan: Plan) -> tuple[object, ...]:
@@ -417,10 +417,10 @@ def with_faster_residents(plan: Plan, rates: Rates) -> Plan:
 
     Packed, more layers are resident, and each pass unpacks them.
     """
-    if plan.placement.is_resident or not plan.demand.target.stored.has_two_forms:
+    if plan.placement.is_resident or not plan.inputs.target.stored.has_two_forms:
         return plan
     try:
-        other = plan.packing(packs=not plan.demand.is_packing)
+        other = plan.packing(packs=not plan.inputs.is_packing)
     except MemoryLimitError:  # layers that must be resident do not fit in the other form
         return plan
     return min((plan, other), key=lambda either: either.predict_pass_s(rates, COMPARED_WIDTH))
@@ -449,49 +449,49 @@ def _max_nodes(limits: Limits) -> int:
     return max_nodes("cpu" if limits.device is None else "cuda")
 
 
-def _plan_for(room: Room, demand: Demand) -> Plan:
+def _plan_for(reservation: Reservation, inputs: PlanInputs) -> Plan:
     """Matrices are kept packed only where layers are streamed: plain ones are multiplied faster."""
-    if not demand.is_packing:
-        return _plan_of(room, replace(demand, target=demand.target.keeping(packed=False)))
+    if not inputs.is_packing:
+        return _plan_of(reservation, replace(inputs, target=inputs.target.keeping(packed=False)))
     with suppress(MemoryLimitError):
-        plain = _plan_of(room, replace(demand, target=demand.target.keeping(packed=False)))
+        plain = _plan_of(reservation, replace(inputs, target=inputs.target.keeping(packed=False)))
         if plain.placement.is_resident:
             return plain
-    return _plan_of(room, replace(demand, target=demand.target.keeping(packed=True)))
+    return _plan_of(reservation, replace(inputs, target=inputs.target.keeping(packed=True)))
 
 
-def _plan_of(room: Room, demand: Demand) -> Plan:
+def _plan_of(reservation: Reservation, inputs: PlanInputs) -> Plan:
     """With the KV entries of streamed layers in RAM, where they do not fit on the device, or cost too many residents.
 
     A byte of entries on the device saves a pass over a full context as much as a byte of weights does, and saves less
     with shorter texts. So beyond the default context RAM is better, if the gain is worth it.
     """
-    demand, uses = _with_uses(room, demand)
-    may_spill = demand.limits.device is not None and room.context > DEFAULT_CONTEXT
+    inputs, uses = _with_uses(reservation, inputs)
+    may_spill = inputs.limits.device is not None and reservation.context > DEFAULT_CONTEXT
     if not may_spill or any(use.reads_all_entries for use in uses):
-        return _placed(room, demand, uses)
+        return _placed(reservation, inputs, uses)
     try:
-        near = _placed(room, demand, uses)
+        near = _placed(reservation, inputs, uses)
     except MemoryLimitError:
-        return _placed(room, demand, uses, spills=True)
+        return _placed(reservation, inputs, uses, spills=True)
     if not near.placement.streamed:
         return near
     with suppress(MemoryLimitError):
-        far = _placed(room, demand, uses, spills=True)
+        far = _placed(reservation, inputs, uses, spills=True)
         (disk, moved), (near_disk, near_moved) = _moved(far), _moved(near)
         if disk <= near_disk and moved < (1 - LEAST_MOVED_LESS) * near_moved:
             return far
     return near
 
 
-def _with_uses(room: Room, demand: Demand) -> tuple[Demand, list[MemoryUse]]:
+def _with_uses(reservation: Reservation, inputs: PlanInputs) -> tuple[PlanInputs, list[MemoryUse]]:
     """What the features need. Layers with a window drop KV entries outside of it, unless a draft reads them, too."""
-    uses = [feature.memory_use(demand.target, room) for feature in demand.features]
+    uses = [feature.memory_use(inputs.target, reservation) for feature in inputs.features]
     forgets = not any(use.is_of_target_layers for use in uses)
-    if forgets == demand.target.forgets:
-        return demand, uses
-    demand = replace(demand, target=demand.target.forgetting(forgets=forgets))
-    return demand, [feature.memory_use(demand.target, room) for feature in demand.features]
+    if forgets == inputs.target.forgets:
+        return inputs, uses
+    inputs = replace(inputs, target=inputs.target.forgetting(forgets=forgets))
+    return inputs, [feature.memory_use(inputs.target, reservation) for feature in inputs.features]
 
 
 def _moved(plan: Plan) -> tuple[int, int]:
@@ -500,12 +500,12 @@ def _moved(plan: Plan) -> tuple[int, int]:
     return from_disk, plan.stream_bytes + plan.entry_stream_bytes // 2
 
 
-def _placed(room: Room, demand: Demand, uses: Sequence[MemoryUse], *, spills: bool = False) -> Plan:
+def _placed(reservation: Reservation, inputs: PlanInputs, uses: Sequence[MemoryUse], *, spills: bool = False) -> Plan:
     """spills: the KV entries of streamed layers are in RAM, as far as the device has no room for them."""
-    target = demand.target
-    num_entries = room.num_tokens + room.tree + sum(use.target_entries for use in uses)
-    costs, items, wishes = _layer_costs(target, uses), _items(room, demand, uses), _wishes(uses)
-    entries, windows, states = _text_bytes(target, num_entries, room.texts)
+    target = inputs.target
+    num_entries = reservation.num_tokens + reservation.tree + sum(use.target_entries for use in uses)
+    costs, items, pinned = _layer_costs(target, uses), _items(reservation, inputs, uses), _pinned_layers(uses)
+    entries, windows, states = _text_bytes(target, num_entries, reservation.texts)
     experts = experts_cost(target)
     if states:
         items.append(Item(STATES_ITEM, on_device=states))
@@ -516,18 +516,18 @@ def _placed(room: Room, demand: Demand, uses: Sequence[MemoryUse], *, spills: bo
     else:
         items.append(Item(KV_ITEM, on_device=sum(entries)))
     try:
-        placement = _place(costs, items, demand.limits, wishes, experts)
+        placement = _place(costs, items, inputs.limits, pinned, experts)
     except MemoryLimitError:
         if not spills:
             raise
         # RAM may be too small for the entries; without resident layers, more of them are on the device.
-        placement = _place(costs, items, demand.limits, replace(wishes, most_free=0), experts)
+        placement = _place(costs, items, inputs.limits, replace(pinned, most_free=0), experts)
     if not placement.streamed and (shadows := sum(cost.shadow_bytes for cost in costs)):
         # A model that fits has a shadow of every layer, if that fits beside it.
         with suppress(MemoryLimitError):
-            with_shadow = _place(costs, [*items, Item(SHADOW_ITEM, on_device=shadows)], demand.limits, wishes, experts)
+            with_shadow = _place(costs, [*items, Item(SHADOW_ITEM, on_device=shadows)], inputs.limits, pinned, experts)
             placement = placement if with_shadow.streamed else with_shadow
-    return Plan(demand, room, placement, tuple(costs), PassWork.of(target), num_entries)
+    return Plan(inputs, reservation, placement, tuple(costs), PassWork.of(target), num_entries)
 
 
 def _text_bytes(target: ModelFiles, num_entries: int, num_texts: int) -> tuple[list[int], int, int]:
@@ -546,8 +546,8 @@ def _text_bytes(target: ModelFiles, num_entries: int, num_texts: int) -> tuple[l
     return entries, windows, states
 
 
-def _wishes(uses: Sequence[MemoryUse]) -> Wishes:
-    return Wishes(sum(use.num_pinned_layers for use in uses))
+def _pinned_layers(uses: Sequence[MemoryUse]) -> PinnedLayers:
+    return PinnedLayers(sum(use.num_required_resident for use in uses))
 
 
 def _layer_costs(target: ModelFiles, uses: Sequence[MemoryUse]) -> list[UnitCost]:
@@ -576,32 +576,32 @@ def experts_cost(model: ModelFiles) -> ExpertsCost | None:
 
 
 def _place(
-    costs: list[UnitCost], items: list[Item], limits: Limits, wishes: Wishes, experts: ExpertsCost | None = None
+    costs: list[UnitCost], items: list[Item], limits: Limits, pinned: PinnedLayers, experts: ExpertsCost | None = None
 ) -> Placement:
     """`place`; if layers are on disk, the embedding stays on disk too, is read by row, and needs no memory."""
     without = [item for item in items if item.name != EMBEDDING_ITEM]
     try:
-        placement = place(costs, items, limits, wishes, experts)
+        placement = place(costs, items, limits, pinned, experts)
     except MemoryLimitError:
-        leaner = place(costs, without, limits, wishes, experts)
+        leaner = place(costs, without, limits, pinned, experts)
         if not leaner.on_disk:
             raise
         return leaner
     # If all layers were resident without the embedding, it would have to be in memory too, and it does not fit.
-    if placement.on_disk and (leaner := place(costs, without, limits, wishes, experts)).on_disk:
+    if placement.on_disk and (leaner := place(costs, without, limits, pinned, experts)).on_disk:
         return leaner
     return placement
 
 
-def _items(room: Room, demand: Demand, uses: Sequence[MemoryUse]) -> list[Item]:
+def _items(reservation: Reservation, inputs: PlanInputs, uses: Sequence[MemoryUse]) -> list[Item]:
     """Everything but the target's layers and its KV cache."""
-    target, on_gpu = demand.target, demand.limits.device is not None
+    target, on_gpu = inputs.target, inputs.limits.device is not None
     config = target.config
     shared = {n: StoredUnit({n: w}).cost(target.dtype).resident_bytes for n, w in target.stored.shared.items()}
-    workspace = max([pass_bytes(target, room), *(use.workspace_bytes for use in uses)])
+    workspace = max([pass_bytes(target, reservation), *(use.workspace_bytes for use in uses)])
     cuda_bytes = CUDA_WORKSPACE_BYTES if on_gpu else 0
     items = [
-        Item(PROGRAM_ITEM, on_host=demand.program_bytes + WORKSPACE_BYTES, on_device=cuda_bytes),
+        Item(PROGRAM_ITEM, on_host=inputs.program_bytes + WORKSPACE_BYTES, on_device=cuda_bytes),
         Item("activations", on_device=workspace),
     ]
     tables = (*config.row_tables, *(() if config.tied_head else (config.embedding_name,)))
@@ -639,10 +639,12 @@ def draft_items(model: ModelFiles) -> list[Item]:
     return [Item("draft", on_device=resident_bytes(model) - sum(tables), on_host=sum(tables))]
 
 
-def pass_bytes(model: ModelFiles, room: Room) -> int:
+def pass_bytes(model: ModelFiles, reservation: Reservation) -> int:
     """Bytes that a pass allocates at most: of a prompt's part at the end of the context, with a tree."""
-    num_keys = room.context + room.tree
-    return activation_bytes(model.config, room.pass_rows, num_keys, model.dtype.itemsize, model.kv, on_cpu=room.on_cpu)
+    num_keys = reservation.context + reservation.tree
+    return activation_bytes(
+        model.config, reservation.pass_rows, num_keys, model.dtype.itemsize, model.kv, on_cpu=reservation.on_cpu
+    )
 
 
 # ------------------------------------------------------------------------------------------------ prediction

@@ -68,7 +68,7 @@ def measure_link(plan: Plan, device: torch.device) -> float | None:
     """
     disk = link = None
     if plan.placement.on_disk:
-        layer = plan.demand.target.stored.layers[plan.placement.on_disk[0]]
+        layer = plan.inputs.target.stored.layers[plan.placement.on_disk[0]]
         disk = measure_disk(layer.record.extents[0].path, seconds=0.5).bytes_per_s
     if plan.placement.streamed:
         link = measure_host_to_device(device, seconds=0.3)
@@ -81,7 +81,7 @@ def with_expert_rates(rates: Rates, plan: Plan, device: torch.device) -> Rates:
 
     Measures what `measure_link` has not, each for at most half a second.
     """
-    target, experts = plan.demand.target, plan.experts
+    target, experts = plan.inputs.target, plan.experts
     if experts is None or plan.placement.experts.are_resident:
         return rates
     has_gpu = accelerator_of(device).has_own_memory
@@ -203,7 +203,7 @@ class ProductRates:
     """
 
     def __init__(self, target: ModelFiles, rates: Rates, device_type: str, drafts: Rates | None = None) -> None:
-        """drafts: rates of products in the fastest way; None: the target's are."""
+        """drafts: rates of products by the fastest method; None: the target's are."""
         self._target, self._of_target = target, rates
         self._rates, self._device = drafts or rates, torch.device(device_type)
         self._known = {self._kind(target): self._rates}

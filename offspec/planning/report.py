@@ -23,7 +23,7 @@ def explain_plan(plan: Plan, link_bytes_per_s: float | None = None) -> list[Note
         seconds = format_seconds(plan.stream_bytes / link_bytes_per_s)
         where += f", which takes {seconds} at {format_quantity(link_bytes_per_s, 'B/s')} (measured)"
     context = Note(f"context {plan.context} tokens (the KV cache has room for as many)")
-    limits = _missing(plan.demand.limits, plan.demand.options)
+    limits = _missing(plan.inputs.limits, plan.inputs.options)
     return [
         *limits,
         context,
@@ -38,7 +38,7 @@ def explain_plan(plan: Plan, link_bytes_per_s: float | None = None) -> list[Note
 
 def explain_packing(plan: Plan) -> list[Note]:
     """How matrices that are packed without loss are kept in memory."""
-    target = plan.demand.target
+    target = plan.inputs.target
     if not target.stored.has_two_forms:
         return []
     matrices = f"{target.packed_form} matrices"
@@ -57,13 +57,13 @@ def explain_experts(plan: Plan) -> list[Note]:
 
 def _kv_format(plan: Plan) -> list[Note]:
     """The format of KV entries, if it is not attention's own dtype, and why it was chosen."""
-    target = plan.demand.target
+    target = plan.inputs.target
     if target.kv.is_plain:
         return []
     sizes = [format_size(each.kv_bytes(plan.context)) for each in (target, target.with_kv(PLAIN))]
     description = f"KV cache in {target.kv.name} bit: {sizes[0]} for {plan.context} tokens instead of {sizes[1]}"
     same = f"the text is that of plain decoding with `kv_cache={target.kv.name}`"
-    if plan.demand.options.kv_cache != AUTO:
+    if plan.inputs.options.kv_cache != AUTO:
         return [Note(f"{description}; {same}")]
     try:
         plain = len(plan.with_kv(PLAIN).placement.resident)
@@ -75,7 +75,7 @@ def _kv_format(plan: Plan) -> list[Note]:
 
 def _kv_of_windows(plan: Plan) -> list[Note]:
     """What layers with a window keep, if that is less than the context."""
-    target, rows = plan.demand.target, plan.window_rows
+    target, rows = plan.inputs.target, plan.window_rows
     if not rows or plan.context <= rows:
         return []
     sizes = [format_size(each.kv_bytes(plan.context)) for each in (target, replace(target, forgets=False))]
@@ -98,7 +98,7 @@ def _kv_in_ram(plan: Plan) -> list[Note]:
 
 def _attention(plan: Plan) -> list[Note]:
     """Why attention behind a long text is slow, if it is."""
-    shapes = attention_shapes(plan.demand.target, 1, on_cpu=plan.placement.limits.device is None)
+    shapes = attention_shapes(plan.inputs.target, 1, on_cpu=plan.placement.limits.device is None)
     reason = next((shape.reason_for_formula for shape in shapes if shape is not None), None)
     if plan.context <= DEFAULT_CONTEXT or reason is None:
         return []
@@ -112,7 +112,7 @@ def _attention(plan: Plan) -> list[Note]:
 
 def _rope_factors(plan: Plan) -> list[Note]:
     """The set of LongRoPE's factors that the context selects; see `ModelConfig.for_context`."""
-    rope = plan.demand.target.config.rope
+    rope = plan.inputs.target.config.rope
     if rope.kind != "longrope" or rope.scaling[SHORT_FACTORS] == rope.scaling[LONG_FACTORS]:
         return []
     original = rope.scaling[ORIGINAL_CONTEXT]

@@ -23,8 +23,8 @@ from offspec.scheduler.pace.shared_pass import SharedPass
 from offspec.scheduler.params import max_nodes
 
 from ..errors import OffspecError
-from ..model.memory.text_caches import TextCaches
-from ..model.memory.text_memory import TextMemory
+from ..model.memory.request_caches import RequestCaches
+from ..model.memory.sequence_cache import SequenceCache
 from ..model.memory.text_pool import WORTHWHILE, Ids, TextPool, num_common
 from ..planning.out_of_memory import retry_out_of_memory
 from .checked_request import CheckedRequest
@@ -48,7 +48,7 @@ class Ticket:
 
     checked: CheckedRequest
     client: str
-    caches: TextCaches | None = None
+    caches: RequestCaches | None = None
     request: Request | None = None
     is_cancelled: bool = False
     counted_s: float = 0.0  # of its constraint's seconds, those that others' passes have been made up for
@@ -83,7 +83,7 @@ class Batch:
         self._models, self._max_texts = models, models.max_texts(max_texts)
         self._pool = TextPool(models.new_caches, 0) if pool is None else pool
         num_nodes = max_nodes(models.device.type) if (plan := models.loaded.plan) is None else plan.tree
-        self._shared = SharedPass(models.learnt.costs, num_nodes, models.learnt.overlap_switch)
+        self._shared = SharedPass(models.stats.costs, num_nodes, models.stats.overlap_switch)
         self._planned = None if plan is None else PlannedEntries.by(plan)
         self._waiting = WaitingLine[Ticket]()
         self._running, self._paused = list[Ticket](), list[Ticket]()  # paused: the next one to resume is the last
@@ -278,7 +278,7 @@ class Batch:
     # ---------------------------------------------------------------------------------------- KV entries
 
     @property
-    def _used_caches(self) -> list[TextMemory]:
+    def _used_caches(self) -> list[SequenceCache]:
         return [_request(ticket).target.cache for ticket in self._running]
 
     def _can_reserve(self, wanted: int, *, now: int = 0, num_shared: int = 0) -> bool:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from offspec.scheduler.params import DRAFT_ROWS, MAX_ROWS, SpeculationParams, tree_room
 
-from ..model.memory.text_caches import TextCaches
-from ..model.memory.text_memory import TextMemory, total_entries
+from ..model.memory.request_caches import RequestCaches
+from ..model.memory.sequence_cache import SequenceCache, total_entries
 from ..planning.plan import Plan
 from .models import Models
 
@@ -28,9 +28,9 @@ class PlannedEntries:
 
     @classmethod
     def by(cls, plan: Plan) -> PlannedEntries:
-        return cls(plan.kv_entries, plan.room.texts * plan.window_rows, plan.window_rows)
+        return cls(plan.kv_entries, plan.reservation.texts * plan.window_rows, plan.window_rows)
 
-    def holds(self, texts: Collection[TextMemory], wanted: int, *, now: int = 0, num_shared: int = 0) -> bool:
+    def holds(self, texts: Collection[SequenceCache], wanted: int, *, now: int = 0, num_shared: int = 0) -> bool:
         """Whether a text may have `wanted` entries beside those of `texts`, which are its present `now` ones, too.
 
         num_shared: of its entries, those of a beginning that others have.
@@ -49,7 +49,7 @@ class KVReservation:
     """The KV entries of one text, in the target's cache and in the draft's."""
 
     def __init__(
-        self, models: Models, caches: TextCaches, speculation: SpeculationParams, longest: int, *, is_shared: bool
+        self, models: Models, caches: RequestCaches, speculation: SpeculationParams, longest: int, *, is_shared: bool
     ) -> None:
         """longest: tokens of prompt and answer. is_shared: with other texts, so that it reserves few at a time."""
         self._models, self._caches, self._longest, self._is_shared = models, caches, longest, is_shared

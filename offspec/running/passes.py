@@ -42,7 +42,7 @@ MEASURED = 0.02  # weight of measured passes from which on they count as measure
 def run_alone(request: Request) -> Generator[Step, None, None]:
     """One step per pass of the request's own, until its text ends."""
     models = request.models
-    alone = SharedPass(request.learnt.costs, max_nodes(models.device.type))
+    alone = SharedPass(request.draft_stats.costs, max_nodes(models.device.type))
     while True:
         with models.turn:
             models.loaded.check()
@@ -122,7 +122,7 @@ def _score(requests: Sequence[Request], shared: SharedPass) -> ScoredPass:
 def _propose(requests: Sequence[Request], shared: SharedPass) -> list[TextRows]:
     """Draft for all requests, and share the pass among their trees."""
     began = time.perf_counter()
-    num_beside = prefill_rows(requests[0].models.learnt.costs.target, len(requests))
+    num_beside = prefill_rows(requests[0].models.stats.costs.target, len(requests))
     chains = _chains([request.num_unscored for request in requests], num_beside)
     shared.begin(chains)
     draftings = [_drafting(request, num_chain, shared) for request, num_chain in zip(requests, chains, strict=True)]

@@ -13,7 +13,7 @@ from offspec.scheduler.trees.verify import TargetPass, Verdict
 from ..drafts.base import DraftTask
 from ..errors import OffspecError
 from ..model.exactness import reason_of
-from ..model.memory.text_caches import TextCaches
+from ..model.memory.request_caches import RequestCaches
 from ..model.row_logits import RowLogits
 from ..planning.out_of_memory import out_of_memory_message, retry_out_of_memory
 from .checked_request import CheckedRequest
@@ -29,7 +29,7 @@ class Request:
     """A running request. `text` is the prompt and all emitted tokens; the caches hold all of it but the last token."""
 
     def __init__(
-        self, models: Models, checked: CheckedRequest, caches: TextCaches, shared: SharedPass | None = None
+        self, models: Models, checked: CheckedRequest, caches: RequestCaches, shared: SharedPass | None = None
     ) -> None:
         """shared: the passes that it shares with other requests. None: its own, and it reserves all its KV entries."""
         sampling, prompt, target = checked.sampling, checked.prompt, models.target
@@ -38,10 +38,10 @@ class Request:
         self.sampler = Sampler(sampling, checked.seed, target.config.vocab_size, target.device, to_device)
         self.sampler.extend(prompt, is_prompt=True)
         self.sampler.constrain(checked.constraint)
-        self.learnt = models.estimates()
+        self.draft_stats = models.estimates()
         longest = len(prompt) + sampling.max_new_tokens
         self.kv = KVReservation(models, caches, checked.speculation, longest, is_shared=shared is not None)
-        self._counter = PassCounter(models.loaded, checked, self.learnt.costs.target)
+        self._counter = PassCounter(models.loaded, checked, self.draft_stats.costs.target)
         self.stats = self._counter.stats
         self.drafting = TextDrafting(models, self._counter, checked.constraint)
         self._logprobs, self._steps = LogprobReport(sampling, len(prompt)), StepMaker(models, checked)
@@ -69,7 +69,7 @@ class Request:
         )
         speculation = self.checked.speculation
         task = DraftTask(caches.draft, models.target, draft_request, speculation, models.index, text)
-        self.drafting.begin(models.draft.drafter(task, self.learnt), competes=is_shared)
+        self.drafting.begin(models.draft.drafter(task, self.draft_stats), competes=is_shared)
         return num_prefilled
 
     @property

@@ -56,14 +56,14 @@ def predict_caches(plan: Plan, rates: Rates, width: int) -> list[CacheProspect]:
 
 def _predict(plan: Plan, rates: Rates, width: int, name: str) -> CacheProspect:
     kv = KV_FORMATS[name]
-    target = plan.demand.target.with_kv(kv)
+    target = plan.inputs.target.with_kv(kv)
     dtype = next(dtype for dtype, with_kv in DTYPES.items() if with_kv == target.dtype)
     stored_as = dtype if kv.is_plain else f"{name} bit"
     some = MOST_STATE_NODES  # more entries do not change what recurrent layers keep
     token_bytes = (target.kv_bytes(2 * some) - target.kv_bytes(some)) // some
     prospect = CacheProspect(name, stored_as, token_bytes, target.kv_bytes(plan.context))
     try:
-        with_kv = plan if kv == plan.demand.target.kv else plan.with_kv(kv)
+        with_kv = plan if kv == plan.inputs.target.kv else plan.with_kv(kv)
     except MemoryLimitError:
         return prospect
     short_s, full_s = (with_kv.predict_pass_s(rates, width, num_tokens) for num_tokens in (0, plan.context))

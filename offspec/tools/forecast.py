@@ -174,7 +174,7 @@ class Forecast:
 
     def assumptions(self) -> list[tuple[str, str]]:
         """(name, figure and its source) of what the prediction rests on: memory, links, and measured drafts."""
-        limits, ram = self.plan.placement.limits, self.plan.demand.options.ram
+        limits, ram = self.plan.placement.limits, self.plan.inputs.options.ram
         sizes = [
             f"{format_size(limits.ram)} of RAM ({'free here; `ram` sets another limit' if ram is None else 'given'})"
         ]
@@ -225,7 +225,7 @@ class Forecast:
             "model": self.model,
             "title": self.title,
             "context": self.plan.context,
-            "num_texts": self.plan.room.texts,
+            "num_texts": self.plan.reservation.texts,
             "limits": {"device_bytes": p.limits.device, "ram_bytes": p.limits.ram},
             "memory": [{"what": item, "device_bytes": device, "ram_bytes": ram} for item, device, ram in self.rows()],
             "resident_layers": list(p.resident),
@@ -249,7 +249,7 @@ class Forecast:
             "drafts": [prospect.as_dict() for prospect in self.prospects],
             "texts": [each.as_dict() for each in self.texts],
             "parked_bytes": self.parked_bytes,
-            "kv_cache": self.plan.demand.target.kv.name,
+            "kv_cache": self.plan.inputs.target.kv.name,
             "kv_caches": [each.as_dict() for each in self.caches],
             "entries_in_ram_layers": list(p.entries_in_ram),
             "entries_in_ram_from": self.entries_in_ram_from,
@@ -340,7 +340,7 @@ def make_forecast(
         chosen,
         prospects,
         predict_texts(plan, draft, rates_of, sorted({*_numbers_of_texts(plan), options.texts})),
-        0 if kept else max(0, ParkedTexts(None, free_bytes).most_bytes(plan.demand.target, plan.room)),
+        0 if kept else max(0, ParkedTexts(None, free_bytes).most_bytes(plan.inputs.target, plan.reservation)),
         predict_caches(plan, rates, GAIN_WIDTH),
         plan.first_context_with_entries_in_ram(),
         busy,

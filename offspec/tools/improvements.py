@@ -103,7 +103,7 @@ class Improvements:
 
     def four_bit(self) -> FourBitPlan | None:
         """The same model in 4 bit, in the same memory; None if nothing is streamed, or it is quantised already."""
-        target = self.plan.demand.target
+        target = self.plan.inputs.target
         is_quantised = target.packed_form is not None and not target.stored.has_two_forms
         if is_quantised or self.plan.placement.is_resident:
             return None
@@ -123,7 +123,7 @@ class Improvements:
         """With the planned draft, at temperature 0. A target in another format has the rates of the planned one."""
 
         def rates_of(model: ModelFiles) -> Rates:
-            return self.rates if model is plan.demand.target else self.rates_of(model)
+            return self.rates if model is plan.inputs.target else self.rates_of(model)
 
         return predict_drafting(plan, self.draft.guessing(plan.placement), rates_of, greedy=True).tokens_per_s
 

@@ -39,7 +39,7 @@ class TextsProspect:
     @property
     def tokens_each(self) -> int:
         """Tokens that a text has KV entries for if all are equally long; longer ones make others wait."""
-        return self.plan.room.num_tokens // self.num_texts if self.plan else 0
+        return self.plan.reservation.num_tokens // self.num_texts if self.plan else 0
 
     def as_dict(self) -> dict[str, Any]:
         if self.plan is None or self.greedy is None or self.sampled is None:
@@ -62,7 +62,7 @@ def predict_texts(plan: Plan, draft: OpenedDraft, rates_of: RatesOf, numbers: It
 
 def _predict(plan: Plan, draft: OpenedDraft, rates_of: RatesOf, num_texts: int) -> TextsProspect:
     try:
-        with_texts = plan if num_texts == plan.room.texts else plan.with_texts(num_texts)
+        with_texts = plan if num_texts == plan.reservation.texts else plan.with_texts(num_texts)
     except MemoryLimitError:
         return TextsProspect(num_texts)
     guessing = draft.guessing(with_texts.placement)

@@ -301,7 +301,7 @@ def near_tie(engine: Engine) -> float:
     """The largest distance of two tokens' values that rounding may decide otherwise in another pass."""
     if engine.is_exact:
         return 0.0
-    kv_cache = "" if engine.plan is None else engine.plan.demand.target.kv.name
+    kv_cache = "" if engine.plan is None else engine.plan.inputs.target.kv.name
     return max(NEAR_TIE[engine.target.dtype], PACKED_TIE.get(kv_cache, 0.0))
 
 

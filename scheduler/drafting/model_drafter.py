@@ -23,8 +23,8 @@ from .child_scores import ChildScorer
 from .choose_controller import controller_for
 from .draft_rounds import DraftRounds
 from .drafter import DraftRequest, ExactDrafter, LogitCorrector, NoModel, TreeModel
+from .estimates import RunningEstimates
 from .guesser_pool import GuesserPool
-from .learnt import RunningEstimates
 from .pricing import Clock, PassPricing, Rest
 from .score_calls import Drafting, run_alone
 from .verdict_learning import learn_children, learn_trust, learn_trust_unsent
@@ -46,7 +46,7 @@ class ModelDrafter(ExactDrafter):
         model: TreeModel | None,
         request: DraftRequest,
         params: SpeculationParams,
-        learnt: RunningEstimates,
+        estimates: RunningEstimates,
         *,
         guessers: Sequence[Guesser] = (),
         corrector: LogitCorrector | None = None,
@@ -59,17 +59,17 @@ class ModelDrafter(ExactDrafter):
         """
         self._params, self._request = params, request
         is_coupled = params.scoring == "coupled"
-        self._calibration = learnt.calibration.of(greedy=request.sampler.is_greedy, coupled=is_coupled)
+        self._calibration = estimates.calibration.of(greedy=request.sampler.is_greedy, coupled=is_coupled)
         model = model or NoModel()
         scorer = ChildScorer(model.vocabulary, request.sampler, params.children, coupled=is_coupled)
         self._rounds = DraftRounds(model, request, scorer, self._calibration, corrector)
         self._guessers = GuesserPool(guessers, request.sampler, self._calibration, clock)
-        controller = controller or controller_for(params, learnt.costs)
+        controller = controller or controller_for(params, estimates.costs)
         calibration = self._calibration
         retry, switch = (calibration.retry, calibration.switch) if params.budget is None else (None, None)
-        self._pricing = PassPricing(controller, learnt.costs, calibration, clock, retry, switch, request.shared)
-        self._draft_costs = learnt.costs.draft
-        self._overlap = Overlap(allowed=params.overlap and params.reuse, switch=learnt.overlap_switch)
+        self._pricing = PassPricing(controller, estimates.costs, calibration, clock, retry, switch, request.shared)
+        self._draft_costs = estimates.costs.draft
+        self._overlap = Overlap(allowed=params.overlap and params.reuse, switch=estimates.overlap_switch)
         self._text: Sequence[int] = ()
         self._may_draft = False
         self._best = self._sent = NO_NODES  # candidates, the best first

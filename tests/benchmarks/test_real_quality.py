@@ -121,12 +121,12 @@ def test_a_prompt_that_was_answered_before_is_not_recalled(pair: Pair) -> None:
     with Engine.load(pair.target, draft="lookup", dtype="fp32") as engine:
         way = Way("lookup", engine.with_draft(LookupDraft()), SpeculationParams(16))
         ids, params = engine.encode("def area("), SamplingParams(24, ignore_eos=True)
-        costs = way.engine.learnt.costs
+        costs = way.engine.draft_stats.costs
         first, second = (measure(way, ids, params, lambda: None) for _ in range(2))
         *_, kept = way.engine.generate(ids, params, way.speculation)
         assert second.num_passes == first.num_passes > kept.stats.num_passes
         assert second.token_ids == first.token_ids
-        assert way.engine.learnt.costs is costs
+        assert way.engine.draft_stats.costs is costs
 
 
 @pytest.mark.parametrize(("readings", "joules"), [((1.0, 3.5), 2.5), ((None, None), None), ((9.0, 1.0), None)])

@@ -30,7 +30,7 @@ from offspec.lab.opt_tree import OptTreeDrafter
 from offspec.lab.sequoia import MeasuredAcceptance, SequoiaDrafter
 from offspec.model.decoder import CachedDecoder
 from offspec.scheduler.drafting.drafter import Drafter, DraftRequest, ExactDrafter, NoDrafter
-from offspec.scheduler.drafting.learnt import RunningEstimates
+from offspec.scheduler.drafting.estimates import RunningEstimates
 from offspec.scheduler.drafting.model_drafter import ModelDrafter
 from offspec.scheduler.trees.sampling import Sampler
 from offspec.scheduler.trees.token_tree import TokenTree
@@ -39,9 +39,9 @@ from offspec.scheduler.trees.verify import TargetPass, Verdict, exact_walk
 from ..scheduler.fakes import (
     RuleModel,
     build_tree,
+    estimates_of,
     few,
     generate,
-    learnt_of,
     plain_text,
     random_rule,
     resembling,
@@ -66,18 +66,18 @@ def replayed(
     engine: Engine,
     recording: Recording,
     speculation: SpeculationParams,
-    learnt: RunningEstimates,
+    estimates: RunningEstimates,
     recall: Recall | None = None,
 ) -> Replayed:
     assert engine.draft.decoder is not None
     clock, sampler = VirtualClock(), recording.sampler(engine.target.config.vocab_size)
     if recall is None:
         model = ClockedModel(CachedDecoder(engine.draft.decoder), clock, COSTS.round_s)
-        drafter = ModelDrafter(model, DraftRequest(sampler), speculation, learnt)
+        drafter = ModelDrafter(model, DraftRequest(sampler), speculation, estimates)
         return replay(recording, drafter, sampler, clock, COSTS, model)
     text = RecallingText(CachedDecoder(engine.draft.decoder), engine.target, recall)
     model = ClockedModel(text, clock, COSTS.round_s)
-    drafter = ModelDrafter(model, DraftRequest(sampler), speculation, learnt, corrector=text)
+    drafter = ModelDrafter(model, DraftRequest(sampler), speculation, estimates, corrector=text)
     return replay(recording, drafter, sampler, clock, COSTS, model, CachedDecoder(engine.target))
 
 
@@ -87,19 +87,19 @@ def replayed(
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_replayed_passes_are_the_engines(engine: Engine, params: SamplingParams, recalls: bool, tmp_path: Path) -> None:
     prompts, speculation = builtin.prompts()[:1], SpeculationParams(16, lookup=False, recall=recalls, overlap=False)
-    fresh, learnt = engine.with_draft(engine.draft), learnt_of()
+    fresh, estimates = engine.with_draft(engine.draft), estimates_of()
     assert engine.draft.decoder is not None
     recall = Recall(engine.draft.decoder, engine.target) if recalls else None
     for index, recording in enumerate(record(engine, prompts, params, tmp_path)):
         assert recording.params == replace(params, seed=3 + index)
         *_, last = fresh.generate(prompts[index], recording.params, speculation)
-        found = replayed(engine, recording, speculation, learnt, recall)
+        found = replayed(engine, recording, speculation, estimates, recall)
         assert found.num_tokens == last.stats.num_tokens == NUM_TOKENS
         assert found.num_passes == last.stats.num_passes < NUM_TOKENS
         assert found.num_drafted_tokens == last.stats.num_drafted_tokens
         assert found.tokens_per_pass == last.stats.tokens_per_pass
     greedy = params.temperature == 0
-    assert learnt.calibration.sharpness(greedy=greedy).value == fresh.sharpness(greedy=greedy)
+    assert estimates.calibration.sharpness(greedy=greedy).value == fresh.sharpness(greedy=greedy)
 
 
 @pytest.mark.slow
@@ -168,7 +168,7 @@ class Witness(ExactDrafter):
 def drafter_of(kind: str, model: Any, sampler: Sampler) -> Drafter:
     speculation = SpeculationParams(budget=7, max_depth=5, overlap=False)
     if kind == "model":
-        return ModelDrafter(model, DraftRequest(sampler), speculation, learnt_of())
+        return ModelDrafter(model, DraftRequest(sampler), speculation, estimates_of())
     if kind == "sequoia":
         return SequoiaDrafter(model, sampler, speculation, MeasuredAcceptance(), coupled=True)
     return OptTreeDrafter(model, sampler, speculation, threshold=0.05) if kind == "opt-tree" else NoDrafter()

@@ -12,7 +12,7 @@ import pytest
 from offspec import Engine, SamplingParams, SpeculationParams
 from offspec.drafts import model_draft
 from offspec.errors import MemoryLimitError, OffspecError
-from offspec.model.memory.text_memory import TextMemory
+from offspec.model.memory.sequence_cache import SequenceCache
 from offspec.running import passes
 from offspec.running.batch import Batch, Ticket
 
@@ -26,8 +26,8 @@ PROMPTS = ("def area(", "class Tree:\n    def", "import", "for i in range(10):\n
 SAMPLING = [SamplingParams(10, temperature=0.8, seed=seed, ignore_eos=True) for seed in range(len(PROMPTS))]
 PLACES: tuple[tuple[Any, str], ...] = (
     (passes, "score_together"),
-    (TextMemory, "keep"),
-    (TextMemory, "reserve"),
+    (SequenceCache, "keep"),
+    (SequenceCache, "reserve"),
     (model_draft, "CachedDecoder"),
 )
 

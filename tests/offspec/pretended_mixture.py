@@ -135,7 +135,7 @@ def counted(engine: Engine, machine: Machine, num_rows: int, kernels: PretendedK
     return LayerCounts(work / num_layers, {place: n / num_layers for place, n in waits.items()}, launches / num_layers)
 
 
-def of_way(folder: Path, machine: Machine, name: str, kernels: PretendedKernels | None) -> dict[str, Any]:
+def of_method(folder: Path, machine: Machine, name: str, kernels: PretendedKernels | None) -> dict[str, Any]:
     """The text, races, kinds of groups and counts of one of WAYS."""
     slots, are_streamed, choice = WAYS[name]
     found = dict[str, Any]()
@@ -152,11 +152,11 @@ def of_way(folder: Path, machine: Machine, name: str, kernels: PretendedKernels 
 
 
 def measured(folder: Path, machine: Machine) -> dict[str, Any]:
-    """What `of_way` gives for each of WAYS, one by one and at once. folder: from `build`."""
-    found = {name: of_way(folder, machine, name, None) for name in WAYS}
+    """What `of_method` gives for each of WAYS, one by one and at once. folder: from `build`."""
+    found = {name: of_method(folder, machine, name, None) for name in WAYS}
     for name in AT_ONCE:
         with pretended_experts(machine) as kernels:
-            found[f"{name}, at once"] = of_way(folder, machine, name, kernels)
+            found[f"{name}, at once"] = of_method(folder, machine, name, kernels)
         assert kernels.launches
     return found
 

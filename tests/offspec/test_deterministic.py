@@ -14,9 +14,9 @@ import torch
 from offspec import Engine, SamplingParams, SpeculationParams
 from offspec.errors import UsageError
 from offspec.loaders.formats import four_bit
-from offspec.loaders.formats.on_gpu import FasterWay
+from offspec.loaders.formats.on_gpu import FasterKernel
 from offspec.loaders.formats.process_state import FUSED_ROWS, FusedRows
-from offspec.loaders.formats.products import KERNEL, TORCH, ProductCosts, ProductKind, WayCosts
+from offspec.loaders.formats.products import KERNEL, TORCH, MethodCosts, ProductCosts, ProductKind
 from offspec.loaders.machine import card_choices, product_costs
 from offspec.loaders.machine.card_choices import FIXED_ROWS, fused_rows
 from offspec.loaders.machine.product_costs import know_products
@@ -135,12 +135,14 @@ def test_learning_takes_as_long_as_texts(tmp_path: Path) -> None:
 def test_no_product_is_measured(product_costs: ProductCosts, monkeypatch: pytest.MonkeyPatch) -> None:
     """A form that would be measured has its kernel for any number of rows; others have torch's products."""
     kind = ProductKind("bf16", torch.bfloat16, is_large=True)
-    product_costs.set(kind, WayCosts({TORCH: {1: 1e-12}, KERNEL: {1: 1e-3}}))  # as measured before
+    product_costs.set(kind, MethodCosts({TORCH: {1: 1e-12}, KERNEL: {1: 1e-3}}))  # as measured before
     product_costs.is_fixed = True
-    monkeypatch.setattr("offspec.loaders.machine.product_costs.measure_ways", lambda kind: pytest.fail("is measured"))
+    monkeypatch.setattr(
+        "offspec.loaders.machine.product_costs.measure_methods", lambda kind: pytest.fail("is measured")
+    )
     know_products([("bf16", torch.bfloat16)])
-    assert {product_costs.way(kind, rows) for rows in (1, 64, 4096)} == {KERNEL}
-    assert product_costs.way(ProductKind("fp16", torch.float16, is_large=True), 1) == TORCH
+    assert {product_costs.method(kind, rows) for rows in (1, 64, 4096)} == {KERNEL}
+    assert product_costs.method(ProductKind("fp16", torch.float16, is_large=True), 1) == TORCH
 
 
 def test_fused_products_have_a_fixed_limit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,7 +159,7 @@ def test_fused_products_have_a_fixed_limit(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize("compiles", [True, False])
 def test_a_kernel_that_compiles_unpacks(compiles: bool) -> None:
-    way, done = FasterWay(), list[str]()
+    way, done = FasterKernel(), list[str]()
     way.is_fixed = True
 
     def kernel() -> None:
@@ -173,4 +175,4 @@ def test_choices_are_fixed_for_the_process() -> None:
     fix_choices()
     assert product_costs.COSTS.is_fixed
     assert FUSED_ROWS.is_fixed
-    assert card_choices.FASTER_WAY.is_fixed
+    assert card_choices.FASTER_KERNEL.is_fixed

@@ -10,7 +10,7 @@ import pytest
 from offspec import Engine, SamplingParams, SpeculationParams
 from offspec.errors import UsageError
 from offspec.loaders.kernels.processor import using
-from offspec.model.exactness import FASTEST_WAY
+from offspec.model.exactness import FASTEST_METHOD
 
 from ..machines import each_choice_with_kernels, needs_kernels, this_processor
 from ..pair import Pair, build_pair
@@ -67,8 +67,8 @@ def test_fast_arithmetic_is_not_exact(load: GetEngine) -> None:
     fast, fp32 = load("none", dtype="bf16", arithmetic="fast"), load("none", dtype="fp32", arithmetic="fast")
     for engine in (fast, fp32):
         assert not engine.is_exact
-        assert engine.inexact_reason == FASTEST_WAY
-        assert any("near-ties" in str(note) and FASTEST_WAY in str(note) for note in engine.notes)
+        assert engine.inexact_reason == FASTEST_METHOD
+        assert any("near-ties" in str(note) and FASTEST_METHOD in str(note) for note in engine.notes)
         stats = next(engine.generate("x", SamplingParams(1))).stats
         assert (stats.exactness, stats.as_dict()["exact"]) == ("up to near-ties", False)
 

@@ -12,7 +12,7 @@ import pytest
 
 from offspec import Engine, SamplingParams, SpeculationParams
 from offspec.drafts.base import Draft, DraftTask
-from offspec.drafts.learnt import EstimatesAndRecall
+from offspec.drafts.draft_stats import DraftStats
 from offspec.errors import UsageError
 from offspec.model.decoder import CachedDecoder, Decoder
 from offspec.scheduler.drafting.drafter import Drafter, NoDrafter
@@ -135,7 +135,7 @@ class OneTokenDrafter(NoDrafter):
 
 
 class OneTokenDraft(Draft):
-    def drafter(self, task: DraftTask, learnt: EstimatesAndRecall) -> Drafter:
+    def drafter(self, task: DraftTask, stats: DraftStats) -> Drafter:
         return OneTokenDrafter()
 
 

@@ -21,7 +21,7 @@ from offspec.drafts.self_draft import SelfDraft
 from offspec.errors import UsageError
 from offspec.model.early_exit import EarlyExit
 from offspec.model.memory.kv_cache import KVLayout, plain_layers
-from offspec.model.memory.text_memory import TextMemory
+from offspec.model.memory.sequence_cache import SequenceCache
 from offspec.prompt_cache import PromptCache
 from offspec.session import Session, entries_path
 
@@ -178,7 +178,7 @@ def test_it_is_written_by_one_process_and_only_where_there_is_room(
 
 def write_and_die(file: Path) -> None:
     """In the middle of its blocks."""
-    cache = TextMemory(plain_layers([KVLayout(2, 8)] * 2, torch.float32, torch.device("cpu")), torch.device("cpu"))
+    cache = SequenceCache(plain_layers([KVLayout(2, 8)] * 2, torch.float32, torch.device("cpu")), torch.device("cpu"))
     cache.reserve(4000)
     cache.begin(4000)
     exactly, blocks = kv_files._bytes, list[Any]()

@@ -25,7 +25,7 @@ def engine(pair: Pair) -> Iterator[Engine]:
 
 def test_a_whole_text_is_what_the_steps_bring(engine: Engine) -> None:
     assert engine.plan is not None
-    assert engine.plan.demand.options.ram == 2**33
+    assert engine.plan.inputs.options.ram == 2**33
     steps = list(engine.generate("def area(", PARAMS, SpeculationParams(budget=4)))
     assert len(steps) > 1
     assert engine.complete("def area(", PARAMS, SpeculationParams(budget=4)) == "".join(step.text for step in steps)

@@ -41,8 +41,8 @@ from ..scheduler.fakes import (
     assert_well_formed,
     build_tree,
     count_down,
+    estimates_of,
     generate,
-    learnt_of,
     paths,
     sampling_params,
 )
@@ -169,15 +169,15 @@ class CheckedDrafter(ModelDrafter):
         clock: Clock | None = None,
     ) -> None:
         recalling = RecallingText(draft, target.decoder, Recall(draft.decoder, target.decoder)) if recalls else None
-        learnt = learnt_of()
+        estimates = estimates_of()
         super().__init__(
             recalling or draft,
             DraftRequest(sampler, final),
             params,
-            learnt,
+            estimates,
             guessers=guessers,
             corrector=recalling,
-            controller=controller_for(params, learnt.costs, MOST_NODES),
+            controller=controller_for(params, estimates.costs, MOST_NODES),
             clock=clock or Clock(),
         )
         self.target, self.draft, self.sampler, self.recalling = target, draft, sampler, recalling

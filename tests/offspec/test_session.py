@@ -150,7 +150,7 @@ def test_a_turn_left_in_the_middle_of_a_pass(
 ) -> None:
     session = Session(engine)
     say(session, "hi")
-    owner = {"score_together": "running.passes", "keep": "model.memory.text_memory.TextMemory"}.get(
+    owner = {"score_together": "running.passes", "keep": "model.memory.sequence_cache.SequenceCache"}.get(
         where, "scheduler.drafting.model_drafter.ModelDrafter"
     )
     name, calls = f"offspec.{owner}.{where}", []

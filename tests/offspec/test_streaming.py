@@ -98,7 +98,7 @@ def test_layers_stay_as_long_as_texts_are_short(engine: Engine, tmp_path: Path) 
     items = (Item(KV_ITEM, on_device=kv_bytes(CONTEXT)),)
     limit = 5 * layer.nbytes - kv_bytes(CONTEXT)  # so many layers' bytes for texts and what may stay
     placement = Placement(places_of(on_disk=range(9)), Slots(2, 0, layer.nbytes), items, Limits(None, limit), 0, 0)
-    plan = SimpleNamespace(context=CONTEXT, tree=0, placement=placement, demand=SimpleNamespace(target=files))
+    plan = SimpleNamespace(context=CONTEXT, tree=0, placement=placement, inputs=SimpleNamespace(target=files))
     loaded = LoadedTarget(target, PlannedMemory(plan, CPU, [], lambda plan: target.weights))  # type: ignore[arg-type]
     one, other = (Engine(each, engine.tokenizer) for each in (loaded, LoadedTarget(twin)))
     records = [each.record for each in files.stored.layers]
@@ -205,7 +205,7 @@ def test_stats_say_what_plain_decoding_would_bring_without_the_draft(
         assert target.rates is not None
         speedup = target.predict_pass_s(1) / target.plan_without_draft.predict_pass_s(target.rates, 1)
         assert speedup > 1
-        assert found == pytest.approx(speedup / loaded.learnt.costs.target.seconds(np.array([1]))[0])
+        assert found == pytest.approx(speedup / loaded.draft_stats.costs.target.seconds(np.array([1]))[0])
 
 
 def test_too_little_memory_is_refused_before_anything_is_read(pair: Pair) -> None:

@@ -85,7 +85,7 @@ def drafter_of(
     text = engine.new_caches().draft
     request = DraftRequest(sampler, final)
     task = DraftTask(text, engine.target, request, SpeculationParams(**speculation), engine.lookup_index)
-    return engine.draft.drafter(task, engine.learnt)
+    return engine.draft.drafter(task, engine.draft_stats)
 
 
 # ------------------------------------------------------------------------------------------------ what passes cost
@@ -99,12 +99,12 @@ def test_before_the_first_pass_its_cost_is_what_the_plan_predicts(pair: Pair, mo
     predicted = [engine.plan.predict_pass_s(RATES, n) for n in rows.tolist()]
     assert predicted[-1] > 2 * predicted[0] > 0
     for one in (engine, engine.with_draft(NoDraft())):
-        np.testing.assert_allclose(one.learnt.costs.target.seconds(rows), predicted)
+        np.testing.assert_allclose(one.draft_stats.costs.target.seconds(rows), predicted)
     assert engine.draft.as_planned is not None
     rounds = [round_s(engine.plan, engine.draft.as_planned, lambda model: RATES, n) for n in rows.tolist()]
     assert rounds[-1] > 2 * rounds[0] > 0
-    np.testing.assert_allclose(engine.learnt.costs.draft.seconds(rows), rounds)
-    assert not engine.with_draft(NoDraft()).learnt.costs.draft.is_known
+    np.testing.assert_allclose(engine.draft_stats.costs.draft.seconds(rows), rounds)
+    assert not engine.with_draft(NoDraft()).draft_stats.costs.draft.is_known
 
 
 # ------------------------------------------------------------------------------------------------ who drafts
@@ -136,7 +136,7 @@ class Noted(ModelDrafter):
 
     def __init__(self, model: Any, *others: Any, **named: Any) -> None:
         super().__init__(model, *others, **named)
-        self.model, self.learnt, self.named = model, others[-1], named
+        self.model, self.stats, self.named = model, others[-1], named
 
 
 @pytest.fixture
@@ -183,11 +183,11 @@ def test_what_one_request_learns_the_next_one_knows(draft: str, engines: dict[st
     for _ in range(2):
         drafter = drafter_of(engine)
         assert isinstance(drafter, Noted)
-        assert drafter.learnt is engine.learnt
+        assert drafter.stats is engine.draft_stats
         prompt_lookup, retrieval, *recycling = drafter.named["guessers"]
-        assert prompt_lookup.reliability is engine.learnt.lookups
-        assert retrieval.reliability is engine.learnt.retrievals
-        assert recycling == ([engine.learnt.recycling] if draft == "lookup" else [])
+        assert prompt_lookup.reliability is engine.draft_stats.lookups
+        assert retrieval.reliability is engine.draft_stats.retrievals
+        assert recycling == ([engine.draft_stats.recycling] if draft == "lookup" else [])
 
 
 @pytest.mark.parametrize("recall", [True, False])
@@ -204,7 +204,7 @@ def test_the_switch_decides_about_drafting_beside_the_pass(
     is_on: bool, engines: dict[str, Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = engines["own"]
-    monkeypatch.setattr(engine.learnt.overlap_switch, "is_on", lambda: is_on)
+    monkeypatch.setattr(engine.draft_stats.overlap_switch, "is_on", lambda: is_on)
     drafter = drafter_of(engine, budget=4)
     drafter.propose(engine.encode(PROMPT), 8)
     assert drafter.wants_overlap == is_on
@@ -213,8 +213,8 @@ def test_the_switch_decides_about_drafting_beside_the_pass(
 def test_costs_are_learnt_from_the_first_request_on(engines: dict[str, Engine]) -> None:
     engine = engines["own"]
     steps(engine, GREEDY, SpeculationParams(budget=8))
-    assert engine.learnt.costs.target.weight(9) > 0.1
-    assert engine.learnt.costs.draft.weight(1) > 0.1
+    assert engine.draft_stats.costs.target.weight(9) > 0.1
+    assert engine.draft_stats.costs.draft.weight(1) > 0.1
 
 
 def test_the_first_pass_counts_the_rows_that_the_target_scores(engines: dict[str, Engine]) -> None:
@@ -224,7 +224,7 @@ def test_the_first_pass_counts_the_rows_that_the_target_scores(engines: dict[str
     assert len(list(engine.generate(text, replace(GREEDY, max_new_tokens=1), PLAIN, caches=caches))) == 1
     step = next(engine.generate(text, GREEDY, SpeculationParams(budget=4), caches=caches))
     assert (step.stats.num_prefilled_tokens, step.stats.num_drafted_tokens) == (1, 4)
-    here, elsewhere = (engine.learnt.costs.target.weight(rows) for rows in (1 + 4, len(text) + 4))
+    here, elsewhere = (engine.draft_stats.costs.target.weight(rows) for rows in (1 + 4, len(text) + 4))
     assert here > 0.05 > elsewhere == 0
 
 
@@ -268,7 +268,7 @@ def test_sequoia_goes_on_measuring_from_request_to_request(scoring: Scoring, eng
     engine, counts = engines["own"], list[int]()
     for _ in range(2):
         steps(engine, replace(SAMPLED, max_new_tokens=8), SpeculationParams(20, tree="sequoia", scoring=scoring))
-        acceptance = engine.learnt.of_kind(MeasuredAcceptance)
+        acceptance = engine.draft_stats.of_kind(MeasuredAcceptance)
         counts.append(acceptance.ranks(greedy=False, coupled=scoring == "coupled").num_nodes)
     assert counts[1] > counts[0] > 0
     assert acceptance.ranks(greedy=False, coupled=scoring != "coupled").num_nodes == 0

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from offspec.scheduler.drafting.candidate_tree import ChildScores
 from offspec.scheduler.drafting.drafter import Drafter, TreeModel
-from offspec.scheduler.drafting.learnt import RunningEstimates
+from offspec.scheduler.drafting.estimates import RunningEstimates
 from offspec.scheduler.guessing.recycling import TokenRecycling
 from offspec.scheduler.pace.calibration import GRID, Calibration
 from offspec.scheduler.pace.costs import Costs
@@ -173,7 +173,7 @@ class LearningModel(RuleModel):
         return torch.tensor(np.array([self.rule((*self.text, *path)) for path in paths]), dtype=torch.float32)
 
 
-def learnt_of(
+def estimates_of(
     calibration: Calibration | None = None, costs: Costs | None = None, switch: OverlapSwitch | None = None
 ) -> RunningEstimates:
     """What was learnt before, where it matters. Without a switch drafting beside the pass always pays."""

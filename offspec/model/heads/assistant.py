@@ -25,7 +25,7 @@ from ..block import layer_shapes
 from ..config import ModelConfig, read_config
 from ..config_values import Json, mapping
 from ..decoder import CachedDecoder, Decoder
-from ..memory.text_memory import TextMemory
+from ..memory.sequence_cache import SequenceCache
 from ..parts.kv_attention import KeyRange, Visibility, attend_by_parts
 from ..parts.part import Attending, Entries, PassRows
 from ..pass_rows import AppendedRows, TextRows
@@ -39,7 +39,7 @@ FAMILY = "gemma4_text"
 IN, OUT = "pre_projection.weight", "post_projection.weight"
 
 
-class MemoryBesideTarget(TextMemory):
+class MemoryBesideTarget(SequenceCache):
     """Counts the head's rows of one text, whose KV entries are those of `target`."""
 
     def __init__(self, target: CachedDecoder) -> None:
@@ -51,7 +51,7 @@ class RowsBehindTarget(AppendedRows):
     """Rows at the position behind the target's committed entries. They see these entries, and none of each other."""
 
     @classmethod
-    def of(cls, rows: TextRows, target: TextMemory) -> RowsBehindTarget:
+    def of(cls, rows: TextRows, target: SequenceCache) -> RowsBehindTarget:
         """target: the target's memory of the text."""
         positions = torch.full((len(rows),), target.next_position, device=target.positions.device)
         visibility = Visibility(target.length, positions, target.positions, None)
@@ -87,10 +87,10 @@ class AssistantHead(LayeredHead):
     def has_own_head(self) -> bool:
         return True
 
-    def cache_beside(self, target: CachedDecoder) -> TextMemory:
+    def cache_beside(self, target: CachedDecoder) -> SequenceCache:
         return MemoryBesideTarget(target)
 
-    def rows(self, rows: TextRows, cache: TextMemory, positions: Tensor | None = None) -> AppendedRows:
+    def rows(self, rows: TextRows, cache: SequenceCache, positions: Tensor | None = None) -> AppendedRows:
         assert isinstance(cache, MemoryBesideTarget)
         cache.extend(len(rows))
         return RowsBehindTarget.of(rows, cache.target.cache)

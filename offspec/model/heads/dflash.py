@@ -32,7 +32,7 @@ from ..block import Block, build_blocks, layer_shapes
 from ..config import ModelConfig, read_config
 from ..config_values import Json, mapping, number_in, optional_number, positive
 from ..decoder import Decoder
-from ..memory.text_memory import TextMemory
+from ..memory.sequence_cache import SequenceCache
 from ..parts.attention import Attention
 from ..parts.part import Entries, PassRows, RowsOfText, as_vector
 from ..pass_rows import AppendedRows
@@ -122,7 +122,7 @@ class DFlashHead(StoredHead):
         self.shape = shape
         self.target_layers = shape.target_layers
         self.num_steps = shape.size - shape.first
-        self._states = WeakKeyDictionary[TextMemory, Tensor]()  # of each text's block: [num_steps, hidden]
+        self._states = WeakKeyDictionary[SequenceCache, Tensor]()  # of each text's block: [num_steps, hidden]
         super().__init__(states_config(shape), tensors, target, vocabulary_of(tensors, target), dtype)
         self.blocks = build_blocks(shape.config, dtype=self.dtype, device=self.device)
 

@@ -22,7 +22,7 @@ from offspec.scheduler.trees.vocabulary import Vocabulary
 
 from ..config import ModelConfig
 from ..decoder import CachedDecoder, Decoder
-from ..memory.text_memory import TextMemory
+from ..memory.sequence_cache import SequenceCache
 from ..names import EMBEDDING, HEAD
 from ..norms import normalize
 from ..parts.part import PassRows, as_vector
@@ -81,7 +81,7 @@ class Head(Decoder, ABC):
         """Features [K, F] from the target's states [K, S]; S: the chosen layers' hidden sizes, side by side."""
         return states.to(self.dtype)
 
-    def cache_beside(self, target: CachedDecoder) -> TextMemory:
+    def cache_beside(self, target: CachedDecoder) -> SequenceCache:
         """An empty memory of the head for the text of `target`."""
         return self.new_cache()
 

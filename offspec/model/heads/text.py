@@ -22,7 +22,7 @@ from offspec.scheduler.trees.verify import TargetPass, TargetStates
 from offspec.scheduler.trees.vocabulary import Vocabulary
 
 from ..memory.layer_memory import CHUNK_ROWS
-from ..memory.text_memory import TextMemory
+from ..memory.sequence_cache import SequenceCache
 from ..parts.part import PassRows
 from ..pass_rows import TextRows
 from .head import Head, Inputs
@@ -45,7 +45,7 @@ class HeadText:
     Positions that the head was not told of (they came from another conversation's cache) are left out.
     """
 
-    def __init__(self, head: Head, capacity: int = 0, cache: TextMemory | None = None) -> None:
+    def __init__(self, head: Head, capacity: int = 0, cache: SequenceCache | None = None) -> None:
         """capacity: entries to reserve. cache: the head's, empty; None: one that needs no target."""
         self.decoder = head
         self.cache = head.new_cache() if cache is None else cache

@@ -23,7 +23,7 @@ from offspec.scheduler.trees.vocabulary import Vocabulary
 from ..config import ModelConfig
 from ..decoder import CachedDecoder, Decoder
 from .chunk_attention import NUM_SINKS
-from .text_memory import TextMemory
+from .sequence_cache import SequenceCache
 
 LEAST_WINDOW = 64
 SLACK_SHARE, LEAST_SLACK = 4, 64  # entries move once for each 1/SLACK_SHARE of the window, at least for so many tokens
@@ -73,7 +73,7 @@ class WindowedText:
         self.reserve(self._capacity)
 
     @property
-    def cache(self) -> TextMemory:
+    def cache(self) -> SequenceCache:
         """The entries that it keeps: all of the text's without a window."""
         return self._text.cache
 

@@ -21,7 +21,7 @@ from offspec.loaders.streaming.link import CopyStream, PinnedTables
 
 from .kv_cache import EntriesBySlot, KVLayout, MakeLayerCaches, MemoryLayout, PlainLayers
 from .kv_formats import KVFormat, PackedLayers
-from .text_memory import LayerLayout, TextMemory, empty_memories
+from .sequence_cache import LayerLayout, SequenceCache, empty_memories
 
 NUM_SLOTS = 2  # layers whose entries are on the device: one in use, and the next one
 
@@ -167,7 +167,7 @@ class EntriesInRam:
     kv: KVFormat
     copies: CopyStream
 
-    def new_cache(self, layouts: Sequence[LayerLayout], make: MakeLayerCaches, dtype: torch.dtype) -> TextMemory:
+    def new_cache(self, layouts: Sequence[LayerLayout], make: MakeLayerCaches, dtype: torch.dtype) -> SequenceCache:
         """An empty cache for layers with these layouts.
 
         make: for KV entries on the device.
@@ -180,4 +180,4 @@ class EntriesInRam:
             numbers.append([number for number, other in far.items() if other == layout])
             count = len(numbers[-1])
             memories.append(LayersInRam(count, layout, self.kv, dtype=dtype, device=device, copies=self.copies))
-        return TextMemory(memories, device, numbers)
+        return SequenceCache(memories, device, numbers)

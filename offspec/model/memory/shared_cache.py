@@ -24,10 +24,10 @@ from ..parts.kv_attention import Visibility
 from .kv_beginning import SharedBeginning
 from .kv_cache import LayerCache
 from .recurrent_states import RecurrentStates, State
-from .text_memory import TextMemory
+from .sequence_cache import SequenceCache
 
 
-class SharedCache(TextMemory):
+class SharedCache(SequenceCache):
     """A text's entries as a draft sees them: `num_exact` of the target's, then its own, committed and pending.
 
     `length` and `pending` count as in any KV cache. `size` is the slot of the next entry, behind the gap. layers: the
@@ -114,7 +114,7 @@ class SharedCache(TextMemory):
         return self._target.cache.kv_of(self._numbers[layer])
 
     def keep(self, path: Sequence[int], pending: Sequence[int] = ()) -> None:
-        """As `TextMemory.keep`, to be called after the target's. The target's entries replace those of `path`.
+        """As `SequenceCache.keep`, to be called after the target's. The target's entries replace those of `path`.
 
         The target has not scored the last token of a pass, which it chose itself. If `path` ends with this token, its
         entry stays the draft's, and the entries `pending` below it stay too.

@@ -19,17 +19,17 @@ from offspec.loaders.accelerators.accelerator import accelerator_of
 from ..cuda_graphs import StaticText
 from ..decoder import CachedDecoder
 from .draft_window import WindowedText
-from .text_caches import DraftText, TextCaches
-from .text_memory import TextMemory, total_entries
+from .request_caches import DraftText, RequestCaches
+from .sequence_cache import SequenceCache, total_entries
 
 WORTHWHILE = 32  # tokens; scoring fewer of them again is as fast as copying entries
 Ids = NDArray[np.int64]
 
 
 class Entries:
-    """A copy in RAM of what a `TextMemory` has of its committed tokens."""
+    """A copy in RAM of what a `SequenceCache` has of its committed tokens."""
 
-    def __init__(self, cache: TextMemory) -> None:
+    def __init__(self, cache: SequenceCache) -> None:
         self.length = cache.length
         self._least = cache.least_cut(cache.length)
         self._stored = [view.to("cpu", copy=True) for view in cache.stored(self.length)]
@@ -39,7 +39,7 @@ class Entries:
         length = min(length, self.length)
         return length if length >= self._least else 0
 
-    def begin(self, cache: TextMemory, length: int) -> None:
+    def begin(self, cache: SequenceCache, length: int) -> None:
         """Make the first `length` tokens, a result of `restorable`, those of an empty cache."""
         num_copied = self.length if self._least else length
         cache.reserve(num_copied)
@@ -66,12 +66,12 @@ class TextPool:
     next request begins. Then it is parked, unless it goes on. Parked texts leave in the order of their last use.
     """
 
-    def __init__(self, new_caches: Callable[[], TextCaches], most_bytes: int) -> None:
+    def __init__(self, new_caches: Callable[[], RequestCaches], most_bytes: int) -> None:
         """new_caches: makes empty caches."""
         self._new_caches = new_caches
         self._most_bytes = most_bytes
-        self._free = list[TextCaches]()  # least recently used first
-        self._used = list[TextCaches]()  # least recently used first
+        self._free = list[RequestCaches]()  # least recently used first
+        self._used = list[RequestCaches]()  # least recently used first
         self._parked: list[ParkedText] = []
 
     @property
@@ -103,7 +103,7 @@ class TextPool:
         return total_entries(self.targets) - self.num_entries
 
     @property
-    def targets(self) -> list[TextMemory]:
+    def targets(self) -> list[SequenceCache]:
         """The target's caches of requests and of texts whose requests are over."""
         return _target_caches((*self._used, *self._free))
 
@@ -113,7 +113,7 @@ class TextPool:
             self._park(caches)
         self._free.clear()
 
-    def borrow(self, text: Sequence[int]) -> TextCaches:
+    def borrow(self, text: Sequence[int]) -> RequestCaches:
         """Caches that no other request uses, with the longest known beginning of `text`."""
         wanted = np.asarray(text[:-1], dtype=np.int64)  # the last token is always scored
         if not self._free:
@@ -142,20 +142,20 @@ class TextPool:
         return 0 if source is None or not _shares_target(source) else source.target.cache.num_lendable(num_tokens)
 
     @torch.inference_mode()
-    def refill(self, caches: TextCaches) -> None:
+    def refill(self, caches: RequestCaches) -> None:
         """Give used caches without entries of the target those of other requests that begin alike."""
         source, num_tokens = self._longest_running(np.asarray(caches.text[:-1], dtype=np.int64), but=caches)
         if source is not None and num_tokens >= WORTHWHILE and has_all_entries(caches):
             _copy(caches.target.cache, source.target.cache, num_tokens, shares=_shares_target(caches))
 
-    def give_back(self, caches: TextCaches) -> None:
+    def give_back(self, caches: RequestCaches) -> None:
         """The request is over; its text stays in the caches until another request begins."""
         self._used.remove(caches)
         self._free.append(caches)
 
-    def _longest(self, wanted: Ids) -> tuple[ParkedText | TextCaches | None, int]:
+    def _longest(self, wanted: Ids) -> tuple[ParkedText | RequestCaches | None, int]:
         """The text with the longest beginning of `wanted`, of those that can be copied, and its number of tokens."""
-        longest: tuple[ParkedText | TextCaches | None, int] = (None, 0)
+        longest: tuple[ParkedText | RequestCaches | None, int] = (None, 0)
         for index, parked in enumerate(self._parked):
             if (num_tokens := parked.target.restorable(num_common(parked.ids, wanted))) > longest[1]:
                 longest, latest = (parked, num_tokens), index
@@ -169,14 +169,14 @@ class TextPool:
             self._parked.append(self._parked.pop(latest))
         return longest
 
-    def _longest_running(self, wanted: Ids, but: TextCaches | None = None) -> tuple[TextCaches | None, int]:
+    def _longest_running(self, wanted: Ids, but: RequestCaches | None = None) -> tuple[RequestCaches | None, int]:
         """`_longest` of the texts of other requests that are running."""
         others = (caches for caches in self._used if caches is not but and has_all_entries(caches))
         lengths = [(caches, _num_restorable(caches, wanted)) for caches in others]
         return max(lengths, key=lambda pair: pair[1], default=(None, 0))
 
     @torch.inference_mode()
-    def _park(self, caches: TextCaches) -> None:
+    def _park(self, caches: RequestCaches) -> None:
         """Copy a text's entries to RAM, unless it is short, or too long, or a parked text begins with it."""
         ids = _ids(caches)
         held = [cache for cache in (caches.target.cache, own_cache(caches.draft)) if cache is not None]
@@ -194,21 +194,21 @@ class TextPool:
         self._parked.append(ParkedText(ids, target, draft[0] if draft else None, nbytes))
 
 
-def _ids(caches: TextCaches) -> Ids:
+def _ids(caches: RequestCaches) -> Ids:
     """The tokens of a text whose entries the target's cache has."""
     return np.asarray(caches.text[: _num_known(caches)], dtype=np.int64)
 
 
-def _num_restorable(caches: TextCaches, wanted: Ids) -> int:
+def _num_restorable(caches: RequestCaches, wanted: Ids) -> int:
     """How many first tokens of `wanted` can be copied from the target's cache."""
     return caches.target.cache.copyable(num_common(_ids(caches), wanted))
 
 
-def _target_caches(texts: Iterable[TextCaches]) -> list[TextMemory]:
+def _target_caches(texts: Iterable[RequestCaches]) -> list[SequenceCache]:
     return [caches.target.cache for caches in texts]
 
 
-def _num_known(caches: TextCaches) -> int:
+def _num_known(caches: RequestCaches) -> int:
     return min(caches.target.length, len(caches.text))  # an interrupted request may have more entries than tokens
 
 
@@ -219,12 +219,12 @@ def num_common(one: Ids, other: Ids) -> int:
     return int(differs.argmax()) if differs.any() else length
 
 
-def has_all_entries(caches: TextCaches) -> bool:
+def has_all_entries(caches: RequestCaches) -> bool:
     """Whether one cache has the target's entries. An early exit shares those of the first layers with the target."""
     return type(caches.target) is CachedDecoder
 
 
-def own_cache(draft: DraftText | None) -> TextMemory | None:
+def own_cache(draft: DraftText | None) -> SequenceCache | None:
     """The draft's cache, if its entries depend on nothing but the target's tokens, of which it has all."""
     return None if (text := _whole_text(draft)) is None else text.cache
 
@@ -236,7 +236,7 @@ def _whole_text(draft: DraftText | None) -> CachedDecoder | None:
 
 
 @torch.inference_mode()
-def _fill(caches: TextCaches, source: ParkedText | TextCaches | None, ids: Ids) -> None:
+def _fill(caches: RequestCaches, source: ParkedText | RequestCaches | None, ids: Ids) -> None:
     """Make `ids` the caches' text, with the entries of `source`. A draft that `source` has none of is left empty."""
     assert source is not None
     caches.rewind(ids[:1].tolist())
@@ -250,7 +250,7 @@ def _fill(caches: TextCaches, source: ParkedText | TextCaches | None, ids: Ids) 
         _copy(cache, draft, _copyable(draft, min(len(ids), draft.length)), shares=shares)
 
 
-def _copyable(entries: Entries | TextMemory, length: int) -> int:
+def _copyable(entries: Entries | SequenceCache, length: int) -> int:
     return entries.restorable(length) if isinstance(entries, Entries) else entries.copyable(length)
 
 
@@ -259,15 +259,15 @@ def _shares(text: CachedDecoder | None) -> bool:
     return type(text) is CachedDecoder and not text.decoder.config.has_whole_attention
 
 
-def _shares_target(caches: TextCaches) -> bool:
+def _shares_target(caches: RequestCaches) -> bool:
     """`_shares` of the target's text. A draft that reads its entries may have recorded rounds."""
     records = accelerator_of(caches.target.device).records
     return _shares(caches.target) and not (caches.num_shared and records)
 
 
-def _copy(cache: TextMemory, other: Entries | TextMemory, length: int, *, shares: bool) -> None:
-    """Make the first `length` entries of `other` those of an empty cache. shares: see `TextMemory.begin_like`."""
-    if isinstance(other, TextMemory):
+def _copy(cache: SequenceCache, other: Entries | SequenceCache, length: int, *, shares: bool) -> None:
+    """Make the first `length` entries of `other` those of an empty cache. shares: see `SequenceCache.begin_like`."""
+    if isinstance(other, SequenceCache):
         cache.begin_like(other, length, shares=shares)
     else:
         other.begin(cache, length)

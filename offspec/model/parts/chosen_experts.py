@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from offspec.loaders.formats import Chosen, ExpertTable
-from offspec.loaders.formats.on_gpu import FASTER_WAY
+from offspec.loaders.formats.on_gpu import FASTER_KERNEL
 from offspec.loaders.formats.products import must_be_exact
 from offspec.loaders.streaming.small_transfers import to_device
 from offspec.loaders.streaming.weights import HostExperts, LentExperts
@@ -67,9 +67,9 @@ class ChosenExperts:
         """At once or by `plain`, whichever was measured to be faster on this card; both are compared once."""
         kind, device = table.kind(self._x.dtype, self._chosen.rows_of_each), self._x.device
         at_once = partial(self._at_once, table)
-        if FASTER_WAY.is_kernel(kind, device) is None and not self._agree(at_once, plain):
-            FASTER_WAY.forbid(kind, device)
-        FASTER_WAY.run(kind, device, at_once, plain)
+        if FASTER_KERNEL.is_kernel(kind, device) is None and not self._agree(at_once, plain):
+            FASTER_KERNEL.forbid(kind, device)
+        FASTER_KERNEL.run(kind, device, at_once, plain)
 
     def _agree(self, at_once: Callable[[], None], plain: Callable[[], None]) -> bool:
         """Whether both have the same outputs, up to rounding; also where the kernel cannot be compiled."""

@@ -22,9 +22,9 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from offspec import Engine, SamplingParams, SpeculationParams
 from offspec.cli.serve import listening
 from offspec.cli.server.connections import protocol
+from offspec.cli.server.model_manager import ModelManager
 from offspec.cli.server.routes import StoppableServer, application
 from offspec.cli.server.service import Service
-from offspec.cli.server.shelf import ModelManager
 from offspec.text.grammar_trials import CAN_TRY
 
 USER = {"role": "user", "content": "hi"}

@@ -25,7 +25,7 @@ from offspec.loaders.formats.bf16_bits import (
     unpack,
 )
 from offspec.loaders.formats.bf16_packed import PARTS, Bf16Packer, PackedBf16Matrix, PackedBf16Weight
-from offspec.loaders.formats.products import KERNEL, TILES, TORCH, ProductCosts, ProductKind, WayCosts, plain_product
+from offspec.loaders.formats.products import KERNEL, TILES, TORCH, MethodCosts, ProductCosts, ProductKind, plain_product
 from offspec.loaders.kernels.bf16_bits import Bf16Bits
 from offspec.loaders.kernels.processor import per_processor
 from offspec.loaders.kernels.row_product import RowProduct
@@ -225,7 +225,7 @@ def test_products_are_those_of_the_plain_matrix_in_every_way(
         matrix = noise(*shape)
         held = PackedBf16Matrix(packed(matrix))
         for form, chosen in (("bf16", way), (held.form, own)):
-            product_costs.set(ProductKind.of(form, dtype, matrix.numel()), WayCosts({chosen: {1: 1.0}}))
+            product_costs.set(ProductKind.of(form, dtype, matrix.numel()), MethodCosts({chosen: {1: 1.0}}))
         scratch, bias = torch.empty(matrix.numel() + 3, dtype=dtype), noise(shape[0], seed=3).to(dtype)
         for num_rows in (1, 6, 70):
             x = noise(num_rows, shape[1], seed=1, scale=1).to(dtype)

@@ -22,9 +22,9 @@ from offspec.loaders.formats.int8 import Int8Matrix
 from offspec.loaders.formats.products import (
     KERNEL,
     TORCH,
+    MethodCosts,
     ProductCosts,
     ProductKind,
-    WayCosts,
     are_rows_exact,
     can_be_exact,
     exact_rows,
@@ -174,7 +174,7 @@ def test_costs_do_not_count(product_costs: ProductCosts) -> None:
     found = list[Tensor]()
     for fastest, other in ((TORCH, KERNEL), (KERNEL, TORCH)):
         kind = ProductKind.of("bf16", torch.bfloat16, weight.numel())
-        product_costs.set(kind, WayCosts({fastest: {1: 1e-12}, other: {1: 1e-3}}))
+        product_costs.set(kind, MethodCosts({fastest: {1: 1e-12}, other: {1: 1e-3}}))
         with exact_rows():
             found.append(linear(x, weight))
     assert torch.equal(*found)

@@ -19,9 +19,9 @@ from offspec.loaders.formats.products import (
     TILE_ROWS,
     TILES,
     TORCH,
+    MethodCosts,
     ProductCosts,
     ProductKind,
-    WayCosts,
     between,
 )
 from offspec.loaders.kernels.row_product import RowProduct
@@ -32,7 +32,7 @@ FORMS = ("bf16", "fp16", "int8", "nf4")
 WAYS = (TORCH, TILES, KERNEL)
 NUM_OUTPUTS, NUM_COLUMNS = 2 * TILE_ROWS + 6, 128
 # Kernels are best for few rows, tiles for more, torch for many.
-COSTS = WayCosts(
+COSTS = MethodCosts(
     {
         KERNEL: {1: 1e-10, 4: 1e-10, 16: 9e-10},
         TILES: {1: 3e-10, 4: 3e-10, 16: 3e-10, 64: 9e-10},
@@ -133,7 +133,7 @@ def test_rows_are_counted_over_all_dimensions(product_costs: ProductCosts, spy: 
 def test_costs_are_those_of_form_dtype_and_size(product_costs: ProductCosts, spy: Spy) -> None:
     x, weight = noise(3, NUM_COLUMNS), matrix("bf16")
     small = ProductKind("bf16", torch.float32, is_large=False)
-    tiles = WayCosts({TORCH: {1: 2e-9}, TILES: {1: 1e-9}})
+    tiles = MethodCosts({TORCH: {1: 2e-9}, TILES: {1: 1e-9}})
     for other in (
         ProductKind("fp16", torch.float32, is_large=False),
         ProductKind("bf16", torch.bfloat16, is_large=False),
@@ -145,7 +145,7 @@ def test_costs_are_those_of_form_dtype_and_size(product_costs: ProductCosts, spy
     product_costs.set(small, tiles)
     linear(x, weight)
     assert spy.way() == TILES
-    product_costs.set(small, WayCosts({TORCH: {1: 1e-9}, TILES: {1: 2e-9}}))
+    product_costs.set(small, MethodCosts({TORCH: {1: 1e-9}, TILES: {1: 2e-9}}))
     linear(x, weight)
     assert spy.way() == TORCH
     assert not ProductKind.of("bf16", torch.float32, LARGE_ELEMENTS - 1).is_large
@@ -183,7 +183,7 @@ def test_the_line_between_points() -> None:
     assert between(points, 64) == pytest.approx(16.0)  # at its rate a row
     assert between({8: 2.0}, 4) == 2.0
     assert COSTS.least(1) == pytest.approx(1e-10)
-    assert {num_rows: COSTS.way(num_rows) for num_rows in BEST} == BEST
+    assert {num_rows: COSTS.method(num_rows) for num_rows in BEST} == BEST
 
 
 # ------------------------------------------------------------------------------------------------ the same product

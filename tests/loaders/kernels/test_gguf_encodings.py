@@ -16,7 +16,7 @@ from offspec.loaders.kernels.gguf_encodings import BlockEncoding, block_encoding
 from offspec.loaders.kernels.processor import per_processor
 from offspec.loaders.kernels.row_product import RowProduct
 from offspec.loaders.kernels.unpack import WORTH_COMPILING, Unpacker
-from offspec.loaders.machine.product_costs import has_choice, of_no_file, sample, ways_of
+from offspec.loaders.machine.product_costs import has_choice, methods_of, of_no_file, sample
 
 from ...machines import AVX2, AVX512, THIS, by_processor, each_choice_with_kernels, lanes, needs_kernels, run
 from ..gguf_samples import NAMES, edge_blocks, matrix_of, oracle, random_blocks, same_bits
@@ -176,7 +176,7 @@ def test_products_take_the_way_that_is_chosen(product_costs: ProductCosts) -> No
 def test_what_can_be_measured() -> None:
     for name in NAMES:
         assert has_choice(name) == (name not in GRID_TYPES), name
-        assert ways_of(name) == [TORCH, KERNEL], name
+        assert methods_of(name) == [TORCH, KERNEL], name
         weight = sample(name, (64, 256))
         assert weight is not None, name
         assert tuple(weight.shape) == (64, 256), name

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from offspec.loaders.formats import gguf, linear
 from offspec.loaders.formats.gguf import GgufMatrix, unpack_reference
-from offspec.loaders.formats.on_gpu import FASTER_WAY, GGUF_WITH_KERNELS, gguf_kernels
+from offspec.loaders.formats.on_gpu import FASTER_KERNEL, GGUF_WITH_KERNELS, gguf_kernels
 from offspec.loaders.formats.process_state import FUSED_ROWS
 
 from ..gguf_samples import NAMES, edge_blocks, matrix_of, oracle, random_blocks, same_bits
@@ -164,7 +164,7 @@ def test_on_a_gpu_both_ways_give_the_oracles_numbers(name: str) -> None:
         assert same_bits(matrix.dequantize(dtype).cpu(), expected.to(dtype))
         compiled = gguf_kernels()
         if compiled is not None and name in compiled.LAYOUTS:
-            assert FASTER_WAY.is_kernel((name, dtype), device) is not None
+            assert FASTER_KERNEL.is_kernel((name, dtype), device) is not None
             found = torch.full_like(plain, torch.nan)
             compiled.unpack(name, matrix.blocks, found)
             assert same_bits(found.cpu(), expected.to(dtype))

@@ -13,7 +13,7 @@ import torch
 from offspec.loaders.formats import on_gpu
 from offspec.loaders.formats.bf16_bits import group_rows, pack, unpack
 from offspec.loaders.formats.grouped import GroupedMatrix
-from offspec.loaders.formats.on_gpu import FasterWay, gguf_kernels, triton_kernels
+from offspec.loaders.formats.on_gpu import FasterKernel, gguf_kernels, triton_kernels
 
 from ...scheduler.fakes import VirtualClock
 from ..formats.test_formats import bound
@@ -67,7 +67,7 @@ def test_packed_bf16(kernels: ModuleType, shape: tuple[int, int], dtype: torch.d
 
 @pytest.mark.parametrize(("kernel_s", "plain_s"), [(0.0, 0.003), (0.003, 0.0)])
 def test_the_faster_way_is_kept(kernel_s: float, plain_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    way, done, clock = FasterWay(), list[str](), VirtualClock()
+    way, done, clock = FasterKernel(), list[str](), VirtualClock()
     monkeypatch.setattr(on_gpu, "time", SimpleNamespace(perf_counter=clock))
 
     def work(name: str, seconds: float) -> None:
@@ -96,7 +96,7 @@ def test_a_kernel_that_cannot_be_compiled_is_none() -> None:
     def broken() -> None:
         raise RuntimeError("Failed to find C compiler")
 
-    way = FasterWay()
+    way = FasterKernel()
     for _ in range(2):
         way.run("a", CPU, broken, lambda: done.append("plain"))
     assert way.is_kernel("a", CPU) is False

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from offspec.loaders.formats import StoredWeight, four_bit, on_gpu
-from offspec.loaders.formats.on_gpu import FasterWay
+from offspec.loaders.formats.on_gpu import FasterKernel
 from offspec.loaders.formats.process_state import FUSED_ROWS
 from offspec.loaders.machine import card_choices as module
-from offspec.loaders.machine.card_choices import KeptWays, choices_file, fused_rows
+from offspec.loaders.machine.card_choices import KeptKernels, choices_file, fused_rows
 
 from ...scheduler.fakes import VirtualClock
 
@@ -126,8 +126,8 @@ def test_a_second_process_has_the_first_ones_ways(is_faster: bool, monkeypatch: 
     monkeypatch.setattr(on_gpu, "time", SimpleNamespace(perf_counter=clock))
 
     def choose(kernel_s: float, plain_s: float) -> bool | None:
-        way = FasterWay()
-        way.kept = KeptWays()
+        way = FasterKernel()
+        way.kept = KeptKernels()
 
         def work(seconds: float) -> None:
             clock.now += seconds
@@ -142,9 +142,9 @@ def test_a_second_process_has_the_first_ones_ways(is_faster: bool, monkeypatch: 
 
 
 def test_a_kept_kernel_that_does_not_compile_any_more_is_not_used() -> None:
-    KeptWays().set(("awq", DTYPE), CARD, is_kernel=True)
-    way, done = FasterWay(), list[str]()
-    way.kept = KeptWays()
+    KeptKernels().set(("awq", DTYPE), CARD, is_kernel=True)
+    way, done = FasterKernel(), list[str]()
+    way.kept = KeptKernels()
 
     def fail() -> None:
         raise RuntimeError("no compiler")

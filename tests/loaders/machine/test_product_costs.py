@@ -20,9 +20,9 @@ from offspec.loaders.formats.products import (
     KERNEL,
     TILES,
     TORCH,
+    MethodCosts,
     ProductCosts,
     ProductKind,
-    WayCosts,
     are_rows_exact,
     are_rows_in_bytes,
 )
@@ -35,16 +35,16 @@ from offspec.loaders.machine.product_costs import (
     has_choice,
     is_plausible,
     know_products,
-    measure_ways,
+    measure_methods,
+    methods_of,
     product_flops,
-    ways_of,
 )
 from offspec.loaders.params import EXACT, INT8
 
 from ...machines import each_choice, lanes, needs_kernels
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
-FOUND = WayCosts({TORCH: {1: 2e-10, 16: 4e-10}, TILES: {1: 1e-10, 16: 5e-10}})
+FOUND = MethodCosts({TORCH: {1: 2e-10, 16: 4e-10}, TILES: {1: 1e-10, 16: 5e-10}})
 
 
 @pytest.fixture(autouse=True)
@@ -62,11 +62,11 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[ProductKind]:
     """What was measured, which takes no time."""
     kinds = list[ProductKind]()
 
-    def measure(kind: ProductKind) -> WayCosts:
+    def measure(kind: ProductKind) -> MethodCosts:
         kinds.append(kind)
         return FOUND
 
-    monkeypatch.setattr(module, "measure_ways", measure)
+    monkeypatch.setattr(module, "measure_methods", measure)
     return kinds
 
 
@@ -87,17 +87,17 @@ def test_each_kind_is_measured_once(measured: list[ProductKind], costs: ProductC
     know_products([("bf16", FP32), ("fp16", FP32)])
     assert set(measured[2:]) == kinds_of("fp16", FP32)
     assert all(costs.get(kind) == FOUND for kind in measured)
-    assert [costs.way(measured[0], rows) for rows in (1, 16)] == [TILES, TORCH]
+    assert [costs.method(measured[0], rows) for rows in (1, 16)] == [TILES, TORCH]
 
 
 def test_anew(measured: list[ProductKind], costs: ProductCosts, monkeypatch: pytest.MonkeyPatch) -> None:
     know_products([("bf16", FP32), ("fp16", FP32)])
-    other = WayCosts({TORCH: {1: 7e-10}, TILES: {1: 8e-10}})
-    monkeypatch.setattr(module, "measure_ways", lambda kind: other)
+    other = MethodCosts({TORCH: {1: 7e-10}, TILES: {1: 8e-10}})
+    monkeypatch.setattr(module, "measure_methods", lambda kind: other)
     know_products([("bf16", FP32)], anew=True)
     assert all(costs.get(kind) == other for kind in kinds_of("bf16", FP32))
     costs.clear()
-    monkeypatch.setattr(module, "measure_ways", lambda kind: pytest.fail("is in the file"))
+    monkeypatch.setattr(module, "measure_methods", lambda kind: pytest.fail("is in the file"))
     know_products([("bf16", FP32), ("fp16", FP32)])
     assert all(costs.get(kind) == other for kind in kinds_of("bf16", FP32))
     assert all(costs.get(kind) == FOUND for kind in kinds_of("fp16", FP32))
@@ -152,7 +152,7 @@ def test_a_damaged_file_is_ignored_and_replaced(
     costs.clear()
     know_products([("bf16", FP32)])
     assert len(measured) == 2
-    assert {costs.way(kind, 1) for kind in measured} == {TILES}
+    assert {costs.method(kind, 1) for kind in measured} == {TILES}
 
 
 def test_what_a_file_says_of_other_kinds_is_kept(measured: list[ProductKind]) -> None:
@@ -242,11 +242,11 @@ def machine(costs: ProductCosts, monkeypatch: pytest.MonkeyPatch) -> Machine:
 
 @needs_kernels
 def test_each_way_takes_what_it_took(machine: Machine, costs: ProductCosts) -> None:
-    found = measure_ways(ProductKind("bf16", FP32, is_large=True))
+    found = measure_methods(ProductKind("bf16", FP32, is_large=True))
     assert costs.forced is None
     for way in (TORCH, TILES):
         assert found.seconds[way] == pytest.approx({rows: machine.speeds[way] * rows for rows in ROWS})
-    assert {found.way(rows) for rows in ROWS} == {TILES}
+    assert {found.method(rows) for rows in ROWS} == {TILES}
     few = [rows for rows in ROWS if rows <= HOPELESS_ROWS]
     assert found.seconds[KERNEL] == pytest.approx({rows: machine.speeds[KERNEL] * rows for rows in few})
     assert {rows for way, rows in machine.asked if way == KERNEL} == set(few), "hopeless for more"
@@ -278,12 +278,12 @@ def test_what_others_disturbed_is_measured_again(machine: Machine, monkeypatch: 
 
     def seconds(way: str, form: str, rows: Tensor, *rest: Any) -> float:
         calls.append(way)
-        is_disturbed = len(calls) <= len(ways_of(form))  # the first number of rows, in the first try
+        is_disturbed = len(calls) <= len(methods_of(form))  # the first number of rows, in the first try
         return plain(way, form, rows, *rest) * (100 if is_disturbed else 1)
 
-    undisturbed = measure_ways(kind)
+    undisturbed = measure_methods(kind)
     monkeypatch.setattr(module, "_seconds", seconds)
-    found = measure_ways(kind)
+    found = measure_methods(kind)
     for way, points in undisturbed.seconds.items():
         assert found.seconds[way] == pytest.approx(points)
     assert is_plausible(found)
@@ -292,9 +292,9 @@ def test_what_others_disturbed_is_measured_again(machine: Machine, monkeypatch: 
 def test_what_stays_disturbed_is_not_kept(
     measured: list[ProductKind], costs: ProductCosts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    odd = WayCosts({TORCH: {1: 2e-9, 4: 1e-10, 16: 4e-10}})
+    odd = MethodCosts({TORCH: {1: 2e-9, 4: 1e-10, 16: 4e-10}})
     assert not is_plausible(odd)
-    monkeypatch.setattr(module, "measure_ways", lambda kind: odd)
+    monkeypatch.setattr(module, "measure_methods", lambda kind: odd)
     know_products([("bf16", FP32)])
     assert all(costs.get(kind) == odd for kind in kinds_of("bf16", FP32))
     assert not costs_file().exists()
@@ -303,7 +303,7 @@ def test_what_stays_disturbed_is_not_kept(
 def test_costs_of_a_busier_time_are_measured_again(
     measured: list[ProductKind], costs: ProductCosts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slow = WayCosts(
+    slow = MethodCosts(
         {way: {rows: 10 * seconds for rows, seconds in FOUND.seconds[way].items()} for way in FOUND.seconds}
     )
     for kind in kinds_of("bf16", FP32):
@@ -316,7 +316,7 @@ def test_costs_of_a_busier_time_are_measured_again(
 
 def test_packed_matrices_have_no_tiles(machine: Machine) -> None:
     for form in ("nf4", "fp4", "int8"):
-        assert measure_ways(ProductKind(form, BF16, is_large=False)).seconds.keys() == {TORCH, KERNEL}
+        assert measure_methods(ProductKind(form, BF16, is_large=False)).seconds.keys() == {TORCH, KERNEL}
 
 
 def test_an_error_while_measuring_forces_nothing(
@@ -324,7 +324,7 @@ def test_an_error_while_measuring_forces_nothing(
 ) -> None:
     monkeypatch.setattr(module, "linear", lambda *rest: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        measure_ways(ProductKind("bf16", FP32, is_large=True))
+        measure_methods(ProductKind("bf16", FP32, is_large=True))
     assert costs.forced is None
 
 
@@ -348,7 +348,7 @@ def test_rates_of_products(machine: Machine, costs: ProductCosts) -> None:
     costs.set(ProductKind("bf16", FP32, is_large=False), FOUND)
     assert product_flops("bf16", FP32) == {}, "of large matrices"
     at_rest = {rows: 5e-4 * rows for rows in ROWS}
-    costs.set(ProductKind("bf16", FP32, is_large=True), WayCosts({TORCH: {1: 1.0}, TILES: at_rest}))
+    costs.set(ProductKind("bf16", FP32, is_large=True), MethodCosts({TORCH: {1: 1.0}, TILES: at_rest}))
     for load, slower in ((1.0, 1.0), (3.0, 3.0), (0.8, 1.0)):
         machine.load = load
         assert product_flops("bf16", FP32, (1, 8, 256)) == pytest.approx(dict.fromkeys((1, 8, 256), 4000 / slower))

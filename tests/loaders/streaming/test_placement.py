@@ -16,11 +16,11 @@ from offspec.loaders.streaming.placement import (
     Item,
     Limits,
     PassRates,
+    PinnedLayers,
     Place,
     Placement,
     Tier,
     UnitCost,
-    Wishes,
     place,
     places_of,
     predict_experts_s,
@@ -247,7 +247,7 @@ def test_pinned_layers_stay_or_all_is_refused(
 ) -> None:
     num_pinned = data.draw(st.integers(0, len(costs)))
     try:
-        placed = place(costs, [], Limits(device, ram), Wishes(num_pinned))
+        placed = place(costs, [], Limits(device, ram), PinnedLayers(num_pinned))
     except MemoryLimitError:
         return
     assert placed.resident[:num_pinned] == tuple(range(num_pinned))
@@ -255,15 +255,15 @@ def test_pinned_layers_stay_or_all_is_refused(
 
 
 def test_the_others_are_spread_behind_those_that_are_pinned() -> None:
-    assert place(layers(12), [], Limits(None, 8 * GB), Wishes(2)).resident == (0, 1, 3, 7, 10)
-    assert place(layers(12), [], Limits(8 * GB, 64 * GB), Wishes(4)).resident == (0, 1, 2, 3, 8)
-    assert place(layers(12), [], Limits(None, 12 * GB), Wishes(4)).resident == tuple(range(12))
+    assert place(layers(12), [], Limits(None, 8 * GB), PinnedLayers(2)).resident == (0, 1, 3, 7, 10)
+    assert place(layers(12), [], Limits(8 * GB, 64 * GB), PinnedLayers(4)).resident == (0, 1, 2, 3, 8)
+    assert place(layers(12), [], Limits(None, 12 * GB), PinnedLayers(4)).resident == tuple(range(12))
 
 
 def test_pinned_layers_that_do_not_fit_are_refused_with_their_bytes() -> None:
-    place(layers(12), ITEMS, Limits(None, 9 * GB), Wishes(4))
+    place(layers(12), ITEMS, Limits(None, 9 * GB), PinnedLayers(4))
     with refused(MemoryLimitError, "8.4 GiB", "3.7 GiB", "exit layer"):
-        place(layers(12), ITEMS, Limits(None, 9 * GB - 1), Wishes(4))
+        place(layers(12), ITEMS, Limits(None, 9 * GB - 1), PinnedLayers(4))
 
 
 @pytest.mark.parametrize("num_layers", [1, 2, 3, 8, 25, 80])

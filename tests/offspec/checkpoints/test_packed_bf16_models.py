@@ -17,7 +17,7 @@ from torch import Tensor
 from offspec import ConvertParams, convert
 from offspec.checkpoints.load import load_weights
 from offspec.checkpoints.opening import ModelFiles
-from offspec.loaders.formats.products import KERNEL, TORCH, ProductCosts, ProductKind, WayCosts
+from offspec.loaders.formats.products import KERNEL, TORCH, MethodCosts, ProductCosts, ProductKind
 from offspec.loaders.machine.gpus import find_gpu
 from offspec.loaders.machine.hardware import Rates
 from offspec.loaders.params import LOSSLESS_FORMAT
@@ -87,7 +87,7 @@ def test_logits_have_the_bits_of_the_plain_model(
     """Resident and unpacked, resident and packed, streamed: in the way that plain matrices are multiplied."""
     kind = {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
     for form in ("bf16", LOSSLESS_FORMAT):
-        product_costs.set(ProductKind(form, kind, is_large=False), WayCosts({way: {1: 1.0}}))
+        product_costs.set(ProductKind(form, kind, is_large=False), MethodCosts({way: {1: 1.0}}))
     expected = logits(plain, dtype, num_resident=3)
     for keeps_packed in (False, True):
         assert torch.equal(logits(packed, dtype, num_resident=3, keeps_packed=keeps_packed), expected)

@@ -18,13 +18,13 @@ from torch import Tensor
 from offspec import Engine, LoadOptions, SamplingParams, SpeculationParams
 from offspec.checkpoints.opening import ModelFiles
 from offspec.drafts.base import Attach, Draft, DraftTask, OpenRequest
+from offspec.drafts.draft_stats import DraftStats
 from offspec.drafts.kinds import KINDS
-from offspec.drafts.learnt import EstimatesAndRecall
 from offspec.loaders.machine.hardware import Rates
 from offspec.loaders.streaming.placement import Item, Placement
 from offspec.model.decoder import Decoder
 from offspec.planning.draft_forecast import Acceptance, Guessing
-from offspec.planning.memory import MemoryUse, Room
+from offspec.planning.memory import MemoryUse, Reservation
 from offspec.scheduler.drafting.drafter import Drafter, NoDrafter
 from offspec.scheduler.trees.token_tree import TokenTree
 from offspec.tools.forecast import make_forecast
@@ -61,7 +61,7 @@ class TableDraft(Draft):
         super().__init__("table")
         self._table = table
 
-    def drafter(self, task: DraftTask, learnt: EstimatesAndRecall) -> Drafter:
+    def drafter(self, task: DraftTask, stats: DraftStats) -> Drafter:
         return NoDrafter() if task.speculation.budget == 0 else TableDrafter(self._table)
 
 
@@ -78,7 +78,7 @@ class OpenedTable:
         request.options.refuse_exit_file()
         return cls(followers)
 
-    def memory_use(self, target: ModelFiles, room: Room) -> MemoryUse:
+    def memory_use(self, target: ModelFiles, reservation: Reservation) -> MemoryUse:
         return MemoryUse((Item("successor table", on_device=8 * target.config.vocab_size),))
 
     def guessing(self, placement: Placement) -> Guessing:

@@ -30,7 +30,7 @@ from offspec.model.memory.chunk_attention import CHUNK, NUM_SINKS, positions_of
 from offspec.model.memory.draft_window import LEAST_WINDOW, most_entries
 from offspec.model.memory.kv_formats import EIGHT_BIT, PLAIN, KVFormat
 from offspec.model.memory.kv_in_ram import EntriesInRam
-from offspec.planning.memory import MemoryOptions, Room
+from offspec.planning.memory import MemoryOptions, Reservation
 from offspec.planning.plan import make_plan
 from offspec.scheduler.trees.token_tree import TokenTree
 from offspec.scheduler.trees.verify import Verdict
@@ -392,7 +392,7 @@ def test_a_window_takes_memory_of_its_own_alone(files: ModelFiles) -> None:
     """Whatever the context, and the target's entries may be in RAM."""
     options = DraftOptions("shadow", draft_window=LEAST_WINDOW)
     opened = open_draft("target", OpenRequest(options, files, None, "fp32", "cpu", []))
-    short, long = (opened.memory_use(files, Room(context, 16)) for context in (64, 4096))
+    short, long = (opened.memory_use(files, Reservation(context, 16)) for context in (64, 4096))
     assert sum(item.on_device for item in short.items) == sum(item.on_device for item in long.items)
     assert (long.reads_all_entries, long.target_entries) == (False, 0)
     with refused(UsageError, "`draft_window=8`"):

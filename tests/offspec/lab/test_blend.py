@@ -1,4 +1,4 @@
-"""Lossy ways: what each makes of two distributions, and the text of models without caches."""
+"""Lossy rules: what each makes of two distributions, and the text of models without caches."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from offspec.errors import UsageError
-from offspec.lab.blend import WAYS, BlendDrafter, blended
+from offspec.lab.blend import RULES, BlendDrafter, blended
 from offspec.scheduler.params import SamplingParams, SpeculationParams
 from offspec.scheduler.trees.sampling import Sampler
 from offspec.scheduler.trees.token_tree import FloatArray
@@ -19,13 +19,13 @@ from ...refusals import refused
 from ...scheduler.fakes import Rule, RuleModel, noise, plain_text, random_rule, resembling
 
 SIZE, GAMMA, PROMPT = 3, 3, [1, 0, 2]
-each_way = pytest.mark.parametrize("accept", WAYS)
+each_rule = pytest.mark.parametrize("accept", RULES)
 
 
 def mixture(accept: str, p: list[float], q: list[float], strength: float | None = None) -> FloatArray:
     """The blend of two distributions, as a distribution."""
-    way = WAYS[accept]
-    values = blended(way, torch.tensor(p).double().log(), torch.tensor(q).double().log(), strength or way.strength)
+    rule = RULES[accept]
+    values = blended(rule, torch.tensor(p).double().log(), torch.tensor(q).double().log(), strength or rule.strength)
     return values.softmax(-1).numpy()
 
 
@@ -57,7 +57,7 @@ def normed(values: FloatArray) -> FloatArray:
     return values / values.sum()
 
 
-@each_way
+@each_rule
 def test_what_the_target_excludes_stays_excluded(accept: str) -> None:
     """Also where a draft knows fewer tokens, and where the two have none in common."""
     assert mixture(accept, [0.6, 0.4, 0.0, 0.0], [0.0, 0.1, 0.9])[2:].sum() == 0
@@ -93,15 +93,15 @@ def twin(target: Rule, draft: Rule, temperature: float, speculation: Speculation
             p, q = (np.array(rule(tuple(text))) / (temperature or 1.0) for rule in (target, draft))
             values = torch.tensor(p).log_softmax(-1)
             if place < min(GAMMA, left - 1):
-                way = WAYS[speculation.accept]
-                values = blended(way, values, torch.tensor(q).log_softmax(-1), way.strength)
+                rule = RULES[speculation.accept]
+                values = blended(rule, values, torch.tensor(q).log_softmax(-1), rule.strength)
             chosen = values.numpy() + (noise(7, len(text), SIZE) if temperature else 0.0)
             text.append(int(chosen.argmax()))
     return text[len(PROMPT) :]
 
 
 @pytest.mark.each_value
-@each_way
+@each_rule
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_text_is_that_of_models_without_caches(accept: str, temperature: float) -> None:
     target = random_rule(SIZE, 0)

@@ -18,7 +18,7 @@ from offspec.loaders.accelerators.accelerator import accelerator_of
 from offspec.loaders.streaming.placement import Placement
 from offspec.loaders.streaming.tiers import TieredWeights
 from offspec.loading import LoadedTarget, PlannedMemory
-from offspec.model.memory.text_memory import TextMemory
+from offspec.model.memory.sequence_cache import SequenceCache
 from offspec.planning.out_of_memory import out_of_memory_message
 from offspec.running import passes
 
@@ -158,7 +158,7 @@ def test_every_way_to_run_out_of_memory_is_known(make_error: Callable[[], Runtim
     assert out_of_memory_message(make_error()) == message
 
 
-@pytest.mark.parametrize(("owner", "name"), [(passes, "score_together"), (TextMemory, "keep")])
+@pytest.mark.parametrize(("owner", "name"), [(passes, "score_together"), (SequenceCache, "keep")])
 def test_a_pass_that_runs_out_of_memory_is_tried_again(
     engine: Engine, scarce: Callable[..., Scarce], expected: list[int], owner: Any, name: str
 ) -> None:
@@ -223,10 +223,10 @@ def test_caches_that_do_not_fit_are_made_with_fewer_residents(
     engine: Engine, scarce: Callable[..., Scarce], failing: int, expected: list[int]
 ) -> None:
     """They are the largest of what is taken after loading."""
-    scarce(TextMemory, "reserve", {failing})
+    scarce(SequenceCache, "reserve", {failing})
     assert says(engine) == expected
     assert num_resident(engine) < NUM_LAYERS
-    scarce(TextMemory, "reserve", {failing})
+    scarce(SequenceCache, "reserve", {failing})
     with refused(MemoryLimitError, "cpu", "out of memory", "`context`"):
         says(engine)
 
@@ -258,7 +258,7 @@ def test_engines_that_share_a_target_follow_it_when_it_is_loaded_again(
     assert num_resident(engine) == num_resident(twin) < NUM_LAYERS
     assert found + [token for step in steps for token in step.token_ids] == expected
     assert says(engine) == says(twin) == expected
-    assert twin.learnt.costs.target.seconds(np.array([1])) > 0
+    assert twin.draft_stats.costs.target.seconds(np.array([1])) > 0
 
 
 # ------------------------------------------------------------------------------------------------ on a GPU

@@ -23,7 +23,7 @@ from offspec.loaders.machine.hardware import Rates
 from offspec.loaders.params import PLAN_FORMATS
 from offspec.loaders.streaming.placement import Limits
 from offspec.model.decoder import activation_bytes
-from offspec.planning.memory import MemoryOptions, MemoryUse, Room
+from offspec.planning.memory import MemoryOptions, MemoryUse, Reservation
 from offspec.planning.plan import DEFAULT_CONTEXT, EAGER_LAYER_S, MIN_CONTEXT, Plan, make_plan
 from offspec.planning.probe import measure_link
 from offspec.planning.report import explain_plan
@@ -246,7 +246,7 @@ def test_the_cache_is_packed_where_a_long_context_costs_residents(
 ) -> None:
     limits = Limits(24 * GIB, 64 * GIB)
     made = plan(large, "nf4", limits, MemoryOptions(context=context, kv_cache=asked))
-    assert made.demand.target.kv.name == chosen
+    assert made.inputs.target.kv.name == chosen
     (item,) = (item for item in made.placement.items if item.name == "KV cache")
     token_bytes = {"16": 327_680, "8": 80 * 8 * 2 * 136, "4": 80 * 8 * (102 + 76)}[chosen]
     slots = 2 if made.placement.entries_in_ram else 0  # of entries in RAM, for a layer each
@@ -263,7 +263,7 @@ def test_the_cache_is_packed_where_a_long_context_costs_residents(
 def test_a_context_that_fits_with_a_packed_cache_alone(large: Path) -> None:
     """32k tokens of 320 KiB are 10 GiB, which neither the card nor RAM has room for."""
     made = plan(large, "nf4", Limits(9 * GIB, 6 * GIB), MemoryOptions(context=32768))
-    assert made.demand.target.kv.name == "8"
+    assert made.inputs.target.kv.name == "8"
     (note,) = (note for note in explain_plan(made) if "KV cache in" in note.text)
     assert "would not fit" in note.text
     with refused(MemoryLimitError, "`context`"):
@@ -276,7 +276,7 @@ def test_entries_of_streamed_layers_lie_in_ram_where_contexts_are_long(
 ) -> None:
     limits, options = Limits(22 * GIB, 64 * GIB), MemoryOptions(context=context, kv_cache=kv_cache)
     made = plan(large, "nf4", limits, options)
-    placed, target = made.placement, made.demand.target
+    placed, target = made.placement, made.inputs.target
     assert set(placed.entries_in_ram) <= set(placed.in_ram)
     assert len(placed.entries_in_ram) > len(placed.in_ram) - 8  # the device's last bytes have some more
     (item,) = (item for item in placed.items if item.name == "KV cache")
@@ -307,7 +307,7 @@ def test_plans_tell_the_context_from_which_entries_lie_in_ram(large: Path) -> No
 
 def test_what_reads_the_entries_of_all_layers_keeps_them_on_the_device(large: Path) -> None:
     class Reading:
-        def memory_use(self, target: ModelFiles, room: Room) -> MemoryUse:
+        def memory_use(self, target: ModelFiles, reservation: Reservation) -> MemoryUse:
             return MemoryUse(target_entries=1000, reads_all_entries=True)
 
     files = ModelFiles.from_config(large, "nf4", "auto", "cuda", [])
@@ -463,7 +463,7 @@ def test_states_of_recurrent_layers_stay_on_the_device(tmp_path: Path) -> None:
         slots = 2 if made.placement.entries_in_ram else 0
         assert items["KV cache"].on_device + items["KV cache"].on_host == kv_bytes * (16 + slots) // 16
         assert (states.on_device, states.on_host) == (
-            made.demand.target.kv_bytes(made.tree) - kv_bytes * made.tree // (context + made.tree),
+            made.inputs.target.kv_bytes(made.tree) - kv_bytes * made.tree // (context + made.tree),
             0,
         )
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from offspec.checkpoints.opening import ModelFiles
-from offspec.loaders.formats.products import TORCH, ProductCosts, ProductKind, WayCosts, are_rows_exact
+from offspec.loaders.formats.products import TORCH, MethodCosts, ProductCosts, ProductKind, are_rows_exact
 from offspec.loaders.machine.hardware import Rates
 from offspec.loaders.machine.product_costs import product_flops
 from offspec.loaders.params import EXACT, FAST, INT8
@@ -65,7 +65,7 @@ def test_quick_rates_are_those_of_the_chosen_products(
     files = ModelFiles.open(folder, "bf16", "cpu", [])
     rates = measure_quick_rates(files, CPU, 5e9)
     assert rates.matmul_flops.keys() == {1, 16, 128}, "measured as long as no costs are known"
-    product_costs.set(ProductKind("bf16", torch.bfloat16, is_large=True), WayCosts({TORCH: {1: 0.5, 16: 1.0}}))
+    product_costs.set(ProductKind("bf16", torch.bfloat16, is_large=True), MethodCosts({TORCH: {1: 0.5, 16: 1.0}}))
     monkeypatch.setattr(probe, "measure_matmul", refuse)
     monkeypatch.setattr(
         "offspec.loaders.machine.product_costs._typical_s", lambda kind: 1.0

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from offspec import Constraint, Engine, SamplingParams, SpeculationParams, Step
 from offspec.errors import ContextLengthError, NumericalError, OffspecError, UsageError
-from offspec.model.memory.text_memory import TextMemory
+from offspec.model.memory.sequence_cache import SequenceCache
 from offspec.model.memory.text_pool import TextPool
 from offspec.running.batch import Batch, Ticket
 from offspec.scheduler.pace.shared_pass import SharedPass
@@ -342,14 +342,14 @@ def test_the_drafts_cache_has_room_before_each_pass(pair: Pair, monkeypatch: pyt
     """For all rounds, however long the text has grown: on a GPU it must not grow while the target computes."""
     monkeypatch.setattr("offspec.running.kv_reservation.GRANT", 8)
     monkeypatch.setattr("offspec.running.kv_reservation.DRAFT_ROWS", 10)
-    extend, num_grown = TextMemory.extend, 0
+    extend, num_grown = SequenceCache.extend, 0
 
-    def noted(self: TextMemory, count: int) -> None:
+    def noted(self: SequenceCache, count: int) -> None:
         nonlocal num_grown
         num_grown += self.size + count > self.capacity
         extend(self, count)
 
-    monkeypatch.setattr(TextMemory, "extend", noted)
+    monkeypatch.setattr(SequenceCache, "extend", noted)
     with load(pair, "own", texts=4) as engine:
         batch = Batch(engine.models)
         params = SamplingParams(16, seed=1, ignore_eos=True)

@@ -33,11 +33,11 @@ def test_the_next_process_begins_with_what_was_observed(monkeypatch: pytest.Monk
     monkeypatch.setattr(LoadedTarget, "predict_pass_s", lambda target, rows: 1 + 0.01 * rows)
     with _loaded() as engine:
         for rows in (1, 64):
-            engine.learnt.costs.target.observe(rows, 4 * (1 + 0.01 * rows))
+            engine.draft_stats.costs.target.observe(rows, 4 * (1 + 0.01 * rows))
     assert len(_kept()) == 1
     with _loaded() as engine:
-        target = engine.learnt.costs.target
-        assert (target.seconds(ROWS) > 2 * engine.models._new_learnt().costs.target.seconds(ROWS)).all()
+        target = engine.draft_stats.costs.target
+        assert (target.seconds(ROWS) > 2 * engine.models._new_stats().costs.target.seconds(ROWS)).all()
         assert target.most_rows == 0  # trees begin small, nevertheless
 
 
@@ -52,7 +52,7 @@ def test_another_arithmetic_begins_anew() -> None:
 def test_what_two_placements_took_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Such as after memory ran out, and layers were loaded again elsewhere."""
     with _loaded() as engine:
-        engine.learnt.costs.target.observe(8, 1.0)
+        engine.draft_stats.costs.target.observe(8, 1.0)
         monkeypatch.setattr(Plan, "tiers", "7 resident, 1 on disk")
     assert _kept() == []
 
@@ -64,5 +64,5 @@ def test_a_damaged_file_changes_nothing(content: bytes) -> None:
     (kept,) = _kept()
     kept.write_bytes(content)
     with _loaded() as engine:
-        target = engine.learnt.costs.target
-        np.testing.assert_array_equal(target.seconds(ROWS), engine.models._new_learnt().costs.target.seconds(ROWS))
+        target = engine.draft_stats.costs.target
+        np.testing.assert_array_equal(target.seconds(ROWS), engine.models._new_stats().costs.target.seconds(ROWS))

@@ -30,7 +30,7 @@ def plan(tmp_path: Path) -> Plan:
 
 
 def ram_rate(machine: Machine, plan: Plan) -> float | None:
-    return machine._with_cpu(Rates(), plan.demand.target, plan).ram_bytes_per_s
+    return machine._with_cpu(Rates(), plan.inputs.target, plan).ram_bytes_per_s
 
 
 def test_the_ram_beside_a_card_that_is_here_is_measured(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,9 +33,9 @@ from ..fakes import (
     VirtualClock,
     assert_well_formed,
     count_down,
+    estimates_of,
     few,
     generate,
-    learnt_of,
     log_softmax,
     many,
     noise,
@@ -65,8 +65,8 @@ def drafter_of(
     """A drafter whose sampler knows the prompt."""
     sampler = Sampler(params, SEED, vocab_size)
     sampler.extend(PROMPT)
-    learnt = learnt_of(calibration)
-    return ModelDrafter(model, DraftRequest(sampler, final), SpeculationParams(**speculation), learnt)
+    estimates = estimates_of(calibration)
+    return ModelDrafter(model, DraftRequest(sampler, final), SpeculationParams(**speculation), estimates)
 
 
 def proposed(room: int, **options: Any) -> TokenTree:
@@ -185,7 +185,7 @@ def test_what_lives_on_leaves_the_tree_the_best_there_is(
     sampler = Sampler(params, SEED, VOCAB_SIZE)
     draft = LearningModel(lambda count: resembling(DRAFT, seed=count) if learns else DRAFT, VOCAB_SIZE)
     request, corrector = DraftRequest(sampler, final), draft if learns else None
-    drafter = BestDrafter(draft, request, speculation, learnt_of(calibration), corrector=corrector)
+    drafter = BestDrafter(draft, request, speculation, estimates_of(calibration), corrector=corrector)
     target = RuleModel(resembling(DRAFT, seed=5, error=0.7), VOCAB_SIZE)
     generate(target, drafter, sampler, PROMPT, 12, rounds_ahead)
 
@@ -308,22 +308,22 @@ def num_passes(rule: Rule, draft: Rule, sampling: SamplingParams, calibration: C
     """Passes of the target for 100 tokens."""
     sampler, target = Sampler(sampling, SEED, VOCAB_SIZE), RuleModel(rule, VOCAB_SIZE)
     model = RuleModel(draft, VOCAB_SIZE)
-    params, learnt = SpeculationParams(**speculation), learnt_of(calibration)
-    generate(target, ModelDrafter(model, DraftRequest(sampler), params, learnt), sampler, PROMPT, 100)
+    params, estimates = SpeculationParams(**speculation), estimates_of(calibration)
+    generate(target, ModelDrafter(model, DraftRequest(sampler), params, estimates), sampler, PROMPT, 100)
     return len(target.batches)
 
 
 @pytest.mark.slow
 def test_shared_noise_saves_passes() -> None:
     target = resembling(DRAFT, seed=5, error=0.5)
-    learnt = [Calibration(), Calibration()]
+    estimates = [Calibration(), Calibration()]
     coupled, specexec = (
         num_passes(target, DRAFT, SAMPLED, calibration, budget=8, scoring=scoring)
-        for calibration, scoring in zip(learnt, SCORINGS, strict=True)
+        for calibration, scoring in zip(estimates, SCORINGS, strict=True)
     )
     assert coupled < 0.8 * specexec
     # SpecExec's values lack the noise, and would spoil what coupled requests have learnt.
-    coupled_value, specexec_value = (calibration.sharpness(greedy=False).value for calibration in learnt)
+    coupled_value, specexec_value = (calibration.sharpness(greedy=False).value for calibration in estimates)
     assert coupled_value != specexec_value == 0.6
 
 
@@ -350,11 +350,11 @@ def test_the_profile_becomes_that_of_the_drafts_own_guesses(scoring: Scoring) ->
 
     calibration = Calibration()
     num_passes(DRAFT, rule, GREEDY, calibration, budget=8, scoring=scoring)
-    learnt = calibration.of(greedy=True, coupled=scoring == "coupled")
-    sharpness = learnt.sharpness.value if scoring == "coupled" else 1.0
+    estimates = calibration.of(greedy=True, coupled=scoring == "coupled")
+    sharpness = estimates.sharpness.value if scoring == "coupled" else 1.0
     expected = np.exp(log_softmax(rule(()) / sharpness))
-    np.testing.assert_allclose(learnt.profile.values[:4], expected, atol=0.05)
-    assert learnt.profile.values[4:].max() < 0.01
+    np.testing.assert_allclose(estimates.profile.values[:4], expected, atol=0.05)
+    assert estimates.profile.values[4:].max() < 0.01
 
 
 def test_what_a_pass_takes_beside_drafting_and_scoring_is_learnt() -> None:
@@ -371,7 +371,7 @@ def test_what_a_pass_takes_beside_drafting_and_scoring_is_learnt() -> None:
         TimedModel(DRAFT, VOCAB_SIZE, clock, lambda _: 9),
     )
     drafter = ModelDrafter(
-        draft, DraftRequest(sampler), SpeculationParams(budget=1), learnt_of(costs=costs), clock=clock
+        draft, DraftRequest(sampler), SpeculationParams(budget=1), estimates_of(costs=costs), clock=clock
     )
     generate(target, drafter, sampler, PROMPT, 200)
     assert costs.overhead_s == pytest.approx(0.25, rel=1e-3)
@@ -403,7 +403,7 @@ def test_guessers_are_doubted_as_far_as_the_model_knows_better(budget: int, reus
         """Whether the guess was sent in each pass."""
         model, guesser = RuleModel(draft, VOCAB_SIZE), OneGuess(DRAFT, shift)
         params = SpeculationParams(budget, reuse=reuse, overlap=False)
-        drafter = ModelDrafter(model, DraftRequest(sampler), params, learnt_of(calibration), guessers=[guesser])
+        drafter = ModelDrafter(model, DraftRequest(sampler), params, estimates_of(calibration), guessers=[guesser])
         were_sent = list[bool]()
         for _ in range(num_passes):
             named = int(guesser.guess(text, sampler, 1, 1).tokens[0])
@@ -430,8 +430,8 @@ def test_guessers_are_doubted_as_far_as_the_model_knows_better(budget: int, reus
 
 def test_where_there_is_no_model_nobody_knows_better() -> None:
     sampler, calibration = Sampler(GREEDY, SEED, VOCAB_SIZE), Calibration()
-    guessers, learnt = [OneGuess(DRAFT, 1)], learnt_of(calibration)
-    drafter = ModelDrafter(None, DraftRequest(sampler), SpeculationParams(4), learnt, guessers=guessers)
+    guessers, estimates = [OneGuess(DRAFT, 1)], estimates_of(calibration)
+    drafter = ModelDrafter(None, DraftRequest(sampler), SpeculationParams(4), estimates, guessers=guessers)
     for _ in range(9):
         tree = drafter.propose(PROMPT, 4)
         drafter.observe(TargetPass(PROMPT, tree, Verdict([], [int(DRAFT(tuple(PROMPT)).argmax())]), NO_LOGITS))

@@ -35,8 +35,8 @@ from ..fakes import (
     Rule,
     RuleModel,
     assert_well_formed,
+    estimates_of,
     few,
-    learnt_of,
     many,
     paths,
     plain_text,
@@ -57,7 +57,7 @@ def sole_drafter(
 ) -> ModelDrafter:
     """A drafter without a model."""
     request = DraftRequest(sampler, final)
-    return ModelDrafter(None, request, params, learnt_of(), guessers=guessers, clock=lambda: 0.0)
+    return ModelDrafter(None, request, params, estimates_of(), guessers=guessers, clock=lambda: 0.0)
 
 
 def assert_bounded(tree: TokenTree, max_nodes: int, max_depth: int) -> None:

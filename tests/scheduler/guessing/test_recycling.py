@@ -48,7 +48,7 @@ def test_table_holds_the_likeliest_successors_and_their_probabilities() -> None:
     assert (successors[2] == -1).all()
 
 
-def learnt(recycling: TokenRecycling, seed: int = 1) -> TokenRecycling:
+def estimates(recycling: TokenRecycling, seed: int = 1) -> TokenRecycling:
     """Has seen every token: the text was the even ones, and the odd ones stood in trees beside it."""
     for token in range(0, VOCAB_SIZE, 2):
         recycling.observe(TargetPass([token], build_tree([[token + 1]]), Verdict([], [0]), logits_of(2, seed + token)))
@@ -60,7 +60,7 @@ def learnt(recycling: TokenRecycling, seed: int = 1) -> TokenRecycling:
 def test_tree_is_the_best_of_everything(max_nodes: int, max_depth: int, temperature: float) -> None:
     """Against the whole tree, which takes no pruning."""
     sampler = Sampler(SamplingParams(temperature=temperature), 3, VOCAB_SIZE)
-    recycling = learnt(TokenRecycling(VOCAB_SIZE))
+    recycling = estimates(TokenRecycling(VOCAB_SIZE))
     everything = recycling.guess([5], sampler, 10_000, max_depth)
     assert len(everything) == sum(SuccessorTable.NUM_SUCCESSORS**depth for depth in range(1, max_depth + 1))
     tree = recycling.guess([5], sampler, max_nodes, max_depth)

@@ -103,9 +103,9 @@ def test_profile_takes_more_children_than_it_knew() -> None:
 def test_each_mode_is_learnt_by_itself() -> None:
     calibration = Calibration()
     modes = list(product((True, False), repeat=2))
-    learnt = [calibration.of(greedy=greedy, coupled=coupled) for greedy, coupled in modes]
-    assert len({id(mode) for mode in learnt}) == 4
-    assert [mode.sharpness.value for mode in learnt] == [0.5, 0.5, 0.6, 0.6]
-    for (greedy, coupled), mode in zip(modes, learnt, strict=True):
+    estimates = [calibration.of(greedy=greedy, coupled=coupled) for greedy, coupled in modes]
+    assert len({id(mode) for mode in estimates}) == 4
+    assert [mode.sharpness.value for mode in estimates] == [0.5, 0.5, 0.6, 0.6]
+    for (greedy, coupled), mode in zip(modes, estimates, strict=True):
         assert calibration.of(greedy=greedy, coupled=coupled) is mode
         assert (calibration.sharpness(greedy=greedy) is mode.sharpness) == coupled

@@ -21,7 +21,7 @@ from offspec.scheduler.params import MAX_NODES, SamplingParams, SpeculationParam
 from offspec.scheduler.trees.sampling import Sampler
 from offspec.scheduler.trees.token_tree import FloatArray
 
-from ..fakes import Rule, TimedModel, VirtualClock, generate, learnt_of, many, plain_text, random_rule, resembling
+from ..fakes import Rule, TimedModel, VirtualClock, estimates_of, generate, many, plain_text, random_rule, resembling
 
 Seconds = Callable[[int], float]
 PROFILE = np.power(0.5, np.arange(1, 17))
@@ -255,7 +255,7 @@ class Text:
         self.draft = TimedModel(draft, VOCAB_SIZE, clock, lambda _: round_s)
         sampler, costs = Sampler(SamplingParams(), 1, VOCAB_SIZE), Costs(predicted_s or target_s)
         speculation = SpeculationParams(budget=budget)
-        drafter = ModelDrafter(self.draft, DraftRequest(sampler), speculation, learnt_of(costs=costs), clock=clock)
+        drafter = ModelDrafter(self.draft, DraftRequest(sampler), speculation, estimates_of(costs=costs), clock=clock)
         self.tokens = generate(self.target, drafter, sampler, PROMPT, num_tokens)
         self.rate = num_tokens / clock.now
 
@@ -299,13 +299,13 @@ def test_where_few_experts_serve_many_rows_a_good_draft_pays() -> None:
 
 
 def test_a_draft_that_is_switched_off_does_not_change_the_trees_of_a_budget() -> None:
-    sampler, learnt = Sampler(SamplingParams(), 1, VOCAB_SIZE), learnt_of(costs=Costs(lambda _: 1.0))
+    sampler, estimates = Sampler(SamplingParams(), 1, VOCAB_SIZE), estimates_of(costs=Costs(lambda _: 1.0))
     for _ in range(3):
-        learnt.calibration.of(greedy=True).retry.wait()
+        estimates.calibration.of(greedy=True).retry.wait()
     trees = []
     for budget in (None, 4):
         model = TimedModel(GOOD, VOCAB_SIZE, clock := VirtualClock(), lambda _: 0.01)
-        drafter = ModelDrafter(model, DraftRequest(sampler), SpeculationParams(budget), learnt, clock=clock)
+        drafter = ModelDrafter(model, DraftRequest(sampler), SpeculationParams(budget), estimates, clock=clock)
         trees.append(drafter.propose(PROMPT, 8))
     assert [len(tree) for tree in trees] == [0, 4]
 

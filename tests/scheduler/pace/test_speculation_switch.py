@@ -21,7 +21,7 @@ from offspec.scheduler.trees.sampling import Sampler
 from offspec.scheduler.trees.token_tree import TokenTree
 from offspec.scheduler.trees.verify import TargetPass
 
-from ..fakes import TimedModel, VirtualClock, generate, learnt_of, plain_text, random_rule
+from ..fakes import TimedModel, VirtualClock, estimates_of, generate, plain_text, random_rule
 
 PLAIN_S = 2.0
 
@@ -163,9 +163,9 @@ class Speech:
         clock, plain = VirtualClock(), plain_text(TARGET, GREEDY, 1, PROMPT, num_tokens)
         self.oracle = Oracle(plain, clock, 0.8, right)
         target, sampler = TimedModel(TARGET, VOCAB_SIZE, clock, lambda rows: 1.0), Sampler(GREEDY, 1, VOCAB_SIZE)
-        request, learnt = DraftRequest(sampler), learnt_of(costs=Costs(lambda _: 1.0))
+        request, estimates = DraftRequest(sampler), estimates_of(costs=Costs(lambda _: 1.0))
         speculation = SpeculationParams(budget)
-        drafter = ModelDrafter(None, request, speculation, learnt, guessers=[self.oracle], clock=clock)
+        drafter = ModelDrafter(None, request, speculation, estimates, guessers=[self.oracle], clock=clock)
         assert generate(target, drafter, sampler, PROMPT, num_tokens) == plain
         self.passes, self.asked = target.lengths, self.oracle.asked
 

@@ -31,10 +31,10 @@ from ..fakes import (
     assert_well_formed,
     build_tree,
     count_down,
+    estimates_of,
     few,
     generate,
     guesses_of,
-    learnt_of,
     noise,
     paths,
     processed,
@@ -138,7 +138,7 @@ def drafters(sampler: Sampler, budget: int, width: int) -> dict[str, Drafter]:
     def model_drafter(model: RuleModel | None, **params: Any) -> ModelDrafter:
         speculation = SpeculationParams(budget, width=width, **params)
         guessers = [PromptLookup()]
-        return ModelDrafter(model, DraftRequest(sampler), speculation, learnt_of(), guessers=guessers)
+        return ModelDrafter(model, DraftRequest(sampler), speculation, estimates_of(), guessers=guessers)
 
     assert sampler.constraint is not None
     return {
@@ -212,7 +212,7 @@ def test_forced_tokens_need_no_round_of_the_draft() -> None:
         if not forces:
             constraint.forced = lambda path, most: []  # type: ignore[method-assign]
         sampler = Prompted(SamplingParams(), constraint)
-        drafter = ModelDrafter(model, DraftRequest(sampler), SpeculationParams(16, width=8), learnt_of())
+        drafter = ModelDrafter(model, DraftRequest(sampler), SpeculationParams(16, width=8), estimates_of())
         generate(RuleModel(TARGET, VOCAB_SIZE), drafter, sampler, PROMPT, NUM_TOKENS)
         rounds[forces] = len(model.batches)
     assert rounds[True] < rounds[False]
@@ -222,7 +222,7 @@ def test_what_is_forced_after_the_text_is_scored_with_it() -> None:
     constraint, model = HashedConstraint(seed=4), RuleModel(DRAFT, VOCAB_SIZE)
     constraint.allowed = lambda answer: [len(answer)] if len(answer) < 6 else [1, 2, 3]  # type: ignore[method-assign]
     sampler = Prompted(SamplingParams(), constraint)
-    drafter = ModelDrafter(model, DraftRequest(sampler), SpeculationParams(16, width=8), learnt_of())
+    drafter = ModelDrafter(model, DraftRequest(sampler), SpeculationParams(16, width=8), estimates_of())
     tree = drafter.propose(PROMPT, 20)
     assert (0, 1, 2, 3, 4, 5) in paths(tree)
     assert model.batches[0] == 6, "nodes beside the text"
@@ -233,7 +233,7 @@ def test_a_draft_that_knows_no_allowed_token_proposes_none() -> None:
     constraint = HashedConstraint(seed=0)
     constraint.allowed = lambda answer: [4, 5]  # type: ignore[method-assign]
     sampler = Prompted(SamplingParams(temperature=0.7, top_p=0.9), constraint)
-    drafter = ModelDrafter(knowing([0, 3, 10]), DraftRequest(sampler), SpeculationParams(8), learnt_of())
+    drafter = ModelDrafter(knowing([0, 3, 10]), DraftRequest(sampler), SpeculationParams(8), estimates_of())
     assert len(drafter.propose(PROMPT, 20)) == 0
 
 

@@ -24,7 +24,7 @@ from offspec.scheduler.trees.sampling import Sampler
 from offspec.scheduler.trees.token_tree import FloatArray, TokenTree
 from offspec.scheduler.trees.verify import exact_walk
 
-from ..fakes import Rule, RuleModel, build_tree, generate, learnt_of, paths, processed, softmax
+from ..fakes import Rule, RuleModel, build_tree, estimates_of, generate, paths, processed, softmax
 
 VOCAB_SIZE, LENGTH = 8, 3
 TOKENS_PER_TEXT = 300  # a hundred continuations of three tokens with one seed
@@ -143,8 +143,8 @@ def test_frequencies_are_those_of_the_target(params: SamplingParams, num_texts: 
 @each_way
 def test_a_drafter_that_sees_the_noise_changes_no_token(params: SamplingParams) -> None:
     """So the frequencies above are those of trees that a model drafts, too."""
-    speculation, learnt = SpeculationParams(budget=12, width=6, children=4, max_depth=4), learnt_of()
+    speculation, estimates = SpeculationParams(budget=12, width=6, children=4, max_depth=4), estimates_of()
     sampler = Sampler(params, 0, VOCAB_SIZE)
-    drafter = ModelDrafter(RuleModel(DRAFT, VOCAB_SIZE), DraftRequest(sampler), speculation, learnt)
+    drafter = ModelDrafter(RuleModel(DRAFT, VOCAB_SIZE), DraftRequest(sampler), speculation, estimates)
     text = generate(RuleModel(TARGET, VOCAB_SIZE), drafter, sampler, PROMPT, TOKENS_PER_TEXT)
     assert text == sampled_text(params, 0)

@@ -26,9 +26,9 @@ from ..fakes import (
     VirtualClock,
     assert_well_formed,
     build_tree,
+    estimates_of,
     few,
     generate,
-    learnt_of,
     many,
     paths,
     plain_text,
@@ -134,8 +134,8 @@ def test_text_is_independent_of_the_drafting(
     clock, sampler = VirtualClock(), Sampler(params, seed, VOCAB_SIZE)
     target = TimedModel(TARGET, VOCAB_SIZE, clock, lambda rows: 1 + 0.05 * rows)
     draft = TimedModel(draft_of(TARGET, seed=1, error=error), VOCAB_SIZE, clock, lambda _: drafting_s)
-    learnt = learnt_of(switch=OverlapSwitch())
-    drafter = StrictDrafter(draft, DraftRequest(sampler, final), speculation, learnt, clock=clock)
+    estimates = estimates_of(switch=OverlapSwitch())
+    drafter = StrictDrafter(draft, DraftRequest(sampler, final), speculation, estimates, clock=clock)
     text = generate(target, drafter, sampler, PROMPT, 20, rounds_ahead)
     assert text == plain_text(TARGET, params, seed, PROMPT, 20)
 
@@ -146,6 +146,6 @@ def test_text_is_independent_of_the_drafting(
 def test_text_is_independent_of_the_drafts_shape(params: SamplingParams, vocab_size: int, max_context: int) -> None:
     """Another vocabulary, or a context that ends before the text does."""
     sampler, draft = Sampler(params, 7, VOCAB_SIZE), RuleModel(random_rule(vocab_size, 1), vocab_size, max_context)
-    drafter = ModelDrafter(draft, DraftRequest(sampler), SpeculationParams(budget=9, width=4), learnt_of())
+    drafter = ModelDrafter(draft, DraftRequest(sampler), SpeculationParams(budget=9, width=4), estimates_of())
     text = generate(RuleModel(TARGET, VOCAB_SIZE), drafter, sampler, PROMPT, 20)
     assert text == plain_text(TARGET, params, 7, PROMPT, 20)

@@ -25,9 +25,9 @@ from ...refusals import refused
 from ..fakes import (
     RuleModel,
     Transfers,
+    estimates_of,
     few,
     generate,
-    learnt_of,
     paths,
     plain_text,
     random_rule,
@@ -68,7 +68,7 @@ def drafters(model: RuleModel, sampler: Sampler) -> dict[str, Callable[[], Draft
     """Every way of drafting on a model."""
     budget = SpeculationParams(12, children=6)
     return {
-        "best-first": lambda: ModelDrafter(model, DraftRequest(sampler), budget, learnt_of()),
+        "best-first": lambda: ModelDrafter(model, DraftRequest(sampler), budget, estimates_of()),
         "sequoia": lambda: SequoiaDrafter(model, sampler, budget, MeasuredAcceptance()),
         "sequoia-coupled": lambda: SequoiaDrafter(model, sampler, budget, MeasuredAcceptance(), coupled=True),
         "opt-tree": lambda: OptTreeDrafter(model, sampler, budget),

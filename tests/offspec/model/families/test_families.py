@@ -146,7 +146,7 @@ def test_longrope_serves_the_context_that_was_planned(tiny_model: GetModel, cont
     model, tokens = tiny_model("phi3-longrope"), random_tokens(length)
     files = ModelFiles.open(model.folder, "fp32", "cpu", [])
     on_device = SimpleNamespace(entries_in_ram=())
-    plan = SimpleNamespace(context=context, demand=SimpleNamespace(target=files), placement=on_device)
+    plan = SimpleNamespace(context=context, inputs=SimpleNamespace(target=files), placement=on_device)
     weights = load_weights(files, all_resident(files), CPU)
     decoder = PlannedMemory(plan, CPU, [], lambda plan: weights).load_decoder()  # type: ignore[arg-type]
     with torch.no_grad():

@@ -174,7 +174,7 @@ def test_the_plan_counts_each_texts_window(pair: Pair, window: int | None, texts
     planned = {item.name: item.on_device for item in engine.plan.placement.items}["draft KV cache"]
     assert engine.draft.decoder is not None
     of_token = CachedDecoder(engine.draft.decoder, 1).cache.nbytes
-    shared = engine.plan.room.num_tokens
+    shared = engine.plan.reservation.num_tokens
     entries = shared if window is None else min(shared, texts * most_entries(window))
     assert planned == (entries + max(MAX_ROWS, texts * DRAFT_ROWS)) * of_token
     engine.close()

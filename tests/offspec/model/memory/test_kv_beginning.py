@@ -16,7 +16,7 @@ from offspec.model.decoder import CachedDecoder, Decoder, random_decoder, score_
 from offspec.model.memory.kv_beginning import FEWEST_SHARED, most_shared
 from offspec.model.memory.kv_formats import KV_FORMATS, PLAIN, KVFormat
 from offspec.model.memory.kv_in_ram import EntriesInRam
-from offspec.model.memory.text_memory import total_bytes, total_entries
+from offspec.model.memory.sequence_cache import total_bytes, total_entries
 from offspec.model.pass_rows import TextRows
 
 from ....fakes import FAMILIES, config_json

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offspec.model.memory.kv_cache import KVLayout, plain_layers
-from offspec.model.memory.text_memory import TextMemory
+from offspec.model.memory.sequence_cache import SequenceCache
 
 from ....examples import examples
 
@@ -15,12 +15,12 @@ LAYERS, KV_HEADS, HEAD_DIM = 2, 3, 4
 Entry = tuple[float, int]  # the number that fills its keys (its values: the negative), and its position
 
 
-def new_cache() -> TextMemory:
+def new_cache() -> SequenceCache:
     cpu = torch.device("cpu")
-    return TextMemory(plain_layers([KVLayout(KV_HEADS, HEAD_DIM)] * LAYERS, torch.float32, cpu), cpu)
+    return SequenceCache(plain_layers([KVLayout(KV_HEADS, HEAD_DIM)] * LAYERS, torch.float32, cpu), cpu)
 
 
-def add(cache: TextMemory, entries: list[Entry], *, pending: bool) -> None:
+def add(cache: SequenceCache, entries: list[Entry], *, pending: bool) -> None:
     """Writes entries behind what is there, the way the decoder does: reserve, every layer, count."""
     start = cache.size
     cache.extend(len(entries))
@@ -33,7 +33,7 @@ def add(cache: TextMemory, entries: list[Entry], *, pending: bool) -> None:
     cache.append(0 if pending else len(entries), len(entries) if pending else 0)
 
 
-def check(cache: TextMemory, committed: list[Entry], pending: list[Entry]) -> None:
+def check(cache: SequenceCache, committed: list[Entry], pending: list[Entry]) -> None:
     entries = committed + pending
     assert (cache.length, cache.pending, cache.size) == (len(committed), len(pending), len(entries))
     assert cache.size <= cache.capacity == len(cache.positions)
@@ -75,7 +75,7 @@ def test_holds_what_a_plain_list_would(data: st.DataObject) -> None:
         check(cache, committed, pending)
 
 
-def some_pending() -> tuple[TextMemory, list[Entry], list[Entry]]:
+def some_pending() -> tuple[SequenceCache, list[Entry], list[Entry]]:
     cache = new_cache()
     committed = [(1.0, 0), (2.0, 1)]
     pending = [(3.0, 2), (4.0, 2), (5.0, 3), (6.0, 3)]

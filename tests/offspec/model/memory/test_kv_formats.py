@@ -17,7 +17,7 @@ from offspec.model.decoder import CachedDecoder, Decoder, pass_together
 from offspec.model.early_exit import EarlyExit, shared_text
 from offspec.model.memory.kv_cache import KVLayout, LayerCache, MakeLayerCaches, PlainLayers, plain_layers
 from offspec.model.memory.kv_formats import EIGHT_BIT, FOUR_BIT, KV_FORMATS, PLAIN, Coding, KVFormat
-from offspec.model.memory.text_memory import TextMemory
+from offspec.model.memory.sequence_cache import SequenceCache
 from offspec.model.pass_rows import TextRows
 
 from ....examples import examples
@@ -202,7 +202,7 @@ def test_bytes_are_counted_as_they_are_allocated(family: str, kv: KVFormat) -> N
     config = read_config(config_json(FAMILIES[family]))
     for layers in (range(config.num_layers), range(1), range(1, config.num_layers)):
         layouts = [layout for layout in kv_layouts(config, layers) if layout is not None]
-        cache = TextMemory(kv.layers(layouts, torch.bfloat16, CPU), CPU)
+        cache = SequenceCache(kv.layers(layouts, torch.bfloat16, CPU), CPU)
         for capacity in (1, 77):
             cache.reserve(capacity)
             assert cache.nbytes == memory_bytes(config, capacity, 2, layers, kv) > 0
@@ -213,7 +213,7 @@ def test_neighbours_of_one_layout_lie_together() -> None:
     wide, narrow = KVLayout(4, 16), KVLayout(1, 8)
     parts = plain_layers([wide, wide, narrow, wide], torch.float32, CPU)
     assert [part.num_layers for part in parts] == [2, 1, 1]
-    cache = TextMemory(parts, CPU)
+    cache = SequenceCache(parts, CPU)
     cache.reserve(3)
     for layer, layout in enumerate((wide, wide, narrow, wide)):
         entry = torch.full((1, layout.num_heads, layout.head_dim), float(layer))

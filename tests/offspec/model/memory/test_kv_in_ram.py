@@ -16,7 +16,7 @@ from offspec.model.decoder import CachedDecoder, Decoder, score_together
 from offspec.model.memory.kv_cache import KVLayout
 from offspec.model.memory.kv_formats import EIGHT_BIT, KV_FORMATS, KVFormat
 from offspec.model.memory.kv_in_ram import EntriesInRam, LayersInRam
-from offspec.model.memory.text_memory import TextMemory
+from offspec.model.memory.sequence_cache import SequenceCache
 from offspec.model.pass_rows import TextRows
 
 from ....fakes import TinyModel
@@ -137,13 +137,13 @@ class CountingCopies(CopyStream):
         return super().run(copies)
 
 
-def cache_of(num_layers: int, copies: CopyStream) -> TextMemory:
+def cache_of(num_layers: int, copies: CopyStream) -> SequenceCache:
     kv, layout = KV_FORMATS["16"], KVLayout(1, 8)
     part = LayersInRam(num_layers, layout, kv, dtype=torch.float32, device=CPU, copies=copies)
-    return TextMemory([part], CPU)
+    return SequenceCache([part], CPU)
 
 
-def one_pass(cache: TextMemory, count: int) -> None:
+def one_pass(cache: SequenceCache, count: int) -> None:
     cache.extend(count)
     for layer in range(cache.num_layers):
         entries = torch.full((count, 1, 8), float(layer + 1))

@@ -15,7 +15,7 @@ from offspec.errors import UsageError
 from offspec.model.block import Block, memory_bytes
 from offspec.model.decoder import CachedDecoder, Decoder, score_together
 from offspec.model.memory.recurrent_states import LEAST_COPIED, MOST_COPIES, RecurrentStates
-from offspec.model.memory.text_caches import TextCaches
+from offspec.model.memory.request_caches import RequestCaches
 from offspec.model.memory.text_pool import TextPool
 from offspec.model.pass_rows import TextRows
 
@@ -73,7 +73,7 @@ def test_nodes_that_stay_pending_continue_from_the_new_root(decoder: Decoder) ->
 def test_an_answer_may_be_given_anew_at_the_cost_of_one_token(decoder: Decoder) -> None:
     """A prompt's state before its last token is kept; other places go back to the one before."""
     prompt, answer = random_tokens(40), random_tokens(9, 3)
-    caches = TextCaches(CachedDecoder(decoder), None)
+    caches = RequestCaches(CachedDecoder(decoder), None)
     caches.target.score(prompt, *NO_NODES)
     for token in answer:
         caches.target.score([token], *NO_NODES)
@@ -133,7 +133,7 @@ def test_texts_of_one_pass_have_states_of_their_own(decoder: Decoder) -> None:
 
 def test_a_parked_text_goes_on_from_its_end(decoder: Decoder) -> None:
     """Its states are copied bit by bit."""
-    pool = TextPool(lambda: TextCaches(CachedDecoder(decoder), None), 2**24)
+    pool = TextPool(lambda: RequestCaches(CachedDecoder(decoder), None), 2**24)
     text, other = random_tokens(80), random_tokens(50, 7)
 
     def run(tokens: list[int]) -> tuple[int, Tensor]:

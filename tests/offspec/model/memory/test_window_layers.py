@@ -26,14 +26,14 @@ from offspec.model.decoder import CachedDecoder, Decoder, score_together
 from offspec.model.memory import window_layers
 from offspec.model.memory.kv_formats import EIGHT_BIT, PLAIN, KVFormat
 from offspec.model.memory.kv_in_ram import EntriesInRam, LayersInRam
-from offspec.model.memory.text_caches import TextCaches
-from offspec.model.memory.text_memory import TextMemory
+from offspec.model.memory.request_caches import RequestCaches
+from offspec.model.memory.sequence_cache import SequenceCache
 from offspec.model.memory.text_pool import TextPool
 from offspec.model.memory.window_layers import WindowLayers, most_pending, most_rows
 from offspec.model.parts.kv_attention import Visibility
 from offspec.model.pass_rows import TextRows
 from offspec.model.row_attention import on_device_of, visible_slots
-from offspec.planning.memory import MemoryOptions, MemoryUse, Room
+from offspec.planning.memory import MemoryOptions, MemoryUse, Reservation
 from offspec.planning.plan import make_plan
 from offspec.planning.report import explain_plan
 from offspec.prompt_cache import PromptCache
@@ -123,7 +123,7 @@ def test_a_gpus_kernel_gets_slots_that_count_from_the_first_key() -> None:
 @pytest.mark.parametrize("length", [71, 70])
 def test_a_rewound_text_is_read_again_if_entries_are_missing(tiny_model: GetModel, length: int) -> None:
     decoder, tokens = forgetting(tiny_model("gemma2").decoder()), random_tokens(130)
-    caches = TextCaches(CachedDecoder(decoder), None)
+    caches = RequestCaches(CachedDecoder(decoder), None)
     caches.target.score(tokens[:101], *NO_NODES)
     caches.text = tokens[:101]
     changed = [*tokens[:length], 1, 2]
@@ -135,7 +135,7 @@ def test_a_rewound_text_is_read_again_if_entries_are_missing(tiny_model: GetMode
 def test_an_interrupted_prompt_is_read_again(tiny_model: GetModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its first layers had overwritten what the text needs."""
     decoder, tokens = forgetting(tiny_model("gemma2").decoder()), random_tokens(180)
-    caches = TextCaches(CachedDecoder(decoder), None)
+    caches = RequestCaches(CachedDecoder(decoder), None)
     caches.target.score(tokens[:60], *NO_NODES)
     caches.text = tokens[:60]
     with monkeypatch.context() as patch:
@@ -188,7 +188,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return Tokenizer.load(build_pair(tmp_path_factory.mktemp("pair")).target)
 
 
-def answer(engine: Engine, params: SamplingParams, prompt: list[int], caches: TextCaches | None = None) -> list[int]:
+def answer(engine: Engine, params: SamplingParams, prompt: list[int], caches: RequestCaches | None = None) -> list[int]:
     steps = engine.generate(prompt, params, TREES, caches=caches)
     return [token for step in steps for token in step.token_ids]
 
@@ -264,7 +264,7 @@ def test_plans_count_what_windows_keep(tmp_path: Path) -> None:
     assert any("64 KV entries" in note.text for note in explain_plan(plan))
     shared = PlannedEntries.by(plan.with_texts(3))
     assert (shared.of_windows, shared.entries) == (3 * ROWS, plan.with_texts(3).kv_entries)
-    texts = [TextMemory([], CPU) for _ in range(2)]
+    texts = [SequenceCache([], CPU) for _ in range(2)]
     for text in texts:
         text.reserve(100)
     assert shared.holds(texts, 5000)
@@ -275,7 +275,7 @@ def test_plans_count_what_windows_keep(tmp_path: Path) -> None:
 
 
 class ReadsEntries:
-    def memory_use(self, target: ModelFiles, room: Room) -> MemoryUse:
+    def memory_use(self, target: ModelFiles, room: Reservation) -> MemoryUse:
         return MemoryUse(target_entries=100)
 
 

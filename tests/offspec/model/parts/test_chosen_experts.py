@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from offspec.loaders.formats.on_gpu import FasterWay
+from offspec.loaders.formats.on_gpu import FasterKernel
 from offspec.model.parts import chosen_experts
 from offspec.model.parts.chosen_experts import ChosenExperts
 
@@ -19,9 +19,9 @@ CPU = torch.device("cpu")
 def test_a_kernel_with_other_results_is_not_used(
     monkeypatch: pytest.MonkeyPatch, distance: float, is_allowed: bool
 ) -> None:
-    ways, calls = FasterWay(), list[str]()
+    ways, calls = FasterKernel(), list[str]()
     ways.is_fixed = True  # every kernel that runs is used
-    monkeypatch.setattr(chosen_experts, "FASTER_WAY", ways)
+    monkeypatch.setattr(chosen_experts, "FASTER_KERNEL", ways)
     experts: Any = ChosenExperts.__new__(ChosenExperts)
     experts._x, experts.outputs = torch.zeros(1, 4), torch.zeros(2, 4)
     experts._chosen = SimpleNamespace(rows_of_each=1.0)

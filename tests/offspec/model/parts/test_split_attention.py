@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from offspec.model.decoder import CachedDecoder
 from offspec.model.memory.kv_cache import KVLayout
 from offspec.model.memory.kv_formats import EIGHT_BIT, FOUR_BIT, PLAIN, KVFormat
-from offspec.model.memory.text_memory import TextMemory
+from offspec.model.memory.sequence_cache import SequenceCache
 from offspec.model.parts import split_attention
 from offspec.model.parts.kv_attention import Visibility, attend, attend_by_parts
 from offspec.model.parts.part import Attending
@@ -218,7 +218,7 @@ class Kernels(TorchDispatchMode):
 def kernels_of_a_layer(kv: KVFormat, num_keys: int, num_rows: int, cap: float | None = None) -> list[str]:
     """Of a 70B's attention, with `num_rows` - 1 nodes behind a token and a text of `num_keys`."""
     layout, dtype = KVLayout(8, 128), torch.bfloat16
-    cache = TextMemory(kv.layers([layout] * 2, dtype, META), META)
+    cache = SequenceCache(kv.layers([layout] * 2, dtype, META), META)
     cache.reserve(num_keys + num_rows)
     nodes = num_rows - 1
     visibility = Visibility(

@@ -1,7 +1,7 @@
 """The memory of one text: a committed prefix, then a pending region with the nodes that wait for the verdict.
 
 Slot i of the committed prefix holds the token at position i. Pending entries follow in the order of their computation.
-`TextMemory` counts a text's entries; `LayerMemory`s store them. Texts that begin alike may share KV entries
+`SequenceCache` counts a text's entries; `LayerMemory`s store them. Texts that begin alike may share KV entries
 (`kv_beginning`).
 """
 
@@ -65,7 +65,7 @@ def is_shareable(memory: LayerMemory) -> bool:
     return isinstance(memory, EntriesBySlot)
 
 
-class TextMemory:
+class SequenceCache:
     """What the layers keep of one text; grows as needed.
 
     `length` tokens are committed, followed by `pending` entries; `positions` [capacity] has each entry's position in
@@ -189,7 +189,7 @@ class TextMemory:
         self.append(length, 0)
 
     @torch.inference_mode(False)
-    def begin_like(self, other: TextMemory, length: int, *, shares: bool) -> None:
+    def begin_like(self, other: SequenceCache, length: int, *, shares: bool) -> None:
         """Make the first `length` tokens of `other`, a result of its `copyable`, those of this empty memory.
 
         shares: share as many KV entries as possible, and copy the rest. The other text is between two passes.
@@ -225,7 +225,7 @@ class TextMemory:
             self.positions = self.positions.clone()  # other memory has other positions, see `cuda_graphs.StaticRounds`
         return wanted
 
-    def _continue(self, other: TextMemory, num_shared: int, length: int) -> None:
+    def _continue(self, other: SequenceCache, num_shared: int, length: int) -> None:
         """Take `length` entries of `other`, `num_shared` of its beginning among them, and room for no more."""
         memories = list[LayerMemory]()
         for mine, others in zip(self._memories, other._memories, strict=True):
@@ -387,18 +387,18 @@ class TextMemory:
             rows[..., self.size :, :] = 0
 
 
-def total_bytes(texts: Iterable[TextMemory]) -> int:
+def total_bytes(texts: Iterable[SequenceCache]) -> int:
     """Bytes of these texts' memories; a beginning that several share counts once."""
     texts = list(texts)
     return sum(text.own_bytes for text in texts) + sum(beginning.nbytes for beginning in _beginnings(texts))
 
 
-def total_entries(texts: Iterable[TextMemory]) -> int:
+def total_entries(texts: Iterable[SequenceCache]) -> int:
     """Entries that these texts have room for; a beginning that several share counts once."""
     texts = list(texts)
     num_own = sum(text.capacity - text.num_in_beginning for text in texts)
     return num_own + sum(beginning.length for beginning in _beginnings(texts))
 
 
-def _beginnings(texts: Iterable[TextMemory]) -> set[SharedBeginning]:
+def _beginnings(texts: Iterable[SequenceCache]) -> set[SharedBeginning]:
     return {text.beginning for text in texts if text.beginning is not None}

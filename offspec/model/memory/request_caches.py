@@ -66,7 +66,7 @@ class DraftText(TreeModel, Protocol):
         """Drop the text from position `length` on."""
 
 
-class TextCaches:
+class RequestCaches:
     """The caches of `text`: all tokens scored or emitted so far. Each cache has a prefix of it, and pending nodes.
 
     A request appends to `text`. It may be interrupted anywhere (Ctrl-C); the next `rewind` drops all entries beyond

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from offspec.loaders.accelerators.accelerator import accelerator_of
-from offspec.scheduler.drafting.learnt import RunningEstimates
+from offspec.scheduler.drafting.estimates import RunningEstimates
 from offspec.scheduler.guessing.recycling import TokenRecycling
 from offspec.scheduler.pace.costs import Costs, Predict
 from offspec.scheduler.pace.trials import OverlapSwitch, WindowTrials
@@ -15,7 +15,7 @@ from .recall import Recall
 
 
 @dataclass
-class EstimatesAndRecall(RunningEstimates):
+class DraftStats(RunningEstimates):
     """Calibration, costs, reliabilities, and recall.
 
     recall: the target's predictions at recent positions (`drafts.recall`); None without a draft model. windows: what a
@@ -32,7 +32,7 @@ class EstimatesAndRecall(RunningEstimates):
         draft: Decoder | None,
         predict_pass_s: Predict | None = None,
         predict_round_s: Predict | None = None,
-    ) -> EstimatesAndRecall:
+    ) -> DraftStats:
         """Empty estimates. predict_pass_s, predict_round_s: first estimates of seconds, by number of rows."""
         return cls(
             TokenRecycling(target.config.vocab_size),

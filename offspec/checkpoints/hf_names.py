@@ -9,7 +9,7 @@ from offspec.loaders.files.mistral_folder import MistralCheckpoint
 from . import gguf, mistral
 
 
-def in_our_names(checkpoint: Checkpoint) -> Checkpoint:
+def in_hf_names(checkpoint: Checkpoint) -> Checkpoint:
     """Raises CheckpointError, UnsupportedModelError."""
     if isinstance(checkpoint, GgufModel):
         return gguf.translated(checkpoint)

@@ -16,8 +16,8 @@ import pytest
 from offspec import Engine, SpeculationParams
 from offspec.cli.serve import listening
 from offspec.cli.server.connections import protocol
+from offspec.cli.server.model_manager import ModelManager
 from offspec.cli.server.service import Service
-from offspec.cli.server.shelf import ModelManager
 
 from ...pair import CONTEXT, Pair
 from ...refusals import tells
@@ -35,7 +35,7 @@ def folder(pair: Pair, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def shelf(folder: Path) -> Generator[ModelManager, None, None]:
+def manager(folder: Path) -> Generator[ModelManager, None, None]:
     def load(path: Path) -> Service:
         return Service(Engine.load(str(path), draft="none", device="cpu"), SpeculationParams(), most_waiting=8)
 
@@ -45,8 +45,8 @@ def shelf(folder: Path) -> Generator[ModelManager, None, None]:
 
 
 @pytest.fixture
-def client(shelf: ModelManager) -> Generator[Client, None, None]:
-    with running(shelf, listening("127.0.0.1", 0), protocol(100)) as found:
+def client(manager: ModelManager) -> Generator[Client, None, None]:
+    with running(manager, listening("127.0.0.1", 0), protocol(100)) as found:
         yield found
 
 
@@ -55,32 +55,32 @@ def chat(client: Client, model: str | None, **fields: Any) -> Any:
     return client.chat(USER, max_tokens=4, ignore_eos=True, **named, **fields)
 
 
-def test_the_named_model_answers(client: Client, shelf: ModelManager) -> None:
+def test_the_named_model_answers(client: Client, manager: ModelManager) -> None:
     listed = client.ask("GET", "/v1/models").body["data"]
     assert [model["id"] for model in listed] == ["large", "later-broken", "small"]
     assert not any("context_length" in model for model in listed)  # none is loaded
     for name in ("small", "large"):
         reply = chat(client, name)
         assert (reply.status, reply.body["model"]) == (200, name)
-        assert shelf.loaded is not None
-        assert shelf.loaded.name == name
+        assert manager.loaded is not None
+        assert manager.loaded.name == name
         assert client.ask("GET", f"/v1/models/{name}").body["context_length"] > 0
     assert chat(client, None).body["model"] == "large"  # the loaded one
 
 
-def test_models_are_described_before_they_are_loaded(client: Client, shelf: ModelManager) -> None:
+def test_models_are_described_before_they_are_loaded(client: Client, manager: ModelManager) -> None:
     """As Ollama's clients ask; llama.cpp's properties are those of a loaded model."""
     models = client.ask("GET", "/api/tags").body["models"]
     assert [model["name"] for model in models] == ["large", "later-broken", "small"]
     shown = client.ask("POST", "/api/show", {"model": "small"}).body
     assert shown["model_info"]["llama.context_length"] == CONTEXT
-    assert shelf.loaded is None
+    assert manager.loaded is None
     unknown = client.ask("POST", "/api/show", {"model": "medium"})
     assert (unknown.status, tells(unknown.body["error"], "medium", "small")) == (404, True)
     assert client.ask("GET", "/props?model=small").body["model_alias"] == "small"
     assert client.ask("POST", "/tokenize", {"content": "a"}).status == 200
-    assert shelf.loaded is not None
-    assert shelf.loaded.name == "small"
+    assert manager.loaded is not None
+    assert manager.loaded.name == "small"
 
 
 def test_an_unknown_model_is_refused_by_name(client: Client) -> None:
@@ -90,7 +90,7 @@ def test_an_unknown_model_is_refused_by_name(client: Client) -> None:
     assert client.ask("GET", "/v1/models/huge").status == 404
 
 
-def test_answers_under_way_end_before_another_model_is_loaded(client: Client, shelf: ModelManager) -> None:
+def test_answers_under_way_end_before_another_model_is_loaded(client: Client, manager: ModelManager) -> None:
     long = {"messages": [USER], "model": "large", "max_tokens": 100, "ignore_eos": True, "stream": True}
     replies = list[Any]()
     with closing(client.open("POST", "/v1/chat/completions", long)) as connection:
@@ -102,7 +102,7 @@ def test_answers_under_way_end_before_another_model_is_loaded(client: Client, sh
         other.join()
     assert '"finish_reason": "length"' in events
     assert (replies[0].status, replies[0].body["model"]) == (200, "small")
-    until(lambda: shelf.loaded is not None and shelf.loaded.service.is_idle)
+    until(lambda: manager.loaded is not None and manager.loaded.service.is_idle)
 
 
 def test_a_model_that_cannot_be_loaded_is_the_requests_error(client: Client, folder: Path) -> None:
@@ -114,17 +114,17 @@ def test_a_model_that_cannot_be_loaded_is_the_requests_error(client: Client, fol
 
 
 @pytest.fixture
-def gate(shelf: ModelManager, monkeypatch: pytest.MonkeyPatch) -> Generator[Event, None, None]:
+def gate(manager: ModelManager, monkeypatch: pytest.MonkeyPatch) -> Generator[Event, None, None]:
     """Models are loaded when it is set, and a client is soon told that it waits."""
     monkeypatch.setattr("offspec.cli.server.responses.KEEP_ALIVE_S", 0.02)
     monkeypatch.setattr("offspec.cli.server.responses.SILENCE_S", 0.05)
-    load, opened = shelf._load, Event()
+    load, opened = manager._load, Event()
 
     def slow(path: Path) -> Service:
         opened.wait()
         return load(path)
 
-    monkeypatch.setattr(shelf, "_load", slow)
+    monkeypatch.setattr(manager, "_load", slow)
     yield opened
     opened.set()
 

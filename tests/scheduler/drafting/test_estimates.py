@@ -5,17 +5,17 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from offspec.scheduler.drafting.learnt import RunningEstimates
+from offspec.scheduler.drafting.estimates import RunningEstimates
 
 
 @pytest.mark.parametrize("shares_cores", [True, False])
 def test_before_the_first_request_costs_are_predicted_and_cores_decide_about_overlap(shares_cores: bool) -> None:
-    learnt = RunningEstimates.nothing(50, lambda rows: 2.0 + rows, shares_cores=shares_cores)
-    np.testing.assert_allclose(learnt.costs.target.seconds(np.array([1, 4])), [3.0, 6.0])
-    assert learnt.overlap_switch is not None
-    assert learnt.overlap_switch.is_on() != shares_cores
-    assert learnt.lookups is not learnt.retrievals
-    assert len(learnt.recycling.table.successors(np.array([49]))[0]) == 1, "it has the target's vocabulary"
+    estimates = RunningEstimates.nothing(50, lambda rows: 2.0 + rows, shares_cores=shares_cores)
+    np.testing.assert_allclose(estimates.costs.target.seconds(np.array([1, 4])), [3.0, 6.0])
+    assert estimates.overlap_switch is not None
+    assert estimates.overlap_switch.is_on() != shares_cores
+    assert estimates.lookups is not estimates.retrievals
+    assert len(estimates.recycling.table.successors(np.array([49]))[0]) == 1, "it has the target's vocabulary"
 
 
 def test_nothing_is_shared_between_two() -> None:
