@@ -33,7 +33,7 @@ def server_here(model: str, flags: Sequence[str]) -> Iterator[tuple[int, psutil.
         yield client.port, psutil.Process()
 
 
-@pytest.mark.nightly
+@pytest.mark.nightly("starts a server and answers an agent's turns; the parts are tested apart")
 def test_turns_are_replayed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

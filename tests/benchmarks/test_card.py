@@ -220,7 +220,7 @@ FINE, HANGS = "yield {'good': 1}", "yield {'half': 1}; print('here it hangs', fl
 FAILS, DIES = "yield {'half': 1}; raise ValueError('no such device\\nand more')", "yield {'half': 1}; os._exit(7)"
 
 
-@pytest.mark.nightly
+@pytest.mark.nightly("waits for a watchdog of 8 s")
 def test_each_part_that_ends_badly_costs_itself(fake_parts: Run, capsys: pytest.CaptureFixture[str]) -> None:
     parts = [part("hangs", HANGS, limit_s=8.0), part("fails", FAILS), part("dies", DIES), part("fine", FINE)]
     results = fake_parts.run(parts)
@@ -342,7 +342,7 @@ def bare_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return bare_environment(tmp_path_factory.mktemp("bare") / "environment", PACKAGES_THERE, PACKAGES_CARRIED)
 
 
-@pytest.mark.nightly
+@pytest.mark.nightly("makes an environment with few packages")
 @pytest.mark.slow
 def test_gpu_tests_are_collected_with_few_packages(bare_python: Path) -> None:
     run = bare(
@@ -370,7 +370,7 @@ def bare(python: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([python, "-m", *words], cwd=ROOT, capture_output=True, text=True, check=False)
 
 
-@pytest.mark.nightly
+@pytest.mark.nightly("runs every part of scripts/card, minutes")
 def test_the_calls_can_be_rehearsed(capfd: pytest.CaptureFixture[str]) -> None:
     """Downloads what travels."""
     assert rehearse() == []

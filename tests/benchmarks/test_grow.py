@@ -142,7 +142,7 @@ def test_a_run_that_was_interrupted_goes_on(tmp_path: Path) -> None:
         grow(SOURCE, folder, replace(shape, num_layers=8))
 
 
-@pytest.mark.nightly
+@pytest.mark.nightly("writes and reads a grown model in NF4; the other forms of it are tested by default")
 @pytest.mark.slow
 def test_nf4_is_the_function_of_its_own_numbers(tmp_path: Path) -> None:
     """The small model of what NF4 has left of the weights writes the same text:

@@ -85,7 +85,7 @@ def test_figures_by_task(
     assert ["prompt", "of", "20", "offspec", "20.00", "1.00", "6.0", "0", "of", "1"] in lines
 
 
-@pytest.mark.nightly
+@pytest.mark.nightly("loads a model with two programs; the table is tested by default")
 def test_both_programs_run(
     small: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

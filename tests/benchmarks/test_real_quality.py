@@ -141,7 +141,7 @@ def test_energy_is_what_a_text_took(
     assert found.joules == joules
 
 
-@pytest.mark.nightly
+@pytest.mark.nightly("trains an exit and answers prompts; the parts are tested apart")
 @pytest.mark.slow
 def test_a_run_measures_what_is_missing(
     pair: Pair, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -132,7 +132,7 @@ def test_what_does_not_end_is_ended() -> None:
     assert failure("import time\ntime.sleep(600)", Limits(wall_s=0.5)) in reasons
 
 
-@pytest.mark.nightly
+@pytest.mark.nightly("computes until a limit of seconds")
 @pytest.mark.slow
 def test_processor_time_is_limited() -> None:
     """Also of code that ignores the first signal."""

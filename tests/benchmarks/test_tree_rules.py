@@ -168,7 +168,7 @@ def test_frequencies_are_those_of_the_target(way: str, num_texts: int) -> None:
     assert p_value(decoded(way, num_texts), law()) > 0.001
 
 
-@pytest.mark.nightly
+@pytest.mark.nightly("tests the test: a wrong rule has to be noticed")
 @each_way
 def test_a_careless_rule_is_noticed(way: str) -> None:
     assert p_value(decoded(way, 1000, partial(careless, rule=WAYS[way][1])), law()) < 1e-6

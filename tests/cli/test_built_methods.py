@@ -133,7 +133,7 @@ def test_it_runs(flags: tuple[str, ...], files: dict[str, Path], offspec: Offspe
     assert result.out.strip()
 
 
-@pytest.mark.nightly
+@pytest.mark.nightly("trains a head of each kind; formats and drafting are tested by default")
 @pytest.mark.parametrize("method", TRAINED)
 def test_what_is_trained_drafts(method: str, files: dict[str, Path], offspec: Offspec) -> None:
     training, drafting = TRAINED[method]

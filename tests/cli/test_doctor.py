@@ -105,7 +105,7 @@ def test_wrong_usage(offspec: Offspec, arguments: tuple[str, ...]) -> None:
     offspec("doctor", "--quick", *arguments).refusal(2, *arguments)
 
 
-@pytest.mark.nightly
+@pytest.mark.nightly("a process in a terminal; the characters are tested by default")
 def test_for_real_in_a_terminal_without_utf8(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(bytes(1 << 20))
     env = {"PYTHONIOENCODING": "ascii", "COLUMNS": "60"}

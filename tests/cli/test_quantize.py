@@ -112,7 +112,7 @@ def test_interrupted_it_goes_on(pair: Pair, tmp_path: Path, offspec: Offspec, mo
     assert contents(tmp_path / "made") == contents(tmp_path / "whole")
 
 
-@pytest.mark.nightly
+@pytest.mark.nightly("a process that is killed; an interrupted one is tested by default")
 def test_killed_it_goes_on(pair: Pair, tmp_path: Path, offspec: Offspec) -> None:
     """Killed as soon as the second file is there, wherever in its work that is."""
     process = start("quantize", pair.target, tmp_path / "made", has_kernels=True)

@@ -125,7 +125,7 @@ def cluster(home: Path) -> Iterator[Nodes]:
             yield found
 
 
-@pytest.mark.nightly
+@pytest.mark.nightly("starts a cluster of Ray, 30 s")
 def test_a_node_dies_and_one_has_no_model(
     cluster: Nodes, home: Path, source: Path, tmp_path: Path, offspec: Offspec
 ) -> None:
@@ -167,7 +167,7 @@ def check_said(said: str) -> None:
     assert tells(figures[-1], "35 prompts")
 
 
-@pytest.mark.nightly
+@pytest.mark.nightly("starts a cluster of Ray, 30 s")
 def test_a_process_that_dies_is_started_again(cluster: Nodes, source: Path, tmp_path: Path) -> None:
     """And Ctrl-C ends the command and the engines."""
     output = tmp_path / "answers.jsonl"

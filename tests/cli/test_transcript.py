@@ -59,7 +59,7 @@ def start(terminal: Tmux) -> None:
     terminal.wait(ready)
 
 
-@pytest.mark.nightly
+@pytest.mark.nightly("a process in a terminal, typed at; the commands are tested by default")
 def test_a_first_conversation(tmp_path: Path, environment: dict[str, str]) -> None:
     file, later = tmp_path / "talk.json", tmp_path / "later.json"
     with Tmux(tmp_path, environment) as terminal:

@@ -298,6 +298,12 @@ def test_tests_lie_in_the_folder_of_what_they_test() -> None:
     assert [str(test) for test, name in names if name in homes and test.parent not in homes[name]] == []
 
 
+def test_what_runs_nightly_alone_says_why() -> None:
+    """A whole test or file; a value of a parameter is one more beside those of the default run."""
+    bare = re.compile(r"^(@|pytestmark = )pytest\.mark\.nightly$", re.MULTILINE)
+    assert [str(file) for file in (ROOT / "tests").rglob("*.py") if bare.search(file.read_text(encoding="utf-8"))] == []
+
+
 def test_files_that_a_page_names_are_there() -> None:
     folders = "loaders|scheduler|offspec|cli|benchmarks|tests|scripts|docs"
     pattern = re.compile(rf"\b(?:{folders})/[\w/.-]*\.(?:py|md|svg)")

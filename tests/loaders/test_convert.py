@@ -760,7 +760,7 @@ def test_the_header_is_one_that_both_readers_accept(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
 
 
-@pytest.mark.nightly
+@pytest.mark.nightly("converts 300 MB in a process of its own")
 def test_memory_is_two_layers_and_a_tensor_per_thread(tmp_path: Path) -> None:
     """128 layers of 2 MiB and a table of 64: what a fresh process takes more than before it began."""
     tensors = {"model.embed_tokens.weight": torch.zeros(16384, 2048, dtype=torch.bfloat16)}

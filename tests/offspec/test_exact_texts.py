@@ -48,7 +48,7 @@ def text(engine: Engine, prompt: str, params: SamplingParams, speculation: Specu
     return [token for step in engine.generate(prompt, params, speculation) for token in step.token_ids]
 
 
-@pytest.mark.nightly
+@pytest.mark.nightly("120 texts; the default run has one of each draft and place")
 @this_processor
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
 def test_many_seeds_of_the_built_in_pair(dtype: str) -> None:

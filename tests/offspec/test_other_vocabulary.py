@@ -157,7 +157,7 @@ def test_a_larger_draft_is_asked_where_layers_are_streamed_or_with_a_budget(pair
     assert ids(engine, sampling, SpeculationParams(budget=16, lookup=False)) == expected
 
 
-@pytest.mark.nightly
+@pytest.mark.nightly("a real model; the default run has tiny ones of other vocabularies")
 @pytest.mark.slow
 @pytest.mark.parametrize("direction", ["it drafts", "it is drafted for"])
 def test_a_real_models_text_is_plain_decodings(direction: str, smollm2: Path) -> None:

@@ -36,7 +36,7 @@ from .test_pretended_cuda import (
     streamed,
 )
 
-pytestmark = pytest.mark.nightly  # it tests the pretended device, on which the default run relies
+pytestmark = pytest.mark.nightly("tests the pretended device, on which the default run relies")
 Patch = pytest.MonkeyPatch
 CUDA = torch.device("cuda:0")
 

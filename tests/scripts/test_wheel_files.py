@@ -79,7 +79,7 @@ def test_a_missing_package_is_told_and_parts_are_kept_and_joined_once(index: Ind
     assert index.fetch(b"abcdef")[:2] == (0, path)  # without a wheel
 
 
-@pytest.mark.nightly
+@pytest.mark.nightly("three processes that make wheels; what is downloaded is tested by default")
 def test_other_contents_are_refused_and_not_kept(index: Index) -> None:
     index.add(1, b"abcdxf")
     assert index.fetch(b"abcdef", ["elsewhere.bin"])[2].startswith("Error: piece1==1.0 has no elsewhere.bin")

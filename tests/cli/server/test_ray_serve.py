@@ -77,7 +77,7 @@ def ask(port: int, path: str, body: Any = None) -> bytes:
         return content
 
 
-@pytest.mark.nightly
+@pytest.mark.nightly("starts Ray Serve, 20 s")
 def test_the_pages_deployment(port: int) -> None:
     with Engine.load("builtin", device="cpu") as engine:
         alone = engine.complete("def area(", SamplingParams(max_new_tokens=12))

@@ -19,7 +19,7 @@ from .soak import WAIT_S, processor_s, serving, soak
 NUM_REQUESTS = 16
 
 
-@pytest.mark.nightly
+@pytest.mark.nightly("a server process under load; each kind of request is tested by default")
 @pytest.mark.slow
 def test_many_clients_get_right_answers_from_a_server_of_few_files(pair: Pair) -> None:
     found = soak(pair.target, pair.draft, NUM_REQUESTS, num_clients=12)
@@ -30,7 +30,7 @@ def test_many_clients_get_right_answers_from_a_server_of_few_files(pair: Pair) -
     assert found.bytes_after - found.bytes_before < 50 * 2**20
 
 
-@pytest.mark.nightly
+@pytest.mark.nightly("opens connections until a process may open no more")
 def test_a_server_that_may_open_no_more_files_stays_quiet(pair: Pair, tmp_path: Path) -> None:
     """More connections than it may have files: few words, little computing, and it answers when they have gone."""
     errors = tmp_path / "errors"

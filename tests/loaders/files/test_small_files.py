@@ -78,7 +78,7 @@ def test_json_is_bounded_in_values_and_depth() -> None:
         parse_json(b"[" * 100_000)
 
 
-@pytest.mark.nightly
+@pytest.mark.nightly("takes three quarters of a gigabyte")
 @pytest.mark.parametrize("value", [b"{}", b'{"a":1}', b"1.5", b'"ab"'])
 def test_the_largest_json_takes_less_than_three_quarters_of_a_gigabyte(tmp_path: Path, value: bytes) -> None:
     """In an object, with keys of their own: what takes the most."""

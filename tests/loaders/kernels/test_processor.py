@@ -153,7 +153,7 @@ def test_what_torch_does_not_use_kernels_do_not_use(
     assert of_this_cpu.__wrapped__() == expected
 
 
-@pytest.mark.nightly
+@pytest.mark.nightly("three processes; the choice is tested by default")
 @needs_kernels
 @pytest.mark.parametrize(
     ("environment", "expected"),

@@ -63,7 +63,7 @@ def test_unpacked(kernels: ModuleType, name: str, dtype: torch.dtype) -> None:
         assert_unpacked(kernels, name, dtype, edge_blocks(name)[::30])
 
 
-@pytest.mark.nightly
+@pytest.mark.nightly("interprets every edge of every type; the default run has random blocks")
 @numbers_that_are_none
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("name", TYPES)

@@ -157,7 +157,7 @@ def test_packed_entries(kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert_exact(exact_decoder(read_config(config_json(FAMILIES["llama-gqa"])), torch.bfloat16, kv), seed=2)
 
 
-@pytest.mark.nightly
+@pytest.mark.nightly("120 random trees; the default run has one of each kind")
 @each_dtype
 @pytest.mark.parametrize("seed", range(20))
 def test_many_trees(seed: int, dtype: torch.dtype) -> None:

@@ -48,7 +48,7 @@ print(json.dumps({"peak": status("VmHWM"), "granted": granted, "planned": placem
 """
 
 
-@pytest.mark.nightly
+@pytest.mark.nightly("measures the memory of a process with a model")
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_memory_is_what_was_planned_and_no_layer_more(tmp_path: Path) -> None:
     folder, pair = tmp_path / "model", build_pair(tmp_path)

@@ -147,7 +147,7 @@ def test_a_disk_that_is_full(
     assert list((small_disk / "offspec" / "lookup").iterdir()) == []
 
 
-@pytest.mark.nightly
+@pytest.mark.nightly("measures the memory of a process with 1.5 million words")
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_building_takes_no_more_memory_than_is_said(tmp_path: Path) -> None:
     (file := tmp_path / "long.txt").write_text(random_words(1_500_000))
