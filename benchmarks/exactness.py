@@ -11,7 +11,8 @@ token is another one, and how far the two tokens' logits are apart. Matrices are
 converted first (`--forms`). `--fast` measures what `--arithmetic fast` does.
 
 `texts` compares texts of a pair, by default the built-in one, with plain decoding's: trees of 8, 64, 256 and any number
-of nodes, batches of 8, prompts from a file, streamed targets with read-ahead and without. The last line of both is
+of nodes, 1 and 3 threads, batches of 8, prompts from a file, streamed targets with read-ahead and without. The last
+line of both is
 JSON.
 
 `prefill` times whole passes of a prompt with `--arithmetic exact` and `fast` by turns, and prints the least of each.
@@ -299,6 +300,11 @@ def texts(model: str, draft: str, num_prompts: int, num_tokens: int, dtype: str,
         for budget in (8, 64, 256, None):
             made.compare(f"resident, budget {budget or 'auto'}", made.with_budget(engine, budget))
         made.compare("resident, no drafting during passes, budget 64", made.with_budget(engine, 64, overlap=False))
+        num_threads = torch.get_num_threads()
+        for number in (1, 3):
+            torch.set_num_threads(number)
+            made.compare(f"{number} threads, budget 64", made.with_budget(engine, 64))
+        torch.set_num_threads(num_threads)
         made.compare("batches of 8", made.together())
         made.compare("prompts from a file", made.from_file())
         files = open_files(builtin.path("target") if model == "builtin" else Path(model), dtype)
