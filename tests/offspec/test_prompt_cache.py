@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from offspec import Engine, SamplingParams
+from offspec import Engine, SamplingParams, SpeculationParams
 from offspec.checkpoints import kv_files
 from offspec.checkpoints.atomic_files import locked_name
 from offspec.checkpoints.kv_files import FORMAT
@@ -33,6 +33,7 @@ PROMPT = [40 + (number * 7) % 90 for number in range(120)]
 QUESTION = [*PROMPT[:100], *range(60, 80)]  # the same beginning, then another end
 OLDER_FORMAT = b"offspec KV entries 0"
 PARAMS = SamplingParams(7, ignore_eos=True, seed=3, temperature=1)
+DRAFTS = SpeculationParams(budget=8)  # whatever passes take, so that the draft has entries, too
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +55,7 @@ def answer(engine: Engine, file: Path | None, prompt: list[int]) -> tuple[list[i
     """The answer's tokens, how many of the prompt's tokens were in the file, and what was told."""
     told = list[str]()
     source = engine if file is None else PromptCache(engine, file, told.append)
-    steps = list(source.generate(prompt, PARAMS))
+    steps = list(source.generate(prompt, PARAMS, DRAFTS))
     return (
         [token for step in steps for token in step.token_ids],
         len(prompt) - steps[-1].stats.num_prefilled_tokens,
