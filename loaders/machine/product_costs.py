@@ -43,6 +43,7 @@ from ..params import EXACT, FAST, INT8
 from .measured_files import measured_file, read_measured, versions, write_measured
 
 ROWS = (1, 4, 16, 64, 256)
+ROUND_ROWS = ROWS[:3]  # of draft rounds
 SHAPES = {True: (4096, 2048), False: (512, 2048)}  # of a large matrix and a small one
 CACHE_BYTES = 64 * 2**20  # total size of the alternating matrices, which fit no cache
 HOPELESS, HOPELESS_ROWS = 4, 16  # at 16 rows, a method 4 times as slow as the best is not tried for more rows
@@ -126,6 +127,19 @@ def product_flops(
         costs = COSTS.get(kind) or costs
     slower = max(1.0, now / costs.least(_NOW_ROWS))
     return {width: 2 * width / costs.least(width) / slower for width in widths}
+
+
+def exact_speedup(form: str, dtype: torch.dtype, over: torch.dtype) -> float:
+    """How many times as fast kernels multiply rows of `dtype` as those of `over` with matrices of a packed form.
+
+    For the rows of draft rounds; measured once. 1 where there are no kernels, or if `COSTS.is_fixed`.
+    """
+    if COSTS.is_fixed or not has_choice(form):
+        return 1.0
+    kinds = [ProductKind(form, each, True, EXACT) for each in (over, dtype)]
+    _know(kinds, anew=False)
+    seconds = [sum(costs.least(rows) for rows in ROUND_ROWS) for costs in map(COSTS.get, kinds) if costs is not None]
+    return seconds[0] / seconds[1]
 
 
 @dataclass(frozen=True)

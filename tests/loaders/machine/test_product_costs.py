@@ -31,6 +31,7 @@ from offspec.loaders.machine.product_costs import (
     HOPELESS_ROWS,
     ROWS,
     costs_file,
+    exact_speedup,
     forms_of,
     has_choice,
     is_plausible,
@@ -112,6 +113,25 @@ def test_forms_without_a_choice_are_not_measured(measured: list[ProductKind]) ->
     assert not has_choice("awq")
     assert has_choice("bf16")
     assert has_choice("nf4") == has_choice("int8") == (lanes() > 0)
+
+
+@each_choice
+def test_rows_of_two_dtypes_are_compared_once(
+    monkeypatch: pytest.MonkeyPatch, measured: list[ProductKind], costs: ProductCosts
+) -> None:
+    seconds = {BF16: {1: 1e-10, 4: 2e-10, 16: 9e-10}, FP32: {1: 1e-10, 4: 1e-10, 16: 4e-10}}
+
+    def measure(kind: ProductKind) -> MethodCosts:
+        measured.append(kind)
+        return MethodCosts({KERNEL: seconds[kind.dtype]})
+
+    monkeypatch.setattr(module, "measure_methods", measure)
+    assert exact_speedup("nf4", FP32, BF16) == pytest.approx(2.0 if lanes() else 1.0)
+    costs.clear()  # as in a new process
+    exact_speedup("nf4", FP32, BF16)
+    assert measured == [ProductKind("nf4", dtype, True, EXACT) for dtype in (BF16, FP32) if lanes()]
+    costs.is_fixed = True
+    assert exact_speedup("nf4", FP32, BF16) == 1.0
 
 
 # ------------------------------------------------------------------------------------------------ any file

@@ -1,16 +1,28 @@
-"""What a draft with a model prepares on a GPU, with stand-ins for the device and the graphs."""
+"""What a draft with a model prepares on a GPU, with stand-ins for the device and the graphs, and its rows on a CPU."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from offspec.checkpoints import load, opening
+from offspec.checkpoints.opening import ModelFiles
 from offspec.drafts import model_draft
+from offspec.drafts.base import DraftOptions, OpenRequest
+from offspec.drafts.kinds import open_draft
 from offspec.drafts.model_draft import ModelDraft
+from offspec.loaders.formats.products import KERNEL, MethodCosts, ProductCosts, ProductKind
+from offspec.loaders.params import EXACT
+from offspec.planning.memory import Reservation
 from offspec.scheduler.params import MAX_ROWS
+
+from ...cli.sandbox import write_gguf
+from ...machines import needs_kernels
+from ...pair import build_pair
 
 
 @pytest.mark.parametrize("device", ["cuda:0", "cpu"])
@@ -31,3 +43,38 @@ def test_rounds_are_recorded_once_before_texts_and_on_a_gpu_only(device: str, mo
     for _ in range(2):  # two engines may share a draft
         draft.prepare(100)
     assert prepared == ([100 + 1 + MAX_ROWS] if device == "cuda:0" else [])
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("speedup", "dtype", "learn", "rows"),
+    [
+        (1.3, "auto", False, torch.float32),
+        (1.1, "auto", False, torch.bfloat16),
+        (1.3, "bf16", False, torch.bfloat16),
+        (1.3, "auto", True, torch.bfloat16),
+    ],
+)
+def test_a_packed_draft_has_rows_in_fp32_where_these_are_faster(
+    speedup: float,
+    dtype: str,
+    learn: bool,
+    rows: torch.dtype,
+    product_costs: ProductCosts,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(load, "LEAST_EXACT_WEIGHTS", 0)
+    monkeypatch.setattr(opening, "SMALL_MODEL_BYTES", 0)
+    for each, seconds in ((torch.bfloat16, 1e-9), (torch.float32, 1e-9 / speedup)):
+        product_costs.set(ProductKind("Q8_0", each, True, EXACT), MethodCosts({KERNEL: {1: seconds}}))
+    pair, path = build_pair(tmp_path, 3), tmp_path / "draft.gguf"
+    write_gguf(
+        pair.draft, path, {"attn_": "Q8_0", "ffn_gate": "Q8_0", "ffn_up": "Q8_0", "token_embd": "Q8_0", "norm": "F32"}
+    )
+    target = ModelFiles.open(pair.target, "bf16", "cpu", [])
+    opened = open_draft("target", OpenRequest(DraftOptions(str(path), learn=learn), target, None, dtype, "cpu", []))
+    (files,) = opened.models
+    assert files.dtype == rows
+    (planned,) = (item for item in opened.memory_use(target, Reservation(64, 16)).items if "KV" in item.name)
+    assert planned.on_device == files.kv_bytes(64 + MAX_ROWS) > 0
