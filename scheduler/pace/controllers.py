@@ -170,6 +170,8 @@ class MarginalRate:
         step = max(8, size // 8)
         now, then = self._costs.target.seconds(np.array([size, size + step]) + state.num_chain)
         price = rate * (then - now) / step
+        if size:  # where the curve bends, the new node rather replaces the least likely one that is sent
+            price = min(price, state.best[size - 1])
         if len(state.best) >= self.limit:
             price = max(price, state.best[-1])  # the new node replaces the least likely one
         children = state.open[: WIDTHS[-1], None] * state.profile

@@ -119,19 +119,20 @@ def test_size_follows_a_change_of_costs() -> None:
 def test_a_round_is_drafted_where_its_gain_exceeds_its_cost(
     open_nodes: list[float], round_s: float, rate: float, flat: int
 ) -> None:
-    """Where the next rows of the pass are free, the gain of a node is the sum of its children's probabilities."""
+    """A node's gain is the sum of its children's probabilities, where the next rows of the pass are free.
+
+    Where no more rows can be paid for, it is what each exceeds the least likely node by that is sent.
+    """
     probabilities, costs = np.sort(open_nodes)[::-1], Costs(flat_until(flat, 1e6), lambda n: round_s * n)
     state = state_of(probabilities[:5], probabilities)
     width = rated(MarginalRate(costs, MAX_NODES), rate).width(state)
-    num_open = min(len(probabilities), 64)
-    worth = {w: probabilities[:w].sum() * PROFILE.sum() for w in (4, 8, 16, 32) if w < num_open} | {
-        num_open: probabilities[:64].sum() * PROFILE.sum()
+    price, num_open = 0.0 if flat == 200 else state.best[-1], min(len(probabilities), 64)
+    gains = np.maximum(np.outer(probabilities, PROFILE) - price, 0.0).sum(-1)
+    worth = {
+        w: gains[:w].sum() - rate * float(costs.draft.seconds(np.array(w))) for w in (4, 8, 16, 32) if w < num_open
     }
-    worth = {w: gain - rate * float(costs.draft.seconds(np.array(w))) for w, gain in worth.items()} | {0: 0.0}
-    if flat == 10:
-        assert width == 0, "no more rows can be paid for"
-    else:
-        assert worth[width] == pytest.approx(max(worth.values()))
+    worth |= {num_open: gains[:64].sum() - rate * float(costs.draft.seconds(np.array(num_open))), 0: 0.0}
+    assert worth[width] == pytest.approx(max(worth.values()))
 
 
 @pytest.mark.parametrize(("round_s", "widths"), [(0.0, {64}), (0.05, {32, 64, 4, 8, 16}), (50.0, {0})])
