@@ -242,7 +242,11 @@ class KVFile:
         info = infos.get(TOKENS)
         if info is None or info.dtype != "I64" or len(info.shape) != 1 or not 0 < info.shape[0] <= most_tokens:
             raise CheckpointError(f"{path} has no tokens, or more than the context of {most_tokens}")
-        tokens = np.frombuffer(_content(file, info, checksums), dtype="<i8").astype(np.int64)
+        file.seek(info.offset)
+        content = _exactly(file, info.nbytes, info.path)
+        if zlib.crc32(content) != checksums[info.name]:
+            raise CheckpointError(f"{info.path} is damaged: the checksum of its tokens is wrong")
+        tokens = np.frombuffer(content, dtype="<i8").astype(np.int64)
         if tokens.min() < 0 or tokens.max() >= vocab_size:
             raise CheckpointError(f"{path} has tokens that the model does not have")
         names = [key.removesuffix(".length") for key in metadata if key.endswith(".length")]
@@ -312,14 +316,6 @@ def _checksums(path: Path, file: BinaryIO, infos: Mapping[str, TensorInfo]) -> d
     if zlib.crc32(_exactly(file, parts[0].offset if parts else ends.offset, path)) != checksums[0]:
         raise CheckpointError(f"{path} is damaged: the checksum of its header is wrong")
     return {info.name: checksum for info, checksum in zip(parts, checksums[1:], strict=True)}
-
-
-def _content(file: BinaryIO, info: TensorInfo, checksums: Mapping[str, int]) -> bytearray:
-    file.seek(info.offset)
-    content = _exactly(file, info.nbytes, info.path)
-    if zlib.crc32(content) != checksums[info.name]:
-        raise CheckpointError(f"{info.path} is damaged: the checksum of its tokens is wrong")
-    return content
 
 
 def _exactly(file: BinaryIO, count: int, path: Path) -> bytearray:

@@ -58,10 +58,6 @@ def _renamed(checkpoint: Checkpoint, names: Mapping[str, str]) -> dict[str, Tens
         usual = next((re.sub(old, new, name) for old, new in names.items() if re.search(old, name)), name)
         if usual in tensors:
             raise fault(info.path, f"has {show(usual)} under another name too, {show(name)}; download it again")
-        if not _is_of_another(name):
+        if name.removeprefix("model.").split(".", 1)[0] not in OTHER_MODULES:
             tensors[usual] = replace(info, name=usual)
     return tensors
-
-
-def _is_of_another(name: str) -> bool:
-    return name.removeprefix("model.").split(".", 1)[0] in OTHER_MODULES

@@ -33,7 +33,9 @@ def rotation(rope: RopeConfig, rotary_dim: int) -> tuple[Tensor, float]:
         if rope.kind == "yarn":
             return _yarn(frequencies, rope, rotary_dim), _yarn_attention_factor(rope.scaling)
         if rope.kind == "longrope":
-            return _longrope(frequencies, rope.scaling), _longrope_attention_factor(rope.scaling)
+            # LongRoPE (2402.13753): one factor per frequency; `ModelConfig.for_context` chooses the set.
+            factors = rope.scaling[LONG_FACTORS if rope.scaling.get("is_long") else SHORT_FACTORS]
+            return frequencies / torch.tensor(factors, dtype=torch.float32), _longrope_attention_factor(rope.scaling)
     except (ArithmeticError, ValueError) as exc:  # from invalid parameters, like a theta of 1
         given = {"rope_theta": rope.theta, **{k: v for k, v in rope.scaling.items() if not isinstance(v, tuple)}}
         raise CheckpointError(
@@ -56,12 +58,6 @@ def _llama3(frequencies: Tensor, scaling: Mapping[str, Any]) -> Tensor:
     turns = context * frequencies / (2 * math.pi)  # full turns within the original context
     kept = ((turns - low) / (high - low)).clamp(0, 1)
     return frequencies * (kept + (1 - kept) / factor)
-
-
-def _longrope(frequencies: Tensor, scaling: Mapping[str, Any]) -> Tensor:
-    """LongRoPE (2402.13753): one factor per frequency; `ModelConfig.for_context` chooses the set."""
-    factors = scaling[LONG_FACTORS if scaling.get("is_long") else SHORT_FACTORS]
-    return frequencies / torch.tensor(factors, dtype=torch.float32)
 
 
 def _longrope_attention_factor(scaling: Mapping[str, Any]) -> float:

@@ -504,7 +504,8 @@ def _placed(reservation: Reservation, inputs: PlanInputs, uses: Sequence[MemoryU
     """spills: the KV entries of streamed layers are in RAM, as far as the device has no room for them."""
     target = inputs.target
     num_entries = reservation.num_tokens + reservation.tree + sum(use.target_entries for use in uses)
-    costs, items, pinned = _layer_costs(target, uses), _items(reservation, inputs, uses), _pinned_layers(uses)
+    pinned = PinnedLayers(sum(use.num_required_resident for use in uses))
+    costs, items = _layer_costs(target, uses), _items(reservation, inputs, uses)
     entries, windows, states = _text_bytes(target, num_entries, reservation.texts)
     experts = experts_cost(target)
     if states:
@@ -544,10 +545,6 @@ def _text_bytes(target: ModelFiles, num_entries: int, num_texts: int) -> tuple[l
             else:
                 windows += nbytes
     return entries, windows, states
-
-
-def _pinned_layers(uses: Sequence[MemoryUse]) -> PinnedLayers:
-    return PinnedLayers(sum(use.num_required_resident for use in uses))
 
 
 def _layer_costs(target: ModelFiles, uses: Sequence[MemoryUse]) -> list[UnitCost]:

@@ -127,7 +127,9 @@ class Batch:
             with self._models.turn:
                 self._models.loaded.check()
                 retry_out_of_memory(self._reserve_entries, self._begin_again)
-                running, began = self._next_texts(), time.perf_counter()
+                # Without the texts whose constraints took long, until the others had as much time.
+                running = [ticket for ticket in self._running if ticket.owed_s <= 0] or list(self._running)
+                began = time.perf_counter()
                 verdicts = run_pass([_request(ticket) for ticket in running], self._shared, self._begin_again)
         except OffspecError as exc:
             ended += [(ticket, exc) for ticket in self._running]
@@ -143,10 +145,6 @@ class Batch:
             if isinstance(outcome, OffspecError) or outcome.finish_reason:
                 self._leave(ticket)
         return ended
-
-    def _next_texts(self) -> list[Ticket]:
-        """The texts of the next pass: without those whose constraints took long, until the others had as much time."""
-        return [ticket for ticket in self._running if ticket.owed_s <= 0] or list(self._running)
 
     def _observe_constraints(self, running: Sequence[Ticket], pass_s: float) -> None:
         """After a pass of `running`: what they owe to the other texts, and what has been paid back."""

@@ -212,7 +212,13 @@ class ModelDrafter(ExactDrafter):
 
     def observe(self, done: TargetPass) -> None:
         if self._is_plain:
-            self._observe_plain(done)
+            # After a pass without speculation: record only what a later trial needs.
+            self._guessers.observe(done)
+            if self._rounds.is_untouched:
+                self._rounds.keep_nothing()
+            else:  # of the last tree
+                self._rounds.keep(NO_NODES, done.verdict.tokens, reuse=self._params.reuse and not done.verdict.path)
+            self._pricing.end_plain()
             return
         self._pricing.judged(len(done.tree), is_usual=not self._overlap.was_slowing)
         self._guessers.observe(done)
@@ -221,15 +227,6 @@ class ModelDrafter(ExactDrafter):
         else:
             self._rounds.keep_nothing()
         self._pricing.end(len(done.verdict.tokens))
-
-    def _observe_plain(self, done: TargetPass) -> None:
-        """After a pass without speculation: record only what a later trial needs."""
-        self._guessers.observe(done)
-        if self._rounds.is_untouched:
-            self._rounds.keep_nothing()
-        else:  # of the last tree
-            self._rounds.keep(NO_NODES, done.verdict.tokens, reuse=self._params.reuse and not done.verdict.path)
-        self._pricing.end_plain()
 
     def _learn(self, done: TargetPass) -> None:
         """From a verdict on what was drafted or guessed, sent or not; and keep what is left of it."""

@@ -98,7 +98,10 @@ class Sampler:
             self._answered = torch.zeros(vocab_size, dtype=torch.long, device=device)
         self._bias: Tensor | None = None  # fp32 [vocab_size]
         if params.logit_bias:
-            self._bias = to_device(_bias_vector(params.logit_bias, vocab_size), self.device)
+            biases = torch.zeros(vocab_size)
+            for token, value in params.logit_bias:
+                biases[token] = value
+            self._bias = to_device(biases, self.device)
         self._noise: dict[int, Tensor] = {}
         self._rounded: dict[int, Tensor] = {}
         self._length = 0  # of the text
@@ -298,14 +301,6 @@ def _places(paths: Sequence[Sequence[int]], width: int) -> list[int]:
     A path may contain tokens that only the target knows; those have no column.
     """
     return [row * width + token for row, path in enumerate(paths) for token in path if token < width]
-
-
-def _bias_vector(bias: Sequence[tuple[int, float]], vocab_size: int) -> Tensor:
-    """fp32 [vocab_size]."""
-    biases = torch.zeros(vocab_size)
-    for token, value in bias:
-        biases[token] = value
-    return biases
 
 
 def not_finite(position: int) -> NumericalError:

@@ -179,13 +179,16 @@ def falcon_h1(config: Json, num_layers: int) -> Fields:
     """Attention and Mamba2 side by side in each layer, and factors almost everywhere."""
     inner = positive(config, "mamba_d_ssm", 1024) if config.get("mamba_d_ssm", 0) is not None else _expanded(config)
     norm = "before gate" if config.get("mamba_norm_before_gate", True) else "after gate"
+    gate, down = _factors(config, "mlp_multipliers", 2)
+    names = ("attention_in", "attention_out", "ssm_in", "ssm_out")
+    factors = {name: number_in(config, f"{name}_multiplier", 1.0) for name in names}
     fields: Fields = {
         "norms": NormPlaces(before_mlp="pre_ff_layernorm"),
         "mlp": FEED_FORWARD,
         "final_norm": "model.final_layernorm.weight",
         "embedding_scale": number_in(config, "embedding_multiplier", 1.0),
         "logit_scale": number_in(config, "lm_head_multiplier", 1.0),
-        "multipliers": _multipliers(config),
+        "multipliers": Multipliers(**factors, gate=gate, down=down, ssm=_factors(config, "ssm_multipliers", 5)),
         "mamba": _mamba(
             config,
             inner,
@@ -200,13 +203,6 @@ def falcon_h1(config: Json, num_layers: int) -> Fields:
         )
         fields["attention_scale"] = number_in(config, "key_multiplier", 1.0) * head_dim**-0.5
     return biases(config) | fields
-
-
-def _multipliers(config: Json) -> Multipliers:
-    gate, down = _factors(config, "mlp_multipliers", 2)
-    names = ("attention_in", "attention_out", "ssm_in", "ssm_out")
-    factors = {name: number_in(config, f"{name}_multiplier", 1.0) for name in names}
-    return Multipliers(**factors, gate=gate, down=down, ssm=_factors(config, "ssm_multipliers", 5))
 
 
 def _factors(config: Json, key: str, count: int) -> tuple[float, ...]:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from offspec.loaders.files.checkpoint import show
 
 from ...errors import CheckpointError, UnsupportedModelError
 from ..config_values import Json, integer, number_in, optional_number, positive
 from ..rope import yarn_magnitude
-from ..rope_config import FULL, SLIDING, RopeConfig, read_rope, read_rotary_share
+from ..rope_config import FULL, SLIDING, read_rope, read_rotary_share
 from ..shapes import (
     CLAMPED,
     EXPERT_MLP,
@@ -55,20 +54,16 @@ def qwen3_moe(config: Json, num_layers: int) -> Fields:
 
 def qwen2_moe(config: Json, num_layers: int) -> Fields:
     """Qwen2-MoE: Qwen2's attention, and a shared expert with a gate."""
-    windows = qwen_windows({**config, "layer_types": _qwen2_moe_layer_types(config, num_layers)}, num_layers)
+    # Every second one of the first `max_window_layers` has a window, unless the layers are listed.
+    first = integer(config, "max_window_layers", 28, least=0)
+    kinds = [SLIDING if i % 2 == 0 and i < first else FULL for i in range(num_layers)]
+    listed = kinds if config.get("layer_types") is None else config["layer_types"]
     return {
         "qkv_bias": bool(config.get("qkv_bias", True)),
-        "windows": windows,
+        "windows": qwen_windows({**config, "layer_types": listed}, num_layers),
         "experts": qwen_experts(config),
         "parts": expert_layers(config, num_layers),
     }
-
-
-def _qwen2_moe_layer_types(config: Json, num_layers: int) -> Any:
-    """Every second one of the first `max_window_layers` has a window, unless the layers are listed."""
-    first = integer(config, "max_window_layers", 28, least=0)
-    kinds = [SLIDING if i % 2 == 0 and i < first else FULL for i in range(num_layers)]
-    return kinds if config.get("layer_types") is None else config["layer_types"]
 
 
 def qwen_experts(config: Json) -> ExpertsShape:
@@ -205,12 +200,15 @@ def _latent(config: Json, dense: Sequence[bool]) -> Fields:
         is_split=bool(config.get("has_split_latent")),
     )
     rope = read_rope(config)
+    # The growth of DeepSeek's scores in stretched texts: YaRN's, on numbers without RoPE, too.
+    weight = optional_number(rope.scaling, "mscale_all_dim") if rope.scaling.get("mscale_all_dim") else None
+    growth = 1.0 if weight is None else yarn_magnitude(rope.scaling["factor"], weight) ** 2
     return {
         "num_kv_heads": 1,
         "head_dim": latent.entry_size,
         "latent": latent,
         "rope": rope,
-        "attention_scale": (latent.key_size + latent.rope_size) ** -0.5 * _squared_magnitude(rope),
+        "attention_scale": (latent.key_size + latent.rope_size) ** -0.5 * growth,
         "has_interleaved_rope": bool(config.get("rope_interleave", True)),
         "parts": tuple(("latent attention", "mlp" if is_dense else "experts") for is_dense in dense),
     }
@@ -225,12 +223,6 @@ def _dense_layers(config: Json, num_layers: int) -> list[bool]:
     if not is_list or len(kinds) != num_layers:
         raise CheckpointError(f"config.json: mlp_layer_types must list {num_layers} of dense, sparse")
     return [kind == "dense" for kind in kinds]
-
-
-def _squared_magnitude(rope: RopeConfig) -> float:
-    """The growth of DeepSeek's scores in stretched texts: YaRN's, on numbers without RoPE, too."""
-    weight = optional_number(rope.scaling, "mscale_all_dim") if rope.scaling.get("mscale_all_dim") else None
-    return 1.0 if weight is None else yarn_magnitude(rope.scaling["factor"], weight) ** 2
 
 
 def _deepseek_experts(config: Json, num_ranked: int) -> ExpertsShape:

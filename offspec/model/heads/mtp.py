@@ -72,17 +72,14 @@ def mtp_spec(config: Json, present: Mapping[str, tuple[int, ...]], target: Model
         raise UnsupportedModelError(f"tensor {expert}: the MTP layer is a mixture of experts, and its target is none")
     if target.norm not in ("rms", "rms plus one"):
         raise UnsupportedModelError(f"an MTP layer needs RMSNorm, and a {target.model_type} has another norm")
-    layer, hidden = _layer_config(target), target.hidden_size
+    # The shape of the MTP layer: the target's last one with attention. Raises UnsupportedModelError.
+    layer = replace(target.only_layers([last_with_attention(target)]), delta=None, tied_head=False)
+    hidden = target.hidden_size
     shapes: dict[str, tuple[int, ...]] = {f"{LAYERS}0.{name}": shape for name, shape in layer_shapes(layer).items()}
     shapes |= {FC: (hidden, 2 * hidden), **dict.fromkeys((EMBEDDING_NORM, STATE_NORM, OWN_NORM), (hidden,))}
     tables = {name: (target.vocab_size, hidden) for name in (OWN_EMBEDDING, OWN_HEAD) if name in present}
     make = partial(MtpHead, layer)
     return HeadSpec(KIND, layer, shapes | tables, (), target.vocab_size, make, takes_packed=True)
-
-
-def _layer_config(target: ModelConfig) -> ModelConfig:
-    """The shape of the MTP layer: the target's last one with attention. Raises UnsupportedModelError."""
-    return replace(target.only_layers([last_with_attention(target)]), delta=None, tied_head=False)
 
 
 def last_with_attention(target: ModelConfig) -> int:

@@ -91,7 +91,8 @@ class HeadText:
         """features [K, F]: of the last K places before position `end` of the text. tokens: at these places."""
         first = end - len(features)
         if self._last is not None and first == self.length and self._root != tokens[0]:
-            self._drop_root()
+            if self._root is not None:
+                self._cut(self.length)
             self._wait(self._last, tokens[:1], first)
         self._wait(features[:-1], tokens[1:], first + 1)
         self._last, self.length, self._root = features[-1:], end, None
@@ -104,10 +105,6 @@ class HeadText:
         self._waiting += [
             _Row(features[i : i + 1], token, first + i) for i, token in enumerate(tokens) if first + i > last_position
         ]
-
-    def _drop_root(self) -> None:
-        if self._root is not None:
-            self._cut(self.length)
 
     def _cut(self, position: int) -> None:
         """Drop the committed entries from this position of the text on, and all pending ones."""

@@ -107,7 +107,7 @@ class LayersInRam(EntriesBySlot):
         if self._slots[0].layer != layer:
             self._slots.reverse()
             self._bring(self._slots[0], layer, end)
-            self._bring(self._slots[-1], self._following(layer), end)
+            self._bring(self._slots[-1], (layer + 1) % self.num_layers, end)
         elif self._slots[0].num_known < end:
             self._bring(self._slots[0], layer, end)
         slot = self._slots[0]
@@ -115,9 +115,6 @@ class LayersInRam(EntriesBySlot):
             self._copies.wait(slot.arrival)
             slot.arrival = None
         return slot
-
-    def _following(self, layer: int) -> int:
-        return (layer + 1) % self.num_layers
 
     def _bring(self, slot: LayerSlot, layer: int, end: int) -> None:
         """Copy those of a layer's first `end` entries that the slot does not have."""

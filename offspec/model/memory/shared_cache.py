@@ -38,21 +38,18 @@ class SharedCache(SequenceCache):
     def __init__(self, target: CachedDecoder, layers: Sequence[int]) -> None:
         self._target = target
         self._numbers = tuple(layers)
-        self._own_states = self._empty_states()
-        super().__init__(list(self._own_states), target.device, list(self._own_states.values()))
-        self.num_exact = 0
-        self._room = MAX_NODES
-        self._start = 0  # the slot of the first own entry
-
-    def _empty_states(self) -> dict[RecurrentStates, list[int]]:
-        """Memories of the recurrent layers, and the draft's layers in each of them."""
+        # Memories of the recurrent layers, and the draft's layers in each of them.
         groups: dict[RecurrentStates, list[int]] = {}
         cache = self._target.cache
         for layer, number in enumerate(self._numbers):
             memory = cache.state_of(number)[0] if number in cache.layers_with_states else None
             if isinstance(memory, RecurrentStates):
                 groups.setdefault(memory, []).append(layer)
-        return {memory.like(len(group)): group for memory, group in groups.items()}
+        self._own_states = {memory.like(len(group)): group for memory, group in groups.items()}
+        super().__init__(list(self._own_states), target.device, list(self._own_states.values()))
+        self.num_exact = 0
+        self._room = MAX_NODES
+        self._start = 0  # the slot of the first own entry
 
     def _target_states(self, layers: Sequence[int]) -> list[State]:
         """The target's states in these layers of the draft."""

@@ -145,15 +145,12 @@ class OnCuda:
     def __call__(self, queries: Tensor, part: KeyPart, scale: float) -> tuple[Tensor, Tensor]:
         is_flash = queries.dtype in SIXTEEN_BIT and queries.shape[-1] <= LARGEST_FLASH_HEAD
         if self.flash is not None and is_flash and part.mask is None:
-            return self._by_flash(self.flash, queries, part, scale)
+            # Heads of a group are further rows, so that few rows fill the kernel's tiles. Nothing is copied.
+            attended, sums, *_ = self.flash(
+                queries.flatten(1, 2)[None], part.keys[None], part.values[None], scale=scale
+            )
+            return attended[0].view(queries.shape), sums[0].view(queries.shape[:3])
         return self._by_efficient(queries, part, scale)
-
-    def _by_flash(
-        self, flash: Callable[..., Any], queries: Tensor, part: KeyPart, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        """Heads of a group are further rows, so that few rows fill the kernel's tiles. Nothing is copied."""
-        attended, sums, *_ = flash(queries.flatten(1, 2)[None], part.keys[None], part.values[None], scale=scale)
-        return attended[0].view(queries.shape), sums[0].view(queries.shape[:3])
 
     def _by_efficient(self, queries: Tensor, part: KeyPart, scale: float) -> tuple[Tensor, Tensor]:
         """Key heads are the batch, and those of a group share keys and bias, which are expanded without copies."""
