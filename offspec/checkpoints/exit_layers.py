@@ -84,12 +84,12 @@ def refuse_foreign(config: ModelConfig, feature: str) -> None:
         )
 
 
-def refuse_shared_entries(config: ModelConfig, feature: str) -> None:
+def refuse_shared_entries(config: ModelConfig) -> None:
     """`refuse_foreign`; also for a target whose layers attend to KV entries of others."""
-    refuse_foreign(config, feature)
+    refuse_foreign(config, "an exit layer")
     if config.shares_entries:
         raise UsageError(
-            f"{feature} uses some of the target's layers, and those of this {config.model_type} attend to the KV "
+            f"an exit layer uses some of the target's layers, and those of this {config.model_type} attend to the KV "
             "entries of others; use n-gram lookup (`draft=lookup`) or a small model (`draft=PATH`)"
         )
 
@@ -118,7 +118,7 @@ def check_exit_layer(number: int, config: ModelConfig, setting: str = "exit_laye
 
     setting: what names the number in the message: the argument before it.
     """
-    refuse_shared_entries(config, "an exit layer")
+    refuse_shared_entries(config)
     if not 1 <= number < config.num_layers:
         raise UsageError(
             f"`{setting}{number}` is out of range: the model has {config.num_layers} layers; choose 1 to "

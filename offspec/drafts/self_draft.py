@@ -111,7 +111,7 @@ class OpenedSelf:
         """The given exit file, or the newest exit layer for this target. Raises UsageError, CheckpointError."""
         target, options = request.target, request.options
         refuse_states(target.config, "an exit layer")
-        refuse_shared_entries(target.config, "an exit layer")
+        refuse_shared_entries(target.config)
         refuse_experts(target.config, "an exit layer")
         if not has_weights(target):
             raise UsageError(

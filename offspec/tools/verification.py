@@ -34,6 +34,7 @@ NEAR_TIE = {torch.float32: 0.0, torch.float16: 0.05, torch.bfloat16: 0.25}
 # With packed KV entries, by their format, in any dtype: if a product's rounding crosses the border of two codes, later
 # entries differ as much as packing changes them. Two and a half times what was measured (docs/results/long-texts.md).
 PACKED_TIE = {"8": 1.0, "4": 4.0}
+RANDOM_PASSES = 4  # with a random draft, the number of passes after which each text stops
 
 
 @dataclass(frozen=True)
@@ -186,13 +187,11 @@ def verify(
     settings: Sequence[Setting],
     *,
     max_new_tokens: int = 16,
-    random_passes: int = 4,
     seed: int = 0,
     progress: Callable[[int, int], None] | None = None,
 ) -> VerificationReport:
     """Compare every setting with plain decoding on every prompt. progress(settings done, number of settings).
 
-    random_passes: with a random draft, the number of passes after which each text stops.
     Raises UsageError if a setting uses the engine's own draft and it has none.
     """
     engines = {draft: _with_draft(engine, draft) for draft in {setting.draft for setting in settings}}
@@ -208,7 +207,7 @@ def verify(
                 _run(engine, prompt, p, SpeculationParams(budget=0)).tokens
                 for prompt, p in zip(ids, params, strict=True)
             ]
-        max_passes = random_passes if setting.draft == "random" else None
+        max_passes = RANDOM_PASSES if setting.draft == "random" else None
         num_tokens = num_passes = num_compared = 0
         for i, (prompt, p, wanted) in enumerate(zip(ids, params, plain[key], strict=True)):
             run = _run(engines[setting.draft], prompt, p, setting.speculation(), max_passes)

@@ -73,8 +73,9 @@ def expert_layers(config: Json, num_layers: int) -> tuple[tuple[str, ...], ...]:
     return tuple(("attention", "experts" if sparse else "mlp") for sparse in is_sparse)
 
 
-def numbers_of_experts(config: Json, used: str = "num_experts_per_tok") -> tuple[int, int]:
-    """The numbers of a layer's experts, and of those that a row uses, under key `used`. Raises CheckpointError."""
+def numbers_of_experts(config: Json) -> tuple[int, int]:
+    """The numbers of a layer's experts, and of those that a row uses. Raises CheckpointError."""
+    used = "num_experts_per_tok"
     key = next((key for key in (*EXPERTS_KEYS, "default_experts") if key in config), EXPERTS_KEYS[0])
     num, num_used = positive(config, key), positive(config, used)
     if num_used > num or num > MAX_EXPERTS:
