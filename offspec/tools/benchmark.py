@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -397,10 +399,15 @@ def measure(
         params = replace(params, seed=0)
     exact = [speculation for speculation in speculations if not speculation.is_lossy]
     report = BenchmarkReport(acceptance={budget_name(speculation.budget): BudgetAcceptance() for speculation in exact})
-    likelihoods = _Likelihoods(engine) if len(exact) < len(speculations) else None
+
+    @cache  # most texts are equal, and a pass may take seconds
+    def likelihood(prompt: tuple[int, ...], tokens: tuple[int, ...]) -> float:
+        return float(token_log_likelihoods(engine, prompt, tokens).mean())
+
     ways = [SpeculationParams(budget=0), *speculations]
-    total = (num_warmups + num_repeats) * len(workloads) * len(ways)
-    rounds = list(_rounds(num_warmups, num_repeats, workloads, ways))
+    # Repeats below 0 are warm-ups.
+    rounds = list(product(range(-num_warmups, num_repeats), range(len(workloads)), ways))
+    total = len(rounds)
     for done, (repeat, index, way) in enumerate(rounds):
         progress(done, total)
         acceptance = report.acceptance.get(budget_name(way.budget, way.accept))
@@ -412,21 +419,11 @@ def measure(
         if repeat >= 0:
             tokens = tuple(token for step in steps for token in step.token_ids)
             first, last = steps[0].stats, steps[-1].stats
-            likelihood = likelihoods.per_token(ids, tokens) if likelihoods is not None else None
-            run = Run(index, workload.kind, way.budget, repeat, tokens, first, last, way.accept, likelihood)
+            mean = likelihood(tuple(ids), tokens) if len(exact) < len(speculations) else None
+            run = Run(index, workload.kind, way.budget, repeat, tokens, first, last, way.accept, mean)
             report.runs.append(run)
     progress(total, total)
     return report
-
-
-def _rounds(
-    num_warmups: int, num_repeats: int, workloads: Sequence[Workload], ways: Sequence[SpeculationParams]
-) -> Iterator[tuple[int, int, SpeculationParams]]:
-    """(repeat, index of the workload, speculation); repeats below 0 are warm-ups."""
-    for repeat in range(-num_warmups, num_repeats):
-        for index in range(len(workloads)):
-            for way in ways:
-                yield repeat, index, way
 
 
 # ------------------------------------------------------------------------------------------------ likelihoods
@@ -441,17 +438,3 @@ def token_log_likelihoods(engine: Engine, prompt: Sequence[int], tokens: Sequenc
     logits = target.score_rows(prompt, tree.tokens, tree.depths, tree.mask())
     sampler = Sampler(SamplingParams(), 0, engine.target.config.vocab_size, target.device)
     return np.diff(log_likelihoods(tree, logits, sampler, len(prompt)), prepend=0.0)
-
-
-class _Likelihoods:
-    """Scores each distinct text once: most texts are equal, and a pass may take seconds."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._known: dict[tuple[tuple[int, ...], tuple[int, ...]], float] = {}
-
-    def per_token(self, prompt: Sequence[int], tokens: tuple[int, ...]) -> float:
-        text = tuple(prompt), tokens
-        if text not in self._known:
-            self._known[text] = float(token_log_likelihoods(self._engine, prompt, tokens).mean())
-        return self._known[text]
