@@ -149,8 +149,14 @@ class LoadOptions:
         for name in SIZES & values.keys():
             values[name] = _num_bytes(name, values[name])
         if "kv_cache" in values:
-            values["kv_cache"] = _cache_format(values["kv_cache"])
-        values["lookup_files"] = tuple(map(Path, _as_tuple(values.get("lookup_files") or ())))
+            value = values["kv_cache"]
+            values["kv_cache"] = str(value)
+            if str(value) not in (AUTO, *KV_CACHES):
+                names = f"{AUTO}, {', '.join(KV_CACHES[:-1])} or {KV_CACHES[-1]}"
+                raise UsageError(f"`kv_cache` must be {names}, not {value!r}")
+        lookup_files: Any = values.get("lookup_files") or ()
+        is_one = not isinstance(lookup_files, (list, tuple))
+        values["lookup_files"] = tuple(map(Path, (lookup_files,) if is_one else lookup_files))
         for name in ("learn_file", "exit_file"):
             if values.get(name) is not None:
                 values[name] = Path(path_text(name, values[name]))
@@ -166,10 +172,6 @@ def path_text(name: str, value: Any) -> str:
         raise UsageError(f"{name} must be a path or a name, not {value!r}") from exc
 
 
-def _as_tuple(value: Any) -> tuple[Any, ...]:
-    return tuple(value) if isinstance(value, (list, tuple)) else (value,)
-
-
 def _num_bytes(name: str, size: Any) -> int | None:
     """A size as bytes. Raises UsageError."""
     if isinstance(size, str):
@@ -177,10 +179,3 @@ def _num_bytes(name: str, size: Any) -> int | None:
     if not (size is None or isinstance(size, Integral)):
         raise UsageError(f'{name} must be a number of bytes or a text like "4GiB", not {size!r}')
     return None if size is None else int(size)
-
-
-def _cache_format(value: Any) -> str:
-    """The name of a format of the KV cache, from a number or a text. Raises UsageError."""
-    if (name := str(value)) not in (AUTO, *KV_CACHES):
-        raise UsageError(f"`kv_cache` must be {AUTO}, {', '.join(KV_CACHES[:-1])} or {KV_CACHES[-1]}, not {value!r}")
-    return name

@@ -412,10 +412,6 @@ def _qwen2_moe(keys: Keys, config: Config) -> Config:
     }
 
 
-def _olmoe(keys: Keys, config: Config) -> Config:
-    return {**_num_experts(keys, "num_experts"), "norm_topk_prob": False}
-
-
 def _gpt_oss(keys: Keys, config: Config) -> Config:
     """Every second layer has a window. YaRN's borders are not rounded, as in the original."""
     scaling = config.get("rope_scaling")
@@ -483,10 +479,6 @@ def _deepseek2(keys: Keys, config: Config) -> Config:
     }
 
 
-def _granite_moe(keys: Keys, config: Config) -> Config:
-    return {**_granite(keys, config), **_num_experts(keys), "has_split_mlp": True}
-
-
 def _phi3(keys: Keys, config: Config) -> Config:
     window = keys.value("attention.sliding_window")
     original = keys.integer("rope.scaling.original_context_length", config["max_position_embeddings"])
@@ -495,10 +487,6 @@ def _phi3(keys: Keys, config: Config) -> Config:
         "original_max_position_embeddings": original,
         **_partial_rotary(keys, config),
     }
-
-
-def _glm4(keys: Keys, config: Config) -> Config:
-    return _partial_rotary(keys, config)
 
 
 def _granite(keys: Keys, config: Config) -> Config:
@@ -519,10 +507,6 @@ def _olmo2(keys: Keys, config: Config) -> Config:
 
 def _cohere(keys: Keys, config: Config) -> Config:
     return {"logit_scale": keys.number("logit_scale", 0.0625), "tie_word_embeddings": True}
-
-
-def _cohere2(keys: Keys, config: Config) -> Config:
-    return {**_cohere(keys, config), **_windows(keys, config, 4)}
 
 
 def _mistral3(keys: Keys, config: Config) -> Config:
@@ -556,10 +540,6 @@ def _starcoder2(keys: Keys, config: Config) -> Config:
 
 def _nemotron(keys: Keys, config: Config) -> Config:
     return {"hidden_act": "relu2", **_partial_rotary(keys, config)}
-
-
-def _exaone4(keys: Keys, config: Config) -> Config:
-    return _windows(keys, config, 4)
 
 
 def _qwen35(keys: Keys, config: Config) -> Config:
@@ -729,7 +709,12 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen3": Architecture("qwen3", "Qwen3ForCausalLM"),
     "qwen3moe": Architecture("qwen3_moe", "Qwen3MoeForCausalLM", {**_LLAMA, **_EXPERTS}, _qwen3_moe),
     "qwen2moe": Architecture("qwen2_moe", "Qwen2MoeForCausalLM", {**_LLAMA, **_QWEN_EXPERTS}, _qwen2_moe),
-    "olmoe": Architecture("olmoe", "OlmoeForCausalLM", {**_LLAMA, **_EXPERTS}, _olmoe),
+    "olmoe": Architecture(
+        "olmoe",
+        "OlmoeForCausalLM",
+        {**_LLAMA, **_EXPERTS},
+        lambda keys, config: {**_num_experts(keys, "num_experts"), "norm_topk_prob": False},
+    ),
     "gpt-oss": Architecture(
         "gpt_oss",
         "GptOssForCausalLM",
@@ -776,7 +761,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         {**_ATTENTION, "attn_qkv": "self_attn.qkv_proj", **_FUSED_MLP, **_NORMS},
         _phi3,
     ),
-    "glm4": Architecture("glm4", "Glm4ForCausalLM", {**_ATTENTION, **_FUSED_MLP, **_GLM4_NORMS}, _glm4),
+    "glm4": Architecture("glm4", "Glm4ForCausalLM", {**_ATTENTION, **_FUSED_MLP, **_GLM4_NORMS}, _partial_rotary),
     "granite": Architecture("granite", "GraniteForCausalLM", differences=_granite, has_paired_heads=True),
     "deepseek2": Architecture(
         "deepseek_v3",
@@ -798,11 +783,20 @@ ARCHITECTURES: dict[str, Architecture] = {
         _deepseek2,
     ),
     "granitemoe": Architecture(
-        "granitemoe", "GraniteMoeForCausalLM", {**_LLAMA, **_GRANITE_EXPERTS}, _granite_moe, has_paired_heads=True
+        "granitemoe",
+        "GraniteMoeForCausalLM",
+        {**_LLAMA, **_GRANITE_EXPERTS},
+        lambda keys, config: {**_granite(keys, config), **_num_experts(keys), "has_split_mlp": True},
+        has_paired_heads=True,
     ),
     "olmo2": Architecture("olmo2", "Olmo2ForCausalLM", {**_ATTENTION, **_MLP, **_NORMS_BEHIND}, _olmo2),
     "command-r": Architecture("cohere", "CohereForCausalLM", differences=_cohere, eps_key="layer_norm_eps"),
-    "cohere2": Architecture("cohere2", "Cohere2ForCausalLM", differences=_cohere2, eps_key="layer_norm_eps"),
+    "cohere2": Architecture(
+        "cohere2",
+        "Cohere2ForCausalLM",
+        differences=lambda keys, config: {**_cohere(keys, config), **_windows(keys, config, 4)},
+        eps_key="layer_norm_eps",
+    ),
     "smollm3": Architecture("smollm3", "SmolLM3ForCausalLM", differences=_smollm3, has_paired_heads=True),
     "starcoder2": Architecture(
         "starcoder2",
@@ -814,7 +808,12 @@ ARCHITECTURES: dict[str, Architecture] = {
     "nemotron": Architecture(
         "nemotron", "NemotronForCausalLM", differences=_nemotron, norm_offset=1.0, eps_key="norm_eps"
     ),
-    "exaone4": Architecture("exaone4", "Exaone4ForCausalLM", {**_ATTENTION, **_MLP, **_NORMS_BEHIND}, _exaone4),
+    "exaone4": Architecture(
+        "exaone4",
+        "Exaone4ForCausalLM",
+        {**_ATTENTION, **_MLP, **_NORMS_BEHIND},
+        lambda keys, config: _windows(keys, config, 4),
+    ),
     "qwen35": Architecture(
         "qwen3_5_text",
         "Qwen3_5ForCausalLM",
@@ -1068,7 +1067,9 @@ def translated_head(model: GgufModel) -> GgufCheckpoint:
 def _checkpoint(model: GgufModel, arch: str, kind: Architecture) -> GgufCheckpoint:
     config = _config(Keys(model.path, model.metadata, arch, model.tensors), kind, model)
     tensors: dict[str, TensorInfo] = {}
-    for info in (info for name, info in model.tensors.items() if not _is_unused(name)):
+    for name, info in model.tensors.items():
+        if name in _UNUSED or name.endswith(".attn_rot_embd.weight"):
+            continue
         named = _translated(info, kind, config)
         if tensors.setdefault(named.name, named) is not named:
             description = f"has {show(named.name)} twice, once as tensor {show(info.name)}"
@@ -1081,10 +1082,6 @@ def _checkpoint(model: GgufModel, arch: str, kind: Architecture) -> GgufCheckpoi
 def _rounded(value: object) -> object:
     """A number as it was before it was stored in 32 bits."""
     return float(f"{value:.6g}") if isinstance(value, float) else value
-
-
-def _is_unused(name: str) -> bool:
-    return name in _UNUSED or name.endswith(".attn_rot_embd.weight")
 
 
 def _translated(info: TensorInfo, kind: Architecture, config: Config) -> TensorInfo:

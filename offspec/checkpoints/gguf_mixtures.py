@@ -65,7 +65,8 @@ class Mixture:
         return "Q6_K" if is_head and self.usual != "Q8_0" else self.usual
 
     def _of_matrix(self, config: ModelConfig, name: str, layer: int) -> str:
-        name, has_few_experts = name.removesuffix(".weight"), _num_experts(config) == _FEW_EXPERTS
+        name = name.removesuffix(".weight")
+        has_few_experts = config.experts is not None and config.experts.num == _FEW_EXPERTS
         if has_few_experts and name in ("self_attn.k_proj", "self_attn.v_proj"):
             return "Q8_0"
         if name == "self_attn.v_proj":
@@ -83,10 +84,6 @@ class Mixture:
             chosen = self.shared_value
         is_70b = config.num_layers == _LAYERS_OF_70B and queries_per_key == _QUERIES_PER_KEY
         return "Q5_K" if is_70b and chosen in ("Q3_K", "Q4_K") else chosen
-
-
-def _num_experts(config: ModelConfig) -> int:
-    return 0 if config.experts is None else config.experts.num
 
 
 def _is_router(config: ModelConfig, name: str) -> bool:

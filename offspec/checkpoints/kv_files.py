@@ -121,11 +121,10 @@ class CachePart:
     length: int
 
     def pieces(self, name: str) -> list[ShardPiece]:
-        return [_piece(f"{name}.{index}", view) for index, view in enumerate(self.cache.stored(self.length))]
-
-
-def _piece(name: str, view: Tensor) -> ShardPiece:
-    return ShardPiece(name, DTYPE_NAMES[view.dtype], tuple(view.shape), partial(_chunks, view))
+        return [
+            ShardPiece(f"{name}.{index}", DTYPE_NAMES[view.dtype], tuple(view.shape), partial(_chunks, view))
+            for index, view in enumerate(self.cache.stored(self.length))
+        ]
 
 
 def _chunks(view: Tensor) -> Iterator[memoryview]:
@@ -154,7 +153,11 @@ def write_kv_file(path: Path, tokens: Sequence[int], parts: Mapping[str, CachePa
     ends = ShardPiece(CHECKSUMS, "U8", (4 * (1 + len(pieces)),), tuple)
     head = header([*pieces, ends], metadata)
     nbytes = len(head) + sum(piece.nbytes for piece in (*pieces, ends))
-    _check_space(path, nbytes)
+    if nbytes * DISK_SHARE > (free := free_disk_bytes(path)):
+        raise StorageError(
+            f"{path} would take {format_size(nbytes)}, and its disk has {format_size(free)} free; free some space, or "
+            "choose a file on another disk"
+        )
     with writing_whole(path, f"another process writes {path}; wait until it ends, or choose another file") as file:
         checksums = [zlib.crc32(head)]
         file.write(head)
@@ -173,15 +176,6 @@ def free_disk_bytes(path: Path) -> int:
         return shutil.disk_usage(path.absolute().parent).free
     except OSError as exc:
         raise cannot_write(path, exc, OTHER_FILE) from exc
-
-
-def _check_space(path: Path, nbytes: int) -> None:
-    free = free_disk_bytes(path)
-    if nbytes * DISK_SHARE > free:
-        raise StorageError(
-            f"{path} would take {format_size(nbytes)}, and its disk has {format_size(free)} free; free some space, or "
-            "choose a file on another disk"
-        )
 
 
 def check_replaceable(path: Path) -> None:

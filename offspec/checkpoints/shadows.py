@@ -77,14 +77,7 @@ def check_bits(bits: int) -> None:
 
 def shadow_folder(target: ModelFiles, bits: int) -> Path:
     """The folder for the target's shadow of `bits` bits; it may not exist."""
-    return _folders(target)[bits]
-
-
-def _folders(target: ModelFiles) -> dict[int, Path]:
-    """By bits."""
-    name = f"{target.checkpoint.path.name}-{fingerprint(target)}"
-    cache = user_folder("cache") / "shadows"
-    return {bits: cache / f"{name}-{bits}bit" for bits in SHADOW_FORMATS}
+    return user_folder("cache") / "shadows" / f"{target.checkpoint.path.name}-{fingerprint(target)}-{bits}bit"
 
 
 def find_shadow(target: ModelFiles, bits: int, notify: Callable[[str], None] = lambda text: None) -> Shadow | None:

@@ -236,7 +236,8 @@ def load_shadow(shadow: Shadow, target: Decoder, chosen: Collection[int]) -> Lay
         load_layer(layer, target.dtype, target.device) if i in chosen else i for i, layer in enumerate(shadow.layers)
     ]
     num_elements = StoredModel(list(shadow.layers), {}).scratch_elements((), target.dtype)
-    weights = LayerView(target.weights, layers, _scratch(num_elements, target))
+    scratch = torch.empty(num_elements, dtype=target.dtype, device=target.device) if num_elements else None
+    weights = LayerView(target.weights, layers, scratch)
     name = f"{SHADOW} ({shadow.bits} bits, {len(chosen)} of {len(layers)} layers)"
     return LayersOfTarget(LayerDraft(target, range(len(layers)), weights), name)
 
@@ -245,7 +246,3 @@ def _weights(target: Decoder) -> TieredWeights:
     weights = target.weights
     assert isinstance(weights, TieredWeights), "a target that was loaded by a plan"
     return weights
-
-
-def _scratch(num_elements: int, target: Decoder) -> torch.Tensor | None:
-    return torch.empty(num_elements, dtype=target.dtype, device=target.device) if num_elements else None

@@ -149,12 +149,8 @@ class ModelConfig:
     @property
     def most_nodes(self) -> int:
         """The most nodes of a tree whose size is found at run time."""
-        return MOST_STATE_NODES if self.has_states else MAX_NODES
-
-    @property
-    def has_states(self) -> bool:
-        """Whether layers keep states of a text."""
-        return any(shape is not None for shape in (self.delta, self.mamba, self.short_convolution))
+        states = (self.delta, self.mamba, self.short_convolution)  # layers that keep states of a text
+        return MAX_NODES if all(shape is None for shape in states) else MOST_STATE_NODES
 
     @property
     def most_pending(self) -> int:

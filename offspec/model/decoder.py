@@ -409,16 +409,12 @@ class CachedDecoder:
         return range(self.decoder.config.num_layers)
 
     def begin_pass(self, rows: TextRows) -> tuple[Tensor | None, AppendedRows]:
-        """Hidden states [T, hidden] of these rows before `layers`, and their places. `end_pass` must follow.
+        """Hidden states [T, hidden] of these rows before `layers`, and their places.
 
         None instead of states: the embeddings of the rows' tokens, which texts of a pass look up together.
         """
         appended = self.decoder.rows(rows, self.cache)
         return None, appended if self.attention is None else replace(appended, attention=self.attention)
-
-    def end_pass(self, rows: TextRows) -> None:
-        """Count the entries that the pass has written."""
-        self.cache.append(len(rows.chain), len(rows.tokens))
 
     def keep(self, path: Sequence[int], pending: Sequence[int] = ()) -> None:
         """Commit the pending nodes `path`, keep the nodes `pending` below them (both ascending), drop the others."""
@@ -455,7 +451,7 @@ def pass_together(texts: Sequence[TextPass], after: AfterLayer | None = None) ->
         after(first.layers.start - 1, hidden)
     hidden = first.decoder.through(hidden, joined, first.layers, after)
     for text, text_rows in texts:
-        text.end_pass(text_rows)
+        text.cache.append(len(text_rows.chain), len(text_rows.tokens))
     return hidden
 
 

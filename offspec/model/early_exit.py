@@ -158,7 +158,9 @@ class Trunk:
         self._tokens, self._parents = self._tokens[list(pending)], renumbered[self._parents[list(pending)]]
         self.cache.keep(path, pending)
         self._accepted = []
-        self._forget(max(0, min(cache.length for cache in self.readers) - self._first))
+        # Drop the kept hidden states that all readers have read.
+        count = max(0, min(cache.length for cache in self.readers) - self._first)
+        self._hidden, self._first = [self._joined()[count:].clone()], self._first + count
 
     def truncate(self) -> None:
         """Drop the text that no reader has, and all pending nodes."""
@@ -189,10 +191,6 @@ class Trunk:
     def num_hidden(self) -> int:
         """The number of rows with kept hidden states."""
         return sum(len(part) for part in self._hidden)
-
-    def _forget(self, count: int) -> None:
-        """Drop the first `count` kept hidden states."""
-        self._hidden, self._first = [self._joined()[count:].clone()], self._first + count
 
     def _joined(self) -> Tensor:
         """All kept hidden states as one tensor."""

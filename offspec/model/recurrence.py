@@ -160,7 +160,7 @@ def tree_step(
     state [heads, Dk, Dv]: the root's, in fp32. ancestors, earlier: as for `Paths`.
     """
     if earlier is None:
-        earlier = no_rows(inputs)
+        earlier = PathRows(inputs.keys[:0], inputs.values[:0], inputs.decays[:0])
     paths = Paths(ancestors, inputs.decays, earlier)
     keys = torch.cat((earlier.keys, inputs.keys))
     if isinstance(inputs, DeltaInputs):
@@ -196,11 +196,6 @@ def chain_step(state: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor]:
         outputs.append(some)
         state = rows.after(state)
     return torch.cat(outputs), state
-
-
-def no_rows(inputs: Inputs) -> PathRows:
-    """No rows, of the shapes that `inputs` has."""
-    return PathRows(inputs.keys[:0], inputs.values[:0], inputs.decays[:0])
 
 
 def _through(state: Tensor, rows: Tensor) -> Tensor:

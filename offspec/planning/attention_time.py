@@ -88,13 +88,16 @@ class AttentionShape:
 
     def seconds(self, num_keys: int, rates: Rates) -> float:
         """Seconds of attention to so many keys before the pass."""
-        memory = memory_rate(rates, self.itemsize)
+        least = min(rates.matmul_flops)
+        # Bytes/s of memory; if not measured, as a product with few rows reads a matrix.
+        memory = rates.memory_bytes_per_s or rates.matmul_flops[least] / least * self.itemsize / 2
         numbers = 2 * num_keys * self.layout.num_heads * self.layout.head_dim
         product_s = numbers * seconds_per_element(rates.matmul_flops, self.stacked_rows)
         is_scored, at_once = self.reason_for_formula is not None, self.is_at_once(num_keys)
         traffic = num_keys * self.layout.numbers * self.kv.unpacking(on_cpu=self.on_cpu).traffic
         if is_scored:
-            traffic += self.rows * num_keys * (SCORE_TRAFFIC if at_once else SCORE_TRAFFIC + self._cap_traffic)
+            cap_traffic = 0 if at_once or self.cap is None else CAP_TRAFFIC
+            traffic += self.rows * num_keys * (SCORE_TRAFFIC + cap_traffic)
         if at_once:
             return product_s + traffic / memory
         if is_scored and not self.on_cpu and self.itemsize == 2:
@@ -102,10 +105,6 @@ class AttentionShape:
         traffic += self.num_parts(num_keys) * self.rows * self.layout.head_dim * MERGE_TRAFFIC
         launch_s = 0.0 if self.on_cpu else self.num_operations(num_keys) * LAUNCH_S
         return max(product_s + traffic / memory, launch_s)
-
-    @property
-    def _cap_traffic(self) -> int:
-        return 0 if self.cap is None else CAP_TRAFFIC
 
 
 def seconds_of_attention(target: ModelFiles, rates: Rates, width: int, num_keys: int, *, on_cpu: bool) -> list[float]:
@@ -131,12 +130,6 @@ def attention_shapes(target: ModelFiles, width: int, *, on_cpu: bool) -> list[At
         None if layout is None else make(layout, config.attention_cap, itemsize, target.kv, on_cpu, is_whole)
         for layout in layouts
     ]
-
-
-def memory_rate(rates: Rates, itemsize: int) -> float:
-    """Bytes/s of memory; if not measured, as a product with few rows reads a matrix."""
-    least = min(rates.matmul_flops)
-    return rates.memory_bytes_per_s or rates.matmul_flops[least] / least * itemsize / 2
 
 
 def seconds_per_element(flops: Mapping[int, float], width: int) -> float:

@@ -182,7 +182,8 @@ def predict_drafting(
     trees = list[_Tree]()
     for num_nodes in _sizes(acceptance, plan.tree, num_texts):
         pass_s = plan.predict_pass_s(rates, num_texts * (1 + num_nodes))
-        one_s = round_s(plan, guessing, rates_of, rows_of_round(num_nodes), num_texts)
+        rows = min(64, max(16, num_nodes // 8))  # of a round: `scheduler.pace.controllers.FixedBudget`'s
+        one_s = round_s(plan, guessing, rates_of, rows, num_texts)
         numbers = range(1, MAX_ROUNDS + 1) if one_s else (MAX_ROUNDS,)
         trees += [_Tree(guessing, num_nodes, number, one_s, pass_s, greedy, num_texts) for number in numbers]
     best = max(trees, key=_Tree.tokens_per_s, default=None)
@@ -194,11 +195,6 @@ def _sizes(acceptance: Acceptance, tree: int, num_texts: int) -> list[int]:
     shared = [size // num_texts for size in acceptance.greedy]
     sizes = [size for size in acceptance.greedy if num_texts * size <= tree]
     return [size for size in dict.fromkeys([*shared, *sizes]) if size]
-
-
-def rows_of_round(num_nodes: int) -> int:
-    """The rows of a round that grows a tree of `num_nodes`: `scheduler.pace.controllers.FixedBudget`'s."""
-    return min(64, max(16, num_nodes // 8))
 
 
 def round_s(plan: Plan, guessing: Guessing, rates_of: RatesOf, width: int, num_texts: int = 1) -> float:

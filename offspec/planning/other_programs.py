@@ -28,7 +28,8 @@ def llama_cpp_tokens_per_s(plan: Plan, rates: Rates) -> float | None:
     if placement.limits.device is None or memory is None or placement.on_disk or not target.config.is_native:
         return None
     far = sum(plan.layers[i].read_bytes for i in placement.streamed)
-    near = sum(layer.read_bytes for layer in plan.layers) - far + _head_bytes(plan)
+    head: StoredWeight = target.stored.shared[target.config.head_name]
+    near = sum(layer.read_bytes for layer in plan.layers) - far + sum(info.nbytes for info in head.streamed)
     if experts is not None:
         slots = placement.experts
         on_card = 1.0 if slots.are_resident else slots.device / experts.num
@@ -42,9 +43,3 @@ def llama_cpp_tokens_per_s(plan: Plan, rates: Rates) -> float | None:
         return None
     card_s = near * MEMORY_SHARE / READ_SHARE / memory
     return 1 / (card_s + (far / ram if far and ram else 0.0) + layer_s * len(plan.layers))
-
-
-def _head_bytes(plan: Plan) -> int:
-    target = plan.inputs.target
-    head: StoredWeight = target.stored.shared[target.config.head_name]
-    return sum(info.nbytes for info in head.streamed)

@@ -254,10 +254,6 @@ class Plan:
         device = None if limits.device is None else limits.device + vram
         return _plan_for(self.reservation, replace(self.inputs, limits=Limits(device, limits.ram + ram)))
 
-    def packing(self, *, packs: bool) -> Plan:
-        """The plan with resident matrices that have two forms packed or unpacked. Raises MemoryLimitError."""
-        return _plan_for(self.reservation, replace(self.inputs, packs=packs))
-
     def with_target(self, target: ModelFiles) -> Plan:
         """The plan for the same model in another format. Raises MemoryLimitError."""
         target = target.with_kv(self.inputs.target.kv)
@@ -368,7 +364,8 @@ def _with_residents_back(plan: Plan) -> Plan:
 def _plan_in_room(inputs: PlanInputs) -> Plan:
     """The plan for the context asked for, or for the default context."""
     target, limits, options = inputs.target, inputs.limits, inputs.options
-    longest, tree = target.config.max_context, max(options.tree or 0, min(_max_nodes(limits), target.config.most_nodes))
+    longest, most = target.config.max_context, max_nodes("cpu" if limits.device is None else "cuda")
+    tree = max(options.tree or 0, min(most, target.config.most_nodes))
     if options.context is not None:
         if options.context > longest:
             raise UsageError(f"`context={options.context}` exceeds the model's maximum of {longest}; set a smaller one")
@@ -420,7 +417,7 @@ def with_faster_residents(plan: Plan, rates: Rates) -> Plan:
     if plan.placement.is_resident or not plan.inputs.target.stored.has_two_forms:
         return plan
     try:
-        other = plan.packing(packs=not plan.inputs.is_packing)
+        other = _plan_for(plan.reservation, replace(plan.inputs, packs=not plan.inputs.is_packing))
     except MemoryLimitError:  # layers that must be resident do not fit in the other form
         return plan
     return min((plan, other), key=lambda either: either.predict_pass_s(rates, COMPARED_WIDTH))
@@ -443,10 +440,6 @@ def all_resident(model: ModelFiles) -> Placement:
     """The placement of a draft: all layers are resident."""
     size, costs = resident_bytes(model), [layer.cost(model.dtype) for layer in model.stored.layers]
     return place(costs, [], Limits(None, size), experts=experts_cost(model))
-
-
-def _max_nodes(limits: Limits) -> int:
-    return max_nodes("cpu" if limits.device is None else "cuda")
 
 
 def _plan_for(reservation: Reservation, inputs: PlanInputs) -> Plan:

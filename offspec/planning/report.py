@@ -22,11 +22,9 @@ def explain_plan(plan: Plan, link_bytes_per_s: float | None = None) -> list[Note
     if link_bytes_per_s is not None:
         seconds = format_seconds(plan.stream_bytes / link_bytes_per_s)
         where += f", which takes {seconds} at {format_quantity(link_bytes_per_s, 'B/s')} (measured)"
-    context = Note(f"context {plan.context} tokens (the KV cache has room for as many)")
-    limits = _missing(plan.inputs.limits, plan.inputs.options)
     return [
-        *limits,
-        context,
+        *_missing(plan.inputs.limits, plan.inputs.options),
+        Note(f"context {plan.context} tokens (the KV cache has room for as many)"),
         *_kv_format(plan),
         *_kv_of_windows(plan),
         *_kv_in_ram(plan),

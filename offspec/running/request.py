@@ -79,7 +79,7 @@ class Request:
 
     def pause(self) -> None:
         """Free the target's KV entries. `resume` must come before the next pass."""
-        self._caches.drop_target()
+        self._caches.target.drop()
 
     def resume(self) -> None:
         """Start again from the same text, whose dropped entries the next pass computes again."""

@@ -107,11 +107,6 @@ def lookup_memory_bytes(files: Sequence[str | PathLike[str]]) -> tuple[int, int]
     return 2 * _TOKEN_BYTES * num_tokens, _ENCODING_BYTES + _SORTING_BYTES * min(num_tokens, SHARD_TOKENS)
 
 
-def default_folder() -> Path:
-    """The folder of indices: below XDG_CACHE_HOME, or ~/.cache."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or home_folder() / ".cache") / "offspec" / "lookup"
-
-
 def open_index(
     files: Sequence[str | PathLike[str]],
     tokenizer: Tokenizer,
@@ -127,7 +122,8 @@ def open_index(
     """
     if not files:
         raise UsageError("no files for n-gram lookup; give at least one text file (`lookup_files`)")
-    folder, paths = folder or default_folder(), [Path(file) for file in files]
+    folder = folder or Path(os.environ.get("XDG_CACHE_HOME") or home_folder() / ".cache") / "offspec" / "lookup"
+    paths = [Path(file) for file in files]
     owner, content = _owner(_MAGIC, paths, tokenizer), _content(paths)
     file = folder / f"{owner}-{content}.index"
     if (index := _opened(file, paths, tokenizer)) is not None:
@@ -265,7 +261,9 @@ def _build(file: Path, tokens: Iterator[Tokens]) -> None:
             num_tokens = _write_tokens(opened, tokens)
             opened.flush()
             for first in range(0, num_tokens, SHARD_TOKENS):
-                opened.write(_sorted(building, first, min(first + SHARD_TOKENS, num_tokens)))
+                count, offset = min(SHARD_TOKENS, num_tokens - first), _HEADER.size + _TOKEN_BYTES * first
+                places = sorted_places(np.fromfile(building, np.int32, count, offset=offset), 0, count)
+                opened.write((places + np.int32(first)).data)
             opened.seek(_HEADER.size)
             checksum = _checksum(opened)
             opened.seek(0)
@@ -286,9 +284,3 @@ def _write_tokens(file: BinaryIO, tokens: Iterator[Tokens]) -> int:
             raise UsageError("the lookup files have more tokens than an index can hold, 2**31 - 1; give fewer files")
         file.write(part.data)
     return num_tokens
-
-
-def _sorted(building: Path, first: int, last: int) -> memoryview:
-    """The places of one shard of an unfinished index, in their order."""
-    tokens = np.fromfile(building, np.int32, last - first, offset=_HEADER.size + _TOKEN_BYTES * first)
-    return (sorted_places(tokens, 0, last - first) + np.int32(first)).data

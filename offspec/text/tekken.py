@@ -39,7 +39,9 @@ def read_tekken(file: Path) -> tuple[tokenizers.Tokenizer, TokenizerSettings]:
     config, special = content.get("config"), _special_tokens(content, file)
     if not isinstance(config, dict) or not isinstance(config.get("pattern"), str):
         raise TokenizerError(f"{file} has no config.pattern, by which texts are split; {_REMEDY}")
-    tokens = _tokens(content, _num_tokens(config, len(special)), file)
+    size = config.get("default_vocab_size")  # with special tokens; a file may list more than are used
+    count = size - len(special) if isinstance(size, int) and size > len(special) else None
+    tokens = _tokens(content, count, file)
     ids = {_as_text(token): rank + len(special) for rank, token in enumerate(tokens)}
     ids |= {text: rank for rank, text in enumerate(special)}
     with library_errors(f"the tokenizer in {file} cannot be used", _REMEDY):
@@ -89,12 +91,6 @@ def _special_tokens(content: dict[str, Any], file: Path) -> list[str]:
     if not isinstance(count, int) or not len(texts) <= count < 2**16 or len(set(texts)) != len(texts):
         raise TokenizerError(f"{file} has {len(texts)} special tokens, not {show(stated)}, or one twice; {_REMEDY}")
     return [str(text) for text in texts] + [f"<SPECIAL_{rank}>" for rank in range(len(texts), count)]
-
-
-def _num_tokens(config: dict[str, Any], num_special: int) -> int | None:
-    """The number of tokens that are used; a file may list more."""
-    size = config.get("default_vocab_size")
-    return size - num_special if isinstance(size, int) and size > num_special else None
 
 
 def _tokens(content: dict[str, Any], count: int | None, file: Path) -> list[bytes]:

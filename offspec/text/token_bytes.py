@@ -22,7 +22,10 @@ def token_bytes(backend: tokenizers.Tokenizer) -> dict[int, bytes] | None:
     kinds = {step["type"] for step in steps}
     if "ByteLevel" in kinds:
         convert = _byte_level
-    elif "Metaspace" in kinds or any(step["type"] == "Replace" and _replaces_space(step) for step in steps):
+    elif "Metaspace" in kinds or any(
+        step["type"] == "Replace" and step.get("pattern") == {"String": _SPACE} and step.get("content") == " "
+        for step in steps
+    ):
         convert = _sentencepiece if "ByteFallback" in kinds else _plain
     else:
         return None
@@ -45,10 +48,6 @@ def _decoder_steps(backend: tokenizers.Tokenizer) -> list[dict[str, Any]]:
     state = json.loads(backend.decoder.__getstate__())
     parts: list[dict[str, Any]] = state.get("decoders", [state])
     return parts
-
-
-def _replaces_space(step: dict[str, Any]) -> bool:
-    return bool(step.get("pattern") == {"String": _SPACE} and step.get("content") == " ")
 
 
 def byte_alphabet() -> list[str]:

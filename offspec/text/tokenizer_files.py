@@ -87,7 +87,11 @@ def read_backend(folder: Path) -> tokenizers.Tokenizer:
     file = folder / "tokenizer.json"
     content = _read_bytes(file, MOST_TOKENIZER_BYTES)
     if content is None:
-        raise TokenizerError(_missing(folder))
+        present = "only a sentencepiece tokenizer.model" if (folder / "tokenizer.model").is_file() else "no tokenizer"
+        raise TokenizerError(
+            f"{folder} has {present}, but tokenizer.json is needed; save it with transformers, "
+            f"AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained({str(folder)!r})"
+        )
     description = f"{file} is damaged or newer than the installed tokenizers {tokenizers.__version__}"
     with library_errors(description, "download it again, or pip install -U tokenizers"):
         backend = tokenizers.Tokenizer.from_buffer(content)
@@ -95,14 +99,6 @@ def read_backend(folder: Path) -> tokenizers.Tokenizer:
     backend.no_truncation()
     backend.no_padding()
     return backend
-
-
-def _missing(folder: Path) -> str:
-    present = "only a sentencepiece tokenizer.model" if (folder / "tokenizer.model").is_file() else "no tokenizer"
-    return (
-        f"{folder} has {present}, but tokenizer.json is needed; save it with transformers, "
-        f"AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained({str(folder)!r})"
-    )
 
 
 @contextmanager

@@ -326,6 +326,8 @@ def make_forecast(
     notes += [*explain_plan(plan), *explain_packing(plan)]
     draft = scales.open(chosen.name, [])
     improvements = Improvements(plan, draft, rates, rates_of)
+    # With experts, many rows share what is moved.
+    numbers = {*NUMBERS, options.texts} if plan.experts is None else {*NUMBERS, 64, options.texts}
     return Forecast(
         options.model,
         _title(request.target, assumed.form, plan),
@@ -339,7 +341,7 @@ def make_forecast(
         plan.largest_context,
         chosen,
         prospects,
-        predict_texts(plan, draft, rates_of, sorted({*_numbers_of_texts(plan), options.texts})),
+        predict_texts(plan, draft, rates_of, sorted(numbers)),
         0 if kept else max(0, ParkedTexts(None, free_bytes).most_bytes(plan.inputs.target, plan.reservation)),
         predict_caches(plan, rates, GAIN_WIDTH),
         plan.first_context_with_entries_in_ram(),
@@ -453,11 +455,6 @@ def _hardware(place: torch.device, known_gpu: KnownGpu | None, ram: int | None) 
         return hardware
     available = hardware.ram.available_bytes if ram is None else max(ram, hardware.ram.available_bytes)
     return replace(hardware, gpu=known_gpu.gpu(), ram=replace(hardware.ram, available_bytes=available))
-
-
-def _numbers_of_texts(plan: Plan) -> Sequence[int]:
-    """Texts that share passes, to predict: with experts, many rows share what is moved."""
-    return NUMBERS if plan.experts is None else (*NUMBERS, 64)
 
 
 def _title(target: ModelFiles, form: str | None, plan: Plan) -> str:

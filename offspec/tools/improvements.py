@@ -157,11 +157,7 @@ def best_improvement(
         steps = [gain for gain in gains if gain.memory == memory]
         step = max(steps, key=lambda gain: (gain.tokens_per_s - now) / gain.more_bytes)
         bought.append(change(memory, step.more_bytes, step.tokens_per_s))
-    best = max(free, key=_times, default=None)
+    best = max(free, key=lambda each: each.times, default=None)
     if best is None or best.times < TIMES_WITHOUT_BUYING:
-        best = max((*free, *bought), key=_times, default=None)
+        best = max((*free, *bought), key=lambda each: each.times, default=None)
     return best if best is not None and best.times >= LEAST_TIMES_AS_FAST else None
-
-
-def _times(change: Improvement) -> float:
-    return change.times

@@ -377,18 +377,14 @@ class CandidateTree:
         renumbered = np.full(len(self.nodes) + 1, ROOT)  # the last entry is for parent ROOT
         renumbered[nodes] = np.arange(len(nodes))
         picked = self.nodes[nodes]
+        sources = np.where(self.is_claimed(nodes), self.nodes["source"][nodes], DRAFT)
         return TokenTree(
             np.ascontiguousarray(picked["token"]),
             renumbered[picked["parent"]],
             np.ascontiguousarray(picked["depth"]),
             np.ascontiguousarray(picked["score"]),
-            self._sources(nodes),
+            np.where(self.is_certain(nodes), CONSTRAINT, sources),
         )
-
-    def _sources(self, nodes: IntArray) -> IntArray:
-        """Where the scores of these nodes come from, as places in SOURCES."""
-        sources = np.where(self.is_claimed(nodes), self.nodes["source"][nodes], DRAFT)
-        return np.where(self.is_certain(nodes), CONSTRAINT, sources)
 
     # ------------------------------------------------------------------------------------------------ from pass to pass
 

@@ -103,7 +103,8 @@ class DraftRounds:
         picked = self.tree.nodes[nodes]
         tokens = self._model.vocabulary.inputs(picked["token"])  # guessers may know more tokens than the draft
         logits = yield ScoreCall(self._model, chain, tokens, picked["depth"], mask)
-        self._add_children(np.append(np.array([ROOT]), nodes) if chain else nodes, logits)
+        parents = np.append(np.array([ROOT]), nodes) if chain else nodes
+        self.tree.add(parents, self._children(parents, logits), self._calibration.index)
         return len(chain) + len(nodes)
 
     def extend(self, width: int, is_over: Callable[[], bool]) -> Drafting[None]:
@@ -148,10 +149,6 @@ class DraftRounds:
         nodes = np.append(ROOT, expanded)
         logits = self._corrector.corrected(np.append(ROOT, tree.nodes["row"][expanded]))
         tree.revise(nodes, self._children(nodes, logits), self._calibration.index)
-
-    def _add_children(self, nodes: IntArray, logits: Tensor) -> None:
-        """Add the children of nodes just expanded."""
-        self.tree.add(nodes, self._children(nodes, logits), self._calibration.index)
 
     def _children(self, nodes: IntArray, logits: Tensor) -> ChildScores:
         """Scores of the children of `nodes` [R] (ROOT first, if it is among them), from draft logits [R, C]."""

@@ -12,7 +12,7 @@ from ..guessing.lookup import Guesser
 from ..pace.averages import MovingAverage, Retry
 from ..pace.calibration import DraftCalibration
 from ..trees.sampling import Sampler
-from ..trees.token_tree import IntArray, TokenTree
+from ..trees.token_tree import IntArray
 from ..trees.verify import TargetPass
 from .candidate_tree import CandidateTree
 from .forced import allowed_part
@@ -71,13 +71,10 @@ class GuesserPool:
             guesses = guesser.guess(text, self._sampler, min(max_nodes, MAX_GUESSES), max_depth)
             if self._sampler.constraint is not None:
                 guesses = allowed_part(guesses, self._sampler.constraint)
-            self._add(tree, guesses)
+            if len(guesses):
+                guesses = replace(guesses, scores=guesses.scores + self._log_trust)
+                tree.add_guesses(guesses, self._calibration.index)
             self._asked.append((worth, self._clock() - began))
-
-    def _add(self, tree: CandidateTree, guesses: TokenTree) -> None:
-        if len(guesses):
-            guesses = replace(guesses, scores=guesses.scores + self._log_trust)
-            tree.add_guesses(guesses, self._calibration.index)
 
     @property
     def was_asked(self) -> bool:

@@ -132,7 +132,11 @@ class StoredHead(Head):
         self.tensors = tensors
         names = {EMBEDDING: OWN_EMBEDDING, config.final_norm: OWN_NORM, HEAD: OWN_HEAD}
         shared = {name: tensors[name_in_head] for name, name_in_head in names.items() if name_in_head in tensors}
-        weights = RamWeights(layers_of(tensors, config.num_layers), shared, dtype or target.dtype)
+        layers = [
+            {name.removeprefix(prefix): weight for name, weight in tensors.items() if name.startswith(prefix)}
+            for prefix in (f"{LAYERS}{index}." for index in range(config.num_layers))
+        ]
+        weights = RamWeights(layers, shared, dtype or target.dtype)
         super().__init__(config, weights, target, vocabulary, dtype)
 
     @property
@@ -170,14 +174,6 @@ class LayeredHead(StoredHead):
             x = torch.cat(parts) if len(parts) > 1 else parts[0]
         states = self.normed(x)
         return Advanced(states, states if self.feeds_normed else x)
-
-
-def layers_of(tensors: Mapping[str, Weight], count: int) -> list[dict[str, Weight]]:
-    """The weights of `count` layers by short names, of those with names like "layers.0.mlp.up_proj.weight"."""
-    return [
-        {name.removeprefix(prefix): weight for name, weight in tensors.items() if name.startswith(prefix)}
-        for prefix in (f"{LAYERS}{index}." for index in range(count))
-    ]
 
 
 class MakeHead(Protocol):

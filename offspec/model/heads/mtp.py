@@ -95,10 +95,7 @@ def last_with_attention(target: ModelConfig) -> int:
 
 def mtp_name(name: str) -> str | None:
     """`MtpHead`'s name of a tensor with Qwen's name; None for one of another layer than the first."""
-    return _of_first(name.removeprefix(PREFIX))
-
-
-def _of_first(name: str) -> str | None:
+    name = name.removeprefix(PREFIX)
     return None if name.startswith(LAYERS) and not name.startswith(f"{LAYERS}0.") else name
 
 

@@ -47,7 +47,9 @@ class ChunkAttention:
 
         queries [heads, head_dim]: scaled as in attention. keys: in parts of [kv_heads, S, head_dim].
         """
-        scores = torch.cat([_scores(queries, part) for part in keys], dim=-1)
+        # Each part: [kv_heads, group, S].
+        parts = (queries.view(part.shape[0], -1, part.shape[2]) @ part.transpose(1, 2) for part in keys)
+        scores = torch.cat([*parts], dim=-1)
         attention = scores.float().softmax(-1).sum((0, 1))
         count = num_chunks(len(attention))
         whole = attention[NUM_SINKS : NUM_SINKS + count * CHUNK]
@@ -64,8 +66,3 @@ class ChunkAttention:
         if not chosen:
             return {}
         return dict(zip(chosen, torch.stack([*chosen.values()]).tolist(), strict=True))
-
-
-def _scores(queries: Tensor, keys: Tensor) -> Tensor:
-    """[kv_heads, group, S]."""
-    return queries.view(keys.shape[0], -1, keys.shape[2]) @ keys.transpose(1, 2)

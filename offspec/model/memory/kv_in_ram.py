@@ -62,7 +62,11 @@ class LayersInRam(EntriesBySlot):
         return self._new()
 
     def stored(self, layer: int, end: int, first: int = 0) -> list[Tensor]:
-        self._forget(layer)
+        # Somebody else reads or writes the layer's rows in RAM.
+        self._copies.finish_writes()
+        for slot in self._slots:
+            if slot.layer == layer:
+                slot.num_known = 0
         return [kept.tables[layer][first:end].movedim(0, -2) for kept in self._kept]
 
     def reserve(self, capacity: int, in_use: int) -> None:
@@ -94,13 +98,6 @@ class LayersInRam(EntriesBySlot):
             table[start : start + len(chosen)] = table[chosen]
         for slot in self._slots:
             slot.num_known = min(slot.num_known, start)
-
-    def _forget(self, layer: int) -> None:
-        """Somebody else reads or writes the layer's rows in RAM."""
-        self._copies.finish_writes()
-        for slot in self._slots:
-            if slot.layer == layer:
-                slot.num_known = 0
 
     def _turn_to(self, layer: int, end: int) -> LayerSlot:
         """The slot with the first `end` entries of a layer, and maybe later ones."""

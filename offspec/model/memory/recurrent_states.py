@@ -38,17 +38,13 @@ class RecurrentLayout:
     channels: int
     window: int
 
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of a state in fp32."""
-        return 4 * self.num_heads * self.key_size * self.value_size
-
     def nbytes(self, num_entries: int, itemsize: int, num_copies: int = MOST_COPIES) -> int:
         """At most so many bytes of one layer: the state, the one of a pass under way, the copies, and pending nodes.
 
         They do not grow with a text.
         """
-        states = (2 + num_copies) * (self.state_bytes + itemsize * self.window * self.channels)
+        state = 4 * self.num_heads * self.key_size * self.value_size  # in fp32
+        states = (2 + num_copies) * (state + itemsize * self.window * self.channels)
         row = 4 * (self.key_heads * self.key_size + self.num_heads * (self.value_size + 1)) + itemsize * self.channels
         return states + min(num_entries, MOST_STATE_NODES) * row
 

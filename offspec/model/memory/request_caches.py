@@ -95,7 +95,3 @@ class RequestCaches:
                 cached.truncate(min(cached.length, same))
         self.text = list(text)
         return len(text) - self.target.length
-
-    def drop_target(self) -> None:
-        """Free the target's cache; after the next `rewind` the whole text must be scored again."""
-        self.target.drop()

@@ -247,11 +247,9 @@ def _fill(caches: RequestCaches, source: ParkedText | RequestCaches | None, ids:
     if (cache := own_cache(caches.draft)) is not None and draft is not None:
         texts = (_whole_text(caches.draft), _whole_text(None if isinstance(source, ParkedText) else source.draft))
         shares = all(map(_shares, texts))
-        _copy(cache, draft, _copyable(draft, min(len(ids), draft.length)), shares=shares)
-
-
-def _copyable(entries: Entries | SequenceCache, length: int) -> int:
-    return entries.restorable(length) if isinstance(entries, Entries) else entries.copyable(length)
+        length = min(len(ids), draft.length)
+        length = draft.restorable(length) if isinstance(draft, Entries) else draft.copyable(length)
+        _copy(cache, draft, length, shares=shares)
 
 
 def _shares(text: CachedDecoder | None) -> bool:

@@ -123,8 +123,9 @@ class ChosenExperts:
         rows = places if is_one else places // self._num_used
         if is_on_host:
             return self._rows_on_host if is_one else self._rows_on_host[rows], to_device(places, device)
-        there, rows = _both_to_device(places, rows, device)
-        return self._x if is_one else self._x[rows], there
+        if device.type != "cpu":  # in one transfer
+            places, rows = to_device(torch.stack((places, rows)), device).unbind()
+        return self._x if is_one else self._x[rows], places
 
     @cached_property
     def _places(self) -> PlacesByExpert:
@@ -150,14 +151,6 @@ class ChosenExperts:
         both = torch.cat([each.reshape(-1).view(torch.uint8) for each in (numbers, x)]).cpu()
         first, second = torch.split(both, [numbers.nbytes, x.nbytes])
         return first.view(numbers.dtype).view(numbers.shape), second.view(x.dtype).view(x.shape)
-
-
-def _both_to_device(places: Tensor, rows: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-    """On a device with memory of its own, in one transfer."""
-    if device.type == "cpu":
-        return places, rows
-    there, rows = to_device(torch.stack((places, rows)), device).unbind()
-    return there, rows
 
 
 class PlacesByExpert:
