@@ -22,6 +22,13 @@ class WithoutModel(Draft):
 
     models: Sequence[ModelFiles] = ()
 
+    @classmethod
+    def open(cls, request: OpenRequest) -> WithoutModel:
+        request.options.refuse_model_needs()
+        request.options.refuse_learning()
+        request.options.refuse_exit_file()
+        return cls()
+
     def memory_use(self, target: ModelFiles, reservation: Reservation) -> MemoryUse:
         return MemoryUse()
 
@@ -35,13 +42,6 @@ class WithoutModel(Draft):
 class NoDraft(WithoutModel):
     """Proposes nothing, unless other texts for lookup are given."""
 
-    @classmethod
-    def open(cls, request: OpenRequest) -> NoDraft:
-        request.options.refuse_model_needs()
-        request.options.refuse_learning()
-        request.options.refuse_exit_file()
-        return cls()
-
 
 class LookupDraft(WithoutModel):
     """Prompt lookup and token recycling: what followed the same tokens before, and the target's earlier predictions."""
@@ -50,13 +50,6 @@ class LookupDraft(WithoutModel):
 
     def __init__(self) -> None:
         super().__init__(self.NAME)
-
-    @classmethod
-    def open(cls, request: OpenRequest) -> LookupDraft:
-        request.options.refuse_model_needs()
-        request.options.refuse_learning()
-        request.options.refuse_exit_file()
-        return cls()
 
     def guessing(self, placement: Placement) -> Guessing:
         return Guessing(acceptance=LOOKUP)
