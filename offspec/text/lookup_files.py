@@ -26,7 +26,6 @@ import numpy.typing as npt
 
 from offspec.loaders.files.small_files import open_regular
 from offspec.loaders.files.user_folders import home_folder
-from offspec.loaders.streaming.tiers import Progress
 from offspec.loaders.units import format_size
 from offspec.scheduler.guessing.lookup import NO_TOKEN
 from offspec.scheduler.guessing.retrieval import SHARD_TOKENS, Retrieval, SuffixIndex, sorted_places
@@ -111,14 +110,13 @@ def open_index(
     files: Sequence[str | PathLike[str]],
     tokenizer: Tokenizer,
     folder: Path | None = None,
-    progress: Progress | None = None,
     free_bytes: int | None = None,
 ) -> FileIndex:
     """The index of these text files, mapped from `folder`. It is built first if files or tokenizer are new or changed.
 
-    progress(bytes_done, bytes_total) is called while it is built. free_bytes: memory for building; None is unlimited
-    (`lookup_memory_bytes`). Raises UsageError for a file that is missing, unreadable, empty or not UTF-8 text,
-    MemoryLimitError if memory is insufficient to build it, StorageError if it cannot be written.
+    free_bytes: memory for building; None is unlimited (`lookup_memory_bytes`). Raises UsageError for a file that is
+    missing, unreadable, empty or not UTF-8 text, MemoryLimitError if memory is insufficient to build it, StorageError
+    if it cannot be written.
     """
     if not files:
         raise UsageError("no files for n-gram lookup; give at least one text file (`lookup_files`)")
@@ -137,7 +135,7 @@ def open_index(
         )
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        _build(file, _tokens(paths, tokenizer, progress))
+        _build(file, _tokens(paths, tokenizer))
         old_owner = _owner(_OLD_MAGIC, paths, tokenizer)
         for former in (*folder.glob(f"{owner}-*.index"), *folder.glob(f"{old_owner}-*.npy")):
             if former != file:
@@ -226,15 +224,11 @@ def _checksum(file: BinaryIO) -> int:
     return checksum
 
 
-def _tokens(files: Sequence[Path], tokenizer: Tokenizer, progress: Progress | None) -> Iterator[Tokens]:
+def _tokens(files: Sequence[Path], tokenizer: Tokenizer) -> Iterator[Tokens]:
     """Token ids of all files, piece by piece, with NO_TOKEN after each file."""
-    total, done = sum(file.stat().st_size for file in files), 0
     for file in files:
         for piece in _pieces(file):
             yield np.array(tokenizer.encode(piece, add_special_tokens=False), dtype=np.int32)
-            done += len(piece.encode())
-            if progress is not None:
-                progress(done, total)
         yield np.array([NO_TOKEN], dtype=np.int32)
 
 
