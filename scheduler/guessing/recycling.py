@@ -79,19 +79,15 @@ class TokenRecycling:
     RANKS = np.array([0, 1, 2, 4])  # lower bounds of the classes
     MOST_WAITING = 16  # rows of plain passes that are stored by the next guess; older ones are dropped
 
-    def __init__(self, vocab_size: int, reliability: Reliability | None = None, num_spare_rows: int = 64) -> None:
+    def __init__(self, vocab_size: int, num_spare_rows: int = 64) -> None:
         self.table = SuccessorTable(vocab_size)
         self._num_spare_rows = num_spare_rows
-        self._reliability = reliability or self.new_reliability()
+        # At first, each kind has half of its stored probability.
+        middle = np.sqrt(np.maximum(self.PROBABILITIES, 0.003) * np.append(self.PROBABILITIES[1:], 1.0))
+        self._reliability = Reliability(np.tile(middle / 2, len(self.RANKS)))
         self._last: ConsideredGuesses | None = None
         # Tokens of plain passes, and the target's logits after them.
         self._waiting = deque[tuple[int, torch.Tensor]](maxlen=self.MOST_WAITING)
-
-    @classmethod
-    def new_reliability(cls) -> Reliability:
-        """The initial reliability: each kind has half of its stored probability."""
-        middle = np.sqrt(np.maximum(cls.PROBABILITIES, 0.003) * np.append(cls.PROBABILITIES[1:], 1.0))
-        return Reliability(np.tile(middle / 2, len(cls.RANKS)))
 
     def guess(self, text: Sequence[int], sampler: Sampler, max_nodes: int, max_depth: int) -> TokenTree:
         self._store_waiting()
