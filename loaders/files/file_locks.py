@@ -1,6 +1,7 @@
 """Advisory locks on open files. A lock ends when its file is closed, at the latest when its process ends.
 
 Linux and macOS: flock. Windows: one byte far after the content, because others cannot read locked bytes.
+The package filelock opens its file itself; these locks are on descriptors that hold content (`has_name`).
 """
 
 from __future__ import annotations
