@@ -1,22 +1,20 @@
 """What a server counts: figures for Prometheus, and lines of log for each answer, without its text.
 
-The text format is Prometheus' 0.0.4. It is a few lines, so there is no dependency on its client library, whose registry
-would be common to all servers of a process.
+The figures are counters and histograms of Prometheus' client library, in a registry of each server's own.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from threading import Lock
 from typing import TYPE_CHECKING
 
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
 if TYPE_CHECKING:
     from offspec import Stats
 
-MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 BOUNDS_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 900.0)
 USUAL_ANSWER_S = 5.0  # what an answer is thought to take before there was one
 TOTALS = {
@@ -36,90 +34,57 @@ class Times:
     total_s: float
 
 
-class Histogram:
-    """How many values are at most each of BOUNDS_S, their sum and their number."""
-
-    def __init__(self, name: str, help_text: str) -> None:
-        self._name, self._help = name, help_text
-        self._counts, self.sum = [0] * (len(BOUNDS_S) + 1), 0.0
-
-    @property
-    def count(self) -> int:
-        return sum(self._counts)
-
-    def observe(self, value: float) -> None:
-        self._counts[bisect_left(BOUNDS_S, value)] += 1
-        self.sum += value
-
-    def lines(self) -> Iterator[str]:
-        yield from _head(self._name, "histogram", self._help)
-        below = 0
-        for bound, count in zip((*map(str, BOUNDS_S), "+Inf"), self._counts, strict=True):
-            below += count
-            yield f'{self._name}_bucket{{le="{bound}"}} {below}'
-        yield f"{self._name}_sum {self.sum:g}"
-        yield f"{self._name}_count {below}"
-
-
 class Metrics:
     """The figures of all answers so far. Thread-safe."""
 
     def __init__(self) -> None:
-        self._lock = Lock()
-        self._outcomes, self._totals = Counter[str](), Counter[str]()
-        self._queue = Histogram("offspec_queue_seconds", "Seconds that answers waited for their turn.")
-        self._first = Histogram("offspec_time_to_first_token_seconds", "Seconds from a request to its first token.")
-        self._whole = Histogram("offspec_request_seconds", "Seconds from a request to the end of its answer.")
-        self._busy_s = 0.0
+        self._registry = CollectorRegistry()
+        self._outcomes = self._counter("requests", "Answers by how they ended.", ["outcome"])
+        self._totals = {name: self._counter(name, help_text) for name, help_text in TOTALS.items()}
+        self._queue = self._histogram("queue", "Seconds that answers waited for their turn.")
+        self._first = self._histogram("time_to_first_token", "Seconds from a request to its first token.")
+        self._whole = self._histogram("request", "Seconds from a request to the end of its answer.")
+        self._lock, self._busy_s, self._num_answers = Lock(), 0.0, 0
+
+    def _counter(self, name: str, help_text: str, labels: Sequence[str] = ()) -> Counter:
+        return Counter(f"offspec_{name}", help_text, labels, registry=self._registry)
+
+    def _histogram(self, name: str, help_text: str) -> Histogram:
+        return Histogram(f"offspec_{name}_seconds", help_text, registry=self._registry, buckets=BOUNDS_S)
 
     def ended(self, outcome: str, stats: Stats | None, times: Times) -> None:
         """Count an answer. outcome: a finish reason, or left, failed, stopped. stats: None if it had no pass."""
+        self._outcomes.labels(outcome).inc()
+        if stats is None:
+            return
+        self._totals["prompt_tokens"].inc(stats.num_prompt_tokens)
+        self._totals["cached_tokens"].inc(stats.num_prompt_tokens - stats.num_prefilled_tokens)
+        self._totals["generated_tokens"].inc(stats.num_tokens)
+        self._totals["passes"].inc(stats.num_passes)
+        self._queue.observe(times.queue_s)
+        self._whole.observe(times.total_s)
+        if times.first_token_s is not None:
+            self._first.observe(times.first_token_s)
         with self._lock:
-            self._outcomes[outcome] += 1
-            if stats is None:
-                return
-            self._totals["prompt_tokens"] += stats.num_prompt_tokens
-            self._totals["cached_tokens"] += stats.num_prompt_tokens - stats.num_prefilled_tokens
-            self._totals["generated_tokens"] += stats.num_tokens
-            self._totals["passes"] += stats.num_passes
-            self._queue.observe(times.queue_s)
-            self._whole.observe(times.total_s)
             self._busy_s += times.total_s - times.queue_s
-            if times.first_token_s is not None:
-                self._first.observe(times.first_token_s)
+            self._num_answers += 1
 
     def refused(self) -> None:
         """Count a request that the full queue refused."""
-        with self._lock:
-            self._outcomes["refused"] += 1
+        self._outcomes.labels("refused").inc()
 
     @property
     def usual_answer_s(self) -> float:
         """Mean seconds of an answer, without its wait."""
         with self._lock:
-            return self._busy_s / self._whole.count if self._whole.count else USUAL_ANSWER_S
+            return self._busy_s / self._num_answers if self._num_answers else USUAL_ANSWER_S
 
     def text(self, gauges: Mapping[str, tuple[str, float]]) -> str:
         """In Prometheus' text format. gauges: present values and their descriptions, by name."""
-        with self._lock:
-            return "\n".join([*self._lines(gauges), ""])
-
-    def _lines(self, gauges: Mapping[str, tuple[str, float]]) -> Iterator[str]:
+        present = CollectorRegistry()
         for name, (help_text, value) in gauges.items():
-            yield from _head(f"offspec_{name}", "gauge", help_text)
-            yield f"offspec_{name} {value:g}"
-        yield from _head("offspec_requests_total", "counter", "Answers by how they ended.")
-        for outcome, count in sorted(self._outcomes.items()):
-            yield f'offspec_requests_total{{outcome="{outcome}"}} {count}'
-        for name, help_text in TOTALS.items():
-            yield from _head(f"offspec_{name}_total", "counter", help_text)
-            yield f"offspec_{name}_total {self._totals[name]}"
-        for histogram in (self._queue, self._first, self._whole):
-            yield from histogram.lines()
-
-
-def _head(name: str, kind: str, help_text: str) -> tuple[str, str]:
-    return f"# HELP {name} {help_text}", f"# TYPE {name} {kind}"
+            Gauge(f"offspec_{name}", help_text, registry=present).set(value)
+        return (generate_latest(present) + generate_latest(self._registry)).decode()
 
 
 def first_line(name: str, num_prompt_tokens: int, times: Times) -> str:

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import uvicorn
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -37,7 +38,7 @@ from . import llama_cpp, ollama
 from .answer_forms import ApiForm
 from .anthropic_messages import Messages
 from .connections import Bodies
-from .metrics import MEDIA_TYPE, one_line
+from .metrics import one_line
 from .model_manager import LoadedModel, ModelManager, OneModel, ServedModels, UnknownModelError
 from .openai_answers import Completions, failure
 from .openai_requests import CompletionRequest
@@ -209,7 +210,7 @@ class Api:
     async def metrics(self, request: Request) -> Response:
         loaded = self._models.loaded
         text = "" if loaded is None else loaded.service.metrics.text(loaded.service.gauges())
-        return PlainTextResponse(text, media_type=MEDIA_TYPE)
+        return PlainTextResponse(text, media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
     async def answer(self, request: Request, form: ApiForm) -> Response:
         async with self._error_responses(form) as reading:

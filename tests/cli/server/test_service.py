@@ -273,13 +273,15 @@ def test_the_figures_are_in_prometheus_format() -> None:
     metrics.ended("left", None, Times(1.0, None, 1.0))
     lines = metrics.text({"requests_running": ("Now.", 2)}).splitlines()
     assert metrics.usual_answer_s == (4.0 + 1000.0) / 2
-    assert {'offspec_requests_total{outcome="stop"} 2', 'offspec_requests_total{outcome="left"} 1'} <= set(lines)
-    assert {"offspec_requests_running 2", "offspec_cached_tokens_total 10", "offspec_passes_total 4"} <= set(lines)
+    assert {'offspec_requests_total{outcome="stop"} 2.0', 'offspec_requests_total{outcome="left"} 1.0'} <= set(lines)
+    assert {"offspec_requests_running 2.0", "offspec_cached_tokens_total 10.0", "offspec_passes_total 4.0"} <= set(
+        lines
+    )
     buckets = [line for line in lines if line.startswith("offspec_request_seconds_bucket")]
     assert len(buckets) == len(BOUNDS_S) + 1
     assert buckets[-2:] == [
-        'offspec_request_seconds_bucket{le="900.0"} 1',
-        'offspec_request_seconds_bucket{le="+Inf"} 2',
+        'offspec_request_seconds_bucket{le="900.0"} 1.0',
+        'offspec_request_seconds_bucket{le="+Inf"} 2.0',
     ]
     shape = r"# (HELP|TYPE) offspec_\w+ .+|offspec_\w+(\{\w+=\"[^\"]+\"\})? [\d.e+]+"
     assert [line for line in lines if not re.fullmatch(shape, line)] == []
