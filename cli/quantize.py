@@ -106,7 +106,9 @@ def command(
             file = None if imatrix is None else str(expand_home(imatrix))
             done = _convert(src, target, ConvertParams(form, double_quant, file), bar)
         else:
-            done = _make_shadow(src, target, int(shadow), bar)
+            from offspec.tools.quantizing import make_shadow
+
+            done = make_shadow(src, int(shadow), target, progress=bar)
     finally:
         if bar is not None:
             bar.clear()
@@ -154,12 +156,6 @@ def _convert(source: str, target: Path | None, params: ConvertParams, bar: Conve
     if target is None:
         raise click.UsageError("Missing argument 'DST': the folder for the result.")
     return convert(source, target, params, progress=bar)
-
-
-def _make_shadow(source: str, target: Path | None, bits: int, bar: ConversionLine | None) -> Conversion:
-    from offspec.tools.quantizing import make_shadow
-
-    return make_shadow(source, bits, target, progress=bar)
 
 
 def _warn_of_a_model_not_run(folder: Path) -> None:

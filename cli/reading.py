@@ -30,17 +30,13 @@ def read_prompt(argument: str | None, file: Path | None) -> str:
     words = _decoded(argument.encode("utf-8", "surrogateescape"), "PROMPT")
     if not is_piped:
         return words
-    _tell_of_idle_pipe()
-    before = _piped(sys.stdin.buffer.read, "standard input").rstrip("\r\n")
-    return "\n\n".join(filter(None, (before, words)))
-
-
-def _tell_of_idle_pipe() -> None:
-    """Print a note if standard input stays empty for IDLE_S seconds: the process may have inherited it."""
+    # Print a note if standard input stays empty for IDLE_S seconds: the process may have inherited it.
     with suppress(OSError, ValueError):  # stdin without a descriptor, or Windows, where select takes no pipes
         if not select.select([sys.stdin.fileno()], [], [], IDLE_S)[0]:
             note = "offspec: waiting for standard input, which goes before PROMPT; `< /dev/null` skips it"
             click.echo(note, err=True)
+    before = _piped(sys.stdin.buffer.read, "standard input").rstrip("\r\n")
+    return "\n\n".join(filter(None, (before, words)))
 
 
 def read_line() -> str:

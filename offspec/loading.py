@@ -396,15 +396,12 @@ def open_models(
     tokenizer.special_in_text = options.special_in_text
     request = OpenRequest(draft_options(options), files, tokenizer, options.dtype, device_type, notes, options.progress)
     if machine is not None and not options.deterministic:
-        request = replace(request, choose=_chooser(options, request, machine))
+        hardware, target = read_hardware(machine.device), request.target
+        scales = Scales(
+            options.model, request, lambda draft: plan_here(target, [draft], hardware, memory_options(options))
+        )
+        request = replace(request, choose=Chooser(scales, machine.of_products))
     return files, tokenizer, open_draft(options.model, request)
-
-
-def _chooser(options: LoadOptions, request: OpenRequest, machine: MachineRates) -> Chooser:
-    """Chooses a draft by the plans of this machine."""
-    hardware, target = read_hardware(machine.device), request.target
-    scales = Scales(options.model, request, lambda draft: plan_here(target, [draft], hardware, memory_options(options)))
-    return Chooser(scales, machine.of_products)
 
 
 def _load_models(

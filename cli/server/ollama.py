@@ -281,7 +281,20 @@ def _listed(name: str, path: Path, changed_ns: int) -> Json:
     digest = hashlib.sha256(f"{name} {model.size_bytes} {changed_ns}".encode()).hexdigest()  # it tells of a change
     modified = datetime.fromtimestamp(changed_ns / NANOSECONDS, timezone.utc).isoformat()
     facts = {"modified_at": modified, "size": model.size_bytes, "digest": digest}
-    return {"name": name, "model": name, **facts, "details": _details(model)}
+    millions = model.num_parameters / 1e6
+    return {
+        "name": name,
+        "model": name,
+        **facts,
+        "details": {
+            "parent_model": "",
+            "format": "gguf" if model.path.suffix == ".gguf" else "safetensors",
+            "family": model.architecture,
+            "families": [model.architecture],
+            "parameter_size": f"{millions / 1e3:.1f}B" if millions >= 1e3 else f"{millions:.1f}M",
+            "quantization_level": model.form.upper(),
+        },
+    }
 
 
 @lru_cache(maxsize=32)
@@ -303,16 +316,4 @@ def _shown(name: str, path: Path, changed_ns: int, context: int | None) -> Json:
         },
         "capabilities": capabilities(tokenizer),
         "modified_at": listed["modified_at"],
-    }
-
-
-def _details(model: LocalModel) -> Json:
-    millions = model.num_parameters / 1e6
-    return {
-        "parent_model": "",
-        "format": "gguf" if model.path.suffix == ".gguf" else "safetensors",
-        "family": model.architecture,
-        "families": [model.architecture],
-        "parameter_size": f"{millions / 1e3:.1f}B" if millions >= 1e3 else f"{millions:.1f}M",
-        "quantization_level": model.form.upper(),
     }

@@ -114,7 +114,10 @@ def _messages(body: Json, before: Sequence[Json]) -> list[Json]:
             thoughts += text_of(item.get("content") or [], f"{where}.content", ["reasoning_text"])
             continue
         if kind == "function_call":
-            _turn_of_assistant(messages)["tool_calls"].append(_call(item))
+            function = {"name": item.get("name"), "arguments": item.get("arguments")}
+            _turn_of_assistant(messages)["tool_calls"].append(
+                {"id": item.get("call_id"), "type": "function", "function": function}
+            )
         elif kind == "function_call_output":
             output = text_of(item.get("output"), f"{where}.output", TEXTS)
             messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
@@ -147,11 +150,6 @@ def _turn_of_assistant(messages: list[Json]) -> Json:
         messages.append({"role": "assistant", "content": ""})
     messages[-1] = {**messages[-1], "tool_calls": [*messages[-1].get("tool_calls", ())]}
     return messages[-1]
-
-
-def _call(item: Json) -> Json:
-    function = {"name": item.get("name"), "arguments": item.get("arguments")}
-    return {"id": item.get("call_id"), "type": "function", "function": function}
 
 
 # ------------------------------------------------------------------------------------------------ answers

@@ -233,7 +233,9 @@ def read_header(path: Path, *, headers_only: bool = False) -> dict[str, TensorIn
     """
     header, file_bytes = _read_header_bytes(path)
     entries = _parse_header(path, header)
-    _check_metadata(path, entries.pop("__metadata__", {}))
+    metadata = entries.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise fault(path, "header's __metadata__ does not map strings to strings; the file is damaged, get it again")
     data_start = _LENGTH_BYTES + len(header)
     tensors = {name: _tensor_info(path, name, entry, data_start) for name, entry in entries.items()}
     _check_layout(path, tensors.values(), data_start, None if headers_only else file_bytes)
@@ -288,11 +290,6 @@ def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         counts = Counter(key for key, _ in pairs)
         raise ValueError(f"key {show(counts.most_common(1)[0][0])} occurs twice")
     return mapping
-
-
-def _check_metadata(path: Path, metadata: object) -> None:
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise fault(path, "header's __metadata__ does not map strings to strings; the file is damaged, get it again")
 
 
 def _tensor_info(path: Path, name: str, entry: object, data_start: int) -> TensorInfo:

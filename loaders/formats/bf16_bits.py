@@ -109,13 +109,9 @@ def _pack_groups(matrix: Tensor, height: int) -> Parts:
     place = torch.arange(len(found_rows)) - first[group[found_rows].long()]
     low[found_rows, found_columns] = place.to(torch.uint8)
     tables = F.pad(order.to(torch.uint8), (0, TABLE_BYTES - NUM_CODES))
-    return (low, _in_halves(codes)), tables, words[found_rows, found_columns], number
-
-
-def _in_halves(codes: Tensor) -> Tensor:
-    """uint8 [R, K] → [R, ceil(K / 32) · 16], two codes a byte."""
+    # uint8 [R, K] → [R, ceil(K / 32) · 16], two codes a byte
     blocks = F.pad(codes, (0, -codes.shape[1] % BLOCK)).view(codes.shape[0], -1, 2, BLOCK // 2)
-    return (blocks[:, :, 0] | blocks[:, :, 1] << 4).flatten(1)
+    return (low, (blocks[:, :, 0] | blocks[:, :, 1] << 4).flatten(1)), tables, words[found_rows, found_columns], number
 
 
 def _with_values(tables: Tensor, values: Tensor, counts: Tensor, num_values: int) -> Tensor:

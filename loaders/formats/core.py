@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from itertools import accumulate, groupby
-from typing import Any, BinaryIO, NamedTuple, NoReturn, Protocol, TypeAlias, runtime_checkable
+from typing import Any, NamedTuple, NoReturn, Protocol, TypeAlias, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -630,14 +630,11 @@ def read_small(most: Mapping[TensorInfo, int]) -> dict[TensorInfo, bytes]:
     for path, pieces in groupby(wanted, key=lambda info: info.path):
         with reading(path), path.open("rb") as file:
             for info in pieces:
-                contents[info] = _read_start(file, info, min(info.nbytes, most[info]))
+                nbytes = min(info.nbytes, most[info])
+                file.seek(info.offset)
+                content = file.read(nbytes)
+                if len(content) < nbytes:
+                    description = f"ends inside tensor {show(info.name)}: the file was changed; download it again"
+                    raise fault(info.path, description)
+                contents[info] = content
     return contents
-
-
-def _read_start(file: BinaryIO, info: TensorInfo, nbytes: int) -> bytes:
-    file.seek(info.offset)
-    content = file.read(nbytes)
-    if len(content) < nbytes:
-        description = f"ends inside tensor {show(info.name)}: the file was changed; download it again"
-        raise fault(info.path, description)
-    return content

@@ -190,7 +190,12 @@ def measure_disk(
             raise HardwareError(f"{file}: too small to measure a disk; name a larger file, or a folder")
         part_bytes = align_down(size // len(threads)) or size
         buffers = [HostBuffer(min(READ_BYTES, part_bytes)) for _ in range(max(threads))]
-        _touch(reader, file, buffers)
+        # Read once into each buffer, so that its pages are mapped; then drop the page cache if reads used it.
+        for buffer in buffers:
+            reader.read(file, 0, buffer.view, buffer.nbytes)
+        if file in reader.fallbacks:
+            with file.open("rb") as opened:
+                _drop_cache(opened.fileno())
         rates = {}
         for i, num_threads in enumerate(threads):
             first = i * part_bytes if size >= (i + 1) * part_bytes else 0
@@ -262,15 +267,6 @@ def _reading() -> Iterator[FileReader]:
         yield reader
     finally:
         reader.close()
-
-
-def _touch(reader: FileReader, file: Path, buffers: Sequence[HostBuffer]) -> None:
-    """Read once into each buffer, so that its pages are mapped; then drop the page cache if reads used it."""
-    for buffer in buffers:
-        reader.read(file, 0, buffer.view, buffer.nbytes)
-    if file in reader.fallbacks:
-        with file.open("rb") as opened:
-            _drop_cache(opened.fileno())
 
 
 def _read_part(reader: FileReader, file: Path, part: range, buffers: Sequence[HostBuffer], seconds: float) -> float:

@@ -333,7 +333,8 @@ def costs_file() -> Path:
 
 def processor_identity() -> list[object]:
     """What the seconds of products on this machine's processor depend on."""
-    return [_processor(), sorted(instructions()), torch.get_num_threads(), *_versions()]
+    libraries = [torch.__version__, os.environ.get("ONEDNN_MAX_CPU_ISA", ""), *versions("llvmlite", "bitsandbytes")]
+    return [_processor(), sorted(instructions()), torch.get_num_threads(), *libraries]
 
 
 def _processor() -> str:
@@ -344,10 +345,6 @@ def _processor() -> str:
             wanted = ("vendor_id", "cpu family", "model", "model name", "stepping", "flags")
             return str(sorted({line for line in lines if line.startswith(wanted)}))
     return platform.processor()
-
-
-def _versions() -> list[str]:
-    return [torch.__version__, os.environ.get("ONEDNN_MAX_CPU_ISA", ""), *versions("llvmlite", "bitsandbytes")]
 
 
 def _read() -> dict[str, MethodCosts]:

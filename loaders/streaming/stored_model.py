@@ -167,7 +167,11 @@ class StoredModel:
                     common[name] = weight
             layers.append(replace(layer, weights=common))
             if by_number:
-                experts[index] = _in_order(by_number, index)
+                if missing := [number for number in range(max(by_number)) if number not in by_number]:
+                    raise CheckpointError(
+                        f"layer {index} lacks expert {missing[0]} of {max(by_number) + 1}; download it again"
+                    )
+                experts[index] = tuple(StoredUnit(by_number[number]) for number in range(len(by_number)))
         return replace(self, layers=layers, experts=experts)
 
     @property
@@ -235,13 +239,6 @@ class StoredModel:
 def record_of(units: Iterable[StoredUnit]) -> Record:
     """One record that holds all weights of some units."""
     return Record.of(info for unit in units for weight in unit.weights.values() for info in weight.streamed)
-
-
-def _in_order(by_number: Mapping[int, Mapping[str, StoredWeight]], layer: int) -> Experts:
-    """A layer's experts as units. Raises CheckpointError for a missing number."""
-    if missing := [number for number in range(max(by_number)) if number not in by_number]:
-        raise CheckpointError(f"layer {layer} lacks expert {missing[0]} of {max(by_number) + 1}; download it again")
-    return tuple(StoredUnit(by_number[number]) for number in range(len(by_number)))
 
 
 def has_two_forms(weight: StoredWeight) -> bool:

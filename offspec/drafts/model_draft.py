@@ -222,7 +222,11 @@ class OpenedModel:
         other = _other_vocabulary(request.tokenizer, request.target, files)
         if options.learns:
             _refuse_fixed_learner(name, files.config)
-            _refuse_other_vocabulary(name, other)
+            if other is not None:
+                raise UsageError(
+                    f"the draft {name} has another vocabulary than the target, and only a draft with the target's can "
+                    "learn from it; omit `learn` and `learn_file`"
+                )
             check_learning(options.learn_file, has_draft=True, writes=options.learn)
         if other is not None:
             request.notes.append(other.note(name))
@@ -389,14 +393,6 @@ def _refuse_fixed_learner(name: str, config: ModelConfig) -> None:
         raise UsageError(
             f"the draft {name} cannot learn: training has no layers that share KV entries or have inputs of their own "
             f"(model_type {config.model_type}); omit `learn` and `learn_file`"
-        )
-
-
-def _refuse_other_vocabulary(name: str, other: OtherVocabulary | None) -> None:
-    if other is not None:
-        raise UsageError(
-            f"the draft {name} has another vocabulary than the target, and only a draft with the target's can learn "
-            "from it; omit `learn` and `learn_file`"
         )
 
 

@@ -446,29 +446,26 @@ def _check_parts(config: ModelConfig) -> None:
             description = f"config.json: {num_mixtures} layers of {config.experts.num} experts exceed the limit"
             raise CheckpointError(f"{description} of {MAX_EXPERTS_IN_ALL}")
     for layer in range(config.num_layers):
-        _check_heads(config, config.shape_of(layer), config.rotary_dim_of(layer))
+        shape = config.shape_of(layer)
+        rotary_dim = config.rotary_dim_of(layer)
+        if config.num_heads % shape.num_kv_heads:
+            raise CheckpointError(
+                f"config.json: num_attention_heads {config.num_heads} is not a multiple of num_key_value_heads "
+                f"{shape.num_kv_heads}"
+            )
+        if shape.head_dim % 2:
+            raise CheckpointError(f"config.json: head_dim {shape.head_dim} is odd, but RoPE rotates pairs")
+        if rotary_dim % 2 or not rotary_dim:
+            raise CheckpointError(
+                f"config.json: partial_rotary_factor {config.rotary_share:g} gives RoPE {rotary_dim} of a head's "
+                f"{shape.head_dim} dimensions, but RoPE rotates pairs"
+            )
     for rope in (config.rope, config.local_rope):
         if rope is not None and rope.kind == "longrope":
             for key in (SHORT_FACTORS, LONG_FACTORS):
                 if len(rope.scaling[key]) != config.rotary_dim_of(0) // 2:
                     num_listed, wanted = len(rope.scaling[key]), config.rotary_dim_of(0) // 2
                     raise CheckpointError(f"config.json: {key} lists {num_listed} numbers, RoPE rotates {wanted} pairs")
-
-
-def _check_heads(config: ModelConfig, shape: LayerShape, rotary_dim: int) -> None:
-    """Raises CheckpointError for heads that cannot be grouped or rotated."""
-    if config.num_heads % shape.num_kv_heads:
-        raise CheckpointError(
-            f"config.json: num_attention_heads {config.num_heads} is not a multiple of num_key_value_heads "
-            f"{shape.num_kv_heads}"
-        )
-    if shape.head_dim % 2:
-        raise CheckpointError(f"config.json: head_dim {shape.head_dim} is odd, but RoPE rotates pairs")
-    if rotary_dim % 2 or not rotary_dim:
-        raise CheckpointError(
-            f"config.json: partial_rotary_factor {config.rotary_share:g} gives RoPE {rotary_dim} of a head's "
-            f"{shape.head_dim} dimensions, but RoPE rotates pairs"
-        )
 
 
 def _quant_method(quantization: object) -> str:

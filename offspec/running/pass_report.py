@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from offspec.scheduler.trees.token_tree import IntArray, TokenTree
+from offspec.scheduler.trees.token_tree import TokenTree
 from offspec.scheduler.trees.verify import Verdict
 
 from .steps import Step
@@ -45,7 +45,10 @@ class LastPass:
     def report(self, step: Step) -> PassReport:
         """The report of the pass that `step` is the result of."""
         tree, path = self._tree, self._verdict.path[: step.num_accepted]
-        kept = _kept(tree, path)
+        # The accepted nodes and the likeliest others, ascending: parents first, as scores do not rise along a path.
+        best = np.argsort(-tree.scores, kind="stable")
+        others = best[~np.isin(best, path)][: max(0, MOST_NODES - len(path))]
+        kept = np.sort(np.concatenate((np.array(path, dtype=np.int64), others)))
         shown = tree.picked(kept)
         below_root = np.append(shown.scores, 0.0)[shown.parents]  # the last entry is for parent ROOT
         probabilities = np.exp(np.minimum(shown.scores - below_root, 0.0)).round(4)
@@ -59,10 +62,3 @@ class LastPass:
             [shown.source(node) for node in range(len(shown))],
             np.searchsorted(kept, path).tolist(),
         )
-
-
-def _kept(tree: TokenTree, path: Sequence[int]) -> IntArray:
-    """The accepted nodes and the likeliest others, ascending: parents first, as scores do not rise along a path."""
-    best = np.argsort(-tree.scores, kind="stable")
-    others = best[~np.isin(best, path)][: max(0, MOST_NODES - len(path))]
-    return np.sort(np.concatenate((np.array(path, dtype=np.int64), others)))

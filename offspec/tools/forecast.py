@@ -375,7 +375,9 @@ class Machine:
     def measure(self, target: ModelFiles, plan: Plan, widths: Sequence[int], progress: Callable[[str], None]) -> Rates:
         """Rates of products with the target's matrices, and of the links; of an assumed card, from its data sheet."""
         if self.known_gpu is not None:
-            rates = _with_disk(_card_rates(self.known_gpu, target), NVME_BYTES_PER_S, NVME_SOURCE)
+            packed_bytes = _packed_bytes(target)
+            of_card = self.known_gpu.rates() if packed_bytes is None else self.known_gpu.rates(packed_bytes)
+            rates = _with_disk(of_card, NVME_BYTES_PER_S, NVME_SOURCE)
         else:
             rates = measure_rates(
                 self.place,
@@ -419,12 +421,6 @@ def _measured_ram() -> float | None:
         return measure_memory(torch.device("cpu"), seconds=0.1)
     except (RuntimeError, MemoryError):
         return None
-
-
-def _card_rates(card: KnownGpu, target: ModelFiles) -> Rates:
-    """The card's rates, with its unpacking of the target's packed matrices."""
-    packed_bytes = _packed_bytes(target)
-    return card.rates() if packed_bytes is None else card.rates(packed_bytes)
 
 
 def _packed_bytes(target: ModelFiles) -> float | None:
