@@ -19,7 +19,7 @@ from offspec.scheduler.params import Constraint, SamplingParams, SpeculationPara
 from offspec.scheduler.trees.constraint import TokenConstraint
 
 from .checkpoints.opening import Note
-from .drafts.base import NEEDS_DRAFT_MODEL, Draft
+from .drafts.base import NEEDS_DRAFT_MODEL, Draft, Learner
 from .drafts.draft_stats import DraftStats
 from .drafts.without_model import NoDraft
 from .errors import OffspecError, UsageError
@@ -42,7 +42,6 @@ from .text.grammar import ConstraintCompiler
 from .text.grammar_library import check_size
 from .text.prompt import Prompt, encode_prompt
 from .text.tokenizer import Tokenizer
-from .training.online import Aligner
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -130,7 +129,7 @@ class Engine:
         return self.loaded.turn
 
     @property
-    def aligner(self) -> Aligner | None:
+    def aligner(self) -> Learner | None:
         """Trains the draft between requests; None if the draft does not learn."""
         return self.draft.aligner
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -33,7 +33,6 @@ from ..model.memory.request_caches import DraftText, RequestCaches
 from ..planning.draft_forecast import Guessing
 from ..planning.memory import MemoryUse, Reservation
 from ..text.tokenizer import Tokenizer
-from ..training.online import Aligner
 from .draft_stats import DraftStats
 
 NEEDS_DRAFT_MODEL = (
@@ -70,11 +69,6 @@ class DraftOptions:
         """For kinds without a model. Raises UsageError if a draft model is needed."""
         if self.needs_draft_model:
             raise UsageError(NEEDS_DRAFT_MODEL)
-
-    def refuse_learning(self) -> None:
-        """For kinds without a model of their own. Raises UsageError if the draft is to learn."""
-        if self.learns:
-            raise UsageError("only a draft model can learn, and none is loaded; choose one (`draft=PATH`)")
 
     def refuse_exit_file(self) -> None:
         """For kinds without an exit layer. Raises UsageError if an exit file or an exit layer was given."""
@@ -156,6 +150,33 @@ class DraftTask:
     prompt: Sequence[int] = ()
 
 
+@dataclass(frozen=True)
+class LearningRound:
+    """The result of one round of learning.
+
+    loss: mean KL(target ‖ draft) in nats per token on the new text, before training on it; loss_before: that of the
+    original draft. Both are None without new text, or without time. share: the merged share of the additions.
+    """
+
+    seconds: float
+    num_steps: int
+    loss: float | None
+    loss_before: float | None
+    share: float
+
+
+class Learner(Protocol):
+    """Trains a draft between requests. num_steps: so far. adapter: what it has learnt, with `save(path)`."""
+
+    is_listening: bool
+    num_steps: int
+    adapter: Any
+
+    def new_listener(self) -> Listener: ...
+
+    def learn(self, generation_s: float) -> LearningRound: ...
+
+
 class Draft:
     """A loaded draft. This base class has no model; subclasses may have one.
 
@@ -178,7 +199,7 @@ class Draft:
         self.files: ModelFiles | None = None
         self.as_planned: Guessing | None = None
         self.decoder: Decoder | None = None
-        self.aligner: Aligner | None = None
+        self.aligner: Learner | None = None
 
     def prepare(self, max_context: int) -> None:
         """Called once, before the first text. max_context: tokens of the longest text."""

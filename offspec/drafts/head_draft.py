@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -33,11 +33,8 @@ from ..model.heads.text import HeadText
 from ..model.memory.request_caches import RequestCaches
 from ..planning.draft_forecast import Guessing
 from ..planning.memory import MemoryUse, Reservation
-from ..training.distill_params import HEADS as KINDS
-from ..training.head_learning import learning_bytes, open_head_aligner
-from ..training.online import check_learning
 from .acceptance import of_head
-from .base import Attach, Draft, DraftOptions, DraftTask, Listener, OpenRequest, controller_of
+from .base import Attach, Draft, DraftOptions, DraftTask, Learner, Listener, OpenRequest, controller_of
 from .draft_stats import DraftStats
 from .model_draft import guessers_beside_model, guessing_items
 from .recall import RecallingText
@@ -125,8 +122,6 @@ class OpenedHead:
         """Raises UsageError, CheckpointError, UnsupportedModelError."""
         options, target = request.options, request.target
         options.refuse_exit_file()
-        if options.learns:
-            check_learning(options.learn_file, has_draft=True, writes=options.learn)
         options.refuse_model_needs()
         files = _files(request)
         if files.trained_for is not None and has_weights(target) and files.trained_for != fingerprint(target):
@@ -134,8 +129,6 @@ class OpenedHead:
                 f"the head {files.path} was trained for another target than {target.checkpoint.path}; make one with "
                 "offspec distill"
             )
-        if options.learns and not files.spec.can_learn:
-            raise UsageError(f"a {files.spec.kind} head does not learn (`learn`); omit it")
         request.notes.extend(_notes(files, options.draft, target))
         if options.draft_window is not None:
             text = f"`draft_window={options.draft_window}` does nothing: a head keeps what it reads of all of the text"
@@ -155,9 +148,6 @@ class OpenedHead:
             ),  # side by side, they are copied
             *guessing_items(spec.config, target, is_mapped=spec.num_columns != target.config.vocab_size),
         ]
-        if self.options.learns:
-            on_device, texts = learning_bytes(spec, target.config, itemsize)
-            items.append(Item("learning", on_device=on_device, on_host=texts))
         num_keys = reservation.context + reservation.tree
         workspace = activation_bytes(spec.config, reservation.pass_rows, num_keys, itemsize)
         return MemoryUse(tuple(items), workspace, reads_all_entries=spec.reads_target_entries)
@@ -168,17 +158,18 @@ class OpenedHead:
         return Guessing(((self.target, max(1, spec.config.num_layers)),), of_head(spec.kind), overlaps=False)
 
     def load(self, device: torch.device) -> Attach:
-        spec, options = self.files.spec, self.options
-        tensors = self.files.load(self.target.dtype, device, packed=not options.learns)
+        tensors = self.files.load(self.target.dtype, device, packed=not self.options.learns)
 
         def attach(target: Decoder) -> HeadDraft:
-            draft = HeadDraft(spec.make(tensors, target), self.name)
-            if options.learns:
-                file, listens = options.learn_file, options.learn
-                draft.aligner = open_head_aligner(draft.head, spec, tensors, file, listens=listens)
+            draft = HeadDraft(self.files.spec.make(tensors, target), self.name)
+            draft.aligner = self.new_learner(draft.head, tensors)
             return draft
 
         return attach
+
+    def new_learner(self, head: Head, tensors: Mapping[str, Any]) -> Learner | None:
+        """What trains the head, whose weights are `tensors`."""
+        return None
 
 
 def _files(request: OpenRequest) -> HeadFiles:
@@ -225,6 +216,4 @@ def _folder(request: OpenRequest) -> Path:
         raise UsageError(
             f"`draft={NAME}` needs the weights of {request.target.checkpoint.path}, to which the head belongs"
         )
-    if head_name and head_name not in KINDS:
-        raise UsageError(f"`draft={request.options.draft}`: there is no such kind of head, only {', '.join(KINDS)}")
     return find_head(request.target, head_name)

@@ -11,6 +11,7 @@ from ..checkpoints.head_files import has_mtp, is_head
 from ..checkpoints.opening import Note, locate
 from ..checkpoints.shadows import made_shadows
 from ..errors import OffspecError
+from ..extensions import Methods
 from ..model.block import has_entries_alone
 from ..named_models import BUILTIN, MODEL_NAMES
 from .base import Choice, OpenedDraft, OpenRequest
@@ -23,6 +24,7 @@ from .self_draft import OpenedSelf, trained_exits
 from .without_model import LookupDraft, NoDraft
 
 AUTO = "auto"
+LEARNING = Methods("draft that learns")
 KINDS: dict[str, Callable[[OpenRequest], OpenedDraft]] = {
     "none": NoDraft.open,
     LookupDraft.NAME: LookupDraft.open,
@@ -46,7 +48,11 @@ def _open(name: str, request: OpenRequest) -> OpenedDraft:
     if options.draft_window is not None and kind not in (HEAD, MTP, SHADOW) and kind in KINDS:
         text = f"`draft_window={options.draft_window}` does nothing: `draft={kind}` has no KV cache of its own"
         request.notes.append(Note(text, advice=True))
-    return KINDS.get(kind, _open_files)(replace(request, options=options))
+    request = replace(request, options=options)
+    opened = KINDS.get(kind, _open_files)(request)
+    if options.learns:
+        opened = LEARNING.load("learn")(opened, request)
+    return opened
 
 
 def _open_automatic(model: str, request: OpenRequest) -> OpenedDraft:

@@ -131,7 +131,6 @@ class OpenedShadow:
         target = request.target
         refuse_foreign(target.config, f"`draft={request.options.draft}`")
         request.options.refuse_exit_file()
-        request.options.refuse_learning()
         refuse_experts(target.config, "a shadow")
         window = _window(request)
         _, _, bits_or_path = request.options.draft.partition(":")

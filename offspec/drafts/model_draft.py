@@ -39,9 +39,8 @@ from ..planning.draft_forecast import Guessing
 from ..planning.memory import MemoryUse, Reservation
 from ..planning.plan import all_resident, draft_items, pass_bytes, resident_bytes, unpacking_items
 from ..text.tokenizer import Tokenizer, check_vocabularies
-from ..training.online import Aligner, AlignmentParams, check_learning, learning_bytes, open_aligner
 from .acceptance import OTHER_VOCABULARY, SMALL_MODEL, wrong_guesses
-from .base import Attach, Draft, DraftOptions, DraftTask, Listener, MakeDrafter, OpenRequest, controller_of
+from .base import Attach, Draft, DraftOptions, DraftTask, Learner, Listener, MakeDrafter, OpenRequest, controller_of
 from .draft_stats import DraftStats
 from .family_drafts import may_share_vocabulary
 from .recall import MOST_PROMPT, RecallingText, recall_bytes
@@ -61,7 +60,7 @@ class ModelDraft(Draft):
         self,
         decoder: Decoder,
         name: str | None,
-        aligner: Aligner | None = None,
+        aligner: Learner | None = None,
         other: OtherVocabulary | None = None,
         *,
         is_larger: bool = False,
@@ -220,14 +219,6 @@ class OpenedModel:
             return cls.planned(name, ModelFiles.from_config(path, None, *settings), request)
         files = _in_fastest_rows(ModelFiles.open(path, *settings), request)
         other = _other_vocabulary(request.tokenizer, request.target, files)
-        if options.learns:
-            _refuse_fixed_learner(name, files.config)
-            if other is not None:
-                raise UsageError(
-                    f"the draft {name} has another vocabulary than the target, and only a draft with the target's can "
-                    "learn from it; omit `learn` and `learn_file`"
-                )
-            check_learning(options.learn_file, has_draft=True, writes=options.learn)
         if other is not None:
             request.notes.append(other.note(name))
         if is_larger := _is_larger(files, request.target):
@@ -246,22 +237,18 @@ class OpenedModel:
         return (self.files,)
 
     def memory_use(self, target: ModelFiles, reservation: Reservation) -> MemoryUse:
-        files, itemsize = self.files, self.files.dtype.itemsize
+        files = self.files
         longest = _num_entries(reservation.context, files.config, self.other, self.window)
         # All texts share the tokens, and each has as many entries as the longest one at most.
         num_tokens = max(longest, min(reservation.num_tokens, reservation.texts * longest))
         num_entries = num_tokens + max(MAX_ROWS, reservation.texts * DRAFT_ROWS)
-        items = [
+        items = (
             *unpacking_items(files),
             *draft_items(files),
             Item("draft KV cache", on_device=files.kv_bytes(num_entries)),
             *guessing_items(files.config, target, is_mapped=not self.shares_vocabulary),
-        ]
-        if self.options.learns:
-            params = AlignmentParams()
-            learning = learning_bytes(files.config, itemsize, params)
-            items.append(Item("learning", on_device=learning, on_host=params.buffer_bytes))
-        return MemoryUse(tuple(items), pass_bytes(files, reservation))
+        )
+        return MemoryUse(items, pass_bytes(files, reservation))
 
     def guessing(self, placement: Placement) -> Guessing:
         acceptance = SMALL_MODEL if self.shares_vocabulary else OTHER_VOCABULARY
@@ -271,19 +258,22 @@ class OpenedModel:
         return Guessing(layers, acceptance, self.wrong_guesses, is_usual, is_usual, most_keys)
 
     def load(self, device: torch.device) -> Attach:
-        options = self.options
-        settings = WeightSettings(is_written=options.learns)
+        settings = WeightSettings(is_written=self.options.learns)
         decoder = load_decoder(self.files, all_resident(self.files), device, settings)
         decoder.is_exact = is_exact_as_draft(self.files, device)
-        aligner = open_aligner(decoder, options.learn_file, listens=options.learn) if options.learns else None
+        learner = self.new_learner(decoder)
 
         def attach(target: Decoder) -> ModelDraft:
-            draft = ModelDraft(decoder, self.name, aligner, self.other, is_larger=self.is_larger)
+            draft = ModelDraft(decoder, self.name, learner, self.other, is_larger=self.is_larger)
             draft.files, draft.window = self.files, self.window
             draft.tries_window = self.other is None and self.window is None and has_entries_alone(self.files.config)
             return draft
 
         return attach
+
+    def new_learner(self, decoder: Decoder) -> Learner | None:
+        """What trains the draft."""
+        return None
 
 
 def _in_fastest_rows(files: ModelFiles, request: OpenRequest) -> ModelFiles:
@@ -381,19 +371,6 @@ def _guessing_bytes(draft_vocabulary: int, target_vocabulary: int) -> int:
     rounds = 4 * 4 * int(WIDTHS[-1]) * draft_vocabulary
     noise = (4 + 8) * SpeculationParams.max_depth * max(draft_vocabulary, target_vocabulary)
     return rounds + noise + 4 * WALKED_SLICES * HEAD_ROWS * target_vocabulary
-
-
-def _refuse_fixed_learner(name: str, config: ModelConfig) -> None:
-    if not config.is_native:
-        raise UsageError(
-            f"the draft {name} runs on transformers' modules, and only offspec's own decoder can learn; "
-            "omit `learn` and `learn_file`"
-        )
-    if config.shares_entries or config.layer_inputs is not None:
-        raise UsageError(
-            f"the draft {name} cannot learn: training has no layers that share KV entries or have inputs of their own "
-            f"(model_type {config.model_type}); omit `learn` and `learn_file`"
-        )
 
 
 def _share_vocabulary(target: ModelFiles, draft: ModelFiles) -> bool:

@@ -109,7 +109,7 @@ class OpenedSelf:
     @classmethod
     def _open_trained(cls, request: OpenRequest) -> OpenedSelf:
         """The given exit file, or the newest exit layer for this target. Raises UsageError, CheckpointError."""
-        target, options = request.target, request.options
+        target = request.target
         refuse_states(target.config, "an exit layer")
         refuse_shared_entries(target.config)
         refuse_experts(target.config, "an exit layer")
@@ -118,7 +118,6 @@ class OpenedSelf:
                 f"`draft=self` needs the weights of {target.checkpoint.path}, to which its exit layer belongs; give "
                 "`draft=self:N` to plan for an early exit without a trained layer"
             )
-        options.refuse_learning()
         exit_file = _file(request)
         layers = f"the target's first {exit_file.exit_layer} of {target.config.num_layers} layers"
         request.notes.append(Note(f"draft: {layers}, and the exit layer {exit_file.path}"))
@@ -131,7 +130,6 @@ class OpenedSelf:
         assert number is not None
         refuse_foreign(target.config, f"`draft={options.draft}`")
         options.refuse_exit_file()
-        options.refuse_learning()
         setting = "draft=self:" if options.draft == f"{NAME}:{number}" else "exit_layer="
         check_exit_layer(number, target.config, setting)
         layers = f"the first {number} of {target.config.num_layers} layers"

@@ -25,7 +25,6 @@ class WithoutModel(Draft):
     @classmethod
     def open(cls, request: OpenRequest) -> WithoutModel:
         request.options.refuse_model_needs()
-        request.options.refuse_learning()
         request.options.refuse_exit_file()
         return cls()
 

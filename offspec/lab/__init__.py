@@ -4,6 +4,7 @@ METHODS is all that the core sees of it (`offspec.extensions`). This module impo
 """
 
 METHODS: dict[str, dict[str, str]] = {
+    "draft that learns": {"learn": "offspec.lab.learning:learning_draft"},
     "lossy acceptance": {
         **dict.fromkeys(("cascade", "contrastive", "mix", "relaxed"), "offspec.lab.blend:BlendDrafter"),
         "bild": "offspec.lab.bild:BildDrafter",

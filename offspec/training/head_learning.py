@@ -11,7 +11,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -203,17 +202,6 @@ class HeadAligner(Aligner):
 def states_width(spec: HeadSpec, hidden: int) -> int:
     """Numbers of the target's states at a place that a head reads."""
     return max(1, len(spec.target_layers)) * hidden
-
-
-def open_head_aligner(
-    head: Head, spec: HeadSpec, tensors: Mapping[str, Tensor], file: Path | None, *, listens: bool
-) -> HeadAligner:
-    """The head's aligner, with the additions of `file`, if it exists. Raises UsageError for another head's file."""
-    aligner = HeadAligner(head, spec, tensors)
-    aligner.is_listening = listens
-    if file is not None and file.exists():
-        aligner.adapter.load(file)
-    return aligner
 
 
 def learning_bytes(spec: HeadSpec, target: ModelConfig, itemsize: int) -> tuple[int, int]:

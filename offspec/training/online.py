@@ -16,7 +16,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -27,12 +26,11 @@ from offspec.scheduler.trees.token_tree import ROOT, TokenTree
 from offspec.scheduler.trees.verify import TargetPass, TargetStates
 from offspec.scheduler.trees.vocabulary import Vocabulary
 
-from ..checkpoints.atomic_files import check_writable
-from ..errors import UsageError
+from ..drafts.base import LearningRound
 from ..model.config import ModelConfig
 from ..model.decoder import Decoder
 from ..model.row_logits import HEAD_ROWS
-from .lora import Adapter, SavedAdapter, TreeRows, adapter_bytes, hidden_states
+from .lora import Adapter, TreeRows, adapter_bytes, hidden_states
 
 SHARES = (1.0, 0.5, 0.0)  # candidate shares of the additions; the best one is merged
 MEMORY_PLACES = 256.0  # number of new positions after which a share's earlier losses have half the weight
@@ -66,21 +64,6 @@ class AlignmentParams:
     replays: float = 8.0
     most_share: float = 1.0
     seed: int = 0
-
-
-@dataclass(frozen=True)
-class LearningRound:
-    """The result of one round of learning.
-
-    loss: mean KL(target ‖ draft) in nats per token on the new text, before training on it; loss_before: that of the
-    original draft. Both are None without new text, or without time. share: the merged share of the additions.
-    """
-
-    seconds: float
-    num_steps: int
-    loss: float | None
-    loss_before: float | None
-    share: float
 
 
 class Window:
@@ -447,32 +430,6 @@ class Adam:
             second.lerp_(parameter.grad.square(), 1 - self.BETAS[1])
             parameter.addcdiv_(first, (second / scales[1]).sqrt() + self.EPSILON, value=-self._rate / scales[0])
             parameter.grad = None
-
-
-def check_learning(file: Path | None, *, has_draft: bool, writes: bool) -> None:
-    """Check the settings of learning before anything is loaded. Raises UsageError or StorageError."""
-    if not has_draft:
-        raise UsageError("only a draft model can learn, and none is loaded; choose one (`draft=PATH`)")
-    if file is None:
-        return
-    if writes:
-        check_writable(file)
-    if file.exists():
-        SavedAdapter.read(file)
-    elif not writes:
-        raise UsageError(f"the learn file {file} does not exist; add `learn` to create it")
-
-
-def open_aligner(draft: Decoder, file: Path | None, *, listens: bool) -> Aligner:
-    """The draft's aligner, with the additions of `file`, if it exists.
-
-    Raises UsageError for another draft's file.
-    """
-    aligner = Aligner(draft)
-    aligner.is_listening = listens
-    if file is not None and file.exists():
-        aligner.adapter.load(file)
-    return aligner
 
 
 def divergence(logits: Tensor, choices: Tensor, logs: Tensor) -> Tensor:

@@ -41,13 +41,13 @@ FLOORS = (
     ("text", "model", "named_models", "load_options"),
     ("checkpoints",),
     ("planning", "user_files"),
-    ("training",),
     ("drafts",),
     ("loading",),
     ("running",),
     ("engine",),
     ("prompt_cache",),
     ("session", "tools"),
+    ("training",),
     ("lab",),
 )
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}

@@ -74,7 +74,6 @@ class OpenedTable:
 
     @classmethod
     def open(cls, followers: Mapping[int, int], request: OpenRequest) -> OpenedTable:
-        request.options.refuse_learning()
         request.options.refuse_exit_file()
         return cls(followers)
 

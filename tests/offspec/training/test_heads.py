@@ -157,7 +157,7 @@ def test_a_training_that_diverges_writes_no_head(teacher: Teacher, tmp_path: Pat
 
 def test_a_head_that_is_not_trained_yet_is_told(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
-    for name, said in (("head:medusa", "distill MODEL --head medusa"), ("head:none", "no such kind")):
+    for name, said in (("head:medusa", "distill MODEL --head medusa"), ("head:none", "distill MODEL --head none")):
         with pytest.raises(UsageError, match=said):
             Engine.load(str(pair.target), draft=name, device="cpu", dtype="fp32")
 
