@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import click
 
 from offspec import LoadOptions, format_seconds
-from offspec.training.distill_params import HEADS, DistillParams, DraftParams, HeadParams, Init
+from offspec.research.distill_params import HEADS, DistillParams, DraftParams, HeadParams, Init
 from offspec.user_files import expand_home
 
 from .distill_draft import DRAFT_FLAGS, distil_draft, draft_options, draft_to_train
@@ -30,7 +30,7 @@ from .options import (
 from .training_job import TrainingJob, refuse_flags, training_line
 
 if TYPE_CHECKING:
-    from offspec.training.distillation import Distilled
+    from offspec.research.distillation import Distilled
 
 P = DistillParams
 HEAD_FLAGS = ("head_tokens",)
@@ -224,7 +224,7 @@ def _check_out(out: Path | None, exit_layers: list[int] | None, *, is_folder: bo
 
 def _head(job: TrainingJob, kind: str, params: HeadParams) -> tuple[dict[str, Any], str]:
     """Train a head and measure it; the result as JSON and as a sentence. Raises a subclass of OffspecError."""
-    from offspec.training.heads import distill_head
+    from offspec.research.heads import distill_head
 
     teacher = job.teacher()
     with training_line(quiet=job.quiet) as line:
@@ -246,7 +246,7 @@ def _head(job: TrainingJob, kind: str, params: HeadParams) -> tuple[dict[str, An
 
 def _exits(job: TrainingJob, exit_layers: list[int], params: DistillParams) -> tuple[dict[str, Any], str]:
     """Train exit layers; the result as JSON and as a sentence."""
-    from offspec.training.distillation import distill_exits
+    from offspec.research.distillation import distill_exits
 
     teacher = job.teacher()
     with training_line(quiet=job.quiet) as line:

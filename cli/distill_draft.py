@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from offspec.training.distill_params import DraftParams
+from offspec.research.distill_params import DraftParams
 
 from .flag_declarations import option, research_option
 from .options import Number, WholeNumber
 from .training_job import TrainingJob, is_typed, training_line
 
 if TYPE_CHECKING:
+    from offspec.research.draft_distillation import DistilledDraft
     from offspec.tools.draft_gain import DraftGain
-    from offspec.training.draft_distillation import DistilledDraft
 
 F = TypeVar("F", bound=Callable[..., Any])
 P = DraftParams
@@ -70,7 +70,7 @@ def draft_to_train(settings: dict[str, Any]) -> str | None:
 
 def distil_draft(job: TrainingJob, small: str, settings: dict[str, Any]) -> tuple[dict[str, Any], str]:
     """Train the draft and measure it; the result as JSON and as a sentence."""
-    from offspec.training.draft_distillation import Untrained, distill_draft
+    from offspec.research.draft_distillation import Untrained, distill_draft
 
     if job.more["out"] is None:
         raise click.UsageError("Give --out, a new folder for the draft (with --lora, a file).")

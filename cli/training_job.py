@@ -13,15 +13,15 @@ import click
 from click.core import ParameterSource
 
 from offspec import LoadOptions
-from offspec.training.distill_params import DistillParams
+from offspec.research.distill_params import DistillParams
 
 from .options import load_engine
 from .terminal import ProgressLine, TimeLeft
 
 if TYPE_CHECKING:
     from offspec import Engine
+    from offspec.research.distillation import Teacher
     from offspec.tools.draft_gain import DraftGain
-    from offspec.training.distillation import Teacher
 
 MOST_MEASURED = 64  # tokens generated after each held-out prompt
 
@@ -42,7 +42,7 @@ class TrainingJob:
 
     def teacher(self) -> Teacher:
         """The target, which is closed before training where it is not needed. Raises a subclass of OffspecError."""
-        from offspec.training.distillation import Teacher
+        from offspec.research.distillation import Teacher
 
         engine = self.engine("none")
         return Teacher.of(self.loading.model, engine.target, engine.tokenizer)

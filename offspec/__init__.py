@@ -23,7 +23,7 @@ _root = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
 if os.path.isfile(os.path.join(_root, "pyproject.toml")) and os.path.isdir(os.path.join(_root, "loaders")):
     __path__.append(_root)
 
-EXTENSIONS.append("offspec.lab")
+EXTENSIONS.append("offspec.research")
 
 _HOMES = {
     "AUTO_TEXTS": "offspec.scheduler.params",

@@ -212,7 +212,7 @@ def learning_takes_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """A draft learns all that it has heard, and not for as long as the text before took:
     a busy machine learns the same.
     """
-    from offspec.training.online import Aligner
+    from offspec.research.online import Aligner
 
     monkeypatch.setitem(Aligner.__init__.__kwdefaults__, "clock", lambda: 0.0)
 

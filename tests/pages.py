@@ -55,9 +55,9 @@ ELSEWHERE = {
     "offspec run TARGET Compose": "tests/offspec/drafts/test_self_draft.py",
     **dict.fromkeys(
         tuple(f"offspec distill {target} --head" for target in ("builtin", "HYBRID", "TARGET.gguf")),
-        "tests/offspec/training/test_heads.py",
+        "tests/offspec/research/test_heads.py",
     ),
-    "offspec distill TARGET.gguf --exit-layer": "tests/offspec/training/test_distillation.py",
+    "offspec distill TARGET.gguf --exit-layer": "tests/offspec/research/test_distillation.py",
     "python -m benchmarks.drafts.beside_llama_cpp": "tests/offspec/checkpoints/test_gguf_heads.py",
     "offspec bench TARGET --draft DRAFT --ram": "tests/cli/test_bench.py",
     **dict.fromkeys(("_OFFSPEC_COMPLETE=fish_source offspec", "source"), "tests/cli/test_completion.py"),

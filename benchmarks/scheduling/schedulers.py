@@ -25,9 +25,9 @@ import numpy as np
 
 from offspec import Engine, SamplingParams, SpeculationParams, builtin
 from offspec.drafts.recall import Recall, RecallingText
-from offspec.lab.opt_tree import OptTreeDrafter
-from offspec.lab.sequoia import MeasuredAcceptance, SequoiaDrafter
 from offspec.model.decoder import CachedDecoder, random_decoder
+from offspec.research.opt_tree import OptTreeDrafter
+from offspec.research.sequoia import MeasuredAcceptance, SequoiaDrafter
 from offspec.scheduler.drafting.drafter import Drafter, DraftRequest
 from offspec.scheduler.drafting.estimates import RunningEstimates
 from offspec.scheduler.drafting.model_drafter import ModelDrafter

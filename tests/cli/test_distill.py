@@ -70,7 +70,7 @@ def test_mistakes_are_one_line(pair: Pair, offspec: Offspec) -> None:
 
 
 def test_ctrl_c_says_how_to_go_on(pair: Pair, offspec: Offspec, exits: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from offspec.training.distillation import ExitModule
+    from offspec.research.distillation import ExitModule
 
     def interrupted(*args: object) -> None:
         raise KeyboardInterrupt

@@ -166,7 +166,7 @@ def test_a_full_disk_does_not_lose_what_was_learnt(
             monkeypatch.delenv("HOME")
             monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
         with monkeypatch.context() as patch:
-            patch.setattr("offspec.training.lora.write_atomically", full(*disks))
+            patch.setattr("offspec.research.lora.write_atomically", full(*disks))
             result = offspec(*batch_args, "--learn", "--learn-file", file)
         (kept,) = place.glob("offspec-*/learnt")
         assert result.code == 1
@@ -191,7 +191,7 @@ def test_ctrl_c_while_it_is_written_does_not_lose_it(
             raise KeyboardInterrupt
         write_atomically(path, content)
 
-    monkeypatch.setattr("offspec.training.lora.write_atomically", write)
+    monkeypatch.setattr("offspec.research.lora.write_atomically", write)
     assert offspec(*batch_args, "--learn", "--learn-file", file).code == 130
     assert answers(offspec, *batch_args, "--learn-file", file)
 

@@ -21,10 +21,10 @@ from offspec.cli.config import Commands
 from offspec.cli.main import cli
 from offspec.cli.settings import FILE_VARIABLE, Settings
 from offspec.model.block import layer_shapes
+from offspec.research.lora import Adapter, SavedAdapter
 from offspec.session import read_saved
 from offspec.text.lookup_files import open_index
 from offspec.text.tokenizer import Tokenizer
-from offspec.training.lora import Adapter, SavedAdapter
 
 from ..pair import Pair, build_pair
 from .damage import fuzz, judge, special_files

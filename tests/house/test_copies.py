@@ -40,7 +40,7 @@ MAY_COPY = {
     "offspec/model/transformers_modules.py": "loads tables of foreign modules",
     "offspec/model/memory/kv_in_ram.py": "KV entries in RAM, copied beside the layer before",
     "offspec/model/rope.py": "loads a model's frequencies",
-    "offspec/training/": "learns between texts, or beforehand",
+    "offspec/research/": "learns between texts, or beforehand",
 }
 
 

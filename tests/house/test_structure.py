@@ -30,7 +30,7 @@ ALLOWED = {
     "offspec": r"offspec\.(loaders|scheduler)(\..+)?",
     # The public names, and the rooms that exist for commands: reports, training, and texts of the server's protocol.
     "cli": rf"offspec(\.({'|'.join(offspec.__all__)}|errors|builtin)"
-    r"|\.(tools|training|lab|user_files|text\.(grammar_library|infill|thinking|tool_calls|tokenizer))(\..+)?)?",
+    r"|\.(tools|research|user_files|text\.(grammar_library|infill|thinking|tool_calls|tokenizer))(\..+)?)?",
 }
 # The server shares one engine among many texts, so these modules alone know more of it.
 SERVICE = [ROOT / "cli" / "server" / name for name in ("service.py", "constraint_queue.py", "fair_thread.py")]
@@ -47,8 +47,7 @@ FLOORS = (
     ("engine",),
     ("prompt_cache",),
     ("session", "tools"),
-    ("training",),
-    ("lab",),
+    ("research",),
 )
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 # What weight formats may know of loading (kernels know nothing but themselves).
@@ -70,7 +69,7 @@ UNDER_FORMATS = {"files.checkpoint", "files.gguf_types", "files.records", "param
         ),
     )
 }
-LAB = "offspec.lab"
+RESEARCH = "offspec.research"
 # These two stand for the package as it is installed, all four folders, not for the folder they lie in.
 FRONT_DOORS = (ROOT / "offspec" / "__init__.py", ROOT / "offspec" / "__main__.py")
 
@@ -229,20 +228,20 @@ def test_formats_are_a_room_of_their_folder() -> None:
     assert within == {"offspec.loaders.files.user_folders", *(f"offspec.loaders.kernels.{name}" for name in own)}
 
 
-def test_the_core_imports_nothing_from_the_laboratory() -> None:
-    """It asks for the laboratory's methods by name (`offspec.extensions`)."""
-    importers = {name_of(found.file) for found in all_imports() if f"{found.target}.".startswith(f"{LAB}.")}
-    assert {name for name in importers if room_of(name) != "lab"} == set()
+def test_the_core_imports_nothing_from_research() -> None:
+    """It asks for research's methods by name (`offspec.extensions`)."""
+    importers = {name_of(found.file) for found in all_imports() if f"{found.target}.".startswith(f"{RESEARCH}.")}
+    assert {name for name in importers if room_of(name) != "research"} == set()
 
 
-def test_only_the_front_door_names_the_laboratory() -> None:
-    naming = {file.relative_to(ROOT) for file in MODULES if LAB in file.read_text(encoding="utf-8")}
-    outside = {str(file) for file in naming if file.parent != Path("offspec/lab")}
+def test_only_the_front_door_names_research() -> None:
+    naming = {file.relative_to(ROOT) for file in MODULES if RESEARCH in file.read_text(encoding="utf-8")}
+    outside = {str(file) for file in naming if file.parts[0] != "cli" and file.parent != Path("offspec/research")}
     assert outside == {"offspec/__init__.py"}
 
 
-def test_the_core_asks_for_every_kind_of_method_that_the_laboratory_has() -> None:
-    from offspec.lab import METHODS
+def test_the_core_asks_for_every_kind_of_method_that_research_has() -> None:
+    from offspec.research import METHODS
 
     code = "".join(file.read_text(encoding="utf-8") for file in MODULES)
     assert set(re.findall(r'Methods\("([^"]+)"', code)) == set(METHODS)

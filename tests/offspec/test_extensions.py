@@ -10,7 +10,7 @@ import pytest
 from offspec import ACCEPTS, TREES, Engine, SamplingParams, SpeculationParams, extensions
 from offspec.errors import UsageError
 from offspec.extensions import Methods
-from offspec.training.distill_params import HEADS
+from offspec.research.distill_params import HEADS
 
 from ..refusals import refused
 

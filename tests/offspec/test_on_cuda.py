@@ -18,7 +18,7 @@ from offspec.loaders.formats.core import has_fp32_output
 from offspec.loaders.formats.four_bit import has_kernels
 from offspec.model.early_exit import EarlyExit
 from offspec.planning.plan import Plan
-from offspec.training.online import Aligner, AlignmentParams
+from offspec.research.online import Aligner, AlignmentParams
 
 from ..late_work import late_copies, late_layers
 from .test_pretended_cuda import (

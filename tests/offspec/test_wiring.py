@@ -18,10 +18,10 @@ from offspec import Engine, SamplingParams, SpeculationParams, Step
 from offspec.drafts.base import DraftTask
 from offspec.drafts.recall import RecallingText
 from offspec.drafts.without_model import NoDraft
-from offspec.lab.opt_tree import OptTreeDrafter
-from offspec.lab.sequoia import MeasuredAcceptance, SequoiaDrafter
 from offspec.loaders.machine.hardware import Rates
 from offspec.planning.draft_forecast import round_s
+from offspec.research.opt_tree import OptTreeDrafter
+from offspec.research.sequoia import MeasuredAcceptance, SequoiaDrafter
 from offspec.scheduler.drafting.drafter import Drafter, DraftRequest, NoDrafter
 from offspec.scheduler.drafting.model_drafter import ModelDrafter
 from offspec.scheduler.guessing.lookup import PromptLookup

@@ -16,7 +16,7 @@ from offspec.model.decoder import CachedDecoder, Decoder, random_decoder, wanted
 from offspec.model.early_exit import EarlyExit, shared_text
 from offspec.model.names import EMBEDDING, LAYER_PREFIX
 from offspec.model.parts.attention import Attention
-from offspec.training.lora import Adapter, TreeRows, hidden_states
+from offspec.research.lora import Adapter, TreeRows, hidden_states
 
 from ...fakes import FAMILIES, TinyModel, config_json
 from ...refusals import refused

@@ -11,8 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offspec.lab.opt_tree import OptTreeDrafter
-from offspec.lab.sequoia import MeasuredAcceptance, SequoiaDrafter
+from offspec.research.opt_tree import OptTreeDrafter
+from offspec.research.sequoia import MeasuredAcceptance, SequoiaDrafter
 from offspec.scheduler.drafting.drafter import Drafter, DraftRequest
 from offspec.scheduler.drafting.model_drafter import ModelDrafter
 from offspec.scheduler.joint import BeamDrafter

@@ -15,7 +15,7 @@ from offspec.model.config import read_config
 from offspec.model.decoder import CachedDecoder, random_decoder
 from offspec.model.memory.kv_cache import KVLayout
 from offspec.model.memory.kv_formats import EIGHT_BIT
-from offspec.training.lora import Adapter, TreeRows, hidden_states
+from offspec.research.lora import Adapter, TreeRows, hidden_states
 
 from ....fakes import CPU, FAMILIES, TinyModel, config_json
 from ....refusals import refused

@@ -15,10 +15,10 @@ from safetensors.torch import load_file
 from offspec import Engine, SamplingParams, SpeculationParams
 from offspec.checkpoints.opening import ModelFiles
 from offspec.errors import UsageError, VocabularyMismatchError
-from offspec.training.distill_params import DraftParams
-from offspec.training.distillation import Teacher
-from offspec.training.draft_distillation import DistilledDraft, Untrained, WholeStudent, distill_draft
-from offspec.training.target_texts import SHARD_TEXTS, Shards
+from offspec.research.distill_params import DraftParams
+from offspec.research.distillation import Teacher
+from offspec.research.draft_distillation import DistilledDraft, Untrained, WholeStudent, distill_draft
+from offspec.research.target_texts import SHARD_TEXTS, Shards
 
 from ...fakes import LendingWeights
 from ...pair import Pair, variant

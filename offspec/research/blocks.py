@@ -17,7 +17,7 @@ from ..model.heads.dflash import DFlashHead
 from ..model.heads.head import Advanced, Head
 from ..model.parts.part import Attending, Entries
 from ..model.rope import Rotations
-from ..training.unrolling import Unrolled
+from .unrolling import Unrolled
 
 NUM_BLOCKS = 24  # of each text and training step; their rows and the texts' are about as many
 

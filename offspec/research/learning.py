@@ -17,9 +17,9 @@ from ..errors import UsageError
 from ..model.decoder import Decoder
 from ..model.heads.head import Head
 from ..planning.memory import MemoryUse, Reservation
-from ..training import head_learning
-from ..training.lora import SavedAdapter
-from ..training.online import Aligner, AlignmentParams, learning_bytes
+from . import head_learning
+from .lora import SavedAdapter
+from .online import Aligner, AlignmentParams, learning_bytes
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from offspec.errors import UsageError
-from offspec.lab.blend import RULES, BlendDrafter, blended
+from offspec.research.blend import RULES, BlendDrafter, blended
 from offspec.scheduler.params import SamplingParams, SpeculationParams
 from offspec.scheduler.trees.sampling import Sampler
 from offspec.scheduler.trees.token_tree import FloatArray

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from offspec.errors import MemoryLimitError
 from offspec.loaders.machine.hardware import Gpu, Hardware, read_hardware
 from offspec.loaders.units import format_size
-from offspec.training.distill_params import DistillParams
-from offspec.training.target_texts import Shard
-from offspec.training.trainer import Student, Trainer
+from offspec.research.distill_params import DistillParams
+from offspec.research.target_texts import Shard
+from offspec.research.trainer import Student, Trainer
 
 from ...refusals import refused
 
@@ -43,8 +43,8 @@ def test_what_does_not_fit_is_refused(
         ram = replace(here.ram, available_bytes=10**12 if on_card else free)
         return replace(here, ram=ram, gpu=Gpu("card", 0, 10**12, free, (9, 0)) if on_card else None)
 
-    monkeypatch.setattr("offspec.training.trainer.read_hardware", lambda device: hardware(needed))
+    monkeypatch.setattr("offspec.research.trainer.read_hardware", lambda device: hardware(needed))
     Trainer(OneMatrix(), DistillParams(), tmp_path)
-    monkeypatch.setattr("offspec.training.trainer.read_hardware", lambda device: hardware(needed - 1))
+    monkeypatch.setattr("offspec.research.trainer.read_hardware", lambda device: hardware(needed - 1))
     with refused(MemoryLimitError, "training 1 M weights takes", format_size(needed)):
         Trainer(OneMatrix(), DistillParams(), tmp_path)

@@ -15,12 +15,12 @@ from offspec import Engine, SamplingParams, SpeculationParams
 from offspec.checkpoints.opening import ModelFiles
 from offspec.errors import CheckpointError, NumericalError, UsageError
 from offspec.model.heads.text import HeadText
-from offspec.training.distill_params import HEADS, HeadParams
-from offspec.training.distillation import Teacher
-from offspec.training.head_structures import structure_of
-from offspec.training.heads import HeadStudent, distill_head
-from offspec.training.target_texts import Forest, Shard
-from offspec.training.unrolling import SoftCrossEntropy
+from offspec.research.distill_params import HEADS, HeadParams
+from offspec.research.distillation import Teacher
+from offspec.research.head_structures import structure_of
+from offspec.research.heads import HeadStudent, distill_head
+from offspec.research.target_texts import Forest, Shard
+from offspec.research.unrolling import SoftCrossEntropy
 
 from ...fakes import FAMILIES, build
 from ...pair import Pair, build_pair

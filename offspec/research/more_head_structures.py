@@ -19,7 +19,8 @@ from ..model.decoder import Decoder
 from ..model.heads import dflash as dflash_head
 from ..model.heads.head import LAYERS, OWN_NORM, Advanced
 from ..model.heads.mtp import EMBEDDING_NORM, FC, PREFIX, STATE_NORM, last_with_attention
-from ..training.head_structures import (
+from .blocks import unroll_blocks
+from .head_structures import (
     ANOTHER_HEAD,
     UNROLLED,
     Beginning,
@@ -31,9 +32,8 @@ from ..training.head_structures import (
     own_head,
     shared,
 )
-from ..training.target_texts import Shard
-from .blocks import unroll_blocks
 from .own_heads import STAGES
+from .target_texts import Shard
 
 ALIGNMENT = 10.0  # weight of the distance from the target's states, beside the cross entropy
 STEPS = 5  # tokens ahead that heads without attention learn to predict

@@ -12,10 +12,10 @@ import torch
 from offspec import Engine, SamplingParams, SpeculationParams
 from offspec.checkpoints.head_files import write_head
 from offspec.errors import UsageError
-from offspec.training.head_learning import HeadAligner, HeadWindow
-from offspec.training.head_structures import structure_of
-from offspec.training.online import AlignmentParams
-from offspec.training.target_texts import Forest
+from offspec.research.head_learning import HeadAligner, HeadWindow
+from offspec.research.head_structures import structure_of
+from offspec.research.online import AlignmentParams
+from offspec.research.target_texts import Forest
 
 from ...pair import Pair, build_pair
 
@@ -114,7 +114,7 @@ def test_places_have_the_targets_states(kind: str, pair: Pair, plain: Engine, tm
 def test_a_long_text_fills_several_windows(
     pair: Pair, plain: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("offspec.training.head_learning.HEAD_PARAMS", AlignmentParams(window_tokens=64))
+    monkeypatch.setattr("offspec.research.head_learning.HEAD_PARAMS", AlignmentParams(window_tokens=64))
     head, prompt = head_of("eagle3", plain, tmp_path), [*range(20, 110)]
     with Engine.load(str(pair.target), draft=str(head), device="cpu", learn=True) as engine:
         steps = list(engine.generate(prompt, SamplingParams(20, ignore_eos=True), DRAFTED))

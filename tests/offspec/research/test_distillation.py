@@ -26,10 +26,10 @@ from offspec.model.block import layer_shapes
 from offspec.model.decoder import CachedDecoder
 from offspec.model.early_exit import EarlyExit
 from offspec.model.pass_rows import TextRows
+from offspec.research.distill_params import DistillParams
+from offspec.research.distillation import Distilled, ExitModule, Teacher, distill, distill_exits
+from offspec.research.target_texts import SHARD_TEXTS, Forest, Shards
 from offspec.text.tokenizer import Tokenizer
-from offspec.training.distill_params import DistillParams
-from offspec.training.distillation import Distilled, ExitModule, Teacher, distill, distill_exits
-from offspec.training.target_texts import SHARD_TEXTS, Forest, Shards
 
 from ...fakes import LendingWeights
 from ...pair import build_pair, scale_weights, variant
@@ -215,7 +215,7 @@ def test_a_streamed_target_is_walked_once_for_all_texts(engine: Engine, tmp_path
 def test_a_text_that_does_not_end_is_refused(
     engine: Engine, files: ModelFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("offspec.training.target_texts.MOST_TEXT_BYTES", 1 << 20)
+    monkeypatch.setattr("offspec.research.target_texts.MOST_TEXT_BYTES", 1 << 20)
     with refused(UsageError, "`texts=/dev/zero`", "1 MiB"):
         train(engine, files, tmp_path / "exit.safetensors", texts=[Path("/dev/zero")])
 

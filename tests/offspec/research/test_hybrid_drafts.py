@@ -11,11 +11,11 @@ import torch
 from offspec import Engine, SamplingParams, SpeculationParams
 from offspec.checkpoints.opening import ModelFiles
 from offspec.model.decoder import Decoder
+from offspec.research.distill_params import HeadParams
+from offspec.research.distillation import Teacher
+from offspec.research.heads import distill_head
+from offspec.research.lora import CausalTexts, TreeRows, hidden_states, weights_of
 from offspec.scheduler.trees.token_tree import ROOT
-from offspec.training.distill_params import HeadParams
-from offspec.training.distillation import Teacher
-from offspec.training.heads import distill_head
-from offspec.training.lora import CausalTexts, TreeRows, hidden_states, weights_of
 
 from ...fakes import FAMILIES, build
 from ..drafts.test_head_draft import HEADS

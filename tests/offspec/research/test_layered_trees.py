@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from offspec.errors import NumericalError
-from offspec.lab.opt_tree import OptTreeDrafter
-from offspec.lab.sequoia import (
+from offspec.research.opt_tree import OptTreeDrafter
+from offspec.research.sequoia import (
     MeasuredAcceptance,
     RankAcceptance,
     SequoiaDrafter,

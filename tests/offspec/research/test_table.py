@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 from offspec.extensions import Methods
-from offspec.lab import METHODS
+from offspec.research import METHODS
 
 from ...pages import ROOT
 
@@ -14,9 +14,9 @@ CALLED = [(kind, name) for kind in METHODS for name in METHODS[kind]]
 LISTED = """
 import sys
 from offspec import ACCEPTS, TREES
-from offspec.training.distill_params import HEADS
+from offspec.research.distill_params import HEADS
 print(*ACCEPTS, *TREES, *HEADS)
-print([name for name in sys.modules if name == "torch" or name.startswith("offspec.lab.")])
+print([name for name in sys.modules if name == "torch" or name.startswith("offspec.research.")])
 """
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from offspec.training.draft_losses import forward_kl, outcomes
+from offspec.research.draft_losses import forward_kl, outcomes
 
 
 def drawn(seed: int, size: int = 7) -> Tensor:

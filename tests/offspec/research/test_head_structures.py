@@ -16,14 +16,14 @@ from offspec.model.block import PassRows
 from offspec.model.heads.head import Advanced, Inputs
 from offspec.model.heads.text import HeadText
 from offspec.model.pass_rows import CHUNK_ROWS
-from offspec.training.distillation import Teacher
-from offspec.training.head_structures import structure_of
-from offspec.training.heads import HeadStudent
+from offspec.research.distillation import Teacher
+from offspec.research.head_structures import structure_of
+from offspec.research.heads import HeadStudent
 
 from ...fakes import FAMILIES, build
 from ...pair import build_pair
 from ..model.heads.test_kinds_of_head import told, tree_mask
-from ..training.test_heads import batch_of
+from .test_heads import batch_of
 
 
 @pytest.fixture(scope="module")

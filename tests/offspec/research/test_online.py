@@ -18,11 +18,11 @@ from offspec import Engine, SamplingParams, SpeculationParams
 from offspec.errors import StorageError, UsageError
 from offspec.model.cuda_graphs import TreeGraphs
 from offspec.model.decoder import CachedDecoder, Decoder
+from offspec.research.lora import Adapter, TreeRows, adapted_shapes, hidden_states
+from offspec.research.online import Aligner, AlignmentParams, Listener, Window, divergence, learning_bytes
 from offspec.scheduler.params import MAX_ROWS
 from offspec.scheduler.trees.token_tree import ROOT, TokenTree
 from offspec.scheduler.trees.verify import NoStates, TargetPass, Verdict
-from offspec.training.lora import Adapter, TreeRows, adapted_shapes, hidden_states
-from offspec.training.online import Aligner, AlignmentParams, Listener, Window, divergence, learning_bytes
 
 from ...fakes import TinyModel
 from ...pair import VOCAB_SIZE, Pair, scale_weights, variant

@@ -1,1 +1,0 @@
-"""Training on the target's output: a draft between requests (low-rank adapters), and exit layers."""
