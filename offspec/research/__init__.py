@@ -19,21 +19,4 @@ METHODS: dict[str, dict[str, str]] = {
         "amphista": "offspec.research.own_heads:AMPHISTA",
     },
     "tensor of a head": {"clover_head_mlp_rnn.q.weight": "offspec.research.clover2:CLOVER2"},
-    "head to train": {
-        name: f"offspec.research.more_head_structures:{name.replace('-', '_')}"
-        for name in (
-            "medusa",
-            "medusa-shared",
-            "hydra",
-            "recurrent",
-            "mlp",
-            "clover",
-            "clover2",
-            "koala",
-            "amphista",
-            "fspad",
-            "mtp",
-            "dflash",
-        )
-    },
 }

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from ..errors import UsageError
-from ..extensions import Methods
 
 Init = Literal["next", "last"]
-HEADS = Methods("head to train", "eagle3")  # `head_structures`
+HEADS = (  # `head_structures.STRUCTURES`
+    *("eagle3", "medusa", "medusa-shared", "hydra", "recurrent", "mlp", "clover", "clover2", "koala", "amphista"),
+    *("fspad", "mtp", "dflash"),
+)
 LEAST_TEMPERATURE = 1e-3  # a smaller one could overflow
 LEAST_TEXT = 3  # tokens: a place whose state a head reads, the token after it, and one to predict
 

@@ -10,7 +10,6 @@ import pytest
 from offspec import ACCEPTS, TREES, Engine, SamplingParams, SpeculationParams, extensions
 from offspec.errors import UsageError
 from offspec.extensions import Methods
-from offspec.research.distill_params import HEADS
 
 from ..refusals import refused
 
@@ -49,7 +48,6 @@ def test_what_no_extension_adds_is_none(laboratory: ModuleType) -> None:
 def test_the_core_is_whole_without_the_laboratory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(extensions, "EXTENSIONS", [])
     assert [list(names) for names in (ACCEPTS, TREES)] == [["exact", "joint"], ["best-first"]]
-    assert list(HEADS) == ["eagle3"]
     with refused(UsageError, "accept", "joint", "mix"):
         SpeculationParams(accept="mix")
     with Engine.load("builtin", device="cpu") as engine:

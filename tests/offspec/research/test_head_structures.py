@@ -1,4 +1,4 @@
-"""What the laboratory's heads see, where they begin, and what they learn beside the target's likeliest tokens."""
+"""What heads that are trained see, where they begin, and what they learn beside the target's likeliest tokens."""
 
 from __future__ import annotations
 
