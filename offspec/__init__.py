@@ -12,7 +12,7 @@ from __future__ import annotations
 import os.path
 from importlib import import_module
 
-from .extensions import EXTENSIONS
+from . import methods
 
 TYPE_CHECKING = False  # not typing's: this package is imported before Ctrl-C is handled (`cli.entry`), so it is small
 
@@ -23,7 +23,7 @@ _root = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
 if os.path.isfile(os.path.join(_root, "pyproject.toml")) and os.path.isdir(os.path.join(_root, "loaders")):
     __path__.append(_root)
 
-EXTENSIONS.append("offspec.research")
+methods.RESEARCH = "offspec.research.methods"
 
 _HOMES = {
     "AUTO_TEXTS": "offspec.scheduler.params",

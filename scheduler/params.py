@@ -16,7 +16,6 @@ from numbers import Integral, Real
 from typing import Any, Literal, TypeVar, get_args
 
 from offspec.errors import UsageError
-from offspec.extensions import Methods
 
 SEED_LIMIT = 1 << 64
 MAX_STOPS, MAX_STOP_LENGTH = 64, 1024  # stop texts, and characters of each: every token's text is searched for all
@@ -34,9 +33,9 @@ MOST_STATE_NODES = 256  # per tree of a model with recurrent layers, whose nodes
 MAX_JOINT_NODES = 256  # per jointly accepted tree, because all its logits are in memory at a time
 # Fields of `SamplingParams` that a model's authors may recommend.
 RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-ACCEPTS = Methods("lossy acceptance", "exact", "joint")
+ACCEPTS = ("exact", "joint", "cascade", "contrastive", "mix", "relaxed", "bild")
 Scoring = Literal["coupled", "specexec"]
-TREES = Methods("shape of a tree", "best-first")
+TREES = ("best-first", "sequoia", "opt-tree")
 Stopping = Literal["default", "thompson", "thompson-calibrated"]
 T = TypeVar("T")
 ConstraintKind = Literal["json_schema", "json_object", "grammar", "regex", "tool_calls"]

@@ -37,7 +37,7 @@ from offspec.loaders.streaming.stored_model import StoredUnit
 from offspec.loaders.streaming.tiers import load_layer
 
 from ..errors import CheckpointError, MissingWeightsError, StorageError, UnsupportedModelError, UsageError
-from ..extensions import Methods
+from ..methods import research
 from ..model.config import ModelConfig
 from ..model.config_values import Json, mapping
 from ..model.heads.assistant import assistant_name, assistant_spec
@@ -253,9 +253,8 @@ MARKS = {
     DFLASH_ENTRY: "dflash",
     MARKOV_ENTRY: "dflash",
 }  # a key of config.json → the kind
-NAMED_KINDS = Methods("kind of head", "medusa", "mlp_speculator")  # named by OWN_KIND, or by model_type
+NAMED_KINDS = ("medusa", "mlp_speculator")  # named by model_type
 ASSISTANTS = ("gemma4_assistant", "gemma4_unified_assistant")  # Gemma 4's drafts
-MARKING_TENSORS = Methods("tensor of a head", "fc.fc.weight")  # that only one kind has: FSPAD's, and others'
 TARGET_KEY = "offspec_target"  # the key of the target's fingerprint, in heads that offspec trained
 OWN_KIND = "offspec_head"  # the key of kinds that nobody else publishes
 
@@ -264,17 +263,21 @@ def layout_of(config: Json, names: Iterable[str]) -> Layout | None:
     """The layout of a head's files by their config.json, or by their tensors where it says nothing; None: no head."""
     if (kind := next((kind for key, kind in MARKS.items() if key in config), None)) is not None:
         return LAYOUTS[HYDRA_PREFIX if config.get("hydra_head_arch") == "prefix-mlp" else kind]
-    named = config.get(OWN_KIND, config.get("model_type"))
+    if OWN_KIND in config:
+        return _researched(str(config[OWN_KIND]))
+    named = config.get("model_type")
     if named in ASSISTANTS:
         return LAYOUTS["assistant"]
     if named in NAMED_KINDS:
-        return _layout(NAMED_KINDS, str(named), str(named))
+        return LAYOUTS[named]
     names = set(names)
     if names and all(name.startswith(MTP_PREFIX) for name in names):  # a model may have such tensors among others
         return LAYOUTS["mtp"]
     plain = {name.removeprefix("model.") for name in names}
-    if (mark := next((name for name in MARKING_TENSORS if name in plain), None)) is not None:
-        return _layout(MARKING_TENSORS, mark, "fspad")
+    if "fc.fc.weight" in plain:
+        return LAYOUTS["fspad"]
+    if "clover_head_mlp_rnn.q.weight" in plain:
+        return _researched("clover2")
     stated = config.get("architectures")
     classes = [str(name).lower() for name in stated] if isinstance(stated, list) else []
     method = config.get("speculators_model_type")
@@ -287,10 +290,10 @@ def layout_of(config: Json, names: Iterable[str]) -> Layout | None:
     return None
 
 
-def _layout(methods: Methods, name: str, kind: str) -> Layout:
-    """An extension's layout of this name, or else the core's of this kind."""
-    layout: Layout | None = methods.load(name)
-    return LAYOUTS[kind] if layout is None else layout
+def _researched(kind: str) -> Layout | None:
+    """The layout of a kind of head that only research has."""
+    layouts: Mapping[str, Layout] = research().LAYOUTS
+    return layouts.get(kind)
 
 
 def is_head(path: Path) -> bool:

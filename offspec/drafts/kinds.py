@@ -11,7 +11,7 @@ from ..checkpoints.head_files import has_mtp, is_head
 from ..checkpoints.opening import Note, locate
 from ..checkpoints.shadows import made_shadows
 from ..errors import OffspecError
-from ..extensions import Methods
+from ..methods import research
 from ..model.block import has_entries_alone
 from ..named_models import BUILTIN, MODEL_NAMES
 from .base import Choice, OpenedDraft, OpenRequest
@@ -24,7 +24,6 @@ from .self_draft import OpenedSelf, trained_exits
 from .without_model import LookupDraft, NoDraft
 
 AUTO = "auto"
-LEARNING = Methods("draft that learns")
 KINDS: dict[str, Callable[[OpenRequest], OpenedDraft]] = {
     "none": NoDraft.open,
     LookupDraft.NAME: LookupDraft.open,
@@ -51,7 +50,7 @@ def _open(name: str, request: OpenRequest) -> OpenedDraft:
     request = replace(request, options=options)
     opened = KINDS.get(kind, _open_files)(request)
     if options.learns:
-        opened = LEARNING.load("learn")(opened, request)
+        opened = research().learning_draft(opened, request)
     return opened
 
 

@@ -20,12 +20,13 @@ from offspec.scheduler.guessing.lookup import Guesser, PromptLookup
 from offspec.scheduler.joint import JointDrafter
 from offspec.scheduler.pace.costs import WIDTHS
 from offspec.scheduler.pace.trials import WindowTrials
-from offspec.scheduler.params import ACCEPTS, DRAFT_ROWS, MAX_ROWS, TREES, SpeculationParams
+from offspec.scheduler.params import DRAFT_ROWS, MAX_ROWS, SpeculationParams
 from offspec.scheduler.trees.verify import TargetPass
 
 from ..checkpoints.load import WeightSettings, is_exact_as_draft, load_decoder
 from ..checkpoints.opening import AUTO, ModelFiles, Note, locate
 from ..errors import OffspecError, UsageError, VocabularyMismatchError
+from ..methods import research
 from ..model.block import has_entries_alone, keeps_states, memory_layouts
 from ..model.config import ModelConfig
 from ..model.cuda_graphs import TreeGraphs, is_static
@@ -110,7 +111,7 @@ class ModelDraft(Draft):
             return super().drafter(task, stats)
         if speculation.is_lossy:
             is_joint = speculation.accept == "joint"
-            make_lossy: Callable[..., Drafter] = JointDrafter if is_joint else ACCEPTS.load(speculation.accept)
+            make_lossy: Callable[..., Drafter] = JointDrafter if is_joint else research().LOSSY[speculation.accept]
             return make_lossy(text, request.sampler, speculation, request.final)
         if speculation.budget == 0:
             return NoDrafter()
@@ -121,7 +122,7 @@ class ModelDraft(Draft):
             # Tensors of states are made and dropped by both streams, and nothing orders the reuse of their memory.
             speculation = replace(speculation, overlap=False)
         if speculation.tree != "best-first":
-            make_tree: MakeDrafter = TREES.load(speculation.tree)
+            make_tree: MakeDrafter = research().TREES[speculation.tree]
             return make_tree(text, task, stats)
         has_window = self._choose_window(text, task, stats.windows)
         recalling = None

@@ -26,7 +26,7 @@ PAGES = [
 # Folder → what it may import of offspec, outside itself. Imports point one way (docs/developing/architecture.md).
 ALLOWED = {
     "loaders": r"offspec\.errors",
-    "scheduler": r"offspec\.(errors|extensions)",
+    "scheduler": r"offspec\.errors",
     "offspec": r"offspec\.(loaders|scheduler)(\..+)?",
     # The public names, and the rooms that exist for commands: reports, training, and texts of the server's protocol.
     "cli": rf"offspec(\.({'|'.join(offspec.__all__)}|errors|builtin)"
@@ -37,7 +37,7 @@ SERVICE = [ROOT / "cli" / "server" / name for name in ("service.py", "constraint
 ALLOWED_IN_SERVICE = r"offspec\.(engine|running|session|text|model\.memory\.text_pool|planning\.parked_texts)(\..+)?"
 # The rooms of offspec/ (a folder or a module each), from the ground up: a room imports from lower floors alone.
 FLOORS = (
-    ("errors", "extensions", "stats", "background", "process", "builtin"),
+    ("errors", "methods", "stats", "background", "process", "builtin"),
     ("text", "model", "named_models", "load_options"),
     ("checkpoints",),
     ("planning", "user_files"),
@@ -229,7 +229,7 @@ def test_formats_are_a_room_of_their_folder() -> None:
 
 
 def test_the_core_imports_nothing_from_research() -> None:
-    """It asks for research's methods by name (`offspec.extensions`)."""
+    """It asks for research's methods by name (`offspec.methods`)."""
     importers = {name_of(found.file) for found in all_imports() if f"{found.target}.".startswith(f"{RESEARCH}.")}
     assert {name for name in importers if room_of(name) != "research"} == set()
 
@@ -238,13 +238,6 @@ def test_only_the_front_door_names_research() -> None:
     naming = {file.relative_to(ROOT) for file in MODULES if RESEARCH in file.read_text(encoding="utf-8")}
     outside = {str(file) for file in naming if file.parts[0] != "cli" and file.parent != Path("offspec/research")}
     assert outside == {"offspec/__init__.py"}
-
-
-def test_the_core_asks_for_every_kind_of_method_that_research_has() -> None:
-    from offspec.research import METHODS
-
-    code = "".join(file.read_text(encoding="utf-8") for file in MODULES)
-    assert set(re.findall(r'Methods\("([^"]+)"', code)) == set(METHODS)
 
 
 def test_no_folder_is_imported_as_a_package_of_its_own() -> None:
