@@ -208,7 +208,7 @@ draft_option = LOADING.option(
     type=DRAFT_NAME,
     metavar="PATH|auto|mtp|shadow|head|self|lookup|none",
     help="Draft: path or hub id, mtp, shadow[:BITS] (low-bit target), head, self[:N|:FILE] (early exit), "
-    "lookup, none. [default: auto: mtp, lookup or a cached shadow]",
+    "lookup, none, module:Name (your own). [default: auto: mtp, lookup or a cached shadow]",
 )
 draft_window_option = LOADING.option(
     "draft_window",

@@ -1,7 +1,8 @@
 """The interface of a kind of draft: its files, memory, loading, drafter, and listener.
 
 `--draft` names a kind, or a model. First, the kind is opened: `OpenedDraft` checks its files and counts its memory.
-Then it is loaded as a `Draft`. A new kind is one file with these two classes, and one line in `kinds.py`.
+Then it is loaded as a `Draft`. A new kind is one file with these two classes, which a line in `kinds.py` names, or the
+user: `--draft module:Name`.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ NEEDS_DRAFT_MODEL = (
 class DraftOptions:
     """The user's settings of the draft.
 
-    draft: auto, none, lookup, mtp, self, self:N, self:FILE, shadow, shadow:BITS, shadow:FOLDER, or a model.
+    draft: auto, none, lookup, mtp, self, self:N, self:FILE, shadow, shadow:BITS, shadow:FOLDER, module:Name (an
+    `OpenedDraft` of another package), or a model.
     exit_file: the exit layer for `self`. exit_layer: the number of first layers with which `self` drafts without a
     trained exit layer. learn: the draft may learn between requests. learn_file: what it learnt before; without
     `learn`, it must exist. needs_draft_model: requests will use lossy acceptance. draft_window: tokens that a draft
@@ -115,7 +117,10 @@ class OpenRequest:
 
 
 class OpenedDraft(Protocol):
-    """A draft with checked files, not loaded yet. It declares its memory (`planning.memory.MemoryUser`)."""
+    """A draft with checked files, not loaded yet. It declares its memory (`planning.memory.MemoryUser`).
+
+    Its class has a class method `open(request: OpenRequest)`, which raises a subclass of OffspecError.
+    """
 
     @property
     def models(self) -> Sequence[ModelFiles]:

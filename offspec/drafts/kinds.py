@@ -1,16 +1,19 @@
-"""The kinds of draft by their names in `--draft`. A name that is no kind is a model's."""
+"""The kinds of draft by their names in `--draft`, `module:Name` of other packages, or else a model's name."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
 
 from offspec.loaders.params import SHADOW_FORMATS
 
 from ..checkpoints.head_files import has_mtp, is_head
 from ..checkpoints.opening import Note, locate
 from ..checkpoints.shadows import made_shadows
-from ..errors import OffspecError
+from ..errors import OffspecError, UsageError
 from ..methods import research
 from ..model.block import has_entries_alone
 from ..named_models import BUILTIN, MODEL_NAMES
@@ -48,7 +51,8 @@ def _open(name: str, request: OpenRequest) -> OpenedDraft:
         text = f"`draft_window={options.draft_window}` does nothing: `draft={kind}` has no KV cache of its own"
         request.notes.append(Note(text, advice=True))
     request = replace(request, options=options)
-    opened = KINDS.get(kind, _open_files)(request)
+    is_named = re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", name) is not None and not Path(name).exists()
+    opened = KINDS.get(kind, _open_named if is_named else _open_files)(request)
     if options.learns:
         opened = research().learning_draft(opened, request)
     return opened
@@ -74,6 +78,23 @@ def _open_files(request: OpenRequest) -> OpenedDraft:
     names = (AUTO, *KINDS, *MODEL_NAMES)
     path = locate(request.options.draft, None, "draft", weights=request.tokenizer is not None, names=names)
     return (OpenedHead if is_head(path) else OpenedModel).open(request)
+
+
+def _open_named(request: OpenRequest) -> OpenedDraft:
+    """A kind of draft of another package, `module:Name`."""
+    draft = request.options.draft
+    module, _, name = draft.partition(":")
+    try:
+        kind = getattr(import_module(module), name)
+    except ImportError as exc:
+        remedy = "install its package, or set PYTHONPATH to its folder"
+        raise UsageError(f"`draft={draft}`: module {module} cannot be imported ({exc}); {remedy}") from exc
+    except AttributeError as exc:
+        raise UsageError(f"`draft={draft}`: module {module} has no {name}; give the name of an OpenedDraft") from exc
+    if not callable(getattr(kind, "open", None)):
+        raise UsageError(f"`draft={draft}`: {name} is no kind of draft; it needs a class method open(request)")
+    opened: OpenedDraft = kind.open(request)
+    return opened
 
 
 def automatic_names(model: str, request: OpenRequest) -> list[str]:

@@ -6,10 +6,12 @@ where the text goes on as that one did, and whatever it guesses, the text is the
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from offspec.checkpoints.opening import ModelFiles
 from offspec.drafts.base import Attach, Draft, DraftTask, OpenRequest
 from offspec.drafts.draft_stats import DraftStats
 from offspec.drafts.kinds import KINDS
+from offspec.errors import UsageError
 from offspec.loaders.machine.hardware import Rates
 from offspec.loaders.streaming.placement import Item, Placement
 from offspec.model.decoder import Decoder
@@ -29,7 +32,9 @@ from offspec.scheduler.drafting.drafter import Drafter, NoDrafter
 from offspec.scheduler.trees.token_tree import TokenTree
 from offspec.tools.forecast import make_forecast
 
+from ...pages import ROOT, blocks
 from ...pair import Pair
+from ...refusals import refused
 
 PROMPT = "def area("
 GREEDY, SAMPLED = SamplingParams(12, seed=5), SamplingParams(12, temperature=1.0, seed=5)
@@ -147,3 +152,39 @@ def test_its_memory_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("offspec.tools.forecast.measure_rates", lambda *_, **__: Rates(matmul_flops={1: 1e10}))
     forecast = make_forecast(LoadOptions("builtin", draft="table", device="cpu", context=CONTEXT))
     assert ("successor table", 0, table_bytes) in forecast.rows()
+
+
+@pytest.fixture
+def _followers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The page's example as a module that Python finds."""
+    (code,) = (code for code in blocks(ROOT / "docs/developing/extending.md", "python") if "FollowersDraft" in code)
+    (tmp_path / "followers.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield
+    sys.modules.pop("followers", None)
+
+
+@pytest.mark.usefixtures("_followers")
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "temperature 1"])
+def test_a_strangers_kind_is_named_by_its_module(
+    pair: Pair, plain: dict[SamplingParams, list[int]], params: SamplingParams
+) -> None:
+    with load(pair, "followers:FollowersDraft") as engine:
+        ids, num_passes = ids_of(engine, params)
+        assert engine.draft_name == "followers"
+        assert ids == plain[params][-len(ids) :]
+        assert num_passes <= len(ids)
+
+
+@pytest.mark.usefixtures("_followers")
+@pytest.mark.parametrize(
+    ("draft", "told"),
+    [
+        ("no_such_module:Name", ["no_such_module", "PYTHONPATH"]),
+        ("followers:Missing", ["module followers", "Missing"]),
+        ("followers:TokenTree", ["TokenTree", "open(request)"]),
+    ],
+)
+def test_what_is_no_kind_of_draft_is_refused(draft: str, told: list[str]) -> None:
+    with refused(UsageError, draft, *told):
+        Engine.load("builtin", draft=draft, device="cpu")
