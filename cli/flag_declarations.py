@@ -61,6 +61,7 @@ REPLACED = {
     "--exit-layer": "--draft self:N",
     "--json-object": "--json-schema object",
     "--prompt-ids": 'a line like {"prompt": [1, 2, 3]} of a .jsonl --prompt-file',
+    "--strength": "--tau T",
     "--revision": "MODEL as org/name@REVISION",
 }
 FLAGS: dict[str, str] = {}  # name of a setting in Python → flag; of every command that was imported

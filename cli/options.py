@@ -314,8 +314,8 @@ acceptance_options = all_of(
         "tau",
         type=Number(0, 1, min_open=True),
         metavar="T",
-        help="With --accept joint: minimum ratio of target to draft likelihood; with bild: minimum "
-        "probability under the target.",
+        help="With --accept joint: minimum ratio of target to draft likelihood; with others: the draft's weight, or "
+        "a threshold. [default: the method's, joint: 0.1]",
     ),
 )
 speculation_options = all_of(
@@ -362,13 +362,6 @@ research_options = all_of(
         help="Shape of the draft tree; sequoia and opt-tree are baselines.",
     ),
     acceptance_options,
-    SPECULATION.option(
-        "strength",
-        type=Number(0, 1, min_open=True),
-        metavar="X",
-        help="With lossy acceptance other than joint: weight of the draft, or threshold. "
-        "[default: depends on --accept]",
-    ),
     SPECULATION.option("beam", type=WholeNumber(1), metavar="N", help="With lossy acceptance: number of hypotheses."),
     SPECULATION.option("gamma", type=WholeNumber(1), metavar="N", help="With lossy acceptance: tokens per hypothesis."),
 )
@@ -521,5 +514,5 @@ def fit_to_requests(loading: LoadOptions, sampling: SamplingParams, speculation:
 
 def lossy_settings(speculation: SpeculationParams) -> dict[str, object]:
     """The speculation settings that change the text; empty for exact acceptance."""
-    names = ("accept", "tau", "beam", "gamma", "strength") if speculation.is_lossy else ()
+    names = ("accept", "tau", "beam", "gamma") if speculation.is_lossy else ()
     return {name: getattr(speculation, name) for name in names}

@@ -22,6 +22,7 @@ from .trees.sampling import Sampler, not_finite
 from .trees.token_tree import ROOT, FloatArray, IntArray, TokenTree
 from .trees.verify import Logits, TargetPass, Verdict
 
+TAU = 0.1  # where none is given
 SLICE_ROWS = 32  # rows whose double-precision logits are in memory at a time
 
 # ------------------------------------------------------------------------------------------------ the draft
@@ -94,7 +95,14 @@ class JointDrafter(BeamDrafter):
     """A beam, of which the target accepts the longest prefix that is likely enough (`joint_walk`)."""
 
     def walk(self, tree: TokenTree, logits: Logits, sampler: Sampler, position: int) -> Verdict:
-        return joint_walk(tree, logits, sampler, position, tau=self._params.tau, final=self._final)
+        return joint_walk(
+            tree,
+            logits,
+            sampler,
+            position,
+            tau=TAU if self._params.tau is None else self._params.tau,
+            final=self._final,
+        )
 
 
 # ------------------------------------------------------------------------------------------------ the target

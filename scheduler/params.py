@@ -240,9 +240,9 @@ class SpeculationParams:
     under the target is at least `tau`, in (0, 1], times that under the draft. Joint acceptance drafts by beam search,
     `beam` wide and `gamma` tokens deep, and the drafting settings above must have their defaults. The other lossy ways
     draft the same beam, and choose each token from target and draft together (others of ACCEPTS), but for bild: the
-    draft speaks alone while its likeliest token has `strength` or more, for `beam * gamma` tokens at most, and tokens
-    to which the target gives less than `tau` are taken back. strength: how much the draft counts, in (0, 1]; None: the
-    default of the way. Exact acceptance ignores tau, beam, gamma and strength.
+    draft speaks alone while its likeliest token has `tau` or more, for `beam * gamma` tokens at most. There, tau is the
+    rule's threshold, or the draft's weight. None: the rule's default (joint: 0.1). Exact acceptance ignores tau, beam
+    and gamma.
 
     Raises UsageError for a value out of range, and for incompatible settings.
     """
@@ -261,10 +261,9 @@ class SpeculationParams:
     overlap: bool = True
     forced: bool = True
     accept: str = "exact"
-    tau: float = 0.1
+    tau: float | None = None
     beam: int = 8
     gamma: int = 16
-    strength: float | None = None
 
     def __post_init__(self) -> None:
         _check_numbers(self)
@@ -276,10 +275,8 @@ class SpeculationParams:
         for name, least in (("budget", 0), ("width", 1), ("children", 1), ("max_depth", 1), ("beam", 1), ("gamma", 1)):
             if (value := getattr(self, name)) is not None and value < least:
                 raise UsageError(f"{name} must be at least {least}, not {value}")
-        if not 0 < self.tau <= 1:
+        if self.tau is not None and not 0 < self.tau <= 1:
             raise UsageError(f"tau must be above 0 and at most 1, not {self.tau!r}")
-        if self.strength is not None and not 0 < self.strength <= 1:
-            raise UsageError(f"strength must be above 0 and at most 1, not {self.strength!r}")
         if self.is_lossy:
             self._check_lossy()
 

@@ -7,9 +7,8 @@
 
 Rows: plain decoding, the default engine (exact, with the draft), and `--accept joint` for each tau and each gamma, the
 k of k-token decoding; for each gamma also the exact engine with as many nodes as the beam has, because the default may
-find that drafting does not pay here. `--accept bild` for each pair of thresholds: where the draft doubts
-(`--fallbacks`), and where the target takes its word back (`--rollbacks`). Each answers the same prompts greedily.
-Columns:
+find that drafting does not pay here. `--accept bild` for each threshold where the draft doubts (`--fallbacks`). Each
+answers the same prompts greedily. Columns:
 
 - HumanEval: pass@1 by the set's own tests, which run in a limited process (`sandbox.py`). GSM8K: the answer's last
   number. `against exact`: prompts that only this row solves, and that only exact decoding does. `cut`: answers that
@@ -63,7 +62,7 @@ from .results import Results
 from .tasks import TASKS, Task
 
 TAUS, GAMMAS = "0.05,0.1,0.2,0.4,0.7,1", "4,8,16"
-FALLBACKS, ROLLBACKS = "0.5,0.7,0.9", "0.01,0.1"
+FALLBACKS = "0.5,0.7,0.9"
 STOPPINGS: tuple[Stopping, ...] = ("default", "thompson")
 WARM_UP_TOKENS = 16
 EXIT_NODES = 16  # as in docs/results/early-exit.md: in memory, the default engine may send no tree at all
@@ -79,7 +78,6 @@ class Work:
     taus: Sequence[float]
     gammas: Sequence[int]
     fallbacks: Sequence[float]
-    rollbacks: Sequence[float]
     exits: Sequence[Path]
     pattern: str
 
@@ -109,7 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument(
-        "--quick", action="store_true", help="2 prompts of each set, tau 0.1 and 1, gamma 8, one pair of thresholds"
+        "--quick", action="store_true", help="2 prompts of each set, tau 0.1 and 1, gamma 8, one threshold"
     )
     made.add_argument("--model", default=str(TARGET), help="another target [the fetched one]")
     made.add_argument("--draft", default=str(DRAFT), help="another draft model [the fetched one]")
@@ -119,7 +117,6 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--taus", default=TAUS)
     made.add_argument("--gammas", default=GAMMAS)
     made.add_argument("--fallbacks", default=FALLBACKS)
-    made.add_argument("--rollbacks", default=ROLLBACKS)
     made.add_argument("--exit", type=Path, action="append", default=[], metavar="FILE", help="a trained exit layer")
     made.add_argument("--only", default="", help="a pattern of rows' names; the two exact references are always there")
     made.add_argument("--dtype", default="fp32", choices=("fp32", "bf16"))
@@ -136,11 +133,10 @@ def work_of(args: argparse.Namespace) -> Work:
     if unknown := [name for name in sets if name not in TASKS]:
         sys.exit(f"Error: the set {unknown[0]!r} has no answers to judge by; choose from {', '.join(TASKS)}")
     if args.quick:
-        return Work(sets, 2, 256, (0.1, 1.0), (8,), (0.7,), (0.1,), args.exit, args.only)
-    thresholds = ([float(part) for part in each.split(",")] for each in (args.taus, args.fallbacks, args.rollbacks))
-    taus, fallbacks, rollbacks = thresholds
+        return Work(sets, 2, 256, (0.1, 1.0), (8,), (0.7,), args.exit, args.only)
+    taus, fallbacks = ([float(part) for part in each.split(",")] for each in (args.taus, args.fallbacks))
     gammas = [int(part) for part in args.gammas.split(",")]
-    return Work(sets, args.prompts, args.tokens, taus, gammas, fallbacks, rollbacks, args.exit, args.only)
+    return Work(sets, args.prompts, args.tokens, taus, gammas, fallbacks, args.exit, args.only)
 
 
 # ------------------------------------------------------------------------------------------------ rows
@@ -164,12 +160,10 @@ def block_ways(engine: Engine, work: Work) -> Iterator[Way]:
 
 
 def bild_ways(engine: Engine, work: Work) -> Iterator[Way]:
-    """The draft speaks alone until it doubts, by each pair of thresholds."""
+    """The draft speaks alone until it doubts, by each threshold."""
     for fallback in work.fallbacks:
-        for rollback in work.rollbacks:
-            speculation = SpeculationParams(accept="bild", strength=fallback, tau=rollback)
-            name = f"bild, fallback {fallback:g}, rollback {rollback:g}"
-            yield Way(name, engine.with_draft(engine.draft), speculation)
+        speculation = SpeculationParams(accept="bild", tau=fallback)
+        yield Way(f"bild, tau {fallback:g}", engine.with_draft(engine.draft), speculation)
 
 
 def exit_ways(engine: Engine, files: Sequence[Path]) -> Iterator[Way]:

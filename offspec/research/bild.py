@@ -1,9 +1,9 @@
 """BiLD (Big Little Decoder, Kim et al., 2302.07863, section 3): the draft speaks alone until it doubts. Lossy.
 
-Fallback: the draft decodes token by token while the probability of its likeliest token is at least `strength`. Then
-the target scores the whole chain in one pass. Rollback: from the first token on to which the target gives less than
-`tau`, the chain is dropped, and the target chooses the token there; otherwise it chooses the one after the chain. The
-publication's rollback threshold is a cross entropy, -log tau.
+Fallback: the draft decodes token by token while the probability of its likeliest token is at least `tau`. Then the
+target scores the whole chain in one pass. Rollback: from the first token on to which the target gives less than
+ROLLBACK, the chain is dropped, and the target chooses the token there; otherwise it chooses the one after the chain.
+The publication's rollback threshold is a cross entropy, -log ROLLBACK.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from offspec.scheduler.trees.sampling import Sampler
 from offspec.scheduler.trees.token_tree import ROOT, TokenTree
 from offspec.scheduler.trees.verify import Logits, TargetPass, Verdict
 
-CONFIDENCE = 0.6  # `strength` where none is given; the publication tunes it for each task
+TAU = 0.6  # where none is given; the publication tunes it for each task
+ROLLBACK = 0.1  # least probability under the target
 
 
 class BildDrafter(SequentialDrafter):
@@ -38,8 +39,8 @@ class BildDrafter(SequentialDrafter):
         self._draft = LayeredDraft(model, sampler, 1, coupled=True, keeps_distributions=True)
         self._final = frozenset(final)
         self._most = params.beam * params.gamma
-        self._least_confidence = math.log(CONFIDENCE if params.strength is None else params.strength)
-        self._least_likelihood = math.log(params.tau)
+        self._least_confidence = math.log(TAU if params.tau is None else params.tau)
+        self._least_likelihood = math.log(ROLLBACK)
         self._num_rows = 0
 
     def propose(self, text: Sequence[int], max_depth: int) -> TokenTree:

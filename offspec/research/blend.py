@@ -27,47 +27,47 @@ CONTRAST_LEAST = 0.1  # of the target's greatest probability: tokens below it st
 RELAXED_BEST = 3  # number of the target's likeliest tokens among which a guess is accepted
 
 
-def cascade(log_p: Tensor, log_q: Tensor, strength: float) -> Tensor:
+def cascade(log_p: Tensor, log_q: Tensor, tau: float) -> Tensor:
     """Speculative cascades, rule OPT (2405.19261, section 4.3): q, unless p is surer by more than their distance.
 
-    q where max q >= max p - strength * TV(p, q), otherwise p.
+    q where max q >= max p - tau * TV(p, q), otherwise p.
     """
     p, q = log_p.exp(), log_q.exp()
     distance = (p - q).clamp(min=0).sum()
-    return log_q if q.max() >= p.max() - strength * distance else log_p
+    return log_q if q.max() >= p.max() - tau * distance else log_p
 
 
-def contrastive(log_p: Tensor, log_q: Tensor, strength: float) -> Tensor:
+def contrastive(log_p: Tensor, log_q: Tensor, tau: float) -> Tensor:
     """Speculative contrastive decoding (2311.08981, section 2): what the target prefers more than the draft does.
 
-    (1 + strength) log p - strength log q, among tokens with at least CONTRAST_LEAST of the greatest p.
+    (1 + tau) log p - tau log q, among tokens with at least CONTRAST_LEAST of the greatest p.
     """
     kept = log_p >= log_p.max() + math.log(CONTRAST_LEAST)
-    return torch.where(kept, (1 + strength) * log_p - strength * log_q.clamp(min=-50.0), -math.inf)
+    return torch.where(kept, (1 + tau) * log_p - tau * log_q.clamp(min=-50.0), -math.inf)
 
 
-def mix(log_p: Tensor, log_q: Tensor, strength: float) -> Tensor:
+def mix(log_p: Tensor, log_q: Tensor, tau: float) -> Tensor:
     """The two models' logits combined (FS-GEN, 2406.12295, section 2): a weighted mean of log-probabilities."""
-    return (1 - strength) * log_p + strength * log_q.clamp(min=-50.0)
+    return (1 - tau) * log_p + tau * log_q.clamp(min=-50.0)
 
 
-def relaxed(log_p: Tensor, log_q: Tensor, strength: float) -> Tensor:
+def relaxed(log_p: Tensor, log_q: Tensor, tau: float) -> Tensor:
     """Relaxed acceptance (SpecDec, 2203.16487, section 3.2; DARE, 2408.05676): a guess may be second or third best.
 
-    q, if its likeliest token is among the target's RELAXED_BEST and has at least `strength` of its greatest
+    q, if its likeliest token is among the target's RELAXED_BEST and has at least `tau` of its greatest
     probability; otherwise p.
     """
     token = log_q.argmax()
-    accepts = (log_p > log_p[token]).sum() < RELAXED_BEST and log_p[token] >= log_p.max() + math.log(strength)
+    accepts = (log_p > log_p[token]).sum() < RELAXED_BEST and log_p[token] >= log_p.max() + math.log(tau)
     return log_q if accepts else log_p
 
 
 @dataclass(frozen=True)
 class Rule:
-    """A lossy mode. blend: log-probabilities up to a constant [V] of log p and log q [V], and the strength."""
+    """A lossy mode. blend: log-probabilities up to a constant [V] of log p and log q [V], and the tau."""
 
     blend: Callable[[Tensor, Tensor, float], Tensor]
-    strength: float
+    tau: float
 
 
 RULES: dict[str, Rule] = {
@@ -86,7 +86,7 @@ class BlendDrafter(BeamDrafter):
     ) -> None:
         super().__init__(model, sampler, params, final, coupled=True)
         self._way = RULES[params.accept]
-        self._strength = self._way.strength if params.strength is None else params.strength
+        self._tau = self._way.tau if params.tau is None else params.tau
 
     def log_probabilities(self, node: int) -> Tensor | None:
         """log q [V] after a node of the last tree, or after ROOT; None where the draft has not scored it."""
@@ -100,7 +100,7 @@ class BlendDrafter(BeamDrafter):
             token = sampler.choose(logits[node + 1], position + len(path), tokens)
             if (log_q := self.log_probabilities(node)) is not None:
                 log_p = sampler.process(logits[node + 1][None].double(), [tokens])[0].log_softmax(-1)
-                values = blended(self._way, log_p, log_q.to(log_p), self._strength)
+                values = blended(self._way, log_p, log_q.to(log_p), self._tau)
                 token = int((values if sampler.is_greedy else values + sampler.noise(position + len(path))).argmax())
             tokens.append(token)
             child = tree.child(node, token)
@@ -110,11 +110,11 @@ class BlendDrafter(BeamDrafter):
             path.append(node)
 
 
-def blended(method: Rule, log_p: Tensor, log_q: Tensor, strength: float) -> Tensor:
+def blended(method: Rule, log_p: Tensor, log_q: Tensor, tau: float) -> Tensor:
     """Log-probabilities [V] up to a constant, among the tokens that the target does not exclude.
 
     log_p [V], log_q [up to V]: normalised. If nothing is left, they are the target's.
     """
     log_q = pad(log_q, (0, len(log_p) - len(log_q)), value=-math.inf)
-    values = torch.where(log_p > -math.inf, method.blend(log_p, log_q, strength), -math.inf)
+    values = torch.where(log_p > -math.inf, method.blend(log_p, log_q, tau), -math.inf)
     return values if values.max() > -math.inf else log_p

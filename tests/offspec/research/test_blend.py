@@ -22,10 +22,10 @@ SIZE, GAMMA, PROMPT = 3, 3, [1, 0, 2]
 each_rule = pytest.mark.parametrize("accept", RULES)
 
 
-def mixture(accept: str, p: list[float], q: list[float], strength: float | None = None) -> FloatArray:
+def mixture(accept: str, p: list[float], q: list[float], tau: float | None = None) -> FloatArray:
     """The blend of two distributions, as a distribution."""
     rule = RULES[accept]
-    values = blended(rule, torch.tensor(p).double().log(), torch.tensor(q).double().log(), strength or rule.strength)
+    values = blended(rule, torch.tensor(p).double().log(), torch.tensor(q).double().log(), tau or rule.tau)
     return values.softmax(-1).numpy()
 
 
@@ -33,7 +33,7 @@ P, Q = [0.5, 0.3, 0.2], [0.1, 0.8, 0.1]
 
 
 @pytest.mark.parametrize(
-    ("accept", "p", "q", "strength", "expected"),
+    ("accept", "p", "q", "tau", "expected"),
     [
         ("cascade", P, Q, 0.5, Q),  # 0.8 >= 0.5 - ...
         ("cascade", [0.9, 0.1, 0.0], [0.4, 0.3, 0.3], 0.5, [0.9, 0.1, 0.0]),  # 0.4 < 0.9 - 0.5 * 0.5
@@ -42,8 +42,8 @@ P, Q = [0.5, 0.3, 0.2], [0.1, 0.8, 0.1]
         ("relaxed", [0.3, 0.25, 0.24, 0.21], [0.1, 0.1, 0.1, 0.7], 0.5, [0.3, 0.25, 0.24, 0.21]),  # the fourth best
     ],
 )
-def test_who_decides(accept: str, p: list[float], q: list[float], strength: float, expected: list[float]) -> None:
-    found, wanted = mixture(accept, p, q, strength), np.array(expected)
+def test_who_decides(accept: str, p: list[float], q: list[float], tau: float, expected: list[float]) -> None:
+    found, wanted = mixture(accept, p, q, tau), np.array(expected)
     np.testing.assert_allclose(found, wanted / wanted.sum(), atol=1e-9)
 
 
@@ -94,7 +94,7 @@ def twin(target: Rule, draft: Rule, temperature: float, speculation: Speculation
             values = torch.tensor(p).log_softmax(-1)
             if place < min(GAMMA, left - 1):
                 rule = RULES[speculation.accept]
-                values = blended(rule, values, torch.tensor(q).log_softmax(-1), rule.strength)
+                values = blended(rule, values, torch.tensor(q).log_softmax(-1), rule.tau)
             chosen = values.numpy() + (noise(7, len(text), SIZE) if temperature else 0.0)
             text.append(int(chosen.argmax()))
     return text[len(PROMPT) :]
@@ -116,9 +116,9 @@ def test_text_is_that_of_models_without_caches(accept: str, temperature: float) 
 
 
 def test_settings_are_checked() -> None:
-    for strength in (0.0, 1.01, math.nan):
-        with refused(UsageError, "strength", "0", "1"):
-            SpeculationParams(accept="mix", strength=strength)
+    for tau in (0.0, 1.01, math.nan):
+        with refused(UsageError, "tau", "0", "1"):
+            SpeculationParams(accept="mix", tau=tau)
     with refused(UsageError, "budget", "mix"):
         SpeculationParams(accept="mix", budget=4)
     SpeculationParams(accept="cascade").check_sampling(SamplingParams(temperature=1.0))
