@@ -9,6 +9,7 @@ import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,16 +18,20 @@ import click
 from offspec import LoadOptions, SamplingParams, SpeculationParams
 from offspec.errors import StorageError
 
+from . import flag_declarations as heading
 from .batch import check_sink, read_prompts
 from .bench_texts import check_flags, several_numbers, texts_table, with_spread
-from .flag_declarations import OffspecCommand, option
+from .flag_declarations import PARTS, OffspecCommand, option
 from .options import (
     MODEL_HELP,
     WholeNumber,
+    draft_window_option,
     fit_to_requests,
+    ignore_eos_option,
     learn_file_option,
     load_engine,
     loading_options,
+    lookup_files_option,
     lossy_settings,
     model_argument,
     output_options,
@@ -34,7 +39,6 @@ from .options import (
     reworded,
     sampling_options,
     several_budgets,
-    tuning_options,
 )
 from .terminal import ProgressLine, columns, is_watched
 
@@ -43,20 +47,18 @@ if TYPE_CHECKING:
     from offspec.tools.benchmark import BenchmarkReport, BenchmarkRow, Outcome, Workload
 
 PLOT_SUFFIXES = (".png", ".svg")
+READ_AHEAD = "read-ahead"  # of PARTS, the one that is not of drafting
 MAX_NEW_TOKENS = 64
 CLEARLY = 0.9  # the verdict names the default's gain if it is below this share of the fastest budget's gain
 
 
-def _plot_file(ctx: click.Context, param: click.Parameter, value: Path | None) -> Path | None:
-    """A click callback: refuses a plot that could not be written, before the measurement starts."""
-    if value is None:
-        return None
-    if value.suffix.lower() not in PLOT_SUFFIXES:
-        raise click.BadParameter(f"{value} must end with {' or '.join(PLOT_SUFFIXES)}.")
-    from importlib.util import find_spec
-
-    if find_spec("matplotlib") is None:
-        raise click.BadParameter("plots need matplotlib: pip install 'offspec[bench]'.")
+def _saved_files(ctx: click.Context, param: click.Parameter, value: tuple[Path, ...]) -> tuple[Path, ...]:
+    """A click callback: refuses files that could not be written, before the measurement starts."""
+    for file in value:
+        if file.suffix.lower() not in (".csv", *PLOT_SUFFIXES):
+            raise click.BadParameter(f"{file} must end with .csv, {' or '.join(PLOT_SUFFIXES)}.")
+        if file.suffix.lower() in PLOT_SUFFIXES and find_spec("matplotlib") is None:
+            raise click.BadParameter("plots need matplotlib: pip install 'offspec[bench]'.")
     return value
 
 
@@ -74,7 +76,7 @@ compares numbers of texts that share passes.
 Examples:
   offspec bench builtin
   offspec bench ./Llama-3.1-70B-nf4 --draft ./Llama-3.2-1B-Instruct --budgets auto --repeats 1 --max-new-tokens 16
-  offspec bench builtin --budgets 4,16,64,256 --plot passes.svg --csv runs.csv --json
+  offspec bench builtin --budgets 4,16,64,256 --save passes.svg --save runs.csv --json
   offspec bench ./Llama-3.1-70B-nf4 --draft ./Llama-3.2-1B-Instruct --texts 1,2,4,8 --max-new-tokens 32
 """,
 )
@@ -103,19 +105,30 @@ Examples:
     "--warmup", type=WholeNumber(0), default=1, show_default=True, metavar="N", help="Rounds before the measured ones."
 )
 @option("--repeats", type=WholeNumber(1), default=3, show_default=True, metavar="N", help="Measured rounds.")
-@option("--csv", "csv_file", type=click.Path(dir_okay=False, path_type=Path), help="Write one row per run.")
 @option(
-    "--plot",
-    "plot_file",
+    "--save",
+    "files",
+    multiple=True,
     type=click.Path(dir_okay=False, path_type=Path),
-    callback=_plot_file,
-    help="Plot passes and accepted tokens as .png or .svg; needs matplotlib.",
+    callback=_saved_files,
+    metavar="FILE",
+    help="Save one row per run as .csv, or a plot as .png or .svg, which needs matplotlib; may be repeated.",
 )
 @loading_options
-@tuning_options
+@lookup_files_option
+@draft_window_option
 @learn_file_option
+@option(
+    "--without",
+    multiple=True,
+    is_research=True,
+    group=heading.DRAFT,
+    type=click.Choice(PARTS),
+    help="Turn off a part of drafting, or reading ahead; the text is the same. May be repeated.",
+)
 @research_options
 @sampling_options(MAX_NEW_TOKENS)
+@ignore_eos_option
 @output_options(
     json="Print one JSON object; the table goes to stderr.", quiet="Print no progress and no notes to stderr."
 )
@@ -125,8 +138,8 @@ def command(
     numbers: list[int] | None,
     warmup: int,
     repeats: int,
-    csv_file: Path | None,
-    plot_file: Path | None,
+    files: tuple[Path, ...],
+    without: tuple[str, ...],
     as_json: bool,
     quiet: bool,
     verbose: bool,
@@ -134,10 +147,11 @@ def command(
     speculation: SpeculationParams,
     sampling: SamplingParams,
 ) -> None:
-    loading = fit_to_requests(loading, sampling, speculation)
+    speculation = replace(speculation, **dict.fromkeys((part for part in without if part != READ_AHEAD), False))
+    loading = replace(fit_to_requests(loading, sampling, speculation), synchronous=READ_AHEAD in without)
     if numbers is not None:
         check_flags(speculation)
-    for file in filter(None, (csv_file, plot_file)):
+    for file in files:
         check_sink(file)
     workloads = None if prompt_file is None else _workloads(prompt_file)
     shown = ReportFlags(
@@ -169,12 +183,13 @@ def command(
     engine = load(replace(loading, tree=max((nodes or 0 for nodes in budgets), default=0)))
     report = _measured(engine, workloads, sampling, speculation, budgets, **runs)
     shown.show(engine, report.as_dict(), partial(table, report, verbose=verbose))
-    if csv_file is not None:
-        write_csv(report, csv_file)
-    if plot_file is not None:
-        from .plots import plot
+    for file in files:
+        if file.suffix.lower() == ".csv":
+            write_csv(report, file)
+        else:
+            from .plots import plot
 
-        plot(report, f"{engine.name}, draft {engine.draft_name or 'none'}", plot_file)
+            plot(report, f"{engine.name}, draft {engine.draft_name or 'none'}", file)
 
 
 def _measured(
@@ -196,7 +211,7 @@ def _measured(
 # Measuring a draft on the prompts that it is trained on would be meaningless, so `bench` has no --learn.
 reworded(
     command,
-    learn_file="File with the draft's training (offspec run --learn).",
+    learn_file="File with the draft's training (offspec chat --learn).",
     seed="Random seed; the draft does not change the text. [default: 0]",
     verbose="Explain automatic choices, show how sure the draft was and how often right; show tracebacks.",
 )
@@ -392,4 +407,4 @@ def write_csv(report: BenchmarkReport, file: Path) -> None:
             writer.writeheader()
             writer.writerows(rows)
     except OSError as exc:
-        raise StorageError(f"cannot write {file}: {exc.strerror}; choose another --csv") from exc
+        raise StorageError(f"cannot write {file}: {exc.strerror}; choose another --save") from exc

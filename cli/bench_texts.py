@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from offspec.tools.benchmark import Figure
     from offspec.tools.texts_benchmark import TextsReport, TextsRow
 
-NOT_WITH = {"budgets": "--budgets", "csv_file": "--csv", "plot_file": "--plot"}
+NOT_WITH = {"budgets": "--budgets", "files": "--save"}
 
 
 def several_numbers(ctx: click.Context, param: click.Parameter, value: str | None) -> list[int] | None:

@@ -34,7 +34,9 @@ from .options import (
     learning_options,
     load_engine,
     loading_options,
+    lookup_files_option,
     model_argument,
+    more_text_options,
     output_options,
     samples_as_recommended,
     sampling_options,
@@ -119,11 +121,13 @@ Examples:
     help="/save also writes the KV entries to FILE.kv, so that /load need not compute them.",
 )
 @loading_options
+@lookup_files_option
 @think_option
 @special_in_text_option
 @speculation_options
 @learning_options
 @sampling_options(MAX_NEW_TOKENS)
+@more_text_options
 @constraint_options
 @wrap_option
 @color_option

@@ -33,6 +33,8 @@ FEW = 16  # a command with at most this number of flags shows all of them under 
 # Headings of `--help`, in their order. Flags stand below them in the order of their declaration.
 OWN, MODEL, DRAFT, MEMORY, SAMPLING, OUTPUT = "Options", "Model", "Draft", "Memory", "Sampling", "Output"
 HEADINGS = (OWN, MODEL, DRAFT, MEMORY, SAMPLING, OUTPUT)
+# Parts of drafting and streaming that `offspec bench` can turn off.
+PARTS = ("lookup", "recall", "reuse", "overlap", "forced", "read-ahead")
 # Flags that have gone, and those of llama.cpp and Ollama (docs/from-llama-cpp.md) → what does the same.
 REPLACED = {
     **dict.fromkeys(("-m", "--model"), "MODEL as the first argument"),
@@ -62,6 +64,10 @@ REPLACED = {
     "--json-object": "--json-schema object",
     "--prompt-ids": 'a line like {"prompt": [1, 2, 3]} of a .jsonl --prompt-file',
     "--strength": "--tau T",
+    **{f"--no-{part}": f"--without {part} to offspec bench" for part in PARTS},
+    "--recycling": "--draft lookup, which recycles",
+    **dict.fromkeys(("--csv", "--plot"), "--save FILE to offspec bench"),
+    "--deterministic": "--arithmetic deterministic",
     "--revision": "MODEL as org/name@REVISION",
 }
 FLAGS: dict[str, str] = {}  # name of a setting in Python → flag; of every command that was imported

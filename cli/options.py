@@ -7,7 +7,7 @@ import reprlib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 from click.core import ParameterSource
@@ -29,7 +29,7 @@ from offspec import (
 from offspec.errors import UsageError
 
 from . import flag_declarations as heading
-from .flag_declarations import Decorator, FlagRecord, all_of, option
+from .flag_declarations import FLAGS, Decorator, FlagRecord, all_of, option
 from .flag_names import with_flags
 from .learning import learning_alone, written_file
 from .terminal import LoadingBar, is_watched
@@ -149,7 +149,19 @@ def reworded(command: click.Command, **helps: str) -> None:
 
 # ------------------------------------------------------------------------------------------------ shared flags
 
-LOADING = FlagRecord("loading", LoadOptions, LoadOptions.of, group=heading.MODEL)
+DETERMINISTIC = "deterministic"  # also behind one of ARITHMETIC_NAMES and a comma
+
+
+def _load_options(arithmetic: str = LoadOptions.arithmetic, **values: Any) -> LoadOptions:
+    """The flags' values as a record. arithmetic: its name, `deterministic`, or both."""
+    name, _, more = arithmetic.partition(",")
+    is_deterministic = DETERMINISTIC in (name, more)
+    name = LoadOptions.arithmetic if name == DETERMINISTIC else name
+    return LoadOptions.of(arithmetic=name, deterministic=is_deterministic, **values)
+
+
+FLAGS[DETERMINISTIC] = f"--arithmetic {DETERMINISTIC}"  # in messages
+LOADING = FlagRecord("loading", LoadOptions, _load_options, group=heading.MODEL)
 SAMPLING = FlagRecord("sampling", SamplingParams, SamplingParams, group=heading.SAMPLING)
 SPECULATION = FlagRecord("speculation", SpeculationParams, SpeculationParams, group=heading.DRAFT, is_research=True)
 
@@ -223,16 +235,14 @@ draft_window_option = LOADING.option(
 loading_options = all_of(
     model_flags,
     LOADING.option(
-        "deterministic",
-        is_rare=True,
-        is_flag=True,
-        help="Give the same text twice on a GPU, too: choose nothing by timing, and run one text at a time.",
-    ),
-    LOADING.option(
         "arithmetic",
         is_rare=True,
-        type=click.Choice(ARITHMETIC_NAMES),
+        type=click.Choice(
+            [*ARITHMETIC_NAMES, DETERMINISTIC, *(f"{each},{DETERMINISTIC}" for each in ARITHMETIC_NAMES)]
+        ),
+        metavar=f"{'|'.join(ARITHMETIC_NAMES)}[,{DETERMINISTIC}]",
         help="exact: plain decoding's text, or an error. int8: rows in 8 bits for GGUF. fast: up to near-ties. "
+        "deterministic: the same text twice on a GPU, too; nothing is chosen by timing, and one text runs at a time. "
         "[default: auto, which is exact on a CPU and for streamed weights]",
     ),
     LOADING.option(
@@ -243,16 +253,16 @@ loading_options = all_of(
         help="Number of CPU threads. [default: torch's choice]",
     ),
     draft_option,
-    LOADING.option(
-        "lookup_files",
-        group=heading.DRAFT,
-        is_rare=True,
-        multiple=True,
-        type=click.Path(path_type=Path),
-        metavar="FILE",
-        help="Also look up n-grams in this text file; may be repeated.",
-    ),
     memory_flags,
+)
+lookup_files_option = LOADING.option(
+    "lookup_files",
+    group=heading.DRAFT,
+    is_rare=True,
+    multiple=True,
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Also look up n-grams in this text file; may be repeated.",
 )
 think_option = LOADING.option(
     "think",
@@ -329,26 +339,8 @@ speculation_options = all_of(
     ),
     acceptance_options,
 )
-# For `bench`: parts of drafting to compare, and the settings of lossy acceptance.
+# For `bench`: ways of drafting to compare, and the settings of lossy acceptance.
 research_options = all_of(
-    SPECULATION.option("lookup", "--lookup/--no-lookup", help="Also draft by n-gram lookup in the text so far."),
-    SPECULATION.option(
-        "recycling",
-        "--recycling/--no-recycling",
-        help="Reuse the target's earlier top-k predictions (token recycling).",
-    ),
-    SPECULATION.option(
-        "recall",
-        "--recall/--no-recall",
-        help="Correct the draft by the target's earlier predictions after similar text.",
-    ),
-    SPECULATION.option(
-        "reuse", "--reuse/--no-reuse", help="Keep draft tokens that follow the accepted ones, for the next tree."
-    ),
-    SPECULATION.option("overlap", "--overlap/--no-overlap", help="Keep drafting while the target's pass runs."),
-    SPECULATION.option(
-        "forced", "--forced/--no-forced", help="Add tokens to the tree where a schema or grammar allows only one."
-    ),
     SPECULATION.option(
         "scoring",
         "--draft-scoring",
@@ -365,7 +357,7 @@ research_options = all_of(
     SPECULATION.option("beam", type=WholeNumber(1), metavar="N", help="With lossy acceptance: number of hypotheses."),
     SPECULATION.option("gamma", type=WholeNumber(1), metavar="N", help="With lossy acceptance: tokens per hypothesis."),
 )
-_other_sampling_options = all_of(
+_choice_options = all_of(
     SAMPLING.option(
         "temperature", "--temperature", "--temp", type=Number(0), metavar="T", help="Sampling temperature; 0 is greedy."
     ),
@@ -386,12 +378,31 @@ _other_sampling_options = all_of(
         help="Drop tokens less than P times as likely as the likeliest; 0 disables.",
     ),
     SAMPLING.option(
+        "seed",
+        type=WholeNumber(0, SEED_LIMIT - 1),
+        metavar="S",
+        help="Random seed; the draft does not change the text. [default: random]",
+    ),
+)
+ignore_eos_option = SAMPLING.option(
+    "ignore_eos", is_rare=True, is_flag=True, help="Continue after the end-of-text token."
+)
+# For commands that write texts for users.
+text_options = all_of(
+    SAMPLING.option(
         "repetition_penalty",
         is_rare=True,
         type=Number(0, min_open=True),
         metavar="R",
         help="Values above 1 make earlier tokens less likely; 1 disables.",
     ),
+    SAMPLING.option(
+        "stop", multiple=True, callback=_stops, metavar="TEXT", help="Stop before this text; may be repeated."
+    ),
+)
+# For conversations and the server.
+more_text_options = all_of(
+    text_options,
     SAMPLING.option(
         "frequency_penalty",
         is_rare=True,
@@ -406,21 +417,12 @@ _other_sampling_options = all_of(
         metavar="F",
         help="Make tokens that the answer has less likely, -2 to 2; 0 disables.",
     ),
-    SAMPLING.option(
-        "seed",
-        type=WholeNumber(0, SEED_LIMIT - 1),
-        metavar="S",
-        help="Random seed; the draft does not change the text. [default: random]",
-    ),
-    SAMPLING.option(
-        "stop", multiple=True, callback=_stops, metavar="TEXT", help="Stop before this text; may be repeated."
-    ),
-    SAMPLING.option("ignore_eos", is_rare=True, is_flag=True, help="Continue after the end-of-text token."),
+    ignore_eos_option,
 )
 
 
 def sampling_options(max_new_tokens: int = SamplingParams.max_new_tokens) -> Decorator:
-    """Sampling and stopping."""
+    """How tokens are chosen, and how many."""
     limit = SAMPLING.option(
         "max_new_tokens",
         "-n",
@@ -429,7 +431,7 @@ def sampling_options(max_new_tokens: int = SamplingParams.max_new_tokens) -> Dec
         metavar="N",
         help="Generate at most N tokens.",
     )
-    return all_of(limit, _other_sampling_options)
+    return all_of(limit, _choice_options)
 
 
 def samples_as_recommended(command: click.Command) -> None:

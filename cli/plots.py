@@ -1,4 +1,4 @@
-"""`offspec bench --plot`: four charts of one report. Needs matplotlib, the `bench` extra."""
+"""`offspec bench --save`: four charts of one report. Needs matplotlib, the `bench` extra."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def plot(report: BenchmarkReport, title: str, file: Path) -> None:
     try:
         figure.savefig(file)
     except OSError as exc:
-        raise StorageError(f"cannot write {file}: {exc.strerror}; choose another --plot") from exc
+        raise StorageError(f"cannot write {file}: {exc.strerror}; choose another --save") from exc
 
 
 def _draw_times(axes: Any, report: BenchmarkReport) -> None:

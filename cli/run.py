@@ -36,8 +36,10 @@ from .options import (
     learning_options,
     load_engine,
     loading_options,
+    lookup_files_option,
     lossy_settings,
     model_argument,
+    more_text_options,
     number_of_texts,
     output_options,
     reworded,
@@ -208,10 +210,12 @@ A line of prompts.jsonl is {{"prompt": "..."}} or {{"messages": [{{"role": "user
 @PROMPT.option("system", metavar="TEXT", help="System message, for models with a chat template.")
 @PROMPT.option("raw", is_flag=True, help="Continue the prompt as text, without the chat template.")
 @loading_options
+@lookup_files_option
 @think_option
 @speculation_options
 @learning_options
 @sampling_options()
+@more_text_options
 @constraint_options
 @color_option
 @output_options(

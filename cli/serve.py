@@ -34,7 +34,9 @@ from .options import (
     learning_options,
     load_engine,
     loading_options,
+    lookup_files_option,
     model_argument,
+    more_text_options,
     number_of_texts,
     output_options,
     reworded,
@@ -141,10 +143,12 @@ Examples:
     help="RAM for the KV caches of earlier conversations. [default: 1/16 of the free RAM, at most 4 contexts]",
 )
 @loading_options
+@lookup_files_option
 @special_in_text_option
 @speculation_options
 @learning_options
 @sampling_options(MAX_NEW_TOKENS)
+@more_text_options
 @output_options(quiet="Print no notes, and no line for each request.")
 def command(
     host: str,

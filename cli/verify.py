@@ -21,6 +21,7 @@ from .options import (
     WholeNumber,
     load_engine,
     loading_options,
+    lookup_files_option,
     model_argument,
     output_options,
     reworded,
@@ -131,6 +132,7 @@ Examples:
 )
 @constraint_options
 @loading_options
+@lookup_files_option
 @tuning_options
 @research_option(
     "--accept",

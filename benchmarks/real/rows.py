@@ -97,7 +97,7 @@ def with_model(budget: int | None) -> Iterator[Row]:
     yield row(ALONE, **alone)
     yield row("offspec, no recall", recall=False)
     yield row(OURS)
-    yield row("offspec, `--recycling`", recycling=True)
+    yield row("offspec, recycling", recycling=True)
 
 
 def of_targets_states(budget: int | None) -> Iterator[Row]:

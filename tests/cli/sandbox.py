@@ -213,7 +213,7 @@ class Sandbox:
                 assert self._offspec(*before).code == 0
         if args[0] == "serve":
             return self._serve(args)
-        if "--plot" in args:
+        if any(str(arg).endswith(".svg") for arg in args):
             pytest.importorskip("matplotlib")
         stdin = TYPED if args[0] == "chat" else b""
         if command.is_piped:
@@ -223,7 +223,7 @@ class Sandbox:
         elif args[0] == "run" and "--prompt-file" not in args:
             stdin = None  # a terminal: the prompt is all there is
         result = self._offspec(*args, stdin=stdin)
-        for flag in ("--output", "--plot", "--csv", "--out", "--learn-file"):
+        for flag in ("--output", "--save", "--out", "--learn-file"):
             if flag in args:
                 assert Path(args[args.index(flag) + 1]).stat().st_size > 0, flag
         return result

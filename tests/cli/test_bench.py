@@ -55,7 +55,7 @@ def test_json_alone_on_stdout_and_the_table_beside_it(bench: Bench, monkeypatch:
 
 
 def test_a_csv_holds_every_run(bench: Bench, tmp_path: Path) -> None:
-    assert bench("--csv", tmp_path / "runs.csv").code == 0
+    assert bench("--save", tmp_path / "runs.csv").code == 0
     with (tmp_path / "runs.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert [(row["kind"], row["budget"]) for row in rows] == [
@@ -66,7 +66,7 @@ def test_a_csv_holds_every_run(bench: Bench, tmp_path: Path) -> None:
 
 def test_plots(bench: Bench, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    assert bench("--plot", tmp_path / "passes.svg").code == 0
+    assert bench("--save", tmp_path / "passes.svg").code == 0
     content = (tmp_path / "passes.svg").read_bytes()
     assert content.startswith(b"<?xml")
     for title in (b"Time per pass", b"Tokens per pass against budget", b"Accepted nodes", b"Reliability"):
@@ -77,7 +77,7 @@ def test_files_that_cannot_be_written_are_refused_first(
     bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Engine, "load", None)
-    bench("--csv", tmp_path / "no" / "runs.csv").refusal(1, tmp_path / "no" / "runs.csv", "written")
+    bench("--save", tmp_path / "no" / "runs.csv").refusal(1, tmp_path / "no" / "runs.csv", "written")
 
 
 def test_joint_acceptance_has_a_row_of_its_own(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,7 +177,7 @@ def test_a_single_measurement_has_no_range() -> None:
     [
         (("--budgets", "0"), ("--budgets", "plain decoding")),
         (("--repeats", "0"), ("--repeats", 0)),
-        (("--plot", "passes.gif"), ("--plot", "passes.gif", ".png", ".svg")),
+        (("--save", "passes.gif"), ("--save", "passes.gif", ".csv", ".png", ".svg")),
         (("--temperature", "-1"), ("temperature", -1)),
     ],
     ids=lambda value: " ".join(map(str, value)),
@@ -212,7 +212,7 @@ def test_what_numbers_of_texts_do_not_go_with_is_refused_before_loading(
 ) -> None:
     monkeypatch.setattr(Engine, "load", None)
     bench_texts("--texts", "1,2", "--budgets", "16").refusal(2, "omit --budgets")
-    bench_texts("--texts", "1,2", "--csv", "runs.csv").refusal(2, "omit --csv")
+    bench_texts("--texts", "1,2", "--save", "runs.csv").refusal(2, "omit --save")
     bench_texts("--texts", "1,2", "--accept", "joint").refusal(2, "omit --accept joint")
     bench_texts("--texts", "1,65").refusal(2, "'65'", "from 1 to 64")
     bench_texts("--texts", "1,8").refusal(2, "8 texts", "there are 4")

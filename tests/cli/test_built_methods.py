@@ -16,13 +16,13 @@ BENCHED: dict[str, tuple[str, ...]] = {
     "Drafter-invariant coupling": ("--draft-scoring", "coupled", "--temperature", "1"),
     "Sequoia": ("--tree", "sequoia"),
     "OPT-Tree": ("--tree", "opt-tree"),
-    "PEARL": ("--overlap",),
+    "PEARL": (),
     "Inference with reference": ("--draft", "lookup"),
-    "Token Recycling": ("--recycling",),
+    "Token Recycling": ("--draft", "lookup"),
     "REST": ("--lookup-files", "{text}", "--draft", "lookup"),
     "MagicDec": ("--draft", "shadow:4", "--draft-window", "64"),
-    "SubSpec": ("--draft", "shadow:4", "--overlap"),
-    "ShadowSpec (2026)": ("--draft", "shadow:4", "--overlap"),
+    "SubSpec": ("--draft", "shadow:4"),
+    "ShadowSpec (2026)": ("--draft", "shadow:4"),
 }
 LOSSY = {
     "MJSD (later MTAD)": "joint",

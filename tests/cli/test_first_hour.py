@@ -128,7 +128,7 @@ MISTYPED = [
     refused("run ./model hi --json-schema broken.json", "broken.json", "not JSON"),
     refused("run ./model -n 4", "prompt", "empty", "'./model' is MODEL", piped=b""),
     refused("chat ./model --resume", "--resume", "./model"),
-    refused("bench ./model --plot x.svg", "--plot", "pip install 'offspec[bench]'"),
+    refused("bench ./model --save x.svg", "--save", "pip install 'offspec[bench]'"),
     refused("bench ./model --budgets 0", "--budgets", "plain decoding"),
     refused("plan ./model --gpu rtx9999", "rtx9999", "rtx4090"),
     refused("serve ./model --port 99999", "--port", "99999"),

@@ -321,7 +321,7 @@ def test_help_holds_for_its_command(command: str, words: Sequence[str], offspec:
 
 EVERYDAY = ("--draft ", "--vram ", "--context ", "--budget ", "--temperature, ", "--json ", "--device ", "--seed ")
 RESEARCH = ("--stopping ", "--accept ", "--tau ")
-SELDOM = ("--dtype ", "--deterministic ", "--threads ", "--min-p ", "--learn ", "--learn-file ", "--lookup-files ")
+SELDOM = ("--dtype ", "--threads ", "--min-p ", "--learn ", "--learn-file ", "--lookup-files ")
 MOST_FLAGS = 49  # of `run`: a page of them
 
 
