@@ -30,7 +30,7 @@ WAIT_S = 300.0
 
 @dataclass
 class Soak:
-    """What was found. bytes_before: of the server's memory after the first requests; wrong: what must not be."""
+    """What was found. bytes_before, files_before: the server's after the first requests; wrong: what must not be."""
 
     num_answers: int = 0
     num_left: int = 0
@@ -38,6 +38,8 @@ class Soak:
     num_healthy: int = 0
     bytes_before: int = 0
     bytes_after: int = 0
+    files_before: int = 0
+    files_after: int = 0
     wrong: list[str] = field(default_factory=list)
     lock: Lock = field(default_factory=Lock, repr=False)
 
@@ -60,7 +62,7 @@ def soak(
         client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="-", max_retries=0, timeout=WAIT_S)
         for number in range(WARM_UP):
             ask(client, number % NUM_PROMPTS, streams=number % 2 == 0)
-        found.bytes_before = resident_bytes(pid)
+        found.bytes_before, found.files_before = resident_bytes(pid), num_open_files(pid)
         done, end_s, numbers = Event(), time.monotonic() + seconds, count()
         watcher = Thread(target=watch_health, args=(port, done, found))
         watcher.start()
@@ -75,7 +77,7 @@ def soak(
         done.set()
         watcher.join()
         client.close()
-        found.bytes_after = resident_bytes(pid)
+        found.bytes_after, found.files_after = resident_bytes(pid), num_open_files(pid)
     return found
 
 
@@ -149,6 +151,10 @@ def resident_bytes(pid: int) -> int:
     return int(line.split()[1]) * 1024
 
 
+def num_open_files(pid: int) -> int:
+    return len(os.listdir(f"/proc/{pid}/fd"))
+
+
 def processor_s(pid: int) -> float:
     """Seconds of all cores that a process has used."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -189,5 +195,6 @@ def report(found: Soak, began_s: float) -> str:
     return (
         f"{found.num_answers} answers, {found.num_left} left, {found.num_refused} times refused, "
         f"{found.num_healthy} times healthy in {time.monotonic() - began_s:.0f} s; "
-        f"memory grew by {growth:.1f} MiB; {len(found.wrong)} wrong"
+        f"memory grew by {growth:.1f} MiB from {found.bytes_before / 2**20:.0f} MiB, "
+        f"open files from {found.files_before} to {found.files_after}; {len(found.wrong)} wrong"
     )
