@@ -1,12 +1,13 @@
 """Ctrl-C where there is nothing to save or write: it ends the program at once, without a traceback.
 
-This module imports nothing that takes time.
+This module imports nothing that takes time: until then Ctrl-C shows a traceback.
 """
 
 from __future__ import annotations
 
+# `signal` imports enum, which takes longer than all before it.
+import _signal as signal  # type: ignore[import-not-found]
 import os
-import signal
 
 TYPE_CHECKING = False  # not typing's, see `offspec/__init__.py`
 if TYPE_CHECKING:
