@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Event
@@ -12,18 +13,18 @@ from threading import Event
 import pytest
 import torch
 
-from offspec import Engine
+from offspec import ConvertParams, Engine, convert
 from offspec.checkpoints.load import WeightSettings, load_decoder
 from offspec.checkpoints.opening import ModelFiles
 from offspec.cli.server.service import Service
-from offspec.errors import CheckpointError, ConstraintError, HardwareError, MemoryLimitError
+from offspec.errors import CheckpointError, ConstraintError, HardwareError, MemoryLimitError, UsageError
 from offspec.loaders.streaming.placement import Limits, Placement, Slots, places_of
 from offspec.loading import LoadedTarget
 from offspec.running.passes import run_pass
 from offspec.text.tokenizer import Tokenizer
 
 from ...pair import Pair, variant
-from ...refusals import check_message
+from ...refusals import check_message, refused
 from .serving import LONG_S, Client, Reply, served, until
 
 CPU = torch.device("cpu")
@@ -80,6 +81,54 @@ def test_a_model_that_was_changed_ends_the_server(pair: Pair, tmp_path: Path) ->
         assert str(tmp_path) not in reply.body["message"]
         assert isinstance(service.error, CheckpointError)
         assert client.ask("POST", TEXT, BODY).status == 500  # at once, and not never
+
+
+def renamed(folder: Path) -> None:
+    shutil.copy2(folder / "model.safetensors", folder / "new")
+    rewritten(folder, "new")
+    os.replace(folder / "new", folder / "model.safetensors")
+
+
+def rewritten(folder: Path, name: str = "model.safetensors") -> None:
+    """Other numbers in the same bytes."""
+    with (folder / name).open("r+b") as file:
+        file.seek(-(size := os.path.getsize(file.name) // 2), os.SEEK_END)
+        content = bytearray(file.read())
+        content[::2] = bytes(size - size // 2)
+        file.seek(-size, os.SEEK_END)
+        file.write(content)
+
+
+@pytest.mark.parametrize("change", [renamed, rewritten])
+@pytest.mark.parametrize("is_streamed", [True, False])
+def test_a_file_that_changes_under_requests_gives_no_wrong_answer(
+    is_streamed: bool, change: Callable[[Path], None], pair: Pair, tmp_path: Path
+) -> None:
+    """Resident weights go on; streamed ones end the server. `offspec quantize` changes no file of a model."""
+    folder = variant(pair.target, tmp_path / "target")
+    opened = streamed(folder) if is_streamed else Engine.load(str(folder), draft="none", device="cpu")
+    with opened as engine, watched(engine) as (client, _, gave_up), ThreadPoolExecutor(3) as pool:
+        right = client.ask("POST", TEXT, BODY).body["choices"]
+        has_ended = Event()
+
+        def ask_often() -> list[Reply]:
+            replies = []
+            while not has_ended.is_set() and not (replies and replies[-1].status != 200):
+                replies.append(client.ask("POST", TEXT, BODY))
+            return replies
+
+        asked = [pool.submit(ask_often) for _ in range(3)]
+        with refused(UsageError, folder, "not empty"):
+            convert(pair.draft, folder, ConvertParams())
+        change(folder)
+        if is_streamed:
+            assert gave_up.wait(LONG_S)
+        last = client.ask("POST", TEXT, BODY)
+        has_ended.set()
+        replies = [reply for each in asked for reply in each.result()]
+        assert all(reply.body["choices"] == right for reply in (*replies, last) if reply.status == 200)
+        assert (last.status, gave_up.is_set()) == ((500, True) if is_streamed else (200, False))
+        assert client.ask("GET", "/health").status == (503 if is_streamed else 200)
 
 
 @pytest.fixture(scope="module")
