@@ -50,7 +50,11 @@ class Client:
     def open(self, method: str, path: str, body: Any = None, **headers: str) -> http.client.HTTPConnection:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=LONG_S)
         content = body if isinstance(body, (str, type(None))) else json.dumps(body)
-        connection.request(method, path, content, headers)
+        try:
+            connection.request(method, path, content, headers)
+        except OSError:
+            connection.close()
+            raise
         return connection
 
     def ask(self, method: str, path: str, body: Any = None, **headers: str) -> Reply:
