@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -25,7 +26,7 @@ from ..checkpoints.opening import ModelFiles, Note, choose_device, dtype_on, loc
 from ..drafts.base import OpenRequest
 from ..drafts.weighing import NO_DRAFT, Scales, by_rate
 from ..drafts.weighing import Prospect as Prospect
-from ..errors import UsageError
+from ..errors import OffspecError, UsageError
 from ..load_options import LoadOptions
 from ..loading import draft_options, memory_options
 from ..planning.draft_forecast import Drafting as Drafting
@@ -441,7 +442,17 @@ def _open_to_plan(options: LoadOptions, form: str | None, device_type: str, note
     """Open the target, for drafts that are only planned for; for hub ids, only config.json is downloaded."""
     path = locate(options.model, options.revision, "target", weights=False)
     target = ModelFiles.from_config(path, form, options.dtype, device_type, notes)
+    if form is not None:
+        with suppress(OffspecError):  # the format in which it is here may be one that does not run
+            here = ModelFiles.from_config(path, None, options.dtype, device_type, [])
+            if here.packed_form is not None and _weight_bytes(target) > _weight_bytes(here):
+                text = f"the weights of {path.name} would be larger in {form} than in {here.packed_form}, as they are"
+                notes.append(Note(f"{text}, and rounded twice", advice=True))
     return OpenRequest(draft_options(options), target, None, options.dtype, device_type, notes)
+
+
+def _weight_bytes(model: ModelFiles) -> int:
+    return sum(info.nbytes for weight in model.stored.by_name.values() for info in weight.streamed)
 
 
 def _hardware(place: torch.device, known_gpu: KnownGpu | None, ram: int | None) -> Hardware:
@@ -454,7 +465,7 @@ def _hardware(place: torch.device, known_gpu: KnownGpu | None, ram: int | None) 
 
 
 def _title(target: ModelFiles, form: str | None, plan: Plan) -> str:
-    weights = format_size(sum(info.nbytes for w in target.stored.by_name.values() for info in w.streamed))
+    weights = format_size(_weight_bytes(target))
     size, mixture = gguf_labels(target.checkpoint)
     parts = (
         f"{size or format_count(target.num_parameters)} parameters",

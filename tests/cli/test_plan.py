@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 
+from offspec import convert
 from offspec.loaders.machine.hardware import Memory, Rates
 from offspec.tools import forecast
 
+from .. import pair
 from ..llama_configs import LLAMA_8B, write_config
 from ..refusals import tells
 from .conftest import Offspec
@@ -396,3 +398,12 @@ def test_formats_of_the_kv_cache(offspec: Offspec, large: Path) -> None:
     shown = offspec(*asked, "--context", 8192, "--kv-cache", "4").out
     assert re.search(r"^4 \(planned\) +4 bit ", shown, re.MULTILINE)
     assert "the text is that of plain decoding with" in shown
+
+
+def test_a_format_that_is_larger_than_the_stored_one(offspec: Offspec, tmp_path: Path) -> None:
+    folder = tmp_path / "packed"
+    convert(pair.build_pair(tmp_path, **pair.MIXTURE).target, folder)
+    asked = ("plan", folder, "--draft", "none", "--device", "cpu")
+    assert "larger" not in offspec(*asked).err
+    (line,) = (line for line in offspec(*asked, "--format", "fp32").err.splitlines() if "larger" in line)
+    assert tells(line, "packed", "fp32", "nf4", "twice")
