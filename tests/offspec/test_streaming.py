@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import json
 import os
@@ -70,6 +71,31 @@ def test_without_reading_ahead_the_text_is_that_of_a_resident_target(
     target = stream(pair.target, resident, synchronous=True)
     for params in REQUESTS:
         assert says(behind(engine, target), params) == says(engine, params)
+    target.weights.close()
+
+
+@pytest.mark.skipif(not hasattr(os, "O_DIRECT"), reason="no direct reads here")
+@pytest.mark.parametrize("refused_by", ["open", "preadv"])
+def test_without_direct_reads_the_text_is_that_of_a_resident_target(
+    engine: Engine, pair: Pair, refused_by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import fcntl
+
+    call, num_refused = getattr(os, refused_by), 0
+
+    def refuse(file: Any, second: Any, *rest: Any) -> int:
+        nonlocal num_refused
+        flags = second if refused_by == "open" else fcntl.fcntl(file, fcntl.F_GETFL)
+        if flags & os.O_DIRECT:
+            num_refused += 1
+            raise OSError(errno.EINVAL, "Invalid argument")
+        result: int = call(file, second, *rest)
+        return result
+
+    monkeypatch.setattr(os, refused_by, refuse)
+    target = stream(pair.target)
+    assert says(behind(engine, target), REQUESTS[0]) == says(engine, REQUESTS[0])
+    assert num_refused > 0
     target.weights.close()
 
 
