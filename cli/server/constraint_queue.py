@@ -3,7 +3,9 @@
 The library's compiler has no bound, and a thread cannot be ended. So each new constraint is tried in a process first,
 which a deadline and a client's leave end. Places are of two kinds: at the first, a trial has a short turn, so that what
 is quick waits for quick ones alone. What takes longer begins again at the other kind. A constraint that compiles is
-compiled again here, by one of two threads for the same reason.
+compiled again here, by one of two threads for the same reason. Its client's leave ends that only while it waits: the
+library has no call that ends a compilation, and its result cannot come from another process. It takes as long as the
+trial did, so at most MOST_CPU_S of processor time, and one mask, which the library bounds. The next request finds it.
 """
 
 from __future__ import annotations

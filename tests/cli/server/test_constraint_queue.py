@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import closing
+from threading import Event
 from typing import TypeVar
 
 import pytest
@@ -13,11 +14,12 @@ from offspec import Constraint, Engine
 from offspec.cli.server import constraint_queue
 from offspec.cli.server.constraint_queue import ConstraintQueue
 from offspec.errors import UsageError
+from offspec.text.grammar_constraint import Part, Start
 from offspec.text.grammar_trials import CAN_TRY
 
 from ...offspec.text.hard_constraints import ENDLESS, ENDLESS_TEXT
 from ...refusals import refused
-from .serving import Client, served, until
+from .serving import LONG_S, Client, served, until
 
 pytestmark = pytest.mark.skipif(not CAN_TRY, reason="this system has no fork")
 T = TypeVar("T")
@@ -75,6 +77,31 @@ def test_a_client_that_leaves_ends_the_compilation(engine: Engine) -> None:
             until(lambda: service._num_encoding == 1)
         until(lambda: service._num_encoding == 0)
         assert client.ask("POST", "/v1/completions", {"prompt": "a", "regex": "[0-9]"}).status == 200
+
+
+def test_what_waits_for_the_thread_ends_with_its_client(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the thread compiles cannot end; a trial has shown how long it takes, and the result is kept."""
+    compile_part, may_go_on, begun = engine.constraints.compile_part, Event(), list[str]()
+
+    def slowly(part: Part) -> Start:
+        begun.append(part[0].text)
+        assert may_go_on.wait(LONG_S)
+        return compile_part(part)
+
+    async def two(queue: ConstraintQueue) -> None:
+        queue.slow = queue.quick
+        asked = [asyncio.create_task(queue.compile(Constraint.regex(text), (), text)) for text in ("b{3}", "b{4}")]
+        while not (begun and queue.quick._waiting):
+            await asyncio.sleep(0.001)
+        for task in asked:
+            task.cancel()
+        await asyncio.gather(*asked, return_exceptions=True)
+        may_go_on.set()
+        await queue.compile(Constraint.regex(begun[0]), (), "")
+
+    monkeypatch.setattr(engine.constraints, "compile_part", slowly)
+    run(engine, two)
+    assert len(begun) == 1 or begun[0] == begun[1]
 
 
 def test_a_client_with_many_hard_constraints_is_answered(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
