@@ -30,6 +30,7 @@ LOOK_S = 5.0  # between looks for new nodes
 MOST_DEATHS = 3  # of engines' processes while they answered the same prompt; then the prompt has failed
 RESTARTS = 2  # of an engine's process, by Ray
 CONNECT_S = 5.0
+MOST_HEADLESS_S = 20.0  # until then a head may come back; after 60 s Ray would end this process
 NOT_INSTALLED = "--ray needs Ray, which is not installed: pip install 'offspec[ray]'"
 START_RAY = "start one with `ray start --head`, and `ray start --address HEAD:6379` on the other machines"
 
@@ -88,6 +89,7 @@ class RayEngines:
         self._known = set[str]()  # ids of nodes that were given their engines
         self._deaths = Counter[int]()  # by the places of prompts
         self._dtypes = list[str]()
+        self._head = ""  # HOST:PORT
         self._next_look, self._began, self._ended = 0.0, 0.0, 0.0  # `time.monotonic()`
 
     def answers(self, prompts: Sequence[Asked]) -> Generator[tuple[int, Answer | OffspecError], None, None]:
@@ -99,6 +101,7 @@ class RayEngines:
         connect(self._address)
         import ray
 
+        self._head = ray.get_runtime_context().gcs_address
         try:
             waiting = deque(range(len(prompts)))
             while waiting or any(engine.places for engine in self._calls.values()):
@@ -125,7 +128,7 @@ class RayEngines:
         if time.monotonic() < self._next_look:
             return
         self._next_look = time.monotonic() + LOOK_S
-        for node in ray.nodes():
+        for node in self._nodes():
             node_id = node["NodeID"]
             if node_id in self._known or not node["Alive"]:
                 continue
@@ -141,6 +144,26 @@ class RayEngines:
                 engine = RemoteEngine(f"{node['NodeManagerAddress']} ({node_id[:8]})", node_id, handle)
                 self._engines.append(engine)
                 self._load(engine)
+
+    def _nodes(self) -> list[dict[str, Any]]:
+        """The cluster's nodes, as Ray describes them. Raises OffspecError if the head node is gone."""
+        import ray
+
+        end_s = time.monotonic() + MOST_HEADLESS_S
+        while not self._is_head_there():
+            if time.monotonic() > end_s:
+                text = f"the head of the Ray cluster at {self._head} is gone, and the other prompts are unanswered"
+                raise OffspecError(f"{text}; start the cluster again, and repeat the command")
+            time.sleep(1)
+        return list(ray.nodes())
+
+    def _is_head_there(self) -> bool:
+        host, _, port = self._head.rpartition(":")
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
+        except OSError:
+            return False
+        return True
 
     def _load(self, engine: RemoteEngine) -> None:
         """Wait for an engine that loads; Ray repeats this call when it has restarted the process."""
@@ -207,7 +230,7 @@ class RayEngines:
         """After the engine's process died: wait for it if Ray restarts it; says what happened."""
         import ray
 
-        is_there = any(node["NodeID"] == engine.node_id and node["Alive"] for node in ray.nodes())
+        is_there = any(node["NodeID"] == engine.node_id and node["Alive"] for node in self._nodes())
         if is_there and has_prompts and isinstance(exc, ray.exceptions.ActorUnavailableError):
             fault = "its process died; Ray starts it again if the node is still there"
             self._load(engine)
@@ -222,10 +245,10 @@ class RayEngines:
         click.echo(f"offspec: node {engine.name}: {with_flags(message)}", err=True)
 
     def _disconnect(self) -> None:
-        """End the engines, whatever they do, and leave the cluster."""
+        """End the engines, whatever they do, and leave the cluster. Without a head they end after a minute."""
         import ray
 
-        for engine in self._engines:
+        for engine in self._engines if self._is_head_there() else ():
             with suppress(Exception):  # it has ended, or the connection has
                 ray.kill(engine.handle)
         ray.shutdown()

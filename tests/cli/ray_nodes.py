@@ -54,6 +54,11 @@ class Nodes:
                 process.kill()
         psutil.wait_procs(ended, LONG_S)
 
+    def kill_head(self) -> None:
+        for processes in self._cluster.head_node.all_processes.values():
+            for each in processes:
+                each.process.kill()
+
     def close(self) -> None:
         self._cluster.shutdown()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import socket
+import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 
 from offspec import Engine
-from offspec.cli.ray_batch import Share, shares_of
+from offspec.cli.ray_batch import RESTARTS, Share, shares_of
 
 from ..refusals import tells
 from .conftest import Offspec, finish, start
@@ -187,3 +188,41 @@ def test_a_process_that_dies_is_started_again(cluster: Nodes, source: Path, tmp_
     assert tells(result.err, "its process died", "starts it again")
     assert len({record["line"] for record in records(output)}) == len(records(output)) < 40
     wait_for(lambda: not calls_of(lasting, "NodeEngine"))
+
+
+@pytest.mark.nightly("starts a cluster of Ray, 60 s")
+def test_an_engine_is_killed_again_and_again_and_then_the_head(source: Path, tmp_path: Path) -> None:
+    """Each ends the command with one line; no answer is lost or comes twice, and the same command goes on."""
+    output = tmp_path / "answers.jsonl"
+    args = ("run", "builtin", *CPU, "--prompt-file", source, "--output", output, "--ray")
+    impatient = "ray_batch.LOOK_S = 0.1; ray_batch.MOST_HEADLESS_S = 1; main.main()"
+    program = ("-c", f"from offspec.cli import main, ray_batch; {impatient}")
+    with nodes() as found:
+        node = found.add()
+        process = start(*args, found.address)
+        while process.poll() is None:
+            wait_for_answer(process, output)
+            for call in calls_of(node, "NodeEngine"):
+                call.kill()
+        result = finish(process)
+        assert (result.code, result.out) == (1, ""), result
+        assert result.err.count("its process died") == RESTARTS
+        assert tells(result.err.splitlines()[-1], "Error", "no node", "unanswered")
+        process, num_before = start(*args, found.address, program=program), num_answers(output)
+        wait_for_answer(process, output)
+        found.kill_head()
+        result = finish(process)
+        assert (result.code, result.out) == (1, ""), result
+        assert tells(result.err.splitlines()[-1], "Error", found.address, "gone", "repeat")
+    lines = [record["line"] for record in records(output)]
+    assert len(lines) == len(set(lines)) > num_before
+
+
+def wait_for_answer(process: subprocess.Popen[bytes], output: Path) -> None:
+    """Another one than those that are there, or the process's end."""
+    num_before = num_answers(output)
+    wait_for(lambda: process.poll() is not None or num_answers(output) > num_before)
+
+
+def num_answers(output: Path) -> int:
+    return output.read_bytes().count(b"\n") if output.exists() else 0
