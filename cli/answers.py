@@ -98,7 +98,6 @@ class SharedAnswers:
                     steps[ticket].append(outcome)
                     if outcome.finish_reason is not None:
                         self.ends.append(outcome)
-                        engine.learn(outcome.stats)
                         place, params = places[ticket]
                         yield place, answer_of(engine, ticket.checked.prompt, steps.pop(ticket), params)
 

@@ -137,18 +137,13 @@ class PromptBatch:
         output: Path | None,
         settings: Mapping[str, object],
         params: SamplingParams,
-        *,
-        is_strict: bool = False,
     ) -> None:
         """params: sampling, which a line may override. settings: everything else that the answers depend on.
-
-        is_strict: misspelt keys are errors of their lines.
 
         Raises UsageError for a source without lines, and for an output with other answers, of another type, or
         locked by another process. Raises StorageError if the output cannot be written.
         """
         self.source, self.output, self._settings, self._params = source, output, settings, params
-        self._is_strict = is_strict
         self.tasks, self.errors = self._readable()
         self._num_lines = len(self.tasks) + len(self.errors)
         if not self.tasks and not self.errors:
@@ -171,8 +166,6 @@ class PromptBatch:
         for task in readable:
             try:
                 task.sampling(self._params)
-                if self._is_strict and (typos := task.typos):
-                    raise UsageError(_named(typos))
             except UsageError as exc:
                 errors[task.line] = str(exc)
             else:
@@ -250,8 +243,8 @@ class PromptBatch:
             for typo in task.typos.items():
                 lines.setdefault(typo, []).append(task.line)
         for typo, (first, *others) in lines.items():
-            more = f"{len(others)} more lines have it, and " if others else ""
-            self._tell(first, f"{_named(dict([typo]))} ({more}--strict refuses such lines)")
+            more = f" ({len(others)} more lines have it)" if others else ""
+            self._tell(first, "the key {!r} sets nothing; did you mean {!r}?".format(*typo) + more)
 
     def _locked(self, output: Path) -> BinaryIO:
         """The output, opened and locked before a model is loaded; its content does not change."""
@@ -323,10 +316,6 @@ class PromptBatch:
         wanted = {**content, "settings": self._settings_of(task)}
         recorded = {key: record[key] for key in wanted if key in record}
         return json.dumps(recorded, sort_keys=True) == json.dumps(wanted, sort_keys=True)  # as text, NaN equals NaN
-
-
-def _named(typos: Mapping[str, str]) -> str:
-    return "; ".join(f"the key {key!r} sets nothing; did you mean {meant!r}?" for key, meant in typos.items())
 
 
 def check_sink(file: Path) -> None:

@@ -20,7 +20,7 @@ from offspec.user_files import expand_home, user_folder
 
 from .chat_files import KeptChat, chats_folder, newest_file
 from .constraints import ANY_OBJECT, CONSTRAINT, constraint_options
-from .flag_declarations import VALUES, OffspecCommand, option, record_of
+from .flag_declarations import OUTPUT, VALUES, OffspecCommand, option, record_of
 from .flag_names import with_flags
 from .learning import learning_kept, written_file
 from .line_input import LineInput, PipeInput, TerminalInput, open_history, unquoted
@@ -28,7 +28,6 @@ from .options import (
     MODEL_HELP,
     SAMPLING,
     SPECULATION,
-    color_option,
     fit_to_requests,
     given_sampling,
     learning_options,
@@ -130,7 +129,13 @@ Examples:
 @more_text_options
 @constraint_options
 @wrap_option
-@color_option
+@option(
+    "--color-accepted",
+    group=OUTPUT,
+    is_rare=True,
+    is_flag=True,
+    help="Color accepted draft tokens green, looked-up ones cyan, the target's own tokens yellow.",
+)
 @output_options(stats="Show tokens/s and other statistics after each reply.")
 @click.pass_context
 def command(

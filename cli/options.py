@@ -29,7 +29,7 @@ from offspec import (
 from offspec.errors import UsageError
 
 from . import flag_declarations as heading
-from .flag_declarations import FLAGS, Decorator, FlagRecord, all_of, option
+from .flag_declarations import Decorator, FlagRecord, all_of, option
 from .flag_names import with_flags
 from .learning import learning_alone, written_file
 from .terminal import LoadingBar, is_watched
@@ -160,7 +160,6 @@ def _load_options(arithmetic: str = LoadOptions.arithmetic, **values: Any) -> Lo
     return LoadOptions.of(arithmetic=name, deterministic=is_deterministic, **values)
 
 
-FLAGS[DETERMINISTIC] = f"--arithmetic {DETERMINISTIC}"  # in messages
 LOADING = FlagRecord("loading", LoadOptions, _load_options, group=heading.MODEL)
 SAMPLING = FlagRecord("sampling", SamplingParams, SamplingParams, group=heading.SAMPLING)
 SPECULATION = FlagRecord("speculation", SpeculationParams, SpeculationParams, group=heading.DRAFT, is_research=True)
@@ -242,7 +241,7 @@ loading_options = all_of(
         ),
         metavar=f"{'|'.join(ARITHMETIC_NAMES)}[,{DETERMINISTIC}]",
         help="exact: plain decoding's text, or an error. int8: rows in 8 bits for GGUF. fast: up to near-ties. "
-        "deterministic: the same text twice on a GPU, too; nothing is chosen by timing, and one text runs at a time. "
+        "deterministic: the same text twice on a GPU, too, as nothing is timed. "
         "[default: auto, which is exact on a CPU and for streamed weights]",
     ),
     LOADING.option(
@@ -458,13 +457,6 @@ wrap_option = option(
     default=True,
     show_default=True,
     help="Wrap lines between words on a terminal.",
-)
-color_option = option(
-    "--color-accepted",
-    group=heading.OUTPUT,
-    is_rare=True,
-    is_flag=True,
-    help="Color accepted draft tokens green, looked-up ones cyan, the target's own tokens yellow.",
 )
 
 

@@ -25,33 +25,30 @@ from .batch import EMPTY_PROMPT, Answer, Asked, PromptBatch, TokenIds, Turns, is
 from .constraints import ConstraintFlags, constraint_options
 from .first_run import tell_next_once
 from .flag_declarations import FlagRecord, OffspecCommand, option
-from .learning import learning_kept, written_file
 from .node_engine import EngineJob
 from .options import (
     MAX_TEXTS,
     MODEL_HELP,
     WholeNumber,
-    color_option,
     fit_to_requests,
-    learning_options,
     load_engine,
     loading_options,
     lookup_files_option,
     lossy_settings,
     model_argument,
-    more_text_options,
     number_of_texts,
     output_options,
     reworded,
     sampling_options,
     speculation_options,
+    text_options,
     think_option,
 )
 from .ray_batch import RayEngines
 from .reading import read_prompt
 from .reasoning import ThinkingReader, reader_of, thinking_first
 from .several_answers import AnswerFlags, Printer, answer_several, describe_answers
-from .terminal import as_shown, draft_off, first_pass_shown, marked, shows_colors, wrapped
+from .terminal import as_shown, draft_off, first_pass_shown, wrapped
 
 if TYPE_CHECKING:
     from offspec import Engine, Prompt, PromptCache, Step
@@ -64,7 +61,7 @@ STANDARD_OUTPUT = Path("-")
 class PromptFlags:
     """The flags that name the prompt, and how to interpret it.
 
-    cache_prompt: the file of its KV entries. strict: misspelt keys of a file's lines are refused.
+    cache_prompt: the file of its KV entries.
     """
 
     prompt: str | None = None
@@ -72,7 +69,6 @@ class PromptFlags:
     system: str | None = None
     raw: bool = False
     cache_prompt: Path | None = None
-    strict: bool = False
 
     @property
     def is_batch(self) -> bool:
@@ -80,8 +76,6 @@ class PromptFlags:
 
     def check(self, num_answers: int, think: bool | None) -> None:
         """Raises click.UsageError for flags that contradict each other."""
-        if self.strict and not self.is_batch:
-            raise click.UsageError("--strict needs a --prompt-file that ends with .jsonl.")
         if self.cache_prompt is not None and (self.is_batch or num_answers > 1):
             raise click.UsageError("--cache-prompt needs one prompt and one answer.")
         if self.raw and self.system is not None:
@@ -121,22 +115,9 @@ class OutputFlags:
     """The output flags of a request."""
 
     as_json: bool
-    color_accepted: bool
     stats: bool
     quiet: bool
     verbose: bool
-
-    @property
-    def marks(self) -> bool:
-        """Whether text shows which tokens were accepted."""
-        return self.color_accepted and shows_colors()
-
-    def check(self, prompts: PromptFlags) -> None:
-        """Raises click.UsageError for --color-accepted without text output."""
-        if self.color_accepted and self.as_json:
-            raise click.UsageError("--color-accepted needs text output; omit it or --json.")
-        if self.color_accepted and prompts.is_batch:
-            raise click.UsageError("--color-accepted needs text output, but the answers to a .jsonl file are JSON.")
 
 
 @click.command(
@@ -175,7 +156,6 @@ A line of prompts.jsonl is {{"prompt": "..."}} or {{"messages": [{{"role": "user
     metavar="FILE",
     help="File for the answers to a .jsonl file; prompts already answered there are skipped. [default: -, stdout]",
 )
-@PROMPT.option("strict", is_flag=True, help="Refuse lines of a .jsonl file whose keys look misspelt.")
 @option(
     "--batch",
     "max_texts",
@@ -213,11 +193,9 @@ A line of prompts.jsonl is {{"prompt": "..."}} or {{"messages": [{{"role": "user
 @lookup_files_option
 @think_option
 @speculation_options
-@learning_options
 @sampling_options()
-@more_text_options
+@text_options
 @constraint_options
-@color_option
 @output_options(
     json="Print one JSON object instead of the text.", stats="Show tokens/s and other statistics on stderr."
 )
@@ -227,7 +205,6 @@ def command(
     max_texts: int | None,
     ray: str | None,
     num_answers: int,
-    color_accepted: bool,
     as_json: bool,
     show_stats: bool,
     quiet: bool,
@@ -246,8 +223,7 @@ def command(
         model, prompt = _alone(model)
     prompts = replace(prompts, prompt=prompt)
     prompts.check(num_answers, loading.think)
-    shown = OutputFlags(as_json, color_accepted, show_stats, quiet, verbose)
-    shown.check(prompts)
+    shown = OutputFlags(as_json, show_stats, quiet, verbose)
     several = AnswerFlags(num_answers, max_texts)
     several.check(sampling, is_file=prompts.is_batch)
     loading = replace(fit_to_requests(loading, sampling, speculation), model=model, chats=prompts.system is not None)
@@ -255,11 +231,12 @@ def command(
     if prompts.is_batch:
         _run_file(prompts, output, loading, sampling, speculation, max_texts=max_texts, ray=ray, shown=shown)
         return
-    _check_one(output, loading)
+    if output is not None:
+        raise click.UsageError("--output needs a --prompt-file that ends with .jsonl.")
     loading = replace(loading, texts=several.num_texts, answer_tokens=sampling.max_new_tokens)
     load = partial(_load_one, prompts, loading, shown)
     run = partial(_run_several, several=several) if num_answers > 1 else partial(_run_one, prompts.cache_prompt)
-    run(load, sampling, speculation, shown=shown, learn_file=written_file(loading))
+    run(load, sampling, speculation, shown=shown)
 
 
 reworded(
@@ -281,23 +258,21 @@ def _run_one(
     params: SamplingParams,
     speculation: SpeculationParams,
     shown: OutputFlags,
-    learn_file: Path | None,
 ) -> None:
     """Answer one prompt on standard output. cache_file: of the prompt's KV entries, or None."""
     engine, prompt = load()
     params, prompt = thinking_first(params, prompt), engine.encode(prompt)
     notes = list[str]()  # shown after the text, not in the middle of it
     source = engine if cache_file is None else _cached(engine, cache_file, notes.append)
-    with learning_kept(engine, learn_file, quiet=shown.quiet):
-        steps = _steps(engine, source.generate(prompt, params, speculation), quiet=shown.quiet)
-        if shown.as_json:
-            record, last = _answer(engine, prompt, steps, params)
-            click.echo(json.dumps(record))
-        else:
-            thinking = None if shown.marks else reader_of(engine, prompt, params)
-            last = _stream(engine, _apart(steps, thinking, quiet=shown.quiet), marks=shown.marks)
-            if not shown.quiet:
-                _tell_cut(engine, last, params)
+    steps = _steps(engine, source.generate(prompt, params, speculation), quiet=shown.quiet)
+    if shown.as_json:
+        record, last = _answer(engine, prompt, steps, params)
+        click.echo(json.dumps(record))
+    else:
+        thinking = reader_of(engine, prompt, params)
+        last = _stream(_apart(steps, thinking, quiet=shown.quiet))
+        if not shown.quiet:
+            _tell_cut(engine, last, params)
     for note in notes if not shown.quiet else ():
         click.echo(f"offspec: {note}", err=True)
     if shown.stats:
@@ -316,36 +291,24 @@ def _run_several(
     *,
     several: AnswerFlags,
     shown: OutputFlags,
-    learn_file: Path | None,
 ) -> None:
     """Give several answers to one prompt on standard output."""
     engine, prompt = load()
     params = thinking_first(params, prompt)
     ids, began = engine.encode(prompt), time.perf_counter()
     answer = partial(answer_several, engine, ids, params, speculation, several, quiet=shown.quiet)
-    with learning_kept(engine, learn_file, quiet=shown.quiet):
-        if shown.as_json:
-            all_steps = answer()
-            click.echo(json.dumps([answer_of(engine, ids, steps, params) for steps in all_steps]))
-        else:
-            all_steps = answer(
-                seen=Printer(several.number, marked if shown.marks else lambda step: as_shown(step.text))
-            )
-            cut = next((steps[-1] for steps in all_steps if steps[-1].finish_reason == "length"), None)
-            if cut is not None and not shown.quiet:
-                _tell_cut(engine, cut, params)
+    if shown.as_json:
+        all_steps = answer()
+        click.echo(json.dumps([answer_of(engine, ids, steps, params) for steps in all_steps]))
+    else:
+        all_steps = answer(seen=Printer(several.number))
+        cut = next((steps[-1] for steps in all_steps if steps[-1].finish_reason == "length"), None)
+        if cut is not None and not shown.quiet:
+            _tell_cut(engine, cut, params)
     if shown.stats:
         click.echo(describe_answers(all_steps, time.perf_counter() - began), err=True)
     for steps in all_steps:
         _pass_on(steps[-1])
-
-
-def _check_one(output: Path | None, loading: LoadOptions) -> None:
-    """Raises click.UsageError for flags that need a file of prompts."""
-    if output is not None:
-        raise click.UsageError("--output needs a --prompt-file that ends with .jsonl.")
-    if loading.learn and not loading.learn_file:
-        raise click.UsageError("--learn helps only later prompts: give --learn-file FILE, or a .jsonl --prompt-file.")
 
 
 def _run_file(
@@ -367,7 +330,7 @@ def _run_file(
         together = partial(SharedAnswers, to_prompt=prompts.for_model, speculation=speculation, max_texts=num_texts)
         if ray is None:
             load = partial(load_engine, loading, quiet=shown.quiet, verbose=shown.verbose)
-            _run_batch(batch, load, together, written_file(loading), show_stats=shown.stats, quiet=shown.quiet)
+            _run_batch(batch, load, together, show_stats=shown.stats, quiet=shown.quiet)
         else:
             job = EngineJob(loading, partial(_answers_together, together=together), num_texts)
             engines = RayEngines(ray, job, quiet=shown.quiet, verbose=shown.verbose)
@@ -391,7 +354,7 @@ def _batch_of(
     """The prompts of a file. Raises click.UsageError for messages with --raw."""
     assert prompts.prompt_file is not None
     sink = None if output == STANDARD_OUTPUT else output
-    batch = PromptBatch(prompts.prompt_file, sink, settings, params, is_strict=prompts.strict)
+    batch = PromptBatch(prompts.prompt_file, sink, settings, params)
     chats = [task.line for task in batch.tasks if prompts.raw and is_turns(task.prompt)]
     if chats:
         batch.close()
@@ -405,7 +368,6 @@ def _run_batch(
     batch: PromptBatch,
     load: Callable[[], Engine],
     together: Callable[[Engine], SharedAnswers],
-    learn_file: Path | None,
     *,
     show_stats: bool,
     quiet: bool,
@@ -419,8 +381,7 @@ def _run_batch(
     engine = load()
     answered = together(engine)
     try:
-        with learning_kept(engine, learn_file, quiet=quiet):
-            batch.collect(answered.answers, quiet=quiet, progress=answered.progress)
+        batch.collect(answered.answers, quiet=quiet, progress=answered.progress)
     finally:
         if show_stats:
             click.echo(describe_batch(answered.ends, answered.seconds), err=True)
@@ -436,8 +397,6 @@ def _check_ray(address: str | None, prompts: PromptFlags, loading: LoadOptions) 
         return
     if not prompts.is_batch:
         raise click.UsageError("--ray needs a --prompt-file that ends with .jsonl.")
-    if written_file(loading) is not None:
-        raise click.UsageError("With --ray each engine learns for itself: omit --learn, or --learn-file.")
     if loading.device.startswith("cuda:"):
         raise click.UsageError(f"Ray chooses the GPU of each engine: give --device cuda instead of {loading.device}.")
 
@@ -474,18 +433,16 @@ def _cached(engine: Engine, file: Path, notify: Callable[[str], None]) -> Prompt
     return PromptCache(engine, file, notify)
 
 
-def _stream(engine: Engine, steps: Generator[Step, None, None], *, marks: bool) -> Step:
+def _stream(steps: Generator[Step, None, None]) -> Step:
     """Print the text step by step, ending with a newline; returns the last step."""
     shown, last = "", None
     for last in steps:
-        sys.stdout.write(marked(last) if marks else as_shown(last.text))
+        sys.stdout.write(as_shown(last.text))
         sys.stdout.flush()
         shown = last.text or shown
     if not shown.endswith("\n"):
         sys.stdout.write("\n")
     assert last is not None
-    if last.finish_reason != INTERRUPTED:
-        engine.learn(last.stats)
     return last
 
 
@@ -551,8 +508,6 @@ def _answer(
     """The answer to one request as a JSON object, and its last step."""
     steps = list(generated)
     last = steps[-1]
-    if last.finish_reason != INTERRUPTED:
-        engine.learn(last.stats)
     return answer_of(engine, prompt, steps, params), last
 
 

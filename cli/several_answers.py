@@ -13,7 +13,7 @@ import click
 from offspec import AUTO_TEXTS, SamplingParams, SpeculationParams
 
 from .answers import interrupted
-from .terminal import first_pass_shown
+from .terminal import as_shown, first_pass_shown
 
 if TYPE_CHECKING:
     from offspec import Engine, Prompt, Step
@@ -47,10 +47,8 @@ class Printer:
     The first one that has not ended appears as it is accepted, the others when their turn comes.
     """
 
-    def __init__(self, number: int, text_of: Callable[[Step], str]) -> None:
-        """text_of: what to print for a step."""
+    def __init__(self, number: int) -> None:
         self._held: list[deque[Step]] = [deque() for _ in range(number)]
-        self._text_of = text_of
         self._index, self._shown = 0, ""  # of the answer whose turn it is: the end of what was printed
 
     def __call__(self, index: int, step: Step) -> None:
@@ -64,7 +62,7 @@ class Printer:
             above = "\n" if self._index else ""
             self._shown = f"=== answer {self._index + 1} of {len(self._held)}, seed {step.stats.seed} ===\n"
             sys.stdout.write(above + self._shown)
-        sys.stdout.write(self._text_of(step))
+        sys.stdout.write(as_shown(step.text))
         self._shown = step.text or self._shown
         if step.finish_reason is not None:
             sys.stdout.write("" if self._shown.endswith("\n") else "\n")
@@ -95,8 +93,6 @@ def answer_several(
     try:
         for index, step in first_pass_shown(engine, pairs, quiet=quiet):
             add(index, step)
-            if step.finish_reason is not None:
-                engine.learn(step.stats)
     except KeyboardInterrupt:
         if not any(answers):
             raise

@@ -37,8 +37,6 @@ RUN: dict[str, tuple[str, ...]] = {
     "BASS": ("--prompt-file", "{prompts}", "--batch", "2"),
     "EMS-SD": ("--prompt-file", "{prompts}", "--batch", "2"),
     "Batching synergy": ("--prompt-file", "{prompts}", "--batch", "2"),
-    "Online speculative decoding": ("def area(", "--learn", "--learn-file", "{learnt}"),
-    "Specialised drafters": ("def area(", "--learn", "--learn-file", "{learnt}"),
     "DOMINO": ("def area(", "--regex", "[a-z]{2,5}"),
 }
 # Method → flags of `offspec distill builtin`, and the draft of the run after it; {out} is what it makes.
@@ -61,7 +59,7 @@ TRAINED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         }.items()
     },
 }
-# Drafts that this project does not train or with another vocabulary, and hybrids: tests with checkpoints of their own.
+# Drafts that this project does not train or with another vocabulary, hybrids, and learning: tests of their own.
 ELSEWHERE = {
     "EAGLE-1": "tests/offspec/model/heads/test_kinds_of_head.py",
     "EAGLE-2": "tests/offspec/model/heads/test_kinds_of_head.py",
@@ -69,6 +67,8 @@ ELSEWHERE = {
     "Token-level intersection": "tests/offspec/test_other_vocabulary.py",
     "STree": "tests/offspec/test_hybrid_models.py",
     "TreeWY": "tests/offspec/test_hybrid_models.py",
+    "Online speculative decoding": "tests/cli/test_learn.py",
+    "Specialised drafters": "tests/cli/test_learn.py",
 }
 SMALL = ("--steps", "2", "--num-texts", "16", "--text-tokens", "8")
 
@@ -83,7 +83,6 @@ def files(tmp_path: Path) -> dict[str, Path]:
         "text": tmp_path / "text.py",
         "prompts": tmp_path / "prompts.txt",
         "prompt": tmp_path / "prompt.txt",
-        "learnt": tmp_path / "learnt.safetensors",
         "out": tmp_path / "trained",
     }
 

@@ -91,7 +91,7 @@ def test_a_byte_order_mark_is_no_part_of_the_file(file: Path, offspec: Offspec) 
     assert told(offspec, "run")["temperature"]["value"] == 0.5
 
 
-def test_what_is_on_by_default_is_turned_off_by_its_own_name(
+def test_the_file_turns_off_what_is_on_by_default(
     file: Path, run_args: Any, offspec: Offspec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given: list[SpeculationParams] = []
@@ -102,15 +102,15 @@ def test_what_is_on_by_default_is_turned_off_by_its_own_name(
         return generate(engine, prompt, params, speculation, **more)
 
     monkeypatch.setattr(Engine, "generate", spy)
-    file.write_text("lookup = false\noverlap = false\n")
+    file.write_text('without = ["lookup"]\n')
     (prompts := file.with_name("prompts.txt")).write_text("hi\n")
     small = ("--budgets", 4, "--repeats", 1, "--warmup", 0)
-    assert offspec("bench", *run_args[1:], "--prompts", prompts, "--overlap", *small, "-q").code == 0
+    assert offspec("bench", *run_args[1:], "--prompts", prompts, *small, "-q").code == 0
     assert {(s.lookup, s.reuse, s.overlap) for s in given if s.budget} == {(False, True, True)}
-    assert told(offspec, "bench")["lookup"]["value"] is False
+    assert told(offspec, "bench")["without"]["value"] == ["lookup"]
     assert offspec(*run_args, "hi").code == 0, "a setting of another command is none of its own"
-    file.write_text("[run]\nlookup = false\n")
-    offspec(*run_args, "hi").refusal(2, "lookup", "offspec bench")
+    file.write_text('[run]\nwithout = ["lookup"]\n')
+    offspec(*run_args, "hi").refusal(2, "without", "offspec bench")
 
 
 def test_the_table_says_where_commands_differ(file: Path, offspec: Offspec) -> None:

@@ -59,7 +59,6 @@ def test_a_cut_answer_is_told_although_the_limit_was_given(run_args: Sequence[ob
         (("--regex", "a", "--json-schema", "object"), ["--regex", "--json-schema"]),
         (("--json-schema", "missing.json"), ["missing.json"]),
         (("--regex", "a("), ["regex"]),
-        (("--regex", "a", "--ignore-eos"), ["ignore_eos"]),
         (("--json-schema", '{"uniqueItems": true, "type": "array"}'), ["uniqueItems"]),
     ],
     ids=str,

@@ -106,9 +106,9 @@ def test_additions_are_a_learn_file(pair: Pair, offspec: Offspec, tmp_path: Path
     made = offspec("distill", pair.target, "--draft", pair.draft, "--lora", 2, *SMALL, "--out", out)
     assert made.code == 0, made
     assert tells(made.out, out, "tokens per pass", "before")
-    asked = ("run", pair.target, "def area(", "--device", "cpu", "--max-new-tokens", 8)
-    used = offspec(*asked, "--draft", pair.draft, "--learn-file", out)
-    assert (used.code, used.out) == (0, offspec(*asked, "--draft", "none").out)
+    asked = ("chat", pair.target, "--device", "cpu", "--seed", 1, "--max-new-tokens", 8)
+    used = offspec(*asked, "--draft", pair.draft, "--learn-file", out, stdin=b"hi\n")
+    assert (used.code, used.out) == (0, offspec(*asked, "--draft", "none", stdin=b"hi\n").out)
 
 
 def test_flags_of_one_training_are_refused_by_another(pair: Pair, offspec: Offspec) -> None:

@@ -28,7 +28,7 @@ needs_signals = pytest.mark.skipif(sys.platform == "win32", reason="Windows has 
 def endless(pair: Pair, tmp_path: Path) -> Sequence[object]:
     """A request that would go on for hours, but for its prompt."""
     folder = variant(pair.target, tmp_path / "target", max_position_embeddings=10**6)
-    flags = ("--draft", "none", "--device", "cpu", "--arithmetic", "fast", "--ignore-eos", "--max-new-tokens", 10**6)
+    flags = ("--draft", "none", "--device", "cpu", "--arithmetic", "fast", "--max-new-tokens", 10**6)
     return ("run", folder, *flags)
 
 

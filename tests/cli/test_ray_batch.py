@@ -63,7 +63,6 @@ def test_which_engines_a_node_gets(resources: dict[str, float], device: str, sha
 def test_what_cannot_be_meant(run_args: Sequence[object], source: Path, offspec: Offspec) -> None:
     offspec(*run_args, "hi", "--ray", "auto").refusal(2, "--ray", "--prompt-file")
     many = (*run_args, "--prompt-file", source, "--ray", "auto")
-    offspec(*many, "--learn", "--learn-file", source).refusal(2, "--ray", "--learn-file")
     offspec(*many, "--device", "cuda:1").refusal(2, "cuda:1", "--device cuda")
 
 

@@ -160,13 +160,12 @@ def test_every_flag_reaches_the_engine(
     monkeypatch.setattr(Engine, "generate", spy)
     flags = (
         *("--max-new-tokens", 3, "--temperature", 0.5, "--top-k", 9, "--top-p", 0.8, "--min-p", 0.1),
-        *("--repetition-penalty", 1.2, "--frequency-penalty", 0.3, "--presence-penalty", -0.5),
-        *("--seed", 5, "--stop", "zz", "--stop", "yy", "--ignore-eos"),
+        *("--repetition-penalty", 1.2, "--seed", 5, "--stop", "zz", "--stop", "yy"),
         *("--budget", 4, "--stopping", "thompson"),
     )
     assert offspec(*run_args[:-2], "hi", *flags).code == 0
     assert offspec(*run_args[:-2], "hi").code == 0
-    params = SamplingParams(3, 0.5, 9, 0.8, 0.1, 1.2, 5, ("zz", "yy"), True, None, 0.3, -0.5)
+    params = SamplingParams(3, 0.5, 9, 0.8, 0.1, 1.2, 5, ("zz", "yy"))
     assert asked == [
         (params, SpeculationParams(4, stopping="thompson")),
         (SamplingParams(), SpeculationParams()),
@@ -186,10 +185,10 @@ def test_stats_stand_on_stderr(run_args: Sequence[object], offspec: Offspec) -> 
 def test_a_text_that_is_cut_says_so(
     run_args: Sequence[object], pair: Pair, offspec: Offspec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    full = offspec(*run_args, "hi", "--max-new-tokens", 500, "--context", 24, "--ignore-eos").err
+    full = offspec(*run_args, "hi", "--max-new-tokens", 500, "--context", 24).err
     assert tells(full, "context", 24)
     monkeypatch.setenv("OFFSPEC_MAX_NEW_TOKENS", "8")
-    args = (*run_args[:-2], "hi", "--ignore-eos")
+    args = (*run_args[:-2], "hi")
     (line,) = offspec(*args).err.splitlines()
     assert tells(line, 8, "--max-new-tokens")
     assert offspec(*args, "-q").err == ""
@@ -213,13 +212,13 @@ def test_a_draft_that_is_switched_off_is_told(
 ) -> None:
     monkeypatch.setattr(SpeculationSwitch, "speculates", lambda self, is_first: False)
     monkeypatch.setattr(SpeculationSwitch, "is_resting", True)
-    result = offspec(*run_args, "hi", "--ignore-eos", "-n", 12, "--json", "--stats")
+    result = offspec(*run_args, "hi", "-n", 12, "--json", "--stats")
     assert "off since pass 1 of" in result.err
     assert "--budget 16 forces it" in result.err
     stats = json.loads(result.out)["stats"]
     assert stats["draft_off_since"] == 1
     assert stats["plain_pass_s"] > 0
-    assert "off since" not in offspec(*run_args, "hi", "--ignore-eos", "--budget", 16, "--stats").err
+    assert "off since" not in offspec(*run_args, "hi", "--budget", 16, "--stats").err
 
 
 @pytest.mark.parametrize("flags", [("--stats",), ("--json",)], ids=" ".join)
@@ -309,7 +308,7 @@ def test_stats_tell_whether_the_cached_prompt_was_used(
     ("command", "words"),
     [
         ("run", ("[default: random; --stats and --json show it]", "torch's choice")),
-        ("bench", ("does not change the text. [default: 0]", "(offspec run --learn).")),
+        ("bench", ("does not change the text. [default: 0]", "(offspec chat --learn).")),
         ("plan", ("PATH|auto|mtp|shadow|head|self|lookup|none",)),
     ],
 )
@@ -321,7 +320,7 @@ def test_help_holds_for_its_command(command: str, words: Sequence[str], offspec:
 
 EVERYDAY = ("--draft ", "--vram ", "--context ", "--budget ", "--temperature, ", "--json ", "--device ", "--seed ")
 RESEARCH = ("--stopping ", "--accept ", "--tau ")
-SELDOM = ("--dtype ", "--threads ", "--min-p ", "--learn ", "--learn-file ", "--lookup-files ")
+SELDOM = ("--dtype ", "--threads ", "--min-p ", "--lookup-files ")
 MOST_FLAGS = 49  # of `run`: a page of them
 
 

@@ -48,12 +48,13 @@ def test_guesses_and_corrections_are_told_apart(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_marks_are_for_terminals(run_args: Sequence[object], offspec: Offspec, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = offspec(*run_args, "hi")
-    assert offspec(*run_args, "hi", "--color-accepted") == plain
+    args = ("chat", *run_args[1:], "--seed", 1)
+    plain = offspec(*args, stdin=b"hi\n")
+    assert offspec(*args, "--color-accepted", stdin=b"hi\n").out == plain.out
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setattr(terminal, "shows_colors", lambda: True)
-    monkeypatch.setattr("offspec.cli.run.shows_colors", lambda: True)
-    shown = offspec(*run_args, "hi", "--color-accepted", "--budget", "16")  # where it is found nothing may pay
+    monkeypatch.setattr("offspec.cli.chat.shows_colors", lambda: True)
+    shown = offspec(*args, "--color-accepted", "--budget", "16", stdin=b"hi\n")  # where it is found nothing may pay
     assert re.sub(r"\x1b\[[0-9;]*m", "", shown.out) == plain.out
     assert "\x1b[32m" in shown.out
     assert "\x1b[1;33m" in shown.out
@@ -92,7 +93,7 @@ def test_escape_sequences_of_a_model_reach_pipes_only(
     assert EVIL in offspec(*args, stdin=stdin).out
     monkeypatch.setattr(type(sys.stdout), "isatty", lambda self: True)
     for flags in ((), ("--no-wrap",), ("--color-accepted",)):
-        if command == "chat" or flags != ("--no-wrap",):
+        if command == "chat" or not flags:
             shown = re.sub(r"\x1b\[[0-9;]*[mDK]", "", offspec(*args, *flags, stdin=stdin).out)  # colours, word wrap
             assert SHOWN in shown
             assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", shown)

@@ -103,7 +103,7 @@ def test_a_home_that_is_no_use(home: str, shared: Path) -> None:
         "lookup": ([*run, "--lookup-files", str(text)], ""),
         "settings": (["config"], ""),
         "chat": (chat, f"hi\n/save {shared / 'talk.json'}\n/save ~/talk.json\n/export ~nobody-of-this-name/talk.md\n"),
-        "learning": ([*run, "--learn", "--learn-file", str(shared / "learnt")], ""),
+        "learning": ([*chat, "--learn", "--learn-file", str(shared / "learnt")], ""),
     }
     results = dict(zip(commands, ran(list(commands.values()), HOMES[home](shared), shared), strict=True))
     for name in ("run", "settings"):
