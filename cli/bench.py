@@ -147,7 +147,8 @@ def command(
     speculation: SpeculationParams,
     sampling: SamplingParams,
 ) -> None:
-    speculation = replace(speculation, **dict.fromkeys((part for part in without if part != READ_AHEAD), False))
+    parts: dict[str, Any] = dict.fromkeys((part for part in without if part != READ_AHEAD), False)
+    speculation = replace(speculation, **parts)
     loading = replace(fit_to_requests(loading, sampling, speculation), synchronous=READ_AHEAD in without)
     if numbers is not None:
         check_flags(speculation)
