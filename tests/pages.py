@@ -72,7 +72,6 @@ ELSEWHERE = {
     ),
     "python benchmarks/streaming.py measure": "needs control groups and a checkpoint of 13 GB",
     "python -m benchmarks.exactness texts": "tests/offspec/test_exact_texts.py",
-    "offspec plan QWEN3.5-27B": "tests/offspec/planning/test_plan.py",
     "offspec plan Qwen/Qwen2.5-32B-Instruct": "tests/offspec/drafts/test_layer_drafts.py",
     "python scripts/record_terminal.py": "tests/cli/test_transcript.py",
 }
