@@ -8,20 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.scheduling.against_plain import Passes, Round, main
+from benchmarks.scheduling.against_plain import main
 
 from ..pair import build_pair
-
-
-def test_auto_is_compared_with_each_setting(tmp_path: Path) -> None:
-    """Twice as fast as plain decoding over both prompts, but only as fast on the first one."""
-    plain = [Passes(tree_s=[], plain_s=[1.0] * 4, num_tokens=4), Passes(plain_s=[3.0], num_tokens=3)]
-    auto = [Passes(tree_s=[4.0], num_tokens=4), Passes(tree_s=[0.5], first_s=0.5, num_tokens=2, first_tokens=5)]
-    measured = Round({0: plain, None: auto})
-    assert measured.ratio(0) == (11 / 5) / (7 / 7)
-    assert measured.ratio(0, slice(1)) == 1
-    assert measured.ratio(0, slice(-1, None)) == 7
-    assert measured.decode_ratio(0) == (6 / 4.5) / 1
 
 
 def test_a_run_has_a_row_for_each_setting(

@@ -10,18 +10,17 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from benchmarks.card import bench, disk, exact, gpu_tests, kernels, link, one_part, packed, passes, shadows
-from benchmarks.card.__main__ import main, parts_of
+from benchmarks.card.__main__ import parts_of
 from benchmarks.card.calls import CALLS, CARD, MAIN, TINY, Part, gpu_test_files
 from benchmarks.card.jobs import JOBS, Job
 from benchmarks.card.link import link_bytes_per_s
-from benchmarks.card.models import Grown, pack_plainly
+from benchmarks.card.models import pack_plainly
 from benchmarks.card.rehearsal import bare_environment, rehearse
 from benchmarks.card.report import tell, verdicts
 from benchmarks.card.results import LOG_FILE, MAX_FILES, RESULTS_FILE, append, end_last_line, latest, read
@@ -29,9 +28,8 @@ from benchmarks.card.runner import Run
 from benchmarks.card.texts import said, texts_of
 from benchmarks.card.timing import median_s
 from benchmarks.card.travel import PACKAGES_CARRIED, PACKAGES_THERE
-from offspec import Engine, SpeculationParams, builtin
+from offspec import Engine, SpeculationParams
 from offspec.loaders.formats.four_bit import Layout4bit, Matrix4bit, dequantize_reference, pack_4bit
-from offspec.loaders.streaming.link import DeviceFiller
 
 from ..pages import ROOT
 
@@ -110,24 +108,6 @@ def test_every_part_has_figures(results: dict[str, Any]) -> None:
     assert results["exact"]["figures"]["largest_logit_difference"] < 1e-3
 
 
-def test_text_is_compared_with_plain_text(results: dict[str, Any]) -> None:
-    figures = results["same text tiny"]["figures"]
-    assert figures["first_differences"] == [-1] * figures["num_prompts"]
-    assert (figures["num_equal_texts"], figures["margins"]) == (2, {})
-
-
-def test_passes_read_the_disk(results: dict[str, Any]) -> None:
-    figures = results["disk tiny"]["figures"]
-    assert figures["stream_bytes"] > 0
-    assert min(figures["bytes_per_s"], *figures["pass_s"].values(), *figures["disk_share"].values()) > 0
-
-
-def test_a_trace_is_written(folder: Path, results: dict[str, Any]) -> None:
-    trace = results["tiny half"]["figures"]["trace"]
-    assert (folder / trace["file"]).read_bytes()[:2] == b"\x1f\x8b"  # gzip
-    assert trace["longest_us"]
-
-
 def test_passes_stand_beside_their_bounds(results: dict[str, Any]) -> None:
     figures, job = results["tiny half"]["figures"], JOBS["tiny"]
     assert 0 < figures["num_resident"] < figures["num_layers"] == job.target.num_layers
@@ -141,50 +121,6 @@ def test_passes_stand_beside_their_bounds(results: dict[str, Any]) -> None:
         texts["greedy"]["tokens_per_pass"] >= texts["greedy, plain"]["tokens_per_pass"] == 1
     )  # budgets follow a clock
     assert "token_ids" not in texts["greedy"]
-
-
-def test_the_baseline_keeps_nothing(results: dict[str, Any]) -> None:
-    figures = results["tiny half as SpecExec"]["figures"]
-    assert figures["num_resident"] == 0
-    assert figures["stream_bytes"] > results["tiny half"]["figures"]["stream_bytes"]
-
-
-def test_packed_bf16_moves_fewer_bytes(results: dict[str, Any]) -> None:
-    figures = results["packed bf16 tiny"]["figures"]
-    assert figures["kernel"]["is_equal"]
-    assert min(figures["kernel"]["seconds"], figures["kernel"]["bytes_per_s"]) > 0
-    plain, packed = figures["plain"], figures["packed"]
-    assert packed["num_resident"] >= plain["num_resident"]
-    assert packed["stream_bytes"] < 0.77 * plain["stream_bytes"]
-    assert plain["pass_s"].keys() == packed["pass_s"].keys()
-    assert figures["logits_are_equal"]
-
-
-def test_rounds_of_shadows_stand_beside_their_prediction(results: dict[str, Any]) -> None:
-    figures = results["shadow tiny"]["figures"]
-    assert list(figures) == ["4 bits", "3 bits", "2 bits"]
-    sizes = [figures[bits]["bytes"] for bits in figures]
-    assert sizes == sorted(sizes, reverse=True)
-    for found in figures.values():
-        rounds = found["round_s"]["unpacked"]
-        assert rounds.keys() == found["predicted_s"].keys()
-        assert min(*rounds.values(), *found["predicted_s"].values()) > 0
-    texts = results["shadow texts tiny"]["figures"]["texts"]
-    assert texts["greedy"]["tokens_per_pass"] >= texts["greedy, plain"]["tokens_per_pass"] == 1
-
-
-def test_both_ways_of_attention_agree(results: dict[str, Any]) -> None:
-    (figures,) = results["attention tiny"]["figures"].values()
-    assert figures["largest_difference"] < 0.05  # bf16
-    assert min(figures["sdpa_s"], figures["flex_s"], figures["flex_first_s"]) > 0
-
-
-def test_a_translation_says_what_it_is(results: dict[str, Any]) -> None:
-    there = results["tiny half"]["figures"]["translation"]
-    iteration_s = there["pass_s"]["256"] + there["draft_s"]
-    assert there["tokens_per_s_at_12"] == pytest.approx(12 / iteration_s)
-    assert there["link_bytes_per_s"] == 25e9
-    assert "not measured" in tell(results)
 
 
 # ------------------------------------------------------------------------------------------- processes and watchdogs
@@ -278,12 +214,6 @@ def test_lanes_run_together_and_wait_for_each_other(fake_parts: Run, capsys: pyt
     capsys.readouterr()
 
 
-def test_without_time_nothing_is_begun(fake_parts: Run, capsys: pytest.CaptureFixture[str]) -> None:
-    fake_parts.minutes = 0.0
-    assert fake_parts.run([part("fine", FINE, least_s=30.0)]) == {}
-    assert capsys.readouterr().out.count("no time left") == 1
-
-
 def test_an_incomplete_last_line_does_not_spoil_the_next(tmp_path: Path) -> None:
     line = {"part": "a", "device": "cpu", "is_done": True, "figures": {}, "seconds": 0.0}
     append(tmp_path, line)
@@ -309,13 +239,6 @@ def test_the_program_runs_a_call(tmp_path: Path) -> None:
     assert run.returncode == 0, run.stderr
     assert latest(read(out / RESULTS_FILE), "cpu")["copies back"]["figures"]["65536_bytes_s"] > 0
     assert "copies back" in run.stdout
-
-
-def test_a_missing_earlier_file_is_one_line(tmp_path: Path) -> None:
-    command = [sys.executable, "scripts/card", "big", "--out", str(tmp_path), "--done", "nowhere.jsonl"]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert run.returncode == 1
-    assert run.stderr.startswith("Error: nowhere.jsonl: no such file")
 
 
 def test_calls_have_what_they_wait_for() -> None:
@@ -350,14 +273,6 @@ def test_gpu_tests_are_collected_with_few_packages(bare_python: Path) -> None:
     )
     assert run.returncode == 0, run.stdout + run.stderr
     assert set(gpu_test_files()) == {line.partition("::")[0] for line in run.stdout.splitlines() if "::" in line}
-
-
-def test_the_benchmark_starts_with_few_packages(bare_python: Path) -> None:
-    modules = ", ".join(f"benchmarks.card.{name}" for name in {*one_part.MEASURES.values(), "__main__"})
-    source = f"import {modules}, runpy; runpy.run_path('scripts/card', run_name='__main__')"
-    run = subprocess.run([bare_python, "-c", source, "--help"], cwd=ROOT, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    assert "prepare" in run.stdout
 
 
 def test_what_starts_parts_does_not_import_torch() -> None:
@@ -408,48 +323,6 @@ def test_a_sanitizers_reports_are_read(tmp_path: Path, monkeypatch: pytest.Monke
     (figures,) = gpu_tests.sanitizer("memcheck", "tests/none.py")
     assert figures["summary"] == ["1 error"]
     assert figures["reports"] == ["Invalid __global__ write of size 4"]
-
-
-def test_no_sanitizer_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_tests.shutil, "which", lambda program: None)
-    assert list(gpu_tests.sanitizer("memcheck", "unused")) == [{"compute-sanitizer": "not on this machine"}]
-
-
-def test_layers_are_copied_twice_within_the_block_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    copied = list[object]()
-    monkeypatch.setattr(DeviceFiller, "_copy", lambda self, slot, source: copied.append(slot))
-    filler: Any = SimpleNamespace()
-    with passes.each_layer_copied_twice():
-        DeviceFiller._copy(filler, "first", torch.empty(0))  # type: ignore[arg-type]
-    DeviceFiller._copy(filler, "second", torch.empty(0))  # type: ignore[arg-type]
-    assert copied == ["first", "first", "second"]
-
-
-def test_a_large_vocabulary_is_left_free() -> None:
-    """Llama 3's: two gigabytes of head, and half of one of the draft's, less what the built-in pair has."""
-    job, shape = JOBS["70b"], JOBS["70b"].target
-    small, heads = 4096, (shape.hidden_size, JOBS["70b"].draft.hidden_size)
-    files = [SimpleNamespace(config=SimpleNamespace(vocab_size=small, hidden_size=width)) for width in heads]
-    assert job.vocabulary_bytes(*files) == 2 * sum(heads) * (128_256 - small)  # type: ignore[arg-type]
-
-
-def test_no_card_is_one_line() -> None:
-    if torch.cuda.is_available():
-        pytest.skip("there is one")
-    with pytest.raises(SystemExit, match=r"Error: .*device=cuda:0.* cannot be used"):
-        main(["unused"])
-
-
-def test_layers_that_say_nothing_share_a_file(folder: Path) -> None:
-    shape = JOBS["tiny"].target
-    grown = Grown.make(
-        builtin.path("target"), folder / f"target-{shape.hidden_size}x{shape.num_layers}-nf4", shape, CPU
-    )
-    assert len(grown.files.stored.layers) == shape.num_layers
-    paths = {layer.record.extents[0].path for layer in grown.files.stored.layers}
-    assert len(paths) == 9  # eight layers that speak, and one for all the others
-    names = {info.name for layer in grown.files.stored.layers for w in layer.weights.values() for info in w.streamed}
-    assert {int(name.split(".")[2]) for name in names} == set(range(shape.num_layers))
 
 
 def test_packing_without_bitsandbytes() -> None:

@@ -9,22 +9,19 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
-from xml.etree import ElementTree
 
 import gguf
 import numpy as np
 import pytest
 
 from benchmarks.peers import cells, report
-from benchmarks.peers.catalog import LEFT_OUT, PEERS, ROWS, Row
+from benchmarks.peers.catalog import Row
 from benchmarks.peers.cells import Cell, Terms
-from benchmarks.peers.chart import chart
 from benchmarks.peers.gguf_file import rewrite
-from benchmarks.peers.prepare import FORMS, HERE, Files, RealPair
+from benchmarks.peers.prepare import HERE, Files, RealPair
 from benchmarks.peers.truth import Judgement, Truth
 from offspec import builtin
 
-SVG = "{http://www.w3.org/2000/svg}"
 TERMS = Terms("1b", 2**30, 1, num_tokens=6, num_steady_tokens=4, num_steady_prompts=2, timeout_s=300)
 ROW = Row("fake", "fake", "counts", {"step": 2})
 WORKER = f"""
@@ -87,20 +84,6 @@ def test_cells_that_do_not(tmp_path: Path, code: str, status: str, error: str) -
     assert error in cell.error
 
 
-def test_cells_are_kept_and_found_again(tmp_path: Path) -> None:
-    one = cells.blank(ROW, 3, TERMS)
-    one.arrivals, one.judgement = [(0.5, 1), (1.5, 3)], Judgement(3, 2, 1, 0.1)
-    other = cells.blank(replace(ROW, is_steady=True, settings={}), 3, TERMS)
-    for cell in (one, other):
-        cells.append(tmp_path / "deep" / "results.jsonl", cell)
-    found = list(cells.stored(tmp_path / "deep" / "results.jsonl"))
-    assert [cell.key for cell in found] == [one.key, other.key]
-    assert found[0].judgement == one.judgement
-    assert found[0].decode == (2, 1.0)
-    assert other.num_tokens == TERMS.num_steady_tokens
-    assert one.key != other.key
-
-
 @pytest.mark.slow
 def test_texts_are_judged_by_the_target(tmp_path: Path) -> None:
     truth = Truth(builtin.path("target"))
@@ -141,32 +124,6 @@ def test_lines_of_the_table() -> None:
     steady = report.lines([*found, cell("llama.cpp", 0, 4.0)])[1]
     assert steady.times_slower == 2.0  # on all of ours, since its own prompt makes no difference
     assert "- llama.cpp, draft, 16: time: not done" in table
-
-
-def test_the_chart_has_the_best_rows_of_each_program() -> None:
-    def line(row: str, rate: float) -> report.Line:
-        done = cells.blank(Row(row, row, "", {}), 0, TERMS)
-        done.token_ids, done.num_passes, done.arrivals = [0] * 6, 3, [(1.0, 2), (1.0 + 4 / rate, 6)]
-        return report.lines([done])[0]
-
-    rates = {"llama.cpp, draft, 8": 2.0, "llama.cpp, draft, 16": 4.0, "llama.cpp": 1.0, "offspec": 3.0}
-    found = report.bars([line(row, rate) for row, rate in rates.items()])
-    assert [row for row, _ in found] == ["offspec", "llama.cpp, draft, 16", "llama.cpp"]
-    assert [rate for _, rate in found] == pytest.approx([3.0, 4.0, 1.0])
-    picture = ElementTree.fromstring(chart(found, "a <model>"))
-    widths = [float(bar.get("width", "")) for bar in picture.iter(f"{SVG}rect") if bar.get("class") in ("ours", "peer")]
-    assert widths == [300.0, 400.0, 100.0]
-    assert [text.text for text in picture.iter(f"{SVG}text")][1] == "a <model>"
-
-
-def test_the_catalogue_holds_together() -> None:
-    assert len({row.name for row in ROWS}) == len(ROWS)
-    assert {row.peer for row in ROWS} == set(PEERS)
-    assert LEFT_OUT.keys().isdisjoint(row.name for row in ROWS)
-    for peer in PEERS.values():
-        assert peer.form in FORMS
-        assert (HERE / "workers" / peer.worker).is_file()
-        assert all("==" in one or one == "numpy" for one in peer.requirements)
 
 
 def test_a_real_pair_takes_the_prompts_of_two_sets_by_turns(tmp_path: Path) -> None:

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import gzip
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from benchmarks.real import __main__ as real
-from benchmarks.real.estimates import copied_share, mean, ratio_of_rates, ratio_of_sums, speedup
+from benchmarks.real.estimates import ratio_of_rates, ratio_of_sums
 from benchmarks.real.prompts import read_set
 from benchmarks.real.results import Cell, CellKey, Results
-from benchmarks.real.rows import AUTHORS, OffspecRow, SpecExecRow
-from benchmarks.real.table import show
+from benchmarks.real.rows import OffspecRow, SpecExecRow
 
 from ..offspec.model.heads.head_twins import EAGLE_CONFIG, eagle_tensors, write_folder
 from ..pair import build_pair
@@ -48,13 +46,6 @@ def test_sets_are_chats_of_one_message(tmp_path: Path) -> None:
         assert part in message["content"]
 
 
-def test_another_format_is_named(tmp_path: Path) -> None:
-    file = tmp_path / "other.jsonl"
-    file.write_text('{"text": "hi"}\n', encoding="utf-8")
-    with pytest.raises(ValueError, match="question_id and turns"):
-        read_set(str(file), tmp_path)
-
-
 def test_rates_are_compared_by_prompt() -> None:
     """Twice as fast on both prompts, the second of which ran on a machine of half the speed."""
     gain = ratio_of_rates([10, 10], [1, 2], [20, 20], [4, 8])
@@ -63,31 +54,12 @@ def test_rates_are_compared_by_prompt() -> None:
     assert (other.low, other.value, other.high) == (2, 3, 4)
 
 
-def test_estimates_have_the_digits_that_are_asked_for() -> None:
-    found = mean([0.25, 0.25])
-    assert (str(found), f"{found:.3f}") == ("0.25 [0.25, 0.25]", "0.250 [0.250, 0.250]")
-
-
 def test_a_ratio_lies_in_its_interval() -> None:
     same = ratio_of_sums([10, 20, 30], [5, 10, 15])
     assert (same.value, same.low, same.high) == (2, 2, 2)
     spread = ratio_of_sums([10, 40, 30, 8], [10, 10, 10, 8])
     assert 1 <= spread.low < spread.value < spread.high <= 4
     assert spread.value == 88 / 38
-
-
-def test_a_speedup_is_paired_by_prompt() -> None:
-    """Prompts differ by a factor of ten, methods by exactly two: the interval has no width."""
-    gain = speedup([100, 100, 100], [5, 50, 20], [10, 100, 40])
-    assert (gain.low, gain.value, gain.high) == (2, 2, 2)
-
-
-@pytest.mark.parametrize(
-    ("prompt", "answer", "share"),
-    [(range(20), range(5, 15), 1.0), (range(20), range(50, 60), 0.0), (range(8), [0, 1, 2, 3, 9], 0.5), ([], [1], 0)],
-)
-def test_an_answer_that_repeats_its_prompt_is_told_apart(prompt: range, answer: range, share: float) -> None:
-    assert copied_share(list(prompt), list(answer)) == share
 
 
 def test_results_are_read_again_without_a_line_that_was_cut(tmp_path: Path) -> None:
@@ -100,14 +72,6 @@ def test_results_are_read_again_without_a_line_that_was_cut(tmp_path: Path) -> N
     assert again.entries.keys() == {KEY}
     again.add(cell)
     assert Results(file, Cell.read).get(KEY) == cell  # on a line of its own
-
-
-def test_texts_that_repeat_their_prompt_have_their_own_column() -> None:
-    others = Cell(replace(KEY, method=AUTHORS, num_prompts=1), [8], [2], [0.0], [1.5])  # not the same texts
-    table = show([Cell(KEY, [8, 8], [2, 4], [0.0, 0.9], [1.5, 2.5]), others])
-    assert "mt_bench, T = 0 | mt_bench, T = 0 | mt_bench, repeating, T = 0" in table
-    row = next(line for line in table.splitlines() if line.startswith("| offspec |"))
-    assert row.split(" | ")[2:] == ["4.00 [4.00, 4.00] of 1", "2.00 [2.00, 2.00] of 1 |"]
 
 
 @pytest.mark.slow
@@ -152,9 +116,3 @@ def test_heads_are_drafts_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     shown = capsys.readouterr().out
     assert "| offspec | " in shown
     assert "| offspec, a chain, no recall, no lookup | " in shown
-
-
-def test_own_layers_need_their_number(tmp_path: Path) -> None:
-    args = ["--model", "builtin", "--draft", "none", "--sets", str(questions(tmp_path / "set.jsonl"))]
-    with pytest.raises(SystemExit, match="resident layers after a slash"):
-        real.main([*args, "--folder", str(tmp_path), "--own", "shadow:3"])

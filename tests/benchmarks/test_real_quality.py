@@ -10,10 +10,9 @@ import pytest
 pytest.importorskip("resource", reason="answers run within the limits of POSIX")
 
 from benchmarks.real import quality
-from benchmarks.real.answers import Answer, AnswerKey, Beside, Rate, Run, Way, measure
+from benchmarks.real.answers import Answer, AnswerKey, Rate, Way, measure
 from benchmarks.real.measures import rouge_l
-from benchmarks.real.quality_table import EXACT, PLAIN, UNREADABLE, show
-from benchmarks.real.results import Results
+from benchmarks.real.quality_table import EXACT, PLAIN, show
 from offspec import Engine, SamplingParams, SpeculationParams
 from offspec.cli.main import run as run_cli
 from offspec.drafts.without_model import LookupDraft
@@ -38,26 +37,6 @@ def cells_of(answers: list[Answer]) -> dict[str, dict[str, str]]:
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     return build_pair(tmp_path_factory.mktemp("pair"), 3, max_position_embeddings=512)
-
-
-def test_the_references_are_measured_again_when_they_are_old() -> None:
-    now, measured = 0.0, list[str]()
-
-    def run(way: Way) -> Run:
-        nonlocal now
-        now += 20
-        measured.append(way.name)
-        return Run((1,), "", 1, 20.0, None, False)
-
-    ways = {name: Way(name, None, SpeculationParams()) for name in (PLAIN, EXACT)}  # type: ignore[arg-type]
-    beside = Beside(ways, run, 60, lambda: now)
-    assert beside.runs().keys() == {PLAIN, EXACT}
-    now += 60
-    beside.runs()
-    assert measured == [PLAIN, EXACT]
-    now += 1
-    beside.runs()
-    assert measured == [PLAIN, EXACT] * 2
 
 
 def test_rates_are_compared_with_those_beside_them() -> None:
@@ -89,33 +68,6 @@ def test_quality_is_shown_beside_exact_decoding() -> None:
     assert cells[PLAIN]["ROUGE-L"] == "0.500 [0.500, 0.500]"
 
 
-def test_energy_that_cannot_be_read_is_no_number() -> None:
-    cells = cells_of([answer(PLAIN, joules=None), answer("joint", "g0"), answer("joint", "g1", joules=None)])
-    assert cells[PLAIN]["J/token"] == UNREADABLE
-    assert cells["joint"]["J/token"] == "0.50 [0.50, 0.50]"
-
-
-def test_answers_of_other_lengths_and_dtypes_have_tables_of_their_own() -> None:
-    other = [
-        replace(ANSWER, key=replace(KEY, **{name: value})) for name, value in (("num_tokens", 64), ("dtype", "bf16"))
-    ]
-    titles = [line for line in show([ANSWER, *other]).splitlines() if line.startswith("gsm8k")]
-    assert titles == [
-        "gsm8k, at most 32 tokens: target, draft draft, bf16",
-        "gsm8k, at most 32 tokens: target, draft draft, fp32",
-        "gsm8k, at most 64 tokens: target, draft draft, fp32",
-    ]
-
-
-def test_answers_are_read_again(tmp_path: Path) -> None:
-    file = tmp_path / "quality.jsonl"
-    Results(file, Answer.read).add(ANSWER)
-    with file.open("a", encoding="utf-8") as out:
-        out.write('{"key": {"model": "tar')
-    again = Results(file, Answer.read)
-    assert list(again.entries.values()) == [ANSWER]
-
-
 def test_a_prompt_that_was_answered_before_is_not_recalled(pair: Pair) -> None:
     """Recycled tokens of the same text would predict it; what was learnt about costs stays."""
     with Engine.load(pair.target, draft="lookup", dtype="fp32") as engine:
@@ -127,18 +79,6 @@ def test_a_prompt_that_was_answered_before_is_not_recalled(pair: Pair) -> None:
         assert second.num_passes == first.num_passes > kept.stats.num_passes
         assert second.token_ids == first.token_ids
         assert way.engine.draft_stats.costs is costs
-
-
-@pytest.mark.parametrize(("readings", "joules"), [((1.0, 3.5), 2.5), ((None, None), None), ((9.0, 1.0), None)])
-def test_energy_is_what_a_text_took(
-    pair: Pair, readings: tuple[float | None, float | None], joules: float | None
-) -> None:
-    with Engine.load(pair.target, draft="none", dtype="fp32") as engine:
-        meter = iter(readings)
-        found = measure(
-            Way("", engine, SpeculationParams(0)), engine.encode("def"), SamplingParams(2), lambda: next(meter)
-        )
-    assert found.joules == joules
 
 
 @pytest.mark.nightly("trains an exit and answers prompts; the parts are tested apart")
@@ -180,11 +120,6 @@ def test_a_run_measures_what_is_missing(
 def test_sets_without_answers_are_refused() -> None:
     with pytest.raises(SystemExit, match="'mt_bench' has no answers to judge by; choose from humaneval, gsm8k"):
         quality.main(["--sets", "gsm8k,mt_bench", "--model", "builtin", "--draft", "auto"])
-
-
-def test_prompts_that_are_not_there_are_named(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match=r"gsm8k\.jsonl is not there: run scripts/fetch_prompts"):
-        quality.main(["--sets", "gsm8k", "--model", "builtin", "--draft", "auto", "--prompt-folder", str(tmp_path)])
 
 
 @pytest.mark.parametrize(

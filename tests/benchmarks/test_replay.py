@@ -198,13 +198,6 @@ def test_a_drafter_cannot_tell_a_recording_from_a_target(kind: str, params: Samp
     assert found.total_s == pytest.approx(found.draft_s + sum(max(10.0, 4.0 + rows) for rows in target_rows))
 
 
-def test_plain_decoding_has_no_rounds() -> None:
-    recording = Recording(PROMPT, plain_text(TARGET, GREEDY, 0, PROMPT, 6), 6, GREEDY)
-    found = replay(recording, NoDrafter(), recording.sampler(VOCAB_SIZE), VirtualClock(), Costs())
-    assert found == Replayed(num_tokens=6, num_passes=6, total_s=pytest.approx(5.4))
-    assert found.tokens_per_s == pytest.approx(6 / 5.4)
-
-
 def test_a_text_that_ended_by_itself() -> None:
     """Depth is what the limit allows; the walk does not go beyond the end, though the tree does."""
     words = plain_text(TARGET, GREEDY, 0, PROMPT, 4)
@@ -230,9 +223,3 @@ def test_the_walk_is_the_exact_walk(paths: list[list[int]], ahead: list[int]) ->
     model = RuleModel(lambda prefix: 9.0 * (np.arange(3) == ahead[len(prefix) - 1]), 3)
     logits = model.score([0], tree.tokens, tree.depths, tree.mask())
     assert walk(tree, ahead) == exact_walk(tree, logits, Sampler(GREEDY, 0, 3), 1)
-
-
-def test_totals_are_weighed_by_time_and_passes() -> None:
-    total = Replayed.total([Replayed(10, 5, 1, 8, 0.5, 4.0), Replayed(2, 1, 1, 8, 0.5, 2.0)])
-    assert total == Replayed(12, 6, 2, 16, 1.0, 6.0)
-    assert (total.tokens_per_pass, total.tokens_per_s) == (2, 2)

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
-
-import numpy as np
 import pytest
 
-from benchmarks.scheduling.worlds import LEARNING_PASSES, World, draw_worlds, main, outcomes
+from benchmarks.scheduling.worlds import LEARNING_PASSES, World, outcomes
 
 # Some in which `auto` had 0.11 to 0.30 of the best budget's tokens/s while predictions were scaled as a whole, and one
 # in which it had 0.90 while a node more was never priced by the one that it replaces.
@@ -24,19 +21,3 @@ def test_after_six_passes_auto_is_near_the_best_budget(world: World) -> None:
     (found,) = outcomes(world, [30], LEARNING_PASSES, budgets=[world.knee])
     assert found.share > 0.93
     assert found.first_token < 1.3 or world.floor / world.slope > 8
-
-
-def test_worlds_are_drawn_once_each() -> None:
-    worlds = draw_worlds(300, seed=1)
-    assert len(set(worlds)) == 300
-    assert worlds[:20] == draw_worlds(20, seed=1)
-    assert worlds[:20] != draw_worlds(20, seed=2)
-    assert {world.floor for world in worlds} == {0.25, 0.5, 1.0, 2.0, 4.0}
-
-
-def test_a_row_for_each_length(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["--worlds", "2", "--passes", "3,8", "--worst", "1"])
-    printed = capsys.readouterr().out.splitlines()
-    shares = json.loads(printed[-1])
-    assert list(shares) == ["passes 1 to 3", "passes 1 to 8", "passes 7 to 8"]
-    assert all(0 < row["worst"] <= row["mean"] < np.inf for row in shares.values())
