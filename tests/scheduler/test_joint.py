@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -37,7 +36,6 @@ from .fakes import (
 )
 
 Path = tuple[int, ...]
-LogLikelihood = Callable[[Path, Path], float]
 
 VOCAB_SIZE, PROMPT = 4, [3, 0, 2]
 TARGET = random_rule(VOCAB_SIZE, seed=0)
@@ -232,13 +230,6 @@ def test_the_tree_is_all_that_was_in_the_beam(seed: int, beam: int, gamma: int, 
     assert not {token for path in paths(tree) for token in path[:-1]} & final
 
 
-def test_a_beam_is_no_deeper_than_the_text_may_be() -> None:
-    drafter = BeamDrafter(RuleModel(DRAFT, VOCAB_SIZE), Sampler(GREEDY, 0, VOCAB_SIZE), settings(0.1, 2, 8))
-    assert drafter.propose(PROMPT, max_depth=3).depths.max() == 3
-    drafter = BeamDrafter(RuleModel(DRAFT, VOCAB_SIZE), Sampler(GREEDY, 0, VOCAB_SIZE), settings(0.1, 2, 8))
-    assert len(drafter.propose(PROMPT, max_depth=0)) == 0
-
-
 # ------------------------------------------------------------------------------------------------ the verdict
 
 
@@ -275,38 +266,6 @@ def test_the_verdict_is_that_of_the_words(
     assert verdict.tokens[-1] == greedy_token(TARGET, (*PROMPT, *best), params)
 
 
-def with_scores(tokens: Sequence[Sequence[int]], scores: Sequence[float]) -> TokenTree:
-    shape = build_tree(tokens)
-    return TokenTree(shape.tokens, shape.parents, shape.depths, np.array(scores))
-
-
-def logits_of(*rows: Sequence[float]) -> Tensor:
-    """Logits whose softmax is the rows, each of which sums to 1."""
-    return torch.tensor(rows).log()
-
-
-def end(tree: TokenTree, logits: Tensor, tau: float, final: Collection[int] = ()) -> list[int]:
-    return joint_walk(tree, logits, Sampler(GREEDY, 0, logits.shape[1]), 0, tau=tau, final=final).tokens[:-1]
-
-
-def test_a_token_that_fails_may_lie_in_the_middle() -> None:
-    """p 0.1 of q 0.8, then 0.9 of 0.1: the first token alone has a ratio of 1/8, both together more than 1."""
-    tree = with_scores([[0, 1]], [math.log(0.8), math.log(0.8 * 0.1)])
-    logits = logits_of([0.1, 0.8, 0.1], [0.05, 0.9, 0.05], [0.2, 0.2, 0.6])
-    assert end(tree, logits, tau=0.5) == [0, 1]
-    assert end(tree, logits, tau=1.0) == [0, 1]
-    assert end(with_scores([[0]], [math.log(0.8)]), logits[:2], tau=0.5) == []
-
-
-def test_a_text_that_ended_is_as_long_as_any() -> None:
-    """Of what passes, the end after one token is likelier than both tokens of the other path, until it is not."""
-    tree = with_scores([[2], [0, 1]], [math.log(0.5), math.log(0.5), math.log(0.25)])
-    rows = ([0.3, 0.1, 0.6], [1 / 3] * 3, [0.1, 0.8, 0.1], [1 / 3] * 3)
-    assert end(tree, logits_of(*rows), tau=0.1) == [0, 1]
-    assert end(tree, logits_of(*rows), tau=0.1, final=[2]) == [2]
-    assert end(tree, logits_of([0.85, 0.1, 0.05], *rows[1:]), tau=0.1, final=[2]) == [0, 1]
-
-
 @pytest.mark.parametrize("num_nodes", [1, SLICE_ROWS - 1, 3 * SLICE_ROWS])
 def test_likelihoods_of_a_long_chain(num_nodes: int) -> None:
     tokens = plain_text(DRAFT, GREEDY, 0, PROMPT, num_nodes)
@@ -324,18 +283,7 @@ def test_logits_that_are_no_numbers_are_told() -> None:
         joint_walk(tree, logits, sampler_at_prompt(GREEDY), len(PROMPT), tau=0.1)
 
 
-def test_an_empty_tree_is_one_greedy_token() -> None:
-    verdict = joint_walk(TokenTree.empty(), scored(TokenTree.empty()), sampler_at_prompt(GREEDY), len(PROMPT), tau=0.1)
-    assert (verdict.path, verdict.tokens) == ([], plain_text(TARGET, GREEDY, 0, PROMPT, 1))
-
-
 # ------------------------------------------------------------------------------------------------ settings
-
-
-@pytest.mark.parametrize("tau", [0.0, -0.1, 1.01, math.nan, math.inf])
-def test_tau_is_a_share(tau: float) -> None:
-    with refused(UsageError, "tau", 0, 1, repr(tau)):
-        SpeculationParams(tau=tau)
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from offspec.scheduler.trees.token_tree import (
     trimmed,
 )
 
-from ..fakes import PlainCandidates, TokenPath, build_tree, few, guesses_of, many, paths, random_rule, trees
+from ..fakes import PlainCandidates, TokenPath, few, guesses_of, many, paths, random_rule, trees
 
 VOCAB_SIZE, FAR = 4, 999
 
@@ -207,41 +207,6 @@ def test_a_guess_and_its_parent_in_one_batch(data: st.DataObject, num_children: 
         batch = candidates.open_among(candidates.best(data.draw(st.integers(1, 12), label="count"), FAR), FAR)
         if len(batch):
             pair.expand(batch.tolist())
-
-
-@pytest.mark.parametrize("score", [-0.01, -9.0])
-@pytest.mark.parametrize("guess_comes_first", [True, False])
-def test_a_guess_that_the_model_guesses_too_is_one_node(guess_comes_first: bool, score: float) -> None:
-    candidates = CandidateTree()
-    guesses = guesses_of(np.array([2.0, 1.0, 0.0]), 2)
-    guess = replace(build_tree([[1]]), scores=np.array([score]))
-    if guess_comes_first:
-        candidates.add_guesses(guess, UNIT)
-        candidates.add(np.array([ROOT]), guesses, UNIT)
-    else:
-        candidates.add(np.array([ROOT]), guesses, UNIT)
-        candidates.add_guesses(guess, UNIT)
-    assert sorted(candidates.nodes["token"].tolist()) == [0, 1]
-    model = guesses.log_probabilities(UNIT)[0, 1]
-    assert candidates.nodes["score"][candidates.child(ROOT, 1)] == pytest.approx(max(score, model))
-
-
-def test_guesses_do_not_grow_below_final_tokens() -> None:
-    """Neither below their own nor further down."""
-    candidates = CandidateTree(final=[2])
-    candidates.add(np.array([ROOT]), guesses_of(np.array([1.0, 0.0, 2.0]), 3), UNIT)
-    candidates.add_guesses(build_tree([[2, 0, 5], [1, 2, 0], [0, 1]]), UNIT)
-    assert {tuple(path) for path in candidates.path_tokens(np.arange(len(candidates.nodes)))} == {
-        *((0,), (1,), (2,), (1, 2), (0, 1))
-    }
-
-
-def test_without_candidates() -> None:
-    candidates = CandidateTree()
-    assert not candidates.is_rooted
-    assert len(candidates.best(5, FAR)) == len(candidates.tree(candidates.best(5, FAR))) == 0
-    candidates.rescore(UNIT)
-    assert candidates.child(ROOT, 0) is None
 
 
 def test_masks_beyond_what_was_set_aside() -> None:

@@ -190,19 +190,6 @@ def test_what_lives_on_leaves_the_tree_the_best_there_is(
     generate(target, drafter, sampler, PROMPT, 12, rounds_ahead)
 
 
-@pytest.mark.each_value
-@pytest.mark.parametrize("scoring", SCORINGS)
-@pytest.mark.parametrize("params", [GREEDY, SAMPLED])
-def test_width_changes_rounds_and_not_the_tree(params: SamplingParams, scoring: Scoring) -> None:
-    num_rounds = []
-    for width in (1, 3, 16):
-        model = RuleModel(DRAFT, VOCAB_SIZE)
-        tree = drafter_of(model, params, scoring=scoring, budget=40, width=width, max_depth=5).propose(PROMPT, 9)
-        assert_best(tree, every_node(DRAFT, params, scoring, max_depth=5), 40)
-        num_rounds.append(len(model.batches))
-    assert num_rounds[0] > 2 * num_rounds[1] > 3 * num_rounds[2]
-
-
 def test_a_tree_beyond_twice_the_budget() -> None:
     """Sixteen nearly equal guesses, each with one sure continuation: the best sixteen nodes are a single chain.
 
@@ -220,20 +207,6 @@ def test_a_tree_beyond_twice_the_budget() -> None:
 
 def test_budget_is_not_set_aside() -> None:
     assert len(proposed(3, budget=10**9)) == 4 + 4**2 + 4**3
-
-
-@pytest.mark.parametrize(("asked", "allowed"), [(1, 9), (9, 1), (3, 2), (2, 3)])
-def test_depth_is_limited_by_caller_and_parameters(asked: int, allowed: int) -> None:
-    tree = proposed(asked, budget=1000, max_depth=allowed)
-    depth = min(asked, allowed)
-    assert tree.depths.max() == depth
-    assert len(tree) == sum(VOCAB_SIZE**level for level in range(1, depth + 1))
-
-
-def test_final_tokens_are_guessed_but_not_expanded() -> None:
-    tree = proposed(4, budget=1000, final=[1, 2])
-    assert {1, 2} <= set(tree.tokens.tolist())
-    assert not set(tree.tokens[tree.parents[tree.parents != ROOT]].tolist()) & {1, 2}
 
 
 @pytest.mark.parametrize(("max_depth", "budget"), [(0, 9), (-1, 9), (9, 0)])
@@ -493,10 +466,3 @@ def test_normalisers_on_cuda_are_those_of_the_cpu(vocab_size: int) -> None:
     np.testing.assert_allclose(
         child_scores.log_normalisers(logits.cuda()), child_scores.log_normalisers(logits), rtol=0, atol=1e-4
     )
-
-
-@pytest.mark.parametrize("number", [torch.nan, torch.inf])
-def test_normalisers_show_what_is_no_number(number: float) -> None:
-    logits = torch.zeros(2, 50)
-    logits[1, 7] = number
-    assert np.isfinite(child_scores.log_normalisers(logits)).all(-1).tolist() == [True, False]

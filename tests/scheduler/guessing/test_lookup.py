@@ -12,13 +12,9 @@ from hypothesis import strategies as st
 from offspec.scheduler.drafting.drafter import DraftRequest
 from offspec.scheduler.drafting.model_drafter import ModelDrafter
 from offspec.scheduler.guessing.lookup import (
-    AGREED,
-    FIRST,
     MATCH_LENGTHS,
     NO_TOKEN,
     NUM_SUPPORTS,
-    ONCE,
-    OTHER,
     Guesser,
     NGramIndex,
     PromptLookup,
@@ -171,13 +167,6 @@ def test_nothing_is_guessed_below_a_final_token() -> None:
         assert not any(token in final for path in paths(tree) for token in path[:-1])
 
 
-def test_drafter_keeps_to_budget_and_depth() -> None:
-    text = [1, 2, 3, 4] * 5
-    for budget, depth, room in ((0, 5, 5), (7, 5, 0), (7, 5, 5), (3, 5, 5), (7, 2, 5), (7, 5, 2)):
-        drafter = sole_drafter([PromptLookup()], sampler_for(), SpeculationParams(budget=budget, max_depth=depth))
-        assert len(drafter.propose(text, room)) == min(budget, depth, room)
-
-
 # ------------------------------------------------------------------------------------------------ the index
 
 
@@ -275,22 +264,3 @@ def test_trie_holds_every_beginning_once(rows: list[list[int]], lengths: list[in
         bucket = trie.kinds[node] // NUM_SUPPORTS
         assert MATCH_LENGTHS[bucket] <= max(through) + len(path) - 1
         assert bucket == len(MATCH_LENGTHS) - 1 or max(through) + len(path) - 1 < MATCH_LENGTHS[bucket + 1]
-
-
-def test_support() -> None:
-    """1 follows twice after one token, 2 once after three; below 1 all agree, below 2 there is one."""
-    trie = Trie(np.array([[2, 5], [1, 6], [1, 6]]), np.array([3, 1, 1]))
-    support = {
-        (int(t), int(d)): int(k) % NUM_SUPPORTS for t, d, k in zip(trie.tokens, trie.depths, trie.kinds, strict=True)
-    }
-    assert support == {(2, 1): FIRST, (1, 1): OTHER, (6, 2): AGREED, (5, 2): ONCE}
-
-
-@pytest.mark.parametrize(
-    ("rows", "lengths", "best"),
-    [([[0], [1], [1]], [1, 1, 1], 1), ([[1], [0], [1]], [1, 2, 1], 0), ([[4], [0]], [2, 2], 4)],
-    ids=["most frequent", "longest", "preferred"],
-)
-def test_the_best_of_several(rows: list[list[int]], lengths: list[int], best: int) -> None:
-    trie = Trie(np.array(rows), np.array(lengths))
-    assert trie.tokens[trie.kinds % NUM_SUPPORTS == FIRST].tolist() == [best]

@@ -55,12 +55,6 @@ def test_waits_are_those_of_each_nodes_position() -> None:
 # ------------------------------------------------------------------------------------------------ learning
 
 
-def test_the_prior_is_what_it_says() -> None:
-    prior = np.array([0.1, 0.5, 0.9])
-    guesses = Reliability(prior).log_probabilities(np.arange(3), None)
-    np.testing.assert_allclose(np.exp(guesses), prior, atol=0.005)
-
-
 def test_greedy_learns_the_share_that_comes_true() -> None:
     reliability, generator = Reliability(np.array([0.5, 0.5])), np.random.default_rng(0)
     for _ in range(2000):
@@ -106,14 +100,6 @@ def test_sampled_learns_how_w_is_spread(spread: tuple[float, float]) -> None:
         assert (
             log_loss(learnt, came_true) < min(log_loss(log_win(w, waits), came_true) for w in Reliability.GRID) - 0.05
         )
-
-
-def test_greedy_and_sampled_are_learnt_apart() -> None:
-    reliability = Reliability(np.array([0.5]))
-    before = reliability.weights(greedy=False)
-    reliability.observe(children([7], [0], None), Verdict([], [7]))
-    np.testing.assert_array_equal(reliability.weights(greedy=False), before)
-    assert (reliability.weights(greedy=True) != before).any()
 
 
 def test_only_guesses_that_the_text_came_to_are_judged() -> None:

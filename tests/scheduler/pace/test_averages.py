@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offspec.scheduler.pace.averages import DecayingRatio, DecayingSum, MovingAverage, Retry
+from offspec.scheduler.pace.averages import DecayingSum, MovingAverage, Retry
 
 from ..fakes import few
 
@@ -24,22 +24,6 @@ def test_a_sum_counts_each_addition_less_with_each_that_follows(
         found.add(number)
     weights = forgetting ** np.arange(len(numbers) + 1)[::-1]
     assert found.value == pytest.approx(float(weights @ np.array([initial, *numbers])), abs=1e-9)
-
-
-def test_one_addition_may_displace_more_than_others() -> None:
-    found = DecayingSum(0.9, 8.0)
-    found.add(1.0, forgetting=0.5)
-    assert found.value == 5.0
-
-
-def test_a_ratio_is_that_of_the_sums() -> None:
-    ratio = DecayingRatio(0.5)
-    assert ratio.value == 0.0
-    ratio.observe(3.0, 2.0)
-    assert ratio.value == 1.5
-    ratio.observe(1.0, 4.0)
-    assert ratio.value == (0.5 * 3 + 1) / (0.5 * 2 + 4)
-    assert DecayingRatio(0.5, initial=2.0).value == 1.0
 
 
 @few
@@ -73,11 +57,3 @@ def test_the_longer_something_has_not_paid_the_more_seldom_it_is_looked_at() -> 
     assert looks == [0, 1, 2, 3, 4, 16, 32, 48]
     retry.is_worth_trying(pays=True)
     assert (retry.wants_look, retry.is_pausing) == (True, False)
-
-
-def test_asking_whether_a_try_is_due_changes_nothing() -> None:
-    retry, due = Retry(4, 4), list[int]()
-    for occasion in range(20):
-        due += [occasion] if retry.is_due and retry.is_due else []
-        retry.wait()
-    assert due == [4, 8, 12, 16]

@@ -7,7 +7,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from offspec.scheduler.pace.calibration import GRID, UNIT, Calibration, Profile, Sharpness, Trust
+from offspec.scheduler.pace.calibration import GRID, Calibration, Profile, Sharpness, Trust
 
 from ..fakes import guesses_of
 
@@ -23,18 +23,6 @@ def test_sharpness_converges_to_the_truth(true_index: int) -> None:
         token = int((values / GRID[true_index] + generator.gumbel(size=12)).argmax())
         sharpness.observe(guesses_of(values, 12).likelihood(0, token))
     assert abs(sharpness.index - true_index) <= 1
-
-
-def test_sharpness_starts_at_its_prior_and_moves_soon() -> None:
-    assert [Sharpness(prior=s).value for s in GRID] == GRID.tolist()
-    sharpness, calm = Sharpness(prior=0.6), guesses_of(np.array([4.0, 3.0, 0.0, -1.0]), 4)
-    for _ in range(5):
-        sharpness.observe(calm.likelihood(0, 2))
-    assert sharpness.value > 0.6
-
-
-def test_unit_is_where_the_sharpness_is_1() -> None:
-    assert GRID[UNIT] == 1.0
 
 
 def test_sharpness_forgets() -> None:
@@ -87,14 +75,6 @@ def test_profile_is_the_mean_of_late() -> None:
             profile.observe(mean * generator.uniform(0.5, 1.5, size=(rows_at_once, 1)))
         np.testing.assert_allclose(profile.values[:3], mean, rtol=0.15)
         assert profile.values[3:].max() < 1e-6
-
-
-def test_profile_takes_more_children_than_it_knew() -> None:
-    profile = Profile()
-    before = profile.values
-    profile.observe(np.full((10_000, 40), 0.02))
-    assert len(before) < len(profile.values) == 40
-    np.testing.assert_allclose(profile.values, 0.02, rtol=1e-6)
 
 
 # ------------------------------------------------------------------------------------------------ learnt

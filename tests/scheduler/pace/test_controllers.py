@@ -135,14 +135,6 @@ def test_a_round_is_drafted_where_its_gain_exceeds_its_cost(
     assert worth[width] == pytest.approx(max(worth.values()))
 
 
-@pytest.mark.parametrize(("round_s", "widths"), [(0.0, {64}), (0.05, {32, 64, 4, 8, 16}), (50.0, {0})])
-def test_rounds_are_drafted_while_they_pay(round_s: float, widths: set[int]) -> None:
-    costs = Costs(lambda _: 1.0, lambda _: round_s)
-    costs.target.observe(100, 1.0)
-    controller = rated(MarginalRate(costs, MAX_NODES), 3.0)
-    assert controller.width(state_of(np.full(100, 0.5), np.full(100, 0.5))) in widths
-
-
 def test_trees_grow_step_by_step() -> None:
     """The predicted seconds of many more rows than were ever seen may be far too low."""
     costs = Costs(lambda _: 1.0)
@@ -201,10 +193,6 @@ def test_a_first_round_has_to_pay_by_what_is_predicted(row_s: float, round_s: fl
     assert MarginalRate(costs, MAX_NODES).width(state) == width
 
 
-def test_nothing_open_ends_the_drafting() -> None:
-    assert MarginalRate(Costs(), MAX_NODES).width(state_of(np.full(3, 0.5))) == 0
-
-
 def test_a_full_tree_is_drafted_on_only_for_better_nodes() -> None:
     """Another node means that the worst one has to go."""
     free = Costs(lambda _: 1.0, lambda _: 0.0)
@@ -212,14 +200,6 @@ def test_a_full_tree_is_drafted_on_only_for_better_nodes() -> None:
         controller = rated(MarginalRate(free, limit=4), 2.0)
         width = controller.width(state_of(np.array([0.9, 0.8, 0.7, worst]), np.array([0.5])))  # best child: 0.25
         assert (width > 0) == is_worth_it
-
-
-def test_a_draft_that_is_not_trusted_leaves_plain_decoding() -> None:
-    """Every row and every round cost a little; what is believed at a hundredth is not worth them."""
-    for trust, is_used in ((1.0, True), (0.01, False)):
-        controller = rated(MarginalRate(well_known(Costs(flat_until(1, 0.05), lambda _: 0.05)), MAX_NODES), 1.0)
-        assert (controller.width(state_of(NONE, np.array([trust]))) > 0) == is_used
-        assert (controller.size(state_of(trust * PROFILE)) > 0) == is_used
 
 
 def test_a_plain_pass_is_tried_where_it_might_be_best_and_nobody_has_seen_one() -> None:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offspec.scheduler.pace.costs import MOST_ROWS, CostCurve, Costs
+from offspec.scheduler.pace.costs import MOST_ROWS, CostCurve
 
 from ..fakes import many
 
@@ -38,16 +38,6 @@ def test_learns_a_curve_and_what_lies_between() -> None:
         assert seconds(curve, rows) == pytest.approx(pass_s(rows), rel=0.2)
     for low, middle, high in ((1, 6, 8), (128, 200, 256), (256, 300, 512)):
         assert seconds(curve, low) <= seconds(curve, middle) < 1.01 * seconds(curve, high)
-
-
-def test_scale_and_noise_of_what_is_observed() -> None:
-    """A mean of the last observations, in the units they came in."""
-    generator = np.random.default_rng(0)
-    for scale in (1e-4, 1.0, 1e3):
-        curve = CostCurve()
-        for _ in range(300):
-            curve.observe(8, scale * generator.uniform(0.8, 1.2))
-        assert seconds(curve, 8) == pytest.approx(scale, rel=0.1)
 
 
 @many
@@ -151,11 +141,3 @@ def test_weight_says_where_was_observed() -> None:
     assert curve.weight(16) > 0.9
     assert curve.weight(13) > 0.5 > 0.1 > curve.weight(1)
     assert curve.weight(10**6) == curve.weight(MOST_ROWS)
-
-
-def test_a_pair_has_two_curves() -> None:
-    costs = Costs(pass_s)
-    costs.draft.observe(1, 0.1)
-    assert seconds(costs.target, 1) == pytest.approx(pass_s(1))
-    assert seconds(costs.draft, 1) == pytest.approx(0.1)
-    assert not Costs(pass_s).draft.is_known

@@ -59,20 +59,7 @@ def test_the_switch_follows_a_change() -> None:
         assert np.mean(ways) not in (0.0, 1.0)
 
 
-def test_more_tokens_may_be_worth_more_time() -> None:
-    switch = OverlapSwitch()
-    for _ in range(10):
-        switch.observe(True, 6.0, 2.0)
-        switch.observe(False, 2.0, 1.0)
-    assert switch.is_on()
-
-
 # ------------------------------------------------------------------------------------------------ a request
-
-
-@pytest.mark.parametrize("allowed", [True, False])
-def test_without_a_switch_overlap_is_on_where_it_is_allowed(allowed: bool) -> None:
-    assert Overlap(allowed=allowed).is_on == allowed
 
 
 def test_a_switch_has_the_last_word_where_overlap_is_allowed() -> None:
