@@ -11,14 +11,12 @@ from typing import Any
 
 import pytest
 
-from offspec import Engine, SamplingParams
+from offspec import Engine
 from offspec.cli import chat as chat_module
 from offspec.cli import terminal
-from offspec.cli.line_input import TerminalInput, is_open, open_history, unquoted
+from offspec.cli.line_input import TerminalInput, open_history, unquoted
 from offspec.cli.main import run
 from offspec.cli.terminal import CONTROLS, wrapped
-from offspec.scheduler.pace.speculation_switch import SpeculationSwitch
-from offspec.session import Session, Turn
 
 from ..pair import CONTEXT, Pair, variant
 from ..refusals import check_message, tells
@@ -159,13 +157,6 @@ def test_what_happens_when_the_context_is_full_can_be_set(talk: Talk, tmp_path: 
     assert tells(talk(f"/load {file}", long, long).err, "context", 128)
 
 
-def test_why_the_draft_is_off_is_told_once(talk: Talk, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SpeculationSwitch, "speculates", lambda self, is_first: False)
-    monkeypatch.setattr(SpeculationSwitch, "is_resting", True)
-    told = talk("hi", "ho", "more", flags=("--stats", "--ignore-eos", "--max-new-tokens", 12)).err
-    assert (told.count(", draft off)"), told.count("(the draft is off since pass 1")) == (3, 1)
-
-
 def test_a_note_is_broken_between_words(monkeypatch: pytest.MonkeyPatch) -> None:
     text = f"name   a number of words\n{'word ' * 9}--a-long-flag /a/path/that/is/long"
     assert wrapped(text) == text
@@ -178,32 +169,6 @@ def test_a_note_is_broken_between_words(monkeypatch: pytest.MonkeyPatch) -> None
         "  --a-long-flag",
         "  /a/path/that/is/long",
     ]
-
-
-def test_figures_after_each_reply_on_request(talk: Talk) -> None:
-    result = talk("hi", "/set stats false", "hi", "/set verbose", "ho", flags=("--stats",))
-    assert (result.code, result.err.count("tokens per pass")) == (0, 2)
-    assert result.out.splitlines()[1] == "stats false"
-
-
-def test_stats_fit_a_narrow_terminal(pair: Pair) -> None:
-    with Engine.load(str(pair.target), draft="none", device="cpu") as engine:
-        session = Session(engine)
-        for _ in session.reply("hi", SamplingParams(8)):
-            pass
-        session.turns.append(Turn("from a file"))
-        lines = chat_module.stats_table(session, 20)
-        wide = chat_module.stats_table(session, 80)
-    assert max(map(len, lines)) <= 20
-    assert "turn 2, prompt (loaded)" in " ".join(" ".join(lines).split())
-    assert (len(wide), max(map(len, wide)) <= 80) == (4, True)
-    assert wide[1].split()[3] == "8"
-
-
-def test_edit_without_a_text_takes_the_next_line(talk: Talk, tmp_path: Path) -> None:
-    file = tmp_path / "talk.json"
-    assert talk("hi", "/edit", "ho", f"/save {file}", "/edit", "/stats", "last", f"/save {file}").code == 0
-    assert [turn["message"] for turn in saved(file)["turns"]] == ["ho", "last"]
 
 
 def test_settings_are_those_of_the_flags(talk: Talk, tmp_path: Path) -> None:
@@ -258,12 +223,6 @@ def test_quiet_leaves_nothing_but_errors(talk: Talk, tmp_path: Path) -> None:
     messages = ["word " * 12] * 4  # until the context is full
     assert talk(*messages, f"/save {file}", "/undo", f"/load {file}", flags=("-q",)).err == ""
     assert talk("/undo", flags=("-q",)).err.startswith("Error: ")
-
-
-def test_going_on_says_what_would_have_been_said(talk: Talk, tmp_path: Path) -> None:
-    file = tmp_path / "talk.json"
-    whole = talk("/set temperature 0.6", "/set seed 1", "hi", f"/save {file}", "more")
-    assert talk(f"/load {file}", "more").out == whole.out.splitlines(keepends=True)[-1]
 
 
 def test_a_lossy_turn_says_so(talk: Talk) -> None:
@@ -393,23 +352,6 @@ def test_ctrl_c_stops_the_reply_only(talk: Talk, tmp_path: Path, monkeypatch: py
 
 
 # ------------------------------------------------------------------------------------------------ the line editor
-
-
-@pytest.mark.parametrize(
-    ("text", "goes_on", "meant"),
-    [
-        ("hi", False, "hi"),
-        ('"""', True, None),
-        ('"""a\nb', True, None),
-        ('"""a\nb"""', False, "a\nb"),
-        ('""""""', False, ""),
-        ('a """', False, 'a """'),
-    ],
-)
-def test_quotes(text: str, goes_on: bool, meant: str | None) -> None:
-    assert is_open(text) == goes_on
-    if meant is not None:
-        assert unquoted(text) == meant
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="prompt_toolkit has no pipe input there")

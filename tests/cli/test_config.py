@@ -192,8 +192,3 @@ def test_variables_that_cannot_be_meant(offspec: Offspec, monkeypatch: pytest.Mo
     monkeypatch.setenv("OFFSPEC_CHAT_TOP_P", "7")
     assert tells(offspec("config").err, "OFFSPEC_CHAT_TOP_P", "top-p")
     offspec("chat", stdin=b"").refusal(2, "OFFSPEC_CHAT_TOP_P")
-
-
-def test_the_shell_completes_commands_and_flags(offspec: Offspec, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("_OFFSPEC_COMPLETE", "bash_source")
-    assert "_OFFSPEC_COMPLETE=bash_complete" in offspec().out

@@ -13,11 +13,10 @@ from typing import Any
 import pytest
 from click import Context
 
-from offspec import Engine, SamplingParams, SpeculationParams, Stats, Step
+from offspec import Engine, SamplingParams, SpeculationParams
 from offspec.checkpoints.opening import Note
 from offspec.cli.flag_declarations import REPLACED
 from offspec.cli.main import COMMANDS, LazyGroup, cli
-from offspec.cli.run import describe
 from offspec.loading import LoadedTarget
 from offspec.planning import plan
 from offspec.running.batch import Batch
@@ -195,18 +194,6 @@ def test_a_text_that_is_cut_says_so(
     assert "8 tokens (length)" in offspec(*args, "--stats").err
 
 
-def test_the_time_of_a_pass_is_without_the_prompts() -> None:
-    stats = Stats(num_tokens=9, num_passes=4, prefill_s=1.5, draft_s=0.7, target_s=2.6, first_target_s=2.3)
-    stats.first_draft_s = 0.4
-    assert "with the prompt 1.50 s, then draft 100.0 ms + target 100.0 ms per pass" in describe(_last(stats))
-    stats.num_passes = 1
-    assert "with the prompt 1.50 s\n" in describe(_last(stats))
-
-
-def _last(stats: Stats) -> Step:
-    return Step([1], "a", stats, "length")
-
-
 def test_a_draft_that_is_switched_off_is_told(
     run_args: Sequence[object], offspec: Offspec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -276,14 +263,6 @@ def test_joint_acceptance_is_marked_lossy(run_args: Sequence[object], offspec: O
     assert "\nlossy " in shown[1].err
 
 
-@pytest.mark.parametrize("accept", ["cascade", "contrastive", "mix", "bild", "relaxed"])
-def test_other_lossy_ways_are_marked(accept: str, run_args: Sequence[object], offspec: Offspec) -> None:
-    """Whether the text differs depends on the way and the models; that it may is said."""
-    told = run_json(offspec, *run_args, "hi", "--accept", accept)
-    assert told["stats"]["is_lossy"]
-    assert len(told["token_ids"]) == 6
-
-
 def test_notes_are_advice_unless_quiet_or_verbose(pair: Pair, offspec: Offspec) -> None:
     args = ("run", pair.target, "hi", "--max-new-tokens", 2, "--device", "cpu")
     advised = (*args, "--vram", "1GiB")
@@ -346,12 +325,6 @@ def test_the_rest_is_left_out_until_all_is_asked_for(offspec: Offspec) -> None:
     assert last == ["--help-all", "Show", str(num_left_out), "more", "flags."]
     assert sum(map(len, flags_of(everything.out).values())) <= MOST_FLAGS
     assert "<=" not in everything.out.partition("Options:")[2]  # ranges are said where they are left
-
-
-def test_of_few_flags_none_is_left_out(offspec: Offspec) -> None:
-    assert "--shadow " in offspec("quantize", "--help").out
-    assert "--help-all" not in offspec("quantize", "--help").out
-    assert offspec("doctor", "--help-all").out == offspec("doctor", "--help").out
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,6 @@ import pytest
 from offspec import Stats, Step
 from offspec.cli import terminal
 from offspec.cli.terminal import LoadingBar, PassLine, ProgressLine, first_pass_shown, marked
-from offspec.cli.training_job import training_line
 from offspec.text.lookup_files import LookedUp
 
 from .conftest import Offspec
@@ -134,17 +133,6 @@ def test_the_line_fits_and_is_taken_away(monkeypatch: pytest.MonkeyPatch, capsys
         assert all(len(part) < 12 for part in re.split(r"\r\x1b\[K", text))
 
 
-def test_nobody_watches_no_thread(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(PassLine, "start", lambda self: pytest.fail("started"))
-    assert list(first_pass_shown(engine(), iter_of(STEP))) == [STEP]
-    on_terminal(monkeypatch, 80)
-    assert list(first_pass_shown(engine(), iter_of(STEP), quiet=True)) == [STEP]
-
-
-def iter_of(*steps: Step) -> Any:
-    yield from steps
-
-
 # ------------------------------------------------------------------------------------------------ loading
 
 
@@ -186,17 +174,6 @@ def test_progress_in_a_log_is_a_line_now_and_then(
     line.show("200 of 200")
     line.clear()
     assert capsys.readouterr().err == "\r\x1b[K200 of 200\r\x1b[K"
-
-
-@pytest.mark.parametrize("quiet", [False, True])
-def test_a_training_is_told_of_in_a_log(
-    quiet: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(terminal, "SELDOM_S", 0.0)
-    with training_line(quiet=quiet) as line:
-        if line is not None:
-            line("training steps", 1, 10)
-    assert capsys.readouterr().err == ("" if quiet else "offspec: training steps: 1 of 10\n")
 
 
 def test_a_terminal_that_is_gone_stops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

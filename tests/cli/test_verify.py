@@ -107,19 +107,6 @@ def test_prompts_limit_and_random_draft(pair: Pair, verify_args: Sequence[object
     assert offspec(*args, "-q").err == offspec(*args, "--drafts", "random").err == ""
 
 
-def test_a_budget_that_is_found_and_guesses_without_a_model(verify_args: Sequence[object], offspec: Offspec) -> None:
-    args = (*with_draft(verify_args, "lookup"), "--budgets", "4,auto", "--temperatures", 0, "--scorings", "coupled")
-    result = offspec(*args, "--json")
-    assert (result.code, result.err) == (0, "")
-    report = json.loads(result.out)
-    assert report["draft"] == "lookup"
-    assert [(s["draft"], s["budget"]) for s in report["settings"]] == [
-        *(("own", 4), ("own", None)),
-        *(("random", 4), ("random", None)),
-    ]
-    assert [line.split()[4] for line in offspec(*args).out.splitlines()[1:-1]] == ["4", "auto"] * 2
-
-
 def test_what_is_verified_unless_told_otherwise(
     pair: Pair, verify_args: Sequence[object], offspec: Offspec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -143,11 +130,9 @@ def test_what_is_verified_unless_told_otherwise(
     [
         ("--budgets", "1,x"),
         ("--budgets", "0"),  # plain decoding beside plain decoding shows nothing
-        ("--scorings", "foo"),
         ("--drafts", "own,other"),
         ("--drafts", "own", "--draft", "none"),
         ("--temperatures", "0,hot"),
-        ("--top-p", "0"),
         ("--prompts", "no-such-file"),
     ],
     ids=" ".join,

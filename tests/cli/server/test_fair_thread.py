@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import weakref
 from concurrent.futures import CancelledError
@@ -11,20 +10,7 @@ from threading import Event
 
 import pytest
 
-from offspec.cli.server.fair_thread import Places, TurnsExecutor
-
-
-def test_clients_take_turns() -> None:
-    executor, begin, order = TurnsExecutor("test"), Event(), list[str]()
-    first = executor.submit("A", begin.wait)
-    calls = [executor.submit(name[0], lambda name=name: order.append(name)) for name in ("A1", "A2", "A3", "B1", "C1")]
-    calls.pop(1).cancel()
-    begin.set()
-    assert first.result()
-    for call in calls:
-        call.result()
-    assert order == ["A1", "B1", "C1", "A3"]
-    executor.shutdown()
+from offspec.cli.server.fair_thread import TurnsExecutor
 
 
 def test_an_error_is_the_callers_and_the_thread_goes_on() -> None:
@@ -59,27 +45,3 @@ def test_what_waits_is_cancelled_at_the_end() -> None:
         waiting.result()
     begin.set()
     assert running.result()
-
-
-def test_clients_take_turns_at_places() -> None:
-    """Who leaves while waiting, or with a place just given, does not keep it."""
-    order = list[str]()
-
-    async def take(places: Places, name: str) -> None:
-        async with places.place(name[0]):
-            order.append(name)
-            await asyncio.sleep(0)
-
-    async def all_of() -> None:
-        places = Places(1)
-        tasks = [asyncio.create_task(take(places, name)) for name in ("A1", "A2", "A3", "B1", "C1")]
-        await asyncio.sleep(0)
-        tasks.pop(1).cancel()
-        await asyncio.gather(*tasks)
-        given = asyncio.create_task(take(places, "D1"))
-        await asyncio.sleep(0)
-        given.cancel()
-        await take(places, "E1")
-
-    asyncio.run(all_of())
-    assert [name for name in order if name != "D1"] == ["A1", "B1", "C1", "A3", "E1"]

@@ -9,13 +9,12 @@ import signal
 import sys
 from collections.abc import Generator, Iterator
 from contextlib import closing, contextmanager
-from pathlib import Path
 from threading import Event
 from typing import Any
 
 import pytest
 
-from offspec import Engine, SamplingParams, SpeculationParams
+from offspec import Engine, SamplingParams
 from offspec.cli.server.metrics import BOUNDS_S, Metrics, Times, log_line, one_line, progress_line
 from offspec.cli.server.service import Service
 from offspec.errors import NumericalError
@@ -23,7 +22,7 @@ from offspec.running.batch import Ticket
 from offspec.running.passes import run_pass
 from offspec.stats import Stats
 
-from ...pair import MIXTURE, Pair, build_pair, variant
+from ...pair import Pair, variant
 from ...refusals import check_message
 from ..conftest import finish, start
 from .serving import LONG_S, Client, gauge, port_of, served, until
@@ -36,16 +35,6 @@ SHORT = {"prompt": "hi", "max_tokens": 4, "ignore_eos": True}
 def engine(pair: Pair) -> Iterator[Engine]:
     with Engine.load(str(pair.target), draft=str(pair.draft), device="cpu", cache_ram="1MiB") as found:
         yield found
-
-
-def test_a_mixture_answers_with_plain_texts(tmp_path: Path) -> None:
-    """Of two requests at once, each of which chooses experts of its own."""
-    mixture, prompts = build_pair(tmp_path, **MIXTURE), ["def area(", "for item in"]
-    with Engine.load(str(mixture.target), draft=str(mixture.draft), device="cpu", texts=2) as engine:
-        plain = [engine.complete(prompt, SamplingParams(8), SpeculationParams(0)) for prompt in prompts]
-        with served(engine, parallel=2) as (client, _):
-            choices = client.ask("POST", TEXT, {"prompt": prompts, "max_tokens": 8}).body["choices"]
-    assert [choice["text"] for choice in choices] == plain
 
 
 class Gate:
@@ -253,17 +242,6 @@ def test_of_several_answers_none_is_left_behind(engine: Engine, gate: Gate) -> N
 
 
 # ------------------------------------------------------------------------------------------------ what is counted
-
-
-def test_answers_are_counted(engine: Engine) -> None:
-    with served(engine) as (client, _):
-        usage = [client.ask("POST", TEXT, SHORT).body["usage"] for _ in range(2)]
-        assert gauge(client, 'requests_total{outcome="length"}') == 2
-        assert gauge(client, "prompt_tokens_total") == sum(one["prompt_tokens"] for one in usage)
-        assert gauge(client, "cached_tokens_total") == usage[1]["prompt_tokens_details"]["cached_tokens"]
-        assert gauge(client, "generated_tokens_total") == 8
-        assert gauge(client, 'request_seconds_bucket{le="+Inf"}') == gauge(client, "request_seconds_count") == 2
-        assert gauge(client, "requests_running") == 0
 
 
 def test_the_figures_are_in_prometheus_format() -> None:

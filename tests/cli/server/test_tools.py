@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import shutil
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 
-from offspec import Constraint, Engine, SamplingParams, SpeculationParams
+from offspec import Engine, SamplingParams, SpeculationParams
 from offspec.cli.server.openai_answers import Answer, AnswerChunk
 from offspec.cli.server.openai_requests import parse, with_tools
-from offspec.cli.server.tools import CalledTools, Tools, tools_of
+from offspec.cli.server.tools import tools_of
 from offspec.errors import ContextLengthError, TokenizerError, UsageError
 from offspec.text.context_limit import ContextLimit
 from offspec.text.grammar_library import MAX_BYTES
@@ -309,25 +308,6 @@ def test_bound_calls_come_in_parts_and_are_those_of_the_whole_text(form: ToolFor
         assert num_parts != 1 or size == 1000 or "name" not in text
 
 
-@pytest.mark.parametrize("are_bound", [False, True])
-def test_deltas_have_arguments_in_parts_if_a_constraint_binds_them(are_bound: bool) -> None:
-    called = CalledTools(Tools([WEATHER]), ToolFormat("hermes", OPEN), are_bound=are_bound)
-    found = [delta for char in TAGGED[0] for delta in called.deltas(char, is_end=False)]
-    parts = [part["function"]["arguments"] for delta in found for part in delta["tool_calls"]]
-    assert json.loads("".join(parts)) == {"city": "Rome"}
-    assert len(parts) == (1 + len(ROME.arguments) if are_bound else 2)
-
-
-def test_a_forced_call_that_is_cut_ends_where_it_was() -> None:
-    reader = ForcedCallReader()
-    assert reader.push('<tool_call>\n{"name": "f", "arguments": {"a', is_end=False) == [
-        CallStart("f"),
-        Arguments('{"a'),
-    ]
-    assert reader.push('": 1', is_end=True) == [Arguments('": 1')]
-    assert ForcedCallReader().push('<tool_call>\n{"na', is_end=True) == ['<tool_call>\n{"na']
-
-
 def test_a_stream_has_the_arguments_in_parts(engine: Engine) -> None:
     """One for each pass: of plain decoding, because a tree may guess the whole call."""
     body = {"messages": [USER], "tools": [WEATHER], "tool_choice": ONE, "max_tokens": 200}
@@ -409,20 +389,6 @@ def test_a_schema_that_cannot_be_used_binds_nothing_under_auto(callers: dict[boo
         assert tells(reply.body["error"]["message"], "schema", "nothing")
     assert client.chat(USER, tools=[WEATHER], ignore_eos=True).status == 200
     assert client.chat(USER, tools=[strict], ignore_eos=True).status == 400
-
-
-def test_what_no_constraint_can_be_made_of_is_not_bound() -> None:
-    tools, form = Tools([BROKEN, WEATHER]), ToolFormat("hermes", OPEN)
-
-    def looser(compiles: Callable[[Constraint], bool]) -> Constraint | None:
-        async def soon(constraint: Constraint) -> bool:
-            return compiles(constraint)
-
-        return asyncio.run(tools.looser_constraint(form, soon))
-
-    assert looser(lambda constraint: False) is None
-    assert looser(lambda constraint: True) == tools.constraint(form)
-    assert looser(lambda constraint: "nothing" not in constraint.text) == tools.constraint(form, ["broken"])
 
 
 @pytest.mark.parametrize("choice", ["auto", {"type": "function", "function": {"name": "f"}}])
