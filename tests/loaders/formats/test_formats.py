@@ -312,13 +312,6 @@ def test_bind_makes_views(tmp_path: Path) -> None:
         assert not equal(dense(matrix, torch.float32), before)
 
 
-def test_a_part_that_is_not_aligned_is_read_all_the_same(tmp_path: Path) -> None:
-    for tensors in (named(pack_4bit(noise(8, 64), nested=False)), {NAME: noise(8, 64)}):
-        weight = open_with(tmp_path, tensors)[NAME]
-        shifted = [torch.cat((torch.zeros(1, dtype=torch.uint8), read_raw(info)))[1:] for info in weight.streamed]
-        assert equal(dense(weight.bind(shifted), torch.float32), dense(bound(weight), torch.float32))
-
-
 @pytest.mark.each_value
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("with_scratch", [False, True])
@@ -330,14 +323,6 @@ def test_linear(dtype: torch.dtype, with_scratch: bool, tmp_path: Path) -> None:
         matrix = dense(weight, dtype)
         assert equal(linear(x, weight, None, scratch), torch.nn.functional.linear(x, matrix))
         assert equal(linear(x, weight, bias, scratch), torch.nn.functional.linear(x, matrix, bias.to(dtype)))
-
-
-def test_moving_the_constants_changes_nothing(tmp_path: Path) -> None:
-    tensors = named(pack_4bit(noise(8, 64))) | {"plain": noise(2, 2)}
-    for weight in open_with(tmp_path, tensors).values():
-        moved = weight.to("cpu")
-        assert (moved.name, moved.shape, moved.streamed) == (weight.name, weight.shape, weight.streamed)
-        assert equal(dense(bound(moved), torch.float32), dense(bound(weight), torch.float32))
 
 
 @pytest.mark.gpu
@@ -511,30 +496,17 @@ def test_a_part_that_is_missing(part: str, tmp_path: Path) -> None:
     "changes",
     [
         {"shape": [8, 65]},
-        {"shape": [9, 64]},
         {"shape": [512]},
-        {"shape": [2, 4, 64]},
         {"shape": [-8, -64]},
-        {"shape": [8.0, 64.0]},
         {"shape": [True, 512]},
         {"shape": [2**40, 2**40]},
-        {"shape": "8x64"},
         {"shape": None},
-        {"shape": ...},
         {"blocksize": 128},
-        {"blocksize": 63},
         {"blocksize": 0},
-        {"blocksize": -64},
-        {"blocksize": 64.0},
         {"blocksize": True},
-        {"blocksize": "64"},
-        {"blocksize": ...},
         {"quant_type": "fp4"},
-        {"quant_type": "int4"},
         {"quant_type": ["nf4"]},
-        {"quant_type": ...},
         {"dtype": "int8"},
-        {"dtype": ...},
         {"dtype": {}},
     ],
     ids=str,
@@ -548,16 +520,11 @@ def test_a_quant_state_that_lies(changes: dict[str, Any], nested: bool, tmp_path
 @pytest.mark.parametrize(
     "changes",
     [
-        {"nested_blocksize": 64.5},
         {"nested_blocksize": 0},
-        {"nested_blocksize": ...},
         {"nested_offset": "0"},
         {"nested_offset": math.nan},
-        {"nested_offset": math.inf},
         {"nested_offset": 10**400},
-        {"nested_offset": ...},
         {"nested_dtype": "float16"},
-        {"nested_dtype": ...},
         {"nested_offset": ..., "nested_blocksize": ..., "nested_dtype": ...},
     ],
     ids=lambda changes: ",".join(f"{key}={str(value)[:12]}" for key, value in changes.items()),
@@ -577,18 +544,13 @@ def test_a_quant_state_that_is_no_json_object(content: bytes, tmp_path: Path) ->
 
 WRONG_PARTS: dict[str, Callable[[Tensors], Tensors]] = {
     "absmax too short": lambda t: {f"{NAME}.absmax": t[f"{NAME}.absmax"][:-1].clone()},
-    "absmax too long": lambda t: {f"{NAME}.absmax": t[f"{NAME}.absmax"].repeat(2)},
-    "absmax of two dimensions": lambda t: {f"{NAME}.absmax": t[f"{NAME}.absmax"][None]},
     "absmax not nested": lambda t: {f"{NAME}.absmax": t[f"{NAME}.absmax"].float()},
     "codes too short": lambda t: {NAME: t[NAME][:-1].clone()},
-    "codes too long": lambda t: {NAME: t[NAME].repeat(2, 1)},
     "codes in a row": lambda t: {NAME: t[NAME].T.contiguous()},
-    "codes flat": lambda t: {NAME: t[NAME][:, 0].clone()},
     "codes of another size": lambda t: {NAME: t[NAME].to(torch.bfloat16)},
     "quant_map of another type": lambda t: {f"{NAME}.quant_map": t[f"{NAME}.quant_map"].flip(0)},
     "quant_map not a number": lambda t: {f"{NAME}.quant_map": t[f"{NAME}.quant_map"] * math.nan},
     "quant_map too short": lambda t: {f"{NAME}.quant_map": t[f"{NAME}.quant_map"][:8].clone()},
-    "quant_map bf16": lambda t: {f"{NAME}.quant_map": t[f"{NAME}.quant_map"].bfloat16()},
     "nested_absmax too long": lambda t: {f"{NAME}.nested_absmax": torch.ones(2)},
     "nested_absmax not finite": lambda t: {f"{NAME}.nested_absmax": torch.tensor([math.inf])},
     "nested_quant_map too short": lambda t: {f"{NAME}.nested_quant_map": torch.ones(255)},
@@ -622,15 +584,12 @@ INT8 = {NAME: torch.ones(4, 8, dtype=torch.int8), "mlp.up_proj.SCB": torch.ones(
         ({NAME: INT8[NAME]}, "I8"),
         ({"mlp.up_proj.SCB": torch.ones(4)}, "missing"),
         (INT8 | {"mlp.up_proj.SCB": torch.ones(5)}, "SCB"),
-        (INT8 | {"mlp.up_proj.SCB": torch.ones(4, 1)}, "SCB"),
         (INT8 | {"mlp.up_proj.SCB": torch.ones(4).half()}, "SCB"),
         (INT8 | {NAME: torch.ones(4, 8)}, "I8"),
-        (INT8 | {NAME: torch.ones(4, dtype=torch.int8)}, "I8"),
         (INT8 | {"mlp.up_proj.weight_format": torch.tensor(1, dtype=torch.uint8)}, "weight_format 1"),
         (INT8 | {"mlp.up_proj.weight_format": torch.zeros(2, dtype=torch.uint8)}, "weight_format"),
         ({NAME: INT8[NAME], "mlp.up_proj.weight_format": torch.tensor(0, dtype=torch.uint8)}, "SCB"),
         ({NAME: torch.ones(4, 8, dtype=torch.uint8)}, "U8"),
-        ({NAME: torch.ones(4, 8, dtype=torch.int64)}, "I64"),
         ({NAME: torch.ones(4, 8).to(torch.float8_e4m3fn)}, "fp8"),
         ({NAME: torch.ones(4, 8), f"{NAME}_scale_inv": torch.ones(1)}, "fp8"),
         ({"q_proj.qweight": torch.ones(4, 8, dtype=torch.int32)}, "AWQ or GPTQ"),

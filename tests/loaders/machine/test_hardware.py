@@ -11,9 +11,8 @@ import threading
 import time
 from collections import namedtuple
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -549,18 +548,6 @@ def test_a_full_disk_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         measure.measure_disk(tmp_path)
 
 
-def test_a_folder_that_cannot_be_written_to(tmp_path: Path) -> None:
-    with refused(HardwareError, tmp_path / "gone", "No such file"):
-        measure.measure_disk(tmp_path / "gone")
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_matrix_products(dtype: torch.dtype) -> None:
-    flops = measure.measure_matmul(CPU, dtype, (1, 4), shape=(64, 32), num_weights=2, seconds=0.02)
-    assert flops.keys() == {1, 4}
-    assert min(flops.values()) > 0
-
-
 def test_too_slow_a_machine_multiplies_less(monkeypatch: pytest.MonkeyPatch) -> None:
     """Trials of 512 outputs take a second here, so no more than these are affordable."""
     asked: list[int] = []
@@ -569,11 +556,6 @@ def test_too_slow_a_machine_multiplies_less(monkeypatch: pytest.MonkeyPatch) -> 
     flops = measure.measure_matmul(CPU, torch.float32, (2,), shape=(4096, 8), num_weights=3, seconds=0.1)
     assert set(asked) == {512}
     assert flops == {2: 2 * 2 * 8 * 512 * 3}
-
-
-def test_memory_and_link() -> None:
-    assert measure.measure_memory(CPU, nbytes=MIB, seconds=0.02) > 0
-    assert measure.measure_host_to_device(CPU) is None
 
 
 class FakeEvent:
@@ -605,20 +587,6 @@ def test_a_gpus_time_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(FakeEvent.recorded) == 2 * len(worked)
 
 
-@pytest.mark.slow
-def test_dequantising() -> None:
-    pytest.importorskip("bitsandbytes")
-    assert measure.measure_dequantise(CPU, torch.float32, shape=(64, 96), num_weights=2, seconds=0.02) > 0
-
-
-def test_what_comes_before_a_run_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "device_seconds", lambda device, work: work() or 2e-3)
-    done: list[str] = []
-    work, before = lambda: done.append("work"), lambda: done.append("before")
-    assert measure.typical_seconds(CPU, work, seconds=0.01, before=before) == 2e-3
-    assert done == ["work", *(["before", "work"] * (len(done) // 2))]
-
-
 def test_reads_in_flight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A whole file is read over and over, and no more of it afterwards."""
     file, reads, read, enough = tmp_path / "shard", list[int](), FileReader.read, threading.Event()
@@ -640,32 +608,6 @@ def test_reads_in_flight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(FileNotFoundError), measure.reads_in_flight(file):
         pass
     assert len(reads) == so_far
-
-
-@pytest.mark.parametrize(("num_bytes", "num_measured_beside"), [(1000, 0), (MIB, 2)])
-def test_arithmetic_is_measured_beside_reads_of_a_large_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_bytes: int, num_measured_beside: int
-) -> None:
-    file, beside = tmp_path / "shard", list[Path]()
-    file.write_bytes(bytes(num_bytes))
-
-    @contextmanager
-    def reads(path: Path) -> Iterator[None]:
-        beside.append(path)
-        yield
-
-    monkeypatch.setattr(measure, "READ_BYTES", MIB)
-    monkeypatch.setattr(measure, "reads_in_flight", reads)
-    monkeypatch.setattr(measure, "measure_matmul", lambda device, dtype, widths, seconds: dict.fromkeys(widths, 1.0))
-    monkeypatch.setattr(measure, "measure_dequantise", lambda device, dtype, form, seconds: 2.0)
-    monkeypatch.setattr(measure, "measure_memory", lambda device, seconds: 3.0)
-    monkeypatch.setattr(four_bit.FourBitFormat, "prepare", lambda known: None)
-    ask = partial(measure.measure_rates, CPU, torch.float32, file, widths=(2, 5), seconds=0.01)
-    assert ask().matmul_flops == {2: 1.0, 5: 1.0}
-    assert beside == []
-    rates = ask(beside_reads=True)
-    assert (rates.matmul_flops, rates.dequantise_elements_per_s) == ({2: 1.0, 5: 1.0}, 2.0)
-    assert beside == [file] * num_measured_beside
 
 
 @pytest.fixture
@@ -708,33 +650,6 @@ def test_what_is_measured_with_fits_no_cache(monkeypatch: pytest.MonkeyPatch, ca
     assert measure.beyond_cache(CPU, 8 * MIB, 4) == 4
     fake_gpu(monkeypatch, get_device_properties=SimpleNamespace())  # an older torch
     assert measure.beyond_cache(torch.device("cuda:0"), 8 * MIB, 4) == 4
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("_no_limits_left")
-def test_each_rate_is_measured_beyond_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a card where three times as much is needed: matrices take turns, and a copy is longer."""
-    multiplied, unpacked = set[int](), set[int]()
-
-    def linear(x: torch.Tensor, weight: torch.Tensor) -> None:
-        multiplied.add(weight.data_ptr())
-
-    def dequantize(matrix: four_bit.Matrix4bit, dtype: torch.dtype, out: torch.Tensor) -> torch.Tensor:
-        unpacked.add(matrix.codes.data_ptr())
-        return out
-
-    monkeypatch.setattr(measure, "beyond_cache", lambda device, nbytes, least: 3 * least)
-    monkeypatch.setattr(measure, "linear", linear)
-    measure.measure_matmul(CPU, torch.float32, (1,), shape=(64, 32), num_weights=2, seconds=0.02)
-    assert len(multiplied) == 6
-    monkeypatch.setattr(four_bit.FourBitFormat, "prepare", lambda known: None)
-    monkeypatch.setattr(four_bit.Matrix4bit, "dequantize", dequantize)
-    measure.measure_dequantise(CPU, torch.float32, shape=(64, 128), num_weights=2, seconds=0.02)
-    assert len(unpacked) == 6
-    copied = list[int]()
-    monkeypatch.setattr(measure, "typical_seconds", lambda device, work, seconds: copied.append(work().nbytes) or 1.0)
-    assert measure.measure_memory(CPU, nbytes=MIB) == 2 * 3 * MIB
-    assert copied == [3 * MIB]
 
 
 @pytest.mark.gpu

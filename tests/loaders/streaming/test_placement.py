@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from offspec.errors import MemoryLimitError
 from offspec.loaders.streaming.placement import (
-    MIN_SLOTS,
     ExpertsCost,
     ExpertSlots,
     ExpertTimes,
@@ -17,16 +16,13 @@ from offspec.loaders.streaming.placement import (
     Limits,
     PassRates,
     PinnedLayers,
-    Place,
     Placement,
-    Tier,
     UnitCost,
     place,
     places_of,
     predict_experts_s,
     predict_pass_s,
     scattered,
-    spread,
 )
 
 from ...examples import examples
@@ -45,17 +41,6 @@ costs = st.lists(
     min_size=1,
     max_size=20,
 )
-
-
-@examples(320)
-@given(st.integers(1, 100).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n))))
-def test_spread_is_even(numbers: tuple[int, int]) -> None:
-    num_layers, num_chosen = numbers
-    chosen = spread(num_layers, num_chosen)
-    assert len(set(chosen)) == num_chosen
-    assert all(0 <= i < num_layers for i in chosen)
-    gaps = [b - a for a, b in pairwise(chosen)]
-    assert not gaps or max(gaps) - min(gaps) <= 1
 
 
 @examples(320)
@@ -96,21 +81,10 @@ def test_more_memory_never_keeps_less(costs: list[UnitCost], ram: int, more: int
     assert kept(ram) <= kept(ram + more)
 
 
-def test_everything_stays_where_it_fits() -> None:
-    placed = place(layers(4), ITEMS, Limits(None, 7 * GB))
-    assert placed.resident == (0, 1, 2, 3)
-    assert placed.streamed == ()
-    assert placed.slots.num == 0
-
-
 def test_residents_are_interleaved() -> None:
     placed = place(layers(12), ITEMS, Limits(None, 10 * GB))
     assert placed.slots.num == 3
     assert placed.resident == (1, 4, 7, 10)
-
-
-def test_two_slots_do_where_memory_is_short() -> None:
-    assert place(layers(12), ITEMS, Limits(None, 5 * GB)).slots.num == MIN_SLOTS
 
 
 def test_a_gpu_spills_to_ram_then_to_disk() -> None:
@@ -168,16 +142,6 @@ def test_the_disk_reads_into_ram_while_other_layers_come_from_there() -> None:
     assert predict(placed, costs, 0.0, GB, 10 * GB) == pytest.approx(3.0, rel=0.01)  # the disk rests at no time
 
 
-def test_each_device_has_a_link_of_its_own() -> None:
-    costs, rates = layers(12), PassRates((0.0,) * 12, GB, GB)
-    placed = place(costs, [], Limits(2 * GB, 40 * GB))
-    both = replace(placed, places=tuple(Place(Tier.RAM, i % 2) for i in range(12)))
-    assert predict_pass_s(placed, costs, rates, 1) == pytest.approx(12.0)
-    assert predict_pass_s(both, costs, rates, 1) == pytest.approx(6.0, rel=0.01)
-    from_disk = replace(both, places=tuple(Place(Tier.DISK, i % 2) for i in range(12)))
-    assert predict_pass_s(from_disk, costs, rates, 1) >= 12.0  # which is common
-
-
 def test_a_pass_moves_what_one_of_its_rows_uses() -> None:
     always, experts = UnitCost(GB, GB, GB), UnitCost(GB, GB, GB, row_share=0.25)
     costs, rates = [always, experts] * 6, PassRates((0.0,) * 12, GB, 4 * GB)
@@ -231,13 +195,6 @@ def test_experts_take_their_slowest_way() -> None:
     in_ram, on_disk = ExpertSlots(16, 64), ExpertSlots(16, 48)
     assert predict_experts_s(experts, in_ram, beside, 1, on_gpu=True) == pytest.approx(2 * 0.75 * 2 / 3)
     assert predict_experts_s(experts, on_disk, beside, 1, on_gpu=True) == pytest.approx(2 * 0.25 * 4)
-
-
-def test_places_are_those_of_all_units() -> None:
-    places = places_of(resident=(1,), in_ram=range(2, 4), on_disk=(0,))
-    assert [place.tier for place in places] == [Tier.DISK, Tier.DEVICE, Tier.RAM, Tier.RAM]
-    with pytest.raises(KeyError):
-        places_of(resident=(1,))
 
 
 @examples(320)
