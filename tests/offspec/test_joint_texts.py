@@ -67,13 +67,6 @@ def test_text_is_that_of_models_without_caches(speculation: SpeculationParams, p
     assert max(step.num_accepted for step in found) == speculation.gamma
 
 
-@pytest.mark.parametrize("limit", [1, 2, 3, 7, 30])
-def test_max_new_tokens_is_exact(limit: int, engine: Engine) -> None:
-    found = steps(engine, params=SamplingParams(limit, ignore_eos=True), speculation=EAGER)
-    assert len(ids(found)) == limit
-    assert [step.finish_reason for step in found] == [None] * (len(found) - 1) + ["length"]
-
-
 @pytest.mark.parametrize("num_free", [1, 2, 5])
 def test_the_context_fills_to_its_last_place(num_free: int, engine: Engine) -> None:
     found = steps(engine, [40] * (CONTEXT - num_free), SamplingParams(ignore_eos=True), EAGER)
@@ -95,14 +88,6 @@ def test_a_text_ends_at_its_final_token(pair: Pair, engine: Engine, tmp_path: Pa
         assert text(found) == engine.tokenizer.decode([t for t in ids(found) if t != token])
         ended += found[-1].finish_reason == "eos"
     assert ended >= 2
-
-
-def test_stop_texts_cut_what_was_accepted(engine: Engine) -> None:
-    whole = text(steps(engine, params=SamplingParams(16), speculation=EAGER))
-    for first in range(3, len(whole) - 5, 5):
-        stop = whole[first : first + 2]
-        found = steps(engine, params=SamplingParams(16, stop=(stop, "never said")), speculation=EAGER)
-        assert (text(found), found[-1].finish_reason) == (whole[: whole.find(stop)], "stop")
 
 
 def test_caches_go_on_from_request_to_request(engine: Engine) -> None:

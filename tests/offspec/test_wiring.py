@@ -16,7 +16,6 @@ import pytest
 
 from offspec import Engine, SamplingParams, SpeculationParams, Step
 from offspec.drafts.base import DraftTask
-from offspec.drafts.recall import RecallingText
 from offspec.drafts.without_model import NoDraft
 from offspec.loaders.machine.hardware import Rates
 from offspec.planning.draft_forecast import round_s
@@ -188,26 +187,6 @@ def test_what_one_request_learns_the_next_one_knows(draft: str, engines: dict[st
         assert prompt_lookup.reliability is engine.draft_stats.lookups
         assert retrieval.reliability is engine.draft_stats.retrievals
         assert recycling == ([engine.draft_stats.recycling] if draft == "lookup" else [])
-
-
-@pytest.mark.parametrize("recall", [True, False])
-@pytest.mark.usefixtures("noted")
-def test_the_model_recalls_where_it_is_told_to(recall: bool, engines: dict[str, Engine]) -> None:
-    drafter = drafter_of(engines["own"], recall=recall)
-    assert isinstance(drafter, Noted)
-    assert drafter.named["corrector"] is (drafter.model if recall else None)
-    assert isinstance(drafter.model, RecallingText) == recall
-
-
-@pytest.mark.parametrize("is_on", [True, False])
-def test_the_switch_decides_about_drafting_beside_the_pass(
-    is_on: bool, engines: dict[str, Engine], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = engines["own"]
-    monkeypatch.setattr(engine.draft_stats.overlap_switch, "is_on", lambda: is_on)
-    drafter = drafter_of(engine, budget=4)
-    drafter.propose(engine.encode(PROMPT), 8)
-    assert drafter.wants_overlap == is_on
 
 
 def test_costs_are_learnt_from_the_first_request_on(engines: dict[str, Engine]) -> None:

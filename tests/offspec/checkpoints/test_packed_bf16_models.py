@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -29,7 +27,7 @@ from offspec.planning.plan import Plan, make_plan, with_faster_residents
 
 from ...machines import needs_kernels
 from ...pair import build_pair
-from .test_grouped_models import NO_NODES, RATES, offspec
+from .test_grouped_models import NO_NODES
 
 CPU = torch.device("cpu")
 IDS = [(7 * i) % 300 for i in range(24)]
@@ -160,32 +158,3 @@ def test_packed_residents_only_where_they_are_faster(large: Path) -> None:
     assert (other.work.kept_elements, other.work.packed_elements) == (0, made.work.packed_elements)
     plain = planned(large, "bf16", "cpu", Limits(None, 24 * GIB))
     assert with_faster_residents(plain, slow) is plain
-
-
-# ------------------------------------------------------------------------------------------------------------ commands
-
-
-@pytest.mark.slow
-def test_commands(
-    source: Path, packed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("sys.stdin", None)
-    monkeypatch.setattr("offspec.tools.forecast.measure_rates", lambda *_, **__: RATES)
-
-    def say(*args: object) -> str:
-        code, out, err = offspec(capsys, *args)
-        assert code == 0, err
-        return out
-
-    flags = ("--device", "cpu", "--draft", "none")
-    said: Mapping[str, Any] = json.loads(say("plan", packed, *flags, "-q", "--json"))
-    assert said["resident_layers"] == list(range(4))
-    assert LOSSLESS_FORMAT in said["title"]
-    folders = (packed, source)
-    runs = [say("run", path, "def area(", *flags, "--max-new-tokens", 6, "-q") for path in folders]
-    assert runs[0] == runs[1] != ""
-    made = json.loads(say("quantize", packed, tmp_path / "back", "--format", "bf16", "-q", "--json"))
-    assert set(made["bits_per_weight"].values()) == {16.0}
-    told = say("quantize", source, tmp_path / "again", "--format", LOSSLESS_FORMAT, "-q", "-v")
-    assert "28 matrices packed" in told
-    assert "bits  model.layers.3.mlp.down_proj.weight" in told

@@ -328,12 +328,6 @@ def test_two_processes_that_need_one_shadow(files: ModelFiles, own_shadow: Path)
     assert [path.name for path in own_shadow.parent.iterdir()] == [own_shadow.name]
 
 
-def test_a_folder_of_ones_own(files: ModelFiles, tmp_path: Path) -> None:
-    make_shadow(files, 2, tmp_path / "mine")
-    with opened(files, f"shadow:{tmp_path / 'mine'}") as engine:
-        assert engine.draft_name == "shadow (2 bits, 2 of 4 layers)"
-
-
 def test_the_shadow_of_another_model_is_refused(files: ModelFiles, tmp_path: Path) -> None:
     other = build_pair(tmp_path, 2).target
     make_shadow(ModelFiles.open(other, "fp32", "cpu", []), 4, tmp_path / "other")

@@ -13,8 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from offspec import Engine, SamplingParams, SpeculationParams
-from offspec.checkpoints.exit_layers import ExitFile, default_file, fingerprint, found_exits, save
+from offspec import Engine
+from offspec.checkpoints.exit_layers import ExitFile, default_file, found_exits, save
 from offspec.checkpoints.opening import ModelFiles
 from offspec.drafts.acceptance import EXIT_AGREEMENT
 from offspec.drafts.base import Choice, DraftOptions, OpenRequest
@@ -236,16 +236,6 @@ def test_texts_that_are_refused_leave_nothing_behind(
 # ------------------------------------------------------------------------------------------------ files
 
 
-def test_what_was_trained_drafts(folder: Path, engine: Engine, trained: Distilled) -> None:
-    loaded = Engine.load(str(folder), draft="self", exit_file=trained.path, device="cpu", dtype="fp32")
-    params = SamplingParams(30, seed=0, ignore_eos=True)
-    steps = list(loaded.generate("def area(", params, SpeculationParams(16)))
-    plain = engine.generate("def area(", params, SpeculationParams(0))
-    assert [t for s in steps for t in s.token_ids] == [t for s in plain for t in s.token_ids]
-    assert loaded.draft_name == "self"
-    loaded.close()
-
-
 def test_it_is_found_where_it_was_put(
     folder: Path, engine: Engine, files: ModelFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -334,11 +324,6 @@ def test_another_targets_exit_layer_is_refused(folder: Path, trained: Distilled,
         Engine.load(str(other), draft="self", exit_file=trained.path, device="cpu")
 
 
-def test_a_moved_target_is_the_same(folder: Path, files: ModelFiles, tmp_path: Path) -> None:
-    moved = ModelFiles.open(variant(folder, tmp_path / "moved"), "bf16", "cpu", [])
-    assert fingerprint(moved) == fingerprint(files)
-
-
 def test_files_that_are_no_exit_layers_are_refused(files: ModelFiles, trained: Distilled, tmp_path: Path) -> None:
     with refused(CheckpointError, tmp_path / "none.safetensors", "offspec distill"):
         ExitFile.open(tmp_path / "none.safetensors", files)
@@ -381,8 +366,3 @@ def test_a_disk_without_space_for_the_shards_is_said_before_they_are_made(
     with refused(StorageError, "KiB", "`num_texts`"):
         train(engine, files, tmp_path / "exit.safetensors")
     assert not list(tmp_path.rglob("shard-*"))
-
-
-def test_an_exit_file_is_for_self(folder: Path, trained: Distilled) -> None:
-    with refused(UsageError, f"`exit_file={trained.path}`", "`draft=self`"):
-        Engine.load(str(folder), draft="none", exit_file=trained.path, device="cpu")

@@ -105,9 +105,6 @@ def test_no_tree_is_better(acceptance: list[float], num_nodes: int, max_depth: i
     np.testing.assert_allclose(shape.probabilities, [chances[path] for path in rank_paths(shape)])
 
 
-# ------------------------------------------------------------------------------------------------ acceptance
-
-
 # ------------------------------------------------------------------------------------------------ the draft's own view
 
 
@@ -355,22 +352,6 @@ def test_text_is_plain_decodings(
     )
     text = generate(RuleModel(DRAFT, VOCAB_SIZE), drafter, sampler, PROMPT, 20)
     assert text == plain_text(DRAFT, params, seed, PROMPT, 20)
-
-
-def test_shared_noise_saves_passes() -> None:
-    num_passes = []
-    for coupled in (True, False):
-        sampler, target = Sampler(SAMPLED, SEED, VOCAB_SIZE), RuleModel(resembling(DRAFT, 5, 0.5), VOCAB_SIZE)
-        draft = RuleModel(DRAFT, VOCAB_SIZE)
-        generate(target, drafter_of("opt-tree", draft, sampler=sampler, coupled=coupled, budget=8), sampler, PROMPT, 60)
-        num_passes.append(len(target.batches))
-    assert num_passes[0] < 0.8 * num_passes[1]
-
-
-@each_kind
-def test_tree_stays_within_the_drafts_context(kind: str) -> None:
-    tree = drafter_of(kind, RuleModel(DRAFT, VOCAB_SIZE, len(PROMPT) + 2), budget=1000).propose(PROMPT, 9)
-    assert tree.depths.max() == 2
 
 
 @each_kind

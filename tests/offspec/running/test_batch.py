@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offspec import Constraint, Engine, SamplingParams, SpeculationParams, Step
-from offspec.errors import ContextLengthError, NumericalError, OffspecError, UsageError
+from offspec.errors import NumericalError, OffspecError
 from offspec.model.memory.sequence_cache import SequenceCache
 from offspec.model.memory.text_pool import TextPool
 from offspec.running.batch import Batch, Ticket
@@ -22,7 +22,6 @@ from offspec.scheduler.pace.shared_pass import SharedPass
 from offspec.text.grammar_constraint import SlowTime
 
 from ...pair import Pair, build_pair
-from ...refusals import refused
 from ...scheduler.fakes import few
 from ..model.heads.head_twins import EAGLE_CONFIG, MEDUSA_CONFIG, eagle_tensors, medusa_tensors, write_folder
 
@@ -365,12 +364,6 @@ def test_the_drafts_cache_has_room_before_each_pass(pair: Pair, monkeypatch: pyt
 
 
 # ------------------------------------------------------------------------------------------------ errors
-
-
-def test_errors_come_at_once(engines: dict[str, Engine]) -> None:
-    for prompt, error in (("", UsageError), ("x = 1\n" * 1000, ContextLengthError)):
-        with refused(error, "prompt"):
-            engines["none"].generate_many(["x = 1", prompt])
 
 
 def test_a_text_with_bad_logits_ends_alone(engines: dict[str, Engine], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -200,11 +200,6 @@ def test_most_of_a_text_far_too_long_is_not_encoded(tokenizer: Tokenizer, monkey
 # ---- what the files say ----------------------------------------------------------------------------------------------
 
 
-def test_vocab_size_is_the_highest_id_plus_one(tmp_path: Path) -> None:
-    backend = tokenizers.Tokenizer(models.WordLevel({"a": 0, "b": 7}, unk_token="a"))
-    assert with_config(tmp_path, backend).vocab_size == 8
-
-
 @pytest.mark.parametrize(
     ("files", "expected"),
     [
@@ -580,30 +575,6 @@ def test_the_first_space_is_the_decoder_s_matter_and_later_ones_are_text(loaded:
     skipped = [1, 2] * 5
     assert pushed(tokenizer.stream(), [*skipped, the, *skipped, cat]) == [*[""] * 10, "the", *[""] * 10, " cat", ""]
     assert pushed(tokenizer.stream(skip_special_tokens=False), [1, the, 2]) == ["<s>", " the", "</s>", ""]
-
-
-def letters(tokenizer: Tokenizer, text: str) -> list[int]:
-    return [tokenizer.token_id(c) for c in text]
-
-
-@pytest.mark.parametrize(
-    ("stops", "text", "shown", "stopped"),
-    [
-        (["cat"], "acatd", "a", "cat"),
-        (["ca", "cat"], "acatd", "a", "ca"),
-        (["abcde", "bc"], "xabcd", "xa", "bc"),
-        (["abcde", "bc"], "xabcde", "x", "abcde"),
-        (["aab"], "aaab", "a", "aab"),
-        (["cat"], "aca", "aca", None),
-    ],
-)
-def test_the_earliest_stop_in_the_text_wins(
-    stops: list[str], text: str, shown: str, stopped: str | None, loaded: dict[str, Tokenizer]
-) -> None:
-    tokenizer = loaded["llama3"]
-    stream = tokenizer.stream(stops)
-    assert "".join(pushed(stream, letters(tokenizer, text))) == shown
-    assert stream.stopped == stopped
 
 
 # ---- vocabularies ----------------------------------------------------------------------------------------------------

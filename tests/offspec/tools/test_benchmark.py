@@ -62,16 +62,6 @@ def test_the_fastest_exact_way_is_the_best() -> None:
     assert BenchmarkReport([run(0, 0)]).best() is None
 
 
-@pytest.mark.parametrize(("decode_s", "pays"), [(1.0, True), (2.4, None), (2.6, None), (9.0, False)])
-def test_whether_guessing_pays(decode_s: float, pays: bool | None) -> None:
-    outcome = BenchmarkReport([run(0, 0), run(8, 0, decode_s=decode_s)]).outcome()
-    assert outcome is not None
-    assert outcome.pays is pays
-    assert outcome.gain == pytest.approx(4 / (1.5 + decode_s))
-    assert outcome.pass_ratio == pytest.approx(decode_s)
-    assert BenchmarkReport([run(0, 0)]).outcome() is None
-
-
 def test_texts_that_differ_are_counted() -> None:
     assert REPORT.num_different() == 0
     assert BenchmarkReport([*REPORT.runs, replace(run(16, 0), token_ids=(1, 2))]).num_different() == 1
