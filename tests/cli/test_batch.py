@@ -6,14 +6,15 @@ import errno
 import io
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from offspec import Engine
-from offspec.cli.batch import PromptBatch
+from offspec import Engine, SamplingParams
+from offspec.cli.batch import Asked, PromptBatch
 from offspec.errors import NumericalError
 from offspec.running import batch as shared
 from offspec.scheduler.drafting import drafter
@@ -166,11 +167,44 @@ def test_a_line_has_settings_of_its_own(
     batch("--output", output).refusal(2, "settings", "line 1", "--output")
 
 
+@pytest.mark.parametrize("own", ['"temperature": "hot"', '"max_new_tokens": 0'])
+def test_settings_of_a_line_that_cannot_be_followed(own: str, batch: Run, source: Path) -> None:
+    source.write_text(f'{{"prompt": "hi", {own}}}\n{GOOD[2]}')
+    result = batch()
+    assert (result.code, [answer["line"] for answer in records(result.out)]) == (1, [2])
+    assert tells(result.err, "line 1", own.split(chr(34))[1])
+
+
 def test_a_dash_is_standard_output(batch: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     before = set(tmp_path.iterdir())
     assert [answer["line"] for answer in records(batch("--output", "-").out)] == [1, 2, 3]
     assert set(tmp_path.iterdir()) == before
+
+
+def test_how_long_the_rest_takes(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What an earlier run answered counts as done, and not for the pace."""
+    output, shown, now = tmp_path / "answers.jsonl", list[str](), 0.0
+
+    def answers(prompts: Sequence[Asked]) -> Generator[tuple[int, dict[str, Any]], None, None]:
+        nonlocal now
+        for place in range(len(prompts)):
+            now += 10
+            yield place, {}
+
+    def answer_all() -> None:
+        with closing(PromptBatch(source, output, {}, SamplingParams())) as batch:
+            batch.collect(answers, quiet=False)
+
+    monkeypatch.setattr("offspec.cli.terminal.is_watched", lambda: True)
+    monkeypatch.setattr("offspec.cli.terminal.show_line", lambda text="": shown.append(text))
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    answer_all()
+    assert shown == ["prompt 1 of 3", "prompt 2 of 3, 20 s left", "prompt 3 of 3, 10 s left", ""]
+    output.write_bytes(output.read_bytes().splitlines(keepends=True)[0])
+    shown.clear()
+    answer_all()
+    assert shown == ["prompt 2 of 3", "prompt 3 of 3, 10 s left", ""]
 
 
 def test_an_output_of_something_else_is_left_alone(batch: Run, source: Path, tmp_path: Path) -> None:
@@ -231,6 +265,20 @@ def test_what_is_no_number_is_answered_once(
     assert batch("--output", tmp_path / "answers.jsonl").code == 0
     monkeypatch.setattr(Engine, "load", None)
     assert batch("--output", tmp_path / "answers.jsonl").code == 0
+
+
+def test_what_lossy_answers_depend_on_is_remembered(batch: Run, tmp_path: Path) -> None:
+    joint, output = ("--accept", "joint"), tmp_path / "answers.jsonl"
+    assert batch("--output", output, *joint, "--tau", "0.3").code == 0
+    whole = output.read_bytes()
+    settings = records(whole.decode())[0]["settings"]
+    assert settings.items() >= {"accept": "joint", "tau": 0.3, "beam": 8, "gamma": 16}.items()
+    assert batch("--output", output, *joint, "--tau", "0.3").code == 0
+    batch("--output", output, *joint, "--tau", "0.4").refusal(2, "settings", "--output")
+    assert output.read_bytes() == whole
+    exact = tmp_path / "exact.jsonl"
+    assert batch("--output", exact).code == 0
+    assert "tau" not in records(exact.read_text())[0]["settings"]  # how it was guessed does not matter there
 
 
 def test_what_cannot_be_meant(batch: Run, run_args: Sequence[object], offspec: Offspec, tmp_path: Path) -> None:

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
+import signal
+import sys
 import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +21,7 @@ from offspec.loaders import convert as conversion
 
 from ..pair import Pair, variant
 from ..refusals import tells
-from .conftest import Offspec
+from .conftest import Offspec, finish, start
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -105,6 +110,51 @@ def test_interrupted_it_goes_on(pair: Pair, tmp_path: Path, offspec: Offspec, mo
     assert json.loads(again.out)["num_resumed"] >= 2
     offspec("quantize", pair.target, tmp_path / "whole")
     assert contents(tmp_path / "made") == contents(tmp_path / "whole")
+
+
+@pytest.mark.nightly("a process that is killed; an interrupted one is tested by default")
+def test_killed_it_goes_on(pair: Pair, tmp_path: Path, offspec: Offspec) -> None:
+    """Killed as soon as the second file is there, wherever in its work that is."""
+    process = start("quantize", pair.target, tmp_path / "made", has_kernels=True)
+    try:
+        deadline = time.monotonic() + 600
+        while process.poll() is None and not list((tmp_path / "made").glob("model-00002-*.safetensors")):
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        finish(process)
+    again = offspec("quantize", pair.target, tmp_path / "made", "--json")
+    if process.returncode == -signal.SIGKILL:
+        assert again.code == 0, again.err
+        assert json.loads(again.out)["num_resumed"] >= 2
+    offspec("quantize", pair.target, tmp_path / "whole")
+    assert contents(tmp_path / "made") == contents(tmp_path / "whole")
+
+
+def all_of(terminal: int) -> str:
+    """What was written to a terminal that nobody writes to any more; one read may bring a part of it."""
+    parts = list[bytes]()
+    with suppress(OSError):  # at the end
+        while part := os.read(terminal, 65536):
+            parts.append(part)
+    return b"".join(parts).decode()
+
+
+def test_progress_is_for_terminals(
+    pair: Pair, tmp_path: Path, offspec: Offspec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    terminal, inside = pty.openpty()
+    try:
+        with open(inside, "w", encoding="utf-8") as stderr, monkeypatch.context() as patch:
+            patch.setattr(sys, "stderr", stderr)
+            code = offspec("quantize", pair.target, tmp_path / "made", "--format", "keep").code
+        shown = all_of(terminal)
+    finally:
+        os.close(terminal)
+    assert code == 0
+    assert "% of" in shown
+    assert shown.endswith("\x1b[K")
 
 
 def test_a_model_that_is_not_run_is_made_with_a_warning(pair: Pair, tmp_path: Path, offspec: Offspec) -> None:

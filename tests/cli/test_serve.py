@@ -23,11 +23,13 @@ import uvicorn
 from offspec import RECOMMENDED, Engine, SamplingParams, SpeculationParams
 from offspec.cli.serve import _checked_key
 from offspec.cli.server.connections import Bodies, protocol
-from offspec.cli.server.privacy import without_paths
+from offspec.cli.server.privacy import public_name, without_paths
+from offspec.cli.server.reply_tokens import ReplyTokens
 from offspec.cli.server.routes import StoppableServer, is_loopback
 from offspec.cli.server.service import Service
 from offspec.errors import MemoryLimitError, NumericalError
 from offspec.running.batch import Batch, Ticket
+from offspec.session import Turn, turns_of
 from offspec.text.tokenizer import Tokenizer
 
 from ..pair import CONTEXT, Pair, variant
@@ -136,6 +138,17 @@ def test_a_begun_answer_of_another_client_is_continued(client: Client, engine: E
     ids = engine.tokenizer.encode_chat(messages, continues=True)
     assert engine.tokenizer.decode(ids, skip_special_tokens=False).endswith("<|assistant|>def area(")
     assert reply.body["choices"][0]["message"]["content"] == engine.complete(ids, SamplingParams(8))
+
+
+def test_a_conversation_keeps_the_tokens_of_its_replies() -> None:
+    kept, asked, reply = ReplyTokens(most=2), [USER], {"role": "assistant", "content": "yes"}
+    kept.add("A", asked, "yes", [7])
+    assert kept.of("A", [USER, reply, USER]) == [[7]]
+    assert kept.of("B", [USER, reply, USER]) == kept.of("A", [{**USER, "content": "ho"}, reply, USER]) == [[]]
+    kept.add("A", [USER, reply, USER], "yes", [8])
+    assert kept.of("A", [USER, reply, USER, reply, USER]) == [[7], [8]]
+    kept.add("A", asked, "no", [9])
+    assert kept.of("A", [USER, reply, USER]) == [[]]
 
 
 def test_a_client_that_leaves_ends_its_request(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -416,6 +429,15 @@ def test_models_are_described(client: Client, engine: Engine) -> None:
         assert (unknown.status, unknown.body["error"]["code"]) == (404, "model_not_found")
 
 
+def test_a_file_is_named_by_its_stem(tmp_path: Path) -> None:
+    for name, shown in (("SmolLM2.Q4_1.gguf", "SmolLM2.Q4_1"), ("big-00001-of-00003.gguf", "big")):
+        (tmp_path / name).touch()
+        assert public_name(str(tmp_path / name)) == shown
+    (tmp_path / "Llama-3.1-8B").mkdir()
+    assert public_name(str(tmp_path / "Llama-3.1-8B")) == "Llama-3.1-8B"
+    assert public_name("org/Llama-3.1-8B") == "org/Llama-3.1-8B"
+
+
 def test_no_message_names_the_folder_of_a_file(engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "my models" / "small.gguf"
     file.parent.mkdir()
@@ -510,7 +532,20 @@ def test_web_pages_are_answered_by_no_server_without_a_key(engine: Engine) -> No
         assert client.ask("POST", "/v1/completions", body, Authorization="Bearer secret", **foreign).status == 200
 
 
+def test_turns_are_found_in_messages() -> None:
+    system, reply = {"role": "system", "content": "brief"}, {"role": "assistant", "content": "yes"}
+    assert turns_of([system, USER, reply, USER], [[7]]) == ("brief", [Turn("hi", "yes", [7]), Turn("hi")])
+    assert turns_of([USER], []) == (None, [Turn("hi")])
+    for other in ([USER, reply], [system], [USER, USER], [reply, USER], [USER, system, USER]):
+        assert turns_of(other, [[7]]) is None
+
+
 # ------------------------------------------------------------------------------------------------ the command
+
+
+@pytest.fixture
+def serving(pair: Pair) -> Sequence[object]:
+    return ("serve", pair.target, "--draft", pair.draft, "--device", "cpu", "--port", 0)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGHUP")
@@ -550,6 +585,26 @@ def test_who_waits_is_told_that_the_server_stops(streams: bool, pair: Pair, tmp_
     assert (done, end) == ("data: [DONE]", "")
     assert told[0] == told[1]
     assert "stopping" in told[0]["error"]["message"]
+
+
+def test_an_answer_under_way_is_refused_when_the_server_stops(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    began, may_go_on = Event(), Event()
+
+    def held(self: Batch) -> Any:
+        began.set()
+        assert may_go_on.wait(LONG_S)
+        return []
+
+    monkeypatch.setattr(Batch, "step", held)
+    with (
+        served(engine) as (client, service),
+        closing(client.open("POST", "/v1/completions", {"prompt": "hi"})) as asked,
+    ):
+        assert began.wait(LONG_S)
+        service.give_up()
+        response = asked.getresponse()
+        may_go_on.set()
+        assert (response.status, json.loads(response.read())["error"]["type"]) == (503, "server_error")
 
 
 def test_a_server_of_a_model_that_cannot_chat_says_so(

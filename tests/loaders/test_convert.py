@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -783,3 +784,18 @@ print(peak_host_bytes() - before)
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     grown = int(subprocess.run(arguments, env=env, capture_output=True, check=True).stdout)
     assert grown < 110 << 20
+
+
+def test_a_run_that_is_told_to_stop_leaves_nothing_that_looks_whole(source: Path, target: Path) -> None:
+    deadline = time.monotonic() + 300
+
+    def interrupt(done: int, total: int) -> None:
+        assert time.monotonic() < deadline
+        if done > total // 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        convert(source, target, progress=interrupt)
+    with pytest.raises(CheckpointError):
+        open_checkpoint(target)
+    convert(source, target)

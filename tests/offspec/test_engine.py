@@ -225,6 +225,12 @@ def test_the_context_fills_to_its_last_place(num_free: int, engines: dict[str, E
     assert found["itself"][-1].finish_reason == "length"
 
 
+@pytest.mark.parametrize("num_tokens", [CONTEXT, 10 * CONTEXT])
+def test_a_prompt_that_leaves_no_room(num_tokens: int, engine: Engine) -> None:
+    with refused(ContextLengthError, f"{num_tokens} tokens", "context", CONTEXT):
+        engine.generate([40] * num_tokens)
+
+
 def test_end_of_text(pair: Pair, engines: dict[str, Engine], tmp_path: Path) -> None:
     unbounded = ids(steps(engines["none"], max_new_tokens=20))
     folder = variant(pair.target, tmp_path / "target")
@@ -251,6 +257,12 @@ def test_stop_texts_end_the_text_wherever_tokens_end(engines: dict[str, Engine])
         for each in (plain, found):
             assert (text(each), each[-1].finish_reason) == (whole[: whole.find(stop)], "stop")
         assert ids(found) == ids(plain)
+
+
+def test_text_that_looked_like_a_stop_is_given_back(engines: dict[str, Engine]) -> None:
+    whole = text(steps(engines["none"], max_new_tokens=12))
+    found = steps(engines["own"], max_new_tokens=12, stop=(whole[-3:] + "never said",))
+    assert (text(found), found[-1].finish_reason) == (whole, "length")
 
 
 # ------------------------------------------------------------------------------------------------ what is counted

@@ -8,7 +8,7 @@ import json
 import os
 import stat
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -190,6 +190,14 @@ def test_a_turn_in_which_nothing_was_said_is_taken_back(engine: Engine, monkeypa
     assert say(session, "more").token_ids == fresh(session, GREEDY)
 
 
+def test_a_reply_that_is_closed_keeps_what_was_said(engine: Engine) -> None:
+    session = Session(engine)
+    steps = session.reply("hi", SamplingParams(max_new_tokens=40))
+    said = next(steps).text
+    steps.close()
+    assert [(turn.message, turn.reply, turn.finish_reason) for turn in session.turns] == [("hi", said, "interrupted")]
+
+
 # ------------------------------------------------------------------------------------------------ a full context
 
 
@@ -231,6 +239,16 @@ def test_a_message_that_never_fits(drops: bool, engine: Engine) -> None:
     with refused(ContextLengthError, "context", CONTEXT):
         session.reply("x" * 500, GREEDY)
     assert session.turns == [kept]
+
+
+def test_a_model_that_cannot_chat(pair: Pair, tmp_path: Path) -> None:
+    folder = variant(pair.target, tmp_path / "model")
+    (folder / "tokenizer_config.json").unlink()
+    with refused(TokenizerError, folder, "no chat template"):
+        Session(Engine.load(str(folder), draft="none", device="cpu"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": {"rag": "x"}}))
+    with refused(TokenizerError, folder / "tokenizer_config.json", '"chat_template"'):
+        Session(Engine.load(str(folder), draft="none", device="cpu"))
 
 
 def test_a_template_that_refuses_a_system_message(pair: Pair, tmp_path: Path) -> None:
@@ -407,6 +425,32 @@ def test_a_conversation_has_one_reply_at_a_time(engine: Engine, tmp_path: Path) 
     assert [turn.message for turn in session.turns] == ["hi", "def area("]
     assert session.turns[-1].token_ids == fresh(session, GREEDY)
     assert session.undo().message == "def area("
+
+
+def test_only_our_own_files_are_overwritten(engine: Engine, tmp_path: Path) -> None:
+    session, chat, exported = Session(engine), tmp_path / "talk.json", tmp_path / "talk.md"
+    for _ in range(2):
+        session.save(chat, {})
+        session.export(exported)
+    writes: tuple[tuple[Path, Callable[[], None]], ...] = (
+        (exported, lambda: session.save(exported, {})),
+        (chat, lambda: session.export(chat)),
+        (exported, lambda: Session(engine).export(exported)),
+    )
+    for file, write in writes:
+        with refused(StorageError, file, "exists", "another file"):
+            write()
+    assert json.loads(chat.read_text())["format"] == "offspec chat"
+    assert exported.read_text().startswith("# ")
+
+
+def test_export_is_markdown(engine: Engine, tmp_path: Path) -> None:
+    session = Session(engine, "Be brief.")
+    turn = say(session, "schön")
+    session.export(tmp_path / "talk.md")
+    text = (tmp_path / "talk.md").read_text(encoding="utf-8")
+    assert text.startswith(f"# {engine.name}\n\n## System\n\nBe brief.\n\n## You\n\nschön\n\n## Reply\n\n")
+    assert turn.reply.strip("\n") in text
 
 
 # ------------------------------------------------------------------------------------------------ the tokenizer's part

@@ -141,6 +141,15 @@ def test_layers_stay_as_long_as_texts_are_short(engine: Engine, tmp_path: Path) 
     other.close()
 
 
+def test_a_request_that_was_left_does_not_disturb_the_next(engine: Engine, pair: Pair) -> None:
+    target = stream(pair.target)
+    asked = behind(engine, target).generate("def area(", REQUESTS[0])
+    next(asked)
+    asked.close()
+    assert says(behind(engine, target), REQUESTS[0]) == says(engine, REQUESTS[0])
+    target.weights.close()
+
+
 def test_an_interrupted_pass_does_not_disturb_the_next(
     engine: Engine, pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:

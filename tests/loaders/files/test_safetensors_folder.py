@@ -104,6 +104,11 @@ def test_single_file_goes_before_an_index(folder: Path) -> None:
     assert_holds_tensors(open_checkpoint(folder))
 
 
+def test_generation_config(folder: Path) -> None:
+    (folder / "generation_config.json").write_text('{"eos_token_id": 2}')
+    assert open_checkpoint(folder).generation_config == {"eos_token_id": 2}
+
+
 def test_a_byte_order_mark_is_no_fault(folder: Path) -> None:
     (folder / "config.json").write_text('{"a": 1}', encoding="utf-8-sig")
     assert open_checkpoint(folder).config == {"a": 1}
@@ -259,18 +264,30 @@ def test_metadata_empty_tensors_and_padding_are_fine(tmp_path: Path) -> None:
     assert path.read_bytes()[tensors["one"].offset] == 5
 
 
+def test_order_in_the_header_does_not_matter(tmp_path: Path) -> None:
+    path = forge(tmp_path / "x", {"b": entry("U8", [2], [1, 3]), "a": entry("U8", [1], [0, 1])}, b"abb")
+    assert list(read_header(path)) == ["b", "a"]
+
+
 @pytest.mark.parametrize(
     ("dtype", "shape", "data_offsets", "what"),
     [
         (None, [2, 3], [0, 24], "dtype None"),
+        (["F32"], [2, 3], [0, 24], "dtype ['F32']"),
         ("F32", None, [0, 24], "shape None"),
+        ("F32", {"0": 6}, [0, 24], "shape"),
         ("F32", [-2, -3], [0, 24], "shape [-2, -3]"),
         ("F32", [True, 6], [0, 24], "shape [True, 6]"),
+        ("F32", [2.0, 3], [0, 24], "shape [2.0, 3]"),
+        ("F32", ["6"], [0, 24], "shape ['6']"),
         ("F32", [2**62, 2**62], [0, 24], "shape"),
+        ("F32", [0, 2**62], [0, 0], "shape"),
         ("F32", [10**4000, 0], [0, 0], "shape"),
         ("F32", [1] * 65, [0, 4], "shape"),
         ("F32", [2, 3], None, "data_offsets None"),
+        ("F32", [2, 3], [0], "data_offsets [0]"),
         ("F32", [2, 3], [0, 24, 48], "data_offsets [0, 24, 48]"),
+        ("F32", [2, 3], [-24, 0], "data_offsets [-24, 0]"),
         ("F32", [2, 3], [24, 0], "data_offsets [24, 0]"),
         ("F32", [1], [False, 4], "data_offsets [False, 4]"),
         ("F32", [2, 3], [0, 23], "24 23"),
@@ -328,6 +345,14 @@ def test_bad_layout(tmp_path: Path, first: list[int], second: list[int], what: s
     path = forge(tmp_path / "x", header, bytes(12))
     with refused(CheckpointError, path, *what.split()):
         read_header(path)
+
+
+def test_truncated_data(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-10])
+    with refused(CheckpointError, path, "truncated", len(whole), len(whole) - 10, "download"):
+        open_checkpoint(folder)
 
 
 def test_too_long(folder: Path) -> None:
@@ -400,6 +425,13 @@ def test_vanished_file(folder: Path) -> None:
     path.unlink()
     path.symlink_to(folder / "gone")
     with refused(CheckpointError, "model.safetensors", "No such file"):
+        open_checkpoint(folder)
+
+
+def test_folder_in_place_of_a_file(folder: Path) -> None:
+    (folder / "config.json").unlink()
+    (folder / "config.json").mkdir()
+    with refused(CheckpointError, "config.json", "Is a directory"):
         open_checkpoint(folder)
 
 
@@ -508,6 +540,12 @@ def caused(exc: Exception, cause: Exception) -> Exception:
 def http_error(kind: type[hub_errors.HfHubHTTPError], text: str = "404 Client Error.\nmore") -> Exception:
     # Version 0.x wants a response of requests, 1.x one of httpx, 2.x one of httpx2; all they look at is this.
     return kind(text, response=SimpleNamespace(headers={}, request=None, status_code=404))  # type: ignore[arg-type]
+
+
+def test_a_folder_is_itself(tmp_path: Path, hub: Hub) -> None:
+    calls = hub(AssertionError("no download"))
+    assert resolve(str(tmp_path)) == tmp_path
+    assert not calls
 
 
 def test_a_folder_of_the_form_of_a_hub_id_is_a_folder(
@@ -631,6 +669,16 @@ def test_without_weights_only_json_is_downloaded(sharded: Path, hub: Hub) -> Non
     ]
 
 
+def test_a_repository_of_pickles_is_refused(tmp_path: Path, hub: Hub) -> None:
+    """Of which none was downloaded."""
+    (tmp_path / "config.json").write_text("{}")
+    calls = hub(tmp_path)
+    folder = resolve("org/name")
+    assert downloaded(calls[0], "pytorch_model.bin", "pytorch_model-00001-of-00002.bin") == []
+    with refused(MissingWeightsError, "safetensors"):
+        open_checkpoint(folder)
+
+
 @pytest.mark.parametrize(
     ("error", "what"),
     [
@@ -659,3 +707,9 @@ def test_hub_errors(hub: Hub, error: Exception, what: str) -> None:
     with refused(CheckpointError, "org/name", *what.split()) as caught:
         resolve("org/name", revision="v9")
     assert caught.value.__cause__ is error
+
+
+def test_no_revision_is_main(hub: Hub) -> None:
+    hub(http_error(hub_errors.RevisionNotFoundError))
+    with refused(CheckpointError, "org/name", "revision 'main'"):
+        resolve("org/name")

@@ -201,6 +201,14 @@ def test_what_waits_for_a_gpu_is_pinned_in_one_piece(tmp_path: Path, monkeypatch
     assert not pinned
 
 
+def test_residents_do_not_change_with_the_file(tmp_path: Path) -> None:
+    tensors = toy_tensors()
+    weights = tiered(open_with(tmp_path, tensors))
+    with (tmp_path / "model.safetensors").open("r+b") as file:
+        file.write(bytes((tmp_path / "model.safetensors").stat().st_size))
+    torch.testing.assert_close(by_full_name(weights, tensors), tensors, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("resident", [ALL, NONE])
 def test_a_layer_scattered_over_shards(tmp_path: Path, resident: tuple[int, ...]) -> None:
     tensors = toy_tensors()
@@ -225,6 +233,15 @@ def test_rows_of_the_embedding(tmp_path: Path, resident: tuple[int, ...]) -> Non
     if resident == NONE:
         with refused(CheckpointError, repr(EMBEDDING), "missing"):
             weights.shared(EMBEDDING)
+    weights.close()
+
+
+def test_what_is_streamed_is_counted(tmp_path: Path) -> None:
+    weights = tiered(open_with(tmp_path, toy_tensors()), resident=SOME)
+    for _ in range(2):
+        by_full_name(weights, toy_tensors())
+    records = [layer.record for layer in StoredModel.of(open_checkpoint(tmp_path), layer_prefix=LAYER_PREFIX).layers]
+    assert weights.bytes_streamed == 2 * (records[0].read_bytes + records[2].read_bytes) > 0
     weights.close()
 
 

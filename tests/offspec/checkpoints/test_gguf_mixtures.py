@@ -11,7 +11,7 @@ import pytest
 from offspec.checkpoints.opening import ModelFiles
 from offspec.errors import UnsupportedModelError
 
-from ...llama_configs import LLAMA_8B, write_config
+from ...llama_configs import LLAMA_8B, LLAMA_70B, write_config
 from ...refusals import refused
 
 QWEN_05B = {
@@ -23,6 +23,20 @@ QWEN_05B = {
     "num_hidden_layers": 24,
     "vocab_size": 151936,
     "max_position_embeddings": 32768,
+}
+
+MIXTRAL_8X22B = {
+    "model_type": "mixtral",
+    "hidden_size": 6144,
+    "intermediate_size": 16384,
+    "num_attention_heads": 48,
+    "num_key_value_heads": 8,
+    "num_hidden_layers": 56,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "vocab_size": 32000,
+    "max_position_embeddings": 65536,
+    "sliding_window": None,
 }
 QWEN3_30B_A3B = {
     "model_type": "qwen3_moe",
@@ -63,6 +77,26 @@ def nbytes(files: ModelFiles) -> int:
 def test_files_of_llama_3_8b_are_as_large_as_published(tmp_path: Path, form: str, gigabytes: float) -> None:
     """The sizes of bartowski's and lmstudio-community's files, which have tokenizers of 8 MB in addition."""
     assert nbytes(planned(tmp_path, LLAMA_8B, form)) / 1e9 == pytest.approx(gigabytes, rel=5e-3)
+
+
+def test_a_file_of_llama_3_1_70b_is_as_large_as_published(tmp_path: Path) -> None:
+    files = planned(tmp_path, LLAMA_70B, "q4_k_m")
+    assert nbytes(files) / 1e9 == pytest.approx(42.52, rel=5e-3)
+    assert Counter(types_of(files)[f"model.layers.{i}.self_attn.v_proj.weight"] for i in range(80)) == {
+        "Q6_K": 40,
+        "Q5_K": 40,
+    }
+
+
+@pytest.mark.parametrize(
+    ("form", "gigabytes"),
+    [
+        *(("q2_k", 52.10), ("q4_k_m", 85.58)),
+    ],
+)
+def test_files_of_mixtral_8x22b_are_as_large_as_published(tmp_path: Path, form: str, gigabytes: float) -> None:
+    """The sizes of bartowski's files."""
+    assert nbytes(planned(tmp_path, MIXTRAL_8X22B, form)) / 1e9 == pytest.approx(gigabytes, rel=3e-4)
 
 
 def test_a_file_of_qwen3_30b_a3b_is_as_large_as_published(tmp_path: Path) -> None:

@@ -67,6 +67,13 @@ def test_neighbours_are_not_correlated(seed: int) -> None:
     assert correlations.abs().max().item() < 5 / math.sqrt(size)
 
 
+@pytest.mark.slow
+def test_positions_are_not_correlated() -> None:
+    table = torch.stack([gumbel(3, position, 8) for position in range(2_000)])
+    correlations = torch.corrcoef(torch.cat((table[:-1], table[1:]), dim=1).T) - torch.eye(16)
+    assert correlations.abs().max().item() < 5 / math.sqrt(2_000)
+
+
 def _unshifted(word: int, bits: int) -> int:
     """The x of which word = x ^ (x >> bits)."""
     x = word
@@ -191,6 +198,17 @@ def test_a_nucleus_is_that_of_the_whole_vocabulary_sorted(
 @pytest.mark.parametrize("top_p", [1e-9, 1e-300, 0.3])
 def test_tiny_top_p_keeps_the_likeliest(top_p: float) -> None:
     assert probabilities([[0.0, 1.0, 3.0, 2.0]], temperature=1.0, top_p=top_p).tolist() == [[0, 0, 1, 0]]
+
+
+@pytest.mark.parametrize("top_k", [0, 4, 5, 10**9])
+def test_top_k_of_the_vocabulary_keeps_all(top_k: int) -> None:
+    logits = torch.tensor([[0.0, 1.0, 3.0, 2.0]], dtype=torch.float64)
+    torch.testing.assert_close(probabilities(logits, temperature=1.0, top_k=top_k), logits.softmax(-1))
+
+
+def test_min_p_keeps_what_is_just_likely_enough() -> None:
+    found = probabilities([[0.0, math.log(0.5), -1.0]], temperature=1.0, min_p=0.5)
+    torch.testing.assert_close(found, torch.tensor([[2 / 3, 1 / 3, 0.0]], dtype=torch.float64))
 
 
 def test_tiny_temperature_is_greedy() -> None:
@@ -374,7 +392,6 @@ BAD_SPECULATION = [
     ("width", (0,)),
     ("children", (0, -3)),
     ("max_depth", (0,)),
-    ("tau", (0.0, 1.01, math.nan)),
 ]
 
 
@@ -386,3 +403,9 @@ BAD_SPECULATION = [
 def test_bad_parameters_are_named(params: Any, name: str, value: Any) -> None:
     with refused(UsageError, name, repr(value)):
         params(**{name: value})
+
+
+def test_parameters_at_their_limits_are_good() -> None:
+    SamplingParams(max_new_tokens=1, temperature=0, top_k=0, top_p=1, min_p=0, seed=LARGEST_SEED, stop=("x",))
+    SamplingParams(temperature=1e9, top_p=1e-9, min_p=0.999, repetition_penalty=1e-3, seed=0)
+    SpeculationParams(budget=0, scoring="specexec", width=1, children=1, max_depth=1)
