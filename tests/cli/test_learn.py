@@ -19,9 +19,9 @@ from offspec.checkpoints.atomic_files import write_atomically
 from offspec.cli import main
 from offspec.errors import StorageError
 
-from ..pair import Pair
+from ..pair import Pair, scale_weights, variant
 from ..refusals import tells
-from .conftest import Offspec, Result, Stdin
+from .conftest import Offspec, Result, Stdin, with_draft
 
 needs_signals = pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGHUP, and SIGTERM ends at once")
 
