@@ -19,7 +19,7 @@ from offspec.errors import OffspecError, UsageError
 from offspec.user_files import expand_home, user_folder
 
 from .chat_files import KeptChat, chats_folder, newest_file
-from .constraints import ANY_OBJECT, CONSTRAINT, constraint_options
+from .constraints import ANY_OBJECT, CONSTRAINT, OFF, constraint_options
 from .flag_declarations import OUTPUT, VALUES, OffspecCommand, option, record_of
 from .flag_names import with_flags
 from .learning import learning_kept, written_file
@@ -57,10 +57,10 @@ MAX_NEW_TOKENS = 1024  # in a chat the model ends its replies itself
 LEAVING = ("exit", "quit", "bye")
 OWN_SETTINGS = {"when_full", "show_stats", "wrap", "save_cache"}  # by click's names
 SETTINGS = (SAMPLING, SPECULATION, CONSTRAINT)  # records whose flags are settings of the conversation, too
-# In chats that earlier versions saved. They changed no text, but for json-object and lossy acceptance.
+# In chats that earlier versions saved. They changed no text, but for json-object, regex and lossy acceptance.
 FORMER_SETTINGS = {
     *("lookup", "recycling", "recall", "reuse", "overlap", "forced", "draft-scoring", "tree"),
-    *("strength", "beam", "gamma", "json-object"),
+    *("strength", "beam", "gamma", "json-object", "regex"),
 }
 SHORTHANDS = {"verbose": "stats"}  # Ollama's name
 # What `/set` shows first; the others follow.
@@ -682,6 +682,8 @@ def _shown(turn: Turn) -> str:
 def _present(settings: Mapping[str, object]) -> dict[str, object]:
     """The settings of a saved conversation, without those that only earlier versions had."""
     present = {key: value for key, value in settings.items() if key not in FORMER_SETTINGS}
+    if settings.get("regex") not in (None, OFF):
+        present["grammar"] = f"/{settings['regex']}/"
     return present | {"json-schema": ANY_OBJECT} if settings.get("json-object") is True else present
 
 

@@ -27,7 +27,6 @@ class ConstraintFlags:
 
     json_schema: str | None = None
     grammar: str | None = None
-    regex: str | None = None
 
     def applied_to(self, sampling: SamplingParams) -> SamplingParams:
         """Raises click.UsageError for a file that cannot be read, or for several flags."""
@@ -39,10 +38,9 @@ class ConstraintFlags:
         if len(given) > 1:
             raise click.UsageError(f"Give only one of {', '.join(FLAGS[name] for name in asdict(self))}.")
         for name, text in given.items():
-            if name == "regex":
-                return Constraint.regex(text)
             if name == "grammar":
-                return Constraint.grammar(_text(Path(text)))
+                is_regex = len(text) > 1 and text[0] == text[-1] == "/"  # a path that ends so is no file
+                return Constraint.regex(text[1:-1]) if is_regex else Constraint.grammar(_text(Path(text)))
             if text == ANY_OBJECT:
                 return Constraint.json_object()
             is_schema = text.lstrip().startswith("{") or text.strip() in ("true", "false")
@@ -58,9 +56,10 @@ constraint_options = all_of(
         help="Answer in JSON that is valid by this schema: a file, the schema itself, or object for any JSON object.",
     ),
     CONSTRAINT.option(
-        "grammar", metavar="FILE", help="Answer with a text of this grammar: GBNF as in llama.cpp, or Lark."
+        "grammar",
+        metavar="FILE|/REGEX/",
+        help="Answer with a text of this grammar (GBNF as in llama.cpp, or Lark), or one that is all of a REGEX.",
     ),
-    CONSTRAINT.option("regex", metavar="R", help="Answer with a text that matches this regular expression as a whole."),
 )
 
 

@@ -67,6 +67,7 @@ REPLACED = {
     **{f"--no-{part}": f"--without {part} to offspec bench" for part in PARTS},
     "--recycling": "--draft lookup, which recycles",
     **dict.fromkeys(("--csv", "--plot"), "--save FILE to offspec bench"),
+    "--regex": "--grammar /REGEX/",
     "--strict": "nothing: a note names misspelt keys",
     "--deterministic": "--arithmetic deterministic",
     "--revision": "MODEL as org/name@REVISION",

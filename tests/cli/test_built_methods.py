@@ -37,7 +37,7 @@ RUN: dict[str, tuple[str, ...]] = {
     "BASS": ("--prompt-file", "{prompts}", "--batch", "2"),
     "EMS-SD": ("--prompt-file", "{prompts}", "--batch", "2"),
     "Batching synergy": ("--prompt-file", "{prompts}", "--batch", "2"),
-    "DOMINO": ("def area(", "--regex", "[a-z]{2,5}"),
+    "DOMINO": ("def area(", "--grammar", "/[a-z]{2,5}/"),
 }
 # Method → flags of `offspec distill builtin`, and the draft of the run after it; {out} is what it makes.
 TRAINED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {

@@ -33,7 +33,7 @@ def files(tmp_path: Path) -> Path:
     [
         (("--json-schema", "schema.json"), r'\["(red|green)"\]'),
         (("--grammar", "answer.gbnf"), "yes|no"),
-        (("--regex", "[a-c]{4}"), "[a-c]{4}"),
+        (("--grammar", "/[a-c]{4}/"), "[a-c]{4}"),
         (("--json-schema", "object", "-n", "40"), r"\{.*\}"),
     ],
     ids=str,
@@ -48,7 +48,7 @@ def test_run_obeys(
 
 
 def test_a_cut_answer_is_told_although_the_limit_was_given(run_args: Sequence[object], offspec: Offspec) -> None:
-    result = offspec(*run_args, "hi", "--regex", "[a-c]{400}")
+    result = offspec(*run_args, "hi", "--grammar", "/[a-c]{400}/")
     assert result.code == 0
     assert tells(result.err, "6", "constraint", "--max-new-tokens")
 
@@ -56,9 +56,9 @@ def test_a_cut_answer_is_told_although_the_limit_was_given(run_args: Sequence[ob
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (("--regex", "a", "--json-schema", "object"), ["--regex", "--json-schema"]),
+        (("--grammar", "/a/", "--json-schema", "object"), ["--grammar", "--json-schema"]),
         (("--json-schema", "missing.json"), ["missing.json"]),
-        (("--regex", "a("), ["regex"]),
+        (("--grammar", "/a(/"), ["regex"]),
         (("--json-schema", '{"uniqueItems": true, "type": "array"}'), ["uniqueItems"]),
     ],
     ids=str,
@@ -78,7 +78,7 @@ def test_lines_name_their_own(tmp_path: Path, run_args: Sequence[object], offspe
     ]
     source, output = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
     source.write_text("\n".join(map(json.dumps, lines)))
-    command = (*run_args, "--prompt-file", source, "--output", output, "-n", 12, "--regex", "[xy]{2}")
+    command = (*run_args, "--prompt-file", source, "--output", output, "-n", 12, "--grammar", "/[xy]{2}/")
     result = offspec(*command)
     found = {record["line"]: record for record in map(json.loads, output.read_text().splitlines())}
     assert re.fullmatch("[xy]{2}", found[1]["text"])
@@ -92,7 +92,7 @@ def test_lines_name_their_own(tmp_path: Path, run_args: Sequence[object], offspe
 
 
 def test_a_chat_turns_a_constraint_on_and_off(pair: Pair, offspec: Offspec) -> None:
-    lines = "/set regex [xy]{3}\nhi\n/set regex a(\nhi\n/set regex none\nhi\n"
+    lines = "/set grammar /[xy]{3}/\nhi\n/set grammar /a(/\nhi\n/set grammar none\nhi\n"
     result = offspec("chat", pair.target, "--draft", pair.draft, "--device", "cpu", "-n", "8", stdin=lines.encode())
     assert re.search("\n[xy]{3}\n", result.out)
     assert tells(result.err, "regex", "unclosed group", "1 line failed")
@@ -102,7 +102,7 @@ def test_verify_compares_constrained_texts(pair: Pair, offspec: Offspec, tmp_pat
     (prompts := tmp_path / "prompts.txt").write_text("def area(\n")
     settings = ("--temperatures", "0,1", "--budgets", "8", "--scorings", "coupled", "-n", "8", "--json")
     result = offspec(
-        "verify", pair.target, "--draft", pair.draft, "--prompts", prompts, "--regex", "([a-c]|dd){9}", *settings
+        "verify", pair.target, "--draft", pair.draft, "--prompts", prompts, "--grammar", "/([a-c]|dd){9}/", *settings
     )
     found = json.loads(result.out)
     assert (found["exact"], found["settings"][0]["constraint"]["kind"]) == (True, "regex")
