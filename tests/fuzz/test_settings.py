@@ -7,13 +7,15 @@ from pathlib import Path
 
 import pytest
 
+from ..fixed_choices import end_with_test
 from .settings import run_cases
 
 NUM_CASES = int(os.environ.get("FUZZ_CASES", "1"))
 
 
 @pytest.mark.slow
-def test_texts_of_random_settings_are_plain_decodings(tmp_path: Path) -> None:
+def test_texts_of_random_settings_are_plain_decodings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    end_with_test(monkeypatch)
     outcomes, wrong = run_cases(range(NUM_CASES), tmp_path)
     assert wrong == []
     assert outcomes.total() - outcomes["refused"] > NUM_CASES / 2
