@@ -64,7 +64,7 @@ REPLACED = {
     "--json-object": "--json-schema object",
     "--prompt-ids": 'a line like {"prompt": [1, 2, 3]} of a .jsonl --prompt-file',
     "--strength": "--tau T",
-    **{f"--no-{part}": f"--without {part} to offspec bench" for part in PARTS},
+    **{f"--no-{part}": f"--without {part} to offspec bench" for part in PARTS[:-1]},  # `verify` has --no-read-ahead
     "--recycling": "--draft lookup, which recycles",
     **dict.fromkeys(("--csv", "--plot"), "--save FILE to offspec bench"),
     "--regex": "--grammar /REGEX/",

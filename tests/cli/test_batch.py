@@ -149,7 +149,7 @@ def test_a_failure_while_running_is_told_and_the_others_are_done(
 def test_a_line_has_settings_of_its_own(
     batch: Run, run_args: Sequence[object], offspec: Offspec, source: Path, tmp_path: Path
 ) -> None:
-    own = {"max_new_tokens": 5, "temperature": 0.9, "seed": 3, "top_k": 20, "frequency_penalty": 1.5}
+    own = {"max_new_tokens": 5, "temperature": 0.9, "seed": 3, "top_k": 20, "repetition_penalty": 1.5}
     lines = [{"prompt": "hi", **own}, {"prompt": "hi"}, {"prompt": "hi", "seed": None, "max_tokens": 4}]
     source.write_text("\n".join(map(json.dumps, lines)))
     output = tmp_path / "answers.jsonl"

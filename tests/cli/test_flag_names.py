@@ -15,7 +15,8 @@ from offspec.cli.main import COMMANDS, cli
 
 ROOT = Path(__file__).resolve().parents[2]
 BELOW = [file for folder in ("offspec", "loaders", "scheduler") for file in (ROOT / folder).rglob("*.py")]
-PYTHON_ONLY = {"exit_file", "revision"}  # the terminal says --draft self:FILE and org/name@REVISION
+# The terminal says --draft self:FILE, org/name@REVISION and --arithmetic deterministic.
+PYTHON_ONLY = {"exit_file", "revision", "deterministic"}
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]+")
 
 

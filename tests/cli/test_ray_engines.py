@@ -50,6 +50,9 @@ class FakeRay:
     killed: list[str] = field(default_factory=list)
     exceptions = SimpleNamespace(RayError=RayError, ActorUnavailableError=ActorUnavailableError)
 
+    def get_runtime_context(self) -> Any:
+        return SimpleNamespace(gcs_address="head:1")
+
     def nodes(self) -> list[dict[str, Any]]:
         common = {"Alive": True, "Resources": {"CPU": 2.0}}
         return [{"NodeID": name, "NodeManagerAddress": f"at-{name}", **common} for name in self.nodes_now]
@@ -91,6 +94,7 @@ def engines_of(ray: FakeRay, monkeypatch: pytest.MonkeyPatch, **job: Any) -> Ray
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(ray_batch, "connect", lambda address: None)
     monkeypatch.setattr(ray_batch, "LOOK_S", 0.0)
+    monkeypatch.setattr(RayEngines, "_is_head_there", lambda engines: True)
 
     def unused(*_: Any) -> Any:
         raise AssertionError
