@@ -147,8 +147,7 @@ def command(
     speculation: SpeculationParams,
     sampling: SamplingParams,
 ) -> None:
-    parts: dict[str, Any] = dict.fromkeys((part for part in without if part != READ_AHEAD), False)
-    speculation = replace(speculation, **parts)
+    speculation = _without(speculation, without)
     loading = replace(fit_to_requests(loading, sampling, speculation), synchronous=READ_AHEAD in without)
     if numbers is not None:
         check_flags(speculation)
@@ -191,6 +190,12 @@ def command(
             from .plots import plot
 
             plot(report, f"{engine.name}, draft {engine.draft_name or 'none'}", file)
+
+
+def _without(speculation: SpeculationParams, parts: Sequence[str]) -> SpeculationParams:
+    """parts: of PARTS, each of drafting a field of the parameters that becomes false."""
+    turned_off: dict[str, Any] = dict.fromkeys(set(parts) - {READ_AHEAD}, False)
+    return replace(speculation, **turned_off)
 
 
 def _measured(

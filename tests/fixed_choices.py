@@ -1,4 +1,4 @@
-"""`--deterministic` fixes choices between kernels for the rest of a process; in tests this ends with the test."""
+"""`--arithmetic deterministic` fixes choices between kernels for the rest of a process; tests end this."""
 
 from __future__ import annotations
 

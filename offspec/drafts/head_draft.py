@@ -143,9 +143,8 @@ class OpenedHead:
         items = [
             Item("head's weights", on_device=weights),
             Item("head's KV cache", on_device=memory_bytes(spec.config, reservation.num_tokens + MAX_ROWS, itemsize)),
-            Item(
-                "head's inputs", on_device=2 * reservation.pass_rows * states * itemsize
-            ),  # side by side, they are copied
+            # Side by side, they are copied.
+            Item("head's inputs", on_device=2 * reservation.pass_rows * states * itemsize),
             *guessing_items(spec.config, target, is_mapped=spec.num_columns != target.config.vocab_size),
         ]
         num_keys = reservation.context + reservation.tree

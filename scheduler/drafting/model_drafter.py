@@ -38,7 +38,7 @@ class ModelDrafter(ExactDrafter):
     """Proposes trees of the likeliest candidates of draft and guessers; one drafter per request.
 
     Each round expands the best open candidates with one forward of the draft. If the target's next token is an expanded
-    candidate, the subtree below it stays with its KV entries (`--no-reuse` drops it).
+    candidate, the subtree below it stays with its KV entries (`reuse=False` drops it).
     """
 
     def __init__(
