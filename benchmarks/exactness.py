@@ -35,13 +35,13 @@ import torch
 from torch import Tensor
 
 from offspec import Engine, SamplingParams, SpeculationParams, builtin
+from offspec.backends.x86.processor import describe_instructions
 from offspec.checkpoints.load import WeightSettings, load_decoder
 from offspec.checkpoints.opening import ModelFiles, locate
 from offspec.loaders.convert import convert
 from offspec.loaders.files.gguf_types import GGUF_TYPES
 from offspec.loaders.formats import Weight
 from offspec.loaders.formats.gguf import GgufMatrix
-from offspec.loaders.kernels.processor import describe_instructions
 from offspec.loaders.params import CONVERT_FORMATS, SHADOW_FORMATS, ConvertParams
 from offspec.loaders.streaming.placement import ExpertSlots, Limits, Place, Placement, Slots, Tier
 from offspec.loaders.streaming.weights import RamWeights

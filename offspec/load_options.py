@@ -10,7 +10,8 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
-from offspec.loaders.params import EXACT, FAST, INT8, KV_CACHES
+from offspec.backends.arithmetic import EXACT, FAST, INT8
+from offspec.loaders.params import KV_CACHES
 from offspec.loaders.units import parse_size
 from offspec.scheduler.params import check_names
 

@@ -11,13 +11,13 @@ from weakref import WeakSet
 
 import torch
 
+from offspec.backends.arithmetic import EXACT, FAST, INT8
+from offspec.backends.products import in_arithmetic
+from offspec.backends.x86.byte_product import FORMS
 from offspec.loaders.accelerators.accelerator import Accelerator, accelerator_of
-from offspec.loaders.formats.products import in_arithmetic
-from offspec.loaders.kernels.byte_product import FORMS
 from offspec.loaders.machine.card_choices import keep_kernels
 from offspec.loaders.machine.hardware import Rates, pinning_remedy, read_hardware
 from offspec.loaders.machine.heap import return_large_blocks
-from offspec.loaders.params import EXACT, FAST, INT8
 from offspec.loaders.streaming.link import CopyStream
 from offspec.loaders.streaming.placement import KV_ITEM, STATES_ITEM, WINDOWS_ITEM, Item
 from offspec.loaders.streaming.tiers import TieredWeights

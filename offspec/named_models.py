@@ -9,10 +9,9 @@ from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
 
-from offspec.loaders.files.user_folders import user_folder
-
 from . import builtin
 from .errors import CheckpointError
+from .user_folders import user_folder
 
 BUILTIN = "builtin"
 

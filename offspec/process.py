@@ -5,8 +5,8 @@
   attention with cuDNN there, and sums of products are fp32 throughout.
 - `fix_choices`: nothing is chosen by measured times, after a model was loaded with `deterministic`.
 - `loaders.accelerators.Accelerator.limit_memory`: a limit for torch's allocator on a GPU, if `--vram` sets one.
-- `loaders.formats.process_state`: settings changed during bitsandbytes' import, the measured rows up to which a fused
-  product is faster, and blocks in which torch has one thread.
+- `loaders.formats.process_state`: settings changed during bitsandbytes' import, and blocks with one thread.
+- `backends.on_gpu`: on a GPU, which kernels were measured to be faster, and up to which number of rows.
 - `model.transformers_modules`: transformers logs errors only, after a model was loaded through its modules.
 - `cli.serve`: while it runs, SIGTERM ends the server as Ctrl-C does, and asyncio's messages are filtered.
 """
@@ -18,9 +18,8 @@ import sys
 
 import torch
 
-from offspec.loaders.formats.on_gpu import FASTER_KERNEL
-from offspec.loaders.formats.process_state import FUSED_ROWS
-from offspec.loaders.formats.products import COSTS
+from offspec.backends.on_gpu import FASTER_KERNEL, FUSED_ROWS
+from offspec.backends.products import COSTS
 
 
 def set_num_threads(threads: int) -> None:

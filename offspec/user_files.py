@@ -2,9 +2,9 @@
 
 from offspec.loaders.files.os_errors import cannot_write, reason, remedy
 from offspec.loaders.files.small_files import MOST_TEXT_BYTES, parse_json, read_small_file
-from offspec.loaders.files.user_folders import expand_home, home_folder, user_folder
 
 from .checkpoints.atomic_files import check_writable, lock, locked_name
+from .user_folders import expand_home, home_folder, user_folder
 
 __all__ = [
     "MOST_TEXT_BYTES",

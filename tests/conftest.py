@@ -21,7 +21,7 @@ from .leftovers import ProcessState
 from .llama_cpp import LlamaCpp, running
 
 if TYPE_CHECKING:
-    from offspec.loaders.formats.products import ProductCosts
+    from offspec.backends.products import ProductCosts
 
     from .fakes import TinyModel
 
@@ -199,7 +199,7 @@ def processor(request: pytest.FixtureRequest) -> Iterator[None]:
     if not hasattr(request, "param"):
         yield
         return
-    from offspec.loaders.kernels.processor import using
+    from offspec.backends.x86.processor import using
 
     from .machines import PROCESSORS
 
@@ -220,7 +220,7 @@ def learning_takes_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def product_costs(monkeypatch: pytest.MonkeyPatch) -> ProductCosts:
     """Costs of products on a CPU of which nothing is known yet, in place of the process's own."""
-    from offspec.loaders.formats import products
+    from offspec.backends import products
     from offspec.loaders.machine import product_costs
 
     costs = products.ProductCosts()
@@ -256,3 +256,13 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         pytest.skip("cannot mount a file system")
     yield folder
     subprocess.run(["umount", str(folder)], check=True)
+
+
+@pytest.fixture
+def set_threads() -> Iterator[Callable[[int], None]]:
+    """Sets torch's number of threads, until the test's end."""
+    import torch
+
+    threads = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(threads)

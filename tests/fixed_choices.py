@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from offspec.loaders.formats.process_state import FUSED_ROWS
+from offspec.backends.on_gpu import FUSED_ROWS
 from offspec.loaders.machine import product_costs
 from offspec.loaders.machine.card_choices import FASTER_KERNEL
 

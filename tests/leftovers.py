@@ -144,18 +144,16 @@ def _settings() -> Iterator[tuple[str, Any, Callable[[Any], object]]]:
             ("cudnn", cudnn, "allow_tf32"),
         ):
             yield f"torch's {place}.{name}", getattr(settings, name), partial(setattr, settings, name)
-    if module := sys.modules.get("offspec.loaders.formats.process_state"):
-        rows = module.FUSED_ROWS
+    if module := sys.modules.get("offspec.backends.on_gpu"):
+        rows, way = module.FUSED_ROWS, module.FASTER_KERNEL
         if not has_gpu:
             yield "measured rows of fused products", dict(rows._rows), partial(_refill, rows._rows)
         yield "fixed fused products", rows.is_fixed, partial(setattr, rows, "is_fixed")
-    if module := sys.modules.get("offspec.loaders.formats.on_gpu"):
-        way = module.FASTER_KERNEL
         if not has_gpu:
             yield "faster ways on a GPU", dict(way._is_kernel), partial(_refill, way._is_kernel)
             yield "kept ways on a GPU", way.kept, partial(setattr, way, "kept")
         yield "fixed ways on a GPU", way.is_fixed, partial(setattr, way, "is_fixed")
-    if module := sys.modules.get("offspec.loaders.formats.products"):
+    if module := sys.modules.get("offspec.backends.products"):
         yield "measured costs of products", dict(module.COSTS._known), partial(_refill, module.COSTS._known)
         yield "fixed ways of products", module.COSTS.is_fixed, partial(setattr, module.COSTS, "is_fixed")
         yield "forms with fixed ways", set(module.COSTS._fixed), partial(setattr, module.COSTS, "_fixed")

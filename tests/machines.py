@@ -13,8 +13,8 @@ import psutil
 import pytest
 import torch
 
+from offspec.backends.x86.processor import LEVELS, NAMES, num_lanes, of_this_cpu
 from offspec.loaders.formats.blocked import is_supported
-from offspec.loaders.kernels.processor import LEVELS, NAMES, num_lanes, of_this_cpu
 
 THIS, NO_VECTORS = "this processor", "no vectors"
 AVX2, AVX512, AVX512_BF16, AMX = (NAMES[level] for level in LEVELS)

@@ -28,11 +28,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from offspec.backends.x86.processor import using
 from offspec.loaders.accelerators.accelerator import accelerator_of
 from offspec.loaders.accelerators.cuda import Cuda
 from offspec.loaders.files.records import ALIGNMENT
 from offspec.loaders.formats import core, expert_table
-from offspec.loaders.kernels.processor import using
 from offspec.loaders.streaming import small_transfers
 from offspec.model import exactness, row_attention
 

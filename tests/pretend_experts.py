@@ -1,4 +1,4 @@
-"""What takes the place of `kernels.triton_experts` on the pretended device: it reads the matrices at the addresses."""
+"""What takes the place of `backends.triton.experts` on the pretended device: it reads the matrices at the addresses."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from offspec.backends.on_gpu import FASTER_KERNEL
 from offspec.loaders.formats import expert_table
-from offspec.loaders.formats.on_gpu import FASTER_KERNEL
 
 from .pretend_cuda import held
 from .pretend_streams import Machine

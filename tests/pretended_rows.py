@@ -1,4 +1,4 @@
-"""In place of `loaders.kernels.triton_rows` on the pretended device: its arguments and results, by torch operations."""
+"""In place of `backends.triton.rows` on the pretended device: its arguments and results, by torch operations."""
 
 from __future__ import annotations
 

@@ -10,8 +10,8 @@ ROOT = Path(__file__).resolve().parents[2]
 MAIN, SANITIZERS, MODELS = "main", "sanitizers", "models"
 FULL, BRIEF = "full", "brief"  # texts of `passes`
 STREAM_TESTS, GRAPH_TESTS = "tests/loaders/streaming/test_link.py", "tests/offspec/model/test_cuda_graphs.py"
-TRITON_TESTS = "tests/loaders/kernels/test_triton_gguf.py"
-LANES = ("tests/loaders/kernels/", "tests/offspec/model/families/", "tests/offspec/test_exact_texts_on_cuda.py")
+TRITON_TESTS = "tests/backends/triton/test_gguf.py"
+LANES = ("tests/backends/x86/", "tests/offspec/model/families/", "tests/offspec/test_exact_texts_on_cuda.py")
 SANITIZED = (  # (tool, tests): racecheck and synccheck look inside kernels, of which Triton's are ours
     ("memcheck", STREAM_TESTS),
     ("memcheck", TRITON_TESTS),

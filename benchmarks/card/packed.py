@@ -13,9 +13,9 @@ from torch import Tensor
 
 from benchmarks.grow import SHAPES, Shape
 from offspec import builtin
+from offspec.backends.on_gpu import FASTER_KERNEL
 from offspec.loaders.formats.bf16_bits import PackedBits, pack
 from offspec.loaders.formats.bf16_packed import PackedBf16Matrix
-from offspec.loaders.formats.on_gpu import FASTER_KERNEL
 from offspec.loaders.params import LOSSLESS_FORMAT
 from offspec.loaders.streaming.placement import Limits
 from offspec.loaders.streaming.tiers import TieredWeights, TierOptions

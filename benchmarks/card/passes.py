@@ -12,9 +12,9 @@ import torch
 
 from benchmarks.streaming import OneLayer, star
 from offspec import SpeculationParams
+from offspec.backends.on_gpu import FUSED_ROWS
 from offspec.checkpoints.opening import ModelFiles
 from offspec.errors import UsageError
-from offspec.loaders.formats.process_state import FUSED_ROWS
 from offspec.loaders.machine.gpus import find_gpu
 from offspec.loaders.machine.hardware import Rates
 from offspec.loaders.streaming.link import DeviceFiller, DeviceSlot

@@ -14,6 +14,7 @@ from itertools import product
 from pathlib import Path
 
 from offspec.errors import CheckpointError
+from offspec.user_folders import expand_home, user_folder
 
 from .checkpoint import fault, reading, show
 from .containers import is_checkpoint
@@ -22,7 +23,6 @@ from .mistral_folder import FILES as MISTRAL_FILES
 from .mistral_folder import PARAMS_FILE
 from .safetensors_folder import COMPANIONS, CONFIG_FILE, INDEX_FILE, SINGLE_FILE, shard_names, why_no_folder
 from .shards import write_verified
-from .user_folders import expand_home, user_folder
 
 HEADER_BYTES = 32 * 2**20  # of a GGUF file; vocabularies of 260,000 tokens with as many merges have 12 MiB
 _AROUND = ("", "*[-._/]"), ("", "[-.]*")  # a word in a file's name, as patterns of fnmatch; see `_named_as`

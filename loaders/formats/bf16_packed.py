@@ -17,15 +17,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from offspec.backends import products
+from offspec.backends.on_gpu import FASTER_KERNEL, triton_kernels
+from offspec.backends.x86.bf16_bits import Bf16Bits
+from offspec.backends.x86.processor import num_lanes, per_processor
+from offspec.backends.x86.row_product import RowProduct
+from offspec.backends.x86.unpack import Unpacker
 from offspec.errors import CheckpointError
 
 from ..files.checkpoint import TensorInfo
-from ..kernels.bf16_bits import Bf16Bits
-from ..kernels.processor import num_lanes, per_processor
-from ..kernels.row_product import RowProduct
-from ..kernels.unpack import Unpacker
 from ..params import LOSSLESS_FORMAT, ConvertParams
-from . import products
 from .bf16_bits import (
     BLOCK,
     MOST_EXCEPTIONS,
@@ -50,7 +51,6 @@ from .core import (
     dense,
     linear,
 )
-from .on_gpu import FASTER_KERNEL, triton_kernels
 from .plain import PlainWeight
 
 LOW, CODES, GROUPS = PARTS = ("bf16_low", "bf16_codes", "bf16_groups")

@@ -15,7 +15,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from . import products
+from offspec.backends import products
+
 from .core import PackedMatrix, Weight
 
 ROWS = 16  # the order is optimised for this number of rows, and nearly as good for others

@@ -18,13 +18,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from offspec.backends import products
+from offspec.backends.on_gpu import FUSED_ROWS, on_device, row_kernels
+from offspec.backends.x86.row_product import ProductJob, RowProduct
+
 from ..files.checkpoint import Checkpoint, TensorInfo, fault, reading, show
 from ..files.records import ALIGNMENT
-from ..kernels.row_product import ProductJob, RowProduct
 from ..params import ConvertParams
-from . import products
-from .on_gpu import on_device, row_kernels
-from .process_state import FUSED_ROWS
 
 DAMAGED = "the checkpoint is damaged, download it again"
 REMEDY = "use the 16-bit checkpoint, a bitsandbytes 4-bit one, or make one with `offspec quantize`"
@@ -337,7 +337,7 @@ def slice_elements(shape: Sequence[int]) -> int:
 
 
 def exact_on_gpu(x: Tensor, weight: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """x [..., K] times a plain weight [N, K] of its dtype by `kernels.triton_rows` → [..., N] in `dtype`, or x's."""
+    """x [..., K] times a plain weight [N, K] of its dtype by `backends.triton.rows` → [..., N] in `dtype`, or x's."""
     kernels = row_kernels()
     assert kernels is not None, "exact rows without kernels"
     with on_device(x.device):

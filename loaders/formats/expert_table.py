@@ -1,6 +1,6 @@
 """Where the matrices of a layer's experts lie on a GPU, for products with all that rows chose in one launch.
 
-The kernel (`kernels.triton_experts`) finds an expert's matrix by its address, so a table of addresses takes the place
+The kernel (`backends.triton.experts`) finds an expert's matrix by its address, so a table of addresses takes the place
 of weights. What it does not know (other formats, other dtypes, no Triton) has no table, and is multiplied one by one.
 """
 
@@ -14,8 +14,9 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from offspec.backends.on_gpu import expert_kernels, on_device
+
 from .core import PackedMatrix, Weight
-from .on_gpu import expert_kernels, on_device
 
 WEIGHT, BIAS = ".weight", ".bias"
 MANY_PLACES = 4  # times as many places as tiles: then the tiles' first places are gathered before the launch
@@ -155,7 +156,7 @@ class Chosen:
         return self.num_places / self.num_experts
 
     def tiles(self, rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """`triton_experts.multiply`'s choice, for tiles of so many rows."""
+        """`triton.experts.multiply`'s choice, for tiles of so many rows."""
         if rows not in self._firsts:
             self._firsts[rows] = self._first_places(rows)
         return (*self._sorted, self._firsts[rows])

@@ -25,13 +25,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from offspec.backends.x86.encodings import Blocks, FourBit
+from offspec.backends.x86.processor import num_lanes, per_processor
+from offspec.backends.x86.row_product import RowProduct
 from offspec.errors import CheckpointError
 
 from ..files.checkpoint import TensorInfo, show
 from ..files.records import ALIGNMENT, typed
-from ..kernels.encodings import Blocks, FourBit
-from ..kernels.processor import num_lanes, per_processor
-from ..kernels.row_product import RowProduct
 from ..params import QUANT_TYPES, ConvertParams
 from . import core
 from .core import (

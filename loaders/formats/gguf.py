@@ -15,13 +15,16 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from offspec.backends.on_gpu import FASTER_KERNEL, gguf_kernels, on_device
+from offspec.backends.products import plus
+from offspec.backends.x86.byte_product import byte_product
+from offspec.backends.x86.gguf_encodings import block_encoding
+from offspec.backends.x86.processor import num_lanes, per_processor
+from offspec.backends.x86.row_product import RowProduct
+from offspec.backends.x86.unpack import Unpacker
+
 from ..files.checkpoint import TensorInfo, show
 from ..files.gguf_types import GGUF_TYPES, GgufType
-from ..kernels.byte_product import byte_product
-from ..kernels.gguf_encodings import block_encoding
-from ..kernels.processor import num_lanes, per_processor
-from ..kernels.row_product import RowProduct
-from ..kernels.unpack import Unpacker
 from ..params import MADE_MIXTURES, SHADOW_FORMATS, ConvertParams
 from .core import (
     DAMAGED,
@@ -39,9 +42,7 @@ from .core import (
 from .gguf_blocks import HALVES, UNPACK, VALUES, check_grid
 from .gguf_pack import PACK, GgufPacker, suffix
 from .gguf_search import QUANTISE, search_rows
-from .on_gpu import FASTER_KERNEL, gguf_kernels, on_device
 from .plain import PlainWeight
-from .products import plus
 
 QUANTISED: Mapping[str, GgufType] = {kind.name: kind for kind in GGUF_TYPES.values() if kind.name in UNPACK}
 # Suffix of a tensor of blocks → their type.

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from offspec.backends.x86.group_quantising import ROUNDS, TINY, Groups, can_run
 from offspec.errors import CheckpointError
 
 from ..files.gguf_types import GGUF_TYPES, GgufType
-from ..kernels.group_quantising import ROUNDS, TINY, Groups, can_run
 
 VERSION = "3"  # of the method: an unfinished result of another one is not resumed
 TILE = 1 << 19  # weights at a time: the temporaries stay in a core's cache

@@ -24,13 +24,13 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from offspec.backends.on_gpu import FASTER_KERNEL, triton_kernels
 from offspec.errors import UnsupportedModelError
 
 from ..files.checkpoint import Checkpoint, TensorInfo, fault, show
 from ..files.records import FLOAT_DTYPES, typed
 from ..params import GROUPED_METHODS
 from .core import DAMAGED, Allocate, PackedMatrix, PackedStored, TensorGroup, WeightFormat, read_small
-from .on_gpu import FASTER_KERNEL, triton_kernels
 
 PARTS = ("qweight", "qzeros", "scales", "g_idx")  # of a matrix's name without its `.weight`
 CODES_PER_WORD, BITS = 8, 4
@@ -88,7 +88,7 @@ class GroupedMatrix(PackedMatrix):
         return upright.t()
 
     def unpack_with(self, kernels: ModuleType, upright: Tensor) -> None:
-        """Unpack with Triton (`kernels.triton_unpack`) → upright, contiguous [K, N]."""
+        """Unpack with Triton (`backends.triton.unpack`) → upright, contiguous [K, N]."""
         layout, num_inputs = self.layout, self.shape[1]
         groups = layout.groups
         if groups is None:

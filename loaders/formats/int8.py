@@ -16,11 +16,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from offspec.backends.x86.encodings import Int8
+from offspec.backends.x86.processor import num_lanes, per_processor
+from offspec.backends.x86.row_product import RowProduct
+
 from ..files.checkpoint import TensorInfo
 from ..files.records import typed
-from ..kernels.encodings import Int8
-from ..kernels.processor import num_lanes, per_processor
-from ..kernels.row_product import RowProduct
 from .core import DAMAGED, Allocate, PackedMatrix, PackedStored, TensorGroup, WeightFormat, tile
 
 _UNIT = 7.874015718698502e-3  # bitsandbytes' constant for 1/127, for bit-identical results

@@ -4,8 +4,6 @@
   `sys.modules["kernels"]` is None, logging below CRITICAL is off, and warnings are ignored. Otherwise bitsandbytes
   would print warnings about unused kernels, download one from the hub if the package `kernels` is installed, and wrap
   operations in torch.compile, whose import takes seconds. Everything is restored afterwards.
-- `FUSED_ROWS`: for each kind and shape of packed matrices, the number of rows up to which the fused product is used. It
-  is measured once for a card when a model is loaded (`card_choices`): two models with equal shapes compute alike.
 - `one_thread`: sets the number of torch's threads to one inside a `with` block.
 """
 
@@ -23,30 +21,6 @@ from typing import Any
 import torch
 
 from offspec.errors import OffspecError
-
-
-class FusedRows:
-    """Rows up to which a fused product was measured to be faster, by (form, shape, dtype, device); 0 unless set.
-
-    is_fixed: nothing is measured any more (`card_choices.fused_rows`).
-    """
-
-    def __init__(self) -> None:
-        self.is_fixed = False
-        self._rows: dict[tuple[str, tuple[int, ...], torch.dtype, torch.device], int] = {}
-
-    def get(self, form: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> int:
-        """The maximum number of rows for a product with a packed matrix [N, K] without dequantising."""
-        return self._rows.get((form, shape, dtype, device), 0)
-
-    def set(self, form: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, rows: int) -> None:
-        self._rows[form, shape, dtype, device] = rows
-
-    def clear(self) -> None:
-        self._rows.clear()
-
-
-FUSED_ROWS = FusedRows()
 
 
 @cache

@@ -26,13 +26,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from offspec.backends.x86.encodings import Blocks, Int8
+from offspec.backends.x86.processor import num_lanes
+from offspec.backends.x86.row_product import RowProduct
+from offspec.backends.x86.scaled import Fp8, LowFirst, MxFp4
+from offspec.backends.x86.unpack import Unpacker
+
 from ..files.checkpoint import TensorInfo
 from ..files.records import FLOAT_DTYPES, typed
-from ..kernels.encodings import Blocks, Int8
-from ..kernels.processor import num_lanes
-from ..kernels.row_product import RowProduct
-from ..kernels.scaled import Fp8, LowFirst, MxFp4
-from ..kernels.unpack import Unpacker
 from ..params import MXFP4
 from .core import Allocate, PackedMatrix, PackedStored, StoredWeight, WeightFormat, any_bytes, tile
 from .plain import PlainWeight

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
+from offspec.backends.on_gpu import FASTER_KERNEL, FUSED_ROWS
+
 from ..formats import StoredWeight
-from ..formats.on_gpu import FASTER_KERNEL
-from ..formats.process_state import FUSED_ROWS
 from .measure import measure_fused_rows
 from .measured_files import measured_file, read_measured, versions, write_measured
 

@@ -30,7 +30,7 @@ NVME_SOURCE = "data sheet of an NVMe SSD with PCIe 4.0; `disk` sets another rate
 
 # Shares of a data sheet's figure that real code reaches; conservative estimates.
 MATMUL_SHARE, MEMORY_SHARE, DEQUANTISE_SHARE, PACKED_SHARE = 0.7, 0.8, 0.5, 0.5
-# Weights that a kernel multiplies packed (`kernels.triton_gguf`) per clock and multiprocessor, at most: on an H200 one
+# Weights that a kernel multiplies packed (`backends.triton.gguf`) per clock and multiprocessor, at most: on an H200 one
 # of Q4_K took at least as long as unpacking and a product (docs/developing/cuda.md), about 0.6e12 weights/s.
 PACKED_PER_CLOCK = 2.5
 GEFORCE_FLOPS_PER_CLOCK = 512  # of a multiprocessor, in bf16 with fp32 sums

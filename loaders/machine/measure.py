@@ -25,6 +25,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from offspec.backends.on_gpu import FUSED_ROWS
+from offspec.backends.products import HALF_DTYPES
 from offspec.errors import HardwareError, OffspecError
 
 from ..accelerators.accelerator import accelerator_of
@@ -32,8 +34,6 @@ from ..files.containers import largest_weight_file
 from ..files.readers import READ_BYTES, FileReader, HostBuffer, align_down
 from ..formats import StoredWeight, WeightFormat, format_named, linear
 from ..formats.core import PackedWeight
-from ..formats.process_state import FUSED_ROWS
-from ..formats.products import HALF_DTYPES
 from ..params import LOSSLESS_FORMAT
 from ..streaming.stream import NUM_READERS
 from ..units import MIB, format_size

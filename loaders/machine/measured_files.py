@@ -12,8 +12,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from offspec.user_folders import user_folder, write_cached
+
 from ..files.small_files import parse_json, read_small_file
-from ..files.user_folders import user_folder, write_cached
 
 
 def measured_file(kind: str, identity: Sequence[object]) -> Path:

@@ -21,10 +21,8 @@ from typing import Any
 
 import torch
 
-from ..files.checkpoint import DTYPE_BYTES, TensorInfo
-from ..formats import StoredWeight, Weight, format_named, linear
-from ..formats.core import PackedMatrix
-from ..formats.products import (
+from offspec.backends.arithmetic import EXACT, FAST, INT8
+from offspec.backends.products import (
     COSTS,
     HALF_DTYPES,
     KERNEL,
@@ -37,9 +35,12 @@ from ..formats.products import (
     in_arithmetic,
     plain_product,
 )
-from ..kernels.processor import instructions, num_lanes
-from ..kernels.row_product import RowProduct
-from ..params import EXACT, FAST, INT8
+from offspec.backends.x86.processor import instructions, num_lanes
+from offspec.backends.x86.row_product import RowProduct
+
+from ..files.checkpoint import DTYPE_BYTES, TensorInfo
+from ..formats import StoredWeight, Weight, format_named, linear
+from ..formats.core import PackedMatrix
 from .measured_files import measured_file, read_measured, versions, write_measured
 
 ROWS = (1, 4, 16, 64, 256)

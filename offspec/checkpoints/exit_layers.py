@@ -20,11 +20,11 @@ from torch import Tensor
 
 from offspec.loaders.files.checkpoint import show, without_remedy
 from offspec.loaders.files.safetensors_folder import read_header
-from offspec.loaders.files.user_folders import user_folder
 
 from ..errors import CheckpointError, StorageError, UsageError
 from ..model.block import has_entries_alone, layer_shapes
 from ..model.config import ModelConfig
+from ..user_folders import user_folder
 from .opening import ModelFiles
 
 FORMAT = "offspec exit layer 1"

@@ -13,12 +13,11 @@ from typing import Any
 
 import torch
 
+from offspec.backends.x86.processor import instructions
 from offspec.loaders.files.checkpoint import Checkpoint, TensorInfo
 from offspec.loaders.files.containers import open_checkpoint, open_config
 from offspec.loaders.files.hub import resolve
-from offspec.loaders.files.user_folders import expand_home
 from offspec.loaders.formats import blank_tensors, format_notes, plan_form
-from offspec.loaders.kernels.processor import instructions
 from offspec.loaders.machine.gpu_support import card_fault, gpu_fault
 from offspec.loaders.machine.hardware import Gpu
 from offspec.loaders.params import GGUF_MIXTURES
@@ -38,6 +37,7 @@ from ..model.memory.kv_formats import PLAIN, KVFormat
 from ..model.names import in_layer
 from ..model.transformers_config import ForeignConfig, is_of_experts
 from ..named_models import MODEL_NAMES, likely_name, named_path
+from ..user_folders import expand_home
 from .experts import with_experts
 from .from_config import stored_from_config
 from .hf_names import in_hf_names

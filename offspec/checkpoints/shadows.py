@@ -17,13 +17,13 @@ from offspec.loaders.convert import convert as convert_layers
 from offspec.loaders.files.checkpoint import Checkpoint, CheckpointView, without_remedy
 from offspec.loaders.files.containers import open_checkpoint
 from offspec.loaders.files.safetensors_folder import UNFINISHED_MARKER
-from offspec.loaders.files.user_folders import user_folder
 from offspec.loaders.params import SHADOW_FORMATS, ConvertParams
 from offspec.loaders.streaming.stored_model import StoredModel, StoredUnit
 
 from ..errors import CheckpointError, UsageError
 from ..model.block import layer_shapes
 from ..model.names import LAYER_PREFIX
+from ..user_folders import user_folder
 from .atomic_files import locked_name
 from .conversion import without_blanks
 from .exit_layers import fingerprint, has_weights, refuse_experts, refuse_foreign

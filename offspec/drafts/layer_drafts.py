@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 import torch
 
 from offspec.loaders.accelerators.accelerator import accelerator_of
-from offspec.loaders.files.user_folders import expand_home
 from offspec.loaders.streaming.placement import SHADOW_ITEM, Item, Placement
 from offspec.loaders.streaming.stored_model import StoredModel
 from offspec.loaders.streaming.tiers import TieredWeights, load_layer
@@ -32,6 +31,7 @@ from ..model.memory.request_caches import RequestCaches
 from ..planning.draft_forecast import Guessing
 from ..planning.memory import MemoryUse, Reservation
 from ..planning.plan import unpacking_items
+from ..user_folders import expand_home
 from .acceptance import LOOKUP, SHADOWS
 from .base import Attach, Draft, DraftTask, OpenRequest
 from .draft_stats import DraftStats

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import torch
 
 from offspec.loaders.accelerators.accelerator import accelerator_of
-from offspec.loaders.files.user_folders import expand_home
 from offspec.loaders.streaming.placement import Item, Placement
 from offspec.loaders.streaming.tiers import TieredWeights
 from offspec.scheduler.params import MAX_ROWS
@@ -35,6 +34,7 @@ from ..model.early_exit import EarlyExit, shared_text
 from ..model.memory.request_caches import RequestCaches
 from ..planning.draft_forecast import Guessing
 from ..planning.memory import MemoryUse, Reservation
+from ..user_folders import expand_home
 from .acceptance import EXIT, EXIT_AGREEMENT, EXIT_LAYER, LOOKUP
 from .base import Attach, Draft, OpenRequest
 from .model_draft import ModelDraft, guessing_items, state_items

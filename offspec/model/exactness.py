@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import torch
 
-from offspec.loaders.formats.on_gpu import row_kernels
-from offspec.loaders.formats.products import EXACT_DTYPES, can_be_exact
-from offspec.loaders.kernels.processor import describe_instructions
-from offspec.loaders.kernels.row_attention import can_attend, can_attend_on_gpu
+from offspec.backends.on_gpu import row_kernels
+from offspec.backends.products import EXACT_DTYPES, can_be_exact
+from offspec.backends.x86.processor import describe_instructions
+from offspec.backends.x86.row_attention import can_attend, can_attend_on_gpu
 
 from .config import ModelConfig
 from .decoder import Decoder

@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from offspec.loaders.formats.products import must_be_exact
-from offspec.loaders.kernels.row_steps import can_step, norm_rows
+from offspec.backends.products import must_be_exact
+from offspec.backends.x86.row_steps import can_step, norm_rows
 
 NORMS = ("rms", "rms plus one", "layer", "layer plus one")
 

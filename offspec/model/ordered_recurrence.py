@@ -12,7 +12,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from offspec.loaders.kernels.state_steps import StepRows, Walk, can_step_states, walk_states
+from offspec.backends.x86.state_steps import StepRows, Walk, can_step_states, walk_states
 
 from .recurrence import DeltaInputs, Inputs, PathRows, SumInputs
 from .row_wise import row_wise

@@ -12,14 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from offspec.loaders.formats.products import must_be_exact
-from offspec.loaders.kernels.row_attention import (
-    KeysOfRows,
-    RunningAttention,
-    Scores,
-    Visible,
-    attend_rows_of_texts,
-)
+from offspec.backends.products import must_be_exact
+from offspec.backends.x86.row_attention import KeysOfRows, RunningAttention, Scores, Visible, attend_rows_of_texts
 from offspec.loaders.streaming.small_transfers import to_device
 from offspec.scheduler.trees.token_tree import ROOT, BoolArray, IntArray
 

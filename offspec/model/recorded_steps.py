@@ -1,4 +1,4 @@
-"""Steps of a layer's parts on a CPU that repeat what they recorded (`loaders.kernels.recording`).
+"""Steps of a layer's parts on a CPU that repeat what they recorded (`backends.x86.recording`).
 
 One row takes a layer's kernels less time than Python needs to launch them. A step is recorded at the second use of the
 same weights, as streamed ones are others in each pass. A step that torch computes in part cannot be recorded, and goes
@@ -14,10 +14,10 @@ from weakref import ref
 import torch
 from torch import Tensor
 
+from offspec.backends.products import are_rows_in_bytes, must_be_exact
+from offspec.backends.x86.recording import Function, Recording, can_record, record
 from offspec.loaders.formats import Weight
 from offspec.loaders.formats.core import Launched, PackedMatrix
-from offspec.loaders.formats.products import are_rows_in_bytes, must_be_exact
-from offspec.loaders.kernels.recording import Function, Recording, can_record, record
 
 MOST_KNOWN = 16  # of a part: its steps, for each of some threads
 

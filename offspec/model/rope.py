@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offspec.loaders.kernels.compiler import is_recording
-from offspec.loaders.kernels.row_steps import can_step, turn_heads
+from offspec.backends.x86.compiler import is_recording
+from offspec.backends.x86.row_steps import can_step, turn_heads
 
 from ..errors import CheckpointError
 from .rope_config import LONG_FACTORS, ORIGINAL_CONTEXT, SHORT_FACTORS, RopeConfig

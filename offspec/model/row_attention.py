@@ -1,6 +1,6 @@
 """What each row of a text's pass attends to, as lists of slots, for attention that does not depend on other rows.
 
-The kernel is `loaders.kernels.row_attention`; on a GPU `triton_rows` takes the same lists. A row's slots in
+The kernel is `backends.x86.row_attention`; on a GPU `backends.triton.rows` takes the same lists. A row's slots in
 ascending order are its tokens' positions in ascending order: the committed prefix, a chain, then a node's ancestors.
 """
 
@@ -13,16 +13,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from offspec.loaders.formats.on_gpu import on_device, row_kernels
-from offspec.loaders.kernels.row_attention import (
-    BLOCK,
-    KeySlots,
-    KeysOfRows,
-    Scores,
-    Visible,
-    attend_rows,
-    rows_of_tile,
-)
+from offspec.backends.on_gpu import on_device, row_kernels
+from offspec.backends.x86.row_attention import BLOCK, KeySlots, KeysOfRows, Scores, Visible, attend_rows, rows_of_tile
 from offspec.loaders.streaming.small_transfers import to_device
 
 from .memory.sequence_cache import SequenceCache

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from offspec.loaders.formats.products import are_rows_exact, must_be_exact
-from offspec.loaders.kernels.row_steps import can_step, silu_rows
+from offspec.backends.products import are_rows_exact, must_be_exact
+from offspec.backends.x86.row_steps import can_step, silu_rows
 
 # torch computes the end of a tensor, and of a thread's share of it, by other instructions than the rest, which round
 # exponentials otherwise: where the numbers are no multiple of TAIL, or more than SHARE. So it does with numbers that do

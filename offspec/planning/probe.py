@@ -8,11 +8,12 @@ from dataclasses import replace
 import psutil
 import torch
 
+from offspec.backends.arithmetic import EXACT, FAST
+from offspec.backends.products import HALF_DTYPES, in_arithmetic
+from offspec.backends.x86.byte_product import FORMS
+from offspec.backends.x86.processor import num_lanes
 from offspec.loaders.accelerators.accelerator import accelerator_of
 from offspec.loaders.formats import StoredWeight
-from offspec.loaders.formats.products import HALF_DTYPES, in_arithmetic
-from offspec.loaders.kernels.byte_product import FORMS
-from offspec.loaders.kernels.processor import num_lanes
 from offspec.loaders.machine.card_choices import fused_rows
 from offspec.loaders.machine.hardware import Hardware, Rates
 from offspec.loaders.machine.measure import (
@@ -23,7 +24,6 @@ from offspec.loaders.machine.measure import (
     measure_packed_product,
 )
 from offspec.loaders.machine.product_costs import compile_exact, forms_of, know_products, product_flops
-from offspec.loaders.params import EXACT, FAST
 
 from ..checkpoints.load import is_blocked, is_exact_as_draft
 from ..checkpoints.opening import ModelFiles, Note
@@ -129,7 +129,7 @@ def prepare_exact_products(target: ModelFiles, *, is_resident: bool) -> None:
 
 
 def has_byte_products(model: ModelFiles) -> bool:
-    """Whether a model has matrices whose products take rows in 8 bits on this CPU (`kernels.byte_product`)."""
+    """Whether a model has matrices whose products take rows in 8 bits on this CPU (`backends.x86.byte_product`)."""
     units = (*model.stored.units, *(experts[0] for experts in model.stored.experts.values()))
     stored = [*(weight for unit in units for weight in unit.weights.values()), *model.stored.shared.values()]
     return num_lanes() > 0 and any(weight.dtype in FORMS for weight in stored)
@@ -172,7 +172,7 @@ def measure_quick_rates(target: ModelFiles, device: torch.device, link_bytes_per
 def with_arithmetic(rates: Rates, target: ModelFiles, device: torch.device, arithmetic: str) -> Rates:
     """`rates` with those of a large target's products in another arithmetic than the fastest, measured in 0.2 seconds.
 
-    arithmetic: of `loaders.params.ARITHMETIC`.
+    arithmetic: of `backends.arithmetic.ARITHMETIC`.
     """
     if arithmetic == FAST or not _is_large(target):
         return rates

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from offspec.loaders.kernels.processor import instructions
+from offspec.backends.x86.processor import instructions
 from offspec.loaders.streaming.small_transfers import to_device
 from offspec.scheduler.trees.vocabulary import Vocabulary
 

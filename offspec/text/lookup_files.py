@@ -25,12 +25,12 @@ import numpy as np
 import numpy.typing as npt
 
 from offspec.loaders.files.small_files import open_regular
-from offspec.loaders.files.user_folders import home_folder
 from offspec.loaders.units import format_size
 from offspec.scheduler.guessing.lookup import NO_TOKEN
 from offspec.scheduler.guessing.retrieval import SHARD_TOKENS, Retrieval, SuffixIndex, sorted_places
 
 from ..errors import MemoryLimitError, StorageError, UsageError
+from ..user_folders import home_folder
 from .tokenizer import Tokenizer
 
 LEAST_COMMON = 4  # tokens that a text has in common with a file, accepted ones and those before them, to name the file

@@ -29,7 +29,7 @@ MAY_READ = {
     "machines.py": "is the one place",
     "house/test_machines.py": "names what is read",
     "loaders/formats/test_blocked.py": "whether torch has an order for this processor",
-    "loaders/kernels/test_processor.py": "how instructions are read",
+    "backends/x86/test_processor.py": "how instructions are read",
     "loaders/machine/test_hardware.py": "how hardware is read: real control groups, and texts of pretended ones",
 }
 
@@ -55,7 +55,7 @@ def reads_in(source: str) -> Iterator[tuple[int, str]]:
     "line",
     [
         'if "avx512" in instructions(): pass',
-        "from offspec.loaders.kernels.processor import can_pair",
+        "from offspec.backends.x86.processor import can_pair",
         "lanes = products.num_lanes()",
         "mark = pytest.mark.skipif(not processor.of_this_cpu(), reason='')",
         "flags = Path('/proc/cpuinfo').read_text()",

@@ -15,7 +15,7 @@ import pytest
 import offspec
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDERS = ("loaders", "scheduler", "offspec", "cli")
+FOLDERS = ("backends", "loaders", "scheduler", "offspec", "cli")
 MODULES = sorted(file for folder in FOLDERS for file in (ROOT / folder).rglob("*.py"))
 
 PAGES = [
@@ -25,9 +25,10 @@ PAGES = [
 
 # Folder → what it may import of offspec, outside itself. Imports point one way (docs/developing/architecture.md).
 ALLOWED = {
-    "loaders": r"offspec\.errors",
+    "backends": r"offspec\.(errors|user_folders\..+)",
+    "loaders": r"offspec\.(errors|(user_folders|backends)\..+)",
     "scheduler": r"offspec\.errors",
-    "offspec": r"offspec\.(loaders|scheduler)(\..+)?",
+    "offspec": r"offspec\.(backends|loaders|scheduler)(\..+)?",
     # The public names, and the rooms that exist for commands: reports, training, and texts of the server's protocol.
     "cli": rf"offspec(\.({'|'.join(offspec.__all__)}|errors|builtin)"
     r"|\.(tools|research|user_files|text\.(grammar_library|infill|thinking|tool_calls|tokenizer))(\..+)?)?",
@@ -37,7 +38,7 @@ SERVICE = [ROOT / "cli" / "server" / name for name in ("service.py", "constraint
 ALLOWED_IN_SERVICE = r"offspec\.(engine|running|session|text|model\.memory\.text_pool|planning\.parked_texts)(\..+)?"
 # The rooms of offspec/ (a folder or a module each), from the ground up: a room imports from lower floors alone.
 FLOORS = (
-    ("errors", "methods", "stats", "background", "process", "builtin"),
+    ("errors", "user_folders", "methods", "stats", "background", "process", "builtin"),
     ("text", "model", "named_models", "load_options"),
     ("checkpoints",),
     ("planning", "user_files"),
@@ -50,25 +51,8 @@ FLOORS = (
     ("research",),
 )
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
-# What weight formats may know of loading (kernels know nothing but themselves).
-UNDER_FORMATS = {"files.checkpoint", "files.gguf_types", "files.records", "params", "registry"} | {
-    f"kernels.{name}"
-    for name in (
-        *("bf16_bits", "byte_product", "compiler", "encodings", "gguf_encodings", "group_quantising"),
-        *(
-            "processor",
-            "row_product",
-            "row_steps",
-            "scaled",
-            "tile_product",
-            "triton_experts",
-            "triton_gguf",
-            "triton_rows",
-            "triton_unpack",
-            "unpack",
-        ),
-    )
-}
+# What weight formats may know of loading.
+UNDER_FORMATS = {"files.checkpoint", "files.gguf_types", "files.records", "params", "registry"}
 RESEARCH = "offspec.research"
 # These two stand for the package as it is installed, all four folders, not for the folder they lie in.
 FRONT_DOORS = (ROOT / "offspec" / "__init__.py", ROOT / "offspec" / "__main__.py")
@@ -183,7 +167,7 @@ def test_imports_across_folders_point_one_way() -> None:
 def room_of(module: str) -> str | None:
     """The room of offspec/ that a module is in; None for the other folders' modules and the two front doors."""
     name = module.partition(".")[2].partition(".")[0]
-    return None if name in ("loaders", "scheduler", "cli", "__main__", "") else name
+    return None if name in (*FOLDERS, "__main__", "") else name
 
 
 def arrows() -> Iterator[tuple[Import, str, str]]:
@@ -220,12 +204,6 @@ def test_formats_are_a_room_of_their_folder() -> None:
     under = {there for here, there in pairs if here.startswith("offspec.loaders.formats")}
     under = {name.removeprefix("offspec.loaders.") for name in under if name.startswith("offspec.loaders.")}
     assert {name for name in under if not name.startswith("formats")} == UNDER_FORMATS
-    within = {there for here, there in pairs if here.startswith("offspec.loaders.kernels")}
-    own = (
-        *("byte_rows", "compiler", "encodings", "gguf_encodings", "kept_code", "loops", "powers", "processor"),
-        *("row_product", "row_steps", "triton_gguf"),
-    )
-    assert within == {"offspec.loaders.files.user_folders", *(f"offspec.loaders.kernels.{name}" for name in own)}
 
 
 def test_the_core_imports_nothing_from_research() -> None:
@@ -250,7 +228,7 @@ def test_relative_imports_stay_inside_their_folder() -> None:
     outside = []
     for found in all_imports():
         leaves = found.level > len(found.file.relative_to(ROOT).parts) - 1
-        names_another = found.folder == "offspec" and found.name.split(".")[0] in ("loaders", "scheduler", "cli")
+        names_another = found.folder == "offspec" and found.name.split(".")[0] in {*FOLDERS} - {"offspec"}
         if found.level and (leaves or names_another):
             outside.append(str(found))
     assert outside == []
@@ -297,7 +275,7 @@ def test_what_runs_nightly_alone_says_why() -> None:
 
 
 def test_files_that_a_page_names_are_there() -> None:
-    folders = "loaders|scheduler|offspec|cli|benchmarks|tests|scripts|docs"
+    folders = "backends|loaders|scheduler|offspec|cli|benchmarks|tests|scripts|docs"
     pattern = re.compile(rf"\b(?:{folders})/[\w/.-]*\.(?:py|md|svg)")
     named = {(page.name, name) for page in PAGES for name in pattern.findall(page.read_text(encoding="utf-8"))}
     assert [pair for pair in named if "NAME" not in pair[1] and not (ROOT / pair[1]).exists()] == []

@@ -12,11 +12,10 @@ import pytest
 import torch
 
 from offspec import Engine, SamplingParams, SpeculationParams
+from offspec.backends.on_gpu import FUSED_ROWS, FasterKernel, FusedRows
+from offspec.backends.products import KERNEL, TORCH, MethodCosts, ProductCosts, ProductKind
 from offspec.errors import UsageError
 from offspec.loaders.formats import four_bit
-from offspec.loaders.formats.on_gpu import FasterKernel
-from offspec.loaders.formats.process_state import FUSED_ROWS, FusedRows
-from offspec.loaders.formats.products import KERNEL, TORCH, MethodCosts, ProductCosts, ProductKind
 from offspec.loaders.machine import card_choices, product_costs
 from offspec.loaders.machine.card_choices import FIXED_ROWS, fused_rows
 from offspec.loaders.machine.product_costs import know_products

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from offspec import Engine, SamplingParams, SpeculationParams
+from offspec.backends.x86.processor import using
 from offspec.errors import UsageError
-from offspec.loaders.kernels.processor import using
 from offspec.model.exactness import FASTEST_METHOD
 
 from ..machines import each_choice_with_kernels, needs_kernels, this_processor

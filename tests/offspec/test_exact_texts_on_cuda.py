@@ -1,4 +1,4 @@
-"""Rows with equal bits on a CUDA device: texts equal plain decoding's in 16 bits, too (`kernels.triton_rows`)."""
+"""Rows with equal bits on a CUDA device: texts equal plain decoding's in 16 bits, too (`backends.triton.rows`)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from offspec import Engine, SamplingParams, SpeculationParams
-from offspec.loaders.formats.on_gpu import row_kernels
+from offspec.backends.on_gpu import row_kernels
 
 from .test_pretended_cuda import FORMS, Move, build, in_ram, load, resident
 

@@ -13,10 +13,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from offspec import Engine, SamplingParams, convert
+from offspec.backends.products import KERNEL, TILES, TORCH, ProductCosts
+from offspec.backends.x86.row_product import RowProduct
 from offspec.checkpoints.load import WeightSettings, load_decoder
 from offspec.checkpoints.opening import ModelFiles
-from offspec.loaders.formats.products import KERNEL, TILES, TORCH, ProductCosts
-from offspec.loaders.kernels.row_product import RowProduct
 from offspec.loaders.streaming.placement import Limits, Placement, Slots, places_of
 from offspec.loading import LoadedTarget
 from offspec.model.decoder import Decoder

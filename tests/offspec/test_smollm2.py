@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from offspec import Engine, SamplingParams, loading
+from offspec.backends import products
 from offspec.cli.main import run
-from offspec.loaders.formats import products
 from offspec.planning import probe
 
 from ..machines import lanes

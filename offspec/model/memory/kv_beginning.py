@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from offspec.loaders.kernels.row_attention import BLOCK
+from offspec.backends.x86.row_attention import BLOCK
 
 from .kv_cache import EntriesBySlot, LayerCache
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from offspec.loaders.kernels.row_attention import BLOCK
+from offspec.backends.x86.row_attention import BLOCK
 from offspec.scheduler.params import MAX_NODES
 
 from .kv_cache import KVLayout, LayerCache

@@ -8,8 +8,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from offspec.loaders.formats.products import must_be_exact
-from offspec.loaders.kernels.row_steps import can_step, mix_rows
+from offspec.backends.products import must_be_exact
+from offspec.backends.x86.row_steps import can_step, mix_rows
 
 from ..config import ModelConfig
 from ..rope import RotaryEmbeddings

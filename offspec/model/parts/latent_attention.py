@@ -11,8 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from offspec.backends.products import HALF_DTYPES, must_be_exact
 from offspec.loaders.formats import linear_each
-from offspec.loaders.formats.products import HALF_DTYPES, must_be_exact
 
 from ..config import ModelConfig
 from ..memory.kv_cache import KVLayout

@@ -8,8 +8,8 @@ from functools import partial
 import torch.nn.functional as F
 from torch import Tensor
 
-from offspec.loaders.formats.products import must_be_exact
-from offspec.loaders.kernels.row_steps import LARGEST, SHARPNESS, can_step, gate_rows
+from offspec.backends.products import must_be_exact
+from offspec.backends.x86.row_steps import LARGEST, SHARPNESS, can_step, gate_rows
 
 from ..config import ModelConfig
 from ..rope import RotaryEmbeddings

@@ -10,9 +10,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from offspec.backends.products import steps_add
+from offspec.backends.x86.row_steps import add_rows
 from offspec.loaders.formats import Chosen, ExpertTable, Weight, dense, linear, linear_each, linear_fp32, linears
-from offspec.loaders.formats.products import steps_add
-from offspec.loaders.kernels.row_steps import add_rows
 from offspec.loaders.streaming.weights import LentExperts
 
 from ..config import ModelConfig

@@ -11,6 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from offspec.backends.products import KERNEL, TILES, TORCH, MethodCosts, ProductCosts, ProductKind, plain_product
+from offspec.backends.x86.bf16_bits import Bf16Bits
+from offspec.backends.x86.processor import per_processor
+from offspec.backends.x86.row_product import RowProduct
+from offspec.backends.x86.unpack import Unpacker
 from offspec.errors import CheckpointError
 from offspec.loaders.files.checkpoint import DTYPE_BYTES, TensorInfo
 from offspec.loaders.formats import linear, stored_weights
@@ -25,11 +30,6 @@ from offspec.loaders.formats.bf16_bits import (
     unpack,
 )
 from offspec.loaders.formats.bf16_packed import PARTS, Bf16Packer, PackedBf16Matrix, PackedBf16Weight
-from offspec.loaders.formats.products import KERNEL, TILES, TORCH, MethodCosts, ProductCosts, ProductKind, plain_product
-from offspec.loaders.kernels.bf16_bits import Bf16Bits
-from offspec.loaders.kernels.processor import per_processor
-from offspec.loaders.kernels.row_product import RowProduct
-from offspec.loaders.kernels.unpack import Unpacker
 from offspec.loaders.machine.product_costs import sample
 
 from ...examples import examples

@@ -14,11 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from offspec.backends.products import KERNEL, ProductCosts
 from offspec.errors import CheckpointError, OffspecError, UnsupportedModelError
 from offspec.loaders.files.containers import open_checkpoint
 from offspec.loaders.formats import as_table, blank_tensors, dense, format_named, format_notes, linear, take_rows
 from offspec.loaders.formats.core import PackedMatrix
-from offspec.loaders.formats.products import KERNEL, ProductCosts
 from offspec.loaders.machine.product_costs import of_no_file
 
 from ...examples import examples

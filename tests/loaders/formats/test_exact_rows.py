@@ -10,16 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from offspec.loaders.files.checkpoint import Order
-from offspec.loaders.formats import Weight, core, dense, linear, linear_each, linears
-from offspec.loaders.formats.bf16_bits import pack
-from offspec.loaders.formats.bf16_packed import PackedBf16Matrix
-from offspec.loaders.formats.blocked import BlockedMatrix
-from offspec.loaders.formats.changed import ReorderedMatrix
-from offspec.loaders.formats.core import PackedMatrix
-from offspec.loaders.formats.grouped import GroupedMatrix
-from offspec.loaders.formats.int8 import Int8Matrix
-from offspec.loaders.formats.products import (
+from offspec.backends.products import (
     KERNEL,
     TORCH,
     MethodCosts,
@@ -29,6 +20,15 @@ from offspec.loaders.formats.products import (
     can_be_exact,
     exact_rows,
 )
+from offspec.loaders.files.checkpoint import Order
+from offspec.loaders.formats import Weight, core, dense, linear, linear_each, linears
+from offspec.loaders.formats.bf16_bits import pack
+from offspec.loaders.formats.bf16_packed import PackedBf16Matrix
+from offspec.loaders.formats.blocked import BlockedMatrix
+from offspec.loaders.formats.changed import ReorderedMatrix
+from offspec.loaders.formats.core import PackedMatrix
+from offspec.loaders.formats.grouped import GroupedMatrix
+from offspec.loaders.formats.int8 import Int8Matrix
 from offspec.loaders.machine.product_costs import sample
 
 from ... import pretended_rows

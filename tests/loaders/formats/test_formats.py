@@ -19,12 +19,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from offspec.backends.on_gpu import FusedRows
 from offspec.errors import CheckpointError, OffspecError
 from offspec.loaders.files.checkpoint import TensorInfo
 from offspec.loaders.files.safetensors_folder import read_header
 from offspec.loaders.formats import StoredWeight, Weight, core, dense, four_bit, linear, stored_weights
 from offspec.loaders.formats.four_bit import Matrix4bit, pack_4bit
-from offspec.loaders.formats.process_state import FusedRows, bitsandbytes_functional, has_bitsandbytes
+from offspec.loaders.formats.process_state import bitsandbytes_functional, has_bitsandbytes
 from offspec.loaders.formats.quant_state import BLOCKSIZES
 
 from ...examples import examples

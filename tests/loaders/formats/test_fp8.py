@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from offspec.backends.products import KERNEL, ProductCosts
+from offspec.backends.x86.unpack import WORTH_COMPILING
 from offspec.errors import CheckpointError, UnsupportedModelError
 from offspec.loaders.formats import StoredWeight, dense, linear
-from offspec.loaders.formats.products import KERNEL, ProductCosts
-from offspec.loaders.kernels.unpack import WORTH_COMPILING
 
 from ...examples import examples
 from ...machines import needs_kernels

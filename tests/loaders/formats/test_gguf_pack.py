@@ -7,10 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from offspec.backends.x86.group_quantising import can_run
 from offspec.errors import CheckpointError
 from offspec.loaders.formats.gguf_blocks import UNPACK
 from offspec.loaders.formats.gguf_pack import PACK, TILE, TYPES, GgufPacker, pack_rows
-from offspec.loaders.kernels.group_quantising import can_run
 
 from ...examples import examples
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from offspec.backends.products import exact_rows
 from offspec.loaders.formats import Weight, dense, linear, linear_each, linear_fp32, linears
 from offspec.loaders.formats.bf16_bits import pack
 from offspec.loaders.formats.bf16_packed import PackedBf16Matrix
 from offspec.loaders.formats.grouped import GroupedMatrix
 from offspec.loaders.formats.int8 import Int8Matrix
-from offspec.loaders.formats.products import exact_rows
 from offspec.loaders.machine.product_costs import sample
 
 from ...machines import needs_kernels

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from offspec.loaders.formats import StoredWeight, four_bit, on_gpu
-from offspec.loaders.formats.on_gpu import FasterKernel
-from offspec.loaders.formats.process_state import FUSED_ROWS
+from offspec.backends import on_gpu
+from offspec.backends.on_gpu import FUSED_ROWS, FasterKernel
+from offspec.loaders.formats import StoredWeight, four_bit
 from offspec.loaders.machine import card_choices as module
 from offspec.loaders.machine.card_choices import KeptKernels, choices_file, fused_rows
 

@@ -21,10 +21,10 @@ import psutil
 import pytest
 import torch
 
+from offspec.backends.on_gpu import FUSED_ROWS
 from offspec.errors import HardwareError, OffspecError, UsageError
 from offspec.loaders.files.readers import FileReader
 from offspec.loaders.formats import StoredWeight, four_bit
-from offspec.loaders.formats.process_state import FUSED_ROWS
 from offspec.loaders.machine import hardware, measure
 from offspec.loaders.machine.cgroups import cpu_quota, memory_limits
 from offspec.loaders.machine.gpus import KNOWN_GPUS, find_gpu

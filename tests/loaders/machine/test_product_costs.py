@@ -14,9 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from offspec.loaders.files.checkpoint import TensorInfo
-from offspec.loaders.formats import StoredWeight, Weight, format_named
-from offspec.loaders.formats.products import (
+from offspec.backends.arithmetic import EXACT, INT8
+from offspec.backends.products import (
     KERNEL,
     TILES,
     TORCH,
@@ -26,6 +25,8 @@ from offspec.loaders.formats.products import (
     are_rows_exact,
     are_rows_in_bytes,
 )
+from offspec.loaders.files.checkpoint import TensorInfo
+from offspec.loaders.formats import StoredWeight, Weight, format_named
 from offspec.loaders.machine import product_costs as module
 from offspec.loaders.machine.product_costs import (
     HOPELESS_ROWS,
@@ -40,7 +41,6 @@ from offspec.loaders.machine.product_costs import (
     methods_of,
     product_flops,
 )
-from offspec.loaders.params import EXACT, INT8
 
 from ...machines import each_choice, lanes, needs_kernels
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from offspec import ConvertParams, convert
+from offspec.backends.products import KERNEL, TORCH, MethodCosts, ProductCosts, ProductKind
 from offspec.checkpoints.load import load_weights
 from offspec.checkpoints.opening import ModelFiles
-from offspec.loaders.formats.products import KERNEL, TORCH, MethodCosts, ProductCosts, ProductKind
 from offspec.loaders.machine.gpus import find_gpu
 from offspec.loaders.machine.hardware import Rates
 from offspec.loaders.params import LOSSLESS_FORMAT

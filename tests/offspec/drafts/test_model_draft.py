@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 
+from offspec.backends.arithmetic import EXACT
+from offspec.backends.products import KERNEL, MethodCosts, ProductCosts, ProductKind
 from offspec.checkpoints import load, opening
 from offspec.checkpoints.opening import ModelFiles
 from offspec.drafts import model_draft
 from offspec.drafts.base import DraftOptions, OpenRequest
 from offspec.drafts.kinds import open_draft
 from offspec.drafts.model_draft import ModelDraft
-from offspec.loaders.formats.products import KERNEL, MethodCosts, ProductCosts, ProductKind
-from offspec.loaders.params import EXACT
 from offspec.planning.memory import Reservation
 from offspec.scheduler.params import MAX_ROWS
 

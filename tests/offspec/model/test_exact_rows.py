@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from offspec.loaders.formats.products import exact_rows
-from offspec.loaders.kernels.processor import using
+from offspec.backends.products import exact_rows
+from offspec.backends.x86.processor import using
 from offspec.model.config import ModelConfig, read_config
 from offspec.model.decoder import CachedDecoder, Decoder, TextRows, pass_together, random_decoder, score_together
 from offspec.model.exactness import is_exact_by_default, reason_against_exactness

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from offspec.loaders.formats.products import exact_rows, multiply
-from offspec.loaders.kernels.compiler import gnu_openmp
-from offspec.loaders.kernels.row_steps import norm_rows
+from offspec.backends.products import exact_rows, multiply
+from offspec.backends.x86.compiler import gnu_openmp
+from offspec.backends.x86.row_steps import norm_rows
 from offspec.model import recorded_steps
 from offspec.model.config import read_config
 from offspec.model.decoder import CachedDecoder, Decoder, TextRows, pass_together, random_decoder

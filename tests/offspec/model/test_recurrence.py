@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from offspec.loaders.formats.products import exact_rows
+from offspec.backends.products import exact_rows
 from offspec.model.ordered_recurrence import chain_in_order, tree_in_order
 from offspec.model.recurrence import ROOT, DeltaInputs, Inputs, PathRows, SumInputs, chain_step, tree_step
 

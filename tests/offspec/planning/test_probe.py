@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from offspec.backends.arithmetic import EXACT, FAST, INT8
+from offspec.backends.products import TORCH, MethodCosts, ProductCosts, ProductKind, are_rows_exact
 from offspec.checkpoints.opening import ModelFiles
-from offspec.loaders.formats.products import TORCH, MethodCosts, ProductCosts, ProductKind, are_rows_exact
 from offspec.loaders.machine.hardware import Rates
 from offspec.loaders.machine.product_costs import product_flops
-from offspec.loaders.params import EXACT, FAST, INT8
 from offspec.planning import probe
 from offspec.planning.probe import ProductRates, choose_products, measure_quick_rates, with_arithmetic
 

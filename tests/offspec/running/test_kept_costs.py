@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from offspec import Engine, SamplingParams
-from offspec.loaders.files.user_folders import user_folder
 from offspec.loading import LoadedTarget
 from offspec.planning.plan import Plan
+from offspec.user_folders import user_folder
 
 ROWS = np.array([1, 64])
 CONTENTS = (b"", b"\0\1", b"[1]", b'{"pass": 3}', b'{"pass": [[0, 1.0], [1, -1.0], ["a"], 7, [4, NaN], [true, 1.0]]}')

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from offspec.loaders.formats.on_gpu import FasterKernel
+from offspec.backends.on_gpu import FasterKernel
 from offspec.model.parts import chosen_experts
 from offspec.model.parts.chosen_experts import ChosenExperts
 
