@@ -35,12 +35,12 @@ import torch
 from torch import Tensor
 
 from offspec import Engine, SamplingParams, SpeculationParams, builtin
+from offspec.backends.weights import Weight
 from offspec.backends.x86.processor import describe_instructions
 from offspec.checkpoints.load import WeightSettings, load_decoder
 from offspec.checkpoints.opening import ModelFiles, locate
 from offspec.loaders.convert import convert
 from offspec.loaders.files.gguf_types import GGUF_TYPES
-from offspec.loaders.formats import Weight
 from offspec.loaders.formats.gguf import GgufMatrix
 from offspec.loaders.params import CONVERT_FORMATS, SHADOW_FORMATS, ConvertParams
 from offspec.loaders.streaming.placement import ExpertSlots, Limits, Place, Placement, Slots, Tier

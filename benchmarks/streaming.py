@@ -32,11 +32,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from offspec.backends.weights import Weight
 from offspec.checkpoints.load import WeightSettings, load_decoder
 from offspec.checkpoints.opening import DTYPES, ModelFiles
 from offspec.loaders.files.readers import READ_BYTES, FileReader, HostBuffer
 from offspec.loaders.files.records import Extent
-from offspec.loaders.formats import Weight
 from offspec.loaders.machine.hardware import read_hardware
 from offspec.loaders.machine.measure import measure_rates
 from offspec.loaders.streaming.stream import Unit

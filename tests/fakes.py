@@ -17,9 +17,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from offspec.backends.weights import Weight
 from offspec.checkpoints.load import load_decoder
 from offspec.checkpoints.opening import ModelFiles
-from offspec.loaders.formats import Weight
 from offspec.loaders.streaming.stream import Unit
 from offspec.loaders.streaming.weights import LentExperts, WeightSource
 from offspec.model.decoder import Decoder

@@ -28,11 +28,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from offspec.backends import expert_table, weights
+from offspec.backends.weights import ALIGNMENT
 from offspec.backends.x86.processor import using
 from offspec.loaders.accelerators.accelerator import accelerator_of
 from offspec.loaders.accelerators.cuda import Cuda
-from offspec.loaders.files.records import ALIGNMENT
-from offspec.loaders.formats import core, expert_table
 from offspec.loaders.streaming import small_transfers
 from offspec.model import exactness, row_attention
 
@@ -424,7 +424,7 @@ def pretended_cuda(guard: Path, *, late: bool = True) -> Iterator[Machine]:
         patch.setattr(Cuda, "view_of", lambda cuda, host: Pretended(host))
         patch.setattr(Cuda, "recorder", lambda cuda: CheckingRecorder(made))
         patch.setattr(small_transfers, "_transfers", {})
-        for module in (exactness, core, row_attention):
+        for module in (exactness, weights, row_attention):
             patch.setattr(module, "row_kernels", lambda: pretended_rows)
         patch.setattr(
             expert_table, "expert_kernels", lambda: None

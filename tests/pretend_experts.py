@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from offspec.backends import expert_table
 from offspec.backends.on_gpu import FASTER_KERNEL
-from offspec.loaders.formats import expert_table
 
 from .pretend_cuda import held
 from .pretend_streams import Machine

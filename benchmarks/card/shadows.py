@@ -15,9 +15,9 @@ import torch
 
 from benchmarks.streaming import star
 from offspec import Engine
+from offspec.backends.weights import Weight
 from offspec.checkpoints.from_config import layers_from_config
 from offspec.checkpoints.opening import ModelFiles
-from offspec.loaders.formats import Weight
 from offspec.loaders.machine.measure import measure_fused_rows
 from offspec.loaders.params import SHADOW_FORMATS
 from offspec.loaders.streaming.stored_model import StoredModel, StoredUnit

@@ -14,12 +14,14 @@ from pathlib import Path
 
 import torch
 
+from offspec.backends.weights import ALIGNMENT
+
 from .checkpoint import TensorInfo
 from .readers import BLOCK_BYTES, READ_BYTES, align_down, align_up
 
 MAX_GAP_BYTES = 128 * 1024  # reading a gap of this size is cheaper than a separate read
 LOOSE_ALIGNMENT = 64
-ALIGNMENT = 16  # that a GPU's fast products need for operands
+
 FLOAT_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 

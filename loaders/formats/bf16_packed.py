@@ -19,6 +19,7 @@ from torch import Tensor
 
 from offspec.backends import products
 from offspec.backends.on_gpu import FASTER_KERNEL, triton_kernels
+from offspec.backends.weights import Kernel, PackedMatrix, dense, linear
 from offspec.backends.x86.bf16_bits import Bf16Bits
 from offspec.backends.x86.processor import num_lanes, per_processor
 from offspec.backends.x86.row_product import RowProduct
@@ -37,20 +38,7 @@ from .bf16_bits import (
     part_shapes,
     unpack,
 )
-from .core import (
-    DAMAGED,
-    Allocate,
-    Kernel,
-    PackedMatrix,
-    PackedStored,
-    Packer,
-    StoredWeight,
-    TensorGroup,
-    WeightFormat,
-    any_bytes,
-    dense,
-    linear,
-)
+from .core import DAMAGED, Allocate, PackedStored, Packer, StoredWeight, TensorGroup, WeightFormat, any_bytes
 from .plain import PlainWeight
 
 LOW, CODES, GROUPS = PARTS = ("bf16_low", "bf16_codes", "bf16_groups")

@@ -16,14 +16,13 @@ import torch
 from torch import Tensor
 
 from offspec.backends import products
-
-from .core import PackedMatrix, Weight
+from offspec.backends.weights import PackedMatrix, Weight
 
 ROWS = 16  # the order is optimised for this number of rows, and nearly as good for others
 
 
 class BlockedMatrix(PackedMatrix):
-    """A matrix [N, K] in oneDNN's order (a `core.PackedWeight`)."""
+    """A matrix [N, K] in oneDNN's order (a `weights.PackedWeight`)."""
 
     def __init__(self, matrix: Tensor) -> None:
         """Copies the matrix, for which `can_be_blocked` must hold."""

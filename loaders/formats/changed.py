@@ -18,9 +18,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from offspec.backends import weights
+from offspec.backends.weights import PackedMatrix, Product, Weight
+
 from ..files.checkpoint import Change, Order, TensorInfo
-from . import core
-from .core import DAMAGED, PackedMatrix, Product, StoredWeight, TensorGroup, Weight
+from .core import DAMAGED, StoredWeight, TensorGroup
 
 
 def changed(group: TensorGroup, stored: StoredWeight) -> StoredWeight:
@@ -59,7 +61,7 @@ def _exchanged(numbers: Tensor, order: Order, dim: int, levels: tuple[int, int])
 
 @dataclass(frozen=True)
 class ReorderedMatrix:
-    """A matrix [N, K] with rows and columns in a container's order (a `core.PackedWeight`)."""
+    """A matrix [N, K] with rows and columns in a container's order (a `weights.PackedWeight`)."""
 
     stored: Weight
     rows: Order | None = None
@@ -77,7 +79,7 @@ class ReorderedMatrix:
         return isinstance(self.stored, Tensor) or self.stored.is_recordable(dtype)
 
     def dequantize(self, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-        matrix = in_order(in_order(core.dense(self.stored, dtype), self.rows, 0), self.columns, 1)
+        matrix = in_order(in_order(weights.dense(self.stored, dtype), self.rows, 0), self.columns, 1)
         return matrix if out is None else out.copy_(matrix)
 
     def linear(self, x: Tensor, bias: Tensor | None = None, scratch: Tensor | None = None) -> Tensor:
@@ -116,7 +118,7 @@ class TransposedMatrix(PackedMatrix):
 
 
 def _linear(stored: Weight, x: Tensor, bias: Tensor | None = None, scratch: Tensor | None = None) -> Tensor:
-    return core.linear(x, stored, bias, scratch)
+    return weights.linear(x, stored, bias, scratch)
 
 
 @dataclass(frozen=True)

@@ -25,28 +25,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from offspec.backends import weights
+from offspec.backends.weights import ALIGNMENT, PackedMatrix, Product
 from offspec.backends.x86.encodings import Blocks, FourBit
 from offspec.backends.x86.processor import num_lanes, per_processor
 from offspec.backends.x86.row_product import RowProduct
 from offspec.errors import CheckpointError
 
 from ..files.checkpoint import TensorInfo, show
-from ..files.records import ALIGNMENT, typed
+from ..files.records import typed
 from ..params import QUANT_TYPES, ConvertParams
-from . import core
-from .core import (
-    DAMAGED,
-    REMEDY,
-    Allocate,
-    PackedMatrix,
-    PackedStored,
-    Packer,
-    Product,
-    StoredWeight,
-    TensorGroup,
-    WeightFormat,
-    any_bytes,
-)
+from .core import DAMAGED, REMEDY, Allocate, PackedStored, Packer, StoredWeight, TensorGroup, WeightFormat, any_bytes
 from .plain import PlainWeight
 from .process_state import bitsandbytes_functional, has_bitsandbytes, one_thread
 from .quant_state import QUANT_STATE, QuantStateReader
@@ -173,7 +162,7 @@ def can_be_fused(matrix: Matrix4bit) -> bool:
 
 
 def fused_linear(x: Tensor, weight: Matrix4bit, bias: Tensor | None = None, scratch: Tensor | None = None) -> Tensor:
-    """As `core.linear`, by bitsandbytes' product with the packed matrix; only if it `can_be_fused`.
+    """As `weights.linear`, by bitsandbytes' product with the packed matrix; only if it `can_be_fused`.
 
     For few rows: it reads the matrix once, without writing a dequantised one. Rounding is the kernel's.
     """
@@ -213,7 +202,7 @@ def dequantize_reference(codes: Tensor, scales: Tensor, layout: Layout4bit, out:
 def _dequantize(codes: Tensor, scales: Tensor, layout: Layout4bit, out: Tensor, *, native: bool) -> None:
     """Tile by tile; the reference computes the part after the last whole block, where kernels differ."""
     blocksize, blocks = layout.blocksize, out.shape[0] // layout.blocksize
-    step = core.tile(out.device) // blocksize
+    step = weights.tile(out.device) // blocksize
     kernel = _bitsandbytes_blocks if native else _lookup_blocks
     for first in range(0, blocks, step):
         last = min(first + step, blocks)
@@ -472,8 +461,8 @@ def _quantize(weight: Tensor, quant_type: str, blocksize: int) -> tuple[Tensor, 
     codes = torch.empty(-(-flat.shape[0] // 2), dtype=torch.uint8)
     absmax = torch.empty(-(-flat.shape[0] // blocksize))
     quantize = bitsandbytes_functional().quantize_4bit
-    for first in range(0, flat.shape[0], core.TILE):
-        tile = flat[first : first + core.TILE]
+    for first in range(0, flat.shape[0], weights.TILE):
+        tile = flat[first : first + weights.TILE]
         tile_codes, state = quantize(tile, blocksize=blocksize, quant_type=quant_type)
         codes[first // 2 :][: tile_codes.shape[0]] = tile_codes[:, 0]
         absmax[first // blocksize :][: state.absmax.shape[0]] = state.absmax

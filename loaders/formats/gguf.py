@@ -17,6 +17,7 @@ from torch import Tensor
 
 from offspec.backends.on_gpu import FASTER_KERNEL, gguf_kernels, on_device
 from offspec.backends.products import plus
+from offspec.backends.weights import PackedMatrix, Product, tile
 from offspec.backends.x86.byte_product import byte_product
 from offspec.backends.x86.gguf_encodings import block_encoding
 from offspec.backends.x86.processor import num_lanes, per_processor
@@ -26,19 +27,7 @@ from offspec.backends.x86.unpack import Unpacker
 from ..files.checkpoint import TensorInfo, show
 from ..files.gguf_types import GGUF_TYPES, GgufType
 from ..params import MADE_MIXTURES, SHADOW_FORMATS, ConvertParams
-from .core import (
-    DAMAGED,
-    Allocate,
-    PackedMatrix,
-    PackedStored,
-    Packer,
-    Product,
-    StoredWeight,
-    TensorGroup,
-    WeightFormat,
-    any_bytes,
-    tile,
-)
+from .core import DAMAGED, Allocate, PackedStored, Packer, StoredWeight, TensorGroup, WeightFormat, any_bytes
 from .gguf_blocks import HALVES, UNPACK, VALUES, check_grid
 from .gguf_pack import PACK, GgufPacker, suffix
 from .gguf_search import QUANTISE, search_rows

@@ -25,12 +25,13 @@ import torch
 from torch import Tensor
 
 from offspec.backends.on_gpu import FASTER_KERNEL, triton_kernels
+from offspec.backends.weights import PackedMatrix
 from offspec.errors import UnsupportedModelError
 
 from ..files.checkpoint import Checkpoint, TensorInfo, fault, show
 from ..files.records import FLOAT_DTYPES, typed
 from ..params import GROUPED_METHODS
-from .core import DAMAGED, Allocate, PackedMatrix, PackedStored, TensorGroup, WeightFormat, read_small
+from .core import DAMAGED, Allocate, PackedStored, TensorGroup, WeightFormat, read_small
 
 PARTS = ("qweight", "qzeros", "scales", "g_idx")  # of a matrix's name without its `.weight`
 CODES_PER_WORD, BITS = 8, 4

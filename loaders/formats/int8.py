@@ -16,13 +16,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from offspec.backends.weights import PackedMatrix, tile
 from offspec.backends.x86.encodings import Int8
 from offspec.backends.x86.processor import num_lanes, per_processor
 from offspec.backends.x86.row_product import RowProduct
 
 from ..files.checkpoint import TensorInfo
 from ..files.records import typed
-from .core import DAMAGED, Allocate, PackedMatrix, PackedStored, TensorGroup, WeightFormat, tile
+from .core import DAMAGED, Allocate, PackedStored, TensorGroup, WeightFormat
 
 _UNIT = 7.874015718698502e-3  # bitsandbytes' constant for 1/127, for bit-identical results
 _PARTS = re.compile(r"(.+)\.(SCB|weight_format)", re.DOTALL)

@@ -26,6 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from offspec.backends.weights import PackedMatrix, tile
 from offspec.backends.x86.encodings import Blocks, Int8
 from offspec.backends.x86.processor import num_lanes
 from offspec.backends.x86.row_product import RowProduct
@@ -35,7 +36,7 @@ from offspec.backends.x86.unpack import Unpacker
 from ..files.checkpoint import TensorInfo
 from ..files.records import FLOAT_DTYPES, typed
 from ..params import MXFP4
-from .core import Allocate, PackedMatrix, PackedStored, StoredWeight, WeightFormat, any_bytes, tile
+from .core import Allocate, PackedStored, StoredWeight, WeightFormat, any_bytes
 from .plain import PlainWeight
 
 _FP4_SIZES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # e2m1 without its sign, the highest bit

@@ -27,13 +27,13 @@ import torch.nn.functional as F
 
 from offspec.backends.on_gpu import FUSED_ROWS
 from offspec.backends.products import HALF_DTYPES
+from offspec.backends.weights import PackedWeight, linear
 from offspec.errors import HardwareError, OffspecError
 
 from ..accelerators.accelerator import accelerator_of
 from ..files.containers import largest_weight_file
 from ..files.readers import READ_BYTES, FileReader, HostBuffer, align_down
-from ..formats import StoredWeight, WeightFormat, format_named, linear
-from ..formats.core import PackedWeight
+from ..formats import StoredWeight, WeightFormat, format_named
 from ..params import LOSSLESS_FORMAT
 from ..streaming.stream import NUM_READERS
 from ..units import MIB, format_size

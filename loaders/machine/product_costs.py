@@ -35,12 +35,12 @@ from offspec.backends.products import (
     in_arithmetic,
     plain_product,
 )
+from offspec.backends.weights import PackedMatrix, Weight, linear
 from offspec.backends.x86.processor import instructions, num_lanes
 from offspec.backends.x86.row_product import RowProduct
 
 from ..files.checkpoint import DTYPE_BYTES, TensorInfo
-from ..formats import StoredWeight, Weight, format_named, linear
-from ..formats.core import PackedMatrix
+from ..formats import StoredWeight, format_named
 from .measured_files import measured_file, read_measured, versions, write_measured
 
 ROWS = (1, 4, 16, 64, 256)
@@ -59,7 +59,7 @@ _CPU = torch.device("cpu")
 
 
 def know_products(forms: Iterable[tuple[str, torch.dtype]], *, anew: bool = False) -> None:
-    """Make `formats.linear` use the fastest methods for weights of these forms and rows of these dtypes on the CPU.
+    """Make `weights.linear` use the fastest methods for weights of these forms and rows of these dtypes on the CPU.
 
     The costs are read from the file, or measured. anew: always measure. If `COSTS.is_fixed`, the methods are fixed.
     """

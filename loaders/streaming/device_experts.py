@@ -13,9 +13,10 @@ from itertools import accumulate
 
 from torch import Tensor
 
+from offspec.backends.expert_table import PlacedExpert
+
 from ..accelerators.accelerator import Accelerator, DeviceEvent
 from ..accelerators.cuda import span
-from ..formats import PlacedExpert
 from .experts import CachedExperts, HeldExpert, PassCount
 from .link import DeviceSlot
 from .stored_model import Experts, StoredUnit

@@ -10,9 +10,11 @@ from typing import Protocol
 
 import torch
 
+from offspec.backends.expert_table import ExpertTable
+from offspec.backends.weights import Weight
+
 from ..files.readers import BLOCK_BYTES, HUGE_PAGE_BYTES, FileStates, HostBuffer, Reader, align_up
 from ..files.records import Record
-from ..formats import ExpertTable, Weight
 from .small_transfers import to_device
 from .stored_model import Experts
 from .stream import NUM_READERS, DiskFiller, Fill, HostSlot, Unit

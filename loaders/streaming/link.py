@@ -15,10 +15,12 @@ from math import prod
 
 import torch
 
+from offspec.backends.weights import ALIGNMENT
+
 from ..accelerators.accelerator import Accelerator, DeviceEvent, accelerator_of
 from ..accelerators.cuda import span
 from ..files.readers import HostBuffer, align_up
-from ..files.records import ALIGNMENT, Record
+from ..files.records import Record
 from .stream import Fill, Stream, Unit
 
 

@@ -15,11 +15,12 @@ from math import prod
 
 import torch
 
+from offspec.backends.weights import Weight, dense
 from offspec.errors import CheckpointError
 
 from ..files.checkpoint import Checkpoint
 from ..files.records import FLOAT_DTYPES, Record
-from ..formats import StoredWeight, Weight, dense, formats_in, stored_weights
+from ..formats import StoredWeight, formats_in, stored_weights
 from .placement import UnitCost
 from .weights import EXPERT, split_names
 

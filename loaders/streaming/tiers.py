@@ -13,10 +13,13 @@ from threading import Lock
 
 import torch
 
+from offspec.backends.expert_table import ExpertTable
+from offspec.backends.weights import Weight, as_table, dense, take_rows
+
 from ..accelerators.accelerator import accelerator_of
 from ..files.readers import FileReader, FileStates, HostBuffer, Reader, align_down, align_up
 from ..files.records import Record
-from ..formats import ExpertTable, StoredTable, Weight, as_table, dense, take_rows
+from ..formats import StoredTable
 from ..formats.blocked import in_blocks
 from .device_experts import DeviceExperts, ExpertChoice
 from .experts import CachedExperts, ExpertSource, ResidentExperts

@@ -14,10 +14,11 @@ from typing import Protocol, TypeAlias
 
 import torch
 
+from offspec.backends.expert_table import ExpertTable
+from offspec.backends.weights import Weight, as_table, take_rows
 from offspec.errors import CheckpointError
 
 from ..files.checkpoint import show
-from ..formats import ExpertTable, Weight, as_table, take_rows
 from .small_transfers import to_device
 from .stream import Unit
 
@@ -54,7 +55,7 @@ class WeightSource(Protocol):
 
     @property
     def scratch(self) -> torch.Tensor | None:
-        """Scratch memory in which `formats.linear` dequantises or converts a matrix; None if no matrix needs it."""
+        """Scratch memory in which `weights.linear` dequantises or converts a matrix; None if no matrix needs it."""
         ...
 
     def lend(self, unit: Unit) -> AbstractContextManager[Mapping[str, Weight]]:

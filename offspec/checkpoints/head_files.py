@@ -21,6 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from offspec.backends.weights import Weight, dense
 from offspec.loaders.files.checkpoint import Checkpoint, TensorInfo, reading, show
 from offspec.loaders.files.gguf_file import companion, is_gguf, read_model
 from offspec.loaders.files.mistral_folder import MistralFolder
@@ -32,7 +33,7 @@ from offspec.loaders.files.safetensors_folder import (
     read_header,
 )
 from offspec.loaders.files.small_files import parse_json, read_small_file
-from offspec.loaders.formats import StoredWeight, Weight, WeightFormat, dense, formats_in, stored_weights
+from offspec.loaders.formats import StoredWeight, WeightFormat, formats_in, stored_weights
 from offspec.loaders.streaming.stored_model import StoredUnit
 from offspec.loaders.streaming.tiers import load_layer
 

@@ -22,9 +22,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from offspec.backends.weights import Weight
 from offspec.loaders.accelerators.accelerator import accelerator_of
 from offspec.loaders.accelerators.capture import Recorder, Work
-from offspec.loaders.formats import Weight
 from offspec.loaders.streaming.small_transfers import read_words
 from offspec.scheduler.params import MAX_ROWS
 from offspec.scheduler.trees.token_tree import BoolArray, IntArray

@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from offspec.backends.products import exact_rows
+from offspec.backends.weights import Weight
 from offspec.loaders.accelerators.accelerator import accelerator_of
 from offspec.loaders.accelerators.cuda import span
-from offspec.loaders.formats import StoredWeight, Weight
+from offspec.loaders.formats import StoredWeight
 from offspec.loaders.streaming.weights import RamWeights, WeightSource
 from offspec.scheduler.trees.token_tree import BoolArray, IntArray
 from offspec.scheduler.trees.vocabulary import Vocabulary

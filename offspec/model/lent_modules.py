@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from offspec.loaders.formats import Weight, dense, linear
+from offspec.backends.weights import Weight, dense, linear
 
 from .transformers_config import Source
 
@@ -87,7 +87,7 @@ class Lender:
 
     @contextmanager
     def lend(self, weights: Mapping[str, Weight], scratch: Tensor | None) -> Iterator[None]:
-        """weights: by the sources' names. scratch: see `formats.linear`."""
+        """weights: by the sources' names. scratch: see `weights.linear`."""
         try:
             for slot in self._slots:
                 slot.fill(weights, self._dtype)

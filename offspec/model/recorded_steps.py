@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from offspec.backends.products import are_rows_in_bytes, must_be_exact
+from offspec.backends.weights import Launched, PackedMatrix, Weight
 from offspec.backends.x86.recording import Function, Recording, can_record, record
-from offspec.loaders.formats import Weight
-from offspec.loaders.formats.core import Launched, PackedMatrix
 
 MOST_KNOWN = 16  # of a part: its steps, for each of some threads
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from offspec.loaders.formats import Weight
+from offspec.backends.weights import Weight
 from offspec.loaders.streaming.weights import WeightSource
 
 from .block import Block

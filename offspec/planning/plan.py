@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 from offspec.backends.on_gpu import GGUF_WITH_KERNELS, most_packed_rows
-from offspec.loaders.formats.core import slice_elements
+from offspec.backends.weights import slice_elements
 from offspec.loaders.machine.hardware import Hardware, Rates
 from offspec.loaders.streaming.device_experts import ExpertChoice
 from offspec.loaders.streaming.placement import (

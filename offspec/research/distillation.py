@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from offspec.loaders.formats import dense
+from offspec.backends.weights import dense
 
 from ..checkpoints.atomic_files import refuse_replacing
 from ..checkpoints.exit_layers import (

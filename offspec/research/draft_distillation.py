@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from offspec.loaders.formats import dense
+from offspec.backends.weights import dense
 from offspec.loaders.streaming.weights import RamWeights
 
 from ..checkpoints.atomic_files import refuse_replacing

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from offspec.loaders.formats import dense
+from offspec.backends.weights import dense
 
 from ..checkpoints.head_files import OWN_KIND
 from ..errors import UsageError

@@ -21,8 +21,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from offspec.backends.weights import Weight
 from offspec.loaders.files.small_files import open_regular
-from offspec.loaders.formats import Weight
 from offspec.loaders.streaming.weights import RamWeights
 from offspec.scheduler.trees.token_tree import ROOT
 

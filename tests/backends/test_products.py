@@ -1,4 +1,4 @@
-"""`formats.linear` on a CPU: the way that the costs say, and whichever it is the same product."""
+"""`weights.linear` on a CPU: the way that the costs say, and whichever it is the same product."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from offspec.backends.products import (
     ProductKind,
     between,
 )
+from offspec.backends.weights import Weight, dense, linear
 from offspec.backends.x86.row_product import RowProduct
-from offspec.loaders.formats import Weight, dense, linear
 from offspec.loaders.formats.four_bit import CODES, Layout4bit, Matrix4bit
 from offspec.loaders.formats.int8 import Int8Matrix
 

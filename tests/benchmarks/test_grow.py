@@ -14,11 +14,12 @@ from safetensors.torch import load_file, save_file
 from benchmarks.grow import SHAPES, Layout, Shape, grow, grow_exit
 from offspec import Engine, SamplingParams, SpeculationParams, builtin
 from offspec.backends.products import TORCH, ProductCosts
+from offspec.backends.weights import dense
 from offspec.checkpoints.exit_layers import save
 from offspec.checkpoints.opening import ModelFiles
 from offspec.errors import UsageError
 from offspec.loaders.files.containers import open_checkpoint
-from offspec.loaders.formats import dense, stored_weights
+from offspec.loaders.formats import stored_weights
 from offspec.model.config import read_config
 from offspec.model.names import LAYER_PREFIX
 

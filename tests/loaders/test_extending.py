@@ -19,13 +19,14 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from offspec import Engine, SamplingParams
+from offspec.backends.weights import PackedMatrix
 from offspec.checkpoints.load import load_decoder
 from offspec.checkpoints.opening import ModelFiles, Note, open_target
 from offspec.errors import CheckpointError
 from offspec.loaders.files.checkpoint import TensorInfo, fault
 from offspec.loaders.files.containers import CONTAINERS, largest_weight_file, open_checkpoint
 from offspec.loaders.formats import FORMATS, StoredWeight, WeightFormat, stored_weights
-from offspec.loaders.formats.core import PackedMatrix, PackedStored, TensorGroup
+from offspec.loaders.formats.core import PackedStored, TensorGroup
 from offspec.loaders.machine.measure import measure_dequantise
 from offspec.loaders.streaming.placement import Placement, Slots, places_of
 from offspec.planning.plan import all_resident

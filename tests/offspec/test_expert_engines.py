@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from offspec import Engine, SamplingParams, SpeculationParams, loading
+from offspec.backends.weights import Weight
 from offspec.checkpoints.load import load_weights
 from offspec.checkpoints.opening import ModelFiles
 from offspec.checkpoints.shadows import make_shadow
 from offspec.errors import UsageError
-from offspec.loaders.formats import Weight
 from offspec.loaders.streaming.experts import CachedExperts, ResidentExperts
 from offspec.loaders.streaming.placement import EXPERTS_ITEM, ExpertSlots, Limits, place
 from offspec.planning.plan import Plan, all_resident, experts_cost

@@ -12,9 +12,8 @@ import pytest
 import torch
 
 from offspec import SamplingParams, SpeculationParams
+from offspec.backends.weights import dense, has_fp32_output, linear_fp32
 from offspec.drafts.self_draft import SelfDraft
-from offspec.loaders.formats import dense, linear_fp32
-from offspec.loaders.formats.core import has_fp32_output
 from offspec.loaders.formats.four_bit import has_kernels
 from offspec.model.early_exit import EarlyExit
 from offspec.planning.plan import Plan

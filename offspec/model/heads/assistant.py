@@ -17,7 +17,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from offspec.loaders.formats import Weight, linear
+from offspec.backends.weights import Weight, linear
 from offspec.scheduler.trees.token_tree import IntArray
 
 from ...errors import CheckpointError, UnsupportedModelError

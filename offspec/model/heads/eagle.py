@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offspec.loaders.formats import Weight, linear
+from offspec.backends.weights import Weight, linear
 from offspec.loaders.streaming.small_transfers import to_device
 from offspec.scheduler.trees.vocabulary import Vocabulary
 

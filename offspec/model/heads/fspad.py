@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from offspec.loaders.formats import linear
+from offspec.backends.weights import linear
 
 from ..config import ModelConfig
 from ..config_values import Json

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from offspec.loaders.formats import Weight
+from offspec.backends.weights import Weight
 from offspec.loaders.streaming.weights import RamWeights, WeightSource
 from offspec.scheduler.trees.token_tree import IntArray
 from offspec.scheduler.trees.vocabulary import Vocabulary

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from offspec.loaders.formats import linear
+from offspec.backends.weights import linear
 from offspec.loaders.streaming.small_transfers import to_device
 from offspec.scheduler.trees.token_tree import IntArray
 

@@ -16,7 +16,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from offspec.loaders.formats import Weight, linear
+from offspec.backends.weights import Weight, linear
 from offspec.scheduler.trees.vocabulary import Vocabulary
 
 from ...errors import CheckpointError, UnsupportedModelError

@@ -14,9 +14,9 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from offspec.backends.expert_table import Chosen, ExpertTable
 from offspec.backends.on_gpu import FASTER_KERNEL
 from offspec.backends.products import must_be_exact
-from offspec.loaders.formats import Chosen, ExpertTable
 from offspec.loaders.streaming.small_transfers import to_device
 from offspec.loaders.streaming.weights import HostExperts, LentExperts
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from offspec.backends.products import HALF_DTYPES, must_be_exact
-from offspec.loaders.formats import linear_each
+from offspec.backends.weights import linear_each
 
 from ..config import ModelConfig
 from ..memory.kv_cache import KVLayout

@@ -10,9 +10,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from offspec.backends.expert_table import Chosen, ExpertTable
 from offspec.backends.products import steps_add
+from offspec.backends.weights import Weight, dense, linear, linear_each, linear_fp32, linears
 from offspec.backends.x86.row_steps import add_rows
-from offspec.loaders.formats import Chosen, ExpertTable, Weight, dense, linear, linear_each, linear_fp32, linears
 from offspec.loaders.streaming.weights import LentExperts
 
 from ..config import ModelConfig
@@ -143,7 +144,7 @@ class LayerWeights:
         scratch: Tensor | None = None,
         experts: ExpertsOfLayer | None = None,
     ) -> None:
-        """scratch: memory for a dequantised matrix, see `formats.linear`."""
+        """scratch: memory for a dequantised matrix, see `weights.linear`."""
         self.tensors = tensors
         self.scratch = scratch
         self._experts = experts
@@ -172,7 +173,7 @@ class LayerWeights:
         return linears(x, weights, [self.optional_vector(f"{name}.bias") for name in names], self.scratch)
 
     def linear_fp32(self, name: str, x: Tensor) -> Tensor:
-        """As `linear`, with an fp32 result; see `formats.linear_fp32`."""
+        """As `linear`, with an fp32 result; see `weights.linear_fp32`."""
         return linear_fp32(x, self.tensors[f"{name}.weight"], self.optional_vector(f"{name}.bias"), self.scratch)
 
     def matrix(self, name: str, dtype: torch.dtype) -> Tensor:

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from offspec.backends.expert_table import Chosen
 from offspec.backends.on_gpu import GGUF_WITH_KERNELS, expert_kernels
-from offspec.loaders.formats import Chosen
 
 from ...loaders.gguf_samples import oracle, random_blocks
 from .interpreted import interpreted

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from offspec.backends.on_gpu import FASTER_KERNEL, FUSED_ROWS, GGUF_WITH_KERNELS, gguf_kernels
-from offspec.loaders.formats import gguf, linear
+from offspec.backends.weights import linear
+from offspec.loaders.formats import gguf
 from offspec.loaders.formats.gguf import GgufMatrix, unpack_reference
 
 from ...loaders.gguf_samples import NAMES, edge_blocks, matrix_of, oracle, random_blocks, same_bits

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from offspec.backends import weights
 from offspec.backends.on_gpu import row_kernels
 from offspec.backends.products import exact_rows
+from offspec.backends.weights import exact_on_gpu, linear
 from offspec.backends.x86.row_attention import KeySlots, Scores, Visible, attend_rows, rows_of_tile
-from offspec.loaders.formats import core, linear
-from offspec.loaders.formats.core import exact_on_gpu
 
 from ...machines import needs_kernels
 from .interpreted import interpreted
@@ -68,7 +68,7 @@ def test_attention(kernels: ModuleType, scores: Scores) -> None:
 
 def test_they_multiply_plain_weights(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """As `linear` calls them for exact rows on a GPU, beside the CPU's kernel."""
-    monkeypatch.setattr(core, "row_kernels", lambda: kernels)
+    monkeypatch.setattr(weights, "row_kernels", lambda: kernels)
     x, matrix = noise(3, 64), noise(64, 8, seed=1).T
     with exact_rows():
         torch.testing.assert_close(exact_on_gpu(x, matrix), linear(x, matrix))

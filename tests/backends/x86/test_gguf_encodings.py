@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from offspec.backends.products import KERNEL, TORCH, ProductCosts
+from offspec.backends.weights import linear
 from offspec.backends.x86.gguf_encodings import BlockEncoding, block_encoding
 from offspec.backends.x86.processor import per_processor
 from offspec.backends.x86.row_product import RowProduct
 from offspec.backends.x86.unpack import WORTH_COMPILING, Unpacker
-from offspec.loaders.formats import format_named, linear
+from offspec.loaders.formats import format_named
 from offspec.loaders.formats.gguf import QUANTISED
 from offspec.loaders.formats.gguf_blocks import GRID_TYPES, VALUES
 from offspec.loaders.machine.product_costs import has_choice, methods_of, of_no_file, sample

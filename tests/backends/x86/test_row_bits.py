@@ -7,10 +7,9 @@ import torch
 from torch import Tensor
 
 from offspec.backends.products import exact_kernel, plain_product
+from offspec.backends.weights import PackedMatrix, dense
 from offspec.backends.x86.encodings import Encoding, Float16
 from offspec.backends.x86.row_product import RowProduct
-from offspec.loaders.formats import dense
-from offspec.loaders.formats.core import PackedMatrix
 from offspec.loaders.machine.product_costs import sample
 
 from ...machines import AVX2, AVX512, AVX512_BF16, by_processor, each_processor, lanes, run

@@ -12,13 +12,12 @@ import torch
 from torch import Tensor
 
 from offspec.backends.products import KERNEL, ProductCosts, can_multiply, plain_product
+from offspec.backends.weights import PackedMatrix, Weight, dense, linear
 from offspec.backends.x86 import compiler
 from offspec.backends.x86.encodings import Blocks, Encoding, Float16, FourBit, Int8
 from offspec.backends.x86.processor import per_processor
 from offspec.backends.x86.row_product import ProductJob, RowProduct
 from offspec.backends.x86.scaled import Fp8, LowFirst, MxFp4
-from offspec.loaders.formats import Weight, dense, linear
-from offspec.loaders.formats.core import PackedMatrix
 from offspec.loaders.formats.four_bit import CODES, Layout4bit, Matrix4bit, Nested
 from offspec.loaders.formats.int8 import Int8Matrix
 from offspec.loaders.formats.scaled import FP4, FP4_NUMBERS, Codes, ScaledLayout, ScaledMatrix

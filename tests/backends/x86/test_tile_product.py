@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from offspec.backends.products import exact_kernel, exact_rows, plain_product
+from offspec.backends.weights import linear, linear_each, linears
 from offspec.backends.x86.tile_product import COLUMNS, SIDE, TileProduct, in_tiles
-from offspec.loaders.formats import linear, linear_each, linears
 
 from ...machines import AMX, AVX512_BF16, by_processor, run
 from .test_row_bits import PANEL, SHAPE, STORED, assert_rows_alone_are_equal, product_with

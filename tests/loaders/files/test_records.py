@@ -7,9 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from offspec.backends.weights import ALIGNMENT
 from offspec.loaders.files.checkpoint import DTYPE_BYTES, TensorInfo
 from offspec.loaders.files.readers import BLOCK_BYTES, READ_BYTES, HostBuffer
-from offspec.loaders.files.records import ALIGNMENT, MAX_GAP_BYTES, Record
+from offspec.loaders.files.records import MAX_GAP_BYTES, Record
 from offspec.loaders.streaming.stream import read_record
 
 from ...examples import examples

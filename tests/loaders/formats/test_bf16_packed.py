@@ -12,13 +12,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from offspec.backends.products import KERNEL, TILES, TORCH, MethodCosts, ProductCosts, ProductKind, plain_product
+from offspec.backends.weights import linear
 from offspec.backends.x86.bf16_bits import Bf16Bits
 from offspec.backends.x86.processor import per_processor
 from offspec.backends.x86.row_product import RowProduct
 from offspec.backends.x86.unpack import Unpacker
 from offspec.errors import CheckpointError
 from offspec.loaders.files.checkpoint import DTYPE_BYTES, TensorInfo
-from offspec.loaders.formats import linear, stored_weights
+from offspec.loaders.formats import stored_weights
 from offspec.loaders.formats.bf16_bits import (
     EXCEPTION,
     LEAST_GAIN,

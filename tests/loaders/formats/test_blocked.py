@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from offspec.backends.weights import dense, linear
 from offspec.loaders.formats import blocked as module
-from offspec.loaders.formats import dense, linear
 from offspec.loaders.formats.blocked import BlockedMatrix, can_be_blocked
 from offspec.loaders.streaming.tiers import TierOptions
 

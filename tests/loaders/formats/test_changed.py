@@ -11,10 +11,11 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
 
+from offspec.backends.weights import dense, linear
 from offspec.errors import CheckpointError
 from offspec.loaders.files.checkpoint import Change, Order, TensorInfo
 from offspec.loaders.files.safetensors_folder import read_header
-from offspec.loaders.formats import StoredWeight, dense, linear, stored_weights
+from offspec.loaders.formats import StoredWeight, stored_weights
 from offspec.loaders.streaming.placement import Limits, Placement, Slots, places_of
 from offspec.loaders.streaming.stored_model import StoredModel, StoredUnit
 from offspec.loaders.streaming.tiers import TieredWeights, TierOptions

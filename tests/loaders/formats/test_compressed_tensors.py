@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from offspec.backends.products import KERNEL, ProductCosts
+from offspec.backends.weights import PackedMatrix, as_table, dense, linear, take_rows
 from offspec.errors import CheckpointError, OffspecError, UnsupportedModelError
 from offspec.loaders.files.containers import open_checkpoint
-from offspec.loaders.formats import as_table, blank_tensors, dense, format_named, format_notes, linear, take_rows
-from offspec.loaders.formats.core import PackedMatrix
+from offspec.loaders.formats import blank_tensors, format_named, format_notes
 from offspec.loaders.machine.product_costs import of_no_file
 
 from ...examples import examples

@@ -20,13 +20,12 @@ from offspec.backends.products import (
     can_be_exact,
     exact_rows,
 )
+from offspec.backends.weights import PackedMatrix, Weight, dense, linear, linear_each, linears
 from offspec.loaders.files.checkpoint import Order
-from offspec.loaders.formats import Weight, core, dense, linear, linear_each, linears
 from offspec.loaders.formats.bf16_bits import pack
 from offspec.loaders.formats.bf16_packed import PackedBf16Matrix
 from offspec.loaders.formats.blocked import BlockedMatrix
 from offspec.loaders.formats.changed import ReorderedMatrix
-from offspec.loaders.formats.core import PackedMatrix
 from offspec.loaders.formats.grouped import GroupedMatrix
 from offspec.loaders.formats.int8 import Int8Matrix
 from offspec.loaders.machine.product_costs import sample
@@ -149,7 +148,7 @@ def test_several_matrices_are_each_alone(others: list[str]) -> None:
 
 def test_rows_on_another_device_take_no_kernel_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """It would read host memory at their addresses."""
-    monkeypatch.setattr(core, "row_kernels", lambda: pretended_rows)
+    monkeypatch.setattr("offspec.backends.weights.row_kernels", lambda: pretended_rows)
     x, weights = torch.empty(3, 128, device="meta"), [torch.empty(40, 128, device="meta")] * 2
     with exact_rows():
         together = linears(x, weights, [None, None])

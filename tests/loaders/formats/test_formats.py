@@ -19,11 +19,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from offspec.backends import weights
 from offspec.backends.on_gpu import FusedRows
+from offspec.backends.weights import Weight, dense, linear
 from offspec.errors import CheckpointError, OffspecError
 from offspec.loaders.files.checkpoint import TensorInfo
 from offspec.loaders.files.safetensors_folder import read_header
-from offspec.loaders.formats import StoredWeight, Weight, core, dense, four_bit, linear, stored_weights
+from offspec.loaders.formats import StoredWeight, four_bit, stored_weights
 from offspec.loaders.formats.four_bit import Matrix4bit, pack_4bit
 from offspec.loaders.formats.process_state import bitsandbytes_functional, has_bitsandbytes
 from offspec.loaders.formats.quant_state import BLOCKSIZES
@@ -175,7 +177,7 @@ def test_nested_scales_on_cuda_are_those_of_the_cpu(num_blocks: int) -> None:
 @pytest.mark.parametrize("blocksize", BLOCKSIZES)
 def test_every_blocksize_and_several_tiles(blocksize: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = pack_4bit(noise(70, 200), blocksize=blocksize)
-    monkeypatch.setattr(core, "TILE", 4096)
+    monkeypatch.setattr(weights, "TILE", 4096)
     parts = pack_4bit(noise(70, 200), blocksize=blocksize)
     assert all(equal(parts[suffix], whole[suffix]) for suffix in whole)
     weight = open_with(tmp_path, named(parts))[NAME]
@@ -400,7 +402,7 @@ def test_few_rows_are_multiplied_packed_where_that_was_measured_faster(
         return x.new_zeros(x.shape[0], 64)
 
     monkeypatch.setattr(four_bit, "fused_linear", fused)
-    monkeypatch.setattr(core, "FUSED_ROWS", rows := FusedRows())
+    monkeypatch.setattr(weights, "FUSED_ROWS", rows := FusedRows())
     rows.set("nf4", (64, 128), torch.float32, torch.device("cpu"), 8)
     for num_rows in (1, 8, 9):
         linear(noise(num_rows, 128, dtype=torch.float32), matrix)

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from offspec.backends.products import KERNEL, ProductCosts
+from offspec.backends.weights import dense, linear
 from offspec.backends.x86.unpack import WORTH_COMPILING
 from offspec.errors import CheckpointError, UnsupportedModelError
-from offspec.loaders.formats import StoredWeight, dense, linear
+from offspec.loaders.formats import StoredWeight
 
 from ...examples import examples
 from ...machines import needs_kernels

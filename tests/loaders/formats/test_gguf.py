@@ -10,10 +10,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from offspec.backends import weights
+from offspec.backends.weights import linear
 from offspec.errors import CheckpointError, UnsupportedModelError
 from offspec.loaders.files.checkpoint import TensorInfo
 from offspec.loaders.files.gguf_types import GGUF_TYPES
-from offspec.loaders.formats import core, linear, stored_weights
+from offspec.loaders.formats import stored_weights
 from offspec.loaders.formats.gguf import QUANTISED, GgufMatrix, unpack_reference
 from offspec.loaders.formats.gguf_blocks import GRID_TYPES, HALVES, check_grid
 from offspec.loaders.streaming.weights import RamWeights
@@ -31,7 +33,7 @@ def test_every_quantised_type_is_read() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_dequantised_as_the_gguf_package_does(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where a matrix is no whole number of tiles, and its bytes begin at an odd place."""
-    monkeypatch.setattr("offspec.loaders.formats.core.TILE", 4096)
+    monkeypatch.setattr("offspec.backends.weights.TILE", 4096)
     rows = random_blocks(name, 23, 3)
     expected = oracle(name, rows)
     assert expected.isfinite().all()
@@ -156,8 +158,10 @@ def test_a_large_head_is_multiplied_in_slices(name: str, monkeypatch: pytest.Mon
     """As on a GPU, where there is no memory for all of it unpacked; the last slice is shorter."""
     rows = random_blocks(name, 23, 2)
     matrix = matrix_of(name, rows)
-    monkeypatch.setattr(core, "SLICE", 10 * matrix.shape[1] + 3)
+    monkeypatch.setattr(weights, "SLICE", 10 * matrix.shape[1] + 3)
     x = torch.randn(3, matrix.shape[1], generator=torch.Generator().manual_seed(0))
     expected = x @ oracle(name, rows).T
-    torch.testing.assert_close(core._by_slices(x, matrix), expected, rtol=1e-5, atol=1e-5 * expected.abs().max().item())
-    assert core.slice_elements(matrix.shape) == core.SLICE
+    torch.testing.assert_close(
+        weights._by_slices(x, matrix), expected, rtol=1e-5, atol=1e-5 * expected.abs().max().item()
+    )
+    assert weights.slice_elements(matrix.shape) == weights.SLICE

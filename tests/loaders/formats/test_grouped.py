@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor
 
+from offspec.backends.weights import dense, linear
 from offspec.errors import CheckpointError, UnsupportedModelError
 from offspec.loaders.files.containers import open_checkpoint
-from offspec.loaders.formats import StoredWeight, blank_tensors, dense, grouped, linear
+from offspec.loaders.formats import StoredWeight, blank_tensors, grouped
 from offspec.loaders.formats.grouped import GroupedMatrix
 
 from ...examples import examples

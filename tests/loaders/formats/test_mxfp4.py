@@ -11,10 +11,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from offspec.backends.products import KERNEL, ProductCosts
+from offspec.backends.weights import PackedMatrix, dense, linear
 from offspec.errors import CheckpointError
 from offspec.loaders.files.containers import open_checkpoint
-from offspec.loaders.formats import StoredWeight, dense, format_named, formats_in, linear, stored_weights
-from offspec.loaders.formats.core import PackedMatrix
+from offspec.loaders.formats import StoredWeight, format_named, formats_in, stored_weights
 from offspec.loaders.machine.product_costs import of_no_file
 from offspec.loaders.streaming.stored_model import StoredUnit
 

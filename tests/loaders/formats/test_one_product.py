@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from offspec.backends.products import exact_rows
-from offspec.loaders.formats import Weight, dense, linear, linear_each, linear_fp32, linears
+from offspec.backends.weights import Weight, dense, linear, linear_each, linear_fp32, linears
 from offspec.loaders.formats.bf16_bits import pack
 from offspec.loaders.formats.bf16_packed import PackedBf16Matrix
 from offspec.loaders.formats.grouped import GroupedMatrix

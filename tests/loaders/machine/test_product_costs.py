@@ -25,8 +25,9 @@ from offspec.backends.products import (
     are_rows_exact,
     are_rows_in_bytes,
 )
+from offspec.backends.weights import Weight
 from offspec.loaders.files.checkpoint import TensorInfo
-from offspec.loaders.formats import StoredWeight, Weight, format_named
+from offspec.loaders.formats import StoredWeight, format_named
 from offspec.loaders.machine import product_costs as module
 from offspec.loaders.machine.product_costs import (
     HOPELESS_ROWS,

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from offspec import Engine
+from offspec.backends.weights import dense
 from offspec.checkpoints.experts import by_expert
 from offspec.checkpoints.gguf import translated
 from offspec.drafts.model_draft import ModelDraft
 from offspec.errors import CheckpointError
 from offspec.loaders.files.checkpoint import TensorInfo
 from offspec.loaders.files.gguf_file import read_model
-from offspec.loaders.formats import dense
 from offspec.loaders.formats.gguf import QUANTISED
 from offspec.loading import LoadedTarget
 from offspec.model.decoder import Decoder

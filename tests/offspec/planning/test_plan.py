@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from offspec import LoadOptions
+from offspec.backends.weights import SLICE
 from offspec.builtin import path as builtin_path
 from offspec.checkpoints.from_config import stored_from_config
 from offspec.checkpoints.opening import ModelFiles, Note
 from offspec.errors import CheckpointError, ContextLengthError, MemoryLimitError, UsageError
-from offspec.loaders.formats.core import SLICE
 from offspec.loaders.machine.gpus import KNOWN_GPUS
 from offspec.loaders.machine.hardware import Rates
 from offspec.loaders.params import PLAN_FORMATS

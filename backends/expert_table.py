@@ -14,9 +14,8 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from offspec.backends.on_gpu import expert_kernels, on_device
-
-from .core import PackedMatrix, Weight
+from .on_gpu import expert_kernels, on_device
+from .weights import PackedMatrix, Weight
 
 WEIGHT, BIAS = ".weight", ".bias"
 MANY_PLACES = 4  # times as many places as tiles: then the tiles' first places are gathered before the launch
