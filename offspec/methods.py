@@ -12,5 +12,7 @@ RESEARCH = ""  # set by `offspec/__init__.py`; no module below the room imports 
 
 
 def research() -> Any:
-    """The module with LOSSY and TREES (name → what makes a drafter), LAYOUTS of heads, and `learning_draft`."""
+    """The module with LOSSY and TREES (name → what makes a drafter), STOPPING (name → a controller around another),
+    LAYOUTS of heads, and `learning_draft`.
+    """
     return import_module(RESEARCH)

@@ -45,7 +45,6 @@ from ..model.heads.assistant import assistant_name, assistant_spec
 from ..model.heads.dflash import ENTRY as DFLASH_ENTRY
 from ..model.heads.dflash import MARKOV_ENTRY, MARKOV_IN, dflash_name, dflash_spec
 from ..model.heads.eagle import TO_TARGET, eagle_name, eagle_spec
-from ..model.heads.fspad import fspad_name, fspad_spec
 from ..model.heads.head import LAYERS, OWN_EMBEDDING, OWN_HEAD, HeadSpec
 from ..model.heads.hydra import hydra_name, hydra_spec
 from ..model.heads.medusa import medusa_name, medusa_spec
@@ -243,7 +242,6 @@ LAYOUTS = {
     "hydra": Layout(partial(hydra_name, False), partial(hydra_spec, False)),
     HYDRA_PREFIX: Layout(partial(hydra_name, True), partial(hydra_spec, True)),
     "mlp_speculator": Layout(mlp_name, mlp_spec),
-    "fspad": Layout(fspad_name, fspad_spec),
     "mtp": Layout(mtp_name, mtp_spec),
     "dflash": Layout(dflash_name, dflash_spec),
     "assistant": Layout(assistant_name, assistant_spec),
@@ -276,7 +274,7 @@ def layout_of(config: Json, names: Iterable[str]) -> Layout | None:
         return LAYOUTS["mtp"]
     plain = {name.removeprefix("model.") for name in names}
     if "fc.fc.weight" in plain:
-        return LAYOUTS["fspad"]
+        return _researched("fspad")
     if "clover_head_mlp_rnn.q.weight" in plain:
         return _researched("clover2")
     stated = config.get("architectures")

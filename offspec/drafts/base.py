@@ -16,19 +16,19 @@ import torch
 
 from offspec.loaders.convert import Progress
 from offspec.loaders.streaming.placement import Placement
-from offspec.scheduler.drafting.choose_controller import controller_for
 from offspec.scheduler.drafting.drafter import Drafter, DraftRequest, NoDrafter
 from offspec.scheduler.drafting.forced import ForcedDrafter
 from offspec.scheduler.drafting.model_drafter import ModelDrafter
 from offspec.scheduler.guessing.lookup import Guesser
 from offspec.scheduler.guessing.retrieval import Retrieval, SuffixIndex
-from offspec.scheduler.pace.controllers import Controller
+from offspec.scheduler.pace.controllers import Controller, controller_for
 from offspec.scheduler.pace.costs import Predict
 from offspec.scheduler.params import SpeculationParams, max_nodes
 from offspec.scheduler.trees.verify import TargetPass
 
 from ..checkpoints.opening import ModelFiles, Note
 from ..errors import UsageError
+from ..methods import research
 from ..model.decoder import CachedDecoder, Decoder
 from ..model.memory.request_caches import DraftText, RequestCaches
 from ..planning.draft_forecast import Guessing
@@ -269,7 +269,8 @@ Listener = Callable[[TargetPass], None]
 
 def controller_of(task: DraftTask, stats: DraftStats) -> Controller:
     """Decides how long to draft and how many nodes to send, by the request's parameters."""
-    return controller_for(task.speculation, stats.costs, most_nodes(task))
+    controller, stopping = controller_for(task.speculation, stats.costs, most_nodes(task)), task.speculation.stopping
+    return controller if stopping == "default" else research().STOPPING[stopping](controller)
 
 
 def most_nodes(task: DraftTask) -> int:

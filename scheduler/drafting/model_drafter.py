@@ -13,14 +13,13 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from ..guessing.lookup import Guesser
-from ..pace.controllers import Controller
+from ..pace.controllers import Controller, controller_for
 from ..pace.trials import Overlap
 from ..params import SpeculationParams
 from ..trees.token_tree import CONSTRAINT, ROOT, FloatArray, IntArray, TokenTree
 from ..trees.verify import TargetPass
 from .candidate_tree import CandidateTree
 from .child_scores import ChildScorer
-from .choose_controller import controller_for
 from .draft_rounds import DraftRounds
 from .drafter import DraftRequest, ExactDrafter, LogitCorrector, NoModel, TreeModel
 from .estimates import RunningEstimates

@@ -10,6 +10,7 @@ from typing import Protocol
 
 import numpy as np
 
+from ..params import MAX_NODES, SpeculationParams
 from ..trees.token_tree import FloatArray
 from .averages import DecayingRatio
 from .costs import WIDTHS, Costs
@@ -177,3 +178,8 @@ class MarginalRate:
         children = state.open[: WIDTHS[-1], None] * state.profile
         gains: FloatArray = np.maximum(children - price, 0.0).sum(-1)
         return gains
+
+
+def controller_for(params: SpeculationParams, costs: Costs, max_nodes: int = MAX_NODES) -> Controller:
+    """By the budget. max_nodes: limit of a tree whose budget is found at run time."""
+    return MarginalRate(costs, max_nodes) if params.budget is None else FixedBudget(params.budget, params.width)

@@ -24,10 +24,10 @@ from offspec.model.cuda_graphs import TreeGraphs
 from offspec.model.decoder import CachedDecoder, Decoder
 from offspec.model.row_logits import RowLogits
 from offspec.scheduler.drafting.child_scores import ChildScorer
-from offspec.scheduler.drafting.choose_controller import controller_for
 from offspec.scheduler.drafting.drafter import DraftRequest, NoDrafter
 from offspec.scheduler.drafting.model_drafter import ModelDrafter
 from offspec.scheduler.guessing.lookup import Guesser, PromptLookup
+from offspec.scheduler.pace.controllers import controller_for
 from offspec.scheduler.params import MAX_ROWS
 from offspec.scheduler.trees.sampling import Sampler
 from offspec.scheduler.trees.token_tree import ROOT, BoolArray, IntArray, TokenTree, trimmed

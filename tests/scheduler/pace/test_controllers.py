@@ -11,13 +11,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from offspec.loaders.streaming.placement import used_share
-from offspec.scheduler.drafting.choose_controller import controller_for
 from offspec.scheduler.drafting.drafter import DraftRequest
 from offspec.scheduler.drafting.model_drafter import ModelDrafter
-from offspec.scheduler.pace.controllers import FIRST_NODES, DraftingState, FixedBudget, MarginalRate
+from offspec.scheduler.pace.controllers import FIRST_NODES, DraftingState, FixedBudget, MarginalRate, controller_for
 from offspec.scheduler.pace.costs import Costs
-from offspec.scheduler.pace.thompson import ThompsonSampling
-from offspec.scheduler.params import MAX_NODES, SamplingParams, SpeculationParams, Stopping
+from offspec.scheduler.params import MAX_NODES, SamplingParams, SpeculationParams
 from offspec.scheduler.trees.sampling import Sampler
 from offspec.scheduler.trees.token_tree import FloatArray
 
@@ -61,12 +59,10 @@ def test_a_fixed_budget_drafts_to_the_end() -> None:
 
 
 @pytest.mark.parametrize("budget", [None, 5])
-@pytest.mark.parametrize("stopping", ["default", "thompson", "thompson-calibrated"])
-def test_parameters_call_for_a_controller(stopping: Stopping, budget: int | None) -> None:
-    controller = controller_for(SpeculationParams(budget=budget, stopping=stopping), Costs(lambda _: 1.0))
+def test_parameters_call_for_a_controller(budget: int | None) -> None:
+    controller = controller_for(SpeculationParams(budget=budget), Costs(lambda _: 1.0))
     assert controller.limit == (FIRST_NODES if budget is None else budget)
-    plain = MarginalRate if budget is None else FixedBudget
-    assert isinstance(controller, plain if stopping == "default" else ThompsonSampling)
+    assert isinstance(controller, MarginalRate if budget is None else FixedBudget)
 
 
 # ------------------------------------------------------------------------------------------------ the marginal rate

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..trees.token_tree import FloatArray
-from .controllers import Controller, DraftingState
+from offspec.scheduler.pace.controllers import Controller, DraftingState
+from offspec.scheduler.trees.token_tree import FloatArray
 
 THOMPSON_WIDTH = 16  # nodes that a round expands
 

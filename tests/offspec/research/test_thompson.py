@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import numpy as np
 
+from offspec.research.methods import STOPPING
+from offspec.research.thompson import CalibrationSampling, ThompsonSampling
 from offspec.scheduler.pace.controllers import FixedBudget, MarginalRate
 from offspec.scheduler.pace.costs import Costs
-from offspec.scheduler.pace.thompson import CalibrationSampling, ThompsonSampling
+from offspec.scheduler.params import Stopping
 
-from .test_controllers import NONE, PROFILE, flat_until, rated, state_of
+from ...scheduler.pace.test_controllers import NONE, PROFILE, flat_until, rated, state_of
 
 
 def thompson(seed: int = 0) -> ThompsonSampling:
@@ -97,3 +101,7 @@ def test_calibration_sampling_learns_how_many_levels_hold() -> None:
 
     assert mean(0, 0.9) < 0.5 * mean(20, 0.9)
     assert mean(3, 0.2) < 0.95 * mean(3, 0.9)
+
+
+def test_every_way_to_stop_has_a_controller() -> None:
+    assert {*STOPPING, "default"} == {*get_args(Stopping)}

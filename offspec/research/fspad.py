@@ -17,15 +17,16 @@ from torch import Tensor
 
 from offspec.backends.weights import linear
 
-from ..config import ModelConfig
-from ..config_values import Json
-from ..parts.attention import Attention
-from ..parts.mlp import ACTIVATIONS, Mlp
-from ..parts.part import LayerWeights, Part, PassRows
-from ..rope import RotaryEmbeddings
-from .chained import renamed
-from .eagle import WITHOUT_INPUT_NORM, EagleHead, eagle_name, eagle_shape, eagle_shapes
-from .head import LAYERS, Advanced, HeadSpec, Inputs
+from ..checkpoints.head_files import Layout
+from ..model.config import ModelConfig
+from ..model.config_values import Json
+from ..model.heads.chained import renamed
+from ..model.heads.eagle import WITHOUT_INPUT_NORM, EagleHead, eagle_name, eagle_shape, eagle_shapes
+from ..model.heads.head import LAYERS, Advanced, HeadSpec, Inputs
+from ..model.parts.attention import Attention
+from ..model.parts.mlp import ACTIVATIONS, Mlp
+from ..model.parts.part import LayerWeights, Part, PassRows
+from ..model.rope import RotaryEmbeddings
 
 SAMPLING = "sampling."
 _RULES = (
@@ -83,3 +84,6 @@ def fspad_name(name: str) -> str | None:
     """`FspadHead`'s name of a tensor in a file; None for one that says nothing more."""
     plain = eagle_name(name)
     return None if plain is None else renamed(plain, _RULES)
+
+
+FSPAD = Layout(fspad_name, fspad_spec)
