@@ -39,13 +39,13 @@ from offspec.backends.weights import Weight
 from offspec.backends.x86.processor import describe_instructions
 from offspec.checkpoints.load import WeightSettings, load_decoder
 from offspec.checkpoints.opening import ModelFiles, locate
+from offspec.loaded_target import LoadedTarget
 from offspec.loaders.convert import convert
 from offspec.loaders.files.gguf_types import GGUF_TYPES
 from offspec.loaders.formats.gguf import GgufMatrix
 from offspec.loaders.params import CONVERT_FORMATS, SHADOW_FORMATS, ConvertParams
 from offspec.loaders.streaming.placement import ExpertSlots, Limits, Place, Placement, Slots, Tier
 from offspec.loaders.streaming.weights import RamWeights
-from offspec.loading import LoadedTarget
 from offspec.model.decoder import CachedDecoder, Decoder, pass_together
 from offspec.model.exactness import reason_against_exactness
 from offspec.model.memory.kv_formats import KV_FORMATS

@@ -24,7 +24,8 @@ from .drafts.draft_stats import DraftStats
 from .drafts.without_model import NoDraft
 from .errors import OffspecError, UsageError
 from .load_options import AnyPath, LoadOptions, LoadSettings
-from .loading import LoadedTarget, load
+from .loaded_target import LoadedTarget
+from .loading import load
 from .model.decoder import Decoder
 from .model.exactness import reason_of
 from .model.memory.request_caches import RequestCaches

@@ -13,11 +13,11 @@ from benchmarks.streaming import star
 from offspec import Engine
 from offspec.checkpoints.opening import Note
 from offspec.drafts.model_draft import ModelDraft
+from offspec.loaded_target import LoadedTarget, PlannedMemory
 from offspec.loaders.accelerators.accelerator import accelerator_of
 from offspec.loaders.machine.hardware import Rates
 from offspec.loaders.streaming.placement import Placement
 from offspec.loaders.streaming.tiers import TieredWeights, TierOptions
-from offspec.loading import LoadedTarget, PlannedMemory
 from offspec.model.decoder import CachedDecoder, Decoder
 from offspec.model.exactness import is_exact_by_default
 from offspec.model.names import EMBEDDING

@@ -13,7 +13,7 @@ from offspec.loaders.machine.product_costs import processor_identity
 from offspec.scheduler.pace.costs import Costs
 
 from ..drafts.base import Draft
-from ..loading import LoadedTarget
+from ..loaded_target import LoadedTarget
 
 _REVISION = 1  # of the file's content; files of other revisions are ignored
 

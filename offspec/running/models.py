@@ -13,7 +13,7 @@ from offspec.scheduler.params import AUTO_TEXTS
 
 from ..drafts.base import Draft
 from ..drafts.draft_stats import DraftStats
-from ..loading import LoadedTarget
+from ..loaded_target import LoadedTarget
 from ..model.decoder import Decoder
 from ..model.memory.request_caches import RequestCaches
 from ..planning.out_of_memory import retry_out_of_memory

@@ -12,7 +12,7 @@ from offspec.scheduler.drafting.model_drafter import ModelDrafter
 from offspec.scheduler.pace.controllers import PLAIN_ROWS
 from offspec.scheduler.pace.costs import CostCurve
 
-from ..loading import LoadedTarget
+from ..loaded_target import LoadedTarget
 from ..stats import Stats, peak_host_bytes
 from .checked_request import CheckedRequest
 

@@ -14,7 +14,7 @@ from offspec import Engine, LoadOptions, SamplingParams
 from offspec.cli.batch import Asked
 from offspec.cli.node_engine import EngineJob, NodeEngine
 from offspec.errors import ContextLengthError, MemoryLimitError, OffspecError
-from offspec.loading import LoadedTarget
+from offspec.loaded_target import LoadedTarget
 from offspec.planning import plan
 
 from ..pair import CONTEXT, Pair

@@ -42,7 +42,7 @@ FLOORS = (
     ("text", "model", "named_models", "load_options"),
     ("checkpoints",),
     ("planning", "user_files"),
-    ("drafts",),
+    ("drafts", "loaded_target"),
     ("loading",),
     ("running",),
     ("engine",),

@@ -21,8 +21,8 @@ from offspec.drafts.base import DraftOptions, OpenRequest
 from offspec.drafts.kinds import open_draft
 from offspec.drafts.model_draft import ModelDraft
 from offspec.drafts.without_model import LookupDraft, NoDraft
+from offspec.loaded_target import LoadedTarget
 from offspec.loaders.streaming.placement import Limits, Placement, Slots, places_of
-from offspec.loading import LoadedTarget
 from offspec.model.config import read_config
 from offspec.model.decoder import Decoder, wanted_shapes
 from offspec.model.exactness import reason_against_exactness

@@ -17,8 +17,8 @@ from offspec.backends.products import KERNEL, TILES, TORCH, ProductCosts
 from offspec.backends.x86.row_product import RowProduct
 from offspec.checkpoints.load import WeightSettings, load_decoder
 from offspec.checkpoints.opening import ModelFiles
+from offspec.loaded_target import LoadedTarget
 from offspec.loaders.streaming.placement import Limits, Placement, Slots, places_of
-from offspec.loading import LoadedTarget
 from offspec.model.decoder import Decoder
 
 from ..machines import needs_kernels

@@ -22,8 +22,8 @@ from offspec import Engine, SamplingParams, SpeculationParams, loading
 from offspec.checkpoints.load import WeightSettings, load_decoder
 from offspec.checkpoints.opening import ModelFiles
 from offspec.errors import CheckpointError, MemoryLimitError, UsageError
+from offspec.loaded_target import LoadedTarget, PlannedMemory
 from offspec.loaders.streaming.placement import KV_ITEM, Item, Limits, Placement, Slots, places_of, scattered
-from offspec.loading import LoadedTarget, PlannedMemory
 from offspec.model.block import Block, memory_bytes
 from offspec.model.decoder import CachedDecoder, Decoder
 from offspec.planning.memory import MemoryOptions, MemoryUser

@@ -18,8 +18,8 @@ from offspec.checkpoints.load import WeightSettings, load_decoder
 from offspec.checkpoints.opening import ModelFiles
 from offspec.cli.server.service import Service
 from offspec.errors import CheckpointError, ConstraintError, HardwareError, MemoryLimitError, UsageError
+from offspec.loaded_target import LoadedTarget
 from offspec.loaders.streaming.placement import Limits, Placement, Slots, places_of
-from offspec.loading import LoadedTarget
 from offspec.running.passes import run_pass
 from offspec.text.tokenizer import Tokenizer
 

@@ -18,10 +18,10 @@ from offspec.checkpoints.experts import by_expert
 from offspec.checkpoints.gguf import translated
 from offspec.drafts.model_draft import ModelDraft
 from offspec.errors import CheckpointError
+from offspec.loaded_target import LoadedTarget
 from offspec.loaders.files.checkpoint import TensorInfo
 from offspec.loaders.files.gguf_file import read_model
 from offspec.loaders.formats.gguf import QUANTISED
-from offspec.loading import LoadedTarget
 from offspec.model.decoder import Decoder
 from offspec.text.tokenizer import Tokenizer
 

@@ -21,10 +21,10 @@ from offspec.drafts.kinds import open_draft
 from offspec.drafts.layer_drafts import LESS_READ, MOST_ROWS_ON_CPU, LayersOfTarget, OpenedShadow
 from offspec.drafts.without_model import LookupDraft
 from offspec.errors import CheckpointError, OffspecError, UsageError
+from offspec.loaded_target import LoadedTarget
 from offspec.loaders.files.safetensors_folder import INDEX_FILE, UNFINISHED_MARKER
 from offspec.loaders.streaming.link import CopyStream
 from offspec.loaders.streaming.placement import SHADOW_ITEM, Limits, Placement, Slots, places_of
-from offspec.loading import LoadedTarget
 from offspec.model.layer_draft import LayerDraft, LayerDraftText, WindowOfTarget
 from offspec.model.memory.chunk_attention import CHUNK, NUM_SINKS, positions_of
 from offspec.model.memory.draft_window import LEAST_WINDOW, most_entries

@@ -21,9 +21,9 @@ from offspec.drafts.base import DraftOptions, OpenRequest
 from offspec.drafts.head_draft import HeadDraft
 from offspec.drafts.kinds import automatic_names, open_draft
 from offspec.errors import UsageError
+from offspec.loaded_target import LoadedTarget
 from offspec.loaders.convert import convert as convert_layers
 from offspec.loaders.params import ConvertParams
-from offspec.loading import LoadedTarget
 from offspec.model.heads.mtp import OWN_EMBEDDING, OWN_HEAD, MtpHead
 from offspec.model.names import LAYER_PREFIX
 from offspec.planning.plan import all_resident

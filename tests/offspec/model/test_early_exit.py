@@ -26,9 +26,9 @@ from offspec.drafts.recall import RecallingText
 from offspec.drafts.self_draft import OpenedSelf, SelfDraft
 from offspec.drafts.without_model import NoDraft
 from offspec.errors import MemoryLimitError
+from offspec.loaded_target import LoadedTarget
 from offspec.loaders.accelerators.capture import Work, as_it_is
 from offspec.loaders.streaming.placement import Limits, Placement, Slots, places_of
-from offspec.loading import LoadedTarget
 from offspec.model.block import Block
 from offspec.model.cuda_graphs import RoundBuffers, is_static
 from offspec.model.decoder import CachedDecoder, Decoder

@@ -23,8 +23,8 @@ from offspec.checkpoints.opening import ModelFiles
 from offspec.drafts.head_draft import HeadDraft
 from offspec.drafts.without_model import LookupDraft
 from offspec.errors import CheckpointError, UnsupportedModelError, UsageError
+from offspec.loaded_target import LoadedTarget
 from offspec.loaders.params import ConvertParams
-from offspec.loading import LoadedTarget
 from offspec.model import pass_rows
 from offspec.model.decoder import Decoder
 from offspec.model.transformers_decoder import ForeignDecoder

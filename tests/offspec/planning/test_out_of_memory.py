@@ -14,10 +14,10 @@ from offspec.checkpoints.load import load_weights
 from offspec.drafts import model_draft
 from offspec.drafts.without_model import NoDraft
 from offspec.errors import MemoryLimitError
+from offspec.loaded_target import LoadedTarget, PlannedMemory
 from offspec.loaders.accelerators.accelerator import accelerator_of
 from offspec.loaders.streaming.placement import Placement
 from offspec.loaders.streaming.tiers import TieredWeights
-from offspec.loading import LoadedTarget, PlannedMemory
 from offspec.model.memory.sequence_cache import SequenceCache
 from offspec.planning.out_of_memory import out_of_memory_message
 from offspec.running import passes

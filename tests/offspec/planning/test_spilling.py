@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from offspec import Engine, SamplingParams, SpeculationParams, loading
+from offspec import Engine, SamplingParams, SpeculationParams, loaded_target
 from offspec.planning import spilling
 from offspec.planning.spilling import LAUNCHES_S, NUM_PASSES, SpillWatch, spill_watch
 
@@ -65,7 +65,7 @@ def test_an_engine_watches_its_passes(monkeypatch: pytest.MonkeyPatch) -> None:
         watched.append((num_rows, num_tokens))
         return 1e-9
 
-    monkeypatch.setattr(loading, "spill_watch", lambda device: SpillWatch())
+    monkeypatch.setattr(loaded_target, "spill_watch", lambda device: SpillWatch())
     monkeypatch.setattr(spilling, "LAUNCHES_S", 0.0)
     with Engine.load("builtin", draft="none", device="cpu", context=512) as engine:
         monkeypatch.setattr(type(engine.plan), "predict_pass_s", predict)

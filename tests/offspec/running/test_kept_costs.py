@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from offspec import Engine, SamplingParams
-from offspec.loading import LoadedTarget
+from offspec.loaded_target import LoadedTarget
 from offspec.planning.plan import Plan
 from offspec.user_folders import user_folder
 

@@ -19,10 +19,10 @@ from offspec import Engine, SamplingParams, SpeculationParams, convert
 from offspec.checkpoints.load import WeightSettings, load_decoder, load_weights
 from offspec.checkpoints.opening import ModelFiles
 from offspec.drafts.model_draft import ModelDraft
+from offspec.loaded_target import LoadedTarget, PlannedMemory
 from offspec.loaders.params import ConvertParams
 from offspec.loaders.streaming.placement import ExpertSlots, Limits, Placement, Slots, places_of
 from offspec.loaders.streaming.weights import RamWeights
-from offspec.loading import LoadedTarget, PlannedMemory
 from offspec.model.block import matrix_shapes
 from offspec.model.decoder import Decoder, activation_bytes
 from offspec.model.names import LAYER_PREFIX, in_layer

@@ -12,8 +12,8 @@ import torch
 from offspec import Engine, SamplingParams, SpeculationParams
 from offspec.checkpoints.load import WeightSettings, load_decoder
 from offspec.checkpoints.opening import ModelFiles
+from offspec.loaded_target import LoadedTarget
 from offspec.loaders.streaming.placement import ExpertSlots, Limits, Placement, Slots, places_of
-from offspec.loading import LoadedTarget
 from offspec.model.decoder import CachedDecoder, Decoder
 from offspec.text.tokenizer import Tokenizer
 

@@ -16,9 +16,9 @@ from offspec.checkpoints.opening import ModelFiles
 from offspec.drafts.model_draft import ModelDraft
 from offspec.drafts.without_model import LookupDraft, NoDraft
 from offspec.errors import UsageError
+from offspec.loaded_target import LoadedTarget
 from offspec.loaders.streaming.link import CopyStream
 from offspec.loaders.streaming.placement import KV_ITEM, WINDOWS_ITEM, Limits
-from offspec.loading import LoadedTarget
 from offspec.model.block import memory_bytes
 from offspec.model.config import read_config
 from offspec.model.cuda_graphs import TreeGraphs
