@@ -25,7 +25,6 @@ from .drafts.without_model import NoDraft
 from .errors import OffspecError, UsageError
 from .load_options import AnyPath, LoadOptions, LoadSettings
 from .loaded_target import LoadedTarget
-from .loading import load
 from .model.decoder import Decoder
 from .model.exactness import reason_of
 from .model.memory.request_caches import RequestCaches
@@ -78,6 +77,8 @@ class Engine:
         The engine is a context manager: `with Engine.load(...) as engine` closes it at the end.
         Raises a subclass of OffspecError if something cannot be loaded or does not match.
         """
+        from .loading import load  # an engine that exists does not need it
+
         if isinstance(model, LoadOptions):
             if options:
                 raise UsageError("LoadOptions has all options; give it alone, or a model with options")
