@@ -1,24 +1,16 @@
-"""Ways to multiply with a matrix on a CPU, and the choice of the fastest for a number of rows, by measured costs.
+"""Products on a CPU: a kernel's if there is one for the matrix and the rows, whatever their number; otherwise torch's.
 
-    torch     torch's product: oneDNN if the CPU has instructions for the dtype, otherwise slow loops;
-              a packed matrix is first unpacked as a whole, then multiplied by one of these methods
-    tiles     converts some rows of the matrix at a time to fp32, and multiplies with torch's fp32 product
-    kernel    a kernel of `backends.x86`, which unpacks in registers
-
-The results agree within rounding. Without costs in `COSTS` (`loaders.machine.product_costs`), the method is torch's.
-
-Inside `exact_rows`, rows are multiplied by kernels alone, which sum a row in one order however many rows there are.
-bf16 rows take the kernel with bf16 factors in pairs if the CPU has its instruction.
+The kernels (`backends.x86`) unpack weights in registers, and sum a row in one order however many rows there are. Up to
+64 rows they take at most as long as torch's product, and less where torch must unpack or convert the matrix first; of
+256 and more rows of fp16 and fp32 up to 1.3 times as long (docs/LOG.md, "Kernels by rule").
 """
 
 from __future__ import annotations
 
 import math
 import threading
-from bisect import bisect_left
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -32,98 +24,9 @@ from .x86.row_product import RowProduct
 from .x86.row_steps import add_rows, can_step
 from .x86.tile_product import in_tiles
 
-TORCH, TILES, KERNEL = "torch", "tiles", "kernel"
-HALF_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}  # plain dtypes with several methods
-EXACT_DTYPES = (*HALF_DTYPES, torch.float32)  # of rows that kernels multiply
-TILE_ROWS = 512
-LARGE_ELEMENTS = 1 << 22  # for matrices from this size on, the overhead of a call is negligible
-
-
-@dataclass(frozen=True)
-class ProductKind:
-    """The key for the time of a product, besides the number of rows. form: the weights' format ("bf16", "nf4").
-
-    arithmetic: of `arithmetic.ARITHMETIC`. All but FAST have one method, the kernel of `exact_rows`.
-    """
-
-    form: str
-    dtype: torch.dtype
-    is_large: bool
-    arithmetic: str = FAST
-
-    @classmethod
-    def of(cls, form: str, dtype: torch.dtype, num_elements: int) -> ProductKind:
-        return cls(form, dtype, num_elements >= LARGE_ELEMENTS)
-
-    def __str__(self) -> str:
-        size = "large" if self.is_large else "small"
-        exact = "" if self.arithmetic == FAST else f", {self.arithmetic}"
-        return f"{self.form} x {str(self.dtype).removeprefix('torch.')}, {size}{exact}"
-
-
-Seconds = Mapping[int, float]  # rows → seconds per weight of the matrix
-
-
-@dataclass(frozen=True)
-class MethodCosts:
-    """The costs of each method for one kind of product, at some numbers of rows."""
-
-    seconds: Mapping[str, Seconds]
-
-    def method(self, num_rows: int) -> str:
-        """The fastest method."""
-        return min(self.seconds, key=lambda method: between(self.seconds[method], num_rows))
-
-    def least(self, num_rows: int) -> float:
-        """Seconds per weight with the fastest method."""
-        return min(between(seconds, num_rows) for seconds in self.seconds.values())
-
-
-class ProductCosts:
-    """The costs measured in this process, or earlier on this machine.
-
-    forced: a method to use regardless of costs, for weights of `forced_form`, or of all forms if that is "". is_fixed:
-    nothing is measured any more, and the methods of forms given to `fix` are kernels, for any number of rows.
-    """
-
-    def __init__(self) -> None:
-        self._known: dict[ProductKind, MethodCosts] = {}
-        self._chosen: dict[tuple[ProductKind, int], str] = {}
-        self._fixed = set[str]()  # forms
-        self.is_fixed = False
-        self.forced: str | None = None
-        self.forced_form = ""
-
-    def set(self, kind: ProductKind, costs: MethodCosts) -> None:
-        self._known[kind] = costs
-        self._chosen.clear()
-
-    def get(self, kind: ProductKind) -> MethodCosts | None:
-        return self._known.get(kind)
-
-    def fix(self, form: str) -> None:
-        """Use kernels for weights of this form, where there are some, whatever was measured."""
-        self._fixed.add(form)
-
-    def method(self, kind: ProductKind, num_rows: int) -> str:
-        """The method to use; torch's if there is no measurement."""
-        if self.forced is not None and self.forced_form in ("", kind.form):
-            return self.forced
-        if kind.form in self._fixed:
-            return KERNEL
-        key = (kind, num_rows)
-        if key not in self._chosen:
-            costs = self._known.get(kind)
-            self._chosen[key] = TORCH if costs is None else costs.method(num_rows)
-        return self._chosen[key]
-
-    def clear(self) -> None:
-        self._fixed.clear()
-        self._known.clear()
-        self._chosen.clear()
-
-
-COSTS = ProductCosts()
+HALF_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+PLAIN_FORMS = {**HALF_DTYPES, torch.float32: "fp32"}
+EXACT_DTYPES = tuple(PLAIN_FORMS)  # of rows that kernels multiply
 
 
 # ------------------------------------------------------------------------------------------------ exact rows
@@ -161,8 +64,8 @@ def must_be_exact(x: Tensor) -> bool:
     return are_rows_exact() and x.dtype in EXACT_DTYPES and not has_gradients
 
 
-def exact_kernel(product: RowProduct, dtype: torch.dtype) -> RowProduct:
-    """The kernel for rows of a dtype inside `exact_rows`: a rule of dtype, CPU and the user's choice alone."""
+def kernel_for(product: RowProduct, dtype: torch.dtype) -> RowProduct:
+    """The kernel for rows of a dtype: a rule of dtype, CPU and the user's choice alone."""
     if product.in_bytes is not None and are_rows_in_bytes():
         return product.in_bytes
     if dtype != torch.bfloat16 or product.encoding.lanes < 16:
@@ -170,7 +73,7 @@ def exact_kernel(product: RowProduct, dtype: torch.dtype) -> RowProduct:
     return in_tiles(product) if has_tiles() else product.in_pairs if can_pair() else product
 
 
-def multiply_exactly(
+def multiply_by_kernel(
     x: Tensor, weight: Tensor, dtype: torch.dtype | None = None, scratch: Tensor | None = None
 ) -> Tensor:
     """x [..., K] times a plain weight [N, K] → [..., N] in `dtype`, or x's, by a kernel.
@@ -181,12 +84,12 @@ def multiply_exactly(
     if not _is_exact_as_stored(x, weight):
         weight = weight.to(x.dtype) if scratch is None else scratch[: weight.numel()].view(weight.shape).copy_(weight)
     product = plain_product(weight.dtype)
-    assert product is not None, "exact rows without kernels"
+    assert product is not None, "no kernels"
     if not x.numel() or not weight.numel():
         return F.linear(x, weight.to(x.dtype)).to(dtype or x.dtype)
     if (missing := -x.shape[-1] % product.encoding.step) > 0:
         x, weight = (torch.constant_pad_nd(each, (0, missing)) for each in (x, weight))
-    return exact_kernel(product, x.dtype)(x, [weight.contiguous()], weight.shape[0], dtype)
+    return kernel_for(product, x.dtype)(x, [weight.contiguous()], weight.shape[0], dtype)
 
 
 def _is_exact_as_stored(x: Tensor, weight: Tensor) -> bool:
@@ -206,56 +109,38 @@ def can_be_exact(dtype: torch.dtype) -> bool:
     return dtype in EXACT_DTYPES and num_lanes() > 0
 
 
-def between(points: Seconds, place: int) -> float:
-    """Linear interpolation at `place`; after the last point proportional to rows, before the first constant."""
-    places = sorted(points)
-    if place >= places[-1]:
-        return points[places[-1]] * place / places[-1]
-    if place <= places[0]:
-        return points[places[0]]
-    right = bisect_left(places, place)
-    low, high = places[right - 1], places[right]
-    return points[low] + (points[high] - points[low]) * (place - low) / (high - low)
-
-
 # ------------------------------------------------------------------------------------------------ plain matrices
 
 
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None, scratch: Tensor | None = None) -> Tensor:
-    """x [..., K] times weight [N, K] on a CPU, plus bias [N] → [..., N] in x's dtype, by the fastest method.
+    """x [..., K] times weight [N, K] on a CPU, plus bias [N] → [..., N] in x's dtype.
 
     scratch: at least N·K elements of x's dtype, for a weight of another dtype.
     """
-    if must_be_exact(x):
-        return plus(multiply_exactly(x, weight, scratch=scratch), bias)
-    if (chosen := chosen_kernel(x, weight)) is not None:
-        return plus(chosen[0](x, chosen[1], weight.shape[0]), bias)
-    if _way(x, weight) == TILES:
-        return plus(_by_tiles(x, weight), bias)
+    if has_kernel(x, weight):
+        return plus(multiply_by_kernel(x, weight, scratch=scratch), bias)
     if weight.dtype != x.dtype:
         weight = weight.to(x.dtype) if scratch is None else scratch[: weight.numel()].view(weight.shape).copy_(weight)
     return F.linear(x, weight, bias)
 
 
+def has_kernel(x: Tensor, weight: Tensor | None = None) -> bool:
+    """Whether rows x on a CPU are multiplied by kernels; weight: a plain matrix, or None for packed ones."""
+    if x.dtype not in EXACT_DTYPES or not num_lanes():
+        return False
+    if weight is not None and (weight.dtype not in EXACT_DTYPES or x.shape[-1] != weight.shape[1]):
+        return False  # torch's product raises an error for other shapes
+    learns = x.requires_grad or (weight is not None and weight.requires_grad)
+    return not (learns and torch.is_grad_enabled())
+
+
 def chosen_kernel(x: Tensor, weight: Tensor) -> tuple[RowProduct, list[Tensor]] | None:
-    """The kernel that multiplies rows x with a plain weight as it is, and its arguments; None for other methods."""
-    if must_be_exact(x):
-        product = plain_product(weight.dtype) if _is_exact_as_stored(x, weight) else None
-        product = product and exact_kernel(product, x.dtype)
-    else:
-        product = plain_product(weight.dtype) if _way(x, weight) == KERNEL else None
-    return (product, [weight]) if product is not None and can_multiply(product, x, weight) else None
-
-
-def _way(x: Tensor, weight: Tensor) -> str:
-    return TORCH if torch.is_grad_enabled() and weight.requires_grad else method_for(weight.dtype, x, weight.numel())
-
-
-def method_for(dtype: torch.dtype, x: Tensor, num_elements: int) -> str:
-    """The method for a plain matrix of `dtype` with `num_elements` elements, and the rows x."""
-    if dtype not in HALF_DTYPES or (torch.is_grad_enabled() and x.requires_grad):
-        return TORCH
-    return COSTS.method(ProductKind.of(HALF_DTYPES[dtype], x.dtype, num_elements), rows_of(x))
+    """The kernel that multiplies rows x with a plain weight as it is, and its arguments; None if there is none."""
+    if not (has_kernel(x, weight) and _is_exact_as_stored(x, weight)):
+        return None
+    product = plain_product(weight.dtype)
+    assert product is not None, "no kernels"
+    return (kernel_for(product, x.dtype), [weight]) if can_multiply(product, x, weight) else None
 
 
 def plus(product: Tensor, bias: Tensor | None) -> Tensor:
@@ -284,16 +169,6 @@ def can_multiply(product: RowProduct, x: Tensor, weight: Tensor) -> bool:
         and x.numel() > 0
         and weight.numel() > 0
     )
-
-
-def _by_tiles(x: Tensor, weight: Tensor) -> Tensor:
-    wide, num_outputs = x.float(), weight.shape[0]
-    out = torch.empty(*x.shape[:-1], num_outputs, dtype=x.dtype)
-    tile = torch.empty(min(TILE_ROWS, num_outputs), weight.shape[1])
-    for first in range(0, num_outputs, TILE_ROWS):
-        some = weight[first : first + TILE_ROWS]
-        out[..., first : first + TILE_ROWS] = F.linear(wide, tile[: len(some)].copy_(some))
-    return out
 
 
 # ------------------------------------------------------------------------------------------------ kernels

@@ -36,7 +36,7 @@ class Product(Protocol):
 
 
 class PackedWeight(Protocol):
-    """A matrix in another layout than torch multiplies: quantised, in its stored parts, or reordered (`blocked`)."""
+    """A matrix in another layout than torch multiplies: quantised, or in its stored parts."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -95,9 +95,9 @@ class Launched(NamedTuple):
 
 
 class PackedMatrix:
-    """Base of most packed weights: dequantises for each product, unless a kernel was measured to be faster.
+    """Base of most packed weights: dequantises for each product, unless there is a kernel.
 
-    form: the key for the costs of its products (`products.ProductKind`). unpacked_dtype: one that holds its numbers.
+    form: its format's name. unpacked_dtype: one that holds its numbers.
     """
 
     form = ""
@@ -127,10 +127,10 @@ class PackedMatrix:
         """The CPU kernel that multiplies with the packed matrix, and its arguments; None if there is none."""
         return None
 
-    def exact_kernel(self, dtype: torch.dtype) -> Kernel | None:
-        """The kernel for rows of a dtype inside `products.exact_rows`, and its arguments; None: the plain matrix's."""
+    def kernel_for(self, dtype: torch.dtype) -> Kernel | None:
+        """The kernel for rows of a dtype, and its arguments; None: the plain matrix's."""
         kernel = self.kernel
-        return None if kernel is None else (products.exact_kernel(kernel[0], dtype), kernel[1])
+        return None if kernel is None else (products.kernel_for(kernel[0], dtype), kernel[1])
 
     def linear(self: PackedWeight, x: Tensor, bias: Tensor | None = None, scratch: Tensor | None = None) -> Tensor:
         if (fused := _chosen_fused(self, x)) is not None:
@@ -175,17 +175,11 @@ def _needs_gradients(x: Tensor) -> bool:
     return torch.is_grad_enabled() and x.requires_grad
 
 
-def _chosen_kernel(matrix: Any, x: Tensor) -> tuple[RowProduct, list[Tensor]] | None:
-    """The kernel, if it was measured to be faster than dequantising, or rows must be exact; otherwise None."""
-    if not x.numel() or x.shape[-1] != matrix.shape[1] or _needs_gradients(x):
+def _chosen_kernel(matrix: Any, x: Tensor) -> Kernel | None:
+    """The kernel for rows x, if there is one."""
+    if not x.numel() or x.shape[-1] != matrix.shape[1] or not products.has_kernel(x):
         return None
-    if products.must_be_exact(x):
-        exact: Kernel | None = matrix.exact_kernel(x.dtype)
-        return exact
-    kind = products.ProductKind.of(matrix.form, x.dtype, math.prod(matrix.shape))
-    if products.COSTS.method(kind, products.rows_of(x)) != products.KERNEL:
-        return None
-    kernel: Kernel | None = matrix.kernel
+    kernel: Kernel | None = matrix.kernel_for(x.dtype)
     return kernel
 
 
@@ -297,8 +291,8 @@ def linear_fp32(x: Tensor, weight: Weight, bias: Tensor | None = None, scratch: 
     if (kernel := _kernel_for(x, weight)) is not None:
         multiply, parts = kernel
         return products.plus(multiply(x, parts, weight.shape[0], torch.float32), bias)
-    if products.must_be_exact(x):  # a matrix in memory was converted when it was loaded
-        return products.plus(products.multiply_exactly(x, dense(weight, x.dtype, scratch), torch.float32), bias)
+    if x.device.type == "cpu" and products.has_kernel(x):  # a matrix in memory was converted when it was loaded
+        return products.plus(products.multiply_by_kernel(x, dense(weight, x.dtype, scratch), torch.float32), bias)
     return linear(x, weight, bias, scratch).float()
 
 

@@ -74,7 +74,7 @@ def decoder_of(files: ModelFiles, *, is_streamed: bool, is_exact: bool, synchron
     num_experts = sum(len(units) for units in files.stored.experts.values())
     experts = ExpertSlots(max(1, num_experts // 3)) if is_streamed else ExpertSlots(num_experts, are_resident=True)
     placement = Placement(tuple(places), slots, (), Limits(None, 0), 0, 0, experts=experts)
-    settings = WeightSettings(has_far_embedding=True, synchronous=synchronous, is_exact=is_exact)
+    settings = WeightSettings(has_far_embedding=True, synchronous=synchronous)
     decoder = load_decoder(files, placement, CPU, settings)
     assert reason_against_exactness(decoder.config, decoder.dtype, CPU) is None
     decoder.is_exact = is_exact

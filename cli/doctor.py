@@ -152,9 +152,8 @@ def _rates(diagnosis: Diagnosis) -> list[Fact]:
 
 
 def _product(rate: ProductRate) -> Fact:
-    """The rates of a matrix product, with the chosen way to multiply as the source."""
     fast = f"{format_quantity(rate.flops, 'FLOP/s')}, {format_quantity(rate.bytes_per_s, 'B/s')} of weights"
-    return f"{rate.form} x {rate.rows}", fast, rate.method
+    return f"{rate.form} x {rate.rows}", fast, ""
 
 
 def _rate(value: float | None, unit: str) -> str:

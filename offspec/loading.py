@@ -38,13 +38,12 @@ from .planning.parked_texts import ParkedTexts
 from .planning.plan import Plan, with_faster_residents
 from .planning.probe import (
     ProductRates,
-    choose_products,
     has_byte_products,
     measure_fused_limits,
     measure_link,
     measure_quick_rates,
     plan_here,
-    prepare_exact_products,
+    prepare_kernels,
     ram_beside_program,
     with_arithmetic,
     with_expert_rates,
@@ -91,7 +90,6 @@ class MachineRates:
         """Bytes/s of the links that move the streamed layers (None: nothing is streamed), and the rates for `plan`."""
         target, tiers = plan.inputs.target, plan.placement.tiers
         if tiers not in self._known:
-            choose_products([(target, plan.placement.is_resident)], self.device)
             link = measure_link(plan, self.device)
             fast = self._fast[tiers] = with_expert_rates(
                 measure_quick_rates(target, self.device, link), plan, self.device
@@ -213,7 +211,6 @@ def _load_models(
         prepare_gpu()
         _limit_memory(accelerator, None)  # what torch cached for a closed engine would count as used
     plan = plan_here(files, features, read_hardware(device), options_of_memory)
-    choose_products([(files, plan.placement.is_resident), *((model, True) for model in opened.models)], device)
     link, rates = machine.measure(plan)
     if not options.deterministic:
         plan = with_faster_residents(plan, rates)
@@ -223,12 +220,15 @@ def _load_models(
         _limit_memory(accelerator, plan.placement.limits.device if options.vram is not None else None)
     arithmetic = machine.arithmetic(plan)
     settings = _weight_settings(options, plan, rates, arithmetic)
+    if device.type == "cpu":
+        with in_arithmetic(arithmetic):
+            prepare_kernels([files, *opened.models])
     memory = PlannedMemory(plan, device, notes, lambda plan: load_planned(plan, device, settings))
 
     def load_both() -> tuple[Decoder, Draft]:
         attach = opened.load(device)  # the draft first: it is small, so its errors appear early
         decoder = memory.load_decoder()
-        decoder.is_exact, decoder.has_byte_rows = settings.is_exact, arithmetic == INT8
+        decoder.is_exact, decoder.has_byte_rows = arithmetic != FAST, arithmetic == INT8
         if (reason := reason_of(decoder)) is not None:
             notes.append(Note(f"the text equals plain decoding's up to near-ties: {reason}"))
         draft, guessing = attach(decoder), opened.guessing(memory.plan.placement)
@@ -254,16 +254,11 @@ def _limit_memory(accelerator: Accelerator, most: int | None) -> None:
 
 
 def _weight_settings(options: LoadOptions, plan: Plan, rates: Rates, arithmetic: str) -> WeightSettings:
-    """How the target's weights are loaded; kernels of exact rows are prepared if it uses them."""
-    is_exact = arithmetic != FAST
-    if is_exact:
-        with in_arithmetic(arithmetic):
-            prepare_exact_products(plan.inputs.target, is_resident=plan.placement.is_resident)
+    """How the target's weights are loaded."""
     return WeightSettings(
         has_far_embedding=True,
         synchronous=options.synchronous,
-        is_exact=is_exact,
-        expert_choice=None if is_exact else plan.expert_choice(rates),
+        expert_choice=plan.expert_choice(rates) if arithmetic == FAST else None,
         progress=options.progress,
     )
 

@@ -19,7 +19,6 @@ import sys
 import torch
 
 from offspec.backends.on_gpu import FASTER_KERNEL, FUSED_ROWS
-from offspec.backends.products import COSTS
 
 
 def set_num_threads(threads: int) -> None:
@@ -77,5 +76,5 @@ def fix_choices() -> None:
     Kernels round differently, and times differ from run to run: so might the text, at near-ties where it is not exact.
     The choices belong to the process, so they are fixed for engines that are loaded later, too.
     """
-    for choices in (COSTS, FUSED_ROWS, FASTER_KERNEL):
+    for choices in (FUSED_ROWS, FASTER_KERNEL):
         choices.is_fixed = True

@@ -21,8 +21,6 @@ from .leftovers import ProcessState
 from .llama_cpp import LlamaCpp, running
 
 if TYPE_CHECKING:
-    from offspec.backends.products import ProductCosts
-
     from .fakes import TinyModel
 
 # Before torch is imported: on matrices this small, threads only wait for each other, 30 times as long on a busy
@@ -215,18 +213,6 @@ def learning_takes_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     from offspec.research.online import Aligner
 
     monkeypatch.setitem(Aligner.__init__.__kwdefaults__, "clock", lambda: 0.0)
-
-
-@pytest.fixture
-def product_costs(monkeypatch: pytest.MonkeyPatch) -> ProductCosts:
-    """Costs of products on a CPU of which nothing is known yet, in place of the process's own."""
-    from offspec.backends import products
-    from offspec.loaders.machine import product_costs
-
-    costs = products.ProductCosts()
-    for module in (products, product_costs):
-        monkeypatch.setattr(module, "COSTS", costs)
-    return costs
 
 
 @pytest.fixture(scope="session")

@@ -153,11 +153,6 @@ def _settings() -> Iterator[tuple[str, Any, Callable[[Any], object]]]:
             yield "faster ways on a GPU", dict(way._is_kernel), partial(_refill, way._is_kernel)
             yield "kept ways on a GPU", way.kept, partial(setattr, way, "kept")
         yield "fixed ways on a GPU", way.is_fixed, partial(setattr, way, "is_fixed")
-    if module := sys.modules.get("offspec.backends.products"):
-        yield "measured costs of products", dict(module.COSTS._known), partial(_refill, module.COSTS._known)
-        yield "fixed ways of products", module.COSTS.is_fixed, partial(setattr, module.COSTS, "is_fixed")
-        yield "forms with fixed ways", set(module.COSTS._fixed), partial(setattr, module.COSTS, "_fixed")
-        yield "forced way of products", module.COSTS.forced, partial(setattr, module.COSTS, "forced")
 
 
 def _set_environment(environment: dict[str, str]) -> None:

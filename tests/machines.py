@@ -11,10 +11,8 @@ from typing import Any
 
 import psutil
 import pytest
-import torch
 
 from offspec.backends.x86.processor import LEVELS, NAMES, num_lanes, of_this_cpu
-from offspec.loaders.formats.blocked import is_supported
 
 THIS, NO_VECTORS = "this processor", "no vectors"
 AVX2, AVX512, AVX512_BF16, AMX = (NAMES[level] for level in LEVELS)
@@ -50,7 +48,6 @@ this_processor = by_processor(
     "processor", run(THIS), *(run(name, nightly=True) for name in (AVX2, AVX512, AVX512_BF16))
 )
 needs_kernels = needs(THIS)
-needs_blocked_order = pytest.mark.skipif(not is_supported(torch.bfloat16), reason="torch has no such order here")
 
 
 def lanes() -> int:

@@ -7,19 +7,16 @@ unpacked first, or by a kernel that makes the same vectors of fp32 as that for p
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from offspec.backends import products
 from offspec.backends.on_gpu import FASTER_KERNEL, triton_kernels
-from offspec.backends.weights import Kernel, PackedMatrix, dense, linear
+from offspec.backends.weights import Kernel, PackedMatrix
 from offspec.backends.x86.bf16_bits import Bf16Bits
 from offspec.backends.x86.processor import num_lanes, per_processor
 from offspec.backends.x86.row_product import RowProduct
@@ -75,9 +72,9 @@ class PackedBf16Matrix(PackedMatrix):
         bits = self.bits
         return [bits.low, bits.codes, bits.groups, _settings(self.shape[1], bits.groups.shape[1])]
 
-    def exact_kernel(self, dtype: torch.dtype) -> Kernel | None:
+    def kernel_for(self, dtype: torch.dtype) -> Kernel | None:
         """None for rows of fp16: a resident matrix was rounded to fp16, whose least numbers are larger than bf16's."""
-        return None if dtype == torch.float16 else super().exact_kernel(dtype)
+        return None if dtype == torch.float16 else super().kernel_for(dtype)
 
     def dequantize(self, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
         """With a compiled kernel if there is one; on a CPU only if it is compiled or worth compiling."""
@@ -94,31 +91,6 @@ class PackedBf16Matrix(PackedMatrix):
         else:
             unpack(self.bits, matrix)
         return matrix
-
-    def linear(self, x: Tensor, bias: Tensor | None = None, scratch: Tensor | None = None) -> Tensor:
-        """As the plain bf16 matrix is multiplied, to the bit: by its method, and the fused kernel is one of them.
-
-        The fused kernel is taken where it was measured to be faster than unpacking and the plain kernel.
-        """
-        if x.device.type != "cpu":
-            return linear(x, dense(self, x.dtype, scratch), bias)
-        if products.must_be_exact(x):
-            return super().linear(x, bias, scratch)
-        method = products.method_for(torch.bfloat16, x, self.bits.low.numel())
-        if method == products.TORCH:
-            return F.linear(x, dense(self, x.dtype, scratch), bias)
-        product_kind = products.ProductKind.of(self.form, x.dtype, self.bits.low.numel())
-        kernel = self.kernel if method == products.KERNEL and x.numel() and x.shape[-1] == self.shape[1] else None
-        if kernel is not None and products.COSTS.method(product_kind, products.rows_of(x)) == products.KERNEL:
-            product, parts = kernel
-            return products.plus(product(x, parts, self.shape[0]), bias)
-        plain = self.dequantize(torch.bfloat16, None if scratch is None else _viewed(scratch, self.shape))
-        return products.multiply(x, plain, bias)
-
-
-def _viewed(scratch: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """bf16 of this shape in the memory of a scratch with at least as many elements."""
-    return scratch.view(torch.bfloat16)[: math.prod(shape)].view(shape)
 
 
 @per_processor

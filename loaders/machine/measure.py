@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 
 from offspec.backends.on_gpu import FUSED_ROWS
-from offspec.backends.products import HALF_DTYPES
+from offspec.backends.products import PLAIN_FORMS
 from offspec.backends.weights import PackedWeight, linear
 from offspec.errors import HardwareError, OffspecError
 
@@ -38,7 +38,7 @@ from ..params import LOSSLESS_FORMAT
 from ..streaming.stream import NUM_READERS
 from ..units import MIB, format_size
 from .hardware import Rates, read_memory
-from .product_costs import has_choice, know_products, of_no_file, product_flops
+from .product_rates import has_kernel, of_no_file, product_flops
 
 WIDTHS = (1, 8, 64, 256)
 THREADS = (1, 2, 4)
@@ -85,7 +85,7 @@ def measure_rates(
     attempts("host_to_device_bytes_per_s", "link", partial(_host_to_device, device, seconds))
     attempts("memory_bytes_per_s", "memory", partial(_memory, device, seconds))
     attempts("matmul_flops", "matrix products", partial(_matmul, *on_device, widths, seconds, reads, multiplied))
-    if multiplied is not None and device.type == "cpu" and has_choice(multiplied):
+    if multiplied is not None and device.type == "cpu" and has_kernel(multiplied):
         attempts.sources["dequantise_elements_per_s"] = "part of the matrix products"
     else:
         unpack = partial(_dequantise, *on_device, unpacked, seconds, reads)
@@ -134,9 +134,8 @@ def _matmul(
     device: torch.device, dtype: torch.dtype, widths: Sequence[int], seconds: float, reads: Reads, form: str | None
 ) -> tuple[dict[int, float], str]:
     threads = f", threads: {torch.get_num_threads()}" if device.type == "cpu" else ""
-    form = form or HALF_DTYPES.get(dtype)
-    if device.type == "cpu" and form is not None and has_choice(form):
-        know_products([(form, dtype)])
+    form = form or PLAIN_FORMS.get(dtype)
+    if device.type == "cpu" and form is not None and has_kernel(form):
         with reads():
             return product_flops(form, dtype, widths), f"{form}{threads}"
     with reads():

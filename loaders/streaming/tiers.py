@@ -20,7 +20,6 @@ from ..accelerators.accelerator import accelerator_of
 from ..files.readers import FileReader, FileStates, HostBuffer, Reader, align_down, align_up
 from ..files.records import Record
 from ..formats import StoredTable
-from ..formats.blocked import in_blocks
 from .device_experts import DeviceExperts, ExpertChoice
 from .experts import CachedExperts, ExpertSource, ResidentExperts
 from .link import DeviceFiller, DeviceSlot, pin_whole
@@ -70,12 +69,10 @@ class TableOnDisk:
 class TierOptions:
     """How weights are read and kept; the results are the same.
 
-    blocked: on a CPU with all layers resident, convert matrices to `BlockedMatrix` if possible; loading then needs one
-    layer's bytes more. synchronous: the plain twin, which reads a layer on request. reader: None is a `FileReader`.
+    synchronous: the plain twin, which reads a layer on request. reader: None is a `FileReader`.
     expert_choice: costs by which the CPU beside a GPU computes some experts; None: it computes none.
     """
 
-    blocked: bool = False
     synchronous: bool = False
     reader: Reader | None = None
     expert_choice: ExpertChoice | None = None
@@ -136,10 +133,8 @@ class TieredWeights:
         placement, device = self._placement, self._device
         for name, unit in shared.items():
             self._shared |= self._load(unit, torch.device("cpu") if name in row_tables else device)
-        is_in_ram = not (self._accelerator.has_own_memory or placement.on_disk)  # else the disk dominates
-        load = self._load_blocked if options.blocked and is_in_ram else self._load
         for i in placement.resident:
-            self._resident[i] = load(self._model.layers[i], device)
+            self._resident[i] = self._load(self._model.layers[i], device)
         self._staged = None
         self._experts = self._open_experts()
         if placement.streamed:
@@ -302,15 +297,6 @@ class TieredWeights:
             bound = layer.bind(self._read(layer.record, self._staging(layer)).tensor, self._dtype, is_kept=True)
             return {name: _moved(weight, device) for name, weight in bound.items()}
         return layer.bind(layer.record.on(device, self._read(layer.record).tensor), self._dtype, is_kept=True)
-
-    def _load_blocked(self, layer: StoredUnit, device: torch.device) -> dict[str, Weight]:
-        """As `_load`, with matrices in oneDNN's order if all support it; the next layer then reuses the buffer."""
-        buffer = self._staging(layer)
-        bound = layer.bind(self._read(layer.record, buffer).tensor, self._dtype, is_kept=True)
-        kept = in_blocks(bound)
-        if kept is None and not layer.is_converted(self._dtype):
-            self._staged = None  # what is bound lies there
-        return bound if kept is None else kept
 
     def _staging(self, layer: StoredUnit) -> HostBuffer:
         """The buffer for a layer that is then converted; the next one reuses it."""

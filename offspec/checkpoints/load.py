@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 
 from offspec.loaders.accelerators.accelerator import accelerator_of
-from offspec.loaders.formats.blocked import is_supported as is_blocking_supported
 from offspec.loaders.streaming.device_experts import ExpertChoice
 from offspec.loaders.streaming.placement import Placement
 from offspec.loaders.streaming.tiers import Progress, TieredWeights, TierOptions
@@ -19,7 +18,6 @@ from ..model.transformers_config import ForeignConfig
 from ..process import prepare_gpu
 from .opening import ModelFiles
 
-LEAST_BLOCKED_BYTES = 512 * 2**20  # a smaller model's passes are short anyway
 LEAST_EXACT_WEIGHTS = 2**26  # of a draft that computes exact rows
 
 
@@ -28,16 +26,12 @@ class WeightSettings:
     """How weights are loaded.
 
     has_far_embedding: the embedding may stay off the device, unless it is also the head, as other tables of rows do
-    anyway. synchronous: no read-ahead;
-    read each streamed layer when the pass needs it. is_written: training will change the weights (`--learn`), so they
-    keep their memory layout. is_exact: the decoder will be exact (`model.exactness`), whose kernels read the usual
-    layout. expert_choice: see `TierOptions`. progress(bytes_done, bytes_total): called while resident weights load.
+    anyway. synchronous: no read-ahead; read each streamed layer when the pass needs it. expert_choice: see
+    `TierOptions`. progress(bytes_done, bytes_total): called while resident weights load.
     """
 
     has_far_embedding: bool = False
     synchronous: bool = False
-    is_written: bool = False
-    is_exact: bool = False
     expert_choice: ExpertChoice | None = None
     progress: Progress | None = None
 
@@ -55,7 +49,6 @@ def load_weights(
     """
     if accelerator_of(device).has_own_memory:
         prepare_gpu()
-    is_in_order = is_blocked(model, device) and not settings.is_written and not settings.is_exact
     far = (model.config.embedding_name,) if settings.has_far_embedding and not model.config.tied_head else ()
     return TieredWeights(
         model.stored,
@@ -63,7 +56,7 @@ def load_weights(
         dtype=model.dtype,
         device=device,
         row_tables=model.config.row_tables + far,
-        options=TierOptions(is_in_order, settings.synchronous, expert_choice=settings.expert_choice),
+        options=TierOptions(settings.synchronous, expert_choice=settings.expert_choice),
         progress=settings.progress,
     )
 
@@ -90,24 +83,8 @@ def decoder_over(model: ModelFiles, weights: WeightSource, device: torch.device)
 
 
 def is_exact_as_draft(model: ModelFiles, device: torch.device) -> bool:
-    """Whether a draft computes exact rows, though it need not: on a CPU their kernels are the fastest for large models.
-
-    Not where its matrices are in oneDNN's order.
-    """
+    """Whether a draft computes exact rows, though it need not: on a CPU they are the fastest for large models."""
     is_small = sum(unit.num_weights for unit in model.stored.units) < LEAST_EXACT_WEIGHTS
-    if device.type != "cpu" or is_small or is_blocked(model, device):
+    if device.type != "cpu" or is_small:
         return False
     return reason_against_exactness(model.config, model.dtype, device, model.kv) is None
-
-
-def is_blocked(model: ModelFiles, device: torch.device) -> bool:
-    """Whether a fully resident model is kept in oneDNN's order: a large one of 16-bit floats, on a CPU.
-
-    It depends on the model and the machine only, so that equal requests are computed identically.
-    """
-    if device.type != "cpu" or not model.config.only_multiplies:
-        return False
-    layers = model.stored.layers
-    is_large = sum(layer.record.nbytes for layer in layers) >= LEAST_BLOCKED_BYTES
-    is_plain = all(weight.plain_dtype for layer in layers for weight in layer.weights.values())
-    return is_large and is_plain and is_blocking_supported(model.dtype)

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from offspec.backends.x86.processor import can_pair, has_tiles
 from offspec.loaders.accelerators.accelerator import accelerator_of
-from offspec.loaders.machine.product_costs import exact_speedup
 from offspec.loaders.streaming.placement import Item, Placement
 from offspec.scheduler.drafting.drafter import Drafter, NoDrafter
 from offspec.scheduler.drafting.model_drafter import ModelDrafter
@@ -23,7 +23,7 @@ from offspec.scheduler.pace.trials import WindowTrials
 from offspec.scheduler.params import DRAFT_ROWS, MAX_ROWS, SpeculationParams
 from offspec.scheduler.trees.verify import TargetPass
 
-from ..checkpoints.load import WeightSettings, is_exact_as_draft, load_decoder
+from ..checkpoints.load import is_exact_as_draft, load_decoder
 from ..checkpoints.opening import AUTO, ModelFiles, Note, locate
 from ..errors import OffspecError, UsageError, VocabularyMismatchError
 from ..methods import research
@@ -48,7 +48,6 @@ from .recall import MOST_PROMPT, RecallingText, recall_bytes
 from .reencoded_text import OtherVocabulary
 
 TRIED_WINDOW = 512  # tokens; tried behind texts of at least twice as many (`scheduler.pace.trials`)
-LEAST_SPEEDUP = 1.15  # of products with rows in fp32, which take more memory
 WALKED_SLICES = 3  # slices of HEAD_ROWS rows that a walk keeps beside the current one
 
 
@@ -259,8 +258,7 @@ class OpenedModel:
         return Guessing(layers, acceptance, self.wrong_guesses, is_usual, is_usual, most_keys)
 
     def load(self, device: torch.device) -> Attach:
-        settings = WeightSettings(is_written=self.options.learns)
-        decoder = load_decoder(self.files, all_resident(self.files), device, settings)
+        decoder = load_decoder(self.files, all_resident(self.files), device)
         decoder.is_exact = is_exact_as_draft(self.files, device)
         learner = self.new_learner(decoder)
 
@@ -278,19 +276,17 @@ class OpenedModel:
 
 
 def _in_fastest_rows(files: ModelFiles, request: OpenRequest) -> ModelFiles:
-    """A draft with rows in fp32, if the user gave no dtype, and products with its packed matrices are faster so.
+    """A draft of packed matrices with rows in fp32 on a CPU that multiplies bf16 in pairs, but not in tiles.
 
-    They are on a CPU with instructions for bf16 that take longer than two of fp32. KV entries take twice the memory.
+    There two instructions for fp32 take less time (docs/LOG.md, "Kernels by rule"). Not if the user gave a dtype. KV
+    entries take twice the memory.
     """
-    form, is_free = files.packed_form, request.dtype == AUTO and not request.options.learns
-    if form is None or not is_free or files.dtype == torch.float32:
+    is_free = request.dtype == AUTO and not request.options.learns and files.packed_form is not None
+    if not is_free or files.dtype != torch.bfloat16 or not is_exact_as_draft(files, torch.device(request.device_type)):
         return files
-    if not is_exact_as_draft(files, torch.device(request.device_type)):
+    if not can_pair() or has_tiles():
         return files
-    if (faster := exact_speedup(form, torch.float32, files.dtype)) < LEAST_SPEEDUP:
-        return files
-    name = str(files.dtype).removeprefix("torch.")
-    request.notes.append(Note(f"the draft's rows are in fp32, {faster:.1f} times as fast here as in {name}"))
+    request.notes.append(Note("the draft's rows are in fp32, as this CPU is faster with them"))
     return replace(files, dtype=torch.float32)
 
 

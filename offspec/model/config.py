@@ -132,7 +132,6 @@ class ModelConfig:
 
     is_native = True  # by offspec's own parts, of which drafts can be made, and which can be trained
     has_whole_attention = False  # attention takes all keys at once, with one mask; otherwise it may take parts of them
-    only_multiplies = True  # matrices are used for products only, so that any order of their numbers will do
     has_linear_head = True  # logits are linear in the final states
 
     @property

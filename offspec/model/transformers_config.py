@@ -81,7 +81,6 @@ class ForeignConfig(ModelConfig):
     is_native = False
     most_nodes = MAX_NODES
     has_whole_attention = True
-    only_multiplies = False
 
     @property
     def expert_share(self) -> float:

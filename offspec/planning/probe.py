@@ -8,8 +8,8 @@ from dataclasses import replace
 import psutil
 import torch
 
-from offspec.backends.arithmetic import EXACT, FAST
-from offspec.backends.products import HALF_DTYPES, in_arithmetic
+from offspec.backends.arithmetic import FAST, INT8
+from offspec.backends.products import PLAIN_FORMS, in_arithmetic
 from offspec.backends.x86.byte_product import FORMS
 from offspec.backends.x86.processor import num_lanes
 from offspec.loaders.accelerators.accelerator import accelerator_of
@@ -23,14 +23,13 @@ from offspec.loaders.machine.measure import (
     measure_matmul,
     measure_packed_product,
 )
-from offspec.loaders.machine.product_costs import compile_exact, forms_of, know_products, product_flops
+from offspec.loaders.machine.product_rates import compile_kernels, forms_of, product_flops
 
-from ..checkpoints.load import is_blocked, is_exact_as_draft
 from ..checkpoints.opening import ModelFiles, Note
 from .memory import MemoryOptions, MemoryUser
 from .plan import Plan, limits_of, make_plan
 
-LEAST_CHOSEN_WEIGHTS = 2**26  # `choose_products` measures for models whose layers have at least this number of weights
+LEAST_MEASURED_WEIGHTS = 2**26  # of layers; smaller models are not measured, because their passes are short
 
 
 def plan_here(target: ModelFiles, features: Sequence[MemoryUser], hardware: Hardware, options: MemoryOptions) -> Plan:
@@ -97,35 +96,18 @@ def with_expert_rates(rates: Rates, plan: Plan, device: torch.device) -> Rates:
 
 def host_flops(target: ModelFiles) -> Mapping[int, float]:
     """Rows → FLOP/s of this CPU with a target's experts; measured once."""
-    units = next(iter(target.stored.experts.values()), ())[:1]
-    weights = [weight for unit in units for weight in unit.weights.values()]
-    know_products(forms_of(weights, target.dtype, is_kept=False))
-    form = target.packed_form or HALF_DTYPES.get(target.dtype, "")
+    form = target.packed_form or PLAIN_FORMS.get(target.dtype, "")
     cpu = torch.device("cpu")
     measured = product_flops(form, target.dtype)
     return measured or measure_matmul(cpu, target.dtype, (1, 16, 128), shape=(2048, 2048), seconds=0.1)
 
 
-def choose_products(models: Iterable[tuple[ModelFiles, bool]], device: torch.device) -> None:
-    """On a CPU, choose the fastest measured way to multiply each kind of matrix.
-
-    models: each with whether all its layers are resident. Matrices that would be resident in oneDNN's order are
-    multiplied by oneDNN when streamed, too, so that results are identical to the bit. Each machine is measured once,
-    for at most a second (`loaders.machine.product_costs`). Small models are not measured: their passes are short.
-    """
-    if device.type != "cpu":
-        return
-    forms = set[tuple[str, torch.dtype]]()
-    for model, stays in models:
-        if not is_blocked(model, device):
-            forms |= _product_forms(model, is_resident=stays)
-    know_products(forms)
-
-
-def prepare_exact_products(target: ModelFiles, *, is_resident: bool) -> None:
-    """Compile the kernels of an exact target while weights are read."""
-    if _is_large(target):
-        compile_exact({form for form, _ in _product_forms(target, is_resident=is_resident)}, target.dtype)
+def prepare_kernels(models: Iterable[ModelFiles]) -> None:
+    """Compile the kernels of large models for this CPU while weights are read."""
+    for model in filter(_is_large, models):
+        layers = [weight for unit in model.stored.units for weight in unit.weights.values()]
+        packed = [weight for weight in model.stored.shared.values() if weight.is_packed]
+        compile_kernels(forms_of([*layers, *packed]), model.dtype)
 
 
 def has_byte_products(model: ModelFiles) -> bool:
@@ -135,17 +117,8 @@ def has_byte_products(model: ModelFiles) -> bool:
     return num_lanes() > 0 and any(weight.dtype in FORMS for weight in stored)
 
 
-def _product_forms(model: ModelFiles, *, is_resident: bool) -> set[tuple[str, torch.dtype]]:
-    """(form, dtype of the rows) of a large model's products; none of a small model, whose passes are short."""
-    if not _is_large(model):
-        return set()
-    in_layers = [weight for unit in model.stored.units for weight in unit.weights.values()]
-    packed = [weight for weight in model.stored.shared.values() if weight.is_packed]
-    return forms_of([*in_layers, *packed], model.dtype, is_kept=is_resident)
-
-
 def _is_large(model: ModelFiles) -> bool:
-    return sum(unit.num_weights for unit in model.stored.units) >= LEAST_CHOSEN_WEIGHTS
+    return sum(unit.num_weights for unit in model.stored.units) >= LEAST_MEASURED_WEIGHTS
 
 
 def measure_quick_rates(target: ModelFiles, device: torch.device, link_bytes_per_s: float | None) -> Rates:
@@ -172,13 +145,13 @@ def measure_quick_rates(target: ModelFiles, device: torch.device, link_bytes_per
 def with_arithmetic(rates: Rates, target: ModelFiles, device: torch.device, arithmetic: str) -> Rates:
     """`rates` with those of a large target's products in another arithmetic than the fastest, measured in 0.2 seconds.
 
-    arithmetic: of `backends.arithmetic.ARITHMETIC`.
+    arithmetic: of `backends.arithmetic.ARITHMETIC`. Kernels of a CPU are exact, so only rows in 8 bits differ there.
     """
-    if arithmetic == FAST or not _is_large(target):
+    form = _rate_form(target)
+    is_same = arithmetic == FAST or (device.type == "cpu" and arithmetic != INT8)
+    if is_same or not _is_large(target):
         return rates
-    form, products = _rate_form(target), dict[int, float]()
-    if device.type == "cpu" and form:
-        products = product_flops(form, target.dtype, arithmetic=arithmetic)
+    products = product_flops(form, target.dtype, arithmetic=arithmetic) if device.type == "cpu" and form else {}
     with in_arithmetic(arithmetic):
         return replace(rates, matmul_flops=products or _quick_flops(device, target.dtype))
 
@@ -187,7 +160,7 @@ def _rate_form(target: ModelFiles) -> str:
     """The form of the matrices that products are measured with."""
     is_unpacked_first = target.stored.has_two_forms  # its resident layers may be plain, so products are measured apart
     form = None if is_unpacked_first else target.packed_form
-    return form or HALF_DTYPES.get(target.dtype, "")
+    return form or PLAIN_FORMS.get(target.dtype, "")
 
 
 def _quick_flops(device: torch.device, dtype: torch.dtype) -> dict[int, float]:
@@ -198,8 +171,8 @@ def _quick_flops(device: torch.device, dtype: torch.dtype) -> dict[int, float]:
 class ProductRates:
     """Rates of products with the matrices of a target and of drafts. `rates` are the target's, as measured or assumed.
 
-    On a CPU, the rate depends on the format of a matrix; each format is measured once. Small models are not measured
-    (`choose_products`), and have the target's rates.
+    On a CPU, the rate depends on the format of a matrix; each format is measured once. Small models are not measured,
+    and have the target's rates.
     """
 
     def __init__(self, target: ModelFiles, rates: Rates, device_type: str, drafts: Rates | None = None) -> None:
@@ -215,20 +188,14 @@ class ProductRates:
             return self._rates
         kind = self._kind(model)
         if kind not in self._known:
-            products = self._products(model, *kind)
+            products = product_flops(*kind) if kind[0] and _is_large(model) else {}
             rates = replace(self._rates, matmul_flops=products, dequantise_elements_per_s=None)
             self._known[kind] = rates if products else self._rates
         return self._known[kind]
 
-    def _products(self, model: ModelFiles, form: str, dtype: torch.dtype) -> dict[int, float]:
-        if is_exact_as_draft(model, self._device):
-            return product_flops(form, dtype, arithmetic=EXACT) if form else {}
-        choose_products([(model, True)], self._device)
-        return product_flops(form, dtype)
-
     @staticmethod
     def _kind(model: ModelFiles) -> tuple[str, torch.dtype]:
-        return model.packed_form or HALF_DTYPES.get(model.dtype, ""), model.dtype
+        return model.packed_form or PLAIN_FORMS.get(model.dtype, ""), model.dtype
 
 
 def measure_fused_limits(models: Sequence[ModelFiles], device: torch.device) -> list[Note]:

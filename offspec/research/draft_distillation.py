@@ -21,7 +21,7 @@ from offspec.loaders.streaming.weights import RamWeights
 
 from ..checkpoints.atomic_files import refuse_replacing
 from ..checkpoints.exit_layers import refuse_foreign
-from ..checkpoints.load import WeightSettings, load_decoder
+from ..checkpoints.load import load_decoder
 from ..checkpoints.opening import ModelFiles, locate
 from ..checkpoints.saving import NewCheckpoint
 from ..errors import UsageError, VocabularyMismatchError
@@ -87,7 +87,7 @@ class Untrained:
                 f"the draft {path} has {files.config.vocab_size} tokens and no tokenizer.json, the target has "
                 f"{tokenizer.vocab_size} tokens; use a draft of the target's family"
             )
-        decoder = load_decoder(files, all_resident(files), device, WeightSettings(is_written=True))
+        decoder = load_decoder(files, all_resident(files), device)
         tensors = {name: dense(weight, torch.float32) for name, weight in weights_of(decoder).items()}
         return cls(str(path), files.config, tensors, NewCheckpoint.like(files), decoder)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from offspec.loaders.accelerators.accelerator import accelerator_of
 from offspec.loaders.machine.measured_files import measured_file, read_measured, write_measured
-from offspec.loaders.machine.product_costs import processor_identity
+from offspec.loaders.machine.product_rates import processor_identity
 from offspec.scheduler.pace.costs import Costs
 
 from ..drafts.base import Draft

@@ -20,8 +20,8 @@ from offspec.backends.x86.processor import describe_instructions
 from offspec.loaders.machine.gpu_support import GpuFault, card_fault, gpu_fault
 from offspec.loaders.machine.hardware import Disk, Hardware, read_disk, read_hardware
 from offspec.loaders.machine.measure import WIDTHS, Progress, measure_rates
-from offspec.loaders.machine.product_costs import ProductRate as ProductRate  # re-exported for the CLI
-from offspec.loaders.machine.product_costs import has_choice, know_products, product_rates
+from offspec.loaders.machine.product_rates import ProductRate as ProductRate  # re-exported for the CLI
+from offspec.loaders.machine.product_rates import product_rates
 from offspec.loaders.units import format_quantity, format_seconds, format_size
 
 from ..checkpoints.opening import Note, choose_device
@@ -60,7 +60,7 @@ class Diagnosis:
     bitsandbytes_version: str | None
     load_average: float  # runnable processes over the last minute, before the measurements
     instructions: str = ""  # the CPU's instructions that products use
-    products: tuple[ProductRate, ...] = ()  # on a CPU: the fastest way to multiply, for each number of rows
+    products: tuple[ProductRate, ...] = ()  # on a CPU, for each number of rows
     gpu_fault: GpuFault | None = None  # why `auto` took the CPU
 
     @property
@@ -127,10 +127,8 @@ def diagnose(
 
 
 def measure_products(dtype: torch.dtype) -> tuple[ProductRate, ...]:
-    """The fastest ways to multiply rows of `dtype` with 16-bit and NF4 matrices; measures and caches them anew."""
-    forms = [form for form in (HALF_DTYPES[dtype], "nf4") if has_choice(form)]
-    know_products([(form, dtype) for form in forms], anew=True)
-    return tuple(rate for form in forms for rate in product_rates(form, dtype, WIDTHS))
+    """Rates of products of rows of `dtype` with 16-bit and NF4 matrices."""
+    return tuple(rate for form in (HALF_DTYPES[dtype], "nf4") for rate in product_rates(form, dtype, WIDTHS))
 
 
 def models_folder() -> Path:

@@ -1,45 +1,24 @@
-"""`weights.linear` on a CPU: the way that the costs say, and whichever it is the same product."""
+"""`weights.linear` on a CPU: by a kernel where there is one, otherwise by torch, and either way the same product."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from offspec.backends.products import (
-    KERNEL,
-    LARGE_ELEMENTS,
-    TILE_ROWS,
-    TILES,
-    TORCH,
-    MethodCosts,
-    ProductCosts,
-    ProductKind,
-    between,
-)
 from offspec.backends.weights import Weight, dense, linear
 from offspec.backends.x86.row_product import RowProduct
 from offspec.loaders.formats.four_bit import CODES, Layout4bit, Matrix4bit
 from offspec.loaders.formats.int8 import Int8Matrix
 
-from ..machines import needs_kernels
+from ..machines import NO_VECTORS, THIS, by_processor, lanes, needs_kernels, run
 
 FORMS = ("bf16", "fp16", "int8", "nf4")
-WAYS = (TORCH, TILES, KERNEL)
-NUM_OUTPUTS, NUM_COLUMNS = 2 * TILE_ROWS + 6, 128
-# Kernels are best for few rows, tiles for more, torch for many.
-COSTS = MethodCosts(
-    {
-        KERNEL: {1: 1e-10, 4: 1e-10, 16: 9e-10},
-        TILES: {1: 3e-10, 4: 3e-10, 16: 3e-10, 64: 9e-10},
-        TORCH: {1: 4e-10, 4: 4e-10, 16: 4e-10, 64: 4e-10},
-    }
-)
-BEST = {1: KERNEL, 3: KERNEL, 12: TILES, 16: TILES, 64: TORCH, 200: TORCH}
+NUM_OUTPUTS, NUM_COLUMNS = 1030, 128
+with_kernels_and_without = by_processor("processor", NO_VECTORS, run(THIS))
 
 
 def noise(*shape: int, seed: int = 0) -> Tensor:
@@ -58,35 +37,21 @@ def matrix(form: str, num_outputs: int = NUM_OUTPUTS, num_columns: int = NUM_COL
 
 
 class Spy:
-    """Counts what multiplies: kernels, and torch's products by the rows of their matrices."""
+    """Counts what multiplies: kernels, and torch's products."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.kernels, self.torch = 0, Counter[int]()
-        run, torch_linear = RowProduct.__call__, F.linear
+        self.calls, run, torch_linear = Counter[str](), RowProduct.__call__, F.linear
 
-        def count_kernel(product: RowProduct, x: Tensor, parts: Sequence[Tensor], num_outputs: int) -> Tensor:
-            self.kernels += 1
-            return run(product, x, parts, num_outputs)
+        def count_kernel(product: RowProduct, *args: object) -> Tensor:
+            self.calls["kernel"] += 1
+            return run(product, *args)  # type: ignore[arg-type]
 
         def count_torch(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-            self.torch[weight.shape[0]] += 1
+            self.calls["torch"] += 1
             return torch_linear(x, weight, bias)
 
         monkeypatch.setattr(RowProduct, "__call__", count_kernel)
         monkeypatch.setattr(F, "linear", count_torch)
-
-    def way(self) -> str:
-        """The one that was taken since it was last asked."""
-        if self.kernels:
-            assert not self.torch
-            found = KERNEL
-        else:
-            (found,) = (way for way, calls in _TORCH_CALLS.items() if calls == self.torch)
-        self.kernels, self.torch = 0, Counter()
-        return found
-
-
-_TORCH_CALLS = {TORCH: {NUM_OUTPUTS: 1}, TILES: {TILE_ROWS: 2, NUM_OUTPUTS % TILE_ROWS: 1}}
 
 
 @pytest.fixture
@@ -94,104 +59,26 @@ def spy(monkeypatch: pytest.MonkeyPatch) -> Spy:
     return Spy(monkeypatch)
 
 
-def know(costs: ProductCosts, form: str, dtype: torch.dtype) -> None:
-    for is_large in (False, True):
-        costs.set(ProductKind(form, dtype, is_large), COSTS)
-
-
-# ------------------------------------------------------------------------------------------------ which way
-
-
-@pytest.mark.slow
-@needs_kernels
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@with_kernels_and_without
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("form", FORMS)
-def test_the_way_that_costs_least_is_taken(
-    form: str, dtype: torch.dtype, product_costs: ProductCosts, spy: Spy
-) -> None:
-    know(product_costs, form, dtype)
+def test_any_number_of_rows_has_a_kernel_where_there_is_one(form: str, dtype: torch.dtype, spy: Spy) -> None:
     weight, bias = matrix(form), noise(NUM_OUTPUTS, seed=2)
     scratch = torch.empty(NUM_OUTPUTS * NUM_COLUMNS, dtype=dtype)
-    for num_rows, best in BEST.items():
-        expected = best if form in ("bf16", "fp16") or best == KERNEL else TORCH  # tiles are for plain matrices
-        x = noise(num_rows, NUM_COLUMNS).to(dtype)
-        for added in (None, bias):
-            for memory in (None, scratch):
-                linear(x, weight, added, memory)
-                assert spy.way() == expected, num_rows
-
-
-@needs_kernels
-def test_rows_are_counted_over_all_dimensions(product_costs: ProductCosts, spy: Spy) -> None:
-    know(product_costs, "bf16", torch.float32)
-    weight = matrix("bf16")
-    for shape, expected in {(): KERNEL, (3,): KERNEL, (1, 3): KERNEL, (3, 4): TILES, (10, 20): TORCH}.items():
-        assert linear(noise(*shape, NUM_COLUMNS), weight).shape == (*shape, NUM_OUTPUTS)
-        assert spy.way() == expected
-
-
-def test_costs_are_those_of_form_dtype_and_size(product_costs: ProductCosts, spy: Spy) -> None:
-    x, weight = noise(3, NUM_COLUMNS), matrix("bf16")
-    small = ProductKind("bf16", torch.float32, is_large=False)
-    tiles = MethodCosts({TORCH: {1: 2e-9}, TILES: {1: 1e-9}})
-    for other in (
-        ProductKind("fp16", torch.float32, is_large=False),
-        ProductKind("bf16", torch.bfloat16, is_large=False),
-        ProductKind("bf16", torch.float32, is_large=True),
-    ):
-        product_costs.set(other, tiles)
-        linear(x, weight)
-        assert spy.way() == TORCH
-    product_costs.set(small, tiles)
-    linear(x, weight)
-    assert spy.way() == TILES
-    product_costs.set(small, MethodCosts({TORCH: {1: 1e-9}, TILES: {1: 2e-9}}))
-    linear(x, weight)
-    assert spy.way() == TORCH
-    assert not ProductKind.of("bf16", torch.float32, LARGE_ELEMENTS - 1).is_large
-    assert ProductKind.of("bf16", torch.float32, LARGE_ELEMENTS).is_large
-
-
-def test_what_was_forgotten_is_unknown(product_costs: ProductCosts, spy: Spy) -> None:
-    know(product_costs, "bf16", torch.float32)
-    linear(noise(16, NUM_COLUMNS), matrix("bf16"))
-    assert spy.way() == TILES
-    product_costs.clear()
-    assert product_costs.get(ProductKind("bf16", torch.float32, is_large=False)) is None
-    linear(noise(16, NUM_COLUMNS), matrix("bf16"))
-    assert spy.way() == TORCH
-
-
-@pytest.mark.usefixtures("product_costs")
-@pytest.mark.parametrize("form", FORMS)
-def test_without_costs_products_are_torchs_to_the_bit(form: str) -> None:
-    weight, bias = matrix(form), noise(NUM_OUTPUTS, seed=2)
-    for dtype in (torch.float32, torch.bfloat16):
-        for num_rows in (1, 5, 64):
-            x = noise(num_rows, NUM_COLUMNS).to(dtype)
-            expected = F.linear(x, dense(weight, dtype), bias.to(dtype))
-            assert torch.equal(linear(x, weight, bias), expected)
-            scratch = torch.empty(NUM_OUTPUTS * NUM_COLUMNS, dtype=dtype)
-            assert torch.equal(linear(x, weight, bias, scratch), expected)
-
-
-def test_the_line_between_points() -> None:
-    points = {16: 4.0, 1: 1.0, 4: 2.0}
-    assert [between(points, place) for place in (0, 1, 4, 16)] == [1.0, 1.0, 2.0, 4.0]
-    assert between(points, 3) == pytest.approx(1 + 2 / 3)
-    assert between(points, 10) == pytest.approx(3.0)
-    assert between(points, 64) == pytest.approx(16.0)  # at its rate a row
-    assert between({8: 2.0}, 4) == 2.0
-    assert COSTS.least(1) == pytest.approx(1e-10)
-    assert {num_rows: COSTS.method(num_rows) for num_rows in BEST} == BEST
+    for shape in ((), (1,), (1, 3), (200,)):
+        for added, memory in ((None, None), (bias, scratch)):
+            spy.calls.clear()
+            assert linear(noise(*shape, NUM_COLUMNS).to(dtype), weight, added, memory).shape == (*shape, NUM_OUTPUTS)
+            assert spy.calls == {"kernel" if lanes() else "torch": 1}
 
 
 # ------------------------------------------------------------------------------------------------ the same product
 
 
 @pytest.mark.slow
+@with_kernels_and_without
 @pytest.mark.parametrize("form", FORMS)
-def test_all_ways_agree_within_rounding(form: str, product_costs: ProductCosts) -> None:
+def test_both_agree_within_rounding(form: str) -> None:
     weight, bias = matrix(form), noise(NUM_OUTPUTS, seed=2)
     for dtype, tolerance in {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}.items():
         for shape in ((), (1,), (7,), (2, 40)):
@@ -199,27 +86,17 @@ def test_all_ways_agree_within_rounding(form: str, product_costs: ProductCosts) 
             for added in (None, bias):
                 expected = x.double() @ dense(weight, torch.float32).double().T
                 expected += 0 if added is None else added.double()
-                for way in WAYS:
-                    product_costs.forced = way
-                    found = linear(x, weight, added, torch.empty(NUM_OUTPUTS * NUM_COLUMNS, dtype=dtype))
-                    assert found.dtype == dtype
-                    size = float(expected.abs().max())
-                    torch.testing.assert_close(found.double(), expected, rtol=0, atol=tolerance * size)
+                found = linear(x, weight, added, torch.empty(NUM_OUTPUTS * NUM_COLUMNS, dtype=dtype))
+                assert found.dtype == dtype
+                size = float(expected.abs().max())
+                torch.testing.assert_close(found.double(), expected, rtol=0, atol=tolerance * size)
+    assert torch.equal(bias, noise(NUM_OUTPUTS, seed=2)), "it is left as it was"
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_bias_is_left_as_it_is(way: str, product_costs: ProductCosts) -> None:
-    product_costs.forced = way
-    bias = noise(NUM_OUTPUTS, seed=2)
-    linear(noise(3, NUM_COLUMNS), matrix("bf16"), bias)
-    assert torch.equal(bias, noise(NUM_OUTPUTS, seed=2))
-
-
-@pytest.mark.parametrize("way", WAYS)
+@with_kernels_and_without
 @pytest.mark.parametrize("form", FORMS)
-def test_gradients_flow(form: str, way: str, product_costs: ProductCosts) -> None:
+def test_gradients_flow(form: str) -> None:
     """Training goes torch's way; beside it nothing changes."""
-    product_costs.forced = way
     weight, x = matrix(form), noise(5, NUM_COLUMNS).requires_grad_()
     linear(x, weight).sum().backward()  # type: ignore[no-untyped-call]
     assert x.grad is not None
@@ -247,13 +124,12 @@ def test_no_unpacked_copy_waits_for_gradients(form: str) -> None:
 
 
 @needs_kernels
-def test_without_gradients_a_weight_that_could_have_them_is_like_any(product_costs: ProductCosts, spy: Spy) -> None:
-    product_costs.forced = KERNEL
+def test_without_gradients_a_weight_that_could_have_them_is_like_any(spy: Spy) -> None:
     weight = matrix("bf16")
     assert isinstance(weight, Tensor)
     weight.requires_grad_()
     with torch.no_grad():
         linear(noise(2, NUM_COLUMNS), weight)
-    assert spy.way() == KERNEL
+    assert spy.calls == {"kernel": 1}
     linear(noise(2, NUM_COLUMNS), weight)
-    assert spy.way() == TORCH
+    assert spy.calls["torch"] == 1

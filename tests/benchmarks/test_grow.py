@@ -13,7 +13,6 @@ from safetensors.torch import load_file, save_file
 
 from benchmarks.grow import SHAPES, Layout, Shape, grow, grow_exit
 from offspec import Engine, SamplingParams, SpeculationParams, builtin
-from offspec.backends.products import TORCH, ProductCosts
 from offspec.backends.weights import dense
 from offspec.checkpoints.exit_layers import save
 from offspec.checkpoints.opening import ModelFiles
@@ -94,8 +93,7 @@ def test_logits_are_the_small_models(grown: Path) -> None:
     torch.testing.assert_close(found[1], found[0], atol=2e-3, rtol=1e-4)
 
 
-def test_the_padding_of_the_state_stays_zero(grown: Path, product_costs: ProductCosts) -> None:
-    product_costs.forced = TORCH
+def test_the_padding_of_the_state_stays_zero(grown: Path) -> None:
     ids = torch.arange(50, 60)
     with Engine.load(str(grown), draft="none", dtype="bf16", device="cpu") as engine:
         hidden = engine.target.forward(ids, torch.arange(len(ids)), engine.target.new_cache())

@@ -13,7 +13,7 @@ import pytest
 from offspec.cli.doctor import table
 from offspec.loaders.machine.gpu_support import GpuFault
 from offspec.loaders.machine.hardware import Rates
-from offspec.loaders.machine.product_costs import ProductRate
+from offspec.loaders.machine.product_rates import ProductRate
 
 from ..offspec.tools.test_diagnosis import CPU_ONLY, DESKTOP
 from .conftest import Offspec, finish, start
@@ -31,7 +31,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> None:
         return MEASURED
 
     monkeypatch.setattr("offspec.tools.diagnosis.measure_rates", measure)
-    products = (ProductRate("bf16", 1, "torch", 3e10, 3e10), ProductRate("bf16", 256, "kernel", 2e11, 8e8))
+    products = (ProductRate("bf16", 1, 3e10, 3e10), ProductRate("bf16", 256, 2e11, 8e8))
     monkeypatch.setattr("offspec.tools.diagnosis.measure_products", lambda dtype: products)
 
 
@@ -45,8 +45,8 @@ def test_the_table(offspec: Offspec, tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "GPU         none used (--device cpu)" in lines
     assert "disk        2 GB/s (direct)" in lines
     assert "matmul      1 GFLOP/s at 1, 200 GFLOP/s at 64 (tokens at once; bfloat16)" in lines
-    assert "bf16 x 1    30 GFLOP/s, 30 GB/s of weights (torch)" in lines
-    assert "bf16 x 256  200 GFLOP/s, 800 MB/s of weights (kernel)" in lines
+    assert "bf16 x 1    30 GFLOP/s, 30 GB/s of weights" in lines
+    assert "bf16 x 256  200 GFLOP/s, 800 MB/s of weights" in lines
     assert "NF4         - (not measured: bitsandbytes is missing)" in lines
     assert any(line.startswith("- This disk reads 2 GB/s") for line in lines)
 

@@ -43,8 +43,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _measured(made_once: Callable[..., forecast.Forecast], monkeypatch: pytest.MonkeyPatch) -> None:
     rates = Rates(disk_bytes_per_s=2e9, matmul_flops={1: 1e10}, sources={"disk_bytes_per_s": "2 readers"})
     monkeypatch.setattr("offspec.tools.forecast.measure_rates", lambda *_, **__: rates)
-    monkeypatch.setattr("offspec.planning.probe.choose_products", lambda models, device: None)
-    monkeypatch.setattr("offspec.planning.probe.is_exact_as_draft", lambda model, device: False)
+    monkeypatch.setattr("offspec.planning.probe.product_flops", lambda *_, **__: {})
     # A machine on which any of these tests' limits is free, whatever this one has.
     monkeypatch.setattr(
         "offspec.loaders.machine.hardware.read_memory", lambda *_: Memory(64 << 30, 60 << 30, 64 << 30, "given")

@@ -28,7 +28,6 @@ SUSPECT = re.compile(rf"\b({'|'.join(sorted(READS))}|platform)\b|{FILES.pattern}
 MAY_READ = {
     "machines.py": "is the one place",
     "house/test_machines.py": "names what is read",
-    "loaders/formats/test_blocked.py": "whether torch has an order for this processor",
     "backends/x86/test_processor.py": "how instructions are read",
     "loaders/machine/test_hardware.py": "how hardware is read: real control groups, and texts of pretended ones",
 }

@@ -13,12 +13,10 @@ import torch
 
 from offspec import Engine, SamplingParams, SpeculationParams
 from offspec.backends.on_gpu import FUSED_ROWS, FasterKernel, FusedRows
-from offspec.backends.products import KERNEL, TORCH, MethodCosts, ProductCosts, ProductKind
 from offspec.errors import UsageError
 from offspec.loaders.formats import four_bit
-from offspec.loaders.machine import card_choices, product_costs
+from offspec.loaders.machine import card_choices
 from offspec.loaders.machine.card_choices import FIXED_ROWS, fused_rows
-from offspec.loaders.machine.product_costs import know_products
 from offspec.planning import probe
 from offspec.process import fix_choices
 from offspec.scheduler.drafting.model_drafter import ModelDrafter
@@ -71,7 +69,7 @@ def passes(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> list[Pass]:
     with monkeypatch.context() as patch:
         patch.setattr(time, "perf_counter", clock)
         patch.setitem(ModelDrafter.__init__.__kwdefaults__, "clock", clock)
-        patch.setattr(probe, "LEAST_CHOSEN_WEIGHTS", 0)  # else nothing is chosen for so small a model
+        patch.setattr(probe, "LEAST_MEASURED_WEIGHTS", 0)  # else nothing is measured for so small a model
         with Engine.load("builtin", device="cpu", dtype="bf16", deterministic=True) as engine:
             each = (
                 passes_of(engine, prompt, SamplingParams(8, temperature=temperature, seed=7))
@@ -131,19 +129,6 @@ def test_learning_takes_as_long_as_texts(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------ kernels
 
 
-def test_no_product_is_measured(product_costs: ProductCosts, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A form that would be measured has its kernel for any number of rows; others have torch's products."""
-    kind = ProductKind("bf16", torch.bfloat16, is_large=True)
-    product_costs.set(kind, MethodCosts({TORCH: {1: 1e-12}, KERNEL: {1: 1e-3}}))  # as measured before
-    product_costs.is_fixed = True
-    monkeypatch.setattr(
-        "offspec.loaders.machine.product_costs.measure_methods", lambda kind: pytest.fail("is measured")
-    )
-    know_products([("bf16", torch.bfloat16)])
-    assert {product_costs.method(kind, rows) for rows in (1, 64, 4096)} == {KERNEL}
-    assert product_costs.method(ProductKind("fp16", torch.float16, is_large=True), 1) == TORCH
-
-
 def test_fused_products_have_a_fixed_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     stored = four_bit.Weight4bit("weight", four_bit.Layout4bit((64, 128), "nf4", 64), ())
     rows = FusedRows()
@@ -172,6 +157,5 @@ def test_a_kernel_that_compiles_unpacks(compiles: bool) -> None:
 
 def test_choices_are_fixed_for_the_process() -> None:
     fix_choices()
-    assert product_costs.COSTS.is_fixed
     assert FUSED_ROWS.is_fixed
     assert card_choices.FASTER_KERNEL.is_fixed

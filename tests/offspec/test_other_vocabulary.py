@@ -159,7 +159,6 @@ def test_a_larger_draft_is_asked_where_layers_are_streamed_or_with_a_budget(pair
 
 @pytest.mark.nightly("a real model; the default run has tiny ones of other vocabularies")
 @pytest.mark.slow
-@pytest.mark.usefixtures("product_costs")
 @pytest.mark.parametrize("direction", ["it drafts", "it is drafted for"])
 def test_a_real_models_text_is_plain_decodings(direction: str, smollm2: Path) -> None:
     """SmolLM2, of 49,152 tokens, and the built-in pair's models, of 4096."""

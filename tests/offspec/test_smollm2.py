@@ -14,11 +14,8 @@ import pytest
 import torch
 
 from offspec import Engine, SamplingParams, loading
-from offspec.backends import products
 from offspec.cli.main import run
-from offspec.planning import probe
 
-from ..machines import lanes
 from .checkpoints.test_grouped_models import RATES
 
 if TYPE_CHECKING:
@@ -54,9 +51,7 @@ MORE_PROMPTS = (
 def kernels() -> Iterator[None]:
     """Products in the one way that is fast without having measured which one is."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(probe, "know_products", lambda *_: None)
         patch.setattr(loading, "with_arithmetic", lambda rates, *_: rates)
-        patch.setattr(products.COSTS, "forced", products.KERNEL if lanes() else products.TORCH)
         yield
 
 

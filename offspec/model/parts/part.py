@@ -243,7 +243,7 @@ class WeightsOfChosen(LayerWeights):
 
 
 def as_vector(weight: Weight) -> Tensor:
-    """A norm's weight or a bias as a tensor. A two-dimensional one may be stored in oneDNN's order."""
+    """A norm's weight or a bias as a tensor."""
     return weight if isinstance(weight, Tensor) else weight.dequantize(torch.float32)
 
 

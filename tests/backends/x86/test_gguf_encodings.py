@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import Tensor
 
-from offspec.backends.products import KERNEL, TORCH, ProductCosts
-from offspec.backends.weights import linear
 from offspec.backends.x86.gguf_encodings import BlockEncoding, block_encoding
 from offspec.backends.x86.processor import per_processor
 from offspec.backends.x86.row_product import RowProduct
@@ -17,7 +13,7 @@ from offspec.backends.x86.unpack import WORTH_COMPILING, Unpacker
 from offspec.loaders.formats import format_named
 from offspec.loaders.formats.gguf import QUANTISED
 from offspec.loaders.formats.gguf_blocks import GRID_TYPES, VALUES
-from offspec.loaders.machine.product_costs import has_choice, methods_of, of_no_file, sample
+from offspec.loaders.machine.product_rates import has_kernel, of_no_file, sample
 
 from ...loaders.gguf_samples import NAMES, edge_blocks, matrix_of, oracle, random_blocks, same_bits
 from ...machines import AVX2, AVX512, THIS, by_processor, each_choice_with_kernels, lanes, needs_kernels, run
@@ -150,34 +146,10 @@ def test_large_matrices_are_unpacked_by_the_kernel(monkeypatch: pytest.MonkeyPat
         assert same_bits(out, expected.to(dtype))
 
 
-@pytest.mark.slow
-@needs_kernels
-def test_products_take_the_way_that_is_chosen(product_costs: ProductCosts) -> None:
-    rows = blocks("Q4_K", 64, 512)
-    matrix, expected = matrix_of("Q4_K", rows), oracle("Q4_K", rows)
-    x, bias = noise(3, 512), noise(64)
-    wanted = torch.nn.functional.linear(x, expected, bias)
-    assert matrix.kernel is not None
-    called = list[int]()
-    run: Callable[..., Tensor] = type(matrix.kernel[0]).__call__
-
-    def counted(self: RowProduct, x: Tensor, parts: list[Tensor], num_outputs: int) -> Tensor:
-        called.append(num_outputs)
-        return run(self, x, parts, num_outputs)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(RowProduct, "__call__", counted)
-        for way, calls in ((TORCH, 0), (KERNEL, 1)):
-            product_costs.forced, product_costs.forced_form = way, "Q4_K"
-            torch.testing.assert_close(linear(x, matrix, bias), wanted, rtol=1e-4, atol=1e-3)
-            assert len(called) == calls
-
-
 @each_choice_with_kernels
 def test_what_can_be_measured() -> None:
     for name in NAMES:
-        assert has_choice(name) == (name not in GRID_TYPES), name
-        assert methods_of(name) == [TORCH, KERNEL], name
+        assert has_kernel(name) == (name not in GRID_TYPES), name
         weight = sample(name, (64, 256))
         assert weight is not None, name
         assert tuple(weight.shape) == (64, 256), name

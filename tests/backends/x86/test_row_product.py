@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from offspec.backends.products import KERNEL, ProductCosts, can_multiply, plain_product
+from offspec.backends.products import can_multiply, plain_product
 from offspec.backends.weights import PackedMatrix, Weight, dense, linear
 from offspec.backends.x86 import compiler
 from offspec.backends.x86.encodings import Blocks, Encoding, Float16, FourBit, Int8
@@ -280,32 +280,27 @@ def test_rows_that_are_no_whole_steps() -> None:
     assert not FourBit(16, CODES["nf4"], Blocks(16)).can_read(64)
 
 
-@pytest.fixture
-def _kernel_for_all(product_costs: ProductCosts) -> None:
-    product_costs.forced = KERNEL
-
-
 @needs_kernels
-@pytest.mark.usefixtures("_kernel_for_all")
-def test_what_a_kernel_cannot_read_goes_torchs_way() -> None:
+def test_what_a_kernel_cannot_read_is_multiplied_after_a_change() -> None:
+    """Padded, copied or unpacked; the result is torch's within rounding."""
     product = plain_product(torch.bfloat16)
     assert product is not None
     odd, whole = noise(6, 100).bfloat16(), noise(6, 128).bfloat16()
     for matrix in (odd, whole.view(128, 6).T, whole[:, ::2], whole[:, :64], whole[:0], whole[:, :0]):
         x = noise(3, matrix.shape[1], seed=1)
         assert not can_multiply(product, x, matrix)
-        assert torch.equal(linear(x, matrix), torch.nn.functional.linear(x, matrix.float()))
+        torch.testing.assert_close(linear(x, matrix), torch.nn.functional.linear(x, matrix.float()))
     assert can_multiply(product, noise(3, 128), whole)
     no_rows = torch.empty(0, 128)
     assert linear(no_rows, whole).shape == (0, 6)
     for packed in (int8_matrix(6, 100), FourBitMatrices("nf4", 64)(6, 96), FourBitMatrices("nf4", 128)(6, 192)):
         assert packed.kernel is None
         x = noise(3, packed.shape[1], seed=1)
-        assert torch.equal(linear(x, packed), torch.nn.functional.linear(x, dense(packed, torch.float32)))
+        expected = torch.nn.functional.linear(x, dense(packed, torch.float32))
+        torch.testing.assert_close(linear(x, packed), expected, rtol=1e-5, atol=1e-3)
 
 
 @needs_kernels
-@pytest.mark.usefixtures("_kernel_for_all")
 def test_rows_that_do_not_fit_the_matrix_are_torchs_error() -> None:
     """A kernel would read past the matrix's end."""
     for matrix in (noise(6, 128).bfloat16(), int8_matrix(6, 128), FourBitMatrices("nf4", 64)(6, 128)):

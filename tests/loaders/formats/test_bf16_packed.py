@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from offspec.backends.products import KERNEL, TILES, TORCH, MethodCosts, ProductCosts, ProductKind, plain_product
+from offspec.backends.products import plain_product
 from offspec.backends.weights import linear
 from offspec.backends.x86.bf16_bits import Bf16Bits
 from offspec.backends.x86.processor import per_processor
@@ -31,14 +31,13 @@ from offspec.loaders.formats.bf16_bits import (
     unpack,
 )
 from offspec.loaders.formats.bf16_packed import PARTS, Bf16Packer, PackedBf16Matrix, PackedBf16Weight
-from offspec.loaders.machine.product_costs import sample
+from offspec.loaders.machine.product_rates import sample
 
 from ...examples import examples
-from ...machines import each_width, needs_kernels
+from ...machines import NO_VECTORS, THIS, by_processor, each_width, needs_kernels, run
 from ...refusals import refused
 
 BF16 = torch.bfloat16
-KERNEL_HERE = pytest.param(KERNEL, marks=needs_kernels)
 
 
 def noise(*shape: int, seed: int = 0, scale: float = 0.02) -> Tensor:
@@ -216,17 +215,12 @@ def test_the_fused_product_has_the_bits_of_the_plain_kernels(name: str) -> None:
 
 @pytest.mark.each_value
 @pytest.mark.slow
-@pytest.mark.parametrize("own", [TORCH, KERNEL_HERE])
-@pytest.mark.parametrize("way", [TORCH, TILES, KERNEL_HERE])
+@by_processor("processor", NO_VECTORS, run(THIS))
 @pytest.mark.parametrize("dtype", [BF16, torch.float32, torch.float16])
-def test_products_are_those_of_the_plain_matrix_in_every_way(
-    dtype: torch.dtype, way: str, own: str, product_costs: ProductCosts
-) -> None:
+def test_products_are_those_of_the_plain_matrix(dtype: torch.dtype) -> None:
     for shape in ((131, 1088), (70, 1000)):  # the second is no whole step of any kernel
         matrix = noise(*shape)
         held = PackedBf16Matrix(packed(matrix))
-        for form, chosen in (("bf16", way), (held.form, own)):
-            product_costs.set(ProductKind.of(form, dtype, matrix.numel()), MethodCosts({chosen: {1: 1.0}}))
         scratch, bias = torch.empty(matrix.numel() + 3, dtype=dtype), noise(shape[0], seed=3).to(dtype)
         for num_rows in (1, 6, 70):
             x = noise(num_rows, shape[1], seed=1, scale=1).to(dtype)

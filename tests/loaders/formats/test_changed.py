@@ -18,9 +18,8 @@ from offspec.loaders.files.safetensors_folder import read_header
 from offspec.loaders.formats import StoredWeight, stored_weights
 from offspec.loaders.streaming.placement import Limits, Placement, Slots, places_of
 from offspec.loaders.streaming.stored_model import StoredModel, StoredUnit
-from offspec.loaders.streaming.tiers import TieredWeights, TierOptions
+from offspec.loaders.streaming.tiers import TieredWeights
 
-from ...machines import needs_blocked_order
 from ...refusals import refused
 from ..gguf_samples import info_of, oracle, random_blocks, same_bits
 
@@ -163,9 +162,7 @@ def test_wherever_they_lie(tmp_path: Path, resident: tuple[int, ...], dtype: tor
     on_disk = tuple(i for i in range(3) if i not in resident)
     slots = Slots(2, 0, max(layer.record.nbytes for layer in model.layers))
     placement = Placement(places_of(resident=resident, on_disk=on_disk), slots, (), Limits(None, 0), 0, 0)
-    weights = TieredWeights(
-        model, placement, dtype=dtype, device=CPU, row_tables=(EMBEDDING,), options=TierOptions(blocked=True)
-    )
+    weights = TieredWeights(model, placement, dtype=dtype, device=CPU, row_tables=(EMBEDDING,))
     x = torch.randn(4, COLUMNS)
     for _ in range(2):
         for index in range(3):
@@ -180,18 +177,4 @@ def test_wherever_they_lie(tmp_path: Path, resident: tuple[int, ...], dtype: tor
                 assert isinstance(layer["plain"], Tensor) == (index in resident)
     indices = torch.tensor([899, 0, 5, 899])
     assert same_bits(weights.rows(EMBEDDING, indices), meant[EMBEDDING][indices].to(dtype))
-    weights.close()
-
-
-@needs_blocked_order
-def test_kept_plain_matrices_can_be_blocked(tmp_path: Path) -> None:
-    """Where nothing is packed, a layer that stays is in oneDNN's order, its rows in the architecture's."""
-    plain = torch.randn(NUM_ROWS, COLUMNS).bfloat16()
-    infos = plain_infos(tmp_path, {"l.0.w": as_llama_cpp_has_it(plain)}, {"l.0.w": Change(rows=PAIRED)})
-    model = StoredModel([StoredUnit({"w": stored_weights(infos)["l.0.w"]})], {})
-    placement = Placement(places_of(resident=(0,)), Slots(0, 0, 0), (), Limits(None, 0), 0, 0)
-    weights = TieredWeights(model, placement, dtype=torch.bfloat16, device=CPU, options=TierOptions(blocked=True))
-    with weights.layer(0) as layer:
-        assert type(layer["w"]).__name__ == "BlockedMatrix"
-        assert torch.equal(dense(layer["w"], torch.bfloat16), plain)
     weights.close()

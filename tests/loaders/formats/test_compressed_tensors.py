@@ -14,15 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from offspec.backends.products import KERNEL, ProductCosts
 from offspec.backends.weights import PackedMatrix, as_table, dense, linear, take_rows
 from offspec.errors import CheckpointError, OffspecError, UnsupportedModelError
 from offspec.loaders.files.containers import open_checkpoint
 from offspec.loaders.formats import blank_tensors, format_named, format_notes
-from offspec.loaders.machine.product_costs import of_no_file
+from offspec.loaders.machine.product_rates import of_no_file
 
 from ...examples import examples
-from ...machines import each_choice, lanes, needs_kernels
+from ...machines import NO_VECTORS, by_processor, each_choice, lanes, needs_kernels
 from ...refusals import refused
 from ..fakes import stored_with as open_with
 from .test_formats import bound, equal, read_raw, without
@@ -202,6 +201,7 @@ def test_inputs_in_another_order(name: str, tmp_path: Path) -> None:
     assert equal(dense(bound(weight.to("cpu")), torch.float32), (plain - shifts) * scales)
 
 
+@by_processor("processor", NO_VECTORS)
 @pytest.mark.parametrize("name", ["w4a16, asymmetric", "w3a16, asymmetric", "int8", "fp8, blocks", "nvfp4", "mxfp4"])
 def test_linear(name: str, tmp_path: Path) -> None:
     case = CASES[name]
@@ -226,13 +226,13 @@ WIDE = {
 @pytest.mark.slow
 @needs_kernels
 @pytest.mark.parametrize("case", WIDE.values(), ids=WIDE)
-def test_kernels(case: Case, tmp_path: Path, product_costs: ProductCosts) -> None:
+def test_kernels(case: Case, tmp_path: Path) -> None:
     """Of rows that are whole steps for one; scales may be 16 bit."""
     tensors, _ = compressed(noise(*case.shape).bfloat16(), case)
     weight = bound(open_with(tmp_path, named(tensors), case.config)[NAME])
     assert isinstance(weight, PackedMatrix)
     assert (weight.kernel is not None) == case.args.get("symmetric", True)
-    x, product_costs.forced = noise(3, case.shape[1], seed=1), KERNEL
+    x = noise(3, case.shape[1], seed=1)
     expected = x.double() @ dense(weight, torch.float32).double().T
     torch.testing.assert_close(linear(x, weight), expected.float(), rtol=1e-5, atol=1e-4)
 

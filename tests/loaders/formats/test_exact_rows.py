@@ -11,11 +11,6 @@ import torch
 from torch import Tensor
 
 from offspec.backends.products import (
-    KERNEL,
-    TORCH,
-    MethodCosts,
-    ProductCosts,
-    ProductKind,
     are_rows_exact,
     can_be_exact,
     exact_rows,
@@ -24,14 +19,13 @@ from offspec.backends.weights import PackedMatrix, Weight, dense, linear, linear
 from offspec.loaders.files.checkpoint import Order
 from offspec.loaders.formats.bf16_bits import pack
 from offspec.loaders.formats.bf16_packed import PackedBf16Matrix
-from offspec.loaders.formats.blocked import BlockedMatrix
 from offspec.loaders.formats.changed import ReorderedMatrix
 from offspec.loaders.formats.grouped import GroupedMatrix
 from offspec.loaders.formats.int8 import Int8Matrix
-from offspec.loaders.machine.product_costs import sample
+from offspec.loaders.machine.product_rates import sample
 
 from ... import pretended_rows
-from ...machines import AMX, AVX512_BF16, by_processor, each_processor, needs_blocked_order, needs_kernels, run
+from ...machines import AMX, AVX512_BF16, by_processor, each_processor, needs_kernels, run
 
 pytestmark = needs_kernels
 each_half = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
@@ -114,11 +108,6 @@ def test_matrices_in_another_order() -> None:
     assert_exact(ReorderedMatrix(matrix, Order(2, groups=2)), torch.bfloat16)
 
 
-@needs_blocked_order
-def test_matrices_in_onednns_order() -> None:
-    assert_exact(BlockedMatrix(noise(32, 128).to(torch.bfloat16)), torch.bfloat16)
-
-
 @pytest.mark.each_value
 @pytest.mark.slow
 @each_processor
@@ -165,18 +154,6 @@ def test_rows_are_used_again_behind_the_last_one(num_rows: int) -> None:
         together = linear_each(x, [1] * 6, weights)
         alone = [linear(x[i % num_rows, None], weight) for i, weight in enumerate(weights)]
     assert torch.equal(together, torch.cat(alone))
-
-
-@each_processor
-def test_costs_do_not_count(product_costs: ProductCosts) -> None:
-    weight, x = noise(64, 256).to(torch.bfloat16), noise(2, 256).to(torch.bfloat16)
-    found = list[Tensor]()
-    for fastest, other in ((TORCH, KERNEL), (KERNEL, TORCH)):
-        kind = ProductKind.of("bf16", torch.bfloat16, weight.numel())
-        product_costs.set(kind, MethodCosts({fastest: {1: 1e-12}, other: {1: 1e-3}}))
-        with exact_rows():
-            found.append(linear(x, weight))
-    assert torch.equal(*found)
 
 
 def test_gradients_and_other_dtypes_take_their_usual_ways() -> None:

@@ -31,6 +31,7 @@ from offspec.loaders.formats.process_state import bitsandbytes_functional, has_b
 from offspec.loaders.formats.quant_state import BLOCKSIZES
 
 from ...examples import examples
+from ...machines import NO_VECTORS, by_processor
 from ...refusals import refused, tells
 
 Tensors = dict[str, Tensor]
@@ -315,6 +316,7 @@ def test_bind_makes_views(tmp_path: Path) -> None:
         assert not equal(dense(matrix, torch.float32), before)
 
 
+@by_processor("processor", NO_VECTORS)
 @pytest.mark.each_value
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("with_scratch", [False, True])

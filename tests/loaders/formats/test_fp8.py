@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from offspec.backends.products import KERNEL, ProductCosts
 from offspec.backends.weights import dense, linear
 from offspec.backends.x86.unpack import WORTH_COMPILING
 from offspec.errors import CheckpointError, UnsupportedModelError
@@ -146,14 +145,13 @@ def test_modules_that_were_left_out_are_plain(tmp_path: Path) -> None:
 @pytest.mark.slow
 @needs_kernels
 @pytest.mark.parametrize("scales", [(1, 1), (200, 1), (2, 2)], ids=str)
-def test_kernels_know_nan(scales: tuple[int, int], tmp_path: Path, product_costs: ProductCosts) -> None:
+def test_kernels_know_nan(scales: tuple[int, int], tmp_path: Path) -> None:
     """And every other code, denormal ones too; each output is one of the matrix's numbers."""
     matrix = codes(200, 256)
     matrix.view(torch.uint8)[:, 0] = 56  # a row that is all NaN would not tell
     config = said(weight_block_size=[128, 128])
     weight = bound(open_with(tmp_path, {NAME: matrix, INVERSE: noise(*scales)}, config)[NAME])
     plain, wanted = dense(weight, torch.float32), torch.tensor([0, 1, 17, 255])
-    product_costs.forced = KERNEL
     for column in wanted.tolist():
         x = torch.zeros(1, 256)
         x[0, column] = 1

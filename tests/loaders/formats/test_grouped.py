@@ -24,6 +24,7 @@ from offspec.loaders.formats import StoredWeight, blank_tensors, grouped
 from offspec.loaders.formats.grouped import GroupedMatrix
 
 from ...examples import examples
+from ...machines import NO_VECTORS, by_processor
 from ...refusals import refused
 from ..fakes import stored_with as open_with
 from .test_formats import bound, equal, noise, read_raw, without
@@ -165,6 +166,7 @@ def test_scales_of_other_dtypes(form: str, stored: torch.dtype, tmp_path: Path) 
         assert equal(dense(weight, dtype), expected.to(dtype))
 
 
+@by_processor("processor", NO_VECTORS)
 @pytest.mark.each_value
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -10,12 +10,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from offspec.backends.products import KERNEL, ProductCosts
 from offspec.backends.weights import PackedMatrix, dense, linear
 from offspec.errors import CheckpointError
 from offspec.loaders.files.containers import open_checkpoint
 from offspec.loaders.formats import StoredWeight, format_named, formats_in, stored_weights
-from offspec.loaders.machine.product_costs import of_no_file
+from offspec.loaders.machine.product_rates import of_no_file
 from offspec.loaders.streaming.stored_model import StoredUnit
 
 from ...machines import needs_kernels
@@ -54,12 +53,12 @@ def test_numbers_are_those_that_transformers_unpacks(tmp_path: Path) -> None:
 
 
 @needs_kernels
-def test_a_kernel_multiplies(tmp_path: Path, product_costs: ProductCosts) -> None:
+def test_a_kernel_multiplies(tmp_path: Path) -> None:
     parts = random_parts(40, 96)
     matrix = opened(tmp_path, parts).bind([tensor.reshape(-1) for tensor in parts.values()])
     assert isinstance(matrix, PackedMatrix)
     assert matrix.kernel is not None
-    x, product_costs.forced = torch.randn(3, 96, generator=torch.Generator().manual_seed(1)), KERNEL
+    x = torch.randn(3, 96, generator=torch.Generator().manual_seed(1))
     expected = x.double() @ dense(matrix, torch.float32).double().T
     torch.testing.assert_close(linear(x, matrix), expected.float(), rtol=1e-5, atol=1e-2)
 

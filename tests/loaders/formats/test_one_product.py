@@ -15,7 +15,7 @@ from offspec.loaders.formats.bf16_bits import pack
 from offspec.loaders.formats.bf16_packed import PackedBf16Matrix
 from offspec.loaders.formats.grouped import GroupedMatrix
 from offspec.loaders.formats.int8 import Int8Matrix
-from offspec.loaders.machine.product_costs import sample
+from offspec.loaders.machine.product_rates import sample
 
 from ...machines import needs_kernels
 

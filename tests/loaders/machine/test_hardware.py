@@ -38,10 +38,10 @@ from offspec.loaders.machine.hardware import (
     read_hardware,
     read_memory,
 )
-from offspec.loaders.machine.product_costs import of_no_file
+from offspec.loaders.machine.product_rates import of_no_file
 from offspec.loaders.units import format_count, format_quantity, format_seconds, format_size, parse_size
 
-from ...machines import num_cpus, ram_bytes
+from ...machines import NO_VECTORS, by_processor, num_cpus, ram_bytes
 from ...refusals import refused, tells
 
 GIB, MIB = 2**30, 2**20
@@ -662,6 +662,7 @@ def test_packed_products_are_measured_on_a_gpu(monkeypatch: pytest.MonkeyPatch, 
     assert FUSED_ROWS.get("nf4", (2048, 1024), dtype, device) == rows
 
 
+@by_processor("processor", NO_VECTORS)
 def test_one_measurement_that_fails_leaves_the_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def fail(exc: Exception) -> Any:
         raise exc

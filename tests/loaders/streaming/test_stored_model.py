@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from offspec.loaders.formats import format_named
-from offspec.loaders.machine.product_costs import of_no_file
+from offspec.loaders.machine.product_rates import of_no_file
 from offspec.loaders.streaming.stored_model import StoredModel, StoredUnit
 
 SHAPE = (64, 256)

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from offspec import ConvertParams, convert
-from offspec.backends.products import KERNEL, TORCH, MethodCosts, ProductCosts, ProductKind
 from offspec.checkpoints.load import load_weights
 from offspec.checkpoints.opening import ModelFiles
 from offspec.loaders.machine.gpus import find_gpu
@@ -25,7 +24,7 @@ from offspec.model.decoder import CachedDecoder, Decoder
 from offspec.planning.memory import MemoryOptions
 from offspec.planning.plan import Plan, make_plan, with_faster_residents
 
-from ...machines import needs_kernels
+from ...machines import NO_VECTORS, THIS, by_processor, run
 from ...pair import build_pair
 from .test_grouped_models import NO_NODES
 
@@ -77,15 +76,10 @@ def logits(folder: Path, dtype: str, num_resident: int, *, keeps_packed: bool = 
 
 @pytest.mark.each_value
 @pytest.mark.slow
-@pytest.mark.parametrize("way", [TORCH, pytest.param(KERNEL, marks=needs_kernels)])
+@by_processor("processor", NO_VECTORS, run(THIS))
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-def test_logits_have_the_bits_of_the_plain_model(
-    dtype: str, way: str, plain: Path, packed: Path, product_costs: ProductCosts
-) -> None:
-    """Resident and unpacked, resident and packed, streamed: in the way that plain matrices are multiplied."""
-    kind = {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
-    for form in ("bf16", LOSSLESS_FORMAT):
-        product_costs.set(ProductKind(form, kind, is_large=False), MethodCosts({way: {1: 1.0}}))
+def test_logits_have_the_bits_of_the_plain_model(dtype: str, plain: Path, packed: Path) -> None:
+    """Resident and unpacked, resident and packed, streamed."""
     expected = logits(plain, dtype, num_resident=3)
     for keeps_packed in (False, True):
         assert torch.equal(logits(packed, dtype, num_resident=3, keeps_packed=keeps_packed), expected)

@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from offspec.backends.arithmetic import EXACT
-from offspec.backends.products import KERNEL, MethodCosts, ProductCosts, ProductKind
 from offspec.checkpoints import load, opening
 from offspec.checkpoints.opening import ModelFiles
 from offspec.drafts import model_draft
@@ -21,7 +19,7 @@ from offspec.planning.memory import Reservation
 from offspec.scheduler.params import MAX_ROWS
 
 from ...cli.sandbox import write_gguf
-from ...machines import needs_kernels
+from ...machines import AMX, AVX2, AVX512_BF16, by_processor
 from ...pair import build_pair
 
 
@@ -45,29 +43,19 @@ def test_rounds_are_recorded_once_before_texts_and_on_a_gpu_only(device: str, mo
     assert prepared == ([100 + 1 + MAX_ROWS] if device == "cuda:0" else [])
 
 
-@needs_kernels
-@pytest.mark.parametrize(
-    ("speedup", "dtype", "learn", "rows"),
-    [
-        (1.3, "auto", False, torch.float32),
-        (1.1, "auto", False, torch.bfloat16),
-        (1.3, "bf16", False, torch.bfloat16),
-        (1.3, "auto", True, torch.bfloat16),
-    ],
+@by_processor(
+    "dtype, learn, rows, processor",
+    ("auto", False, torch.float32, AVX512_BF16),
+    ("auto", False, torch.bfloat16, AMX),
+    ("auto", False, torch.bfloat16, AVX2),
+    ("bf16", False, torch.bfloat16, AVX512_BF16),
+    ("auto", True, torch.bfloat16, AVX512_BF16),
 )
 def test_a_packed_draft_has_rows_in_fp32_where_these_are_faster(
-    speedup: float,
-    dtype: str,
-    learn: bool,
-    rows: torch.dtype,
-    product_costs: ProductCosts,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    dtype: str, learn: bool, rows: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(load, "LEAST_EXACT_WEIGHTS", 0)
     monkeypatch.setattr(opening, "SMALL_MODEL_BYTES", 0)
-    for each, seconds in ((torch.bfloat16, 1e-9), (torch.float32, 1e-9 / speedup)):
-        product_costs.set(ProductKind("Q8_0", each, True, EXACT), MethodCosts({KERNEL: {1: seconds}}))
     pair, path = build_pair(tmp_path, 3), tmp_path / "draft.gguf"
     write_gguf(
         pair.draft, path, {"attn_": "Q8_0", "ffn_gate": "Q8_0", "ffn_up": "Q8_0", "token_embd": "Q8_0", "norm": "F32"}

@@ -11,7 +11,7 @@ import pytest
 from offspec.errors import UsageError
 from offspec.loaders.machine.gpu_support import GpuFault
 from offspec.loaders.machine.hardware import Disk, Gpu, Hardware, Memory, Rates
-from offspec.loaders.machine.product_costs import ProductRate
+from offspec.loaders.machine.product_rates import ProductRate
 from offspec.tools import diagnosis
 from offspec.tools.diagnosis import MAX_ADVICE, Diagnosis, diagnose
 
@@ -39,7 +39,7 @@ CPU_ONLY = replace(DESKTOP, device="cpu", device_reason=NO_DRIVER.reason, gpu_fa
                    hardware=replace(DESKTOP.hardware, gpu=None, rates=CPU_RATES))  # fmt: skip
 
 
-PRODUCT = ProductRate("nf4", 64, "kernel", 5e11, 4e9)
+PRODUCT = ProductRate("nf4", 64, 5e11, 4e9)
 
 
 def test_arithmetic_is_told_by_the_products_that_were_measured() -> None:
