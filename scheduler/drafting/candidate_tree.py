@@ -122,7 +122,13 @@ class CandidateTree:
     def add(self, parents: IntArray, scores: ChildScores, index: int) -> None:
         """Add the children of the nodes `parents` [R] (or [ROOT]), in the order of their rows, with s = GRID[index]."""
         self._child_scores.append(scores)
-        there = self._already_there(parents, scores)
+        there = np.zeros(scores.tokens.shape, dtype=np.bool_)  # children that are candidates already
+        guessed = self._guessed
+        for node in guessed[np.isin(self.nodes["parent"][guessed], parents)] if len(guessed) else ():
+            row = int(np.flatnonzero(parents == self.nodes["parent"][node])[0])
+            for column in np.flatnonzero(scores.tokens[row] == self.nodes["token"][node]):
+                there[row, column] = True
+                self.nodes["value"][node] = scores.values[row, column]
         self._append(parents, scores, index, ~there)
         if there.any():  # such a node may be one of `parents`, and its children's scores depend on its own
             self.rescore(index)
@@ -159,17 +165,6 @@ class CandidateTree:
         """Depths of these nodes; ROOT's is 0."""
         return self._of("depth", nodes, 0)
 
-    def _already_there(self, parents: IntArray, scores: ChildScores) -> BoolArray:
-        """[R, C]: the children that are candidates already; their nodes get the model's values."""
-        there = np.zeros(scores.tokens.shape, dtype=np.bool_)
-        guessed = self._guessed
-        for node in guessed[np.isin(self.nodes["parent"][guessed], parents)] if len(guessed) else ():
-            row = int(np.flatnonzero(parents == self.nodes["parent"][node])[0])
-            for column in np.flatnonzero(scores.tokens[row] == self.nodes["token"][node]):
-                there[row, column] = True
-                self.nodes["value"][node] = scores.values[row, column]
-        return there
-
     def add_guesses(self, tree: TokenTree, index: int) -> None:
         """Add a guesser's tree below the same root; an existing node keeps the better score."""
         places = self._placed(tree)
@@ -186,11 +181,8 @@ class CandidateTree:
         alike = np.flatnonzero(np.isin(self.nodes["token"], tree.tokens))
         pairs = zip(self.nodes["parent"][alike].tolist(), self.nodes["token"][alike].tolist(), strict=True)
         place_of, size, new = dict(zip(pairs, alike.tolist(), strict=True)), len(self.nodes), list[tuple[float, ...]]()
-        places, final = (
-            [BELOW_FINAL] * len(tree) + [ROOT],
-            set(self._final.tolist()),
-        )  # the last entry serves parent ROOT
-        tokens = tree.tokens.tolist()
+        places = [BELOW_FINAL] * len(tree) + [ROOT]  # the last entry serves parent ROOT
+        tokens, final = tree.tokens.tolist(), set(self._final.tolist())
         for i, (token, parent) in enumerate(zip(tokens, tree.parents.tolist(), strict=True)):
             above = places[parent]
             if above == BELOW_FINAL or (parent != ROOT and tokens[parent] in final):
@@ -355,7 +347,15 @@ class CandidateTree:
 
     def path_tokens(self, nodes: IntArray) -> list[list[int]]:
         """For each node, the tokens from the root's child down to it."""
-        return [self._path(int(node)) for node in nodes]
+        tokens, parents = self.nodes["token"], self.nodes["parent"]
+        paths = list[list[int]]()
+        for node in nodes.tolist():
+            path = list[int]()
+            while node != ROOT:
+                path.append(int(tokens[node]))
+                node = int(parents[node])
+            paths.append(path[::-1])
+        return paths
 
     def tokens_above(self, nodes: IntArray) -> IntArray:
         """Tokens of which all paths to `nodes` consist: those of these nodes (ROOT has none) and of all inner ones."""
@@ -364,13 +364,6 @@ class CandidateTree:
         is_on_path[parents] = is_on_path[nodes] = True
         tokens: IntArray = self.nodes["token"][is_on_path[:-1]]
         return tokens
-
-    def _path(self, node: int) -> list[int]:
-        tokens: list[int] = []
-        while node != ROOT:
-            tokens.append(int(self.nodes["token"][node]))
-            node = int(self.nodes["parent"][node])
-        return tokens[::-1]
 
     def tree(self, nodes: IntArray) -> TokenTree:
         """These nodes (as `best` returns them) as a tree, in the same order."""

@@ -107,7 +107,11 @@ class ModelDrafter(ExactDrafter):
             return None
         self._text = text
         rounds.begin(text, min(max_depth, self._params.max_depth))
-        pricing.begin(self._num_chain())
+        num_chain = 1  # rows of the target's pass beside the nodes: the last token; in the first pass, all new tokens
+        if pricing.is_first:
+            unscored = self._request.num_unscored
+            num_chain = rounds.num_unscored if unscored is None else unscored
+        pricing.begin(num_chain)
         self._may_draft = rounds.max_depth > 0 and pricing.limit > 0
         if self._may_draft:
             yield from self._draft()
@@ -125,8 +129,11 @@ class ModelDrafter(ExactDrafter):
             self._sent = self._best[
                 : pricing.size(rounds.probabilities(self._best)) if num_nodes is None else num_nodes
             ]
-        if self._may_draft:
-            self._learn_guessers_worth()
+        # The first pass indexes all the text, which says nothing about the guessers' worth.
+        if self._may_draft and self._is_priced and self._guessers.was_asked and not pricing.is_first:
+            guessed = self._sent[rounds.tree.is_claimed(self._sent)]
+            num_tokens = float(rounds.probabilities(guessed).sum())
+            self._guessers.learn_worth(pricing.worth(num_tokens, len(guessed), len(self._sent)))
         tree, num_expected = EMPTY_TREE, 0.0
         if len(self._sent):
             tree, num_expected = rounds.tree.tree(self._sent), float(rounds.probabilities(self._sent).sum())
@@ -136,47 +143,25 @@ class ModelDrafter(ExactDrafter):
         self._overlap.begin(is_on=self.wants_overlap)
         return tree
 
-    def _num_chain(self) -> int:
-        """Rows of the target's pass in addition to the nodes: the last token; in the first pass, all new tokens."""
-        if not self._pricing.is_first:
-            return 1
-        unscored = self._request.num_unscored
-        return self._rounds.num_unscored if unscored is None else unscored
-
     def _draft(self) -> Drafting[None]:
         """Add what is forced, run the guessers, then the draft."""
         rounds, pricing = self._rounds, self._pricing
         rounds.begin_forced()
         rate = pricing.tokens_per_s if self._is_priced and not pricing.is_catching_up else None
         self._guessers.ask(rounds.tree, self._text, pricing.limit, rounds.max_depth, rate)
-        if self._can_ask_model and (rounds.tree.is_rooted or pricing.is_worth_a_round(rounds.num_unscored)):
-            yield from self._grow()
-
-    @property
-    def _is_priced(self) -> bool:
-        """Whether measured times decide; with a given budget, trees must not depend on them."""
-        return self._params.budget is None
-
-    def _learn_guessers_worth(self) -> None:
-        rounds, pricing = self._rounds, self._pricing
-        if self._is_priced and self._guessers.was_asked and not pricing.is_first:  # the first pass indexes all the text
-            guessed = self._sent[rounds.tree.is_claimed(self._sent)]
-            num_tokens = float(rounds.probabilities(guessed).sum())
-            self._guessers.learn_worth(pricing.worth(num_tokens, len(guessed), len(self._sent)))
-
-    @property
-    def _can_ask_model(self) -> bool:
-        rounds = self._rounds
         most_read = self._request.most_read
-        return rounds.model_depth > 0 and (most_read is None or rounds.num_unscored <= most_read)
-
-    def _grow(self) -> Drafting[None]:
-        """Run draft rounds while they are worth their cost."""
-        rounds, pricing = self._rounds, self._pricing
+        if rounds.model_depth <= 0 or (most_read is not None and rounds.num_unscored > most_read):
+            return
         if rounds.tree.is_rooted:
             rounds.rejudge()
+        elif pricing.is_worth_a_round(rounds.num_unscored):
+            forced: IntArray | None = None  # after the text: scored together with it
+            if self._request.sampler.constraint is not None:
+                forced = rounds.open_among(rounds.best(pricing.limit))
+                forced = forced[rounds.tree.is_certain(forced)][:ROOT_WIDTH]
+            yield from pricing.round(rounds.expand_root(forced))
         else:
-            yield from pricing.round(rounds.expand_root(self._forced_ahead()))
+            return
         while rounds.room > 0:
             best = rounds.best(pricing.limit)
             nodes = rounds.open_among(best)
@@ -185,12 +170,10 @@ class ModelDrafter(ExactDrafter):
                 break
             yield from pricing.round(rounds.expand(nodes[:width]))
 
-    def _forced_ahead(self) -> IntArray | None:
-        """What the constraint forces after the text, so that it can be scored together with it."""
-        if self._request.sampler.constraint is None:
-            return None
-        nodes = self._rounds.open_among(self._rounds.best(self._pricing.limit))
-        return nodes[self._rounds.tree.is_certain(nodes)][:ROOT_WIDTH]
+    @property
+    def _is_priced(self) -> bool:
+        """Whether measured times decide; with a given budget, trees must not depend on them."""
+        return self._params.budget is None
 
     @property
     def wants_overlap(self) -> bool:
@@ -222,20 +205,16 @@ class ModelDrafter(ExactDrafter):
         self._pricing.judged(len(done.tree), is_usual=not self._overlap.was_slowing)
         self._guessers.observe(done)
         if not self._rounds.is_untouched:  # where nothing pays, passes follow each other as in plain decoding
-            self._learn(done)
+            tree, verdict = done.tree, done.verdict
+            rounds, path = self._rounds, self._sent[verdict.path]
+            if len(tree):
+                learn_trust(self._calibration.trust, rounds.tree, self._sent, tree, verdict)
+            elif rounds.tree.is_rooted:
+                learn_trust_unsent(self._calibration.trust, rounds.tree, rounds.best(1), verdict)
+            self._guessers.learn_trust(rounds.tree, np.append(ROOT, path), verdict.tokens)
+            rounds.correct(self._sent, np.arange(len(self._sent)) + 1, done.states)
+            learn_children(self._calibration, rounds.tree, path, verdict.tokens)
+            rounds.keep(path, verdict.tokens, reuse=self._params.reuse)
         else:
             self._rounds.keep_nothing()
         self._pricing.end(len(done.verdict.tokens))
-
-    def _learn(self, done: TargetPass) -> None:
-        """From a verdict on what was drafted or guessed, sent or not; and keep what is left of it."""
-        tree, verdict = done.tree, done.verdict
-        rounds, path = self._rounds, self._sent[verdict.path]
-        if len(tree):
-            learn_trust(self._calibration.trust, rounds.tree, self._sent, tree, verdict)
-        elif rounds.tree.is_rooted:
-            learn_trust_unsent(self._calibration.trust, rounds.tree, rounds.best(1), verdict)
-        self._guessers.learn_trust(rounds.tree, np.append(ROOT, path), verdict.tokens)
-        rounds.correct(self._sent, np.arange(len(self._sent)) + 1, done.states)
-        learn_children(self._calibration, rounds.tree, path, verdict.tokens)
-        rounds.keep(path, verdict.tokens, reuse=self._params.reuse)

@@ -224,10 +224,6 @@ class PassPricing:
             if self._rounds_s and not self._shared.is_shared:
                 self._costs.observe_overhead(seconds - self._rounds_s - (self._judged - self._sent))
         self.is_first = False
-        self._observe_rest()
-
-    def _observe_rest(self) -> None:
-        """After a pass with speculation: whether the draft rests. Trials begin no rest, and do not end one."""
         switch = self._own_switch
         if not (self._rounds_s or self._num_expected):
             self._is_resting |= self._declines

@@ -95,15 +95,12 @@ class Trie:
         self.tokens: IntArray = rows[row, column]
         self.parents: IntArray = np.where(column == 0, ROOT, self._nodes[column - 1, row])
         self.depths: IntArray = column + 1
-        self.kinds = self._kinds(lengths, order)
-
-    def _kinds(self, lengths: IntArray, preference: IntArray) -> IntArray:
         _, row = np.nonzero(self._is_token)
         node = self._nodes[self._is_token]
         num_rows = np.bincount(node, minlength=len(self.tokens))
-        longest, first = np.zeros_like(self.tokens), np.full_like(self.tokens, len(preference))
+        longest, first = np.zeros_like(self.tokens), np.full_like(self.tokens, len(order))
         np.maximum.at(longest, node, lengths[row])
-        np.minimum.at(first, node, preference[row])
+        np.minimum.at(first, node, order[row])
         matched = longest + self.depths - 1  # includes the path down to the parent
         best_first = np.lexsort((first, -num_rows, -matched, self.parents))
         is_best = np.empty(len(self.tokens), dtype=np.bool_)
@@ -111,7 +108,7 @@ class Trie:
         num_siblings = np.bincount(self.parents + 1)[self.parents + 1]
         support = np.where(num_rows > 1, AGREED, ONCE)
         support = np.where(num_siblings > 1, np.where(is_best, FIRST, OTHER), support)
-        return NUM_SUPPORTS * (np.searchsorted(MATCH_LENGTHS, matched, side="right") - 1) + support
+        self.kinds = NUM_SUPPORTS * (np.searchsorted(MATCH_LENGTHS, matched, side="right") - 1) + support
 
     def path_sums(self, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         """Sums [N] of the nodes' values [N] along their paths."""
@@ -153,14 +150,12 @@ class NGramIndex:
         recent = self._tokens[max(first - self.MAX_ORDER, 0) : last].tolist()
         for place in range(first, last):
             end = len(recent) - (last - place)
-            self._file(recent[max(end - self.MAX_ORDER, 0) : end], place)
-
-    def _file(self, before: list[int], place: int) -> None:
-        for n in range(1, len(before) + 1):
-            places = self.places.setdefault(_key(before, n), [])
-            places.append(place)
-            if len(places) == 1:
-                return
+            before = recent[max(end - self.MAX_ORDER, 0) : end]
+            for n in range(1, len(before) + 1):
+                places = self.places.setdefault(_key(before, n), [])
+                places.append(place)
+                if len(places) == 1:
+                    break
 
     def continuations(self, max_matches: int, depth: int) -> tuple[IntArray, IntArray]:
         """rows [M, depth]: continuations of matches of the text's end, longest and latest first; lengths [M]."""

@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from ..trees.sampling import Sampler
@@ -113,17 +112,16 @@ class TokenRecycling:
         """The children of the nodes `parents` with `tokens`: nodes, kinds, waits."""
         successors, probabilities = self.table.successors(tokens)
         row, rank = np.nonzero(successors >= 0)
-        successors, kinds = successors[row, rank], self._kinds(rank, probabilities[row, rank])
+        successors = successors[row, rank]
+        rank_class = np.searchsorted(self.RANKS, rank, side="right") - 1
+        probability_class = np.searchsorted(self.PROBABILITIES, probabilities[row, rank], side="right") - 1
+        kinds = rank_class * len(self.PROBABILITIES) + probability_class
         depths = np.full(len(row), depth)
         waits = waits_of(successors, depths, sampler, position)
         scores = self._reliability.log_probabilities(kinds, waits)
         if depth > 1:
             scores = scores + tree.scores[parents[row]]
         return TokenTree(successors, parents[row], depths, scores), kinds, waits
-
-    def _kinds(self, ranks: IntArray, probabilities: FloatArray) -> npt.NDArray[np.int64]:
-        rank = np.searchsorted(self.RANKS, ranks, side="right") - 1
-        return rank * len(self.PROBABILITIES) + np.searchsorted(self.PROBABILITIES, probabilities, side="right") - 1
 
     def observe(self, done: TargetPass) -> None:
         if self._last is not None:

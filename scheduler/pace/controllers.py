@@ -105,14 +105,11 @@ class MarginalRate:
         if self._recent_rate.value:
             return self._recent_rate.value
         tokens, seconds = self._tokens_and_seconds(state)
-        return max(float((tokens / (state.spent_s + seconds)).max()), self._plain_rate())
-
-    def _plain_rate(self) -> float:
-        """Tokens/s of plain passes, where they have been seen or predicted; else 0."""
+        rate = float((tokens / (state.spent_s + seconds)).max())
         curve = self._costs.target
         if self._is_new(PLAIN_ROWS) and not curve.is_predicted:
-            return 0.0
-        return 1 / float(curve.seconds(np.array([PLAIN_ROWS]))[0])
+            return rate
+        return max(rate, 1 / float(curve.seconds(np.array([PLAIN_ROWS]))[0]))
 
     def _is_new(self, rows: int) -> bool:
         """Whether few passes with about this number of rows were measured."""
@@ -136,29 +133,20 @@ class MarginalRate:
             return 0
         if not self._costs.draft.is_known or not self._costs.target.is_known:
             return min(16, len(state.open))
-        if state.is_first and not self._hides_a_round(state):
-            return 0
+        draft = self._costs.draft
+        if state.is_first and not self._hidden_nodes(state, float(draft.seconds(np.array([draft.best_width()]))[0])):
+            return 0  # a round would delay the first token
         rate = self.rate(state)
-        if not len(state.best) and self._wants_plain(state, rate):
-            return 0
+        if not len(state.best) and self._recent_rate.value and self._is_new(state.num_chain):
+            plain_s = float(self._costs.target.seconds(np.array([state.num_chain]))[0])
+            if 1 / plain_s > 0.5 * rate:  # a pass without a tree could be the best choice, and has hardly been tried
+                return 0
         gains = self._gains(state, rate)
         widths = np.array([*WIDTHS[len(gains) > WIDTHS], min(len(gains), WIDTHS[-1])])
-        round_s = self._costs.draft.seconds(widths * state.num_drafting) / state.num_drafting
+        round_s = draft.seconds(widths * state.num_drafting) / state.num_drafting
         worth = gains.cumsum()[widths - 1] - rate * (round_s + state.overhead_s)
         best = int(worth.argmax())
         return int(widths[best]) if worth[best] > 0 else 0
-
-    def _hides_a_round(self, state: DraftingState) -> bool:
-        """Whether a round before the first pass delays its token by little."""
-        width = self._costs.draft.best_width()
-        round_s = float(self._costs.draft.seconds(np.array([width]))[0])
-        return self._hidden_nodes(state, round_s) > 0
-
-    def _wants_plain(self, state: DraftingState, rate: float) -> bool:
-        """Whether a pass without a tree could be the best choice, but has hardly been tried."""
-        if not self._recent_rate.value or not self._is_new(state.num_chain):
-            return False
-        return 1 / float(self._costs.target.seconds(np.array([state.num_chain]))[0]) > 0.5 * rate
 
     def _tokens_and_seconds(self, state: DraftingState) -> tuple[FloatArray, FloatArray]:
         """Expected tokens, and seconds of the pass, for the k best candidates, k = 0 to all."""

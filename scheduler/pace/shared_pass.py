@@ -112,17 +112,12 @@ class SharedPass:
         seconds = self._costs.target.seconds(np.minimum(np.arange(len(tokens)) + sum(self._chains), MOST_ROWS))
         rate = self.tokens_per_s or float((tokens / (spent_s + seconds)).max())
         size = int((tokens - rate * seconds).argmax())
-        self._choose_overlap(float(tokens[size]))
-        return [int((owners[best[:size]] == owner).sum()) for owner in range(len(candidates))]
-
-    def _choose_overlap(self, num_tokens: float) -> None:
-        """Once for all texts: whether to draft during the pass. num_tokens: expected from the trees of this one."""
         last, self._sent = self._sent, time.perf_counter()
-        if self._switch is None or not last:
-            return
-        if max(self._chains) == 1:
-            self._switch.observe(self.overlaps, num_tokens, self._sent - last)
-        self.overlaps, self._is_slowed = self._switch.is_on(), self._switch.is_slowing
+        if self._switch is not None and last:  # once for all texts: whether to draft during the pass
+            if max(self._chains) == 1:
+                self._switch.observe(self.overlaps, float(tokens[size]), self._sent - last)
+            self.overlaps, self._is_slowed = self._switch.is_on(), self._switch.is_slowing
+        return [int((owners[best[:size]] == owner).sum()) for owner in range(len(candidates))]
 
     def end(self, num_nodes: int, num_tokens: int, pass_s: float, total_s: float) -> None:
         """Record a pass of several texts. num_tokens: of all texts. total_s: with drafting and verdicts."""

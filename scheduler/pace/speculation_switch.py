@@ -89,7 +89,12 @@ class SpeculationSwitch:
         if self._num_passes > 1:
             self._plain_s.observe(seconds)
         if self._phase is Phase.MEASURING and self._num_passes > self.NUM_MEASURED:
-            self._decide()
+            loss, is_enough = self._loss(self._plain_s.value), min(1.0, self._num_judged / self.ENOUGH)
+            if loss > (1 - is_enough) * self.ALLOWANCE:
+                self._rest(loss)
+            else:
+                self._look = max(self.SECOND_LOOK, min(2 * self._look, self.LONGEST_LOOK))
+                self._speculate(is_trial=False)
         elif self._phase is Phase.PLAIN and self._num_passes >= max(self._wait, self._least_wait):
             self._speculate(is_trial=True)
 
@@ -114,35 +119,20 @@ class SpeculationSwitch:
         self._num_judged += 1
         loss = self._loss(plain_s)
         if self._is_trial:
-            self._judge_trial(loss)
+            is_over = self._num_passes > self.TRIAL
+            if loss > (0.0 if is_over else self.TRIAL_ALLOWANCE):
+                self._wait = min(2 * self._wait, self.LONGEST_WAIT)
+                self._rest(self._caught_up + loss)
+            elif is_over:
+                self._is_trial, self._wait, self._look = False, self.FIRST_WAIT, self.SECOND_LOOK
         else:
-            self._judge(loss, plain_s)
+            might_win = self._recent.value * plain_s < (self.MIGHT_WIN_AGAIN if self._plain_s.value else self.MIGHT_WIN)
+            if loss > self.ALLOWANCE or (self._num_passes >= self._look and might_win):
+                self._phase, self._num_passes = Phase.MEASURING, 0
 
     def _loss(self, plain_s: float) -> float:
         """Plain passes that the recent iterations took longer than plain decoding."""
         return float(self._spent_s.value / plain_s - (1 - self.LEAST_GAIN) * self._earned.value)
-
-    def _judge(self, loss: float, plain_s: float) -> None:
-        might_win = self._recent.value * plain_s < (self.MIGHT_WIN_AGAIN if self._plain_s.value else self.MIGHT_WIN)
-        if loss > self.ALLOWANCE or (self._num_passes >= self._look and might_win):
-            self._phase, self._num_passes = Phase.MEASURING, 0
-
-    def _judge_trial(self, loss: float) -> None:
-        is_over = self._num_passes > self.TRIAL
-        if loss > (0.0 if is_over else self.TRIAL_ALLOWANCE):
-            self._wait = min(2 * self._wait, self.LONGEST_WAIT)
-            self._rest(self._caught_up + loss)
-        elif is_over:
-            self._is_trial, self._wait, self._look = False, self.FIRST_WAIT, self.SECOND_LOOK
-
-    def _decide(self) -> None:
-        """After plain passes were measured: the sum of losses again, by their seconds."""
-        loss, is_enough = self._loss(self._plain_s.value), min(1.0, self._num_judged / self.ENOUGH)
-        if loss > (1 - is_enough) * self.ALLOWANCE:
-            self._rest(loss)
-        else:
-            self._look = max(self.SECOND_LOOK, min(2 * self._look, self.LONGEST_LOOK))
-            self._speculate(is_trial=False)
 
     def _speculate(self, *, is_trial: bool) -> None:
         self._phase, self._is_trial, self._num_passes = Phase.SPECULATING, is_trial, 0

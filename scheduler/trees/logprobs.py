@@ -35,20 +35,15 @@ def token_logprobs(logits: Tensor, tokens: Sequence[int], num_likeliest: int, po
     logprobs = list[TokenLogprob]()
     for first in range(0, len(tokens), SLICE_ROWS):
         rows = logits[first : first + SLICE_ROWS].float().log_softmax(-1)
-        logprobs += _of_rows(rows, tokens[first : first + SLICE_ROWS], num_likeliest, position + first)
-    return logprobs
-
-
-def _of_rows(rows: Tensor, tokens: Sequence[int], num_likeliest: int, position: int) -> list[TokenLogprob]:
-    best, ids = rows.topk(min(max(num_likeliest, 1), rows.shape[-1]), dim=-1)
-    # Views by numbers: ids in a tensor would be copied to a GPU.
-    of_tokens = torch.stack([row[token] for row, token in zip(rows, tokens, strict=True)])
-    values, likeliest = torch.cat((of_tokens[:, None], best), dim=-1).tolist(), ids.tolist()
-    logprobs = list[TokenLogprob]()
-    for row, token in enumerate(tokens):
-        chosen, *others = values[row]
-        if not math.isfinite(others[0]):
-            raise not_finite(position + row)
-        pairs = zip(likeliest[row], others, strict=True)
-        logprobs.append(TokenLogprob(token, chosen, tuple(pairs)[:num_likeliest]))
+        slice_tokens = tokens[first : first + SLICE_ROWS]
+        best, ids = rows.topk(min(max(num_likeliest, 1), rows.shape[-1]), dim=-1)
+        # Views by numbers: ids in a tensor would be copied to a GPU.
+        of_tokens = torch.stack([row[token] for row, token in zip(rows, slice_tokens, strict=True)])
+        values, likeliest = torch.cat((of_tokens[:, None], best), dim=-1).tolist(), ids.tolist()
+        for row, token in enumerate(slice_tokens):
+            chosen, *others = values[row]
+            if not math.isfinite(others[0]):
+                raise not_finite(position + first + row)
+            pairs = zip(likeliest[row], others, strict=True)
+            logprobs.append(TokenLogprob(token, chosen, tuple(pairs)[:num_likeliest]))
     return logprobs

@@ -181,14 +181,25 @@ class Sampler:
 
     def penalised(self, logits: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
         """Logits [R, V] after constraint, bias and penalties, before the temperature. paths: see `process`."""
-        if self.constraint is not None:
-            logits = self._allowed(logits, paths)
+        if self.constraint is not None and (bits := self._mask_bits(paths)) is not None:
+            allowed = self._unpacked(bits)[:, : logits.shape[1]]
+            # A draft's unknown tokens have -inf. Rows in which nothing would be left stay, see `are_allowed`.
+            is_left = (allowed & (logits > -math.inf)).any(-1, keepdim=True)
+            logits = logits.masked_fill(~allowed & is_left, -math.inf)
         if self._bias is not None:
             logits = logits + self._bias[: logits.shape[-1]]
         if self._has_repetition_penalty:
-            logits = self._less_repeated(logits, paths)
+            seen = self._seen[: logits.shape[-1]].expand_as(logits).clone(memory_format=torch.contiguous_format)
+            if places := _places(paths, logits.shape[-1]):
+                _mark(seen.view(-1), self._on_device(places))
+            penalty = self.params.repetition_penalty
+            logits = torch.where(seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
         if self._answered is not None:
-            logits = self._less_frequent(logits, self._answered, paths)
+            counts = self._answered[: logits.shape[-1]].expand_as(logits).clone(memory_format=torch.contiguous_format)
+            if places := _places(paths, logits.shape[-1]):
+                _count(counts.view(-1), self._on_device(places))
+            p = self.params
+            logits = logits - counts * p.frequency_penalty - (counts > 0) * p.presence_penalty
         return logits
 
     def choose(self, logits: Tensor, position: int, path: Sequence[int]) -> int:
@@ -197,7 +208,8 @@ class Sampler:
         Raises NumericalError if the logits are not finite, ConstraintError if the constraint allows no token.
         """
         values = self._of_target(logits, path)
-        if not self._is_plain:
+        changes = self.constraint, self._bias, self._answered
+        if not self.is_greedy or self._has_repetition_penalty or any(each is not None for each in changes):
             values = self.process(values[None].double(), [path])[0]
         if not self.is_greedy:
             values = values + self.noise(position)
@@ -208,12 +220,6 @@ class Sampler:
         if not math.isfinite(greatest):
             raise not_finite(position)
         return int(token)
-
-    @property
-    def _is_plain(self) -> bool:
-        """Whether `process` returns its logits."""
-        is_changed = self.constraint is not None or self._bias is not None or self._has_repetition_penalty
-        return self.is_greedy and not is_changed and self._answered is None
 
     def _of_target(self, logits: Tensor, path: Sequence[int]) -> Tensor:
         """Target logits [V] without barred tokens. Raises ConstraintError where the constraint allows no token."""
@@ -226,14 +232,6 @@ class Sampler:
         if not barred:
             return logits
         return logits.index_fill(0, self._on_device(barred), -math.inf)
-
-    def _allowed(self, logits: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
-        """Exclude what the constraint forbids; but not from rows in which nothing would be left, see `are_allowed`."""
-        if (bits := self._mask_bits(paths)) is None:
-            return logits
-        allowed = self._unpacked(bits)[:, : logits.shape[1]]
-        is_left = (allowed & (logits > -math.inf)).any(-1, keepdim=True)  # a draft's unknown tokens have -inf
-        return logits.masked_fill(~allowed & is_left, -math.inf)
 
     def are_allowed(self, tokens: IntArray, paths: Sequence[Sequence[int]]) -> BoolArray:
         """Which of a draft's proposals, `tokens` [R, C] after R paths, the constraint allows.
@@ -265,21 +263,6 @@ class Sampler:
         shifts = torch.arange(8, dtype=torch.uint8, device=self.device)
         packed = self.to_device(torch.from_numpy(bits), self.device)
         return (packed[..., None] >> shifts & 1).bool().flatten(1)
-
-    def _less_repeated(self, logits: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
-        seen = self._seen[: logits.shape[-1]].expand_as(logits).clone(memory_format=torch.contiguous_format)
-        if places := _places(paths, logits.shape[-1]):
-            _mark(seen.view(-1), self._on_device(places))
-        penalty = self.params.repetition_penalty
-        return torch.where(seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
-
-    def _less_frequent(self, logits: Tensor, answered: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
-        """OpenAI's penalties on tokens of the answer: their number times one, and once the other."""
-        counts = answered[: logits.shape[-1]].expand_as(logits).clone(memory_format=torch.contiguous_format)
-        if places := _places(paths, logits.shape[-1]):
-            _count(counts.view(-1), self._on_device(places))
-        p = self.params
-        return logits - counts * p.frequency_penalty - (counts > 0) * p.presence_penalty
 
 
 # These two have no value to copy: to a GPU, `seen[places] = True` copies the True.
