@@ -40,8 +40,23 @@ KINDS: dict[str, Callable[[OpenRequest], OpenedDraft]] = {
 def open_draft(model: str, request: OpenRequest) -> OpenedDraft:
     """Open the draft that `--draft` names for the target MODEL. Raises a subclass of OffspecError."""
     if request.options.draft == AUTO:
-        return _open_automatic(model, request)
-    return _open(_resolve(request), request)
+        names = automatic_names(model, request)
+        while True:
+            num_notes = len(request.notes)
+            name = _automatic(model, names, request)
+            try:
+                return _open(name, request)
+            except OffspecError as exc:
+                if name == names[-1]:
+                    raise
+                names.remove(name)
+                request.notes[num_notes:] = [Note(f"the draft {name} is left out: {exc}", advice=True)]
+    name = request.options.draft
+    if name == SHADOW:
+        name = _chosen(shadow_names(), request)
+    elif name == SELF and len(names := exit_names(request)) > 1:
+        name = _chosen(names, request, otherwise=SELF)
+    return _open(name, request)
 
 
 def _open(name: str, request: OpenRequest) -> OpenedDraft:
@@ -56,21 +71,6 @@ def _open(name: str, request: OpenRequest) -> OpenedDraft:
     if options.learns:
         opened = research().learning_draft(opened, request)
     return opened
-
-
-def _open_automatic(model: str, request: OpenRequest) -> OpenedDraft:
-    """The draft that is chosen for the user. One that does not open is left out with a note, but for the last."""
-    names = automatic_names(model, request)
-    while True:
-        num_notes = len(request.notes)
-        name = _automatic(model, names, request)
-        try:
-            return _open(name, request)
-        except OffspecError as exc:
-            if name == names[-1]:
-                raise
-            names.remove(name)
-            request.notes[num_notes:] = [Note(f"the draft {name} is left out: {exc}", advice=True)]
 
 
 def _open_files(request: OpenRequest) -> OpenedDraft:
@@ -124,16 +124,6 @@ def mtp_names(request: OpenRequest) -> list[str]:
 def shadow_names() -> list[str]:
     """The drafts that `shadow` chooses from: it has as many bits as bring the most tokens/s."""
     return [f"{SHADOW}:{bits}" for bits in SHADOW_FORMATS]
-
-
-def _resolve(request: OpenRequest) -> str:
-    """The name of a kind or a model; `shadow` without bits, and `self` without layers, become one of them."""
-    draft_name = request.options.draft
-    if draft_name == SHADOW:
-        return _chosen(shadow_names(), request)
-    if draft_name == SELF and len(names := exit_names(request)) > 1:
-        return _chosen(names, request, otherwise=SELF)
-    return draft_name
 
 
 def exit_names(request: OpenRequest) -> list[str]:

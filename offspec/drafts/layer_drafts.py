@@ -182,7 +182,9 @@ class OpenedShadow:
 
     def _attach(self, target: Decoder) -> Draft:
         """Raises torch.OutOfMemoryError, CheckpointError."""
-        placement = _weights(target).placement
+        weights = target.weights
+        assert isinstance(weights, TieredWeights), "a target that was loaded by a plan"
+        placement = weights.placement
         chosen = placement.streamed
         if not chosen and any(item.name == SHADOW_ITEM for item in placement.items):
             chosen = placement.resident
@@ -239,9 +241,3 @@ def load_shadow(shadow: Shadow, target: Decoder, chosen: Collection[int]) -> Lay
     weights = LayerView(target.weights, layers, scratch)
     name = f"{SHADOW} ({shadow.bits} bits, {len(chosen)} of {len(layers)} layers)"
     return LayersOfTarget(LayerDraft(target, range(len(layers)), weights), name)
-
-
-def _weights(target: Decoder) -> TieredWeights:
-    weights = target.weights
-    assert isinstance(weights, TieredWeights), "a target that was loaded by a plan"
-    return weights

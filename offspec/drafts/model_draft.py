@@ -345,9 +345,13 @@ def guessing_items(
     """
     itemsize, size = target.dtype.itemsize, draft.vocab_size
     columns = max(size, target.config.vocab_size) if is_mapped else size
+    # At temperature 1, a round has its logits in fp32, its noise, their sum, and a copy; a tree has the noise of its
+    # positions in fp32 and fp64; a walk has the logits of the slices of the tree that it passes through.
+    rounds = 4 * 4 * int(WIDTHS[-1]) * columns
+    noise = (4 + 8) * SpeculationParams.max_depth * max(columns, target.config.vocab_size)
     return [
         Item("recall", on_device=recall_bytes(draft, target.config, itemsize, num_waiting)),
-        Item("guessing", on_device=_guessing_bytes(columns, target.config.vocab_size)),
+        Item("guessing", on_device=rounds + noise + 4 * WALKED_SLICES * HEAD_ROWS * target.config.vocab_size),
     ]
 
 
@@ -357,17 +361,6 @@ def state_items(target: ModelFiles, texts: int, layers: range) -> list[Item]:
     itemsize, most = target.dtype.itemsize, target.config.most_pending
     size = sum(each.nbytes(most, itemsize, num_copies=1) for each in layouts if isinstance(each, RecurrentLayout))
     return [Item("draft's states", on_device=texts * size)] if size else []
-
-
-def _guessing_bytes(draft_vocabulary: int, target_vocabulary: int) -> int:
-    """Bytes of the arrays that are as wide as a vocabulary, at temperature 1.
-
-    A round has its logits in fp32, its noise, their sum, and a copy. A tree has the noise of its positions in fp32 and
-    fp64. A walk has the logits of the slices of the tree that it passes through.
-    """
-    rounds = 4 * 4 * int(WIDTHS[-1]) * draft_vocabulary
-    noise = (4 + 8) * SpeculationParams.max_depth * max(draft_vocabulary, target_vocabulary)
-    return rounds + noise + 4 * WALKED_SLICES * HEAD_ROWS * target_vocabulary
 
 
 def _share_vocabulary(target: ModelFiles, draft: ModelFiles) -> bool:

@@ -102,38 +102,27 @@ class OpenedSelf:
             raise UsageError(
                 "`exit_layer` drafts without a trained exit layer, `exit_file` is one; give one of the two"
             )
-        if options.exit_layer is None and (number is None or number in trained_exits(request.target)):
-            return cls._open_trained(request)
-        return cls._open_untrained(request, options.exit_layer if number is None else number)
-
-    @classmethod
-    def _open_trained(cls, request: OpenRequest) -> OpenedSelf:
-        """The given exit file, or the newest exit layer for this target. Raises UsageError, CheckpointError."""
-        target = request.target
-        refuse_states(target.config, "an exit layer")
-        refuse_shared_entries(target.config)
-        refuse_experts(target.config, "an exit layer")
-        if not has_weights(target):
-            raise UsageError(
-                f"`draft=self` needs the weights of {target.checkpoint.path}, to which its exit layer belongs; give "
-                "`draft=self:N` to plan for an early exit without a trained layer"
-            )
-        exit_file = _file(request)
-        layers = f"the target's first {exit_file.exit_layer} of {target.config.num_layers} layers"
-        request.notes.append(Note(f"draft: {layers}, and the exit layer {exit_file.path}"))
-        return cls(target, exit_file.exit_layer, exit_file, request.notes)
-
-    @classmethod
-    def _open_untrained(cls, request: OpenRequest, number: int | None) -> OpenedSelf:
-        """The first `number` layers as they are. Raises UsageError."""
-        target, options = request.target, request.options
+        target, num_layers = request.target, request.target.config.num_layers
+        if options.exit_layer is None and (number is None or number in trained_exits(target)):
+            refuse_states(target.config, "an exit layer")
+            refuse_shared_entries(target.config)
+            refuse_experts(target.config, "an exit layer")
+            if not has_weights(target):
+                raise UsageError(
+                    f"`draft=self` needs the weights of {target.checkpoint.path}, to which its exit layer belongs; "
+                    "give `draft=self:N` to plan for an early exit without a trained layer"
+                )
+            exit_file = _file(request)
+            layers = f"the target's first {exit_file.exit_layer} of {num_layers} layers"
+            request.notes.append(Note(f"draft: {layers}, and the exit layer {exit_file.path}"))
+            return cls(target, exit_file.exit_layer, exit_file, request.notes)
+        number = options.exit_layer if number is None else number
         assert number is not None
         refuse_foreign(target.config, f"`draft={options.draft}`")
         options.refuse_exit_file()
         setting = "draft=self:" if options.draft == f"{NAME}:{number}" else "exit_layer="
         check_exit_layer(number, target.config, setting)
-        layers = f"the first {number} of {target.config.num_layers} layers"
-        request.notes.append(Note(f"draft: {layers}, without an exit layer"))
+        request.notes.append(Note(f"draft: the first {number} of {num_layers} layers, without an exit layer"))
         return cls(target, number, None, request.notes)
 
     def memory_use(self, target: ModelFiles, reservation: Reservation) -> MemoryUse:

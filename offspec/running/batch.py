@@ -136,7 +136,13 @@ class Batch:
             for ticket in list(self._running):
                 self._leave(ticket)
             return ended
-        self._observe_constraints(running, time.perf_counter() - began)
+        pass_s = time.perf_counter() - began
+        for ticket in self._running:  # what they owe to the other texts, and what has been paid back
+            if ticket not in running:
+                ticket.owed_s -= pass_s
+                continue
+            total_s = ticket.checked.constraint_s
+            ticket.owed_s, ticket.counted_s = max(0.0, total_s - ticket.counted_s), total_s
         for ticket, verdict in zip(running, verdicts, strict=True):
             if verdict is None:
                 continue
@@ -145,15 +151,6 @@ class Batch:
             if isinstance(outcome, OffspecError) or outcome.finish_reason:
                 self._leave(ticket)
         return ended
-
-    def _observe_constraints(self, running: Sequence[Ticket], pass_s: float) -> None:
-        """After a pass of `running`: what they owe to the other texts, and what has been paid back."""
-        for ticket in self._running:
-            if ticket not in running:
-                ticket.owed_s -= pass_s
-                continue
-            total_s = ticket.checked.constraint_s
-            ticket.owed_s, ticket.counted_s = max(0.0, total_s - ticket.counted_s), total_s
 
     def pause_last(self) -> None:
         """Free the KV entries of the text that joined last; it resumes before others join. For `step`'s thread."""
@@ -198,7 +195,10 @@ class Batch:
             num_shared = self._pool.num_shareable(np.asarray(request.text[:-1], dtype=np.int64))
             can_begin = not self._running or self._can_reserve(needed, num_shared=num_shared)
             return self._paused.pop() if can_begin else None
-        unscored = self._unscored_texts() if self._waiting else []
+        unscored = list[tuple[Ids, int]]()  # texts whose prompts are being scored, and how many of their tokens are
+        if self._waiting and self._pool.can_copy:
+            requests = [_request(ticket) for ticket in self._running]
+            unscored = [(np.asarray(each.text), each.target.length) for each in requests if each.num_unscored > 1]
         with self._lock:
             looked_at = islice(self._waiting, LOOKAHEAD)
             ticket = next((ticket for ticket in looked_at if not self._waits_for(ticket, unscored)), None)
@@ -221,12 +221,6 @@ class Batch:
         if not self._models.draft.keeps_target_whole:  # idle caches that it takes over keep their size
             needed = max(needed, self._pool.num_idle_entries + num_shared)
         return self._planned.holds(self._used_caches, needed, num_shared=num_shared)
-
-    def _unscored_texts(self) -> list[tuple[Ids, int]]:
-        """The texts whose prompts are being scored, and how many of their tokens are."""
-        requests = [_request(ticket) for ticket in self._running] if self._pool.can_copy else []
-        prefilling = [request for request in requests if request.num_unscored > 1]
-        return [(np.asarray(request.text), request.target.length) for request in prefilling]
 
     def _waits_for(self, ticket: Ticket, unscored: Sequence[tuple[Ids, int]]) -> bool:
         """Whether to wait until one of these texts has scored a beginning, so that its KV entries can be copied.

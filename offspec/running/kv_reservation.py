@@ -74,13 +74,13 @@ class KVReservation:
 
     def begin(self) -> None:
         """Reserve what a text that has just begun, or begun again, needs at once."""
-        self._num_draft_tokens = 0
-        self.reserve(0 if self._is_shared else self._of_whole_text())
-
-    def _of_whole_text(self) -> int:
-        """Entries for prompt and answer. Caches that a conversation has outgrown grow by half, so as to grow seldom."""
-        whole, most = (self.needed(n, self._tree_room) for n in (self._longest, self._models.loaded.max_context))
-        return max(whole, min(self.num_entries * 3 // 2, most)) if whole > self.num_entries else whole
+        self._num_draft_tokens = num_entries = 0
+        if not self._is_shared:
+            longest, most = (self.needed(n, self._tree_room) for n in (self._longest, self._models.loaded.max_context))
+            num_entries = longest
+            if longest > self.num_entries:  # caches that a conversation has outgrown grow by half, so as to grow seldom
+                num_entries = max(longest, min(self.num_entries * 3 // 2, most))
+        self.reserve(num_entries)
 
     def reserve(self, num_entries: int) -> None:
         """Make room for `num_entries` in the target's KV cache, and in the draft's for the granted text and all rounds.

@@ -36,8 +36,14 @@ class LogprobReport:
         """
         if self._num_likeliest is None:
             return
-        if self.lacks_prompt:
-            self._take_prompt(rows, text[: self._num_prompt], num_scored, num_chain)
+        if self.lacks_prompt:  # those of its tokens that follow those of the pass
+            prompt, begin = text[: self._num_prompt], num_scored - num_chain
+            for first in range(0, rows.num_before, HEAD_ROWS):
+                last, position = min(first + HEAD_ROWS, rows.num_before), begin + first + 1
+                of_slice = prompt[position : begin + last + 1]
+                self.of_prompt += token_logprobs(rows.before(first, last), of_slice, self._num_likeliest, position)
+            if num_scored < self._num_prompt:
+                self.of_prompt += token_logprobs(rows[0][None], [prompt[num_scored]], self._num_likeliest, num_scored)
         if verdict is None:
             return
         nodes, self.of_pass = [ROOT, *verdict.path], []
@@ -45,14 +51,3 @@ class LogprobReport:
             logits = torch.stack([rows[node + 1] for node in nodes[first : first + SLICE_ROWS]])
             tokens = verdict.tokens[first : first + SLICE_ROWS]
             self.of_pass += token_logprobs(logits, tokens, self._num_likeliest, len(text) + first)
-
-    def _take_prompt(self, rows: RowLogits, prompt: Sequence[int], num_scored: int, num_chain: int) -> None:
-        """Of the prompt's tokens that follow those of the pass."""
-        assert self._num_likeliest is not None
-        begin = num_scored - num_chain
-        for first in range(0, rows.num_before, HEAD_ROWS):
-            last, position = min(first + HEAD_ROWS, rows.num_before), begin + first + 1
-            logits, tokens = rows.before(first, last), prompt[position : begin + last + 1]
-            self.of_prompt += token_logprobs(logits, tokens, self._num_likeliest, position)
-        if num_scored < self._num_prompt:
-            self.of_prompt += token_logprobs(rows[0][None], [prompt[num_scored]], self._num_likeliest, num_scored)

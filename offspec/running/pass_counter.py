@@ -50,7 +50,13 @@ class PassCounter:
         stats, link = self.stats, self._loaded.link_bytes_per_s
         stats.num_passes += 1
         stats.num_drafted_tokens += num_nodes
-        self._observe_rest(drafter)
+        # Since when the draft is switched off, and why, if it is for more than some passes.
+        rest = drafter.rest if isinstance(drafter, ModelDrafter) else None
+        self._resting_since = None if rest is None else self._resting_since or stats.num_passes
+        stats.draft_off_since = stats.draft_round_s = stats.plain_pass_s = None
+        if rest is not None and self._resting_since and stats.num_passes - self._resting_since >= SHORT_REST:
+            stats.draft_off_since = self._resting_since
+            stats.draft_round_s, stats.plain_pass_s = rest.round_s, rest.plain_s
         if self._speedup is not None:
             plain_s = float(self._pass_s.seconds(np.array([PLAIN_ROWS]))[0])
             stats.plain_without_draft_tokens_per_s = self._speedup / plain_s
@@ -60,13 +66,3 @@ class PassCounter:
             stats.link_gb_per_s = link and link / 1e9
         stats.peak_host_bytes = peak_host_bytes()
         stats.peak_device_bytes = accelerator_of(self._loaded.decoder.device).held_bytes()[1]
-
-    def _observe_rest(self, drafter: Drafter) -> None:
-        """Record since when the draft is switched off, and why, if it is for more than some passes."""
-        stats = self.stats
-        rest = drafter.rest if isinstance(drafter, ModelDrafter) else None
-        self._resting_since = None if rest is None else self._resting_since or stats.num_passes
-        stats.draft_off_since = stats.draft_round_s = stats.plain_pass_s = None
-        if rest is not None and self._resting_since and stats.num_passes - self._resting_since >= SHORT_REST:
-            stats.draft_off_since = self._resting_since
-            stats.draft_round_s, stats.plain_pass_s = rest.round_s, rest.plain_s

@@ -52,7 +52,14 @@ class StepMaker:
 
     def step(self, verdict: Verdict, text: Sequence[int], stats: Stats, logprobs: LogprobReport) -> Step:
         """The step of a verdict: its tokens up to the end of the answer. text: the prompt and all tokens so far."""
-        tokens, texts, reason = self._until_end(verdict.tokens)
+        tokens, texts = list[int](), list[str]()
+        reason: str | None = None
+        for token in verdict.tokens:
+            tokens.append(token)
+            texts.append("" if token in self.final else self._stream.push(token))
+            reason = "eos" if token in self.final else "stop" if self._stream.stopped is not None else None
+            if reason:
+                break
         stats.num_tokens += len(tokens)
         if stats.num_passes == 1:
             stats.num_first_pass_tokens = len(tokens)
@@ -61,6 +68,10 @@ class StepMaker:
         if reason:
             texts[-1] += self._stream.flush(is_cut=reason == "length")
         num_accepted = min(len(verdict.path), len(tokens))
+        looked_up: LookedUp | None = None
+        position = len(text) - len(verdict.tokens)
+        if isinstance(self._index, FileIndex):
+            looked_up = self._index.source(text[max(0, position - MAX_MATCH) : position], tokens[:num_accepted])
         return Step(
             tokens,
             "".join(texts),
@@ -68,26 +79,8 @@ class StepMaker:
             reason,
             num_accepted,
             tuple(texts),
-            self._looked_up(text, len(text) - len(verdict.tokens), tokens[:num_accepted]),
+            looked_up,
             logprobs=tuple(logprobs.of_pass[: len(tokens)]),
             prompt_logprobs=tuple(logprobs.of_prompt) if stats.num_passes == 1 else (),
             stopped=self._stream.stopped if reason == "stop" else None,
         )
-
-    def _until_end(self, accepted: Sequence[int]) -> tuple[list[int], list[str], str | None]:
-        """The tokens up to one that ends the answer, the text that is final with each, and why it ends."""
-        tokens, texts, stream = list[int](), list[str](), self._stream
-        for token in accepted:
-            tokens.append(token)
-            texts.append("" if token in self.final else stream.push(token))
-            if token in self.final:
-                return tokens, texts, "eos"
-            if stream.stopped is not None:
-                return tokens, texts, "stop"
-        return tokens, texts, None
-
-    def _looked_up(self, text: Sequence[int], position: int, accepted: Sequence[int]) -> LookedUp | None:
-        """Where the tokens accepted at `position` of the text stand in the files for lookup."""
-        if not isinstance(self._index, FileIndex):
-            return None
-        return self._index.source(text[max(0, position - MAX_MATCH) : position], accepted)
