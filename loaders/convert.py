@@ -154,7 +154,11 @@ def convert(
     Raises UsageError, CheckpointError (the source), StorageError (the target; repeat the call to resume).
     """
     params = params or ConvertParams()
-    _check_folders(source, target)
+    if os.path.exists(target) and not os.path.isdir(target):
+        raise UsageError(f"{target}: is a file; name a new folder for the result")
+    one, other = source.resolve(), target.resolve()
+    if one == other or one in other.parents or other in one.parents:
+        raise UsageError(f"{target}: is inside SRC, or SRC is inside it ({source}); name a new folder elsewhere")
     checkpoint = understand(open_checkpoint(source))
     work = _Work(checkpoint, target, params, layer_prefix, matrices or MatrixChoice())
     with _claimed(target, _job(checkpoint, params), is_cache=is_cache) as check:
@@ -189,18 +193,13 @@ class _Counter:
 # ------------------------------------------------------------------------------------------------------- before work
 
 
-def _check_folders(source: Path, target: Path) -> None:
-    """Raises UsageError if the result would lie in the source, or the source in the result."""
-    if os.path.exists(target) and not os.path.isdir(target):
-        raise UsageError(f"{target}: is a file; name a new folder for the result")
-    one, other = source.resolve(), target.resolve()
-    if one == other or one in other.parents or other in one.parents:
-        raise UsageError(f"{target}: is inside SRC, or SRC is inside it ({source}); name a new folder elsewhere")
-
-
 def _job(checkpoint: Checkpoint, params: ConvertParams) -> dict[str, Any]:
     """Everything that the result depends on; runs with equal jobs write equal files."""
-    job: dict[str, Any] = {**asdict(params), "layout": _LAYOUT, "source": _fingerprint(checkpoint)}
+    # The source: a hash of its headers, its config.json, and its files' sizes and times; not of their contents.
+    tensors = sorted((i.name, i.dtype, i.shape, i.path.name, i.offset) for i in checkpoint.tensors.values())
+    stats = [_stamp(path) for path in sorted({info.path for info in checkpoint.tensors.values()})]
+    source = hashlib.sha256(json.dumps([tensors, stats, dict(checkpoint.config)]).encode()).hexdigest()
+    job: dict[str, Any] = {**asdict(params), "layout": _LAYOUT, "source": source}
     if (packer := packer_for(params)) is not None:
         job |= packer.versions
     if params.imatrix is not None:
@@ -212,14 +211,6 @@ def _stamp(path: Path) -> tuple[str, int, int]:
     """What tells a file from another, without its content."""
     stat = path.stat()
     return path.name, stat.st_size, stat.st_mtime_ns
-
-
-def _fingerprint(checkpoint: Checkpoint) -> str:
-    """A hash of the source's headers, its config.json, and its files' sizes and times; not of their contents."""
-    tensors = sorted((i.name, i.dtype, i.shape, i.path.name, i.offset) for i in checkpoint.tensors.values())
-    paths = sorted({info.path for info in checkpoint.tensors.values()})
-    stats = [_stamp(path) for path in paths]
-    return hashlib.sha256(json.dumps([tensors, stats, dict(checkpoint.config)]).encode()).hexdigest()
 
 
 @contextmanager
@@ -244,7 +235,11 @@ def _claimed(target: Path, job: Mapping[str, Any], *, is_cache: bool) -> Iterato
             _empty(target)
         if _entries(target):
             _check_same(target, begun, job)
-            _remove_parts(target)
+            for part in target.rglob(f"*{PART_SUFFIX}"):
+                try:
+                    part.unlink()
+                except OSError as exc:
+                    raise cannot_write(part, exc) from exc
         else:  # no files exist yet, so an old marker can be replaced
             _write_marker(target, marker, job)
         yield check
@@ -321,15 +316,6 @@ def _parsed(begun: str) -> Any:  # what JSON holds
         return None
 
 
-def _remove_parts(target: Path) -> None:
-    """Delete incomplete files of a killed run; they are written again and may need the space."""
-    for part in target.rglob(f"*{PART_SUFFIX}"):
-        try:
-            part.unlink()
-        except OSError as exc:
-            raise cannot_write(part, exc) from exc
-
-
 def _check_space(target: Path, needed: int) -> None:
     free = shutil.disk_usage(target).free
     if needed > free:
@@ -358,11 +344,17 @@ class _Work:
         self._companions = {name: path for name, path in companions.items() if not name.endswith(PART_SUFFIX)}
         if self._packer is None:
             items = {info.name: _Item(info.name, (info,)) for info in checkpoint.tensors.values()}
-            _refuse_foreign(checkpoint)
+            for info in checkpoint.tensors.values():
+                if info.dtype not in DTYPE_BYTES or info.change is not None:
+                    remedy = f"use `format` {', '.join(FLOAT_FORMATS)} or {', '.join(QUANT_TYPES)}"
+                    raise fault(info.path, f"tensor {show(info.name)} is {info.dtype} in GGUF's layout; {remedy}")
         else:
             weights = stored_weights(checkpoint.tensors, formats_in(checkpoint))
-            if params.format in (*QUANT_TYPES, *MADE_MIXTURES):
-                _refuse_four_bit(checkpoint, weights)
+            done = next((weight for weight in weights.values() if weight.dtype in (*QUANT_TYPES, MXFP4)), None)
+            if done and params.format in (*QUANT_TYPES, *MADE_MIXTURES):
+                remedy = "use the 16-bit checkpoint, or `format=keep` to change only the layout"
+                description = f"{show(done.name)} is already quantised ({done.dtype})"
+                raise CheckpointError(f"{checkpoint.path}: {description}; {remedy}")
             if self._packer.is_lossless:
                 _refuse_packed(checkpoint, weights)
             if matrices.packers is None:
@@ -434,7 +426,10 @@ class _Work:
         if self._quantised:
             stored_weights(tensors)  # offspec itself must be able to read the result
         for name, source in self._companions.items():
-            self._put(name, source if isinstance(source, bytes) else _read_file(source), check)
+            if isinstance(source, Path):
+                with reading(source):
+                    source = source.read_bytes()
+            self._put(name, source, check)
         self._put(CONFIG_FILE, self._config(), check)
         weight_map = {name: shard for shard, infos in headers.items() for name in infos}
         nbytes = sum(info.nbytes for info in tensors.values())
@@ -455,30 +450,10 @@ class _Work:
         if self._packer is None or not self._quantised:
             return self._checkpoint.config_json()
         config = {key: value for key, value in self._checkpoint.config.items() if key != "quantization_config"}
-        if quantization := self._packer.quantization_config(self._dtype()):
+        dtypes = {item.stored.dtype for item in self._quantised if item.stored is not None}
+        if quantization := self._packer.quantization_config(min(dtypes & FLOAT_DTYPES.keys(), default="BF16")):
             config["quantization_config"] = quantization
         return as_config_json(config)
-
-    def _dtype(self) -> str:
-        """The dtype of the source's matrices; BF16 for packed ones."""
-        dtypes = {item.stored.dtype for item in self._quantised if item.stored is not None}
-        return min(dtypes & FLOAT_DTYPES.keys(), default="BF16")
-
-
-def _refuse_foreign(checkpoint: Checkpoint) -> None:
-    """Raises CheckpointError for tensors that safetensors cannot store unchanged."""
-    for info in checkpoint.tensors.values():
-        if info.dtype not in DTYPE_BYTES or info.change is not None:
-            remedy = f"use `format` {', '.join(FLOAT_FORMATS)} or {', '.join(QUANT_TYPES)}"
-            raise fault(info.path, f"tensor {show(info.name)} is {info.dtype} in GGUF's layout; {remedy}")
-
-
-def _refuse_four_bit(checkpoint: Checkpoint, weights: Mapping[str, StoredWeight]) -> None:
-    """Raises CheckpointError for weights in bitsandbytes' 4-bit format or MXFP4, which would only lose precision."""
-    if done := next((weight for weight in weights.values() if weight.dtype in (*QUANT_TYPES, MXFP4)), None):
-        remedy = "use the 16-bit checkpoint, or `format=keep` to change only the layout"
-        description = f"{show(done.name)} is already quantised ({done.dtype})"
-        raise CheckpointError(f"{checkpoint.path}: {description}; {remedy}")
 
 
 def _refuse_packed(checkpoint: Checkpoint, weights: Mapping[str, StoredWeight]) -> None:
@@ -581,12 +556,11 @@ def _packed(stored: StoredWeight, packer: Packer) -> list[ShardPiece]:
     except CheckpointError as exc:
         where = stored.streamed[0].path
         raise fault(where, f"tensor {show(stored.name)} {exc}; use another copy of this model") from exc
-    return [_piece(stored.name + suffix, tensor) for suffix, tensor in parts.items()]
-
-
-def _piece(name: str, tensor: Tensor) -> ShardPiece:
-    content = tensor.reshape(-1).view(torch.uint8).numpy().data
-    return ShardPiece(name, _SAFETENSORS_DTYPES[tensor.dtype], tuple(tensor.shape), partial(_once, content))
+    pieces = list[ShardPiece]()
+    for suffix, tensor in parts.items():
+        content, dtype = tensor.reshape(-1).view(torch.uint8).numpy().data, _SAFETENSORS_DTYPES[tensor.dtype]
+        pieces.append(ShardPiece(stored.name + suffix, dtype, tuple(tensor.shape), partial(_once, content)))
+    return pieces
 
 
 def _once(content: memoryview) -> Iterable[memoryview]:
@@ -628,8 +602,3 @@ def _fill(info: TensorInfo, first: int, buffer: memoryview) -> None:
         raise fault(info.path, f"cannot be read ({reason(exc)}); {advice}") from exc
     if done < buffer.nbytes:
         raise fault(info.path, f"ends inside tensor {show(info.name)}: the file was changed; download it again")
-
-
-def _read_file(path: Path) -> bytes:
-    with reading(path):
-        return path.read_bytes()

@@ -100,43 +100,35 @@ class Checkpoint(Protocol):
     @property
     def path(self) -> Path:
         """The folder or file, for messages; its last component is the model's name."""
-        ...
 
     @property
     def config(self) -> Mapping[str, Any]:
         """The content of config.json, or its equivalent."""
-        ...
 
     @property
     def generation_config(self) -> Mapping[str, Any]:
         """The content of generation_config.json; {} if there is none."""
-        ...
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
         """The tensors by full name."""
-        ...
 
     @property
     def tokenizer_path(self) -> Path | None:
         """The argument of `Tokenizer.load`: a folder with tokenizer.json, a GGUF file, or None."""
-        ...
 
     @property
     def notes(self) -> tuple[str, ...]:
         """Notes for the user who loads it, one sentence each."""
-        ...
 
     def companions(self) -> Mapping[str, Path | bytes]:
         """Files that a copy needs besides weights and config.json: path in the folder → source path or content.
 
         Raises CheckpointError for a file that may not be copied.
         """
-        ...
 
     def config_json(self) -> bytes:
         """The text of config.json, for a copy of it. Raises CheckpointError."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -193,22 +185,18 @@ class Container(Protocol):
 
     def recognises(self, path: Path) -> bool:
         """Whether this existing folder or file is of this container, valid or not."""
-        ...
 
     def open(self, path: Path, *, headers_only: bool = False) -> Checkpoint:
         """Read and check the headers. Raises CheckpointError, or its subclass MissingWeightsError.
 
         headers_only: files may end after their headers, for example if only these were downloaded for a plan.
         """
-        ...
 
     def open_config(self, path: Path) -> Checkpoint:
         """Read only the config; weights, and the list of tensors, may be missing. Raises CheckpointError."""
-        ...
 
     def weight_files(self, path: Path) -> list[Path]:
         """The existing files with weights; the set may be incomplete."""
-        ...
 
 
 def num_bytes(checkpoint: Checkpoint) -> int:

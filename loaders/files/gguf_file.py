@@ -13,8 +13,7 @@ import os
 import re
 import struct
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
@@ -211,13 +210,8 @@ def _check_part(path: Path, metadata: Metadata, index: int, count: int) -> None:
 # ------------------------------------------------------------------------------------------------------------ a header
 
 
-@dataclass(frozen=True)
-class _Header:
-    metadata: Metadata
-    tensors: dict[str, TensorInfo]
-
-
-def _read_header(path: Path, *, headers_only: bool) -> _Header:
+def _read_header(path: Path, *, headers_only: bool) -> GgufModel:
+    """The model in one file, which may be a part of a split set."""
     with reading(path), open_regular(path) as file:
         file_bytes = os.fstat(file.fileno()).st_size
         cursor = _Cursor(path, file, min(file_bytes, MOST_HEADER_BYTES))
@@ -229,7 +223,11 @@ def _read_header(path: Path, *, headers_only: bool) -> _Header:
                 cursor.refuse(f"has the key {show(key)} twice")
             metadata[key] = _read_value(cursor, cursor.number("I"), key)
         described = [_read_description(cursor) for _ in range(num_tensors)]
-    alignment = _alignment(cursor, metadata)
+    alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
+    is_number = isinstance(alignment, int) and not isinstance(alignment, bool)
+    if not is_number or not 1 <= alignment <= MOST_ALIGNMENT or alignment & (alignment - 1):
+        cursor.refuse(f"has general.alignment {show(alignment)}, which is not a power of two up to {MOST_ALIGNMENT}")
+    alignment = int(alignment)
     start = -(-cursor.at // alignment) * alignment
     tensors: dict[str, TensorInfo] = {}
     for tensor in described:
@@ -237,9 +235,9 @@ def _read_header(path: Path, *, headers_only: bool) -> _Header:
             cursor.refuse(f"has the tensor {show(tensor.name)} twice")
         if tensor.offset % alignment:
             cursor.refuse(f"tensor {show(tensor.name)} begins at {tensor.offset}, not a multiple of {alignment}")
-        tensors[tensor.name] = tensor.placed(path, start)
+        tensors[tensor.name] = replace(tensor, offset=start + tensor.offset)
     _check_layout(cursor, tensors.values(), None if headers_only else file_bytes)
-    return _Header(metadata, tensors)
+    return GgufModel(path, metadata, tensors)
 
 
 class _Cursor:
@@ -318,21 +316,13 @@ def _read_value(cursor: _Cursor, kind: int, key: str) -> Any:
     return cursor.refuse(f"key {show(key)} is an array of type {item_kind}, which is not supported")
 
 
-@dataclass(frozen=True)
-class _Description:
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    nbytes: int
-    offset: int  # from the end of the header
-
-    def placed(self, path: Path, start: int) -> TensorInfo:
-        return TensorInfo(self.name, self.dtype, self.shape, path, start + self.offset, self.nbytes)
-
-
-def _read_description(cursor: _Cursor) -> _Description:
+def _read_description(cursor: _Cursor) -> TensorInfo:
+    """A tensor, with its offset from the end of the header."""
     name = cursor.string(MOST_NAME_BYTES)
-    refuse = partial(_refuse_tensor, cursor, name)
+
+    def refuse(problem: str) -> NoReturn:
+        cursor.refuse(f"tensor {show(name)} {problem}")
+
     num_dimensions = cursor.number("I")
     if not 1 <= num_dimensions <= MOST_DIMENSIONS:
         refuse(f"has {num_dimensions} dimensions")
@@ -348,19 +338,7 @@ def _read_description(cursor: _Cursor) -> _Description:
     if sizes[0] % kind.num_weights:
         refuse(f"has rows of {sizes[0]} weights, but {kind.name} needs multiples of {kind.num_weights}")
     nbytes = math.prod(sizes) // kind.num_weights * kind.num_bytes
-    return _Description(name, kind.name, tuple(reversed(sizes)), nbytes, offset)
-
-
-def _refuse_tensor(cursor: _Cursor, name: str, problem: str) -> NoReturn:
-    cursor.refuse(f"tensor {show(name)} {problem}")
-
-
-def _alignment(cursor: _Cursor, metadata: Metadata) -> int:
-    alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
-    is_number = isinstance(alignment, int) and not isinstance(alignment, bool)
-    if not is_number or not 1 <= alignment <= MOST_ALIGNMENT or alignment & (alignment - 1):
-        cursor.refuse(f"has general.alignment {show(alignment)}, which is not a power of two up to {MOST_ALIGNMENT}")
-    return int(alignment)
+    return TensorInfo(name, kind.name, tuple(reversed(sizes)), cursor.path, offset, nbytes)
 
 
 def _check_layout(cursor: _Cursor, tensors: Iterable[TensorInfo], file_bytes: int | None) -> None:

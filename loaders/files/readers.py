@@ -45,7 +45,17 @@ class HostBuffer:
     """
 
     def __init__(self, nbytes: int) -> None:
-        self._hold(_private_memory(nbytes))
+        alignment = HUGE_PAGE_BYTES if nbytes >= HUGE_PAGE_BYTES else BLOCK_BYTES
+        private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
+        try:
+            memory = mmap.mmap(-1, nbytes + alignment, **private)
+        except OSError as exc:
+            raise MemoryError(f"cannot map {nbytes} bytes ({exc.strerror})") from exc
+        if alignment == HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
+            with suppress(OSError):  # without kernel support, ordinary pages are only slower
+                memory.madvise(mmap.MADV_HUGEPAGE)
+        start = -ctypes.addressof(ctypes.c_char.from_buffer(memory)) % alignment
+        self._hold(memoryview(memory)[start : start + nbytes])
 
     def _hold(self, view: memoryview) -> None:
         self.view, self.nbytes = view, len(view)
@@ -65,20 +75,6 @@ class HostBuffer:
         return self.tensor.data_ptr()
 
 
-def _private_memory(nbytes: int) -> memoryview:
-    alignment = HUGE_PAGE_BYTES if nbytes >= HUGE_PAGE_BYTES else BLOCK_BYTES
-    private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
-    try:
-        memory = mmap.mmap(-1, nbytes + alignment, **private)
-    except OSError as exc:
-        raise MemoryError(f"cannot map {nbytes} bytes ({exc.strerror})") from exc
-    if alignment == HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # without kernel support, ordinary pages are only slower
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    start = -ctypes.addressof(ctypes.c_char.from_buffer(memory)) % alignment
-    return memoryview(memory)[start : start + nbytes]
-
-
 class Reader(Protocol):
     """Reads parts of files. Thread-safe."""
 
@@ -87,7 +83,6 @@ class Reader(Protocol):
 
         Raises CheckpointError with file, offset and cause.
         """
-        ...
 
     def close(self) -> None: ...
 
@@ -108,7 +103,14 @@ class FileReader:
 
     def read(self, path: Path, offset: int, out: memoryview, least: int) -> None:
         try:
-            self._read(path, offset, out, least)
+            done = 0
+            while done < least:
+                rest = out[done:]
+                count = self._read_some(path, offset + done, rest)
+                if count == 0:
+                    size = path.stat().st_size  # not offset + done: reads begin at whole pages, maybe beyond the end
+                    raise fault(path, f"ends at byte {size}, inside its data: it is truncated; download it again")
+                done += count
         except OSError as exc:
             where = f"cannot be read at byte {offset} ({reason(exc)})"
             raise fault(path, f"{where}; {remedy(exc, 'check the disk')}") from exc
@@ -116,16 +118,6 @@ class FileReader:
     def close(self) -> None:
         with self._lock:
             _close_files(self._files)
-
-    def _read(self, path: Path, offset: int, out: memoryview, least: int) -> None:
-        done = 0
-        while done < least:
-            rest = out[done:]
-            count = self._read_some(path, offset + done, rest)
-            if count == 0:
-                size = path.stat().st_size  # not offset + done: reads begin at whole pages, maybe beyond the end
-                raise fault(path, f"ends at byte {size}, inside its data: it is truncated; download it again")
-            done += count
 
     def _read_some(self, path: Path, offset: int, out: memoryview) -> int:
         if self._direct and path not in self.fallbacks and _is_aligned(offset, out):

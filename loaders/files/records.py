@@ -61,7 +61,12 @@ class Record:
     @cached_property
     def reads(self) -> tuple[Extent, ...]:
         """The extents in pieces of READ_BYTES."""
-        return tuple(piece for extent in self.extents for piece in _pieces(extent))
+        pieces = list[Extent]()
+        for extent in self.extents:
+            for begin in range(0, extent.least, READ_BYTES):
+                nbytes, least = (min(READ_BYTES, size - begin) for size in (extent.nbytes, extent.least))
+                pieces.append(Extent(extent.path, extent.offset + begin, nbytes, least, extent.start + begin))
+        return tuple(pieces)
 
     @cached_property
     def shift(self) -> int:
@@ -116,14 +121,6 @@ def _stretches(infos: Iterable[TensorInfo]) -> Iterator[list[TensorInfo]]:
             run.append(info)
             end = max(end, info.offset + info.nbytes)
         yield run
-
-
-def _pieces(extent: Extent) -> Iterator[Extent]:
-    for begin in range(0, extent.nbytes, READ_BYTES):
-        nbytes = min(READ_BYTES, extent.nbytes - begin)
-        least = min(nbytes, extent.least - begin)
-        if least > 0:
-            yield Extent(extent.path, extent.offset + begin, nbytes, least, extent.start + begin)
 
 
 assert READ_BYTES % BLOCK_BYTES == 0

@@ -66,11 +66,12 @@ class SafetensorsCheckpoint:
     def companions(self) -> dict[str, Path]:
         """See `Checkpoint`. Refuses links that lead out of the folder: they could make offspec copy any file."""
         paths = sorted({path for pattern in COMPANIONS for path in self.path.glob(pattern) if path.is_file()})
+        folder = self.path.resolve()
+        folders = [folder, folder.parent.parent / "blobs"] if _is_of_the_hub(folder) else [folder]
         for path in (self.path / CONFIG_FILE, *paths):
-            if not _belongs(path.resolve(), self.path.resolve()):
-                description = (
-                    f"is a link to {show(str(path.resolve()))}, outside of the checkpoint, and is not followed"
-                )
+            file = path.resolve()
+            if not any(file.is_relative_to(each) for each in folders):
+                description = f"is a link to {show(str(file))}, outside of the checkpoint, and is not followed"
                 raise fault(path, f"{description}; replace the link by a copy, or remove it")
         return {str(path.relative_to(self.path)): path for path in paths}
 
@@ -102,12 +103,6 @@ class SafetensorsFolder:
 
     def weight_files(self, path: Path) -> list[Path]:
         return [file for file in path.glob("*.safetensors") if file.is_file()]
-
-
-def _belongs(file: Path, folder: Path) -> bool:
-    """Whether a file, with links resolved, is in a checkpoint's folder, or among the blobs of its hub cache."""
-    blobs = folder.parent.parent / "blobs"
-    return file.is_relative_to(folder) or (_is_of_the_hub(folder) and file.is_relative_to(blobs))
 
 
 def _is_of_the_hub(folder: Path) -> bool:
@@ -146,7 +141,14 @@ def find_tensors(
     if single in names:
         return read_header(folder / single, headers_only=headers_only)
     if index in names:
-        return _read_shards(folder, index, headers_only=headers_only)
+        weight_map = _read_weight_map(folder / index)
+        shards = _shard_paths(folder / index, weight_map)
+        _refuse_missing(folder / index, shards)
+        headers = {shard: read_header(path, headers_only=headers_only) for shard, path in shards.items()}
+        for name, shard in weight_map.items():
+            if name not in headers[shard]:
+                raise fault(shards[shard], f"lacks tensor {show(name)}, which {index} lists; download it again")
+        return {name: headers[shard][name] for name, shard in weight_map.items()}
     why = (
         _why_no_weights(folder, names) if single == SINGLE_FILE else f"contains neither {single} nor {index}; get them"
     )
@@ -165,17 +167,6 @@ def _why_no_weights(folder: Path, names: frozenset[str]) -> str:
     return f"{_NO_WEIGHTS if names else 'is an empty folder'}; {_OF_THE_USER}"
 
 
-def _read_shards(folder: Path, index: str, *, headers_only: bool) -> dict[str, TensorInfo]:
-    weight_map = _read_weight_map(folder / index)
-    shards = _shard_paths(folder / index, weight_map)
-    _refuse_missing(folder / index, shards)
-    headers = {shard: read_header(path, headers_only=headers_only) for shard, path in shards.items()}
-    for name, shard in weight_map.items():
-        if name not in headers[shard]:
-            raise fault(shards[shard], f"lacks tensor {show(name)}, which {index} lists; download it again")
-    return {name: headers[shard][name] for name, shard in weight_map.items()}
-
-
 def _read_weight_map(path: Path) -> dict[str, str]:
     weight_map = read_json_object(path).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
@@ -188,15 +179,14 @@ def _read_weight_map(path: Path) -> dict[str, str]:
 
 def _shard_paths(index: Path, weight_map: Mapping[str, str]) -> dict[str, Path]:
     """Paths by file name. Raises CheckpointError for a name that leads out of the index's folder."""
-    return {shard: _shard_path(index, shard) for shard in sorted(set(weight_map.values()))}
-
-
-def _shard_path(index: Path, shard: str) -> Path:
-    # The check is on the name only: in the hub's cache, every file is a link that legitimately leaves the folder.
-    posix, windows = PurePosixPath(shard), PureWindowsPath(shard)
-    if posix.is_absolute() or windows.anchor or ".." in windows.parts or "\0" in shard:
-        raise fault(index, f"shard {show(shard)} is outside the folder; do not trust this checkpoint")
-    return index.parent / posix
+    paths = dict[str, Path]()
+    for shard in sorted(set(weight_map.values())):
+        # The check is on the name only: in the hub's cache, every file is a link that legitimately leaves the folder.
+        posix, windows = PurePosixPath(shard), PureWindowsPath(shard)
+        if posix.is_absolute() or windows.anchor or ".." in windows.parts or "\0" in shard:
+            raise fault(index, f"shard {show(shard)} is outside the folder; do not trust this checkpoint")
+        paths[shard] = index.parent / posix
+    return paths
 
 
 def _refuse_missing(index: Path, shards: dict[str, Path]) -> None:
@@ -232,7 +222,12 @@ def read_header(path: Path, *, headers_only: bool = False) -> dict[str, TensorIn
     headers_only: the file may end after its header.
     """
     header, file_bytes = _read_header_bytes(path)
-    entries = _parse_header(path, header)
+    if not header.startswith(b"{"):
+        raise fault(path, "header is not a JSON object; the file is damaged, download it again")
+    try:
+        entries: dict[str, Any] = parse_json(header, _refuse_duplicates)
+    except ValueError as exc:
+        raise fault(path, f"header is not valid JSON ({exc}); the file is damaged, download it again") from exc
     metadata = entries.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise fault(path, "header's __metadata__ does not map strings to strings; the file is damaged, get it again")
@@ -247,7 +242,18 @@ def _read_header_bytes(path: Path) -> tuple[bytes, int]:
     with reading(path), open_regular(path) as file:
         file_bytes = os.fstat(file.fileno()).st_size
         start = file.read(len(_LFS_POINTER))
-        header_bytes = _header_length(path, start, file_bytes)
+        if start == _LFS_POINTER:
+            description = "is a git-lfs pointer, not the weights; run `git lfs pull` in its folder"
+            raise fault(path, description, MissingWeightsError)
+        if len(start) < _LENGTH_BYTES:
+            description = f"is not a safetensors file: {file_bytes} bytes are too few for a header"
+            raise fault(path, f"{description}; download it again")
+        header_bytes: int = struct.unpack("<Q", start[:_LENGTH_BYTES])[0]
+        if header_bytes > MOST_JSON_BYTES:
+            description = f"is not a safetensors file: its header would have {header_bytes} bytes"
+            raise fault(path, f"{description}; download it again")
+        if _LENGTH_BYTES + header_bytes > file_bytes:
+            _refuse_truncated(path, _LENGTH_BYTES + header_bytes, file_bytes)
         file.seek(_LENGTH_BYTES)
         header = file.read(header_bytes)
     if len(header) < header_bytes:  # the file shrank meanwhile
@@ -255,32 +261,8 @@ def _read_header_bytes(path: Path) -> tuple[bytes, int]:
     return header, file_bytes
 
 
-def _header_length(path: Path, start: bytes, file_bytes: int) -> int:
-    if start == _LFS_POINTER:
-        description = "is a git-lfs pointer, not the weights; run `git lfs pull` in its folder"
-        raise fault(path, description, MissingWeightsError)
-    if len(start) < _LENGTH_BYTES:
-        raise fault(path, f"is not a safetensors file: {file_bytes} bytes are too few for a header; download it again")
-    header_bytes: int = struct.unpack("<Q", start[:_LENGTH_BYTES])[0]
-    if header_bytes > MOST_JSON_BYTES:
-        raise fault(path, f"is not a safetensors file: its header would have {header_bytes} bytes; download it again")
-    if _LENGTH_BYTES + header_bytes > file_bytes:
-        _refuse_truncated(path, _LENGTH_BYTES + header_bytes, file_bytes)
-    return header_bytes
-
-
 def _refuse_truncated(path: Path, promised: int, present: int) -> NoReturn:
     raise fault(path, f"truncated: the header declares {promised} bytes, the file has {present}; download it again")
-
-
-def _parse_header(path: Path, header: bytes) -> dict[str, Any]:
-    if not header.startswith(b"{"):
-        raise fault(path, "header is not a JSON object; the file is damaged, download it again")
-    try:
-        entries: dict[str, Any] = parse_json(header, _refuse_duplicates)
-    except ValueError as exc:
-        raise fault(path, f"header is not valid JSON ({exc}); the file is damaged, download it again") from exc
-    return entries
 
 
 def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -32,20 +32,16 @@ class ExpertSource(Protocol):
     @property
     def bytes_streamed(self) -> int:
         """Bytes read for passes so far."""
-        ...
 
     @property
     def reads_ahead(self) -> bool:
         """Whether `expect` is of use."""
-        ...
 
     def lend(self, layer: int, rows: Mapping[int, int]) -> Iterator[LentExperts]:
         """See `WeightSource.experts`."""
-        ...
 
     def expect(self, layer: int, rows: Mapping[int, int]) -> None:
         """See `WeightSource.expect`."""
-        ...
 
     def close(self) -> None: ...
 
@@ -137,7 +133,8 @@ class Foresight:
         """The rows chose these experts of `layer`. Returns the predicted experts that no layer will choose now."""
         wrong, next_layer = list[Unit](), self._layer if self._announced is None else self._announced[0]
         if layer == self._layer:
-            wrong, share = self._compare(chosen)
+            wrong = [unit for unit in self.units if unit not in chosen]
+            share = 1 - len(wrong) / len(self.units) if self.units else self._hits
             self._hits = HITS_MEMORY * self._hits + (1 - HITS_MEMORY) * share
         elif next_layer != self._layer:  # a pass was aborted
             wrong = self.units
@@ -147,11 +144,6 @@ class Foresight:
             self.units += [unit for unit in self._announced[1] if unit not in self.units]
         self._layer, self._announced = next_layer, None
         return wrong
-
-    def _compare(self, chosen: Collection[Unit]) -> tuple[list[Unit], float]:
-        """The wrong predictions, and the share of right ones."""
-        wrong = [unit for unit in self.units if unit not in chosen]
-        return wrong, 1 - len(wrong) / len(self.units) if self.units else self._hits
 
 
 class CachedExperts:
@@ -260,20 +252,19 @@ class CachedExperts:
         first = self._first[layer]
         while coming:
             here = [unit for unit in coming if self._held[unit].fill.is_done] or coming[:1]
-            yield {unit - first: self._filled(layer, unit) for unit in here}
+            group = dict[int, HeldExpert]()
+            for unit in here:
+                held = group[unit - first] = self._held[unit]
+                if held.weights is None:
+                    held.fill.wait()
+                    expert = self._experts[layer][unit - first]
+                    held.weights = expert.bind(held.slot.tensor, self.dtype, is_kept=False)
+            yield group
             self._needed.difference_update(here)
             coming = [unit for unit in coming if unit not in here]
             self._request(coming, waiting)
         if layer == max(self._experts):  # the pass has ended: were the files changed meanwhile?
             self._files.check()
-
-    def _filled(self, layer: int, unit: Unit) -> HeldExpert:
-        held = self._held[unit]
-        if held.weights is None:
-            held.fill.wait()
-            expert = self._experts[layer][unit - self._first[layer]]
-            held.weights = expert.bind(held.slot.tensor, self.dtype, is_kept=False)
-        return held
 
     def _request(self, coming: list[Unit], waiting: list[Unit]) -> None:
         """Begin to read the experts `waiting`, as far as slots can be had; they are then `coming`."""

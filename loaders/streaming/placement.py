@@ -249,7 +249,24 @@ def place(
     pinned = pinned or PinnedLayers()
     if limits.device is None:
         return _place_on_cpu(units, items, limits, pinned)
-    return _place_on_gpu(units, items, limits, limits.device, pinned)
+    needs, slot_bytes = [(item.name, item.on_device) for item in items], _slot_bytes(units)
+    entry_slots = ENTRY_SLOTS * max((unit.entry_bytes for unit in units), default=0)
+    space = Space("VRAM", limits.device, entry_slots)
+    resident, rest, num_slots, used = _fill(space, units, needs, slot_bytes, pinned)
+    far = _far_entries(units, rest, limits.device - used)
+    items = (*items, *_shadows(units, rest))
+    if whole := sum(unit.entry_bytes for unit in units):  # KV entries, of which those of streamed units may lie in RAM
+        in_ram = sum(units[i].entry_bytes for i in far)
+        items = (*items, Item(KV_ITEM, whole - in_ram + (entry_slots if rest else 0), in_ram))
+    used += sum(units[i].entry_bytes for i in rest if i not in far)
+    needs = [(item.name, item.on_host) for item in items]
+    waiting = [UnitCost(units[i].read_bytes, slot_bytes, units[i].slot_bytes) for i in rest]
+    kept, on_disk, num_host_slots, used_ram = _fill(
+        Space("RAM", limits.ram), waiting, needs, slot_bytes, PinnedLayers()
+    )
+    places = places_of(resident=resident, in_ram=(rest[i] for i in kept), on_disk=(rest[i] for i in on_disk))
+    slots = Slots(num_slots, num_host_slots, slot_bytes)
+    return Placement(places, slots, items, limits, used, used_ram, far)
 
 
 def _place_with_experts(
@@ -288,26 +305,6 @@ def _place_on_cpu(units: Sequence[UnitCost], items: Sequence[Item], limits: Limi
     return Placement(places, Slots(num_slots, 0, slot_bytes), items, limits, 0, used)
 
 
-def _place_on_gpu(
-    units: Sequence[UnitCost], items: Sequence[Item], limits: Limits, device: int, pinned: PinnedLayers
-) -> Placement:
-    needs, slot_bytes = [(item.name, item.on_device) for item in items], _slot_bytes(units)
-    entry_slots = ENTRY_SLOTS * max((unit.entry_bytes for unit in units), default=0)
-    space = Space("VRAM", device, entry_slots)
-    resident, rest, num_slots, used = _fill(space, units, needs, slot_bytes, pinned)
-    far = _far_entries(units, rest, device - used)
-    items = (*items, *_shadows(units, rest), *_entries(units, far, entry_slots if rest else 0))
-    used += sum(units[i].entry_bytes for i in rest if i not in far)
-    needs = [(item.name, item.on_host) for item in items]
-    waiting = [UnitCost(units[i].read_bytes, slot_bytes, units[i].slot_bytes) for i in rest]
-    kept, on_disk, num_host_slots, used_ram = _fill(
-        Space("RAM", limits.ram), waiting, needs, slot_bytes, PinnedLayers()
-    )
-    places = places_of(resident=resident, in_ram=(rest[i] for i in kept), on_disk=(rest[i] for i in on_disk))
-    slots = Slots(num_slots, num_host_slots, slot_bytes)
-    return Placement(places, slots, items, limits, used, used_ram, far)
-
-
 def _far_entries(units: Sequence[UnitCost], streamed: Sequence[int], spare: int) -> tuple[int, ...]:
     """The streamed units whose KV entries do not fit in `spare` bytes of the device."""
     streamed = [i for i in streamed if units[i].entry_bytes]
@@ -317,12 +314,6 @@ def _far_entries(units: Sequence[UnitCost], streamed: Sequence[int], spare: int)
     num_near = min(spare // largest, len(streamed))
     near = {streamed[i] for i in spread(len(streamed), num_near)}
     return tuple(i for i in streamed if i not in near)
-
-
-def _entries(units: Sequence[UnitCost], far: Sequence[int], slot_bytes: int) -> list[Item]:
-    """KV entries of all units, if those of streamed units may lie in RAM."""
-    in_ram, whole = sum(units[i].entry_bytes for i in far), sum(unit.entry_bytes for unit in units)
-    return [Item(KV_ITEM, whole - in_ram + slot_bytes, in_ram)] if whole else []
 
 
 def _shadows(units: Sequence[UnitCost], streamed: Sequence[int]) -> list[Item]:

@@ -47,23 +47,21 @@ class StoredUnit:
 
     def cost(self, dtype: torch.dtype) -> UnitCost:
         """The bytes to stream it, and to keep it resident for computing in `dtype`."""
-        if dtype not in self._costs:
-            self._costs[dtype] = self._cost(dtype)
-        return self._costs[dtype]
+        if dtype in self._costs:
+            return self._costs[dtype]
+        if self.is_converted(dtype):
+            resident = self.num_weights * dtype.itemsize
+        else:
+            converted = {n: w for n, w in self.weights.items() if n in self.exact or not w.is_kept_as_read(dtype)}
+            resident = sum(prod(w.shape) * self._bound_dtype(name, dtype).itemsize for name, w in converted.items())
+            if len(converted) < len(self.weights):  # the others stay in the buffer of the record
+                resident += self.record.nbytes
+        return self._costs.setdefault(dtype, UnitCost(self.record.read_bytes, self.record.nbytes, resident))
 
     @cached_property
     def _costs(self) -> dict[torch.dtype, UnitCost]:
         """By dtype, those that a plan has asked for."""
         return {}
-
-    def _cost(self, dtype: torch.dtype) -> UnitCost:
-        if self.is_converted(dtype):
-            return UnitCost(self.record.read_bytes, self.record.nbytes, self.num_weights * dtype.itemsize)
-        converted = {n: w for n, w in self.weights.items() if n in self.exact or not w.is_kept_as_read(dtype)}
-        resident = sum(prod(w.shape) * self._bound_dtype(name, dtype).itemsize for name, w in converted.items())
-        if len(converted) < len(self.weights):  # the others stay in the buffer of the record
-            resident += self.record.nbytes
-        return UnitCost(self.record.read_bytes, self.record.nbytes, resident)
 
     def needs_scratch(self, weight: StoredWeight, dtype: torch.dtype, *, is_streamed: bool) -> bool:
         """Whether products with one of its weights need memory for the matrix in `dtype`."""

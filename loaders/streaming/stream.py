@@ -30,15 +30,12 @@ class Slot(Protocol):
     @property
     def tensor(self) -> torch.Tensor:
         """uint8 [at least the record's bytes]."""
-        ...
 
     def enter(self) -> None:
         """Called once the slot is filled, before its content is used."""
-        ...
 
     def leave(self) -> None:
         """Called when no later work will use its content."""
-        ...
 
 
 S = TypeVar("S", bound=Slot)
@@ -108,11 +105,9 @@ class Filler(Protocol[S_in]):
 
     def fill(self, slot: S_in, unit: Unit) -> Fill:
         """Start to fill `slot` with a unit; does not block."""
-        ...
 
     def close(self) -> None:
         """Join the threads. No fill may be running."""
-        ...
 
 
 class Stream(Protocol):
@@ -123,11 +118,9 @@ class Stream(Protocol):
 
         Raises the error of a failed read; later calls try again.
         """
-        ...
 
     def close(self) -> None:
         """Join the threads; no unit may be lent."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -178,22 +171,10 @@ class Ring(Generic[S]):
 
     @contextmanager
     def lend(self, unit: Unit) -> Iterator[torch.Tensor]:
-        loan = self._acquire(unit)
-        self.lent = loan.slot
-        try:
-            yield loan.slot.tensor
-        finally:
-            self.lent = None
-            self._release(loan)
-
-    def close(self) -> None:
-        """Stop within one read and join the threads."""
-        self._drop_ahead()
-        self._filler.close()
-
-    def _acquire(self, unit: Unit) -> Loan[S]:
         if not self._ahead or self._ahead[0].unit != unit:
-            self._start_over(unit)
+            self._drop_ahead()
+            self._next = self._order.index(unit)
+            self._schedule()
         loan = self._ahead[0]
         try:
             loan.fill.wait()
@@ -201,23 +182,26 @@ class Ring(Generic[S]):
             self._drop_ahead()
             raise
         loan.slot.enter()
-        return self._ahead.popleft()
+        self._ahead.popleft()
+        self.lent = loan.slot
+        try:
+            yield loan.slot.tensor
+        finally:
+            self.lent = None
+            loan.slot.leave()
+            self._free.append(loan.slot)
+            self._schedule()
 
-    def _release(self, loan: Loan[S]) -> None:
-        loan.slot.leave()
-        self._free.append(loan.slot)
-        self._schedule()
+    def close(self) -> None:
+        """Stop within one read and join the threads."""
+        self._drop_ahead()
+        self._filler.close()
 
     def _schedule(self) -> None:
         while self._free:
             unit, slot = self._order[self._next], self._free.popleft()
             self._next = (self._next + 1) % len(self._order)
             self._ahead.append(Loan(unit, slot, self._filler.fill(slot, unit)))
-
-    def _start_over(self, unit: Unit) -> None:
-        self._drop_ahead()
-        self._next = self._order.index(unit)
-        self._schedule()
 
     def _drop_ahead(self) -> None:
         for loan in self._ahead:

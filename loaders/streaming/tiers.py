@@ -25,7 +25,7 @@ from .experts import CachedExperts, ExpertSource, ResidentExperts
 from .link import DeviceFiller, DeviceSlot, pin_whole
 from .placement import Placement, scattered
 from .small_transfers import to_device
-from .stored_model import Experts, StoredModel, StoredUnit, record_of
+from .stored_model import StoredModel, StoredUnit, record_of
 from .stream import DiskFiller, HostSlot, PlainStream, Ring, Stream, Unit, read_record
 from .weights import LentExperts, missing
 
@@ -113,7 +113,8 @@ class TieredWeights:
         self._experts: ExpertSource | None = None
         self._host_experts, self._expert_choice = model.experts, options.expert_choice
         self._stream: Stream | None = None
-        self._rows = self._tables_on_disk(row_tables)
+        tables = {n: self._model.shared.get(n) for n in row_tables if self._placement.on_disk}
+        self._rows = {n: TableOnDisk(each, self._reader) for n, each in tables.items() if isinstance(each, StoredTable)}
         self._files = FileStates(self._streamed_paths())
         shared = {n: StoredUnit({n: stored}) for n, stored in self._model.shared.items() if n not in self._rows}
         read_once = placement.resident if options.synchronous else placement.resident + placement.in_ram
@@ -139,7 +140,7 @@ class TieredWeights:
         self._experts = self._open_experts()
         if placement.streamed:
             self._stream = self._open_stream(options.synchronous)
-        if not self._reads_disk:
+        if self._has_all_experts and not placement.on_disk:  # no pass reads the disk
             self._reader.close()
 
     @property
@@ -160,11 +161,6 @@ class TieredWeights:
         return not self._model.experts or self._placement.experts.are_resident
 
     @property
-    def _reads_disk(self) -> bool:
-        """Whether passes read units from disk."""
-        return bool(self._placement.on_disk) or not self._has_all_experts
-
-    @property
     def placement(self) -> Placement:
         """The place of each unit."""
         return self._placement
@@ -179,7 +175,11 @@ class TieredWeights:
             weights = self._model.layers[unit].bind(buffer, self._dtype, is_kept=False)
             yield weights
             if unit in self._wanted:
-                self._keep(unit, weights)
+                assert isinstance(self._stream, Ring)
+                assert isinstance(self._stream.lent, HostSlot)
+                self._stream.lent.give_away()
+                self._kept[unit] = weights
+                self._stream.set_order(self._still_streamed())
         self._unit_bytes += self._model.layers[unit].record.read_bytes
         if (unit,) == self._placement.on_disk[-1:]:  # the pass has ended: were the files changed meanwhile?
             self._files.check()
@@ -200,14 +200,6 @@ class TieredWeights:
         if gone := self._kept.keys() - self._wanted:
             self._kept = {index: weights for index, weights in self._kept.items() if index not in gone}
             self._stream.set_order(self._still_streamed())
-
-    def _keep(self, unit: int, weights: dict[str, Weight]) -> None:
-        """Keep a lent layer in the memory of its slot."""
-        assert isinstance(self._stream, Ring)
-        assert isinstance(self._stream.lent, HostSlot)
-        self._stream.lent.give_away()
-        self._kept[unit] = weights
-        self._stream.set_order(self._still_streamed())
 
     def _still_streamed(self) -> list[int]:
         return [index for index in self._placement.on_disk if index not in self._kept]
@@ -254,11 +246,6 @@ class TieredWeights:
 
     # ---------------------------------------------------------------------------------------- loading
 
-    def _tables_on_disk(self, names: Collection[str]) -> dict[str, TableOnDisk]:
-        """These tables, if layers are on disk too and their format is read by rows."""
-        stored = {name: self._model.shared.get(name) for name in names if self._placement.on_disk}
-        return {name: TableOnDisk(each, self._reader) for name, each in stored.items() if isinstance(each, StoredTable)}
-
     def _streamed_paths(self) -> set[Path]:
         """The files of streamed weights."""
         layers = [self._model.layers[i] for i in self._placement.on_disk]
@@ -271,7 +258,11 @@ class TieredWeights:
         if not experts:
             return None
         if self._has_all_experts:
-            resident = {layer: self._load_experts(units) for layer, units in experts.items()}
+            resident = dict[int, list[dict[str, Weight]]]()
+            for layer, units in experts.items():  # into common memory: their tensors often lie one behind another
+                record = record_of(units)
+                buffer = record.on(self._device, self._read(record).tensor)
+                resident[layer] = [unit.bind(buffer, self._dtype, is_kept=True, record=record) for unit in units]
             return ResidentExperts(resident, self._dtype, self._device)
         slots, on_gpu = self._placement.experts, self._accelerator.has_own_memory
         slot_bytes = max(unit.record.nbytes for units in experts.values() for unit in units)
@@ -285,17 +276,13 @@ class TieredWeights:
             self.unpinned_bytes += cached.memory.nbytes
         return DeviceExperts(experts, cached, slots.device, self._accelerator, self._expert_choice)
 
-    def _load_experts(self, experts: Experts) -> list[dict[str, Weight]]:
-        """Load a layer's experts into common memory on the device: their tensors often lie one behind another."""
-        record = record_of(experts)
-        buffer = record.on(self._device, self._read(record).tensor)
-        return [unit.bind(buffer, self._dtype, is_kept=True, record=record) for unit in experts]
-
     def _load(self, layer: StoredUnit, device: torch.device) -> dict[str, Weight]:
         """Load a layer into its own memory on the device, in the compute dtype."""
         if layer.is_converted(self._dtype):
             bound = layer.bind(self._read(layer.record, self._staging(layer)).tensor, self._dtype, is_kept=True)
-            return {name: _moved(weight, device) for name, weight in bound.items()}
+            plain = {name: weight for name, weight in bound.items() if isinstance(weight, torch.Tensor)}
+            assert len(plain) == len(bound), "all of a converted layer is plain"
+            return {name: weight.to(device) for name, weight in plain.items()}
         return layer.bind(layer.record.on(device, self._read(layer.record).tensor), self._dtype, is_kept=True)
 
     def _staging(self, layer: StoredUnit) -> HostBuffer:
@@ -317,39 +304,32 @@ class TieredWeights:
             everything: dict[Unit, Record] = {i: self._model.layers[i].record for i in self._placement.streamed}
             return PlainStream(everything, self._reader, self._device)
         if self._accelerator.has_own_memory:
-            return self._open_link(records)
+            p, layers = self._placement, self._model.layers
+            slots = DeviceSlot.several(p.slots.num, p.slots.nbytes, self._accelerator)
+            # Layers in RAM and the slots for layers on disk share one pinned buffer.
+            num_host = p.slots.num_host if records else 0
+            sizes = [*(layers[i].record.nbytes for i in p.in_ram), *[p.slots.nbytes] * num_host]
+            whole, parts = HostBuffer.side_by_side(sizes)
+            in_ram: dict[Unit, torch.Tensor] = {
+                i: self._read(layers[i].record, part).tensor for i, part in zip(p.in_ram, parts, strict=False)
+            }
+            with ExitStack() as opened:
+                disk = None
+                if records:
+                    disk = self._open_disk(records, parts[len(in_ram) :])
+                    opened.callback(disk.close)
+                pinned = pin_whole(whole, parts, self._accelerator)
+                self._pinned += pinned
+                self.unpinned_bytes += whole.nbytes - sum(buffer.nbytes for buffer in pinned)
+                filler = DeviceFiller(in_ram, disk, {i: layers[i].record for i in p.streamed}, self._accelerator)
+                opened.pop_all()  # from here on, the filler closes `disk`
+            return Ring(p.streamed, slots, filler)
         buffers = [HostBuffer(self._placement.slots.nbytes) for _ in range(self._placement.slots.num)]
         return self._open_disk(records, buffers)
 
     def _open_disk(self, records: Mapping[Unit, Record], buffers: Sequence[HostBuffer]) -> Ring[HostSlot]:
         slots = [HostSlot(buffer) for buffer in buffers]
         return Ring(self._placement.on_disk, slots, DiskFiller(records, self._reader))
-
-    def _open_link(self, records: Mapping[Unit, Record]) -> Stream:
-        """A stream to a GPU. Layers in RAM and the slots for layers on disk share one pinned buffer."""
-        p, layers = self._placement, self._model.layers
-        slots = DeviceSlot.several(p.slots.num, p.slots.nbytes, self._accelerator)
-        sizes = [*(layers[i].record.nbytes for i in p.in_ram), *[p.slots.nbytes] * (p.slots.num_host if records else 0)]
-        whole, parts = HostBuffer.side_by_side(sizes)
-        in_ram: dict[Unit, torch.Tensor] = {
-            i: self._read(layers[i].record, part).tensor for i, part in zip(p.in_ram, parts, strict=False)
-        }
-        with ExitStack() as opened:
-            disk = None
-            if records:
-                disk = self._open_disk(records, parts[len(in_ram) :])
-                opened.callback(disk.close)
-            pinned = pin_whole(whole, parts, self._accelerator)
-            self._pinned += pinned
-            self.unpinned_bytes += whole.nbytes - sum(buffer.nbytes for buffer in pinned)
-            filler = DeviceFiller(in_ram, disk, {i: layers[i].record for i in p.streamed}, self._accelerator)
-            opened.pop_all()  # from here on, the filler closes `disk`
-        return Ring(self._placement.streamed, slots, filler)
-
-
-def _moved(weight: Weight, device: torch.device) -> Weight:
-    assert isinstance(weight, torch.Tensor), "all of a converted layer is plain"
-    return weight.to(device)
 
 
 def load_layer(layer: StoredUnit, dtype: torch.dtype, device: torch.device) -> dict[str, Weight]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol, TypeAlias
 
@@ -46,56 +46,44 @@ class WeightSource(Protocol):
     @property
     def bytes_streamed(self) -> int:
         """Bytes streamed for passes so far, counted on use; passes may differ."""
-        ...
 
     @property
     def is_resident(self) -> bool:
         """Whether every request for a unit returns the same tensors until `close`."""
-        ...
 
     @property
     def scratch(self) -> torch.Tensor | None:
         """Scratch memory in which `weights.linear` dequantises or converts a matrix; None if no matrix needs it."""
-        ...
 
     def lend(self, unit: Unit) -> AbstractContextManager[Mapping[str, Weight]]:
         """A unit's weights by short name, valid only inside the `with` block: a streaming source reuses memory."""
-        ...
 
     def layer(self, index: int) -> AbstractContextManager[Mapping[str, Weight]]:
         """`lend` for the unit of layer `index`: "x.weight" is the checkpoint's "<prefix>3.x.weight" for layer 3."""
-        ...
 
     def experts(self, layer: int, rows: Mapping[int, int]) -> Iterator[LentExperts]:
         """Some experts of a layer, in groups, each valid until the next is requested.
 
         rows: the expert's number → the rows that use it. Each is lent once, in any order, on any device.
         """
-        ...
 
     def expert_table(self, layer: int) -> ExpertTable | None:
         """A layer's experts, if all of them stay on a GPU that multiplies with them at once. Valid until `close`."""
-        ...
 
     def ahead(self, layer: int) -> Mapping[str, Weight] | None:
         """Weights of a layer, to predict its experts for `expect`; None if that is of no use. Valid until `close`."""
-        ...
 
     def expect(self, layer: int, rows: Mapping[int, int]) -> None:
         """Announce experts that `experts` will probably be asked for after the next request; see there."""
-        ...
 
     def shared(self, name: str) -> Weight:
         """A weight outside the layers by its full name, valid until `close`. Raises CheckpointError if missing."""
-        ...
 
     def rows(self, name: str, indices: torch.Tensor) -> torch.Tensor:
         """Rows [T, columns] of a table outside the layers, on the compute device; indices: int64 [T] on the CPU."""
-        ...
 
     def close(self) -> None:
         """Free the memory; no requests are allowed afterwards."""
-        ...
 
 
 class RamWeights:
@@ -236,14 +224,10 @@ def split_names(names: Iterable[str], layer_prefix: str) -> tuple[list[dict[str,
             layers.setdefault(int(match[1]), {})[match[2]] = name
         else:
             shared.append(name)
-    _refuse_gaps(layers, layer_prefix)
-    return [layers[index] for index in range(len(layers))], shared
-
-
-def _refuse_gaps(layers: Collection[int], layer_prefix: str) -> None:
     if not layers:
         raise CheckpointError(f"no tensor is named {layer_prefix}0.*; the checkpoint has another architecture")
     missing = next((index for index in range(len(layers)) if index not in layers), None)
     if missing is not None:
         have = f"there are tensors up to layer {max(layers)}"
         raise CheckpointError(f"layer {missing} is missing ({layer_prefix}{missing}.*), but {have}; download it again")
+    return [layers[index] for index in range(len(layers))], shared
