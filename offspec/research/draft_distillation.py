@@ -196,11 +196,8 @@ class DraftStudent(Student):
 
     def divergence(self, batch: Shard) -> Tensor:
         """KL(target ‖ draft) in nats per token."""
-        return forward_kl(*self._outcomes(batch)).mean()
-
-    def _outcomes(self, batch: Shard) -> tuple[Tensor, Tensor]:
         labels, log_probabilities = (batch[name].flatten(0, 1) for name in ("labels", "log_probabilities"))
-        return outcomes(self.logits(batch["tokens"]), labels, log_probabilities)
+        return forward_kl(*outcomes(self.logits(batch["tokens"]), labels, log_probabilities)).mean()
 
     def logits(self, tokens: Tensor) -> Tensor:
         """fp32 [B * T, vocab] of texts [B, T]."""

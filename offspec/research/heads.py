@@ -165,26 +165,21 @@ class HeadStudent(Student):
             return self._loss(batch)
 
     def _loss(self, batch: Shard) -> Tensor:
-        return weighted([self._step_loss(made, wanted) for made, wanted in self.unrolled(batch)])
-
-    def _step_loss(self, made: Advanced, shard: Shard) -> Tensor:
-        loss, more_loss = cross_entropy(self.head, made.states, shard), self._beginning.more_loss
-        return loss if more_loss is None else loss + more_loss(made, shard)
+        losses, more_loss = list[Tensor](), self._beginning.more_loss
+        for made, wanted in self.unrolled(batch):
+            loss = cross_entropy(self.head, made.states, wanted)
+            losses.append(loss if more_loss is None else loss + more_loss(made, wanted))
+        return weighted(losses)
 
     @torch.no_grad()
     def agreements(self, shard: Shard) -> list[float]:
         """Shares of positions where the likeliest token is the target's, by step."""
-        return [round(float(hits.mean()), 4) for hits in self._hits(self._some(shard))]
-
-    def _some(self, shard: Shard) -> Shard:
-        return {name: tensor[:HELD_OUT_TEXTS].to(self.device) for name, tensor in shard.items()}
-
-    def _hits(self, batch: Shard) -> Iterator[Tensor]:
-        """[B, n] for each step: 1 where the likeliest token is the target's."""
-        head, size = self.head, self._target.config.vocab_size
-        for made, wanted in self.unrolled(batch):
+        head, size, shares = self.head, self._target.config.vocab_size, list[float]()
+        some = {name: tensor[:HELD_OUT_TEXTS].to(self.device) for name, tensor in shard.items()}
+        for made, wanted in self.unrolled(some):
             likeliest = head.vocabulary.over_target(head.head(made.states), size).argmax(-1)
-            yield (likeliest == wanted["labels"][:, 0]).float().view(len(batch["tokens"]), -1)
+            shares.append(round(float((likeliest == wanted["labels"][:, 0]).float().mean()), 4))
+        return shares
 
     def unrolled(self, batch: Shard) -> Iterator[tuple[Advanced, Shard]]:
         """For each step: the head's rows [B * n, ...], and what the target says there [B * n, K].

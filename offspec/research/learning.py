@@ -55,7 +55,22 @@ def learning_draft(opened: OpenedDraft, request: OpenRequest) -> OpenedDraft:
             raise UsageError(f"a {opened.files.spec.kind} head does not learn (`learn`); omit it")
         kind: type[OpenedModel | OpenedHead] = LearningHead
     elif isinstance(opened, OpenedModel):
-        _refuse_fixed(opened)
+        name, config = opened.name, opened.files.config
+        if not config.is_native:
+            raise UsageError(
+                f"the draft {name} runs on transformers' modules, and only offspec's own decoder can learn; "
+                "omit `learn` and `learn_file`"
+            )
+        if config.shares_entries or config.layer_inputs is not None:
+            raise UsageError(
+                f"the draft {name} cannot learn: training has no layers that share KV entries or have inputs of their "
+                f"own (model_type {config.model_type}); omit `learn` and `learn_file`"
+            )
+        if opened.other is not None:
+            raise UsageError(
+                f"the draft {name} has another vocabulary than the target, and only a draft with the target's can "
+                "learn from it; omit `learn` and `learn_file`"
+            )
         kind = LearningModel
     else:
         raise UsageError("only a draft model can learn, and none is loaded; choose one (`draft=PATH`)")
@@ -73,26 +88,6 @@ def _check_file(options: DraftOptions) -> None:
         SavedAdapter.read(file)
     elif not options.learn:
         raise UsageError(f"the learn file {file} does not exist; add `learn` to create it")
-
-
-def _refuse_fixed(opened: OpenedModel) -> None:
-    """Raises UsageError for a draft model that cannot be trained on the target's predictions."""
-    name, config = opened.name, opened.files.config
-    if not config.is_native:
-        raise UsageError(
-            f"the draft {name} runs on transformers' modules, and only offspec's own decoder can learn; "
-            "omit `learn` and `learn_file`"
-        )
-    if config.shares_entries or config.layer_inputs is not None:
-        raise UsageError(
-            f"the draft {name} cannot learn: training has no layers that share KV entries or have inputs of their own "
-            f"(model_type {config.model_type}); omit `learn` and `learn_file`"
-        )
-    if opened.other is not None:
-        raise UsageError(
-            f"the draft {name} has another vocabulary than the target, and only a draft with the target's can learn "
-            "from it; omit `learn` and `learn_file`"
-        )
 
 
 def _with_learning(use: MemoryUse, on_device: int, on_host: int) -> MemoryUse:

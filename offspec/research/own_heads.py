@@ -116,17 +116,14 @@ class AmphistaHead(AttendingHead):
     def step(self, depth: int, features: Tensor, tokens: IntArray) -> tuple[Tensor, Tensor]:
         hidden = self.target.config.hidden_size
         if depth == 0:
-            features = self._drafted(features[:, :hidden])
+            x = features[:, :hidden]
+            assert self.num_steps is not None
+            parts = [x + F.silu(self._linear(f"blocks.{step}", x)) for step in range(self.num_steps)]
+            x = torch.stack(parts, dim=1) + self._tensors["places"]  # [R, steps, hidden]
+            queries, keys, values = self._linear("qkv", _normed(x)).chunk(3, -1)
+            x = x + self._linear("o", _attended(queries, keys, values, self._heads))
+            features = (x + self._linear("down", F.silu(self._linear("up", _normed(x))))).flatten(1)
         return features[:, depth * hidden : (depth + 1) * hidden], features
-
-    def _drafted(self, x: Tensor) -> Tensor:
-        """The states [R, steps * hidden] of all steps, from adapted states x [R, hidden]."""
-        assert self.num_steps is not None
-        parts = [x + F.silu(self._linear(f"blocks.{step}", x)) for step in range(self.num_steps)]
-        x = torch.stack(parts, dim=1) + self._tensors["places"]  # [R, steps, hidden]
-        queries, keys, values = self._linear("qkv", _normed(x)).chunk(3, -1)
-        x = x + self._linear("o", _attended(queries, keys, values, self._heads))
-        return (x + self._linear("down", F.silu(self._linear("up", _normed(x))))).flatten(1)
 
 
 STAGES = 2  # of adaptation, as in the paper

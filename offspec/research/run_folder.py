@@ -30,7 +30,11 @@ def run_folder(out: Path, settings: Mapping[str, object], *, resume: bool) -> It
     with locked_name(work, f"another process is making {out}; wait until it has ended, or choose another file (`out`)"):
         _open(work, json.dumps(settings, indent=1, sort_keys=True), resume=resume)
         yield work
-        _remove(work)
+        try:
+            work.rename(_deleted(work))  # first, so that a killed process leaves nothing like an interrupted run
+        except OSError as exc:
+            raise StorageError(f"{work} cannot be deleted: {exc.strerror}; delete it by hand") from exc
+        shutil.rmtree(_deleted(work), ignore_errors=True)
 
 
 def work_folder(out: Path) -> Path:
@@ -55,15 +59,6 @@ def _open(work: Path, wanted: str, *, resume: bool) -> None:
         raise _cannot_write(work, exc) from exc
     if stored is None:
         write_atomically(settings, wanted.encode())
-
-
-def _remove(work: Path) -> None:
-    """Delete a run's folder. It is renamed first, so that a killed process leaves nothing like an interrupted run."""
-    try:
-        work.rename(_deleted(work))
-    except OSError as exc:
-        raise StorageError(f"{work} cannot be deleted: {exc.strerror}; delete it by hand") from exc
-    shutil.rmtree(_deleted(work), ignore_errors=True)
 
 
 def _deleted(work: Path) -> Path:

@@ -50,11 +50,6 @@ class Topology:
     def __len__(self) -> int:
         return len(self.parents)
 
-    @property
-    def expected_tokens(self) -> float:
-        """Expected tokens of a pass: one per accepted node, and the target's own token."""
-        return 1 + float(self.probabilities.sum())
-
 
 def best_topology(acceptance: FloatArray, num_nodes: int, max_depth: int) -> Topology:
     """The tree of at most `num_nodes` nodes and depth `max_depth` with the most expected tokens (Sequoia, section 3.1).

@@ -226,8 +226,12 @@ class Forest:
 
         rows = (TextRows.of_chain(row) for row in tokens.tolist())
         hidden = pass_together([*zip(self._texts, rows, strict=True)], after)
-        slices = [hidden[i : i + HEAD_ROWS] for i in range(0, len(hidden), HEAD_ROWS)]
-        best = [self._best(states, num_labels, num_known) for states in slices]
+        best = list[tuple[Tensor, Tensor]]()
+        for first in range(0, len(hidden), HEAD_ROWS):
+            logits = self._decoder.logits(hidden[first : first + HEAD_ROWS])
+            some = logits[:, :num_known]
+            values, tokens_of = some.topk(min(num_labels, some.shape[-1]))
+            best.append((values - logits.logsumexp(-1, keepdim=True), tokens_of))
         log_probabilities, labels = (torch.cat(parts) for parts in zip(*best, strict=True))
         self.logits = self._decoder.logits(hidden.view(*tokens.shape, -1)[:, -1:])
         flat = torch.from_numpy(tokens.reshape(-1))
@@ -235,9 +239,3 @@ class Forest:
         if self._layers:
             parts["hidden"] = torch.cat([kept[layer] for layer in self._layers], dim=-1)
         return {name: part.view(*tokens.shape, *part.shape[1:]) for name, part in parts.items()}
-
-    def _best(self, hidden: Tensor, num_labels: int, num_known: int | None) -> tuple[Tensor, Tensor]:
-        logits = self._decoder.logits(hidden)
-        known_logits = logits[:, :num_known]
-        best, labels = known_logits.topk(min(num_labels, known_logits.shape[-1]))
-        return best - logits.logsumexp(-1, keepdim=True), labels

@@ -39,17 +39,13 @@ class ThompsonSampling:
     def width(self, state: DraftingState) -> int:
         if not len(state.open):
             return 0
-        if len(state.best) and not self._continues(state.open):  # the root is always expanded
+        if len(state.best) and self._random.random() >= self._bias(state.open):  # the root is always expanded
             return 0
         self._num_rounds += 1
         return min(THOMPSON_WIDTH, len(state.open))
 
-    def _continues(self, open_nodes: FloatArray) -> bool:
-        """open_nodes: probabilities of paths, descending."""
-        return bool(self._random.random() < self._bias(open_nodes))
-
     def _bias(self, open_nodes: FloatArray) -> float:
-        """theta, drawn from what is known of acceptance."""
+        """theta, drawn from what is known of acceptance. open_nodes: probabilities of paths, descending."""
         return float(self._random.beta(self._accepted, self._against))
 
     def size(self, state: DraftingState) -> int:

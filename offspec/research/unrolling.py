@@ -130,14 +130,11 @@ class UnrolledRows:
         if not above:
             out = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=scale)
             return out.transpose(1, 2).flatten(0, 1)
-        scores = [(queries @ keys.transpose(2, 3)).masked_fill(self._is_later(), -torch.inf)]
+        later = torch.ones(self._count, self._count, dtype=torch.bool, device=self._device).triu(1)  # keys of the text
+        scores = [(queries @ keys.transpose(2, 3)).masked_fill(later, -torch.inf)]
         scores += [(queries * key).sum(-1, keepdim=True) for key, _ in above]
         shares = (torch.cat(scores, -1).float() * scale).softmax(-1).to(queries.dtype)
         out = shares[..., : self._count] @ values
         for number, (_, value) in enumerate(above, self._count):
             out = out + shares[..., number, None] * value
         return out.transpose(1, 2).flatten(0, 1)
-
-    def _is_later(self) -> Tensor:
-        """Bool [count, count]: whether a key of the text is after the row."""
-        return torch.ones(self._count, self._count, dtype=torch.bool, device=self._device).triu(1)
