@@ -138,20 +138,21 @@ class OwnTokens:
         if not self.ids:  # the draft has to score at least one token
             self.ids, self.ends = [self._reencoder.stand_in], [len(string)]
         if is_cut := len(self) > self._most:
-            self._keep_last(max(1, self._most // 2))
+            count = max(1, self._most // 2)
+            prefix, start = self._reencoder.prefix, self.ends[-count - 1]
+            self.ids = [*prefix, *self.ids[-count:]]
+            self.ends = [*(start for _ in prefix), *self.ends[-count:]]
         self.num_settled = len(self)
         return 0 if is_cut else min(first + same, len(self) - 1)
-
-    def _keep_last(self, count: int) -> None:
-        prefix, start = self._reencoder.prefix, self.ends[-count - 1]
-        self.ids = [*prefix, *self.ids[-count:]]
-        self.ends = [*(start for _ in prefix), *self.ends[-count:]]
 
     def _restart(self, string: str) -> int:
         """The index of the first token to encode again: at a word boundary, if there is one nearby."""
         latest, least = min(self.num_settled, len(self)) - BACK, len(self._reencoder.prefix)
         for token in range(latest, max(latest - BOUNDARY, least), -1):
-            if _begins_word(string, self.ends[token - 1]):
+            at = self.ends[token - 1]
+            before, behind = string[at - 1 : at], string[at : at + 1]
+            is_special = Reencoder.is_special(before) or Reencoder.is_special(behind)
+            if is_special or (behind in WORD_STARTS and before not in SPACES):
                 return token
         return 0 if latest - BOUNDARY <= least else latest
 
@@ -164,13 +165,6 @@ class OwnTokens:
         """Keep the tokens that end at or before `end`, at most `most` of them."""
         count = min(bisect_right(self.ends, end), most)
         del self.ids[count:], self.ends[count:]
-
-
-def _begins_word(string: str, at: int) -> bool:
-    """Whether position `at` is a word boundary or next to a special token, where all tokenizers split text."""
-    before, behind = string[at - 1 : at], string[at : at + 1]
-    is_special = Reencoder.is_special(before) or Reencoder.is_special(behind)
-    return is_special or (behind in WORD_STARTS and before not in SPACES)
 
 
 class ReencodedText:
@@ -198,11 +192,6 @@ class ReencodedText:
         """Number of committed tokens, counted in the target's tokens."""
         return len(self._read)
 
-    @property
-    def own_ids(self) -> list[int]:
-        """The committed text in the draft's ids."""
-        return list(self._own.ids)
-
     @torch.inference_mode()
     def score(self, chain: Sequence[int], tokens: IntArray, depths: IntArray, mask: BoolArray) -> Tensor:
         """As `CachedDecoder.score`."""
@@ -213,7 +202,12 @@ class ReencodedText:
         self, chain: Sequence[int], tokens: IntArray, depths: IntArray, mask: BoolArray, before: int = 0
     ) -> Tensor:
         """As `CachedDecoder.states`, but `before` is ignored, because the draft's text has other rows."""
-        entered = self._enter(chain) if chain else []
+        entered = list[int]()  # the draft's tokens after the cached ones, which it has to score
+        if chain:
+            self._read.extend(chain)
+            num_kept = self._own.encode_again(self._read.string)
+            self._text.truncate(min(num_kept, self._text.length))
+            entered = self._own.ids[self._text.length :]  # a text with a window may have dropped more
         new = [self._reencoder.node_ids(token) for token in tokens.tolist()]
         rows = _NodeRows.of(self._pending, new, depths, mask)
         free_entries = self._text.max_context - self._text.length - len(entered)
@@ -224,13 +218,6 @@ class ReencodedText:
             return states
         root = np.zeros(min(1, len(entered)), dtype=np.int64)
         return states[to_device(torch.from_numpy(np.append(root, rows.last + len(root))), states.device)]
-
-    def _enter(self, chain: Sequence[int]) -> list[int]:
-        """Append to the text. Returns the draft's tokens after the cached ones, which it has to score."""
-        self._read.extend(chain)
-        num_kept = self._own.encode_again(self._read.string)
-        self._text.truncate(min(num_kept, self._text.length))
-        return self._own.ids[self._text.length :]  # a text with a window may have dropped more
 
     def keep(self, path: Sequence[int], pending: Sequence[int] = ()) -> None:
         """As `CachedDecoder.keep`."""

@@ -118,13 +118,6 @@ def sorted_places(tokens: Int32Array, first: int, last: int) -> Int32Array:
             return (order + first).astype(np.int32)
 
 
-def build_index(tokens: Int32Array) -> SuffixIndex:
-    """An index of `tokens` [N] in memory."""
-    starts = range(0, len(tokens), SHARD_TOKENS)
-    shards = [sorted_places(tokens, first, min(first + SHARD_TOKENS, len(tokens))) for first in starts]
-    return SuffixIndex(tokens, np.concatenate([np.empty(0, dtype=np.int32), *shards]))
-
-
 class Retrieval:
     """Looks up the end of the text in other texts. One instance may serve many requests."""
 

@@ -25,14 +25,14 @@ from offspec.scheduler.drafting.drafter import Drafter, DraftRequest, NoDrafter
 from offspec.scheduler.drafting.model_drafter import ModelDrafter
 from offspec.scheduler.guessing.lookup import PromptLookup
 from offspec.scheduler.guessing.recycling import TokenRecycling
-from offspec.scheduler.guessing.retrieval import Retrieval, SuffixIndex, build_index
+from offspec.scheduler.guessing.retrieval import Retrieval, SuffixIndex
 from offspec.scheduler.joint import JointDrafter
 from offspec.scheduler.params import Scoring
 from offspec.scheduler.trees.sampling import Sampler
 from offspec.scheduler.trees.token_tree import TokenTree
 
 from ..pair import Pair
-from ..scheduler.fakes import paths
+from ..scheduler.fakes import build_index, paths
 
 PROMPT, SEED = "def area(", 5
 GREEDY, SAMPLED = SamplingParams(20, seed=SEED), SamplingParams(20, temperature=1.0, seed=SEED)

@@ -11,6 +11,7 @@ from functools import cache
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
@@ -18,6 +19,7 @@ from torch import Tensor
 from offspec.scheduler.drafting.candidate_tree import ChildScores
 from offspec.scheduler.drafting.drafter import Drafter, TreeModel
 from offspec.scheduler.drafting.estimates import RunningEstimates
+from offspec.scheduler.guessing import retrieval
 from offspec.scheduler.guessing.recycling import TokenRecycling
 from offspec.scheduler.pace.calibration import GRID, Calibration
 from offspec.scheduler.pace.costs import Costs
@@ -395,3 +397,10 @@ def sampling_params() -> st.SearchStrategy[SamplingParams]:
         min_p=st.sampled_from([0.0, 0.0, 0.05, 0.2]),
         repetition_penalty=st.sampled_from([1.0, 1.4, 0.8]),
     )
+
+
+def build_index(tokens: npt.NDArray[np.int32]) -> retrieval.SuffixIndex:
+    """An index of `tokens` [N] in memory."""
+    size = retrieval.SHARD_TOKENS
+    shards = [retrieval.sorted_places(tokens, at, min(at + size, len(tokens))) for at in range(0, len(tokens), size)]
+    return retrieval.SuffixIndex(tokens, np.concatenate([np.empty(0, dtype=np.int32), *shards]))

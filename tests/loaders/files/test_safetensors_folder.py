@@ -468,10 +468,6 @@ def assert_loads_like_the_reference_or_is_refused(content: bytes) -> None:
         assert model.by_name.keys() == reference.keys()
 
 
-def test_the_whole_file_loads() -> None:
-    assert_loads_like_the_reference_or_is_refused(WHOLE)
-
-
 @examples(300)
 @given(edits=st.lists(st.tuples(st.integers(0, HEADER_END - 1), st.sampled_from(PLAUSIBLE)), min_size=1, max_size=4))
 def test_corrupted_bytes(edits: list[tuple[int, int]]) -> None:

@@ -92,7 +92,7 @@ def test_a_text_that_comes_token_by_token_is_read_as_the_draft_writes_it(
         logits = text.score([token], *NO_NODES)
         assert logits.shape == (1, pair.draft.vocab_size)
         assert text.length == at + 1
-        assert inner.text == text.own_ids
+        assert inner.text == text._own.ids
     assert inner.text == pair.canonical(TEXT)
     assert inner.num_scored < 4 * len(tokens)
     expected = inner.rule(tuple(inner.text))
@@ -140,11 +140,11 @@ def test_whatever_becomes_of_a_text_the_draft_reads_its_bytes(
                 text.truncate(len(read))
                 tree = Nodes()
         assert text.length == len(read)
-        assert inner.text == text.own_ids
+        assert inner.text == text._own.ids
     text.truncate(text.length)
     end = pair.target.encode("a", add_special_tokens=False)
     text.score(end, *NO_NODES)
-    assert read_bytes(pair, text.own_ids) == pieces_bytes(pair, [*read, *end])
+    assert read_bytes(pair, text._own.ids) == pieces_bytes(pair, [*read, *end])
 
 
 class Nodes:
@@ -214,4 +214,4 @@ def test_what_an_interrupted_pass_left_is_forgotten_by_the_next_rewind(both: Cal
     inner.states = whole  # type: ignore[method-assign]
     text.truncate(min(text.length, 25))
     text.score(tokens[text.length :], *NO_NODES)
-    assert inner.text == text.own_ids == pair.canonical(TEXT)
+    assert inner.text == text._own.ids == pair.canonical(TEXT)

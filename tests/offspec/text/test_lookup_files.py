@@ -25,6 +25,7 @@ from offspec.text.lookup_files import lookup_memory_bytes, open_index
 from offspec.text.tokenizer import Tokenizer
 
 from ...refusals import refused
+from ...scheduler.fakes import build_index
 
 TEXT = "def area(width, height):\n    return width * height\n\n\ndef volume(area, depth):\n    return area * depth\n"
 
@@ -132,7 +133,7 @@ def test_shards_are_sorted_as_in_memory(
         monkeypatch.setattr(module, "SHARD_TOKENS", 13)
     index = open_index([file], tokenizer, tmp_path / "cache")
     assert len(index.tokens) > 26
-    np.testing.assert_array_equal(index.order, retrieval.build_index(np.array(index.tokens)).order)
+    np.testing.assert_array_equal(index.order, build_index(np.array(index.tokens)).order)
 
 
 def test_a_disk_that_is_full(

@@ -11,7 +11,6 @@ import torch
 from offspec import Engine
 from offspec.drafts.without_model import LookupDraft, NoDraft
 from offspec.errors import UsageError
-from offspec.scheduler.guessing.retrieval import build_index
 from offspec.scheduler.params import Scoring, SpeculationParams
 from offspec.scheduler.trees import verify as scheduler_verify
 from offspec.scheduler.trees.verify import Verdict
@@ -19,6 +18,7 @@ from offspec.tools.verification import NEAR_TIE, Setting, near_tie, settings_of,
 
 from ...pair import build_pair
 from ...refusals import refused
+from ...scheduler.fakes import build_index
 
 PROMPTS = ["def area(", "for item in"]
 

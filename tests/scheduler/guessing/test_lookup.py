@@ -21,7 +21,7 @@ from offspec.scheduler.guessing.lookup import (
     Trie,
 )
 from offspec.scheduler.guessing.recycling import TokenRecycling
-from offspec.scheduler.guessing.retrieval import Retrieval, build_index
+from offspec.scheduler.guessing.retrieval import Retrieval
 from offspec.scheduler.params import SamplingParams, SpeculationParams
 from offspec.scheduler.trees.sampling import Sampler
 from offspec.scheduler.trees.token_tree import ROOT, TokenTree
@@ -31,6 +31,7 @@ from ..fakes import (
     Rule,
     RuleModel,
     assert_well_formed,
+    build_index,
     estimates_of,
     few,
     many,

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from offspec.scheduler.guessing import retrieval
 from offspec.scheduler.guessing.lookup import NO_TOKEN
-from offspec.scheduler.guessing.retrieval import MAX_MATCH, Retrieval, build_index
+from offspec.scheduler.guessing.retrieval import MAX_MATCH, Retrieval
 from offspec.scheduler.params import SamplingParams
 from offspec.scheduler.trees.sampling import Sampler
 
-from ..fakes import many, paths
+from ..fakes import build_index, many, paths
 
 DEPTH = 3
 
