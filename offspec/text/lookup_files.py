@@ -40,7 +40,6 @@ _BLOCK_BYTES = 1 << 20  # bytes read at once
 _TOKEN_BYTES = 4
 # The cached file: magic, number of tokens N, CRC-32 of what follows; then int32 [2, N], tokens and order.
 _MAGIC = b"offspec lookup 2"
-_OLD_MAGIC = b"offspec lookup 1"  # of old files with the suffix .npy, which are removed
 _HEADER = struct.Struct("<16sqI36x")
 _SORTING_BYTES = 41 + _TOKEN_BYTES  # memory of `sorted_places` per token, and the token
 Tokens = npt.NDArray[np.int32]
@@ -122,8 +121,14 @@ def open_index(
         raise UsageError("no files for n-gram lookup; give at least one text file (`lookup_files`)")
     folder = folder or Path(os.environ.get("XDG_CACHE_HOME") or home_folder() / ".cache") / "offspec" / "lookup"
     paths = [Path(file) for file in files]
-    owner, content = _owner(_MAGIC, paths, tokenizer), _content(paths)
-    file = folder / f"{owner}-{content}.index"
+    owner = hashlib.blake2b(_MAGIC + tokenizer.fingerprint, digest_size=8)
+    content = hashlib.blake2b(digest_size=16)
+    for path in paths:
+        owner.update(os.fsencode(os.path.realpath(path)) + b"\0")
+        for block in _text_blocks(path):
+            content.update(block)
+        content.update(b"\0end")  # so that the files' ends are part of the hash
+    file = folder / f"{owner.hexdigest()}-{content.hexdigest()}.index"
     if (index := _opened(file, paths, tokenizer)) is not None:
         return index
     needed = sum(lookup_memory_bytes(paths))
@@ -136,8 +141,7 @@ def open_index(
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _build(file, _tokens(paths, tokenizer))
-        old_owner = _owner(_OLD_MAGIC, paths, tokenizer)
-        for former in (*folder.glob(f"{owner}-*.index"), *folder.glob(f"{old_owner}-*.npy")):
+        for former in folder.glob(f"{owner.hexdigest()}-*.index"):
             if former != file:
                 with suppress(OSError):  # another process on Windows may have it mapped
                     former.unlink()
@@ -150,24 +154,6 @@ def open_index(
     if index is None:
         raise StorageError(f"the lookup index {file} cannot be read back; check the disk")
     return index
-
-
-def _owner(magic: bytes, files: Sequence[Path], tokenizer: Tokenizer) -> str:
-    """A short hash of a layout, the paths and the tokenizer."""
-    owner = hashlib.blake2b(magic + tokenizer.fingerprint, digest_size=8)
-    for file in files:
-        owner.update(os.fsencode(os.path.realpath(file)) + b"\0")
-    return owner.hexdigest()
-
-
-def _content(files: Sequence[Path]) -> str:
-    """A short hash of the files' content. Raises UsageError for files that are not text."""
-    content = hashlib.blake2b(digest_size=16)
-    for file in files:
-        for block in _text_blocks(file):
-            content.update(block)
-        content.update(b"\0end")  # so that the files' ends are part of the hash
-    return content.hexdigest()
 
 
 def _text_blocks(file: Path) -> Iterator[bytes]:
@@ -227,19 +213,14 @@ def _checksum(file: BinaryIO) -> int:
 def _tokens(files: Sequence[Path], tokenizer: Tokenizer) -> Iterator[Tokens]:
     """Token ids of all files, piece by piece, with NO_TOKEN after each file."""
     for file in files:
-        for piece in _pieces(file):
-            yield np.array(tokenizer.encode(piece, add_special_tokens=False), dtype=np.int32)
+        try:
+            with io.TextIOWrapper(open_regular(file), encoding="utf-8", newline="") as opened:
+                # Pieces end with a line if there is one.
+                while piece := opened.read(PIECE_CHARACTERS) + opened.readline(PIECE_CHARACTERS):
+                    yield np.array(tokenizer.encode(piece, add_special_tokens=False), dtype=np.int32)
+        except (OSError, UnicodeDecodeError) as exc:
+            raise UsageError(f"lookup file {file} changed while it was read ({exc}); try again") from exc
         yield np.array([NO_TOKEN], dtype=np.int32)
-
-
-def _pieces(file: Path) -> Iterator[str]:
-    """A text file in pieces of about PIECE_CHARACTERS, split after a line's end if there is one."""
-    try:
-        with io.TextIOWrapper(open_regular(file), encoding="utf-8", newline="") as opened:
-            while piece := opened.read(PIECE_CHARACTERS) + opened.readline(PIECE_CHARACTERS):
-                yield piece
-    except (OSError, UnicodeDecodeError) as exc:
-        raise UsageError(f"lookup file {file} changed while it was read ({exc}); try again") from exc
 
 
 def _build(file: Path, tokens: Iterator[Tokens]) -> None:
@@ -252,7 +233,14 @@ def _build(file: Path, tokens: Iterator[Tokens]) -> None:
     try:
         with building.open("r+b") as opened:
             opened.write(bytes(_HEADER.size))
-            num_tokens = _write_tokens(opened, tokens)
+            num_tokens = 0
+            for part in tokens:
+                num_tokens += len(part)
+                if num_tokens >= _MAX_TOKENS:
+                    raise UsageError(
+                        "the lookup files have more tokens than an index can hold, 2**31 - 1; give fewer files"
+                    )
+                opened.write(part.data)
             opened.flush()
             for first in range(0, num_tokens, SHARD_TOKENS):
                 count, offset = min(SHARD_TOKENS, num_tokens - first), _HEADER.size + _TOKEN_BYTES * first
@@ -267,14 +255,3 @@ def _build(file: Path, tokens: Iterator[Tokens]) -> None:
         building.replace(file)
     finally:
         building.unlink(missing_ok=True)
-
-
-def _write_tokens(file: BinaryIO, tokens: Iterator[Tokens]) -> int:
-    """Write the tokens; returns their number."""
-    num_tokens = 0
-    for part in tokens:
-        num_tokens += len(part)
-        if num_tokens >= _MAX_TOKENS:
-            raise UsageError("the lookup files have more tokens than an index can hold, 2**31 - 1; give fewer files")
-        file.write(part.data)
-    return num_tokens
