@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 
 from offspec.loaders.files.checkpoint import Change, Checkpoint, CheckpointView, TensorInfo
 
@@ -35,8 +34,7 @@ def by_expert(checkpoint: Checkpoint, *, are_transposed: bool = False) -> Checkp
 
     are_transposed: plain matrices have inputs before outputs.
     """
-    parts_of = partial(_parts, are_transposed=are_transposed)
-    tensors = {part.name: part for info in checkpoint.tensors.values() for part in parts_of(info)}
+    tensors = {part.name: part for info in checkpoint.tensors.values() for part in _parts(info, are_transposed)}
     return checkpoint if tensors.keys() == checkpoint.tensors.keys() else CheckpointView(checkpoint, tensors)
 
 

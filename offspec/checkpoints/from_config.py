@@ -15,18 +15,22 @@ from offspec.loaders.streaming.stored_model import StoredModel, StoredUnit
 
 from ..model.block import layer_shapes
 from ..model.config import ModelConfig
-from .gguf_mixtures import MIXTURES, Mixture
+from .gguf_mixtures import MIXTURES
 
 FormOf = Callable[[str, tuple[int, ...]], str]  # a weight's name in its layer and its shape → its form
 
 
 def stored_from_config(config: ModelConfig, form: str) -> StoredModel:
     """The weights of a model of this shape in the format `form` (of PLAN_FORMATS)."""
-    if form in MIXTURES:
-        return _mixed(config, MIXTURES[form])
-    outside = format_named(form).outside_layers or form
-    shared = _Layer(lambda name, shape: outside, config.shared_shapes()).weights("")
-    return _in_units(StoredModel(layers_from_config(config, form), shared), config)
+    outside = format_named(form).outside_layers or form if form not in MIXTURES else form
+
+    def of_layer(layer: int | None) -> FormOf:
+        if form in MIXTURES:  # as a GGUF file has them: in several types
+            return lambda name, shape: MIXTURES[form].type_of(config, name, shape, layer)
+        return lambda name, shape: outside if layer is None else form
+
+    model = StoredModel(_layers(config, of_layer), _Layer(of_layer(None), config.shared_shapes()).weights(""))
+    return model if config.experts is None else model.by_expert()
 
 
 def layers_from_config(config: ModelConfig, form: str) -> list[StoredUnit]:
@@ -37,20 +41,6 @@ def layers_from_config(config: ModelConfig, form: str) -> list[StoredUnit]:
 def weights_from_shapes(shapes: Mapping[str, tuple[int, ...]], form: str) -> dict[str, StoredWeight]:
     """Weights of these names and shapes in a format, of PLAN_FORMATS."""
     return _Layer(lambda name, shape: form, shapes).weights("")
-
-
-def _mixed(config: ModelConfig, mixture: Mixture) -> StoredModel:
-    """The weights as a GGUF file has them: in several types."""
-
-    def of_layer(layer: int | None) -> FormOf:
-        return lambda name, shape: mixture.type_of(config, name, shape, layer)
-
-    shared = _Layer(of_layer(None), config.shared_shapes()).weights("")
-    return _in_units(StoredModel(_layers(config, of_layer), shared), config)
-
-
-def _in_units(model: StoredModel, config: ModelConfig) -> StoredModel:
-    return model if config.experts is None else model.by_expert()
 
 
 def _layers(config: ModelConfig, form_in: Callable[[int], FormOf]) -> list[StoredUnit]:
@@ -67,14 +57,13 @@ class _Layer:
         self._form_of, self._shapes, self._end = form_of, shapes, 0
 
     def weights(self, prefix: str) -> dict[str, StoredWeight]:
-        return {
-            name: self._weight(self._form_of(name, shape), prefix + name, shape) for name, shape in self._shapes.items()
-        }
-
-    def _weight(self, form: str, name: str, shape: tuple[int, ...]) -> StoredWeight:
-        weight = format_named(form).sized(form, name, shape, self._allocate)
-        assert weight is not None, "each of PLAN_FORMATS implements `sized`"
-        return weight
+        weights = dict[str, StoredWeight]()
+        for name, shape in self._shapes.items():
+            form = self._form_of(name, shape)
+            weight = format_named(form).sized(form, prefix + name, shape, self._allocate)
+            assert weight is not None, "each of PLAN_FORMATS implements `sized`"
+            weights[name] = weight
+        return weights
 
     def _allocate(self, name: str, dtype: str, shape: tuple[int, ...]) -> TensorInfo:
         nbytes = math.prod(shape) * DTYPE_BYTES[dtype]

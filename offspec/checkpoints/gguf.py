@@ -327,11 +327,10 @@ def _gemma2(keys: Keys, config: Config) -> Config:
 
 
 def _gemma3(keys: Keys, config: Config) -> Config:
-    softcap = keys.number("final_logit_softcapping", 0.0)
     return {
         "query_pre_attn_scalar": _gemma_scale(config, 62),
         "attn_logit_softcapping": None,
-        "final_logit_softcapping": softcap or None,
+        "final_logit_softcapping": keys.number("final_logit_softcapping", 0.0) or None,
         "hidden_activation": "gelu_pytorch_tanh",
         "rope_local_base_freq": keys.number("rope.freq_base_swa", 10000.0),
         **_windows(keys, config, 6),
@@ -395,12 +394,6 @@ def _llama(keys: Keys, config: Config) -> Config:
     return {**mixtral, **_num_experts(keys)}
 
 
-def _qwen3_moe(keys: Keys, config: Config) -> Config:
-    """llama.cpp divides by the sum of the chosen experts' scores."""
-    inner = keys.integer("expert_feed_forward_length")
-    return {**_num_experts(keys, "num_experts"), "moe_intermediate_size": inner, "norm_topk_prob": True}
-
-
 def _qwen2_moe(keys: Keys, config: Config) -> Config:
     """Early files have one inner size: that of all experts that a row uses."""
     inner, used = keys.integer("feed_forward_length"), keys.integer("expert_used_count")
@@ -412,28 +405,10 @@ def _qwen2_moe(keys: Keys, config: Config) -> Config:
     }
 
 
-def _gpt_oss(keys: Keys, config: Config) -> Config:
-    """Every second layer has a window. YaRN's borders are not rounded, as in the original."""
-    scaling = config.get("rope_scaling")
-    return {
-        **_num_experts(keys),
-        **_windows(keys, config, 2),
-        "intermediate_size": keys.integer("expert_feed_forward_length"),
-        "rope_scaling": {**scaling, "truncate": False} if scaling else None,
-        "has_split_experts": True,
-    }
-
-
-def _minimax_m2(keys: Keys, config: Config) -> Config:
-    inner = keys.integer("expert_feed_forward_length")
-    return {**_num_experts(keys), "intermediate_size": inner, **_partial_rotary(keys, config)}
-
-
-def _glm4_moe(keys: Keys, config: Config) -> Config:
-    """The first layers are dense; those behind `num_hidden_layers` are of multi-token prediction."""
+def _deepseek_experts(keys: Keys) -> Config:
+    """The fields that DeepSeek's and GLM's mixtures have: the first layers are dense."""
     return {
         **_num_experts(keys, "n_routed_experts"),
-        "num_hidden_layers": config["num_hidden_layers"] - keys.integer("nextn_predict_layers", 0, least=0),
         "moe_intermediate_size": keys.integer("expert_feed_forward_length"),
         "first_k_dense_replace": keys.integer("leading_dense_block_count", 0, least=0),
         "n_shared_experts": keys.integer("expert_shared_count", 0, least=0),
@@ -441,7 +416,6 @@ def _glm4_moe(keys: Keys, config: Config) -> Config:
         "topk_group": keys.integer("expert_group_used_count", 1),
         "norm_topk_prob": bool(keys.value("expert_weights_norm")),
         "routed_scaling_factor": keys.number("expert_weights_scale", 0.0) or 1.0,
-        "partial_rotary_factor": keys.integer("rope.dimension_count", config["head_dim"]) / config["head_dim"],
     }
 
 
@@ -456,7 +430,7 @@ def _deepseek2(keys: Keys, config: Config) -> Config:
         scaling = {key: value for key, value in scaling.items() if key != "attention_factor"}
         scaling |= {"mscale": weight, "mscale_all_dim": weight}
     return {
-        **_num_experts(keys, "n_routed_experts"),
+        **_deepseek_experts(keys),
         "model_type": "deepseek_v3" if has_sigmoid else "deepseek_v2",
         "architectures": ["DeepseekV3ForCausalLM" if has_sigmoid else "DeepseekV2ForCausalLM"],
         "head_dim": rotated,
@@ -466,26 +440,9 @@ def _deepseek2(keys: Keys, config: Config) -> Config:
         "qk_nope_head_dim": keys.integer(key_length) - rotated,
         "v_head_dim": keys.integer(value_length),
         "num_key_value_heads": config["num_attention_heads"],
-        "moe_intermediate_size": keys.integer("expert_feed_forward_length"),
-        "first_k_dense_replace": keys.integer("leading_dense_block_count", 0, least=0),
-        "n_shared_experts": keys.integer("expert_shared_count", 0, least=0),
-        "n_group": num_groups,
-        "topk_group": keys.integer("expert_group_used_count", 1),
         "topk_method": "noaux_tc" if has_sigmoid else "group_limited_greedy" if num_groups > 1 else "greedy",
-        "norm_topk_prob": bool(keys.value("expert_weights_norm")),
-        "routed_scaling_factor": keys.number("expert_weights_scale", 0.0) or 1.0,
         "rope_scaling": scaling,
         "has_split_latent": is_split,
-    }
-
-
-def _phi3(keys: Keys, config: Config) -> Config:
-    window = keys.value("attention.sliding_window")
-    original = keys.integer("rope.scaling.original_context_length", config["max_position_embeddings"])
-    return {
-        "sliding_window": window or None,
-        "original_max_position_embeddings": original,
-        **_partial_rotary(keys, config),
     }
 
 
@@ -528,20 +485,6 @@ def _mistral3(keys: Keys, config: Config) -> Config:
     }
 
 
-def _smollm3(keys: Keys, config: Config) -> Config:
-    """Every fourth layer has no RoPE; llama.cpp's files do not state this."""
-    return {"no_rope_layers": [int((i + 1) % 4 != 0) for i in range(config["num_hidden_layers"])]}
-
-
-def _starcoder2(keys: Keys, config: Config) -> Config:
-    window = keys.value("attention.sliding_window")
-    return {"hidden_act": "gelu_pytorch_tanh", "use_bias": True, "sliding_window": window or None}
-
-
-def _nemotron(keys: Keys, config: Config) -> Config:
-    return {"hidden_act": "relu2", **_partial_rotary(keys, config)}
-
-
 def _qwen35(keys: Keys, config: Config) -> Config:
     """The layers behind `num_hidden_layers` are of multi-token prediction."""
     num_layers = config["num_hidden_layers"] - keys.integer("nextn_predict_layers", 0, least=0)
@@ -571,11 +514,6 @@ def _qwen35_moe(keys: Keys, config: Config) -> Config:
         "shared_expert_intermediate_size": keys.integer("expert_shared_feed_forward_length", inner),
         "norm_topk_prob": True,
     }
-
-
-def _qwen3_next(keys: Keys, config: Config) -> Config:
-    """Early files have the original's one matrix of queries, keys, values and gates."""
-    return {**_qwen35_moe(keys, config), "has_split_inputs": not keys.has_tensor("ssm_in.weight")}
 
 
 def _change_of_delta_net(name: str, config: Config) -> Change | None:
@@ -656,16 +594,6 @@ def _granite_hybrid(keys: Keys, config: Config) -> Config:
     }
 
 
-def _falcon_h1(keys: Keys, config: Config) -> Config:
-    """llama.cpp multiplies the factors into the weights."""
-    return {
-        **_mamba(keys),
-        "mamba_rms_norm": keys.has_tensor("ssm_norm.weight"),
-        "mamba_norm_before_gate": False,
-        "projectors_bias": keys.has_tensor("ssm_out.bias"),
-    }
-
-
 def _nemotron_h(keys: Keys, config: Config) -> Config:
     """A layer has key heads, an MLP, or neither, and is Mamba2 then."""
     key_heads, inner = (_by_layer(keys, config, key) for key in ("attention.head_count_kv", "feed_forward_length"))
@@ -707,7 +635,16 @@ ARCHITECTURES: dict[str, Architecture] = {
     "mistral3": Architecture("mistral", "MistralForCausalLM", differences=_mistral3, has_paired_heads=True),
     "qwen2": Architecture("qwen2", "Qwen2ForCausalLM"),
     "qwen3": Architecture("qwen3", "Qwen3ForCausalLM"),
-    "qwen3moe": Architecture("qwen3_moe", "Qwen3MoeForCausalLM", {**_LLAMA, **_EXPERTS}, _qwen3_moe),
+    "qwen3moe": Architecture(
+        "qwen3_moe",
+        "Qwen3MoeForCausalLM",
+        {**_LLAMA, **_EXPERTS},
+        lambda keys, config: {
+            **_num_experts(keys, "num_experts"),
+            "moe_intermediate_size": keys.integer("expert_feed_forward_length"),
+            "norm_topk_prob": True,
+        },
+    ),
     "qwen2moe": Architecture("qwen2_moe", "Qwen2MoeForCausalLM", {**_LLAMA, **_QWEN_EXPERTS}, _qwen2_moe),
     "olmoe": Architecture(
         "olmoe",
@@ -725,13 +662,24 @@ ARCHITECTURES: dict[str, Architecture] = {
             "post_attention_norm": "post_attention_layernorm",
             "attn_sinks.weight": "self_attn.sinks",
         },
-        _gpt_oss,
+        # Every second layer has a window. YaRN's borders are not rounded, as in the original.
+        lambda keys, config: {
+            **_num_experts(keys),
+            **_windows(keys, config, 2),
+            "intermediate_size": keys.integer("expert_feed_forward_length"),
+            "rope_scaling": {**scaling, "truncate": False} if (scaling := config.get("rope_scaling")) else None,
+            "has_split_experts": True,
+        },
     ),
     "minimax-m2": Architecture(
         "minimax_m2",
         "MiniMaxM2ForCausalLM",
         {**_LLAMA, **_MIXTRAL_EXPERTS, "exp_probs_b.bias": "block_sparse_moe.e_score_correction_bias"},
-        _minimax_m2,
+        lambda keys, config: {
+            **_num_experts(keys),
+            "intermediate_size": keys.integer("expert_feed_forward_length"),
+            **_partial_rotary(keys, config),
+        },
     ),
     "glm4moe": Architecture(
         "glm4_moe",
@@ -746,7 +694,12 @@ ARCHITECTURES: dict[str, Architecture] = {
             "post_attention_norm": "post_attention_layernorm",
             **_MTP,
         },
-        _glm4_moe,
+        # The layers behind `num_hidden_layers` are of multi-token prediction.
+        lambda keys, config: {
+            **_deepseek_experts(keys),
+            "num_hidden_layers": config["num_hidden_layers"] - keys.integer("nextn_predict_layers", 0, least=0),
+            "partial_rotary_factor": keys.integer("rope.dimension_count", config["head_dim"]) / config["head_dim"],
+        },
     ),
     "gemma2": Architecture(
         "gemma2", "Gemma2ForCausalLM", {**_ATTENTION, **_MLP, **_NORMS_AROUND}, _gemma2, norm_offset=1.0
@@ -759,7 +712,13 @@ ARCHITECTURES: dict[str, Architecture] = {
         "phi3",
         "Phi3ForCausalLM",
         {**_ATTENTION, "attn_qkv": "self_attn.qkv_proj", **_FUSED_MLP, **_NORMS},
-        _phi3,
+        lambda keys, config: {
+            "sliding_window": keys.value("attention.sliding_window") or None,
+            "original_max_position_embeddings": keys.integer(
+                "rope.scaling.original_context_length", config["max_position_embeddings"]
+            ),
+            **_partial_rotary(keys, config),
+        },
     ),
     "glm4": Architecture("glm4", "Glm4ForCausalLM", {**_ATTENTION, **_FUSED_MLP, **_GLM4_NORMS}, _partial_rotary),
     "granite": Architecture("granite", "GraniteForCausalLM", differences=_granite, has_paired_heads=True),
@@ -797,16 +756,32 @@ ARCHITECTURES: dict[str, Architecture] = {
         differences=lambda keys, config: {**_cohere(keys, config), **_windows(keys, config, 4)},
         eps_key="layer_norm_eps",
     ),
-    "smollm3": Architecture("smollm3", "SmolLM3ForCausalLM", differences=_smollm3, has_paired_heads=True),
+    "smollm3": Architecture(
+        "smollm3",
+        "SmolLM3ForCausalLM",
+        # Every fourth layer has no RoPE; llama.cpp's files do not state this.
+        differences=lambda keys, config: {
+            "no_rope_layers": [int((i + 1) % 4 != 0) for i in range(config["num_hidden_layers"])]
+        },
+        has_paired_heads=True,
+    ),
     "starcoder2": Architecture(
         "starcoder2",
         "Starcoder2ForCausalLM",
         {**_ATTENTION, "ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj", **_NORMS},
-        _starcoder2,
+        lambda keys, config: {
+            "hidden_act": "gelu_pytorch_tanh",
+            "use_bias": True,
+            "sliding_window": keys.value("attention.sliding_window") or None,
+        },
         eps_key="norm_epsilon",
     ),
     "nemotron": Architecture(
-        "nemotron", "NemotronForCausalLM", differences=_nemotron, norm_offset=1.0, eps_key="norm_eps"
+        "nemotron",
+        "NemotronForCausalLM",
+        differences=lambda keys, config: {"hidden_act": "relu2", **_partial_rotary(keys, config)},
+        norm_offset=1.0,
+        eps_key="norm_eps",
     ),
     "exaone4": Architecture(
         "exaone4",
@@ -839,7 +814,11 @@ ARCHITECTURES: dict[str, Architecture] = {
             "ssm_in": "linear_attn.in_proj_qkvz",
             "ssm_ba": "linear_attn.in_proj_ba",
         },
-        _qwen3_next,
+        # Early files have the original's one matrix of queries, keys, values and gates.
+        lambda keys, config: {
+            **_qwen35_moe(keys, config),
+            "has_split_inputs": not keys.has_tensor("ssm_in.weight"),
+        },
         norm_offset=1.0,
         change=_change_of_decay,
     ),
@@ -855,7 +834,13 @@ ARCHITECTURES: dict[str, Architecture] = {
         "falcon_h1",
         "FalconH1ForCausalLM",
         _FALCON_H1,
-        _falcon_h1,
+        # llama.cpp multiplies the factors into the weights.
+        lambda keys, config: {
+            **_mamba(keys),
+            "mamba_rms_norm": keys.has_tensor("ssm_norm.weight"),
+            "mamba_norm_before_gate": False,
+            "projectors_bias": keys.has_tensor("ssm_out.bias"),
+        },
         change=_change_of_decay,
         shared={"output_norm.weight": "model.final_layernorm.weight"},
     ),
@@ -886,11 +871,6 @@ def _target_layers(keys: Keys) -> list[int]:
     return layers
 
 
-def _eagle3(keys: Keys, config: Config) -> Config:
-    before = bool(keys.value("norm_before_residual"))
-    return {"eagle_aux_hidden_state_layer_ids": _target_layers(keys), "norm_before_residual": before}
-
-
 def _dflash(keys: Keys, config: Config) -> Config:
     """With a Markov head, the head is DSpark's."""
     is_dspark = "markov_w1.weight" in keys.tensors
@@ -914,7 +894,10 @@ HEADS: dict[str, Architecture] = {
         "llama",
         "LlamaForCausalLMEagle3",
         {**_LLAMA, "attn_norm_2": "hidden_norm"},
-        _eagle3,
+        lambda keys, config: {
+            "eagle_aux_hidden_state_layer_ids": _target_layers(keys),
+            "norm_before_residual": bool(keys.value("norm_before_residual")),
+        },
         has_paired_heads=True,
     ),
     "dflash": Architecture(
@@ -1074,14 +1057,14 @@ def _checkpoint(model: GgufModel, arch: str, kind: Architecture) -> GgufCheckpoi
         if tensors.setdefault(named.name, named) is not named:
             description = f"has {show(named.name)} twice, once as tensor {show(info.name)}"
             raise fault(info.path, f"{description}; the file is damaged, download it again")
+    # The sampling's numbers as they were before they were stored in 32 bits.
     # Drop the vocabulary's lists (8 MiB for 49,000 tokens), so that they do not stay in memory with the model.
-    sampling = {_SAMPLING[key]: _rounded(value) for key, value in model.metadata.items() if key in _SAMPLING}
+    sampling = {
+        _SAMPLING[key]: float(f"{value:.6g}") if isinstance(value, float) else value
+        for key, value in model.metadata.items()
+        if key in _SAMPLING
+    }
     return GgufCheckpoint(replace(model, metadata=model.config), config, tensors, generation_config=sampling)
-
-
-def _rounded(value: object) -> object:
-    """A number as it was before it was stored in 32 bits."""
-    return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
 def _translated(info: TensorInfo, kind: Architecture, config: Config) -> TensorInfo:
@@ -1147,7 +1130,9 @@ def _config(keys: Keys, kind: Architecture, model: GgufModel) -> Config:
     heads, hidden = keys.integer("attention.head_count"), keys.integer("embedding_length")
     eps_key = "attention.layer_norm_rms_epsilon" if kind.eps_key == "rms_norm_eps" else "attention.layer_norm_epsilon"
     names = model.tensors.keys()
-    table = model.tensors.get("token_embd.weight")
+    table, tokens = model.tensors.get("token_embd.weight"), model.metadata.get("tokenizer.ggml.tokens")
+    # A head that shares its target's embedding may say no more than the tokenizer's list.
+    vocab_size = len(tokens) if isinstance(tokens, list) else None
     config: Config = {
         "model_type": kind.model_type,
         "architectures": [kind.class_name],
@@ -1156,7 +1141,7 @@ def _config(keys: Keys, kind: Architecture, model: GgufModel) -> Config:
         "num_attention_heads": heads,
         "head_dim": keys.integer("attention.key_length", max(1, hidden // heads)),
         "max_position_embeddings": keys.integer("context_length"),
-        "vocab_size": table.shape[0] if table is not None else keys.integer("vocab_size", _num_tokens(model)),
+        "vocab_size": table.shape[0] if table is not None else keys.integer("vocab_size", vocab_size),
         kind.eps_key: keys.number(eps_key, 1e-5),
         "tie_word_embeddings": "output.weight" not in names,
         "attention_bias": "blk.0.attn_q.bias" in names,
@@ -1171,12 +1156,6 @@ def _config(keys: Keys, kind: Architecture, model: GgufModel) -> Config:
     if kind.has_rope:
         config |= {"rope_theta": keys.number("rope.freq_base", 10000.0), "rope_scaling": _rope_scaling(keys, model)}
     return config | kind.differences(keys, config)
-
-
-def _num_tokens(model: GgufModel) -> int | None:
-    """Of the tokenizer's list; a head that shares its target's embedding may say nothing else."""
-    tokens = model.metadata.get("tokenizer.ggml.tokens")
-    return len(tokens) if isinstance(tokens, list) else None
 
 
 _TOKENS = {"bos": "bos", "eos": "eos", "pad": "padding"}  # name in config.json → name in the metadata
@@ -1206,7 +1185,19 @@ def _rope_scaling(keys: Keys, model: GgufModel) -> Config | None:
     if kind is None and factor_number != 1.0:  # files of 2023 have no type, and call the factor scale_linear
         kind = "linear"
     if kind == "yarn":
-        return {"original_max_position_embeddings": original, **_yarn(keys, factor_number)}
+        # As in llama.cpp, the file's factor multiplies the usual one; mscale_all_dim changes the usual one's divisor.
+        named = {"beta_fast": "rope.scaling.yarn_beta_fast", "beta_slow": "rope.scaling.yarn_beta_slow"}
+        settings = {name: keys.number(key) for name, key in named.items() if keys.has(key)}
+        if keys.has(ATTENTION_FACTOR) or keys.has("rope.scaling.yarn_log_multiplier"):
+            magnitude = 0.1 * math.log(max(factor_number, 1.0))
+            divisor = 1.0 + magnitude * keys.number("rope.scaling.yarn_log_multiplier", 0.0)
+            settings["attention_factor"] = keys.number(ATTENTION_FACTOR, 1.0) * (1.0 + magnitude) / divisor
+        return {
+            "original_max_position_embeddings": original,
+            "rope_type": "yarn",
+            "factor": factor_number,
+            **settings,
+        }
     if keys.number(ATTENTION_FACTOR, 1.0) != 1.0:
         raise fault(keys.path, f"{keys.arch}.{ATTENTION_FACTOR} is supported with YaRN and LongRoPE only")
     if kind in (None, "none"):
@@ -1215,19 +1206,6 @@ def _rope_scaling(keys: Keys, model: GgufModel) -> Config | None:
         return {"rope_type": "linear", "factor": factor_number}
     description = f"{keys.arch}.rope.scaling.type {show(kind)} is not supported"
     raise fault(keys.path, f"{description}; supported: none, linear, yarn")
-
-
-def _yarn(keys: Keys, factor: float) -> Config:
-    """YaRN's parameters in the file. As in llama.cpp, the file's attention factor multiplies the usual one. A
-    multiplier (Hugging Face's mscale_all_dim) changes the usual factor's divisor.
-    """
-    named = {"beta_fast": "rope.scaling.yarn_beta_fast", "beta_slow": "rope.scaling.yarn_beta_slow"}
-    settings = {name: keys.number(key) for name, key in named.items() if keys.has(key)}
-    if keys.has(ATTENTION_FACTOR) or keys.has("rope.scaling.yarn_log_multiplier"):
-        magnitude = 0.1 * math.log(max(factor, 1.0))
-        divisor = 1.0 + magnitude * keys.number("rope.scaling.yarn_log_multiplier", 0.0)
-        settings["attention_factor"] = keys.number(ATTENTION_FACTOR, 1.0) * (1.0 + magnitude) / divisor
-    return {"rope_type": "yarn", "factor": factor, **settings}
 
 
 def _numbers(model: GgufModel, name: str) -> list[float] | None:

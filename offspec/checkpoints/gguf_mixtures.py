@@ -52,17 +52,18 @@ class Mixture:
 
     def type_of(self, config: ModelConfig, name: str, shape: tuple[int, ...], layer: int | None) -> str:
         """The type of a weight by its name within its layer; layer: None for weights outside the layers."""
-        if len(shape) != 2 or name.endswith("norm.weight") or _is_router(config, name):
+        experts = config.experts
+        is_router = experts is not None and name.removesuffix(".weight") in (experts.router, experts.shared_gate)
+        if len(shape) != 2 or name.endswith("norm.weight") or is_router:
             return "F32"
-        chosen = self._outside(config, name) if layer is None else self._of_matrix(config, name, layer)
+        if layer is not None:
+            chosen = self._of_matrix(config, name, layer)
+        else:  # the embedding, or the head, which a tied embedding is
+            is_head = name == HEAD or config.tied_head
+            chosen = "Q6_K" if is_head and self.usual != "Q8_0" else self.usual
         if shape[1] % _LARGE_BLOCK:
             chosen = _SMALLER_BLOCKS.get(chosen, chosen)
         return "F16" if shape[1] % _SMALL_BLOCK else chosen
-
-    def _outside(self, config: ModelConfig, name: str) -> str:
-        """Of the embedding, or of the head, which a tied embedding is."""
-        is_head = name == HEAD or config.tied_head
-        return "Q6_K" if is_head and self.usual != "Q8_0" else self.usual
 
     def _of_matrix(self, config: ModelConfig, name: str, layer: int) -> str:
         name = name.removesuffix(".weight")
@@ -70,26 +71,17 @@ class Mixture:
         if has_few_experts and name in ("self_attn.k_proj", "self_attn.v_proj"):
             return "Q8_0"
         if name == "self_attn.v_proj":
-            return self._of_value(config, layer)
+            queries_per_key = config.num_heads // config.num_kv_heads
+            chosen = self.better if self.is_better(layer, config.num_layers) else self.value or self.usual
+            if self.shared_value and queries_per_key >= 4:
+                chosen = self.shared_value
+            is_70b = config.num_layers == _LAYERS_OF_70B and queries_per_key == _QUERIES_PER_KEY
+            return "Q5_K" if is_70b and chosen in ("Q3_K", "Q4_K") else chosen
         if _is_down(config, name):
             return self.better if self.is_better(layer, config.num_layers) else self.down or self.usual
         output = self.few_experts_output if has_few_experts else self.output
         by_name = {config.attention_output: output, **dict.fromkeys(_FUSED_QKV, self.qkv)}
         return by_name.get(name, "") or self.usual
-
-    def _of_value(self, config: ModelConfig, layer: int) -> str:
-        queries_per_key = config.num_heads // config.num_kv_heads
-        chosen = self.better if self.is_better(layer, config.num_layers) else self.value or self.usual
-        if self.shared_value and queries_per_key >= 4:
-            chosen = self.shared_value
-        is_70b = config.num_layers == _LAYERS_OF_70B and queries_per_key == _QUERIES_PER_KEY
-        return "Q5_K" if is_70b and chosen in ("Q3_K", "Q4_K") else chosen
-
-
-def _is_router(config: ModelConfig, name: str) -> bool:
-    """Whether a matrix chooses experts, or scales the shared one's output."""
-    shape = config.experts
-    return shape is not None and name.removesuffix(".weight") in (shape.router, shape.shared_gate)
 
 
 def _is_down(config: ModelConfig, name: str) -> bool:

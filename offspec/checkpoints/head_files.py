@@ -109,7 +109,15 @@ class HeadFiles:
         spec = _spec(path, layout.make_spec, config, tensors, names, target)
         made_for = config.get(TARGET_KEY)
         made_for = made_for if isinstance(made_for, str) else None
-        return cls(path, spec, tensors, made_for, _stated_target(config))
+        verifier = mapping(mapping(config, "speculators_config"), "verifier")
+        stated_target = verifier.get("name_or_path")
+        return cls(
+            path,
+            spec,
+            tensors,
+            made_for,
+            stated_target.rstrip("/").rpartition("/")[2] if isinstance(stated_target, str) else "",
+        )
 
     @classmethod
     def of_mtp(cls, target: ModelFiles) -> HeadFiles:
@@ -177,7 +185,13 @@ class StoredTensors:
         weights = {inner: each.to(device) for inner, each in self.weights.items()}
         loaded = load_layer(StoredUnit(weights), dtype, device)
         for inner, info in self.tables.items():
-            loaded[inner] = _table(info).to(device)
+            if info.dtype not in INTEGERS:
+                raise _wrong_type(info.path, info.name, info.dtype)
+            with reading(info.path):
+                numbers = np.fromfile(info.path, INTEGERS[info.dtype], math.prod(info.shape), offset=info.offset)
+            table = torch.from_numpy(numbers.astype(np.int64)).view(info.shape).to(device)
+            # A table has what is added to a column's number to get a token; GGUF files have the tokens.
+            loaded[inner] = table - torch.arange(len(table), device=device) if is_gguf(info.path) else table
         return loaded
 
 
@@ -195,17 +209,12 @@ class PickledTensors:
     def load(self, dtype: torch.dtype, device: torch.device) -> dict[str, Weight]:
         read, loaded = read_pickle(self.file, "cpu"), dict[str, Weight]()
         for inner, name in self.names.items():
-            tensor = _checked(self.file, name, read[name], is_table=inner in TABLES)
-            loaded[inner] = tensor.to(device, tensor.dtype if inner in TABLES else dtype, copy=True)
+            tensor, is_table = read[name], inner in TABLES
+            is_plain = tensor.layout == torch.strided and not tensor.is_complex()
+            if not is_plain or tensor.is_floating_point() == is_table:
+                raise _wrong_type(self.file, name, str(tensor.dtype))
+            loaded[inner] = tensor.to(device, tensor.dtype if is_table else dtype, copy=True)
         return loaded
-
-
-def _checked(file: Path, name: str, tensor: Tensor, *, is_table: bool) -> Tensor:
-    """The tensor, if its numbers are floats, or integers of a table. Raises CheckpointError."""
-    is_plain = tensor.layout == torch.strided and not tensor.is_complex()
-    if is_plain and tensor.is_floating_point() != is_table:
-        return tensor
-    raise _wrong_type(file, name, str(tensor.dtype))
 
 
 def _wrong_type(file: Path, name: str, dtype: str) -> CheckpointError:
@@ -331,13 +340,6 @@ def _is_of_target(inner: str, named: Mapping[str, str], target: ModelFiles) -> b
     return have_equal_bytes(tensors[named[table]], tensors[tables[table]])
 
 
-def _stated_target(config: Json) -> str:
-    """The name of the target that a head of Speculators was trained for; "" if config.json has none."""
-    verifier = mapping(mapping(config, "speculators_config"), "verifier")
-    name = verifier.get("name_or_path")
-    return name.rstrip("/").rpartition("/")[2] if isinstance(name, str) else ""
-
-
 def head_folder(target: ModelFiles, kind: str) -> Path:
     """Where `offspec distill --head` puts a head of this kind."""
     return data_file(target, f"head-{kind}")
@@ -451,19 +453,6 @@ def _spec(
             description = f"tensor {show(names.get(inner, inner))} has shape {list(there)}"
             raise CheckpointError(f"{path}: {description}, and an {spec.kind} head for this target has {list(shape)}")
     return spec
-
-
-def _table(info: TensorInfo) -> Tensor:
-    """A table of integers: what is added to a column's number to get a token. Raises CheckpointError.
-
-    GGUF files have the tokens instead.
-    """
-    if info.dtype not in INTEGERS:
-        raise _wrong_type(info.path, info.name, info.dtype)
-    with reading(info.path):
-        numbers = np.fromfile(info.path, INTEGERS[info.dtype], math.prod(info.shape), offset=info.offset)
-    table = torch.from_numpy(numbers.astype(np.int64)).view(info.shape)
-    return table - torch.arange(len(table)) if is_gguf(info.path) else table
 
 
 def write_head(path: Path, config: Mapping[str, object], tensors: Mapping[str, Tensor]) -> None:

@@ -216,37 +216,29 @@ class KVFile:
             with safe_open(path, framework="pt") as file:
                 metadata = file.metadata() or {}
             with open_regular(path) as file:
-                return cls._of(path, file, metadata, infos, most_tokens, vocab_size)
+                if metadata.get("format") != FORMAT:
+                    raise CheckpointError(
+                        f"{path} is not of this format of KV entries ({show(metadata.get('format'))})"
+                    )
+                checksums = _checksums(path, file, infos)
+                info = infos.get(TOKENS)
+                if info is None or info.dtype != "I64" or len(info.shape) != 1 or not 0 < info.shape[0] <= most_tokens:
+                    raise CheckpointError(f"{path} has no tokens, or more than the context of {most_tokens}")
+                file.seek(info.offset)
+                content = _exactly(file, info.nbytes, info.path)
+                if zlib.crc32(content) != checksums[info.name]:
+                    raise CheckpointError(f"{info.path} is damaged: the checksum of its tokens is wrong")
+                tokens = np.frombuffer(content, dtype="<i8").astype(np.int64)
+                if tokens.min() < 0 or tokens.max() >= vocab_size:
+                    raise CheckpointError(f"{path} has tokens that the model does not have")
+                names = [key.removesuffix(".length") for key in metadata if key.endswith(".length")]
+                owners = {
+                    name: Owner(*(metadata.get(f"{name}.{key}", "") for key in Owner.__annotations__)) for name in names
+                }
+                lengths = {name: _length(metadata[f"{name}.length"], len(tokens), path) for name in names}
+                return cls(path, tokens, owners, lengths, infos, checksums)
         except (OSError, SafetensorError) as exc:
             raise CheckpointError(f"{path} cannot be read: {exc}") from exc
-
-    @classmethod
-    def _of(
-        cls,
-        path: Path,
-        file: BinaryIO,
-        metadata: Mapping[str, str],
-        infos: Mapping[str, TensorInfo],
-        most_tokens: int,
-        vocab_size: int,
-    ) -> KVFile:
-        if metadata.get("format") != FORMAT:
-            raise CheckpointError(f"{path} is not of this format of KV entries ({show(metadata.get('format'))})")
-        checksums = _checksums(path, file, infos)
-        info = infos.get(TOKENS)
-        if info is None or info.dtype != "I64" or len(info.shape) != 1 or not 0 < info.shape[0] <= most_tokens:
-            raise CheckpointError(f"{path} has no tokens, or more than the context of {most_tokens}")
-        file.seek(info.offset)
-        content = _exactly(file, info.nbytes, info.path)
-        if zlib.crc32(content) != checksums[info.name]:
-            raise CheckpointError(f"{info.path} is damaged: the checksum of its tokens is wrong")
-        tokens = np.frombuffer(content, dtype="<i8").astype(np.int64)
-        if tokens.min() < 0 or tokens.max() >= vocab_size:
-            raise CheckpointError(f"{path} has tokens that the model does not have")
-        names = [key.removesuffix(".length") for key in metadata if key.endswith(".length")]
-        owners = {name: Owner(*(metadata.get(f"{name}.{key}", "") for key in Owner.__annotations__)) for name in names}
-        lengths = {name: _length(metadata[f"{name}.length"], len(tokens), path) for name in names}
-        return cls(path, tokens, owners, lengths, infos, checksums)
 
     def load(self, caches: Mapping[str, SequenceCache], length: int) -> None:
         """Put the first entries, at most `length`, into these empty caches, by their parts' names.
@@ -259,8 +251,14 @@ class KVFile:
             numbers[name] = number = self.lengths[name] if is_whole else min(length, self.lengths[name])
             cache.reserve(number)
             stored = cache.stored(number)
-            self._check_shapes(name, stored, has_slots=not is_whole)
-            views |= {f"{name}.{index}": view for index, view in enumerate(stored)}
+            for index, view in enumerate(stored):
+                # A whole view is of all tokens; another one of as many slots as are read, of those in the file.
+                slots = (*view.shape[:-2], self.lengths[name], view.shape[-1])
+                info = self.infos.get(f"{name}.{index}")
+                shape = tuple(view.shape) if is_whole else slots
+                if info is None or (info.dtype, info.shape) != (DTYPE_NAMES[view.dtype], shape):
+                    raise CheckpointError(f"{self.path} is damaged: the shapes of its entries are not the model's")
+                views[info.name] = view
         try:
             with open_regular(self.path) as file:
                 for name, view in views.items():
@@ -270,17 +268,6 @@ class KVFile:
         for name, cache in caches.items():
             cache.begin(numbers[name])
             cache.truncate(min(length, numbers[name]))
-
-    def _check_shapes(self, name: str, stored: Sequence[Tensor], *, has_slots: bool) -> None:
-        """Whether the file's tensors have the shapes of these views. Raises CheckpointError.
-
-        has_slots: the views are of as many slots as are read, of those in the file; otherwise both are of all tokens.
-        """
-        for index, view in enumerate(stored):
-            shape = (*view.shape[:-2], self.lengths[name], view.shape[-1]) if has_slots else tuple(view.shape)
-            info = self.infos.get(f"{name}.{index}")
-            if info is None or (info.dtype, info.shape) != (DTYPE_NAMES[view.dtype], shape):
-                raise CheckpointError(f"{self.path} is damaged: the shapes of its entries are not the model's")
 
     @torch.inference_mode()
     def _read_entries(self, file: BinaryIO, info: TensorInfo, view: Tensor) -> None:

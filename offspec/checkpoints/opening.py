@@ -35,7 +35,7 @@ from ..model.decoder import check_tensors, wanted_shapes
 from ..model.heads.mtp import mtp_names, num_promised
 from ..model.memory.kv_formats import PLAIN, KVFormat
 from ..model.names import in_layer
-from ..model.transformers_config import ForeignConfig, is_of_experts
+from ..model.transformers_config import is_of_experts
 from ..named_models import MODEL_NAMES, likely_name, named_path
 from ..user_folders import expand_home
 from .experts import with_experts
@@ -83,7 +83,10 @@ class ModelFiles:
         notes += [Note(text) for text in (*checkpoint.notes, *format_notes(checkpoint))]
         config = _with_stored_kernels(_config(path, checkpoint.config, checkpoint, notes), checkpoint)
         checkpoint, config = with_experts(checkpoint, config)
-        if config.tied_head and not headers_only and _has_another_head(checkpoint, config):
+        tables = [checkpoint.tensors.get(name) for name in (config.own_head_name, config.embedding_name)]
+        pair = [table for table in tables if table is not None]
+        # transformers 5 and later does not tie a head that differs, either.
+        if config.tied_head and not headers_only and len(pair) == 2 and not have_equal_bytes(*pair):
             config = replace(config, tied_head=False)
             notes.append(
                 Note(f"{path.name} has a separate head, although config.json says that its embedding is the head")
@@ -218,20 +221,14 @@ def _config(path: Path, raw: Mapping[str, Any], checkpoint: Checkpoint | None, n
             return read_config(raw)
         except UnsupportedModelError as exc:
             foreign = read_foreign_config(raw, checkpoint, exc)
-            notes += _foreign_notes(path.name, foreign)
+            how = f"{path.name} runs on transformers' own modules (model_type {foreign.model_type})"
+            notes.append(Note(f"{how}, which are slower than offspec's decoder", advice=True))
+            if foreign.has_experts:
+                every = f"{path.name} has experts: a pass reads all experts of a layer, not only those in use"
+                notes.append(Note(f"{every}; llama.cpp with experts on the CPU is faster", advice=True))
             return foreign
     except (CheckpointError, UnsupportedModelError) as exc:  # name the model: it may be the target or the draft
         raise type(exc)(f"{path}: {exc}") from exc
-
-
-def _foreign_notes(name: str, config: ForeignConfig) -> list[Note]:
-    """Notes on a model that transformers' modules run."""
-    how = f"{name} runs on transformers' own modules (model_type {config.model_type})"
-    notes = [Note(f"{how}, which are slower than offspec's decoder", advice=True)]
-    if config.has_experts:
-        every = "a pass reads all experts of a layer, not only those in use"
-        notes.append(Note(f"{name} has experts: {every}; llama.cpp with experts on the CPU is faster", advice=True))
-    return notes
 
 
 def _with_stored_kernels(config: ModelConfig, checkpoint: Checkpoint) -> ModelConfig:
@@ -247,14 +244,6 @@ def _with_stored_kernels(config: ModelConfig, checkpoint: Checkpoint) -> ModelCo
     parts = tuple(rows for key in keys if key in checkpoint.tensors for rows in checkpoint.tensors[key].shape[:1])
     is_whole = len(parts) == len(keys) and sum(parts) == delta.channels  # anything else is refused, with its name
     return replace(config, delta=replace(delta, kernel_parts=parts)) if is_whole and parts != delta.inputs else config
-
-
-def _has_another_head(checkpoint: Checkpoint, config: ModelConfig) -> bool:
-    """Whether there is a head that differs from the embedding; transformers 5 and later does not tie these, either."""
-    head, embedding = (checkpoint.tensors.get(name) for name in (config.own_head_name, config.embedding_name))
-    if head is None or embedding is None:
-        return False
-    return not have_equal_bytes(head, embedding)
 
 
 def have_equal_bytes(one: TensorInfo, other: TensorInfo) -> bool:
@@ -316,22 +305,19 @@ def choose_dtype(
     kept = stored.shared[config.embedding_name].dtype
     chosen = {"F16": torch.float16, "F32": torch.float32}.get(kept, torch.bfloat16)
     if wanted == AUTO_WITHOUT_BF16 and chosen is torch.bfloat16:
-        return _instead_of_bf16(name, config, notes)
+        why = "this card does not compute bf16"
+        if config.model_type in BEYOND_FP16:
+            notes.append(
+                Note(f"dtype fp32 for {name} ({why}, and {config.model_type} exceeds fp16's range)", advice=True)
+            )
+            return torch.float32
+        advice = "if logits are not finite, use `dtype=fp32`"
+        notes.append(Note(f"dtype fp16 for {name} ({why}; fp16 has a smaller range: {advice})", advice=True))
+        return torch.float16
     is_slow = device_type == "cpu" and chosen is torch.float16 and "avx512_bf16" in instructions()
     remedy = "; bf16 may be several times as fast on this CPU (`dtype=bf16`)" if is_slow else ""
     notes.append(Note(f"dtype {str(chosen).removeprefix('torch.')} for {name} (the checkpoint's own){remedy}", is_slow))
     return chosen
-
-
-def _instead_of_bf16(name: str, config: ModelConfig, notes: list[Note]) -> torch.dtype:
-    """fp16, or fp32 for families that exceed its range."""
-    why = "this card does not compute bf16"
-    if config.model_type in BEYOND_FP16:
-        notes.append(Note(f"dtype fp32 for {name} ({why}, and {config.model_type} exceeds fp16's range)", advice=True))
-        return torch.float32
-    remedy = "if logits are not finite, use `dtype=fp32`"
-    notes.append(Note(f"dtype fp16 for {name} ({why}; fp16 has a smaller range: {remedy})", advice=True))
-    return torch.float16
 
 
 def open_target(model: str, revision: str | None, dtype: str, device_type: str) -> ModelFiles:

@@ -96,27 +96,23 @@ def _check_pickle(content: bytes) -> None:
             named.discard(argument)
         if name in GETS and argument not in named:
             raise ValueError("objects in its pickle share parts")
-        _apply(operation, stack)
+        # Change the nestings as the operation changes the objects.
+        before = operation.stack_before
+        inner = list[int]()
+        if pickletools.markobject in before:
+            before = before[: before.index(pickletools.markobject)]
+            while stack and (top := stack.pop()) >= 0:
+                inner.append(top)
+        if len(stack) < len(before):
+            raise ValueError("its pickle is damaged")
+        inner += (stack.pop() for _ in before)
+        if operation.name == "MARK":
+            stack.append(-1)
+        elif operation.name in ADDITIONS:
+            container = inner.pop() if inner else 0
+            stack.append(max(container, 1 + max(inner, default=0)))
+        else:
+            stack += (1 + max(inner, default=0) for _ in operation.stack_after)
         if max(stack[-1:], default=0) > MOST_NESTING:
             raise ValueError("its pickle is nested too deeply")
         previous = name
-
-
-def _apply(operation: pickletools.OpcodeInfo, stack: list[int]) -> None:
-    """Change the stack of nestings as an operation changes that of objects. Raises ValueError if it is too short."""
-    before = operation.stack_before
-    inner = list[int]()
-    if pickletools.markobject in before:
-        before = before[: before.index(pickletools.markobject)]
-        while stack and (top := stack.pop()) >= 0:
-            inner.append(top)
-    if len(stack) < len(before):
-        raise ValueError("its pickle is damaged")
-    inner += (stack.pop() for _ in before)
-    if operation.name == "MARK":
-        stack.append(-1)
-    elif operation.name in ADDITIONS:
-        container = inner.pop() if inner else 0
-        stack.append(max(container, 1 + max(inner, default=0)))
-    else:
-        stack += (1 + max(inner, default=0) for _ in operation.stack_after)

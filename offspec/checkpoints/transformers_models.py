@@ -149,18 +149,16 @@ class _Names:
         self.shared_sources: dict[str, Source] = {}
         self.layer_sources: list[dict[str, Source]] = []
         self.shared = {name: shape for name, shape in self.wanted.items() if not self._is_inner(name)}
-        self.layers = self._layers(dict(self._separate_experts()))
+        inner = dict[str, Shape]()  # as checkpoints store them: each expert's matrix is separate
+        for name, shape in self.wanted.items():
+            if self._is_inner(name) and len(shape) == 3:
+                inner |= {f"{name}.{expert}.weight": shape[1:] for expert in range(shape[0])}
+            elif self._is_inner(name):
+                inner[name] = shape
+        self.layers = self._layers(inner)
 
     def _is_inner(self, name: str) -> bool:
         return name.startswith(self.module_prefix)
-
-    def _separate_experts(self) -> Iterable[tuple[str, Shape]]:
-        """The layers' parameters as checkpoints store them: each expert's matrix is separate."""
-        for name, shape in self.wanted.items():
-            if self._is_inner(name) and len(shape) == 3:
-                yield from ((f"{name}.{expert}.weight", shape[1:]) for expert in range(shape[0]))
-            elif self._is_inner(name):
-                yield name, shape
 
     def _layers(self, inner: Mapping[str, Any]) -> list[dict[str, Any]]:
         """The values of `inner` by layer and short name. The keys of `inner` begin with the modules' prefix."""
@@ -191,7 +189,11 @@ class _Names:
     def match(self, checkpoint: Checkpoint) -> None:
         """Raises UnsupportedModelError or CheckpointError if the checkpoint's tensors do not fit these modules."""
         renamed = {name: self._renamed(name)[0] for name in checkpoint.tensors}
-        self.prefix = self._prefix(renamed)
+        first = f"{self.module_prefix}0."
+        matches = (re.match(r"(|.*?\.)0\.", name) for name, target in renamed.items() if target.startswith(first))
+        if (match := next(filter(None, matches), None)) is None:
+            raise CheckpointError(f"no tensor is one of {first}*; the checkpoint does not match config.json")
+        self.prefix = match[1]
         blank = blank_tensors(checkpoint.tensors, self.wanted)
         self.ignored = frozenset(n for n, target in renamed.items() if self._is_ignored(n, target)) | blank
         infos = {name: info for name, info in checkpoint.tensors.items() if name not in self.ignored}
@@ -199,7 +201,9 @@ class _Names:
         sources = {
             target: self._source(target, collected, stored) for target, collected in self._collect(stored).items()
         }
-        self._check_missing(sources)
+        for name in self.wanted:
+            if name not in sources and not (self.is_tied and name == self._own_head):
+                raise CheckpointError(f"tensor {show(name)} is missing; the checkpoint does not match its config.json")
         self.embedding = sources[self._own_embedding].names[0][0]
         if self._own_head in sources:
             self.head = sources[self._own_head].names[0][0]
@@ -209,9 +213,6 @@ class _Names:
             self.shared.setdefault(self.head, self.shared[self.embedding])
         matrices = (self._own_embedding, self._own_head)
         self.shared_sources = {name: source for name, source in shared.items() if name not in matrices}
-        self._match_layers(sources, stored)
-
-    def _match_layers(self, sources: Mapping[str, Source], stored: Mapping[str, StoredWeight]) -> None:
         inner = {name: source for name, source in sources.items() if self._is_inner(name)}
         self.layer_sources = self._layers({})
         self.layers = self._layers({})
@@ -236,13 +237,6 @@ class _Names:
             name, self._renamings, self._converters, causal.base_model_prefix, self.wanted
         )
         return renamed
-
-    def _prefix(self, renamed: Mapping[str, str]) -> str:
-        """The prefix before a layer's number in the checkpoint's names."""
-        for name, target in renamed.items():
-            if target.startswith(f"{self.module_prefix}0.") and (match := re.match(r"(|.*?\.)0\.", name)):
-                return match[1]
-        raise CheckpointError(f"no tensor is one of {self.module_prefix}0.*; the checkpoint does not match config.json")
 
     def _is_ignored(self, name: str, target: str) -> bool:
         """Whether transformers also ignores it: another kind of model's tensors, computed tables."""
@@ -300,11 +294,6 @@ class _Names:
                 raise CheckpointError(
                     f"tensor {show(names[0])} has shape {stored_shapes}, config.json requires {[rows, columns]}"
                 )
-
-    def _check_missing(self, sources: Mapping[str, Source]) -> None:
-        for name in self.wanted:
-            if name not in sources and not (self.is_tied and name == self._own_head):
-                raise CheckpointError(f"tensor {show(name)} is missing; the checkpoint does not match its config.json")
 
 
 def _natural(name: str) -> list[tuple[bool, int, str]]:
