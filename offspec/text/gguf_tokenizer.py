@@ -54,7 +54,24 @@ def read_gguf(values: Mapping[str, Any], path: Path) -> tuple[tokenizers.Tokeniz
                 "are); use the model's safetensors checkpoint"
             )
         _add_tokens(backend, tokens, metadata)
-        settings = _settings(metadata, tokens, adds_bos)
+        stated = metadata.optional("tokenizer.ggml.add_bos_token", bool)
+        add_bos = adds_bos if stated is None else stated
+        if add_bos and "bos" not in tokens.roles:
+            raise metadata.error("its prompts begin with BOS, but it has no BOS token (tokenizer.ggml.bos_token_id)")
+        template = metadata.optional("tokenizer.chat_template", str)
+        if template is not None and not is_utf8(template):
+            raise metadata.error("tokenizer.chat_template is not UTF-8")
+        special = {
+            _TEMPLATE_NAMES[role]: tokens.texts[i] for role, i in tokens.roles.items() if role in _TEMPLATE_NAMES
+        }
+        settings = TokenizerSettings(
+            special_tokens=special,
+            added_tokens={},
+            add_bos=add_bos,
+            eos_ids=tokens.end_ids,
+            chat_template=template,
+            chat_template_file=metadata.path,
+        )
         put_bos_first(backend, settings)
         return backend, settings
 
@@ -138,41 +155,20 @@ def _scored_merges(metadata: Metadata, tokens: GgufTokens) -> list[tuple[str, st
 
 def _add_tokens(backend: tokenizers.Tokenizer, tokens: GgufTokens, metadata: Metadata) -> None:
     """Add the tokens that are found in a text before it is split: special and user-defined ones."""
-    eaters = _space_eaters(metadata, tokens)
+    # Phi-3's remove the spaces after them. Files do not state this; as llama.cpp, it goes by the name.
+    name = (metadata.optional("general.name", str) or "").lower()
+    keep_spaces = ("<unk>", "<s>", "<|endoftext|>")
     added = [
-        tokenizers.AddedToken(text, special=kind != TokenKind.USER_DEFINED, normalized=False, rstrip=token_id in eaters)
-        for token_id, (text, kind) in enumerate(zip(tokens.texts, tokens.kinds, strict=True))
+        tokenizers.AddedToken(
+            text,
+            special=kind != TokenKind.USER_DEFINED,
+            normalized=False,
+            rstrip=("phi-3" in name or "phi3" in name) and text not in keep_spaces,
+        )
+        for text, kind in zip(tokens.texts, tokens.kinds, strict=True)
         if kind in ADDED_KINDS
     ]
     longest = max((len(token.content) for token in added), default=0)
     if longest > MOST_ADDED_CHARACTERS:
         raise metadata.error(f"a special token has {longest} characters, the limit is {MOST_ADDED_CHARACTERS}")
     backend.add_tokens(added)  # in one call, because each call processes all earlier ones again
-
-
-def _space_eaters(metadata: Metadata, tokens: GgufTokens) -> set[int]:
-    """Tokens that remove the spaces after them. Files do not state this; as llama.cpp, it goes by the name Phi-3."""
-    name = (metadata.optional("general.name", str) or "").lower()
-    if "phi-3" not in name and "phi3" not in name:
-        return set()
-    added = {token_id for token_id, kind in enumerate(tokens.kinds) if kind in ADDED_KINDS}
-    return added - {tokens.ids.get(text) for text in ("<unk>", "<s>", "<|endoftext|>")}
-
-
-def _settings(metadata: Metadata, tokens: GgufTokens, adds_bos: bool) -> TokenizerSettings:
-    stated = metadata.optional("tokenizer.ggml.add_bos_token", bool)
-    add_bos = adds_bos if stated is None else stated
-    if add_bos and "bos" not in tokens.roles:
-        raise metadata.error("its prompts begin with BOS, but it has no BOS token (tokenizer.ggml.bos_token_id)")
-    template = metadata.optional("tokenizer.chat_template", str)
-    if template is not None and not is_utf8(template):
-        raise metadata.error("tokenizer.chat_template is not UTF-8")
-    special = {_TEMPLATE_NAMES[role]: tokens.texts[i] for role, i in tokens.roles.items() if role in _TEMPLATE_NAMES}
-    return TokenizerSettings(
-        special_tokens=special,
-        added_tokens={},
-        add_bos=add_bos,
-        eos_ids=tokens.end_ids,
-        chat_template=template,
-        chat_template_file=metadata.path,
-    )

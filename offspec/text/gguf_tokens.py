@@ -125,7 +125,12 @@ def read_tokens(metadata: Metadata, default_roles: Mapping[str, int]) -> GgufTok
     if len(texts) > MOST_TOKENS:
         raise metadata.error(f"it has {len(texts)} tokens, more than the limit of {MOST_TOKENS}")
     texts = [text or f"[EMPTY_{i}]" for i, text in enumerate(texts)]
-    ids = _ids(metadata, texts)
+    ids = dict[str, int]()
+    for token_id, text in enumerate(texts):
+        if (first := ids.setdefault(text, token_id)) != token_id:
+            raise metadata.error(f"tokens {first} and {token_id} are both {show(text)}")
+        if not is_utf8(text):
+            raise metadata.error(f"token {token_id} is {show(text)}, which is not UTF-8")
     kinds = _kinds(metadata, len(texts))
     roles = _roles(metadata, ids, kinds, default_roles)
     end_ids = _end_ids(ids, kinds, roles)
@@ -139,16 +144,6 @@ def is_utf8(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
-
-
-def _ids(metadata: Metadata, texts: list[str]) -> dict[str, int]:
-    ids = dict[str, int]()
-    for token_id, text in enumerate(texts):
-        if (first := ids.setdefault(text, token_id)) != token_id:
-            raise metadata.error(f"tokens {first} and {token_id} are both {show(text)}")
-        if not is_utf8(text):
-            raise metadata.error(f"token {token_id} is {show(text)}, which is not UTF-8")
-    return ids
 
 
 def _kinds(metadata: Metadata, num_tokens: int) -> list[TokenKind]:

@@ -88,11 +88,22 @@ class ConstraintCompiler:
         """Compile a part, and keep it beyond its requests. Raises the errors of `compile`."""
         if (compiled := self._known(part)) is None:
             try:
-                compiled = self._compiled(part)
+                constraint, start = part
+                check_size(constraint)
+                tokens, before, began = self._vocabulary.tokens, _resident_bytes(), time.perf_counter()
+                matcher = new_matcher(tokens, constraint, start)
+                nbytes = max(_resident_bytes() - before, len(constraint.text))
+                parser = GrammarConstraint(Start(matcher), self._vocabulary, NAMES[constraint.kind], gives_forced=False)
+                compiled = Start(matcher, nbytes, parser.mask([]), time.perf_counter() - began)
             except UsageError as exc:
                 self.refuse(part, str(exc))
                 raise
-        self._keep(part, compiled)
+        with self._lock:
+            kept, self._used[part] = self._kept, compiled
+            kept[part] = compiled
+            kept.move_to_end(part)
+            while len(kept) > MOST_COMPILED or (kept and sum(s.nbytes for s in kept.values()) > MOST_COMPILED_BYTES):
+                kept.popitem(last=False)
         return compiled
 
     def _thinking(self, constraint: Constraint, prompt: Sequence[int]) -> ThinkingStyle | None:
@@ -111,31 +122,12 @@ class ConstraintCompiler:
         compiled = self.compile_part((constraint, start))
         return GrammarConstraint(compiled, self._vocabulary, NAMES[constraint.kind], gives_forced=gives_forced)
 
-    def _compiled(self, part: Part) -> Start:
-        """A new matcher with its first mask. Raises UsageError; nothing of the matcher is then kept."""
-        constraint, start = part
-        check_size(constraint)
-        tokens, before, began = self._vocabulary.tokens, _resident_bytes(), time.perf_counter()
-        matcher = new_matcher(tokens, constraint, start)
-        nbytes = max(_resident_bytes() - before, len(constraint.text))
-        parser = GrammarConstraint(Start(matcher), self._vocabulary, NAMES[constraint.kind], gives_forced=False)
-        return Start(matcher, nbytes, parser.mask([]), time.perf_counter() - began)
-
     def refuse(self, part: Part, message: str) -> None:
         """Remember why a part cannot be compiled."""
         with self._lock:
             self._refused[_digest(part)] = message
             while len(self._refused) > MOST_REFUSED:
                 self._refused.popitem(last=False)
-
-    def _keep(self, part: Part, compiled: Start) -> None:
-        """Keep the matcher beyond its requests, as long as it is among the last used ones and there is room."""
-        with self._lock:
-            kept, self._used[part] = self._kept, compiled
-            kept[part] = compiled
-            kept.move_to_end(part)
-            while len(kept) > MOST_COMPILED or (kept and sum(s.nbytes for s in kept.values()) > MOST_COMPILED_BYTES):
-                kept.popitem(last=False)
 
     def _marker(self, trigger: Trigger) -> Marker:
         if trigger not in self._markers:

@@ -180,7 +180,8 @@ class GrammarConstraint:
             self._error = f"too complex: {self.slow.seconds:.0f} s were spent on it"
             return False
         here = self._path
-        common = _num_common(here, path)
+        differing = (at for at, (ours, theirs) in enumerate(zip(here, path, strict=False)) if ours != theirs)
+        common = next(differing, min(len(here), len(path)))
         if len(here) > common:
             self._matcher.rollback(len(here) - common)
             self._path = here[:common]
@@ -209,11 +210,3 @@ class GrammarConstraint:
         if (seconds := time.thread_time() - began) > SLOW_S:
             self.slow.seconds += seconds
         return result
-
-
-def _num_common(a: Sequence[int], b: Sequence[int]) -> int:
-    """The number of tokens that two paths have in common at their start."""
-    for at, (ours, theirs) in enumerate(zip(a, b, strict=False)):
-        if ours != theirs:
-            return at
-    return min(len(a), len(b))

@@ -46,9 +46,21 @@ def new_matcher(tokens: Any, constraint: Constraint, start: str = "") -> Any:
     start: rules in which `@answer` is the constraint's own grammar; "" for that alone. Raises UsageError for a
     constraint that cannot be compiled, and for one that no token can begin.
     """
+    from llguidance import LLMatcher, LLParserLimits
+
     grammar = _grammar(constraint)
-    grammar = _within(start, grammar) if start else grammar
-    matcher = _with_deep_stack(lambda: _matcher(tokens, grammar))
+    if start:
+        parts = json.loads(grammar)["grammars"] if grammar.lstrip().startswith("{") else [{"lark_grammar": grammar}]
+        whole = "%llguidance {}\n" + start.replace("@answer", f"@{parts[0].setdefault('name', 'answer')}")
+        grammar = json.dumps({"grammars": [{"name": "offspec", "lark_grammar": whole}, *parts]})
+
+    def compiled() -> Any:
+        matcher = LLMatcher(tokens, grammar, log_level=0, limits=LLParserLimits(verbose_errors=False))
+        if not matcher.is_error():
+            matcher.deep_copy().compute_bitmask()
+        return matcher
+
+    matcher = _with_deep_stack(compiled)
     if matcher.is_error():
         raise UsageError(f"the {NAMES[constraint.kind]} cannot be used: {reason(matcher.get_error())}")
     if not any((first := matcher.deep_copy()).compute_bitmask()) or first.is_error():
@@ -79,23 +91,6 @@ def _grammar(constraint: Constraint) -> str:
         return LLMatcher.grammar_from_json_schema("{}" if schema is True else text, layout)
     except ValueError as exc:  # such as half a surrogate pair, which Python's JSON allows
         raise UsageError(f"the JSON schema cannot be used: {reason(str(exc))}") from exc
-
-
-def _within(start: str, grammar: str) -> str:
-    """A grammar inside another: `start` has the rules of the whole, and `@answer` for the grammar."""
-    parts = json.loads(grammar)["grammars"] if grammar.lstrip().startswith("{") else [{"lark_grammar": grammar}]
-    name = parts[0].setdefault("name", "answer")
-    whole = "%llguidance {}\n" + start.replace("@answer", f"@{name}")
-    return json.dumps({"grammars": [{"name": "offspec", "lark_grammar": whole}, *parts]})
-
-
-def _matcher(tokens: Any, grammar: str) -> Any:
-    from llguidance import LLMatcher, LLParserLimits
-
-    matcher = LLMatcher(tokens, grammar, log_level=0, limits=LLParserLimits(verbose_errors=False))
-    if not matcher.is_error():
-        matcher.deep_copy().compute_bitmask()
-    return matcher
 
 
 _stack_size_lock = threading.Lock()

@@ -75,7 +75,13 @@ class Marker:
         tokens = (*held, token)
         content = b"".join(self.token_bytes.get(each, b"") for each in tokens)
         if self.is_at_start:
-            return self._read_start(tokens, content)
+            visible = b"".join(content.split())
+            if (token == self.token and not visible) or (
+                token in self.token_bytes and any(visible.startswith(text) for text in self.texts)
+            ):
+                return True, tokens
+            may_come = token in self.token_bytes and any(text.startswith(visible) for text in self.texts)
+            return False, tokens if may_come else None
         if token == self.token:
             return True, (token,)
         if token not in self.token_bytes:  # another special token
@@ -85,16 +91,6 @@ class Marker:
             return True, self._from(tokens, min(positions))
         size = max((_num_begun(content, text) for text in self.texts), default=0)
         return False, self._from(tokens, len(content) - size)
-
-    def _read_start(self, tokens: Tokens, content: bytes) -> tuple[bool, Tokens | None]:
-        visible = b"".join(content.split())
-        if tokens[-1] == self.token and not visible:
-            return True, tokens
-        if tokens[-1] not in self.token_bytes:
-            return False, None
-        if any(visible.startswith(text) for text in self.texts):
-            return True, tokens
-        return False, tokens if any(text.startswith(visible) for text in self.texts) else None
 
     def _from(self, tokens: Tokens, at: int) -> Tokens:
         """The tokens from the one on that has byte `at` of their text; none if it is the text's end."""

@@ -89,14 +89,13 @@ class Reencoder:
                 for token, end in self._tokens(part.encode("latin-1")):
                     ids.append(token)
                     ends.append(first + end)
-            elif (special := self._special(part, is_first=first == 0)) is not None:
+                continue
+            target = ord(part) - FIRST_SPECIAL
+            is_lead = first == 0 and target in self._lead
+            if not is_lead and (special := self._shared.to_draft.get(target)) is not None:
                 ids.append(special)
                 ends.append(match.end())
         return Encoded(ids, ends)
-
-    def _special(self, part: str, *, is_first: bool) -> int | None:
-        target = ord(part) - FIRST_SPECIAL
-        return None if is_first and target in self._lead else self._shared.to_draft.get(target)
 
     def _tokens(self, content: bytes) -> Iterator[tuple[int, int]]:
         """The tokens of these bytes, each with the position of its end."""

@@ -71,7 +71,12 @@ class SpecialText:
         self._added: dict[int, tokenizers.AddedToken] = backend.get_added_tokens_decoder()
         flagged = {i for i, token in self._added.items() if token.special and token.content.strip()}
         parts = {text for texts in PARTS for text in texts}
-        markup = {i: token.content for i, token in self._added.items() if _is_markup(token.content)}
+        # Markup is not written like a word: `<think>`, `[INST]`.
+        markup = {
+            i: token.content
+            for i, token in self._added.items()
+            if any(not char.isalnum() and not char.isspace() and char not in "_▁" for char in token.content)
+        }
         named = {i for i, content in markup.items() if content in template or content in parts}
         self._ids, self._ids_in_replies = frozenset(flagged | named), frozenset(flagged)
 
@@ -154,7 +159,12 @@ class SpecialText:
         """
         pieces = self._pieces(text, str.maketrans(dict(texts)), at)
         plain = "".join(piece.plain for piece in pieces)
-        if self._matches(plain) == _places(pieces):  # no hidden text would become a special token
+        places, length = list[tuple[int, int, int]](), 0  # of the special tokens in the plain text
+        for piece in pieces:
+            if piece.token_id is not None:
+                places.append((length, length + len(piece.plain), piece.token_id))
+            length += len(piece.plain)
+        if self._matches(plain) == places:  # no hidden text would become a special token
             encoding = self._backend.encode_batch([plain], add_special_tokens=False)[0]
             return EncodedText(encoding.ids, encoding.offsets, _moved(pieces, at, lambda piece: piece.plain))
         renamed = "".join(piece.renamed for piece in pieces)
@@ -237,7 +247,11 @@ class SpecialText:
     @cached_property
     def _template_without(self) -> str:
         """The template's source without its special tokens."""
-        return "\n".join(_between([(start, end) for start, end, _ in self._matches(self._template)], self._template))
+        rest, done = list[str](), 0
+        for start, end, _ in self._matches(self._template):
+            rest.append(self._template[done:start])
+            done = end
+        return "\n".join([*rest, self._template[done:]])
 
     @cached_property
     def _longest(self) -> int:
@@ -257,11 +271,6 @@ def _begins(contents: Sequence[str], part: str) -> bool:
     """Whether one of the sorted contents begins with `part` and is longer."""
     at = bisect_right(contents, part)
     return at < len(contents) and contents[at].startswith(part)
-
-
-def _is_markup(content: str) -> bool:
-    """Whether it is written like markup, not like a word: `<think>`, `[INST]`."""
-    return any(not char.isalnum() and not char.isspace() and char not in "_▁" for char in content)
 
 
 def _is_free(key: str, value: object) -> bool:
@@ -290,21 +299,6 @@ def _mapped(value: Any, change: Callable[[str], str]) -> Any:
     if isinstance(value, (list, tuple)):
         return [_mapped(part, change) for part in value]
     return value
-
-
-def _between(spans: Sequence[tuple[int, int]], text: str) -> list[str]:
-    starts, ends = [0, *(end for _, end in spans)], [*(start for start, _ in spans), len(text)]
-    return [text[start:end] for start, end in zip(starts, ends, strict=True)]
-
-
-def _places(pieces: Iterable[_Piece]) -> list[tuple[int, int, int]]:
-    """Start, end and id of the special tokens in the plain text."""
-    places, at = list[tuple[int, int, int]](), 0
-    for piece in pieces:
-        if piece.token_id is not None:
-            places.append((at, at + len(piece.plain), piece.token_id))
-        at += len(piece.plain)
-    return places
 
 
 def _moved(pieces: Iterable[_Piece], at: int, written: Callable[[_Piece], str]) -> int | None:

@@ -54,7 +54,16 @@ def read_tekken(file: Path) -> tuple[tokenizers.Tokenizer, TokenizerSettings]:
         )
         backend.decoder = decoders.ByteLevel()
         backend.add_special_tokens([tokenizers.AddedToken(text, special=True, normalized=False) for text in special])
-        settings = _settings(file, special)
+        named = {"bos_token": BOS, "eos_token": EOS, "unk_token": UNK, "pad_token": PAD}
+        template, template_file = read_chat_template(file.parent, {})
+        settings = TokenizerSettings(
+            special_tokens={name: text for name, text in named.items() if text in special},
+            added_tokens={},
+            add_bos=BOS in special,
+            eos_ids=frozenset({special.index(EOS)} if EOS in special else ()),
+            chat_template=template,
+            chat_template_file=template_file,
+        )
         put_bos_first(backend, settings)
     return backend, settings
 
@@ -62,19 +71,6 @@ def read_tekken(file: Path) -> tuple[tokenizers.Tokenizer, TokenizerSettings]:
 def tekken_as_files(file: Path) -> dict[str, bytes]:
     """The tokenizer as the files of a checkpoint folder: name → content. Raises TokenizerError."""
     return as_files(*read_tekken(file))
-
-
-def _settings(file: Path, special: list[str]) -> TokenizerSettings:
-    named = {"bos_token": BOS, "eos_token": EOS, "unk_token": UNK, "pad_token": PAD}
-    template, template_file = read_chat_template(file.parent, {})
-    return TokenizerSettings(
-        special_tokens={name: text for name, text in named.items() if text in special},
-        added_tokens={},
-        add_bos=BOS in special,
-        eos_ids=frozenset({special.index(EOS)} if EOS in special else ()),
-        chat_template=template,
-        chat_template_file=template_file,
-    )
 
 
 def _special_tokens(content: dict[str, Any], file: Path) -> list[str]:

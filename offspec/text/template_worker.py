@@ -104,7 +104,7 @@ def environment() -> Any:  # jinja2.Environment
     )
     made.filters["tojson"] = _to_json
     made.globals["raise_exception"] = _raise_exception
-    made.globals["strftime_now"] = _strftime_now
+    made.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
     return made
 
 
@@ -123,10 +123,6 @@ def _raise_exception(message: str) -> None:
     from jinja2 import TemplateError
 
     raise TemplateError(message)
-
-
-def _strftime_now(pattern: str) -> str:
-    return datetime.now().strftime(pattern)
 
 
 if __name__ == "__main__":

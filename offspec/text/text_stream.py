@@ -69,7 +69,9 @@ class TextStream:
 
     def _cut(self, text: str, *, final: bool) -> str:
         self._tail += text
-        at, stop = _first_stop(self._tail, self._stops)
+        # The first stop string; of several at one position, the shortest.
+        matches = [(at, len(stop), stop) for stop in self._stops if (at := self._tail.find(stop)) >= 0]
+        at, _, stop = min(matches, default=(-1, 0, None))
         open_at = len(self._tail) if final else _first_open_stop(self._tail, self._stops)
         if stop is not None and at <= open_at:
             self.stopped = stop
@@ -103,10 +105,18 @@ class Detokenizer:
         token = self._tokenizer.stored_token(token_id)
         if not token or (self._skip_special_tokens and token_id in self._tokenizer.special_ids):
             return ""
-        byte = None if self._anchor is None else _fallback_byte(token)
-        if byte is None:
+        match = None if self._anchor is None else re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", token)
+        if match is None:
             return self._end_run() + self._extend([token_id])
-        return self._push_byte(token_id, byte)
+        self._run.append(token_id)
+        text = self._utf8.decode(bytes([int(match[1], 16)]))
+        if not text:
+            return ""
+        # Valid bytes go through the decoder (it may strip the text's first space), which drops them near invalid ones.
+        text = text if REPLACEMENT in text else self._extend(self._run)
+        waiting, _ = self._utf8.getstate()
+        self._restart(self._run[len(self._run) - len(waiting) :])
+        return text
 
     def flush(self, *, is_cut: bool = False) -> str:
         held, self._num_held = REPLACEMENT * self._num_held, 0
@@ -122,17 +132,6 @@ class Detokenizer:
         del self._context[:-_CONTEXT_TOKENS]
         return text[num_shown : len(text) - self._num_held]
 
-    def _push_byte(self, token_id: int, byte: int) -> str:
-        self._run.append(token_id)
-        text = self._utf8.decode(bytes([byte]))
-        if not text:
-            return ""
-        # Valid bytes go through the decoder (it may strip the text's first space), which drops them near invalid ones.
-        text = text if REPLACEMENT in text else self._extend(self._run)
-        waiting, _ = self._utf8.getstate()
-        self._restart(self._run[len(self._run) - len(waiting) :])
-        return text
-
     def _end_run(self) -> str:
         if not self._run:
             return ""
@@ -146,18 +145,6 @@ class Detokenizer:
 
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode_stored(ids, self._skip_special_tokens)
-
-
-def _fallback_byte(token: str) -> int | None:
-    match = re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", token)
-    return int(match[1], 16) if match else None
-
-
-def _first_stop(text: str, stops: tuple[str, ...]) -> tuple[int, str | None]:
-    """Position and text of the first stop string; of several at one position, the shortest."""
-    matches = [(at, len(stop), stop) for stop in stops if (at := text.find(stop)) >= 0]
-    at, _, stop = min(matches, default=(-1, 0, None))
-    return at, stop
 
 
 def _first_open_stop(text: str, stops: tuple[str, ...]) -> int:

@@ -18,7 +18,8 @@ def token_bytes(backend: tokenizers.Tokenizer) -> dict[int, bytes] | None:
     None if the tokenizer is neither byte-level BPE nor of sentencepiece's kind, because the text of its tokens depends
     on their neighbours.
     """
-    steps = _decoder_steps(backend)
+    state = json.loads(backend.decoder.__getstate__()) if backend.decoder is not None else {"decoders": []}
+    steps: list[dict[str, Any]] = state.get("decoders", [state])
     kinds = {step["type"] for step in steps}
     if "ByteLevel" in kinds:
         convert = _byte_level
@@ -39,15 +40,6 @@ def token_bytes(backend: tokenizers.Tokenizer) -> dict[int, bytes] | None:
         if content:
             contents[token_id] = content
     return contents
-
-
-def _decoder_steps(backend: tokenizers.Tokenizer) -> list[dict[str, Any]]:
-    """The decoder's parts, in the library's JSON."""
-    if backend.decoder is None:
-        return []
-    state = json.loads(backend.decoder.__getstate__())
-    parts: list[dict[str, Any]] = state.get("decoders", [state])
-    return parts
 
 
 def byte_alphabet() -> list[str]:

@@ -124,14 +124,6 @@ def _read_bytes(file: Path, most_bytes: int = MOST_JSON_BYTES) -> bytes | None:
         raise TokenizerError(f"{file} cannot be read ({exc.strerror}); download it again") from exc
 
 
-def _read_text(file: Path) -> str | None:
-    content = _read_bytes(file)
-    try:
-        return None if content is None else content.decode("utf-8")
-    except UnicodeDecodeError as exc:
-        raise TokenizerError(f"{file} cannot be read ({one_line(exc)}); download it again") from exc
-
-
 def read_json(file: Path) -> dict[str, Any]:
     """The object in a file; {} if it does not exist. Raises TokenizerError."""
     encoded = _read_bytes(file)
@@ -186,9 +178,12 @@ def _read_eos_ids(file: Path) -> frozenset[int]:
 def read_chat_template(folder: Path, config: dict[str, Any]) -> tuple[object, Path]:
     """The template of a folder, None if it has none, and its file. config: of the tokenizer."""
     file = folder / "chat_template.jinja"
-    text = _read_text(file)
-    if text is not None:
-        return text, file
+    content = _read_bytes(file)
+    if content is not None:
+        try:
+            return content.decode("utf-8"), file
+        except UnicodeDecodeError as exc:
+            raise TokenizerError(f"{file} cannot be read ({one_line(exc)}); download it again") from exc
     template = config.get("chat_template")
     if isinstance(template, list):
         template = {str(part.get("name")): part.get("template") for part in template if isinstance(part, dict)}

@@ -104,7 +104,10 @@ class ToolFormat:
         """In Lark. start: the rules that say where calls stand; `named` is a call behind its key `name`."""
         key = f', "{self.arguments_key}": '
         rules = [f"n{i}: {_literal(json.dumps(name) + key)} a{i} {_literal('}')}" for i, name in enumerate(schemas)]
-        rules += [f"a{i}: %json {json.dumps(_with_layout(schema))}" for i, schema in enumerate(schemas.values())]
+        for i, schema in enumerate(schemas.values()):
+            guidance = schema.get("x-guidance")
+            layout = {**LAYOUT, **(guidance if isinstance(guidance, Mapping) else {})}
+            rules.append(f"a{i}: %json {json.dumps({**schema, 'x-guidance': layout})}")
         named = "named: " + " | ".join(f"n{i}" for i in range(len(schemas)))
         call = f"call: {_literal(NAME_KEY)} named"
         return "\n".join(["%llguidance {}", start, call, named, *rules])
@@ -142,11 +145,6 @@ class ToolFormat:
 def _literal(text: str) -> str:
     """A text as Lark has it."""
     return json.dumps(text)
-
-
-def _with_layout(schema: Mapping[str, Any]) -> dict[str, Any]:
-    guidance = schema.get("x-guidance")
-    return {**schema, "x-guidance": {**LAYOUT, **(guidance if isinstance(guidance, Mapping) else {})}}
 
 
 class CallReader:
@@ -203,7 +201,9 @@ class CallReader:
     def _alone(self, is_end: bool) -> list[str | ToolCall]:
         """Calls that are the whole text."""
         begun = self._held.lstrip()
-        if not self._has_text and not is_end and (not begun or self._may_be_call(begun)):
+        starts = ["["] if self._form.style == "mistral" else ["{", PYTHON]
+        may_be_call = any(begun.startswith(start) or start.startswith(begun) for start in starts)
+        if not self._has_text and not is_end and may_be_call:
             return []
         calls = None if self._has_text else self._calls(_without(begun, PYTHON))
         text, self._held = self._held, ""
@@ -212,10 +212,6 @@ class CallReader:
     def _said(self, text: str) -> list[str | ToolCall]:
         self._has_text |= bool(text)
         return [text] if text else []
-
-    def _may_be_call(self, begun: str) -> bool:
-        starts = ["["] if self._form.style == "mistral" else ["{", PYTHON]
-        return any(begun.startswith(start) or start.startswith(begun) for start in starts)
 
     def _calls(self, text: str) -> list[ToolCall] | None:
         """The calls that a text consists of; None if it has anything else."""
@@ -227,16 +223,14 @@ class CallReader:
                 at = _after_space(text, at)
         except (ValueError, RecursionError):
             return None
-        calls = [self._call(value) for value in values]
-        return [call for call in calls if call is not None] if calls and None not in calls else None
-
-    def _call(self, value: Any) -> ToolCall | None:
-        if not isinstance(value, dict) or not isinstance(value.get("name"), str):
-            return None
-        arguments = value.get("arguments", value.get("parameters"))
-        if value["name"] not in self._names or not isinstance(arguments, dict):
-            return None
-        return ToolCall(value["name"], json.dumps(arguments, ensure_ascii=False))
+        calls = list[ToolCall]()
+        for value in values:
+            name = value.get("name") if isinstance(value, dict) else None
+            arguments = value.get("arguments", value.get("parameters")) if isinstance(name, str) else None
+            if not isinstance(name, str) or name not in self._names or not isinstance(arguments, dict):
+                return None
+            calls.append(ToolCall(name, json.dumps(arguments, ensure_ascii=False)))
+        return calls or None
 
 
 class ForcedCallReader:
