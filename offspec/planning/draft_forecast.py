@@ -65,29 +65,16 @@ class Acceptance:
         minimum of both. share: of the measured draft's wrong guesses (`Guessing`). factor: of the measured tokens,
         within the spread.
         """
-        measured = factor * _interpolated(self.greedy if greedy else self.sampled, num_nodes)
-        longest = _without(max(1.0, min(measured, MAX_ROUNDS)), MAX_ROUNDS + 1)
+        # Linear in log(1 + nodes), from one token without nodes. Within 6 % of what was measured at 16 and 128 nodes
+        # (docs/results/scheduling.md). Beyond the largest size: as there.
+        by_size = {0: 1.0, **(self.greedy if greedy else self.sampled)}
+        sizes = sorted(by_size)
+        interpolated = np.interp(np.log1p(num_nodes), np.log1p(sizes), [by_size[size] for size in sizes])
+        measured = max(1.0, min(factor * float(interpolated), MAX_ROUNDS))
+        # `measured` is the smooth minimum of `longest` and of the rounds that were measured with.
+        longest = float((measured**-BEND - (MAX_ROUNDS + 1) ** -BEND) ** (-1 / BEND))
         longest = 1 + (longest - 1) / share if share else math.inf
-        return max(1.0, _smooth_minimum(num_rounds + 1, longest))
-
-
-def _interpolated(measured: Mapping[int, float], num_nodes: int) -> float:
-    """Tokens per pass of trees of another size: linear in log(1 + nodes), from one token without nodes.
-
-    Within 6 % of what was measured at 16 and 128 nodes (docs/results/scheduling.md). Beyond the largest size: as there.
-    """
-    sizes = [0, *sorted(measured)]
-    tokens = [1.0, *(measured[size] for size in sizes[1:])]
-    return float(np.interp(np.log1p(num_nodes), np.log1p(sizes), tokens))
-
-
-def _smooth_minimum(one: float, other: float) -> float:
-    return float((one**-BEND + other**-BEND) ** (-1 / BEND))
-
-
-def _without(result: float, one: float) -> float:
-    """The other value, if `result` is the smooth minimum of it and `one`."""
-    return float((result**-BEND - one**-BEND) ** (-1 / BEND))
+        return max(1.0, float(((num_rounds + 1) ** -BEND + longest**-BEND) ** (-1 / BEND)))
 
 
 @dataclass(frozen=True)
@@ -180,7 +167,10 @@ def predict_drafting(
     if acceptance is None:
         return plain
     trees = list[_Tree]()
-    for num_nodes in _sizes(acceptance, plan.tree, num_texts):
+    # Measured sizes shared by the texts, and for each text if the tree allows that.
+    shared = [size // num_texts for size in acceptance.greedy]
+    sizes = [size for size in acceptance.greedy if num_texts * size <= plan.tree]
+    for num_nodes in filter(None, dict.fromkeys([*shared, *sizes])):
         pass_s = plan.predict_pass_s(rates, num_texts * (1 + num_nodes))
         rows = min(64, max(16, num_nodes // 8))  # of a round: `scheduler.pace.controllers.FixedBudget`'s
         one_s = round_s(plan, guessing, rates_of, rows, num_texts)
@@ -188,13 +178,6 @@ def predict_drafting(
         trees += [_Tree(guessing, num_nodes, number, one_s, pass_s, greedy, num_texts) for number in numbers]
     best = max(trees, key=_Tree.tokens_per_s, default=None)
     return plain if best is None or best.tokens_per_s() <= plain_rate else best.drafting(plain_rate)
-
-
-def _sizes(acceptance: Acceptance, tree: int, num_texts: int) -> list[int]:
-    """Nodes of each text to compare: measured sizes shared by the texts, and for each text if `tree` allows that."""
-    shared = [size // num_texts for size in acceptance.greedy]
-    sizes = [size for size in acceptance.greedy if num_texts * size <= tree]
-    return [size for size in dict.fromkeys([*shared, *sizes]) if size]
 
 
 def round_s(plan: Plan, guessing: Guessing, rates_of: RatesOf, width: int, num_texts: int = 1) -> float:

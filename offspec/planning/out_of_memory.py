@@ -7,7 +7,7 @@ neither loads weights nor generates text.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TypeVar
 
 import torch
@@ -54,19 +54,13 @@ def out_of_memory_message(exc: RuntimeError) -> str | None:
     call fails, so they must not be taken for it (CUDA Runtime API, cudaError_t: they leave "the process in an
     inconsistent state"). A capture that memory ended raises an error of its own, with the cause as its context.
     """
-    for error in _with_causes(exc):
+    error: BaseException | None = exc
+    while isinstance(error, RuntimeError):  # it, and those that it was raised from, as long as they are torch's own
         is_coded = getattr(error, "error_code", None) == _MEMORY_ALLOCATION  # torch.AcceleratorError, from torch 2.9
         if is_coded or isinstance(error, torch.OutOfMemoryError) or _MESSAGES.search(str(error)):
             return first_line(error)
-    return None
-
-
-def _with_causes(exc: BaseException) -> Iterator[RuntimeError]:
-    """An error and those that it was raised from, as long as they are torch's own: RuntimeErrors."""
-    error: BaseException | None = exc
-    while isinstance(error, RuntimeError):
-        yield error
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return None
 
 
 def with_fewer_residents(plan: Plan) -> Plan:

@@ -194,20 +194,16 @@ class Plan:
             )
         else:
             kept_s = streamed_s = resident_layer_s(self.inputs.target, work, rates, width)
-        each_s, least_s = experts_s or 0.0, 0.0 if on_cpu else EAGER_LAYER_S + self._launch_experts_s(width)
+        each_s, least_s = experts_s or 0.0, 0.0 if on_cpu else EAGER_LAYER_S
+        form, experts, slots = self.inputs.target.packed_form, self.experts, self.placement.experts
+        if experts is not None and form is not None and form not in GGUF_WITH_KERNELS and not on_cpu:
+            # Experts are launched one by one.
+            on_device = 1.0 if slots.are_resident else slots.device / experts.num
+            least_s += on_device * experts.num_used(width) * EAGER_EXPERT_S
         return [
             max((kept_s if i in resident else streamed_s) + attention_s[i], least_s) + each_s
             for i in range(len(self.layers))
         ]
-
-    def _launch_experts_s(self, width: int) -> float:
-        """Seconds in which a layer's experts are launched one by one, if they are."""
-        experts, form = self.experts, self.inputs.target.packed_form
-        if experts is None or form is None or form in GGUF_WITH_KERNELS:
-            return 0.0
-        slots = self.placement.experts
-        on_device = 1.0 if slots.are_resident else slots.device / experts.num
-        return on_device * experts.num_used(width) * EAGER_EXPERT_S
 
     def _experts_s(self, rates: Rates, width: int) -> float | None:
         """Seconds of a layer's experts, on average over all layers; None if all are resident, or each is not a unit."""
@@ -330,7 +326,13 @@ def make_plan(
             with suppress(MemoryLimitError):
                 return _plan_in_room(replace(inputs, target=target.with_kv(EIGHT_BIT)))
         raise
-    return _with_residents_back(plan)
+    # An 8-bit cache, if the context asked for costs resident layers and this returns some of them.
+    context = plan.inputs.options.context
+    if context is None or context <= DEFAULT_CONTEXT or not plan.placement.streamed:
+        return plan
+    usual, packed = _plan_for(replace(plan.reservation, context=DEFAULT_CONTEXT), plan.inputs), plan.with_kv(EIGHT_BIT)
+    num_residents, in_usual, in_packed = (len(each.placement.resident) for each in (plan, usual, packed))
+    return packed if num_residents < min(in_usual, in_packed) else plan
 
 
 def _plan_for_request(wanted: int, options: MemoryOptions, make: Callable[..., Plan]) -> Plan:
@@ -349,16 +351,6 @@ def _plan_for_request(wanted: int, options: MemoryOptions, make: Callable[..., P
         f"the prompt has {options.prompt} tokens, and the memory that may be used holds a context of "
         f"{usual.largest_context}; shorten the prompt, or allow more memory (`vram`, `ram`)"
     )
-
-
-def _with_residents_back(plan: Plan) -> Plan:
-    """The plan with an 8-bit KV cache, if the context asked for costs resident layers and this returns some of them."""
-    context = plan.inputs.options.context
-    if context is None or context <= DEFAULT_CONTEXT or not plan.placement.streamed:
-        return plan
-    usual, packed = _plan_for(replace(plan.reservation, context=DEFAULT_CONTEXT), plan.inputs), plan.with_kv(EIGHT_BIT)
-    num_residents, in_usual, in_packed = (len(each.placement.resident) for each in (plan, usual, packed))
-    return packed if num_residents < min(in_usual, in_packed) else plan
 
 
 def _plan_in_room(inputs: PlanInputs) -> Plan:
@@ -459,7 +451,12 @@ def _plan_of(reservation: Reservation, inputs: PlanInputs) -> Plan:
     A byte of entries on the device saves a pass over a full context as much as a byte of weights does, and saves less
     with shorter texts. So beyond the default context RAM is better, if the gain is worth it.
     """
-    inputs, uses = _with_uses(reservation, inputs)
+    uses = [feature.memory_use(inputs.target, reservation) for feature in inputs.features]
+    # Layers with a window drop KV entries outside of it, unless a draft reads them, too.
+    forgets = not any(use.is_of_target_layers for use in uses)
+    if forgets != inputs.target.forgets:
+        inputs = replace(inputs, target=inputs.target.forgetting(forgets=forgets))
+        uses = [feature.memory_use(inputs.target, reservation) for feature in inputs.features]
     may_spill = inputs.limits.device is not None and reservation.context > DEFAULT_CONTEXT
     if not may_spill or any(use.reads_all_entries for use in uses):
         return _placed(reservation, inputs, uses)
@@ -477,16 +474,6 @@ def _plan_of(reservation: Reservation, inputs: PlanInputs) -> Plan:
     return near
 
 
-def _with_uses(reservation: Reservation, inputs: PlanInputs) -> tuple[PlanInputs, list[MemoryUse]]:
-    """What the features need. Layers with a window drop KV entries outside of it, unless a draft reads them, too."""
-    uses = [feature.memory_use(inputs.target, reservation) for feature in inputs.features]
-    forgets = not any(use.is_of_target_layers for use in uses)
-    if forgets == inputs.target.forgets:
-        return inputs, uses
-    inputs = replace(inputs, target=inputs.target.forgetting(forgets=forgets))
-    return inputs, [feature.memory_use(inputs.target, reservation) for feature in inputs.features]
-
-
 def _moved(plan: Plan) -> tuple[int, int]:
     """Bytes that a pass over half a context reads from disk, and brings to the device."""
     from_disk = sum(plan.layers[i].read_bytes for i in plan.placement.on_disk)
@@ -498,7 +485,9 @@ def _placed(reservation: Reservation, inputs: PlanInputs, uses: Sequence[MemoryU
     target = inputs.target
     num_entries = reservation.num_tokens + reservation.tree + sum(use.target_entries for use in uses)
     pinned = PinnedLayers(sum(use.num_required_resident for use in uses))
-    costs, items = _layer_costs(target, uses), _items(reservation, inputs, uses)
+    costs, items = [layer.cost(target.dtype) for layer in target.stored.layers], _items(reservation, inputs, uses)
+    if shadow_bytes := next((use.shadow_bytes for use in uses if use.shadow_bytes), ()):
+        costs = [replace(cost, shadow_bytes=nbytes) for cost, nbytes in zip(costs, shadow_bytes, strict=True)]
     entries, windows, states = _text_bytes(target, num_entries, reservation.texts)
     experts = experts_cost(target)
     if states:
@@ -538,14 +527,6 @@ def _text_bytes(target: ModelFiles, num_entries: int, num_texts: int) -> tuple[l
             else:
                 windows += nbytes
     return entries, windows, states
-
-
-def _layer_costs(target: ModelFiles, uses: Sequence[MemoryUse]) -> list[UnitCost]:
-    costs = [layer.cost(target.dtype) for layer in target.stored.layers]
-    shadows = next((use.shadow_bytes for use in uses if use.shadow_bytes), None)
-    if shadows is None:
-        return costs
-    return [replace(cost, shadow_bytes=nbytes) for cost, nbytes in zip(costs, shadows, strict=True)]
 
 
 def experts_cost(model: ModelFiles) -> ExpertsCost | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 from offspec.loaders.streaming.placement import Limits
@@ -26,10 +27,7 @@ def explain_plan(plan: Plan, link_bytes_per_s: float | None = None) -> list[Note
         *_missing(plan.inputs.limits, plan.inputs.options),
         Note(f"context {plan.context} tokens (the KV cache has room for as many)"),
         *_kv_format(plan),
-        *_kv_of_windows(plan),
-        *_kv_in_ram(plan),
-        *_attention(plan),
-        *_rope_factors(plan),
+        *_notes_on_texts(plan),
         Note(where),
     ]
 
@@ -71,53 +69,33 @@ def _kv_format(plan: Plan) -> list[Note]:
     return [Note(f"{description}, {why}; {same}; set `kv_cache=16` for unchanged arithmetic", advice=True)]
 
 
-def _kv_of_windows(plan: Plan) -> list[Note]:
-    """What layers with a window keep, if that is less than the context."""
-    target, rows = plan.inputs.target, plan.window_rows
-    if not rows or plan.context <= rows:
-        return []
-    sizes = [format_size(each.kv_bytes(plan.context)) for each in (target, replace(target, forgets=False))]
-    description = f"layers with a window keep {rows} KV entries of a text: {sizes[0]} instead of {sizes[1]}"
-    return [Note(f"{description}; a text that goes back further is read again")]
-
-
-def _kv_in_ram(plan: Plan) -> list[Note]:
-    """The layers whose KV entries are in RAM, and what that costs a pass."""
-    if not (far := plan.placement.entries_in_ram):
-        return []
-    size = format_size(plan.entry_stream_bytes)
-    return [
-        Note(
+def _notes_on_texts(plan: Plan) -> Iterator[Note]:
+    """What long texts cost in memory, of a pass, in attention; LongRoPE's factors (`ModelConfig.for_context`)."""
+    target, rows, rope = plan.inputs.target, plan.window_rows, plan.inputs.target.config.rope
+    if 0 < rows < plan.context:
+        sizes = [format_size(each.kv_bytes(plan.context)) for each in (target, replace(target, forgets=False))]
+        description = f"layers with a window keep {rows} KV entries of a text: {sizes[0]} instead of {sizes[1]}"
+        yield Note(f"{description}; a text that goes back further is read again")
+    if far := plan.placement.entries_in_ram:
+        size = format_size(plan.entry_stream_bytes)
+        yield Note(
             f"the KV entries of {len(far)} streamed layers are in RAM: each pass reads them beside the weights, {size} "
             f"behind a text of {plan.context} tokens; a smaller `context` keeps them on the device"
         )
-    ]
-
-
-def _attention(plan: Plan) -> list[Note]:
-    """Why attention behind a long text is slow, if it is."""
-    shapes = attention_shapes(plan.inputs.target, 1, on_cpu=plan.placement.limits.device is None)
+    shapes = attention_shapes(target, 1, on_cpu=plan.placement.limits.device is None)
     reason = next((shape.reason_for_formula for shape in shapes if shape is not None), None)
-    if plan.context <= DEFAULT_CONTEXT or reason is None:
-        return []
-    return [
-        Note(
+    if plan.context > DEFAULT_CONTEXT and reason is not None:
+        yield Note(
             f"attention to long texts holds its scores in memory, which takes longer: {reason}, and torch has no "
             "kernel for that"
         )
-    ]
-
-
-def _rope_factors(plan: Plan) -> list[Note]:
-    """The set of LongRoPE's factors that the context selects; see `ModelConfig.for_context`."""
-    rope = plan.inputs.target.config.rope
-    if rope.kind != "longrope" or rope.scaling[SHORT_FACTORS] == rope.scaling[LONG_FACTORS]:
-        return []
-    original = rope.scaling[ORIGINAL_CONTEXT]
-    if plan.context <= original:
-        return [Note(f"LongRoPE: factors for texts of up to {original} tokens, by the context")]
-    chosen = f"LongRoPE: factors for texts of more than {original} tokens, by the context"
-    return [Note(f"{chosen}; a context of {original} or less selects the others (`context`)", advice=True)]
+    if rope.kind == "longrope" and rope.scaling[SHORT_FACTORS] != rope.scaling[LONG_FACTORS]:
+        original = rope.scaling[ORIGINAL_CONTEXT]
+        if plan.context <= original:
+            yield Note(f"LongRoPE: factors for texts of up to {original} tokens, by the context")
+        else:
+            chosen = f"LongRoPE: factors for texts of more than {original} tokens, by the context"
+            yield Note(f"{chosen}; a context of {original} or less selects the others (`context`)", advice=True)
 
 
 def tell_tiers(plan: Plan) -> str:
