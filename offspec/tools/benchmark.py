@@ -318,8 +318,14 @@ class BenchmarkReport:
         rates = [_tokens_per_s(runs) for runs in repeats]
         gains = [rate / _tokens_per_s(runs) for rate, runs in zip(rates, plain, strict=True)]
         runs = [run for repeat in repeats for run in repeat]
-        firsts, laters = [_parts(run.first) for run in runs], [_later_parts(run) for run in runs]
-        later_rates = [rate for rate in map(_later_tokens_per_s, repeats) if rate is not None]
+        firsts = [_parts(run.first) for run in runs]
+        totals = [_parts(run.stats) for run in runs]
+        laters = [(d - d0, t - t0, r - r0) for (d, t, r), (d0, t0, r0) in zip(totals, firsts, strict=True)]
+        later_rates = list[float]()
+        for repeat in repeats:
+            num_tokens = sum(run.stats.num_tokens - run.stats.num_first_pass_tokens for run in repeat)
+            if rate := _ratio(num_tokens, sum(run.stats.decode_s for run in repeat)):
+                later_rates.append(rate)
         num_later = sum(run.stats.num_passes - 1 for run in runs)
         likelihoods = [run.log_likelihood for run in runs if run.log_likelihood is not None]
         return BenchmarkRow(
@@ -346,19 +352,9 @@ def _tokens_per_s(runs: Sequence[Run]) -> float:
     return _ratio(sum(run.stats.num_tokens for run in runs), sum(run.seconds for run in runs))
 
 
-def _later_tokens_per_s(runs: Sequence[Run]) -> float | None:
-    num_tokens = sum(run.stats.num_tokens - run.stats.num_first_pass_tokens for run in runs)
-    return _ratio(num_tokens, sum(run.stats.decode_s for run in runs)) or None
-
-
 def _parts(stats: Stats) -> Parts:
     """Seconds so far in drafting, target, and rest."""
     return stats.draft_s, stats.target_s, stats.prefill_s + stats.decode_s - stats.draft_s - stats.target_s
-
-
-def _later_parts(run: Run) -> Parts:
-    (d, t, r), (first_d, first_t, first_r) = _parts(run.stats), _parts(run.first)
-    return d - first_d, t - first_t, r - first_r
 
 
 def _mean_ms(parts: Sequence[Parts], count: int) -> Parts:

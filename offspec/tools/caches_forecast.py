@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -51,20 +52,17 @@ class CacheProspect:
 
 def predict_caches(plan: Plan, rates: Rates, width: int) -> list[CacheProspect]:
     """The formats in the memory and with the context of `plan`. width: rows of the pass."""
-    return [_predict(plan, rates, width, name) for name in KV_FORMATS]
-
-
-def _predict(plan: Plan, rates: Rates, width: int, name: str) -> CacheProspect:
-    kv = KV_FORMATS[name]
-    target = plan.inputs.target.with_kv(kv)
-    dtype = next(dtype for dtype, with_kv in DTYPES.items() if with_kv == target.dtype)
-    stored_as = dtype if kv.is_plain else f"{name} bit"
+    prospects = list[CacheProspect]()
+    dtype = next(name for name, each in DTYPES.items() if each == plan.inputs.target.dtype)
     some = MOST_STATE_NODES  # more entries do not change what recurrent layers keep
-    token_bytes = (target.kv_bytes(2 * some) - target.kv_bytes(some)) // some
-    prospect = CacheProspect(name, stored_as, token_bytes, target.kv_bytes(plan.context))
-    try:
-        with_kv = plan if kv == plan.inputs.target.kv else plan.with_kv(kv)
-    except MemoryLimitError:
-        return prospect
-    short_s, full_s = (with_kv.predict_pass_s(rates, width, num_tokens) for num_tokens in (0, plan.context))
-    return replace(prospect, plan=with_kv, short_s=short_s, full_s=full_s)
+    for name, kv in KV_FORMATS.items():
+        target = plan.inputs.target.with_kv(kv)
+        token_bytes = (target.kv_bytes(2 * some) - target.kv_bytes(some)) // some
+        stored_as = dtype if kv.is_plain else f"{name} bit"
+        prospect = CacheProspect(name, stored_as, token_bytes, target.kv_bytes(plan.context))
+        with suppress(MemoryLimitError):
+            with_kv = plan if kv == plan.inputs.target.kv else plan.with_kv(kv)
+            short_s, full_s = (with_kv.predict_pass_s(rates, width, num_tokens) for num_tokens in (0, plan.context))
+            prospect = replace(prospect, plan=with_kv, short_s=short_s, full_s=full_s)
+        prospects.append(prospect)
+    return prospects

@@ -6,9 +6,10 @@ places a model layer by layer.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,8 @@ class Diagnosis:
     @property
     def advice(self) -> list[str]:
         """Facts to know and things to do, the most useful first."""
-        return [text for find in ADVICE if (text := find(self)) is not None][:MAX_ADVICE]
+        advice = chain(_advice_on_setup(self), _advice_on_reading(self), _advice_on_room(self))
+        return list(islice(advice, MAX_ADVICE))
 
     @property
     def to_do(self) -> list[str]:
@@ -108,6 +110,10 @@ def diagnose(
         disk, disk_reason = read_disk(where), ""
     except HardwareError as exc:
         disk, disk_reason = None, str(exc)
+    try:
+        bitsandbytes_version = version("bitsandbytes")
+    except PackageNotFoundError:
+        bitsandbytes_version = None
     fault = (gpu_fault() or card_fault(0)) if device == "auto" and place.type == "cpu" else None
     reason = "as asked" if device != "auto" else "found" if fault is None else fault.reason
     return Diagnosis(
@@ -118,7 +124,7 @@ def diagnose(
         disk_reason,
         torch_version=torch.__version__,
         torch_has_gpus=torch.version.cuda is not None or torch.version.hip is not None,
-        bitsandbytes_version=_version("bitsandbytes"),
+        bitsandbytes_version=bitsandbytes_version,
         load_average=load_average,
         instructions=describe_instructions(),
         products=products,
@@ -144,35 +150,28 @@ def dtype_of(hardware: Hardware) -> torch.dtype:
     return torch.bfloat16 if hardware.gpu is None or hardware.gpu.has_bf16 else torch.float16
 
 
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
 # ------------------------------------------------------------------------------------------------ advice
 
 
-def _busy_processor(d: Diagnosis) -> str | None:
-    h = d.hardware
+def _advice_on_setup(d: Diagnosis) -> Iterator[str]:
+    h, ram = d.hardware, d.hardware.ram
     is_measured = h.rates.disk_bytes_per_s is not None or h.rates.matmul_flops
-    if not is_measured or d.load_average <= h.num_cores:
-        return None
-    return (
-        f"This machine is busy: {d.load_average:.1f} processes share {h.num_cores} cores, so the rates above are too "
-        "low. Measure again when it is idle."
-    )
-
-
-def _tight_container(d: Diagnosis) -> str | None:
-    ram = d.hardware.ram
-    if ram.total_bytes >= LITTLE * ram.machine_bytes:
-        return None
-    return (
-        f"This container may use {format_size(ram.total_bytes)} of the machine's {format_size(ram.machine_bytes)} of "
-        f"RAM ({ram.limit}). Raise this limit first: each GiB more is a GiB less to read per pass."
-    )
+    if is_measured and d.load_average > h.num_cores:
+        yield (
+            f"This machine is busy: {d.load_average:.1f} processes share {h.num_cores} cores, so the rates above are "
+            "too low. Measure again when it is idle."
+        )
+    if ram.total_bytes < LITTLE * ram.machine_bytes:
+        yield (
+            f"This container may use {format_size(ram.total_bytes)} of the machine's {format_size(ram.machine_bytes)} "
+            f"of RAM ({ram.limit}). Raise this limit first: each GiB more is a GiB less to read per pass."
+        )
+    yield from filter(None, (_no_bitsandbytes(d), _no_gpu(d)))
+    if h.gpu is not None and not h.gpu.has_bf16:
+        yield (
+            "This card does not compute bf16, so models in bf16 run in fp16, which has a smaller range. If logits are "
+            "not finite, use `dtype=fp32`."
+        )
 
 
 def _no_bitsandbytes(d: Diagnosis) -> str | None:
@@ -189,30 +188,6 @@ def _no_gpu(d: Diagnosis) -> str | None:
         return None
     reason, remedy = (text[:1].upper() + text[1:] for text in (d.gpu_fault.reason, d.gpu_fault.remedy))
     return f"{reason}. {remedy}."
-
-
-def _no_bf16(d: Diagnosis) -> str | None:
-    if d.hardware.gpu is None or d.hardware.gpu.has_bf16:
-        return None
-    return (
-        "This card does not compute bf16, so models in bf16 run in fp16, which has a smaller range. If logits are not "
-        "finite, use `dtype=fp32`."
-    )
-
-
-def _reading(d: Diagnosis) -> str | None:
-    rates, model, ram = d.hardware.rates, d.model, d.hardware.ram
-    if rates.disk_bytes_per_s is None:
-        return None
-    size, free = format_quantity(model.nbytes, "B"), format_quantity(ram.available_bytes, "B")
-    text = (
-        f"This disk reads {format_quantity(rates.disk_bytes_per_s, 'B/s')}. From disk, {model.name} ({size}) takes "
-        f"{format_seconds(model.nbytes / rates.disk_bytes_per_s)} per pass"
-    )
-    if rates.host_to_device_bytes_per_s is None:
-        return f"{text}. With {size} of free RAM it reads nothing; {free} are free now."
-    link_s = format_seconds(model.nbytes / rates.host_to_device_bytes_per_s)
-    return f"{text}. From RAM it takes {link_s}, with {size} of free RAM; {free} are free now."
 
 
 def _arithmetic(d: Diagnosis) -> str | None:
@@ -233,75 +208,52 @@ def _arithmetic(d: Diagnosis) -> str | None:
     )
 
 
-def _page_cache(d: Diagnosis) -> str | None:
-    if "page cache" not in d.hardware.rates.sources.get("disk_bytes_per_s", ""):
-        return None
-    system = "This file system" if d.disk is None else f"This file system ({d.disk.file_system})"
-    return (
-        f"{system} refuses direct reads, so weights go through the page cache, which costs time and memory. Store "
-        "models on a local disk with ext4, xfs or btrfs."
-    )
+def _advice_on_reading(d: Diagnosis) -> Iterator[str]:
+    rates, model, arithmetic = d.hardware.rates, d.model, _arithmetic(d)
+    rate, link_rate = rates.disk_bytes_per_s, rates.host_to_device_bytes_per_s
+    if rate is not None:
+        size, free = format_quantity(model.nbytes, "B"), format_quantity(d.hardware.ram.available_bytes, "B")
+        text = (
+            f"This disk reads {format_quantity(rate, 'B/s')}. From disk, {model.name} ({size}) takes "
+            f"{format_seconds(model.nbytes / rate)} per pass"
+        )
+        if link_rate is None:
+            yield f"{text}. With {size} of free RAM it reads nothing; {free} are free now."
+        else:
+            link_s = format_seconds(model.nbytes / link_rate)
+            yield f"{text}. From RAM it takes {link_s}, with {size} of free RAM; {free} are free now."
+    if arithmetic is not None:
+        yield arithmetic
+    if "page cache" in rates.sources.get("disk_bytes_per_s", ""):
+        system = "This file system" if d.disk is None else f"This file system ({d.disk.file_system})"
+        yield (
+            f"{system} refuses direct reads, so weights go through the page cache, which costs time and memory. Store "
+            "models on a local disk with ext4, xfs or btrfs."
+        )
+    if rate is not None and rate < SLOW_DISK and arithmetic is None:
+        yield (
+            f"{format_quantity(rate, 'B/s')} is slow: an NVMe SSD reads 3 to 7 GB/s, and streams models faster by the "
+            "same factor (`path` measures another folder)."
+        )
+    if link_rate is not None and link_rate < SLOW_LINK:
+        yield (
+            f"The link to the card copies {format_quantity(link_rate, 'B/s')}; PCIe 4.0 x16 copies 25 GB/s. Check that "
+            "the card is in a slot with all lanes, and without a riser."
+        )
 
 
-def _slow_disk(d: Diagnosis) -> str | None:
-    rate = d.hardware.rates.disk_bytes_per_s
-    if rate is None or rate >= SLOW_DISK or _arithmetic(d) is not None:
-        return None
-    return (
-        f"{format_quantity(rate, 'B/s')} is slow: an NVMe SSD reads 3 to 7 GB/s, and streams models faster by the "
-        "same factor (`path` measures another folder)."
-    )
-
-
-def _slow_link(d: Diagnosis) -> str | None:
-    rate = d.hardware.rates.host_to_device_bytes_per_s
-    if rate is None or rate >= SLOW_LINK:
-        return None
-    return (
-        f"The link to the card copies {format_quantity(rate, 'B/s')}; PCIe 4.0 x16 copies 25 GB/s. Check that the card "
-        "is in a slot with all lanes, and without a riser."
-    )
-
-
-def _busy_gpu(d: Diagnosis) -> str | None:
-    gpu = d.hardware.gpu
-    if gpu is None or gpu.free_bytes >= LITTLE * gpu.total_bytes:
-        return None
-    return (
-        f"Other programs use {format_size(gpu.total_bytes - gpu.free_bytes)} of the card's "
-        f"{format_size(gpu.total_bytes)}. Close them, so that more layers are resident."
-    )
-
-
-def _busy_ram(d: Diagnosis) -> str | None:
-    ram = d.hardware.ram
-    if ram.available_bytes >= ram.total_bytes / 2:
-        return None
-    return (
-        f"Only {format_size(ram.available_bytes)} of {format_size(ram.total_bytes)} of RAM are free. Close other "
-        "programs, so that less is read from disk."
-    )
-
-
-def _full_disk(d: Diagnosis) -> str | None:
-    if d.disk is None or d.disk.free_bytes >= d.model.nbytes:
-        return None
-    free, size = (format_quantity(nbytes, "B") for nbytes in (d.disk.free_bytes, d.model.nbytes))
-    return f"{d.disk.path} has {free} of free space, too little for {d.model.name} ({size})."
-
-
-ADVICE: tuple[Callable[[Diagnosis], str | None], ...] = (
-    _busy_processor,
-    _tight_container,
-    _no_bitsandbytes,
-    _no_gpu,
-    _no_bf16,
-    _reading,
-    _arithmetic,
-    _page_cache,
-    _slow_disk,
-    _slow_link,
-    _busy_gpu,
-    _busy_ram,
-    _full_disk,
-)
+def _advice_on_room(d: Diagnosis) -> Iterator[str]:
+    gpu, ram, disk = d.hardware.gpu, d.hardware.ram, d.disk
+    if gpu is not None and gpu.free_bytes < LITTLE * gpu.total_bytes:
+        yield (
+            f"Other programs use {format_size(gpu.total_bytes - gpu.free_bytes)} of the card's "
+            f"{format_size(gpu.total_bytes)}. Close them, so that more layers are resident."
+        )
+    if ram.available_bytes < ram.total_bytes / 2:
+        yield (
+            f"Only {format_size(ram.available_bytes)} of {format_size(ram.total_bytes)} of RAM are free. Close other "
+            "programs, so that less is read from disk."
+        )
+    if disk is not None and disk.free_bytes < d.model.nbytes:
+        free, size = (format_quantity(nbytes, "B") for nbytes in (disk.free_bytes, d.model.nbytes))
+        yield f"{disk.path} has {free} of free space, too little for {d.model.name} ({size})."

@@ -187,22 +187,20 @@ class Forecast:
         best = self.improvement
         named = [each for each in self.prospects if best is not None and each.name == best.value]
         for each in dict.fromkeys((self.planned.name, *(other.name for other in named))):
-            lines += self._draft_sources(each)
+            draft = next(other for other in self.prospects if other.name == each)
+            if draft.greedy is not None and draft.greedy.num_nodes:
+                lines.append((f"tokens per pass of {each}", draft.source))
+                lines.append(("their range over prompts", draft.range_source))
         if self.llama_cpp_tokens_per_s is not None:
             lines.append(("llama.cpp", LLAMA_CPP_SOURCE))
         return lines
 
-    def _draft_sources(self, name: str) -> list[tuple[str, str]]:
-        """Where the tokens per pass of a draft that guesses come from, and their range."""
-        draft = next(each for each in self.prospects if each.name == name)
-        if draft.greedy is None or not draft.greedy.num_nodes:
-            return []
-        return [(f"tokens per pass of {name}", draft.source), ("their range over prompts", draft.range_source)]
-
     def _links(self) -> list[tuple[str, str]]:
         """(name, rate and its source) of each link that the prediction uses."""
         p, rates = self.plan.placement, self.rates
-        reads = bool(p.on_disk) or self._reads_experts
+        experts, slots = self.plan.experts, p.experts
+        num_near = max(slots.device, slots.host)  # of experts; passes read others from disk
+        reads = bool(p.on_disk) or (experts is not None and not slots.are_resident and num_near < experts.num)
         uses_ram = not self.is_resident and rates.ram_bytes_per_s is not None
         links = [("disk", rates.disk_bytes_per_s, "disk_bytes_per_s", reads)]
         links.append(("memory of the card", rates.memory_bytes_per_s, "memory_bytes_per_s", self.has_card))
@@ -213,12 +211,6 @@ class Forecast:
             for name, rate, key, is_used in links
             if is_used and rate
         ]
-
-    @property
-    def _reads_experts(self) -> bool:
-        """Whether passes read experts from disk."""
-        experts, slots = self.plan.experts, self.plan.placement.experts
-        return experts is not None and not slots.are_resident and max(slots.device, slots.host) < experts.num
 
     def as_dict(self) -> dict[str, Any]:
         p, experts = self.plan.placement, self.plan.experts
@@ -363,7 +355,11 @@ class Machine:
     def of(cls, options: LoadOptions, assumed: Assumptions, notes: list[Note]) -> Machine:
         gpu = find_gpu(assumed.gpu) if assumed.gpu is not None else None
         place = torch.device("cpu") if gpu else choose_device(options.device, notes)
-        return cls(place, gpu, _hardware(place, gpu, options.ram), assumed)
+        hardware = read_hardware(place)
+        if gpu is not None:  # beside an assumed card, RAM is at least what the options say
+            available = max(options.ram or 0, hardware.ram.available_bytes)
+            hardware = replace(hardware, gpu=gpu.gpu(), ram=replace(hardware.ram, available_bytes=available))
+        return cls(place, gpu, hardware, assumed)
 
     @property
     def device_type(self) -> str:
@@ -453,15 +449,6 @@ def _open_to_plan(options: LoadOptions, form: str | None, device_type: str, note
 
 def _weight_bytes(model: ModelFiles) -> int:
     return sum(info.nbytes for weight in model.stored.by_name.values() for info in weight.streamed)
-
-
-def _hardware(place: torch.device, known_gpu: KnownGpu | None, ram: int | None) -> Hardware:
-    """This machine's hardware. With an assumed card, RAM is at least `ram` bytes."""
-    hardware = read_hardware(place)
-    if known_gpu is None:
-        return hardware
-    available = hardware.ram.available_bytes if ram is None else max(ram, hardware.ram.available_bytes)
-    return replace(hardware, gpu=known_gpu.gpu(), ram=replace(hardware.ram, available_bytes=available))
 
 
 def _title(target: ModelFiles, form: str | None, plan: Plan) -> str:

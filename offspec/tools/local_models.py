@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from offspec.loaders.files.containers import is_checkpoint
+from offspec.loaders.files.gguf_file import BESIDE_MODELS, part_paths
 
 from ..checkpoints.head_files import is_head
 from ..checkpoints.opening import ModelFiles, Note, locate
@@ -54,16 +55,12 @@ def described(name: str, path: Path) -> LocalModel:
         files = ModelFiles.open(path, "auto", "cpu", notes, headers_only=True)
         form = files.packed_form or str(files.dtype).removeprefix("torch.")
         facts = (files.config.model_type, files.num_parameters, files.config.max_context)
-        return LocalModel(name, path, size, form, "", _drafts(name, files), *facts)
+        drafts = [BUILTIN] if name == BUILTIN else [f"shadow:{bits}" for bits in made_shadows(files)]
+        if name != BUILTIN:
+            drafts += [f"self:{number}" for number in trained_exits(files)]
+        return LocalModel(name, path, size, form, "", tuple(drafts), *facts)
     except OffspecError as exc:
         return LocalModel(name, path, size, fault=str(exc).partition("\n")[0])
-
-
-def _drafts(name: str, files: ModelFiles) -> tuple[str, ...]:
-    if name == BUILTIN:
-        return (BUILTIN,)
-    shadows = [f"shadow:{bits}" for bits in made_shadows(files)]
-    return (*shadows, *(f"self:{number}" for number in trained_exits(files)))
 
 
 def size_of(path: Path) -> int:
@@ -105,15 +102,10 @@ def _checkpoints(folder: Path, depth: int) -> Iterator[Path]:
     for entry in entries:
         if entry.is_dir() and depth:
             yield from _checkpoints(entry, depth - 1)
-        elif entry.suffix == ".gguf" and is_checkpoint(entry) and _is_model(entry):
+            continue
+        is_model = entry.suffix == ".gguf" and is_checkpoint(entry) and not entry.name.startswith(BESIDE_MODELS)
+        if is_model and part_paths(entry)[0] == entry:  # or the first file of one
             yield entry
-
-
-def _is_model(file: Path) -> bool:
-    """Whether this GGUF file is a model, or the first file of one."""
-    from offspec.loaders.files.gguf_file import BESIDE_MODELS, part_paths
-
-    return not file.name.startswith(BESIDE_MODELS) and part_paths(file)[0] == file
 
 
 def hub_models() -> list[LocalModel]:

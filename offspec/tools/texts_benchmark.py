@@ -76,7 +76,18 @@ class TextsReport:
     repeats: list[list[TextsRun]] = field(default_factory=list)
 
     def rows(self) -> list[TextsRow]:
-        return [self._row(list(runs)) for runs in zip(*self.repeats, strict=True)]
+        bases = [repeat[0] for repeat in self.repeats]
+        return [
+            TextsRow(
+                runs[0].num_texts,
+                Figure.of([run.tokens_per_s for run in runs]),
+                Figure.of([statistics.median(run.each_tokens_per_s) for run in runs]),
+                Figure.of([run.num_tokens / run.num_passes for run in runs]),
+                Figure.of([run.tokens_per_s / base.tokens_per_s for run, base in zip(runs, bases, strict=True)]),
+                sum(num_different(run, base) for run, base in zip(runs, bases, strict=True)),
+            )
+            for runs in zip(*self.repeats, strict=True)
+        ]
 
     @property
     def num_prompts(self) -> int:
@@ -98,17 +109,6 @@ class TextsReport:
             "num_different_texts": self.num_different,
             "rows": [row.as_dict() for row in self.rows()],
         }
-
-    def _row(self, runs: Sequence[TextsRun]) -> TextsRow:
-        bases = [repeat[0] for repeat in self.repeats]
-        return TextsRow(
-            runs[0].num_texts,
-            Figure.of([run.tokens_per_s for run in runs]),
-            Figure.of([statistics.median(run.each_tokens_per_s) for run in runs]),
-            Figure.of([run.num_tokens / run.num_passes for run in runs]),
-            Figure.of([run.tokens_per_s / base.tokens_per_s for run, base in zip(runs, bases, strict=True)]),
-            sum(num_different(run, base) for run, base in zip(runs, bases, strict=True)),
-        )
 
 
 def num_different(run: TextsRun, other: TextsRun) -> int:

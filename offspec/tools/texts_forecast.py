@@ -57,16 +57,17 @@ class TextsProspect:
 
 def predict_texts(plan: Plan, draft: OpenedDraft, rates_of: RatesOf, numbers: Iterable[int]) -> list[TextsProspect]:
     """What each number of texts is expected to bring with this draft, in the memory of `plan`."""
-    return [_predict(plan, draft, rates_of, number) for number in numbers]
-
-
-def _predict(plan: Plan, draft: OpenedDraft, rates_of: RatesOf, num_texts: int) -> TextsProspect:
-    try:
-        with_texts = plan if num_texts == plan.reservation.texts else plan.with_texts(num_texts)
-    except MemoryLimitError:
-        return TextsProspect(num_texts)
-    guessing = draft.guessing(with_texts.placement)
-    greedy, sampled = (
-        predict_drafting(with_texts, guessing, rates_of, greedy=greedy, num_texts=num_texts) for greedy in (True, False)
-    )
-    return TextsProspect(num_texts, with_texts, greedy, sampled)
+    prospects = list[TextsProspect]()
+    for number in numbers:
+        try:
+            with_texts = plan if number == plan.reservation.texts else plan.with_texts(number)
+        except MemoryLimitError:
+            prospects.append(TextsProspect(number))
+            continue
+        guessing = draft.guessing(with_texts.placement)
+        draftings = [
+            predict_drafting(with_texts, guessing, rates_of, greedy=greedy, num_texts=number)
+            for greedy in (True, False)
+        ]
+        prospects.append(TextsProspect(number, with_texts, *draftings))
+    return prospects

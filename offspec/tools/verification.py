@@ -194,7 +194,11 @@ def verify(
 
     Raises UsageError if a setting uses the engine's own draft and it has none.
     """
-    engines = {draft: _with_draft(engine, draft) for draft in {setting.draft for setting in settings}}
+    engines, drafts = {"own": engine}, {setting.draft for setting in settings}
+    if "random" in drafts:
+        engines["random"] = engine.with_draft(ModelDraft(_random_draft(engine), "random"))
+    if drafts - {"random"} and not engine.guesses:
+        raise UsageError("the engine has no draft; choose one (`draft`), or verify a random one (`drafts=random`)")
     report = VerificationReport(len(prompts), inexact_reason=engine.inexact_reason)
     ids = [engine.tokenizer.encode(prompt) for prompt in prompts]
     plain: dict[tuple[float, float], list[list[int]]] = {}
@@ -223,14 +227,6 @@ def verify(
         if progress is not None:
             progress(done + 1, len(settings))
     return report
-
-
-def _with_draft(engine: Engine, draft: str) -> Engine:
-    if draft == "random":
-        return engine.with_draft(ModelDraft(_random_draft(engine), "random"))
-    if not engine.guesses:
-        raise UsageError("the engine has no draft; choose one (`draft`), or verify a random one (`drafts=random`)")
-    return engine
 
 
 def _random_draft(engine: Engine) -> Decoder:
