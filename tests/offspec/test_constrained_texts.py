@@ -247,14 +247,14 @@ class Compiled:
 @pytest.fixture
 def matchers(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[Compiled]]:
     """All matchers that are compiled from here on."""
-    made, matcher = list[weakref.ref[Compiled]](), grammar_library._matcher
+    made, matcher = list[weakref.ref[Compiled]](), grammar_library._with_deep_stack
 
     def noted(*args: Any) -> Compiled:
         compiled = Compiled(matcher(*args))
         made.append(weakref.ref(compiled))
         return compiled
 
-    monkeypatch.setattr(grammar_library, "_matcher", noted)
+    monkeypatch.setattr(grammar_library, "_with_deep_stack", noted)
     return made
 
 
