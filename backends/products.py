@@ -27,6 +27,7 @@ from .x86.tile_product import in_tiles
 HALF_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 PLAIN_FORMS = {**HALF_DTYPES, torch.float32: "fp32"}
 EXACT_DTYPES = tuple(PLAIN_FORMS)  # of rows that kernels multiply
+FEW_ROWS = 4  # up to which sums in fp32 take less time than tiles or pairs (docs/LOG.md, "Kernels by rule")
 
 
 # ------------------------------------------------------------------------------------------------ exact rows
@@ -64,8 +65,13 @@ def must_be_exact(x: Tensor) -> bool:
     return are_rows_exact() and x.dtype in EXACT_DTYPES and not has_gradients
 
 
-def kernel_for(product: RowProduct, dtype: torch.dtype) -> RowProduct:
-    """The kernel for rows of a dtype: a rule of dtype, CPU and the user's choice alone."""
+def kernel_for(product: RowProduct, x: Tensor) -> RowProduct:
+    """The kernel for rows x: up to FEW_ROWS that need not be exact take sums in fp32, others `exact_kernel`."""
+    return product if rows_of(x) <= FEW_ROWS and not are_rows_exact() else exact_kernel(product, x.dtype)
+
+
+def exact_kernel(product: RowProduct, dtype: torch.dtype) -> RowProduct:
+    """The kernel for exact rows of a dtype: a rule of dtype, CPU and the user's choice alone."""
     if product.in_bytes is not None and are_rows_in_bytes():
         return product.in_bytes
     if dtype != torch.bfloat16 or product.encoding.lanes < 16:
@@ -89,7 +95,7 @@ def multiply_by_kernel(
         return F.linear(x, weight.to(x.dtype)).to(dtype or x.dtype)
     if (missing := -x.shape[-1] % product.encoding.step) > 0:
         x, weight = (torch.constant_pad_nd(each, (0, missing)) for each in (x, weight))
-    return kernel_for(product, x.dtype)(x, [weight.contiguous()], weight.shape[0], dtype)
+    return kernel_for(product, x)(x, [weight.contiguous()], weight.shape[0], dtype)
 
 
 def _is_exact_as_stored(x: Tensor, weight: Tensor) -> bool:
@@ -140,7 +146,7 @@ def chosen_kernel(x: Tensor, weight: Tensor) -> tuple[RowProduct, list[Tensor]] 
         return None
     product = plain_product(weight.dtype)
     assert product is not None, "no kernels"
-    return (kernel_for(product, x.dtype), [weight]) if can_multiply(product, x, weight) else None
+    return (kernel_for(product, x), [weight]) if can_multiply(product, x, weight) else None
 
 
 def plus(product: Tensor, bias: Tensor | None) -> Tensor:

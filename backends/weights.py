@@ -127,10 +127,10 @@ class PackedMatrix:
         """The CPU kernel that multiplies with the packed matrix, and its arguments; None if there is none."""
         return None
 
-    def kernel_for(self, dtype: torch.dtype) -> Kernel | None:
-        """The kernel for rows of a dtype, and its arguments; None: the plain matrix's."""
+    def kernel_for(self, x: Tensor) -> Kernel | None:
+        """The kernel for rows x, and its arguments; None: the plain matrix's."""
         kernel = self.kernel
-        return None if kernel is None else (products.kernel_for(kernel[0], dtype), kernel[1])
+        return None if kernel is None else (products.kernel_for(kernel[0], x), kernel[1])
 
     def linear(self: PackedWeight, x: Tensor, bias: Tensor | None = None, scratch: Tensor | None = None) -> Tensor:
         if (fused := _chosen_fused(self, x)) is not None:
@@ -179,7 +179,7 @@ def _chosen_kernel(matrix: Any, x: Tensor) -> Kernel | None:
     """The kernel for rows x, if there is one."""
     if not x.numel() or x.shape[-1] != matrix.shape[1] or not products.has_kernel(x):
         return None
-    kernel: Kernel | None = matrix.kernel_for(x.dtype)
+    kernel: Kernel | None = matrix.kernel_for(x)
     return kernel
 
 

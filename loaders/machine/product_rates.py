@@ -11,14 +11,14 @@ import sys
 import threading
 import time
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from offspec.backends.arithmetic import FAST
-from offspec.backends.products import PLAIN_FORMS, in_arithmetic, kernel_for, plain_product
+from offspec.backends.products import PLAIN_FORMS, exact_kernel, in_arithmetic, plain_product
 from offspec.backends.weights import PackedMatrix, Weight, linear
 from offspec.backends.x86.processor import instructions, num_lanes
 from offspec.backends.x86.row_product import RowProduct
@@ -37,7 +37,7 @@ _CPU = torch.device("cpu")
 def compile_kernels(forms: Iterable[str], dtype: torch.dtype) -> None:
     """Compile the kernels for rows of a dtype, in the background: for weights of that dtype and of these forms."""
     for product in filter(None, (plain_product(dtype), *map(_kernel, forms))):
-        threading.Thread(target=kernel_for(product, dtype).prepare, name="compile", daemon=True).start()
+        threading.Thread(target=exact_kernel(product, dtype).prepare, name="compile", daemon=True).start()
 
 
 def product_flops(
@@ -46,7 +46,11 @@ def product_flops(
     """Rows → FLOP/s of products of rows of `dtype` with large matrices of a form; {} without kernels for it."""
     if not has_kernel(form):
         return {}
-    seconds = {width: _seconds(form, dtype, width, arithmetic) for width in ROWS}
+    num_bytes = SHAPE[0] * SHAPE[1] * _bytes_per_weight(form)
+    made = [sample(form, SHAPE) for _ in range(max(2, int(CACHE_BYTES / num_bytes)))]
+    matrices = itertools.cycle([matrix for matrix in made if matrix is not None])
+    with in_arithmetic(arithmetic):
+        seconds = {width: _seconds(matrices, dtype, width) for width in ROWS}
     return {width: 2 * width / _between(seconds, width) for width in widths}
 
 
@@ -67,21 +71,15 @@ def product_rates(form: str, dtype: torch.dtype, widths: Sequence[int]) -> list[
     return [ProductRate(form, rows, flops, weight_bytes * flops / (2 * rows)) for rows, flops in points]
 
 
-def _seconds(form: str, dtype: torch.dtype, num_rows: int, arithmetic: str) -> float:
+def _seconds(matrices: Iterator[Weight], dtype: torch.dtype, num_rows: int) -> float:
     """Seconds per weight: the minimum of some runs, which excludes the load of other programs."""
-    num_bytes = SHAPE[0] * SHAPE[1] * _bytes_per_weight(form)
-    matrices = itertools.cycle([sample(form, SHAPE) for _ in range(max(2, int(CACHE_BYTES / num_bytes)))])
     rows = torch.randn(num_rows, SHAPE[1], generator=torch.Generator().manual_seed(1)).to(dtype)
-    began, least, runs = time.perf_counter(), math.inf, -1  # the first run compiles
-    with in_arithmetic(arithmetic):
-        while runs < _LEAST_RUNS or time.perf_counter() - began < _POINT_S:
-            matrix, before = next(matrices), time.perf_counter()
-            assert matrix is not None
-            linear(rows, matrix)
-            least = min(least, time.perf_counter() - before)
-            runs += 1
-            if runs == 0:
-                began, least = time.perf_counter(), math.inf
+    linear(rows, next(matrices))  # compiles
+    began, least, runs = time.perf_counter(), math.inf, 0
+    while runs < _LEAST_RUNS or time.perf_counter() - began < _POINT_S:
+        before = time.perf_counter()
+        linear(rows, next(matrices))
+        least, runs = min(least, time.perf_counter() - before), runs + 1
     return max(least, 1e-9) / (SHAPE[0] * SHAPE[1])
 
 

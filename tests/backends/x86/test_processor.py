@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from offspec.backends.products import kernel_for, plain_product
+from offspec.backends.products import exact_kernel, plain_product
 from offspec.backends.x86 import processor
 from offspec.backends.x86.processor import (
     LEVELS,
@@ -73,7 +73,7 @@ def test_each_processor_has_kernels_of_its_own() -> None:
         with using(LEVELS[:num_levels]):
             product = plain_product(torch.bfloat16)
             assert product is not None
-            products.append((kernel_for(product, torch.bfloat16), product.encoding.lanes))
+            products.append((exact_kernel(product, torch.bfloat16), product.encoding.lanes))
     assert [lanes for _, lanes in products] == [8, 16, 16, 16]
     assert len({kernel for kernel, _ in products}) == len(LEVELS)
 

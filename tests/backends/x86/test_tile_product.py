@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from offspec.backends.products import exact_rows, kernel_for, plain_product
+from offspec.backends.products import exact_kernel, exact_rows, plain_product
 from offspec.backends.weights import linear, linear_each, linears
 from offspec.backends.x86.tile_product import COLUMNS, SIDE, TileProduct, in_tiles
 
@@ -114,6 +114,6 @@ def test_where_exact_rows_take_tiles(takes_tiles: bool) -> None:
     """bf16 rows, where the processor has tiles: a choice that needs none."""
     product = plain_product(torch.bfloat16)
     assert product is not None
-    kernel = kernel_for(product, torch.bfloat16)
+    kernel = exact_kernel(product, torch.bfloat16)
     assert isinstance(kernel, TileProduct) if takes_tiles else kernel is product.in_pairs
-    assert kernel_for(product, torch.float32) is kernel_for(product, torch.float16) is product
+    assert exact_kernel(product, torch.float32) is exact_kernel(product, torch.float16) is product
