@@ -49,6 +49,7 @@ from offspec.model.decoder import CachedDecoder, Decoder
 from offspec.model.names import in_layer
 from offspec.planning.memory import MemoryOptions
 from offspec.planning.probe import plan_here
+from offspec.scheduler.trees.token_tree import ROOT
 from offspec.stats import peak_host_bytes
 
 SHAPE = {
@@ -235,8 +236,8 @@ def timed(decoder: Decoder, width: int, repeats: int) -> float:
 
 
 def star(num_nodes: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Nodes that are all children of the root: tokens, depths, mask."""
-    return np.arange(3, num_nodes + 3), np.ones(num_nodes, dtype=np.int64), np.eye(num_nodes, dtype=bool)
+    """Nodes that are all children of the root: tokens, depths, parents."""
+    return np.arange(3, num_nodes + 3), np.ones(num_nodes, dtype=np.int64), np.full(num_nodes, ROOT)
 
 
 # ------------------------------------------------------------------------------------------------ all limits

@@ -37,5 +37,5 @@ def agreement(engine: Engine, recordings: Sequence[Recording]) -> Estimate:
 def _processed(model: Decoder, sampler: Sampler, recording: Recording) -> torch.Tensor:
     """Processed log-probabilities [T, V] of the T places of a recorded text."""
     tree = recording.chain()
-    logits = CachedDecoder(model).score(recording.prompt_ids, tree.tokens, tree.depths, tree.mask())
+    logits = CachedDecoder(model).score(recording.prompt_ids, tree.tokens, tree.depths, tree.parents)
     return sampler.process(logits[:, : sampler.vocab_size], [()] * len(logits))

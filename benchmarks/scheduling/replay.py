@@ -22,7 +22,7 @@ from offspec import Engine, SamplingParams, SpeculationParams
 from offspec.model.decoder import CachedDecoder
 from offspec.scheduler.drafting.drafter import Drafter, LogitCorrector, TreeModel
 from offspec.scheduler.trees.sampling import Sampler
-from offspec.scheduler.trees.token_tree import ROOT, BoolArray, IntArray, TokenTree
+from offspec.scheduler.trees.token_tree import ROOT, IntArray, TokenTree
 from offspec.scheduler.trees.verify import Logits, TargetPass, TargetStates, Verdict, exact_walk
 from offspec.scheduler.trees.vocabulary import Vocabulary
 from offspec.text.prompt import Prompt
@@ -78,7 +78,7 @@ def is_true(engine: Engine, recording: Recording) -> bool:
     sampler = recording.sampler(engine.target.config.vocab_size)
     sampler.extend(recording.prompt_ids)
     tree = recording.chain()
-    logits = CachedDecoder(engine.target).score_rows(recording.prompt_ids, tree.tokens, tree.depths, tree.mask())
+    logits = CachedDecoder(engine.target).score_rows(recording.prompt_ids, tree.tokens, tree.depths, tree.parents)
     return exact_walk(tree, logits, sampler, len(recording.prompt_ids)).tokens == recording.token_ids
 
 
@@ -174,10 +174,10 @@ class ClockedModel:
     def length(self) -> int:
         return self._model.length
 
-    def score(self, chain: Sequence[int], tokens: IntArray, depths: IntArray, mask: BoolArray) -> Tensor:
+    def score(self, chain: Sequence[int], tokens: IntArray, depths: IntArray, parents: IntArray) -> Tensor:
         self.num_calls += 1
         self._clock.advance(self._seconds(len(chain) + len(tokens)))
-        return self._model.score(chain, tokens, depths, mask)
+        return self._model.score(chain, tokens, depths, parents)
 
     def keep(self, path: Sequence[int], pending: Sequence[int] = ()) -> None:
         self._model.keep(path, pending)
@@ -257,7 +257,7 @@ def replay(
         done = TargetPass(text, tree, verdict, NO_LOGITS)
         if target is not None:
             new = text[target.length :]
-            rows = target.score_rows(new, tree.tokens, tree.depths, tree.mask(), layers=layers)
+            rows = target.score_rows(new, tree.tokens, tree.depths, tree.parents, layers=layers)
             target.keep(verdict.path)
             done = TargetPass(text, tree, verdict, rows, rows)
         drafter.observe(done)

@@ -17,7 +17,7 @@ from torch.nn.functional import one_hot
 
 from offspec.scheduler.drafting.drafter import TreeModel
 from offspec.scheduler.trees.sampling import Sampler
-from offspec.scheduler.trees.token_tree import BoolArray, FloatArray, IntArray, TokenTree
+from offspec.scheduler.trees.token_tree import FloatArray, TokenTree
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ def decode(
         candidates = draws(text, end - len(text) - 1)
         tree = candidates.tree
         paths: list[list[int]] = [[], *(tree.tokens[tree.path(node)].tolist() for node in range(len(tree)))]
-        logits = target.score(text[target.length :], tree.tokens, tree.depths, tree.mask())
+        logits = target.score(text[target.length :], tree.tokens, tree.depths, tree.parents)
         path, emitted = candidates.judge(distributions(logits, sampler, paths))
         num_passes, num_nodes = num_passes + 1, num_nodes + len(tree)
         target.keep(path)
@@ -177,17 +177,12 @@ def _drafted(
     q = np.zeros((num_drafted, sampler.vocab_size))
     for depth in range(num_drafted):
         chain = draft.vocabulary.text(text[draft.length :]) if depth == 0 else []
-        depths, mask = _chain(depth - 1, depth) if depth else _chain(0, 0)
-        logits = draft.score(chain, draft.vocabulary.inputs(np.array(drafted[-1:], dtype=np.int64)), depths, mask)
+        tokens, steps = np.array(drafted[-1:], dtype=np.int64), np.arange(depth)
+        logits = draft.score(chain, draft.vocabulary.inputs(tokens), steps[-1:] + 1, steps - 1)
         row = distributions(draft.vocabulary.over_target(logits, sampler.vocab_size), sampler, [drafted])[0]
         q[depth, : len(row)] = row
         drafted.append(drawn(row, generator))
     return drafted, q
-
-
-def _chain(first: int, end: int) -> tuple[IntArray, BoolArray]:
-    """Depths and mask of the nodes first .. end of a chain."""
-    return np.arange(first + 1, end + 1), np.tri(end, dtype=np.bool_)[first:]
 
 
 def distributions(logits: Tensor, sampler: Sampler, paths: Sequence[Sequence[int]]) -> FloatArray:

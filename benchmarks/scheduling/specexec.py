@@ -14,7 +14,7 @@ import torch
 
 from offspec.scheduler.drafting.drafter import SequentialDrafter, TreeModel
 from offspec.scheduler.trees.sampling import Sampler
-from offspec.scheduler.trees.token_tree import ROOT, BoolArray, IntArray, TokenTree, trimmed
+from offspec.scheduler.trees.token_tree import ROOT, IntArray, TokenTree, trimmed
 from offspec.scheduler.trees.verify import TargetPass
 
 UNEXPANDED = -2  # the row of a node without a row; ROOT (-1) is the root's row
@@ -51,10 +51,10 @@ class SpecExecDrafter(SequentialDrafter):
         if max_depth < 1 or settings.budget < 1:
             return TokenTree.empty()
         none = np.empty(0, dtype=np.int64)
-        tree, rows, mask = TokenTree.empty(), none, np.zeros((0, 0), dtype=np.bool_)
+        tree, rows, above = TokenTree.empty(), none, none  # above: the parents of all expanded nodes
         chain, chosen = self._model.vocabulary.text(text[self._model.length :]), np.array([ROOT])
         for level in range(max_depth):
-            below = self._children(tree, chosen, chain if level == 0 else [], mask)
+            below = self._children(tree, chosen, chain if level == 0 else [], above)
             if len(tree) >= settings.budget and not (below.scores > np.sort(tree.scores)[-settings.budget]).any():
                 break
             tree, rows = _joined(tree, below), np.append(rows, np.full(len(below), UNEXPANDED))
@@ -62,18 +62,18 @@ class SpecExecDrafter(SequentialDrafter):
             chosen = best[(rows[best] == UNEXPANDED) & (tree.depths[best] < max_depth)][: settings.max_width]
             if level == max_depth - 1 or not len(chosen):
                 break
-            mask = _mask_below(mask, np.array([rows[node] if node != ROOT else ROOT for node in tree.parents[chosen]]))
-            rows[chosen] = np.arange(mask.shape[1] - len(chosen), mask.shape[1])
+            above = np.append(above, np.append(rows, ROOT)[tree.parents[chosen]])
+            rows[chosen] = np.arange(len(above) - len(chosen), len(above))
         kept = np.argsort(-tree.scores, kind="stable")[: settings.budget]
         self._rows = {place: int(rows[node]) for place, node in enumerate(kept) if rows[node] != UNEXPANDED}
         return trimmed(tree, settings.budget)
 
-    def _children(self, tree: TokenTree, parents: IntArray, chain: Sequence[int], mask: BoolArray) -> TokenTree:
+    def _children(self, tree: TokenTree, parents: IntArray, chain: Sequence[int], expanded: IntArray) -> TokenTree:
         """The candidates below `parents` (nodes, or the root alone), after one forward of the draft."""
         settings, vocabulary = self._settings, self._model.vocabulary
         nodes = parents[parents != ROOT]
         inputs = vocabulary.inputs(tree.tokens[nodes])
-        logits = self._model.score(chain, inputs, tree.depths[nodes], mask[len(mask) - len(nodes) :])
+        logits = self._model.score(chain, inputs, tree.depths[nodes], expanded)
         logits = vocabulary.over_target(logits, self._sampler.vocab_size).double() / settings.draft_temperature
         found = torch.log_softmax(logits, -1).topk(min(settings.children, logits.shape[-1]))
         above, depths = (tree.scores[nodes], tree.depths[nodes]) if len(nodes) else (np.zeros(1), np.zeros(1, np.int64))
@@ -83,17 +83,6 @@ class SpecExecDrafter(SequentialDrafter):
 
     def observe(self, done: TargetPass) -> None:
         self._model.keep([self._rows[node] for node in done.verdict.path if node in self._rows])
-
-
-def _mask_below(mask: BoolArray, parent_rows: IntArray) -> BoolArray:
-    """The mask [P + R, P + R] of all expanded nodes, after R more below `parent_rows`; mask: [P, P]."""
-    first, size = len(mask), len(mask) + len(parent_rows)
-    found = np.eye(size, dtype=np.bool_)
-    found[:first, :first] = mask
-    for row, parent in enumerate(parent_rows.tolist(), first):
-        if parent != ROOT:
-            found[row] |= found[parent]
-    return found
 
 
 def _joined(upper: TokenTree, lower: TokenTree) -> TokenTree:

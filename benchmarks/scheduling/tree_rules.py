@@ -20,7 +20,7 @@ import numpy as np
 
 from offspec.scheduler.drafting.drafter import TreeModel
 from offspec.scheduler.trees.sampling import Sampler
-from offspec.scheduler.trees.token_tree import ROOT, BoolArray, FloatArray, TokenTree
+from offspec.scheduler.trees.token_tree import ROOT, FloatArray, TokenTree
 
 from .rules import Candidates, Draws, drawn, normalised
 
@@ -218,12 +218,14 @@ class TreeDrawing:
         """A tree of continuations of `text`; its scores are 0."""
         tokens, parents, paths = list[int](), list[int](), list[list[int]]()
         candidates, rows = list[list[int]](), [np.empty((0, self.sampler.vocab_size))]
-        level, mask = [ROOT], np.zeros((0, 0), dtype=np.bool_)
+        level, above, row_of = [ROOT], list[int](), {ROOT: ROOT}  # above: rows of the parents of all scored nodes
         self.drawing.begin()
         noise = None if self.sampler.is_greedy else generator
         for depth in range(min(self.depth, max_depth)):
-            mask = _mask_below(mask, [parents[node] for node in level]) if depth else mask
-            rows.append(self._scored(text, [tokens[node] for node in level] if depth else [], depth, mask, paths))
+            scored = level if depth else []
+            row_of.update(zip(scored, range(len(above), len(above) + len(scored)), strict=True))
+            above += [row_of[parents[node]] for node in scored]
+            rows.append(self._scored(text, [tokens[node] for node in scored], depth, above, paths))
             level_candidates = self.drawing.draw(rows[-1], noise)
             below = list[int]()
             for parent, drafted in zip(level, level_candidates, strict=True):
@@ -242,29 +244,18 @@ class TreeDrawing:
         return SampledTree(tree, candidates, np.vstack(rows), num_scored)
 
     def _scored(
-        self, text: Sequence[int], tokens: list[int], depth: int, mask: BoolArray, paths: list[list[int]]
+        self, text: Sequence[int], tokens: list[int], depth: int, parents: list[int], paths: list[list[int]]
     ) -> FloatArray:
         """The draft's distributions [R, V of the target] after the root, or after a level's nodes."""
         draft, vocab_size = self.draft, self.sampler.vocab_size
         chain = [] if depth else draft.vocabulary.text(text[draft.length :])
         inputs = draft.vocabulary.inputs(np.array(tokens, dtype=np.int64))
-        logits = draft.score(chain, inputs, np.full(len(tokens), depth, dtype=np.int64), mask)
+        logits = draft.score(chain, inputs, np.full(len(tokens), depth), np.array(parents, dtype=np.int64))
         logits = draft.vocabulary.over_target(logits, vocab_size).double()
         values = self.sampler.process(logits, paths[len(paths) - len(tokens) :] if depth else [[]])
         found = np.zeros((len(values), vocab_size))
         found[:, : values.shape[1]] = values.softmax(-1).cpu().numpy()
         return found
-
-
-def _mask_below(mask: BoolArray, parents: Sequence[int]) -> BoolArray:
-    """The mask of the next level, bool [R, P + R], from that of the last one, [W, P]; its nodes come last in it."""
-    num_new, num_seen = len(parents), mask.shape[1]
-    found = np.zeros((num_new, num_seen + num_new), dtype=np.bool_)
-    for row, parent in enumerate(parents):
-        if parent != ROOT:
-            found[row, :num_seen] = mask[parent - (num_seen - len(mask))]
-    found[np.arange(num_new), num_seen + np.arange(num_new)] = True
-    return found
 
 
 def walk(

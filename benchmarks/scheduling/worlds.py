@@ -26,7 +26,7 @@ from offspec.scheduler.drafting.drafter import DraftRequest
 from offspec.scheduler.drafting.estimates import RunningEstimates
 from offspec.scheduler.drafting.model_drafter import ModelDrafter
 from offspec.scheduler.trees.sampling import Sampler
-from offspec.scheduler.trees.token_tree import BoolArray, IntArray, TokenTree
+from offspec.scheduler.trees.token_tree import IntArray, TokenTree
 from offspec.scheduler.trees.verify import TargetPass, exact_walk
 from offspec.scheduler.trees.vocabulary import Vocabulary
 
@@ -91,7 +91,7 @@ class TableModel:
     def __init__(self, table: Tensor) -> None:
         self._table, self.length = table, 0
 
-    def score(self, chain: Sequence[int], tokens: IntArray, depths: IntArray, mask: BoolArray) -> Tensor:
+    def score(self, chain: Sequence[int], tokens: IntArray, depths: IntArray, parents: IntArray) -> Tensor:
         self.length += len(chain)
         return self._table[torch.from_numpy(np.concatenate((np.array(chain[-1:], dtype=np.int64), tokens)))]
 
@@ -157,11 +157,11 @@ class RoundsModel(TableModel):
         self._clock, self._seconds = clock, seconds
         self._rounds: list[int] = []
 
-    def score(self, chain: Sequence[int], tokens: IntArray, depths: IntArray, mask: BoolArray) -> Tensor:
+    def score(self, chain: Sequence[int], tokens: IntArray, depths: IntArray, parents: IntArray) -> Tensor:
         num_rows = len(chain) + len(tokens)
         self._rounds.append(num_rows)
         self._clock.advance(self._seconds(num_rows))
-        return super().score(chain, tokens, depths, mask)
+        return super().score(chain, tokens, depths, parents)
 
     def take_rounds(self) -> list[int]:
         """Rows of the rounds since the last call."""

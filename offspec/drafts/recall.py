@@ -27,7 +27,7 @@ from torch import Tensor
 from offspec.loaders.streaming.small_transfers import to_device
 from offspec.scheduler.pace.costs import WIDTHS
 from offspec.scheduler.params import MAX_ROWS
-from offspec.scheduler.trees.token_tree import BoolArray, IntArray
+from offspec.scheduler.trees.token_tree import IntArray
 from offspec.scheduler.trees.verify import TargetStates
 from offspec.scheduler.trees.vocabulary import Vocabulary
 
@@ -123,9 +123,9 @@ class RecallingText:
         return self.text.length
 
     @torch.inference_mode()
-    def score(self, chain: Sequence[int], tokens: IntArray, depths: IntArray, mask: BoolArray) -> Tensor:
+    def score(self, chain: Sequence[int], tokens: IntArray, depths: IntArray, parents: IntArray) -> Tensor:
         """`CachedDecoder.score` with corrected logits."""
-        states = self.text.states(chain, tokens, depths, mask, before=self.num_before)
+        states = self.text.states(chain, tokens, depths, parents, before=self.num_before)
         return self.logits_of(states, is_after_chain=bool(chain), num_nodes=len(tokens))
 
     def logits_of(self, states: Tensor, *, is_after_chain: bool, num_nodes: int) -> Tensor:

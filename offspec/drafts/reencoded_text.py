@@ -21,7 +21,7 @@ from torch import Tensor
 
 from offspec.loaders.streaming.small_transfers import to_device
 from offspec.scheduler.params import MAX_ROWS
-from offspec.scheduler.trees.token_tree import BoolArray, IntArray
+from offspec.scheduler.trees.token_tree import ROOT, IntArray, node_paths
 from offspec.scheduler.trees.vocabulary import Vocabulary
 
 from ..checkpoints.opening import Note
@@ -193,13 +193,13 @@ class ReencodedText:
         return len(self._read)
 
     @torch.inference_mode()
-    def score(self, chain: Sequence[int], tokens: IntArray, depths: IntArray, mask: BoolArray) -> Tensor:
+    def score(self, chain: Sequence[int], tokens: IntArray, depths: IntArray, parents: IntArray) -> Tensor:
         """As `CachedDecoder.score`."""
-        return self.decoder.head(self.states(chain, tokens, depths, mask))
+        return self.decoder.head(self.states(chain, tokens, depths, parents))
 
     @torch.inference_mode()
     def states(
-        self, chain: Sequence[int], tokens: IntArray, depths: IntArray, mask: BoolArray, before: int = 0
+        self, chain: Sequence[int], tokens: IntArray, depths: IntArray, parents: IntArray, before: int = 0
     ) -> Tensor:
         """As `CachedDecoder.states`, but `before` is ignored, because the draft's text has other rows."""
         entered = list[int]()  # the draft's tokens after the cached ones, which it has to score
@@ -209,9 +209,9 @@ class ReencodedText:
             self._text.truncate(min(num_kept, self._text.length))
             entered = self._own.ids[self._text.length :]  # a text with a window may have dropped more
         new = [self._reencoder.node_ids(token) for token in tokens.tolist()]
-        rows = _NodeRows.of(self._pending, new, depths, mask)
+        rows = _NodeRows.of(self._pending, new, depths, parents)
         free_entries = self._text.max_context - self._text.length - len(entered)
-        states = self._text.states(entered, rows.tokens, np.minimum(rows.depths, max(1, free_entries)), rows.mask)
+        states = self._text.states(entered, rows.tokens, np.minimum(rows.depths, max(1, free_entries)), rows.parents)
         self._pending += new
         self._tokens += tokens.tolist()
         if rows.is_plain:
@@ -244,31 +244,29 @@ class ReencodedText:
 
 
 class _NodeRows(NamedTuple):
-    """R new nodes as T rows of the draft: tokens [T], depths [T], mask [T, Q + T], with Q rows pending before them.
+    """R new nodes as T rows of the draft: tokens [T], depths [T], parents [Q + T], with Q rows pending before them.
 
     last [R]: each node's last row. is_plain: whether every node is one row.
     """
 
     tokens: IntArray
     depths: IntArray
-    mask: BoolArray
+    parents: IntArray
     last: IntArray
     is_plain: bool
 
     @classmethod
     def of(
-        cls, pending: Sequence[Sequence[int]], new: Sequence[Sequence[int]], depths: IntArray, mask: BoolArray
+        cls, pending: Sequence[Sequence[int]], new: Sequence[Sequence[int]], depths: IntArray, parents: IntArray
     ) -> _NodeRows:
-        """pending, new: the draft's tokens of each of P and R nodes. depths [R], mask [R, P + R]: the drafter's."""
+        """pending, new: the draft's tokens of each of P and R nodes. depths [R], parents [P + R]: the drafter's."""
         tokens = np.array([token for ids in new for token in ids], dtype=np.int64)
         num_rows = np.array([len(ids) for ids in (*pending, *new)], dtype=np.int64)
-        of_new = num_rows[len(pending) :]
-        last = of_new.cumsum() - 1
+        ends = num_rows.cumsum()
+        num_before = ends[-1] - len(tokens) if len(ends) else 0
+        last = ends[len(pending) :] - 1 - num_before
         if not new or num_rows.max() == 1:
-            return cls(tokens, depths, mask, last, True)
-        above = mask @ num_rows - of_new  # rows of each node's ancestors
-        place = np.concatenate([np.arange(1, count + 1) for count in of_new])
-        seen = mask.repeat(of_new, axis=0).repeat(num_rows, axis=1)
-        own_rows = np.arange(len(tokens))
-        seen[:, -len(tokens) :] &= own_rows <= own_rows[:, None]  # a row does not see later rows of its node
-        return cls(tokens, above.repeat(of_new) + place, seen, last, False)
+            return cls(tokens, depths, parents, last, True)
+        above = np.arange(-1, ends[-1] - 1)  # of a node's rows, each is the parent of the next
+        above[ends - num_rows] = np.append(ends - 1, ROOT)[parents]  # the last entry is for ROOT
+        return cls(tokens, node_paths(above, num_before)[1], above, last, False)

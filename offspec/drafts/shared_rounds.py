@@ -56,7 +56,7 @@ def _score_together(calls: Sequence[tuple[ScoreCall, CachedDecoder]]) -> list[Te
     """The logits of each call. All texts have the same decoder: a draft's."""
     if not calls:
         return []
-    rows = [TextRows(call.chain, call.tokens, call.depths, call.mask) for call, _ in calls]
+    rows = [TextRows(call.chain, call.tokens, call.depths, call.parents) for call, _ in calls]
     hidden = pass_together([(text, text_rows) for (_, text), text_rows in zip(calls, rows, strict=True)])
     logits, ends = list[Tensor](), list(accumulate(map(len, rows)))
     for (call, text), begin, end in zip(calls, (0, *ends), ends, strict=False):

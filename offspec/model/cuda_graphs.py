@@ -27,7 +27,7 @@ from offspec.loaders.accelerators.accelerator import accelerator_of
 from offspec.loaders.accelerators.capture import Recorder, Work
 from offspec.loaders.streaming.small_transfers import read_words
 from offspec.scheduler.params import MAX_ROWS
-from offspec.scheduler.trees.token_tree import BoolArray, IntArray
+from offspec.scheduler.trees.token_tree import IntArray, ancestor_mask
 
 from ..errors import CheckpointError
 from .decoder import CachedDecoder, Decoder
@@ -104,13 +104,14 @@ class RoundInputs:
         words, region = buffer[:head].view(torch.int64), buffer[head:].view(torch.bool)
         return words[:3], words[3 : 3 + most], words[3 + most :], region.view(most, self._columns)
 
-    def put(self, cache: SequenceCache, tokens: IntArray, depths: IntArray, mask: BoolArray, width: int) -> None:
+    def put(self, cache: SequenceCache, tokens: IntArray, depths: IntArray, parents: IntArray, width: int) -> None:
         """Send R rows after the entries of `cache`; arguments as in `CachedDecoder.score`.
 
         Rows R to `width` repeat the last one, so that they cannot introduce NaNs.
         """
         self._sent.synchronize()  # the last transfer may still read the host buffer
         counts, ids, places, region = self._written
+        mask = ancestor_mask(parents, len(parents) - len(tokens))
         num_rows, num_pending, start = *mask.shape, cache.gap.stop
         first = 1 + cache.size - start - cache.pending  # the column of the first pending node
         counts[:] = cache.gap.start, start, cache.size
@@ -184,9 +185,9 @@ class RoundBuffers:
         self.layer_inputs = decoder.layer_inputs(torch.zeros(len(self.states), dtype=torch.long))
         self.record = record or accelerator_of(decoder.device).recorder()
 
-    def send(self, cache: SequenceCache, tokens: IntArray, depths: IntArray, mask: BoolArray, width: int) -> None:
+    def send(self, cache: SequenceCache, tokens: IntArray, depths: IntArray, parents: IntArray, width: int) -> None:
         """The inputs of a round, see `RoundInputs.put`; with rows of tables that a graph cannot look up."""
-        self.inputs.put(cache, tokens, depths, mask, width)
+        self.inputs.put(cache, tokens, depths, parents, width)
         if self.embedded is not None:
             self.embedded[: len(tokens)] = self.decoder.embed(torch.as_tensor(tokens))
         if (inputs := self.decoder.layer_inputs(torch.as_tensor(tokens))) is not None:
@@ -209,17 +210,17 @@ class StaticRounds:
         self._bound_to: Tensor | None = None  # the cache's positions; if these are another tensor, so is all its memory
 
     @torch.inference_mode()
-    def run(self, chain: Sequence[int], tokens: IntArray, depths: IntArray, mask: BoolArray) -> Tensor | None:
+    def run(self, chain: Sequence[int], tokens: IntArray, depths: IntArray, parents: IntArray) -> Tensor | None:
         """The states [R, hidden] of a chain or of nodes, which are then in the cache; see `CachedDecoder.states`.
 
         They are valid until the next call. None, and nothing was done, if this cannot be a static round.
         """
         if chain and not len(tokens):  # a chain is a tree with one branch, which is then committed
             steps = np.arange(1, len(chain) + 1)
-            states = self._states(np.array(chain), steps, np.tri(len(chain), dtype=np.bool_))
+            states = self._states(np.array(chain), steps, steps - 2)
             num_committed, num_pending = len(chain), 0
         elif not chain and len(tokens):
-            states = self._states(tokens, depths, mask)
+            states = self._states(tokens, depths, parents)
             num_committed, num_pending = 0, len(tokens)
         else:
             return None
@@ -227,7 +228,7 @@ class StaticRounds:
             self.cache.append(num_committed, num_pending)
         return states
 
-    def _states(self, tokens: IntArray, depths: IntArray, mask: BoolArray) -> Tensor | None:
+    def _states(self, tokens: IntArray, depths: IntArray, parents: IntArray) -> Tensor | None:
         if not self._fits(len(tokens)):
             return None
         cache, width = self.cache, _width(len(tokens))
@@ -236,7 +237,7 @@ class StaticRounds:
         self._uses[shape] += 1
         if self._uses[shape] <= self._uses_before:
             return None
-        self._buffers.send(cache, tokens, depths, mask, width)
+        self._buffers.send(cache, tokens, depths, parents, width)
         if shape not in self._rounds:
             self._missed[shape] = None
         if self._missed:
@@ -363,10 +364,10 @@ class StaticText(CachedDecoder):
         self._graphs = graphs
 
     def states(
-        self, chain: Sequence[int], tokens: IntArray, depths: IntArray, mask: BoolArray, before: int = 0
+        self, chain: Sequence[int], tokens: IntArray, depths: IntArray, parents: IntArray, before: int = 0
     ) -> Tensor:
         """`CachedDecoder.states`; the states of a static round are valid until the next call."""
-        states = self._graphs.rounds.run(chain, tokens, depths, mask)
+        states = self._graphs.rounds.run(chain, tokens, depths, parents)
         if states is None:
-            return super().states(chain, tokens, depths, mask, before)
+            return super().states(chain, tokens, depths, parents, before)
         return states[-1 - before :] if chain else states

@@ -23,7 +23,7 @@ from offspec.loaders.accelerators.accelerator import accelerator_of
 from offspec.loaders.accelerators.cuda import span
 from offspec.loaders.formats import StoredWeight
 from offspec.loaders.streaming.weights import RamWeights, WeightSource
-from offspec.scheduler.trees.token_tree import BoolArray, IntArray
+from offspec.scheduler.trees.token_tree import IntArray
 from offspec.scheduler.trees.vocabulary import Vocabulary
 
 from ..errors import CheckpointError, UnsupportedModelError
@@ -358,18 +358,18 @@ class CachedDecoder:
         accelerator_of(self.device).current_stream.synchronize()
 
     @torch.inference_mode()
-    def score(self, chain: Sequence[int], tokens: IntArray, depths: IntArray, mask: BoolArray) -> Tensor:
+    def score(self, chain: Sequence[int], tokens: IntArray, depths: IntArray, parents: IntArray) -> Tensor:
         """Logits fp32 [(1 if chain else 0) + R, vocab]: after the chain's last token, then after each tree node.
 
         chain: tokens of the certain text; they are committed. tokens, depths [R]: nodes, which become pending; the
-        root's children have depth 1 and follow the committed text. mask: bool [R, P + R], the nodes of the pending
-        region (P earlier nodes, then these R) that each node attends to, itself included.
+        root's children have depth 1 and follow the committed text. parents [P + R]: as in `TokenTree`, of
+        the pending region (P earlier nodes, then these R), in which parents come before their children.
         """
-        return self.decoder.head(self.states(chain, tokens, depths, mask))
+        return self.decoder.head(self.states(chain, tokens, depths, parents))
 
     @torch.inference_mode()
     def states(
-        self, chain: Sequence[int], tokens: IntArray, depths: IntArray, mask: BoolArray, before: int = 0
+        self, chain: Sequence[int], tokens: IntArray, depths: IntArray, parents: IntArray, before: int = 0
     ) -> Tensor:
         """The states that `score` computes logits from: `Decoder.normed` states [(1 if chain else 0) + R, hidden].
 
@@ -378,7 +378,7 @@ class CachedDecoder:
         while len(chain) > PASS_ROWS + before:
             pass_together([(self, TextRows.of_chain(chain[:PASS_ROWS]))])
             chain = chain[PASS_ROWS:]
-        hidden = pass_together([(self, TextRows(chain, tokens, depths, mask))])
+        hidden = pass_together([(self, TextRows(chain, tokens, depths, parents))])
         return self.decoder.normed(hidden[max(len(chain) - 1 - before, 0) :])
 
     def score_rows(
@@ -386,14 +386,14 @@ class CachedDecoder:
         chain: Sequence[int],
         tokens: IntArray,
         depths: IntArray,
-        mask: BoolArray,
+        parents: IntArray,
         layers: Collection[int] = (),
     ) -> RowLogits:
         """`score`, with each row's logits computed on first use.
 
         layers: see `score_together`.
         """
-        return score_together([(self, TextRows(chain, tokens, depths, mask))], layers)[0]
+        return score_together([(self, TextRows(chain, tokens, depths, parents))], layers)[0]
 
     @property
     def observable_layers(self) -> range:

@@ -96,7 +96,7 @@ class Trunk:
         self._hidden: list[Tensor] = []  # parts of [slots from _first on, hidden]
         self._first = 0
         self._tokens = np.empty(0, dtype=np.int64)  # of pending nodes
-        self._parents = np.empty(0, dtype=np.int64)  # of pending nodes, as rows of the pending region or ROOT
+        self.parents = np.empty(0, dtype=np.int64)  # of pending nodes, as rows of the pending region or ROOT
         self._accepted: list[int] = []
 
     def _new_cache(self) -> None:
@@ -111,7 +111,7 @@ class Trunk:
             return  # the draft may have computed all rows of the target's pass
         hidden = None
         if self._rounds is not None and not rows.chain:
-            hidden = self._rounds.run(rows.chain, rows.tokens, rows.depths, rows.mask)
+            hidden = self._rounds.run(rows.chain, rows.tokens, rows.depths, rows.parents)
         if hidden is None:
             embedded = self.decoder.embed(torch.tensor([*rows.chain, *rows.tokens.tolist()]))
             appended = self.decoder.rows(rows, self.cache)
@@ -120,7 +120,7 @@ class Trunk:
         else:
             self._hidden.append(hidden.clone())  # the next round overwrites it
         self._tokens = np.concatenate((self._tokens, rows.tokens))
-        self._parents = np.concatenate((self._parents, rows.parents))
+        self.parents = np.append(self.parents, rows.parents[len(self.parents) :])
         self.num_rows += len(rows)
 
     def hidden(self, slots: Sequence[int]) -> Tensor:
@@ -136,7 +136,7 @@ class Trunk:
 
     def find(self, tokens: IntArray, parents: IntArray) -> IntArray:
         """[R]: the pending rows of a tree's nodes (parents first); ABSENT for nodes that are not in the trunk."""
-        places = {key: row for row, key in enumerate(zip(self._parents.tolist(), self._tokens.tolist(), strict=True))}
+        places = {key: row for row, key in enumerate(zip(self.parents.tolist(), self._tokens.tolist(), strict=True))}
         rows: list[int] = []
         for token, parent in zip(tokens.tolist(), parents.tolist(), strict=True):
             above = ROOT if parent == ROOT else rows[parent]
@@ -155,7 +155,7 @@ class Trunk:
         self._hidden = [self._joined()[to_device(torch.tensor(stay, dtype=torch.long), self.decoder.device)]]
         renumbered = np.full(self.cache.pending + 1, ROOT)  # index ROOT (-1) is the last entry; committed nodes too
         renumbered[list(pending)] = np.arange(len(pending))
-        self._tokens, self._parents = self._tokens[list(pending)], renumbered[self._parents[list(pending)]]
+        self._tokens, self.parents = self._tokens[list(pending)], renumbered[self.parents[list(pending)]]
         self.cache.keep(path, pending)
         self._accepted = []
         # Drop the kept hidden states that all readers have read.
@@ -171,7 +171,7 @@ class Trunk:
         length = self.cache.length
         self._hidden = [self._joined()[: max(0, length - self._first)]]
         self._first = min(self._first, length)
-        self._tokens, self._parents, self._accepted = self._tokens[:0], self._parents[:0], []
+        self._tokens, self.parents, self._accepted = self._tokens[:0], self.parents[:0], []
 
     def _go_back_together(self) -> None:
         """Truncate all caches to a length that all can go back to."""
@@ -228,12 +228,10 @@ class SharedTarget(CachedDecoder):
             trunk.truncate()  # the draft was given up before its `keep`
         nodes = trunk.find(rows.tokens, rows.parents)
         absent = np.flatnonzero(nodes == ABSENT)
-        size = trunk.cache.pending + len(absent)
-        nodes[absent] = np.arange(trunk.cache.pending, size)
-        region = np.zeros((len(absent), size), dtype=np.bool_)
-        region[:, nodes] = rows.mask[absent]
+        nodes[absent] = np.arange(trunk.cache.pending, trunk.cache.pending + len(absent))
+        parents = np.append(trunk.parents, np.append(nodes, ROOT)[rows.parents[absent]])
         num_computed = trunk.cache.length - self.length  # tokens of the chain that the draft has computed
-        trunk.advance(TextRows(chain[num_computed:], rows.tokens[absent], rows.depths[absent], region))
+        trunk.advance(TextRows(chain[num_computed:], rows.tokens[absent], rows.depths[absent], parents))
         base = self.length + len(chain)
         hidden = trunk.hidden([*range(self.length, base), *(base + nodes).tolist()])  # the chain is never empty
         self._rows = nodes

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from offspec.loaders.streaming.weights import LayerView
-from offspec.scheduler.trees.token_tree import BoolArray, IntArray
+from offspec.scheduler.trees.token_tree import IntArray
 
 from .cuda_graphs import USES_BEFORE_RECORDING, WIDTHS, RoundBuffers, StaticRounds
 from .decoder import CachedDecoder, Decoder
@@ -74,15 +74,15 @@ class LayerDraftText(CachedDecoder):
         self.cache.begin(room)
 
     def states(
-        self, chain: Sequence[int], tokens: IntArray, depths: IntArray, mask: BoolArray, before: int = 0
+        self, chain: Sequence[int], tokens: IntArray, depths: IntArray, parents: IntArray, before: int = 0
     ) -> Tensor:
         """`CachedDecoder.states`; the states of a static round are valid until the next call."""
         states = None
         if self._rounds is not None and max(len(chain), len(tokens)) <= WIDTHS[-1]:
             self.cache.extend(len(chain) + len(tokens))  # places the first own entries
-            states = self._rounds.run(chain, tokens, depths, mask)
+            states = self._rounds.run(chain, tokens, depths, parents)
         if states is None:
-            return super().states(chain, tokens, depths, mask, before)
+            return super().states(chain, tokens, depths, parents, before)
         return states[-1 - before :] if chain else states
 
     def reserve(self, capacity: int) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from offspec.backends.products import must_be_exact
 from offspec.backends.x86.row_attention import KeysOfRows, RunningAttention, Scores, Visible, attend_rows_of_texts
 from offspec.loaders.streaming.small_transfers import to_device
-from offspec.scheduler.trees.token_tree import ROOT, BoolArray, IntArray
+from offspec.scheduler.trees.token_tree import ROOT, BoolArray, IntArray, ancestor_mask
 
 from .config import ModelConfig
 from .memory.chunk_attention import ChunkAttention
@@ -35,18 +35,18 @@ MASK_ELEMENTS = 2**25  # heads of a group * rows * keys in one attention; limits
 
 @dataclass(frozen=True)
 class TextRows:
-    """One text's rows in a pass, see `CachedDecoder.score`: a chain, then tree nodes tokens, depths [R] with a mask."""
+    """One text's rows in a pass, see `CachedDecoder.score`: a chain, then R tree nodes."""
 
     chain: Sequence[int]
     tokens: IntArray
     depths: IntArray
-    mask: BoolArray
+    parents: IntArray
 
     @classmethod
     def of_chain(cls, chain: Sequence[int]) -> TextRows:
         """A chain without nodes."""
         none = np.empty(0, dtype=np.int64)
-        return cls(chain, none, none, np.empty((0, 0), dtype=np.bool_))
+        return cls(chain, none, none, none)
 
     def __len__(self) -> int:
         return len(self.chain) + len(self.tokens)
@@ -56,19 +56,15 @@ class TextRows:
         """Of all rows."""
         return [*self.chain, *self.tokens.tolist()]
 
-    @cached_property
-    def parents(self) -> IntArray:
-        """[R]: each node's parent as an index into the pending region; ROOT for the root's children.
+    @property
+    def num_before(self) -> int:
+        """P: nodes that are pending before these."""
+        return len(self.parents) - len(self.tokens)
 
-        Parents come before their children, so the last other node in a node's mask is its parent.
-        """
-        num_rows, num_seen = self.mask.shape
-        if not num_rows:
-            return np.empty(0, dtype=np.int64)
-        above = self.mask.copy()
-        above[np.arange(num_rows), np.arange(num_seen - num_rows, num_seen)] = False
-        last = num_seen - 1 - above[:, ::-1].argmax(axis=1)
-        return np.where(above.any(axis=1), last, ROOT).astype(np.int64)
+    @cached_property
+    def mask(self) -> BoolArray:
+        """See `Visibility.tree_mask`."""
+        return ancestor_mask(self.parents, self.num_before)
 
 
 @dataclass(frozen=True)
@@ -98,7 +94,8 @@ class AppendedRows(RowsOfText):
         start, num_chain = self.visibility.start, len(self.rows.chain)
         slots = np.arange(start - 1, start + num_chain)  # of the certain tokens from the last one before these rows on
         slots[0] = self.before
-        nodes = np.where(self.rows.parents == ROOT, slots[-1], self.rows.parents + self.visibility.region)
+        above = self.rows.parents[self.rows.num_before :]
+        nodes = np.where(above == ROOT, slots[-1], above + self.visibility.region)
         return np.concatenate((slots[:-1], nodes))
 
     def attend(

@@ -73,7 +73,7 @@ class TextDrafting:
         """The rows of the pass. num_nodes: of the candidates; None: as many as the drafter wants."""
         if self._competitor is not None and not self.is_prefilling and self.fault is None:
             self.tree = self._competitor.send(num_nodes)
-        return TextRows(self.chain, self.tree.tokens, self.tree.depths, self.tree.mask())
+        return TextRows(self.chain, self.tree.tokens, self.tree.depths, self.tree.parents)
 
     # ---------------------------------------------------------------------------------------- during a pass
 

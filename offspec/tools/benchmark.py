@@ -431,6 +431,6 @@ def token_log_likelihoods(engine: Engine, prompt: Sequence[int], tokens: Sequenc
     Uses the target alone, in one pass, without repetition penalty and temperature.
     """
     tree, target = TokenTree.chain(tokens), CachedDecoder(engine.target)
-    logits = target.score_rows(prompt, tree.tokens, tree.depths, tree.mask())
+    logits = target.score_rows(prompt, tree.tokens, tree.depths, tree.parents)
     sampler = Sampler(SamplingParams(), 0, engine.target.config.vocab_size, target.device)
     return np.diff(log_likelihoods(tree, logits, sampler, len(prompt)), prepend=0.0)

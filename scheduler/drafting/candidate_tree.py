@@ -98,13 +98,16 @@ class CandidateTree:
     def __init__(self, final: Collection[int] = ()) -> None:
         self._room = np.empty(1024, dtype=NODE)
         self.nodes = self._room[:0]
-        self.num_expanded = 0
         self._final = np.array(sorted(final), dtype=np.int64)
         self._child_scores: list[ChildScores] = []  # the root's, then those of the expanded nodes, by row
-        self._ancestors = np.zeros((64, 64), dtype=np.bool_)  # [row, row]: the attention mask
+        self._parents = np.empty(0, dtype=np.int64)  # of the expanded nodes: rows, or ROOT
         self._guessed = np.empty(0, dtype=np.int64)  # nodes that a guesser proposed, or a constraint forces
         # The arguments of the last `best`, and the lowest score that it returned: added nodes can only raise it.
         self._threshold = NO_THRESHOLD
+
+    @property
+    def num_expanded(self) -> int:
+        return len(self._parents)
 
     @property
     def is_rooted(self) -> bool:
@@ -276,23 +279,11 @@ class CandidateTree:
         rows = self.nodes["row"][self.nodes["parent"]]
         return np.where(self.nodes["parent"] == ROOT, 0, np.where(rows >= 0, rows + 1, -1))
 
-    def expand(self, nodes: IntArray) -> BoolArray:
-        """Assign rows to these nodes; returns their mask over the pending region, bool [R, P + R]."""
-        first, last = self.num_expanded, self.num_expanded + len(nodes)
-        if last > len(self._ancestors):
-            self._ancestors = np.pad(self._ancestors, (0, max(last - len(self._ancestors), len(self._ancestors))))
-        rows = np.arange(first, last)
-        self.nodes["row"][nodes] = rows
-        parents = self.nodes["parent"][nodes]
-        inner = parents != ROOT
-        above = self.nodes["row"][parents[inner]]
-        self._ancestors[rows[inner]] = self._ancestors[above]
-        self._ancestors[rows, rows] = True
-        if len(above) and above.max() >= first:  # a batch may contain a guesser's parent and then its child
-            for row, parent in zip(rows[inner], above, strict=True):
-                self._ancestors[row] |= self._ancestors[parent]
-        self.num_expanded = last
-        return self._ancestors[first:last, :last]
+    def expand(self, nodes: IntArray) -> IntArray:
+        """Assign rows to these nodes; returns the parents of all expanded nodes, as `TreeModel.score` takes them."""
+        self.nodes["row"][nodes] = np.arange(self.num_expanded, self.num_expanded + len(nodes))
+        self._parents = np.append(self._parents, self._of("row", self.nodes["parent"][nodes], ROOT))
+        return self._parents
 
     # ------------------------------------------------------------------------------------------------ choosing
 
@@ -388,13 +379,13 @@ class CandidateTree:
         the kept rows, ascending.
         """
         row = int(self.nodes["row"][node])
-        kept = np.flatnonzero(self._ancestors[: self.num_expanded, row])[1:]  # the first is the node itself
-        self._child_scores = [self.child_scores.rows(np.array([row, *kept]) + 1)]
         depth, score = int(self.nodes["depth"][node]), float(self.nodes["score"][node])
         inside = self.nodes["parent"] == node
         for below in range(depth + 2, int(self.nodes["depth"].max()) + 1):
             level = np.flatnonzero(self.nodes["depth"] == below)
             inside[level] = inside[self.nodes["parent"][level]]
+        kept = np.sort(self.nodes["row"][inside & (self.nodes["row"] >= 0)])
+        self._child_scores = [self.child_scores.rows(np.array([row, *kept]) + 1)]
         renumbered = np.full(len(self.nodes) + 1, ROOT)
         renumbered[:-1][inside] = np.arange(int(inside.sum()))
         new_rows = np.full(self.num_expanded + 1, -1)
@@ -408,8 +399,5 @@ class CandidateTree:
         self.nodes["score"] -= score
         self.nodes["claim"] -= score
         self._find_guessed()
-        self.num_expanded = len(kept)
-        self._ancestors[: len(kept), : len(kept)] = self._ancestors[np.ix_(kept, kept)]
-        self._ancestors[: len(kept), len(kept) :] = False
-        self._ancestors[len(kept) :] = False
+        self._parents = new_rows[self._parents[kept]]  # -1, of rows that are not kept, is ROOT
         return kept

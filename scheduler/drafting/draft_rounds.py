@@ -99,12 +99,12 @@ class DraftRounds:
         return self._expand([], nodes)
 
     def _expand(self, chain: Sequence[int], nodes: IntArray) -> Drafting[int]:
-        mask = self.tree.expand(nodes)
+        parents = self.tree.expand(nodes)
         picked = self.tree.nodes[nodes]
         tokens = self._model.vocabulary.inputs(picked["token"])  # guessers may know more tokens than the draft
-        logits = yield ScoreCall(self._model, chain, tokens, picked["depth"], mask)
-        parents = np.append(np.array([ROOT]), nodes) if chain else nodes
-        self.tree.add(parents, self._children(parents, logits), self._calibration.index)
+        logits = yield ScoreCall(self._model, chain, tokens, picked["depth"], parents)
+        scored = np.append(np.array([ROOT]), nodes) if chain else nodes
+        self.tree.add(scored, self._children(scored, logits), self._calibration.index)
         return len(chain) + len(nodes)
 
     def extend(self, width: int, is_over: Callable[[], bool]) -> Drafting[None]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..pace.shared_pass import SharedPass
 from ..params import MAX_ROWS
 from ..trees.sampling import Sampler
-from ..trees.token_tree import BoolArray, IntArray, TokenTree
+from ..trees.token_tree import IntArray, TokenTree
 from ..trees.verify import Logits, TargetPass, TargetStates, Verdict, exact_walk
 from ..trees.vocabulary import Vocabulary
 
@@ -30,11 +30,11 @@ class TreeModel(Protocol):
     def length(self) -> int:
         """The number of the text's tokens in the model's KV cache."""
 
-    def score(self, chain: Sequence[int], tokens: IntArray, depths: IntArray, mask: BoolArray) -> Tensor:
+    def score(self, chain: Sequence[int], tokens: IntArray, depths: IntArray, parents: IntArray) -> Tensor:
         """Commit chain; add R tree nodes as pending. Logits [(1 if chain) + R, C], C columns of `vocabulary`.
 
-        chain, tokens: `vocabulary.inputs` of the target's tokens. mask: bool [R, P + R], see `TokenTree.mask`; P nodes
-        are already pending.
+        chain, tokens: `vocabulary.inputs` of the target's tokens. parents [P + R]: as in `TokenTree`, of the P
+        nodes that are already pending, then of these.
         """
 
     def keep(self, path: Sequence[int], pending: Sequence[int] = ()) -> None:
@@ -136,7 +136,7 @@ class NoModel:
 
     vocabulary, max_context, length = Vocabulary(1), 0, 0
 
-    def score(self, chain: Sequence[int], tokens: IntArray, depths: IntArray, mask: BoolArray) -> Tensor:
+    def score(self, chain: Sequence[int], tokens: IntArray, depths: IntArray, parents: IntArray) -> Tensor:
         raise AssertionError("NoModel cannot score")
 
     def keep(self, path: Sequence[int], pending: Sequence[int] = ()) -> None:

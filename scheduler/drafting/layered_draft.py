@@ -9,7 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from ..trees.sampling import Sampler
-from ..trees.token_tree import ROOT, BoolArray, FloatArray, IntArray, TokenTree
+from ..trees.token_tree import ROOT, FloatArray, IntArray, TokenTree
 from .child_scores import draft_not_finite
 from .drafter import TreeModel
 
@@ -64,24 +64,24 @@ class LayeredDraft:
         """Start a tree: the candidates for the root's children."""
         self._position, self._num_rows = len(text), 0
         self._paths: list[list[int]] = [[]]
-        self._mask: BoolArray = np.zeros((1, 0), dtype=np.bool_)  # of the last layer, over all rows so far
+        self._parents = np.empty(0, dtype=np.int64)  # of all rows so far
         self.layers = []
         chain = self.model.vocabulary.text(text[self.model.length :])
         assert chain, "propose was called twice without observe"
         none = np.empty(0, dtype=np.int64)
-        return self._add(self.model.score(chain, none, none, np.empty((0, 0), dtype=np.bool_)), ROOT)
+        return self._add(self.model.score(chain, none, none, none), ROOT)
 
     def expand(self, parent_rows: IntArray, tokens: IntArray) -> tuple[IntArray, LayerCandidates]:
         """Expand the next layer's nodes [W], each below a row of the last layer: their rows and their candidates."""
-        parents = parent_rows - self.layers[-1].first_row
         rows = np.arange(self._num_rows, self._num_rows + len(tokens))
-        self._mask = np.hstack((self._mask[parents], np.eye(len(tokens), dtype=np.bool_)))
+        self._parents = np.append(self._parents, parent_rows)
         if self.sampler.needs_history:
+            parents = parent_rows - self.layers[-1].first_row
             self._paths = [[*self._paths[parent], int(token)] for parent, token in zip(parents, tokens, strict=True)]
         else:
             self._paths = [[]] * len(tokens)
         depths = np.full(len(tokens), len(self.layers))
-        logits = self.model.score([], self.model.vocabulary.inputs(tokens), depths, self._mask)
+        logits = self.model.score([], self.model.vocabulary.inputs(tokens), depths, self._parents)
         self._num_rows += len(tokens)
         return rows, self._add(logits, int(rows[0]))
 

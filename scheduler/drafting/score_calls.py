@@ -12,7 +12,7 @@ from typing import Protocol, TypeVar, runtime_checkable
 
 from torch import Tensor
 
-from ..trees.token_tree import BoolArray, FloatArray, IntArray, TokenTree
+from ..trees.token_tree import FloatArray, IntArray, TokenTree
 from .drafter import Drafter, TreeModel
 
 T = TypeVar("T")
@@ -26,14 +26,14 @@ class ScoreCall:
     chain: Sequence[int]
     tokens: IntArray
     depths: IntArray
-    mask: BoolArray
+    parents: IntArray
 
     @property
     def num_rows(self) -> int:
         return len(self.chain) + len(self.tokens)
 
     def score(self) -> Tensor:
-        return self.model.score(self.chain, self.tokens, self.depths, self.mask)
+        return self.model.score(self.chain, self.tokens, self.depths, self.parents)
 
 
 Drafting = Generator[ScoreCall, Tensor, T]

@@ -65,16 +65,6 @@ class TokenTree:
         parents = renumbered[self.parents[nodes]]
         return TokenTree(self.tokens[nodes], parents, self.depths[nodes], self.scores[nodes], sources)
 
-    def mask(self) -> BoolArray:
-        """Bool [N, N]: node i (row) sees node j if j is i itself or one of its ancestors."""
-        rows = np.arange(len(self))
-        mask = np.eye(len(self), dtype=np.bool_)
-        ancestors = self.parents
-        while (has := ancestors != ROOT).any():
-            mask[rows[has], ancestors[has]] = True
-            ancestors = np.where(has, self.parents[ancestors], ROOT)
-        return mask
-
     def child(self, node: int, token: int) -> int | None:
         """The child of `node` (ROOT for the root) with `token`, or None."""
         matches = np.flatnonzero((self.parents == node) & (self.tokens == token))
@@ -87,6 +77,28 @@ class TokenTree:
             nodes.append(node)
             node = int(self.parents[node])
         return nodes[::-1]
+
+
+def node_paths(parents: IntArray, first: int = 0) -> tuple[IntArray, IntArray]:
+    """The paths from the root's child down to each node from `first` on: nodes, path after path, and lengths [R].
+
+    parents [N]: of all nodes, as in `TokenTree`.
+    """
+    assert (parents < np.arange(len(parents))).all(), "a node before its parent"
+    above, levels = np.append(parents, ROOT), [np.arange(first, len(parents))]  # the last entry is for ROOT
+    while (level := above[levels[-1]]).max(initial=ROOT) != ROOT:
+        levels.append(level)
+    nodes = np.stack(levels[::-1], axis=1)
+    is_node = nodes != ROOT
+    return nodes[is_node], is_node.sum(axis=1)
+
+
+def ancestor_mask(parents: IntArray, first: int = 0) -> BoolArray:
+    """Bool [R, N]: the nodes on the path to each node from `first` on, see `node_paths`."""
+    nodes, lengths = node_paths(parents, first)
+    mask = np.zeros((len(lengths), len(parents)), dtype=np.bool_)
+    mask[np.repeat(np.arange(len(lengths)), lengths), nodes] = True
+    return mask
 
 
 def trimmed(tree: TokenTree, budget: int) -> TokenTree:

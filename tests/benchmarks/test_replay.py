@@ -221,5 +221,5 @@ def test_the_walk_is_the_exact_walk(paths: list[list[int]], ahead: list[int]) ->
     """Of a target that is certain of what it says."""
     tree = build_tree(paths)
     model = RuleModel(lambda prefix: 9.0 * (np.arange(3) == ahead[len(prefix) - 1]), 3)
-    logits = model.score([0], tree.tokens, tree.depths, tree.mask())
+    logits = model.score([0], tree.tokens, tree.depths, tree.parents)
     assert walk(tree, ahead) == exact_walk(tree, logits, Sampler(GREEDY, 0, 3), 1)

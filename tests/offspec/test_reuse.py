@@ -30,7 +30,7 @@ from offspec.scheduler.guessing.lookup import Guesser, PromptLookup
 from offspec.scheduler.pace.controllers import controller_for
 from offspec.scheduler.params import MAX_ROWS
 from offspec.scheduler.trees.sampling import Sampler
-from offspec.scheduler.trees.token_tree import ROOT, BoolArray, IntArray, TokenTree, trimmed
+from offspec.scheduler.trees.token_tree import ROOT, IntArray, TokenTree, trimmed
 from offspec.scheduler.trees.verify import TargetPass, Verdict
 from offspec.text.tokenizer import Tokenizer
 
@@ -90,8 +90,8 @@ class Target(CachedDecoder):
     which is what recall takes its states from.
     """
 
-    def score(self, chain: Sequence[int], tokens: IntArray, depths: IntArray, mask: BoolArray) -> Any:
-        return self.score_rows(chain, tokens, depths, mask)
+    def score(self, chain: Sequence[int], tokens: IntArray, depths: IntArray, parents: IntArray) -> Any:
+        return self.score_rows(chain, tokens, depths, parents)
 
 
 class Clock(VirtualClock):
@@ -192,8 +192,8 @@ class CheckedDrafter(ModelDrafter):
         assert len(tree) <= (self.params.budget or MOST_NODES)
         assert tree.depths.max(initial=0) <= max_depth
         assert not set(tree.tokens[tree.parents[tree.parents != ROOT]].tolist()) & set(self.final)
-        seen = [[below[: len(above)] == above for above in paths(tree)] for below in paths(tree)]
-        np.testing.assert_array_equal(tree.mask(), np.array(seen, dtype=np.bool_).reshape(len(tree), len(tree)))
+        places = {path: node for node, path in [(ROOT, ()), *enumerate(paths(tree))]}
+        assert tree.parents.tolist() == [places[path[:-1]] for path in paths(tree)]
         return tree
 
     def observe(self, done: TargetPass) -> None:
@@ -202,7 +202,7 @@ class CheckedDrafter(ModelDrafter):
         text = self.text + done.verdict.tokens
         nothing = TokenTree.empty()
         fresh = CachedDecoder(self.target.decoder)
-        fresh.score(text[:-1], nothing.tokens, nothing.depths, nothing.mask())
+        fresh.score(text[:-1], nothing.tokens, nothing.depths, nothing.parents)
         assert_same_caches(self.target, fresh)
         self._check_draft(text)
 
@@ -219,7 +219,7 @@ class CheckedDrafter(ModelDrafter):
         tree = build_tree(candidates.path_tokens(waiting))
         assert len(tree) == len(waiting), "an ancestor of what waits has no entry"
         fresh = CachedDecoder(self.draft.decoder)
-        states = fresh.states(known.text(text[:length]), known.inputs(tree.tokens), tree.depths, tree.mask())
+        states = fresh.states(known.text(text[:length]), known.inputs(tree.tokens), tree.depths, tree.parents)
         assert_same_caches(self.draft, fresh)
         assert int(fresh.cache.positions.max()) < self.draft.max_context
         self.num_pending.append(len(waiting))
@@ -324,7 +324,7 @@ def test_caches_are_those_of_a_fresh_prefill_whatever_the_verdict(
         tree = drafter.propose(text, max_depth=6)
         if drafter.wants_overlap:
             drafter.extend(count_down(int(random.integers(4))))
-        logits = target.score(text[target.length :], tree.tokens, tree.depths, tree.mask())
+        logits = target.score(text[target.length :], tree.tokens, tree.depths, tree.parents)
         path = tree.path(int(random.integers(ROOT, len(tree))))
         known = drafter.candidates_below(path)
         bonus = random.choice(known) if known and random.random() < 0.8 else random.integers(drafter.sampler.vocab_size)

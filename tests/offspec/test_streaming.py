@@ -277,7 +277,7 @@ def test_nothing_waits_for_the_device_within_a_pass(pair: Pair) -> None:
             torch.cuda.set_sync_debug_mode("default")
 
     decoder.through = watched  # type: ignore[method-assign]
-    nodes = np.arange(3, 7), np.ones(4, np.int64), np.eye(4, dtype=bool)
+    nodes = np.arange(3, 7), np.ones(4, np.int64), np.full(4, -1)
     expected = CachedDecoder(stream(pair.target, everything)).score([5, 6, 7], *nodes)
     text = CachedDecoder(decoder, 100)
     for _ in range(3):

@@ -26,7 +26,7 @@ from offspec.scheduler.pace.costs import Costs
 from offspec.scheduler.pace.trials import OverlapSwitch
 from offspec.scheduler.params import SamplingParams
 from offspec.scheduler.trees.sampling import Sampler
-from offspec.scheduler.trees.token_tree import ROOT, BoolArray, FloatArray, IntArray, TokenTree
+from offspec.scheduler.trees.token_tree import ROOT, FloatArray, IntArray, TokenTree
 from offspec.scheduler.trees.transfer import copied
 from offspec.scheduler.trees.verify import TargetPass, TargetStates, exact_walk
 from offspec.scheduler.trees.vocabulary import Vocabulary
@@ -98,17 +98,19 @@ class RuleModel:
     def length(self) -> int:
         return len(self.text)
 
-    def score(self, chain: Sequence[int], tokens: IntArray, depths: IntArray, mask: BoolArray) -> Tensor:
+    def score(self, chain: Sequence[int], tokens: IntArray, depths: IntArray, parents: IntArray) -> Tensor:
         assert not (chain and self._pending), "the text cannot grow behind pending nodes"
         num_earlier, num_nodes = len(self._pending), len(tokens)
-        assert mask.shape == (num_nodes, num_earlier + num_nodes)
-        assert mask.dtype == np.bool_
+        assert len(parents) == num_earlier + num_nodes
+        assert all(ROOT <= parent < node for node, parent in enumerate(parents.tolist()))
+        assert [sight[-2] if len(sight) > 1 else ROOT for sight in self._sights] == parents[:num_earlier].tolist()
         assert all(0 <= token < self.vocab_size for token in (*chain, *tokens))
         self.chains.append(list(chain))
         self.batches.append(num_nodes)
         self.text += chain
         self._pending += zip(tokens.tolist(), depths.tolist(), strict=True)
-        self._sights += [np.flatnonzero(row).tolist() for row in mask]
+        for node, parent in enumerate(parents[num_earlier:].tolist(), num_earlier):
+            self._sights.append([*([] if parent == ROOT else self._sights[parent]), node])
         text = tuple(self.text)
         assert len(text) + max((depth for _, depth in self._pending), default=0) <= self.max_context
         prefixes = [text] if chain else []
@@ -153,10 +155,10 @@ class TimedModel(RuleModel):
         self.clock, self.seconds = clock, seconds
         self.lengths: list[int] = []
 
-    def score(self, chain: Sequence[int], tokens: IntArray, depths: IntArray, mask: BoolArray) -> Tensor:
+    def score(self, chain: Sequence[int], tokens: IntArray, depths: IntArray, parents: IntArray) -> Tensor:
         self.lengths.append(len(self.text))
         self.clock.now += self.seconds(len(chain) + len(tokens))
-        return super().score(chain, tokens, depths, mask)
+        return super().score(chain, tokens, depths, parents)
 
 
 class LearningModel(RuleModel):
@@ -192,7 +194,7 @@ def generate(
         tree = drafter.propose(text, max_depth=end - len(text) - 1)
         if drafter.wants_overlap:
             drafter.extend(count_down(rounds_ahead))
-        logits = target.score(text[target.length :], tree.tokens, tree.depths, tree.mask())
+        logits = target.score(text[target.length :], tree.tokens, tree.depths, tree.parents)
         verdict = exact_walk(tree, logits, sampler, position=len(text))
         target.keep(verdict.path)
         drafter.observe(TargetPass(text, tree, verdict, logits))
@@ -301,8 +303,8 @@ class PlainCandidates:
     def is_open(self, path: TokenPath) -> bool:
         return path not in self.expanded and path[-1] not in self.final
 
-    def mask(self) -> BoolArray:
-        return np.array([[below[: len(above)] == above for above in self.expanded] for below in self.expanded])
+    def parents(self) -> list[int]:
+        return [self.row(path[:-1]) for path in self.expanded]
 
     def scores(self, sharpness: float) -> dict[TokenPath, float]:
         """Of every candidate."""

@@ -132,7 +132,7 @@ def generate(
     sampler.extend(text)
     while len(text) < end:
         tree = drafter.propose(text, max_depth=end - len(text) - 1)
-        logits = target.score(text[target.length :], tree.tokens, tree.depths, tree.mask())
+        logits = target.score(text[target.length :], tree.tokens, tree.depths, tree.parents)
         verdict = drafter.walk(tree, logits, sampler, len(text))
         target.keep(verdict.path)
         drafter.observe(TargetPass(text, tree, verdict, logits))
@@ -234,7 +234,7 @@ def test_the_tree_is_all_that_was_in_the_beam(seed: int, beam: int, gamma: int, 
 
 
 def scored(tree: TokenTree) -> Tensor:
-    return RuleModel(TARGET, VOCAB_SIZE).score(PROMPT, tree.tokens, tree.depths, tree.mask())
+    return RuleModel(TARGET, VOCAB_SIZE).score(PROMPT, tree.tokens, tree.depths, tree.parents)
 
 
 def sampler_at_prompt(params: SamplingParams) -> Sampler:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from offspec.loaders.streaming.small_transfers import to_device
-from offspec.scheduler.trees.token_tree import BoolArray, IntArray
+from offspec.scheduler.trees.token_tree import IntArray
 from offspec.scheduler.trees.verify import TargetPass, TargetStates
 from offspec.scheduler.trees.vocabulary import Vocabulary
 
@@ -116,22 +116,20 @@ class HeadText:
     # ------------------------------------------------------------------------------------------------ rounds
 
     @torch.inference_mode()
-    def score(self, chain: Sequence[int], tokens: IntArray, depths: IntArray, mask: BoolArray) -> Tensor:
+    def score(self, chain: Sequence[int], tokens: IntArray, depths: IntArray, parents: IntArray) -> Tensor:
         """`TreeModel.score`; the chain is the text's last token."""
-        return self.decoder.head(self.states(chain, tokens, depths, mask))
+        return self.decoder.head(self.states(chain, tokens, depths, parents))
 
     @torch.inference_mode()
     def states(
-        self, chain: Sequence[int], tokens: IntArray, depths: IntArray, mask: BoolArray, before: int = 0
+        self, chain: Sequence[int], tokens: IntArray, depths: IntArray, parents: IntArray, before: int = 0
     ) -> Tensor:
         """States [(1 if chain) + R, hidden], see `CachedDecoder.states`; those of rows `before` are left out."""
         parts = [self._of_root(chain[-1])] if chain else []
         num_before = self.cache.pending
-        parents = TextRows((), tokens, depths, mask).parents - num_before
-        for first, last in _runs(parents):
+        for first, last in _runs(parents[num_before:] - num_before):
             some = slice(first, last)
-            nodes = TextRows((), tokens[some], depths[some], mask[some, : num_before + last])
-            parts.append(self._of_nodes(nodes))
+            parts.append(self._of_nodes(TextRows((), tokens[some], depths[some], parents[: num_before + last])))
         return torch.cat(parts)
 
     def _of_root(self, token: int) -> Tensor:
@@ -161,8 +159,8 @@ class HeadText:
         """The states [R, hidden] after these nodes, which become pending; no one is another's child."""
         appended = self.decoder.rows(nodes, self.cache)
         joined = self._features = [torch.cat(self._features)]
-        parents = to_device(torch.from_numpy(nodes.parents + 1), self.decoder.device)
-        above = joined[0][parents]
+        parents = torch.from_numpy(nodes.parents[nodes.num_before :] + 1)
+        above = joined[0][to_device(parents, self.decoder.device)]
         states, features = self.decoder.advance(Inputs(above, nodes.tokens, np.asarray(nodes.depths)), appended)
         self.cache.append(0, len(nodes))
         self._features.append(features)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from offspec.scheduler.params import MAX_ROWS, SpeculationParams
-from offspec.scheduler.trees.token_tree import BoolArray, IntArray
+from offspec.scheduler.trees.token_tree import IntArray
 from offspec.scheduler.trees.vocabulary import Vocabulary
 
 from ..config import ModelConfig
@@ -103,20 +103,20 @@ class WindowedText:
         self._capacity = capacity
         self._text.reserve(min(capacity, self._most + MAX_ROWS))
 
-    def score(self, chain: Sequence[int], tokens: IntArray, depths: IntArray, mask: BoolArray) -> Tensor:
+    def score(self, chain: Sequence[int], tokens: IntArray, depths: IntArray, parents: IntArray) -> Tensor:
         """As `CachedDecoder.score`."""
-        return self.decoder.head(self.states(chain, tokens, depths, mask))
+        return self.decoder.head(self.states(chain, tokens, depths, parents))
 
     def states(
-        self, chain: Sequence[int], tokens: IntArray, depths: IntArray, mask: BoolArray, before: int = 0
+        self, chain: Sequence[int], tokens: IntArray, depths: IntArray, parents: IntArray, before: int = 0
     ) -> Tensor:
         """As `CachedDecoder.states`; of a chain longer than the window, it reads the last tokens only."""
         if (whole := self.whole(chain)) is not None:
-            return whole.states(chain, tokens, depths, mask, before)
+            return whole.states(chain, tokens, depths, parents, before)
         assert self.window is not None
         tail = chain[-self.window :]
         self._restart(self.length + len(chain) - len(self._sinks) - len(tail))
-        return self._text.states([*self._sinks, *tail], tokens, depths, mask, min(before, len(tail) - 1))
+        return self._text.states([*self._sinks, *tail], tokens, depths, parents, min(before, len(tail) - 1))
 
     def whole(self, chain: Sequence[int]) -> CachedDecoder | None:
         """The text to score this chain with, to which it will be appended; None if the chain is too long for that.

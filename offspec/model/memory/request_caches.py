@@ -15,7 +15,7 @@ from weakref import ref
 from torch import Tensor
 
 from offspec.scheduler.drafting.drafter import TreeModel
-from offspec.scheduler.trees.token_tree import BoolArray, IntArray
+from offspec.scheduler.trees.token_tree import IntArray
 
 from ...errors import UsageError
 from ..decoder import CachedDecoder, Decoder
@@ -55,7 +55,7 @@ class DraftText(TreeModel, Protocol):
     def decoder(self) -> Decoder: ...
 
     def states(
-        self, chain: Sequence[int], tokens: IntArray, depths: IntArray, mask: BoolArray, before: int = 0
+        self, chain: Sequence[int], tokens: IntArray, depths: IntArray, parents: IntArray, before: int = 0
     ) -> Tensor:
         """`CachedDecoder.states`; the rows `before` may be missing."""
 

@@ -137,7 +137,9 @@ class ConvolvedPart(NativePart):
         assert mask is not None
         num_earlier = mask.shape[1] - mask.shape[0]
         if memory not in text.once:  # in the pass's first such layer
-            text.once[memory] = memory.parents(to_device(torch.from_numpy(text.rows.parents), mask.device))
+            text.once[memory] = memory.parents(
+                to_device(torch.from_numpy(text.rows.parents[num_earlier:]), mask.device)
+            )
         parents: Tensor = text.once[memory]
         outputs = list[Tensor]()
         for begin in range(first, last, TREE_ROWS):

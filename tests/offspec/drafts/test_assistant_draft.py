@@ -24,7 +24,7 @@ from offspec.planning.plan import all_resident
 from ...fakes import CPU, FAMILIES, Family, build, config_json, randomise
 from ...pair import CONFIG, build_pair
 from ...refusals import refused
-from ..model.heads.test_kinds_of_head import told, tree_mask
+from ..model.heads.test_kinds_of_head import told
 
 KINDS = ["full_attention", "sliding_attention"]
 SIZES = {
@@ -36,7 +36,7 @@ SIZES = {
     "max_position_embeddings": 256,
 }
 OF_LAYERS = {"num_hidden_layers": 3, "layer_types": ["sliding_attention", *KINDS[::-1]]}
-NONE, NO_MASK = np.empty(0, dtype=np.int64), np.empty((0, 0), dtype=np.bool_)
+NONE = np.empty(0, dtype=np.int64)
 
 
 @pytest.fixture(scope="module", params=["gemma4", "gemma4-layer-inputs"])
@@ -118,12 +118,12 @@ def test_logits_are_those_of_transformers(length: int, target: Path, assistant: 
     """After the text, and at the nodes of a tree in two rounds."""
     text, drafted = load(target, assistant.folder)
     tokens = torch.randint(1, 300, (length,), generator=torch.Generator().manual_seed(1)).tolist()
-    states = text.states(tokens, NONE, NONE, NO_MASK)
+    states = text.states(tokens, NONE, NONE, NONE)
     drafted.feed(told(tokens, states, (), [], [7]))
     nodes, depths, parents = np.array([11, 12, 13]), np.array([1, 1, 2]), [-1, -1, 1]
-    rounds = [drafted.score([7], NONE, NONE, NO_MASK)]
-    rounds.append(drafted.score([], nodes[:2], depths[:2], tree_mask(parents[:2])))
-    rounds.append(drafted.score([], nodes[2:], depths[2:], tree_mask(parents, 2)))
+    rounds = [drafted.score([7], NONE, NONE, NONE)]
+    rounds.append(drafted.score([], nodes[:2], depths[:2], np.array(parents[:2])))
+    rounds.append(drafted.score([], nodes[2:], depths[2:], np.array(parents)))
     first, second, third = references(assistant, text, [7, 12, 13], states)
     expected = torch.cat((first, references(assistant, text, [7, 11], states)[1], second, third))
     assert expected.std() > 0.1
@@ -136,9 +136,9 @@ def test_centroids_leave_logits_as_they_are(target: Path, tmp_path: Path) -> Non
     ordered = {"use_ordered_embeddings": True, "num_centroids": 8, "centroid_intermediate_top_k": 2}
     module = build_assistant(target, tmp_path / "ordered", **ordered)
     text, drafted = load(target, module.folder)
-    states = text.states([5, 6, 7, 8], NONE, NONE, NO_MASK)
+    states = text.states([5, 6, 7, 8], NONE, NONE, NONE)
     drafted.feed(told([5, 6, 7, 8], states, (), [], [7]))
-    (logits,) = drafted.score([7], NONE, NONE, NO_MASK)
+    (logits,) = drafted.score([7], NONE, NONE, NONE)
     ((expected,),) = references(module, text, [7], states)
     is_chosen = expected > expected.min()
     assert is_chosen.sum() == CONFIG["vocab_size"] // 4

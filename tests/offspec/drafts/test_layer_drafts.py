@@ -173,7 +173,7 @@ def test_a_window_copies_entries_from_ram(long_files: ModelFiles, kv: KVFormat) 
         for entries_in_ram in (None, EntriesInRam(frozenset(range(NUM_LAYERS)), kv, CopyStream(CPU))):
             target.entries_in_ram = entries_in_ram
             caches, nothing = engine.new_caches(), TokenTree.empty()
-            caches.target.score([3 + i % 7 for i in range(200)], nothing.tokens, nothing.depths, nothing.mask())
+            caches.target.score([3 + i % 7 for i in range(200)], nothing.tokens, nothing.depths, nothing.parents)
             assert isinstance(caches.draft, WindowOfTarget)
             caches.draft.begin(16)
             windows.append([rows.clone() for rows in caches.draft.cache.stored(caches.draft.cache.length)])

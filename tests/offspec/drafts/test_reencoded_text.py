@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from offspec.drafts.reencoded_text import OtherVocabulary, ReencodedText
-from offspec.scheduler.trees.token_tree import ROOT, BoolArray, IntArray
+from offspec.scheduler.trees.token_tree import ROOT, IntArray
 from offspec.text.tokenizer import Tokenizer
 
 from ...examples import examples
@@ -21,7 +21,7 @@ from ...vocabularies import backends, write
 
 few = examples(60)
 NONE = np.empty(0, dtype=np.int64)
-NO_NODES = NONE, NONE, np.empty((0, 0), dtype=np.bool_)
+NO_NODES = NONE, NONE, NONE
 
 
 class Inner(RuleModel):
@@ -36,10 +36,10 @@ class Inner(RuleModel):
         return states
 
     def states(
-        self, chain: Sequence[int], tokens: IntArray, depths: IntArray, mask: BoolArray, before: int = 0
+        self, chain: Sequence[int], tokens: IntArray, depths: IntArray, parents: IntArray, before: int = 0
     ) -> Tensor:
         self.num_scored += len(chain) + len(tokens)
-        return super().score(chain, tokens, depths, mask)
+        return super().score(chain, tokens, depths, parents)
 
     def truncate(self, length: int) -> None:
         assert 0 <= length <= len(self.text)
@@ -164,16 +164,12 @@ class Nodes:
     def path_tokens(self, node: int) -> list[int]:
         return [self.tokens[above] for above in self.path(node)]
 
-    def add(self, tokens: list[int], parents: list[int]) -> tuple[IntArray, IntArray, BoolArray]:
+    def add(self, tokens: list[int], parents: list[int]) -> tuple[IntArray, IntArray, IntArray]:
         first = len(self.tokens)
         self.tokens += tokens
         self.parents += parents
-        nodes = range(first, len(self.tokens))
-        mask = np.zeros((len(tokens), len(self.tokens)), dtype=np.bool_)
-        for row, node in enumerate(nodes):
-            mask[row, self.path(node)] = True
-        depths = np.array([len(self.path(node)) for node in nodes])
-        return np.array(tokens), depths, mask
+        depths = np.array([len(self.path(node)) for node in range(first, len(self.tokens))])
+        return np.array(tokens), depths, np.array(self.parents)
 
 
 def read_bytes(pair: Both, ids: Sequence[int]) -> bytes:

@@ -116,7 +116,7 @@ def test_hidden_states_after_layers_equal_transformers(tiny_model: GetModel, fam
         expected = model.reference(torch.tensor([tokens]), output_hidden_states=True).hidden_states
     decoder = model.decoder()
     last = decoder.config.num_layers - 1
-    nodes = np.array(tokens[10:]), np.arange(1, 5), np.tri(4, dtype=np.bool_)  # a tree of one branch
+    nodes = np.array(tokens[10:]), np.arange(1, 5), np.arange(-1, 3)  # a tree of one branch
     found = CachedDecoder(decoder).score_rows(tokens[:10], *nodes, layers=[0, last - 1, last])
     assert found.layer_states.keys() == {0, last - 1, last}
     assert found.num_before == 9

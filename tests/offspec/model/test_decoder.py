@@ -27,7 +27,7 @@ from offspec.model.config import ModelConfig, read_config
 from offspec.model.decoder import CachedDecoder, Decoder, check_tensors, score_together
 from offspec.model.pass_rows import TextRows
 from offspec.model.rope import RotaryEmbedding, rotation
-from offspec.scheduler.trees.token_tree import TokenTree
+from offspec.scheduler.trees.token_tree import ROOT, TokenTree
 
 from ...examples import examples
 from ...fakes import FAMILIES, VOCAB_SIZE, TinyModel, config_json
@@ -35,7 +35,7 @@ from ...refusals import refused
 
 GetModel = Callable[[str], TinyModel]
 TOLERANCE = 1e-4  # fp32, max abs difference of logits that lie some units apart
-NO_NODES = (np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64), np.zeros((0, 0), dtype=np.bool_))
+NO_NODES = (np.zeros(0, dtype=np.int64),) * 3
 # One family for every way of seeing: all, a window in all layers, a window in some, normed queries and keys with one,
 # capped scores, layers without positions.
 TREE_FAMILIES = [*("llama-gqa", "mistral-window", "qwen3-biased-window", "gemma2", "cohere2", "gemma4-layer-inputs")]
@@ -110,8 +110,7 @@ def test_texts_of_one_pass_do_not_see_each_other(tiny_model: GetModel, family: s
     """Texts of different lengths, one of them new, each with a tree; longer than windows."""
     decoder = tiny_model(family).decoder()
     tree = TokenTree.chain([7, 8, 9])
-    mask = np.array([[1, 0, 0], [0, 1, 0], [1, 0, 1]], dtype=np.bool_)
-    depths = np.array([1, 1, 2])
+    depths, parents = np.array([1, 1, 2]), np.array([ROOT, ROOT, 0])
     ahead, chains = ([], random_tokens(23, 5), random_tokens(40, 6)), (random_tokens(30, 7), [3], [4, 5])
 
     def begun() -> list[tuple[CachedDecoder, TextRows]]:
@@ -120,7 +119,7 @@ def test_texts_of_one_pass_do_not_see_each_other(tiny_model: GetModel, family: s
             text = CachedDecoder(decoder)
             if before:
                 text.score(before, *NO_NODES)
-            texts.append((text, TextRows(chain, tree.tokens, depths, mask)))
+            texts.append((text, TextRows(chain, tree.tokens, depths, parents)))
         return texts
 
     together = score_together(begun())
@@ -233,11 +232,11 @@ class Tree:
         return [] if node < 0 else [*self.path(self.parents[node]), node]
 
     def round(self, first: int, last: int) -> tuple[Any, Any, Any]:
-        """tokens, depths and mask of nodes first .. last, as `CachedDecoder.score` takes them."""
+        """tokens and depths of nodes first .. last, and parents up to `last`, as `CachedDecoder.score` takes them."""
         paths = [self.path(node) for node in range(first, last)]
-        mask = np.array([[other in path for other in range(last)] for path in paths], dtype=np.bool_)
         depths = np.array([len(path) for path in paths], dtype=np.int64)
-        return np.array(self.tokens[first:last], dtype=np.int64), depths, mask.reshape(last - first, last)
+        tokens, parents = (np.array(some, dtype=np.int64) for some in (self.tokens[first:last], self.parents[:last]))
+        return tokens, depths, parents
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,7 @@ from offspec.model.pass_rows import TextRows
 from offspec.planning.memory import MemoryOptions
 from offspec.planning.plan import make_plan
 from offspec.running.batch import Batch
+from offspec.scheduler.trees.token_tree import ancestor_mask
 from offspec.text.tokenizer import Tokenizer
 
 from ...examples import examples
@@ -156,7 +157,8 @@ def test_every_row_goes_through_the_first_layers_once(
         length, num_chain = self.cache.length, len(rows.chain)
         came.extend(tuple(text[: length + i + 1]) for i in range(num_chain))
         pending = np.concatenate((self._tokens, rows.tokens))
-        came.extend((*text[: length + num_chain], *pending[row].tolist()) for row in rows.mask)
+        masks = ancestor_mask(rows.parents, rows.num_before)
+        came.extend((*text[: length + num_chain], *pending[row].tolist()) for row in masks)
         advance(self, rows)
 
     def counted(self: Block, x: torch.Tensor, *rest: object) -> torch.Tensor:
@@ -209,7 +211,7 @@ def test_all_caches_are_those_of_a_fresh_prefill(get_engine: GetEngine, reuse: b
         assert target.length == len(text) - 1
         nothing = build_tree([])
         fresh = CachedDecoder(engine.target)
-        fresh.score(text[: trunk.cache.length], nothing.tokens, nothing.depths, nothing.mask())
+        fresh.score(text[: trunk.cache.length], nothing.tokens, nothing.depths, nothing.parents)
         for layer in range(NUM_LAYERS):
             ours = trunk.cache if layer < 2 else target.cache
             for found, expected in zip(

@@ -31,7 +31,7 @@ def generate(
     lengths = []
     while len(text) < end:
         tree = drafter.propose(text, max_depth=end - len(text) - 1)
-        logits = models[0].score(text[models[0].length :], tree.tokens, tree.depths, tree.mask())
+        logits = models[0].score(text[models[0].length :], tree.tokens, tree.depths, tree.parents)
         verdict = drafter.walk(tree, logits, sampler, len(text))
         models[0].keep(verdict.path)
         drafter.observe(TargetPass(text, tree, verdict, logits))

@@ -184,7 +184,7 @@ def test_labels_are_what_the_target_says_of_each_text_alone(engine: Engine) -> N
     parts = [forest.add(texts[:, :2], 8), forest.add(texts[:, 2:3], 8), forest.add(texts[:, 3:], 8)]
     for number, text in enumerate(texts):
         chain = build_tree([text.tolist()])
-        logits = CachedDecoder(engine.target).score([], chain.tokens, chain.depths, chain.mask())
+        logits = CachedDecoder(engine.target).score([], chain.tokens, chain.depths, chain.parents)
         expected, labels = logits.log_softmax(-1).topk(8)
         found = {name: torch.cat([part[name][number] for part in parts]) for name in parts[0]}
         assert torch.equal(found["labels"].long(), labels)

@@ -22,7 +22,7 @@ from offspec.research.heads import HeadStudent
 
 from ...fakes import FAMILIES, build
 from ...pair import build_pair
-from ..model.heads.test_kinds_of_head import told, tree_mask
+from ..model.heads.test_kinds_of_head import told
 from .test_heads import batch_of
 
 
@@ -48,8 +48,8 @@ def test_which_tokens_a_head_sees(kind: str, sees_path: bool, teacher: Teacher) 
         text.truncate(0)
         text.feed(told([5, 6], torch.ones(2, student.width), (), [], [root]))
         text.states([root], empty, empty, np.empty((0, 0), dtype=np.bool_))
-        text.states([], np.array([token]), np.array([1]), tree_mask([-1]))
-        return text.states([], np.array([9]), np.array([2]), tree_mask([-1, 0], 1))
+        text.states([], np.array([token]), np.array([1]), np.array([-1]))
+        return text.states([], np.array([9]), np.array([2]), np.array([-1, 0]))
 
     assert torch.equal(after(7, 20), after(7, 20))
     assert torch.equal(after(7, 20), after(7, 21)) == (not sees_path)

@@ -25,7 +25,7 @@ from offspec.research.unrolling import SoftCrossEntropy
 from ...fakes import FAMILIES, build
 from ...pair import Pair, build_pair
 from ...refusals import refused
-from ..model.heads.test_kinds_of_head import told, tree_mask
+from ..model.heads.test_kinds_of_head import told
 
 PARAMS = HeadParams(steps=6, num_texts=16, text_tokens=12, batch_texts=8, num_labels=16)
 # Has a state of its own, guesses a block. One that reads the text is trained by `test_a_head_of_few_tokens`, and a
@@ -70,7 +70,7 @@ def test_training_computes_what_drafting_computes(kind: str, teacher: Teacher) -
     empty = np.empty(0, dtype=np.int64)
     found = [text.states(words[4:5], empty, empty, np.empty((0, 0), dtype=np.bool_))]
     for step in (1, 2):
-        found.append(text.states([], tokens[1, 4 + step, None], np.array([step]), tree_mask([-1, 0][:step], step - 1)))
+        found.append(text.states([], tokens[1, 4 + step, None], np.array([step]), np.array([-1, 0][:step])))
     for step, states in enumerate(found):
         torch.testing.assert_close(states[0], unrolled[step][1, 3], atol=1e-4, rtol=1e-4)
 

@@ -315,11 +315,11 @@ def test_rounds_that_were_recorded_see_what_was_merged(engine: Engine) -> None:
     draft = engine.draft.decoder
     assert draft is not None
     graphs = TreeGraphs(draft, 64 + MAX_ROWS)
-    tokens, depths, mask = np.array([7, 8]), np.array([1, 1]), np.eye(2, dtype=np.bool_)
+    tokens, depths, parents = np.array([7, 8]), np.array([1, 1]), np.array([ROOT, ROOT])
 
     def score(model: CachedDecoder) -> Tensor:
-        model.score([1, 2, 3], tokens[:0], depths[:0], mask[:0, :0])
-        return model.score([], tokens, depths, mask).clone()
+        model.score([1, 2, 3], tokens[:0], depths[:0], parents[:0])
+        return model.score([], tokens, depths, parents).clone()
 
     before = score(graphs.text(64))
     randomised(Adapter(draft, 4)).merge()

@@ -262,7 +262,7 @@ def test_draft_cache_follows_the_text() -> None:
         if number != 9:
             assert [len(chain) for chain in chains if chain] == ([missing] if missing else [])
             assert model.text == text
-        logits = target.score(text[target.length :], tree.tokens, tree.depths, tree.mask())
+        logits = target.score(text[target.length :], tree.tokens, tree.depths, tree.parents)
         verdict = exact_walk(tree, logits, sampler, len(text))
         target.keep(verdict.path)
         drafter.observe(TargetPass(text, tree, verdict, logits))

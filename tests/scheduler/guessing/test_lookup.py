@@ -79,7 +79,7 @@ def decode(
     sampler.extend(text)
     while len(text) < end:
         tree = drafter.propose(text, max_depth=end - len(text) - 1)
-        logits = target.score(text[target.length :], tree.tokens, tree.depths, tree.mask())
+        logits = target.score(text[target.length :], tree.tokens, tree.depths, tree.parents)
         verdict = exact_walk(tree, logits, sampler, position=len(text))
         target.keep(verdict.path)
         drafter.observe(TargetPass(text, tree, verdict, logits))
@@ -151,7 +151,7 @@ def test_wrong_guesses_lose_their_credit(temperature: float) -> None:
         child = tree.child(ROOT, 1)
         assert child is not None
         scores.append(float(tree.scores[child]))
-        logits = target.score(text[target.length :], tree.tokens, tree.depths, tree.mask())
+        logits = target.score(text[target.length :], tree.tokens, tree.depths, tree.parents)
         verdict = exact_walk(tree, logits, sampler, len(text))
         target.keep([])
         lookup.observe(TargetPass(text, tree, verdict, logits))

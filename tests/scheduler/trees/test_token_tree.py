@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from offspec.scheduler.drafting.candidate_tree import CandidateTree
 from offspec.scheduler.pace.calibration import UNIT
-from offspec.scheduler.trees.token_tree import ROOT, TokenTree, trimmed
+from offspec.scheduler.trees.token_tree import ROOT, TokenTree, ancestor_mask, node_paths, trimmed
 
 from ..fakes import build_tree, many, paths, trees
 
@@ -18,7 +18,17 @@ from ..fakes import build_tree, many, paths, trees
 def test_mask_is_the_ancestor_relation(tree: TokenTree) -> None:
     tokens = paths(tree)
     expected = [[below[: len(above)] == above for above in tokens] for below in tokens]
-    np.testing.assert_array_equal(tree.mask(), np.array(expected, dtype=bool).reshape(len(tree), len(tree)))
+    assert ancestor_mask(tree.parents).tolist() == expected
+
+
+@many
+@given(tree=trees(vocab_size=3), first=st.integers(0, 9))
+def test_node_paths_are_those_of_the_nodes(tree: TokenTree, first: int) -> None:
+    first = min(first, len(tree))
+    nodes, lengths = node_paths(tree.parents, first)
+    assert nodes.tolist() == [above for node in range(first, len(tree)) for above in tree.path(node)]
+    assert lengths.tolist() == tree.depths[first:].tolist()
+    np.testing.assert_array_equal(ancestor_mask(tree.parents, first), ancestor_mask(tree.parents)[first:])
 
 
 @many
@@ -37,14 +47,14 @@ def test_path_leads_from_the_root_to_the_node(tree: TokenTree) -> None:
 
 
 def test_mask_of_a_long_chain() -> None:
-    np.testing.assert_array_equal(build_tree([range(300)]).mask(), np.tri(300, dtype=bool))
+    np.testing.assert_array_equal(ancestor_mask(build_tree([range(300)]).parents), np.tri(300, dtype=bool))
 
 
 def test_empty_tree() -> None:
     tree = TokenTree.empty()
     assert len(tree) == 0
-    assert tree.mask().shape == (0, 0)
-    assert tree.mask().dtype == np.bool_
+    assert ancestor_mask(tree.parents).shape == (0, 0)
+    assert ancestor_mask(tree.parents).dtype == np.bool_
     assert tree.child(ROOT, 0) is None
     assert tree.path(ROOT) == []
 

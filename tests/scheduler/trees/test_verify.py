@@ -44,7 +44,7 @@ GREEDY, SAMPLED = SamplingParams(), SamplingParams(temperature=1.0)
 
 
 def scored(tree: TokenTree) -> Tensor:
-    return RuleModel(TARGET, VOCAB_SIZE).score(PROMPT, tree.tokens, tree.depths, tree.mask())
+    return RuleModel(TARGET, VOCAB_SIZE).score(PROMPT, tree.tokens, tree.depths, tree.parents)
 
 
 def sampler_at_prompt(params: SamplingParams, seed: int = 0) -> Sampler:

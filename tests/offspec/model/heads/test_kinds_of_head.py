@@ -125,15 +125,6 @@ def told(text: list[int], states: Tensor, layers: Sequence[int], path: list[int]
     return TargetPass(text, tree, Verdict(path, tokens), SimpleNamespace(), rows)  # type: ignore[arg-type]
 
 
-def tree_mask(parents: Sequence[int], num_before: int = 0) -> np.ndarray[Any, np.dtype[np.bool_]]:
-    """The mask [R, P + R] of nodes with these parents (-1: the root); P of them are pending already."""
-    mask = np.eye(len(parents), dtype=np.bool_)
-    for node, parent in enumerate(parents):
-        if parent >= 0:
-            mask[node] |= mask[parent]
-    return mask[num_before:]
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_logits_equal_the_reference(layout: str, tmp_path: Path, target_files: ModelFiles, target: Decoder) -> None:
     """After a text that came in two passes, and at the nodes of a tree that grew in two rounds."""
@@ -178,8 +169,8 @@ def check_logits(head: Head, twin: Any, width: int) -> None:
     torch.testing.assert_close(root, expected, atol=1e-4, rtol=1e-4)
     parents, nodes = [-1, -1, 0, 2, 0], np.array([11, 12, 13, 14, 15])
     depths = np.array([1, 1, 2, 3, 2])
-    rounds = [text.score([], nodes[:2], depths[:2], tree_mask(parents[:2]))]
-    rounds.append(text.score([], nodes[2:], depths[2:], tree_mask(parents, 2)))  # with a node and its child
+    rounds = [text.score([], nodes[:2], depths[:2], np.array(parents[:2]))]
+    rounds.append(text.score([], nodes[2:], depths[2:], np.array(parents)))  # with a node and its child
     for node, found in enumerate(torch.cat(rounds)):
         path = _path(node, parents)
         features, last = fused, above
@@ -209,8 +200,8 @@ def test_logits_of_heads_without_attention(
     assert text.max_context == len(tokens) + 3, "three tokens can be predicted"
     parents, nodes, depths = [-1, -1, 0, 1], np.array([20, 21, 22, 23]), np.array([1, 1, 2, 2])
     rounds = [text.score(tokens[5:], *NO_NODES)]
-    rounds.append(text.score([], nodes[:1], depths[:1], tree_mask(parents[:1])))
-    rounds.append(text.score([], nodes[1:], depths[1:], tree_mask(parents, 1)))  # two depths in one round
+    rounds.append(text.score([], nodes[:1], depths[:1], np.array(parents[:1])))
+    rounds.append(text.score([], nodes[1:], depths[1:], np.array(parents)))  # two depths in one round
     state = (hydra_prefix(tensors, states) if kind == "Hydra++" else states)[-1]
     for node, found in enumerate(torch.cat(rounds), start=-1):
         path = [tokens[5], *nodes[_path(node, parents)].tolist()] if node >= 0 else tokens[5:]
@@ -234,10 +225,10 @@ def test_logits_of_clover_2(tmp_path: Path, target_files: ModelFiles, target: De
     text.score(tokens[6:7], *NO_NODES)
     text.feed(told(tokens[:7], states[6:9], (), [0, 1], tokens[7:10]))
     found = [text.score(tokens[9:], *NO_NODES)]
-    found.append(text.score([], np.array([11, 50]), np.array([1, 1]), tree_mask([-1, -1])))
+    found.append(text.score([], np.array([11, 50]), np.array([1, 1]), np.array([-1, -1])))
     for depth in (2, 3):
         parents = [-1, -1, 0, 2][: depth + 1]
-        found.append(text.score([], np.array([path[depth - 1]]), np.array([depth]), tree_mask(parents, depth)))
+        found.append(text.score([], np.array([path[depth - 1]]), np.array([depth]), np.array(parents)))
     rows = torch.cat((found[0], found[1][:1], *found[2:]))
     expected = target.linear_logits(clover2_states(tensors, states, [*tokens[1:], *path]))
     torch.testing.assert_close(rows, expected, atol=1e-4, rtol=1e-4)
@@ -330,7 +321,7 @@ def drafted_block(
     found = [text.score(tokens[9:], *NO_NODES)]
     for depth in range(1, steps):
         parents = [-1, *range(steps)][:depth]
-        found.append(text.score([], np.array([40 + depth]), np.array([depth]), tree_mask(parents, depth - 1)))
+        found.append(text.score([], np.array([40 + depth]), np.array([depth]), np.array(parents)))
     assert text.max_context == len(tokens) + steps
     return files.spec, torch.cat(found), states, tokens[9]
 

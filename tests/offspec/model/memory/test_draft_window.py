@@ -73,7 +73,7 @@ def test_a_growing_text_keeps_the_window(tiny_model: GetModel, static: bool) -> 
     assert own.cache.capacity == (max(300, most_entries(WINDOW) + MAX_ROWS))
     text.score(TEXT[:read], *NO_NODES)
     while read < len(TEXT) - 9:
-        text.score(TEXT[read : read + 2], np.array(TEXT[read + 2 : read + 5]), np.arange(1, 4), np.tri(3, dtype=bool))
+        text.score(TEXT[read : read + 2], np.array(TEXT[read + 2 : read + 5]), np.arange(1, 4), np.arange(-1, 2))
         text.keep([0, 1], [2])  # two of three nodes, the third stays pending
         text.keep([0])
         read += 5

@@ -84,11 +84,8 @@ class Life:
             parent = self.random.randrange(-1, len(self.rows)) if first else -1
             parent = min(parent, first - 1)  # rows of a round do not hang on each other
             self.rows.append((self.random.randrange(50), parent, 1 if parent < 0 else self.rows[parent][2] + 1))
-        mask = np.zeros((count, len(self.rows)), dtype=np.bool_)
-        for i in range(count):
-            mask[i, self.ancestors(first + i)] = True
-        tokens, depths = (np.array([row[column] for row in self.rows[first:]]) for column in (0, 2))
-        self.found.append(self.draft.score([], tokens, depths, mask))
+        tokens, parents, depths = np.array(self.rows, dtype=np.int64).reshape(-1, 3).T
+        self.found.append(self.draft.score([], tokens[first:], depths[first:], parents))
 
     def a_pass(self) -> None:
         """Rounds before and during the target's pass, then a verdict."""
@@ -98,7 +95,7 @@ class Life:
             self.expand(self.random.randrange(1, 5))
         path = self.ancestors(self.random.randrange(len(self.rows)))[:ROOM]
         tokens, depths = np.array([self.rows[row][0] for row in path]), np.arange(1, len(path) + 1)
-        tree = tokens, depths, np.tri(len(path), dtype=np.bool_)
+        tree = tokens, depths, np.arange(-1, len(path) - 1)
         self.targets.append(self.target.score(self.text[self.target.length :], *tree))
         self.expand(3)  # as during the pass: its entries are there, and not judged yet
         self.judge(path)
@@ -234,7 +231,7 @@ def test_the_draft_never_writes_where_the_target_does(tiny_model: GetModel) -> N
     draft.score(random_tokens(3), *NO_NODES)
     text.score(random_tokens(60), *NO_NODES)
     draft.keep([])
-    a_node = np.array([7]), np.array([1]), np.ones((1, 1), dtype=np.bool_)
+    a_node = np.array([7]), np.array([1]), np.array([-1])
     for chain, tree in ((random_tokens(1), NO_NODES), ([], a_node)):
         before = [part.clone() for part in text.cache.read(0, text.cache.size)]
         draft.score(chain, *tree)
