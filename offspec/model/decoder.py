@@ -151,19 +151,23 @@ class Decoder:
         positions [T]: of a chain; None for those that follow.
         """
         cache.extend(len(rows))
-        start, tree_mask = cache.size, None
+        start = cache.size
         if positions is None:
-            positions, tree_mask = placed(cache, rows)
+            positions = placed(cache, rows)
         cache.positions[start : start + len(rows)] = positions
-        visibility = Visibility(start, positions, cache.positions, tree_mask)
         step = chunk_rows(self.config, start + len(rows))
         chunks = [(first, min(first + step, len(rows))) for first in range(0, len(rows), step)]
         inputs = self.layer_inputs(torch.tensor(rows.token_ids, dtype=torch.long))
         rotations = Rotations(positions)
+        visibility = self.visibility(rows, cache, positions)
         appended = AppendedRows(rows, cache.last_slot, cache, visibility, rotations, chunks, inputs=inputs)
-        if self.is_exact and self.device.type != "cpu":
-            appended.move_slots(set(self.config.windows), self.config.mask_heads, self.device)
+        if self.device.type != "cpu":
+            appended.send_places(self.config, is_exact=self.is_exact)
         return appended
+
+    def visibility(self, rows: TextRows, cache: SequenceCache, positions: Tensor) -> Visibility:
+        """What rows after the text in `cache` attend to."""
+        return Visibility(cache.size, positions, cache.positions, rows.parents, len(rows.tokens))
 
     @torch.inference_mode()
     def through(

@@ -9,7 +9,6 @@ nothing of files, or of how trees grow.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -23,7 +22,8 @@ from .memory.chunk_attention import CHUNK, NUM_SINKS, ChunkAttention, num_chunks
 from .memory.draft_window import LEAST_SLACK, most_entries
 from .memory.sequence_cache import SequenceCache
 from .memory.shared_cache import GapVisibility, SharedCache
-from .pass_rows import AppendedRows, TextRows
+from .parts.kv_attention import Visibility
+from .pass_rows import TextRows
 
 
 class LayerDraft(Decoder):
@@ -41,14 +41,11 @@ class LayerDraft(Decoder):
         )
         self.numbers = tuple(numbers)
 
-    def rows(self, rows: TextRows, cache: SequenceCache, positions: Tensor | None = None) -> AppendedRows:
-        """`Decoder.rows`, which do not attend to the gap of a shared cache."""
-        appended = super().rows(rows, cache, positions)
+    def visibility(self, rows: TextRows, cache: SequenceCache, positions: Tensor) -> Visibility:
+        """`Decoder.visibility` without the gap of a shared cache."""
         if not isinstance(cache, SharedCache):
-            return appended
-        seen = appended.visibility
-        gap = GapVisibility(seen.start, seen.positions, seen.key_positions, seen.tree_mask, cache.gap)
-        return replace(appended, visibility=gap)
+            return super().visibility(rows, cache, positions)
+        return GapVisibility(cache.size, positions, cache.positions, rows.parents, len(rows.tokens), cache.gap)
 
 
 class LayerDraftText(CachedDecoder):

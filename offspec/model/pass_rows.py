@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import accumulate
@@ -15,7 +15,7 @@ from torch import Tensor
 from offspec.backends.products import must_be_exact
 from offspec.backends.x86.row_attention import KeysOfRows, RunningAttention, Scores, Visible, attend_rows_of_texts
 from offspec.loaders.streaming.small_transfers import to_device
-from offspec.scheduler.trees.token_tree import ROOT, BoolArray, IntArray, ancestor_mask
+from offspec.scheduler.trees.token_tree import ROOT, IntArray
 
 from .config import ModelConfig
 from .memory.chunk_attention import ChunkAttention
@@ -60,11 +60,6 @@ class TextRows:
     def num_before(self) -> int:
         """P: nodes that are pending before these."""
         return len(self.parents) - len(self.tokens)
-
-    @cached_property
-    def mask(self) -> BoolArray:
-        """See `Visibility.tree_mask`."""
-        return ancestor_mask(self.parents, self.num_before)
 
 
 @dataclass(frozen=True)
@@ -159,19 +154,20 @@ class AppendedRows(RowsOfText):
         if entries is not None:
             self.cache.write(layer, *entries, self.visibility.start + first)
 
-    def move_slots(self, windows: Iterable[int | None], group: int, device: torch.device) -> None:
-        """Move `slots` for these windows to a GPU before the first layer, because later ones would wait."""
-        if len(self.chunks) == 1:
-            for window in windows:
-                on_device_of(self.slots(0, len(self), window, group), device)
+    def send_places(self, config: ModelConfig, *, is_exact: bool) -> None:
+        """Move what attention needs of the rows to a GPU before the first layer, because later ones would wait."""
+        if not is_exact:
+            self.visibility.ancestors(0, self.visibility.num_nodes)
+        elif len(self.chunks) == 1:
+            for window in set(config.windows):
+                on_device_of(self.slots(0, len(self), window, config.mask_heads), self.cache.positions.device)
 
     def slots(self, first: int, last: int, window: int | None, group: int) -> Visible:
         """`visible_slots`; if they are all rows', they are computed once per pass, otherwise in each layer."""
-        tree = torch.from_numpy(self.rows.mask)
         if last - first < len(self):
-            return visible_slots(self.visibility, tree, first, last, window, group)
+            return visible_slots(self.visibility, first, last, window, group)
         if window not in self.known_slots:
-            self.known_slots[window] = visible_slots(self.visibility, tree, first, last, window, group)
+            self.known_slots[window] = visible_slots(self.visibility, first, last, window, group)
         return self.known_slots[window]
 
     def ranges(self, first: int, last: int, window: int | None) -> list[KeyRange]:
@@ -389,10 +385,10 @@ def chunk_rows(config: ModelConfig, num_keys: int) -> int:
     return max(1, min(CHUNK_ROWS, MASK_ELEMENTS // (config.mask_heads * max(1, num_keys))))
 
 
-def placed(cache: SequenceCache, rows: TextRows) -> tuple[Tensor, Tensor | None]:
-    """Positions [T] of rows after the text in `cache`, and their nodes' mask; both on its device."""
-    base, device = cache.next_position + len(rows.chain), cache.positions.device
+def placed(cache: SequenceCache, rows: TextRows) -> Tensor:
+    """Positions [T] of rows after the text in `cache`, on its device."""
+    base = cache.next_position + len(rows.chain)
     positions = torch.cat(
         (torch.arange(cache.next_position, base), torch.as_tensor(rows.depths, dtype=torch.long) + (base - 1))
     )
-    return to_device(positions, device), to_device(torch.as_tensor(rows.mask), device) if len(rows.depths) else None
+    return to_device(positions, cache.positions.device)

@@ -20,7 +20,7 @@ kernels for other CPUs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -76,11 +76,12 @@ class PathRows:
 
 @dataclass(frozen=True)
 class TreePlaces:
-    """Where R rows are in a tree with P earlier ones: bool [R, P + R], the rows on the path to each row, itself among
-    them; and int64 [P + R], each row's parent among them, or ROOT. Ancestors precede a row.
+    """Where R rows are in a tree with P earlier ones. parents: int64 [P + R], before their children; or ROOT.
+
+    ancestors: makes bool [R, P + R], the rows on the path to each row, itself among them.
     """
 
-    ancestors: Tensor
+    ancestors: Callable[[], Tensor]
     parents: Tensor
 
 
@@ -88,7 +89,7 @@ class Paths:
     """Who is above whom among the rows of a pass and earlier ones, and how much decays in between."""
 
     def __init__(self, ancestors: Tensor, decays: Tensor, earlier: PathRows) -> None:
-        """ancestors: see `TreePlaces`.
+        """ancestors: bool [R, P + R], as `TreePlaces.ancestors` makes it.
 
         decays [R, heads]: each row's own g, at most 0. earlier: P rows below the same root.
         """

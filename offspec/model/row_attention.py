@@ -53,25 +53,21 @@ def on_device_of(visible: Visible, device: torch.device) -> tuple[Tensor, Tensor
     return visible.moved[device]
 
 
-def visible_slots(
-    visibility: Visibility, tree: Tensor, first: int, last: int, window: int | None, group: int
-) -> Visible:
+def visible_slots(visibility: Visibility, first: int, last: int, window: int | None, group: int) -> Visible:
     """The slots that rows first .. last of a pass attend to; group: query heads that share a key head.
 
-    tree: `Visibility.tree_mask` on the CPU, without rows if there is none. window: as in `Visibility.mask`.
+    window: as in `Visibility.mask`.
     """
-    num_rows, num_nodes = visibility.positions.shape[0], tree.shape[0]
-    if last <= num_rows - num_nodes:
+    first_node = visibility.positions.shape[0] - visibility.num_nodes
+    if last <= first_node:
         return Visible.of_chain(visibility.start + first, last - first, window, rows_of_tile(group))
     rows = torch.arange(first, last)
-    is_node = rows >= num_rows - num_nodes
+    is_node = rows >= first_node
     end = torch.where(is_node, visibility.region, visibility.start + rows + 1)
-    num_singles, singles = torch.zeros(len(rows), dtype=torch.int64), torch.empty(0, dtype=torch.int64)
-    if bool(is_node.any()):
-        nodes = rows[is_node] - (num_rows - num_nodes)
-        mask = tree[int(nodes[0]) : int(nodes[-1]) + 1]
-        num_singles[is_node] = mask.sum(dim=1)
-        singles = mask.nonzero()[:, 1] + visibility.region
+    slots, ends = visibility.node_slots
+    ends = torch.cat((ends.new_zeros(1), ends))[max(first - first_node, 0) : last - first_node + 1]
+    num_singles = torch.zeros(len(rows), dtype=torch.int64)
+    num_singles[is_node], singles = ends.diff(), slots[ends[0] : ends[-1]]
     unseen = torch.zeros_like(end) if window is None else (end + num_singles - window).clamp(min=0)
     return Visible.of(unseen, end, singles, num_singles, rows_of_tile(group))
 

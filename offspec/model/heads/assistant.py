@@ -54,7 +54,7 @@ class RowsBehindTarget(AppendedRows):
     def of(cls, rows: TextRows, target: SequenceCache) -> RowsBehindTarget:
         """target: the target's memory of the text."""
         positions = torch.full((len(rows),), target.next_position, device=target.positions.device)
-        visibility = Visibility(target.length, positions, target.positions, None)
+        visibility = Visibility(target.length, positions, target.positions, rows.parents[:0], 0)
         return cls(rows, target.last_slot, target, visibility, Rotations(positions), [(0, len(rows))])
 
     def attend(

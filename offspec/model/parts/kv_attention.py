@@ -12,11 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from offspec.loaders.streaming.small_transfers import to_device
+from offspec.scheduler.trees.token_tree import IntArray, ancestor_mask, node_paths
 
 from .split_attention import KeyPart, part_attention
 
@@ -52,19 +56,40 @@ class Visibility:
 
     start: slot of the pass's first row. positions [T]: absolute positions of the rows.
     key_positions [>= start + T]: absolute positions of all slots.
-    tree_mask: bool [R, P + R] over the pending region (P entries before the pass, then its R tree rows); the last R
-    rows of the pass are its nodes. None without a tree.
+    parents: int64 [P + R], as in `TokenTree`, of the pending region: P entries before the pass, then its tree rows.
+    num_nodes: R; so many last rows of the pass are nodes.
     """
 
     start: int
     positions: Tensor
     key_positions: Tensor
-    tree_mask: Tensor | None
+    parents: IntArray
+    num_nodes: int
 
     @property
     def region(self) -> int:
         """The slot where the pending region begins, or would begin; a chain of the pass lies before it."""
-        return self.start + self.positions.shape[0] - (0 if self.tree_mask is None else self.tree_mask.shape[1])
+        return self.start + self.positions.shape[0] - (len(self.parents) if self.num_nodes else 0)
+
+    @property
+    def num_before(self) -> int:
+        """P."""
+        return len(self.parents) - self.num_nodes
+
+    @cached_property
+    def node_slots(self) -> tuple[Tensor, Tensor]:
+        """Slots on the paths to the nodes, path after path, each with its node; where each path ends among them [R]."""
+        nodes, lengths = node_paths(self.parents, self.num_before)
+        return torch.from_numpy(nodes) + self.region, torch.from_numpy(lengths.cumsum())
+
+    @cached_property
+    def tree_mask(self) -> Tensor:
+        """Bool [R, P + R] on the device: which nodes of the region are on the path to each node, itself included."""
+        return to_device(torch.from_numpy(ancestor_mask(self.parents, self.num_before)), self.positions.device)
+
+    def ancestors(self, first: int, last: int) -> Tensor:
+        """Bool [last - first, P + last]: `tree_mask` of the nodes first .. last."""
+        return self.tree_mask[first:last, : self.num_before + last]
 
     def num_certain(self, first: int) -> int:
         """The number of first slots whose tokens precede all rows from `first` on."""
@@ -94,15 +119,14 @@ class Visibility:
 
         Of slots begin .. until, by default all up to the last row's.
         """
-        num_rows, end = self.positions.shape[0], self.start + last
-        num_nodes = 0 if self.tree_mask is None else self.tree_mask.shape[0]
+        num_rows, num_nodes, end = self.positions.shape[0], self.num_nodes, self.start + last
         if last - first == 1 and num_nodes == 0 and (window is None or end <= window):
             return None
         device, until = self.positions.device, end if until is None else until
         slots = torch.arange(self.start + first, end, device=device)
         mask = torch.arange(begin, until, device=device) <= slots[:, None]
         first_node, at = max(first, num_rows - num_nodes), max(self.region, begin)
-        if self.tree_mask is not None and first_node < last and at < until:
+        if num_nodes and first_node < last and at < until:
             rows = self.tree_mask[first_node - (num_rows - num_nodes) : last - (num_rows - num_nodes)]
             mask[first_node - first :, at - begin :] = rows[:, at - self.region : until - self.region]
         if window is not None:

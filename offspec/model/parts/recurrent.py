@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -89,7 +90,7 @@ class ConvolvedPart(NativePart):
         (mixed, *others), begun = pieces, self.memory.new(1, pieces[0].dtype, pieces[0].device).progress(0, 0)
         windows = path_windows(mixed.float(), begun.state.inputs.float(), text.parents)
         convolved = path_convolution(windows, *self.convolution(weights, mixed.dtype))
-        places = TreePlaces(text.ancestors, text.parents)
+        places = TreePlaces(lambda: text.ancestors, text.parents)
         return self.of_tree(begun.state.matrix, convolved, others, places, begun.nodes.rows)[0]
 
     def _advance(
@@ -133,12 +134,10 @@ class ConvolvedPart(NativePart):
         weights: LayerWeights,
     ) -> Tensor:
         """Outputs of nodes first .. last of the pass, whose ancestors are among the pending ones and among these."""
-        mask, (first, last) = text.visibility.tree_mask, nodes
-        assert mask is not None
-        num_earlier = mask.shape[1] - mask.shape[0]
+        (first, last), num_earlier = nodes, text.rows.num_before
         if memory not in text.once:  # in the pass's first such layer
             text.once[memory] = memory.parents(
-                to_device(torch.from_numpy(text.rows.parents[num_earlier:]), mask.device)
+                to_device(torch.from_numpy(text.rows.parents[num_earlier:]), pieces[0].device)
             )
         parents: Tensor = text.once[memory]
         outputs = list[Tensor]()
@@ -148,7 +147,7 @@ class ConvolvedPart(NativePart):
             inputs = torch.cat((progress.nodes.inputs, mixed))
             windows = path_windows(inputs.float(), progress.state.inputs.float(), parents[:seen], num_earlier + begin)
             convolved = path_convolution(windows, *self.convolution(weights, mixed.dtype))
-            places = TreePlaces(mask[begin:end, :seen], parents[:seen])
+            places = TreePlaces(partial(text.visibility.ancestors, begin, end), parents[:seen])
             some, rows = self.of_tree(progress.state.matrix, convolved, others, places, progress.nodes.rows)
             progress.nodes = Nodes(progress.nodes.rows.with_more(rows), inputs)
             outputs.append(some)
@@ -173,7 +172,7 @@ class RecurrentPart(ConvolvedPart):
     ) -> tuple[Tensor, PathRows]:
         inputs = self.inputs(convolved, pieces)
         if any(each.requires_grad for each in vars(inputs).values()):  # in training, where nothing is earlier
-            return tree_step(matrix, inputs, places.ancestors)
+            return tree_step(matrix, inputs, places.ancestors())
         if isinstance(earlier, OrderedRows):
             return tree_in_order(matrix, inputs, places.parents, earlier)
-        return tree_step(matrix, inputs, places.ancestors, earlier)
+        return tree_step(matrix, inputs, places.ancestors(), earlier)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -110,9 +111,9 @@ def test_exact_rows_have_the_same_bits(family: str, kv: str) -> None:
 
 
 def test_a_gpus_kernel_gets_slots_that_count_from_the_first_key() -> None:
-    tree, start = torch.ones(5, 5, dtype=torch.bool).tril(), 70
-    visibility = Visibility(start, torch.arange(start, start + 8), torch.arange(start + 8), tree)
-    visible = visible_slots(visibility, tree, 0, 8, 9, 2)
+    start = 70
+    visibility = Visibility(start, torch.arange(start, start + 8), torch.arange(start + 8), np.arange(-1, 4), 5)
+    visible = visible_slots(visibility, 0, 8, 9, 2)
     queries, (keys, values) = torch.randn(8, 4, 16), torch.randn(2, 2, visible.end, 16)
     expected = pretended_rows.attend(queries, keys, values, visible.rows, visible.slots, scale=1.0)
     assert visible.begin == 32

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -41,15 +42,14 @@ class Pass:
         return [*range(text), *depths]
 
     def visibility(self) -> Visibility:
-        nodes = range(self.earlier, len(self.parents))
-        mask = [[other in self.path(node) for other in range(len(self.parents))] for node in nodes]
         positions = torch.tensor(self.key_positions)
         spare = positions.new_full((3,), 9999)  # slots that nothing has been written to
         return Visibility(
             start=self.start,
             positions=positions[self.start :],
             key_positions=torch.cat((positions, spare)),
-            tree_mask=torch.tensor(mask) if mask else None,
+            parents=np.array(self.parents, dtype=np.int64),
+            num_nodes=len(self.parents) - self.earlier,
         )
 
     def sees(self, row: int, key: int) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -31,6 +32,7 @@ from offspec.model.parts.split_attention import (
 from offspec.model.pass_rows import AppendedRows, TextRows
 from offspec.model.rope import Rotations
 from offspec.planning.attention_time import AttentionShape
+from offspec.scheduler.trees.token_tree import ROOT
 
 from ....cuda_attention import TWINS, efficient, flash
 from ..memory.test_kv_formats import life, with_caches
@@ -225,7 +227,8 @@ def kernels_of_a_layer(kv: KVFormat, num_keys: int, num_rows: int, cap: float | 
         num_keys,
         torch.empty(num_rows, dtype=torch.long, device=META),
         torch.empty(num_keys + num_rows, dtype=torch.long, device=META),
-        torch.empty(nodes, nodes, dtype=torch.bool, device=META),
+        np.full(nodes, ROOT),
+        nodes,
     )
     positions = Rotations(visibility.positions)
     rows = AppendedRows(TextRows.of_chain([0]), num_keys - 1, cache, visibility, positions, [(0, num_rows)])
