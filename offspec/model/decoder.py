@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from offspec.backends.backend import Backend, backend_of
 from offspec.backends.products import exact_rows
 from offspec.backends.weights import Weight
 from offspec.loaders.accelerators.accelerator import accelerator_of
@@ -47,7 +48,6 @@ from .parts.split_attention import SPLIT_BYTES, most_scored_keys, reason_for_for
 from .pass_rows import MASK_ELEMENTS, PASS_ROWS, AppendedRows, JoinedRows, TextRows, chunk_rows, placed
 from .rope import Rotations
 from .row_logits import HEAD_ROWS, RowLogits
-from .row_wise import row_wise
 
 AfterLayer = Callable[[int, Tensor], None]  # a layer's number, and the hidden states [T, hidden] after it
 
@@ -181,7 +181,7 @@ class Decoder:
             self.current_layer, block = index, self.blocks[index]
             exact = exact_rows(self.is_exact, in_bytes=self.has_byte_rows)
             with exact, span("layer"), self.weights.layer(index) as tensors:
-                weights = self.layer_weights(tensors, index)
+                weights = self.layer_weights(tensors, index, self.backend)
                 if len(rows.chunks) == 1:
                     hidden = block.forward(hidden, weights, rows, 0, len(hidden))
                 else:
@@ -221,25 +221,38 @@ class Decoder:
         """What each layer gets of tokens [T] (on the CPU): [T, layers, size]; None: nothing."""
         if self.config.layer_inputs is None:
             return None
-        weights = self.layer_weights(
-            {"projection.weight": self.weights.shared(INPUT_PROJECTION), "norm.weight": self.weights.shared(INPUT_NORM)}
-        )
+        shared = self.weights.shared
+        tensors = {"projection.weight": shared(INPUT_PROJECTION), "norm.weight": shared(INPUT_NORM)}
+        weights = self.layer_weights(tensors, backend=self.backend)
         with exact_rows(self.is_exact, in_bytes=self.has_byte_rows):
             return of_tokens(self.embed(tokens), self.weights.rows(INPUT_TABLE, tokens), weights, self.config)
 
-    def layer_weights(self, tensors: Mapping[str, Weight], layer: int | None = None) -> LayerWeights:
-        """Borrowed weights in the form that blocks use. layer: the number of their layer, if they are a layer's."""
+    @property
+    def backend(self) -> Backend:
+        """What computes its passes. Training computes in the fastest way, which keeps gradients."""
+        return backend_of(self.device.type, is_exact=self.is_exact)
+
+    def layer_weights(
+        self, tensors: Mapping[str, Weight], layer: int | None = None, backend: Backend | None = None
+    ) -> LayerWeights:
+        """Borrowed weights in the form that blocks use. layer: the number of their layer, if they are a layer's.
+
+        backend: None: the fastest for the device.
+        """
+        source, backend = self.weights, backend or backend_of(self.device.type, is_exact=False)
         if layer is None:
-            return LayerWeights(tensors, self.weights.scratch)
-        source = self.weights
+            return LayerWeights(tensors, source.scratch, backend=backend)
         lend, table = partial(source.experts, layer), partial(source.expert_table, layer)
-        return LayerWeights(tensors, source.scratch, ExpertsOfLayer(lend, table, partial(self._announce, layer)))
+        return LayerWeights(
+            tensors, source.scratch, ExpertsOfLayer(lend, table, partial(self._announce, layer)), backend
+        )
 
     def _announce(self, layer: int, x: Tensor) -> None:
         """Tell the source which experts the next layer that has some would use for states x [T, hidden]."""
         part = next((part for part in self._expert_parts if part.layer > layer), None)
         if part is not None and (tensors := self.weights.ahead(part.layer)) is not None:
-            self.weights.expect(part.layer, part.likely(x, LayerWeights(tensors, self.weights.scratch)))
+            weights = LayerWeights(tensors, self.weights.scratch, backend=self.backend)
+            self.weights.expect(part.layer, part.likely(x, weights))
 
     @cached_property
     def _expert_parts(self) -> list[Experts]:
@@ -265,7 +278,7 @@ class Decoder:
     def capped(self, logits: Tensor) -> Tensor:
         """fp32 logits [R, vocab]: `linear_logits`, or sums of them, with the model's cap."""
         cap = self.config.logit_cap
-        return logits if cap is None else cap * row_wise(torch.tanh, logits / cap)
+        return logits if cap is None else cap * self.backend.each(torch.tanh, logits / cap)
 
     def head_weights(self) -> LayerWeights:
         """The matrix of the head as "head.weight"."""

@@ -6,13 +6,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from offspec.backends.products import must_be_exact
-from offspec.backends.x86.row_steps import can_step, norm_rows
+from offspec.backends.backend import FAST, Backend
 
 NORMS = ("rms", "rms plus one", "layer", "layer plus one")
 
 
-def normalize(x: Tensor, weight: Tensor, bias: Tensor | None, kind: str, eps: float) -> Tensor:
+def normalize(x: Tensor, weight: Tensor, bias: Tensor | None, kind: str, eps: float, backend: Backend = FAST) -> Tensor:
     """x [..., N], normed over N, times weight [N] (plus one for some kinds), plus bias [N].
 
     A weight [..., N] with more dimensions has x's last ones; each row of x is normed separately. Such a weight, and
@@ -29,13 +28,11 @@ def normalize(x: Tensor, weight: Tensor, bias: Tensor | None, kind: str, eps: fl
     if weight.dim() > 1:
         assert kind == "layer", "no other norm has a weight for each head"
         return (F.layer_norm(x.to(exact), width, eps=eps) * weight.to(x.dtype).to(exact)).to(x.dtype)
-    if kind == "rms" and x.device.type == "cpu" and must_be_exact(x) and can_step(x.dtype, x.shape[-1]):
-        return norm_rows(x, weight, eps)
     if kind == "rms":
-        return F.rms_norm(x, width, weight.to(x.dtype), eps)
+        return backend.rms_norm(x, weight, eps)
     return F.layer_norm(x, width, weight, bias, eps)
 
 
-def rms_normed(x: Tensor, eps: float, factor: float = 1.0) -> Tensor:
+def rms_normed(x: Tensor, eps: float, backend: Backend, factor: float = 1.0) -> Tensor:
     """RMSNorm of x [..., N] over N, times one factor."""
-    return normalize(x, x.new_full(x.shape[-1:], factor), None, "rms", eps)
+    return backend.rms_norm(x, x.new_full(x.shape[-1:], factor), eps)

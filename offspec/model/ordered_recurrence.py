@@ -12,10 +12,10 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from offspec.backends.backend import Backend
 from offspec.backends.x86.state_steps import StepRows, Walk, can_step_states, walk_states
 
 from .recurrence import DeltaInputs, Inputs, PathRows, SumInputs
-from .row_wise import row_wise
 
 _chain_walk = lru_cache(maxsize=64)(Walk.of_chain)
 _tree_walk = lru_cache(maxsize=64)(Walk.of_tree)
@@ -40,10 +40,10 @@ def kind_of_rows(device: torch.device) -> type[PathRows]:
     return OrderedRows if device.type == "cpu" and can_step_states() else PathRows
 
 
-def chain_in_order(state: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor]:
+def chain_in_order(state: Tensor, inputs: Inputs, backend: Backend) -> tuple[Tensor, Tensor]:
     """As `chain_step`."""
     rows, outputs, after = (
-        _step_rows(inputs, None),
+        _step_rows(inputs, None, backend),
         inputs.values.new_empty(inputs.values.shape),
         torch.empty_like(state),
     )
@@ -52,19 +52,19 @@ def chain_in_order(state: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor]:
 
 
 def tree_in_order(
-    state: Tensor, inputs: Inputs, parents: Tensor, earlier: PathRows | None = None
+    state: Tensor, inputs: Inputs, parents: Tensor, earlier: PathRows | None, backend: Backend
 ) -> tuple[Tensor, PathRows]:
     """As `tree_step`. parents [P + R]: of earlier rows and of these, among them, or ROOT."""
-    rows, outputs = _step_rows(inputs, earlier), inputs.values.new_empty(inputs.values.shape)
+    rows, outputs = _step_rows(inputs, earlier, backend), inputs.values.new_empty(inputs.values.shape)
     num_earlier = len(rows.keys) - len(outputs)
     walk_states(state, rows, _tree_walk(tuple(parents.tolist()), num_earlier), outputs, None)
     new = (each[num_earlier:] for each in (rows.keys, rows.updates, rows.factors))
     return _with_skips(outputs, inputs), OrderedRows(*new)
 
 
-def _step_rows(inputs: Inputs, earlier: PathRows | None) -> StepRows:
+def _step_rows(inputs: Inputs, earlier: PathRows | None, backend: Backend) -> StepRows:
     """Earlier rows, then those of the inputs. Updates are a copy, because the kernel replaces some."""
-    new = (inputs.keys, inputs.values, row_wise(torch.exp, inputs.decays))
+    new = (inputs.keys, inputs.values, backend.each(torch.exp, inputs.decays))
     old = [each[:0] for each in new] if earlier is None else vars(earlier).values()
     keys, updates, factors = (torch.cat(pair) for pair in zip(old, new, strict=True))
     rates = inputs.rates.contiguous() if isinstance(inputs, DeltaInputs) else None

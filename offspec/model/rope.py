@@ -109,7 +109,7 @@ class RotaryEmbedding:
     """The rotation of one kind of layer. cos and sin have `dtype`; angles are computed in fp32.
 
     On a CPU a position's numbers come from a table of TABLE_POSITIONS positions, since torch rounds some of them
-    otherwise in tensors of another length (`row_wise`). The last MOST_TABLES tables are kept.
+    otherwise in tensors of another length (`backends.backend.TAIL`). The last MOST_TABLES tables are kept.
     """
 
     def __init__(
@@ -197,7 +197,7 @@ class Rotations:
         It keeps attention sharp in texts longer than those of the first training phase (Llama 4).
         """
         if (beta, context) not in self._growths:
-            if self._positions.device.type == "cpu":  # each by itself, see `row_wise`
+            if self._positions.device.type == "cpu":  # each by itself, see `backends.backend.TAIL`
                 each = [1 + beta * math.log(1 + position // context) for position in self._positions.tolist()]
                 growths = torch.tensor(each, dtype=torch.float32)
             else:

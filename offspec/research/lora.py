@@ -21,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from offspec.backends.backend import Backend
 from offspec.backends.weights import Weight
 from offspec.loaders.files.small_files import open_regular
 from offspec.loaders.streaming.weights import RamWeights
@@ -291,8 +292,10 @@ class CausalTexts(RowsWithoutMemory):
 class AdaptedWeights(LayerWeights):
     """Weights plus `share` times their additions: x.lora_a and x.lora_b beside x.weight."""
 
-    def __init__(self, tensors: Mapping[str, Weight], share: float, experts: ExpertsOfLayer | None = None) -> None:
-        super().__init__(tensors, experts=experts)
+    def __init__(
+        self, tensors: Mapping[str, Weight], share: float, backend: Backend, experts: ExpertsOfLayer | None = None
+    ) -> None:
+        super().__init__(tensors, None, experts, backend)
         self._share = share
 
     def linear(self, name: str, x: Tensor) -> Tensor:
@@ -339,13 +342,16 @@ class Trainee(Decoder):
         super().__init__(draft.config, weights, dtype=draft.dtype, device=draft.device)
         self.share = share
 
-    def layer_weights(self, tensors: Mapping[str, Weight], layer: int | None = None) -> LayerWeights:
+    def layer_weights(
+        self, tensors: Mapping[str, Weight], layer: int | None = None, backend: Backend | None = None
+    ) -> LayerWeights:
         experts = None if layer is None else ExpertsOfLayer(partial(self.weights.experts, layer))
-        return AdaptedWeights(tensors, self.share, experts)
+        return AdaptedWeights(tensors, self.share, backend or self.backend, experts)
 
     def head_weights(self) -> AdaptedWeights:
         stem = self.config.head_name.removesuffix("weight")
-        return AdaptedWeights({f"head.{part}": self.weights.shared(stem + part) for part in PARTS}, self.share)
+        tensors = {f"head.{part}": self.weights.shared(stem + part) for part in PARTS}
+        return AdaptedWeights(tensors, self.share, self.backend)
 
     def embedding_rows(self, tokens: Tensor) -> Tensor:
         rows = super().embedding_rows(tokens)

@@ -14,6 +14,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from offspec.backends.backend import FAST
 from offspec.backends.expert_table import Chosen, ExpertTable
 from offspec.backends.on_gpu import FASTER_KERNEL
 from offspec.backends.products import must_be_exact
@@ -94,22 +95,23 @@ class ChosenExperts:
         """at_once: whether to try it for each group."""
         for group in weights.experts(self._places.counts):
             is_on_host = isinstance(group, HostExperts)
-            plain = partial(self._one_by_one, group, None if is_on_host else weights.scratch, is_on_host=is_on_host)
+            plain = partial(self._one_by_one, group, weights, is_on_host=is_on_host)
             table = ExpertTable.of(group, self._shape.num, self._x.dtype) if at_once and not is_on_host else None
             if table is None:
                 plain()
             else:
                 self._faster(table, plain)
 
-    def _one_by_one(self, group: LentExperts, scratch: Tensor | None, *, is_on_host: bool) -> None:
+    def _one_by_one(self, group: LentExperts, weights: LayerWeights, *, is_on_host: bool) -> None:
+        scratch, backend = (None, FAST) if is_on_host else (weights.scratch, weights.backend)
         if len(self._x) == 1 and not is_on_host and list(group) == list(self._places.counts):
-            experts = WeightsOfExperts(list(group.values()), [1] * len(group), scratch)
+            experts = WeightsOfExperts(list(group.values()), [1] * len(group), scratch, backend)
             compute = partial(self._output_of, experts)
             (self.outputs,) = self._steps.run("experts", compute, (self._x,), {}, experts.matrices)
             return
         for some in _in_parts(group, self._places.counts):
             counts = [self._places.counts[number] for number in some]
-            experts = WeightsOfExperts([group[number] for number in some], counts, scratch)
+            experts = WeightsOfExperts([group[number] for number in some], counts, scratch, backend)
             places = self._places.of(some)
             states, there = self._states(places, is_on_host=is_on_host)
             self.outputs[there] = to_device(*self._output_of(experts, states), self._x.device)

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from offspec.backends.backend import Backend
 from offspec.scheduler.params import MOST_STATE_NODES
 
 from ..config import ModelConfig
@@ -19,7 +20,6 @@ from ..memory.recurrent_states import RecurrentLayout
 from ..norms import rms_normed
 from ..recurrence import DeltaInputs
 from ..rope import RotaryEmbeddings
-from ..row_wise import row_wise, silu
 from .part import LayerWeights, PassRows, Shape
 from .recurrent import RecurrentPart
 
@@ -66,9 +66,9 @@ class DeltaNet(RecurrentPart):
     def forward(self, x: Tensor, weights: LayerWeights, rows: PassRows, first: int, last: int) -> Tensor:
         normed = self.norm(x, weights, self.config.norms_of(self.layer).before_attention)
         mixed, gates, rates, steps = self.projected(normed, weights)
-        steps = row_wise(F.softplus, steps.float() + weights.vector("linear_attn.dt_bias").float())
+        steps = weights.backend.each(F.softplus, steps.float() + weights.vector("linear_attn.dt_bias").float())
         decays = -weights.vector("linear_attn.A_log").float().exp() * steps
-        rates = row_wise(torch.sigmoid, rates.float()) * self.shape.top_rate
+        rates = weights.backend.each(torch.sigmoid, rates.float()) * self.shape.top_rate
         outputs = self.advanced(mixed, (decays, rates), weights, rows, first, last)
         return self.added(x, self.gated(outputs.to(x.dtype), gates, weights))
 
@@ -97,14 +97,14 @@ class DeltaNet(RecurrentPart):
     def stored_convolution(self, weights: LayerWeights) -> tuple[Tensor, None]:
         return torch.cat([weights.vector(f"linear_attn.{name}.weight") for name in self.shape.names.convolutions]), None
 
-    def inputs(self, convolved: Tensor, pieces: Sequence[Tensor]) -> DeltaInputs:
+    def inputs(self, convolved: Tensor, pieces: Sequence[Tensor], backend: Backend) -> DeltaInputs:
         shape, (decays, rates) = self.shape, pieces
-        active = silu(convolved)
+        active = backend.silu(convolved)
         queries, keys, values = torch.split(active, [shape.keys, shape.keys, shape.values], -1)
         by_head = (len(active), shape.key_heads, shape.key_size)
         return DeltaInputs(
-            _normed(queries.view(by_head), 1 / shape.key_size),
-            _normed(keys.view(by_head), shape.key_size**-0.5),
+            _normed(queries.view(by_head), 1 / shape.key_size, backend),
+            _normed(keys.view(by_head), shape.key_size**-0.5, backend),
             values.view(len(active), shape.num_heads, shape.value_size),
             decays,
             rates,
@@ -112,12 +112,12 @@ class DeltaNet(RecurrentPart):
 
     def gated(self, outputs: Tensor, gates: Tensor, weights: LayerWeights) -> Tensor:
         """Outputs [T, heads, Dv], normed per head and times silu(gate), through the last projection: [T, hidden]."""
-        normed = rms_normed(outputs.float(), self.shape.norm_eps).to(outputs.dtype)
+        normed = rms_normed(outputs.float(), self.shape.norm_eps, weights.backend).to(outputs.dtype)
         normed = weights.vector(f"linear_attn.{self.shape.names.norm}.weight") * normed
-        gated = (normed.flatten(1) * silu(gates.float().flatten(1))).to(outputs.dtype)
+        gated = (normed.flatten(1) * weights.backend.silu(gates.float().flatten(1))).to(outputs.dtype)
         return weights.linear(f"linear_attn.{self.shape.names.output}", gated)
 
 
-def _normed(x: Tensor, factor: float) -> Tensor:
+def _normed(x: Tensor, factor: float, backend: Backend) -> Tensor:
     """x [..., N] divided by its length, times sqrt(N) · `factor`."""
-    return rms_normed(x, NORM_EPS / x.shape[-1], factor)
+    return rms_normed(x, NORM_EPS / x.shape[-1], backend, factor)

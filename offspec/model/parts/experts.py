@@ -8,12 +8,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from offspec.backends.products import must_be_exact
-from offspec.backends.x86.row_steps import can_step, mix_rows
-
 from ..config import ModelConfig
 from ..rope import RotaryEmbeddings
-from ..row_wise import row_wise
 from ..shapes import ExpertsShape, MlpNames
 from .chosen_experts import ChosenExperts
 from .mlp import Mlp
@@ -112,7 +108,7 @@ class Experts(NativePart):
         output = self.shared.output(x, weights)
         if self.shape.shared_gate is None:
             return output
-        return output * row_wise(torch.sigmoid, weights.linear(self.shape.shared_gate, x))
+        return output * weights.backend.each(torch.sigmoid, weights.linear(self.shape.shared_gate, x))
 
     def likely(self, x: Tensor, weights: LayerWeights) -> dict[int, int]:
         """The experts that rows would choose if an earlier layer's states x [T, hidden] came here, with their rows.
@@ -126,7 +122,7 @@ class Experts(NativePart):
     def routed(self, logits: Tensor, weights: LayerWeights) -> tuple[Tensor, Tensor]:
         """Logits [T, experts] → the numbers [T, used] of the rows' experts, ascending, and their fp32 scales."""
         shape = self.shape
-        scores = row_wise(torch.sigmoid, logits) if shape.scores == "sigmoid" else logits
+        scores = weights.backend.each(torch.sigmoid, logits) if shape.scores == "sigmoid" else logits
         if shape.scores == "softmax":
             scores = logits.softmax(-1)
         ranks = scores if shape.correction is None else scores + weights.vector(shape.correction).float()
@@ -159,12 +155,4 @@ class Experts(NativePart):
         """The sum [T, hidden] of the outputs of each row's experts times their scales, by ascending numbers."""
         experts = ChosenExperts(x, chosen, self.shape, self.config.activation, self.steps)
         experts.compute(weights)
-        if x.device.type == "cpu" and must_be_exact(x) and can_step(x.dtype, x.shape[-1]):
-            return mix_rows(experts.outputs, scales)
-        scaled = experts.outputs.view(*chosen.shape, -1) * scales[..., None]
-        if x.device.type != "cpu" and not must_be_exact(x):
-            return scaled.sum(1).to(x.dtype)
-        total, *others = scaled.unbind(1)  # one after another: the same bits however many rows there are
-        for each in others:
-            total = total + each
-        return total.to(x.dtype)
+        return weights.backend.mix(experts.outputs, scales)

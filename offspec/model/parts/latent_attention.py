@@ -124,7 +124,7 @@ class LatentAttention(Attention):
 
     def _normed(self, compressed: Tensor, name: str, weights: LayerWeights) -> Tensor:
         weight = weights.vector(f"{self.config.attention}.{name}.weight")
-        return normalize(compressed.contiguous(), weight, None, "rms", self.latent.norm_eps)
+        return normalize(compressed.contiguous(), weight, None, "rms", self.latent.norm_eps, weights.backend)
 
 
 def by_head(x: Tensor, matrices: Tensor) -> Tensor:

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from ..config import ModelConfig
 from ..norms import normalize
-from ..row_wise import row_wise
 from .mlp import ACTIVATIONS
 from .part import LayerWeights, NativePart, PassRows, Shape
 
@@ -34,9 +33,8 @@ def of_tokens(embedded: Tensor, rows: Tensor, projection: LayerWeights, config: 
     assert inputs is not None
     shape = (len(rows), inputs.num_layers, inputs.size)
     projected = (projection.linear("projection", embedded) * config.hidden_size**-0.5).view(shape)
-    normed = normalize(
-        projected, projection.vector("norm.weight").to(projected.dtype), None, config.norm, config.rms_norm_eps
-    )
+    weight = projection.vector("norm.weight").to(projected.dtype)
+    normed = normalize(projected, weight, None, config.norm, config.rms_norm_eps, projection.backend)
     return (normed + rows.view(shape) * math.sqrt(inputs.size)) * 2**-0.5
 
 
@@ -63,7 +61,7 @@ class LayerInput(NativePart):
 
     def forward(self, x: Tensor, weights: LayerWeights, rows: PassRows, first: int, last: int) -> Tensor:
         assert rows.inputs is not None
-        gate = row_wise(ACTIVATIONS[self.config.activation], weights.linear(GATE, x))
+        gate = weights.backend.each(ACTIVATIONS[self.config.activation], weights.linear(GATE, x))
         opened = gate * rows.inputs[first:last, self.config.shape_of(self.layer).number]
         return self.added(x, self.norm(weights.linear(PROJECTION, opened), weights, NORM))
 

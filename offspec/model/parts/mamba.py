@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from offspec.backends.backend import Backend
 from offspec.scheduler.params import MOST_STATE_NODES
 
 from ..config import ModelConfig
@@ -21,7 +22,6 @@ from ..memory.recurrent_states import RecurrentLayout
 from ..norms import rms_normed
 from ..recurrence import SumInputs
 from ..rope import RotaryEmbeddings
-from ..row_wise import row_wise, silu
 from ..shapes import Multipliers
 from .attention import Attention
 from .part import LayerWeights, PassRows, Shape
@@ -79,7 +79,7 @@ class Mamba(RecurrentPart):
         """Mamba2 of rows first .. last: normed states x [T, hidden] → [T, hidden]."""
         shape = self.shape
         gates, mixed, steps = self.projected(x, weights)
-        steps = row_wise(F.softplus, steps.float() + weights.vector(self.name("dt_bias")).float())
+        steps = weights.backend.each(F.softplus, steps.float() + weights.vector(self.name("dt_bias")).float())
         steps = steps.clamp(*shape.step_limits)
         decays = -weights.vector(self.name("A_log")).float().exp() * steps
         skips = weights.vector(self.name("D")).float().expand(len(x), -1)
@@ -100,9 +100,9 @@ class Mamba(RecurrentPart):
     def stored_convolution(self, weights: LayerWeights) -> tuple[Tensor, Tensor | None]:
         return weights.vector(self.name("conv1d.weight")), weights.optional_vector(self.name("conv1d.bias"))
 
-    def inputs(self, convolved: Tensor, pieces: Sequence[Tensor]) -> SumInputs:
+    def inputs(self, convolved: Tensor, pieces: Sequence[Tensor], backend: Backend) -> SumInputs:
         shape, (decays, steps, skips) = self.shape, pieces
-        values, keys, queries = torch.split(silu(convolved), shape.widths[1:4], -1)
+        values, keys, queries = torch.split(backend.silu(convolved), shape.widths[1:4], -1)
         values = values.reshape(len(values), shape.num_heads, shape.head_size)
         by_group = (len(values), shape.num_groups, shape.state_size)
         return SumInputs(
@@ -115,18 +115,18 @@ class Mamba(RecurrentPart):
 
     def gated(self, outputs: Tensor, gates: Tensor, weights: LayerWeights) -> Tensor:
         """Outputs [T, inner] in fp32, gated by silu(gates) and normed by groups, in the family's order."""
-        gates = silu(gates.float())
+        gates = weights.backend.silu(gates.float())
         if self.shape.norm is None:
             return outputs * gates
         weight = weights.vector(self.name("norm.weight"))
         if self.shape.norm == "before gate":
-            return self.grouped_norm(outputs, weight) * gates
-        return self.grouped_norm(outputs * gates, weight)
+            return self.grouped_norm(outputs, weight, weights.backend) * gates
+        return self.grouped_norm(outputs * gates, weight, weights.backend)
 
-    def grouped_norm(self, x: Tensor, weight: Tensor) -> Tensor:
+    def grouped_norm(self, x: Tensor, weight: Tensor, backend: Backend) -> Tensor:
         """x [T, inner] in fp32, each group normed, times weight [inner]."""
         groups = x.view(len(x), self.shape.num_groups, -1)
-        return rms_normed(groups, self.config.rms_norm_eps).flatten(1) * weight
+        return rms_normed(groups, self.config.rms_norm_eps, backend).flatten(1) * weight
 
 
 class AttentionBesideMamba(Attention):

@@ -8,12 +8,11 @@ from functools import partial
 import torch.nn.functional as F
 from torch import Tensor
 
-from offspec.backends.products import must_be_exact
-from offspec.backends.x86.row_steps import LARGEST, SHARPNESS, can_step, gate_rows
+from offspec.backends.backend import Backend
+from offspec.backends.x86.row_steps import LARGEST, SHARPNESS
 
 from ..config import ModelConfig
 from ..rope import RotaryEmbeddings
-from ..row_wise import row_wise
 from ..shapes import CLAMPED, MlpNames, Multipliers
 from .attention import Attention
 from .part import LayerWeights, NativePart, PassRows
@@ -97,25 +96,25 @@ def inner_of(
 ) -> Tensor:
     """An MLP's inner numbers [T, inner], which `names.down` multiplies."""
     if names.gate is None:
-        return row_wise(ACTIVATIONS[activation], weights.linear(names.up, x))
+        return weights.backend.each(ACTIVATIONS[activation], weights.linear(names.up, x))
     if names.is_fused:
         both = weights.linear(names.up, x)
         gate, up = (both[:, ::2], both[:, 1::2]) if names.is_interleaved else both.chunk(2, -1)
-        return gated(gate, up, activation)
+        return gated(gate, up, activation, weights.backend)
     gate, up = weights.linears((names.gate, names.up), x)
     if multipliers is not None:
         gate = gate * multipliers.gate
-    return gated(gate, up, activation)
+    return gated(gate, up, activation, weights.backend)
 
 
-def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+def gated(gate: Tensor, up: Tensor, activation: str, backend: Backend) -> Tensor:
     """The inner numbers [T, inner] of an MLP by the outputs of its gate and of `up`."""
-    is_exact = gate.device.type == "cpu" and must_be_exact(gate) and can_step(gate.dtype, gate.shape[-1])
-    if is_exact and activation in IN_ONE_STEP:
-        return gate_rows(gate, up, is_clamped=activation == CLAMPED)
-    if activation == CLAMPED:
+    is_clamped = activation == CLAMPED
+    if activation in IN_ONE_STEP and (inner := backend.swiglu(gate, up, is_clamped=is_clamped)) is not None:
+        return inner
+    if is_clamped:
         up = up.clamp(-LARGEST, LARGEST) + 1
-    return row_wise(ACTIVATIONS[activation], gate) * up
+    return backend.each(ACTIVATIONS[activation], gate) * up
 
 
 class AttentionBesideMlp(Attention):

@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from offspec.backends.backend import FAST, Backend
 from offspec.backends.expert_table import Chosen, ExpertTable
 from offspec.backends.products import steps_add
 from offspec.backends.weights import Weight, dense, linear, linear_each, linear_fp32, linears
@@ -143,9 +144,11 @@ class LayerWeights:
         tensors: Mapping[str, Weight],
         scratch: Tensor | None = None,
         experts: ExpertsOfLayer | None = None,
+        backend: Backend = FAST,
     ) -> None:
-        """scratch: memory for a dequantised matrix, see `weights.linear`."""
+        """scratch: memory for a dequantised matrix, see `weights.linear`. backend: what computes rows with them."""
         self.tensors = tensors
+        self.backend = backend
         self.scratch = scratch
         self._experts = experts
 
@@ -191,8 +194,10 @@ class LayerWeights:
 class WeightsOfExperts(LayerWeights):
     """The weights of several experts, of which each multiplies the next of `counts` rows, or all the only row."""
 
-    def __init__(self, experts: Sequence[Mapping[str, Weight]], counts: Sequence[int], scratch: Tensor | None) -> None:
-        super().__init__(experts[0], scratch)
+    def __init__(
+        self, experts: Sequence[Mapping[str, Weight]], counts: Sequence[int], scratch: Tensor | None, backend: Backend
+    ) -> None:
+        super().__init__(experts[0], scratch, backend=backend)
         self._each = experts
         self._counts = list(counts)
 
@@ -324,7 +329,7 @@ class NativePart(Part):
         if name is None:
             return x
         c, bias = self.config, weights.optional_vector(f"{name}.bias")
-        return normalize(x, weights.vector(f"{name}.weight"), bias, c.norm, c.rms_norm_eps)
+        return normalize(x, weights.vector(f"{name}.weight"), bias, c.norm, c.rms_norm_eps, weights.backend)
 
     def added(self, x: Tensor, output: Tensor) -> Tensor:
         """Hidden states x [T, hidden] plus the scaled output of attention or an MLP."""

@@ -13,6 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from offspec.backends.backend import Backend
 from offspec.loaders.streaming.small_transfers import to_device
 
 from ..causal_convolution import chain_convolution, path_convolution, path_windows
@@ -50,7 +51,9 @@ class ConvolvedPart(NativePart):
         return kernel, None if bias is None else bias.float()
 
     @abstractmethod
-    def of_chain(self, matrix: Tensor, convolved: Tensor, pieces: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    def of_chain(
+        self, matrix: Tensor, convolved: Tensor, pieces: Sequence[Tensor], backend: Backend
+    ) -> tuple[Tensor, Tensor]:
         """Outputs [R, ...] of R rows of a chain, and the state's matrix behind them. matrix: before them.
 
         convolved: fp32 [R, channels]. pieces: as for `advanced`, of R rows.
@@ -58,7 +61,13 @@ class ConvolvedPart(NativePart):
 
     @abstractmethod
     def of_tree(
-        self, matrix: Tensor, convolved: Tensor, pieces: Sequence[Tensor], places: TreePlaces, earlier: PathRows
+        self,
+        matrix: Tensor,
+        convolved: Tensor,
+        pieces: Sequence[Tensor],
+        places: TreePlaces,
+        earlier: PathRows,
+        backend: Backend,
     ) -> tuple[Tensor, PathRows]:
         """Outputs [R, ...] of R nodes, and what they bring to the recurrence. earlier: see `tree_step`."""
 
@@ -91,7 +100,7 @@ class ConvolvedPart(NativePart):
         windows = path_windows(mixed.float(), begun.state.inputs.float(), text.parents)
         convolved = path_convolution(windows, *self.convolution(weights, mixed.dtype))
         places = TreePlaces(lambda: text.ancestors, text.parents)
-        return self.of_tree(begun.state.matrix, convolved, others, places, begun.nodes.rows)[0]
+        return self.of_tree(begun.state.matrix, convolved, others, places, begun.nodes.rows, weights.backend)[0]
 
     def _advance(
         self, text: AppendedRows, begin: int, end: int, pieces: Sequence[Tensor], weights: LayerWeights
@@ -120,7 +129,7 @@ class ConvolvedPart(NativePart):
         state = progress.state
         convolved = chain_convolution(mixed.float(), state.inputs.float(), *self.convolution(weights, mixed.dtype))
         inputs = torch.cat((state.inputs, mixed))[len(mixed) :]
-        outputs, matrix = self.of_chain(state.matrix, convolved, pieces)
+        outputs, matrix = self.of_chain(state.matrix, convolved, pieces, weights.backend)
         progress.state = State(matrix, inputs.clone())  # not a view of a whole prompt
         return outputs
 
@@ -148,7 +157,9 @@ class ConvolvedPart(NativePart):
             windows = path_windows(inputs.float(), progress.state.inputs.float(), parents[:seen], num_earlier + begin)
             convolved = path_convolution(windows, *self.convolution(weights, mixed.dtype))
             places = TreePlaces(partial(text.visibility.ancestors, begin, end), parents[:seen])
-            some, rows = self.of_tree(progress.state.matrix, convolved, others, places, progress.nodes.rows)
+            some, rows = self.of_tree(
+                progress.state.matrix, convolved, others, places, progress.nodes.rows, weights.backend
+            )
             progress.nodes = Nodes(progress.nodes.rows.with_more(rows), inputs)
             outputs.append(some)
         return torch.cat(outputs)
@@ -158,21 +169,29 @@ class RecurrentPart(ConvolvedPart):
     """A part with a convolution and a recurrence behind it."""
 
     @abstractmethod
-    def inputs(self, convolved: Tensor, pieces: Sequence[Tensor]) -> Inputs:
+    def inputs(self, convolved: Tensor, pieces: Sequence[Tensor], backend: Backend) -> Inputs:
         """What R rows bring to the recurrence. convolved: fp32 [R, channels]. pieces: as for `advanced`, of R rows."""
 
-    def of_chain(self, matrix: Tensor, convolved: Tensor, pieces: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        inputs = self.inputs(convolved, pieces)
+    def of_chain(
+        self, matrix: Tensor, convolved: Tensor, pieces: Sequence[Tensor], backend: Backend
+    ) -> tuple[Tensor, Tensor]:
+        inputs = self.inputs(convolved, pieces, backend)
         if kind_of_rows(matrix.device) is OrderedRows:
-            return chain_in_order(matrix, inputs)
+            return chain_in_order(matrix, inputs, backend)
         return chain_step(matrix, inputs)
 
     def of_tree(
-        self, matrix: Tensor, convolved: Tensor, pieces: Sequence[Tensor], places: TreePlaces, earlier: PathRows
+        self,
+        matrix: Tensor,
+        convolved: Tensor,
+        pieces: Sequence[Tensor],
+        places: TreePlaces,
+        earlier: PathRows,
+        backend: Backend,
     ) -> tuple[Tensor, PathRows]:
-        inputs = self.inputs(convolved, pieces)
+        inputs = self.inputs(convolved, pieces, backend)
         if any(each.requires_grad for each in vars(inputs).values()):  # in training, where nothing is earlier
             return tree_step(matrix, inputs, places.ancestors())
         if isinstance(earlier, OrderedRows):
-            return tree_in_order(matrix, inputs, places.parents, earlier)
+            return tree_in_order(matrix, inputs, places.parents, earlier, backend)
         return tree_step(matrix, inputs, places.ancestors(), earlier)

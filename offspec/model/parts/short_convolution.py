@@ -9,6 +9,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from offspec.backends.backend import Backend
+
 from ..config import ModelConfig
 from ..memory.recurrent_states import RecurrentLayout
 from ..recurrence import PathRows, TreePlaces
@@ -53,11 +55,19 @@ class ShortConvolution(ConvolvedPart):
     def stored_convolution(self, weights: LayerWeights) -> tuple[Tensor, Tensor | None]:
         return weights.vector("conv.conv.weight"), weights.optional_vector("conv.conv.bias")
 
-    def of_chain(self, matrix: Tensor, convolved: Tensor, pieces: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    def of_chain(
+        self, matrix: Tensor, convolved: Tensor, pieces: Sequence[Tensor], backend: Backend
+    ) -> tuple[Tensor, Tensor]:
         return convolved, matrix
 
     def of_tree(
-        self, matrix: Tensor, convolved: Tensor, pieces: Sequence[Tensor], places: TreePlaces, earlier: PathRows
+        self,
+        matrix: Tensor,
+        convolved: Tensor,
+        pieces: Sequence[Tensor],
+        places: TreePlaces,
+        earlier: PathRows,
+        backend: Backend,
     ) -> tuple[Tensor, PathRows]:
         """Rows of no heads."""
         none = (part.new_empty(len(convolved), *part.shape[1:]) for part in vars(earlier).values())

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from offspec.backends.products import exact_rows
+from offspec.backends.backend import ExactOnCpu
 from offspec.backends.x86.processor import using
 from offspec.model.config import ModelConfig, read_config
 from offspec.model.decoder import CachedDecoder, Decoder, TextRows, pass_together, random_decoder, score_together
@@ -21,7 +21,6 @@ from offspec.model.memory.kv_formats import EIGHT_BIT, KV_FORMATS
 from offspec.model.norms import NORMS, normalize
 from offspec.model.parts.mlp import ACTIVATIONS
 from offspec.model.rope import RotaryEmbedding, Rotations, rotate
-from offspec.model.row_wise import row_wise
 from offspec.model.transformers_config import ForeignConfig
 
 from ...fakes import FAMILIES, VOCAB_SIZE, config_json
@@ -232,13 +231,12 @@ def test_norms_do_not_depend_on_other_rows(width: int, dtype: torch.dtype) -> No
 @pytest.mark.parametrize("width", [100, 1100])
 def test_activations_do_not_depend_on_other_rows(width: int, dtype: torch.dtype) -> None:
     x = noise(256, width, dtype) * 4
-    with exact_rows():
-        for activate in (*ACTIVATIONS.values(), torch.tanh):
-            together = row_wise(activate, x)
-            fused = row_wise(activate, x.repeat(1, 2)[:, :width])
-            for num_rows in (1, 3, 64):
-                assert torch.equal(row_wise(activate, x[-num_rows:]), together[-num_rows:])
-                assert torch.equal(fused[-num_rows:], together[-num_rows:])
+    each = ExactOnCpu().each
+    for activate in (*ACTIVATIONS.values(), torch.tanh):
+        together, fused = each(activate, x), each(activate, x.repeat(1, 2)[:, :width])
+        for num_rows in (1, 3, 64):
+            assert torch.equal(each(activate, x[-num_rows:]), together[-num_rows:])
+            assert torch.equal(fused[-num_rows:], together[-num_rows:])
 
 
 def test_rotations_do_not_depend_on_other_rows() -> None:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
-from offspec.backends.products import exact_rows
+from offspec.backends.backend import ExactOnCpu
 from offspec.model.ordered_recurrence import chain_in_order, tree_in_order
 from offspec.model.recurrence import ROOT, DeltaInputs, Inputs, PathRows, SumInputs, chain_step, tree_step
 
@@ -92,7 +93,7 @@ def mask_of(paths: list[list[int]], first: int = 0) -> Tensor:
 KINDS = pytest.mark.parametrize("kind", [DeltaInputs, SumInputs])
 PRODUCTS, IN_ORDER = "by products", "in order"
 WAYS = pytest.mark.parametrize("way", [PRODUCTS, pytest.param(IN_ORDER, marks=needs_kernels)])
-CHAIN_STEPS = {PRODUCTS: chain_step, IN_ORDER: chain_in_order}
+CHAIN_STEPS = {PRODUCTS: chain_step, IN_ORDER: partial(chain_in_order, backend=ExactOnCpu())}
 
 
 def tree_rows(
@@ -100,7 +101,7 @@ def tree_rows(
 ) -> tuple[Tensor, PathRows]:
     """Outputs of the inputs' rows, which are the last ones of those with the given parents, and what they bring."""
     if way == IN_ORDER:
-        return tree_in_order(state, inputs, torch.tensor(parents, dtype=torch.int64), earlier)
+        return tree_in_order(state, inputs, torch.tensor(parents, dtype=torch.int64), earlier, ExactOnCpu())
     return tree_step(state, inputs, mask_of(paths_of(list(parents)), len(parents) - len(inputs.keys)), earlier)
 
 
@@ -170,19 +171,18 @@ def test_rows_in_order_do_not_depend_on_other_rows(kind: type[Inputs], seed: int
     chance, state = random.Random(seed), first_state(seed)
     parents = random_parents(chance)
     inputs, cut = inputs_of(kind, len(parents), seed), chance.randint(0, len(parents))
-    with exact_rows():
-        early_outputs, early = tree_rows(IN_ORDER, state, some(inputs, slice(0, cut)), parents[:cut])
-        late_outputs, late = tree_rows(IN_ORDER, state, some(inputs, slice(cut, None)), parents, early)
-        outputs, rows = torch.cat((early_outputs, late_outputs)), early.with_more(late)
-        for row, path in enumerate(paths_of(parents)):
-            expected, after = chain_in_order(state, some(inputs, path))
-            alone = state
-            for each, number in enumerate(path):
-                output, alone = chain_in_order(alone, some(inputs, [number]))
-                assert torch.equal(output[0], expected[each])
-            assert torch.equal(outputs[row], expected[-1])
-            for place in range(len(path)):
-                root = rows.at(path[:place]).after(state)
-                below = rows.below(path[place - 1], path[place:]) if place else rows.at(path)
-                assert torch.equal(below.after(root), after)
-            assert torch.equal(alone, after)
+    early_outputs, early = tree_rows(IN_ORDER, state, some(inputs, slice(0, cut)), parents[:cut])
+    late_outputs, late = tree_rows(IN_ORDER, state, some(inputs, slice(cut, None)), parents, early)
+    outputs, rows = torch.cat((early_outputs, late_outputs)), early.with_more(late)
+    for row, path in enumerate(paths_of(parents)):
+        expected, after = CHAIN_STEPS[IN_ORDER](state, some(inputs, path))
+        alone = state
+        for each, number in enumerate(path):
+            output, alone = CHAIN_STEPS[IN_ORDER](alone, some(inputs, [number]))
+            assert torch.equal(output[0], expected[each])
+        assert torch.equal(outputs[row], expected[-1])
+        for place in range(len(path)):
+            root = rows.at(path[:place]).after(state)
+            below = rows.below(path[place - 1], path[place:]) if place else rows.at(path)
+            assert torch.equal(below.after(root), after)
+        assert torch.equal(alone, after)
