@@ -1,27 +1,105 @@
-"""What computes a decoder's rows, chosen from its device and arithmetic: a layer's weights have it.
+"""`Backend`: what computes a decoder's rows, chosen once from its device and its arithmetic (`choice.backend_of`).
 
-`Backend` computes in the fastest ways; the exact ones compute a row with the same bits whatever rows share its pass.
+A layer's weights have it (`LayerWeights`), and so have the rows of a text: nothing asks a tensor where it lies. Two
+backends at once are the normal case, for a draft and a target. This module has what all of them do alike.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .x86.row_steps import can_step, gate_rows, mix_rows, norm_rows, silu_rows
-
-# torch computes the end of a tensor, and of a thread's share of it, by other instructions than the rest, which round
-# exponentials otherwise: where the numbers are no multiple of TAIL, or more than SHARE. So it does with numbers that do
-# not lie side by side.
-TAIL, SHARE = 64, 32768
+from .arithmetic import FAST
+from .weights import PackedWeight, Weight, dense
+from .x86.row_attention import KeySlots, KeysOfRows, Scores, Visible
+from .x86.row_product import RowProduct
 
 
-class Backend:
-    """The fastest ways on a CPU. They keep gradients."""
+class Backend(ABC):
+    """One device's functions of rows, in the fastest way; they keep gradients. Subclasses are exact.
+
+    arithmetic: of `arithmetic.ARITHMETIC`. rounds_tails: torch rounds some functions of single numbers otherwise in
+    tensors of another length. chooses_at_once: experts that rows chose can be multiplied by their addresses.
+    records_rows: steps of one row can be recorded (`x86.recording`). walks_states: recurrences go from state to state
+    (`x86.state_steps`). shares_keys: rows of several texts attend to their
+    common beginning together. takes_bytes: there are products of rows in 8 bits.
+    """
+
+    arithmetic = FAST
+    rounds_tails = False
+    chooses_at_once = False
+    records_rows = False
+    walks_states = False
+    shares_keys = True
+    takes_bytes = False
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether a row has the same bits whatever rows share its pass."""
+        return self.arithmetic != FAST
+
+    def prepare(self, products: Iterable[RowProduct], dtype: torch.dtype) -> None:  # noqa: B027 (most need nothing)
+        """Compile, in the background, what multiplies rows of a dtype with matrices that have these kernels."""
+
+    # ---------------------------------------------------------------------------------------- products
+
+    def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None, scratch: Tensor | None = None) -> Tensor:
+        """x [..., K] times weight [N, K], plus bias [N] → [..., N] in x's dtype.
+
+        scratch: at least N·K elements of x's dtype, 1-D, for a matrix that must be dequantised or converted first;
+        without it, memory is allocated each time.
+        """
+        bias = bias if bias is None else bias.to(x.dtype)
+        if needs_gradients(x) and _is_unpacked_for(x, weight):
+            product: Tensor = ProductOfUnpacked.apply(x, weight)  # type: ignore[no-untyped-call]
+            return product if bias is None else product + bias
+        if isinstance(weight, Tensor):
+            return self.multiply_plain(x, weight, bias, scratch)
+        return weight.linear(x, bias, scratch, self)
+
+    @abstractmethod
+    def multiply_plain(self, x: Tensor, weight: Tensor, bias: Tensor | None, scratch: Tensor | None) -> Tensor:
+        """`linear` by a tensor; bias: in x's dtype."""
+
+    @abstractmethod
+    def multiply_packed(self, x: Tensor, matrix: PackedWeight, bias: Tensor | None, scratch: Tensor | None) -> Tensor:
+        """`linear` by a `PackedMatrix`; bias: in x's dtype."""
+
+    @abstractmethod
+    def linear_fp32(
+        self, x: Tensor, weight: Weight, bias: Tensor | None = None, scratch: Tensor | None = None
+    ) -> Tensor:
+        """As `linear`, with an fp32 result [..., N]: the sums, if possible without being rounded to x's dtype first."""
+
+    def linears(
+        self, x: Tensor, weights: Sequence[Weight], biases: Sequence[Tensor | None], scratch: Tensor | None = None
+    ) -> list[Tensor]:
+        """`linear` of x [..., K] by several weights."""
+        return [self.linear(x, weight, bias, scratch) for weight, bias in zip(weights, biases, strict=True)]
+
+    def linear_each(
+        self, x: Tensor, counts: Sequence[int], weights: Sequence[Weight], scratch: Tensor | None = None
+    ) -> Tensor:
+        """x [R, K] times several weights [N, K], of which each multiplies `counts` rows → [sum of counts, N].
+
+        Each multiplies the next rows, and after the last row the first ones again: one row may be that of all. The
+        result has x's dtype. scratch: as for `linear`.
+        """
+        parts = zip(first_rows(x, counts), counts, weights, strict=True)
+        return torch.cat([self.linear(x[first : first + num], weight, None, scratch) for first, num, weight in parts])
+
+    def by_head(self, x: Tensor, matrices: Tensor) -> Tensor:
+        """x [T, heads, K] times each head's own matrix of [heads, N, K] → [T, heads, N]."""
+        return torch.bmm(x.transpose(0, 1), matrices.transpose(1, 2)).transpose(0, 1)
+
+    # ---------------------------------------------------------------------------------------- functions of rows
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """RMSNorm of x [..., N] over N, times weight [N]."""
@@ -40,53 +118,53 @@ class Backend:
         return None
 
     def mix(self, outputs: Tensor, scales: Tensor) -> Tensor:
-        """The sum [T, N] of each row's outputs, one after another: [T·used, N] times fp32 scales [T, used]."""
-        total, *others = (outputs.view(*scales.shape, -1) * scales[..., None]).unbind(1)
-        for each in others:
-            total = total + each
-        return total.to(outputs.dtype)
-
-
-class FastOnGpu(Backend):
-    """The fastest ways on a GPU."""
-
-    def mix(self, outputs: Tensor, scales: Tensor) -> Tensor:
+        """The sum [T, N] of each row's outputs: [T·used, N] times fp32 scales [T, used]."""
         return (outputs.view(*scales.shape, -1) * scales[..., None]).sum(1).to(outputs.dtype)
 
+    # ---------------------------------------------------------------------------------------- exact attention
 
-class ExactOnCpu(Backend):
-    """By `backends.x86`, without gradients; where it has no kernel, torch's way of equal bits."""
+    def attend_slots(self, queries: Tensor, parts: Iterable[KeySlots], visible: Visible, scores: Scores) -> Tensor:
+        """Attention of queries [R, heads, D] → [R, heads, D]; only of exact backends.
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return norm_rows(x, weight, eps) if can_step(x.dtype, x.shape[-1]) else super().rms_norm(x, weight, eps)
+        parts: keys and values, see `row_attention.attend_rows`. visible: what each row sees, `moved` where queries are.
+        """
+        raise NotImplementedError
 
-    def each(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """function(x) of so many whole vectors as torch takes alike."""
-        numbers = F.pad(x.contiguous().view(-1), (0, -x.numel() % TAIL))
-        return torch.cat([function(some) for some in torch.split(numbers, SHARE)])[: x.numel()].view(x.shape)
-
-    def silu(self, x: Tensor) -> Tensor:
-        """On all threads."""
-        return silu_rows(x) if can_step(x.dtype, x.shape[-1]) else super().silu(x)
-
-    def swiglu(self, gate: Tensor, up: Tensor, *, is_clamped: bool) -> Tensor | None:
-        return gate_rows(gate, up, is_clamped=is_clamped) if can_step(gate.dtype, gate.shape[-1]) else None
-
-    def mix(self, outputs: Tensor, scales: Tensor) -> Tensor:
-        if can_step(outputs.dtype, outputs.shape[-1]):
-            return mix_rows(outputs, scales)
-        return super().mix(outputs, scales)
+    def attend_texts(self, queries: Tensor, texts: Sequence[KeysOfRows], scores: Scores) -> Tensor:
+        """`attend_slots` of several texts, each with all keys in one part; of rows of none of them it means nothing."""
+        raise NotImplementedError
 
 
-class ExactOnGpu(Backend):
-    """By `backends.triton`; torch computes single numbers alike in any number of rows."""
+class ProductOfUnpacked(torch.autograd.Function):
+    """x [..., K] times a matrix [N, K] that is unpacked or converted, again for the gradient of x.
+
+    Autograd's own would keep such a copy for each product until then.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, matrix: Weight) -> Tensor:
+        ctx.matrix = matrix
+        return F.linear(x, dense(matrix, x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient @ dense(ctx.matrix, gradient.dtype), None
 
 
-FAST = Backend()
+def needs_gradients(x: Tensor) -> bool:
+    return torch.is_grad_enabled() and x.requires_grad
 
 
-@cache
-def backend_of(device_type: str, *, is_exact: bool) -> Backend:
-    if device_type == "cpu":
-        return ExactOnCpu() if is_exact else FAST
-    return ExactOnGpu() if is_exact else FastOnGpu()
+def rows_of(x: Tensor) -> int:
+    """The number of rows of x [..., K]."""
+    return math.prod(x.shape[:-1])
+
+
+def first_rows(x: Tensor, counts: Sequence[int]) -> list[int]:
+    """The first row of x for each of several weights, see `Backend.linear_each`."""
+    return [first % max(1, len(x)) for first in accumulate(counts[:-1], initial=0)]
+
+
+def _is_unpacked_for(x: Tensor, weight: Weight) -> bool:
+    """Whether a product with x needs a copy of the weight; one that learns is converted by autograd itself."""
+    return not isinstance(weight, Tensor) or (weight.dtype != x.dtype and not weight.requires_grad)

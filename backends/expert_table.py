@@ -103,8 +103,8 @@ class ExpertTable:
         return cls(kinds, addresses, kernels.ALIGNED if is_aligned else 1)
 
     def on(self, send: Callable[[Tensor], Tensor]) -> ExpertTable:
-        """The table on a device, to which `send` sends addresses; itself, if it is there."""
-        return self if self.addresses.device.type != "cpu" else replace(self, addresses=send(self.addresses))
+        """The table on a device, to which `send` sends what is not there."""
+        return replace(self, addresses=send(self.addresses))
 
     def kind(self, dtype: torch.dtype, rows: float) -> Hashable:
         """A key for the speed of products of about so many rows of an expert."""

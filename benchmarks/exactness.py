@@ -35,6 +35,7 @@ import torch
 from torch import Tensor
 
 from offspec import Engine, SamplingParams, SpeculationParams, builtin
+from offspec.backends.arithmetic import EXACT, FAST
 from offspec.backends.weights import Weight
 from offspec.backends.x86.processor import describe_instructions
 from offspec.checkpoints.load import WeightSettings, load_decoder
@@ -77,7 +78,7 @@ def decoder_of(files: ModelFiles, *, is_streamed: bool, is_exact: bool, synchron
     settings = WeightSettings(has_far_embedding=True, synchronous=synchronous)
     decoder = load_decoder(files, placement, CPU, settings)
     assert reason_against_exactness(decoder.config, decoder.dtype, CPU) is None
-    decoder.is_exact = is_exact
+    decoder.arithmetic = EXACT if is_exact else FAST
     return decoder
 
 
@@ -90,7 +91,7 @@ def in_q8_0(decoder: Decoder) -> Decoder:
     names = [decoder.config.embedding_name, decoder.config.head_name, *decoder.config.final_norm_names]
     shared = {name: decoder.weights.shared(name) for name in names}
     made = Decoder(decoder.config, RamWeights(layers, shared), dtype=decoder.dtype, device=CPU)
-    made.is_exact = decoder.is_exact
+    made.arithmetic = decoder.arithmetic
     return made
 
 
@@ -336,7 +337,7 @@ def prefill_s(engine: Engine, num_rows: int) -> float:
     """Seconds of a pass over a prompt of so many tokens, with the logits of the last."""
     text, none = CachedDecoder(engine.target, num_rows), np.zeros(0, int)
     began_s = time.perf_counter()
-    text.score([(7 * row) % 500 for row in range(num_rows)], none, none, np.zeros((0, 0), bool))
+    text.score([(7 * row) % 500 for row in range(num_rows)], none, none, none)
     return time.perf_counter() - began_s
 
 

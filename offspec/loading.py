@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from offspec.backends.arithmetic import EXACT, FAST, INT8
-from offspec.backends.products import in_arithmetic
+from offspec.backends.choice import backend_of
 from offspec.backends.x86.byte_product import FORMS
 from offspec.loaders.accelerators.accelerator import Accelerator, accelerator_of
 from offspec.loaders.machine.card_choices import keep_kernels
@@ -220,15 +220,13 @@ def _load_models(
         _limit_memory(accelerator, plan.placement.limits.device if options.vram is not None else None)
     arithmetic = machine.arithmetic(plan)
     settings = _weight_settings(options, plan, rates, arithmetic)
-    if device.type == "cpu":
-        with in_arithmetic(arithmetic):
-            prepare_kernels([files, *opened.models])
+    prepare_kernels([files, *opened.models], backend_of(device, arithmetic))
     memory = PlannedMemory(plan, device, notes, lambda plan: load_planned(plan, device, settings))
 
     def load_both() -> tuple[Decoder, Draft]:
         attach = opened.load(device)  # the draft first: it is small, so its errors appear early
         decoder = memory.load_decoder()
-        decoder.is_exact, decoder.has_byte_rows = arithmetic != FAST, arithmetic == INT8
+        decoder.arithmetic = arithmetic
         if (reason := reason_of(decoder)) is not None:
             notes.append(Note(f"the text equals plain decoding's up to near-ties: {reason}"))
         draft, guessing = attach(decoder), opened.guessing(memory.plan.placement)

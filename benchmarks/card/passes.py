@@ -12,6 +12,7 @@ import torch
 
 from benchmarks.streaming import OneLayer, star
 from offspec import SpeculationParams
+from offspec.backends.arithmetic import EXACT, FAST
 from offspec.backends.on_gpu import FUSED_ROWS
 from offspec.checkpoints.opening import ModelFiles
 from offspec.errors import UsageError
@@ -140,19 +141,19 @@ def _seconds_by_width(decoder: Decoder, plan: Plan, job: Job, link: float) -> di
 
     The passes are of fast arithmetic; those of exact rows stand beside them.
     """
-    link_s, is_exact = plan.stream_bytes / link, decoder.is_exact
-    decoder.is_exact = False
+    link_s, arithmetic = plan.stream_bytes / link, decoder.arithmetic
+    decoder.arithmetic = FAST
     streamed, taken = plan.placement.streamed, {width: pass_s(decoder, width, job.repeats) for width in job.widths}
     with decoder.weights.layer(streamed[0] if streamed else 0) as layer:  # the same layer repeatedly, without transfers
         alone = Decoder(decoder.config, OneLayer(decoder.weights, layer), dtype=decoder.dtype, device=decoder.device)
         compute = {width: pass_s(alone, width, job.repeats) for width in job.widths}
         reason = reason_against_exactness(decoder.config, decoder.dtype, decoder.device)
-        alone.is_exact = decoder.is_exact = reason is None
+        alone.arithmetic = decoder.arithmetic = FAST if reason else EXACT
         narrow = [width for width in job.widths if width <= EXACT_ROWS and decoder.is_exact]
         exact = {width: {"exact_compute_s": pass_s(alone, width, job.repeats)} for width in narrow}
     for width in narrow:
         exact[width]["exact_s"] = pass_s(decoder, width, job.repeats)
-    decoder.is_exact = is_exact
+    decoder.arithmetic = arithmetic
     return {
         width: {
             "seconds": seconds,

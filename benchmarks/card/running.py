@@ -11,6 +11,7 @@ import torch
 
 from benchmarks.streaming import star
 from offspec import Engine
+from offspec.backends.arithmetic import EXACT, FAST
 from offspec.checkpoints.opening import Note
 from offspec.drafts.model_draft import ModelDraft
 from offspec.loaded_target import LoadedTarget, PlannedMemory
@@ -81,7 +82,8 @@ def loaded(
         guesser = Decoder(draft.files.config, small, dtype=files.dtype, device=device)
         decoder = memory.load_decoder()
         is_streamed = not plan.placement.is_resident
-        decoder.is_exact = is_exact_by_default(files.config, files.dtype, device, is_streamed=is_streamed)
+        is_exact = is_exact_by_default(files.config, files.dtype, device, is_streamed=is_streamed)
+        decoder.arithmetic = EXACT if is_exact else FAST
         try:
             CachedDecoder(decoder, CONTEXT + MAX_NODES).score_rows(list(range(5, 21)), *star(width - 1))[0]
         except BaseException:

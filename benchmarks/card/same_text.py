@@ -32,11 +32,12 @@ def same_text(bench: Bench, name: str, memory: str) -> Iterator[Figures]:
     rates, found = bench.rates(), Figures(num_prompts=len(prompts), num_tokens=job.num_same_tokens)
     with loaded(target, draft, streamed, rates, bench.device, 1) as running:
         found["num_resident"] = len(running.plan.placement.resident)
-        found["is_exact"] = is_exact = running.engine.target.is_exact
+        arithmetic = running.engine.target.arithmetic
+        found["is_exact"] = running.engine.target.is_exact
         ours = [text_of(running.engine, prompt, SpeculationParams(), job.num_same_tokens) for prompt in prompts]
     yield found
     with loaded(target, draft, everything, rates, bench.device, 1) as running:
-        running.engine.target.is_exact = is_exact
+        running.engine.target.arithmetic = arithmetic
         plain = [text_of(running.engine, prompt, SpeculationParams(0), job.num_same_tokens) for prompt in prompts]
         places = num_equal(ours, plain)
         found |= {"first_differences": places, "num_equal_texts": places.count(-1)}

@@ -72,9 +72,9 @@ class PackedBf16Matrix(PackedMatrix):
         bits = self.bits
         return [bits.low, bits.codes, bits.groups, _settings(self.shape[1], bits.groups.shape[1])]
 
-    def kernel_for(self, x: Tensor) -> Kernel | None:
+    def kernel_for(self, dtype: torch.dtype) -> Kernel | None:
         """None for rows of fp16: a resident matrix was rounded to fp16, whose least numbers are larger than bf16's."""
-        return None if x.dtype == torch.float16 else super().kernel_for(x)
+        return None if dtype == torch.float16 else super().kernel_for(dtype)
 
     def dequantize(self, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
         """With a compiled kernel if there is one; on a CPU only if it is compiled or worth compiling."""

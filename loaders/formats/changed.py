@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from offspec.backends import weights
+from offspec.backends.backend import Backend
 from offspec.backends.weights import PackedMatrix, Product, Weight
 
 from ..files.checkpoint import Change, Order, TensorInfo
@@ -82,8 +83,11 @@ class ReorderedMatrix:
         matrix = in_order(in_order(weights.dense(self.stored, dtype), self.rows, 0), self.columns, 1)
         return matrix if out is None else out.copy_(matrix)
 
-    def linear(self, x: Tensor, bias: Tensor | None = None, scratch: Tensor | None = None) -> Tensor:
-        return self._reordered(partial(_linear, self.stored), x, bias, scratch)
+    def linear(self, x: Tensor, bias: Tensor | None, scratch: Tensor | None, backend: Backend) -> Tensor:
+        def product(x: Tensor, bias: Tensor | None = None, scratch: Tensor | None = None) -> Tensor:
+            return backend.linear(x, self.stored, bias, scratch)
+
+        return self._reordered(product, x, bias, scratch)
 
     @property
     def fused_linear(self) -> Product | None:
@@ -115,10 +119,6 @@ class TransposedMatrix(PackedMatrix):
     def dequantize(self, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
         matrix = torch.empty(self.shape, dtype=dtype, device=self.stored.device) if out is None else out
         return matrix.copy_(self.stored.t())
-
-
-def _linear(stored: Weight, x: Tensor, bias: Tensor | None = None, scratch: Tensor | None = None) -> Tensor:
-    return weights.linear(x, stored, bias, scratch)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from offspec.backends.on_gpu import FASTER_KERNEL, gguf_kernels, on_device
-from offspec.backends.products import plus
 from offspec.backends.weights import PackedMatrix, Product, tile
 from offspec.backends.x86.byte_product import byte_product
 from offspec.backends.x86.gguf_encodings import block_encoding
@@ -96,7 +95,8 @@ class GgufMatrix(PackedMatrix):
         kernels = _gpu_kernels(self.form)
         assert kernels is not None
         with on_device(self.device):
-            return plus(kernels.multiply(self.form, x, self.blocks), bias)
+            product: Tensor = kernels.multiply(self.form, x, self.blocks)
+        return product if bias is None else product.add_(bias)
 
     def is_recordable(self, dtype: torch.dtype) -> bool:
         return FASTER_KERNEL.is_kernel((self.form, dtype), self.device) is True

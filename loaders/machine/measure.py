@@ -25,9 +25,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from offspec.backends.arithmetic import FAST
+from offspec.backends.choice import backend_of, linear
 from offspec.backends.on_gpu import FUSED_ROWS
-from offspec.backends.products import PLAIN_FORMS
-from offspec.backends.weights import PackedWeight, linear
+from offspec.backends.weights import PLAIN_FORMS, PackedWeight
 from offspec.errors import HardwareError, OffspecError
 
 from ..accelerators.accelerator import accelerator_of
@@ -321,24 +322,26 @@ def measure_matmul(
     shape: tuple[int, int] = (8192, 4096),
     num_weights: int = 4,
     seconds: float = 1.0,
+    arithmetic: str = FAST,
 ) -> dict[int, float]:
     """width → FLOP/s of [width, K] @ [N, K].T, with shape (N, K) and alternating weights that fit no cache.
 
-    Inside `exact_rows` by its kernels. num_weights: at least; a GPU gets as many as `beyond_cache` says. If one round
+    num_weights: at least; a GPU gets as many as `beyond_cache` says. If one round
     would take too long, N is reduced. Raises torch's RuntimeError, for example out of memory.
     """
     num_weights = beyond_cache(device, math.prod(shape) * dtype.itemsize, num_weights)  # 64 MiB each in 16-bit
     weights = [_filled(shape, dtype, device) for _ in range(num_weights)]
-    return {width: _matmul_flops(weights, width, seconds / len(widths)) for width in widths}
+    product = backend_of(device, arithmetic).linear
+    return {width: _matmul_flops(product, weights, width, seconds / len(widths)) for width in widths}
 
 
-def _matmul_flops(weights: Sequence[torch.Tensor], width: int, seconds: float) -> float:
+def _matmul_flops(product: Multiply, weights: Sequence[torch.Tensor], width: int, seconds: float) -> float:
     num_outputs, num_inputs = weights[0].shape
     rows = _filled((width, num_inputs), weights[0].dtype, weights[0].device)
 
     def multiply(num: int) -> None:
         for weight in weights:
-            linear(rows, weight[:num])
+            product(rows, weight[:num])
 
     least = min(512, num_outputs)
     # The first run is also the warm-up.

@@ -8,7 +8,6 @@ import math
 import os
 import platform
 import sys
-import threading
 import time
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -18,8 +17,10 @@ from pathlib import Path
 import torch
 
 from offspec.backends.arithmetic import FAST
-from offspec.backends.products import PLAIN_FORMS, exact_kernel, in_arithmetic, plain_product
-from offspec.backends.weights import PackedMatrix, Weight, linear
+from offspec.backends.backend import Backend
+from offspec.backends.choice import CPU, backend_of
+from offspec.backends.cpu import plain_product
+from offspec.backends.weights import PLAIN_FORMS, PackedMatrix, Weight
 from offspec.backends.x86.processor import instructions, num_lanes
 from offspec.backends.x86.row_product import RowProduct
 
@@ -31,13 +32,11 @@ ROWS = (1, 16, 128)
 SHAPE = (4096, 2048)
 CACHE_BYTES = 64 * 2**20  # total size of the alternating matrices, which fit no cache
 _POINT_S, _LEAST_RUNS = 0.012, 2
-_CPU = torch.device("cpu")
 
 
-def compile_kernels(forms: Iterable[str], dtype: torch.dtype) -> None:
-    """Compile the kernels for rows of a dtype, in the background: for weights of that dtype and of these forms."""
-    for product in filter(None, (plain_product(dtype), *map(_kernel, forms))):
-        threading.Thread(target=exact_kernel(product, dtype).prepare, name="compile", daemon=True).start()
+def kernels_of(forms: Iterable[str], dtype: torch.dtype) -> list[RowProduct]:
+    """This CPU's kernels for weights of a dtype and of these forms."""
+    return [product for product in (plain_product(dtype), *map(_kernel, forms)) if product is not None]
 
 
 def product_flops(
@@ -49,8 +48,8 @@ def product_flops(
     num_bytes = SHAPE[0] * SHAPE[1] * _bytes_per_weight(form)
     made = [sample(form, SHAPE) for _ in range(max(2, int(CACHE_BYTES / num_bytes)))]
     matrices = itertools.cycle([matrix for matrix in made if matrix is not None])
-    with in_arithmetic(arithmetic):
-        seconds = {width: _seconds(matrices, dtype, width) for width in ROWS}
+    backend = backend_of(CPU, arithmetic)
+    seconds = {width: _seconds(backend, matrices, dtype, width) for width in ROWS}
     return {width: 2 * width / _between(seconds, width) for width in widths}
 
 
@@ -71,14 +70,14 @@ def product_rates(form: str, dtype: torch.dtype, widths: Sequence[int]) -> list[
     return [ProductRate(form, rows, flops, weight_bytes * flops / (2 * rows)) for rows, flops in points]
 
 
-def _seconds(matrices: Iterator[Weight], dtype: torch.dtype, num_rows: int) -> float:
+def _seconds(backend: Backend, matrices: Iterator[Weight], dtype: torch.dtype, num_rows: int) -> float:
     """Seconds per weight: the minimum of some runs, which excludes the load of other programs."""
     rows = torch.randn(num_rows, SHAPE[1], generator=torch.Generator().manual_seed(1)).to(dtype)
-    linear(rows, next(matrices))  # compiles
+    backend.linear(rows, next(matrices))  # compiles
     began, least, runs = time.perf_counter(), math.inf, 0
     while runs < _LEAST_RUNS or time.perf_counter() - began < _POINT_S:
         before = time.perf_counter()
-        linear(rows, next(matrices))
+        backend.linear(rows, next(matrices))
         least, runs = min(least, time.perf_counter() - before), runs + 1
     return max(least, 1e-9) / (SHAPE[0] * SHAPE[1])
 
@@ -133,7 +132,7 @@ def sample(form: str, shape: tuple[int, int]) -> Weight | None:
         row = torch.randn(shape[1], generator=torch.Generator().manual_seed(0)).to(dtype)
         return row.expand(shape).contiguous()
     stored = format_named(form).sized(form, "weight", shape, of_no_file)
-    return None if stored is None else stored.sample(_CPU)
+    return None if stored is None else stored.sample(CPU)
 
 
 def of_no_file(name: str, dtype: str, shape: tuple[int, ...]) -> TensorInfo:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from offspec.backends.arithmetic import EXACT, FAST
 from offspec.backends.x86.processor import can_pair, has_tiles
 from offspec.loaders.accelerators.accelerator import accelerator_of
 from offspec.loaders.streaming.placement import Item, Placement
@@ -259,7 +260,7 @@ class OpenedModel:
 
     def load(self, device: torch.device) -> Attach:
         decoder = load_decoder(self.files, all_resident(self.files), device)
-        decoder.is_exact = is_exact_as_draft(self.files, device)
+        decoder.arithmetic = EXACT if is_exact_as_draft(self.files, device) else FAST
         learner = self.new_learner(decoder)
 
         def attach(target: Decoder) -> ModelDraft:

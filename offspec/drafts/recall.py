@@ -153,7 +153,7 @@ class RecallingText:
             return draft.head(states)
         correction = self._recall.correct(states)
         logits = draft.linear_logits(correction.draft)
-        self.vocabulary.add_target(logits, self._target.linear_logits(correction.target))
+        self.vocabulary.add_target(logits, self._target.logits_by(draft.backend, correction.target))
         return draft.capped(logits)
 
     def states_at(self, rows: IntArray) -> Tensor:

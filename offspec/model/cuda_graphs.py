@@ -27,7 +27,7 @@ from offspec.loaders.accelerators.accelerator import accelerator_of
 from offspec.loaders.accelerators.capture import Recorder, Work
 from offspec.loaders.streaming.small_transfers import read_words
 from offspec.scheduler.params import MAX_ROWS
-from offspec.scheduler.trees.token_tree import IntArray, ancestor_mask
+from offspec.scheduler.trees.token_tree import ROOT, IntArray, ancestor_mask
 
 from ..errors import CheckpointError
 from .decoder import CachedDecoder, Decoder
@@ -271,7 +271,7 @@ class StaticRounds:
         """Record rounds of all widths up to PREPARED_KEYS keys. The cache must be empty, and have its memory."""
         self.bind()
         one = np.ones(1, dtype=np.int64)  # a valid round, so that nothing becomes NaN
-        self._buffers.send(self.cache, 0 * one, one, np.ones((1, 1), dtype=np.bool_), WIDTHS[-1])
+        self._buffers.send(self.cache, 0 * one, one, ROOT * one, WIDTHS[-1])
         most, in_use = min(PREPARED_KEYS, self.cache.capacity), 1
         while (num_keys := _num_keys(in_use, self.cache.capacity)) <= most and in_use <= most:
             self._missed |= dict.fromkeys((width, num_keys) for width in WIDTHS)

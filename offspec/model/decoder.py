@@ -17,8 +17,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from offspec.backends.backend import Backend, backend_of
-from offspec.backends.products import exact_rows
+from offspec.backends.arithmetic import FAST
+from offspec.backends.backend import Backend
+from offspec.backends.choice import backend_of
 from offspec.backends.weights import Weight
 from offspec.loaders.accelerators.accelerator import accelerator_of
 from offspec.loaders.accelerators.cuda import span
@@ -85,15 +86,13 @@ class Decoder:
     """A decoder of the shape `config` with the weights of `weights`.
 
     entries_in_ram: the layers whose KV entries lie in RAM, in caches made from now on; None: all are on the device.
-    is_exact: a row's results have the same bits whatever rows share its pass (`exactness`). has_byte_rows: an exact
-    decoder rounds rows to 8 bits where there are such products. forgets: in caches made
-    from now on, layers with a window drop KV entries outside of it (`memory.window_layers`).
+    arithmetic: of its passes. forgets: in caches made from now on, layers with a window drop KV entries outside of it
+    (`memory.window_layers`).
     """
 
     entries_in_ram: EntriesInRam | None = None
     forgets = False
-    is_exact = False
-    has_byte_rows = False
+    arithmetic = FAST
 
     def __init__(
         self,
@@ -160,9 +159,10 @@ class Decoder:
         inputs = self.layer_inputs(torch.tensor(rows.token_ids, dtype=torch.long))
         rotations = Rotations(positions)
         visibility = self.visibility(rows, cache, positions)
-        appended = AppendedRows(rows, cache.last_slot, cache, visibility, rotations, chunks, inputs=inputs)
-        if self.device.type != "cpu":
-            appended.send_places(self.config, is_exact=self.is_exact)
+        appended = AppendedRows(
+            rows, cache.last_slot, cache, visibility, rotations, chunks, self.backend, inputs=inputs
+        )
+        appended.send_places(self.config)
         return appended
 
     def visibility(self, rows: TextRows, cache: SequenceCache, positions: Tensor) -> Visibility:
@@ -179,8 +179,7 @@ class Decoder:
         """
         for index in layers or range(len(self.blocks)):
             self.current_layer, block = index, self.blocks[index]
-            exact = exact_rows(self.is_exact, in_bytes=self.has_byte_rows)
-            with exact, span("layer"), self.weights.layer(index) as tensors:
+            with span("layer"), self.weights.layer(index) as tensors:
                 weights = self.layer_weights(tensors, index, self.backend)
                 if len(rows.chunks) == 1:
                     hidden = block.forward(hidden, weights, rows, 0, len(hidden))
@@ -224,13 +223,17 @@ class Decoder:
         shared = self.weights.shared
         tensors = {"projection.weight": shared(INPUT_PROJECTION), "norm.weight": shared(INPUT_NORM)}
         weights = self.layer_weights(tensors, backend=self.backend)
-        with exact_rows(self.is_exact, in_bytes=self.has_byte_rows):
-            return of_tokens(self.embed(tokens), self.weights.rows(INPUT_TABLE, tokens), weights, self.config)
+        return of_tokens(self.embed(tokens), self.weights.rows(INPUT_TABLE, tokens), weights, self.config)
 
     @property
     def backend(self) -> Backend:
         """What computes its passes. Training computes in the fastest way, which keeps gradients."""
-        return backend_of(self.device.type, is_exact=self.is_exact)
+        return backend_of(self.device, self.arithmetic)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether a row's results have the same bits whatever rows share its pass (`exactness`)."""
+        return self.backend.is_exact
 
     def layer_weights(
         self, tensors: Mapping[str, Weight], layer: int | None = None, backend: Backend | None = None
@@ -239,19 +242,18 @@ class Decoder:
 
         backend: None: the fastest for the device.
         """
-        source, backend = self.weights, backend or backend_of(self.device.type, is_exact=False)
+        source, backend = self.weights, backend or backend_of(self.device)
         if layer is None:
-            return LayerWeights(tensors, source.scratch, backend=backend)
+            return LayerWeights(tensors, backend, source.scratch)
         lend, table = partial(source.experts, layer), partial(source.expert_table, layer)
-        return LayerWeights(
-            tensors, source.scratch, ExpertsOfLayer(lend, table, partial(self._announce, layer)), backend
-        )
+        experts = ExpertsOfLayer(lend, table, partial(self._announce, layer))
+        return LayerWeights(tensors, backend, source.scratch, experts)
 
     def _announce(self, layer: int, x: Tensor) -> None:
         """Tell the source which experts the next layer that has some would use for states x [T, hidden]."""
         part = next((part for part in self._expert_parts if part.layer > layer), None)
         if part is not None and (tensors := self.weights.ahead(part.layer)) is not None:
-            weights = LayerWeights(tensors, self.weights.scratch, backend=self.backend)
+            weights = LayerWeights(tensors, self.backend, self.weights.scratch)
             self.weights.expect(part.layer, part.likely(x, weights))
 
     @cached_property
@@ -263,16 +265,19 @@ class Decoder:
         vectors = [as_vector(self.weights.shared(name)) for name in self.config.final_norm_names]
         weight, bias = (*(vector.to(hidden.dtype) for vector in vectors), None)[:2]
         assert weight is not None
-        return normalize(hidden, weight, bias, self.config.norm, self.config.rms_norm_eps)
+        return normalize(hidden, weight, bias, self.config.norm, self.config.rms_norm_eps, backend_of(self.device))
 
     def head(self, states: Tensor) -> Tensor:
         """fp32 logits [R, vocab] of `normed` states [R, hidden]."""
-        with exact_rows(self.is_exact, in_bytes=self.has_byte_rows):
-            return self.capped(self.linear_logits(states))
+        return self.capped(self.linear_logits(states))
 
     def linear_logits(self, states: Tensor) -> Tensor:
         """Logits before the cap: linear in the states."""
-        logits = self.head_weights().linear_fp32("head", states)
+        return self.logits_by(self.backend, states)
+
+    def logits_by(self, backend: Backend, states: Tensor) -> Tensor:
+        """`linear_logits`, for a draft that predicts with this head in its own arithmetic."""
+        logits = self.head_weights(backend).linear_fp32("head", states)
         return logits if self.config.logit_scale == 1 else logits * self.config.logit_scale
 
     def capped(self, logits: Tensor) -> Tensor:
@@ -280,9 +285,9 @@ class Decoder:
         cap = self.config.logit_cap
         return logits if cap is None else cap * self.backend.each(torch.tanh, logits / cap)
 
-    def head_weights(self) -> LayerWeights:
+    def head_weights(self, backend: Backend) -> LayerWeights:
         """The matrix of the head as "head.weight"."""
-        return LayerWeights({"head.weight": self.weights.shared(self.config.head_name)})
+        return LayerWeights({"head.weight": self.weights.shared(self.config.head_name)}, backend)
 
 
 def activation_bytes(

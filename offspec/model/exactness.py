@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import torch
 
+from offspec.backends.arithmetic import INT8
+from offspec.backends.cpu import EXACT_DTYPES, can_be_exact
 from offspec.backends.on_gpu import row_kernels
-from offspec.backends.products import EXACT_DTYPES, can_be_exact
 from offspec.backends.x86.processor import describe_instructions
 from offspec.backends.x86.row_attention import can_attend, can_attend_on_gpu
 
@@ -74,4 +75,4 @@ def arithmetic_of(decoder: Decoder) -> str:
     """What the bits of its results depend on, beside model, dtype and text."""
     if not decoder.is_exact:
         return "fast"
-    return f"exact, {describe_instructions()}{', activations in 8 bits' if decoder.has_byte_rows else ''}"
+    return f"exact, {describe_instructions()}{', activations in 8 bits' if decoder.arithmetic == INT8 else ''}"

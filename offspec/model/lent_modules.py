@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from offspec.backends.weights import Weight, dense, linear
+from offspec.backends.choice import linear
+from offspec.backends.weights import Weight, dense
 
 from .transformers_config import Source
 

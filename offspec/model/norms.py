@@ -6,12 +6,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from offspec.backends.backend import FAST, Backend
+from offspec.backends.backend import Backend
 
 NORMS = ("rms", "rms plus one", "layer", "layer plus one")
 
 
-def normalize(x: Tensor, weight: Tensor, bias: Tensor | None, kind: str, eps: float, backend: Backend = FAST) -> Tensor:
+def normalize(x: Tensor, weight: Tensor, bias: Tensor | None, kind: str, eps: float, backend: Backend) -> Tensor:
     """x [..., N], normed over N, times weight [N] (plus one for some kinds), plus bias [N].
 
     A weight [..., N] with more dimensions has x's last ones; each row of x is normed separately. Such a weight, and

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from offspec.backends.backend import Backend
-from offspec.backends.x86.state_steps import StepRows, Walk, can_step_states, walk_states
+from offspec.backends.x86.state_steps import StepRows, Walk, walk_states
 
 from .recurrence import DeltaInputs, Inputs, PathRows, SumInputs
 
@@ -33,11 +33,6 @@ class OrderedRows(PathRows):
         after, rows = torch.empty_like(state), StepRows(*(each.contiguous() for each in vars(self).values()))
         walk_states(state, rows, _chain_walk(len(self)), None, after)
         return after
-
-
-def kind_of_rows(device: torch.device) -> type[PathRows]:
-    """`OrderedRows` if there are kernels for the device."""
-    return OrderedRows if device.type == "cpu" and can_step_states() else PathRows
 
 
 def chain_in_order(state: Tensor, inputs: Inputs, backend: Backend) -> tuple[Tensor, Tensor]:

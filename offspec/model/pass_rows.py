@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from offspec.backends.products import must_be_exact
-from offspec.backends.x86.row_attention import KeysOfRows, RunningAttention, Scores, Visible, attend_rows_of_texts
+from offspec.backends.backend import Backend
+from offspec.backends.x86.row_attention import KeysOfRows, RunningAttention, Scores, Visible
 from offspec.loaders.streaming.small_transfers import to_device
 from offspec.scheduler.trees.token_tree import ROOT, IntArray
 
@@ -25,7 +25,7 @@ from .parts.kv_attention import KeyRange, Visibility, attend, attend_by_parts, m
 from .parts.part import Attending, Entries, PassRows, RowsOfText
 from .parts.split_attention import KeyPart, part_attention
 from .rope import Rotations
-from .row_attention import all_keys, attend_exactly, key_parts, on_device_of, visible_slots
+from .row_attention import all_keys, key_parts, keys_from_begin, moved_to, visible_slots
 
 # Rows of chains in one pass; a longer prompt takes several, because hidden states of all rows are in memory. Streaming
 # the weights again takes less time than the arithmetic of so many rows. A multiple of CHUNK_ROWS: the same chunks.
@@ -76,6 +76,7 @@ class AppendedRows(RowsOfText):
     visibility: Visibility
     rotations: Rotations
     chunks: list[tuple[int, int]]
+    backend: Backend
     masks: dict[int | None, Tensor | None] = field(default_factory=dict)
     known_ranges: dict[int | None, list[KeyRange]] = field(default_factory=dict)
     known_slots: dict[int | None, Visible] = field(default_factory=dict)
@@ -107,12 +108,13 @@ class AppendedRows(RowsOfText):
         most = self.cache.most_read(layer)
         self.store(layer, entries, first)
         self.note_attention(part, queries, first, last)
-        if must_be_exact(queries):
+        if self.backend.is_exact:
             visible, c = self.slots(first, last, part.window, group), part.config
             scores = Scores(attention_scale(part), c.attention_cap, sinks)
-            if queries.device.type == "cpu" and most is None and self.cache.beginning is None:
-                return attend_rows_of_texts(queries, [all_keys(0, self.cache, layer, visible)], scores)
-            return attend_exactly(queries, self.cache, layer, visible, scores)
+            if most is None and self.cache.beginning is None:
+                return self.backend.attend_texts(queries, [all_keys(0, self.cache, layer, visible)], scores)
+            few = keys_from_begin(self.cache, layer, visible)
+            return self.backend.attend_slots(queries, few, visible.from_begin, scores)
         is_little = group * len(queries) * (self.visibility.start + last) <= MASK_ELEMENTS
         scale, cap = part.config.attention_scale, part.config.attention_cap
         if most is None and self.cache.beginning is None and is_little:
@@ -154,21 +156,25 @@ class AppendedRows(RowsOfText):
         if entries is not None:
             self.cache.write(layer, *entries, self.visibility.start + first)
 
-    def send_places(self, config: ModelConfig, *, is_exact: bool) -> None:
-        """Move what attention needs of the rows to a GPU before the first layer, because later ones would wait."""
-        if not is_exact:
+    def send_places(self, config: ModelConfig) -> None:
+        """Move what attention needs of the rows to the device before the first layer, because later ones would wait."""
+        if not self.backend.is_exact:
             self.visibility.ancestors(0, self.visibility.num_nodes)
         elif len(self.chunks) == 1:
             for window in set(config.windows):
-                on_device_of(self.slots(0, len(self), window, config.mask_heads), self.cache.positions.device)
+                self.slots(0, len(self), window, config.mask_heads)
 
     def slots(self, first: int, last: int, window: int | None, group: int) -> Visible:
         """`visible_slots`; if they are all rows', they are computed once per pass, otherwise in each layer."""
         if last - first < len(self):
-            return visible_slots(self.visibility, first, last, window, group)
+            return self._seen(first, last, window, group)
         if window not in self.known_slots:
-            self.known_slots[window] = visible_slots(self.visibility, first, last, window, group)
+            self.known_slots[window] = self._seen(first, last, window, group)
         return self.known_slots[window]
+
+    def _seen(self, first: int, last: int, window: int | None, group: int) -> Visible:
+        visible = visible_slots(self.visibility, first, last, window, group)
+        return moved_to(visible, self.cache.positions.device)
 
     def ranges(self, first: int, last: int, window: int | None) -> list[KeyRange]:
         """`Visibility.ranges`; if they are all rows', they are computed once per pass, otherwise in each layer."""
@@ -217,12 +223,12 @@ class JoinedRows:
         sinks: Tensor | None = None,
     ) -> Tensor:
         pieces = [RowPiece(*each) for each in by_text(self, first, last)]
-        outputs = dict[int, Tensor]()
-        groups = _by_beginning(pieces, part.window)
-        if must_be_exact(queries) and queries.device.type == "cpu":
+        outputs, backend = dict[int, Tensor](), self.texts[0].backend
+        groups = _by_beginning(pieces, part.window) if backend.shares_keys else [[piece] for piece in pieces]
+        if backend.is_exact:
             alone = [some[0] for some in groups if len(some) == 1 and some[0].has_views(part.entries_of)]
             if alone:
-                whole = _attend_at_once(part, queries, entries, alone, sinks)
+                whole = _attend_at_once(backend, part, queries, entries, alone, sinks)
                 if len(alone) == len(pieces):
                     return whole
                 outputs = {piece.rows.start: whole[piece.rows] for piece in alone}
@@ -253,7 +259,7 @@ class JoinedRows:
         queries = torch.cat([queries[piece.rows] for piece in pieces])
         ends = list(accumulate(piece.last - piece.first for piece in pieces))
         rows = [slice(begin, end) for begin, end in zip((0, *ends), ends, strict=False)]
-        if must_be_exact(queries):
+        if self.texts[0].backend.is_exact:
             return self._attend_exactly(part, queries, pieces, rows, sinks)
         shared, cache = pieces[0].text.cache.num_in_beginning, pieces[0].text
         scale, cap = part.config.attention_scale, part.config.attention_cap
@@ -280,12 +286,6 @@ class JoinedRows:
         group, scores = queries.shape[1] // num_heads, Scores(attention_scale(part), part.config.attention_cap, sinks)
         most, shared = cache.most_read(layer), cache.num_in_beginning
         seen = [piece.text.slots(piece.first, piece.last, part.window, group) for piece in pieces]
-        if queries.device.type != "cpu":
-            alone = partial(attend_exactly, layer=layer, scores=scores)
-            return [
-                alone(queries[some], piece.text.cache, visible=visible)
-                for piece, visible, some in zip(pieces, seen, rows, strict=True)
-            ]
         together = self._slots_together(seen)
         attention = RunningAttention.of(queries, num_heads, scores)
         for keys in key_parts(cache, layer, together, most, end=shared):
@@ -333,7 +333,12 @@ class RowPiece:
 
 
 def _attend_at_once(
-    part: Attending, queries: Tensor, entries: Entries | None, pieces: Sequence[RowPiece], sinks: Tensor | None
+    backend: Backend,
+    part: Attending,
+    queries: Tensor,
+    entries: Entries | None,
+    pieces: Sequence[RowPiece],
+    sinks: Tensor | None,
 ) -> Tensor:
     """Attention of each piece's rows to its text, in one call → [T, heads, D]; of other rows it means nothing."""
     layer, group = part.entries_of, queries.shape[1] // part.shape.num_kv_heads
@@ -344,7 +349,7 @@ def _attend_at_once(
             piece.text.note_attention(part, queries[piece.rows], piece.first, piece.last)
         visible = piece.text.slots(piece.first, piece.last, part.window, group)
         texts.append(all_keys(piece.rows.start, piece.text.cache, layer, visible))
-    return attend_rows_of_texts(queries, texts, Scores(attention_scale(part), part.config.attention_cap, sinks))
+    return backend.attend_texts(queries, texts, Scores(attention_scale(part), part.config.attention_cap, sinks))
 
 
 def _by_beginning(pieces: Sequence[RowPiece], window: int | None) -> list[list[RowPiece]]:

@@ -14,7 +14,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from offspec.backends.products import are_rows_in_bytes, must_be_exact
+from offspec.backends.backend import Backend
 from offspec.backends.weights import Launched, PackedMatrix, Weight
 from offspec.backends.x86.recording import Function, Recording, can_record, record
 
@@ -50,6 +50,7 @@ class RecordedSteps:
 
     def run(
         self,
+        backend: Backend,
         name: str,
         function: Function,
         inputs: Sequence[Tensor],
@@ -61,10 +62,10 @@ class RecordedSteps:
         name: of the step. weights: all that it uses, beside `matrices`, which may be others in each call.
         """
         x = inputs[0]
-        if len(x) != 1 or x.device.type != "cpu" or not must_be_exact(x) or not can_record():
+        if len(x) != 1 or not backend.records_rows or not can_record():
             return function(*inputs)
         launched = [launched_of(each) for each in matrices]
-        arithmetic = x.dtype, are_rows_in_bytes(), torch.get_num_threads(), threading.get_ident()
+        arithmetic = x.dtype, backend.takes_bytes, torch.get_num_threads(), threading.get_ident()
         key = name, (*[kind for kind, _ in launched], *arithmetic)
         if not all(parts for _, parts in launched):
             return function(*inputs)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from offspec.backends.choice import backend_of
 from offspec.backends.x86.compiler import is_recording
 from offspec.backends.x86.row_steps import can_step, turn_heads
 
@@ -103,13 +105,14 @@ def yarn_magnitude(factor: float, weight: float) -> float:
 
 
 TABLE_POSITIONS, MOST_TABLES = 256, 64
+MOST_GROWTHS = 4096  # of queries: at steps of 8,192 positions, texts of 33 million tokens
 
 
 class RotaryEmbedding:
     """The rotation of one kind of layer. cos and sin have `dtype`; angles are computed in fp32.
 
-    On a CPU a position's numbers come from a table of TABLE_POSITIONS positions, since torch rounds some of them
-    otherwise in tensors of another length (`backends.backend.TAIL`). The last MOST_TABLES tables are kept.
+    Where the backend `rounds_tails`, a position's numbers come from a table of TABLE_POSITIONS positions, since torch
+    rounds some of them otherwise in tensors of another length. The last MOST_TABLES tables are kept.
     """
 
     def __init__(
@@ -124,13 +127,14 @@ class RotaryEmbedding:
         """is_interleaved: pairs are neighbours. Raises CheckpointError, see `rotation`."""
         frequencies, self._magnitude = rotation(rope, rotary_dim)
         self._frequencies = frequencies.to(device)
+        self._has_tables = backend_of(device).rounds_tails
         self._dtype = dtype
         self._is_interleaved = is_interleaved
         self._tables: dict[int, Tensor] = {}  # cos and sin [2, TABLE_POSITIONS, 1, rotary_dim], by their number
 
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin [T, 1, rotary_dim] of positions [T] on the device."""
-        if positions.device.type != "cpu":
+        if not self._has_tables:
             return self._computed(positions)
         numbers, of_position = torch.unique(positions // TABLE_POSITIONS, return_inverse=True)
         tables = torch.cat([self._table(number) for number in numbers.tolist()], dim=1)
@@ -197,13 +201,15 @@ class Rotations:
         It keeps attention sharp in texts longer than those of the first training phase (Llama 4).
         """
         if (beta, context) not in self._growths:
-            if self._positions.device.type == "cpu":  # each by itself, see `backends.backend.TAIL`
-                each = [1 + beta * math.log(1 + position // context) for position in self._positions.tolist()]
-                growths = torch.tensor(each, dtype=torch.float32)
-            else:
-                growths = 1 + beta * torch.log(1 + torch.floor(self._positions / context))
-            self._growths[beta, context] = growths[:, None, None]
+            steps = (self._positions // context).clamp(max=MOST_GROWTHS - 1)
+            self._growths[beta, context] = _growths(beta, self._positions.device)[steps][:, None, None]
         return self._growths[beta, context]
+
+
+@cache
+def _growths(beta: float, device: torch.device) -> Tensor:
+    """fp32 [MOST_GROWTHS], 1 + beta ln(1 + i): each computed by itself, so that it has the same bits in any pass."""
+    return torch.tensor([1 + beta * math.log(1 + i) for i in range(MOST_GROWTHS)], device=device)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, is_interleaved: bool = False) -> Tensor:

@@ -11,32 +11,18 @@ from dataclasses import replace
 from itertools import pairwise
 
 import torch
-from torch import Tensor
 
-from offspec.backends.on_gpu import on_device, row_kernels
-from offspec.backends.x86.row_attention import BLOCK, KeySlots, KeysOfRows, Scores, Visible, attend_rows, rows_of_tile
+from offspec.backends.x86.row_attention import BLOCK, KeySlots, KeysOfRows, Visible, rows_of_tile
 from offspec.loaders.streaming.small_transfers import to_device
 
 from .memory.sequence_cache import SequenceCache
 from .parts.kv_attention import Visibility
 
 
-def attend_exactly(queries: Tensor, cache: SequenceCache, layer: int, visible: Visible, scores: Scores) -> Tensor:
-    """Attention of queries [R, heads, D] to a layer's entries → [R, heads, D]; a row has the same bits in any pass."""
-    if queries.device.type == "cpu":
-        few = key_parts(cache, layer, visible, cache.most_read(layer), first=visible.begin)
-        moved = (replace(part, first=part.first - visible.begin) for part in few)
-        return attend_rows(queries, moved, visible.from_begin, scores)
-    kernels = row_kernels()
-    assert kernels is not None, "exact rows without kernels"
-    parts = list(key_parts(cache, layer, visible, None, first=visible.begin))
-    keys, values = (torch.cat(each, 1) for each in zip(*((part.keys, part.values) for part in parts), strict=True))
-    rows, slots = on_device_of(visible, queries.device)
-    with on_device(queries.device):
-        attended: Tensor = kernels.attend(
-            queries, keys, values, rows, slots, scale=scores.scale, cap=scores.cap, sinks=scores.sinks
-        )
-    return attended
+def keys_from_begin(cache: SequenceCache, layer: int, visible: Visible) -> Iterator[KeySlots]:
+    """The keys that `visible` names, counted from its first one, in parts that the cache can give."""
+    for part in key_parts(cache, layer, visible, cache.most_read(layer), first=visible.begin):
+        yield replace(part, first=part.first - visible.begin)
 
 
 def all_keys(first_row: int, cache: SequenceCache, layer: int, visible: Visible) -> KeysOfRows:
@@ -45,12 +31,11 @@ def all_keys(first_row: int, cache: SequenceCache, layer: int, visible: Visible)
     return KeysOfRows(first_row, part, visible.from_begin)
 
 
-def on_device_of(visible: Visible, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Its rows and slots on a device, moved once; slots count from `Visible.begin`."""
-    if device not in visible.moved:
-        counted = visible.from_begin
-        visible.moved[device] = to_device(counted.rows, device), to_device(counted.slots, device)
-    return visible.moved[device]
+def moved_to(visible: Visible, device: torch.device) -> Visible:
+    """Itself, with its rows and slots on the device, too; slots count from `Visible.begin`."""
+    counted = visible.from_begin
+    counted.moved[device] = to_device(counted.rows, device), to_device(counted.slots, device)
+    return visible
 
 
 def visible_slots(visibility: Visibility, first: int, last: int, window: int | None, group: int) -> Visible:

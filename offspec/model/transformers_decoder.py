@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from offspec.backends.backend import Backend
 from offspec.backends.weights import Weight
 from offspec.loaders.streaming.weights import WeightSource
 
@@ -170,7 +171,7 @@ class ForeignDecoder(Decoder):
             return self._tail.finish(hidden)
 
     @torch.inference_mode()
-    def linear_logits(self, states: Tensor) -> Tensor:
-        """`Decoder.linear_logits`, but linear only if the config has `has_linear_head`."""
+    def logits_by(self, backend: Backend, states: Tensor) -> Tensor:
+        """`Decoder.logits_by`, but linear only if the config has `has_linear_head`."""
         with self._tail_turn, self._finishing.lend(self._shared(), None):
             return self._tail.logits(states).float()

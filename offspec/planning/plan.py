@@ -15,8 +15,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
+from offspec.backends.gpu import slice_elements
 from offspec.backends.on_gpu import GGUF_WITH_KERNELS, most_packed_rows
-from offspec.backends.weights import slice_elements
 from offspec.loaders.machine.hardware import Hardware, Rates
 from offspec.loaders.streaming.device_experts import ExpertChoice
 from offspec.loaders.streaming.placement import (

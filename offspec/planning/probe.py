@@ -9,7 +9,9 @@ import psutil
 import torch
 
 from offspec.backends.arithmetic import FAST, INT8
-from offspec.backends.products import PLAIN_FORMS, in_arithmetic
+from offspec.backends.backend import Backend
+from offspec.backends.choice import CPU
+from offspec.backends.weights import PLAIN_FORMS
 from offspec.backends.x86.byte_product import FORMS
 from offspec.backends.x86.processor import num_lanes
 from offspec.loaders.accelerators.accelerator import accelerator_of
@@ -23,7 +25,7 @@ from offspec.loaders.machine.measure import (
     measure_matmul,
     measure_packed_product,
 )
-from offspec.loaders.machine.product_rates import compile_kernels, forms_of, product_flops
+from offspec.loaders.machine.product_rates import forms_of, kernels_of, product_flops
 
 from ..checkpoints.opening import ModelFiles, Note
 from .memory import MemoryOptions, MemoryUser
@@ -97,17 +99,16 @@ def with_expert_rates(rates: Rates, plan: Plan, device: torch.device) -> Rates:
 def host_flops(target: ModelFiles) -> Mapping[int, float]:
     """Rows → FLOP/s of this CPU with a target's experts; measured once."""
     form = target.packed_form or PLAIN_FORMS.get(target.dtype, "")
-    cpu = torch.device("cpu")
     measured = product_flops(form, target.dtype)
-    return measured or measure_matmul(cpu, target.dtype, (1, 16, 128), shape=(2048, 2048), seconds=0.1)
+    return measured or measure_matmul(CPU, target.dtype, (1, 16, 128), shape=(2048, 2048), seconds=0.1)
 
 
-def prepare_kernels(models: Iterable[ModelFiles]) -> None:
-    """Compile the kernels of large models for this CPU while weights are read."""
+def prepare_kernels(models: Iterable[ModelFiles], backend: Backend) -> None:
+    """Compile the kernels of large models for the backend while weights are read."""
     for model in filter(_is_large, models):
         layers = [weight for unit in model.stored.units for weight in unit.weights.values()]
         packed = [weight for weight in model.stored.shared.values() if weight.is_packed]
-        compile_kernels(forms_of([*layers, *packed]), model.dtype)
+        backend.prepare(kernels_of(forms_of([*layers, *packed]), model.dtype), model.dtype)
 
 
 def has_byte_products(model: ModelFiles) -> bool:
@@ -152,8 +153,7 @@ def with_arithmetic(rates: Rates, target: ModelFiles, device: torch.device, arit
     if is_same or not _is_large(target):
         return rates
     products = product_flops(form, target.dtype, arithmetic=arithmetic) if device.type == "cpu" and form else {}
-    with in_arithmetic(arithmetic):
-        return replace(rates, matmul_flops=products or _quick_flops(device, target.dtype))
+    return replace(rates, matmul_flops=products or _quick_flops(device, target.dtype, arithmetic))
 
 
 def _rate_form(target: ModelFiles) -> str:
@@ -163,9 +163,9 @@ def _rate_form(target: ModelFiles) -> str:
     return form or PLAIN_FORMS.get(target.dtype, "")
 
 
-def _quick_flops(device: torch.device, dtype: torch.dtype) -> dict[int, float]:
+def _quick_flops(device: torch.device, dtype: torch.dtype, arithmetic: str = FAST) -> dict[int, float]:
     shape = (2048, 2048) if device.type == "cpu" else (4096, 4096)  # launching a smaller product takes a GPU's time
-    return measure_matmul(device, dtype, (1, 16, 128), shape=shape, seconds=0.2)
+    return measure_matmul(device, dtype, (1, 16, 128), shape=shape, seconds=0.2, arithmetic=arithmetic)
 
 
 class ProductRates:

@@ -24,7 +24,6 @@ from ..model.config_values import Json
 from ..model.decoder import Decoder
 from ..model.heads.chained import TEXT_NORM, ChainedHead, attention_heads, renamed, states_config, text_shapes
 from ..model.heads.head import HeadSpec, Inputs
-from ..model.norms import normalize
 from ..model.parts.part import PassRows
 
 OWN_EMBEDDING, OWN_NORM = "embedding.weight", "norm.weight"
@@ -79,7 +78,7 @@ class Clover2Head(ChainedHead):
         return x + (shares[..., None] * values).flatten(1)
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
-        return normalize(x, self._tensors[name].to(x.dtype), None, "rms", self.config.rms_norm_eps)
+        return self.backend.rms_norm(x, self._tensors[name], self.config.rms_norm_eps)
 
 
 def clover2_spec(config: Json, present: Mapping[str, tuple[int, ...]], target: ModelConfig) -> HeadSpec:

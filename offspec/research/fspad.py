@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from offspec.backends.weights import linear
+from offspec.backends.choice import linear
 
 from ..checkpoints.head_files import Layout
 from ..model.config import ModelConfig

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -114,7 +115,7 @@ def with_columns(target: Decoder, columns: Tensor) -> Decoder:
     """The target whose head has the rows `columns` of its own, not packed."""
     some = copy.copy(target)
     rows = shared(target, target.config.head_name)[columns].to(target.device, target.dtype)
-    some.head_weights = lambda: LayerWeights({"head.weight": rows})  # type: ignore[method-assign]
+    some.head_weights = partial(LayerWeights, {"head.weight": rows})  # type: ignore[method-assign]
     return some
 
 

@@ -295,7 +295,7 @@ class AdaptedWeights(LayerWeights):
     def __init__(
         self, tensors: Mapping[str, Weight], share: float, backend: Backend, experts: ExpertsOfLayer | None = None
     ) -> None:
-        super().__init__(tensors, None, experts, backend)
+        super().__init__(tensors, backend, experts=experts)
         self._share = share
 
     def linear(self, name: str, x: Tensor) -> Tensor:
@@ -348,13 +348,13 @@ class Trainee(Decoder):
         experts = None if layer is None else ExpertsOfLayer(partial(self.weights.experts, layer))
         return AdaptedWeights(tensors, self.share, backend or self.backend, experts)
 
-    def head_weights(self) -> AdaptedWeights:
+    def head_weights(self, backend: Backend) -> AdaptedWeights:
         stem = self.config.head_name.removesuffix("weight")
         tensors = {f"head.{part}": self.weights.shared(stem + part) for part in PARTS}
-        return AdaptedWeights(tensors, self.share, self.backend)
+        return AdaptedWeights(tensors, self.share, backend)
 
     def embedding_rows(self, tokens: Tensor) -> Tensor:
         rows = super().embedding_rows(tokens)
         if not self.config.tied_head:
             return rows
-        return rows + self.head_weights().added_rows("head", tokens, rows.dtype)
+        return rows + self.head_weights(self.backend).added_rows("head", tokens, rows.dtype)

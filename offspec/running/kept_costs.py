@@ -26,7 +26,7 @@ def kept_costs_file(loaded: LoadedTarget, draft: Draft) -> Path | None:
     machine = [accelerator_of(target.device).name, *processor_identity()]
     model = draft.decoder
     drafting = [draft.name, model and [repr(model.config), repr(model.dtype), repr(model.device)]]
-    arithmetic = [repr(target.config), repr(target.dtype), target.is_exact, target.has_byte_rows]
+    arithmetic = [repr(target.config), repr(target.dtype), target.arithmetic]
     placement = [plan.tiers, repr(plan.layers), repr(plan.placement.experts)]
     return measured_file("costs", [_REVISION, machine, drafting, arithmetic, placement])
 

@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import torch
 
-from offspec.backends.products import HALF_DTYPES
+from offspec.backends.weights import HALF_DTYPES
 from offspec.backends.x86.processor import describe_instructions
 from offspec.loaders.machine.gpu_support import GpuFault, card_fault, gpu_fault
 from offspec.loaders.machine.hardware import Disk, Hardware, read_disk, read_hardware

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from offspec.backends.weights import Weight, dense, linear
+from offspec.backends.choice import linear
+from offspec.backends.weights import Weight, dense
 from offspec.backends.x86.row_product import RowProduct
 from offspec.loaders.formats.four_bit import CODES, Layout4bit, Matrix4bit
 from offspec.loaders.formats.int8 import Int8Matrix

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from offspec import Engine, SamplingParams, SpeculationParams
+from offspec.backends.arithmetic import EXACT
 from offspec.backends.on_gpu import row_kernels
 
 from .test_pretended_cuda import FORMS, Move, build, in_ram, load, resident
@@ -56,7 +57,7 @@ def test_what_torch_computes_depends_on_no_other_row(dtype: torch.dtype) -> None
 
 def exact(folder: Path, form: str, dtype: str, move: Move = resident, **options: object) -> Engine:
     engine = load(folder, form, "cuda:0", move, dtype=dtype, **options)
-    engine.target.is_exact = True
+    engine.target.arithmetic = EXACT
     return engine
 
 

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from offspec import Constraint, ConvertParams, Engine, PromptCache, SamplingParams, SpeculationParams, convert
+from offspec.backends.arithmetic import EXACT
 from offspec.checkpoints.load import WeightSettings, load_decoder
 from offspec.checkpoints.opening import ModelFiles
 from offspec.drafts.base import DraftOptions, OpenRequest
@@ -180,7 +181,7 @@ def test_the_text_is_exactly_plain_decodings(folder: Path) -> None:
     with Engine.load(str(folder), draft="lookup", device="cpu", dtype=dtype, arithmetic="exact") as engine:
         assert reason_against_exactness(engine.target.config, engine.target.dtype, CPU) is None
         streamed = loaded(folder, 1, dtype=dtype)
-        engine.target.is_exact = streamed.is_exact = True
+        engine.target.arithmetic = streamed.arithmetic = EXACT
         drafted = Engine(LoadedTarget(streamed), engine.tokenizer, ModelDraft(loaded(folder, dtype=dtype), "itself"))
         asked = [(PROMPT, GREEDY), ("x = 1\ny =", SAMPLED)]
         expected = [text_of(engine, params, PLAIN, prompt) for prompt, params in asked]

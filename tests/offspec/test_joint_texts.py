@@ -42,7 +42,7 @@ def uncached(decoder: Decoder) -> Rule:
 
     @cache
     def rule(prefix: tuple[int, ...]) -> FloatArray:
-        logits = CachedDecoder(decoder).score(prefix, none, none, np.empty((0, 0), dtype=np.bool_))
+        logits = CachedDecoder(decoder).score(prefix, none, none, none)
         return logits[0].double().numpy()
 
     return rule

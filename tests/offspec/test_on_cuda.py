@@ -12,7 +12,9 @@ import pytest
 import torch
 
 from offspec import SamplingParams, SpeculationParams
-from offspec.backends.weights import dense, has_fp32_output, linear_fp32
+from offspec.backends.choice import backend_of
+from offspec.backends.gpu import has_fp32_output
+from offspec.backends.weights import dense
 from offspec.drafts.self_draft import SelfDraft
 from offspec.loaders.formats.four_bit import has_kernels
 from offspec.model.early_exit import EarlyExit
@@ -50,7 +52,7 @@ def test_logits_are_not_rounded_to_16_bits(num_rows: int) -> None:
         pytest.skip("torch cannot")
     generator = torch.Generator().manual_seed(0)
     states, head = (torch.randn(n, 256, generator=generator).bfloat16() for n in (num_rows, 1000))
-    logits = linear_fp32(states.to("cuda:0"), head.to("cuda:0")).cpu()
+    logits = backend_of(torch.device("cuda:0")).linear_fp32(states.to("cuda:0"), head.to("cuda:0")).cpu()
     torch.testing.assert_close(logits, states.float() @ head.float().T, rtol=1e-5, atol=1e-4)
     assert not torch.equal(logits, logits.bfloat16().float())
 

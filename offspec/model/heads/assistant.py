@@ -17,7 +17,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from offspec.backends.weights import Weight, linear
+from offspec.backends.backend import Backend
+from offspec.backends.choice import linear
+from offspec.backends.weights import Weight
 from offspec.scheduler.trees.token_tree import IntArray
 
 from ...errors import CheckpointError, UnsupportedModelError
@@ -51,11 +53,11 @@ class RowsBehindTarget(AppendedRows):
     """Rows at the position behind the target's committed entries. They see these entries, and none of each other."""
 
     @classmethod
-    def of(cls, rows: TextRows, target: SequenceCache) -> RowsBehindTarget:
-        """target: the target's memory of the text."""
+    def of(cls, rows: TextRows, target: SequenceCache, backend: Backend) -> RowsBehindTarget:
+        """target: the target's memory of the text. backend: the head's."""
         positions = torch.full((len(rows),), target.next_position, device=target.positions.device)
         visibility = Visibility(target.length, positions, target.positions, rows.parents[:0], 0)
-        return cls(rows, target.last_slot, target, visibility, Rotations(positions), [(0, len(rows))])
+        return cls(rows, target.last_slot, target, visibility, Rotations(positions), [(0, len(rows))], backend)
 
     def attend(
         self,
@@ -93,7 +95,7 @@ class AssistantHead(LayeredHead):
     def rows(self, rows: TextRows, cache: SequenceCache, positions: Tensor | None = None) -> AppendedRows:
         assert isinstance(cache, MemoryBesideTarget)
         cache.extend(len(rows))
-        return RowsBehindTarget.of(rows, cache.target.cache)
+        return RowsBehindTarget.of(rows, cache.target.cache, self.backend)
 
     def embedded(self, tokens: IntArray) -> Tensor:
         """The target's embeddings, scaled; its table has the head's sizes, and is for logits."""

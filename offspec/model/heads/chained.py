@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from offspec.backends.weights import linear
+from offspec.backends.choice import linear
 from offspec.loaders.streaming.small_transfers import to_device
 from offspec.loaders.streaming.weights import RamWeights
 from offspec.scheduler.trees.token_tree import IntArray

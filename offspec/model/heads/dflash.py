@@ -23,7 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from offspec.backends.weights import Weight, linear
+from offspec.backends.choice import linear
+from offspec.backends.weights import Weight
 from offspec.loaders.streaming.small_transfers import to_device
 from offspec.scheduler.trees.token_tree import IntArray
 

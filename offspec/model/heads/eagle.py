@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offspec.backends.weights import Weight, linear
+from offspec.backends.choice import linear
+from offspec.backends.weights import Weight
 from offspec.loaders.streaming.small_transfers import to_device
 from offspec.scheduler.trees.vocabulary import Vocabulary
 

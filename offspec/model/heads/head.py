@@ -111,7 +111,7 @@ class Head(Decoder, ABC):
         """fp32 logits of its own head, or of the target's."""
         if self.has_own_head:
             return super().linear_logits(states)
-        return self.target.linear_logits(states.to(self.target.dtype))
+        return self.target.logits_by(self.backend, states.to(self.target.dtype))
 
     def capped(self, logits: Tensor) -> Tensor:
         return super().capped(logits) if self.has_own_head else self.target.capped(logits)
@@ -150,7 +150,7 @@ class StoredHead(Head):
     def normed_by(self, name: str, x: Tensor) -> Tensor:
         """x [..., N] after the norm with the weight of this name."""
         weight = as_vector(self.tensors[name]).to(x.dtype)
-        return normalize(x, weight, None, self.config.norm, self.config.rms_norm_eps)
+        return normalize(x, weight, None, self.config.norm, self.config.rms_norm_eps, self.backend)
 
 
 class LayeredHead(StoredHead):

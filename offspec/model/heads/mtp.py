@@ -16,7 +16,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from offspec.backends.weights import Weight, linear
+from offspec.backends.choice import linear
+from offspec.backends.weights import Weight
 from offspec.scheduler.trees.vocabulary import Vocabulary
 
 from ...errors import CheckpointError, UnsupportedModelError

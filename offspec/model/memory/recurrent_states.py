@@ -14,10 +14,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from offspec.backends.choice import backend_of
 from offspec.loaders.streaming.small_transfers import to_device
 from offspec.scheduler.params import MOST_STATE_NODES
 
-from ..ordered_recurrence import kind_of_rows
+from ..ordered_recurrence import OrderedRows
 from ..recurrence import ROOT, PathRows
 from .layer_memory import Kept
 
@@ -117,8 +118,8 @@ class RecurrentStates:
         )
 
     def _no_nodes(self) -> Nodes:
-        shape = self.layout
-        rows = kind_of_rows(self._device)(
+        shape, kind = self.layout, OrderedRows if backend_of(self._device).walks_states else PathRows
+        rows = kind(
             torch.empty(0, shape.key_heads, shape.key_size, device=self._device),
             torch.empty(0, shape.num_heads, shape.value_size, device=self._device),
             torch.empty(0, shape.num_heads, device=self._device),

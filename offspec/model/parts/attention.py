@@ -86,9 +86,13 @@ class Attention(NativePart):
 
     def forward(self, x: Tensor, weights: LayerWeights, rows: PassRows, first: int, last: int) -> Tensor:
         inputs = (x, *self.turns(rows.rotations, first, last))
-        made = self.steps.run("before attention", partial(self._before, weights), inputs, weights.tensors)
+        made = self.steps.run(
+            weights.backend, "before attention", partial(self._before, weights), inputs, weights.tensors
+        )
         attended = self._attend(made, weights, rows, first, last)
-        (output,) = self.steps.run("after attention", partial(self._after, weights), (x, *attended), weights.tensors)
+        (output,) = self.steps.run(
+            weights.backend, "after attention", partial(self._after, weights), (x, *attended), weights.tensors
+        )
         return output
 
     def _before(self, weights: LayerWeights, x: Tensor, *turns: Tensor) -> list[Tensor]:

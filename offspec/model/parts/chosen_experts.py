@@ -14,10 +14,10 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from offspec.backends.backend import FAST
+from offspec.backends.choice import CPU, backend_of
 from offspec.backends.expert_table import Chosen, ExpertTable
 from offspec.backends.on_gpu import FASTER_KERNEL
-from offspec.backends.products import must_be_exact
+from offspec.loaders.accelerators.accelerator import accelerator_of
 from offspec.loaders.streaming.small_transfers import to_device
 from offspec.loaders.streaming.weights import HostExperts, LentExperts
 
@@ -45,18 +45,17 @@ class ChosenExperts:
 
     def compute(self, weights: LayerWeights) -> None:
         """weights: of the layer, which lends its experts."""
-        table = weights.expert_table() if self._may_be_at_once else None
-        if table is None:
-            self._by_groups(weights, at_once=self._may_be_at_once)
+        at_once = self._may_be_at_once(weights)
+        if at_once and (table := weights.expert_table()) is not None:
+            self._faster(table, weights, partial(self._by_groups, weights, at_once=False))
         else:
-            self._faster(table, partial(self._by_groups, weights, at_once=False))
+            self._by_groups(weights, at_once=at_once)
 
     # ---------------------------------------------------------------------------------------- at once
 
-    @property
-    def _may_be_at_once(self) -> bool:
-        """Exact rows need one order of sums, and gradients need plain products."""
-        if self._x.device.type == "cpu" or must_be_exact(self._x) or self._needs_gradients:
+    def _may_be_at_once(self, weights: LayerWeights) -> bool:
+        """Gradients need plain products."""
+        if not weights.backend.chooses_at_once or self._needs_gradients:
             return False
         return self._chosen.rows_of_each <= MOST_AT_ONCE
 
@@ -64,10 +63,10 @@ class ChosenExperts:
     def _needs_gradients(self) -> bool:
         return torch.is_grad_enabled() and self._x.requires_grad
 
-    def _faster(self, table: ExpertTable, plain: Callable[[], None]) -> None:
+    def _faster(self, table: ExpertTable, weights: LayerWeights, plain: Callable[[], None]) -> None:
         """At once or by `plain`, whichever was measured to be faster on this card; both are compared once."""
         kind, device = table.kind(self._x.dtype, self._chosen.rows_of_each), self._x.device
-        at_once = partial(self._at_once, table)
+        at_once = partial(self._at_once, table, weights)
         if FASTER_KERNEL.is_kernel(kind, device) is None and not self._agree(at_once, plain):
             FASTER_KERNEL.forbid(kind, device)
         FASTER_KERNEL.run(kind, device, at_once, plain)
@@ -83,9 +82,9 @@ class ChosenExperts:
         distance = (self.outputs.float() - expected).abs().max()
         return bool(distance <= MOST_APART * expected.abs().max())
 
-    def _at_once(self, table: ExpertTable) -> None:
+    def _at_once(self, table: ExpertTable, layer: LayerWeights) -> None:
         """Outputs of places whose experts are in the table; the inner numbers of the others mean nothing."""
-        weights = WeightsOfChosen(table.on(partial(to_device, device=self._x.device)), self._chosen)
+        weights = WeightsOfChosen(table.on(partial(to_device, device=self._x.device)), self._chosen, layer.backend)
         inner = inner_of(self._x, weights, self._shape.names, self._activation)
         weights.multiply_to(self.outputs[None], [self._shape.names.down], inner)
 
@@ -100,18 +99,18 @@ class ChosenExperts:
             if table is None:
                 plain()
             else:
-                self._faster(table, plain)
+                self._faster(table, weights, plain)
 
     def _one_by_one(self, group: LentExperts, weights: LayerWeights, *, is_on_host: bool) -> None:
-        scratch, backend = (None, FAST) if is_on_host else (weights.scratch, weights.backend)
+        scratch, backend = (None, backend_of(CPU)) if is_on_host else (weights.scratch, weights.backend)
         if len(self._x) == 1 and not is_on_host and list(group) == list(self._places.counts):
-            experts = WeightsOfExperts(list(group.values()), [1] * len(group), scratch, backend)
+            experts = WeightsOfExperts(list(group.values()), [1] * len(group), backend, scratch)
             compute = partial(self._output_of, experts)
-            (self.outputs,) = self._steps.run("experts", compute, (self._x,), {}, experts.matrices)
+            (self.outputs,) = self._steps.run(backend, "experts", compute, (self._x,), {}, experts.matrices)
             return
         for some in _in_parts(group, self._places.counts):
             counts = [self._places.counts[number] for number in some]
-            experts = WeightsOfExperts([group[number] for number in some], counts, scratch, backend)
+            experts = WeightsOfExperts([group[number] for number in some], counts, backend, scratch)
             places = self._places.of(some)
             states, there = self._states(places, is_on_host=is_on_host)
             self.outputs[there] = to_device(*self._output_of(experts, states), self._x.device)
@@ -125,8 +124,7 @@ class ChosenExperts:
         rows = places if is_one else places // self._num_used
         if is_on_host:
             return self._rows_on_host if is_one else self._rows_on_host[rows], to_device(places, device)
-        if device.type != "cpu":  # in one transfer
-            places, rows = to_device(torch.stack((places, rows)), device).unbind()
+        places, rows = to_device(torch.stack((places, rows)), device).unbind()  # in one transfer
         return self._x if is_one else self._x[rows], places
 
     @cached_property
@@ -146,7 +144,7 @@ class ChosenExperts:
         The device has just computed both. Later the host would wait for experts that the device computes, too.
         """
         numbers, x = self._numbers, self._x
-        if x.device.type == "cpu":
+        if not accelerator_of(x.device).has_own_memory:
             return numbers, x
         if self._needs_gradients or x.nbytes > MOST_FETCHED:
             return numbers.cpu(), None

@@ -91,7 +91,9 @@ class Experts(NativePart):
         return self.shape.has_bias and matrix == self.shape.router
 
     def forward(self, x: Tensor, weights: LayerWeights, rows: PassRows, first: int, last: int) -> Tensor:
-        normed, logits = self.steps.run("router", partial(self._scored, weights), (x,), weights.tensors)
+        normed, logits = self.steps.run(
+            weights.backend, "router", partial(self._scored, weights), (x,), weights.tensors
+        )
         weights.announce(x)
         output = self.mixed(normed, *self.routed(logits, weights), weights)
         if self.shared is not None:
@@ -138,7 +140,8 @@ class Experts(NativePart):
         """The router's fp32 logits [T, experts] of x [T, hidden]."""
         if not self.shape.has_fp32_router:
             return weights.linear_fp32(self.shape.router, x)
-        return LayerWeights(weights.tensors).linear(self.shape.router, x.float())  # the scratch has another dtype
+        without_scratch = LayerWeights(weights.tensors, weights.backend)  # which has another dtype
+        return without_scratch.linear(self.shape.router, x.float())
 
     def _within_groups(self, ranks: Tensor) -> Tensor:
         """ranks [T, experts], with -inf in groups that are not among the best (DeepSeek, 2412.19437, 2.1.2)."""

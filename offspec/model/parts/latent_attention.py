@@ -11,9 +11,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from offspec.backends.products import HALF_DTYPES, must_be_exact
-from offspec.backends.weights import linear_each
-
 from ..config import ModelConfig
 from ..memory.kv_cache import KVLayout
 from ..norms import normalize
@@ -86,13 +83,13 @@ class LatentAttention(Attention):
         rotated, key = (self.rotated(heads, rows, first, last) for heads in (rotated, key))
         entries = torch.cat((self._normed(compressed, "kv_a_layernorm", weights), key), -1)
         of_keys, of_values = self._by_heads(weights, x.dtype)
-        absorbed = torch.cat((by_head(queries, of_keys), rotated), -1)
+        absorbed = torch.cat((weights.backend.by_head(queries, of_keys), rotated), -1)
         if c.query_growth is not None:
             absorbed = absorbed * rows.rotations.growth(*c.query_growth)[first:last].to(absorbed.dtype)
         mixed = rows.attend(self, absorbed, (entries, entries), first, last)
         if of_values is None:
             of_values = weights.matrix(f"{c.attention}.v_b_proj", x.dtype).view(c.num_heads, -1, latent.rank)
-        values = by_head(mixed[..., : latent.rank], of_values)
+        values = weights.backend.by_head(mixed[..., : latent.rank], of_values)
         return weights.linear(c.attention_output, values.flatten(1))
 
     def _by_heads(self, weights: LayerWeights, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
@@ -125,12 +122,3 @@ class LatentAttention(Attention):
     def _normed(self, compressed: Tensor, name: str, weights: LayerWeights) -> Tensor:
         weight = weights.vector(f"{self.config.attention}.{name}.weight")
         return normalize(compressed.contiguous(), weight, None, "rms", self.latent.norm_eps, weights.backend)
-
-
-def by_head(x: Tensor, matrices: Tensor) -> Tensor:
-    """x [T, heads, K] times each head's own matrix of [heads, N, K] → [T, heads, N]."""
-    num_rows, by_heads = len(x), x.transpose(0, 1)
-    if not must_be_exact(x) and (x.device.type != "cpu" or x.dtype not in HALF_DTYPES):
-        return torch.bmm(by_heads, matrices.transpose(1, 2)).transpose(0, 1)
-    product = linear_each(by_heads.flatten(0, 1), [num_rows] * len(matrices), list(matrices.contiguous()))
-    return product.view(len(matrices), num_rows, -1).transpose(0, 1)

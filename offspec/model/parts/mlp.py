@@ -70,7 +70,7 @@ class Mlp(NativePart):
         return self.config.mlp_bias
 
     def forward(self, x: Tensor, weights: LayerWeights, rows: PassRows, first: int, last: int) -> Tensor:
-        (output,) = self.steps.run("mlp", partial(self._forward, weights), (x,), weights.tensors)
+        (output,) = self.steps.run(weights.backend, "mlp", partial(self._forward, weights), (x,), weights.tensors)
         return output
 
     def _forward(self, weights: LayerWeights, x: Tensor) -> tuple[Tensor]:

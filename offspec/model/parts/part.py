@@ -10,10 +10,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from offspec.backends.backend import FAST, Backend
+from offspec.backends.backend import Backend
+from offspec.backends.cpu import steps_add
 from offspec.backends.expert_table import Chosen, ExpertTable
-from offspec.backends.products import steps_add
-from offspec.backends.weights import Weight, dense, linear, linear_each, linear_fp32, linears
+from offspec.backends.weights import Weight, dense
 from offspec.backends.x86.row_steps import add_rows
 from offspec.loaders.streaming.weights import LentExperts
 
@@ -142,11 +142,11 @@ class LayerWeights:
     def __init__(
         self,
         tensors: Mapping[str, Weight],
+        backend: Backend,
         scratch: Tensor | None = None,
         experts: ExpertsOfLayer | None = None,
-        backend: Backend = FAST,
     ) -> None:
-        """scratch: memory for a dequantised matrix, see `weights.linear`. backend: what computes rows with them."""
+        """backend: what computes rows with them. scratch: memory for a dequantised matrix, see `Backend.linear`."""
         self.tensors = tensors
         self.backend = backend
         self.scratch = scratch
@@ -168,16 +168,18 @@ class LayerWeights:
 
     def linear(self, name: str, x: Tensor) -> Tensor:
         """x [T, K] times `name.weight` [N, K], plus `name.bias` [N] if there is one → [T, N]. Keeps gradients."""
-        return linear(x, self.tensors[f"{name}.weight"], self.optional_vector(f"{name}.bias"), self.scratch)
+        bias = self.optional_vector(f"{name}.bias")
+        return self.backend.linear(x, self.tensors[f"{name}.weight"], bias, self.scratch)
 
     def linears(self, names: Sequence[str], x: Tensor) -> list[Tensor]:
         """`linear` of x by several matrices."""
         weights = [self.tensors[f"{name}.weight"] for name in names]
-        return linears(x, weights, [self.optional_vector(f"{name}.bias") for name in names], self.scratch)
+        return self.backend.linears(x, weights, [self.optional_vector(f"{name}.bias") for name in names], self.scratch)
 
     def linear_fp32(self, name: str, x: Tensor) -> Tensor:
-        """As `linear`, with an fp32 result; see `weights.linear_fp32`."""
-        return linear_fp32(x, self.tensors[f"{name}.weight"], self.optional_vector(f"{name}.bias"), self.scratch)
+        """As `linear`, with an fp32 result; see `Backend.linear_fp32`."""
+        bias = self.optional_vector(f"{name}.bias")
+        return self.backend.linear_fp32(x, self.tensors[f"{name}.weight"], bias, self.scratch)
 
     def matrix(self, name: str, dtype: torch.dtype) -> Tensor:
         """The matrix `name.weight` [N, K], maybe in scratch memory, which the next product may overwrite."""
@@ -195,9 +197,9 @@ class WeightsOfExperts(LayerWeights):
     """The weights of several experts, of which each multiplies the next of `counts` rows, or all the only row."""
 
     def __init__(
-        self, experts: Sequence[Mapping[str, Weight]], counts: Sequence[int], scratch: Tensor | None, backend: Backend
+        self, experts: Sequence[Mapping[str, Weight]], counts: Sequence[int], backend: Backend, scratch: Tensor | None
     ) -> None:
-        super().__init__(experts[0], scratch, backend=backend)
+        super().__init__(experts[0], backend, scratch)
         self._each = experts
         self._counts = list(counts)
 
@@ -211,7 +213,7 @@ class WeightsOfExperts(LayerWeights):
 
     def linears(self, names: Sequence[str], x: Tensor) -> list[Tensor]:
         weights = [tensors[name] for name in [f"{name}.weight" for name in names] for tensors in self._each]
-        products = linear_each(x, self._counts * len(names), weights, self.scratch).chunk(len(names))
+        products = self.backend.linear_each(x, self._counts * len(names), weights, self.scratch).chunk(len(names))
         return [self._with_bias(name, product) for name, product in zip(names, products, strict=True)]
 
     def _with_bias(self, name: str, product: Tensor) -> Tensor:
@@ -224,8 +226,8 @@ class WeightsOfExperts(LayerWeights):
 class WeightsOfChosen(LayerWeights):
     """The weights of the experts that rows chose, in a table; rows x are T, or one for each of the R places."""
 
-    def __init__(self, table: ExpertTable, chosen: Chosen) -> None:
-        super().__init__({})
+    def __init__(self, table: ExpertTable, chosen: Chosen, backend: Backend) -> None:
+        super().__init__({}, backend)
         self._table, self._chosen = table, chosen
 
     def linear(self, name: str, x: Tensor) -> Tensor:

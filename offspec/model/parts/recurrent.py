@@ -18,7 +18,7 @@ from offspec.loaders.streaming.small_transfers import to_device
 
 from ..causal_convolution import chain_convolution, path_convolution, path_windows
 from ..memory.recurrent_states import LEAST_COPIED, Nodes, Progress, RecurrentLayout, RecurrentStates, State
-from ..ordered_recurrence import OrderedRows, chain_in_order, kind_of_rows, tree_in_order
+from ..ordered_recurrence import OrderedRows, chain_in_order, tree_in_order
 from ..pass_rows import AppendedRows, by_text
 from ..recurrence import Inputs, PathRows, TreePlaces, chain_step, tree_step
 from .part import LayerWeights, NativePart, PassRows, RowsWithoutMemory, TextPaths
@@ -176,7 +176,7 @@ class RecurrentPart(ConvolvedPart):
         self, matrix: Tensor, convolved: Tensor, pieces: Sequence[Tensor], backend: Backend
     ) -> tuple[Tensor, Tensor]:
         inputs = self.inputs(convolved, pieces, backend)
-        if kind_of_rows(matrix.device) is OrderedRows:
+        if backend.walks_states:
             return chain_in_order(matrix, inputs, backend)
         return chain_step(matrix, inputs)
 

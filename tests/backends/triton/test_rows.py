@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from offspec.backends import weights
+from offspec.backends import gpu
+from offspec.backends.arithmetic import EXACT
+from offspec.backends.choice import CPU, backend_of
 from offspec.backends.on_gpu import row_kernels
-from offspec.backends.products import exact_rows
-from offspec.backends.weights import exact_on_gpu, linear
 from offspec.backends.x86.row_attention import KeySlots, Scores, Visible, attend_rows, rows_of_tile
 
 from ...machines import needs_kernels
@@ -68,10 +68,9 @@ def test_attention(kernels: ModuleType, scores: Scores) -> None:
 
 def test_they_multiply_plain_weights(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """As `linear` calls them for exact rows on a GPU, beside the CPU's kernel."""
-    monkeypatch.setattr(weights, "row_kernels", lambda: kernels)
+    monkeypatch.setattr(gpu, "row_kernels", lambda: kernels)
     x, matrix = noise(3, 64), noise(64, 8, seed=1).T
-    with exact_rows():
-        torch.testing.assert_close(exact_on_gpu(x, matrix), linear(x, matrix))
+    torch.testing.assert_close(gpu.ExactOnGpu().linear(x, matrix), backend_of(CPU, EXACT).linear(x, matrix))
 
 
 @pytest.mark.gpu

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from offspec.backends.products import exact_kernel, plain_product
+from offspec.backends.arithmetic import EXACT
+from offspec.backends.cpu import ExactOnCpu, plain_product
 from offspec.backends.x86 import processor
 from offspec.backends.x86.processor import (
     LEVELS,
@@ -73,7 +74,7 @@ def test_each_processor_has_kernels_of_its_own() -> None:
         with using(LEVELS[:num_levels]):
             product = plain_product(torch.bfloat16)
             assert product is not None
-            products.append((exact_kernel(product, torch.bfloat16), product.encoding.lanes))
+            products.append((ExactOnCpu(EXACT).exact_kernel(product, torch.bfloat16), product.encoding.lanes))
     assert [lanes for _, lanes in products] == [8, 16, 16, 16]
     assert len({kernel for kernel, _ in products}) == len(LEVELS)
 

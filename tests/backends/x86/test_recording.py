@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from offspec.backends.products import exact_rows, multiply
+from offspec.backends.arithmetic import EXACT
+from offspec.backends.choice import CPU, backend_of
 from offspec.backends.x86.compiler import LAUNCHES, gnu_openmp
 from offspec.backends.x86.recording import record
 from offspec.backends.x86.row_steps import add_rows, gate_rows, norm_rows
@@ -19,13 +20,14 @@ pytestmark = [each_width, pytest.mark.skipif(gnu_openmp() is None, reason="torch
 WIDTH, INNER = 64, 192
 SHARED = torch.empty(INNER, WIDTH, dtype=torch.bfloat16)  # such as that of matrices that are unpacked one after another
 Numbers = Sequence[Tensor]
+EXACT_ROWS = backend_of(CPU, EXACT)
 
 
 @pytest.fixture(params=[1, 3], autouse=True)
 def num_threads(request: pytest.FixtureRequest) -> Iterator[int]:
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)
-    with torch.inference_mode(), exact_rows():
+    with torch.inference_mode():
         yield request.param
     torch.set_num_threads(before)
 
@@ -38,8 +40,8 @@ def layer(x: Tensor) -> Numbers:
     """What an MLP does with rows."""
     weight = noise(WIDTH, seed=1).float()  # which a norm rounds first
     normed = norm_rows(x, weight, 1e-5)
-    gate, up = (multiply(normed, noise(INNER, WIDTH, seed=seed)) for seed in (2, 3))
-    return normed, add_rows(x, multiply(gate_rows(gate, up), noise(WIDTH, INNER, seed=4)))
+    gate, up = (EXACT_ROWS.linear(normed, noise(INNER, WIDTH, seed=seed)) for seed in (2, 3))
+    return normed, add_rows(x, EXACT_ROWS.linear(gate_rows(gate, up), noise(WIDTH, INNER, seed=4)))
 
 
 def assert_equal(found: Numbers, expected: Numbers) -> None:
@@ -68,8 +70,8 @@ def test_launches_are_repeated_for_other_numbers() -> None:
         lambda x: (norm_rows(x, noise(WIDTH), 1e-5)[:, : 8 + int(x[0, 0] > 0)],),
         lambda x: (norm_rows(torch.cat([x, x]), noise(WIDTH), 1e-5),),
         lambda x: (x[:, :8],),
-        lambda x: (multiply(x, SHARED.copy_(noise(INNER, WIDTH))),),
-        lambda x: (multiply(x, noise(2**17, WIDTH)),),
+        lambda x: (EXACT_ROWS.linear(x, SHARED.copy_(noise(INNER, WIDTH))),),
+        lambda x: (EXACT_ROWS.linear(x, noise(2**17, WIDTH)),),
     ],
     ids=[
         "before",
@@ -106,11 +108,11 @@ def test_other_matrices() -> None:
     x = noise(1, WIDTH, seed=5)
 
     def products(one: Tensor, other: Tensor) -> Numbers:
-        return [torch.cat([multiply(x, one), multiply(x, other)])]
+        return [torch.cat([EXACT_ROWS.linear(x, one), EXACT_ROWS.linear(x, other)])]
 
     one, other = matrices[:2]
     addresses = [one.data_ptr(), other.data_ptr()]
-    _, recording = record(lambda x: [multiply(x, one), multiply(x, other)], [x], addresses)
+    _, recording = record(lambda x: [EXACT_ROWS.linear(x, one), EXACT_ROWS.linear(x, other)], [x], addresses)
     assert recording is not None
     for one, other in ((matrices[2], matrices[3]), (matrices[3], matrices[3]), (matrices[1], matrices[0])):
         found = recording([x], [one.data_ptr(), other.data_ptr()])
@@ -127,7 +129,7 @@ def test_matrices_that_cannot_be_others(reads_weights: bool) -> None:
 
     def product(x: Tensor) -> Numbers:
         weight = matrix + 0 if reads_weights else matrix
-        return (multiply(x, weight),)
+        return (EXACT_ROWS.linear(x, weight),)
 
     _, recording = record(product, [noise(1, WIDTH)], addresses)
     assert recording is None

@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from offspec.backends.products import can_multiply, plain_product
-from offspec.backends.weights import PackedMatrix, Weight, dense, linear
+from offspec.backends.choice import linear
+from offspec.backends.cpu import can_multiply, plain_product
+from offspec.backends.weights import PackedMatrix, Weight, dense
 from offspec.backends.x86 import compiler
 from offspec.backends.x86.encodings import Blocks, Encoding, Float16, FourBit, Int8
 from offspec.backends.x86.processor import per_processor

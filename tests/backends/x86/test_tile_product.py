@@ -8,13 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from offspec.backends.products import exact_kernel, exact_rows, plain_product
-from offspec.backends.weights import linear, linear_each, linears
+from offspec.backends.arithmetic import EXACT
+from offspec.backends.cpu import ExactOnCpu, plain_product
 from offspec.backends.x86.tile_product import COLUMNS, SIDE, TileProduct, in_tiles
 
 from ...machines import AMX, AVX512_BF16, by_processor, run
 from .test_row_bits import PANEL, SHAPE, STORED, assert_rows_alone_are_equal, product_with
 from .test_row_product import noise
+
+EXACT_ROWS = ExactOnCpu(EXACT)
 
 with_tiles = by_processor("processor", run(AMX))
 LEAST = 2.0**-126  # the smallest normal number
@@ -101,12 +103,11 @@ def test_several_matrices_with_rows_of_their_own() -> None:
     matrices = [noise(48, 128, seed=seed).bfloat16() for seed in range(5)]
     x = noise(40, 128).bfloat16()
     counts = [3, 1, 17, 2, 17]
-    with exact_rows():
-        together = linear_each(x, counts, matrices)
-        alone = [linear(rows, matrix) for rows, matrix in zip(x.split(counts), matrices, strict=True)]
-        assert torch.equal(together, torch.cat(alone))
-        for result, matrix in zip(linears(x, matrices, [None] * 5), matrices, strict=True):
-            assert torch.equal(result, linear(x, matrix))
+    together = EXACT_ROWS.linear_each(x, counts, matrices)
+    alone = [EXACT_ROWS.linear(rows, matrix) for rows, matrix in zip(x.split(counts), matrices, strict=True)]
+    assert torch.equal(together, torch.cat(alone))
+    for result, matrix in zip(EXACT_ROWS.linears(x, matrices, [None] * 5), matrices, strict=True):
+        assert torch.equal(result, EXACT_ROWS.linear(x, matrix))
 
 
 @by_processor("takes_tiles, processor", (True, AMX), (False, AVX512_BF16))
@@ -114,6 +115,6 @@ def test_where_exact_rows_take_tiles(takes_tiles: bool) -> None:
     """bf16 rows, where the processor has tiles: a choice that needs none."""
     product = plain_product(torch.bfloat16)
     assert product is not None
-    kernel = exact_kernel(product, torch.bfloat16)
+    kernel = EXACT_ROWS.exact_kernel(product, torch.bfloat16)
     assert isinstance(kernel, TileProduct) if takes_tiles else kernel is product.in_pairs
-    assert exact_kernel(product, torch.float32) is exact_kernel(product, torch.float16) is product
+    assert EXACT_ROWS.exact_kernel(product, torch.float32) is EXACT_ROWS.exact_kernel(product, torch.float16) is product

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from offspec.backends.products import plain_product
-from offspec.backends.weights import linear
+from offspec.backends.choice import linear
+from offspec.backends.cpu import plain_product
 from offspec.backends.x86.bf16_bits import Bf16Bits
 from offspec.backends.x86.processor import per_processor
 from offspec.backends.x86.row_product import RowProduct

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
 
-from offspec.backends.weights import dense, linear
+from offspec.backends.choice import linear
+from offspec.backends.weights import dense
 from offspec.errors import CheckpointError
 from offspec.loaders.files.checkpoint import Change, Order, TensorInfo
 from offspec.loaders.files.safetensors_folder import read_header

@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from offspec.backends.weights import PackedMatrix, as_table, dense, linear, take_rows
+from offspec.backends.choice import linear
+from offspec.backends.weights import PackedMatrix, as_table, dense, take_rows
 from offspec.errors import CheckpointError, OffspecError, UnsupportedModelError
 from offspec.loaders.files.containers import open_checkpoint
 from offspec.loaders.formats import blank_tensors, format_named, format_notes

@@ -1,8 +1,7 @@
-"""Products inside `exact_rows`: the same bits for a row however many rows there are, in every format and shape."""
+"""Exact products: the same bits for a row however many rows there are, in every format and shape."""
 
 from __future__ import annotations
 
-import threading
 from dataclasses import replace
 from functools import partial
 
@@ -10,12 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from offspec.backends.products import (
-    are_rows_exact,
-    can_be_exact,
-    exact_rows,
-)
-from offspec.backends.weights import PackedMatrix, Weight, dense, linear, linear_each, linears
+from offspec.backends.arithmetic import EXACT
+from offspec.backends.choice import CPU, backend_of
+from offspec.backends.cpu import can_be_exact
+from offspec.backends.weights import PackedMatrix, Weight, dense
 from offspec.loaders.files.checkpoint import Order
 from offspec.loaders.formats.bf16_bits import pack
 from offspec.loaders.formats.bf16_packed import PackedBf16Matrix
@@ -24,7 +21,6 @@ from offspec.loaders.formats.grouped import GroupedMatrix
 from offspec.loaders.formats.int8 import Int8Matrix
 from offspec.loaders.machine.product_rates import sample
 
-from ... import pretended_rows
 from ...machines import AMX, AVX512_BF16, by_processor, each_processor, needs_kernels, run
 
 pytestmark = needs_kernels
@@ -33,6 +29,7 @@ each_dtype = pytest.mark.parametrize(
     "dtype", [torch.bfloat16, torch.float16, torch.float32], ids=["bf16", "fp16", "fp32"]
 )
 ROWS = (1, 2, 3, 4, 5, 8, 17, 64)
+EXACT_ROWS = backend_of(CPU, EXACT)
 
 
 def noise(*shape: int, seed: int = 0) -> Tensor:
@@ -43,12 +40,11 @@ def assert_exact(weight: Weight, dtype: torch.dtype, most_rows: int = 70) -> Non
     """Of any rows together, any of them alone are the same; and they are those of the matrix's numbers."""
     num_outputs, num_columns = weight.shape
     x, bias = noise(most_rows, num_columns, seed=1).to(dtype), noise(num_outputs, seed=2).to(dtype)
-    with exact_rows():
-        together = linear(x, weight, bias)
-        for num_rows in ROWS:
-            for first in (0, most_rows - num_rows):
-                found = linear(x[first : first + num_rows], weight, bias)
-                assert torch.equal(found, together[first : first + num_rows]), num_rows
+    together = EXACT_ROWS.linear(x, weight, bias)
+    for num_rows in ROWS:
+        for first in (0, most_rows - num_rows):
+            found = EXACT_ROWS.linear(x[first : first + num_rows], weight, bias)
+            assert torch.equal(found, together[first : first + num_rows]), num_rows
     exact = x.double() @ dense(weight, torch.float32).double().T + bias.double()
     assert ((together.double() - exact).abs() <= 2**-6 * exact.abs().max()).all()
 
@@ -73,11 +69,10 @@ def test_streamed_bf16_has_the_bits_of_resident_fp16(is_packed: bool) -> None:
     assert bits is not None
     streamed = PackedBf16Matrix(bits) if is_packed else matrix
     x = (100 * noise(3, 2048, seed=1)).half()
-    with exact_rows():
-        resident = linear(x, matrix.half())
-        assert torch.equal(linear(x, streamed), resident)
-        scratch = torch.empty(matrix.numel(), dtype=torch.float16)
-        assert torch.equal(linear(x, streamed, scratch=scratch), resident)
+    resident = EXACT_ROWS.linear(x, matrix.half())
+    assert torch.equal(EXACT_ROWS.linear(x, streamed), resident)
+    scratch = torch.empty(matrix.numel(), dtype=torch.float16)
+    assert torch.equal(EXACT_ROWS.linear(x, streamed, scratch=scratch), resident)
     exact = x.double() @ matrix.double().T
     assert not torch.equal(resident, exact.half()), "no number was rounded"
 
@@ -115,10 +110,9 @@ def test_matrices_in_another_order() -> None:
 def test_packed_bf16_has_the_bits_of_the_plain_matrix(dtype: torch.dtype) -> None:
     packed, x = sample("bf16-packed", (48, 2304)), noise(9, 2304).to(dtype)
     assert isinstance(packed, PackedMatrix)
-    with exact_rows():
-        plain = linear(x, packed.dequantize(torch.bfloat16))
-        assert torch.equal(linear(x, packed), plain)
-        assert torch.equal(linear(x[:1], packed), plain[:1])
+    plain = EXACT_ROWS.linear(x, packed.dequantize(torch.bfloat16))
+    assert torch.equal(EXACT_ROWS.linear(x, packed), plain)
+    assert torch.equal(EXACT_ROWS.linear(x[:1], packed), plain[:1])
 
 
 @pytest.mark.each_value
@@ -129,19 +123,9 @@ def test_several_matrices_are_each_alone(others: list[str]) -> None:
     weights = [noise(40 + 8 * i, 128, seed=i).to(dtypes[form]) for i, form in enumerate(["bf16", *others])]
     biases = [None, *(noise(len(weight), seed=9) for weight in weights[1:])]
     x = noise(3, 128).bfloat16()
-    with exact_rows():
-        together = linears(x, weights, biases)
-        alone = [linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
+    together = EXACT_ROWS.linears(x, weights, biases)
+    alone = [EXACT_ROWS.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
     assert all(torch.equal(*pair) for pair in zip(together, alone, strict=True))
-
-
-def test_rows_on_another_device_take_no_kernel_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would read host memory at their addresses."""
-    monkeypatch.setattr("offspec.backends.weights.row_kernels", lambda: pretended_rows)
-    x, weights = torch.empty(3, 128, device="meta"), [torch.empty(40, 128, device="meta")] * 2
-    with exact_rows():
-        together = linears(x, weights, [None, None])
-    assert [(each.device.type, each.shape) for each in together] == [("meta", (3, 40))] * 2
 
 
 @pytest.mark.each_value
@@ -150,40 +134,23 @@ def test_rows_on_another_device_take_no_kernel_of_the_cpu(monkeypatch: pytest.Mo
 def test_rows_are_used_again_behind_the_last_one(num_rows: int) -> None:
     weights = [noise(40, 128, seed=i).bfloat16() for i in range(6)]
     x = noise(num_rows, 128).bfloat16()
-    with exact_rows():
-        together = linear_each(x, [1] * 6, weights)
-        alone = [linear(x[i % num_rows, None], weight) for i, weight in enumerate(weights)]
+    together = EXACT_ROWS.linear_each(x, [1] * 6, weights)
+    alone = [EXACT_ROWS.linear(x[i % num_rows, None], weight) for i, weight in enumerate(weights)]
     assert torch.equal(together, torch.cat(alone))
-
-
-def test_gradients_and_other_dtypes_take_their_usual_ways() -> None:
-    weight, x = noise(64, 256), noise(2, 256)
-    wide = x.double()
-    with exact_rows():
-        assert torch.equal(linear(wide, weight), torch.nn.functional.linear(wide, weight.double()))
-        half = x.to(torch.bfloat16).requires_grad_()
-        assert linear(half, weight.to(torch.bfloat16)).requires_grad
-    assert not can_be_exact(torch.float64)
-
-
-def test_only_the_thread_inside_is_exact() -> None:
-    found = list[bool]()
-    with exact_rows():
-        other = threading.Thread(target=lambda: found.append(are_rows_exact()))
-        other.start()
-        other.join()
-        assert are_rows_exact()
-        with exact_rows(False):
-            assert not are_rows_exact()
-        assert are_rows_exact()
-    assert found == [False]
-    assert not are_rows_exact()
 
 
 @by_processor("processor", run(AVX512_BF16), run(AMX))
 def test_bf16_rows_take_bf16_factors() -> None:
     """fp16 weights are rounded to bf16, as when they are converted."""
     weight, x = noise(64, 256).to(torch.float16), noise(3, 256).to(torch.bfloat16)
-    with exact_rows():
-        product = partial(linear, x)
-        assert torch.equal(product(weight), product(weight.to(torch.bfloat16)))
+    product = partial(EXACT_ROWS.linear, x)
+    assert torch.equal(product(weight), product(weight.to(torch.bfloat16)))
+
+
+def test_gradients_and_other_dtypes_take_their_usual_ways() -> None:
+    weight, x = noise(64, 256), noise(2, 256)
+    wide = x.double()
+    assert torch.equal(EXACT_ROWS.linear(wide, weight), torch.nn.functional.linear(wide, weight.double()))
+    half = x.to(torch.bfloat16).requires_grad_()
+    assert EXACT_ROWS.linear(half, weight.to(torch.bfloat16)).requires_grad
+    assert not can_be_exact(torch.float64)

@@ -19,9 +19,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from offspec.backends import weights
+from offspec.backends import gpu, weights
+from offspec.backends.choice import linear
 from offspec.backends.on_gpu import FusedRows
-from offspec.backends.weights import Weight, dense, linear
+from offspec.backends.weights import Weight, dense
 from offspec.errors import CheckpointError, OffspecError
 from offspec.loaders.files.checkpoint import TensorInfo
 from offspec.loaders.files.safetensors_folder import read_header
@@ -404,15 +405,15 @@ def test_few_rows_are_multiplied_packed_where_that_was_measured_faster(
         return x.new_zeros(x.shape[0], 64)
 
     monkeypatch.setattr(four_bit, "fused_linear", fused)
-    monkeypatch.setattr(weights, "FUSED_ROWS", rows := FusedRows())
-    rows.set("nf4", (64, 128), torch.float32, torch.device("cpu"), 8)
-    for num_rows in (1, 8, 9):
-        linear(noise(num_rows, 128, dtype=torch.float32), matrix)
-    assert asked == []  # a CPU has no such kernel
     monkeypatch.setattr(four_bit, "can_be_fused", lambda matrix: True)
-    for num_rows in (1, 8, 9):
-        linear(noise(num_rows, 128, dtype=torch.float32), matrix)
-    linear(noise(1, 128, dtype=torch.bfloat16), matrix)  # measured for another dtype only
+    monkeypatch.setattr(gpu, "FUSED_ROWS", rows := FusedRows())
+    rows.set("nf4", (64, 128), torch.float32, torch.device("cpu"), 8)
+    for backend in (gpu.ExactOnGpu(), gpu.OnGpu()):
+        monkeypatch.setattr(gpu, "exact_product", lambda x, weight, dtype=None: x @ weight.T)
+        for num_rows in (1, 8, 9):
+            backend.linear(noise(num_rows, 128, dtype=torch.float32), matrix)
+        assert asked == ([] if backend.is_exact else [1, 8])
+    gpu.OnGpu().linear(noise(1, 128, dtype=torch.bfloat16), matrix)  # measured for another dtype only
     assert asked == [1, 8]
 
 

@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from offspec.backends.weights import dense, linear
+from offspec.backends.choice import linear
+from offspec.backends.weights import dense
 from offspec.backends.x86.unpack import WORTH_COMPILING
 from offspec.errors import CheckpointError, UnsupportedModelError
 from offspec.loaders.formats import StoredWeight

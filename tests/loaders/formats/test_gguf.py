@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from offspec.backends import weights
-from offspec.backends.weights import linear
+from offspec.backends import gpu
+from offspec.backends.choice import linear
 from offspec.errors import CheckpointError, UnsupportedModelError
 from offspec.loaders.files.checkpoint import TensorInfo
 from offspec.loaders.files.gguf_types import GGUF_TYPES
@@ -158,10 +158,10 @@ def test_a_large_head_is_multiplied_in_slices(name: str, monkeypatch: pytest.Mon
     """As on a GPU, where there is no memory for all of it unpacked; the last slice is shorter."""
     rows = random_blocks(name, 23, 2)
     matrix = matrix_of(name, rows)
-    monkeypatch.setattr(weights, "SLICE", 10 * matrix.shape[1] + 3)
+    monkeypatch.setattr(gpu, "SLICE", 10 * matrix.shape[1] + 3)
     x = torch.randn(3, matrix.shape[1], generator=torch.Generator().manual_seed(0))
     expected = x @ oracle(name, rows).T
     torch.testing.assert_close(
-        weights._by_slices(x, matrix), expected, rtol=1e-5, atol=1e-5 * expected.abs().max().item()
+        gpu.OnGpu().linear_fp32(x, matrix), expected, rtol=1e-5, atol=1e-5 * expected.abs().max().item()
     )
-    assert weights.slice_elements(matrix.shape) == weights.SLICE
+    assert gpu.slice_elements(matrix.shape) == gpu.SLICE

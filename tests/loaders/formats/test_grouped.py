@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor
 
-from offspec.backends.weights import dense, linear
+from offspec.backends.choice import linear
+from offspec.backends.weights import dense
 from offspec.errors import CheckpointError, UnsupportedModelError
 from offspec.loaders.files.containers import open_checkpoint
 from offspec.loaders.formats import StoredWeight, blank_tensors, grouped

@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from offspec.backends.weights import PackedMatrix, dense, linear
+from offspec.backends.choice import linear
+from offspec.backends.weights import PackedMatrix, dense
 from offspec.errors import CheckpointError
 from offspec.loaders.files.containers import open_checkpoint
 from offspec.loaders.formats import StoredWeight, format_named, formats_in, stored_weights

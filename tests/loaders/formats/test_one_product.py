@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from offspec.backends.products import exact_rows
-from offspec.backends.weights import Weight, dense, linear, linear_each, linear_fp32, linears
+from offspec.backends.arithmetic import EXACT
+from offspec.backends.choice import CPU, backend_of
+from offspec.backends.weights import Weight, dense
 from offspec.loaders.formats.bf16_bits import pack
 from offspec.loaders.formats.bf16_packed import PackedBf16Matrix
 from offspec.loaders.formats.grouped import GroupedMatrix
@@ -27,11 +28,12 @@ ROWS = (1, 2, 5, 17, 64)
 OUTPUTS = 40
 PLAIN = {"bf16": BF16, "fp16": FP16, "fp32": FP32}
 PACKED = ("nf4", "fp4", "int8", "fp8", "w4a16", "awq", "gptq", "Q8_0", "Q4_K", "Q6_K", "IQ4_XS")
+EXACT_ROWS = backend_of(CPU, EXACT)
 WAYS: dict[str, Callable[[Tensor, Weight], Tensor]] = {
-    "linear": linear,
-    "linears": lambda x, weight: linears(x, [weight, weight], [None, None])[1],
-    "linear_each": lambda x, weight: linear_each(x, [len(x), len(x)], [weight, weight])[len(x) :],
-    "linear_fp32": lambda x, weight: linear_fp32(x, weight).to(x.dtype),
+    "linear": EXACT_ROWS.linear,
+    "linears": lambda x, weight: EXACT_ROWS.linears(x, [weight, weight], [None, None])[1],
+    "linear_each": lambda x, weight: EXACT_ROWS.linear_each(x, [len(x), len(x)], [weight, weight])[len(x) :],
+    "linear_fp32": lambda x, weight: EXACT_ROWS.linear_fp32(x, weight).to(x.dtype),
 }
 
 
@@ -45,15 +47,14 @@ def rows(num_columns: int, dtype: torch.dtype) -> Tensor:
 
 def assert_one_product(weights: list[Weight], x: Tensor) -> None:
     """Each of the weights, which hold the same matrix, in each way and again, with the bits of one row alone."""
-    with exact_rows():
-        expected = torch.cat([linear(row[None], weights[0]) for row in x])
-        logits = torch.cat([linear_fp32(row[None], weights[0]) for row in x])
-        for weight in weights:
-            for num_rows in ROWS:
-                for name, way in WAYS.items():
-                    for _ in range(2):
-                        assert torch.equal(way(x[:num_rows], weight), expected[:num_rows]), (name, num_rows)
-                assert torch.equal(linear_fp32(x[:num_rows], weight), logits[:num_rows]), num_rows
+    expected = torch.cat([EXACT_ROWS.linear(row[None], weights[0]) for row in x])
+    logits = torch.cat([EXACT_ROWS.linear_fp32(row[None], weights[0]) for row in x])
+    for weight in weights:
+        for num_rows in ROWS:
+            for name, way in WAYS.items():
+                for _ in range(2):
+                    assert torch.equal(way(x[:num_rows], weight), expected[:num_rows]), (name, num_rows)
+            assert torch.equal(EXACT_ROWS.linear_fp32(x[:num_rows], weight), logits[:num_rows]), num_rows
     assert logits.dtype == FP32
 
 

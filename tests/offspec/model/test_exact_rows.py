@@ -12,7 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from offspec.backends.backend import ExactOnCpu
+from offspec.backends.arithmetic import EXACT
+from offspec.backends.choice import backend_of
+from offspec.backends.cpu import ExactOnCpu
 from offspec.backends.x86.processor import using
 from offspec.model.config import ModelConfig, read_config
 from offspec.model.decoder import CachedDecoder, Decoder, TextRows, pass_together, random_decoder, score_together
@@ -39,7 +41,7 @@ def exact_decoder(config: ModelConfig, dtype: torch.dtype, kv: str = "16") -> De
     decoder = random_decoder(config, 3, dtype=dtype, device=CPU)
     decoder.make_layer_caches = KV_FORMATS[kv].layers
     assert reason_against_exactness(config, dtype, CPU) is None
-    decoder.is_exact = True
+    decoder.arithmetic = EXACT
     return decoder
 
 
@@ -222,16 +224,18 @@ def noise(num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
 def test_norms_do_not_depend_on_other_rows(width: int, dtype: torch.dtype) -> None:
     x, weight, bias = noise(256, width, dtype), noise(1, width, dtype)[0], noise(2, width, dtype)[1]
     for kind in NORMS:
-        together = normalize(x, weight, bias, kind, 1e-6)
-        for num_rows in ROWS:
-            assert torch.equal(normalize(x[-num_rows:], weight, bias, kind, 1e-6), together[-num_rows:])
+        for backend in (backend_of(CPU), backend_of(CPU, EXACT)):
+            together = normalize(x, weight, bias, kind, 1e-6, backend)
+            for num_rows in ROWS:
+                alone = normalize(x[-num_rows:], weight, bias, kind, 1e-6, backend)
+                assert torch.equal(alone, together[-num_rows:])
 
 
 @each_dtype
 @pytest.mark.parametrize("width", [100, 1100])
 def test_activations_do_not_depend_on_other_rows(width: int, dtype: torch.dtype) -> None:
     x = noise(256, width, dtype) * 4
-    each = ExactOnCpu().each
+    each = ExactOnCpu(EXACT).each
     for activate in (*ACTIVATIONS.values(), torch.tanh):
         together, fused = each(activate, x), each(activate, x.repeat(1, 2)[:, :width])
         for num_rows in (1, 3, 64):

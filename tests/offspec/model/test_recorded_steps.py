@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from offspec.backends.products import exact_rows, multiply
+from offspec.backends.arithmetic import EXACT, FAST
+from offspec.backends.choice import backend_of
 from offspec.backends.x86.compiler import gnu_openmp
 from offspec.backends.x86.row_steps import norm_rows
 from offspec.model import recorded_steps
@@ -31,7 +32,7 @@ def decoder_of(family: str) -> Decoder:
     sizes = {"head_dim": 32, "intermediate_size": 128, "moe_intermediate_size": 64}  # in whole vectors and steps
     config = read_config({**config_json(FAMILIES[family]), **sizes})
     decoder = random_decoder(config, 3, dtype=torch.bfloat16, device=CPU)
-    decoder.is_exact = True
+    decoder.arithmetic = EXACT
     return decoder
 
 
@@ -79,10 +80,11 @@ class Layer:
     def run(self, x: Tensor, weight: Tensor, *, is_exact: bool = True) -> Sequence[Tensor]:
         def function(x: Tensor) -> Sequence[Tensor]:
             self.calls += 1
-            return (multiply(norm_rows(x, weight[0], 1e-5), weight),)
+            return (backend.linear(norm_rows(x, weight[0], 1e-5), weight),)
 
-        with torch.inference_mode(), exact_rows(is_exact):
-            return self.steps.run("step", function, (x,), {"weight": weight})
+        backend = backend_of(CPU, EXACT if is_exact else FAST)
+        with torch.inference_mode():
+            return self.steps.run(backend, "step", function, (x,), {"weight": weight})
 
 
 def noise(*shape: int, seed: int = 0) -> Tensor:

@@ -47,7 +47,7 @@ def test_which_tokens_a_head_sees(kind: str, sees_path: bool, teacher: Teacher) 
     def after(root: int, token: int) -> torch.Tensor:
         text.truncate(0)
         text.feed(told([5, 6], torch.ones(2, student.width), (), [], [root]))
-        text.states([root], empty, empty, np.empty((0, 0), dtype=np.bool_))
+        text.states([root], empty, empty, empty)
         text.states([], np.array([token]), np.array([1]), np.array([-1]))
         return text.states([], np.array([9]), np.array([2]), np.array([-1, 0]))
 
@@ -71,7 +71,7 @@ def test_a_long_prompt_is_read_in_parts(kind: str, teacher: Teacher) -> None:
         for part in parts:
             end += part
             text.feed(told(words[:end], states[end - part : end], (), [], words[end : end + 1]))
-            found = text.states(words[end : end + 1], empty, empty, np.empty((0, 0), dtype=np.bool_))
+            found = text.states(words[end : end + 1], empty, empty, empty)
         return found
 
     def watched(inputs: Inputs, rows: PassRows) -> Advanced:

@@ -68,7 +68,7 @@ def test_training_computes_what_drafting_computes(kind: str, teacher: Teacher) -
     text, words = HeadText(student.head), tokens[1].tolist()
     text.feed(told(words[:4], seen[:4], student.head.target_layers, [], words[4:5]))
     empty = np.empty(0, dtype=np.int64)
-    found = [text.states(words[4:5], empty, empty, np.empty((0, 0), dtype=np.bool_))]
+    found = [text.states(words[4:5], empty, empty, empty)]
     for step in (1, 2):
         found.append(text.states([], tokens[1, 4 + step, None], np.array([step]), np.array([-1, 0][:step])))
     for step, states in enumerate(found):

@@ -37,7 +37,7 @@ TREE = TokenTree(  # 8 → (9 → (11 → 13, 12), 10 → 14), of which the targ
     scores=np.log([0.9, 0.5, 0.4, 0.3, 0.2, 0.15, 0.1]),
 )
 VERDICT = Verdict([0, 2], [8, 10, 20])
-NOTHING_DRAFTED = (np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64), np.empty((0, 0), dtype=np.bool_))
+NOTHING_DRAFTED = (np.empty(0, dtype=np.int64),) * 3
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from offspec.backends.arithmetic import EXACT, FAST
 from offspec.loaders.streaming.link import CopyStream
 from offspec.model.config import ModelConfig, read_config
 from offspec.model.decoder import CachedDecoder, Decoder, random_decoder, score_together
@@ -38,7 +39,7 @@ def decoder_of(
     assert isinstance(config, ModelConfig)
     decoder = random_decoder(config, 3, dtype=dtype, device=CPU)
     decoder.make_layer_caches = kv.layers
-    decoder.is_exact = lanes() > 0 and dtype == torch.bfloat16
+    decoder.arithmetic = EXACT if lanes() > 0 and dtype == torch.bfloat16 else FAST
     if in_ram:
         decoder.entries_in_ram = EntriesInRam(frozenset(range(1, config.num_layers)), kv, CopyStream(CPU))
     return decoder

@@ -45,7 +45,7 @@ def life(text: CachedDecoder) -> Iterator[Tensor]:
     """Logits of a text that grows, keeps scattered nodes with some of them waiting on, and is taken back."""
     yield text.score(random_tokens(20), *TREE.round(0, 9))
     text.keep([0, 2], [5, 7])
-    yield text.score([], np.array([5]), np.array([3]), np.array([[True, True, True]]))
+    yield text.score([], np.array([5]), np.array([3]), np.array([-1, 0, 1]))
     text.keep([0])
     text.truncate(text.length - 9)
     yield text.score(random_tokens(30, 3), *TREE.round(0, 4))

@@ -33,7 +33,7 @@ from offspec.model.memory.text_pool import TextPool
 from offspec.model.memory.window_layers import WindowLayers, most_pending, most_rows
 from offspec.model.parts.kv_attention import Visibility
 from offspec.model.pass_rows import TextRows
-from offspec.model.row_attention import on_device_of, visible_slots
+from offspec.model.row_attention import moved_to, visible_slots
 from offspec.planning.memory import MemoryOptions, MemoryUse, Reservation
 from offspec.planning.plan import make_plan
 from offspec.planning.report import explain_plan
@@ -117,7 +117,7 @@ def test_a_gpus_kernel_gets_slots_that_count_from_the_first_key() -> None:
     queries, (keys, values) = torch.randn(8, 4, 16), torch.randn(2, 2, visible.end, 16)
     expected = pretended_rows.attend(queries, keys, values, visible.rows, visible.slots, scale=1.0)
     assert visible.begin == 32
-    rows, slots = on_device_of(visible, CPU)
+    rows, slots = moved_to(visible, CPU).from_begin.moved[CPU]
     assert_close(pretended_rows.attend(queries, keys[:, 32:], values[:, 32:], rows, slots, scale=1.0), expected)
 
 

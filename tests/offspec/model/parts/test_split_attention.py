@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from offspec.backends.choice import backend_of
 from offspec.model.decoder import CachedDecoder
 from offspec.model.memory.kv_cache import KVLayout
 from offspec.model.memory.kv_formats import EIGHT_BIT, FOUR_BIT, PLAIN, KVFormat
@@ -231,7 +232,8 @@ def kernels_of_a_layer(kv: KVFormat, num_keys: int, num_rows: int, cap: float | 
         nodes,
     )
     positions = Rotations(visibility.positions)
-    rows = AppendedRows(TextRows.of_chain([0]), num_keys - 1, cache, visibility, positions, [(0, num_rows)])
+    chain, backend = TextRows.of_chain([0]), backend_of(META)
+    rows = AppendedRows(chain, num_keys - 1, cache, visibility, positions, [(0, num_rows)], backend)
     queries = torch.empty(num_rows, 64, 128, dtype=dtype, device=META)
     keys = queries[:, :8]
     config = SimpleNamespace(attention_scale=None, attention_cap=cap)
