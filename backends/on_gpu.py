@@ -1,19 +1,15 @@
-"""Unpacks matrices on a GPU with Triton or with plain torch, whichever is faster on that GPU.
+"""Which kernels a GPU has beside torch's: Triton's, where they run, and fused products, up to a measured width.
 
-Both give the same numbers. The first matrix of a kind is unpacked both ways, a few times, and the process then uses the
-faster way, as do later ones on this card (`card_choices`). Triton is part of torch's CUDA wheels. If it is missing or
-cannot compile (it needs a C compiler for a small stub), torch is used.
+Triton is part of torch's CUDA wheels. If it is missing or cannot compile (it needs a C compiler for a small stub),
+plain torch does the same.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from statistics import median
 from types import ModuleType
-from typing import Protocol
 
 import torch
 
@@ -22,7 +18,6 @@ GGUF_WITH_KERNELS = frozenset({"Q4_0", "Q4_1", "Q8_0", "MXFP4", "Q2_K", "Q3_K", 
 # Rows up to which plans expect products with packed matrices: of bitsandbytes on an H200, by the shape that took the
 # fewest (docs/developing/cuda.md); those of our kernels are about as fast with 1 to 64.
 _PACKED_ROWS = {"nf4": 4, "fp4": 4, **dict.fromkeys(GGUF_WITH_KERNELS, 64)}
-_RUNS = 3
 
 
 def most_packed_rows(form: str | None) -> int:
@@ -30,60 +25,27 @@ def most_packed_rows(form: str | None) -> int:
     return 0 if form is None else _PACKED_ROWS.get(form, 0)
 
 
-class KeptChoices(Protocol):
-    """Choices that outlast the process."""
-
-    def get(self, kind: Hashable, device: torch.device) -> bool | None:
-        """Whether the kernel was faster for this kind; None if it was not measured."""
-
-    def set(self, kind: Hashable, device: torch.device, *, is_kernel: bool) -> None: ...
-
-
-class FasterKernel:
-    """For each kind of matrix and device, whether the kernel is faster.
-
-    kept: choices of earlier processes, or None. is_fixed: nothing is measured any more; every kernel that compiles is
-    used.
-    """
+class WorkingKernels:
+    """Triton's kernels that run: each is tried at its first use, and what cannot be compiled is left to plain torch."""
 
     def __init__(self) -> None:
-        self.is_fixed = False
-        self._is_kernel: dict[Hashable, bool] = {}
-        self.kept: KeptChoices | None = None
+        self._works: dict[Hashable, bool] = {}
 
     def run(self, kind: Hashable, device: torch.device, kernel: Callable[[], None], plain: Callable[[], None]) -> None:
-        """Run the faster of two equivalent functions; both are measured for the first matrix of a kind."""
-        key = (kind, device)
+        """Run `kernel`, of a kind, or, where it does not run, its plain twin."""
         with on_device(device):
-            if key not in self._is_kernel:
-                self._is_kernel[key] = self._choose(kind, device, kernel, plain)
-            (kernel if self._is_kernel[key] else plain)()
+            if (kind, device) not in self._works:
+                self._works[kind, device] = _runs(kernel)
+                if self._works[kind, device]:
+                    return
+            (kernel if self._works[kind, device] else plain)()
 
-    def _choose(
-        self, kind: Hashable, device: torch.device, kernel: Callable[[], None], plain: Callable[[], None]
-    ) -> bool:
-        """Whether to use the kernel. One that was chosen before may not compile any more, so it is run first."""
-        if self.is_fixed:
-            return _seconds_of_kernel(device, kernel) is not None
-        kept = None if self.kept is None else self.kept.get(kind, device)
-        if kept is False or (kernel_s := _seconds_of_kernel(device, kernel)) is None:
-            return False
-        if kept is None:
-            kept = kernel_s < _seconds(device, plain)
-            if self.kept is not None:
-                self.kept.set(kind, device, is_kernel=kept)
-        return kept
-
-    def forbid(self, kind: Hashable, device: torch.device) -> None:
-        """Do not use the kernel in this process."""
-        self._is_kernel[kind, device] = False
-
-    def is_kernel(self, kind: Hashable, device: torch.device) -> bool | None:
-        """Whether the kernel was chosen; None before the first choice."""
-        return self._is_kernel.get((kind, device))
+    def has(self, kind: Hashable, device: torch.device) -> bool | None:
+        """Whether the kernel runs; None before its first use."""
+        return self._works.get((kind, device))
 
 
-FASTER_KERNEL = FasterKernel()
+WORKING_KERNELS = WorkingKernels()
 
 
 class FusedRows:
@@ -156,24 +118,9 @@ def row_kernels() -> ModuleType | None:
     return rows
 
 
-def _seconds_of_kernel(device: torch.device, kernel: Callable[[], None]) -> float | None:
-    """Seconds of the kernel; None if it cannot be compiled."""
+def _runs(kernel: Callable[[], None]) -> bool:
     try:
-        return _seconds(device, kernel)
+        kernel()
     except Exception:  # noqa: BLE001 (Triton, its compilers and the system's raise many kinds of errors)
-        return None
-
-
-def _seconds(device: torch.device, work: Callable[[], None]) -> float:
-    """The median of some runs, without the first, which compiles and fills the allocator's pool."""
-    work()
-    times = []
-    for _ in range(_RUNS):
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        began = time.perf_counter()
-        work()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        times.append(time.perf_counter() - began)
-    return median(times)
+        return False
+    return True

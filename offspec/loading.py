@@ -12,7 +12,6 @@ from offspec.backends.arithmetic import EXACT, FAST, INT8
 from offspec.backends.choice import backend_of
 from offspec.backends.x86.byte_product import FORMS
 from offspec.loaders.accelerators.accelerator import Accelerator, accelerator_of
-from offspec.loaders.machine.card_choices import keep_kernels
 from offspec.loaders.machine.hardware import Rates, pinning_remedy, read_hardware
 from offspec.loaders.machine.heap import return_large_blocks
 from offspec.loaders.streaming.placement import Item
@@ -127,8 +126,6 @@ def load(options: LoadOptions) -> LoadedParts:
     return_large_blocks()
     notes: list[Note] = []
     device = choose_device(options.device, notes)
-    if accelerator_of(device).has_own_memory:
-        keep_kernels()
     if options.deterministic:
         fix_choices()
         notes.append(

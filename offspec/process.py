@@ -6,7 +6,7 @@
 - `fix_choices`: nothing is chosen by measured times, after a model was loaded with `deterministic`.
 - `loaders.accelerators.Accelerator.limit_memory`: a limit for torch's allocator on a GPU, if `--vram` sets one.
 - `loaders.formats.process_state`: settings changed during bitsandbytes' import, and blocks with one thread.
-- `backends.on_gpu`: on a GPU, which kernels were measured to be faster, and up to which number of rows.
+- `backends.on_gpu`: on a GPU, which kernels run, and up to which number of rows fused ones were measured to be faster.
 - `model.transformers_modules`: transformers logs errors only, after a model was loaded through its modules.
 - `cli.serve`: while it runs, SIGTERM ends the server as Ctrl-C does, and asyncio's messages are filtered.
 """
@@ -18,7 +18,7 @@ import sys
 
 import torch
 
-from offspec.backends.on_gpu import FASTER_KERNEL, FUSED_ROWS
+from offspec.backends.on_gpu import FUSED_ROWS
 
 
 def set_num_threads(threads: int) -> None:
@@ -76,5 +76,4 @@ def fix_choices() -> None:
     Kernels round differently, and times differ from run to run: so might the text, at near-ties where it is not exact.
     The choices belong to the process, so they are fixed for engines that are loaded later, too.
     """
-    for choices in (FUSED_ROWS, FASTER_KERNEL):
-        choices.is_fixed = True
+    FUSED_ROWS.is_fixed = True

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from offspec.backends.on_gpu import FASTER_KERNEL, FUSED_ROWS
+from offspec.backends.on_gpu import FUSED_ROWS
 
 
 def end_with_test(monkeypatch: pytest.MonkeyPatch) -> None:
     """Choices are free now, and what fixes them is undone with `monkeypatch`."""
-    for choices in (FUSED_ROWS, FASTER_KERNEL):
-        monkeypatch.setattr(choices, "is_fixed", False)
+    monkeypatch.setattr(FUSED_ROWS, "is_fixed", False)

@@ -145,14 +145,12 @@ def _settings() -> Iterator[tuple[str, Any, Callable[[Any], object]]]:
         ):
             yield f"torch's {place}.{name}", getattr(settings, name), partial(setattr, settings, name)
     if module := sys.modules.get("offspec.backends.on_gpu"):
-        rows, way = module.FUSED_ROWS, module.FASTER_KERNEL
+        rows, kernels = module.FUSED_ROWS, module.WORKING_KERNELS
         if not has_gpu:
             yield "measured rows of fused products", dict(rows._rows), partial(_refill, rows._rows)
         yield "fixed fused products", rows.is_fixed, partial(setattr, rows, "is_fixed")
         if not has_gpu:
-            yield "faster ways on a GPU", dict(way._is_kernel), partial(_refill, way._is_kernel)
-            yield "kept ways on a GPU", way.kept, partial(setattr, way, "kept")
-        yield "fixed ways on a GPU", way.is_fixed, partial(setattr, way, "is_fixed")
+            yield "working kernels of a GPU", dict(kernels._works), partial(_refill, kernels._works)
 
 
 def _set_environment(environment: dict[str, str]) -> None:

@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from offspec.backends import expert_table
-from offspec.backends.on_gpu import FASTER_KERNEL
 
 from .pretend_cuda import held
 from .pretend_streams import Machine
@@ -70,5 +69,4 @@ def pretended_experts(machine: Machine) -> Iterator[PretendedKernels]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(expert_table, "expert_kernels", lambda: kernels)
         patch.setattr(expert_table, "_form_and_address", noted)
-        patch.setattr(FASTER_KERNEL, "is_fixed", True)
         yield kernels

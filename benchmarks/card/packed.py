@@ -13,7 +13,7 @@ from torch import Tensor
 
 from benchmarks.grow import SHAPES, Shape
 from offspec import builtin
-from offspec.backends.on_gpu import FASTER_KERNEL
+from offspec.backends.on_gpu import WORKING_KERNELS
 from offspec.loaders.formats.bf16_bits import PackedBits, pack
 from offspec.loaders.formats.bf16_packed import PackedBf16Matrix
 from offspec.loaders.params import LOSSLESS_FORMAT
@@ -68,7 +68,7 @@ def _kernel(bench: Bench, shape: tuple[int, int]) -> dict[str, Any]:
         "bytes_per_s": (matrix.bits.num_bytes + out.nbytes) / seconds,
         "weights_per_s": plain.numel() / seconds,
         "bits_per_weight": 8 * matrix.bits.num_bytes / plain.numel(),
-        "is_triton": FASTER_KERNEL.is_kernel((matrix.form, torch.bfloat16), bench.device),
+        "is_triton": WORKING_KERNELS.has((matrix.form, torch.bfloat16), bench.device),
         "is_equal": torch.equal(out.cpu().view(torch.int16), plain.view(torch.int16)),
     }
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offspec.backends.on_gpu import FASTER_KERNEL, triton_kernels
+from offspec.backends.on_gpu import WORKING_KERNELS, triton_kernels
 from offspec.backends.weights import Kernel, PackedMatrix
 from offspec.backends.x86.bf16_bits import Bf16Bits
 from offspec.backends.x86.processor import num_lanes, per_processor
@@ -87,7 +87,7 @@ class PackedBf16Matrix(PackedMatrix):
             by_kernel = partial(
                 kernels.unpack_bf16_bits, self.bits.low, self.bits.codes, self.bits.groups, height, matrix
             )
-            FASTER_KERNEL.run((self.form, dtype), self.device, by_kernel, partial(unpack, self.bits, matrix))
+            WORKING_KERNELS.run((self.form, dtype), self.device, by_kernel, partial(unpack, self.bits, matrix))
         else:
             unpack(self.bits, matrix)
         return matrix

@@ -15,7 +15,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from offspec.backends.on_gpu import FASTER_KERNEL, gguf_kernels, on_device
+from offspec.backends.on_gpu import WORKING_KERNELS, gguf_kernels, on_device
 from offspec.backends.weights import PackedMatrix, Product, tile
 from offspec.backends.x86.byte_product import byte_product
 from offspec.backends.x86.gguf_encodings import block_encoding
@@ -76,7 +76,7 @@ class GgufMatrix(PackedMatrix):
             unpacker([self.blocks], matrix)
         elif self.device.type == "cuda" and (kernels := _gpu_kernels(self.form)):
             unpack = partial(kernels.unpack, self.form, self.blocks, matrix)
-            FASTER_KERNEL.run((self.form, dtype), self.device, unpack, partial(unpack_reference, self, matrix))
+            WORKING_KERNELS.run((self.form, dtype), self.device, unpack, partial(unpack_reference, self, matrix))
         else:
             unpack_reference(self, matrix)
         return matrix
@@ -99,7 +99,7 @@ class GgufMatrix(PackedMatrix):
         return product if bias is None else product.add_(bias)
 
     def is_recordable(self, dtype: torch.dtype) -> bool:
-        return FASTER_KERNEL.is_kernel((self.form, dtype), self.device) is True
+        return WORKING_KERNELS.has((self.form, dtype), self.device) is True
 
 
 @per_processor

@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from offspec.backends.on_gpu import FASTER_KERNEL, triton_kernels
+from offspec.backends.on_gpu import WORKING_KERNELS, triton_kernels
 from offspec.backends.weights import PackedMatrix
 from offspec.errors import UnsupportedModelError
 
@@ -83,7 +83,7 @@ class GroupedMatrix(PackedMatrix):
         upright = matrix.t() if is_turned else matrix.view(num_inputs, num_outputs)
         if device.type == "cuda" and (kernels := triton_kernels()):
             unpack = partial(self.unpack_with, kernels, upright)
-            FASTER_KERNEL.run((self.layout.method, dtype), device, unpack, partial(self._unpack, upright))
+            WORKING_KERNELS.run((self.layout.method, dtype), device, unpack, partial(self._unpack, upright))
         else:
             self._unpack(upright)
         return upright.t()

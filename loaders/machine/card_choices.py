@@ -1,26 +1,22 @@
-"""Choices between equivalent kernels on a GPU, measured once for each card and kept in a file (`measured_files`).
+"""Up to how many rows packed matrices are multiplied as they are: measured once for each card, and kept in a file.
 
-Kernels round differently, so a second process must choose as the first did: up to how many rows packed matrices are
-multiplied as they are (`FUSED_ROWS`), and whether Triton or torch unpacks them (`FASTER_KERNEL`).
+Such products round differently, so a second process must choose as the first did (`measured_files`, `FUSED_ROWS`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from offspec.backends.on_gpu import FASTER_KERNEL, FUSED_ROWS
+from offspec.backends.on_gpu import FUSED_ROWS
 
 from ..formats import StoredWeight
 from .measure import measure_fused_rows
 from .measured_files import measured_file, read_measured, versions, write_measured
 
-_REVISION = 1  # of the file's content and of the kernels; files of other revisions are ignored
-_ROWS, _WAYS = "fused rows", "kernel is faster"  # the parts of a file
+_REVISION = 2  # of the file's content and of the kernels; files of other revisions are ignored
 FIXED_ROWS = 1  # for one row, a fused product moves the fewest bytes on any card
 _DRIVER = Path("/proc/driver/nvidia/version")
 
@@ -58,11 +54,12 @@ def _fixed_rows(stored: StoredWeight, device: torch.device, dtype: torch.dtype) 
 
 
 def _kept_rows(stored: StoredWeight, device: torch.device, dtype: torch.dtype) -> int:
-    key = f"{stored.dtype} {stored.fused_kind} x {_name(dtype)}"
-    rows = _part(device, _ROWS).get(key)
+    key = f"{stored.dtype} {stored.fused_kind} x {str(dtype).removeprefix('torch.')}"
+    file = choices_file(device)
+    rows = read_measured(file).get(key)
     if type(rows) is not int or rows < 0:
         rows = measure_fused_rows(stored, device, dtype)
-        _keep(device, _ROWS, key, rows)
+        write_measured(file, {**read_measured(file), key: rows})
     elif rows and not _has_fused(stored, device, dtype):
         rows = 0
     return rows
@@ -76,39 +73,3 @@ def _has_fused(stored: StoredWeight, device: torch.device, dtype: torch.dtype) -
         return False
     multiply(torch.zeros(1, stored.shape[1], dtype=dtype, device=device))
     return True
-
-
-class KeptKernels:
-    """The choices of `FASTER_KERNEL` in the cards' files (`on_gpu.KeptChoices`)."""
-
-    def get(self, kind: Hashable, device: torch.device) -> bool | None:
-        is_kernel = _part(device, _WAYS).get(_way_key(kind))
-        return is_kernel if isinstance(is_kernel, bool) else None
-
-    def set(self, kind: Hashable, device: torch.device, *, is_kernel: bool) -> None:
-        _keep(device, _WAYS, _way_key(kind), is_kernel)
-
-
-def keep_kernels() -> None:
-    """From now on, `FASTER_KERNEL` takes its choices from the cards' files, and writes new ones there."""
-    FASTER_KERNEL.kept = KeptKernels()
-
-
-def _way_key(kind: Hashable) -> str:
-    form, dtype = kind if isinstance(kind, tuple) else (kind, "")
-    return f"{form} x {_name(dtype)}"
-
-
-def _name(dtype: object) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _part(device: torch.device, part: str) -> dict[str, Any]:
-    """A part of the card's file; {} if it is missing or invalid."""
-    content = read_measured(choices_file(device)).get(part)
-    return content if isinstance(content, dict) else {}
-
-
-def _keep(device: torch.device, part: str, key: str, value: int) -> None:
-    file = choices_file(device)
-    write_measured(file, {**read_measured(file), part: {**_part(device, part), key: value}})

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from offspec import Engine, SamplingParams, SpeculationParams
-from offspec.backends.on_gpu import FUSED_ROWS, FasterKernel, FusedRows
+from offspec.backends.on_gpu import FUSED_ROWS, FusedRows
 from offspec.errors import UsageError
 from offspec.loaders.formats import four_bit
 from offspec.loaders.machine import card_choices
@@ -141,21 +141,6 @@ def test_fused_products_have_a_fixed_limit(monkeypatch: pytest.MonkeyPatch) -> N
     assert rows.get("nf4", (64, 128), torch.bfloat16, CPU) == FIXED_ROWS
 
 
-@pytest.mark.parametrize("compiles", [True, False])
-def test_a_kernel_that_compiles_unpacks(compiles: bool) -> None:
-    way, done = FasterKernel(), list[str]()
-    way.is_fixed = True
-
-    def kernel() -> None:
-        if not compiles:
-            raise RuntimeError("no compiler")
-
-    way.run("awq", CPU, kernel, lambda: done.append("torch"))
-    assert way.is_kernel("awq", CPU) is compiles
-    assert done == ([] if compiles else ["torch"])
-
-
 def test_choices_are_fixed_for_the_process() -> None:
     fix_choices()
     assert FUSED_ROWS.is_fixed
-    assert card_choices.FASTER_KERNEL.is_fixed

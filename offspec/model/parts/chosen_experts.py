@@ -16,7 +16,7 @@ from torch import Tensor
 
 from offspec.backends.choice import CPU, backend_of
 from offspec.backends.expert_table import Chosen, ExpertTable
-from offspec.backends.on_gpu import FASTER_KERNEL
+from offspec.backends.on_gpu import WORKING_KERNELS
 from offspec.loaders.accelerators.accelerator import accelerator_of
 from offspec.loaders.streaming.small_transfers import to_device
 from offspec.loaders.streaming.weights import HostExperts, LentExperts
@@ -28,7 +28,6 @@ from .part import LayerWeights, WeightsOfChosen, WeightsOfExperts
 
 MOST_ROWS = 512  # of several experts at a time, so that what they make of their rows stays in a cache
 MOST_AT_ONCE = 64  # rows of an expert, on average over all; for more, unpacking its matrices once takes less time
-MOST_APART = 0.05  # of the largest output, between both ways: they round otherwise
 MOST_FETCHED = 1 << 18  # bytes of rows that the host reads together with their choice
 
 
@@ -47,7 +46,7 @@ class ChosenExperts:
         """weights: of the layer, which lends its experts."""
         at_once = self._may_be_at_once(weights)
         if at_once and (table := weights.expert_table()) is not None:
-            self._faster(table, weights, partial(self._by_groups, weights, at_once=False))
+            self._by_kernel(table, weights, partial(self._by_groups, weights, at_once=False))
         else:
             self._by_groups(weights, at_once=at_once)
 
@@ -63,24 +62,10 @@ class ChosenExperts:
     def _needs_gradients(self) -> bool:
         return torch.is_grad_enabled() and self._x.requires_grad
 
-    def _faster(self, table: ExpertTable, weights: LayerWeights, plain: Callable[[], None]) -> None:
-        """At once or by `plain`, whichever was measured to be faster on this card; both are compared once."""
-        kind, device = table.kind(self._x.dtype, self._chosen.rows_of_each), self._x.device
-        at_once = partial(self._at_once, table, weights)
-        if FASTER_KERNEL.is_kernel(kind, device) is None and not self._agree(at_once, plain):
-            FASTER_KERNEL.forbid(kind, device)
-        FASTER_KERNEL.run(kind, device, at_once, plain)
-
-    def _agree(self, at_once: Callable[[], None], plain: Callable[[], None]) -> bool:
-        """Whether both have the same outputs, up to rounding; also where the kernel cannot be compiled."""
-        plain()
-        expected = self.outputs.to(torch.float32, copy=True)
-        try:
-            at_once()
-        except Exception:  # noqa: BLE001 (as in `on_gpu`, which then takes the other way)
-            return True
-        distance = (self.outputs.float() - expected).abs().max()
-        return bool(distance <= MOST_APART * expected.abs().max())
+    def _by_kernel(self, table: ExpertTable, weights: LayerWeights, plain: Callable[[], None]) -> None:
+        """At once, or by `plain` where the kernel does not run."""
+        kind = table.kind(self._x.dtype, self._chosen.rows_of_each)
+        WORKING_KERNELS.run(kind, self._x.device, partial(self._at_once, table, weights), plain)
 
     def _at_once(self, table: ExpertTable, layer: LayerWeights) -> None:
         """Outputs of places whose experts are in the table; the inner numbers of the others mean nothing."""
@@ -99,7 +84,7 @@ class ChosenExperts:
             if table is None:
                 plain()
             else:
-                self._faster(table, weights, plain)
+                self._by_kernel(table, weights, plain)
 
     def _one_by_one(self, group: LentExperts, weights: LayerWeights, *, is_on_host: bool) -> None:
         scratch, backend = (None, backend_of(CPU)) if is_on_host else (weights.scratch, weights.backend)

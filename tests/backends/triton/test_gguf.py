@@ -12,7 +12,7 @@ from torch import Tensor
 
 from offspec.backends.choice import linear
 from offspec.backends.gpu import OnGpu
-from offspec.backends.on_gpu import FASTER_KERNEL, FUSED_ROWS, GGUF_WITH_KERNELS, gguf_kernels
+from offspec.backends.on_gpu import FUSED_ROWS, GGUF_WITH_KERNELS, WORKING_KERNELS, gguf_kernels
 from offspec.loaders.formats import gguf
 from offspec.loaders.formats.gguf import GgufMatrix, unpack_reference
 
@@ -167,7 +167,7 @@ def test_on_a_gpu_both_ways_give_the_oracles_numbers(name: str) -> None:
         assert same_bits(matrix.dequantize(dtype).cpu(), expected.to(dtype))
         compiled = gguf_kernels()
         if compiled is not None and name in compiled.LAYOUTS:
-            assert FASTER_KERNEL.is_kernel((name, dtype), device) is not None
+            assert WORKING_KERNELS.has((name, dtype), device) is not None
             found = torch.full_like(plain, torch.nan)
             compiled.unpack(name, matrix.blocks, found)
             assert same_bits(found.cpu(), expected.to(dtype))

@@ -5,20 +5,18 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 import pytest
 import torch
 
-from offspec.backends import on_gpu
-from offspec.backends.on_gpu import FasterKernel, gguf_kernels, triton_kernels
+from offspec.backends.on_gpu import WorkingKernels, gguf_kernels, triton_kernels
 from offspec.loaders.formats.bf16_bits import group_rows, pack, unpack
 from offspec.loaders.formats.grouped import GroupedMatrix
 
 from ...loaders.formats.test_formats import bound
 from ...loaders.formats.test_grouped import FORMS, opened, random_matrix
 from ...loaders.gguf_samples import same_bits
-from ...scheduler.fakes import VirtualClock
 from .interpreted import forget, interpreted
 
 CPU = torch.device("cpu")
@@ -62,45 +60,23 @@ def test_packed_bf16(kernels: ModuleType, shape: tuple[int, int], dtype: torch.d
     assert dtype != torch.bfloat16 or same_bits(found, matrix)
 
 
-# ------------------------------------------------------------------------------------------------ which way is taken
+# ------------------------------------------------------------------------------------------------ which one is taken
 
 
-@pytest.mark.parametrize(("kernel_s", "plain_s"), [(0.0, 0.003), (0.003, 0.0)])
-def test_the_faster_way_is_kept(kernel_s: float, plain_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    way, done, clock = FasterKernel(), list[str](), VirtualClock()
-    monkeypatch.setattr(on_gpu, "time", SimpleNamespace(perf_counter=clock))
+@pytest.mark.parametrize("runs", [True, False])
+def test_a_kernel_that_does_not_run_is_left_to_torch(runs: bool) -> None:
+    done, kernels = list[str](), WorkingKernels()
 
-    def work(name: str, seconds: float) -> None:
-        clock.now += seconds
-        done.append(name)
+    def kernel() -> None:
+        if not runs:
+            raise RuntimeError("Failed to find C compiler")
+        done.append("kernel")
 
-    def run(kind: str) -> None:
-        way.run(kind, CPU, lambda: work("kernel", kernel_s), lambda: work("plain", plain_s))
-
-    faster = "kernel" if kernel_s < plain_s else "plain"
-    assert way.is_kernel("a", CPU) is None
-    run("a")
-    assert way.is_kernel("a", CPU) == (faster == "kernel")
-    assert set(done) == {"kernel", "plain"}
-    assert done[-1] == faster
-    done.clear()
-    run("a")
-    assert done == [faster]
-    run("b")
-    assert set(done) == {"kernel", "plain"}
-
-
-def test_a_kernel_that_cannot_be_compiled_is_none() -> None:
-    done = list[str]()
-
-    def broken() -> None:
-        raise RuntimeError("Failed to find C compiler")
-
-    way = FasterKernel()
+    assert kernels.has("a", CPU) is None
     for _ in range(2):
-        way.run("a", CPU, broken, lambda: done.append("plain"))
-    assert way.is_kernel("a", CPU) is False
-    assert done
+        kernels.run("a", CPU, kernel, lambda: done.append("plain"))
+    assert kernels.has("a", CPU) is runs
+    assert done == ["kernel" if runs else "plain"] * 2
 
 
 def test_without_triton_it_is_torch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,13 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from offspec.backends import on_gpu
-from offspec.backends.on_gpu import FUSED_ROWS, FasterKernel
+from offspec.backends.on_gpu import FUSED_ROWS
 from offspec.loaders.formats import StoredWeight, four_bit
 from offspec.loaders.machine import card_choices as module
-from offspec.loaders.machine.card_choices import KeptKernels, choices_file, fused_rows
-
-from ...scheduler.fakes import VirtualClock
+from offspec.loaders.machine.card_choices import choices_file, fused_rows
 
 CARD, DTYPE = torch.device("cpu"), torch.bfloat16  # stands for a card, whose properties are pretended
 
@@ -104,8 +101,8 @@ def test_damaged_choices_are_measured_again(monkeypatch: pytest.MonkeyPatch, row
     measuring(monkeypatch, 8)
     fused_rows(matrix(), CARD, DTYPE)
     content = json.loads(choices_file(CARD).read_text())
-    (key,) = content["fused rows"]
-    choices_file(CARD).write_text(json.dumps({"fused rows": {key: rows}}))
+    (key,) = content
+    choices_file(CARD).write_text(json.dumps({key: rows}))
     assert fused_rows(matrix(), CARD, DTYPE) == 8
     assert json.loads(choices_file(CARD).read_text()) == content
 
@@ -115,40 +112,3 @@ def test_a_kernel_that_does_not_run_any_more_is_not_chosen(monkeypatch: pytest.M
     fused_rows(matrix(), CARD, DTYPE)
     monkeypatch.setattr(module, "_has_fused", HAS_FUSED)
     assert fused_rows(matrix(), CARD, DTYPE) == 0, "a CPU has no fused product"
-
-
-# ------------------------------------------------------------------------------------------------ ways to unpack
-
-
-@pytest.mark.parametrize("is_faster", [True, False])
-def test_a_second_process_has_the_first_ones_ways(is_faster: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = VirtualClock()
-    monkeypatch.setattr(on_gpu, "time", SimpleNamespace(perf_counter=clock))
-
-    def choose(kernel_s: float, plain_s: float) -> bool | None:
-        way = FasterKernel()
-        way.kept = KeptKernels()
-
-        def work(seconds: float) -> None:
-            clock.now += seconds
-
-        way.run(("Q4_K", DTYPE), CARD, lambda: work(kernel_s), lambda: work(plain_s))
-        return way.is_kernel(("Q4_K", DTYPE), CARD)
-
-    fast, slow = 0.001, 0.003
-    assert choose(*((fast, slow) if is_faster else (slow, fast))) is is_faster
-    assert choose(*((slow, fast) if is_faster else (fast, slow))) is is_faster
-    assert json.loads(choices_file(CARD).read_text()) == {"kernel is faster": {"Q4_K x bfloat16": is_faster}}
-
-
-def test_a_kept_kernel_that_does_not_compile_any_more_is_not_used() -> None:
-    KeptKernels().set(("awq", DTYPE), CARD, is_kernel=True)
-    way, done = FasterKernel(), list[str]()
-    way.kept = KeptKernels()
-
-    def fail() -> None:
-        raise RuntimeError("no compiler")
-
-    way.run(("awq", DTYPE), CARD, fail, lambda: done.append("plain"))
-    assert done == ["plain"]
-    assert way.is_kernel(("awq", DTYPE), CARD) is False
