@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -17,28 +18,38 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .arithmetic import FAST
-from .weights import PackedWeight, Weight, dense
+from .weights import PackedWeight, Unpackable, Weight, dense
 from .x86.row_attention import KeySlots, KeysOfRows, Scores, Visible
 from .x86.row_product import RowProduct
 
 
+@dataclass(frozen=True)
+class ExactRows:
+    """What exact rows need of a backend. group: the most query heads that share a key head. head_dim: the largest."""
+
+    dtype: torch.dtype
+    keeps_states: bool
+    has_experts: bool
+    has_packed_keys: bool
+    group: int
+    head_dim: int
+
+
 class Backend(ABC):
-    """One device's functions of rows, in the fastest way; they keep gradients. Subclasses are exact.
+    """One device's functions of rows, in the fastest way; they keep gradients. Subclasses are exact."""
 
-    arithmetic: of `arithmetic.ARITHMETIC`. rounds_tails: torch rounds some functions of single numbers otherwise in
-    tensors of another length. chooses_at_once: experts that rows chose can be multiplied by their addresses.
-    records_rows: steps of one row can be recorded (`x86.recording`). walks_states: recurrences go from state to state
-    (`x86.state_steps`). shares_keys: rows of several texts attend to their
-    common beginning together. takes_bytes: there are products of rows in 8 bits.
-    """
-
-    arithmetic = FAST
-    rounds_tails = False
-    chooses_at_once = False
-    records_rows = False
-    walks_states = False
-    shares_keys = True
-    takes_bytes = False
+    arithmetic = FAST  # of `arithmetic.ARITHMETIC`
+    is_faster = False  # than exact rows, unless a pass waits for weights
+    takes_bytes = False  # rows are rounded to 8 bits where there are such products
+    rounds_tails = False  # torch rounds some functions of single numbers otherwise in tensors of another length
+    records_rows = False  # steps of one row can be recorded (`x86.recording`)
+    walks_states = False  # recurrences go from state to state (`x86.state_steps`)
+    shares_keys = True  # rows of several texts attend to their common beginning together
+    chooses_at_once = False  # experts that rows chose can be multiplied by their addresses
+    fuses = False  # packed matrices can be multiplied by a GPU's kernels
+    multiplies_rows = False  # a matrix [N, K] should be contiguous
+    converts_fp8 = True  # torch converts fp8 fast
+    tile = 0  # elements to dequantise at a time, in plain torch
 
     @property
     def is_exact(self) -> bool:
@@ -47,6 +58,10 @@ class Backend(ABC):
 
     def prepare(self, products: Iterable[RowProduct], dtype: torch.dtype) -> None:  # noqa: B027 (most need nothing)
         """Compile, in the background, what multiplies rows of a dtype with matrices that have these kernels."""
+
+    @abstractmethod
+    def unpack(self, matrix: Unpackable, out: Tensor) -> None:
+        """The numbers of a packed matrix [N, K] → out, contiguous: by a kernel, or by its plain twin."""
 
     # ---------------------------------------------------------------------------------------- products
 
@@ -121,7 +136,11 @@ class Backend(ABC):
         """The sum [T, N] of each row's outputs: [T·used, N] times fp32 scales [T, used]."""
         return (outputs.view(*scales.shape, -1) * scales[..., None]).sum(1).to(outputs.dtype)
 
-    # ---------------------------------------------------------------------------------------- exact attention
+    # ---------------------------------------------------------------------------------------- exact rows
+
+    def reason_against(self, rows: ExactRows) -> str | None:
+        """Why this backend cannot compute such rows exactly; None if it can."""
+        return "rows are computed in the fastest way"
 
     def attend_slots(self, queries: Tensor, parts: Iterable[KeySlots], visible: Visible, scores: Scores) -> Tensor:
         """Attention of queries [R, heads, D] → [R, heads, D]; only of exact backends.

@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from .arithmetic import INT8
-from .backend import Backend, first_rows, rows_of
-from .weights import HALF_DTYPES, PLAIN_FORMS, Kernel, PackedMatrix, PackedWeight, Weight, dense
+from .backend import Backend, ExactRows, first_rows, rows_of
+from .weights import HALF_DTYPES, PLAIN_FORMS, Kernel, PackedMatrix, PackedWeight, Unpackable, Weight, dense
 from .x86.compiler import is_recording
 from .x86.encodings import Float16, Float32
 from .x86.processor import can_pair, has_tiles, num_lanes, per_processor
-from .x86.row_attention import KeySlots, KeysOfRows, Scores, Visible, attend_rows, attend_rows_of_texts
+from .x86.row_attention import KeySlots, KeysOfRows, Scores, Visible, attend_rows, attend_rows_of_texts, can_attend
 from .x86.row_product import ProductJob, RowProduct
 from .x86.row_steps import add_rows, can_step, gate_rows, mix_rows, norm_rows, silu_rows
 from .x86.state_steps import can_step_states
@@ -38,6 +39,11 @@ class OnCpu(Backend):
     """The fastest ways."""
 
     rounds_tails = True
+    converts_fp8 = False
+    multiplies_rows = True
+    # torch allocates its results: the allocator's pool has 2 MiB, but a whole matrix of 117 MB needs fresh pages each
+    # time, which took 16 ms instead of 64.
+    tile = 1 << 20
 
     @property
     def walks_states(self) -> bool:  # type: ignore[override]
@@ -56,6 +62,9 @@ class OnCpu(Backend):
     def prepare(self, products: Iterable[RowProduct], dtype: torch.dtype) -> None:
         for product in products:
             threading.Thread(target=self.exact_kernel(product, dtype).prepare, name="compile", daemon=True).start()
+
+    def unpack(self, matrix: Unpackable, out: Tensor) -> None:
+        (matrix.compiled_unpacking(out) or partial(matrix.unpack, out))()
 
     # ---------------------------------------------------------------------------------------- products
 
@@ -217,6 +226,13 @@ class ExactOnCpu(OnCpu):
         if can_step(outputs.dtype, outputs.shape[-1]):
             return mix_rows(outputs, scales)
         return super().mix(outputs, scales)
+
+    def reason_against(self, rows: ExactRows) -> str | None:
+        if not can_be_exact(rows.dtype):
+            return "there are no kernels for this processor"
+        if not can_attend(rows.group, rows.dtype):
+            return "too many query heads share a key head"
+        return None
 
     def attend_slots(self, queries: Tensor, parts: Iterable[KeySlots], visible: Visible, scores: Scores) -> Tensor:
         return attend_rows(queries, parts, visible, scores)

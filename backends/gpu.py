@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from functools import cache
+from functools import cache, partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from .arithmetic import EXACT
-from .backend import Backend, needs_gradients, rows_of
-from .on_gpu import FUSED_ROWS, on_device, row_kernels
-from .weights import ALIGNMENT, HALF_DTYPES, PackedMatrix, PackedTable, PackedWeight, Product, Weight, dense
-from .x86.row_attention import KeySlots, KeysOfRows, Scores, Visible
+from .backend import Backend, ExactRows, needs_gradients, rows_of
+from .on_gpu import FUSED_ROWS, WORKING_KERNELS, on_device, row_kernels
+from .weights import ALIGNMENT, HALF_DTYPES, PackedMatrix, PackedTable, PackedWeight, Product, Unpackable, Weight, dense
+from .x86.row_attention import KeySlots, KeysOfRows, Scores, Visible, can_attend_on_gpu
 
 SLICE = 1 << 26  # of a packed head: the memory for its unpacked numbers, 128 MiB in 16 bits
 
@@ -23,6 +23,15 @@ class OnGpu(Backend):
     """The fastest ways."""
 
     chooses_at_once = True
+    fuses = True
+    is_faster = True
+    tile = 1 << 24  # large, because launches dominate
+
+    def unpack(self, matrix: Unpackable, out: Tensor) -> None:
+        if (kernel := matrix.launched_unpacking(out)) is None:
+            matrix.unpack(out)
+        else:
+            WORKING_KERNELS.run((matrix.form, out.dtype), out.device, kernel, partial(matrix.unpack, out))
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None, scratch: Tensor | None = None) -> Tensor:
         bias = bias if bias is None else bias.to(x.dtype)
@@ -104,6 +113,19 @@ class ExactOnGpu(OnGpu):
         rows = x.transpose(0, 1).flatten(0, 1)
         product = self.linear_each(rows, [len(x)] * len(matrices), list(matrices.contiguous()))
         return product.view(len(matrices), len(x), -1).transpose(0, 1)
+
+    def reason_against(self, rows: ExactRows) -> str | None:
+        if rows.keeps_states:
+            return "its layers keep states of the text, which other rows round otherwise"
+        if row_kernels() is None:
+            return "Triton is not installed"
+        if rows.has_experts:
+            return "the CPU beside the GPU may compute its experts, which rounds otherwise"
+        if rows.has_packed_keys:  # all of them would be unpacked, into memory that plans do not count
+            return "its packed KV entries are read in the fastest way on a GPU"
+        if not can_attend_on_gpu(rows.group, rows.head_dim, rows.dtype.itemsize):
+            return "its heads are too large for the kernel of attention"
+        return None
 
     def attend_slots(self, queries: Tensor, parts: Iterable[KeySlots], visible: Visible, scores: Scores) -> Tensor:
         kernels = row_kernels()

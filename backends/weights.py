@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
@@ -21,16 +21,20 @@ PLAIN_FORMS = {**HALF_DTYPES, torch.float32: "fp32"}
 ALIGNMENT = 16  # bytes that a GPU's fast products need for operands
 
 
-# Elements dequantised at once. The kernel allocates its result: the allocator's pool has 2 MiB, but a whole matrix of
-# 117 MB needs fresh pages each time: 16 ms of CPU instead of 64.
-TILE = 1 << 20
-TILE_ON_CUDA = 1 << 24  # larger, because launches dominate
-
-
 class Product(Protocol):
     """x [..., K], bias [N] in x's dtype, scratch (see `Backend.linear`) → [..., N]."""
 
     def __call__(self, x: Tensor, bias: Tensor | None = None, scratch: Tensor | None = None) -> Tensor: ...
+
+
+class Unpackable(Protocol):
+    """A packed matrix, see `formats.unpacked.UnpackedMatrix`."""
+
+    @property
+    def form(self) -> str: ...
+    def unpack(self, out: Tensor) -> None: ...
+    def compiled_unpacking(self, out: Tensor) -> Callable[[], None] | None: ...
+    def launched_unpacking(self, out: Tensor) -> Callable[[], None] | None: ...
 
 
 class PackedWeight(Protocol):
@@ -155,8 +159,3 @@ def take_rows(table: Table, indices: Tensor, dtype: torch.dtype) -> Tensor:
     if isinstance(table, Tensor):
         return F.embedding(indices, table).to(dtype)
     return table.take(indices).dequantize(dtype)
-
-
-def tile(device: torch.device) -> int:
-    """Elements to dequantise at a time."""
-    return TILE_ON_CUDA if device.type == "cuda" else TILE

@@ -28,13 +28,12 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from offspec.backends import expert_table, weights
+from offspec.backends import expert_table, gpu
 from offspec.backends.weights import ALIGNMENT
 from offspec.backends.x86.processor import using
 from offspec.loaders.accelerators.accelerator import accelerator_of
 from offspec.loaders.accelerators.cuda import Cuda
 from offspec.loaders.streaming import small_transfers
-from offspec.model import exactness, row_attention
 
 from . import pretended_rows
 from .happens_before import place_here
@@ -424,8 +423,7 @@ def pretended_cuda(guard: Path, *, late: bool = True) -> Iterator[Machine]:
         patch.setattr(Cuda, "view_of", lambda cuda, host: Pretended(host))
         patch.setattr(Cuda, "recorder", lambda cuda: CheckingRecorder(made))
         patch.setattr(small_transfers, "_transfers", {})
-        for module in (exactness, weights, row_attention):
-            patch.setattr(module, "row_kernels", lambda: pretended_rows)
+        patch.setattr(gpu, "row_kernels", lambda: pretended_rows)
         patch.setattr(
             expert_table, "expert_kernels", lambda: None
         )  # Triton's need a real device; see `pretend_experts`

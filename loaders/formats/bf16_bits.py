@@ -26,6 +26,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from offspec.backends.choice import backend_of
+
 BLOCK = 32  # weights of a row whose codes share 16 bytes
 GROUP_WEIGHTS = 1 << 14  # of the rows of a group, unless one row has more
 NUM_CODES, EXCEPTION, MOST_EXCEPTIONS = 15, 15, 256
@@ -128,7 +130,7 @@ def unpack(packed: PackedBits, out: Tensor) -> None:
     """
     num_rows, num_columns = packed.shape
     height = group_rows(num_columns)
-    step = height * max(1, (_TILE << 4 if out.is_cuda else _TILE) // max(1, height * num_columns))
+    step = height * max(1, backend_of(out.device).tile // max(1, height * num_columns))
     for first in range(0, num_rows, step):
         some = packed.rows(first, min(first + step, num_rows))
         words = _words(some, height)

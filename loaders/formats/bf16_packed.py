@@ -7,7 +7,7 @@ unpacked first, or by a kernel that makes the same vectors of fp32 as that for p
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offspec.backends.on_gpu import WORKING_KERNELS, triton_kernels
-from offspec.backends.weights import Kernel, PackedMatrix
+from offspec.backends.on_gpu import triton_kernels
+from offspec.backends.weights import Kernel
 from offspec.backends.x86.bf16_bits import Bf16Bits
 from offspec.backends.x86.processor import num_lanes, per_processor
 from offspec.backends.x86.row_product import RowProduct
@@ -37,6 +37,7 @@ from .bf16_bits import (
 )
 from .core import DAMAGED, Allocate, PackedStored, Packer, StoredWeight, TensorGroup, WeightFormat, any_bytes
 from .plain import PlainWeight
+from .unpacked import UnpackedMatrix
 
 LOW, CODES, GROUPS = PARTS = ("bf16_low", "bf16_codes", "bf16_groups")
 PLANNED_VALUES = 32  # a group: more than matrices of published models need
@@ -44,7 +45,7 @@ _UNPACKED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
-class PackedBf16Matrix(PackedMatrix):
+class PackedBf16Matrix(UnpackedMatrix):
     """A packed bf16 matrix [N, K]."""
 
     bits: PackedBits
@@ -76,21 +77,20 @@ class PackedBf16Matrix(PackedMatrix):
         """None for rows of fp16: a resident matrix was rounded to fp16, whose least numbers are larger than bf16's."""
         return None if dtype == torch.float16 else super().kernel_for(dtype)
 
-    def dequantize(self, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-        """With a compiled kernel if there is one; on a CPU only if it is compiled or worth compiling."""
-        matrix = torch.empty(self.shape, dtype=dtype, device=self.device) if out is None else out
-        unpacker = _unpacker(dtype) if self.device.type == "cpu" and self.shape[1] % BLOCK == 0 else None
-        if unpacker is not None and unpacker.is_worthwhile(matrix.numel()):
-            unpacker(self.kernel_parts, matrix)
-        elif self.device.type == "cuda" and (kernels := triton_kernels()):
-            height = group_rows(self.shape[1])
-            by_kernel = partial(
-                kernels.unpack_bf16_bits, self.bits.low, self.bits.codes, self.bits.groups, height, matrix
-            )
-            WORKING_KERNELS.run((self.form, dtype), self.device, by_kernel, partial(unpack, self.bits, matrix))
-        else:
-            unpack(self.bits, matrix)
-        return matrix
+    def unpack(self, out: Tensor) -> None:
+        unpack(self.bits, out)
+
+    def compiled_unpacking(self, out: Tensor) -> Callable[[], None] | None:
+        unpacker = _unpacker(out.dtype) if self.shape[1] % BLOCK == 0 else None
+        if unpacker is None or not unpacker.is_worthwhile(out.numel()):
+            return None
+        return partial(unpacker, self.kernel_parts, out)
+
+    def launched_unpacking(self, out: Tensor) -> Callable[[], None] | None:
+        if (kernels := triton_kernels()) is None:
+            return None
+        parts = self.bits.low, self.bits.codes, self.bits.groups
+        return partial(kernels.unpack_bf16_bits, *parts, group_rows(self.shape[1]), out)
 
 
 @per_processor

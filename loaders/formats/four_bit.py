@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from importlib.metadata import version
@@ -25,8 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offspec.backends import weights
-from offspec.backends.weights import ALIGNMENT, PackedMatrix, Product
+from offspec.backends.choice import backend_of
+from offspec.backends.weights import ALIGNMENT, Product
 from offspec.backends.x86.encodings import Blocks, FourBit
 from offspec.backends.x86.processor import num_lanes, per_processor
 from offspec.backends.x86.row_product import RowProduct
@@ -39,7 +39,9 @@ from .core import DAMAGED, REMEDY, Allocate, PackedStored, Packer, StoredWeight,
 from .plain import PlainWeight
 from .process_state import bitsandbytes_functional, has_bitsandbytes, one_thread
 from .quant_state import QUANT_STATE, QuantStateReader
+from .unpacked import UnpackedMatrix
 
+TILE = 1 << 20  # weights that are packed at a time
 WRITTEN_BLOCKSIZE = 64  # as in transformers, which has no setting for it
 NESTED_BLOCKSIZE = 256
 
@@ -76,7 +78,7 @@ class Nested:
 
         The sum is rounded after the product, so that all ways give the same numbers.
         """
-        if codes.is_cuda and self.blocksize == NESTED_BLOCKSIZE and has_kernels(codes.device):
+        if self.blocksize == NESTED_BLOCKSIZE and backend_of(codes.device).fuses and has_kernels(codes.device):
             return self.expand_by_bitsandbytes(codes)
         expanded, size = self.values.index_select(0, codes.int()), self.blocksize
         if num_whole := codes.shape[0] // size:
@@ -105,7 +107,7 @@ class Layout4bit:
 
 
 @dataclass(frozen=True)
-class Matrix4bit(PackedMatrix):
+class Matrix4bit(UnpackedMatrix):
     """codes uint8 [ceil(N·K / 2)], absmax fp32 or (nested) uint8 [ceil(N·K / blocksize)]."""
 
     layout: Layout4bit
@@ -116,17 +118,28 @@ class Matrix4bit(PackedMatrix):
     def shape(self) -> tuple[int, ...]:
         return self.layout.shape
 
-    def dequantize(self, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-        layout, device = self.layout, self.codes.device
-        matrix = torch.empty(layout.shape, dtype=dtype, device=device) if out is None else out
-        scales = self.absmax if layout.nested is None else layout.nested.expand(self.absmax)
-        if device.type == "cuda" and dtype in _KERNEL_DTYPES and has_kernels(device):
-            _dequantize_on_cuda(self.codes, scales, layout, matrix)
-        else:
-            native = device.type == "cpu" and dtype in _KERNEL_DTYPES and layout.blocksize < _SLOW_BLOCKSIZE
-            native = native and has_bitsandbytes()
-            _dequantize(self.codes, scales, layout, matrix.view(-1), native=native)
-        return matrix
+    @property
+    def device(self) -> torch.device:
+        return self.codes.device
+
+    @property
+    def _scales(self) -> Tensor:
+        """fp32 [blocks]."""
+        return self.absmax if self.layout.nested is None else self.layout.nested.expand(self.absmax)
+
+    def unpack(self, out: Tensor) -> None:
+        dequantize_reference(self.codes, self._scales, self.layout, out.view(-1))
+
+    def compiled_unpacking(self, out: Tensor) -> Callable[[], None] | None:
+        """bitsandbytes'."""
+        if out.dtype not in _KERNEL_DTYPES or self.layout.blocksize >= _SLOW_BLOCKSIZE or not has_bitsandbytes():
+            return None
+        return partial(_dequantize, self.codes, self._scales, self.layout, out.view(-1), native=True)
+
+    def launched_unpacking(self, out: Tensor) -> Callable[[], None] | None:
+        if out.dtype not in _KERNEL_DTYPES or not has_kernels(self.device):
+            return None
+        return partial(_dequantize_on_cuda, self.codes, self._scales, self.layout, out)
 
     @property
     def fused_linear(self) -> Product | None:
@@ -156,9 +169,8 @@ def can_be_fused(matrix: Matrix4bit) -> bool:
     """Whether bitsandbytes' fused kernel supports it: blocks divide its rows, and scales are plain or nested by 256."""
     nested = matrix.layout.nested
     is_aligned = matrix.shape[1] % matrix.layout.blocksize == 0
-    return (
-        matrix.codes.device.type == "cuda" and is_aligned and (nested is None or nested.blocksize == NESTED_BLOCKSIZE)
-    )
+    has_scales = nested is None or nested.blocksize == NESTED_BLOCKSIZE
+    return backend_of(matrix.device).fuses and is_aligned and has_scales
 
 
 def fused_linear(x: Tensor, weight: Matrix4bit, bias: Tensor | None = None, scratch: Tensor | None = None) -> Tensor:
@@ -202,7 +214,7 @@ def dequantize_reference(codes: Tensor, scales: Tensor, layout: Layout4bit, out:
 def _dequantize(codes: Tensor, scales: Tensor, layout: Layout4bit, out: Tensor, *, native: bool) -> None:
     """Tile by tile; the reference computes the part after the last whole block, where kernels differ."""
     blocksize, blocks = layout.blocksize, out.shape[0] // layout.blocksize
-    step = weights.tile(out.device) // blocksize
+    step = backend_of(out.device).tile // blocksize
     kernel = _bitsandbytes_blocks if native else _lookup_blocks
     for first in range(0, blocks, step):
         last = min(first + step, blocks)
@@ -461,8 +473,8 @@ def _quantize(weight: Tensor, quant_type: str, blocksize: int) -> tuple[Tensor, 
     codes = torch.empty(-(-flat.shape[0] // 2), dtype=torch.uint8)
     absmax = torch.empty(-(-flat.shape[0] // blocksize))
     quantize = bitsandbytes_functional().quantize_4bit
-    for first in range(0, flat.shape[0], weights.TILE):
-        tile = flat[first : first + weights.TILE]
+    for first in range(0, flat.shape[0], TILE):
+        tile = flat[first : first + TILE]
         tile_codes, state = quantize(tile, blocksize=blocksize, quant_type=quant_type)
         codes[first // 2 :][: tile_codes.shape[0]] = tile_codes[:, 0]
         absmax[first // blocksize :][: state.absmax.shape[0]] = state.absmax

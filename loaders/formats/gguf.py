@@ -7,7 +7,7 @@ numbers equal those of the `gguf` package bit for bit, rounded once to the compu
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from types import ModuleType
@@ -15,8 +15,9 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from offspec.backends.choice import backend_of
 from offspec.backends.on_gpu import WORKING_KERNELS, gguf_kernels, on_device
-from offspec.backends.weights import PackedMatrix, Product, tile
+from offspec.backends.weights import Product
 from offspec.backends.x86.byte_product import byte_product
 from offspec.backends.x86.gguf_encodings import block_encoding
 from offspec.backends.x86.processor import num_lanes, per_processor
@@ -31,6 +32,7 @@ from .gguf_blocks import HALVES, UNPACK, VALUES, check_grid
 from .gguf_pack import PACK, GgufPacker, suffix
 from .gguf_search import QUANTISE, search_rows
 from .plain import PlainWeight
+from .unpacked import UnpackedMatrix
 
 QUANTISED: Mapping[str, GgufType] = {kind.name: kind for kind in GGUF_TYPES.values() if kind.name in UNPACK}
 # Suffix of a tensor of blocks → their type.
@@ -41,7 +43,7 @@ _ORDINARY_HALF = 0x2C  # the upper byte of an fp16 number between 1/16 and 1/8
 
 
 @dataclass(frozen=True)
-class GgufMatrix(PackedMatrix):
+class GgufMatrix(UnpackedMatrix):
     """blocks uint8 [N, bytes of a row], each row contiguous."""
 
     kind: GgufType
@@ -68,18 +70,22 @@ class GgufMatrix(PackedMatrix):
         """The matrix [T, K] of these rows; indices: int64 [T], on its device."""
         return GgufMatrix(self.kind, self.blocks.index_select(0, indices))
 
-    def dequantize(self, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-        """With a compiled kernel if the type has one; on a CPU only if it is compiled or worth compiling."""
-        matrix = torch.empty(self.shape, dtype=dtype, device=self.device) if out is None else out
-        unpacker = _unpacker(self.kind.name, dtype) if self.device.type == "cpu" else None
-        if unpacker is not None and unpacker.is_worthwhile(matrix.numel()):
-            unpacker([self.blocks], matrix)
-        elif self.device.type == "cuda" and (kernels := _gpu_kernels(self.form)):
-            unpack = partial(kernels.unpack, self.form, self.blocks, matrix)
-            WORKING_KERNELS.run((self.form, dtype), self.device, unpack, partial(unpack_reference, self, matrix))
-        else:
-            unpack_reference(self, matrix)
-        return matrix
+    def unpack(self, out: Tensor) -> None:
+        kind, unpack = self.kind, UNPACK[self.form]
+        blocks, numbers = self.blocks.reshape(-1, kind.num_bytes), out.view(-1, kind.num_weights)
+        step = max(1, min(backend_of(self.device).tile, MOST_AT_ONCE) // kind.num_weights)
+        for first in range(0, len(blocks), step):
+            numbers[first : first + step] = unpack(blocks[first : first + step])
+
+    def compiled_unpacking(self, out: Tensor) -> Callable[[], None] | None:
+        unpacker = _unpacker(self.kind.name, out.dtype)
+        if unpacker is None or not unpacker.is_worthwhile(out.numel()):
+            return None
+        return partial(unpacker, [self.blocks], out)
+
+    def launched_unpacking(self, out: Tensor) -> Callable[[], None] | None:
+        kernels = _gpu_kernels(self.form)
+        return None if kernels is None else partial(kernels.unpack, self.form, self.blocks, out)
 
     @cached_property
     def kernel(self) -> tuple[RowProduct, list[Tensor]] | None:
@@ -88,7 +94,7 @@ class GgufMatrix(PackedMatrix):
 
     @property
     def fused_linear(self) -> Product | None:
-        return self.multiplied if self.device.type == "cuda" and _gpu_kernels(self.form) else None
+        return self.multiplied if backend_of(self.device).fuses and _gpu_kernels(self.form) else None
 
     def multiplied(self, x: Tensor, bias: Tensor | None = None, scratch: Tensor | None = None) -> Tensor:
         """`linear` by the kernel that reads the blocks; there has to be one for the type."""
@@ -122,15 +128,6 @@ def _gpu_kernels(form: str) -> ModuleType | None:
 def _unpacker(name: str, dtype: torch.dtype) -> Unpacker | None:
     product = _product(name) if dtype in (torch.float32, torch.bfloat16, torch.float16) else None
     return None if product is None else Unpacker(product.encoding, dtype)
-
-
-def unpack_reference(matrix: GgufMatrix, out: Tensor) -> None:
-    """matrix [N, K] → out, contiguous [N, K], in plain torch: the reference for kernels, and the fallback."""
-    kind, unpack = matrix.kind, UNPACK[matrix.kind.name]
-    blocks, numbers = matrix.blocks.reshape(-1, kind.num_bytes), out.view(-1, kind.num_weights)
-    step = max(1, min(tile(matrix.device), MOST_AT_ONCE) // kind.num_weights)
-    for first in range(0, len(blocks), step):
-        numbers[first : first + step] = unpack(blocks[first : first + step])
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ theirs in fp16 bit for bit: codes, zeros and their products with a 16-bit scale 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import gcd
@@ -24,14 +24,15 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from offspec.backends.on_gpu import WORKING_KERNELS, triton_kernels
-from offspec.backends.weights import PackedMatrix
+from offspec.backends.choice import backend_of
+from offspec.backends.on_gpu import triton_kernels
 from offspec.errors import UnsupportedModelError
 
 from ..files.checkpoint import Checkpoint, TensorInfo, fault, show
 from ..files.records import FLOAT_DTYPES, typed
 from ..params import GROUPED_METHODS
 from .core import DAMAGED, Allocate, PackedStored, TensorGroup, WeightFormat, read_small
+from .unpacked import UnpackedMatrix
 
 PARTS = ("qweight", "qzeros", "scales", "g_idx")  # of a matrix's name without its `.weight`
 CODES_PER_WORD, BITS = 8, 4
@@ -60,7 +61,7 @@ class GroupedLayout:
 
 
 @dataclass(frozen=True)
-class GroupedMatrix(PackedMatrix):
+class GroupedMatrix(UnpackedMatrix):
     """codes int32 [K/8, N] (GPTQ) or [K, N/8] (AWQ), zeros int32 [G, N/8], scales float [G, N]."""
 
     layout: GroupedLayout
@@ -72,21 +73,26 @@ class GroupedMatrix(PackedMatrix):
     def shape(self) -> tuple[int, ...]:
         return self.layout.shape
 
+    @property
+    def device(self) -> torch.device:
+        return self.codes.device
+
+    @property
+    def form(self) -> str:  # type: ignore[override]
+        return self.layout.method
+
     def dequantize(self, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
         """The matrix [N, K], usually a transposed view of [K, N]; in `out` (contiguous) if given."""
-        num_outputs, num_inputs = self.shape
-        device = self.codes.device
-        matrix = torch.empty(self.shape, dtype=dtype, device=device) if out is None else out
-        # Unpacking is fastest in the stored orientation. But on a CPU, torch multiplies with transposed fp16 70 times
-        # slower.
-        is_turned = device.type == "cpu" and dtype is torch.float16
-        upright = matrix.t() if is_turned else matrix.view(num_inputs, num_outputs)
-        if device.type == "cuda" and (kernels := triton_kernels()):
-            unpack = partial(self.unpack_with, kernels, upright)
-            WORKING_KERNELS.run((self.layout.method, dtype), device, unpack, partial(self._unpack, upright))
-        else:
-            self._unpack(upright)
+        matrix = torch.empty(self.shape, dtype=dtype, device=self.device) if out is None else out
+        # Unpacking is fastest in the stored orientation. But a CPU multiplies by rows.
+        backend = backend_of(self.device)
+        upright = matrix.t() if backend.multiplies_rows else matrix.view(self.shape[::-1])
+        backend.unpack(self, upright)
         return upright.t()
+
+    def launched_unpacking(self, out: Tensor) -> Callable[[], None] | None:
+        kernels = triton_kernels()
+        return None if kernels is None else partial(self.unpack_with, kernels, out)
 
     def unpack_with(self, kernels: ModuleType, upright: Tensor) -> None:
         """Unpack with Triton (`backends.triton.unpack`) → upright, contiguous [K, N]."""
@@ -99,10 +105,10 @@ class GroupedMatrix(PackedMatrix):
         else:
             kernels.unpack_gptq(self.codes, self.zeros, self.scales, groups, upright, layout.zero_offset)
 
-    def _unpack(self, upright: Tensor) -> None:
-        """Unpack with plain torch → upright [K, N]."""
-        (num_inputs, num_outputs), device, dtype = upright.shape, upright.device, upright.dtype
-        is_turned = not upright.is_contiguous()
+    def unpack(self, out: Tensor) -> None:
+        """out: [K, N]."""
+        (num_inputs, num_outputs), device, dtype = out.shape, out.device, out.dtype
+        is_turned = not out.is_contiguous()
         height, width = _TILE[device.type]
         groups_of_tiles = self._groups(height)
         for left in range(0, num_outputs, width):
@@ -115,7 +121,7 @@ class GroupedMatrix(PackedMatrix):
                 tile = torch.addcmul(own_shifts, tile, own_scales, out=tile).flatten(0, 1)
                 if is_turned:
                     tile = tile.to(dtype).t().contiguous().t()
-                upright[rows, columns].copy_(tile)
+                out[rows, columns].copy_(tile)
 
     def _groups(self, height: int) -> tuple[Tensor, ...]:
         """Groups for every `height` inputs: one per input, or one per run of inputs that share a group."""

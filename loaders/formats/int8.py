@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from offspec.backends.weights import PackedMatrix, tile
+from offspec.backends.choice import backend_of
 from offspec.backends.x86.encodings import Int8
 from offspec.backends.x86.processor import num_lanes, per_processor
 from offspec.backends.x86.row_product import RowProduct
@@ -24,6 +24,7 @@ from offspec.backends.x86.row_product import RowProduct
 from ..files.checkpoint import TensorInfo
 from ..files.records import typed
 from .core import DAMAGED, Allocate, PackedStored, TensorGroup, WeightFormat
+from .unpacked import UnpackedMatrix
 
 _UNIT = 7.874015718698502e-3  # bitsandbytes' constant for 1/127, for bit-identical results
 _PARTS = re.compile(r"(.+)\.(SCB|weight_format)", re.DOTALL)
@@ -31,7 +32,7 @@ _MAX_CONSTANT_BYTES = 1 << 26  # far more than is needed
 
 
 @dataclass(frozen=True)
-class Int8Matrix(PackedMatrix):
+class Int8Matrix(UnpackedMatrix):
     """codes int8 [N, K], scales fp32 [N]: w = codes · scales / 127."""
 
     codes: Tensor
@@ -49,14 +50,16 @@ class Int8Matrix(PackedMatrix):
     def shape(self) -> tuple[int, ...]:
         return tuple(self.codes.shape)
 
-    def dequantize(self, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+    @property
+    def device(self) -> torch.device:
+        return self.codes.device
+
+    def unpack(self, out: Tensor) -> None:
         rows, columns = self.shape
-        matrix = torch.empty(rows, columns, dtype=dtype, device=self.codes.device) if out is None else out
-        step = max(1, tile(self.codes.device) // max(1, columns))
+        step = max(1, backend_of(self.device).tile // max(1, columns))
         for first in range(0, rows, step):
             some = slice(first, first + step)
-            matrix[some] = (self.codes[some] * self.scales[some, None]).mul_(_UNIT)
-        return matrix
+            out[some] = (self.codes[some] * self.scales[some, None]).mul_(_UNIT)
 
 
 @per_processor

@@ -19,14 +19,14 @@ import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from offspec.backends.weights import PackedMatrix, tile
+from offspec.backends.choice import backend_of
 from offspec.backends.x86.encodings import Blocks, Int8
 from offspec.backends.x86.processor import num_lanes
 from offspec.backends.x86.row_product import RowProduct
@@ -38,6 +38,7 @@ from ..files.records import FLOAT_DTYPES, typed
 from ..params import MXFP4
 from .core import Allocate, PackedStored, StoredWeight, WeightFormat, any_bytes
 from .plain import PlainWeight
+from .unpacked import UnpackedMatrix
 
 _FP4_SIZES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # e2m1 without its sign, the highest bit
 FP4_NUMBERS = (*_FP4_SIZES, *(-size for size in _FP4_SIZES))  # by their codes
@@ -99,9 +100,9 @@ FP4 = Codes("fp4", 4)
 
 def _fp8(raw: Tensor) -> Tensor:
     """fp8 codes → fp32. Shifted to fp16's places of sign, exponent and fraction, a code is 1/256 of its value, also for
-    denormals. On a CPU, torch's own conversion takes eight times as long; only NaN needs it.
+    denormals. Where torch's own conversion takes eight times as long, only NaN needs it.
     """
-    if raw.device.type != "cpu" or not raw.numel() or int((raw & 0x7F).amax()) == 0x7F:
+    if backend_of(raw.device).converts_fp8 or not raw.numel() or int((raw & 0x7F).amax()) == 0x7F:
         return raw.view(torch.float8_e4m3fn).float()
     wide = raw.view(torch.int8).to(torch.int16)  # sign-extended
     return wide.bitwise_left_shift_(7).bitwise_and_(~0x4000).view(torch.float16).float().mul_(256)
@@ -156,7 +157,7 @@ class ScaledLayout:
 
 
 @dataclass(frozen=True)
-class ScaledMatrix(PackedMatrix):
+class ScaledMatrix(UnpackedMatrix):
     """codes uint8 [N, row bytes]; scales [grid] of some dtype; zeros of that shape, or packed int32 [W, columns of the
     grid]; divisor fp32 [1] of all scales.
     """
@@ -203,32 +204,24 @@ class ScaledMatrix(PackedMatrix):
         own_zeros = None if zeros is None else zeros[indices // height]
         return ScaledMatrix(layout, self.codes[indices], scales[indices // height], own_zeros)
 
-    def dequantize(self, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+    def unpack(self, out: Tensor) -> None:
         num_rows, num_columns = self.layout.shape
-        device = self.codes.device
-        matrix = torch.empty(num_rows, num_columns, dtype=dtype, device=device) if out is None else out
-        if device.type == "cpu" and self._unpack_compiled(matrix):
-            return matrix
         scales, zeros = self._fp32_scales(), self._fp32_zeros()
-        step = max(1, tile(device) // num_columns)
+        step = max(1, backend_of(self.device).tile // num_columns)
         for first in range(0, num_rows, step):
             rows = slice(first, min(first + step, num_rows))
             values = self.layout.codes.unpack(self.codes[rows])[:, :num_columns]
             if zeros is not None:
                 self._spread(torch.Tensor.sub_, values, zeros, rows)
             self._spread(torch.Tensor.mul_, values, scales, rows)
-            matrix[rows] = values
-        return matrix
+            out[rows] = values
 
-    def _unpack_compiled(self, out: Tensor) -> bool:
-        """Unpack with a kernel, if there is one and it is compiled or worth compiling; False otherwise."""
+    def compiled_unpacking(self, out: Tensor) -> Callable[[], None] | None:
         kernel = self.kernel if out.dtype in _UNPACKED_DTYPES else None
         if kernel is None or kernel[0].encoding.interleave > 1:
-            return False
+            return None
         unpacker = _unpacker(kernel[0], out.dtype)
-        if unpacker.is_worthwhile(out.numel()):
-            unpacker(kernel[1], out)
-        return unpacker.is_compiled
+        return partial(unpacker, kernel[1], out) if unpacker.is_worthwhile(out.numel()) else None
 
     def _fp32_scales(self) -> Tensor:
         scales = self.scales.float()

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import torch
 
-from offspec.backends.arithmetic import INT8
-from offspec.backends.cpu import EXACT_DTYPES, can_be_exact
-from offspec.backends.on_gpu import row_kernels
+from offspec.backends.arithmetic import EXACT, INT8
+from offspec.backends.backend import ExactRows
+from offspec.backends.choice import backend_of
+from offspec.backends.weights import PLAIN_FORMS
 from offspec.backends.x86.processor import describe_instructions
-from offspec.backends.x86.row_attention import can_attend, can_attend_on_gpu
 
 from .config import ModelConfig
 from .decoder import Decoder
@@ -29,7 +29,7 @@ def is_exact_by_default(
 
     is_streamed: whether a pass waits for weights. On a CPU that changes nothing, nor do its instructions.
     """
-    is_slower = device.type != "cpu" and not is_streamed
+    is_slower = backend_of(device).is_faster and not is_streamed
     return not is_slower and reason_against_exactness(config, dtype, device, kv) is None
 
 
@@ -39,29 +39,17 @@ def reason_against_exactness(
     """Why a decoder cannot be exact; None if it can. kv: the format of its KV entries."""
     if not config.is_native:
         return "its layers are modules of transformers"
-    if dtype not in EXACT_DTYPES:
+    if dtype not in PLAIN_FORMS:
         return f"there are no such kernels for {str(dtype).removeprefix('torch.')}"
-    if device.type != "cpu":
-        return _reason_on_gpu(config, dtype, kv)
-    if not can_be_exact(dtype):
-        return "there are no kernels for this processor"
-    if not can_attend(config.mask_heads, dtype):
-        return "too many query heads share a key head"
-    return None
-
-
-def _reason_on_gpu(config: ModelConfig, dtype: torch.dtype, kv: KVFormat) -> str | None:
-    if config.delta is not None or config.mamba is not None:
-        return "its layers keep states of the text, which other rows round otherwise"
-    if row_kernels() is None:
-        return "Triton is not installed"
-    if config.experts is not None:
-        return "the CPU beside the GPU may compute its experts, which rounds otherwise"
-    if not kv.is_plain:  # all of them would be unpacked, into memory that plans do not count
-        return "its packed KV entries are read in the fastest way on a GPU"
-    if not can_attend_on_gpu(config.mask_heads, config.largest_head, dtype.itemsize):
-        return "its heads are too large for the kernel of attention"
-    return None
+    rows = ExactRows(
+        dtype,
+        keeps_states=config.delta is not None or config.mamba is not None,
+        has_experts=config.experts is not None,
+        has_packed_keys=not kv.is_plain,
+        group=config.mask_heads,
+        head_dim=config.largest_head,
+    )
+    return backend_of(device, EXACT).reason_against(rows)
 
 
 def reason_of(decoder: Decoder) -> str | None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from offspec.backends.arithmetic import EXACT
 from offspec.backends.choice import backend_of
 from offspec.backends.x86.compiler import is_recording
 from offspec.backends.x86.row_steps import can_step, turn_heads
@@ -105,7 +105,6 @@ def yarn_magnitude(factor: float, weight: float) -> float:
 
 
 TABLE_POSITIONS, MOST_TABLES = 256, 64
-MOST_GROWTHS = 4096  # of queries: at steps of 8,192 positions, texts of 33 million tokens
 
 
 class RotaryEmbedding:
@@ -201,15 +200,9 @@ class Rotations:
         It keeps attention sharp in texts longer than those of the first training phase (Llama 4).
         """
         if (beta, context) not in self._growths:
-            steps = (self._positions // context).clamp(max=MOST_GROWTHS - 1)
-            self._growths[beta, context] = _growths(beta, self._positions.device)[steps][:, None, None]
+            steps, exact = self._positions // context, backend_of(self._positions.device, EXACT)
+            self._growths[beta, context] = (1 + beta * exact.each(torch.log, (1 + steps).float()))[:, None, None]
         return self._growths[beta, context]
-
-
-@cache
-def _growths(beta: float, device: torch.device) -> Tensor:
-    """fp32 [MOST_GROWTHS], 1 + beta ln(1 + i): each computed by itself, so that it has the same bits in any pass."""
-    return torch.tensor([1 + beta * math.log(1 + i) for i in range(MOST_GROWTHS)], device=device)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, is_interleaved: bool = False) -> Tensor:

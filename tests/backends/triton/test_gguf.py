@@ -14,7 +14,7 @@ from offspec.backends.choice import linear
 from offspec.backends.gpu import OnGpu
 from offspec.backends.on_gpu import FUSED_ROWS, GGUF_WITH_KERNELS, WORKING_KERNELS, gguf_kernels
 from offspec.loaders.formats import gguf
-from offspec.loaders.formats.gguf import GgufMatrix, unpack_reference
+from offspec.loaders.formats.gguf import GgufMatrix
 
 from ...loaders.gguf_samples import NAMES, edge_blocks, matrix_of, oracle, random_blocks, same_bits
 from .interpreted import interpreted, same_numbers
@@ -162,7 +162,7 @@ def test_on_a_gpu_both_ways_give_the_oracles_numbers(name: str) -> None:
     matrix, expected = matrix_of(name, rows.to(device)), oracle(name, rows)
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         plain = torch.empty(expected.shape, dtype=dtype, device=device)
-        unpack_reference(matrix, plain)
+        matrix.unpack(plain)
         assert same_bits(plain.cpu(), expected.to(dtype))
         assert same_bits(matrix.dequantize(dtype).cpu(), expected.to(dtype))
         compiled = gguf_kernels()

@@ -1,4 +1,4 @@
-"""Triton's kernels, interpreted on the CPU, give the numbers of plain torch; the faster way is taken and kept."""
+"""Triton's kernels, interpreted on the CPU, give the numbers of plain torch, which computes where they do not run."""
 
 from __future__ import annotations
 

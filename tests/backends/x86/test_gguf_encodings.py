@@ -11,7 +11,7 @@ from offspec.backends.x86.processor import per_processor
 from offspec.backends.x86.row_product import RowProduct
 from offspec.backends.x86.unpack import WORTH_COMPILING, Unpacker
 from offspec.loaders.formats import format_named
-from offspec.loaders.formats.gguf import QUANTISED
+from offspec.loaders.formats.gguf import QUANTISED, GgufMatrix
 from offspec.loaders.formats.gguf_blocks import GRID_TYPES, VALUES
 from offspec.loaders.machine.product_rates import has_kernel, of_no_file, sample
 
@@ -139,7 +139,7 @@ def test_threads_change_no_bit(name: str) -> None:
 def test_large_matrices_are_unpacked_by_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = blocks("Q6_K", WORTH_COMPILING // 256, 256)
     matrix, expected = matrix_of("Q6_K", rows), oracle("Q6_K", rows)
-    monkeypatch.setattr("offspec.loaders.formats.gguf.unpack_reference", None)  # so that the kernel it has to be
+    monkeypatch.setattr(GgufMatrix, "unpack", None)  # so that the kernel it has to be
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         out = torch.empty(expected.shape, dtype=dtype)
         assert matrix.dequantize(dtype, out) is out

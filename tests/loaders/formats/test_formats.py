@@ -19,8 +19,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from offspec.backends import gpu, weights
+from offspec.backends import gpu
 from offspec.backends.choice import linear
+from offspec.backends.cpu import OnCpu
 from offspec.backends.on_gpu import FusedRows
 from offspec.backends.weights import Weight, dense
 from offspec.errors import CheckpointError, OffspecError
@@ -179,7 +180,8 @@ def test_nested_scales_on_cuda_are_those_of_the_cpu(num_blocks: int) -> None:
 @pytest.mark.parametrize("blocksize", BLOCKSIZES)
 def test_every_blocksize_and_several_tiles(blocksize: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = pack_4bit(noise(70, 200), blocksize=blocksize)
-    monkeypatch.setattr(weights, "TILE", 4096)
+    monkeypatch.setattr(OnCpu, "tile", 4096)
+    monkeypatch.setattr(four_bit, "TILE", 4096)
     parts = pack_4bit(noise(70, 200), blocksize=blocksize)
     assert all(equal(parts[suffix], whole[suffix]) for suffix in whole)
     weight = open_with(tmp_path, named(parts))[NAME]

@@ -12,11 +12,12 @@ import torch.nn.functional as F
 
 from offspec.backends import gpu
 from offspec.backends.choice import linear
+from offspec.backends.cpu import OnCpu
 from offspec.errors import CheckpointError, UnsupportedModelError
 from offspec.loaders.files.checkpoint import TensorInfo
 from offspec.loaders.files.gguf_types import GGUF_TYPES
 from offspec.loaders.formats import stored_weights
-from offspec.loaders.formats.gguf import QUANTISED, GgufMatrix, unpack_reference
+from offspec.loaders.formats.gguf import QUANTISED, GgufMatrix
 from offspec.loaders.formats.gguf_blocks import GRID_TYPES, HALVES, check_grid
 from offspec.loaders.streaming.weights import RamWeights
 
@@ -33,7 +34,7 @@ def test_every_quantised_type_is_read() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_dequantised_as_the_gguf_package_does(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where a matrix is no whole number of tiles, and its bytes begin at an odd place."""
-    monkeypatch.setattr("offspec.backends.weights.TILE", 4096)
+    monkeypatch.setattr(OnCpu, "tile", 4096)
     rows = random_blocks(name, 23, 3)
     expected = oracle(name, rows)
     assert expected.isfinite().all()
@@ -53,7 +54,7 @@ def test_edge_values(name: str) -> None:
     expected = oracle(name, blocks)
     for rows in (blocks, blocks[5:6]):
         found = torch.empty(rows.shape[0], expected.shape[1])
-        unpack_reference(matrix_of(name, rows), found)
+        matrix_of(name, rows).unpack(found)
         assert same_bits(found, expected if len(rows) > 1 else expected[5:6])
         assert same_bits(matrix_of(name, rows).dequantize(torch.float32), found)
 

@@ -197,7 +197,7 @@ def test_without_vectors_no_decoder_is_exact() -> None:
 def test_where_decoders_on_a_gpu_are_exact(monkeypatch: pytest.MonkeyPatch) -> None:
     """Streamed ones, whose passes wait for weights; not those with experts or packed KV entries."""
     config, cuda = read_config(config_json(FAMILIES["llama-gqa"])), torch.device("cuda")
-    monkeypatch.setattr("offspec.model.exactness.row_kernels", lambda: object())
+    monkeypatch.setattr("offspec.backends.gpu.row_kernels", lambda: object())
     assert is_exact_by_default(config, torch.bfloat16, cuda, is_streamed=True)
     assert not is_exact_by_default(config, torch.bfloat16, cuda, is_streamed=False)
     assert not is_exact_by_default(config, torch.bfloat16, cuda, is_streamed=True, kv=EIGHT_BIT)
@@ -207,7 +207,7 @@ def test_where_decoders_on_a_gpu_are_exact(monkeypatch: pytest.MonkeyPatch) -> N
     assert "states" in (reason_against_exactness(hybrid, torch.bfloat16, cuda) or "")
     large = replace(config, head_dim=512)
     assert "heads" in (reason_against_exactness(large, torch.bfloat16, cuda) or "")
-    monkeypatch.setattr("offspec.model.exactness.row_kernels", lambda: None)
+    monkeypatch.setattr("offspec.backends.gpu.row_kernels", lambda: None)
     assert "Triton" in (reason_against_exactness(config, torch.bfloat16, cuda) or "")
 
 
