@@ -175,6 +175,12 @@ def _test_leaves_nothing(request: pytest.FixtureRequest, _module_leaves_nothing:
         pytest.fail(f"left by this test: {'; '.join(left)}", pytrace=False)
 
 
+@pytest.fixture(autouse=True)
+def _held_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What earlier tests left in use in this process is no part of the memory that a test grants to an engine."""
+    monkeypatch.setattr("offspec.planning.probe._held_bytes", lambda: (700 << 20, 600 << 20))
+
+
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
     """A real model's GGUF file, SmolLM2-135M-Instruct."""

@@ -49,8 +49,6 @@ def _measured(made_once: Callable[..., forecast.Forecast], monkeypatch: pytest.M
         "offspec.loaders.machine.hardware.read_memory", lambda *_: Memory(64 << 30, 60 << 30, 64 << 30, "given")
     )
     monkeypatch.setattr("psutil.getloadavg", lambda: (0.0, 0.0, 0.0))
-    # The memory that earlier tests left in use in this process is no part of what a test grants.
-    monkeypatch.setattr("offspec.planning.probe._held_bytes", lambda: (700 << 20, 600 << 20))
     monkeypatch.setattr(forecast, "make_forecast", made_once)
 
 
