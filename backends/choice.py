@@ -9,8 +9,8 @@ from torch import Tensor
 
 from .arithmetic import FAST
 from .backend import Backend
-from .cpu import ExactOnCpu, OnCpu
-from .gpu import ExactOnGpu, OnGpu
+from .cpu import CpuBackend, ExactCpuBackend
+from .gpu import ExactGpuBackend, GpuBackend
 from .weights import Weight
 
 CPU = torch.device("cpu")
@@ -20,8 +20,8 @@ CPU = torch.device("cpu")
 def backend_of(device: torch.device, arithmetic: str = FAST) -> Backend:
     """arithmetic: of `arithmetic.ARITHMETIC`; on a GPU rows in 8 bits are exact ones."""
     if device.type == "cpu":
-        return OnCpu() if arithmetic == FAST else ExactOnCpu(arithmetic)
-    return OnGpu() if arithmetic == FAST else ExactOnGpu()
+        return CpuBackend() if arithmetic == FAST else ExactCpuBackend(arithmetic)
+    return GpuBackend() if arithmetic == FAST else ExactGpuBackend()
 
 
 def linear(x: Tensor, weight: Weight, bias: Tensor | None = None, scratch: Tensor | None = None) -> Tensor:

@@ -35,7 +35,7 @@ FEW_ROWS = 4  # up to which sums in fp32 take less time than tiles or pairs (doc
 TAIL, SHARE = 64, 32768
 
 
-class OnCpu(Backend):
+class CpuBackend(Backend):
     """The fastest ways."""
 
     rounds_tails = True
@@ -185,7 +185,7 @@ class OnCpu(Backend):
         return (chosen[0], parts) if len(parts) == len(weights) else None
 
 
-class ExactOnCpu(OnCpu):
+class ExactCpuBackend(CpuBackend):
     """By kernels alone; where there is none, torch's way of equal bits. Functions of rows keep no gradients."""
 
     records_rows = True

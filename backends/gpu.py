@@ -19,7 +19,7 @@ from .x86.row_attention import KeySlots, KeysOfRows, Scores, Visible, can_attend
 SLICE = 1 << 26  # of a packed head: the memory for its unpacked numbers, 128 MiB in 16 bits
 
 
-class OnGpu(Backend):
+class GpuBackend(Backend):
     """The fastest ways."""
 
     chooses_at_once = True
@@ -88,7 +88,7 @@ class OnGpu(Backend):
         return out
 
 
-class ExactOnGpu(OnGpu):
+class ExactGpuBackend(GpuBackend):
     """By `backends.triton.rows`. Fused products are not exact: they split their sums by the number of rows."""
 
     arithmetic = EXACT

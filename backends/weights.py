@@ -5,16 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias, runtime_checkable
+from typing import NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from .x86.row_product import RowProduct
-
-if TYPE_CHECKING:
-    from .backend import Backend
 
 HALF_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 PLAIN_FORMS = {**HALF_DTYPES, torch.float32: "fp32"}
@@ -25,6 +22,15 @@ class Product(Protocol):
     """x [..., K], bias [N] in x's dtype, scratch (see `Backend.linear`) → [..., N]."""
 
     def __call__(self, x: Tensor, bias: Tensor | None = None, scratch: Tensor | None = None) -> Tensor: ...
+
+
+class Multiplier(Protocol):
+    """What a matrix needs of a `Backend`."""
+
+    def linear(self, x: Tensor, weight: Weight, bias: Tensor | None, scratch: Tensor | None) -> Tensor: ...
+    def multiply_packed(
+        self, x: Tensor, matrix: PackedWeight, bias: Tensor | None, scratch: Tensor | None
+    ) -> Tensor: ...
 
 
 class Unpackable(Protocol):
@@ -49,7 +55,7 @@ class PackedWeight(Protocol):
         """The matrix [N, K] in `dtype`; in the memory of `out` (contiguous, of that shape and dtype) if given."""
         ...
 
-    def linear(self, x: Tensor, bias: Tensor | None, scratch: Tensor | None, backend: Backend) -> Tensor:
+    def linear(self, x: Tensor, bias: Tensor | None, scratch: Tensor | None, backend: Multiplier) -> Tensor:
         """`Backend.linear` of x by the matrix; bias: in x's dtype."""
         ...
 
@@ -133,7 +139,9 @@ class PackedMatrix:
         """The kernel that multiplies rows of a dtype, and its arguments; None: they take the plain matrix's."""
         return self.kernel
 
-    def linear(self: PackedWeight, x: Tensor, bias: Tensor | None, scratch: Tensor | None, backend: Backend) -> Tensor:
+    def linear(
+        self: PackedWeight, x: Tensor, bias: Tensor | None, scratch: Tensor | None, backend: Multiplier
+    ) -> Tensor:
         return backend.multiply_packed(x, self, bias, scratch)
 
 

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from offspec.backends import weights
-from offspec.backends.backend import Backend
-from offspec.backends.weights import PackedMatrix, Product, Weight
+from offspec.backends.weights import Multiplier, PackedMatrix, Product, Weight
 
 from ..files.checkpoint import Change, Order, TensorInfo
 from .core import DAMAGED, StoredWeight, TensorGroup
@@ -83,7 +82,7 @@ class ReorderedMatrix:
         matrix = in_order(in_order(weights.dense(self.stored, dtype), self.rows, 0), self.columns, 1)
         return matrix if out is None else out.copy_(matrix)
 
-    def linear(self, x: Tensor, bias: Tensor | None, scratch: Tensor | None, backend: Backend) -> Tensor:
+    def linear(self, x: Tensor, bias: Tensor | None, scratch: Tensor | None, backend: Multiplier) -> Tensor:
         def product(x: Tensor, bias: Tensor | None = None, scratch: Tensor | None = None) -> Tensor:
             return backend.linear(x, self.stored, bias, scratch)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from offspec.backends.choice import linear
-from offspec.backends.gpu import OnGpu
+from offspec.backends.gpu import GpuBackend
 from offspec.backends.on_gpu import FUSED_ROWS, GGUF_WITH_KERNELS, WORKING_KERNELS, gguf_kernels
 from offspec.loaders.formats import gguf
 from offspec.loaders.formats.gguf import GgufMatrix
@@ -141,7 +141,7 @@ def test_a_matrix_is_multiplied_by_the_kernel_up_to_the_rows_for_which_it_is_fas
     on_gpu = Counting(matrix.kind, blocks)
     x = rows_of(3, 256, torch.float32)
     expected = linear(x, matrix, bias)
-    backend = OnGpu()
+    backend = GpuBackend()
     torch.testing.assert_close(backend.linear(x, on_gpu, bias), expected, rtol=1e-4, atol=1e-4)
     assert asked == [], "no rows are known"
     FUSED_ROWS.set("Q4_K", matrix.shape, torch.float32, CPU, 2)

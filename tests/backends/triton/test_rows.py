@@ -70,7 +70,7 @@ def test_they_multiply_plain_weights(kernels: ModuleType, monkeypatch: pytest.Mo
     """As `linear` calls them for exact rows on a GPU, beside the CPU's kernel."""
     monkeypatch.setattr(gpu, "row_kernels", lambda: kernels)
     x, matrix = noise(3, 64), noise(64, 8, seed=1).T
-    torch.testing.assert_close(gpu.ExactOnGpu().linear(x, matrix), backend_of(CPU, EXACT).linear(x, matrix))
+    torch.testing.assert_close(gpu.ExactGpuBackend().linear(x, matrix), backend_of(CPU, EXACT).linear(x, matrix))
 
 
 @pytest.mark.gpu

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from offspec.backends.arithmetic import EXACT
-from offspec.backends.cpu import ExactOnCpu, plain_product
+from offspec.backends.cpu import ExactCpuBackend, plain_product
 from offspec.backends.x86 import processor
 from offspec.backends.x86.processor import (
     LEVELS,
@@ -74,7 +74,7 @@ def test_each_processor_has_kernels_of_its_own() -> None:
         with using(LEVELS[:num_levels]):
             product = plain_product(torch.bfloat16)
             assert product is not None
-            products.append((ExactOnCpu(EXACT).exact_kernel(product, torch.bfloat16), product.encoding.lanes))
+            products.append((ExactCpuBackend(EXACT).exact_kernel(product, torch.bfloat16), product.encoding.lanes))
     assert [lanes for _, lanes in products] == [8, 16, 16, 16]
     assert len({kernel for kernel, _ in products}) == len(LEVELS)
 

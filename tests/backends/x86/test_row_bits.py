@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from offspec.backends.arithmetic import EXACT
-from offspec.backends.cpu import ExactOnCpu, plain_product
+from offspec.backends.cpu import ExactCpuBackend, plain_product
 from offspec.backends.weights import PackedMatrix, dense
 from offspec.backends.x86.encodings import Encoding, Float16
 from offspec.backends.x86.row_product import RowProduct
@@ -56,7 +56,7 @@ def test_stored_weights(form: str) -> None:
     """Rows do not depend on their number, and the numbers are those of factors in fp32, or rounded to bf16."""
     plain, parts, numbers = product_with(form)
     for dtype in (torch.float32, torch.bfloat16):
-        product, x = ExactOnCpu(EXACT).exact_kernel(plain, dtype), noise(PANEL, SHAPE[1]).to(dtype)
+        product, x = ExactCpuBackend(EXACT).exact_kernel(plain, dtype), noise(PANEL, SHAPE[1]).to(dtype)
         assert_rows_alone_are_equal(product, x, parts, SHAPE[0])
         factors = (numbers if product is plain else numbers.to(dtype)).double()
         exact, size = x.double() @ factors.T, x.double().abs() @ factors.abs().T

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from offspec.backends.arithmetic import EXACT
-from offspec.backends.cpu import ExactOnCpu, plain_product
+from offspec.backends.cpu import ExactCpuBackend, plain_product
 from offspec.backends.x86.tile_product import COLUMNS, SIDE, TileProduct, in_tiles
 
 from ...machines import AMX, AVX512_BF16, by_processor, run
 from .test_row_bits import PANEL, SHAPE, STORED, assert_rows_alone_are_equal, product_with
 from .test_row_product import noise
 
-EXACT_ROWS = ExactOnCpu(EXACT)
+EXACT_ROWS = ExactCpuBackend(EXACT)
 
 with_tiles = by_processor("processor", run(AMX))
 LEAST = 2.0**-126  # the smallest normal number

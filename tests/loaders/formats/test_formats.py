@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from offspec.backends import gpu
 from offspec.backends.choice import linear
-from offspec.backends.cpu import OnCpu
+from offspec.backends.cpu import CpuBackend
 from offspec.backends.on_gpu import FusedRows
 from offspec.backends.weights import Weight, dense
 from offspec.errors import CheckpointError, OffspecError
@@ -180,7 +180,7 @@ def test_nested_scales_on_cuda_are_those_of_the_cpu(num_blocks: int) -> None:
 @pytest.mark.parametrize("blocksize", BLOCKSIZES)
 def test_every_blocksize_and_several_tiles(blocksize: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = pack_4bit(noise(70, 200), blocksize=blocksize)
-    monkeypatch.setattr(OnCpu, "tile", 4096)
+    monkeypatch.setattr(CpuBackend, "tile", 4096)
     monkeypatch.setattr(four_bit, "TILE", 4096)
     parts = pack_4bit(noise(70, 200), blocksize=blocksize)
     assert all(equal(parts[suffix], whole[suffix]) for suffix in whole)
@@ -410,12 +410,12 @@ def test_few_rows_are_multiplied_packed_where_that_was_measured_faster(
     monkeypatch.setattr(four_bit, "can_be_fused", lambda matrix: True)
     monkeypatch.setattr(gpu, "FUSED_ROWS", rows := FusedRows())
     rows.set("nf4", (64, 128), torch.float32, torch.device("cpu"), 8)
-    for backend in (gpu.ExactOnGpu(), gpu.OnGpu()):
+    for backend in (gpu.ExactGpuBackend(), gpu.GpuBackend()):
         monkeypatch.setattr(gpu, "exact_product", lambda x, weight, dtype=None: x @ weight.T)
         for num_rows in (1, 8, 9):
             backend.linear(noise(num_rows, 128, dtype=torch.float32), matrix)
         assert asked == ([] if backend.is_exact else [1, 8])
-    gpu.OnGpu().linear(noise(1, 128, dtype=torch.bfloat16), matrix)  # measured for another dtype only
+    gpu.GpuBackend().linear(noise(1, 128, dtype=torch.bfloat16), matrix)  # measured for another dtype only
     assert asked == [1, 8]
 
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from offspec.backends import gpu
 from offspec.backends.choice import linear
-from offspec.backends.cpu import OnCpu
+from offspec.backends.cpu import CpuBackend
 from offspec.errors import CheckpointError, UnsupportedModelError
 from offspec.loaders.files.checkpoint import TensorInfo
 from offspec.loaders.files.gguf_types import GGUF_TYPES
@@ -34,7 +34,7 @@ def test_every_quantised_type_is_read() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_dequantised_as_the_gguf_package_does(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where a matrix is no whole number of tiles, and its bytes begin at an odd place."""
-    monkeypatch.setattr(OnCpu, "tile", 4096)
+    monkeypatch.setattr(CpuBackend, "tile", 4096)
     rows = random_blocks(name, 23, 3)
     expected = oracle(name, rows)
     assert expected.isfinite().all()
@@ -163,6 +163,6 @@ def test_a_large_head_is_multiplied_in_slices(name: str, monkeypatch: pytest.Mon
     x = torch.randn(3, matrix.shape[1], generator=torch.Generator().manual_seed(0))
     expected = x @ oracle(name, rows).T
     torch.testing.assert_close(
-        gpu.OnGpu().linear_fp32(x, matrix), expected, rtol=1e-5, atol=1e-5 * expected.abs().max().item()
+        gpu.GpuBackend().linear_fp32(x, matrix), expected, rtol=1e-5, atol=1e-5 * expected.abs().max().item()
     )
     assert gpu.slice_elements(matrix.shape) == gpu.SLICE

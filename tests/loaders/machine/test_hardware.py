@@ -21,6 +21,7 @@ import psutil
 import pytest
 import torch
 
+from offspec.backends.cpu import CpuBackend
 from offspec.backends.on_gpu import FUSED_ROWS
 from offspec.errors import HardwareError, OffspecError, UsageError
 from offspec.loaders.files.readers import FileReader
@@ -552,7 +553,7 @@ def test_too_slow_a_machine_multiplies_less(monkeypatch: pytest.MonkeyPatch) -> 
     """Trials of 512 outputs take a second here, so no more than these are affordable."""
     asked: list[int] = []
     monkeypatch.setattr(measure, "device_seconds", lambda device, work: work() or 1.0)
-    monkeypatch.setattr(measure, "linear", lambda rows, weight: asked.append(len(weight)))
+    monkeypatch.setattr(CpuBackend, "linear", lambda backend, rows, weight: asked.append(len(weight)))
     flops = measure.measure_matmul(CPU, torch.float32, (2,), shape=(4096, 8), num_weights=3, seconds=0.1)
     assert set(asked) == {512}
     assert flops == {2: 2 * 2 * 8 * 512 * 3}

@@ -22,7 +22,7 @@ def test_rates_between_the_measured_points(monkeypatch: pytest.MonkeyPatch) -> N
     """Seconds are interpolated; one row costs at least what a pass over the weights does."""
     seconds = {1: 1e-10, 16: 1e-10, 128: 8e-10}
     monkeypatch.setattr(module, "has_kernel", lambda form: True)
-    monkeypatch.setattr(module, "_seconds", lambda matrices, dtype, rows: seconds[rows])
+    monkeypatch.setattr(module, "_seconds", lambda backend, matrices, dtype, rows: seconds[rows])
     monkeypatch.setattr(module, "SHAPE", (64, 512))
     expected = {1: 2e10, 8: 1.6e11, 72: 144 / 4.5e-10, 256: 2 * 128 / 8e-10}
     assert product_flops("bf16", BF16, (1, 8, 72, 256)) == pytest.approx(expected)

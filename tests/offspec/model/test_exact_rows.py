@@ -14,7 +14,7 @@ from torch import Tensor
 
 from offspec.backends.arithmetic import EXACT
 from offspec.backends.choice import backend_of
-from offspec.backends.cpu import ExactOnCpu
+from offspec.backends.cpu import ExactCpuBackend
 from offspec.backends.x86.processor import using
 from offspec.model.config import ModelConfig, read_config
 from offspec.model.decoder import CachedDecoder, Decoder, TextRows, pass_together, random_decoder, score_together
@@ -235,7 +235,7 @@ def test_norms_do_not_depend_on_other_rows(width: int, dtype: torch.dtype) -> No
 @pytest.mark.parametrize("width", [100, 1100])
 def test_activations_do_not_depend_on_other_rows(width: int, dtype: torch.dtype) -> None:
     x = noise(256, width, dtype) * 4
-    each = ExactOnCpu(EXACT).each
+    each = ExactCpuBackend(EXACT).each
     for activate in (*ACTIVATIONS.values(), torch.tanh):
         together, fused = each(activate, x), each(activate, x.repeat(1, 2)[:, :width])
         for num_rows in (1, 3, 64):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from offspec.backends.arithmetic import EXACT
-from offspec.backends.cpu import ExactOnCpu
+from offspec.backends.cpu import ExactCpuBackend
 from offspec.model.ordered_recurrence import chain_in_order, tree_in_order
 from offspec.model.recurrence import ROOT, DeltaInputs, Inputs, PathRows, SumInputs, chain_step, tree_step
 
@@ -94,7 +94,7 @@ def mask_of(paths: list[list[int]], first: int = 0) -> Tensor:
 KINDS = pytest.mark.parametrize("kind", [DeltaInputs, SumInputs])
 PRODUCTS, IN_ORDER = "by products", "in order"
 WAYS = pytest.mark.parametrize("way", [PRODUCTS, pytest.param(IN_ORDER, marks=needs_kernels)])
-CHAIN_STEPS = {PRODUCTS: chain_step, IN_ORDER: partial(chain_in_order, backend=ExactOnCpu(EXACT))}
+CHAIN_STEPS = {PRODUCTS: chain_step, IN_ORDER: partial(chain_in_order, backend=ExactCpuBackend(EXACT))}
 
 
 def tree_rows(
@@ -102,7 +102,7 @@ def tree_rows(
 ) -> tuple[Tensor, PathRows]:
     """Outputs of the inputs' rows, which are the last ones of those with the given parents, and what they bring."""
     if way == IN_ORDER:
-        return tree_in_order(state, inputs, torch.tensor(parents, dtype=torch.int64), earlier, ExactOnCpu(EXACT))
+        return tree_in_order(state, inputs, torch.tensor(parents, dtype=torch.int64), earlier, ExactCpuBackend(EXACT))
     return tree_step(state, inputs, mask_of(paths_of(list(parents)), len(parents) - len(inputs.keys)), earlier)
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from offspec.backends.arithmetic import EXACT, FAST, INT8
+from offspec.backends.choice import backend_of
 from offspec.checkpoints.opening import ModelFiles
 from offspec.loaders.machine.hardware import Rates
 from offspec.planning import probe
@@ -30,12 +31,12 @@ def test_models_that_are_large_enough_have_their_kernels_compiled(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compiled = list[set[str]]()
-    monkeypatch.setattr(probe, "compile_kernels", lambda forms, dtype: compiled.append(forms))
+    monkeypatch.setattr(probe, "kernels_of", lambda forms, dtype: compiled.append(forms) or [])
     files = ModelFiles.open(folder, "bf16", "cpu", [])
     count = sum(layer.num_weights for layer in files.stored.layers)
     for least in (count + 1, count):
         monkeypatch.setattr(probe, "LEAST_MEASURED_WEIGHTS", least)
-        prepare_kernels([files])
+        prepare_kernels([files], backend_of(CPU))
     assert compiled == [{"fp32"}]
 
 
