@@ -1,18 +1,31 @@
-"""A list of known kinds, such as checkpoint containers or weight formats. Each kind is added once."""
+"""Lists of known kinds, such as checkpoint containers or weight formats, by name. Each kind is added once."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Generic, TypeVar
+from functools import cached_property
+from importlib import import_module
+from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
+
+
+def named(package: str, name: str) -> Any:
+    """What a module of the package defines: "module.name". So a list of kinds imports only those that are used."""
+    module, _, attribute = name.rpartition(".")
+    return getattr(import_module(f"{package}.{module}"), attribute)
 
 
 class Registry(Generic[T]):
     """Kinds in the order in which they are tried; kinds added later are tried first."""
 
-    def __init__(self, *kinds: T) -> None:
-        self._kinds = list(kinds)
+    def __init__(self, package: str, *names: str) -> None:
+        """names: see `named`; of classes, of which an object is made at the first use."""
+        self._package, self._names = package, names
+
+    @cached_property
+    def _kinds(self) -> list[T]:
+        return [named(self._package, name)() for name in self._names]
 
     def __iter__(self) -> Iterator[T]:
         return iter(tuple(self._kinds))

@@ -6,12 +6,11 @@ from pathlib import Path
 
 from ..registry import Registry
 from .checkpoint import Checkpoint, Container
-from .gguf_file import GgufFile
-from .mistral_folder import MistralFolder
-from .safetensors_folder import SafetensorsFolder
 
-_LAST = SafetensorsFolder()  # also reports the error for a path of no container
-CONTAINERS = Registry[Container](GgufFile(), MistralFolder(), _LAST)
+# The last one also reports the error for a path of no container.
+CONTAINERS = Registry[Container](
+    __package__, "gguf_file.GgufFile", "mistral_folder.MistralFolder", "safetensors_folder.SafetensorsFolder"
+)
 
 
 def open_checkpoint(path: Path | str, *, headers_only: bool = False) -> Checkpoint:
@@ -35,4 +34,5 @@ def largest_weight_file(path: Path) -> Path | None:
 
 
 def _container(path: Path) -> Container:
-    return next((container for container in CONTAINERS if container.recognises(path)), _LAST)
+    *others, last = CONTAINERS
+    return next((container for container in others if container.recognises(path)), last)

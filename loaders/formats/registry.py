@@ -11,29 +11,21 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from ..files.checkpoint import Checkpoint, TensorInfo
 from ..params import ConvertParams
 from ..registry import Registry
-from .bf16_packed import PackedBf16Format
 from .changed import changed
-from .compressed_tensors import CompressedTensorsFormat
 from .core import Packer, StoredWeight, TensorGroup, WeightFormat, read_small
-from .four_bit import FourBitFormat
-from .fp8 import Fp8Format
-from .gguf import GgufFormat
-from .grouped import GroupedFormat
-from .int8 import Int8Format
-from .mxfp4 import Mxfp4Format
-from .plain import PlainFormat
 
 # In the order in which they are tried; the last one accepts or refuses all other weights.
 FORMATS = Registry[WeightFormat](
-    GroupedFormat(),
-    Fp8Format(),
-    Mxfp4Format(),
-    CompressedTensorsFormat(),
-    FourBitFormat(),
-    Int8Format(),
-    PackedBf16Format(),
-    GgufFormat(),
-    PlainFormat(),
+    __package__,
+    "grouped.GroupedFormat",
+    "fp8.Fp8Format",
+    "mxfp4.Mxfp4Format",
+    "compressed_tensors.CompressedTensorsFormat",
+    "four_bit.FourBitFormat",
+    "int8.Int8Format",
+    "bf16_packed.PackedBf16Format",
+    "gguf.GgufFormat",
+    "plain.PlainFormat",
 )
 
 

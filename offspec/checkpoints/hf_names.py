@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from offspec.loaders.files.checkpoint import Checkpoint
-from offspec.loaders.files.gguf_file import GgufModel
-from offspec.loaders.files.mistral_folder import MistralCheckpoint
+from offspec.loaders.registry import named
 
-from . import gguf, mistral
+# Containers with names of their own, as classes of checkpoints → what translates them.
+TRANSLATIONS = {"GgufModel": "gguf.translated", "MistralCheckpoint": "mistral.translated"}
 
 
 def in_hf_names(checkpoint: Checkpoint) -> Checkpoint:
     """Raises CheckpointError, UnsupportedModelError."""
-    if isinstance(checkpoint, GgufModel):
-        return gguf.translated(checkpoint)
-    return mistral.translated(checkpoint) if isinstance(checkpoint, MistralCheckpoint) else checkpoint
+    name = TRANSLATIONS.get(type(checkpoint).__name__)
+    translated: Checkpoint = checkpoint if name is None else named(__package__, name)(checkpoint)
+    return translated

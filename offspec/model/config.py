@@ -19,7 +19,7 @@ from ..errors import CheckpointError, UnsupportedModelError
 from .config_values import EPS_RANGE, Json, mapping, number_in, number_of_layers, positive
 from .families.defaults import DEFAULTS
 from .families.reading import Fields
-from .families.registry import COMPLETED, FAMILIES, MULTIMODAL, PARTLY_ROTATED, TEXT_CLASSES
+from .families.registry import FAMILIES, MULTIMODAL, PARTLY_ROTATED, TEXT_CLASSES, completed, family_fields
 from .names import (
     EMBEDDING,
     FINAL_NORM,
@@ -350,8 +350,7 @@ def read_config(config: Json) -> ModelConfig:
     config = text_config(config)
     family = _family(config)
     config = {**DEFAULTS.get(config["model_type"], {}), **config}
-    if complete := COMPLETED.get(config["model_type"]):
-        config = complete(config)
+    config = completed(config)
     hidden, heads = positive(config, "hidden_size"), positive(config, "num_attention_heads")
     layers = number_of_layers(config)
     kv_heads = positive(config, "num_key_value_heads", heads)
@@ -421,7 +420,7 @@ def _family(config: Json) -> Callable[[Json, int], Fields]:
     if model_type not in PARTLY_ROTATED and read_rotary_share(config) != 1:
         raise UnsupportedModelError(f"partial_rotary_factor other than 1 is not supported for {model_type}")
     check_quantization(config)
-    return FAMILIES[model_type]
+    return family_fields(model_type)
 
 
 def check_quantization(config: Json) -> None:

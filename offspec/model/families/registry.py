@@ -9,121 +9,68 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from offspec.loaders.registry import named
+
 from ..config_values import Json
-from .dense import (
-    arcee,
-    cohere,
-    cohere2,
-    ernie,
-    exaone4,
-    gemma,
-    gemma2,
-    gemma3,
-    gemma4,
-    glm,
-    glm4,
-    granite,
-    helium,
-    hunyuan,
-    llama,
-    ministral3,
-    mistral,
-    nemotron,
-    olmo2,
-    olmo3,
-    phi3,
-    qwen2,
-    qwen3,
-    seed_oss,
-    smollm3,
-    starcoder2,
-)
-from .hybrids import (
-    bamba,
-    falcon_h1,
-    granite_hybrid,
-    lfm2,
-    nemotron_h,
-    nemotron_h_layers,
-    olmo_hybrid,
-    qwen3_5,
-    qwen3_5_moe,
-    qwen3_next,
-)
-from .mixtures import (
-    deepseek_v2,
-    deepseek_v3,
-    glm4_moe,
-    gpt_oss,
-    granite_moe,
-    minimax_m2,
-    mistral4,
-    mixtral,
-    olmoe,
-    qwen2_moe,
-    qwen3_moe,
-    routed_inner_size,
-    youtu,
-)
 from .reading import Fields
 
-# To add a family, add one entry: its config.json → the differing fields of ModelConfig.
-FAMILIES: dict[str, Callable[[Json, int], Fields]] = {
-    "llama": llama,
-    "mistral": mistral,
-    "ministral": mistral,
-    "qwen2": qwen2,
-    "qwen3": qwen3,
-    "mixtral": mixtral,
-    "qwen3_moe": qwen3_moe,
-    "qwen2_moe": qwen2_moe,
-    "qwen3_next": qwen3_next,
-    "deepseek_v2": deepseek_v2,
-    "deepseek_v3": deepseek_v3,
-    "glm4_moe_lite": deepseek_v3,
-    "kimi_k2": deepseek_v3,
-    "mistral4": mistral4,
-    "youtu": youtu,
-    "qwen3_5_text": qwen3_5,
-    "qwen3_5_moe_text": qwen3_5_moe,
-    "ministral3": ministral3,
-    "gemma": gemma,
-    "gemma2": gemma2,
-    "gemma3_text": gemma3,
-    "gemma4_text": gemma4,
-    "phi3": phi3,
-    "glm": glm,
-    "glm4": glm4,
-    "glm4_moe": glm4_moe,
-    "gpt_oss": gpt_oss,
-    "minimax_m2": minimax_m2,
-    "granite": granite,
-    "granitemoe": granite_moe,
-    "granitemoehybrid": granite_hybrid,
-    "bamba": bamba,
-    "falcon_h1": falcon_h1,
-    "nemotron_h": nemotron_h,
-    "olmo2": olmo2,
-    "olmo3": olmo3,
-    "olmoe": olmoe,
-    "olmo_hybrid": olmo_hybrid,
-    "lfm2": lfm2,
-    "cohere": cohere,
-    "cohere2": cohere2,
-    "smollm3": smollm3,
-    "starcoder2": starcoder2,
-    "nemotron": nemotron,
-    "exaone4": exaone4,
-    "helium": helium,
-    "seed_oss": seed_oss,
-    "arcee": arcee,
-    "ernie4_5": ernie,
-    "hunyuan_v1_dense": hunyuan,
+# To add a family, add one entry: the function from its config.json to the differing fields of ModelConfig.
+FAMILIES = {
+    "llama": "dense.llama",
+    "mistral": "dense.mistral",
+    "ministral": "dense.mistral",
+    "qwen2": "dense.qwen2",
+    "qwen3": "dense.qwen3",
+    "mixtral": "mixtures.mixtral",
+    "qwen3_moe": "mixtures.qwen3_moe",
+    "qwen2_moe": "mixtures.qwen2_moe",
+    "qwen3_next": "hybrids.qwen3_next",
+    "deepseek_v2": "mixtures.deepseek_v2",
+    "deepseek_v3": "mixtures.deepseek_v3",
+    "glm4_moe_lite": "mixtures.deepseek_v3",
+    "kimi_k2": "mixtures.deepseek_v3",
+    "mistral4": "mixtures.mistral4",
+    "youtu": "mixtures.youtu",
+    "qwen3_5_text": "hybrids.qwen3_5",
+    "qwen3_5_moe_text": "hybrids.qwen3_5_moe",
+    "ministral3": "dense.ministral3",
+    "gemma": "dense.gemma",
+    "gemma2": "dense.gemma2",
+    "gemma3_text": "dense.gemma3",
+    "gemma4_text": "dense.gemma4",
+    "phi3": "dense.phi3",
+    "glm": "dense.glm",
+    "glm4": "dense.glm4",
+    "glm4_moe": "mixtures.glm4_moe",
+    "gpt_oss": "mixtures.gpt_oss",
+    "minimax_m2": "mixtures.minimax_m2",
+    "granite": "dense.granite",
+    "granitemoe": "mixtures.granite_moe",
+    "granitemoehybrid": "hybrids.granite_hybrid",
+    "bamba": "hybrids.bamba",
+    "falcon_h1": "hybrids.falcon_h1",
+    "nemotron_h": "hybrids.nemotron_h",
+    "olmo2": "dense.olmo2",
+    "olmo3": "dense.olmo3",
+    "olmoe": "mixtures.olmoe",
+    "olmo_hybrid": "hybrids.olmo_hybrid",
+    "lfm2": "hybrids.lfm2",
+    "cohere": "dense.cohere",
+    "cohere2": "dense.cohere2",
+    "smollm3": "dense.smollm3",
+    "starcoder2": "dense.starcoder2",
+    "nemotron": "dense.nemotron",
+    "exaone4": "dense.exaone4",
+    "helium": "dense.helium",
+    "seed_oss": "dense.seed_oss",
+    "arcee": "dense.arcee",
+    "ernie4_5": "dense.ernie",
+    "hunyuan_v1_dense": "dense.hunyuan",
 }
 # Families whose config.json may leave out keys that follow from others.
-COMPLETED: dict[str, Callable[[Json], Json]] = {
-    "nemotron_h": nemotron_h_layers,
-    "qwen3_5_moe_text": routed_inner_size,
+COMPLETED = {
+    "nemotron_h": "hybrids.nemotron_h_layers",
+    "qwen3_5_moe_text": "mixtures.routed_inner_size",
 }
 # Multimodal models → the family of their language model, if `text_config` does not name it.
 MULTIMODAL = {
@@ -155,3 +102,16 @@ PARTLY_ROTATED = (
     "qwen3_5_moe_text",
     "bamba",
 )  # the families that read `partial_rotary_factor`
+
+
+def family_fields(model_type: str) -> Callable[[Json, int], Fields]:
+    """The function of a family in `FAMILIES`."""
+    function: Callable[[Json, int], Fields] = named(__package__, FAMILIES[model_type])
+    return function
+
+
+def completed(config: Json) -> Json:
+    """config.json with the keys that its family may leave out."""
+    name = COMPLETED.get(config["model_type"])
+    whole: Json = config if name is None else named(__package__, name)(config)
+    return whole

@@ -2,34 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from offspec.loaders.registry import named
 
 from ..config import ModelConfig
 from ..rope import RotaryEmbeddings
-from .attention import Attention
-from .delta_net import DeltaNet
-from .experts import Experts
-from .latent_attention import LatentAttention
-from .layer_input import LayerInput, LayerScale
-from .mamba import AttentionBesideMamba, Mamba
-from .mlp import AttentionBesideMlp, Mlp
 from .part import Part
-from .short_convolution import ShortConvolution
-from .transformers_layer import LayerOfModules
 
-PARTS: dict[str, Callable[[ModelConfig, int, RotaryEmbeddings | None], Part]] = {
-    "attention": Attention,
-    "latent attention": LatentAttention,
-    "mlp": Mlp,
-    "experts": Experts,
-    "delta net": DeltaNet,
-    "layer input": LayerInput,
-    "layer scale": LayerScale,
-    "mamba": Mamba,
-    "attention beside mamba": AttentionBesideMamba,
-    "short convolution": ShortConvolution,
-    "attention beside mlp": AttentionBesideMlp,
-    "modules": lambda config, layer, rotaries: LayerOfModules(config, layer),
+PARTS = {
+    "attention": "attention.Attention",
+    "latent attention": "latent_attention.LatentAttention",
+    "mlp": "mlp.Mlp",
+    "experts": "experts.Experts",
+    "delta net": "delta_net.DeltaNet",
+    "layer input": "layer_input.LayerInput",
+    "layer scale": "layer_input.LayerScale",
+    "mamba": "mamba.Mamba",
+    "attention beside mamba": "mamba.AttentionBesideMamba",
+    "short convolution": "short_convolution.ShortConvolution",
+    "attention beside mlp": "mlp.AttentionBesideMlp",
+    "modules": "transformers_layer.of_config",
 }
 
 
@@ -37,7 +28,7 @@ def parts_of(config: ModelConfig, layer: int, rotaries: RotaryEmbeddings | None 
     """A layer's parts, in their order. rotaries: see `NativePart`; without them a config's parts are made once."""
     if rotaries is None and layer in config.made_parts:
         return list(config.made_parts[layer])
-    made = [PARTS[name](config, layer, rotaries) for name in config.parts_of(layer)]
+    made: list[Part] = [named(__package__, PARTS[name])(config, layer, rotaries) for name in config.parts_of(layer)]
     if rotaries is None:
         config.made_parts[layer] = made
     return list(made)

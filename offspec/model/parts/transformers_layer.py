@@ -45,3 +45,8 @@ class LayerOfModules(Part):
             for text, begin, end, some in by_text(rows, first, last)
         ]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+def of_config(config: ModelConfig, layer: int, rotaries: object) -> LayerOfModules:
+    """A layer that tells shapes."""
+    return LayerOfModules(config, layer)
