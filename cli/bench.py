@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import json
+import re
+import reprlib
 import sys
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +26,6 @@ from .bench_texts import check_flags, several_numbers, texts_table, with_spread
 from .flag_declarations import PARTS, OffspecCommand, option
 from .options import (
     MODEL_HELP,
-    WholeNumber,
     draft_window_option,
     fit_to_requests,
     ignore_eos_option,
@@ -60,6 +61,14 @@ def _saved_files(ctx: click.Context, param: click.Parameter, value: tuple[Path, 
         if file.suffix.lower() in PLOT_SUFFIXES and find_spec("matplotlib") is None:
             raise click.BadParameter("plots need matplotlib: pip install 'offspec[bench]'.")
     return value
+
+
+def _rounds(ctx: click.Context, param: click.Parameter, value: str) -> tuple[int, int]:
+    """A click callback: the rounds before those that are measured, and these."""
+    match = re.fullmatch(r"(?:(\d{1,6})\+)?([1-9]\d{0,5})", value)
+    if match is None:
+        raise click.BadParameter(f"{reprlib.repr(value)} is no number of rounds from 1, such as 3, or 0+3.")
+    return int(match[1] or 1), int(match[2])
 
 
 @click.command(
@@ -102,9 +111,13 @@ Examples:
     help="Instead of tree sizes, measure these numbers of texts that share passes, e.g. 1,2,4,8.",
 )
 @option(
-    "--warmup", type=WholeNumber(0), default=1, show_default=True, metavar="N", help="Rounds before the measured ones."
+    "--repeats",
+    default="1+3",
+    show_default=True,
+    metavar="[W+]N",
+    callback=_rounds,
+    help="Measured rounds, after W that are not measured; W is 1 if it is omitted.",
 )
-@option("--repeats", type=WholeNumber(1), default=3, show_default=True, metavar="N", help="Measured rounds.")
 @option(
     "--save",
     "files",
@@ -136,8 +149,7 @@ def command(
     prompt_file: Path | None,
     budgets: list[int | None],
     numbers: list[int] | None,
-    warmup: int,
-    repeats: int,
+    repeats: tuple[int, int],
     files: tuple[Path, ...],
     without: tuple[str, ...],
     as_json: bool,
@@ -154,12 +166,13 @@ def command(
     for file in files:
         check_sink(file)
     workloads = None if prompt_file is None else _workloads(prompt_file)
+    num_warmups, num_repeats = repeats
     shown = ReportFlags(
         as_json,
         quiet,
         {
-            "warmup": warmup,
-            "repeats": repeats,
+            "warmup": num_warmups,
+            "repeats": num_repeats,
             "max_new_tokens": sampling.max_new_tokens,
             "temperature": sampling.temperature,
             **lossy_settings(speculation),
@@ -167,8 +180,8 @@ def command(
     )
     load = partial(load_engine, quiet=quiet, verbose=verbose)
     runs: dict[str, Any] = {
-        "num_warmups": warmup,
-        "num_repeats": repeats,
+        "num_warmups": num_warmups,
+        "num_repeats": num_repeats,
         "progress": _no_progress if quiet else partial(_progress, ProgressLine()),
     }
     if numbers is not None:

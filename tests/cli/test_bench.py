@@ -30,7 +30,7 @@ def bench(pair: Pair, tmp_path: Path, offspec: Offspec) -> Bench:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "def", "kind": "code"}\n{"messages": [{"role": "user", "content": "hi"}]}\n')
     args = ("bench", pair.target, "--draft", pair.draft, "--device", "cpu", "--max-new-tokens", 6)
-    small = ("--prompts", prompts, "--budgets", "4,8", "--warmup", 0, "--repeats", 1)
+    small = ("--prompts", prompts, "--budgets", "4,8", "--repeats", "0+1")
     return lambda *flags: offspec(*args, *small, *flags)
 
 
@@ -100,7 +100,7 @@ def test_without_a_draft_plain_decoding_is_measured(pair: Pair, tmp_path: Path, 
     (tmp_path / "prompts.txt").write_text("hi\n\nho\n")
     args = (
         *("bench", pair.target, "--draft", "none", "--device", "cpu", "--max-new-tokens", 3, "--prompts"),
-        *(tmp_path / "prompts.txt", "--repeats", 1, "--warmup", 0, "--json"),
+        *(tmp_path / "prompts.txt", "--repeats", "0+1", "--json"),
     )
     result = offspec(*args)
     told = json.loads(result.out)
@@ -176,7 +176,7 @@ def bench_texts(pair: Pair, tmp_path: Path, offspec: Offspec) -> Bench:
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("def area(\nfor item in\nx =\nimport\n")
     args = ("bench", pair.target, "--draft", pair.draft, "--device", "cpu", "--max-new-tokens", 6)
-    return lambda *flags: offspec(*args, "--prompts", prompts, "--warmup", 0, "--repeats", 1, *flags)
+    return lambda *flags: offspec(*args, "--prompts", prompts, "--repeats", "0+1", *flags)
 
 
 def test_numbers_of_texts_that_share_passes(bench_texts: Bench) -> None:

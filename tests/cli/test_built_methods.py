@@ -99,7 +99,7 @@ def test_every_method_that_is_built_has_a_command() -> None:
 @pytest.mark.parametrize("flags", sorted(set(BENCHED.values())), ids=" ".join)
 def test_texts_equal_plain_decoding(flags: tuple[str, ...], files: dict[str, Path], offspec: Offspec) -> None:
     budgets = "auto" if "sequoia" in flags else "32"
-    short = ("--budgets", budgets, "--repeats", 1, "--warmup", 0, "--max-new-tokens", 6, "--ignore-eos")
+    short = ("--budgets", budgets, "--repeats", "0+1", "--max-new-tokens", 6, "--ignore-eos")
     result = offspec(
         "bench", "builtin", "--prompts", files["prompt"], *placed(flags, files), *short, "--device", "cpu", "--json"
     )
@@ -118,7 +118,7 @@ def test_texts_equal_plain_decoding(flags: tuple[str, ...], files: dict[str, Pat
 )
 def test_lossy_methods_accept_more_than_a_token(method: str, files: dict[str, Path], offspec: Offspec) -> None:
     flags = ("--accept", LOSSY[method], "--beam", 4, "--gamma", 4, "--max-new-tokens", 12, "--device", "cpu")
-    short = ("--repeats", 1, "--warmup", 0, "--budgets", "8")
+    short = ("--repeats", "0+1", "--budgets", "8")
     result = offspec("bench", "builtin", "--prompts", files["prompt"], *flags, *short, "--json")
     assert result.code == 0, result
     (lossy,) = [row for row in json.loads(result.out)["rows"] if row["is_lossy"]]

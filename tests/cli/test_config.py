@@ -104,7 +104,7 @@ def test_the_file_turns_off_what_is_on_by_default(
     monkeypatch.setattr(Engine, "generate", spy)
     file.write_text('without = ["lookup"]\n')
     (prompts := file.with_name("prompts.txt")).write_text("hi\n")
-    small = ("--budgets", 4, "--repeats", 1, "--warmup", 0)
+    small = ("--budgets", 4, "--repeats", "0+1")
     assert offspec("bench", *run_args[1:], "--prompts", prompts, *small, "-q").code == 0
     assert {(s.lookup, s.reuse, s.overlap) for s in given if s.budget} == {(False, True, True)}
     assert told(offspec, "bench")["without"]["value"] == ["lookup"]

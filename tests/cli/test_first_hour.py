@@ -96,7 +96,7 @@ RUNNING = [
         piped=b"hi\n/stats\n/system Be brief.\n/show\n",
     ),
     Line("chat ./model -n 4", out=("/regen", "/save FILE", "Ctrl-D"), piped=b"/help\n/exit\n"),
-    Line("bench ./model -n 4 --budgets 4 --repeats 1 --warmup 0 --prompts prompts.jsonl", out=("plain", "tokens/s")),
+    Line("bench ./model -n 4 --budgets 4 --repeats 0+1 --prompts prompts.jsonl", out=("plain", "tokens/s")),
     Line("verify ./model -n 4 --budgets 4 --temperatures 0 --prompts notes.txt", out=("plain",)),
     Line("quantize ./model ./nf4", out=("nf4", "verified after writing")),
 ]

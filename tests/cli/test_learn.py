@@ -224,7 +224,7 @@ def test_bench_measures_what_was_learnt_elsewhere_and_learns_nothing(
     file = tmp_path / "learnt"
     file.write_bytes(learnt)
     args = ("bench", pair.target, "--draft", pair.draft, "--device", "cpu", "--budgets", "8", "--repeats", "1")
-    short = ("--prompts", prompts, "--max-new-tokens", "4", "--warmup", "0", "-q")
+    short = ("--prompts", prompts, "--max-new-tokens", "4", "--repeats", "0+3", "-q")
     assert offspec(*args, *short, "--learn-file", file).code == 0
     assert file.read_bytes() == learnt
     assert offspec(*args, *short, "--learn").code == 2
