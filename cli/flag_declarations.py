@@ -71,6 +71,7 @@ REPLACED = {
     "--strict": "nothing: a note names misspelt keys",
     "--deterministic": "--arithmetic deterministic",
     "--revision": "MODEL as org/name@REVISION",
+    "--ray": "--batch ray or ray:HOST:PORT",
     "--warmup": "--repeats WARMUPS+N",
 }
 FLAGS: dict[str, str] = {}  # name of a setting in Python → flag; of every command that was imported

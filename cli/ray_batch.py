@@ -1,4 +1,4 @@
-"""`offspec run --ray`: one engine on each node or GPU of a Ray cluster answers the prompts of a file.
+"""`offspec run --batch ray`: one engine on each node or GPU of a Ray cluster answers the prompts of a file.
 
 Ray starts and restarts the engines' processes, moves prompts and answers, and notices processes and nodes that die.
 This module decides which nodes get an engine, and gives the next prompts to the engine that is free. Only functions
@@ -31,7 +31,7 @@ MOST_DEATHS = 3  # of engines' processes while they answered the same prompt; th
 RESTARTS = 2  # of an engine's process, by Ray
 CONNECT_S = 5.0
 MOST_HEADLESS_S = 20.0  # until then a head may come back; after 60 s Ray would end this process
-NOT_INSTALLED = "--ray needs Ray, which is not installed: pip install 'offspec[ray]'"
+NOT_INSTALLED = "--batch ray needs Ray, which is not installed: pip install 'offspec[ray]'"
 START_RAY = "start one with `ray start --head`, and `ray start --address HEAD:6379` on the other machines"
 
 
@@ -299,7 +299,7 @@ def _check_address(address: str) -> None:
         return
     host, _, port = address.rpartition(":")
     if "://" in address or not host or not port.isdecimal():
-        raise UsageError(f"--ray must be auto or the HOST:PORT of a cluster's head node, not {address!r}")
+        raise UsageError(f"--batch must name the head of a Ray cluster as ray:HOST:PORT, not ray:{address}")
     try:
         socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
     except (OSError, OverflowError, ValueError) as exc:  # ValueError: a name that no host can have

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import reprlib
 import sys
 import time
 from collections import Counter
@@ -110,6 +111,15 @@ class PromptFlags:
 PROMPT = FlagRecord("prompts", PromptFlags, PromptFlags)
 
 
+def _texts_and_cluster(ctx: click.Context, param: click.Parameter, value: str) -> tuple[int | None, str | None]:
+    """A click callback: the number of texts (None is `auto`), and the address of a Ray cluster (None is no cluster)."""
+    texts, _, cluster = value.partition(",") if value[:3] != "ray" else ("auto", "", value)
+    name, _, address = cluster.partition(":")
+    if name not in ("", "ray"):
+        raise click.BadParameter(f"{reprlib.repr(name)} is not ray or ray:HOST:PORT.")
+    return number_of_texts(ctx, param, texts), (address or "auto") if name else None
+
+
 @dataclass(frozen=True)
 class OutputFlags:
     """The output flags of a request."""
@@ -158,19 +168,13 @@ A line of prompts.jsonl is {{"prompt": "..."}} or {{"messages": [{{"role": "user
 )
 @option(
     "--batch",
-    "max_texts",
     is_rare=True,
     default="auto",
     show_default=True,
-    metavar="auto|N",
-    callback=number_of_texts,
-    help="Answer up to N lines of a .jsonl file, or of --num-answers, at a time; they share the target's passes.",
-)
-@option(
-    "--ray",
-    is_rare=True,
-    metavar="ADDRESS|auto",
-    help="Answer a .jsonl file on all nodes of a Ray cluster: HOST:PORT of its head, or auto.",
+    metavar="auto|N|ray[:HOST:PORT]",
+    callback=_texts_and_cluster,
+    help="Answer up to N lines of a .jsonl file, or of --num-answers, at a time; they share the target's passes. With "
+    "ray or N,ray all nodes of this machine's Ray cluster answer the file; HOST:PORT names the head of another one.",
 )
 @option(
     "--num-answers",
@@ -202,8 +206,7 @@ A line of prompts.jsonl is {{"prompt": "..."}} or {{"messages": [{{"role": "user
 def command(
     prompt_flag: str | None,
     output: Path | None,
-    max_texts: int | None,
-    ray: str | None,
+    batch: tuple[int | None, str | None],
     num_answers: int,
     as_json: bool,
     show_stats: bool,
@@ -224,7 +227,7 @@ def command(
     prompts = replace(prompts, prompt=prompt)
     prompts.check(num_answers, loading.think)
     shown = OutputFlags(as_json, show_stats, quiet, verbose)
-    several = AnswerFlags(num_answers, max_texts)
+    (max_texts, ray), several = batch, AnswerFlags(num_answers, batch[0])
     several.check(sampling, is_file=prompts.is_batch)
     loading = replace(fit_to_requests(loading, sampling, speculation), model=model, chats=prompts.system is not None)
     _check_ray(ray, prompts, loading)
@@ -392,11 +395,11 @@ def _no_answers(prompts: Sequence[Asked]) -> Generator[tuple[int, Answer | Offsp
 
 
 def _check_ray(address: str | None, prompts: PromptFlags, loading: LoadOptions) -> None:
-    """Raises click.UsageError for what --ray does not go with."""
+    """Raises click.UsageError for what --batch ray does not go with."""
     if address is None:
         return
     if not prompts.is_batch:
-        raise click.UsageError("--ray needs a --prompt-file that ends with .jsonl.")
+        raise click.UsageError("--batch ray needs a --prompt-file that ends with .jsonl.")
     if loading.device.startswith("cuda:"):
         raise click.UsageError(f"Ray chooses the GPU of each engine: give --device cuda instead of {loading.device}.")
 

@@ -1,4 +1,4 @@
-"""`offspec run --ray`: the nodes of a cluster answer a file as one machine does, whichever of them dies."""
+"""`offspec run --batch ray`: the nodes of a cluster answer a file as one machine does, whichever of them dies."""
 
 from __future__ import annotations
 
@@ -61,29 +61,29 @@ def test_which_engines_a_node_gets(resources: dict[str, float], device: str, sha
 
 
 def test_what_cannot_be_meant(run_args: Sequence[object], source: Path, offspec: Offspec) -> None:
-    offspec(*run_args, "hi", "--ray", "auto").refusal(2, "--ray", "--prompt-file")
-    many = (*run_args, "--prompt-file", source, "--ray", "auto")
+    offspec(*run_args, "hi", "--batch", "ray").refusal(2, "--batch ray", "--prompt-file")
+    many = (*run_args, "--prompt-file", source, "--batch", "4,ray")
     offspec(*many, "--device", "cuda:1").refusal(2, "cuda:1", "--device cuda")
 
 
 @pytest.mark.parametrize("address", ["ray://127.0.0.1:10001", "127.0.0.1"])
 def test_an_address_of_another_kind(address: str, run_args: Sequence[object], source: Path, offspec: Offspec) -> None:
     pytest.importorskip("ray")
-    offspec(*run_args, "--prompt-file", source, "--ray", address).refusal(2, address, "--ray", "HOST:PORT")
+    offspec(*run_args, "--prompt-file", source, "--batch", f"ray:{address}").refusal(2, address, "--batch", "HOST:PORT")
 
 
 def test_an_address_where_nobody_listens(run_args: Sequence[object], source: Path, offspec: Offspec) -> None:
     pytest.importorskip("ray")
     with socket.create_server(("127.0.0.1", 0)) as sock:
         address = f"127.0.0.1:{sock.getsockname()[1]}"
-    offspec(*run_args, "--prompt-file", source, "--ray", address).refusal(2, address, "ray start")
+    offspec(*run_args, "--prompt-file", source, "--batch", f"ray:{address}").refusal(2, address, "ray start")
 
 
 def test_ray_is_not_installed(
     run_args: Sequence[object], source: Path, offspec: Offspec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    offspec(*run_args, "--prompt-file", source, "--ray", "auto").refusal(2, "pip install 'offspec[ray]'")
+    offspec(*run_args, "--prompt-file", source, "--batch", "ray").refusal(2, "pip install 'offspec[ray]'")
 
 
 def test_without_open_prompts_no_cluster_is_looked_for(
@@ -94,7 +94,7 @@ def test_without_open_prompts_no_cluster_is_looked_for(
     assert offspec(*many).code == 0
     monkeypatch.setitem(sys.modules, "ray", None)
     monkeypatch.setattr(Engine, "load", None)
-    result = offspec(*many, "--ray", "auto", "--stats")
+    result = offspec(*many, "--batch", "ray", "--stats")
     assert (result.code, result.err) == (
         0,
         "offspec: 1 of 1 prompts were answered before\n"
@@ -139,7 +139,7 @@ def test_a_node_dies_and_one_has_no_model(
     output.write_bytes(b"".join(lines[:5]) + lines[5][:30])
     able = list(cluster.nodes)
     cluster.add(HOME=str(tmp_path))
-    command = ("run", *model, "--output", output, "--ray", cluster.address, "--stats")
+    command = ("run", *model, "--output", output, "--batch", f"ray:{cluster.address}", "--stats")
     process = start(*command, env={"HOME": str(home)})
     wait_for(lambda: process.poll() is not None or output.read_bytes().count(b"\n") >= 12)
     at_work = wait_for(lambda: [node for node in able if calls_of(node, "NodeEngine.answer")])
@@ -171,7 +171,7 @@ def check_said(said: str) -> None:
 def test_a_process_that_dies_is_started_again(cluster: Nodes, source: Path, tmp_path: Path) -> None:
     """And Ctrl-C ends the command and the engines."""
     output = tmp_path / "answers.jsonl"
-    args = ("run", "builtin", *CPU, "--prompt-file", source, "--ray", cluster.address, "--output", output)
+    args = ("run", "builtin", *CPU, "--prompt-file", source, "--batch", f"ray:{cluster.address}", "--output", output)
     lasting, *others = cluster.nodes
     for node in others:
         cluster.kill(node)
@@ -193,12 +193,12 @@ def test_a_process_that_dies_is_started_again(cluster: Nodes, source: Path, tmp_
 def test_an_engine_is_killed_again_and_again_and_then_the_head(source: Path, tmp_path: Path) -> None:
     """Each ends the command with one line; no answer is lost or comes twice, and the same command goes on."""
     output = tmp_path / "answers.jsonl"
-    args = ("run", "builtin", *CPU, "--prompt-file", source, "--output", output, "--ray")
+    args = ("run", "builtin", *CPU, "--prompt-file", source, "--output", output, "--batch")
     impatient = "ray_batch.LOOK_S = 0.1; ray_batch.MOST_HEADLESS_S = 1; main.main()"
     program = ("-c", f"from offspec.cli import main, ray_batch; {impatient}")
     with nodes() as found:
         node = found.add()
-        process = start(*args, found.address)
+        process = start(*args, f"ray:{found.address}")
         while process.poll() is None:
             wait_for_answer(process, output)
             for call in calls_of(node, "NodeEngine"):
@@ -207,7 +207,7 @@ def test_an_engine_is_killed_again_and_again_and_then_the_head(source: Path, tmp
         assert (result.code, result.out) == (1, ""), result
         assert result.err.count("its process died") == RESTARTS
         assert tells(result.err.splitlines()[-1], "Error", "no node", "unanswered")
-        process, num_before = start(*args, found.address, program=program), num_answers(output)
+        process, num_before = start(*args, f"ray:{found.address}", program=program), num_answers(output)
         wait_for_answer(process, output)
         found.kill_head()
         result = finish(process)

@@ -336,6 +336,7 @@ def test_the_rest_is_left_out_until_all_is_asked_for(offspec: Offspec) -> None:
         (("--ngl", "99"), ("--ngl", "--vram SIZE")),
         (("-m", "model.gguf"), ("-m", "MODEL as the first argument")),
         (("--ctx-size=8192",), ("--ctx-size", "--context N")),
+        (("--ray", "auto"), ("--ray", "--batch ray")),
     ],
 )
 def test_a_flag_that_is_elsewhere_is_told(flags: Sequence[str], words: Sequence[str], offspec: Offspec) -> None:

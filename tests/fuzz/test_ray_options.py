@@ -1,4 +1,4 @@
-"""Addresses after `--ray`, and what nodes of a cluster say that they have, by seeds. No cluster is started."""
+"""Addresses after `--batch ray:`, and what nodes of a cluster say that they have, by seeds. No cluster is started."""
 
 from __future__ import annotations
 
