@@ -72,6 +72,7 @@ REPLACED = {
     "--deterministic": "--arithmetic deterministic",
     "--revision": "MODEL as org/name@REVISION",
     "--ray": "--batch ray or ray:HOST:PORT",
+    **dict.fromkeys(("-p", "--prompt"), "PROMPT as the second argument"),
     "--warmup": "--repeats WARMUPS+N",
 }
 FLAGS: dict[str, str] = {}  # name of a setting in Python → flag; of every command that was imported

@@ -154,7 +154,6 @@ A line of prompts.jsonl is {{"prompt": "..."}} or {{"messages": [{{"role": "user
 )
 @model_argument
 @PROMPT.argument("prompt", required=False)
-@option("--prompt", "-p", "prompt_flag", metavar="TEXT", help="The same as PROMPT.")
 @PROMPT.option(
     "prompt_file",
     type=click.Path(exists=True, dir_okay=False, readable=True, path_type=Path),
@@ -204,7 +203,6 @@ A line of prompts.jsonl is {{"prompt": "..."}} or {{"messages": [{{"role": "user
     json="Print one JSON object instead of the text.", stats="Show tokens/s and other statistics on stderr."
 )
 def command(
-    prompt_flag: str | None,
     output: Path | None,
     batch: tuple[int | None, str | None],
     num_answers: int,
@@ -219,9 +217,7 @@ def command(
     constraint: ConstraintFlags,
 ) -> None:
     sampling = constraint.applied_to(sampling)
-    if prompt_flag is not None and prompts.prompt is not None:
-        raise click.UsageError("Give PROMPT or --prompt, not both.")
-    model, prompt = loading.model, prompt_flag if prompts.prompt is None else prompts.prompt
+    model, prompt = loading.model, prompts.prompt
     if prompt is None:
         model, prompt = _alone(model)
     prompts = replace(prompts, prompt=prompt)
