@@ -8,18 +8,19 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from offspec.text.thinking import ThinkingStyle
 
+from .answer_forms import AnswerChunk
 from .logprobs import TokenTexts
-from .openai_answers import AnswerChunk, ChatChoice
+from .openai_answers import ChatChoice
 from .openai_requests import CompletionRequest
+from .request_parts import Json
 
 if TYPE_CHECKING:
     from offspec.text.tokenizer import Tokenizer
 
-Json = dict[str, Any]
 BlockKind = Literal["thinking", "text", "call"]
 
 

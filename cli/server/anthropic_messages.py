@@ -15,11 +15,9 @@ from offspec import SamplingParams
 from offspec.errors import UsageError
 
 from .answer_blocks import AnswerBlock, BlockAnswer, BlockEvent
-from .answer_forms import NamedEvents
-from .openai_answers import AnswerChunk
+from .answer_forms import AnswerChunk, AnswerForm, ApiForm
 from .openai_requests import FIELDS, CompletionRequest, parse
 from .request_parts import Json, field_of, list_of_objects, object_of, refuse_fields, text_of
-from .stream_formats import EVENTS
 
 if TYPE_CHECKING:
     from offspec.text.tokenizer import Tokenizer
@@ -35,14 +33,10 @@ DELTAS = {"thinking": ("thinking_delta", "thinking"), "text": ("text_delta", "te
 DELTAS |= {"call": ("input_json_delta", "partial_json")}
 
 
-class Messages:
-    """The API as a form of requests and answers."""
-
+class Messages(ApiForm):
     name = "messages"
-    stream = EVENTS
 
     def request(self, body: Any, defaults: SamplingParams) -> CompletionRequest:
-        """A request as a chat. Raises UsageError, which names the field."""
         return parse("chat", as_chat(body), defaults)
 
     def answer(
@@ -51,13 +45,8 @@ class Messages:
         return MessageAnswer(model, BlockAnswer(request, prompts[0], tokenizer))
 
     def error(self, failure: Json, status: int) -> Json:
-        return error_of(failure, status)
-
-
-def error_of(failure: Json, status: int) -> Json:
-    """An error as Anthropic's clients read it."""
-    kind = ERRORS.get(status, "api_error")
-    return {"type": "error", "error": {"type": kind, "message": failure["error"]["message"]}}
+        kind = ERRORS.get(status, "api_error")
+        return {"type": "error", "error": {"type": kind, "message": failure["error"]["message"]}}
 
 
 # ------------------------------------------------------------------------------------------------ requests
@@ -200,7 +189,7 @@ def _add_format(chat: Json, body: Json) -> None:
 # ------------------------------------------------------------------------------------------------ answers
 
 
-class MessageAnswer(NamedEvents):
+class MessageAnswer(AnswerForm):
     """The response to one request."""
 
     def __init__(self, model: str, answer: BlockAnswer) -> None:
@@ -224,7 +213,6 @@ class MessageAnswer(NamedEvents):
         }
 
     def parts(self, index: int, passage: AnswerChunk, *, is_first: bool) -> list[Json]:
-        """The events of one pass."""
         events = list[Json]()
         if is_first:
             usage = {**_usage(passage.figures), "output_tokens": 0}
@@ -235,12 +223,6 @@ class MessageAnswer(NamedEvents):
             figures = {"usage": _usage(passage.figures), "offspec": passage.figures}
             events += [{"type": "message_delta", "delta": self._stop(passage), **figures}, {"type": "message_stop"}]
         return events
-
-    def last_parts(self) -> list[Json]:
-        return []
-
-    def error_parts(self, failure: Json, status: int) -> list[Json]:
-        return [error_of(failure, status)]
 
     def _stop(self, passage: AnswerChunk) -> Json:
         if passage.stopped is not None:

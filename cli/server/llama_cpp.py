@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,12 +11,11 @@ from offspec import SamplingParams, __version__
 from offspec.errors import UsageError
 from offspec.text.infill import Infill
 
+from .answer_forms import AnswerChunk, AnswerForm, ApiForm
 from .logprobs import TokenTexts
 from .model_facts import template_of
-from .openai_answers import AnswerChunk
 from .openai_requests import CompletionRequest, parse
 from .request_parts import Json, field_of, list_of_objects, object_of, refuse_fields
-from .stream_formats import EVENTS
 
 if TYPE_CHECKING:
     from offspec import Engine
@@ -28,11 +26,8 @@ OTHERS = ("suffix", "echo", "n", "best_of", "logprobs", "stream_options", "offsp
 STOP_TYPES = {"eos": "eos", "stop": "word", "length": "limit"}
 
 
-class Infilling:
-    """`/infill` as a form of requests and answers."""
-
+class Infilling(ApiForm):
     name = "infill"
-    stream = EVENTS
 
     def request(self, body: Any, defaults: SamplingParams) -> CompletionRequest:
         """A request as a text completion: `prompt` follows `input_prefix`. Raises UsageError, which names the field.
@@ -67,10 +62,8 @@ def _extra(body: Json) -> tuple[tuple[str, str], ...]:
     return tuple(files)
 
 
-class InfillAnswer:
+class InfillAnswer(AnswerForm):
     """The response to one request. prompt: as the model reads it."""
-
-    end = ""
 
     def __init__(self, body: Json, completion: CompletionRequest, model: str, prompt: str) -> None:
         self._completion, self._text = completion, ""
@@ -92,15 +85,6 @@ class InfillAnswer:
             end = {**self._end(passage), "content": "", "has_new_line": "\n" in self._text}
             parts.append(self._selected(end))
         return parts
-
-    def last_parts(self) -> list[Json]:
-        return []
-
-    def error_parts(self, failure: Json, status: int) -> list[Json]:
-        return [Infilling().error(failure, status)]
-
-    def event(self, part: Json) -> str:
-        return f"data: {json.dumps(part)}\n\n"
 
     def _end(self, chunk: AnswerChunk) -> Json:
         figures = chunk.figures

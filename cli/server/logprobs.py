@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from .request_parts import Json
 
 if TYPE_CHECKING:
     from offspec import TokenLogprob
     from offspec.text.tokenizer import Tokenizer
 
-Json = dict[str, Any]
 LEAST = -9999.0  # instead of minus infinity, which JSON does not have; so has vLLM
 
 

@@ -7,7 +7,6 @@ Ollama's runner (`num_ctx`, `num_gpu`) and unknown ones are ignored, as Ollama d
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
@@ -20,12 +19,12 @@ from offspec.errors import UsageError
 
 from . import logprobs
 from .answer_blocks import AnswerBlock, BlockAnswer
+from .answer_forms import LINES, AnswerChunk, AnswerForm, ApiForm
 from .logprobs import TokenTexts
 from .model_facts import capabilities, template_of
-from .openai_answers import FINISHES, AnswerChunk
+from .openai_answers import FINISHES
 from .openai_requests import CompletionRequest, parse
 from .request_parts import Json, field_of, list_of_objects, object_of, refuse_fields
-from .stream_formats import LINES
 
 if TYPE_CHECKING:
     from offspec.text.tokenizer import Tokenizer
@@ -45,8 +44,8 @@ LEVELS = ("low", "medium", "high", "max")  # of thinking
 NANOSECONDS = 1e9  # in a second
 
 
-class Ollama:
-    """`/api/chat` or `/api/generate` as a form of requests and answers."""
+class Ollama(ApiForm):
+    """`/api/chat` or `/api/generate`."""
 
     stream = LINES
 
@@ -154,10 +153,8 @@ def _thinking(body: Json) -> Json:
 # ------------------------------------------------------------------------------------------------ answers
 
 
-class OllamaAnswer:
+class OllamaAnswer(AnswerForm):
     """The response to one request. blocks: of a chat; without them, answers are texts."""
-
-    end = ""
 
     def __init__(
         self, model: str, blocks: BlockAnswer | None, texts: TokenTexts | None, *, is_chat: bool, only_loads: bool
@@ -189,12 +186,6 @@ class OllamaAnswer:
 
     def last_parts(self) -> list[Json]:
         return [self._loaded()] if self._only_loads else []
-
-    def error_parts(self, failure: Json, status: int) -> list[Json]:
-        return [{"error": failure["error"]["message"]}]
-
-    def event(self, part: Json) -> str:
-        return f"{json.dumps(part)}\n"
 
     def _said(self, passage: AnswerChunk) -> Iterator[AnswerBlock]:
         """What a pass says, in blocks: texts as they come, calls when they are complete."""

@@ -5,12 +5,10 @@ Answers have the engine's statistics under `offspec`.
 
 from __future__ import annotations
 
-import json
 import math
 import secrets
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from offspec import SamplingParams
@@ -18,61 +16,17 @@ from offspec.text.thinking import ThinkingStyle
 
 from ..reasoning import ThinkingReader
 from . import logprobs
+from .answer_forms import AnswerChunk, AnswerForm, ApiForm
 from .logprobs import TokenTexts
 from .openai_requests import CompletionRequest, Kind, parse
 from .request_parts import Json
-from .stream_formats import EVENTS
 from .tools import CalledTools
 
 if TYPE_CHECKING:
-    from offspec import Step, TokenLogprob
+    from offspec import TokenLogprob
     from offspec.text.tokenizer import Tokenizer
 
 FINISHES = {"eos": "stop", "stop": "stop", "length": "length", None: None}
-
-
-@dataclass(frozen=True)
-class AnswerChunk:
-    """Text of an answer, all of it or a part. figures: `Stats.as_dict`, once there is a pass.
-
-    texts, logprobs, prompt_logprobs, stopped: as in `Step`. report: of the pass, if the request asks for it.
-    """
-
-    text: str = ""
-    finish_reason: str | None = None
-    figures: Json = field(default_factory=dict)
-    texts: tuple[str, ...] = ()
-    logprobs: tuple[TokenLogprob, ...] = ()
-    prompt_logprobs: tuple[TokenLogprob, ...] = ()
-    stopped: str | None = None
-    report: Json | None = None
-
-    @classmethod
-    def of(cls, step: Step, report: Json | None = None) -> AnswerChunk:
-        figures = step.stats.as_dict()
-        return cls(
-            step.text,
-            step.finish_reason,
-            figures,
-            step.texts,
-            step.logprobs,
-            step.prompt_logprobs,
-            step.stopped,
-            report,
-        )
-
-    def then(self, step: Step) -> AnswerChunk:
-        """This text and that of the next step."""
-        later = AnswerChunk.of(step)
-        return AnswerChunk(
-            self.text + later.text,
-            later.finish_reason,
-            later.figures,
-            self.texts + later.texts,
-            self.logprobs + later.logprobs,
-            self.prompt_logprobs or later.prompt_logprobs,
-            later.stopped,
-        )
 
 
 def mean_logprob(chunk: AnswerChunk) -> float:
@@ -178,34 +132,23 @@ class ChatChoice:
         return "tool_calls" if reason == "stop" and self._called and self._called.num_calls else reason
 
 
-class Completions:
-    """OpenAI's chats or text completions, as a form of requests and answers (`answer_forms.ApiForm`)."""
-
-    stream = EVENTS
+class Completions(ApiForm):
+    """OpenAI's chats or text completions."""
 
     def __init__(self, kind: Kind) -> None:
         self.name: str = kind
         self._kind: Kind = kind
 
     def request(self, body: Any, defaults: SamplingParams) -> CompletionRequest:
-        """Raises UsageError, which names the field."""
         return parse(self._kind, body, defaults)
 
     def answer(
-        self,
-        body: Json,
-        completion: CompletionRequest,
-        model: str,
-        prompts: Sequence[Sequence[int]],
-        tokenizer: Tokenizer,
+        self, body: Json, request: CompletionRequest, model: str, prompts: Sequence[Sequence[int]], tokenizer: Tokenizer
     ) -> Answer:
-        return Answer(completion, model, prompts, tokenizer)
-
-    def error(self, failure: Json, status: int) -> Json:
-        return failure
+        return Answer(request, model, prompts, tokenizer)
 
 
-class Answer:
+class Answer(AnswerForm):
     """Builds the response to one request; all parts of a stream have the same id."""
 
     end = "data: [DONE]\n\n"
@@ -264,29 +207,23 @@ class Answer:
             kept += numbers
         return kept
 
-    def parts(self, index: int, chunk: AnswerChunk, *, is_first: bool) -> list[Json]:
+    def parts(self, index: int, passage: AnswerChunk, *, is_first: bool) -> list[Json]:
         """The parts of a stream for an answer's text of one pass. The answer's last part has its figures."""
         choice = self._choices[index]
-        bodies = [{"index": index, **part, "finish_reason": None} for part in choice.parts(chunk, is_first=is_first)]
+        bodies = [{"index": index, **part, "finish_reason": None} for part in choice.parts(passage, is_first=is_first)]
         parts: list[Json] = [{**self._part_head, "choices": [part]} for part in bodies]
-        if chunk.finish_reason is not None:
-            parts[-1]["choices"][0]["finish_reason"] = choice.finish(chunk)
-            parts[-1]["offspec"] = chunk.figures
-            self._figures[index] = chunk.figures
-        if chunk.report is not None:
-            report = {"index": index, "pass": chunk.report, **chunk.figures}
+        if passage.finish_reason is not None:
+            parts[-1]["choices"][0]["finish_reason"] = choice.finish(passage)
+            parts[-1]["offspec"] = passage.figures
+            self._figures[index] = passage.figures
+        if passage.report is not None:
+            report = {"index": index, "pass": passage.report, **passage.figures}
             parts.insert(0, {**self._part_head, "choices": [], "offspec": report})
         return parts
 
     def last_parts(self) -> list[Json]:
         """The part with the token counts, if the request wants one, after the last parts of all answers."""
         return [{**self._part_head, "choices": [], "usage": self._usage()}] if self._completion.wants_usage else []
-
-    def error_parts(self, failure: Json, status: int) -> list[Json]:
-        return [failure]
-
-    def event(self, part: Json) -> str:
-        return f"data: {json.dumps(part)}\n\n"
 
     @property
     def _part_head(self) -> Json:

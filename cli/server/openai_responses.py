@@ -16,12 +16,10 @@ from offspec import SamplingParams
 from offspec.errors import UsageError
 
 from .answer_blocks import AnswerBlock, BlockAnswer, BlockEvent
-from .answer_forms import NamedEvents
-from .openai_answers import AnswerChunk
+from .answer_forms import AnswerChunk, AnswerForm, ApiForm
 from .openai_requests import FIELDS, CompletionRequest, parse
 from .request_parts import Json, field_of, list_of_objects, object_of, refuse_fields, text_of
 from .response_store import StoredResponses
-from .stream_formats import EVENTS
 
 if TYPE_CHECKING:
     from offspec.text.tokenizer import Tokenizer
@@ -45,17 +43,13 @@ FULL_TEXT = {"thinking": "text", "text": "text", "call": "arguments"}
 Keep = Callable[[str, Sequence[AnswerBlock]], None]
 
 
-class Responses:
-    """The API as a form of requests and answers."""
-
+class Responses(ApiForm):
     name = "responses"
-    stream = EVENTS
 
     def __init__(self, stored: StoredResponses) -> None:
         self._stored = stored
 
     def request(self, body: Any, defaults: SamplingParams) -> CompletionRequest:
-        """A request as a chat. Raises UsageError, which names the field."""
         previous = field_of(object_of(body), "previous_response_id", str, "a string")
         return parse("chat", as_chat(body, self._stored.messages(previous) if previous else ()), defaults)
 
@@ -68,9 +62,6 @@ class Responses:
 
     def _keep(self, messages: Sequence[Json], response_id: str, blocks: Sequence[AnswerBlock]) -> None:
         self._stored.add(response_id, [*messages, _as_message(blocks)])
-
-    def error(self, failure: Json, status: int) -> Json:
-        return failure
 
 
 # ------------------------------------------------------------------------------------------------ requests
@@ -155,7 +146,7 @@ def _turn_of_assistant(messages: list[Json]) -> Json:
 # ------------------------------------------------------------------------------------------------ answers
 
 
-class ResponseAnswer(NamedEvents):
+class ResponseAnswer(AnswerForm):
     """The response to one request. keep: gets its id and its blocks when it is complete; None keeps nothing."""
 
     def __init__(self, body: Json, model: str, answer: BlockAnswer, keep: Keep | None = None) -> None:
@@ -184,7 +175,6 @@ class ResponseAnswer(NamedEvents):
         return self._response(passage)
 
     def parts(self, index: int, passage: AnswerChunk, *, is_first: bool) -> list[Json]:
-        """The events of one pass."""
         events = list[Json]()
         if is_first:
             response = {**self._head, "status": "in_progress", "output": []}
@@ -196,14 +186,10 @@ class ResponseAnswer(NamedEvents):
             events.append({"type": f"response.{response['status']}", "response": response})
         return self._numbered(events)
 
-    def last_parts(self) -> list[Json]:
-        return []
-
-    def error_parts(self, failure: Json, status: int) -> list[Json]:
-        error = failure["error"]
-        return self._numbered(
-            [{"type": "error", "code": error["code"] or error["type"], "message": error["message"], "param": None}]
-        )
+    def error_part(self, error: Json) -> Json:
+        inner = error["error"]
+        code = inner["code"] or inner["type"]
+        return self._numbered([{"type": "error", "code": code, "message": inner["message"], "param": None}])[0]
 
     def _numbered(self, events: Sequence[Json]) -> list[Json]:
         first, self._number = self._number, self._number + len(events)

@@ -30,12 +30,11 @@ from offspec import memory_error
 from offspec.errors import ConstraintError, ContextLengthError, OffspecError, TokenizerError, UsageError
 
 from ..flag_names import with_flags
-from .answer_forms import AnswerForm
+from .answer_forms import AnswerChunk, AnswerForm, ApiForm, StreamFormat
 from .model_manager import UnknownModelError
-from .openai_answers import AnswerChunk, failure
+from .openai_answers import failure
 from .request_parts import Json
 from .service import BusyError, ServerRequest, StoppingError
-from .stream_formats import StreamFormat
 
 KEEP_ALIVE_S = 5.0  # between two signs of life
 SILENCE_S = 10.0  # before the first one of a response that is not there yet
@@ -49,8 +48,8 @@ WriteError = Callable[[Json, int], Json]  # an error in OpenAI's form, and its s
 class EventResponse(StreamingResponse):
     """A stream of an answer's parts."""
 
-    def __init__(self, answer: AnswerForm, work: ServerRequest, cancel: Cancel, stream: StreamFormat) -> None:
-        super().__init__(_events(answer, work, stream), headers=STREAM_HEADERS, media_type=stream.media_type)
+    def __init__(self, answer: AnswerForm, work: ServerRequest, cancel: Cancel, form: ApiForm) -> None:
+        super().__init__(_events(answer, work, form), headers=STREAM_HEADERS, media_type=form.stream.media_type)
         self._cancel = partial(cancel, work)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -60,48 +59,38 @@ class EventResponse(StreamingResponse):
             self._cancel()
 
 
-async def _events(answer: AnswerForm, work: ServerRequest, stream: StreamFormat) -> AsyncGenerator[str, None]:
+async def _events(answer: AnswerForm, work: ServerRequest, form: ApiForm) -> AsyncGenerator[str, None]:
     """An answer's parts. An error becomes one, because the status is already sent."""
-    begun, num_open = set[int](), len(work.jobs)
+    begun, num_open, stream = set[int](), len(work.jobs), form.stream
     if stream.begins_with_sign:
-        yield _sign_of_life(work, stream)
+        yield stream.running if work.has_begun else stream.waiting
     try:
         while num_open:
             arrived = await work.next(KEEP_ALIVE_S)
             if arrived is None:
-                yield _sign_of_life(work, stream)
+                yield stream.running if work.has_begun else stream.waiting
                 continue
             index, step, report = arrived
             for part in answer.parts(index, AnswerChunk.of(step, report), is_first=index not in begun):
-                yield answer.event(part)
+                yield stream.written(part)
             begun.add(index)
             num_open -= step.finish_reason is not None
         for part in answer.last_parts():
-            yield answer.event(part)
+            yield stream.written(part)
     except Exception as exc:  # noqa: BLE001 (the client is told)
-        for part in answer.error_parts(*describe(exc, is_running=True)):
-            yield answer.event(part)
+        yield stream.written(answer.error_part(form.error(*describe(exc, is_running=True))))
     yield answer.end
-
-
-def _sign_of_life(work: ServerRequest, stream: StreamFormat) -> str:
-    return stream.running if work.has_begun else stream.waiting
 
 
 async def whole_response(
     answer: AnswerForm, work: ServerRequest, cancel: Cancel, request: Request, write_error: WriteError
 ) -> Response:
     """The response with a whole answer, when it is complete or the client has left."""
-    collecting, leaving = asyncio.create_task(_collect(answer, work, write_error)), asyncio.create_task(_left(request))
     try:
-        await asyncio.wait({collecting, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        if not collecting.done():
-            return Response(status_code=499)  # nobody reads it
-        content, status = collecting.result()
-        return JSONResponse(content, status)
+        return JSONResponse(*await unless_left(_collect(answer, work, write_error), request))
+    except ClientDisconnect:
+        return Response(status_code=499)  # nobody reads it
     finally:
-        leaving.cancel()
-        collecting.cancel()
         cancel(work)  # also after an error of one of several answers
 
 

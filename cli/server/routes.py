@@ -233,7 +233,7 @@ class Api:
             return reading.refusal
         answer = form.answer(body, work.completion, loaded.name, work.prompts, service.engine.tokenizer)
         if completion.streams:
-            return EventResponse(answer, work, service.cancel, form.stream)
+            return EventResponse(answer, work, service.cancel, form)
         return await whole_response(answer, work, service.cancel, request, form.error)
 
     async def count_tokens(self, request: Request) -> Response:

@@ -27,9 +27,9 @@ from offspec.text.tool_calls import (
     ToolFormat,
 )
 
+from .request_parts import Json
 from .response_format import lenient
 
-Json = dict[str, Any]
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 CHOICES = ("none", "auto", "required")
 ID_CHARACTERS, ID_LENGTH = string.ascii_letters + string.digits, 9  # as the templates of Mistral ask for them

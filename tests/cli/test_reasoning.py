@@ -11,7 +11,8 @@ import pytest
 
 from offspec import Engine, SamplingParams
 from offspec.cli.reasoning import ThinkingReader
-from offspec.cli.server.openai_answers import Answer, AnswerChunk
+from offspec.cli.server.answer_forms import AnswerChunk
+from offspec.cli.server.openai_answers import Answer
 from offspec.cli.server.openai_requests import parse, with_tools
 from offspec.errors import TokenizerError
 from offspec.text.thinking import CLOSE, OPEN, ThinkingStyle

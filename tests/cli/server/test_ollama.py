@@ -12,8 +12,8 @@ import pytest
 
 from offspec import Constraint, Engine, SamplingParams
 from offspec.cli.server import responses
+from offspec.cli.server.answer_forms import AnswerChunk
 from offspec.cli.server.ollama import Ollama
-from offspec.cli.server.openai_answers import AnswerChunk
 from offspec.cli.server.openai_requests import with_tools
 from offspec.errors import UsageError
 from offspec.stats import Stats

@@ -10,7 +10,7 @@ import pytest
 
 from offspec import SamplingParams
 from offspec.cli.server.answer_blocks import BlockAnswer
-from offspec.cli.server.openai_answers import AnswerChunk
+from offspec.cli.server.answer_forms import EVENTS, AnswerChunk
 from offspec.cli.server.openai_requests import parse
 from offspec.cli.server.openai_responses import ResponseAnswer, as_chat
 from offspec.errors import UsageError
@@ -112,10 +112,10 @@ def test_an_error_within_a_stream_is_an_event(served_pair: tuple[Client, Any]) -
     asked = parse("chat", as_chat({"input": "hi"}), SamplingParams(8))
     answer = ResponseAnswer({}, "m", BlockAnswer(asked, [1], tokenizer))
     answer.parts(0, AnswerChunk("a", figures=FIGURES), is_first=True)
-    (event,) = answer.error_parts({"error": {"message": "no", "type": "server_error", "code": None}}, 500)
+    event = answer.error_part({"error": {"message": "no", "type": "server_error", "code": None}})
     assert (event["type"], event["code"], event["message"]) == ("error", "server_error", "no")
     assert event["sequence_number"] > 0
-    assert answer.event(event).startswith("event: error\ndata: {")
+    assert EVENTS.written(event).startswith("event: error\ndata: {")
 
 
 def test_items_become_messages_of_a_chat() -> None:

@@ -12,7 +12,8 @@ from typing import Any, Literal
 import pytest
 
 from offspec import Engine, SamplingParams, SpeculationParams
-from offspec.cli.server.openai_answers import Answer, AnswerChunk
+from offspec.cli.server.answer_forms import AnswerChunk
+from offspec.cli.server.openai_answers import Answer
 from offspec.cli.server.openai_requests import parse, with_tools
 from offspec.cli.server.tools import tools_of
 from offspec.errors import ContextLengthError, TokenizerError, UsageError
